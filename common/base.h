@@ -1,0 +1,91 @@
+// base.h: what every program needs before its first tensor: errors that name their cause, the option table,
+// printing from one rank, progress, and a sound start.
+#ifndef BASE_H
+#define BASE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define PRINTF_LIKE(text, first) __attribute__((format(printf, text, first)))
+#define NO_RETURN                __attribute__((noreturn))
+#else
+#define PRINTF_LIKE(text, first)
+#define NO_RETURN
+#endif
+
+// ---- errors ----
+// Exit statuses: 0 a PASS verdict, 1 a FAIL verdict, 2 wrong use or a broken environment.
+enum { STATUS_PASS = 0, STATUS_FAIL = 1, STATUS_USAGE = 2 };
+
+// Ends the program with one sentence on stderr, "<program>: <sentence>", and STATUS_USAGE.
+void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;
+
+// The one check macro: when the condition does not hold, the sentence that follows says what broke, and all
+// ends.
+#define CHECK(condition, ...)                 \
+    do {                                      \
+        if (!(condition)) fatal(__VA_ARGS__); \
+    } while (0)
+
+// Host memory that is never NULL. The caller frees it with free().
+void *host_alloc(size_t bytes);
+// A formatted string of its own. The caller frees it.
+char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
+
+// ---- start ----
+// First call of every main. Remembers the program's name for messages, tunes malloc for large reused
+// buffers, picks the thread count (OMP_NUM_THREADS, else all cores), and makes sure that the BLAS runs its
+// best kernel for this processor: OpenBLAS chooses when it is loaded, so when it chose below what the
+// processor has and nobody pinned it, the program starts itself once more with OPENBLAS_CORETYPE set.
+void base_start(int argc, char **argv);
+// "OpenBLAS 0.3.21 SkylakeX, 2 threads"; a pinned kernel below the processor's is warned of here, once, on
+// stderr.
+const char *base_blas_name(void);
+// File name of the running program without its folder.
+const char *base_program(void);
+// Seconds on a monotonic wall clock.
+double wall_seconds(void);
+
+// ---- options: one table makes the parser, the defaults and --help ----
+typedef enum OptionType { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG } OptionType;
+
+typedef struct Option {
+    const char *name;  // without the dashes: "micro-batch"
+    OptionType type;
+    void *target;          // int64_t * | double * | const char ** | int * (index of the choice) | bool *
+    const char *standard;  // the default, as one would type it; NULL: leaves *target alone (FLAG: false)
+    double min, max;       // bounds of INT and REAL, inclusive
+    const char
+        *detail;  // CHOICE: "f64|f32|bf16|f16"; INT, REAL: the unit, or ""; TEXT: the placeholder, "FILE"
+    const char *help;  // one line
+    bool given;        // set by options_parse: the user typed it
+} Option;
+
+// Fills every target: first the defaults, then what was typed ("--name value" or "--name=value"). Prints
+// --help from the same table and exits 0. Anything unknown or out of bounds is fatal and named; a name that
+// other programs of the book have, and this one has not, is told so. Targets of TEXT point into argv.
+void options_parse(int argc, char **argv, const char *purpose, Option *table, int count);
+bool option_given(const Option *table, int count, const char *name);
+
+// ---- printing ----
+// One rank speaks: rank 0 prints, the others are silent.
+void say(const char *format, ...) PRINTF_LIKE(1, 2);
+// A progress line: on a terminal it rewrites itself with the time left; in a log a plain line about every
+// tenth of the way. `done` counts from 1; `text` is what to say about this step.
+void progress(int64_t done, int64_t total, const char *text);
+// 1536 -> "1.54 kB", 2.1e9 -> "2.10 GB" (powers of ten, as the playbook counts). Rotates over 8 static
+// buffers.
+const char *bytes_text(double bytes);
+const char *flops_text(double flops);  // "21.2 GFLOP"
+
+#ifdef __cplusplus
+}
+#endif
+#endif

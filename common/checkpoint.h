@@ -1,0 +1,73 @@
+// checkpoint.h: safetensors files with Hugging Face names, and the folders made of them.
+//
+// A checkpoint folder has config.json and model.safetensors (transformers loads them as LlamaForCausalLM),
+// and, when training wrote it, optimizer.safetensors: m, v and master of each weight under "<name>.m" …,
+// and step, sample, seed and dtype in __metadata__.
+#ifndef CHECKPOINT_H
+#define CHECKPOINT_H
+
+#include "config.h"
+#include "optim.h"
+#include "params.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ---- one safetensors file, on memory ----
+typedef struct SafeTensor {
+    char *name;
+    DType dtype;
+    int dims;
+    int64_t shape[MAX_DIMS];
+    const uint8_t *data;  // into the file's bytes
+    int64_t bytes;
+} SafeTensor;
+
+typedef struct SafeTensors {
+    SafeTensor *tensor;
+    int count;
+    char **key, **value;  // __metadata__
+    int keys;
+    uint8_t *file;  // the whole file where safetensors_open read it, else NULL
+} SafeTensors;
+
+// Parses a file's bytes, which must outlive the result. Returns NULL, or the sentence that says what is
+// wrong (static buffer): header length beyond the file or absurd, header no JSON object, unknown dtype,
+// negative or overflowing shape, offsets out of range, overlapping or leaving holes, sizes that differ from
+// shape times dtype, a name twice.
+const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *result);
+// Reads and parses a file; fatal with its name on any fault.
+SafeTensors safetensors_open(const char *path);
+const SafeTensor *safetensors_find(const SafeTensors *file, const char *name);
+const char *safetensors_metadata(const SafeTensors *file, const char *key);  // NULL if absent
+void safetensors_close(SafeTensors *file);
+
+// ---- folders ----
+typedef struct Progress {  // where a run stands
+    int64_t step;          // optimizer steps taken
+    int64_t sample;        // global index of the next training sample
+} Progress;
+
+// Writes DIR/step-000123 whole or not at all: into a temporary folder beside it, each file flushed to the
+// disk, then renamed. On any fault (a full disk) it is fatal, removes the temporary folder, and leaves
+// older checkpoints alone.
+void checkpoint_save(const char *dir, const Config *config, const Params *params,
+                     const Optimizer *optimizer, Progress progress);
+// The newest step-* folder in dir, or dir itself if it is a checkpoint; fatal if neither. The caller frees
+// it.
+char *checkpoint_newest(const char *dir);
+// Reads the model's shape from DIR/config.json into *config (layers, hidden, … tied, rope_theta, norm_eps);
+// fatal, naming the key, on anything that is not a Llama this program can train.
+void checkpoint_config(const char *dir, Config *config);
+// Weights from DIR/model.safetensors, F64, F32, BF16 or F16 converted to the table's dtype. Fatal on
+// missing, unknown or wrongly shaped tensors. A tied file may leave lm_head.weight out.
+void checkpoint_load_weights(const char *dir, Params *params);
+// Optimizer state; allocates it. Fatal if the file does not belong to this table, seed or optimizer.
+Progress checkpoint_load_optimizer(const char *dir, const Config *config, const Params *params,
+                                   Optimizer *optimizer);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

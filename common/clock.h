@@ -1,0 +1,63 @@
+// clock.h: what a run counts (FLOPs, bytes, calls by operation) and the two clocks that it can be read on.
+//
+// The wall clock is what this machine did. The model clock is what a named machine would do: each operation
+// takes max(FLOPs / peak of its dtype, bytes / memory bandwidth) on the compute stream. It depends on the
+// counts alone, so it is the same to the last digit on any machine and under any load.
+#ifndef CLOCK_H
+#define CLOCK_H
+
+#include "tensor.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct Machine {
+    const char *name;     // "dgx-h100"
+    const char *device;   // "NVIDIA H100 SXM5 80 GB"
+    double tensor_flops;  // FLOP/s of matrix multiplies in bf16 or f16, dense
+    double f32_flops;     // FLOP/s in f32 (no TF32)
+    double f64_flops;
+    double memory_bytes_per_second;
+    double memory_bytes;  // capacity of one device
+    const char *source;   // where the numbers are from
+} Machine;
+
+const Machine *machine_find(const char *name);  // fatal with the list of names when unknown
+const char *machine_names(void);                // "dgx-a100, dgx-h100, …"
+
+// Selects the machine of the model clock (default "dgx-h100").
+void clock_set_machine(const Machine *machine);
+
+typedef struct OpCount {
+    const char *name;
+    int64_t calls;
+    double flops, bytes;
+    double wall_seconds, model_seconds;
+} OpCount;
+
+// The front of ops calls these around each operation; name is a string literal.
+void clock_begin(const char *name, DType dtype, double flops, double bytes);
+void clock_end(void);
+
+// Totals since the start or the last clock_reset; OpCount.name is "total".
+OpCount clock_total(void);
+// Per operation, in order of first use; returns how many. The array belongs to the clock.
+int clock_operations(const OpCount **operations);
+void clock_reset(void);
+
+// A mark on the time line: everything until the matching clock_pop belongs to it ("step 3", "forward",
+// "block 2"). name is copied.
+void clock_push(const char *name);
+void clock_pop(void);
+
+// Collects every operation and mark from now on, and at clock_trace_write writes them as Chrome trace
+// events (open in https://ui.perfetto.dev or chrome://tracing): one process for the wall clock, one for the
+// model clock, and counters of memory by kind.
+void clock_trace_start(void);
+void clock_trace_write(const char *file);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

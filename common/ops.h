@@ -1,0 +1,101 @@
+// ops.h: the operations of a transformer, forward and backward, on device tensors.
+//
+// ops.c is the one front: it checks shapes and dtypes, counts FLOPs and bytes (clock.h), and hands over to
+// the back end that is linked in (kernels.h: ops_cpu.c). A tensor of shape (…, c) is seen as (rows, c). "="
+// means the output is set,
+// "+=" that it is added to. Outputs do not alias inputs unless said. Storage may be f64, f32, bf16 or f16;
+// arithmetic is f64 for f64 storage and f32 for the others, each stored result rounded once. All floating
+// tensors of one call have one dtype unless said. Sums have a fixed order: same inputs, same threads, same
+// bits.
+//
+// FLOPs counted are those of matrix multiplies, 2 per multiply-add, as the field counts them; causal
+// attention counts only the s (s + 1) / 2 pairs that the mask leaves. Bytes are each tensor argument once,
+// read or written.
+#ifndef OPS_H
+#define OPS_H
+
+#include "tensor.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { IGNORED_LABEL = -1 };  // a target that takes no part in the loss
+
+// ---- elementwise ----
+void op_fill(Tensor y, double value);       // y = value
+void op_copy(Tensor y, Tensor x);           // y = x, converted to y's dtype (any dtype to any)
+void op_add(Tensor y, Tensor a, Tensor b);  // y = a + b; y may alias either
+void op_accumulate(Tensor y, Tensor x);     // y += x; the dtypes may differ (f32 accumulators of bf16)
+void op_scale(Tensor y, double factor);     // y = factor y
+
+// ---- reductions to the host (they wait for the device) ----
+double op_sum(Tensor x);          // in f64
+double op_sum_squares(Tensor x);  // in f64; NaN and infinity come through
+
+// ---- matrix multiply:  C (m, n) = A B + beta C,  A is (m, k), or (k, m) if transpose_a; B likewise ----
+void op_matmul(Tensor c, Tensor a, Tensor b, bool transpose_a, bool transpose_b,
+               double beta);  // beta is 0 or 1
+
+// ---- embedding: weight (v, h), tokens (n) i32 in [0, v) ----
+void op_embedding_forward(Tensor y, Tensor tokens, Tensor weight);  // y (n, h) = weight[tokens]
+void op_embedding_backward(Tensor dweight, Tensor dy,
+                           Tensor tokens);  // dweight[tokens[i]] += dy[i], in order of i
+
+// ---- RMSNorm: y = x * rstd * weight,  rstd = 1 / sqrt(mean(x^2) + eps);  x, y (n, h), weight (h) ----
+// rstd (n) is f32, or f64 for f64 storage.
+void op_rmsnorm_forward(Tensor y, Tensor rstd, Tensor x, Tensor weight, double eps);
+// dx = dresidual + d(norm)/dx dy;  dweight += . dresidual may be {0} (zero), dx may alias dresidual or dy.
+void op_rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dresidual, Tensor dy, Tensor x, Tensor weight,
+                         Tensor rstd);
+
+// ---- RoPE, half-split as in Hugging Face: dims i and i + d/2 of each head turn by position *
+// theta^(-2i/d)
+// ---- x (n, heads * d) in place; positions (n) i32. direction +1 forward, -1 backward (the inverse
+// rotation).
+void op_rope(Tensor x, Tensor positions, int64_t head_size, double theta, int direction);
+
+// ---- causal attention of b sequences of s tokens: q, o (b s, a d); k, v (b s, kv d); a divisible by kv
+// ---- query head j reads key/value head j / (a / kv); scores are scaled by 1 / sqrt(d).
+typedef struct AttentionShape {
+    int64_t b, s, heads, kv_heads, head_size;
+} AttentionShape;
+// probs (b, a, s, s) = softmax of the masked scores (zeros above the diagonal), kept for backward; o =
+// probs
+// v
+void op_attention_forward(Tensor o, Tensor probs, Tensor q, Tensor k, Tensor v, AttentionShape shape);
+// probs alone, bit for bit as op_attention_forward makes them: what selective recomputation repeats
+void op_attention_probs(Tensor probs, Tensor q, Tensor k, AttentionShape shape);
+// dq, dk, dv (=) from d_o (b s, a d). dq may alias q, dk alias k, dv alias v.
+void op_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor d_o, Tensor q, Tensor k, Tensor v,
+                           Tensor probs, AttentionShape shape);
+
+// ---- SwiGLU: act = silu(gate) * up, all (n, f) ----
+void op_swiglu_forward(Tensor act, Tensor gate, Tensor up);
+// dgate may alias gate, dup may alias up, dact may alias neither.
+void op_swiglu_backward(Tensor dgate, Tensor dup, Tensor dact, Tensor gate, Tensor up);
+
+// ---- softmax cross-entropy: logits (n, v), targets (n) i32 in [0, v) or IGNORED_LABEL ----
+// losses (n) = lse - logits[target], 0 where ignored; lse (n) = log sum exp of the row. Both f32, or f64
+// for f64.
+void op_cross_entropy_forward(Tensor losses, Tensor lse, Tensor logits, Tensor targets);
+// dlogits = scale * (softmax - onehot), 0 in ignored rows; may alias logits.
+void op_cross_entropy_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, double scale);
+
+// ---- optimizers over flat ranges of equal length ----
+typedef struct AdamW {
+    double lr, beta1, beta2, eps, weight_decay;
+    double grad_scale;  // multiplies the gradient first: the clipping coefficient
+    int64_t step;       // from 1: bias correction is 1 - beta^step
+} AdamW;
+// m, v and master are f32 (f64 for f64 values). Without master ({0}) the value itself is stepped; with it,
+// the master is, and value = master rounded. grad may have another dtype than value. Decoupled weight decay
+// (Loshchilov, Hutter 2019), as torch.optim.AdamW.
+void op_adamw(Tensor value, Tensor master, Tensor m, Tensor v, Tensor grad, AdamW hyper);
+// value -= lr * grad_scale * grad, on the master if there is one
+void op_sgd(Tensor value, Tensor master, Tensor grad, double lr, double grad_scale);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,46 @@
+// optim.h: AdamW and SGD over the flat tensors of the parameter table.
+#ifndef OPTIM_H
+#define OPTIM_H
+
+#include "config.h"
+#include "params.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// State of one unit, or of the range [first, first + count) of it that this rank steps.
+typedef struct UnitState {
+    int64_t first, count;
+    Tensor m, v, master;  // (count) f32 (f64 for f64 weights); master only where weights are 16-bit; m, v
+                          // only for AdamW
+} UnitState;
+
+typedef struct Optimizer {
+    OptimizerKind kind;
+    double beta1, beta2, eps, weight_decay;
+    int64_t step;  // steps taken
+    UnitState *unit;
+    int units;
+} Optimizer;
+
+// No state is allocated yet: it appears with the first step, as the playbook's memory profile shows.
+Optimizer optimizer_new(const Config *config, const Params *params);
+void optimizer_free(Optimizer *optimizer);
+// Allocates the state now (m = v = 0, master = the weights): the first step does it; resuming does it
+// earlier.
+void optimizer_allocate(Optimizer *optimizer, const Params *params);
+// One step: weights move by the total gradient times grad_scale, at rate lr. Decay applies where the table
+// says so.
+void optimizer_step(Optimizer *optimizer, Params *params, double lr, double grad_scale);
+
+// Warm-up from 0 over config->warmup steps, then cosine from config->lr to a tenth of it at config->steps.
+// step counts from 0. lr stays constant for SGD and when warmup is 0 and steps < 2.
+double learning_rate(const Config *config, int64_t step);
+// Factor that brings a gradient of this norm down to `clip`: min(1, clip / norm); 1 if clip is 0.
+double clip_scale(double norm, double clip);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

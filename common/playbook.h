@@ -1,0 +1,227 @@
+// playbook.h: the contract page. Under one banner per chapter file, the few functions that the file offers
+// to others, with shapes. Reading this header is reading the playbook as signatures.
+//
+// Letters: b micro-batch, s sequence, n = b s tokens, h hidden, a heads, d head size, kv key/value heads,
+// f feed-forward, v vocabulary, L layers. A gradient is "d" and the name. Shapes are what this rank stores.
+#ifndef PLAYBOOK_H
+#define PLAYBOOK_H
+
+#include "base.h"
+#include "checkpoint.h"
+#include "clock.h"
+#include "config.h"
+#include "data.h"
+#include "mesh.h"
+#include "ops.h"
+#include "optim.h"
+#include "params.h"
+#include "report.h"
+#include "rng.h"
+#include "tensor.h"
+
+// ==========================================================================================================
+// 00_single_gpu/transformer.c: the model and its sockets
+// ==========================================================================================================
+
+typedef struct Model Model;
+
+// What attention keeps for its backward. The default keeps probs.
+typedef struct AttentionKept {
+    Tensor probs;  // (b, a, s, s)
+    void *more;    // a plug's own
+} AttentionKept;
+
+// What the feed-forward part keeps; dgate and dup are what B leaves to W.
+typedef struct MlpKept {
+    Tensor gate, up, act;  // (n, f)
+    Tensor dgate, dup;     // (n, f)
+    void *more;
+} MlpKept;
+
+// All that one block keeps for backward, for one micro-batch. Owned by the micro-batch.
+typedef struct BlockKept {
+    Tensor x;             // (n, h) input of the block
+    Tensor rstd1, norm1;  // (n), (n, h) output of the attention norm
+    Tensor q, k, v;       // (n, a d), (n, kv d), (n, kv d), q and k after RoPE
+    AttentionKept attention;
+    Tensor o;             // (n, a d) output of attention, before its projection
+    Tensor x2;            // (n, h) x + attention
+    Tensor rstd2, norm2;  // (n), (n, h) output of the MLP norm
+    MlpKept mlp;
+    Tensor dy, dx2, dq, dk, dv;  // what B leaves to W: gradients at the outputs of the linears
+} BlockKept;
+
+typedef struct HeadKept {
+    Tensor x, rstd, norm;        // (n, h), (n), (n, h)
+    Tensor logits, lse, losses;  // (n, v), (n), (n)
+    // B turns logits into dlogits in place and leaves them to W
+} HeadKept;
+
+// One micro-batch on its way: its inputs, what flows between stages, what each block keeps. Several may be
+// in flight.
+typedef struct MicroBatch {
+    int64_t index;  // which one of the step, from 0
+    int64_t b, s;
+    Tensor tokens, targets, positions;  // (n) i32
+    double loss_scale;                  // 1 / valid labels of the whole global batch
+    Tensor x;                           // (n, h) flows forward: output of the last unit that ran
+    Tensor dx;                          // (n, h) flows backward: gradient at that unit's input
+    BlockKept *block;                   // one for each block of this stage
+    HeadKept head;
+    double loss;  // this micro-batch's share of the mean loss of the global batch
+} MicroBatch;
+
+// The sockets. Empty ones hold the single-device behaviour; a chapter's plug overwrites one and leaves the
+// rest.
+typedef enum Pass { FORWARD, BACKWARD } Pass;
+
+typedef struct Sockets {
+    // parameters: before a unit's weights are used in a pass, and after their last use in it
+    struct {
+        void *context;
+        void (*acquire)(void *context, Model *model, int unit, Pass pass);
+        void (*release)(void *context, Model *model, int unit, Pass pass);
+    } parameters;
+    // gradients: the unit's gradient of this micro-batch is final
+    struct {
+        void *context;
+        void (*ready)(void *context, Model *model, int unit, MicroBatch *micro);
+    } gradients;
+    // region: into and out of the part of a block that tensor parallelism shards. Returns a tensor of the
+    // caller's own.
+    struct {
+        void *context;
+        Tensor (*enter)(void *context, Tensor x);            // f: identity;            g: all-gather
+        Tensor (*leave)(void *context, Tensor partial);      // f*: all-reduce;         g*: reduce-scatter
+        Tensor (*enter_backward)(void *context, Tensor dx);  // f: all-reduce;          g: reduce-scatter
+        Tensor (*leave_backward)(void *context, Tensor dy);  // f*: identity;           g*: all-gather
+    } region;
+    // embedding and loss
+    struct {
+        void *context;
+        void (*lookup)(void *context, Tensor x, Tensor tokens, Tensor weight);
+        void (*lookup_backward)(void *context, Tensor dweight, Tensor dx, Tensor tokens);
+        void (*loss)(void *context, Tensor losses, Tensor lse, Tensor logits, Tensor targets);
+        void (*loss_backward)(void *context, Tensor dlogits, Tensor logits, Tensor lse, Tensor targets,
+                              double scale);
+    } vocabulary;
+    // attention: q, k, v to o. `again` makes again what recomputation dropped from kept.
+    struct {
+        void *context;
+        void (*forward)(void *context, Tensor o, AttentionKept *kept, Tensor q, Tensor k, Tensor v,
+                        AttentionShape shape);
+        void (*backward)(void *context, Tensor dq, Tensor dk, Tensor dv, Tensor d_o, AttentionKept *kept,
+                         Tensor q, Tensor k, Tensor v, Tensor o, AttentionShape shape);
+        void (*drop)(void *context, AttentionKept *kept);
+        void (*again)(void *context, AttentionKept *kept, Tensor q, Tensor k, Tensor v,
+                      AttentionShape shape);
+    } attention;
+    // mlp: the feed-forward part of a block; x (n, h) is the output of its norm, already inside the region
+    struct {
+        void *context;
+        Tensor (*forward)(void *context, Model *model, int layer, MlpKept *kept, Tensor x);  // (n, h), new
+        Tensor (*backward_input)(void *context, Model *model, int layer, MlpKept *kept,
+                                 Tensor dy);  // dx (n, h), new
+        void (*backward_weight)(void *context, Model *model, int layer, MlpKept *kept, Tensor dy, Tensor x);
+        void (*drop)(void *context, MlpKept *kept);
+    } mlp;
+    // linear: every matrix multiply with a weight (out, in)
+    struct {
+        void *context;
+        void (*forward)(void *context, Model *model, Param *weight, Tensor y, Tensor x);  // y = x W^T
+        // dx = dy W + beta dx
+        void (*backward_input)(void *context, Model *model, Param *weight, Tensor dx, Tensor dy,
+                               double beta);
+        void (*backward_weight)(void *context, Model *model, Param *weight, Tensor dy,
+                                Tensor x);  // dW += dy^T x
+    } linear;
+    // activations: after a block's forward, and before its backward
+    struct {
+        void *context;
+        void (*after_forward)(void *context, Model *model, MicroBatch *micro, int layer);
+        void (*before_backward)(void *context, Model *model, MicroBatch *micro, int layer);
+    } activations;
+} Sockets;
+
+// Where a block's weights stand in the table.
+typedef struct BlockParams {
+    Param *norm1, *q, *k, *v, *o, *norm2, *gate, *up, *down;
+} BlockParams;
+
+struct Model {
+    Config config;
+    Mesh mesh;
+    Params params;
+    int64_t layers;                  // blocks of this stage
+    Param *embedding, *norm, *head;  // head is embedding when tied
+    BlockParams *block;              // (layers)
+    int embedding_unit, head_unit;   // units of the table; block i is unit 1 + i
+    Sockets sockets;
+};
+
+Model *model_new(const Config *config, Mesh mesh);
+void model_free(Model *model);
+Sockets sockets_single_device(void);
+
+// A micro-batch of b samples with the given global indices in order; targets[i] may be IGNORED_LABEL.
+// tokens, targets (b s) host. The caller ends it with micro_batch_free.
+MicroBatch micro_batch_new(const Model *model, int64_t index, int64_t b, const int32_t *tokens,
+                           const int32_t *targets, double loss_scale);
+void micro_batch_free(MicroBatch *micro);
+
+// Stage functions, in the order of one pass. Forward leaves its output in micro->x, backward the gradient
+// at its input in micro->dx. backward_input is B, backward_weight is W; W may come any time after B of the
+// same micro-batch.
+void embedding_forward(Model *model, MicroBatch *micro);         // x = embedding[tokens]
+void block_forward(Model *model, MicroBatch *micro, int layer);  // keeps micro->block[layer]
+void head_forward(Model *model, MicroBatch *micro);              // norm, logits, loss
+void head_backward_input(Model *model, MicroBatch *micro);
+void head_backward_weight(Model *model, MicroBatch *micro);
+void block_backward_input(Model *model, MicroBatch *micro, int layer);
+void block_backward_weight(Model *model, MicroBatch *micro, int layer);
+void embedding_backward(Model *model, MicroBatch *micro);  // W only: tokens have no gradient
+
+// All of them in order, on one device.
+void model_forward(Model *model, MicroBatch *micro);
+void model_backward(Model *model, MicroBatch *micro);
+
+// ==========================================================================================================
+// 00_single_gpu/train.c: one training step, and whole runs as the baseline of every other chapter
+// ==========================================================================================================
+
+typedef struct Trainer {
+    Config config;
+    Data data;
+    Model *model;
+    Optimizer optimizer;
+    Progress progress;
+    bool masked;                 // ignore each sample's prompt (unequal label counts)
+    double loss, grad_norm, lr;  // of the last step
+    int64_t kept_bytes;          // activations held after the last forward, peak
+} Trainer;
+
+Trainer *trainer_new(const Config *config, Mesh mesh);
+void trainer_free(Trainer *trainer);
+// grad_acc micro-batches forward and backward, then clipping and the optimizer. `record` (may be NULL)
+// takes the raw gradients of its first step.
+void train_step(Trainer *trainer, Record *record);
+// Mean loss over `samples` held-out samples.
+double held_out_loss(Trainer *trainer, int64_t samples);
+
+// ==========================================================================================================
+// 00_single_gpu/recompute.c: activation recomputation
+// ==========================================================================================================
+
+// Plugs the activations socket: RECOMPUTE_SELECTIVE drops attention's probabilities, RECOMPUTE_FULL all but
+// x.
+void recompute_plug(Model *model, Recompute recompute);
+
+// ==========================================================================================================
+// 00_single_gpu/memory.c: the formulas
+// ==========================================================================================================
+
+// Activation bytes that the blocks and the head hold when forward has ended, for one micro-batch of our
+// model.
+int64_t kept_activation_bytes(const Config *config);
+
+#endif

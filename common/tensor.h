@@ -1,0 +1,134 @@
+// tensor.h: dtypes, tensors on a device, and the account of device memory by kind.
+//
+// Device memory is opaque: outside ops_*, comm_* and device_* nobody dereferences it. Everything goes
+// through the operations (ops.h) or through tensor_to_host / tensor_from_host.
+#ifndef TENSOR_H
+#define TENSOR_H
+
+#include "base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ---- dtypes ----
+typedef enum DType { F64, F32, BF16, F16, E4M3, E5M2, I32, DTYPES } DType;
+
+size_t dtype_size(DType dtype);       // bytes of one element: 8 4 2 2 1 1 4
+const char *dtype_name(DType dtype);  // "f64" "f32" "bf16" "f16" "e4m3" "e5m2" "i32"
+
+// Conversions of one value, exact where the target can hold it, else rounded to nearest, ties to even.
+// bf16, f16 (IEEE 754 binary16): overflow gives infinity; subnormals are kept; every NaN becomes a quiet
+// NaN. e4m3, e5m2 (OCP 8-bit floating point, rev. 1.0): narrowing saturates (448; 57344), infinities
+// included; NaN stays NaN. e4m3 has no infinity. The code is the low bits of the result.
+uint16_t bf16_from_f32(float x);
+float f32_from_bf16(uint16_t code);
+uint16_t f16_from_f32(float x);
+float f32_from_f16(uint16_t code);
+uint8_t e4m3_from_f32(float x);
+float f32_from_e4m3(uint8_t code);
+uint8_t e5m2_from_f32(float x);
+float f32_from_e5m2(uint8_t code);
+
+// count elements of host memory from one dtype to another; f64 to a 16- or 8-bit type goes through f32.
+void dtype_convert(void *to, DType to_dtype, const void *from, DType from_dtype, int64_t count);
+
+// ---- the account: device bytes by what they hold ----
+typedef enum MemoryKind {
+    MEMORY_PARAMETER,      // weights in the dtype that the model computes with
+    MEMORY_GRADIENT,       // gradients, and their f32 accumulators
+    MEMORY_OPTIMIZER,      // moments and master weights
+    MEMORY_ACTIVATION,     // inputs, what forward keeps for backward, and what flows between them
+    MEMORY_COMMUNICATION,  // buffers that exist only to be sent or received
+    MEMORY_KINDS
+} MemoryKind;
+
+typedef struct Memory {
+    int64_t now[MEMORY_KINDS];   // bytes
+    int64_t peak[MEMORY_KINDS];  // each kind's own maximum; they need not fall on one moment
+    int64_t now_total, peak_total;
+} Memory;
+
+const char *memory_kind_name(MemoryKind kind);
+Memory memory_account(void);
+// Peaks start again from what is held now.
+void memory_reset_peak(void);
+// Refuse allocations beyond this many bytes in all, as a device of that size would; 0: no limit.
+void memory_set_limit(int64_t bytes);
+// The account as text, one line: what out-of-memory messages and tables show. Static buffer.
+const char *memory_text(void);
+// Called at every allocation (bytes > 0) and release (bytes < 0) when set; the profiler draws memory over
+// time with it.
+typedef void (*MemoryListener)(void *context, MemoryKind kind, int64_t bytes);
+void memory_listen(MemoryListener listener, void *context);
+
+// ---- device ----
+// Dry run: tensors have shapes and are accounted, but no memory stands behind them; operations count and
+// clock, and compute nothing. Set before the first tensor. Reading a tensor back gives zeros.
+void device_dry_run(bool on);
+bool device_is_dry_run(void);
+// Bytes on the device, aligned to 64; out of memory is fatal, with the account. Accounted under `kind`.
+void *device_alloc(MemoryKind kind, size_t bytes);
+void device_free(MemoryKind kind, void *memory, size_t bytes);
+void device_from_host(void *to, const void *from, size_t bytes);
+void device_to_host(void *to, const void *from, size_t bytes);
+
+// ---- tensors ----
+typedef struct Storage {  // one allocation, shared by counted references
+    void *memory;
+    size_t bytes;
+    MemoryKind kind;
+    int references;
+} Storage;
+
+enum { MAX_DIMS = 4 };
+
+// Row-major and contiguous. A Tensor is a small value; copying it copies the handle. {0} is "no tensor".
+typedef struct Tensor {
+    Storage *storage;
+    int64_t offset;  // in elements, from the start of the storage
+    DType dtype;
+    int dims;
+    int64_t shape[MAX_DIMS];
+} Tensor;
+
+// tensor_new(MEMORY_ACTIVATION, F32, SHAPE(n, h))
+#define SHAPE(...) \
+    (int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (int64_t[]) { __VA_ARGS__ }
+
+// A new tensor, not initialised. Every dimension is at least 0. The caller ends it with tensor_free.
+Tensor tensor_new(MemoryKind kind, DType dtype, int dims, const int64_t *shape);
+// Same shape and dtype as t.
+Tensor tensor_like(MemoryKind kind, Tensor t);
+// One more owner of the same memory; needs a tensor_free of its own.
+Tensor tensor_share(Tensor t);
+// Gives up this handle, and the memory with its last owner. Sets *t to {0}. Freeing {0} is allowed.
+void tensor_free(Tensor *t);
+// Borrowed: elements [first, first + product of shape) of t in another shape; valid while t is, never
+// freed.
+Tensor tensor_view(Tensor t, int64_t first, int dims, const int64_t *shape);
+// Borrowed: rows [first, first + rows) of t seen as (rows of t, columns of t).
+Tensor tensor_rows_of(Tensor t, int64_t first, int64_t rows);
+
+static inline bool tensor_exists(Tensor t) { return t.storage != NULL; }
+int64_t tensor_count(Tensor t);    // elements
+int64_t tensor_rows(Tensor t);     // product of all dimensions but the last
+int64_t tensor_columns(Tensor t);  // the last dimension
+int64_t tensor_bytes(Tensor t);
+bool tensor_same_shape(Tensor a, Tensor b);
+const char *tensor_text(Tensor t);  // "(8, 128) f32", rotating static buffers
+
+// For ops_*, comm_* and device_* alone: the device address of the first element.
+void *tensor_address(Tensor t);
+
+// Whole tensor between host and device; the host side has the tensor's dtype, tensor_bytes(t) bytes.
+void tensor_from_host(Tensor t, const void *host);
+void tensor_to_host(void *host, Tensor t);
+// The same, converting from and to f64 on the host side (tensor_count(t) values).
+void tensor_from_doubles(Tensor t, const double *host);
+void tensor_to_doubles(double *host, Tensor t);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
