@@ -50,6 +50,10 @@ void clock_reset(void);
 // "block 2"). name is copied.
 void clock_push(const char *name);
 void clock_pop(void);
+// Totals per mark, in order of first use, by path and without a number at the end: "step", "step/forward",
+// "step/forward/block". Wall seconds here include what passes between operations. The array belongs to the
+// clock.
+int clock_marks(const OpCount **marks);
 
 // Collects every operation and mark from now on, and at clock_trace_write writes them as Chrome trace
 // events (open in https://ui.perfetto.dev or chrome://tracing): one process for the wall clock, one for the

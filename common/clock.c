@@ -1,0 +1,322 @@
+// clock.c: see clock.h. Counting costs two readings of the wall clock and a short scan of a table per
+// operation, about 100 ns; events are stored only while a trace is on.
+#include "clock.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+// ---- machines ----
+
+// Rates are per GPU, dense (datasheets print twice these for 2:4 sparsity), in FLOP/s and bytes/s. The
+// operations count the FLOPs of matrix multiplies, so f64 is the rate of the FP64 tensor cores. Capacity is
+// the datasheet's, in units of 10^9 bytes.
+static const Machine machines[] = {
+    {"dgx-a100", "NVIDIA A100 SXM4 80 GB", 312e12, 19.5e12, 19.5e12, 2.039e12, 80e9,
+     "NVIDIA A100 Tensor Core GPU datasheet, A100 80GB SXM"},
+    {"dgx-h100", "NVIDIA H100 SXM5 80 GB", 989e12, 67e12, 67e12, 3.35e12, 80e9,
+     "NVIDIA H100 Tensor Core GPU datasheet, H100 SXM (bf16: half of 1,979 with sparsity)"},
+    {"h200", "NVIDIA H200 SXM 141 GB", 989e12, 67e12, 67e12, 4.8e12, 141e9,
+     "NVIDIA H200 Tensor Core GPU datasheet, H200 SXM (bf16: half of 1,979 with sparsity)"},
+};
+enum { MACHINES = sizeof machines / sizeof *machines };
+
+const char *machine_names(void) {
+    static char names[256];
+    names[0] = 0;
+    for (int i = 0; i < MACHINES; i++) {
+        if (i) strcat(names, ", ");
+        strcat(names, machines[i].name);
+    }
+    return names;
+}
+
+const Machine *machine_find(const char *name) {
+    for (int i = 0; i < MACHINES; i++)
+        if (!strcmp(machines[i].name, name)) return &machines[i];
+    fatal("--machine %s is unknown; it is one of %s", name, machine_names());
+}
+
+// ---- state ----
+
+typedef struct Event {  // one entry of the trace
+    enum { OPERATION, PUSH, POP } kind;
+    const char *name;  // a literal for operations, a copy of its own for marks
+    double wall, wall_end, model, model_end;
+    double flops, bytes;
+    int64_t memory[MEMORY_KINDS];  // held when the event began
+} Event;
+
+typedef struct OpenMark {
+    int mark;         // index into marks
+    char *name;       // as it was pushed
+    OpCount at_push;  // the totals then
+} OpenMark;
+
+enum { MAX_OPEN_MARKS = 32 };
+
+static struct {
+    const Machine *machine;
+    OpCount total;
+    OpCount *operations;
+    int operations_count, operations_room;
+    // the operation under way
+    const char *name;  // NULL between operations
+    int operation;
+    double began, flops, bytes, model_seconds;
+    double model_now;  // model time since the start; clock_reset leaves it alone, so that traces go on
+    OpCount *marks;    // by path
+    int marks_count, marks_room;
+    OpenMark open[MAX_OPEN_MARKS];
+    int depth;
+    bool tracing;
+    Event *events;
+    int64_t events_count, events_room;
+    double wall_origin, model_origin;  // of the trace
+} state;
+
+static const Machine *model_machine(void) {
+    if (!state.machine) state.machine = machine_find("dgx-h100");
+    return state.machine;
+}
+
+void clock_set_machine(const Machine *machine) { state.machine = machine; }
+
+// ---- the model clock ----
+
+static double peak_flops(const Machine *machine, DType dtype) {
+    switch (dtype) {
+        case F64:
+            return machine->f64_flops;
+        case F32:
+            return machine->f32_flops;
+        default:
+            return machine->tensor_flops;
+    }
+}
+
+// The roofline: an operation is done when its arithmetic and its memory traffic, which overlap, both are.
+static double model_time(DType dtype, double flops, double bytes) {
+    const Machine *machine = model_machine();
+    double compute = flops / peak_flops(machine, dtype);
+    double memory = bytes / machine->memory_bytes_per_second;
+    return compute > memory ? compute : memory;
+}
+
+// ---- the trace's events ----
+
+static Event *new_event(int kind, const char *name) {
+    if (state.events_count == state.events_room) {
+        state.events_room = state.events_room ? 2 * state.events_room : 4096;
+        state.events = realloc(state.events, sizeof(Event) * (size_t)state.events_room);
+        CHECK(state.events, "out of host memory for %lld trace events", (long long)state.events_room);
+    }
+    Event *event = &state.events[state.events_count++];
+    *event = (Event){.kind = kind, .name = name, .wall = wall_seconds(), .model = state.model_now};
+    Memory account = memory_account();
+    memcpy(event->memory, account.now, sizeof event->memory);
+    return event;
+}
+
+// ---- operations ----
+
+static int operation_index(const char *name) {
+    // A literal has one address in one file, so the first scan finds it nearly always; the same name from
+    // another file has another address.
+    for (int i = 0; i < state.operations_count; i++)
+        if (state.operations[i].name == name) return i;
+    for (int i = 0; i < state.operations_count; i++)
+        if (!strcmp(state.operations[i].name, name)) return i;
+    if (state.operations_count == state.operations_room) {
+        state.operations_room += 64;
+        state.operations =
+            realloc(state.operations, sizeof *state.operations * (size_t)state.operations_room);
+        CHECK(state.operations, "out of host memory for the table of operations");
+    }
+    state.operations[state.operations_count] = (OpCount){.name = name};
+    return state.operations_count++;
+}
+
+static void add(OpCount *count, double flops, double bytes, double wall, double model) {
+    count->calls++;
+    count->flops += flops;
+    count->bytes += bytes;
+    count->wall_seconds += wall;
+    count->model_seconds += model;
+}
+
+void clock_begin(const char *name, DType dtype, double flops, double bytes) {
+    CHECK(!state.name, "operation %s began inside operation %s", name, state.name);
+    state.operation = operation_index(name);
+    state.name = name;
+    state.flops = flops;
+    state.bytes = bytes;
+    state.model_seconds = model_time(dtype, flops, bytes);
+    if (state.tracing) {
+        Event *event = new_event(OPERATION, name);
+        event->flops = flops;
+        event->bytes = bytes;
+        event->model_end = event->model + state.model_seconds;
+    }
+    state.began = wall_seconds();
+}
+
+void clock_end(void) {
+    double now = wall_seconds();
+    CHECK(state.name, "clock_end without clock_begin");
+    add(&state.operations[state.operation], state.flops, state.bytes, now - state.began,
+        state.model_seconds);
+    add(&state.total, state.flops, state.bytes, now - state.began, state.model_seconds);
+    state.model_now += state.model_seconds;
+    if (state.tracing) state.events[state.events_count - 1].wall_end = now;
+    state.name = NULL;
+}
+
+OpCount clock_total(void) {
+    state.total.name = "total";
+    return state.total;
+}
+
+int clock_operations(const OpCount **operations) {
+    *operations = state.operations;
+    return state.operations_count;
+}
+
+// ---- marks ----
+
+static int mark_index(const char *name) {
+    // "step 3" and "step 4" are one mark, "step": its total is what one asks for.
+    size_t length = strlen(name);
+    while (length && name[length - 1] >= '0' && name[length - 1] <= '9') length--;
+    if (length && length < strlen(name) && name[length - 1] == ' ') length--;
+    if (!length || name[length] != ' ') length = strlen(name);
+    int parent = state.depth ? state.open[state.depth - 1].mark : -1;
+    char *path = parent < 0 ? format_text("%.*s", (int)length, name)
+                            : format_text("%s/%.*s", state.marks[parent].name, (int)length, name);
+    for (int i = 0; i < state.marks_count; i++)
+        if (!strcmp(state.marks[i].name, path)) {
+            free(path);
+            return i;
+        }
+    if (state.marks_count == state.marks_room) {
+        state.marks_room += 64;
+        state.marks = realloc(state.marks, sizeof *state.marks * (size_t)state.marks_room);
+        CHECK(state.marks, "out of host memory for the table of marks");
+    }
+    state.marks[state.marks_count] = (OpCount){.name = path};
+    return state.marks_count++;
+}
+
+void clock_push(const char *name) {
+    CHECK(state.depth < MAX_OPEN_MARKS, "more than %d marks are open, at %s", MAX_OPEN_MARKS, name);
+    int mark = mark_index(name);
+    OpCount now = state.total;
+    // For a mark the wall includes what happens between its operations.
+    now.wall_seconds = wall_seconds();
+    state.open[state.depth++] = (OpenMark){.mark = mark, .name = format_text("%s", name), .at_push = now};
+    if (state.tracing) new_event(PUSH, format_text("%s", name));
+}
+
+void clock_pop(void) {
+    CHECK(state.depth > 0, "clock_pop without clock_push");
+    OpenMark *open = &state.open[--state.depth];
+    OpCount *mark = &state.marks[open->mark];
+    add(mark, state.total.flops - open->at_push.flops, state.total.bytes - open->at_push.bytes,
+        wall_seconds() - open->at_push.wall_seconds,
+        state.total.model_seconds - open->at_push.model_seconds);
+    if (state.tracing) new_event(POP, NULL);
+    free(open->name);
+}
+
+int clock_marks(const OpCount **marks) {
+    *marks = state.marks;
+    return state.marks_count;
+}
+
+void clock_reset(void) {
+    state.total = (OpCount){0};
+    state.operations_count = 0;
+    if (!state.depth)
+        while (state.marks_count) free((char *)state.marks[--state.marks_count].name);
+    // Marks that are open stay so, and count from here.
+    for (int i = 0; i < state.marks_count; i++) state.marks[i] = (OpCount){.name = state.marks[i].name};
+    for (int i = 0; i < state.depth; i++) state.open[i].at_push = (OpCount){.wall_seconds = wall_seconds()};
+}
+
+// ---- Chrome's trace format:
+// https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+void clock_trace_start(void) {
+    for (int64_t i = 0; i < state.events_count; i++)
+        if (state.events[i].kind == PUSH) free((char *)state.events[i].name);
+    state.events_count = 0;
+    state.tracing = true;
+    state.wall_origin = wall_seconds();
+    state.model_origin = state.model_now;
+    for (int i = 0; i < state.depth; i++) new_event(PUSH, format_text("%s", state.open[i].name));
+}
+
+static void write_string(FILE *out, const char *text) {
+    putc('"', out);
+    for (; *text; text++) {
+        if ((unsigned char)*text < 0x20) {
+            fprintf(out, "\\u%04x", *text);
+            continue;
+        }
+        if (*text == '"' || *text == '\\') putc('\\', out);
+        putc(*text, out);
+    }
+    putc('"', out);
+}
+
+// One time line; times are in microseconds since the trace's start, as the format wants them.
+static void write_process(FILE *out, int pid, const char *title, bool model) {
+    double origin = model ? state.model_origin : state.wall_origin;
+    double last = 0;
+    int64_t memory[MEMORY_KINDS] = {-1};
+    int depth = 0;
+    fprintf(out, "{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\",\"args\":{\"name\":", pid);
+    write_string(out, title);
+    fprintf(out, "}}");
+    for (int64_t i = 0; i < state.events_count; i++) {
+        const Event *event = &state.events[i];
+        double ts = 1e6 * ((model ? event->model : event->wall) - origin);
+        double end = 1e6 * ((model ? event->model_end : event->wall_end) - origin);
+        last = event->kind == OPERATION ? end : ts;
+        if (memcmp(memory, event->memory, sizeof memory)) {
+            memcpy(memory, event->memory, sizeof memory);
+            fprintf(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"tid\":0,\"ts\":%.6f,\"name\":\"memory\",\"args\":{",
+                    pid, ts);
+            for (int k = 0; k < MEMORY_KINDS; k++)
+                fprintf(out, "%s\"%s\":%lld", k ? "," : "", memory_kind_name((MemoryKind)k),
+                        (long long)memory[k]);
+            fprintf(out, "}}");
+        }
+        fprintf(out, ",\n{\"ph\":\"%c\",\"pid\":%d,\"tid\":0,\"ts\":%.6f", "XBE"[event->kind], pid, ts);
+        if (event->kind != POP) {
+            fprintf(out, ",\"name\":");
+            write_string(out, event->name);
+        }
+        if (event->kind == OPERATION)
+            fprintf(out, ",\"dur\":%.6f,\"args\":{\"flops\":%.17g,\"bytes\":%.17g}", end - ts, event->flops,
+                    event->bytes);
+        fprintf(out, "}");
+        depth += event->kind == PUSH ? 1 : event->kind == POP ? -1 : 0;
+    }
+    for (; depth > 0; depth--)  // marks still open end with the trace
+        fprintf(out, ",\n{\"ph\":\"E\",\"pid\":%d,\"tid\":0,\"ts\":%.6f}", pid, last);
+}
+
+void clock_trace_write(const char *file) {
+    FILE *out = fopen(file, "w");
+    CHECK(out, "--trace %s cannot be written: %s", file, strerror(errno));
+    char *title = format_text("model clock: %s", model_machine()->device);
+    fprintf(out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
+    write_process(out, 0, "wall clock", false);
+    fprintf(out, ",\n");
+    write_process(out, 1, title, true);
+    fprintf(out, "\n]}\n");
+    free(title);
+    bool failed = ferror(out) != 0;
+    CHECK(fclose(out) == 0 && !failed, "--trace %s could not be written whole", file);
+}
