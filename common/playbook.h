@@ -20,7 +20,7 @@
 #include "tensor.h"
 
 // ==========================================================================================================
-// 00_single_gpu/transformer.c: the model and its sockets
+// 00_single_gpu/transformer.c, model.c: the model and its sockets
 // ==========================================================================================================
 
 typedef struct Model Model;
@@ -52,8 +52,8 @@ typedef struct BlockKept {
 } BlockKept;
 
 typedef struct HeadKept {
-    Tensor x, rstd, norm;        // (n, h), (n), (n, h)
-    Tensor logits, lse, losses;  // (n, v), (n), (n)
+    Tensor x, rstd, norm;  // (n, h), (n), (n, h)
+    Tensor logits, lse;    // (n, v), (n)
     // B turns logits into dlogits in place and leaves them to W
 } HeadKept;
 
@@ -152,10 +152,10 @@ struct Model {
     Config config;
     Mesh mesh;
     Params params;
-    int64_t layers;                  // blocks of this stage
-    Param *embedding, *norm, *head;  // head is embedding when tied
-    BlockParams *block;              // (layers)
-    int embedding_unit, head_unit;   // units of the table; block i is unit 1 + i
+    int64_t layers;                                   // blocks of this stage
+    Param *embedding, *norm, *head;                   // head is embedding when tied
+    BlockParams *block;                               // (layers)
+    int embedding_unit, first_block_unit, head_unit;  // units of the table; blocks follow one another
     Sockets sockets;
 };
 
@@ -167,7 +167,7 @@ Sockets sockets_single_device(void);
 // tokens, targets (b s) host. The caller ends it with micro_batch_free.
 MicroBatch micro_batch_new(const Model *model, int64_t index, int64_t b, const int32_t *tokens,
                            const int32_t *targets, double loss_scale);
-void micro_batch_free(MicroBatch *micro);
+void micro_batch_free(Model *model, MicroBatch *micro);
 
 // Stage functions, in the order of one pass. Forward leaves its output in micro->x, backward the gradient
 // at its input in micro->dx. backward_input is B, backward_weight is W; W may come any time after B of the
@@ -180,6 +180,11 @@ void head_backward_weight(Model *model, MicroBatch *micro);
 void block_backward_input(Model *model, MicroBatch *micro, int layer);
 void block_backward_weight(Model *model, MicroBatch *micro, int layer);
 void embedding_backward(Model *model, MicroBatch *micro);  // W only: tokens have no gradient
+
+// What recomputation needs. block_compute fills micro->block[layer] again from its x and returns the
+// block's output (the caller's to free); block_drop frees what a block keeps, all but x if keep_input.
+Tensor block_compute(Model *model, MicroBatch *micro, int layer);
+void block_drop(Model *model, BlockKept *kept, bool keep_input);
 
 // All of them in order, on one device.
 void model_forward(Model *model, MicroBatch *micro);

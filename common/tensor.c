@@ -1,0 +1,196 @@
+// tensor.c: tensors as counted references to device memory, and the account of that memory by kind.
+#include "tensor.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "device.h"
+
+// ---- the account ----
+
+static Memory account;
+static int64_t limit;
+static bool dry_run;
+static MemoryListener listener;
+static void *listener_context;
+
+const char *memory_kind_name(MemoryKind kind) {
+    static const char *const names[MEMORY_KINDS] = {"parameters", "gradients", "optimizer", "activations",
+                                                    "communication"};
+    return names[kind];
+}
+
+Memory memory_account(void) { return account; }
+
+void memory_reset_peak(void) {
+    memcpy(account.peak, account.now, sizeof account.peak);
+    account.peak_total = account.now_total;
+}
+
+void memory_set_limit(int64_t bytes) { limit = bytes; }
+
+void memory_listen(MemoryListener listen, void *context) {
+    listener = listen;
+    listener_context = context;
+}
+
+const char *memory_text(void) {
+    static char text[256];
+    int used = 0;
+    for (int kind = 0; kind < MEMORY_KINDS; kind++)
+        used += snprintf(text + used, sizeof text - used, "%s %s, ", memory_kind_name(kind),
+                         bytes_text((double)account.now[kind]));
+    snprintf(text + used, sizeof text - used, "total %s", bytes_text((double)account.now_total));
+    return text;
+}
+
+static void account_change(MemoryKind kind, int64_t bytes) {
+    account.now[kind] += bytes;
+    account.now_total += bytes;
+    if (account.now[kind] > account.peak[kind]) account.peak[kind] = account.now[kind];
+    if (account.now_total > account.peak_total) account.peak_total = account.now_total;
+    if (listener && bytes) listener(listener_context, kind, bytes);
+}
+
+// ---- device memory ----
+
+void device_dry_run(bool on) { dry_run = on; }
+
+bool device_is_dry_run(void) { return dry_run; }
+
+void *device_alloc(MemoryKind kind, size_t bytes) {
+    bool fits = bytes <= INT64_MAX && (!limit || account.now_total + (int64_t)bytes <= limit);
+    void *memory = fits && !dry_run ? backend_alloc(bytes) : NULL;
+    if (!fits || (!dry_run && !memory))
+        fatal("out of device memory: %s more for %s%s%s; held now: %s", bytes_text((double)bytes),
+              memory_kind_name(kind), limit ? " would pass the limit of " : " cannot be had",
+              limit ? bytes_text((double)limit) : "", memory_text());
+    account_change(kind, (int64_t)bytes);
+    return memory;
+}
+
+void device_free(MemoryKind kind, void *memory, size_t bytes) {
+    account_change(kind, -(int64_t)bytes);
+    backend_free(memory);
+}
+
+void device_from_host(void *to, const void *from, size_t bytes) {
+    if (!dry_run) backend_from_host(to, from, bytes);
+}
+
+void device_to_host(void *to, const void *from, size_t bytes) {
+    if (dry_run) memset(to, 0, bytes);
+    else backend_to_host(to, from, bytes);
+}
+
+// ---- tensors ----
+
+static int64_t shape_count(int dims, const int64_t *shape) {
+    CHECK(dims >= 1 && dims <= MAX_DIMS, "a tensor has 1 to %d dimensions, not %d", MAX_DIMS, dims);
+    int64_t count = 1;
+    for (int i = 0; i < dims; i++)
+        CHECK(shape[i] >= 0 && !__builtin_mul_overflow(count, shape[i], &count),
+              "dimension %d of a tensor is %lld: negative, or more elements in all than 64 bits count", i,
+              (long long)shape[i]);
+    return count;
+}
+
+Tensor tensor_new(MemoryKind kind, DType dtype, int dims, const int64_t *shape) {
+    Tensor t = {.dtype = dtype, .dims = dims};
+    int64_t bytes;
+    CHECK(!__builtin_mul_overflow(shape_count(dims, shape), (int64_t)dtype_size(dtype), &bytes),
+          "a tensor has more bytes than 64 bits count");
+    memcpy(t.shape, shape, dims * sizeof *shape);
+    t.storage = host_alloc(sizeof *t.storage);
+    *t.storage =
+        (Storage){.memory = device_alloc(kind, bytes), .bytes = bytes, .kind = kind, .references = 1};
+    return t;
+}
+
+Tensor tensor_like(MemoryKind kind, Tensor t) { return tensor_new(kind, t.dtype, t.dims, t.shape); }
+
+Tensor tensor_share(Tensor t) {
+    if (t.storage) t.storage->references++;
+    return t;
+}
+
+void tensor_free(Tensor *t) {
+    if (t->storage && --t->storage->references == 0) {
+        device_free(t->storage->kind, t->storage->memory, t->storage->bytes);
+        free(t->storage);
+    }
+    *t = (Tensor){0};
+}
+
+Tensor tensor_view(Tensor t, int64_t first, int dims, const int64_t *shape) {
+    int64_t count = shape_count(dims, shape);
+    CHECK(first >= 0 && first <= tensor_count(t) && count <= tensor_count(t) - first,
+          "a view of %lld elements from element %lld does not lie within %s", (long long)count,
+          (long long)first, tensor_text(t));
+    Tensor view = {.storage = t.storage, .offset = t.offset + first, .dtype = t.dtype, .dims = dims};
+    memcpy(view.shape, shape, dims * sizeof *shape);
+    return view;
+}
+
+Tensor tensor_rows_of(Tensor t, int64_t first, int64_t rows) {
+    int64_t columns = tensor_columns(t);
+    return tensor_view(t, first * columns, SHAPE(rows, columns));
+}
+
+int64_t tensor_count(Tensor t) {
+    int64_t count = 1;
+    for (int i = 0; i < t.dims; i++) count *= t.shape[i];
+    return count;
+}
+
+int64_t tensor_columns(Tensor t) { return t.shape[t.dims - 1]; }
+
+int64_t tensor_rows(Tensor t) {
+    int64_t rows = 1;
+    for (int i = 0; i < t.dims - 1; i++) rows *= t.shape[i];
+    return rows;
+}
+
+int64_t tensor_bytes(Tensor t) { return tensor_count(t) * (int64_t)dtype_size(t.dtype); }
+
+bool tensor_same_shape(Tensor a, Tensor b) {
+    return a.dims == b.dims && !memcmp(a.shape, b.shape, a.dims * sizeof *a.shape);
+}
+
+const char *tensor_text(Tensor t) {
+    static char texts[8][112];
+    static int next;
+    char *text = texts[next++ % 8];
+    if (!tensor_exists(t)) return "no tensor";
+    int used = snprintf(text, sizeof texts[0], "(");
+    for (int i = 0; i < t.dims; i++)
+        used +=
+            snprintf(text + used, sizeof texts[0] - used, "%s%lld", i ? ", " : "", (long long)t.shape[i]);
+    snprintf(text + used, sizeof texts[0] - used, ") %s", dtype_name(t.dtype));
+    return text;
+}
+
+void *tensor_address(Tensor t) {
+    if (!t.storage || !t.storage->memory) return NULL;
+    return (char *)t.storage->memory + t.offset * (int64_t)dtype_size(t.dtype);
+}
+
+void tensor_from_host(Tensor t, const void *host) {
+    device_from_host(tensor_address(t), host, tensor_bytes(t));
+}
+
+void tensor_to_host(void *host, Tensor t) { device_to_host(host, tensor_address(t), tensor_bytes(t)); }
+
+void tensor_from_doubles(Tensor t, const double *host) {
+    void *converted = host_alloc(tensor_bytes(t));
+    dtype_convert(converted, t.dtype, host, F64, tensor_count(t));
+    tensor_from_host(t, converted);
+    free(converted);
+}
+
+void tensor_to_doubles(double *host, Tensor t) {
+    void *stored = host_alloc(tensor_bytes(t));
+    tensor_to_host(stored, t);
+    dtype_convert(host, F64, stored, t.dtype, tensor_count(t));
+    free(stored);
+}
