@@ -26,6 +26,8 @@ typedef struct Record {
     double model_seconds, wall_seconds;  // both clocks, whole run
 } Record;
 
+// A record begins with the run: the clock's totals and the memory peaks start again here. Losses and norms
+// are NaN until the trainer sets them. record_params ends it: it takes the counts, both clocks and the peaks.
 Record record_new(const char *title, int64_t steps, const Params *params);
 void record_grads(Record *record,
                   const Params *params);  // call when the first step's gradients are complete
@@ -45,9 +47,12 @@ typedef struct Difference {  // of one quantity against its baseline
 
 Difference difference(const char *what, const double *x, const double *y, int64_t count);
 
-// Compares losses, first-step gradients (per parameter) and final parameters; prints one row for each with
-// the worst tensor, and returns whether all are within the bound: 0 bits for EXACT, `bound` relative
-// otherwise; NaN never passes. The scale must be within 10 * bound of 1.
+// Compares losses, gradient norms, first-step gradients (per parameter, by name) and final parameters;
+// prints one row for each with the worst tensor, and returns whether all are within the bound: 0 bits for
+// EXACT, `bound` relative otherwise; NaN never passes. The scale must be within half of the bound of 1: two
+// runs that each are within a quarter of it of the truth differ by no more, while a wrong factor cannot hide
+// in it. A tensor whose baseline is below noise (a millionth of the largest one) is measured against that
+// floor, and not skipped.
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, double bound);
 // The bound of a dtype: f64 1e-10; for the others k = 4 times the error of the baseline against
 // `reference`, the same run in f64 (per quantity the largest), so that the dtype itself sets the bar.
@@ -59,8 +64,8 @@ bool report_equal(const char *what, double predicted, double measured, const cha
 // Any other condition that the verdict depends on; prints a row only when it does not hold.
 bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 
-// Last line, "PASS <program>: <text>" or "FAIL …" naming the first row that failed. Returns the exit
-// status. Every check since the start counts.
+// Last line, "PASS <program>: <text> (<class and error, number of counts>)" or "FAIL <program>: <first row
+// that failed>". Returns the exit status. Every check since the start counts; the next check starts anew.
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
 
 // --json: everything the tables showed at full precision. Opened once, filled by the functions above and by

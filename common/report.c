@@ -1,0 +1,445 @@
+// report.c: see report.h. Every check goes through `judge`, which remembers the first that failed; the
+// verdict and the exit status come from there and from nowhere else.
+#include "report.h"
+
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+// A gradient whose baseline is smaller than this part of the largest one is noise of the sums that made the
+// others: its error is measured against that floor, and never skipped.
+static const double NOISE = 1e-6;
+// Beyond this bound a factor of two would pass, so it proves nothing.
+static const double WEAKEST_BOUND = 0.5;
+
+static struct {
+    int failures, checks, equalities;
+    char first_failure[400];
+    bool compared[3];           // by ProofClass
+    int64_t differing;          // elements that differ in EXACT comparisons
+    double worst[3], bound[3];  // relative, of the comparison nearest to its bound
+    FILE *file;                 // --json
+    const char *file_name;
+    cJSON *json;
+} report;
+
+static const char *class_name(ProofClass proof) {
+    return (const char *[]){"exact", "reassociated", "rounded"}[proof];
+}
+
+static bool judge(bool holds, const char *format, ...) PRINTF_LIKE(2, 3);
+static bool judge(bool holds, const char *format, ...) {
+    report.checks++;
+    if (holds) return true;
+    if (!report.failures++) {
+        va_list arguments;
+        va_start(arguments, format);
+        vsnprintf(report.first_failure, sizeof report.first_failure, format, arguments);
+        va_end(arguments);
+    }
+    return false;
+}
+
+// ---- JSON ----
+
+// cJSON prints 15 digits where it finds them near enough; we want the very number. JSON has no NaN or
+// infinity: they become strings.
+static cJSON *json_number(double value) {
+    if (isnan(value)) return cJSON_CreateString("NaN");
+    if (isinf(value)) return cJSON_CreateString(value > 0 ? "Infinity" : "-Infinity");
+    char text[32];
+    snprintf(text, sizeof text, "%.17g", value);
+    return cJSON_CreateRaw(text);
+}
+
+static void put_number(cJSON *object, const char *name, double value) {
+    cJSON_AddItemToObject(object, name, json_number(value));
+}
+
+// The object or array `name` of `parent`, made at first use.
+static cJSON *json_child(cJSON *parent, const char *name, bool array) {
+    cJSON *child = cJSON_GetObjectItemCaseSensitive(parent, name);
+    if (!child) {
+        child = array ? cJSON_CreateArray() : cJSON_CreateObject();
+        cJSON_AddItemToObject(parent, name, child);
+    }
+    return child;
+}
+
+static cJSON *json_root(void) {
+    if (!report.json) report.json = cJSON_CreateObject();
+    return report.json;
+}
+
+void report_json(const char *file) {
+    if (!file) return;
+    // Opened now, so that a path that cannot be written fails before the run and not after it.
+    report.file = fopen(file, "w");
+    CHECK(report.file, "--json %s cannot be written: %s", file, strerror(errno));
+    report.file_name = file;
+}
+
+void report_number(const char *group, const char *name, double value, const char *unit) {
+    cJSON *numbers = json_child(json_child(json_root(), "numbers", false), group, false);
+    cJSON *number = cJSON_CreateObject();
+    put_number(number, "value", value);
+    cJSON_AddStringToObject(number, "unit", unit);
+    cJSON_DeleteItemFromObjectCaseSensitive(numbers, name);  // the last word counts
+    cJSON_AddItemToObject(numbers, name, number);
+}
+
+void report_series(const char *name, const double *values, int64_t count) {
+    cJSON *series = json_child(json_root(), "series", false), *array = cJSON_CreateArray();
+    for (int64_t i = 0; i < count; i++) cJSON_AddItemToArray(array, json_number(values[i]));
+    cJSON_DeleteItemFromObjectCaseSensitive(series, name);
+    cJSON_AddItemToObject(series, name, array);
+}
+
+void report_text(const char *name, const char *value) {
+    cJSON *texts = json_child(json_root(), "texts", false);
+    cJSON_DeleteItemFromObjectCaseSensitive(texts, name);
+    cJSON_AddStringToObject(texts, name, value);
+}
+
+// ---- records ----
+
+Record record_new(const char *title, int64_t steps, const Params *params) {
+    size_t n = (size_t)params->count;
+    Record record = {.title = title, .steps = steps, .tensors = params->count};
+    record.loss = host_alloc(sizeof(double) * (size_t)steps);
+    record.grad_norm = host_alloc(sizeof(double) * (size_t)steps);
+    record.name = host_alloc(sizeof(char *) * n);
+    record.count = host_alloc(sizeof(int64_t) * n);
+    record.grad = host_alloc(sizeof(double *) * n);
+    record.param = host_alloc(sizeof(double *) * n);
+    // A step that nobody filled in must not pass.
+    for (int64_t i = 0; i < steps; i++) record.loss[i] = record.grad_norm[i] = NAN;
+    for (size_t i = 0; i < n; i++) {
+        record.name[i] = format_text("%s", params->param[i].name);
+        record.count[i] = params->param[i].count;
+        record.grad[i] = record.param[i] = NULL;
+    }
+    clock_reset();
+    memory_reset_peak();
+    record.wall_seconds = -wall_seconds();
+    return record;
+}
+
+void record_grads(Record *record, const Params *params) {
+    for (int i = 0; i < params->count; i++) {
+        const Param *param = &params->param[i];
+        Tensor total = unit_total_grad(&params->unit[param->unit]);
+        if (!record->grad[i]) record->grad[i] = host_alloc(sizeof(double) * (size_t)param->count);
+        tensor_to_doubles(record->grad[i], tensor_view(total, param->offset, SHAPE(param->count)));
+    }
+}
+
+void record_params(Record *record, const Params *params) {
+    OpCount total = clock_total();
+    record->flops = total.flops;
+    record->model_seconds = total.model_seconds;
+    record->wall_seconds += wall_seconds();
+    record->memory = memory_account();
+    for (int i = 0; i < params->count; i++) {
+        if (!record->param[i]) record->param[i] = host_alloc(sizeof(double) * (size_t)record->count[i]);
+        tensor_to_doubles(record->param[i], param_value(params, &params->param[i]));
+    }
+}
+
+void record_free(Record *record) {
+    for (int i = 0; i < record->tensors; i++) {
+        free(record->name[i]);
+        free(record->grad[i]);
+        free(record->param[i]);
+    }
+    free(record->loss);
+    free(record->grad_norm);
+    free(record->name);
+    free(record->count);
+    free(record->grad);
+    free(record->param);
+    *record = (Record){0};
+}
+
+// ---- differences ----
+
+static double norm(const double *x, int64_t count) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += x[i] * x[i];
+    return sqrt(sum);
+}
+
+// The difference, and the relative error against max(||y||, least).
+static Difference difference_above(const char *what, const double *x, const double *y, int64_t count,
+                                   double least) {
+    double xy = 0, yy = 0, squares = 0, maximum = 0;
+    for (int64_t i = 0; i < count; i++) {
+        double delta = fabs(x[i] - y[i]);
+        xy += x[i] * y[i];
+        yy += y[i] * y[i];
+        squares += delta * delta;
+        if (!(delta <= maximum)) maximum = delta;  // a NaN stays: no later comparison with it holds …
+        if (isnan(maximum)) break;                 // … so stop at it
+    }
+    if (isnan(maximum)) return (Difference){what, NAN, NAN, NAN};
+    double against = sqrt(yy) > least ? sqrt(yy) : least;
+    double relative = squares == 0 ? 0 : sqrt(squares) / against;
+    return (Difference){what, relative, maximum, squares == 0 ? 1 : xy / yy};
+}
+
+Difference difference(const char *what, const double *x, const double *y, int64_t count) {
+    return difference_above(what, x, y, count, 0);
+}
+
+// Elements whose bits differ; NaN differs from everything, itself too.
+static int64_t differing_elements(const double *x, const double *y, int64_t count) {
+    int64_t differing = 0;
+    for (int64_t i = 0; i < count; i++)
+        differing += isnan(x[i]) || isnan(y[i]) || memcmp(&x[i], &y[i], sizeof *x) != 0;
+    return differing;
+}
+
+// ---- comparison of runs ----
+
+// A quantity is one row: one array (losses), or one array for each parameter, found by name.
+typedef struct Quantity {
+    const char *name;
+    int tensors;
+    char **name_of;
+    const int64_t *count;
+    double **values;
+} Quantity;
+
+static Quantity record_quantity(const Record *record, int which, double **series, char **series_name) {
+    switch (which) {
+        case 0:
+            *series = record->loss, *series_name = "loss";
+            break;
+        case 1:
+            *series = record->grad_norm, *series_name = "gradient norm";
+            break;
+        case 2:
+            return (Quantity){"gradients", record->tensors, record->name, record->count, record->grad};
+        default:
+            return (Quantity){"parameters", record->tensors, record->name, record->count, record->param};
+    }
+    return (Quantity){*series_name, 1, series_name, &record->steps, series};
+}
+
+static double largest_norm(const Quantity *q) {
+    double largest = 0;
+    for (int i = 0; i < q->tensors; i++)
+        if (q->values[i]) largest = fmax(largest, norm(q->values[i], q->count[i]));
+    return largest;
+}
+
+static int find_tensor(const Quantity *q, const char *name) {
+    for (int i = 0; i < q->tensors; i++)
+        if (!strcmp(q->name_of[i], name)) return i;
+    return -1;
+}
+
+// Index in x of the tensor i of y, or -1 with the reason in `fault`.
+static int partner(const Quantity *x, const Quantity *y, int i, char fault[static 200]) {
+    const char *name = y->name_of[i];
+    int j = find_tensor(x, name);
+    if (j < 0) snprintf(fault, 200, "%s is missing", name);
+    else if (x->count[j] != y->count[i])
+        snprintf(fault, 200, "%s has %lld elements, not %lld", name, (long long)x->count[j],
+                 (long long)y->count[i]);
+    else if (!x->values[j] || !y->values[i]) snprintf(fault, 200, "%s was never recorded", name);
+    else return j;
+    return -1;
+}
+
+static cJSON *difference_json(Difference d) {
+    cJSON *object = cJSON_CreateObject();
+    put_number(object, "relative", d.relative);
+    put_number(object, "maximum", d.maximum);
+    put_number(object, "scale", d.scale);
+    return object;
+}
+
+static bool compare_quantity(const Record *run, const Record *baseline, int which, ProofClass proof,
+                             double bound, cJSON *json) {
+    double *series[2];
+    char *series_name[2];
+    Quantity x = record_quantity(run, which, &series[0], &series_name[0]);
+    Quantity y = record_quantity(baseline, which, &series[1], &series_name[1]);
+    double least = NOISE * largest_norm(&y);
+    Difference worst = {"", -1, 0, 1};
+    int64_t differing = 0;
+    char fault[200] = "";
+    bool all = true, worst_holds = true;
+    for (int i = 0; i < y.tensors; i++) {
+        int j = partner(&x, &y, i, fault);
+        if (j < 0) {
+            all = false;
+            break;
+        }
+        Difference d = difference_above(y.name_of[i], x.values[j], y.values[i], y.count[i], least);
+        int64_t bits = differing_elements(x.values[j], y.values[i], y.count[i]);
+        differing += bits;
+        bool holds = bits == 0;
+        if (proof != PROOF_EXACT) {
+            // Noise has no direction, so a scale is only asked of what stands above it.
+            bool noise = norm(y.values[i], y.count[i]) <= least;
+            holds = d.relative <= bound && (noise || fabs(d.scale - 1) <= bound / 2);
+        }
+        all = all && holds;
+        // The row shows the worst tensor: one that fails before one that holds, then the larger error.
+        if (holds == worst_holds ? !(d.relative <= worst.relative) : worst_holds) {
+            worst = d;
+            worst_holds = holds;
+        }
+        cJSON_AddItemToObject(json_child(json, x.name, false), d.what, difference_json(d));
+    }
+    for (int j = 0; j < x.tensors && !fault[0]; j++)
+        if (find_tensor(&y, x.name_of[j]) < 0)
+            snprintf(fault, sizeof fault, "%s is not in the baseline", x.name_of[j]);
+    report.differing += differing;
+    if (!(worst.relative <= report.worst[proof])) report.worst[proof] = worst.relative;
+    if (fault[0]) {
+        say("  %-13s  %-48s  FAIL\n", x.name, fault);
+        return judge(false, "%s of %s: %s", x.name, run->title, fault);
+    }
+    say("  %-13s  %10.2e  %10.2e  %13.10f  %-44s  %s\n", x.name, worst.relative, worst.maximum, worst.scale,
+        y.tensors > 1 ? worst.what : "", all ? "ok" : "FAIL");
+    if (proof == PROOF_EXACT)
+        return judge(all, "%s of %s: %lld elements differ from %s, worst in %s (relative %.2e, scale %.6g)",
+                     x.name, run->title, (long long)differing, baseline->title, worst.what, worst.relative,
+                     worst.scale);
+    return judge(all, "%s of %s: %s is off from %s by %.2e relative (bound %.2e), scale %.6g", x.name,
+                 run->title, worst.what, baseline->title, worst.relative, bound, worst.scale);
+}
+
+bool report_compare(const Record *run, const Record *baseline, ProofClass proof, double bound) {
+    cJSON *json = cJSON_CreateObject();
+    cJSON_AddStringToObject(json, "run", run->title);
+    cJSON_AddStringToObject(json, "baseline", baseline->title);
+    cJSON_AddStringToObject(json, "class", class_name(proof));
+    report.compared[proof] = true;
+    if (proof == PROOF_EXACT) {
+        bound = 0;
+        say("%s against %s: exact, no bit may differ\n", run->title, baseline->title);
+    } else {
+        say("%s against %s: %s, bound %.2e relative\n", run->title, baseline->title, class_name(proof),
+            bound);
+    }
+    put_number(json, "bound", bound);
+    report.bound[proof] = fmax(report.bound[proof], bound);
+    bool all = judge(proof == PROOF_EXACT || bound < WEAKEST_BOUND,
+                     "%s: a bound of %.2e would let a factor of two pass", run->title, bound);
+    say("  %-13s  %10s  %10s  %13s  %-44s\n", "", "relative", "maximum", "scale", "worst tensor");
+    for (int which = 0; which < 4; which++)
+        all = compare_quantity(run, baseline, which, proof, bound, json) && all;
+    cJSON_AddBoolToObject(json, "holds", all);
+    cJSON_AddItemToArray(json_child(json_root(), "comparisons", true), json);
+    return all;
+}
+
+double report_bound(const Record *baseline, const Record *reference) {
+    const double f64_bound = 1e-10, k = 4;
+    if (!reference) return f64_bound;
+    double worst = 0;
+    for (int which = 0; which < 4; which++) {
+        double *series[2];
+        char *series_name[2], fault[200];
+        Quantity x = record_quantity(baseline, which, &series[0], &series_name[0]);
+        Quantity y = record_quantity(reference, which, &series[1], &series_name[1]);
+        double least = NOISE * largest_norm(&y);
+        for (int i = 0; i < y.tensors; i++) {
+            int j = partner(&x, &y, i, fault);
+            if (j < 0) return NAN;  // which no comparison passes
+            Difference d = difference_above("", x.values[j], y.values[i], y.count[i], least);
+            if (!(d.relative <= worst)) worst = d.relative;
+            if (isnan(worst)) return NAN;
+        }
+    }
+    return fmax(f64_bound, k * worst);
+}
+
+// ---- counts, conditions, the verdict ----
+
+bool report_equal(const char *what, double predicted, double measured, const char *unit) {
+    bool equal = predicted == measured;
+    say("  %-32s  predicted %18.15g  measured %18.15g %-6s %s\n", what, predicted, measured, unit,
+        equal ? "equal" : "FAIL");
+    cJSON *json = cJSON_CreateObject();
+    cJSON_AddStringToObject(json, "what", what);
+    put_number(json, "predicted", predicted);
+    put_number(json, "measured", measured);
+    cJSON_AddStringToObject(json, "unit", unit);
+    cJSON_AddBoolToObject(json, "equal", equal);
+    cJSON_AddItemToArray(json_child(json_root(), "counts", true), json);
+    report.equalities++;
+    return judge(equal, "%s: predicted %.15g %s, measured %.15g, off by %.15g", what, predicted, unit,
+                 measured, measured - predicted);
+}
+
+bool report_that(bool condition, const char *format, ...) {
+    char text[400];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    if (!condition) say("  FAIL: %s\n", text);
+    cJSON *json = cJSON_CreateObject();
+    cJSON_AddStringToObject(json, "condition", text);
+    cJSON_AddBoolToObject(json, "holds", condition);
+    cJSON_AddItemToArray(json_child(json_root(), "conditions", true), json);
+    return judge(condition, "%s", text);
+}
+
+// What was proven, and how tightly: "exact, 0 bits differ; 5 counts as predicted".
+static void write_evidence(char *text, size_t size) {
+    size_t used = 0;
+    text[0] = 0;
+    for (int proof = 0; proof < 3; proof++) {
+        if (!report.compared[proof]) continue;
+        if (proof == PROOF_EXACT)
+            used += (size_t)snprintf(text + used, size - used, "%sexact, 0 bits differ", used ? "; " : "");
+        else
+            used +=
+                (size_t)snprintf(text + used, size - used, "%s%s, %.1e of %.1e", used ? "; " : "",
+                                 class_name((ProofClass)proof), report.worst[proof], report.bound[proof]);
+    }
+    if (report.equalities)
+        used += (size_t)snprintf(text + used, size - used, "%s%d counts as predicted", used ? "; " : "",
+                                 report.equalities);
+    if (!report.checks) snprintf(text, size, "nothing was checked");
+}
+
+int report_verdict(const char *format, ...) {
+    char text[400], evidence[400];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    bool pass = report.failures == 0;
+    write_evidence(evidence, sizeof evidence);
+    cJSON *verdict = json_child(json_root(), "verdict", false);
+    cJSON_AddStringToObject(verdict, "program", base_program());
+    cJSON_AddStringToObject(verdict, "status", pass ? "PASS" : "FAIL");
+    cJSON_AddStringToObject(verdict, "text", pass ? text : report.first_failure);
+    cJSON_AddStringToObject(verdict, "class", evidence);
+    put_number(verdict, "checks", report.checks);
+    put_number(verdict, "failures", report.failures);
+    if (report.file) {
+        char *json = cJSON_Print(report.json);
+        bool failed = fprintf(report.file, "%s\n", json) < 0;
+        CHECK(fclose(report.file) == 0 && !failed, "--json %s could not be written whole",
+              report.file_name);
+        free(json);
+    }
+    if (pass)
+        say("PASS %s: %s%s%s%s\n", base_program(), text, evidence[0] ? " (" : "", evidence,
+            evidence[0] ? ")" : "");
+    else say("FAIL %s: %s\n", base_program(), report.first_failure);
+    cJSON_Delete(report.json);
+    memset(&report, 0, sizeof report);
+    return pass ? STATUS_PASS : STATUS_FAIL;
+}
