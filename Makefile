@@ -1,0 +1,120 @@
+# ultrascale.c: `make run` takes the tour, `make test` checks everything; `make help` lists the rest.
+#
+# Every 0*_*/*.c with a main becomes build/<chapter>/<name>. Its other functions, compiled a second time with
+# -DNO_MAIN, go with common/*.c into one archive, from which programs and tests take what they call.
+
+ifeq ($(origin CC),default)
+CC := gcc
+endif
+BUILD ?= build
+OPT   ?= -O3
+# SANITIZE=address,undefined builds with sanitizers; choose another BUILD with it.
+SANITIZE ?=
+
+# The OpenMP build of OpenBLAS, on purpose: Debian's default has a thread pool of its own, and two pools that
+# fight for the same cores make everything four to ten times slower.
+MULTIARCH   := $(shell $(CC) -print-multiarch 2>/dev/null || gcc -print-multiarch 2>/dev/null)
+BLAS_LIBDIR ?= /usr/lib/$(MULTIARCH)/openblas-openmp
+BLAS_CFLAGS ?= -I/usr/include/$(MULTIARCH)/openblas-openmp
+BLAS_LIBS   ?= -L$(BLAS_LIBDIR) -Wl,-rpath,$(BLAS_LIBDIR) -lopenblas
+
+WARNINGS := -Wall -Wextra -Wmissing-prototypes
+CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) -march=native -fopenmp $(WARNINGS) -g -Icommon $(BLAS_CFLAGS)
+LDFLAGS  := -fopenmp
+LDLIBS   := -lcjson $(BLAS_LIBS) -lm
+ifneq ($(SANITIZE),)
+CFLAGS  += -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
+LDFLAGS += -fsanitize=$(SANITIZE)
+endif
+ALL_CFLAGS = $(CFLAGS) $(CFLAGS_EXTRA)
+
+chapter_sources := $(sort $(wildcard 0*_*/*.c))
+common_sources  := $(sort $(wildcard common/*.c))
+test_sources    := $(sort $(wildcard tests/test_*.c))
+fuzz_sources    := $(sort $(wildcard tests/fuzz_*.c))
+
+with_main := $(if $(chapter_sources),$(shell grep -lE '^int main\b' $(chapter_sources)))
+programs  := $(with_main:%.c=$(BUILD)/%)
+tests     := $(test_sources:%.c=$(BUILD)/%)
+fuzzers   := $(fuzz_sources:%.c=$(BUILD)/%)
+parts     := $(common_sources:%.c=$(BUILD)/lib/%.o) $(chapter_sources:%.c=$(BUILD)/lib/%.o)
+archive   := $(BUILD)/libultrascale.a
+corpus    := $(BUILD)/corpus.txt
+
+.PHONY: help run test bench all programs tests fuzzers clean mutants FORCE
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+help:
+	@echo 'make run      install what is missing, build, and take the tour: every program on the small model'
+	@echo 'make test     everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, mutants'
+	@echo 'make bench    the figures of merit of this machine, each beside its target'
+	@echo 'make all      programs and tests, not run; make programs, make tests: one of the two'
+	@echo 'make mutants  plants each known bug in a copy, and demands that a test turns red; M=name: one of them'
+	@echo 'make clean    removes build/ and build-*/'
+	@echo
+	@echo 'Variables: CC=clang BUILD=build-x OPT=-O1 SANITIZE=address,undefined CFLAGS_EXTRA=...'
+
+run:
+	@common/install.sh run
+	@$(MAKE) --no-print-directory programs
+	@common/tour.sh $(BUILD)
+
+test:
+	@common/install.sh test
+	@tests/run
+
+bench:
+	@common/install.sh test
+	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(corpus)
+	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench
+
+mutants:
+	@tests/mutants/run $(M)
+
+all: programs tests
+programs: $(programs) $(corpus)
+tests: $(tests) $(corpus)
+fuzzers: $(fuzzers)
+
+clean:
+	rm -rf build build-*
+
+# ---- how things are made ----
+
+# Holds the command line, so that other flags rebuild everything.
+$(BUILD)/flags: FORCE
+	@mkdir -p $(BUILD)
+	@echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS) $(LDLIBS)' | cmp -s - $@ || echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS) $(LDLIBS)' > $@
+FORCE:
+
+$(BUILD)/lib/%.o: %.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(ALL_CFLAGS) -DNO_MAIN -MMD -MP -c $< -o $@
+
+$(BUILD)/main/%.o: %.c $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(ALL_CFLAGS) -MMD -MP -c $< -o $@
+
+$(archive): $(parts)
+	@rm -f $@
+	ar rcs $@ $^
+
+$(programs): $(BUILD)/%: $(BUILD)/main/%.o $(archive)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
+
+$(BUILD)/tests/fuzz_%: $(BUILD)/main/tests/fuzz_%.o $(archive)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
+
+$(BUILD)/tests/%: $(BUILD)/main/tests/%.o $(archive)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
+
+# What the model reads when it is given no other text: the book itself.
+$(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c tests/*.c))
+	@mkdir -p $(@D)
+	@cat $^ > $@
+
+-include $(shell find $(BUILD)/lib $(BUILD)/main -name '*.d' 2>/dev/null)
