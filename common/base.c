@@ -29,12 +29,23 @@ static void close_line(void) {
 
 // ---- errors ----
 
+static char context[64];
+
+void fatal_context(const char *format, ...) {
+    context[0] = 0;
+    if (!format) return;
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(context, sizeof context, format, arguments);
+    va_end(arguments);
+}
+
 void fatal(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     close_line();
     fflush(stdout);
-    fprintf(stderr, "%s: ", base_program());
+    fprintf(stderr, "%s: %s%s", base_program(), context, context[0] ? ": " : "");
     vfprintf(stderr, format, arguments);
     fputc('\n', stderr);
     fflush(NULL);

@@ -27,6 +27,9 @@ enum { STATUS_PASS = 0, STATUS_FAIL = 1, STATUS_USAGE = 2 };
 // Ends the program with one sentence on stderr, "<program>: <sentence>", and STATUS_USAGE.
 void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;
 
+// What fatal() says before its sentence from now on: "step 12"; NULL for nothing.
+void fatal_context(const char *format, ...) PRINTF_LIKE(1, 2);
+
 // The one check macro: when the condition does not hold, the sentence that follows says what broke, and all
 // ends.
 #define CHECK(condition, ...)                 \
