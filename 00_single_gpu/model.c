@@ -252,3 +252,37 @@ void micro_batch_free(Model *m, MicroBatch *micro) {
     free(micro->block);
     *micro = (MicroBatch){0};
 }
+
+// The first tensor, in the order of forward, that holds a NaN or an infinity: "weight model.norm.weight",
+// "block 2 gate", or "none". Static buffer.
+static const char *first_bad_tensor(const Model *m, const MicroBatch *micro) {
+    static char text[100];
+    for (int i = 0; i < m->params.count; i++)
+        if (!isfinite(op_sum_squares(param_value(&m->params, &m->params.param[i])))) {
+            snprintf(text, sizeof text, "weight %s", m->params.param[i].name);
+            return text;
+        }
+    for (int layer = 0; layer < m->layers; layer++) {
+        const BlockKept *k = &micro->block[layer];
+        const struct {
+            const char *name;
+            Tensor tensor;
+        } kept[] = {{"x", k->x},           {"norm1", k->norm1}, {"q", k->q},        {"k", k->k},
+                    {"v", k->v},           {"o", k->o},         {"x2", k->x2},      {"norm2", k->norm2},
+                    {"gate", k->mlp.gate}, {"up", k->mlp.up},   {"act", k->mlp.act}};
+        for (size_t i = 0; i < sizeof kept / sizeof *kept; i++)
+            if (tensor_exists(kept[i].tensor) && !isfinite(op_sum_squares(kept[i].tensor))) {
+                snprintf(text, sizeof text, "block %d %s", layer, kept[i].name);
+                return text;
+            }
+    }
+    if (tensor_exists(micro->head.x) && !isfinite(op_sum_squares(micro->head.x))) return "head x";
+    return tensor_exists(micro->head.logits) && !isfinite(op_sum_squares(micro->head.logits))
+               ? "head logits"
+               : "none";
+}
+
+void micro_batch_check_loss(const Model *m, const MicroBatch *micro) {
+    CHECK(isfinite(micro->loss), "the loss of micro-batch %lld is %g; the first bad tensor is: %s",
+          (long long)micro->index, micro->loss, first_bad_tensor(m, micro));
+}

@@ -37,6 +37,17 @@ const Machine *machine_find(const char *name) {
     fatal("--machine %s is unknown; it is one of %s", name, machine_names());
 }
 
+double machine_peak_flops(const Machine *machine, DType dtype) {
+    switch (dtype) {
+        case F64:
+            return machine->f64_flops;
+        case F32:
+            return machine->f32_flops;
+        default:
+            return machine->tensor_flops;
+    }
+}
+
 // ---- state ----
 
 typedef struct Event {  // one entry of the trace
@@ -84,21 +95,10 @@ void clock_set_machine(const Machine *machine) { state.machine = machine; }
 
 // ---- the model clock ----
 
-static double peak_flops(const Machine *machine, DType dtype) {
-    switch (dtype) {
-        case F64:
-            return machine->f64_flops;
-        case F32:
-            return machine->f32_flops;
-        default:
-            return machine->tensor_flops;
-    }
-}
-
 // The roofline: an operation is done when its arithmetic and its memory traffic, which overlap, both are.
 static double model_time(DType dtype, double flops, double bytes) {
     const Machine *machine = model_machine();
-    double compute = flops / peak_flops(machine, dtype);
+    double compute = flops / machine_machine_peak(machine, dtype);
     double memory = bytes / machine->memory_bytes_per_second;
     return compute > memory ? compute : memory;
 }

@@ -168,6 +168,8 @@ Sockets sockets_single_device(void);
 MicroBatch micro_batch_new(const Model *model, int64_t index, int64_t b, const int32_t *tokens,
                            const int32_t *targets, double loss_scale);
 void micro_batch_free(Model *model, MicroBatch *micro);
+// Fatal when the micro-batch's loss is NaN or infinite, naming the first tensor that is.
+void micro_batch_check_loss(const Model *model, const MicroBatch *micro);
 
 // Stage functions, in the order of one pass. Forward leaves its output in micro->x, backward the gradient
 // at its input in micro->dx. backward_input is B, backward_weight is W; W may come any time after B of the
@@ -200,18 +202,47 @@ typedef struct Trainer {
     Model *model;
     Optimizer optimizer;
     Progress progress;
-    bool masked;                 // ignore each sample's prompt (unequal label counts)
+    bool masked;                 // ignore the labels of each sample's prompt: unequal label counts
     double loss, grad_norm, lr;  // of the last step
-    int64_t kept_bytes;          // activations held after the last forward, peak
+    int64_t kept_bytes;          // activations held when a micro-batch's forward had ended, peak
 } Trainer;
 
 Trainer *trainer_new(const Config *config, Mesh mesh);
 void trainer_free(Trainer *trainer);
 // grad_acc micro-batches forward and backward, then clipping and the optimizer. `record` (may be NULL)
-// takes the raw gradients of its first step.
+// takes the raw gradients of the run's first step. Fatal, naming step and tensor, when a loss or gradient
+// is not finite.
 void train_step(Trainer *trainer, Record *record);
-// Mean loss over `samples` held-out samples.
+// Mean loss over the first `samples` held-out samples.
 double held_out_loss(Trainer *trainer, int64_t samples);
+// Runs config.steps steps and records them. The caller ends it with record_free.
+Record train_record(Trainer *trainer, const char *title);
+// How close to `baseline` a run with reordered sums must come: 1e-10 in f64, else measured against a run in
+// f64.
+double train_bound(const Config *config, bool masked, const Record *baseline);
+// FLOP/s of op_matmul on size x size matrices, best of five: the yardstick for this machine.
+double matmul_rate(DType dtype, int64_t size);
+
+// One step's samples on the host: micro_batch x grad_acc of them from global index first_sample on.
+typedef struct Batch {
+    int64_t samples, count;     // count = samples * s
+    int32_t *tokens, *targets;  // (samples, s)
+} Batch;
+Batch batch_new(const Trainer *trainer, int64_t first_sample);
+void batch_free(Batch *batch);
+
+// ==========================================================================================================
+// 00_single_gpu/grad_accumulation.c: gradient accumulation
+// ==========================================================================================================
+
+// 1 / labels that are not ignored; 0 if there are none.
+double mean_loss_scale(const int32_t *targets, int64_t count);
+// Zeroes the gradients, then runs the batch in grad_acc micro-batches of equal size whose gradients add up.
+// Returns the sum of the micro-batches' losses; loss_scale[i] multiplies the summed token losses of
+// micro-batch i. *kept_bytes (may be NULL) is raised to the activation bytes held between forward and
+// backward.
+double accumulate_gradients(Model *model, const Batch *batch, int64_t grad_acc, const double *loss_scale,
+                            int64_t *kept_bytes);
 
 // ==========================================================================================================
 // 00_single_gpu/recompute.c: activation recomputation
@@ -220,6 +251,8 @@ double held_out_loss(Trainer *trainer, int64_t samples);
 // Plugs the activations socket: RECOMPUTE_SELECTIVE drops attention's probabilities, RECOMPUTE_FULL all but
 // x.
 void recompute_plug(Model *model, Recompute recompute);
+// FLOPs that a step over `sequences` samples computes a second time, by config->recompute.
+double recompute_extra_flops(const Config *config, int64_t sequences);
 
 // ==========================================================================================================
 // 00_single_gpu/memory.c: the formulas

@@ -1,0 +1,133 @@
+// grad_accumulation.c: one step's batch in micro-batches. Playbook: "Gradient accumulation".
+//
+// Against a single forward and backward over the whole batch: the same samples pass in grad_acc turns of
+// micro_batch samples, and their gradients add up before the one optimizer step:
+//
+//     gbs = mbs x grad_acc          dW = sum over micro-batches of d(loss_i)/dW
+//
+// The one trap: a mean. The loss is the mean over all labels of the global batch, so each micro-batch must
+// divide by that count and not by its own; a mean of means is another number as soon as some labels are
+// ignored.
+//
+// Memory: activations of one micro-batch instead of the batch; gradients live from the first micro-batch
+// on. Bytes sent: none. Run: build/00_single_gpu/grad_accumulation          (--masked alone, --dtype f32,
+// --micro-batch …) Last line: PASS grad_accumulation: 1, 2, 4 and 8 micro-batches make the same step …
+#include <stdlib.h>
+
+#include "playbook.h"
+
+// ---- the technique ----
+
+double mean_loss_scale(const int32_t *targets, int64_t count) {
+    int64_t labels = 0;
+    for (int64_t i = 0; i < count; i++) labels += targets[i] != IGNORED_LABEL;
+    return labels ? 1.0 / (double)labels : 0;
+}
+
+double accumulate_gradients(Model *model, const Batch *batch, int64_t grad_acc, const double *loss_scale,
+                            int64_t *kept_bytes) {
+    int64_t micro_batch = batch->samples / grad_acc, part = batch->count / grad_acc;
+    double loss = 0;
+    params_zero_grads(&model->params);
+    for (int64_t i = 0; i < grad_acc; i++) {
+        MicroBatch micro = micro_batch_new(model, i, micro_batch, batch->tokens + i * part,
+                                           batch->targets + i * part, loss_scale[i]);
+        clock_push("forward");
+        model_forward(model, &micro);
+        clock_pop();
+        micro_batch_check_loss(model, &micro);
+        int64_t kept = memory_account().now[MEMORY_ACTIVATION];
+        if (kept_bytes && kept > *kept_bytes) *kept_bytes = kept;
+        loss += micro.loss;
+        clock_push("backward");
+        model_backward(model, &micro);  // adds to the gradients
+        clock_pop();
+        micro_batch_free(model, &micro);
+    }
+    return loss;
+}
+
+// ---- the proof ----
+#ifndef NO_MAIN
+
+static Record run_in_parts(const Config *whole, bool masked, int64_t parts) {
+    Config config = *whole;
+    config.grad_acc = parts;
+    config.micro_batch = whole->micro_batch / parts;
+    Trainer *trainer = trainer_new(&config, mesh_single());
+    trainer->masked = masked;
+    char *title = format_text("%lld x %lld samples", (long long)parts, (long long)config.micro_batch);
+    Record record = train_record(trainer, title);
+    report_equal("activations kept", (double)kept_activation_bytes(&config), (double)record.kept_bytes,
+                 "B");
+    trainer_free(trainer);
+    return record;
+}
+
+// How far the classic mistake is off: each micro-batch divides by its own labels, and the means are
+// averaged.
+static double mean_of_means_error(const Config *whole) {
+    Config config = *whole;
+    config.grad_acc = whole->micro_batch;
+    config.micro_batch = 1;
+    Trainer *trainer = trainer_new(&config, mesh_single());
+    trainer->masked = true;
+    Batch batch = batch_new(trainer, 0);
+    int64_t parts = batch.samples, part = batch.count / parts;
+    double *right = host_alloc(parts * sizeof *right), *wrong = host_alloc(parts * sizeof *wrong);
+    for (int64_t i = 0; i < parts; i++) {
+        right[i] = mean_loss_scale(batch.targets, batch.count);
+        wrong[i] = mean_loss_scale(batch.targets + i * part, part) / (double)parts;
+    }
+    double error = accumulate_gradients(trainer->model, &batch, parts, wrong, NULL) /
+                       accumulate_gradients(trainer->model, &batch, parts, right, NULL) -
+                   1;
+    free(right);
+    free(wrong);
+    batch_free(&batch);
+    trainer_free(trainer);
+    return error;
+}
+
+static void compare_parts(const Config *config, bool masked) {
+    say("\n%s\n", masked ? "With ignored labels (a part of each sample, as a prompt, is not trained on):"
+                         : "Every token is a label:");
+    Record baseline = run_in_parts(config, masked, 1);
+    double bound = train_bound(config, masked, &baseline);
+    for (int64_t parts = 2; parts <= config->micro_batch; parts *= 2) {
+        if (config->micro_batch % parts) continue;
+        Record record = run_in_parts(config, masked, parts);
+        report_compare(&record, &baseline, PROOF_REASSOCIATED, bound);
+        record_free(&record);
+    }
+    record_free(&baseline);
+    if (!masked) return;
+    double error = mean_of_means_error(config);
+    say("a mean of means would be off by %+.2f%% in the first loss\n", 100 * error);
+    report_number("mean of means", "relative error of the first loss", error, "");
+    report_that(!(error * error < 1e-12), "the mean of means does not differ: the case proves nothing");
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    bool masked_only = false;
+    Option own[] = {
+        {"masked", OPTION_FLAG, &masked_only, NULL, 0, 0, "", "only the case with ignored labels", false}};
+    Config config =
+        config_parse(argc, argv,
+                     "One batch of --micro-batch samples, cut into 1, 2, 4, … micro-batches, makes "
+                     "the same step.",
+                     CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_RECOMPUTE | CONFIG_REPORT,
+                     "layers=2 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=8 steps=3 "
+                     "dtype=f64 optimizer=sgd lr=0.1",
+                     own, 1);
+    CHECK(config.grad_acc == 1,
+          "--grad-acc: this program chooses the cuts itself; give --micro-batch samples");
+    CHECK(config.micro_batch >= 2, "--micro-batch %lld cannot be cut: give 2 or more",
+          (long long)config.micro_batch);
+    config_print(&config);
+    if (!masked_only) compare_parts(&config, false);
+    compare_parts(&config, true);
+    return report_verdict("every cut of the batch makes the same step");
+}
+#endif

@@ -1,0 +1,125 @@
+// recompute.c: activation recomputation. Playbook: "Activation recomputation"; Korthikanti et al. 2022.
+//
+// Against 00_single_gpu/transformer.c: after a block's forward, what is cheap to make again is freed;
+// before its backward it is made again from what was kept. Gradients are the same to the last bit.
+//
+//                 kept per block, elements                      computed a second time per block
+//     none        n (4 h + 2 a d + 2 kv d + 3 f + a s) + 2n*    nothing
+//     selective   the same without n a s (attention's probs)    q k^T and softmax: 2 a d s (s + 1) / 2 per
+//     sample full        n h (the block's input)                       the whole forward
+//                                                               (* rstd statistics; n = b s)
+// Bytes sent: none.
+// Run: build/00_single_gpu/recompute            (--model llama-3-8b --dry-run: any size, counted and not
+// computed) Last line: PASS recompute: selective and full give the gradients of none (exact, 0 bits differ
+// …
+#include "playbook.h"
+
+// ---- the technique: two functions in the activations socket ----
+
+static void drop_probs(void *context, Model *m, MicroBatch *micro, int layer) {
+    (void)context;
+    m->sockets.attention.drop(m->sockets.attention.context, &micro->block[layer].attention);
+}
+
+static void probs_again(void *context, Model *m, MicroBatch *micro, int layer) {
+    (void)context;
+    BlockKept *kept = &micro->block[layer];
+    int64_t d = config_head_size(&m->config);
+    AttentionShape shape = {micro->b, micro->s, tensor_columns(kept->q) / d, tensor_columns(kept->k) / d,
+                            d};
+    m->sockets.attention.again(m->sockets.attention.context, &kept->attention, kept->q, kept->k, kept->v,
+                               shape);
+}
+
+static void drop_all_but_input(void *context, Model *m, MicroBatch *micro, int layer) {
+    (void)context;
+    block_drop(m, &micro->block[layer], true);
+}
+
+static void forward_again(void *context, Model *m, MicroBatch *micro, int layer) {
+    (void)context;
+    Tensor y = block_compute(m, micro, layer);  // its output was already passed on
+    tensor_free(&y);
+}
+
+void recompute_plug(Model *m, Recompute recompute) {
+    if (recompute == RECOMPUTE_SELECTIVE) {
+        m->sockets.activations.after_forward = drop_probs;
+        m->sockets.activations.before_backward = probs_again;
+    } else if (recompute == RECOMPUTE_FULL) {
+        m->sockets.activations.after_forward = drop_all_but_input;
+        m->sockets.activations.before_backward = forward_again;
+    }
+}
+
+double recompute_extra_flops(const Config *c, int64_t sequences) {
+    double s = (double)c->seq, h = (double)c->hidden, f = (double)c->ffn;
+    double kv = (double)(c->kv_heads * config_head_size(c));
+    double scores = 2 * h * s * (s + 1) / 2;  // q k^T of all heads, the causal half
+    double linears = 2 * s * (2 * h * h + 2 * h * kv + 3 * h * f);
+    double per_block = c->recompute == RECOMPUTE_SELECTIVE ? scores
+                       : c->recompute == RECOMPUTE_FULL    ? 2 * scores + linears
+                                                           : 0;
+    return per_block * (double)c->layers * (double)sequences;
+}
+
+// ---- the proof ----
+#ifndef NO_MAIN
+
+static const char *const names[] = {"none", "selective", "full"};
+
+static Record run(const Config *with, Recompute recompute) {
+    Config config = *with;
+    config.recompute = recompute;
+    Trainer *t = trainer_new(&config, mesh_single());
+    Record record = train_record(t, names[recompute]);
+    trainer_free(t);
+    return record;
+}
+
+// One row of the table: kept bytes against the closed form, FLOPs against the formula, and both utilisations.
+static void print_row(const Config *with, Recompute recompute, const Record *r, const Record *none) {
+    Config c = *with;
+    c.recompute = recompute;
+    int64_t sequences = c.micro_batch * c.grad_acc;
+    double steps = (double)c.steps;
+    double model_flops = config_step_flops(&c, sequences), extra = recompute_extra_flops(&c, sequences);
+    const Machine *machine = machine_find(c.machine);
+    double peak = machine_peak(machine, (DType)c.dtype), seconds = r->model_seconds / steps;
+    say("\n%-10s kept %s (%.2f of none), %.1f%% more FLOPs; on %s: %.4f ms a step, MFU %.2f%%, HFU "
+        "%.2f%%\n",
+        names[recompute], bytes_text((double)r->kept_bytes),
+        (double)r->kept_bytes / (double)none->kept_bytes, 100 * extra / model_flops, machine->name,
+        1e3 * seconds, 100 * model_flops / seconds / peak, 100 * (model_flops + extra) / seconds / peak);
+    report_equal("activations kept", (double)kept_activation_bytes(&c), (double)r->kept_bytes, "B");
+    report_equal("FLOPs per step", model_flops + extra, r->flops / steps, "FLOP");
+    report_number(names[recompute], "MFU", model_flops / seconds / peak, "");
+    report_number(names[recompute], "HFU", (model_flops + extra) / seconds / peak, "");
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    bool dry_run = false;
+    Option own[] = {{"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "",
+                     "count and clock every operation, compute none: any size on any machine", false}};
+    Config config = config_parse(
+        argc, argv, "Activation recomputation: what it saves, what it costs, and that it changes no bit.",
+        CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT,
+        "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3", own, 1);
+    report_json(config.json);
+    clock_set_machine(machine_find(config.machine));
+    device_dry_run(dry_run);
+    config_print(&config);
+    Record none = run(&config, RECOMPUTE_NONE);
+    print_row(&config, RECOMPUTE_NONE, &none, &none);
+    for (Recompute recompute = RECOMPUTE_SELECTIVE; recompute <= RECOMPUTE_FULL; recompute++) {
+        Record record = run(&config, recompute);
+        print_row(&config, recompute, &record, &none);
+        if (!dry_run) report_compare(&record, &none, PROOF_EXACT, 0);
+        record_free(&record);
+    }
+    record_free(&none);
+    return report_verdict(dry_run ? "kept bytes and FLOPs of selective and full are as the formulas say"
+                                  : "selective and full give the gradients of none");
+}
+#endif

@@ -1,0 +1,345 @@
+// train.c: trains the model on one device, and is the baseline of every other chapter.
+// Playbook: "First Steps: Training on one GPU".
+//
+//     step:  zero gradients;  grad_acc x (forward, backward);  clip by the global norm;  AdamW
+//
+// What a later chapter changes, it changes in a socket (transformer.c) or around these few lines. Batches
+// are a function of the sample's global index, weights of their global element index, so that any layout of
+// ranks can repeat this run.
+//
+// FLOPs: 6 per weight of a matrix multiply and token (2 forward, 4 backward), plus causal attention. Memory
+// per parameter: f32 4 + 4 + 8 bytes; bf16 2 + 2 + 4 (f32 accumulators) + 12 (master weights, moments).
+// Bytes sent: none. Run: build/00_single_gpu/train            (--data FILE, --init DIR, --save DIR,
+// --resume DIR, --dry-run …) Last line: PASS train: held-out loss 5.55 -> 2.21 in 300 steps …
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "playbook.h"
+
+// ---- one step ----
+
+Trainer *trainer_new(const Config *config, Mesh mesh) {
+    Trainer *t = host_alloc(sizeof *t);
+    *t = (Trainer){.config = *config};
+    t->data = data_open(config->data, config->vocab, config->seq);
+    t->model = model_new(config, mesh);
+    t->optimizer = optimizer_new(config, &t->model->params);
+    recompute_plug(t->model, config->recompute);
+    return t;
+}
+
+void trainer_free(Trainer *t) {
+    optimizer_free(&t->optimizer);
+    model_free(t->model);
+    data_close(&t->data);
+    free(t);
+}
+
+Batch batch_new(const Trainer *t, int64_t first_sample) {
+    const Config *c = &t->config;
+    Batch batch = {.samples = c->micro_batch * c->grad_acc};
+    batch.count = batch.samples * c->seq;
+    batch.tokens = host_alloc(batch.count * sizeof *batch.tokens);
+    batch.targets = host_alloc(batch.count * sizeof *batch.targets);
+    for (int64_t i = 0; i < batch.samples; i++) {
+        int32_t *targets = batch.targets + i * c->seq;
+        data_sample(&t->data, c->seed, first_sample + i, false, c->seq, batch.tokens + i * c->seq, targets);
+        if (t->masked) data_mask_prompt(c->seed, first_sample + i, c->seq, targets);
+    }
+    return batch;
+}
+
+void batch_free(Batch *batch) {
+    free(batch->tokens);
+    free(batch->targets);
+    *batch = (Batch){0};
+}
+
+void train_step(Trainer *t, Record *record) {
+    const Config *c = &t->config;
+    Params *params = &t->model->params;
+    fatal_context("step %lld", (long long)t->progress.step + 1);
+
+    Batch batch = batch_new(t, t->progress.sample);
+    double *loss_scale = host_alloc(c->grad_acc * sizeof *loss_scale);
+    for (int64_t i = 0; i < c->grad_acc; i++) loss_scale[i] = mean_loss_scale(batch.targets, batch.count);
+    t->loss = accumulate_gradients(t->model, &batch, c->grad_acc, loss_scale, &t->kept_bytes);
+    free(loss_scale);
+    t->progress.sample += batch.samples;
+    batch_free(&batch);
+
+    clock_push("optimizer");
+    if (record && t->progress.step == 0) record_grads(record, params);
+    t->grad_norm = params_grad_norm(params);
+    const Param *bad = isfinite(t->grad_norm) ? NULL : params_first_bad_grad(params);
+    CHECK(isfinite(t->grad_norm), "the gradient norm is %g; the first bad tensor is the gradient of %s",
+          t->grad_norm, bad ? bad->name : "no single weight: the sum over all overflows");
+    t->lr = learning_rate(c, t->progress.step);
+    optimizer_step(&t->optimizer, params, t->lr, clip_scale(t->grad_norm, c->clip));
+    clock_pop();
+    t->progress.step++;
+    fatal_context(NULL);
+}
+
+double held_out_loss(Trainer *t, int64_t samples) {
+    const Config *c = &t->config;
+    double sum = 0;
+    int32_t *tokens = host_alloc(c->seq * sizeof *tokens), *targets = host_alloc(c->seq * sizeof *targets);
+    for (int64_t i = 0; i < samples; i++) {
+        data_sample(&t->data, c->seed, i, true, c->seq, tokens, targets);
+        MicroBatch micro =
+            micro_batch_new(t->model, i, 1, tokens, targets, 1.0 / (double)(samples * c->seq));
+        model_forward(t->model, &micro);
+        sum += micro.loss;
+        micro_batch_free(t->model, &micro);
+    }
+    free(tokens);
+    free(targets);
+    return sum;
+}
+
+// ---- whole runs: what other chapters compare with ----
+
+Record train_record(Trainer *t, const char *title) {
+    Record record = record_new(title, t->config.steps, &t->model->params);
+    for (int64_t step = 0; step < t->config.steps; step++) {
+        train_step(t, &record);
+        record.loss[step] = t->loss;
+        record.grad_norm[step] = t->grad_norm;
+    }
+    record_params(&record, &t->model->params);
+    record.kept_bytes = t->kept_bytes;
+    return record;
+}
+
+double train_bound(const Config *config, bool masked, const Record *baseline) {
+    if (config->dtype == F64) return 1e-10;
+    Config f64 = *config;
+    f64.dtype = F64;
+    Trainer *t = trainer_new(&f64, mesh_single());
+    t->masked = masked;
+    Record reference = train_record(t, "f64 reference");
+    double bound = report_bound(baseline, &reference);
+    record_free(&reference);
+    trainer_free(t);
+    return bound;
+}
+
+double matmul_rate(DType dtype, int64_t size) {
+    Tensor a = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(size, size)),
+           b = tensor_like(MEMORY_ACTIVATION, a);
+    Tensor c = tensor_like(MEMORY_ACTIVATION, a);
+    op_fill(a, 0.5);
+    op_fill(b, 0.25);
+    op_matmul(c, a, b, false, false, 0);  // the first call warms up
+    double best = INFINITY;
+    for (int i = 0; i < 5; i++) {
+        double start = wall_seconds();
+        op_matmul(c, a, b, false, false, 0);
+        best = fmin(best, wall_seconds() - start);
+    }
+    tensor_free(&a);
+    tensor_free(&b);
+    tensor_free(&c);
+    return 2.0 * (double)size * (double)size * (double)size / best;
+}
+
+#ifndef NO_MAIN
+
+// ---- the program ----
+
+enum { EVAL_SAMPLES = 32 };  // held-out sequences of an evaluation
+
+typedef struct Options {
+    int64_t eval_every, sample;
+    double temperature;
+    bool dry_run;
+} Options;
+
+// Draws the next token from softmax(logits / temperature); 0 takes the largest.
+static int32_t draw_token(const double *logits, int64_t vocab, double temperature, double uniform) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < vocab; i++)
+        if (logits[i] > logits[best]) best = i;
+    if (temperature <= 0) return (int32_t)best;
+    double sum = 0, passed = 0;
+    for (int64_t i = 0; i < vocab; i++) sum += exp((logits[i] - logits[best]) / temperature);
+    for (int64_t i = 0; i < vocab; i++) {
+        passed += exp((logits[i] - logits[best]) / temperature);
+        if (passed > uniform * sum) return (int32_t)i;
+    }
+    return (int32_t)best;
+}
+
+// Continues the first held-out tokens. The window slides; each token costs one forward of seq positions.
+static void generate(Trainer *t, const Options *options) {
+    const Config *c = &t->config;
+    int64_t s = c->seq, v = c->vocab, prompt = s / 4 > 0 ? s / 4 : 1;
+    int64_t total = prompt + options->sample;
+    int32_t *text = host_alloc((total + s) * sizeof *text), *none = host_alloc(s * sizeof *none);
+    double *logits = host_alloc(v * sizeof *logits);
+    memset(text, 0, (total + s) * sizeof *text);
+    for (int64_t i = 0; i < s; i++) none[i] = IGNORED_LABEL;
+    memcpy(text, t->data.tokens + t->data.train_count, prompt * sizeof *text);
+    for (int64_t length = prompt; length < total; length++) {
+        int64_t first = length > s ? length - s : 0;
+        MicroBatch micro = micro_batch_new(t->model, 0, 1, text + first, none, 0);
+        model_forward(t->model, &micro);
+        tensor_to_doubles(logits, tensor_rows_of(micro.head.logits, length - 1 - first, 1));
+        micro_batch_free(t->model, &micro);
+        text[length] = draw_token(logits, v, options->temperature,
+                                  rng_uniform((uint64_t)c->seed, RNG_SAMPLE, (uint64_t)length));
+    }
+    say("\nsample (temperature %g; the prompt ends at |):\n", options->temperature);
+    char *shown = host_alloc(total * 12 + 2), *end = shown;
+    for (int64_t i = 0; i < total; i++) {
+        if (i == prompt) *end++ = '|';
+        bool printable = text[i] == '\n' || text[i] == '\t' || (text[i] >= 32 && text[i] < 127);
+        if (!t->data.text) end += sprintf(end, "%d ", text[i]);
+        else *end++ = printable ? (char)text[i] : '?';
+    }
+    *end = 0;
+    say("%s\n", shown);
+    free(shown);
+    free(text);
+    free(none);
+    free(logits);
+}
+
+// FLOPs of a step by the closed formula, beside those that the operations counted.
+static void check_flops(const Config *c, double counted, int64_t steps) {
+    int64_t sequences = c->micro_batch * c->grad_acc;
+    double model = config_step_flops(c, sequences), again = recompute_extra_flops(c, sequences);
+    report_equal("FLOPs per step", model + again, counted / (double)steps, "FLOP");
+    double estimate = 6.0 * (double)config_parameters(c) * (double)(sequences * c->seq);
+    say("  the estimate 6 N tokens gives %s, %.2f of it\n", flops_text(estimate), estimate / model);
+}
+
+static void print_model_clock(const Config *c, double model_seconds, int64_t steps) {
+    const Machine *machine = machine_find(c->machine);
+    double peak = machine_peak(machine, (DType)c->dtype);
+    double model_flops = config_step_flops(c, c->micro_batch * c->grad_acc) * (double)steps;
+    double extra = recompute_extra_flops(c, c->micro_batch * c->grad_acc) * (double)steps;
+    say("model clock, %s: %.3f ms a step, MFU %.1f%%, HFU %.1f%% of %s/s\n", machine->device,
+        1e3 * model_seconds / (double)steps, 100 * model_flops / model_seconds / peak,
+        100 * (model_flops + extra) / model_seconds / peak, flops_text(peak));
+    report_number("model clock", "seconds per step", model_seconds / (double)steps, "s");
+}
+
+typedef struct Series {
+    double *loss, *grad_norm, *lr, *seconds;
+} Series;
+
+static Series series_new(int64_t steps) {
+    Series s;
+    double **all[] = {&s.loss, &s.grad_norm, &s.lr, &s.seconds};
+    for (int i = 0; i < 4; i++) *all[i] = host_alloc(steps * sizeof(double));
+    return s;
+}
+
+// The loop. Returns counted FLOPs and model-clock seconds of the steps alone.
+static OpCount run_steps(Trainer *t, const Options *options, Series *series) {
+    const Config *c = &t->config;
+    double rate = options->dry_run ? 0 : matmul_rate(c->dtype == F64 ? F64 : F32, 1024);
+    if (rate > 0) say("matrix multiply, 1024 x 1024: %s/s with %s\n", flops_text(rate), base_blas_name());
+    int64_t tokens = c->micro_batch * c->grad_acc * c->seq, first = t->progress.step;
+    OpCount sum = {0};
+    for (int64_t step = first; step < c->steps; step++) {
+        clock_reset();
+        char *mark = format_text("step %lld", (long long)step + 1);
+        clock_push(mark);
+        double start = wall_seconds();
+        train_step(t, NULL);
+        double seconds = wall_seconds() - start;
+        clock_pop();
+        free(mark);
+        OpCount count = clock_total();
+        sum.flops += count.flops;
+        sum.model_seconds += count.model_seconds;
+        sum.wall_seconds += seconds;
+        int64_t i = step - first;
+        series->loss[i] = t->loss;
+        series->grad_norm[i] = t->grad_norm;
+        series->lr[i] = t->lr;
+        series->seconds[i] = seconds;
+        char held_out[48] = "";
+        if (!options->dry_run && options->eval_every && (step + 1) % options->eval_every == 0)
+            snprintf(held_out, sizeof held_out, "  held-out %.3f", held_out_loss(t, EVAL_SAMPLES));
+        char *line = format_text(
+            "step %lld/%lld  loss %.3f%s  norm %.2f  lr %.1e  %.1fk tok/s  %.0f GFLOP/s, "
+            "%.0f%% of matmul",
+            (long long)step + 1, (long long)c->steps, t->loss, held_out, t->grad_norm, t->lr,
+            1e-3 * (double)tokens / seconds, 1e-9 * count.flops / seconds,
+            rate > 0 ? 100 * count.flops / seconds / rate : 0);
+        progress(step - first + 1, c->steps - first, line);
+        free(line);
+        if (c->save && (step + 1 == c->steps || (c->save_every && (step + 1) % c->save_every == 0)))
+            checkpoint_save(c->save, c, &t->model->params, &t->optimizer, t->progress);
+    }
+    return sum;
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    Options options;
+    Option own[] = {
+        {"eval-every", OPTION_INT, &options.eval_every, "100", 0, 1e9, "steps",
+         "held-out loss in between; 0: only before and after", false},
+        {"sample", OPTION_INT, &options.sample, "240", 0, 1e6, "tokens",
+         "length of the text written at the end", false},
+        {"temperature", OPTION_REAL, &options.temperature, "0.8", 0, 100, "",
+         "of the sample; 0: the likeliest token", false},
+        {"dry-run", OPTION_FLAG, &options.dry_run, NULL, 0, 0, "",
+         "count and clock every operation, compute none: any size on any machine", false},
+    };
+    Config config = config_parse(
+        argc, argv, "Trains a Llama-style model on one device, on real text.",
+        CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_RECOMPUTE | CONFIG_FILES | CONFIG_REPORT,
+        NULL, own, sizeof own / sizeof *own);
+    CHECK(!(config.init && config.resume),
+          "--init and --resume exclude each other: a resumed run has its weights");
+    report_json(config.json);
+    clock_set_machine(machine_find(config.machine));
+    if (config.trace) clock_trace_start();
+    device_dry_run(options.dry_run);
+
+    char *resume = config.resume ? checkpoint_newest(config.resume) : NULL;
+    const char *from = resume ? resume : config.init;
+    if (from) checkpoint_config(from, &config);
+    config_check(&config);
+    config_print(&config);
+    Trainer *t = trainer_new(&config, mesh_single());
+    if (from) checkpoint_load_weights(from, &t->model->params);
+    if (resume) t->progress = checkpoint_load_optimizer(resume, &config, &t->model->params, &t->optimizer);
+    CHECK(t->progress.step < config.steps,
+          "%s already has %lld steps: give --steps a larger number than that", from,
+          (long long)t->progress.step);
+    say("data: %s, %lld tokens for training, %lld held out\n", t->data.path, (long long)t->data.train_count,
+        (long long)(t->data.count - t->data.train_count));
+
+    double before = options.dry_run ? 0 : held_out_loss(t, EVAL_SAMPLES);
+    int64_t steps = config.steps - t->progress.step;
+    Series series = series_new(steps);
+    OpCount sum = run_steps(t, &options, &series);
+    double after = options.dry_run ? 0 : held_out_loss(t, EVAL_SAMPLES);
+    if (options.sample && !options.dry_run) generate(t, &options);
+
+    say("\nmemory, peak: %s\n", memory_text());
+    check_flops(&config, sum.flops, steps);
+    print_model_clock(&config, sum.model_seconds, steps);
+    report_series("loss", series.loss, steps);
+    report_series("gradient norm", series.grad_norm, steps);
+    report_series("learning rate", series.lr, steps);
+    report_series("step seconds", series.seconds, steps);
+    report_number("held-out loss", "before", before, "nats");
+    report_number("held-out loss", "after", after, "nats");
+    report_number("throughput", "FLOPs per second", sum.flops / sum.wall_seconds, "FLOP/s");
+    if (config.trace) clock_trace_write(config.trace);
+    trainer_free(t);
+    free(resume);
+    if (options.dry_run) return report_verdict("dry run of %lld steps", (long long)steps);
+    report_that(after < before, "the held-out loss did not fall: %.4f before, %.4f after", before, after);
+    return report_verdict("held-out loss %.3f -> %.3f nats in %lld steps", before, after, (long long)steps);
+}
+#endif
