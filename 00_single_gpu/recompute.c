@@ -85,7 +85,7 @@ static void print_row(const Config *with, Recompute recompute, const Record *r, 
     double steps = (double)c.steps;
     double model_flops = config_step_flops(&c, sequences), extra = recompute_extra_flops(&c, sequences);
     const Machine *machine = machine_find(c.machine);
-    double peak = machine_peak(machine, (DType)c.dtype), seconds = r->model_seconds / steps;
+    double peak = machine_peak_flops(machine, (DType)c.dtype), seconds = r->model_seconds / steps;
     say("\n%-10s kept %s (%.2f of none), %.1f%% more FLOPs; on %s: %.4f ms a step, MFU %.2f%%, HFU "
         "%.2f%%\n",
         names[recompute], bytes_text((double)r->kept_bytes),

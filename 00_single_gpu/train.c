@@ -218,7 +218,7 @@ static void check_flops(const Config *c, double counted, int64_t steps) {
 
 static void print_model_clock(const Config *c, double model_seconds, int64_t steps) {
     const Machine *machine = machine_find(c->machine);
-    double peak = machine_peak(machine, (DType)c->dtype);
+    double peak = machine_peak_flops(machine, (DType)c->dtype);
     double model_flops = config_step_flops(c, c->micro_batch * c->grad_acc) * (double)steps;
     double extra = recompute_extra_flops(c, c->micro_batch * c->grad_acc) * (double)steps;
     say("model clock, %s: %.3f ms a step, MFU %.1f%%, HFU %.1f%% of %s/s\n", machine->device,

@@ -98,7 +98,7 @@ void clock_set_machine(const Machine *machine) { state.machine = machine; }
 // The roofline: an operation is done when its arithmetic and its memory traffic, which overlap, both are.
 static double model_time(DType dtype, double flops, double bytes) {
     const Machine *machine = model_machine();
-    double compute = flops / machine_machine_peak(machine, dtype);
+    double compute = flops / machine_peak_flops(machine, dtype);
     double memory = bytes / machine->memory_bytes_per_second;
     return compute > memory ? compute : memory;
 }

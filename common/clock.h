@@ -26,8 +26,6 @@ typedef struct Machine {
 const Machine *machine_find(const char *name);  // fatal with the list of names when unknown
 const char *machine_names(void);                // "dgx-a100, dgx-h100, …"
 
-// FLOP/s of matrix multiplies in this dtype.
-double machine_peak(const Machine *machine, DType dtype);
 
 // FLOP/s of a matrix multiply in this dtype: what MFU and HFU divide by. 8-bit types get the 16-bit rate.
 double machine_peak_flops(const Machine *machine, DType dtype);
