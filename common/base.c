@@ -7,7 +7,6 @@
 #include <cblas.h>
 #include <ctype.h>
 #include <errno.h>
-#include <inttypes.h>
 #include <malloc.h>
 #include <math.h>
 #include <omp.h>
@@ -168,16 +167,16 @@ double wall_seconds(void) {
 static const struct {
     const char *names, *where;
 } book_flags[] = {
-    {" ranks dp ", "chapter 01, data parallelism"},
-    {" zero ", "chapter 02, ZeRO"},
-    {" tp sp ", "chapter 03, tensor and sequence parallelism"},
-    {" cp ", "chapter 04, context parallelism"},
-    {" pp timeline ", "chapter 05, pipeline parallelism"},
-    {" ep ", "chapter 06, expert parallelism"},
+    {" ranks dp ", "it belongs to chapter 01, data parallelism"},
+    {" zero ", "it belongs to chapter 02, ZeRO"},
+    {" tp sp ", "it belongs to chapter 03, tensor and sequence parallelism"},
+    {" cp ", "it belongs to chapter 04, context parallelism"},
+    {" pp timeline ", "it belongs to chapter 05, pipeline parallelism"},
+    {" ep ", "it belongs to chapter 06, expert parallelism"},
     {" model layers hidden heads kv-heads ffn vocab seq tied dtype micro-batch grad-acc steps seed data "
      "optimizer lr weight-decay clip warmup recompute init save save-every resume json trace machine "
      "no-check ",
-     "other programs of the book"},
+     "other programs of the book have it"},
 };
 
 // Levenshtein's distance: letters to insert, delete or replace.
@@ -240,7 +239,7 @@ static int choice_index(const Option *option, const char *value) {
         if (!word[length]) break;
         word += length + 1;
     }
-    fatal("--%s %s is none of %s", option->name, value, option->detail);
+    fatal("--%s %s is not one of %s", option->name, value, option->detail);
 }
 
 // The whole text must be the number: no blanks before it, no letters after it.
@@ -291,6 +290,17 @@ static const char *value_name(const Option *option) {
     }
 }
 
+static const char *value_hint(const Option *option) {
+    switch (option->type) {
+        case OPTION_INT:
+            return "a whole number";
+        case OPTION_REAL:
+            return "a number";
+        default:
+            return option->detail;
+    }
+}
+
 // Prints text in the columns from `left` to HELP_WIDTH, broken at blanks; the cursor stands at `column`.
 static void print_wrapped(const char *text, int left, int column) {
     if (column + 2 > left) column = HELP_WIDTH;  // what stands there is too long: begin on a new line
@@ -318,28 +328,19 @@ static void print_help(const char *purpose, const Option *table, int count) {
     for (int i = 0; i < count; i++) {
         const Option *option = &table[i];
         bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
-        const char *unit = number && option->detail ? option->detail : "";
-        const char *bounds = number ? bounds_text(option) : "";
-        char *standard = option->standard && option->type != OPTION_FLAG
-                             ? format_text("default %s", option->standard)
-                             : format_text("%s", "");
-        const char *part[] = {unit, bounds, standard};
-        char *text = format_text("%s", option->help);
-        for (int j = 0, printed = 0; j < 3; j++) {
-            if (!*part[j]) continue;
-            char *longer = format_text("%s%s%s", text, printed++ ? ", " : " (", part[j]);
-            free(text);
-            text = longer;
-            if (j == 2 || (j == 1 && !*standard) || (j == 0 && !*bounds && !*standard)) {
-                longer = format_text("%s)", text);
-                free(text);
-                text = longer;
-            }
-        }
+        const char *note[] = {number && option->detail ? option->detail : "",
+                              number ? bounds_text(option) : "",
+                              option->standard && option->type != OPTION_FLAG ? option->standard : ""};
+        const char *before[] = {"", "", "default "};
+        char text[1024];
+        int length = snprintf(text, sizeof text, "%s", option->help), notes = 0;
+        for (int j = 0; j < 3 && length < (int)sizeof text; j++)
+            if (*note[j])
+                length += snprintf(text + length, sizeof text - (size_t)length, "%s%s%s",
+                                   notes++ ? ", " : " (", before[j], note[j]);
+        if (notes && length < (int)sizeof text) snprintf(text + length, sizeof text - (size_t)length, ")");
         int column = printf("  --%s %s", option->name, value_name(option));
         print_wrapped(text, LEFT, column);
-        free(text);
-        free(standard);
     }
     print_wrapped("prints this and ends", LEFT, printf("  --help"));
     if (purpose[first]) printf("\nexamples:%s\n", purpose + first);
@@ -405,15 +406,17 @@ void say(const char *format, ...) {
     va_start(arguments, format);
     close_line();
     vprintf(format, arguments);
+    size_t length = strlen(format);
+    if (length == 0 || format[length - 1] != '\n') putchar('\n');
     fflush(stdout);
     va_end(arguments);
 }
 
-static void print_time_left(double seconds, char *text, size_t size) {
+static void time_left_text(double seconds, char *text, size_t size) {
     int64_t s = (int64_t)(seconds + 0.5);
-    if (s >= 3600) snprintf(text, size, "%" PRId64 " h %02" PRId64 " min left", s / 3600, s / 60 % 60);
-    else if (s >= 60) snprintf(text, size, "%" PRId64 " min %02" PRId64 " s left", s / 60, s % 60);
-    else snprintf(text, size, "%" PRId64 " s left", s);
+    if (s >= 3600) snprintf(text, size, "%ld h %02ld min left", s / 3600, s / 60 % 60);
+    else if (s >= 60) snprintf(text, size, "%ld min %02ld s left", s / 60, s % 60);
+    else snprintf(text, size, "%ld s left", s);
 }
 
 void progress(int64_t done, int64_t total, const char *text) {
@@ -429,8 +432,8 @@ void progress(int64_t done, int64_t total, const char *text) {
     int width = ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col ? window.ws_col : 80;
     char left[48] = "";
     if (done > first && done < total)
-        print_time_left((wall_seconds() - began) / (double)(done - first) * (double)(total - done), left,
-                        sizeof left);
+        time_left_text((wall_seconds() - began) / (double)(done - first) * (double)(total - done), left,
+                       sizeof left);
     char *line = format_text("%s  %s", text, left);
     printf("\r%.*s\033[K", width - 1, line);  // one column less: a full line would wrap and stay
     free(line);

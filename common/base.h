@@ -74,11 +74,13 @@ typedef struct Option {
 // Fills every target: first the defaults, then what was typed ("--name value" or "--name=value"). Prints
 // --help from the same table and exits 0. Anything unknown or out of bounds is fatal and named; a name that
 // other programs of the book have, and this one has not, is told so. Targets of TEXT point into argv.
+// purpose is one line of --help; further lines of it are shown as examples.
 void options_parse(int argc, char **argv, const char *purpose, Option *table, int count);
 bool option_given(const Option *table, int count, const char *name);
 
 // ---- printing ----
-// One rank speaks: rank 0 prints, the others are silent.
+// One line, from one rank: rank 0 prints, the others are silent. The newline is added where the format has
+// none.
 void say(const char *format, ...) PRINTF_LIKE(1, 2);
 // A progress line: on a terminal it rewrites itself with the time left; in a log a plain line about every
 // tenth of the way. `done` counts from 1; `text` is what to say about this step.
