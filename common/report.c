@@ -122,9 +122,6 @@ Record record_new(const char *title, int64_t steps, const Params *params) {
         record.count[i] = params->param[i].count;
         record.grad[i] = record.param[i] = NULL;
     }
-    clock_reset();
-    memory_reset_peak();
-    record.wall_seconds = -wall_seconds();
     return record;
 }
 
@@ -138,11 +135,6 @@ void record_grads(Record *record, const Params *params) {
 }
 
 void record_params(Record *record, const Params *params) {
-    OpCount total = clock_total();
-    record->flops = total.flops;
-    record->model_seconds = total.model_seconds;
-    record->wall_seconds += wall_seconds();
-    record->memory = memory_account();
     for (int i = 0; i < params->count; i++) {
         if (!record->param[i]) record->param[i] = host_alloc(sizeof(double) * (size_t)record->count[i]);
         tensor_to_doubles(record->param[i], param_value(params, &params->param[i]));

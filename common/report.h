@@ -26,8 +26,7 @@ typedef struct Record {
     double model_seconds, wall_seconds;  // both clocks, whole run
 } Record;
 
-// A record begins with the run: the clock's totals and the memory peaks start again here. Losses and norms
-// are NaN until the trainer sets them. record_params ends it: it takes the counts, both clocks and the peaks.
+// Losses and norms are NaN, and tensors absent, until the trainer sets them: what was left out cannot pass.
 Record record_new(const char *title, int64_t steps, const Params *params);
 void record_grads(Record *record,
                   const Params *params);  // call when the first step's gradients are complete
