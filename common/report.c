@@ -178,8 +178,8 @@ static Difference difference_above(const char *what, const double *x, const doub
     }
     if (isnan(maximum)) return (Difference){what, NAN, NAN, NAN};
     double against = sqrt(yy) > least ? sqrt(yy) : least;
-    double relative = squares == 0 ? 0 : sqrt(squares) / against;
-    return (Difference){what, relative, maximum, squares == 0 ? 1 : xy / yy};
+    double relative = maximum == 0 ? 0 : sqrt(squares) / against;
+    return (Difference){what, relative, maximum, maximum == 0 ? 1 : xy / yy};
 }
 
 Difference difference(const char *what, const double *x, const double *y, int64_t count) {
@@ -295,10 +295,10 @@ static bool compare_quantity(const Record *run, const Record *baseline, int whic
     report.differing += differing;
     if (!(worst.relative <= report.worst[proof])) report.worst[proof] = worst.relative;
     if (fault[0]) {
-        say("  %-13s  %-48s  FAIL\n", x.name, fault);
+        say("  %-13s  %-48s  FAIL", x.name, fault);
         return judge(false, "%s of %s: %s", x.name, run->title, fault);
     }
-    say("  %-13s  %10.2e  %10.2e  %13.10f  %-44s  %s\n", x.name, worst.relative, worst.maximum, worst.scale,
+    say("  %-13s  %10.2e  %10.2e  %13.10f  %-44s  %s", x.name, worst.relative, worst.maximum, worst.scale,
         y.tensors > 1 ? worst.what : "", all ? "ok" : "FAIL");
     if (proof == PROOF_EXACT)
         return judge(all, "%s of %s: %lld elements differ from %s, worst in %s (relative %.2e, scale %.6g)",
@@ -316,16 +316,16 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
     report.compared[proof] = true;
     if (proof == PROOF_EXACT) {
         bound = 0;
-        say("%s against %s: exact, no bit may differ\n", run->title, baseline->title);
+        say("%s against %s: exact, no bit may differ", run->title, baseline->title);
     } else {
-        say("%s against %s: %s, bound %.2e relative\n", run->title, baseline->title, class_name(proof),
+        say("%s against %s: %s, bound %.2e relative", run->title, baseline->title, class_name(proof),
             bound);
     }
     put_number(json, "bound", bound);
     report.bound[proof] = fmax(report.bound[proof], bound);
     bool all = judge(proof == PROOF_EXACT || bound < WEAKEST_BOUND,
                      "%s: a bound of %.2e would let a factor of two pass", run->title, bound);
-    say("  %-13s  %10s  %10s  %13s  %-44s\n", "", "relative", "maximum", "scale", "worst tensor");
+    say("  %-13s  %10s  %10s  %13s  %-44s", "", "relative", "maximum", "scale", "worst tensor");
     for (int which = 0; which < 4; which++)
         all = compare_quantity(run, baseline, which, proof, bound, json) && all;
     cJSON_AddBoolToObject(json, "holds", all);
@@ -358,7 +358,7 @@ double report_bound(const Record *baseline, const Record *reference) {
 
 bool report_equal(const char *what, double predicted, double measured, const char *unit) {
     bool equal = predicted == measured;
-    say("  %-32s  predicted %18.15g  measured %18.15g %-6s %s\n", what, predicted, measured, unit,
+    say("  %-32s  predicted %18.15g  measured %18.15g %-6s %s", what, predicted, measured, unit,
         equal ? "equal" : "FAIL");
     cJSON *json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "what", what);
@@ -378,7 +378,7 @@ bool report_that(bool condition, const char *format, ...) {
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    if (!condition) say("  FAIL: %s\n", text);
+    if (!condition) say("  FAIL: %s", text);
     cJSON *json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "condition", text);
     cJSON_AddBoolToObject(json, "holds", condition);
@@ -400,8 +400,8 @@ static void write_evidence(char *text, size_t size) {
                                  class_name((ProofClass)proof), report.worst[proof], report.bound[proof]);
     }
     if (report.equalities)
-        used += (size_t)snprintf(text + used, size - used, "%s%d counts as predicted", used ? "; " : "",
-                                 report.equalities);
+        used += (size_t)snprintf(text + used, size - used, "%s%d count%s as predicted", used ? "; " : "",
+                                 report.equalities, report.equalities > 1 ? "s" : "");
     if (!report.checks) snprintf(text, size, "nothing was checked");
 }
 
@@ -428,9 +428,9 @@ int report_verdict(const char *format, ...) {
         free(json);
     }
     if (pass)
-        say("PASS %s: %s%s%s%s\n", base_program(), text, evidence[0] ? " (" : "", evidence,
+        say("PASS %s: %s%s%s%s", base_program(), text, evidence[0] ? " (" : "", evidence,
             evidence[0] ? ")" : "");
-    else say("FAIL %s: %s\n", base_program(), report.first_failure);
+    else say("FAIL %s: %s", base_program(), report.first_failure);
     cJSON_Delete(report.json);
     memset(&report, 0, sizeof report);
     return pass ? STATUS_PASS : STATUS_FAIL;
