@@ -84,32 +84,41 @@ void train_step(Trainer *t, Record *record) {
 
 double held_out_loss(Trainer *t, int64_t samples) {
     const Config *c = &t->config;
-    double sum = 0;
+    double sum = 0, labels = 0;
     int32_t *tokens = host_alloc(c->seq * sizeof *tokens), *targets = host_alloc(c->seq * sizeof *targets);
     for (int64_t i = 0; i < samples; i++) {
         data_sample(&t->data, c->seed, i, true, c->seq, tokens, targets);
-        MicroBatch micro =
-            micro_batch_new(t->model, i, 1, tokens, targets, 1.0 / (double)(samples * c->seq));
+        if (t->masked) data_mask_prompt(c->seed, i, c->seq, targets);
+        MicroBatch micro = micro_batch_new(t->model, i, 1, tokens, targets, 1);
         model_forward(t->model, &micro);
+        // Sums, not means: samples differ in their number of labels.
         sum += micro.loss;
+        for (int64_t j = 0; j < c->seq; j++) labels += targets[j] != IGNORED_LABEL;
         micro_batch_free(t->model, &micro);
     }
     free(tokens);
     free(targets);
-    return sum;
+    return sum / labels;
 }
 
 // ---- whole runs: what other chapters compare with ----
 
 Record train_record(Trainer *t, const char *title) {
     Record record = record_new(title, t->config.steps, &t->model->params);
+    memory_reset_peak();
+    clock_reset();
+    double start = wall_seconds();
     for (int64_t step = 0; step < t->config.steps; step++) {
         train_step(t, &record);
         record.loss[step] = t->loss;
         record.grad_norm[step] = t->grad_norm;
     }
-    record_params(&record, &t->model->params);
     record.kept_bytes = t->kept_bytes;
+    record.memory = memory_account();
+    record.flops = clock_total().flops;
+    record.model_seconds = clock_total().model_seconds;
+    record.wall_seconds = wall_seconds() - start;
+    record_params(&record, &t->model->params);
     return record;
 }
 

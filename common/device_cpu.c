@@ -1,5 +1,6 @@
 // device_cpu.c: the CPU as a device. Its memory is the host's, but the rules are those of a GPU: only
 // operations touch it.
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -16,3 +17,21 @@ void backend_free(void *memory) { free(memory); }
 void backend_from_host(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
 
 void backend_to_host(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
+
+// Linux promises more memory than it has and kills the process that believes it, without a word. So the limit is
+// what is available now, within the control group's own.
+int64_t backend_capacity(void) {
+    int64_t capacity = INT64_MAX;
+    char line[128];
+    FILE *file = fopen("/proc/meminfo", "r");
+    while (file && fgets(line, sizeof line, file)) {
+        long long kilobytes;
+        if (sscanf(line, "MemAvailable: %lld kB", &kilobytes) == 1) capacity = kilobytes * 1024;
+    }
+    if (file) fclose(file);
+    file = fopen("/sys/fs/cgroup/memory.max", "r");
+    long long most;
+    if (file && fscanf(file, "%lld", &most) == 1 && most < capacity) capacity = most;
+    if (file) fclose(file);
+    return capacity;
+}

@@ -59,12 +59,14 @@ void device_dry_run(bool on) { dry_run = on; }
 bool device_is_dry_run(void) { return dry_run; }
 
 void *device_alloc(MemoryKind kind, size_t bytes) {
-    bool fits = bytes <= INT64_MAX && (!limit || account.now_total + (int64_t)bytes <= limit);
+    static int64_t capacity;
+    if (!capacity && !dry_run) capacity = backend_capacity();
+    int64_t most = limit ? limit : dry_run ? INT64_MAX : capacity;
+    bool fits = bytes <= INT64_MAX && (int64_t)bytes <= most - account.now_total;
     void *memory = fits && !dry_run ? backend_alloc(bytes) : NULL;
     if (!fits || (!dry_run && !memory))
-        fatal("out of device memory: %s more for %s%s%s; held now: %s", bytes_text((double)bytes),
-              memory_kind_name(kind), limit ? " would pass the limit of " : " cannot be had",
-              limit ? bytes_text((double)limit) : "", memory_text());
+        fatal("out of device memory: %s more for %s do not fit in %s; held now: %s",
+              bytes_text((double)bytes), memory_kind_name(kind), bytes_text((double)most), memory_text());
     account_change(kind, (int64_t)bytes);
     return memory;
 }

@@ -53,7 +53,7 @@ const char *memory_kind_name(MemoryKind kind);
 Memory memory_account(void);
 // Peaks start again from what is held now.
 void memory_reset_peak(void);
-// Refuse allocations beyond this many bytes in all, as a device of that size would; 0: no limit.
+// Refuse allocations beyond this many bytes in all, as a device of that size would; 0: what this machine has.
 void memory_set_limit(int64_t bytes);
 // The account as text, one line: what out-of-memory messages and tables show. Static buffer.
 const char *memory_text(void);
