@@ -57,7 +57,7 @@ help:
 
 run:
 	@common/install.sh run
-	@$(MAKE) --no-print-directory programs
+	@$(MAKE) --no-print-directory -j$$(nproc) programs
 	@common/tour.sh $(BUILD)
 
 test:

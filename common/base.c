@@ -387,7 +387,7 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
             set_value(option, value + 1);
         } else {
             CHECK(i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0, "--%s needs a value: %s",
-                  option->name, value_name(option));
+                  option->name, value_hint(option));
             set_value(option, argv[++i]);
         }
     }

@@ -1,0 +1,36 @@
+#!/bin/bash
+# tour.sh [build]: trains the small model on real text, then runs every other program of the book, one line each.
+# Exit status 1 if a verdict is not PASS.
+build=${1:-build}
+logs=$build/tour
+mkdir -p "$logs"
+train=$build/00_single_gpu/train
+failed=0 count=0
+
+if [ -x "$train" ]; then
+    echo "== train: the default model on the book's own sources"
+    count=1
+    "$train" || failed=1
+    echo
+fi
+echo "== every other program, in the order of the book (whole output in $logs/)"
+for program in "$build"/0[0-9]_*/*; do
+    [ -f "$program" ] && [ -x "$program" ] && [ "$program" != "$train" ] || continue
+    log=$logs/$(basename "$program").log
+    [ ! -t 1 ] || printf '%s …' "$program"
+    "$program" >"$log" 2>&1
+    status=$?
+    [ ! -t 1 ] || printf '\r\033[K'
+    verdict=$(grep -E '^(PASS|FAIL) ' "$log" | tail -n 1)
+    count=$((count + 1))
+    if [ $status = 0 ] && [ "${verdict%% *}" = PASS ]; then
+        printf '%s\n' "$verdict"
+    else
+        failed=$((failed + 1))
+        printf '%s (exit status %d)\n' "${verdict:-FAIL $(basename "$program"): it ended without a verdict}" $status
+        tail -n 8 "$log" | sed 's/^/    /'
+    fi
+done
+echo
+echo "$count programs, $failed failed"
+[ $failed = 0 ]
