@@ -306,8 +306,10 @@ int main(int argc, char **argv) {
         argc, argv, "Trains a Llama-style model on one device, on real text.",
         CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_RECOMPUTE | CONFIG_FILES | CONFIG_REPORT,
         NULL, own, sizeof own / sizeof *own);
-    CHECK(!(config.init && config.resume),
-          "--init and --resume exclude each other: a resumed run has its weights");
+    CHECK(!((config.init || config.resume) && config.shape_given),
+          "--init and --resume take the model's shape from the folder's config.json: leave out --model, "
+          "--layers, "
+          "--hidden, --heads, --kv-heads, --ffn, --vocab and --tied");
     report_json(config.json);
     clock_set_machine(machine_find(config.machine));
     if (config.trace) clock_trace_start();

@@ -163,6 +163,10 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
     for (int i = 0; i < own_count; i++) table[count + i] = own[i];
     options_parse(argc, argv, purpose, table, count + own_count);
     for (int i = 0; i < own_count; i++) own[i].given = table[count + i].given;
+    static const char *const shape[] = {"model",    "layers", "hidden", "heads",
+                                        "kv-heads", "ffn",    "vocab",  "tied"};
+    for (size_t i = 0; i < sizeof shape / sizeof *shape; i++)
+        c.shape_given = c.shape_given || option_given(table, count, shape[i]);
     for (int i = 0; i < 3; i++) free(layer[i]);
 
     c.model = preset->name;

@@ -18,6 +18,7 @@ typedef struct Config {
     const char *model;
     int64_t layers, hidden, heads, kv_heads, ffn, vocab, seq;
     bool tied;
+    bool shape_given;  // a flag typed the shape: a checkpoint, which has its own, must not contradict it
     double rope_theta, norm_eps;
     int dtype;  // DType of parameters and activations
     // batch: micro_batch sequences at once, grad_acc times per step (b)
