@@ -201,8 +201,8 @@ static void refuse_unknown(const char *name, const Option *table, int count) {
     char *word = format_text(" %s ", name);
     for (size_t i = 0; i < sizeof book_flags / sizeof *book_flags; i++)
         if (strlen(name) > 0 && !strchr(name, ' ') && strstr(book_flags[i].names, word))
-            fatal("--%s is not one of %s's flags (it belongs to %s); --help lists them", name,
-                  base_program(), book_flags[i].where);
+            fatal("--%s is not one of %s's flags (%s); --help lists them", name, base_program(),
+                  book_flags[i].where);
     const char *nearest = "help";
     int least = edit_distance(name, nearest);
     for (int i = 0; i < count; i++) {
