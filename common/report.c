@@ -19,7 +19,6 @@ static struct {
     int failures, checks, equalities;
     char first_failure[400];
     bool compared[3];           // by ProofClass
-    int64_t differing;          // elements that differ in EXACT comparisons
     double worst[3], bound[3];  // relative, of the comparison nearest to its bound
     FILE *file;                 // --json
     const char *file_name;
@@ -200,25 +199,24 @@ static int64_t differing_elements(const double *x, const double *y, int64_t coun
 typedef struct Quantity {
     const char *name;
     int tensors;
-    char **name_of;
+    char *const *tensor;
     const int64_t *count;
-    double **values;
+    double *const *values;
 } Quantity;
 
-static Quantity record_quantity(const Record *record, int which, double **series, char **series_name) {
+enum { QUANTITIES = 4 };
+static Quantity record_quantity(const Record *r, int which) {
+    static char *const loss[] = {"losses"}, *const grad_norm[] = {"gradient norms"};
     switch (which) {
         case 0:
-            *series = record->loss, *series_name = "loss";
-            break;
+            return (Quantity){"losses", 1, loss, &r->steps, &r->loss};
         case 1:
-            *series = record->grad_norm, *series_name = "gradient norm";
-            break;
+            return (Quantity){"gradient norms", 1, grad_norm, &r->steps, &r->grad_norm};
         case 2:
-            return (Quantity){"gradients", record->tensors, record->name, record->count, record->grad};
+            return (Quantity){"gradients", r->tensors, r->name, r->count, r->grad};
         default:
-            return (Quantity){"parameters", record->tensors, record->name, record->count, record->param};
+            return (Quantity){"parameters", r->tensors, r->name, r->count, r->param};
     }
-    return (Quantity){*series_name, 1, series_name, &record->steps, series};
 }
 
 static double largest_norm(const Quantity *q) {
@@ -230,13 +228,13 @@ static double largest_norm(const Quantity *q) {
 
 static int find_tensor(const Quantity *q, const char *name) {
     for (int i = 0; i < q->tensors; i++)
-        if (!strcmp(q->name_of[i], name)) return i;
+        if (!strcmp(q->tensor[i], name)) return i;
     return -1;
 }
 
-// Index in x of the tensor i of y, or -1 with the reason in `fault`.
+// Index in x of y's tensor i, or -1 with the reason in `fault`.
 static int partner(const Quantity *x, const Quantity *y, int i, char fault[static 200]) {
-    const char *name = y->name_of[i];
+    const char *name = y->tensor[i];
     int j = find_tensor(x, name);
     if (j < 0) snprintf(fault, 200, "%s is missing", name);
     else if (x->count[j] != y->count[i])
@@ -247,86 +245,77 @@ static int partner(const Quantity *x, const Quantity *y, int i, char fault[stati
     return -1;
 }
 
-static cJSON *difference_json(Difference d) {
-    cJSON *object = cJSON_CreateObject();
-    put_number(object, "relative", d.relative);
-    put_number(object, "maximum", d.maximum);
-    put_number(object, "scale", d.scale);
-    return object;
+// Every tensor of both sides must have a partner.
+static bool same_tensors(const Quantity *x, const Quantity *y, char fault[static 200]) {
+    for (int i = 0; i < y->tensors; i++)
+        if (partner(x, y, i, fault) < 0) return false;
+    for (int j = 0; j < x->tensors; j++)
+        if (find_tensor(y, x->tensor[j]) < 0) {
+            snprintf(fault, 200, "%s is not in the baseline", x->tensor[j]);
+            return false;
+        }
+    return true;
 }
+
+static bool worse(double error, double than) { return isnan(error) || error > than; }
 
 static bool compare_quantity(const Record *run, const Record *baseline, int which, ProofClass proof,
                              double bound, cJSON *json) {
-    double *series[2];
-    char *series_name[2];
-    Quantity x = record_quantity(run, which, &series[0], &series_name[0]);
-    Quantity y = record_quantity(baseline, which, &series[1], &series_name[1]);
+    Quantity x = record_quantity(run, which), y = record_quantity(baseline, which);
+    char fault[200], title[64];
+    snprintf(title, sizeof title, "%lld %s", (long long)(y.tensors > 1 ? y.tensors : y.count[0]), y.name);
+    if (!same_tensors(&x, &y, fault)) {
+        say("  %-18s  %s  FAIL", title, fault);
+        return judge(false, "%s of %s: %s", y.name, run->title, fault);
+    }
     double least = NOISE * largest_norm(&y);
     Difference worst = {"", -1, 0, 1};
     int64_t differing = 0;
-    char fault[200] = "";
-    bool all = true, worst_holds = true;
+    bool all = true;
     for (int i = 0; i < y.tensors; i++) {
         int j = partner(&x, &y, i, fault);
-        if (j < 0) {
-            all = false;
-            break;
-        }
-        Difference d = difference_above(y.name_of[i], x.values[j], y.values[i], y.count[i], least);
+        Difference d = difference_above(y.tensor[i], x.values[j], y.values[i], y.count[i], least);
         int64_t bits = differing_elements(x.values[j], y.values[i], y.count[i]);
-        differing += bits;
-        bool holds = bits == 0;
-        if (proof != PROOF_EXACT) {
-            // Noise has no direction, so a scale is only asked of what stands above it.
-            bool noise = norm(y.values[i], y.count[i]) <= least;
-            holds = d.relative <= bound && (noise || fabs(d.scale - 1) <= bound / 2);
-        }
+        // What is below noise has no direction, so no scale is asked of it.
+        bool noise = norm(y.values[i], y.count[i]) <= least;
+        bool holds = d.relative <= bound && (noise || fabs(d.scale - 1) <= bound / 2);
+        if (proof == PROOF_EXACT) holds = bits == 0;
+        // The row shows one tensor: the first that fails before all that hold, else the larger error.
+        if (all == holds ? worse(d.relative, worst.relative) : all) worst = d;
         all = all && holds;
-        // The row shows the worst tensor: one that fails before one that holds, then the larger error.
-        if (holds == worst_holds ? !(d.relative <= worst.relative) : worst_holds) {
-            worst = d;
-            worst_holds = holds;
-        }
-        cJSON_AddItemToObject(json_child(json, x.name, false), d.what, difference_json(d));
+        differing += bits;
+        cJSON *object = json_child(json_child(json, y.name, false), d.what, false);
+        put_number(object, "relative", d.relative);
+        put_number(object, "maximum", d.maximum);
+        put_number(object, "scale", d.scale);
     }
-    for (int j = 0; j < x.tensors && !fault[0]; j++)
-        if (find_tensor(&y, x.name_of[j]) < 0)
-            snprintf(fault, sizeof fault, "%s is not in the baseline", x.name_of[j]);
-    report.differing += differing;
-    if (!(worst.relative <= report.worst[proof])) report.worst[proof] = worst.relative;
-    if (fault[0]) {
-        say("  %-13s  %-48s  FAIL", x.name, fault);
-        return judge(false, "%s of %s: %s", x.name, run->title, fault);
-    }
-    say("  %-13s  %10.2e  %10.2e  %13.10f  %-44s  %s", x.name, worst.relative, worst.maximum, worst.scale,
-        y.tensors > 1 ? worst.what : "", all ? "ok" : "FAIL");
+    if (worse(worst.relative, report.worst[proof])) report.worst[proof] = worst.relative;
+    say("  %-18s  %9.2e  %9.2e  %13.10f  %-48s  %s", title, worst.relative, worst.maximum, worst.scale,
+        y.tensors > 1 && !(all && worst.relative == 0) ? worst.what : "", all ? "ok" : "FAIL");
     if (proof == PROOF_EXACT)
         return judge(all, "%s of %s: %lld elements differ from %s, worst in %s (relative %.2e, scale %.6g)",
-                     x.name, run->title, (long long)differing, baseline->title, worst.what, worst.relative,
+                     y.name, run->title, (long long)differing, baseline->title, worst.what, worst.relative,
                      worst.scale);
-    return judge(all, "%s of %s: %s is off from %s by %.2e relative (bound %.2e), scale %.6g", x.name,
+    return judge(all, "%s of %s: %s is off from %s by %.2e relative (bound %.2e), scale %.6g", y.name,
                  run->title, worst.what, baseline->title, worst.relative, bound, worst.scale);
 }
 
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, double bound) {
+    char rule[64] = "no bit may differ";
+    if (proof == PROOF_EXACT) bound = 0;
+    else snprintf(rule, sizeof rule, "within %.2e relative", bound);
     cJSON *json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "run", run->title);
     cJSON_AddStringToObject(json, "baseline", baseline->title);
     cJSON_AddStringToObject(json, "class", class_name(proof));
-    report.compared[proof] = true;
-    if (proof == PROOF_EXACT) {
-        bound = 0;
-        say("%s against %s: exact, no bit may differ", run->title, baseline->title);
-    } else {
-        say("%s against %s: %s, bound %.2e relative", run->title, baseline->title, class_name(proof),
-            bound);
-    }
     put_number(json, "bound", bound);
+    report.compared[proof] = true;
     report.bound[proof] = fmax(report.bound[proof], bound);
-    bool all = judge(proof == PROOF_EXACT || bound < WEAKEST_BOUND,
-                     "%s: a bound of %.2e would let a factor of two pass", run->title, bound);
-    say("  %-13s  %10s  %10s  %13s  %-44s", "", "relative", "maximum", "scale", "worst tensor");
-    for (int which = 0; which < 4; which++)
+    say("%s against %s: %s, %s", run->title, baseline->title, class_name(proof), rule);
+    say("  %-18s  %9s  %9s  %13s  worst tensor", "", "relative", "maximum", "scale");
+    bool all = judge(bound < WEAKEST_BOUND, "%s: a bound of %.2e would let a factor of two pass",
+                     run->title, bound);
+    for (int which = 0; which < QUANTITIES; which++)
         all = compare_quantity(run, baseline, which, proof, bound, json) && all;
     cJSON_AddBoolToObject(json, "holds", all);
     cJSON_AddItemToArray(json_child(json_root(), "comparisons", true), json);
@@ -337,21 +326,18 @@ double report_bound(const Record *baseline, const Record *reference) {
     const double f64_bound = 1e-10, k = 4;
     if (!reference) return f64_bound;
     double worst = 0;
-    for (int which = 0; which < 4; which++) {
-        double *series[2];
-        char *series_name[2], fault[200];
-        Quantity x = record_quantity(baseline, which, &series[0], &series_name[0]);
-        Quantity y = record_quantity(reference, which, &series[1], &series_name[1]);
+    for (int which = 0; which < QUANTITIES; which++) {
+        Quantity x = record_quantity(baseline, which), y = record_quantity(reference, which);
+        char fault[200];
+        if (!same_tensors(&x, &y, fault)) return NAN;  // which no comparison passes
         double least = NOISE * largest_norm(&y);
         for (int i = 0; i < y.tensors; i++) {
-            int j = partner(&x, &y, i, fault);
-            if (j < 0) return NAN;  // which no comparison passes
+            int j = find_tensor(&x, y.tensor[i]);
             Difference d = difference_above("", x.values[j], y.values[i], y.count[i], least);
-            if (!(d.relative <= worst)) worst = d.relative;
-            if (isnan(worst)) return NAN;
+            if (worse(d.relative, worst)) worst = d.relative;
         }
     }
-    return fmax(f64_bound, k * worst);
+    return worse(k * worst, f64_bound) ? k * worst : f64_bound;
 }
 
 // ---- counts, conditions, the verdict ----
