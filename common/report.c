@@ -290,8 +290,8 @@ static bool compare_quantity(const Record *run, const Record *baseline, int whic
         put_number(object, "scale", d.scale);
     }
     if (worse(worst.relative, report.worst[proof])) report.worst[proof] = worst.relative;
-    say("  %-18s  %9.2e  %9.2e  %13.10f  %-48s  %s", title, worst.relative, worst.maximum, worst.scale,
-        y.tensors > 1 && !(all && worst.relative == 0) ? worst.what : "", all ? "ok" : "FAIL");
+    say("  %-18s  %9.2e  %9.2e  %13.10f  %-4s  %s", title, worst.relative, worst.maximum, worst.scale,
+        all ? "ok" : "FAIL", y.tensors > 1 && !(all && worst.relative == 0) ? worst.what : "");
     if (proof == PROOF_EXACT)
         return judge(all, "%s of %s: %lld elements differ from %s, worst in %s (relative %.2e, scale %.6g)",
                      y.name, run->title, (long long)differing, baseline->title, worst.what, worst.relative,
@@ -312,7 +312,7 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
     report.compared[proof] = true;
     report.bound[proof] = fmax(report.bound[proof], bound);
     say("%s against %s: %s, %s", run->title, baseline->title, class_name(proof), rule);
-    say("  %-18s  %9s  %9s  %13s  worst tensor", "", "relative", "maximum", "scale");
+    say("  %-18s  %9s  %9s  %13s        worst tensor", "", "relative", "maximum", "scale");
     bool all = judge(bound < WEAKEST_BOUND, "%s: a bound of %.2e would let a factor of two pass",
                      run->title, bound);
     for (int which = 0; which < QUANTITIES; which++)

@@ -158,7 +158,7 @@ static void a_factor_of_two_in_one_tensor_fails(void **context) {
     Pair *pair = *context;
     pair->run.grad[2][0] *= 2;
     assert_false(compare(pair, PROOF_ROUNDED, 0.2));
-    assert_printed("2.0000000000  tensor.2");
+    assert_printed("2.0000000000  FAIL  tensor.2");
     assert_verdict(STATUS_FAIL,
                    "FAIL test_report: gradients of variant: tensor.2 is off from plain by 1.00e+00");
 }
@@ -179,7 +179,7 @@ static void a_wrong_sign_fails(void **context) {
     Pair *pair = *context;
     for (int64_t i = 0; i < sizes[6]; i++) pair->run.grad[6][i] *= -1;
     assert_false(compare(pair, PROOF_ROUNDED, 0.4));
-    assert_printed("-1.0000000000  tensor.6");
+    assert_printed("-1.0000000000  FAIL  tensor.6");
     assert_verdict(STATUS_FAIL, "scale -1");
 }
 
@@ -188,7 +188,7 @@ static void a_small_wrong_factor_within_the_bound_fails_by_its_scale(void **cont
     Pair *pair = *context;
     for (int64_t i = 0; i < sizes[8]; i++) pair->run.grad[8][i] *= 1.03;
     assert_false(compare(pair, PROOF_ROUNDED, 0.04));
-    assert_printed("1.0300000000  tensor.8");
+    assert_printed("1.0300000000  FAIL  tensor.8");
     assert_verdict(STATUS_FAIL, "scale 1.03");
     assert_true(compare(pair, PROOF_ROUNDED, 0.07));
     assert_verdict(STATUS_PASS, "PASS");
