@@ -9,9 +9,10 @@
 // divide by that count and not by its own; a mean of means is another number as soon as some labels are
 // ignored.
 //
-// Memory: activations of one micro-batch instead of the batch; gradients live from the first micro-batch
-// on. Bytes sent: none. Run: build/00_single_gpu/grad_accumulation          (--masked alone, --dtype f32,
-// --micro-batch …) Last line: PASS grad_accumulation: 1, 2, 4 and 8 micro-batches make the same step …
+// Memory: activations of one micro-batch instead of the batch; gradients live from the first micro-batch on.
+// Bytes sent: none.
+// Run: build/00_single_gpu/grad_accumulation      (--masked alone, --dtype f32, --micro-batch 12 …)
+// Last line: PASS grad_accumulation: every cut of the batch makes the same step …
 #include <stdlib.h>
 
 #include "playbook.h"

@@ -5,13 +5,12 @@
 //
 //                 kept per block, elements                      computed a second time per block
 //     none        n (4 h + 2 a d + 2 kv d + 3 f + a s) + 2n*    nothing
-//     selective   the same without n a s (attention's probs)    q k^T and softmax: 2 a d s (s + 1) / 2 per
-//     sample full        n h (the block's input)                       the whole forward
+//     selective   the same without n a s (attention's probs)    q k^T: 2 a d s (s + 1) / 2 FLOPs a sample
+//     full        n h (the block's input)                       the whole forward
 //                                                               (* rstd statistics; n = b s)
 // Bytes sent: none.
-// Run: build/00_single_gpu/recompute            (--model llama-3-8b --dry-run: any size, counted and not
-// computed) Last line: PASS recompute: selective and full give the gradients of none (exact, 0 bits differ
-// …
+// Run: build/00_single_gpu/recompute        (--model llama-3-8b --dry-run: any size, counted, not computed)
+// Last line: PASS recompute: selective and full give the gradients of none …
 #include "playbook.h"
 
 // ---- the technique: two functions in the activations socket ----
