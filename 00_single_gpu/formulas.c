@@ -1,0 +1,244 @@
+// formulas.c: what training needs in memory, and what recomputation saves, before anything is built.
+// Playbook: "Memory usage in Transformers", "Activation recomputation", "ZeRO"; Korthikanti et al. 2022.
+//
+//   states       N parameters of e bytes, gradients of e bytes (and 4 more in f32 if e is 2), k bytes of
+//                optimizer (AdamW: 8, or 12 with master weights). Over dp ranks, ZeRO-1 cuts the optimizer,
+//                ZeRO-2 the gradients too, ZeRO-3 the parameters too.
+//   activations  the sum over a table of what a block keeps for backward, with n = b s tokens:
+//                GPT, bf16  s b h (34 + 5 a s / h)
+//                ours       n e (4 h + 2 a d + 2 kv d + 3 f + a s) + 2 n statistics
+//
+// Bytes sent: none. Numbers are doubles: whole bytes are exact up to 9 PB. This file has no main: memory.c
+// prints it, and holds it against the playbook's figures and against what a real step allocates.
+#include <math.h>
+#include <string.h>
+
+#include "playbook.h"
+
+// ---- states: parameters, gradients, optimizer ----
+
+// ZeRO-3 also holds the unit at work, gathered, for as long as it is used: that is not counted here.
+MemoryNeed memory_states(const MemoryPlan *plan, double parameters) {
+    double e = (double)dtype_size(plan->model.dtype), own = parameters / (double)plan->dp;
+    bool narrow = e < 4;
+    // m and v in f32 (f64 beside f64), and f32 master weights beside 16-bit ones
+    double k = plan->optimizer_bytes > 0 ? plan->optimizer_bytes : narrow ? 12 : 2 * e;
+    return (MemoryNeed){
+        .parameters = e * (plan->zero >= 3 ? own : parameters),
+        .gradients = e * (plan->zero >= 2 ? own : parameters),
+        .accumulators = narrow && plan->f32_gradients ? 4 * (plan->zero >= 2 ? own : parameters) : 0,
+        .optimizer = k * (plan->zero >= 1 ? own : parameters),
+    };
+}
+
+double memory_states_bytes(const MemoryNeed *need) {
+    return need->parameters + need->gradients + need->accumulators + need->optimizer;
+}
+
+// Width of all keys together, as tp ranks hold it: ranks beyond the K/V heads hold copies.
+static double kv_width(const MemoryPlan *plan) {
+    const Config *c = &plan->model;
+    return (double)(c->kv_heads > plan->tp ? c->kv_heads : plan->tp) * (double)config_head_size(c);
+}
+
+// Tensor parallelism cuts the matrices, and the biases that lie along the cut; norms and the other biases
+// stay whole. On one rank at f = 4 h and kv d = h, GPT has h v + L (12 h^2 + 13 h) + 2 h (no positions, as
+// in the playbook); ours has what model.c says.
+double memory_rank_parameters(const MemoryPlan *plan) {
+    const Config *c = &plan->model;
+    double h = (double)c->hidden, f = (double)c->ffn, L = (double)c->layers, kv = kv_width(plan);
+    double vocabulary = (c->tied ? 1 : 2) * h * (double)c->vocab;
+    double attention = 2 * h * h + 2 * h * kv;
+    double cut = attention + (plan->gpt ? 2 * h * f + h + 2 * kv + f : 3 * h * f);
+    double whole = plan->gpt ? 6 * h : 2 * h;
+    return (vocabulary + L * cut) / (double)plan->tp + L * whole + (plan->gpt ? 2 : 1) * h;
+}
+
+// ---- activations: what forward keeps for backward ----
+
+// Which ranks hold a tensor whole: all of them; all, until sequence parallelism cuts it by tokens; none, as
+// it lies in the region that tensor parallelism cuts.
+typedef enum Split { EVERY_RANK, BY_SEQUENCE, BY_TENSOR } Split;
+enum { NEVER = RECOMPUTE_FULL + 1, MOST_KEPT = 16 };
+
+typedef struct Kept {
+    const char *what;
+    double bytes;  // of one block (or the ends) and one micro-batch, before any cut
+    Split split;
+    int dropped_from;  // the mildest recomputation that drops it
+} Kept;
+
+typedef struct Sizes {  // bytes, or counts where said
+    double n, x, kv, ffn, pairs, statistic;
+} Sizes;
+
+static Sizes sizes_of(const MemoryPlan *plan) {
+    const Config *c = &plan->model;
+    double e = (double)dtype_size(c->dtype), n = (double)c->micro_batch * (double)c->seq;
+    return (Sizes){.n = n,  // tokens
+                   .x = e * n * (double)c->hidden,
+                   .kv = e * n * kv_width(plan),
+                   .ffn = e * n * (double)c->ffn,
+                   .pairs = n * (double)c->seq * (double)c->heads,  // elements
+                   .statistic = n * (e > 4 ? 8 : 4)};
+}
+
+// The tensors of one block, in the order in which forward makes them.
+static int block_kept(Kept kept[MOST_KEPT], const MemoryPlan *plan) {
+    const Sizes z = sizes_of(plan);
+    double e = (double)dtype_size(plan->model.dtype), mask = z.x / e;  // dropout masks: one byte each
+    const Kept gpt[] = {
+        // in units of s b h: attention 11 + 5 a s / h, MLP 19, norms 4
+        {"input of norm 1", z.x, BY_SEQUENCE, NEVER},
+        {"norm 1, input of QKV", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
+        {"Q", z.x, BY_TENSOR, RECOMPUTE_FULL},
+        {"K, V", 2 * z.kv, BY_TENSOR, RECOMPUTE_FULL},
+        {"softmax", e * z.pairs, BY_TENSOR, RECOMPUTE_SELECTIVE},
+        {"softmax dropout mask", z.pairs, BY_TENSOR, RECOMPUTE_SELECTIVE},
+        {"softmax dropout", e * z.pairs, BY_TENSOR, RECOMPUTE_SELECTIVE},
+        {"attention output", z.x, BY_TENSOR, RECOMPUTE_FULL},
+        {"dropout mask", mask, BY_SEQUENCE, RECOMPUTE_FULL},
+        {"input of norm 2", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
+        {"norm 2, input of MLP", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
+        {"input of GELU", z.ffn, BY_TENSOR, RECOMPUTE_FULL},
+        {"output of GELU", z.ffn, BY_TENSOR, RECOMPUTE_FULL},
+        {"dropout mask", mask, BY_SEQUENCE, RECOMPUTE_FULL},
+    };
+    const Kept ours[] = {
+        // the names of BlockKept
+        {"x", z.x, BY_SEQUENCE, NEVER},
+        {"rstd1", z.statistic, BY_SEQUENCE, RECOMPUTE_FULL},
+        {"norm1", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
+        {"q", z.x, BY_TENSOR, RECOMPUTE_FULL},
+        {"k, v", 2 * z.kv, BY_TENSOR, RECOMPUTE_FULL},
+        {"probs", e * z.pairs, BY_TENSOR, RECOMPUTE_SELECTIVE},
+        {"o", z.x, BY_TENSOR, RECOMPUTE_FULL},
+        {"x2", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
+        {"rstd2", z.statistic, BY_SEQUENCE, RECOMPUTE_FULL},
+        {"norm2", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
+        {"gate, up", 2 * z.ffn, BY_TENSOR, RECOMPUTE_FULL},
+        {"act", z.ffn, BY_TENSOR, RECOMPUTE_FULL},
+    };
+    memcpy(kept, plan->gpt ? gpt : ours, plan->gpt ? sizeof gpt : sizeof ours);
+    return plan->gpt ? sizeof gpt / sizeof *gpt : sizeof ours / sizeof *ours;
+}
+
+// What stands outside the blocks: inputs and head. Recomputation leaves both alone.
+static int ends_kept(Kept kept[MOST_KEPT], const MemoryPlan *plan) {
+    const Sizes z = sizes_of(plan);
+    double e = (double)dtype_size(plan->model.dtype), logits = z.n * (double)plan->model.vocab;
+    const Kept gpt[] = {
+        // Korthikanti et al., section 4.3
+        {"embedding dropout mask", z.x / e, BY_SEQUENCE, NEVER},
+        {"input of the last norm", z.x, BY_SEQUENCE, NEVER},
+        {"input of the head", z.x, BY_SEQUENCE, NEVER},
+        {"logits in f32", 4 * logits, BY_TENSOR, NEVER},
+    };
+    const Kept ours[] = {
+        // the names of MicroBatch and HeadKept; inputs are counted as activations, as the account does
+        {"tokens, targets, positions", 3 * 4 * z.n, EVERY_RANK, NEVER},
+        {"x", z.x, BY_SEQUENCE, NEVER},
+        {"rstd", z.statistic, BY_SEQUENCE, NEVER},
+        {"norm", z.x, BY_SEQUENCE, NEVER},
+        {"logits", e * logits, BY_TENSOR, NEVER},
+        {"lse", z.statistic, EVERY_RANK, NEVER},
+    };
+    memcpy(kept, plan->gpt ? gpt : ours, plan->gpt ? sizeof gpt : sizeof ours);
+    return plan->gpt ? sizeof gpt / sizeof *gpt : sizeof ours / sizeof *ours;
+}
+
+// What is left of it on one rank.
+static double kept_here(const Kept *kept, const MemoryPlan *plan) {
+    if (plan->model.recompute >= kept->dropped_from) return 0;
+    bool cut = kept->split == BY_TENSOR || (kept->split == BY_SEQUENCE && plan->sp);
+    return cut ? kept->bytes / (double)plan->tp : kept->bytes;
+}
+
+double memory_block_activations(const MemoryPlan *plan) {
+    Kept kept[MOST_KEPT];
+    double bytes = 0;
+    for (int i = block_kept(kept, plan) - 1; i >= 0; i--) bytes += kept_here(&kept[i], plan);
+    return bytes;
+}
+
+static double ends_activations(const MemoryPlan *plan) {
+    Kept kept[MOST_KEPT];
+    double bytes = 0;
+    for (int i = ends_kept(kept, plan) - 1; i >= 0; i--) bytes += kept_here(&kept[i], plan);
+    return bytes;
+}
+
+void memory_print_block(const MemoryPlan *plan) {
+    Kept kept[MOST_KEPT];
+    int count = block_kept(kept, plan);
+    say("\n  one block keeps %s on each rank:", bytes_text(memory_block_activations(plan)));
+    for (int i = 0; i < count; i++)
+        say("  %-22s %11s", kept[i].what, bytes_text(kept_here(&kept[i], plan)));
+}
+
+MemoryNeed memory_need(const MemoryPlan *plan) {
+    MemoryNeed need = memory_states(plan, memory_rank_parameters(plan));
+    need.blocks = (double)plan->model.layers * memory_block_activations(plan);
+    need.ends = ends_activations(plan);
+    return need;
+}
+
+int64_t kept_activation_bytes(const Config *config) {
+    MemoryNeed need = memory_need(&(MemoryPlan){.model = *config, .tp = 1, .dp = 1});
+    return (int64_t)(need.blocks + need.ends);
+}
+
+// With x, ffn, kv the bytes of (n, h), (n, f), (n, kv d), and R those of n statistics, the peak is the
+// larger of two moments of backward:
+//   head:        all that is kept, and the gradient dnorm                        x
+//   last block:  what the other blocks keep, this block complete, since what recomputation dropped is made
+//                again, and   dy, dact                                           x + ffn
+//                or later     dx2, d_o, dq, dk, dv when x2 and rstd2 have gone   3 x + 2 kv - R
+int64_t peak_activation_bytes(const Config *config) {
+    MemoryPlan plan = {.model = *config, .tp = 1, .dp = 1}, whole = plan;
+    whole.model.recompute = RECOMPUTE_NONE;
+    const Sizes z = sizes_of(&plan);
+    double inputs = 3 * 4 * z.n, block = memory_block_activations(&plan), L = (double)config->layers;
+    double head = L * block + ends_activations(&plan) + z.x;
+    double flowing = fmax(z.x + z.ffn, 3 * z.x + 2 * z.kv - z.statistic);
+    double last = inputs + (L - 1) * block + memory_block_activations(&whole) + flowing;
+    return (int64_t)fmax(head, last);
+}
+
+// ---- recomputation on GPT-3 175B ----
+
+Config gpt3_175b(void) {
+    return (Config){.model = "gpt-3-175b",
+                    .layers = 96,
+                    .hidden = 12288,
+                    .heads = 96,
+                    .kv_heads = 96,
+                    .ffn = 4 * 12288,
+                    .vocab = 51200,
+                    .seq = 2048,
+                    .tied = true,
+                    .dtype = BF16,
+                    .micro_batch = 1};
+}
+
+// FLOPs per layer and sample, without regard to the causal mask, as the paper counts: forward 24 s h^2 of
+// matrices and 4 s^2 h of attention's core; forward and backward three times that, and 6 s h v for the
+// head, so
+//   model = 72 L s h^2 (1 + s / 6h + v / 12hL).
+// The paper's "hardware" FLOPs for selective recomputation have s / 3h in place of s / 6h: 12 s^2 h more
+// per layer, as if backward were repeated as well. Its text says forward only, 4 s^2 h, a third of that,
+// and so does its author in https://github.com/NVIDIA/Megatron-LM/issues/523.
+RecomputeCost recompute_cost(const Config *gpt) {
+    double s = (double)gpt->seq, h = (double)gpt->hidden, L = (double)gpt->layers, v = (double)gpt->vocab;
+    MemoryPlan plan = {.model = *gpt, .gpt = true, .tp = 1, .dp = 1};
+    plan.model.recompute = RECOMPUTE_NONE;
+    double none = memory_block_activations(&plan);
+    plan.model.recompute = RECOMPUTE_SELECTIVE;
+    double model = 72 * L * s * h * h * (1 + s / (6 * h) + v / (12 * h * L));
+    return (RecomputeCost){
+        .selective_memory = 1 - memory_block_activations(&plan) / none,
+        .selective_flops_published = L * 12 * s * s * h / model,
+        .selective_flops = L * 4 * s * s * h / model,
+        .full_flops = L * (24 * s * h * h + 4 * s * s * h) / model,
+    };
+}
