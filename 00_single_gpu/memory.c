@@ -11,6 +11,7 @@
 //      build/00_single_gpu/memory --measure --recompute selective      (--dry-run: any size, on any machine)
 // Last line: PASS memory: 32 figures of the playbook reproduced; a step allocates what is predicted …
 #include <math.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -39,75 +40,63 @@ typedef struct Claims {
     int count;
 } Claims;
 
-static void claim(Claims *claims, int number, const char *what, const char *published, double value,
-                  const char *unit) {
+// The rest is what is claimed, as in printf.
+static void claim(Claims *claims, int number, const char *published, double value, const char *unit,
+                  const char *format, ...) PRINTF_LIKE(6, 7);
+static void claim(Claims *claims, int number, const char *published, double value, const char *unit,
+                  const char *format, ...) {
+    char what[80], name[88];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(what, sizeof what, format, arguments);
+    va_end(arguments);
     claims->count++;
-    if (claims->print) say("  %2d  %-62s %10s %12.5g %s", number, what, published, value, unit);
-    report_number("claims", format_text("%d: %s", number, what), value, unit);
+    if (claims->print) say("  %2d  %-64s %8s %10.5g %s", number, what, published, value, unit);
+    snprintf(name, sizeof name, "%d: %s", number, what);
+    report_number("claims", name, value, unit);
     report_that(agrees(published, value), "claim %d, %s: published %s, here %.5g %s", number, what,
                 published, value, unit);
 }
 
 static void claim_parameters(Claims *claims) {
     MemoryPlan gpt = {.model = gpt3_175b(), .gpt = true, .tp = 1, .dp = 1}, more = gpt;
-    claim(claims, 2, "GPT-3 175B: h v + L (12 h^2 + 13 h) + 2 h", "175", memory_rank_parameters(&gpt) / 1e9,
-          "B");
     double h = (double)gpt.model.hidden;
+    claim(claims, 2, "175", memory_rank_parameters(&gpt) / 1e9, "B",
+          "parameters of GPT-3 175B: h v + L (12 h^2 + 13 h) + 2 h");
     more.model.layers++;
-    claim(claims, 2, "a block without GLU at h_ff = 4 h, in h^2", "12.00",
-          (memory_rank_parameters(&more) - memory_rank_parameters(&gpt)) / (h * h), "");
+    claim(claims, 2, "12.00", (memory_rank_parameters(&more) - memory_rank_parameters(&gpt)) / (h * h),
+          "h^2", "parameters of a block without GLU at h_ff = 4 h");
     more.gpt = gpt.gpt = false;
-    claim(claims, 2, "a block with GLU at h_ff = 4 h, in h^2", "16.00",
-          (memory_rank_parameters(&more) - memory_rank_parameters(&gpt)) / (h * h), "");
+    claim(claims, 2, "16.00", (memory_rank_parameters(&more) - memory_rank_parameters(&gpt)) / (h * h),
+          "h^2", "parameters of a block with GLU at h_ff = 4 h");
 }
 
 static void claim_states(Claims *claims) {
     static const struct {
-        const char *name, *bytes16, *bytes20;
-        double parameters;
-    } size[] = {{"1B", "16", "20", 1e9},
-                {"7B", "112", "140", 7e9},
-                {"70B", "1120", "1400", 70e9},
-                {"405B", "6480", "8100", 405e9}};
-    for (int f32_gradients = 0; f32_gradients <= 1; f32_gradients++)
-        for (size_t i = 0; i < sizeof size / sizeof *size; i++) {
-            MemoryPlan plan = {.model.dtype = BF16, .f32_gradients = f32_gradients, .tp = 1, .dp = 1};
-            MemoryNeed need = memory_states(&plan, size[i].parameters);
-            claim(claims, 4,
-                  format_text("%s in bf16%s", size[i].name, f32_gradients ? " + f32 gradients" : ""),
-                  f32_gradients ? size[i].bytes20 : size[i].bytes16, memory_states_bytes(&need) / 1e9,
-                  "GB");
-            plan.model.dtype = F32;
-            need = memory_states(&plan, size[i].parameters);
-            if (!f32_gradients)
-                claim(claims, 4, format_text("%s in f32", size[i].name), size[i].bytes16,
-                      memory_states_bytes(&need) / 1e9, "GB");
+        double billions;
+        const char *bytes_16, *bytes_20;  // GB at so many bytes a parameter
+    } size[] = {{1, "16", "20"}, {7, "112", "140"}, {70, "1120", "1400"}, {405, "6480", "8100"}};
+    static const struct {
+        const char *name;
+        DType dtype;
+        bool f32_gradients;
+    } how[] = {{"f32", F32, false}, {"bf16", BF16, false}, {"bf16 and f32 gradients", BF16, true}};
+    for (int i = 0; i < 4; i++)
+        for (int j = 0; j < 3; j++) {
+            MemoryPlan plan = {
+                .model.dtype = how[j].dtype, .f32_gradients = how[j].f32_gradients, .tp = 1, .dp = 1};
+            MemoryNeed need = memory_states(&plan, size[i].billions * 1e9);
+            claim(claims, 4, how[j].f32_gradients ? size[i].bytes_20 : size[i].bytes_16,
+                  memory_states_bytes(&need) / 1e9, "GB", "states of %gB parameters in %s",
+                  size[i].billions, how[j].name);
         }
-}
-
-static void claim_zero(Claims *claims) {
-    static const char *const on_64[] = {"120", "31.4", "16.6", "1.9"};
-    for (int zero = 0; zero <= 3; zero++) {
-        MemoryPlan plan = {.model.dtype = BF16, .zero = zero, .tp = 1, .dp = 64};
-        MemoryNeed need = memory_states(&plan, 7.5e9);
-        claim(claims, 14, format_text("7.5B on 64 ranks, ZeRO-%d, k = 12", zero), on_64[zero],
-              memory_states_bytes(&need) / 1e9, "GB");
-    }
-    // These count k = 8: f32 master weights, and m and v in bf16.
-    static const char *const on_8[] = {"6.66", "16", "24.62", "53.33"};
-    for (int zero = 0; zero <= 3; zero++) {
-        MemoryPlan plan = {.model.dtype = BF16, .zero = zero, .optimizer_bytes = 8, .tp = 1, .dp = 8};
-        MemoryNeed need = memory_states(&plan, 1);
-        claim(claims, 16, format_text("largest model on 8 x 80 GB, ZeRO-%d, k = 8", zero), on_8[zero],
-              80 / memory_states_bytes(&need), "B");
-    }
 }
 
 static void claim_activations(Claims *claims) {
     MemoryPlan plan = {.model = gpt3_175b(), .gpt = true, .tp = 1, .dp = 1};
     double sbh = (double)(plan.model.seq * plan.model.micro_batch * plan.model.hidden);
     static const struct {
-        const char *what, *published;  // of GPT-3 175B, where 5 a s / h = 80
+        const char *what, *published;  // GPT-3 has 5 a s / h = 80
         int64_t tp;
         bool sp;
         Recompute recompute;
@@ -121,25 +110,44 @@ static void claim_activations(Claims *claims) {
         plan.tp = row[i].tp;
         plan.sp = row[i].sp;
         plan.model.recompute = row[i].recompute;
-        claim(claims, 5, format_text("GPT-3, a block's activations, %s", row[i].what), row[i].published,
-              memory_block_activations(&plan) / sbh, "s b h bytes");
+        claim(claims, 5, row[i].published, memory_block_activations(&plan) / sbh, "s b h B",
+              "activations of a GPT-3 block, %s", row[i].what);
     }
     RecomputeCost cost = recompute_cost(&plan.model);
-    claim(claims, 6, "GPT-3, selective: less activation memory", "70", 100 * cost.selective_memory, "%");
-    claim(claims, 6, "GPT-3, selective: more compute, as published", "2.7",
-          100 * cost.selective_flops_published, "%");
-    claim(claims, 6, "GPT-3, full: more compute", "30-40", 100 * cost.full_flops, "%");
+    claim(claims, 6, "70", 100 * cost.selective_memory, "%", "GPT-3, selective: less activation memory");
+    claim(claims, 6, "2.7", 100 * cost.selective_flops_published, "%",
+          "GPT-3, selective: more compute, as published");
     if (claims->print)
-        say("      2.7%% counts attention's core as repeated forward and backward (12 b s^2 h); only its "
-            "forward is\n"
-            "      (4 b s^2 h): %.1f%%, as an author says in github.com/NVIDIA/Megatron-LM/issues/523",
+        say("        which counts attention's core as repeated forward and backward, 12 b s^2 h a layer; "
+            "its\n"
+            "        forward alone, 4 b s^2 h, is %.1f%%, as an author says: "
+            "github.com/NVIDIA/Megatron-LM/issues/523",
             100 * cost.selective_flops);
+    claim(claims, 6, "30-40", 100 * cost.full_flops, "%", "GPT-3, full: more compute");
+}
+
+static void claim_zero(Claims *claims) {
+    static const char *const on_64[] = {"120", "31.4", "16.6", "1.9"};
+    for (int zero = 0; zero <= 3; zero++) {
+        MemoryPlan plan = {.model.dtype = BF16, .zero = zero, .tp = 1, .dp = 64};
+        MemoryNeed need = memory_states(&plan, 7.5e9);
+        claim(claims, 14, on_64[zero], memory_states_bytes(&need) / 1e9, "GB",
+              "states of 7.5B parameters on 64 ranks, k = 12, ZeRO-%d", zero);
+    }
+    // These count k = 8: f32 master weights, but m and v in bf16.
+    static const char *const on_8[] = {"6.66", "16", "24.62", "53.33"};
+    for (int zero = 0; zero <= 3; zero++) {
+        MemoryPlan plan = {.model.dtype = BF16, .zero = zero, .optimizer_bytes = 8, .tp = 1, .dp = 8};
+        MemoryNeed need = memory_states(&plan, 1);
+        claim(claims, 16, on_8[zero], 80 / memory_states_bytes(&need), "B",
+              "parameters that fit 8 x 80 GB, k = 8, ZeRO-%d", zero);
+    }
 }
 
 // Checks every figure, and prints them if asked to; returns how many there are.
 static int claim_all(bool print) {
     Claims claims = {.print = print};
-    if (print) say("\nclaim %71s %12s", "published", "here");
+    if (print) say("\nclaim%74s %10s", "published", "here");
     claim_parameters(&claims);
     claim_states(&claims);
     claim_activations(&claims);
@@ -257,10 +265,10 @@ static void check_cuts(const MemoryPlan *plan) {
 // Takes "--model gpt-3-175b" out of the arguments; returns the defaults, or NULL where it was not given.
 static char *take_gpt3(int *argc, char **argv) {
     const Config gpt3 = gpt3_175b();
-    char *joined = format_text("--model=%s", gpt3.model);
     for (int i = 1; i < *argc; i++) {
         bool apart = !strcmp(argv[i], "--model") && i + 1 < *argc && !strcmp(argv[i + 1], gpt3.model);
-        if (!apart && strcmp(argv[i], joined)) continue;
+        bool joined = !strncmp(argv[i], "--model=", 8) && !strcmp(argv[i] + 8, gpt3.model);
+        if (!apart && !joined) continue;
         int words = apart ? 2 : 1;
         memmove(&argv[i], &argv[i + words], (size_t)(*argc - i - words + 1) * sizeof *argv);
         *argc -= words;
@@ -314,14 +322,16 @@ int main(int argc, char **argv) {
     plan.model.machine = machine;
     plan.model.data = data;
     plan.gpt = gpt3 || block == 1;
+    free(gpt3);
     plan.model.tied |= plan.gpt;
     plan.f32_gradients = !bf16_gradients;
+    measured |= no_flags;
+    CHECK(measured || (!dry_run && !data), "--dry-run and --data say how --measure runs: it is not given");
     check_cuts(&plan);
     report_json(json);
     print_need(&plan);
     if (tensors) memory_print_block(&plan);
     print_sweep(&plan);
-    measured |= no_flags;
     if (measured) measure(&plan, dry_run);
     int count = claim_all(claims);
     return report_verdict("%d figures of the playbook reproduced%s", count,
