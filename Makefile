@@ -41,6 +41,13 @@ parts     := $(common_sources:%.c=$(BUILD)/lib/%.o) $(chapter_sources:%.c=$(BUIL
 archive   := $(BUILD)/libultrascale.a
 corpus    := $(BUILD)/corpus.txt
 
+# V=1 shows the whole commands.
+ifeq ($(V),)
+Q := @
+compile = @echo '  $(CC)  $<';
+link    = @echo '  link  $@';
+endif
+
 .PHONY: help run test bench all programs tests fuzzers clean mutants FORCE
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -53,7 +60,7 @@ help:
 	@echo 'make mutants  plants each known bug in a copy, and demands that a test turns red; M=name: one of them'
 	@echo 'make clean    removes build/ and build-*/'
 	@echo
-	@echo 'Variables: CC=clang BUILD=build-x OPT=-O1 SANITIZE=address,undefined CFLAGS_EXTRA=...'
+	@echo 'Variables: V=1 CC=clang BUILD=build-x OPT=-O1 SANITIZE=address,undefined CFLAGS_EXTRA=...'
 
 run:
 	@common/install.sh run
@@ -90,27 +97,27 @@ FORCE:
 
 $(BUILD)/lib/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CC) $(ALL_CFLAGS) -DNO_MAIN -MMD -MP -c $< -o $@
+	$(compile) $(CC) $(ALL_CFLAGS) -DNO_MAIN -MMD -MP -c $< -o $@
 
 $(BUILD)/main/%.o: %.c $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CC) $(ALL_CFLAGS) -MMD -MP -c $< -o $@
+	$(compile) $(CC) $(ALL_CFLAGS) -MMD -MP -c $< -o $@
 
 $(archive): $(parts)
 	@rm -f $@
-	ar rcs $@ $^
+	$(Q)ar rcs $@ $^
 
 $(programs): $(BUILD)/%: $(BUILD)/main/%.o $(archive)
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
+	$(link) $(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
 $(BUILD)/tests/fuzz_%: $(BUILD)/main/tests/fuzz_%.o $(archive)
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
+	$(link) $(CC) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
 
 $(BUILD)/tests/%: $(BUILD)/main/tests/%.o $(archive)
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
+	$(link) $(CC) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
 
 # What the model reads when it is given no other text: the book itself.
 $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c tests/*.c))
