@@ -33,4 +33,4 @@ for program in "$build"/0[0-9]_*/*; do
 done
 echo
 echo "$count programs, $failed failed"
-[ $failed = 0 ]
+[ $failed = 0 ] && [ $count -gt 0 ]
