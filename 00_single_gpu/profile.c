@@ -1,0 +1,200 @@
+// profile.c: where a step's time and memory go.
+// Playbook: "Profiling the memory usage", "A1: Distributed Training Profiling".
+//
+// Against train.c nothing changes: this watches a few steps of it. Every operation is timed on the wall clock and
+// on the model clock (clock.h); every allocation and release is noted with its kind and its moment.
+//
+//            step 1                   step 2
+//     bytes     /\       ___________     /\       __       activations rise with forward and fall with backward
+//           ___/  \__   |           \___/  \_____|         optimizer state appears at the end of step 1 and stays
+//           parameters and gradients, flat from the start
+//
+//     peak of step 1 = P + G + max(A, O)          of every later step = P + G + O + A
+//
+// So a run can pass its first step and be out of memory in the second. (The playbook's figure shows gradients
+// building up, as PyTorch allocates each in backward; here the flat buffers of the units stay.) Bytes sent: none.
+// Run: build/00_single_gpu/profile          (--recompute full; --model llama-3-8b --dtype bf16 --dry-run)
+// Last line: PASS profile: optimizer state appears after the first step and adds … to every later peak
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "memory_picture.h"
+#include "playbook.h"
+
+#ifndef NO_MAIN
+// ---- what is watched ----
+
+// Runs the steps under both clocks and the memory's listener; returns the wall seconds of each.
+static double *watch_steps(Trainer *trainer, MemoryHistory *history) {
+    int64_t steps = trainer->config.steps;
+    double *seconds = host_alloc(sizeof *seconds * (size_t)steps);
+    clock_reset();
+    clock_trace_start();
+    for (int64_t step = 0; step < steps; step++) {
+        char *mark = format_text("step %lld", (long long)step + 1);
+        memory_history_step(history);
+        clock_push(mark);
+        double start = wall_seconds();
+        train_step(trainer, NULL);
+        seconds[step] = wall_seconds() - start;
+        clock_pop();
+        free(mark);
+    }
+    memory_history_step(history);
+    return seconds;
+}
+
+// ---- time ----
+
+static int by_wall(const void *a, const void *b) {
+    double x = ((const OpCount *)a)->wall_seconds, y = ((const OpCount *)b)->wall_seconds;
+    return (x < y) - (x > y);
+}
+static int by_model(const void *a, const void *b) {
+    double x = ((const OpCount *)a)->model_seconds, y = ((const OpCount *)b)->model_seconds;
+    return (x < y) - (x > y);
+}
+
+// One row: calls, wall time and rates (nothing, where nothing was computed), model clock.
+static void print_row(const OpCount *op, const OpCount *total, double steps) {
+    char wall[80] = "";
+    if (!device_is_dry_run())
+        snprintf(wall, sizeof wall, "%10.3f %5.1f%% %9.1f %8.1f", 1e3 * op->wall_seconds / steps,
+                 100 * op->wall_seconds / total->wall_seconds, 1e-9 * op->flops / op->wall_seconds,
+                 1e-9 * op->bytes / op->wall_seconds);
+    say("  %-24s %7.4g  %s %10.4g %10.4g %5.1f%%", op->name, (double)op->calls / steps, wall,
+        1e-9 * op->flops / steps, 1e3 * op->model_seconds / steps,
+        100 * op->model_seconds / total->model_seconds);
+    report_number("calls", op->name, (double)op->calls, "");
+    report_number("wall clock", op->name, op->wall_seconds, "s");
+    report_number("model clock", op->name, op->model_seconds, "s");
+    report_number("FLOPs", op->name, op->flops, "FLOP");
+    report_number("bytes read and written", op->name, op->bytes, "B");
+}
+
+// The ten costliest operations, and the phases of a step.
+static void print_operations(const Machine *machine, double steps) {
+    enum { SHOWN = 10 };
+    const OpCount *operations, *marks;
+    int count = clock_operations(&operations), mark_count = clock_marks(&marks);
+    OpCount total = clock_total();
+    OpCount *sorted = host_alloc(sizeof *sorted * (size_t)count);
+    memcpy(sorted, operations, sizeof *sorted * (size_t)count);
+    qsort(sorted, (size_t)count, sizeof *sorted, device_is_dry_run() ? by_model : by_wall);
+    say("\n  %-24s %7s  %s %10s %10s  share   model clock: %s", "per step", "calls",
+        device_is_dry_run() ? "" : "   wall ms  share   GFLOP/s     GB/s", "GFLOP", "model ms",
+        machine->device);
+    for (int i = 0; i < count && i < SHOWN; i++) print_row(&sorted[i], &total, steps);
+    char *all = format_text("all %d operations", count);
+    total.name = all;
+    print_row(&total, &total, steps);
+    for (int i = 0; i < mark_count; i++) print_row(&marks[i], &marks[0], steps);
+    free(all);
+    free(sorted);
+}
+
+// The first step touches its memory for the first time, and pays for it.
+static void print_steps(const double *seconds, int64_t steps) {
+    if (device_is_dry_run()) return;
+    double later = 0;
+    for (int64_t step = 1; step < steps; step++) later += seconds[step] / (double)(steps - 1);
+    if (steps > 1)
+        say("\n  step 1 took %.1f ms, the later ones %.1f ms on average", 1e3 * seconds[0], 1e3 * later);
+    report_series("wall seconds of each step", seconds, steps);
+}
+
+// ---- the proof ----
+
+static void check_step(const MemoryHistory *history, int64_t step, double optimizer, double activations,
+                       double all) {
+    const struct {
+        const char *what;
+        double predicted;
+        int64_t measured;
+    } row[] = {
+        {"optimizer at its end", optimizer,
+         history->moment[history->first[step + 1]].now[MEMORY_OPTIMIZER]},
+        {"peak of activations", activations, memory_history_peak(history, step, MEMORY_ACTIVATION)},
+        {"peak of all", all, memory_history_peak(history, step, MEMORY_KINDS)},
+    };
+    for (int i = 0; i < 3; i++) {
+        char *what = format_text("step %lld: %s", (long long)step + 1, row[i].what);
+        if (step < 2) report_equal(what, row[i].predicted, (double)row[i].measured, "B");
+        else
+            report_that((double)row[i].measured == row[i].predicted,
+                        "%s is %lld B, not the %.15g B of step 2", what, (long long)row[i].measured,
+                        row[i].predicted);
+        free(what);
+    }
+}
+
+static void check_memory(const Config *config, const MemoryHistory *history, int64_t kept_bytes) {
+    MemoryPlan plan = {.model = *config, .f32_gradients = true, .tp = 1, .dp = 1};
+    MemoryNeed need = memory_states(&plan, (double)config_parameters(config));
+    double gradients = need.gradients + need.accumulators, states = need.parameters + gradients;
+    double activations = (double)peak_activation_bytes(config);
+    const Moment *start = &history->moment[history->first[0]];
+    report_equal("parameters", need.parameters, (double)start->now[MEMORY_PARAMETER], "B");
+    report_equal("gradients", gradients, (double)start->now[MEMORY_GRADIENT], "B");
+    report_equal("activations kept by forward", (double)kept_activation_bytes(config), (double)kept_bytes,
+                 "B");
+
+    // Nothing of the optimizer's until its first step, when backward has freed every activation.
+    int64_t i = 0;
+    while (i < history->count - 1 && history->moment[i].now[MEMORY_OPTIMIZER] == 0) i++;
+    report_that(i > history->first[0] && i <= history->first[1],
+                "optimizer state does not appear in step 1");
+    report_equal("activations when it appears", 0, (double)history->moment[i].now[MEMORY_ACTIVATION], "B");
+    for (int64_t step = 0; step < history->steps; step++) {
+        double late = step ? need.optimizer + activations : fmax(need.optimizer, activations);
+        check_step(history, step, need.optimizer, activations, states + late);
+    }
+}
+
+// ---- the program ----
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    const char *svg = NULL;
+    bool dry_run = false;
+    Option own[] = {{"svg", OPTION_TEXT, &svg, NULL, 0, 0, "FILE", "picture of memory over time", false},
+                    {"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "",
+                     "count and clock, but compute nothing: any size", false}};
+    Config config =
+        config_parse(argc, argv, "Where the time and the memory of a training step go.",
+                     CONFIG_MODEL | CONFIG_BATCH | CONFIG_RECOMPUTE | CONFIG_REPORT, "steps=4", own, 2);
+    // The files stand beside the program unless they are named.
+    if (!svg) svg = format_text("%s.svg", argv[0]);
+    if (!config.trace) config.trace = format_text("%s.json", argv[0]);
+    report_json(config.json);
+    const Machine *machine = machine_find(config.machine);
+    clock_set_machine(machine);
+    device_dry_run(dry_run);
+    config_print(&config);
+
+    MemoryHistory history;
+    memory_history_start(&history, config.steps);
+    Trainer *trainer = trainer_new(&config, mesh_single());
+    double *seconds = watch_steps(trainer, &history);
+    print_operations(machine, (double)config.steps);
+    print_steps(seconds, config.steps);
+    say("\nmemory over time: p parameters, g gradients, O optimizer, a activations");
+    memory_history_print(&history);
+    say("\nmemory, by formula and by the account");
+    check_memory(&config, &history, trainer->kept_bytes);
+
+    char *title =
+        format_text("Device memory of model %s in %s, micro-batches of %lld x %lld tokens%s", config.model,
+                    dtype_name((DType)config.dtype), (long long)config.micro_batch, (long long)config.seq,
+                    config.recompute == RECOMPUTE_NONE ? "" : ", recomputing");
+    memory_history_svg(&history, svg, title, machine);
+    clock_trace_write(config.trace);
+    say("wrote %s, and %s for https://ui.perfetto.dev", svg, config.trace);
+    double optimizer = (double)memory_account().now[MEMORY_OPTIMIZER];
+    trainer_free(trainer);
+    memory_history_free(&history);
+    return report_verdict("optimizer state appears after the first step and adds %s to every later peak",
+                          bytes_text(optimizer));
+}
+#endif
