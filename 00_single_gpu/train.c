@@ -71,7 +71,8 @@ void train_step(Trainer *t, Record *record) {
     batch_free(&batch);
 
     clock_push("optimizer");
-    if (record && t->progress.step == 0) record_grads(record, params);
+    bool recorded = record && t->progress.step == 0 && !device_is_dry_run();
+    if (recorded) record_grads(record, params);
     t->grad_norm = params_grad_norm(params);
     const Param *bad = isfinite(t->grad_norm) ? NULL : params_first_bad_grad(params);
     CHECK(isfinite(t->grad_norm), "the gradient norm is %g; the first bad tensor is the gradient of %s",
@@ -119,7 +120,7 @@ Record train_record(Trainer *t, const char *title) {
     record.flops = clock_total().flops;
     record.model_seconds = clock_total().model_seconds;
     record.wall_seconds = wall_seconds() - start;
-    record_params(&record, &t->model->params);
+    if (!device_is_dry_run()) record_params(&record, &t->model->params);
     return record;
 }
 
