@@ -129,6 +129,14 @@ static void check_step(const MemoryHistory *history, int64_t step, double optimi
     }
 }
 
+// Each product of forward has two in backward: the gradients of both its factors. Recomputation adds to them.
+static void check_flops(const Config *config) {
+    double again =
+        recompute_extra_flops(config, config->micro_batch * config->grad_acc) * (double)config->steps;
+    report_equal("FLOPs of backward", 2 * clock_mark("step/forward").flops + again,
+                 clock_mark("step/backward").flops, "FLOP");
+}
+
 static void check_memory(const Config *config, const MemoryHistory *history, int64_t kept_bytes) {
     MemoryPlan plan = {.model = *config, .f32_gradients = true, .tp = 1, .dp = 1};
     MemoryNeed need = memory_states(&plan, (double)config_parameters(config));
@@ -181,7 +189,8 @@ int main(int argc, char **argv) {
     print_steps(seconds, config.steps);
     say("\nmemory over time: p parameters, g gradients, O optimizer, a activations");
     memory_history_print(&history);
-    say("\nmemory, by formula and by the account");
+    say("\nby formula and by count");
+    check_flops(&config);
     check_memory(&config, &history, trainer->kept_bytes);
 
     char *title =

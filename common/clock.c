@@ -233,6 +233,12 @@ int clock_marks(const OpCount **marks) {
     return state.marks_count;
 }
 
+OpCount clock_mark(const char *path) {
+    for (int i = 0; i < state.marks_count; i++)
+        if (!strcmp(state.marks[i].name, path)) return state.marks[i];
+    return (OpCount){.name = path};
+}
+
 void clock_reset(void) {
     state.total = (OpCount){0};
     state.operations_count = 0;

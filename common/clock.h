@@ -58,6 +58,7 @@ void clock_pop(void);
 // "step/forward/block". Wall seconds here include what passes between operations. The array belongs to the
 // clock.
 int clock_marks(const OpCount **marks);
+OpCount clock_mark(const char *path);  // all 0 if there is none
 
 // Collects every operation and mark from now on, and at clock_trace_write writes them as Chrome trace
 // events (open in https://ui.perfetto.dev or chrome://tracing): one process for the wall clock, one for the

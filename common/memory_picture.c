@@ -133,17 +133,6 @@ static void draw_areas(FILE *svg, const MemoryHistory *history, Scale scale) {
     free(column);
 }
 
-// Calls and model time of a mark in one step.
-static OpCount mark_per_step(const MemoryHistory *history, const char *path) {
-    const OpCount *marks;
-    int count = clock_marks(&marks);
-    for (int i = 0; i < count; i++)
-        if (!strcmp(marks[i].name, path))
-            return (OpCount){.calls = marks[i].calls / history->steps,
-                             .model_seconds = marks[i].model_seconds / (double)history->steps};
-    return (OpCount){0};
-}
-
 static double draw_phase(FILE *svg, Scale scale, double from, double seconds, const char *name,
                          const char *shade) {
     double x = x_of(scale, from), width = plot_width * seconds / scale.seconds;
@@ -159,14 +148,14 @@ static double draw_phase(FILE *svg, Scale scale, double from, double seconds, co
 // On the model clock all micro-batches are alike, and all steps but for the first, whose optimizer also fills
 // its new state. What comes before the first forward sets the gradients to zero.
 static void draw_phases(FILE *svg, const MemoryHistory *history, Scale scale) {
-    OpCount all = mark_per_step(history, "step"), optimizer = mark_per_step(history, "step/optimizer");
-    OpCount forward = mark_per_step(history, "step/forward");
-    OpCount backward = mark_per_step(history, "step/backward");
-    double before =
-        all.model_seconds - forward.model_seconds - backward.model_seconds - optimizer.model_seconds;
+    OpCount forward = clock_mark("step/forward"), backward = clock_mark("step/backward");
+    double steps = (double)history->steps;
+    double before = (clock_mark("step").model_seconds - clock_mark("step/optimizer").model_seconds -
+                     forward.model_seconds - backward.model_seconds) /
+                    steps;
     for (int64_t step = 0; step < history->steps; step++) {
         double begin = history->time[step], end = history->time[step + 1], at = begin + before;
-        for (int64_t i = 0; i < forward.calls; i++) {
+        for (int64_t i = 0; i < forward.calls / history->steps; i++) {
             at =
                 draw_phase(svg, scale, at, forward.model_seconds / (double)forward.calls, "forward", ".18");
             at = draw_phase(svg, scale, at, backward.model_seconds / (double)forward.calls, "backward",

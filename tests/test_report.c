@@ -16,11 +16,11 @@
 #include <cmocka.h>
 // clang-format on
 
-#define ASSERT_NEAR(got, expected, relative)                                                      \
-    do {                                                                                          \
-        double got_ = (got), expected_ = (expected);                                              \
-        if (!(fabs(got_ - expected_) <= (relative)*fabs(expected_)))                              \
-            fail_msg("%s is %.17g, expected %.17g within %g", #got, got_, expected_, (relative)); \
+#define ASSERT_NEAR(got, expected, relative)                                                  \
+    do {                                                                                      \
+        double got_ = (got), expected_ = (expected), bound_ = (relative);                     \
+        if (!(fabs(got_ - expected_) <= bound_ * fabs(expected_)))                            \
+            fail_msg("%s is %.17g, expected %.17g within %g", #got, got_, expected_, bound_); \
     } while (0)
 
 // ---- what the report prints, as text ----
