@@ -215,10 +215,12 @@ static void refuse_unknown(const char *name, const Option *table, int count) {
     fatal("--%s is not one of %s's flags; --help lists them", name, base_program());
 }
 
+enum { PLAIN_LIMIT = 10000 };  // bounds beyond it guard against overflow, and are no news in --help
+
 // "from 1 to 64", "at least 1", or "" where the bounds say nothing. Static buffer.
-static const char *bounds_text(const Option *option) {
+static const char *bounds_text(const Option *option, double limit) {
     static char text[96];
-    bool low = option->min > -1e15, high = option->max < 1e15;
+    bool low = option->min >= -limit, high = option->max <= limit;
     if (low && high) snprintf(text, sizeof text, "from %.10g to %.10g", option->min, option->max);
     if (low && !high) snprintf(text, sizeof text, "at least %.10g", option->min);
     if (!low && high) snprintf(text, sizeof text, "at most %.10g", option->max);
@@ -228,7 +230,7 @@ static const char *bounds_text(const Option *option) {
 
 static void check_bounds(const Option *option, const char *value, double number) {
     CHECK(number >= option->min && number <= option->max, "--%s %s is out of bounds: it is %s",
-          option->name, value, bounds_text(option));
+          option->name, value, bounds_text(option, INFINITY));
 }
 
 static int choice_index(const Option *option, const char *value) {
@@ -329,7 +331,7 @@ static void print_help(const char *purpose, const Option *table, int count) {
         const Option *option = &table[i];
         bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
         const char *note[] = {number && option->detail ? option->detail : "",
-                              number ? bounds_text(option) : "",
+                              number ? bounds_text(option, PLAIN_LIMIT) : "",
                               option->standard && option->type != OPTION_FLAG ? option->standard : ""};
         const char *before[] = {"", "", "default "};
         char text[1024];

@@ -8,6 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "clock.h"
+
 typedef struct Preset {
     const char *name, *shape;
     double rope_theta, norm_eps;
@@ -32,6 +34,9 @@ static const Preset presets[] = {
      1e-5},
     {"llama-3-405b", "layers=126 hidden=16384 heads=128 kv-heads=8 ffn=53248 vocab=128256 seq=8192 tied=0",
      5e5, 1e-5},
+    // GPT-3's sizes, vocabulary padded as Megatron does, in this book's block; its own has no gate, and biases.
+    {"gpt-3-175b", "layers=96 hidden=12288 heads=96 kv-heads=96 ffn=49152 vocab=51200 seq=2048 tied=1", 1e4,
+     1e-5},
 };
 enum { PRESETS = sizeof presets / sizeof *presets, MAX_OPTIONS = 64 };
 
@@ -71,9 +76,10 @@ typedef struct Shared {
 // Every option that programs share, pointing into c. The shape's standards come from a preset.
 static int shared_options(Shared *table, Config *c) {
     static char model_help[320];
-    snprintf(model_help, sizeof model_help, "a shape, which single flags change: %s", preset_names());
+    snprintf(model_help, sizeof model_help, "a published shape, which single flags change: %s",
+             preset_names());
     const Shared all[] = {
-        {CONFIG_MODEL, TEXT("model", model, "default", "NAME", model_help)},
+        {CONFIG_MODEL, TEXT("model", model, NULL, "NAME", model_help)},
         {CONFIG_MODEL, INT("layers", layers, NULL, 1, 1e5, "", "transformer blocks, L")},
         {CONFIG_MODEL, INT("hidden", hidden, NULL, 1, 1e6, "", "width of the model, h")},
         {CONFIG_MODEL, INT("heads", heads, NULL, 1, 1e5, "", "query heads, a; divides --hidden")},
@@ -129,18 +135,19 @@ static void change_standards(Shared *table, int count, char *words) {
     }
 }
 
-// What --model was typed with; NULL if it was not.
+// What --model was typed with, or NULL. The parser proper comes later, and judges how it was typed.
 static const char *typed_model(int argc, char **argv) {
+    const char *model = NULL;
     for (int i = 1; i < argc; i++) {
-        if (strncmp(argv[i], "--model=", 8) == 0) return argv[i] + 8;
-        if (strcmp(argv[i], "--model") == 0 && i + 1 < argc) return argv[i + 1];
+        if (strncmp(argv[i], "--model=", 8) == 0) model = argv[i] + 8;
+        if (strcmp(argv[i], "--model") == 0) model = argv[i + 1];
     }
-    return NULL;
+    return model && *model && strncmp(model, "--", 2) != 0 ? model : NULL;
 }
 
 Config config_parse(int argc, char **argv, const char *purpose, unsigned groups, const char *defaults,
                     Option *own, int own_count) {
-    Config c = {.beta1 = 0.9, .beta2 = 0.95, .adam_eps = 1e-8};
+    Config c = {.model = presets[0].name, .beta1 = 0.9, .beta2 = 0.95, .adam_eps = 1e-8};
     Shared shared[MAX_OPTIONS];
     int shared_count = shared_options(shared, &c);
 
@@ -173,6 +180,7 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
     c.rope_theta = preset->rope_theta;
     c.norm_eps = preset->norm_eps;
     config_check(&c);
+    if (groups & CONFIG_REPORT) clock_set_machine(machine_find(c.machine));
     return c;
 }
 

@@ -179,13 +179,14 @@ static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
         {"--steps 1000000000000 --grad-acc 100000", "are more than 2^53 samples"},
         {"--model llama-9", "--model llama-9 is not known; there are default, "},
         {"--model", "--model needs a value: NAME"},
-        {"--model=", "--model  is not known"},
+        {"--model=", "--model needs a NAME"},
         {"--model llama-3-8b --model default", "--model is given twice"},
         {"--model llama-3-8b --heads 5", "--hidden 4096 is not divisible by --heads 5"},
         {"--dtype e4m3", "--dtype e4m3 is not one of f64|f32|bf16|f16"},
         {"--init a --resume b", "--init and --resume"},
         {"--save-every 5", "--save-every 5 needs --save"},
         {"--clip -1", "--clip -1 is out of bounds"},
+        {"--machine abacus", "--machine abacus is unknown"},
         {"--tp 2", "chapter 03"},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
