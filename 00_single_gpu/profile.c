@@ -4,15 +4,16 @@
 // Against train.c nothing changes: this watches a few steps of it. Every operation is timed on the wall clock and
 // on the model clock (clock.h); every allocation and release is noted with its kind and its moment.
 //
-//            step 1                   step 2
-//     bytes     /\       ___________     /\       __       activations rise with forward and fall with backward
-//           ___/  \__   |           \___/  \_____|         optimizer state appears at the end of step 1 and stays
-//           parameters and gradients, flat from the start
+//     bytes |     step 1             step 2
+//           |       /\                 /\          activations rise with forward and fall with backward
+//           |      /  \      _________/  \____     optimizer state appears at the end of step 1, and stays
+//           | ____/    \____|
+//           |_________________________________     parameters and gradients: flat buffers from the start
 //
 //     peak of step 1 = P + G + max(A, O)          of every later step = P + G + O + A
 //
-// So a run can pass its first step and be out of memory in the second. (The playbook's figure shows gradients
-// building up, as PyTorch allocates each in backward; here the flat buffers of the units stay.) Bytes sent: none.
+// So a run can pass its first step and be out of memory in the second. (In the playbook's figure gradients grow
+// during backward: PyTorch allocates them there.) Bytes sent: none. Memory: that of train.c.
 // Run: build/00_single_gpu/profile          (--recompute full; --model llama-3-8b --dtype bf16 --dry-run)
 // Last line: PASS profile: optimizer state appears after the first step and adds … to every later peak
 #include <math.h>

@@ -290,14 +290,15 @@ static bool compare_quantity(const Record *run, const Record *baseline, int whic
         put_number(object, "scale", d.scale);
     }
     if (worse(worst.relative, report.worst[proof])) report.worst[proof] = worst.relative;
+    const char *comma = y.tensors > 1 ? ", " : "", *tensor = y.tensors > 1 ? worst.what : "";
     say("  %-18s  %9.2e  %9.2e  %13.10f  %-4s  %s", title, worst.relative, worst.maximum, worst.scale,
-        all ? "ok" : "FAIL", y.tensors > 1 && !(all && worst.relative == 0) ? worst.what : "");
+        all ? "ok" : "FAIL", all && worst.relative == 0 ? "" : tensor);
     if (proof == PROOF_EXACT)
-        return judge(all, "%s of %s: %lld elements differ from %s, worst in %s (relative %.2e, scale %.6g)",
-                     y.name, run->title, (long long)differing, baseline->title, worst.what, worst.relative,
-                     worst.scale);
-    return judge(all, "%s of %s: %s is off from %s by %.2e relative (bound %.2e), scale %.6g", y.name,
-                 run->title, worst.what, baseline->title, worst.relative, bound, worst.scale);
+        return judge(all, "%s of %s%s%s: %lld elements differ from %s in all (relative %.2e, scale %.6g)",
+                     y.name, run->title, comma, tensor, (long long)differing, baseline->title,
+                     worst.relative, worst.scale);
+    return judge(all, "%s of %s%s%s: off from %s by %.2e relative (bound %.2e), scale %.6g", y.name,
+                 run->title, comma, tensor, baseline->title, worst.relative, bound, worst.scale);
 }
 
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, double bound) {

@@ -140,7 +140,8 @@ static void one_unit_in_the_last_place_is_not_exact(void **context) {
     pair->run.param[3][17] = nextafter(pair->run.param[3][17], 1e9);
     assert_false(compare(pair, PROOF_EXACT, 0));
     assert_printed("tensor.3");
-    assert_verdict(STATUS_FAIL, "FAIL test_report: parameters of variant: 1 elements differ from plain");
+    assert_verdict(STATUS_FAIL,
+                   "FAIL test_report: parameters of variant, tensor.3: 1 elements differ from plain");
     assert_true(compare(pair, PROOF_REASSOCIATED, 1e-10));
     assert_verdict(STATUS_PASS, "PASS");
 }
@@ -160,7 +161,7 @@ static void a_factor_of_two_in_one_tensor_fails(void **context) {
     assert_false(compare(pair, PROOF_ROUNDED, 0.2));
     assert_printed("2.0000000000  FAIL  tensor.2");
     assert_verdict(STATUS_FAIL,
-                   "FAIL test_report: gradients of variant: tensor.2 is off from plain by 1.00e+00");
+                   "FAIL test_report: gradients of variant, tensor.2: off from plain by 1.00e+00");
 }
 
 static void the_row_names_the_worst_tensor(void **context) {
