@@ -8,7 +8,7 @@
 //
 // Bytes sent: none. Memory per rank: what it prints, as --tp, --sp, --dp and --zero cut it.
 // Run: build/00_single_gpu/memory --model llama-3-8b --dtype bf16 --tp 8 --sp --dp 8 --zero 1
-//      build/00_single_gpu/memory --measure --recompute selective      (--dry-run: any size, on any machine)
+//      build/00_single_gpu/memory --measure --recompute selective     (--dry-run: any size, on any machine)
 // Last line: PASS memory: 32 figures of the playbook reproduced; a step allocates what is predicted …
 #include <math.h>
 #include <stdarg.h>
@@ -261,25 +261,6 @@ static void check_cuts(const MemoryPlan *plan) {
           plan->tp);
 }
 
-// GPT-3's shape is no preset of config.c, as nothing here trains it: it replaces this program's defaults.
-// Takes "--model gpt-3-175b" out of the arguments; returns the defaults, or NULL where it was not given.
-static char *take_gpt3(int *argc, char **argv) {
-    const Config gpt3 = gpt3_175b();
-    for (int i = 1; i < *argc; i++) {
-        bool apart = !strcmp(argv[i], "--model") && i + 1 < *argc && !strcmp(argv[i + 1], gpt3.model);
-        bool joined = !strncmp(argv[i], "--model=", 8) && !strcmp(argv[i] + 8, gpt3.model);
-        if (!apart && !joined) continue;
-        int words = apart ? 2 : 1;
-        memmove(&argv[i], &argv[i + words], (size_t)(*argc - i - words + 1) * sizeof *argv);
-        *argc -= words;
-        return format_text(
-            "layers=%ld hidden=%ld heads=%ld kv-heads=%ld ffn=%ld vocab=%ld seq=%ld dtype=%s", gpt3.layers,
-            gpt3.hidden, gpt3.heads, gpt3.kv_heads, gpt3.ffn, gpt3.vocab, gpt3.seq,
-            dtype_name((DType)gpt3.dtype));
-    }
-    return NULL;
-}
-
 int main(int argc, char **argv) {
     base_start(argc, argv);
     MemoryPlan plan = {0};
@@ -289,8 +270,11 @@ int main(int argc, char **argv) {
     const char *json = NULL, *machine = NULL, *data = NULL;
     Option own[] = {
         {"micro-batch", OPTION_INT, &micro_batch, "1", 1, 1e6, "sequences", "computed at once, b", false},
-        {"block", OPTION_CHOICE, &block, "llama", 0, 0, "llama|gpt",
-         "this book's, or the playbook's formulas: LayerNorm, biases, dropout, GELU, tied", false},
+        {"block", OPTION_CHOICE, &block, NULL, 0, 0, "llama|gpt",
+         "this book's, or GPT's of the playbook's formulas (LayerNorm, biases, dropout, GELU, tied); "
+         "without "
+         "it: what --model is",
+         false},
         {"no-f32-gradients", OPTION_FLAG, &bf16_gradients, NULL, 0, 0, "",
          "16-bit gradients are summed in 16 bits: 16 bytes a parameter in place of 20", false},
         {"k", OPTION_REAL, &plan.optimizer_bytes, "0", 0, 64, "bytes",
@@ -311,18 +295,18 @@ int main(int argc, char **argv) {
         {"json", OPTION_TEXT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
     };
     bool no_flags = argc == 1;
-    char *gpt3 = take_gpt3(&argc, argv);
-    plan.model = config_parse(argc, argv,
-                              "What training needs in memory, from the playbook's formulas.\n"
-                              "  memory --model llama-3-70b --dtype bf16 --tp 8 --sp --dp 64 --zero 1\n"
-                              "  memory --model gpt-3-175b --recompute selective --tp 8 --sp --tensors\n"
-                              "  memory --model llama-3-8b --dtype bf16 --measure --dry-run",
-                              CONFIG_MODEL | CONFIG_RECOMPUTE, gpt3, own, sizeof own / sizeof *own);
+    plan.model = config_parse(
+        argc, argv,
+        "What training needs in memory, from the playbook's formulas.\n"
+        "  memory --model llama-3-70b --dtype bf16 --tp 8 --sp --dp 64 --zero 1\n"
+        "  memory --model gpt-3-175b --dtype bf16 --recompute selective --tp 8 --sp --tensors\n"
+        "  memory --model llama-3-8b --dtype bf16 --measure --dry-run",
+        CONFIG_MODEL | CONFIG_RECOMPUTE, NULL, own, sizeof own / sizeof *own);
     plan.model.micro_batch = micro_batch;
     plan.model.machine = machine;
     plan.model.data = data;
-    plan.gpt = gpt3 || block == 1;
-    free(gpt3);
+    bool block_given = option_given(own, sizeof own / sizeof *own, "block");
+    plan.gpt = block_given ? block == 1 : !strcmp(plan.model.model, gpt3_175b().model);
     plan.model.tied |= plan.gpt;
     plan.f32_gradients = !bf16_gradients;
     measured |= no_flags;

@@ -59,6 +59,14 @@ static void gpt_parameters_match_the_playbook(void **state) {
     double h = 48, v = 320, L = 3;
     assert_near("small", memory_rank_parameters(&plan), h * v + L * (12 * h * h + 13 * h) + 2 * h);
     plan.model = gpt3_175b();
+    Config named = preset("gpt-3-175b", NULL);
+    assert_int_equal(named.layers, plan.model.layers);
+    assert_int_equal(named.hidden, plan.model.hidden);
+    assert_int_equal(named.heads, plan.model.heads);
+    assert_int_equal(named.kv_heads, plan.model.kv_heads);
+    assert_int_equal(named.ffn, plan.model.ffn);
+    assert_int_equal(named.vocab, plan.model.vocab);
+    assert_int_equal(named.seq, plan.model.seq);
     double billions = memory_rank_parameters(&plan) / 1e9;
     if (!(billions > 174 && billions < 176)) fail_msg("GPT-3 175B has %g B parameters", billions);
 }
