@@ -1,0 +1,71 @@
+// kernels.h: what a back end implements. ops.c has checked every argument, counted it and knows that memory
+// stands behind it; a kernel computes.
+//
+// Pointers are device addresses of contiguous row-major arrays; sizes are in elements; `dtype` is that of
+// every floating array of the call unless another stands beside its pointer. Meaning, aliasing, "=" and
+// "+=" are as ops.h says of the operation of the same name. A kernel may return before the device is done,
+// except those that return a number.
+#ifndef KERNELS_H
+#define KERNELS_H
+
+#include "ops.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+void kernel_fill(DType dtype, void *y, double value, int64_t count);
+void kernel_copy(DType y_dtype, void *y, DType x_dtype, const void *x, int64_t count);
+void kernel_add(DType dtype, void *y, const void *a, const void *b, int64_t count);
+void kernel_accumulate(DType y_dtype, void *y, DType x_dtype, const void *x, int64_t count);
+void kernel_scale(DType dtype, void *y, double factor, int64_t count);
+
+double kernel_sum(DType dtype, const void *x, int64_t count);
+double kernel_sum_squares(DType dtype, const void *x, int64_t count);
+
+// c (m, n), a (m, k) or its transpose (k, m) in memory, b (k, n) or (n, k)
+void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
+                   bool transpose_a, bool transpose_b, double beta);
+
+// y, dy (n, h), tokens (n), weight, dweight (v, h)
+void kernel_embedding_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
+                              int64_t v, int64_t h);
+void kernel_embedding_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
+                               int64_t v, int64_t h);
+
+// x, y, dx, dy, dresidual (n, h), weight, dweight (h), rstd (n) f32 or f64; dresidual may be NULL
+void kernel_rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, const void *weight, int64_t n,
+                            int64_t h, double eps);
+void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
+                             const void *x, const void *weight, const void *rstd, int64_t n, int64_t h);
+
+// x (n, heads * head_size), positions (n)
+void kernel_rope(DType dtype, void *x, const int32_t *positions, int64_t n, int64_t heads,
+                 int64_t head_size, double theta, int direction);
+
+void kernel_attention_forward(DType dtype, void *o, void *probs, const void *q, const void *k,
+                              const void *v, AttentionShape shape);
+void kernel_attention_probs(DType dtype, void *probs, const void *q, const void *k, AttentionShape shape);
+void kernel_attention_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o, const void *q,
+                               const void *k, const void *v, const void *probs, AttentionShape shape);
+
+void kernel_swiglu_forward(DType dtype, void *act, const void *gate, const void *up, int64_t count);
+void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dact, const void *gate,
+                            const void *up, int64_t count);
+
+// logits, dlogits (n, v), targets (n), losses, lse (n) f32 or f64
+void kernel_cross_entropy_forward(DType dtype, void *losses, void *lse, const void *logits,
+                                  const int32_t *targets, int64_t n, int64_t v);
+void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
+                                   const int32_t *targets, double scale, int64_t n, int64_t v);
+
+// master may be NULL; it, m and v are f32 or f64
+void kernel_adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,
+                  const void *grad, AdamW hyper, int64_t count);
+void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const void *grad, double lr,
+                double grad_scale, int64_t count);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

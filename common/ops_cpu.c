@@ -1,0 +1,470 @@
+// ops_cpu.c: the operations on a CPU: readable C over a CBLAS and OpenMP.
+//
+// f32 and f64 are computed in place, by code that ops_cpu_rows.inc and ops_cpu_attention.inc hold once for
+// both. 16-bit storage is widened into f32 scratch, computed as f32, and every stored result is rounded
+// once on its way back.
+//
+// Three rules keep it reproducible: no atomics; no sum whose order depends on the number of threads; and
+// the BLAS is called single-threaded inside a parallel region, on slices that the shapes and the number of
+// threads alone decide. (Inside one, the OpenMP build of OpenBLAS stays on the calling thread. Its own
+// two-threaded SGEMM loses a tenth to two fifths of the rate on a model's matrices.)
+#include <cblas.h>
+#include <limits.h>
+#include <math.h>
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+
+enum {
+    LANES = 16,        // partial sums side by side
+    SUM_CHUNK = 4096,  // elements whose sum is one term of a tensor's sum
+    NORM_ROWS = 32,    // rows whose sum is one term of a norm's dweight
+    QUERY_ROWS = 32,   // attention's blocks
+    KEY_COLUMNS = 256,
+#ifndef DEPTH
+    DEPTH = 512,
+#endif
+    SLICE_UNIT = 16,   // slices begin at multiples of this: a cache line of f32, and the BLAS's tile
+    SCRATCH_SLOTS = 10,
+    MAX_POSITIONS = 1 << 22,  // of RoPE's table
+};
+
+// ---- dealing work to threads ----
+
+// The part-th of `parts` slices of [0, size).
+static void slice_of(int64_t size, int part, int parts, int64_t *first, int64_t *end) {
+    int64_t units = (size + SLICE_UNIT - 1) / SLICE_UNIT;
+    *first = units * part / parts * SLICE_UNIT;
+    *end = units * (part + 1) / parts * SLICE_UNIT;
+    if (*first > size) *first = size;
+    if (*end > size) *end = size;
+}
+
+static void my_slice(int64_t size, int64_t *first, int64_t *end) {
+    slice_of(size, omp_get_thread_num(), omp_get_num_threads(), first, end);
+}
+
+// ---- scratch: grown when needed, kept for the next call, and no part of the account ----
+
+static struct {
+    void *memory;
+    size_t bytes;
+} slots[SCRATCH_SLOTS];
+static int slots_used;
+
+// Every kernel that takes scratch says first that it needs none of the last one's.
+static void scratch_begin(void) { slots_used = 0; }
+
+static void *scratch(size_t bytes) {
+    CHECK(slots_used < SCRATCH_SLOTS, "a kernel takes more than %d pieces of scratch", SCRATCH_SLOTS);
+    int i = slots_used++;
+    if (slots[i].bytes < bytes) {
+        free(slots[i].memory);
+        size_t rounded = (bytes + 63) / 64 * 64;
+        slots[i].memory = aligned_alloc(64, rounded);
+        CHECK(slots[i].memory, "out of memory for %s of scratch", bytes_text((double)bytes));
+        slots[i].bytes = rounded;
+    }
+    return slots[i].memory;
+}
+
+// ---- one arithmetic for several storage types ----
+
+static DType arithmetic(DType storage) { return storage == F64 ? F64 : F32; }
+
+static void convert(DType to_dtype, void *to, DType from_dtype, const void *from, int64_t count) {
+    const size_t to_size = dtype_size(to_dtype), from_size = dtype_size(from_dtype);
+#pragma omp parallel
+    {
+        int64_t first, end;
+        my_slice(count, &first, &end);
+        dtype_convert((char *)to + first * to_size, to_dtype, (const char *)from + first * from_size,
+                      from_dtype, end - first);
+    }
+}
+
+// An input of dtype `storage` to read as dtype `wide`: itself where they agree, else a copy.
+static void *widen_to(DType wide, DType storage, const void *x, int64_t count) {
+    if (storage == wide) return (void *)x;
+    void *copy = scratch((size_t)count * dtype_size(wide));
+    convert(wide, copy, storage, x, count);
+    return copy;
+}
+
+static void *widen(DType storage, const void *x, int64_t count) {
+    return widen_to(arithmetic(storage), storage, x, count);
+}
+
+// Where to compute an output: in its own memory, or in scratch that narrow() then rounds into it.
+static void *wide_output(DType storage, void *y, int64_t count) {
+    return storage == arithmetic(storage) ? y : scratch((size_t)count * sizeof(float));
+}
+
+static void narrow(DType storage, void *y, const void *wide, int64_t count) {
+    if (y != wide) convert(storage, y, arithmetic(storage), wide, count);
+}
+
+// ---- exponentials ----
+
+// e^x in f32 for x <= 0 (softmax and sigmoid need no others; right up to 88), to about one unit in the last
+// place: x = n ln 2 + r, e^x = 2^n e^r, and for |r| <= ln(2) / 2 a polynomial does (coefficients: Moshier,
+// Cephes, expf). Below -87 it gives zero: subnormals would slow down every product that they enter. NaN
+// stays NaN. There is no branch, nor a `?` that a compiler could turn into one, so that the loops around it
+// become vector code.
+static inline float exp_f32(float x) {
+    const float to_integer = 0x1.8p23f;  // a sum with this has its integer part in the low bits
+    float shifted = x * 1.44269504088896341f + to_integer;
+    float n = shifted - to_integer;
+    float r = x - n * 0.693359375f - n * -2.12194440e-4f;  // ln 2 in two parts: n times the first is exact
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1;
+    uint32_t bits, keep = -(uint32_t)!(x < -87);
+    memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits + 127) << 23;  // 2^n from its exponent bits
+    float power, result;
+    memcpy(&power, &bits, sizeof power);
+    result = p * power;
+    memcpy(&bits, &result, sizeof bits);
+    bits &= keep;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+// ---- the same code for f32 and f64 ----
+
+#define REAL    float
+#define F(name) name##_f32
+#define EXP     exp_f32
+#define LOG     logf
+#define SQRT    sqrtf
+#define FABS    fabsf
+#define GEMM    cblas_sgemm
+#include "ops_cpu_rows.inc"
+//
+#include "ops_cpu_attention.inc"
+#undef REAL
+#undef F
+#undef EXP
+#undef LOG
+#undef SQRT
+#undef FABS
+#undef GEMM
+
+#define REAL    double
+#define F(name) name##_f64
+#define EXP     exp
+#define LOG     log
+#define SQRT    sqrt
+#define FABS    fabs
+#define GEMM    cblas_dgemm
+#include "ops_cpu_rows.inc"
+//
+#include "ops_cpu_attention.inc"
+
+#define CALL(dtype, name, ...) ((dtype) == F64 ? name##_f64(__VA_ARGS__) : name##_f32(__VA_ARGS__))
+
+// ---- elementwise ----
+
+void kernel_fill(DType dtype, void *y, double value, int64_t count) {
+    const size_t size = dtype_size(dtype);
+    uint8_t code[sizeof(double)];
+    dtype_convert(code, dtype, &value, F64, 1);
+    bool one_byte = true;  // 0 above all: memset knows how to write without reading
+    for (size_t i = 1; i < size; i++) one_byte = one_byte && code[i] == code[0];
+#pragma omp parallel
+    {
+        int64_t first, end;
+        my_slice(count, &first, &end);
+        char *at = (char *)y + first * size;
+        if (one_byte) memset(at, code[0], (size_t)(end - first) * size);
+        else
+            for (int64_t i = first; i < end; i++, at += size) memcpy(at, code, size);
+    }
+}
+
+void kernel_copy(DType y_dtype, void *y, DType x_dtype, const void *x, int64_t count) {
+    convert(y_dtype, y, x_dtype, x, count);
+}
+
+void kernel_add(DType dtype, void *y, const void *a, const void *b, int64_t count) {
+    scratch_begin();
+    void *wide = wide_output(dtype, y, count);
+    CALL(dtype, add, wide, widen(dtype, a, count), widen(dtype, b, count), count);
+    narrow(dtype, y, wide, count);
+}
+
+void kernel_accumulate(DType y_dtype, void *y, DType x_dtype, const void *x, int64_t count) {
+    DType wide = y_dtype == F64 || x_dtype == F64 ? F64 : F32;
+    scratch_begin();
+    void *sum = widen_to(wide, y_dtype, y, count);
+    CALL(wide, add, sum, sum, widen_to(wide, x_dtype, x, count), count);
+    if (sum != y) convert(y_dtype, y, wide, sum, count);
+}
+
+void kernel_scale(DType dtype, void *y, double factor, int64_t count) {
+    scratch_begin();
+    void *wide = widen(dtype, y, count);
+    CALL(dtype, scale, wide, factor, count);
+    narrow(dtype, y, wide, count);
+}
+
+// ---- reductions ----
+
+static double chunked_sum(DType dtype, const void *x, int64_t count, bool squares) {
+    const int64_t chunks = (count + SUM_CHUNK - 1) / SUM_CHUNK;
+    scratch_begin();
+    double *partial = scratch((size_t)chunks * sizeof *partial), total = 0;
+#pragma omp parallel for schedule(static)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        float wide[SUM_CHUNK];
+        int64_t first = chunk * SUM_CHUNK, length = count - first < SUM_CHUNK ? count - first : SUM_CHUNK;
+        const void *at = (const char *)x + first * (int64_t)dtype_size(dtype);
+        if (dtype != arithmetic(dtype)) {
+            dtype_convert(wide, F32, at, dtype, length);
+            at = wide;
+        }
+        partial[chunk] =
+            squares ? CALL(dtype, chunk_sum_squares, at, length) : CALL(dtype, chunk_sum, at, length);
+    }
+    for (int64_t chunk = 0; chunk < chunks; chunk++) total += partial[chunk];
+    return total;
+}
+
+double kernel_sum(DType dtype, const void *x, int64_t count) { return chunked_sum(dtype, x, count, false); }
+
+double kernel_sum_squares(DType dtype, const void *x, int64_t count) {
+    return chunked_sum(dtype, x, count, true);
+}
+
+// ---- matrix multiply ----
+
+// How many of the threads share the rows of c, the others its columns: each packs m / rows rows of a and
+// n / columns columns of b for itself, and the sum of both should be small.
+static int thread_rows(int threads, int64_t m, int64_t n) {
+    int best = 1;
+    double least = INFINITY;
+    for (int rows = 1; rows <= threads; rows++) {
+        double packed = (double)m / rows + (double)n / (threads / rows);
+        if (threads % rows == 0 && packed < least) {
+            least = packed;
+            best = rows;
+        }
+    }
+    return best;
+}
+
+void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
+                   bool transpose_a, bool transpose_b, double beta) {
+    CHECK(m <= INT_MAX && n <= INT_MAX && k <= INT_MAX,
+          "matmul: of m, n, k = %lld, %lld, %lld one is more than the int of a CBLAS holds", (long long)m,
+          (long long)n, (long long)k);
+    scratch_begin();
+    const void *wide_a = widen(dtype, a, m * k), *wide_b = widen(dtype, b, k * n);
+    void *wide_c = beta ? widen(dtype, c, m * n) : wide_output(dtype, c, m * n);
+    // A leading dimension is at least 1, even of a matrix that has no elements.
+    const int64_t lda = transpose_a ? m : k, ldb = transpose_b ? k : n;
+#pragma omp parallel
+    {
+        int threads = omp_get_num_threads(), me = omp_get_thread_num(), rows = thread_rows(threads, m, n);
+        int64_t row, row_end, column, column_end;
+        slice_of(m, me % rows, rows, &row, &row_end);
+        slice_of(n, me / rows, threads / rows, &column, &column_end);
+        bool any = row < row_end && column < column_end;
+        for (int64_t depth = 0; any && (depth < k || depth == 0); depth += DEPTH) {
+            int64_t depths = k - depth < DEPTH ? k - depth : DEPTH;
+            int64_t a_first = transpose_a ? depth * lda + row : row * lda + depth;
+            int64_t b_first = transpose_b ? column * ldb + depth : depth * ldb + column;
+            if (dtype == F64)
+                gemm_f64(transpose_a, transpose_b, row_end - row, column_end - column, depths, 1,
+                         (const double *)wide_a + a_first, lda ? lda : 1, (const double *)wide_b + b_first,
+                         ldb ? ldb : 1, depth ? 1 : beta, (double *)wide_c + row * n + column, n);
+            else
+                gemm_f32(transpose_a, transpose_b, row_end - row, column_end - column, depths, 1,
+                         (const float *)wide_a + a_first, lda ? lda : 1, (const float *)wide_b + b_first,
+                         ldb ? ldb : 1, depth ? 1 : (float)beta, (float *)wide_c + row * n + column, n);
+        }
+    }
+    narrow(dtype, c, wide_c, m * n);
+}
+
+// ---- embedding ----
+
+// Tokens index memory, so a wrong one must not get further than here.
+static void check_tokens(const char *op, const int32_t *tokens, int64_t n, int64_t v, bool may_ignore) {
+    for (int64_t i = 0; i < n; i++)
+        CHECK((tokens[i] >= 0 && tokens[i] < v) || (may_ignore && tokens[i] == IGNORED_LABEL),
+              "%s: number %lld of the tokens is %d, which a vocabulary of %lld has not", op, (long long)i,
+              (int)tokens[i], (long long)v);
+}
+
+void kernel_embedding_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
+                              int64_t v, int64_t h) {
+    const size_t row_bytes = (size_t)h * dtype_size(dtype);
+    check_tokens("embedding_forward", tokens, n, v, false);
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < n; row++)
+        memcpy((char *)y + row * row_bytes, (const char *)weight + tokens[row] * row_bytes, row_bytes);
+}
+
+void kernel_embedding_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
+                               int64_t v, int64_t h) {
+    check_tokens("embedding_backward", tokens, n, v, false);
+    scratch_begin();
+    void *wide = widen(dtype, dweight, v * h);
+    CALL(dtype, embedding_backward, wide, widen(dtype, dy, n * h), tokens, n, h);
+    narrow(dtype, dweight, wide, v * h);
+}
+
+// ---- RMSNorm ----
+
+void kernel_rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, const void *weight, int64_t n,
+                            int64_t h, double eps) {
+    scratch_begin();
+    void *wide_y = wide_output(dtype, y, n * h);
+    CALL(dtype, rmsnorm_forward, wide_y, rstd, widen(dtype, x, n * h), widen(dtype, weight, h), n, h, eps);
+    narrow(dtype, y, wide_y, n * h);
+}
+
+void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
+                             const void *x, const void *weight, const void *rstd, int64_t n, int64_t h) {
+    scratch_begin();
+    void *wide_dx = wide_output(dtype, dx, n * h), *wide_dweight = widen(dtype, dweight, h);
+    const void *wide_dresidual = dresidual ? widen(dtype, dresidual, n * h) : NULL;
+    void *partials = scratch((size_t)((n + NORM_ROWS - 1) / NORM_ROWS * h) * dtype_size(arithmetic(dtype)));
+    CALL(dtype, rmsnorm_backward, wide_dx, wide_dweight, wide_dresidual, widen(dtype, dy, n * h),
+         widen(dtype, x, n * h), widen(dtype, weight, h), rstd, partials, n, h);
+    narrow(dtype, dx, wide_dx, n * h);
+    narrow(dtype, dweight, wide_dweight, h);
+}
+
+// ---- RoPE ----
+
+void kernel_rope(DType dtype, void *x, const int32_t *positions, int64_t n, int64_t heads,
+                 int64_t head_size, double theta, int direction) {
+    int32_t last = 0;
+    for (int64_t i = 0; i < n; i++) {
+        CHECK(positions[i] >= 0 && positions[i] < MAX_POSITIONS,
+              "rope: number %lld of the positions is %d, not in [0, %d)", (long long)i, (int)positions[i],
+              (int)MAX_POSITIONS);
+        if (positions[i] > last) last = positions[i];
+    }
+    const int64_t count = n * heads * head_size;
+    scratch_begin();
+    void *wide = widen(dtype, x, count);
+    if (dtype == F64)
+        rope_f64(wide, positions, rotation_table_f64(last + 1, head_size, theta), n, heads, head_size,
+                 direction);
+    else
+        rope_f32(wide, positions, rotation_table_f32(last + 1, head_size, theta), n, heads, head_size,
+                 direction);
+    narrow(dtype, x, wide, count);
+}
+
+// ---- attention ----
+
+// Elements of q, k (or v), and probs.
+static int64_t query_count(AttentionShape at) { return at.b * at.s * at.heads * at.head_size; }
+static int64_t key_count(AttentionShape at) { return at.b * at.s * at.kv_heads * at.head_size; }
+static int64_t probs_count(AttentionShape at) { return at.b * at.heads * at.s * at.s; }
+
+void kernel_attention_forward(DType dtype, void *o, void *probs, const void *q, const void *k,
+                              const void *v, AttentionShape shape) {
+    scratch_begin();
+    void *wide_o = wide_output(dtype, o, query_count(shape));
+    void *wide_probs = wide_output(dtype, probs, probs_count(shape));
+    CALL(dtype, attention_forward, wide_o, wide_probs, widen(dtype, q, query_count(shape)),
+         widen(dtype, k, key_count(shape)), widen(dtype, v, key_count(shape)),
+         scratch((size_t)(omp_get_max_threads() * shape.s * shape.head_size) *
+                 dtype_size(arithmetic(dtype))), shape);
+    narrow(dtype, o, wide_o, query_count(shape));
+    narrow(dtype, probs, wide_probs, probs_count(shape));
+}
+
+void kernel_attention_probs(DType dtype, void *probs, const void *q, const void *k, AttentionShape shape) {
+    scratch_begin();
+    void *wide_probs = wide_output(dtype, probs, probs_count(shape));
+    CALL(dtype, attention_forward, NULL, wide_probs, widen(dtype, q, query_count(shape)),
+         widen(dtype, k, key_count(shape)), NULL,
+         scratch((size_t)(omp_get_max_threads() * shape.s * shape.head_size) *
+                 dtype_size(arithmetic(dtype))), shape);
+    narrow(dtype, probs, wide_probs, probs_count(shape));
+}
+
+void kernel_attention_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o, const void *q,
+                               const void *k, const void *v, const void *probs, AttentionShape shape) {
+    const size_t room =
+        (size_t)(shape.s * (QUERY_ROWS + 3 * shape.head_size)) * dtype_size(arithmetic(dtype));
+    scratch_begin();
+    void *wide_dq = wide_output(dtype, dq, query_count(shape));
+    void *wide_dk = wide_output(dtype, dk, key_count(shape));
+    void *wide_dv = wide_output(dtype, dv, key_count(shape));
+    CALL(dtype, attention_backward, wide_dq, wide_dk, wide_dv, widen(dtype, d_o, query_count(shape)),
+         widen(dtype, q, query_count(shape)), widen(dtype, k, key_count(shape)),
+         widen(dtype, v, key_count(shape)), widen(dtype, probs, probs_count(shape)),
+         scratch((size_t)omp_get_max_threads() * room), shape);
+    narrow(dtype, dq, wide_dq, query_count(shape));
+    narrow(dtype, dk, wide_dk, key_count(shape));
+    narrow(dtype, dv, wide_dv, key_count(shape));
+}
+
+// ---- SwiGLU ----
+
+void kernel_swiglu_forward(DType dtype, void *act, const void *gate, const void *up, int64_t count) {
+    scratch_begin();
+    void *wide_act = wide_output(dtype, act, count);
+    CALL(dtype, swiglu_forward, wide_act, widen(dtype, gate, count), widen(dtype, up, count), count);
+    narrow(dtype, act, wide_act, count);
+}
+
+void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dact, const void *gate,
+                            const void *up, int64_t count) {
+    scratch_begin();
+    void *wide_dgate = wide_output(dtype, dgate, count), *wide_dup = wide_output(dtype, dup, count);
+    CALL(dtype, swiglu_backward, wide_dgate, wide_dup, widen(dtype, dact, count), widen(dtype, gate, count),
+         widen(dtype, up, count), count);
+    narrow(dtype, dgate, wide_dgate, count);
+    narrow(dtype, dup, wide_dup, count);
+}
+
+// ---- cross-entropy ----
+
+void kernel_cross_entropy_forward(DType dtype, void *losses, void *lse, const void *logits,
+                                  const int32_t *targets, int64_t n, int64_t v) {
+    check_tokens("cross_entropy_forward", targets, n, v, true);
+    scratch_begin();
+    CALL(dtype, cross_entropy_forward, losses, lse, widen(dtype, logits, n * v), targets, n, v);
+}
+
+void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
+                                   const int32_t *targets, double scale, int64_t n, int64_t v) {
+    check_tokens("cross_entropy_backward", targets, n, v, true);
+    scratch_begin();
+    void *wide = wide_output(dtype, dlogits, n * v);
+    CALL(dtype, cross_entropy_backward, wide, widen(dtype, logits, n * v), lse, targets, scale, n, v);
+    narrow(dtype, dlogits, wide, n * v);
+}
+
+// ---- optimizers ----
+
+void kernel_adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,
+                  const void *grad, AdamW hyper, int64_t count) {
+    scratch_begin();
+    void *stepped = master ? master : widen(dtype, value, count);
+    CALL(dtype, adamw, stepped, m, v, widen_to(arithmetic(dtype), grad_dtype, grad, count), hyper, count);
+    narrow(dtype, value, stepped, count);
+}
+
+void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const void *grad, double lr,
+                double grad_scale, int64_t count) {
+    scratch_begin();
+    void *stepped = master ? master : widen(dtype, value, count);
+    CALL(dtype, sgd, stepped, widen_to(arithmetic(dtype), grad_dtype, grad, count), lr, grad_scale, count);
+    narrow(dtype, value, stepped, count);
+}
