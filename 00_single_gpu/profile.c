@@ -64,7 +64,7 @@ static void print_row(const OpCount *op, const OpCount *total, double steps) {
         snprintf(wall, sizeof wall, "%10.3f %5.1f%% %9.1f %8.1f", 1e3 * op->wall_seconds / steps,
                  100 * op->wall_seconds / total->wall_seconds, 1e-9 * op->flops / op->wall_seconds,
                  1e-9 * op->bytes / op->wall_seconds);
-    say("  %-24s %7.4g  %s %10.4g %10.4g %5.1f%%", op->name, (double)op->calls / steps, wall,
+    say("  %-22s %7.4g  %s %9.4g  %10.4g %5.1f%%", op->name, (double)op->calls / steps, wall,
         1e-9 * op->flops / steps, 1e3 * op->model_seconds / steps,
         100 * op->model_seconds / total->model_seconds);
     report_number("calls", op->name, (double)op->calls, "");
@@ -79,17 +79,19 @@ static void print_operations(const Machine *machine, double steps) {
     enum { SHOWN = 10 };
     const OpCount *operations, *marks;
     int count = clock_operations(&operations), mark_count = clock_marks(&marks);
+    bool dry = device_is_dry_run();
     OpCount total = clock_total();
     OpCount *sorted = host_alloc(sizeof *sorted * (size_t)count);
     memcpy(sorted, operations, sizeof *sorted * (size_t)count);
-    qsort(sorted, (size_t)count, sizeof *sorted, device_is_dry_run() ? by_model : by_wall);
-    say("\n  %-24s %7s  %s %10s %10s  share   model clock: %s", "per step", "calls",
-        device_is_dry_run() ? "" : "   wall ms  share   GFLOP/s     GB/s", "GFLOP", "model ms",
-        machine->device);
+    qsort(sorted, (size_t)count, sizeof *sorted, dry ? by_model : by_wall);
+    say("\n%44s%*smodel clock: %s", dry ? "" : "wall clock", dry ? 5 : 41, "", machine->device);
+    say("  %-22s %7s  %s %9s  %10s  share", "per step", "calls",
+        dry ? "" : "        ms  share   GFLOP/s     GB/s", "GFLOP", "ms");
     for (int i = 0; i < count && i < SHOWN; i++) print_row(&sorted[i], &total, steps);
     char *all = format_text("all %d operations", count);
     total.name = all;
     print_row(&total, &total, steps);
+    say("\n");
     for (int i = 0; i < mark_count; i++) print_row(&marks[i], &marks[0], steps);
     free(all);
     free(sorted);
