@@ -1,8 +1,8 @@
 // profile.c: where a step's time and memory go.
 // Playbook: "Profiling the memory usage", "A1: Distributed Training Profiling".
 //
-// Against train.c nothing changes: this watches a few steps of it. Every operation is timed on the wall clock and
-// on the model clock (clock.h); every allocation and release is noted with its kind and its moment.
+// Against train.c nothing changes: this watches a few steps of it. Every operation is timed on the wall clock
+// and on the model clock (clock.h); every allocation and release is noted, with its kind and its moment.
 //
 //     bytes |     step 1             step 2
 //           |       /\                 /\          activations rise with forward and fall with backward
@@ -12,8 +12,8 @@
 //
 //     peak of step 1 = P + G + max(A, O)          of every later step = P + G + O + A
 //
-// So a run can pass its first step and be out of memory in the second. (In the playbook's figure gradients grow
-// during backward: PyTorch allocates them there.) Bytes sent: none. Memory: that of train.c.
+// So a run can pass its first step and be out of memory in the second. (In the playbook's figure gradients
+// grow during backward: PyTorch allocates them there.) Bytes sent: none. Memory: that of train.c.
 // Run: build/00_single_gpu/profile          (--recompute full; --model llama-3-8b --dtype bf16 --dry-run)
 // Last line: PASS profile: optimizer state appears after the first step and adds … to every later peak
 #include <math.h>
@@ -132,7 +132,7 @@ static void check_step(const MemoryHistory *history, int64_t step, double optimi
     }
 }
 
-// Each product of forward has two in backward: the gradients of both its factors. Recomputation adds to them.
+// Each product of forward has two in backward, the gradients of both its factors; recomputation adds its own.
 static void check_flops(const Config *config) {
     double again =
         recompute_extra_flops(config, config->micro_batch * config->grad_acc) * (double)config->steps;

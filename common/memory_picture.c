@@ -1,4 +1,6 @@
-// memory_picture.c: see memory_picture.h.
+// memory_picture.c: see memory_picture.h. A history is the account after each allocation and release, some
+// thousand moments; a picture has some hundred columns. Time is the model clock's, so that the same run gives
+// the same picture on every machine, to the last byte.
 #include "memory_picture.h"
 
 #include <errno.h>
@@ -15,6 +17,7 @@ static void note(void *context, MemoryKind kind, int64_t bytes) {
         history->moment = realloc(history->moment, sizeof(Moment) * (size_t)history->room);
         CHECK(history->moment, "out of host memory for the memory's history");
     }
+    // The listener hears of changes: the account is what was held before and this one.
     Moment *moment = &history->moment[history->count];
     *moment = history->count ? moment[-1] : (Moment){0};
     moment->time = clock_total().model_seconds;
@@ -36,6 +39,7 @@ void memory_history_start(MemoryHistory *history, int64_t steps) {
 void memory_history_step(MemoryHistory *history) {
     CHECK(history->begun <= history->steps, "more steps than the %lld of the memory's history",
           (long long)history->steps);
+    // The last moment so far is what is held as the step begins, and as the one before it ends.
     history->first[history->begun] = history->count - 1;
     history->time[history->begun] = clock_total().model_seconds;
     if (history->begun++ == history->steps) memory_listen(NULL, NULL);
@@ -115,8 +119,8 @@ static void draw_axes(FILE *svg, const MemoryHistory *history, Scale scale) {
                 HEIGHT - BOTTOM + 38);
 }
 
-// Stacked areas, in steps: each is drawn from its upper edge down to the axis, the highest first, so that the
-// next covers what lies below it.
+// Stacked areas: each is drawn from its upper edge down to the axis, the highest first, so that the next
+// covers what lies below it. A column that does not change costs nothing, which keeps the file small.
 static void draw_areas(FILE *svg, const MemoryHistory *history, Scale scale) {
     Moment *column = in_columns(history, plot_width);
     for (int kind = MEMORY_KINDS - 1; kind >= 0; kind--) {
@@ -133,6 +137,7 @@ static void draw_areas(FILE *svg, const MemoryHistory *history, Scale scale) {
     free(column);
 }
 
+// Returns where the next phase begins. A name is written where it fits.
 static double draw_phase(FILE *svg, Scale scale, double from, double seconds, const char *name,
                          const char *shade) {
     double x = x_of(scale, from), width = plot_width * seconds / scale.seconds;
@@ -145,8 +150,8 @@ static double draw_phase(FILE *svg, Scale scale, double from, double seconds, co
     return from + seconds;
 }
 
-// On the model clock all micro-batches are alike, and all steps but for the first, whose optimizer also fills
-// its new state. What comes before the first forward sets the gradients to zero.
+// On the model clock all micro-batches are alike, and all steps but for the first, whose optimizer also
+// fills its new state. What comes before the first forward sets the gradients to zero.
 static void draw_phases(FILE *svg, const MemoryHistory *history, Scale scale) {
     OpCount forward = clock_mark("step/forward"), backward = clock_mark("step/backward");
     double steps = (double)history->steps;

@@ -1,4 +1,4 @@
-// memory_picture.h: device memory by kind over a few training steps, as an SVG and as letters in the terminal.
+// memory_picture.h: device memory by kind over a few training steps, as an SVG, and in letters.
 #ifndef MEMORY_PICTURE_H
 #define MEMORY_PICTURE_H
 
@@ -21,8 +21,8 @@ typedef struct MemoryHistory {
     double *time;          // (steps + 1) when, on the model clock
 } MemoryHistory;
 
-// Listens to the account from now until memory_history_step was called steps + 1 times: when each step begins,
-// the first of them after a clock_reset, and when the last one has ended.
+// Listens to the account from now until memory_history_step was called steps + 1 times: when each step
+// begins, the first of them right after a clock_reset, and when the last one has ended.
 void memory_history_start(MemoryHistory *history, int64_t steps);
 void memory_history_step(MemoryHistory *history);
 void memory_history_free(MemoryHistory *history);
@@ -31,8 +31,8 @@ void memory_history_free(MemoryHistory *history);
 int64_t memory_history_peak(const MemoryHistory *history, int64_t step, int kind);
 
 // Stacked areas over the model clock, with each step's phases from the clock's marks (step/forward,
-// step/backward, step/optimizer), and the device's capacity where it is near. Text and lines follow the reader's
-// light or dark theme. Fatal, naming --svg, when the file cannot be written.
+// step/backward, step/optimizer), and the device's capacity where it is near. Text and lines follow the
+// reader's light or dark theme. Fatal, naming --svg, when the file cannot be written.
 void memory_history_svg(const MemoryHistory *history, const char *file, const char *title,
                         const Machine *machine);
 // The same in letters: p parameters, g gradients, O optimizer, a activations, c communication.

@@ -86,7 +86,7 @@ void report_number(const char *group, const char *name, double value, const char
     cJSON *number = cJSON_CreateObject();
     put_number(number, "value", value);
     cJSON_AddStringToObject(number, "unit", unit);
-    cJSON_DeleteItemFromObjectCaseSensitive(numbers, name);  // the last word counts
+    cJSON_DeleteItemFromObjectCaseSensitive(numbers, name);  // a later figure takes its place
     cJSON_AddItemToObject(numbers, name, number);
 }
 
@@ -157,6 +157,7 @@ void record_free(Record *record) {
 
 // ---- differences ----
 
+// Sums run over elements in order, in double: a record's own numbers are exact images of 64 bits or fewer.
 static double norm(const double *x, int64_t count) {
     double sum = 0;
     for (int64_t i = 0; i < count; i++) sum += x[i] * x[i];
@@ -219,6 +220,7 @@ static Quantity record_quantity(const Record *r, int which) {
     }
 }
 
+// What "noise" is measured by.
 static double largest_norm(const Quantity *q) {
     double largest = 0;
     for (int i = 0; i < q->tensors; i++)
@@ -280,7 +282,7 @@ static bool compare_quantity(const Record *run, const Record *baseline, int whic
         bool noise = norm(y.values[i], y.count[i]) <= least;
         bool holds = d.relative <= bound && (noise || fabs(d.scale - 1) <= bound / 2);
         if (proof == PROOF_EXACT) holds = bits == 0;
-        // The row shows one tensor: the first that fails before all that hold, else the larger error.
+        // The row shows one tensor: one that fails rather than one that holds, then the larger error.
         if (all == holds ? worse(d.relative, worst.relative) : all) worst = d;
         all = all && holds;
         differing += bits;
@@ -326,6 +328,7 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
 double report_bound(const Record *baseline, const Record *reference) {
     const double f64_bound = 1e-10, k = 4;
     if (!reference) return f64_bound;
+    // Two runs in this dtype may be off from each other by twice the error of one; k = 4 leaves as much again.
     double worst = 0;
     for (int which = 0; which < QUANTITIES; which++) {
         Quantity x = record_quantity(baseline, which), y = record_quantity(reference, which);

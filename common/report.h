@@ -49,9 +49,9 @@ Difference difference(const char *what, const double *x, const double *y, int64_
 // Compares losses, gradient norms, first-step gradients (per parameter, by name) and final parameters;
 // prints one row for each with the worst tensor, and returns whether all are within the bound: 0 bits for
 // EXACT, `bound` relative otherwise; NaN never passes. The scale must be within half of the bound of 1: two
-// runs that each are within a quarter of it of the truth differ by no more, while a wrong factor cannot hide
-// in it. A tensor whose baseline is below noise (a millionth of the largest one) is measured against that
-// floor, and not skipped.
+// runs that each are within a quarter of it of the truth differ by no more, while a wrong factor cannot
+// hide in it. A tensor whose baseline is below noise (a millionth of the largest one) is measured against
+// that floor, and not skipped.
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, double bound);
 // The bound of a dtype: f64 1e-10; for the others k = 4 times the error of the baseline against
 // `reference`, the same run in f64 (per quantity the largest), so that the dtype itself sets the bar.
