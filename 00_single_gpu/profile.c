@@ -1,8 +1,9 @@
 // profile.c: where a step's time and memory go.
 // Playbook: "Profiling the memory usage", "A1: Distributed Training Profiling".
 //
-// Against train.c nothing changes: this watches a few steps of it. Every operation is timed on the wall clock
-// and on the model clock (clock.h); every allocation and release is noted, with its kind and its moment.
+// Against train.c nothing changes: this watches a few steps of it. Every operation is timed on the wall
+// clock and on the model clock (clock.h); every allocation and release is noted, with its kind and its
+// moment.
 //
 //     bytes |     step 1             step 2
 //           |       /\                 /\          activations rise with forward and fall with backward
@@ -132,7 +133,8 @@ static void check_step(const MemoryHistory *history, int64_t step, double optimi
     }
 }
 
-// Each product of forward has two in backward, the gradients of both its factors; recomputation adds its own.
+// Each product of forward has two in backward, the gradients of both its factors; recomputation adds its
+// own.
 static void check_flops(const Config *config) {
     double again =
         recompute_extra_flops(config, config->micro_batch * config->grad_acc) * (double)config->steps;

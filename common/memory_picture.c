@@ -1,6 +1,6 @@
 // memory_picture.c: see memory_picture.h. A history is the account after each allocation and release, some
-// thousand moments; a picture has some hundred columns. Time is the model clock's, so that the same run gives
-// the same picture on every machine, to the last byte.
+// thousand moments; a picture has some hundred columns. Time is the model clock's, so that the same run
+// gives the same picture on every machine, to the last byte.
 #include "memory_picture.h"
 
 #include <errno.h>

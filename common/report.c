@@ -328,7 +328,8 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
 double report_bound(const Record *baseline, const Record *reference) {
     const double f64_bound = 1e-10, k = 4;
     if (!reference) return f64_bound;
-    // Two runs in this dtype may be off from each other by twice the error of one; k = 4 leaves as much again.
+    // Two runs in this dtype may be off from each other by twice the error of one; k = 4 leaves as much
+    // again.
     double worst = 0;
     for (int which = 0; which < QUANTITIES; which++) {
         Quantity x = record_quantity(baseline, which), y = record_quantity(reference, which);
