@@ -18,6 +18,9 @@ typedef struct Preset {
 // Shapes as in each model's published config.json; seq is the context of its pre-training.
 static const Preset presets[] = {
     {"default", "layers=4 hidden=128 heads=4 kv-heads=2 ffn=352 vocab=256 seq=128 tied=0", 1e4, 1e-5},
+    // The playbook's widget has a "Llama 3 tiny" whose shape no text gives: this is 8B at a sixteenth of its width.
+    {"llama-3-tiny", "layers=4 hidden=256 heads=8 kv-heads=2 ffn=896 vocab=128256 seq=512 tied=0", 5e5,
+     1e-5},
     {"smollm-135m", "layers=30 hidden=576 heads=9 kv-heads=3 ffn=1536 vocab=49152 seq=2048 tied=1", 1e4,
      1e-5},
     {"smollm-360m", "layers=32 hidden=960 heads=15 kv-heads=5 ffn=2560 vocab=49152 seq=2048 tied=1", 1e4,
