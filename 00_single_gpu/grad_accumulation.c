@@ -19,11 +19,13 @@
 
 // ---- the technique ----
 
-double mean_loss_scale(const int32_t *targets, int64_t count) {
+int64_t count_labels(const int32_t *targets, int64_t count) {
     int64_t labels = 0;
     for (int64_t i = 0; i < count; i++) labels += targets[i] != IGNORED_LABEL;
-    return labels ? 1.0 / (double)labels : 0;
+    return labels;
 }
+
+double mean_loss_scale(double labels) { return labels > 0 ? 1 / labels : 0; }
 
 double accumulate_gradients(Model *model, const Batch *batch, int64_t grad_acc, const double *loss_scale,
                             int64_t *kept_bytes) {
@@ -33,6 +35,7 @@ double accumulate_gradients(Model *model, const Batch *batch, int64_t grad_acc, 
     for (int64_t i = 0; i < grad_acc; i++) {
         MicroBatch micro = micro_batch_new(model, i, micro_batch, batch->tokens + i * part,
                                            batch->targets + i * part, loss_scale[i]);
+        micro.last = i + 1 == grad_acc;
         clock_push("forward");
         model_forward(model, &micro);
         clock_pop();
@@ -42,6 +45,7 @@ double accumulate_gradients(Model *model, const Batch *batch, int64_t grad_acc, 
         loss += micro.loss;
         clock_push("backward");
         model_backward(model, &micro);  // adds to the gradients
+        model->sockets.gradients.finish(model->sockets.gradients.context, model, &micro);
         clock_pop();
         micro_batch_free(model, &micro);
     }
@@ -78,8 +82,9 @@ static Difference mean_of_means(const Config *whole) {
     double *scale = host_alloc(parts * sizeof *scale), *grad[2];
     for (int wrong = 0; wrong < 2; wrong++) {
         for (int64_t i = 0; i < parts; i++)
-            scale[i] = wrong ? mean_loss_scale(batch.targets + i * part, part) / (double)parts
-                             : mean_loss_scale(batch.targets, batch.count);
+            scale[i] = wrong ? mean_loss_scale((double)count_labels(batch.targets + i * part, part)) /
+                                   (double)parts
+                             : mean_loss_scale((double)count_labels(batch.targets, batch.count));
         accumulate_gradients(trainer->model, &batch, parts, scale, NULL);
         grad[wrong] = host_alloc(count * sizeof(double));
         tensor_to_doubles(grad[wrong], param_grad(&trainer->model->params, trainer->model->head));

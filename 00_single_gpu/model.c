@@ -24,6 +24,10 @@ static void add_to_accumulators(void *context, Model *model, int unit, MicroBatc
     params_accumulate(&model->params, unit);
 }
 
+static void nothing_to_finish(void *context, Model *model, MicroBatch *micro) {
+    (void)context, (void)model, (void)micro;
+}
+
 static Tensor identity(void *context, Tensor x) {
     (void)context;
     return tensor_share(x);
@@ -137,7 +141,7 @@ static void keep_everything(void *context, Model *model, MicroBatch *micro, int 
 Sockets sockets_single_device(void) {
     return (Sockets){
         .parameters = {NULL, no_unit_change, no_unit_change},
-        .gradients = {NULL, add_to_accumulators},
+        .gradients = {NULL, add_to_accumulators, nothing_to_finish},
         .region = {NULL, identity, identity, identity, identity},
         .vocabulary = {NULL, lookup, lookup_backward, loss, loss_backward},
         .attention = {NULL, attention_forward, attention_backward, attention_drop, attention_again},

@@ -62,12 +62,16 @@ void train_step(Trainer *t, Record *record) {
     Params *params = &t->model->params;
     fatal_context("step %lld", (long long)t->progress.step + 1);
 
-    Batch batch = batch_new(t, t->progress.sample);
+    Group dp = t->model->mesh.dp;
+    int64_t own_samples = c->micro_batch * c->grad_acc;
+    Batch batch = batch_new(t, t->progress.sample + dp.rank * own_samples);
+    // The loss is the mean over the labels of all ranks, so their number comes first; gradients then simply add up.
+    double labels = comm_sum((double)count_labels(batch.targets, batch.count), dp);
     double *loss_scale = host_alloc(c->grad_acc * sizeof *loss_scale);
-    for (int64_t i = 0; i < c->grad_acc; i++) loss_scale[i] = mean_loss_scale(batch.targets, batch.count);
-    t->loss = accumulate_gradients(t->model, &batch, c->grad_acc, loss_scale, &t->kept_bytes);
+    for (int64_t i = 0; i < c->grad_acc; i++) loss_scale[i] = mean_loss_scale(labels);
+    t->loss = comm_sum(accumulate_gradients(t->model, &batch, c->grad_acc, loss_scale, &t->kept_bytes), dp);
     free(loss_scale);
-    t->progress.sample += batch.samples;
+    t->progress.sample += own_samples * dp.size;
     batch_free(&batch);
 
     clock_push("optimizer");

@@ -45,6 +45,7 @@ enum {
     CONFIG_FILES = 16,     // --init --save --save-every --resume
     CONFIG_REPORT = 32,    // --json --trace --machine
     CONFIG_CHECK = 64,     // --no-check
+    CONFIG_RANKS = 128,    // --ranks --timeout --gpus-per-node --compute-efficiency --network-efficiency
 };
 
 // Parses the command line: the shared options of `groups`, and the program's own. Applies --model first,

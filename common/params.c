@@ -62,11 +62,18 @@ static void draw(Tensor value, const Param *param, uint64_t seed) {
 
 void params_allocate(Params *params, DType dtype, uint64_t seed, bool f32_accumulation) {
     params->dtype = dtype;
+    int64_t all = params_elements(params), first = 0;
+    params->values = tensor_new(MEMORY_PARAMETER, dtype, SHAPE(all));
+    params->grads = tensor_new(MEMORY_GRADIENT, dtype, SHAPE(all));
+    if (f32_accumulation) params->accumulated = tensor_new(MEMORY_GRADIENT, F32, SHAPE(all));
     for (int i = 0; i < params->units; i++) {
         Unit *unit = &params->unit[i];
-        unit->values = tensor_new(MEMORY_PARAMETER, dtype, SHAPE(unit->count));
-        unit->grads = tensor_new(MEMORY_GRADIENT, dtype, SHAPE(unit->count));
-        if (f32_accumulation) unit->accumulated = tensor_new(MEMORY_GRADIENT, F32, SHAPE(unit->count));
+        unit->first = first;
+        unit->values = tensor_view(params->values, first, SHAPE(unit->count));
+        unit->grads = tensor_view(params->grads, first, SHAPE(unit->count));
+        if (f32_accumulation)
+            unit->accumulated = tensor_view(params->accumulated, first, SHAPE(unit->count));
+        first += unit->count;
     }
     params_zero_grads(params);
     for (int i = 0; i < params->count; i++)
@@ -74,11 +81,9 @@ void params_allocate(Params *params, DType dtype, uint64_t seed, bool f32_accumu
 }
 
 void params_free(Params *params) {
-    for (int i = 0; i < params->units; i++) {
-        tensor_free(&params->unit[i].values);
-        tensor_free(&params->unit[i].grads);
-        tensor_free(&params->unit[i].accumulated);
-    }
+    tensor_free(&params->values);
+    tensor_free(&params->grads);
+    tensor_free(&params->accumulated);
     free(params->param);
     free(params->unit);
     *params = (Params){0};
@@ -104,6 +109,14 @@ Tensor param_grad(const Params *params, const Param *param) {
 
 Tensor unit_total_grad(const Unit *unit) {
     return tensor_exists(unit->accumulated) ? unit->accumulated : unit->grads;
+}
+
+Tensor param_total_grad(const Params *params, const Param *param) {
+    return view_of(unit_total_grad(&params->unit[param->unit]), param);
+}
+
+Tensor params_total_grad(const Params *params) {
+    return tensor_exists(params->accumulated) ? params->accumulated : params->grads;
 }
 
 int64_t params_elements(const Params *params) {
@@ -135,8 +148,7 @@ double params_grad_norm(const Params *params) {
 const Param *params_first_bad_grad(const Params *params) {
     for (int i = 0; i < params->count; i++) {
         const Param *param = &params->param[i];
-        if (!isfinite(op_sum_squares(view_of(unit_total_grad(&params->unit[param->unit]), param))))
-            return param;
+        if (!isfinite(op_sum_squares(param_total_grad(params, param)))) return param;
     }
     return NULL;
 }

@@ -33,8 +33,8 @@ typedef struct Param {
 typedef struct Unit {
     char name[32];  // "embedding" "block 3" "head"
     int first_param, params;
-    int64_t count;         // elements
-    Tensor values, grads;  // flat, (count); grads in the values' dtype
+    int64_t first, count;  // elements within the whole model's flat tensors
+    Tensor values, grads;  // flat views of those, (count); grads in the values' dtype
     Tensor accumulated;    // (count) f32: gradients summed over micro-batches; {0} where grads itself
                            // accumulates
 } Unit;
@@ -45,6 +45,8 @@ typedef struct Params {
     Unit *unit;
     int units;
     DType dtype;
+    // Where all units stand one after another: consecutive units are one contiguous range.
+    Tensor values, grads, accumulated;
 } Params;
 
 // Building: units in order, each followed by its weights. full1 = 0 makes a vector. tp is the group that
@@ -63,6 +65,8 @@ Tensor param_value(const Params *params, const Param *param);
 Tensor param_grad(const Params *params, const Param *param);
 // The unit's gradient summed over micro-batches so far: accumulated where it exists, else grads.
 Tensor unit_total_grad(const Unit *unit);
+Tensor param_total_grad(const Params *params, const Param *param);  // of one parameter
+Tensor params_total_grad(const Params *params);                     // of all units, flat
 
 int64_t params_elements(const Params *params);  // all that this rank stores
 // Before the first micro-batch of a step: every gradient is zero.

@@ -9,6 +9,7 @@
 #include "base.h"
 #include "checkpoint.h"
 #include "clock.h"
+#include "comm.h"
 #include "config.h"
 #include "data.h"
 #include "mesh.h"
@@ -61,6 +62,7 @@ typedef struct HeadKept {
 // in flight.
 typedef struct MicroBatch {
     int64_t index;  // which one of the step, from 0
+    bool last;      // no other of this step comes after it
     int64_t b, s;
     Tensor tokens, targets, positions;  // (n) i32
     double loss_scale;                  // 1 / valid labels of the whole global batch
@@ -82,10 +84,11 @@ typedef struct Sockets {
         void (*acquire)(void *context, Model *model, int unit, Pass pass);
         void (*release)(void *context, Model *model, int unit, Pass pass);
     } parameters;
-    // gradients: the unit's gradient of this micro-batch is final
+    // gradients: the unit's gradient of this micro-batch is final; and this micro-batch's backward has ended
     struct {
         void *context;
         void (*ready)(void *context, Model *model, int unit, MicroBatch *micro);
+        void (*finish)(void *context, Model *model, MicroBatch *micro);
     } gradients;
     // region: into and out of the part of a block that tensor parallelism shards. Returns a tensor of the
     // caller's own.
@@ -223,7 +226,7 @@ double train_bound(const Config *config, bool masked, const Record *baseline);
 // FLOP/s of op_matmul on size x size matrices, best of five: the yardstick for this machine.
 double matmul_rate(DType dtype, int64_t size);
 
-// One step's samples on the host: micro_batch x grad_acc of them from global index first_sample on.
+// One step's samples of this rank on the host: micro_batch x grad_acc of them from global index first_sample on.
 typedef struct Batch {
     int64_t samples, count;     // count = samples * s
     int32_t *tokens, *targets;  // (samples, s)
@@ -235,8 +238,10 @@ void batch_free(Batch *batch);
 // 00_single_gpu/grad_accumulation.c: gradient accumulation
 // ==========================================================================================================
 
-// 1 / labels that are not ignored; 0 if there are none.
-double mean_loss_scale(const int32_t *targets, int64_t count);
+// How many targets are labels, that is not ignored.
+int64_t count_labels(const int32_t *targets, int64_t count);
+// What makes a sum of token losses a mean: 1 / labels; 0 if there are none.
+double mean_loss_scale(double labels);
 // Zeroes the gradients, then runs the batch in grad_acc micro-batches of equal size whose gradients add up.
 // Returns the sum of the micro-batches' losses; loss_scale[i] multiplies the summed token losses of
 // micro-batch i. *kept_bytes (may be NULL) is raised to the activation bytes held between forward and
@@ -298,5 +303,48 @@ typedef struct RecomputeCost {
     double full_flops;                 // extra FLOPs of repeating every block's forward
 } RecomputeCost;
 RecomputeCost recompute_cost(const Config *gpt);
+
+// ==========================================================================================================
+// 01_data_parallel: the gradients socket, four times
+// ==========================================================================================================
+
+// Data parallelism: every rank of mesh.dp holds the model and takes its own samples; gradients are summed over dp.
+// The loss is already divided by the labels of all ranks, so the sum is the gradient of the global batch.
+typedef struct Ddp {
+    int64_t
+        bucket_bytes;   // ddp_bucketed, ddp_no_sync: gradients that are sent at once; a unit is never cut
+    Request **pending;  // started and not yet waited for
+    int count;
+    int next_unit;  // ddp_bucketed: the units from here on are sent
+} Ddp;
+
+// Each fills model->sockets.gradients, with *ddp as its context; *ddp outlives the model's use.
+void ddp_naive_plug(Model *model, Ddp *ddp);     // after the last backward, one parameter after another
+void ddp_overlap_plug(Model *model, Ddp *ddp);   // each parameter as soon as its unit's gradient is final
+void ddp_bucketed_plug(Model *model, Ddp *ddp);  // units together, until bucket_bytes are full
+void ddp_no_sync_plug(Model *model, Ddp *ddp);   // the same, after the last micro-batch alone
+// The socket's functions of ddp_bucketed, for who wraps them.
+void ddp_bucketed_ready(void *context, Model *model, int unit, MicroBatch *micro);
+void ddp_bucketed_finish(void *context, Model *model, MicroBatch *micro);
+// Number of buckets, and for each the first of its units (from the last unit of the model to the first one).
+int ddp_bucket_starts(const Params *params, int64_t bucket_bytes, int *first_unit);
+
+// 01_data_parallel/ddp.c: the proof that the four share. Trains with the plug on all ranks and without it on one device,
+// and compares. `all_reduces` says how many a step makes. Returns the exit status.
+typedef struct DdpProgram {
+    const char *purpose, *claim;
+    void (*plug)(Model *model, Ddp *ddp);
+    int64_t (*syncs)(const Config *config);  // how often a step makes the ranks' gradients equal
+    int64_t (*all_reduces)(const Model *model, const Ddp *ddp);  // and with how many calls each time
+    void (*more)(Mesh mesh);                                     // what else the program shows; may be NULL
+} DdpProgram;
+int ddp_prove(int argc, char **argv, const DdpProgram *program);
+// One step of this plug, dry, on the model clock: its time and how much of it is exposed communication.
+typedef struct DdpCost {
+    double step_seconds, exposed_seconds;
+    int64_t all_reduces, bytes;  // this rank's, of gradients
+} DdpCost;
+DdpCost ddp_cost(const Config *config, Mesh mesh, void (*plug)(Model *model, Ddp *ddp),
+                 int64_t bucket_bytes);
 
 #endif

@@ -257,7 +257,7 @@ static void held_out_loss_is_the_mean_over_labels(void **state) {
         int32_t tokens[11], targets[11];
         data_sample(&t->data, c.seed, i, true, c.seq, tokens, targets);
         data_mask_prompt(c.seed, i, c.seq, targets);
-        double scale = mean_loss_scale(targets, c.seq);
+        double scale = mean_loss_scale((double)count_labels(targets, c.seq));
         MicroBatch micro = micro_batch_new(t->model, 0, 1, tokens, targets, 1);
         model_forward(t->model, &micro);
         sum += micro.loss;

@@ -42,7 +42,7 @@ static MicroBatch some_batch(const Model *m, int64_t index) {
         if (i % 5 == 2) targets[i] = IGNORED_LABEL;
     }
     MicroBatch micro =
-        micro_batch_new(m, index, c->micro_batch, tokens, targets, mean_loss_scale(targets, n));
+        micro_batch_new(m, index, c->micro_batch, tokens, targets, mean_loss_scale((double)count_labels(targets, n)));
     free(tokens);
     free(targets);
     return micro;

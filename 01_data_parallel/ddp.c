@@ -1,0 +1,109 @@
+// ddp.c: what the four data-parallel programs share: the proof, and a step's cost on the model clock.
+// Playbook: "Data Parallelism".
+//
+// Each program trains on all ranks, each rank a part of the batch, and on one device with the whole batch (rank by rank,
+// each on its own), and compares losses, raw gradients and parameters: sums in another order, so class reassociated.
+// Twice: every token a label, and with ignored labels, where ranks have unequal counts.
+//
+// Counted against the closed form: all-reduces per step, and bytes: the n ranks together send 2 (n - 1) K for each
+// all-reduce of gradients of K bytes, whether n divides them or not. This file has no main.
+#include <stdlib.h>
+
+#include "playbook.h"
+
+static Record train_on(const Config *config, Mesh mesh, const DdpProgram *program, Ddp *ddp, bool masked,
+                       const char *title) {
+    Trainer *t = trainer_new(config, mesh);
+    t->masked = masked;
+    if (program) program->plug(t->model, ddp);
+    Record record = train_record(t, title);
+    if (program) {
+        double n = mesh.dp.size, gradients = (double)tensor_bytes(params_total_grad(&t->model->params));
+        double syncs = (double)(program->syncs(&t->model->config) * config->steps);
+        CommCount sent = comm_count("all_reduce");
+        report_equal("all-reduces of gradients",
+                     (double)(program->all_reduces(t->model, ddp) * program->syncs(&t->model->config) *
+                              config->steps),
+                     (double)sent.calls, "");
+        report_equal("bytes sent by all ranks", 2 * (n - 1) * gradients * syncs,
+                     comm_sum((double)sent.bytes, mesh.dp), "B");
+        free(ddp->pending);
+        ddp->pending = NULL;
+    }
+    trainer_free(t);
+    return record;
+}
+
+static void prove(const Config *config, Mesh mesh, const DdpProgram *program, Ddp *ddp, bool masked) {
+    say("\n%s\n", masked ? "With ignored labels, so that ranks have unequal counts of them:"
+                         : "Every token is a label:");
+    Config whole = *config;
+    whole.grad_acc *= mesh.dp.size;
+    Record baseline = train_on(&whole, mesh_single(), NULL, NULL, masked, "one device");
+    double bound = train_bound(&whole, masked, &baseline);
+    char *title = format_text("%d ranks", mesh.dp.size);
+    Record record = train_on(config, mesh, program, ddp, masked, title);
+    report_compare(&record, &baseline, PROOF_REASSOCIATED, bound);
+    record_free(&baseline);
+    record_free(&record);
+    free(title);
+}
+
+DdpCost ddp_cost(const Config *config, Mesh mesh, void (*plug)(Model *model, Ddp *ddp),
+                 int64_t bucket_bytes) {
+    Trainer *t = trainer_new(config, mesh);
+    Ddp ddp = {.bucket_bytes = bucket_bytes};
+    plug(t->model, &ddp);
+    train_step(t, NULL);  // the first step also allocates
+    clock_reset();
+    double start = clock_model_now();
+    train_step(t, NULL);
+    CommCount sent = comm_count("all_reduce");
+    DdpCost cost = {.step_seconds = clock_model_now() - start,
+                    .exposed_seconds = sent.exposed_seconds,
+                    .all_reduces = sent.calls,
+                    .bytes = sent.bytes};
+    free(ddp.pending);
+    trainer_free(t);
+    return cost;
+}
+
+int ddp_prove(int argc, char **argv, const DdpProgram *program) {
+    base_start(argc, argv);
+    comm_start(argc, argv, 4);
+    double bucket_mb;
+    bool dry_run;
+    Option own[] = {
+        {"bucket-mb", OPTION_REAL, &bucket_mb, "0.1", 1e-6, 1e6, "MB",
+         "gradients sent at once; the field's default is 25", false},
+        {"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "",
+         "count and clock every operation and message, compute none: any size on any machine", false},
+    };
+    Config config =
+        config_parse(argc, argv, program->purpose,
+                     CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_RANKS,
+                     "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+                     "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
+                     own, sizeof own / sizeof *own);
+    MeshShape shape = {comm_ranks(), 1, 1, 1, 1};
+    Mesh mesh = mesh_new(shape);
+    report_json(config.json);
+    if (config.trace) clock_trace_start();
+    mesh_print(&mesh, shape);
+    config_print(&config);
+    Ddp ddp = {.bucket_bytes = (int64_t)(1e6 * bucket_mb)};
+    if (dry_run) {
+        device_dry_run(true);
+        DdpCost cost = ddp_cost(&config, mesh, program->plug, ddp.bucket_bytes);
+        say("a step takes %.3f ms on %s, of which %.3f ms wait for gradients; %lld all-reduces, %s sent by "
+            "rank 0\n",
+            1e3 * cost.step_seconds, config.machine, 1e3 * cost.exposed_seconds,
+            (long long)cost.all_reduces, bytes_text((double)cost.bytes));
+    } else {
+        prove(&config, mesh, program, &ddp, false);
+        prove(&config, mesh, program, &ddp, true);
+        if (program->more) program->more(mesh);
+    }
+    if (config.trace) clock_trace_write(config.trace);
+    return comm_finish(report_verdict("%s", dry_run ? "counted" : program->claim));
+}
