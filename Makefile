@@ -18,14 +18,20 @@ BLAS_LIBDIR ?= /usr/lib/$(MULTIARCH)/openblas-openmp
 BLAS_CFLAGS ?= -I/usr/include/$(MULTIARCH)/openblas-openmp
 BLAS_LIBS   ?= -L$(BLAS_LIBDIR) -Wl,-rpath,$(BLAS_LIBDIR) -lopenblas
 
+# Open MPI; mpicc knows where it is, on the systems where pkg-config does not.
+MPI_CFLAGS ?= $(shell mpicc --showme:compile 2>/dev/null || pkg-config --cflags ompi-c 2>/dev/null)
+MPI_LIBS   ?= $(shell mpicc --showme:link 2>/dev/null || pkg-config --libs ompi-c 2>/dev/null)
+MPI_CFLAGS := $(MPI_CFLAGS)
+MPI_LIBS   := $(MPI_LIBS)
+
 WARNINGS := -Wall -Wextra -Wmissing-prototypes
 ifneq ($(findstring clang,$(CC)),)
 # An `omp simd` loop that clang leaves scalar is slower, not wrong.
 WARNINGS += -Wno-pass-failed
 endif
-CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) -march=native -fopenmp $(WARNINGS) -g -Icommon $(BLAS_CFLAGS)
+CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) -march=native -fopenmp $(WARNINGS) -g -Icommon $(BLAS_CFLAGS) $(MPI_CFLAGS)
 LDFLAGS  := -fopenmp
-LDLIBS   := -lcjson $(BLAS_LIBS) -lm
+LDLIBS   := -lcjson $(BLAS_LIBS) $(MPI_LIBS) -lm
 ifneq ($(SANITIZE),)
 CFLAGS  += -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer
 LDFLAGS += -fsanitize=$(SANITIZE)

@@ -26,6 +26,25 @@ static void close_line(void) {
     line_is_open = false;
 }
 
+// ---- ranks ----
+
+static int rank, ranks = 1;
+static void (*end_all)(const char *sentence, int status);
+
+void base_set_rank(int mine, int all, void (*end)(const char *sentence, int status)) {
+    rank = mine;
+    ranks = all;
+    end_all = end;
+}
+
+// What Open MPI's mpirun, or srun with PMIx or PMI, tells the processes that it starts; 0 without them.
+static int launched_rank(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (getenv(names[i])) return atoi(getenv(names[i]));
+    return 0;
+}
+
 // ---- errors ----
 
 static char context[64];
@@ -40,15 +59,24 @@ void fatal_context(const char *format, ...) {
 }
 
 void fatal(const char *format, ...) {
+    static char sentence[4096];
+    char who[32] = "";
+    if (ranks > 1) snprintf(who, sizeof who, "rank %d: ", rank);
+    int length = snprintf(sentence, sizeof sentence, "%s: %s%s%s", base_program(), who, context,
+                          context[0] ? ": " : "");
     va_list arguments;
     va_start(arguments, format);
+    length += vsnprintf(sentence + length, sizeof sentence - (size_t)length - 1, format, arguments);
+    va_end(arguments);
+    if (length > (int)sizeof sentence - 2) length = (int)sizeof sentence - 2;
+    strcpy(sentence + length, "\n");
     close_line();
     fflush(stdout);
-    fprintf(stderr, "%s: %s%s", base_program(), context, context[0] ? ": " : "");
-    vfprintf(stderr, format, arguments);
-    fputc('\n', stderr);
+    if (end_all) end_all(sentence, STATUS_USAGE);
+    // Ranks that fail alike before they know each other: rank 0 speaks, and its end is the others' end.
+    if (rank > 0) usleep(300000);
+    fputs(sentence, stderr);
     fflush(NULL);
-    va_end(arguments);
     // No atexit handlers: other threads may be at work, and what they hold is not ours to take apart.
     _exit(STATUS_USAGE);
 }
@@ -126,6 +154,7 @@ static void restart_on_best_kernel(char **argv) {
 void base_start(int argc, char **argv) {
     CHECK(argc > 0, "started without a program name");
     restart_on_best_kernel(argv);
+    rank = launched_rank();
     // Buffers of many megabytes come and go every step. By default each would be mapped, zeroed page by
     // page by the kernel, and unmapped again; kept on the heap, the pages are touched once.
     mallopt(M_MMAP_MAX, 0);
@@ -137,7 +166,7 @@ const char *base_blas_name(void) {
     static char name[128];
     char version[32] = "?";
     sscanf(openblas_get_config(), "OpenBLAS %31s", version);
-    if (!*name && kernel_is_below(best_kernel())) {
+    if (!*name && rank == 0 && kernel_is_below(best_kernel())) {
         if (getenv(PIN) && !getenv(RESTARTED))
             fprintf(stderr,
                     "%s: warning: " PIN
@@ -167,7 +196,7 @@ double wall_seconds(void) {
 static const struct {
     const char *names, *where;
 } book_flags[] = {
-    {" ranks dp ", "it belongs to chapter 01, data parallelism"},
+    {" ranks timeout gpus-per-node compute-efficiency network-efficiency dp ", "it belongs to chapter 01, data parallelism"},
     {" zero ", "it belongs to chapter 02, ZeRO"},
     {" tp sp ", "it belongs to chapter 03, tensor and sequence parallelism"},
     {" cp ", "it belongs to chapter 04, context parallelism"},
@@ -368,7 +397,7 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
     }
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
-            print_help(purpose, table, count);
+            if (rank == 0) print_help(purpose, table, count);
             exit(STATUS_PASS);
         }
         CHECK(strncmp(argv[i], "--", 2) == 0,
@@ -404,6 +433,7 @@ bool option_given(const Option *table, int count, const char *name) {
 // ---- printing ----
 
 void say(const char *format, ...) {
+    if (rank > 0) return;
     va_list arguments;
     va_start(arguments, format);
     close_line();
@@ -424,6 +454,7 @@ static void time_left_text(double seconds, char *text, size_t size) {
 void progress(int64_t done, int64_t total, const char *text) {
     static double began;
     static int64_t first, before;
+    if (rank > 0) return;
     if (done <= before || before == 0) began = wall_seconds(), first = done;
     before = done;
     if (!isatty(STDOUT_FILENO)) {

@@ -11,12 +11,17 @@
 // Rates are per GPU, dense (datasheets print twice these for 2:4 sparsity), in FLOP/s and bytes/s. The
 // operations count the FLOPs of matrix multiplies, so f64 is the rate of the FP64 tensor cores. Capacity is
 // the datasheet's, in units of 10^9 bytes.
+//
+// NVLink is half of the datasheet's figure, which adds both ways (A100 600, H100 and H200 900 GB/s); the network is
+// one port for each GPU (DGX A100: 200 Gb/s HDR; DGX H100 and H200: 400 Gb/s NDR). Latencies are assumptions, not
+// measurements of ours: the per-step constants by which NCCL itself chooses algorithms (hwLat in src/graph/tuning.cc,
+// ring, protocol Simple: NVLink 3.4 us, network 9.6 us in version 2.9, later 14 us, of which we take the former).
 static const Machine machines[] = {
-    {"dgx-a100", "NVIDIA A100 SXM4 80 GB", 312e12, 19.5e12, 19.5e12, 2.039e12, 80e9,
+    {"dgx-a100", "NVIDIA A100 SXM4 80 GB", 312e12, 19.5e12, 19.5e12, 2.039e12, 80e9, 8, 300e9, 25e9, 3.4e-6, 9.6e-6,
      "NVIDIA A100 Tensor Core GPU datasheet, A100 80GB SXM"},
-    {"dgx-h100", "NVIDIA H100 SXM5 80 GB", 989e12, 67e12, 67e12, 3.35e12, 80e9,
+    {"dgx-h100", "NVIDIA H100 SXM5 80 GB", 989e12, 67e12, 67e12, 3.35e12, 80e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6,
      "NVIDIA H100 Tensor Core GPU datasheet, H100 SXM (bf16: half of 1,979 with sparsity)"},
-    {"h200", "NVIDIA H200 SXM 141 GB", 989e12, 67e12, 67e12, 4.8e12, 141e9,
+    {"h200", "NVIDIA H200 SXM 141 GB", 989e12, 67e12, 67e12, 4.8e12, 141e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6,
      "NVIDIA H200 Tensor Core GPU datasheet, H200 SXM (bf16: half of 1,979 with sparsity)"},
 };
 enum { MACHINES = sizeof machines / sizeof *machines };
@@ -51,7 +56,7 @@ double machine_peak_flops(const Machine *machine, DType dtype) {
 // ---- state ----
 
 typedef struct Event {  // one entry of the trace
-    enum { OPERATION, PUSH, POP } kind;
+    enum { OPERATION, PUSH, POP, COMMUNICATION } kind;
     const char *name;  // a literal for operations, a copy of its own for marks
     double wall, wall_end, model, model_end;
     double flops, bytes;
@@ -84,7 +89,10 @@ static struct {
     Event *events;
     int64_t events_count, events_room;
     double wall_origin, model_origin;  // of the trace
-} state;
+    int64_t resets;
+    int gpus_per_node;  // 0: the machine's
+    double compute_efficiency, network_efficiency;
+} state = {.compute_efficiency = 1, .network_efficiency = 1};
 
 static const Machine *model_machine(void) {
     if (!state.machine) state.machine = machine_find("dgx-h100");
@@ -100,7 +108,80 @@ static double model_time(DType dtype, double flops, double bytes) {
     const Machine *machine = model_machine();
     double compute = flops / machine_peak_flops(machine, dtype);
     double memory = bytes / machine->memory_bytes_per_second;
-    return compute > memory ? compute : memory;
+    return (compute > memory ? compute : memory) / state.compute_efficiency;
+}
+
+void clock_set_cluster(int gpus_per_node, double compute_efficiency, double network_efficiency) {
+    state.gpus_per_node = gpus_per_node;
+    state.compute_efficiency = compute_efficiency;
+    state.network_efficiency = network_efficiency;
+}
+
+int clock_node(int rank) {
+    return rank / (state.gpus_per_node ? state.gpus_per_node : model_machine()->gpus_per_node);
+}
+
+double clock_model_now(void) { return state.model_now; }
+
+double clock_model_wait(double until) {
+    double stood = until > state.model_now ? until - state.model_now : 0;
+    if (stood > 0) state.model_now = until;
+    return stood;
+}
+
+// What communication costs, from alpha, the latency of a step, and B, the bandwidth of a link; n members, m nodes.
+//
+// Rings: every step passes one piece to the next member. A collective on several nodes crosses the network in
+// m - 1 steps of each round of n - 1, and its ring is as wide as the narrower of a GPU's NVLink and the network ports
+// of all members on a node: B = min(NVLink, network x members per node).
+//     all_reduce                    2 (n - 1) alpha + 2 (n - 1) / n K / B
+//     reduce_scatter, all_gather      (n - 1) alpha +   (n - 1) / n K / B
+//     broadcast, reduce               (n - 1) alpha +               K / B
+//     barrier                       2 (n - 1) alpha
+// Direct messages: one to each of n - 1 peers; those within the node and those across run on links of their own.
+//     all_to_all, gather, scatter     (n - 1) alpha + max over both links of their part of (n - 1) / n K / B
+//     transfers                               alpha + max over both links and ways of bytes / B
+double clock_collective_seconds(const char *name, double bytes, int n, int per_node) {
+    if (n <= 1) return 0;
+    const Machine *machine = model_machine();
+    double node = machine->node_bytes_per_second * state.network_efficiency;
+    double network = machine->network_bytes_per_second * state.network_efficiency;
+    int nodes = (n + per_node - 1) / per_node;
+    if (!strcmp(name, "all_to_all") || !strcmp(name, "gather") || !strcmp(name, "scatter")) {
+        int inside = nodes > 1 ? per_node - 1 : n - 1, across = n - 1 - inside;
+        Traffic near = {inside, bytes / n * inside, 0}, far = {across, bytes / n * across, 0};
+        return clock_all_to_all_seconds(near, far);
+    }
+    if (nodes > 1 && network * per_node < node) node = network * per_node;
+    double round = (n - nodes) * machine->node_latency + (nodes - 1) * machine->network_latency;
+    if (!strcmp(name, "all_reduce")) return 2 * round + 2 * (n - 1) * (bytes / n / node);
+    if (!strcmp(name, "reduce_scatter") || !strcmp(name, "all_gather"))
+        return round + (n - 1) * (bytes / n / node);
+    if (!strcmp(name, "broadcast") || !strcmp(name, "reduce")) return round + bytes / node;
+    if (!strcmp(name, "barrier")) return 2 * round;
+    fatal("there is no cost of a collective %s", name);
+}
+
+// The two links run at once, and each both ways at once.
+static double busiest_link(Traffic node, Traffic network) {
+    const Machine *machine = model_machine();
+    double near = node.sent > node.received ? node.sent : node.received;
+    double far = network.sent > network.received ? network.sent : network.received;
+    near /= machine->node_bytes_per_second * state.network_efficiency;
+    far /= machine->network_bytes_per_second * state.network_efficiency;
+    return near > far ? near : far;
+}
+
+double clock_transfers_seconds(Traffic node, Traffic network) {
+    const Machine *machine = model_machine();
+    double latency = network.peers ? machine->network_latency : node.peers ? machine->node_latency : 0;
+    return latency + busiest_link(node, network);
+}
+
+double clock_all_to_all_seconds(Traffic node, Traffic network) {
+    const Machine *machine = model_machine();
+    return node.peers * machine->node_latency + network.peers * machine->network_latency +
+           busiest_link(node, network);
 }
 
 // ---- the trace's events ----
@@ -172,6 +253,17 @@ void clock_end(void) {
     state.name = NULL;
 }
 
+void clock_communication(const char *name, double wall, double wall_end, double model, double model_end,
+                         double bytes) {
+    if (!state.tracing) return;
+    Event *event = new_event(COMMUNICATION, name);
+    event->wall = wall;
+    event->wall_end = wall_end;
+    event->model = model;
+    event->model_end = model_end;
+    event->bytes = bytes;
+}
+
 OpCount clock_total(void) {
     state.total.name = "total";
     return state.total;
@@ -239,7 +331,10 @@ OpCount clock_mark(const char *path) {
     return (OpCount){.name = path};
 }
 
+int64_t clock_resets(void) { return state.resets; }
+
 void clock_reset(void) {
+    state.resets++;
     state.total = (OpCount){0};
     state.operations_count = 0;
     if (!state.depth)
@@ -275,6 +370,15 @@ static void write_string(FILE *out, const char *text) {
     putc('"', out);
 }
 
+// Communication has a row of its own, beside the operations that it runs along with.
+static void write_communication(FILE *out, int pid, const Event *event, double ts, double end) {
+    fprintf(out, ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":1,\"name\":\"thread_name\",\"args\":{\"name\":", pid);
+    write_string(out, "communication");
+    fprintf(out, "}},\n{\"ph\":\"X\",\"pid\":%d,\"tid\":1,\"ts\":%.6f,\"dur\":%.6f,\"name\":", pid, ts, end - ts);
+    write_string(out, event->name);
+    fprintf(out, ",\"args\":{\"bytes\":%.17g}}", event->bytes);
+}
+
 // One time line; times are in microseconds since the trace's start, as the format wants them.
 static void write_process(FILE *out, int pid, const char *title, bool model) {
     double origin = model ? state.model_origin : state.wall_origin;
@@ -288,6 +392,10 @@ static void write_process(FILE *out, int pid, const char *title, bool model) {
         const Event *event = &state.events[i];
         double ts = 1e6 * ((model ? event->model : event->wall) - origin);
         double end = 1e6 * ((model ? event->model_end : event->wall_end) - origin);
+        if (event->kind == COMMUNICATION) {
+            write_communication(out, pid, event, ts, end);
+            continue;
+        }
         last = event->kind == OPERATION ? end : ts;
         if (memcmp(memory, event->memory, sizeof memory)) {
             memcpy(memory, event->memory, sizeof memory);

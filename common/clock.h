@@ -20,6 +20,10 @@ typedef struct Machine {
     double f64_flops;
     double memory_bytes_per_second;
     double memory_bytes;  // capacity of one device
+    int gpus_per_node;
+    // Links of one GPU, each way: NVLink to the others of its node, and its share of the node's network.
+    double node_bytes_per_second, network_bytes_per_second;
+    double node_latency, network_latency;  // seconds per step
     const char *source;   // where the numbers are from
 } Machine;
 
@@ -32,6 +36,12 @@ double machine_peak_flops(const Machine *machine, DType dtype);
 
 // Selects the machine of the model clock (default "dgx-h100").
 void clock_set_machine(const Machine *machine);
+
+// The machines of a cluster, and how much of a peak is reached: each operation's time is divided by
+// compute_efficiency, each link's bandwidth multiplied by network_efficiency. 0 GPUs per node: as many as the
+// machine has.
+void clock_set_cluster(int gpus_per_node, double compute_efficiency, double network_efficiency);
+int clock_node(int rank);  // ranks fill the nodes in order
 
 typedef struct OpCount {
     const char *name;
@@ -49,6 +59,29 @@ OpCount clock_total(void);
 // Per operation, in order of first use; returns how many. The array belongs to the clock.
 int clock_operations(const OpCount **operations);
 void clock_reset(void);
+
+// ---- communication ----
+
+// Model time of the compute stream: when what was issued so far is done.
+double clock_model_now(void);
+// The compute stream waits until then; returns the seconds that it stood still.
+double clock_model_wait(double until);
+// Seconds of a collective, by its name in comm.h, in a group of n members of which each node has `per_node`. bytes
+// is K: the whole tensor, before a scatter or after a gather; of an all-to-all, what one member gives to all.
+double clock_collective_seconds(const char *name, double bytes, int n, int per_node);
+// Seconds of messages to and from `peers` in the node and across nodes, with these bytes in all each way: of a batch
+// of transfers, and of one member's part in an all-to-all with unequal parts.
+typedef struct Traffic {
+    int peers;
+    double sent, received;
+} Traffic;
+double clock_transfers_seconds(Traffic node, Traffic network);
+double clock_all_to_all_seconds(Traffic node, Traffic network);
+// Tells the trace of a communication that has ended; name is a literal or lives as long.
+void clock_communication(const char *name, double wall, double wall_end, double model, double model_end,
+                         double bytes);
+// How often clock_reset was called: what else counts since then looks here.
+int64_t clock_resets(void);
 
 // A mark on the time line: everything until the matching clock_pop belongs to it ("step 3", "forward",
 // "block 2"). name is copied.

@@ -16,6 +16,8 @@ need libc6-dev file /usr/include/stdio.h
 need libopenblas-openmp-dev file '/usr/lib/*/openblas-openmp/libopenblas.so'
 need libcjson-dev file /usr/include/cjson/cJSON.h
 need librandom123-dev file /usr/include/Random123/philox.h
+need libopenmpi-dev program mpicc
+need openmpi-bin program mpirun
 if [ "$1" = test ]; then
     need libcmocka-dev file /usr/include/cmocka.h
     need perl program prove

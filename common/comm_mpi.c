@@ -1,0 +1,552 @@
+// comm_mpi.c: the transport over Open MPI: real messages between real processes, with MPI_Isend and MPI_Irecv alone,
+// so that nothing in here can hang.
+//
+// A collective is a set of flows, each a run of segments to or from one peer. The algorithms are direct: everyone
+// talks with everyone, which sends the least that is possible and keeps the order of a sum in one hand.
+//
+//     all_reduce of t, n = 3, on member 1             flows of member 1
+//       1. piece i of t goes to member i                gives   pieces 0, 2 to members 0, 2
+//                                                       takes   piece 1 of members 0, 2
+//       2. member 1 adds the three pieces 1,
+//          0 first, into its t
+//       3. and gives the sum to all                     returns piece 1 to members 0, 2
+//                                                       fetches pieces 0, 2 from members 0, 2
+//
+// reduce_scatter is steps 1 and 2, all_gather is step 3, reduce has step 3 with the root alone; the rest have no step 2.
+// A segment is added as soon as all its copies are there, and travels back while the next ones come in: what waits to
+// be added stays in the cache, and takes WINDOW segments per member, however large the tensor.
+#include <errno.h>
+#include <fcntl.h>
+#include <mpi.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "transport.h"
+
+enum { SEGMENT = 128 << 10, WINDOW = 4 };       // bytes; segments of a flow under way at once
+enum { TAG_NOTICE = 1, TAG_DATA, TAG_RESULT };  // the two ways of a reduction; else DATA
+
+static struct {
+    int rank;
+    char claim_file[512];  // "" where the launcher gave no folder
+    Notice notice;         // the one receive that always stands open
+    MPI_Request notice_request;
+    struct Outgoing *outgoing;
+    char *staging;
+    size_t staging_bytes;
+} state;
+
+// ---- start and end ----
+
+static const char *environment(const char *name) {
+    const char *value = getenv(name);
+    return value && *value ? value : NULL;
+}
+
+static int environment_int(const char *name) { return environment(name) ? atoi(getenv(name)) : 0; }
+
+bool transport_launched(void) {
+    return environment("OMPI_COMM_WORLD_SIZE") || environment("PMIX_RANK") || environment("PMI_RANK") ||
+           environment_int("SLURM_STEP_NUM_TASKS") > 1;
+}
+
+// Settings of Open MPI, for ranks of one machine; what the user has set stays.
+static void tune(bool oversubscribed) {
+    // Looking for no network halves the time to start.
+    setenv("OMPI_MCA_pml", "ob1", 0);
+    setenv("OMPI_MCA_btl", "self,vader", 0);
+    // Copying twice through shared memory is faster than letting the kernel copy once, up to 16 MB.
+    setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0);
+    // Without this, a rank that waits keeps the core of the rank that it waits for.
+    if (oversubscribed) setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
+}
+
+const char *transport_launch(int argc, char **argv, int ranks) {
+    static char self[4096], number[16];
+    ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
+    if (length <= 0) return "/proc/self/exe cannot be read";
+    self[length] = '\0';
+    snprintf(number, sizeof number, "%d", ranks);
+    const char *const before[] = {
+        "mpirun", "--quiet", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none", "-n",
+        number,   self};
+    enum { BEFORE = sizeof before / sizeof *before };
+    char **words = host_alloc(sizeof *words * (size_t)(BEFORE + argc));
+    for (int i = 0; i < BEFORE; i++) words[i] = (char *)before[i];
+    for (int i = 1; i <= argc; i++) words[BEFORE + i - 1] = argv[i];  // with the NULL at its end
+    tune(ranks > sysconf(_SC_NPROCESSORS_ONLN));
+    fflush(NULL);
+    execvp(words[0], words);
+    free(words);
+    return errno == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(errno);
+}
+
+void transport_start(int *rank, int *ranks) {
+    int size = environment_int("OMPI_COMM_WORLD_SIZE");
+    int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
+    if (size && size == here) tune(here > sysconf(_SC_NPROCESSORS_ONLN));
+    int provided;
+    MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
+    MPI_Comm_rank(MPI_COMM_WORLD, rank);
+    MPI_Comm_size(MPI_COMM_WORLD, ranks);
+    int tasks = environment_int("SLURM_STEP_NUM_TASKS");
+    CHECK(*ranks > 1 || tasks <= 1,
+          "srun started %d tasks that do not find each other; try srun --mpi=pmix", tasks);
+    state.rank = *rank;
+    state.notice_request = MPI_REQUEST_NULL;
+    const char *folder = environment("OMPI_MCA_orte_jobfam_session_dir");  // the launcher's, for this run
+    if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
+}
+
+void transport_share(const void *mine, void *all, size_t bytes) {
+    MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);
+}
+
+typedef struct Outgoing {
+    struct Outgoing *next;
+    Notice notice;
+    MPI_Request request;
+} Outgoing;
+
+void transport_finish(void) {
+    if (state.notice_request != MPI_REQUEST_NULL) {
+        MPI_Cancel(&state.notice_request);
+        MPI_Request_free(&state.notice_request);
+    }
+    MPI_Finalize();
+    while (state.outgoing) {
+        Outgoing *gone = state.outgoing;
+        state.outgoing = gone->next;
+        free(gone);
+    }
+    if (state.staging) device_free(MEMORY_COMMUNICATION, state.staging, state.staging_bytes);
+    state.staging = NULL;
+}
+
+void transport_abort(int status) {
+    MPI_Abort(MPI_COMM_WORLD, status);
+    _exit(status);
+}
+
+bool transport_claim(void) {
+    if (!*state.claim_file) return true;
+    int file = open(state.claim_file, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
+    if (file < 0) return errno != EEXIST && errno != ENOENT;  // no folder: all is being cleaned up already
+    close(file);
+    return true;
+}
+
+// ---- notices ----
+
+void transport_send_notice(const Notice *notice, int rank) {
+    // Reuse what has left; such short messages leave at once.
+    Outgoing *out = state.outgoing;
+    int left = 0;
+    while (out && !(MPI_Test(&out->request, &left, MPI_STATUS_IGNORE), left)) out = out->next;
+    if (!out) {
+        out = host_alloc(sizeof *out);
+        out->next = state.outgoing;
+        state.outgoing = out;
+    }
+    out->notice = *notice;
+    MPI_Isend(&out->notice, sizeof out->notice, MPI_BYTE, rank, TAG_NOTICE, MPI_COMM_WORLD, &out->request);
+}
+
+bool transport_receive_notice(Notice *notice, int *rank) {
+    if (state.notice_request == MPI_REQUEST_NULL)
+        MPI_Irecv(&state.notice, sizeof state.notice, MPI_BYTE, MPI_ANY_SOURCE, TAG_NOTICE, MPI_COMM_WORLD,
+                  &state.notice_request);
+    int come;
+    MPI_Status status;
+    MPI_Test(&state.notice_request, &come, &status);
+    if (!come) return false;
+    *notice = state.notice;
+    *rank = status.MPI_SOURCE;
+    return true;
+}
+
+// ---- device memory, as the CPU has it: MPI reads and writes it directly ----
+
+static void copy_part(void *to, const void *from, int64_t bytes) {
+    if (bytes > 0 && to != from) memmove(to, from, (size_t)bytes);
+}
+
+enum { BLOCK = 2048 };  // elements that are added at once, in the first-level cache
+
+static void add_f32(float *sum, const float *x, int64_t count, ReduceOp op) {
+    if (op == REDUCE_SUM)
+        for (int64_t i = 0; i < count; i++) sum[i] += x[i];
+    else  // the comparisons are false where x is NaN or less; a NaN in sum stays
+        for (int64_t i = 0; i < count; i++) sum[i] = sum[i] >= x[i] || sum[i] != sum[i] ? sum[i] : x[i];
+}
+
+static void add_f64(double *sum, const double *x, int64_t count, ReduceOp op) {
+    if (op == REDUCE_SUM)
+        for (int64_t i = 0; i < count; i++) sum[i] += x[i];
+    else
+        for (int64_t i = 0; i < count; i++) sum[i] = sum[i] >= x[i] || sum[i] != sum[i] ? sum[i] : x[i];
+}
+
+static void add_i32(uint32_t *sum, const uint32_t *x, int64_t count, ReduceOp op) {
+    if (op == REDUCE_SUM)
+        for (int64_t i = 0; i < count; i++) sum[i] += x[i];
+    else
+        for (int64_t i = 0; i < count; i++) sum[i] = (int32_t)sum[i] > (int32_t)x[i] ? sum[i] : x[i];
+}
+
+// out = the sum of n sources, the first first. out may be one of them.
+static void reduce_block(void *out, const char *const *source, int n, int64_t count, DType dtype,
+                         ReduceOp op) {
+    union {
+        double f64[BLOCK];
+        float f32[BLOCK];
+        uint32_t i32[BLOCK];
+    } sum;
+    float wide[BLOCK];
+    size_t size = dtype_size(dtype);
+    bool narrow = size < 4;
+    if (narrow) dtype_convert(sum.f32, F32, source[0], dtype, count);
+    else memcpy(&sum, source[0], size * (size_t)count);
+    for (int i = 1; i < n; i++) {
+        if (narrow) dtype_convert(wide, F32, source[i], dtype, count);
+        const void *x = narrow ? (const void *)wide : source[i];
+        if (dtype == F64) add_f64(sum.f64, x, count, op);
+        else if (dtype == I32) add_i32(sum.i32, x, count, op);
+        else add_f32(sum.f32, x, count, op);
+    }
+    if (narrow) dtype_convert(out, dtype, sum.f32, F32, count);
+    else memcpy(out, &sum, size * (size_t)count);
+}
+
+static void reduce_bytes(char *out, const char **source, int n, int64_t bytes, DType dtype, ReduceOp op) {
+    int64_t size = (int64_t)dtype_size(dtype), step = BLOCK * size;
+    for (int64_t first = 0; first < bytes; first += step) {
+        int64_t length = bytes - first < step ? bytes - first : step;
+        reduce_block(out + first, source, n, length / size, dtype, op);
+        for (int i = 0; i < n; i++) source[i] += step;
+    }
+}
+
+// One buffer serves all operations, since one runs at a time; it grows to what the largest needs.
+static char *staging(size_t bytes) {
+    if (bytes > state.staging_bytes || (!state.staging && bytes)) {
+        if (state.staging) device_free(MEMORY_COMMUNICATION, state.staging, state.staging_bytes);
+        state.staging = device_alloc(MEMORY_COMMUNICATION, bytes);
+        state.staging_bytes = bytes;
+    }
+    return state.staging;
+}
+
+// ---- flows ----
+
+// Segments of a flow are posted in order, at most WINDOW at once, and below *limit + slack: the count of what must
+// have happened before.
+typedef struct Flow {
+    bool send, ring;  // ring: base holds only WINDOW segments, used in turn
+    int peer, tag;    // world rank
+    char *base;
+    int64_t bytes, segments;
+    int64_t posted, done;
+    bool landed[WINDOW];
+    const int64_t *limit;  // NULL: none
+    int64_t slack;
+    const struct Flow *after;  // a flow on the same way: messages there are told apart by their order alone
+} Flow;
+
+struct Operation {
+    Collective call;
+    Flow *flow;
+    int flows;
+    MPI_Request *request;  // (flows, WINDOW)
+    int *indices;
+    int64_t sent;
+    // the reduction of my piece, if there is one
+    bool reduces;
+    char *result;  // where the sums go: the piece itself, or a ring
+    bool result_ring;
+    const char *own;         // my own copy of the piece
+    Flow **taken;            // by member; NULL for me
+    const Flow *given_back;  // a result in the ring is free again when this flow has sent it
+    int64_t piece_bytes, segments, reduced;
+};
+
+static int64_t segments_of(int64_t bytes) { return (bytes + SEGMENT - 1) / SEGMENT; }
+
+static int64_t segment_bytes(int64_t bytes, int64_t segment) {
+    return bytes - segment * SEGMENT < SEGMENT ? bytes - segment * SEGMENT : SEGMENT;
+}
+
+static Flow *flow_add(Operation *o, bool send, int member, int tag, void *base, int64_t bytes) {
+    Flow *flow = &o->flow[o->flows++];
+    *flow = (Flow){.send = send,
+                   .peer = o->call.group.member[member],
+                   .tag = tag,
+                   .base = base,
+                   .bytes = bytes,
+                   .segments = segments_of(bytes)};
+    return flow;
+}
+
+static bool flow_may_post(const Flow *flow) {
+    return flow->posted < flow->segments && flow->posted - flow->done < WINDOW &&
+           (!flow->limit || flow->posted < *flow->limit + flow->slack) &&
+           (!flow->after || flow->after->posted == flow->after->segments);
+}
+
+static void flow_post(Operation *o, Flow *flow) {
+    int64_t segment = flow->posted++, slot = segment % WINDOW, bytes = segment_bytes(flow->bytes, segment);
+    char *address = flow->base + (flow->ring ? slot : segment) * SEGMENT;
+    MPI_Request *request = &o->request[(flow - o->flow) * WINDOW + slot];
+    if (flow->send) {
+        MPI_Isend(address, (int)bytes, MPI_BYTE, flow->peer, flow->tag, MPI_COMM_WORLD, request);
+        o->sent += bytes;
+    } else {
+        MPI_Irecv(address, (int)bytes, MPI_BYTE, flow->peer, flow->tag, MPI_COMM_WORLD, request);
+    }
+}
+
+// Adds the next segment of my piece, if all its copies are there and the result has room.
+static bool reduce_next(Operation *o) {
+    int64_t segment = o->reduced, slot = segment % WINDOW;
+    if (segment == o->segments) return false;
+    int n = o->call.group.size;
+    for (int i = 0; i < n; i++)
+        if (o->taken[i] && o->taken[i]->done <= segment) return false;
+    if (o->result_ring && segment - o->given_back->done >= WINDOW) return false;
+    const char *source[n];
+    for (int i = 0; i < n; i++)  // member 0 first: the order of every sum
+        source[i] = o->taken[i] ? o->taken[i]->base + slot * SEGMENT : o->own + segment * SEGMENT;
+    reduce_bytes(o->result + (o->result_ring ? slot : segment) * SEGMENT, source, n,
+                 segment_bytes(o->piece_bytes, segment), o->call.dtype, o->call.op);
+    o->reduced++;
+    return true;
+}
+
+bool transport_test(Operation *o) {
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (int i = 0; i < o->flows; i++)
+            while (flow_may_post(&o->flow[i])) flow_post(o, &o->flow[i]);
+        if (o->reduces)
+            while (reduce_next(o)) moved = true;
+        if (moved) continue;  // what was reduced goes out before anything else is looked at
+        int count = 0;
+        if (o->flows) MPI_Testsome(o->flows * WINDOW, o->request, &count, o->indices, MPI_STATUSES_IGNORE);
+        for (int i = 0; i < count; i++) {  // MPI_UNDEFINED, when nothing is under way, is negative
+            Flow *flow = &o->flow[o->indices[i] / WINDOW];
+            flow->landed[o->indices[i] % WINDOW] = true;
+            while (flow->done < flow->posted && flow->landed[flow->done % WINDOW])
+                flow->landed[flow->done++ % WINDOW] = false;
+            moved = true;
+        }
+    }
+    for (int i = 0; i < o->flows; i++)
+        if (o->flow[i].done < o->flow[i].segments) return false;
+    return !o->reduces || o->reduced == o->segments;
+}
+
+// ---- collectives ----
+
+// Bytes of part i, and where it begins.
+static int64_t part_bytes(const Collective *c, const int64_t *counts, int i) {
+    return counts[i] * (int64_t)dtype_size(c->dtype);
+}
+
+static int64_t part_offset(const Collective *c, const int64_t *counts, int i) {
+    int64_t offset = 0;
+    for (int j = 0; j < i; j++) offset += part_bytes(c, counts, j);
+    return offset;
+}
+
+// Steps 1 and 2: everyone's copies of my piece come to me and are added into `result`. Returns by member the flows
+// that give away my copies.
+static void start_reduction(Operation *o, const char *in, char *result, bool result_ring, Flow **given) {
+    const Collective *c = &o->call;
+    int n = c->group.size, me = c->group.rank;
+    o->own = in + part_offset(c, c->in_counts, me);
+    if (n == 1) {
+        copy_part(result, o->own, part_bytes(c, c->in_counts, me));
+        return;
+    }
+    o->reduces = true;
+    o->piece_bytes = part_bytes(c, c->in_counts, me);
+    o->segments = segments_of(o->piece_bytes);
+    int64_t slots = o->segments < WINDOW ? o->segments : WINDOW;
+    char *ring = staging((size_t)(slots * SEGMENT * (n - 1 + result_ring)));
+    o->result = result_ring ? ring : result;
+    o->result_ring = result_ring;
+    if (result_ring) ring += slots * SEGMENT;
+    for (int i = 0; i < n; i++) {
+        if (i == me) continue;
+        given[i] = flow_add(o, true, i, TAG_DATA, (char *)in + part_offset(c, c->in_counts, i),
+                            part_bytes(c, c->in_counts, i));
+        o->taken[i] = flow_add(o, false, i, TAG_DATA, ring, o->piece_bytes);
+        o->taken[i]->ring = true;
+        o->taken[i]->limit = &o->reduced;
+        o->taken[i]->slack = WINDOW;
+        ring += slots * SEGMENT;
+    }
+}
+
+static void start_all_reduce(Operation *o) {
+    const Collective *c = &o->call;
+    int n = c->group.size, me = c->group.rank;
+    char *t = c->out;
+    Flow *given[n];
+    start_reduction(o, t, t + part_offset(c, c->in_counts, me), false, given);
+    for (int i = 0; i < n; i++) {
+        if (i == me) continue;
+        flow_add(o, true, i, TAG_RESULT, o->result, o->piece_bytes)->limit = &o->reduced;
+        // The sum comes back to where my copy stood; that one must have left.
+        flow_add(o, false, i, TAG_RESULT, given[i]->base, given[i]->bytes)->limit = &given[i]->done;
+    }
+}
+
+static void start_reduce(Operation *o) {
+    const Collective *c = &o->call;
+    int n = c->group.size, me = c->group.rank, root = c->root;
+    char *t = c->out;
+    Flow *given[n];
+    start_reduction(o, t, t + part_offset(c, c->in_counts, me), me != root, given);
+    if (me != root) {
+        Flow *back = flow_add(o, true, root, TAG_RESULT, o->result, o->piece_bytes);
+        back->ring = true;
+        back->limit = &o->reduced;
+        o->given_back = back;
+    }
+    for (int i = 0; i < n && me == root; i++)
+        if (i != me)
+            flow_add(o, false, i, TAG_RESULT, given[i]->base, given[i]->bytes)->limit = &given[i]->done;
+}
+
+// Parts of `in` to members, parts of `out` from them; NULL counts: nothing that way. My own part is copied.
+static void start_exchange(Operation *o, const char *in, const int64_t *in_counts, char *out,
+                           const int64_t *out_counts) {
+    const Collective *c = &o->call;
+    int n = c->group.size, me = c->group.rank;
+    if (in_counts && out_counts)
+        copy_part(out + part_offset(c, out_counts, me), in + part_offset(c, in_counts, me),
+                  part_bytes(c, in_counts, me));
+    // Everyone begins with its right neighbour, so that not all talk to member 0 first.
+    for (int step = 1; step < n; step++) {
+        int to = (me + step) % n, from = (me - step + n) % n;
+        if (in_counts)
+            flow_add(o, true, to, TAG_DATA, (char *)in + part_offset(c, in_counts, to),
+                     part_bytes(c, in_counts, to));
+        if (out_counts)
+            flow_add(o, false, from, TAG_DATA, out + part_offset(c, out_counts, from),
+                     part_bytes(c, out_counts, from));
+    }
+}
+
+static void start_all_gather(Operation *o) {
+    const Collective *c = &o->call;
+    int n = c->group.size, me = c->group.rank;
+    copy_part((char *)c->out + part_offset(c, c->out_counts, me), c->in, part_bytes(c, c->out_counts, me));
+    for (int step = 1; step < n; step++) {
+        int to = (me + step) % n, from = (me - step + n) % n;
+        flow_add(o, true, to, TAG_DATA, (char *)c->in, part_bytes(c, c->out_counts, me));
+        flow_add(o, false, from, TAG_DATA, (char *)c->out + part_offset(c, c->out_counts, from),
+                 part_bytes(c, c->out_counts, from));
+    }
+}
+
+// Between the root and everyone else: `mine` stands at a member, part i of `all` at the root.
+static void start_rooted(Operation *o, bool to_root, char *mine, char *all) {
+    const Collective *c = &o->call;
+    const int64_t *counts = to_root ? c->out_counts : c->in_counts;
+    int me = c->group.rank;
+    if (me != c->root) {
+        flow_add(o, to_root, c->root, TAG_DATA, mine, part_bytes(c, counts, me));
+        return;
+    }
+    for (int i = 0; i < c->group.size; i++) {
+        char *part = all + part_offset(c, counts, i);
+        if (i != me) flow_add(o, !to_root, i, TAG_DATA, part, part_bytes(c, counts, i));
+        else copy_part(to_root ? part : mine, to_root ? mine : part, part_bytes(c, counts, i));
+    }
+}
+
+static void start_broadcast(Operation *o) {
+    const Collective *c = &o->call;
+    int64_t bytes = part_bytes(c, c->in_counts, 0);
+    if (c->group.rank != c->root) flow_add(o, false, c->root, TAG_DATA, c->out, bytes);
+    for (int i = 0; i < c->group.size && c->group.rank == c->root; i++)
+        if (i != c->root) flow_add(o, true, i, TAG_DATA, c->out, bytes);
+}
+
+static void start_transfers(Operation *o) {
+    const Collective *c = &o->call;
+    const Transfer *t = c->transfers;
+    for (int i = 0, own = 0; i < c->transfer_count; i++) {
+        if (t[i].peer == c->group.rank) {
+            if (t[i].send) continue;
+            while (t[own].peer != c->group.rank || !t[own].send) own++;  // the next send to myself
+            copy_part(tensor_address(t[i].t), tensor_address(t[own++].t), tensor_bytes(t[i].t));
+            continue;
+        }
+        Flow *flow =
+            flow_add(o, t[i].send, t[i].peer, TAG_DATA, tensor_address(t[i].t), tensor_bytes(t[i].t));
+        for (Flow *before = o->flow; before < flow; before++)
+            if (before->peer == flow->peer && before->send == flow->send) flow->after = before;
+    }
+}
+
+Operation *transport_run(const Collective *collective) {
+    Operation *o = host_alloc(sizeof *o);
+    *o = (Operation){.call = *collective};
+    const Collective *c = &o->call;
+    int n = c->group.size, most = c->kind == TRANSFERS ? c->transfer_count : 4 * n;
+    o->flow = host_alloc(sizeof *o->flow * (size_t)most);
+    o->taken = calloc((size_t)n, sizeof *o->taken);
+    CHECK(o->taken, "out of host memory for a collective");
+    switch (c->kind) {
+        case ALL_REDUCE:
+            start_all_reduce(o);
+            break;
+        case REDUCE:
+            start_reduce(o);
+            break;
+        case REDUCE_SCATTER: {
+            Flow *given[n];
+            start_reduction(o, c->in, c->out, false, given);
+            break;
+        }
+        case ALL_GATHER:
+            start_all_gather(o);
+            break;
+        case GATHER:
+            start_rooted(o, true, (char *)c->in, c->out);
+            break;
+        case SCATTER:
+            start_rooted(o, false, c->out, (char *)c->in);
+            break;
+        case BROADCAST:
+            start_broadcast(o);
+            break;
+        case ALL_TO_ALL:
+            start_exchange(o, c->in, c->in_counts, c->out, c->out_counts);
+            break;
+        case TRANSFERS:
+            start_transfers(o);
+            break;
+        case BARRIER:
+        case COLLECTIVE_KINDS:
+            break;
+    }
+    o->request = host_alloc(sizeof *o->request * (size_t)o->flows * WINDOW);
+    o->indices = host_alloc(sizeof *o->indices * (size_t)o->flows * WINDOW);
+    for (int i = 0; i < o->flows * WINDOW; i++) o->request[i] = MPI_REQUEST_NULL;
+    return o;
+}
+
+int64_t transport_bytes(const Operation *o) { return o->sent; }
+
+void transport_free(Operation *o) {
+    free(o->flow);
+    free(o->request);
+    free(o->indices);
+    free(o->taken);
+    free(o);
+}

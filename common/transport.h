@@ -1,0 +1,83 @@
+// transport.h: what a transport implements: comm_mpi.c here. comm.c has checked every argument and has agreed with
+// the other members; a transport moves bytes.
+//
+// Nothing here waits: transport_test pushes an operation on and says whether it is done. So comm.c alone decides how
+// long to wait, and what to say when it was too long.
+#ifndef TRANSPORT_H
+#define TRANSPORT_H
+
+#include "comm.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum CollectiveKind {
+    ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER, SCATTER, BROADCAST, ALL_TO_ALL, BARRIER, TRANSFERS,
+    COLLECTIVE_KINDS
+} CollectiveKind;
+
+// ---- start and end ----
+
+// Whether a launcher (mpirun, srun) started this process.
+bool transport_launched(void);
+// Starts this program again as so many ranks. Returns only if that was impossible, with the reason in a sentence.
+const char *transport_launch(int argc, char **argv, int ranks);
+// Joins the other ranks.
+void transport_start(int *rank, int *ranks);
+// Bytes of each rank (all of one size) into all[rank]. Only for the start: it waits.
+void transport_share(const void *mine, void *all, size_t bytes);
+void transport_finish(void);
+// Ends every rank now with this exit status.
+void transport_abort(int status) NO_RETURN;
+// True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in a signal
+// handler.
+bool transport_claim(void);
+
+// ---- notices ----
+
+// A small message of fixed size by which ranks agree: what comm.c compares and clocks with.
+typedef struct Notice {
+    int32_t kind;         // CollectiveKind, or what comm.c adds to them
+    int32_t group;        // Group.handle
+    int32_t op, root, dtype, host;
+    int32_t send, peer, left;  // transfers: which way, to or from which rank, how many more of this batch with you
+    int32_t sequence;     // calls that this rank has made
+    uint64_t members, parts;   // hashes of the group's members and of unequal counts
+    int64_t count, expected;   // elements; all-to-all: that I send you, that I expect from you
+    double ready;         // model time at which this rank can begin
+    double value;         // of sums on the host
+} Notice;
+
+// Does not wait: the notice is copied.
+void transport_send_notice(const Notice *notice, int rank);
+// True if one has come. From each rank they come in the order in which it sent them.
+bool transport_receive_notice(Notice *notice, int *rank);
+
+// ---- data ----
+
+// One call, ready to run. Addresses are device memory; parts lie one after another, counts in elements per member.
+typedef struct Collective {
+    CollectiveKind kind;
+    ReduceOp op;
+    int root;
+    DType dtype;
+    Group group;
+    void *out;
+    const void *in;
+    const int64_t *out_counts, *in_counts;  // as comm.h has them; the pieces of an all-reduce and a reduce
+    const Transfer *transfers;
+    int transfer_count;
+} Collective;
+
+typedef struct Operation Operation;
+// One runs at a time.
+Operation *transport_run(const Collective *collective);
+bool transport_test(Operation *operation);
+int64_t transport_bytes(const Operation *operation);  // sent by this rank to others
+void transport_free(Operation *operation);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
