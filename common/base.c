@@ -196,7 +196,8 @@ double wall_seconds(void) {
 static const struct {
     const char *names, *where;
 } book_flags[] = {
-    {" ranks timeout gpus-per-node compute-efficiency network-efficiency dp ", "it belongs to chapter 01, data parallelism"},
+    {" ranks timeout gpus-per-node compute-efficiency network-efficiency dp ",
+     "it belongs to chapter 01, data parallelism"},
     {" zero ", "it belongs to chapter 02, ZeRO"},
     {" tp sp ", "it belongs to chapter 03, tensor and sequence parallelism"},
     {" cp ", "it belongs to chapter 04, context parallelism"},

@@ -28,8 +28,9 @@ enum { STATUS_PASS = 0, STATUS_FAIL = 1, STATUS_USAGE = 2 };
 void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;
 
 // This program is rank `rank` of `ranks` from now on: rank 0 alone prints with say() and progress(), and
-// fatal() puts the rank before its sentence and hands both to `end`, which must end all ranks. Before that a
-// program that mpirun started knows its rank from the environment, so that it is silent where it should be.
+// fatal() puts the rank before its sentence and hands both to `end`, which must end all ranks. Before that
+// a program that mpirun started knows its rank from the environment, so that it is silent where it should
+// be.
 void base_set_rank(int rank, int ranks, void (*end)(const char *sentence, int status));
 
 // What fatal() says before its sentence from now on: "step 12"; NULL for nothing.

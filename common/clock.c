@@ -12,15 +12,16 @@
 // operations count the FLOPs of matrix multiplies, so f64 is the rate of the FP64 tensor cores. Capacity is
 // the datasheet's, in units of 10^9 bytes.
 //
-// NVLink is half of the datasheet's figure, which adds both ways (A100 600, H100 and H200 900 GB/s); the network is
-// one port for each GPU (DGX A100: 200 Gb/s HDR; DGX H100 and H200: 400 Gb/s NDR). Latencies are assumptions, not
-// measurements of ours: the per-step constants by which NCCL itself chooses algorithms (hwLat in src/graph/tuning.cc,
-// ring, protocol Simple: NVLink 3.4 us, network 9.6 us in version 2.9, later 14 us, of which we take the former).
+// NVLink is half of the datasheet's figure, which adds both ways (A100 600, H100 and H200 900 GB/s); the
+// network is one port for each GPU (DGX A100: 200 Gb/s HDR; DGX H100 and H200: 400 Gb/s NDR). Latencies are
+// assumptions, not measurements of ours: the per-step constants by which NCCL itself chooses algorithms
+// (hwLat in src/graph/tuning.cc, ring, protocol Simple: NVLink 3.4 us, network 9.6 us in version 2.9, later
+// 14 us, of which we take the former).
 static const Machine machines[] = {
-    {"dgx-a100", "NVIDIA A100 SXM4 80 GB", 312e12, 19.5e12, 19.5e12, 2.039e12, 80e9, 8, 300e9, 25e9, 3.4e-6, 9.6e-6,
-     "NVIDIA A100 Tensor Core GPU datasheet, A100 80GB SXM"},
-    {"dgx-h100", "NVIDIA H100 SXM5 80 GB", 989e12, 67e12, 67e12, 3.35e12, 80e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6,
-     "NVIDIA H100 Tensor Core GPU datasheet, H100 SXM (bf16: half of 1,979 with sparsity)"},
+    {"dgx-a100", "NVIDIA A100 SXM4 80 GB", 312e12, 19.5e12, 19.5e12, 2.039e12, 80e9, 8, 300e9, 25e9, 3.4e-6,
+     9.6e-6, "NVIDIA A100 Tensor Core GPU datasheet, A100 80GB SXM"},
+    {"dgx-h100", "NVIDIA H100 SXM5 80 GB", 989e12, 67e12, 67e12, 3.35e12, 80e9, 8, 450e9, 50e9, 3.4e-6,
+     9.6e-6, "NVIDIA H100 Tensor Core GPU datasheet, H100 SXM (bf16: half of 1,979 with sparsity)"},
     {"h200", "NVIDIA H200 SXM 141 GB", 989e12, 67e12, 67e12, 4.8e12, 141e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6,
      "NVIDIA H200 Tensor Core GPU datasheet, H200 SXM (bf16: half of 1,979 with sparsity)"},
 };
@@ -129,17 +130,19 @@ double clock_model_wait(double until) {
     return stood;
 }
 
-// What communication costs, from alpha, the latency of a step, and B, the bandwidth of a link; n members, m nodes.
+// What communication costs, from alpha, the latency of a step, and B, the bandwidth of a link; n members, m
+// nodes.
 //
-// Rings: every step passes one piece to the next member. A collective on several nodes crosses the network in
-// m - 1 steps of each round of n - 1, and its ring is as wide as the narrower of a GPU's NVLink and the network ports
-// of all members on a node: B = min(NVLink, network x members per node).
+// Rings: every step passes one piece to the next member. A collective on several nodes crosses the network
+// in m - 1 steps of each round of n - 1, and its ring is as wide as the narrower of a GPU's NVLink and the
+// network ports of all members on a node: B = min(NVLink, network x members per node).
 //     all_reduce                    2 (n - 1) alpha + 2 (n - 1) / n K / B
 //     reduce_scatter, all_gather      (n - 1) alpha +   (n - 1) / n K / B
 //     broadcast, reduce               (n - 1) alpha +               K / B
 //     barrier                       2 (n - 1) alpha
-// Direct messages: one to each of n - 1 peers; those within the node and those across run on links of their own.
-//     all_to_all, gather, scatter     (n - 1) alpha + max over both links of their part of (n - 1) / n K / B
+// Direct messages: one to each of n - 1 peers; those within the node and those across run on links of their
+// own.
+//     all_to_all, gather, scatter     (n - 1) alpha + max over both links of their part of K / n / B
 //     transfers                               alpha + max over both links and ways of bytes / B
 double clock_collective_seconds(const char *name, double bytes, int n, int per_node) {
     if (n <= 1) return 0;
@@ -374,7 +377,8 @@ static void write_string(FILE *out, const char *text) {
 static void write_communication(FILE *out, int pid, const Event *event, double ts, double end) {
     fprintf(out, ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":1,\"name\":\"thread_name\",\"args\":{\"name\":", pid);
     write_string(out, "communication");
-    fprintf(out, "}},\n{\"ph\":\"X\",\"pid\":%d,\"tid\":1,\"ts\":%.6f,\"dur\":%.6f,\"name\":", pid, ts, end - ts);
+    fprintf(out, "}},\n{\"ph\":\"X\",\"pid\":%d,\"tid\":1,\"ts\":%.6f,\"dur\":%.6f,\"name\":", pid, ts,
+            end - ts);
     write_string(out, event->name);
     fprintf(out, ",\"args\":{\"bytes\":%.17g}}", event->bytes);
 }

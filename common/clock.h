@@ -38,8 +38,8 @@ double machine_peak_flops(const Machine *machine, DType dtype);
 void clock_set_machine(const Machine *machine);
 
 // The machines of a cluster, and how much of a peak is reached: each operation's time is divided by
-// compute_efficiency, each link's bandwidth multiplied by network_efficiency. 0 GPUs per node: as many as the
-// machine has.
+// compute_efficiency, each link's bandwidth multiplied by network_efficiency. 0 GPUs per node: as many as
+// the machine has.
 void clock_set_cluster(int gpus_per_node, double compute_efficiency, double network_efficiency);
 int clock_node(int rank);  // ranks fill the nodes in order
 
@@ -66,11 +66,12 @@ void clock_reset(void);
 double clock_model_now(void);
 // The compute stream waits until then; returns the seconds that it stood still.
 double clock_model_wait(double until);
-// Seconds of a collective, by its name in comm.h, in a group of n members of which each node has `per_node`. bytes
-// is K: the whole tensor, before a scatter or after a gather; of an all-to-all, what one member gives to all.
+// Seconds of a collective, by its name in comm.h, in a group of n members of which each node has
+// `per_node`. bytes is K: the whole tensor, before a scatter or after a gather; of an all-to-all, what one
+// member gives to all.
 double clock_collective_seconds(const char *name, double bytes, int n, int per_node);
-// Seconds of messages to and from `peers` in the node and across nodes, with these bytes in all each way: of a batch
-// of transfers, and of one member's part in an all-to-all with unequal parts.
+// Seconds of messages to and from `peers` in the node and across nodes, with these bytes in all each way:
+// of a batch of transfers, and of one member's part in an all-to-all with unequal parts.
 typedef struct Traffic {
     int peers;
     double sent, received;

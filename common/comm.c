@@ -9,10 +9,10 @@
 //     data     The transport moves the bytes, one request after another.
 //     done     comm_wait may return; it makes the compute stream wait for `end`.
 //
-// A rank blocked in the notices of one request has sent none of the next. So whatever a peer has sent and this rank
-// has not asked for is what the peer is blocked in. Two ranks each blocked in something that the other has not come to
-// will wait for ever, and that is how mismatched calls, other orders and sends that face each other are found, at
-// once. Only longer circles are left to the timeout.
+// A rank blocked in the notices of one request has sent none of the next. So whatever a peer has sent and
+// this rank has not asked for is what the peer is blocked in. Two ranks each blocked in something that the
+// other has not come to will wait for ever, and that is how mismatched calls, other orders and sends that
+// face each other are found, at once. Only longer circles are left to the timeout.
 //
 // Nothing runs in the background: every call into comm pushes all requests on.
 #include "comm.h"
@@ -234,7 +234,8 @@ static Notice notice_for(const Request *r, int i) {
     return n;
 }
 
-// "rank 2 called all_gather(…) where rank 0 called all_reduce(…), in group dp": the lower rank is the measure.
+// "rank 2 called all_gather(…) where rank 0 called all_reduce(…), in group dp": the lower rank is the
+// measure.
 static void mismatch(int mine_rank, const Notice *mine, int their_rank, const Notice *theirs,
                      const char *why) NO_RETURN;
 static void mismatch(int mine_rank, const Notice *mine, int their_rank, const Notice *theirs,
@@ -264,8 +265,8 @@ static int find_dead(void) {
     return -1;
 }
 
-// mpirun ends the other ranks with SIGTERM when one dies; with --quiet, and it is quiet so that a verdict of FAIL is
-// no disaster, nobody else would say why. Only calls that are allowed in a signal handler.
+// mpirun ends the other ranks with SIGTERM when one dies; with --quiet, and it is quiet so that a verdict
+// of FAIL is no disaster, nobody else would say why. Only calls that are allowed in a signal handler.
 static void on_terminate(int signal) {
     (void)signal;
     int dead = find_dead();
@@ -439,8 +440,9 @@ static void meet_notices(Request *r) {
             mismatch(state.rank, &mine, rank, &theirs, "");
         }
     }
-    // All that a peer's call has for me is here, nothing of it is for this request, and this one lacks the peer: both
-    // are blocked for ever. (Transfers earlier in the list may have been served by the same call; so this comes after.)
+    // All that a peer's call has for me is here, nothing of it is for this request, and this one lacks the
+    // peer: both are blocked for ever. (Transfers earlier in the list may have been served by the same
+    // call; so this comes after.)
     for (int i = 0; i < notices_of(r); i++) {
         const Inbox *inbox = r->met[i] ? NULL : &state.inbox[notice_rank(r, i)];
         if (!inbox || inbox->count == 0 || inbox->notice[inbox->count - 1].left > 0) continue;
@@ -486,7 +488,6 @@ static void deadlock(double seconds) NO_RETURN;
 static void deadlock(double seconds) {
     char text[512];
     describe_wait(text, sizeof text);
-    state.told = true;
     // The others say where they are, once each; then all end.
     for (int r = 0; r < state.ranks; r++)
         if (r != state.rank && !state.ended[r]) transport_send_notice(&(Notice){.kind = WHERE}, r);
@@ -851,7 +852,8 @@ double comm_max(double value, Group group) { return host_reduction(value, REDUCE
 
 // ---- start and end ----
 
-// The number behind --name in argv, or `standard`. Options that are not numbers are options_parse's to refuse.
+// The number behind --name in argv, or `standard`. Options that are not numbers are options_parse's to
+// refuse.
 static double argument(int argc, char **argv, const char *name, double standard) {
     size_t length = strlen(name);
     for (int i = 1; i < argc; i++) {
@@ -861,7 +863,7 @@ static double argument(int argc, char **argv, const char *name, double standard)
         if (!text) continue;
         char *end;
         double value = strtod(text, &end);
-        CHECK(*text && !*end && value > 0, "%s %s is not a number above 0", name, text);
+        CHECK(*text && !*end && value >= 0, "%s %s is not a number of at least 0", name, text);
         return value;
     }
     return standard;
@@ -964,7 +966,8 @@ int comm_finish(int status) {
               "comm_finish: rank %d has not come in %.3g s (--timeout)", r, state.timeout);
         if (state.ended[r] && state.ended_status[r] > worst) worst = state.ended_status[r];
     }
-    // From here on nobody is missed. mpirun may end the others when the first leaves with a status that is not 0.
+    // From here on nobody is missed. mpirun may end the others when the first leaves with a status that is
+    // not 0.
     signal(SIGTERM, SIG_IGN);
     transport_finish();
     return worst;

@@ -1,8 +1,9 @@
-// comm_mpi.c: the transport over Open MPI: real messages between real processes, with MPI_Isend and MPI_Irecv alone,
-// so that nothing in here can hang.
+// comm_mpi.c: the transport over Open MPI: real messages between real processes, with MPI_Isend and
+// MPI_Irecv alone, so that nothing in here can hang.
 //
-// A collective is a set of flows, each a run of segments to or from one peer. The algorithms are direct: everyone
-// talks with everyone, which sends the least that is possible and keeps the order of a sum in one hand.
+// A collective is a set of flows, each a run of segments to or from one peer. The algorithms are direct:
+// everyone talks with everyone, which sends the least that is possible and keeps the order of a sum in one
+// hand.
 //
 //     all_reduce of t, n = 3, on member 1             flows of member 1
 //       1. piece i of t goes to member i                gives   pieces 0, 2 to members 0, 2
@@ -12,9 +13,10 @@
 //       3. and gives the sum to all                     returns piece 1 to members 0, 2
 //                                                       fetches pieces 0, 2 from members 0, 2
 //
-// reduce_scatter is steps 1 and 2, all_gather is step 3, reduce has step 3 with the root alone; the rest have no step 2.
-// A segment is added as soon as all its copies are there, and travels back while the next ones come in: what waits to
-// be added stays in the cache, and takes WINDOW segments per member, however large the tensor.
+// reduce_scatter is steps 1 and 2, all_gather is step 3, reduce has step 3 with the root alone; the rest
+// have no step 2. A segment is added as soon as all its copies are there, and travels back while the next
+// ones come in: what waits to be added stays in the cache, and takes WINDOW segments per member, however
+// large the tensor.
 #include <errno.h>
 #include <fcntl.h>
 #include <mpi.h>
@@ -240,8 +242,8 @@ static char *staging(size_t bytes) {
 
 // ---- flows ----
 
-// Segments of a flow are posted in order, at most WINDOW at once, and below *limit + slack: the count of what must
-// have happened before.
+// Segments of a flow are posted in order, at most WINDOW at once, and below *limit + slack: the count of
+// what must have happened before.
 typedef struct Flow {
     bool send, ring;  // ring: base holds only WINDOW segments, used in turn
     int peer, tag;    // world rank
@@ -359,8 +361,8 @@ static int64_t part_offset(const Collective *c, const int64_t *counts, int i) {
     return offset;
 }
 
-// Steps 1 and 2: everyone's copies of my piece come to me and are added into `result`. Returns by member the flows
-// that give away my copies.
+// Steps 1 and 2: everyone's copies of my piece come to me and are added into `result`. Returns by member
+// the flows that give away my copies.
 static void start_reduction(Operation *o, const char *in, char *result, bool result_ring, Flow **given) {
     const Collective *c = &o->call;
     int n = c->group.size, me = c->group.rank;

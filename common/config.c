@@ -114,6 +114,16 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_REPORT, TEXT("json", json, NULL, "FILE", "write every figure at full precision")},
         {CONFIG_REPORT, TEXT("trace", trace, NULL, "FILE", "write a time line for ui.perfetto.dev")},
         {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
+        {CONFIG_RANKS,
+         INT("ranks", ranks, "0", 0, 4096, "", "processes; 0: as many as the program shows best")},
+        {CONFIG_RANKS,
+         REAL("timeout", timeout, "300", 0.001, 1e9, "seconds until a wait counts as a deadlock")},
+        {CONFIG_RANKS, INT("gpus-per-node", gpus_per_node, "0", 0, 1e6, "",
+                           "of the model clock's machine; 0: as many as it has")},
+        {CONFIG_RANKS, REAL("compute-efficiency", compute_efficiency, "1", 0.001, 1,
+                            "share of the machine's peaks that operations reach on the model clock")},
+        {CONFIG_RANKS,
+         REAL("network-efficiency", network_efficiency, "1", 0.001, 1, "the same of the links' bandwidth")},
         {CONFIG_CHECK, FLAG("no-check", no_check, "leave out the comparison with the baseline")},
     };
     _Static_assert(F64 == 0 && F32 == 1 && BF16 == 2 && F16 == 3, "--dtype lists the dtypes in order");
@@ -184,6 +194,8 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
     c.norm_eps = preset->norm_eps;
     config_check(&c);
     if (groups & CONFIG_REPORT) clock_set_machine(machine_find(c.machine));
+    if (groups & CONFIG_RANKS)
+        clock_set_cluster((int)c.gpus_per_node, c.compute_efficiency, c.network_efficiency);
     return c;
 }
 

@@ -34,6 +34,9 @@ typedef struct Config {
     // reports
     bool no_check;
     const char *json, *trace, *machine;
+    // many ranks; comm_start reads ranks and timeout from the command line itself
+    int64_t ranks, gpus_per_node;  // 0: what is natural
+    double timeout, compute_efficiency, network_efficiency;
 } Config;
 
 // Groups of shared options that a program has.

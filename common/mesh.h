@@ -1,5 +1,5 @@
-// mesh.h: the process grid. Each axis of parallelism has a group, and a group of one is legal everywhere and takes
-// the same road. On a single device every group has one member.
+// mesh.h: the process grid. Each axis of parallelism has a group, and a group of one is legal everywhere
+// and takes the same road. On a single device every group has one member.
 #ifndef MESH_H
 #define MESH_H
 
@@ -26,9 +26,9 @@ typedef struct MeshShape {
 
 // The grid of one device; needs no communication.
 Mesh mesh_single(void);
-// The grid of all ranks. Ranks are numbered with tp fastest, then cp, dp, pp, so that the axis that talks most stays
-// within a node (Megatron-LM's order). Collective. Fatal, naming the flags and what would fit, when the degrees do not
-// multiply up to the number of ranks.
+// The grid of all ranks. Ranks are numbered with tp fastest, then cp, dp, pp, so that the axis that talks
+// most stays within a node (Megatron-LM's order). Collective. Fatal, naming the flags and what would fit,
+// when the degrees do not multiply up to the number of ranks.
 Mesh mesh_new(MeshShape shape);
 // Header lines: ranks, hosts, the degrees, and the members of each group larger than one.
 void mesh_print(const Mesh *mesh, MeshShape shape);

@@ -1,8 +1,8 @@
-// transport.h: what a transport implements: comm_mpi.c here. comm.c has checked every argument and has agreed with
-// the other members; a transport moves bytes.
+// transport.h: what a transport implements: comm_mpi.c here. comm.c has checked every argument and has
+// agreed with the other members; a transport moves bytes.
 //
-// Nothing here waits: transport_test pushes an operation on and says whether it is done. So comm.c alone decides how
-// long to wait, and what to say when it was too long.
+// Nothing here waits: transport_test pushes an operation on and says whether it is done. So comm.c alone
+// decides how long to wait, and what to say when it was too long.
 #ifndef TRANSPORT_H
 #define TRANSPORT_H
 
@@ -13,7 +13,8 @@ extern "C" {
 #endif
 
 typedef enum CollectiveKind {
-    ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER, SCATTER, BROADCAST, ALL_TO_ALL, BARRIER, TRANSFERS,
+    ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, GATHER, SCATTER, BROADCAST, ALL_TO_ALL,
+    BARRIER, TRANSFERS,
     COLLECTIVE_KINDS
 } CollectiveKind;
 
@@ -21,7 +22,8 @@ typedef enum CollectiveKind {
 
 // Whether a launcher (mpirun, srun) started this process.
 bool transport_launched(void);
-// Starts this program again as so many ranks. Returns only if that was impossible, with the reason in a sentence.
+// Starts this program again as so many ranks. Returns only if that was impossible, with the reason in a
+// sentence.
 const char *transport_launch(int argc, char **argv, int ranks);
 // Joins the other ranks.
 void transport_start(int *rank, int *ranks);
@@ -30,8 +32,8 @@ void transport_share(const void *mine, void *all, size_t bytes);
 void transport_finish(void);
 // Ends every rank now with this exit status.
 void transport_abort(int status) NO_RETURN;
-// True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in a signal
-// handler.
+// True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in
+// a signal handler.
 bool transport_claim(void);
 
 // ---- notices ----
@@ -41,7 +43,8 @@ typedef struct Notice {
     int32_t kind;         // CollectiveKind, or what comm.c adds to them
     int32_t group;        // Group.handle
     int32_t op, root, dtype, host;
-    int32_t send, peer, left;  // transfers: which way, to or from which rank, how many more of this batch with you
+    int32_t send, peer;   // transfers: which way, to or from which rank
+    int32_t left;         // transfers: how many more of this batch with you follow
     int32_t sequence;     // calls that this rank has made
     uint64_t members, parts;   // hashes of the group's members and of unequal counts
     int64_t count, expected;   // elements; all-to-all: that I send you, that I expect from you
@@ -56,7 +59,8 @@ bool transport_receive_notice(Notice *notice, int *rank);
 
 // ---- data ----
 
-// One call, ready to run. Addresses are device memory; parts lie one after another, counts in elements per member.
+// One call, ready to run. Addresses are device memory; parts lie one after another, counts in elements per
+// member.
 typedef struct Collective {
     CollectiveKind kind;
     ReduceOp op;
