@@ -178,7 +178,7 @@ int main(int argc, char **argv) {
         config_parse(argc, argv, "Where the time and the memory of a training step go.",
                      CONFIG_MODEL | CONFIG_BATCH | CONFIG_RECOMPUTE | CONFIG_REPORT, "steps=4", own, 2);
     // The files stand beside the program unless they are named.
-    char *beside[] = {format_text("%s.svg", argv[0]), format_text("%s.json", argv[0])};
+    char *beside[] = {format_text("%s.svg", argv[0]), format_text("%s.trace.json", argv[0])};
     if (!svg) svg = beside[0];
     if (!config.trace) config.trace = beside[1];
     report_json(config.json);
