@@ -58,7 +58,7 @@ compile = @echo '  $(CC)  $<';
 link    = @echo '  link  $@';
 endif
 
-.PHONY: help run test bench all programs tests fuzzers clean mutants FORCE
+.PHONY: help run test bench readme all programs tests fuzzers clean mutants FORCE
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -68,6 +68,7 @@ help:
 	@echo 'make bench    the figures of merit of this machine, each beside its target'
 	@echo 'make all      programs and tests, not run; make programs, make tests: one of the two'
 	@echo 'make mutants  plants each known bug in a copy, and demands that a test turns red; M=name: one of them'
+	@echo 'make readme   runs what the README shows, and writes its figures anew'
 	@echo 'make clean    removes build/ and build-*/'
 	@echo
 	@echo 'Variables: V=1 CC=clang BUILD=build-x OPT=-O1 SANITIZE=address,undefined CFLAGS_EXTRA=...'
@@ -88,6 +89,9 @@ bench:
 
 mutants:
 	@tests/mutants/run $(M)
+
+readme: programs $(BUILD)/tests/bench
+	@BUILD=$(BUILD) common/readme.sh
 
 all: programs tests
 programs: $(programs) $(corpus)
