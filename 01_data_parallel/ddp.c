@@ -5,8 +5,8 @@
 // each on its own), and compares losses, raw gradients and parameters: sums in another order, so class reassociated.
 // Twice: every token a label, and with ignored labels, where ranks have unequal counts.
 //
-// Counted against the closed form: all-reduces per step, and bytes: the n ranks together send 2 (n - 1) K for each
-// all-reduce of gradients of K bytes, whether n divides them or not. This file has no main.
+// Counted against the closed form: all-reduces, and bytes: the n ranks together send 2 (n - 1) K for each all-reduce of K
+// bytes, whether n divides them or not. This file has no main.
 #include <stdlib.h>
 
 #include "playbook.h"
@@ -18,14 +18,14 @@ static Record train_on(const Config *config, Mesh mesh, const DdpProgram *progra
     if (program) program->plug(t->model, ddp);
     Record record = train_record(t, title);
     if (program) {
-        double n = mesh.dp.size, gradients = (double)tensor_bytes(params_total_grad(&t->model->params));
-        double syncs = (double)(program->syncs(&t->model->config) * config->steps);
+        // Beside the gradients, each step sums two numbers over the ranks: its labels and its loss.
+        double n = mesh.dp.size, steps = (double)config->steps, syncs = (double)program->syncs(config);
+        double gradients = (double)tensor_bytes(params_total_grad(&t->model->params));
         CommCount sent = comm_count("all_reduce");
-        report_equal("all-reduces of gradients",
-                     (double)(program->all_reduces(t->model, ddp) * program->syncs(&t->model->config) *
-                              config->steps),
+        report_equal("all-reduces", steps * (syncs * (double)program->all_reduces(t->model, ddp) + 2),
                      (double)sent.calls, "");
-        report_equal("bytes sent by all ranks", 2 * (n - 1) * gradients * syncs,
+        report_equal("bytes sent by all ranks",
+                     steps * 2 * (n - 1) * (syncs * gradients + 2 * sizeof(double)),
                      comm_sum((double)sent.bytes, mesh.dp), "B");
         free(ddp->pending);
         ddp->pending = NULL;

@@ -535,6 +535,14 @@ int comm_counts(const CommCount **counts) {
     return COLLECTIVE_KINDS;
 }
 
+CommCount comm_count(const char *name) {
+    const CommCount *counts;
+    int count = comm_counts(&counts);
+    for (int i = 0; i < count; i++)
+        if (!strcmp(counts[i].name, name)) return counts[i];
+    return (CommCount){.name = name};
+}
+
 static void wait_until_done(Request *r) {
     double began = wall_seconds();
     state.waiting = true;
