@@ -100,7 +100,8 @@ clean:
 # Holds the command line, so that other flags rebuild everything.
 $(BUILD)/flags: FORCE
 	@mkdir -p $(BUILD)
-	@echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS) $(LDLIBS)' | cmp -s - $@ || echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS) $(LDLIBS)' > $@
+	@echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS) $(LDLIBS)' > $@.new
+	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 FORCE:
 
 $(BUILD)/lib/%.o: %.c $(BUILD)/flags
