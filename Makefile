@@ -1,7 +1,7 @@
 # ultrascale.c: `make run` takes the tour, `make test` checks everything; `make help` lists the rest.
 #
-# Every 0*_*/*.c with a main becomes build/<chapter>/<name>. Its other functions, compiled a second time with
-# -DNO_MAIN, go with common/*.c into one archive, from which programs and tests take what they call.
+# Every 0*_*/*.c with a main becomes build/<chapter>/<name>. Its other functions, compiled a second time
+# with -DNO_MAIN, go with common/*.c into one archive, from which programs and tests take what they call.
 
 ifeq ($(origin CC),default)
 CC := gcc
@@ -11,8 +11,8 @@ OPT   ?= -O3
 # SANITIZE=address,undefined builds with sanitizers; choose another BUILD with it.
 SANITIZE ?=
 
-# The OpenMP build of OpenBLAS, on purpose: Debian's default has a thread pool of its own, and two pools that
-# fight for the same cores make everything four to ten times slower.
+# The OpenMP build of OpenBLAS, on purpose: Debian's default has a thread pool of its own, and two pools
+# that fight for the same cores make everything four to ten times slower.
 MULTIARCH   := $(shell $(CC) -print-multiarch 2>/dev/null || gcc -print-multiarch 2>/dev/null)
 BLAS_LIBDIR ?= /usr/lib/$(MULTIARCH)/openblas-openmp
 BLAS_CFLAGS ?= -I/usr/include/$(MULTIARCH)/openblas-openmp
