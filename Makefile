@@ -23,7 +23,9 @@ ifneq ($(findstring clang,$(CC)),)
 # An `omp simd` loop that clang leaves scalar is slower, not wrong.
 WARNINGS += -Wno-pass-failed
 endif
-CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) -march=native -fopenmp $(WARNINGS) -g -Icommon $(BLAS_CFLAGS)
+# -fno-math-errno changes no value: sqrt may become vector code where nobody reads its errno, and AdamW is
+# twice as fast.
+CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -fopenmp $(WARNINGS) -g -Icommon $(BLAS_CFLAGS)
 LDFLAGS  := -fopenmp
 LDLIBS   := -lcjson $(BLAS_LIBS) -lm
 ifneq ($(SANITIZE),)
