@@ -73,7 +73,8 @@ typedef struct MicroBatch {
     double loss;  // this micro-batch's share of the mean loss of the global batch
 } MicroBatch;
 
-// The sockets. Empty ones hold the single-device behaviour; a chapter's plug overwrites one and leaves the
+// The sockets. B adds to the gradients of norms and W to those of matrices, so a unit's gradients must exist from its B on;
+// W may call region.enter once more, for what B did not keep. Empty ones hold the single-device behaviour; a chapter's plug overwrites one and leaves the
 // rest.
 typedef enum Pass { FORWARD, BACKWARD } Pass;
 
@@ -166,7 +167,7 @@ Model *model_new(const Config *config, Mesh mesh);
 void model_free(Model *model);
 Sockets sockets_single_device(void);
 
-// A micro-batch of b samples with the given global indices in order; targets[i] may be IGNORED_LABEL.
+// A micro-batch of b samples; targets[i] may be IGNORED_LABEL.
 // tokens, targets (b s) host. The caller ends it with micro_batch_free.
 MicroBatch micro_batch_new(const Model *model, int64_t index, int64_t b, const int32_t *tokens,
                            const int32_t *targets, double loss_scale);
