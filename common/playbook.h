@@ -306,6 +306,40 @@ typedef struct RecomputeCost {
 RecomputeCost recompute_cost(const Config *gpt);
 
 // ==========================================================================================================
+// 01_data_parallel/before_after.c: what all ranks hold before and after a call
+// ==========================================================================================================
+
+typedef struct Held {  // a row for each rank; values on rank 0 alone
+    int ranks;
+    int64_t width;   // of a row: a count, and so many elements at most
+    double *values;  // (ranks, width)
+} Held;
+
+typedef struct Example {
+    const char *call;  // its name in comm_count
+    Group group;
+    Held before;
+} Example;
+
+// `before`: what this rank holds, or {0}. Counts begin here.
+Example example_begin(const char *call, const char *title, Tensor before, Group group);
+// Prints what all hold before and after, compares `after` (or {0}) with `expected` and the bytes that this rank
+// has sent with `bytes`, and frees both tensors. `printed`: what the playbook prints for 3 ranks, or NULL.
+void example_end(Example *example, Tensor after, Tensor expected, double bytes, const char *printed);
+
+// ==========================================================================================================
+// 01_data_parallel/ring_all_reduce.c: all-reduce from sends to a neighbour alone
+// ==========================================================================================================
+
+// All in place and blocking; t has the same shape on all members. Chunks are count / n elements, the first
+// count % n one more. Sums are rounded to t's dtype at each addition, which run from member i + 1 round to i in
+// chunk i; every member gets the same bits.
+Tensor ring_chunk(Tensor t, int i, Group ring);  // chunk i modulo n, borrowed
+void ring_reduce_scatter(Tensor t, Group ring);  // chunk `rank` becomes the sum; the others hold parts of theirs
+void ring_all_gather(Tensor t, Group ring);      // chunk i comes from member i
+void ring_all_reduce(Tensor t, Group ring);      // both
+
+// ==========================================================================================================
 // 01_data_parallel: the gradients socket, four times
 // ==========================================================================================================
 
