@@ -146,6 +146,15 @@ Group comm_group(const char *name, const int *members, int size) {
     return group;
 }
 
+Group comm_world(void) {
+    static int *everyone;
+    if (!everyone) {
+        everyone = host_alloc(sizeof *everyone * (size_t)state.ranks);
+        for (int i = 0; i < state.ranks; i++) everyone[i] = i;
+    }
+    return (Group){.size = state.ranks, .rank = state.rank, .name = "world", .member = everyone};
+}
+
 static int world_rank(Group group, int member) { return group.member ? group.member[member] : state.rank; }
 
 // Smallest number of members that a node has, on the modelled machine: the narrowest place.
