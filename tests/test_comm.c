@@ -307,7 +307,7 @@ static void a_ring_passes_tensors_on(void) {
 
 static void sends_meet_receives_in_order_across_batches(void) {
     if (n < 2 || me > 1) return;
-    const int64_t count[3] = {70001, 3, 50021};  // more and less than a segment
+    const int64_t count[3] = {700001, 3, 50021};  // more and less than a segment
     Tensor t[3];
     for (int i = 0; i < 3; i++) t[i] = me == 0 ? tensor_of(F32, 10 + i, count[i]) : empty(F32, count[i]);
     if (me == 0) {
