@@ -1,5 +1,4 @@
-// model.c: builds what transformer.c runs: the parameter table, the sockets with their single-device
-// behaviour, micro-batches.
+// model.c: what transformer.c runs on: the parameter table, the empty sockets, micro-batches.
 //
 // The table is the one place that knows a weight: its Hugging Face name, its shape (out, in), how tensor
 // parallelism would cut it, whether it decays, how it is born. Units, which parameter collectives move at

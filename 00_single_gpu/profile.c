@@ -178,8 +178,9 @@ int main(int argc, char **argv) {
         config_parse(argc, argv, "Where the time and the memory of a training step go.",
                      CONFIG_MODEL | CONFIG_BATCH | CONFIG_RECOMPUTE | CONFIG_REPORT, "steps=4", own, 2);
     // The files stand beside the program unless they are named.
-    if (!svg) svg = format_text("%s.svg", argv[0]);
-    if (!config.trace) config.trace = format_text("%s.json", argv[0]);
+    char *beside[] = {format_text("%s.svg", argv[0]), format_text("%s.trace.json", argv[0])};
+    if (!svg) svg = beside[0];
+    if (!config.trace) config.trace = beside[1];
     report_json(config.json);
     const Machine *machine = machine_find(config.machine);
     clock_set_machine(machine);
@@ -208,6 +209,9 @@ int main(int argc, char **argv) {
     double optimizer = (double)memory_account().now[MEMORY_OPTIMIZER];
     trainer_free(trainer);
     memory_history_free(&history);
+    free(seconds);
+    free(title);
+    for (int i = 0; i < 2; i++) free(beside[i]);
     return report_verdict("optimizer state appears after the first step and adds %s to every later peak",
                           bytes_text(optimizer));
 }

@@ -343,12 +343,12 @@ int main(int argc, char **argv) {
     if (options.sample && !options.dry_run) generate(t, &options);
 
     Memory memory = memory_account();
-    say("\nmemory, peak: %s of", bytes_text((double)memory.peak_total));
+    say("\nmemory at its peak: %s", bytes_text((double)memory.peak_total));
     for (int kind = 0; kind < MEMORY_KINDS; kind++) {
-        if (memory.peak[kind]) say(" %s %s", memory_kind_name(kind), bytes_text((double)memory.peak[kind]));
+        if (!memory.peak[kind]) continue;
+        say("  %-14s %s", memory_kind_name(kind), bytes_text((double)memory.peak[kind]));
         report_number("peak memory", memory_kind_name(kind), (double)memory.peak[kind], "B");
     }
-    say("\n");
     check_flops(&config, sum.flops, steps);
     print_model_clock(&config, sum.model_seconds, steps);
     report_series("loss", series.loss, steps);

@@ -2,7 +2,7 @@
 //
 // A checkpoint folder has config.json and model.safetensors (transformers loads them as LlamaForCausalLM),
 // and, when training wrote it, optimizer.safetensors: m, v and master of each weight under "<name>.m" …,
-// and step, sample, seed and dtype in __metadata__.
+// and step, sample, optimizer_step, seed, seq, dtype and optimizer in __metadata__.
 #ifndef CHECKPOINT_H
 #define CHECKPOINT_H
 
@@ -43,6 +43,20 @@ const SafeTensor *safetensors_find(const SafeTensors *file, const char *name);
 const char *safetensors_metadata(const SafeTensors *file, const char *key);  // NULL if absent
 void safetensors_close(SafeTensors *file);
 
+// Puts the bytes of tensor number `tensor` into host memory.
+typedef void (*SafeTensorRead)(void *context, int tensor, uint8_t *bytes);
+// Writes a file of these tensors (name, dtype and shape; `data` is not looked at) and this metadata, and
+// flushes it to the disk. Only one tensor at a time is held in host memory. Returns NULL, or the sentence
+// that says what failed (static buffer); what is in the file then is worth nothing.
+const char *safetensors_write(const char *path, const SafeTensors *contents, SafeTensorRead read,
+                              void *context);
+
+// Closes a file that was written, after flushing it to the disk. Returns NULL, or the sentence that says
+// what failed now or in a write before (static buffer).
+const char *file_close_flushed(FILE *file, const char *path);
+// "cannot VERB PATH: " and what errno says. Static buffer.
+const char *file_fault(const char *verb, const char *path);
+
 // ---- folders ----
 typedef struct Progress {  // where a run stands
     int64_t step;          // optimizer steps taken
@@ -50,20 +64,26 @@ typedef struct Progress {  // where a run stands
 } Progress;
 
 // Writes DIR/step-000123 whole or not at all: into a temporary folder beside it, each file flushed to the
-// disk, then renamed. On any fault (a full disk) it is fatal, removes the temporary folder, and leaves
-// older checkpoints alone.
+// disk, then renamed; a folder of that name is replaced. On any fault (a full disk) it is fatal, removes the
+// temporary folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress);
 // The newest step-* folder in dir, or dir itself if it is a checkpoint; fatal if neither. The caller frees
 // it.
 char *checkpoint_newest(const char *dir);
-// Reads the model's shape from DIR/config.json into *config (layers, hidden, … tied, rope_theta, norm_eps);
-// fatal, naming the key, on anything that is not a Llama this program can train.
+// Reads the model's shape from DIR/config.json into *config (layers, hidden, … tied, rope_theta, norm_eps),
+// and leaves the rest of *config, seq and dtype among it, alone; fatal, naming the key, on anything that is
+// not a Llama this program can train.
 void checkpoint_config(const char *dir, Config *config);
+// Writes DIR/config.json for weights of this dtype, flushed to the disk. Returns NULL, or the sentence that
+// says what failed (static buffer).
+const char *checkpoint_write_config(const char *dir, const Config *config, DType dtype);
 // Weights from DIR/model.safetensors, F64, F32, BF16 or F16 converted to the table's dtype. Fatal on
-// missing, unknown or wrongly shaped tensors. A tied file may leave lm_head.weight out.
+// missing, unknown or wrongly shaped tensors. A tied file may leave lm_head.weight out; a copy of the
+// embedding under that name is let pass, other values are not.
 void checkpoint_load_weights(const char *dir, Params *params);
-// Optimizer state; allocates it. Fatal if the file does not belong to this table, seed or optimizer.
+// Optimizer state; allocates it. Fatal if the file does not belong to this table, seed, seq, dtype or
+// optimizer: the steps to come would not be those of the run that was saved.
 Progress checkpoint_load_optimizer(const char *dir, const Config *config, const Params *params,
                                    Optimizer *optimizer);
 

@@ -10,6 +10,6 @@ for source in 0[0-9]_*/*.c 0[0-9]_*/*.cu; do
         /^\/\/ Last line: PASS / { sub(/^\/\/ Last line: PASS [^:]*: /, ""); sub(/ …$/, ""); proves = $0 }
         END {
             name = source; sub(/.*\//, "", name); sub(/\.cu?$/, "", name)
-            printf "| [`%s`](%s) | %s | %d | %s |\n", name, source, concept, lines, proves ? proves : "(a part: see the programs that link it)"
+            printf "| [`%s`](%s) | %s | %d | %s |\n", name, source, concept, lines, proves ? proves : "(a part, proven by the programs)"
         }' "$source"
 done

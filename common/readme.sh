@@ -1,0 +1,63 @@
+#!/bin/bash
+# readme.sh: writes the README's generated parts, each between its two markers: what the commands in it print, run now
+# on this machine. `make readme` calls it; `readme.sh map` renews the map and the counts alone, which need no run.
+build=${BUILD:-build}
+cd "$(dirname "$0")/.." || exit 2
+readme=${README:-README.md}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# fill NAME: replaces what stands between <!-- NAME --> and <!-- /NAME --> by standard input.
+fill() {
+    cat >"$work/part"
+    awk -v name="$1" -v part="$work/part" '
+        $0 ~ "<!-- " name " -->" && $0 ~ "<!-- /" name " -->" {  # both on one line: a word in a sentence
+            getline word <part
+            sub("<!-- " name " -->.*<!-- /" name " -->", "<!-- " name " -->" word "<!-- /" name " -->")
+        }
+        $0 == "<!-- /" name " -->" { skipping = 0 }
+        !skipping
+        $0 == "<!-- " name " -->" { skipping = 1; while ((getline line <part) > 0) print line }
+    ' "$readme" >"$work/README.md" && cat "$work/README.md" >"$readme"
+}
+
+block() { sed 's/^/    /; s/ *$//'; }  # as preformatted text
+
+common/map.sh | fill map
+ls tests/mutants/*.patch | wc -l | fill mutants
+[ "$1" != map ] || exit 0
+
+run() { echo "\$ $*"; "$@" 2>&1; }
+p=$build/00_single_gpu
+
+{ echo '$ make run'; common/tour.sh "$build"; } >"$work/tour" || exit 1
+block <"$work/tour" | fill tour
+run $p/train --model llama-3-8b --dtype bf16 --micro-batch 1 --recompute full --dry-run --steps 1 | block | fill dry
+
+# row NUMBER CLAIM PROGRAM FLAGS PATTERN: the line of `PROGRAM FLAGS` that has PATTERN.
+row() {
+    local line
+    line=$($p/$3 $4 2>&1 | grep -E -m 1 -- "$5" | sed 's/  */ /g; s/^ //; s/|/\\|/g')
+    [ -n "$line" ] || { echo "readme.sh: '$3 $4' prints nothing like '$5'" >&2; exit 1; }
+    echo "| $1 | $2 | \`$3${4:+ $4}\` | $line |"
+}
+{
+    echo '| # | the playbook says | command | it prints |'
+    echo '|---|---|---|---|'
+    row 1 'gbs = mbs x grad_acc; training does not depend on how it is split' grad_accumulation '' '^PASS'
+    row 2 'N = h v + L (12 h² + 13 h) + 2 h' memory --claims 'parameters of GPT-3'
+    row 2 '16 h² per block with GLU' memory --claims 'block with GLU'
+    row 3 '4 N + 4 N + 8 N bytes in f32' memory '--measure' 'gradient bytes'
+    row 3 '2 N + 2 N + 4 N + 8 N mixed, + 4 N for f32 gradients' memory '--measure --dtype bf16' 'optimizer bytes'
+    row 4 '405B parameters: 6480 GB, 8100 GB with f32 gradients' memory --claims '405B parameters in bf16 and'
+    row 5 'L s b h (34 + 5 a s / h)' memory --claims '34 \+ 5 a s / h$|block, 34'
+    row 5 'the same for our block, to the byte' memory --measure 'activations kept'
+    row 6 'selective: 70% less activation memory for 2.7% more compute' recompute '' '^GPT-3'
+    row 7 'MFU leaves recomputed FLOPs out, HFU counts them' recompute '--model llama-3-8b --dtype bf16 --dry-run' '^full'
+    row 8 'forward 2 N, backward 4 N FLOPs a token' train '--dry-run --steps 1' 'estimate'
+    row 9 'the first step differs; optimizer state appears after it' profile '' '^PASS'
+    row 14 '7.5B on 64 ranks: 120, 31.4, 16.6, 1.9 GB' memory --claims 'k = 12, ZeRO-3'
+    row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
+} >"$work/claims" || exit 1
+fill claims <"$work/claims"
+{ echo '$ make bench'; env -u OPENBLAS_CORETYPE "$build/tests/bench"; } | block | fill bench

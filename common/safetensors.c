@@ -1,0 +1,364 @@
+// safetensors.c: the file format in which Hugging Face keeps weights, read with suspicion, written in order.
+//
+//     8 bytes   length n of the header, little-endian
+//     n bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …,
+//                      "__metadata__": {"key": "value", …}}
+//     the rest  the tensors' bytes, one after another, with no hole and no overlap
+//
+// A file comes from anywhere. Until every tensor is known to lie within it and to have the bytes that its shape
+// says, nothing is believed: no length, no offset, no product of dimensions.
+#include <cjson/cJSON.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "checkpoint.h"
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are little-endian");
+
+enum {
+    LENGTH_BYTES = 8,
+    HEADER_MAX = 100000000,  // bytes, the limit of the reference implementation
+    ALIGNMENT = 8            // of the first tensor; the header is padded with spaces up to it
+};
+
+#define METADATA "__metadata__"
+
+static const char *const dtype_names[DTYPES] = {"F64", "F32", "BF16", "F16", "F8_E4M3", "F8_E5M2", "I32"};
+// Sound in a safetensors file, but no DType of ours.
+static const char *const foreign_dtypes[] = {"I64",  "U64", "U32", "I16",     "U16",     "I8",     "U8",
+                                             "BOOL", "C64", "F4",  "F8_E8M0", "F6_E2M3", "F6_E3M2"};
+
+// ---- faults ----
+
+static const char *fault(const char *format, ...) PRINTF_LIKE(1, 2);
+static const char *fault(const char *format, ...) {
+    static char sentence[512];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(sentence, sizeof sentence, format, arguments);
+    va_end(arguments);
+    return sentence;
+}
+
+// A name as a sentence may show it: a file must not write control codes to the reader's terminal. Rotates
+// over 2 static buffers.
+static const char *shown(const char *name) {
+    static char texts[2][100];
+    static int next;
+    char *text = texts[next++ % 2];
+    snprintf(text, sizeof texts[0], "%s", name);
+    for (char *c = text; *c; c++)
+        if ((unsigned char)*c < ' ' || *c == 127) *c = '?';
+    return text;
+}
+
+const char *file_fault(const char *verb, const char *path) {
+    return fault("cannot %s %s: %s", verb, path, strerror(errno));
+}
+
+// ---- the header ----
+
+// JSON numbers arrive as doubles, which tell whole numbers apart only below 2^53.
+static bool whole_number(const cJSON *item, int64_t *value) {
+    double x = cJSON_IsNumber(item) ? item->valuedouble : -1;
+    if (!(x >= 0 && x < 0x1p53 && x == floor(x))) return false;
+    *value = (int64_t)x;
+    return true;
+}
+
+// cJSON ends a string at an escaped zero, so that two different names could come out equal.
+static bool has_escaped_zero(const char *json) {
+    for (; (json = strchr(json, '\\')); json += 2)
+        if (!strncmp(json, "\\u0000", 6)) return true;
+        else if (!json[1]) return false;
+    return false;
+}
+
+static int compare_names(const void *a, const void *b) {
+    return strcmp(*(char *const *)a, *(char *const *)b);
+}
+
+// The first of `count` names that stands there twice, or NULL.
+static const char *name_twice(char *const *names, int count) {
+    char **sorted = host_alloc(count * sizeof *sorted);
+    for (int i = 0; i < count; i++) sorted[i] = names[i];
+    qsort(sorted, count, sizeof *sorted, compare_names);
+    const char *twice = NULL;
+    for (int i = 1; i < count && !twice; i++)
+        if (!strcmp(sorted[i - 1], sorted[i])) twice = sorted[i];
+    free(sorted);
+    return twice;
+}
+
+static const char *parse_metadata(const cJSON *object, SafeTensors *result) {
+    if (!cJSON_IsObject(object)) return fault(METADATA " is no JSON object");
+    int count = cJSON_GetArraySize(object);
+    result->key = host_alloc(count * sizeof *result->key);
+    result->value = host_alloc(count * sizeof *result->value);
+    for (const cJSON *item = object->child; item; item = item->next) {
+        if (!cJSON_IsString(item))
+            return fault("the value of \"%s\" in " METADATA " is no string", shown(item->string));
+        result->key[result->keys] = format_text("%s", item->string);
+        result->value[result->keys++] = format_text("%s", item->valuestring);
+    }
+    const char *twice = name_twice(result->key, result->keys);
+    return twice ? fault("\"%s\" stands in " METADATA " twice", shown(twice)) : NULL;
+}
+
+static const char *parse_dtype(const char *name, const cJSON *item, DType *dtype) {
+    const char *text = cJSON_IsString(item) ? item->valuestring : "";
+    for (int i = 0; i < DTYPES; i++)
+        if (!strcmp(text, dtype_names[i])) return *dtype = i, NULL;
+    for (size_t i = 0; i < sizeof foreign_dtypes / sizeof *foreign_dtypes; i++)
+        if (!strcmp(text, foreign_dtypes[i]))
+            return fault("tensor \"%s\" has dtype %s, which this program has no use for", name, text);
+    return fault("tensor \"%s\" has the unknown dtype \"%s\"", name, shown(text));
+}
+
+// Multiplies *elements by the shape's.
+static const char *parse_shape(const char *name, const cJSON *item, SafeTensor *tensor, int64_t *elements) {
+    if (!cJSON_IsArray(item)) return fault("the shape of tensor \"%s\" is no list", name);
+    for (const cJSON *size = item->child; size; size = size->next) {
+        if (tensor->dims == MAX_DIMS)
+            return fault("tensor \"%s\" has more than %d dimensions", name, MAX_DIMS);
+        int64_t *dim = &tensor->shape[tensor->dims++];
+        if (!whole_number(size, dim))
+            return fault("a dimension of tensor \"%s\" is no whole number from 0 to 2^53", name);
+        if (__builtin_mul_overflow(*elements, *dim, elements))
+            return fault("the shape of tensor \"%s\" has more elements than 64 bits count", name);
+    }
+    return NULL;
+}
+
+// data: the bytes after the header, size of them.
+static const char *parse_tensor(const cJSON *object, const uint8_t *data, int64_t size,
+                                SafeTensor *tensor) {
+    const char *name = shown(object->string);
+    const cJSON *dtype = cJSON_GetObjectItemCaseSensitive(object, "dtype");
+    const cJSON *shape = cJSON_GetObjectItemCaseSensitive(object, "shape");
+    const cJSON *offsets = cJSON_GetObjectItemCaseSensitive(object, "data_offsets");
+    // Exactly these three: a key twice could mean one thing here and another thing elsewhere.
+    if (!cJSON_IsObject(object) || !dtype || !shape || !offsets || cJSON_GetArraySize(object) != 3)
+        return fault("tensor \"%s\" is not described by dtype, shape and data_offsets, once each", name);
+
+    const char *wrong = parse_dtype(name, dtype, &tensor->dtype);
+    if (wrong) return wrong;
+    int64_t elements = 1, bytes, begin, end;
+    wrong = parse_shape(name, shape, tensor, &elements);
+    if (wrong) return wrong;
+    if (__builtin_mul_overflow(elements, (int64_t)dtype_size(tensor->dtype), &bytes))
+        return fault("tensor \"%s\" has more bytes than 64 bits count", name);
+    if (!cJSON_IsArray(offsets) || cJSON_GetArraySize(offsets) != 2 ||
+        !whole_number(offsets->child, &begin) || !whole_number(offsets->child->next, &end))
+        return fault("the data_offsets of tensor \"%s\" are not two whole numbers from 0 to 2^53", name);
+    if (begin > end || end > size)
+        return fault("tensor \"%s\" claims bytes %lld to %lld of %lld", name, (long long)begin,
+                     (long long)end, (long long)size);
+    if (end - begin != bytes)
+        return fault("tensor \"%s\" has %lld bytes, its shape and dtype make %lld", name,
+                     (long long)(end - begin), (long long)bytes);
+    tensor->name = format_text("%s", object->string);
+    tensor->data = data + begin;
+    tensor->bytes = bytes;
+    return NULL;
+}
+
+// ---- all tensors together ----
+
+static int compare_places(const void *a, const void *b) {
+    const SafeTensor *x = *(const SafeTensor *const *)a, *y = *(const SafeTensor *const *)b;
+    if (x->data != y->data) return x->data < y->data ? -1 : 1;
+    return (x->bytes > y->bytes) - (x->bytes < y->bytes);  // empty ones first
+}
+
+// The tensors, in the order of their places, must follow each other from `data` to `end`.
+static const char *check_places(const SafeTensors *file, const uint8_t *data, const uint8_t *end) {
+    const SafeTensor **sorted = host_alloc(file->count * sizeof *sorted);
+    for (int i = 0; i < file->count; i++) sorted[i] = &file->tensor[i];
+    qsort(sorted, file->count, sizeof *sorted, compare_places);
+    const char *wrong = NULL;
+    for (int i = 0; i < file->count && !wrong; i++) {
+        if (sorted[i]->data < data)
+            wrong = fault("tensors \"%s\" and \"%s\" overlap", shown(sorted[i - 1]->name),
+                          shown(sorted[i]->name));
+        else if (sorted[i]->data > data)
+            wrong = fault("a hole of %lld bytes lies before tensor \"%s\"",
+                          (long long)(sorted[i]->data - data), shown(sorted[i]->name));
+        else data += sorted[i]->bytes;
+    }
+    free(sorted);
+    if (!wrong && data != end)
+        wrong = fault("%lld bytes at the end belong to no tensor", (long long)(end - data));
+    return wrong;
+}
+
+static const char *check_names(const SafeTensors *file) {
+    char **names = host_alloc(file->count * sizeof *names);
+    for (int i = 0; i < file->count; i++) names[i] = file->tensor[i].name;
+    const char *twice = name_twice(names, file->count);
+    free(names);
+    return twice ? fault("tensor \"%s\" stands there twice", shown(twice)) : NULL;
+}
+
+static const char *parse_header(const cJSON *header, const uint8_t *data, int64_t size,
+                                SafeTensors *result) {
+    result->tensor = host_alloc(cJSON_GetArraySize(header) * sizeof *result->tensor);
+    for (const cJSON *item = header->child; item; item = item->next) {
+        const char *wrong;
+        if (!strcmp(item->string, METADATA)) {
+            wrong = result->key ? fault(METADATA " stands there twice") : parse_metadata(item, result);
+        } else {
+            SafeTensor tensor = {0};
+            wrong = parse_tensor(item, data, size, &tensor);
+            if (!wrong) result->tensor[result->count++] = tensor;
+        }
+        if (wrong) return wrong;
+    }
+    const char *wrong = check_names(result);
+    return wrong ? wrong : check_places(result, data, data + size);
+}
+
+const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *result) {
+    *result = (SafeTensors){0};
+    if (size < LENGTH_BYTES) return fault("%zu bytes are too few for a safetensors file", size);
+    uint64_t length;
+    memcpy(&length, bytes, LENGTH_BYTES);
+    if (length > size - LENGTH_BYTES)
+        return fault("its header claims %llu bytes, and %zu are there", (unsigned long long)length,
+                     size - LENGTH_BYTES);
+    if (length > HEADER_MAX)
+        return fault("its header of %llu bytes is longer than the %d that are allowed",
+                     (unsigned long long)length, HEADER_MAX);
+    if (memchr(bytes + LENGTH_BYTES, 0, length)) return fault("its header contains a zero byte");
+
+    // A copy that ends in a zero: cJSON before 1.7.18 may look one byte past the text it is given. It
+    // refuses nesting beyond 1,000 levels by itself, and text after the object because of the last argument.
+    char *json = host_alloc(length + 1);
+    memcpy(json, bytes + LENGTH_BYTES, length);
+    json[length] = '\0';
+    cJSON *header = cJSON_ParseWithLengthOpts(json, length + 1, NULL, true);
+    const uint8_t *data = bytes + LENGTH_BYTES + length;
+    const char *wrong = !cJSON_IsObject(header)  ? fault("its header is no JSON object")
+                        : has_escaped_zero(json) ? fault("its header contains an escaped zero byte")
+                                                 : parse_header(header, data, bytes + size - data, result);
+    cJSON_Delete(header);
+    free(json);
+    if (wrong) safetensors_close(result);
+    return wrong;
+}
+
+// ---- files ----
+
+SafeTensors safetensors_open(const char *path) {
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    struct stat status;
+    CHECK(descriptor >= 0 && fstat(descriptor, &status) == 0, "%s", file_fault("open", path));
+    CHECK(S_ISREG(status.st_mode), "%s is no file", path);
+    size_t size = (size_t)status.st_size, done = 0;
+    uint8_t *bytes = host_alloc(size);
+    while (done < size) {
+        ssize_t got = read(descriptor, bytes + done, size - done);
+        if (got < 0 && errno == EINTR) continue;
+        CHECK(got >= 0, "%s", file_fault("read", path));
+        CHECK(got > 0, "%s became shorter while it was read", path);
+        done += (size_t)got;
+    }
+    close(descriptor);
+    SafeTensors file;
+    const char *wrong = safetensors_parse(bytes, size, &file);
+    CHECK(!wrong, "%s: %s", path, wrong);
+    file.file = bytes;
+    return file;
+}
+
+const SafeTensor *safetensors_find(const SafeTensors *file, const char *name) {
+    for (int i = 0; i < file->count; i++)
+        if (!strcmp(file->tensor[i].name, name)) return &file->tensor[i];
+    return NULL;
+}
+
+const char *safetensors_metadata(const SafeTensors *file, const char *key) {
+    for (int i = 0; i < file->keys; i++)
+        if (!strcmp(file->key[i], key)) return file->value[i];
+    return NULL;
+}
+
+void safetensors_close(SafeTensors *file) {
+    for (int i = 0; i < file->count; i++) free(file->tensor[i].name);
+    for (int i = 0; i < file->keys; i++) {
+        free(file->key[i]);
+        free(file->value[i]);
+    }
+    free(file->tensor);
+    free(file->key);
+    free(file->value);
+    free(file->file);
+    *file = (SafeTensors){0};
+}
+
+// ---- writing ----
+
+static int64_t tensor_size(const SafeTensor *tensor) {
+    int64_t bytes = (int64_t)dtype_size(tensor->dtype);
+    for (int i = 0; i < tensor->dims; i++) bytes *= tensor->shape[i];
+    return bytes;
+}
+
+// The JSON text, padded to ALIGNMENT. The caller frees it.
+static char *header_text(const SafeTensors *contents) {
+    cJSON *header = cJSON_CreateObject(), *metadata = cJSON_AddObjectToObject(header, METADATA);
+    for (int i = 0; i < contents->keys; i++)
+        cJSON_AddStringToObject(metadata, contents->key[i], contents->value[i]);
+    int64_t offset = 0;
+    for (int i = 0; i < contents->count; i++) {
+        const SafeTensor *tensor = &contents->tensor[i];
+        cJSON *item = cJSON_AddObjectToObject(header, tensor->name);
+        cJSON_AddStringToObject(item, "dtype", dtype_names[tensor->dtype]);
+        cJSON *shape = cJSON_AddArrayToObject(item, "shape");
+        for (int j = 0; j < tensor->dims; j++)
+            cJSON_AddItemToArray(shape, cJSON_CreateNumber((double)tensor->shape[j]));
+        cJSON *offsets = cJSON_AddArrayToObject(item, "data_offsets");
+        cJSON_AddItemToArray(offsets, cJSON_CreateNumber((double)offset));
+        offset += tensor_size(tensor);
+        cJSON_AddItemToArray(offsets, cJSON_CreateNumber((double)offset));
+    }
+    char *json = cJSON_PrintUnformatted(header);
+    CHECK(json, "out of host memory for the header of a safetensors file");
+    int length = (int)strlen(json), padded = (length + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    char *text = format_text("%-*s", padded, json);
+    cJSON_free(json);
+    cJSON_Delete(header);
+    return text;
+}
+
+const char *file_close_flushed(FILE *file, const char *path) {
+    bool flushed = !ferror(file) && fflush(file) == 0 && fsync(fileno(file)) == 0;
+    int error = errno;                // fclose may overwrite the cause
+    bool closed = fclose(file) == 0;  // some file systems report a full disk here at the earliest
+    if (!flushed) errno = error;
+    return flushed && closed ? NULL : file_fault("write", path);
+}
+
+const char *safetensors_write(const char *path, const SafeTensors *contents, SafeTensorRead read,
+                              void *context) {
+    FILE *file = fopen(path, "wb");
+    if (!file) return file_fault("create", path);
+    char *header = header_text(contents);
+    uint64_t length = strlen(header);
+    bool whole = fwrite(&length, LENGTH_BYTES, 1, file) == 1 && fwrite(header, length, 1, file) == 1;
+    free(header);
+    for (int i = 0; i < contents->count && whole; i++) {
+        size_t size = (size_t)tensor_size(&contents->tensor[i]);
+        uint8_t *bytes = host_alloc(size);
+        read(context, i, bytes);
+        whole = fwrite(bytes, 1, size, file) == size;
+        free(bytes);
+    }
+    return file_close_flushed(file, path);
+}

@@ -1,0 +1,209 @@
+// The model against another's implementation: folders that transformers wrote, and the loss and gradients
+// that its code computed for them in f64 (fixtures/make_llama_fixture.py). Nothing of ours made the numbers.
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "playbook.h"
+// needs those above
+#include <cmocka.h>
+
+// Both sides sum in f64, in different orders.
+static const double BOUND = 1e-12;
+
+typedef struct Case {
+    Model *model;
+    SafeTensors expected;
+    MicroBatch micro;
+} Case;
+
+static const int32_t *integers(const SafeTensors *file, const char *name, int64_t *rows, int64_t *columns) {
+    const SafeTensor *t = safetensors_find(file, name);
+    if (!t || t->dtype != I32 || t->dims != 2) fail_msg("%s is not there, or no table of i32", name);
+    *rows = t->shape[0];
+    *columns = t->shape[1];
+    return (const int32_t *)t->data;
+}
+
+// A model of the folder's shape and weights, in f64, and the fixture's batch gone forward and backward.
+static Case run_case(const char *folder) {
+    Case c;
+    char *path = format_text("%s/expected.safetensors", folder);
+    c.expected = safetensors_open(path);
+    free(path);
+
+    int64_t b, longer;
+    const int32_t *tokens = integers(&c.expected, "tokens", &b, &longer);
+    const int32_t *labels = integers(&c.expected, "labels", &b, &longer);
+    // Hugging Face's labels stand under their own tokens, ours under the tokens before them.
+    int64_t s = longer - 1, valid = 0;
+    int32_t *inputs = host_alloc(b * s * sizeof *inputs), *targets = host_alloc(b * s * sizeof *targets);
+    for (int64_t row = 0; row < b; row++)
+        for (int64_t i = 0; i < s; i++) {
+            int32_t label = labels[row * longer + i + 1];
+            inputs[row * s + i] = tokens[row * longer + i];
+            targets[row * s + i] = label == -100 ? IGNORED_LABEL : label;
+            valid += label != -100;
+        }
+    assert_true(valid > 0 && valid < b * s);
+
+    Config config = config_default("dtype=f64");
+    checkpoint_config(folder, &config);
+    config.seq = s;
+    config_check(&config);
+    c.model = model_new(&config, mesh_single());
+    checkpoint_load_weights(folder, &c.model->params);
+    c.micro = micro_batch_new(c.model, 0, b, inputs, targets, 1.0 / (double)valid);
+    model_forward(c.model, &c.micro);
+    model_backward(c.model, &c.micro);
+    free(inputs);
+    free(targets);
+    return c;
+}
+
+static void end_case(Case *c) {
+    micro_batch_free(c->model, &c->micro);
+    model_free(c->model);
+    safetensors_close(&c->expected);
+}
+
+static void assert_matches(const Case *c) {
+    const SafeTensor *stored = safetensors_find(&c->expected, "loss");
+    assert_non_null(stored);
+    double loss;
+    memcpy(&loss, stored->data, sizeof loss);
+    if (!(fabs(c->micro.loss - loss) <= BOUND * loss))
+        fail_msg("loss %.15g, Hugging Face has %.15g", c->micro.loss, loss);
+
+    const Params *params = &c->model->params;
+    for (int i = 0; i < params->count; i++) {
+        const Param *param = &params->param[i];
+        char *name = format_text("grad.%s", param->name);
+        stored = safetensors_find(&c->expected, name);
+        free(name);
+        if (!stored || stored->bytes != param->count * 8) fail_msg("no gradient of %s", param->name);
+        double *reference = host_alloc(stored->bytes), *ours = host_alloc(stored->bytes);
+        memcpy(reference, stored->data, stored->bytes);
+        tensor_to_doubles(ours, param_grad(params, param));
+        Difference d = difference(param->name, ours, reference, param->count);
+        if (!(d.relative <= BOUND))
+            fail_msg("gradient of %s: relative error %.2e, scale %.9f", param->name, d.relative, d.scale);
+        free(reference);
+        free(ours);
+    }
+    // Every gradient of theirs was used: loss, tokens and labels are the rest.
+    assert_int_equal(c->expected.count, params->count + 3);
+}
+
+// Six heads on two key/value heads, f32 weights, rope_theta and eps far from the usual; transformers 5.
+static void untied_model_has_their_loss_and_gradients(void **state) {
+    (void)state;
+    Case c = run_case("tests/fixtures/llama_untied_f32");
+    assert_int_equal(c.model->config.kv_heads, 2);
+    assert_true(c.model->config.rope_theta == 100 && c.model->config.norm_eps == 1e-3);
+    assert_matches(&c);
+    end_case(&c);
+}
+
+// bf16 weights; config.json as transformers 4 wrote it.
+static void tied_model_has_their_loss_and_gradients(void **state) {
+    (void)state;
+    Case c = run_case("tests/fixtures/llama_tied_bf16");
+    assert_true(c.model->config.tied);
+    assert_matches(&c);
+    end_case(&c);
+}
+
+// ---- the other direction ----
+
+static const char *python(void) { return getenv("PYTHON") ? getenv("PYTHON") : "python3"; }
+
+static int shell(const char *format, ...) PRINTF_LIKE(1, 2);
+static int shell(const char *format, ...) {
+    char command[512];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(command, sizeof command, format, arguments);
+    va_end(arguments);
+    return system(command);
+}
+
+// The file that make_llama_fixture.py --check expects: gradients, then loss, tokens and labels.
+static void read_result(void *context, int tensor, uint8_t *bytes) {
+    const Case *c = context;
+    const Params *params = &c->model->params;
+    if (tensor < params->count) {
+        tensor_to_host(bytes, param_grad(params, &params->param[tensor]));
+    } else if (tensor == params->count) {
+        memcpy(bytes, &c->micro.loss, sizeof(double));
+    } else {
+        const SafeTensor *t =
+            safetensors_find(&c->expected, tensor == params->count + 1 ? "tokens" : "labels");
+        memcpy(bytes, t->data, t->bytes);
+    }
+}
+
+static void write_result(const Case *c, const char *path) {
+    const Params *params = &c->model->params;
+    SafeTensors file = {.count = params->count + 3};
+    file.tensor = host_alloc(file.count * sizeof *file.tensor);
+    for (int i = 0; i < params->count; i++) {
+        const Param *p = &params->param[i];
+        file.tensor[i] =
+            (SafeTensor){.name = format_text("grad.%s", p->name), .dtype = F64, .dims = p->dims};
+        memcpy(file.tensor[i].shape, p->shape, sizeof p->shape);
+    }
+    SafeTensor *last = &file.tensor[params->count];
+    last[0] = (SafeTensor){.name = "loss", .dtype = F64, .dims = 1, .shape = {1}};
+    last[1] = *safetensors_find(&c->expected, "tokens");
+    last[2] = *safetensors_find(&c->expected, "labels");
+    const char *wrong = safetensors_write(path, &file, read_result, (void *)c);
+    if (wrong) fail_msg("%s", wrong);
+    for (int i = 0; i < params->count; i++) free(file.tensor[i].name);
+    free(file.tensor);
+}
+
+// Ours, saved, loads there without a complaint, and their code gives our loss and gradients. Passed over where
+// transformers is not installed; PYTHON names an interpreter that has it.
+static void transformers_loads_what_we_save(void **state) {
+    (void)state;
+    if (shell("%s -c 'import torch, transformers, safetensors' >/dev/null 2>&1", python()) != 0) {
+        printf("# not checked: %s has no torch, transformers and safetensors\n", python());
+        return;
+    }
+    const char *const folders[] = {"tests/fixtures/llama_untied_f32", "tests/fixtures/llama_tied_bf16"};
+    char work[] = "/tmp/test_hugging_face.XXXXXX";
+    assert_non_null(mkdtemp(work));
+    for (int i = 0; i < 2; i++) {
+        Case c = run_case(folders[i]);
+        char *dir = format_text("%s/%d", work, i), *saved = format_text("%s/step-000000", dir);
+        char *result = format_text("%s/expected.safetensors", saved);
+        checkpoint_save(dir, &c.model->config, &c.model->params, NULL, (Progress){0});
+        write_result(&c, result);
+        int status = shell(
+            "%s tests/fixtures/make_llama_fixture.py --check %s >%s/said 2>&1; status=$?; "
+            "sed 's/^/# /' %s/said; exit $status",
+            python(), saved, work, work);
+        assert_int_equal(status, 0);
+        free(dir);
+        free(saved);
+        free(result);
+        end_case(&c);
+    }
+    shell("rm -rf %s", work);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(untied_model_has_their_loss_and_gradients),
+        cmocka_unit_test(tied_model_has_their_loss_and_gradients),
+        cmocka_unit_test(transformers_loads_what_we_save),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
