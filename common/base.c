@@ -31,8 +31,6 @@ void base_set_rank(int mine, int all, void (*end)(const char *sentence, int stat
     end_all = end;
 }
 
-int base_rank(void) { return rank; }
-
 // What Open MPI's mpirun, or srun with PMIx or PMI, tells the processes that it starts; 0 without them.
 static int launched_rank(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"};
