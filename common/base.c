@@ -151,10 +151,23 @@ static void restart_on_best_kernel(char **argv) {
     unsetenv(PIN);  // could not start: go on with the slow kernel, of which base_blas_name tells
 }
 
+#define COLUMNS "ULTRASCALE_COLUMNS"  // of the terminal, for ranks, whose output goes through mpirun
+
+int terminal_columns(void) { return getenv(COLUMNS) ? atoi(getenv(COLUMNS)) : 100; }
+
+static void tell_columns(void) {
+    struct winsize window;
+    char digits[16];
+    if (!isatty(STDOUT_FILENO) || ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) < 0 || !window.ws_col) return;
+    snprintf(digits, sizeof digits, "%d", window.ws_col);
+    setenv(COLUMNS, digits, 1);
+}
+
 void base_start(int argc, char **argv) {
     CHECK(argc > 0, "started without a program name");
     restart_on_best_kernel(argv);
     rank = launched_rank();
+    tell_columns();
     // Buffers of many megabytes come and go every step. By default each would be mapped, zeroed page by
     // page by the kernel, and unmapped again; kept on the heap, the pages are touched once.
     mallopt(M_MMAP_MAX, 0);
@@ -196,12 +209,12 @@ double wall_seconds(void) {
 static const struct {
     const char *names, *where;
 } book_flags[] = {
-    {" ranks timeout gpus-per-node compute-efficiency network-efficiency dp ",
+    {" ranks timeout gpus-per-node compute-efficiency network-efficiency timeline timeline-svg dp ",
      "it belongs to chapter 01, data parallelism"},
     {" zero ", "it belongs to chapter 02, ZeRO"},
     {" tp sp ", "it belongs to chapter 03, tensor and sequence parallelism"},
     {" cp ", "it belongs to chapter 04, context parallelism"},
-    {" pp timeline ", "it belongs to chapter 05, pipeline parallelism"},
+    {" pp ", "it belongs to chapter 05, pipeline parallelism"},
     {" ep ", "it belongs to chapter 06, expert parallelism"},
     {" model layers hidden heads kv-heads ffn vocab seq tied dtype micro-batch grad-acc steps seed data "
      "optimizer lr weight-decay clip warmup recompute init save save-every resume json trace machine "
