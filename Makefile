@@ -84,8 +84,9 @@ test:
 
 bench:
 	@common/install.sh test
-	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(corpus)
+	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(BUILD)/tests/bench_comm $(corpus)
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench
+	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks || exit 1; done
 
 mutants:
 	@tests/mutants/run $(M)

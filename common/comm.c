@@ -499,9 +499,11 @@ static void deadlock(double seconds) {
 static void wait_turn(double began, int64_t turn) {
     push();
     if (turn % 64) return;
-    if (turn) sched_yield();
-    if (turn % 4096) return;
     double seconds = wall_seconds() - began;
+    // A short wait is a few cache lines long; who waits longer lets others run. (With more ranks than cores
+    // MPI yields at every turn.)
+    if (seconds > 1e-3) sched_yield();
+    if (turn % 4096) return;
     if (seconds > state.timeout) deadlock(seconds);
     int dead = state.alone ? -1 : find_dead();
     CHECK(dead < 0, "rank %d has died; all ranks end", dead);

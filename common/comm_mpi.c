@@ -1,5 +1,5 @@
-// comm_mpi.c: the transport over Open MPI: real messages between real processes, with MPI_Isend and
-// MPI_Irecv alone, so that nothing in here can hang.
+// comm_mpi.c: the transport over Open MPI. Real messages between real processes: MPI_Isend and MPI_Irecv
+// across machines, memory that MPI shares (MPI_Win_allocate_shared) within one; nothing in here can hang.
 //
 // A collective is a set of flows, each a run of segments to or from one peer. The algorithms are direct:
 // everyone talks with everyone, which sends the least that is possible and keeps the order of a sum in one
@@ -20,23 +20,31 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <mpi.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "transport.h"
 
-enum { SEGMENT = 128 << 10, WINDOW = 4 };       // bytes; segments of a flow under way at once
-enum { TAG_NOTICE = 1, TAG_DATA, TAG_RESULT };  // the two ways of a reduction; else DATA
+enum { WINDOW = 4 };                              // segments of a flow under way at once
+enum { TAG_DATA, TAG_RESULT, TAGS, TAG_NOTICE };  // the two ways of a reduction; else DATA
 
 static struct {
-    int rank;
+    int rank, ranks;
     char claim_file[512];  // "" where the launcher gave no folder
     Notice notice;         // the one receive that always stands open
     MPI_Request notice_request;
     struct Outgoing *outgoing;
     char *staging;
     size_t staging_bytes;
+    int64_t segment;  // bytes
+    // shared memory, below
+    MPI_Win window;
+    bool sharing;
+    char **area;                             // of each rank of this machine, else NULL
+    int *local;                              // its number among them
+    int64_t (*given)[TAGS], (*taken)[TAGS];  // segments ever, to and from each rank
 } state;
 
 // ---- start and end ----
@@ -84,6 +92,8 @@ const char *transport_launch(int argc, char **argv, int ranks) {
     return errno == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(errno);
 }
 
+static void share_memory(int rank, int ranks);
+
 void transport_start(int *rank, int *ranks) {
     int size = environment_int("OMPI_COMM_WORLD_SIZE");
     int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
@@ -96,9 +106,11 @@ void transport_start(int *rank, int *ranks) {
     CHECK(*ranks > 1 || tasks <= 1,
           "srun started %d tasks that do not find each other; try srun --mpi=pmix", tasks);
     state.rank = *rank;
+    state.ranks = *ranks;
     state.notice_request = MPI_REQUEST_NULL;
     const char *folder = environment("OMPI_MCA_orte_jobfam_session_dir");  // the launcher's, for this run
     if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
+    share_memory(*rank, *ranks);
 }
 
 void transport_share(const void *mine, void *all, size_t bytes) {
@@ -116,7 +128,12 @@ void transport_finish(void) {
         MPI_Cancel(&state.notice_request);
         MPI_Request_free(&state.notice_request);
     }
+    if (state.sharing) MPI_Win_free(&state.window);
     MPI_Finalize();
+    free(state.area);
+    free(state.local);
+    free(state.given);
+    free(state.taken);
     while (state.outgoing) {
         Outgoing *gone = state.outgoing;
         state.outgoing = gone->next;
@@ -240,29 +257,99 @@ static char *staging(size_t bytes) {
     return state.staging;
 }
 
+// ---- shared memory ----
+//
+// Each rank has an area that the others of its machine can read: a row of WINDOW slots for each of them,
+// and, in the row that would be its own, what is for all. A writer fills a slot and counts it as given; the
+// reader uses it where it is, and counts it as taken, which frees it. All counts only grow. An operation
+// ends when all that it gave is taken, so the next one finds every slot free. The areas belong to the
+// transport, as a GPU's channel buffers belong to NCCL: the account of device memory knows only of what a
+// tensor holds or staging() takes.
+
+enum { LINE = 64, MOST_SHARED = 32 << 20, MOST_SEGMENT = 64 << 10, LEAST_SEGMENT = 4 << 10 };
+
+typedef struct Channel {  // from the area's rank to one reader, with one tag
+    _Alignas(LINE) _Atomic int64_t given;
+    _Alignas(LINE) _Atomic int64_t taken;
+} Channel;
+
+static size_t channels_bytes(int ranks) {
+    return ((size_t)(ranks * TAGS) * sizeof(Channel) + 4095) / 4096 * 4096;
+}
+
+static Channel *channel(int from, int to, int tag) { return (Channel *)state.area[from] + to * TAGS + tag; }
+
+static char *slot(int from, int row, int64_t number) {
+    return state.area[from] + channels_bytes(state.ranks) +
+           (row * WINDOW + number % WINDOW) * state.segment;
+}
+
+static void share_memory(int rank, int ranks) {
+    MPI_Comm machine;
+    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &machine);
+    int here, me;
+    MPI_Comm_size(machine, &here);
+    MPI_Comm_rank(machine, &me);
+    // Containers have as little as 64 MB to share; with very many ranks everything goes through messages.
+    int64_t segment = MOST_SEGMENT;
+    while (segment * here * here * WINDOW > MOST_SHARED) segment /= 2;
+    MPI_Allreduce(&segment, &state.segment, 1, MPI_INT64_T, MPI_MIN, MPI_COMM_WORLD);
+    state.area = calloc((size_t)ranks, sizeof *state.area);
+    state.local = calloc((size_t)ranks, sizeof *state.local);
+    state.given = calloc((size_t)ranks, sizeof *state.given);
+    state.taken = calloc((size_t)ranks, sizeof *state.taken);
+    CHECK(state.area && state.local && state.given && state.taken, "out of host memory for %d ranks",
+          ranks);
+    state.sharing = state.segment >= LEAST_SEGMENT && here > 1;
+    if (state.segment < LEAST_SEGMENT) state.segment = MOST_SEGMENT;
+    int *world = host_alloc(sizeof *world * (size_t)here);
+    MPI_Allgather(&rank, 1, MPI_INT, world, 1, MPI_INT, machine);
+    if (state.sharing) {
+        size_t bytes = channels_bytes(ranks) + (size_t)(here * WINDOW * state.segment);
+        char *mine;
+        MPI_Win_allocate_shared((MPI_Aint)bytes, 1, MPI_INFO_NULL, machine, &mine, &state.window);
+        memset(mine, 0, channels_bytes(ranks));
+        MPI_Barrier(machine);
+    }
+    for (int i = 0; i < here && state.sharing; i++) {
+        MPI_Aint bytes;
+        int unit;
+        state.local[world[i]] = i;
+        MPI_Win_shared_query(state.window, i, &bytes, &unit, &state.area[world[i]]);
+    }
+    free(world);
+    MPI_Comm_free(&machine);
+}
+
 // ---- flows ----
 
 // Segments of a flow are posted in order, at most WINDOW at once, and below *limit + slack: the count of
 // what must have happened before.
 typedef struct Flow {
-    bool send, ring;  // ring: base holds only WINDOW segments, used in turn
-    int peer, tag;    // world rank
-    char *base;
+    bool send;
+    bool held;      // received segments are used where they are, and given back by whoever uses them
+    bool cast;      // the same bytes go to all: in shared memory, once
+    int peer, tag;  // world rank
+    char *base;     // held: room for WINDOW segments, if they come as messages
     int64_t bytes, segments;
     int64_t posted, done;
-    bool landed[WINDOW];
     const int64_t *limit;  // NULL: none
     int64_t slack;
-    const struct Flow *after;  // a flow on the same way: messages there are told apart by their order alone
+    const struct Flow *after;  // a flow on the same way: segments there are told apart by their order alone
+    bool landed[WINDOW];       // messages that have come before one that was posted earlier
+    Channel *channel;          // in shared memory, else NULL
+    int64_t count;             // given and taken when the flow began
 } Flow;
 
 struct Operation {
     Collective call;
     Flow *flow;
-    int flows;
+    int flows, messages;   // messages: flows that are not in shared memory
     MPI_Request *request;  // (flows, WINDOW)
     int *indices;
     int64_t sent;
+    int64_t cast;  // segments for all that stand in shared memory
+    char *keep;    // where they are to stand for me, too: copied while they are in the cache
     // the reduction of my piece, if there is one
     bool reduces;
     char *result;  // where the sums go: the piece itself, or a ring
@@ -273,33 +360,58 @@ struct Operation {
     int64_t piece_bytes, segments, reduced;
 };
 
-static int64_t segments_of(int64_t bytes) { return (bytes + SEGMENT - 1) / SEGMENT; }
+static int64_t segments_of(int64_t bytes) { return (bytes + state.segment - 1) / state.segment; }
 
 static int64_t segment_bytes(int64_t bytes, int64_t segment) {
-    return bytes - segment * SEGMENT < SEGMENT ? bytes - segment * SEGMENT : SEGMENT;
+    int64_t rest = bytes - segment * state.segment;
+    return rest < state.segment ? rest : state.segment;
 }
 
 static Flow *flow_add(Operation *o, bool send, int member, int tag, void *base, int64_t bytes) {
     Flow *flow = &o->flow[o->flows++];
+    int peer = o->call.group.member[member];
     *flow = (Flow){.send = send,
-                   .peer = o->call.group.member[member],
+                   .peer = peer,
                    .tag = tag,
                    .base = base,
                    .bytes = bytes,
                    .segments = segments_of(bytes)};
+    if (state.area[peer] && state.sharing) {
+        int64_t *ever = send ? &state.given[peer][tag] : &state.taken[peer][tag];
+        flow->channel = send ? channel(state.rank, peer, tag) : channel(peer, state.rank, tag);
+        flow->count = *ever;
+        *ever += flow->segments;
+    } else {
+        o->messages++;
+    }
     return flow;
 }
 
+static char *flow_slot(const Flow *flow, int64_t segment) {
+    int writer = flow->send ? state.rank : flow->peer, reader = flow->send ? flow->peer : state.rank;
+    return slot(writer, state.local[flow->cast ? writer : reader],
+                flow->cast ? segment : flow->count + segment);
+}
+
+// Where segment of a held flow is to be read.
+static const char *flow_held(const Flow *flow, int64_t segment) {
+    return flow->channel ? flow_slot(flow, segment) : flow->base + segment % WINDOW * state.segment;
+}
+
 static bool flow_may_post(const Flow *flow) {
-    return flow->posted < flow->segments && flow->posted - flow->done < WINDOW &&
-           (!flow->limit || flow->posted < *flow->limit + flow->slack) &&
+    return flow->posted < flow->segments && (!flow->limit || flow->posted < *flow->limit + flow->slack) &&
            (!flow->after || flow->after->posted == flow->after->segments);
 }
 
-static void flow_post(Operation *o, Flow *flow) {
-    int64_t segment = flow->posted++, slot = segment % WINDOW, bytes = segment_bytes(flow->bytes, segment);
-    char *address = flow->base + (flow->ring ? slot : segment) * SEGMENT;
-    MPI_Request *request = &o->request[(flow - o->flow) * WINDOW + slot];
+static bool in_ring(const Operation *o, const Flow *flow) {
+    return flow->held || (flow->send && o->result_ring && flow->base == o->result);
+}
+
+static void post_message(Operation *o, Flow *flow) {
+    int64_t segment = flow->posted++, number = segment % WINDOW,
+            bytes = segment_bytes(flow->bytes, segment);
+    char *address = flow->base + (in_ring(o, flow) ? number : segment) * state.segment;
+    MPI_Request *request = &o->request[(flow - o->flow) * WINDOW + number];
     if (flow->send) {
         MPI_Isend(address, (int)bytes, MPI_BYTE, flow->peer, flow->tag, MPI_COMM_WORLD, request);
         o->sent += bytes;
@@ -308,9 +420,53 @@ static void flow_post(Operation *o, Flow *flow) {
     }
 }
 
+// All that has become possible in shared memory; true if something was.
+static bool push_shared_send(Operation *o, Flow *flow) {
+    int64_t taken = atomic_load_explicit(&flow->channel->taken, memory_order_acquire) - flow->count;
+    int64_t done = taken < flow->segments ? taken < 0 ? 0 : taken : flow->segments;
+    bool moved = done > flow->done;
+    flow->done = done;
+    // Slots are counted along the channel: what stood WINDOW before must be taken.
+    while (flow_may_post(flow) && flow->posted - taken < WINDOW) {
+        int64_t segment = flow->posted, bytes = segment_bytes(flow->bytes, segment);
+        if (!flow->cast || segment >= o->cast) {
+            for (int i = 0; flow->cast && i < o->flows; i++)  // the slowest reader holds the slot
+                if (o->flow[i].cast && o->flow[i].send && o->flow[i].channel &&
+                    segment - o->flow[i].done >= WINDOW)
+                    return moved;
+            memcpy(flow_slot(flow, segment),
+                   flow->base + (in_ring(o, flow) ? segment % WINDOW : segment) * state.segment,
+                   (size_t)bytes);
+            if (flow->cast && o->keep)
+                copy_part(o->keep + segment * state.segment, flow->base + segment * state.segment, bytes);
+            if (flow->cast) o->cast = segment + 1;
+        }
+        flow->posted++;
+        o->sent += bytes;
+        atomic_store_explicit(&flow->channel->given, flow->count + flow->posted, memory_order_release);
+        moved = true;
+    }
+    return moved;
+}
+
+static bool push_shared_receive(Flow *flow) {
+    int64_t given = atomic_load_explicit(&flow->channel->given, memory_order_acquire) - flow->count;
+    bool moved = false;
+    while (flow_may_post(flow) && flow->posted < given) {
+        int64_t segment = flow->posted++;
+        flow->done++;
+        moved = true;
+        if (flow->held) continue;  // reduce_next gives it back
+        memcpy(flow->base + segment * state.segment, flow_slot(flow, segment),
+               (size_t)segment_bytes(flow->bytes, segment));
+        atomic_store_explicit(&flow->channel->taken, flow->count + flow->done, memory_order_release);
+    }
+    return moved;
+}
+
 // Adds the next segment of my piece, if all its copies are there and the result has room.
 static bool reduce_next(Operation *o) {
-    int64_t segment = o->reduced, slot = segment % WINDOW;
+    int64_t segment = o->reduced;
     if (segment == o->segments) return false;
     int n = o->call.group.size;
     for (int i = 0; i < n; i++)
@@ -318,30 +474,43 @@ static bool reduce_next(Operation *o) {
     if (o->result_ring && segment - o->given_back->done >= WINDOW) return false;
     const char *source[n];
     for (int i = 0; i < n; i++)  // member 0 first: the order of every sum
-        source[i] = o->taken[i] ? o->taken[i]->base + slot * SEGMENT : o->own + segment * SEGMENT;
-    reduce_bytes(o->result + (o->result_ring ? slot : segment) * SEGMENT, source, n,
+        source[i] = o->taken[i] ? flow_held(o->taken[i], segment) : o->own + segment * state.segment;
+    reduce_bytes(o->result + (o->result_ring ? segment % WINDOW : segment) * state.segment, source, n,
                  segment_bytes(o->piece_bytes, segment), o->call.dtype, o->call.op);
     o->reduced++;
+    for (int i = 0; i < n; i++)
+        if (o->taken[i] && o->taken[i]->channel)
+            atomic_store_explicit(&o->taken[i]->channel->taken, o->taken[i]->count + o->reduced,
+                                  memory_order_release);
     return true;
+}
+
+static bool push_messages(Operation *o) {
+    for (int i = 0; i < o->flows; i++)
+        while (!o->flow[i].channel && flow_may_post(&o->flow[i]) &&
+               o->flow[i].posted - o->flow[i].done < WINDOW)
+            post_message(o, &o->flow[i]);
+    int count = 0;
+    MPI_Testsome(o->flows * WINDOW, o->request, &count, o->indices, MPI_STATUSES_IGNORE);
+    for (int i = 0; i < count; i++) {  // MPI_UNDEFINED, when nothing is under way, is negative
+        Flow *flow = &o->flow[o->indices[i] / WINDOW];
+        flow->landed[o->indices[i] % WINDOW] = true;
+        while (flow->done < flow->posted && flow->landed[flow->done % WINDOW])
+            flow->landed[flow->done++ % WINDOW] = false;
+    }
+    return count > 0;
 }
 
 bool transport_test(Operation *o) {
     for (bool moved = true; moved;) {
         moved = false;
         for (int i = 0; i < o->flows; i++)
-            while (flow_may_post(&o->flow[i])) flow_post(o, &o->flow[i]);
-        if (o->reduces)
-            while (reduce_next(o)) moved = true;
-        if (moved) continue;  // what was reduced goes out before anything else is looked at
-        int count = 0;
-        if (o->flows) MPI_Testsome(o->flows * WINDOW, o->request, &count, o->indices, MPI_STATUSES_IGNORE);
-        for (int i = 0; i < count; i++) {  // MPI_UNDEFINED, when nothing is under way, is negative
-            Flow *flow = &o->flow[o->indices[i] / WINDOW];
-            flow->landed[o->indices[i] % WINDOW] = true;
-            while (flow->done < flow->posted && flow->landed[flow->done % WINDOW])
-                flow->landed[flow->done++ % WINDOW] = false;
-            moved = true;
-        }
+            if (o->flow[i].channel)
+                moved |=
+                    o->flow[i].send ? push_shared_send(o, &o->flow[i]) : push_shared_receive(&o->flow[i]);
+        if (o->messages) moved |= push_messages(o);
+        // What was reduced goes out before the next is.
+        if (o->reduces) moved |= reduce_next(o);
     }
     for (int i = 0; i < o->flows; i++)
         if (o->flow[i].done < o->flow[i].segments) return false;
@@ -375,19 +544,21 @@ static void start_reduction(Operation *o, const char *in, char *result, bool res
     o->piece_bytes = part_bytes(c, c->in_counts, me);
     o->segments = segments_of(o->piece_bytes);
     int64_t slots = o->segments < WINDOW ? o->segments : WINDOW;
-    char *ring = staging((size_t)(slots * SEGMENT * (n - 1 + result_ring)));
+    int messages = result_ring;
+    for (int i = 0; i < n; i++) messages += i != me && !state.area[c->group.member[i]];
+    char *ring = staging((size_t)(slots * state.segment * messages));
     o->result = result_ring ? ring : result;
     o->result_ring = result_ring;
-    if (result_ring) ring += slots * SEGMENT;
+    if (result_ring) ring += slots * state.segment;
     for (int i = 0; i < n; i++) {
         if (i == me) continue;
         given[i] = flow_add(o, true, i, TAG_DATA, (char *)in + part_offset(c, c->in_counts, i),
                             part_bytes(c, c->in_counts, i));
         o->taken[i] = flow_add(o, false, i, TAG_DATA, ring, o->piece_bytes);
-        o->taken[i]->ring = true;
+        o->taken[i]->held = true;
         o->taken[i]->limit = &o->reduced;
         o->taken[i]->slack = WINDOW;
-        ring += slots * SEGMENT;
+        if (!o->taken[i]->channel) ring += slots * state.segment;
     }
 }
 
@@ -399,9 +570,13 @@ static void start_all_reduce(Operation *o) {
     start_reduction(o, t, t + part_offset(c, c->in_counts, me), false, given);
     for (int i = 0; i < n; i++) {
         if (i == me) continue;
-        flow_add(o, true, i, TAG_RESULT, o->result, o->piece_bytes)->limit = &o->reduced;
+        Flow *back = flow_add(o, true, i, TAG_RESULT, o->result, o->piece_bytes);
+        back->cast = true;
+        back->limit = &o->reduced;
         // The sum comes back to where my copy stood; that one must have left.
-        flow_add(o, false, i, TAG_RESULT, given[i]->base, given[i]->bytes)->limit = &given[i]->done;
+        Flow *sum = flow_add(o, false, i, TAG_RESULT, given[i]->base, given[i]->bytes);
+        sum->cast = true;
+        sum->limit = &given[i]->done;
     }
 }
 
@@ -413,7 +588,6 @@ static void start_reduce(Operation *o) {
     start_reduction(o, t, t + part_offset(c, c->in_counts, me), me != root, given);
     if (me != root) {
         Flow *back = flow_add(o, true, root, TAG_RESULT, o->result, o->piece_bytes);
-        back->ring = true;
         back->limit = &o->reduced;
         o->given_back = back;
     }
@@ -445,13 +619,17 @@ static void start_exchange(Operation *o, const char *in, const int64_t *in_count
 static void start_all_gather(Operation *o) {
     const Collective *c = &o->call;
     int n = c->group.size, me = c->group.rank;
-    copy_part((char *)c->out + part_offset(c, c->out_counts, me), c->in, part_bytes(c, c->out_counts, me));
+    int64_t bytes = part_bytes(c, c->out_counts, me);
+    char *out = c->out;
     for (int step = 1; step < n; step++) {
         int to = (me + step) % n, from = (me - step + n) % n;
-        flow_add(o, true, to, TAG_DATA, (char *)c->in, part_bytes(c, c->out_counts, me));
-        flow_add(o, false, from, TAG_DATA, (char *)c->out + part_offset(c, c->out_counts, from),
-                 part_bytes(c, c->out_counts, from));
+        Flow *give = flow_add(o, true, to, TAG_DATA, (char *)c->in, bytes);
+        Flow *take = flow_add(o, false, from, TAG_DATA, out + part_offset(c, c->out_counts, from),
+                              part_bytes(c, c->out_counts, from));
+        give->cast = take->cast = true;
+        if (give->channel) o->keep = out + part_offset(c, c->out_counts, me);
     }
+    if (!o->keep) copy_part(out + part_offset(c, c->out_counts, me), c->in, bytes);
 }
 
 // Between the root and everyone else: `mine` stands at a member, part i of `all` at the root.
@@ -473,9 +651,9 @@ static void start_rooted(Operation *o, bool to_root, char *mine, char *all) {
 static void start_broadcast(Operation *o) {
     const Collective *c = &o->call;
     int64_t bytes = part_bytes(c, c->in_counts, 0);
-    if (c->group.rank != c->root) flow_add(o, false, c->root, TAG_DATA, c->out, bytes);
+    if (c->group.rank != c->root) flow_add(o, false, c->root, TAG_DATA, c->out, bytes)->cast = true;
     for (int i = 0; i < c->group.size && c->group.rank == c->root; i++)
-        if (i != c->root) flow_add(o, true, i, TAG_DATA, c->out, bytes);
+        if (i != c->root) flow_add(o, true, i, TAG_DATA, c->out, bytes)->cast = true;
 }
 
 static void start_transfers(Operation *o) {
