@@ -1,11 +1,7 @@
-// base.c: errors, the option table, progress, and a start on the BLAS kernel that this processor deserves.
-//
-// The option table is the one place where a flag exists. Parser, defaults, bounds and --help are read from
-// it, so none of them can say what another does not do.
+// base.c: errors that name their cause, a start on the BLAS kernel that this processor deserves, and printing.
 #include "base.h"
 
 #include <cblas.h>
-#include <ctype.h>
 #include <errno.h>
 #include <malloc.h>
 #include <math.h>
@@ -16,8 +12,6 @@
 #include <sys/ioctl.h>
 #include <time.h>
 #include <unistd.h>
-
-enum { HELP_WIDTH = 100, LONGEST_NAME = 40 };
 
 static bool line_is_open;  // a progress line stands on the terminal without its newline
 
@@ -195,253 +189,14 @@ const char *base_blas_name(void) {
     return name;
 }
 
+int base_rank(void) { return rank; }
+
 const char *base_program(void) { return program_invocation_short_name; }
 
 double wall_seconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-// ---- options ----
-
-// Flags of the whole book, so that a program can say where one that it lacks belongs.
-static const struct {
-    const char *names, *where;
-} book_flags[] = {
-    {" ranks timeout gpus-per-node compute-efficiency network-efficiency timeline timeline-svg dp ",
-     "it belongs to chapter 01, data parallelism"},
-    {" zero ", "it belongs to chapter 02, ZeRO"},
-    {" tp sp ", "it belongs to chapter 03, tensor and sequence parallelism"},
-    {" cp ", "it belongs to chapter 04, context parallelism"},
-    {" pp ", "it belongs to chapter 05, pipeline parallelism"},
-    {" ep ", "it belongs to chapter 06, expert parallelism"},
-    {" model layers hidden heads kv-heads ffn vocab seq tied dtype micro-batch grad-acc steps seed data "
-     "optimizer lr weight-decay clip warmup recompute init save save-every resume json trace machine "
-     "no-check ",
-     "other programs of the book have it"},
-};
-
-// Levenshtein's distance: letters to insert, delete or replace.
-static int edit_distance(const char *a, const char *b) {
-    int row[LONGEST_NAME + 1], n = (int)strlen(b);
-    for (int j = 0; j <= n; j++) row[j] = j;
-    for (int i = 1; *a; a++, i++) {
-        int diagonal = row[0];
-        row[0] = i;
-        for (int j = 1; j <= n; j++) {
-            int replaced = diagonal + (*a != b[j - 1]);
-            diagonal = row[j];
-            int shifted = 1 + (row[j] < row[j - 1] ? row[j] : row[j - 1]);
-            row[j] = replaced < shifted ? replaced : shifted;
-        }
-    }
-    return row[n];
-}
-
-static void refuse_unknown(const char *name, const Option *table, int count) NO_RETURN;
-static void refuse_unknown(const char *name, const Option *table, int count) {
-    char *word = format_text(" %s ", name);
-    for (size_t i = 0; i < sizeof book_flags / sizeof *book_flags; i++)
-        if (strlen(name) > 0 && !strchr(name, ' ') && strstr(book_flags[i].names, word))
-            fatal("--%s is not one of %s's flags (%s); --help lists them", name, base_program(),
-                  book_flags[i].where);
-    const char *nearest = "help";
-    int least = edit_distance(name, nearest);
-    for (int i = 0; i < count; i++) {
-        int distance = edit_distance(name, table[i].name);
-        if (distance < least) least = distance, nearest = table[i].name;
-    }
-    if (least <= 1 + (int)strlen(nearest) / 3)
-        fatal("--%s is not one of %s's flags (is --%s meant?); --help lists them", name, base_program(),
-              nearest);
-    fatal("--%s is not one of %s's flags; --help lists them", name, base_program());
-}
-
-enum { PLAIN_LIMIT = 10000 };  // bounds beyond it guard against overflow, and are no news in --help
-
-// "from 1 to 64", "at least 1", or "" where the bounds say nothing. Static buffer.
-static const char *bounds_text(const Option *option, double limit) {
-    static char text[96];
-    bool low = option->min >= -limit, high = option->max <= limit;
-    if (low && high) snprintf(text, sizeof text, "from %.10g to %.10g", option->min, option->max);
-    if (low && !high) snprintf(text, sizeof text, "at least %.10g", option->min);
-    if (!low && high) snprintf(text, sizeof text, "at most %.10g", option->max);
-    if (!low && !high) *text = '\0';
-    return text;
-}
-
-static void check_bounds(const Option *option, const char *value, double number) {
-    CHECK(number >= option->min && number <= option->max, "--%s %s is out of bounds: it is %s",
-          option->name, value, bounds_text(option, INFINITY));
-}
-
-static int choice_index(const Option *option, const char *value) {
-    int index = 0;
-    for (const char *word = option->detail;; index++) {
-        size_t length = strcspn(word, "|");
-        if (strlen(value) == length && strncmp(word, value, length) == 0) return index;
-        if (!word[length]) break;
-        word += length + 1;
-    }
-    fatal("--%s %s is not one of %s", option->name, value, option->detail);
-}
-
-// The whole text must be the number: no blanks before it, no letters after it.
-static void set_value(Option *option, const char *value) {
-    char *end = NULL;
-    bool begins = *value && !isspace((unsigned char)*value);
-    errno = 0;
-    switch (option->type) {
-        case OPTION_INT: {
-            int64_t number = strtoll(value, &end, 10);
-            CHECK(begins && !*end, "--%s %s is not a whole number", option->name, value);
-            CHECK(errno == 0, "--%s %s is too large for 64 bits", option->name, value);
-            check_bounds(option, value, (double)number);
-            *(int64_t *)option->target = number;
-            break;
-        }
-        case OPTION_REAL: {
-            double number = strtod(value, &end);
-            CHECK(begins && !*end && isfinite(number), "--%s %s is not a finite number", option->name,
-                  value);
-            check_bounds(option, value, number);
-            *(double *)option->target = number;
-            break;
-        }
-        case OPTION_TEXT:
-            CHECK(*value, "--%s needs a %s that is not empty", option->name, option->detail);
-            *(const char **)option->target = value;
-            break;
-        case OPTION_CHOICE:
-            *(int *)option->target = choice_index(option, value);
-            break;
-        case OPTION_FLAG:
-            *(bool *)option->target = strcmp(value, "1") == 0;
-            break;
-    }
-}
-
-static const char *value_name(const Option *option) {
-    switch (option->type) {
-        case OPTION_INT:
-            return "N";
-        case OPTION_REAL:
-            return "X";
-        case OPTION_FLAG:
-            return "";
-        default:
-            return option->detail;
-    }
-}
-
-static const char *value_hint(const Option *option) {
-    switch (option->type) {
-        case OPTION_INT:
-            return "a whole number";
-        case OPTION_REAL:
-            return "a number";
-        default:
-            return option->detail;
-    }
-}
-
-// Prints text in the columns from `left` to HELP_WIDTH, broken at blanks; the cursor stands at `column`.
-static void print_wrapped(const char *text, int left, int column) {
-    if (column + 2 > left) column = HELP_WIDTH;  // what stands there is too long: begin on a new line
-    while (*text) {
-        int length = (int)strcspn(text, " ");
-        if (column + 1 + length > HELP_WIDTH) {
-            printf("\n%*s", left, "");
-            column = left;
-        } else if (column >= left) {
-            column += printf(" ");
-        } else {
-            column += printf("%*s", left - column, "");
-        }
-        column += printf("%.*s", length, text);
-        text += length + (text[length] == ' ');
-    }
-    putchar('\n');
-}
-
-// `purpose` is one line, then, if it has more lines, examples.
-static void print_help(const char *purpose, const Option *table, int count) {
-    enum { LEFT = 30 };
-    int first = (int)strcspn(purpose, "\n");
-    printf("%s: %.*s\n\nflags (--name value, or --name=value):\n", base_program(), first, purpose);
-    for (int i = 0; i < count; i++) {
-        const Option *option = &table[i];
-        bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
-        const char *note[] = {number && option->detail ? option->detail : "",
-                              number ? bounds_text(option, PLAIN_LIMIT) : "",
-                              option->standard && option->type != OPTION_FLAG ? option->standard : ""};
-        const char *before[] = {"", "", "default "};
-        char text[1024];
-        int length = snprintf(text, sizeof text, "%s", option->help), notes = 0;
-        for (int j = 0; j < 3 && length < (int)sizeof text; j++)
-            if (*note[j])
-                length += snprintf(text + length, sizeof text - (size_t)length, "%s%s%s",
-                                   notes++ ? ", " : " (", before[j], note[j]);
-        if (notes && length < (int)sizeof text) snprintf(text + length, sizeof text - (size_t)length, ")");
-        int column = printf("  --%s %s", option->name, value_name(option));
-        print_wrapped(text, LEFT, column);
-    }
-    print_wrapped("prints this and ends", LEFT, printf("  --help"));
-    if (purpose[first]) printf("\nexamples:%s\n", purpose + first);
-    printf("\nexit status: 0 all checks passed, 1 a check failed, 2 wrong use\n");
-}
-
-static void check_table(const Option *table, int count) {
-    for (int i = 0; i < count; i++) {
-        bool number = table[i].type == OPTION_INT || table[i].type == OPTION_REAL;
-        CHECK(strlen(table[i].name) <= LONGEST_NAME, "option table: --%s is too long", table[i].name);
-        CHECK(!number || table[i].min < table[i].max, "option table: --%s has no bounds", table[i].name);
-        for (int j = 0; j < i; j++)
-            CHECK(strcmp(table[i].name, table[j].name), "option table: --%s stands twice", table[i].name);
-    }
-}
-
-void options_parse(int argc, char **argv, const char *purpose, Option *table, int count) {
-    check_table(table, count);
-    for (int i = 0; i < count; i++) {
-        table[i].given = false;
-        if (table[i].standard) set_value(&table[i], table[i].standard);
-        else if (table[i].type == OPTION_FLAG) *(bool *)table[i].target = false;
-    }
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
-            if (rank == 0) print_help(purpose, table, count);
-            exit(STATUS_PASS);
-        }
-        CHECK(strncmp(argv[i], "--", 2) == 0,
-              "\"%s\" is not a flag: flags begin with --; --help lists them", argv[i]);
-        const char *name = argv[i] + 2, *value = strchr(name, '=');
-        size_t length = value ? (size_t)(value - name) : strlen(name);
-        Option *option = NULL;
-        for (int j = 0; j < count && !option; j++)
-            if (strlen(table[j].name) == length && strncmp(table[j].name, name, length) == 0)
-                option = &table[j];
-        if (!option) refuse_unknown(format_text("%.*s", (int)length, name), table, count);
-        CHECK(!option->given, "--%s is given twice", option->name);
-        option->given = true;
-        if (option->type == OPTION_FLAG) {
-            CHECK(!value, "--%s takes no value", option->name);
-            set_value(option, "1");
-        } else if (value) {
-            set_value(option, value + 1);
-        } else {
-            CHECK(i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0, "--%s needs a value: %s",
-                  option->name, value_hint(option));
-            set_value(option, argv[++i]);
-        }
-    }
-}
-
-bool option_given(const Option *table, int count, const char *name) {
-    for (int i = 0; i < count; i++)
-        if (strcmp(table[i].name, name) == 0) return table[i].given;
-    return false;
 }
 
 // ---- printing ----

@@ -32,6 +32,7 @@ void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;
 // a program that mpirun started knows its rank from the environment, so that it is silent where it should
 // be.
 void base_set_rank(int rank, int ranks, void (*end)(const char *sentence, int status));
+int base_rank(void);
 
 // What fatal() says before its sentence from now on: "step 12"; NULL for nothing.
 void fatal_context(const char *format, ...) PRINTF_LIKE(1, 2);

@@ -18,7 +18,8 @@ typedef struct Preset {
 // Shapes as in each model's published config.json; seq is the context of its pre-training.
 static const Preset presets[] = {
     {"default", "layers=4 hidden=128 heads=4 kv-heads=2 ffn=352 vocab=256 seq=128 tied=0", 1e4, 1e-5},
-    // The playbook's widget has a "Llama 3 tiny" whose shape no text gives: this is 8B at a sixteenth of its width.
+    // The playbook's widget has a "Llama 3 tiny" whose shape no text gives: this is 8B at a sixteenth of its
+    // width.
     {"llama-3-tiny", "layers=4 hidden=256 heads=8 kv-heads=2 ffn=896 vocab=128256 seq=512 tied=0", 5e5,
      1e-5},
     {"smollm-135m", "layers=30 hidden=576 heads=9 kv-heads=3 ffn=1536 vocab=49152 seq=2048 tied=1", 1e4,
@@ -37,7 +38,7 @@ static const Preset presets[] = {
      1e-5},
     {"llama-3-405b", "layers=126 hidden=16384 heads=128 kv-heads=8 ffn=53248 vocab=128256 seq=8192 tied=0",
      5e5, 1e-5},
-    // GPT-3's sizes, vocabulary padded as Megatron does, in this book's block; its own has no gate, and biases.
+    // GPT-3's sizes, vocabulary padded as Megatron does, in this book's block; its own has biases, and no gate.
     {"gpt-3-175b", "layers=96 hidden=12288 heads=96 kv-heads=96 ffn=49152 vocab=51200 seq=2048 tied=1", 1e4,
      1e-5},
 };
@@ -174,8 +175,8 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
                      format_text("%s", model ? preset->shape : "")};
     for (int i = 0; i < 3; i++) change_standards(shared, shared_count, layer[i]);
 
-    // Every field gets its standard value, also where the program has no flag for it; then the flags that it
-    // has are read.
+    // Every field gets its standard value, also where the program has no flag for it; then the flags that
+    // it has are read.
     Option table[MAX_OPTIONS];
     for (int i = 0; i < shared_count; i++) table[i] = shared[i].option;
     char *no_flags[] = {(char *)base_program(), NULL};
@@ -252,8 +253,8 @@ int64_t config_parameters(const Config *c) {
 
 double config_step_flops(const Config *c, int64_t sequences) {
     double s = (double)c->seq, tokens = (double)sequences * s;
-    // A weight and token meet in three multiply-adds: forward, and the gradients of input and of weight. The
-    // embedding is looked up and costs none; the output layer multiplies, tied or not.
+    // A weight and a token meet in three multiply-adds: forward, and the gradients of input and of weight.
+    // The embedding is looked up and costs none; the output layer multiplies, tied or not.
     double weights = (double)c->layers * (double)block_matrices(c) + (double)c->vocab * (double)c->hidden;
     // Two products of size d for each (query, key) in forward, four in backward, and of the s^2 pairs the
     // causal mask leaves s (s + 1) / 2.

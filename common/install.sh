@@ -1,7 +1,7 @@
 #!/bin/sh
-# install.sh run|test: what `make run` or `make test` needs and this machine lacks, it names and installs with
-# apt-get; where it may not, it prints the command and stops. Libraries are looked for by file, so that copies
-# which no package installed count too.
+# install.sh run|test: what `make run` or `make test` needs and this machine lacks, it names and installs
+# with apt-get; where it may not, it prints the command and stops. Libraries are looked for by file, so
+# that copies which no package installed count too.
 
 needed='' optional=''
 need() { "$2" "$3" >/dev/null 2>&1 || needed="$needed $1"; }  # need PACKAGE by FILE

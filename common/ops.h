@@ -9,8 +9,8 @@
 // bits.
 //
 // FLOPs counted are those of matrix multiplies, 2 per multiply-add, as the field counts them; causal
-// attention counts only the s (s + 1) / 2 pairs that the mask leaves. Bytes are each tensor argument once,
-// read or written.
+// attention counts only the s (s + 1) / 2 pairs that the mask leaves. Bytes are each tensor argument once
+// when it is read and once when it is written; of an embedding table, the rows of the tokens.
 #ifndef OPS_H
 #define OPS_H
 
@@ -60,9 +60,8 @@ void op_rope(Tensor x, Tensor positions, int64_t head_size, double theta, int di
 typedef struct AttentionShape {
     int64_t b, s, heads, kv_heads, head_size;
 } AttentionShape;
-// probs (b, a, s, s) = softmax of the masked scores (zeros above the diagonal), kept for backward; o =
-// probs
-// v
+// probs (b, a, s, s) = softmax of the masked scores, kept for backward; what lies above the diagonal is the
+// back end's own, and no part of the contract. o = probs v
 void op_attention_forward(Tensor o, Tensor probs, Tensor q, Tensor k, Tensor v, AttentionShape shape);
 // probs alone, bit for bit as op_attention_forward makes them: what selective recomputation repeats
 void op_attention_probs(Tensor probs, Tensor q, Tensor k, AttentionShape shape);

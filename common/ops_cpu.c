@@ -1,6 +1,6 @@
 // ops_cpu.c: the operations on a CPU: readable C over a CBLAS and OpenMP.
 //
-// f32 and f64 are computed in place, by code that ops_cpu_rows.inc and ops_cpu_attention.inc hold once for
+// f32 and f64 are computed in place, by code that ops_cpu_rows.inc and ops_cpu_blas.inc hold once for
 // both. 16-bit storage is widened into f32 scratch, computed as f32, and every stored result is rounded
 // once on its way back.
 //
@@ -15,6 +15,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "kernels.h"
 
 enum {
@@ -23,15 +27,16 @@ enum {
     NORM_ROWS = 32,    // rows whose sum is one term of a norm's dweight
     QUERY_ROWS = 32,   // attention's blocks
     KEY_COLUMNS = 256,
-#ifndef DEPTH
-    DEPTH = 512,
-#endif
-    SLICE_UNIT = 16,   // slices begin at multiples of this: a cache line of f32, and the BLAS's tile
+    MATMUL_DEPTH = 512,      // terms of a sum over rows that a matrix multiply takes at once
+    STREAM_BYTES = 1 << 20,  // more zeros than this go past the caches
+    SLICE_UNIT = 16,         // slices begin at multiples of this: a cache line of f32, and the BLAS's tile
     SCRATCH_SLOTS = 10,
     MAX_POSITIONS = 1 << 22,  // of RoPE's table
 };
 
 // ---- dealing work to threads ----
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // The part-th of `parts` slices of [0, size).
 static void slice_of(int64_t size, int part, int parts, int64_t *first, int64_t *end) {
@@ -44,6 +49,37 @@ static void slice_of(int64_t size, int part, int parts, int64_t *first, int64_t 
 
 static void my_slice(int64_t size, int64_t *first, int64_t *end) {
     slice_of(size, omp_get_thread_num(), omp_get_num_threads(), first, end);
+}
+
+// The part-th of `parts` rectangles of an (m, n) matrix. A thread that multiplies into it packs its rows of
+// one operand and its columns of the other for itself, so the sum of both should be small.
+static void rectangle_of(int64_t m, int64_t n, int part, int parts, int64_t *row, int64_t *row_end,
+                         int64_t *column, int64_t *column_end) {
+    int best = 1;  // parts that share the rows; parts / best share the columns
+    for (int rows = 2; rows <= parts; rows++)
+        if (parts % rows == 0 && m / rows + n / (parts / rows) < m / best + n / (parts / best)) best = rows;
+    slice_of(m, part % best, best, row, row_end);
+    slice_of(n, part / best, parts / best, column, column_end);
+}
+
+// Zeros into rows that lie `stride` bytes apart. Many of them go past the caches: a store that does not
+// first reads its line, and costs twice the memory traffic.
+static void zero_rows(void *to, int64_t rows, size_t row_bytes, size_t stride) {
+    for (int64_t row = 0; row < rows; row++) {
+        char *at = (char *)to + row * stride, *end = at + row_bytes;
+#ifdef __SSE2__
+        if (rows * row_bytes > STREAM_BYTES) {
+            size_t head = -(uintptr_t)at % sizeof(__m128i);
+            for (; head && at < end; head--) *at++ = 0;
+            for (; end - at >= (ptrdiff_t)sizeof(__m128i); at += sizeof(__m128i))
+                _mm_stream_si128((__m128i *)at, _mm_setzero_si128());
+        }
+#endif
+        memset(at, 0, (size_t)(end - at));
+    }
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
 }
 
 // ---- scratch: grown when needed, kept for the next call, and no part of the account ----
@@ -125,7 +161,7 @@ static inline float exp_f32(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1;
-    uint32_t bits, keep = -(uint32_t)!(x < -87);
+    uint32_t bits, keep = -(uint32_t) !(x < -87);
     memcpy(&bits, &shifted, sizeof bits);
     bits = (bits + 127) << 23;  // 2^n from its exponent bits
     float power, result;
@@ -148,7 +184,7 @@ static inline float exp_f32(float x) {
 #define GEMM    cblas_sgemm
 #include "ops_cpu_rows.inc"
 //
-#include "ops_cpu_attention.inc"
+#include "ops_cpu_blas.inc"
 #undef REAL
 #undef F
 #undef EXP
@@ -166,7 +202,7 @@ static inline float exp_f32(float x) {
 #define GEMM    cblas_dgemm
 #include "ops_cpu_rows.inc"
 //
-#include "ops_cpu_attention.inc"
+#include "ops_cpu_blas.inc"
 
 #define CALL(dtype, name, ...) ((dtype) == F64 ? name##_f64(__VA_ARGS__) : name##_f32(__VA_ARGS__))
 
@@ -176,14 +212,14 @@ void kernel_fill(DType dtype, void *y, double value, int64_t count) {
     const size_t size = dtype_size(dtype);
     uint8_t code[sizeof(double)];
     dtype_convert(code, dtype, &value, F64, 1);
-    bool one_byte = true;  // 0 above all: memset knows how to write without reading
-    for (size_t i = 1; i < size; i++) one_byte = one_byte && code[i] == code[0];
+    bool zeros = true;
+    for (size_t i = 0; i < size; i++) zeros = zeros && !code[i];
 #pragma omp parallel
     {
         int64_t first, end;
         my_slice(count, &first, &end);
         char *at = (char *)y + first * size;
-        if (one_byte) memset(at, code[0], (size_t)(end - first) * size);
+        if (zeros) zero_rows(at, 1, (size_t)(end - first) * size, 0);
         else
             for (int64_t i = first; i < end; i++, at += size) memcpy(at, code, size);
     }
@@ -224,7 +260,7 @@ static double chunked_sum(DType dtype, const void *x, int64_t count, bool square
 #pragma omp parallel for schedule(static)
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         float wide[SUM_CHUNK];
-        int64_t first = chunk * SUM_CHUNK, length = count - first < SUM_CHUNK ? count - first : SUM_CHUNK;
+        int64_t first = chunk * SUM_CHUNK, length = least(SUM_CHUNK, count - first);
         const void *at = (const char *)x + first * (int64_t)dtype_size(dtype);
         if (dtype != arithmetic(dtype)) {
             dtype_convert(wide, F32, at, dtype, length);
@@ -245,21 +281,6 @@ double kernel_sum_squares(DType dtype, const void *x, int64_t count) {
 
 // ---- matrix multiply ----
 
-// How many of the threads share the rows of c, the others its columns: each packs m / rows rows of a and
-// n / columns columns of b for itself, and the sum of both should be small.
-static int thread_rows(int threads, int64_t m, int64_t n) {
-    int best = 1;
-    double least = INFINITY;
-    for (int rows = 1; rows <= threads; rows++) {
-        double packed = (double)m / rows + (double)n / (threads / rows);
-        if (threads % rows == 0 && packed < least) {
-            least = packed;
-            best = rows;
-        }
-    }
-    return best;
-}
-
 void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
                    bool transpose_a, bool transpose_b, double beta) {
     CHECK(m <= INT_MAX && n <= INT_MAX && k <= INT_MAX,
@@ -268,29 +289,7 @@ void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
     scratch_begin();
     const void *wide_a = widen(dtype, a, m * k), *wide_b = widen(dtype, b, k * n);
     void *wide_c = beta ? widen(dtype, c, m * n) : wide_output(dtype, c, m * n);
-    // A leading dimension is at least 1, even of a matrix that has no elements.
-    const int64_t lda = transpose_a ? m : k, ldb = transpose_b ? k : n;
-#pragma omp parallel
-    {
-        int threads = omp_get_num_threads(), me = omp_get_thread_num(), rows = thread_rows(threads, m, n);
-        int64_t row, row_end, column, column_end;
-        slice_of(m, me % rows, rows, &row, &row_end);
-        slice_of(n, me / rows, threads / rows, &column, &column_end);
-        bool any = row < row_end && column < column_end;
-        for (int64_t depth = 0; any && (depth < k || depth == 0); depth += DEPTH) {
-            int64_t depths = k - depth < DEPTH ? k - depth : DEPTH;
-            int64_t a_first = transpose_a ? depth * lda + row : row * lda + depth;
-            int64_t b_first = transpose_b ? column * ldb + depth : depth * ldb + column;
-            if (dtype == F64)
-                gemm_f64(transpose_a, transpose_b, row_end - row, column_end - column, depths, 1,
-                         (const double *)wide_a + a_first, lda ? lda : 1, (const double *)wide_b + b_first,
-                         ldb ? ldb : 1, depth ? 1 : beta, (double *)wide_c + row * n + column, n);
-            else
-                gemm_f32(transpose_a, transpose_b, row_end - row, column_end - column, depths, 1,
-                         (const float *)wide_a + a_first, lda ? lda : 1, (const float *)wide_b + b_first,
-                         ldb ? ldb : 1, depth ? 1 : (float)beta, (float *)wide_c + row * n + column, n);
-        }
-    }
+    CALL(dtype, matmul, wide_c, wide_a, wide_b, m, n, k, transpose_a, transpose_b, beta != 0);
     narrow(dtype, c, wide_c, m * n);
 }
 
@@ -382,7 +381,8 @@ void kernel_attention_forward(DType dtype, void *o, void *probs, const void *q, 
     CALL(dtype, attention_forward, wide_o, wide_probs, widen(dtype, q, query_count(shape)),
          widen(dtype, k, key_count(shape)), widen(dtype, v, key_count(shape)),
          scratch((size_t)(omp_get_max_threads() * shape.s * shape.head_size) *
-                 dtype_size(arithmetic(dtype))), shape);
+                 dtype_size(arithmetic(dtype))),
+         shape);
     narrow(dtype, o, wide_o, query_count(shape));
     narrow(dtype, probs, wide_probs, probs_count(shape));
 }
@@ -393,7 +393,8 @@ void kernel_attention_probs(DType dtype, void *probs, const void *q, const void 
     CALL(dtype, attention_forward, NULL, wide_probs, widen(dtype, q, query_count(shape)),
          widen(dtype, k, key_count(shape)), NULL,
          scratch((size_t)(omp_get_max_threads() * shape.s * shape.head_size) *
-                 dtype_size(arithmetic(dtype))), shape);
+                 dtype_size(arithmetic(dtype))),
+         shape);
     narrow(dtype, probs, wide_probs, probs_count(shape));
 }
 

@@ -97,7 +97,7 @@ static const char *name_twice(char *const *names, int count) {
 }
 
 static const char *parse_metadata(const cJSON *object, SafeTensors *result) {
-    if (!cJSON_IsObject(object)) return fault(METADATA " is not a JSON object");
+    if (!cJSON_IsObject(object)) return fault(METADATA " is no JSON object");
     int count = cJSON_GetArraySize(object);
     result->key = host_alloc(count * sizeof *result->key);
     result->value = host_alloc(count * sizeof *result->value);

@@ -1,6 +1,6 @@
 #!/bin/bash
-# tour.sh [build]: trains the small model on real text, then runs every other program of the book, one line each.
-# Exit status 1 if a verdict is not PASS.
+# tour.sh [build]: trains the small model on real text, then runs every other program of the book, one line
+# each. Exit status 1 if a verdict is not PASS.
 build=${1:-build}
 logs=$build/tour
 mkdir -p "$logs"
@@ -27,7 +27,8 @@ for program in "$build"/0[0-9]_*/*; do
         printf '%s\n' "$verdict"
     else
         failed=$((failed + 1))
-        printf '%s (exit status %d)\n' "${verdict:-FAIL $(basename "$program"): it ended without a verdict}" $status
+        : "${verdict:=FAIL $(basename "$program"): it ended without a verdict}"
+        printf '%s (exit status %d)\n' "$verdict" $status
         tail -n 8 "$log" | sed 's/^/    /'
     fi
 done

@@ -18,7 +18,8 @@ result() {  # result STATUS NAME
     fi
 }
 
-# refused WORDS PROGRAM FLAGS…: succeeds if the program ends with status 2, and one line on stderr with WORDS.
+# refused WORDS PROGRAM FLAGS…: succeeds if the program ends with status 2, and one line on stderr that has
+# WORDS.
 refused() {
     local words=$1 program=$2
     shift 2
@@ -49,7 +50,7 @@ for program in "$build"/0[0-9]_*/*; do
         esac
     done <<<"$(grep -v -- '--help' <<<"$help")"
     [ -z "$bad" ]
-    result $? "$name refuses malformed values of each of its $(wc -l <<<"$flags") flags${bad:+, but not of$bad}"
+    result $? "$name refuses malformed values of all $(wc -l <<<"$flags") flags${bad:+, but not of$bad}"
 
     refused "--nonsense is not one of $name's flags" "$program" --nonsense &&
         refused '"stray"' "$program" stray
@@ -57,7 +58,8 @@ for program in "$build"/0[0-9]_*/*; do
 
     bad=''
     for flag in layers steps lr recompute data json ranks dp pp cp tp ep zero sp timeline; do
-        has $flag || refused "--$flag is not one of $name's flags (" "$program" --$flag 1 || bad="$bad $flag"
+        has $flag || refused "--$flag is not one of $name's flags (" "$program" --$flag 1 ||
+            bad="$bad $flag"
     done
     [ -z "$bad" ]
     result $? "$name refuses flags of other programs by name${bad:+, but not$bad}"
