@@ -67,7 +67,7 @@ typedef struct Identity {
 } Identity;
 
 static struct {
-    bool started, finished, alone;  // alone: no transport
+    bool started, finished, alone;  // alone: no transport, as before comm_start
     int rank, ranks;
     double timeout;
     bool check, check_given;
@@ -85,7 +85,7 @@ static struct {
     // counts
     CommCount count[COLLECTIVE_KINDS];
     int64_t resets;
-} state = {.ranks = 1, .timeout = 300, .check = true};
+} state = {.alone = true, .ranks = 1, .timeout = 300, .check = true};
 
 int comm_ranks(void) { return state.ranks; }
 int comm_rank(void) { return state.rank; }
