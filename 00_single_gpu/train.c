@@ -11,7 +11,7 @@
 // Memory per parameter: f32 4 + 4 + 8 bytes; bf16 2 + 2 + 4 (f32 accumulators) + 12 (master weights, moments).
 // Bytes sent: none.
 // Run: build/00_single_gpu/train            (--data FILE, --init DIR, --save DIR, --resume DIR, --dry-run …)
-// Last line: PASS train: the held-out loss fell, and the FLOPs of a step are the formula's …
+// Last line: PASS train: held-out loss 5.571 -> 1.990 nats in 300 steps …
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,7 +23,7 @@
 Trainer *trainer_new(const Config *config, Mesh mesh) {
     Trainer *t = host_alloc(sizeof *t);
     *t = (Trainer){.config = *config};
-    t->data = data_open(config->data, config->vocab, config->seq);
+    if (!device_is_dry_run()) t->data = data_open(config->data, config->vocab, config->seq);
     t->model = model_new(config, mesh);
     t->optimizer = optimizer_new(config, &t->model->params);
     recompute_plug(t->model, config->recompute);
@@ -43,7 +43,9 @@ Batch batch_new(const Trainer *t, int64_t first_sample) {
     batch.count = batch.samples * c->seq;
     batch.tokens = host_alloc(batch.count * sizeof *batch.tokens);
     batch.targets = host_alloc(batch.count * sizeof *batch.targets);
-    for (int64_t i = 0; i < batch.samples; i++) {
+    memset(batch.tokens, 0, batch.count * sizeof *batch.tokens);  // a dry run has no text
+    memset(batch.targets, 0, batch.count * sizeof *batch.targets);
+    for (int64_t i = 0; i < batch.samples && t->data.tokens; i++) {
         int32_t *targets = batch.targets + i * c->seq;
         data_sample(&t->data, c->seed, first_sample + i, false, c->seq, batch.tokens + i * c->seq, targets);
         if (t->masked) data_mask_prompt(c->seed, first_sample + i, c->seq, targets);
@@ -246,22 +248,32 @@ static void print_model_clock(const Config *c, double model_seconds, int64_t ste
     report_number("model clock", "seconds per step", model_seconds / (double)steps, "s");
 }
 
-typedef struct Series {
-    double *loss, *grad_norm, *lr, *seconds;
-} Series;
-
-static Series series_new(int64_t steps) {
-    Series s;
-    double **all[] = {&s.loss, &s.grad_norm, &s.lr, &s.seconds};
-    for (int i = 0; i < 4; i++) *all[i] = host_alloc(steps * sizeof(double));
-    return s;
+// Peak bytes by kind over the steps, held to the formulas.
+static void check_memory(const Config *c, const Memory *memory) {
+    MemoryPlan plan = {.model = *c, .f32_gradients = true, .tp = 1, .dp = 1};
+    MemoryNeed need = memory_need(&plan);
+    double sgd = dtype_size(c->dtype) < 4 ? 4 * (double)config_parameters(c) : 0;  // master weights alone
+    say("\nmemory at its peak: %s, of these", bytes_text((double)memory->peak_total));
+    report_equal("parameters", need.parameters, (double)memory->peak[MEMORY_PARAMETER], "B");
+    report_equal("gradients", need.gradients + need.accumulators, (double)memory->peak[MEMORY_GRADIENT],
+                 "B");
+    report_equal("optimizer", c->optimizer == OPTIMIZER_SGD ? sgd : need.optimizer,
+                 (double)memory->peak[MEMORY_OPTIMIZER], "B");
+    report_equal("activations", (double)peak_activation_bytes(c), (double)memory->peak[MEMORY_ACTIVATION],
+                 "B");
 }
 
-// The loop. Returns counted FLOPs and model-clock seconds of the steps alone.
-static OpCount run_steps(Trainer *t, const Options *options, Series *series) {
+enum { SERIES = 5 };
+static const char *const series_names[SERIES] = {"loss", "gradient norm", "learning rate", "step seconds",
+                                                 "held-out loss"};
+
+// The loop. series[i] has a value for each step; held-out losses are NaN where none was taken. Returns counted FLOPs,
+// model-clock and wall seconds of the steps alone.
+static OpCount run_steps(Trainer *t, const Options *options, double *series[SERIES]) {
     const Config *c = &t->config;
     double rate = options->dry_run ? 0 : matmul_rate(c->dtype == F64 ? F64 : F32, 1024);
-    if (rate > 0) say("matrix multiply, 1024 x 1024: %s/s with %s\n", flops_text(rate), base_blas_name());
+    if (rate > 0) say("matrix multiply, 1024 x 1024: %s/s", flops_text(rate));
+    memory_reset_peak();
     int64_t tokens = c->micro_batch * c->grad_acc * c->seq, first = t->progress.step;
     OpCount sum = {0};
     for (int64_t step = first; step < c->steps; step++) {
@@ -273,22 +285,21 @@ static OpCount run_steps(Trainer *t, const Options *options, Series *series) {
         sum.flops += count.flops;
         sum.model_seconds += count.model_seconds;
         sum.wall_seconds += seconds;
-        int64_t i = step - first;
-        series->loss[i] = t->loss;
-        series->grad_norm[i] = t->grad_norm;
-        series->lr[i] = t->lr;
-        series->seconds[i] = seconds;
-        char held_out[48] = "";
-        if (!options->dry_run && options->eval_every && (step + 1) % options->eval_every == 0)
-            snprintf(held_out, sizeof held_out, "  held-out %.3f", held_out_loss(t, EVAL_SAMPLES));
-        char *line = format_text(
-            "step %lld/%lld  loss %.3f%s  norm %.2f  lr %.1e  %.1fk tok/s  %.0f GFLOP/s, "
-            "%.0f%% of matmul",
-            (long long)step + 1, (long long)c->steps, t->loss, held_out, t->grad_norm, t->lr,
-            1e-3 * (double)tokens / seconds, 1e-9 * count.flops / seconds,
-            rate > 0 ? 100 * count.flops / seconds / rate : 0);
-        progress(step - first + 1, c->steps - first, line);
-        free(line);
+        bool evaluate = !options->dry_run && options->eval_every && (step + 1) % options->eval_every == 0;
+        double held_out = evaluate ? held_out_loss(t, EVAL_SAMPLES) : NAN;
+        const double values[SERIES] = {t->loss, t->grad_norm, t->lr, seconds, held_out};
+        for (int i = 0; i < SERIES; i++) series[i][step - first] = values[i];
+        if (!options->dry_run) {
+            char *line = format_text(
+                "step %lld/%lld  loss %.3f  norm %.2f  lr %.1e  %.1fk tok/s  %.0f GFLOP/s, %.0f%% of "
+                "matmul",
+                (long long)step + 1, (long long)c->steps, t->loss, t->grad_norm, t->lr,
+                1e-3 * (double)tokens / seconds, 1e-9 * count.flops / seconds,
+                100 * count.flops / seconds / rate);
+            progress(step - first + 1, c->steps - first, line);
+            free(line);
+        }
+        if (evaluate) say("step %lld  held-out loss %.3f", (long long)step + 1, held_out);
         if (c->save && (step + 1 == c->steps || (c->save_every && (step + 1) % c->save_every == 0)))
             checkpoint_save(c->save, c, &t->model->params, &t->optimizer, t->progress);
     }
@@ -314,54 +325,51 @@ int main(int argc, char **argv) {
         NULL, own, sizeof own / sizeof *own);
     CHECK(!((config.init || config.resume) && config.shape_given),
           "--init and --resume take the model's shape from the folder's config.json: leave out --model, "
-          "--layers, "
-          "--hidden, --heads, --kv-heads, --ffn, --vocab and --tied");
+          "--layers, --hidden, --heads, --kv-heads, --ffn, --vocab and --tied");
     report_json(config.json);
     clock_set_machine(machine_find(config.machine));
     if (config.trace) clock_trace_start();
     device_dry_run(options.dry_run);
 
-    char *resume = config.resume ? checkpoint_newest(config.resume) : NULL;
-    const char *from = resume ? resume : config.init;
+    const char *folder = config.resume ? config.resume : config.init;
+    char *from = folder ? checkpoint_newest(folder) : NULL;
     if (from) checkpoint_config(from, &config);
     config_check(&config);
     config_print(&config);
     Trainer *t = trainer_new(&config, mesh_single());
     if (from) checkpoint_load_weights(from, &t->model->params);
-    if (resume) t->progress = checkpoint_load_optimizer(resume, &config, &t->model->params, &t->optimizer);
+    if (config.resume)
+        t->progress = checkpoint_load_optimizer(from, &config, &t->model->params, &t->optimizer);
     CHECK(t->progress.step < config.steps,
           "%s already has %lld steps: give --steps a larger number than that", from,
           (long long)t->progress.step);
-    say("data: %s, %lld tokens for training, %lld held out\n", t->data.path, (long long)t->data.train_count,
-        (long long)(t->data.count - t->data.train_count));
+    if (!options.dry_run)
+        say("data: %s, %lld tokens for training, %lld held out", t->data.path,
+            (long long)t->data.train_count, (long long)(t->data.count - t->data.train_count));
 
     double before = options.dry_run ? 0 : held_out_loss(t, EVAL_SAMPLES);
     int64_t steps = config.steps - t->progress.step;
-    Series series = series_new(steps);
-    OpCount sum = run_steps(t, &options, &series);
+    double *series[SERIES];
+    for (int i = 0; i < SERIES; i++) series[i] = host_alloc(steps * sizeof(double));
+    OpCount sum = run_steps(t, &options, series);
+    Memory memory = memory_account();
     double after = options.dry_run ? 0 : held_out_loss(t, EVAL_SAMPLES);
     if (options.sample && !options.dry_run) generate(t, &options);
 
-    Memory memory = memory_account();
-    say("\nmemory at its peak: %s", bytes_text((double)memory.peak_total));
-    for (int kind = 0; kind < MEMORY_KINDS; kind++) {
-        if (!memory.peak[kind]) continue;
-        say("  %-14s %s", memory_kind_name(kind), bytes_text((double)memory.peak[kind]));
-        report_number("peak memory", memory_kind_name(kind), (double)memory.peak[kind], "B");
-    }
+    check_memory(&config, &memory);
     check_flops(&config, sum.flops, steps);
     print_model_clock(&config, sum.model_seconds, steps);
-    report_series("loss", series.loss, steps);
-    report_series("gradient norm", series.grad_norm, steps);
-    report_series("learning rate", series.lr, steps);
-    report_series("step seconds", series.seconds, steps);
+    if (config.trace) clock_trace_write(config.trace);
+    for (int i = 0; i < SERIES; i++) {
+        if (!options.dry_run) report_series(series_names[i], series[i], steps);
+        free(series[i]);
+    }
+    trainer_free(t);
+    free(from);
+    if (options.dry_run) return report_verdict("%lld steps counted, none computed", (long long)steps);
     report_number("held-out loss", "before", before, "nats");
     report_number("held-out loss", "after", after, "nats");
     report_number("throughput", "FLOPs per second", sum.flops / sum.wall_seconds, "FLOP/s");
-    if (config.trace) clock_trace_write(config.trace);
-    trainer_free(t);
-    free(resume);
-    if (options.dry_run) return report_verdict("dry run of %lld steps", (long long)steps);
     report_that(after < before, "the held-out loss did not fall: %.4f before, %.4f after", before, after);
     return report_verdict("held-out loss %.3f -> %.3f nats in %lld steps", before, after, (long long)steps);
 }

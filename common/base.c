@@ -236,7 +236,8 @@ void progress(int64_t done, int64_t total, const char *text) {
     if (done > first && done < total)
         time_left_text((wall_seconds() - began) / (double)(done - first) * (double)(total - done), left,
                        sizeof left);
-    char *line = format_text("%s  %s", text, left);
+    // The time left comes first: a narrow terminal cuts the end.
+    char *line = *left ? format_text("%s: %s", left, text) : format_text("%s", text);
     printf("\r%.*s\033[K", width - 1, line);  // one column less: a full line would wrap and stay
     free(line);
     line_is_open = true;

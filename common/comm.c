@@ -43,6 +43,7 @@ struct Request {
     Collective call;
     Tensor out, in;  // shares of the caller's: freed early, they stay until the request ends
     Transfer *transfers;
+    int64_t *open;   // transfers whose other end has come
     bool *met;       // notices that have come, by member or by transfer
     int missing;     // those that have not
     double *values;  // sums on the host: everyone's
@@ -414,6 +415,7 @@ static void meet(Request *r, int i, int inbox_index) {
     if (notice.ready > r->end) r->end = notice.ready;
     if (r->values) r->values[i] = notice.value;
     r->met[i] = true;
+    if (r->open) r->open[i] = INT64_MAX;
     r->missing--;
 }
 
@@ -455,17 +457,21 @@ static void meet_notices(Request *r) {
 
 static void move(Request *r) {
     if (device_is_dry_run() || r->host || r->call.kind == BARRIER) {
-        r->done = true;
+        r->done = r->settled;
         return;
     }
     if (!r->operation) r->operation = transport_run(&r->call);
-    if (!transport_test(r->operation)) return;
+    if (!transport_test(r->operation) || !r->settled) return;
     CHECK(transport_bytes(r->operation) == r->bytes, "%s sent %lld bytes, and its formula says %lld",
           kind_names[r->call.kind], (long long)transport_bytes(r->operation), (long long)r->bytes);
     transport_free(r->operation);
     r->operation = NULL;
     r->done = true;
 }
+
+// A batch of transfers need not wait for its last notice: what it has with one peer may be what this peer waits for
+// before it comes to the rest.
+static bool may_move(const Request *r) { return r->settled || (r->call.kind == TRANSFERS && r->given); }
 
 // Everything on as far as it goes without waiting.
 static void push(void) {
@@ -478,7 +484,7 @@ static void push(void) {
         r->end += r->seconds;
         state.stream_end = r->end;
     }
-    for (Request *r; (r = state.moving) && r->settled; state.moving = r->next) {
+    for (Request *r; (r = state.moving) && may_move(r); state.moving = r->next) {
         move(r);
         if (!r->done) break;
     }
@@ -569,6 +575,7 @@ static void end(Request *r) {
     tensor_free(&r->in);
     for (int i = 0; i < r->call.transfer_count; i++) tensor_free(&r->transfers[i].t);
     free(r->transfers);
+    free(r->open);
     free((void *)r->call.in_counts);
     free((void *)r->call.out_counts);
     free(r->met);
@@ -793,6 +800,8 @@ Request *comm_transfers(const Transfer *transfers, int count, Group group) {
     Request *r = request_new(TRANSFERS, group, 0, F32);
     r->transfers = host_alloc(sizeof *r->transfers * (size_t)count);
     r->call.transfers = r->transfers;
+    r->call.open = r->open = calloc((size_t)count + 1, sizeof *r->open);
+    CHECK(r->open, "out of host memory for transfers");
     r->call.transfer_count = count;
     Traffic traffic[2] = {0};
     int64_t bytes = 0;

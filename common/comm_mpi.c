@@ -588,12 +588,16 @@ static void start_reduce(Operation *o) {
     start_reduction(o, t, t + part_offset(c, c->in_counts, me), me != root, given);
     if (me != root) {
         Flow *back = flow_add(o, true, root, TAG_RESULT, o->result, o->piece_bytes);
+        back->cast = true;  // to one reader, but not in the slots of what is given to it
         back->limit = &o->reduced;
         o->given_back = back;
     }
-    for (int i = 0; i < n && me == root; i++)
-        if (i != me)
-            flow_add(o, false, i, TAG_RESULT, given[i]->base, given[i]->bytes)->limit = &given[i]->done;
+    for (int i = 0; i < n && me == root; i++) {
+        if (i == me) continue;
+        Flow *sum = flow_add(o, false, i, TAG_RESULT, given[i]->base, given[i]->bytes);
+        sum->cast = true;
+        sum->limit = &given[i]->done;
+    }
 }
 
 // Parts of `in` to members, parts of `out` from them; NULL counts: nothing that way. My own part is copied.
@@ -668,6 +672,7 @@ static void start_transfers(Operation *o) {
         }
         Flow *flow =
             flow_add(o, t[i].send, t[i].peer, TAG_DATA, tensor_address(t[i].t), tensor_bytes(t[i].t));
+        flow->limit = &c->open[i];
         for (Flow *before = o->flow; before < flow; before++)
             if (before->peer == flow->peer && before->send == flow->send) flow->after = before;
     }

@@ -212,6 +212,16 @@ Config config_default(const char *defaults) {
 // ---- sizes ----
 
 void config_check(const Config *c) {
+    // A checkpoint's config.json comes here without having passed the flags' bounds.
+    const struct {
+        const char *flag;
+        int64_t value, most;
+    } bounds[] = {{"layers", c->layers, 100000},    {"hidden", c->hidden, 1000000}, {"heads", c->heads, 100000},
+                  {"kv-heads", c->kv_heads, 100000}, {"ffn", c->ffn, 10000000},      {"vocab", c->vocab, 10000000},
+                  {"seq", c->seq, 100000000}};
+    for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++)
+        CHECK(bounds[i].value >= 1 && bounds[i].value <= bounds[i].most, "--%s %ld is not from 1 to %ld",
+              bounds[i].flag, bounds[i].value, bounds[i].most);
     CHECK(c->hidden % c->heads == 0, "--hidden %ld is not divisible by --heads %ld", c->hidden, c->heads);
     CHECK(c->heads % c->kv_heads == 0, "--heads %ld is not divisible by --kv-heads %ld", c->heads,
           c->kv_heads);
@@ -238,6 +248,7 @@ void config_print(const Config *c) {
         c->hidden, c->heads, c->kv_heads, c->ffn, c->vocab, c->seq, c->tied ? "tied" : "untied",
         dtype_name((DType)c->dtype), c->micro_batch, c->grad_acc,
         (double)parameters / (billions ? 1e9 : 1e6), billions ? 'B' : 'M');
+    if (!device_is_dry_run()) say("%s", base_blas_name());
 }
 
 // Weights of a block's linears: q and o (h, h), k and v (kv d, h), gate, up and down (f, h).

@@ -34,8 +34,8 @@ void optimizer_allocate(Optimizer *optimizer, const Params *params);
 // says so.
 void optimizer_step(Optimizer *optimizer, Params *params, double lr, double grad_scale);
 
-// Warm-up from 0 over config->warmup steps, then cosine from config->lr to a tenth of it at config->steps.
-// step counts from 0. lr stays constant for SGD and when warmup is 0 and steps < 2.
+// Linear warm-up to config->lr over config->warmup steps, then a cosine from it to its tenth at the last step.
+// step counts from 0. SGD keeps config->lr.
 double learning_rate(const Config *config, int64_t step);
 // Factor that brings a gradient of this norm down to `clip`: min(1, clip / norm); 1 if clip is 0.
 double clip_scale(double norm, double clip);

@@ -146,7 +146,8 @@ double params_grad_norm(const Params *params) {
 }
 
 const Param *params_first_bad_grad(const Params *params) {
-    for (int i = 0; i < params->count; i++) {
+    // Backward runs from the last weight to the first, and so does what broke in it.
+    for (int i = params->count - 1; i >= 0; i--) {
         const Param *param = &params->param[i];
         if (!isfinite(op_sum_squares(param_total_grad(params, param)))) return param;
     }

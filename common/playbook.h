@@ -74,7 +74,8 @@ typedef struct MicroBatch {
     double loss;  // this micro-batch's share of the mean loss of the global batch
 } MicroBatch;
 
-// The sockets. Empty ones hold the single-device behaviour; a chapter's plug overwrites one and leaves the
+// The sockets. B adds to the gradients of norms and W to those of matrices, so a unit's gradients must exist from its B on;
+// W may call region.enter once more, for what B did not keep. Empty ones hold the single-device behaviour; a chapter's plug overwrites one and leaves the
 // rest.
 typedef enum Pass { FORWARD, BACKWARD } Pass;
 
@@ -167,7 +168,7 @@ Model *model_new(const Config *config, Mesh mesh);
 void model_free(Model *model);
 Sockets sockets_single_device(void);
 
-// A micro-batch of b samples with the given global indices in order; targets[i] may be IGNORED_LABEL.
+// A micro-batch of b samples; targets[i] may be IGNORED_LABEL.
 // tokens, targets (b s) host. The caller ends it with micro_batch_free.
 MicroBatch micro_batch_new(const Model *model, int64_t index, int64_t b, const int32_t *tokens,
                            const int32_t *targets, double loss_scale);
@@ -304,6 +305,40 @@ typedef struct RecomputeCost {
     double full_flops;                 // extra FLOPs of repeating every block's forward
 } RecomputeCost;
 RecomputeCost recompute_cost(const Config *gpt);
+
+// ==========================================================================================================
+// 01_data_parallel/before_after.c: what all ranks hold before and after a call
+// ==========================================================================================================
+
+typedef struct Held {  // a row for each rank; values on rank 0 alone
+    int ranks;
+    int64_t width;   // of a row: a count, and so many elements at most
+    double *values;  // (ranks, width)
+} Held;
+
+typedef struct Example {
+    const char *call;  // its name in comm_count
+    Group group;
+    Held before;
+} Example;
+
+// `before`: what this rank holds, or {0}. Counts begin here.
+Example example_begin(const char *call, const char *title, Tensor before, Group group);
+// Prints what all hold before and after, compares `after` (or {0}) with `expected` and the bytes that this rank
+// has sent with `bytes`, and frees both tensors. `printed`: what the playbook prints for 3 ranks, or NULL.
+void example_end(Example *example, Tensor after, Tensor expected, double bytes, const char *printed);
+
+// ==========================================================================================================
+// 01_data_parallel/ring_all_reduce.c: all-reduce from sends to a neighbour alone
+// ==========================================================================================================
+
+// All in place and blocking; t has the same shape on all members. Chunks are count / n elements, the first
+// count % n one more. Sums are rounded to t's dtype at each addition, which run from member i + 1 round to i in
+// chunk i; every member gets the same bits.
+Tensor ring_chunk(Tensor t, int i, Group ring);  // chunk i modulo n, borrowed
+void ring_reduce_scatter(Tensor t, Group ring);  // chunk `rank` becomes the sum; the others hold parts of theirs
+void ring_all_gather(Tensor t, Group ring);      // chunk i comes from member i
+void ring_all_reduce(Tensor t, Group ring);      // both
 
 // ==========================================================================================================
 // 01_data_parallel: the gradients socket, four times

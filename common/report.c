@@ -75,9 +75,12 @@ static cJSON *json_root(void) {
 
 void report_json(const char *file) {
     if (!file) return;
-    // Opened now, so that a path that cannot be written fails before the run and not after it.
-    report.file = fopen(file, "w");
+    // Opened now, so that a path that cannot be written fails before the run and not after it; under another name,
+    // so that an older file stays whole until this one is.
+    char *part = format_text("%s.part", file);
+    report.file = fopen(part, "w");
     CHECK(report.file, "--json %s cannot be written: %s", file, strerror(errno));
+    free(part);
     report.file_name = file;
 }
 
@@ -107,7 +110,8 @@ void report_text(const char *name, const char *value) {
 
 Record record_new(const char *title, int64_t steps, const Params *params) {
     size_t n = (size_t)params->count;
-    Record record = {.title = title, .steps = steps, .tensors = params->count};
+    Record record = {.steps = steps, .tensors = params->count};
+    snprintf(record.title, sizeof record.title, "%s", title);
     record.loss = host_alloc(sizeof(double) * (size_t)steps);
     record.grad_norm = host_alloc(sizeof(double) * (size_t)steps);
     record.name = host_alloc(sizeof(char *) * n);
@@ -371,7 +375,7 @@ bool report_that(bool condition, const char *format, ...) {
     va_end(arguments);
     if (!condition) say("  FAIL: %s", text);
     cJSON *json = cJSON_CreateObject();
-    cJSON_AddStringToObject(json, "condition", text);
+    cJSON_AddStringToObject(json, "otherwise", text);
     cJSON_AddBoolToObject(json, "holds", condition);
     cJSON_AddItemToArray(json_child(json_root(), "conditions", true), json);
     return judge(condition, "%s", text);
@@ -414,8 +418,10 @@ int report_verdict(const char *format, ...) {
     if (report.file) {
         char *json = cJSON_Print(report.json);
         bool failed = fprintf(report.file, "%s\n", json) < 0;
-        CHECK(fclose(report.file) == 0 && !failed, "--json %s could not be written whole",
-              report.file_name);
+        char *part = format_text("%s.part", report.file_name);
+        CHECK(fclose(report.file) == 0 && !failed && rename(part, report.file_name) == 0,
+              "--json %s could not be written whole", report.file_name);
+        free(part);
         free(json);
     }
     if (pass)

@@ -12,7 +12,7 @@ extern "C" {
 
 // What one training run leaves behind for the comparison. Host memory, owned by the record.
 typedef struct Record {
-    const char *title;  // "recompute full"
+    char title[64];  // "recompute full"
     int64_t steps;
     double *loss, *grad_norm;  // (steps)
     int tensors;

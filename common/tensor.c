@@ -9,7 +9,6 @@
 // ---- the account ----
 
 static Memory account;
-static int64_t limit;
 static bool dry_run;
 static MemoryListener listener;
 static void *listener_context;
@@ -26,8 +25,6 @@ void memory_reset_peak(void) {
     memcpy(account.peak, account.now, sizeof account.peak);
     account.peak_total = account.now_total;
 }
-
-void memory_set_limit(int64_t bytes) { limit = bytes; }
 
 void memory_listen(MemoryListener listen, void *context) {
     listener = listen;
@@ -61,7 +58,7 @@ bool device_is_dry_run(void) { return dry_run; }
 void *device_alloc(MemoryKind kind, size_t bytes) {
     static int64_t capacity;
     if (!capacity && !dry_run) capacity = backend_capacity();
-    int64_t most = limit ? limit : dry_run ? INT64_MAX : capacity;
+    int64_t most = dry_run ? INT64_MAX : capacity;
     bool fits = bytes <= INT64_MAX && (int64_t)bytes <= most - account.now_total;
     void *memory = fits && !dry_run ? backend_alloc(bytes) : NULL;
     if (!fits || (!dry_run && !memory))
@@ -154,10 +151,6 @@ int64_t tensor_rows(Tensor t) {
 }
 
 int64_t tensor_bytes(Tensor t) { return tensor_count(t) * (int64_t)dtype_size(t.dtype); }
-
-bool tensor_same_shape(Tensor a, Tensor b) {
-    return a.dims == b.dims && !memcmp(a.shape, b.shape, a.dims * sizeof *a.shape);
-}
 
 const char *tensor_text(Tensor t) {
     static char texts[8][112];

@@ -53,8 +53,6 @@ const char *memory_kind_name(MemoryKind kind);
 Memory memory_account(void);
 // Peaks start again from what is held now.
 void memory_reset_peak(void);
-// Refuse allocations beyond this many bytes in all, as a device of that size would; 0: what this machine has.
-void memory_set_limit(int64_t bytes);
 // The account as text, one line: what out-of-memory messages and tables show. Static buffer.
 const char *memory_text(void);
 // Called at every allocation (bytes > 0) and release (bytes < 0) when set; the profiler draws memory over
@@ -115,7 +113,6 @@ int64_t tensor_count(Tensor t);    // elements
 int64_t tensor_rows(Tensor t);     // product of all dimensions but the last
 int64_t tensor_columns(Tensor t);  // the last dimension
 int64_t tensor_bytes(Tensor t);
-bool tensor_same_shape(Tensor a, Tensor b);
 const char *tensor_text(Tensor t);  // "(8, 128) f32", rotating static buffers
 
 // For ops_*, comm_* and device_* alone: the device address of the first element.

@@ -31,7 +31,7 @@ void timeline_finish(const Config *config, Group world);
 
 typedef struct Span {
     double begin, end;  // seconds after the step began
-    char letter;        // compute: F forward, B backward, S optimizer step, + other; communication: A …
+    char letter;        // compute: F forward, B backward, S optimizer, + other; communication: A, R, G …
 } Span;
 
 typedef struct Timeline {  // one rank in one step
@@ -46,6 +46,9 @@ typedef struct Timeline {  // one rank in one step
 Timeline timeline_of_step(bool outermost, const char *title);
 void timeline_free(Timeline *timeline);
 
+// The compute stream with its exposed waits, letter '-', between the operations. The caller frees it.
+Span *timeline_compute(const Timeline *timeline, int64_t *count);
+
 // Where the step's seconds go: compute + exposed + idle = timeline->seconds.
 typedef struct TimelineShares {
     double compute;
@@ -55,7 +58,10 @@ typedef struct TimelineShares {
 } TimelineShares;
 TimelineShares timeline_shares(const Timeline *timeline);
 
-// Two lines a row, the time's axis, the letters' meanings, the shares; `width` columns. The caller frees it.
+// ---- timeline_picture.c ----
+
+// Two lines a row, the time's axis, the letters' meanings, the shares; `width` columns. A column has the
+// letter of most of its time, a small one if the stream is busy for less than half of it. The caller frees it.
 char *timeline_text(const Timeline *row, int rows, int width);
 // Fatal, naming --timeline-svg, when the file cannot be written.
 void timeline_svg(const Timeline *row, int rows, const char *title, const char *file);

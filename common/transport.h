@@ -71,6 +71,7 @@ typedef struct Collective {
     const void *in;
     const int64_t *out_counts, *in_counts;  // as comm.h has them; the pieces of an all-reduce and a reduce
     const Transfer *transfers;
+    const int64_t *open;  // per transfer: 0 as long as its other end has not come, then more than any count
     int transfer_count;
 } Collective;
 

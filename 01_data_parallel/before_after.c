@@ -1,0 +1,118 @@
+// before_after.c: what all ranks hold before and after a call. Playbook: "A0: Parallel Programming Crash
+// Course", whose examples print the same, from each rank.
+//
+// Rank 0 gathers what the ranks hold, and prints it in their order. The bytes of an example do
+// not include these messages. This file has no main.
+#include <stdlib.h>
+#include <string.h>
+
+#include "playbook.h"
+
+static Held gather_held(Tensor t, Group group) {
+    int64_t count = tensor_exists(t) ? tensor_count(t) : 0;
+    Held held = {.ranks = group.size, .width = 1 + (int64_t)comm_max((double)count, group)};
+    double *row = calloc((size_t)held.width, sizeof *row);
+    CHECK(row, "out of host memory for a row");
+    row[0] = (double)count;
+    if (tensor_exists(t)) tensor_to_doubles(row + 1, t);
+    Tensor mine = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(held.width)), all = {0};
+    tensor_from_doubles(mine, row);
+    if (group.rank == 0) all = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(group.size, held.width));
+    comm_now(comm_gather(all, mine, NULL, 0, group));
+    if (group.rank == 0) {
+        held.values = host_alloc((size_t)tensor_bytes(all));
+        tensor_to_doubles(held.values, all);
+    }
+    free(row);
+    tensor_free(&mine);
+    tensor_free(&all);
+    return held;
+}
+
+// One rank's row, numbers `cell` columns wide; long ones end in "...".
+static const char *row_text(const Held *held, int rank, int cell) {
+    enum { MOST = 15 };
+    static char texts[2][MOST * 32];
+    static int turn;
+    char *text = texts[turn++ % 2];
+    const double *row = &held->values[rank * held->width];
+    int used = 0;
+    strcpy(text, row[0] == 0 ? " -" : "");
+    for (int i = 0; i < (int)row[0] && i < MOST; i++)
+        used += snprintf(text + used, sizeof *texts - (size_t)used, "%*g", cell, row[1 + i]);
+    if (row[0] > MOST) strcat(text, " ...");
+    return text;
+}
+
+static int longest(const Held *held, int cell) {
+    int most = 0;
+    for (int r = 0; r < held->ranks; r++) {
+        int length = (int)strlen(row_text(held, r, cell));
+        if (length > most) most = length;
+    }
+    return most;
+}
+
+static void print_held(const Held *before, const Held *after) {
+    int cell = 2;  // and a space before each number
+    for (int which = 0; which < 2; which++) {
+        const Held *t = which ? after : before;
+        for (int64_t i = 0; i < t->ranks * t->width; i++)
+            if (i % t->width && snprintf(NULL, 0, "%g", t->values[i]) >= cell)
+                cell = 1 + snprintf(NULL, 0, "%g", t->values[i]);
+    }
+    int width = longest(before, cell) > 6 ? longest(before, cell) : 6;
+    say("  rank  %-*s     after\n", width, " before");
+    for (int r = 0; r < before->ranks; r++)
+        say("  %4d  %-*s  -> %s\n", r, width, row_text(before, r, cell), row_text(after, r, cell));
+}
+
+Example example_begin(const char *call, const char *title, Tensor before, Group group) {
+    say("\n%s\n", title);
+    Example example = {.call = call, .group = group, .before = gather_held(before, group)};
+    clock_reset();  // counts begin here
+    return example;
+}
+
+// Whether rank 0's table reads like this, ranks apart by " |".
+static bool reads(const Held *held, const char *expected) {
+    char text[1024] = "";
+    for (int r = 0; r < held->ranks; r++) {
+        const double *row = &held->values[r * held->width];
+        size_t used = strlen(text);
+        if (r) used += (size_t)snprintf(text + used, sizeof text - used, " |");
+        for (int i = 0; i < (int)row[0]; i++)
+            used += (size_t)snprintf(text + used, sizeof text - used, " %g", row[1 + i]);
+    }
+    return !strcmp(text + 1, expected);
+}
+
+void example_end(Example *e, Tensor after, Tensor expected, double bytes, const char *printed) {
+    double sent = (double)comm_count(e->call).bytes;
+    int64_t count = tensor_exists(expected) ? tensor_count(expected) : 0;
+    double wrong = (tensor_exists(after) ? tensor_count(after) : 0) != count;
+    double *x = host_alloc(2 * (size_t)count * sizeof *x), *y = x + count;
+    if (count && wrong == 0) {
+        tensor_to_doubles(x, after);
+        tensor_to_doubles(y, expected);
+        for (int64_t i = 0; i < count; i++) wrong += !(x[i] == y[i]);
+    }
+    Held held = gather_held(after, e->group);
+    if (e->group.rank == 0) {
+        print_held(&e->before, &held);
+        if (printed && e->group.size == 3)
+            report_that(reads(&held, printed), "%s: the playbook prints %s", e->call, printed);
+    }
+    double all_wrong = comm_sum(wrong, e->group), off = comm_sum(sent != bytes, e->group);
+    double formula = comm_sum(bytes, e->group), all_sent = comm_sum(sent, e->group);
+    char *what = format_text("bytes of %s, all ranks", e->call);
+    report_that(all_wrong == 0, "%s: %g elements are wrong", e->call, all_wrong);
+    report_that(off == 0, "%s: %g ranks sent other than their formula's bytes", e->call, off);
+    report_equal(what, formula, all_sent, "B");
+    free(what);
+    free(x);
+    free(e->before.values);
+    free(held.values);
+    tensor_free(&after);
+    tensor_free(&expected);
+}
