@@ -152,6 +152,10 @@ int64_t tensor_rows(Tensor t) {
 
 int64_t tensor_bytes(Tensor t) { return tensor_count(t) * (int64_t)dtype_size(t.dtype); }
 
+bool tensor_same_shape(Tensor a, Tensor b) {
+    return a.dims == b.dims && !memcmp(a.shape, b.shape, a.dims * sizeof *a.shape);
+}
+
 const char *tensor_text(Tensor t) {
     static char texts[8][112];
     static int next;

@@ -113,6 +113,7 @@ int64_t tensor_count(Tensor t);    // elements
 int64_t tensor_rows(Tensor t);     // product of all dimensions but the last
 int64_t tensor_columns(Tensor t);  // the last dimension
 int64_t tensor_bytes(Tensor t);
+bool tensor_same_shape(Tensor a, Tensor b);
 const char *tensor_text(Tensor t);  // "(8, 128) f32", rotating static buffers
 
 // For ops_*, comm_* and device_* alone: the device address of the first element.
