@@ -69,12 +69,13 @@ void ddp_bucketed_plug(Model *model, Ddp *ddp) {
 
 // ---- when it hides: appendix A3 of the playbook ----
 
-// A gradient of g bytes travels in g 2 (n - 1) / n / bandwidth, and its parameter costs backward 4 FLOPs a token:
+// A gradient of g bytes travels in g 2 (n - 1) / n / peak_bw, and its parameter costs backward 4 FLOPs a token:
 //
 //     t_comm / t_compute  =  g / (2 tokens)  (n - 1) / n  peak_flops / peak_bw  <=  1
 //
-// (The playbook's last line keeps a num_params that cancels, and has g = 1.) Here g = 4: 16-bit gradients are summed in
-// f32. The formula leaves out latency, attention (below 1% of these short sequences) and all memory traffic.
+// (The playbook's last line keeps a num_params that cancels, and has g = 1.) Here g = 4: 16-bit gradients are
+// summed in f32. The formula leaves out latency, attention (below 1% of these short sequences) and all memory
+// traffic, of which backward has much: so the real clock hides from fewer tokens on.
 static double tokens_by_formula(const Machine *machine, int n, double bandwidth) {
     return 4 / 2.0 * (n - 1) / n * machine_peak_flops(machine, BF16) / bandwidth;
 }

@@ -1,5 +1,5 @@
-// timeline.c: see timeline.h. The clock's events of one step become spans on two streams. Whatever the compute
-// stream does not fill, it stood still for: on the model clock it moves by operations and by waits alone.
+// timeline.c: see timeline.h. The clock's events of one step become spans on two streams. Between its spans the
+// compute stream waited: on the model clock it moves by operations and by waits alone.
 #include "timeline.h"
 
 #include <errno.h>
@@ -102,7 +102,7 @@ Timeline timeline_of_step(bool outermost, const char *title) {
             depth--;
         }
     }
-    qsort(t.communication, (size_t)t.communication_count, sizeof(Span), by_begin);
+    if (t.communication) qsort(t.communication, (size_t)t.communication_count, sizeof(Span), by_begin);
     return t;
 }
 

@@ -61,7 +61,8 @@ TimelineShares timeline_shares(const Timeline *timeline);
 // ---- timeline_picture.c ----
 
 // Two lines a row, the time's axis, the letters' meanings, the shares; `width` columns. A column has the
-// letter of most of its time, a small one if the stream is busy for less than half of it. The caller frees it.
+// letter of most of its time, a small one if the stream is busy for less than half of it. The caller frees
+// the text.
 char *timeline_text(const Timeline *row, int rows, int width);
 // Fatal, naming --timeline-svg, when the file cannot be written.
 void timeline_svg(const Timeline *row, int rows, const char *title, const char *file);

@@ -24,7 +24,7 @@ static const Kind kinds[] = {
 enum { KINDS = sizeof kinds / sizeof *kinds, COMPUTE_KINDS = 4 };
 static const char exposed_color[] = "#ff725c";
 
-// "compute 83.0%, communication 33.3% in 9 calls, exposed 16.7%, idle 0.3% of 12.345 ms": the mean over rows.
+// "compute 83.0%, communication 33.3% in 9 calls, exposed 16.7%, idle 0.3% of 12.345 ms": mean over rows.
 static char *shares_text(const Timeline *row, int rows) {
     TimelineShares sum = {0};
     double seconds = 0, calls = 0;
