@@ -34,14 +34,10 @@ static double *watch_steps(Trainer *trainer, MemoryHistory *history) {
     clock_reset();
     clock_trace_start();
     for (int64_t step = 0; step < steps; step++) {
-        char *mark = format_text("step %lld", (long long)step + 1);
         memory_history_step(history);
-        clock_push(mark);
         double start = wall_seconds();
         train_step(trainer, NULL);
         seconds[step] = wall_seconds() - start;
-        clock_pop();
-        free(mark);
     }
     memory_history_step(history);
     return seconds;

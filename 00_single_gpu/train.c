@@ -63,6 +63,9 @@ void train_step(Trainer *t, Record *record) {
     const Config *c = &t->config;
     Params *params = &t->model->params;
     fatal_context("step %lld", (long long)t->progress.step + 1);
+    char *mark = format_text("step %lld", (long long)t->progress.step + 1);
+    clock_push(mark);
+    free(mark);
 
     Group dp = t->model->mesh.dp;
     int64_t own_samples = c->micro_batch * c->grad_acc;
@@ -85,6 +88,7 @@ void train_step(Trainer *t, Record *record) {
           t->grad_norm, bad ? bad->name : "no single weight: the sum over all overflows");
     t->lr = learning_rate(c, t->progress.step);
     optimizer_step(&t->optimizer, params, t->lr, clip_scale(t->grad_norm, c->clip));
+    clock_pop();
     clock_pop();
     t->progress.step++;
     fatal_context(NULL);
@@ -274,13 +278,9 @@ static OpCount run_steps(Trainer *t, const Options *options, double *series[SERI
     OpCount sum = {0};
     for (int64_t step = first; step < c->steps; step++) {
         clock_reset();
-        char *mark = format_text("step %lld", (long long)step + 1);
-        clock_push(mark);
         double start = wall_seconds();
         train_step(t, NULL);
         double seconds = wall_seconds() - start;
-        clock_pop();
-        free(mark);
         OpCount count = clock_total();
         sum.flops += count.flops;
         sum.model_seconds += count.model_seconds;

@@ -240,7 +240,7 @@ int main(int argc, char **argv) {
     Mesh mesh = mesh_new(shape);
     Group world = mesh.world;
     report_json(comm_rank() ? NULL : config.json);
-    if (config.trace) clock_trace_start();
+    timeline_start(&config, world);
     mesh_print(&mesh, shape);
     broadcast(world);
     reduce(world, 0, "6 6 6 6 6 | 2 2 2 2 2 | 3 3 3 3 3");
@@ -257,7 +257,7 @@ int main(int argc, char **argv) {
     shift(world);
     batch(world);
     barrier(world, seconds);
-    if (config.trace && comm_rank() == 0) clock_trace_write(config.trace);
+    timeline_finish(&config, world);
     return comm_finish(report_verdict("every rank holds what each call promises"));
 }
 #endif

@@ -84,7 +84,8 @@ int ddp_prove(int argc, char **argv, const DdpProgram *program) {
     };
     Config config = config_parse(
         argc, argv, program->purpose,
-        CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_CHECK | CONFIG_RANKS,
+        CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_CHECK | CONFIG_RANKS |
+            CONFIG_TIMELINE,
         "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
         "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
         own, sizeof own / sizeof *own);
@@ -92,7 +93,7 @@ int ddp_prove(int argc, char **argv, const DdpProgram *program) {
     MeshShape shape = {comm_ranks(), 1, 1, 1, 1};
     Mesh mesh = mesh_new(shape);
     report_json(config.json);
-    if (config.trace) clock_trace_start();
+    timeline_start(&config, mesh.world);
     mesh_print(&mesh, shape);
     config_print(&config);
     Ddp ddp = {.bucket_bytes = (int64_t)(1e6 * bucket_mb)};
@@ -106,9 +107,9 @@ int ddp_prove(int argc, char **argv, const DdpProgram *program) {
     } else {
         prove(&config, mesh, program, &ddp, false);
         prove(&config, mesh, program, &ddp, true);
-        if (program->more) program->more(mesh);
+        if (program->more) program->more(mesh, &config);
     }
-    if (config.trace) clock_trace_write(config.trace);
+    timeline_finish(&config, mesh.world);
     return comm_finish(report_verdict("%s", dry_run || config.no_check
                                                 ? "all-reduces and bytes are as the formulas say"
                                                 : program->claim));

@@ -8,6 +8,8 @@
 // Bytes sent per rank and step: 2 (n - 1) / n K, whatever grad_acc is. Memory per rank: as on one device.
 // Run: build/01_data_parallel/ddp_no_sync              (--grad-acc 4, --ranks 3, --tied, --dtype f32, --dry-run …)
 // Last line: PASS ddp_no_sync: ranks together make the step of one device …
+#include <stdlib.h>
+
 #include "playbook.h"
 
 // ---- the technique ----
@@ -32,7 +34,8 @@ void ddp_no_sync_plug(Model *model, Ddp *ddp) {
 // ---- the three optimizations, one beside the other ----
 
 // One dry step of Llama 3 8B with two micro-batches on the ranks at hand, on the model clock: it must fall from row to row.
-static void compare_variants(Mesh mesh) {
+static void compare_variants(Mesh mesh, const Config *config) {
+    (void)config;
     static const struct {
         const char *name;
         void (*plug)(Model *model, Ddp *ddp);
@@ -45,11 +48,17 @@ static void compare_variants(Mesh mesh) {
         "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 "
         "dtype=bf16 micro-batch=1 grad-acc=2 steps=2");
     device_dry_run(true);
-    say("\nLlama 3 8B, %d ranks, 2 micro-batches of 4,096 tokens, on the model clock:\n", mesh.dp.size);
+    char *title = format_text("Llama 3 8B, %d ranks, 2 micro-batches of 4,096 tokens", mesh.dp.size);
+    say("\n%s, on the model clock:\n", title);
+    timeline_title(title);
+    free(title);
     say("  %-10s %12s %14s %12s %12s\n", "", "step, ms", "exposed, ms", "all-reduces", "bytes sent");
     double before = 0;
     for (size_t i = 0; i < sizeof variants / sizeof *variants; i++) {
+        clock_push(variants[i].name);
         DdpCost cost = ddp_cost(&c, mesh, variants[i].plug, 25000000);
+        clock_pop();
+        timeline_keep(variants[i].name);
         say("  %-10s %12.3f %14.3f %12lld %12s\n", variants[i].name, 1e3 * cost.step_seconds,
             1e3 * cost.exposed_seconds, (long long)cost.all_reduces, bytes_text((double)cost.bytes));
         report_number(variants[i].name, "seconds per step", cost.step_seconds, "s");

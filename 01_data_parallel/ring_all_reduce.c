@@ -311,7 +311,7 @@ int main(int argc, char **argv) {
     Mesh mesh = mesh_new(shape);
     Group ring = mesh.world;
     report_json(comm_rank() ? NULL : config.json);
-    if (config.trace) clock_trace_start();
+    timeline_start(&config, ring);
     mesh_print(&mesh, shape);
     prove_steps(ring);
     // Nothing at all, fewer elements than ranks, one for each, one more, and what was asked for.
@@ -325,7 +325,7 @@ int main(int argc, char **argv) {
         error = fmax(error, prove_sums(counts[i], (DType)dtype, ring, false));
     }
     prove_times(&config, (DType)dtype, ring);
-    if (config.trace && comm_rank() == 0) clock_trace_write(config.trace);
+    timeline_finish(&config, ring);
     return comm_finish(
         report_verdict("sums go round a ring in 2 (n - 1) steps: integers exact, %s %s, %.1e of %.1e", name,
                        proof, error, bound));

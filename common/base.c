@@ -145,10 +145,23 @@ static void restart_on_best_kernel(char **argv) {
     unsetenv(PIN);  // could not start: go on with the slow kernel, of which base_blas_name tells
 }
 
+#define COLUMNS "ULTRASCALE_COLUMNS"  // of the terminal, for ranks, whose output goes through mpirun
+
+int terminal_columns(void) { return getenv(COLUMNS) ? atoi(getenv(COLUMNS)) : 100; }
+
+static void tell_columns(void) {
+    struct winsize window;
+    char digits[16];
+    if (!isatty(STDOUT_FILENO) || ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) < 0 || !window.ws_col) return;
+    snprintf(digits, sizeof digits, "%d", window.ws_col);
+    setenv(COLUMNS, digits, 1);
+}
+
 void base_start(int argc, char **argv) {
     CHECK(argc > 0, "started without a program name");
     restart_on_best_kernel(argv);
     rank = launched_rank();
+    tell_columns();
     // Buffers of many megabytes come and go every step. By default each would be mapped, zeroed page by
     // page by the kernel, and unmapped again; kept on the heap, the pages are touched once.
     mallopt(M_MMAP_MAX, 0);

@@ -89,6 +89,8 @@ bool option_given(const Option *table, int count, const char *name);
 // One line, from one rank: rank 0 prints, the others are silent. The newline is added where the format has
 // none.
 void say(const char *format, ...) PRINTF_LIKE(1, 2);
+// Columns of the terminal; 100 in a log. Ranks know it from the program that started them.
+int terminal_columns(void);
 // A progress line: on a terminal it rewrites itself with the time left; in a log a plain line about every
 // tenth of the way. `done` counts from 1; `text` is what to say about this step.
 void progress(int64_t done, int64_t total, const char *text);

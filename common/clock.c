@@ -56,14 +56,6 @@ double machine_peak_flops(const Machine *machine, DType dtype) {
 
 // ---- state ----
 
-typedef struct Event {  // one entry of the trace
-    enum { OPERATION, PUSH, POP, COMMUNICATION } kind;
-    const char *name;  // a literal for operations, a copy of its own for marks
-    double wall, wall_end, model, model_end;
-    double flops, bytes;
-    int64_t memory[MEMORY_KINDS];  // held when the event began
-} Event;
-
 typedef struct OpenMark {
     int mark;         // index into marks
     char *name;       // as it was pushed
@@ -189,7 +181,7 @@ double clock_all_to_all_seconds(Traffic node, Traffic network) {
 
 // ---- the trace's events ----
 
-static Event *new_event(int kind, const char *name) {
+static Event *new_event(EventKind kind, const char *name) {
     if (state.events_count == state.events_room) {
         state.events_room = state.events_room ? 2 * state.events_room : 4096;
         state.events = realloc(state.events, sizeof(Event) * (size_t)state.events_room);
@@ -237,7 +229,7 @@ void clock_begin(const char *name, DType dtype, double flops, double bytes) {
     state.bytes = bytes;
     state.model_seconds = model_time(dtype, flops, bytes);
     if (state.tracing) {
-        Event *event = new_event(OPERATION, name);
+        Event *event = new_event(EVENT_OPERATION, name);
         event->flops = flops;
         event->bytes = bytes;
         event->model_end = event->model + state.model_seconds;
@@ -259,7 +251,7 @@ void clock_end(void) {
 void clock_communication(const char *name, double wall, double wall_end, double model, double model_end,
                          double bytes) {
     if (!state.tracing) return;
-    Event *event = new_event(COMMUNICATION, name);
+    Event *event = new_event(EVENT_COMMUNICATION, name);
     event->wall = wall;
     event->wall_end = wall_end;
     event->model = model;
@@ -309,7 +301,7 @@ void clock_push(const char *name) {
     // For a mark the wall includes what happens between its operations.
     now.wall_seconds = wall_seconds();
     state.open[state.depth++] = (OpenMark){.mark = mark, .name = format_text("%s", name), .at_push = now};
-    if (state.tracing) new_event(PUSH, format_text("%s", name));
+    if (state.tracing) new_event(EVENT_PUSH, format_text("%s", name));
 }
 
 void clock_pop(void) {
@@ -319,7 +311,7 @@ void clock_pop(void) {
     add(mark, state.total.flops - open->at_push.flops, state.total.bytes - open->at_push.bytes,
         wall_seconds() - open->at_push.wall_seconds,
         state.total.model_seconds - open->at_push.model_seconds);
-    if (state.tracing) new_event(POP, NULL);
+    if (state.tracing) new_event(EVENT_POP, NULL);
     free(open->name);
 }
 
@@ -350,14 +342,19 @@ void clock_reset(void) {
 // ---- Chrome's trace format:
 // https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
+int64_t clock_events(const Event **events) {
+    *events = state.events;
+    return state.events_count;
+}
+
 void clock_trace_start(void) {
     for (int64_t i = 0; i < state.events_count; i++)
-        if (state.events[i].kind == PUSH) free((char *)state.events[i].name);
+        if (state.events[i].kind == EVENT_PUSH) free((char *)state.events[i].name);
     state.events_count = 0;
     state.tracing = true;
     state.wall_origin = wall_seconds();
     state.model_origin = state.model_now;
-    for (int i = 0; i < state.depth; i++) new_event(PUSH, format_text("%s", state.open[i].name));
+    for (int i = 0; i < state.depth; i++) new_event(EVENT_PUSH, format_text("%s", state.open[i].name));
 }
 
 static void write_string(FILE *out, const char *text) {
@@ -373,34 +370,55 @@ static void write_string(FILE *out, const char *text) {
     putc('"', out);
 }
 
-// Communication has a row of its own, beside the operations that it runs along with.
-static void write_communication(FILE *out, int pid, const Event *event, double ts, double end) {
-    fprintf(out, ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":1,\"name\":\"thread_name\",\"args\":{\"name\":", pid);
-    write_string(out, "communication");
-    fprintf(out, "}},\n{\"ph\":\"X\",\"pid\":%d,\"tid\":1,\"ts\":%.6f,\"dur\":%.6f,\"name\":", pid, ts,
-            end - ts);
+static void name_thread(FILE *out, int pid, int tid, const char *name) {
+    fprintf(out, ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}",
+            pid, tid, name);
+}
+
+// Communication has a row of its own, beside the operations. On the model clock one follows another; on the
+// wall clock they are in flight together, which the format has asynchronous pairs for.
+static void write_communication(FILE *out, int pid, const Event *event, bool model, double ts, double end,
+                                int64_t id) {
+    if (model)
+        fprintf(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":1,\"ts\":%.6f,\"dur\":%.6f,\"name\":", pid, ts,
+                end - ts);
+    else
+        fprintf(out,
+                ",\n{\"ph\":\"b\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":1,\"ts\":%.6f,"
+                "\"name\":",
+                (long long)id, pid, ts);
     write_string(out, event->name);
     fprintf(out, ",\"args\":{\"bytes\":%.17g}}", event->bytes);
+    if (model) return;
+    fprintf(
+        out,
+        ",\n{\"ph\":\"e\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":1,\"ts\":%.6f,\"name\":",
+        (long long)id, pid, end);
+    write_string(out, event->name);
+    putc('}', out);
 }
 
 // One time line; times are in microseconds since the trace's start, as the format wants them.
-static void write_process(FILE *out, int pid, const char *title, bool model) {
+static void write_process(FILE *out, int pid, int place, const char *title, bool model) {
     double origin = model ? state.model_origin : state.wall_origin;
     double last = 0;
-    int64_t memory[MEMORY_KINDS] = {-1};
+    int64_t memory[MEMORY_KINDS] = {-1}, communications = 0;
     int depth = 0;
     fprintf(out, "{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\",\"args\":{\"name\":", pid);
     write_string(out, title);
-    fprintf(out, "}}");
+    fprintf(out, "}},\n{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_sort_index\",\"args\":", pid);
+    fprintf(out, "{\"sort_index\":%d}}", place);
+    name_thread(out, pid, 0, "compute");
     for (int64_t i = 0; i < state.events_count; i++) {
         const Event *event = &state.events[i];
         double ts = 1e6 * ((model ? event->model : event->wall) - origin);
         double end = 1e6 * ((model ? event->model_end : event->wall_end) - origin);
-        if (event->kind == COMMUNICATION) {
-            write_communication(out, pid, event, ts, end);
+        if (event->kind == EVENT_COMMUNICATION) {
+            if (!communications++) name_thread(out, pid, 1, "communication");
+            write_communication(out, pid, event, model, ts, end, communications);
             continue;
         }
-        last = event->kind == OPERATION ? end : ts;
+        last = event->kind == EVENT_OPERATION ? end : ts;
         if (memcmp(memory, event->memory, sizeof memory)) {
             memcpy(memory, event->memory, sizeof memory);
             fprintf(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"tid\":0,\"ts\":%.6f,\"name\":\"memory\",\"args\":{",
@@ -411,30 +429,48 @@ static void write_process(FILE *out, int pid, const char *title, bool model) {
             fprintf(out, "}}");
         }
         fprintf(out, ",\n{\"ph\":\"%c\",\"pid\":%d,\"tid\":0,\"ts\":%.6f", "XBE"[event->kind], pid, ts);
-        if (event->kind != POP) {
+        if (event->kind != EVENT_POP) {
             fprintf(out, ",\"name\":");
             write_string(out, event->name);
         }
-        if (event->kind == OPERATION)
+        if (event->kind == EVENT_OPERATION)
             fprintf(out, ",\"dur\":%.6f,\"args\":{\"flops\":%.17g,\"bytes\":%.17g}", end - ts, event->flops,
                     event->bytes);
         fprintf(out, "}");
-        depth += event->kind == PUSH ? 1 : event->kind == POP ? -1 : 0;
+        depth += event->kind == EVENT_PUSH ? 1 : event->kind == EVENT_POP ? -1 : 0;
     }
     for (; depth > 0; depth--)  // marks still open end with the trace
         fprintf(out, ",\n{\"ph\":\"E\",\"pid\":%d,\"tid\":0,\"ts\":%.6f}", pid, last);
 }
 
-void clock_trace_write(const char *file) {
+FILE *clock_trace_open(const char *file) {
     FILE *out = fopen(file, "w");
     CHECK(out, "--trace %s cannot be written: %s", file, strerror(errno));
-    char *title = format_text("model clock: %s", model_machine()->device);
     fprintf(out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
-    write_process(out, 0, "wall clock", false);
+    return out;
+}
+
+// The wall clocks of all ranks stand one below another, then all model clocks.
+void clock_trace_part(FILE *out, int rank, int ranks) {
+    char *whose = ranks > 1 ? format_text("rank %d, ", rank) : format_text("%s", "");
+    char *wall = format_text("%swall clock", whose);
+    char *model = format_text("%smodel clock: %s", whose, model_machine()->device);
+    write_process(out, 2 * rank, rank, wall, false);
     fprintf(out, ",\n");
-    write_process(out, 1, title, true);
+    write_process(out, 2 * rank + 1, ranks + rank, model, true);
+    free(whose);
+    free(wall);
+    free(model);
+}
+
+void clock_trace_close(FILE *out, const char *file) {
     fprintf(out, "\n]}\n");
-    free(title);
     bool failed = ferror(out) != 0;
     CHECK(fclose(out) == 0 && !failed, "--trace %s could not be written whole", file);
+}
+
+void clock_trace_write(const char *file) {
+    FILE *out = clock_trace_open(file);
+    clock_trace_part(out, 0, 1);
+    clock_trace_close(out, file);
 }

@@ -94,11 +94,32 @@ void clock_pop(void);
 int clock_marks(const OpCount **marks);
 OpCount clock_mark(const char *path);  // all 0 if there is none
 
-// Collects every operation and mark from now on, and at clock_trace_write writes them as Chrome trace
-// events (open in https://ui.perfetto.dev or chrome://tracing): one process for the wall clock, one for the
-// model clock, and counters of memory by kind.
+// ---- the time line ----
+
+// Collects every operation, mark and communication from now on; what was collected before is gone.
 void clock_trace_start(void);
+
+typedef enum EventKind { EVENT_OPERATION, EVENT_PUSH, EVENT_POP, EVENT_COMMUNICATION } EventKind;
+typedef struct Event {
+    EventKind kind;
+    const char *name;  // NULL for EVENT_POP
+    double wall, wall_end, model, model_end;  // seconds; marks have no end
+    double flops, bytes;
+    int64_t memory[MEMORY_KINDS];  // held when the event began
+} Event;
+// In the order in which they were told; returns how many. The array belongs to the clock. Operations follow
+// each other on both clocks; a communication is told when it is waited for, and ran beside them.
+int64_t clock_events(const Event **events);
+
+// Writes them as Chrome trace events (open in https://ui.perfetto.dev or chrome://tracing): one process for
+// the wall clock, one for the model clock, and counters of memory by kind. Fatal, naming --trace, when the
+// file cannot be written.
 void clock_trace_write(const char *file);
+// The same in pieces, for a trace of many ranks: the file, each rank's two processes, the end. Ranks of one
+// trace start it together. The pieces need ",\n" between them.
+FILE *clock_trace_open(const char *file);
+void clock_trace_part(FILE *out, int rank, int ranks);
+void clock_trace_close(FILE *out, const char *file);
 
 #ifdef __cplusplus
 }

@@ -33,7 +33,8 @@ typedef struct Config {
     int64_t save_every;
     // reports
     bool no_check;
-    const char *json, *trace, *machine;
+    const char *json, *trace, *machine, *timeline_svg;
+    bool timeline;
     // many ranks; comm_start reads ranks and timeout from the command line itself
     int64_t ranks, gpus_per_node;  // 0: what is natural
     double timeout, compute_efficiency, network_efficiency;
@@ -49,6 +50,7 @@ enum {
     CONFIG_REPORT = 32,    // --json --trace --machine
     CONFIG_CHECK = 64,     // --no-check
     CONFIG_RANKS = 128,    // --ranks --timeout --gpus-per-node --compute-efficiency --network-efficiency
+    CONFIG_TIMELINE = 256,  // --timeline --timeline-svg, for who calls timeline_start
 };
 
 // Parses the command line: the shared options of `groups`, and the program's own. Applies --model first,

@@ -14,12 +14,13 @@ enum { HELP_WIDTH = 100, LONGEST_NAME = 40 };
 static const struct {
     const char *names, *where;
 } book_flags[] = {
-    {" ranks timeout gpus-per-node compute-efficiency network-efficiency dp ",
+    {" ranks timeout gpus-per-node compute-efficiency network-efficiency timeline "
+     "timeline-svg dp ",
      "it belongs to chapter 01, data parallelism"},
     {" zero ", "it belongs to chapter 02, ZeRO"},
     {" tp sp ", "it belongs to chapter 03, tensor and sequence parallelism"},
     {" cp ", "it belongs to chapter 04, context parallelism"},
-    {" pp timeline ", "it belongs to chapter 05, pipeline parallelism"},
+    {" pp ", "it belongs to chapter 05, pipeline parallelism"},
     {" ep ", "it belongs to chapter 06, expert parallelism"},
     {" model layers hidden heads kv-heads ffn vocab seq tied dtype micro-batch grad-acc steps seed data "
      "optimizer lr weight-decay clip warmup recompute init save save-every resume json trace machine "

@@ -19,6 +19,7 @@
 #include "report.h"
 #include "rng.h"
 #include "tensor.h"
+#include "timeline.h"
 
 // ==========================================================================================================
 // 00_single_gpu/transformer.c, model.c: the model and its sockets
@@ -371,7 +372,7 @@ typedef struct DdpProgram {
     void (*plug)(Model *model, Ddp *ddp);
     int64_t (*syncs)(const Config *config);  // how often a step makes the ranks' gradients equal
     int64_t (*all_reduces)(const Model *model, const Ddp *ddp);  // and with how many calls each time
-    void (*more)(Mesh mesh);                                     // what else the program shows; may be NULL
+    void (*more)(Mesh mesh, const Config *config);  // what else the program shows; may be NULL
 } DdpProgram;
 int ddp_prove(int argc, char **argv, const DdpProgram *program);
 // One step of this plug, dry, on the model clock: its time and how much of it is exposed communication.
