@@ -2,11 +2,11 @@
 //
 //     DIR/step-000123/config.json               the model's shape, as transformers reads it
 //                     model.safetensors         the weights under Hugging Face's names
-//                     optimizer.safetensors     NAME.m, NAME.v, NAME.master; where the run stands as metadata
+//                     optimizer.safetensors     NAME.m, NAME.v, NAME.master; metadata: where the run stands
 //
-// A run may die at any moment, and the disk may be full. So a checkpoint grows in DIR/.step-000123.tmp, every
-// file of it is on the disk before its name counts, and one rename makes it real: flush files, flush folder,
-// rename, flush the parent. Whoever looks at DIR sees the old state or the new one.
+// A run may die at any moment, and the disk may be full. So a checkpoint grows in DIR/.step-000123.tmp,
+// every file of it is on the disk before its name counts, and one rename makes it real: flush files, flush
+// folder, rename, flush the parent. Whoever looks at DIR sees the old state or the new one.
 #include "checkpoint.h"
 
 #include <dirent.h>

@@ -64,8 +64,8 @@ typedef struct Progress {  // where a run stands
 } Progress;
 
 // Writes DIR/step-000123 whole or not at all: into a temporary folder beside it, each file flushed to the
-// disk, then renamed; a folder of that name is replaced. On any fault (a full disk) it is fatal, removes the
-// temporary folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
+// disk, then renamed; a folder of that name is replaced. On any fault (a full disk) it is fatal, removes
+// the temporary folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress);
 // The newest step-* folder in dir, or dir itself if it is a checkpoint; fatal if neither. The caller frees

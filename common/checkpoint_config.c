@@ -1,7 +1,7 @@
 // checkpoint_config.c: config.json, with which Hugging Face folders say what model the weights make.
 //
-// Llama's implementation grew many options. Each key that would change the arithmetic, and that transformer.c
-// does not have, is refused here by its name; a key that only describes is passed over.
+// Llama's implementation grew many options. Each key that would change the arithmetic, and that
+// transformer.c does not have, is refused here by its name; a key that only describes is passed over.
 #include <cjson/cJSON.h>
 #include <errno.h>
 #include <math.h>

@@ -1,12 +1,12 @@
-// safetensors.c: the file format in which Hugging Face keeps weights, read with suspicion, written in order.
+// safetensors.c: the file format in which Hugging Face keeps weights, read with suspicion.
 //
 //     8 bytes   length n of the header, little-endian
 //     n bytes   JSON: {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …,
 //                      "__metadata__": {"key": "value", …}}
 //     the rest  the tensors' bytes, one after another, with no hole and no overlap
 //
-// A file comes from anywhere. Until every tensor is known to lie within it and to have the bytes that its shape
-// says, nothing is believed: no length, no offset, no product of dimensions.
+// A file comes from anywhere. Until every tensor is known to lie within it and to have the bytes that its
+// shape says, nothing is believed: no length, no offset, no product of dimensions.
 #include <cjson/cJSON.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -237,8 +237,8 @@ const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *re
                      (unsigned long long)length, HEADER_MAX);
     if (memchr(bytes + LENGTH_BYTES, 0, length)) return fault("its header contains a zero byte");
 
-    // A copy that ends in a zero: cJSON before 1.7.18 may look one byte past the text it is given. It
-    // refuses nesting beyond 1,000 levels by itself, and text after the object because of the last argument.
+    // A copy that ends in a zero: cJSON before 1.7.18 may look one byte past the text it is given. It refuses
+    // nesting beyond 1,000 levels by itself, and text after the object because of its last argument.
     char *json = host_alloc(length + 1);
     memcpy(json, bytes + LENGTH_BYTES, length);
     json[length] = '\0';

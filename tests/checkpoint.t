@@ -18,6 +18,10 @@ report() {  # report STATUS NAME
 
 start() { timeout 120 "$train" "$@" >"$work/out" 2>"$work/err"; }
 
+# trains ARGUMENTS…: to the verdict, whatever it is. Whether a few steps lower the held-out loss depends on the
+# corpus, and is train.t's question.
+trains() { start "$@"; [ $? -le 1 ]; }
+
 # refuses NAME PATTERN ARGUMENTS…: exit 2, and exactly one line on stderr, which has PATTERN.
 refuses() {
     local name=$1 pattern=$2; shift 2
@@ -40,33 +44,33 @@ held_out() { grep -A9 '"held-out loss"' "$2" | tr -d '\n\t' | grep -oE "\"$1\":\
 for kind in "--dtype f64" "--dtype f32 --tied" "--dtype bf16" "--dtype bf16 --optimizer sgd"; do
     rm -rf "$work/straight" "$work/half" "$work/resumed"
     dtype=${kind/--tied/}  # tied or not is the folder's to say
-    start $shape $to20 $kind --save "$work/straight" --save-every 10 &&
+    trains $shape $to20 $kind --save "$work/straight" --save-every 10 &&
         mkdir "$work/half" && cp -r "$work/straight/step-000010" "$work/half/" &&
-        start $to20 $dtype --resume "$work/half" --save "$work/resumed" &&
+        trains $to20 $dtype --resume "$work/half" --save "$work/resumed" &&
         same_checkpoint "$work/straight/step-000020" "$work/resumed/step-000020"
     report $? "20 steps straight are 10, a resumption, and 10, bit for bit: $kind"
 done
 
 rm -rf "$work"/[a-z]*
-start $shape $to20 --save "$work/ours/deeper" --save-every 8 --json "$work/a.json"
+trains $shape $to20 --save "$work/ours/deeper" --save-every 8 --json "$work/a.json"
 [ $? = 0 ] && [ "$(ls -A "$work/ours/deeper" | tr '\n' ' ')" = "step-000008 step-000016 step-000020 " ] &&
     [ "$(ls -A "$work/ours/deeper/step-000008" | tr '\n' ' ')" = "config.json model.safetensors optimizer.safetensors " ]
 report $? "saves every 8 steps and at the end, and leaves nothing else behind"
 
 cp -r "$work/ours/deeper" "$work/newest"
-start $to24 --resume "$work/newest" --save "$work/newest" && [ -d "$work/newest/step-000024" ] &&
+trains $to24 --resume "$work/newest" --save "$work/newest" && [ -d "$work/newest/step-000024" ] &&
     grep -q 'step 21/24' "$work/out" && ! grep -q 'step 20/24' "$work/out"
 report $? "resumes from the newest checkpoint of a folder"
 
 rm -rf "$work/newest/step-000020" "$work/newest/step-000024"
-start $to20 --resume "$work/newest" --save "$work/newest" --save-every 4 &&
+trains $to20 --resume "$work/newest" --save "$work/newest" --save-every 4 &&
     same_checkpoint "$work/newest/step-000020" "$work/ours/deeper/step-000020" &&
     [ "$(ls -A "$work/newest" | tr '\n' ' ')" = "step-000008 step-000016 step-000020 " ]
 report $? "resumes into the folder that it came from"
 
 # ---- beginning with weights ----
 
-start $to20 --init "$work/ours/deeper/step-000020" --json "$work/b.json" &&
+trains $to20 --init "$work/ours/deeper/step-000020" --json "$work/b.json" &&
     [ -n "$(held_out after "$work/a.json")" ] && [ "$(held_out after "$work/a.json")" = "$(held_out before "$work/b.json")" ] &&
     grep -q 'step 2/20 .*lr 1.0e-03' "$work/out"
 report $? "--init begins anew with the loss that the saved weights had"
@@ -80,8 +84,8 @@ report $? "--init begins anew with the loss that the saved weights had"
     done
 } >"$work/tokens.bin"
 for folder in llama_untied_f32 llama_tied_bf16; do
-    start --init tests/fixtures/$folder --data "$work/tokens.bin" $to20 --save "$work/$folder" &&
-        grep -q '^PASS' "$work/out" && [ -e "$work/$folder/step-000020/model.safetensors" ]
+    trains --init tests/fixtures/$folder --data "$work/tokens.bin" $to20 --save "$work/$folder" &&
+        grep -q '^PASS' "$work/out" && [ -e "$work/$folder/step-000020/model.safetensors" ]  # easy to learn
     report $? "trains a checkpoint of Hugging Face's: $folder"
 done
 

@@ -1,9 +1,9 @@
-// libFuzzer's door to safetensors_parse. Whatever the bytes are, it returns tensors that lie within them or a
-// sentence, and never reads or writes elsewhere; the sanitizers watch that.
+// libFuzzer's door to safetensors_parse. Whatever the bytes are, it returns tensors that lie within them or
+// a sentence, and never reads or writes elsewhere; the sanitizers watch that.
 //
-// Each input is read three times: as it is; with the length of its header put right (it ends at the last '}'), so
-// that the fuzzer need not guess eight bytes before it gets to the JSON; and as choices in a header that is
-// almost sound, so that it need not guess the keys either.
+// Each input is read three times: as it is; with the length of its header put right (it ends at the last
+// '}'), so that the fuzzer need not guess eight bytes before it gets to the JSON; and as choices in a header
+// that is almost sound, so that it need not guess the keys either.
 #include <stdlib.h>
 #include <string.h>
 
@@ -54,7 +54,7 @@ static void parse_behind_length(uint64_t header, const uint8_t *bytes, size_t si
     free(file);
 }
 
-// One almost sound tensor of a header from six bytes of input: a small number keeps a field as it should be.
+// One almost sound tensor of a header, from six bytes of input; small numbers keep a field as it should be.
 static void print_tensor(FILE *header, const uint8_t *choice, int64_t *offset) {
     static const char *const dtypes[] = {"F32", "F64", "BF16", "F8_E4M3", "I32", "I64", "F33", "\\u0000"};
     static const char *const sizes[] = {"1",   "2", "3", "0", "-1", "1.5", "4294967296", "9007199254740993",

@@ -438,8 +438,8 @@ static void a_flush_that_fails_leaves_older_checkpoints_intact(void **state) {
     run_free(&next);
 }
 
-// Where there is one of that name, it is replaced: in one exchange, or, on file systems that have none, in two
-// steps. A file that is not ours is not removed with it.
+// Where there is one of that name, it is replaced: in one exchange, or, on file systems that have none, in
+// two steps. A file that is not ours is not removed with it.
 static void a_checkpoint_of_the_same_step_is_replaced(void **state) {
     (void)state;
     for (int without = 0; without < 2; without++) {
@@ -653,7 +653,7 @@ static void weights_of_another_model_are_refused(void **state) {
     }
 }
 
-// A square weight that is transposed in the file has the right number of bytes, so shapes are all that tells.
+// A weight that is transposed in the file has the right number of bytes: its shape alone tells.
 static void transposed_weights_are_refused(void **state) {
     (void)state;
     Run run = run_new("");
@@ -695,7 +695,8 @@ static void write_weights(const Run *run, const SafeTensor *more, const char *be
     free(file.tensor);
 }
 
-// RoPE's frequencies, which old files keep, and a head equal to the embedding it is tied to, say nothing new.
+// RoPE's frequencies, which old files keep, and a head equal to the embedding it is tied to say nothing
+// new.
 static void only_harmless_surplus_is_let_pass(void **state) {
     (void)state;
     Run run = run_new("tied");

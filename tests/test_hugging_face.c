@@ -1,5 +1,5 @@
 // The model against another's implementation: folders that transformers wrote, and the loss and gradients
-// that its code computed for them in f64 (fixtures/make_llama_fixture.py). Nothing of ours made the numbers.
+// that its code computed for them in f64 (fixtures/make_llama_fixture.py). Nothing of ours made these.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -166,8 +166,8 @@ static void write_result(const Case *c, const char *path) {
     free(file.tensor);
 }
 
-// Ours, saved, loads there without a complaint, and their code gives our loss and gradients. Passed over where
-// transformers is not installed; PYTHON names an interpreter that has it.
+// Ours, saved, loads there without a complaint, and their code gives our loss and gradients. Passed over
+// where transformers is not installed; PYTHON names an interpreter that has it.
 static void transformers_loads_what_we_save(void **state) {
     (void)state;
     if (shell("%s -c 'import torch, transformers, safetensors' >/dev/null 2>&1", python()) != 0) {

@@ -1,4 +1,4 @@
-// Safetensors files, sound and broken: the parser believes nothing, and what the writer writes it reads back.
+// Safetensors files, sound and broken: the parser believes nothing, and reads back what the writer writes.
 #include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
