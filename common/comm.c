@@ -73,7 +73,7 @@ static struct {
     double timeout;
     bool check, check_given;
     Identity *identity;  // of each rank
-    const char **group_name;
+    Group *group;        // all that were made, by handle - 1
     int groups;
     Inbox *inbox;  // of each rank
     bool *ended;
@@ -142,9 +142,9 @@ Group comm_group(const char *name, const int *members, int size) {
     }
     group.member = copy;
     group.name = format_text("%s", name);
-    state.group_name = realloc(state.group_name, sizeof *state.group_name * (size_t)(state.groups + 1));
-    CHECK(state.group_name, "out of host memory for groups");
-    state.group_name[state.groups] = group.name;
+    state.group = realloc(state.group, sizeof group * (size_t)state.groups);
+    CHECK(state.group, "out of host memory for groups");
+    state.group[state.groups - 1] = group;
     return group;
 }
 
@@ -212,7 +212,7 @@ static const char *call_text(const Notice *n) {
 }
 
 static const char *group_text(const Notice *n) {
-    return n->kind != FINISHED && n->group >= 1 && n->group <= state.groups ? state.group_name[n->group]
+    return n->kind != FINISHED && n->group >= 1 && n->group <= state.groups ? state.group[n->group - 1].name
                                                                             : "world";
 }
 

@@ -49,7 +49,7 @@ void comm_set_timeout(double seconds);
 void comm_set_check(bool on);
 // A group of these world ranks, in this order. Talks to nobody, but all ranks must make their groups in the
 // same sequence: the n-th call of each rank makes the n-th group (of which there may be several that share
-// no rank). A rank that is not a member gets rank -1. name and members live on; groups are never freed.
+// no rank). A rank that is not a member gets rank -1. Groups live until comm_finish.
 Group comm_group(const char *name, const int *members, int size);
 // All ranks, in order; one before comm_start.
 Group comm_world(void);

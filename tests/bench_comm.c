@@ -16,7 +16,7 @@
 typedef enum Kind { ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, KINDS } Kind;
 static const char *const names[KINDS] = {"all-reduce", "reduce-scatter", "all-gather"};
 
-enum { LEAST_ROUNDS = 15, MOST_ROUNDS = 200 };
+enum { LEAST_ROUNDS = 20, MOST_ROUNDS = 200 };
 
 typedef struct Case {
     Kind kind;
@@ -83,7 +83,7 @@ static void bench(Kind kind, int64_t bytes, Group world) {
     int repeats = bytes < 1 << 16 ? 20 : bytes < 1 << 20 ? 5 : 1;
     for (int i = 0; i < 3; i++) best[i] = seconds_of(runs[i], &c, 2);
     double start = wall_seconds(), stop = 0;
-    for (int round = 0; round < LEAST_ROUNDS || (round < MOST_ROUNDS && stop < 0.4); round++) {
+    for (int round = 0; round < LEAST_ROUNDS || (round < MOST_ROUNDS && stop < 0.6); round++) {
         for (int i = 0; i < 3; i++) best[i] = fmin(best[i], seconds_of(runs[i], &c, repeats));
         double passed = wall_seconds() - start;
         MPI_Allreduce(&passed, &stop, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);  // all leave in one round
