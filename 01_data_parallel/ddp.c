@@ -74,7 +74,6 @@ DdpCost ddp_cost(const Config *config, Mesh mesh, void (*plug)(Model *model, Ddp
 
 int ddp_prove(int argc, char **argv, const DdpProgram *program) {
     base_start(argc, argv);
-    comm_start(argc, argv, 4);
     double bucket_mb;
     bool dry_run;
     Option own[] = {
@@ -90,6 +89,7 @@ int ddp_prove(int argc, char **argv, const DdpProgram *program) {
         "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
         "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
         own, sizeof own / sizeof *own);
+    comm_start(argc, argv, 4);
     MeshShape shape = {comm_ranks(), 1, 1, 1, 1};
     Mesh mesh = mesh_new(shape);
     report_json(config.json);

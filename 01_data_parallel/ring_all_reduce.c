@@ -1,7 +1,7 @@
 // ring_all_reduce.c: all-reduce from sends to a neighbour. Playbook: "A quick focus on Ring AllReduce".
 //
-// Against comm_all_reduce, which ddp_*.c call: an algorithm inside. n ranks stand in a ring, and cut a
-// tensor of K bytes in n chunks. In each step every rank r sends one chunk to r + 1 and receives one from r - 1:
+// Against comm_all_reduce, which ddp_*.c call: an algorithm inside. n ranks stand in a ring and cut
+// a tensor of K bytes in n chunks. In each step rank r sends a chunk to r + 1 and receives one from r - 1:
 //
 //     reduce-scatter, step s = 0 … n - 2   send chunk r - 1 - s,  receive chunk r - 2 - s and add to it
 //     all-gather, step s = 0 … n - 2       send chunk r - s,      receive chunk r - 1 - s    (all modulo n)

@@ -81,8 +81,10 @@ static struct {
     // the line
     Request *last, *noticing, *moving, *live;
     int64_t calls;
-    double stream_end;   // model clock: end of the last settled request
-    bool waiting, told;  // told: has said where it waits, since another gave up
+    double stream_end;  // model clock: end of the last settled request
+    bool waiting;
+    bool claimed;  // this rank says why all end
+    bool told;     // this one has said where it waits, since another gave up
     // counts
     CommCount count[COLLECTIVE_KINDS];
     int64_t resets;
@@ -144,6 +146,15 @@ Group comm_group(const char *name, const int *members, int size) {
     CHECK(state.group_name, "out of host memory for groups");
     state.group_name[state.groups] = group.name;
     return group;
+}
+
+Group comm_world(void) {
+    static int *everyone;
+    if (!everyone) {
+        everyone = host_alloc(sizeof *everyone * (size_t)state.ranks);
+        for (int i = 0; i < state.ranks; i++) everyone[i] = i;
+    }
+    return (Group){.size = state.ranks, .rank = state.rank, .name = "world", .member = everyone};
 }
 
 static int world_rank(Group group, int member) { return group.member ? group.member[member] : state.rank; }
@@ -286,11 +297,16 @@ static void on_terminate(int signal) {
     _exit(STATUS_USAGE);
 }
 
+static bool claim(void) {
+    if (!state.claimed) state.claimed = transport_claim();
+    return state.claimed;
+}
+
 static void end_all(const char *sentence, int status) {
     state.finished = true;  // leaving is no comm_finish
     // Where all fail alike the lowest speaks, which is rank 0 as a rule.
     usleep((useconds_t)(state.rank ? 60000 + 40000 * (state.rank < 8 ? state.rank : 8) : 0));
-    if (transport_claim()) {
+    if (claim()) {
         fputs(sentence, stderr);
         fflush(NULL);
         usleep(20000);  // mpirun passes the sentence on before it hears of the end
@@ -359,7 +375,7 @@ static void take_notices(void) {
             state.ended[from] = true;
             state.ended_status[from] = notice.count;
         } else if (notice.kind == WHERE) {
-            if (!state.told) say_where();
+            if (!state.told && !state.claimed) say_where();
         } else {
             Inbox *inbox = &state.inbox[from];
             if (inbox->count == inbox->room) {
@@ -494,10 +510,10 @@ static void deadlock(double seconds) NO_RETURN;
 static void deadlock(double seconds) {
     char text[512];
     describe_wait(text, sizeof text);
-    // The others say where they are, once each; then all end.
-    for (int r = 0; r < state.ranks; r++)
+    // The first to give up asks the others where they are. They say so, once each; then all end.
+    for (int r = 0; r < state.ranks && claim(); r++)
         if (r != state.rank && !state.ended[r]) transport_send_notice(&(Notice){.kind = WHERE}, r);
-    for (double until = wall_seconds() + 0.2; wall_seconds() < until;) take_notices(), sched_yield();
+    for (double until = wall_seconds() + 0.3; wall_seconds() < until;) take_notices(), sched_yield();
     fatal("%s, for %.3g s (--timeout)", text, seconds);
 }
 

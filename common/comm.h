@@ -51,6 +51,8 @@ void comm_set_check(bool on);
 // same sequence: the n-th call of each rank makes the n-th group (of which there may be several that share
 // no rank). A rank that is not a member gets rank -1. name and members live on; groups are never freed.
 Group comm_group(const char *name, const int *members, int size);
+// All ranks, in order; one before comm_start.
+Group comm_world(void);
 
 // ---- requests ----
 

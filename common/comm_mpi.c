@@ -305,17 +305,20 @@ static void share_memory(int rank, int ranks) {
     int *world = host_alloc(sizeof *world * (size_t)here);
     MPI_Allgather(&rank, 1, MPI_INT, world, 1, MPI_INT, machine);
     if (state.sharing) {
-        size_t bytes = channels_bytes(ranks) + (size_t)(here * WINDOW * state.segment);
+        size_t bytes = LINE + channels_bytes(ranks) + (size_t)(here * WINDOW * state.segment);
         char *mine;
         MPI_Win_allocate_shared((MPI_Aint)bytes, 1, MPI_INFO_NULL, machine, &mine, &state.window);
-        memset(mine, 0, channels_bytes(ranks));
+        memset(mine, 0, LINE + channels_bytes(ranks));
         MPI_Barrier(machine);
     }
     for (int i = 0; i < here && state.sharing; i++) {
         MPI_Aint bytes;
         int unit;
         state.local[world[i]] = i;
-        MPI_Win_shared_query(state.window, i, &bytes, &unit, &state.area[world[i]]);
+        char *begin;
+        MPI_Win_shared_query(state.window, i, &bytes, &unit, &begin);
+        // Channels stand on cache lines. Mappings begin with pages, so all ranks round to the same byte.
+        state.area[world[i]] = begin + (LINE - (uintptr_t)begin % LINE) % LINE;
     }
     free(world);
     MPI_Comm_free(&machine);

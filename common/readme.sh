@@ -37,7 +37,7 @@ run $p/train --model llama-3-8b --dtype bf16 --micro-batch 1 --recompute full --
 # row NUMBER CLAIM PROGRAM FLAGS PATTERN: the line of `PROGRAM FLAGS` that has PATTERN.
 row() {
     local line
-    line=$($p/$3 $4 2>&1 | grep -E -m 1 -- "$5" | sed 's/  */ /g; s/^ //; s/|/\\|/g')
+    line=$("$build"/0*/"$3" $4 2>&1 | grep -E -m 1 -- "$5" | sed 's/  */ /g; s/^ //; s/|/\\|/g')
     [ -n "$line" ] || { echo "readme.sh: '$3 $4' prints nothing like '$5'" >&2; exit 1; }
     echo "| $1 | $2 | \`$3${4:+ $4}\` | $line |"
 }
@@ -56,6 +56,11 @@ row() {
     row 7 'MFU leaves recomputed FLOPs out, HFU counts them' recompute '--model llama-3-8b --dtype bf16 --dry-run' '^full'
     row 8 'forward 2 N, backward 4 N FLOPs a token' train '--dry-run --steps 1' 'estimate'
     row 9 'the first step differs; optimizer state appears after it' profile '' '^PASS'
+    row 10 'overlap hides the all-reduce behind backward' ddp_no_sync '--ranks 4' '^overlap|^  overlap'
+    row 10 'buckets cost fewer messages' ddp_no_sync '--ranks 4' '^ *bucketed'
+    row 10 'no_sync leaves out all but the last' ddp_no_sync '--ranks 4' '^ *no_sync'
+    row 11 'ring all-reduce moves 2 (n - 1) / n K per rank' ring_all_reduce '' '^PASS'
+    row 12 'the outputs of the collectives of appendix A0' collectives '' '^PASS'
     row 14 '7.5B on 64 ranks: 120, 31.4, 16.6, 1.9 GB' memory --claims 'k = 12, ZeRO-3'
     row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
 } >"$work/claims" || exit 1

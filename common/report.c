@@ -9,6 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm.h"
+
 // A gradient whose baseline is smaller than this part of the largest one is noise of the sums that made the
 // others: its error is measured against that floor, and never skipped.
 static const double NOISE = 1e-6;
@@ -74,7 +76,7 @@ static cJSON *json_root(void) {
 }
 
 void report_json(const char *file) {
-    if (!file) return;
+    if (!file || base_rank() > 0) return;
     // Opened now, so that a path that cannot be written fails before the run and not after it; under another name,
     // so that an older file stays whole until this one is.
     char *part = format_text("%s.part", file);
@@ -406,7 +408,12 @@ int report_verdict(const char *format, ...) {
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    bool pass = report.failures == 0;
+    // Every rank judges what it holds; the verdict is the same on all.
+    bool mine = report.failures == 0, pass = comm_max(!mine, comm_world()) == 0;
+    if (!pass && mine)
+        snprintf(report.first_failure, sizeof report.first_failure, "a check failed on another rank");
+    if (!mine && base_rank() > 0)
+        fprintf(stderr, "FAIL %s: rank %d: %s\n", base_program(), base_rank(), report.first_failure);
     write_evidence(evidence, sizeof evidence);
     cJSON *verdict = json_child(json_root(), "verdict", false);
     cJSON_AddStringToObject(verdict, "program", base_program());
