@@ -65,4 +65,10 @@ row() {
     row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
 } >"$work/claims" || exit 1
 fill claims <"$work/claims"
-{ echo '$ make bench'; env -u OPENBLAS_CORETYPE "$build/tests/bench"; } | block | fill bench
+unset OPENBLAS_CORETYPE
+{
+    echo '$ make bench'
+    "$build/tests/bench"
+    "$build/tests/bench_ddp"
+    for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
+} | grep -E '^(OpenBLAS|bench|.*tokens/s)' | block | fill bench

@@ -152,7 +152,6 @@ int main(int argc, char **argv) {
     share_of_sgemm("train-L12-h768",
                    "layers=12 hidden=768 heads=12 kv-heads=12 ffn=2048 vocab=32000 seq=256 micro-batch=4",
                    7, 0.88);
-    share_of_sgemm("train-default", "", 41, 0);
     growth();
     return 0;
 }
