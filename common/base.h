@@ -27,18 +27,18 @@ enum { STATUS_PASS = 0, STATUS_FAIL = 1, STATUS_USAGE = 2 };
 // Ends the program with one sentence on stderr, "<program>: <sentence>", and STATUS_USAGE.
 void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;
 
-// This program is rank `rank` of `ranks` from now on: rank 0 alone prints with say() and progress(), and
-// fatal() puts the rank before its sentence and hands both to `end`, which must end all ranks. Before that
-// a program that mpirun started knows its rank from the environment, so that it is silent where it should
-// be.
+// This program is rank `rank` of `ranks` from now on: rank 0 alone prints with say() and
+// progress(), and fatal() puts the rank before its sentence and hands both to `end`, which must end
+// all ranks. Before that a program that mpirun started knows its rank from the environment, so that
+// it is silent where it should be.
 void base_set_rank(int rank, int ranks, void (*end)(const char *sentence, int status));
 int base_rank(void);
 
 // What fatal() says before its sentence from now on: "step 12"; NULL for nothing.
 void fatal_context(const char *format, ...) PRINTF_LIKE(1, 2);
 
-// The one check macro: when the condition does not hold, the sentence that follows says what broke, and all
-// ends.
+// The one check macro: when the condition does not hold, the sentence that follows says
+// what broke, and all ends.
 #define CHECK(condition, ...)                 \
     do {                                      \
         if (!(condition)) fatal(__VA_ARGS__); \
@@ -55,8 +55,8 @@ char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
 // best kernel for this processor: OpenBLAS chooses when it is loaded, so when it chose below what the
 // processor has and nobody pinned it, the program starts itself once more with OPENBLAS_CORETYPE set.
 void base_start(int argc, char **argv);
-// "OpenBLAS 0.3.21 SkylakeX, 2 threads"; a pinned kernel below the processor's is warned of here, once, on
-// stderr.
+// "OpenBLAS 0.3.21 SkylakeX, 2 threads"; a pinned kernel below the processor's is warned of
+// here, once, on stderr.
 const char *base_blas_name(void);
 // File name of the running program without its folder.
 const char *base_program(void);
@@ -86,16 +86,16 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
 bool option_given(const Option *table, int count, const char *name);
 
 // ---- printing ----
-// One line, from one rank: rank 0 prints, the others are silent. The newline is added where the format has
-// none.
+// One line, from one rank: rank 0 prints, the others are silent. The newline is added
+// where the format has none.
 void say(const char *format, ...) PRINTF_LIKE(1, 2);
 // Columns of the terminal; 100 in a log. Ranks know it from the program that started them.
 int terminal_columns(void);
 // A progress line: on a terminal it rewrites itself with the time left; in a log a plain line about every
 // tenth of the way. `done` counts from 1; `text` is what to say about this step.
 void progress(int64_t done, int64_t total, const char *text);
-// 1536 -> "1.54 kB", 2.1e9 -> "2.10 GB" (powers of ten, as the playbook counts). Rotates over 8 static
-// buffers.
+// 1536 -> "1.54 kB", 2.1e9 -> "2.10 GB" (powers of ten, as the playbook counts). Rotates
+// over 8 static buffers.
 const char *bytes_text(double bytes);
 const char *flops_text(double flops);  // "21.2 GFLOP"
 

@@ -68,8 +68,8 @@ typedef struct Progress {  // where a run stands
 // the temporary folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress);
-// The newest step-* folder in dir, or dir itself if it is a checkpoint; fatal if neither. The caller frees
-// it.
+// The newest step-* folder in dir, or dir itself if it is a checkpoint; fatal if
+// neither. The caller frees it.
 char *checkpoint_newest(const char *dir);
 // Reads the model's shape from DIR/config.json into *config (layers, hidden, … tied, rope_theta, norm_eps),
 // and leaves the rest of *config, seq and dtype among it, alone; fatal, naming the key, on anything that is

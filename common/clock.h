@@ -88,9 +88,9 @@ int64_t clock_resets(void);
 // "block 2"). name is copied.
 void clock_push(const char *name);
 void clock_pop(void);
-// Totals per mark, in order of first use, by path and without a number at the end: "step", "step/forward",
-// "step/forward/block". Wall seconds here include what passes between operations. The array belongs to the
-// clock.
+// Totals per mark, in order of first use, by path and without a number at the end: "step",
+// "step/forward", "step/forward/block". Wall seconds here include what passes between operations. The
+// array belongs to the clock.
 int clock_marks(const OpCount **marks);
 OpCount clock_mark(const char *path);  // all 0 if there is none
 

@@ -53,10 +53,10 @@ enum {
     CONFIG_TIMELINE = 256,  // --timeline --timeline-svg, for who calls timeline_start
 };
 
-// Parses the command line: the shared options of `groups`, and the program's own. Applies --model first,
-// then what was typed, then checks that the sizes fit together (naming the flags), and sets the model clock
-// to --machine. `defaults` changes standard values for this program, as "layers=2 steps=4 dtype=f64", or is
-// NULL.
+// Parses the command line: the shared options of `groups`, and the program's own. Applies --model
+// first, then what was typed, then checks that the sizes fit together (naming the flags), and sets the
+// model clock to --machine. `defaults` changes standard values for this program, as "layers=2 steps=4
+// dtype=f64", or is NULL.
 Config config_parse(int argc, char **argv, const char *purpose, unsigned groups, const char *defaults,
                     Option *own, int own_count);
 // The default model and batch, with the same `defaults` text: what tests use.

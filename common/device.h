@@ -1,5 +1,5 @@
-// device.h: the memory of one device, as a back end gives it. device_cpu.c here; chapters use tensors
-// (tensor.h).
+// device.h: the memory of one device, as a back end gives it. device_cpu.c here; chapters
+// use tensors (tensor.h).
 #ifndef DEVICE_H
 #define DEVICE_H
 

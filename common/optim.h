@@ -27,8 +27,8 @@ typedef struct Optimizer {
 // No state is allocated yet: it appears with the first step, as the playbook's memory profile shows.
 Optimizer optimizer_new(const Config *config, const Params *params);
 void optimizer_free(Optimizer *optimizer);
-// Allocates the state now (m = v = 0, master = the weights): the first step does it; resuming does it
-// earlier.
+// Allocates the state now (m = v = 0, master = the weights): the first step does it;
+// resuming does it earlier.
 void optimizer_allocate(Optimizer *optimizer, const Params *params);
 // One step: weights move by the total gradient times grad_scale, at rate lr. Decay applies where the table
 // says so.

@@ -49,8 +49,8 @@ typedef struct Params {
     Tensor values, grads, accumulated;
 } Params;
 
-// Building: units in order, each followed by its weights. full1 = 0 makes a vector. tp is the group that
-// cuts.
+// Building: units in order, each followed by its weights. full1 = 0 makes a vector. tp
+// is the group that cuts.
 void params_add_unit(Params *params, const char *name);
 void params_add(Params *params, const char *name, int64_t full0, int64_t full1, Cut cut, Group tp,
                 bool decays, double init_std);
@@ -73,8 +73,8 @@ int64_t params_elements(const Params *params);  // all that this rank stores
 void params_zero_grads(Params *params);
 // After a unit's micro-batch: accumulated += grads, grads = 0. Nothing to do without accumulators.
 void params_accumulate(Params *params, int unit);
-// L2 norm over all gradients, each counted once; and, for a NaN, the first tensor that holds one (NULL if
-// none).
+// L2 norm over all gradients, each counted once; and, for a NaN, the first tensor that
+// holds one (NULL if none).
 double params_grad_norm(const Params *params);
 const Param *params_first_bad_grad(const Params *params);
 

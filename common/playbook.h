@@ -74,9 +74,9 @@ typedef struct MicroBatch {
     double loss;  // this micro-batch's share of the mean loss of the global batch
 } MicroBatch;
 
-// The sockets. B adds to the gradients of norms and W to those of matrices, so a unit's gradients must exist from its B on;
-// W may call region.enter once more, for what B did not keep. Empty ones hold the single-device behaviour; a chapter's plug overwrites one and leaves the
-// rest.
+// The sockets. B adds to the gradients of norms and W to those of matrices, so a unit's gradients must
+// exist from its B on; W may call region.enter once more, for what B did not keep. Empty ones hold the
+// single-device behaviour; a chapter's plug overwrites one and leaves the rest.
 typedef enum Pass { FORWARD, BACKWARD } Pass;
 
 typedef struct Sockets {
@@ -222,8 +222,8 @@ void train_step(Trainer *trainer, Record *record);
 double held_out_loss(Trainer *trainer, int64_t samples);
 // Runs config.steps steps and records them. The caller ends it with record_free.
 Record train_record(Trainer *trainer, const char *title);
-// How close to `baseline` a run with reordered sums must come: 1e-10 in f64, else measured against a run in
-// f64.
+// How close to `baseline` a run with reordered sums must come: 1e-10 in f64, else measured
+// against a run in f64.
 double train_bound(const Config *config, bool masked, const Record *baseline);
 // FLOP/s of op_matmul on size x size matrices, best of five: the yardstick for this machine.
 double matmul_rate(DType dtype, int64_t size);
@@ -244,10 +244,10 @@ void batch_free(Batch *batch);
 int64_t count_labels(const int32_t *targets, int64_t count);
 // What makes a sum of token losses a mean: 1 / labels; 0 if there are none.
 double mean_loss_scale(double labels);
-// Zeroes the gradients, then runs the batch in grad_acc micro-batches of equal size whose gradients add up.
-// Returns the sum of the micro-batches' losses; loss_scale[i] multiplies the summed token losses of
-// micro-batch i. *kept_bytes (may be NULL) is raised to the activation bytes held between forward and
-// backward.
+// Zeroes the gradients, then runs the batch in grad_acc micro-batches of equal size whose gradients
+// add up. Returns the sum of the micro-batches' losses; loss_scale[i] multiplies the summed token
+// losses of micro-batch i. *kept_bytes (may be NULL) is raised to the activation bytes held between
+// forward and backward.
 double accumulate_gradients(Model *model, const Batch *batch, int64_t grad_acc, const double *loss_scale,
                             int64_t *kept_bytes);
 
@@ -255,8 +255,8 @@ double accumulate_gradients(Model *model, const Batch *batch, int64_t grad_acc, 
 // 00_single_gpu/recompute.c: activation recomputation
 // ==========================================================================================================
 
-// Plugs the activations socket: RECOMPUTE_SELECTIVE drops attention's probabilities, RECOMPUTE_FULL all but
-// x.
+// Plugs the activations socket: RECOMPUTE_SELECTIVE drops attention's probabilities,
+// RECOMPUTE_FULL all but x.
 void recompute_plug(Model *model, Recompute recompute);
 // FLOPs that a step over `sequences` samples computes a second time, by config->recompute.
 double recompute_extra_flops(const Config *config, int64_t sequences);

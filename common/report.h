@@ -57,8 +57,8 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
 // `reference`, the same run in f64 (per quantity the largest), so that the dtype itself sets the bar.
 double report_bound(const Record *baseline, const Record *reference);
 
-// "predicted" beside "measured", equal to the last unit or the run fails. Prints a row and returns the
-// equality.
+// "predicted" beside "measured", equal to the last unit or the run fails. Prints a row and
+// returns the equality.
 bool report_equal(const char *what, double predicted, double measured, const char *unit);
 // Any other condition that the verdict depends on; prints a row only when it does not hold.
 bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);

@@ -102,8 +102,8 @@ Tensor tensor_like(MemoryKind kind, Tensor t);
 Tensor tensor_share(Tensor t);
 // Gives up this handle, and the memory with its last owner. Sets *t to {0}. Freeing {0} is allowed.
 void tensor_free(Tensor *t);
-// Borrowed: elements [first, first + product of shape) of t in another shape; valid while t is, never
-// freed.
+// Borrowed: elements [first, first + product of shape) of t in another shape; valid
+// while t is, never freed.
 Tensor tensor_view(Tensor t, int64_t first, int dims, const int64_t *shape);
 // Borrowed: rows [first, first + rows) of t seen as (rows of t, columns of t).
 Tensor tensor_rows_of(Tensor t, int64_t first, int64_t rows);
