@@ -73,7 +73,7 @@ typedef struct Option {
     const char *standard;  // the default, as one would type it; NULL: leaves *target alone (FLAG: false)
     double min, max;       // bounds of INT and REAL, inclusive
     const char
-        *detail;  // CHOICE: "f64|f32|bf16|f16"; INT, REAL: the unit, or ""; TEXT: the placeholder, "FILE"
+        *detail;  // CHOICE: "f64|f32|bf16|f16"; INT, REAL: the unit, or ""; TEXT: what --help shows for it, "FILE"
     const char *help;  // one line
     bool given;        // set by options_parse: the user typed it
 } Option;

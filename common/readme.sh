@@ -21,7 +21,7 @@ fill() {
     ' "$readme" >"$work/README.md" && cat "$work/README.md" >"$readme"
 }
 
-block() { sed 's/^/    /; s/ *$//'; }  # as preformatted text
+block() { sed "s|$PWD/||g; s/^/    /; s/ *\$//"; }  # as preformatted text, without this machine's folders
 
 common/map.sh | fill map
 ls tests/mutants/*.patch | wc -l | fill mutants
