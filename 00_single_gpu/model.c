@@ -18,6 +18,14 @@ static void no_unit_change(void *context, Model *model, int unit, Pass pass) {
     (void)context, (void)model, (void)unit, (void)pass;
 }
 
+static void nothing_after_the_step(void *context, Model *model, int unit) {
+    (void)context, (void)model, (void)unit;
+}
+
+static void gradients_exist(void *context, Model *model, int unit, MicroBatch *micro) {
+    (void)context, (void)model, (void)unit, (void)micro;
+}
+
 static void add_to_accumulators(void *context, Model *model, int unit, MicroBatch *micro) {
     (void)context, (void)micro;
     params_accumulate(&model->params, unit);
@@ -32,17 +40,26 @@ static Tensor identity(void *context, Tensor x) {
     return tensor_share(x);
 }
 
-static void lookup(void *context, Tensor x, Tensor tokens, Tensor weight) {
+static Tensor lookup(void *context, Tensor tokens, Tensor weight) {
     (void)context;
+    Tensor x =
+        tensor_new(MEMORY_ACTIVATION, weight.dtype, SHAPE(tensor_count(tokens), tensor_columns(weight)));
     op_embedding_forward(x, tokens, weight);
+    return x;
 }
 static void lookup_backward(void *context, Tensor dweight, Tensor dx, Tensor tokens) {
     (void)context;
     op_embedding_backward(dweight, dx, tokens);
 }
-static void loss(void *context, Tensor losses, Tensor lse, Tensor logits, Tensor targets) {
+static double loss(void *context, Tensor *lse, Tensor logits, Tensor targets) {
     (void)context;
-    op_cross_entropy_forward(losses, lse, logits, targets);
+    DType statistics = logits.dtype == F64 ? F64 : F32;  // of a row: full precision
+    Tensor losses = tensor_new(MEMORY_ACTIVATION, statistics, SHAPE(tensor_rows(logits)));
+    *lse = tensor_like(MEMORY_ACTIVATION, losses);
+    op_cross_entropy_forward(losses, *lse, logits, targets);
+    double sum = op_sum(losses);
+    tensor_free(&losses);
+    return sum;
 }
 static void loss_backward(void *context, Tensor dlogits, Tensor logits, Tensor lse, Tensor targets,
                           double scale) {
@@ -139,10 +156,10 @@ static void keep_everything(void *context, Model *model, MicroBatch *micro, int 
 
 Sockets sockets_single_device(void) {
     return (Sockets){
-        .parameters = {NULL, no_unit_change, no_unit_change},
-        .gradients = {NULL, add_to_accumulators, nothing_to_finish},
+        .parameters = {NULL, no_unit_change, no_unit_change, nothing_after_the_step},
+        .gradients = {NULL, gradients_exist, add_to_accumulators, nothing_to_finish},
         .region = {NULL, identity, identity, identity, identity},
-        .vocabulary = {NULL, lookup, lookup_backward, loss, loss_backward},
+        .vocabulary = {NULL, lookup, lookup_backward, identity, identity, loss, loss_backward},
         .attention = {NULL, attention_forward, attention_backward, attention_drop, attention_again},
         .mlp = {NULL, mlp_forward, mlp_backward_input, mlp_backward_weight, mlp_drop},
         .linear = {NULL, linear_forward, linear_backward_input, linear_backward_weight},
@@ -154,34 +171,43 @@ Sockets sockets_single_device(void) {
 
 enum { PARAMS_PER_BLOCK = 9 };
 
-static void add_block(Params *p, const Config *c, Group tp, int64_t layer) {
-    int64_t h = c->hidden, f = c->ffn, kv = c->kv_heads * config_head_size(c);
+// Adds one weight. What every rank of tp stores whole has, under sequence parallelism, seen this rank's tokens
+// alone: its gradient is then a part.
+static void add(Params *p, const Config *c, ParamSpec spec, Group copies) {
+    Param *param = params_add(p, &spec, copies);
+    if (param->cut == CUT_NONE) param->partial = c->sp;
+}
+
+static void add_block(Params *p, const Config *c, Group kv_copies, int64_t layer) {
+    int64_t h = c->hidden, f = c->ffn, heads = c->kv_heads, kv = heads * config_head_size(c);
     // The two matrices that write to the residual stream start smaller, as 2 L of them add up there.
     double std = 0.02, residual_std = 0.02 / sqrt(2.0 * (double)c->layers);
-    const struct {
-        const char *name;
-        int64_t out, in;
-        Cut cut;
-        bool decays;
-        double init_std;
-    } spec[PARAMS_PER_BLOCK] = {
-        {"input_layernorm", h, 0, CUT_NONE, false, 0},
-        {"self_attn.q_proj", h, h, CUT_ROWS, true, std},
-        {"self_attn.k_proj", kv, h, CUT_ROWS, true, std},
-        {"self_attn.v_proj", kv, h, CUT_ROWS, true, std},
-        {"self_attn.o_proj", h, h, CUT_COLUMNS, true, residual_std},
-        {"post_attention_layernorm", h, 0, CUT_NONE, false, 0},
-        {"mlp.gate_proj", f, h, CUT_ROWS, true, std},
-        {"mlp.up_proj", f, h, CUT_ROWS, true, std},
-        {"mlp.down_proj", h, f, CUT_COLUMNS, true, residual_std},
+    ParamSpec spec[PARAMS_PER_BLOCK] = {
+        {"input_layernorm", h, 0, CUT_NONE, 0, false, 0},
+        {"self_attn.q_proj", h, h, CUT_ROWS, 0, true, std},
+        {"self_attn.k_proj", kv, h, CUT_HEADS, heads, true, std},
+        {"self_attn.v_proj", kv, h, CUT_HEADS, heads, true, std},
+        {"self_attn.o_proj", h, h, CUT_COLUMNS, 0, true, residual_std},
+        {"post_attention_layernorm", h, 0, CUT_NONE, 0, false, 0},
+        {"mlp.gate_proj", f, h, CUT_ROWS, 0, true, std},
+        {"mlp.up_proj", f, h, CUT_ROWS, 0, true, std},
+        {"mlp.down_proj", h, f, CUT_COLUMNS, 0, true, residual_std},
     };
     char name[80];
     snprintf(name, sizeof name, "block %d", (int)layer);
     params_add_unit(p, name);
     for (int i = 0; i < PARAMS_PER_BLOCK; i++) {
         snprintf(name, sizeof name, "model.layers.%d.%s.weight", (int)layer, spec[i].name);
-        params_add(p, name, spec[i].out, spec[i].in, spec[i].cut, tp, spec[i].decays, spec[i].init_std);
+        spec[i].name = name;
+        add(p, c, spec[i], kv_copies);
     }
+}
+
+// The ranks of tp that share a key/value head with this one, where there are fewer heads than ranks.
+static Group kv_copies(const Config *c, Group tp) {
+    int copies = tp.size > c->kv_heads && tp.size % c->kv_heads == 0 ? tp.size / (int)c->kv_heads : 1;
+    if (copies == 1) return (Group){.size = 1, .name = "one"};
+    return comm_group("kv copies", tp.member + tp.rank / copies * copies, copies);
 }
 
 Model *model_new(const Config *config, Mesh mesh) {
@@ -190,13 +216,17 @@ Model *model_new(const Config *config, Mesh mesh) {
         .config = *config, .mesh = mesh, .layers = config->layers, .sockets = sockets_single_device()};
     Params *p = &m->params;
     int64_t h = config->hidden, v = config->vocab;
+    Cut vocabulary = config->vocab_parallel ? CUT_VOCABULARY : CUT_NONE;
 
+    params_begin(p, &mesh, (Sharding)config->zero);
+    Group copies = kv_copies(config, mesh.tp);
     params_add_unit(p, "embedding");
-    params_add(p, "model.embed_tokens.weight", v, h, CUT_ROWS, mesh.tp, true, 0.02);
-    for (int64_t layer = 0; layer < config->layers; layer++) add_block(p, config, mesh.tp, layer);
+    add(p, config, (ParamSpec){"model.embed_tokens.weight", v, h, vocabulary, 0, true, 0.02}, copies);
+    for (int64_t layer = 0; layer < config->layers; layer++) add_block(p, config, copies, layer);
     params_add_unit(p, "head");
-    params_add(p, "model.norm.weight", h, 0, CUT_NONE, mesh.tp, false, 0);
-    if (!config->tied) params_add(p, "lm_head.weight", v, h, CUT_ROWS, mesh.tp, true, 0.02);
+    add(p, config, (ParamSpec){"model.norm.weight", h, 0, CUT_NONE, 0, false, 0}, copies);
+    if (!config->tied)
+        add(p, config, (ParamSpec){"lm_head.weight", v, h, vocabulary, 0, true, 0.02}, copies);
 
     m->embedding_unit = 0;
     m->first_block_unit = 1;
@@ -210,10 +240,7 @@ Model *model_new(const Config *config, Mesh mesh) {
     }
     m->norm = &p->param[p->unit[m->head_unit].first_param];
     m->head = config->tied ? m->embedding : m->norm + 1;
-    // 16-bit gradients lose small addends: micro-batches are summed in f32, as the playbook (and nanotron)
-    // does.
-    bool f32_accumulation = dtype_size(config->dtype) < 4;
-    params_allocate(p, config->dtype, (uint64_t)config->seed, f32_accumulation);
+    params_allocate(p, config->dtype, (uint64_t)config->seed);
     return m;
 }
 

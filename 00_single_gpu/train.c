@@ -80,14 +80,18 @@ void train_step(Trainer *t, Record *record) {
     batch_free(&batch);
 
     clock_push("optimizer");
-    bool recorded = record && t->progress.step == 0 && !device_is_dry_run();
+    bool recorded = record && !record->grad[0] && !device_is_dry_run();
     if (recorded) record_grads(record, params);
     t->grad_norm = params_grad_norm(params);
     const Param *bad = isfinite(t->grad_norm) ? NULL : params_first_bad_grad(params);
     CHECK(isfinite(t->grad_norm), "the gradient norm is %g; the first bad tensor is the gradient of %s",
           t->grad_norm, bad ? bad->name : "no single weight: the sum over all overflows");
     t->lr = learning_rate(c, t->progress.step);
-    optimizer_step(&t->optimizer, params, t->lr, clip_scale(t->grad_norm, c->clip));
+    optimizer_begin(&t->optimizer, params);
+    for (int unit = 0; unit < params->units; unit++) {
+        optimizer_step_unit(&t->optimizer, params, unit, t->lr, clip_scale(t->grad_norm, c->clip));
+        t->model->sockets.parameters.stepped(t->model->sockets.parameters.context, t->model, unit);
+    }
     clock_pop();
     clock_pop();
     t->progress.step++;
@@ -116,11 +120,12 @@ double held_out_loss(Trainer *t, int64_t samples) {
 // ---- whole runs: what other chapters compare with ----
 
 Record train_record(Trainer *t, const char *title) {
-    Record record = record_new(title, t->config.steps, &t->model->params);
+    int64_t steps = t->config.steps - t->progress.step;  // fewer than all after a resume
+    Record record = record_new(title, steps, &t->model->params);
     memory_reset_peak();
     clock_reset();
     double start = wall_seconds();
-    for (int64_t step = 0; step < t->config.steps; step++) {
+    for (int64_t step = 0; step < steps; step++) {
         train_step(t, &record);
         record.loss[step] = t->loss;
         record.grad_norm[step] = t->grad_norm;

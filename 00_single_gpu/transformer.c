@@ -42,6 +42,9 @@ static void acquire(Model *m, int unit, Pass pass) {
 static void release(Model *m, int unit, Pass pass) {
     m->sockets.parameters.release(m->sockets.parameters.context, m, unit, pass);
 }
+static void begin_gradients(Model *m, int unit, MicroBatch *micro) {
+    m->sockets.gradients.begin(m->sockets.gradients.context, m, unit, micro);
+}
 static Tensor enter(Model *m, Tensor x) { return m->sockets.region.enter(m->sockets.region.context, x); }
 static Tensor leave(Model *m, Tensor partial) {
     Tensor y = m->sockets.region.leave(m->sockets.region.context, partial);
@@ -131,6 +134,7 @@ void block_backward_input(Model *m, MicroBatch *micro, int layer) {
     Sockets *on = &m->sockets;
     int unit = m->first_block_unit + layer;
     acquire(m, unit, BACKWARD);
+    begin_gradients(m, unit, micro);
     on->activations.before_backward(on->activations.context, m, micro, layer);
 
     // y = x2 + mlp(norm2(x2))
@@ -202,13 +206,13 @@ void block_drop(Model *m, BlockKept *kept, bool keep_input) {
 
 void embedding_forward(Model *m, MicroBatch *micro) {
     acquire(m, m->embedding_unit, FORWARD);
-    micro->x = activation(m->params.dtype, micro->b * micro->s, m->config.hidden);
-    m->sockets.vocabulary.lookup(m->sockets.vocabulary.context, micro->x, micro->tokens,
-                                 param_value(&m->params, m->embedding));
+    micro->x = m->sockets.vocabulary.lookup(m->sockets.vocabulary.context, micro->tokens,
+                                            param_value(&m->params, m->embedding));
     release(m, m->embedding_unit, FORWARD);
 }
 
 void embedding_backward(Model *m, MicroBatch *micro) {
+    begin_gradients(m, m->embedding_unit, micro);
     m->sockets.vocabulary.lookup_backward(m->sockets.vocabulary.context,
                                           param_grad(&m->params, m->embedding), micro->dx, micro->tokens);
     tensor_free(&micro->dx);
@@ -230,25 +234,27 @@ void head_forward(Model *m, MicroBatch *micro) {
     kept->x = take(&micro->x);
     acquire_head(m, FORWARD);
     kept->norm = norm_forward(m, m->norm, kept->x, &kept->rstd);
-    kept->logits = linear_forward(m, m->head, kept->norm);
+    Tensor inside = m->sockets.vocabulary.enter(m->sockets.vocabulary.context, kept->norm);
+    kept->logits = linear_forward(m, m->head, inside);
+    tensor_free(&inside);
     release_head(m, FORWARD);
-    DType statistics = statistics_dtype(kept->logits.dtype);
-    Tensor losses = tensor_new(MEMORY_ACTIVATION, statistics, SHAPE(micro->b * micro->s));
-    kept->lse = tensor_like(MEMORY_ACTIVATION, losses);
-    m->sockets.vocabulary.loss(m->sockets.vocabulary.context, losses, kept->lse, kept->logits,
-                               micro->targets);
+    double sum = m->sockets.vocabulary.loss(m->sockets.vocabulary.context, &kept->lse, kept->logits,
+                                            micro->targets);
     // A sum over tokens times 1 / (labels of the whole global batch): micro-batches simply add up.
-    micro->loss = op_sum(losses) * micro->loss_scale;
-    tensor_free(&losses);
+    micro->loss = sum * micro->loss_scale;
 }
 
 void head_backward_input(Model *m, MicroBatch *micro) {
     HeadKept *kept = &micro->head;
     acquire_head(m, BACKWARD);
+    begin_gradients(m, m->head_unit, micro);
+    if (m->config.tied) begin_gradients(m, m->embedding_unit, micro);
     m->sockets.vocabulary.loss_backward(m->sockets.vocabulary.context, kept->logits, kept->logits,
                                         kept->lse, micro->targets, micro->loss_scale);
-    Tensor dnorm = tensor_like(MEMORY_ACTIVATION, kept->norm);
-    linear_backward_input(m, m->head, dnorm, kept->logits, 0);
+    Tensor dinside = activation(kept->norm.dtype, tensor_rows(kept->logits), m->head->shape[1]);
+    linear_backward_input(m, m->head, dinside, kept->logits, 0);
+    Tensor dnorm = m->sockets.vocabulary.enter_backward(m->sockets.vocabulary.context, dinside);
+    tensor_free(&dinside);
     micro->dx = norm_backward(m, m->norm, (Tensor){0}, dnorm, kept->x, kept->rstd);
     release_head(m, BACKWARD);
     tensor_free(&kept->x);
@@ -258,7 +264,9 @@ void head_backward_input(Model *m, MicroBatch *micro) {
 
 void head_backward_weight(Model *m, MicroBatch *micro) {
     HeadKept *kept = &micro->head;
-    linear_backward_weight(m, m->head, kept->logits, kept->norm);
+    Tensor inside = m->sockets.vocabulary.enter(m->sockets.vocabulary.context, kept->norm);
+    linear_backward_weight(m, m->head, kept->logits, inside);
+    tensor_free(&inside);
     tensor_free(&kept->logits);
     tensor_free(&kept->norm);
     m->sockets.gradients.ready(m->sockets.gradients.context, m, m->head_unit, micro);

@@ -18,6 +18,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "comm.h"
+
 static const char *const config_name = "config.json";
 static const char *const model_name = "model.safetensors";
 static const char *const optimizer_name = "optimizer.safetensors";
@@ -29,27 +31,43 @@ static char *path_in(const char *dir, const char *name) { return format_text("%s
 
 // ---- files to be ----
 
-// A safetensors file about to be written, and the tensors that fill it.
+// Tensors of the optimizer, by the ending of their names.
+enum { STATES = 3 };
+static const char *const state_names[STATES] = {"m", "v", "master"};
+
+// {0} where this optimizer keeps no such state, or none yet.
+static Tensor state_of(const Optimizer *optimizer, int unit, int which) {
+    const UnitState *state = &optimizer->unit[unit];
+    return (const Tensor[STATES]){state->m, state->v, state->master}[which];
+}
+
+// A safetensors file about to be written, and the whole tensors that fill it. All ranks make the same one,
+// and ask for its tensors in the same order, each giving what it stores of them; the first writes.
 typedef struct Contents {
     SafeTensors file;
-    Tensor *source;
+    const Params *params;
+    const Param **param;  // of each tensor
+    Tensor *state;        // of that parameter's unit; {0}: the weight
 } Contents;
 
-static Contents contents_new(int tensors, int keys) {
-    Contents c = {0};
+static Contents contents_new(const Params *params, int tensors, int keys) {
+    Contents c = {.params = params};
     c.file.tensor = host_alloc(tensors * sizeof *c.file.tensor);
-    c.source = host_alloc(tensors * sizeof *c.source);
+    c.param = host_alloc(tensors * sizeof *c.param);
+    c.state = host_alloc(tensors * sizeof *c.state);
     c.file.key = host_alloc(keys * sizeof *c.file.key);
     c.file.value = host_alloc(keys * sizeof *c.file.value);
     return c;
 }
 
-// Takes over name and value.
-static void contents_add(Contents *c, char *name, Tensor source) {
+// Takes over name.
+static void contents_add(Contents *c, char *name, const Param *param, Tensor state) {
     SafeTensor *tensor = &c->file.tensor[c->file.count];
-    *tensor = (SafeTensor){.name = name, .dtype = source.dtype, .dims = source.dims};
-    memcpy(tensor->shape, source.shape, sizeof tensor->shape);
-    c->source[c->file.count++] = source;
+    *tensor = (SafeTensor){
+        .name = name, .dtype = tensor_exists(state) ? state.dtype : c->params->dtype, .dims = param->dims};
+    memcpy(tensor->shape, param->full, sizeof param->full);
+    c->param[c->file.count] = param;
+    c->state[c->file.count++] = state;
 }
 
 static void contents_say(Contents *c, const char *key, char *value) {
@@ -58,42 +76,49 @@ static void contents_say(Contents *c, const char *key, char *value) {
 }
 
 static void read_source(void *context, int tensor, uint8_t *bytes) {
-    tensor_to_host(bytes, ((const Contents *)context)->source[tensor]);
+    const Contents *c = context;
+    if (tensor_exists(c->state[tensor]))
+        param_gather_flat(c->params, c->param[tensor], c->state[tensor], true, bytes);
+    else param_gather(c->params, c->param[tensor], PARAM_VALUE, bytes);
+}
+
+static int64_t whole_bytes(const SafeTensor *t) {
+    int64_t count = 1;
+    for (int i = 0; i < t->dims; i++) count *= t->shape[i];
+    return count * (int64_t)dtype_size(t->dtype);
 }
 
 static const char *contents_write(Contents *c, const char *dir, const char *name) {
-    char *path = path_in(dir, name);
-    const char *wrong = safetensors_write(path, &c->file, read_source, c);
-    free(path);
+    const char *wrong = NULL;
+    if (dir) {
+        char *path = path_in(dir, name);
+        wrong = safetensors_write(path, &c->file, read_source, c);
+        free(path);
+    } else {
+        for (int i = 0; i < c->file.count; i++) {
+            uint8_t *bytes = host_alloc(whole_bytes(&c->file.tensor[i]));
+            read_source(c, i, bytes);
+            free(bytes);
+        }
+    }
     safetensors_close(&c->file);
-    free(c->source);
+    free(c->param);
+    free(c->state);
     return wrong;
 }
 
+// dir is NULL on ranks that give and do not write.
 static const char *write_model(const char *dir, const Params *params) {
-    Contents c = contents_new(params->count, 1);
+    Contents c = contents_new(params, params->count, 1);
     contents_say(&c, "format", format_text("pt"));  // transformers refuses a file that does not say so
     for (int i = 0; i < params->count; i++)
-        contents_add(&c, format_text("%s", params->param[i].name), param_value(params, &params->param[i]));
+        contents_add(&c, format_text("%s", params->param[i].name), &params->param[i], (Tensor){0});
     return contents_write(&c, dir, model_name);
-}
-
-// The optimizer's tensors of one parameter, by the ending of their names.
-enum { STATES = 3 };
-static const char *const state_names[STATES] = {"m", "v", "master"};
-
-// {0} where this optimizer keeps no such state, or none yet.
-static Tensor state_of(const Optimizer *optimizer, const Param *param, int which) {
-    const UnitState *state = &optimizer->unit[param->unit];
-    const Tensor flat[STATES] = {state->m, state->v, state->master};
-    return tensor_exists(flat[which])
-               ? tensor_view(flat[which], param->offset - state->first, param->dims, param->shape)
-               : (Tensor){0};
 }
 
 static const char *write_optimizer(const char *dir, const Config *config, const Params *params,
                                    const Optimizer *optimizer, Progress progress) {
-    Contents c = contents_new(STATES * params->count, 7);
+    Contents c = contents_new(params, STATES * params->count, 7);
     contents_say(&c, "step", format_text("%lld", (long long)progress.step));
     contents_say(&c, "sample", format_text("%lld", (long long)progress.sample));
     contents_say(&c, "optimizer_step", format_text("%lld", (long long)optimizer->step));
@@ -104,9 +129,9 @@ static const char *write_optimizer(const char *dir, const Config *config, const 
     for (int i = 0; i < params->count; i++)
         for (int j = 0; j < STATES; j++) {
             const Param *param = &params->param[i];
-            Tensor state = state_of(optimizer, param, j);
+            Tensor state = state_of(optimizer, param->unit, j);
             if (tensor_exists(state))
-                contents_add(&c, format_text("%s.%s", param->name, state_names[j]), state);
+                contents_add(&c, format_text("%s.%s", param->name, state_names[j]), param, state);
         }
     return contents_write(&c, dir, optimizer_name);
 }
@@ -168,6 +193,12 @@ static const char *put_in_place(const char *temporary, const char *final, const 
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress) {
     CHECK(!device_is_dry_run(), "a dry run computes no weights that --save could write");
+    if (params->world.rank > 0) {
+        write_model(NULL, params);
+        if (optimizer) write_optimizer(NULL, config, params, optimizer, progress);
+        comm_now(comm_barrier(params->world));
+        return;
+    }
     char *final = format_text("%s/step-%06lld", dir, (long long)progress.step);
     // The leading dot keeps them from being taken for checkpoints. The names do not vary, so that what a
     // killed run left behind does not pile up.
@@ -196,6 +227,8 @@ void checkpoint_save(const char *dir, const Config *config, const Params *params
     free(final);
     free(temporary);
     free(aside);
+    // Whoever reads it next finds it whole.
+    if (params->world.size > 1) comm_now(comm_barrier(params->world));
 }
 
 // ---- finding one ----
@@ -253,23 +286,25 @@ static char *shape_text(int dims, const int64_t *shape) {
     return whole;
 }
 
-// Fills `to` from the tensor of this name.
-static void load_tensor(const char *path, const SafeTensors *file, const char *name, Tensor to) {
+// The whole tensor of this name, of a parameter's shape and converted. The caller frees it.
+static void *load_tensor(const char *path, const SafeTensors *file, const char *name, const Param *param,
+                         DType dtype) {
     const SafeTensor *from = safetensors_find(file, name);
     CHECK(from, "%s lacks the tensor %s", path, name);
-    if (from->dims != to.dims || memcmp(from->shape, to.shape, to.dims * sizeof *to.shape) != 0)
+    if (from->dims != param->dims ||
+        memcmp(from->shape, param->full, from->dims * sizeof *from->shape) != 0)
         fatal("%s: %s has shape %s, the model's is %s", path, name, shape_text(from->dims, from->shape),
-              shape_text(to.dims, to.shape));
+              shape_text(param->dims, param->full));
     CHECK(from->dtype == F64 || from->dtype == F32 || from->dtype == BF16 || from->dtype == F16,
           "%s: %s is stored as %s; weights are read from f64, f32, bf16 and f16", path, name,
           dtype_name(from->dtype));
     // A file's tensors begin at any byte; ours need their dtype's alignment.
-    void *aligned = host_alloc(from->bytes), *converted = host_alloc(tensor_bytes(to));
+    int64_t count = param->full[0] * param->full[1];
+    void *aligned = host_alloc(from->bytes), *converted = host_alloc(count * dtype_size(dtype));
     memcpy(aligned, from->data, from->bytes);
-    dtype_convert(converted, to.dtype, aligned, from->dtype, tensor_count(to));
-    tensor_from_host(to, converted);
+    dtype_convert(converted, dtype, aligned, from->dtype, count);
     free(aligned);
-    free(converted);
+    return converted;
 }
 
 static bool ends_with(const char *text, const char *end) {
@@ -296,8 +331,12 @@ void checkpoint_load_weights(const char *dir, Params *params) {
           "%s is cut into several files; save it as one, with save_pretrained(max_shard_size=\"1TB\")",
           dir);
     SafeTensors file = safetensors_open(path);
-    for (int i = 0; i < params->count; i++)
-        load_tensor(path, &file, params->param[i].name, param_value(params, &params->param[i]));
+    for (int i = 0; i < params->count; i++) {
+        const Param *param = &params->param[i];
+        void *whole = load_tensor(path, &file, param->name, param, params->dtype);
+        param_set_value(params, param, whole);
+        free(whole);
+    }
     for (int i = 0; i < file.count; i++)
         if (!params_find(params, file.tensor[i].name)) check_surplus(path, &file, &file.tensor[i]);
     safetensors_close(&file);
@@ -350,10 +389,13 @@ Progress checkpoint_load_optimizer(const char *dir, const Config *config, const 
     if (!untouched) optimizer_allocate(optimizer, params);
     for (int i = 0; i < params->count && !untouched; i++)
         for (int j = 0; j < STATES; j++) {
-            Tensor state = state_of(optimizer, &params->param[i], j);
+            const Param *param = &params->param[i];
+            Tensor state = state_of(optimizer, param->unit, j);
             if (!tensor_exists(state)) continue;
-            char *name = format_text("%s.%s", params->param[i].name, state_names[j]);
-            load_tensor(path, &file, name, state);
+            char *name = format_text("%s.%s", param->name, state_names[j]);
+            void *whole = load_tensor(path, &file, name, param, state.dtype);
+            param_scatter_flat(params, param, state, true, whole);
+            free(whole);
             free(name);
             expected++;
         }

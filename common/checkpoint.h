@@ -63,7 +63,8 @@ typedef struct Progress {  // where a run stands
     int64_t sample;        // global index of the next training sample
 } Progress;
 
-// Writes DIR/step-000123 whole or not at all: into a temporary folder beside it, each file flushed to the
+// Collective over all ranks that hold the model, however they share it: the first writes whole tensors, so a
+// checkpoint knows no layout, and any layout takes its parts of them. Writes DIR/step-000123 whole or not at all: into a temporary folder beside it, each file flushed to the
 // disk, then renamed; a folder of that name is replaced. On any fault (a full disk) it is fatal, removes
 // the temporary folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
 void checkpoint_save(const char *dir, const Config *config, const Params *params,

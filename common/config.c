@@ -115,10 +115,16 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_REPORT, TEXT("json", json, NULL, "FILE", "write every figure at full precision")},
         {CONFIG_REPORT, TEXT("trace", trace, NULL, "FILE", "write a time line for ui.perfetto.dev")},
         {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
+        {CONFIG_LAYOUT, INT("dp", dp, "0", 0, 4096, "", "data-parallel ranks; 0: all that --tp leaves")},
+        {CONFIG_LAYOUT, INT("tp", tp, "1", 1, 4096, "", "ranks that share each layer's matrices")},
+        {CONFIG_LAYOUT, FLAG("sp", sp, "sequence parallelism: --tp cuts norms and residuals, too")},
+        {CONFIG_LAYOUT,
+         FLAG("vocab-parallel", vocab_parallel, "--tp cuts embedding, output layer and loss, too")},
+        {CONFIG_LAYOUT,
+         CHOICE("zero", zero, "0", "0|1|2|3", "what --dp shares out: optimizer state, gradients, weights")},
         {CONFIG_TIMELINE,
          FLAG("timeline", timeline, "show compute and communication of one step on the model clock")},
-        {CONFIG_TIMELINE,
-         TEXT("timeline-svg", timeline_svg, NULL, "FILE", "the same as a picture")},
+        {CONFIG_TIMELINE, TEXT("timeline-svg", timeline_svg, NULL, "FILE", "the same as a picture")},
         {CONFIG_RANKS,
          INT("ranks", ranks, "0", 0, 4096, "", "processes; 0: as many as the program shows best")},
         {CONFIG_RANKS,
@@ -216,8 +222,9 @@ void config_check(const Config *c) {
     const struct {
         const char *flag;
         int64_t value, most;
-    } bounds[] = {{"layers", c->layers, 100000},    {"hidden", c->hidden, 1000000}, {"heads", c->heads, 100000},
-                  {"kv-heads", c->kv_heads, 100000}, {"ffn", c->ffn, 10000000},      {"vocab", c->vocab, 10000000},
+    } bounds[] = {{"layers", c->layers, 100000}, {"hidden", c->hidden, 1000000},
+                  {"heads", c->heads, 100000},   {"kv-heads", c->kv_heads, 100000},
+                  {"ffn", c->ffn, 10000000},     {"vocab", c->vocab, 10000000},
                   {"seq", c->seq, 100000000}};
     for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++)
         CHECK(bounds[i].value >= 1 && bounds[i].value <= bounds[i].most, "--%s %ld is not from 1 to %ld",
@@ -239,6 +246,32 @@ void config_check(const Config *c) {
           c->grad_acc, c->steps);
     CHECK(!(c->init && c->resume), "--init and --resume both say where the weights come from");
     CHECK(c->save || c->save_every == 0, "--save-every %ld needs --save", c->save_every);
+}
+
+// "1, 2, 4": the degrees up to `most` that fit.
+static const char *tensor_degrees(const Config *c, int64_t most) {
+    static char text[256];
+    int used = 0;
+    for (int64_t tp = 1; tp <= most && used < 240; tp++)
+        if (c->heads % tp == 0 && c->ffn % tp == 0 && (c->kv_heads % tp == 0 || tp % c->kv_heads == 0))
+            used += snprintf(text + used, sizeof text - (size_t)used, "%s%ld", used ? ", " : "", tp);
+    return text;
+}
+
+void config_check_layout(Config *c, int ranks) {
+    int64_t tp = c->tp, kv = c->kv_heads;
+    const char *fits = tensor_degrees(c, c->heads);
+    CHECK(c->heads % tp == 0, "--tp %ld does not divide --heads %ld; --tp %s would fit", tp, c->heads,
+          fits);
+    CHECK(c->ffn % tp == 0, "--tp %ld does not divide --ffn %ld; --tp %s would fit", tp, c->ffn, fits);
+    CHECK(kv % tp == 0 || tp % kv == 0,
+          "--tp %ld and --kv-heads %ld: one must divide the other; --tp %s would fit", tp, kv, fits);
+    CHECK(ranks % tp == 0, "--tp %ld does not divide the %d ranks; --ranks %ld would fit", tp, ranks,
+          (ranks / tp + 1) * tp);
+    if (c->dp == 0) c->dp = ranks / tp;
+    CHECK(c->dp * tp == ranks,
+          "--dp %ld x --tp %ld needs %ld ranks, and there are %d: --ranks %ld would fit", c->dp, tp,
+          c->dp * tp, ranks, c->dp * tp);
 }
 
 void config_print(const Config *c) {

@@ -35,6 +35,10 @@ typedef struct Config {
     bool no_check;
     const char *json, *trace, *machine, *timeline_svg;
     bool timeline;
+    // layout: degrees of the mesh (dp 0: all ranks that the others leave), and what is cut along it
+    int64_t dp, tp;
+    bool sp, vocab_parallel;
+    int zero;  // ZeRO's stage, 0 to 3: Sharding of params.h
     // many ranks; comm_start reads ranks and timeout from the command line itself
     int64_t ranks, gpus_per_node;  // 0: what is natural
     double timeout, compute_efficiency, network_efficiency;
@@ -50,6 +54,7 @@ enum {
     CONFIG_REPORT = 32,    // --json --trace --machine
     CONFIG_CHECK = 64,     // --no-check
     CONFIG_RANKS = 128,    // --ranks --timeout --gpus-per-node --compute-efficiency --network-efficiency
+    CONFIG_LAYOUT = 512,  // --dp --tp --sp --vocab-parallel --zero
     CONFIG_TIMELINE = 256,  // --timeline --timeline-svg, for who calls timeline_start
 };
 
@@ -63,6 +68,8 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
 Config config_default(const char *defaults);
 // Fatal, naming the flags, when the sizes do not fit together.
 void config_check(const Config *config);
+// The same of a layout on so many ranks, saying what would fit; sets config->dp where it was left to it.
+void config_check_layout(Config *config, int ranks);
 // One header line: "L=4 h=128 a=4 kv=2 f=352 v=256 s=128 untied, f32, b=8 x 1, 0.92 M parameters"
 void config_print(const Config *config);
 

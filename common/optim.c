@@ -15,8 +15,7 @@ Optimizer optimizer_new(const Config *config, const Params *params) {
                            .weight_decay = config->weight_decay,
                            .units = params->units};
     optimizer.unit = host_alloc(params->units * sizeof *optimizer.unit);
-    for (int i = 0; i < params->units; i++)
-        optimizer.unit[i] = (UnitState){.first = 0, .count = params->unit[i].count};
+    for (int i = 0; i < params->units; i++) optimizer.unit[i] = (UnitState){0};
     return optimizer;
 }
 
@@ -41,15 +40,16 @@ void optimizer_allocate(Optimizer *optimizer, const Params *params) {
     bool needs_master = dtype_size(params->dtype) < 4;
     for (int i = 0; i < optimizer->units; i++) {
         UnitState *unit = &optimizer->unit[i];
+        int64_t count = params->unit[i].own_count;
         if (optimizer->kind == OPTIMIZER_ADAMW) {
-            unit->m = tensor_new(MEMORY_OPTIMIZER, state, SHAPE(unit->count));
-            unit->v = tensor_new(MEMORY_OPTIMIZER, state, SHAPE(unit->count));
+            unit->m = tensor_new(MEMORY_OPTIMIZER, state, SHAPE(count));
+            unit->v = tensor_new(MEMORY_OPTIMIZER, state, SHAPE(count));
             op_fill(unit->m, 0);
             op_fill(unit->v, 0);
         }
         if (needs_master) {
-            unit->master = tensor_new(MEMORY_OPTIMIZER, state, SHAPE(unit->count));
-            op_copy(unit->master, tensor_view(params->unit[i].values, unit->first, SHAPE(unit->count)));
+            unit->master = tensor_new(MEMORY_OPTIMIZER, state, SHAPE(count));
+            op_copy(unit->master, params->unit[i].own_values);
         }
     }
 }
@@ -59,16 +59,17 @@ static Tensor part(Tensor flat, int64_t first, int64_t count) {
     return tensor_exists(flat) ? tensor_view(flat, first, SHAPE(count)) : flat;
 }
 
-// Steps the elements that this rank's range of the unit shares with one parameter.
-static void step_param(Optimizer *optimizer, const Unit *unit, const UnitState *state, const Param *param,
-                       double lr, double grad_scale) {
-    int64_t from = param->offset > state->first ? param->offset : state->first;
-    int64_t param_end = param->offset + param->count, state_end = state->first + state->count;
-    int64_t count = (param_end < state_end ? param_end : state_end) - from;
-    if (count <= 0) return;
-    Tensor value = part(unit->values, from, count);
-    Tensor grad = part(unit_total_grad(unit), from, count);
-    Tensor master = part(state->master, from - state->first, count);
+// Steps what this rank owns of one parameter.
+static void step_param(Optimizer *optimizer, const Params *params, const Param *param, double lr,
+                       double grad_scale) {
+    const Unit *unit = &params->unit[param->unit];
+    const UnitState *state = &optimizer->unit[param->unit];
+    int64_t from, count;
+    if (!param_overlap(param, unit->own_first, unit->own_count, &from, &count)) return;
+    from -= unit->own_first;
+    Tensor value = part(unit->own_values, from, count);
+    Tensor grad = part(unit->own_grads, from, count);
+    Tensor master = part(state->master, from, count);
     if (optimizer->kind == OPTIMIZER_SGD) {
         op_sgd(value, master, grad, lr, grad_scale);
         return;
@@ -80,18 +81,24 @@ static void step_param(Optimizer *optimizer, const Unit *unit, const UnitState *
                    .weight_decay = param->decays ? optimizer->weight_decay : 0,
                    .grad_scale = grad_scale,
                    .step = optimizer->step};
-    op_adamw(value, master, part(state->m, from - state->first, count),
-             part(state->v, from - state->first, count), grad, hyper);
+    op_adamw(value, master, part(state->m, from, count), part(state->v, from, count), grad, hyper);
+}
+
+void optimizer_begin(Optimizer *optimizer, const Params *params) {
+    optimizer_allocate(optimizer, params);
+    optimizer->step++;
+}
+
+void optimizer_step_unit(Optimizer *optimizer, Params *params, int unit, double lr, double grad_scale) {
+    const Unit *u = &params->unit[unit];
+    for (int i = u->first_param; i < u->first_param + u->params; i++)
+        step_param(optimizer, params, &params->param[i], lr, grad_scale);
 }
 
 void optimizer_step(Optimizer *optimizer, Params *params, double lr, double grad_scale) {
-    optimizer_allocate(optimizer, params);
-    optimizer->step++;
-    for (int i = 0; i < params->count; i++) {
-        const Param *param = &params->param[i];
-        step_param(optimizer, &params->unit[param->unit], &optimizer->unit[param->unit], param, lr,
-                   grad_scale);
-    }
+    optimizer_begin(optimizer, params);
+    for (int unit = 0; unit < params->units; unit++)
+        optimizer_step_unit(optimizer, params, unit, lr, grad_scale);
 }
 
 double learning_rate(const Config *config, int64_t step) {

@@ -9,10 +9,9 @@
 extern "C" {
 #endif
 
-// State of one unit, or of the range [first, first + count) of it that this rank steps.
+// State of the part of a unit that this rank owns.
 typedef struct UnitState {
-    int64_t first, count;
-    Tensor m, v, master;  // (count) f32 (f64 for f64 weights); master only where weights are 16-bit; m, v
+    Tensor m, v, master;  // (own_count) f32 (f64 for f64 weights); master only where weights are 16-bit; m, v
                           // only for AdamW
 } UnitState;
 
@@ -30,8 +29,12 @@ void optimizer_free(Optimizer *optimizer);
 // Allocates the state now (m = v = 0, master = the weights): the first step does it;
 // resuming does it earlier.
 void optimizer_allocate(Optimizer *optimizer, const Params *params);
-// One step: weights move by the total gradient times grad_scale, at rate lr. Decay applies where the table
-// says so.
+// One step: the weights that this rank owns move by their total gradient times grad_scale, at rate lr. Decay
+// applies where the table says so. optimizer_begin once, and then each unit, so that what a unit's new weights
+// are needed for can begin while the others step.
+void optimizer_begin(Optimizer *optimizer, const Params *params);
+void optimizer_step_unit(Optimizer *optimizer, Params *params, int unit, double lr, double grad_scale);
+// All units.
 void optimizer_step(Optimizer *optimizer, Params *params, double lr, double grad_scale);
 
 // Linear warm-up to config->lr over config->warmup steps, then a cosine from it to its tenth at the last step.

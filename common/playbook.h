@@ -80,15 +80,19 @@ typedef struct MicroBatch {
 typedef enum Pass { FORWARD, BACKWARD } Pass;
 
 typedef struct Sockets {
-    // parameters: before a unit's weights are used in a pass, and after their last use in it
+    // parameters: before a unit's weights are used in a pass, and after their last use in it; and when the
+    // optimizer has stepped this rank's part of the unit, first unit first
     struct {
         void *context;
         void (*acquire)(void *context, Model *model, int unit, Pass pass);
         void (*release)(void *context, Model *model, int unit, Pass pass);
+        void (*stepped)(void *context, Model *model, int unit);
     } parameters;
-    // gradients: the unit's gradient of this micro-batch is final; and this micro-batch's backward has ended
+    // gradients: backward is about to add to the unit's gradient (again, maybe); the unit's gradient of this
+    // micro-batch is final; and this micro-batch's backward has ended
     struct {
         void *context;
+        void (*begin)(void *context, Model *model, int unit, MicroBatch *micro);
         void (*ready)(void *context, Model *model, int unit, MicroBatch *micro);
         void (*finish)(void *context, Model *model, MicroBatch *micro);
     } gradients;
@@ -101,12 +105,18 @@ typedef struct Sockets {
         Tensor (*enter_backward)(void *context, Tensor dx);  // f: all-reduce;          g: reduce-scatter
         Tensor (*leave_backward)(void *context, Tensor dy);  // f*: identity;           g*: all-gather
     } region;
-    // embedding and loss
+    // embedding and loss. A rank may hold some rows of x alone (sequence parallelism), some columns of the
+    // logits alone (vocabulary parallelism), or both; tokens and targets are those of the whole micro-batch.
     struct {
         void *context;
-        void (*lookup)(void *context, Tensor x, Tensor tokens, Tensor weight);
-        void (*lookup_backward)(void *context, Tensor dweight, Tensor dx, Tensor tokens);
-        void (*loss)(void *context, Tensor losses, Tensor lse, Tensor logits, Tensor targets);
+        Tensor (*lookup)(void *context, Tensor tokens, Tensor weight);  // x, new
+        void (*lookup_backward)(void *context, Tensor dweight, Tensor dx, Tensor tokens);  // dweight +=
+        // into and out of the output layer, as region's; a tensor of the caller's own
+        Tensor (*enter)(void *context, Tensor x);
+        Tensor (*enter_backward)(void *context, Tensor dx);
+        // The sum of the losses of all tokens of the micro-batch; *lse is new, what loss_backward needs of it.
+        double (*loss)(void *context, Tensor *lse, Tensor logits, Tensor targets);
+        // dlogits = scale d(sum)/dlogits; may alias logits
         void (*loss_backward)(void *context, Tensor dlogits, Tensor logits, Tensor lse, Tensor targets,
                               double scale);
     } vocabulary;
@@ -235,6 +245,39 @@ typedef struct Batch {
 } Batch;
 Batch batch_new(const Trainer *trainer, int64_t first_sample);
 void batch_free(Batch *batch);
+
+// ==========================================================================================================
+// 00_single_gpu/prove.c: programs on many ranks, held to one device
+// ==========================================================================================================
+
+// How the ranks of a program share the work.
+typedef struct LayoutProgram {
+    const char *purpose, *claim;  // of --help, and of the verdict; a twin's claim is its title
+    const char *defaults;         // as config_parse takes them
+    int natural;                  // ranks, if nobody says how many
+    void (*check)(Config *config);  // what this program demands of its flags, fatal; may be NULL
+    // Fills sockets of trainer->model, by trainer->config; returns what unplug frees after the run.
+    void *(*plug)(Trainer *trainer);
+    void (*unplug)(Trainer *trainer, void *plugs);
+    // Holds what the run counted (comm_count, record->memory) against closed formulas; may be NULL.
+    void (*counts)(const Trainer *trainer, const Record *record, void *plugs);
+    const struct LayoutProgram *twin;  // must give the same bits on the same ranks; may be NULL
+    void (*more)(Mesh mesh, const Config *config);  // what else the program shows; may be NULL
+} LayoutProgram;
+
+int layout_program(int argc, char **argv, const LayoutProgram *program);  // a whole main; the exit status
+// Its parts. Trains with the program's plugs (NULL: none, one device), from --resume's checkpoint if any.
+Record layout_record(const Config *config, Mesh mesh, const LayoutProgram *program, bool masked,
+                     const char *title);
+// That run against its twin and against one device.
+void layout_prove(const Config *config, Mesh mesh, const LayoutProgram *program, bool masked);
+// One dry step after the first, on the model clock. device_dry_run must be on.
+typedef struct StepCost {
+    double step_seconds, flops;
+    CommCount comm;  // of all kinds
+    Memory memory;
+} StepCost;
+StepCost layout_cost(const Config *config, Mesh mesh, const LayoutProgram *program);
 
 // ==========================================================================================================
 // 00_single_gpu/grad_accumulation.c: gradient accumulation

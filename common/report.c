@@ -124,25 +124,35 @@ Record record_new(const char *title, int64_t steps, const Params *params) {
     for (int64_t i = 0; i < steps; i++) record.loss[i] = record.grad_norm[i] = NAN;
     for (size_t i = 0; i < n; i++) {
         record.name[i] = format_text("%s", params->param[i].name);
-        record.count[i] = params->param[i].count;
+        record.count[i] = params->param[i].full[0] * params->param[i].full[1];
         record.grad[i] = record.param[i] = NULL;
     }
     return record;
 }
 
+// The whole parameter's values or gradient as f64. The caller frees them.
+static double *whole_doubles(const Params *params, const Param *param, ParamTensor which) {
+    DType dtype = which == PARAM_GRAD ? params->total_dtype : params->dtype;
+    int64_t count = param->full[0] * param->full[1];
+    double *doubles = host_alloc(count * sizeof *doubles);
+    void *stored = host_alloc(count * dtype_size(dtype));
+    param_gather(params, param, which, stored);
+    dtype_convert(doubles, F64, stored, dtype, count);
+    free(stored);
+    return doubles;
+}
+
 void record_grads(Record *record, const Params *params) {
     for (int i = 0; i < params->count; i++) {
-        const Param *param = &params->param[i];
-        Tensor total = unit_total_grad(&params->unit[param->unit]);
-        if (!record->grad[i]) record->grad[i] = host_alloc(sizeof(double) * (size_t)param->count);
-        tensor_to_doubles(record->grad[i], tensor_view(total, param->offset, SHAPE(param->count)));
+        free(record->grad[i]);
+        record->grad[i] = whole_doubles(params, &params->param[i], PARAM_GRAD);
     }
 }
 
 void record_params(Record *record, const Params *params) {
     for (int i = 0; i < params->count; i++) {
-        if (!record->param[i]) record->param[i] = host_alloc(sizeof(double) * (size_t)record->count[i]);
-        tensor_to_doubles(record->param[i], param_value(params, &params->param[i]));
+        free(record->param[i]);
+        record->param[i] = whole_doubles(params, &params->param[i], PARAM_VALUE);
     }
 }
 

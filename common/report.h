@@ -17,7 +17,7 @@ typedef struct Record {
     double *loss, *grad_norm;  // (steps)
     int tensors;
     char **name;         // (tensors)
-    int64_t *count;      // elements of each
+    int64_t *count;      // elements of each, as no rank cuts it
     double **grad;       // raw gradients of the first step, before clipping
     double **param;      // parameters after the last step
     Memory memory;       // peaks over the run
@@ -28,9 +28,10 @@ typedef struct Record {
 
 // Losses and norms are NaN, and tensors absent, until the trainer sets them: what was left out cannot pass.
 Record record_new(const char *title, int64_t steps, const Params *params);
-void record_grads(Record *record,
-                  const Params *params);  // call when the first step's gradients are complete
-void record_params(Record *record, const Params *params);  // call after the last step
+// Of whole parameters, whoever stores them: collective over the ranks that share them (params.h). Gradients when
+// those of the first step are complete, parameters after the last step.
+void record_grads(Record *record, const Params *params);
+void record_params(Record *record, const Params *params);
 void record_free(Record *record);
 
 // What may differ: EXACT, nothing, not one bit; REASSOCIATED, the order of sums (f64: 1e-10 relative);

@@ -53,6 +53,8 @@ const char *memory_kind_name(MemoryKind kind);
 Memory memory_account(void);
 // Peaks start again from what is held now.
 void memory_reset_peak(void);
+// Peaks as they were in `before`: what came in between was a look at the run, and no part of it.
+void memory_restore_peak(const Memory *before);
 // The account as text, one line: what out-of-memory messages and tables show. Static buffer.
 const char *memory_text(void);
 // Called at every allocation (bytes > 0) and release (bytes < 0) when set; the profiler draws memory over

@@ -68,7 +68,7 @@ static double value_at(int tensor, int64_t i) { return sin(1.7 * (double)(i + 1)
 static Record run_new(const char *title) {
     Params params = {.count = TENSORS, .param = host_alloc(TENSORS * sizeof(Param))};
     for (int t = 0; t < TENSORS; t++) {
-        params.param[t] = (Param){.count = sizes[t]};
+        params.param[t] = (Param){.count = sizes[t], .full = {sizes[t], 1}};
         snprintf(params.param[t].name, sizeof params.param[t].name, "tensor.%d", t);
     }
     Record record = record_new(title, STEPS, &params);
