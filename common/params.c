@@ -277,8 +277,15 @@ void params_accumulate(Params *params, int unit) {
 
 // ---- the norm ----
 
+// Stored elements that the model has: padding comes after them.
+static int64_t count_without_padding(const Param *param) {
+    int64_t rows = param->full[0] - param->first[0];
+    if (rows > param->shape[0]) rows = param->shape[0];
+    return rows > 0 ? rows * param->shape[1] : 0;
+}
+
 // Sum of squares over the parts that member `rank` of dp owns, or would own. What tp stores several times
-// counts for the first copy.
+// counts for the first copy, and padding not at all.
 static double squares_of_part(const Params *params, int rank) {
     double squares = 0;
     for (int i = 0; i < params->count; i++) {
@@ -287,6 +294,9 @@ static double squares_of_part(const Params *params, int rank) {
         int64_t first, count, from, shared;
         unit_part(unit, rank, params->dp.size, &first, &count);
         if (param->copies.rank > 0 || !param_overlap(param, first, count, &from, &shared)) continue;
+        int64_t padding = param->offset + count_without_padding(param);
+        if (from >= padding) continue;
+        if (shared > padding - from) shared = padding - from;
         squares += op_sum_squares(tensor_view(unit->own_grads, from - unit->own_first, SHAPE(shared)));
     }
     return squares;

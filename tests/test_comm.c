@@ -1,43 +1,11 @@
 // test_comm.c [--ranks N] [PATTERN]: collectives and transfers on all ranks at once, against serial references that
 // each rank computes for itself. TAP. comm.t runs it with 1 to 8 ranks, and its scenarios of wrong use.
-//
-// Ranks must stay in step, so a failure is noted, not thrown; after each test all ranks add up what they noted.
-#include <fnmatch.h>
 #include <math.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "clock.h"
-#include "comm.h"
-#include "mesh.h"
-
-static int me, n;  // of the world
-static Group world;
-
-// ---- noting failures ----
-
-static int failures;
-
-static void note(const char *format, ...) PRINTF_LIKE(1, 2);
-static void note(const char *format, ...) {
-    if (failures++ >= 5) return;
-    char text[512];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    printf("# rank %d of %d: %s\n", me, n, text);
-    fflush(stdout);
-}
-
-#define SAME(got, expected)                                                                   \
-    do {                                                                                      \
-        double got_ = (double)(got), expected_ = (double)(expected);                          \
-        if (!(got_ == expected_)) note("%s is %.17g, expected %.17g", #got, got_, expected_); \
-    } while (0)
+#include "ranks.h"
 
 // ---- numbers ----
 
@@ -837,12 +805,7 @@ static void scenario(const char *name) {
 
 // ---- all of them ----
 
-#define TEST(name) \
-    { #name, name }
-static const struct {
-    const char *name;
-    void (*run)(void);
-} tests[] = {
+static const RankTest tests[] = {
     TEST(all_reduce_adds_in_rank_order),
     TEST(reduce_adds_at_the_root_alone),
     TEST(reduce_scatter_gives_each_its_part),
@@ -871,39 +834,16 @@ static const struct {
     TEST(the_model_clock_knows_no_load),
     TEST(costs_follow_their_formulas),
 };
-enum { TESTS = sizeof tests / sizeof *tests };
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
-    const char *pattern = "*", *wrong = NULL;
-    for (int i = 1; i < argc; i++) {
-        if (!strcmp(argv[i], "--scenario")) wrong = argv[++i];
-        else if (!strcmp(argv[i], "--dry-run")) device_dry_run(true);
-        else if (!strncmp(argv[i], "--", 2)) i++;
-        else pattern = argv[i];
-    }
-    comm_set_timeout(30);
-    comm_start(argc, argv, 4);
-    me = comm_rank();
-    n = comm_ranks();
-    world = mesh_new((MeshShape){n, 1, 1, 1, 1}).world;
+    const char *wrong = NULL;
+    for (int i = 1; i + 1 < argc; i++)
+        if (!strcmp(argv[i], "--scenario")) wrong = argv[i + 1];
+    const char *pattern = ranks_start(argc, argv, 4);
     if (wrong) {
         scenario(wrong);
         return comm_finish(0);
     }
-    int run = 0, failed = 0;
-    for (int i = 0; i < TESTS; i++) run += fnmatch(pattern, tests[i].name, 0) == 0;
-    say("1..%d", run);
-    for (int i = 0, number = 0; i < TESTS; i++) {
-        if (fnmatch(pattern, tests[i].name, 0)) continue;
-        failures = 0;
-        tests[i].run();
-        bool bad = comm_sum(failures, world) > 0;
-        failed += bad;
-        say("%sok %d - %s on %d ranks", bad ? "not " : "", ++number, tests[i].name, n);
-    }
-    // What nobody freed would be seen in the account.
-    Memory account = memory_account();
-    if (account.now_total != account.now[MEMORY_COMMUNICATION]) note("tensors are left: %s", memory_text());
-    return comm_finish(failed || failures ? STATUS_FAIL : STATUS_PASS);
+    return ranks_run(tests, sizeof tests / sizeof *tests, pattern);
 }
