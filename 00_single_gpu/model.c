@@ -22,6 +22,8 @@ static void nothing_after_the_step(void *context, Model *model, int unit) {
     (void)context, (void)model, (void)unit;
 }
 
+static void weights_are_whole(void *context, Model *model) { (void)context, (void)model; }
+
 static void gradients_exist(void *context, Model *model, int unit, MicroBatch *micro) {
     (void)context, (void)model, (void)unit, (void)micro;
 }
@@ -156,7 +158,7 @@ static void keep_everything(void *context, Model *model, MicroBatch *micro, int 
 
 Sockets sockets_single_device(void) {
     return (Sockets){
-        .parameters = {NULL, no_unit_change, no_unit_change, nothing_after_the_step},
+        .parameters = {NULL, no_unit_change, no_unit_change, nothing_after_the_step, weights_are_whole},
         .gradients = {NULL, gradients_exist, add_to_accumulators, nothing_to_finish},
         .region = {NULL, identity, identity, identity, identity},
         .vocabulary = {NULL, lookup, lookup_backward, identity, identity, loss, loss_backward},
