@@ -257,7 +257,8 @@ typedef struct LayoutProgram {
     const char *purpose, *claim;  // of --help, and of the verdict; a twin's claim is its title
     const char *defaults;         // as config_parse takes them
     int natural;                  // ranks, if nobody says how many
-    void (*check)(Config *config);  // what this program demands of its flags, fatal; may be NULL
+    // What this program demands of its flags, fatal; of a twin, also what it changes in them. May be NULL.
+    void (*check)(Config *config);
     // Fills sockets of trainer->model, by trainer->config; returns what unplug frees after the run.
     void *(*plug)(Trainer *trainer);
     void (*unplug)(Trainer *trainer, void *plugs);
