@@ -289,11 +289,15 @@ void micro_batch_free(Model *m, MicroBatch *micro) {
 // "block 2 gate", or "none". Static buffer.
 static const char *first_bad_tensor(const Model *m, const MicroBatch *micro) {
     static char text[100];
-    for (int i = 0; i < m->params.count; i++)
-        if (!isfinite(op_sum_squares(param_value(&m->params, &m->params.param[i])))) {
-            snprintf(text, sizeof text, "weight %s", m->params.param[i].name);
-            return text;
-        }
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *param = &m->params.param[i];
+        // Weights that this rank has only a part of are looked at as far as it has them.
+        bool whole = tensor_exists(m->params.unit[param->unit].values);
+        Tensor weight = whole ? param_value(&m->params, param) : param_own_value(&m->params, param, NULL);
+        if (!tensor_exists(weight) || isfinite(op_sum_squares(weight))) continue;
+        snprintf(text, sizeof text, "weight %s", param->name);
+        return text;
+    }
     for (int layer = 0; layer < m->layers; layer++) {
         const BlockKept *k = &micro->block[layer];
         const struct {
