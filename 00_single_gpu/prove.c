@@ -62,6 +62,7 @@ void layout_prove(const Config *config, Mesh mesh, const LayoutProgram *program,
     if (program->twin && !config->no_check) {
         Config same = *config;
         same.save = NULL;
+        if (program->twin->check) program->twin->check(&same);
         Record twin = layout_record(&same, mesh, program->twin, masked, program->twin->claim);
         report_compare(&record, &twin, PROOF_EXACT, 0);
         record_free(&twin);

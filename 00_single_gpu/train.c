@@ -130,6 +130,7 @@ Record train_record(Trainer *t, const char *title) {
         record.loss[step] = t->loss;
         record.grad_norm[step] = t->grad_norm;
     }
+    t->model->sockets.parameters.settle(t->model->sockets.parameters.context, t->model);
     record.kept_bytes = t->kept_bytes;
     record.memory = memory_account();
     record.flops = clock_total().flops;

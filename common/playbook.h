@@ -80,13 +80,15 @@ typedef struct MicroBatch {
 typedef enum Pass { FORWARD, BACKWARD } Pass;
 
 typedef struct Sockets {
-    // parameters: before a unit's weights are used in a pass, and after their last use in it; and when the
-    // optimizer has stepped this rank's part of the unit, first unit first
+    // parameters: before a unit's weights are used in a pass, and after their last use in it; when the
+    // optimizer has stepped this rank's part of the unit, first unit first; and before somebody else than a
+    // pass reads weights, which may have come from other ranks only in part
     struct {
         void *context;
         void (*acquire)(void *context, Model *model, int unit, Pass pass);
         void (*release)(void *context, Model *model, int unit, Pass pass);
         void (*stepped)(void *context, Model *model, int unit);
+        void (*settle)(void *context, Model *model);
     } parameters;
     // gradients: backward is about to add to the unit's gradient (again, maybe); the unit's gradient of this
     // micro-batch is final; and this micro-batch's backward has ended
@@ -255,7 +257,8 @@ typedef struct LayoutProgram {
     const char *purpose, *claim;  // of --help, and of the verdict; a twin's claim is its title
     const char *defaults;         // as config_parse takes them
     int natural;                  // ranks, if nobody says how many
-    void (*check)(Config *config);  // what this program demands of its flags, fatal; may be NULL
+    // What this program demands of its flags, fatal; of a twin, also what it changes in them. May be NULL.
+    void (*check)(Config *config);
     // Fills sockets of trainer->model, by trainer->config; returns what unplug frees after the run.
     void *(*plug)(Trainer *trainer);
     void (*unplug)(Trainer *trainer, void *plugs);
