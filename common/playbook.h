@@ -372,7 +372,7 @@ typedef struct Example {
 // `before`: what this rank holds, or {0}. Counts begin here.
 Example example_begin(const char *call, const char *title, Tensor before, Group group);
 // Prints what all hold before and after, compares `after` (or {0}) with `expected` and the bytes that this rank
-// has sent with `bytes`, and frees both tensors. `printed`: what the playbook prints for 3 ranks, or NULL.
+// has sent with `bytes`, and frees both tensors. `printed`: what the playbook prints for so many ranks, or NULL.
 void example_end(Example *example, Tensor after, Tensor expected, double bytes, const char *printed);
 
 // ==========================================================================================================
