@@ -460,5 +460,18 @@ void *layout_plug(Trainer *trainer);
 void layout_unplug(Trainer *trainer, void *plugs);
 // Calls, bytes and memory against closed formulas, and copies of a weight against each other, to the bit.
 void layout_counts(const Trainer *trainer, const Record *record, void *plugs);
+// Messages by kind of call.
+typedef struct Sent {
+    double calls, bytes;  // of this rank; of all ranks together
+} Sent;
+typedef struct Sends {
+    Sent all_reduce, all_gather, reduce_scatter;
+} Sends;
+// What one more block adds to a micro-batch, counted in a dry run. device_dry_run must be on.
+typedef struct BlockCost {
+    Sends pass[2];  // by Pass
+    double kept;    // bytes of activations that this rank keeps for backward
+} BlockCost;
+BlockCost layout_block_cost(const Config *config, Mesh mesh);
 
 #endif
