@@ -140,15 +140,15 @@ typedef struct Sockets {
         void (*backward_weight)(void *context, Model *model, int layer, MlpKept *kept, Tensor dy, Tensor x);
         void (*drop)(void *context, MlpKept *kept);
     } mlp;
-    // linear: every matrix multiply with a weight (out, in)
+    // linear: every matrix multiply with a weight (out, in); `count` of them that read one input go together
     struct {
         void *context;
-        void (*forward)(void *context, Model *model, Param *weight, Tensor y, Tensor x);  // y = x W^T
-        // dx = dy W + beta dx
-        void (*backward_input)(void *context, Model *model, Param *weight, Tensor dx, Tensor dy,
-                               double beta);
-        void (*backward_weight)(void *context, Model *model, Param *weight, Tensor dy,
-                                Tensor x);  // dW += dy^T x
+        void (*forward)(void *context, Model *model, int count, Param *const *weight, const Tensor *y,
+                        Tensor x);  // y[i] = x W_i^T
+        void (*backward_input)(void *context, Model *model, int count, Param *const *weight, Tensor dx,
+                               const Tensor *dy);  // dx = sum over i of dy[i] W_i
+        void (*backward_weight)(void *context, Model *model, int count, Param *const *weight,
+                                const Tensor *dy, Tensor x);  // dW_i += dy[i]^T x
     } linear;
     // activations: after a block's forward, and before its backward
     struct {
