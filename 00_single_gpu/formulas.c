@@ -47,11 +47,12 @@ static double kv_width(const MemoryPlan *plan) {
 double memory_rank_parameters(const MemoryPlan *plan) {
     const Config *c = &plan->model;
     double h = (double)c->hidden, f = (double)c->ffn, L = (double)c->layers, kv = kv_width(plan);
-    double vocabulary = (c->tied ? 1 : 2) * h * (double)c->vocab;
+    double tp = (double)plan->tp, rows = (double)c->vocab / (plan->whole_vocabulary ? 1 : tp);
+    double vocabulary = (c->tied ? 1 : 2) * h * ceil(rows);
     double attention = 2 * h * h + 2 * h * kv;
     double cut = attention + (plan->gpt ? 2 * h * f + h + 2 * kv + f : 3 * h * f);
     double whole = plan->gpt ? 6 * h : 2 * h;
-    return (vocabulary + L * cut) / (double)plan->tp + L * whole + (plan->gpt ? 2 : 1) * h;
+    return vocabulary + L * cut / tp + L * whole + (plan->gpt ? 2 : 1) * h;
 }
 
 // ---- activations: what forward keeps for backward ----
@@ -140,8 +141,8 @@ static int ends_kept(Kept kept[MOST_KEPT], const MemoryPlan *plan) {
         {"x", z.x, BY_SEQUENCE, NEVER},
         {"rstd", z.statistic, BY_SEQUENCE, NEVER},
         {"norm", z.x, BY_SEQUENCE, NEVER},
-        {"logits", e * logits, BY_TENSOR, NEVER},
-        {"lse", z.statistic, EVERY_RANK, NEVER},
+        {"logits", e * logits, plan->whole_vocabulary ? BY_SEQUENCE : BY_TENSOR, NEVER},
+        {"lse", z.statistic, plan->whole_vocabulary ? BY_SEQUENCE : EVERY_RANK, NEVER},
     };
     memcpy(kept, plan->gpt ? gpt : ours, plan->gpt ? sizeof gpt : sizeof ours);
     return plan->gpt ? sizeof gpt / sizeof *gpt : sizeof ours / sizeof *ours;
@@ -188,21 +189,37 @@ int64_t kept_activation_bytes(const Config *config) {
     return (int64_t)(need.blocks + need.ends);
 }
 
-// With x, ffn, kv the bytes of (n, h), (n, f), (n, kv d), and R those of n statistics, the peak is the
-// larger of two moments of backward:
-//   head:        all that is kept, and the gradient dnorm                        x
-//   last block:  what the other blocks keep, this block complete, since what recomputation dropped is made
-//                again, and   dy, dact                                           x + ffn
-//                or later     dx2, d_o, dq, dk, dv when x2 and rstd2 have gone   3 x + 2 kv - R
+// The peak is the larger of two moments of backward. At the head: all that is kept, and the gradient dnorm, x. At the
+// last block: what the other blocks keep, this block complete, since what recomputation dropped is made again, and what
+// flows. With x, ffn, q, kv, probs, R the bytes that a rank has of (n, h), (n, f), (n, a d), (n, kv d), (n, a s) and n
+// statistics, and X those of (n, h) gathered, the largest of
+//
+//                                                 tp alone               with sequence parallelism
+//     before Wdown:      dy, dact                 x + ffn                x + X + ffn
+//     behind Wgate, Wup: dy, dx                   2 x                    2 x + 2 X
+//     in attention:      dx2, d_o, dq, dk, dv     x + 2 q + 2 kv - R     2 X + 2 q + 2 kv - R    (x2, rstd2 have gone)
+//     behind Wq Wk Wv:   dx2, dq, dk, dv, dx      less                   3 X + x - R - probs     (and q, k, v, probs)
+//
+// Sequence parallelism has what W multiplies with, dy and dx2, gathered until W; and dx before it is scattered.
+double memory_peak_activations(const MemoryPlan *plan) {
+    MemoryPlan complete = *plan;
+    complete.model.recompute = RECOMPUTE_NONE;
+    const Sizes z = sizes_of(plan);
+    double t = (double)plan->tp, rows = plan->sp ? 1 / t : 1, L = (double)plan->model.layers;
+    double X = z.x, x = X * rows, R = z.statistic * rows, ffn = z.ffn / t, q = X / t, kv = z.kv / t;
+    double probs = (double)dtype_size(plan->model.dtype) * z.pairs / t;
+    double inputs = 3 * 4 * z.n, block = memory_block_activations(plan);
+    double head = L * block + ends_activations(plan) + x;
+    double flowing = fmax(x + ffn, fmax(2 * x, x + 2 * q + 2 * kv - R));
+    if (plan->sp) {
+        double mlp = fmax(x + X + ffn, 2 * x + 2 * X);
+        flowing = fmax(mlp, fmax(2 * X + 2 * q + 2 * kv - R, 3 * X + x - R - probs));
+    }
+    return fmax(head, inputs + (L - 1) * block + memory_block_activations(&complete) + flowing);
+}
+
 int64_t peak_activation_bytes(const Config *config) {
-    MemoryPlan plan = {.model = *config, .tp = 1, .dp = 1}, whole = plan;
-    whole.model.recompute = RECOMPUTE_NONE;
-    const Sizes z = sizes_of(&plan);
-    double inputs = 3 * 4 * z.n, block = memory_block_activations(&plan), L = (double)config->layers;
-    double head = L * block + ends_activations(&plan) + z.x;
-    double flowing = fmax(z.x + z.ffn, 3 * z.x + 2 * z.kv - z.statistic);
-    double last = inputs + (L - 1) * block + memory_block_activations(&whole) + flowing;
-    return (int64_t)fmax(head, last);
+    return (int64_t)memory_peak_activations(&(MemoryPlan){.model = *config, .tp = 1, .dp = 1});
 }
 
 // ---- recomputation on GPT-3 175B ----

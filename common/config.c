@@ -116,7 +116,8 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_REPORT, TEXT("trace", trace, NULL, "FILE", "write a time line for ui.perfetto.dev")},
         {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
         {CONFIG_LAYOUT, INT("dp", dp, "0", 0, 4096, "", "data-parallel ranks; 0: all that --tp leaves")},
-        {CONFIG_LAYOUT, INT("tp", tp, "1", 1, 4096, "", "ranks that share each layer's matrices")},
+        {CONFIG_LAYOUT, INT("tp", tp, "1", 0, 4096, "",
+                            "ranks that share each layer's matrices; 0: all that --dp leaves")},
         {CONFIG_LAYOUT, FLAG("sp", sp, "sequence parallelism: --tp cuts norms and residuals, too")},
         {CONFIG_LAYOUT,
          FLAG("vocab-parallel", vocab_parallel, "--tp cuts embedding, output layer and loss, too")},
@@ -259,6 +260,12 @@ static const char *tensor_degrees(const Config *c, int64_t most) {
 }
 
 void config_check_layout(Config *c, int ranks) {
+    if (c->tp == 0) {
+        CHECK(c->dp == 0 || ranks % c->dp == 0,
+              "--dp %ld does not divide the %d ranks; --ranks %ld would fit", c->dp, ranks,
+              (ranks / c->dp + 1) * c->dp);
+        c->tp = c->dp ? ranks / c->dp : ranks;
+    }
     int64_t tp = c->tp, kv = c->kv_heads;
     const char *fits = tensor_degrees(c, c->heads);
     CHECK(c->heads % tp == 0, "--tp %ld does not divide --heads %ld; --tp %s would fit", tp, c->heads,

@@ -35,7 +35,7 @@ typedef struct Config {
     bool no_check;
     const char *json, *trace, *machine, *timeline_svg;
     bool timeline;
-    // layout: degrees of the mesh (dp 0: all ranks that the others leave), and what is cut along it
+    // layout: degrees of the mesh (0: all ranks that the other leaves), and what is cut along it
     int64_t dp, tp;
     bool sp, vocab_parallel;
     int zero;  // ZeRO's stage, 0 to 3: Sharding of params.h

@@ -316,6 +316,7 @@ typedef struct MemoryPlan {
     double optimizer_bytes;  // k, bytes of optimizer for each parameter; 0: AdamW's for the dtype
     int64_t zero, tp, dp;    // stage 0 to 3, degrees
     bool sp;                 // sequence parallelism beside tp
+    bool whole_vocabulary;   // tp leaves embedding and output layer whole on every rank; else it cuts them
 } MemoryPlan;
 
 typedef struct MemoryNeed {  // bytes on one rank
@@ -332,6 +333,9 @@ double memory_rank_parameters(const MemoryPlan *plan);
 // Bytes that one block keeps for backward on one rank, for one micro-batch.
 double memory_block_activations(const MemoryPlan *plan);
 void memory_print_block(const MemoryPlan *plan);  // the same, tensor by tensor
+
+// The most bytes of activations that a rank ever holds: of this book's block, with plan->tp and plan->sp.
+double memory_peak_activations(const MemoryPlan *plan);
 
 // This book's model on one device, to the byte: the activations that one micro-batch holds between forward
 // and backward, and the most that it ever holds.
@@ -425,5 +429,36 @@ typedef struct DdpCost {
 } DdpCost;
 DdpCost ddp_cost(const Config *config, Mesh mesh, void (*plug)(Model *model, Ddp *ddp),
                  int64_t bucket_bytes);
+
+// ==========================================================================================================
+// 03_tensor_parallel: the region socket, twice, and what partial gradients need
+// ==========================================================================================================
+
+// Every rank of mesh.tp computes its heads and its part of the feed-forward width on the same tokens; the table cuts the
+// weights (params.h). Embedding and output layer are whole on every rank unless a plug of the vocabulary cuts them.
+typedef struct TensorParallel {
+    Group tp;
+    int64_t tokens;  // n = b s of a micro-batch
+    Sockets before;  // as they were: their gradients.finish, and their vocabulary, are called within these
+} TensorParallel;
+
+// Each fills model->sockets.region, with *tp as its context, and adds to what gradients.finish does: so after a plug of
+// the gradients, and before one of the vocabulary. *tp outlives the model's use.
+void tensor_parallel_plug(Model *model, TensorParallel *tp);    // f and f*: between blocks x (n, h) is on every rank
+void sequence_parallel_plug(Model *model, TensorParallel *tp);  // g and g*: x (rows of this rank, h)
+// The rows of n that a rank holds, [*first, *first + returned): contiguous runs, the first n % size ranks one row more.
+int64_t sequence_rows(int64_t n, int rank, int size, int64_t *first);
+// The elements of each rank's rows, as collectives take them. counts (size).
+void sequence_counts(int64_t n, int64_t columns, int size, int64_t *counts);
+// What both plugs do to gradients.finish: after a step's last micro-batch, partial gradients are summed over the ranks
+// that hold copies of the weight, one message for each group of them.
+void partial_gradients_plug(Model *model, TensorParallel *tp);
+void partial_gradients_sum(Params *params);
+
+// 03_tensor_parallel/layouts.c: what --dp --tp --sp --vocab-parallel --zero ask for; LayoutProgram's functions.
+void *layout_plug(Trainer *trainer);
+void layout_unplug(Trainer *trainer, void *plugs);
+// Calls, bytes and memory against closed formulas, and copies of a weight against each other, to the bit.
+void layout_counts(const Trainer *trainer, const Record *record, void *plugs);
 
 #endif

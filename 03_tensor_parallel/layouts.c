@@ -1,0 +1,189 @@
+// layouts.c: what the flags of a layout plug, and what each layout must send and store. Playbook: "Tensor Parallelism",
+// "Sequence Parallelism", "5D parallelism in a nutshell".
+//
+// The programs of this chapter differ in their default flags and in what else they show; all of them take --dp --tp --sp
+// --vocab-parallel --zero in any combination. One socket each, plugged in the order of this table; n tokens of a
+// micro-batch, K = n h e bytes, m = grad_acc, L blocks, G bytes of gradients on a rank; bytes are those of all ranks:
+//
+//     plug               socket        per step                                    calls            bytes
+//     ddp_no_sync        gradients     all-reduce of G in buckets                  buckets          2 (dp - 1) tp G
+//     tensor_parallel    region        all-reduce of K                             4 L m            2 (tp - 1) dp K each
+//     sequence_parallel  region        all-gather, reduce-scatter of K             6 L m, 4 L m       (tp - 1) dp K each
+//                        vocabulary    all-reduce of the loss, 8 bytes             m                2 (tp - 1) dp 8 each
+//     both               gradients     all-reduce of all partial gradients, P      1 for each group 2 (copies - 1) P each
+//
+// and 2 L m more all-reduces (or of both halves) with --recompute full, which runs forward again. Besides, a step sums
+// labels and loss over dp, and the gradients' norm over tp. This file has no main.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "playbook.h"
+
+// ---- the plugs ----
+
+enum { BUCKET_BYTES = 100000 };
+
+typedef struct Layout {
+    Ddp ddp;
+    TensorParallel tp;
+} Layout;
+
+void *layout_plug(Trainer *t) {
+    const Config *c = &t->config;
+    CHECK(c->zero == 0, "--zero %d: ZeRO is not part of this program", c->zero);
+    CHECK(!c->vocab_parallel, "--vocab-parallel is not part of this program");
+    Layout *layout = host_alloc(sizeof *layout);
+    *layout = (Layout){.ddp.bucket_bytes = BUCKET_BYTES};
+    ddp_no_sync_plug(t->model, &layout->ddp);
+    if (c->sp) sequence_parallel_plug(t->model, &layout->tp);
+    else tensor_parallel_plug(t->model, &layout->tp);
+    return layout;
+}
+
+void layout_unplug(Trainer *t, void *plugs) {
+    (void)t;
+    Layout *layout = plugs;
+    free(layout->ddp.pending);
+    free(layout);
+}
+
+// ---- what a step sends ----
+
+typedef struct Sent {
+    double calls, bytes;  // of this rank; of all ranks together
+} Sent;
+
+typedef struct Sends {
+    Sent all_reduce, all_gather, reduce_scatter;
+} Sends;
+
+// Calls in a group of n ranks, of which there are `groups`, on a tensor of so many bytes.
+static void add_all_reduces(Sends *s, double calls, double bytes, int n, double groups) {
+    s->all_reduce.calls += calls;
+    s->all_reduce.bytes += calls * groups * 2 * (n - 1) * bytes;
+}
+static void add_halves(Sent *sent, double calls, double bytes, int n, double groups) {
+    sent->calls += calls;
+    sent->bytes += calls * groups * (n - 1) * bytes;
+}
+
+static void region_sends(Sends *s, const Model *m) {
+    const Config *c = &m->config;
+    double K = (double)(c->micro_batch * c->seq * c->hidden) * (double)dtype_size((DType)c->dtype);
+    double regions = 2.0 * (double)(c->layers * c->grad_acc), again = c->recompute == RECOMPUTE_FULL;
+    int tp = m->mesh.tp.size, dp = m->mesh.dp.size;
+    if (!c->sp) {
+        add_all_reduces(s, regions * (2 + again), K, tp, dp);
+    } else {
+        add_halves(&s->all_gather, regions * (3 + again), K, tp, dp);
+        add_halves(&s->reduce_scatter, regions * (2 + again), K, tp, dp);
+        add_all_reduces(s, (double)c->grad_acc, sizeof(double), tp, dp);
+    }
+}
+
+// Under sequence parallelism the norms, and embedding and output layer where they are whole; K/V heads that are copies.
+static void partial_sends(Sends *s, const Model *m) {
+    const Config *c = &m->config;
+    double h = (double)c->hidden, L = (double)c->layers, e = (double)dtype_size(m->params.total_dtype);
+    int tp = m->mesh.tp.size, dp = m->mesh.dp.size;
+    double whole = (2 * L + 1) * h + (c->vocab_parallel ? 0 : (c->tied ? 1 : 2) * h * (double)c->vocab);
+    if (c->sp && tp > 1) add_all_reduces(s, 1, e * whole, tp, dp);
+    int copies = tp / (int)c->kv_heads;
+    if (copies > 1)
+        add_all_reduces(s, 1, e * L * 2 * (double)config_head_size(c) * h, copies,
+                        dp * (double)c->kv_heads);
+}
+
+static void data_sends(Sends *s, const Model *m, const Layout *layout) {
+    int first_unit[m->params.units], tp = m->mesh.tp.size, dp = m->mesh.dp.size;
+    s->all_reduce.calls += ddp_bucket_starts(&m->params, layout->ddp.bucket_bytes, first_unit);
+    s->all_reduce.bytes += 2.0 * (dp - 1) * tp * (double)tensor_bytes(params_total_grad(&m->params));
+    add_all_reduces(s, 2, sizeof(double), dp, tp);              // labels, loss
+    if (tp > 1) add_all_reduces(s, 1, sizeof(double), tp, dp);  // squares of the norm
+}
+
+static void check_sent(const char *call, const char *title, Sent predicted, double steps, Group world) {
+    CommCount sent = comm_count(call);
+    double bytes = comm_sum((double)sent.bytes, world);
+    if (predicted.calls == 0 && sent.calls == 0) return;
+    char *calls = format_text("%ss", title), *of = format_text("bytes of %ss, all ranks", title);
+    report_equal(calls, steps * predicted.calls, (double)sent.calls, "");
+    report_equal(of, steps * predicted.bytes, bytes, "B");
+    free(calls);
+    free(of);
+}
+
+// ---- what is stored ----
+
+static void check_memory(const Trainer *t, const Record *record) {
+    const Config *c = &t->config;
+    Group world = t->model->mesh.world;
+    MemoryPlan plan = {.model = *c,
+                       .whole_vocabulary = !c->vocab_parallel,
+                       .f32_gradients = true,
+                       .zero = c->zero,
+                       .tp = c->tp,
+                       .dp = c->dp,
+                       .sp = c->sp};
+    MemoryNeed need = memory_need(&plan);
+    double ranks = world.size;
+    // Rows may be unequal, their sum is not: so the ranks' total, and the peak of a rank where they are equal.
+    report_equal("weights, all ranks", ranks * need.parameters,
+                 comm_sum((double)memory_account().now[MEMORY_PARAMETER], world), "B");
+    report_equal("activations kept, all ranks", round(ranks * (need.blocks + need.ends)),
+                 comm_sum((double)record->kept_bytes, world), "B");
+    if (c->micro_batch * c->seq % c->tp == 0 || !c->sp)
+        report_equal("activations at their peak", memory_peak_activations(&plan),
+                     (double)record->memory.peak[MEMORY_ACTIVATION], "B");
+}
+
+// ---- copies ----
+
+// Elements of this rank's part of a weight whose bits differ from those of the first copy.
+static bool differs(const Params *params, const Param *param) {
+    Tensor mine = param_own_value(params, param, NULL);
+    if (!tensor_exists(mine)) return false;
+    Tensor first = tensor_like(MEMORY_COMMUNICATION, mine);
+    op_copy(first, mine);
+    comm_now(comm_broadcast(first, 0, param->copies));
+    char *a = host_alloc((size_t)tensor_bytes(mine)), *b = host_alloc((size_t)tensor_bytes(mine));
+    tensor_to_host(a, mine);
+    tensor_to_host(b, first);
+    bool differ = memcmp(a, b, (size_t)tensor_bytes(mine)) != 0;
+    free(a);
+    free(b);
+    tensor_free(&first);
+    return differ;
+}
+
+// Weights that several ranks of tp hold have the same bits on each of them after training.
+static void check_copies(const Model *m) {
+    double copied = 0, off = 0;
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *param = &m->params.param[i];
+        if (param->copies.size == 1) continue;
+        bool differ = differs(&m->params, param);
+        copied++;
+        off += differ;
+        report_that(!differ, "%s: the copy of rank %d has other bits than that of rank %d", param->name,
+                    param->copies.member[param->copies.rank], param->copies.member[0]);
+    }
+    if (copied > 0)
+        report_equal("weights equal in all copies", copied * m->mesh.world.size,
+                     comm_sum(copied - off, m->mesh.world), "");
+}
+
+void layout_counts(const Trainer *t, const Record *record, void *plugs) {
+    const Model *m = t->model;
+    double steps = (double)record->steps;
+    Sends sends = {0};
+    region_sends(&sends, m);
+    partial_sends(&sends, m);
+    data_sends(&sends, m, plugs);
+    check_sent("all_reduce", "all-reduce", sends.all_reduce, steps, m->mesh.world);
+    check_sent("all_gather", "all-gather", sends.all_gather, steps, m->mesh.world);
+    check_sent("reduce_scatter", "reduce-scatter", sends.reduce_scatter, steps, m->mesh.world);
+    check_memory(t, record);
+    check_copies(m);
+}
