@@ -457,8 +457,44 @@ void partial_gradients_sum(Params *params);
 
 // 03_tensor_parallel/layouts.c: what --dp --tp --sp --vocab-parallel --zero ask for; LayoutProgram's functions.
 void *layout_plug(Trainer *trainer);
+void *layout_plug_async(Trainer *trainer);  // the same, and async_tensor_parallel_plug
 void layout_unplug(Trainer *trainer, void *plugs);
 // Calls, bytes and memory against closed formulas, and copies of a weight against each other, to the bit.
 void layout_counts(const Trainer *trainer, const Record *record, void *plugs);
+
+// ==========================================================================================================
+// 03_tensor_parallel/vocab_parallel.c: embedding, output layer and loss cut over the vocabulary
+// ==========================================================================================================
+
+typedef struct VocabParallel {
+    Group tp;
+    VocabularyPart part;  // this rank's
+    Sockets before;       // as they were: what a lookup leaves by
+    const Sockets *on;    // as they are: what the output layer is entered by
+} VocabParallel;
+
+// Fills model->sockets.vocabulary, with *vocab as its context: after a plug of the region, which then serves the
+// vocabulary, too. *vocab outlives the model's use.
+void vocab_parallel_plug(Model *model, VocabParallel *vocab);
+// A lookup before it leaves: (n, h) partial over tp, zero where another rank has the token. New.
+Tensor vocab_parallel_rows(const VocabParallel *vocab, Tensor tokens, Tensor weight);
+
+// ==========================================================================================================
+// 03_tensor_parallel/async_tensor_parallel.c: rows travel while others are multiplied
+// ==========================================================================================================
+
+typedef struct AsyncTensorParallel {
+    Group tp;
+    int64_t tokens;      // n = b s of a micro-batch
+    Sockets before;      // as they were: each piece is multiplied by their linear
+    Request **in, **out;  // (tp) of each step, those under way
+    Tensor coming;       // (n, h) whose rows are on their way here; {0}: none
+    Tensor leaving;      // (n, h) partial, whose rows are on their way to their ranks; {0}: none
+    Tensor parts;        // (tp, rows, h) what the ranks have of this one's rows of `leaving`
+} AsyncTensorParallel;
+
+// Fills model->sockets.region and linear, after sequence_parallel_plug. Rows that enter must be multiplied by linears of
+// the socket and by nothing else; what leaves was made by one, and is not touched in between.
+void async_tensor_parallel_plug(Model *model, AsyncTensorParallel *async);
 
 #endif
