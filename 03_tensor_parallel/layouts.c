@@ -10,6 +10,9 @@
 //     tensor_parallel    region        all-reduce of K                             4 L m            2 (tp - 1) dp K each
 //     sequence_parallel  region        all-gather, reduce-scatter of K             6 L m, 4 L m       (tp - 1) dp K each
 //                        vocabulary    all-reduce of the loss, 8 bytes             m                2 (tp - 1) dp 8 each
+//     vocab_parallel     vocabulary    all-reduce of K; of n maxima; of 2 n sums   2 m, m, m        2 (tp - 1) dp (2 K + 3 n w) m
+//       with sp                        all-gather, reduce-scatter of K             3 m, 2 m         (tp - 1) dp K each
+//     async_tensor_…     region        transfers instead of both                   tp - 1 for each  the same
 //     both               gradients     all-reduce of all partial gradients, P      1 for each group 2 (copies - 1) P each
 //
 // and 2 L m more all-reduces (or of both halves) with --recompute full, which runs forward again. Besides, a step sums
@@ -27,17 +30,25 @@ enum { BUCKET_BYTES = 100000 };
 typedef struct Layout {
     Ddp ddp;
     TensorParallel tp;
+    VocabParallel vocab;
+    AsyncTensorParallel async;  // of a program that wants it
 } Layout;
 
 void *layout_plug(Trainer *t) {
     const Config *c = &t->config;
     CHECK(c->zero == 0, "--zero %d: ZeRO is not part of this program", c->zero);
-    CHECK(!c->vocab_parallel, "--vocab-parallel is not part of this program");
     Layout *layout = host_alloc(sizeof *layout);
     *layout = (Layout){.ddp.bucket_bytes = BUCKET_BYTES};
     ddp_no_sync_plug(t->model, &layout->ddp);
     if (c->sp) sequence_parallel_plug(t->model, &layout->tp);
     else tensor_parallel_plug(t->model, &layout->tp);
+    if (c->vocab_parallel) vocab_parallel_plug(t->model, &layout->vocab);
+    return layout;
+}
+
+void *layout_plug_async(Trainer *t) {
+    Layout *layout = layout_plug(t);
+    async_tensor_parallel_plug(t->model, &layout->async);
     return layout;
 }
 
@@ -45,6 +56,7 @@ void layout_unplug(Trainer *t, void *plugs) {
     (void)t;
     Layout *layout = plugs;
     free(layout->ddp.pending);
+    free(layout->async.in);
     free(layout);
 }
 
@@ -60,7 +72,18 @@ static void add_halves(Sent *sent, double calls, double bytes, int n, double gro
     sent->bytes += calls * groups * (n - 1) * bytes;
 }
 
-static void region_sends(Sends *s, const Model *m) {
+// All-gathers and reduce-scatters of K; `async` ones are as many messages as there are other ranks, and as many bytes.
+static void add_gathers(Sends *s, double calls, double bytes, const Model *m, bool async) {
+    int tp = m->mesh.tp.size;
+    add_halves(async ? &s->transfers : &s->all_gather, calls, bytes, tp, m->mesh.dp.size);
+    if (async) s->transfers.calls += calls * (tp - 2);
+}
+static void add_scatters(Sends *s, double calls, double bytes, const Model *m, bool async) {
+    if (async) add_gathers(s, calls, bytes, m, async);
+    else add_halves(&s->reduce_scatter, calls, bytes, m->mesh.tp.size, m->mesh.dp.size);
+}
+
+static void region_sends(Sends *s, const Model *m, bool async) {
     const Config *c = &m->config;
     double K = (double)(c->micro_batch * c->seq * c->hidden) * (double)dtype_size((DType)c->dtype);
     double regions = 2.0 * (double)(c->layers * c->grad_acc), again = c->recompute == RECOMPUTE_FULL;
@@ -68,10 +91,29 @@ static void region_sends(Sends *s, const Model *m) {
     if (!c->sp) {
         add_all_reduces(s, regions * (2 + again), K, tp, dp);
     } else {
-        add_halves(&s->all_gather, regions * (3 + again), K, tp, dp);
-        add_halves(&s->reduce_scatter, regions * (2 + again), K, tp, dp);
-        add_all_reduces(s, (double)c->grad_acc, sizeof(double), tp, dp);
+        add_gathers(s, regions * (3 + again), K, m, async);
+        add_scatters(s, regions * (2 + again), K, m, async);
+        if (!c->vocab_parallel) add_all_reduces(s, (double)c->grad_acc, sizeof(double), tp, dp);
     }
+}
+
+static void vocabulary_sends(Sends *s, const Model *m, bool async) {
+    const Config *c = &m->config;
+    if (!c->vocab_parallel) return;
+    double micro = (double)c->grad_acc, n = (double)(c->micro_batch * c->seq);
+    double K = n * (double)c->hidden * (double)dtype_size((DType)c->dtype);
+    double row = n * (c->dtype == F64 ? sizeof(double) : sizeof(float));
+    int tp = m->mesh.tp.size, dp = m->mesh.dp.size;
+    if (!c->sp) {
+        add_all_reduces(s, 2 * micro, K, tp, dp);
+    } else {
+        add_scatters(s, micro, K, m, false);
+        add_gathers(s, micro, K, m, false);
+        add_gathers(s, 2 * micro, K, m, async);
+        add_scatters(s, micro, K, m, async);
+    }
+    add_all_reduces(s, micro, row, tp, dp);
+    add_all_reduces(s, micro, 2 * row, tp, dp);
 }
 
 // Under sequence parallelism the norms, and embedding and output layer where they are whole; K/V heads that are copies.
@@ -169,13 +211,17 @@ static void check_copies(const Model *m) {
 void layout_counts(const Trainer *t, const Record *record, void *plugs) {
     const Model *m = t->model;
     double steps = (double)record->steps;
+    const Layout *layout = plugs;
+    bool async = layout->async.in != NULL;
     Sends sends = {0};
-    region_sends(&sends, m);
+    region_sends(&sends, m, async);
+    vocabulary_sends(&sends, m, async);
     partial_sends(&sends, m);
-    data_sends(&sends, m, plugs);
+    data_sends(&sends, m, layout);
     check_sent("all_reduce", "all-reduce", sends.all_reduce, steps, m->mesh.world);
     check_sent("all_gather", "all-gather", sends.all_gather, steps, m->mesh.world);
     check_sent("reduce_scatter", "reduce-scatter", sends.reduce_scatter, steps, m->mesh.world);
+    check_sent("transfers", "message", sends.transfers, steps, m->mesh.world);
     check_memory(t, record);
     check_copies(m);
 }
@@ -189,7 +235,7 @@ static Sent sent_since_reset(const char *call) {
 
 static Sends sends_since_reset(void) {
     return (Sends){sent_since_reset("all_reduce"), sent_since_reset("all_gather"),
-                   sent_since_reset("reduce_scatter")};
+                   sent_since_reset("reduce_scatter"), sent_since_reset("transfers")};
 }
 
 // Of one micro-batch through the whole model, on this rank alone. It is not the last, so that no gradient travels.
@@ -229,6 +275,7 @@ BlockCost layout_block_cost(const Config *config, Mesh mesh) {
         two->all_reduce = difference_of(two->all_reduce, less->all_reduce, mesh.world);
         two->all_gather = difference_of(two->all_gather, less->all_gather, mesh.world);
         two->reduce_scatter = difference_of(two->reduce_scatter, less->reduce_scatter, mesh.world);
+        two->transfers = difference_of(two->transfers, less->transfers, mesh.world);
     }
     cost.kept -= one.kept;
     return cost;

@@ -146,10 +146,10 @@ static void compare_calls(Mesh mesh, const Config *config) {
 
 // ---- the playbook's table of shapes, read from the tensors of rank 0 ----
 
-enum { STOPS = 7 };
-static const char *const stop_name[STOPS] = {
-    "embedding",      "SP region: norm",   "enter TP: in", "column linear: Wgate",
-    "TP region: act", "row linear: Wdown", "exit TP: out"};
+enum { STOPS = 8 };
+static const char *const stop_name[STOPS] = {"embedding: table", "embedding: out", "SP region: norm",
+                                             "enter TP: in",     "column: Wgate",  "TP region: act",
+                                             "row: Wdown",       "exit TP: out"};
 
 typedef struct Shapes {
     char stop[STOPS][48];
@@ -186,22 +186,24 @@ static Shapes shapes_of(const Config *config, Mesh mesh) {
     int64_t n = config->micro_batch * config->seq, h = config->hidden, f = config->ffn / config->tp, first;
     int64_t rows = config->sp ? sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) : n;
 
+    Tensor table = param_value(&m->params, m->embedding);
     clock_reset();
+    at(&s, 0, table, tensor_rows(table), h);
     embedding_forward(m, &micro);
-    at(&s, 0, micro.x, rows, h);
+    at(&s, 1, micro.x, rows, h);
     block_forward(m, &micro, 0);
     const BlockKept *kept = &micro.block[0];
     clock_reset();
-    at(&s, 1, kept->norm2, rows, h);
+    at(&s, 2, kept->norm2, rows, h);
     Tensor inside = on->region.enter(on->region.context, kept->norm2);
-    at(&s, 2, inside, n, h);
-    at(&s, 3, param_value(&m->params, m->block[0].gate), f, h);
-    at(&s, 4, kept->mlp.act, n, f);
-    at(&s, 5, param_value(&m->params, m->block[0].down), h, f);
+    at(&s, 3, inside, n, h);
+    at(&s, 4, param_value(&m->params, m->block[0].gate), f, h);
+    at(&s, 5, kept->mlp.act, n, f);
+    at(&s, 6, param_value(&m->params, m->block[0].down), h, f);
     Tensor partial = tensor_new(MEMORY_ACTIVATION, inside.dtype, SHAPE(n, h));
-    on->linear.forward(on->linear.context, m, m->block[0].down, partial, kept->mlp.act);
+    on->linear.forward(on->linear.context, m, 1, &m->block[0].down, &partial, kept->mlp.act);
     Tensor y = on->region.leave(on->region.context, partial);
-    at(&s, 6, y, rows, h);
+    at(&s, 7, y, rows, h);
     const Tensor wide[] = {kept->x, kept->norm1, kept->q, kept->o, kept->x2, kept->norm2};
     for (size_t i = 0; i < sizeof wide / sizeof *wide; i++)
         if (tensor_count(wide[i]) > s.largest) s.largest = tensor_count(wide[i]);
