@@ -56,7 +56,7 @@ ifeq ($(OPS),cuda-on-cpu)
 # ---- the same files as C++ ----
 # -fsanitize=thread has g++ report every access to memory; the runtime that it reports to is
 # cuda_on_cpu.cc, which is compiled without it, and not ThreadSanitizer's, which is not linked.
-CUDA_SOURCES += common/gemm_on_cpu.cc common/cuda_on_cpu.cc
+CUDA_SOURCES += common/gemm_on_cpu.cc $(sort $(wildcard common/cuda_on_cpu*.cc))
 ON_CPU_FLAGS := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
                 -Wno-unknown-pragmas -g -Icommon $(BLAS_CFLAGS)
 KERNELS      := $(BUILD)/lib
