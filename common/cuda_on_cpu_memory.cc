@@ -154,7 +154,7 @@ size_t memory_in_use(void) { return in_use; }
 static uintptr_t shared_start;  // of the static ones
 static size_t shared_size;
 static std::deque<Region> shared_regions;
-static std::vector<Region *> shared_table;  // by 16 bytes: red zones begin on such borders
+static std::vector<Region *> shared_table;  // by 8 bytes: what is not one array begins on such borders
 static Region dynamic_shared = {0, 0, NULL, 0, COARSEST, true, true, "dynamic shared memory"};
 static const size_t DYNAMIC_MOST = 256 << 10, DYNAMIC_RED_ZONE = 4096;
 
@@ -173,27 +173,41 @@ static void add_shared(void *, const char *name, int type, uintptr_t value, size
     char *whole = abi::__cxa_demangle(name, NULL, NULL, &status);
     // "tile" of "softmax<float, 256>(float*, int)::tile"
     const char *text = whole ? whole : name;
-    for (const char *c = text; (c = strstr(c, "::")); c += 2) text = c + 2;
+    if (strncmp(text, "guard variable for ", 19) != 0)
+        for (const char *c = text; (c = strstr(c, "::")); c += 2) text = c + 2;
     shared_regions.push_back({shared_start + value, size, NULL, 0, COARSEST, true, true, text});
 }
 
+// g++ guards the start of arrays of classes by variables of their own, though it has nothing to do there.
+static Region guards = {0, 0, NULL, 0, COARSEST, true, true, "guards"};
+static bool is_guard(const Region &r) { return strncmp(r.name, "guard variable for ", 19) == 0; }
 static bool is_red_zone(const Region &r) { return strncmp(r.name, "cuda_red_zone_", 14) == 0; }
+
+static void fill_table(const Region &r, Region *with) {
+    for (size_t at = (r.start - shared_start) / 8; at <= (r.start + r.size - 1 - shared_start) / 8; at++)
+        shared_table[at] = with;
+}
 
 static void find_shared(void) {
     dl_iterate_phdr(find_segment, NULL);
     each_symbol(add_shared, NULL);
     std::sort(shared_regions.begin(), shared_regions.end(),
               [](const Region &a, const Region &b) { return a.start < b.start; });
-    shared_table.resize(shared_size / 16 + 1);
-    for (size_t i = 0; i < shared_regions.size(); i++) {
-        Region &r = shared_regions[i];
-        if (is_red_zone(r)) continue;
-        CHECK(i == 0 || is_red_zone(shared_regions[i - 1]),
-              "no red zone lies between the shared arrays %s and %s: give each its own __shared__",
-              shared_regions[i - 1].name, r.name);
-        for (size_t at = (r.start - shared_start) / 16; at <= (r.start + r.size - 1 - shared_start) / 16;
-             at++)
-            shared_table[at] = &r;
+    shared_table.resize(shared_size / 8 + 1);
+    const Region *before = NULL;
+    for (Region &r : shared_regions) {
+        if (is_guard(r)) {
+            *reinterpret_cast<char *>(r.start) = 1;  // begun already
+            fill_table(r, &guards);
+            continue;
+        }
+        if (!is_red_zone(r)) {
+            CHECK(!before || is_red_zone(*before),
+                  "no red zone lies between the shared arrays %s and %s: give each its own __shared__",
+                  before->name, r.name);
+            fill_table(r, &r);
+        }
+        before = &r;
     }
     void *range = reserve(DYNAMIC_MOST + 2 * DYNAMIC_RED_ZONE);
     CHECK(range, "out of host memory");
@@ -323,7 +337,7 @@ static void outside(AccessKind kind, uintptr_t address, size_t size, const Regio
 static const Region *nearest_shared(uintptr_t address) {
     const Region *best = NULL;
     for (const Region &r : shared_regions)
-        if (!is_red_zone(r) && (!best || r.start <= address)) best = &r;
+        if (!is_red_zone(r) && !is_guard(r) && (!best || r.start <= address)) best = &r;
     return best;
 }
 
@@ -351,7 +365,8 @@ static inline __attribute__((always_inline)) void check(AccessKind kind, uintptr
         r = region_at(address);
         if (!r || !r->live) outside(kind, address, size, r, site);
     } else if (address - shared_start < shared_size) {
-        r = shared_table[(address - shared_start) / 16];
+        r = shared_table[(address - shared_start) / 8];
+        if (r == &guards) return;
         if (!r) outside(kind, address, size, nearest_shared(address), site);
     } else if (address - (dynamic_shared.start - DYNAMIC_RED_ZONE) < DYNAMIC_MOST + 2 * DYNAMIC_RED_ZONE) {
         r = &dynamic_shared;
