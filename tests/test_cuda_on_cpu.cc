@@ -15,21 +15,24 @@ extern "C" {
 }
 
 // Device memory with the content of a vector, and back.
-template <class T> static T *to_device(const std::vector<T> &host) {
+template <class T>
+static T *to_device(const std::vector<T> &host) {
     T *memory;
     CUDA_CHECK(cudaMalloc(&memory, host.size() * sizeof(T)));
     CUDA_CHECK(cudaMemcpy(memory, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
     return memory;
 }
 
-template <class T> static std::vector<T> to_host(T *memory, size_t count) {
+template <class T>
+static std::vector<T> to_host(T *memory, size_t count) {
     std::vector<T> host(count);
     CUDA_CHECK(cudaMemcpy(host.data(), memory, count * sizeof(T), cudaMemcpyDeviceToHost));
     CUDA_CHECK(cudaFree(memory));
     return host;
 }
 
-template <class T> static T *fresh(size_t count) {
+template <class T>
+static T *fresh(size_t count) {
     T *memory;
     CUDA_CHECK(cudaMalloc(&memory, count * sizeof(T)));
     return memory;
@@ -49,8 +52,14 @@ __global__ void tell_place(Seen *seen) {
 
 static void grids_and_blocks_of_three_dimensions(void **state) {
     (void)state;
-    static const dim3 shapes[][2] = {{1, 1},          {7, 1},          {dim3(2, 3), 33},         {1, dim3(5, 7)},
-                                     {1, dim3(3, 5, 7)}, {dim3(2, 3, 5), dim3(4, 3, 2)}, {2, 1024}, {1, dim3(2, 2, 64)}};
+    static const dim3 shapes[][2] = {{1, 1},
+                                     {7, 1},
+                                     {dim3(2, 3), 33},
+                                     {1, dim3(5, 7)},
+                                     {1, dim3(3, 5, 7)},
+                                     {dim3(2, 3, 5), dim3(4, 3, 2)},
+                                     {2, 1024},
+                                     {1, dim3(2, 2, 64)}};
     for (auto &shape : shapes) {
         dim3 g = shape[0], b = shape[1];
         size_t threads = b.x * b.y * b.z, count = threads * g.x * g.y * g.z;
@@ -75,7 +84,8 @@ struct Sizes {
     int64_t n[9];  // more than 16 bytes
 };
 
-template <class T> __global__ void take_arguments(T *out, int64_t big, double real, Sizes sizes, const T *none) {
+template <class T>
+__global__ void take_arguments(T *out, int64_t big, double real, Sizes sizes, const T *none) {
     out[0] = (T)(big + real + sizes.n[8]);
     out[1] = none == nullptr;
 }
@@ -93,7 +103,8 @@ static void arguments_convert_as_in_a_call(void **state) {
 // ---- shared memory and barriers ----
 
 // Each thread takes the place of its mirror image, twice, in arrays of one to three dimensions.
-template <class T, int N> __global__ void mirror(T *y, const T *x) {
+template <class T, int N>
+__global__ void mirror(T *y, const T *x) {
     __shared__ T line[N * N];
     __shared__ T tile[N][N + 1];
     __shared__ T cube[2][N][N];
@@ -107,7 +118,8 @@ template <class T, int N> __global__ void mirror(T *y, const T *x) {
     y[N * N + i * N + j] = cube[1][N - 1 - i][j];
 }
 
-template <class T, int N> static void check_mirror() {
+template <class T, int N>
+static void check_mirror() {
     std::vector<T> x(N * N);
     for (int i = 0; i < N * N; i++) x[i] = (T)(i % 100);
     T *in = to_device(x), *out = fresh<T>(2 * N * N);
@@ -130,14 +142,16 @@ static void shared_arrays_of_template_kernels(void **state) {
     check_mirror<uint8_t, 13>();
 }
 
-template <class T> __global__ void reverse_in_dynamic(T *y, const T *x) {
+template <class T>
+__global__ void reverse_in_dynamic(T *y, const T *x) {
     DYNAMIC_SHARED(T, buffer);
     buffer[threadIdx.x] = x[blockIdx.x * blockDim.x + threadIdx.x];
     __syncthreads();
     y[blockIdx.x * blockDim.x + threadIdx.x] = buffer[blockDim.x - 1 - threadIdx.x];
 }
 
-template <class T> static void check_dynamic(unsigned blocks, unsigned threads) {
+template <class T>
+static void check_dynamic(unsigned blocks, unsigned threads) {
     std::vector<T> x(blocks * threads);
     for (size_t i = 0; i < x.size(); i++) x[i] = (T)(float)(i % 61);
     T *in = to_device(x), *out = fresh<T>(x.size());
@@ -158,7 +172,8 @@ static void dynamic_shared_memory_serves_every_type(void **state) {
 
 __global__ void vote_in_block(int *counts) {
     int mine = threadIdx.x % 3 == 0, all = 1;
-    int count = __syncthreads_count(mine), any = __syncthreads_or(threadIdx.x == 40), none = __syncthreads_or(0);
+    int count = __syncthreads_count(mine), any = __syncthreads_or(threadIdx.x == 40),
+        none = __syncthreads_or(0);
     int every = __syncthreads_and(all), not_every = __syncthreads_and(threadIdx.x != 40);
     counts[threadIdx.x] = count * 10000 + any * 1000 + none * 100 + every * 10 + not_every;
 }
@@ -226,7 +241,8 @@ static void a_seed_gives_its_order_of_blocks_and_threads(void **state) {
 
 enum Shuffle { ANY, UP, DOWN, XOR };
 
-template <class T> __global__ void shuffle(T *y, Shuffle kind, int argument, int width) {
+template <class T>
+__global__ void shuffle(T *y, Shuffle kind, int argument, int width) {
     T mine = (T)(float)(threadIdx.x + 1), got = mine;
     if (kind == ANY) got = __shfl_sync(0xffffffff, mine, argument, width);
     if (kind == UP) got = __shfl_up_sync(0xffffffff, mine, argument, width);
@@ -245,7 +261,8 @@ static int lane_that_gives(Shuffle kind, int lane, int argument, int width) {
     return from;
 }
 
-template <class T> static void check_shuffles() {
+template <class T>
+static void check_shuffles() {
     for (Shuffle kind : {ANY, UP, DOWN, XOR})
         for (int width = 1; width <= 32; width *= 2)
             for (int argument : {0, 1, 2, 3, 7, 16, 31}) {
@@ -255,8 +272,8 @@ template <class T> static void check_shuffles() {
                 for (int i = 0; i < 64; i++) {
                     int from = i / 32 * 32 + lane_that_gives(kind, i % 32, argument, width);
                     if ((float)y[i] != (float)(from + 1))
-                        fail_msg("shuffle %d by %d in %d: thread %d got %g, not that of thread %d", kind, argument,
-                                 width, i, (double)(float)y[i], from);
+                        fail_msg("shuffle %d by %d in %d: thread %d got %g, not that of thread %d", kind,
+                                 argument, width, i, (double)(float)y[i], from);
                 }
             }
 }
@@ -282,8 +299,9 @@ __global__ void votes(unsigned *y) {
     else part = __ballot_sync(0xaaaaaaaa, lane >= 3) << 16;
     y[threadIdx.x * 4] = all;
     y[threadIdx.x * 4 + 1] = part;
-    y[threadIdx.x * 4 + 2] = (unsigned)__any_sync(0xffffffff, lane == 4) | __all_sync(0xffffffff, lane < 32) << 1 |
-                             __any_sync(0xffffffff, lane == 32) << 2 | __all_sync(0xffffffff, lane != 4) << 3;
+    y[threadIdx.x * 4 + 2] =
+        (unsigned)__any_sync(0xffffffff, lane == 4) | __all_sync(0xffffffff, lane < 32) << 1 |
+        __any_sync(0xffffffff, lane == 32) << 2 | __all_sync(0xffffffff, lane != 4) << 3;
     y[threadIdx.x * 4 + 3] = __activemask();
 }
 
@@ -303,11 +321,13 @@ static void votes_of_whole_and_parted_warps(void **state) {
 
 // ---- atomics ----
 
-template <class T> __global__ void add_all(T *sum, T *old) {
+template <class T>
+__global__ void add_all(T *sum, T *old) {
     old[threadIdx.x] = atomicAdd(sum, (T)(threadIdx.x + 1));
 }
 
-template <class T> static void check_add() {
+template <class T>
+static void check_add() {
     T *sum = to_device(std::vector<T>{5}), *old = fresh<T>(100);
     LAUNCH(add_all<T>, 1, 100, 0, 0, sum, old);
     assert_true(to_host(sum, 1)[0] == 5 + 5050);
@@ -325,7 +345,8 @@ __global__ void all_atomics(int *i, unsigned *u, unsigned long long *l, double *
     atomicOr(&u[0], 1u << t % 32), atomicAnd(&u[1], ~(1u << t % 32)), atomicXor(&u[2], 1u << t % 7);
     atomicInc(&u[3], 9), atomicMax(&l[0], (unsigned long long)t << 40);
     // the maximum of doubles, as kernels build what the hardware lacks
-    unsigned long long *bits = reinterpret_cast<unsigned long long *>(maximum), seen = atomicCAS(bits, 0, 0);
+    unsigned long long *bits = reinterpret_cast<unsigned long long *>(maximum),
+                       seen = atomicCAS(bits, 0, 0);
     while (__longlong_as_double((long long)seen) < t * 0.5) {
         unsigned long long found = atomicCAS(bits, seen, (unsigned long long)__double_as_longlong(t * 0.5));
         if (found == seen) break;
@@ -373,7 +394,8 @@ static void the_last_block_may_read_what_fences_told(void **state) {
     (void)state;
     for (uint64_t seed = 0; seed < 4; seed++) {
         cuda_on_cpu_order(seed);
-        float *x = to_device(std::vector<float>{1, 2, 3, 4, 5, 6, 7}), *parts = fresh<float>(7), *out = fresh<float>(1);
+        float *x = to_device(std::vector<float>{1, 2, 3, 4, 5, 6, 7}), *parts = fresh<float>(7),
+              *out = fresh<float>(1);
         unsigned *counter = to_device(std::vector<unsigned>{0});
         LAUNCH(sum_of_blocks, 7, 32, 0, 0, out, parts, counter, x);
         assert_float_equal(to_host(out, 1)[0], 28, 0);
@@ -415,7 +437,8 @@ static void vector_types(void **state) {
     for (int i = 0; i < 16; i++) numbers.push_back(__float2bfloat16((float)i));
     __nv_bfloat16 *raw = to_device(numbers), *pairs = to_device(numbers);
     float2 *sums = fresh<float2>(2);
-    LAUNCH(vectors, 1, 2, 0, 0, f, reinterpret_cast<uint4 *>(raw), reinterpret_cast<__nv_bfloat162 *>(pairs), sums);
+    LAUNCH(vectors, 1, 2, 0, 0, f, reinterpret_cast<uint4 *>(raw),
+           reinterpret_cast<__nv_bfloat162 *>(pairs), sums);
     std::vector<float4> turned = to_host(f, 2);
     std::vector<float2> added = to_host(sums, 2);
     std::vector<__nv_bfloat16> swapped = to_host(pairs, 4);
