@@ -15,10 +15,10 @@ BUILD ?= $(folder-$(OPS)-$(COMM))
 ifeq ($(folder-$(OPS)-$(COMM)),)
 $(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, or nccl with OPS=cuda)
 endif
-# files of common/ that only one choice has
+# C files of common/ that only one choice has; common/cuda.mk adds the others
 of-cpu  := common/device_cpu.c common/ops_cpu.c
 of-mpi  := common/comm_mpi.c
-of-nccl := common/comm_nccl.c
+of-nccl := $(wildcard common/comm_nccl*.c)
 
 ifeq ($(origin CC),default)
 CC := gcc

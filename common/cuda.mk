@@ -80,7 +80,9 @@ endif
 ifeq ($(nccl),)
 $(call refuse,COMM=nccl needs NCCL and $(NCCL_HOME) has no libnccl: name the folder that has it in lib/ with NCCL_HOME=)
 endif
-cuda_libs   += $(nccl)
+cuda_libs    += $(nccl)
+cuda_sources += $(sort $(wildcard common/comm_nccl*.cu))
+$(KERNELS)/common/comm_nccl%: compile_cu += $(call includes,$(filter-out $(CUDA_HOME),$(NCCL_HOME)))
 endif
 
 ifeq ($(OPS),cuda)
