@@ -82,7 +82,7 @@ $(call refuse,COMM=nccl needs NCCL and $(NCCL_HOME) has no libnccl: name the fol
 endif
 cuda_libs    += $(nccl)
 cuda_sources += $(sort $(wildcard common/comm_nccl*.cu))
-$(KERNELS)/common/comm_nccl%: compile_cu += $(call includes,$(filter-out $(CUDA_HOME),$(NCCL_HOME)))
+$(KERNELS)/common/comm_nccl%: private compile_cu += $(call includes,$(filter-out $(CUDA_HOME),$(NCCL_HOME)))
 endif
 
 ifeq ($(OPS),cuda)
