@@ -28,6 +28,7 @@
 #include <unistd.h>
 
 #include "clock.h"
+#include "guard.h"
 #include "transport.h"
 
 // Kinds of notices that are no collectives: a rank's last one, and the question what a rank waits for.
@@ -491,6 +492,7 @@ static bool may_move(const Request *r) { return r->settled || (r->call.kind == T
 
 // Everything on as far as it goes without waiting.
 static void push(void) {
+    device_open();
     take_notices();
     for (Request *r; (r = state.noticing); state.noticing = r->next) {
         if (!r->given) give_notices(r);
@@ -504,6 +506,7 @@ static void push(void) {
         move(r);
         if (!r->done) break;
     }
+    device_close();
 }
 
 static void deadlock(double seconds) NO_RETURN;
@@ -570,8 +573,10 @@ CommCount comm_count(const char *name) {
 static void wait_until_done(Request *r) {
     double began = wall_seconds();
     state.waiting = true;
+    device_open();  // once, not at each of many thousand turns
     push();
     for (int64_t turn = 1; !r->done; turn++) wait_turn(began, turn);
+    device_close();
     state.waiting = false;
     r->waited = wall_seconds();
     count_of(r->call.kind)->wall_seconds += r->waited - began;
