@@ -24,7 +24,6 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
 #include <unistd.h>
 
 #include "clock.h"
@@ -66,6 +65,8 @@ typedef struct Identity {
     int32_t pid;
     char host[64];
 } Identity;
+
+static const Control *control = &control_mpi;
 
 static struct {
     bool started, finished, alone;  // alone: no transport, as before comm_start
@@ -282,7 +283,7 @@ static int find_dead(void) {
 static void on_terminate(int signal) {
     (void)signal;
     int dead = find_dead();
-    if (transport_claim() && dead >= 0) {
+    if (control->claim() && dead >= 0) {
         char digits[16], *digit = digits + sizeof digits;
         for (int r = dead; r || digit == digits + sizeof digits; r /= 10) *--digit = (char)('0' + r % 10);
         const char *name = base_program(),
@@ -298,7 +299,7 @@ static void on_terminate(int signal) {
 }
 
 static bool claim(void) {
-    if (!state.claimed) state.claimed = transport_claim();
+    if (!state.claimed) state.claimed = control->claim();
     return state.claimed;
 }
 
@@ -313,7 +314,8 @@ static void end_all(const char *sentence, int status) {
     } else {
         usleep(3000000);  // another has spoken, and ends this one
     }
-    transport_abort(status);
+    control->abort(status);
+    _exit(status);
 }
 
 // ---- notices ----
@@ -370,7 +372,7 @@ static void say_where(void) {
 static void take_notices(void) {
     Notice notice;
     int from;
-    while (!state.alone && transport_receive_notice(&notice, &from)) {
+    while (!state.alone && control->receive(&notice, &from)) {
         if (notice.kind == FINISHED) {
             state.ended[from] = true;
             state.ended_status[from] = notice.count;
@@ -400,7 +402,7 @@ static void give_notices(Request *r) {
     for (int i = 0; i < notices_of(r); i++) {
         if (r->met[i] || (r->met[i] = notice_is_own(r, i))) continue;
         Notice notice = notice_for(r, i);
-        transport_send_notice(&notice, notice_rank(r, i));
+        control->send(&notice, notice_rank(r, i));
         r->missing++;
     }
     r->given = true;
@@ -512,7 +514,7 @@ static void deadlock(double seconds) {
     describe_wait(text, sizeof text);
     // The first to give up asks the others where they are. They say so, once each; then all end.
     for (int r = 0; r < state.ranks && claim(); r++)
-        if (r != state.rank && !state.ended[r]) transport_send_notice(&(Notice){.kind = WHERE}, r);
+        if (r != state.rank && !state.ended[r]) control->send(&(Notice){.kind = WHERE}, r);
     for (double until = wall_seconds() + 0.3; wall_seconds() < until;) take_notices(), sched_yield();
     fatal("%s, for %.3g s (--timeout)", text, seconds);
 }
@@ -917,7 +919,7 @@ static void check_identities(int argc, char **argv) {
     for (int i = 1; i < argc; i++) mine.arguments = hash(mine.arguments, argv[i], strlen(argv[i]) + 1);
     gethostname(mine.host, sizeof mine.host - 1);
     state.identity = host_alloc(sizeof mine * (size_t)state.ranks);
-    transport_share(&mine, state.identity, sizeof mine);
+    control->share(&mine, state.identity, sizeof mine);
     int here = 0;
     for (int r = 0; r < state.ranks; r++) {
         const Identity *other = &state.identity[r], *first = &state.identity[0];
@@ -947,18 +949,17 @@ void comm_start(int argc, char **argv, int natural) {
     state.timeout = argument(argc, argv, "--timeout", state.timeout);
     int ranks = wanted > 0 ? (int)wanted : natural;
     state.started = true;
-    state.alone = !transport_launched() && ranks == 1;
+    state.alone = !control->launched() && ranks == 1;
     if (state.alone) return;
-    if (!transport_launched()) {
+    if (!control->launched()) {
         char threads[16];
         int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / ranks;
         snprintf(threads, sizeof threads, "%d", share > 1 ? share : 1);
         setenv("OMP_NUM_THREADS", threads, 0);
         fatal("%d ranks need mpirun: %s; --ranks 1 runs without it", ranks,
-              transport_launch(argc, argv, ranks));
+              control->launch(argc, argv, ranks));
     }
-    prctl(PR_SET_PDEATHSIG, SIGKILL);  // ranks do not outlive their launcher
-    transport_start(&state.rank, &state.ranks);
+    control->start(&state.rank, &state.ranks);
     base_set_rank(state.rank, state.ranks, end_all);
     CHECK(wanted == 0 || (int)wanted == state.ranks,
           "--ranks %d, but mpirun has started %d: leave --ranks out, or mpirun", (int)wanted, state.ranks);
@@ -967,6 +968,7 @@ void comm_start(int argc, char **argv, int natural) {
     state.ended_status = calloc((size_t)state.ranks, sizeof *state.ended_status);
     CHECK(state.inbox && state.ended && state.ended_status, "out of host memory for %d ranks", state.ranks);
     check_identities(argc, argv);
+    transport_start(state.rank, state.ranks);
     struct sigaction terminate = {.sa_handler = on_terminate};
     sigaction(SIGTERM, &terminate, NULL);
     on_exit(finish_at_exit, NULL);
@@ -986,7 +988,7 @@ int comm_finish(int status) {
     fflush(NULL);
     Notice mine = {.kind = FINISHED, .count = status};
     for (int r = 0; r < state.ranks; r++)
-        if (r != state.rank) transport_send_notice(&mine, r);
+        if (r != state.rank) control->send(&mine, r);
     state.ended[state.rank] = true;
     state.ended_status[state.rank] = status;
     double began = wall_seconds();
@@ -1005,5 +1007,6 @@ int comm_finish(int status) {
     // not 0.
     signal(SIGTERM, SIG_IGN);
     transport_finish();
+    control->finish();
     return worst;
 }

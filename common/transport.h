@@ -1,8 +1,12 @@
-// transport.h: what a transport implements: comm_mpi.c here. comm.c has checked every argument and has
-// agreed with the other members; a transport moves bytes.
+// transport.h: what carries communication, in two planes; comm.c has checked every argument and has agreed
+// with the other members before it calls either.
 //
-// Nothing here waits: transport_test pushes an operation on and says whether it is done. So comm.c alone
-// decides how long to wait, and what to say when it was too long.
+// The control plane joins the ranks, passes their notices, and ends them all together. It is chosen when a
+// program starts: control_mpi.c.
+// The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c here.
+//
+// Nothing here waits, but where it says so: transport_test pushes an operation on and says whether it is
+// done. So comm.c alone decides how long to wait, and what to say when it was too long.
 #ifndef TRANSPORT_H
 #define TRANSPORT_H
 
@@ -18,25 +22,7 @@ typedef enum CollectiveKind {
     COLLECTIVE_KINDS
 } CollectiveKind;
 
-// ---- start and end ----
-
-// Whether a launcher (mpirun, srun) started this process.
-bool transport_launched(void);
-// Starts this program again as so many ranks. Returns only if that was impossible, with the reason in a
-// sentence.
-const char *transport_launch(int argc, char **argv, int ranks);
-// Joins the other ranks.
-void transport_start(int *rank, int *ranks);
-// Bytes of each rank (all of one size) into all[rank]. Only for the start: it waits.
-void transport_share(const void *mine, void *all, size_t bytes);
-void transport_finish(void);
-// Ends every rank now with this exit status.
-void transport_abort(int status) NO_RETURN;
-// True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in
-// a signal handler.
-bool transport_claim(void);
-
-// ---- notices ----
+// ---- the control plane ----
 
 // A small message of fixed size by which ranks agree: what comm.c compares and clocks with.
 typedef struct Notice {
@@ -52,12 +38,32 @@ typedef struct Notice {
     double value;         // of sums on the host
 } Notice;
 
-// Does not wait: the notice is copied.
-void transport_send_notice(const Notice *notice, int rank);
-// True if one has come. From each rank they come in the order in which it sent them.
-bool transport_receive_notice(Notice *notice, int *rank);
+typedef struct Control {
+    // Whether a launcher (mpirun, srun) started this process as one of several.
+    bool (*launched)(void);
+    // Starts this program again as so many ranks. Returns only if that was impossible, with the reason in
+    // a sentence.
+    const char *(*launch)(int argc, char **argv, int ranks);
+    // Joins the other ranks; waits for them.
+    void (*start)(int *rank, int *ranks);
+    // Bytes of each rank (all of one size) into all[rank]. Only for the start: it waits.
+    void (*share)(const void *mine, void *all, size_t bytes);
+    // Does not wait: the notice is copied.
+    void (*send)(const Notice *notice, int rank);
+    // True if a notice has come. From each rank they come in the order in which it sent them.
+    bool (*receive)(Notice *notice, int *rank);
+    // True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe
+    // in a signal handler.
+    bool (*claim)(void);
+    // Ends every rank now with this exit status. Does not return.
+    void (*abort)(int status);
+    // The last call: nobody is missed afterwards.
+    void (*finish)(void);
+} Control;
 
-// ---- data ----
+extern const Control control_mpi;
+
+// ---- the data plane ----
 
 // One call, ready to run. Addresses are device memory; parts lie one after another, counts in elements per
 // member.
@@ -74,6 +80,11 @@ typedef struct Collective {
     const int64_t *open;  // per transfer: 0 as long as its other end has not come, then more than any count
     int transfer_count;
 } Collective;
+
+// After control->start; waits for the others.
+void transport_start(int rank, int ranks);
+// Before control->finish.
+void transport_finish(void);
 
 typedef struct Operation Operation;
 // One runs at a time.
