@@ -2,11 +2,28 @@
 #
 # Every 0*_*/*.c with a main becomes build/<chapter>/<name>. Its other functions, compiled a second time
 # with -DNO_MAIN, go with common/*.c into one archive, from which programs and tests take what they call.
+#
+# What computes (OPS) and what communicates (COMM) is chosen here, by linking; the chapters do not know.
+OPS  ?= cpu
+COMM ?= mpi
+# the choices that exist, and the folder of each
+folder-cpu-mpi         := build
+folder-cuda-nccl       := build-cuda
+folder-cuda-mpi        := build-cuda-mpi
+folder-cuda-on-cpu-mpi := build-cuda-on-cpu
+BUILD ?= $(folder-$(OPS)-$(COMM))
+ifeq ($(folder-$(OPS)-$(COMM)),)
+$(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, or nccl with OPS=cuda)
+endif
+# files of common/ that only one choice has
+of-cpu  := common/device_cpu.c common/ops_cpu.c
+of-mpi  := common/comm_mpi.c
+of-nccl := common/comm_nccl.c
 
 ifeq ($(origin CC),default)
 CC := gcc
 endif
-BUILD ?= build
+LINK  := $(CC)
 OPT   ?= -O3
 # SANITIZE=address,undefined builds with sanitizers; choose another BUILD with it.
 SANITIZE ?=
@@ -42,7 +59,8 @@ endif
 ALL_CFLAGS = $(CFLAGS) $(CFLAGS_EXTRA)
 
 chapter_sources := $(sort $(wildcard 0*_*/*.c))
-common_sources  := $(sort $(wildcard common/*.c))
+common_sources  := $(filter-out $(of-cpu) $(of-mpi) $(of-nccl),$(sort $(wildcard common/*.c))) \
+                   $(of-$(OPS)) $(of-$(COMM))
 test_sources    := $(sort $(wildcard tests/test_*.c))
 fuzz_sources    := $(sort $(wildcard tests/fuzz_*.c))
 
@@ -61,6 +79,11 @@ compile = @echo '  $(CC)  $<';
 link    = @echo '  link  $@';
 endif
 
+ifneq ($(OPS)-$(COMM),cpu-mpi)
+include common/cuda.mk
+endif
+
+.DEFAULT_GOAL := help
 .PHONY: help run test bench readme all programs tests fuzzers clean mutants FORCE
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -75,6 +98,10 @@ help:
 	@echo 'make clean    removes build/ and build-*/'
 	@echo
 	@echo 'Variables: V=1 CC=clang BUILD=build-x OPT=-O1 SANITIZE=address,undefined CFLAGS_EXTRA=...'
+	@echo
+	@echo 'OPS=cuda COMM=nccl   for GPUs; COMM=mpi: bytes between ranks go through the host; each in a folder of its own'
+	@echo 'OPS=cuda-on-cpu      the CUDA kernels on the CPU, for tests'
+	@echo 'CUDA_HOME NCCL_HOME CUBLAS_HOME   folders that have include/ and lib/; CUDA_ARCH="80 90a"; CUDA_PTX=90: JIT for later'
 
 run:
 	@common/install.sh run
@@ -111,7 +138,7 @@ clean:
 # Holds the command line, so that other flags rebuild everything.
 $(BUILD)/flags: FORCE
 	@mkdir -p $(BUILD)
-	@echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS) $(LDLIBS)' > $@.new
+	@echo '$(CC) $(ALL_CFLAGS) $(LINK) $(LDFLAGS) $(LDLIBS) $(OPS)' > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 FORCE:
 
@@ -129,15 +156,15 @@ $(archive): $(parts)
 
 $(programs): $(BUILD)/%: $(BUILD)/main/%.o $(archive)
 	@mkdir -p $(@D)
-	$(link) $(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
 $(BUILD)/tests/fuzz_%: $(BUILD)/main/tests/fuzz_%.o $(archive)
 	@mkdir -p $(@D)
-	$(link) $(CC) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
 
 $(BUILD)/tests/%: $(BUILD)/main/tests/%.o $(archive)
 	@mkdir -p $(@D)
-	$(link) $(CC) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
 
 # What the model reads when it is given no other text: the book itself.
 $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c tests/*.c))

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "clock.h"
+#include "device.h"
 
 typedef struct Preset {
     const char *name, *shape;
@@ -248,7 +249,7 @@ void config_print(const Config *c) {
         c->hidden, c->heads, c->kv_heads, c->ffn, c->vocab, c->seq, c->tied ? "tied" : "untied",
         dtype_name((DType)c->dtype), c->micro_batch, c->grad_acc,
         (double)parameters / (billions ? 1e9 : 1e6), billions ? 'B' : 'M');
-    if (!device_is_dry_run()) say("%s", base_blas_name());
+    if (!device_is_dry_run()) say("%s", backend_text());
 }
 
 // Weights of a block's linears: q and o (h, h), k and v (kv d, h), gate, up and down (f, h).

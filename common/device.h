@@ -10,6 +10,12 @@
 extern "C" {
 #endif
 
+// Which device this rank works on: ranks 0 to ranks_here - 1 of one machine take its devices in turn. It is only
+// remembered: the device starts when it is first used, so a dry run needs none. Without this call: rank 0 of 1.
+void backend_start(int local_rank, int ranks_here);
+// What computes, for the header of a program: "OpenBLAS 0.3.21 SkylakeX, 2 threads", "NVIDIA H200 (sm_90), CUDA
+// 13.0". Starts the device.
+const char *backend_text(void);
 // Uninitialised bytes, aligned to 64; NULL when there is no more.
 void *backend_alloc(size_t bytes);
 void backend_free(void *memory);

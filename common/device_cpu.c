@@ -4,7 +4,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base.h"
 #include "device.h"
+
+void backend_start(int local_rank, int ranks_here) { (void)local_rank, (void)ranks_here; }
+
+const char *backend_text(void) { return base_blas_name(); }
 
 void *backend_alloc(size_t bytes) {
     // aligned_alloc wants a multiple of the alignment.
