@@ -66,7 +66,7 @@ typedef struct Identity {
     char host[64];
 } Identity;
 
-static const Control *control = &control_mpi;
+static const Control *control = &control_mpi;  // or control_tcp
 
 static struct {
     bool started, finished, alone;  // alone: no transport, as before comm_start
@@ -272,17 +272,15 @@ static void mismatch(int mine_rank, const Notice *mine, int their_rank, const No
 static int find_dead(void) {
     for (int r = 0; r < state.ranks; r++)
         if (r != state.rank && !state.ended[r] &&
-            !strcmp(state.identity[r].host, state.identity[state.rank].host) &&
-            kill(state.identity[r].pid, 0) < 0 && errno == ESRCH)
+            (control->gone(r) || (!strcmp(state.identity[r].host, state.identity[state.rank].host) &&
+                                  kill(state.identity[r].pid, 0) < 0 && errno == ESRCH)))
             return r;
     return -1;
 }
 
-// mpirun ends the other ranks with SIGTERM when one dies; with --quiet, and it is quiet so that a verdict
-// of FAIL is no disaster, nobody else would say why. Only calls that are allowed in a signal handler.
-static void on_terminate(int signal) {
-    (void)signal;
-    int dead = find_dead();
+// Ends this rank, as all others; the first to come here says why, if it knows. Only calls that are allowed in a
+// signal handler.
+static void end_with_dead(int dead) {
     if (control->claim() && dead >= 0) {
         char digits[16], *digit = digits + sizeof digits;
         for (int r = dead; r || digit == digits + sizeof digits; r /= 10) *--digit = (char)('0' + r % 10);
@@ -296,6 +294,18 @@ static void on_terminate(int signal) {
         if (write(STDERR_FILENO, line, length) < 0) _exit(STATUS_USAGE);
     }
     _exit(STATUS_USAGE);
+}
+
+// mpirun ends the other ranks with SIGTERM when one dies; with --quiet, and it is quiet so that a verdict
+// of FAIL is no disaster, nobody else would say why.
+static void on_terminate(int signal) {
+    (void)signal;
+    end_with_dead(find_dead());
+}
+
+// The control plane has seen a process end. Before its last notice nobody leaves but by dying.
+static void on_death(int rank) {
+    if (!state.finished) end_with_dead(rank);
 }
 
 static bool claim(void) {
@@ -889,21 +899,24 @@ double comm_max(double value, Group group) { return host_reduction(value, REDUCE
 
 // ---- start and end ----
 
-// The number behind --name in argv, or `standard`. Options that are not numbers are options_parse's to
-// refuse.
-static double argument(int argc, char **argv, const char *name, double standard) {
+// What stands behind --name in argv; NULL without it.
+static const char *argument(int argc, char **argv, const char *name) {
     size_t length = strlen(name);
     for (int i = 1; i < argc; i++) {
-        const char *text = NULL;
-        if (!strncmp(argv[i], name, length) && argv[i][length] == '=') text = argv[i] + length + 1;
-        if (!strcmp(argv[i], name)) text = i + 1 < argc ? argv[i + 1] : "";
-        if (!text) continue;
-        char *end;
-        double value = strtod(text, &end);
-        CHECK(*text && !*end && value >= 0, "%s %s is not a number of at least 0", name, text);
-        return value;
+        if (!strncmp(argv[i], name, length) && argv[i][length] == '=') return argv[i] + length + 1;
+        if (!strcmp(argv[i], name)) return i + 1 < argc ? argv[i + 1] : "";
     }
-    return standard;
+    return NULL;
+}
+
+// Options that are not numbers are options_parse's to refuse.
+static double number(int argc, char **argv, const char *name, double standard) {
+    const char *text = argument(argc, argv, name);
+    if (!text) return standard;
+    char *end;
+    double value = strtod(text, &end);
+    CHECK(*text && !*end && value >= 0, "%s %s is not a number of at least 0", name, text);
+    return value;
 }
 
 // One thread per core and rank, as far as they go, unless the user has said otherwise.
@@ -942,11 +955,24 @@ static void finish_at_exit(int status, void *unused) {
     _exit(worst);
 }
 
+static void choose_control(const char *rendezvous) {
+    if (rendezvous) {
+        CHECK(*rendezvous, "--rendezvous needs a value");
+        CHECK(!transport_needs_mpi(), "--rendezvous is for COMM=nccl: this program's data goes over MPI, and "
+                                      "mpirun or srun starts it");
+        control = &control_tcp;
+    }
+    CHECK(rendezvous || transport_needs_mpi() || control->launched() || !getenv("RANK") || !getenv("WORLD_SIZE"),
+          "RANK and WORLD_SIZE are set: --rendezvous FILE lets these ranks find each other, and without "
+          "the two mpirun starts them");
+}
+
 void comm_start(int argc, char **argv, int natural) {
     CHECK(!state.started, "comm_start was called twice");
-    double wanted = argument(argc, argv, "--ranks", 0);
+    double wanted = number(argc, argv, "--ranks", 0);
     CHECK(wanted == floor(wanted) && wanted <= 4096, "--ranks %g is not a whole number up to 4096", wanted);
-    state.timeout = argument(argc, argv, "--timeout", state.timeout);
+    state.timeout = number(argc, argv, "--timeout", state.timeout);
+    choose_control(argument(argc, argv, "--rendezvous"));
     int ranks = wanted > 0 ? (int)wanted : natural;
     state.started = true;
     state.alone = !control->launched() && ranks == 1;
@@ -956,13 +982,15 @@ void comm_start(int argc, char **argv, int natural) {
         int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / ranks;
         snprintf(threads, sizeof threads, "%d", share > 1 ? share : 1);
         setenv("OMP_NUM_THREADS", threads, 0);
-        fatal("%d ranks need mpirun: %s; --ranks 1 runs without it", ranks,
+        fatal("%d ranks need %s: %s; --ranks 1 runs without it", ranks, control->launcher,
               control->launch(argc, argv, ranks));
     }
-    control->start(&state.rank, &state.ranks);
+    Joining how = {argument(argc, argv, "--rendezvous"), state.timeout, on_death};
+    control->start(&how, &state.rank, &state.ranks);
     base_set_rank(state.rank, state.ranks, end_all);
     CHECK(wanted == 0 || (int)wanted == state.ranks,
-          "--ranks %d, but mpirun has started %d: leave --ranks out, or mpirun", (int)wanted, state.ranks);
+          "--ranks %d, but %s has started %d: leave --ranks out, or %s", (int)wanted, control->launcher,
+          state.ranks, control->launcher);
     state.inbox = calloc((size_t)state.ranks, sizeof *state.inbox);
     state.ended = calloc((size_t)state.ranks, sizeof *state.ended);
     state.ended_status = calloc((size_t)state.ranks, sizeof *state.ended_status);
@@ -994,11 +1022,11 @@ int comm_finish(int status) {
     double began = wall_seconds();
     int worst = 0;
     for (int r = 0, turn = 1; r < state.ranks; r += state.ended[r]) {
-        take_notices();
+        int dead = ++turn % 4096 == 0 ? find_dead() : -1;
+        take_notices();  // what a process sent before it ended has come now
         if (state.inbox[r].count) mismatch(state.rank, &mine, r, &state.inbox[r].notice[0], "");
-        if (++turn % 64 == 0) sched_yield();
-        int dead = turn % 4096 == 0 ? find_dead() : -1;
-        CHECK(dead < 0, "rank %d has died; all ranks end", dead);
+        if (turn % 64 == 0) sched_yield();
+        CHECK(dead < 0 || state.ended[dead], "rank %d has died; all ranks end", dead);
         CHECK(wall_seconds() - began < state.timeout,
               "comm_finish: rank %d has not come in %.3g s (--timeout)", r, state.timeout);
         if (state.ended[r] && state.ended_status[r] > worst) worst = state.ended_status[r];

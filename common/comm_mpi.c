@@ -179,6 +179,8 @@ static void share_memory(int rank, int ranks) {
     MPI_Comm_free(&machine);
 }
 
+bool transport_needs_mpi(void) { return true; }
+
 void transport_start(int rank, int ranks) {
     state.rank = rank;
     state.ranks = ranks;

@@ -65,7 +65,8 @@ static const char *launch(int argc, char **argv, int ranks) {
     return errno == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(errno);
 }
 
-static void start(int *rank, int *ranks) {
+static void start(const Joining *how, int *rank, int *ranks) {
+    (void)how;
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // ranks do not outlive their launcher
     int size = environment_int("OMPI_COMM_WORLD_SIZE");
     int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
@@ -123,6 +124,9 @@ static bool receive_notice(Notice *notice, int *rank) {
 
 // ---- the end ----
 
+// mpirun sees it, and ends the others.
+static bool gone(int rank) { return (void)rank, false; }
+
 static bool claim(void) {
     if (!*state.claim_file) return true;
     int file = open(state.claim_file, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
@@ -163,5 +167,5 @@ static void finish(void) {
     }
 }
 
-const Control control_mpi = {launched, launch,         start, share,     send_notice,
-                             receive_notice, claim, abort_all, finish};
+const Control control_mpi = {"mpirun",       launched, launch, start,     share, send_notice,
+                             receive_notice, gone,     claim,  abort_all, finish};

@@ -2,7 +2,7 @@
 // with the other members before it calls either.
 //
 // The control plane joins the ranks, passes their notices, and ends them all together. It is chosen when a
-// program starts: control_mpi.c.
+// program starts: control_mpi.c, or control_tcp.c with --rendezvous.
 // The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c here.
 //
 // Nothing here waits, but where it says so: transport_test pushes an operation on and says whether it is
@@ -38,20 +38,29 @@ typedef struct Notice {
     double value;         // of sums on the host
 } Notice;
 
+typedef struct Joining {
+    const char *rendezvous;  // FILE of --rendezvous
+    double timeout;          // seconds until a rank that has not come is missing
+    void (*died)(int rank);  // called at once when this one's process ends, maybe by another thread
+} Joining;
+
 typedef struct Control {
+    const char *launcher;  // who says how many ranks there are
     // Whether a launcher (mpirun, srun) started this process as one of several.
     bool (*launched)(void);
     // Starts this program again as so many ranks. Returns only if that was impossible, with the reason in
     // a sentence.
     const char *(*launch)(int argc, char **argv, int ranks);
     // Joins the other ranks; waits for them.
-    void (*start)(int *rank, int *ranks);
+    void (*start)(const Joining *how, int *rank, int *ranks);
     // Bytes of each rank (all of one size) into all[rank]. Only for the start: it waits.
     void (*share)(const void *mine, void *all, size_t bytes);
     // Does not wait: the notice is copied.
     void (*send)(const Notice *notice, int rank);
     // True if a notice has come. From each rank they come in the order in which it sent them.
     bool (*receive)(Notice *notice, int *rank);
+    // Whether it is known that this rank's process has ended.
+    bool (*gone)(int rank);
     // True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe
     // in a signal handler.
     bool (*claim)(void);
@@ -61,7 +70,7 @@ typedef struct Control {
     void (*finish)(void);
 } Control;
 
-extern const Control control_mpi;
+extern const Control control_mpi, control_tcp;
 
 // ---- the data plane ----
 
@@ -81,6 +90,8 @@ typedef struct Collective {
     int transfer_count;
 } Collective;
 
+// Whether the bytes go over MPI, so that only control_mpi can join the ranks.
+bool transport_needs_mpi(void);
 // After control->start; waits for the others.
 void transport_start(int rank, int ranks);
 // Before control->finish.
