@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "guard.h"
+
 // ---- machines ----
 
 // Rates are per GPU, dense (datasheets print twice these for 2:4 sparsity), in FLOP/s and bytes/s. The
@@ -234,12 +236,14 @@ void clock_begin(const char *name, DType dtype, double flops, double bytes) {
         event->bytes = bytes;
         event->model_end = event->model + state.model_seconds;
     }
+    device_open();
     state.began = wall_seconds();
 }
 
 void clock_end(void) {
     double now = wall_seconds();
     CHECK(state.name, "clock_end without clock_begin");
+    device_close();
     add(&state.operations[state.operation], state.flops, state.bytes, now - state.began,
         state.model_seconds);
     add(&state.total, state.flops, state.bytes, now - state.began, state.model_seconds);

@@ -27,6 +27,7 @@
 #include <unistd.h>
 
 #include "clock.h"
+#include "guard.h"
 #include "transport.h"
 
 // Kinds of notices that are no collectives: a rank's last one, and the question what a rank waits for.
@@ -503,6 +504,7 @@ static bool may_move(const Request *r) { return r->settled || (r->call.kind == T
 
 // Everything on as far as it goes without waiting.
 static void push(void) {
+    device_open();
     take_notices();
     for (Request *r; (r = state.noticing); state.noticing = r->next) {
         if (!r->given) give_notices(r);
@@ -516,11 +518,13 @@ static void push(void) {
         move(r);
         if (!r->done) break;
     }
+    device_close();
 }
 
 static void deadlock(double seconds) NO_RETURN;
 static void deadlock(double seconds) {
     char text[512];
+    device_open();  // MPI moves bytes in any call
     describe_wait(text, sizeof text);
     // The first to give up asks the others where they are. They say so, once each; then all end.
     for (int r = 0; r < state.ranks && claim(); r++)

@@ -1,121 +1,125 @@
 # cuda.mk: how the CUDA sources are made. The Makefile reads it where OPS or COMM ask for it.
 #
-# OPS=cuda         *.cu through nvcc, for the GPUs of CUDA_ARCH and, as PTX of CUDA_PTX, for later ones
-# OPS=cuda-on-cpu  the same files as C++ through g++ and cuda_on_cpu.h: for tests on machines without a GPU
+# OPS=cuda         *.cu through nvcc: machine code for the GPUs of CUDA_ARCH, PTX of CUDA_PTX for later ones
+# OPS=cuda-on-cpu  the same files as C++, through g++ and cuda_on_cpu.h, for tests on machines without a GPU
 
-# Sentences are for those who build; help, clean and the checks that choose OPS themselves go without.
-building := $(filter-out help run test clean mutants gpu-check,$(or $(MAKECMDGOALS),help))
+# What is missing is told to those who build, in one sentence; help, clean and the checks go without.
+building := $(filter-out help run test mutants gpu-check clean,$(or $(MAKECMDGOALS),help))
 refuse    = $(if $(building),$(error $(1)))
 first     = $(firstword $(wildcard $(1)))
-# /usr/include is where the compiler looks anyhow, and must stay last in its list.
+# /usr/include is where compilers look anyhow, and must stay last in their list.
 includes  = $(patsubst %,-isystem %/include,$(filter-out /usr,$(sort $(1))))
+# A library by its folder: toolkits have lib64/, packages of Python lib/ with the version in the file's name.
+library   = $(call first,$(foreach home,$(1),$(foreach dir,lib64 lib targets/*/lib lib/$(MULTIARCH),\
+            $(home)/$(dir)/$(2).so $(home)/$(dir)/$(2).so.[0-9]*)))
 
 ifeq ($(origin CXX),default)
 CXX := g++
 endif
 LINK := $(CXX)
-
-CUDA_SOURCES := common/device_cuda.cu $(sort $(wildcard common/ops_cuda*.cu))
+cuda_sources := common/device_cuda.cu $(sort $(wildcard common/ops_cuda*.cu))
+# Where the objects of *.cu lie: builds that differ elsewhere may share them, since nvcc takes long.
+KERNELS ?= $(BUILD)/lib
 
 ifeq ($(OPS),cuda)
-# ---- nvcc, and the libraries that come with it or apart from it ----
-# nvcc itself knows where it stands, also behind a wrapper on PATH.
-CUDA_HOME ?= $(or $(abspath $(shell nvcc -dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#$$ TOP=//p')),/usr/local/cuda)
-CUDA_HOME := $(CUDA_HOME)
-NVCC      ?= $(CUDA_HOME)/bin/nvcc
-CUDA_ARCH ?= 80 90a
-CUDA_PTX  ?= 90
+# ---- nvcc ----
+# nvcc itself knows where its toolkit is, also behind a wrapper on the PATH.
+CUDA_HOME   ?= $(or $(abspath $(shell nvcc -dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#$$ TOP=//p')),/usr/local/cuda)
+CUDA_HOME   := $(CUDA_HOME)
+CUBLAS_HOME ?= $(CUDA_HOME)
+NVCC        ?= $(CUDA_HOME)/bin/nvcc
+CUDA_ARCH   ?= 80 90a
+CUDA_PTX    ?= 90
+cudart      := $(call library,$(CUDA_HOME) /usr,libcudart)
+cublasLt    := $(call library,$(CUBLAS_HOME) /usr,libcublasLt)
 ifeq ($(call first,$(NVCC)),)
 $(call refuse,OPS=cuda needs the CUDA Toolkit and there is no $(NVCC): install it or name its folder with CUDA_HOME=)
 endif
-# A Python package of cuBLAS or NCCL has include/ and lib/, and libraries under their version's name alone.
-CUBLAS_HOME ?= $(CUDA_HOME)
-library = $(call first,$(foreach home,$(1),$(foreach dir,lib64 lib targets/*/lib lib/x86_64-linux-gnu lib/aarch64-linux-gnu,\
-          $(home)/$(dir)/$(2).so $(home)/$(dir)/$(2).so.[0-9]*)))
-cudart   := $(call library,$(CUDA_HOME) /usr,libcudart)
-cublasLt := $(call library,$(CUBLAS_HOME) /usr,libcublasLt)
 ifeq ($(cudart),)
 $(call refuse,OPS=cuda needs libcudart and $(CUDA_HOME) has none: name the toolkit's folder with CUDA_HOME=)
 endif
 ifeq ($(cublasLt),)
-$(call refuse,OPS=cuda needs libcublasLt and $(CUBLAS_HOME) has none: name the folder that has lib/libcublasLt.so.* with CUBLAS_HOME=)
+$(call refuse,OPS=cuda needs cuBLAS and $(CUBLAS_HOME) has no libcublasLt: name the folder that has it in lib/ with CUBLAS_HOME=)
 endif
-gpu_libs := $(cudart) $(cublasLt)
-CUDA_SOURCES += common/gemm_cublaslt.cu
-NVCCFLAGS := -std=c++17 -O3 -lineinfo -ccbin $(CXX) -Xcompiler -Wall,-Wextra --Werror all-warnings -Icommon \
-             $(call includes,$(filter-out $(CUDA_HOME),$(CUBLAS_HOME))) \
-             $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
-             $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
-# Of its own, so that builds that differ elsewhere can share what takes nvcc long.
-KERNELS ?= $(BUILD)/lib
-make_cu  = $(NVCC) $(NVCCFLAGS)
-cu_name := nvcc
+cuda_sources += common/gemm_cublaslt.cu
+cuda_libs    := $(cudart) $(cublasLt)
+NVCCFLAGS    := -std=c++17 -O3 -lineinfo -ccbin $(CXX) -Xcompiler -Wall,-Wextra --Werror all-warnings -Icommon \
+                $(call includes,$(filter-out $(CUDA_HOME),$(CUBLAS_HOME))) \
+                $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
+                $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
+compile_cu   := $(NVCC) $(NVCCFLAGS)
+compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon $(call includes,$(CUDA_HOME))
+cc_tests     := $(wildcard tests/test_ops_cuda.cc)
 endif
 
 ifeq ($(OPS),cuda-on-cpu)
-# ---- the same files as C++ ----
-# -fsanitize=thread has g++ report every access to memory; the runtime that it reports to is
-# cuda_on_cpu.cc, which is compiled without it, and not ThreadSanitizer's, which is not linked.
-CUDA_SOURCES += common/gemm_on_cpu.cc common/cuda_on_cpu.cc
-ON_CPU_FLAGS := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
-                -Wno-unknown-pragmas -g -Icommon $(BLAS_CFLAGS)
-KERNELS      := $(BUILD)/lib
-make_cu       = $(CXX) -x c++ $(ON_CPU_FLAGS) -fsanitize=thread
-cu_name      := $(CXX)
-LDLIBS       += -lboost_context
+# ---- g++ ----
+# -fsanitize=thread reports each access to memory to cuda_on_cpu.cc, which is compiled without it. The sanitizer's
+# own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an array declares, and
+# -fsanitize-coverage reports each basic block, for divergence. -O1: beyond it g++ joins and splits accesses.
+cuda_sources      += common/gemm_on_cpu.cc $(sort $(wildcard common/cuda_on_cpu*.cc))
+ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
+                     -Wno-unknown-pragmas -g -Icommon $(BLAS_CFLAGS)
+CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-exceptions -fsanitize=thread -fsanitize=bounds-strict \
+                     -fsanitize-coverage=trace-pc
+compile_cu        := $(CXX) -x c++ $(CUDA_ON_CPU_FLAGS)
+compile_test      := $(compile_cu)
+cc_tests          := $(sort $(wildcard tests/test_*.cc))
+LDLIBS            += -lboost_context
 endif
 
 ifeq ($(COMM),nccl)
 # ---- NCCL ----
-NCCL_HOME ?= $(or $(patsubst %/include/nccl.h,%,$(call first,$(addsuffix /include/nccl.h,$(CUDA_HOME) /usr /usr/local))),$(CUDA_HOME))
-NCCL_HOME := $(NCCL_HOME)
+nccl_places := $(addsuffix /include/nccl.h,$(CUDA_HOME) /usr /usr/local)
+NCCL_HOME   ?= $(or $(patsubst %/include/nccl.h,%,$(call first,$(nccl_places))),$(CUDA_HOME))
+NCCL_HOME   := $(NCCL_HOME)
+nccl        := $(call library,$(NCCL_HOME) /usr,libnccl)
 ifeq ($(call first,$(NCCL_HOME)/include/nccl.h),)
-$(call refuse,COMM=nccl needs NCCL and there is no $(NCCL_HOME)/include/nccl.h: install libnccl-dev or name the folder that has include/nccl.h with NCCL_HOME=)
+$(call refuse,COMM=nccl needs NCCL and there is no $(NCCL_HOME)/include/nccl.h: install libnccl-dev or name its folder with NCCL_HOME=)
 endif
-nccl := $(call library,$(NCCL_HOME) /usr,libnccl)
 ifeq ($(nccl),)
-$(call refuse,COMM=nccl needs libnccl and $(NCCL_HOME) has none: name the folder that has lib/libnccl.so.* with NCCL_HOME=)
+$(call refuse,COMM=nccl needs NCCL and $(NCCL_HOME) has no libnccl: name the folder that has it in lib/ with NCCL_HOME=)
 endif
-gpu_libs += $(nccl)
+cuda_libs   += $(nccl)
 endif
 
 ifeq ($(OPS),cuda)
 CFLAGS += $(call includes,$(CUDA_HOME) $(NCCL_HOME))
+LDLIBS += $(cuda_libs) $(foreach dir,$(sort $(patsubst %/,%,$(dir $(cuda_libs)))),-Wl,-rpath,$(dir))
 endif
-LDLIBS += $(gpu_libs) $(foreach dir,$(sort $(dir $(gpu_libs))),-Wl,-rpath,$(patsubst %/,%,$(dir))) -lstdc++
-
-cuda_parts := $(CUDA_SOURCES:%=$(KERNELS)/%.o)
+cuda_parts := $(cuda_sources:%=$(KERNELS)/%.o)
 parts      += $(cuda_parts)
+cc_tests   := $(cc_tests:%.cc=$(BUILD)/%)
+tests      += $(cc_tests)
+-include $(shell find $(filter-out $(BUILD)/%,$(KERNELS)) -name '*.d' 2>/dev/null)
 
-# ---- how they are made ----
+# ---- rules ----
+
+cc_compile = $(if $(V),,@echo '  $(notdir $(firstword $(1)))  $<';) $(1) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 $(KERNELS)/flags-cuda: FORCE
-	@mkdir -p $(KERNELS)
-	@echo '$(make_cu)' > $@.new
+	@mkdir -p $(@D)
+	@echo '$(compile_cu)' > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
 $(KERNELS)/%.cu.o: %.cu $(KERNELS)/flags-cuda
 	@mkdir -p $(@D)
-	$(if $(V),,@echo '  $(cu_name)  $<';) $(make_cu) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+	$(call cc_compile,$(compile_cu))
 
-$(BUILD)/lib/%.cc.o: %.cc $(BUILD)/flags
+$(KERNELS)/%.cc.o: %.cc $(KERNELS)/flags-cuda
 	@mkdir -p $(@D)
-	$(if $(V),,@echo '  $(CXX)  $<';) $(CXX) $(ON_CPU_FLAGS) -MMD -MP -c $< -o $@
-
-# Tests in C++. On the CPU they have kernels of their own, compiled as those of the back end are.
-cc_tests := $(basename $(sort $(wildcard tests/test_*.cc)))
-ifeq ($(OPS),cuda)
-cc_tests := $(filter tests/test_ops_cuda,$(cc_tests))
-endif
-tests += $(cc_tests:%=$(BUILD)/%)
+	$(call cc_compile,$(CXX) $(ON_CPU_FLAGS))
 
 $(BUILD)/main/tests/%.cc.o: tests/%.cc $(KERNELS)/flags-cuda
 	@mkdir -p $(@D)
-	$(if $(V),,@echo '  $(CXX)  $<';) $(make_test) -MMD -MP -c $< -o $@
-make_test = $(if $(filter cuda,$(OPS)),$(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon $(call includes,$(CUDA_HOME)),$(make_cu))
+	$(call cc_compile,$(compile_test))
 
-# test_ops_cuda has both back ends in one program: those of kernels.h and device.h are renamed cuda_kernel_*
-# and cuda_backend_* in copies of the objects, and the plain names are the CPU's.
+$(filter-out %/test_ops_cuda,$(cc_tests)): $(BUILD)/tests/%: $(BUILD)/main/tests/%.cc.o $(archive)
+	@mkdir -p $(@D)
+	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
+
+# test_ops_cuda compares both back ends in one program: in copies of the CUDA objects, what kernels.h and device.h
+# declare is named cuda_kernel_* and cuda_backend_*. The plain names are the CPU's.
 both := $(cuda_parts:$(KERNELS)/%=$(BUILD)/both/%)
 
 $(BUILD)/both/names: common/kernels.h common/device.h
@@ -128,9 +132,5 @@ $(both): $(BUILD)/both/%: $(KERNELS)/% $(BUILD)/both/names
 
 $(BUILD)/tests/test_ops_cuda: $(BUILD)/main/tests/test_ops_cuda.cc.o $(both) $(BUILD)/lib/common/ops_cpu.o \
                               $(BUILD)/lib/common/device_cpu.o $(archive)
-	@mkdir -p $(@D)
-	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
-
-$(filter-out %/test_ops_cuda,$(cc_tests:%=$(BUILD)/%)): $(BUILD)/tests/%: $(BUILD)/main/tests/%.cc.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@

@@ -120,12 +120,12 @@ struct dim3 {
     constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 };
 
-// Constant while a thread runs, so g++ may keep them in registers; the fibers' scheduler knows them under
-// these names as variables.
+// Constant while a thread runs, so g++ may keep them in registers and reports no access to them; the scheduler
+// knows them under these names as variables. No dim3: g++ takes what has a constructor for a variable.
 extern const uint3 threadIdx asm("cuda_thread_index");
 extern const uint3 blockIdx asm("cuda_block_index");
-extern const dim3 blockDim asm("cuda_block_dim");
-extern const dim3 gridDim asm("cuda_grid_dim");
+extern const uint3 blockDim asm("cuda_block_dim");
+extern const uint3 gridDim asm("cuda_grid_dim");
 constexpr int warpSize = 32;
 
 // ---- the runtime API, as far as it is used ----

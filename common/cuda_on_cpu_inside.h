@@ -1,0 +1,104 @@
+// cuda_on_cpu_inside.h: what the parts of the emulator tell each other.
+//
+//   cuda_on_cpu.cc         threads as fibers, barriers, warps, launches
+//   cuda_on_cpu_memory.cc  allocations, shared memory, and the check of every access
+//   cuda_on_cpu_counts.cc  sectors, bank conflicts, divergent branches
+//   cuda_on_cpu_api.cc     the runtime API
+#ifndef CUDA_ON_CPU_INSIDE_H
+#define CUDA_ON_CPU_INSIDE_H
+
+#include "cuda_on_cpu.h"
+
+enum { LANES = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / LANES };
+
+// ---- threads (cuda_on_cpu.cc) ----
+enum ThreadState { READY, AT_BARRIER, AT_WARP_OP, LEFT };
+
+struct Thread {
+    void *context;  // where it goes on
+    uint3 index;
+    uint16_t number, warp, lane;  // number: x first, then y, then z; it says warp and lane
+    ThreadState state;
+    const char *file;  // where it waits
+    int line;
+    CudaWarpOp op;
+    unsigned mask;
+    uint64_t value, result;
+    int argument, width;
+};
+
+// The lanes of a warp, as __syncwarp orders them: lane l has passed known[l][l] of them, and what lane k did
+// before its known[l][k]-th comes before what l does now.
+struct WarpOrder {
+    uint32_t time;  // valid within this interval; a block's barrier orders all
+    uint16_t known[LANES][LANES];
+};
+
+// What runs now. Time counts intervals: it moves on at each block's start and at each of its barriers.
+struct Now {
+    const CudaLaunch *launch;  // NULL: host code runs
+    Thread *thread;
+    uint32_t time, launch_start, block_start;
+    int threads;  // of a block
+    WarpOrder order[MAX_WARPS];
+    bool counting;
+};
+extern Now now;
+extern Thread threads[MAX_THREADS];
+
+// The number of __syncwarp calls that lane `lane` of the warp passed in this interval.
+static inline uint16_t passed(int warp, int lane) {
+    const WarpOrder *order = &now.order[warp];
+    return order->time == now.time ? order->known[lane][lane] : 0;
+}
+
+// Whether all that the lanes did before their (stamp + 1)-th __syncwarp comes before what the current thread,
+// of the same warp, does now.
+static inline bool comes_before(uint32_t lanes, uint16_t stamp) {
+    const WarpOrder *order = &now.order[now.thread->warp];
+    lanes &= ~(1u << now.thread->lane);
+    if (lanes && order->time != now.time) return false;
+    for (; lanes; lanes &= lanes - 1)
+        if (order->known[now.thread->lane][__builtin_ctz(lanes)] <= stamp) return false;
+    return true;
+}
+
+// Whether the block that ran at `time` of this launch called __threadfence then or later, and the current
+// block has since asked by an atomic; time 0: whether any block did.
+bool told_by_fence(uint32_t time);
+void asked_by_atomic(void);
+
+// Ends the program: who, where (a return address in the kernel, or NULL), and the sentence.
+void broken(const void *site, const char *format, ...) PRINTF_LIKE(2, 3) NO_RETURN;
+// "thread (3, 1, 0)", as short as the block allows. Rotates over static buffers.
+const char *thread_text(const Thread *thread);
+// "common/ops_cuda.cu:120" of a return address; static buffers.
+const char *line_text(const void *site);
+// Sites fit 32 bits as distances from the program's start.
+uint32_t site_number(const void *site);
+const void *site_address(uint32_t number);
+
+// One symbol of the program: calls visit for each. Fatal without a symbol table.
+void each_symbol(void (*visit)(void *context, const char *name, int type, uintptr_t value, size_t size),
+                 void *context);
+
+// ---- memory (cuda_on_cpu_memory.cc) ----
+void memory_start_block(const CudaLaunch *launch);
+// The stacks of the threads, whose accesses nobody watches.
+void memory_set_stacks(void *stacks, size_t bytes);
+void *memory_allocate(size_t bytes);
+// False when it is not the start of a live allocation.
+bool memory_release(void *memory);
+size_t memory_in_use(void);
+// Whether any byte of it is the device's; and, if so, whether all lies in one live allocation (else broken).
+bool memory_is_device(const void *address);
+void memory_check_host(const char *call, const void *address, size_t bytes, const void *site);
+
+// ---- counts (cuda_on_cpu_counts.cc) ----
+enum Space { GLOBAL, SHARED };
+enum AccessKind { LOAD, STORE, ATOMIC };
+void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site);
+void count_barrier(void);
+void count_block_end(void);
+
+#endif
