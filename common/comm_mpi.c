@@ -181,11 +181,24 @@ static void share_memory(int rank, int ranks) {
 
 bool transport_needs_mpi(void) { return true; }
 
-void transport_start(int rank, int ranks) {
-    state.rank = rank;
-    state.ranks = ranks;
-    share_memory(rank, ranks);
+void transport_start(const Control *control, Place place, void (*look)(void)) {
+    (void)control, (void)look;
+    state.rank = place.rank;
+    state.ranks = place.ranks;
+    share_memory(place.rank, place.ranks);
 }
+
+const char *transport_text(void) { return ""; }
+
+bool transport_sums_in_rank_order(void) { return true; }
+
+bool transport_prepares_groups(void) { return false; }
+
+Operation *transport_group(Group group, int color, int as) { return (void)group, (void)color, (void)as, NULL; }
+
+double transport_poll(void) { return 0; }
+
+void transport_abort(void) {}
 
 void transport_finish(void) {
     if (state.sharing) MPI_Win_free(&state.window);
@@ -554,6 +567,8 @@ static void start_transfers(Operation *o) {
     }
 }
 
+void *transport_mark(void) { return NULL; }
+
 Operation *transport_run(const Collective *collective) {
     Operation *o = host_alloc(sizeof *o);
     *o = (Operation){.call = *collective};
@@ -604,7 +619,7 @@ Operation *transport_run(const Collective *collective) {
 
 int64_t transport_bytes(const Operation *o) { return o->sent; }
 
-void transport_free(Operation *o) {
+void transport_end(Operation *o) {
     free(o->flow);
     free(o->request);
     free(o->indices);

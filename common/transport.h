@@ -88,21 +88,49 @@ typedef struct Collective {
     const Transfer *transfers;
     const int64_t *open;  // per transfer: 0 as long as its other end has not come, then more than any count
     int transfer_count;
+    void *mark;           // of transport_mark
 } Collective;
+
+// Where this rank stands.
+typedef struct Place {
+    int rank, ranks;
+    int local_rank, ranks_here;  // among the ranks of this machine
+    bool one_machine;            // it has all of them
+} Place;
 
 // Whether the bytes go over MPI, so that only control_mpi can join the ranks.
 bool transport_needs_mpi(void);
-// After control->start; waits for the others.
-void transport_start(int rank, int ranks);
-// Before control->finish.
+// After control->start; waits for the others. While the host waits for the device, `look` is called over and over.
+void transport_start(const Control *control, Place place, void (*look)(void));
+// What carries the bytes, for the header of a program: "NCCL 2.28.9"; "" for what needs no word.
+const char *transport_text(void);
+// As comm_sums_in_rank_order says.
+bool transport_sums_in_rank_order(void);
+// All ranks, before they go: control->finish follows. abort: one goes at once, and nobody knows what the others do.
 void transport_finish(void);
+void transport_abort(void);
 
 typedef struct Operation Operation;
+
+// NULL where groups need no preparation. Else all ranks of the world call this at once, those that are no members
+// (rank -1), too; the operation ends when this group can move data. Color: the same on all members of a group and
+// on no others; as: the handle of an older group with the same members, or -1.
+Operation *transport_group(Group group, int color, int as);
+bool transport_prepares_groups(void);
+
+// Notes what the device has been given up to now: an operation with this mark reads and writes its tensors only after
+// that. One for each call, ended by transport_run.
+void *transport_mark(void);
 // One runs at a time.
 Operation *transport_run(const Collective *collective);
+// Whether all that this operation needs of the host is done; the device may still be moving its bytes.
 bool transport_test(Operation *operation);
-int64_t transport_bytes(const Operation *operation);  // sent by this rank to others
-void transport_free(Operation *operation);
+int64_t transport_bytes(const Operation *operation);  // sent by this rank to others, once transport_test says true
+// What the device is given from now on comes after the operation. Ends it.
+void transport_end(Operation *operation);
+// Fatal if what moves the bytes has failed. For how many seconds the device has been at the oldest operation that it
+// has not ended; 0 if there is none.
+double transport_poll(void);
 
 #ifdef __cplusplus
 }
