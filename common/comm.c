@@ -53,7 +53,7 @@ struct Request {
     int64_t index, total;                // n-th call of this rank; elements
     uint64_t parts;                      // hash of unequal counts
     double called, ready, end, seconds;  // model clock; seconds: what the machine needs
-    double began, waited;                // wall clock: the call, and the end of its wait
+    double began, waited, blocked;       // wall clock: the call, the end of its wait, and the length of that
     int64_t bytes;                       // that this rank sends
     Group made;                          // what a GROUP is about
     Operation *operation;
@@ -625,17 +625,10 @@ static void wait_until_done(Request *r) {
     for (int64_t turn = 1; !r->done; turn++) wait_turn(began, turn);
     state.waiting = false;
     r->waited = wall_seconds();
-    if (!is_group(r)) count_of(r->call.kind)->wall_seconds += r->waited - began;
+    r->blocked = r->waited - began;
 }
 
-static void end(Request *r) {
-    if (!is_group(r)) {
-        CommCount *count = count_of(r->call.kind);
-        count->exposed_seconds += clock_model_wait(r->end);
-        count->model_seconds += r->seconds;
-        clock_communication(kind_names[r->call.kind], r->began, r->waited, r->end - r->seconds, r->end,
-                            (double)r->bytes);
-    }
+static void release(Request *r) {
     if (r->operation) transport_end(r->operation);  // before its tensors go
     if (r->live_before) r->live_before->live_after = r->live_after;
     else state.live = r->live_after;
@@ -651,6 +644,16 @@ static void end(Request *r) {
     free(r->met);
     free(r->values);
     free(r);
+}
+
+static void end(Request *r) {
+    CommCount *count = count_of(r->call.kind);
+    count->wall_seconds += r->blocked;
+    count->exposed_seconds += clock_model_wait(r->end);
+    count->model_seconds += r->seconds;
+    clock_communication(kind_names[r->call.kind], r->began, r->waited, r->end - r->seconds, r->end,
+                        (double)r->bytes);
+    release(r);
 }
 
 void comm_wait(Request *r) {
@@ -965,7 +968,7 @@ static void prepare_group(Group group) {
     r->total = group.handle;
     put_in_line(r);
     wait_until_done(r);
-    end(r);
+    release(r);
 }
 
 static Operation *make_group(const Request *r) {
