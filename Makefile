@@ -15,10 +15,10 @@ BUILD ?= $(folder-$(OPS)-$(COMM))
 ifeq ($(folder-$(OPS)-$(COMM)),)
 $(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, or nccl with OPS=cuda)
 endif
-# files of common/ that only one choice has
+# C files of common/ that only one choice has; common/cuda.mk adds the others
 of-cpu  := common/device_cpu.c common/ops_cpu.c
 of-mpi  := common/comm_mpi.c
-of-nccl := common/comm_nccl.c
+of-nccl := $(wildcard common/comm_nccl*.c)
 
 ifeq ($(origin CC),default)
 CC := gcc
@@ -84,24 +84,26 @@ include common/cuda.mk
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test bench readme all programs tests fuzzers clean mutants FORCE
+.PHONY: help run test gpu-check bench readme all programs tests fuzzers clean mutants FORCE
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 help:
-	@echo 'make run      install what is missing, build, and take the tour: every program on the small model'
-	@echo 'make test     everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, mutants'
-	@echo 'make bench    the figures of merit of this machine, each beside its target'
-	@echo 'make all      programs and tests, not run; make programs, make tests: one of the two'
-	@echo 'make mutants  plants each known bug in a copy, and demands that a test turns red; M=name: one of them'
-	@echo 'make readme   runs what the README shows, and writes its figures anew'
-	@echo 'make clean    removes build/ and build-*/'
+	@echo 'make run        install what is missing, build, and take the tour: every program on the small model'
+	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, mutants'
+	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10 minutes'
+	@echo 'make bench      the figures of merit of this machine, each beside its target'
+	@echo 'make all        programs and tests, not run; make programs, make tests: one of the two'
+	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=name: one of them'
+	@echo 'make readme     runs what the README shows, and writes its figures anew'
+	@echo 'make clean      removes build/ and build-*/'
 	@echo
 	@echo 'Variables: V=1 CC=clang BUILD=build-x OPT=-O1 SANITIZE=address,undefined CFLAGS_EXTRA=...'
 	@echo
-	@echo 'OPS=cuda COMM=nccl   for GPUs; COMM=mpi: bytes between ranks go through the host; each in a folder of its own'
-	@echo 'OPS=cuda-on-cpu      the CUDA kernels on the CPU, for tests'
-	@echo 'CUDA_HOME NCCL_HOME CUBLAS_HOME   folders that have include/ and lib/; CUDA_ARCH="80 90a"; CUDA_PTX=90: JIT for later'
+	@echo 'OPS=cuda COMM=nccl    for GPUs; with COMM=mpi what ranks send goes through the host'
+	@echo 'OPS=cuda-on-cpu       the CUDA kernels on the CPU, for tests'
+	@echo 'CUDA_HOME NCCL_HOME CUBLAS_HOME    folders with include/ and lib/ where they are not found'
+	@echo 'CUDA_ARCH="80 90a"    kinds of GPUs; CUDA_PTX=90: for later ones, compiled when a program starts'
 
 run:
 	@common/install.sh run
@@ -118,6 +120,9 @@ bench:
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_ddp
 	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks || exit 1; done
+
+gpu-check:
+	@tests/gpu-check $(PART)
 
 mutants:
 	@tests/mutants/run $(M)

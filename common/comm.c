@@ -543,7 +543,6 @@ static void push(void) {
 static void deadlock(double seconds) NO_RETURN;
 static void deadlock(double seconds) {
     char text[512];
-    device_open();  // MPI moves bytes in any call
     describe_wait(text, sizeof text);
     // The first to give up asks the others where they are. They say so, once each; then all end.
     for (int r = 0; r < state.ranks && claim(); r++)
@@ -621,8 +620,10 @@ CommCount comm_count(const char *name) {
 static void wait_until_done(Request *r) {
     double began = wall_seconds();
     state.waiting = true;
+    device_open();  // once, not at each of many thousand turns
     push();
     for (int64_t turn = 1; !r->done; turn++) wait_turn(began, turn);
+    device_close();
     state.waiting = false;
     r->waited = wall_seconds();
     r->blocked = r->waited - began;

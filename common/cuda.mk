@@ -31,7 +31,7 @@ NVCC        ?= $(CUDA_HOME)/bin/nvcc
 CUDA_ARCH   ?= 80 90a
 CUDA_PTX    ?= 90
 cudart      := $(call library,$(CUDA_HOME) /usr,libcudart)
-cublasLt    := $(call library,$(CUBLAS_HOME) /usr,libcublasLt)
+cublasLt    := $(call library,$(CUBLAS_HOME) $(if $(filter $(CUDA_HOME),$(CUBLAS_HOME)),/usr),libcublasLt)
 ifeq ($(call first,$(NVCC)),)
 $(call refuse,OPS=cuda needs the CUDA Toolkit and there is no $(NVCC): install it or name its folder with CUDA_HOME=)
 endif
@@ -73,14 +73,16 @@ ifeq ($(COMM),nccl)
 nccl_places := $(addsuffix /include/nccl.h,$(CUDA_HOME) /usr /usr/local)
 NCCL_HOME   ?= $(or $(patsubst %/include/nccl.h,%,$(call first,$(nccl_places))),$(CUDA_HOME))
 NCCL_HOME   := $(NCCL_HOME)
-nccl        := $(call library,$(NCCL_HOME) /usr,libnccl)
+nccl        := $(call library,$(NCCL_HOME),libnccl)
 ifeq ($(call first,$(NCCL_HOME)/include/nccl.h),)
 $(call refuse,COMM=nccl needs NCCL and there is no $(NCCL_HOME)/include/nccl.h: install libnccl-dev or name its folder with NCCL_HOME=)
 endif
 ifeq ($(nccl),)
 $(call refuse,COMM=nccl needs NCCL and $(NCCL_HOME) has no libnccl: name the folder that has it in lib/ with NCCL_HOME=)
 endif
-cuda_libs   += $(nccl)
+cuda_libs    += $(nccl)
+cuda_sources += $(sort $(wildcard common/comm_nccl*.cu))
+$(KERNELS)/common/comm_nccl%: private compile_cu += $(call includes,$(filter-out $(CUDA_HOME),$(NCCL_HOME)))
 endif
 
 ifeq ($(OPS),cuda)

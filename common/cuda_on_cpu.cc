@@ -18,7 +18,6 @@
 #include <algorithm>
 #include <boost/context/detail/fcontext.hpp>
 #include <numeric>
-#include <vector>
 
 #include "cuda_on_cpu_inside.h"
 
@@ -150,8 +149,7 @@ static int barrier(int predicate, const char *file, int line) {
     me->file = file, me->line = line;
     if (arrived == 0) first = me, votes = 0;
     else if (line != first->line || strcmp(file, first->file) != 0)
-        broken(__builtin_return_address(0),
-               "stands at __syncthreads() of %s:%d while %s stands at that of %s:%d", file, line,
+        broken(NULL, "stands at __syncthreads() of %s:%d while %s stands at that of %s:%d", file, line,
                thread_text(first), first->file, first->line);
     votes += predicate != 0;
     if (++arrived < now.threads) {
@@ -244,7 +242,8 @@ static void order_lanes(int warp, unsigned mask) {
     for (unsigned rest = mask; rest; rest &= rest - 1) {
         int l = __builtin_ctz(rest);
         order->known[l][l]++;
-        for (int k = 0; k < LANES; k++) joined[k] = std::max(joined[k], order->known[l][k]);
+        for (int k = 0; k < LANES; k++)
+            if (joined[k] < order->known[l][k]) joined[k] = order->known[l][k];
     }
     for (unsigned rest = mask; rest; rest &= rest - 1)
         memcpy(order->known[__builtin_ctz(rest)], joined, sizeof joined);
@@ -317,23 +316,23 @@ void __syncwarp(unsigned mask, const char *file, int line) {
 struct Fence {
     uint32_t block_start, time;
 };
-static std::vector<Fence> fences;
+static List<Fence> fences;
 static bool block_asked;
 
 void __threadfence_block(void) {}
 void __threadfence_system(void) { __threadfence(); }
 void __threadfence(void) {
-    if (fences.empty() || fences.back().block_start != now.block_start)
-        fences.push_back({now.block_start, now.time});
-    fences.back().time = now.time;
+    if (fences.count == 0 || fences.items[fences.count - 1].block_start != now.block_start)
+        fences.add({now.block_start, now.time});
+    fences.items[fences.count - 1].time = now.time;
 }
 
 void asked_by_atomic(void) { block_asked = true; }
 
 bool told_by_fence(uint32_t time) {
-    if (!block_asked || time == 0) return block_asked && !fences.empty();
-    for (size_t i = fences.size(); i-- > 0;)
-        if (fences[i].block_start <= time) return fences[i].time >= time;
+    if (!block_asked || time == 0) return block_asked && fences.count > 0;
+    for (size_t i = fences.count; i-- > 0;)
+        if (fences.items[i].block_start <= time) return fences.items[i].time >= time;
     return false;
 }
 
@@ -359,20 +358,20 @@ struct Allowed {
     const void *kernel;
     size_t bytes;
 };
-static std::vector<Allowed> allowed;
+static List<Allowed> allowed;
 
 cudaError_t cuda_allow_shared(const void *kernel, size_t bytes) {
     if (bytes > SHARED_MOST) return cudaErrorInvalidValue;
-    for (Allowed &a : allowed)
-        if (a.kernel == kernel) return a.bytes = bytes, cudaSuccess;
-    allowed.push_back({kernel, bytes});
+    for (size_t i = 0; i < allowed.count; i++)
+        if (allowed.items[i].kernel == kernel) return allowed.items[i].bytes = bytes, cudaSuccess;
+    allowed.add({kernel, bytes});
     return cudaSuccess;
 }
 
 static void check_shared(const CudaLaunch *l) {
     size_t most = SHARED_WITHOUT_ASKING;
-    for (const Allowed &a : allowed)
-        if (a.kernel == l->kernel) most = std::max(most, a.bytes);
+    for (size_t i = 0; i < allowed.count; i++)
+        if (allowed.items[i].kernel == l->kernel) most = std::max(most, allowed.items[i].bytes);
     CHECK(l->shared_bytes <= most,
           "the kernel %s could not start (%s:%d): %zu bytes of dynamic shared memory; beyond %zu "
           "cudaFuncSetAttribute must ask for them, and there are %d at most",
@@ -386,11 +385,10 @@ static void run_block(const CudaLaunch *launch, uint64_t *state) {
     memory_start_block(launch);
     order_threads(state);
     for (int i = 0; i < now.threads; i++) ready_last(&threads[turns[i]]);
+    now.launch = launch;
     run_next();
-    if (*failure) {
-        now.launch = NULL;
-        fatal("%s", failure);
-    }
+    now.launch = NULL;
+    if (*failure) fatal("%s", failure);
     if (now.counting) count_block_end();
 }
 
@@ -419,10 +417,9 @@ void cuda_run(const CudaLaunch *launch) {
     }
     cuda_block_dim = uint3{b.x, b.y, b.z};
     cuda_grid_dim = uint3{g.x, g.y, g.z};
-    now.launch = launch;
     now.thread = &host;
     now.launch_start = now.time + 1;
-    fences.clear();
+    fences.count = 0;
     uint64_t blocks = (uint64_t)g.x * g.y * g.z, state = order_seed;
     // A step that shares no factor with the number of blocks visits each of them once.
     uint64_t first = order_seed ? draw(&state) % blocks : 0, step = 1;
@@ -434,7 +431,6 @@ void cuda_run(const CudaLaunch *launch) {
         cuda_block_index = uint3{(unsigned)(n % g.x), (unsigned)(n / g.x % g.y), (unsigned)(n / g.x / g.y)};
         run_block(launch, &state);
     }
-    now.launch = NULL;
 }
 
 // ---- what went wrong, and where ----

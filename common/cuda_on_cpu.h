@@ -134,7 +134,12 @@ enum cudaError_t {
     cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
     cudaErrorInvalidConfiguration = 9,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorInvalidDeviceFunction = 98,
+    cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
+    cudaErrorNoKernelImageForDevice = 209,
+    cudaErrorUnsupportedPtxVersion = 222,
     cudaErrorNotReady = 600,
 };
 const char *cudaGetErrorString(cudaError_t error);
@@ -315,7 +320,7 @@ struct CudaCounts {
     int64_t threads, warps;
     // Global memory: accesses of a warp, the bytes that its lanes ask for, and the 32-byte sectors that it
     // takes to serve each access. Sectors are counted before any cache: a sector that the L1 or L2 holds
-    // already is counted again.
+    // already is counted again. Atomics count as stores.
     int64_t global_loads, global_load_bytes, global_load_sectors;
     int64_t global_stores, global_store_bytes, global_store_sectors;
     // Shared memory: accesses of a warp, and the passes beyond the first that 32 banks of 4 bytes need: lanes

@@ -6,9 +6,6 @@
 
 #include "cuda_on_cpu_inside.h"
 
-#undef memcpy
-#undef memset
-
 struct CudaStream {
     int priority;
 };

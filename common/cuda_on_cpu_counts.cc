@@ -14,7 +14,7 @@ struct Event {
 };
 enum { BRANCH = 2 };  // a space of its own
 
-static std::vector<Event> events[MAX_THREADS];  // of this block, by thread
+static List<Event> events[MAX_THREADS];  // of this block, by thread
 static uint32_t last_block[MAX_THREADS];
 static CudaCounts counts;
 
@@ -31,14 +31,14 @@ CudaCounts cuda_count_end(void) {
 void count_barrier(void) { counts.barriers++; }
 
 void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site) {
-    events[now.thread->number].push_back(
+    events[now.thread->number].add(
         {site, 0, (uint8_t)now.thread->lane, (uint8_t)size, (uint8_t)space, (uint8_t)kind, address});
     if (kind == ATOMIC) counts.atomics++;
 }
 
 static void step(const Thread *t, uint32_t to) {
     uint32_t *from = &last_block[t->number];
-    if (*from) events[t->number].push_back({*from, 0, (uint8_t)t->lane, 0, BRANCH, 0, to});
+    if (*from) events[t->number].add({*from, 0, (uint8_t)t->lane, 0, BRANCH, 0, to});
     *from = to;
 }
 
@@ -106,11 +106,12 @@ void count_block_end(void) {
         for (int i = begin; i < std::min(begin + LANES, now.threads); i++) {
             step(&threads[i], 0);  // its last block leaves the kernel
             turns.clear();
-            for (Event &e : events[i]) {
+            for (size_t n = 0; n < events[i].count; n++) {
+                Event e = events[i].items[n];
                 e.turn = turns[(uint64_t)e.site << 8 | e.space << 4 | e.kind]++;
                 together.push_back(e);
             }
-            events[i].clear();
+            events[i].count = 0;
             counts.threads++;
         }
         counts.warps++;

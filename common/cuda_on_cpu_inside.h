@@ -7,7 +7,31 @@
 #ifndef CUDA_ON_CPU_INSIDE_H
 #define CUDA_ON_CPU_INSIDE_H
 
+#include <stdlib.h>
+
 #include "cuda_on_cpu.h"
+// the C library's here, unwatched
+#undef memcpy
+#undef memset
+
+// A growing array for what runs while a kernel does. Not std::vector, nor anything else that has external linkage
+// and that a .cu file could use too: of two copies of a template the linker keeps one, and it may be the copy that
+// reports its accesses.
+namespace {
+template <class T>
+struct List {
+    T *items;
+    size_t count, room;
+    void add(const T &item) {
+        if (count == room) {
+            room = room ? 2 * room : 64;
+            items = static_cast<T *>(realloc(static_cast<void *>(items), room * sizeof(T)));
+            CHECK(items, "out of host memory for CUDA on the CPU");
+        }
+        items[count++] = item;
+    }
+};
+}  // namespace
 
 enum { LANES = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / LANES };
 

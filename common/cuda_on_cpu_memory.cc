@@ -13,14 +13,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <deque>
-#include <vector>
-
 #include "cuda_on_cpu_inside.h"
-
-#undef memcpy
-#undef memset
 
 // ---- regions ----
 
@@ -153,8 +146,8 @@ size_t memory_in_use(void) { return in_use; }
 // Static arrays are the thread-local variables of the program. What is where says the symbol table.
 static uintptr_t shared_start;  // of the static ones
 static size_t shared_size;
-static std::deque<Region> shared_regions;
-static std::vector<Region *> shared_table;  // by 16 bytes: red zones begin on such borders
+static List<Region> shared_regions;  // by address
+static Region **shared_table;        // by 8 bytes: what is not one array begins on such borders
 static Region dynamic_shared = {0, 0, NULL, 0, COARSEST, true, true, "dynamic shared memory"};
 static const size_t DYNAMIC_MOST = 256 << 10, DYNAMIC_RED_ZONE = 4096;
 
@@ -173,27 +166,47 @@ static void add_shared(void *, const char *name, int type, uintptr_t value, size
     char *whole = abi::__cxa_demangle(name, NULL, NULL, &status);
     // "tile" of "softmax<float, 256>(float*, int)::tile"
     const char *text = whole ? whole : name;
-    for (const char *c = text; (c = strstr(c, "::")); c += 2) text = c + 2;
-    shared_regions.push_back({shared_start + value, size, NULL, 0, COARSEST, true, true, text});
+    if (strncmp(text, "guard variable for ", 19) != 0)
+        for (const char *c = text; (c = strstr(c, "::")); c += 2) text = c + 2;
+    shared_regions.add({shared_start + value, size, NULL, 0, COARSEST, true, true, text});
 }
 
+// g++ guards the start of arrays of classes by variables of their own, though it has nothing to do there.
+static Region guards = {0, 0, NULL, 0, COARSEST, true, true, "guards"};
+static bool is_guard(const Region &r) { return strncmp(r.name, "guard variable for ", 19) == 0; }
 static bool is_red_zone(const Region &r) { return strncmp(r.name, "cuda_red_zone_", 14) == 0; }
+
+static void fill_table(const Region &r, Region *with) {
+    for (size_t at = (r.start - shared_start) / 8; at <= (r.start + r.size - 1 - shared_start) / 8; at++)
+        shared_table[at] = with;
+}
+
+static int by_address(const void *a, const void *b) {
+    uintptr_t x = static_cast<const Region *>(a)->start, y = static_cast<const Region *>(b)->start;
+    return (x > y) - (x < y);
+}
 
 static void find_shared(void) {
     dl_iterate_phdr(find_segment, NULL);
     each_symbol(add_shared, NULL);
-    std::sort(shared_regions.begin(), shared_regions.end(),
-              [](const Region &a, const Region &b) { return a.start < b.start; });
-    shared_table.resize(shared_size / 16 + 1);
-    for (size_t i = 0; i < shared_regions.size(); i++) {
-        Region &r = shared_regions[i];
-        if (is_red_zone(r)) continue;
-        CHECK(i == 0 || is_red_zone(shared_regions[i - 1]),
-              "no red zone lies between the shared arrays %s and %s: give each its own __shared__",
-              shared_regions[i - 1].name, r.name);
-        for (size_t at = (r.start - shared_start) / 16; at <= (r.start + r.size - 1 - shared_start) / 16;
-             at++)
-            shared_table[at] = &r;
+    qsort(shared_regions.items, shared_regions.count, sizeof(Region), by_address);
+    shared_table = static_cast<Region **>(calloc(shared_size / 8 + 1, sizeof(Region *)));
+    CHECK(shared_table, "out of host memory");
+    const Region *before = NULL;
+    for (size_t i = 0; i < shared_regions.count; i++) {
+        Region &r = shared_regions.items[i];
+        if (is_guard(r)) {
+            *reinterpret_cast<char *>(r.start) = 1;  // begun already
+            fill_table(r, &guards);
+            continue;
+        }
+        if (!is_red_zone(r)) {
+            CHECK(!before || is_red_zone(*before),
+                  "no red zone lies between the shared arrays %s and %s: give each its own __shared__",
+                  before->name, r.name);
+            fill_table(r, &r);
+        }
+        before = &r;
     }
     void *range = reserve(DYNAMIC_MOST + 2 * DYNAMIC_RED_ZONE);
     CHECK(range, "out of host memory");
@@ -235,7 +248,7 @@ static void take_note(Note *note, uint32_t since, uint32_t site, uint8_t flags) 
         }
         if ((note->lanes & ~mine) && !comes_before(note->lanes, note->stamp)) {
             note->lanes |= mine;
-            note->stamp = std::min(note->stamp, stamp);
+            if (note->stamp > stamp) note->stamp = stamp;
             return;
         }
         flags |= note->flags & (MANY_WARPS | OTHER_BLOCK);
@@ -271,7 +284,8 @@ static inline void check_word(Region *r, Word *w, AccessKind kind, const void *s
     // Each block has its own shared memory, and each launch comes after the one before.
     uint32_t since = r->shared ? now.block_start : now.launch_start;
     if (r->shared && wrote->time < since && kind == LOAD)
-        broken(site, "reads byte %zu of %s, which no thread of this block has written",
+        broken(site,
+               "reads byte %zu of %s, which no thread of this block has written yet; is a barrier missing?",
                (size_t)(w - r->words) << r->grain, r->name);
     bool mine_alone = wrote->time == now.time && wrote->lanes == mine && wrote->warp == me->warp &&
                       !(wrote->flags & MANY_WARPS);
@@ -322,8 +336,10 @@ static void outside(AccessKind kind, uintptr_t address, size_t size, const Regio
 // The nearest static shared array, for the sentence alone.
 static const Region *nearest_shared(uintptr_t address) {
     const Region *best = NULL;
-    for (const Region &r : shared_regions)
-        if (!is_red_zone(r) && (!best || r.start <= address)) best = &r;
+    for (size_t i = 0; i < shared_regions.count; i++) {
+        const Region &r = shared_regions.items[i];
+        if (!is_red_zone(r) && !is_guard(r) && (!best || r.start <= address)) best = &r;
+    }
     return best;
 }
 
@@ -351,7 +367,8 @@ static inline __attribute__((always_inline)) void check(AccessKind kind, uintptr
         r = region_at(address);
         if (!r || !r->live) outside(kind, address, size, r, site);
     } else if (address - shared_start < shared_size) {
-        r = shared_table[(address - shared_start) / 16];
+        r = shared_table[(address - shared_start) / 8];
+        if (r == &guards) return;
         if (!r) outside(kind, address, size, nearest_shared(address), site);
     } else if (address - (dynamic_shared.start - DYNAMIC_RED_ZONE) < DYNAMIC_MOST + 2 * DYNAMIC_RED_ZONE) {
         r = &dynamic_shared;
@@ -393,24 +410,24 @@ extern "C" char __start_cuda_constant[] __attribute__((weak)), __stop_cuda_const
 struct Range {
     uintptr_t start, end;
 };
-static std::vector<Range> read_only;
+static List<Range> read_only;
 
 static int find_read_only(struct dl_phdr_info *info, size_t, void *) {
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const ElfW(Phdr) *p = &info->dlpi_phdr[i];
         if ((p->p_type == PT_LOAD && !(p->p_flags & PF_W)) || p->p_type == PT_GNU_RELRO)
-            read_only.push_back({info->dlpi_addr + p->p_vaddr, info->dlpi_addr + p->p_vaddr + p->p_memsz});
+            read_only.add({info->dlpi_addr + p->p_vaddr, info->dlpi_addr + p->p_vaddr + p->p_memsz});
     }
     return 1;
 }
 
 static bool is_constant(uintptr_t address, size_t size) {
-    if (read_only.empty()) {
+    if (read_only.count == 0) {
         dl_iterate_phdr(find_read_only, NULL);
-        read_only.push_back({(uintptr_t)__start_cuda_constant, (uintptr_t)__stop_cuda_constant});
+        read_only.add({(uintptr_t)__start_cuda_constant, (uintptr_t)__stop_cuda_constant});
     }
-    for (const Range &range : read_only)
-        if (address >= range.start && address + size <= range.end) return true;
+    for (size_t i = 0; i < read_only.count; i++)
+        if (address >= read_only.items[i].start && address + size <= read_only.items[i].end) return true;
     return false;
 }
 

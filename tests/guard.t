@@ -1,7 +1,7 @@
 #!/bin/bash
 # guard.t: no program touches device memory outside operations and communication: each runs at a tiny size with the
 # memory closed to it (common/guard.h), and would end with the line of its source that did. TAP.
-# With an argument: only the programs whose names match it.
+# With an argument: only the programs whose names match it. RANKS=8: those of several ranks, on so many.
 cd "$(dirname "$0")/.." || exit 2
 unset OPENBLAS_CORETYPE
 export OMP_NUM_THREADS=1 ULTRASCALE_GUARD=1
@@ -35,7 +35,8 @@ for program in "$build"/0[0-9]_*/*; do
     ! has hidden || flags+=(--hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13)
     ! has steps || flags+=(--steps 2)
     ! has measure || flags+=(--measure)
-    ! has ranks || flags+=(--ranks 2)
+    has ranks || [ -z "$RANKS" ] || continue
+    ! has ranks || flags+=(--ranks "${RANKS:-2}")
     ! has sample || flags+=(--sample 3)
     passes "$program" "${flags[@]}"
     # Other ways through the core: 16-bit storage with its f32 copies, tied weights, accumulation.
