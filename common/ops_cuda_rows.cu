@@ -8,31 +8,42 @@
 
 // ---- embedding ----
 
+// The table holds a part of the vocabulary, or all of it; a token of another part has a row of zeros.
 template <class T>
-__global__ void embedding_rows(T *y, const int32_t *tokens, const T *weight, int64_t h, bool packs,
-                               IndexCheck check) {
+__global__ void embedding_rows(T *y, const int32_t *tokens, const T *weight, int64_t h, VocabularyPart part,
+                               bool packs, IndexCheck check) {
     constexpr int N = pack_of<T>;
     const int64_t row = blockIdx.x;
     const int32_t token = tokens[row];
     T *to = y + row * h;
-    const T *from = weight + token * h;
     if (threadIdx.x == 0) check.holds(token, row);
     if (token < 0 || token >= check.bound) return;
+    if (token < part.first || token >= part.first + part.count) {
+        for (int64_t i = threadIdx.x; i < h; i += blockDim.x) to[i] = narrow<T>(0.0f);
+        return;
+    }
+    const T *from = weight + (token - part.first) * h;
     const int64_t whole = packs ? h / N : 0;
     for (int64_t i = threadIdx.x; i < whole; i += blockDim.x) store<N>(to + i * N, load<N>(from + i * N));
     for (int64_t i = whole * N + threadIdx.x; i < h; i += blockDim.x) to[i] = from[i];
 }
 
-void kernel_embedding_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
-                              int64_t v, int64_t h) {
+void kernel_embedding_part_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
+                                   int64_t h, VocabularyPart part) {
     if (n == 0 || h == 0) return;
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         LAUNCH((embedding_rows<T>), blocks_for("embedding_forward", n), threads_for(ceil_div(h, pack_of<T>)), 0,
-               stream(), static_cast<T *>(y), tokens, static_cast<const T *>(weight), h,
+               stream(), static_cast<T *>(y), tokens, static_cast<const T *>(weight), h, part,
                rows_aligned(static_cast<T *>(y), h) && rows_aligned(static_cast<const T *>(weight), h),
-               check_index(v, "embedding_forward: number %lld of the tokens is %d, which a vocabulary of %lld has not"));
+               check_index(part.whole,
+                           "embedding_forward: number %lld of the tokens is %d, which a vocabulary of %lld has not"));
     });
+}
+
+void kernel_embedding_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
+                              int64_t v, int64_t h) {
+    kernel_embedding_part_forward(dtype, y, tokens, weight, n, h, {v, 0, v});
 }
 
 // Backward adds up rows of dy that have the same token, in their order. So the rows are sorted by token first, equal
@@ -74,13 +85,15 @@ __global__ void sort_tokens(int32_t *order, int32_t *run, const int32_t *tokens,
 
 template <class T>
 __global__ void add_runs(T *dweight, const T *dy, const int32_t *tokens, const int32_t *order, const int32_t *run,
-                         int64_t h, bool packs) {
+                         int64_t h, VocabularyPart part, bool packs) {
     constexpr int N = pack_of<T>;
     constexpr int AHEAD = 8;  // rows under way at once
     const int32_t *rows = order + blockIdx.x;
     const int32_t count = run[blockIdx.x];
     if (count == 0) return;
-    T *to = dweight + tokens[rows[0]] * h;
+    const int64_t token = tokens[rows[0]] - part.first;
+    if (token < 0 || token >= part.count) return;
+    T *to = dweight + token * h;
     for (int64_t i = threadIdx.x; i * N < h; i += blockDim.x) {
         Pack<T, N> stored = load_of_row<N>(to, i, h, packs, narrow<T>(0.0f)), more[AHEAD];
         Arithmetic<T> sum[N];
@@ -100,21 +113,28 @@ __global__ void add_runs(T *dweight, const T *dy, const int32_t *tokens, const i
     }
 }
 
-void kernel_embedding_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
-                               int64_t v, int64_t h) {
+void kernel_embedding_part_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
+                                    int64_t rows, int64_t h, VocabularyPart part) {
+    (void)rows;
     if (n == 0 || h == 0) return;
     unsigned blocks = blocks_for("embedding_backward", n);
     int32_t *order = static_cast<int32_t *>(device_scratch((size_t)(2 * n) * sizeof(int32_t))), *run = order + n;
     LAUNCH(sort_tokens, (unsigned)ceil_div(n, WARP), SORT_SLICES * WARP, 0, stream(), order, run, tokens, n,
            is_aligned(tokens),
-           check_index(v, "embedding_backward: number %lld of the tokens is %d, which a vocabulary of %lld has not"));
+           check_index(part.whole,
+                       "embedding_backward: number %lld of the tokens is %d, which a vocabulary of %lld has not"));
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         T *to = static_cast<T *>(dweight);
         const T *from = static_cast<const T *>(dy);
         LAUNCH((add_runs<T>), blocks, threads_for(ceil_div(h, pack_of<T>)), 0, stream(), to, from, tokens, order, run,
-               h, rows_aligned(to, h) && rows_aligned(from, h));
+               h, part, rows_aligned(to, h) && rows_aligned(from, h));
     });
+}
+
+void kernel_embedding_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
+                               int64_t v, int64_t h) {
+    kernel_embedding_part_backward(dtype, dweight, dy, tokens, n, v, h, {v, 0, v});
 }
 
 // ---- RMSNorm ----
