@@ -22,6 +22,8 @@ static void nothing_after_the_step(void *context, Model *model, int unit) {
     (void)context, (void)model, (void)unit;
 }
 
+static void weights_are_whole(void *context, Model *model) { (void)context, (void)model; }
+
 static void gradients_exist(void *context, Model *model, int unit, MicroBatch *micro) {
     (void)context, (void)model, (void)unit, (void)micro;
 }
@@ -160,7 +162,7 @@ static void keep_everything(void *context, Model *model, MicroBatch *micro, int 
 
 Sockets sockets_single_device(void) {
     return (Sockets){
-        .parameters = {NULL, no_unit_change, no_unit_change, nothing_after_the_step},
+        .parameters = {NULL, no_unit_change, no_unit_change, nothing_after_the_step, weights_are_whole},
         .gradients = {NULL, gradients_exist, add_to_accumulators, nothing_to_finish},
         .region = {NULL, identity, identity, identity, identity},
         .vocabulary = {NULL, lookup, lookup_backward, identity, identity, loss, loss_backward},
@@ -291,11 +293,15 @@ void micro_batch_free(Model *m, MicroBatch *micro) {
 // "block 2 gate", or "none". Static buffer.
 static const char *first_bad_tensor(const Model *m, const MicroBatch *micro) {
     static char text[100];
-    for (int i = 0; i < m->params.count; i++)
-        if (!isfinite(op_sum_squares(param_value(&m->params, &m->params.param[i])))) {
-            snprintf(text, sizeof text, "weight %s", m->params.param[i].name);
-            return text;
-        }
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *param = &m->params.param[i];
+        // Weights that this rank has only a part of are looked at as far as it has them.
+        bool whole = tensor_exists(m->params.unit[param->unit].values);
+        Tensor weight = whole ? param_value(&m->params, param) : param_own_value(&m->params, param, NULL);
+        if (!tensor_exists(weight) || isfinite(op_sum_squares(weight))) continue;
+        snprintf(text, sizeof text, "weight %s", param->name);
+        return text;
+    }
     for (int layer = 0; layer < m->layers; layer++) {
         const BlockKept *k = &micro->block[layer];
         const struct {

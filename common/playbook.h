@@ -80,13 +80,15 @@ typedef struct MicroBatch {
 typedef enum Pass { FORWARD, BACKWARD } Pass;
 
 typedef struct Sockets {
-    // parameters: before a unit's weights are used in a pass, and after their last use in it; and when the
-    // optimizer has stepped this rank's part of the unit, first unit first
+    // parameters: before a unit's weights are used in a pass, and after their last use in it; when the
+    // optimizer has stepped this rank's part of the unit, first unit first; and before somebody else than a
+    // pass reads weights, which may have come from other ranks only in part
     struct {
         void *context;
         void (*acquire)(void *context, Model *model, int unit, Pass pass);
         void (*release)(void *context, Model *model, int unit, Pass pass);
         void (*stepped)(void *context, Model *model, int unit);
+        void (*settle)(void *context, Model *model);
     } parameters;
     // gradients: backward is about to add to the unit's gradient (again, maybe); the unit's gradient of this
     // micro-batch is final; and this micro-batch's backward has ended
@@ -211,6 +213,12 @@ void model_backward(Model *model, MicroBatch *micro);
 // 00_single_gpu/train.c: one training step, and whole runs as the baseline of every other chapter
 // ==========================================================================================================
 
+// One step's samples of this rank on the host: micro_batch x grad_acc of them from global index `first` on.
+typedef struct Batch {
+    int64_t first, samples, count;  // count = samples * s
+    int32_t *tokens, *targets;      // (samples, s)
+} Batch;
+
 typedef struct Trainer {
     Config config;
     Data data;
@@ -218,6 +226,8 @@ typedef struct Trainer {
     Optimizer optimizer;
     Progress progress;
     bool masked;                 // ignore the labels of each sample's prompt: unequal label counts
+    Batch ahead;                 // of the step to come, if it is already read; labels_ahead: in all ranks'
+    double labels_ahead;
     double loss, grad_norm, lr;  // of the last step
     int64_t kept_bytes;          // activations held when a micro-batch's forward had ended, peak
 } Trainer;
@@ -238,11 +248,6 @@ double train_bound(const Config *config, bool masked, const Record *baseline);
 // FLOP/s of op_matmul on size x size matrices, best of five: the yardstick for this machine.
 double matmul_rate(DType dtype, int64_t size);
 
-// One step's samples of this rank on the host: micro_batch x grad_acc of them from global index first_sample on.
-typedef struct Batch {
-    int64_t samples, count;     // count = samples * s
-    int32_t *tokens, *targets;  // (samples, s)
-} Batch;
 Batch batch_new(const Trainer *trainer, int64_t first_sample);
 void batch_free(Batch *batch);
 
@@ -255,7 +260,8 @@ typedef struct LayoutProgram {
     const char *purpose, *claim;  // of --help, and of the verdict; a twin's claim is its title
     const char *defaults;         // as config_parse takes them
     int natural;                  // ranks, if nobody says how many
-    void (*check)(Config *config);  // what this program demands of its flags, fatal; may be NULL
+    // What this program demands of its flags, fatal; of a twin, also what it changes in them. May be NULL.
+    void (*check)(Config *config);
     // Fills sockets of trainer->model, by trainer->config; returns what unplug frees after the run.
     void *(*plug)(Trainer *trainer);
     void (*unplug)(Trainer *trainer, void *plugs);
@@ -429,6 +435,63 @@ typedef struct DdpCost {
 } DdpCost;
 DdpCost ddp_cost(const Config *config, Mesh mesh, void (*plug)(Model *model, Ddp *ddp),
                  int64_t bucket_bytes);
+
+// ==========================================================================================================
+// 02_zero: what data parallelism stores on every rank, cut over these ranks, one kind after another
+// ==========================================================================================================
+
+// When the weights that each rank has stepped come to the others: behind the next forward, behind the step
+// of the units that follow, or after the step.
+typedef enum ZeroGather { GATHER_BEHIND_FORWARD, GATHER_BEHIND_STEP, GATHER_AFTER_STEP } ZeroGather;
+
+// ZeRO over the ranks of mesh.dp. Their parts of a unit are Unit.own_first and own_count, equal or not, or
+// empty.
+typedef struct Zero {
+    ZeroGather gather;     // zero1, zero2
+    bool no_prefetch;      // zero3: a unit's weights are gathered when they are used, and not before
+    Ddp ddp;               // stage 0
+    Request **reductions;  // (units) of gradients, started and not yet waited for; else NULL
+    Request **gathers;     // (units) of weights, likewise
+    int travelling;        // zero2, zero3: the unit whose gradient is being reduced, or -1 …
+    Tensor gradient;       // … and this gradient, whole
+    bool at_head;          // zero3: the head is in use
+} Zero;
+
+// Each fills the sockets parameters and gradients of a model that was built with this stage as config.zero,
+// by the options of *zero, which begins as {0} or {.gather = …} and outlives the model's use.
+void zero1_plug(Model *model, Zero *zero);  // optimizer state is cut
+void zero2_plug(Model *model, Zero *zero);  // and gradients
+void zero3_plug(Model *model, Zero *zero);  // and weights
+// The one that config.zero names; stage 0 stores everything: ddp_no_sync.
+void zero_plug(Model *model, Zero *zero);
+// Waits for what is on its way, gives back what was gathered, and empties the sockets.
+void zero_unplug(Model *model, Zero *zero);
+
+// 02_zero/zero.c: the proof that the three share, as parts of a LayoutProgram. Demands a program's own
+// stage, and of the layout data parallelism alone.
+void zero_check(const Config *config, int stage);
+void *zero_layout_plug(Trainer *trainer);                   // zero_plug with standard options …
+void *zero_layout_plug_with(Trainer *trainer, Zero options);  // … or these
+void zero_layout_unplug(Trainer *trainer, void *zero);
+// Calls, bytes and memory of a run whose ranks talk for ZeRO alone, against closed formulas.
+void zero_counts(const Trainer *trainer, const Record *record, void *zero);
+// Nothing is cut, and sums run in the same order: over micro-batches and then ranks (zero1), or over ranks
+// and then micro-batches (zero2, zero3).
+extern const LayoutProgram zero_twin_of_1, zero_twin_of_2_and_3;
+// Steps of Llama 3 8B, dry, on the model clock: 16,384 tokens a rank in one micro-batch, bf16, AdamW.
+typedef struct ZeroVariant {
+    const char *name;
+    int stage;
+    void *(*plug)(Trainer *trainer);
+    void (*unplug)(Trainer *trainer, void *plugs);
+} ZeroVariant;
+// Prints and sets a row for each, and returns the shape.
+Config zero_compare(Mesh mesh, const ZeroVariant *variants, int count, StepCost *cost);
+// Whether the flags leave the model clock at DGX H100 and all of its peaks, for which some figures are
+// demanded.
+bool zero_on_standard_machine(const Config *config);
+// 02_zero/zero3_overlap.c: from how many tokens on, and up to how many ranks, ZeRO-3 hides what it sends.
+void zero3_overlap(Mesh mesh, const Config *config);
 
 // ==========================================================================================================
 // 03_tensor_parallel: the region socket, twice, and what partial gradients need
