@@ -28,7 +28,7 @@
 enum { BUCKET_BYTES = 100000 };
 
 typedef struct Layout {
-    Ddp ddp;
+    Zero zero;  // ddp_no_sync where it is 0
     TensorParallel tp;
     VocabParallel vocab;
     AsyncTensorParallel async;  // of a program that wants it
@@ -36,10 +36,9 @@ typedef struct Layout {
 
 void *layout_plug(Trainer *t) {
     const Config *c = &t->config;
-    CHECK(c->zero == 0, "--zero %d: ZeRO is not part of this program", c->zero);
     Layout *layout = host_alloc(sizeof *layout);
-    *layout = (Layout){.ddp.bucket_bytes = BUCKET_BYTES};
-    ddp_no_sync_plug(t->model, &layout->ddp);
+    *layout = (Layout){.zero.ddp.bucket_bytes = BUCKET_BYTES};
+    zero_plug(t->model, &layout->zero);
     if (c->sp) sequence_parallel_plug(t->model, &layout->tp);
     else tensor_parallel_plug(t->model, &layout->tp);
     if (c->vocab_parallel) vocab_parallel_plug(t->model, &layout->vocab);
@@ -53,9 +52,8 @@ void *layout_plug_async(Trainer *t) {
 }
 
 void layout_unplug(Trainer *t, void *plugs) {
-    (void)t;
     Layout *layout = plugs;
-    free(layout->ddp.pending);
+    zero_unplug(t->model, &layout->zero);
     free(layout->async.in);
     free(layout);
 }
@@ -131,7 +129,7 @@ static void partial_sends(Sends *s, const Model *m) {
 
 static void data_sends(Sends *s, const Model *m, const Layout *layout) {
     int first_unit[m->params.units], tp = m->mesh.tp.size, dp = m->mesh.dp.size;
-    s->all_reduce.calls += ddp_bucket_starts(&m->params, layout->ddp.bucket_bytes, first_unit);
+    s->all_reduce.calls += ddp_bucket_starts(&m->params, layout->zero.ddp.bucket_bytes, first_unit);
     s->all_reduce.bytes += 2.0 * (dp - 1) * tp * (double)tensor_bytes(params_total_grad(&m->params));
     add_all_reduces(s, 2, sizeof(double), dp, tp);              // labels, loss
     if (tp > 1) add_all_reduces(s, 1, sizeof(double), tp, dp);  // squares of the norm

@@ -123,6 +123,7 @@ static void count_a_block(Mesh mesh, const Config *config) {
     Config c = *config;
     c.recompute = RECOMPUTE_NONE;
     c.sp = false;
+    c.zero = 0;
     say("\nOne block and micro-batch, tp %d:\n", mesh.tp.size);
     BlockCost block = layout_block_cost(&c, mesh);
     double K = (double)(c.micro_batch * c.seq * c.hidden) * (double)dtype_size((DType)c.dtype);

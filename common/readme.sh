@@ -70,5 +70,6 @@ unset OPENBLAS_CORETYPE
     echo '$ make bench'
     "$build/tests/bench"
     "$build/tests/bench_ddp"
+    "$build/tests/bench_tp"
     for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
 } | grep -E '^(OpenBLAS|bench|.*tokens/s)' | block | fill bench
