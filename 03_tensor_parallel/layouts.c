@@ -62,14 +62,6 @@ void layout_unplug(Trainer *t, void *plugs) {
 
 // ---- what a step sends ----
 
-typedef struct Sent {
-    double calls, bytes;  // of this rank; of all ranks together
-} Sent;
-
-typedef struct Sends {
-    Sent all_reduce, all_gather, reduce_scatter, transfers;
-} Sends;
-
 // Calls in a group of n ranks, of which there are `groups`, on a tensor of so many bytes.
 static void add_all_reduces(Sends *s, double calls, double bytes, int n, double groups) {
     s->all_reduce.calls += calls;
@@ -232,4 +224,59 @@ void layout_counts(const Trainer *t, const Record *record, void *plugs) {
     check_sent("transfers", "message", sends.transfers, steps, m->mesh.world);
     check_memory(t, record);
     check_copies(m);
+}
+
+// ---- one block of it ----
+
+static Sent sent_since_reset(const char *call) {
+    CommCount count = comm_count(call);
+    return (Sent){(double)count.calls, (double)count.bytes};
+}
+
+static Sends sends_since_reset(void) {
+    return (Sends){sent_since_reset("all_reduce"), sent_since_reset("all_gather"),
+                   sent_since_reset("reduce_scatter"), sent_since_reset("transfers")};
+}
+
+// Of one micro-batch through the whole model, on this rank alone. It is not the last, so that no gradient travels.
+static BlockCost micro_batch_cost(const Config *config, Mesh mesh) {
+    BlockCost cost;
+    Trainer *t = trainer_new(config, mesh);
+    void *plugs = layout_plug(t);
+    Batch batch = batch_new(t, 0);
+    int64_t before = memory_account().now[MEMORY_ACTIVATION];
+    MicroBatch micro = micro_batch_new(t->model, 0, config->micro_batch, batch.tokens, batch.targets, 1);
+    clock_reset();
+    model_forward(t->model, &micro);
+    cost.pass[FORWARD] = sends_since_reset();
+    cost.kept = (double)(memory_account().now[MEMORY_ACTIVATION] - before);
+    clock_reset();
+    model_backward(t->model, &micro);
+    cost.pass[BACKWARD] = sends_since_reset();
+    micro_batch_free(t->model, &micro);
+    batch_free(&batch);
+    layout_unplug(t, plugs);
+    trainer_free(t);
+    return cost;
+}
+
+static Sent difference_of(Sent more, Sent less, Group world) {
+    return (Sent){more.calls - less.calls, comm_sum(more.bytes - less.bytes, world)};
+}
+
+BlockCost layout_block_cost(const Config *config, Mesh mesh) {
+    Config c = *config;
+    c.layers = 1;
+    BlockCost one = micro_batch_cost(&c, mesh);
+    c.layers = 2;
+    BlockCost cost = micro_batch_cost(&c, mesh);
+    for (int pass = FORWARD; pass <= BACKWARD; pass++) {
+        Sends *two = &cost.pass[pass], *less = &one.pass[pass];
+        two->all_reduce = difference_of(two->all_reduce, less->all_reduce, mesh.world);
+        two->all_gather = difference_of(two->all_gather, less->all_gather, mesh.world);
+        two->reduce_scatter = difference_of(two->reduce_scatter, less->reduce_scatter, mesh.world);
+        two->transfers = difference_of(two->transfers, less->transfers, mesh.world);
+    }
+    cost.kept -= one.kept;
+    return cost;
 }

@@ -372,7 +372,7 @@ typedef struct Example {
 // `before`: what this rank holds, or {0}. Counts begin here.
 Example example_begin(const char *call, const char *title, Tensor before, Group group);
 // Prints what all hold before and after, compares `after` (or {0}) with `expected` and the bytes that this rank
-// has sent with `bytes`, and frees both tensors. `printed`: what the playbook prints for 3 ranks, or NULL.
+// has sent with `bytes`, and frees both tensors. `printed`: what the playbook prints for so many ranks, or NULL.
 void example_end(Example *example, Tensor after, Tensor expected, double bytes, const char *printed);
 
 // ==========================================================================================================
@@ -461,6 +461,19 @@ void *layout_plug_async(Trainer *trainer);  // the same, and async_tensor_parall
 void layout_unplug(Trainer *trainer, void *plugs);
 // Calls, bytes and memory against closed formulas, and copies of a weight against each other, to the bit.
 void layout_counts(const Trainer *trainer, const Record *record, void *plugs);
+// Messages by kind of call.
+typedef struct Sent {
+    double calls, bytes;  // of this rank; of all ranks together
+} Sent;
+typedef struct Sends {
+    Sent all_reduce, all_gather, reduce_scatter, transfers;
+} Sends;
+// What one more block adds to a micro-batch, counted in a dry run. device_dry_run must be on.
+typedef struct BlockCost {
+    Sends pass[2];  // by Pass
+    double kept;    // bytes of activations that this rank keeps for backward
+} BlockCost;
+BlockCost layout_block_cost(const Config *config, Mesh mesh);
 
 // ==========================================================================================================
 // 03_tensor_parallel/vocab_parallel.c: embedding, output layer and loss cut over the vocabulary
