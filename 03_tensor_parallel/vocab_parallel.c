@@ -22,7 +22,8 @@
 
 // ---- the embedding ----
 
-Tensor vocab_parallel_rows(const VocabParallel *vocab, Tensor tokens, Tensor weight) {
+// Of every token, zero where another rank has it: (n, h) partial over tp.
+static Tensor rows_of(const VocabParallel *vocab, Tensor tokens, Tensor weight) {
     Tensor rows =
         tensor_new(MEMORY_ACTIVATION, weight.dtype, SHAPE(tensor_count(tokens), tensor_columns(weight)));
     op_embedding_part_forward(rows, tokens, weight, vocab->part);
@@ -31,7 +32,7 @@ Tensor vocab_parallel_rows(const VocabParallel *vocab, Tensor tokens, Tensor wei
 
 static Tensor lookup(void *context, Tensor tokens, Tensor weight) {
     const VocabParallel *vocab = context;
-    Tensor partial = vocab_parallel_rows(vocab, tokens, weight);
+    Tensor partial = rows_of(vocab, tokens, weight);
     Tensor x = vocab->before.region.leave(vocab->before.region.context, partial);
     tensor_free(&partial);
     return x;
@@ -110,6 +111,52 @@ void vocab_parallel_plug(Model *model, VocabParallel *vocab) {
 
 #ifndef NO_MAIN
 
+// ---- the embedding's rows of the playbook's table of shapes, read from the tensors ----
+
+typedef struct Shapes {
+    char table[32], rows[32], x[64];
+} Shapes;
+
+static Shapes shapes_of(const Config *config, Mesh mesh, bool sp) {
+    Config c = *config;
+    c.sp = sp;
+    c.zero = 0;  // tables as they are looked up in
+    Trainer *t = trainer_new(&c, mesh);
+    void *plugs = layout_plug(t);
+    const Sockets *on = &t->model->sockets;
+    Shapes s;
+    int64_t n = c.micro_batch * c.seq, first;
+    Tensor table = param_value(&t->model->params, t->model->embedding);
+    Tensor tokens = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n));
+    op_fill(tokens, 0);
+    Tensor rows = rows_of(on->vocabulary.context, tokens, table);
+    clock_reset();
+    Tensor x = on->vocabulary.lookup(on->vocabulary.context, tokens, table);
+    const char *call = sp ? "reduce_scatter" : "all_reduce";
+    int64_t own = sp ? sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) : n;
+    report_that(tensor_rows(rows) == n && tensor_rows(x) == own && comm_count(call).calls == 1 &&
+                    comm_total().calls == 1,
+                "a lookup makes %s of %s by %lld calls", tensor_text(x), tensor_text(rows),
+                (long long)comm_total().calls);
+    snprintf(s.table, sizeof s.table, "%s", tensor_text(table));
+    snprintf(s.rows, sizeof s.rows, "%s", tensor_text(rows));
+    snprintf(s.x, sizeof s.x, "%s by %s", tensor_text(x), call);
+    tensor_free(&tokens), tensor_free(&rows), tensor_free(&x);
+    layout_unplug(t, plugs);
+    trainer_free(t);
+    return s;
+}
+
+static void embedding_shapes(Mesh mesh, const Config *config) {
+    Shapes tp = shapes_of(config, mesh, false), sp = shapes_of(config, mesh, true);
+    say("\nThe embedding on rank 0, v = %ld, for (b s, h) = (%ld, %ld):\n", config->vocab,
+        config->micro_batch * config->seq, config->hidden);
+    say("  %-22s %-28s %s\n", "", "TP only", "TP with SP");
+    say("  %-22s %-28s %s\n", "table, padded", tp.table, sp.table);
+    say("  %-22s %-28s %s\n", "looked up, partial", tp.rows, sp.rows);
+    say("  %-22s %-28s %s\n", "x", tp.x, sp.x);
+}
+
 // ---- three numbers a token, or all logits ----
 
 // What was sent since the last reset, beside the closed form of it for all ranks.
@@ -128,7 +175,6 @@ static void show(const char *name, double predicted, Tensor logits, Group tp) {
 static void loss_of_llama(Mesh mesh, const Config *config) {
     const int64_t n = 8192, v = 128256;
     Group tp = mesh.tp;
-    if (tp.size == 1) return;
     device_dry_run(true);
     int64_t columns = (v + tp.size - 1) / tp.size;
     VocabParallel vocab = {.tp = tp, .part = part_of(v, columns, columns * tp.rank)};
@@ -148,6 +194,12 @@ static void loss_of_llama(Mesh mesh, const Config *config) {
     device_dry_run(false);
 }
 
+static void more(Mesh mesh, const Config *config) {
+    if (mesh.tp.size == 1) return;
+    embedding_shapes(mesh, config);
+    loss_of_llama(mesh, config);
+}
+
 int main(int argc, char **argv) {
     const LayoutProgram program = {
         .purpose = "Vocabulary parallelism: embedding, output layer and loss are cut over the vocabulary.",
@@ -160,7 +212,7 @@ int main(int argc, char **argv) {
         .plug = layout_plug,
         .unplug = layout_unplug,
         .counts = layout_counts,
-        .more = loss_of_llama};
+        .more = more};
     return layout_program(argc, argv, &program);
 }
 #endif
