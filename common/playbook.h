@@ -552,8 +552,6 @@ typedef struct VocabParallel {
 // Fills model->sockets.vocabulary, with *vocab as its context: after a plug of the region, which then serves the
 // vocabulary, too. *vocab outlives the model's use.
 void vocab_parallel_plug(Model *model, VocabParallel *vocab);
-// A lookup before it leaves: (n, h) partial over tp, zero where another rank has the token. New.
-Tensor vocab_parallel_rows(const VocabParallel *vocab, Tensor tokens, Tensor weight);
 
 // ==========================================================================================================
 // 03_tensor_parallel/async_tensor_parallel.c: rows travel while others are multiplied
