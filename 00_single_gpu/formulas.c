@@ -127,7 +127,8 @@ static int block_kept(Kept kept[MOST_KEPT], const MemoryPlan *plan) {
 // What stands outside the blocks: inputs and head. Recomputation leaves both alone.
 static int ends_kept(Kept kept[MOST_KEPT], const MemoryPlan *plan) {
     const Sizes z = sizes_of(plan);
-    double e = (double)dtype_size(plan->model.dtype), logits = z.n * (double)plan->model.vocab;
+    double e = (double)dtype_size(plan->model.dtype), v = (double)plan->model.vocab, t = (double)plan->tp;
+    double logits = z.n * (plan->whole_vocabulary ? v : ceil(v / t) * t);
     const Kept gpt[] = {
         // Korthikanti et al., section 4.3
         {"embedding dropout mask", z.x / e, BY_SEQUENCE, NEVER},
@@ -189,8 +190,8 @@ int64_t kept_activation_bytes(const Config *config) {
     return (int64_t)(need.blocks + need.ends);
 }
 
-// The peak is the larger of two moments of backward. At the head: all that is kept, and the gradient dnorm, x. At the
-// last block: what the other blocks keep, this block complete, since what recomputation dropped is made again, and what
+// The peak is the larger of two moments of backward. At the head: all that is kept, and the gradient dnorm, x; if
+// sequence parallelism gathers for an output layer that is cut, what it scatters of X, too. At the last block: what the other blocks keep, this block complete, since what recomputation dropped is made again, and what
 // flows. With x, ffn, q, kv, probs, R the bytes that a rank has of (n, h), (n, f), (n, a d), (n, kv d), (n, a s) and n
 // statistics, and X those of (n, h) gathered, the largest of
 //
@@ -209,7 +210,7 @@ double memory_peak_activations(const MemoryPlan *plan) {
     double X = z.x, x = X * rows, R = z.statistic * rows, ffn = z.ffn / t, q = X / t, kv = z.kv / t;
     double probs = (double)dtype_size(plan->model.dtype) * z.pairs / t;
     double inputs = 3 * 4 * z.n, block = memory_block_activations(plan);
-    double head = L * block + ends_activations(plan) + x;
+    double head = L * block + ends_activations(plan) + x + (plan->sp && !plan->whole_vocabulary ? X : 0);
     double flowing = fmax(x + ffn, fmax(2 * x, x + 2 * q + 2 * kv - R));
     if (plan->sp) {
         double mlp = fmax(x + X + ffn, 2 * x + 2 * X);

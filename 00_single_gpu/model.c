@@ -95,18 +95,22 @@ static void attention_again(void *context, AttentionKept *kept, Tensor q, Tensor
     op_attention_probs(kept->probs, q, k, shape);
 }
 
-static void linear_forward(void *context, Model *m, Param *weight, Tensor y, Tensor x) {
+static void linear_forward(void *context, Model *m, int count, Param *const *weight, const Tensor *y,
+                           Tensor x) {
     (void)context;
-    op_matmul(y, x, param_value(&m->params, weight), false, true, 0);
+    for (int i = 0; i < count; i++) op_matmul(y[i], x, param_value(&m->params, weight[i]), false, true, 0);
 }
-static void linear_backward_input(void *context, Model *m, Param *weight, Tensor dx, Tensor dy,
-                                  double beta) {
+static void linear_backward_input(void *context, Model *m, int count, Param *const *weight, Tensor dx,
+                                  const Tensor *dy) {
     (void)context;
-    op_matmul(dx, dy, param_value(&m->params, weight), false, false, beta);
+    for (int i = 0; i < count; i++)
+        op_matmul(dx, dy[i], param_value(&m->params, weight[i]), false, false, i > 0);
 }
-static void linear_backward_weight(void *context, Model *m, Param *weight, Tensor dy, Tensor x) {
+static void linear_backward_weight(void *context, Model *m, int count, Param *const *weight,
+                                   const Tensor *dy, Tensor x) {
     (void)context;
-    op_matmul(param_grad(&m->params, weight), dy, x, true, false, 1);
+    for (int i = 0; i < count; i++)
+        op_matmul(param_grad(&m->params, weight[i]), dy[i], x, true, false, 1);
 }
 
 // SwiGLU: y = Wdown act,  act = silu(gate) * up,  gate = Wgate x,  up = Wup x
@@ -118,33 +122,33 @@ static Tensor mlp_forward(void *context, Model *m, int layer, MlpKept *kept, Ten
     kept->up = tensor_like(MEMORY_ACTIVATION, kept->gate);
     kept->act = tensor_like(MEMORY_ACTIVATION, kept->gate);
     Tensor y = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n, w->down->shape[0]));
-    m->sockets.linear.forward(m->sockets.linear.context, m, w->gate, kept->gate, x);
-    m->sockets.linear.forward(m->sockets.linear.context, m, w->up, kept->up, x);
+    m->sockets.linear.forward(m->sockets.linear.context, m, 2, (Param *[]){w->gate, w->up},
+                              (Tensor[]){kept->gate, kept->up}, x);
     op_swiglu_forward(kept->act, kept->gate, kept->up);
-    m->sockets.linear.forward(m->sockets.linear.context, m, w->down, y, kept->act);
+    m->sockets.linear.forward(m->sockets.linear.context, m, 1, &w->down, &y, kept->act);
     return y;
 }
 static Tensor mlp_backward_input(void *context, Model *m, int layer, MlpKept *kept, Tensor dy) {
     (void)context;
     const BlockParams *w = &m->block[layer];
     Tensor dact = tensor_like(MEMORY_ACTIVATION, kept->act);
-    m->sockets.linear.backward_input(m->sockets.linear.context, m, w->down, dact, dy, 0);
+    m->sockets.linear.backward_input(m->sockets.linear.context, m, 1, &w->down, dact, &dy);
     op_swiglu_backward(kept->gate, kept->up, dact, kept->gate, kept->up);
     kept->dgate = kept->gate;  // the gradients stand where the values stood
     kept->dup = kept->up;
     kept->gate = kept->up = (Tensor){0};
     tensor_free(&dact);
     Tensor dx = tensor_new(MEMORY_ACTIVATION, dy.dtype, SHAPE(tensor_rows(dy), w->gate->shape[1]));
-    m->sockets.linear.backward_input(m->sockets.linear.context, m, w->gate, dx, kept->dgate, 0);
-    m->sockets.linear.backward_input(m->sockets.linear.context, m, w->up, dx, kept->dup, 1);
+    m->sockets.linear.backward_input(m->sockets.linear.context, m, 2, (Param *[]){w->gate, w->up}, dx,
+                                     (Tensor[]){kept->dgate, kept->dup});
     return dx;
 }
 static void mlp_backward_weight(void *context, Model *m, int layer, MlpKept *kept, Tensor dy, Tensor x) {
     (void)context;
     const BlockParams *w = &m->block[layer];
-    m->sockets.linear.backward_weight(m->sockets.linear.context, m, w->down, dy, kept->act);
-    m->sockets.linear.backward_weight(m->sockets.linear.context, m, w->gate, kept->dgate, x);
-    m->sockets.linear.backward_weight(m->sockets.linear.context, m, w->up, kept->dup, x);
+    m->sockets.linear.backward_weight(m->sockets.linear.context, m, 1, &w->down, &dy, kept->act);
+    m->sockets.linear.backward_weight(m->sockets.linear.context, m, 2, (Param *[]){w->gate, w->up},
+                                      (Tensor[]){kept->dgate, kept->dup}, x);
 }
 static void mlp_drop(void *context, MlpKept *kept) {
     (void)context;

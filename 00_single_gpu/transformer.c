@@ -60,19 +60,27 @@ static Tensor leave_backward(Model *m, Tensor dy) {
     return m->sockets.region.leave_backward(m->sockets.region.context, dy);
 }
 
-// y = x W^T, a new (n, out)
+// *y[i] = x W_i^T, new (n, out_i)
+static void linears_forward(Model *m, int count, Param *const *weight, Tensor *const *y, Tensor x) {
+    Tensor made[count];
+    for (int i = 0; i < count; i++) {
+        made[i] = activation(x.dtype, tensor_rows(x), weight[i]->shape[0]);
+        *y[i] = made[i];
+    }
+    m->sockets.linear.forward(m->sockets.linear.context, m, count, weight, made, x);
+}
 static Tensor linear_forward(Model *m, Param *weight, Tensor x) {
-    Tensor y = activation(x.dtype, tensor_rows(x), weight->shape[0]);
-    m->sockets.linear.forward(m->sockets.linear.context, m, weight, y, x);
+    Tensor y;
+    linears_forward(m, 1, &weight, (Tensor *[]){&y}, x);
     return y;
 }
-// dx = dy W + beta dx
-static void linear_backward_input(Model *m, Param *weight, Tensor dx, Tensor dy, double beta) {
-    m->sockets.linear.backward_input(m->sockets.linear.context, m, weight, dx, dy, beta);
+// dx = sum over i of dy[i] W_i
+static void linears_backward_input(Model *m, int count, Param *const *weight, Tensor dx, const Tensor *dy) {
+    m->sockets.linear.backward_input(m->sockets.linear.context, m, count, weight, dx, dy);
 }
-// dW += dy^T x
-static void linear_backward_weight(Model *m, Param *weight, Tensor dy, Tensor x) {
-    m->sockets.linear.backward_weight(m->sockets.linear.context, m, weight, dy, x);
+// dW_i += dy[i]^T x
+static void linears_backward_weight(Model *m, int count, Param *const *weight, const Tensor *dy, Tensor x) {
+    m->sockets.linear.backward_weight(m->sockets.linear.context, m, count, weight, dy, x);
 }
 
 static Tensor norm_forward(Model *m, Param *weight, Tensor x, Tensor *rstd) {
@@ -97,9 +105,7 @@ Tensor block_compute(Model *m, MicroBatch *micro, int layer) {
 
     kept->norm1 = norm_forward(m, w->norm1, kept->x, &kept->rstd1);
     Tensor inside = enter(m, kept->norm1);
-    kept->q = linear_forward(m, w->q, inside);
-    kept->k = linear_forward(m, w->k, inside);
-    kept->v = linear_forward(m, w->v, inside);
+    linears_forward(m, 3, (Param *[]){w->q, w->k, w->v}, (Tensor *[]){&kept->q, &kept->k, &kept->v}, inside);
     tensor_free(&inside);
     op_rope(kept->q, micro->positions, config_head_size(&m->config), m->config.rope_theta, +1);
     op_rope(kept->k, micro->positions, config_head_size(&m->config), m->config.rope_theta, +1);
@@ -150,7 +156,7 @@ void block_backward_input(Model *m, MicroBatch *micro, int layer) {
     // x2 = x + Wo attention(rope(Wq norm1(x)), rope(Wk …), Wv …)
     kept->dx2 = leave_backward(m, dx2);
     Tensor d_o = tensor_like(MEMORY_ACTIVATION, kept->o);
-    linear_backward_input(m, w->o, d_o, kept->dx2, 0);
+    linears_backward_input(m, 1, &w->o, d_o, &kept->dx2);
     kept->dq = tensor_like(MEMORY_ACTIVATION, kept->q);
     kept->dk = tensor_like(MEMORY_ACTIVATION, kept->k);
     kept->dv = tensor_like(MEMORY_ACTIVATION, kept->v);
@@ -164,9 +170,8 @@ void block_backward_input(Model *m, MicroBatch *micro, int layer) {
     op_rope(kept->dq, micro->positions, config_head_size(&m->config), m->config.rope_theta, -1);
     op_rope(kept->dk, micro->positions, config_head_size(&m->config), m->config.rope_theta, -1);
     Tensor dinside = activation(kept->dq.dtype, tensor_rows(kept->dq), w->q->shape[1]);
-    linear_backward_input(m, w->q, dinside, kept->dq, 0);
-    linear_backward_input(m, w->k, dinside, kept->dk, 1);
-    linear_backward_input(m, w->v, dinside, kept->dv, 1);
+    linears_backward_input(m, 3, (Param *[]){w->q, w->k, w->v}, dinside,
+                           (Tensor[]){kept->dq, kept->dk, kept->dv});
     micro->dx = norm_backward(m, w->norm1, dx2, enter_backward(m, dinside), kept->x, kept->rstd1);
     tensor_free(&dx2);
     tensor_free(&kept->x);
@@ -182,11 +187,10 @@ void block_backward_weight(Model *m, MicroBatch *micro, int layer) {
     Tensor inside = enter(m, kept->norm2);
     on->mlp.backward_weight(on->mlp.context, m, layer, &kept->mlp, kept->dy, inside);
     tensor_free(&inside);
-    linear_backward_weight(m, w->o, kept->dx2, kept->o);
     inside = enter(m, kept->norm1);
-    linear_backward_weight(m, w->q, kept->dq, inside);
-    linear_backward_weight(m, w->k, kept->dk, inside);
-    linear_backward_weight(m, w->v, kept->dv, inside);
+    linears_backward_weight(m, 1, &w->o, &kept->dx2, kept->o);
+    linears_backward_weight(m, 3, (Param *[]){w->q, w->k, w->v}, (Tensor[]){kept->dq, kept->dk, kept->dv},
+                            inside);
     tensor_free(&inside);
     block_drop(m, kept, false);
     on->gradients.ready(on->gradients.context, m, m->first_block_unit + layer, micro);
@@ -252,7 +256,7 @@ void head_backward_input(Model *m, MicroBatch *micro) {
     m->sockets.vocabulary.loss_backward(m->sockets.vocabulary.context, kept->logits, kept->logits,
                                         kept->lse, micro->targets, micro->loss_scale);
     Tensor dinside = activation(kept->norm.dtype, tensor_rows(kept->logits), m->head->shape[1]);
-    linear_backward_input(m, m->head, dinside, kept->logits, 0);
+    linears_backward_input(m, 1, &m->head, dinside, &kept->logits);
     Tensor dnorm = m->sockets.vocabulary.enter_backward(m->sockets.vocabulary.context, dinside);
     tensor_free(&dinside);
     micro->dx = norm_backward(m, m->norm, (Tensor){0}, dnorm, kept->x, kept->rstd);
@@ -265,7 +269,7 @@ void head_backward_input(Model *m, MicroBatch *micro) {
 void head_backward_weight(Model *m, MicroBatch *micro) {
     HeadKept *kept = &micro->head;
     Tensor inside = m->sockets.vocabulary.enter(m->sockets.vocabulary.context, kept->norm);
-    linear_backward_weight(m, m->head, kept->logits, inside);
+    linears_backward_weight(m, 1, &m->head, &kept->logits, inside);
     tensor_free(&inside);
     tensor_free(&kept->logits);
     tensor_free(&kept->norm);

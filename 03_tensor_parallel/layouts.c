@@ -10,6 +10,9 @@
 //     tensor_parallel    region        all-reduce of K                             4 L m            2 (tp - 1) dp K each
 //     sequence_parallel  region        all-gather, reduce-scatter of K             6 L m, 4 L m       (tp - 1) dp K each
 //                        vocabulary    all-reduce of the loss, 8 bytes             m                2 (tp - 1) dp 8 each
+//     vocab_parallel     vocabulary    all-reduce of K; of n maxima; of 2 n sums   2 m, m, m        2 (tp - 1) dp (2 K + 3 n w) m
+//       with sp                        all-gather, reduce-scatter of K             3 m, 2 m         (tp - 1) dp K each
+//     async_tensor_…     region        transfers instead of both                   tp - 1 for each  the same
 //     both               gradients     all-reduce of all partial gradients, P      1 for each group 2 (copies - 1) P each
 //
 // and 2 L m more all-reduces (or of both halves) with --recompute full, which runs forward again. Besides, a step sums
@@ -27,17 +30,25 @@ enum { BUCKET_BYTES = 100000 };
 typedef struct Layout {
     Ddp ddp;
     TensorParallel tp;
+    VocabParallel vocab;
+    AsyncTensorParallel async;  // of a program that wants it
 } Layout;
 
 void *layout_plug(Trainer *t) {
     const Config *c = &t->config;
     CHECK(c->zero == 0, "--zero %d: ZeRO is not part of this program", c->zero);
-    CHECK(!c->vocab_parallel, "--vocab-parallel is not part of this program");
     Layout *layout = host_alloc(sizeof *layout);
     *layout = (Layout){.ddp.bucket_bytes = BUCKET_BYTES};
     ddp_no_sync_plug(t->model, &layout->ddp);
     if (c->sp) sequence_parallel_plug(t->model, &layout->tp);
     else tensor_parallel_plug(t->model, &layout->tp);
+    if (c->vocab_parallel) vocab_parallel_plug(t->model, &layout->vocab);
+    return layout;
+}
+
+void *layout_plug_async(Trainer *t) {
+    Layout *layout = layout_plug(t);
+    async_tensor_parallel_plug(t->model, &layout->async);
     return layout;
 }
 
@@ -45,18 +56,11 @@ void layout_unplug(Trainer *t, void *plugs) {
     (void)t;
     Layout *layout = plugs;
     free(layout->ddp.pending);
+    free(layout->async.in);
     free(layout);
 }
 
 // ---- what a step sends ----
-
-typedef struct Sent {
-    double calls, bytes;  // of this rank; of all ranks together
-} Sent;
-
-typedef struct Sends {
-    Sent all_reduce, all_gather, reduce_scatter;
-} Sends;
 
 // Calls in a group of n ranks, of which there are `groups`, on a tensor of so many bytes.
 static void add_all_reduces(Sends *s, double calls, double bytes, int n, double groups) {
@@ -68,7 +72,18 @@ static void add_halves(Sent *sent, double calls, double bytes, int n, double gro
     sent->bytes += calls * groups * (n - 1) * bytes;
 }
 
-static void region_sends(Sends *s, const Model *m) {
+// All-gathers and reduce-scatters of K; `async` ones are as many messages as there are other ranks, and as many bytes.
+static void add_gathers(Sends *s, double calls, double bytes, const Model *m, bool async) {
+    int tp = m->mesh.tp.size;
+    add_halves(async ? &s->transfers : &s->all_gather, calls, bytes, tp, m->mesh.dp.size);
+    if (async) s->transfers.calls += calls * (tp - 2);
+}
+static void add_scatters(Sends *s, double calls, double bytes, const Model *m, bool async) {
+    if (async) add_gathers(s, calls, bytes, m, async);
+    else add_halves(&s->reduce_scatter, calls, bytes, m->mesh.tp.size, m->mesh.dp.size);
+}
+
+static void region_sends(Sends *s, const Model *m, bool async) {
     const Config *c = &m->config;
     double K = (double)(c->micro_batch * c->seq * c->hidden) * (double)dtype_size((DType)c->dtype);
     double regions = 2.0 * (double)(c->layers * c->grad_acc), again = c->recompute == RECOMPUTE_FULL;
@@ -76,10 +91,29 @@ static void region_sends(Sends *s, const Model *m) {
     if (!c->sp) {
         add_all_reduces(s, regions * (2 + again), K, tp, dp);
     } else {
-        add_halves(&s->all_gather, regions * (3 + again), K, tp, dp);
-        add_halves(&s->reduce_scatter, regions * (2 + again), K, tp, dp);
-        add_all_reduces(s, (double)c->grad_acc, sizeof(double), tp, dp);
+        add_gathers(s, regions * (3 + again), K, m, async);
+        add_scatters(s, regions * (2 + again), K, m, async);
+        if (!c->vocab_parallel) add_all_reduces(s, (double)c->grad_acc, sizeof(double), tp, dp);
     }
+}
+
+static void vocabulary_sends(Sends *s, const Model *m, bool async) {
+    const Config *c = &m->config;
+    if (!c->vocab_parallel) return;
+    double micro = (double)c->grad_acc, n = (double)(c->micro_batch * c->seq);
+    double K = n * (double)c->hidden * (double)dtype_size((DType)c->dtype);
+    double row = n * (c->dtype == F64 ? sizeof(double) : sizeof(float));
+    int tp = m->mesh.tp.size, dp = m->mesh.dp.size;
+    if (!c->sp) {
+        add_all_reduces(s, 2 * micro, K, tp, dp);
+    } else {
+        add_scatters(s, micro, K, m, false);
+        add_gathers(s, micro, K, m, false);
+        add_gathers(s, 2 * micro, K, m, async);
+        add_scatters(s, micro, K, m, async);
+    }
+    add_all_reduces(s, micro, row, tp, dp);
+    add_all_reduces(s, micro, 2 * row, tp, dp);
 }
 
 // Under sequence parallelism the norms, and embedding and output layer where they are whole; K/V heads that are copies.
@@ -177,13 +211,72 @@ static void check_copies(const Model *m) {
 void layout_counts(const Trainer *t, const Record *record, void *plugs) {
     const Model *m = t->model;
     double steps = (double)record->steps;
+    const Layout *layout = plugs;
+    bool async = layout->async.in != NULL;
     Sends sends = {0};
-    region_sends(&sends, m);
+    region_sends(&sends, m, async);
+    vocabulary_sends(&sends, m, async);
     partial_sends(&sends, m);
-    data_sends(&sends, m, plugs);
+    data_sends(&sends, m, layout);
     check_sent("all_reduce", "all-reduce", sends.all_reduce, steps, m->mesh.world);
     check_sent("all_gather", "all-gather", sends.all_gather, steps, m->mesh.world);
     check_sent("reduce_scatter", "reduce-scatter", sends.reduce_scatter, steps, m->mesh.world);
+    check_sent("transfers", "message", sends.transfers, steps, m->mesh.world);
     check_memory(t, record);
     check_copies(m);
+}
+
+// ---- one block of it ----
+
+static Sent sent_since_reset(const char *call) {
+    CommCount count = comm_count(call);
+    return (Sent){(double)count.calls, (double)count.bytes};
+}
+
+static Sends sends_since_reset(void) {
+    return (Sends){sent_since_reset("all_reduce"), sent_since_reset("all_gather"),
+                   sent_since_reset("reduce_scatter"), sent_since_reset("transfers")};
+}
+
+// Of one micro-batch through the whole model, on this rank alone. It is not the last, so that no gradient travels.
+static BlockCost micro_batch_cost(const Config *config, Mesh mesh) {
+    BlockCost cost;
+    Trainer *t = trainer_new(config, mesh);
+    void *plugs = layout_plug(t);
+    Batch batch = batch_new(t, 0);
+    int64_t before = memory_account().now[MEMORY_ACTIVATION];
+    MicroBatch micro = micro_batch_new(t->model, 0, config->micro_batch, batch.tokens, batch.targets, 1);
+    clock_reset();
+    model_forward(t->model, &micro);
+    cost.pass[FORWARD] = sends_since_reset();
+    cost.kept = (double)(memory_account().now[MEMORY_ACTIVATION] - before);
+    clock_reset();
+    model_backward(t->model, &micro);
+    cost.pass[BACKWARD] = sends_since_reset();
+    micro_batch_free(t->model, &micro);
+    batch_free(&batch);
+    layout_unplug(t, plugs);
+    trainer_free(t);
+    return cost;
+}
+
+static Sent difference_of(Sent more, Sent less, Group world) {
+    return (Sent){more.calls - less.calls, comm_sum(more.bytes - less.bytes, world)};
+}
+
+BlockCost layout_block_cost(const Config *config, Mesh mesh) {
+    Config c = *config;
+    c.layers = 1;
+    BlockCost one = micro_batch_cost(&c, mesh);
+    c.layers = 2;
+    BlockCost cost = micro_batch_cost(&c, mesh);
+    for (int pass = FORWARD; pass <= BACKWARD; pass++) {
+        Sends *two = &cost.pass[pass], *less = &one.pass[pass];
+        two->all_reduce = difference_of(two->all_reduce, less->all_reduce, mesh.world);
+        two->all_gather = difference_of(two->all_gather, less->all_gather, mesh.world);
+        two->reduce_scatter = difference_of(two->reduce_scatter, less->reduce_scatter, mesh.world);
+        two->transfers = difference_of(two->transfers, less->transfers, mesh.world);
+    }
+    cost.kept -= one.kept;
+    return cost;
 }

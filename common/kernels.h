@@ -59,6 +59,27 @@ void kernel_cross_entropy_forward(DType dtype, void *losses, void *lse, const vo
 void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
                                    const int32_t *targets, double scale, int64_t n, int64_t v);
 
+// A part of the vocabulary: weight, dweight (rows, h), logits, dlogits (n, columns) as stored, padding too;
+// maxima, losses, lse (n) and sums (2, n) f32 or f64
+void kernel_embedding_part_forward(DType dtype, void *y, const int32_t *tokens, const void *weight,
+                                   int64_t n, int64_t h, VocabularyPart part);
+void kernel_embedding_part_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens,
+                                    int64_t n, int64_t rows, int64_t h, VocabularyPart part);
+void kernel_cross_entropy_part_maxima(DType dtype, void *maxima, const void *logits, int64_t n,
+                                      int64_t columns, VocabularyPart part);
+void kernel_cross_entropy_part_sums(DType dtype, void *sums, const void *logits, const void *maxima,
+                                    const int32_t *targets, int64_t n, int64_t columns,
+                                    VocabularyPart part);
+// dtype: of all five
+void kernel_cross_entropy_part_losses(DType dtype, void *losses, void *lse, const void *maxima,
+                                      const void *sums, const int32_t *targets, int64_t n);
+void kernel_cross_entropy_part_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
+                                        const int32_t *targets, double scale, int64_t n, int64_t columns,
+                                        VocabularyPart part);
+
+// y (count), x (parts, count)
+void kernel_sum_parts(DType dtype, void *y, const void *x, int64_t parts, int64_t count);
+
 // master may be NULL; it, m and v are f32 or f64
 void kernel_adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,
                   const void *grad, AdamW hyper, int64_t count);

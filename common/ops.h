@@ -10,7 +10,8 @@
 //
 // FLOPs counted are those of matrix multiplies, 2 per multiply-add, as the field counts them; causal
 // attention counts only the s (s + 1) / 2 pairs that the mask leaves. Bytes are each tensor argument once
-// when it is read and once when it is written; of an embedding table, the rows of the tokens.
+// when it is read and once when it is written; of an embedding table, the rows of the tokens; of a part of
+// one, as many of them as would be its share.
 #ifndef OPS_H
 #define OPS_H
 
@@ -80,6 +81,32 @@ void op_swiglu_backward(Tensor dgate, Tensor dup, Tensor dact, Tensor gate, Tens
 void op_cross_entropy_forward(Tensor losses, Tensor lse, Tensor logits, Tensor targets);
 // dlogits = scale * (softmax - onehot), 0 in ignored rows; may alias logits.
 void op_cross_entropy_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, double scale);
+
+// ---- the same over a part of the vocabulary: the rows of the table and columns of the logits that one of
+// ---- several ranks stores. Tokens and targets are those of the whole vocabulary. What is stored beyond
+// ---- `count` is padding: it is never read, and its gradient is 0.
+typedef struct VocabularyPart {
+    int64_t whole;         // tokens of the whole vocabulary
+    int64_t first, count;  // those of this part
+} VocabularyPart;
+// y (n, h) = weight[token - first], 0 where another part has the token
+void op_embedding_part_forward(Tensor y, Tensor tokens, Tensor weight, VocabularyPart part);
+// dweight[token - first] += dy, in order of the tokens; others' are passed over
+void op_embedding_part_backward(Tensor dweight, Tensor dy, Tensor tokens, VocabularyPart part);
+// The loss in three steps, logits (n, columns); between them the maxima of all parts meet, then their sums.
+// maxima (n) of each row, -inf if the part is empty. A NaN may be passed over: it is in the sums then.
+void op_cross_entropy_part_maxima(Tensor maxima, Tensor logits, VocabularyPart part);
+// sums (2, n): of exp(logit - maximum) over a row; and the target's logit, 0 if ignored or in another part
+void op_cross_entropy_part_sums(Tensor sums, Tensor logits, Tensor maxima, Tensor targets,
+                                VocabularyPart part);
+// Of all parts together: lse (n) = maximum + log(sum), losses (n) = lse - target's logit, 0 where ignored
+void op_cross_entropy_part_losses(Tensor losses, Tensor lse, Tensor maxima, Tensor sums, Tensor targets);
+// As op_cross_entropy_backward, for the part's columns; 0 in padding.
+void op_cross_entropy_part_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, double scale,
+                                    VocabularyPart part);
+
+// ---- what several ranks have sent: y (…) = x[0] + x[1] + …, x (parts, …), in order, rounded once ----
+void op_sum_parts(Tensor y, Tensor x, int64_t parts);
 
 // ---- optimizers over flat ranges of equal length ----
 typedef struct AdamW {

@@ -142,15 +142,15 @@ typedef struct Sockets {
         void (*backward_weight)(void *context, Model *model, int layer, MlpKept *kept, Tensor dy, Tensor x);
         void (*drop)(void *context, MlpKept *kept);
     } mlp;
-    // linear: every matrix multiply with a weight (out, in)
+    // linear: every matrix multiply with a weight (out, in); `count` of them that read one input go together
     struct {
         void *context;
-        void (*forward)(void *context, Model *model, Param *weight, Tensor y, Tensor x);  // y = x W^T
-        // dx = dy W + beta dx
-        void (*backward_input)(void *context, Model *model, Param *weight, Tensor dx, Tensor dy,
-                               double beta);
-        void (*backward_weight)(void *context, Model *model, Param *weight, Tensor dy,
-                                Tensor x);  // dW += dy^T x
+        void (*forward)(void *context, Model *model, int count, Param *const *weight, const Tensor *y,
+                        Tensor x);  // y[i] = x W_i^T
+        void (*backward_input)(void *context, Model *model, int count, Param *const *weight, Tensor dx,
+                               const Tensor *dy);  // dx = sum over i of dy[i] W_i
+        void (*backward_weight)(void *context, Model *model, int count, Param *const *weight,
+                                const Tensor *dy, Tensor x);  // dW_i += dy[i]^T x
     } linear;
     // activations: after a block's forward, and before its backward
     struct {
@@ -382,7 +382,7 @@ typedef struct Example {
 // `before`: what this rank holds, or {0}. Counts begin here.
 Example example_begin(const char *call, const char *title, Tensor before, Group group);
 // Prints what all hold before and after, compares `after` (or {0}) with `expected` and the bytes that this rank
-// has sent with `bytes`, and frees both tensors. `printed`: what the playbook prints for 3 ranks, or NULL.
+// has sent with `bytes`, and frees both tensors. `printed`: what the playbook prints for so many ranks, or NULL.
 void example_end(Example *example, Tensor after, Tensor expected, double bytes, const char *printed);
 
 // ==========================================================================================================
@@ -467,8 +467,57 @@ void partial_gradients_sum(Params *params);
 
 // 03_tensor_parallel/layouts.c: what --dp --tp --sp --vocab-parallel --zero ask for; LayoutProgram's functions.
 void *layout_plug(Trainer *trainer);
+void *layout_plug_async(Trainer *trainer);  // the same, and async_tensor_parallel_plug
 void layout_unplug(Trainer *trainer, void *plugs);
 // Calls, bytes and memory against closed formulas, and copies of a weight against each other, to the bit.
 void layout_counts(const Trainer *trainer, const Record *record, void *plugs);
+// Messages by kind of call.
+typedef struct Sent {
+    double calls, bytes;  // of this rank; of all ranks together
+} Sent;
+typedef struct Sends {
+    Sent all_reduce, all_gather, reduce_scatter, transfers;
+} Sends;
+// What one more block adds to a micro-batch, counted in a dry run. device_dry_run must be on.
+typedef struct BlockCost {
+    Sends pass[2];  // by Pass
+    double kept;    // bytes of activations that this rank keeps for backward
+} BlockCost;
+BlockCost layout_block_cost(const Config *config, Mesh mesh);
+
+// ==========================================================================================================
+// 03_tensor_parallel/vocab_parallel.c: embedding, output layer and loss cut over the vocabulary
+// ==========================================================================================================
+
+typedef struct VocabParallel {
+    Group tp;
+    VocabularyPart part;  // this rank's
+    Sockets before;       // as they were: what a lookup leaves by
+    const Sockets *on;    // as they are: what the output layer is entered by
+} VocabParallel;
+
+// Fills model->sockets.vocabulary, with *vocab as its context: after a plug of the region, which then serves the
+// vocabulary, too. *vocab outlives the model's use.
+void vocab_parallel_plug(Model *model, VocabParallel *vocab);
+// A lookup before it leaves: (n, h) partial over tp, zero where another rank has the token. New.
+Tensor vocab_parallel_rows(const VocabParallel *vocab, Tensor tokens, Tensor weight);
+
+// ==========================================================================================================
+// 03_tensor_parallel/async_tensor_parallel.c: rows travel while others are multiplied
+// ==========================================================================================================
+
+typedef struct AsyncTensorParallel {
+    Group tp;
+    int64_t tokens;      // n = b s of a micro-batch
+    Sockets before;      // as they were: each piece is multiplied by their linear
+    Request **in, **out;  // (tp) of each step, those under way
+    Tensor coming;       // (n, h) whose rows are on their way here; {0}: none
+    Tensor leaving;      // (n, h) partial, whose rows are on their way to their ranks; {0}: none
+    Tensor parts;        // (tp, rows, h) what the ranks have of this one's rows of `leaving`
+} AsyncTensorParallel;
+
+// Fills model->sockets.region and linear, after sequence_parallel_plug. Rows that enter must be multiplied by linears of
+// the socket and by nothing else; what leaves was made by one, and is not touched in between.
+void async_tensor_parallel_plug(Model *model, AsyncTensorParallel *async);
 
 #endif

@@ -83,6 +83,31 @@ static void run_row_operations(DType type, Outputs *outputs) {
     FREE(&x, &dy, &weight, &dweight, &y, &rstd, &tokens, &table, &logits, &losses, &lse);
 }
 
+static void run_part_operations(DType type, Outputs *outputs) {
+    const int64_t n = 263, h = 306, v = 61, columns = 37;
+    const VocabularyPart part = {v, 30, 31};
+    Array tokens = random_tokens(n, v, 1), table = random_array(type, columns, h, 2),
+          y = poisoned(type, n, h);
+    Array logits = random_array(type, n, columns, 3), dy = random_array(type, n, h, 4);
+    Array maxima = poisoned(full(type), 1, n), sums = poisoned(full(type), 2, n);
+    Array losses = poisoned(full(type), 1, n), lse = poisoned(full(type), 1, n), sum = poisoned(type, 1, h);
+    op_embedding_part_forward(y.t, tokens.t, table.t, part);
+    keep(outputs, "embedding_part_forward", y.t);
+    op_embedding_part_backward(table.t, dy.t, tokens.t, part);
+    keep(outputs, "embedding_part_backward", table.t);
+    op_cross_entropy_part_maxima(maxima.t, logits.t, part);
+    op_cross_entropy_part_sums(sums.t, logits.t, maxima.t, tokens.t, part);
+    keep(outputs, "cross_entropy_part_maxima", maxima.t);
+    keep(outputs, "cross_entropy_part_sums", sums.t);
+    op_cross_entropy_part_losses(losses.t, lse.t, maxima.t, sums.t, tokens.t);
+    keep(outputs, "cross_entropy_part_losses", losses.t);
+    op_cross_entropy_part_backward(logits.t, logits.t, lse.t, tokens.t, 0.01, part);
+    keep(outputs, "cross_entropy_part_backward", logits.t);
+    op_sum_parts(sum.t, y.t, n);
+    keep(outputs, "sum_parts", sum.t);
+    FREE(&tokens, &table, &y, &logits, &dy, &maxima, &sums, &losses, &lse, &sum);
+}
+
 static void run_elementwise_operations(DType type, Outputs *outputs) {
     const int64_t n = 263, f = 97;
     Array gate = random_array(type, n, f, 8), up = random_array(type, n, f, 9), act = poisoned(type, n, f);
@@ -139,6 +164,7 @@ static void the_same_call_gives_the_same_bits(void **state) {
             for (int twice = 0; twice < 2; twice++) {
                 Outputs *outputs = twice ? &again : &first;
                 run_row_operations(all_dtypes[i], outputs);
+                run_part_operations(all_dtypes[i], outputs);
                 run_elementwise_operations(all_dtypes[i], outputs);
                 run_attention(all_dtypes[i], outputs);
                 run_matmuls(all_dtypes[i], outputs);
@@ -157,6 +183,7 @@ static void bits_do_not_depend_on_the_number_of_threads(void **state) {
             Outputs *outputs = threads == 1 ? &alone : &together;
             omp_set_num_threads(threads);
             run_row_operations(all_dtypes[i], outputs);
+            run_part_operations(all_dtypes[i], outputs);
             run_elementwise_operations(all_dtypes[i], outputs);
             run_attention(all_dtypes[i], outputs);
             char when[32];
@@ -268,6 +295,32 @@ static void count_all(DType type, int64_t n, int64_t h, int64_t f, int64_t v, At
     assert_count("cross_entropy_forward", 0, nv * e + (double)n * (2 * w + 4));
     op_cross_entropy_backward(logits, logits, row2, tokens, 1);
     assert_count("cross_entropy_backward", 0, 2 * nv * e + (double)n * (w + 4));
+    // A third of the vocabulary gets a third of the tokens, rounded up, and stores as much as the whole.
+    const VocabularyPart part = {3 * v, v, v};
+    Tensor sums = new_tensor(full(type), 2, n);
+    double share = (double)((n * v + 3 * v - 1) / (3 * v)) * (double)h;
+    op_fill(sums, 0.5);
+    clock_reset();
+    op_embedding_part_forward(y, tokens, table, part);
+    assert_count("embedding_part_forward", 0, (nh + share) * e + 4 * (double)n);
+    op_embedding_part_backward(table, y, tokens, part);
+    assert_count("embedding_part_backward", 0, 3 * share * e + 4 * (double)n);
+    op_cross_entropy_part_maxima(row, logits, part);
+    assert_count("cross_entropy_part_maxima", 0, nv * e + (double)n * w);
+    op_cross_entropy_part_sums(sums, logits, row, tokens, part);
+    assert_count("cross_entropy_part_sums", 0, nv * e + (double)n * (3 * w + 4));
+    op_fill(row2, 0.5);
+    clock_reset();
+    op_cross_entropy_part_backward(logits, logits, row2, tokens, 1, part);
+    assert_count("cross_entropy_part_backward", 0, 2 * nv * e + (double)n * (w + 4));
+    Tensor maxima = new_tensor(full(type), n, 1);
+    op_fill(maxima, 0);
+    clock_reset();
+    op_cross_entropy_part_losses(row, row2, maxima, sums, tokens);
+    assert_count("cross_entropy_part_losses", 0, (double)n * (5 * w + 4));
+    op_sum_parts(row, sums, 2);
+    assert_count("sum_parts", 0, 3 * (double)n * w);
+    tensor_free(&sums), tensor_free(&maxima);
     AdamW hyper = {.lr = 0.1, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .grad_scale = 1, .step = 1};
     op_adamw(x, (Tensor){0}, m, s, y, hyper);
     assert_count("adamw", 0, nh * (3 * e + 4 * w));
@@ -411,6 +464,25 @@ static void empty_tensors_are_fine(void **state) {
         op_swiglu_backward(x.t, y.t, z.t, x.t, y.t);
         op_cross_entropy_forward(rows.t, more.t, x.t, no.t);
         op_cross_entropy_backward(x.t, x.t, more.t, no.t, 1);
+        VocabularyPart part = {30, 12, 3}, empty = {30, 30, 0};
+        Array sums = array_new(full(type), 2, 0, 0), token = array_new(I32, 1, 1, 4),
+              logits = array_new(type, 1, 3, 1);
+        Array maximum = array_new(full(type), 1, 1, 0), row = array_new(type, 1, 6, 1);
+        op_embedding_part_forward(y.t, no.t, matrix.t, part);
+        op_embedding_part_backward(matrix.t, y.t, no.t, part);
+        op_cross_entropy_part_maxima(rows.t, narrow.t, part);
+        op_cross_entropy_part_sums(sums.t, narrow.t, rows.t, no.t, part);
+        Array lse = array_new(full(type), 0, 1, 0);
+        op_cross_entropy_part_losses(more.t, lse.t, rows.t, sums.t, no.t);
+        op_cross_entropy_part_backward(narrow.t, narrow.t, rows.t, no.t, 1, part);
+        op_sum_parts(y.t, x.t, 3);
+        op_cross_entropy_part_maxima(maximum.t, logits.t, empty);  // a part of nothing but padding
+        array_read(&maximum);
+        assert_true(maximum.x[0] == -INFINITY);
+        op_embedding_part_forward(row.t, token.t, matrix.t, empty);
+        array_read(&row);
+        for (int64_t j = 0; j < row.count; j++) assert_true(row.x[j] == 0);
+        FREE(&sums, &token, &logits, &maximum, &row, &lse);
         op_adamw(y.t, (Tensor){0}, m.t, v.t, x.t, hyper);
         op_sgd(y.t, (Tensor){0}, x.t, 1, 1);
         FREE(&x, &y, &z, &matrix, &out, &weight, &dweight, &rows, &more, &m, &v, &no, &narrow, &q, &k, &o,
@@ -495,6 +567,32 @@ static void target_beyond_vocabulary(void) {
 }
 static void position_is_negative(void) { op_rope(new_tensor(F32, 3, 4), with_token(-1), 4, 1e4, 1); }
 
+static void part_beyond_vocabulary(void) {
+    op_embedding_part_forward(new_tensor(F32, 3, 4), with_token(1), new_tensor(F32, 7, 4),
+                              (VocabularyPart){10, 5, 6});
+}
+static void part_beyond_what_is_stored(void) {
+    op_cross_entropy_part_maxima(new_tensor(F32, 3, 1), new_tensor(F32, 3, 7), (VocabularyPart){20, 0, 8});
+}
+static void sums_of_one_row(void) {
+    Tensor row = new_tensor(F32, 3, 1);
+    op_cross_entropy_part_sums(new_tensor(F32, 1, 3), new_tensor(F32, 3, 7), row, with_token(1),
+                               (VocabularyPart){7, 0, 7});
+}
+static void token_of_no_part(void) {
+    op_embedding_part_forward(new_tensor(F32, 3, 4), with_token(20), new_tensor(F32, 7, 4),
+                              (VocabularyPart){20, 7, 7});
+}
+static void target_of_no_part(void) {
+    op_cross_entropy_part_backward(new_tensor(F32, 3, 7), new_tensor(F32, 3, 7), new_tensor(F32, 3, 1),
+                                   with_token(20), 1, (VocabularyPart){20, 7, 7});
+}
+static void sum_of_no_parts(void) { op_sum_parts(new_tensor(F32, 3, 4), new_tensor(F32, 3, 4), 0); }
+static void sum_over_its_parts(void) {
+    Tensor x = new_tensor(F32, 6, 4);
+    op_sum_parts(tensor_rows_of(x, 0, 3), x, 2);
+}
+
 static void wrong_arguments_are_named(void **state) {
     (void)state;
     assert_refused(inner_dimensions_differ, "matmul: b is (6, 4) f32 where (5, 4) f32 fits the others");
@@ -515,6 +613,18 @@ static void wrong_arguments_are_named(void **state) {
     assert_refused(token_beyond_vocabulary, "embedding_forward: number 0 of the tokens is 7");
     assert_refused(token_is_ignored, "embedding_backward: number 0 of the tokens is -1");
     assert_refused(target_beyond_vocabulary, "cross_entropy_forward: number 0 of the tokens is -2");
+    assert_refused(
+        part_beyond_vocabulary,
+        "embedding_part_forward: of a vocabulary of 10 the part has 6 from 5 on, and 7 are stored");
+    assert_refused(
+        part_beyond_what_is_stored,
+        "cross_entropy_part_maxima: of a vocabulary of 20 the part has 8 from 0 on, and 7 are stored");
+    assert_refused(sums_of_one_row,
+                   "cross_entropy_part_sums: sums is (1, 3) f32 where (2, 3) f32 fits the others");
+    assert_refused(token_of_no_part, "embedding_part_forward: number 0 of the tokens is 20");
+    assert_refused(target_of_no_part, "cross_entropy_part_backward: number 0 of the tokens is 20");
+    assert_refused(sum_of_no_parts, "sum_parts: a sum of 0 parts");
+    assert_refused(sum_over_its_parts, "sum_parts: y (3, 4) f32 would overwrite x (6, 4) f32");
     assert_refused(position_is_negative, "rope: number 0 of the positions is -1");
 }
 
