@@ -33,6 +33,7 @@ Trainer *trainer_new(const Config *config, Mesh mesh) {
 }
 
 void trainer_free(Trainer *t) {
+    batch_free(&t->ahead);
     optimizer_free(&t->optimizer);
     model_free(t->model);
     data_close(&t->data);
@@ -67,7 +68,7 @@ void trainer_save(Trainer *t) {
 
 Batch batch_new(const Trainer *t, int64_t first_sample) {
     const Config *c = &t->config;
-    Batch batch = {.samples = c->micro_batch * c->grad_acc};
+    Batch batch = {.first = first_sample, .samples = c->micro_batch * c->grad_acc};
     batch.count = batch.samples * c->seq;
     batch.tokens = host_alloc(batch.count * sizeof *batch.tokens);
     batch.targets = host_alloc(batch.count * sizeof *batch.targets);
@@ -87,6 +88,19 @@ void batch_free(Batch *batch) {
     *batch = (Batch){0};
 }
 
+// Reads what the step to come will train on, which the step before does for it, ahead of the optimizer: what then begins
+// to travel (weights, with ZeRO) is not in the way of the one number that a step begins with.
+static void read_ahead(Trainer *t) {
+    Group dp = t->model->mesh.dp;
+    int64_t own_samples = t->config.micro_batch * t->config.grad_acc;
+    int64_t first = t->progress.sample + dp.rank * own_samples;
+    if (t->ahead.tokens && t->ahead.first == first) return;
+    batch_free(&t->ahead);
+    t->ahead = batch_new(t, first);
+    // The loss is the mean over the labels of all ranks, so their number comes first; gradients then simply add up.
+    t->labels_ahead = comm_sum((double)count_labels(t->ahead.targets, t->ahead.count), dp);
+}
+
 void train_step(Trainer *t, Record *record) {
     const Config *c = &t->config;
     Params *params = &t->model->params;
@@ -96,16 +110,16 @@ void train_step(Trainer *t, Record *record) {
     free(mark);
 
     Group dp = t->model->mesh.dp;
-    int64_t own_samples = c->micro_batch * c->grad_acc;
-    Batch batch = batch_new(t, t->progress.sample + dp.rank * own_samples);
-    // The loss is the mean over the labels of all ranks, so their number comes first; gradients then simply add up.
-    double labels = comm_sum((double)count_labels(batch.targets, batch.count), dp);
+    read_ahead(t);  // the first step does it for itself
+    Batch batch = t->ahead;
+    t->ahead = (Batch){0};
     double *loss_scale = host_alloc(c->grad_acc * sizeof *loss_scale);
-    for (int64_t i = 0; i < c->grad_acc; i++) loss_scale[i] = mean_loss_scale(labels);
+    for (int64_t i = 0; i < c->grad_acc; i++) loss_scale[i] = mean_loss_scale(t->labels_ahead);
     t->loss = comm_sum(accumulate_gradients(t->model, &batch, c->grad_acc, loss_scale, &t->kept_bytes), dp);
     free(loss_scale);
-    t->progress.sample += own_samples * dp.size;
+    t->progress.sample += batch.samples * dp.size;
     batch_free(&batch);
+    if (t->progress.step + 1 < c->steps) read_ahead(t);
 
     clock_push("optimizer");
     bool recorded = record && !record->grad[0] && !device_is_dry_run();

@@ -213,6 +213,12 @@ void model_backward(Model *model, MicroBatch *micro);
 // 00_single_gpu/train.c: one training step, and whole runs as the baseline of every other chapter
 // ==========================================================================================================
 
+// One step's samples of this rank on the host: micro_batch x grad_acc of them from global index `first` on.
+typedef struct Batch {
+    int64_t first, samples, count;  // count = samples * s
+    int32_t *tokens, *targets;      // (samples, s)
+} Batch;
+
 typedef struct Trainer {
     Config config;
     Data data;
@@ -220,6 +226,8 @@ typedef struct Trainer {
     Optimizer optimizer;
     Progress progress;
     bool masked;                 // ignore the labels of each sample's prompt: unequal label counts
+    Batch ahead;                 // of the step to come, if it is already read; labels_ahead: in all ranks'
+    double labels_ahead;
     double loss, grad_norm, lr;  // of the last step
     int64_t kept_bytes;          // activations held when a micro-batch's forward had ended, peak
 } Trainer;
@@ -247,11 +255,6 @@ double train_bound(const Config *config, bool masked, const Record *baseline);
 // FLOP/s of op_matmul on size x size matrices, best of five: the yardstick for this machine.
 double matmul_rate(DType dtype, int64_t size);
 
-// One step's samples of this rank on the host: micro_batch x grad_acc of them from global index first_sample on.
-typedef struct Batch {
-    int64_t samples, count;     // count = samples * s
-    int32_t *tokens, *targets;  // (samples, s)
-} Batch;
 Batch batch_new(const Trainer *trainer, int64_t first_sample);
 void batch_free(Batch *batch);
 
