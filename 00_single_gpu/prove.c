@@ -7,9 +7,9 @@
 // labels, where ranks have unequal counts. Sums run in another order than on one device: class reassociated. A program
 // may name a twin, the same ranks by another road, whose very bits must come out: class exact.
 //
-// --save writes a checkpoint after the run, --resume goes on from one; a checkpoint knows no layout, so that any program
-// may go on with any other's (and `train` with it on one device). --dry-run counts and clocks one step, and computes
-// none. This file has no main.
+// --save writes checkpoints of the first run, --resume begins every run with one; a checkpoint knows no layout, so that
+// any program may go on with any other's (and `train` with it on one device). --dry-run counts and clocks one step, and
+// computes none. This file has no main.
 #include <stdlib.h>
 #include <string.h>
 
@@ -22,31 +22,19 @@ static Config on_one_device(const Config *config, Mesh mesh) {
     whole.dp = whole.tp = 1;
     whole.sp = whole.vocab_parallel = false;
     whole.zero = 0;
+    whole.save = NULL;
     return whole;
-}
-
-static void resume(Trainer *t) {
-    if (!t->config.resume) return;
-    char *from = checkpoint_newest(t->config.resume);
-    checkpoint_load_weights(from, &t->model->params);
-    t->progress = checkpoint_load_optimizer(from, &t->config, &t->model->params, &t->optimizer);
-    CHECK(t->progress.step < t->config.steps,
-          "%s already has %lld steps: give --steps a larger number than that", from,
-          (long long)t->progress.step);
-    free(from);
 }
 
 Record layout_record(const Config *config, Mesh mesh, const LayoutProgram *program, bool masked,
                      const char *title) {
     Trainer *t = trainer_new(config, mesh);
     t->masked = masked;
-    resume(t);
+    if (config->resume) trainer_resume(t);
     void *plugs = program ? program->plug(t) : NULL;
     Record record = train_record(t, title);
     if (program) {
         if (program->counts) program->counts(t, &record, plugs);
-        if (config->save && !masked)
-            checkpoint_save(config->save, config, &t->model->params, &t->optimizer, t->progress);
         program->unplug(t, plugs);
     }
     trainer_free(t);
@@ -56,8 +44,10 @@ Record layout_record(const Config *config, Mesh mesh, const LayoutProgram *progr
 void layout_prove(const Config *config, Mesh mesh, const LayoutProgram *program, bool masked) {
     say("\n%s\n", masked ? "With ignored labels, so that ranks have unequal counts of them:"
                          : "Every token is a label:");
+    Config own = *config;
+    if (masked) own.save = NULL;
     char *title = format_text("%d ranks", mesh.world.size);
-    Record record = layout_record(config, mesh, program, masked, title);
+    Record record = layout_record(&own, mesh, program, masked, title);
     free(title);
     if (program->twin && !config->no_check) {
         Config same = *config;
@@ -125,12 +115,14 @@ int layout_program(int argc, char **argv, const LayoutProgram *program) {
     CHECK(!config.init, "--init is train's; here --resume goes on with a checkpoint");
     CHECK(!(dry_run && (config.save || config.resume)), "--dry-run computes no weights to save or resume");
     comm_start(argc, argv, program->natural);
+    if (config.save) checkpoint_check_place(config.save);
     char *from = config.resume ? checkpoint_newest(config.resume) : NULL;
     if (from) checkpoint_config(from, &config);
     config_check(&config);
     free(from);
     config_check_layout(&config, comm_ranks());
     if (program->check) program->check(&config);
+    if (config.resume) resume_check(&config, (int)config.dp);
     MeshShape shape = {.dp = (int)config.dp, .pp = 1, .cp = 1, .tp = (int)config.tp, .ep = 1};
     Mesh mesh = mesh_new(shape);
     report_json(config.json);

@@ -24,6 +24,8 @@ Trainer *trainer_new(const Config *config, Mesh mesh) {
     Trainer *t = host_alloc(sizeof *t);
     *t = (Trainer){.config = *config};
     if (!device_is_dry_run()) t->data = data_open(config->data, config->vocab, config->seq);
+    t->progress.batch = config->micro_batch * config->grad_acc * mesh.dp.size;
+    if (config->save) t->progress.data = data_print(&t->data);
     t->model = model_new(config, mesh);
     t->optimizer = optimizer_new(config, &t->model->params);
     recompute_plug(t->model, config->recompute);
@@ -36,6 +38,32 @@ void trainer_free(Trainer *t) {
     model_free(t->model);
     data_close(&t->data);
     free(t);
+}
+
+void resume_check(const Config *config, int dp) {
+    char *from = checkpoint_newest(config->resume);
+    Data data = data_open(config->data, config->vocab, config->seq);
+    Progress ours = {.batch = config->micro_batch * config->grad_acc * dp, .data = data_print(&data)};
+    checkpoint_check_run(from, config, ours);
+    data_close(&data);
+    free(from);
+}
+
+void trainer_resume(Trainer *t) {
+    char *from = checkpoint_newest(t->config.resume);
+    checkpoint_load_weights(from, &t->model->params);
+    Progress saved = checkpoint_load_optimizer(from, &t->model->params, &t->optimizer);
+    t->progress.step = saved.step;
+    t->progress.sample = saved.sample;
+    free(from);
+}
+
+void trainer_save(Trainer *t) {
+    const Config *c = &t->config;
+    int64_t step = t->progress.step;
+    if (!c->save || !(step == c->steps || (c->save_every && step % c->save_every == 0))) return;
+    t->model->sockets.parameters.settle(t->model->sockets.parameters.context, t->model);
+    checkpoint_save(c->save, c, &t->model->params, &t->optimizer, t->progress);
 }
 
 Batch batch_new(const Trainer *t, int64_t first_sample) {
@@ -143,6 +171,7 @@ Record train_record(Trainer *t, const char *title) {
         train_step(t, &record);
         record.loss[step] = t->loss;
         record.grad_norm[step] = t->grad_norm;
+        trainer_save(t);
     }
     t->model->sockets.parameters.settle(t->model->sockets.parameters.context, t->model);
     record.kept_bytes = t->kept_bytes;
@@ -158,8 +187,10 @@ double train_bound(const Config *config, bool masked, const Record *baseline) {
     if (config->dtype == F64) return 1e-10;
     Config f64 = *config;
     f64.dtype = F64;
+    f64.save = NULL;
     Trainer *t = trainer_new(&f64, mesh_single());
     t->masked = masked;
+    if (config->resume) trainer_resume(t);
     Record reference = train_record(t, "f64 reference");
     double bound = report_bound(baseline, &reference);
     record_free(&reference);
@@ -321,8 +352,7 @@ static OpCount run_steps(Trainer *t, const Options *options, double *series[SERI
             free(line);
         }
         if (evaluate) say("step %lld  held-out loss %.3f", (long long)step + 1, held_out);
-        if (c->save && (step + 1 == c->steps || (c->save_every && (step + 1) % c->save_every == 0)))
-            checkpoint_save(c->save, c, &t->model->params, &t->optimizer, t->progress);
+        trainer_save(t);
     }
     return sum;
 }
@@ -347,6 +377,8 @@ int main(int argc, char **argv) {
     CHECK(!((config.init || config.resume) && config.shape_given),
           "--init and --resume take the model's shape from the folder's config.json: leave out --model, "
           "--layers, --hidden, --heads, --kv-heads, --ffn, --vocab and --tied");
+    CHECK(!(options.dry_run && config.save), "--dry-run computes no weights that --save could write");
+    if (config.save) checkpoint_check_place(config.save);
     report_json(config.json);
     clock_set_machine(machine_find(config.machine));
     if (config.trace) clock_trace_start();
@@ -357,13 +389,10 @@ int main(int argc, char **argv) {
     if (from) checkpoint_config(from, &config);
     config_check(&config);
     config_print(&config);
+    if (config.resume) resume_check(&config, 1);
     Trainer *t = trainer_new(&config, mesh_single());
-    if (from) checkpoint_load_weights(from, &t->model->params);
-    if (config.resume)
-        t->progress = checkpoint_load_optimizer(from, &config, &t->model->params, &t->optimizer);
-    CHECK(t->progress.step < config.steps,
-          "%s already has %lld steps: give --steps a larger number than that", from,
-          (long long)t->progress.step);
+    if (config.init) checkpoint_load_weights(from, &t->model->params);
+    if (config.resume) trainer_resume(t);
     if (!options.dry_run)
         say("data: %s, %lld tokens for training, %lld held out", t->data.path,
             (long long)t->data.train_count, (long long)(t->data.count - t->data.train_count));

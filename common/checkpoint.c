@@ -29,10 +29,25 @@ static const char *const optimizer_names[] = {"adamw", "sgd"};
 // "DIR/name". The caller frees it.
 static char *path_in(const char *dir, const char *name) { return format_text("%s/%s", dir, name); }
 
+// What a run may change when it goes on, and what it would then not repeat; by the names of the flags.
+enum { COURSE = 5, COURSE_OF_ADAMW = 2 };  // the last so many say nothing to SGD, whose rate is constant
+static const char *const course_names[COURSE] = {"lr", "weight-decay", "clip", "warmup", "steps"};
+
+// As one would type it: the fewest digits that read back as the same number. The caller frees it.
+static char *course_text(const Config *c, int which) {
+    const double values[COURSE] = {c->lr, c->weight_decay, c->clip, (double)c->warmup, (double)c->steps};
+    double x = values[which];
+    for (int digits = 6;; digits++) {
+        char *text = format_text("%.*g", digits, x);
+        if (digits >= 17 || strtod(text, NULL) == x) return text;
+        free(text);
+    }
+}
+
 // ---- files to be ----
 
 // Tensors of the optimizer, by the ending of their names.
-enum { STATES = 3 };
+enum { STATES = 3, MASTER = 2 };
 static const char *const state_names[STATES] = {"m", "v", "master"};
 
 // {0} where this optimizer keeps no such state, or none yet.
@@ -118,7 +133,7 @@ static const char *write_model(const char *dir, const Params *params) {
 
 static const char *write_optimizer(const char *dir, const Config *config, const Params *params,
                                    const Optimizer *optimizer, Progress progress) {
-    Contents c = contents_new(params, STATES * params->count, 7);
+    Contents c = contents_new(params, STATES * params->count, 9 + COURSE);
     contents_say(&c, "step", format_text("%lld", (long long)progress.step));
     contents_say(&c, "sample", format_text("%lld", (long long)progress.sample));
     contents_say(&c, "optimizer_step", format_text("%lld", (long long)optimizer->step));
@@ -126,6 +141,9 @@ static const char *write_optimizer(const char *dir, const Config *config, const 
     contents_say(&c, "seq", format_text("%lld", (long long)config->seq));
     contents_say(&c, "dtype", format_text("%s", dtype_name(params->dtype)));
     contents_say(&c, "optimizer", format_text("%s", optimizer_names[optimizer->kind]));
+    contents_say(&c, "batch", format_text("%lld", (long long)progress.batch));
+    contents_say(&c, "data", format_text("%016llx", (unsigned long long)progress.data));
+    for (int i = 0; i < COURSE; i++) contents_say(&c, course_names[i], course_text(config, i));
     for (int i = 0; i < params->count; i++)
         for (int j = 0; j < STATES; j++) {
             const Param *param = &params->param[i];
@@ -188,6 +206,16 @@ static const char *put_in_place(const char *temporary, const char *final, const 
     }
     remove_checkpoint(aside);
     return NULL;
+}
+
+void checkpoint_check_place(const char *dir) {
+    if (base_rank() > 0) return;
+    const char *wrong = make_folders(dir);
+    CHECK(!wrong, "--save %s: %s", dir, wrong);
+    char *trial = path_in(dir, ".trial");
+    CHECK(mkdir(trial, 0777) == 0 || errno == EEXIST, "--save %s: %s", dir, file_fault("create", trial));
+    rmdir(trial);
+    free(trial);
 }
 
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
@@ -368,16 +396,81 @@ static void check_same_text(const char *path, const SafeTensors *file, const cha
           ours);
 }
 
-Progress checkpoint_load_optimizer(const char *dir, const Config *config, const Params *params,
-                                   Optimizer *optimizer) {
-    char *path = path_in(dir, optimizer_name);
-    CHECK(access(path, F_OK) == 0, "%s has no %s to resume from; --init takes its weights alone", dir,
+// The caller closes the file and frees *path.
+static SafeTensors open_optimizer(const char *dir, char **path) {
+    *path = path_in(dir, optimizer_name);
+    CHECK(access(*path, F_OK) == 0, "%s has no %s to resume from; --init takes its weights alone", dir,
           optimizer_name);
-    SafeTensors file = safetensors_open(path);
+    return safetensors_open(*path);
+}
+
+// A sample's number is its place in the run, and a step takes the next `batch` of them.
+static void check_same_batch(const char *path, const SafeTensors *file, const Config *c, int64_t ours) {
+    int64_t theirs = metadata_number(path, file, "batch"), at_once = ours / c->grad_acc;
+    if (theirs == ours || theirs == 0 || ours == 0) return;
+    char *fits = theirs % at_once
+                     ? format_text("--micro-batch x --grad-acc x --dp must make %lld", (long long)theirs)
+                     : format_text("--grad-acc %lld would fit", (long long)(theirs / at_once));
+    fatal("%s is of a run with %lld samples in a step, and this one has %lld: %s", path, (long long)theirs,
+          (long long)ours, fits);
+}
+
+void checkpoint_check_run(const char *dir, const Config *config, Progress ours) {
+    char *path;
+    SafeTensors file = open_optimizer(dir, &path);
     check_same_number(path, &file, "seed", config->seed);
     check_same_number(path, &file, "seq", config->seq);
-    check_same_text(path, &file, "dtype", dtype_name(params->dtype));
+    check_same_text(path, &file, "dtype", dtype_name((DType)config->dtype));
+    check_same_text(path, &file, "optimizer", optimizer_names[config->optimizer]);
+    int64_t step = metadata_number(path, &file, "step");
+    CHECK(step < config->steps, "%s already has %lld steps: give --steps a larger number than that", dir,
+          (long long)step);
+    const char *data = safetensors_metadata(&file, "data");
+    if (!data) {
+        say("%s is older than this program: it does not say its data, its batch or its rates, which are\n"
+            "taken for this run's",
+            dir);
+    } else {
+        check_same_batch(path, &file, config, ours.batch);
+        uint64_t theirs = strtoull(data, NULL, 16);
+        bool other_data = theirs && ours.data && theirs != ours.data;
+        char *changes = format_text("%s", other_data ? ", other data" : "");
+        for (int i = 0; i < COURSE - (config->optimizer == OPTIMIZER_SGD ? COURSE_OF_ADAMW : 0); i++) {
+            const char *before = safetensors_metadata(&file, course_names[i]);
+            char *now = course_text(config, i), *longer;
+            if (before && strcmp(before, now)) {
+                longer = format_text("%s, --%s %s, not %s", changes, course_names[i], now, before);
+                free(changes);
+                changes = longer;
+            }
+            free(now);
+        }
+        if (*changes) say("goes on otherwise than the run that was saved would have: %s", changes + 2);
+        free(changes);
+    }
+    safetensors_close(&file);
+    free(path);
+}
+
+// Puts the whole tensor NAME.ENDING, converted, into the rank's own part of a flat tensor, or with {0} into the
+// weight.
+static void load_state(const char *path, const SafeTensors *file, Params *params, const Param *param,
+                       const char *ending, Tensor flat) {
+    char *name = format_text("%s.%s", param->name, ending);
+    bool weight = !tensor_exists(flat);
+    void *whole = load_tensor(path, file, name, param, weight ? params->dtype : flat.dtype);
+    if (weight) param_set_value(params, param, whole);
+    else param_scatter_flat(params, param, flat, true, whole);
+    free(whole);
+    free(name);
+}
+
+Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *optimizer) {
+    char *path;
+    SafeTensors file = open_optimizer(dir, &path);
     check_same_text(path, &file, "optimizer", optimizer_names[optimizer->kind]);
+    const char *dtype = safetensors_metadata(&file, "dtype");
+    bool masters = dtype && (!strcmp(dtype, dtype_name(BF16)) || !strcmp(dtype, dtype_name(F16)));
     Progress progress = {.step = metadata_number(path, &file, "step"),
                          .sample = metadata_number(path, &file, "sample")};
     optimizer->step = metadata_number(path, &file, "optimizer_step");
@@ -391,12 +484,9 @@ Progress checkpoint_load_optimizer(const char *dir, const Config *config, const 
         for (int j = 0; j < STATES; j++) {
             const Param *param = &params->param[i];
             Tensor state = state_of(optimizer, param->unit, j);
-            if (!tensor_exists(state)) continue;
-            char *name = format_text("%s.%s", param->name, state_names[j]);
-            void *whole = load_tensor(path, &file, name, param, state.dtype);
-            param_scatter_flat(params, param, state, true, whole);
-            free(whole);
-            free(name);
+            bool to_weight = j == MASTER && masters && !tensor_exists(state);
+            if (!tensor_exists(state) && !to_weight) continue;
+            load_state(path, &file, params, param, state_names[j], state);
             expected++;
         }
     CHECK(file.count == expected, "%s holds %d tensors, and this model's optimizer has %d", path,

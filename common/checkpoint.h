@@ -2,7 +2,8 @@
 //
 // A checkpoint folder has config.json and model.safetensors (transformers loads them as LlamaForCausalLM),
 // and, when training wrote it, optimizer.safetensors: m, v and master of each weight under "<name>.m" …,
-// and step, sample, optimizer_step, seed, seq, dtype and optimizer in __metadata__.
+// and in __metadata__ where the run stands and what made it what it was. No file knows a layout: tensors are
+// whole, without padding, so that any ranks take their parts of what any others have written.
 #ifndef CHECKPOINT_H
 #define CHECKPOINT_H
 
@@ -61,14 +62,18 @@ const char *file_fault(const char *verb, const char *path);
 typedef struct Progress {  // where a run stands
     int64_t step;          // optimizer steps taken
     int64_t sample;        // global index of the next training sample
+    int64_t batch;         // samples of a step, of all ranks; 0: not known
+    uint64_t data;         // data_print of what it trains on; 0: not known
 } Progress;
 
-// Collective over all ranks that hold the model, however they share it: the first writes whole tensors, so a
-// checkpoint knows no layout, and any layout takes its parts of them. Writes DIR/step-000123 whole or not at all: into a temporary folder beside it, each file flushed to the
-// disk, then renamed; a folder of that name is replaced. On any fault (a full disk) it is fatal, removes
-// the temporary folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
+// Collective over all ranks that hold the model, however they share it; the first writes. Makes
+// DIR/step-000123 whole or not at all: in a temporary folder beside it, each file flushed to the disk, then
+// renamed; a folder of that name is replaced. On any fault (a full disk) it is fatal, removes the temporary
+// folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress);
+// At the start of a run that will save: makes DIR. Fatal, naming --save, where no checkpoint can be made in it.
+void checkpoint_check_place(const char *dir);
 // The newest step-* folder in dir, or dir itself if it is a checkpoint; fatal if
 // neither. The caller frees it.
 char *checkpoint_newest(const char *dir);
@@ -83,10 +88,14 @@ const char *checkpoint_write_config(const char *dir, const Config *config, DType
 // missing, unknown or wrongly shaped tensors. A tied file may leave lm_head.weight out; a copy of the
 // embedding under that name is let pass, other values are not.
 void checkpoint_load_weights(const char *dir, Params *params);
-// Optimizer state; allocates it. Fatal if the file does not belong to this table, seed, seq, dtype or
-// optimizer: the steps to come would not be those of the run that was saved.
-Progress checkpoint_load_optimizer(const char *dir, const Config *config, const Params *params,
-                                   Optimizer *optimizer);
+// Whether the run that was saved can go on as this one, which has made no step and has ours.batch and
+// ours.data. Fatal where the steps to come would mean something else: no optimizer state, another optimizer,
+// seed, seq, dtype or number of samples in a step, or all steps taken. Says in one line what else differs
+// (data, rates, the course of the rate), and what an older file does not tell.
+void checkpoint_check_run(const char *dir, const Config *config, Progress ours);
+// Optimizer state; allocates it. Fatal if the file does not belong to this table or optimizer. A state in
+// another dtype is converted; where this run has no master weights and the file has, they become the weights.
+Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *optimizer);
 
 #ifdef __cplusplus
 }

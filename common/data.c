@@ -169,6 +169,13 @@ void data_close(Data *data) {
     *data = (Data){0};
 }
 
+// FNV-1a over whole tokens, which end alike only if they are alike but for one chance in 2^64 or so.
+uint64_t data_print(const Data *data) {
+    uint64_t print = 0xcbf29ce484222325;
+    for (int64_t i = 0; i < data->count; i++) print = (print ^ (uint32_t)data->tokens[i]) * 0x100000001b3;
+    return print ? print : 1;
+}
+
 // ---- samples ----
 
 void data_sample(const Data *data, int64_t seed, int64_t index, bool held_out, int64_t seq, int32_t *tokens,

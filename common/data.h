@@ -25,6 +25,8 @@ typedef struct Data {
 // header says, of the wrong kind, a token beyond vocab.
 Data data_open(const char *path, int64_t vocab, int64_t seq);
 void data_close(Data *data);
+// 64 bits that tell this data from others: of its tokens, not of its name. Never 0.
+uint64_t data_print(const Data *data);
 // The parser behind it, on memory (also the fuzzer's door): returns NULL, or the sentence that says what is
 // wrong (static buffer). On success *tokens is the caller's to free.
 const char *data_parse(const uint8_t *bytes, size_t size, int32_t **tokens, int64_t *count, bool *text);

@@ -10,7 +10,8 @@
 
 // ---- history ----
 
-static void note(void *context, MemoryKind kind, int64_t bytes) {
+static void note(void *context, MemoryKind kind, int64_t bytes, const void *memory) {
+    (void)memory;
     MemoryHistory *history = context;
     if (history->count == history->room) {
         history->room = history->room ? 2 * history->room : 1024;
@@ -32,7 +33,7 @@ void memory_history_start(MemoryHistory *history, int64_t steps) {
     history->time = host_alloc(sizeof *history->time * (size_t)(steps + 1));
     // What is held already is the first moment.
     Memory account = memory_account();
-    for (int kind = 0; kind < MEMORY_KINDS; kind++) note(history, (MemoryKind)kind, account.now[kind]);
+    for (int kind = 0; kind < MEMORY_KINDS; kind++) note(history, (MemoryKind)kind, account.now[kind], NULL);
     memory_listen(note, history);
 }
 

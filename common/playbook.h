@@ -234,13 +234,20 @@ typedef struct Trainer {
 
 Trainer *trainer_new(const Config *config, Mesh mesh);
 void trainer_free(Trainer *trainer);
+// Before the first trainer of a run with --resume, whose model's shape config already has (checkpoint_config):
+// whether its checkpoint can go on with these flags on so many ranks of dp, by checkpoint_check_run.
+void resume_check(const Config *config, int dp);
+// Goes on from the newest checkpoint in config.resume, whatever layout wrote it. Plugs come afterwards.
+void trainer_resume(Trainer *trainer);
+// After a step: writes a checkpoint if --save and --save-every want one of it. Collective.
+void trainer_save(Trainer *trainer);
 // grad_acc micro-batches forward and backward, then clipping and the optimizer. `record` (may be NULL)
 // takes the raw gradients of the run's first step. Fatal, naming step and tensor, when a loss or gradient
 // is not finite.
 void train_step(Trainer *trainer, Record *record);
 // Mean loss over the first `samples` held-out samples.
 double held_out_loss(Trainer *trainer, int64_t samples);
-// Runs config.steps steps and records them. The caller ends it with record_free.
+// Runs config.steps steps (fewer after a resumption) and records them; --save saves. The caller ends it with record_free.
 Record train_record(Trainer *trainer, const char *title);
 // How close to `baseline` a run with reordered sums must come: 1e-10 in f64, else measured
 // against a run in f64.

@@ -49,12 +49,12 @@ const char *memory_text(void) {
     return text;
 }
 
-static void account_change(MemoryKind kind, int64_t bytes) {
+static void account_change(MemoryKind kind, int64_t bytes, const void *memory) {
     account.now[kind] += bytes;
     account.now_total += bytes;
     if (account.now[kind] > account.peak[kind]) account.peak[kind] = account.now[kind];
     if (account.now_total > account.peak_total) account.peak_total = account.now_total;
-    if (listener && bytes) listener(listener_context, kind, bytes);
+    if (listener && bytes) listener(listener_context, kind, bytes, memory);
 }
 
 // ---- device memory ----
@@ -72,13 +72,13 @@ void *device_alloc(MemoryKind kind, size_t bytes) {
     if (!fits || (!dry_run && !memory))
         fatal("out of device memory: %s more for %s do not fit in %s; held now: %s",
               bytes_text((double)bytes), memory_kind_name(kind), bytes_text((double)most), memory_text());
-    account_change(kind, (int64_t)bytes);
+    account_change(kind, (int64_t)bytes, memory);
     if (guard.on) guard_name(memory, memory_kind_name(kind));
     return memory;
 }
 
 void device_free(MemoryKind kind, void *memory, size_t bytes) {
-    account_change(kind, -(int64_t)bytes);
+    account_change(kind, -(int64_t)bytes, memory);
     backend_free(memory);
 }
 

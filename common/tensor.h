@@ -58,8 +58,8 @@ void memory_restore_peak(const Memory *before);
 // The account as text, one line: what out-of-memory messages and tables show. Static buffer.
 const char *memory_text(void);
 // Called at every allocation (bytes > 0) and release (bytes < 0) when set; the profiler draws memory over
-// time with it.
-typedef void (*MemoryListener)(void *context, MemoryKind kind, int64_t bytes);
+// time with it. memory says which (an address to tell it by, not to use); NULL in a dry run.
+typedef void (*MemoryListener)(void *context, MemoryKind kind, int64_t bytes, const void *memory);
 void memory_listen(MemoryListener listener, void *context);
 
 // ---- device ----

@@ -68,6 +68,28 @@ trains $to20 --resume "$work/newest" --save "$work/newest" --save-every 4 &&
     [ "$(ls -A "$work/newest" | tr '\n' ' ')" = "step-000008 step-000016 step-000020 " ]
 report $? "resumes into the folder that it came from"
 
+# ---- going on otherwise ----
+
+rm -rf "$work/otherwise"
+trains ${to24/--micro-batch 2 --grad-acc 2/--grad-acc 1 --micro-batch 4} --resume "$work/ours/deeper" --save "$work/otherwise" &&
+    grep -qx 'goes on otherwise than the run that was saved would have: --steps 24, not 20' "$work/out"
+report $? "another cut of the same samples goes on, and a longer course of the rate is told"
+
+cat common/*.h >"$work/other.txt"
+trains ${to24/--lr 1e-2/--lr 0.02} --resume "$work/ours/deeper" --data "$work/other.txt" --clip 0 &&
+    grep -qx 'goes on otherwise .*: other data, --lr 0.02, not 0.01, --clip 0, not 1, --steps 24, not 20' "$work/out"
+report $? "other data and other rates are told"
+
+cp "$build/corpus.txt" "$work/copy.txt"
+trains $to20 --resume "$work/ours/deeper/step-000016" --data "$work/copy.txt" && ! grep -q 'goes on otherwise' "$work/out"
+report $? "the same data under another name is the same"
+
+cp -r "$work/ours/deeper/step-000016" "$work/older"
+sed -i 's/"data":/"dada":/' "$work/older/optimizer.safetensors"
+trains $to20 --resume "$work/older" --save "$work/older" && grep -q 'is older than this program: it does not say its data' "$work/out" &&
+    same_checkpoint "$work/older/step-000020" "$work/ours/deeper/step-000020"
+report $? "an older checkpoint goes on, and what it does not say is told"
+
 # ---- beginning with weights ----
 
 trains $to20 --init "$work/ours/deeper/step-000020" --json "$work/b.json" &&
@@ -102,7 +124,13 @@ for limit in $((weights / 2)) $((weights + 8)); do
         [ "$(ls -A "$work/full")" = step-000020 ] && same_checkpoint "$last" "$work/full/step-000020"
     report $? "no room beyond $limit kB: one sentence, and the older checkpoint as it was"
 done
-refuses "a place to save that cannot be" 'is not saved' $shape $run --steps 2 --save "$work/tokens.bin/x"
+for place in "$work/tokens.bin/x" /proc/x; do
+    refuses "a place to save that cannot be, before any step: ${place#$work}" "^train: --save $place: cannot create" \
+        $shape $run --steps 1000000 --save "$place"
+done
+refuses "a dry run that would save" 'dry-run computes no weights that --save' $shape $run --steps 2 --save "$work/dry" --dry-run
+[ ! -e "$work/dry" ]
+report $? "and makes no folder for it"
 
 refuses "a folder without a checkpoint" "$work holds no checkpoint" --resume "$work" $to20
 refuses "a folder that is not there" 'no/such/folder' --resume "$work/no/such/folder" $to20
@@ -110,6 +138,8 @@ refuses "weights alone cannot be resumed" 'init takes its weights alone' --resum
     --data "$work/tokens.bin"
 refuses "a run that has ended" 'already has 20 steps' --resume "$work/ours/deeper" $to20
 refuses "another seed" 'of a run with --seed 1, and this one has 2' --resume "$work/ours/deeper" $to30 --seed 2
+refuses "another number of samples in a step" 'of a run with 4 samples in a step, and this one has 6' --resume "$work/ours/deeper" \
+    ${to30/--micro-batch 2/--micro-batch 3}
 refuses "another length" 'of a run with --seq 16, and this one has 8' --resume "$work/ours/deeper" ${to30/--seq 16/--seq 8}
 refuses "another dtype" 'of a run with --dtype f32, and this one has f64' --resume "$work/ours/deeper" $to30 \
     --dtype f64

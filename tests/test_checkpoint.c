@@ -189,7 +189,7 @@ static Run run_resume(const char *below, const char *more) {
     char *dir = format_text("%s/%s", folder, below), *newest = checkpoint_newest(dir);
     checkpoint_config(newest, &run.config);
     checkpoint_load_weights(newest, &run.model->params);
-    run.progress = checkpoint_load_optimizer(newest, &run.config, &run.model->params, &run.optimizer);
+    run.progress = checkpoint_load_optimizer(newest, &run.model->params, &run.optimizer);
     free(dir);
     free(newest);
     return run;
@@ -313,6 +313,35 @@ static void weights_convert_to_the_dtype_of_the_run(void **state) {
     run_free(&wide);
     run_free(&narrow);
     run_free(&back);
+}
+
+// The f64 run that says how far off a 16-bit run is begins where that one truly is: at its master weights.
+static void a_wider_run_goes_on_from_the_masters(void **state) {
+    (void)state;
+    static const char *const kinds[][2] = {
+        {"dtype=bf16", "dtype=f64"}, {"tied dtype=f16 optimizer=sgd", "tied dtype=f64 optimizer=sgd"}};
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        Run narrow = run_new(kinds[i][0]);
+        for (int step = 0; step < 3; step++) run_step(&narrow);
+        run_save(&narrow, kinds[i][0]);
+        Run wide = run_resume(kinds[i][0], kinds[i][1]);
+        for (int u = 0; u < wide.model->params.units; u++) {
+            const Unit *unit = &wide.model->params.unit[u];
+            const UnitState *n = &narrow.optimizer.unit[u], *w = &wide.optimizer.unit[u];
+            const Tensor pairs[][2] = {{n->master, unit->values}, {n->m, w->m}, {n->v, w->v}};
+            for (size_t p = 0; p < sizeof pairs / sizeof *pairs; p++) {
+                assert_true(tensor_exists(pairs[p][0]) == tensor_exists(pairs[p][1]));
+                for (int64_t j = 0; tensor_exists(pairs[p][0]) && j < unit->count; j++) {
+                    double a, b;
+                    tensor_to_doubles(&a, tensor_view(pairs[p][0], j, SHAPE(1)));
+                    tensor_to_doubles(&b, tensor_view(pairs[p][1], j, SHAPE(1)));
+                    assert_true(a == b);
+                }
+            }
+        }
+        run_free(&narrow);
+        run_free(&wide);
+    }
 }
 
 static void newest_is_the_largest_step(void **state) {
@@ -624,7 +653,8 @@ static void load_weights(void *context) {
 static void load_optimizer(void *context) {
     const Load *load = context;
     char *path = format_text("%s/%s/step-000001", folder, load->below);
-    checkpoint_load_optimizer(path, &load->run->config, &load->run->model->params, &load->run->optimizer);
+    checkpoint_check_run(path, &load->run->config, load->run->progress);
+    checkpoint_load_optimizer(path, &load->run->model->params, &load->run->optimizer);
     free(path);
 }
 
@@ -748,11 +778,13 @@ static void a_damaged_file_is_named(void **state) {
 static void optimizer_state_of_another_run_is_refused(void **state) {
     (void)state;
     Run run = run_new("dtype=bf16");
+    run.progress.batch = 24;
     run_step(&run);
     run_save(&run, "out");
     static const struct {
         const char *loaded, *part;
     } cases[] = {
+        {"dtype=bf16 steps=1", "step-000001 already has 1 steps"},
         {"dtype=bf16 seed=77", "is of a run with --seed 1, and this one has 77"},
         {"dtype=bf16 seq=8", "is of a run with --seq 7, and this one has 8"},
         {"dtype=f32", "is of a run with --dtype bf16, and this one has f32"},
@@ -764,6 +796,20 @@ static void optimizer_state_of_another_run_is_refused(void **state) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Run other = run_new(cases[i].loaded);
         expect_fatal(load_optimizer, &(Load){&other, "out"}, cases[i].part);
+        run_free(&other);
+    }
+    // 24 samples in a step may be cut in any way.
+    static const struct {
+        int64_t grad_acc, batch;
+        const char *part;
+    } batches[] = {{1, 8, "of a run with 24 samples in a step, and this one has 8: --grad-acc 3 would fit"},
+                   {2, 96, "and this one has 96: --micro-batch x --grad-acc x --dp must make 24"},
+                   {2, 40, "and this one has 40: --micro-batch x --grad-acc x --dp must make 24"}};
+    for (size_t i = 0; i < sizeof batches / sizeof *batches; i++) {
+        Run other = run_new("dtype=bf16");
+        other.config.grad_acc = batches[i].grad_acc;
+        other.progress.batch = batches[i].batch;
+        expect_fatal(load_optimizer, &(Load){&other, "out"}, batches[i].part);
         run_free(&other);
     }
     char *path = format_text("%s/out/step-000001/optimizer.safetensors", folder);
@@ -782,6 +828,7 @@ int main(int argc, char **argv) {
         TEST(a_run_resumes_before_its_first_step),
         TEST(config_comes_back),
         TEST(weights_convert_to_the_dtype_of_the_run),
+        TEST(a_wider_run_goes_on_from_the_masters),
         TEST(newest_is_the_largest_step),
         TEST(no_checkpoint_is_told),
         TEST(all_is_on_the_disk_before_it_has_a_name),
