@@ -32,6 +32,7 @@ uint3 cuda_thread_index, cuda_block_index, cuda_block_dim, cuda_grid_dim;
 
 Now now;
 Thread threads[MAX_THREADS];
+Warp warps[MAX_WARPS];
 
 // ---- switching ----
 
@@ -148,7 +149,7 @@ static int barrier(int predicate, const char *file, int line) {
     Thread *me = now.thread;
     me->file = file, me->line = line;
     if (arrived == 0) first = me, votes = 0;
-    else if (line != first->line || strcmp(file, first->file) != 0)
+    else if (line != first->line || (file != first->file && strcmp(file, first->file) != 0))
         broken(NULL, "stands at __syncthreads() of %s:%d while %s stands at that of %s:%d", file, line,
                thread_text(first), first->file, first->line);
     votes += predicate != 0;
@@ -179,12 +180,15 @@ int __syncthreads_and(int predicate, const char *file, int line) {
 
 // ---- warps ----
 
-static Thread *lane_of(int warp, int lane) {
-    int number = warp * LANES + lane;
-    return number < now.threads ? &threads[number] : NULL;
+static Thread *lane_of(int warp, int lane) { return &threads[warp * LANES + lane]; }
+
+// The lanes of a block's last warp that do not exist count as having come.
+static uint32_t lanes_of_warp(int warp) {
+    int count = now.threads - warp * LANES;
+    return count >= LANES ? 0xffffffff : (1u << count) - 1;
 }
 
-static const char *op_name(CudaWarpOp op) {
+static const char *op_name(int op) {
     static const char *const names[] = {"__syncwarp",       "__shfl_sync",     "__shfl_up_sync",
                                         "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync",
                                         "__any_sync",       "__all_sync"};
@@ -193,117 +197,110 @@ static const char *op_name(CudaWarpOp op) {
 
 unsigned __activemask(void) {
     unsigned mask = 0;
-    for (int l = 0; l < LANES; l++) {
-        const Thread *t = lane_of(now.thread->warp, l);
-        if (t && t->state != LEFT) mask |= 1u << l;
-    }
+    int warp = now.thread->warp;
+    for (uint32_t rest = lanes_of_warp(warp); rest; rest &= rest - 1)
+        if (lane_of(warp, __builtin_ctz(rest))->state != LEFT) mask |= rest & -rest;
     return mask;
 }
 
-// The lanes of a block's last warp that do not exist count as having come.
-static unsigned lanes_of_warp(int warp) {
-    int count = now.threads - warp * LANES;
-    return count >= LANES ? 0xffffffff : (1u << count) - 1;
+static bool stand_together(int warp, int a, int b) {
+    const Warp *w = &warps[warp];
+    return w->op[a] == w->op[b] && w->mask[a] == w->mask[b] && w->width[a] == w->width[b] &&
+           lane_of(warp, a)->line == lane_of(warp, b)->line;
 }
 
-// The last lane first: in the natural order it is the one that is still to come.
-static bool all_have_come(const Thread *me, unsigned mask) {
-    for (unsigned rest = mask; rest;) {
-        int l = 31 - __builtin_clz(rest);
-        rest &= ~(1u << l);
-        const Thread *t = lane_of(me->warp, l);
-        if (t->state != AT_WARP_OP || t->op != me->op || t->mask != me->mask || t->line != me->line ||
-            t->width != me->width)
-            return false;
-    }
+static bool all_have_come(int warp, int lane, uint32_t mask) {
+    if ((warps[warp].waiting & mask) != mask) return false;
+    for (uint32_t rest = mask; rest; rest &= rest - 1)
+        if (!stand_together(warp, lane, __builtin_ctz(rest))) return false;
     return true;
 }
 
-// The lane whose value `t` gets, as the programming guide defines it: past its segment's end a thread gets its
+// The lane whose value `lane` gets, as the programming guide defines it: past its segment's end a lane gets its
 // own value.
-static int source_lane(const Thread *t) {
-    int begin = t->lane & ~(t->width - 1), end = begin + t->width, from = t->lane;
-    if (t->op == WARP_SHFL) return begin + (t->argument & (t->width - 1));
-    if (t->op == WARP_UP) from -= t->argument;
-    if (t->op == WARP_DOWN) from += t->argument;
+static int source_lane(int op, int lane, int argument, int width) {
+    int begin = lane & ~(width - 1), end = begin + width, from = lane;
+    if (op == WARP_SHFL) return begin + (argument & (width - 1));
+    if (op == WARP_UP) from -= argument;
+    if (op == WARP_DOWN) from += argument;
     // Exclusive or may reach an earlier segment, never a later one.
-    if (t->op == WARP_XOR) return (t->lane ^ t->argument) < end ? t->lane ^ t->argument : t->lane;
-    return from >= begin && from < end ? from : t->lane;
+    if (op == WARP_XOR) return (lane ^ argument) < end ? lane ^ argument : lane;
+    return from >= begin && from < end ? from : lane;
 }
 
 // What __syncwarp orders: each lane learns what any of them did or knew.
-static void order_lanes(int warp, unsigned mask) {
-    WarpOrder *order = &now.order[warp];
-    if (order->time != now.time) {
-        memset(order->known, 0, sizeof order->known);
-        order->time = now.time;
+static void order_lanes(Warp *w, uint32_t mask) {
+    if (w->time != now.time) {
+        memset(w->known, 0, sizeof w->known);
+        w->time = now.time;
     }
     uint16_t joined[LANES] = {0};
-    for (unsigned rest = mask; rest; rest &= rest - 1) {
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
         int l = __builtin_ctz(rest);
-        order->known[l][l]++;
+        w->known[l][l]++;
         for (int k = 0; k < LANES; k++)
-            if (joined[k] < order->known[l][k]) joined[k] = order->known[l][k];
+            if (joined[k] < w->known[l][k]) joined[k] = w->known[l][k];
     }
-    for (unsigned rest = mask; rest; rest &= rest - 1)
-        memcpy(order->known[__builtin_ctz(rest)], joined, sizeof joined);
+    for (uint32_t rest = mask; rest; rest &= rest - 1)
+        memcpy(w->known[__builtin_ctz(rest)], joined, sizeof joined);
 }
 
-// All lanes of the mask stand here: computes what each gets.
-static void meet(const Thread *me, unsigned mask) {
-    uint64_t ballot = 0;
-    for (unsigned rest = mask; rest; rest &= rest - 1) {
-        int l = __builtin_ctz(rest);
-        if (lane_of(me->warp, l)->value) ballot |= 1u << l;
+// All lanes of the mask stand here, and `lane` is one of them: computes what each gets.
+static void meet(int warp, int lane, uint32_t mask) {
+    Warp *w = &warps[warp];
+    int op = w->op[lane], width = w->width[lane];
+    if (op == WARP_SYNC) return order_lanes(w, mask);
+    if (op >= WARP_BALLOT) {
+        uint32_t ballot = 0;
+        for (uint32_t rest = mask; rest; rest &= rest - 1)
+            if (w->value[__builtin_ctz(rest)]) ballot |= rest & -rest;
+        uint64_t result = op == WARP_BALLOT ? ballot : op == WARP_ANY ? ballot != 0 : ballot == mask;
+        for (uint32_t rest = mask; rest; rest &= rest - 1) w->result[__builtin_ctz(rest)] = result;
+        return;
     }
-    if (me->op == WARP_SYNC) order_lanes(me->warp, mask);
-    for (unsigned rest = mask; rest; rest &= rest - 1) {
-        Thread *t = lane_of(me->warp, __builtin_ctz(rest));
-        switch (me->op) {
-            case WARP_SYNC:
-                break;
-            case WARP_BALLOT:
-                t->result = ballot;
-                break;
-            case WARP_ANY:
-                t->result = ballot != 0;
-                break;
-            case WARP_ALL:
-                t->result = ballot == mask;
-                break;
-            default:
-                int from = source_lane(t);
-                if (!(mask >> from & 1))
-                    broken(NULL, "%s of %s:%d gives %s the value of lane %d, which does not take part",
-                           op_name(t->op), t->file, t->line, thread_text(t), from);
-                t->result = lane_of(me->warp, from)->value;
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+        int to = __builtin_ctz(rest), from = source_lane(op, to, w->argument[to], width);
+        if (!(mask >> from & 1)) {
+            const Thread *t = lane_of(warp, to);
+            broken(NULL, "%s of %s:%d gives %s the value of lane %d, which does not take part", op_name(op),
+                   t->file, t->line, thread_text(t), from);
         }
+        w->result[to] = w->value[from];
     }
 }
 
 uint64_t cuda_warp_op(CudaWarpOp op, unsigned mask, uint64_t value, int argument, int width,
                       const char *file, int line) {
     Thread *me = now.thread;
-    me->op = op, me->mask = mask, me->value = value, me->argument = argument, me->width = width;
+    int lane = me->lane, warp = me->warp;
+    Warp *w = &warps[warp];
     me->file = file, me->line = line;
-    if (!(mask >> me->lane & 1))
+    if (!(mask >> lane & 1))
         broken(NULL, "calls %s (%s:%d) with the mask 0x%08x, which lacks its own lane %d", op_name(op),
-               file, line, mask, me->lane);
+               file, line, mask, lane);
     if (width < 1 || width > LANES || (width & (width - 1)))
         broken(NULL, "calls %s (%s:%d) with the width %d, which is no power of two up to 32", op_name(op),
                file, line, width);
-    me->state = AT_WARP_OP;
-    mask &= lanes_of_warp(me->warp);
-    if (all_have_come(me, mask)) {
-        meet(me, mask);
-        me->state = READY;
-        for (unsigned rest = mask & ~(1u << me->lane); rest;) {
-            int l = 31 - __builtin_clz(rest);  // the last goes first into the queue's front
-            rest &= ~(1u << l);
-            ready_first(lane_of(me->warp, l));
-        }
-    } else run_next();
-    return me->result;
+    w->op[lane] = op, w->mask[lane] = mask, w->value[lane] = value, w->width[lane] = (int16_t)width;
+    // Beyond a segment all distances are alike.
+    w->argument[lane] = (int16_t)(op == WARP_SHFL              ? argument & (LANES - 1)
+                                  : (unsigned)argument > LANES ? LANES
+                                                               : argument);
+    w->waiting |= 1u << lane;
+    mask &= lanes_of_warp(warp);
+    if (!all_have_come(warp, lane, mask)) {
+        me->state = AT_WARP_OP;
+        run_next();
+        return w->result[lane];
+    }
+    meet(warp, lane, mask);
+    w->waiting &= ~mask;
+    for (uint32_t rest = mask & ~(1u << lane); rest;) {
+        int last = 31 - __builtin_clz(rest);  // goes first into the front of the ring
+        rest &= ~(1u << last);
+        ready_first(lane_of(warp, last));
+    }
+    return w->result[lane];
 }
 
 void __syncwarp(unsigned mask, const char *file, int line) {
@@ -381,6 +378,7 @@ static void check_shared(const CudaLaunch *l) {
 static void run_block(const CudaLaunch *launch, uint64_t *state) {
     now.block_start = ++now.time;
     left = arrived = 0;
+    for (int w = 0; w * LANES < now.threads; w++) warps[w].waiting = 0;
     block_asked = false;
     memory_start_block(launch);
     order_threads(state);
@@ -465,18 +463,13 @@ static int first_base(struct dl_phdr_info *info, size_t, void *base) {
     return 1;  // the program comes first
 }
 
-static uintptr_t load_base(void) {
-    static uintptr_t base;
-    static bool known;
-    if (!known) dl_iterate_phdr(first_base, &base);
-    known = true;
+static uintptr_t find_base(void) {
+    uintptr_t base = 0;
+    dl_iterate_phdr(first_base, &base);
     return base;
 }
 
-uint32_t site_number(const void *site) {
-    return (uint32_t)(reinterpret_cast<uintptr_t>(site) - load_base());
-}
-const void *site_address(uint32_t number) { return reinterpret_cast<const void *>(load_base() + number); }
+uintptr_t load_base = find_base();
 
 void each_symbol(void (*visit)(void *context, const char *name, int type, uintptr_t value, size_t size),
                  void *context) {
@@ -519,7 +512,7 @@ static void is_it(void *context, const char *name, int type, uintptr_t value, si
 // "softmax<float, 256>": the kernel's own name says more than the launch, which may say softmax<T, 256>.
 static const char *kernel_text(const CudaLaunch *launch) {
     static char text[512];
-    Search search = {reinterpret_cast<uintptr_t>(launch->kernel) - load_base(), ""};
+    Search search = {reinterpret_cast<uintptr_t>(launch->kernel) - load_base, ""};
     each_symbol(is_it, &search);
     int status;
     char *whole = abi::__cxa_demangle(search.name, NULL, NULL, &status);
@@ -541,7 +534,7 @@ static const char *kernel_text(const CudaLaunch *launch) {
 const char *line_text(const void *site) {
     char *text = const_cast<char *>(next_text()), command[4400], line[1024], folder[1024];
     // A return address stands behind the call.
-    uintptr_t address = reinterpret_cast<uintptr_t>(site) - load_base() - 1;
+    uintptr_t address = reinterpret_cast<uintptr_t>(site) - load_base - 1;
     snprintf(text, 256, "address 0x%lx", address);
     snprintf(command, sizeof command, "addr2line -i -e '%s' 0x%lx 2>/dev/null", program_path(), address);
     FILE *answer = popen(command, "r");
@@ -577,22 +570,23 @@ static void explain_deadlock(void) {
         Thread *t = &threads[i];
         if (t->state != AT_WARP_OP) continue;
         now.thread = t;
-        for (unsigned rest = t->mask & lanes_of_warp(t->warp); rest; rest &= rest - 1) {
+        const Warp *w = &warps[t->warp];
+        const char *op = op_name(w->op[t->lane]);
+        for (uint32_t rest = w->mask[t->lane] & lanes_of_warp(t->warp); rest; rest &= rest - 1) {
             const Thread *other = lane_of(t->warp, __builtin_ctz(rest));
             if (other->state == LEFT)
-                broken(NULL, "waits at %s (%s:%d) for %s, which has left the kernel", op_name(t->op),
-                       t->file, t->line, thread_text(other));
+                broken(NULL, "waits at %s (%s:%d) for %s, which has left the kernel", op, t->file, t->line,
+                       thread_text(other));
             if (other->state == AT_BARRIER)
-                broken(NULL, "waits at %s (%s:%d) for %s, which stands at __syncthreads() (%s:%d)",
-                       op_name(t->op), t->file, t->line, thread_text(other), other->file, other->line);
-            if (other->op != t->op || other->mask != t->mask || other->line != t->line ||
-                other->width != t->width)
+                broken(NULL, "waits at %s (%s:%d) for %s, which stands at __syncthreads() (%s:%d)", op,
+                       t->file, t->line, thread_text(other), other->file, other->line);
+            if (!stand_together(t->warp, t->lane, other->lane))
                 broken(NULL,
                        "waits at %s with the mask 0x%08x (%s:%d) for %s, which stands at %s with the mask "
                        "0x%08x "
                        "(%s:%d)",
-                       op_name(t->op), t->mask, t->file, t->line, thread_text(other), op_name(other->op),
-                       other->mask, other->file, other->line);
+                       op, w->mask[t->lane], t->file, t->line, thread_text(other),
+                       op_name(w->op[other->lane]), w->mask[other->lane], other->file, other->line);
         }
     }
     Thread *waits = NULL;

@@ -240,7 +240,7 @@ static bool unordered(const Note *note) {
 static void take_note(Note *note, uint32_t since, uint32_t site, uint8_t flags) {
     const Thread *me = now.thread;
     uint32_t mine = 1u << me->lane;
-    uint16_t stamp = passed(me->warp, me->lane);
+    uint16_t stamp = passed(me);
     if (note->time == now.time) {
         if (note->warp != me->warp) {
             note->flags |= MANY_WARPS;
@@ -258,11 +258,16 @@ static void take_note(Note *note, uint32_t since, uint32_t site, uint8_t flags) 
     *note = {now.time, site, mine, stamp, (uint8_t)me->warp, flags};
 }
 
-// "thread 3 wrote at common/ops_cuda.cu:12"
-static void race(const Region *r, const Word *word, const Note *note, const char *verb,
+static const char *verb_of(AccessKind kind) {
+    return kind == LOAD ? "reads" : kind == STORE ? "writes" : "atomically changes";
+}
+
+// "writes byte 4 of tile, which thread 3 read (common/ops_cuda.cu:12) with no __syncthreads() between"
+static void race(const Region *r, const Word *word, const Note *note, AccessKind kind,
                  const char *past_verb, const void *site) NO_RETURN;
-static void race(const Region *r, const Word *word, const Note *note, const char *verb,
+static void race(const Region *r, const Word *word, const Note *note, AccessKind kind,
                  const char *past_verb, const void *site) {
+    const char *verb = verb_of(kind);
     size_t byte = (size_t)(word - r->words) << r->grain;
     const char *line = line_text(site_address(note->site));
     if (note->time != now.time || note->flags & OTHER_BLOCK)
@@ -283,19 +288,27 @@ static inline void check_word(Region *r, Word *w, AccessKind kind, const void *s
     Note *wrote = &w->write, *read = &w->read;
     // Each block has its own shared memory, and each launch comes after the one before.
     uint32_t since = r->shared ? now.block_start : now.launch_start;
-    if (r->shared && wrote->time < since && kind == LOAD)
-        broken(site,
-               "reads byte %zu of %s, which no thread of this block has written yet; is a barrier missing?",
-               (size_t)(w - r->words) << r->grain, r->name);
+    if (wrote->time < since) {
+        if (r->shared && kind == LOAD)
+            broken(site,
+                   "reads byte %zu of %s, which no thread of this block has written yet; is a barrier "
+                   "missing?",
+                   (size_t)(w - r->words) << r->grain, r->name);
+        if (read->time < since) {  // the usual case: nobody was here
+            *(kind == LOAD ? read : wrote) = {
+                now.time,   site_number(site), mine,
+                passed(me), (uint8_t)me->warp, (uint8_t)(kind == ATOMIC ? BY_ATOMIC : 0)};
+            return;
+        }
+    }
     bool mine_alone = wrote->time == now.time && wrote->lanes == mine && wrote->warp == me->warp &&
                       !(wrote->flags & MANY_WARPS);
     if (wrote->time >= since && !mine_alone && !(kind == ATOMIC && wrote->flags & BY_ATOMIC) &&
         unordered(wrote))
-        race(r, w, wrote, kind == LOAD ? "reads" : "writes",
-             wrote->flags & BY_ATOMIC ? "changed by an atomic" : "wrote", site);
+        race(r, w, wrote, kind, wrote->flags & BY_ATOMIC ? "changed by an atomic" : "wrote", site);
     if (kind == LOAD) return take_note(read, since, site_number(site), 0);
     if (read->time >= since && (unordered(read) || (read->flags & OTHER_BLOCK && !told_by_fence(0))))
-        race(r, w, read, "writes", "read", site);
+        race(r, w, read, kind, "read", site);
     // A plain write of this thread stays one, whatever it adds: atomics of others race with it.
     bool plain_before = mine_alone && !(wrote->flags & BY_ATOMIC);
     take_note(wrote, since, site_number(site), kind == ATOMIC && !plain_before ? BY_ATOMIC : 0);
@@ -309,10 +322,6 @@ static size_t stacks_size;
 void memory_set_stacks(void *memory, size_t bytes) {
     stacks = (uintptr_t)memory;
     stacks_size = bytes;
-}
-
-static const char *verb_of(AccessKind kind) {
-    return kind == LOAD ? "reads" : kind == STORE ? "writes" : "atomically changes";
 }
 
 static void outside(AccessKind kind, uintptr_t address, size_t size, const Region *r,
