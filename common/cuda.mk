@@ -9,7 +9,7 @@ refuse    = $(if $(building),$(error $(1)))
 first     = $(firstword $(wildcard $(1)))
 # /usr/include is where compilers look anyhow, and must stay last in their list.
 includes  = $(patsubst %,-isystem %/include,$(filter-out /usr,$(sort $(1))))
-# A library by its folder: toolkits have lib64/, packages of Python lib/ with the version in the file's name.
+# A library by its folder: toolkits have lib64/, packages of Python lib/, with a version in the file's name.
 library   = $(call first,$(foreach home,$(1),$(foreach dir,lib64 lib targets/*/lib lib/$(MULTIARCH),\
             $(home)/$(dir)/$(2).so $(home)/$(dir)/$(2).so.[0-9]*)))
 
@@ -54,9 +54,10 @@ endif
 
 ifeq ($(OPS),cuda-on-cpu)
 # ---- g++ ----
-# -fsanitize=thread reports each access to memory to cuda_on_cpu.cc, which is compiled without it. The sanitizer's
-# own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an array declares, and
-# -fsanitize-coverage reports each basic block, for divergence. -O1: beyond it g++ joins and splits accesses.
+# -fsanitize=thread reports each access to memory to cuda_on_cpu.cc, which is compiled without it. The
+# sanitizer's own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an
+# array declares, and -fsanitize-coverage reports each basic block, for divergence. -O1: beyond it g++ joins
+# and splits accesses.
 cuda_sources      += common/gemm_on_cpu.cc $(sort $(wildcard common/cuda_on_cpu*.cc))
 ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
                      -Wno-unknown-pragmas -g -Icommon $(BLAS_CFLAGS)
@@ -120,8 +121,8 @@ $(filter-out %/test_ops_cuda,$(cc_tests)): $(BUILD)/tests/%: $(BUILD)/main/tests
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
 
-# test_ops_cuda compares both back ends in one program: in copies of the CUDA objects, what kernels.h and device.h
-# declare is named cuda_kernel_* and cuda_backend_*. The plain names are the CPU's.
+# test_ops_cuda compares both back ends in one program: in copies of the CUDA objects, what kernels.h and
+# device.h declare is named cuda_kernel_* and cuda_backend_*. The plain names are the CPU's.
 both := $(cuda_parts:$(KERNELS)/%=$(BUILD)/both/%)
 
 $(BUILD)/both/names: common/kernels.h common/device.h

@@ -89,9 +89,9 @@ void guard_name(const void *memory, const char *holds) {
 
 // ---- the sentence ----
 
-// Where in the sources an address of this program is: "ddp_sync (01_data_parallel/ddp.c:42)"; the name alone in a build
-// without -g. Of inlined calls and of the callers, the innermost outside common/ is meant, if there is one:
-// dtype_convert reads what it was given. Static text.
+// Where in the sources an address of this program is: "ddp_sync (01_data_parallel/ddp.c:42)"; the name
+// alone in a build without -g. Of inlined calls and of the callers, the innermost outside common/ is
+// meant, if there is one: dtype_convert reads what it was given. Static text.
 static const char *source_line(void *const *address, int count) {
     static char text[1536];
     char command[4096], function[256], place[1024];
@@ -124,8 +124,8 @@ static const char *source_line(void *const *address, int count) {
     return *text ? text : "an unknown place";
 }
 
-// The access stands where the program does, so unlike in other signal handlers all may be called: no library is
-// in the midst of anything. (Memory of its own a library would not look for here.)
+// The access stands where the program does, so unlike in other signal handlers all may be called: no
+// library is in the midst of anything. (Memory of its own a library would not look for here.)
 static void on_fault(int number, siginfo_t *info, void *context) {
     (void)context;
     size_t offset = (size_t)((const char *)info->si_addr - arena.base);
@@ -133,7 +133,8 @@ static void on_fault(int number, siginfo_t *info, void *context) {
     if (offset >= ARENA_BYTES) return;  // any other fault happens again, as it would have
     void *address[24];
     int count = backtrace(address, 24), at = find(info->si_addr);
-    // What a call returns to is behind the call; the access itself is two frames further in: handler, kernel.
+    // What a call returns to is behind the call; the access itself is two frames further in: handler,
+    // kernel.
     for (int i = 3; i < count; i++) address[i] = (char *)address[i] - 1;
     fatal(
         "host code in %s touched device memory (%s): only operations and comm may; tensor_to_host reads it",

@@ -1,5 +1,6 @@
-// test_guard.c: guarded device memory (common/guard.c): operations and copies pass, host code that reaches in ends
-// with its own source line. Each scenario runs in a child, since the guard comes with the first allocation.
+// test_guard.c: guarded device memory (common/guard.c): operations and copies pass, host code that
+// reaches in ends with its own source line. Each scenario runs in a child, since the guard comes with the
+// first allocation.
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -15,7 +16,8 @@
 #include "guard.h"
 #include "ops.h"
 
-// Runs the scenario in a child, with the guard or without; its stderr is in `said`. Returns its status as of waitpid.
+// Runs the scenario in a child, with the guard or without; its stderr is in `said`. Returns its status as
+// of waitpid.
 static char said[4096];
 static int run(void (*scenario)(void), const char *wanted) {
     int ends[2], status;
