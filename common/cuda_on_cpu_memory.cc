@@ -295,9 +295,12 @@ static inline void check_word(Region *r, Word *w, AccessKind kind, const void *s
                    "missing?",
                    (size_t)(w - r->words) << r->grain, r->name);
         if (read->time < since) {  // the usual case: nobody was here
-            *(kind == LOAD ? read : wrote) = {
-                now.time,   site_number(site), mine,
-                passed(me), (uint8_t)me->warp, (uint8_t)(kind == ATOMIC ? BY_ATOMIC : 0)};
+            *(kind == LOAD ? read : wrote) = {now.time, site_number(site), mine, passed(me), (uint8_t)me->warp,
+                                              (uint8_t)(kind == ATOMIC ? BY_ATOMIC : 0)};
+            return;
+        }
+        if (kind == LOAD && read->time == now.time && read->warp != me->warp) {  // the next: several warps read
+            read->flags |= MANY_WARPS;
             return;
         }
     }
