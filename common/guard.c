@@ -23,6 +23,7 @@ typedef struct Block {
 
 static struct {
     char *base;
+    size_t bytes;
     size_t used;   // open and close mean [base, base + used); a whole number of STEPs
     Block *block;  // in the order of their addresses
     int blocks, room;
@@ -130,34 +131,41 @@ static void on_fault(int number, siginfo_t *info, void *context) {
     (void)context;
     size_t offset = (size_t)((const char *)info->si_addr - arena.base);
     sigaction(number, &arena.before, NULL);
-    if (offset >= ARENA_BYTES) return;  // any other fault happens again, as it would have
+    if (offset >= arena.bytes) return;  // any other fault happens again, as it would have
     void *address[24];
     int count = backtrace(address, 24), at = find(info->si_addr);
-    // What a call returns to is behind the call; the access itself is two frames further in: handler,
-    // kernel.
+    // The access is two frames further out, behind the handler and the kernel. What a call returns to is
+    // behind the call.
     for (int i = 3; i < count; i++) address[i] = (char *)address[i] - 1;
-    fatal(
-        "host code in %s touched device memory (%s): only operations and comm may; tensor_to_host reads it",
-        source_line(address + 2, count - 2),
-        at < 0                  ? "freed"
-        : arena.block[at].holds ? arena.block[at].holds
-                                : "of no tensor");
+    const char *holds = !guard.on ? "of CUDA" : at < 0 ? "freed" : arena.block[at].holds;
+    fatal("host code in %s touched device memory (%s): only operations and comm may; tensor_to_host reads it",
+          source_line(address + 2, count - 2), holds ? holds : "of no tensor");
 }
 
 // ---- start ----
+
+bool guard_asked(void) {
+    const char *wanted = getenv("ULTRASCALE_GUARD");
+    return wanted && *wanted && strcmp(wanted, "0") != 0;
+}
+
+void guard_watch(void *base, size_t bytes) {
+    arena.base = base;
+    arena.bytes = bytes;
+    struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO};
+    sigaction(SIGSEGV, &action, &arena.before);
+    void *address[1];
+    backtrace(address, 1);  // loads now what it needs
+}
 
 bool guard_wanted(void) {
     static bool asked;
     if (asked) return guard.on;
     asked = true;
-    const char *wanted = getenv("ULTRASCALE_GUARD");
-    if (!wanted || !*wanted || !strcmp(wanted, "0")) return false;
-    arena.base = mmap(NULL, ARENA_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    CHECK(arena.base != MAP_FAILED, "ULTRASCALE_GUARD: there are no %s of addresses for guarded memory",
+    if (!guard_asked()) return false;
+    void *base = mmap(NULL, ARENA_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(base != MAP_FAILED, "ULTRASCALE_GUARD: there are no %s of addresses for guarded memory",
           bytes_text((double)ARENA_BYTES));
-    struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO};
-    sigaction(SIGSEGV, &action, &arena.before);
-    void *address[1];
-    backtrace(address, 1);  // loads now what it needs
+    guard_watch(base, ARENA_BYTES);
     return guard.on = true;
 }

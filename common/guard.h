@@ -34,10 +34,15 @@ static inline void device_close(void) {
 void guard_name(const void *memory, const char *holds);
 
 // ---- for device_cpu.c ----
-// Whether ULTRASCALE_GUARD asks for it; the first call starts it.
+// Whether the guard is on; the first call asks guard_asked, and starts it.
 bool guard_wanted(void);
 void *guard_alloc(size_t bytes);  // aligned to 64; NULL when the range is full
 void guard_free(void *memory);
+
+// ---- for cuda_on_cpu_memory.cc, whose device memory opens for kernels and copies alone ----
+bool guard_asked(void);  // whether ULTRASCALE_GUARD asks for it
+// From now on who touches these addresses while they are closed is told so.
+void guard_watch(void *base, size_t bytes);
 
 #ifdef __cplusplus
 }
