@@ -1,9 +1,9 @@
-// cuda_on_cpu.cc: the threads of a block as fibers. A thread runs until it waits, at a barrier or for lanes of
-// its warp; then the next that is ready goes on. Nothing runs at the same time, so results do not depend on
-// chance; what would depend on it on a GPU is found by the rules of cuda_on_cpu_memory.cc.
+// cuda_on_cpu.cc: the threads of a block as fibers. A thread runs until it waits, at a barrier or for lanes
+// of its warp; then the next that is ready goes on. Nothing runs at the same time, so results do not depend
+// on chance; what would depend on it on a GPU is found by the rules of cuda_on_cpu_memory.cc.
 //
-// Fibers are made once and serve all blocks of all launches. On one core of a Xeon (Sapphire Rapids) a thread
-// costs 20 ns to run, 35 ns at each barrier and 50 ns at each shuffle; an access to memory 10 ns.
+// Fibers are made once and serve all blocks of all launches. On one core of a Xeon (Sapphire Rapids) a
+// thread costs 20 ns to run, 35 ns at each barrier and 50 ns at each shuffle; an access to memory 10 ns.
 #include <cxxabi.h>
 #include <elf.h>
 #include <fcntl.h>
@@ -216,8 +216,8 @@ static bool all_have_come(int warp, int lane, uint32_t mask) {
     return true;
 }
 
-// The lane whose value `lane` gets, as the programming guide defines it: past its segment's end a lane gets its
-// own value.
+// The lane whose value `lane` gets, as the programming guide defines it: past its segment's end a lane gets
+// its own value.
 static int source_lane(int op, int lane, int argument, int width) {
     int begin = lane & ~(width - 1), end = begin + width, from = lane;
     if (op == WARP_SHFL) return begin + (argument & (width - 1));
@@ -424,11 +424,13 @@ void cuda_run(const CudaLaunch *launch) {
     if (order_seed) do
             step = draw(&state) % blocks;
         while (std::gcd(step, blocks) != 1);
+    memory_open();
     for (uint64_t i = 0; i < blocks; i++) {
         uint64_t n = (uint64_t)((first + (unsigned __int128)step * i) % blocks);
         cuda_block_index = uint3{(unsigned)(n % g.x), (unsigned)(n / g.x % g.y), (unsigned)(n / g.x / g.y)};
         run_block(launch, &state);
     }
+    memory_close();
 }
 
 // ---- what went wrong, and where ----

@@ -14,9 +14,9 @@
 #undef memcpy
 #undef memset
 
-// A growing array for what runs while a kernel does. Not std::vector, nor anything else that has external linkage
-// and that a .cu file could use too: of two copies of a template the linker keeps one, and it may be the copy that
-// reports its accesses.
+// A growing array for what runs while a kernel does. Not std::vector, nor anything else that has external
+// linkage and that a .cu file could use too: of two copies of a template the linker keeps one, and it may
+// be the copy that reports its accesses.
 namespace {
 template <class T>
 struct List {
@@ -54,8 +54,8 @@ struct Warp {
     uint64_t value[LANES], result[LANES];
     int16_t argument[LANES], width[LANES];
     uint8_t op[LANES];
-    // Lane l has passed known[l][l] of its __syncwarp, and what lane k did before its known[l][k]-th comes before
-    // what l does now. Valid in the interval `time`: a block's barrier orders all.
+    // Lane l has passed known[l][l] of its __syncwarp, and what lane k did before its known[l][k]-th comes
+    // before what l does now. Valid in the interval `time`: a block's barrier orders all.
     uint32_t time;
     uint16_t known[LANES][LANES];
 };
@@ -78,8 +78,8 @@ static inline uint16_t passed(const Thread *t) {
     return w->time == now.time ? w->known[t->lane][t->lane] : 0;
 }
 
-// Whether all that the lanes did before their (stamp + 1)-th __syncwarp comes before what the current thread,
-// of the same warp, does now.
+// Whether all that the lanes did before their (stamp + 1)-th __syncwarp comes before what the current
+// thread, of the same warp, does now.
 static inline bool comes_before(uint32_t lanes, uint16_t stamp) {
     const Thread *me = now.thread;
     const Warp *w = &warps[me->warp];
@@ -122,7 +122,11 @@ void *memory_allocate(size_t bytes);
 // False when it is not the start of a live allocation.
 bool memory_release(void *memory);
 size_t memory_in_use(void);
-// Whether any byte of it is the device's; and, if so, whether all lies in one live allocation (else broken).
+// With ULTRASCALE_GUARD=1 (guard.h) device memory is closed to the host but between these two, which nest.
+void memory_open(void);
+void memory_close(void);
+// Whether any byte of it is the device's; and, if so, whether all lies in one live allocation (else
+// broken).
 bool memory_is_device(const void *address);
 void memory_check_host(const char *call, const void *address, size_t bytes, const void *site);
 

@@ -1,11 +1,11 @@
 // cuda_on_cpu_memory.cc: device memory, shared memory, and what is looked at before each load and store.
 //
 // Every array is a region. To each word of a region, of 16 to 1 bytes as the smallest access to it needs,
-// belong two notes: who wrote it last, and who read it last, in which interval of time. An access that comes
-// in the same interval as a note of another thread is a race, if one of the two writes and no __syncwarp stands
-// between (the rule of FastTrack, Flanagan and Freund 2009, with the intervals of CUDA's barriers for clocks).
-// What no note can say: when lanes read a word after different numbers of partial __syncwarp, the least of the
-// numbers is kept, and a race with one of them may pass.
+// belong two notes: who wrote it last, and who read it last, in which interval of time. An access that
+// comes in the same interval as a note of another thread is a race, if one of the two writes and no
+// __syncwarp stands between (the rule of FastTrack, Flanagan and Freund 2009, with the intervals of CUDA's
+// barriers for clocks). What no note can say: when lanes read a word after different numbers of partial
+// __syncwarp, the least of the numbers is kept, and a race with one of them may pass.
 #include <cxxabi.h>
 #include <link.h>
 #include <pthread.h>
@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "cuda_on_cpu_inside.h"
+#include "guard.h"
 
 // ---- regions ----
 
@@ -56,7 +57,8 @@ static void drop_words(Region *r) {
     r->words = NULL;
 }
 
-// An access smaller than a word, or across two: from now on words are smaller, each with the notes of the old.
+// An access smaller than a word, or across two: from now on words are smaller, each with the notes of the
+// old.
 static void refine(Region *r, uint8_t grain) {
     Region finer = *r;
     finer.grain = grain;
@@ -74,12 +76,17 @@ static void refine(Region *r, uint8_t grain) {
 }
 
 // ---- device memory ----
-// Addresses of one great reserved range, in units; allocations begin behind a red zone, end before another, and
-// do not come back before the range is used up, so that late accesses find nothing.
+
+// Addresses of one great reserved range, in units; allocations begin behind a red
+// zone, end before another, and do not come back before the range is used up, so that late accesses find
+// nothing.
 enum : size_t { UNIT = 64 << 10, RED_ZONE = 256, ALIGNMENT = 256 };
 
 static uintptr_t arena;
 static size_t arena_size, next_unit, in_use;
+static bool guarded;
+static int opened;
+static size_t opened_bytes;  // from the start of the arena: what was ever allocated
 static Region **unit_region;  // of each unit; freed ones stay until another takes the unit
 
 static void *reserve(size_t bytes) {
@@ -95,6 +102,21 @@ static void make_arena(void) {
     arena = (uintptr_t)range;
     unit_region = static_cast<Region **>(reserve(arena_size / UNIT * sizeof(Region *)));
     CHECK(unit_region, "out of host memory");
+    guarded = guard_asked();
+    if (guarded) guard_watch(range, arena_size);
+}
+
+static void protect(int access) {
+    CHECK(mprotect(reinterpret_cast<void *>(arena), opened_bytes, access) == 0,
+          "guarded memory cannot be opened or closed");
+}
+
+void memory_open(void) {
+    if (!opened++ && guarded) protect(PROT_READ | PROT_WRITE);
+}
+
+void memory_close(void) {
+    if (!--opened && guarded) protect(PROT_NONE);
 }
 
 void *memory_allocate(size_t bytes) {
@@ -119,7 +141,10 @@ void *memory_allocate(size_t bytes) {
     for (size_t u = next_unit - units; u < next_unit; u++) unit_region[u] = r;
     in_use += bytes;
     void *memory = reinterpret_cast<void *>(r->start);
+    if (opened_bytes < next_unit * UNIT) opened_bytes = next_unit * UNIT;
+    memory_open();
     memset(memory, POISON, bytes);
+    memory_close();
     return memory;
 }
 

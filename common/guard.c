@@ -92,7 +92,8 @@ void guard_name(const void *memory, const char *holds) {
 
 // Where in the sources an address of this program is: "ddp_sync (01_data_parallel/ddp.c:42)"; the name
 // alone in a build without -g. Of inlined calls and of the callers, the innermost outside common/ is
-// meant, if there is one: dtype_convert reads what it was given. Static text.
+// meant, if there is one: dtype_convert reads what it was given. On watched memory the core may be at fault
+// as well. Static text.
 static const char *source_line(void *const *address, int count) {
     static char text[1536];
     char command[4096], function[256], place[1024];
@@ -116,7 +117,7 @@ static const char *source_line(void *const *address, int count) {
         char *name = strrchr(place, '/');
         while (name && name > place && name[-1] != '/') name--;  // the folder before the name stays
         bool known = !strchr(place, '?');
-        found = known && strncmp(name ? name : place, "common/", 7) != 0;
+        found = known && (!guard.on || strncmp(name ? name : place, "common/", 7) != 0);
         if (found || !*text)
             snprintf(text, sizeof text, known ? "%s (%s)" : "%s", function, name ? name : place);
     }
@@ -137,9 +138,11 @@ static void on_fault(int number, siginfo_t *info, void *context) {
     // The access is two frames further out, behind the handler and the kernel. What a call returns to is
     // behind the call.
     for (int i = 3; i < count; i++) address[i] = (char *)address[i] - 1;
-    const char *holds = !guard.on ? "of CUDA" : at < 0 ? "freed" : arena.block[at].holds;
+    const char *where = source_line(address + 2, count - 2);
+    if (!guard.on) fatal("host code in %s touched device memory: only kernels and copies may", where);
+    const char *holds = at < 0 ? "freed" : arena.block[at].holds;
     fatal("host code in %s touched device memory (%s): only operations and comm may; tensor_to_host reads it",
-          source_line(address + 2, count - 2), holds ? holds : "of no tensor");
+          where, holds ? holds : "of no tensor");
 }
 
 // ---- start ----
