@@ -1,5 +1,6 @@
-// What CUDA on the CPU finds: each fault is planted in a kernel, and must end the program with a sentence that
-// names it; its sound neighbour must run to its end. A kernel stands on one line where its line is asked for.
+// What CUDA on the CPU finds: each fault is planted in a kernel, and must end the program with a sentence
+// that names it; its sound neighbour must run to its end. A kernel stands on one line where its line is
+// asked for.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
