@@ -56,13 +56,13 @@ ifeq ($(OPS),cuda-on-cpu)
 # ---- g++ ----
 # -fsanitize=thread reports each access to memory to cuda_on_cpu.cc, which is compiled without it. The
 # sanitizer's own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an
-# array declares, and -fsanitize-coverage reports each basic block, for divergence. -O1: beyond it g++ joins
-# and splits accesses.
+# array declares, -fsanitize-coverage reports each basic block, for divergence, and -fstack-clash-protection
+# has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses.
 cuda_sources      += common/gemm_on_cpu.cc $(sort $(wildcard common/cuda_on_cpu*.cc))
 ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
                      -Wno-unknown-pragmas -g -Icommon $(BLAS_CFLAGS)
 CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-exceptions -fsanitize=thread -fsanitize=bounds-strict \
-                     -fsanitize-coverage=trace-pc
+                     -fsanitize-coverage=trace-pc -fstack-clash-protection
 compile_cu        := $(CXX) -x c++ $(CUDA_ON_CPU_FLAGS)
 compile_test      := $(compile_cu)
 cc_tests          := $(sort $(wildcard tests/test_*.cc))

@@ -4,16 +4,10 @@
 //
 // Fibers are made once and serve all blocks of all launches. On one core of a Xeon (Sapphire Rapids) a
 // thread costs 20 ns to run, 35 ns at each barrier and 50 ns at each shuffle; an access to memory 10 ns.
-#include <cxxabi.h>
-#include <elf.h>
-#include <fcntl.h>
-#include <link.h>
 #include <pthread.h>
-#include <stdarg.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <boost/context/detail/fcontext.hpp>
@@ -37,7 +31,7 @@ Warp warps[MAX_WARPS];
 // ---- switching ----
 
 static Thread host;         // who called cuda_run
-static char failure[2048];  // what a thread found; the host, with its large stack, says it
+static char failure[2048];  // what a thread has found
 
 // Threads that can go on, in a ring. A warp whose lanes have met goes first: its stacks are in the cache.
 static uint16_t ring[2 * MAX_THREADS];
@@ -83,14 +77,42 @@ static void fiber(transfer_t from) {
     }
 }
 
+// ---- stacks: the local memory of the threads, each above a closed page ----
+
 enum { STACK = 64 << 10, GUARD = 4096 };
+
+static char *stacks;
+static struct sigaction fault_before;
+
+// Any fault elsewhere happens again, as if nobody had looked.
+static void on_fault(int number, siginfo_t *info, void *) {
+    size_t offset = (size_t)(static_cast<char *>(info->si_addr) - stacks);
+    if (!now.launch || offset >= (size_t)MAX_THREADS * STACK) {
+        sigaction(number, &fault_before, NULL);
+        return;
+    }
+    broken(NULL, "needs more than %d kB of local memory, which is all that a thread has on the CPU",
+           (STACK - GUARD) >> 10);
+}
+
+// A handler on the stack that has overflown would fault again.
+static void watch_stacks(void) {
+    static char other_stack[128 << 10];
+    stack_t other = {other_stack, 0, sizeof other_stack};
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaltstack(&other, NULL);
+    sigaction(SIGSEGV, &action, &fault_before);
+}
 
 static void make_fibers(void) {
     size_t bytes = (size_t)MAX_THREADS * STACK;
-    char *stacks = static_cast<char *>(
+    stacks = static_cast<char *>(
         mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     CHECK(stacks != MAP_FAILED, "out of host memory for the stacks of %d threads", (int)MAX_THREADS);
     memory_set_stacks(stacks, bytes);
+    watch_stacks();
     for (int i = 0; i < MAX_THREADS; i++) {
         char *low = stacks + (size_t)i * STACK;
         mprotect(low, GUARD, PROT_NONE);
@@ -338,14 +360,15 @@ bool told_by_fence(uint32_t time) {
 static void check_launch(const CudaLaunch *l) {
     const dim3 &g = l->grid, &b = l->block;
     int64_t count = (int64_t)b.x * b.y * b.z;
-    CHECK(count >= 1 && count <= MAX_THREADS && b.z <= 64,
-          "the kernel %s could not start (%s:%d): a block of (%u, %u, %u) threads; it takes 1 to %d, z up "
-          "to 64",
-          l->name, l->file, l->line, b.x, b.y, b.z, (int)MAX_THREADS);
+    CHECK(
+        count >= 1 && count <= MAX_THREADS && b.z <= 64,
+        "the kernel %s could not start (%s:%d): a block of (%u, %u, %u) threads; 1 to %d are possible, and "
+        "z up to 64",
+        l->name, l->file, l->line, b.x, b.y, b.z, (int)MAX_THREADS);
     CHECK(g.x >= 1 && g.y >= 1 && g.z >= 1 && g.x <= 0x7fffffff && g.y <= 65535 && g.z <= 65535,
-          "the kernel %s could not start (%s:%d): a grid of (%u, %u, %u) blocks; each is at least 1, x "
-          "below 2^31, "
-          "y and z below 65536",
+          "the kernel %s could not start (%s:%d): a grid of (%u, %u, %u) blocks; each number is at least "
+          "1, x "
+          "is below 2^31, y and z are below 65536",
           l->name, l->file, l->line, g.x, g.y, g.z);
 }
 
@@ -399,10 +422,10 @@ void cuda_run(const CudaLaunch *launch) {
             cuda_on_cpu_order(strtoull(getenv("CUDA_ON_CPU_SEED"), NULL, 0));
     }
     // Shared memory is thread-local, so only one OS thread sees it.
-    CHECK(
-        pthread_equal(owner, pthread_self()),
-        "the kernel %s is launched (%s:%d) by another OS thread than the first: CUDA on the CPU knows one",
-        launch->name, launch->file, launch->line);
+    CHECK(pthread_equal(owner, pthread_self()),
+          "the kernel %s is launched (%s:%d) by another OS thread than the first; CUDA on the CPU has one",
+          launch->name, launch->file, launch->line);
+    CHECK(now.time < 0xf0000000, "CUDA on the CPU has run as many blocks and barriers as one process can");
     check_launch(launch);
     check_shared(launch);
     const dim3 &g = launch->grid, &b = launch->block;
@@ -420,10 +443,8 @@ void cuda_run(const CudaLaunch *launch) {
     fences.count = 0;
     uint64_t blocks = (uint64_t)g.x * g.y * g.z, state = order_seed;
     // A step that shares no factor with the number of blocks visits each of them once.
-    uint64_t first = order_seed ? draw(&state) % blocks : 0, step = 1;
-    if (order_seed) do
-            step = draw(&state) % blocks;
-        while (std::gcd(step, blocks) != 1);
+    uint64_t first = order_seed ? draw(&state) % blocks : 0, step = order_seed ? draw(&state) % blocks : 1;
+    while (std::gcd(step, blocks) != 1) step++;
     memory_open();
     for (uint64_t i = 0; i < blocks; i++) {
         uint64_t n = (uint64_t)((first + (unsigned __int128)step * i) % blocks);
@@ -433,135 +454,11 @@ void cuda_run(const CudaLaunch *launch) {
     memory_close();
 }
 
-// ---- what went wrong, and where ----
+// ---- ends ----
 
-static const char *next_text(void) {
-    static char texts[8][256];
-    static unsigned turn;
-    return texts[turn++ % 8];
-}
-
-// Coordinates that do not vary are left out.
-static const char *index_text(const char *word, uint3 i, uint3 of) {
-    char *text = const_cast<char *>(next_text());
-    if (of.z > 1) snprintf(text, 256, "%s (%u, %u, %u)", word, i.x, i.y, i.z);
-    else if (of.y > 1) snprintf(text, 256, "%s (%u, %u)", word, i.x, i.y);
-    else snprintf(text, 256, "%s %u", word, i.x);
-    return text;
-}
-
-const char *thread_text(const Thread *t) { return index_text("thread", t->index, cuda_block_dim); }
-
-// The program's own file, mapped; and how far from its addresses it was loaded.
-static const char *program_path(void) {
-    static char path[4096];
-    ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
-    path[length > 0 ? length : 0] = 0;
-    return path;
-}
-
-static int first_base(struct dl_phdr_info *info, size_t, void *base) {
-    *static_cast<uintptr_t *>(base) = info->dlpi_addr;
-    return 1;  // the program comes first
-}
-
-static uintptr_t find_base(void) {
-    uintptr_t base = 0;
-    dl_iterate_phdr(first_base, &base);
-    return base;
-}
-
-uintptr_t load_base = find_base();
-
-void each_symbol(void (*visit)(void *context, const char *name, int type, uintptr_t value, size_t size),
-                 void *context) {
-    int file = open("/proc/self/exe", O_RDONLY);
-    struct stat status;
-    CHECK(file >= 0 && fstat(file, &status) == 0, "cannot read %s, the program itself", program_path());
-    void *map = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, file, 0);
-    CHECK(map != MAP_FAILED, "cannot map %s, the program itself", program_path());
-    close(file);
-    const char *bytes = static_cast<const char *>(map);
-    const Elf64_Ehdr *header = reinterpret_cast<const Elf64_Ehdr *>(bytes);
-    const Elf64_Shdr *section = reinterpret_cast<const Elf64_Shdr *>(bytes + header->e_shoff);
-    bool found = false;
-    for (int s = 0; s < header->e_shnum; s++) {
-        if (section[s].sh_type != SHT_SYMTAB) continue;
-        found = true;
-        const Elf64_Sym *symbol = reinterpret_cast<const Elf64_Sym *>(bytes + section[s].sh_offset);
-        const char *names = bytes + section[section[s].sh_link].sh_offset;
-        for (size_t i = 0; i < section[s].sh_size / sizeof *symbol; i++)
-            if (symbol[i].st_shndx != SHN_UNDEF)
-                visit(context, names + symbol[i].st_name, ELF64_ST_TYPE(symbol[i].st_info),
-                      symbol[i].st_value, symbol[i].st_size);
-    }
-    munmap(map, (size_t)status.st_size);
-    CHECK(found, "%s has no symbol table, which CUDA on the CPU needs: build it without strip",
-          program_path());
-}
-
-struct Search {
-    uintptr_t address;
-    char name[1024];
-};
-
-static void is_it(void *context, const char *name, int type, uintptr_t value, size_t) {
-    Search *search = static_cast<Search *>(context);
-    if (type == STT_FUNC && value == search->address)
-        snprintf(search->name, sizeof search->name, "%s", name);
-}
-
-// "softmax<float, 256>": the kernel's own name says more than the launch, which may say softmax<T, 256>.
-static const char *kernel_text(const CudaLaunch *launch) {
-    static char text[512];
-    Search search = {reinterpret_cast<uintptr_t>(launch->kernel) - load_base, ""};
-    each_symbol(is_it, &search);
-    int status;
-    char *whole = abi::__cxa_demangle(search.name, NULL, NULL, &status);
-    if (status != 0) return launch->name;
-    // "void softmax<float, 256>(float*, int)": without the result, which templates have, and the parameters
-    const char *begin = strncmp(whole, "void ", 5) == 0 ? whole + 5 : whole;
-    int depth = 0, length = 0;
-    while (begin[length] && !(begin[length] == '(' && depth == 0)) {
-        depth += (begin[length] == '<') - (begin[length] == '>');
-        length++;
-    }
-    snprintf(text, sizeof text, "%.*s", length, begin);
-    free(whole);
-    return text;
-}
-
-// From addr2line, which comes with the compiler. Of functions in one another, the innermost that is not the
-// emulator's own.
-const char *line_text(const void *site) {
-    char *text = const_cast<char *>(next_text()), command[4400], line[1024], folder[1024];
-    // A return address stands behind the call.
-    uintptr_t address = reinterpret_cast<uintptr_t>(site) - load_base - 1;
-    snprintf(text, 256, "address 0x%lx", address);
-    snprintf(command, sizeof command, "addr2line -i -e '%s' 0x%lx 2>/dev/null", program_path(), address);
-    FILE *answer = popen(command, "r");
-    size_t here = getcwd(folder, sizeof folder - 1) ? strlen(folder) : 0;
-    while (answer && fgets(line, sizeof line, answer)) {
-        line[strcspn(line, " \n")] = 0;  // "file:12 (discriminator 3)"
-        if (line[0] == '?' || strstr(line, "cuda_on_cpu.h:")) continue;
-        bool inside = here && strncmp(line, folder, here) == 0 && line[here] == '/';
-        snprintf(text, 256, "%.255s", inside ? line + here + 1 : line);
-        break;
-    }
-    if (answer) pclose(answer);
-    return text;
-}
-
-void broken(const void *site, const char *format, ...) {
-    char sentence[1024];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(sentence, sizeof sentence, format, arguments);
-    va_end(arguments);
-    if (!now.launch) fatal("%s%s%s", site ? line_text(site) : "", site ? ": " : "", sentence);
-    snprintf(failure, sizeof failure, "kernel %s, %s, %s%s%s: %s", kernel_text(now.launch),
-             index_text("block", cuda_block_index, cuda_grid_dim), thread_text(now.thread),
-             site ? ", " : "", site ? line_text(site) : "", sentence);
+// The host, with its large stack, says what a thread has found.
+void fail(const char *sentence) {
+    snprintf(failure, sizeof failure, "%s", sentence);
     switch_to(&host);
     abort();  // nobody comes back to this thread
 }
@@ -585,8 +482,7 @@ static void explain_deadlock(void) {
             if (!stand_together(t->warp, t->lane, other->lane))
                 broken(NULL,
                        "waits at %s with the mask 0x%08x (%s:%d) for %s, which stands at %s with the mask "
-                       "0x%08x "
-                       "(%s:%d)",
+                       "0x%08x (%s:%d)",
                        op, w->mask[t->lane], t->file, t->line, thread_text(other),
                        op_name(w->op[other->lane]), w->mask[other->lane], other->file, other->line);
         }

@@ -14,7 +14,9 @@
 //     one launch, and no two blocks may share a word that one of them writes, but by atomics (or after a
 //     __threadfence and an atomic, the way the last block of a reduction learns that the others are done)
 //   - a read of shared memory that no thread of the block has written
-//   - threads that do not all reach the same barrier, shuffle or vote
+//   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts as
+//     missing, even where a GPU would let the others go on
+//   - local memory beyond 60 kB a thread
 //   - host code of a .cu file that dereferences device memory, or copies beyond an allocation
 // Memory is full of 0xff bytes (NaN in every floating format) before its first use.
 //
@@ -24,7 +26,7 @@
 //
 // How an access is seen: g++ -fsanitize=thread calls __tsan_read4(address) and its kin before each load and
 // store; cuda_on_cpu.cc defines these functions in place of that sanitizer's library. A .cu file is
-// compiled with CUDA_ON_CPU_FLAGS of the Makefile; nothing is linked with -fsanitize.
+// compiled with CUDA_ON_CPU_FLAGS of cuda.mk; nothing is linked with -fsanitize.
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
 

@@ -2,6 +2,7 @@
 //
 //   cuda_on_cpu.cc         threads as fibers, barriers, warps, launches
 //   cuda_on_cpu_memory.cc  allocations, shared memory, and the check of every access
+//   cuda_on_cpu_report.cc  the sentence that tells what went wrong
 //   cuda_on_cpu_counts.cc  sectors, bank conflicts, divergent branches
 //   cuda_on_cpu_api.cc     the runtime API
 #ifndef CUDA_ON_CPU_INSIDE_H
@@ -95,7 +96,12 @@ static inline bool comes_before(uint32_t lanes, uint16_t stamp) {
 bool told_by_fence(uint32_t time);
 void asked_by_atomic(void);
 
-// Ends the program: who, where (a return address in the kernel, or NULL), and the sentence.
+// Ends the program with the sentence; for threads.
+void fail(const char *sentence) NO_RETURN;
+
+// ---- what is said (cuda_on_cpu_report.cc) ----
+// Ends the program: "kernel k, block b, thread t, <line of the site>: <what the thread did>". The site is a
+// return address in the kernel, or NULL. Host code has no more to tell than its line.
 void broken(const void *site, const char *format, ...) PRINTF_LIKE(2, 3) NO_RETURN;
 // "thread (3, 1, 0)", as short as the block allows. Rotates over static buffers.
 const char *thread_text(const Thread *thread);
