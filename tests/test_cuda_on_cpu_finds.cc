@@ -168,7 +168,7 @@ __global__ void share_word(float *y) {
     if (CASE == 6) y[blockIdx.x] = y[(blockIdx.x + 1) % gridDim.x];
 }
 
-__global__ void half_words(__nv_bfloat16 *y) { y[threadIdx.x] = __float2bfloat16(1); }
+__global__ void half_words(__nv_bfloat16 *y, int lanes) { y[threadIdx.x / lanes] = __float2bfloat16(1); }
 
 static void races_on_global_memory(void **state) {
     (void)state;
@@ -184,7 +184,9 @@ static void races_on_global_memory(void **state) {
     FOUND(LAUNCH(share_word<6>, 5, 1, 0, 0, floats(64)), "block 1, thread 0, ",
           "writes byte 4 of device memory, which another block of this launch read (");
     // neighbours in one word of 4 bytes, but not in one number
-    SOUND(LAUNCH(half_words, 1, 64, 0, 0, (__nv_bfloat16 *)floats(64)));
+    SOUND(LAUNCH(half_words, 1, 64, 0, 0, (__nv_bfloat16 *)floats(64), 1));
+    FOUND(LAUNCH(half_words, 1, 64, 0, 0, (__nv_bfloat16 *)floats(64), 2), "thread 1, ",
+          "writes byte 0 of device memory, which thread 0 wrote (");
 }
 
 // ---- shared memory ----
