@@ -8,6 +8,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <utility>
+
 #include "gpu.h"
 // needs those above, and to be told that it is C
 extern "C" {
@@ -116,6 +118,73 @@ static void global_accesses_out_of_bounds(void **state) {
           "reads 16 bytes at byte 16 of 28 bytes");
     FOUND(LAUNCH(load<float>, 1, 1, 0, 0, floats(1), NULL, 0),
           "reads 4 bytes at (nil), which is not memory of the device");
+}
+
+// Whatever form g++ gives to an access, it must come by here.
+struct Odd {
+    float x[3];
+};
+struct Large {
+    float x[10];
+};
+struct Bits {
+    unsigned low : 5, high : 20;
+};
+enum Form {
+    VOLATILE,
+    ADDED,
+    STRUCT,
+    LARGE_STRUCT,
+    ZEROED,
+    MEMBER,
+    BIT_FIELD,
+    COPIED,
+    FILLED,
+    SWAPPED,
+    LOADED,
+    ATOMIC
+};
+template <int FORM>
+__global__ void access(float *y, float *x, int i) {
+    if (FORM == VOLATILE) *y = *reinterpret_cast<volatile float *>(&x[i]);
+    if (FORM == ADDED) x[i] += 1;
+    if (FORM == STRUCT) *reinterpret_cast<Odd *>(y) = reinterpret_cast<const Odd *>(x)[i];
+    if (FORM == LARGE_STRUCT) *reinterpret_cast<Large *>(y) = reinterpret_cast<const Large *>(x)[i];
+    if (FORM == ZEROED) reinterpret_cast<Large *>(x)[i] = Large();
+    if (FORM == MEMBER) *y = reinterpret_cast<const Large *>(x)[i].x[9];
+    if (FORM == BIT_FIELD) reinterpret_cast<Bits *>(x)[i].high = 3;
+    if (FORM == COPIED) memcpy(y, x + i, 20);
+    if (FORM == FILLED) memset(x + i, 0, 20);
+    if (FORM == SWAPPED) std::swap(*y, x[i]);
+    if (FORM == LOADED) *y = __ldg(&x[i]);
+    if (FORM == ATOMIC) atomicAdd(&x[i], 1.f);
+}
+
+template <int FORM>
+static void check_form(const char *form, int last) {
+    static int index;
+    index = last;
+    expect_sound(form, [] { LAUNCH(access<FORM>, 1, 1, 0, 0, floats(60), floats(60), index); });
+    index = last + 1;
+    const char *const parts[] = {" of 240 bytes of device memory"};
+    expect_found(
+        form, [] { LAUNCH(access<FORM>, 1, 1, 0, 0, floats(60), floats(60), index); }, parts, 1);
+}
+
+static void every_form_of_access_is_seen(void **state) {
+    (void)state;
+    check_form<VOLATILE>("a volatile read", 59);
+    check_form<ADDED>("+=", 59);
+    check_form<STRUCT>("a struct of 12 bytes", 19);
+    check_form<LARGE_STRUCT>("a struct of 40 bytes", 5);
+    check_form<ZEROED>("a struct of zeros", 5);
+    check_form<MEMBER>("a member", 5);
+    check_form<BIT_FIELD>("a bit field", 59);
+    check_form<COPIED>("memcpy", 55);
+    check_form<FILLED>("memset", 55);
+    check_form<SWAPPED>("std::swap", 59);
+    check_form<LOADED>("__ldg", 59);
+    check_form<ATOMIC>("an atomic", 59);
 }
 
 static void accesses_of_host_memory_from_kernels(void **state) {
@@ -505,6 +574,7 @@ int main(int argc, char **argv) {
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(global_accesses_out_of_bounds),
+        cmocka_unit_test(every_form_of_access_is_seen),
         cmocka_unit_test(accesses_of_host_memory_from_kernels),
         cmocka_unit_test(use_after_free),
         cmocka_unit_test(misaligned_accesses),
