@@ -1,4 +1,4 @@
-// ops_cuda_vocabulary.cu: cross-entropy on a GPU where several ranks share the vocabulary, each with some columns of the
+// ops_cuda_vocab_part.cu: cross-entropy on a GPU where several ranks share the vocabulary, each with some columns of the
 // logits: three kernels forward, between which the ranks' maxima and sums meet. And the sum of what ranks have sent.
 //
 // A block takes a row, and reads part.count of the columns that are stored; the rest is padding.
@@ -53,7 +53,7 @@ __global__ void part_sums(Arithmetic<T> *sums, const T *logits, const Arithmetic
     sum = over_block(sum, Add());
     if (threadIdx.x > 0) return;
     const int64_t target = targets[row] - part.first;
-    if (targets[row] != IGNORED_LABEL) check.holds(targets[row], row);
+    if (targets[row] != IGNORED_LABEL && !check.holds(targets[row])) check.tell(targets[row], row);
     sums[row] = sum;
     sums[n + row] = target >= 0 && target < part.count ? wide(x[target]) : 0;
 }
@@ -106,7 +106,7 @@ __global__ void part_backward(T *dlogits, const T *logits, const Arithmetic<T> *
     const T *x = logits + row * columns;
     T *dx = dlogits + row * columns;
     const bool labelled = targets[row] != IGNORED_LABEL;
-    if (threadIdx.x == 0 && labelled) check.holds(targets[row], row);
+    if (threadIdx.x == 0 && labelled && !check.holds(targets[row])) check.tell(targets[row], row);
     const int64_t count = labelled ? part.count : 0;
     const Arithmetic<T> shift = lse[row];
     for (int64_t i = threadIdx.x; i * N < columns; i += blockDim.x) {
