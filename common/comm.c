@@ -700,7 +700,7 @@ static void hold(Request *r, Tensor out, Tensor in) {
 }
 
 static void put_in_line(Request *r) {
-    r->index = ++state.calls;
+    r->index = state.calls;
     r->met = calloc((size_t)notices_of(r) + 1, sizeof *r->met);
     CHECK(r->met, "out of host memory for a request");
     r->live_after = state.live;
@@ -727,6 +727,7 @@ static Request *start(Request *r, int64_t bytes, double model_bytes) {
     CommCount *count = count_of(c->kind);
     count->calls++;
     count->bytes += bytes;
+    state.calls++;
     put_in_line(r);
     count->wall_seconds += wall_seconds() - began;
     return r;
