@@ -1087,8 +1087,8 @@ void comm_start(int argc, char **argv, int natural) {
     control->start(&how, &state.rank, &state.ranks);
     base_set_rank(state.rank, state.ranks, end_all);
     CHECK(wanted == 0 || (int)wanted == state.ranks,
-          "--ranks %d, but %s has started %d: leave --ranks out, or %s", (int)wanted, control->launcher,
-          state.ranks, control->launcher);
+          "--ranks %d, but %s has started %d: leave --ranks out, or start as many", (int)wanted,
+          control->launcher, state.ranks);
     state.inbox = calloc((size_t)state.ranks, sizeof *state.inbox);
     state.ended = calloc((size_t)state.ranks, sizeof *state.ended);
     state.ended_status = calloc((size_t)state.ranks, sizeof *state.ended_status);

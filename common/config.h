@@ -35,7 +35,8 @@ typedef struct Config {
     bool no_check;
     const char *json, *trace, *machine, *timeline_svg;
     bool timeline;
-    // many ranks; comm_start reads ranks and timeout from the command line itself
+    // many ranks; comm_start reads ranks, timeout and rendezvous from the command line itself
+    const char *rendezvous;
     int64_t ranks, gpus_per_node;  // 0: what is natural
     double timeout, compute_efficiency, network_efficiency;
 } Config;
@@ -49,7 +50,7 @@ enum {
     CONFIG_FILES = 16,     // --init --save --save-every --resume
     CONFIG_REPORT = 32,    // --json --trace --machine
     CONFIG_CHECK = 64,     // --no-check
-    CONFIG_RANKS = 128,    // --ranks --timeout --gpus-per-node --compute-efficiency --network-efficiency
+    CONFIG_RANKS = 128,    // --ranks --timeout --rendezvous --gpus-per-node --compute-efficiency --network-efficiency
     CONFIG_TIMELINE = 256,  // --timeline --timeline-svg, for who calls timeline_start
 };
 
