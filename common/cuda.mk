@@ -9,7 +9,7 @@ refuse    = $(if $(building),$(error $(1)))
 first     = $(firstword $(wildcard $(1)))
 # /usr/include is where compilers look anyhow, and must stay last in their list.
 includes  = $(patsubst %,-isystem %/include,$(filter-out /usr,$(sort $(1))))
-# A library by its folder: toolkits have lib64/, packages of Python lib/ with the version in the file's name.
+# A library by its folder: toolkits have lib64/, packages of Python lib/, with a version in the file's name.
 library   = $(call first,$(foreach home,$(1),$(foreach dir,lib64 lib targets/*/lib lib/$(MULTIARCH),\
             $(home)/$(dir)/$(2).so $(home)/$(dir)/$(2).so.[0-9]*)))
 
@@ -54,14 +54,15 @@ endif
 
 ifeq ($(OPS),cuda-on-cpu)
 # ---- g++ ----
-# -fsanitize=thread reports each access to memory to cuda_on_cpu.cc, which is compiled without it. The sanitizer's
-# own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an array declares, and
-# -fsanitize-coverage reports each basic block, for divergence. -O1: beyond it g++ joins and splits accesses.
+# -fsanitize=thread reports each access to memory to cuda_on_cpu.cc, which is compiled without it. The
+# sanitizer's own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an
+# array declares, -fsanitize-coverage reports each basic block, for divergence, and -fstack-clash-protection
+# has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses.
 cuda_sources      += common/gemm_on_cpu.cc $(sort $(wildcard common/cuda_on_cpu*.cc))
 ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
                      -Wno-unknown-pragmas -g -Icommon $(BLAS_CFLAGS)
 CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-exceptions -fsanitize=thread -fsanitize=bounds-strict \
-                     -fsanitize-coverage=trace-pc
+                     -fsanitize-coverage=trace-pc -fstack-clash-protection
 compile_cu        := $(CXX) -x c++ $(CUDA_ON_CPU_FLAGS)
 compile_test      := $(compile_cu)
 cc_tests          := $(sort $(wildcard tests/test_*.cc))
@@ -120,12 +121,20 @@ $(BUILD)/main/tests/%.cc.o: tests/%.cc $(KERNELS)/flags-cuda
 	@mkdir -p $(@D)
 	$(call cc_compile,$(compile_test))
 
-$(filter-out %/test_ops_cuda,$(cc_tests)): $(BUILD)/tests/%: $(BUILD)/main/tests/%.cc.o $(archive)
+# Tests of CUDA on the CPU do not wait for the back end's kernels: a change of its header would compile them all.
+cpu_parts := $(BUILD)/lib/common/ops_cpu.o $(BUILD)/lib/common/device_cpu.o
+emulator  := $(filter %.cc.o,$(filter-out %/gemm_on_cpu.cc.o,$(cuda_parts))) \
+             $(filter $(BUILD)/lib/common/%.o,$(filter-out %.cu.o %.cc.o,$(parts))) $(cpu_parts)
+$(BUILD)/libcuda_on_cpu.a: $(emulator)
+	@rm -f $@
+	$(Q)ar rcs $@ $^
+
+$(filter-out %/test_ops_cuda,$(cc_tests)): $(BUILD)/tests/%: $(BUILD)/main/tests/%.cc.o $(BUILD)/libcuda_on_cpu.a
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
 
-# test_ops_cuda compares both back ends in one program: in copies of the CUDA objects, what kernels.h and device.h
-# declare is named cuda_kernel_* and cuda_backend_*. The plain names are the CPU's.
+# test_ops_cuda compares both back ends in one program: in copies of the CUDA objects, what kernels.h and
+# device.h declare is named cuda_kernel_* and cuda_backend_*. The plain names are the CPU's.
 both := $(cuda_parts:$(KERNELS)/%=$(BUILD)/both/%)
 
 $(BUILD)/both/names: common/kernels.h common/device.h
@@ -136,7 +145,6 @@ $(both): $(BUILD)/both/%: $(KERNELS)/% $(BUILD)/both/names
 	@mkdir -p $(@D)
 	@objcopy --redefine-syms=$(BUILD)/both/names $< $@
 
-$(BUILD)/tests/test_ops_cuda: $(BUILD)/main/tests/test_ops_cuda.cc.o $(both) $(BUILD)/lib/common/ops_cpu.o \
-                              $(BUILD)/lib/common/device_cpu.o $(archive)
+$(BUILD)/tests/test_ops_cuda: $(BUILD)/main/tests/test_ops_cuda.cc.o $(both) $(cpu_parts) $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@

@@ -1,19 +1,13 @@
-// cuda_on_cpu.cc: the threads of a block as fibers. A thread runs until it waits, at a barrier or for lanes of
-// its warp; then the next that is ready goes on. Nothing runs at the same time, so results do not depend on
-// chance; what would depend on it on a GPU is found by the rules of cuda_on_cpu_memory.cc.
+// cuda_on_cpu.cc: the threads of a block as fibers. A thread runs until it waits, at a barrier or for lanes
+// of its warp; then the next that is ready goes on. Nothing runs at the same time, so results do not depend
+// on chance; what would depend on it on a GPU is found by the rules of cuda_on_cpu_memory.cc.
 //
-// Fibers are made once and serve all blocks of all launches. On one core of a Xeon (Sapphire Rapids) a thread
-// costs 20 ns to run, 35 ns at each barrier and 50 ns at each shuffle; an access to memory 10 ns.
-#include <cxxabi.h>
-#include <elf.h>
-#include <fcntl.h>
-#include <link.h>
+// Fibers are made once and serve all blocks of all launches. On one core of a Xeon (Sapphire Rapids) a
+// thread costs 20 ns to run, 35 ns at each barrier and 50 ns at each shuffle; an access to memory 10 ns.
 #include <pthread.h>
-#include <stdarg.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <boost/context/detail/fcontext.hpp>
@@ -32,11 +26,12 @@ uint3 cuda_thread_index, cuda_block_index, cuda_block_dim, cuda_grid_dim;
 
 Now now;
 Thread threads[MAX_THREADS];
+Warp warps[MAX_WARPS];
 
 // ---- switching ----
 
 static Thread host;         // who called cuda_run
-static char failure[2048];  // what a thread found; the host, with its large stack, says it
+static char failure[2048];  // what a thread has found
 
 // Threads that can go on, in a ring. A warp whose lanes have met goes first: its stacks are in the cache.
 static uint16_t ring[2 * MAX_THREADS];
@@ -82,14 +77,42 @@ static void fiber(transfer_t from) {
     }
 }
 
+// ---- stacks: the local memory of the threads, each above a closed page ----
+
 enum { STACK = 64 << 10, GUARD = 4096 };
+
+static char *stacks;
+static struct sigaction fault_before;
+
+// Any fault elsewhere happens again, as if nobody had looked.
+static void on_fault(int number, siginfo_t *info, void *) {
+    size_t offset = (size_t)(static_cast<char *>(info->si_addr) - stacks);
+    if (!now.launch || offset >= (size_t)MAX_THREADS * STACK) {
+        sigaction(number, &fault_before, NULL);
+        return;
+    }
+    broken(NULL, "needs more than %d kB of local memory, which is all that a thread has on the CPU",
+           (STACK - GUARD) >> 10);
+}
+
+// A handler on the stack that has overflown would fault again.
+static void watch_stacks(void) {
+    static char other_stack[128 << 10];
+    stack_t other = {other_stack, 0, sizeof other_stack};
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaltstack(&other, NULL);
+    sigaction(SIGSEGV, &action, &fault_before);
+}
 
 static void make_fibers(void) {
     size_t bytes = (size_t)MAX_THREADS * STACK;
-    char *stacks = static_cast<char *>(
+    stacks = static_cast<char *>(
         mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     CHECK(stacks != MAP_FAILED, "out of host memory for the stacks of %d threads", (int)MAX_THREADS);
     memory_set_stacks(stacks, bytes);
+    watch_stacks();
     for (int i = 0; i < MAX_THREADS; i++) {
         char *low = stacks + (size_t)i * STACK;
         mprotect(low, GUARD, PROT_NONE);
@@ -148,7 +171,7 @@ static int barrier(int predicate, const char *file, int line) {
     Thread *me = now.thread;
     me->file = file, me->line = line;
     if (arrived == 0) first = me, votes = 0;
-    else if (line != first->line || strcmp(file, first->file) != 0)
+    else if (line != first->line || (file != first->file && strcmp(file, first->file) != 0))
         broken(NULL, "stands at __syncthreads() of %s:%d while %s stands at that of %s:%d", file, line,
                thread_text(first), first->file, first->line);
     votes += predicate != 0;
@@ -179,12 +202,15 @@ int __syncthreads_and(int predicate, const char *file, int line) {
 
 // ---- warps ----
 
-static Thread *lane_of(int warp, int lane) {
-    int number = warp * LANES + lane;
-    return number < now.threads ? &threads[number] : NULL;
+static Thread *lane_of(int warp, int lane) { return &threads[warp * LANES + lane]; }
+
+// The lanes of a block's last warp that do not exist count as having come.
+static uint32_t lanes_of_warp(int warp) {
+    int count = now.threads - warp * LANES;
+    return count >= LANES ? 0xffffffff : (1u << count) - 1;
 }
 
-static const char *op_name(CudaWarpOp op) {
+static const char *op_name(int op) {
     static const char *const names[] = {"__syncwarp",       "__shfl_sync",     "__shfl_up_sync",
                                         "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync",
                                         "__any_sync",       "__all_sync"};
@@ -193,117 +219,110 @@ static const char *op_name(CudaWarpOp op) {
 
 unsigned __activemask(void) {
     unsigned mask = 0;
-    for (int l = 0; l < LANES; l++) {
-        const Thread *t = lane_of(now.thread->warp, l);
-        if (t && t->state != LEFT) mask |= 1u << l;
-    }
+    int warp = now.thread->warp;
+    for (uint32_t rest = lanes_of_warp(warp); rest; rest &= rest - 1)
+        if (lane_of(warp, __builtin_ctz(rest))->state != LEFT) mask |= rest & -rest;
     return mask;
 }
 
-// The lanes of a block's last warp that do not exist count as having come.
-static unsigned lanes_of_warp(int warp) {
-    int count = now.threads - warp * LANES;
-    return count >= LANES ? 0xffffffff : (1u << count) - 1;
+static bool stand_together(int warp, int a, int b) {
+    const Warp *w = &warps[warp];
+    return w->op[a] == w->op[b] && w->mask[a] == w->mask[b] && w->width[a] == w->width[b] &&
+           lane_of(warp, a)->line == lane_of(warp, b)->line;
 }
 
-// The last lane first: in the natural order it is the one that is still to come.
-static bool all_have_come(const Thread *me, unsigned mask) {
-    for (unsigned rest = mask; rest;) {
-        int l = 31 - __builtin_clz(rest);
-        rest &= ~(1u << l);
-        const Thread *t = lane_of(me->warp, l);
-        if (t->state != AT_WARP_OP || t->op != me->op || t->mask != me->mask || t->line != me->line ||
-            t->width != me->width)
-            return false;
-    }
+static bool all_have_come(int warp, int lane, uint32_t mask) {
+    if ((warps[warp].waiting & mask) != mask) return false;
+    for (uint32_t rest = mask; rest; rest &= rest - 1)
+        if (!stand_together(warp, lane, __builtin_ctz(rest))) return false;
     return true;
 }
 
-// The lane whose value `t` gets, as the programming guide defines it: past its segment's end a thread gets its
-// own value.
-static int source_lane(const Thread *t) {
-    int begin = t->lane & ~(t->width - 1), end = begin + t->width, from = t->lane;
-    if (t->op == WARP_SHFL) return begin + (t->argument & (t->width - 1));
-    if (t->op == WARP_UP) from -= t->argument;
-    if (t->op == WARP_DOWN) from += t->argument;
+// The lane whose value `lane` gets, as the programming guide defines it: past its segment's end a lane gets
+// its own value.
+static int source_lane(int op, int lane, int argument, int width) {
+    int begin = lane & ~(width - 1), end = begin + width, from = lane;
+    if (op == WARP_SHFL) return begin + (argument & (width - 1));
+    if (op == WARP_UP) from -= argument;
+    if (op == WARP_DOWN) from += argument;
     // Exclusive or may reach an earlier segment, never a later one.
-    if (t->op == WARP_XOR) return (t->lane ^ t->argument) < end ? t->lane ^ t->argument : t->lane;
-    return from >= begin && from < end ? from : t->lane;
+    if (op == WARP_XOR) return (lane ^ argument) < end ? lane ^ argument : lane;
+    return from >= begin && from < end ? from : lane;
 }
 
 // What __syncwarp orders: each lane learns what any of them did or knew.
-static void order_lanes(int warp, unsigned mask) {
-    WarpOrder *order = &now.order[warp];
-    if (order->time != now.time) {
-        memset(order->known, 0, sizeof order->known);
-        order->time = now.time;
+static void order_lanes(Warp *w, uint32_t mask) {
+    if (w->time != now.time) {
+        memset(w->known, 0, sizeof w->known);
+        w->time = now.time;
     }
     uint16_t joined[LANES] = {0};
-    for (unsigned rest = mask; rest; rest &= rest - 1) {
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
         int l = __builtin_ctz(rest);
-        order->known[l][l]++;
+        w->known[l][l]++;
         for (int k = 0; k < LANES; k++)
-            if (joined[k] < order->known[l][k]) joined[k] = order->known[l][k];
+            if (joined[k] < w->known[l][k]) joined[k] = w->known[l][k];
     }
-    for (unsigned rest = mask; rest; rest &= rest - 1)
-        memcpy(order->known[__builtin_ctz(rest)], joined, sizeof joined);
+    for (uint32_t rest = mask; rest; rest &= rest - 1)
+        memcpy(w->known[__builtin_ctz(rest)], joined, sizeof joined);
 }
 
-// All lanes of the mask stand here: computes what each gets.
-static void meet(const Thread *me, unsigned mask) {
-    uint64_t ballot = 0;
-    for (unsigned rest = mask; rest; rest &= rest - 1) {
-        int l = __builtin_ctz(rest);
-        if (lane_of(me->warp, l)->value) ballot |= 1u << l;
+// All lanes of the mask stand here, and `lane` is one of them: computes what each gets.
+static void meet(int warp, int lane, uint32_t mask) {
+    Warp *w = &warps[warp];
+    int op = w->op[lane], width = w->width[lane];
+    if (op == WARP_SYNC) return order_lanes(w, mask);
+    if (op >= WARP_BALLOT) {
+        uint32_t ballot = 0;
+        for (uint32_t rest = mask; rest; rest &= rest - 1)
+            if (w->value[__builtin_ctz(rest)]) ballot |= rest & -rest;
+        uint64_t result = op == WARP_BALLOT ? ballot : op == WARP_ANY ? ballot != 0 : ballot == mask;
+        for (uint32_t rest = mask; rest; rest &= rest - 1) w->result[__builtin_ctz(rest)] = result;
+        return;
     }
-    if (me->op == WARP_SYNC) order_lanes(me->warp, mask);
-    for (unsigned rest = mask; rest; rest &= rest - 1) {
-        Thread *t = lane_of(me->warp, __builtin_ctz(rest));
-        switch (me->op) {
-            case WARP_SYNC:
-                break;
-            case WARP_BALLOT:
-                t->result = ballot;
-                break;
-            case WARP_ANY:
-                t->result = ballot != 0;
-                break;
-            case WARP_ALL:
-                t->result = ballot == mask;
-                break;
-            default:
-                int from = source_lane(t);
-                if (!(mask >> from & 1))
-                    broken(NULL, "%s of %s:%d gives %s the value of lane %d, which does not take part",
-                           op_name(t->op), t->file, t->line, thread_text(t), from);
-                t->result = lane_of(me->warp, from)->value;
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+        int to = __builtin_ctz(rest), from = source_lane(op, to, w->argument[to], width);
+        if (!(mask >> from & 1)) {
+            const Thread *t = lane_of(warp, to);
+            broken(NULL, "%s of %s:%d gives %s the value of lane %d, which does not take part", op_name(op),
+                   t->file, t->line, thread_text(t), from);
         }
+        w->result[to] = w->value[from];
     }
 }
 
 uint64_t cuda_warp_op(CudaWarpOp op, unsigned mask, uint64_t value, int argument, int width,
                       const char *file, int line) {
     Thread *me = now.thread;
-    me->op = op, me->mask = mask, me->value = value, me->argument = argument, me->width = width;
+    int lane = me->lane, warp = me->warp;
+    Warp *w = &warps[warp];
     me->file = file, me->line = line;
-    if (!(mask >> me->lane & 1))
+    if (!(mask >> lane & 1))
         broken(NULL, "calls %s (%s:%d) with the mask 0x%08x, which lacks its own lane %d", op_name(op),
-               file, line, mask, me->lane);
+               file, line, mask, lane);
     if (width < 1 || width > LANES || (width & (width - 1)))
         broken(NULL, "calls %s (%s:%d) with the width %d, which is no power of two up to 32", op_name(op),
                file, line, width);
-    me->state = AT_WARP_OP;
-    mask &= lanes_of_warp(me->warp);
-    if (all_have_come(me, mask)) {
-        meet(me, mask);
-        me->state = READY;
-        for (unsigned rest = mask & ~(1u << me->lane); rest;) {
-            int l = 31 - __builtin_clz(rest);  // the last goes first into the queue's front
-            rest &= ~(1u << l);
-            ready_first(lane_of(me->warp, l));
-        }
-    } else run_next();
-    return me->result;
+    w->op[lane] = op, w->mask[lane] = mask, w->value[lane] = value, w->width[lane] = (int16_t)width;
+    // Beyond a segment all distances are alike.
+    w->argument[lane] = (int16_t)(op == WARP_SHFL              ? argument & (LANES - 1)
+                                  : (unsigned)argument > LANES ? LANES
+                                                               : argument);
+    w->waiting |= 1u << lane;
+    mask &= lanes_of_warp(warp);
+    if (!all_have_come(warp, lane, mask)) {
+        me->state = AT_WARP_OP;
+        run_next();
+        return w->result[lane];
+    }
+    meet(warp, lane, mask);
+    w->waiting &= ~mask;
+    for (uint32_t rest = mask & ~(1u << lane); rest;) {
+        int last = 31 - __builtin_clz(rest);  // goes first into the front of the ring
+        rest &= ~(1u << last);
+        ready_first(lane_of(warp, last));
+    }
+    return w->result[lane];
 }
 
 void __syncwarp(unsigned mask, const char *file, int line) {
@@ -341,14 +360,15 @@ bool told_by_fence(uint32_t time) {
 static void check_launch(const CudaLaunch *l) {
     const dim3 &g = l->grid, &b = l->block;
     int64_t count = (int64_t)b.x * b.y * b.z;
-    CHECK(count >= 1 && count <= MAX_THREADS && b.z <= 64,
-          "the kernel %s could not start (%s:%d): a block of (%u, %u, %u) threads; it takes 1 to %d, z up "
-          "to 64",
-          l->name, l->file, l->line, b.x, b.y, b.z, (int)MAX_THREADS);
+    CHECK(
+        count >= 1 && count <= MAX_THREADS && b.z <= 64,
+        "the kernel %s could not start (%s:%d): a block of (%u, %u, %u) threads; 1 to %d are possible, and "
+        "z up to 64",
+        l->name, l->file, l->line, b.x, b.y, b.z, (int)MAX_THREADS);
     CHECK(g.x >= 1 && g.y >= 1 && g.z >= 1 && g.x <= 0x7fffffff && g.y <= 65535 && g.z <= 65535,
-          "the kernel %s could not start (%s:%d): a grid of (%u, %u, %u) blocks; each is at least 1, x "
-          "below 2^31, "
-          "y and z below 65536",
+          "the kernel %s could not start (%s:%d): a grid of (%u, %u, %u) blocks; each number is at least "
+          "1, x "
+          "is below 2^31, y and z are below 65536",
           l->name, l->file, l->line, g.x, g.y, g.z);
 }
 
@@ -381,6 +401,7 @@ static void check_shared(const CudaLaunch *l) {
 static void run_block(const CudaLaunch *launch, uint64_t *state) {
     now.block_start = ++now.time;
     left = arrived = 0;
+    for (int w = 0; w * LANES < now.threads; w++) warps[w].waiting = 0;
     block_asked = false;
     memory_start_block(launch);
     order_threads(state);
@@ -401,10 +422,10 @@ void cuda_run(const CudaLaunch *launch) {
             cuda_on_cpu_order(strtoull(getenv("CUDA_ON_CPU_SEED"), NULL, 0));
     }
     // Shared memory is thread-local, so only one OS thread sees it.
-    CHECK(
-        pthread_equal(owner, pthread_self()),
-        "the kernel %s is launched (%s:%d) by another OS thread than the first: CUDA on the CPU knows one",
-        launch->name, launch->file, launch->line);
+    CHECK(pthread_equal(owner, pthread_self()),
+          "the kernel %s is launched (%s:%d) by another OS thread than the first; CUDA on the CPU has one",
+          launch->name, launch->file, launch->line);
+    CHECK(now.time < 0xf0000000, "CUDA on the CPU has run as many blocks and barriers as one process can");
     check_launch(launch);
     check_shared(launch);
     const dim3 &g = launch->grid, &b = launch->block;
@@ -422,151 +443,22 @@ void cuda_run(const CudaLaunch *launch) {
     fences.count = 0;
     uint64_t blocks = (uint64_t)g.x * g.y * g.z, state = order_seed;
     // A step that shares no factor with the number of blocks visits each of them once.
-    uint64_t first = order_seed ? draw(&state) % blocks : 0, step = 1;
-    if (order_seed) do
-            step = draw(&state) % blocks;
-        while (std::gcd(step, blocks) != 1);
+    uint64_t first = order_seed ? draw(&state) % blocks : 0, step = order_seed ? draw(&state) % blocks : 1;
+    while (std::gcd(step, blocks) != 1) step++;
+    memory_open();
     for (uint64_t i = 0; i < blocks; i++) {
         uint64_t n = (uint64_t)((first + (unsigned __int128)step * i) % blocks);
         cuda_block_index = uint3{(unsigned)(n % g.x), (unsigned)(n / g.x % g.y), (unsigned)(n / g.x / g.y)};
         run_block(launch, &state);
     }
+    memory_close();
 }
 
-// ---- what went wrong, and where ----
+// ---- ends ----
 
-static const char *next_text(void) {
-    static char texts[8][256];
-    static unsigned turn;
-    return texts[turn++ % 8];
-}
-
-// Coordinates that do not vary are left out.
-static const char *index_text(const char *word, uint3 i, uint3 of) {
-    char *text = const_cast<char *>(next_text());
-    if (of.z > 1) snprintf(text, 256, "%s (%u, %u, %u)", word, i.x, i.y, i.z);
-    else if (of.y > 1) snprintf(text, 256, "%s (%u, %u)", word, i.x, i.y);
-    else snprintf(text, 256, "%s %u", word, i.x);
-    return text;
-}
-
-const char *thread_text(const Thread *t) { return index_text("thread", t->index, cuda_block_dim); }
-
-// The program's own file, mapped; and how far from its addresses it was loaded.
-static const char *program_path(void) {
-    static char path[4096];
-    ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
-    path[length > 0 ? length : 0] = 0;
-    return path;
-}
-
-static int first_base(struct dl_phdr_info *info, size_t, void *base) {
-    *static_cast<uintptr_t *>(base) = info->dlpi_addr;
-    return 1;  // the program comes first
-}
-
-static uintptr_t load_base(void) {
-    static uintptr_t base;
-    static bool known;
-    if (!known) dl_iterate_phdr(first_base, &base);
-    known = true;
-    return base;
-}
-
-uint32_t site_number(const void *site) {
-    return (uint32_t)(reinterpret_cast<uintptr_t>(site) - load_base());
-}
-const void *site_address(uint32_t number) { return reinterpret_cast<const void *>(load_base() + number); }
-
-void each_symbol(void (*visit)(void *context, const char *name, int type, uintptr_t value, size_t size),
-                 void *context) {
-    int file = open("/proc/self/exe", O_RDONLY);
-    struct stat status;
-    CHECK(file >= 0 && fstat(file, &status) == 0, "cannot read %s, the program itself", program_path());
-    void *map = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, file, 0);
-    CHECK(map != MAP_FAILED, "cannot map %s, the program itself", program_path());
-    close(file);
-    const char *bytes = static_cast<const char *>(map);
-    const Elf64_Ehdr *header = reinterpret_cast<const Elf64_Ehdr *>(bytes);
-    const Elf64_Shdr *section = reinterpret_cast<const Elf64_Shdr *>(bytes + header->e_shoff);
-    bool found = false;
-    for (int s = 0; s < header->e_shnum; s++) {
-        if (section[s].sh_type != SHT_SYMTAB) continue;
-        found = true;
-        const Elf64_Sym *symbol = reinterpret_cast<const Elf64_Sym *>(bytes + section[s].sh_offset);
-        const char *names = bytes + section[section[s].sh_link].sh_offset;
-        for (size_t i = 0; i < section[s].sh_size / sizeof *symbol; i++)
-            if (symbol[i].st_shndx != SHN_UNDEF)
-                visit(context, names + symbol[i].st_name, ELF64_ST_TYPE(symbol[i].st_info),
-                      symbol[i].st_value, symbol[i].st_size);
-    }
-    munmap(map, (size_t)status.st_size);
-    CHECK(found, "%s has no symbol table, which CUDA on the CPU needs: build it without strip",
-          program_path());
-}
-
-struct Search {
-    uintptr_t address;
-    char name[1024];
-};
-
-static void is_it(void *context, const char *name, int type, uintptr_t value, size_t) {
-    Search *search = static_cast<Search *>(context);
-    if (type == STT_FUNC && value == search->address)
-        snprintf(search->name, sizeof search->name, "%s", name);
-}
-
-// "softmax<float, 256>": the kernel's own name says more than the launch, which may say softmax<T, 256>.
-static const char *kernel_text(const CudaLaunch *launch) {
-    static char text[512];
-    Search search = {reinterpret_cast<uintptr_t>(launch->kernel) - load_base(), ""};
-    each_symbol(is_it, &search);
-    int status;
-    char *whole = abi::__cxa_demangle(search.name, NULL, NULL, &status);
-    if (status != 0) return launch->name;
-    // "void softmax<float, 256>(float*, int)": without the result, which templates have, and the parameters
-    const char *begin = strncmp(whole, "void ", 5) == 0 ? whole + 5 : whole;
-    int depth = 0, length = 0;
-    while (begin[length] && !(begin[length] == '(' && depth == 0)) {
-        depth += (begin[length] == '<') - (begin[length] == '>');
-        length++;
-    }
-    snprintf(text, sizeof text, "%.*s", length, begin);
-    free(whole);
-    return text;
-}
-
-// From addr2line, which comes with the compiler. Of functions in one another, the innermost that is not the
-// emulator's own.
-const char *line_text(const void *site) {
-    char *text = const_cast<char *>(next_text()), command[4400], line[1024], folder[1024];
-    // A return address stands behind the call.
-    uintptr_t address = reinterpret_cast<uintptr_t>(site) - load_base() - 1;
-    snprintf(text, 256, "address 0x%lx", address);
-    snprintf(command, sizeof command, "addr2line -i -e '%s' 0x%lx 2>/dev/null", program_path(), address);
-    FILE *answer = popen(command, "r");
-    size_t here = getcwd(folder, sizeof folder - 1) ? strlen(folder) : 0;
-    while (answer && fgets(line, sizeof line, answer)) {
-        line[strcspn(line, " \n")] = 0;  // "file:12 (discriminator 3)"
-        if (line[0] == '?' || strstr(line, "cuda_on_cpu.h:")) continue;
-        bool inside = here && strncmp(line, folder, here) == 0 && line[here] == '/';
-        snprintf(text, 256, "%.255s", inside ? line + here + 1 : line);
-        break;
-    }
-    if (answer) pclose(answer);
-    return text;
-}
-
-void broken(const void *site, const char *format, ...) {
-    char sentence[1024];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(sentence, sizeof sentence, format, arguments);
-    va_end(arguments);
-    if (!now.launch) fatal("%s%s%s", site ? line_text(site) : "", site ? ": " : "", sentence);
-    snprintf(failure, sizeof failure, "kernel %s, %s, %s%s%s: %s", kernel_text(now.launch),
-             index_text("block", cuda_block_index, cuda_grid_dim), thread_text(now.thread),
-             site ? ", " : "", site ? line_text(site) : "", sentence);
+// The host, with its large stack, says what a thread has found.
+void fail(const char *sentence) {
+    snprintf(failure, sizeof failure, "%s", sentence);
     switch_to(&host);
     abort();  // nobody comes back to this thread
 }
@@ -577,22 +469,22 @@ static void explain_deadlock(void) {
         Thread *t = &threads[i];
         if (t->state != AT_WARP_OP) continue;
         now.thread = t;
-        for (unsigned rest = t->mask & lanes_of_warp(t->warp); rest; rest &= rest - 1) {
+        const Warp *w = &warps[t->warp];
+        const char *op = op_name(w->op[t->lane]);
+        for (uint32_t rest = w->mask[t->lane] & lanes_of_warp(t->warp); rest; rest &= rest - 1) {
             const Thread *other = lane_of(t->warp, __builtin_ctz(rest));
             if (other->state == LEFT)
-                broken(NULL, "waits at %s (%s:%d) for %s, which has left the kernel", op_name(t->op),
-                       t->file, t->line, thread_text(other));
+                broken(NULL, "waits at %s (%s:%d) for %s, which has left the kernel", op, t->file, t->line,
+                       thread_text(other));
             if (other->state == AT_BARRIER)
-                broken(NULL, "waits at %s (%s:%d) for %s, which stands at __syncthreads() (%s:%d)",
-                       op_name(t->op), t->file, t->line, thread_text(other), other->file, other->line);
-            if (other->op != t->op || other->mask != t->mask || other->line != t->line ||
-                other->width != t->width)
+                broken(NULL, "waits at %s (%s:%d) for %s, which stands at __syncthreads() (%s:%d)", op,
+                       t->file, t->line, thread_text(other), other->file, other->line);
+            if (!stand_together(t->warp, t->lane, other->lane))
                 broken(NULL,
                        "waits at %s with the mask 0x%08x (%s:%d) for %s, which stands at %s with the mask "
-                       "0x%08x "
-                       "(%s:%d)",
-                       op_name(t->op), t->mask, t->file, t->line, thread_text(other), op_name(other->op),
-                       other->mask, other->file, other->line);
+                       "0x%08x (%s:%d)",
+                       op, w->mask[t->lane], t->file, t->line, thread_text(other),
+                       op_name(w->op[other->lane]), w->mask[other->lane], other->file, other->line);
         }
     }
     Thread *waits = NULL;

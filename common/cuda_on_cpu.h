@@ -1,27 +1,32 @@
-// cuda_on_cpu.h: the part of CUDA that the .cu files use, for a machine without a GPU. g++ compiles the same
-// kernels against it, and cuda_on_cpu.cc runs them: the threads of a block are fibers of one OS thread, blocks
-// run one after another, and every load and store of a kernel is looked at before it happens.
+// cuda_on_cpu.h: the part of CUDA that the .cu files use, for a machine without a GPU. g++ compiles the
+// same kernels against it, and cuda_on_cpu.cc runs them: the threads of a block are fibers of one OS
+// thread, blocks run one after another, and every load and store of a kernel is looked at before it
+// happens.
 //
-// What ends the program, with one sentence that names the kernel, the block, the thread and the source line:
-//   - an access outside every array: global memory (beyond an allocation, after its release, host memory) and
-//     shared memory, static and dynamic; one that is not aligned to its size; an index beyond a declared bound
-//   - a race: two threads touch a word, one of them writes, and nothing orders the two. __syncthreads() orders
-//     the threads of a block, __syncwarp(mask) the lanes of a warp that are in the mask; shuffles and votes
-//     order nothing, as the CUDA programming guide says. Global words are held to the same within one launch,
-//     and no two blocks may share a word that one of them writes, but by atomics (or after a __threadfence
-//     and an atomic, the way the last block of a reduction learns that the others are done)
+// What ends the program, with one sentence that names the kernel, the block, the thread and the source
+// line:
+//   - an access outside every array: global memory (beyond an allocation, after its release, host memory)
+//     and shared memory, static and dynamic; one that is not aligned to its size; an index beyond a
+//     declared bound
+//   - a race: two threads touch a word, one of them writes, and nothing orders the two. __syncthreads()
+//     orders the threads of a block, __syncwarp(mask) the lanes of a warp that are in the mask; shuffles
+//     and votes order nothing, as the CUDA programming guide says. Global words are held to the same within
+//     one launch, and no two blocks may share a word that one of them writes, but by atomics (or after a
+//     __threadfence and an atomic, the way the last block of a reduction learns that the others are done)
 //   - a read of shared memory that no thread of the block has written
-//   - threads that do not all reach the same barrier, shuffle or vote
+//   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts as
+//     missing, even where a GPU would let the others go on
+//   - local memory beyond 60 kB a thread
 //   - host code of a .cu file that dereferences device memory, or copies beyond an allocation
 // Memory is full of 0xff bytes (NaN in every floating format) before its first use.
 //
 // Not here: several devices, real asynchrony (all calls finish before they return), printf ordering,
-// __device__ variables, textures, cooperative groups, PTX. Values are those of the CPU's libm, which may differ
-// from a GPU's in the last bit.
+// __device__ variables, textures, cooperative groups, PTX. Values are those of the CPU's libm, which may
+// differ from a GPU's in the last bit.
 //
 // How an access is seen: g++ -fsanitize=thread calls __tsan_read4(address) and its kin before each load and
-// store; cuda_on_cpu.cc defines these functions in place of that sanitizer's library. A .cu file is compiled
-// with CUDA_ON_CPU_FLAGS of the Makefile; nothing is linked with -fsanitize.
+// store; cuda_on_cpu.cc defines these functions in place of that sanitizer's library. A .cu file is
+// compiled with CUDA_ON_CPU_FLAGS of cuda.mk; nothing is linked with -fsanitize.
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
 
@@ -42,8 +47,8 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __constant__ __attribute__((section("cuda_constant")))
 
-// Shared arrays become thread-local variables of the one thread: a segment of their own in the program, with
-// their sizes in its symbol table. Red zones lie between them; declare one array per __shared__.
+// Shared arrays become thread-local variables of the one thread: a segment of their own in the program,
+// with their sizes in its symbol table. Red zones lie between them; declare one array per __shared__.
 #define __shared__                                                                          \
     static thread_local                                                                     \
         __attribute__((used, aligned(16))) char CUDA_JOIN(cuda_red_zone_, __COUNTER__)[64]; \
@@ -52,7 +57,9 @@
 #define CUDA_JOIN_(a, b) a##b
 
 // ---- vector types ----
-// Copied in one access of their full width, as on a GPU: through a volatile pointer, since g++ would split it.
+
+// Copied in one access of their full width, as on a GPU: through a volatile pointer,
+// since g++ would split it.
 typedef uint16_t cuda_word2 __attribute__((may_alias));
 typedef uint32_t cuda_word4 __attribute__((may_alias));
 typedef uint64_t cuda_word8 __attribute__((may_alias));
@@ -120,8 +127,9 @@ struct dim3 {
     constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 };
 
-// Constant while a thread runs, so g++ may keep them in registers and reports no access to them; the scheduler
-// knows them under these names as variables. No dim3: g++ takes what has a constructor for a variable.
+// Constant while a thread runs, so g++ may keep them in registers and reports no access to them; the
+// scheduler knows them under these names as variables. No dim3: g++ takes what has a constructor for a
+// variable.
 extern const uint3 threadIdx asm("cuda_thread_index");
 extern const uint3 blockIdx asm("cuda_block_index");
 extern const uint3 blockDim asm("cuda_block_dim");
@@ -308,14 +316,16 @@ CudaKernel<P...> cuda_launch(void (*kernel)(P...), const char *name, const char 
             {}};
 }
 
-// The same sources with blocks, warps and the lanes of each warp in another order, drawn from the seed; 0 is
-// the natural order. CUDA_ON_CPU_SEED in the environment sets it from outside.
+// The same sources with blocks, warps and the lanes of each warp in another order, drawn from the seed; 0
+// is the natural order. CUDA_ON_CPU_SEED in the environment sets it from outside.
 void cuda_on_cpu_order(uint64_t seed);
 
 // ---- counting ----
-// Between begin and end every launch is counted. Lanes act together when they execute the same instruction for
-// the same time: the k-th access of one lane at a place in the code goes with the k-th of its neighbours there.
-// On a GPU that is so unless lanes that took different paths in earlier turns of a loop have drifted apart.
+
+// Between begin and end every launch is counted. Lanes act together when they execute
+// the same instruction for the same time: the k-th access of one lane at a place in the code goes with the
+// k-th of its neighbours there. On a GPU that is so unless lanes that took different paths in earlier turns
+// of a loop have drifted apart.
 struct CudaCounts {
     int64_t threads, warps;
     // Global memory: accesses of a warp, the bytes that its lanes ask for, and the 32-byte sectors that it
@@ -323,12 +333,12 @@ struct CudaCounts {
     // already is counted again. Atomics count as stores.
     int64_t global_loads, global_load_bytes, global_load_sectors;
     int64_t global_stores, global_store_bytes, global_store_sectors;
-    // Shared memory: accesses of a warp, and the passes beyond the first that 32 banks of 4 bytes need: lanes
-    // that want different words of one bank take turns, lanes that want the same word do not. Accesses of 8
-    // and 16 bytes go by half and quarter warps, each with a first pass of its own.
+    // Shared memory: accesses of a warp, and the passes beyond the first that 32 banks of 4 bytes need:
+    // lanes that want different words of one bank take turns, lanes that want the same word do not.
+    // Accesses of 8 and 16 bytes go by half and quarter warps, each with a first pass of its own.
     int64_t shared_accesses, shared_conflicts;
-    // A branch of a warp is divergent when the lanes that leave one basic block together do not all enter the
-    // same next one. g++ has decided what is a branch: short ones became selects, as they do in nvcc.
+    // A branch of a warp is divergent when the lanes that leave one basic block together do not all enter
+    // the same next one. g++ has decided what is a branch: short ones became selects, as they do in nvcc.
     int64_t divergent_branches;
     int64_t barriers;  // __syncthreads, per block
     int64_t atomics;   // of lanes, global and shared

@@ -1,6 +1,6 @@
 // cuda_on_cpu_api.cc: the CUDA runtime API where the device is this process. Every call finishes before it
-// returns, so streams and events only have to exist. Wrong arguments that a GPU would report late or not at all
-// end the program at the call.
+// returns, so streams and events only have to exist. Wrong arguments that a GPU would report late or not at
+// all end the program at the call.
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -177,7 +177,9 @@ static cudaError_t copy(const char *call, void *to, const void *from, size_t byt
                            : kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
     check_side(call, "target", to, bytes, to_device, site);
     check_side(call, "source", from, bytes, from_device, site);
+    memory_open();
     memmove(to, from, bytes);
+    memory_close();
     return cudaSuccess;
 }
 
@@ -200,13 +202,17 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
 
 cudaError_t cudaMemset(void *to, int value, size_t bytes) {
     check_side("cudaMemset", "target", to, bytes, true, __builtin_return_address(0));
+    memory_open();
     memset(to, value, bytes);
+    memory_close();
     return cudaSuccess;
 }
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
     check_side("cudaMemsetAsync", "target", to, bytes, true, __builtin_return_address(0));
+    memory_open();
     memset(to, value, bytes);
+    memory_close();
     return cudaSuccess;
 }
 

@@ -1,5 +1,5 @@
-// cuda_on_cpu_counts.cc: what a launch would ask of a GPU's memory, counted from what its threads did. What is
-// counted and how far it is from hardware stands with struct CudaCounts in cuda_on_cpu.h.
+// cuda_on_cpu_counts.cc: what a launch would ask of a GPU's memory, counted from what its threads did. What
+// is counted and how far it is from hardware stands with struct CudaCounts in cuda_on_cpu.h.
 #include <algorithm>
 #include <unordered_map>
 #include <vector>

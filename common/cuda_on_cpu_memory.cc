@@ -1,11 +1,11 @@
 // cuda_on_cpu_memory.cc: device memory, shared memory, and what is looked at before each load and store.
 //
 // Every array is a region. To each word of a region, of 16 to 1 bytes as the smallest access to it needs,
-// belong two notes: who wrote it last, and who read it last, in which interval of time. An access that comes
-// in the same interval as a note of another thread is a race, if one of the two writes and no __syncwarp stands
-// between (the rule of FastTrack, Flanagan and Freund 2009, with the intervals of CUDA's barriers for clocks).
-// What no note can say: when lanes read a word after different numbers of partial __syncwarp, the least of the
-// numbers is kept, and a race with one of them may pass.
+// belong two notes: who wrote it last, and who read it last, in which interval of time. An access that
+// comes in the same interval as a note of another thread is a race, if one of the two writes and no
+// __syncwarp stands between (the rule of FastTrack, Flanagan and Freund 2009, with the intervals of CUDA's
+// barriers for clocks). What no note can say: when lanes read a word after different numbers of partial
+// __syncwarp, the least of the numbers is kept, and a race with one of them may pass.
 #include <cxxabi.h>
 #include <link.h>
 #include <pthread.h>
@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "cuda_on_cpu_inside.h"
+#include "guard.h"
 
 // ---- regions ----
 
@@ -56,7 +57,8 @@ static void drop_words(Region *r) {
     r->words = NULL;
 }
 
-// An access smaller than a word, or across two: from now on words are smaller, each with the notes of the old.
+// An access smaller than a word, or across two: from now on words are smaller, each with the notes of the
+// old.
 static void refine(Region *r, uint8_t grain) {
     Region finer = *r;
     finer.grain = grain;
@@ -74,12 +76,17 @@ static void refine(Region *r, uint8_t grain) {
 }
 
 // ---- device memory ----
-// Addresses of one great reserved range, in units; allocations begin behind a red zone, end before another, and
-// do not come back before the range is used up, so that late accesses find nothing.
+
+// Addresses of one great reserved range, in units; allocations begin behind a red
+// zone, end before another, and do not come back before the range is used up, so that late accesses find
+// nothing.
 enum : size_t { UNIT = 64 << 10, RED_ZONE = 256, ALIGNMENT = 256 };
 
 static uintptr_t arena;
 static size_t arena_size, next_unit, in_use;
+static bool guarded;
+static int opened;
+static size_t opened_bytes;  // from the start of the arena: what was ever allocated
 static Region **unit_region;  // of each unit; freed ones stay until another takes the unit
 
 static void *reserve(size_t bytes) {
@@ -95,6 +102,21 @@ static void make_arena(void) {
     arena = (uintptr_t)range;
     unit_region = static_cast<Region **>(reserve(arena_size / UNIT * sizeof(Region *)));
     CHECK(unit_region, "out of host memory");
+    guarded = guard_asked();
+    if (guarded) guard_watch(range, arena_size);
+}
+
+static void protect(int access) {
+    CHECK(mprotect(reinterpret_cast<void *>(arena), opened_bytes, access) == 0,
+          "guarded memory cannot be opened or closed");
+}
+
+void memory_open(void) {
+    if (!opened++ && guarded) protect(PROT_READ | PROT_WRITE);
+}
+
+void memory_close(void) {
+    if (!--opened && guarded) protect(PROT_NONE);
 }
 
 void *memory_allocate(size_t bytes) {
@@ -119,7 +141,10 @@ void *memory_allocate(size_t bytes) {
     for (size_t u = next_unit - units; u < next_unit; u++) unit_region[u] = r;
     in_use += bytes;
     void *memory = reinterpret_cast<void *>(r->start);
+    if (opened_bytes < next_unit * UNIT) opened_bytes = next_unit * UNIT;
+    memory_open();
     memset(memory, POISON, bytes);
+    memory_close();
     return memory;
 }
 
@@ -240,7 +265,7 @@ static bool unordered(const Note *note) {
 static void take_note(Note *note, uint32_t since, uint32_t site, uint8_t flags) {
     const Thread *me = now.thread;
     uint32_t mine = 1u << me->lane;
-    uint16_t stamp = passed(me->warp, me->lane);
+    uint16_t stamp = passed(me);
     if (note->time == now.time) {
         if (note->warp != me->warp) {
             note->flags |= MANY_WARPS;
@@ -258,11 +283,16 @@ static void take_note(Note *note, uint32_t since, uint32_t site, uint8_t flags) 
     *note = {now.time, site, mine, stamp, (uint8_t)me->warp, flags};
 }
 
-// "thread 3 wrote at common/ops_cuda.cu:12"
-static void race(const Region *r, const Word *word, const Note *note, const char *verb,
+static const char *verb_of(AccessKind kind) {
+    return kind == LOAD ? "reads" : kind == STORE ? "writes" : "atomically changes";
+}
+
+// "writes byte 4 of tile, which thread 3 read (common/ops_cuda.cu:12) with no __syncthreads() between"
+static void race(const Region *r, const Word *word, const Note *note, AccessKind kind,
                  const char *past_verb, const void *site) NO_RETURN;
-static void race(const Region *r, const Word *word, const Note *note, const char *verb,
+static void race(const Region *r, const Word *word, const Note *note, AccessKind kind,
                  const char *past_verb, const void *site) {
+    const char *verb = verb_of(kind);
     size_t byte = (size_t)(word - r->words) << r->grain;
     const char *line = line_text(site_address(note->site));
     if (note->time != now.time || note->flags & OTHER_BLOCK)
@@ -283,19 +313,30 @@ static inline void check_word(Region *r, Word *w, AccessKind kind, const void *s
     Note *wrote = &w->write, *read = &w->read;
     // Each block has its own shared memory, and each launch comes after the one before.
     uint32_t since = r->shared ? now.block_start : now.launch_start;
-    if (r->shared && wrote->time < since && kind == LOAD)
-        broken(site,
-               "reads byte %zu of %s, which no thread of this block has written yet; is a barrier missing?",
-               (size_t)(w - r->words) << r->grain, r->name);
+    if (wrote->time < since) {
+        if (r->shared && kind == LOAD)
+            broken(site,
+                   "reads byte %zu of %s, which no thread of this block has written yet; is a barrier "
+                   "missing?",
+                   (size_t)(w - r->words) << r->grain, r->name);
+        if (read->time < since) {  // the usual case: nobody was here
+            *(kind == LOAD ? read : wrote) = {now.time, site_number(site), mine, passed(me), (uint8_t)me->warp,
+                                              (uint8_t)(kind == ATOMIC ? BY_ATOMIC : 0)};
+            return;
+        }
+        if (kind == LOAD && read->time == now.time && read->warp != me->warp) {  // the next: several warps read
+            read->flags |= MANY_WARPS;
+            return;
+        }
+    }
     bool mine_alone = wrote->time == now.time && wrote->lanes == mine && wrote->warp == me->warp &&
                       !(wrote->flags & MANY_WARPS);
     if (wrote->time >= since && !mine_alone && !(kind == ATOMIC && wrote->flags & BY_ATOMIC) &&
         unordered(wrote))
-        race(r, w, wrote, kind == LOAD ? "reads" : "writes",
-             wrote->flags & BY_ATOMIC ? "changed by an atomic" : "wrote", site);
+        race(r, w, wrote, kind, wrote->flags & BY_ATOMIC ? "changed by an atomic" : "wrote", site);
     if (kind == LOAD) return take_note(read, since, site_number(site), 0);
     if (read->time >= since && (unordered(read) || (read->flags & OTHER_BLOCK && !told_by_fence(0))))
-        race(r, w, read, "writes", "read", site);
+        race(r, w, read, kind, "read", site);
     // A plain write of this thread stays one, whatever it adds: atomics of others race with it.
     bool plain_before = mine_alone && !(wrote->flags & BY_ATOMIC);
     take_note(wrote, since, site_number(site), kind == ATOMIC && !plain_before ? BY_ATOMIC : 0);
@@ -309,10 +350,6 @@ static size_t stacks_size;
 void memory_set_stacks(void *memory, size_t bytes) {
     stacks = (uintptr_t)memory;
     stacks_size = bytes;
-}
-
-static const char *verb_of(AccessKind kind) {
-    return kind == LOAD ? "reads" : kind == STORE ? "writes" : "atomically changes";
 }
 
 static void outside(AccessKind kind, uintptr_t address, size_t size, const Region *r,

@@ -1,7 +1,9 @@
-// device_cuda.cu: a GPU as the device: memory from a pool, one compute stream, and waits that cannot hang.
+// device_cuda.cu: a GPU as the device: memory from a pool, one compute stream, and waits that cannot
+// hang.
 //
-// Allocating and releasing are work on the stream, like kernels: cudaMallocAsync takes from a pool that keeps what
-// it once had from the driver, so a training step after the first asks the driver for nothing.
+// Allocating and releasing are work on the stream, like kernels: cudaMallocAsync takes from a pool that
+// keeps what it once had from the driver, so a training step after the first asks the driver for
+// nothing.
 #include "device_cuda.h"
 
 #include <sched.h>
@@ -44,15 +46,21 @@ static void count_devices() {
     cudaRuntimeGetVersion(&runtime);
     if (status == cudaSuccess && state.count > 0) return;
     if (status == cudaSuccess || status == cudaErrorNoDevice)
-        fatal("no GPU is visible: see whether nvidia-smi lists one and CUDA_VISIBLE_DEVICES does not hide it; "
-              "`make` without OPS=cuda builds for the CPU");
+        fatal(
+            "no GPU is visible: see whether nvidia-smi lists one and CUDA_VISIBLE_DEVICES does not hide "
+            "it; "
+            "`make` without OPS=cuda builds for the CPU");
     if (status == cudaErrorInsufficientDriver && driver == 0)
-        fatal("no NVIDIA driver is loaded: install one for CUDA %s or later; `make` without OPS=cuda builds for the CPU",
-              version_text(runtime));
+        fatal(
+            "no NVIDIA driver is loaded: install one for CUDA %s or later; `make` without OPS=cuda builds "
+            "for the CPU",
+            version_text(runtime));
     if (status == cudaErrorInsufficientDriver)
-        fatal("the NVIDIA driver is for CUDA %s and this program for %s: install a newer driver, or build with an "
-              "older toolkit, CUDA_HOME=...",
-              version_text(driver), version_text(runtime));
+        fatal(
+            "the NVIDIA driver is for CUDA %s and this program for %s: install a newer driver, or build "
+            "with an "
+            "older toolkit, CUDA_HOME=...",
+            version_text(driver), version_text(runtime));
     fatal("CUDA does not start (%s): see whether nvidia-smi works", cudaGetErrorString(status));
 }
 
@@ -120,11 +128,13 @@ static void poll() {
 
 Mailbox device_read_mailbox(void) {
     start();
-    CUDA_CHECK(cudaMemcpyAsync(state.copy, state.mailbox, sizeof *state.copy, cudaMemcpyDeviceToHost, state.stream));
+    CUDA_CHECK(cudaMemcpyAsync(state.copy, state.mailbox, sizeof *state.copy, cudaMemcpyDeviceToHost,
+                               state.stream));
     poll();
     state.fault_expected = false;
     const IndexFault *fault = &state.copy->fault;
-    if (fault->taken) fatal(fault->sentence, (long long)fault->index, fault->value, (long long)fault->bound);
+    if (fault->taken)
+        fatal(fault->sentence, (long long)fault->index, fault->value, (long long)fault->bound);
     return *state.copy;
 }
 
@@ -187,8 +197,8 @@ void *device_scratch(size_t bytes) {
     return state.scratch;
 }
 
-// A copy from or to memory that is not pinned blocks inside the driver until the stream has come to it: there no
-// look could end it, so the wait comes first.
+// A copy from or to memory that is not pinned blocks inside the driver until the stream has come to it:
+// there no look could end it, so the wait comes first.
 static void copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
     if (bytes == 0) return;
     device_wait();
@@ -196,6 +206,10 @@ static void copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) 
     device_wait();
 }
 
-void backend_from_host(void *to, const void *from, size_t bytes) { copy(to, from, bytes, cudaMemcpyHostToDevice); }
+void backend_from_host(void *to, const void *from, size_t bytes) {
+    copy(to, from, bytes, cudaMemcpyHostToDevice);
+}
 
-void backend_to_host(void *to, const void *from, size_t bytes) { copy(to, from, bytes, cudaMemcpyDeviceToHost); }
+void backend_to_host(void *to, const void *from, size_t bytes) {
+    copy(to, from, bytes, cudaMemcpyDeviceToHost);
+}

@@ -1,9 +1,9 @@
-// gpu.h: what every .cu file includes, and the one place that asks which compiler reads it. nvcc builds for a
-// GPU; g++ builds the same sources against cuda_on_cpu.h, which runs each kernel on the CPU and watches every
-// access that it makes.
+// gpu.h: what every .cu file includes, and the one place that asks which compiler reads it. nvcc builds for
+// a GPU; g++ builds the same sources against cuda_on_cpu.h, which runs each kernel on the CPU and watches
+// every access that it makes.
 //
-// Kernels are plain CUDA but for three words, because g++ knows neither <<< >>> nor an array of shared memory
-// without a size:
+// Kernels are plain CUDA but for three words, because g++ knows neither <<< >>> nor an array of shared
+// memory without a size:
 //
 //     LAUNCH((softmax<float, 256>), rows, 256, bytes, stream, y, x, columns);
 //     DYNAMIC_SHARED(float, row);     // in a kernel: float *row, the `bytes` of the launch, aligned to 16

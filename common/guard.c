@@ -23,6 +23,7 @@ typedef struct Block {
 
 static struct {
     char *base;
+    size_t bytes;
     size_t used;   // open and close mean [base, base + used); a whole number of STEPs
     Block *block;  // in the order of their addresses
     int blocks, room;
@@ -89,9 +90,10 @@ void guard_name(const void *memory, const char *holds) {
 
 // ---- the sentence ----
 
-// Where in the sources an address of this program is: "ddp_sync (01_data_parallel/ddp.c:42)"; the name alone in a build
-// without -g. Of inlined calls and of the callers, the innermost outside common/ is meant, if there is one:
-// dtype_convert reads what it was given. Static text.
+// Where in the sources an address of this program is: "ddp_sync (01_data_parallel/ddp.c:42)"; the name
+// alone in a build without -g. Of inlined calls and of the callers, the innermost outside common/ is
+// meant, if there is one: dtype_convert reads what it was given. On watched memory the core may be at fault
+// as well. Static text.
 static const char *source_line(void *const *address, int count) {
     static char text[1536];
     char command[4096], function[256], place[1024];
@@ -115,7 +117,7 @@ static const char *source_line(void *const *address, int count) {
         char *name = strrchr(place, '/');
         while (name && name > place && name[-1] != '/') name--;  // the folder before the name stays
         bool known = !strchr(place, '?');
-        found = known && strncmp(name ? name : place, "common/", 7) != 0;
+        found = known && (!guard.on || strncmp(name ? name : place, "common/", 7) != 0);
         if (found || !*text)
             snprintf(text, sizeof text, known ? "%s (%s)" : "%s", function, name ? name : place);
     }
@@ -124,39 +126,49 @@ static const char *source_line(void *const *address, int count) {
     return *text ? text : "an unknown place";
 }
 
-// The access stands where the program does, so unlike in other signal handlers all may be called: no library is
-// in the midst of anything. (Memory of its own a library would not look for here.)
+// The access stands where the program does, so unlike in other signal handlers all may be called: no
+// library is in the midst of anything. (Memory of its own a library would not look for here.)
 static void on_fault(int number, siginfo_t *info, void *context) {
     (void)context;
     size_t offset = (size_t)((const char *)info->si_addr - arena.base);
     sigaction(number, &arena.before, NULL);
-    if (offset >= ARENA_BYTES) return;  // any other fault happens again, as it would have
+    if (offset >= arena.bytes) return;  // any other fault happens again, as it would have
     void *address[24];
     int count = backtrace(address, 24), at = find(info->si_addr);
-    // What a call returns to is behind the call; the access itself is two frames further in: handler, kernel.
+    // The access is two frames further out, behind the handler and the kernel. What a call returns to is
+    // behind the call.
     for (int i = 3; i < count; i++) address[i] = (char *)address[i] - 1;
-    fatal(
-        "host code in %s touched device memory (%s): only operations and comm may; tensor_to_host reads it",
-        source_line(address + 2, count - 2),
-        at < 0                  ? "freed"
-        : arena.block[at].holds ? arena.block[at].holds
-                                : "of no tensor");
+    const char *where = source_line(address + 2, count - 2);
+    if (!guard.on) fatal("host code in %s touched device memory: only kernels and copies may", where);
+    const char *holds = at < 0 ? "freed" : arena.block[at].holds;
+    fatal("host code in %s touched device memory (%s): only operations and comm may; tensor_to_host reads it",
+          where, holds ? holds : "of no tensor");
 }
 
 // ---- start ----
+
+bool guard_asked(void) {
+    const char *wanted = getenv("ULTRASCALE_GUARD");
+    return wanted && *wanted && strcmp(wanted, "0") != 0;
+}
+
+void guard_watch(void *base, size_t bytes) {
+    arena.base = base;
+    arena.bytes = bytes;
+    struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO};
+    sigaction(SIGSEGV, &action, &arena.before);
+    void *address[1];
+    backtrace(address, 1);  // loads now what it needs
+}
 
 bool guard_wanted(void) {
     static bool asked;
     if (asked) return guard.on;
     asked = true;
-    const char *wanted = getenv("ULTRASCALE_GUARD");
-    if (!wanted || !*wanted || !strcmp(wanted, "0")) return false;
-    arena.base = mmap(NULL, ARENA_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    CHECK(arena.base != MAP_FAILED, "ULTRASCALE_GUARD: there are no %s of addresses for guarded memory",
+    if (!guard_asked()) return false;
+    void *base = mmap(NULL, ARENA_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(base != MAP_FAILED, "ULTRASCALE_GUARD: there are no %s of addresses for guarded memory",
           bytes_text((double)ARENA_BYTES));
-    struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO};
-    sigaction(SIGSEGV, &action, &arena.before);
-    void *address[1];
-    backtrace(address, 1);  // loads now what it needs
+    guard_watch(base, ARENA_BYTES);
     return guard.on = true;
 }

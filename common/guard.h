@@ -1,10 +1,11 @@
-// guard.h: guarded device memory: on the CPU, the rule that only operations and communication touch it, enforced.
+// guard.h: guarded device memory: only operations and communication touch it, also where a host could.
 //
-// On a GPU, host code that follows a device pointer dies. On the CPU it would work, and nobody would see the mistake.
-// With ULTRASCALE_GUARD=1 in the environment all device memory of the CPU back end lies in one range of addresses,
-// which is closed but between device_open and device_close: around an operation (clock.c), around the moving of
-// bytes (comm.c), around copies from and to the host (tensor.c). Any other access ends all ranks, with one
-// sentence that names the source line and what the memory holds. What is allocated is filled with NaN.
+// On a GPU, host code that follows a device pointer dies. On the CPU it would work, and nobody would see
+// the mistake. With ULTRASCALE_GUARD=1 in the environment all device memory of the CPU back end lies in
+// one range of addresses, which is closed but between device_open and device_close: around an operation
+// (clock.c), around the moving of bytes (comm.c), around copies from and to the host (tensor.c). Any
+// other access ends all ranks, with one sentence that names the source line and what the memory holds.
+// What is allocated is filled with NaN.
 #ifndef GUARD_H
 #define GUARD_H
 
@@ -33,10 +34,15 @@ static inline void device_close(void) {
 void guard_name(const void *memory, const char *holds);
 
 // ---- for device_cpu.c ----
-// Whether ULTRASCALE_GUARD asks for it; the first call starts it.
+// Whether the guard is on; the first call asks guard_asked, and starts it.
 bool guard_wanted(void);
 void *guard_alloc(size_t bytes);  // aligned to 64; NULL when the range is full
 void guard_free(void *memory);
+
+// ---- for cuda_on_cpu_memory.cc, whose device memory opens for kernels and copies alone ----
+bool guard_asked(void);  // whether ULTRASCALE_GUARD asks for it
+// From now on who touches these addresses while they are closed is told so.
+void guard_watch(void *base, size_t bytes);
 
 #ifdef __cplusplus
 }

@@ -1,127 +1,16 @@
-// ops_cuda_rows.cu: the operations on a GPU that work row by row: embedding, RMSNorm, RoPE and cross-entropy.
+// ops_cuda_rows.cu: the operations on a GPU that work row by row: RMSNorm and RoPE.
 //
-// A block takes a row. Where it needs a row twice, shared memory holds it in between, so that each array still moves
-// once through the GPU's own memory.
+// A block takes a row. Where it needs a row twice, shared memory holds it in between, so that each
+// array still moves once through the GPU's own memory.
 #include <math.h>
 
 #include "ops_cuda.h"
 
-// ---- embedding ----
-
-template <class T>
-__global__ void embedding_rows(T *y, const int32_t *tokens, const T *weight, int64_t h, bool packs,
-                               IndexCheck check) {
-    constexpr int N = pack_of<T>;
-    const int64_t row = blockIdx.x;
-    const int32_t token = tokens[row];
-    T *to = y + row * h;
-    const T *from = weight + token * h;
-    if (threadIdx.x == 0) check.holds(token, row);
-    if (token < 0 || token >= check.bound) return;
-    const int64_t whole = packs ? h / N : 0;
-    for (int64_t i = threadIdx.x; i < whole; i += blockDim.x) store<N>(to + i * N, load<N>(from + i * N));
-    for (int64_t i = whole * N + threadIdx.x; i < h; i += blockDim.x) to[i] = from[i];
-}
-
-void kernel_embedding_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
-                              int64_t v, int64_t h) {
-    if (n == 0 || h == 0) return;
-    by_dtype(dtype, [&](auto type) {
-        using T = decltype(type);
-        LAUNCH((embedding_rows<T>), blocks_for("embedding_forward", n), threads_for(ceil_div(h, pack_of<T>)), 0,
-               stream(), static_cast<T *>(y), tokens, static_cast<const T *>(weight), h,
-               rows_aligned(static_cast<T *>(y), h) && rows_aligned(static_cast<const T *>(weight), h),
-               check_index(v, "embedding_forward: number %lld of the tokens is %d, which a vocabulary of %lld has not"));
-    });
-}
-
-// Backward adds up rows of dy that have the same token, in their order. So the rows are sorted by token first, equal
-// ones in order: row i comes behind all that are less, and behind equal ones before it. Every row is compared with
-// every other: n^2 cheap comparisons, which for n = 8192 cost about what reading dy does, and no scan, no atomics.
-//
-// order (n): the rows, sorted. run (n): where the first row of a token stands, how many there are of it; else 0.
-constexpr int64_t SORT_SLICES = 8;  // warps that share the comparisons of 32 rows
-
-__global__ void sort_tokens(int32_t *order, int32_t *run, const int32_t *tokens, int64_t n, bool packs,
-                            IndexCheck check) {
-    __shared__ int32_t of_slice[3][SORT_SLICES][WARP];
-    const int64_t lane = threadIdx.x % WARP, slice = threadIdx.x / WARP, me = blockIdx.x * WARP + lane;
-    const int32_t mine = me < n ? tokens[me] : 0;
-    int32_t smaller = 0, same_before = 0, same = 0;
-    for (int64_t i = slice; i * 4 < n; i += SORT_SLICES) {
-        // No token is the largest number, so nothing past the end is smaller or the same.
-        Pack<int32_t, 4> others = load_of_row<4>(tokens, i, n, packs, INT32_MAX);
-        for (int j = 0; j < 4; j++) {
-            smaller += others.x[j] < mine;
-            same += others.x[j] == mine;
-            same_before += others.x[j] == mine && i * 4 + j < me;
-        }
-    }
-    of_slice[0][slice][lane] = smaller;
-    of_slice[1][slice][lane] = same;
-    of_slice[2][slice][lane] = same_before;
-    __syncthreads();
-    if (slice > 0 || me >= n) return;
-    for (int other = 1; other < SORT_SLICES; other++) {
-        smaller += of_slice[0][other][lane];
-        same += of_slice[1][other][lane];
-        same_before += of_slice[2][other][lane];
-    }
-    const bool good = check.holds(mine, me);
-    order[smaller + same_before] = (int32_t)me;
-    run[smaller + same_before] = good && same_before == 0 ? same : 0;
-}
-
-template <class T>
-__global__ void add_runs(T *dweight, const T *dy, const int32_t *tokens, const int32_t *order, const int32_t *run,
-                         int64_t h, bool packs) {
-    constexpr int N = pack_of<T>;
-    constexpr int AHEAD = 8;  // rows under way at once
-    const int32_t *rows = order + blockIdx.x;
-    const int32_t count = run[blockIdx.x];
-    if (count == 0) return;
-    T *to = dweight + tokens[rows[0]] * h;
-    for (int64_t i = threadIdx.x; i * N < h; i += blockDim.x) {
-        Pack<T, N> stored = load_of_row<N>(to, i, h, packs, narrow<T>(0.0f)), more[AHEAD];
-        Arithmetic<T> sum[N];
-        for (int j = 0; j < N; j++) sum[j] = wide(stored.x[j]);
-        for (int32_t first = 0; first < count; first += AHEAD) {
-#pragma unroll
-            for (int k = 0; k < AHEAD; k++)
-                if (first + k < count)
-                    more[k] = load_of_row<N>(dy + rows[first + k] * h, i, h, packs, narrow<T>(0.0f));
-#pragma unroll
-            for (int k = 0; k < AHEAD; k++)
-                for (int j = 0; j < N; j++)
-                    if (first + k < count) sum[j] += wide(more[k].x[j]);
-        }
-        for (int j = 0; j < N; j++) stored.x[j] = narrow<T>(sum[j]);
-        store_of_row<N>(to, i, h, packs, stored);
-    }
-}
-
-void kernel_embedding_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
-                               int64_t v, int64_t h) {
-    if (n == 0 || h == 0) return;
-    unsigned blocks = blocks_for("embedding_backward", n);
-    int32_t *order = static_cast<int32_t *>(device_scratch((size_t)(2 * n) * sizeof(int32_t))), *run = order + n;
-    LAUNCH(sort_tokens, (unsigned)ceil_div(n, WARP), SORT_SLICES * WARP, 0, stream(), order, run, tokens, n,
-           is_aligned(tokens),
-           check_index(v, "embedding_backward: number %lld of the tokens is %d, which a vocabulary of %lld has not"));
-    by_dtype(dtype, [&](auto type) {
-        using T = decltype(type);
-        T *to = static_cast<T *>(dweight);
-        const T *from = static_cast<const T *>(dy);
-        LAUNCH((add_runs<T>), blocks, threads_for(ceil_div(h, pack_of<T>)), 0, stream(), to, from, tokens, order, run,
-               h, rows_aligned(to, h) && rows_aligned(from, h));
-    });
-}
-
 // ---- RMSNorm ----
 
 template <class T>
-__global__ void rmsnorm_rows(T *y, Arithmetic<T> *rstd, const T *x, const T *weight, int64_t h, Arithmetic<T> eps,
-                             int64_t room, bool packs) {
+__global__ void rmsnorm_rows(T *y, Arithmetic<T> *rstd, const T *x, const T *weight, int64_t h,
+                             Arithmetic<T> eps, int64_t room, bool packs) {
     typedef Arithmetic<T> A;
     constexpr int N = pack_of<T>;
     typedef Pack<T, N> TPack;
@@ -129,10 +18,10 @@ __global__ void rmsnorm_rows(T *y, Arithmetic<T> *rstd, const T *x, const T *wei
     const int64_t row = blockIdx.x;
     const HeldRow<N, T> xs = {x + row * h, h, packs, narrow<T>(0.0f), held, room};
     A squares = 0;
-    for (int64_t i = threadIdx.x; i * N < h; i += blockDim.x) {
-        TPack pack = xs.first(i);
+    each_pack<N>(xs.row, h, packs, xs.beyond, [&](int64_t i, const TPack &pack) {
+        xs.keep(i, pack);
         for (int j = 0; j < N; j++) squares += wide(pack.x[j]) * wide(pack.x[j]);
-    }
+    });
     squares = over_block(squares, Add());
     const A r = 1 / sqrt_of(squares / (A)h + eps);
     if (threadIdx.x == 0) rstd[row] = r;
@@ -151,24 +40,23 @@ void kernel_rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, con
         using A = Arithmetic<T>;
         const int64_t size = sizeof(Pack<T, pack_of<T>>), vectors = ceil_div(h, pack_of<T>);
         const int64_t room = least(vectors, SHARED_BYTES / size);
-        LAUNCH((rmsnorm_rows<T>), blocks_for("rmsnorm_forward", n), threads_for(vectors), (size_t)(room * size),
-               stream(), static_cast<T *>(y), static_cast<A *>(rstd), static_cast<const T *>(x),
-               static_cast<const T *>(weight), h, (A)eps, room,
-               all_aligned(y, weight) && rows_aligned(static_cast<const T *>(x), h));
+        LAUNCH((rmsnorm_rows<T>), blocks_for("rmsnorm_forward", n), threads_for_row<T>(h),
+               (size_t)(room * size), stream(), (T *)y, (A *)rstd, (const T *)x, (const T *)weight, h,
+               (A)eps, room, all_aligned(y, weight) && rows_aligned((const T *)x, h));
     });
 }
 
-// dweight sums over all rows: each block sums some rows into a row of `partials` of its own, and add_partials sums
-// those. How many rows share a block follows from n alone.
-constexpr int64_t NORM_GROUPS = 512;
+// dweight sums over all rows: each block sums some rows into a row of `partials` of its own, and
+// add_partials sums those. How many rows share a block follows from n alone.
+constexpr int64_t NORM_GROUPS = 1024;
 constexpr int64_t PARTIAL_SLICES = 8;  // warps that share the groups of 32 columns
 
 //   forward: y[i] = x[i] * r * weight[i],  r = (mean(x^2) + eps)^-1/2,  so  dr/dx[j] = -r^3 x[j] / h
 // dx may be dy or dresidual: each element of the inputs is read by the thread that later writes it.
 template <class T>
-__global__ void rmsnorm_backward_rows(T *dx, Arithmetic<T> *partials, const T *dresidual, const T *dy, const T *x,
-                                      const T *weight, const Arithmetic<T> *rstd, int64_t n, int64_t h,
-                                      int64_t rows, bool sums_shared, int64_t room, bool packs) {
+__global__ void rmsnorm_backward_rows(T *dx, Arithmetic<T> *partials, const T *dresidual, const T *dy,
+                                      const T *x, const T *weight, const Arithmetic<T> *rstd, int64_t n,
+                                      int64_t h, int64_t rows, bool sums_shared, int64_t room, bool packs) {
     typedef Arithmetic<T> A;
     constexpr int N = pack_of<T>;
     typedef Pack<T, N> TPack;
@@ -194,7 +82,8 @@ __global__ void rmsnorm_backward_rows(T *dx, Arithmetic<T> *partials, const T *d
             TPack xp = xs.again(i), dyp = dys.again(i), w = load_of_row<N>(weight, i, h, packs, zero), out;
             if (dresidual) out = load_of_row<N>(dresidual + row * h, i, h, packs, zero);
             for (int j = 0; j < N; j++) {
-                const A xj = wide(xp.x[j]), dyj = wide(dyp.x[j]), branch = r * (dyj * wide(w.x[j]) - xj * pull);
+                const A xj = wide(xp.x[j]), dyj = wide(dyp.x[j]),
+                        branch = r * (dyj * wide(w.x[j]) - xj * pull);
                 if (i * N + j < h) sums[i * N + j] += dyj * (xj * r);
                 out.x[j] = narrow<T>(dresidual ? wide(out.x[j]) + branch : branch);
             }
@@ -206,7 +95,8 @@ __global__ void rmsnorm_backward_rows(T *dx, Arithmetic<T> *partials, const T *d
         for (int64_t j = i * N; j < least((i + 1) * N, h); j++) partials[blockIdx.x * h + j] = sums[j];
 }
 
-// A block has 32 columns; its warps sum every so-manieth group, and the first of them those sums, in order.
+// A block has 32 columns; its warps sum every so-manieth group, and the first of them those sums, in
+// order.
 template <class T>
 __global__ void add_partials(T *dweight, const Arithmetic<T> *partials, int64_t groups, int64_t h) {
     typedef Arithmetic<T> A;
@@ -215,7 +105,8 @@ __global__ void add_partials(T *dweight, const Arithmetic<T> *partials, int64_t 
     const int64_t column = blockIdx.x * WARP + lane;
     A sum = 0;
 #pragma unroll 8
-    for (int64_t group = slice; column < h && group < groups; group += slices) sum += partials[group * h + column];
+    for (int64_t group = slice; column < h && group < groups; group += slices)
+        sum += partials[group * h + column];
     of_slice[slice][lane] = sum;
     __syncthreads();
     if (slice > 0 || column >= h) return;
@@ -236,19 +127,20 @@ void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *d
         const int64_t room = least(vectors, (SHARED_BYTES - (sums_shared ? sums_bytes : 0)) / (2 * size));
         A *partials = static_cast<A *>(device_scratch((size_t)(groups * h) * sizeof(A)));
         LAUNCH((rmsnorm_backward_rows<T>), (unsigned)groups, threads_for(vectors),
-               (size_t)(2 * room * size + (sums_shared ? sums_bytes : 0)), stream(), static_cast<T *>(dx), partials,
-               static_cast<const T *>(dresidual), static_cast<const T *>(dy), static_cast<const T *>(x),
-               static_cast<const T *>(weight), static_cast<const A *>(rstd), n, h, rows, sums_shared, room,
-               all_aligned(dx, dresidual, dy, weight) && rows_aligned(static_cast<const T *>(x), h));
-        LAUNCH((add_partials<T>), (unsigned)ceil_div(h, WARP), (unsigned)(least(groups, PARTIAL_SLICES) * WARP), 0,
-               stream(), static_cast<T *>(dweight), partials, groups, h);
+               (size_t)(2 * room * size + (sums_shared ? sums_bytes : 0)), stream(), (T *)dx, partials,
+               (const T *)dresidual, (const T *)dy, (const T *)x, (const T *)weight, (const A *)rstd, n, h,
+               rows, sums_shared, room,
+               all_aligned(dx, dresidual, dy, weight) && rows_aligned((const T *)x, h));
+        LAUNCH((add_partials<T>), (unsigned)ceil_div(h, WARP),
+               (unsigned)(least(groups, PARTIAL_SLICES) * WARP), 0, stream(), (T *)dweight, partials,
+               groups, h);
     });
 }
 
 // ---- RoPE ----
 
-// theta^(-2i/d): what a pair of dims turns by from one position to the next. They depend on the model alone, and are
-// kept between calls.
+// theta^(-2i/d): what a pair of dims turns by from one position to the next. They depend on the model
+// alone, and are kept between calls.
 __global__ void rope_frequencies(double *frequency, int64_t half, double theta) {
     const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < half) frequency[i] = pow(theta, -(double)i / (double)half);
@@ -262,20 +154,25 @@ static const double *frequencies(int64_t half, double theta) {
         frequency = static_cast<double *>(backend_alloc((size_t)half * sizeof *frequency));
         CHECK(frequency, "out of device memory for the frequencies of RoPE");
         half_of = half, theta_of = theta;
-        LAUNCH(rope_frequencies, (unsigned)ceil_div(half, WARP), (unsigned)WARP, 0, stream(), frequency, half, theta);
+        LAUNCH(rope_frequencies, (unsigned)ceil_div(half, WARP), (unsigned)WARP, 0, stream(), frequency,
+               half, theta);
     }
     return frequency;
 }
 
-// Below f64 the whole quarter turns are taken off in f64 first: of what is left, at most half a quarter, the sine in
-// f32 is as good as its angle, and no position is too far out.
-template <class T> __device__ inline void turn_of(double angle, Arithmetic<T> *cosine, Arithmetic<T> *sine) {
+// Below f64 the whole quarter turns are taken off in f64 first, so that no position is too far out. On
+// the half quarter that is left at most, two polynomials do (coefficients: Moshier, Cephes, sinf).
+template <class T>
+__device__ inline void turn_of(double angle, Arithmetic<T> *cosine, Arithmetic<T> *sine) {
     if constexpr (sizeof(T) == 8) {
         *cosine = cos(angle), *sine = sin(angle);
     } else {
         const double quarters = angle * 0.63661977236758134308, whole = rint(quarters);
-        const float rest = (float)(quarters - whole) * 1.57079632679489661923f;
-        const float c = sizeof(T) == 2 ? __cosf(rest) : cosf(rest), s = sizeof(T) == 2 ? __sinf(rest) : sinf(rest);
+        const float x = (float)(quarters - whole) * 1.57079632679489661923f, z = x * x;
+        const float s = ((-1.9515295891e-4f * z + 8.3321608736e-3f) * z - 1.6666654611e-1f) * z * x + x;
+        const float c =
+            ((2.443315711809948e-5f * z - 1.388731625493765e-3f) * z + 4.166664568298827e-2f) * z * z -
+            0.5f * z + 1;
         const int quadrant = (int)((long long)whole & 3);
         *cosine = quadrant == 0 ? c : quadrant == 1 ? -s : quadrant == 2 ? -c : s;
         *sine = quadrant == 0 ? s : quadrant == 1 ? c : quadrant == 2 ? -s : -c;
@@ -286,16 +183,16 @@ constexpr int ROPE_HEADS = 4;  // that a thread turns by the same angles
 
 // A thread turns N pairs of dims of up to ROPE_HEADS heads of one row.
 template <int N, class T>
-__global__ void rope_pairs(T *x, const int32_t *positions, const double *frequency, int64_t n, int64_t heads,
-                           int64_t half, int direction, IndexCheck check) {
+__global__ void rope_pairs(T *x, const int32_t *positions, const double *frequency, int64_t n,
+                           int64_t heads, int64_t half, int direction, IndexCheck check) {
     typedef Arithmetic<T> A;
     const int64_t parts = half / N, sets = ceil_div(heads, ROPE_HEADS);
     const int64_t item = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     const int64_t part = item % parts, set = item / parts % sets, row = item / parts / sets;
     if (row >= n) return;
     const int32_t position = positions[row];
-    if (position < 0 || position >= check.bound) {
-        if (part == 0 && set == 0) check.holds(position, row);
+    if (!check.holds(position)) {
+        if (part == 0 && set == 0) check.tell(position, row);
         return;
     }
     T *at = x + (row * heads + set * ROPE_HEADS) * 2 * half + part * N;
@@ -325,8 +222,8 @@ __global__ void rope_pairs(T *x, const int32_t *positions, const double *frequen
         }
 }
 
-void kernel_rope(DType dtype, void *x, const int32_t *positions, int64_t n, int64_t heads, int64_t head_size,
-                 double theta, int direction) {
+void kernel_rope(DType dtype, void *x, const int32_t *positions, int64_t n, int64_t heads,
+                 int64_t head_size, double theta, int direction) {
     constexpr int64_t MOST_POSITIONS = 1 << 20;  // as on the CPU
     if (n == 0 || heads == 0) return;
     const int64_t half = head_size / 2;
@@ -334,104 +231,17 @@ void kernel_rope(DType dtype, void *x, const int32_t *positions, int64_t n, int6
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         constexpr int N = pack_of<T>;
-        T *to = static_cast<T *>(x);
+        T *to = (T *)x;
         IndexCheck check =
             check_index(MOST_POSITIONS, "rope: number %lld of the positions is %d, not in [0, %lld)");
         bool packs = rows_aligned(to, half);
         int64_t items = n * ceil_div(heads, ROPE_HEADS) * (packs ? half / N : half);
         unsigned threads = threads_for(items), blocks = blocks_for("rope", ceil_div(items, threads));
         if (packs)
-            LAUNCH((rope_pairs<N, T>), blocks, threads, 0, stream(), to, positions, frequency, n, heads, half,
-                   direction, check);
+            LAUNCH((rope_pairs<N, T>), blocks, threads, 0, stream(), to, positions, frequency, n, heads,
+                   half, direction, check);
         else
-            LAUNCH((rope_pairs<1, T>), blocks, threads, 0, stream(), to, positions, frequency, n, heads, half,
-                   direction, check);
-    });
-}
-
-// ---- cross-entropy ----
-
-template <class T>
-__global__ void cross_entropy_rows(Arithmetic<T> *losses, Arithmetic<T> *lse, const T *logits,
-                                   const int32_t *targets, int64_t v, bool packs, IndexCheck check) {
-    typedef Arithmetic<T> A;
-    constexpr int N = pack_of<T>;
-    const int64_t row = blockIdx.x;
-    const T *x = logits + row * v;
-    Exponentials<T> all = Exponentials<T>::none();
-#pragma unroll 4
-    for (int64_t i = threadIdx.x; i * N < v; i += blockDim.x) {
-        Pack<T, N> pack = load_of_row<N>(x, i, v, packs, narrow<T>(-INFINITY));
-        A some[N];
-        for (int j = 0; j < N; j++) some[j] = wide(pack.x[j]);
-        all.add(some);
-    }
-    all = over_block(all, JoinExponentials());
-    if (threadIdx.x > 0) return;
-    const A log_sum = all.max + log_of(all.sum);
-    const int32_t target = targets[row];
-    lse[row] = log_sum;
-    losses[row] = target == IGNORED_LABEL || !check.holds(target, row) ? 0 : log_sum - wide(x[target]);
-}
-
-void kernel_cross_entropy_forward(DType dtype, void *losses, void *lse, const void *logits,
-                                  const int32_t *targets, int64_t n, int64_t v) {
-    if (n == 0) return;
-    by_dtype(dtype, [&](auto type) {
-        using T = decltype(type);
-        using A = Arithmetic<T>;
-        const T *x = static_cast<const T *>(logits);
-        LAUNCH((cross_entropy_rows<T>), blocks_for("cross_entropy_forward", n), threads_for(ceil_div(v, pack_of<T>)), 0,
-               stream(), static_cast<A *>(losses), static_cast<A *>(lse), x, targets, v, rows_aligned(x, v),
-               check_index(v, "cross_entropy_forward: number %lld of the tokens is %d, which a vocabulary of %lld has not"));
-    });
-}
-
-// Elements [first, first + N) of a row.
-//   forward: loss = log(sum exp(x)) - x[target]
-template <int N, class T>
-__device__ inline void cross_entropy_pack(T *dx, const T *x, int64_t first, int64_t target, Arithmetic<T> shift,
-                                          Arithmetic<T> factor) {
-    Pack<T, N> pack = load<N>(x + first);
-    for (int j = 0; j < N; j++) {
-        Arithmetic<T> d = factor * exp_for<T>(wide(pack.x[j]) - shift);
-        pack.x[j] = narrow<T>(first + j == target ? d - factor : d);
-    }
-    store<N>(dx + first, pack);
-}
-
-template <class T>
-__global__ void cross_entropy_backward_rows(T *dlogits, const T *logits, const Arithmetic<T> *lse,
-                                            const int32_t *targets, Arithmetic<T> factor, int64_t v, bool packs,
-                                            IndexCheck check) {
-    constexpr int N = pack_of<T>;
-    const int64_t row = blockIdx.x, whole = packs ? v / N : 0;
-    const T *x = logits + row * v;
-    T *dx = dlogits + row * v;
-    const int32_t target = targets[row];
-    if (threadIdx.x == 0 && target != IGNORED_LABEL) check.holds(target, row);
-    if (target < 0 || target >= v) {
-        for (int64_t i = threadIdx.x; i < v; i += blockDim.x) dx[i] = narrow<T>(0.0f);
-        return;
-    }
-    const Arithmetic<T> shift = lse[row];
-    for (int64_t i = threadIdx.x; i < whole; i += blockDim.x)
-        cross_entropy_pack<N>(dx, x, i * N, target, shift, factor);
-    for (int64_t i = whole * N + threadIdx.x; i < v; i += blockDim.x)
-        cross_entropy_pack<1>(dx, x, i, target, shift, factor);
-}
-
-void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
-                                   const int32_t *targets, double scale, int64_t n, int64_t v) {
-    if (n == 0) return;
-    by_dtype(dtype, [&](auto type) {
-        using T = decltype(type);
-        using A = Arithmetic<T>;
-        const T *x = static_cast<const T *>(logits);
-        T *dx = static_cast<T *>(dlogits);
-        LAUNCH((cross_entropy_backward_rows<T>), blocks_for("cross_entropy_backward", n),
-               threads_for(ceil_div(v, pack_of<T>)), 0, stream(), dx, x, static_cast<const A *>(lse), targets, (A)scale,
-               v, rows_aligned(x, v) && rows_aligned(dx, v),
-               check_index(v, "cross_entropy_backward: number %lld of the tokens is %d, which a vocabulary of %lld has not"));
+            LAUNCH((rope_pairs<1, T>), blocks, threads, 0, stream(), to, positions, frequency, n, heads,
+                   half, direction, check);
     });
 }

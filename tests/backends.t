@@ -27,7 +27,7 @@ refused() {
 }
 refused "OPS=gpu cpu, cuda cuda-on-cpu" OPS=gpu
 refused "COMM=tcp nccl" COMM=tcp
-refused "COMM=nccl OPS=cuda" OPS=cpu COMM=nccl
+refused "COMM=nccl OPS=cpu" OPS=cpu COMM=nccl
 refused "/nowhere/bin/nvcc CUDA_HOME=" OPS=cuda CUDA_HOME=/nowhere
 refused "/nowhere/bin/nvcc CUDA_HOME=" OPS=cuda COMM=nccl CUDA_HOME=/nowhere
 

@@ -251,8 +251,8 @@ __global__ void shuffle(T *y, Shuffle kind, int argument, int width) {
     y[threadIdx.x] = got;
 }
 
-// The guide's words: segments of `width` lanes; past the segment's ends a lane keeps its own value, but for ANY,
-// which goes around, and XOR, which may look into earlier segments.
+// The guide's words: segments of `width` lanes; past the segment's ends a lane keeps its own value, but for
+// ANY, which goes around, and XOR, which may look into earlier segments.
 static int lane_that_gives(Shuffle kind, int lane, int argument, int width) {
     int begin = lane / width * width, end = begin + width;
     if (kind == ANY) return begin + (argument % width + width) % width;
@@ -477,7 +477,8 @@ static void narrow_formats_are_those_of_the_project(void **state) {
 
 static void doubles_are_rounded_once(void **state) {
     (void)state;
-    // a little above the middle of two codes: by way of a nearest f32 it would become the middle, and then even
+    // a little above the middle of two codes: by way of a nearest f32 it would become the middle, and then
+    // even
     double up = 1 + 0x1p-8 + 0x1p-40, down = 1 + 3 * 0x1p-8 - 0x1p-40;
     assert_float_equal((float)__double2bfloat16(up), 1 + 0x1p-7, 0);
     assert_float_equal((float)__double2bfloat16(down), 1 + 0x1p-7, 0);

@@ -1,5 +1,5 @@
-// What CUDA on the CPU counts: sectors, bank conflicts and divergent branches of kernels whose numbers can be
-// worked out by hand.
+// What CUDA on the CPU counts: sectors, bank conflicts and divergent branches of kernels whose numbers can
+// be worked out by hand.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>

@@ -1,5 +1,6 @@
-// What CUDA on the CPU finds: each fault is planted in a kernel, and must end the program with a sentence that
-// names it; its sound neighbour must run to its end. A kernel stands on one line where its line is asked for.
+// What CUDA on the CPU finds: each fault is planted in a kernel, and must end the program with a sentence
+// that names it; its sound neighbour must run to its end. A kernel stands on one line where its line is
+// asked for.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -439,6 +440,23 @@ static void unequal_arrival(void **state) {
           "with 63 of the block's 64 threads; thread 63 has left");
 }
 
+// ---- local memory ----
+
+template <int BYTES>
+__global__ void local(float *y) {
+    volatile char array[BYTES];
+    array[0] = 1;
+    array[threadIdx.x] = 2;
+    y[threadIdx.x] = array[0];
+}
+
+static void local_memory_has_an_end(void **state) {
+    (void)state;
+    SOUND(LAUNCH(local<32000>, 1, 32, 0, 0, floats(32)));
+    FOUND(LAUNCH(local<80000>, 1, 32, 0, 0, floats(32)),
+          "kernel local<80000>, block 0, thread 0: ", "needs more than 60 kB of local memory");
+}
+
 // ---- launches ----
 
 __global__ void empty(float *) {}
@@ -497,6 +515,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(order_is_passed_on),
         cmocka_unit_test(a_missing_barrier_in_every_order),
         cmocka_unit_test(unequal_arrival),
+        cmocka_unit_test(local_memory_has_an_end),
         cmocka_unit_test(wrong_launches),
         cmocka_unit_test(host_code_and_device_memory),
     };

@@ -1,5 +1,6 @@
-// test_guard.c: guarded device memory (common/guard.c): operations and copies pass, host code that reaches in ends
-// with its own source line. Each scenario runs in a child, since the guard comes with the first allocation.
+// test_guard.c: guarded device memory (common/guard.c): operations and copies pass, host code that
+// reaches in ends with its own source line. Each scenario runs in a child, since the guard comes with the
+// first allocation.
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -15,7 +16,8 @@
 #include "guard.h"
 #include "ops.h"
 
-// Runs the scenario in a child, with the guard or without; its stderr is in `said`. Returns its status as of waitpid.
+// Runs the scenario in a child, with the guard or without; its stderr is in `said`. Returns its status as
+// of waitpid.
 static char said[4096];
 static int run(void (*scenario)(void), const char *wanted) {
     int ends[2], status;
@@ -25,7 +27,7 @@ static int run(void (*scenario)(void), const char *wanted) {
         dup2(ends[1], STDERR_FILENO);
         signal(SIGSEGV, SIG_DFL);  // not cmocka's
         setenv("ULTRASCALE_GUARD", wanted, 1);
-        alarm(20);
+        alarm(60);
         scenario();
         _exit(0);
     }
@@ -99,7 +101,7 @@ static void what_nobody_has_written_is_nan(void **state) {
 
 // Blocks come and go in a random order; each keeps the number that was written into it.
 static void churn(void) {
-    enum { SLOTS = 40, TURNS = 2000 };
+    enum { SLOTS = 20, TURNS = 400 };
     Tensor held[SLOTS] = {0};
     uint32_t random = 1;
     for (int turn = 0; turn < TURNS; turn++) {
@@ -110,7 +112,7 @@ static void churn(void) {
             tensor_free(&held[slot]);
         } else {
             // Some are wider than the steps in which the range grows.
-            int64_t count = (random >> 8) % 16 ? (random >> 4) % 5000 : 1500000;
+            int64_t count = (random >> 8) % 32 ? (random >> 4) % 5000 : 1500000;
             held[slot] = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(count));
             op_fill(held[slot], slot);
         }
