@@ -18,7 +18,7 @@ $(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, o
 endif
 # C files of common/ that only one choice has; common/cuda.mk adds the others
 of-cpu  := common/device_cpu.c common/ops_cpu.c
-of-mpi  := common/comm_mpi.c
+of-mpi  := common/comm_mpi.c common/comm_staged.c
 of-nccl :=
 
 ifeq ($(origin CC),default)
