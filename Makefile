@@ -11,14 +11,15 @@ folder-cpu-mpi         := build
 folder-cuda-nccl       := build-cuda
 folder-cuda-mpi        := build-cuda-mpi
 folder-cuda-on-cpu-mpi := build-cuda-on-cpu
+folder-cuda-on-cpu-nccl := build-nccl-on-cpu
 BUILD ?= $(folder-$(OPS)-$(COMM))
 ifeq ($(folder-$(OPS)-$(COMM)),)
-$(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, or nccl with OPS=cuda)
+$(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, or nccl but with OPS=cpu)
 endif
 # C files of common/ that only one choice has; common/cuda.mk adds the others
 of-cpu  := common/device_cpu.c common/ops_cpu.c
-of-mpi  := common/comm_mpi.c
-of-nccl := $(wildcard common/comm_nccl*.c)
+of-mpi  := common/comm_mpi.c common/comm_staged.c
+of-nccl :=
 
 ifeq ($(origin CC),default)
 CC := gcc
@@ -59,8 +60,10 @@ endif
 ALL_CFLAGS = $(CFLAGS) $(CFLAGS_EXTRA)
 
 chapter_sources := $(sort $(wildcard 0*_*/*.c))
-common_sources  := $(filter-out $(of-cpu) $(of-mpi) $(of-nccl),$(sort $(wildcard common/*.c))) \
-                   $(of-$(OPS)) $(of-$(COMM))
+# Without MPI_LIBS the ranks of COMM=nccl meet through --rendezvous alone.
+control         := $(if $(MPI_LIBS),common/control_mpi.c,common/control_no_mpi.c)
+common_sources  := $(filter-out $(of-cpu) $(of-mpi) common/control_%mpi.c,$(sort $(wildcard common/*.c))) \
+                   $(of-$(OPS)) $(of-$(COMM)) $(control)
 test_sources    := $(sort $(wildcard tests/test_*.c))
 fuzz_sources    := $(sort $(wildcard tests/fuzz_*.c))
 

@@ -700,7 +700,7 @@ static void hold(Request *r, Tensor out, Tensor in) {
 }
 
 static void put_in_line(Request *r) {
-    r->index = ++state.calls;
+    r->index = state.calls;
     r->met = calloc((size_t)notices_of(r) + 1, sizeof *r->met);
     CHECK(r->met, "out of host memory for a request");
     r->live_after = state.live;
@@ -727,6 +727,7 @@ static Request *start(Request *r, int64_t bytes, double model_bytes) {
     CommCount *count = count_of(c->kind);
     count->calls++;
     count->bytes += bytes;
+    state.calls++;
     put_in_line(r);
     count->wall_seconds += wall_seconds() - began;
     return r;
@@ -1086,8 +1087,8 @@ void comm_start(int argc, char **argv, int natural) {
     control->start(&how, &state.rank, &state.ranks);
     base_set_rank(state.rank, state.ranks, end_all);
     CHECK(wanted == 0 || (int)wanted == state.ranks,
-          "--ranks %d, but %s has started %d: leave --ranks out, or %s", (int)wanted, control->launcher,
-          state.ranks, control->launcher);
+          "--ranks %d, but %s has started %d: leave --ranks out, or start as many", (int)wanted,
+          control->launcher, state.ranks);
     state.inbox = calloc((size_t)state.ranks, sizeof *state.inbox);
     state.ended = calloc((size_t)state.ranks, sizeof *state.ended);
     state.ended_status = calloc((size_t)state.ranks, sizeof *state.ended_status);

@@ -22,6 +22,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm_staged.h"
+#include "device.h"
 #include "transport.h"
 
 enum { WINDOW = 4 };                  // segments of a flow under way at once
@@ -40,7 +42,7 @@ static struct {
     int64_t (*given)[TAGS], (*taken)[TAGS];  // segments ever, to and from each rank
 } state;
 
-// ---- device memory, as the CPU has it: MPI reads and writes it directly ----
+// ---- device memory, as the CPU has it: MPI reads and writes it directly; of other devices comm_staged.c has copies ----
 
 static void copy_part(void *to, const void *from, int64_t bytes) {
     if (bytes > 0 && to != from) memmove(to, from, (size_t)bytes);
@@ -102,11 +104,18 @@ static void reduce_bytes(char *out, const char **source, int n, int64_t bytes, D
     }
 }
 
+static void free_staging(void) {
+    if (!state.staging) return;
+    if (backend_is_host()) device_free(MEMORY_COMMUNICATION, state.staging, state.staging_bytes);
+    else free(state.staging);
+    state.staging = NULL;
+}
+
 // One buffer serves all operations, since one runs at a time; it grows to what the largest needs.
 static char *staging(size_t bytes) {
     if (bytes > state.staging_bytes || (!state.staging && bytes)) {
-        if (state.staging) device_free(MEMORY_COMMUNICATION, state.staging, state.staging_bytes);
-        state.staging = device_alloc(MEMORY_COMMUNICATION, bytes);
+        free_staging();
+        state.staging = backend_is_host() ? device_alloc(MEMORY_COMMUNICATION, bytes) : host_alloc(bytes);
         state.staging_bytes = bytes;
     }
     return state.staging;
@@ -188,7 +197,7 @@ void transport_start(const Control *control, Place place, void (*look)(void)) {
     share_memory(place.rank, place.ranks);
 }
 
-const char *transport_text(void) { return ""; }
+const char *transport_text(void) { return backend_is_host() ? "" : "MPI through host memory"; }
 
 bool transport_sums_in_rank_order(void) { return true; }
 
@@ -206,8 +215,8 @@ void transport_finish(void) {
     free(state.local);
     free(state.given);
     free(state.taken);
-    if (state.staging) device_free(MEMORY_COMMUNICATION, state.staging, state.staging_bytes);
-    state.staging = NULL;
+    free_staging();
+    stage_finish();
 }
 
 // ---- flows ----
@@ -232,6 +241,7 @@ typedef struct Flow {
 
 struct Operation {
     Collective call;
+    Stage *stage;  // the call is on copies in host memory; NULL: it is not, or they have been copied back
     Flow *flow;
     int flows, messages;   // messages: flows that are not in shared memory
     MPI_Request *request;  // (flows, WINDOW)
@@ -403,7 +413,10 @@ bool transport_test(Operation *o) {
     }
     for (int i = 0; i < o->flows; i++)
         if (o->flow[i].done < o->flow[i].segments) return false;
-    return !o->reduces || o->reduced == o->segments;
+    if (o->reduces && o->reduced < o->segments) return false;
+    if (o->stage) stage_end(o->stage);
+    o->stage = NULL;
+    return true;
 }
 
 // ---- collectives ----
@@ -572,6 +585,7 @@ void *transport_mark(void) { return NULL; }
 Operation *transport_run(const Collective *collective) {
     Operation *o = host_alloc(sizeof *o);
     *o = (Operation){.call = *collective};
+    o->stage = stage_begin(&o->call);
     const Collective *c = &o->call;
     int n = c->group.size, most = c->kind == TRANSFERS ? c->transfer_count : 4 * n;
     o->flow = host_alloc(sizeof *o->flow * (size_t)most);

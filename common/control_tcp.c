@@ -76,6 +76,7 @@ static struct {
     double timeout;
     char secret[SECRET + 1];
     char *file, *token;
+    int listener;
     bool crowded;  // more ranks here than cores: who waits must give its core away
     Peer *peer;
     int epoll, next;
@@ -211,11 +212,12 @@ static int accept_hello(int listener, Hello *from, double deadline) {
 
 // ---- the file ----
 
-// What FILE holds now; false: nothing that a rank 0 has written.
+// What FILE holds now; false: nothing that a rank 0 has written; errno is 0 if it is something else.
 static bool read_file(char *host, int *port, char *secret) {
     char text[256] = "";
     FILE *file = fopen(state.file, "r");
     if (!file) return false;
+    errno = 0;
     size_t got = fread(text, 1, sizeof text - 1, file);
     fclose(file);
     text[got] = '\0';
@@ -233,7 +235,7 @@ static void write_text(const char *path, const char *text) {
     int file = open(path, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
     ssize_t length = (ssize_t)strlen(text);
     CHECK(file >= 0 && write(file, text, (size_t)length) == length && close(file) == 0,
-          "--rendezvous %s: %s cannot be written: %s", state.file, path, strerror(errno));
+          "--rendezvous %s cannot be written: %s", state.file, strerror(errno));
 }
 
 static void write_file(int port) {
@@ -289,6 +291,13 @@ static void end_joining(Answer answer, const char *format, ...) {
     va_end(arguments);
     answer_all(answer);
     remove_files();
+    // Who is on its way here hears it, too.
+    Hello from;
+    int32_t word = answer;
+    for (double until = deadline_in(0.5); wall_seconds() < until;) {
+        int s = accept_hello(state.listener, &from, until);
+        if (s >= 0) put(s, &word, sizeof word, until);
+    }
     fatal("%s", sentence);
 }
 
@@ -313,11 +322,11 @@ static uint32_t address_of(int socket, bool peer) {
     return address.sin_addr.s_addr;
 }
 
-static void gather_ranks(int listener, Address *table, double timeout, double deadline) {
+static void gather_ranks(Address *table, double timeout, double deadline) {
     for (int come = 1; come < state.ranks;) {
         Hello from;
         double look = deadline_in(0.5);
-        int s = accept_hello(listener, &from, look < deadline ? look : deadline);
+        int s = accept_hello(state.listener, &from, look < deadline ? look : deadline);
         if (s < 0) {
             if (wall_seconds() > deadline)
                 end_joining(ENDED, "--rendezvous %s: %s of %d did not come in %.3g s (--timeout)", state.file,
@@ -366,11 +375,17 @@ static bool look_up(const char *host, uint32_t *ip) {
 }
 
 static void join_rank_0(int port_of_mine, Address *table, double timeout, double deadline) {
-    char host[HOST] = "", why[256] = "the file is not there";
+    char host[HOST] = "", why[256] = "";
     for (; wall_seconds() < deadline; usleep(50000)) {
         int port;
         uint32_t ip;
-        if (!read_file(host, &port, state.secret)) continue;
+        if (!read_file(host, &port, state.secret)) {
+            if (!*why || errno != ENOENT)
+                snprintf(why, sizeof why, errno == ENOENT ? "the file is not there"
+                                          : errno         ? "the file cannot be read"
+                                                          : "the file is of something else");
+            continue;
+        }
         if (!look_up(host, &ip)) {
             snprintf(why, sizeof why, "it names %s, which has no address here", host);
             continue;
@@ -401,7 +416,7 @@ static void join_rank_0(int port_of_mine, Address *table, double timeout, double
 }
 
 // Rank r calls ranks 1 … r - 1, and is called by r + 1 … n - 1.
-static void connect_others(int listener, const Address *table, double timeout, double deadline) {
+static void connect_others(const Address *table, double timeout, double deadline) {
     for (int r = 1; r < state.rank; r++) {
         int s = connect_to(table[r].ip, table[r].port, deadline);
         Hello mine = hello(0);
@@ -412,7 +427,7 @@ static void connect_others(int listener, const Address *table, double timeout, d
     }
     for (int missing = state.rank ? state.ranks - 1 - state.rank : 0; missing > 0;) {
         Hello from;
-        int s = accept_hello(listener, &from, deadline);
+        int s = accept_hello(state.listener, &from, deadline);
         CHECK(s >= 0 || wall_seconds() < deadline, "rank %d: %d higher ranks did not connect in %.3g s (--timeout)",
               state.rank, missing, timeout);
         if (s < 0) continue;
@@ -467,17 +482,18 @@ static void start(const Joining *how, int *rank, int *ranks) {
     CHECK(state.peer && table, "out of host memory for %d ranks", state.ranks);
     for (int r = 0; r < state.ranks; r++) state.peer[r].socket = -1;
     double deadline = deadline_in(how->timeout);
-    int port, listener = new_listener(&port);
+    int port;
+    state.listener = new_listener(&port);
     if (state.rank == 0) {
         draw_secret();
         name_token();
         write_file(port);
-        gather_ranks(listener, table, how->timeout, deadline);
+        gather_ranks(table, how->timeout, deadline);
     } else {
         join_rank_0(port, table, how->timeout, deadline);
-        connect_others(listener, table, how->timeout, deadline);
+        connect_others(table, how->timeout, deadline);
     }
-    close(listener);
+    close(state.listener);
     int here = 0;
     for (int r = 0; r < state.ranks; r++) here += !strcmp(table[r].host, table[state.rank].host);
     state.crowded = here > sysconf(_SC_NPROCESSORS_ONLN);
@@ -624,5 +640,5 @@ static void finish(void) {
     state.token = NULL;
 }
 
-const Control control_tcp = {"the launcher", launched, launch, start,     share, send_notice,
+const Control control_tcp = {"a launcher", launched, launch, start,     share, send_notice,
                              receive_notice, gone,     claim,  abort_all, finish};

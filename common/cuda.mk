@@ -69,7 +69,11 @@ cc_tests          := $(sort $(wildcard tests/test_*.cc))
 LDLIBS            += -lboost_context
 endif
 
-ifeq ($(COMM),nccl)
+ifeq ($(OPS)-$(COMM),cuda-on-cpu-nccl)
+cuda_sources += common/comm_nccl.cu common/nccl_on_cpu.cc
+endif
+
+ifeq ($(OPS)-$(COMM),cuda-nccl)
 # ---- NCCL ----
 nccl_places := $(addsuffix /include/nccl.h,$(CUDA_HOME) /usr /usr/local)
 NCCL_HOME   ?= $(or $(patsubst %/include/nccl.h,%,$(call first,$(nccl_places))),$(CUDA_HOME))

@@ -3,6 +3,7 @@
 #ifndef DEVICE_H
 #define DEVICE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -23,6 +24,11 @@ void backend_free(void *memory);
 int64_t backend_capacity(void);
 void backend_from_host(void *to, const void *from, size_t bytes);
 void backend_to_host(void *to, const void *from, size_t bytes);
+// Whether the host itself, and so MPI, can read and write device memory.
+bool backend_is_host(void);
+// Host memory that is quickly copied to and from the device; NULL when there is no more. Freeing NULL is allowed.
+void *backend_alloc_pinned(size_t bytes);
+void backend_free_pinned(void *memory);
 
 #ifdef __cplusplus
 }

@@ -24,6 +24,12 @@ void backend_free(void *memory) {
     else free(memory);
 }
 
+bool backend_is_host(void) { return true; }
+
+void *backend_alloc_pinned(size_t bytes) { return malloc(bytes ? bytes : 1); }
+
+void backend_free_pinned(void *memory) { free(memory); }
+
 void backend_from_host(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
 
 void backend_to_host(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }

@@ -118,6 +118,7 @@ void device_on_wait(void (*look)(void)) { state.look = look; }
 static void poll() {
     cudaError_t status;
     for (unsigned turn = 1; (status = cudaStreamQuery(state.stream)) == cudaErrorNotReady; turn++) {
+        cudaGetLastError();  // "not ready" is no error, but the check of the next launch would take it for one
         if (state.look) state.look();
         if (turn % 64 == 0) sched_yield();
     }
@@ -212,4 +213,19 @@ void backend_from_host(void *to, const void *from, size_t bytes) {
 
 void backend_to_host(void *to, const void *from, size_t bytes) {
     copy(to, from, bytes, cudaMemcpyDeviceToHost);
+}
+
+bool backend_is_host(void) { return false; }
+
+void *backend_alloc_pinned(size_t bytes) {
+    start();
+    void *memory;
+    cudaError_t status = cudaMallocHost(&memory, bytes ? bytes : 1);
+    if (status == cudaErrorMemoryAllocation) return cudaGetLastError(), nullptr;
+    CUDA_CHECK(status);
+    return memory;
+}
+
+void backend_free_pinned(void *memory) {
+    if (memory) CUDA_CHECK(cudaFreeHost(memory));
 }
