@@ -14,8 +14,8 @@
 //     one launch, and no two blocks may share a word that one of them writes, but by atomics (or after a
 //     __threadfence and an atomic, the way the last block of a reduction learns that the others are done)
 //   - a read of shared memory that no thread of the block has written
-//   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts as
-//     missing, even where a GPU would let the others go on
+//   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts
+//     as missing, even where a GPU would let the others go on
 //   - local memory beyond 60 kB a thread
 //   - host code of a .cu file that dereferences device memory, or copies beyond an allocation
 // Memory is full of 0xff bytes (NaN in every floating format) before its first use.

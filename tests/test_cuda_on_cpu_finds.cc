@@ -311,11 +311,18 @@ __global__ void unwritten(float *y) {
     y[blockIdx.x * 64 + threadIdx.x] = CASE == 2 ? more[threadIdx.x] : array[63 - threadIdx.x];
 }
 
+__global__ void count_from_anything(float *y) {
+    __shared__ unsigned counter;
+    y[threadIdx.x] = (float)atomicAdd(&counter, 1u);
+}
+
 static void reads_of_shared_memory_that_nobody_wrote(void **state) {
     (void)state;
     SOUND(LAUNCH(unwritten<0>, 2, 64, 256, 0, floats(128)));
     FOUND(LAUNCH(unwritten<1>, 2, 64, 256, 0, floats(128)), "block 0, thread 0, ",
           "reads byte 252 of array, which no thread of this block has written yet");
+    FOUND(LAUNCH(count_from_anything, 1, 64, 0, 0, floats(64)),
+          "atomically changes byte 0 of counter, which no thread of this block has written yet");
     // the block before wrote it
     FOUND(LAUNCH(unwritten<2>, 2, 64, 256, 0, floats(128)), "block 1, thread ",
           " of dynamic shared memory, which no thread of this block has written");
