@@ -88,8 +88,8 @@ void batch_free(Batch *batch) {
     *batch = (Batch){0};
 }
 
-// Reads what the step to come will train on, which the step before does for it, ahead of the optimizer: what then begins
-// to travel (weights, with ZeRO) is not in the way of the one number that a step begins with.
+// Reads what the step to come will train on, which the step before does for it, ahead of the optimizer: what
+// then begins to travel (weights, with ZeRO) is not in the way of the one number that a step begins with.
 static void read_ahead(Trainer *t) {
     Group dp = t->model->mesh.dp;
     int64_t own_samples = t->config.micro_batch * t->config.grad_acc;

@@ -444,6 +444,63 @@ DdpCost ddp_cost(const Config *config, Mesh mesh, void (*plug)(Model *model, Ddp
                  int64_t bucket_bytes);
 
 // ==========================================================================================================
+// 02_zero: what data parallelism stores on every rank, cut over these ranks, one kind after another
+// ==========================================================================================================
+
+// When the weights that each rank has stepped come to the others: behind the next forward, behind the step
+// of the units that follow, or after the step.
+typedef enum ZeroGather { GATHER_BEHIND_FORWARD, GATHER_BEHIND_STEP, GATHER_AFTER_STEP } ZeroGather;
+
+// ZeRO over the ranks of mesh.dp. Their parts of a unit are Unit.own_first and own_count, equal or not, or
+// empty.
+typedef struct Zero {
+    ZeroGather gather;     // zero1, zero2
+    bool no_prefetch;      // zero3: a unit's weights are gathered when they are used, and not before
+    Ddp ddp;               // stage 0
+    Request **reductions;  // (units) of gradients, started and not yet waited for; else NULL
+    Request **gathers;     // (units) of weights, likewise
+    int travelling;        // zero2, zero3: the unit whose gradient is being reduced, or -1 …
+    Tensor gradient;       // … and this gradient, whole
+    bool at_head;          // zero3: the head is in use
+} Zero;
+
+// Each fills the sockets parameters and gradients of a model that was built with this stage as config.zero,
+// by the options of *zero, which begins as {0} or {.gather = …} and outlives the model's use.
+void zero1_plug(Model *model, Zero *zero);  // optimizer state is cut
+void zero2_plug(Model *model, Zero *zero);  // and gradients
+void zero3_plug(Model *model, Zero *zero);  // and weights
+// The one that config.zero names; stage 0 stores everything: ddp_no_sync.
+void zero_plug(Model *model, Zero *zero);
+// Waits for what is on its way, gives back what was gathered, and empties the sockets.
+void zero_unplug(Model *model, Zero *zero);
+
+// 02_zero/zero.c: the proof that the three share, as parts of a LayoutProgram. Demands a program's own
+// stage, and of the layout data parallelism alone.
+void zero_check(const Config *config, int stage);
+void *zero_layout_plug(Trainer *trainer);                   // zero_plug with standard options …
+void *zero_layout_plug_with(Trainer *trainer, Zero options);  // … or these
+void zero_layout_unplug(Trainer *trainer, void *zero);
+// Calls, bytes and memory of a run whose ranks talk for ZeRO alone, against closed formulas.
+void zero_counts(const Trainer *trainer, const Record *record, void *zero);
+// Nothing is cut, and sums run in the same order: over micro-batches and then ranks (zero1), or over ranks
+// and then micro-batches (zero2, zero3).
+extern const LayoutProgram zero_twin_of_1, zero_twin_of_2_and_3;
+// Steps of Llama 3 8B, dry, on the model clock: 16,384 tokens a rank in one micro-batch, bf16, AdamW.
+typedef struct ZeroVariant {
+    const char *name;
+    int stage;
+    void *(*plug)(Trainer *trainer);
+    void (*unplug)(Trainer *trainer, void *plugs);
+} ZeroVariant;
+// Prints and sets a row for each, and returns the shape.
+Config zero_compare(Mesh mesh, const ZeroVariant *variants, int count, StepCost *cost);
+// Whether the flags leave the model clock at DGX H100 and all of its peaks, for which some figures are
+// demanded.
+bool zero_on_standard_machine(const Config *config);
+// 02_zero/zero3_overlap.c: from how many tokens on, and up to how many ranks, ZeRO-3 hides what it sends.
+void zero3_overlap(Mesh mesh, const Config *config);
+
+// ==========================================================================================================
 // 02_zero/zero_r.c: what else fills memory
 // ==========================================================================================================
 

@@ -1,0 +1,192 @@
+// zero3_overlap.c: from how many tokens on, and up to how many ranks, ZeRO-3 hides what it sends. Playbook:
+// appendix A3, "ZeRO-3 (FSDP) Communication Analysis"; "as a rule of thumb DP shouldn't exceed 512".
+//
+// A block of P weights of e bytes travels in e P (n - 1) / n / peak_bw, and its forward takes 2 P tokens /
+// peak_flops; in backward its gradient of g bytes travels, too, and a weight and a token meet in 4 FLOPs.
+// So all of it hides from
+//
+//     forward     tokens >= (e / 2) (n - 1) / n  peak_flops / peak_bw        (the playbook has e = 1)
+//     backward    tokens >= ((e + g) / 4) (n - 1) / n  peak_flops / peak_bw
+//
+// on. The formula leaves out latency, attention (below 1% of these short sequences) and memory traffic. It
+// knows no limit of ranks either, as (n - 1) / n goes to 1: what sets one is the latency of n - 1 steps of
+// a ring.
+//
+// Both are read on the model clock, on the ranks at hand. For more ranks than that, what the clock charges
+// for a call is itself a formula of n, and is held against the clock at this n. This file has no main:
+// zero3 prints it.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "playbook.h"
+
+// ---- from how many tokens on ----
+
+static double tokens_by_formula(const Machine *machine, int n, double bandwidth, Pass pass) {
+    double e = 2, g = 4;
+    return (pass == FORWARD ? e / 2 : (e + g) / 4) * (n - 1) / n * machine_peak_flops(machine, BF16) /
+           bandwidth;
+}
+
+// Layers of Llama 3 8B.
+static Config layers_of_8b(int64_t layers, int64_t sequences, int64_t seq) {
+    Config c = config_default("hidden=4096 heads=32 kv-heads=8 ffn=14336 dtype=bf16 grad-acc=1");
+    c.layers = layers, c.micro_batch = sequences, c.seq = seq;
+    return c;
+}
+
+static double block_elements(void) {
+    const Config one = layers_of_8b(1, 1, 64), two = layers_of_8b(2, 1, 64);
+    return (double)(config_parameters(&two) - config_parameters(&one));
+}
+
+typedef struct PassCost {
+    double compute[2], exposed[2];  // seconds on the model clock, by Pass
+    double converting, adding;  // of those of backward: gradients to f32, and into the sums of the own part
+} PassCost;
+
+static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
+    Trainer *t = trainer_new(c, mesh);
+    Zero zero = {0};
+    zero_plug(t->model, &zero);
+    Batch batch = batch_new(t, 0);
+    MicroBatch micro = micro_batch_new(t->model, 0, batch.samples, batch.tokens, batch.targets, 1);
+    micro.last = true;
+    clock_reset();
+    model_forward(t->model, &micro);
+    double forward = clock_total().model_seconds, exposed = comm_total().exposed_seconds;
+    model_backward(t->model, &micro);
+    t->model->sockets.gradients.finish(t->model->sockets.gradients.context, t->model, &micro);
+    PassCost cost = {{forward, clock_total().model_seconds - forward},
+                     {exposed, comm_total().exposed_seconds - exposed},
+                     0,
+                     0};
+    const OpCount *operation;
+    for (int i = clock_operations(&operation) - 1; i >= 0; i--) {
+        if (!strcmp(operation[i].name, "copy")) cost.converting = operation[i].model_seconds;
+        if (!strcmp(operation[i].name, "accumulate")) cost.adding = operation[i].model_seconds;
+    }
+    micro_batch_free(t->model, &micro);
+    batch_free(&batch);
+    zero_unplug(t->model, &zero);
+    trainer_free(t);
+    return cost;
+}
+
+// What one layer more costs.
+static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
+    Config two = layers_of_8b(2, sequences, seq), three = layers_of_8b(3, sequences, seq);
+    two.zero = three.zero = 3;
+    PassCost a = micro_batch_cost(&two, mesh), b = micro_batch_cost(&three, mesh);
+    for (Pass pass = FORWARD; pass <= BACKWARD; pass++)
+        b.compute[pass] -= a.compute[pass], b.exposed[pass] -= a.exposed[pass];
+    b.converting -= a.converting, b.adding -= a.adding;
+    return b;
+}
+
+// Whether what n ranks send for a block, whose cost on one rank this is, hides behind its pass: what the
+// model clock charges for a call is a formula of n.
+static bool hides(const PassCost *block, Pass pass, int n, int per_node) {
+    if (per_node > n) per_node = n;
+    double weights = clock_collective_seconds("all_gather", 2 * block_elements(), n, per_node);
+    double gradients = clock_collective_seconds("reduce_scatter", 4 * block_elements(), n, per_node);
+    if (pass == FORWARD) return weights <= block->compute[FORWARD];
+    // n ranks add an n-th part each. And before that, and before the next gradient is converted, the last
+    // must be there.
+    double seconds = block->compute[BACKWARD] - block->adding * (n - 1) / n;
+    return weights + gradients <= seconds && gradients <= seconds - block->converting - block->adding / n;
+}
+
+// Fewest tokens a rank, in sequences of 64, from which on further layers delay nothing on the model clock:
+// sought with the charges, and found right by the ranks themselves.
+static double tokens_by_clock(Mesh mesh, Pass pass, int per_node) {
+    int64_t exposed = 0, hidden = 8192;
+    while (hidden - exposed > 1) {
+        int64_t middle = (exposed + hidden) / 2;
+        PassCost block = layer_cost(mesh_single(), middle, 64);
+        if (hides(&block, pass, mesh.dp.size, per_node)) hidden = middle;
+        else exposed = middle;
+    }
+    report_that(layer_cost(mesh, hidden, 64).exposed[pass] < 1e-9,
+                "%lld sequences of 64 do not hide a layer", (long long)hidden);
+    report_that(layer_cost(mesh, exposed, 64).exposed[pass] > 1e-9,
+                "%lld sequences of 64 hide a layer, too", (long long)exposed);
+    return 64.0 * (double)hidden;
+}
+
+static void overlap_condition(Mesh mesh, const Config *config) {
+    int n = mesh.dp.size;
+    const Machine *machine = machine_find(config->machine);
+    Machine free_memory = *machine;  // what the formula thinks of
+    free_memory.memory_bytes_per_second = INFINITY;
+    say("\nTokens per rank from which the weights and gradients of Llama 3 8B's layers hide, %d ranks:\n",
+        n);
+    say("  %-35s %10s %22s %12s\n", "", "formula A3", "clock, memory is free", "model clock");
+    for (int i = 0; i < 4; i++) {
+        Pass pass = i % 2 ? BACKWARD : FORWARD;
+        int per_node = i < 2 ? n : 1;
+        double bandwidth = i < 2 ? machine->node_bytes_per_second : machine->network_bytes_per_second;
+        double alpha = i < 2 ? machine->node_latency : machine->network_latency;
+        double formula = tokens_by_formula(machine, n, bandwidth, pass);
+        // Each call has its latency beside its bytes; the formula leaves it out.
+        double calls = pass == FORWARD ? 1 : 2, bytes = (pass == FORWARD ? 2 : 6) * block_elements();
+        double latency = calls * n * alpha * bandwidth / bytes;
+        clock_set_cluster(per_node, 1, 1);
+        clock_set_machine(&free_memory);
+        double ideal = tokens_by_clock(mesh, pass, per_node);
+        clock_set_machine(machine);
+        double real = tokens_by_clock(mesh, pass, per_node);
+        char *where = format_text("%s, %s", pass == FORWARD ? "forward" : "backward",
+                                  i < 2 ? "all in one node" : "one GPU per node");
+        say("  %-35s %10.0f %22.0f %12.0f\n", where, formula, ideal, real);
+        report_number(where, "tokens to hide, formula", formula, "");
+        report_number(where, "tokens to hide, model clock", real, "");
+        report_that(fabs(ideal - formula) <= (0.01 + latency) * formula + 64,
+                    "%s: the formula hides from %.0f tokens on, the clock from %.0f", where, formula,
+                    ideal);
+        report_that(real <= ideal, "%s: memory traffic makes a pass longer, and the rest hides later",
+                    where);
+        free(where);
+    }
+    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+}
+
+// ---- up to how many ranks ----
+
+static bool hides_both_ways(const PassCost *block, int n, int per_node) {
+    return hides(block, FORWARD, n, per_node) && hides(block, BACKWARD, n, per_node);
+}
+
+static void largest_degree(Mesh mesh, const Config *config) {
+    const Machine *machine = machine_find(config->machine);
+    int per_node = config->gpus_per_node ? (int)config->gpus_per_node : machine->gpus_per_node;
+    say("\nThe same as a formula of the number of ranks, %d in a node: ZeRO-3 hides until DP =\n",
+        per_node);
+    for (int64_t sequences = 1; sequences <= 4; sequences *= 2) {
+        PassCost block = layer_cost(mesh_single(), sequences, 4096),
+                 here = layer_cost(mesh, sequences, 4096);
+        int most = 0;
+        while (most < 1 << 16 && hides_both_ways(&block, most + per_node, per_node)) most += per_node;
+        bool hidden = here.exposed[FORWARD] + here.exposed[BACKWARD] < 1e-9;
+        say("  %6lld tokens a rank: %5d        (%d ranks on the model clock: %s)\n",
+            (long long)sequences * 4096, most, mesh.dp.size, hidden ? "hidden" : "exposed");
+        report_that(hidden == hides_both_ways(&block, mesh.dp.size, per_node),
+                    "formula and model clock differ for %d ranks", mesh.dp.size);
+        report_that(!zero_on_standard_machine(config) || sequences != 2 || (most > 256 && most < 1024),
+                    "at 8,192 tokens a rank the limit is %d ranks, and not about 512", most);
+        char *name = format_text("largest DP that hides, %lld tokens a rank", (long long)sequences * 4096);
+        report_number("ZeRO-3", name, most, "");
+        free(name);
+    }
+}
+
+void zero3_overlap(Mesh mesh, const Config *config) {
+    bool was_dry = device_is_dry_run();
+    device_dry_run(true);
+    clock_push("overlap");
+    overlap_condition(mesh, config);
+    largest_degree(mesh, config);
+    clock_pop();
+    device_dry_run(was_dry);
+}
