@@ -501,6 +501,32 @@ bool zero_on_standard_machine(const Config *config);
 void zero3_overlap(Mesh mesh, const Config *config);
 
 // ==========================================================================================================
+// 02_zero/zero_r.c: what else fills memory
+// ==========================================================================================================
+
+// Ranks of tp hold the same inputs of blocks: each keeps its part of them, and all-gathers them for recomputation.
+typedef struct ZeroR {
+    Group tp;
+    bool contiguous;  // parts stand in one tensor, allocated once, instead of one tensor for each
+    int64_t part;     // elements of the largest part
+    Tensor arena;     // (L part + n h) then: parts, and what flows from block to block
+} ZeroR;
+
+// Fills the activations socket, in place of recompute_plug, for one micro-batch in flight at a time. *zero_r outlives the
+// model's use.
+void zero_r_plug(Model *model, ZeroR *zero_r);
+void zero_r_unplug(Model *model, ZeroR *zero_r);
+
+// Gradients are summed over mesh.dp after the last micro-batch, in one buffer of so many bytes at most.
+typedef struct ConstantBuffer {
+    int64_t bytes;
+    Tensor buffer;  // flat, in the dtype of sums
+} ConstantBuffer;
+
+void constant_buffer_plug(Model *model, ConstantBuffer *buffer);  // fills the gradients socket
+void constant_buffer_unplug(Model *model, ConstantBuffer *buffer);
+
+// ==========================================================================================================
 // 03_tensor_parallel: the region socket, twice, and what partial gradients need
 // ==========================================================================================================
 

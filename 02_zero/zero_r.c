@@ -1,0 +1,347 @@
+// zero_r.c: what else fills memory: copies of checkpoints, buffers that grow, holes. Playbook: "ZeRO" (its contents name
+// ZeRO-R); Rajbhandari et al. 2020, sections 6 and 8.
+//
+// Three means beside the stages of ZeRO, each for a residue that they leave:
+//
+//   partitioned checkpoints   ranks of tp hold the same input x (n tokens, h) of every block, and with full recomputation it
+//                             is all that is kept. Each rank keeps its part, and an all-gather puts x together before the
+//                             block's backward:       rank 0 [x0 . . .]  rank 1 [. x1 . .]  ...   ->   [x0 x1 x2 x3]
+//   constant-size buffers     gradients go to the network in one buffer of a fixed size, whatever the model's size: a
+//                             tensor that is larger goes in pieces, small ones go together
+//   no fragmentation          checkpoints, and what flows from block to block, live longer than what is computed between
+//                             them; mixed, they leave holes in which nothing fits. Copied, as they are made, to one tensor
+//                             that is allocated once, they leave none. (Gradients stand in such a tensor: params.h.)
+//
+// Memory per rank and block: n h e / tp instead of n h e (e bytes a number). Bytes sent per rank, block and micro-batch:
+// (tp - 1) / tp n h e, which is a twelfth of what tensor parallelism sends when it recomputes (6 all-reduces of n h e).
+// With sequence parallelism x is cut already, and there is nothing to do.
+// Run: build/02_zero/zero_r                       (--ranks 3, --dtype bf16, --tied, --buffer-bytes 1000, --vocab 512 …)
+// Last line: PASS zero_r: checkpoints are cut, buffers do not grow, no hole is left, and no bit changes …
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "playbook.h"
+
+// ---- partitioned activation checkpoints ----
+
+// The elements of x that member `rank` keeps: equal numbers, the last ones fewer.
+static int64_t part_of(int64_t count, Group tp, int rank, int64_t *first) {
+    int64_t each = (count + tp.size - 1) / tp.size;
+    *first = rank * each < count ? rank * each : count;
+    return count - *first < each ? count - *first : each;
+}
+
+// A place for what is kept of a block's input: in the arena, or wherever the heap has one.
+static Tensor new_checkpoint(const ZeroR *z, DType dtype, int64_t count, int layer) {
+    if (!z->contiguous) return tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(count));
+    return tensor_share(tensor_view(z->arena, layer * z->part, SHAPE(count)));
+}
+
+// What flows from block to block outlives what made it, so it moves to its own place at the arena's end.
+static void move_to_arena(const ZeroR *z, const Model *m, Tensor *flowing) {
+    if (!z->contiguous) return;
+    Tensor place = tensor_view(z->arena, m->layers * z->part, flowing->dims, flowing->shape);
+    op_copy(place, *flowing);
+    tensor_free(flowing);
+    *flowing = tensor_share(place);
+}
+
+static void keep_own_part(void *context, Model *m, MicroBatch *micro, int layer) {
+    const ZeroR *z = context;
+    BlockKept *kept = &micro->block[layer];
+    block_drop(m, kept, true);
+    int64_t first, count = part_of(tensor_count(kept->x), z->tp, z->tp.rank, &first);
+    Tensor own = new_checkpoint(z, kept->x.dtype, count, layer);
+    op_copy(own, tensor_view(kept->x, first, SHAPE(count)));
+    tensor_free(&kept->x);
+    kept->x = own;
+    move_to_arena(z, m, &micro->x);
+}
+
+static void gather_and_compute(void *context, Model *m, MicroBatch *micro, int layer) {
+    const ZeroR *z = context;
+    BlockKept *kept = &micro->block[layer];
+    move_to_arena(z, m, &micro->dx);
+    Tensor x = tensor_new(MEMORY_ACTIVATION, kept->x.dtype, SHAPE(micro->b * micro->s, m->config.hidden));
+    int64_t first, counts[z->tp.size];
+    for (int i = 0; i < z->tp.size; i++) counts[i] = part_of(tensor_count(x), z->tp, i, &first);
+    comm_now(comm_all_gather(x, kept->x, counts, z->tp));
+    tensor_free(&kept->x);
+    kept->x = x;
+    Tensor y = block_compute(m, micro, layer);  // its output was already passed on
+    tensor_free(&y);
+}
+
+void zero_r_plug(Model *m, ZeroR *z) {
+    const Config *c = &m->config;
+    CHECK(!c->sp, "with --sp each rank keeps its own rows of a block's input: there is no copy to cut");
+    int64_t first, whole = c->micro_batch * c->seq * c->hidden;
+    z->part = part_of(whole, z->tp, 0, &first);
+    if (z->contiguous)
+        z->arena = tensor_new(MEMORY_ACTIVATION, (DType)c->dtype, SHAPE(m->layers * z->part + whole));
+    m->sockets.activations.context = z;
+    m->sockets.activations.after_forward = keep_own_part;
+    m->sockets.activations.before_backward = gather_and_compute;
+}
+
+void zero_r_unplug(Model *m, ZeroR *z) {
+    m->sockets.activations = sockets_single_device().activations;
+    tensor_free(&z->arena);
+}
+
+// ---- constant-size buffers ----
+
+// Copies between the buffer and the gradients from element *at of weight *param on, as many as there are; both move on.
+// Returns how many elements.
+static int64_t fill(Params *params, Tensor buffer, int *param, int64_t *at, bool back) {
+    int64_t used = 0, room = tensor_count(buffer);
+    while (*param < params->count && used < room) {
+        Tensor grad = param_total_grad(params, &params->param[*param]);
+        int64_t left = tensor_count(grad) - *at, count = left < room - used ? left : room - used;
+        Tensor here = tensor_view(buffer, used, SHAPE(count)), there = tensor_view(grad, *at, SHAPE(count));
+        op_copy(back ? there : here, back ? here : there);
+        used += count;
+        *at += count;
+        if (count == left) ++*param, *at = 0;
+    }
+    return used;
+}
+
+static void all_reduce_through_buffer(void *context, Model *m, MicroBatch *micro) {
+    const ConstantBuffer *b = context;
+    int param = 0, begun = 0;
+    int64_t at = 0, first = 0;
+    while (micro->last && param < m->params.count) {
+        int64_t count = fill(&m->params, b->buffer, &param, &at, false);
+        comm_now(comm_all_reduce(tensor_view(b->buffer, 0, SHAPE(count)), REDUCE_SUM, m->mesh.dp));
+        fill(&m->params, tensor_view(b->buffer, 0, SHAPE(count)), &begun, &first, true);
+    }
+}
+
+void constant_buffer_plug(Model *m, ConstantBuffer *b) {
+    DType dtype = m->params.total_dtype;
+    int64_t count = b->bytes / (int64_t)dtype_size(dtype), all = params_elements(&m->params);
+    CHECK(count >= 1, "--buffer-bytes %lld: no element of a gradient fits in", (long long)b->bytes);
+    b->buffer = tensor_new(MEMORY_COMMUNICATION, dtype, SHAPE(count < all ? count : all));
+    m->sockets.gradients.context = b;
+    m->sockets.gradients.finish = all_reduce_through_buffer;
+}
+
+void constant_buffer_unplug(Model *m, ConstantBuffer *b) {
+    m->sockets.gradients = sockets_single_device().gradients;
+    tensor_free(&b->buffer);
+}
+
+#ifndef NO_MAIN
+
+// ---- a heap that shows its holes ----
+
+// First fit: each block stands at the lowest address where it fits, as long as it lives. It is fed with what a run really
+// allocates and frees.
+typedef struct Block {
+    const void *memory;  // by which the run knows it
+    int64_t first, bytes;
+} Block;
+
+typedef struct Heap {
+    Block *block;  // in the order of their addresses
+    int count, room;
+    int64_t live, most_live, end;  // bytes held, the most ever; the highest address ever
+} Heap;
+
+static void heap_add(Heap *heap, const void *memory, int64_t bytes) {
+    if (heap->count == heap->room) {
+        heap->room = heap->room ? 2 * heap->room : 256;
+        heap->block = realloc(heap->block, heap->room * sizeof *heap->block);
+        CHECK(heap->block, "out of host memory for the heap");
+    }
+    int place = 0;
+    int64_t first = 0;
+    for (; place < heap->count && heap->block[place].first - first < bytes; place++)
+        first = heap->block[place].first + heap->block[place].bytes;
+    memmove(heap->block + place + 1, heap->block + place, (heap->count++ - place) * sizeof *heap->block);
+    heap->block[place] = (Block){memory, first, bytes};
+    heap->live += bytes;
+    if (heap->live > heap->most_live) heap->most_live = heap->live;
+    if (first + bytes > heap->end) heap->end = first + bytes;
+}
+
+static void heap_remove(Heap *heap, const void *memory) {
+    int place = 0;
+    while (place < heap->count && heap->block[place].memory != memory) place++;
+    if (place == heap->count) return;  // it is older than the heap
+    heap->live -= heap->block[place].bytes;
+    memmove(heap->block + place, heap->block + place + 1, (--heap->count - place) * sizeof *heap->block);
+}
+
+static void heap_hear(void *context, MemoryKind kind, int64_t bytes, const void *memory) {
+    enum { ALIGNMENT = 64 };
+    if (kind != MEMORY_ACTIVATION) return;  // weights, gradients and optimizer state stay where they are
+    if (bytes > 0) heap_add(context, memory, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    else heap_remove(context, memory);
+}
+
+// ---- checkpoints: what they take, and the holes between them ----
+
+typedef struct Way {
+    const char *name;
+    bool cut, contiguous;
+    Record record;
+    Heap heap;
+} Way;
+
+// The same run on every rank, as tensor parallelism has the same x on every rank of tp.
+static void run(Way *way, const Config *config, Group tp) {
+    Config c = *config;
+    c.recompute = way->cut ? RECOMPUTE_NONE : RECOMPUTE_FULL;
+    memory_listen(heap_hear, &way->heap);
+    Trainer *t = trainer_new(&c, mesh_single());
+    ZeroR z = {.tp = tp, .contiguous = way->contiguous};
+    if (way->cut) zero_r_plug(t->model, &z);
+    way->record = train_record(t, way->name);
+    zero_r_unplug(t->model, &z);
+    trainer_free(t);
+    memory_listen(NULL, NULL);
+}
+
+// Bytes of the inputs of all blocks that this rank keeps.
+static double checkpoint_bytes(const Config *c, const Way *way, Group tp) {
+    int64_t first, count = c->micro_batch * c->seq * c->hidden;
+    if (way->cut) count = part_of(count, tp, way->contiguous ? 0 : tp.rank, &first);
+    return (double)(c->layers * count) * (double)dtype_size((DType)c->dtype);
+}
+
+static void check_way(const Way *way, const Way *whole, const Config *config, Group tp) {
+    Config full = *config;
+    full.recompute = RECOMPUTE_FULL;
+    double all = checkpoint_bytes(config, whole, tp), others = (double)kept_activation_bytes(&full) - all;
+    say("\nCheckpoints %s:\n", way->name);
+    // What flows from block to block is the head's x when forward has ended, which is counted already.
+    report_equal("activations kept", others + checkpoint_bytes(config, way, tp),
+                 (double)way->record.kept_bytes, "B");
+    if (!way->cut) return;
+    double times = (double)(config->steps * config->grad_acc), n = tp.size;
+    CommCount gathers = comm_count("all_gather");
+    report_equal("all-gathers", times * (double)config->layers, (double)gathers.calls, "");
+    report_equal("bytes sent by all ranks", times * (n - 1) * all, comm_sum((double)gathers.bytes, tp),
+                 "B");
+    if (!config->no_check) report_compare(&way->record, &whole->record, PROOF_EXACT, 0);
+}
+
+static void print_ways(const Way *way, int ways, const Config *config, Group tp) {
+    say("\nActivations of rank 0: what it keeps of the blocks' inputs, what it ever holds at once, and how "
+        "far the heap\n"
+        "reaches if each tensor takes the lowest address at which it fits:\n");
+    say("  %-28s %14s %14s %14s %12s\n", "checkpoints", "bytes of them", "most held", "heap", "in holes");
+    for (int i = 0; i < ways; i++) {
+        const Heap *heap = &way[i].heap;
+        say("  %-28s %14.0f %14ld %14ld %11.1f%%\n", way[i].name, checkpoint_bytes(config, &way[i], tp),
+            heap->most_live, heap->end, 100.0 * (double)(heap->end - heap->most_live) / (double)heap->end);
+        report_number(way[i].name, "most held", (double)heap->most_live, "B");
+        report_number(way[i].name, "heap", (double)heap->end, "B");
+    }
+}
+
+static void checkpoints(const Config *config, Group tp) {
+    enum { WHOLE, CUT, CONTIGUOUS, WAYS };
+    Way way[WAYS] = {
+        {.name = "whole"}, {.name = "cut"}, {.name = "cut, all in one tensor", .contiguous = true}};
+    for (int i = 0; i < WAYS; i++) {
+        way[i].cut = i != WHOLE;
+        run(&way[i], config, tp);
+        check_way(&way[i], &way[WHOLE], config, tp);
+    }
+    print_ways(way, WAYS, config, tp);
+    const Heap *heap = &way[CONTIGUOUS].heap;
+    report_that(heap->end - heap->most_live <= heap->end / 100,
+                "with checkpoints in one tensor, %ld of the heap's %ld bytes are in holes",
+                heap->end - heap->most_live, heap->end);
+    for (int i = 0; i < WAYS; i++) {
+        record_free(&way[i].record);
+        free(way[i].heap.block);
+    }
+}
+
+// ---- buffers: what they take when the model grows ----
+
+static Record run_buffered(const Config *config, Mesh mesh, int64_t bytes, const char *title) {
+    Trainer *t = trainer_new(config, mesh);
+    ConstantBuffer b = {.bytes = bytes};
+    constant_buffer_plug(t->model, &b);
+    Record record = train_record(t, title);
+    constant_buffer_unplug(t->model, &b);
+    trainer_free(t);
+    return record;
+}
+
+static Record run_ddp(const Config *config, Mesh mesh) {
+    Trainer *t = trainer_new(config, mesh);
+    Ddp ddp = {.bucket_bytes = 100000};
+    ddp_no_sync_plug(t->model, &ddp);
+    Record record = train_record(t, "all-reduce in place");
+    free(ddp.pending);
+    trainer_free(t);
+    return record;
+}
+
+static int64_t buffer_bytes_of(const Record *record) { return record->memory.peak[MEMORY_COMMUNICATION]; }
+
+// Twice the blocks: a buffer that takes all gradients grows by those of the new ones, a constant one by nothing.
+static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
+    Config larger = *config;
+    larger.layers *= 2;
+    double g = config->dtype == F64 ? 8 : 4;
+    double one = g * (double)config_parameters(config), two = g * (double)config_parameters(&larger);
+    if ((double)bytes > one) bytes = (int64_t)one;
+    Record fused = run_buffered(config, mesh, INT64_MAX, "one buffer for all gradients");
+    Record fused_larger = run_buffered(&larger, mesh, INT64_MAX, "the same");
+    Record constant = run_buffered(config, mesh, bytes, "a constant buffer");
+    int64_t calls = comm_count("all_reduce").calls;
+    Record constant_larger = run_buffered(&larger, mesh, bytes, "the same");
+    Record in_place = run_ddp(config, mesh);
+    say("\nThe buffer of gradients, and what it grows by when the model has %ld blocks instead of %ld:\n",
+        larger.layers, config->layers);
+    // Beside it stands what the transport may need of its own.
+    report_equal("constant", 0, (double)(buffer_bytes_of(&constant_larger) - buffer_bytes_of(&constant)),
+                 "B");
+    report_equal("one buffer for all gradients", two - one,
+                 (double)(buffer_bytes_of(&fused_larger) - buffer_bytes_of(&fused)), "B");
+    report_equal("which is larger than constant by", one - (double)(bytes / (int64_t)g) * g,
+                 (double)(buffer_bytes_of(&fused) - buffer_bytes_of(&constant)), "B");
+    double times = ceil(one / g / (double)(bytes / (int64_t)g));
+    report_equal("times that it is filled", times, (double)calls / (double)config->steps - 2, "");
+    if (!config->no_check) {
+        report_compare(&constant, &in_place, PROOF_EXACT, 0);
+        report_compare(&fused, &in_place, PROOF_EXACT, 0);
+    }
+    Record *all[] = {&fused, &fused_larger, &constant, &constant_larger, &in_place};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) record_free(all[i]);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    int64_t buffer_bytes;
+    Option own[] = {{"buffer-bytes", OPTION_INT, &buffer_bytes, "16384", 8, 1e12, "bytes",
+                     "of the buffer through which all gradients pass", false}};
+    Config config = config_parse(
+        argc, argv, "ZeRO-R: checkpoints without copies, buffers that do not grow, memory without holes.",
+        CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_CHECK | CONFIG_RANKS,
+        "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 vocab=1024 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+        "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
+        own, sizeof own / sizeof *own);
+    comm_start(argc, argv, 4);
+    MeshShape shape = {comm_ranks(), 1, 1, 1, 1};
+    Mesh mesh = mesh_new(shape);
+    report_json(config.json);
+    if (config.trace) clock_trace_start();
+    mesh_print(&mesh, shape);
+    config_print(&config);
+    checkpoints(&config, mesh.world);
+    buffers(&config, mesh, buffer_bytes);
+    if (config.trace) clock_trace_write(config.trace);
+    const char *proven = config.no_check ? "" : ", and no bit changes";
+    return comm_finish(
+        report_verdict("checkpoints are cut, buffers do not grow, no hole is left%s", proven));
+}
+#endif
