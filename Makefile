@@ -93,7 +93,8 @@ endif
 
 help:
 	@echo 'make run        install what is missing, build, and take the tour: every program on the small model'
-	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, mutants'
+	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, mutants;'
+	@echo '                with GUARD=1 all tests run on guarded device memory (common/guard.h)'
 	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10 minutes'
 	@echo 'make bench      the figures of merit of this machine, each beside its target'
 	@echo 'make all        programs and tests, not run; make programs, make tests: one of the two'

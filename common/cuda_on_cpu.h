@@ -14,8 +14,8 @@
 //     one launch, and no two blocks may share a word that one of them writes, but by atomics (or after a
 //     __threadfence and an atomic, the way the last block of a reduction learns that the others are done)
 //   - a read of shared memory that no thread of the block has written
-//   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts as
-//     missing, even where a GPU would let the others go on
+//   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts
+//     as missing, even where a GPU would let the others go on
 //   - local memory beyond 60 kB a thread
 //   - host code of a .cu file that dereferences device memory, or copies beyond an allocation
 // Memory is full of 0xff bytes (NaN in every floating format) before its first use.
@@ -25,7 +25,7 @@
 // differ from a GPU's in the last bit.
 //
 // How an access is seen: g++ -fsanitize=thread calls __tsan_read4(address) and its kin before each load and
-// store; cuda_on_cpu.cc defines these functions in place of that sanitizer's library. A .cu file is
+// store; cuda_on_cpu_memory.cc defines these functions in place of that sanitizer's library. A .cu file is
 // compiled with CUDA_ON_CPU_FLAGS of cuda.mk; nothing is linked with -fsanitize.
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
@@ -325,7 +325,7 @@ void cuda_on_cpu_order(uint64_t seed);
 // Between begin and end every launch is counted. Lanes act together when they execute
 // the same instruction for the same time: the k-th access of one lane at a place in the code goes with the
 // k-th of its neighbours there. On a GPU that is so unless lanes that took different paths in earlier turns
-// of a loop have drifted apart.
+// of a loop have drifted apart. What the compiler keeps in registers is no access, here as there.
 struct CudaCounts {
     int64_t threads, warps;
     // Global memory: accesses of a warp, the bytes that its lanes ask for, and the 32-byte sectors that it

@@ -76,17 +76,15 @@ static void refine(Region *r, uint8_t grain) {
 }
 
 // ---- device memory ----
-
-// Addresses of one great reserved range, in units; allocations begin behind a red
-// zone, end before another, and do not come back before the range is used up, so that late accesses find
-// nothing.
+// Addresses of one great reserved range, in units; allocations begin behind a red zone, end before another,
+// and do not come back before the range is used up, so that late accesses find nothing.
 enum : size_t { UNIT = 64 << 10, RED_ZONE = 256, ALIGNMENT = 256 };
 
 static uintptr_t arena;
 static size_t arena_size, next_unit, in_use;
 static bool guarded;
 static int opened;
-static size_t opened_bytes;  // from the start of the arena: what was ever allocated
+static size_t opened_bytes;   // from the start of the arena: what was ever allocated
 static Region **unit_region;  // of each unit; freed ones stay until another takes the unit
 
 static void *reserve(size_t bytes) {
@@ -307,6 +305,12 @@ static void race(const Region *r, const Word *word, const Note *note, AccessKind
         note->warp == now.thread->warp && !(note->flags & MANY_WARPS) ? "__syncwarp()" : "__syncthreads()");
 }
 
+static void unwritten(const Region *r, const Word *word, AccessKind kind, const void *site) NO_RETURN;
+static void unwritten(const Region *r, const Word *word, AccessKind kind, const void *site) {
+    broken(site, "%s byte %zu of %s, which no thread of this block has written yet; is a barrier missing?",
+           verb_of(kind), (size_t)(word - r->words) << r->grain, r->name);
+}
+
 static inline void check_word(Region *r, Word *w, AccessKind kind, const void *site) {
     const Thread *me = now.thread;
     uint32_t mine = 1u << me->lane;
@@ -314,17 +318,14 @@ static inline void check_word(Region *r, Word *w, AccessKind kind, const void *s
     // Each block has its own shared memory, and each launch comes after the one before.
     uint32_t since = r->shared ? now.block_start : now.launch_start;
     if (wrote->time < since) {
-        if (r->shared && kind == LOAD)
-            broken(site,
-                   "reads byte %zu of %s, which no thread of this block has written yet; is a barrier "
-                   "missing?",
-                   (size_t)(w - r->words) << r->grain, r->name);
+        if (r->shared && kind != STORE) unwritten(r, w, kind, site);
         if (read->time < since) {  // the usual case: nobody was here
-            *(kind == LOAD ? read : wrote) = {now.time, site_number(site), mine, passed(me), (uint8_t)me->warp,
-                                              (uint8_t)(kind == ATOMIC ? BY_ATOMIC : 0)};
+            uint8_t flags = kind == ATOMIC ? BY_ATOMIC : 0;
+            *(kind == LOAD ? read : wrote) = {now.time,   site_number(site), mine,
+                                              passed(me), (uint8_t)me->warp, flags};
             return;
         }
-        if (kind == LOAD && read->time == now.time && read->warp != me->warp) {  // the next: several warps read
+        if (kind == LOAD && read->time == now.time && read->warp != me->warp) {  // the next: many read
             read->flags |= MANY_WARPS;
             return;
         }

@@ -17,6 +17,8 @@ void backend_start(int local_rank, int ranks_here);
 // What computes, for the header of a program: "OpenBLAS 0.3.21 SkylakeX, 2 threads", "NVIDIA H200 (sm_90), CUDA
 // 13.0". Starts the device.
 const char *backend_text(void);
+// Returns when the device has done all that it was given.
+void backend_wait(void);
 // Uninitialised bytes, aligned to 64; NULL when there is no more.
 void *backend_alloc(size_t bytes);
 void backend_free(void *memory);

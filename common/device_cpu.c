@@ -12,6 +12,8 @@ void backend_start(int local_rank, int ranks_here) { (void)local_rank, (void)ran
 
 const char *backend_text(void) { return base_blas_name(); }
 
+void backend_wait(void) {}
+
 void *backend_alloc(size_t bytes) {
     if (guard_wanted()) return guard_alloc(bytes);
     // aligned_alloc wants a multiple of the alignment.

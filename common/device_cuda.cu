@@ -101,6 +101,8 @@ const char *backend_text(void) {
     return state.text;
 }
 
+void backend_wait(void) { device_wait(); }
+
 int device_count(void) {
     start();
     return state.count;

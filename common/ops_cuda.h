@@ -90,20 +90,13 @@ __device__ inline __half narrow<__half>(float x) {
     return __float2half_rn(x);
 }
 
-__device__ inline float exp_of(float x) { return expf(x); }
-__device__ inline double exp_of(double x) { return exp(x); }
-__device__ inline float log_of(float x) { return logf(x); }
-__device__ inline double log_of(double x) { return log(x); }
-__device__ inline float sqrt_of(float x) { return sqrtf(x); }
-__device__ inline double sqrt_of(double x) { return sqrt(x); }
-
 // For results that are rounded to 16 bits, of type T: the GPU's own approximations, good to about 21
 // bits, at a fraction of the instructions; without them the exponentials, not the memory, would set the
 // pace of 16-bit rows.
 template <class T>
 __device__ inline Arithmetic<T> exp_for(Arithmetic<T> x) {
     if constexpr (sizeof(T) == 2) return __expf(x);
-    else return exp_of(x);
+    else return exp(x);
 }
 template <class T>
 __device__ inline Arithmetic<T> quotient_for(Arithmetic<T> x, Arithmetic<T> y) {

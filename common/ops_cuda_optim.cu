@@ -1,5 +1,8 @@
 // ops_cuda_optim.cu: the optimizers on a GPU, one pass over value, master, moments and gradient. They
 // move 28 bytes for a parameter of 16 bits with a master, and compute next to nothing.
+//
+// A range may be stepped whole or in shards that begin anywhere, in packs or not, and gets the same bits:
+// fma is spelled out, so that no compiler joins other products and sums in one case than in the other.
 #include <math.h>
 
 #include "ops_cuda.h"
@@ -60,9 +63,10 @@ struct AdamWStep {
     __device__ void write(int64_t first, In<N> in) const {
         for (int j = 0; j < N; j++) {
             A g = c.scale * narrow<A>(wide(in.grad.x[j]));
-            in.m.x[j] = c.beta1 * in.m.x[j] + c.fresh1 * g;
-            in.v.x[j] = c.beta2 * in.v.x[j] + c.fresh2 * (g * g);
-            in.w.x[j] = c.keep * in.w.x[j] - c.rate * in.m.x[j] / (sqrt_of(in.v.x[j]) * c.widen + c.eps);
+            in.m.x[j] = fma(c.beta1, in.m.x[j], c.fresh1 * g);
+            in.v.x[j] = fma(c.beta2, in.v.x[j], c.fresh2 * (g * g));
+            A step = c.rate * in.m.x[j] / fma(sqrt(in.v.x[j]), c.widen, c.eps);
+            in.w.x[j] = fma(c.keep, in.w.x[j], -step);
         }
         store<N>(m + first, in.m);
         store<N>(v + first, in.v);
@@ -88,7 +92,7 @@ struct SgdStep {
     }
     template <int N>
     __device__ void write(int64_t first, In<N> in) const {
-        for (int j = 0; j < N; j++) in.w.x[j] -= rate * narrow<A>(wide(in.grad.x[j]));
+        for (int j = 0; j < N; j++) in.w.x[j] = fma(-rate, narrow<A>(wide(in.grad.x[j])), in.w.x[j]);
         store_weights<N>(value, master, first, in.w);
     }
 };

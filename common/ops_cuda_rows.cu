@@ -23,7 +23,7 @@ __global__ void rmsnorm_rows(T *y, Arithmetic<T> *rstd, const T *x, const T *wei
         for (int j = 0; j < N; j++) squares += wide(pack.x[j]) * wide(pack.x[j]);
     });
     squares = over_block(squares, Add());
-    const A r = 1 / sqrt_of(squares / (A)h + eps);
+    const A r = 1 / sqrt(squares / (A)h + eps);
     if (threadIdx.x == 0) rstd[row] = r;
     for (int64_t i = threadIdx.x; i * N < h; i += blockDim.x) {
         TPack pack = xs.again(i), weights = load_of_row<N>(weight, i, h, packs, narrow<T>(0.0f));
@@ -95,7 +95,7 @@ __global__ void rmsnorm_backward_rows(T *dx, Arithmetic<T> *partials, const T *d
         for (int64_t j = i * N; j < least((i + 1) * N, h); j++) partials[blockIdx.x * h + j] = sums[j];
 }
 
-// A block has 32 columns; its warps sum every so-manieth group, and the first of them those sums, in
+// A block has 32 columns. Its warps take turns at the groups, and the first warp adds up their sums, in
 // order.
 template <class T>
 __global__ void add_partials(T *dweight, const Arithmetic<T> *partials, int64_t groups, int64_t h) {
@@ -214,8 +214,8 @@ __global__ void rope_pairs(T *x, const int32_t *positions, const double *frequen
         if (k < here) {
             for (int j = 0; j < N; j++) {
                 const A a = wide(low[k].x[j]), b = wide(high[k].x[j]);
-                low[k].x[j] = narrow<T>(a * cosine[j] - b * sine[j]);
-                high[k].x[j] = narrow<T>(b * cosine[j] + a * sine[j]);
+                low[k].x[j] = narrow<T>(fma(a, cosine[j], -(b * sine[j])));
+                high[k].x[j] = narrow<T>(fma(b, cosine[j], a * sine[j]));
             }
             store<N>(at + k * 2 * half, low[k]);
             store<N>(at + k * 2 * half + half, high[k]);

@@ -138,7 +138,7 @@ __global__ void cross_entropy_rows(Arithmetic<T> *losses, Arithmetic<T> *lse, co
     });
     all = over_block(all, JoinExponentials());
     if (threadIdx.x > 0) return;
-    const A log_sum = all.max + log_of(all.sum);
+    const A log_sum = all.max + log(all.sum);
     const int32_t target = targets[row];
     if (!check.holds(target) && target != IGNORED_LABEL) check.tell(target, row);
     lse[row] = log_sum;

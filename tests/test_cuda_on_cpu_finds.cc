@@ -8,6 +8,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <utility>
+
 #include "gpu.h"
 // needs those above, and to be told that it is C
 extern "C" {
@@ -118,6 +120,73 @@ static void global_accesses_out_of_bounds(void **state) {
           "reads 4 bytes at (nil), which is not memory of the device");
 }
 
+// Whatever form g++ gives to an access, it must come by here.
+struct Odd {
+    float x[3];
+};
+struct Large {
+    float x[10];
+};
+struct Bits {
+    unsigned low : 5, high : 20;
+};
+enum Form {
+    VOLATILE,
+    ADDED,
+    STRUCT,
+    LARGE_STRUCT,
+    ZEROED,
+    MEMBER,
+    BIT_FIELD,
+    COPIED,
+    FILLED,
+    SWAPPED,
+    LOADED,
+    ATOMIC
+};
+template <int FORM>
+__global__ void access(float *y, float *x, int i) {
+    if (FORM == VOLATILE) *y = *reinterpret_cast<volatile float *>(&x[i]);
+    if (FORM == ADDED) x[i] += 1;
+    if (FORM == STRUCT) *reinterpret_cast<Odd *>(y) = reinterpret_cast<const Odd *>(x)[i];
+    if (FORM == LARGE_STRUCT) *reinterpret_cast<Large *>(y) = reinterpret_cast<const Large *>(x)[i];
+    if (FORM == ZEROED) reinterpret_cast<Large *>(x)[i] = Large();
+    if (FORM == MEMBER) *y = reinterpret_cast<const Large *>(x)[i].x[9];
+    if (FORM == BIT_FIELD) reinterpret_cast<Bits *>(x)[i].high = 3;
+    if (FORM == COPIED) memcpy(y, x + i, 20);
+    if (FORM == FILLED) memset(x + i, 0, 20);
+    if (FORM == SWAPPED) std::swap(*y, x[i]);
+    if (FORM == LOADED) *y = __ldg(&x[i]);
+    if (FORM == ATOMIC) atomicAdd(&x[i], 1.f);
+}
+
+template <int FORM>
+static void check_form(const char *form, int last) {
+    static int index;
+    index = last;
+    expect_sound(form, [] { LAUNCH(access<FORM>, 1, 1, 0, 0, floats(60), floats(60), index); });
+    index = last + 1;
+    const char *const parts[] = {" of 240 bytes of device memory"};
+    expect_found(
+        form, [] { LAUNCH(access<FORM>, 1, 1, 0, 0, floats(60), floats(60), index); }, parts, 1);
+}
+
+static void every_form_of_access_is_seen(void **state) {
+    (void)state;
+    check_form<VOLATILE>("a volatile read", 59);
+    check_form<ADDED>("+=", 59);
+    check_form<STRUCT>("a struct of 12 bytes", 19);
+    check_form<LARGE_STRUCT>("a struct of 40 bytes", 5);
+    check_form<ZEROED>("a struct of zeros", 5);
+    check_form<MEMBER>("a member", 5);
+    check_form<BIT_FIELD>("a bit field", 59);
+    check_form<COPIED>("memcpy", 55);
+    check_form<FILLED>("memset", 55);
+    check_form<SWAPPED>("std::swap", 59);
+    check_form<LOADED>("__ldg", 59);
+    check_form<ATOMIC>("an atomic", 59);
+}
+
 static void accesses_of_host_memory_from_kernels(void **state) {
     (void)state;
     static float on_host[4];
@@ -168,7 +237,7 @@ __global__ void share_word(float *y) {
     if (CASE == 6) y[blockIdx.x] = y[(blockIdx.x + 1) % gridDim.x];
 }
 
-__global__ void half_words(__nv_bfloat16 *y) { y[threadIdx.x] = __float2bfloat16(1); }
+__global__ void half_words(__nv_bfloat16 *y, int lanes) { y[threadIdx.x / lanes] = __float2bfloat16(1); }
 
 static void races_on_global_memory(void **state) {
     (void)state;
@@ -184,7 +253,9 @@ static void races_on_global_memory(void **state) {
     FOUND(LAUNCH(share_word<6>, 5, 1, 0, 0, floats(64)), "block 1, thread 0, ",
           "writes byte 4 of device memory, which another block of this launch read (");
     // neighbours in one word of 4 bytes, but not in one number
-    SOUND(LAUNCH(half_words, 1, 64, 0, 0, (__nv_bfloat16 *)floats(64)));
+    SOUND(LAUNCH(half_words, 1, 64, 0, 0, (__nv_bfloat16 *)floats(64), 1));
+    FOUND(LAUNCH(half_words, 1, 64, 0, 0, (__nv_bfloat16 *)floats(64), 2), "thread 1, ",
+          "writes byte 0 of device memory, which thread 0 wrote (");
 }
 
 // ---- shared memory ----
@@ -240,11 +311,18 @@ __global__ void unwritten(float *y) {
     y[blockIdx.x * 64 + threadIdx.x] = CASE == 2 ? more[threadIdx.x] : array[63 - threadIdx.x];
 }
 
+__global__ void count_from_anything(float *y) {
+    __shared__ unsigned counter;
+    y[threadIdx.x] = (float)atomicAdd(&counter, 1u);
+}
+
 static void reads_of_shared_memory_that_nobody_wrote(void **state) {
     (void)state;
     SOUND(LAUNCH(unwritten<0>, 2, 64, 256, 0, floats(128)));
     FOUND(LAUNCH(unwritten<1>, 2, 64, 256, 0, floats(128)), "block 0, thread 0, ",
           "reads byte 252 of array, which no thread of this block has written yet");
+    FOUND(LAUNCH(count_from_anything, 1, 64, 0, 0, floats(64)),
+          "atomically changes byte 0 of counter, which no thread of this block has written yet");
     // the block before wrote it
     FOUND(LAUNCH(unwritten<2>, 2, 64, 256, 0, floats(128)), "block 1, thread ",
           " of dynamic shared memory, which no thread of this block has written");
@@ -503,6 +581,7 @@ int main(int argc, char **argv) {
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(global_accesses_out_of_bounds),
+        cmocka_unit_test(every_form_of_access_is_seen),
         cmocka_unit_test(accesses_of_host_memory_from_kernels),
         cmocka_unit_test(use_after_free),
         cmocka_unit_test(misaligned_accesses),
