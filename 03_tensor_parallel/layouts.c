@@ -7,6 +7,7 @@
 //
 //     plug               socket        per step                                    calls            bytes
 //     ddp_no_sync        gradients     all-reduce of G in buckets                  buckets          2 (dp - 1) tp G
+//     zero1 … zero3      and weights   reduce-scatter of G, all-gather of weights  zero_sends         (dp - 1) tp of both
 //     tensor_parallel    region        all-reduce of K                             4 L m            2 (tp - 1) dp K each
 //     sequence_parallel  region        all-gather, reduce-scatter of K             6 L m, 4 L m       (tp - 1) dp K each
 //                        vocabulary    all-reduce of the loss, 8 bytes             m                2 (tp - 1) dp 8 each
@@ -120,19 +121,32 @@ static void partial_sends(Sends *s, const Model *m) {
     double h = (double)c->hidden, L = (double)c->layers, e = (double)dtype_size(m->params.total_dtype);
     int tp = m->mesh.tp.size, dp = m->mesh.dp.size;
     double whole = (2 * L + 1) * h + (c->vocab_parallel ? 0 : (c->tied ? 1 : 2) * h * (double)c->vocab);
-    if (c->sp && tp > 1) add_all_reduces(s, 1, e * whole, tp, dp);
+    double replicas = c->zero ? 1 : dp;  // ZeRO's ranks of dp have a part of the gradients each
+    if (c->sp && tp > 1) add_all_reduces(s, 1, e * whole, tp, replicas);
     int copies = tp / (int)c->kv_heads;
     if (copies > 1)
         add_all_reduces(s, 1, e * L * 2 * (double)config_head_size(c) * h, copies,
-                        dp * (double)c->kv_heads);
+                        replicas * (double)c->kv_heads);
 }
 
+// Over dp: gradients, and with ZeRO weights; labels and loss. And the squares of the gradients' norm over what cuts them.
 static void data_sends(Sends *s, const Model *m, const Layout *layout) {
-    int first_unit[m->params.units], tp = m->mesh.tp.size, dp = m->mesh.dp.size;
-    s->all_reduce.calls += ddp_bucket_starts(&m->params, layout->zero.ddp.bucket_bytes, first_unit);
-    s->all_reduce.bytes += 2.0 * (dp - 1) * tp * (double)tensor_bytes(params_total_grad(&m->params));
-    add_all_reduces(s, 2, sizeof(double), dp, tp);              // labels, loss
-    if (tp > 1) add_all_reduces(s, 1, sizeof(double), tp, dp);  // squares of the norm
+    const Params *p = &m->params;
+    int tp = m->mesh.tp.size, dp = m->mesh.dp.size;
+    if (m->config.zero == 0) {
+        int first_unit[p->units];
+        s->all_reduce.calls += ddp_bucket_starts(p, layout->zero.ddp.bucket_bytes, first_unit);
+        s->all_reduce.bytes += 2.0 * (dp - 1) * tp * (double)tensor_bytes(params_total_grad(p));
+    } else {
+        ZeroSends zero = zero_sends(m);
+        s->reduce_scatter.calls += zero.reductions;
+        s->reduce_scatter.bytes += (dp - 1) * tp * zero.reduced * (double)dtype_size(p->total_dtype);
+        s->all_gather.calls += zero.gathers;
+        s->all_gather.bytes += (dp - 1) * tp * zero.gathered * (double)dtype_size(p->dtype);
+        if (dp > 1) add_all_reduces(s, 1, sizeof(double), dp, tp);
+    }
+    add_all_reduces(s, 2, sizeof(double), dp, tp);
+    if (tp > 1) add_all_reduces(s, 1, sizeof(double), tp, dp);
 }
 
 static void check_sent(const char *call, const char *title, Sent predicted, double steps, Group world) {
@@ -160,9 +174,18 @@ static void check_memory(const Trainer *t, const Record *record) {
                        .sp = c->sp};
     MemoryNeed need = memory_need(&plan);
     double ranks = world.size;
-    // Rows may be unequal, their sum is not: so the ranks' total, and the peak of a rank where they are equal.
+    bool narrow = dtype_size((DType)c->dtype) < 4;
+    // Where ZeRO cuts gradients, what stays are their sums, f32 beside 16-bit weights.
+    double gradients = c->zero >= 2 && narrow ? need.accumulators : need.gradients + need.accumulators;
+    double sgd = narrow ? need.optimizer / 3 : 0;  // of master weights and two moments the first
+    Memory now = memory_account();
+    // Rows and parts may be unequal, their sums are not: so the ranks' total, and the peak of a rank where they are equal.
     report_equal("weights, all ranks", ranks * need.parameters,
-                 comm_sum((double)memory_account().now[MEMORY_PARAMETER], world), "B");
+                 comm_sum((double)now.now[MEMORY_PARAMETER], world), "B");
+    report_equal("gradients, all ranks", ranks * gradients,
+                 comm_sum((double)now.now[MEMORY_GRADIENT], world), "B");
+    report_equal("optimizer, all ranks", ranks * (c->optimizer == OPTIMIZER_SGD ? sgd : need.optimizer),
+                 comm_sum((double)now.now[MEMORY_OPTIMIZER], world), "B");
     report_equal("activations kept, all ranks", round(ranks * (need.blocks + need.ends)),
                  comm_sum((double)record->kept_bytes, world), "B");
     if (c->micro_batch * c->seq % c->tp == 0 || !c->sp)

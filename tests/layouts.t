@@ -71,9 +71,19 @@ passes "vocab 2, dp 2, sp, selective" vocab_parallel --tp 2 --sp --recompute sel
 passes "vocab 8, bf16" vocab_parallel --ranks 8 --dtype bf16 --layers 1 --steps 1
 passes "async 3, vocab, uneven rows" async_tensor_parallel --ranks 3 $three --vocab-parallel $quick
 
+passes "zero 1, tp 2, dp 2, sp" sequence_parallel --tp 2 --zero 1 $quick
+passes "zero 1, tp 2, dp 2, copies, AdamW" tensor_parallel --tp 2 --kv-heads 1 --zero 1 --optimizer adamw --lr 0.001 $quick
+passes "zero 2, tp 2, dp 3, tied" tensor_parallel --ranks 6 --tp 2 --zero 2 --tied $quick
+passes "zero 2, async 2, dp 2, vocab" async_tensor_parallel --tp 2 --zero 2 --vocab-parallel $quick
+passes "zero 3, tp 2, dp 4, sp, vocab, tied" vocab_parallel --ranks 8 --tp 2 --zero 3 --sp --tied $quick
+passes "zero 3, tp 4, dp 2, copies" tensor_parallel --ranks 8 --tp 4 --zero 3 $quick
+passes "zero 3, tp 2, dp 2, sp, full" sequence_parallel --tp 2 --zero 3 --recompute full $quick
+passes "zero 3, tp 2, dp 2, bf16" tensor_parallel --tp 2 --zero 3 --dtype bf16 --layers 1 --steps 1
+
 odd="--layers 1 --hidden 54 --heads 9 --kv-heads 3 --ffn 57 --vocab 259 --seq 17 --micro-batch 1 --grad-acc 3 --steps 2"
 passes "odd, tp 3, dp 2" tensor_parallel --ranks 6 --tp 3 $odd
-passes "odd, sp 3, dp 2, vocab, tied" sequence_parallel --ranks 6 --tp 3 --vocab-parallel --tied $odd
+passes "odd, sp 3, dp 2, vocab, tied, zero 2" sequence_parallel --ranks 6 --tp 3 --vocab-parallel --tied --zero 2 $odd
+passes "odd, sp 3, dp 2, zero 3, full" sequence_parallel --ranks 6 --tp 3 --zero 3 --recompute full $odd
 
 if wanted resumed; then
     shape="--layers 2 --hidden 48 --heads 8 --kv-heads 2 --ffn 88 --vocab 256"
