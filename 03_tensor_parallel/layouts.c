@@ -1,23 +1,24 @@
-// layouts.c: what the flags of a layout plug, and what each layout must send and store. Playbook: "Tensor Parallelism",
-// "Sequence Parallelism", "5D parallelism in a nutshell".
+// layouts.c: what the flags of a layout plug, and what each layout must send and store. Playbook: "Tensor
+// Parallelism", "Sequence Parallelism", "5D parallelism in a nutshell".
 //
-// The programs of this chapter differ in their default flags and in what else they show; all of them take --dp --tp --sp
-// --vocab-parallel --zero in any combination. One socket each, plugged in the order of this table; n tokens of a
-// micro-batch, K = n h e bytes, m = grad_acc, L blocks, G bytes of gradients on a rank; bytes are those of all ranks:
+// The programs of this chapter differ in their standard flags and in what else they show; all take --dp
+// --tp --sp --vocab-parallel --zero in any combination, a socket each, plugged in this order. n tokens and
+// K = n h e bytes of a micro-batch, m of them, L blocks, G bytes of gradients on a rank; bytes are those of
+// all ranks:
 //
-//     plug               socket        per step                                    calls            bytes
-//     ddp_no_sync        gradients     all-reduce of G in buckets                  buckets          2 (dp - 1) tp G
-//     zero1 … zero3      and weights   reduce-scatter of G, all-gather of weights  zero_sends         (dp - 1) tp of both
-//     tensor_parallel    region        all-reduce of K                             4 L m            2 (tp - 1) dp K each
-//     sequence_parallel  region        all-gather, reduce-scatter of K             6 L m, 4 L m       (tp - 1) dp K each
-//                        vocabulary    all-reduce of the loss, 8 bytes             m                2 (tp - 1) dp 8 each
-//     vocab_parallel     vocabulary    all-reduce of K; of n maxima; of 2 n sums   2 m, m, m        2 (tp - 1) dp (2 K + 3 n w) m
-//       with sp                        all-gather, reduce-scatter of K             3 m, 2 m         (tp - 1) dp K each
-//     async_tensor_…     region        transfers instead of both                   tp - 1 for each  the same
-//     both               gradients     all-reduce of all partial gradients, P      1 for each group 2 (copies - 1) P each
+//   plug                socket      in a step                              calls        bytes of each
+//   ddp_no_sync         gradients   all-reduce of G in buckets             buckets      2 (dp - 1) tp G
+//   zero1, …            parameters  reduce-scatter of G, all-gather        zero_sends   (dp - 1) tp
+//   tensor_parallel     region      all-reduce of K                        4 L m        2 (tp - 1) dp K
+//   sequence_parallel   region      all-gather, reduce-scatter of K        6 and 4 L m  (tp - 1) dp K
+//                       vocabulary  all-reduce of the loss                 m            2 (tp - 1) dp 8
+//   vocab_parallel      vocabulary  all-reduce of K, maxima, two sums      2, 1, 1 m    2 (tp - 1) dp each
+//     with --sp                     all-gather, reduce-scatter for K       3 and 2 m    (tp - 1) dp K
+//   async_tensor_…      region      messages in place of these             x (tp - 1)   the same
+//   both of region      gradients   all-reduce of all that is partial, P   1 a group    2 (copies - 1) P
 //
-// and 2 L m more all-reduces (or of both halves) with --recompute full, which runs forward again. Besides, a step sums
-// labels and loss over dp, and the gradients' norm over tp. This file has no main.
+// and 2 L m all-reduces more (or of both halves) with --recompute full, which runs forward again. A step
+// also sums labels and loss over dp, and the norm over what cuts it. This file has no main.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -71,7 +72,8 @@ static void add_halves(Sent *sent, double calls, double bytes, int n, double gro
     sent->bytes += calls * groups * (n - 1) * bytes;
 }
 
-// All-gathers and reduce-scatters of K; `async` ones are as many messages as there are other ranks, and as many bytes.
+// All-gathers and reduce-scatters of K; `async` ones are as many messages as there are other ranks, and as
+// many bytes.
 static void add_gathers(Sends *s, double calls, double bytes, const Model *m, bool async) {
     int tp = m->mesh.tp.size;
     add_halves(async ? &s->transfers : &s->all_gather, calls, bytes, tp, m->mesh.dp.size);
@@ -115,7 +117,8 @@ static void vocabulary_sends(Sends *s, const Model *m, bool async) {
     add_all_reduces(s, micro, 2 * row, tp, dp);
 }
 
-// Under sequence parallelism the norms, and embedding and output layer where they are whole; K/V heads that are copies.
+// Under sequence parallelism the norms, and embedding and output layer where they are whole; K/V heads that
+// are copies.
 static void partial_sends(Sends *s, const Model *m) {
     const Config *c = &m->config;
     double h = (double)c->hidden, L = (double)c->layers, e = (double)dtype_size(m->params.total_dtype);
@@ -129,7 +132,8 @@ static void partial_sends(Sends *s, const Model *m) {
                         replicas * (double)c->kv_heads);
 }
 
-// Over dp: gradients, and with ZeRO weights; labels and loss. And the squares of the gradients' norm over what cuts them.
+// Over dp: gradients, and with ZeRO weights; labels and loss. And the squares of the gradients' norm over
+// what cuts them.
 static void data_sends(Sends *s, const Model *m, const Layout *layout) {
     const Params *p = &m->params;
     int tp = m->mesh.tp.size, dp = m->mesh.dp.size;
@@ -179,7 +183,8 @@ static void check_memory(const Trainer *t, const Record *record) {
     double gradients = c->zero >= 2 && narrow ? need.accumulators : need.gradients + need.accumulators;
     double sgd = narrow ? need.optimizer / 3 : 0;  // of master weights and two moments the first
     Memory now = memory_account();
-    // Rows and parts may be unequal, their sums are not: so the ranks' total, and the peak of a rank where they are equal.
+    // Rows and parts may be unequal, their sums are not: so the ranks' total, and the peak of a rank where
+    // they are equal.
     report_equal("weights, all ranks", ranks * need.parameters,
                  comm_sum((double)now.now[MEMORY_PARAMETER], world), "B");
     report_equal("gradients, all ranks", ranks * gradients,
@@ -259,7 +264,8 @@ static Sends sends_since_reset(void) {
                    sent_since_reset("reduce_scatter"), sent_since_reset("transfers")};
 }
 
-// Of one micro-batch through the whole model, on this rank alone. It is not the last, so that no gradient travels.
+// Of one micro-batch through the whole model, on this rank alone. It is not the last, so that no gradient
+// travels.
 static BlockCost micro_batch_cost(const Config *config, Mesh mesh) {
     BlockCost cost;
     Trainer *t = trainer_new(config, mesh);

@@ -1,8 +1,10 @@
-// bench_tp.c: tensor and sequence parallelism with 2 ranks of one thread beside what the same two cores multiply. `make
-// bench` runs it. The model, the batch of a step and the yardstick are bench_ddp.c's; layouts take turns.
+// bench_tp.c: tensor and sequence parallelism with 2 ranks of one thread beside what the same two cores
+// multiply. `make bench` runs it. Model, batch of a step and yardstick are bench_ddp.c's; layouts take
+// turns.
 //
-// The yardstick: SGEMM, 2048 x 2048 in f32, on both ranks at once, right before and right after each step. The median
-// over such pairs is printed.  bench <name> <value> <unit> target <value> ok|short
+// The yardstick: SGEMM, 2048 x 2048 in f32, on both ranks at once, right before and right after each step.
+// The
+// median over such pairs is printed.  bench <name> <value> <unit> target <value> ok|short
 #include <stdlib.h>
 
 #include "playbook.h"
