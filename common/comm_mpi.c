@@ -203,7 +203,9 @@ bool transport_sums_in_rank_order(void) { return true; }
 
 bool transport_prepares_groups(void) { return false; }
 
-Operation *transport_group(Group group, int color, int as) { return (void)group, (void)color, (void)as, NULL; }
+Operation *transport_group(Group group, int color, int as) {
+    return (void)group, (void)color, (void)as, NULL;
+}
 
 double transport_poll(void) { return 0; }
 

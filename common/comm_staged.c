@@ -61,7 +61,8 @@ static void stage_transfers(Stage *s) {
         Transfer *t = &s->transfers[i];
         *t = c->transfers[i];
         if (t->send) fetch(memory + at, tensor_address(t->t), tensor_bytes(t->t));
-        s->storage[i] = (Storage){.memory = memory + at, .bytes = (size_t)tensor_bytes(t->t), .references = 1};
+        s->storage[i] =
+            (Storage){.memory = memory + at, .bytes = (size_t)tensor_bytes(t->t), .references = 1};
         at += tensor_bytes(t->t);
         t->t.storage = &s->storage[i];
         t->t.offset = 0;
