@@ -52,6 +52,7 @@ row() {
     row 4 '405B parameters: 6480 GB, 8100 GB with f32 gradients' memory --claims '405B parameters in bf16 and'
     row 5 'L s b h (34 + 5 a s / h)' memory --claims '34 \+ 5 a s / h$|block, 34'
     row 5 'the same for our block, to the byte' memory --measure 'activations kept'
+    row 5 'with TP and SP (34 + 5 a s / h) / t; and our block' sequence_parallel '' '^ *TP with SP  +[0-9]'
     row 6 'selective: 70% less activation memory for 2.7% more compute' recompute '' '^GPT-3'
     row 7 'MFU leaves recomputed FLOPs out, HFU counts them' recompute '--model llama-3-8b --dtype bf16 --dry-run' '^full'
     row 8 'forward 2 N, backward 4 N FLOPs a token' train '--dry-run --steps 1' 'estimate'
@@ -66,6 +67,12 @@ row() {
     row 22 'the embedding: all-reduce, or reduce-scatter to rows' vocab_parallel '' '^  x '
     row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' 'exposes .* of what tp does'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
+    row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' 'all-reduces, backward'
+    row 20 'TP beyond the K/V heads: copies that stay in sync' tensor_parallel '--ranks 8' 'equal in all copies'
+    row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' 'forward, bytes'
+    row 21 'SP: the largest activation is b s h / tp' sequence_parallel '' 'largest kept with SP'
+    row 22 'shapes of TP and of TP with SP' sequence_parallel '' '^ *exit TP: out'
+    row 23 'TP: throughput a GPU falls where the node ends' tensor_parallel '--ranks 8 --gpus-per-node 4' 'beyond the node'
 } >"$work/claims" || exit 1
 fill claims <"$work/claims"
 unset OPENBLAS_CORETYPE
