@@ -64,15 +64,15 @@ row() {
     row 12 'the outputs of the collectives of appendix A0' collectives '' '^PASS'
     row 14 '7.5B on 64 ranks: 120, 31.4, 16.6, 1.9 GB' memory --claims 'k = 12, ZeRO-3'
     row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
-    row 22 'the embedding: all-reduce, or reduce-scatter to rows' vocab_parallel '' '^  x '
-    row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' 'exposes .* of what tp does'
-    row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
     row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' 'all-reduces, backward'
     row 20 'TP beyond the K/V heads: copies that stay in sync' tensor_parallel '--ranks 8' 'equal in all copies'
     row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' 'forward, bytes'
     row 21 'SP: the largest activation is b s h / tp' sequence_parallel '' 'largest kept with SP'
+    row 22 'the embedding: all-reduce, or reduce-scatter to rows' vocab_parallel '' '^  x '
     row 22 'shapes of TP and of TP with SP' sequence_parallel '' '^ *exit TP: out'
     row 23 'TP: throughput a GPU falls where the node ends' tensor_parallel '--ranks 8 --gpus-per-node 4' 'beyond the node'
+    row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' 'exposes .* of what tp does'
+    row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
 } >"$work/claims" || exit 1
 fill claims <"$work/claims"
 unset OPENBLAS_CORETYPE
