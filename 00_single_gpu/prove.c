@@ -136,6 +136,7 @@ int layout_program(int argc, char **argv, const LayoutProgram *program) {
     } else {
         layout_prove(&config, mesh, program, false);
         layout_prove(&config, mesh, program, true);
+        config.save = config.resume = NULL;  // what else there is to show begins anew
         if (program->more) program->more(mesh, &config);
     }
     timeline_finish(&config, mesh.world);

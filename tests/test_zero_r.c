@@ -1,0 +1,104 @@
+// test_zero_r.c [--ranks N] [PATTERN]: checkpoints that are cut over the ranks of real tensor parallelism, and buffers of
+// every size. TAP.
+#include "playbook.h"
+#include "ranks.h"
+
+static Config config_of(const char *more) {
+    char *text = format_text(
+        "layers=3 hidden=48 heads=24 kv-heads=24 ffn=48 vocab=257 seq=11 micro-batch=1 grad-acc=2 steps=2 "
+        "%s",
+        more);
+    Config c = config_default(text);
+    free(text);
+    return c;
+}
+
+static void expect_same_bits(const char *what, const Record *x, const Record *y) {
+    SAME(x->steps, y->steps);
+    for (int64_t i = 0; i < x->steps; i++) SAME(x->loss[i], y->loss[i]);
+    for (int i = 0; i < x->tensors; i++)
+        if (memcmp(x->grad[i], y->grad[i], (size_t)x->count[i] * sizeof(double)) ||
+            memcmp(x->param[i], y->param[i], (size_t)x->count[i] * sizeof(double)))
+            note("%s: %s differs", what, x->name[i]);
+}
+
+// ---- checkpoints ----
+
+static Record run_cut(const Config *c, Mesh mesh, bool cut, bool contiguous) {
+    Trainer *t = trainer_new(c, mesh);
+    ZeroR z = {.tp = mesh.tp, .contiguous = contiguous};
+    void *plugs = layout_plug(t);
+    if (cut) zero_r_plug(t->model, &z);
+    Record record = train_record(t, "run");
+    if (cut) zero_r_unplug(t->model, &z);
+    layout_unplug(t, plugs);
+    trainer_free(t);
+    return record;
+}
+
+// With real tensor parallelism, where each rank computes its heads of the same input.
+static void cut_checkpoints_change_no_bit(void) {
+    Mesh mesh = mesh_new((MeshShape){1, 1, 1, n, 1});
+    static const char *const dtypes[] = {"dtype=f64", "dtype=bf16"};
+    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
+        for (int vocabulary = 0; vocabulary < 2; vocabulary++) {
+            Config c = config_of(dtypes[i]);
+            c.tp = n;
+            c.vocab_parallel = vocabulary;
+            c.recompute = RECOMPUTE_FULL;
+            Record whole = run_cut(&c, mesh, false, false);
+            for (int contiguous = 0; contiguous < 2; contiguous++) {
+                Record cut = run_cut(&c, mesh, true, contiguous);
+                expect_same_bits(dtypes[i], &cut, &whole);
+                int64_t first, x = c.micro_batch * c.seq * c.hidden, each = (x + n - 1) / n;
+                Unit unit = {.count = x};
+                unit_part(&unit, contiguous ? 0 : me, n, &first, &each);
+                SAME(whole.kept_bytes - cut.kept_bytes,
+                     c.layers * (x - each) * (int64_t)dtype_size((DType)c.dtype));
+                record_free(&cut);
+            }
+            record_free(&whole);
+        }
+}
+
+// ---- buffers ----
+
+static void buffers_of_every_size_change_no_bit(void) {
+    Mesh mesh = mesh_new((MeshShape){n, 1, 1, 1, 1});
+    for (int tied = 0; tied < 2; tied++) {
+        Config c = config_of("layers=1 dtype=bf16");
+        c.tied = tied;
+        Trainer *t = trainer_new(&c, mesh);
+        Ddp ddp = {.bucket_bytes = 1};
+        ddp_no_sync_plug(t->model, &ddp);
+        Record in_place = train_record(t, "in place");
+        int64_t all = params_elements(&t->model->params);
+        free(ddp.pending);
+        trainer_free(t);
+        // Elements: a weight's border within, at the end of, and far behind the buffer; all, and one more.
+        const int64_t sizes[] = {97, 257 * 48, 257 * 48 + 1, all - 1, all, all + 1, INT64_MAX / 4};
+        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+            t = trainer_new(&c, mesh);
+            ConstantBuffer b = {.bytes = 4 * sizes[i]};
+            constant_buffer_plug(t->model, &b);
+            SAME(tensor_count(b.buffer), sizes[i] < all ? sizes[i] : all);
+            Record record = train_record(t, "through a buffer");
+            expect_same_bits("buffer", &record, &in_place);
+            constant_buffer_unplug(t->model, &b);
+            record_free(&record);
+            trainer_free(t);
+        }
+        record_free(&in_place);
+    }
+}
+
+static const RankTest tests[] = {
+    TEST(cut_checkpoints_change_no_bit),
+    TEST(buffers_of_every_size_change_no_bit),
+};
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    const char *pattern = ranks_start(argc, argv, 4);
+    return ranks_run(tests, sizeof tests / sizeof *tests, pattern);
+}
