@@ -141,10 +141,11 @@ void zero_counts(const Trainer *t, const Record *record, void *plugs) {
     const Model *m = t->model;
     const Params *p = &m->params;
     double n = p->dp.size, steps = (double)record->steps, micros = (double)c->grad_acc;
+    double e = (double)dtype_size(p->dtype), g = (double)dtype_size(p->total_dtype);
     double all = (double)params_elements(p), embedding = (double)p->unit[m->embedding_unit].count;
     double ends = embedding + (double)p->unit[m->head_unit].count;
     // Per step: gradients are reduced, and weights gathered, in so many calls of so many elements in all.
-    double reductions = c->zero == 1 ? 1 : micros;
+    double reductions = (c->zero == 1 ? 1 : micros) * p->units, reduced = (c->zero == 1 ? 1 : micros) * all;
     double gathers = p->units, gathered = all;
     if (c->zero == 3) {
         // Forward gathers each unit, backward the blocks again. The head is used last in forward and first
@@ -153,20 +154,22 @@ void zero_counts(const Trainer *t, const Record *record, void *plugs) {
         gathers = micros * (p->units + (double)m->layers + c->tied);
         gathered = micros * (all + (all - ends) + (c->tied ? embedding : 0));
     }
+    double numbers =
+        n > 1 ? 3 : 2;  // labels, loss, and the norm of gradients of which each rank has a part
     CommCount reduce = comm_count("reduce_scatter"), gather = comm_count("all_gather");
-    CommCount numbers = comm_count("all_reduce");
-    // Labels and loss; and the gradient's norm, of which each rank has a part.
-    double sums = n > 1 ? 3 : 2;
-    report_equal("reduce-scatters", steps * reductions * p->units, (double)reduce.calls, "");
+    CommCount sums = comm_count("all_reduce");
+    report_equal("reduce-scatters", steps * reductions, (double)reduce.calls, "");
     report_equal("all-gathers", steps * gathers, (double)gather.calls, "");
-    report_equal("all-reduces, of one number", steps * sums, (double)numbers.calls, "");
-    report_equal("bytes of gradients sent by all",
-                 steps * reductions * (n - 1) * all * (double)dtype_size(p->total_dtype),
-                 comm_sum((double)reduce.bytes, p->dp), "B");
-    report_equal("bytes of weights sent by all", steps * (n - 1) * gathered * (double)dtype_size(p->dtype),
-                 comm_sum((double)gather.bytes, p->dp), "B");
-    report_equal("bytes of numbers sent by all", steps * sums * 2 * (n - 1) * sizeof(double),
-                 comm_sum((double)numbers.bytes, p->dp), "B");
+    report_equal("all-reduces, of one number", steps * numbers, (double)sums.calls, "");
+    double gradients = comm_sum((double)reduce.bytes, p->dp),
+           weights = comm_sum((double)gather.bytes, p->dp);
+    report_equal("bytes of gradients sent by all", steps * (n - 1) * g * reduced, gradients, "B");
+    report_equal("bytes of weights sent by all", steps * (n - 1) * e * gathered, weights, "B");
+    report_equal("bytes of numbers sent by all", steps * 2 * (n - 1) * numbers * sizeof(double),
+                 comm_sum((double)sums.bytes, p->dp), "B");
+    if (n > 1)
+        say("  elements sent in a step: %.2f (n - 1) P",
+            (gradients / g + weights / e) / (steps * (n - 1) * all));
     count_memory(t, record, plugs);
 }
 
