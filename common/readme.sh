@@ -34,6 +34,8 @@ p=$build/00_single_gpu
 block <"$work/tour" | fill tour
 run $p/train --model llama-3-8b --dtype bf16 --micro-batch 1 --recompute full --dry-run --steps 1 | block | fill dry
 
+run "$build/02_zero/zero3" --ranks 8 | sed -n '1p;/^Llama 3 8B/,$p' | block | fill zero
+
 # row NUMBER CLAIM PROGRAM FLAGS PATTERN: the line of `PROGRAM FLAGS` that has PATTERN.
 row() {
     local line
@@ -63,7 +65,13 @@ row() {
     row 11 'ring all-reduce moves 2 (n - 1) / n K per rank' ring_all_reduce '' '^PASS'
     row 12 'the outputs of the collectives of appendix A0' collectives '' '^PASS'
     row 14 '7.5B on 64 ranks: 120, 31.4, 16.6, 1.9 GB' memory --claims 'k = 12, ZeRO-3'
+    row 14 '2 P + 6 P + 12 P bytes; their parts by stage' zero3 '--ranks 8' '^ *ZeRO-3 .*3 P'
+    row 15 'ZeRO-1 and -2 send 2 P elements, as DDP does' zero2 '' 'elements sent'
+    row 15 'ZeRO-3 sends 3 P (here the ends, used once, are much of it)' zero3 '' 'elements sent'
     row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
+    row 17 "ZeRO-1's all-gather hides in the step …" zero1 '--ranks 8' '^ *in step +[0-9]'
+    row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
+    row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8' '8192 tokens a rank'
     row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' 'all-reduces, backward'
     row 20 'TP beyond the K/V heads: copies that stay in sync' tensor_parallel '--ranks 8' 'equal in all copies'
     row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' 'forward, bytes'
@@ -72,6 +80,7 @@ row() {
     row 22 'shapes of TP and of TP with SP' sequence_parallel '' '^ *exit TP: out'
     row 23 'TP: throughput a GPU falls where the node ends' tensor_parallel '--ranks 8 --gpus-per-node 4' 'beyond the node'
     row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' 'exposes .* of what tp does'
+    row 33 'A3: ZeRO-3 hides from tokens >= (n - 1) / n peak_flops / peak_bw' zero3 '--ranks 8' 'forward, all in one node'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
 } >"$work/claims" || exit 1
 fill claims <"$work/claims"
@@ -80,6 +89,7 @@ unset OPENBLAS_CORETYPE
     echo '$ make bench'
     "$build/tests/bench"
     "$build/tests/bench_ddp"
+    "$build/tests/bench_zero"
     "$build/tests/bench_tp"
     for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
 } | grep -E '^(OpenBLAS|bench|.*tokens/s)' | block | fill bench
