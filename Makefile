@@ -2,11 +2,29 @@
 #
 # Every 0*_*/*.c with a main becomes build/<chapter>/<name>. Its other functions, compiled a second time
 # with -DNO_MAIN, go with common/*.c into one archive, from which programs and tests take what they call.
+#
+# What computes (OPS) and what communicates (COMM) is chosen here, by linking; the chapters do not know.
+OPS  ?= cpu
+COMM ?= mpi
+# the choices that exist, and the folder of each
+folder-cpu-mpi         := build
+folder-cuda-nccl       := build-cuda
+folder-cuda-mpi        := build-cuda-mpi
+folder-cuda-on-cpu-mpi := build-cuda-on-cpu
+folder-cuda-on-cpu-nccl := build-nccl-on-cpu
+BUILD ?= $(folder-$(OPS)-$(COMM))
+ifeq ($(folder-$(OPS)-$(COMM)),)
+$(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, or nccl but with OPS=cpu)
+endif
+# C files of common/ that only one choice has; common/cuda.mk adds the others
+of-cpu  := common/device_cpu.c common/ops_cpu.c
+of-mpi  := common/comm_mpi.c common/comm_staged.c
+of-nccl :=
 
 ifeq ($(origin CC),default)
 CC := gcc
 endif
-BUILD ?= build
+LINK  := $(CC)
 OPT   ?= -O3
 # SANITIZE=address,undefined builds with sanitizers; choose another BUILD with it.
 SANITIZE ?=
@@ -42,7 +60,10 @@ endif
 ALL_CFLAGS = $(CFLAGS) $(CFLAGS_EXTRA)
 
 chapter_sources := $(sort $(wildcard 0*_*/*.c))
-common_sources  := $(sort $(wildcard common/*.c))
+# Without MPI_LIBS the ranks of COMM=nccl meet through --rendezvous alone.
+control         := $(if $(MPI_LIBS),common/control_mpi.c,common/control_no_mpi.c)
+common_sources  := $(filter-out $(of-cpu) $(of-mpi) common/control_%mpi.c,$(sort $(wildcard common/*.c))) \
+                   $(of-$(OPS)) $(of-$(COMM)) $(control)
 test_sources    := $(sort $(wildcard tests/test_*.c))
 fuzz_sources    := $(sort $(wildcard tests/fuzz_*.c))
 
@@ -61,20 +82,32 @@ compile = @echo '  $(CC)  $<';
 link    = @echo '  link  $@';
 endif
 
-.PHONY: help run test bench readme all programs tests fuzzers clean mutants FORCE
+ifneq ($(OPS)-$(COMM),cpu-mpi)
+include common/cuda.mk
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help run test gpu-check bench readme all programs tests fuzzers clean mutants FORCE
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 help:
-	@echo 'make run      install what is missing, build, and take the tour: every program on the small model'
-	@echo 'make test     everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, mutants'
-	@echo 'make bench    the figures of merit of this machine, each beside its target'
-	@echo 'make all      programs and tests, not run; make programs, make tests: one of the two'
-	@echo 'make mutants  plants each known bug in a copy, and demands that a test turns red; M=name: one of them'
-	@echo 'make readme   runs what the README shows, and writes its figures anew'
-	@echo 'make clean    removes build/ and build-*/'
+	@echo 'make run        install what is missing, build, and take the tour: every program on the small model'
+	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, mutants;'
+	@echo '                with GUARD=1 all tests run on guarded device memory (common/guard.h)'
+	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10 minutes'
+	@echo 'make bench      the figures of merit of this machine, each beside its target'
+	@echo 'make all        programs and tests, not run; make programs, make tests: one of the two'
+	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=name: one of them'
+	@echo 'make readme     runs what the README shows, and writes its figures anew'
+	@echo 'make clean      removes build/ and build-*/'
 	@echo
 	@echo 'Variables: V=1 CC=clang BUILD=build-x OPT=-O1 SANITIZE=address,undefined CFLAGS_EXTRA=...'
+	@echo
+	@echo 'OPS=cuda COMM=nccl    for GPUs; with COMM=mpi what ranks send goes through the host'
+	@echo 'OPS=cuda-on-cpu       the CUDA kernels on the CPU, for tests'
+	@echo 'CUDA_HOME NCCL_HOME CUBLAS_HOME    folders with include/ and lib/ where they are not found'
+	@echo 'CUDA_ARCH="80 90a"    kinds of GPUs; CUDA_PTX=90: for later ones, compiled when a program starts'
 
 run:
 	@common/install.sh run
@@ -87,15 +120,20 @@ test:
 
 bench:
 	@common/install.sh test
-	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_comm $(corpus)
+	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_tp $(BUILD)/tests/bench_comm \
+	    $(corpus)
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_ddp
+	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_tp
 	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks || exit 1; done
+
+gpu-check:
+	@tests/gpu-check $(PART)
 
 mutants:
 	@tests/mutants/run $(M)
 
-readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_comm
+readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_tp $(BUILD)/tests/bench_comm
 	@BUILD=$(BUILD) common/readme.sh
 
 all: programs tests
@@ -111,7 +149,7 @@ clean:
 # Holds the command line, so that other flags rebuild everything.
 $(BUILD)/flags: FORCE
 	@mkdir -p $(BUILD)
-	@echo '$(CC) $(ALL_CFLAGS) $(LDFLAGS) $(LDLIBS)' > $@.new
+	@echo '$(CC) $(ALL_CFLAGS) $(LINK) $(LDFLAGS) $(LDLIBS) $(OPS)' > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 FORCE:
 
@@ -129,15 +167,15 @@ $(archive): $(parts)
 
 $(programs): $(BUILD)/%: $(BUILD)/main/%.o $(archive)
 	@mkdir -p $(@D)
-	$(link) $(CC) $(LDFLAGS) $^ $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
 $(BUILD)/tests/fuzz_%: $(BUILD)/main/tests/fuzz_%.o $(archive)
 	@mkdir -p $(@D)
-	$(link) $(CC) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
 
 $(BUILD)/tests/%: $(BUILD)/main/tests/%.o $(archive)
 	@mkdir -p $(@D)
-	$(link) $(CC) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
 
 # What the model reads when it is given no other text: the book itself.
 $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c tests/*.c))

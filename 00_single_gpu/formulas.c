@@ -190,18 +190,19 @@ int64_t kept_activation_bytes(const Config *config) {
     return (int64_t)(need.blocks + need.ends);
 }
 
-// The peak is the larger of two moments of backward. At the head: all that is kept, and the gradient dnorm, x; if
-// sequence parallelism gathers for an output layer that is cut, what it scatters of X, too. At the last block: what the other blocks keep, this block complete, since what recomputation dropped is made again, and what
-// flows. With x, ffn, q, kv, probs, R the bytes that a rank has of (n, h), (n, f), (n, a d), (n, kv d), (n, a s) and n
-// statistics, and X those of (n, h) gathered, the largest of
+// The peak is the larger of two moments of backward. With x, ffn, q, kv, probs, R the bytes that a rank has
+// of (n, h), (n, f), (n, a d), (n, kv d), (n, a s) and n statistics, and X those of (n, h) gathered. At the
+// head: all that is kept, and dnorm, x; where sequence parallelism meets a vocabulary that is cut, also X,
+// dnorm before it is scattered. At the last block: what the other blocks keep, this block complete, since
+// what recomputation dropped is made again, and what flows, the largest of
 //
-//                                                 tp alone               with sequence parallelism
-//     before Wdown:      dy, dact                 x + ffn                x + X + ffn
-//     behind Wgate, Wup: dy, dx                   2 x                    2 x + 2 X
-//     in attention:      dx2, d_o, dq, dk, dv     x + 2 q + 2 kv - R     2 X + 2 q + 2 kv - R    (x2, rstd2 have gone)
-//     behind Wq Wk Wv:   dx2, dq, dk, dv, dx      less                   3 X + x - R - probs     (and q, k, v, probs)
+//                                               tp alone             with sequence parallelism
+//     before Wdown       dy, dact               x + ffn              x + X + ffn
+//     behind Wgate, Wup  dy, dx                 2 x                  2 x + 2 X
+//     in attention       dx2, d_o, dq, dk, dv   x + 2 q + 2 kv - R   2 X + 2 q + 2 kv - R  (x2, rstd2 gone)
+//     behind Wq, Wk, Wv  dx2, dq, dk, dv, dx    less                 3 X + x - R - probs   (q … probs gone)
 //
-// Sequence parallelism has what W multiplies with, dy and dx2, gathered until W; and dx before it is scattered.
+// Sequence parallelism has dy and dx2 gathered until W has used them, and dx before it is scattered.
 double memory_peak_activations(const MemoryPlan *plan) {
     MemoryPlan complete = *plan;
     complete.model.recompute = RECOMPUTE_NONE;

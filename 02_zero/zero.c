@@ -136,34 +136,42 @@ static void count_memory(const Trainer *t, const Record *record, const Zero *zer
                  (double)record->memory.peak[MEMORY_OPTIMIZER], "B");
 }
 
-void zero_counts(const Trainer *t, const Record *record, void *plugs) {
-    const Config *c = &t->config;
-    const Model *m = t->model;
+ZeroSends zero_sends(const Model *m) {
+    const Config *c = &m->config;
     const Params *p = &m->params;
-    double n = p->dp.size, steps = (double)record->steps, micros = (double)c->grad_acc;
-    double all = (double)params_elements(p), embedding = (double)p->unit[m->embedding_unit].count;
+    double micros = (double)c->grad_acc, units = p->units, all = (double)params_elements(p);
+    double embedding = (double)p->unit[m->embedding_unit].count;
     double ends = embedding + (double)p->unit[m->head_unit].count;
-    // Per step: gradients are reduced, and weights gathered, in so many calls of so many elements in all.
-    double reductions = c->zero == 1 ? 1 : micros;
-    double gathers = p->units, gathered = all;
+    double times = c->zero == 1 ? 1 : micros;
+    ZeroSends sends = {
+        .reductions = times * units, .reduced = times * all, .gathers = units, .gathered = all};
     if (c->zero == 3) {
         // Forward gathers each unit, backward the blocks again. The head is used last in forward and first
         // in backward: once is enough. The embedding's backward reads no weights; tied, the head uses it
         // once more.
-        gathers = micros * (p->units + (double)m->layers + c->tied);
-        gathered = micros * (all + (all - ends) + (c->tied ? embedding : 0));
+        sends.gathers = micros * (units + (double)m->layers + c->tied);
+        sends.gathered = micros * (all + (all - ends) + (c->tied ? embedding : 0));
     }
+    return sends;
+}
+
+void zero_counts(const Trainer *t, const Record *record, void *plugs) {
+    const Model *m = t->model;
+    const Params *p = &m->params;
+    double n = p->dp.size, steps = (double)record->steps;
+    ZeroSends sends = zero_sends(m);
     CommCount reduce = comm_count("reduce_scatter"), gather = comm_count("all_gather");
     CommCount numbers = comm_count("all_reduce");
     // Labels and loss; and the gradient's norm, of which each rank has a part.
     double sums = n > 1 ? 3 : 2;
-    report_equal("reduce-scatters", steps * reductions * p->units, (double)reduce.calls, "");
-    report_equal("all-gathers", steps * gathers, (double)gather.calls, "");
+    report_equal("reduce-scatters", steps * sends.reductions, (double)reduce.calls, "");
+    report_equal("all-gathers", steps * sends.gathers, (double)gather.calls, "");
     report_equal("all-reduces, of one number", steps * sums, (double)numbers.calls, "");
     report_equal("bytes of gradients sent by all",
-                 steps * reductions * (n - 1) * all * (double)dtype_size(p->total_dtype),
+                 steps * (n - 1) * sends.reduced * (double)dtype_size(p->total_dtype),
                  comm_sum((double)reduce.bytes, p->dp), "B");
-    report_equal("bytes of weights sent by all", steps * (n - 1) * gathered * (double)dtype_size(p->dtype),
+    report_equal("bytes of weights sent by all",
+                 steps * (n - 1) * sends.gathered * (double)dtype_size(p->dtype),
                  comm_sum((double)gather.bytes, p->dp), "B");
     report_equal("bytes of numbers sent by all", steps * sums * 2 * (n - 1) * sizeof(double),
                  comm_sum((double)numbers.bytes, p->dp), "B");

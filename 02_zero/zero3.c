@@ -42,7 +42,8 @@ static void prefetch(Model *model, Zero *zero, int unit, Pass pass) {
     if (pass == BACKWARD && unit > model->first_block_unit) start_gather(model, zero, unit - 1);
     if (pass == BACKWARD || zero->at_head) return;
     start_gather(model, zero, unit + 1);
-    if (unit + 1 == model->head_unit && model->config.tied) start_gather(model, zero, model->embedding_unit);
+    if (unit + 1 == model->head_unit && model->config.tied)
+        start_gather(model, zero, model->embedding_unit);
 }
 
 static void acquire(void *context, Model *model, int unit, Pass pass) {
@@ -61,18 +62,11 @@ static void release(void *context, Model *model, int unit, Pass pass) {
     tensor_free(&model->params.unit[unit].values);
 }
 
-// A head that no backward has freed, as after a forward for a held-out loss, holds the weights of before
-// the step.
-static void stepped(void *context, Model *model, int unit) {
-    (void)context;
-    tensor_free(&model->params.unit[unit].values);
-}
-
 void zero3_plug(Model *model, Zero *zero) {
     zero2_plug(model, zero);
     model->sockets.parameters.acquire = acquire;
     model->sockets.parameters.release = release;
-    model->sockets.parameters.stepped = stepped;
+    model->sockets.parameters.stepped = sockets_single_device().parameters.stepped;  // nobody awaits them
 }
 
 #ifndef NO_MAIN

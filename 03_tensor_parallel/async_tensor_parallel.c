@@ -1,94 +1,77 @@
-// async_tensor_parallel.c: rows travel while others are multiplied. Playbook: "Tensor Parallelism in a Transformer Block"
-// ("block matrix multiplication coupled with async communication"); async TP of PyTorch, Domino.
+// async_tensor_parallel.c: rows travel while others are multiplied. Playbook: "Tensor Parallelism in a
+// Transformer Block" ("block matrix multiplication coupled with async communication"); PyTorch's async TP.
 //
-// Against sequence_parallel.c: g and g* are n - 1 messages each, one to every other rank. Rows that enter are multiplied
-// as they come, a rank's own first; rows that leave go as soon as they are made, its own last, and each rank adds up the
-// n parts of its rows. Rank 0 of 4, the pieces named after the ranks whose rows they are:
+// Against sequence_parallel.c: g and g* become n - 1 messages each, one to every other rank. Rows that
+// enter are multiplied as they come, own ones first; rows that leave go when they are made, own ones last,
+// and each rank adds the n parts of its own. Rank 0 of 4, pieces named after the rank whose rows they are:
 //
-//     x W, x enters     compute  0 3 2 1        x W, the product leaves    compute  1 2 3 0 +
-//                       network  3 2 1                                     network    1 2 3
+//     x W^T, x enters   compute  0 3 2 1        x W^T, the product leaves   compute  1 2 3 0 +
+//                       network  3 2 1                                      network    1 2 3
 //
-// The linear knows by its storage an input that is still coming, and by the weight's cut an output that leaves. (A ring
-// would pass pieces on from neighbour to neighbour, as many bytes, but each message would wait for the one before.)
-// Parts are added in rank order, in f32 if they are 16-bit, as a reduce-scatter does: the bits are those of
-// sequence_parallel.c wherever the BLAS gives a row the same bits in a product of few rows as in one of many.
+// (A ring would pass pieces on from neighbour to neighbour, as many bytes, but each message would wait for
+// the one before.) Parts are added in rank order and rounded once, as by a reduce-scatter: the bits are
+// sequence_parallel.c's if the BLAS gives a row the same ones in a product of few rows as in one of many.
 //
-// Bytes sent per rank, block and micro-batch: 10 (n - 1) / n K, as there. Memory per rank: as there, and K while the parts
-// of K = b s h e come in. What it gains, it gains on the model clock and on a GPU: on a CPU nothing travels while the rank
-// multiplies, and small products are slower than large ones.
-// Run: build/03_tensor_parallel/async_tensor_parallel     (--ranks 3 --heads 6, --model llama-3-8b --dry-run --timeline …)
-// Last line: PASS async_tensor_parallel: rows travel behind the products of others, and the step stays that of one device …
+// Bytes sent per rank, block and micro-batch: 10 (n - 1) / n K, as there. Memory per rank: as there, and K
+// of parts, K = b s h e. What it gains, it gains on the model clock and on a GPU: on a CPU nothing travels
+// while the rank multiplies, and small products are slower than large ones.
+// Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
+// Last line: PASS async_tensor_parallel: rows travel behind products, and the step is that of one device …
+#include <math.h>
 #include <stdlib.h>
 
 #include "playbook.h"
+
+static bool is(Tensor t, Tensor known) { return tensor_exists(known) && t.storage == known.storage; }
 
 static int64_t own_rows(const AsyncTensorParallel *a) {
     int64_t first;
     return sequence_rows(a->tokens, a->tp.rank, a->tp.size, &first);
 }
 
-// Borrowed, of a tensor with the rows of all ranks.
+// Where the part that a rank has of this one's rows is to stand.
+static Tensor part_from(const AsyncTensorParallel *a, int rank) {
+    return tensor_rows_of(a->parts, rank * own_rows(a), own_rows(a));
+}
+
+// The rows of a rank. Own rows of what leaves stand beside the parts that the others will send.
 static Tensor rows_of(const AsyncTensorParallel *a, Tensor all, int rank) {
+    if (rank == a->tp.rank && is(all, a->leaving)) return part_from(a, rank);
     int64_t first, rows = sequence_rows(a->tokens, rank, a->tp.size, &first);
     return tensor_rows_of(all, first, rows);
 }
 
-static bool is(Tensor t, Tensor known) { return tensor_exists(known) && t.storage == known.storage; }
-
-// ---- in, g and the backward of g*: an all-gather whose result is used before it is there ----
-
-static Tensor gather(void *context, Tensor own) {
-    AsyncTensorParallel *a = context;
-    int n = a->tp.size, me = a->tp.rank;
-    CHECK(!tensor_exists(a->coming), "rows come into a region, and those before were never multiplied");
-    a->coming = tensor_new(MEMORY_ACTIVATION, own.dtype, SHAPE(a->tokens, tensor_columns(own)));
-    op_copy(rows_of(a, a->coming, me), own);
-    for (int step = 1; step < n; step++) {
-        int to = (me + step) % n, from = (me - step + n) % n;
-        a->in[step] = comm_send_receive(own, to, rows_of(a, a->coming, from), from, a->tp);
-    }
-    return tensor_share(a->coming);
-}
-
-// The rank whose rows come in this step, when they are there.
-static int await(const AsyncTensorParallel *a, int step) {
-    if (step > 0) comm_wait(a->in[step]);
+// In step i a rank sends to the i-th rank after it and receives from the i-th before it.
+static int after(const AsyncTensorParallel *a, int step) { return (a->tp.rank + step) % a->tp.size; }
+static int before(const AsyncTensorParallel *a, int step) {
     return (a->tp.rank - step + a->tp.size) % a->tp.size;
 }
 
-static void all_came(AsyncTensorParallel *a) { tensor_free(&a->coming); }
+// ---- in, by g and g* backward: an all-gather whose result is used before it is complete ----
 
-// ---- out, g* and the backward of g: a reduce-scatter that begins before its input is complete ----
+static Tensor gather(void *context, Tensor own) {
+    AsyncTensorParallel *a = context;
+    CHECK(!tensor_exists(a->coming), "rows come into a region, and those before them were not multiplied");
+    a->coming = tensor_new(MEMORY_ACTIVATION, own.dtype, SHAPE(a->tokens, tensor_columns(own)));
+    op_copy(rows_of(a, a->coming, a->tp.rank), own);
+    for (int step = 1; step < a->tp.size; step++)
+        a->in[step] = comm_send_receive(own, after(a, step), rows_of(a, a->coming, before(a, step)),
+                                        before(a, step), a->tp);
+    return tensor_share(a->coming);
+}
+
+// ---- out, by g* and g backward: a reduce-scatter that began before its input was complete ----
 
 static void begin_leaving(AsyncTensorParallel *a, Tensor partial) {
-    CHECK(!tensor_exists(a->leaving), "rows leave a region, and those before were never awaited");
+    CHECK(!tensor_exists(a->leaving), "rows leave a region, and those before them were not awaited");
     a->leaving = tensor_share(partial);
     a->parts = tensor_new(MEMORY_COMMUNICATION, partial.dtype,
                           SHAPE(a->tp.size, own_rows(a), tensor_columns(partial)));
 }
 
-// Where rank `from` has its part of this rank's rows.
-static Tensor part_from(const AsyncTensorParallel *a, int from) {
-    return tensor_rows_of(a->parts, from * own_rows(a), own_rows(a));
-}
-
-// The rank whose rows are made in this step, 1 … n, and where to.
-static int next_to_leave(const AsyncTensorParallel *a, int step, Tensor *place) {
-    int to = (a->tp.rank + step) % a->tp.size;
-    *place = to == a->tp.rank ? part_from(a, to) : rows_of(a, a->leaving, to);
-    return to;
-}
-
-// They are made.
-static void leave(AsyncTensorParallel *a, int step) {
-    int n = a->tp.size, to = (a->tp.rank + step) % n, from = (a->tp.rank - step + n) % n;
-    if (step < n)
-        a->out[step] = comm_send_receive(rows_of(a, a->leaving, to), to, part_from(a, from), from, a->tp);
-}
-
 static Tensor scatter(void *context, Tensor partial) {
     AsyncTensorParallel *a = context;
-    // What no linear has made goes the plain way: a lookup's rows.
+    // What no linear has made, a lookup, goes the plain way.
     if (!is(partial, a->leaving)) return a->before.region.leave(a->before.region.context, partial);
     for (int step = 1; step < a->tp.size; step++) comm_wait(a->out[step]);
     Tensor own = tensor_new(MEMORY_ACTIVATION, partial.dtype, SHAPE(own_rows(a), tensor_columns(partial)));
@@ -98,68 +81,55 @@ static Tensor scatter(void *context, Tensor partial) {
     return own;
 }
 
-// ---- linears: piece by piece where something comes or leaves, each piece as the plug before multiplies ----
+// ---- linears: an input that comes is known by its storage, an output that leaves by the weight's cut ----
 
-// y[i] = x W_i^T:  x comes in to weights that are cut by rows; of those cut by columns y leaves
-static void forward(void *context, Model *m, int count, Param *const *weight, const Tensor *y, Tensor x) {
-    AsyncTensorParallel *a = context;
-    const Sockets *plain = &a->before;
-    Tensor piece[count];
-    if (is(x, a->coming)) {
-        for (int step = 0; step < a->tp.size; step++) {
-            int of = await(a, step);
-            for (int i = 0; i < count; i++) piece[i] = rows_of(a, y[i], of);
-            plain->linear.forward(plain->linear.context, m, count, weight, piece, rows_of(a, x, of));
-        }
-        all_came(a);
-    } else if (weight[0]->cut == CUT_COLUMNS) {
-        begin_leaving(a, y[0]);
-        for (int step = 1; step <= a->tp.size; step++) {
-            int to = next_to_leave(a, step, piece);
-            plain->linear.forward(plain->linear.context, m, count, weight, piece, rows_of(a, x, to));
-            leave(a, step);
-        }
-    } else {
-        plain->linear.forward(plain->linear.context, m, count, weight, y, x);
-    }
+static void product(const Sockets *by, Model *m, bool backward, int count, Param *const *weight, Tensor x,
+                    const Tensor *y) {
+    if (backward) by->linear.backward_input(by->linear.context, m, count, weight, x, y);
+    else by->linear.forward(by->linear.context, m, count, weight, y, x);
 }
 
-// dx = sum over i of dy[i] W_i:  the other way round, dy comes in to weights that are cut by columns, and else dx leaves
+// y[i] = x W_i^T, or backward, where y and x stand for their gradients, x = sum over i of y[i] W_i. Into
+// weights cut by rows x enters, and dx leaves; from one cut by columns y leaves, and dy enters.
+static void multiply(AsyncTensorParallel *a, Model *m, bool backward, int count, Param *const *weight,
+                     Tensor x, const Tensor *y) {
+    bool by_columns = weight[0]->cut == CUT_COLUMNS, comes = is(backward ? y[0] : x, a->coming);
+    bool leaves = backward ? !by_columns && weight[0]->cut != CUT_NONE : by_columns;
+    if (!comes && !leaves) {
+        product(&a->before, m, backward, count, weight, x, y);
+        return;
+    }
+    if (leaves) begin_leaving(a, backward ? x : y[0]);
+    for (int step = 0; step < a->tp.size; step++) {
+        int of = comes ? before(a, step) : after(a, step + 1);  // from own rows on, or up to them
+        if (comes && step > 0) comm_wait(a->in[step]);
+        Tensor piece[count];
+        for (int i = 0; i < count; i++) piece[i] = rows_of(a, y[i], of);
+        product(&a->before, m, backward, count, weight, rows_of(a, x, of), piece);
+        if (leaves && of != a->tp.rank)
+            a->out[step + 1] =
+                comm_send_receive(rows_of(a, a->leaving, of), of, part_from(a, before(a, step + 1)),
+                                  before(a, step + 1), a->tp);
+    }
+    if (comes) tensor_free(&a->coming);
+}
+
+static void forward(void *context, Model *m, int count, Param *const *weight, const Tensor *y, Tensor x) {
+    multiply(context, m, false, count, weight, x, y);
+}
+
 static void backward_input(void *context, Model *m, int count, Param *const *weight, Tensor dx,
                            const Tensor *dy) {
-    AsyncTensorParallel *a = context;
-    const Sockets *plain = &a->before;
-    Tensor piece[count], place;
-    if (is(dy[0], a->coming)) {
-        for (int step = 0; step < a->tp.size; step++) {
-            int of = await(a, step);
-            piece[0] = rows_of(a, dy[0], of);
-            plain->linear.backward_input(plain->linear.context, m, count, weight, rows_of(a, dx, of),
-                                         piece);
-        }
-        all_came(a);
-    } else if (weight[0]->cut != CUT_COLUMNS && weight[0]->cut != CUT_NONE) {
-        begin_leaving(a, dx);
-        for (int step = 1; step <= a->tp.size; step++) {
-            int to = next_to_leave(a, step, &place);
-            for (int i = 0; i < count; i++) piece[i] = rows_of(a, dy[i], to);
-            plain->linear.backward_input(plain->linear.context, m, count, weight, place, piece);
-            leave(a, step);
-        }
-    } else {
-        plain->linear.backward_input(plain->linear.context, m, count, weight, dx, dy);
-    }
+    multiply(context, m, true, count, weight, dx, dy);
 }
 
-// dW_i += dy[i]^T x is a sum over all rows: cut in pieces, a 16-bit gradient would be rounded n times. So it waits for the
-// rows of x, which come while the gradient of Wdown or Wo, which needs none of them, is computed.
+// dW_i += dy[i]^T x is a sum over all rows; piece by piece a 16-bit gradient would be rounded n times. So
+// it waits for x, which travels while Wdown and Wo, which need nothing that enters, get their gradients.
 static void backward_weight(void *context, Model *m, int count, Param *const *weight, const Tensor *dy,
                             Tensor x) {
     AsyncTensorParallel *a = context;
-    if (is(x, a->coming)) {
-        for (int step = 1; step < a->tp.size; step++) await(a, step);
-        all_came(a);
-    }
+    for (int step = 1; step < a->tp.size && is(x, a->coming); step++) comm_wait(a->in[step]);
+    if (is(x, a->coming)) tensor_free(&a->coming);
     a->before.linear.backward_weight(a->before.linear.context, m, count, weight, dy, x);
 }
 
@@ -180,18 +150,149 @@ void async_tensor_parallel_plug(Model *model, AsyncTensorParallel *a) {
 
 #ifndef NO_MAIN
 
+// ---- what hides, on the model clock ----
+
+static Config llama_3_8b(void) {
+    return config_default(
+        "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 "
+        "seq=8192 dtype=bf16 micro-batch=1 grad-acc=1");
+}
+
+// One step of Llama 3 8B, four ways. Within a node the third is shorter than the first two, and exposes at
+// least 30 % less. Across nodes each piece has one GPU's port alone, where a ring of collectives has all.
+static void compare_layouts(Mesh mesh, const Config *config) {
+    static const LayoutProgram plain = {.plug = layout_plug, .unplug = layout_unplug},
+                               async = {.plug = layout_plug_async, .unplug = layout_unplug};
+    static const struct {
+        const char *name;
+        bool data, sp;
+        const LayoutProgram *program;
+    } row[] = {{"tp", false, false, &plain},
+               {"tp + sp", false, true, &plain},
+               {"async tp", false, true, &async},
+               {"dp", true, false, &plain}};
+    enum { ASYNC = 2, ROWS = sizeof row / sizeof *row };
+    int ranks = mesh.world.size;
+    Mesh data = mesh_new((MeshShape){.dp = ranks, .pp = 1, .cp = 1, .tp = 1, .ep = 1});
+    StepCost cost[ROWS];
+    char *title = format_text("Llama 3 8B, %d ranks, micro-batches of 8192 tokens, vocabulary cut", ranks);
+    say("\n%s, on the model clock of %s:\n", title, config->machine);
+    free(title);
+    title = format_text("two layers of Llama 3 8B, %d ranks, a micro-batch of 8192 tokens", ranks);
+    timeline_title(title);
+    free(title);
+    say("  %-10s %10s %12s %12s %10s %14s\n", "", "step, ms", "sending, ms", "exposed, ms", "tokens/s",
+        "memory, a rank");
+    for (int i = 0; i < ROWS; i++) {
+        Config c = llama_3_8b();
+        c.dp = row[i].data ? ranks : 1;
+        c.tp = row[i].data ? 1 : ranks;
+        c.sp = row[i].sp;
+        c.vocab_parallel = !row[i].data;
+        clock_push(row[i].name);
+        cost[i] = layout_cost(&c, row[i].data ? data : mesh, row[i].program);
+        double step = cost[i].step_seconds, exposed = cost[i].comm.exposed_seconds;
+        say("  %-10s %10.3f %12.3f %12.3f %10.0f %14s\n", row[i].name, 1e3 * step,
+            1e3 * cost[i].comm.model_seconds, 1e3 * exposed, (double)(c.dp * c.seq) / step,
+            bytes_text((double)cost[i].memory.peak_total));
+        report_number(row[i].name, "seconds per step", step, "s");
+        report_number(row[i].name, "exposed seconds", exposed, "s");
+        c.layers = 2, c.vocab = 256;  // for the picture: of more layers one would see none
+        layout_cost(&c, row[i].data ? data : mesh, row[i].program);
+        clock_pop();
+        if (!row[i].data) timeline_keep(row[i].name);
+    }
+    bool one_node =
+        clock_node(ranks - 1) == 0 && config->compute_efficiency == 1 && config->network_efficiency == 1;
+    for (int i = 0; i < ASYNC; i++) {
+        double exposed = cost[ASYNC].comm.exposed_seconds / cost[i].comm.exposed_seconds;
+        double step = cost[ASYNC].step_seconds / cost[i].step_seconds;
+        say("  async tp exposes %.2f of what %s does, and steps in %.3f of its time\n", exposed,
+            row[i].name, step);
+        report_that((exposed <= 0.7 && step < 1) || !one_node,
+                    "async tp exposes %.2f of what %s does, in %.3f of its time", exposed, row[i].name,
+                    step);
+    }
+}
+
+// ---- when it hides: appendix A3 of the playbook ----
+
+// Seconds that compute waits when rows of width h enter a region for one weight of h outputs.
+static double exposed_before_product(Mesh mesh, int64_t h) {
+    Config c = config_default("layers=1 heads=32 kv-heads=32 seq=65536 micro-batch=1 dtype=bf16 sp=1");
+    c.hidden = c.ffn = h;
+    c.tp = mesh.tp.size;
+    Model *model = model_new(&c, mesh);
+    TensorParallel tp;
+    AsyncTensorParallel async;
+    sequence_parallel_plug(model, &tp);
+    async_tensor_parallel_plug(model, &async);
+    Tensor own = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(own_rows(&async), h));
+    Tensor y = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(c.seq, model->block[0].q->shape[0]));
+    clock_reset();
+    Tensor x = gather(&async, own);
+    forward(&async, model, 1, &model->block[0].q, &y, x);
+    double exposed = comm_total().exposed_seconds;
+    tensor_free(&own), tensor_free(&x), tensor_free(&y);
+    free(async.in);
+    model_free(model);
+    return exposed;
+}
+
+// (n - 1) / n of K = 2 b s h bytes come in, and the product is one of 2 b s h^2 / n FLOPs:
+//
+//     t_comm / t_compute  =  (n - 1) / h  peak_flops / peak_bw  <=  1
+//
+// (A3 has 2 h: it counts elements, of two bytes.) The clock needs n / (n - 1) of that: n - 1 pieces travel,
+// each behind the product before it, and nothing is left to travel behind the last.
+static void overlap_condition(Mesh mesh, const Config *config) {
+    const Machine *machine = machine_find(config->machine);
+    int n = mesh.tp.size;
+    double formula = (n - 1) * machine->tensor_flops / machine->node_bytes_per_second;
+    clock_set_cluster(n, 1, 1);
+    int64_t exposed = 0, hidden = 2048;  // in units of 64: heads of even size
+    while (hidden - exposed > 1) {
+        int64_t middle = (exposed + hidden) / 2;
+        if (exposed_before_product(mesh, 64 * middle) > 1e-9) exposed = middle;
+        else hidden = middle;
+    }
+    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    double clock = 64.0 * (double)hidden, expected = formula * n / (n - 1);
+    say("\nRows that enter hide behind a product with one (h, h) weight from h = %.0f on by formula A3, "
+        "from "
+        "%.0f by the clock\n",
+        formula, clock);
+    report_number("hidden size from which rows hide", "formula", formula, "");
+    report_number("hidden size from which rows hide", "model clock", clock, "");
+    report_that(fabs(clock - expected) <= 0.02 * expected + 64,
+                "the clock hides from h = %.0f on, expected %.0f", clock, expected);
+}
+
+static void more(Mesh mesh, const Config *config) {
+    Config c = llama_3_8b();
+    int n = mesh.tp.size;
+    if (n == 1 || n != mesh.world.size || c.heads % n || (c.kv_heads % n && n % c.kv_heads)) return;
+    device_dry_run(true);
+    compare_layouts(mesh, config);
+    clock_push("overlap condition");
+    overlap_condition(mesh, config);
+    clock_pop();
+    device_dry_run(false);
+}
+
 int main(int argc, char **argv) {
     const LayoutProgram program = {
         .purpose =
             "Asynchronous tensor parallelism: rows travel while the matrix multiply works on others.",
-        .claim = "rows travel behind the products of others, and the step stays that of one device",
+        .claim = "rows travel behind products, and the step is that of one device",
         .defaults =
             "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 sp=1",
         .natural = 4,
         .plug = layout_plug_async,
         .unplug = layout_unplug,
-        .counts = layout_counts};
+        .counts = layout_counts,
+        .more = more};
     return layout_program(argc, argv, &program);
 }
 #endif

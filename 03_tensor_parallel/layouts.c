@@ -1,22 +1,24 @@
-// layouts.c: what the flags of a layout plug, and what each layout must send and store. Playbook: "Tensor Parallelism",
-// "Sequence Parallelism", "5D parallelism in a nutshell".
+// layouts.c: what the flags of a layout plug, and what each layout must send and store. Playbook: "Tensor
+// Parallelism", "Sequence Parallelism", "5D parallelism in a nutshell".
 //
-// The programs of this chapter differ in their default flags and in what else they show; all of them take --dp --tp --sp
-// --vocab-parallel --zero in any combination. One socket each, plugged in the order of this table; n tokens of a
-// micro-batch, K = n h e bytes, m = grad_acc, L blocks, G bytes of gradients on a rank; bytes are those of all ranks:
+// The programs of this chapter differ in their standard flags and in what else they show; all take --dp
+// --tp --sp --vocab-parallel --zero in any combination, a socket each, plugged in this order. n tokens and
+// K = n h e bytes of a micro-batch, m of them, L blocks, G bytes of gradients on a rank; bytes are those of
+// all ranks:
 //
-//     plug               socket        per step                                    calls            bytes
-//     ddp_no_sync        gradients     all-reduce of G in buckets                  buckets          2 (dp - 1) tp G
-//     tensor_parallel    region        all-reduce of K                             4 L m            2 (tp - 1) dp K each
-//     sequence_parallel  region        all-gather, reduce-scatter of K             6 L m, 4 L m       (tp - 1) dp K each
-//                        vocabulary    all-reduce of the loss, 8 bytes             m                2 (tp - 1) dp 8 each
-//     vocab_parallel     vocabulary    all-reduce of K; of n maxima; of 2 n sums   2 m, m, m        2 (tp - 1) dp (2 K + 3 n w) m
-//       with sp                        all-gather, reduce-scatter of K             3 m, 2 m         (tp - 1) dp K each
-//     async_tensor_…     region        transfers instead of both                   tp - 1 for each  the same
-//     both               gradients     all-reduce of all partial gradients, P      1 for each group 2 (copies - 1) P each
+//   plug                socket      in a step                              calls        bytes of each
+//   ddp_no_sync         gradients   all-reduce of G in buckets             buckets      2 (dp - 1) tp G
+//   zero1, …            parameters  reduce-scatter of G, all-gather        zero_sends   (dp - 1) tp
+//   tensor_parallel     region      all-reduce of K                        4 L m        2 (tp - 1) dp K
+//   sequence_parallel   region      all-gather, reduce-scatter of K        6 and 4 L m  (tp - 1) dp K
+//                       vocabulary  all-reduce of the loss                 m            2 (tp - 1) dp 8
+//   vocab_parallel      vocabulary  all-reduce of K, maxima, two sums      2, 1, 1 m    2 (tp - 1) dp each
+//     with --sp                     all-gather, reduce-scatter for K       3 and 2 m    (tp - 1) dp K
+//   async_tensor_…      region      messages in place of these             x (tp - 1)   the same
+//   both of region      gradients   all-reduce of all that is partial, P   1 a group    2 (copies - 1) P
 //
-// and 2 L m more all-reduces (or of both halves) with --recompute full, which runs forward again. Besides, a step sums
-// labels and loss over dp, and the gradients' norm over tp. This file has no main.
+// and 2 L m all-reduces more (or of both halves) with --recompute full, which runs forward again. A step
+// also sums labels and loss over dp, and the norm over what cuts it. This file has no main.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,7 +30,7 @@
 enum { BUCKET_BYTES = 100000 };
 
 typedef struct Layout {
-    Ddp ddp;
+    Zero zero;  // ddp_no_sync where it is 0
     TensorParallel tp;
     VocabParallel vocab;
     AsyncTensorParallel async;  // of a program that wants it
@@ -36,10 +38,9 @@ typedef struct Layout {
 
 void *layout_plug(Trainer *t) {
     const Config *c = &t->config;
-    CHECK(c->zero == 0, "--zero %d: ZeRO is not part of this program", c->zero);
     Layout *layout = host_alloc(sizeof *layout);
-    *layout = (Layout){.ddp.bucket_bytes = BUCKET_BYTES};
-    ddp_no_sync_plug(t->model, &layout->ddp);
+    *layout = (Layout){.zero.ddp.bucket_bytes = BUCKET_BYTES};
+    zero_plug(t->model, &layout->zero);
     if (c->sp) sequence_parallel_plug(t->model, &layout->tp);
     else tensor_parallel_plug(t->model, &layout->tp);
     if (c->vocab_parallel) vocab_parallel_plug(t->model, &layout->vocab);
@@ -53,9 +54,8 @@ void *layout_plug_async(Trainer *t) {
 }
 
 void layout_unplug(Trainer *t, void *plugs) {
-    (void)t;
     Layout *layout = plugs;
-    free(layout->ddp.pending);
+    zero_unplug(t->model, &layout->zero);
     free(layout->async.in);
     free(layout);
 }
@@ -72,7 +72,8 @@ static void add_halves(Sent *sent, double calls, double bytes, int n, double gro
     sent->bytes += calls * groups * (n - 1) * bytes;
 }
 
-// All-gathers and reduce-scatters of K; `async` ones are as many messages as there are other ranks, and as many bytes.
+// All-gathers and reduce-scatters of K; `async` ones are as many messages as there are other ranks, and as
+// many bytes.
 static void add_gathers(Sends *s, double calls, double bytes, const Model *m, bool async) {
     int tp = m->mesh.tp.size;
     add_halves(async ? &s->transfers : &s->all_gather, calls, bytes, tp, m->mesh.dp.size);
@@ -116,25 +117,40 @@ static void vocabulary_sends(Sends *s, const Model *m, bool async) {
     add_all_reduces(s, micro, 2 * row, tp, dp);
 }
 
-// Under sequence parallelism the norms, and embedding and output layer where they are whole; K/V heads that are copies.
+// Under sequence parallelism the norms, and embedding and output layer where they are whole; K/V heads that
+// are copies.
 static void partial_sends(Sends *s, const Model *m) {
     const Config *c = &m->config;
     double h = (double)c->hidden, L = (double)c->layers, e = (double)dtype_size(m->params.total_dtype);
     int tp = m->mesh.tp.size, dp = m->mesh.dp.size;
     double whole = (2 * L + 1) * h + (c->vocab_parallel ? 0 : (c->tied ? 1 : 2) * h * (double)c->vocab);
-    if (c->sp && tp > 1) add_all_reduces(s, 1, e * whole, tp, dp);
+    double replicas = c->zero ? 1 : dp;  // ZeRO's ranks of dp have a part of the gradients each
+    if (c->sp && tp > 1) add_all_reduces(s, 1, e * whole, tp, replicas);
     int copies = tp / (int)c->kv_heads;
     if (copies > 1)
         add_all_reduces(s, 1, e * L * 2 * (double)config_head_size(c) * h, copies,
-                        dp * (double)c->kv_heads);
+                        replicas * (double)c->kv_heads);
 }
 
+// Over dp: gradients, and with ZeRO weights; labels and loss. And the squares of the gradients' norm over
+// what cuts them.
 static void data_sends(Sends *s, const Model *m, const Layout *layout) {
-    int first_unit[m->params.units], tp = m->mesh.tp.size, dp = m->mesh.dp.size;
-    s->all_reduce.calls += ddp_bucket_starts(&m->params, layout->ddp.bucket_bytes, first_unit);
-    s->all_reduce.bytes += 2.0 * (dp - 1) * tp * (double)tensor_bytes(params_total_grad(&m->params));
-    add_all_reduces(s, 2, sizeof(double), dp, tp);              // labels, loss
-    if (tp > 1) add_all_reduces(s, 1, sizeof(double), tp, dp);  // squares of the norm
+    const Params *p = &m->params;
+    int tp = m->mesh.tp.size, dp = m->mesh.dp.size;
+    if (m->config.zero == 0) {
+        int first_unit[p->units];
+        s->all_reduce.calls += ddp_bucket_starts(p, layout->zero.ddp.bucket_bytes, first_unit);
+        s->all_reduce.bytes += 2.0 * (dp - 1) * tp * (double)tensor_bytes(params_total_grad(p));
+    } else {
+        ZeroSends zero = zero_sends(m);
+        s->reduce_scatter.calls += zero.reductions;
+        s->reduce_scatter.bytes += (dp - 1) * tp * zero.reduced * (double)dtype_size(p->total_dtype);
+        s->all_gather.calls += zero.gathers;
+        s->all_gather.bytes += (dp - 1) * tp * zero.gathered * (double)dtype_size(p->dtype);
+        if (dp > 1) add_all_reduces(s, 1, sizeof(double), dp, tp);
+    }
+    add_all_reduces(s, 2, sizeof(double), dp, tp);
+    if (tp > 1) add_all_reduces(s, 1, sizeof(double), tp, dp);
 }
 
 static void check_sent(const char *call, const char *title, Sent predicted, double steps, Group world) {
@@ -162,9 +178,19 @@ static void check_memory(const Trainer *t, const Record *record) {
                        .sp = c->sp};
     MemoryNeed need = memory_need(&plan);
     double ranks = world.size;
-    // Rows may be unequal, their sum is not: so the ranks' total, and the peak of a rank where they are equal.
+    bool narrow = dtype_size((DType)c->dtype) < 4;
+    // Where ZeRO cuts gradients, what stays are their sums, f32 beside 16-bit weights.
+    double gradients = c->zero >= 2 && narrow ? need.accumulators : need.gradients + need.accumulators;
+    double sgd = narrow ? need.optimizer / 3 : 0;  // of master weights and two moments the first
+    Memory now = memory_account();
+    // Rows and parts may be unequal, their sums are not: so the ranks' total, and the peak of a rank where
+    // they are equal.
     report_equal("weights, all ranks", ranks * need.parameters,
-                 comm_sum((double)memory_account().now[MEMORY_PARAMETER], world), "B");
+                 comm_sum((double)now.now[MEMORY_PARAMETER], world), "B");
+    report_equal("gradients, all ranks", ranks * gradients,
+                 comm_sum((double)now.now[MEMORY_GRADIENT], world), "B");
+    report_equal("optimizer, all ranks", ranks * (c->optimizer == OPTIMIZER_SGD ? sgd : need.optimizer),
+                 comm_sum((double)now.now[MEMORY_OPTIMIZER], world), "B");
     report_equal("activations kept, all ranks", round(ranks * (need.blocks + need.ends)),
                  comm_sum((double)record->kept_bytes, world), "B");
     if (c->micro_batch * c->seq % c->tp == 0 || !c->sp)
@@ -238,7 +264,8 @@ static Sends sends_since_reset(void) {
                    sent_since_reset("reduce_scatter"), sent_since_reset("transfers")};
 }
 
-// Of one micro-batch through the whole model, on this rank alone. It is not the last, so that no gradient travels.
+// Of one micro-batch through the whole model, on this rank alone. It is not the last, so that no gradient
+// travels.
 static BlockCost micro_batch_cost(const Config *config, Mesh mesh) {
     BlockCost cost;
     Trainer *t = trainer_new(config, mesh);

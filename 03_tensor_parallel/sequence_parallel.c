@@ -1,22 +1,22 @@
 // sequence_parallel.c: norms and residuals cut over ranks, too. Playbook: "Sequence Parallelism".
 //
-// Against tensor_parallel.c: between regions each of n ranks holds the rows of its own tokens, an n-th of the b s rows of
+// Against tensor_parallel.c: between regions each of n ranks has its own tokens, an n-th of the b s rows of
 // (b s, h), and embeds, normalizes and adds those alone (Korthikanti et al. 2022):
 //
 //     x ─ norm1 ─[g]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[g*]─(+x)─ x2       and the same around the MLP
-//     rows / n  rows     heads / n             partial   rows / n
 //
-//                 forward           backward
-//     g           all-gather        reduce-scatter
-//     g*          reduce-scatter    all-gather        the two halves of an all-reduce, and its bytes
+//              forward           backward
+//     g        all-gather        reduce-scatter
+//     g*       reduce-scatter    all-gather        two halves of an all-reduce, and together its bytes
 //
-// What is kept for backward are the norms' rows before g: W gathers them once more, an all-gather for each region that
-// the playbook's count leaves out (Megatron-LM does the same, and hides it behind dX). A rank's gradients of the norms,
-// and of embedding and output layer where those are whole, come from its own rows: sums over tp at the step's end.
+// What is kept for backward are rows as they were before g, so W gathers them again: an all-gather for each
+// region that the playbook does not count (Megatron-LM has it, too, behind dX). Gradients of norms, and of
+// an embedding and an output layer that stay whole, come from a rank's own rows: summed over tp after the
+// step.
 //
-// Bytes sent per rank, block and micro-batch: 8 (n - 1) / n K for K = b s h e, as in tensor_parallel.c, and 2 (n - 1) / n K
-// for W. Memory per rank: kept by a block: b s / n (e (4 h + 2 a d + 2 kv d + 3 f + a s) + 2 statistics): all of it / n.
-// Run: build/03_tensor_parallel/sequence_parallel         (--ranks 3 --heads 6, --tp 2 --zero 2, --dtype f32, --dry-run …)
+// Bytes sent per rank, block and micro-batch: 8 (n - 1) / n K for K = b s h e, as in tensor_parallel.c, and
+// 2 (n - 1) / n K for W. Memory per rank: what a block keeps is all cut: an n-th of one device's.
+// Run: build/03_tensor_parallel/sequence_parallel   (--ranks 3 --heads 6 --kv-heads 3 --ffn 39, --zero 2 …)
 // Last line: PASS sequence_parallel: rows are cut between regions, and the step stays that of one device …
 #include <math.h>
 #include <stdlib.h>
@@ -114,6 +114,7 @@ static Config layout_of(const Config *config, bool sp) {
     Config c = *config;
     c.sp = sp;
     c.recompute = RECOMPUTE_NONE;
+    c.zero = 0;  // its collectives are not what is compared
     return c;
 }
 

@@ -1,18 +1,20 @@
-// split_matmul.c: a matrix multiply cut over ranks, by columns or by rows. Playbook: "Tensor Parallelism", whose small
-// example this is on 2 ranks; on n ranks X is (2, 2 n) and W (2 n, n).
+// split_matmul.c: a matrix multiply cut over ranks, by columns or by rows. Playbook: "Tensor Parallelism",
+// whose small example this is on 2 ranks; on n ranks X is (2, 2 n) and W (2 n, n).
 //
-// Against 00_single_gpu: rank i has a part of W alone, and Y = X W comes together from what n ranks multiply.
+// Against 00_single_gpu: rank i has a part of W alone, and Y = X W comes together from what n ranks
+// multiply.
 //
-//     by columns   X [W_1 W_2 …]                = [X W_1, X W_2, …]        every rank needs all of X
-//     by rows      [X_1 X_2 …] [W_1; W_2; …]    = X_1 W_1 + X_2 W_2 + …    every rank needs its columns of X
+//     by columns   X [W_1 W_2 …]              = [X W_1, X W_2, …]        every rank needs all of X
+//     by rows      [X_1 X_2 …] [W_1; W_2; …]  = X_1 W_1 + X_2 W_2 + …    every rank needs its columns of X
 //
-//                  X to all     Y from all    dW_i           dX from dY
+//                  X to ranks   Y from them   dW_i           dX from dY
 //     by columns   broadcast    all-gather    X^T dY_i       all-reduce of dY_i W_i^T, a part of the sum
 //     by rows      scatter      all-reduce    X_i^T dY       gather of dY W_i^T, columns of dX
 //
-// By columns and then by rows, nothing is sent in between: rank i holds just the columns that it multiplies next, and an
-// activation function works on each column alone. By rows and then by columns, the function needs the sum first.
-// (The model stores a weight as (out, in): cut by columns here is CUT_ROWS in params.h.)
+// By columns and then by rows, nothing is sent in between: rank i holds just the columns that it multiplies
+// next, and an activation function works on each element alone. By rows and then by columns, the function
+// needs the sum first. (The model stores a weight as (out, in): cut by columns here is CUT_ROWS in
+// params.h.)
 //
 // Bytes sent: those of each collective, below. Memory per rank: W / n.
 // Run: build/03_tensor_parallel/split_matmul              (--ranks 3 …)
@@ -105,7 +107,8 @@ static Whole on_one_device(int n) {
     return one;
 }
 
-// Bytes that a member sends in calls on `count` f64, by comm.h; what all members send is the closed formula.
+// Bytes that a member sends in calls on `count` f64, by comm.h; what all members send is the closed
+// formula.
 static double all_reduce_bytes(int64_t count, Group g) {
     int64_t longest = (count + g.size - 1) / g.size, rest = count - g.rank * longest;
     int64_t piece = rest < 0 ? 0 : rest < longest ? rest : longest;

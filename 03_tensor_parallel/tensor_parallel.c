@@ -1,20 +1,22 @@
-// tensor_parallel.c: each block's matrices cut over ranks. Playbook: "Tensor Parallelism in a Transformer Block".
+// tensor_parallel.c: each block's matrices cut over ranks. Playbook: "Tensor Parallelism in a Transformer
+// Block"; Shoeybi et al. 2019 (Megatron-LM).
 //
-// Against 00_single_gpu: each of n ranks stores and computes an n-th of a block, its heads and its part of the
-// feed-forward width, on the same tokens; Wq Wk Wv Wgate Wup by columns, Wo Wdown by rows (split_matmul.c):
+// Against 00_single_gpu: each of n ranks stores and computes an n-th of a block, its heads and its part of
+// the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup by columns, Wo Wdown by rows
+// (split_matmul.c):
 //
 //     x ─ norm1 ─[f]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[f*]─(+x)─ x2       and the same around the MLP
 //
-//                 forward           backward
-//     f           identity          all-reduce      every rank's columns read what enters: gradients add up
-//     f*          all-reduce        identity        what leaves is a sum; the residual is added after it, once
+//              forward       backward
+//     f        identity      all-reduce    every rank reads what enters, so gradients at it add up
+//     f*       all-reduce    identity      what leaves is a sum; the residual is added after it, once
 //
-// Ranks beyond the key/value heads store copies of them. Each copy serves other query heads, so its gradient is a part;
-// their sum, at the end of the step, keeps the copies equal. (Shoeybi et al. 2019, Megatron-LM.)
+// Ranks beyond the key/value heads store copies of them. Each copy serves other query heads, so its
+// gradient is a part: the sum of the parts, at the end of the step, keeps the copies equal.
 //
-// Bytes sent per rank, block and micro-batch: 4 all-reduces of K = b s h e: 8 (n - 1) / n K; copies once a step.
-// Memory per rank: matrices / n; kept by a block: b s e (4 h + (2 a d + 2 kv d + 3 f + a s) / n) and 2 b s statistics.
-// Run: build/03_tensor_parallel/tensor_parallel           (--ranks 4 --tp 4, --tp 2 --zero 1, --dtype f32, --dry-run …)
+// Bytes sent per rank, block and micro-batch: 4 all-reduces of K = b s h e, 8 (n - 1) / n K. Memory per
+// rank: matrices / n; kept by a block: b s (e (4 h + (2 a d + 2 kv d + 3 f + a s) / n) + 2 statistics).
+// Run: build/03_tensor_parallel/tensor_parallel (--ranks 8 --gpus-per-node 4, --tp 2 --zero 1, --dry-run …)
 // Last line: PASS tensor_parallel: ranks that share every matrix make the step of one device …
 #include <math.h>
 #include <stdlib.h>
@@ -36,8 +38,8 @@ static Tensor all_reduce(void *context, Tensor partial) {
 
 // ---- gradients that are parts ----
 
-// All ranges of this rank's own gradients that are partial over this very group of copies, one after another: into
-// the buffer, or back. Returns their number of elements; without a buffer that alone.
+// All ranges of this rank's own gradients that are partial over this very group of copies, one after
+// another: into the buffer, or back. Returns their number of elements; without a buffer that alone.
 static int64_t move_partial(const Params *params, Group copies, Tensor buffer, bool back) {
     int64_t count = 0;
     for (int i = 0; i < params->count; i++) {
@@ -123,6 +125,7 @@ static void count_a_block(Mesh mesh, const Config *config) {
     Config c = *config;
     c.recompute = RECOMPUTE_NONE;
     c.sp = false;
+    c.zero = 0;
     say("\nOne block and micro-batch, tp %d:\n", mesh.tp.size);
     BlockCost block = layout_block_cost(&c, mesh);
     double K = (double)(c.micro_batch * c.seq * c.hidden) * (double)dtype_size((DType)c.dtype);
@@ -156,8 +159,8 @@ static Config blocks_of_8b(void) {
 
 static bool fits_8b(int tp) { return 32 % tp == 0 && 14336 % tp == 0; }
 
-// Tokens per second and GPU, as tp takes more of the ranks and, in the end, leaves the node. The other ranks do the same
-// with batches of their own, and nothing travels but what tensor parallelism sends.
+// Tokens per second and GPU, as tp takes more of the ranks and, in the end, leaves the node. The other
+// ranks do the same with batches of their own, and nothing travels but what tensor parallelism sends.
 static void across_nodes(Mesh mesh, const Config *config) {
     const LayoutProgram region = {.plug = region_plug, .unplug = region_unplug};
     int ranks = mesh.world.size, node = machine_find(config->machine)->gpus_per_node;
@@ -200,12 +203,13 @@ static void across_nodes(Mesh mesh, const Config *config) {
     clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
 }
 
-// Appendix A3: may the all-gather of (n, h) before a linear hide behind another linear of h^2 weights? For e bytes:
+// Appendix A3: may the all-gather of (n, h) before a linear hide behind another linear of h^2 weights? For
+// e bytes:
 //
 //     t_comm / t_compute  =  e (tp - 1) / (2 h)  peak_flops / peak_bw  <=  1
 //
-// (The playbook has e = 1.) The number of tokens cancels. Latency and the matrix multiply's own memory traffic, which the
-// formula leaves out, the model clock has.
+// (The playbook has e = 1.) The number of tokens cancels. Latency and the matrix multiply's own memory
+// traffic, which the formula leaves out, the model clock has.
 static double ratio_by_clock(Group tp, int64_t n, int64_t h) {
     Tensor x = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(n, h)),
            y = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(n, h / tp.size));

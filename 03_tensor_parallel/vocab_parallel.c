@@ -1,26 +1,29 @@
-// vocab_parallel.c: the embedding and the output layer cut over the vocabulary. Playbook: "Sequence Parallelism", its
-// table of the embedding layer ("Row Linear sharded on vocab").
+// vocab_parallel.c: embedding, output layer and loss cut over the vocabulary. Playbook: "Sequence
+// Parallelism", its table of the embedding layer ("Row Linear sharded on vocab").
 //
-// Against 00_single_gpu: each of t ranks stores ceil(v / t) rows of both tables, the last ones padded with zeros. A lookup
-// is a row-parallel linear: rows of other ranks' tokens are zero, and the sum, by f* or g*, is x. The output layer is
-// column-parallel: f or g, then each rank has its own columns of the logits, (n, v / t), and they stay where they are:
+// Against 00_single_gpu: each of t ranks stores ceil(v / t) rows of both tables, the last ones padded with
+// zeros. A lookup is a row-parallel linear: rows of other ranks' tokens are zero, and their sum, by f* or
+// g*, is x. The output layer is column-parallel: entered by f or g, it gives each rank its own columns z of
+// the logits, (n, v / t), which stay where they are (Shoeybi et al. 2019, Megatron-LM):
 //
-//     m = max over ranks of max_j z_j        Z = sum over ranks of sum_j exp(z_j - m)        lse = m + log Z
-//     loss = lse - (sum over ranks of z_target on its owner, else 0)      dz_j = softmax_j - [j = target], own columns
+//     m = max over ranks of max_j z_j      Z = sum over ranks of sum_j exp(z_j - m)      lse = m + log Z
+//     loss = lse - sum over ranks of (z_target where its column is, else 0)
+//     dz_j = exp(z_j - lse) - (1 if j is the target), of own columns
 //
-// The maximum must be of all ranks before anyone's exponentials are taken; padded columns are in no maximum, no sum and
-// no gradient. (Shoeybi et al. 2019; Megatron-LM, vocab_parallel_cross_entropy.)
+// m must be the maximum of all ranks before anyone takes an exponential. Padded columns are in no maximum,
+// no sum and no gradient.
 //
-// Bytes sent per rank and micro-batch, for n = b s, K = n h e, w bytes of a statistic: 2 (t - 1) / t (2 K + 3 n w), with
-// sequence parallelism (t - 1) / t (5 K + 6 n w): W gathers once more. To gather the logits: (t - 1) / t n v e.
-// Memory per rank: tables, their gradients and states / t, logits n v / t.
-// Run: build/03_tensor_parallel/vocab_parallel     (--ranks 3 --heads 6 --kv-heads 3 --vocab 256, --sp, --tied, --dry-run …)
+// Bytes sent per rank and micro-batch, with n = b s, K = n h e, statistics of w bytes: (t - 1) / t times
+// 4 K + 6 n w, or with sequence parallelism 5 K + 6 n w. To gather the logits: n v e.
+// Memory per rank: tables, their gradients and optimizer states / t; logits n v / t.
+// Run: build/03_tensor_parallel/vocab_parallel      (--sp, --tied, --ranks 8, --vocab 300, --dtype bf16 …)
 // Last line: PASS vocab_parallel: the loss needs no rank to see all logits …
 #include "playbook.h"
 
 // ---- the embedding ----
 
-Tensor vocab_parallel_rows(const VocabParallel *vocab, Tensor tokens, Tensor weight) {
+// Of every token, zero where another rank has it: (n, h) partial over tp.
+static Tensor rows_of(const VocabParallel *vocab, Tensor tokens, Tensor weight) {
     Tensor rows =
         tensor_new(MEMORY_ACTIVATION, weight.dtype, SHAPE(tensor_count(tokens), tensor_columns(weight)));
     op_embedding_part_forward(rows, tokens, weight, vocab->part);
@@ -29,7 +32,7 @@ Tensor vocab_parallel_rows(const VocabParallel *vocab, Tensor tokens, Tensor wei
 
 static Tensor lookup(void *context, Tensor tokens, Tensor weight) {
     const VocabParallel *vocab = context;
-    Tensor partial = vocab_parallel_rows(vocab, tokens, weight);
+    Tensor partial = rows_of(vocab, tokens, weight);
     Tensor x = vocab->before.region.leave(vocab->before.region.context, partial);
     tensor_free(&partial);
     return x;
@@ -85,15 +88,16 @@ static void loss_backward(void *context, Tensor dlogits, Tensor logits, Tensor l
     op_cross_entropy_part_backward(dlogits, logits, lse, targets, scale, vocab->part);
 }
 
-// The table says which rows are this rank's; the last ranks' may lie wholly in the padding.
-static VocabularyPart part_of(const Param *table) {
-    int64_t v = table->full[0], first = table->first[0] < v ? table->first[0] : v;
-    return (VocabularyPart){v, first, v - first < table->shape[0] ? v - first : table->shape[0]};
+// Of v tokens those that are stored from `first` on. The last ranks' may lie wholly in the padding.
+static VocabularyPart part_of(int64_t v, int64_t stored, int64_t first) {
+    if (first > v) first = v;
+    return (VocabularyPart){v, first, v - first < stored ? v - first : stored};
 }
 
 void vocab_parallel_plug(Model *model, VocabParallel *vocab) {
+    const Param *table = model->embedding;
     *vocab = (VocabParallel){.tp = model->mesh.tp,
-                             .part = part_of(model->embedding),
+                             .part = part_of(table->full[0], table->shape[0], table->first[0]),
                              .before = model->sockets,
                              .on = &model->sockets};
     model->sockets.vocabulary.context = vocab;
@@ -106,6 +110,96 @@ void vocab_parallel_plug(Model *model, VocabParallel *vocab) {
 }
 
 #ifndef NO_MAIN
+
+// ---- the embedding's rows of the playbook's table of shapes, read from the tensors ----
+
+typedef struct Shapes {
+    char table[32], rows[32], x[64];
+} Shapes;
+
+static Shapes shapes_of(const Config *config, Mesh mesh, bool sp) {
+    Config c = *config;
+    c.sp = sp;
+    c.zero = 0;  // tables as they are looked up in
+    Trainer *t = trainer_new(&c, mesh);
+    void *plugs = layout_plug(t);
+    const Sockets *on = &t->model->sockets;
+    Shapes s;
+    int64_t n = c.micro_batch * c.seq, first;
+    Tensor table = param_value(&t->model->params, t->model->embedding);
+    Tensor tokens = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n));
+    op_fill(tokens, 0);
+    Tensor rows = rows_of(on->vocabulary.context, tokens, table);
+    clock_reset();
+    Tensor x = on->vocabulary.lookup(on->vocabulary.context, tokens, table);
+    const char *call = sp ? "reduce_scatter" : "all_reduce";
+    int64_t own = sp ? sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) : n;
+    report_that(tensor_rows(rows) == n && tensor_rows(x) == own && comm_count(call).calls == 1 &&
+                    comm_total().calls == 1,
+                "a lookup makes %s of %s by %lld calls", tensor_text(x), tensor_text(rows),
+                (long long)comm_total().calls);
+    snprintf(s.table, sizeof s.table, "%s", tensor_text(table));
+    snprintf(s.rows, sizeof s.rows, "%s", tensor_text(rows));
+    snprintf(s.x, sizeof s.x, "%s by %s", tensor_text(x), call);
+    tensor_free(&tokens), tensor_free(&rows), tensor_free(&x);
+    layout_unplug(t, plugs);
+    trainer_free(t);
+    return s;
+}
+
+static void embedding_shapes(Mesh mesh, const Config *config) {
+    Shapes tp = shapes_of(config, mesh, false), sp = shapes_of(config, mesh, true);
+    say("\nThe embedding on rank 0, v = %ld, for (b s, h) = (%ld, %ld):\n", config->vocab,
+        config->micro_batch * config->seq, config->hidden);
+    say("  %-22s %-28s %s\n", "", "TP only", "TP with SP");
+    say("  %-22s %-28s %s\n", "table, padded", tp.table, sp.table);
+    say("  %-22s %-28s %s\n", "looked up, partial", tp.rows, sp.rows);
+    say("  %-22s %-28s %s\n", "x", tp.x, sp.x);
+}
+
+// ---- three numbers a token, or all logits ----
+
+// What was sent since the last reset, beside the closed form of it for all ranks.
+static void show(const char *name, double predicted, Tensor logits, Group tp) {
+    CommCount sent = comm_total();
+    double all = comm_sum((double)sent.bytes, tp);
+    say("  %-16s %12s %12.3f %18s\n", name, bytes_text((double)sent.bytes), 1e3 * sent.exposed_seconds,
+        bytes_text((double)tensor_bytes(logits)));
+    report_that(all == predicted, "%s: all ranks send %.0f B, and the formula says %.0f", name, all,
+                predicted);
+    report_number(name, "bytes of rank 0", (double)sent.bytes, "B");
+    report_number(name, "exposed seconds", sent.exposed_seconds, "s");
+}
+
+// The loss of Llama 3 8B's logits on the model clock: as it is computed here, and once they were gathered.
+static void loss_of_llama(Mesh mesh, const Config *config) {
+    const int64_t n = 8192, v = 128256;
+    Group tp = mesh.tp;
+    device_dry_run(true);
+    int64_t columns = (v + tp.size - 1) / tp.size;
+    VocabParallel vocab = {.tp = tp, .part = part_of(v, columns, columns * tp.rank)};
+    Tensor logits = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(n, columns)), lse;
+    Tensor targets = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n));
+    Tensor all = tensor_new(MEMORY_COMMUNICATION, BF16, SHAPE(tp.size, n, columns));
+    say("\nThe loss of %ld tokens of Llama 3 8B, v = %ld on %d ranks, on the model clock of %s:\n", n, v,
+        tp.size, config->machine);
+    say("  %-16s %12s %12s %18s\n", "", "bytes sent", "exposed, ms", "logits on a rank");
+    clock_reset();
+    loss(&vocab, &lse, logits, targets);
+    show("maxima and sums", 2.0 * (tp.size - 1) * 3 * (double)n * sizeof(float), logits, tp);
+    clock_reset();
+    comm_now(comm_all_gather(all, logits, NULL, tp));
+    show("gathered logits", (tp.size - 1) * (double)tensor_bytes(all), all, tp);
+    tensor_free(&logits), tensor_free(&targets), tensor_free(&lse), tensor_free(&all);
+    device_dry_run(false);
+}
+
+static void more(Mesh mesh, const Config *config) {
+    if (mesh.tp.size == 1) return;
+    embedding_shapes(mesh, config);
+    loss_of_llama(mesh, config);
+}
+
 int main(int argc, char **argv) {
     const LayoutProgram program = {
         .purpose = "Vocabulary parallelism: embedding, output layer and loss are cut over the vocabulary.",
@@ -117,7 +211,8 @@ int main(int argc, char **argv) {
         .natural = 4,
         .plug = layout_plug,
         .unplug = layout_unplug,
-        .counts = layout_counts};
+        .counts = layout_counts,
+        .more = more};
     return layout_program(argc, argv, &program);
 }
 #endif

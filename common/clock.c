@@ -6,6 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
+#include "guard.h"
+
 // ---- machines ----
 
 // Rates are per GPU, dense (datasheets print twice these for 2:4 sparsity), in FLOP/s and bytes/s. The
@@ -234,12 +237,16 @@ void clock_begin(const char *name, DType dtype, double flops, double bytes) {
         event->bytes = bytes;
         event->model_end = event->model + state.model_seconds;
     }
+    device_open();
     state.began = wall_seconds();
 }
 
 void clock_end(void) {
+    // Who watches single operations wants their own time, not that of giving them to a device.
+    if (state.tracing && !device_is_dry_run()) backend_wait();
     double now = wall_seconds();
     CHECK(state.name, "clock_end without clock_begin");
+    device_close();
     add(&state.operations[state.operation], state.flops, state.bytes, now - state.began,
         state.model_seconds);
     add(&state.total, state.flops, state.bytes, now - state.began, state.model_seconds);

@@ -96,7 +96,8 @@ OpCount clock_mark(const char *path);  // all 0 if there is none
 
 // ---- the time line ----
 
-// Collects every operation, mark and communication from now on; what was collected before is gone.
+// Collects every operation, mark and communication from now on; what was collected before is gone. From here
+// on an operation ends on the wall clock when the device has done it: a GPU waits for the host between two.
 void clock_trace_start(void);
 
 typedef enum EventKind { EVENT_OPERATION, EVENT_PUSH, EVENT_POP, EVENT_COMMUNICATION } EventKind;

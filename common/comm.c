@@ -24,14 +24,16 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
 #include <unistd.h>
 
 #include "clock.h"
+#include "device.h"
+#include "guard.h"
 #include "transport.h"
 
-// Kinds of notices that are no collectives: a rank's last one, and the question what a rank waits for.
-enum { FINISHED = COLLECTIVE_KINDS, WHERE };
+// Kinds of notices that are no collectives: a rank's last one, the question what a rank waits for, and the making of
+// a group.
+enum { FINISHED = COLLECTIVE_KINDS, WHERE, GROUP };
 
 static const char *const kind_names[COLLECTIVE_KINDS] = {
     "all_reduce", "reduce",    "reduce_scatter", "all_gather", "gather",
@@ -46,13 +48,14 @@ struct Request {
     int64_t *open;   // transfers whose other end has come
     bool *met;       // notices that have come, by member or by transfer
     int missing;     // those that have not
-    double *values;  // sums on the host: everyone's
+    double *values;  // sums on the host, the making of a group: everyone's
     bool host, given, settled, done;
     int64_t index, total;                // n-th call of this rank; elements
     uint64_t parts;                      // hash of unequal counts
     double called, ready, end, seconds;  // model clock; seconds: what the machine needs
-    double began, waited;                // wall clock: the call, and the end of its wait
+    double began, waited, blocked;       // wall clock: the call, the end of its wait, and the length of that
     int64_t bytes;                       // that this rank sends
+    Group made;                          // what a GROUP is about
     Operation *operation;
 };
 
@@ -66,6 +69,8 @@ typedef struct Identity {
     int32_t pid;
     char host[64];
 } Identity;
+
+static const Control *control = &control_mpi;  // or control_tcp
 
 static struct {
     bool started, finished, alone;  // alone: no transport, as before comm_start
@@ -83,6 +88,7 @@ static struct {
     int64_t calls;
     double stream_end;  // model clock: end of the last settled request
     bool waiting;
+    bool pushing;  // push is under way
     bool claimed;  // this rank says why all end
     bool told;     // this one has said where it waits, since another gave up
     // counts
@@ -90,6 +96,8 @@ static struct {
     int64_t resets;
 } state = {.alone = true, .ranks = 1, .timeout = 300, .check = true};
 
+bool comm_sums_in_rank_order(void) { return transport_sums_in_rank_order(); }
+const char *comm_carrier(void) { return transport_text(); }
 int comm_ranks(void) { return state.ranks; }
 int comm_rank(void) { return state.rank; }
 const char *comm_host(int rank) { return state.identity ? state.identity[rank].host : "this machine"; }
@@ -128,6 +136,8 @@ static uint64_t hash_of_binary(void) {
 
 // ---- groups ----
 
+static void prepare_group(Group group);
+
 Group comm_group(const char *name, const int *members, int size) {
     Group group = {.size = size, .rank = -1, .handle = ++state.groups};
     int *copy = host_alloc(sizeof *copy * (size_t)size);
@@ -145,6 +155,7 @@ Group comm_group(const char *name, const int *members, int size) {
     state.group = realloc(state.group, sizeof group * (size_t)state.groups);
     CHECK(state.group, "out of host memory for groups");
     state.group[state.groups - 1] = group;
+    if (transport_prepares_groups() && !state.alone && !device_is_dry_run()) prepare_group(group);
     return group;
 }
 
@@ -187,6 +198,9 @@ static const char *call_text(const Notice *n) {
             break;
         case BARRIER:
             snprintf(text, size, "barrier()");
+            break;
+        case GROUP:
+            snprintf(text, size, "comm_group, for its group %lld,", count);
             break;
         case TRANSFERS:
             snprintf(text, size, "%s(%lld %s %s rank %d)", n->send ? "send" : "receive", count, type,
@@ -271,18 +285,16 @@ static void mismatch(int mine_rank, const Notice *mine, int their_rank, const No
 static int find_dead(void) {
     for (int r = 0; r < state.ranks; r++)
         if (r != state.rank && !state.ended[r] &&
-            !strcmp(state.identity[r].host, state.identity[state.rank].host) &&
-            kill(state.identity[r].pid, 0) < 0 && errno == ESRCH)
+            (control->gone(r) || (!strcmp(state.identity[r].host, state.identity[state.rank].host) &&
+                                  kill(state.identity[r].pid, 0) < 0 && errno == ESRCH)))
             return r;
     return -1;
 }
 
-// mpirun ends the other ranks with SIGTERM when one dies; with --quiet, and it is quiet so that a verdict
-// of FAIL is no disaster, nobody else would say why. Only calls that are allowed in a signal handler.
-static void on_terminate(int signal) {
-    (void)signal;
-    int dead = find_dead();
-    if (transport_claim() && dead >= 0) {
+// Ends this rank, as all others; the first to come here says why, if it knows. Only calls that are allowed in a
+// signal handler.
+static void end_with_dead(int dead) {
+    if (control->claim() && dead >= 0) {
         char digits[16], *digit = digits + sizeof digits;
         for (int r = dead; r || digit == digits + sizeof digits; r /= 10) *--digit = (char)('0' + r % 10);
         const char *name = base_program(),
@@ -297,8 +309,20 @@ static void on_terminate(int signal) {
     _exit(STATUS_USAGE);
 }
 
+// mpirun ends the other ranks with SIGTERM when one dies; with --quiet, and it is quiet so that a verdict
+// of FAIL is no disaster, nobody else would say why.
+static void on_terminate(int signal) {
+    (void)signal;
+    end_with_dead(find_dead());
+}
+
+// The control plane has seen a process end. Before its last notice nobody leaves but by dying.
+static void on_death(int rank) {
+    if (!state.finished) end_with_dead(rank);
+}
+
 static bool claim(void) {
-    if (!state.claimed) state.claimed = transport_claim();
+    if (!state.claimed) state.claimed = control->claim();
     return state.claimed;
 }
 
@@ -313,7 +337,9 @@ static void end_all(const char *sentence, int status) {
     } else {
         usleep(3000000);  // another has spoken, and ends this one
     }
-    transport_abort(status);
+    transport_abort();
+    control->abort(status);
+    _exit(status);
 }
 
 // ---- notices ----
@@ -370,7 +396,7 @@ static void say_where(void) {
 static void take_notices(void) {
     Notice notice;
     int from;
-    while (!state.alone && transport_receive_notice(&notice, &from)) {
+    while (!state.alone && control->receive(&notice, &from)) {
         if (notice.kind == FINISHED) {
             state.ended[from] = true;
             state.ended_status[from] = notice.count;
@@ -400,7 +426,7 @@ static void give_notices(Request *r) {
     for (int i = 0; i < notices_of(r); i++) {
         if (r->met[i] || (r->met[i] = notice_is_own(r, i))) continue;
         Notice notice = notice_for(r, i);
-        transport_send_notice(&notice, notice_rank(r, i));
+        control->send(&notice, notice_rank(r, i));
         r->missing++;
     }
     r->given = true;
@@ -471,17 +497,21 @@ static void meet_notices(Request *r) {
 
 // ---- the line ----
 
+static bool is_group(const Request *r) { return (int)r->call.kind == GROUP; }
+
+static Operation *make_group(const Request *r);
+
 static void move(Request *r) {
     if (device_is_dry_run() || r->host || r->call.kind == BARRIER) {
         r->done = r->settled;
         return;
     }
-    if (!r->operation) r->operation = transport_run(&r->call);
-    if (!transport_test(r->operation) || !r->settled) return;
-    CHECK(transport_bytes(r->operation) == r->bytes, "%s sent %lld bytes, and its formula says %lld",
-          kind_names[r->call.kind], (long long)transport_bytes(r->operation), (long long)r->bytes);
-    transport_free(r->operation);
-    r->operation = NULL;
+    if (!r->operation) r->operation = is_group(r) ? make_group(r) : transport_run(&r->call);
+    if (!r->operation) r->done = true;  // a group that needs nothing
+    if (r->done || !transport_test(r->operation) || !r->settled) return;
+    CHECK(is_group(r) || transport_bytes(r->operation) == r->bytes,
+          "%s sent %lld bytes, and its formula says %lld", kind_names[r->call.kind],
+          (long long)transport_bytes(r->operation), (long long)r->bytes);
     r->done = true;
 }
 
@@ -491,6 +521,8 @@ static bool may_move(const Request *r) { return r->settled || (r->call.kind == T
 
 // Everything on as far as it goes without waiting.
 static void push(void) {
+    state.pushing = true;
+    device_open();
     take_notices();
     for (Request *r; (r = state.noticing); state.noticing = r->next) {
         if (!r->given) give_notices(r);
@@ -498,12 +530,14 @@ static void push(void) {
         if (r->missing) break;
         r->settled = true;
         r->end += r->seconds;
-        state.stream_end = r->end;
+        if (!is_group(r)) state.stream_end = r->end;
     }
     for (Request *r; (r = state.moving) && may_move(r); state.moving = r->next) {
         move(r);
         if (!r->done) break;
     }
+    device_close();
+    state.pushing = false;
 }
 
 static void deadlock(double seconds) NO_RETURN;
@@ -512,9 +546,18 @@ static void deadlock(double seconds) {
     describe_wait(text, sizeof text);
     // The first to give up asks the others where they are. They say so, once each; then all end.
     for (int r = 0; r < state.ranks && claim(); r++)
-        if (r != state.rank && !state.ended[r]) transport_send_notice(&(Notice){.kind = WHERE}, r);
+        if (r != state.rank && !state.ended[r]) control->send(&(Notice){.kind = WHERE}, r);
     for (double until = wall_seconds() + 0.3; wall_seconds() < until;) take_notices(), sched_yield();
     fatal("%s, for %.3g s (--timeout)", text, seconds);
+}
+
+// Ends all if a rank or what moves the bytes has failed.
+static void look_after_all(void) {
+    int dead = state.alone ? -1 : find_dead();
+    CHECK(dead < 0, "rank %d has died; all ranks end", dead);
+    double seconds = transport_poll();
+    CHECK(seconds < state.timeout, "the device has been at one collective for %.3g s (--timeout): another rank's "
+                                   "does not come to it", seconds);
 }
 
 // One turn of a loop that waits since `began`.
@@ -527,8 +570,15 @@ static void wait_turn(double began, int64_t turn) {
     if (seconds > 1e-3) sched_yield();
     if (turn % 4096) return;
     if (seconds > state.timeout) deadlock(seconds);
-    int dead = state.alone ? -1 : find_dead();
-    CHECK(dead < 0, "rank %d has died; all ranks end", dead);
+    look_after_all();
+}
+
+// While the host waits for the device, which may itself wait for another rank's.
+static void look_from_device(void) {
+    static int64_t turn;
+    if (state.alone || state.finished || ++turn % 64) return;
+    if (!state.pushing) push();
+    if (turn % 4096 == 0) look_after_all();
 }
 
 static CommCount *count_of(CollectiveKind kind) {
@@ -570,19 +620,17 @@ CommCount comm_count(const char *name) {
 static void wait_until_done(Request *r) {
     double began = wall_seconds();
     state.waiting = true;
+    device_open();  // once, not at each of many thousand turns
     push();
     for (int64_t turn = 1; !r->done; turn++) wait_turn(began, turn);
+    device_close();
     state.waiting = false;
     r->waited = wall_seconds();
-    count_of(r->call.kind)->wall_seconds += r->waited - began;
+    r->blocked = r->waited - began;
 }
 
-static void end(Request *r) {
-    CommCount *count = count_of(r->call.kind);
-    count->exposed_seconds += clock_model_wait(r->end);
-    count->model_seconds += r->seconds;
-    clock_communication(kind_names[r->call.kind], r->began, r->waited, r->end - r->seconds, r->end,
-                        (double)r->bytes);
+static void release(Request *r) {
+    if (r->operation) transport_end(r->operation);  // before its tensors go
     if (r->live_before) r->live_before->live_after = r->live_after;
     else state.live = r->live_after;
     if (r->live_after) r->live_after->live_before = r->live_before;
@@ -597,6 +645,16 @@ static void end(Request *r) {
     free(r->met);
     free(r->values);
     free(r);
+}
+
+static void end(Request *r) {
+    CommCount *count = count_of(r->call.kind);
+    count->wall_seconds += r->blocked;
+    count->exposed_seconds += clock_model_wait(r->end);
+    count->model_seconds += r->seconds;
+    clock_communication(kind_names[r->call.kind], r->began, r->waited, r->end - r->seconds, r->end,
+                        (double)r->bytes);
+    release(r);
 }
 
 void comm_wait(Request *r) {
@@ -618,14 +676,16 @@ static int64_t sum_of(const int64_t *counts, int n) {
     return sum;
 }
 
+static const char *name_of(CollectiveKind kind) { return kind < COLLECTIVE_KINDS ? kind_names[kind] : "comm_group"; }
+
 static Request *request_new(CollectiveKind kind, Group group, int root, DType dtype) {
-    CHECK(!state.finished, "%s after comm_finish", kind_names[kind]);
+    CHECK(!state.finished, "%s after comm_finish", name_of(kind));
     CHECK(group.size >= 1 && group.rank >= 0 && group.rank < group.size,
-          "%s: rank %d is not a member of group %s", kind_names[kind], state.rank,
+          "%s: rank %d is not a member of group %s", name_of(kind), state.rank,
           group.name ? group.name : "?");
     CHECK(group.size == 1 || group.member, "%s: group %s of %d was not made by comm_group",
-          kind_names[kind], group.name ? group.name : "?", group.size);
-    CHECK(root >= 0 && root < group.size, "%s: there is no root %d in group %s of %d", kind_names[kind],
+          name_of(kind), group.name ? group.name : "?", group.size);
+    CHECK(root >= 0 && root < group.size, "%s: there is no root %d in group %s of %d", name_of(kind),
           root, group.name ? group.name : "?", group.size);
     Request *r = host_alloc(sizeof *r);
     *r = (Request){.call = {.kind = kind, .root = root, .dtype = dtype, .group = group}};
@@ -639,22 +699,10 @@ static void hold(Request *r, Tensor out, Tensor in) {
     r->call.in = tensor_exists(in) ? tensor_address(in) : NULL;
 }
 
-// bytes: that this rank sends. model_bytes: K of clock_collective_seconds.
-static Request *start(Request *r, int64_t bytes, double model_bytes) {
-    Collective *c = &r->call;
-    double began = wall_seconds();
-    r->began = began;
-    r->index = ++state.calls;
-    r->bytes = bytes;
+static void put_in_line(Request *r) {
+    r->index = state.calls;
     r->met = calloc((size_t)notices_of(r) + 1, sizeof *r->met);
     CHECK(r->met, "out of host memory for a request");
-    if (c->kind != TRANSFERS && c->kind != ALL_TO_ALL)
-        r->seconds = clock_collective_seconds(kind_names[c->kind], model_bytes, c->group.size,
-                                              members_per_node(c->group));
-    r->called = clock_model_now();
-    CommCount *count = count_of(c->kind);
-    count->calls++;
-    count->bytes += bytes;
     r->live_after = state.live;
     if (state.live) state.live->live_before = r;
     state.live = r;
@@ -663,6 +711,24 @@ static Request *start(Request *r, int64_t bytes, double model_bytes) {
     if (!state.noticing) state.noticing = r;
     if (!state.moving) state.moving = r;
     push();
+}
+
+// bytes: that this rank sends. model_bytes: K of clock_collective_seconds.
+static Request *start(Request *r, int64_t bytes, double model_bytes) {
+    Collective *c = &r->call;
+    double began = wall_seconds();
+    r->began = began;
+    r->bytes = bytes;
+    if (!device_is_dry_run() && !r->host && c->kind != BARRIER) c->mark = transport_mark();
+    if (c->kind != TRANSFERS && c->kind != ALL_TO_ALL)
+        r->seconds = clock_collective_seconds(kind_names[c->kind], model_bytes, c->group.size,
+                                              members_per_node(c->group));
+    r->called = clock_model_now();
+    CommCount *count = count_of(c->kind);
+    count->calls++;
+    count->bytes += bytes;
+    state.calls++;
+    put_in_line(r);
     count->wall_seconds += wall_seconds() - began;
     return r;
 }
@@ -882,26 +948,70 @@ static double host_reduction(double value, ReduceOp op, Group group) {
     return result;
 }
 
+// ---- groups that the data plane prepares ----
+
+// All ranks meet, and tell what they have: a group that needs nothing (this rank is no member, or the only one), a new
+// one, or one with the members of an older one, by its handle.
+enum { NOTHING = -2, NEW = -1 };
+
+static bool same_members(Group a, Group b) {
+    return a.size == b.size && !memcmp(a.member, b.member, sizeof *a.member * (size_t)a.size);
+}
+
+static void prepare_group(Group group) {
+    Request *r = request_new((CollectiveKind)GROUP, comm_world(), 0, F32);
+    int as = group.rank < 0 || group.size == 1 ? NOTHING : NEW;
+    if (as == NEW && same_members(group, comm_world())) as = 0;
+    for (int h = 1; h < group.handle && as == NEW; h++)
+        if (same_members(group, state.group[h - 1])) as = h;
+    r->values = host_alloc(sizeof *r->values * (size_t)state.ranks);
+    r->values[state.rank] = as;
+    r->made = group;
+    r->total = group.handle;
+    put_in_line(r);
+    wait_until_done(r);
+    release(r);
+}
+
+static Operation *make_group(const Request *r) {
+    int as = NOTHING, mine = (int)r->values[state.rank];
+    for (int i = 0; i < state.ranks; i++) {
+        int theirs = (int)r->values[i];
+        if (as == NOTHING) as = theirs;
+        else if (theirs != NOTHING && theirs != as) as = NEW;
+    }
+    if (as == NOTHING) return NULL;
+    int color = r->made.member[0];
+    for (int i = 1; i < r->made.size; i++)
+        if (r->made.member[i] < color) color = r->made.member[i];
+    Group group = r->made;
+    if (mine == NOTHING) group.rank = -1;
+    return transport_group(group, color, as);
+}
+
 double comm_sum(double value, Group group) { return host_reduction(value, REDUCE_SUM, group); }
 double comm_max(double value, Group group) { return host_reduction(value, REDUCE_MAX, group); }
 
 // ---- start and end ----
 
-// The number behind --name in argv, or `standard`. Options that are not numbers are options_parse's to
-// refuse.
-static double argument(int argc, char **argv, const char *name, double standard) {
+// What stands behind --name in argv; NULL without it.
+static const char *argument(int argc, char **argv, const char *name) {
     size_t length = strlen(name);
     for (int i = 1; i < argc; i++) {
-        const char *text = NULL;
-        if (!strncmp(argv[i], name, length) && argv[i][length] == '=') text = argv[i] + length + 1;
-        if (!strcmp(argv[i], name)) text = i + 1 < argc ? argv[i + 1] : "";
-        if (!text) continue;
-        char *end;
-        double value = strtod(text, &end);
-        CHECK(*text && !*end && value >= 0, "%s %s is not a number of at least 0", name, text);
-        return value;
+        if (!strncmp(argv[i], name, length) && argv[i][length] == '=') return argv[i] + length + 1;
+        if (!strcmp(argv[i], name)) return i + 1 < argc ? argv[i + 1] : "";
     }
-    return standard;
+    return NULL;
+}
+
+// Options that are not numbers are options_parse's to refuse.
+static double number(int argc, char **argv, const char *name, double standard) {
+    const char *text = argument(argc, argv, name);
+    if (!text) return standard;
+    char *end;
+    double value = strtod(text, &end);
+    CHECK(*text && !*end && value >= 0, "%s %s is not a number of at least 0", name, text);
+    return value;
 }
 
 // One thread per core and rank, as far as they go, unless the user has said otherwise.
@@ -912,15 +1022,17 @@ static void share_cores(int ranks_here) {
     omp_set_num_threads(threads > 1 ? threads : 1);
 }
 
-static void check_identities(int argc, char **argv) {
+// Who else there is: all must run the same. Returns where this rank stands among them.
+static Place check_identities(int argc, char **argv) {
     Identity mine = {.binary = hash_of_binary(), .arguments = HASH_SEED, .pid = (int32_t)getpid()};
     for (int i = 1; i < argc; i++) mine.arguments = hash(mine.arguments, argv[i], strlen(argv[i]) + 1);
     gethostname(mine.host, sizeof mine.host - 1);
     state.identity = host_alloc(sizeof mine * (size_t)state.ranks);
-    transport_share(&mine, state.identity, sizeof mine);
-    int here = 0;
+    control->share(&mine, state.identity, sizeof mine);
+    int here = 0, local = 0;
     for (int r = 0; r < state.ranks; r++) {
         const Identity *other = &state.identity[r], *first = &state.identity[0];
+        if (r == state.rank) local = here;
         here += !strcmp(other->host, mine.host);
         CHECK(other->binary == first->binary,
               "rank %d on %s runs another build of this program than rank 0 on %s", r, other->host,
@@ -929,6 +1041,7 @@ static void check_identities(int argc, char **argv) {
               r);
     }
     share_cores(here);
+    return (Place){state.rank, state.ranks, local, here, here == state.ranks};
 }
 
 static void finish_at_exit(int status, void *unused) {
@@ -940,33 +1053,49 @@ static void finish_at_exit(int status, void *unused) {
     _exit(worst);
 }
 
+static void choose_control(const char *rendezvous) {
+    if (rendezvous) {
+        CHECK(*rendezvous, "--rendezvous needs a value");
+        CHECK(!transport_needs_mpi(), "--rendezvous is for COMM=nccl: this program's data goes over MPI, and "
+                                      "mpirun or srun starts it");
+        control = &control_tcp;
+    }
+    CHECK(rendezvous || transport_needs_mpi() || control->launched() || !getenv("RANK") || !getenv("WORLD_SIZE"),
+          "RANK and WORLD_SIZE are set: --rendezvous FILE lets these ranks find each other, and without "
+          "the two mpirun starts them");
+}
+
 void comm_start(int argc, char **argv, int natural) {
     CHECK(!state.started, "comm_start was called twice");
-    double wanted = argument(argc, argv, "--ranks", 0);
+    double wanted = number(argc, argv, "--ranks", 0);
     CHECK(wanted == floor(wanted) && wanted <= 4096, "--ranks %g is not a whole number up to 4096", wanted);
-    state.timeout = argument(argc, argv, "--timeout", state.timeout);
+    state.timeout = number(argc, argv, "--timeout", state.timeout);
+    choose_control(argument(argc, argv, "--rendezvous"));
     int ranks = wanted > 0 ? (int)wanted : natural;
     state.started = true;
-    state.alone = !transport_launched() && ranks == 1;
+    state.alone = !control->launched() && ranks == 1;
     if (state.alone) return;
-    if (!transport_launched()) {
+    if (!control->launched()) {
         char threads[16];
         int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / ranks;
         snprintf(threads, sizeof threads, "%d", share > 1 ? share : 1);
         setenv("OMP_NUM_THREADS", threads, 0);
-        fatal("%d ranks need mpirun: %s; --ranks 1 runs without it", ranks,
-              transport_launch(argc, argv, ranks));
+        fatal("%d ranks need %s: %s; --ranks 1 runs without it", ranks, control->launcher,
+              control->launch(argc, argv, ranks));
     }
-    prctl(PR_SET_PDEATHSIG, SIGKILL);  // ranks do not outlive their launcher
-    transport_start(&state.rank, &state.ranks);
+    Joining how = {argument(argc, argv, "--rendezvous"), state.timeout, on_death};
+    control->start(&how, &state.rank, &state.ranks);
     base_set_rank(state.rank, state.ranks, end_all);
     CHECK(wanted == 0 || (int)wanted == state.ranks,
-          "--ranks %d, but mpirun has started %d: leave --ranks out, or mpirun", (int)wanted, state.ranks);
+          "--ranks %d, but %s has started %d: leave --ranks out, or start as many", (int)wanted,
+          control->launcher, state.ranks);
     state.inbox = calloc((size_t)state.ranks, sizeof *state.inbox);
     state.ended = calloc((size_t)state.ranks, sizeof *state.ended);
     state.ended_status = calloc((size_t)state.ranks, sizeof *state.ended_status);
     CHECK(state.inbox && state.ended && state.ended_status, "out of host memory for %d ranks", state.ranks);
-    check_identities(argc, argv);
+    Place place = check_identities(argc, argv);
+    backend_start(place.local_rank, place.ranks_here);
+    transport_start(control, place, look_from_device);
     struct sigaction terminate = {.sa_handler = on_terminate};
     sigaction(SIGTERM, &terminate, NULL);
     on_exit(finish_at_exit, NULL);
@@ -986,17 +1115,17 @@ int comm_finish(int status) {
     fflush(NULL);
     Notice mine = {.kind = FINISHED, .count = status};
     for (int r = 0; r < state.ranks; r++)
-        if (r != state.rank) transport_send_notice(&mine, r);
+        if (r != state.rank) control->send(&mine, r);
     state.ended[state.rank] = true;
     state.ended_status[state.rank] = status;
     double began = wall_seconds();
     int worst = 0;
     for (int r = 0, turn = 1; r < state.ranks; r += state.ended[r]) {
-        take_notices();
+        int dead = ++turn % 4096 == 0 ? find_dead() : -1;
+        take_notices();  // what a process sent before it ended has come now
         if (state.inbox[r].count) mismatch(state.rank, &mine, r, &state.inbox[r].notice[0], "");
-        if (++turn % 64 == 0) sched_yield();
-        int dead = turn % 4096 == 0 ? find_dead() : -1;
-        CHECK(dead < 0, "rank %d has died; all ranks end", dead);
+        if (turn % 64 == 0) sched_yield();
+        CHECK(dead < 0 || state.ended[dead], "rank %d has died; all ranks end", dead);
         CHECK(wall_seconds() - began < state.timeout,
               "comm_finish: rank %d has not come in %.3g s (--timeout)", r, state.timeout);
         if (state.ended[r] && state.ended_status[r] > worst) worst = state.ended_status[r];
@@ -1005,5 +1134,6 @@ int comm_finish(int status) {
     // not 0.
     signal(SIGTERM, SIG_IGN);
     transport_finish();
+    control->finish();
     return worst;
 }

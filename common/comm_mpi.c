@@ -1,4 +1,4 @@
-// comm_mpi.c: the transport over Open MPI. Real messages between real processes: MPI_Isend and MPI_Irecv
+// comm_mpi.c: the data plane over Open MPI. Real messages between real processes: MPI_Isend and MPI_Irecv
 // across machines, memory that MPI shares (MPI_Win_allocate_shared) within one; nothing in here can hang.
 //
 // A collective is a set of flows, each a run of segments to or from one peer. The algorithms are direct:
@@ -17,25 +17,20 @@
 // have no step 2. A segment is added as soon as all its copies are there, and travels back while the next
 // ones come in: what waits to be added stays in the cache, and takes WINDOW segments per member, however
 // large the tensor.
-#include <errno.h>
-#include <fcntl.h>
 #include <mpi.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
+#include "comm_staged.h"
+#include "device.h"
 #include "transport.h"
 
-enum { WINDOW = 4 };                              // segments of a flow under way at once
-enum { TAG_DATA, TAG_RESULT, TAGS, TAG_NOTICE };  // the two ways of a reduction; else DATA
+enum { WINDOW = 4 };                  // segments of a flow under way at once
+enum { TAG_DATA, TAG_RESULT, TAGS };  // the two ways of a reduction; else DATA
 
 static struct {
     int rank, ranks;
-    char claim_file[512];  // "" where the launcher gave no folder
-    Notice notice;         // the one receive that always stands open
-    MPI_Request notice_request;
-    struct Outgoing *outgoing;
     char *staging;
     size_t staging_bytes;
     int64_t segment;  // bytes
@@ -47,159 +42,7 @@ static struct {
     int64_t (*given)[TAGS], (*taken)[TAGS];  // segments ever, to and from each rank
 } state;
 
-// ---- start and end ----
-
-static const char *environment(const char *name) {
-    const char *value = getenv(name);
-    return value && *value ? value : NULL;
-}
-
-static int environment_int(const char *name) { return environment(name) ? atoi(getenv(name)) : 0; }
-
-bool transport_launched(void) {
-    return environment("OMPI_COMM_WORLD_SIZE") || environment("PMIX_RANK") || environment("PMI_RANK") ||
-           environment_int("SLURM_STEP_NUM_TASKS") > 1;
-}
-
-// Settings of Open MPI, for ranks of one machine; what the user has set stays.
-static void tune(bool oversubscribed) {
-    // Looking for no network halves the time to start.
-    setenv("OMPI_MCA_pml", "ob1", 0);
-    setenv("OMPI_MCA_btl", "self,vader", 0);
-    // Copying twice through shared memory is faster than letting the kernel copy once, up to 16 MB.
-    setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0);
-    // Without this, a rank that waits keeps the core of the rank that it waits for.
-    if (oversubscribed) setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
-}
-
-const char *transport_launch(int argc, char **argv, int ranks) {
-    static char self[4096], number[16];
-    ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
-    if (length <= 0) return "/proc/self/exe cannot be read";
-    self[length] = '\0';
-    snprintf(number, sizeof number, "%d", ranks);
-    const char *const before[] = {
-        "mpirun", "--quiet", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none", "-n",
-        number,   self};
-    enum { BEFORE = sizeof before / sizeof *before };
-    char **words = host_alloc(sizeof *words * (size_t)(BEFORE + argc));
-    for (int i = 0; i < BEFORE; i++) words[i] = (char *)before[i];
-    for (int i = 1; i <= argc; i++) words[BEFORE + i - 1] = argv[i];  // with the NULL at its end
-    tune(ranks > sysconf(_SC_NPROCESSORS_ONLN));
-    fflush(NULL);
-    execvp(words[0], words);
-    free(words);
-    return errno == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(errno);
-}
-
-static void share_memory(int rank, int ranks);
-
-void transport_start(int *rank, int *ranks) {
-    int size = environment_int("OMPI_COMM_WORLD_SIZE");
-    int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
-    if (size && size == here) tune(here > sysconf(_SC_NPROCESSORS_ONLN));
-    int provided;
-    MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
-    MPI_Comm_rank(MPI_COMM_WORLD, rank);
-    MPI_Comm_size(MPI_COMM_WORLD, ranks);
-    int tasks = environment_int("SLURM_STEP_NUM_TASKS");
-    CHECK(*ranks > 1 || tasks <= 1,
-          "srun started %d tasks that do not find each other; try srun --mpi=pmix", tasks);
-    state.rank = *rank;
-    state.ranks = *ranks;
-    state.notice_request = MPI_REQUEST_NULL;
-    const char *folder = environment("OMPI_MCA_orte_jobfam_session_dir");  // the launcher's, for this run
-    if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
-    share_memory(*rank, *ranks);
-}
-
-void transport_share(const void *mine, void *all, size_t bytes) {
-    MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);
-}
-
-typedef struct Outgoing {
-    struct Outgoing *next;
-    Notice notice;
-    MPI_Request request;
-} Outgoing;
-
-// Under AddressSanitizer: leaks are looked for while MPI still holds, and knows, what it forgets to free at its end.
-#if defined(__SANITIZE_ADDRESS__)
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/lsan_interface.h>
-// Whose leak it is shows only in whole call stacks.
-const char *__asan_default_options(void) { return "fast_unwind_on_malloc=0:print_suppressions=0"; }
-const char *__lsan_default_suppressions(void) {
-    return "leak:libmpi\nleak:libopen-\nleak:libpmix\nleak:mca_\nleak:libevent\nleak:libhwloc\n";
-}
-#else
-static void __lsan_do_leak_check(void) {}
-#endif
-
-void transport_finish(void) {
-    __lsan_do_leak_check();
-    if (state.notice_request != MPI_REQUEST_NULL) {
-        MPI_Cancel(&state.notice_request);
-        MPI_Request_free(&state.notice_request);
-    }
-    if (state.sharing) MPI_Win_free(&state.window);
-    MPI_Finalize();
-    free(state.area);
-    free(state.local);
-    free(state.given);
-    free(state.taken);
-    while (state.outgoing) {
-        Outgoing *gone = state.outgoing;
-        state.outgoing = gone->next;
-        free(gone);
-    }
-    if (state.staging) device_free(MEMORY_COMMUNICATION, state.staging, state.staging_bytes);
-    state.staging = NULL;
-}
-
-void transport_abort(int status) {
-    MPI_Abort(MPI_COMM_WORLD, status);
-    _exit(status);
-}
-
-bool transport_claim(void) {
-    if (!*state.claim_file) return true;
-    int file = open(state.claim_file, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
-    if (file < 0) return errno != EEXIST && errno != ENOENT;  // no folder: all is being cleaned up already
-    close(file);
-    return true;
-}
-
-// ---- notices ----
-
-void transport_send_notice(const Notice *notice, int rank) {
-    // Reuse what has left; such short messages leave at once.
-    Outgoing *out = state.outgoing;
-    int left = 0;
-    while (out && !(MPI_Test(&out->request, &left, MPI_STATUS_IGNORE), left)) out = out->next;
-    if (!out) {
-        out = host_alloc(sizeof *out);
-        out->next = state.outgoing;
-        state.outgoing = out;
-    }
-    out->notice = *notice;
-    MPI_Isend(&out->notice, sizeof out->notice, MPI_BYTE, rank, TAG_NOTICE, MPI_COMM_WORLD, &out->request);
-}
-
-bool transport_receive_notice(Notice *notice, int *rank) {
-    if (state.notice_request == MPI_REQUEST_NULL)
-        MPI_Irecv(&state.notice, sizeof state.notice, MPI_BYTE, MPI_ANY_SOURCE, TAG_NOTICE, MPI_COMM_WORLD,
-                  &state.notice_request);
-    int come;
-    MPI_Status status;
-    MPI_Test(&state.notice_request, &come, &status);
-    if (!come) return false;
-    *notice = state.notice;
-    *rank = status.MPI_SOURCE;
-    return true;
-}
-
-// ---- device memory, as the CPU has it: MPI reads and writes it directly ----
+// ---- device memory, as the CPU has it: MPI reads and writes it directly; of other devices comm_staged.c has copies ----
 
 static void copy_part(void *to, const void *from, int64_t bytes) {
     if (bytes > 0 && to != from) memmove(to, from, (size_t)bytes);
@@ -261,11 +104,18 @@ static void reduce_bytes(char *out, const char **source, int n, int64_t bytes, D
     }
 }
 
+static void free_staging(void) {
+    if (!state.staging) return;
+    if (backend_is_host()) device_free(MEMORY_COMMUNICATION, state.staging, state.staging_bytes);
+    else free(state.staging);
+    state.staging = NULL;
+}
+
 // One buffer serves all operations, since one runs at a time; it grows to what the largest needs.
 static char *staging(size_t bytes) {
     if (bytes > state.staging_bytes || (!state.staging && bytes)) {
-        if (state.staging) device_free(MEMORY_COMMUNICATION, state.staging, state.staging_bytes);
-        state.staging = device_alloc(MEMORY_COMMUNICATION, bytes);
+        free_staging();
+        state.staging = backend_is_host() ? device_alloc(MEMORY_COMMUNICATION, bytes) : host_alloc(bytes);
         state.staging_bytes = bytes;
     }
     return state.staging;
@@ -338,6 +188,37 @@ static void share_memory(int rank, int ranks) {
     MPI_Comm_free(&machine);
 }
 
+bool transport_needs_mpi(void) { return true; }
+
+void transport_start(const Control *control, Place place, void (*look)(void)) {
+    (void)control, (void)look;
+    state.rank = place.rank;
+    state.ranks = place.ranks;
+    share_memory(place.rank, place.ranks);
+}
+
+const char *transport_text(void) { return backend_is_host() ? "" : "MPI through host memory"; }
+
+bool transport_sums_in_rank_order(void) { return true; }
+
+bool transport_prepares_groups(void) { return false; }
+
+Operation *transport_group(Group group, int color, int as) { return (void)group, (void)color, (void)as, NULL; }
+
+double transport_poll(void) { return 0; }
+
+void transport_abort(void) {}
+
+void transport_finish(void) {
+    if (state.sharing) MPI_Win_free(&state.window);
+    free(state.area);
+    free(state.local);
+    free(state.given);
+    free(state.taken);
+    free_staging();
+    stage_finish();
+}
+
 // ---- flows ----
 
 // Segments of a flow are posted in order, at most WINDOW at once, and below *limit + slack: the count of
@@ -360,6 +241,7 @@ typedef struct Flow {
 
 struct Operation {
     Collective call;
+    Stage *stage;  // the call is on copies in host memory; NULL: it is not, or they have been copied back
     Flow *flow;
     int flows, messages;   // messages: flows that are not in shared memory
     MPI_Request *request;  // (flows, WINDOW)
@@ -531,7 +413,10 @@ bool transport_test(Operation *o) {
     }
     for (int i = 0; i < o->flows; i++)
         if (o->flow[i].done < o->flow[i].segments) return false;
-    return !o->reduces || o->reduced == o->segments;
+    if (o->reduces && o->reduced < o->segments) return false;
+    if (o->stage) stage_end(o->stage);
+    o->stage = NULL;
+    return true;
 }
 
 // ---- collectives ----
@@ -695,9 +580,12 @@ static void start_transfers(Operation *o) {
     }
 }
 
+void *transport_mark(void) { return NULL; }
+
 Operation *transport_run(const Collective *collective) {
     Operation *o = host_alloc(sizeof *o);
     *o = (Operation){.call = *collective};
+    o->stage = stage_begin(&o->call);
     const Collective *c = &o->call;
     int n = c->group.size, most = c->kind == TRANSFERS ? c->transfer_count : 4 * n;
     o->flow = host_alloc(sizeof *o->flow * (size_t)most);
@@ -745,7 +633,7 @@ Operation *transport_run(const Collective *collective) {
 
 int64_t transport_bytes(const Operation *o) { return o->sent; }
 
-void transport_free(Operation *o) {
+void transport_end(Operation *o) {
     free(o->flow);
     free(o->request);
     free(o->indices);

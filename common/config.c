@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "clock.h"
+#include "device.h"
 
 typedef struct Preset {
     const char *name, *shape;
@@ -130,6 +131,8 @@ static int shared_options(Shared *table, Config *c) {
          INT("ranks", ranks, "0", 0, 4096, "", "processes; 0: as many as the program shows best")},
         {CONFIG_RANKS,
          REAL("timeout", timeout, "300", 0.001, 1e9, "seconds until a wait counts as a deadlock")},
+        {CONFIG_RANKS, TEXT("rendezvous", rendezvous, NULL, "FILE",
+                            "where ranks that torchrun or srun started find each other, without MPI")},
         {CONFIG_RANKS, INT("gpus-per-node", gpus_per_node, "0", 0, 1e6, "",
                            "of the model clock's machine; 0: as many as it has")},
         {CONFIG_RANKS, REAL("compute-efficiency", compute_efficiency, "1", 0.001, 1,
@@ -288,7 +291,7 @@ void config_print(const Config *c) {
         c->hidden, c->heads, c->kv_heads, c->ffn, c->vocab, c->seq, c->tied ? "tied" : "untied",
         dtype_name((DType)c->dtype), c->micro_batch, c->grad_acc,
         (double)parameters / (billions ? 1e9 : 1e6), billions ? 'B' : 'M');
-    if (!device_is_dry_run()) say("%s", base_blas_name());
+    if (!device_is_dry_run()) say("%s", backend_text());
 }
 
 // Weights of a block's linears: q and o (h, h), k and v (kv d, h), gate, up and down (f, h).

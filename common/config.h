@@ -39,7 +39,8 @@ typedef struct Config {
     int64_t dp, tp;
     bool sp, vocab_parallel;
     int zero;  // ZeRO's stage, 0 to 3: Sharding of params.h
-    // many ranks; comm_start reads ranks and timeout from the command line itself
+    // many ranks; comm_start reads ranks, timeout and rendezvous from the command line itself
+    const char *rendezvous;
     int64_t ranks, gpus_per_node;  // 0: what is natural
     double timeout, compute_efficiency, network_efficiency;
 } Config;
@@ -53,9 +54,9 @@ enum {
     CONFIG_FILES = 16,     // --init --save --save-every --resume
     CONFIG_REPORT = 32,    // --json --trace --machine
     CONFIG_CHECK = 64,     // --no-check
-    CONFIG_RANKS = 128,    // --ranks --timeout --gpus-per-node --compute-efficiency --network-efficiency
-    CONFIG_LAYOUT = 512,  // --dp --tp --sp --vocab-parallel --zero
+    CONFIG_RANKS = 128,    // --ranks --timeout --rendezvous --gpus-per-node and the efficiencies
     CONFIG_TIMELINE = 256,  // --timeline --timeline-svg, for who calls timeline_start
+    CONFIG_LAYOUT = 512,    // --dp --tp --sp --vocab-parallel --zero
 };
 
 // Parses the command line: the shared options of `groups`, and the program's own. Applies --model

@@ -4,15 +4,33 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base.h"
 #include "device.h"
+#include "guard.h"
+
+void backend_start(int local_rank, int ranks_here) { (void)local_rank, (void)ranks_here; }
+
+const char *backend_text(void) { return base_blas_name(); }
+
+void backend_wait(void) {}
 
 void *backend_alloc(size_t bytes) {
+    if (guard_wanted()) return guard_alloc(bytes);
     // aligned_alloc wants a multiple of the alignment.
     size_t rounded = (bytes + 63) / 64 * 64;
     return rounded < bytes ? NULL : aligned_alloc(64, rounded ? rounded : 64);
 }
 
-void backend_free(void *memory) { free(memory); }
+void backend_free(void *memory) {
+    if (guard.on) guard_free(memory);
+    else free(memory);
+}
+
+bool backend_is_host(void) { return true; }
+
+void *backend_alloc_pinned(size_t bytes) { return malloc(bytes ? bytes : 1); }
+
+void backend_free_pinned(void *memory) { free(memory); }
 
 void backend_from_host(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
 

@@ -22,7 +22,9 @@ if [ "$1" = test ]; then
     need libcmocka-dev file /usr/include/cmocka.h
     need perl program prove
     need patch program patch
-    # Without these three, the checks that need them are left out by name.
+    # Without these, the checks that need them are left out by name.
+    want g++ program g++
+    want libboost-context-dev file '/usr/include/boost/context/*'
     want clang program clang
     want libomp-dev file '/usr/lib/llvm-*/lib/libomp.so'
     # Some releases ship clang's sanitizers apart from clang.

@@ -103,8 +103,9 @@ static void print_hosts(void) {
         hosts++;
         here = 0;
     }
-    if (hosts == 1) say("%d rank%s on %s", ranks, ranks == 1 ? "" : "s", comm_host(0));
-    else say("%d ranks on %d hosts: %s", ranks, hosts, text);
+    const char *carrier = comm_carrier(), *before = *carrier ? ", " : "";
+    if (hosts == 1) say("%d rank%s on %s%s%s", ranks, ranks == 1 ? "" : "s", comm_host(0), before, carrier);
+    else say("%d ranks on %d hosts: %s%s%s", ranks, hosts, text, before, carrier);
 }
 
 void mesh_print(const Mesh *mesh, MeshShape shape) {

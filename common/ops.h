@@ -1,12 +1,16 @@
 // ops.h: the operations of a transformer, forward and backward, on device tensors.
 //
 // ops.c is the one front: it checks shapes and dtypes, counts FLOPs and bytes (clock.h), and hands over
-// to the back end that is linked in (kernels.h: ops_cpu.c). A tensor of shape (..., c) is seen as (rows,
-// c). "=" means the output is set, "+=" that it is added to. Outputs do not alias inputs unless said.
+// to the back end that is linked in (kernels.h: ops_cpu.c or ops_cuda.cu). A tensor of shape (..., c) is
+// seen as (rows, c). "=" means the output is set, "+=" that it is added to. Outputs do not alias inputs
+// unless said. All floating tensors of one call have one dtype unless said.
+//
 // Storage may be f64, f32, bf16 or f16; arithmetic is f64 for f64 storage and f32 for the others, each
-// stored result rounded once. All floating tensors of one call have one dtype unless said. Sums have a
-// fixed order: same inputs, same threads, same bits; and but for matrix multiplies the same bits on any
-// number of threads.
+// stored result rounded once. In 16-bit attention a back end may also round probs, and the gradients of
+// scores, where they become operands of a multiply: tensor cores take no others. Sums have a fixed order:
+// same inputs, same threads (or GPU), same bits; and but for matrix multiplies the same bits on any number
+// of threads. Tokens and positions are checked where they are read: on a GPU the sentence comes when the
+// host next waits for it.
 //
 // FLOPs counted are those of matrix multiplies, 2 per multiply-add, as the field counts them; causal
 // attention counts only the s (s + 1) / 2 pairs that the mask leaves. Bytes are each tensor argument once

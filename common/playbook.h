@@ -480,6 +480,12 @@ void zero_check(const Config *config, int stage);
 void *zero_layout_plug(Trainer *trainer);                   // zero_plug with standard options …
 void *zero_layout_plug_with(Trainer *trainer, Zero options);  // … or these
 void zero_layout_unplug(Trainer *trainer, void *zero);
+// What stages 1 to 3 do in a step: reduce-scatters of gradients and all-gathers of weights, and the elements, whole, that
+// go through them.
+typedef struct ZeroSends {
+    double reductions, reduced, gathers, gathered;
+} ZeroSends;
+ZeroSends zero_sends(const Model *model);
 // Calls, bytes and memory of a run whose ranks talk for ZeRO alone, against closed formulas.
 void zero_counts(const Trainer *trainer, const Record *record, void *zero);
 // Nothing is cut, and sums run in the same order: over micro-batches and then ranks (zero1), or over ranks
@@ -585,8 +591,6 @@ typedef struct VocabParallel {
 // Fills model->sockets.vocabulary, with *vocab as its context: after a plug of the region, which then serves the
 // vocabulary, too. *vocab outlives the model's use.
 void vocab_parallel_plug(Model *model, VocabParallel *vocab);
-// A lookup before it leaves: (n, h) partial over tp, zero where another rank has the token. New.
-Tensor vocab_parallel_rows(const VocabParallel *vocab, Tensor tokens, Tensor weight);
 
 // ==========================================================================================================
 // 03_tensor_parallel/async_tensor_parallel.c: rows travel while others are multiplied

@@ -63,6 +63,9 @@ row() {
     row 12 'the outputs of the collectives of appendix A0' collectives '' '^PASS'
     row 14 '7.5B on 64 ranks: 120, 31.4, 16.6, 1.9 GB' memory --claims 'k = 12, ZeRO-3'
     row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
+    row 22 'the embedding: all-reduce, or reduce-scatter to rows' vocab_parallel '' '^  x '
+    row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' 'exposes .* of what tp does'
+    row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
 } >"$work/claims" || exit 1
 fill claims <"$work/claims"
 unset OPENBLAS_CORETYPE
@@ -70,5 +73,6 @@ unset OPENBLAS_CORETYPE
     echo '$ make bench'
     "$build/tests/bench"
     "$build/tests/bench_ddp"
+    "$build/tests/bench_tp"
     for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
 } | grep -E '^(OpenBLAS|bench|.*tokens/s)' | block | fill bench

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "device.h"
+#include "guard.h"
 
 // ---- the account ----
 
@@ -72,6 +73,7 @@ void *device_alloc(MemoryKind kind, size_t bytes) {
         fatal("out of device memory: %s more for %s do not fit in %s; held now: %s",
               bytes_text((double)bytes), memory_kind_name(kind), bytes_text((double)most), memory_text());
     account_change(kind, (int64_t)bytes, memory);
+    if (guard.on) guard_name(memory, memory_kind_name(kind));
     return memory;
 }
 
@@ -81,12 +83,16 @@ void device_free(MemoryKind kind, void *memory, size_t bytes) {
 }
 
 void device_from_host(void *to, const void *from, size_t bytes) {
+    device_open();
     if (!dry_run) backend_from_host(to, from, bytes);
+    device_close();
 }
 
 void device_to_host(void *to, const void *from, size_t bytes) {
+    device_open();
     if (dry_run) memset(to, 0, bytes);
     else backend_to_host(to, from, bytes);
+    device_close();
 }
 
 // ---- tensors ----

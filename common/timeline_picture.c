@@ -207,17 +207,23 @@ static void draw_axis(FILE *svg, double seconds, int top, int bottom) {
     }
 }
 
-static void draw_legend(FILE *svg, const Timeline *row, int rows, const char *title) {
-    fprintf(svg, "<text class='title' x='%d' y='22'>%s</text>\n", LEFT, title);
-    int x = LEFT;
+// Returns by how much its further lines push down what follows. Without a file it draws nothing.
+static int draw_legend(FILE *svg, const Timeline *row, int rows, const char *title) {
+    if (svg) fprintf(svg, "<text class='title' x='%d' y='22'>%s</text>\n", LEFT, title);
+    int x = LEFT, down = 0;
     for (int k = 0; k <= KINDS; k++) {
         if (k < KINDS && !has_letter(row, rows, kinds[k].letter)) continue;
         const char *name = k < KINDS ? kinds[k].meaning : "exposed: compute waits for the network";
-        fprintf(svg, "<rect fill='%s' x='%d' y='36' width='12' height='12' rx='2'/>\n",
-                k < KINDS ? kinds[k].color : "url(#wait)", x);
-        fprintf(svg, "<text x='%d' y='46'>%s</text>\n", x + 18, name);
-        x += 42 + 6 * (int)strlen(name);
+        int length = (int)strlen(name);
+        if (x + 18 + 11 * length / 2 > WIDTH) x = LEFT, down += 20;  // a letter is 5.5 wide or less
+        if (svg) {
+            fprintf(svg, "<rect fill='%s' x='%d' y='%d' width='12' height='12' rx='2'/>\n",
+                    k < KINDS ? kinds[k].color : "url(#wait)", x, 36 + down);
+            fprintf(svg, "<text x='%d' y='%d'>%s</text>\n", x + 18, 46 + down, name);
+        }
+        x += 42 + 6 * length;
     }
+    return down;
 }
 
 // The spans' colours suit a light and a dark page; those of text and lines change with it.
@@ -228,7 +234,8 @@ static const char style[] =
 
 void timeline_svg(const Timeline *row, int rows, const char *title, const char *file) {
     double seconds = longest(row, rows);
-    int height = TOP + ROW * rows - (ROW - COMPUTE - NETWORK - 8) + BOTTOM;
+    int top = TOP + draw_legend(NULL, row, rows, title);
+    int height = top + ROW * rows - (ROW - COMPUTE - NETWORK - 8) + BOTTOM;
     FILE *svg = fopen(file, "w");
     CHECK(svg, "--timeline-svg %s cannot be written: %s", file, strerror(errno));
     fprintf(svg, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' ",
@@ -240,8 +247,8 @@ void timeline_svg(const Timeline *row, int rows, const char *title, const char *
             "<rect width='2' height='5' fill='%s'/></pattern>\n",
             style, exposed_color, exposed_color);
     draw_legend(svg, row, rows, title);
-    if (seconds > 0) draw_axis(svg, seconds, TOP, height - BOTTOM);
-    for (int r = 0; r < rows && seconds > 0; r++) draw_row(svg, &row[r], seconds, TOP + 4 + ROW * r);
+    if (seconds > 0) draw_axis(svg, seconds, top, height - BOTTOM);
+    for (int r = 0; r < rows && seconds > 0; r++) draw_row(svg, &row[r], seconds, top + 4 + ROW * r);
     fprintf(svg, "</svg>\n");
     bool failed = ferror(svg) != 0;
     CHECK(fclose(svg) == 0 && !failed, "--timeline-svg %s could not be written whole", file);

@@ -1,8 +1,12 @@
-// transport.h: what a transport implements: comm_mpi.c here. comm.c has checked every argument and has
-// agreed with the other members; a transport moves bytes.
+// transport.h: what carries communication, in two planes; comm.c has checked every argument and has agreed
+// with the other members before it calls either.
 //
-// Nothing here waits: transport_test pushes an operation on and says whether it is done. So comm.c alone
-// decides how long to wait, and what to say when it was too long.
+// The control plane joins the ranks, passes their notices, and ends them all together. It is chosen when a
+// program starts: control_mpi.c, or control_tcp.c with --rendezvous.
+// The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c here.
+//
+// Nothing here waits, but where it says so: transport_test pushes an operation on and says whether it is
+// done. So comm.c alone decides how long to wait, and what to say when it was too long.
 #ifndef TRANSPORT_H
 #define TRANSPORT_H
 
@@ -18,25 +22,7 @@ typedef enum CollectiveKind {
     COLLECTIVE_KINDS
 } CollectiveKind;
 
-// ---- start and end ----
-
-// Whether a launcher (mpirun, srun) started this process.
-bool transport_launched(void);
-// Starts this program again as so many ranks. Returns only if that was impossible, with the reason in a
-// sentence.
-const char *transport_launch(int argc, char **argv, int ranks);
-// Joins the other ranks.
-void transport_start(int *rank, int *ranks);
-// Bytes of each rank (all of one size) into all[rank]. Only for the start: it waits.
-void transport_share(const void *mine, void *all, size_t bytes);
-void transport_finish(void);
-// Ends every rank now with this exit status.
-void transport_abort(int status) NO_RETURN;
-// True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in
-// a signal handler.
-bool transport_claim(void);
-
-// ---- notices ----
+// ---- the control plane ----
 
 // A small message of fixed size by which ranks agree: what comm.c compares and clocks with.
 typedef struct Notice {
@@ -52,12 +38,41 @@ typedef struct Notice {
     double value;         // of sums on the host
 } Notice;
 
-// Does not wait: the notice is copied.
-void transport_send_notice(const Notice *notice, int rank);
-// True if one has come. From each rank they come in the order in which it sent them.
-bool transport_receive_notice(Notice *notice, int *rank);
+typedef struct Joining {
+    const char *rendezvous;  // FILE of --rendezvous
+    double timeout;          // seconds until a rank that has not come is missing
+    void (*died)(int rank);  // called at once when this one's process ends, maybe by another thread
+} Joining;
 
-// ---- data ----
+typedef struct Control {
+    const char *launcher;  // who says how many ranks there are
+    // Whether a launcher (mpirun, srun) started this process as one of several.
+    bool (*launched)(void);
+    // Starts this program again as so many ranks. Returns only if that was impossible, with the reason in
+    // a sentence.
+    const char *(*launch)(int argc, char **argv, int ranks);
+    // Joins the other ranks; waits for them.
+    void (*start)(const Joining *how, int *rank, int *ranks);
+    // Bytes of each rank (all of one size) into all[rank]. Only for the start: it waits.
+    void (*share)(const void *mine, void *all, size_t bytes);
+    // Does not wait: the notice is copied.
+    void (*send)(const Notice *notice, int rank);
+    // True if a notice has come. From each rank they come in the order in which it sent them.
+    bool (*receive)(Notice *notice, int *rank);
+    // Whether it is known that this rank's process has ended.
+    bool (*gone)(int rank);
+    // True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe
+    // in a signal handler.
+    bool (*claim)(void);
+    // Ends every rank now with this exit status. Does not return.
+    void (*abort)(int status);
+    // The last call: nobody is missed afterwards.
+    void (*finish)(void);
+} Control;
+
+extern const Control control_mpi, control_tcp;
+
+// ---- the data plane ----
 
 // One call, ready to run. Addresses are device memory; parts lie one after another, counts in elements per
 // member.
@@ -73,14 +88,49 @@ typedef struct Collective {
     const Transfer *transfers;
     const int64_t *open;  // per transfer: 0 as long as its other end has not come, then more than any count
     int transfer_count;
+    void *mark;           // of transport_mark
 } Collective;
 
+// Where this rank stands.
+typedef struct Place {
+    int rank, ranks;
+    int local_rank, ranks_here;  // among the ranks of this machine
+    bool one_machine;            // it has all of them
+} Place;
+
+// Whether the bytes go over MPI, so that only control_mpi can join the ranks.
+bool transport_needs_mpi(void);
+// After control->start; waits for the others. While the host waits for the device, `look` is called over and over.
+void transport_start(const Control *control, Place place, void (*look)(void));
+// What carries the bytes, for the header of a program: "NCCL 2.28.9"; "" for what needs no word.
+const char *transport_text(void);
+// As comm_sums_in_rank_order says.
+bool transport_sums_in_rank_order(void);
+// All ranks, before they go: control->finish follows. abort: one goes at once, and nobody knows what the others do.
+void transport_finish(void);
+void transport_abort(void);
+
 typedef struct Operation Operation;
+
+// NULL where groups need no preparation. Else all ranks of the world call this at once, those that are no members
+// (rank -1), too; the operation ends when this group can move data. Color: the same on all members of a group and
+// on no others; as: the handle of an older group with the same members, or -1.
+Operation *transport_group(Group group, int color, int as);
+bool transport_prepares_groups(void);
+
+// Notes what the device has been given up to now: an operation with this mark reads and writes its tensors only after
+// that. One for each call, ended by transport_run.
+void *transport_mark(void);
 // One runs at a time.
 Operation *transport_run(const Collective *collective);
+// Whether all that this operation needs of the host is done; the device may still be moving its bytes.
 bool transport_test(Operation *operation);
-int64_t transport_bytes(const Operation *operation);  // sent by this rank to others
-void transport_free(Operation *operation);
+int64_t transport_bytes(const Operation *operation);  // sent by this rank to others, once transport_test says true
+// What the device is given from now on comes after the operation. Ends it.
+void transport_end(Operation *operation);
+// Fatal if what moves the bytes has failed. For how many seconds the device has been at the oldest operation that it
+// has not ended; 0 if there is none.
+double transport_poll(void);
 
 #ifdef __cplusplus
 }

@@ -167,16 +167,16 @@ static void the_picture_has_every_span_in_its_place(void **context) {
     Timeline t = timeline_of_step(true, "a row");
     timeline_svg(&t, 1, "a title", temporary(file));
     char *svg = text_of_file(file);
-    // 876 pixels for 16 s: a second is 54.75 of them, from 68 on.
+    // 876 pixels for 16 s: a second is 54.75 of them, from 68 on. The legend has two lines.
     const char *const expected[] = {
         ">a title</text>",
         ">a row</tspan>",
-        "<path fill='#6cc5b0' d='M122.8 76h163.8v22h-163.8z'/>",  // F, 1 to 4 s
-        "<path fill='#4269d0' d='M287.0 76h218.5v22h-218.5z'/>",  // B, 4 to 8
-        "<path fill='url(#wait)' d='M506.0 76h54.2v22h-54.2zM670.2 76h54.2v22h-54.2z'/>",
-        "<path fill='#efb118' d='M287.0 100h273.2v13h-273.2z'/>",  // A, 4 to 9
-        "<path fill='#ff8ab7' d='M670.2 100h54.2v13h-54.2z'/>",    // R, 11 to 12
-        "<text x='287.0' y='131' text-anchor='middle'>4</text>",
+        "<path fill='#6cc5b0' d='M122.8 96h163.8v22h-163.8z'/>",  // F, 1 to 4 s
+        "<path fill='#4269d0' d='M287.0 96h218.5v22h-218.5z'/>",  // B, 4 to 8
+        "<path fill='url(#wait)' d='M506.0 96h54.2v22h-54.2zM670.2 96h54.2v22h-54.2z'/>",
+        "<path fill='#efb118' d='M287.0 120h273.2v13h-273.2z'/>",  // A, 4 to 9
+        "<path fill='#ff8ab7' d='M670.2 120h54.2v13h-54.2z'/>",    // R, 11 to 12
+        "<text x='287.0' y='151' text-anchor='middle'>4</text>",
     };
     for (size_t i = 0; i < sizeof expected / sizeof *expected; i++)
         if (!strstr(svg, expected[i])) fail_msg("%s is not in\n%s", expected[i], svg);

@@ -1,0 +1,171 @@
+// control_mpi.c: the control plane over Open MPI, whose mpirun starts the ranks and ends them. Notices are
+// messages of one tag; the data plane has other tags.
+#include <errno.h>
+#include <fcntl.h>
+#include <mpi.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include "transport.h"
+
+enum { TAG_NOTICE = 1000 };  // comm_mpi.c's are small
+
+static struct {
+    char claim_file[512];  // "" where the launcher gave no folder
+    Notice notice;         // the one receive that always stands open
+    MPI_Request notice_request;
+    struct Outgoing *outgoing;
+} state;
+
+// ---- start ----
+
+static const char *environment(const char *name) {
+    const char *value = getenv(name);
+    return value && *value ? value : NULL;
+}
+
+static int environment_int(const char *name) { return environment(name) ? atoi(getenv(name)) : 0; }
+
+static bool launched(void) {
+    return environment("OMPI_COMM_WORLD_SIZE") || environment("PMIX_RANK") || environment("PMI_RANK") ||
+           environment_int("SLURM_STEP_NUM_TASKS") > 1;
+}
+
+// Settings of Open MPI, for ranks of one machine; what the user has set stays.
+static void tune(bool oversubscribed) {
+    // Looking for no network halves the time to start.
+    setenv("OMPI_MCA_pml", "ob1", 0);
+    setenv("OMPI_MCA_btl", "self,vader", 0);
+    // Copying twice through shared memory is faster than letting the kernel copy once, up to 16 MB.
+    setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0);
+    // Without this, a rank that waits keeps the core of the rank that it waits for.
+    if (oversubscribed) setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
+}
+
+static const char *launch(int argc, char **argv, int ranks) {
+    static char self[4096], number[16];
+    ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
+    if (length <= 0) return "/proc/self/exe cannot be read";
+    self[length] = '\0';
+    snprintf(number, sizeof number, "%d", ranks);
+    const char *const before[] = {
+        "mpirun", "--quiet", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none", "-n",
+        number,   self};
+    enum { BEFORE = sizeof before / sizeof *before };
+    char **words = host_alloc(sizeof *words * (size_t)(BEFORE + argc));
+    for (int i = 0; i < BEFORE; i++) words[i] = (char *)before[i];
+    for (int i = 1; i <= argc; i++) words[BEFORE + i - 1] = argv[i];  // with the NULL at its end
+    tune(ranks > sysconf(_SC_NPROCESSORS_ONLN));
+    fflush(NULL);
+    execvp(words[0], words);
+    free(words);
+    return errno == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(errno);
+}
+
+static void start(const Joining *how, int *rank, int *ranks) {
+    (void)how;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);  // ranks do not outlive their launcher
+    int size = environment_int("OMPI_COMM_WORLD_SIZE");
+    int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
+    if (size && size == here) tune(here > sysconf(_SC_NPROCESSORS_ONLN));
+    int provided;
+    MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
+    MPI_Comm_rank(MPI_COMM_WORLD, rank);
+    MPI_Comm_size(MPI_COMM_WORLD, ranks);
+    int tasks = environment_int("SLURM_STEP_NUM_TASKS");
+    CHECK(*ranks > 1 || tasks <= 1,
+          "srun started %d tasks that do not find each other; try srun --mpi=pmix", tasks);
+    state.notice_request = MPI_REQUEST_NULL;
+    const char *folder = environment("OMPI_MCA_orte_jobfam_session_dir");  // the launcher's, for this run
+    if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
+}
+
+static void share(const void *mine, void *all, size_t bytes) {
+    MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);
+}
+
+// ---- notices ----
+
+typedef struct Outgoing {
+    struct Outgoing *next;
+    Notice notice;
+    MPI_Request request;
+} Outgoing;
+
+static void send_notice(const Notice *notice, int rank) {
+    // Reuse what has left; such short messages leave at once.
+    Outgoing *out = state.outgoing;
+    int left = 0;
+    while (out && !(MPI_Test(&out->request, &left, MPI_STATUS_IGNORE), left)) out = out->next;
+    if (!out) {
+        out = host_alloc(sizeof *out);
+        out->next = state.outgoing;
+        state.outgoing = out;
+    }
+    out->notice = *notice;
+    MPI_Isend(&out->notice, sizeof out->notice, MPI_BYTE, rank, TAG_NOTICE, MPI_COMM_WORLD, &out->request);
+}
+
+static bool receive_notice(Notice *notice, int *rank) {
+    if (state.notice_request == MPI_REQUEST_NULL)
+        MPI_Irecv(&state.notice, sizeof state.notice, MPI_BYTE, MPI_ANY_SOURCE, TAG_NOTICE, MPI_COMM_WORLD,
+                  &state.notice_request);
+    int come;
+    MPI_Status status;
+    MPI_Test(&state.notice_request, &come, &status);
+    if (!come) return false;
+    *notice = state.notice;
+    *rank = status.MPI_SOURCE;
+    return true;
+}
+
+// ---- the end ----
+
+// mpirun sees it, and ends the others.
+static bool gone(int rank) { return (void)rank, false; }
+
+static bool claim(void) {
+    if (!*state.claim_file) return true;
+    int file = open(state.claim_file, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
+    if (file < 0) return errno != EEXIST && errno != ENOENT;  // no folder: all is being cleaned up already
+    close(file);
+    return true;
+}
+
+static void abort_all(int status) {
+    MPI_Abort(MPI_COMM_WORLD, status);
+    _exit(status);
+}
+
+// Under AddressSanitizer: leaks are looked for while MPI still holds, and knows, what it forgets to free at its end.
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/lsan_interface.h>
+// Whose leak it is shows only in whole call stacks.
+const char *__asan_default_options(void) { return "fast_unwind_on_malloc=0:print_suppressions=0"; }
+const char *__lsan_default_suppressions(void) {
+    return "leak:libmpi\nleak:libopen-\nleak:libpmix\nleak:mca_\nleak:libevent\nleak:libhwloc\n";
+}
+#else
+static void __lsan_do_leak_check(void) {}
+#endif
+
+static void finish(void) {
+    if (state.notice_request != MPI_REQUEST_NULL) {
+        MPI_Cancel(&state.notice_request);
+        MPI_Request_free(&state.notice_request);
+    }
+    __lsan_do_leak_check();
+    MPI_Finalize();
+    while (state.outgoing) {
+        Outgoing *gone = state.outgoing;
+        state.outgoing = gone->next;
+        free(gone);
+    }
+}
+
+const Control control_mpi = {"mpirun",       launched, launch, start,     share, send_notice,
+                             receive_notice, gone,     claim,  abort_all, finish};

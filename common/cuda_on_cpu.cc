@@ -1,0 +1,500 @@
+// cuda_on_cpu.cc: the threads of a block as fibers. A thread runs until it waits, at a barrier or for lanes
+// of its warp; then the next that is ready goes on. Nothing runs at the same time, so results do not depend
+// on chance; what would depend on it on a GPU is found by the rules of cuda_on_cpu_memory.cc.
+//
+// Fibers are made once and serve all blocks of all launches. On one core of a Xeon (Sapphire Rapids) a
+// thread costs 20 ns to run, 35 ns at each barrier and 50 ns at each shuffle; an access to memory 10 ns.
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <boost/context/detail/fcontext.hpp>
+#include <numeric>
+
+#include "cuda_on_cpu_inside.h"
+
+using boost::context::detail::jump_fcontext;
+using boost::context::detail::make_fcontext;
+using boost::context::detail::transfer_t;
+
+// What kernels read as threadIdx, blockIdx, blockDim and gridDim.
+extern "C" {
+uint3 cuda_thread_index, cuda_block_index, cuda_block_dim, cuda_grid_dim;
+}
+
+Now now;
+Thread threads[MAX_THREADS];
+Warp warps[MAX_WARPS];
+
+// ---- switching ----
+
+static Thread host;         // who called cuda_run
+static char failure[2048];  // what a thread has found
+
+// Threads that can go on, in a ring. A warp whose lanes have met goes first: its stacks are in the cache.
+static uint16_t ring[2 * MAX_THREADS];
+static unsigned ring_head, ring_tail;  // count up for ever; tail - head are ready
+enum { RING = 2 * MAX_THREADS };
+
+static void ready_last(Thread *t) {
+    t->state = READY;
+    ring[ring_tail++ % RING] = t->number;
+}
+
+static void ready_first(Thread *t) {
+    t->state = READY;
+    ring[--ring_head % RING] = t->number;
+}
+
+// Gives the processor to another thread; returns when it comes back.
+static void switch_to(Thread *next) {
+    Thread *me = now.thread;
+    now.thread = next;
+    cuda_thread_index = next->index;
+    transfer_t from = jump_fcontext(next->context, me);
+    static_cast<Thread *>(from.data)->context = from.fctx;
+}
+
+static void explain_deadlock(void) NO_RETURN;
+
+static int left;  // threads of this block that have ended
+
+static void run_next(void) {
+    if (ring_head != ring_tail) switch_to(&threads[ring[ring_head++ % RING]]);
+    else if (left == now.threads) switch_to(&host);
+    else explain_deadlock();
+}
+
+static void fiber(transfer_t from) {
+    static_cast<Thread *>(from.data)->context = from.fctx;
+    for (;;) {
+        now.launch->run(now.launch);
+        now.thread->state = LEFT;
+        left++;
+        run_next();
+    }
+}
+
+// ---- stacks: the local memory of the threads, each above a closed page ----
+
+enum { STACK = 64 << 10, GUARD = 4096 };
+
+static char *stacks;
+static struct sigaction fault_before;
+
+// Any fault elsewhere happens again, as if nobody had looked.
+static void on_fault(int number, siginfo_t *info, void *) {
+    size_t offset = (size_t)(static_cast<char *>(info->si_addr) - stacks);
+    if (!now.launch || offset >= (size_t)MAX_THREADS * STACK) {
+        sigaction(number, &fault_before, NULL);
+        return;
+    }
+    broken(NULL, "needs more than %d kB of local memory, which is all that a thread has on the CPU",
+           (STACK - GUARD) >> 10);
+}
+
+// A handler on the stack that has overflown would fault again.
+static void watch_stacks(void) {
+    static char other_stack[128 << 10];
+    stack_t other = {other_stack, 0, sizeof other_stack};
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaltstack(&other, NULL);
+    sigaction(SIGSEGV, &action, &fault_before);
+}
+
+static void make_fibers(void) {
+    size_t bytes = (size_t)MAX_THREADS * STACK;
+    stacks = static_cast<char *>(
+        mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    CHECK(stacks != MAP_FAILED, "out of host memory for the stacks of %d threads", (int)MAX_THREADS);
+    memory_set_stacks(stacks, bytes);
+    watch_stacks();
+    for (int i = 0; i < MAX_THREADS; i++) {
+        char *low = stacks + (size_t)i * STACK;
+        mprotect(low, GUARD, PROT_NONE);
+        // Each begins on other cache lines: at equal places, all would share a few sets of the cache.
+        size_t shift = (size_t)i % 37 * 192;
+        threads[i].context = make_fcontext(low + STACK - shift, STACK - GUARD - shift, fiber);
+    }
+}
+
+// ---- order: natural, or drawn from a seed ----
+
+static uint64_t order_seed;
+static bool order_is_set;
+
+void cuda_on_cpu_order(uint64_t seed) {
+    order_seed = seed;
+    order_is_set = true;
+}
+
+static uint64_t draw(uint64_t *state) {  // splitmix64
+    uint64_t z = *state += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+    z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+}
+
+template <class T>
+static void shuffle(T *x, size_t count, uint64_t *state) {
+    for (size_t i = count; i > 1; i--) std::swap(x[i - 1], x[draw(state) % i]);
+}
+
+static uint16_t turns[MAX_THREADS];  // the order of this block's threads
+
+// Lanes of a warp stay together, as they do on a GPU.
+static void order_threads(uint64_t *state) {
+    int warps = (now.threads + LANES - 1) / LANES, count = 0;
+    uint16_t warp_turns[MAX_WARPS], lane_turns[LANES];
+    for (int w = 0; w < warps; w++) warp_turns[w] = (uint16_t)w;
+    for (int l = 0; l < LANES; l++) lane_turns[l] = (uint16_t)l;
+    if (order_seed) shuffle(warp_turns, (size_t)warps, state);
+    for (int w = 0; w < warps; w++) {
+        if (order_seed) shuffle(lane_turns, LANES, state);
+        for (int l = 0; l < LANES; l++) {
+            int number = warp_turns[w] * LANES + lane_turns[l];
+            if (number < now.threads) turns[count++] = (uint16_t)number;
+        }
+    }
+}
+
+// ---- barriers of the block ----
+
+static int arrived, votes, votes_before;
+
+static int barrier(int predicate, const char *file, int line) {
+    static const Thread *first;
+    Thread *me = now.thread;
+    me->file = file, me->line = line;
+    if (arrived == 0) first = me, votes = 0;
+    else if (line != first->line || (file != first->file && strcmp(file, first->file) != 0))
+        broken(NULL, "stands at __syncthreads() of %s:%d while %s stands at that of %s:%d", file, line,
+               thread_text(first), first->file, first->line);
+    votes += predicate != 0;
+    if (++arrived < now.threads) {
+        me->state = AT_BARRIER;
+        run_next();
+        return votes_before;
+    }
+    arrived = 0;
+    votes_before = votes;
+    now.time++;
+    if (now.counting) count_barrier();
+    for (int i = 0; i < now.threads; i++)
+        if (&threads[turns[i]] != me) ready_last(&threads[turns[i]]);
+    return votes_before;
+}
+
+void __syncthreads(const char *file, int line) { barrier(0, file, line); }
+int __syncthreads_or(int predicate, const char *file, int line) {
+    return barrier(predicate, file, line) > 0;
+}
+int __syncthreads_count(int predicate, const char *file, int line) {
+    return barrier(predicate, file, line);
+}
+int __syncthreads_and(int predicate, const char *file, int line) {
+    return barrier(predicate, file, line) == now.threads;
+}
+
+// ---- warps ----
+
+static Thread *lane_of(int warp, int lane) { return &threads[warp * LANES + lane]; }
+
+// The lanes of a block's last warp that do not exist count as having come.
+static uint32_t lanes_of_warp(int warp) {
+    int count = now.threads - warp * LANES;
+    return count >= LANES ? 0xffffffff : (1u << count) - 1;
+}
+
+static const char *op_name(int op) {
+    static const char *const names[] = {"__syncwarp",       "__shfl_sync",     "__shfl_up_sync",
+                                        "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync",
+                                        "__any_sync",       "__all_sync"};
+    return names[op];
+}
+
+unsigned __activemask(void) {
+    unsigned mask = 0;
+    int warp = now.thread->warp;
+    for (uint32_t rest = lanes_of_warp(warp); rest; rest &= rest - 1)
+        if (lane_of(warp, __builtin_ctz(rest))->state != LEFT) mask |= rest & -rest;
+    return mask;
+}
+
+static bool stand_together(int warp, int a, int b) {
+    const Warp *w = &warps[warp];
+    return w->op[a] == w->op[b] && w->mask[a] == w->mask[b] && w->width[a] == w->width[b] &&
+           lane_of(warp, a)->line == lane_of(warp, b)->line;
+}
+
+static bool all_have_come(int warp, int lane, uint32_t mask) {
+    if ((warps[warp].waiting & mask) != mask) return false;
+    for (uint32_t rest = mask; rest; rest &= rest - 1)
+        if (!stand_together(warp, lane, __builtin_ctz(rest))) return false;
+    return true;
+}
+
+// The lane whose value `lane` gets, as the programming guide defines it: past its segment's end a lane gets
+// its own value.
+static int source_lane(int op, int lane, int argument, int width) {
+    int begin = lane & ~(width - 1), end = begin + width, from = lane;
+    if (op == WARP_SHFL) return begin + (argument & (width - 1));
+    if (op == WARP_UP) from -= argument;
+    if (op == WARP_DOWN) from += argument;
+    // Exclusive or may reach an earlier segment, never a later one.
+    if (op == WARP_XOR) return (lane ^ argument) < end ? lane ^ argument : lane;
+    return from >= begin && from < end ? from : lane;
+}
+
+// What __syncwarp orders: each lane learns what any of them did or knew.
+static void order_lanes(Warp *w, uint32_t mask) {
+    if (w->time != now.time) {
+        memset(w->known, 0, sizeof w->known);
+        w->time = now.time;
+    }
+    uint16_t joined[LANES] = {0};
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+        int l = __builtin_ctz(rest);
+        w->known[l][l]++;
+        for (int k = 0; k < LANES; k++)
+            if (joined[k] < w->known[l][k]) joined[k] = w->known[l][k];
+    }
+    for (uint32_t rest = mask; rest; rest &= rest - 1)
+        memcpy(w->known[__builtin_ctz(rest)], joined, sizeof joined);
+}
+
+// All lanes of the mask stand here, and `lane` is one of them: computes what each gets.
+static void meet(int warp, int lane, uint32_t mask) {
+    Warp *w = &warps[warp];
+    int op = w->op[lane], width = w->width[lane];
+    if (op == WARP_SYNC) return order_lanes(w, mask);
+    if (op >= WARP_BALLOT) {
+        uint32_t ballot = 0;
+        for (uint32_t rest = mask; rest; rest &= rest - 1)
+            if (w->value[__builtin_ctz(rest)]) ballot |= rest & -rest;
+        uint64_t result = op == WARP_BALLOT ? ballot : op == WARP_ANY ? ballot != 0 : ballot == mask;
+        for (uint32_t rest = mask; rest; rest &= rest - 1) w->result[__builtin_ctz(rest)] = result;
+        return;
+    }
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+        int to = __builtin_ctz(rest), from = source_lane(op, to, w->argument[to], width);
+        if (!(mask >> from & 1)) {
+            const Thread *t = lane_of(warp, to);
+            broken(NULL, "%s of %s:%d gives %s the value of lane %d, which does not take part", op_name(op),
+                   t->file, t->line, thread_text(t), from);
+        }
+        w->result[to] = w->value[from];
+    }
+}
+
+uint64_t cuda_warp_op(CudaWarpOp op, unsigned mask, uint64_t value, int argument, int width,
+                      const char *file, int line) {
+    Thread *me = now.thread;
+    int lane = me->lane, warp = me->warp;
+    Warp *w = &warps[warp];
+    me->file = file, me->line = line;
+    if (!(mask >> lane & 1))
+        broken(NULL, "calls %s (%s:%d) with the mask 0x%08x, which lacks its own lane %d", op_name(op),
+               file, line, mask, lane);
+    if (width < 1 || width > LANES || (width & (width - 1)))
+        broken(NULL, "calls %s (%s:%d) with the width %d, which is no power of two up to 32", op_name(op),
+               file, line, width);
+    w->op[lane] = op, w->mask[lane] = mask, w->value[lane] = value, w->width[lane] = (int16_t)width;
+    // Beyond a segment all distances are alike.
+    w->argument[lane] = (int16_t)(op == WARP_SHFL              ? argument & (LANES - 1)
+                                  : (unsigned)argument > LANES ? LANES
+                                                               : argument);
+    w->waiting |= 1u << lane;
+    mask &= lanes_of_warp(warp);
+    if (!all_have_come(warp, lane, mask)) {
+        me->state = AT_WARP_OP;
+        run_next();
+        return w->result[lane];
+    }
+    meet(warp, lane, mask);
+    w->waiting &= ~mask;
+    for (uint32_t rest = mask & ~(1u << lane); rest;) {
+        int last = 31 - __builtin_clz(rest);  // goes first into the front of the ring
+        rest &= ~(1u << last);
+        ready_first(lane_of(warp, last));
+    }
+    return w->result[lane];
+}
+
+void __syncwarp(unsigned mask, const char *file, int line) {
+    cuda_warp_op(WARP_SYNC, mask, 0, 0, LANES, file, line);
+}
+
+// ---- fences ----
+
+// Of this launch: when a thread last called __threadfence, by block, in the order in which blocks run.
+struct Fence {
+    uint32_t block_start, time;
+};
+static List<Fence> fences;
+static bool block_asked;
+
+void __threadfence_block(void) {}
+void __threadfence_system(void) { __threadfence(); }
+void __threadfence(void) {
+    if (fences.count == 0 || fences.items[fences.count - 1].block_start != now.block_start)
+        fences.add({now.block_start, now.time});
+    fences.items[fences.count - 1].time = now.time;
+}
+
+void asked_by_atomic(void) { block_asked = true; }
+
+bool told_by_fence(uint32_t time) {
+    if (!block_asked || time == 0) return block_asked && fences.count > 0;
+    for (size_t i = fences.count; i-- > 0;)
+        if (fences.items[i].block_start <= time) return fences.items[i].time >= time;
+    return false;
+}
+
+// ---- launches ----
+
+static void check_launch(const CudaLaunch *l) {
+    const dim3 &g = l->grid, &b = l->block;
+    int64_t count = (int64_t)b.x * b.y * b.z;
+    CHECK(
+        count >= 1 && count <= MAX_THREADS && b.z <= 64,
+        "the kernel %s could not start (%s:%d): a block of (%u, %u, %u) threads; 1 to %d are possible, and "
+        "z up to 64",
+        l->name, l->file, l->line, b.x, b.y, b.z, (int)MAX_THREADS);
+    CHECK(g.x >= 1 && g.y >= 1 && g.z >= 1 && g.x <= 0x7fffffff && g.y <= 65535 && g.z <= 65535,
+          "the kernel %s could not start (%s:%d): a grid of (%u, %u, %u) blocks; each number is at least "
+          "1, x "
+          "is below 2^31, y and z are below 65536",
+          l->name, l->file, l->line, g.x, g.y, g.z);
+}
+
+// Bytes of dynamic shared memory beyond 48 kB must be asked for, as on a GPU.
+enum { SHARED_WITHOUT_ASKING = 48 << 10, SHARED_MOST = 227 << 10 };
+struct Allowed {
+    const void *kernel;
+    size_t bytes;
+};
+static List<Allowed> allowed;
+
+cudaError_t cuda_allow_shared(const void *kernel, size_t bytes) {
+    if (bytes > SHARED_MOST) return cudaErrorInvalidValue;
+    for (size_t i = 0; i < allowed.count; i++)
+        if (allowed.items[i].kernel == kernel) return allowed.items[i].bytes = bytes, cudaSuccess;
+    allowed.add({kernel, bytes});
+    return cudaSuccess;
+}
+
+static void check_shared(const CudaLaunch *l) {
+    size_t most = SHARED_WITHOUT_ASKING;
+    for (size_t i = 0; i < allowed.count; i++)
+        if (allowed.items[i].kernel == l->kernel) most = std::max(most, allowed.items[i].bytes);
+    CHECK(l->shared_bytes <= most,
+          "the kernel %s could not start (%s:%d): %zu bytes of dynamic shared memory; beyond %zu "
+          "cudaFuncSetAttribute must ask for them, and there are %d at most",
+          l->name, l->file, l->line, l->shared_bytes, most, (int)SHARED_MOST);
+}
+
+static void run_block(const CudaLaunch *launch, uint64_t *state) {
+    now.block_start = ++now.time;
+    left = arrived = 0;
+    for (int w = 0; w * LANES < now.threads; w++) warps[w].waiting = 0;
+    block_asked = false;
+    memory_start_block(launch);
+    order_threads(state);
+    for (int i = 0; i < now.threads; i++) ready_last(&threads[turns[i]]);
+    now.launch = launch;
+    run_next();
+    now.launch = NULL;
+    if (*failure) fatal("%s", failure);
+    if (now.counting) count_block_end();
+}
+
+void cuda_run(const CudaLaunch *launch) {
+    static pthread_t owner;
+    if (!threads[0].context) {
+        owner = pthread_self();
+        make_fibers();
+        if (!order_is_set && getenv("CUDA_ON_CPU_SEED"))
+            cuda_on_cpu_order(strtoull(getenv("CUDA_ON_CPU_SEED"), NULL, 0));
+    }
+    // Shared memory is thread-local, so only one OS thread sees it.
+    CHECK(pthread_equal(owner, pthread_self()),
+          "the kernel %s is launched (%s:%d) by another OS thread than the first; CUDA on the CPU has one",
+          launch->name, launch->file, launch->line);
+    CHECK(now.time < 0xf0000000, "CUDA on the CPU has run as many blocks and barriers as one process can");
+    check_launch(launch);
+    check_shared(launch);
+    const dim3 &g = launch->grid, &b = launch->block;
+    now.threads = (int)(b.x * b.y * b.z);
+    for (int i = 0; i < now.threads; i++) {
+        unsigned n = (unsigned)i;
+        threads[i].index = uint3{n % b.x, n / b.x % b.y, n / b.x / b.y};
+        threads[i].number = (uint16_t)n, threads[i].warp = (uint16_t)(n / LANES);
+        threads[i].lane = (uint16_t)(n % LANES);
+    }
+    cuda_block_dim = uint3{b.x, b.y, b.z};
+    cuda_grid_dim = uint3{g.x, g.y, g.z};
+    now.thread = &host;
+    now.launch_start = now.time + 1;
+    fences.count = 0;
+    uint64_t blocks = (uint64_t)g.x * g.y * g.z, state = order_seed;
+    // A step that shares no factor with the number of blocks visits each of them once.
+    uint64_t first = order_seed ? draw(&state) % blocks : 0, step = order_seed ? draw(&state) % blocks : 1;
+    while (std::gcd(step, blocks) != 1) step++;
+    memory_open();
+    for (uint64_t i = 0; i < blocks; i++) {
+        uint64_t n = (uint64_t)((first + (unsigned __int128)step * i) % blocks);
+        cuda_block_index = uint3{(unsigned)(n % g.x), (unsigned)(n / g.x % g.y), (unsigned)(n / g.x / g.y)};
+        run_block(launch, &state);
+    }
+    memory_close();
+}
+
+// ---- ends ----
+
+// The host, with its large stack, says what a thread has found.
+void fail(const char *sentence) {
+    snprintf(failure, sizeof failure, "%s", sentence);
+    switch_to(&host);
+    abort();  // nobody comes back to this thread
+}
+
+// Nothing can go on: names one thread that waits, and one that it waits for.
+static void explain_deadlock(void) {
+    for (int i = 0; i < now.threads; i++) {
+        Thread *t = &threads[i];
+        if (t->state != AT_WARP_OP) continue;
+        now.thread = t;
+        const Warp *w = &warps[t->warp];
+        const char *op = op_name(w->op[t->lane]);
+        for (uint32_t rest = w->mask[t->lane] & lanes_of_warp(t->warp); rest; rest &= rest - 1) {
+            const Thread *other = lane_of(t->warp, __builtin_ctz(rest));
+            if (other->state == LEFT)
+                broken(NULL, "waits at %s (%s:%d) for %s, which has left the kernel", op, t->file, t->line,
+                       thread_text(other));
+            if (other->state == AT_BARRIER)
+                broken(NULL, "waits at %s (%s:%d) for %s, which stands at __syncthreads() (%s:%d)", op,
+                       t->file, t->line, thread_text(other), other->file, other->line);
+            if (!stand_together(t->warp, t->lane, other->lane))
+                broken(NULL,
+                       "waits at %s with the mask 0x%08x (%s:%d) for %s, which stands at %s with the mask "
+                       "0x%08x (%s:%d)",
+                       op, w->mask[t->lane], t->file, t->line, thread_text(other),
+                       op_name(w->op[other->lane]), w->mask[other->lane], other->file, other->line);
+        }
+    }
+    Thread *waits = NULL;
+    const Thread *gone = NULL;
+    for (int i = now.threads; i-- > 0;) {
+        if (threads[i].state == AT_BARRIER) waits = &threads[i];
+        if (threads[i].state == LEFT) gone = &threads[i];
+    }
+    now.thread = waits;
+    broken(NULL,
+           "waits at __syncthreads() (%s:%d) with %d of the block's %d threads; %s has left the kernel",
+           waits->file, waits->line, arrived, now.threads, thread_text(gone));
+}

@@ -1,0 +1,272 @@
+// cuda_on_cpu_api.cc: the CUDA runtime API where the device is this process. Every call finishes before it
+// returns, so streams and events only have to exist. Wrong arguments that a GPU would report late or not at
+// all end the program at the call.
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "cuda_on_cpu_inside.h"
+
+struct CudaStream {
+    int priority;
+};
+struct CudaEvent {
+    double seconds;
+};
+struct CudaPool {
+    uint64_t release_threshold;
+};
+
+static cudaError_t last_error;
+
+static cudaError_t told(cudaError_t error) {
+    if (error != cudaSuccess && error != cudaErrorNotReady) last_error = error;
+    return error;
+}
+
+static const struct {
+    cudaError_t error;
+    const char *name, *text;
+} errors[] = {
+    {cudaSuccess, "cudaSuccess", "no error"},
+    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
+    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+    {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
+    {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+};
+
+const char *cudaGetErrorString(cudaError_t error) {
+    for (const auto &e : errors)
+        if (e.error == error) return e.text;
+    return "unrecognized error code";
+}
+
+const char *cudaGetErrorName(cudaError_t error) {
+    for (const auto &e : errors)
+        if (e.error == error) return e.name;
+    return "unrecognized error code";
+}
+
+cudaError_t cudaPeekAtLastError(void) { return last_error; }
+cudaError_t cudaGetLastError(void) {
+    cudaError_t error = last_error;
+    last_error = cudaSuccess;
+    return error;
+}
+
+// ---- the device ----
+
+static size_t capacity(void) { return (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE); }
+
+cudaError_t cudaGetDeviceCount(int *count) { return *count = 1, cudaSuccess; }
+cudaError_t cudaSetDevice(int device) { return told(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
+cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int *version) { return *version = 13000, cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int *version) { return *version = 13000, cudaSuccess; }
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
+    if (device != 0) return told(cudaErrorInvalidDevice);
+    *p = cudaDeviceProp();
+    snprintf(p->name, sizeof p->name, "CUDA on the CPU");
+    p->major = 9, p->minor = 0;
+    p->multiProcessorCount =
+        3;  // few, and odd: grids that follow it have loops with an end that does not fit
+    p->warpSize = 32, p->maxThreadsPerBlock = 1024, p->maxThreadsPerMultiProcessor = 2048;
+    p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
+    p->maxGridSize[0] = 0x7fffffff, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+    p->regsPerBlock = 65536;
+    p->l2CacheSize = 1 << 20;
+    p->asyncEngineCount = 1, p->concurrentKernels = 1;
+    p->totalGlobalMem = capacity();
+    p->sharedMemPerBlock = 48 << 10, p->sharedMemPerBlockOptin = 227 << 10;
+    p->sharedMemPerMultiprocessor = 228 << 10;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
+    cudaDeviceProp p;
+    if (cudaGetDeviceProperties(&p, device) != cudaSuccess) return cudaErrorInvalidDevice;
+    switch (attribute) {
+        case cudaDevAttrMaxThreadsPerBlock:
+            *value = p.maxThreadsPerBlock;
+            break;
+        case cudaDevAttrMaxSharedMemoryPerBlock:
+            *value = (int)p.sharedMemPerBlock;
+            break;
+        case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+            *value = (int)p.sharedMemPerBlockOptin;
+            break;
+        case cudaDevAttrMultiProcessorCount:
+            *value = p.multiProcessorCount;
+            break;
+        case cudaDevAttrComputeCapabilityMajor:
+            *value = p.major;
+            break;
+        case cudaDevAttrComputeCapabilityMinor:
+            *value = p.minor;
+            break;
+        case cudaDevAttrMemoryPoolsSupported:
+            *value = 1;
+            break;
+        default:
+            return told(cudaErrorInvalidValue);
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) {
+    if (device != 0) return told(cudaErrorInvalidDevice);
+    snprintf(text, (size_t)size, "0000:00:00.0");
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
+    *total = capacity();
+    *available = *total - memory_in_use();
+    return cudaSuccess;
+}
+
+// ---- memory ----
+
+cudaError_t cuda_malloc(void **memory, size_t bytes) {
+    *memory = NULL;
+    if (bytes == 0) return cudaSuccess;
+    *memory = memory_allocate(bytes);
+    return told(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
+}
+
+cudaError_t cudaFree(void *memory) {
+    CHECK(!memory || memory_release(memory), "cudaFree (%s): %p is not the start of a live allocation",
+          line_text(__builtin_return_address(0)), memory);
+    return cudaSuccess;
+}
+
+cudaError_t cudaFreeAsync(void *memory, cudaStream_t) {
+    CHECK(!memory || memory_release(memory), "cudaFreeAsync (%s): %p is not the start of a live allocation",
+          line_text(__builtin_return_address(0)), memory);
+    return cudaSuccess;
+}
+
+cudaError_t cuda_malloc_host(void **memory, size_t bytes) {
+    *memory = malloc(bytes ? bytes : 1);
+    return told(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
+}
+
+cudaError_t cudaFreeHost(void *memory) {
+    CHECK(!memory_is_device(memory), "cudaFreeHost (%s): %p is device memory",
+          line_text(__builtin_return_address(0)), memory);
+    free(memory);
+    return cudaSuccess;
+}
+
+static void check_side(const char *call, const char *name, const void *memory, size_t bytes, bool device,
+                       const void *site) {
+    CHECK(memory_is_device(memory) == device || bytes == 0, "%s (%s): the %s %p is%s device memory", call,
+          line_text(site), name, memory, device ? " no" : "");
+    if (device) memory_check_host(call, memory, bytes, site);
+}
+
+static cudaError_t copy(const char *call, void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                        const void *site) {
+    bool to_device = kind == cudaMemcpyDefault
+                         ? memory_is_device(to)
+                         : kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    bool from_device = kind == cudaMemcpyDefault
+                           ? memory_is_device(from)
+                           : kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    check_side(call, "target", to, bytes, to_device, site);
+    check_side(call, "source", from, bytes, from_device, site);
+    memory_open();
+    memmove(to, from, bytes);
+    memory_close();
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+    return copy("cudaMemcpy", to, from, bytes, kind, __builtin_return_address(0));
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
+    return copy("cudaMemcpyAsync", to, from, bytes, kind, __builtin_return_address(0));
+}
+
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind kind, cudaStream_t) {
+    if (width > to_pitch || width > from_pitch) return told(cudaErrorInvalidValue);
+    for (size_t y = 0; y < height; y++)
+        copy("cudaMemcpy2DAsync", static_cast<char *>(to) + y * to_pitch,
+             static_cast<const char *>(from) + y * from_pitch, width, kind, __builtin_return_address(0));
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemset(void *to, int value, size_t bytes) {
+    check_side("cudaMemset", "target", to, bytes, true, __builtin_return_address(0));
+    memory_open();
+    memset(to, value, bytes);
+    memory_close();
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
+    check_side("cudaMemsetAsync", "target", to, bytes, true, __builtin_return_address(0));
+    memory_open();
+    memset(to, value, bytes);
+    memory_close();
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) {
+    static CudaPool only;
+    *pool = &only;
+    return told(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
+}
+
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void *value) {
+    if (attribute == cudaMemPoolAttrReleaseThreshold)
+        pool->release_threshold = *static_cast<uint64_t *>(value);
+    return cudaSuccess;
+}
+
+// The pool holds nothing back: what it has reserved is what is in use.
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void *value) {
+    if (attribute == cudaMemPoolAttrReleaseThreshold)
+        *static_cast<uint64_t *>(value) = pool->release_threshold;
+    else if (attribute == cudaMemPoolAttrReservedMemCurrent || attribute == cudaMemPoolAttrUsedMemCurrent)
+        *static_cast<uint64_t *>(value) = memory_in_use();
+    else return told(cudaErrorInvalidValue);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
+
+// ---- streams and events ----
+
+cudaError_t cudaStreamCreate(cudaStream_t *stream) { return *stream = new CudaStream(), cudaSuccess; }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned) { return cudaStreamCreate(stream); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned, int priority) {
+    return *stream = new CudaStream{priority}, cudaSuccess;
+}
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    return *least = 0, *greatest = -5, cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) { return delete stream, cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned) {
+    return told(event ? cudaSuccess : cudaErrorInvalidValue);
+}
+
+cudaError_t cudaEventCreate(cudaEvent_t *event) { return *event = new CudaEvent(), cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned) { return cudaEventCreate(event); }
+cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+    if (!event) return told(cudaErrorInvalidValue);
+    return event->seconds = wall_seconds(), cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to) {
+    *milliseconds = (float)((to->seconds - from->seconds) * 1e3);
+    return cudaSuccess;
+}

@@ -1,0 +1,130 @@
+// cuda_on_cpu_counts.cc: what a launch would ask of a GPU's memory, counted from what its threads did. What
+// is counted and how far it is from hardware stands with struct CudaCounts in cuda_on_cpu.h.
+#include <algorithm>
+#include <unordered_map>
+#include <vector>
+
+#include "cuda_on_cpu_inside.h"
+
+// One access, or one step from a basic block to the next (of a branch: address is where it went).
+struct Event {
+    uint32_t site, turn;  // the turn-th time that this lane is at this site
+    uint8_t lane, size, space, kind;
+    uintptr_t address;
+};
+enum { BRANCH = 2 };  // a space of its own
+
+static List<Event> events[MAX_THREADS];  // of this block, by thread
+static uint32_t last_block[MAX_THREADS];
+static CudaCounts counts;
+
+void cuda_count_begin(void) {
+    counts = CudaCounts();
+    now.counting = true;
+}
+
+CudaCounts cuda_count_end(void) {
+    now.counting = false;
+    return counts;
+}
+
+void count_barrier(void) { counts.barriers++; }
+
+void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site) {
+    events[now.thread->number].add(
+        {site, 0, (uint8_t)now.thread->lane, (uint8_t)size, (uint8_t)space, (uint8_t)kind, address});
+    if (kind == ATOMIC) counts.atomics++;
+}
+
+static void step(const Thread *t, uint32_t to) {
+    uint32_t *from = &last_block[t->number];
+    if (*from) events[t->number].add({*from, 0, (uint8_t)t->lane, 0, BRANCH, 0, to});
+    *from = to;
+}
+
+// g++ -fsanitize-coverage=trace-pc calls this at the start of each basic block.
+extern "C" void __sanitizer_cov_trace_pc(void) {
+    if (__builtin_expect(!now.counting || !now.launch, 1)) return;
+    step(now.thread, site_number(__builtin_return_address(0)));
+}
+
+// ---- one instruction of a warp: events [first, end), of different lanes ----
+
+static int64_t distinct(std::vector<uintptr_t> *values) {
+    std::sort(values->begin(), values->end());
+    return std::unique(values->begin(), values->end()) - values->begin();
+}
+
+static void count_global(const Event *first, const Event *end) {
+    std::vector<uintptr_t> sectors;
+    int64_t bytes = 0;
+    for (const Event *e = first; e < end; e++) {
+        sectors.push_back(e->address / 32);  // an aligned access lies in one
+        bytes += e->size;
+    }
+    bool load = first->kind == LOAD;
+    (load ? counts.global_loads : counts.global_stores)++;
+    (load ? counts.global_load_bytes : counts.global_store_bytes) += bytes;
+    (load ? counts.global_load_sectors : counts.global_store_sectors) += distinct(&sectors);
+}
+
+// Passes that 32 banks of 4 bytes need for some lanes: the most words that one bank must give.
+static int64_t passes(const Event *first, const Event *end) {
+    std::vector<uintptr_t> words[32];
+    int64_t most = 0;
+    for (const Event *e = first; e < end; e++)
+        for (uintptr_t w = e->address / 4; w <= (e->address + e->size - 1) / 4; w++)
+            words[w % 32].push_back(w);
+    for (auto &bank : words) most = std::max(most, distinct(&bank));
+    return most;
+}
+
+static void count_shared(const Event *first, const Event *end) {
+    counts.shared_accesses++;
+    // 128 bytes go at a time: with 8 bytes a lane those of 16 lanes, with 16 bytes those of 8.
+    int lanes = std::min(128 / std::max<int>(first->size, 4), (int)LANES);
+    while (first < end) {
+        const Event *part = first;
+        while (first < end && first->lane / lanes == part->lane / lanes) first++;
+        counts.shared_conflicts += passes(part, first) - 1;
+    }
+}
+
+static void count_branch(const Event *first, const Event *end) {
+    for (const Event *e = first; e < end; e++)
+        if (e->address != first->address) {
+            counts.divergent_branches++;
+            return;
+        }
+}
+
+void count_block_end(void) {
+    std::vector<Event> together;
+    std::unordered_map<uint64_t, uint32_t> turns;
+    for (int begin = 0; begin < now.threads; begin += LANES) {
+        together.clear();
+        for (int i = begin; i < std::min(begin + LANES, now.threads); i++) {
+            step(&threads[i], 0);  // its last block leaves the kernel
+            turns.clear();
+            for (size_t n = 0; n < events[i].count; n++) {
+                Event e = events[i].items[n];
+                e.turn = turns[(uint64_t)e.site << 8 | e.space << 4 | e.kind]++;
+                together.push_back(e);
+            }
+            events[i].count = 0;
+            counts.threads++;
+        }
+        counts.warps++;
+        auto key = [](const Event &e) { return std::make_tuple(e.space, e.kind, e.site, e.turn); };
+        std::sort(together.begin(), together.end(), [&](const Event &a, const Event &b) {
+            return key(a) != key(b) ? key(a) < key(b) : a.lane < b.lane;
+        });
+        for (size_t first = 0, end; first < together.size(); first = end) {
+            for (end = first; end < together.size() && key(together[end]) == key(together[first]);) end++;
+            const Event *from = &together[first], *to = &together[0] + end;
+            if (from->space == GLOBAL) count_global(from, to);
+            else if (from->space == SHARED) count_shared(from, to);
+            else count_branch(from, to);
+        }
+    }
+}

@@ -1,0 +1,360 @@
+// ops_cuda.cu: the operations on a GPU that work element by element, sums, and the matrix multiply.
+// Rows are in ops_cuda_rows.cu, attention in ops_cuda_attention.cu; ops_cuda.h has what they share.
+//
+// Everything here but the matrix multiply is bound by memory: each array is read and written once.
+#include <math.h>
+
+#include "gemm.h"
+#include "ops_cuda.h"
+
+// ---- any dtype to any ----
+
+// The same bits, for what only moves.
+template <class F>
+static void by_any_dtype(DType dtype, F f) {
+    switch (dtype) {
+        case E4M3:
+            return f(__nv_fp8_e4m3());
+        case E5M2:
+            return f(__nv_fp8_e5m2());
+        case I32:
+            return f(int32_t());
+        default:
+            by_dtype(dtype, f);
+    }
+}
+
+__device__ inline float wide(__nv_fp8_e4m3 x) { return (float)x; }
+__device__ inline float wide(__nv_fp8_e5m2 x) { return (float)x; }
+__device__ inline double wide(int32_t x) { return x; }
+
+// A plain cast would be undefined outside the range, and for NaN.
+template <>
+__device__ inline int32_t narrow<int32_t>(double x) {
+    double bounded = x > INT32_MAX ? INT32_MAX : x < INT32_MIN ? INT32_MIN : x;
+    return isnan(x) ? 0 : static_cast<int32_t>(rint(bounded));
+}
+template <>
+__device__ inline int32_t narrow<int32_t>(float x) {
+    return narrow<int32_t>((double)x);
+}
+
+template <class To, class From>
+struct Convert {
+    To *y;
+    const From *x;
+    template <int N>
+    using In = Pack<From, N>;
+    template <int N>
+    __device__ In<N> read(int64_t first) const {
+        return load<N>(x + first);
+    }
+    template <int N>
+    __device__ void write(int64_t first, const In<N> &in) const {
+        Pack<To, N> out;
+        for (int j = 0; j < N; j++) out.x[j] = narrow<To>(wide(in.x[j]));
+        store<N>(y + first, out);
+    }
+};
+
+template <class Bits>
+struct Fill {
+    Bits *y, code;
+    template <int N>
+    using In = Pack<Bits, N>;
+    template <int N>
+    __device__ In<N> read(int64_t) const {
+        In<N> codes;
+        for (int j = 0; j < N; j++) codes.x[j] = code;
+        return codes;
+    }
+    template <int N>
+    __device__ void write(int64_t first, const In<N> &codes) const {
+        store<N>(y + first, codes);
+    }
+};
+
+template <class Bits>
+struct Move {
+    Bits *y;
+    const Bits *x;
+    template <int N>
+    using In = Pack<Bits, N>;
+    template <int N>
+    __device__ In<N> read(int64_t first) const {
+        return load<N>(x + first);
+    }
+    template <int N>
+    __device__ void write(int64_t first, const In<N> &in) const {
+        store<N>(y + first, in);
+    }
+};
+
+// Calls f with a value of an integer type of this many bytes.
+template <class F>
+static void by_size(size_t bytes, F f) {
+    switch (bytes) {
+        case 1:
+            return f(uint8_t());
+        case 2:
+            return f(uint16_t());
+        case 4:
+            return f(uint32_t());
+        default:
+            f(uint64_t());
+    }
+}
+
+void kernel_fill(DType dtype, void *y, double value, int64_t count) {
+    by_size(dtype_size(dtype), [&](auto code) {
+        using Bits = decltype(code);
+        dtype_convert(&code, dtype, &value, F64, 1);
+        for_each<pack_of<Bits>>(count, all_aligned(y), Fill<Bits>{(Bits *)y, code});
+    });
+}
+
+void kernel_copy(DType y_dtype, void *y, DType x_dtype, const void *x, int64_t count) {
+    if (y_dtype == x_dtype) {
+        by_size(dtype_size(x_dtype), [&](auto any) {
+            using Bits = decltype(any);
+            for_each<pack_of<Bits>>(count, all_aligned(y, x), Move<Bits>{(Bits *)y, (const Bits *)x});
+        });
+        return;
+    }
+    by_any_dtype(y_dtype, [&](auto to) {
+        by_any_dtype(x_dtype, [&](auto from) {
+            using To = decltype(to);
+            using From = decltype(from);
+            for_each<pack_of<To, From>>(count, all_aligned(y, x),
+                                        Convert<To, From>{(To *)y, (const From *)x});
+        });
+    });
+}
+
+// ---- sums of two, and multiples ----
+
+template <class T>
+struct AddTwo {
+    T *y;
+    const T *a, *b;
+    template <int N>
+    struct In {
+        Pack<T, N> a, b;
+    };
+    template <int N>
+    __device__ In<N> read(int64_t first) const {
+        return {load<N>(a + first), load<N>(b + first)};
+    }
+    template <int N>
+    __device__ void write(int64_t first, In<N> in) const {
+        for (int j = 0; j < N; j++) in.a.x[j] = narrow<T>(wide(in.a.x[j]) + wide(in.b.x[j]));
+        store<N>(y + first, in.a);
+    }
+};
+
+template <class T>
+struct Scale {
+    T *y;
+    Arithmetic<T> factor;
+    template <int N>
+    using In = Pack<T, N>;
+    template <int N>
+    __device__ In<N> read(int64_t first) const {
+        return load<N>(y + first);
+    }
+    template <int N>
+    __device__ void write(int64_t first, In<N> in) const {
+        for (int j = 0; j < N; j++) in.x[j] = narrow<T>(wide(in.x[j]) * factor);
+        store<N>(y + first, in);
+    }
+};
+
+// In f64 if one of the two is.
+template <class T, class X>
+struct Accumulate {
+    T *y;
+    const X *x;
+    template <int N>
+    struct In {
+        Pack<T, N> y;
+        Pack<X, N> x;
+    };
+    template <int N>
+    __device__ In<N> read(int64_t first) const {
+        return {load<N>(y + first), load<N>(x + first)};
+    }
+    template <int N>
+    __device__ void write(int64_t first, In<N> in) const {
+        for (int j = 0; j < N; j++) in.y.x[j] = narrow<T>(wide(in.y.x[j]) + wide(in.x.x[j]));
+        store<N>(y + first, in.y);
+    }
+};
+
+void kernel_add(DType dtype, void *y, const void *a, const void *b, int64_t count) {
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        for_each<pack_of<T>>(count, all_aligned(y, a, b), AddTwo<T>{(T *)y, (const T *)a, (const T *)b});
+    });
+}
+
+void kernel_scale(DType dtype, void *y, double factor, int64_t count) {
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        for_each<pack_of<T>>(count, all_aligned(y), Scale<T>{(T *)y, (Arithmetic<T>)factor});
+    });
+}
+
+void kernel_accumulate(DType y_dtype, void *y, DType x_dtype, const void *x, int64_t count) {
+    by_dtype(y_dtype, [&](auto to) {
+        by_dtype(x_dtype, [&](auto from) {
+            using T = decltype(to);
+            using X = decltype(from);
+            for_each<pack_of<T, X>>(count, all_aligned(y, x), Accumulate<T, X>{(T *)y, (const X *)x});
+        });
+    });
+}
+
+// ---- SwiGLU ----
+
+// 1 / (1 + e^-x), by an exponential that cannot overflow.
+template <class T>
+__device__ inline Arithmetic<T> sigmoid(Arithmetic<T> x) {
+    Arithmetic<T> e = exp_for<T>(x < 0 ? x : -x);
+    return quotient_for<T>(x < 0 ? e : 1, 1 + e);
+}
+
+template <class T>
+struct SwigluForward {
+    T *act;
+    const T *gate, *up;
+    template <int N>
+    struct In {
+        Pack<T, N> gate, up;
+    };
+    template <int N>
+    __device__ In<N> read(int64_t first) const {
+        return {load<N>(gate + first), load<N>(up + first)};
+    }
+    template <int N>
+    __device__ void write(int64_t first, In<N> in) const {
+        for (int j = 0; j < N; j++) {
+            Arithmetic<T> g = wide(in.gate.x[j]);
+            in.gate.x[j] = narrow<T>(g * sigmoid<T>(g) * wide(in.up.x[j]));
+        }
+        store<N>(act + first, in.gate);
+    }
+};
+
+//   forward: act = silu(gate) * up,  silu(x) = x s,  s = sigmoid(x),  so  silu' = s + x s (1 - s)
+template <class T>
+struct SwigluBackward {
+    T *dgate, *dup;
+    const T *dact, *gate, *up;
+    template <int N>
+    struct In {
+        Pack<T, N> dact, gate, up;
+    };
+    template <int N>
+    __device__ In<N> read(int64_t first) const {
+        return {load<N>(dact + first), load<N>(gate + first), load<N>(up + first)};
+    }
+    template <int N>
+    __device__ void write(int64_t first, In<N> in) const {
+        for (int j = 0; j < N; j++) {
+            Arithmetic<T> g = wide(in.gate.x[j]), u = wide(in.up.x[j]), da = wide(in.dact.x[j]);
+            Arithmetic<T> s = sigmoid<T>(g), silu = g * s;
+            in.up.x[j] = narrow<T>(da * silu);
+            in.gate.x[j] = narrow<T>(da * u * (s + silu * (1 - s)));
+        }
+        store<N>(dup + first, in.up);
+        store<N>(dgate + first, in.gate);
+    }
+};
+
+void kernel_swiglu_forward(DType dtype, void *act, const void *gate, const void *up, int64_t count) {
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        for_each<pack_of<T>>(count, all_aligned(act, gate, up),
+                             SwigluForward<T>{(T *)act, (const T *)gate, (const T *)up});
+    });
+}
+
+void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dact, const void *gate,
+                            const void *up, int64_t count) {
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        for_each<pack_of<T>>(
+            count, all_aligned(dgate, dup, dact, gate, up),
+            SwigluBackward<T>{(T *)dgate, (T *)dup, (const T *)dact, (const T *)gate, (const T *)up});
+    });
+}
+
+// ---- reductions: a block sums a chunk in f64, then blocks sum those sums, until one is left ----
+
+constexpr int64_t SUM_CHUNK = 16384;  // elements, whatever the GPU: it decides the order of the sum
+
+template <class T, bool SQUARES>
+__global__ void sum_chunks(double *sums, const T *x, int64_t count, bool packs) {
+    constexpr int N = pack_of<T>;
+    const int64_t first = (int64_t)blockIdx.x * SUM_CHUNK;
+    const int64_t here = count - first < SUM_CHUNK ? count - first : SUM_CHUNK;
+    double sum = 0;
+    each_pack<N>(x + first, here, packs, narrow<T>(0.0f), [&](int64_t, const Pack<T, N> &pack) {
+        for (int j = 0; j < N; j++) {
+            double value = wide(pack.x[j]);
+            sum += SQUARES ? value * value : value;
+        }
+    });
+    sum = over_block(sum, Add());
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+
+template <class T, bool SQUARES>
+static void launch_sum(double *sums, const T *x, int64_t count) {
+    LAUNCH((sum_chunks<T, SQUARES>), blocks_for("sum", ceil_div(count, SUM_CHUNK)),
+           threads_for_row<T>(least(count, SUM_CHUNK)), 0, stream(), sums, x, count, is_aligned(x));
+}
+
+static double sum_of(DType dtype, const void *x, int64_t count, bool squares) {
+    if (count == 0) return 0;
+    int64_t chunks = ceil_div(count, SUM_CHUNK);
+    // each round's sums behind the last one's, and those of the last in the mailbox
+    double *room = static_cast<double *>(device_scratch((size_t)(2 * chunks) * sizeof(double)));
+    double *mail = &device_mailbox()->sum, *sums = chunks > 1 ? room : mail;
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        if (squares) launch_sum<T, true>(sums, (const T *)x, count);
+        else launch_sum<T, false>(sums, (const T *)x, count);
+    });
+    while (chunks > 1) {
+        int64_t terms = chunks;
+        chunks = ceil_div(terms, SUM_CHUNK);
+        room += terms;
+        launch_sum<double, false>(chunks > 1 ? room : mail, sums, terms);
+        sums = room;
+    }
+    return device_read_mailbox().sum;
+}
+
+double kernel_sum(DType dtype, const void *x, int64_t count) { return sum_of(dtype, x, count, false); }
+
+double kernel_sum_squares(DType dtype, const void *x, int64_t count) {
+    return sum_of(dtype, x, count, true);
+}
+
+// ---- matrix multiply ----
+
+void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
+                   bool transpose_a, bool transpose_b, double beta) {
+    if (k == 0 && beta == 0) kernel_fill(dtype, c, 0, m * n);
+    if (m == 0 || n == 0 || k == 0) return;
+    Gemm g = {};
+    g.dtype = g.c_dtype = dtype;
+    g.m = m, g.n = n, g.k = k;
+    g.transpose_a = transpose_a, g.transpose_b = transpose_b;
+    g.a = a, g.b = b, g.c = c;
+    g.a_columns = transpose_a ? m : k, g.b_columns = transpose_b ? k : n, g.c_columns = n;
+    g.batch = 1;
+    g.alpha = 1, g.beta = beta;
+    gemm(&g);
+}
