@@ -35,6 +35,7 @@ block <"$work/tour" | fill tour
 run $p/train --model llama-3-8b --dtype bf16 --micro-batch 1 --recompute full --dry-run --steps 1 | block | fill dry
 
 run "$build/02_zero/zero3" --ranks 8 | sed -n '1p;/^Llama 3 8B/,$p' | block | fill zero
+run "$build/03_tensor_parallel/async_tensor_parallel" --ranks 8 | sed -n '1p;/^Llama 3 8B/,$p' | block | fill tensor
 
 # row NUMBER CLAIM PROGRAM FLAGS PATTERN: the line of `PROGRAM FLAGS` that has PATTERN.
 row() {
@@ -72,6 +73,7 @@ row() {
     row 17 "ZeRO-1's all-gather hides in the step …" zero1 '--ranks 8' '^ *in step +[0-9]'
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
     row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8' '8192 tokens a rank'
+    row 18 'ZeRO-R: checkpoints cut over tp, and no holes' zero_r '' '^ *cut, all in one tensor +[0-9]'
     row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' 'all-reduces, backward'
     row 20 'TP beyond the K/V heads: copies that stay in sync' tensor_parallel '--ranks 8' 'equal in all copies'
     row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' 'forward, bytes'
