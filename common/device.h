@@ -1,5 +1,5 @@
-// device.h: the memory of one device, as a back end gives it. device_cpu.c here; chapters
-// use tensors (tensor.h).
+// device.h: one device and its memory, as a back end gives it: device_cpu.c or device_cuda.cu. Chapters use
+// tensors (tensor.h).
 #ifndef DEVICE_H
 #define DEVICE_H
 
