@@ -136,7 +136,20 @@ static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
     }
 }
 
-// ---- forward alone ----
+// ---- what else a run may be ----
+
+// Several micro-batches, AdamW, whose state is cut, and each unit gathered only when it is used.
+static void accumulate(Mesh mesh, const Config *config) {
+    const LayoutProgram program = {.plug = no_prefetch,
+                                   .unplug = zero_layout_unplug,
+                                   .counts = zero_counts,
+                                   .twin = &zero_twin_of_2_and_3};
+    Config c = *config;
+    c.grad_acc = config->grad_acc + 1;
+    c.optimizer = OPTIMIZER_ADAMW, c.lr = 1e-3, c.save = NULL;
+    say("\nWith %ld micro-batches, AdamW and no prefetch:", c.grad_acc);
+    layout_prove(&c, mesh, &program, false);
+}
 
 // Held-out losses between steps, for which nobody runs backward, change nothing: with them and without, the
 // last loss is the same.
@@ -159,7 +172,8 @@ static void held_out_between_steps(Mesh mesh, const Config *config) {
     report_equal("held-out loss after 2 steps", last[0], last[1], "");
 }
 
-static void compare_stages(Mesh mesh, const Config *config) {
+static void show(Mesh mesh, const Config *config) {
+    accumulate(mesh, config);
     held_out_between_steps(mesh, config);
     if (mesh.dp.size == 1) return;
     ZeroVariant variants[STAGES];
@@ -191,7 +205,7 @@ static const LayoutProgram program = {
     .unplug = zero_layout_unplug,
     .counts = zero_counts,
     .twin = &zero_twin_of_2_and_3,
-    .more = compare_stages,
+    .more = show,
 };
 
 int main(int argc, char **argv) { return layout_program(argc, argv, &program); }
