@@ -117,10 +117,11 @@ int layout_program(int argc, char **argv, const LayoutProgram *program) {
     CHECK(!(dry_run && (config.save || config.resume)), "--dry-run computes no weights to save or resume");
     comm_start(argc, argv, program->natural);
     if (config.save) checkpoint_check_place(config.save);
+    // One checkpoint, also when --save writes newer ones beside it.
     char *from = config.resume ? checkpoint_newest(config.resume) : NULL;
     if (from) checkpoint_config(from, &config);
+    config.resume = from;
     config_check(&config);
-    free(from);
     config_check_layout(&config, comm_ranks());
     if (program->check) program->check(&config);
     if (config.resume) resume_check(&config, (int)config.dp);
@@ -140,6 +141,7 @@ int layout_program(int argc, char **argv, const LayoutProgram *program) {
         config.save = config.resume = NULL;  // what else there is to show begins anew
         if (program->more) program->more(mesh, &config);
     }
+    free(from);
     timeline_finish(&config, mesh.world);
     return comm_finish(report_verdict("%s", dry_run           ? "one step counted and clocked"
                                             : config.no_check ? "counts are as the formulas say"

@@ -111,7 +111,8 @@ static uint8_t *read_file(const char *path, size_t *size) {
     CHECK(!S_ISDIR(status.st_mode), "%s: is a directory, and data is one file", path);
     CHECK(S_ISREG(status.st_mode), "%s: is a pipe or a device, and data is a file on a disk", path);
     *size = (size_t)status.st_size;
-    uint8_t *bytes = host_alloc(*size + 1);  // an empty file too has a buffer
+    uint8_t *bytes = malloc(*size + 1);  // an empty file too has a buffer
+    CHECK(bytes, "%s: out of host memory for its %s", path, bytes_text((double)*size));
     size_t got = fread(bytes, 1, *size, file);
     CHECK(got == *size, "%s: only %zu of its %zu bytes could be read", path, got, *size);
     fclose(file);

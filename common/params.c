@@ -107,10 +107,9 @@ static Run run_at(const Param *param, int64_t i, int64_t end) {
                  .count = count < end - i ? count : end - i};
 }
 
-// Each element's number depends on its place in the whole weight, not on who stores it. Elements from … from +
-// count - 1 of the parameter, as stored.
-static void draw(Tensor values, const Param *param, int64_t from, int64_t count, uint64_t seed) {
-    if (device_is_dry_run() || count == 0) return;
+// Elements from … from + count - 1 of the parameter, as stored. Each one's number depends on its place in the
+// whole weight, not on who stores it.
+static void draw_piece(Tensor values, const Param *param, int64_t from, int64_t count, uint64_t seed) {
     double *host = host_alloc(count * sizeof *host);
     uint64_t stream = rng_stream(param->name);
     int64_t columns = param->shape[1], rows = (from + count + columns - 1) / columns;
@@ -126,6 +125,16 @@ static void draw(Tensor values, const Param *param, int64_t from, int64_t count,
     }
     tensor_from_doubles(values, host);
     free(host);
+}
+
+// In pieces, so that the host holds little beside the device.
+static void draw(Tensor values, const Param *param, int64_t from, int64_t count, uint64_t seed) {
+    enum { PIECE = 1 << 22 };
+    if (device_is_dry_run()) return;
+    for (int64_t done = 0; done < count; done += PIECE) {
+        int64_t piece = count - done < PIECE ? count - done : PIECE;
+        draw_piece(tensor_view(values, done, SHAPE(piece)), param, from + done, piece, seed);
+    }
 }
 
 // ---- storage ----

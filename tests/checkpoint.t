@@ -156,6 +156,10 @@ breaks() {
 header_length() { printf "$1" | dd of=model.safetensors conv=notrunc status=none; }
 breaks "a truncated file" 'broken/model.safetensors: tensor' truncate -s -1 model.safetensors
 breaks "a truncated optimizer file" 'broken/optimizer.safetensors: tensor' truncate -s -1 optimizer.safetensors
+rm -rf "$broken" && cp -r "$last" "$broken" && truncate -s 1T "$broken/model.safetensors"
+(ulimit -v 8000000; exec timeout 60 "$train" --resume "$broken" $to30) >"$work/out" 2>"$work/err"
+[ $? = 2 ] && grep -q 'out of host memory: .*broken/model.safetensors has 1.10 TB' "$work/err"
+report $? "a file larger than the memory"
 breaks "an empty file" 'model.safetensors: 0 bytes are too few' truncate -s 0 model.safetensors
 breaks "a header of 2^63 bytes" 'claims 9223372036854775808 bytes' header_length '\0\0\0\0\0\0\0\x80'
 breaks "a folder as a file" 'model.safetensors' bash -c 'rm model.safetensors && mkdir model.safetensors'

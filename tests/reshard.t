@@ -57,6 +57,10 @@ report $? "and nothing differs"
 passes "tp 2 x dp 2 goes on with it" 03_tensor_parallel/tensor_parallel --ranks 4 --tp 2 --grad-acc 2 --steps 4 --resume "$half"
 passes "ZeRO-3 on 2 ranks goes on with what one device has saved" 02_zero/zero3 --ranks 2 --grad-acc 2 --steps 6 \
     --resume "$work/one" --no-check
+cp -r "$work/zero3/step-000002" "$work/one/"
+rm -rf "$work/one/step-000004"
+passes "it goes on in the folder that it came from, and is still compared with what it came from" 02_zero/zero3 --ranks 2 \
+    --grad-acc 2 --steps 4 --resume "$work/one" --save "$work/one"
 passes "in bf16, too, where a run in f64 that resumes sets the bound" 02_zero/zero2 --ranks 2 $to4 --dtype bf16 \
     --save "$work/bf16" --save-every 2 --no-check
 passes "from a checkpoint in bf16" 02_zero/zero2 --ranks 2 --steps 4 --dtype bf16 --resume "$work/bf16/step-000002"

@@ -163,6 +163,28 @@ static void step_flops_are_those_of_the_products(void **state) {
 
 // ---- wrong use ----
 
+// Parses the line, and with ranks checks its layout on so many.
+static void expect_refused(const char *line, unsigned groups, const char *defaults, int ranks,
+                           const char *sentence) {
+    FILE *err = tmpfile();
+    fflush(NULL);
+    pid_t pid = fork();
+    if (pid == 0) {
+        dup2(fileno(err), STDERR_FILENO);
+        Config c = parse(line, groups, defaults);
+        if (ranks) config_check_layout(&c, ranks);
+        _exit(0);
+    }
+    int status;
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    char text[1024];
+    rewind(err);
+    text[fread(text, 1, sizeof text - 1, err)] = '\0';
+    fclose(err);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE || !strstr(text, sentence))
+        fail_msg("\"%s\": wait status %d, stderr \"%s\"; expected \"%s\"", line, status, text, sentence);
+}
+
 static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
     (void)state;
     static const struct {
@@ -189,25 +211,53 @@ static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
         {"--machine abacus", "--machine abacus is unknown"},
         {"--tp 2", "chapter 03"},
     };
-    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-        FILE *err = tmpfile();
-        fflush(NULL);
-        pid_t pid = fork();
-        if (pid == 0) {
-            dup2(fileno(err), STDERR_FILENO);
-            parse(wrong[i].line, EVERY_GROUP, NULL);
-            _exit(0);
-        }
-        int status;
-        assert_int_equal(waitpid(pid, &status, 0), pid);
-        char text[1024];
-        rewind(err);
-        text[fread(text, 1, sizeof text - 1, err)] = '\0';
-        fclose(err);
-        if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE || !strstr(text, wrong[i].sentence))
-            fail_msg("\"%s\": wait status %d, stderr \"%s\"; expected \"%s\"", wrong[i].line, status, text,
-                     wrong[i].sentence);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        expect_refused(wrong[i].line, EVERY_GROUP, NULL, 0, wrong[i].sentence);
+}
+
+// ---- layouts ----
+
+static void degrees_left_out_take_what_is_left(void **state) {
+    (void)state;
+    static const struct {
+        int ranks;
+        int64_t dp, tp, dp_is, tp_is;
+    } cases[] = {{1, 0, 1, 1, 1}, {8, 0, 1, 8, 1}, {8, 0, 2, 4, 2}, {8, 0, 0, 1, 8}, {8, 4, 0, 4, 2},
+                 {8, 8, 0, 8, 1}, {8, 2, 4, 2, 4}, {3, 3, 1, 3, 1}, {6, 3, 2, 3, 2}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Config c = config_default("heads=8 hidden=64 kv-heads=2 ffn=88");
+        c.dp = cases[i].dp;
+        c.tp = cases[i].tp;
+        config_check_layout(&c, cases[i].ranks);
+        assert_int_equal(c.dp, cases[i].dp_is);
+        assert_int_equal(c.tp, cases[i].tp_is);
     }
+}
+
+static void layouts_that_do_not_fit_are_refused_with_what_would(void **state) {
+    (void)state;
+    static const struct {
+        int ranks;
+        const char *line, *sentence;
+    } wrong[] = {
+        {4, "--tp 3", "--tp 3 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
+        {3, "--tp 0", "--tp 3 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
+        {16, "--tp 16", "--tp 16 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
+        {4, "--tp 4 --ffn 90", "--tp 4 does not divide --ffn 90; --tp 1, 2 would fit"},
+        {4, "--tp 4 --heads 12 --hidden 48 --kv-heads 6",
+         "--tp 4 and --kv-heads 6: one must divide the other; --tp 1, 2 would fit"},
+        {5, "--tp 2", "--tp 2 does not divide the 5 ranks; --ranks 6 would fit"},
+        {2, "--tp 4", "--tp 4 does not divide the 2 ranks; --ranks 4 would fit"},
+        {4, "--dp 3", "--dp 3 x --tp 1 needs 3 ranks, and there are 4: --ranks 3 would fit"},
+        {4, "--dp 4 --tp 2", "--dp 4 x --tp 2 needs 8 ranks, and there are 4: --ranks 8 would fit"},
+        {4, "--dp 3 --tp 0", "--dp 3 does not divide the 4 ranks; --ranks 6 would fit"},
+        {4, "--tp -1", "--tp -1 is out of bounds"},
+        {4, "--dp 5000", "--dp 5000 is out of bounds"},
+        {4, "--zero 4", "--zero 4 is not one of 0|1|2|3"},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        expect_refused(wrong[i].line, CONFIG_MODEL | CONFIG_LAYOUT, "heads=8 hidden=64 kv-heads=2 ffn=88",
+                       wrong[i].ranks, wrong[i].sentence);
 }
 
 static void flags_of_groups_that_a_program_lacks_are_refused(void **state) {
@@ -236,6 +286,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(parameters_of_published_models),
         cmocka_unit_test(step_flops_are_those_of_the_products),
         cmocka_unit_test(sizes_that_do_not_fit_are_refused_by_flag_and_number),
+        cmocka_unit_test(degrees_left_out_take_what_is_left),
+        cmocka_unit_test(layouts_that_do_not_fit_are_refused_with_what_would),
         cmocka_unit_test(flags_of_groups_that_a_program_lacks_are_refused),
     };
     return cmocka_run_group_tests_name("config", tests, NULL, NULL);

@@ -201,6 +201,24 @@ static void shards_are_born_as_slices(void) {
     }
 }
 
+// Numbers are drawn some millions at a time.
+static void a_large_weight_is_born_as_a_small_one(void) {
+    const int64_t rows = 3001, columns = 1433, all = rows * columns, piece = 1 << 22;
+    const ParamSpec spec = {"large", rows, columns, CUT_NONE, 0, true, 0.5};
+    Mesh mesh = mesh_single();
+    Params p;
+    params_begin(&p, &mesh, SHARD_NOTHING);
+    params_add_unit(&p, "all");
+    params_add(&p, &spec, (Group){.size = 1});
+    p = allocated(p, SHARD_NOTHING, F64);
+    double *born = host_copy(p.values);
+    const int64_t look[] = {0, 1, columns, piece - columns, piece - 1, piece, piece + 1, all - 1};
+    for (size_t i = 0; i < sizeof look / sizeof *look; i++)
+        SAME(born[look[i]], 0.5 * rng_normal(7, rng_stream("large"), (uint64_t)look[i]));
+    free(born);
+    params_free(&p);
+}
+
 // Bytes of what stays, by stage: whole tensors above it, own parts from it on.
 static void each_stage_stores_its_own(void) {
     for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++)
@@ -475,6 +493,7 @@ static const RankTest tests[] = {
     TEST(cuts_cover_a_weight_once),
     TEST(shapes_are_those_of_the_cuts),
     TEST(shards_are_born_as_slices),
+    TEST(a_large_weight_is_born_as_a_small_one),
     TEST(each_stage_stores_its_own),
     TEST(a_weight_comes_back_bit_for_bit),
     TEST(any_flat_tensor_comes_back_bit_for_bit),

@@ -2,7 +2,7 @@
 // device, as if nobody had interrupted it: the same bits in the same layout, sums in another order in another. TAP.
 //
 // Every layout trains four steps and saves after two and four. From the second step of each, one device goes on, and
-// every layout from that of one device, of ZeRO-3, and of cut vocabularies.
+// every layout from that of one device, of ZeRO-3, and of sequence parallelism.
 #include <math.h>
 #include <unistd.h>
 
@@ -26,7 +26,7 @@ enum { MAX_LAYOUTS = 12 };
 static int heads_of_keys(void) { return n % 3 ? 2 : 3; }
 
 // Whose checkpoints all go on from.
-static bool is_source(const Layout *l) { return l->dp == 0 || l->zero == 3 || l->sp; }
+static bool is_source(const Layout *l) { return l->dp == 0 || l->zero == 3 || (l->sp && l->dp == 1); }
 
 // The same in the same order on all ranks; returns how many.
 static int layouts(Layout *layout) {
@@ -43,6 +43,13 @@ static int layouts(Layout *layout) {
         {.name = "sequence and vocabulary",
          .dp = 1,
          .tp = n,
+         .sp = true,
+         .vocab_parallel = true,
+         .program = tp},
+        {.name = "ZeRO-3 x tp, all cut",
+         .dp = n / degree,
+         .tp = degree,
+         .zero = 3,
          .sp = true,
          .vocab_parallel = true,
          .program = tp},
@@ -196,8 +203,10 @@ static void a_resumed_run_is_measured_by_a_resumed_one(void) {
     Record whole = straight(&one, &c), half = resumed(&one, &c, &one);
     char *dir = folder_of(&one, me);
     double bound = train_bound(&c, false, &whole);
-    c.resume = format_text("%s/step-000002", dir);
+    char *from = format_text("%s/step-000002", dir);
+    c.resume = from;
     double resumed_bound = train_bound(&c, false, &half);
+    free(from);
     if (!(resumed_bound > 0.01 * bound && resumed_bound < 10 * bound))
         note("the bound is %g for a whole run, and %g for its second half", bound, resumed_bound);
     record_free(&whole);

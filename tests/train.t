@@ -54,6 +54,10 @@ refuses "a data file that is missing" '/no/such/file' --data /no/such/file
 refuses "a data file that is empty" "$work/empty" --data "$work/empty"
 printf 'too short' >"$work/short"
 refuses "a data file that is too short" "$work/short" --data "$work/short"
+truncate -s 1T "$work/large"
+(ulimit -v 8000000; exec timeout 60 "$train" --data "$work/large") >"$work/out" 2>"$work/err"
+[ $? = 2 ] && grep -q 'large: out of host memory for its 1.10 TB' "$work/err"
+report $? "a data file larger than the memory"
 refuses "a folder as data" "$work" --data "$work"
 # llm.c's header: 256 int32, magic 20240520 (GPT-2), version 1, 5000 tokens; then all but the last token
 { printf '\x88\xd8\x34\x01\x01\x00\x00\x00\x88\x13\x00\x00'; head -c 1012 /dev/zero; head -c 9998 /dev/zero; } >"$work/cut.bin"
