@@ -1,12 +1,12 @@
 #!/bin/bash
 # rendezvous.t: ranks that no MPI has started find each other through --rendezvous FILE, and end together when one does not
-# come, is not who it should be, or dies. Over NCCL on emulated GPUs. TAP.
-# needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu build-nccl-on-cpu/tests/test_comm
+# come, is not who it should be, or dies. Over NCCL on emulated GPUs, in a build without MPI. TAP.
+# needs: OPS=cuda-on-cpu COMM=nccl MPI_CFLAGS= MPI_LIBS= BUILD=build-no-mpi KERNELS=build-nccl-on-cpu/lib build-no-mpi/tests/test_comm
 # With an argument: only the cases whose names match it.
 cd "$(dirname "$0")/.." || exit 2
 unset OPENBLAS_CORETYPE MAKEFLAGS MAKELEVEL
 export OMP_NUM_THREADS=1
-folder=build-nccl-on-cpu
+folder=build-no-mpi
 comm=$PWD/$folder/tests/test_comm
 work=$(mktemp -d)
 file=$work/meet
@@ -23,7 +23,8 @@ report() {  # report STATUS NAME
 echo '#include <boost/context/detail/fcontext.hpp>' | g++ -fsyntax-only -x c++ - 2>/dev/null ||
     { echo "1..0 # SKIP libboost-context-dev is not installed"; exit 0; }
 if [ -z "${MUTANT+set}" ]; then  # a mutant has been built already
-    make -s -j"$(nproc)" OPS=cuda-on-cpu COMM=nccl BUILD=$folder $folder/tests/test_comm >"$work/out" 2>"$work/err" ||
+    make -s -j"$(nproc)" OPS=cuda-on-cpu COMM=nccl MPI_CFLAGS= MPI_LIBS= BUILD=$folder KERNELS=build-nccl-on-cpu/lib \
+        $folder/tests/test_comm >"$work/out" 2>"$work/err" ||
         { report 1 "builds"; echo "1..$count"; exit 1; }
 fi
 
@@ -166,6 +167,7 @@ refused() {  # refused NAME WORDS VARIABLE… -- FLAGS…
     [ $? = 2 ] && says "$words"
     report $? "$name: $(cat "$work/err")"
 }
+refused "no launcher" '2 ranks need mpirun: this program was built without MPI' -- --ranks 2
 refused "no ranks" '2 ranks need a launcher: --rendezvous takes RANK and WORLD_SIZE' -- --rendezvous "$file" --ranks 2
 refused "a rank beyond the last" 'RANK=3 is no rank of WORLD_SIZE=3' RANK=3 WORLD_SIZE=3 -- --rendezvous "$file"
 refused "a rank that is no number" 'RANK=one in the environment is not a count' RANK=one WORLD_SIZE=3 -- --rendezvous "$file"
