@@ -22,6 +22,7 @@
 #include <omp.h>
 #include <sched.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -73,7 +74,8 @@ typedef struct Identity {
 static const Control *control = &control_mpi;  // or control_tcp
 
 static struct {
-    bool started, finished, alone;  // alone: no transport, as before comm_start
+    bool started, alone;   // alone: no transport, as before comm_start
+    atomic_bool finished;  // read by whoever sees a death
     int rank, ranks;
     double timeout;
     bool check, check_given;
@@ -291,8 +293,8 @@ static int find_dead(void) {
     return -1;
 }
 
-// Ends this rank, as all others; the first to come here says why, if it knows. Only calls that are allowed in a
-// signal handler.
+// Ends this rank, as all others; the first to come here says why, if it knows. Only calls that are
+// allowed in a signal handler.
 static void end_with_dead(int dead) {
     if (control->claim() && dead >= 0) {
         char digits[16], *digit = digits + sizeof digits;
@@ -954,8 +956,8 @@ static double host_reduction(double value, ReduceOp op, Group group) {
 
 // ---- groups that the data plane prepares ----
 
-// All ranks meet, and tell what they have: a group that needs nothing (this rank is no member, or the only one), a new
-// one, or one with the members of an older one, by its handle.
+// All ranks meet, and tell what they have: a group that needs nothing (this rank is no member, or the
+// only one), a new one, or one with the members of an older one, by its handle.
 enum { NOTHING = -2, NEW = -1 };
 
 static bool same_members(Group a, Group b) {

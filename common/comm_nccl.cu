@@ -6,27 +6,28 @@
 //                            mark                                wait
 //     NCCL                   '--> all-reduce -------------- end --'
 //
-// The mark is recorded at the call, so a collective waits for what was given to the device before it and for nothing
-// later; comm_wait makes the compute stream wait for the end, and the host goes on. Memory is released in the order of
-// the compute stream (device_cuda.h), that is after that end: a tensor freed behind comm_wait outlives its bytes' travel.
+// The mark is recorded at the call, so a collective waits for what was given to the device before it and
+// for nothing later; comm_wait makes the compute stream wait for the end, and the host goes on. Memory is
+// released in the order of the compute stream (device_cuda.h), that is after that end: a tensor freed
+// behind comm_wait outlives its bytes' travel.
 //
-// Every communicator is non-blocking: a call of NCCL that needs other ranks says ncclInProgress, and transport_test
-// asks again. So a rank that does not come is comm.c's to find, here as over MPI; and what waits on the device is
-// looked at by transport_poll.
+// Every communicator is non-blocking: a call of NCCL that needs other ranks says ncclInProgress, and
+// transport_test asks again. So a rank that does not come is comm.c's to find, here as over MPI; and what
+// waits on the device is looked at by transport_poll.
 //
-// Sums. ncclAllReduce, ncclReduce and ncclReduceScatter add f32, f64 and i32. They would add 16-bit numbers in 16 bits
-// (rounded at each hop of the ring: small gradients are lost), and their maximum forgets NaN. So sums of narrow dtypes
-// and maxima of floats go as comm_mpi.c's do, by members' pieces:
+// Sums. ncclAllReduce, ncclReduce and ncclReduceScatter add f32, f64 and i32. They would add 16-bit
+// numbers in 16 bits (rounded at each hop of the ring: small gradients are lost), and their maximum
+// forgets NaN. So sums of narrow dtypes and maxima of floats go as comm_mpi.c's do, by members' pieces:
 //
 //     1. piece i of every member goes to member i        grouped ncclSend, ncclRecv
 //     2. member i reduces the copies, 0 first, in f32    reduce_members, below
 //     3. and gives the result to who is to have it       grouped ncclSend, ncclRecv
 //
-// That sends the very bytes of a ring, 2 (n - 1) / n K for an all-reduce, in 2 steps instead of 2 (n - 1); on several
-// nodes it leaves out what a tree would save.
+// That sends the very bytes of a ring, 2 (n - 1) / n K for an all-reduce, in 2 steps instead of 2 (n -
+// 1); on several nodes it leaves out what a tree would save.
 //
-// Bytes are those of comm.h, which is what the algorithms of the book are charged with; NCCL may choose a tree, or the
-// switch's own adders, and put other bytes on the wire.
+// Bytes are those of comm.h, which is what the algorithms of the book are charged with; NCCL may choose a
+// tree, or the switch's own adders, and put other bytes on the wire.
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -216,8 +217,8 @@ typedef struct Card {
     char host[64], bus[32];
 } Card;
 
-// NCCL refuses two ranks of one host on one GPU. It tells hosts apart by NCCL_HOSTID; so ranks that share a GPU say
-// that each is a host of its own. All must be set before NCCL looks.
+// NCCL refuses two ranks of one host on one GPU. It tells hosts apart by NCCL_HOSTID; so ranks that share
+// a GPU say that each is a host of its own. All must be set before NCCL looks.
 static void choose_mode(void) {
     int ranks = state.place.ranks, device;
     Card mine = {}, *all = (Card *)host_alloc(sizeof mine * (size_t)ranks);
@@ -397,9 +398,9 @@ static void gather_or_scatter(Operation *o) {
 
 // ---- transfers ----
 
-// Two ranks connect at their first contact, and NCCL wants both to ask for the same connections then. The batches in
-// which they meet may differ (one may send and receive where the other only receives), so they exchange a byte each
-// way first. -1: not yet.
+// Two ranks connect at their first contact, and NCCL wants both to ask for the same connections then. The
+// batches in which they meet may differ (one may send and receive where the other only receives), so they
+// exchange a byte each way first. -1: not yet.
 static int new_peers(const Operation *o) {
     const Collective *c = &o->call;
     int count = 0;
@@ -438,8 +439,8 @@ static void transfer_own(const Collective *c) {
     }
 }
 
-// The batch is one launch, so that all of it runs at once. It goes when the first of its other ends has come: a rank
-// that waits on its device for one part of the batch may call for the next only after that.
+// The batch is one launch, so that all of it runs at once. It goes when the first of its other ends has
+// come: a rank that waits on its device for one part of the batch may call for the next only after that.
 static void next_of_transfers(Operation *o) {
     const Collective *c = &o->call;
     bool others = false, open = false;

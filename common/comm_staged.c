@@ -1,6 +1,7 @@
-// comm_staged.c: cuda + mpi. Every call of comm goes through the host: device -> pinned buffer -> MPI -> pinned buffer
-// -> device. The host waits for both copies, so nothing overlaps; it is the way for machines without NCCL, and beside
-// NCCL the other witness of a result, since its sums are those of comm_mpi.c to the bit.
+// comm_staged.c: cuda + mpi. Every call of comm goes through the host: device -> pinned buffer -> MPI ->
+// pinned buffer -> device. The host waits for both copies, so nothing overlaps; it is the way for
+// machines without NCCL, and beside NCCL the other witness of a result, since its sums are those of
+// comm_mpi.c to the bit.
 #include "comm_staged.h"
 
 #include <stdlib.h>

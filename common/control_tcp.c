@@ -6,8 +6,9 @@
 //     rank 0   when all have come: tells each where the others are, and removes FILE
 //     all      rank r connects to ranks 1 … r - 1: one socket between every two ranks, which carries notices
 //
-// A file that an earlier run left behind names a port where nobody answers, or where nobody knows the secret; its
-// readers go on reading until the new rank 0 has put its own in place. The secret also keeps strangers out.
+// A file that an earlier run left behind names a port where nobody answers, or where nobody knows the
+// secret; its readers go on reading until the new rank 0 has put its own in place. The secret also keeps
+// strangers out.
 //
 // A second file, FILE.<secret>, lies there as long as the run: who can remove it is the first, and may tell
 // the user why all end. A thread sleeps until a socket closes, so that a death is seen while nobody waits.
@@ -196,7 +197,8 @@ static Hello hello(int port) {
     return mine;
 }
 
-// One that knows the secret has come, and is a rank between these; else its socket is closed. -1: none in time.
+// One that knows the secret has come, and is a rank between these; else its socket is closed. -1: none in
+// time.
 static int accept_hello(int listener, Hello *from, double deadline) {
     struct pollfd ready = {.fd = listener, .events = POLLIN};
     if (poll(&ready, 1, milliseconds_until(deadline)) <= 0) return -1;
@@ -406,7 +408,8 @@ static void join_rank_0(int port_of_mine, Address *table, double timeout, double
         if (s < 0) continue;
         Hello mine = hello(port_of_mine);
         int32_t answer = 0;
-        // While others are missing rank 0 is silent. It is the one to say that they are; so it is given longer.
+        // While others are missing rank 0 is silent. It is the one to say that they are; so it is given
+        // longer.
         double longer = deadline + 5;
         if (put(s, &mine, sizeof mine, deadline) && get(s, &answer, sizeof answer, longer) &&
             answer == WELCOME && get(s, table, sizeof *table * (size_t)state.ranks, longer)) {

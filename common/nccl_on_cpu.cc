@@ -1,16 +1,16 @@
-// nccl_on_cpu.cc: NCCL for the tests of comm_nccl.cu, between processes of one machine. It moves bytes through shared
-// memory, at nobody's best speed, and is as strict as NCCL, or more:
+// nccl_on_cpu.cc: NCCL for the tests of comm_nccl.cu, between processes of one machine. It moves bytes
+// through shared memory, at nobody's best speed, and is as strict as NCCL, or more:
 //
-//   - every communicator is non-blocking: each call that needs others says ncclInProgress, moves on only when asked
-//     (ncclCommGetAsyncError), and a call on a communicator that is not ready is refused
-//   - the members of a collective must have called the same one, with equal counts, types, operations and roots; a
-//     receive must have the size of its send. NCCL would hang, or write beyond an array
+//   - every communicator is non-blocking: each call that needs others says ncclInProgress, moves on only
+//     when asked (ncclCommGetAsyncError), and a call on a communicator that is not ready is refused
+//   - the members of a collective must have called the same one, with equal counts, types, operations and
+//     roots; a receive must have the size of its send. NCCL would hang, or write beyond an array
 //   - all addresses are of device memory, whole
 //   - two ranks of one host (NCCL_HOSTID, read when the first communicator is made) on one GPU are refused
 //   - nothing works after ncclCommAbort; a peer that has died is ncclRemoteError
 //   - two ranks that connect by transfers must ask for as many connections: see connect()
-//   - sums are those of a ring, rounded at each hop, and begin with another member for each piece: so they are not in
-//     rank order. A maximum forgets NaN
+//   - sums are those of a ring, rounded at each hop, and begin with another member for each piece: so
+//     they are not in rank order. A maximum forgets NaN
 //
 // The emulated streams run everything at once, so an operation is done when its bytes have been copied.
 #include "nccl_on_cpu.h"
@@ -315,9 +315,9 @@ static void plan(ncclComm_t c, Op *op) {
     }
 }
 
-// NCCL makes the connections that a group needs before it starts, and two ranks that are each other's opposite in the
-// ring of ranks tell each other all at once: they must then want the same number of them. This one asks it of every
-// pair.
+// NCCL makes the connections that a group needs before it starts, and two ranks that are each other's
+// opposite in the ring of ranks tell each other all at once: they must then want the same number of them.
+// This one asks it of every pair.
 static void connect(ncclComm_t c) {
     std::vector<int> wants(c->ranks);
     for (Op &op : grouped) {

@@ -1,5 +1,6 @@
-// nccl_on_cpu.h: the part of NCCL that comm_nccl.cu uses, for OPS=cuda-on-cpu: between processes of one machine that
-// compute on emulated GPUs. nccl_on_cpu.cc says what it checks. Names and meanings are NCCL's.
+// nccl_on_cpu.h: the part of NCCL that comm_nccl.cu uses, for OPS=cuda-on-cpu: between processes of one
+// machine that compute on emulated GPUs. nccl_on_cpu.cc says what it checks. Names and meanings are
+// NCCL's.
 #ifndef NCCL_ON_CPU_H
 #define NCCL_ON_CPU_H
 

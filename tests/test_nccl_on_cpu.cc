@@ -1,5 +1,6 @@
-// What NCCL on the CPU refuses: comm_nccl.cu must not pass its tests by being wrong in a way that NCCL would punish.
-// Each case runs on two ranks, two processes; what both must see is what NCCL would say, or hang on.
+// What NCCL on the CPU refuses: comm_nccl.cu must not pass its tests by being wrong in a way that NCCL
+// would punish. Each case runs on two ranks, two processes; what both must see is what NCCL would say, or
+// hang on.
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
