@@ -73,7 +73,7 @@ static bool opens_group(const Params *params, int param) {
     return first == &params->param[param];
 }
 
-void partial_gradients_sum(Params *params) {
+static void sum_partial_gradients(Params *params) {
     for (int i = 0; i < params->count; i++)
         if (params->param[i].partial && params->param[i].copies.size > 1 && opens_group(params, i))
             sum_over_copies(params, params->param[i].copies);
@@ -95,7 +95,7 @@ static void ready(void *context, Model *model, int unit, MicroBatch *micro) {
 static void finish(void *context, Model *model, MicroBatch *micro) {
     TensorParallel *t = context;
     t->before.gradients.finish(t->before.gradients.context, model, micro);
-    if (micro->last) partial_gradients_sum(&model->params);
+    if (micro->last) sum_partial_gradients(&model->params);
 }
 
 void partial_gradients_plug(Model *model, TensorParallel *t) {
