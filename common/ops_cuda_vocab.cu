@@ -30,21 +30,26 @@ __global__ void embedding_rows(T *y, const int32_t *tokens, const T *weight, int
     for (int64_t i = whole * N + threadIdx.x; i < h; i += blockDim.x) to[i] = from[i];
 }
 
-void kernel_embedding_part_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
-                                   int64_t h, VocabularyPart part) {
+static void look_up(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n, int64_t h,
+                    VocabularyPart part, const char *wrong) {
     if (n == 0 || h == 0) return;
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         LAUNCH((embedding_rows<T>), blocks_for("embedding_forward", n),
                threads_for(ceil_div(h, pack_of<T>)), 0, stream(), (T *)y, tokens, (const T *)weight, h,
                part, rows_aligned((T *)y, h) && rows_aligned((const T *)weight, h),
-               check_index(part.whole, "embedding_forward" WRONG_TOKEN));
+               check_index(part.whole, wrong));
     });
+}
+
+void kernel_embedding_part_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
+                                   int64_t h, VocabularyPart part) {
+    look_up(dtype, y, tokens, weight, n, h, part, "embedding_part_forward" WRONG_TOKEN);
 }
 
 void kernel_embedding_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
                               int64_t v, int64_t h) {
-    kernel_embedding_part_forward(dtype, y, tokens, weight, n, h, {v, 0, v});
+    look_up(dtype, y, tokens, weight, n, h, {v, 0, v}, "embedding_forward" WRONG_TOKEN);
 }
 
 // Backward adds up rows of dy that have the same token, in their order. So the rows are sorted by token
@@ -116,14 +121,14 @@ __global__ void add_runs(T *dweight, const T *dy, const int32_t *tokens, const i
     }
 }
 
-void kernel_embedding_part_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens,
-                                    int64_t n, int64_t, int64_t h, VocabularyPart part) {
+static void add_rows(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n, int64_t h,
+                     VocabularyPart part, const char *wrong) {
     if (n == 0 || h == 0) return;
     unsigned blocks = blocks_for("embedding_backward", n);
     int32_t *order = static_cast<int32_t *>(device_scratch((size_t)(2 * n) * sizeof(int32_t))),
             *run = order + n;
     LAUNCH(sort_tokens, (unsigned)ceil_div(n, WARP), SORT_SLICES * WARP, 0, stream(), order, run, tokens, n,
-           is_aligned(tokens), check_index(part.whole, "embedding_backward" WRONG_TOKEN));
+           is_aligned(tokens), check_index(part.whole, wrong));
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         T *to = (T *)dweight;
@@ -135,7 +140,12 @@ void kernel_embedding_part_backward(DType dtype, void *dweight, const void *dy, 
 
 void kernel_embedding_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
                                int64_t v, int64_t h) {
-    kernel_embedding_part_backward(dtype, dweight, dy, tokens, n, v, h, {v, 0, v});
+    add_rows(dtype, dweight, dy, tokens, n, h, {v, 0, v}, "embedding_backward" WRONG_TOKEN);
+}
+
+void kernel_embedding_part_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens,
+                                    int64_t n, int64_t, int64_t h, VocabularyPart part) {
+    add_rows(dtype, dweight, dy, tokens, n, h, part, "embedding_part_backward" WRONG_TOKEN);
 }
 
 // ---- cross-entropy ----
