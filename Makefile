@@ -120,10 +120,11 @@ test:
 
 bench:
 	@common/install.sh test
-	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_tp $(BUILD)/tests/bench_comm \
-	    $(corpus)
+	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
+	    $(BUILD)/tests/bench_comm $(corpus)
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_ddp
+	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_zero
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_tp
 	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks || exit 1; done
 
@@ -133,7 +134,8 @@ gpu-check:
 mutants:
 	@tests/mutants/run $(M)
 
-readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_tp $(BUILD)/tests/bench_comm
+readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
+    $(BUILD)/tests/bench_comm
 	@BUILD=$(BUILD) common/readme.sh
 
 all: programs tests

@@ -54,6 +54,7 @@ void layout_prove(const Config *config, Mesh mesh, const LayoutProgram *program,
         same.save = NULL;
         if (program->twin->check) program->twin->check(&same);
         Record twin = layout_record(&same, mesh, program->twin, masked, program->twin->claim);
+        // A twin sums over ranks by other calls, and all calls sum in one order (comm.h).
         report_compare(&record, &twin, PROOF_EXACT, 0);
         record_free(&twin);
     }

@@ -162,6 +162,8 @@ void zero_counts(const Trainer *t, const Record *record, void *plugs) {
     ZeroSends sends = zero_sends(m);
     CommCount reduce = comm_count("reduce_scatter"), gather = comm_count("all_gather");
     CommCount numbers = comm_count("all_reduce");
+    double gradients = comm_sum((double)reduce.bytes, p->dp),
+           weights = comm_sum((double)gather.bytes, p->dp);
     // Labels and loss; and the gradient's norm, of which each rank has a part.
     double sums = n > 1 ? 3 : 2;
     report_equal("reduce-scatters", steps * sends.reductions, (double)reduce.calls, "");
@@ -169,12 +171,16 @@ void zero_counts(const Trainer *t, const Record *record, void *plugs) {
     report_equal("all-reduces, of one number", steps * sums, (double)numbers.calls, "");
     report_equal("bytes of gradients sent by all",
                  steps * (n - 1) * sends.reduced * (double)dtype_size(p->total_dtype),
-                 comm_sum((double)reduce.bytes, p->dp), "B");
+                 gradients, "B");
     report_equal("bytes of weights sent by all",
                  steps * (n - 1) * sends.gathered * (double)dtype_size(p->dtype),
-                 comm_sum((double)gather.bytes, p->dp), "B");
+                 weights, "B");
     report_equal("bytes of numbers sent by all", steps * sums * 2 * (n - 1) * sizeof(double),
                  comm_sum((double)numbers.bytes, p->dp), "B");
+    if (n > 1)
+        say("  elements sent in a step: %.2f (n - 1) P",
+            (gradients / (double)dtype_size(p->total_dtype) + weights / (double)dtype_size(p->dtype)) /
+                (steps * (n - 1) * (double)params_elements(p)));
     count_memory(t, record, plugs);
 }
 

@@ -18,7 +18,6 @@
 // rank: matrices / n; kept by a block: b s (e (4 h + (2 a d + 2 kv d + 3 f + a s) / n) + 2 statistics).
 // Run: build/03_tensor_parallel/tensor_parallel (--ranks 8 --gpus-per-node 4, --tp 2 --zero 1, --dry-run …)
 // Last line: PASS tensor_parallel: ranks that share every matrix make the step of one device …
-#include <math.h>
 #include <stdlib.h>
 
 #include "playbook.h"
@@ -74,7 +73,7 @@ static bool opens_group(const Params *params, int param) {
     return first == &params->param[param];
 }
 
-void partial_gradients_sum(Params *params) {
+static void sum_partial_gradients(Params *params) {
     for (int i = 0; i < params->count; i++)
         if (params->param[i].partial && params->param[i].copies.size > 1 && opens_group(params, i))
             sum_over_copies(params, params->param[i].copies);
@@ -96,7 +95,7 @@ static void ready(void *context, Model *model, int unit, MicroBatch *micro) {
 static void finish(void *context, Model *model, MicroBatch *micro) {
     TensorParallel *t = context;
     t->before.gradients.finish(t->before.gradients.context, model, micro);
-    if (micro->last) partial_gradients_sum(&model->params);
+    if (micro->last) sum_partial_gradients(&model->params);
 }
 
 void partial_gradients_plug(Model *model, TensorParallel *t) {
@@ -150,110 +149,56 @@ static void region_unplug(Trainer *t, void *tp) {
     free(tp);
 }
 
-// Llama 3 8B's blocks, two of them: what they cost in proportion is what all 32 do.
-static Config blocks_of_8b(void) {
-    return config_default(
+// Two blocks of Llama 3 8B: what they cost in proportion is what all 32 do. On ranks / tp groups at once,
+// which have batches of their own, and nothing travels but what tensor parallelism sends.
+enum { TOKENS = 4096 };
+static StepCost cost_of_8b(Mesh mesh, int tp) {
+    const LayoutProgram region = {.plug = region_plug, .unplug = region_unplug};
+    Config c = config_default(
         "layers=2 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=1024 seq=4096 micro-batch=1 grad-acc=1 "
         "dtype=bf16");
+    c.tp = tp;
+    Mesh m = mesh_new((MeshShape){mesh.world.size / tp, 1, 1, tp, 1});
+    m.dp = mesh_single().dp;
+    clock_push("across nodes");
+    StepCost cost = layout_cost(&c, m, &region);
+    clock_pop();
+    return cost;
 }
 
-static bool fits_8b(int tp) { return 32 % tp == 0 && 14336 % tp == 0; }
-
-// Tokens per second and GPU, as tp takes more of the ranks and, in the end, leaves the node. The other
-// ranks do the same with batches of their own, and nothing travels but what tensor parallelism sends.
+// Tokens per second and GPU, as tp takes more of the ranks and, in the end, leaves the node. (With few
+// ranks, nodes are made so small that it does.)
 static void across_nodes(Mesh mesh, const Config *config) {
-    const LayoutProgram region = {.plug = region_plug, .unplug = region_unplug};
     int ranks = mesh.world.size, node = machine_find(config->machine)->gpus_per_node;
-    if (node > ranks / 2) node = ranks > 1 ? ranks / 2 : 1;  // so that the last row leaves it
+    if (node > ranks / 2) node = ranks > 1 ? ranks / 2 : 1;
     if (config->gpus_per_node) node = (int)config->gpus_per_node;
-    Config c = blocks_of_8b();
     clock_set_cluster(node, config->compute_efficiency, config->network_efficiency);
     say("\nTwo blocks of Llama 3 8B, 4,096 tokens, %d GPU%s per node, on the model clock:\n", node,
         node > 1 ? "s" : "");
     say("  %-6s %12s %16s %10s %14s %12s\n", "tp", "step, ms", "tokens/s a GPU", "of tp 1", "to last row",
         "exposed, ms");
-    double alone = 0, before = 0, worst_within = 0, leaving = 0;
-    int last = 1;
-    for (int tp = 1; tp <= ranks; tp++) {
-        if (ranks % tp || !fits_8b(tp)) continue;
-        Mesh m = mesh_new((MeshShape){ranks / tp, 1, 1, tp, 1});
-        m.dp = mesh_single().dp;
-        c.tp = tp;
-        clock_push("across nodes");
-        StepCost cost = layout_cost(&c, m, &region);
-        clock_pop();
-        double rate = (double)(c.micro_batch * c.seq) / cost.step_seconds / tp,
-               fall = before > 0 ? 1 - rate / before : 0;
+    double alone = 0, before = 0, most_within = 0, leaving = 0;
+    for (int tp = 1, last = 1; tp <= ranks; tp++) {
+        if (ranks % tp || 32 % tp) continue;
+        StepCost cost = cost_of_8b(mesh, tp);
+        double rate = TOKENS / cost.step_seconds / tp, fall = tp > 1 ? 1 - rate / before : 0;
+        bool leaves = tp > node && last <= node;
         if (tp == 1) alone = rate;
+        if (leaves) leaving = fall;
+        if (tp <= node && fall > most_within) most_within = fall;
         say("  %-6d %12.3f %16.0f %9.1f%% %13.1f%% %12.3f%s\n", tp, 1e3 * cost.step_seconds, rate,
-            100 * rate / alone, -100 * fall, 1e3 * cost.comm.exposed_seconds,
-            tp > node && last <= node ? "   beyond the node" : "");
-        if (tp <= node) worst_within = fall > worst_within ? fall : worst_within;
-        if (tp > node && last <= node) leaving = fall;
+            100 * rate / alone, 0 - 100 * fall, 1e3 * cost.comm.exposed_seconds,
+            leaves ? "   beyond the node" : "");
         char *name = format_text("tp %d, tokens per second and GPU", tp);
         report_number("across nodes", name, rate, "tokens/s");
         free(name);
-        before = rate;
-        last = tp;
+        before = rate, last = tp;
     }
-    if (last > node)
-        report_that(leaving > worst_within,
-                    "throughput falls by %.3f within a node, and by %.3f where it ends", worst_within,
+    // Of a machine whose links are slow within the node, too, every row falls by nearly half.
+    if (leaving > 0 && config->network_efficiency == 1)
+        report_that(leaving > most_within,
+                    "throughput falls by %.3f within a node, and by %.3f where it ends", most_within,
                     leaving);
-    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
-}
-
-// Appendix A3: may the all-gather of (n, h) before a linear hide behind another linear of h^2 weights? For
-// e bytes:
-//
-//     t_comm / t_compute  =  e (tp - 1) / (2 h)  peak_flops / peak_bw  <=  1
-//
-// (The playbook has e = 1.) The number of tokens cancels. Latency and the matrix multiply's own memory
-// traffic, which the formula leaves out, the model clock has.
-static double ratio_by_clock(Group tp, int64_t n, int64_t h) {
-    Tensor x = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(n, h)),
-           y = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(n, h / tp.size));
-    Tensor w = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(h / tp.size, h));
-    clock_reset();
-    comm_now(comm_all_gather(x, tensor_rows_of(x, tp.rank * (n / tp.size), n / tp.size), NULL, tp));
-    double gather = comm_count("all_gather").model_seconds, start = clock_model_now();
-    op_matmul(y, x, w, false, true, 0);
-    double ratio = gather / (clock_model_now() - start);
-    tensor_free(&x);
-    tensor_free(&y);
-    tensor_free(&w);
-    return ratio;
-}
-
-static void overlap_condition(Mesh mesh, const Config *config) {
-    int tp = mesh.tp.size;
-    if (tp == 1 || !fits_8b(tp)) return;
-    const Machine *machine = machine_find(config->machine);
-    Machine ideal = *machine;  // what the formula thinks of
-    ideal.memory_bytes_per_second = INFINITY;
-    ideal.node_latency = ideal.network_latency = 0;
-    say("\nAn all-gather beside the next linear, t_comm / t_compute, tp %d (1 or less can hide):\n", tp);
-    say("  %-28s %8s %10s %22s %12s %16s\n", "", "h", "formula A3", "clock, ideal machine", "model clock",
-        "hides from h =");
-    for (int apart = 0; apart < 2; apart++) {
-        double bandwidth = apart ? machine->network_bytes_per_second : machine->node_bytes_per_second;
-        double hides = 2.0 * (tp - 1) / 2 * machine_peak_flops(machine, BF16) / bandwidth;
-        const char *where = apart ? "one GPU per node, network" : "all in one node, NVLink";
-        clock_set_cluster(apart ? 1 : tp, 1, 1);
-        for (int64_t h = 4096; h <= 16384; h *= 2) {
-            double formula = hides / (double)h;
-            clock_set_machine(&ideal);
-            double by_ideal = ratio_by_clock(mesh.tp, 8192, h);
-            clock_set_machine(machine);
-            double by_clock = ratio_by_clock(mesh.tp, 8192, h);
-            say("  %-28s %8lld %10.3f %22.3f %12.3f %16.0f\n", where, (long long)h, formula, by_ideal,
-                by_clock, hides);
-            report_that(fabs(by_ideal / formula - 1) < 1e-9,
-                        "%s, h = %lld: the formula says %.6f, the ideal clock %.6f", where, (long long)h,
-                        formula, by_ideal);
-        }
-        report_number(where, "hidden size from which an all-gather hides", hides, "");
-    }
     clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
 }
 
@@ -261,7 +206,6 @@ static void more(Mesh mesh, const Config *config) {
     device_dry_run(true);
     count_a_block(mesh, config);
     across_nodes(mesh, config);
-    overlap_condition(mesh, config);
     device_dry_run(false);
 }
 

@@ -22,6 +22,7 @@
 #include <omp.h>
 #include <sched.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -53,9 +54,9 @@ struct Request {
     int64_t index, total;                // n-th call of this rank; elements
     uint64_t parts;                      // hash of unequal counts
     double called, ready, end, seconds;  // model clock; seconds: what the machine needs
-    double began, waited, blocked;       // wall clock: the call, the end of its wait, and the length of that
-    int64_t bytes;                       // that this rank sends
-    Group made;                          // what a GROUP is about
+    double began, waited, blocked;  // wall clock: the call, the end of its wait, and the length of that
+    int64_t bytes;                  // that this rank sends
+    Group made;                     // what a GROUP is about
     Operation *operation;
 };
 
@@ -73,7 +74,8 @@ typedef struct Identity {
 static const Control *control = &control_mpi;  // or control_tcp
 
 static struct {
-    bool started, finished, alone;  // alone: no transport, as before comm_start
+    bool started, alone;   // alone: no transport, as before comm_start
+    atomic_bool finished;  // read by whoever sees a death
     int rank, ranks;
     double timeout;
     bool check, check_given;
@@ -291,8 +293,8 @@ static int find_dead(void) {
     return -1;
 }
 
-// Ends this rank, as all others; the first to come here says why, if it knows. Only calls that are allowed in a
-// signal handler.
+// Ends this rank, as all others; the first to come here says why, if it knows. Only calls that are
+// allowed in a signal handler.
 static void end_with_dead(int dead) {
     if (control->claim() && dead >= 0) {
         char digits[16], *digit = digits + sizeof digits;
@@ -556,8 +558,10 @@ static void look_after_all(void) {
     int dead = state.alone ? -1 : find_dead();
     CHECK(dead < 0, "rank %d has died; all ranks end", dead);
     double seconds = transport_poll();
-    CHECK(seconds < state.timeout, "the device has been at one collective for %.3g s (--timeout): another rank's "
-                                   "does not come to it", seconds);
+    CHECK(seconds < state.timeout,
+          "the device has been at one collective for %.3g s (--timeout): another rank's "
+          "does not come to it",
+          seconds);
 }
 
 // One turn of a loop that waits since `began`.
@@ -676,17 +680,19 @@ static int64_t sum_of(const int64_t *counts, int n) {
     return sum;
 }
 
-static const char *name_of(CollectiveKind kind) { return kind < COLLECTIVE_KINDS ? kind_names[kind] : "comm_group"; }
+static const char *name_of(CollectiveKind kind) {
+    return kind < COLLECTIVE_KINDS ? kind_names[kind] : "comm_group";
+}
 
 static Request *request_new(CollectiveKind kind, Group group, int root, DType dtype) {
     CHECK(!state.finished, "%s after comm_finish", name_of(kind));
     CHECK(group.size >= 1 && group.rank >= 0 && group.rank < group.size,
           "%s: rank %d is not a member of group %s", name_of(kind), state.rank,
           group.name ? group.name : "?");
-    CHECK(group.size == 1 || group.member, "%s: group %s of %d was not made by comm_group",
-          name_of(kind), group.name ? group.name : "?", group.size);
-    CHECK(root >= 0 && root < group.size, "%s: there is no root %d in group %s of %d", name_of(kind),
-          root, group.name ? group.name : "?", group.size);
+    CHECK(group.size == 1 || group.member, "%s: group %s of %d was not made by comm_group", name_of(kind),
+          group.name ? group.name : "?", group.size);
+    CHECK(root >= 0 && root < group.size, "%s: there is no root %d in group %s of %d", name_of(kind), root,
+          group.name ? group.name : "?", group.size);
     Request *r = host_alloc(sizeof *r);
     *r = (Request){.call = {.kind = kind, .root = root, .dtype = dtype, .group = group}};
     return r;
@@ -950,8 +956,8 @@ static double host_reduction(double value, ReduceOp op, Group group) {
 
 // ---- groups that the data plane prepares ----
 
-// All ranks meet, and tell what they have: a group that needs nothing (this rank is no member, or the only one), a new
-// one, or one with the members of an older one, by its handle.
+// All ranks meet, and tell what they have: a group that needs nothing (this rank is no member, or the
+// only one), a new one, or one with the members of an older one, by its handle.
 enum { NOTHING = -2, NEW = -1 };
 
 static bool same_members(Group a, Group b) {
@@ -1056,11 +1062,13 @@ static void finish_at_exit(int status, void *unused) {
 static void choose_control(const char *rendezvous) {
     if (rendezvous) {
         CHECK(*rendezvous, "--rendezvous needs a value");
-        CHECK(!transport_needs_mpi(), "--rendezvous is for COMM=nccl: this program's data goes over MPI, and "
-                                      "mpirun or srun starts it");
+        CHECK(!transport_needs_mpi(),
+              "--rendezvous is for COMM=nccl: this program's data goes over MPI, and "
+              "mpirun or srun starts it");
         control = &control_tcp;
     }
-    CHECK(rendezvous || transport_needs_mpi() || control->launched() || !getenv("RANK") || !getenv("WORLD_SIZE"),
+    CHECK(rendezvous || transport_needs_mpi() || control->launched() || !getenv("RANK") ||
+              !getenv("WORLD_SIZE"),
           "RANK and WORLD_SIZE are set: --rendezvous FILE lets these ranks find each other, and without "
           "the two mpirun starts them");
 }

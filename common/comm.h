@@ -1,21 +1,21 @@
 // comm.h: collective and point-to-point communication between ranks, on device tensors.
 //
 // comm.c is the one front: it checks that all members of a group call the same thing, counts the bytes,
-// moves the model clock, and drives the transport that is linked in (transport.h: comm_mpi.c, or comm_nccl.cu
-// between GPUs). Names and meanings are those of MPI and NCCL. Every call here starts at once and returns a
-// request; comm_wait ends it. Until then its tensors belong to the request: reading an output or writing an
-// input is a bug. comm_now(request) is both in one. Between GPUs comm_wait makes the device wait, not the
-// host: what is computed after it comes after the bytes.
+// moves the model clock, and drives the transport that is linked in (transport.h: comm_mpi.c, or
+// comm_nccl.cu between GPUs). Names and meanings are those of MPI and NCCL. Every call here starts at
+// once and returns a request; comm_wait ends it. Until then its tensors belong to the request: reading an
+// output or writing an input is a bug. comm_now(request) is both in one. Between GPUs comm_wait makes the
+// device wait, not the host: what is computed after it comes after the bytes.
 //
 // Requests of a rank run one after another in the order in which they were started, as on one communication
 // stream of a GPU; so two groups must be used in the same order by the ranks that share them.
 //
-// Sums run in rank order, member 0 first, whatever the algorithm or the timing: f64 in f64, i32 in i32, all
-// other dtypes in f32, rounded once at the end. So every member gets the same bits, every time, and
-// reduce-scatter the very bits of all-reduce. A maximum in which one member is NaN is NaN. With NCCL all of
-// this holds but for sums of f32 and f64, which run in an order of its own: every member still gets the same
-// bits, but not always those of MPI, of another number of members, or of reduce-scatter. So a proof of zero
-// bits asks comm_sums_in_rank_order first.
+// Sums run in rank order, member 0 first, whatever the algorithm or the timing: f64 in f64, i32 in i32,
+// all other dtypes in f32, rounded once at the end. So every member gets the same bits, every time, and
+// reduce-scatter the very bits of all-reduce. A maximum in which one member is NaN is NaN. With NCCL all
+// of this holds but for sums of f32 and f64, which run in an order of its own: every member still gets
+// the same bits, but not always those of MPI, of another number of members, or of reduce-scatter. So a
+// proof of zero bits asks comm_sums_in_rank_order first.
 //
 // On the model clock (clock.h) a call starts when the last member has reached it and its communication
 // stream is free; it then takes what clock_collective_seconds says, and comm_wait makes the compute stream
@@ -34,14 +34,15 @@ extern "C" {
 
 // ---- start and end ----
 
-// After base_start and the parsing of options, so that wrong use is told once. Under mpirun or srun: joins
-// the others. Else starts this program again under mpirun with `natural` ranks, or as many as "--ranks N"
-// in argv says, oversubscribed and as root if need be; one rank alone needs no mpirun. With "--rendezvous
-// FILE" no MPI is needed: torchrun, srun or a shell has started the ranks, RANK and WORLD_SIZE (or
-// SLURM_PROCID and SLURM_NTASKS) say which is which, and they find each other through FILE, which no other
-// run uses and all can read (control_tcp.c). Reads "--timeout SECONDS", too. Chooses the GPU of this rank, by
-// its number among those of its machine. Checks that all ranks run the same binary with the same arguments.
-// On return, say() speaks on rank 0 alone, and fatal() ends all ranks with one sentence.
+// After base_start and the parsing of options, so that wrong use is told once. Under mpirun or srun:
+// joins the others. Else starts this program again under mpirun with `natural` ranks, or as many as
+// "--ranks N" in argv says, oversubscribed and as root if need be; one rank alone needs no mpirun. With
+// "--rendezvous FILE" no MPI is needed: torchrun, srun or a shell has started the ranks, RANK and
+// WORLD_SIZE (or SLURM_PROCID and SLURM_NTASKS) say which is which, and they find each other through
+// FILE, which no other run uses and all can read (control_tcp.c). Reads "--timeout SECONDS", too. Chooses
+// the GPU of this rank, by its number among those of its machine. Checks that all ranks run the same
+// binary with the same arguments. On return, say() speaks on rank 0 alone, and fatal() ends all ranks
+// with one sentence.
 void comm_start(int argc, char **argv, int natural);
 // Last call of main: waits for all ranks and returns the worst of their exit statuses, the same on each. A
 // program that leaves main or calls exit() without it has called it with its status.
@@ -49,7 +50,8 @@ int comm_finish(int status);
 int comm_ranks(void);  // 1 without comm_start
 int comm_rank(void);
 const char *comm_host(int rank);
-const char *comm_carrier(void);  // what carries the bytes, if it is worth a word in a header: "NCCL 2.28.9"; else ""
+// What carries the bytes, if a header should say so: "NCCL 2.28.9"; else "".
+const char *comm_carrier(void);
 // Whether sums of f32 and f64 are those of the promise above to the bit.
 bool comm_sums_in_rank_order(void);
 // How long a wait may last before it is taken for a deadlock (--timeout); default 300 s.
@@ -100,12 +102,12 @@ Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const
 // Sends nothing but the notices that every call begins with, which are not counted.
 Request *comm_barrier(Group group);
 
-// Point to point: peers are ranks of the group. As in NCCL, a send ends only when the receive has begun, so
-// calls that depend on each other go into one batch, which runs all of them at once. Between two ranks, the
-// i-th send of one meets the i-th receive of the other, in whatever batches they stand. To oneself: only
-// within one batch. Bytes: all that is sent to others.
-// With NCCL two ranks connect before their first transfer in a group: a batch then begins when each of its peers that
-// are new has come to a batch with this rank.
+// Point to point: peers are ranks of the group. As in NCCL, a send ends only when the receive has begun,
+// so calls that depend on each other go into one batch, which runs all of them at once. Between two
+// ranks, the i-th send of one meets the i-th receive of the other, in whatever batches they stand. To
+// oneself: only within one batch. Bytes: all that is sent to others. With NCCL two ranks connect before
+// their first transfer in a group: a batch then begins when each of its peers that are new has come to a
+// batch with this rank.
 typedef struct Transfer {
     bool send;  // else receive
     int peer;

@@ -42,7 +42,7 @@ static struct {
     int64_t (*given)[TAGS], (*taken)[TAGS];  // segments ever, to and from each rank
 } state;
 
-// ---- device memory, as the CPU has it: MPI reads and writes it directly; of other devices comm_staged.c has copies ----
+// ---- device memory, as the CPU has it, or comm_staged.c's copies: MPI reads and writes it directly ----
 
 static void copy_part(void *to, const void *from, int64_t bytes) {
     if (bytes > 0 && to != from) memmove(to, from, (size_t)bytes);
@@ -203,7 +203,9 @@ bool transport_sums_in_rank_order(void) { return true; }
 
 bool transport_prepares_groups(void) { return false; }
 
-Operation *transport_group(Group group, int color, int as) { return (void)group, (void)color, (void)as, NULL; }
+Operation *transport_group(Group group, int color, int as) {
+    return (void)group, (void)color, (void)as, NULL;
+}
 
 double transport_poll(void) { return 0; }
 

@@ -6,27 +6,28 @@
 //                            mark                                wait
 //     NCCL                   '--> all-reduce -------------- end --'
 //
-// The mark is recorded at the call, so a collective waits for what was given to the device before it and for nothing
-// later; comm_wait makes the compute stream wait for the end, and the host goes on. Memory is released in the order of
-// the compute stream (device_cuda.h), that is after that end: a tensor freed behind comm_wait outlives its bytes' travel.
+// The mark is recorded at the call, so a collective waits for what was given to the device before it and
+// for nothing later; comm_wait makes the compute stream wait for the end, and the host goes on. Memory is
+// released in the order of the compute stream (device_cuda.h), that is after that end: a tensor freed
+// behind comm_wait outlives its bytes' travel.
 //
-// Every communicator is non-blocking: a call of NCCL that needs other ranks says ncclInProgress, and transport_test
-// asks again. So a rank that does not come is comm.c's to find, here as over MPI; and what waits on the device is
-// looked at by transport_poll.
+// Every communicator is non-blocking: a call of NCCL that needs other ranks says ncclInProgress, and
+// transport_test asks again. So a rank that does not come is comm.c's to find, here as over MPI; and what
+// waits on the device is looked at by transport_poll.
 //
-// Sums. ncclAllReduce, ncclReduce and ncclReduceScatter add f32, f64 and i32. They would add 16-bit numbers in 16 bits
-// (rounded at each hop of the ring: small gradients are lost), and their maximum forgets NaN. So sums of narrow dtypes
-// and maxima of floats go as comm_mpi.c's do, by members' pieces:
+// Sums. ncclAllReduce, ncclReduce and ncclReduceScatter add f32, f64 and i32. They would add 16-bit
+// numbers in 16 bits (rounded at each hop of the ring: small gradients are lost), and their maximum
+// forgets NaN. So sums of narrow dtypes and maxima of floats go as comm_mpi.c's do, by members' pieces:
 //
 //     1. piece i of every member goes to member i        grouped ncclSend, ncclRecv
 //     2. member i reduces the copies, 0 first, in f32    reduce_members, below
 //     3. and gives the result to who is to have it       grouped ncclSend, ncclRecv
 //
-// That sends the very bytes of a ring, 2 (n - 1) / n K for an all-reduce, in 2 steps instead of 2 (n - 1); on several
-// nodes it leaves out what a tree would save.
+// That sends the very bytes of a ring, 2 (n - 1) / n K for an all-reduce, in 2 steps instead of 2 (n -
+// 1); on several nodes it leaves out what a tree would save.
 //
-// Bytes are those of comm.h, which is what the algorithms of the book are charged with; NCCL may choose a tree, or the
-// switch's own adders, and put other bytes on the wire.
+// Bytes are those of comm.h, which is what the algorithms of the book are charged with; NCCL may choose a
+// tree, or the switch's own adders, and put other bytes on the wire.
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -45,7 +46,8 @@
 
 // ncclCommSplit and non-blocking communicators.
 enum { LEAST_VERSION = NCCL_VERSION(2, 18, 1) };
-static_assert(NCCL_VERSION_CODE >= LEAST_VERSION, "NCCL 2.18 or later is needed: name its folder with NCCL_HOME=");
+static_assert(NCCL_VERSION_CODE >= LEAST_VERSION,
+              "NCCL 2.18 or later is needed: name its folder with NCCL_HOME=");
 
 enum { CHUNK_BYTES = 4 << 20 };  // of a piece, that a member reduces at once: n of these are its scratch
 
@@ -198,7 +200,8 @@ void transport_start(const Control *control, Place place, void (*look)(void)) {
     state.control = control;
     state.place = place;
     CHECK(version() >= LEAST_VERSION,
-          "NCCL %s is loaded, and this program needs 2.18 or later: see LD_LIBRARY_PATH, or build it with another NCCL_HOME",
+          "NCCL %s is loaded, and this program needs 2.18 or later: see LD_LIBRARY_PATH, or build it with "
+          "another NCCL_HOME",
           version_text(version()));
     device_on_wait(look);
 }
@@ -214,8 +217,8 @@ typedef struct Card {
     char host[64], bus[32];
 } Card;
 
-// NCCL refuses two ranks of one host on one GPU. It tells hosts apart by NCCL_HOSTID; so ranks that share a GPU say
-// that each is a host of its own. All must be set before NCCL looks.
+// NCCL refuses two ranks of one host on one GPU. It tells hosts apart by NCCL_HOSTID; so ranks that share
+// a GPU say that each is a host of its own. All must be set before NCCL looks.
 static void choose_mode(void) {
     int ranks = state.place.ranks, device;
     Card mine = {}, *all = (Card *)host_alloc(sizeof mine * (size_t)ranks);
@@ -275,7 +278,9 @@ static Communicator *communicator_new(ncclComm_t nccl, int members) {
     return state.communicators = c;
 }
 
-static Communicator *communicator_of(int handle) { return handle < state.groups ? state.of_group[handle] : NULL; }
+static Communicator *communicator_of(int handle) {
+    return handle < state.groups ? state.of_group[handle] : NULL;
+}
 
 static Operation *operation_new(void) {
     Operation *o = (Operation *)host_alloc(sizeof *o);
@@ -367,7 +372,8 @@ static void exchange(Operation *o, const int64_t *in_counts, const int64_t *out_
     const Collective *c = &o->call;
     int n = c->group.size, me = c->group.rank;
     if (in_counts && out_counts)
-        copy(part_at(c, c->out, out_counts, me), part_at(c, c->in, in_counts, me), part_bytes(c, in_counts, me));
+        copy(part_at(c, c->out, out_counts, me), part_at(c, c->in, in_counts, me),
+             part_bytes(c, in_counts, me));
     for (int i = 0; i < n; i++) {
         if (i == me) continue;
         if (in_counts) send(o, part_at(c, c->in, in_counts, i), part_bytes(c, in_counts, i), i);
@@ -392,9 +398,9 @@ static void gather_or_scatter(Operation *o) {
 
 // ---- transfers ----
 
-// Two ranks connect at their first contact, and NCCL wants both to ask for the same connections then. The batches in
-// which they meet may differ (one may send and receive where the other only receives), so they exchange a byte each
-// way first. -1: not yet.
+// Two ranks connect at their first contact, and NCCL wants both to ask for the same connections then. The
+// batches in which they meet may differ (one may send and receive where the other only receives), so they
+// exchange a byte each way first. -1: not yet.
 static int new_peers(const Operation *o) {
     const Collective *c = &o->call;
     int count = 0;
@@ -402,7 +408,8 @@ static int new_peers(const Operation *o) {
         int peer = c->transfers[i].peer;
         if (peer == c->group.rank || o->comm->met[peer]) continue;
         bool open = false;
-        for (int j = 0; j < c->transfer_count; j++) open = open || (c->transfers[j].peer == peer && c->open[j]);
+        for (int j = 0; j < c->transfer_count; j++)
+            open = open || (c->transfers[j].peer == peer && c->open[j]);
         if (!open) return -1;
         count++;
     }
@@ -432,8 +439,8 @@ static void transfer_own(const Collective *c) {
     }
 }
 
-// The batch is one launch, so that all of it runs at once. It goes when the first of its other ends has come: a rank
-// that waits on its device for one part of the batch may call for the next only after that.
+// The batch is one launch, so that all of it runs at once. It goes when the first of its other ends has
+// come: a rank that waits on its device for one part of the batch may call for the next only after that.
 static void next_of_transfers(Operation *o) {
     const Collective *c = &o->call;
     bool others = false, open = false;
@@ -496,15 +503,16 @@ static void reduce_by_nccl(Operation *o) {
         NCCL_CALL(ncclAllReduce(c->out, c->out, total, type, op, comm, stream()));
         o->sent += (n - 1) * k;
     } else if (c->kind == REDUCE) {
-        NCCL_CALL(ncclReduce(c->out, me == c->root ? c->out : NULL, total, type, op, c->root, comm, stream()));
+        NCCL_CALL(
+            ncclReduce(c->out, me == c->root ? c->out : NULL, total, type, op, c->root, comm, stream()));
         o->sent += me == c->root ? 0 : k;
     } else if (parts_are_equal(counts, n)) {
         NCCL_CALL(ncclReduceScatter(c->in, c->out, (size_t)counts[me], type, op, comm, stream()));
     } else {
         for (int i = 0; i < n; i++)
             if (counts[i])
-                NCCL_CALL(ncclReduce(part_at(c, c->in, counts, i), i == me ? c->out : NULL, (size_t)counts[i],
-                                     type, op, i, comm, stream()));
+                NCCL_CALL(ncclReduce(part_at(c, c->in, counts, i), i == me ? c->out : NULL,
+                                     (size_t)counts[i], type, op, i, comm, stream()));
     }
     group_end(o);
 }
@@ -518,13 +526,14 @@ static void all_gather(Operation *o) {
     group_begin();
     if (parts_are_equal(counts, n)) {
         if (counts[0])
-            NCCL_CALL(ncclAllGather(c->in, c->out, (size_t)part_bytes(c, counts, me), ncclInt8, comm, stream()));
+            NCCL_CALL(
+                ncclAllGather(c->in, c->out, (size_t)part_bytes(c, counts, me), ncclInt8, comm, stream()));
     } else {
         for (int i = 0; i < n; i++)
             if (counts[i])
                 NCCL_CALL(ncclBroadcast(i == me ? c->in : part_at(c, c->out, counts, i),
-                                        part_at(c, c->out, counts, i), (size_t)part_bytes(c, counts, i), ncclInt8,
-                                        i, comm, stream()));
+                                        part_at(c, c->out, counts, i), (size_t)part_bytes(c, counts, i),
+                                        ncclInt8, i, comm, stream()));
     }
     group_end(o);
 }
@@ -541,15 +550,22 @@ static void broadcast(Operation *o) {
 
 // ---- sums by members' pieces ----
 
-template <class T> struct SumOf { typedef float Type; };
-template <> struct SumOf<double> { typedef double Type; };
+template <class T>
+struct SumOf {
+    typedef float Type;
+};
+template <>
+struct SumOf<double> {
+    typedef double Type;
+};
 
 // out[i] = the copies of all members, the first first; others (members, stride) holds all but mine.
 template <class T>
 __global__ void reduce_members(T *out, const T *own, const T *others, int64_t stride, int members, int me,
                                int64_t count, bool maximum) {
     typedef typename SumOf<T>::Type Sum;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += (int64_t)gridDim.x * blockDim.x) {
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count;
+         i += (int64_t)gridDim.x * blockDim.x) {
         Sum sum = (Sum)(me == 0 ? own[i] : others[i]);
         for (int j = 1; j < members; j++) {
             Sum x = (Sum)(j == me ? own[i] : others[j * stride + i]);
@@ -561,21 +577,31 @@ __global__ void reduce_members(T *out, const T *own, const T *others, int64_t st
 }
 
 template <class T>
-static void launch_reduction(const Operation *o, void *out, const char *own, const char *others, int64_t count) {
+static void launch_reduction(const Operation *o, void *out, const char *own, const char *others,
+                             int64_t count) {
     int64_t blocks = (count + 8 * 256 - 1) / (8 * 256);  // about 8 elements a thread
-    LAUNCH((reduce_members<T>), (unsigned)blocks, 256, 0, stream(), (T *)out, (const T *)own, (const T *)others,
-           o->chunk, o->call.group.size, o->call.group.rank, count, o->call.op == REDUCE_MAX);
+    LAUNCH((reduce_members<T>), (unsigned)blocks, 256, 0, stream(), (T *)out, (const T *)own,
+           (const T *)others, o->chunk, o->call.group.size, o->call.group.rank, count,
+           o->call.op == REDUCE_MAX);
 }
 
-static void launch_by_dtype(const Operation *o, void *out, const char *own, const char *others, int64_t count) {
+static void launch_by_dtype(const Operation *o, void *out, const char *own, const char *others,
+                            int64_t count) {
     switch (o->call.dtype) {
-        case F64: return launch_reduction<double>(o, out, own, others, count);
-        case F32: return launch_reduction<float>(o, out, own, others, count);
-        case BF16: return launch_reduction<__nv_bfloat16>(o, out, own, others, count);
-        case F16: return launch_reduction<__half>(o, out, own, others, count);
-        case E4M3: return launch_reduction<__nv_fp8_e4m3>(o, out, own, others, count);
-        case E5M2: return launch_reduction<__nv_fp8_e5m2>(o, out, own, others, count);
-        default: fatal("NCCL adds %s itself", dtype_name(o->call.dtype));
+        case F64:
+            return launch_reduction<double>(o, out, own, others, count);
+        case F32:
+            return launch_reduction<float>(o, out, own, others, count);
+        case BF16:
+            return launch_reduction<__nv_bfloat16>(o, out, own, others, count);
+        case F16:
+            return launch_reduction<__half>(o, out, own, others, count);
+        case E4M3:
+            return launch_reduction<__nv_fp8_e4m3>(o, out, own, others, count);
+        case E5M2:
+            return launch_reduction<__nv_fp8_e5m2>(o, out, own, others, count);
+        default:
+            fatal("NCCL adds %s itself", dtype_name(o->call.dtype));
     }
 }
 
@@ -612,7 +638,8 @@ static void next_of_direct(Operation *o) {
     bool copies = o->step % 2 == 0, back = !copies && c->kind != REDUCE_SCATTER;
     char *result = chunk_at(o, me, first);
     if (c->kind == REDUCE_SCATTER) result = (char *)c->out + first * size;
-    if (c->kind == REDUCE && me != c->root) result = state.scratch + me * row;  // who is not the root keeps its own
+    if (c->kind == REDUCE && me != c->root)
+        result = state.scratch + me * row;  // who is not the root keeps its own
     if (!copies && mine) launch_by_dtype(o, result, chunk_at(o, me, first), state.scratch, mine / size);
     if (copies || back) group_begin();
     for (int i = 0; i < n; i++) {
@@ -622,7 +649,8 @@ static void next_of_direct(Operation *o) {
             receive(o, state.scratch + i * row, mine, i);
         } else if (back) {
             if (c->kind == ALL_REDUCE || i == c->root) send(o, result, mine, i);
-            if (c->kind == ALL_REDUCE || me == c->root) receive(o, chunk_at(o, i, first), chunk_bytes(o, i, first), i);
+            if (c->kind == ALL_REDUCE || me == c->root)
+                receive(o, chunk_at(o, i, first), chunk_bytes(o, i, first), i);
         }
     }
     if (copies || back) group_end(o);

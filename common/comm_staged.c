@@ -1,6 +1,7 @@
-// comm_staged.c: cuda + mpi. Every call of comm goes through the host: device -> pinned buffer -> MPI -> pinned buffer
-// -> device. The host waits for both copies, so nothing overlaps; it is the way for machines without NCCL, and beside
-// NCCL the other witness of a result, since its sums are those of comm_mpi.c to the bit.
+// comm_staged.c: cuda + mpi. Every call of comm goes through the host: device -> pinned buffer -> MPI ->
+// pinned buffer -> device. The host waits for both copies, so nothing overlaps; it is the way for
+// machines without NCCL, and beside NCCL the other witness of a result, since its sums are those of
+// comm_mpi.c to the bit.
 #include "comm_staged.h"
 
 #include <stdlib.h>
@@ -61,7 +62,8 @@ static void stage_transfers(Stage *s) {
         Transfer *t = &s->transfers[i];
         *t = c->transfers[i];
         if (t->send) fetch(memory + at, tensor_address(t->t), tensor_bytes(t->t));
-        s->storage[i] = (Storage){.memory = memory + at, .bytes = (size_t)tensor_bytes(t->t), .references = 1};
+        s->storage[i] =
+            (Storage){.memory = memory + at, .bytes = (size_t)tensor_bytes(t->t), .references = 1};
         at += tensor_bytes(t->t);
         t->t.storage = &s->storage[i];
         t->t.offset = 0;

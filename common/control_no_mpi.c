@@ -5,7 +5,7 @@ static bool launched(void) { return false; }
 
 static const char *launch(int argc, char **argv, int ranks) {
     (void)argc, (void)argv, (void)ranks;
-    return "this program was built without MPI; started as so many ranks by another launcher, it takes --rendezvous FILE";
+    return "this program was built without MPI; torchrun, srun or a shell can start them with --rendezvous FILE";
 }
 
 const Control control_mpi = {.launcher = "mpirun", .launched = launched, .launch = launch};

@@ -6,8 +6,9 @@
 //     rank 0   when all have come: tells each where the others are, and removes FILE
 //     all      rank r connects to ranks 1 … r - 1: one socket between every two ranks, which carries notices
 //
-// A file that an earlier run left behind names a port where nobody answers, or where nobody knows the secret; its
-// readers go on reading until the new rank 0 has put its own in place. The secret also keeps strangers out.
+// A file that an earlier run left behind names a port where nobody answers, or where nobody knows the
+// secret; its readers go on reading until the new rank 0 has put its own in place. The secret also keeps
+// strangers out.
 //
 // A second file, FILE.<secret>, lies there as long as the run: who can remove it is the first, and may tell
 // the user why all end. A thread sleeps until a socket closes, so that a death is seen while nobody waits.
@@ -114,7 +115,8 @@ static bool launched(void) { return who(); }
 
 static const char *launch(int argc, char **argv, int ranks) {
     (void)argc, (void)argv, (void)ranks;
-    return "--rendezvous takes RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS, from the environment, and "
+    return "--rendezvous takes RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS, from the "
+           "environment, and "
            "they are not there";
 }
 
@@ -195,7 +197,8 @@ static Hello hello(int port) {
     return mine;
 }
 
-// One that knows the secret has come, and is a rank between these; else its socket is closed. -1: none in time.
+// One that knows the secret has come, and is a rank between these; else its socket is closed. -1: none in
+// time.
 static int accept_hello(int listener, Hello *from, double deadline) {
     struct pollfd ready = {.fd = listener, .events = POLLIN};
     if (poll(&ready, 1, milliseconds_until(deadline)) <= 0) return -1;
@@ -271,10 +274,14 @@ static void name_token(void) {
 
 // ---- joining: rank 0 ----
 
-static void answer_all(Answer answer) {
+static void answer_one(int socket, Answer answer) {
     int32_t word = answer;
+    put(socket, &word, sizeof word, deadline_in(1));
+}
+
+static void answer_all(Answer answer) {
     for (int r = 1; r < state.ranks; r++)
-        if (state.peer[r].socket >= 0) put(state.peer[r].socket, &word, sizeof word, deadline_in(1));
+        if (state.peer[r].socket >= 0) answer_one(state.peer[r].socket, answer);
 }
 
 static void remove_files(void) {
@@ -293,10 +300,9 @@ static void end_joining(Answer answer, const char *format, ...) {
     remove_files();
     // Who is on its way here hears it, too.
     Hello from;
-    int32_t word = answer;
     for (double until = deadline_in(0.5); wall_seconds() < until;) {
         int s = accept_hello(state.listener, &from, until);
-        if (s >= 0) put(s, &word, sizeof word, until);
+        if (s >= 0) answer_one(s, answer);
     }
     fatal("%s", sentence);
 }
@@ -329,19 +335,23 @@ static void gather_ranks(Address *table, double timeout, double deadline) {
         int s = accept_hello(state.listener, &from, look < deadline ? look : deadline);
         if (s < 0) {
             if (wall_seconds() > deadline)
-                end_joining(ENDED, "--rendezvous %s: %s of %d did not come in %.3g s (--timeout)", state.file,
-                            missing_text(), state.ranks, timeout);
+                end_joining(ENDED, "--rendezvous %s: %s of %d did not come in %.3g s (--timeout)",
+                            state.file, missing_text(), state.ranks, timeout);
             if (!file_is_mine())
-                end_joining(TAKEN, "--rendezvous %s: another run has taken the file: each run needs its own",
+                end_joining(TAKEN,
+                            "--rendezvous %s: another run has taken the file: each run needs its own",
                             state.file);
             continue;
         }
-        if (from.ranks != state.ranks)
+        bool other = from.ranks != state.ranks, twice = !other && state.peer[from.rank].socket >= 0;
+        if (other || twice) answer_one(s, ENDED);
+        if (other)
+            end_joining(
+                ENDED, "rank %d on %s was started as one of %d ranks (WORLD_SIZE), and rank 0 as one of %d",
+                from.rank, from.host, from.ranks, state.ranks);
+        if (twice)
             end_joining(ENDED,
-                        "rank %d on %s was started as one of %d ranks (WORLD_SIZE), and rank 0 as one of %d",
-                        from.rank, from.host, from.ranks, state.ranks);
-        if (state.peer[from.rank].socket >= 0)
-            end_joining(ENDED, "--rendezvous %s: two processes say that they are rank %d (RANK), the second on %s",
+                        "--rendezvous %s: two processes say that they are rank %d (RANK), the second on %s",
                         state.file, from.rank, from.host);
         state.peer[from.rank].socket = s;
         Address *a = &table[from.rank];
@@ -381,9 +391,10 @@ static void join_rank_0(int port_of_mine, Address *table, double timeout, double
         uint32_t ip;
         if (!read_file(host, &port, state.secret)) {
             if (!*why || errno != ENOENT)
-                snprintf(why, sizeof why, errno == ENOENT ? "the file is not there"
-                                          : errno         ? "the file cannot be read"
-                                                          : "the file is of something else");
+                snprintf(why, sizeof why,
+                         errno == ENOENT ? "the file is not there"
+                         : errno         ? "the file cannot be read"
+                                         : "the file is of something else");
             continue;
         }
         if (!look_up(host, &ip)) {
@@ -392,11 +403,13 @@ static void join_rank_0(int port_of_mine, Address *table, double timeout, double
         }
         double patience = deadline_in(ATTEMPT_SECONDS);
         int s = connect_to(ip, port, patience < deadline ? patience : deadline);
-        snprintf(why, sizeof why, "it names port %d of %s, where nobody waits: it is of an earlier run", port, host);
+        snprintf(why, sizeof why, "it names port %d of %s, where nobody waits: it is of an earlier run",
+                 port, host);
         if (s < 0) continue;
         Hello mine = hello(port_of_mine);
         int32_t answer = 0;
-        // While others are missing rank 0 is silent. It is the one to say that they are; so it is given longer.
+        // While others are missing rank 0 is silent. It is the one to say that they are; so it is given
+        // longer.
         double longer = deadline + 5;
         if (put(s, &mine, sizeof mine, deadline) && get(s, &answer, sizeof answer, longer) &&
             answer == WELCOME && get(s, table, sizeof *table * (size_t)state.ranks, longer)) {
@@ -428,9 +441,13 @@ static void connect_others(const Address *table, double timeout, double deadline
     for (int missing = state.rank ? state.ranks - 1 - state.rank : 0; missing > 0;) {
         Hello from;
         int s = accept_hello(state.listener, &from, deadline);
-        CHECK(s >= 0 || wall_seconds() < deadline, "rank %d: %d higher ranks did not connect in %.3g s (--timeout)",
-              state.rank, missing, timeout);
+        CHECK(s >= 0 || wall_seconds() < deadline,
+              "rank %d: %d higher ranks did not connect in %.3g s (--timeout)", state.rank, missing,
+              timeout);
         if (s < 0) continue;
+        CHECK(from.rank > state.rank && from.rank < state.ranks && state.peer[from.rank].socket < 0,
+              "rank %d: a process on %s says that it is rank %d, and cannot be", state.rank, from.host,
+              from.rank);
         state.peer[from.rank].socket = s;
         missing--;
     }
@@ -472,8 +489,8 @@ static void start(const Joining *how, int *rank, int *ranks) {
     const char *const *pair = who();
     state.rank = *rank = number_in(pair[0]);
     state.ranks = *ranks = number_in(pair[1]);
-    CHECK(state.rank < state.ranks, "%s=%d is no rank of %s=%d: they count from 0", pair[0], state.rank, pair[1],
-          state.ranks);
+    CHECK(state.rank < state.ranks, "%s=%d is no rank of %s=%d: they count from 0", pair[0], state.rank,
+          pair[1], state.ranks);
     state.file = format_text("%s", how->rendezvous);
     state.died = how->died;
     state.timeout = how->timeout;
@@ -533,7 +550,8 @@ static bool bytes_take(Bytes *b, void *to, size_t count) {
 static void flush_pending(Peer *peer) {
     Bytes *b = &peer->pending;
     while (b->begin < b->end) {
-        ssize_t moved = send(peer->socket, b->data + b->begin, b->end - b->begin, MSG_NOSIGNAL | MSG_DONTWAIT);
+        ssize_t moved =
+            send(peer->socket, b->data + b->begin, b->end - b->begin, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (moved <= 0) return;  // later; a peer that is gone misses nothing
         b->begin += (size_t)moved;
     }
@@ -583,14 +601,17 @@ static void share(const void *mine, void *all, size_t bytes) {
     memcpy((char *)all + bytes * (size_t)state.rank, mine, bytes);
     for (int r = 0; r < state.ranks; r++)
         for (double until = deadline_in(state.timeout);
-             r != state.rank && !bytes_take(&state.peer[r].shared, (char *)all + bytes * (size_t)r, bytes);) {
+             r != state.rank &&
+             !bytes_take(&state.peer[r].shared, (char *)all + bytes * (size_t)r, bytes);) {
             if (!move_frames()) sched_yield();
-            CHECK(wall_seconds() < until, "rank %d said nothing for %.3g s (--timeout) while the ranks met", r,
-                  state.timeout);
+            CHECK(wall_seconds() < until, "rank %d said nothing for %.3g s (--timeout) while the ranks met",
+                  r, state.timeout);
         }
 }
 
-static void send_notice(const Notice *notice, int rank) { send_frame(rank, NOTICE, notice, sizeof *notice); }
+static void send_notice(const Notice *notice, int rank) {
+    send_frame(rank, NOTICE, notice, sizeof *notice);
+}
 
 static bool take_notice(Notice *notice, int *rank) {
     for (int i = 0; i < state.ranks; i++) {
@@ -622,7 +643,8 @@ static bool is_pending(const Peer *peer) { return !peer->gone && peer->pending.b
 static void finish(void) {
     if (state.rank == 0) unlink(state.token);
     for (int r = 0; r < state.ranks; r++)
-        for (double until = deadline_in(5); is_pending(&state.peer[r]) && wall_seconds() < until; sched_yield())
+        for (double until = deadline_in(5); is_pending(&state.peer[r]) && wall_seconds() < until;
+             sched_yield())
             flush_pending(&state.peer[r]);
     if (write(state.wake[1], "", 1) == 1) pthread_join(state.watcher, NULL);
     for (int r = 0; r < state.ranks; r++) {
@@ -640,5 +662,5 @@ static void finish(void) {
     state.token = NULL;
 }
 
-const Control control_tcp = {"a launcher", launched, launch, start,     share, send_notice,
+const Control control_tcp = {"a launcher",   launched, launch, start,     share, send_notice,
                              receive_notice, gone,     claim,  abort_all, finish};

@@ -58,7 +58,11 @@ cudaError_t cudaGetLastError(void) {
 
 static size_t capacity(void) { return (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE); }
 
-cudaError_t cudaGetDeviceCount(int *count) { return *count = 1, cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int *count) {
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    *count = visible && !*visible ? 0 : 1;
+    return *count ? cudaSuccess : cudaErrorNoDevice;
+}
 cudaError_t cudaSetDevice(int device) { return told(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
 cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }

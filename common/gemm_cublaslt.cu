@@ -64,9 +64,11 @@ static cublasComputeType_t compute_of(DType dtype) {
     return dtype == F32 ? CUBLAS_COMPUTE_32F_PEDANTIC : CUBLAS_COMPUTE_32F;
 }
 
-// Bytes that this address, and each later matrix of the batch, is a multiple of.
+// Bytes, up to the 16 of the widest loads, that this address and each later matrix of the batch are a
+// multiple of. No more is told, so that the choice, and with it the bits, do not hang on where in its
+// storage a well aligned view lies.
 static int alignment_of(const void *address, int64_t step, int64_t batch, DType dtype) {
-    uintptr_t bits = (uintptr_t)address | 256;
+    uintptr_t bits = (uintptr_t)address | 16;
     if (batch > 1) bits |= (uintptr_t)step * dtype_size(dtype);
     return (int)(bits & -bits);
 }

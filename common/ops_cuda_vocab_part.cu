@@ -77,7 +77,7 @@ template <class A>
 __global__ void part_losses(A *losses, A *lse, const A *maxima, const A *sums, const int32_t *targets, int64_t n) {
     const int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= n) return;
-    const A log_sum = maxima[row] + log_of(sums[row]);
+    const A log_sum = maxima[row] + log(sums[row]);
     lse[row] = log_sum;
     losses[row] = targets[row] == IGNORED_LABEL ? 0 : log_sum - sums[n + row];
 }

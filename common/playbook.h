@@ -533,31 +533,32 @@ void constant_buffer_plug(Model *model, ConstantBuffer *buffer);  // fills the g
 void constant_buffer_unplug(Model *model, ConstantBuffer *buffer);
 
 // ==========================================================================================================
-// 03_tensor_parallel: the region socket, twice, and what partial gradients need
+// 03_tensor_parallel: the region socket, twice, and gradients that are parts
 // ==========================================================================================================
 
-// Every rank of mesh.tp computes its heads and its part of the feed-forward width on the same tokens; the table cuts the
-// weights (params.h). Embedding and output layer are whole on every rank unless a plug of the vocabulary cuts them.
+// Every rank of mesh.tp computes its heads and its part of the feed-forward width on the same tokens; the table
+// cuts the weights (params.h). Embedding and output layer stay whole on every rank unless a plug of the
+// vocabulary cuts them.
 typedef struct TensorParallel {
     Group tp;
-    int64_t tokens;  // n = b s of a micro-batch
-    Sockets before;  // as they were: their gradients.finish, and their vocabulary, are called within these
+    int64_t tokens;  // sequence_parallel: n = b s of a micro-batch
+    Sockets before;  // as they were: what these plugs add to, they call
 } TensorParallel;
 
-// Each fills model->sockets.region, with *tp as its context, and adds to what gradients.finish does: so after a plug of
+// Each fills model->sockets.region, with *tp as its context, and plugs partial gradients: so after a plug of
 // the gradients, and before one of the vocabulary. *tp outlives the model's use.
-void tensor_parallel_plug(Model *model, TensorParallel *tp);    // f and f*: between blocks x (n, h) is on every rank
-void sequence_parallel_plug(Model *model, TensorParallel *tp);  // g and g*: x (rows of this rank, h)
-// The rows of n that a rank holds, [*first, *first + returned): contiguous runs, the first n % size ranks one row more.
+void tensor_parallel_plug(Model *model, TensorParallel *tp);    // f, f*: x (n, h) on every rank
+void sequence_parallel_plug(Model *model, TensorParallel *tp);  // g, g*: x (rows of this rank, h)
+// The rows of n that a rank has, [*first, *first + returned): contiguous runs, of which the first n % size are
+// a row longer.
 int64_t sequence_rows(int64_t n, int rank, int size, int64_t *first);
 // The elements of each rank's rows, as collectives take them. counts (size).
 void sequence_counts(int64_t n, int64_t columns, int size, int64_t *counts);
-// What both plugs do to gradients.finish: after a step's last micro-batch, partial gradients are summed over the ranks
-// that hold copies of the weight, one message for each group of them.
+// After a step's last micro-batch, and after what gradients.finish did so far, partial gradients (params.h) are
+// summed over the ranks that hold copies of the weight: a message for each group of them.
 void partial_gradients_plug(Model *model, TensorParallel *tp);
-void partial_gradients_sum(Params *params);
 
-// 03_tensor_parallel/layouts.c: what --dp --tp --sp --vocab-parallel --zero ask for; LayoutProgram's functions.
+// 03_tensor_parallel/layouts.c: what --dp --tp --sp --vocab-parallel --zero ask for, as parts of a LayoutProgram.
 void *layout_plug(Trainer *trainer);
 void *layout_plug_async(Trainer *trainer);  // the same, and async_tensor_parallel_plug
 void layout_unplug(Trainer *trainer, void *plugs);

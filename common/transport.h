@@ -1,9 +1,9 @@
 // transport.h: what carries communication, in two planes; comm.c has checked every argument and has agreed
 // with the other members before it calls either.
 //
-// The control plane joins the ranks, passes their notices, and ends them all together. It is chosen when a
-// program starts: control_mpi.c, or control_tcp.c with --rendezvous.
-// The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c here.
+// The control plane joins the ranks, passes their notices, and ends them all together. It is chosen when
+// a program starts: control_mpi.c, or control_tcp.c with --rendezvous. The data plane moves the bytes of
+// tensors. It is chosen when a program is linked: comm_mpi.c, or comm_nccl.cu between GPUs.
 //
 // Nothing here waits, but where it says so: transport_test pushes an operation on and says whether it is
 // done. So comm.c alone decides how long to wait, and what to say when it was too long.
@@ -100,26 +100,28 @@ typedef struct Place {
 
 // Whether the bytes go over MPI, so that only control_mpi can join the ranks.
 bool transport_needs_mpi(void);
-// After control->start; waits for the others. While the host waits for the device, `look` is called over and over.
+// After control->start; waits for the others. While the host waits for the device, `look` is called over
+// and over.
 void transport_start(const Control *control, Place place, void (*look)(void));
 // What carries the bytes, for the header of a program: "NCCL 2.28.9"; "" for what needs no word.
 const char *transport_text(void);
 // As comm_sums_in_rank_order says.
 bool transport_sums_in_rank_order(void);
-// All ranks, before they go: control->finish follows. abort: one goes at once, and nobody knows what the others do.
+// All ranks, before they go: control->finish follows. abort: one goes at once, and nobody knows what the
+// others do.
 void transport_finish(void);
 void transport_abort(void);
 
 typedef struct Operation Operation;
 
-// NULL where groups need no preparation. Else all ranks of the world call this at once, those that are no members
-// (rank -1), too; the operation ends when this group can move data. Color: the same on all members of a group and
-// on no others; as: the handle of an older group with the same members, or -1.
+// NULL where groups need no preparation. Else all ranks of the world call this at once, those that are no
+// members (rank -1), too; the operation ends when this group can move data. Color: the same on all
+// members of a group and on no others; as: the handle of an older group with the same members, or -1.
 Operation *transport_group(Group group, int color, int as);
 bool transport_prepares_groups(void);
 
-// Notes what the device has been given up to now: an operation with this mark reads and writes its tensors only after
-// that. One for each call, ended by transport_run.
+// Notes what the device has been given up to now: an operation with this mark reads and writes its
+// tensors only after that. One for each call, ended by transport_run.
 void *transport_mark(void);
 // One runs at a time.
 Operation *transport_run(const Collective *collective);
@@ -128,8 +130,8 @@ bool transport_test(Operation *operation);
 int64_t transport_bytes(const Operation *operation);  // sent by this rank to others, once transport_test says true
 // What the device is given from now on comes after the operation. Ends it.
 void transport_end(Operation *operation);
-// Fatal if what moves the bytes has failed. For how many seconds the device has been at the oldest operation that it
-// has not ended; 0 if there is none.
+// Fatal if what moves the bytes has failed. For how many seconds the device has been at the oldest
+// operation that it has not ended; 0 if there is none.
 double transport_poll(void);
 
 #ifdef __cplusplus

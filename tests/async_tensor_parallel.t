@@ -1,6 +1,7 @@
 #!/bin/bash
 # async_tensor_parallel.t: rows that travel while others are multiplied make the step of one device, and a shorter one on
 # the model clock. TAP.
+# needs: build/03_tensor_parallel/async_tensor_parallel
 cd "$(dirname "$0")/.." || exit 2
 unset OPENBLAS_CORETYPE
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive

@@ -1,6 +1,7 @@
 #!/bin/bash
 # collectives.t: the primitives and the ring on 1 to 8 ranks, with sizes that do not divide, against what
 # the playbook prints; and wrong use. TAP.
+# needs: build/01_data_parallel/collectives build/01_data_parallel/ring_all_reduce
 cd "$(dirname "$0")/.." || exit 2
 unset OPENBLAS_CORETYPE
 export OMP_NUM_THREADS=1

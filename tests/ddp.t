@@ -1,5 +1,6 @@
 #!/bin/bash
 # ddp.t: data parallelism on 3 ranks against one device: tied, unequal labels, clipping, f64 and bf16. TAP.
+# needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync
 cd "$(dirname "$0")/.." || exit 2
 unset OPENBLAS_CORETYPE
 export OMP_NUM_THREADS=1

@@ -2,6 +2,7 @@
 # layouts.t: ranks of tensor parallelism, alone and with data parallelism, ZeRO, sequence and vocabulary parallelism,
 # against one device; sizes that do not divide; what does not fit is refused with what would. TAP.
 # With an argument: only the layouts whose names match it.
+# needs: build/03_tensor_parallel/split_matmul build/03_tensor_parallel/tensor_parallel build/03_tensor_parallel/sequence_parallel build/03_tensor_parallel/vocab_parallel build/03_tensor_parallel/async_tensor_parallel build/00_single_gpu/train
 cd "$(dirname "$0")/.." || exit 2
 unset OPENBLAS_CORETYPE
 export OMP_NUM_THREADS=1

@@ -113,8 +113,8 @@ static void expect_sum_of_any_order(const char *what, Tensor t, int64_t at, Grou
 }
 
 // Elements [at, at + count) are the sum, or maximum, of what the members have from `first` on.
-static void expect_reduction(const char *what, Tensor t, int64_t at, ReduceOp op, Group group, int64_t first,
-                             int64_t count) {
+static void expect_reduction(const char *what, Tensor t, int64_t at, ReduceOp op, Group group,
+                             int64_t first, int64_t count) {
     void *expected = reduced(t.dtype, op, group, first, count);
     if (op == REDUCE_SUM && !comm_sums_in_rank_order() && (t.dtype == F64 || t.dtype == F32))
         expect_sum_of_any_order(what, t, at, group, first, expected, count);
@@ -405,6 +405,17 @@ static void small_gradients_survive_a_bf16_sum(void) {
     tensor_free(&t);
 }
 
+// Longer than what NCCL's direct sums take at once; over MPI it would only cost time.
+static void long_sums_go_piece_by_piece(void) {
+    if (n != 2 || comm_sums_in_rank_order()) return;
+    int64_t count = 9000001;
+    Tensor t = tensor_of(E5M2, me, count);
+    comm_now(comm_reduce(t, REDUCE_SUM, 0, world));
+    if (me == 0) expect_reduced("long sum", t, REDUCE_SUM, world, 0);
+    else expect_values("what the other keeps", t, 0, me, 0, count);
+    tensor_free(&t);
+}
+
 static void a_sum_is_no_average(void) {
     Tensor t = tensor_new(MEMORY_GRADIENT, F32, SHAPE(3));
     double x[3] = {6, 6, 6};
@@ -474,6 +485,31 @@ static void requests_of_several_groups_stand_open_at_once(void) {
             expect_reduced("sum over an axis", t[i], REDUCE_SUM, groups[i % GROUPS], 0);
             tensor_free(&t[i]);
         }
+    }
+}
+
+// Member i of the turned group is rank n - 1 - i; of the halves, ranks of one parity, the last first.
+static void groups_keep_their_own_order(void) {
+    int turned[n], half[n], count = 0;
+    for (int i = 0; i < n; i++) turned[i] = n - 1 - i;
+    for (int r = n - 1; r >= 0; r--)
+        if (r % 2 == me % 2) half[count++] = r;
+    Group groups[] = {comm_group("turned", turned, n), comm_group("half", half, count),
+                      comm_group("turned again", turned, n)};
+    for (int g = 0; g < 3; g++) {
+        Group group = groups[g];
+        Tensor in = tensor_of(F32, me, 1009), out = empty(F32, 1009 * group.size), t = tensor_of(BF16, me, 1009);
+        comm_now(comm_all_gather(out, in, NULL, group));
+        for (int i = 0; i < group.size; i++)
+            expect_values("part of a member", out, 1009 * i, group.member[i], 0, 1009);
+        comm_now(comm_reduce(t, REDUCE_SUM, group.size - 1, group));
+        if (group.rank == group.size - 1) expect_reduced("sum at the last member", t, REDUCE_SUM, group, 0);
+        int next = (group.rank + 1) % group.size, last = (group.rank + group.size - 1) % group.size;
+        Tensor from_last = empty(F32, 1009);
+        comm_now(comm_send_receive(in, next, from_last, last, group));
+        expect_values("from the member before", from_last, 0, group.member[last], 0, 1009);
+        Tensor *tensors[] = {&in, &out, &t, &from_last};
+        for (int i = 0; i < 4; i++) tensor_free(tensors[i]);
     }
 }
 
@@ -864,10 +900,12 @@ static const RankTest tests[] = {
     TEST(a_rank_may_send_to_itself),
     TEST(nan_and_infinity_survive),
     TEST(small_gradients_survive_a_bf16_sum),
+    TEST(long_sums_go_piece_by_piece),
     TEST(a_sum_is_no_average),
     TEST(all_reduce_has_the_bits_of_reduce_scatter),
     TEST(host_sums_run_in_rank_order),
     TEST(requests_of_several_groups_stand_open_at_once),
+    TEST(groups_keep_their_own_order),
     TEST(requests_on_one_tensor_run_in_order),
     TEST(a_tensor_freed_early_stays_until_the_wait),
     TEST(groups_of_one_take_the_same_road),

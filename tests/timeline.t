@@ -1,5 +1,6 @@
 #!/bin/bash
 # timeline.t: the time line of several ranks is one trace, and pictures that are the same on every run. TAP.
+# needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync
 cd "$(dirname "$0")/.." || exit 2
 unset OPENBLAS_CORETYPE
 export OMP_NUM_THREADS=1

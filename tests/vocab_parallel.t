@@ -1,5 +1,6 @@
 #!/bin/bash
 # vocab_parallel.t: a vocabulary cut over 1 to 8 ranks, that they divide and that they do not, against one device. TAP.
+# needs: build/03_tensor_parallel/vocab_parallel
 cd "$(dirname "$0")/.." || exit 2
 unset OPENBLAS_CORETYPE
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive

@@ -1,6 +1,7 @@
 #!/bin/bash
 # zero.t [PATTERN]: ZeRO against DDP on the same ranks, bit for bit, and against one device: tied embeddings, unequal
 # and empty parts, accumulation, recomputation, AdamW, f64 and bf16. A pattern chooses among the tests' names. TAP.
+# needs: build/02_zero/zero1 build/02_zero/zero2 build/02_zero/zero3
 cd "$(dirname "$0")/.." || exit 2
 unset OPENBLAS_CORETYPE
 export OMP_NUM_THREADS=1
