@@ -41,6 +41,7 @@ void trainer_free(Trainer *t) {
 }
 
 void resume_check(const Config *config, int dp) {
+    if (base_rank() > 0) return;  // one looks for all
     char *from = checkpoint_newest(config->resume);
     Data data = data_open(config->data, config->vocab, config->seq);
     Progress ours = {.batch = config->micro_batch * config->grad_acc * dp, .data = data_print(&data)};

@@ -415,6 +415,25 @@ static void check_same_batch(const char *path, const SafeTensors *file, const Co
           (long long)ours, fits);
 }
 
+// ", other data, --lr 0.1, not 0.3"; "" if nothing changed. The caller frees it.
+static char *changes_text(const SafeTensors *file, const Config *config, uint64_t our_data) {
+    uint64_t data = strtoull(safetensors_metadata(file, "data"), NULL, 16);
+    bool other_data = data && our_data && data != our_data;
+    char *changes = format_text("%s", other_data ? ", other data" : "");
+    int said = config->optimizer == OPTIMIZER_SGD ? COURSE - COURSE_OF_ADAMW : COURSE;
+    for (int i = 0; i < said; i++) {
+        const char *before = safetensors_metadata(file, course_names[i]);
+        char *now = course_text(config, i);
+        if (before && strcmp(before, now)) {
+            char *longer = format_text("%s, --%s %s, not %s", changes, course_names[i], now, before);
+            free(changes);
+            changes = longer;
+        }
+        free(now);
+    }
+    return changes;
+}
+
 void checkpoint_check_run(const char *dir, const Config *config, Progress ours) {
     char *path;
     SafeTensors file = open_optimizer(dir, &path);
@@ -425,28 +444,15 @@ void checkpoint_check_run(const char *dir, const Config *config, Progress ours) 
     int64_t step = metadata_number(path, &file, "step");
     CHECK(step < config->steps, "%s already has %lld steps: give --steps a larger number than that", dir,
           (long long)step);
-    const char *data = safetensors_metadata(&file, "data");
-    if (!data) {
+    if (safetensors_metadata(&file, "data")) {
+        check_same_batch(path, &file, config, ours.batch);
+        char *changes = changes_text(&file, config, ours.data);
+        if (*changes) say("goes on otherwise than the run that was saved would have: %s", changes + 2);
+        free(changes);
+    } else {
         say("%s is older than this program: it does not say its data, its batch or its rates, which are\n"
             "taken for this run's",
             dir);
-    } else {
-        check_same_batch(path, &file, config, ours.batch);
-        uint64_t theirs = strtoull(data, NULL, 16);
-        bool other_data = theirs && ours.data && theirs != ours.data;
-        char *changes = format_text("%s", other_data ? ", other data" : "");
-        for (int i = 0; i < COURSE - (config->optimizer == OPTIMIZER_SGD ? COURSE_OF_ADAMW : 0); i++) {
-            const char *before = safetensors_metadata(&file, course_names[i]);
-            char *now = course_text(config, i), *longer;
-            if (before && strcmp(before, now)) {
-                longer = format_text("%s, --%s %s, not %s", changes, course_names[i], now, before);
-                free(changes);
-                changes = longer;
-            }
-            free(now);
-        }
-        if (*changes) say("goes on otherwise than the run that was saved would have: %s", changes + 2);
-        free(changes);
     }
     safetensors_close(&file);
     free(path);
