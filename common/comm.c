@@ -285,7 +285,7 @@ static void mismatch(int mine_rank, const Notice *mine, int their_rank, const No
 
 // A process that its launcher has reaped is gone; of other machines the launcher knows. -1: none.
 static int find_dead(void) {
-    for (int r = 0; r < state.ranks; r++)
+    for (int r = 0; state.identity && r < state.ranks; r++)
         if (r != state.rank && !state.ended[r] &&
             (control->gone(r) || (!strcmp(state.identity[r].host, state.identity[state.rank].host) &&
                                   kill(state.identity[r].pid, 0) < 0 && errno == ESRCH)))
@@ -332,8 +332,10 @@ static void end_all(const char *sentence, int status) {
     state.finished = true;  // leaving is no comm_finish
     // Where all fail alike the lowest speaks, which is rank 0 as a rule.
     usleep((useconds_t)(state.rank ? 60000 + 40000 * (state.rank < 8 ? state.rank : 8) : 0));
+    int dead = find_dead();  // then whatever else was found has come of that
     if (claim()) {
-        fputs(sentence, stderr);
+        if (dead >= 0) fprintf(stderr, "%s: rank %d has died; all ranks end\n", base_program(), dead);
+        else fputs(sentence, stderr);
         fflush(NULL);
         usleep(20000);  // mpirun passes the sentence on before it hears of the end
     } else {
@@ -580,8 +582,8 @@ static void wait_turn(double began, int64_t turn) {
 // While the host waits for the device, which may itself wait for another rank's.
 static void look_from_device(void) {
     static int64_t turn;
-    if (state.alone || state.finished || ++turn % 64) return;
-    if (!state.pushing) push();
+    if (state.alone || ++turn % 64) return;
+    if (!state.pushing && !state.finished) push();
     if (turn % 4096 == 0) look_after_all();
 }
 
@@ -1033,8 +1035,9 @@ static Place check_identities(int argc, char **argv) {
     Identity mine = {.binary = hash_of_binary(), .arguments = HASH_SEED, .pid = (int32_t)getpid()};
     for (int i = 1; i < argc; i++) mine.arguments = hash(mine.arguments, argv[i], strlen(argv[i]) + 1);
     gethostname(mine.host, sizeof mine.host - 1);
-    state.identity = host_alloc(sizeof mine * (size_t)state.ranks);
-    control->share(&mine, state.identity, sizeof mine);
+    Identity *all = host_alloc(sizeof mine * (size_t)state.ranks);
+    control->share(&mine, all, sizeof mine);
+    state.identity = all;
     int here = 0, local = 0;
     for (int r = 0; r < state.ranks; r++) {
         const Identity *other = &state.identity[r], *first = &state.identity[0];

@@ -103,8 +103,8 @@ struct Operation {
 static void check_nccl(ncclResult_t result, const char *call) {
     if (result == ncclSuccess || result == ncclInProgress) return;
     const char *more = ncclGetLastError(NULL);
-    fatal("NCCL refused %.*s: %s%s%s", (int)strcspn(call, "("), call, ncclGetErrorString(result),
-          more && *more ? ": " : "", more ? more : "");
+    fatal("NCCL failed in %.*s: %s%s%s; with NCCL_DEBUG=WARN it says more", (int)strcspn(call, "("), call,
+          ncclGetErrorString(result), more && *more ? ": " : "", more ? more : "");
 }
 
 // Whether what was asked of NCCL is done.
@@ -773,7 +773,7 @@ double transport_poll(void) {
 // ---- the end ----
 
 void transport_finish(void) {
-    if (!state.stream) return;
+    if (!state.stream && !state.joined) return;
     device_wait();
     for (Communicator *c = state.communicators, *next; c; c = next) {
         Operation close = {};
@@ -792,7 +792,7 @@ void transport_finish(void) {
     free(state.spare);
     free(state.of_group);
     state.scratch = NULL;
-    cudaStreamDestroy(state.stream);
+    if (state.stream) cudaStreamDestroy(state.stream);
 }
 
 static void leave(int signal) {
