@@ -16,9 +16,9 @@ BUILD ?= $(folder-$(OPS)-$(COMM))
 ifeq ($(folder-$(OPS)-$(COMM)),)
 $(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, or nccl but with OPS=cpu)
 endif
-# C files of common/ that only one choice has; common/cuda.mk adds the others
-of-cpu  := common/device_cpu.c common/ops_cpu.c
-of-mpi  := common/comm_mpi.c common/comm_staged.c
+# C files of common/ that only one choice has; common/cuda/cuda.mk adds the others
+of-cpu  := common/tensor/device_cpu.c common/tensor/ops_cpu.c
+of-mpi  := common/comm/comm_mpi.c common/comm/comm_staged.c
 of-nccl :=
 
 ifeq ($(origin CC),default)
@@ -49,7 +49,7 @@ WARNINGS += -Wno-pass-failed
 endif
 # -fno-math-errno changes no value: sqrt may become vector code where nobody reads its errno, and AdamW is
 # twice as fast.
-CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -fopenmp $(WARNINGS) -g -Icommon \
+CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -fopenmp $(WARNINGS) -g -Icommon -I. \
             $(BLAS_CFLAGS) $(MPI_CFLAGS)
 LDFLAGS  := -fopenmp
 LDLIBS   := -lcjson $(BLAS_LIBS) $(MPI_LIBS) -lm
@@ -61,16 +61,16 @@ ALL_CFLAGS = $(CFLAGS) $(CFLAGS_EXTRA)
 
 chapter_sources := $(sort $(wildcard 0*_*/*.c))
 # Without MPI_LIBS the ranks of COMM=nccl meet through --rendezvous alone.
-control         := $(if $(MPI_LIBS),common/control_mpi.c,common/control_no_mpi.c)
-common_sources  := $(filter-out $(of-cpu) $(of-mpi) common/control_%mpi.c,$(sort $(wildcard common/*.c))) \
+control         := $(if $(MPI_LIBS),common/comm/control_mpi.c,common/comm/control_no_mpi.c)
+common_sources  := $(filter-out $(of-cpu) $(of-mpi) common/comm/control_%mpi.c,$(sort $(wildcard common/*.c common/*/*.c))) \
                    $(of-$(OPS)) $(of-$(COMM)) $(control)
-test_sources    := $(sort $(wildcard tests/test_*.c))
-fuzz_sources    := $(sort $(wildcard tests/fuzz_*.c))
+test_sources    := $(sort $(wildcard tests/unit/test_*.c))
+fuzz_sources    := $(sort $(wildcard tests/fuzz/fuzz_*.c))
 
 with_main := $(if $(chapter_sources),$(shell grep -lE '^int main\b' $(chapter_sources)))
 programs  := $(with_main:%.c=$(BUILD)/%)
-tests     := $(test_sources:%.c=$(BUILD)/%)
-fuzzers   := $(fuzz_sources:%.c=$(BUILD)/%)
+tests     := $(test_sources:tests/unit/%.c=$(BUILD)/tests/%)
+fuzzers   := $(fuzz_sources:tests/fuzz/%.c=$(BUILD)/tests/%)
 parts     := $(common_sources:%.c=$(BUILD)/lib/%.o) $(chapter_sources:%.c=$(BUILD)/lib/%.o)
 archive   := $(BUILD)/libultrascale.a
 corpus    := $(BUILD)/corpus.txt
@@ -83,7 +83,7 @@ link    = @echo '  link  $@';
 endif
 
 ifneq ($(OPS)-$(COMM),cpu-mpi)
-include common/cuda.mk
+include common/cuda/cuda.mk
 endif
 
 .DEFAULT_GOAL := help
@@ -94,7 +94,7 @@ endif
 help:
 	@echo 'make run        install what is missing, build, and take the tour: every program on the small model'
 	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, mutants;'
-	@echo '                with GUARD=1 all tests run on guarded device memory (common/guard.h)'
+	@echo '                with GUARD=1 all tests run on guarded device memory (common/tensor/guard.h)'
 	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10 minutes'
 	@echo 'make bench      the figures of merit of this machine, each beside its target'
 	@echo 'make all        programs and tests, not run; make programs, make tests: one of the two'
@@ -112,7 +112,7 @@ help:
 run:
 	@common/install.sh run
 	@$(MAKE) --no-print-directory -j$$(nproc) programs
-	@common/tour.sh $(BUILD)
+	@common/report/tour.sh $(BUILD)
 
 test:
 	@common/install.sh test
@@ -136,7 +136,7 @@ mutants:
 
 readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
     $(BUILD)/tests/bench_comm
-	@BUILD=$(BUILD) common/readme.sh
+	@BUILD=$(BUILD) common/report/readme.sh
 
 all: programs tests
 programs: $(programs) $(corpus)
@@ -171,16 +171,20 @@ $(programs): $(BUILD)/%: $(BUILD)/main/%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
-$(BUILD)/tests/fuzz_%: $(BUILD)/main/tests/fuzz_%.o $(archive)
+$(BUILD)/tests/fuzz_%: $(BUILD)/main/tests/fuzz/fuzz_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
 
-$(BUILD)/tests/%: $(BUILD)/main/tests/%.o $(archive)
+$(BUILD)/tests/bench%: $(BUILD)/main/tests/bench/bench%.o $(archive)
+	@mkdir -p $(@D)
+	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
+
+$(BUILD)/tests/test_%: $(BUILD)/main/tests/unit/test_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
 
 # What the model reads when it is given no other text: the book itself.
-$(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c tests/*.c))
+$(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*.h common/*/*.c tests/unit/*.c))
 	@mkdir -p $(@D)
 	@cat $^ > $@
 

@@ -21,7 +21,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "memory_picture.h"
+#include "report/memory_picture.h"
 #include "playbook.h"
 
 #ifndef NO_MAIN

@@ -18,7 +18,7 @@ static Held gather_held(Tensor t, Group group) {
     Tensor mine = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(held.width)), all = {0};
     tensor_from_doubles(mine, row);
     if (group.rank == 0) all = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(group.size, held.width));
-    comm_now(comm_gather(all, mine, NULL, 0, group));
+    comm_wait(comm_gather(all, mine, NULL, 0, group));
     if (group.rank == 0) {
         held.values = host_alloc((size_t)tensor_bytes(all));
         tensor_to_doubles(held.values, all);

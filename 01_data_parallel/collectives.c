@@ -48,7 +48,7 @@ enum { FIVE = 5, SIZE = 4 };  // elements of the playbook's tensors, and bytes o
 static void broadcast(Group w) {
     Tensor t = w.rank == 0 ? series(FIVE, 1, 1) : series(FIVE, 0, 0);
     Example e = example_begin("broadcast", "broadcast: what rank 0 holds goes to all", t, w);
-    comm_now(comm_broadcast(t, 0, w));
+    comm_wait(comm_broadcast(t, 0, w));
     example_end(&e, t, series(FIVE, 1, 1), w.rank == 0 ? (w.size - 1) * FIVE * SIZE : 0,
                 "1 2 3 4 5 | 1 2 3 4 5 | 1 2 3 4 5");
 }
@@ -64,7 +64,7 @@ static void reduce(Group w, double step, const char *printed) {
     Tensor t = series(FIVE, r + 1, step * (r + 1));
     Example e =
         example_begin("reduce", "reduce: rank 0 gets the sum, the others keep what they have", t, w);
-    comm_now(comm_reduce(t, REDUCE_SUM, 0, w));
+    comm_wait(comm_reduce(t, REDUCE_SUM, 0, w));
     double sum = n * (n + 1) / 2.0, mine = r == 0 ? sum : r + 1;
     example_end(&e, t, series(FIVE, mine, step * mine), FIVE * SIZE - piece(w) + (r == 0 ? 0 : piece(w)),
                 printed);
@@ -76,7 +76,7 @@ static void all_reduce(Group w, ReduceOp op, const char *printed) {
     Example e = example_begin(
         "all_reduce", op == REDUCE_SUM ? "all_reduce: all get the sum" : "all_reduce: all get the maximum",
         t, w);
-    comm_now(comm_all_reduce(t, op, w));
+    comm_wait(comm_all_reduce(t, op, w));
     example_end(&e, t, series(FIVE, op == REDUCE_SUM ? n * (n + 1) / 2.0 : n, 0),
                 FIVE * SIZE - piece(w) + (n - 1) * piece(w), printed);
 }
@@ -85,7 +85,7 @@ static void gather(Group w) {
     Tensor t = series(FIVE, w.rank + 1, 0), all = {0}, expected = {0};
     if (w.rank == 0) all = series(w.size * FIVE, 0, 0), expected = parts(w.size, NULL, FIVE, 1, 1);
     Example e = example_begin("gather", "gather: rank 0 gets what each holds, in the order of ranks", t, w);
-    comm_now(comm_gather(all, t, NULL, 0, w));
+    comm_wait(comm_gather(all, t, NULL, 0, w));
     tensor_free(&t);
     example_end(&e, all, expected, w.rank == 0 ? 0 : FIVE * SIZE, "1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 | |");
 }
@@ -93,7 +93,7 @@ static void gather(Group w) {
 static void all_gather(Group w) {
     Tensor t = series(FIVE, w.rank + 1, 0), all = series(w.size * FIVE, 0, 0);
     Example e = example_begin("all_gather", "all_gather: all get what each holds", t, w);
-    comm_now(comm_all_gather(all, t, NULL, w));
+    comm_wait(comm_all_gather(all, t, NULL, w));
     tensor_free(&t);
     example_end(
         &e, all, parts(w.size, NULL, FIVE, 1, 1), (w.size - 1) * FIVE * SIZE,
@@ -104,7 +104,7 @@ static void scatter(Group w) {
     Tensor t = series(FIVE, 0, 0), all = {0};
     if (w.rank == 0) all = parts(w.size, NULL, FIVE, 1, 1);
     Example e = example_begin("scatter", "scatter: part i of what rank 0 holds goes to rank i", all, w);
-    comm_now(comm_scatter(t, all, NULL, 0, w));
+    comm_wait(comm_scatter(t, all, NULL, 0, w));
     tensor_free(&all);
     example_end(&e, t, series(FIVE, w.rank + 1, 0), w.rank == 0 ? (w.size - 1) * FIVE * SIZE : 0,
                 "1 1 1 1 1 | 2 2 2 2 2 | 3 3 3 3 3");
@@ -124,7 +124,7 @@ static void reduce_scatter(Group w) {
     tensor_from_doubles(expected, sum);
     Example e =
         example_begin("reduce_scatter", "reduce_scatter: rank i gets the sum of all parts i", in, w);
-    comm_now(comm_reduce_scatter(out, in, NULL, REDUCE_SUM, w));
+    comm_wait(comm_reduce_scatter(out, in, NULL, REDUCE_SUM, w));
     tensor_free(&in);
     example_end(&e, out, expected, (n - 1) * 2 * sizeof(double), "6 12 | 14 56 | 36 288");
 }
@@ -133,7 +133,7 @@ static void all_to_all(Group w) {
     Tensor in = series(w.size, 10 * w.rank, 1), out = series(w.size, 0, 0);
     Example e =
         example_begin("all_to_all", "all_to_all: part i goes to rank i, the transpose of the table", in, w);
-    comm_now(comm_all_to_all(out, NULL, in, NULL, w));
+    comm_wait(comm_all_to_all(out, NULL, in, NULL, w));
     tensor_free(&in);
     example_end(&e, out, series(w.size, w.rank, 10), (w.size - 1) * SIZE, NULL);
 }
@@ -151,7 +151,7 @@ static void all_to_all_v(Group w) {
     Tensor in = parts(w.size, give, 0, 10 * w.rank, 1), out = parts(w.size, take, 0, 0, 0);
     Example e = example_begin("all_to_all",
                               "all_to_all with unequal parts: 10 r + i goes from rank r to rank i", in, w);
-    comm_now(comm_all_to_all(out, take, in, give, w));
+    comm_wait(comm_all_to_all(out, take, in, give, w));
     tensor_free(&in);
     example_end(&e, out, parts(w.size, take, 0, w.rank, 10), (double)sent * SIZE, NULL);
 }
@@ -163,10 +163,10 @@ static void send_and_receive(Group w) {
     Example e = example_begin("transfers",
                               "send, receive: each adds what the rank before sends, and sends it on", t, w);
     if (w.rank > 0) {
-        comm_now(comm_receive(received, w.rank - 1, w));
+        comm_wait(comm_receive(received, w.rank - 1, w));
         op_accumulate(t, received);
     }
-    if (w.rank < w.size - 1) comm_now(comm_send(t, w.rank + 1, w));
+    if (w.rank < w.size - 1) comm_wait(comm_send(t, w.rank + 1, w));
     tensor_free(&received);
     example_end(&e, t, series(1, (w.rank + 1) * (w.rank + 2) / 2, 0), w.rank < w.size - 1 ? SIZE : 0, NULL);
 }
@@ -176,7 +176,7 @@ static void shift(Group w) {
     int next = (w.rank + 1) % w.size, previous = (w.rank + w.size - 1) % w.size;
     Tensor t = series(3, 10 * w.rank, 1), received = series(3, 0, 0);
     Example e = example_begin("transfers", "send_receive: a shift by one in a ring", t, w);
-    comm_now(comm_send_receive(t, next, received, previous, w));
+    comm_wait(comm_send_receive(t, next, received, previous, w));
     tensor_free(&t);
     example_end(&e, received, series(3, 10 * previous, 1), w.size > 1 ? 3 * SIZE : 0, NULL);
 }
@@ -191,7 +191,7 @@ static void batch(Group w) {
                             {.send = true, .peer = previous, .t = t},
                             {.send = false, .peer = next, .t = tensor_view(both, 1, SHAPE(1))}};
     Example e = example_begin("transfers", "transfers: a batch of four, what both neighbours hold", t, w);
-    comm_now(comm_transfers(transfers, 4, w));
+    comm_wait(comm_transfers(transfers, 4, w));
     tensor_free(&t);
     example_end(&e, both, expected, w.size > 1 ? 2 * SIZE : 0, NULL);
 }
@@ -199,19 +199,19 @@ static void batch(Group w) {
 // Rank r sleeps r times as long. Nobody may leave the barrier before the last has entered it.
 static void barrier(Group w, double seconds) {
     say("\nbarrier: rank r sleeps r x %g s, then waits for all\n", seconds);
-    comm_now(comm_barrier(w));
+    comm_wait(comm_barrier(w));
     double time[] = {wall_seconds(), 0, 0}, all_times[w.size][3], nap = seconds * w.rank;
     struct timespec rest = {(time_t)nap, (long)(1e9 * (nap - floor(nap)))};
     while (nanosleep(&rest, &rest)) continue;
     clock_reset();
     time[1] = wall_seconds();
-    comm_now(comm_barrier(w));
+    comm_wait(comm_barrier(w));
     time[2] = wall_seconds();
     double sent = comm_sum((double)comm_count("barrier").bytes, w);
     Tensor mine = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(3));
     Tensor all = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(w.size, 3));
     tensor_from_doubles(mine, time);
-    comm_now(comm_all_gather(all, mine, NULL, w));
+    comm_wait(comm_all_gather(all, mine, NULL, w));
     tensor_to_doubles(all_times[0], all);
     tensor_free(&mine);
     tensor_free(&all);

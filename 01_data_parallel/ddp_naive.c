@@ -16,7 +16,7 @@
 static void all_reduce_after_backward(void *context, Model *model, MicroBatch *micro) {
     (void)context;
     for (int i = model->params.count - 1; i >= 0; i--)
-        comm_now(comm_all_reduce(param_total_grad(&model->params, &model->params.param[i]), REDUCE_SUM,
+        comm_wait(comm_all_reduce(param_total_grad(&model->params, &model->params.param[i]), REDUCE_SUM,
                                  model->mesh.dp));
     // These sums are on every rank now: with an n-th of them each, the next sum over ranks counts them once.
     if (!micro->last) op_scale(params_total_grad(&model->params), 1.0 / model->mesh.dp.size);

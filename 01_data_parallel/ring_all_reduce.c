@@ -31,7 +31,7 @@ Tensor ring_chunk(Tensor t, int i, Group ring) {
 
 static void to_the_next(Tensor send, Tensor receive, Group ring) {
     int next = (ring.rank + 1) % ring.size, previous = (ring.rank + ring.size - 1) % ring.size;
-    comm_now(comm_send_receive(send, next, receive, previous, ring));
+    comm_wait(comm_send_receive(send, next, receive, previous, ring));
 }
 
 static void reduce_scatter_step(Tensor t, Tensor room, int step, Group ring) {
@@ -78,16 +78,16 @@ static void root_all_reduce(Tensor t, Group group) {
     for (int i = 0; i < count; i++)
         batch[i] = (Transfer){
             .send = !root, .peer = root ? i + 1 : 0, .t = root ? tensor_like(MEMORY_COMMUNICATION, t) : t};
-    comm_now(comm_transfers(batch, count, group));
+    comm_wait(comm_transfers(batch, count, group));
     for (int i = 0; i < count; i++) {
         if (root) op_accumulate(t, batch[i].t);
         if (root) tensor_free(&batch[i].t);
         batch[i] = (Transfer){.send = root, .peer = batch[i].peer, .t = t};
     }
-    comm_now(comm_transfers(batch, count, group));
+    comm_wait(comm_transfers(batch, count, group));
 }
 
-static void library_all_reduce(Tensor t, Group group) { comm_now(comm_all_reduce(t, REDUCE_SUM, group)); }
+static void library_all_reduce(Tensor t, Group group) { comm_wait(comm_all_reduce(t, REDUCE_SUM, group)); }
 
 // ---- the picture: who holds what after each step ----
 
@@ -108,7 +108,7 @@ static double expected_set(int r, int c, int steps, int n) {
 static void show_step(const char *title, Tensor t, Group ring) {
     int n = ring.size;
     Tensor all = ring.rank == 0 ? tensor_new(MEMORY_COMMUNICATION, t.dtype, SHAPE(n, n)) : (Tensor){0};
-    comm_now(comm_gather(all, t, NULL, 0, ring));
+    comm_wait(comm_gather(all, t, NULL, 0, ring));
     if (ring.rank) return;
     double held[n * n];
     tensor_to_doubles(held, all);
@@ -233,7 +233,7 @@ static double prove_sums(int64_t count, DType dtype, Group ring, bool integers) 
     library_all_reduce(library, ring);
     double error = largest_error(t, library, scale, ring);
     op_copy(of_rank_0, t);
-    comm_now(comm_broadcast(of_rank_0, 0, ring));
+    comm_wait(comm_broadcast(of_rank_0, 0, ring));
     double unlike = largest_error(t, of_rank_0, NULL, ring);
     report_that(unlike == 0, "%lld elements: ranks hold sums that differ by %g", (long long)count, unlike);
     report_that(error <= (integers ? 0 : reassociation_bound(ring.size, dtype)),
@@ -250,7 +250,7 @@ static double prove_sums(int64_t count, DType dtype, Group ring, bool integers) 
 
 // Microseconds until the last rank is done; *adds: those in which the busiest rank computes.
 static double time_of(void (*all_reduce)(Tensor t, Group ring), Tensor t, Group ring, double *adds) {
-    comm_now(comm_barrier(ring));  // now is the same on all clocks
+    comm_wait(comm_barrier(ring));  // now is the same on all clocks
     clock_reset();
     double start = clock_model_now();
     all_reduce(t, ring);

@@ -199,7 +199,7 @@ static void ranks_first(void *context, Model *model, int unit, MicroBatch *micro
     Tensor sum = tensor_new(MEMORY_COMMUNICATION, model->params.total_dtype, SHAPE(u->count));
     op_copy(sum, u->grads);
     op_fill(u->grads, 0);
-    comm_now(comm_all_reduce(sum, REDUCE_SUM, model->mesh.dp));
+    comm_wait(comm_all_reduce(sum, REDUCE_SUM, model->mesh.dp));
     if (micro->index == 0) op_fill(twin->total[unit], 0);
     op_accumulate(twin->total[unit], sum);
     tensor_free(&sum);

@@ -66,7 +66,7 @@ static void gather_and_compute(void *context, Model *m, MicroBatch *micro, int l
     Tensor x = tensor_new(MEMORY_ACTIVATION, kept->x.dtype, SHAPE(micro->b * micro->s, m->config.hidden));
     int64_t first, counts[z->tp.size];
     for (int i = 0; i < z->tp.size; i++) counts[i] = part_of(tensor_count(x), z->tp, i, &first);
-    comm_now(comm_all_gather(x, kept->x, counts, z->tp));
+    comm_wait(comm_all_gather(x, kept->x, counts, z->tp));
     tensor_free(&kept->x);
     kept->x = x;
     Tensor y = block_compute(m, micro, layer);  // its output was already passed on
@@ -114,7 +114,7 @@ static void all_reduce_through_buffer(void *context, Model *m, MicroBatch *micro
     int64_t at = 0, first = 0;
     while (micro->last && param < m->params.count) {
         int64_t count = fill(&m->params, b->buffer, &param, &at, false);
-        comm_now(comm_all_reduce(tensor_view(b->buffer, 0, SHAPE(count)), REDUCE_SUM, m->mesh.dp));
+        comm_wait(comm_all_reduce(tensor_view(b->buffer, 0, SHAPE(count)), REDUCE_SUM, m->mesh.dp));
         fill(&m->params, tensor_view(b->buffer, 0, SHAPE(count)), &begun, &first, true);
     }
 }

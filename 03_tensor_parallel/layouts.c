@@ -206,7 +206,7 @@ static bool differs(const Params *params, const Param *param) {
     if (!tensor_exists(mine)) return false;
     Tensor first = tensor_like(MEMORY_COMMUNICATION, mine);
     op_copy(first, mine);
-    comm_now(comm_broadcast(first, 0, param->copies));
+    comm_wait(comm_broadcast(first, 0, param->copies));
     char *a = host_alloc((size_t)tensor_bytes(mine)), *b = host_alloc((size_t)tensor_bytes(mine));
     tensor_to_host(a, mine);
     tensor_to_host(b, first);

@@ -41,7 +41,7 @@ static Tensor all_gather(void *context, Tensor rows) {
     int64_t h = tensor_columns(rows), counts[t->tp.size];
     sequence_counts(t->tokens, h, t->tp.size, counts);
     Tensor all = tensor_new(MEMORY_ACTIVATION, rows.dtype, SHAPE(t->tokens, h));
-    comm_now(comm_all_gather(all, rows, counts, t->tp));
+    comm_wait(comm_all_gather(all, rows, counts, t->tp));
     return all;
 }
 
@@ -51,7 +51,7 @@ static Tensor reduce_scatter(void *context, Tensor partial) {
     sequence_counts(t->tokens, h, t->tp.size, counts);
     Tensor rows = tensor_new(MEMORY_ACTIVATION, partial.dtype,
                              SHAPE(sequence_rows(t->tokens, t->tp.rank, t->tp.size, &first), h));
-    comm_now(comm_reduce_scatter(rows, partial, counts, REDUCE_SUM, t->tp));
+    comm_wait(comm_reduce_scatter(rows, partial, counts, REDUCE_SUM, t->tp));
     return rows;
 }
 

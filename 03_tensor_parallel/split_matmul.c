@@ -119,19 +119,19 @@ static void by_columns(const Whole *one, Group g) {
     int n = g.size, i = g.rank;
     Tensor X = i == 0 ? copy_of(one->X) : series(2, 2 * n, 0, 0, 0), W = columns_of(one->W, i, n);
     Example e = example_begin("broadcast", "by columns, forward: all need X", X, g);
-    comm_now(comm_broadcast(X, 0, g));
+    comm_wait(comm_broadcast(X, 0, g));
     example_end(&e, tensor_share(X), copy_of(one->X), i == 0 ? (double)((n - 1) * tensor_bytes(X)) : 0,
                 NULL);
 
     Tensor Y = times(X, false, W, false), all = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(n, 2, 1));
     e = example_begin("all_gather", "by columns, forward: Y_i = X W_i are columns of Y", Y, g);
-    comm_now(comm_all_gather(all, Y, NULL, g));
+    comm_wait(comm_all_gather(all, Y, NULL, g));
     example_end(&e, all, columns_in_order(one->Y, n), (double)((n - 1) * tensor_bytes(Y)),
                 "74 258 98 346 | 74 258 98 346");
 
     Tensor dY = columns_of(one->dY, i, n), dW = times(X, true, dY, false), dX = times(dY, false, W, true);
     e = example_begin("all_reduce", "by columns, backward: dX is a sum, as every rank has read X", dX, g);
-    comm_now(comm_all_reduce(dX, REDUCE_SUM, g));
+    comm_wait(comm_all_reduce(dX, REDUCE_SUM, g));
     example_end(&e, dX, copy_of(one->dX), all_reduce_bytes(tensor_count(dX), g), NULL);
     e = example_begin("all_reduce", "by columns, backward: dW_i = X^T dY_i; nothing is sent", dY, g);
     example_end(&e, dW, columns_of(one->dW, i, n), 0, NULL);
@@ -146,14 +146,14 @@ static void by_rows(const Whole *one, Group g) {
     Tensor parts = i == 0 ? columns_in_order(one->X, n) : (Tensor){0}, X = matrix(2, 2),
            W = rows_of(one->W, i, n);
     Example e = example_begin("scatter", "by rows, forward: each needs its columns of X", parts, g);
-    comm_now(comm_scatter(X, parts, NULL, 0, g));
+    comm_wait(comm_scatter(X, parts, NULL, 0, g));
     example_end(&e, tensor_share(X), columns_of(one->X, i, n),
                 i == 0 ? (double)((n - 1) * tensor_bytes(X)) : 0, "0 1 4 5 | 2 3 6 7");
     tensor_free(&parts);
 
     Tensor Y = times(X, false, W, false), dX = times(one->dY, false, W, true), all = {0}, expected = {0};
     e = example_begin("all_reduce", "by rows, forward: Y is the sum of X_i W_i", Y, g);
-    comm_now(comm_all_reduce(Y, REDUCE_SUM, g));
+    comm_wait(comm_all_reduce(Y, REDUCE_SUM, g));
     example_end(&e, Y, copy_of(one->Y), all_reduce_bytes(2 * n, g), "74 98 258 346 | 74 98 258 346");
 
     if (i == 0) {
@@ -162,7 +162,7 @@ static void by_rows(const Whole *one, Group g) {
     }
     e = example_begin(
         "gather", "by rows, backward: dX_i = dY W_i^T are columns of dX, and go where X came from", dX, g);
-    comm_now(comm_gather(all, dX, NULL, 0, g));
+    comm_wait(comm_gather(all, dX, NULL, 0, g));
     example_end(&e, all, expected, i == 0 ? 0 : (double)tensor_bytes(dX), NULL);
     e = example_begin("all_reduce", "by rows, backward: dW_i = X_i^T dY; nothing is sent", one->dY, g);
     example_end(&e, times(X, true, one->dY, false), rows_of(one->dW, i, n), 0, NULL);
@@ -213,7 +213,7 @@ static void columns_then_rows(const TwoLayers *two, Group g) {
     Tensor A = columns_of(two->A, i, n), B = rows_of(two->B, i, n);
     Tensor Y = times(two->X, false, A, false), H = bend(Y), Z = times(H, false, B, false);
     Example e = example_begin("all_reduce", "columns, then rows, forward: one sum at the end", Z, g);
-    comm_now(comm_all_reduce(Z, REDUCE_SUM, g));
+    comm_wait(comm_all_reduce(Z, REDUCE_SUM, g));
     double forward = (double)comm_total().calls;
     example_end(&e, Z, copy_of(two->Z), all_reduce_bytes(2 * n, g), NULL);
 
@@ -221,7 +221,7 @@ static void columns_then_rows(const TwoLayers *two, Group g) {
     bend_backward(dY, Y);
     Tensor dX = times(dY, false, A, true);
     e = example_begin("all_reduce", "columns, then rows, backward: one sum at the end", dX, g);
-    comm_now(comm_all_reduce(dX, REDUCE_SUM, g));
+    comm_wait(comm_all_reduce(dX, REDUCE_SUM, g));
     double backward = (double)comm_total().calls;
     example_end(&e, dX, copy_of(two->dX), all_reduce_bytes(2 * 2 * n, g), NULL);
     report_equal("collectives, forward and backward", 2, forward + backward, "");
@@ -234,12 +234,12 @@ static void rows_then_columns(const TwoLayers *two, Group g) {
     Tensor X = columns_of(two->X, i, n), A = rows_of(two->A, i, n), B = columns_of(two->B, i, n);
     Tensor Y = times(X, false, A, false), all = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(n, 2, 1));
     Example e = example_begin("all_reduce", "rows, then columns, forward: a sum in between", Y, g);
-    comm_now(comm_all_reduce(Y, REDUCE_SUM, g));
+    comm_wait(comm_all_reduce(Y, REDUCE_SUM, g));
     double calls = (double)comm_total().calls;
     example_end(&e, tensor_share(Y), copy_of(two->Y), all_reduce_bytes(2 * n, g), NULL);
     Tensor H = bend(Y), Z = times(H, false, B, false);
     e = example_begin("all_gather", "and columns of Z at the end", Z, g);
-    comm_now(comm_all_gather(all, Z, NULL, g));
+    comm_wait(comm_all_gather(all, Z, NULL, g));
     calls += (double)comm_total().calls;
     example_end(&e, all, columns_in_order(two->Z, n), (double)((n - 1) * tensor_bytes(Z)), NULL);
     report_equal("collectives, forward alone", 2, calls, "");

@@ -31,7 +31,7 @@ static Tensor identity(void *context, Tensor x) {
 
 static Tensor all_reduce(void *context, Tensor partial) {
     TensorParallel *t = context;
-    comm_now(comm_all_reduce(partial, REDUCE_SUM, t->tp));
+    comm_wait(comm_all_reduce(partial, REDUCE_SUM, t->tp));
     return tensor_share(partial);
 }
 
@@ -61,7 +61,7 @@ static void sum_over_copies(Params *params, Group copies) {
     int64_t elements = move_partial(params, copies, (Tensor){0}, false);
     Tensor buffer = tensor_new(MEMORY_COMMUNICATION, params->total_dtype, SHAPE(elements));
     move_partial(params, copies, buffer, false);
-    comm_now(comm_all_reduce(buffer, REDUCE_SUM, copies));
+    comm_wait(comm_all_reduce(buffer, REDUCE_SUM, copies));
     move_partial(params, copies, buffer, true);
     tensor_free(&buffer);
 }

@@ -65,12 +65,12 @@ static double loss(void *context, Tensor *lse, Tensor logits, Tensor targets) {
     DType statistics = logits.dtype == F64 ? F64 : F32;
     Tensor maxima = tensor_new(MEMORY_COMMUNICATION, statistics, SHAPE(n));
     op_cross_entropy_part_maxima(maxima, logits, vocab->part);
-    comm_now(comm_all_reduce(maxima, REDUCE_MAX, vocab->tp));
+    comm_wait(comm_all_reduce(maxima, REDUCE_MAX, vocab->tp));
 
     // Sums of exponentials and logits of targets are sums over ranks both: one message.
     Tensor sums = tensor_new(MEMORY_COMMUNICATION, statistics, SHAPE(2, n));
     op_cross_entropy_part_sums(sums, logits, maxima, targets, vocab->part);
-    comm_now(comm_all_reduce(sums, REDUCE_SUM, vocab->tp));
+    comm_wait(comm_all_reduce(sums, REDUCE_SUM, vocab->tp));
 
     Tensor losses = tensor_new(MEMORY_ACTIVATION, statistics, SHAPE(n));
     *lse = tensor_like(MEMORY_ACTIVATION, losses);
@@ -188,7 +188,7 @@ static void loss_of_llama(Mesh mesh, const Config *config) {
     loss(&vocab, &lse, logits, targets);
     show("maxima and sums", 2.0 * (tp.size - 1) * 3 * (double)n * sizeof(float), logits, tp);
     clock_reset();
-    comm_now(comm_all_gather(all, logits, NULL, tp));
+    comm_wait(comm_all_gather(all, logits, NULL, tp));
     show("gathered logits", (tp.size - 1) * (double)tensor_bytes(all), all, tp);
     tensor_free(&logits), tensor_free(&targets), tensor_free(&lse), tensor_free(&all);
     device_dry_run(false);

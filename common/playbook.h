@@ -7,19 +7,19 @@
 #define PLAYBOOK_H
 
 #include "base.h"
-#include "checkpoint.h"
-#include "clock.h"
-#include "comm.h"
-#include "config.h"
-#include "data.h"
-#include "mesh.h"
-#include "ops.h"
-#include "optim.h"
-#include "params.h"
-#include "report.h"
-#include "rng.h"
-#include "tensor.h"
-#include "timeline.h"
+#include "train/checkpoint.h"
+#include "report/clock.h"
+#include "comm/comm.h"
+#include "train/config.h"
+#include "train/data.h"
+#include "comm/mesh.h"
+#include "tensor/ops.h"
+#include "train/optim.h"
+#include "train/params.h"
+#include "report/report.h"
+#include "tensor/rng.h"
+#include "tensor/tensor.h"
+#include "report/timeline.h"
 
 // ==========================================================================================================
 // 00_single_gpu/transformer.c, model.c: the model and its sockets

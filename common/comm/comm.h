@@ -1,0 +1,146 @@
+// comm.h: collective and point-to-point communication between ranks, on device tensors.
+//
+// comm.c is the one front: it checks that all members of a group call the same thing, counts the bytes,
+// moves the model clock, and drives the transport that is linked in (transport.h: comm_mpi.c, or
+// comm_nccl.cu between GPUs). Names and meanings are those of MPI and NCCL. Every call here starts at
+// once and returns a request; comm_wait ends it. Until then its tensors belong to the request: reading an
+// output or writing an input is a bug. comm_wait(comm_all_reduce(…)) is both in one. Between GPUs comm_wait makes the
+// device wait, not the host: what is computed after it comes after the bytes.
+//
+// Requests of a rank run one after another in the order in which they were started, as on one communication
+// stream of a GPU; so two groups must be used in the same order by the ranks that share them.
+//
+// Sums run in rank order, member 0 first, whatever the algorithm or the timing: f64 in f64, i32 in i32,
+// all other dtypes in f32, rounded once at the end. So every member gets the same bits, every time, and
+// reduce-scatter the very bits of all-reduce. A maximum in which one member is NaN is NaN. With NCCL all
+// of this holds but for sums of f32 and f64, which run in an order of its own: every member still gets
+// the same bits, but not always those of MPI, of another number of members, or of reduce-scatter. So a
+// proof of zero bits asks comm_sums_in_rank_order first.
+//
+// On the model clock (clock.h) a call starts when the last member has reached it and its communication
+// stream is free; it then takes what clock_collective_seconds says, and comm_wait makes the compute stream
+// wait for its end.
+//
+// A dead rank, a mismatched call or a wait beyond --timeout ends all ranks with one sentence.
+#ifndef COMM_H
+#define COMM_H
+
+#include "mesh.h"
+#include "tensor/tensor.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// ---- start and end ----
+
+// After base_start and the parsing of options, so that wrong use is told once. Under mpirun or srun:
+// joins the others. Else starts this program again under mpirun with `natural` ranks, or as many as
+// "--ranks N" in argv says, oversubscribed and as root if need be; one rank alone needs no mpirun. With
+// "--rendezvous FILE" no MPI is needed: torchrun, srun or a shell has started the ranks, RANK and
+// WORLD_SIZE (or SLURM_PROCID and SLURM_NTASKS) say which is which, and they find each other through
+// FILE, which no other run uses and all can read (control_tcp.c). Reads "--timeout SECONDS", too. Chooses
+// the GPU of this rank, by its number among those of its machine. Checks that all ranks run the same
+// binary with the same arguments. On return, say() speaks on rank 0 alone, and fatal() ends all ranks
+// with one sentence.
+void comm_start(int argc, char **argv, int natural);
+// Last call of main: waits for all ranks and returns the worst of their exit statuses, the same on each. A
+// program that leaves main or calls exit() without it has called it with its status.
+int comm_finish(int status);
+int comm_ranks(void);  // 1 without comm_start
+int comm_rank(void);
+const char *comm_host(int rank);
+// What carries the bytes, if a header should say so: "NCCL 2.28.9"; else "".
+const char *comm_carrier(void);
+// Whether sums of f32 and f64 are those of the promise above to the bit.
+bool comm_sums_in_rank_order(void);
+// How long a wait may last before it is taken for a deadlock (--timeout); default 300 s.
+void comm_set_timeout(double seconds);
+// Whether members compare roots, dtypes, operations and sizes; on by default in groups of up to 64. Set it
+// alike on all ranks. Who meets whom in what order is always checked.
+void comm_set_check(bool on);
+// A group of these world ranks, in this order. All ranks must make their groups in the same sequence: the
+// n-th call of each rank makes the n-th group (of which there may be several that share no rank). Nobody
+// waits here, but with NCCL, where all ranks make the group's communicator together. A rank that is not a
+// member gets rank -1. Groups live until comm_finish.
+Group comm_group(const char *name, const int *members, int size);
+// All ranks, in order; one before comm_start.
+Group comm_world(void);
+
+// ---- requests ----
+
+typedef struct Request Request;
+// Ends the request. The request is gone afterwards; a request that is never waited for is fatal at
+// comm_finish.
+void comm_wait(Request *request);
+
+typedef enum ReduceOp { REDUCE_SUM, REDUCE_MAX } ReduceOp;
+
+// n = members, K = bytes of the tensor named, k = K / n or this member's own part of it where parts are unequal.
+// "Sends" is what a call sends from this rank. An all-reduce cuts its tensor in pieces of ceil(count / n)
+// elements, the last ones shorter; k is this member's piece.
+
+// In place. Sends K - k + (n - 1) k; in equal pieces 2 (n - 1) / n K.
+Request *comm_all_reduce(Tensor t, ReduceOp op, Group group);
+// The result stands at root; all others keep what they gave. Sends K - k, and k if not root.
+Request *comm_reduce(Tensor t, ReduceOp op, int root, Group group);
+// Part i of `in`, the sum over members, goes to member i. Parts are counts[i] elements long in order; counts
+// NULL: equal parts. out may be this member's own part of `in`. Sends K(in) - k.
+Request *comm_reduce_scatter(Tensor out, Tensor in, const int64_t *counts, ReduceOp op, Group group);
+// Member i's `in` becomes part i of `out`. `in` may be this member's own part of `out`. Sends (n - 1) K(in).
+Request *comm_all_gather(Tensor out, Tensor in, const int64_t *counts, Group group);
+// The whole tensor, `out` of a gather and `in` of a scatter, is read at root alone; elsewhere it may be {0}.
+// A gather sends K(in), from root 0; a scatter sends from root K(in) - k, else 0.
+Request *comm_gather(Tensor out, Tensor in, const int64_t *counts, int root, Group group);
+Request *comm_scatter(Tensor out, Tensor in, const int64_t *counts, int root, Group group);
+// Sends from root (n - 1) K, else 0.
+Request *comm_broadcast(Tensor t, int root, Group group);
+// Part i of `in` (in_counts[i] elements) goes to member i; part i of `out` (out_counts[i]) comes from member i.
+// NULL counts: equal parts. `in` and `out` must not overlap. Sends K(in) - k.
+Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const int64_t *in_counts, Group group);
+// Sends nothing but the notices that every call begins with, which are not counted.
+Request *comm_barrier(Group group);
+
+// Point to point: peers are ranks of the group. As in NCCL, a send ends only when the receive has begun,
+// so calls that depend on each other go into one batch, which runs all of them at once. Between two
+// ranks, the i-th send of one meets the i-th receive of the other, in whatever batches they stand. To
+// oneself: only within one batch. Bytes: all that is sent to others. With NCCL two ranks connect before
+// their first transfer in a group: a batch then begins when each of its peers that are new has come to a
+// batch with this rank.
+typedef struct Transfer {
+    bool send;  // else receive
+    int peer;
+    Tensor t;
+} Transfer;
+Request *comm_transfers(const Transfer *transfers, int count, Group group);
+Request *comm_send(Tensor t, int to, Group group);
+Request *comm_receive(Tensor t, int from, Group group);
+Request *comm_send_receive(Tensor send, int to, Tensor receive, int from, Group group);
+
+// Sums that programs need on the host (token counts, norms, verdicts): blocking, in rank order, in f64;
+// counted and clocked as an all-reduce of one f64, and computed in a dry run, too. comm_max is NaN if one
+// value is.
+double comm_sum(double value, Group group);
+double comm_max(double value, Group group);
+
+// ---- counts ----
+
+// What this rank has sent since the last clock_reset, by kind of call: "all_reduce" "reduce"
+// "reduce_scatter" "all_gather" "gather" "scatter" "broadcast" "all_to_all" "barrier" "transfers". Calls
+// and bytes count when a call starts, seconds when it is waited for.
+typedef struct CommCount {
+    const char *name;
+    int64_t calls;
+    int64_t bytes;           // sent by this rank
+    double wall_seconds;     // inside start and wait
+    double model_seconds;    // on the communication stream
+    double exposed_seconds;  // model clock: the compute stream waited for it
+} CommCount;
+CommCount comm_total(void);
+int comm_counts(const CommCount **counts);  // all kinds, called or not
+CommCount comm_count(const char *name);  // of one kind; zeros if there was none
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,143 @@
+// comm_staged.c: cuda + mpi. Every call of comm goes through the host: device -> pinned buffer -> MPI ->
+// pinned buffer -> device. The host waits for both copies, so nothing overlaps; it is the way for
+// machines without NCCL, and beside NCCL the other witness of a result, since its sums are those of
+// comm_mpi.c to the bit.
+#include "comm_staged.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "tensor/device.h"
+
+typedef struct Buffer {  // grows to what the largest call needs
+    char *memory;
+    size_t bytes;
+} Buffer;
+
+static Buffer given, got;  // what this rank gives; what it gets
+
+struct Stage {
+    Collective real, *call;
+    Transfer *transfers;
+    Storage *storage;  // of each transfer's tensor, in host memory
+    int64_t out_bytes;
+};
+
+static char *room(Buffer *buffer, int64_t bytes) {
+    if ((size_t)bytes > buffer->bytes) {
+        backend_free_pinned(buffer->memory);
+        buffer->memory = backend_alloc_pinned((size_t)bytes);
+        CHECK(buffer->memory, "out of host memory: %s more to stage what ranks exchange",
+              bytes_text((double)bytes));
+        buffer->bytes = (size_t)bytes;
+    }
+    return buffer->memory;
+}
+
+static void fetch(void *to, const void *from, int64_t bytes) {
+    if (bytes > 0) backend_to_host(to, from, (size_t)bytes);
+}
+
+static void put_back(void *to, const void *from, int64_t bytes) {
+    if (bytes > 0) backend_from_host(to, from, (size_t)bytes);
+}
+
+// Bytes of all parts, and of mine.
+static int64_t bytes_of_parts(const Collective *c, const int64_t *counts, bool all) {
+    int64_t count = 0;
+    for (int i = 0; counts && i < c->group.size; i++)
+        if (all || i == c->group.rank) count += counts[i];
+    return count * (int64_t)dtype_size(c->dtype);
+}
+
+static void stage_transfers(Stage *s) {
+    Collective *c = s->call;
+    int n = c->transfer_count;
+    int64_t bytes = 0, at = 0;
+    for (int i = 0; i < n; i++) bytes += tensor_bytes(c->transfers[i].t);
+    s->transfers = host_alloc(sizeof *s->transfers * (size_t)n);
+    s->storage = host_alloc(sizeof *s->storage * (size_t)n);
+    char *memory = room(&given, bytes);
+    for (int i = 0; i < n; i++) {
+        Transfer *t = &s->transfers[i];
+        *t = c->transfers[i];
+        if (t->send) fetch(memory + at, tensor_address(t->t), tensor_bytes(t->t));
+        s->storage[i] =
+            (Storage){.memory = memory + at, .bytes = (size_t)tensor_bytes(t->t), .references = 1};
+        at += tensor_bytes(t->t);
+        t->t.storage = &s->storage[i];
+        t->t.offset = 0;
+    }
+    c->transfers = s->transfers;
+}
+
+Stage *stage_begin(Collective *call) {
+    if (backend_is_host()) return NULL;
+    Stage *s = host_alloc(sizeof *s);
+    *s = (Stage){.real = *call, .call = call};
+    const Collective *real = &s->real;
+    bool is_root = real->group.rank == real->root;
+    int64_t in = 0, out = 0;  // bytes
+    switch (real->kind) {
+        case ALL_REDUCE:
+        case REDUCE:
+            in = bytes_of_parts(real, real->in_counts, true);
+            out = real->kind == ALL_REDUCE || is_root ? in : 0;
+            break;
+        case BROADCAST:
+            in = real->in_counts[0] * (int64_t)dtype_size(real->dtype);
+            out = is_root ? 0 : in;
+            break;
+        case REDUCE_SCATTER:
+            in = bytes_of_parts(real, real->in_counts, true);
+            out = bytes_of_parts(real, real->in_counts, false);
+            break;
+        case ALL_GATHER:
+            in = bytes_of_parts(real, real->out_counts, false);
+            out = bytes_of_parts(real, real->out_counts, true);
+            break;
+        case GATHER:
+            in = bytes_of_parts(real, real->out_counts, false);
+            out = is_root ? bytes_of_parts(real, real->out_counts, true) : 0;
+            break;
+        case SCATTER:
+            in = is_root ? bytes_of_parts(real, real->in_counts, true) : 0;
+            out = bytes_of_parts(real, real->in_counts, false);
+            break;
+        case ALL_TO_ALL:
+            in = bytes_of_parts(real, real->in_counts, true);
+            out = bytes_of_parts(real, real->out_counts, true);
+            break;
+        case TRANSFERS:
+            stage_transfers(s);
+            return s;
+        case BARRIER:
+        case COLLECTIVE_KINDS:
+            return s;
+    }
+    s->out_bytes = out;
+    call->in = room(&given, in);
+    fetch((void *)call->in, real->in, in);
+    // These work in place.
+    bool in_place = real->kind == ALL_REDUCE || real->kind == REDUCE || real->kind == BROADCAST;
+    call->out = in_place ? (void *)call->in : room(&got, out);
+    return s;
+}
+
+void stage_end(Stage *s) {
+    const Collective *real = &s->real;
+    put_back(real->out, s->call->out, s->out_bytes);
+    for (int i = 0; s->transfers && i < real->transfer_count; i++) {
+        const Transfer *t = &real->transfers[i];
+        if (!t->send) put_back(tensor_address(t->t), s->storage[i].memory, tensor_bytes(t->t));
+    }
+    free(s->transfers);
+    free(s->storage);
+    free(s);
+}
+
+void stage_finish(void) {
+    backend_free_pinned(given.memory);
+    backend_free_pinned(got.memory);
+    given = got = (Buffer){0};
+}

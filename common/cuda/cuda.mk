@@ -1,0 +1,150 @@
+# cuda.mk: how the CUDA sources are made. The Makefile reads it where OPS or COMM ask for it.
+#
+# OPS=cuda         *.cu through nvcc: machine code for the GPUs of CUDA_ARCH, PTX of CUDA_PTX for later ones
+# OPS=cuda-on-cpu  the same files as C++, through g++ and cuda_on_cpu.h, for tests on machines without a GPU
+
+# What is missing is told to those who build, in one sentence; help, clean and the checks go without.
+building := $(filter-out help run test mutants gpu-check clean,$(or $(MAKECMDGOALS),help))
+refuse    = $(if $(building),$(error $(1)))
+first     = $(firstword $(wildcard $(1)))
+# /usr/include is where compilers look anyhow, and must stay last in their list.
+includes  = $(patsubst %,-isystem %/include,$(filter-out /usr,$(sort $(1))))
+# A library by its folder: toolkits have lib64/, packages of Python lib/, with a version in the file's name.
+library   = $(call first,$(foreach home,$(1),$(foreach dir,lib64 lib targets/*/lib lib/$(MULTIARCH),\
+            $(home)/$(dir)/$(2).so $(home)/$(dir)/$(2).so.[0-9]*)))
+
+ifeq ($(origin CXX),default)
+CXX := g++
+endif
+LINK := $(CXX)
+cuda_sources := common/cuda/device_cuda.cu $(sort $(wildcard common/cuda/ops_cuda*.cu))
+# Where the objects of *.cu lie: builds that differ elsewhere may share them, since nvcc takes long.
+KERNELS ?= $(BUILD)/lib
+
+ifeq ($(OPS),cuda)
+# ---- nvcc ----
+# nvcc itself knows where its toolkit is, also behind a wrapper on the PATH.
+CUDA_HOME   ?= $(or $(abspath $(shell nvcc -dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#$$ TOP=//p')),/usr/local/cuda)
+CUDA_HOME   := $(CUDA_HOME)
+CUBLAS_HOME ?= $(CUDA_HOME)
+NVCC        ?= $(CUDA_HOME)/bin/nvcc
+CUDA_ARCH   ?= 80 90a
+CUDA_PTX    ?= 90
+cudart      := $(call library,$(CUDA_HOME) /usr,libcudart)
+cublasLt    := $(call library,$(CUBLAS_HOME) $(if $(filter $(CUDA_HOME),$(CUBLAS_HOME)),/usr),libcublasLt)
+ifeq ($(call first,$(NVCC)),)
+$(call refuse,OPS=cuda needs the CUDA Toolkit and there is no $(NVCC): install it or name its folder with CUDA_HOME=)
+endif
+ifeq ($(cudart),)
+$(call refuse,OPS=cuda needs libcudart and $(CUDA_HOME) has none: name the toolkit's folder with CUDA_HOME=)
+endif
+ifeq ($(cublasLt),)
+$(call refuse,OPS=cuda needs cuBLAS and $(CUBLAS_HOME) has no libcublasLt: name the folder that has it in lib/ with CUBLAS_HOME=)
+endif
+cuda_sources += common/cuda/gemm_cublaslt.cu
+cuda_libs    := $(cudart) $(cublasLt)
+NVCCFLAGS    := -std=c++17 -O3 -lineinfo -ccbin $(CXX) -Xcompiler -Wall,-Wextra --Werror all-warnings -Icommon -I. \
+                $(call includes,$(filter-out $(CUDA_HOME),$(CUBLAS_HOME))) \
+                $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
+                $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
+compile_cu   := $(NVCC) $(NVCCFLAGS)
+compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon -I. $(call includes,$(CUDA_HOME))
+cc_tests     := $(wildcard tests/unit/test_ops_cuda.cc)
+endif
+
+ifeq ($(OPS),cuda-on-cpu)
+# ---- g++ ----
+# -fsanitize=thread reports each access to memory to cuda_on_cpu.cc, which is compiled without it. The
+# sanitizer's own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an
+# array declares, -fsanitize-coverage reports each basic block, for divergence, and -fstack-clash-protection
+# has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses.
+cuda_sources      += common/cuda_on_cpu/gemm_on_cpu.cc $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc)) tests/emulation/nccl_on_cpu.cc
+ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
+                     -Wno-unknown-pragmas -g -Icommon -I. $(BLAS_CFLAGS)
+CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-exceptions -fsanitize=thread -fsanitize=bounds-strict \
+                     -fsanitize-coverage=trace-pc -fstack-clash-protection
+compile_cu        := $(CXX) -x c++ $(CUDA_ON_CPU_FLAGS)
+compile_test      := $(compile_cu)
+cc_tests          := $(sort $(wildcard tests/unit/test_*.cc))
+LDLIBS            += -lboost_context
+endif
+
+ifeq ($(OPS)-$(COMM),cuda-on-cpu-nccl)
+cuda_sources += common/comm/comm_nccl.cu
+endif
+
+ifeq ($(OPS)-$(COMM),cuda-nccl)
+# ---- NCCL ----
+nccl_places := $(addsuffix /include/nccl.h,$(CUDA_HOME) /usr /usr/local)
+NCCL_HOME   ?= $(or $(patsubst %/include/nccl.h,%,$(call first,$(nccl_places))),$(CUDA_HOME))
+NCCL_HOME   := $(NCCL_HOME)
+nccl        := $(call library,$(NCCL_HOME),libnccl)
+ifeq ($(call first,$(NCCL_HOME)/include/nccl.h),)
+$(call refuse,COMM=nccl needs NCCL and there is no $(NCCL_HOME)/include/nccl.h: install libnccl-dev or name its folder with NCCL_HOME=)
+endif
+ifeq ($(nccl),)
+$(call refuse,COMM=nccl needs NCCL and $(NCCL_HOME) has no libnccl: name the folder that has it in lib/ with NCCL_HOME=)
+endif
+cuda_libs    += $(nccl)
+cuda_sources += $(sort $(wildcard common/comm/comm_nccl*.cu))
+$(KERNELS)/common/comm/comm_nccl%: private compile_cu += $(call includes,$(filter-out $(CUDA_HOME),$(NCCL_HOME)))
+endif
+
+ifeq ($(OPS),cuda)
+CFLAGS += $(call includes,$(CUDA_HOME) $(NCCL_HOME))
+LDLIBS += $(cuda_libs) $(foreach dir,$(sort $(patsubst %/,%,$(dir $(cuda_libs)))),-Wl,-rpath,$(dir))
+endif
+cuda_parts := $(cuda_sources:%=$(KERNELS)/%.o)
+parts      += $(cuda_parts)
+cc_tests   := $(cc_tests:tests/unit/%.cc=$(BUILD)/tests/%)
+tests      += $(cc_tests)
+-include $(shell find $(filter-out $(BUILD)/%,$(KERNELS)) -name '*.d' 2>/dev/null)
+
+# ---- rules ----
+
+cc_compile = $(if $(V),,@echo '  $(notdir $(firstword $(1)))  $<';) $(1) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
+
+$(KERNELS)/flags-cuda: FORCE
+	@mkdir -p $(@D)
+	@echo '$(compile_cu)' > $@.new
+	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+
+$(KERNELS)/%.cu.o: %.cu $(KERNELS)/flags-cuda
+	@mkdir -p $(@D)
+	$(call cc_compile,$(compile_cu))
+
+$(KERNELS)/%.cc.o: %.cc $(KERNELS)/flags-cuda
+	@mkdir -p $(@D)
+	$(call cc_compile,$(CXX) $(ON_CPU_FLAGS))
+
+$(BUILD)/main/tests/%.cc.o: tests/%.cc $(KERNELS)/flags-cuda
+	@mkdir -p $(@D)
+	$(call cc_compile,$(compile_test))
+
+# Tests of CUDA on the CPU do not wait for the back end's kernels: a change of its header would compile them all.
+cpu_parts := $(BUILD)/lib/common/tensor/ops_cpu.o $(BUILD)/lib/common/tensor/device_cpu.o
+emulator  := $(filter %.cc.o,$(filter-out %/gemm_on_cpu.cc.o,$(cuda_parts))) \
+             $(filter $(BUILD)/lib/common/%.o,$(filter-out %.cu.o %.cc.o,$(parts))) $(cpu_parts)
+$(BUILD)/libcuda_on_cpu.a: $(emulator)
+	@rm -f $@
+	$(Q)ar rcs $@ $^
+
+$(filter-out %/test_ops_cuda,$(cc_tests)): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o $(BUILD)/libcuda_on_cpu.a
+	@mkdir -p $(@D)
+	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
+
+# test_ops_cuda compares both back ends in one program: in copies of the CUDA objects, what kernels.h and
+# device.h declare is named cuda_kernel_* and cuda_backend_*. The plain names are the CPU's.
+both := $(cuda_parts:$(KERNELS)/%=$(BUILD)/both/%)
+
+$(BUILD)/both/names: common/tensor/kernels.h common/tensor/device.h
+	@mkdir -p $(@D)
+	@grep -ohE '\b(kernel|backend)_[a-z_]+\(' $^ | tr -d '(' | sort -u | sed 's/.*/& cuda_&/' > $@
+
+$(both): $(BUILD)/both/%: $(KERNELS)/% $(BUILD)/both/names
+	@mkdir -p $(@D)
+	@objcopy --redefine-syms=$(BUILD)/both/names $< $@
+
+$(BUILD)/tests/test_ops_cuda: $(BUILD)/main/tests/unit/test_ops_cuda.cc.o $(both) $(cpu_parts) $(archive)
+	@mkdir -p $(@D)
+	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@

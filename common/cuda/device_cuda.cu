@@ -1,0 +1,233 @@
+// device_cuda.cu: a GPU as the device: memory from a pool, one compute stream, and waits that cannot
+// hang.
+//
+// Allocating and releasing are work on the stream, like kernels: cudaMallocAsync takes from a pool that
+// keeps what it once had from the driver, so a training step after the first asks the driver for
+// nothing.
+#include "device_cuda.h"
+
+#include <sched.h>
+
+#include "tensor/device.h"
+#include "gpu.h"
+#include "tensor/tensor.h"
+
+static struct {
+    int local_rank = 0, ranks_here = 1;
+    bool started = false;
+    int count = 0;
+    cudaStream_t stream;
+    cudaMemPool_t pool;
+    void (*look)(void) = nullptr;
+    void *scratch = nullptr;
+    size_t scratch_bytes = 0;
+    Mailbox *mailbox, *copy;  // on the device; on the host, pinned
+    bool fault_expected = false;
+    char text[320];
+} state;
+
+// ---- start ----
+
+__global__ void no_work() {}
+
+static const char *version_text(int version) {
+    static char texts[2][16];
+    static int turn;
+    char *text = texts[turn++ % 2];
+    snprintf(text, sizeof texts[0], "%d.%d", version / 1000, version % 1000 / 10);
+    return text;
+}
+
+// Every way in which a machine can fail to have a GPU for this program, each with its remedy.
+static void count_devices() {
+    int driver = 0, runtime = 0;
+    cudaError_t status = cudaGetDeviceCount(&state.count);
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    if (status == cudaSuccess && state.count > 0) return;
+    if (status == cudaSuccess || status == cudaErrorNoDevice)
+        fatal(
+            "no GPU is visible: see whether nvidia-smi lists one and CUDA_VISIBLE_DEVICES does not hide "
+            "it; "
+            "`make` without OPS=cuda builds for the CPU");
+    if (status == cudaErrorInsufficientDriver && driver == 0)
+        fatal(
+            "no NVIDIA driver is loaded: install one for CUDA %s or later; `make` without OPS=cuda builds "
+            "for the CPU",
+            version_text(runtime));
+    if (status == cudaErrorInsufficientDriver)
+        fatal(
+            "the NVIDIA driver is for CUDA %s and this program for %s: install a newer driver, or build "
+            "with an "
+            "older toolkit, CUDA_HOME=...",
+            version_text(driver), version_text(runtime));
+    fatal("CUDA does not start (%s): see whether nvidia-smi works", cudaGetErrorString(status));
+}
+
+static void start() {
+    if (state.started) return;
+    count_devices();
+    int device = state.local_rank % state.count, blocks, runtime;
+    cudaDeviceProp is;
+    CUDA_CHECK(cudaSetDevice(device));
+    CUDA_CHECK(cudaGetDeviceProperties(&is, device));
+    CUDA_CHECK(cudaRuntimeGetVersion(&runtime));
+    // The first question about a kernel loads the program's code, if it has some for this GPU.
+    cudaError_t status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, no_work, 32, 0);
+    CHECK(status != cudaErrorNoKernelImageForDevice && status != cudaErrorInvalidDeviceFunction &&
+              status != cudaErrorUnsupportedPtxVersion,
+          "this program has no code for the %s: build it with CUDA_ARCH=%d%d", is.name, is.major, is.minor);
+    CUDA_CHECK(status);
+    snprintf(state.text, sizeof state.text, "%s (sm_%d%d), CUDA %s", is.name, is.major, is.minor,
+             version_text(runtime));
+    CUDA_CHECK(cudaStreamCreateWithFlags(&state.stream, cudaStreamNonBlocking));
+    CUDA_CHECK(cudaDeviceGetDefaultMemPool(&state.pool, device));
+    uint64_t keep = UINT64_MAX;
+    CUDA_CHECK(cudaMemPoolSetAttribute(state.pool, cudaMemPoolAttrReleaseThreshold, &keep));
+    CUDA_CHECK(cudaMalloc(&state.mailbox, sizeof *state.mailbox));
+    CUDA_CHECK(cudaMallocHost(&state.copy, sizeof *state.copy));
+    CUDA_CHECK(cudaMemsetAsync(state.mailbox, 0, sizeof *state.mailbox, state.stream));
+    state.started = true;
+}
+
+void backend_start(int local_rank, int ranks_here) {
+    CHECK(!state.started, "backend_start comes after the first use of the GPU");
+    state.local_rank = local_rank;
+    state.ranks_here = ranks_here;
+}
+
+const char *backend_text(void) {
+    start();
+    return state.text;
+}
+
+void backend_wait(void) { device_wait(); }
+
+int device_count(void) {
+    start();
+    return state.count;
+}
+
+void *device_stream(void) {
+    start();
+    return state.stream;
+}
+
+// ---- waiting ----
+
+void device_on_wait(void (*look)(void)) { state.look = look; }
+
+static void poll() {
+    cudaError_t status;
+    for (unsigned turn = 1; (status = cudaStreamQuery(state.stream)) == cudaErrorNotReady; turn++) {
+        cudaGetLastError();  // "not ready" is no error, but the check of the next launch would take it for one
+        if (state.look) state.look();
+        if (turn % 64 == 0) sched_yield();
+    }
+    CHECK(status == cudaSuccess,
+          "the GPU stopped with \"%s\"; compute-sanitizer in front of the command names the kernel",
+          cudaGetErrorString(status));
+}
+
+Mailbox device_read_mailbox(void) {
+    start();
+    CUDA_CHECK(cudaMemcpyAsync(state.copy, state.mailbox, sizeof *state.copy, cudaMemcpyDeviceToHost,
+                               state.stream));
+    poll();
+    state.fault_expected = false;
+    const IndexFault *fault = &state.copy->fault;
+    if (fault->taken)
+        fatal(fault->sentence, (long long)fault->index, fault->value, (long long)fault->bound);
+    return *state.copy;
+}
+
+void device_wait(void) {
+    start();
+    if (state.fault_expected) device_read_mailbox();
+    else poll();
+}
+
+Mailbox *device_mailbox(void) {
+    start();
+    return state.mailbox;
+}
+
+void device_expect_fault(void) { state.fault_expected = true; }
+
+// ---- memory ----
+
+void *backend_alloc(size_t bytes) {
+    start();
+    void *memory;
+    if (bytes == 0) bytes = 1;
+    cudaError_t status = cudaMallocAsync(&memory, bytes, state.stream);
+    if (status == cudaErrorMemoryAllocation) {
+        // Once more when everything that was given up is really free, and no longer cut as it was.
+        cudaGetLastError();
+        device_wait();
+        CUDA_CHECK(cudaMemPoolTrimTo(state.pool, 0));
+        status = cudaMallocAsync(&memory, bytes, state.stream);
+    }
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        return NULL;
+    }
+    CUDA_CHECK(status);
+    return memory;
+}
+
+void backend_free(void *memory) {
+    if (memory) CUDA_CHECK(cudaFreeAsync(memory, state.stream));
+}
+
+int64_t backend_capacity(void) {
+    start();
+    size_t available, total;
+    CUDA_CHECK(cudaMemGetInfo(&available, &total));
+    return (int64_t)available;
+}
+
+void *device_scratch(size_t bytes) {
+    start();
+    if (state.scratch_bytes < bytes) {
+        backend_free(state.scratch);
+        state.scratch_bytes = 0;
+        state.scratch = backend_alloc(bytes);
+        CHECK(state.scratch, "out of device memory: %s of scratch for a kernel do not fit; held now: %s",
+              bytes_text((double)bytes), memory_text());
+        state.scratch_bytes = bytes;
+    }
+    return state.scratch;
+}
+
+// A copy from or to memory that is not pinned blocks inside the driver until the stream has come to it:
+// there no look could end it, so the wait comes first.
+static void copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+    if (bytes == 0) return;
+    device_wait();
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, state.stream));
+    device_wait();
+}
+
+void backend_from_host(void *to, const void *from, size_t bytes) {
+    copy(to, from, bytes, cudaMemcpyHostToDevice);
+}
+
+void backend_to_host(void *to, const void *from, size_t bytes) {
+    copy(to, from, bytes, cudaMemcpyDeviceToHost);
+}
+
+bool backend_is_host(void) { return false; }
+
+void *backend_alloc_pinned(size_t bytes) {
+    start();
+    void *memory;
+    cudaError_t status = cudaMallocHost(&memory, bytes ? bytes : 1);
+    if (status == cudaErrorMemoryAllocation) return cudaGetLastError(), nullptr;
+    CUDA_CHECK(status);
+    return memory;
+}
+
+void backend_free_pinned(void *memory) {
+    if (memory) CUDA_CHECK(cudaFreeHost(memory));
+}

@@ -1,0 +1,368 @@
+// ops_cuda.h: what the kernels of ops_cuda*.cu have in common: types, loads of 16 bytes, sums over a
+// block, launches.
+//
+// A kernel that is bound by memory is fast when each thread moves 16 bytes at a time and enough of them
+// are under way. So a thread works on a pack: N elements that follow each other, of which the narrowest
+// array's make 16 bytes. Where a view begins at an odd element, or a row has an odd length, it takes
+// the elements one by one.
+//
+// Three rules keep it reproducible, as on the CPU: no atomics but on whole numbers; no sum whose order
+// depends on the GPU; and no sum whose order depends on where an array begins: which elements a thread
+// sums is the same whether it loads them in packs or one by one.
+#ifndef OPS_CUDA_H
+#define OPS_CUDA_H
+
+#include <algorithm>
+#include <climits>
+
+#include "tensor/device.h"
+#include "device_cuda.h"
+#include "gpu.h"
+#include "tensor/kernels.h"
+
+constexpr int64_t WARP = 32;
+constexpr int64_t PACK_BYTES = 16;
+// Of a block; small arrays take fewer.
+constexpr int64_t MOST_THREADS = 256;
+// Of an elementwise kernel; its threads go round as often as it takes.
+constexpr int64_t MOST_BLOCKS = 1 << 14;
+// That a thread asks for before it computes with the first of them: with fewer, not enough would be
+// under way to fill the time that memory takes to answer.
+constexpr int BYTES_AHEAD = 64;
+// Of shared memory that a block may hold rows in: it gets 48 KiB without asking, and sums take the rest.
+constexpr int64_t SHARED_BYTES = 47 * 1024;
+
+static inline cudaStream_t stream() { return static_cast<cudaStream_t>(device_stream()); }
+
+__host__ __device__ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+__host__ __device__ static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Threads of a block for `items` of work: whole warps, since a block's sums take whole warps.
+static inline unsigned threads_for(int64_t items) {
+    return (unsigned)(least(ceil_div(items > 0 ? items : 1, WARP) * WARP, MOST_THREADS));
+}
+
+// One block for each of `rows`.
+static inline unsigned blocks_for(const char *op, int64_t rows) {
+    CHECK(rows <= INT_MAX, "%s: %lld rows are more than the %d blocks of a launch", op, (long long)rows,
+          INT_MAX);
+    return (unsigned)rows;
+}
+
+// ---- storage and arithmetic ----
+
+// f64 is computed in f64, all else in f32.
+template <class T>
+struct ArithmeticOf {
+    typedef float Type;
+};
+template <>
+struct ArithmeticOf<double> {
+    typedef double Type;
+};
+template <class T>
+using Arithmetic = typename ArithmeticOf<T>::Type;
+
+__device__ inline double wide(double x) { return x; }
+__device__ inline float wide(float x) { return x; }
+__device__ inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float wide(__half x) { return __half2float(x); }
+
+// Rounded to nearest, ties to even; f64 goes to 16 bits by way of f32.
+template <class T>
+__device__ inline T narrow(float x) {
+    return T(x);
+}
+template <class T>
+__device__ inline T narrow(double x) {
+    return T(static_cast<float>(x));
+}
+template <>
+__device__ inline double narrow<double>(double x) {
+    return x;
+}
+template <>
+__device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
+    return __float2bfloat16_rn(x);
+}
+template <>
+__device__ inline __half narrow<__half>(float x) {
+    return __float2half_rn(x);
+}
+
+// For results that are rounded to 16 bits, of type T: the GPU's own approximations, good to about 21
+// bits, at a fraction of the instructions; without them the exponentials, not the memory, would set the
+// pace of 16-bit rows.
+template <class T>
+__device__ inline Arithmetic<T> exp_for(Arithmetic<T> x) {
+    if constexpr (sizeof(T) == 2) return __expf(x);
+    else return exp(x);
+}
+template <class T>
+__device__ inline Arithmetic<T> quotient_for(Arithmetic<T> x, Arithmetic<T> y) {
+    if constexpr (sizeof(T) == 2) return __fdividef(x, y);
+    else return x / y;
+}
+
+// Calls f with a value of the type that dtype stores; its value says nothing.
+template <class F>
+static inline void by_dtype(DType dtype, F f) {
+    switch (dtype) {
+        case F64:
+            return f(double());
+        case F32:
+            return f(float());
+        case BF16:
+            return f(__nv_bfloat16());
+        case F16:
+            return f(__half());
+        default:
+            fatal("kernels compute with f64, f32, bf16 and f16, not with %s", dtype_name(dtype));
+    }
+}
+
+// ---- packs ----
+
+template <class T, int N>
+struct alignas(N == 1 ? alignof(T) : PACK_BYTES) Pack {
+    T x[N];
+};
+
+// Elements of which the narrowest of these types make 16 bytes.
+template <class... T>
+constexpr int pack_of = (int)PACK_BYTES / (int)std::min({sizeof(T)...});
+
+template <int N, class T>
+__device__ inline Pack<T, N> load(const T *from) {
+    Pack<T, N> pack;
+    if constexpr (N == 1) {
+        pack.x[0] = *from;
+    } else {
+        static_assert(sizeof pack % PACK_BYTES == 0, "a pack is whole accesses of 16 bytes");
+#pragma unroll
+        for (size_t i = 0; i < sizeof pack / sizeof(uint4); i++)
+            reinterpret_cast<uint4 *>(&pack)[i] = reinterpret_cast<const uint4 *>(from)[i];
+    }
+    return pack;
+}
+
+template <int N, class T>
+__device__ inline void store(T *to, const Pack<T, N> &pack) {
+    if constexpr (N == 1) {
+        *to = pack.x[0];
+    } else {
+#pragma unroll
+        for (size_t i = 0; i < sizeof pack / sizeof(uint4); i++)
+            reinterpret_cast<uint4 *>(to)[i] = reinterpret_cast<const uint4 *>(&pack)[i];
+    }
+}
+
+static inline bool is_aligned(const void *address) { return (uintptr_t)address % PACK_BYTES == 0; }
+// Whether all of these arrays can be read and written in packs; those that do not exist can.
+template <class... T>
+static inline bool all_aligned(T... arrays) {
+    return (is_aligned(arrays) && ...);
+}
+// ... and whether that holds for each row of `columns` elements.
+template <class T>
+static inline bool rows_aligned(const T *first, int64_t columns) {
+    return is_aligned(first) && columns * (int64_t)sizeof(T) % PACK_BYTES == 0;
+}
+
+// ---- elementwise ----
+
+// A Body has In<N>, read<N>(first), which loads elements [first, first + N) of its inputs, and
+// write<N>(first, in), which computes and stores.
+
+template <int N, int AHEAD, class Body>
+__global__ void each_element(Body body, int64_t count, bool packs) {
+    const int64_t me = (int64_t)blockIdx.x * blockDim.x + threadIdx.x,
+                  all = (int64_t)gridDim.x * blockDim.x;
+    const int64_t whole = packs ? count / N : 0;
+    for (int64_t i = me; i < whole; i += AHEAD * all) {
+        typename Body::template In<N> in[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+            if (i + k * all < whole) in[k] = body.template read<N>((i + k * all) * N);
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+            if (i + k * all < whole) body.template write<N>((i + k * all) * N, in[k]);
+    }
+    for (int64_t i = whole * N + me; i < count; i += all)
+        body.template write<1>(i, body.template read<1>(i));
+}
+
+// packs: whether the arrays let it go N elements at a time.
+template <int N, class Body>
+static inline void for_each(int64_t count, bool packs, Body body) {
+    constexpr int AHEAD = std::max(1, BYTES_AHEAD / (int)sizeof(typename Body::template In<N>));
+    if (count == 0) return;
+    int64_t items = packs ? ceil_div(count, N * AHEAD) + count % N : count;
+    unsigned threads = threads_for(items);
+    LAUNCH((each_element<N, AHEAD, Body>), (unsigned)least(ceil_div(items, threads), MOST_BLOCKS), threads,
+           0, stream(), body, count, packs);
+}
+
+// ---- rows: a block reads a row of `count` elements, pack by pack ----
+
+// Pack `i` of the row; past the row's end, `beyond`.
+template <int N, class T>
+__device__ inline Pack<T, N> load_of_row(const T *row, int64_t i, int64_t count, bool packs, T beyond) {
+    if (packs && (i + 1) * N <= count) return load<N>(row + i * N);
+    Pack<T, N> pack;
+#pragma unroll
+    for (int j = 0; j < N; j++) pack.x[j] = i * N + j < count ? row[i * N + j] : beyond;
+    return pack;
+}
+
+template <int N, class T>
+__device__ inline void store_of_row(T *row, int64_t i, int64_t count, bool packs, const Pack<T, N> &pack) {
+    if (packs && (i + 1) * N <= count) return store<N>(row + i * N, pack);
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        if (i * N + j < count) row[i * N + j] = pack.x[j];
+}
+
+// Packs that a thread loads before it works on the first, and threads for a row with so many packs.
+template <int N, class T>
+constexpr int packs_ahead = std::max(1, BYTES_AHEAD / (int)sizeof(Pack<T, N>));
+template <class T, int N = pack_of<T>>
+static inline unsigned threads_for_row(int64_t count) {
+    return threads_for(ceil_div(count, N * packs_ahead<N, T>));
+}
+
+// Calls f(i, pack) for each pack of the row that is this thread's, in order.
+template <int N, class T, class F>
+__device__ inline void each_pack(const T *row, int64_t count, bool packs, T beyond, F f) {
+    constexpr int AHEAD = packs_ahead<N, T>;
+    const int64_t whole = packs ? count / N : 0, step = blockDim.x;
+    int64_t i = threadIdx.x;
+    for (; i + (AHEAD - 1) * step < whole; i += AHEAD * step) {
+        Pack<T, N> ahead[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) ahead[k] = load<N>(row + (i + k * step) * N);
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) f(i + k * step, ahead[k]);
+    }
+    for (; i * N < count; i += step) f(i, load_of_row<N>(row, i, count, packs, beyond));
+}
+
+// A row that the block reads twice. Its first `room` packs wait in shared memory, each for the thread
+// that read it, so there is no barrier; the others are read again.
+template <int N, class T>
+struct HeldRow {
+    const T *row;
+    int64_t count;
+    bool packs;
+    T beyond;
+    Pack<T, N> *held;
+    int64_t room;
+
+    __device__ void keep(int64_t i, const Pack<T, N> &pack) const {
+        if (i < room) store<N>(held[i].x, pack);
+    }
+    __device__ Pack<T, N> first(int64_t i) const {
+        Pack<T, N> pack = load_of_row<N>(row, i, count, packs, beyond);
+        keep(i, pack);
+        return pack;
+    }
+    __device__ Pack<T, N> again(int64_t i) const {
+        return i < room ? load<N>(held[i].x) : load_of_row<N>(row, i, count, packs, beyond);
+    }
+};
+
+// ---- over a block ----
+
+struct Add {
+    template <class A>
+    __device__ A operator()(A a, A b) const {
+        return a + b;
+    }
+};
+
+template <class A>
+__device__ inline A from_lane(A x, int lanes) {
+    return __shfl_xor_sync(0xffffffff, x, lanes);
+}
+
+// What all threads of the block hold, joined two by two: a sum, say. Each gets the same bits, which
+// depend on the number of threads alone. `join` takes what lower threads hold first.
+template <class A, class Join>
+__device__ inline A over_block(A x, Join join) {
+    __shared__ A of_warp[WARP];
+#pragma unroll
+    for (int lanes = 1; lanes < WARP; lanes *= 2) {
+        const A other = from_lane(x, lanes);
+        x = threadIdx.x & lanes ? join(other, x) : join(x, other);
+    }
+    const unsigned warps = blockDim.x / WARP;
+    if (warps == 1) return x;
+    __syncthreads();  // nobody still reads what the last call left
+    if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = x;
+    __syncthreads();
+    x = of_warp[0];
+    for (unsigned i = 1; i < warps; i++) x = join(x, of_warp[i]);
+    return x;
+}
+
+// Maximum of some numbers, and the sum of their e^(x - max): what a softmax needs to know of a row, in
+// one pass.
+template <class T>
+struct Exponentials {
+    typedef Arithmetic<T> A;
+    A max, sum;
+
+    __device__ static Exponentials none() { return {-INFINITY, 0}; }
+    // To subtract in place of a maximum: where all was -infinity so far, that would make NaN of it.
+    __device__ static A shift(A max) { return max == -INFINITY ? 0 : max; }
+
+    template <int N>
+    __device__ void add(const A (&x)[N]) {
+        A larger = max;
+        for (int j = 0; j < N; j++)
+            larger = larger < x[j] ? x[j] : larger;  // passes over NaN; the sum does not
+        const A by = shift(larger);
+        if (max < larger) sum *= exp_for<T>(max - by);
+        max = larger;
+        for (int j = 0; j < N; j++) sum += exp_for<T>(x[j] - by);
+    }
+};
+
+struct JoinExponentials {
+    template <class T>
+    __device__ Exponentials<T> operator()(Exponentials<T> a, Exponentials<T> b) const {
+        const Arithmetic<T> max = a.max < b.max ? b.max : a.max, by = Exponentials<T>::shift(max);
+        return {max, a.sum * exp_for<T>(a.max - by) + b.sum * exp_for<T>(b.max - by)};
+    }
+};
+
+template <class T>
+__device__ inline Exponentials<T> from_lane(Exponentials<T> x, int lanes) {
+    return {from_lane(x.max, lanes), from_lane(x.sum, lanes)};
+}
+
+// ---- indices in device memory: a wrong one must not get further than the kernel that reads it ----
+
+struct IndexCheck {
+    IndexFault *fault;
+    int64_t bound;
+    const char *sentence;
+
+    __device__ bool holds(int value) const { return value >= 0 && value < bound; }
+    // Number `index` of the array does not hold: the host will hear of the first that is told.
+    __device__ void tell(int value, int64_t index) const {
+        if (atomicCAS(&fault->taken, 0, 1) != 0) return;
+        fault->value = value;
+        fault->index = index;
+        fault->bound = bound;
+        fault->sentence = sentence;
+    }
+};
+
+// For a launch: indices must be in [0, bound), else `sentence` is fatal (device_cuda.h: IndexFault).
+static inline IndexCheck check_index(int64_t bound, const char *sentence) {
+    device_expect_fault();
+    return {&device_mailbox()->fault, bound, sentence};
+}
+
+#endif

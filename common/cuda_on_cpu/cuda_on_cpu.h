@@ -1,0 +1,639 @@
+// cuda_on_cpu.h: the part of CUDA that the .cu files use, for a machine without a GPU. g++ compiles the
+// same kernels against it, and cuda_on_cpu.cc runs them: the threads of a block are fibers of one OS
+// thread, blocks run one after another, and every load and store of a kernel is looked at before it
+// happens.
+//
+// What ends the program, with one sentence that names the kernel, the block, the thread and the source
+// line:
+//   - an access outside every array: global memory (beyond an allocation, after its release, host memory)
+//     and shared memory, static and dynamic; one that is not aligned to its size; an index beyond a
+//     declared bound
+//   - a race: two threads touch a word, one of them writes, and nothing orders the two. __syncthreads()
+//     orders the threads of a block, __syncwarp(mask) the lanes of a warp that are in the mask; shuffles
+//     and votes order nothing, as the CUDA programming guide says. Global words are held to the same within
+//     one launch, and no two blocks may share a word that one of them writes, but by atomics (or after a
+//     __threadfence and an atomic, the way the last block of a reduction learns that the others are done)
+//   - a read of shared memory that no thread of the block has written
+//   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts
+//     as missing, even where a GPU would let the others go on
+//   - local memory beyond 60 kB a thread
+//   - host code of a .cu file that dereferences device memory, or copies beyond an allocation
+// Memory is full of 0xff bytes (NaN in every floating format) before its first use.
+//
+// Not here: several devices, real asynchrony (all calls finish before they return), printf ordering,
+// __device__ variables, textures, cooperative groups, PTX. Values are those of the CPU's libm, which may
+// differ from a GPU's in the last bit.
+//
+// How an access is seen: g++ -fsanitize=thread calls __tsan_read4(address) and its kin before each load and
+// store; cuda_on_cpu_memory.cc defines these functions in place of that sanitizer's library. A .cu file is
+// compiled with CUDA_ON_CPU_FLAGS of cuda.mk; nothing is linked with -fsanitize.
+#ifndef CUDA_ON_CPU_H
+#define CUDA_ON_CPU_H
+
+#include <math.h>
+#include <string.h>
+
+#include <cmath>
+#include <tuple>
+
+#include "tensor/tensor.h"
+
+// ---- qualifiers ----
+#define __global__ __attribute__((noinline))
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __constant__ __attribute__((section("cuda_constant")))
+
+// Shared arrays become thread-local variables of the one thread: a segment of their own in the program,
+// with their sizes in its symbol table. Red zones lie between them; declare one array per __shared__.
+#define __shared__                                                                          \
+    static thread_local                                                                     \
+        __attribute__((used, aligned(16))) char CUDA_JOIN(cuda_red_zone_, __COUNTER__)[64]; \
+    static thread_local
+#define CUDA_JOIN(a, b)  CUDA_JOIN_(a, b)
+#define CUDA_JOIN_(a, b) a##b
+
+// ---- vector types ----
+
+// Copied in one access of their full width, as on a GPU: through a volatile pointer,
+// since g++ would split it.
+typedef uint16_t cuda_word2 __attribute__((may_alias));
+typedef uint32_t cuda_word4 __attribute__((may_alias));
+typedef uint64_t cuda_word8 __attribute__((may_alias));
+typedef uint32_t cuda_word16 __attribute__((vector_size(16), may_alias));
+
+#define CUDA_WIDE_COPY(name, bytes)                                   \
+    name(const name &o) {                                             \
+        *reinterpret_cast<cuda_word##bytes *>(this) =                 \
+            *reinterpret_cast<const volatile cuda_word##bytes *>(&o); \
+    }                                                                 \
+    name &operator=(const name &o) {                                  \
+        *reinterpret_cast<volatile cuda_word##bytes *>(this) =        \
+            *reinterpret_cast<const volatile cuda_word##bytes *>(&o); \
+        return *this;                                                 \
+    }
+
+#define CUDA_VECTOR2(T, name, bytes)   \
+    struct alignas(bytes) name {       \
+        T x, y;                        \
+        name() = default;              \
+        name(T x, T y) : x(x), y(y) {} \
+        CUDA_WIDE_COPY(name, bytes)    \
+    };                                 \
+    static inline name make_##name(T x, T y) { return name(x, y); }
+
+#define CUDA_VECTOR3(T, name) \
+    struct name {             \
+        T x, y, z;            \
+    };                        \
+    static inline name make_##name(T x, T y, T z) { return name{x, y, z}; }
+
+#define CUDA_VECTOR4(T, name, bytes)                         \
+    struct alignas(bytes) name {                             \
+        T x, y, z, w;                                        \
+        name() = default;                                    \
+        name(T x, T y, T z, T w) : x(x), y(y), z(z), w(w) {} \
+        CUDA_WIDE_COPY(name, bytes)                          \
+    };                                                       \
+    static inline name make_##name(T x, T y, T z, T w) { return name(x, y, z, w); }
+
+CUDA_VECTOR2(signed char, char2, 2)
+CUDA_VECTOR4(signed char, char4, 4)
+CUDA_VECTOR2(unsigned char, uchar2, 2)
+CUDA_VECTOR4(unsigned char, uchar4, 4)
+CUDA_VECTOR2(short, short2, 4)
+CUDA_VECTOR4(short, short4, 8)
+CUDA_VECTOR2(unsigned short, ushort2, 4)
+CUDA_VECTOR4(unsigned short, ushort4, 8)
+CUDA_VECTOR2(int, int2, 8)
+CUDA_VECTOR3(int, int3)
+CUDA_VECTOR4(int, int4, 16)
+CUDA_VECTOR2(unsigned, uint2, 8)
+CUDA_VECTOR3(unsigned, uint3)
+CUDA_VECTOR4(unsigned, uint4, 16)
+CUDA_VECTOR2(long long, longlong2, 16)
+CUDA_VECTOR2(unsigned long long, ulonglong2, 16)
+CUDA_VECTOR2(float, float2, 8)
+CUDA_VECTOR3(float, float3)
+CUDA_VECTOR4(float, float4, 16)
+CUDA_VECTOR2(double, double2, 16)
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+    constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
+};
+
+// Constant while a thread runs, so g++ may keep them in registers and reports no access to them; the
+// scheduler knows them under these names as variables. No dim3: g++ takes what has a constructor for a
+// variable.
+extern const uint3 threadIdx asm("cuda_thread_index");
+extern const uint3 blockIdx asm("cuda_block_index");
+extern const uint3 blockDim asm("cuda_block_dim");
+extern const uint3 gridDim asm("cuda_grid_dim");
+constexpr int warpSize = 32;
+
+// ---- the runtime API, as far as it is used ----
+enum cudaError_t {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorInvalidConfiguration = 9,
+    cudaErrorInsufficientDriver = 35,
+    cudaErrorInvalidDeviceFunction = 98,
+    cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorNoKernelImageForDevice = 209,
+    cudaErrorUnsupportedPtxVersion = 222,
+    cudaErrorNotReady = 600,
+};
+const char *cudaGetErrorString(cudaError_t error);
+const char *cudaGetErrorName(cudaError_t error);
+cudaError_t cudaGetLastError(void);
+cudaError_t cudaPeekAtLastError(void);
+
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost = 0,
+    cudaMemcpyHostToDevice = 1,
+    cudaMemcpyDeviceToHost = 2,
+    cudaMemcpyDeviceToDevice = 3,
+    cudaMemcpyDefault = 4,
+};
+typedef struct CudaStream *cudaStream_t;
+typedef struct CudaEvent *cudaEvent_t;
+typedef struct CudaPool *cudaMemPool_t;
+
+struct cudaDeviceProp {
+    char name[256];
+    int major, minor, multiProcessorCount, warpSize, maxThreadsPerBlock, maxThreadsPerMultiProcessor;
+    int maxThreadsDim[3], maxGridSize[3];
+    int regsPerBlock, pciBusID, pciDeviceID, pciDomainID;
+    int l2CacheSize, memoryBusWidth, ECCEnabled, integrated, asyncEngineCount, concurrentKernels;
+    size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
+};
+enum cudaDeviceAttr {
+    cudaDevAttrMaxThreadsPerBlock = 1,
+    cudaDevAttrMaxSharedMemoryPerBlock = 8,
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+    cudaDevAttrMemoryPoolsSupported = 115,
+};
+enum cudaMemPoolAttr {
+    cudaMemPoolReuseFollowEventDependencies = 1,
+    cudaMemPoolReuseAllowOpportunistic = 2,
+    cudaMemPoolReuseAllowInternalDependencies = 3,
+    cudaMemPoolAttrReleaseThreshold = 4,
+    cudaMemPoolAttrReservedMemCurrent = 5,
+    cudaMemPoolAttrReservedMemHigh = 6,
+    cudaMemPoolAttrUsedMemCurrent = 7,
+    cudaMemPoolAttrUsedMemHigh = 8,
+};
+enum cudaFuncAttribute {
+    cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+    cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+};
+enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1 };
+enum { cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
+enum { cudaHostAllocDefault = 0, cudaHostAllocPortable = 1 };
+
+cudaError_t cudaGetDeviceCount(int *count);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int device);
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device);
+cudaError_t cudaDeviceSynchronize(void);
+cudaError_t cudaDriverGetVersion(int *version);
+cudaError_t cudaRuntimeGetVersion(int *version);
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total);
+
+cudaError_t cuda_malloc(void **memory, size_t bytes);
+template <class T>
+cudaError_t cudaMalloc(T **memory, size_t bytes) {
+    return cuda_malloc(reinterpret_cast<void **>(memory), bytes);
+}
+template <class T>
+cudaError_t cudaMallocAsync(T **memory, size_t bytes, cudaStream_t) {
+    return cuda_malloc(reinterpret_cast<void **>(memory), bytes);
+}
+cudaError_t cudaFree(void *memory);
+cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream);
+// Pinned host memory: kernels may not touch it here.
+cudaError_t cuda_malloc_host(void **memory, size_t bytes);
+template <class T>
+cudaError_t cudaMallocHost(T **memory, size_t bytes, unsigned = 0) {
+    return cuda_malloc_host(reinterpret_cast<void **>(memory), bytes);
+}
+template <class T>
+cudaError_t cudaHostAlloc(T **memory, size_t bytes, unsigned) {
+    return cuda_malloc_host(reinterpret_cast<void **>(memory), bytes);
+}
+cudaError_t cudaFreeHost(void *memory);
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind);
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream = nullptr);
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind kind, cudaStream_t stream = nullptr);
+cudaError_t cudaMemset(void *to, int value, size_t bytes);
+cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream = nullptr);
+template <class T>
+cudaError_t cudaMemcpyToSymbol(T &symbol, const void *from, size_t bytes, size_t offset = 0) {
+    memcpy(reinterpret_cast<char *>(&symbol) + offset, from, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device);
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void *value);
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void *value);
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t bytes);
+
+cudaError_t cudaStreamCreate(cudaStream_t *stream);
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority);
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest);
+cudaError_t cudaStreamDestroy(cudaStream_t stream);
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+cudaError_t cudaStreamQuery(cudaStream_t stream);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0);
+cudaError_t cudaEventCreate(cudaEvent_t *event);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr);
+cudaError_t cudaEventSynchronize(cudaEvent_t event);
+cudaError_t cudaEventQuery(cudaEvent_t event);
+// Wall time of the CPU, for what it is worth.
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to);
+
+cudaError_t cuda_allow_shared(const void *kernel, size_t bytes);
+template <class... P>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribute, int value) {
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+    return cuda_allow_shared(reinterpret_cast<const void *>(kernel), (size_t)value);
+}
+template <class... P>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void (*)(P...), int threads,
+                                                          size_t) {
+    *blocks = threads > 0 && threads <= 1024 ? 2048 / threads : 0;
+    return *blocks ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// ---- launches ----
+// What a launch needs; `run` calls the kernel once, as the thread that the scheduler has made current.
+struct CudaLaunch {
+    const void *kernel;
+    const char *name, *file;
+    int line;
+    dim3 grid, block;
+    size_t shared_bytes;
+    void (*run)(const CudaLaunch *);
+    size_t size;  // of the whole object, arguments included: kernels read them
+};
+void cuda_run(const CudaLaunch *launch);
+
+template <class... P>
+struct CudaKernel : CudaLaunch {
+    std::tuple<P...> arguments;
+    void operator()(P... values) {
+        arguments = std::tuple<P...>(values...);
+        cuda_run(this);
+    }
+    static void call(const CudaLaunch *launch) {
+        std::apply(reinterpret_cast<void (*)(P...)>(const_cast<void *>(launch->kernel)),
+                   static_cast<const CudaKernel *>(launch)->arguments);
+    }
+};
+
+template <class... P>
+CudaKernel<P...> cuda_launch(void (*kernel)(P...), const char *name, const char *file, int line, dim3 grid,
+                             dim3 block, size_t shared_bytes, cudaStream_t) {
+    return {{reinterpret_cast<const void *>(kernel), name, file, line, grid, block, shared_bytes,
+             CudaKernel<P...>::call, sizeof(CudaKernel<P...>)},
+            {}};
+}
+
+// The same sources with blocks, warps and the lanes of each warp in another order, drawn from the seed; 0
+// is the natural order. CUDA_ON_CPU_SEED in the environment sets it from outside.
+void cuda_on_cpu_order(uint64_t seed);
+
+// ---- counting ----
+
+// Between begin and end every launch is counted. Lanes act together when they execute
+// the same instruction for the same time: the k-th access of one lane at a place in the code goes with the
+// k-th of its neighbours there. On a GPU that is so unless lanes that took different paths in earlier turns
+// of a loop have drifted apart. What the compiler keeps in registers is no access, here as there.
+struct CudaCounts {
+    int64_t threads, warps;
+    // Global memory: accesses of a warp, the bytes that its lanes ask for, and the 32-byte sectors that it
+    // takes to serve each access. Sectors are counted before any cache: a sector that the L1 or L2 holds
+    // already is counted again. Atomics count as stores.
+    int64_t global_loads, global_load_bytes, global_load_sectors;
+    int64_t global_stores, global_store_bytes, global_store_sectors;
+    // Shared memory: accesses of a warp, and the passes beyond the first that 32 banks of 4 bytes need:
+    // lanes that want different words of one bank take turns, lanes that want the same word do not.
+    // Accesses of 8 and 16 bytes go by half and quarter warps, each with a first pass of its own.
+    int64_t shared_accesses, shared_conflicts;
+    // A branch of a warp is divergent when the lanes that leave one basic block together do not all enter
+    // the same next one. g++ has decided what is a branch: short ones became selects, as they do in nvcc.
+    int64_t divergent_branches;
+    int64_t barriers;  // __syncthreads, per block
+    int64_t atomics;   // of lanes, global and shared
+};
+void cuda_count_begin(void);
+CudaCounts cuda_count_end(void);
+
+// ---- inside kernels: barriers, warps, atomics ----
+#define CUDA_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+void *cuda_dynamic_shared(void);
+void __syncthreads(CUDA_HERE);
+int __syncthreads_or(int predicate, CUDA_HERE);
+int __syncthreads_and(int predicate, CUDA_HERE);
+int __syncthreads_count(int predicate, CUDA_HERE);
+void __syncwarp(unsigned mask = 0xffffffff, CUDA_HERE);
+void __threadfence(void);
+void __threadfence_block(void);
+void __threadfence_system(void);
+// All lanes of the warp that have not left the kernel.
+unsigned __activemask(void);
+
+enum CudaWarpOp { WARP_SYNC, WARP_SHFL, WARP_UP, WARP_DOWN, WARP_XOR, WARP_BALLOT, WARP_ANY, WARP_ALL };
+uint64_t cuda_warp_op(CudaWarpOp op, unsigned mask, uint64_t value, int argument, int width,
+                      const char *file, int line);
+
+template <class T>
+__forceinline__ T cuda_shuffle(CudaWarpOp op, unsigned mask, T value, int argument, int width,
+                               const char *file, int line) {
+    static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
+    uint64_t bits = 0;
+    __builtin_memcpy(&bits, &value, sizeof value);
+    bits = cuda_warp_op(op, mask, bits, argument, width, file, line);
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
+}
+template <class T>
+__forceinline__ T __shfl_sync(unsigned mask, T value, int lane, int width = 32, CUDA_HERE) {
+    return cuda_shuffle(WARP_SHFL, mask, value, lane, width, file, line);
+}
+template <class T>
+__forceinline__ T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_HERE) {
+    return cuda_shuffle(WARP_UP, mask, value, (int)delta, width, file, line);
+}
+template <class T>
+__forceinline__ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, CUDA_HERE) {
+    return cuda_shuffle(WARP_DOWN, mask, value, (int)delta, width, file, line);
+}
+template <class T>
+__forceinline__ T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32, CUDA_HERE) {
+    return cuda_shuffle(WARP_XOR, mask, value, lanes, width, file, line);
+}
+static __forceinline__ unsigned __ballot_sync(unsigned mask, int predicate, CUDA_HERE) {
+    return (unsigned)cuda_warp_op(WARP_BALLOT, mask, predicate != 0, 0, 32, file, line);
+}
+static __forceinline__ int __any_sync(unsigned mask, int predicate, CUDA_HERE) {
+    return (int)cuda_warp_op(WARP_ANY, mask, predicate != 0, 0, 32, file, line);
+}
+static __forceinline__ int __all_sync(unsigned mask, int predicate, CUDA_HERE) {
+    return (int)cuda_warp_op(WARP_ALL, mask, predicate != 0, 0, 32, file, line);
+}
+
+// Atomics are looked at like other accesses, but do not race with one another.
+void cuda_atomic(const void *address, size_t bytes);
+#define CUDA_ATOMIC(name, T, next)                       \
+    static __forceinline__ T name(T *address, T value) { \
+        cuda_atomic(address, sizeof *address);           \
+        return cuda_exchange(address, [=](T old) {       \
+            (void)old;                                   \
+            return (T)(next);                            \
+        });                                              \
+    }
+template <class T, class Next>
+__attribute__((no_sanitize_thread, noinline)) T cuda_exchange(T *address, Next next) {
+    T old = *address;
+    *address = next(old);
+    return old;
+}
+#define CUDA_ATOMICS_OF_INTEGERS(T)                                                          \
+    CUDA_ATOMIC(atomicAdd, T, old + value)                                                   \
+    CUDA_ATOMIC(atomicMax, T, old > value ? old : value)                                     \
+    CUDA_ATOMIC(atomicMin, T, old < value ? old : value)                                     \
+    CUDA_ATOMIC(atomicAnd, T, old &value)                                                    \
+    CUDA_ATOMIC(atomicOr, T, old | value)                                                    \
+    CUDA_ATOMIC(atomicXor, T, old ^ value)                                                   \
+    CUDA_ATOMIC(atomicExch, T, value)                                                        \
+    static __forceinline__ T atomicCAS(T *address, T expected, T value) {                    \
+        cuda_atomic(address, sizeof *address);                                               \
+        return cuda_exchange(address, [=](T old) { return old == expected ? value : old; }); \
+    }
+CUDA_ATOMICS_OF_INTEGERS(int)
+CUDA_ATOMICS_OF_INTEGERS(unsigned)
+CUDA_ATOMICS_OF_INTEGERS(unsigned long long)
+CUDA_ATOMIC(atomicSub, int, old - value)
+CUDA_ATOMIC(atomicSub, unsigned, old - value)
+CUDA_ATOMIC(atomicInc, unsigned, old >= value ? 0 : old + 1)
+CUDA_ATOMIC(atomicAdd, float, old + value)
+CUDA_ATOMIC(atomicAdd, double, old + value)
+CUDA_ATOMIC(atomicExch, float, value)
+
+// Through memcpy g++ may move bytes without telling; these two look first.
+void *cuda_memcpy(void *to, const void *from, size_t bytes);
+void *cuda_memset(void *to, int value, size_t bytes);
+#define memcpy(to, from, bytes)  cuda_memcpy(to, from, bytes)
+#define memset(to, value, bytes) cuda_memset(to, value, bytes)
+
+template <class T>
+__forceinline__ T __ldg(const T *p) {
+    return *p;
+}
+template <class T>
+__forceinline__ T __ldcg(const T *p) {
+    return *p;
+}
+template <class T>
+__forceinline__ T __ldcs(const T *p) {
+    return *p;
+}
+template <class T>
+__forceinline__ T __ldca(const T *p) {
+    return *p;
+}
+template <class T>
+__forceinline__ void __stcg(T *p, T value) {
+    *p = value;
+}
+template <class T>
+__forceinline__ void __stcs(T *p, T value) {
+    *p = value;
+}
+template <class T>
+__forceinline__ void __stwt(T *p, T value) {
+    *p = value;
+}
+
+// ---- mathematics ----
+// The quick approximations (__expf) are the exact functions here.
+#define CUDA_MATH static __forceinline__
+CUDA_MATH float rsqrtf(float x) { return 1 / sqrtf(x); }
+CUDA_MATH double rsqrt(double x) { return 1 / sqrt(x); }
+CUDA_MATH float rsqrt(float x) { return rsqrtf(x); }
+CUDA_MATH float __fdividef(float x, float y) { return x / y; }
+CUDA_MATH float __fdiv_rn(float x, float y) { return x / y; }
+CUDA_MATH float __frcp_rn(float x) { return 1 / x; }
+CUDA_MATH float __fsqrt_rn(float x) { return sqrtf(x); }
+CUDA_MATH float __frsqrt_rn(float x) { return (float)(1 / sqrt((double)x)); }
+CUDA_MATH float __fadd_rn(float x, float y) { return x + y; }
+CUDA_MATH float __fmul_rn(float x, float y) { return x * y; }
+CUDA_MATH float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+CUDA_MATH double __dadd_rn(double x, double y) { return x + y; }
+CUDA_MATH double __dmul_rn(double x, double y) { return x * y; }
+CUDA_MATH float __saturatef(float x) { return x >= 1 ? 1 : x > 0 ? x : 0; }  // NaN becomes 0
+CUDA_MATH void cuda_sincosf(float x, float *s, float *c) { *s = sinf(x), *c = cosf(x); }
+CUDA_MATH void cuda_sincos(double x, double *s, double *c) { *s = sin(x), *c = cos(x); }
+// As macros: the C library has functions of these names that mean something else.
+#define sincosf(x, s, c)   cuda_sincosf(x, s, c)
+#define sincos(x, s, c)    cuda_sincos(x, s, c)
+#define __sincosf(x, s, c) cuda_sincosf(x, s, c)
+#define __expf(x)          expf(x)
+#define __exp10f(x)        exp10f(x)
+#define __logf(x)          logf(x)
+#define __log2f(x)         log2f(x)
+#define __log10f(x)        log10f(x)
+#define __sinf(x)          sinf(x)
+#define __cosf(x)          cosf(x)
+#define __tanf(x)          tanf(x)
+#define __powf(x, y)       powf(x, y)
+
+#define CUDA_MIN_MAX(T)                                 \
+    CUDA_MATH T min(T a, T b) { return a < b ? a : b; } \
+    CUDA_MATH T max(T a, T b) { return a > b ? a : b; }
+CUDA_MIN_MAX(int)
+CUDA_MIN_MAX(unsigned)
+CUDA_MIN_MAX(long)
+CUDA_MIN_MAX(unsigned long)
+CUDA_MIN_MAX(long long)
+CUDA_MIN_MAX(unsigned long long)
+CUDA_MATH float min(float a, float b) { return fminf(a, b); }
+CUDA_MATH float max(float a, float b) { return fmaxf(a, b); }
+CUDA_MATH double min(double a, double b) { return fmin(a, b); }
+CUDA_MATH double max(double a, double b) { return fmax(a, b); }
+CUDA_MATH double min(float a, double b) { return fmin(a, b); }
+CUDA_MATH double max(float a, double b) { return fmax(a, b); }
+CUDA_MATH double min(double a, float b) { return fmin(a, b); }
+CUDA_MATH double max(double a, float b) { return fmax(a, b); }
+
+CUDA_MATH int __popc(unsigned x) { return __builtin_popcount(x); }
+CUDA_MATH int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+CUDA_MATH int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+CUDA_MATH int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
+CUDA_MATH int __ffs(int x) { return __builtin_ffs(x); }
+CUDA_MATH int __ffsll(long long x) { return __builtin_ffsll(x); }
+CUDA_MATH unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((uint64_t)x * y >> 32); }
+CUDA_MATH unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
+    return (unsigned long long)((unsigned __int128)x * y >> 64);
+}
+
+template <class To, class From>
+__forceinline__ To cuda_bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits");
+    To to;
+    __builtin_memcpy(&to, &from, sizeof to);
+    return to;
+}
+CUDA_MATH int __float_as_int(float x) { return cuda_bits<int>(x); }
+CUDA_MATH unsigned __float_as_uint(float x) { return cuda_bits<unsigned>(x); }
+CUDA_MATH float __int_as_float(int x) { return cuda_bits<float>(x); }
+CUDA_MATH float __uint_as_float(unsigned x) { return cuda_bits<float>(x); }
+CUDA_MATH long long __double_as_longlong(double x) { return cuda_bits<long long>(x); }
+CUDA_MATH double __longlong_as_double(long long x) { return cuda_bits<double>(x); }
+CUDA_MATH int __float2int_rn(float x) { return (int)nearbyintf(x); }
+CUDA_MATH float __int2float_rn(int x) { return (float)x; }
+CUDA_MATH float __double2float_rn(double x) { return (float)x; }
+
+// ---- narrow formats: conversions are those of tensor.h, exact and rounded to nearest ----
+// A double goes through f32 rounded to odd, so that two roundings come out as one.
+static inline float cuda_round_to_odd(double x) {
+    float y = (float)x;
+    uint32_t bits = cuda_bits<uint32_t>(y);
+    if ((double)y == x || isnan(y) || isinf(x)) return y;
+    if (isinf(y)) return cuda_bits<float>(bits - 1);
+    if (fabs((double)y) > fabs(x)) bits--;  // towards zero
+    return cuda_bits<float>(bits | 1);
+}
+
+#define CUDA_FLOAT16(name, code_from_f32, f32_from_code)             \
+    struct name {                                                    \
+        uint16_t __x;                                                \
+        name() = default;                                            \
+        name(float x) : __x(code_from_f32(x)) {}                     \
+        name(double x) : __x(code_from_f32(cuda_round_to_odd(x))) {} \
+        name(int x) : __x(code_from_f32(cuda_round_to_odd(x))) {}    \
+        operator float() const { return f32_from_code(__x); }        \
+    };                                                               \
+    CUDA_VECTOR2(name, name##2, 4)
+CUDA_FLOAT16(__half, f16_from_f32, f32_from_f16)
+CUDA_FLOAT16(__nv_bfloat16, bf16_from_f32, f32_from_bf16)
+typedef __half half;
+typedef __half2 half2;
+typedef __nv_bfloat162 nv_bfloat162;
+typedef __nv_bfloat16 nv_bfloat16;
+
+CUDA_MATH __half __float2half(float x) { return __half(x); }
+CUDA_MATH __half __float2half_rn(float x) { return __half(x); }
+CUDA_MATH __half __double2half(double x) { return __half(x); }
+CUDA_MATH float __half2float(__half x) { return x; }
+CUDA_MATH unsigned short __half_as_ushort(__half x) { return x.__x; }
+CUDA_MATH __half __ushort_as_half(unsigned short x) { return cuda_bits<__half>(x); }
+CUDA_MATH __half2 __halves2half2(__half x, __half y) { return __half2(x, y); }
+CUDA_MATH __half2 __floats2half2_rn(float x, float y) { return __half2(x, y); }
+CUDA_MATH __half2 __float22half2_rn(float2 v) { return __half2(v.x, v.y); }
+CUDA_MATH float2 __half22float2(__half2 v) { return float2(v.x, v.y); }
+CUDA_MATH __half __low2half(__half2 v) { return v.x; }
+CUDA_MATH __half __high2half(__half2 v) { return v.y; }
+CUDA_MATH float __low2float(__half2 v) { return v.x; }
+CUDA_MATH float __high2float(__half2 v) { return v.y; }
+
+CUDA_MATH __nv_bfloat16 __float2bfloat16(float x) { return __nv_bfloat16(x); }
+CUDA_MATH __nv_bfloat16 __float2bfloat16_rn(float x) { return __nv_bfloat16(x); }
+CUDA_MATH __nv_bfloat16 __double2bfloat16(double x) { return __nv_bfloat16(x); }
+CUDA_MATH float __bfloat162float(__nv_bfloat16 x) { return x; }
+CUDA_MATH unsigned short __bfloat16_as_ushort(__nv_bfloat16 x) { return x.__x; }
+CUDA_MATH __nv_bfloat16 __ushort_as_bfloat16(unsigned short x) { return cuda_bits<__nv_bfloat16>(x); }
+CUDA_MATH __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) {
+    return __nv_bfloat162(x, y);
+}
+CUDA_MATH __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return __nv_bfloat162(x, y); }
+CUDA_MATH __nv_bfloat162 __float22bfloat162_rn(float2 v) { return __nv_bfloat162(v.x, v.y); }
+CUDA_MATH float2 __bfloat1622float2(__nv_bfloat162 v) { return float2(v.x, v.y); }
+CUDA_MATH __nv_bfloat16 __low2bfloat16(__nv_bfloat162 v) { return v.x; }
+CUDA_MATH __nv_bfloat16 __high2bfloat16(__nv_bfloat162 v) { return v.y; }
+CUDA_MATH float __low2float(__nv_bfloat162 v) { return v.x; }
+CUDA_MATH float __high2float(__nv_bfloat162 v) { return v.y; }
+
+typedef uint8_t __nv_fp8_storage_t;
+enum __nv_saturation_t { __NV_NOSAT, __NV_SATFINITE };
+enum __nv_fp8_interpretation_t { __NV_E4M3, __NV_E5M2 };
+struct __nv_fp8_e4m3 {
+    __nv_fp8_storage_t __x;
+    __nv_fp8_e4m3() = default;
+    explicit __nv_fp8_e4m3(float x) : __x(e4m3_from_f32(x)) {}
+    explicit __nv_fp8_e4m3(double x) : __x(e4m3_from_f32(cuda_round_to_odd(x))) {}
+    explicit operator float() const { return f32_from_e4m3(__x); }
+};
+struct __nv_fp8_e5m2 {
+    __nv_fp8_storage_t __x;
+    __nv_fp8_e5m2() = default;
+    explicit __nv_fp8_e5m2(float x) : __x(e5m2_from_f32(x)) {}
+    explicit __nv_fp8_e5m2(double x) : __x(e5m2_from_f32(cuda_round_to_odd(x))) {}
+    explicit operator float() const { return f32_from_e5m2(__x); }
+};
+// Always saturates, as the project's formats do.
+CUDA_MATH __nv_fp8_storage_t __nv_cvt_float_to_fp8(float x, __nv_saturation_t,
+                                                   __nv_fp8_interpretation_t kind) {
+    return kind == __NV_E4M3 ? e4m3_from_f32(x) : e5m2_from_f32(x);
+}
+
+#endif

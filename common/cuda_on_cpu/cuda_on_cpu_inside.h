@@ -1,0 +1,146 @@
+// cuda_on_cpu_inside.h: what the parts of the emulator tell each other.
+//
+//   cuda_on_cpu.cc         threads as fibers, barriers, warps, launches
+//   cuda_on_cpu_memory.cc  allocations, shared memory, and the check of every access
+//   cuda_on_cpu_report.cc  the sentence that tells what went wrong
+//   cuda_on_cpu_counts.cc  sectors, bank conflicts, divergent branches
+//   cuda_on_cpu_api.cc     the runtime API
+#ifndef CUDA_ON_CPU_INSIDE_H
+#define CUDA_ON_CPU_INSIDE_H
+
+#include <stdlib.h>
+
+#include "cuda_on_cpu.h"
+// the C library's here, unwatched
+#undef memcpy
+#undef memset
+
+// A growing array for what runs while a kernel does. Not std::vector, nor anything else that has external
+// linkage and that a .cu file could use too: of two copies of a template the linker keeps one, and it may
+// be the copy that reports its accesses.
+namespace {
+template <class T>
+struct List {
+    T *items;
+    size_t count, room;
+    void add(const T &item) {
+        if (count == room) {
+            room = room ? 2 * room : 64;
+            items = static_cast<T *>(realloc(static_cast<void *>(items), room * sizeof(T)));
+            CHECK(items, "out of host memory for CUDA on the CPU");
+        }
+        items[count++] = item;
+    }
+};
+}  // namespace
+
+enum { LANES = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / LANES };
+
+// ---- threads (cuda_on_cpu.cc) ----
+enum ThreadState { READY, AT_BARRIER, AT_WARP_OP, LEFT };
+
+struct Thread {
+    void *context;  // where it goes on
+    uint3 index;
+    uint16_t number, warp, lane;  // number: x first, then y, then z; it says warp and lane
+    ThreadState state;
+    const char *file;  // where it waits
+    int line;
+};
+
+// What the lanes of a warp wait for, and how far __syncwarp orders them.
+struct Warp {
+    uint32_t waiting;  // lanes that stand at a shuffle, a vote or __syncwarp
+    uint32_t mask[LANES];
+    uint64_t value[LANES], result[LANES];
+    int16_t argument[LANES], width[LANES];
+    uint8_t op[LANES];
+    // Lane l has passed known[l][l] of its __syncwarp, and what lane k did before its known[l][k]-th comes
+    // before what l does now. Valid in the interval `time`: a block's barrier orders all.
+    uint32_t time;
+    uint16_t known[LANES][LANES];
+};
+
+// What runs now. Time counts intervals: it moves on at each block's start and at each of its barriers.
+struct Now {
+    const CudaLaunch *launch;  // NULL: host code runs
+    Thread *thread;
+    uint32_t time, launch_start, block_start;
+    int threads;  // of a block
+    bool counting;
+};
+extern Now now;
+extern Thread threads[MAX_THREADS];
+extern Warp warps[MAX_WARPS];
+
+// The number of __syncwarp calls that the thread passed in this interval.
+static inline uint16_t passed(const Thread *t) {
+    const Warp *w = &warps[t->warp];
+    return w->time == now.time ? w->known[t->lane][t->lane] : 0;
+}
+
+// Whether all that the lanes did before their (stamp + 1)-th __syncwarp comes before what the current
+// thread, of the same warp, does now.
+static inline bool comes_before(uint32_t lanes, uint16_t stamp) {
+    const Thread *me = now.thread;
+    const Warp *w = &warps[me->warp];
+    lanes &= ~(1u << me->lane);
+    if (lanes && w->time != now.time) return false;
+    for (; lanes; lanes &= lanes - 1)
+        if (w->known[me->lane][__builtin_ctz(lanes)] <= stamp) return false;
+    return true;
+}
+
+// Whether the block that ran at `time` of this launch called __threadfence then or later, and the current
+// block has since asked by an atomic; time 0: whether any block did.
+bool told_by_fence(uint32_t time);
+void asked_by_atomic(void);
+
+// Ends the program with the sentence; for threads.
+void fail(const char *sentence) NO_RETURN;
+
+// ---- what is said (cuda_on_cpu_report.cc) ----
+// Ends the program: "kernel k, block b, thread t, <line of the site>: <what the thread did>". The site is a
+// return address in the kernel, or NULL. Host code has no more to tell than its line.
+void broken(const void *site, const char *format, ...) PRINTF_LIKE(2, 3) NO_RETURN;
+// "thread (3, 1, 0)", as short as the block allows. Rotates over static buffers.
+const char *thread_text(const Thread *thread);
+// "common/cuda/ops_cuda.cu:120" of a return address; static buffers.
+const char *line_text(const void *site);
+// Sites fit 32 bits as distances from where the program was loaded.
+extern uintptr_t load_base;
+static inline uint32_t site_number(const void *site) {
+    return (uint32_t)(reinterpret_cast<uintptr_t>(site) - load_base);
+}
+static inline const void *site_address(uint32_t number) {
+    return reinterpret_cast<const void *>(load_base + number);
+}
+
+// One symbol of the program: calls visit for each. Fatal without a symbol table.
+void each_symbol(void (*visit)(void *context, const char *name, int type, uintptr_t value, size_t size),
+                 void *context);
+
+// ---- memory (cuda_on_cpu_memory.cc) ----
+void memory_start_block(const CudaLaunch *launch);
+// The stacks of the threads, whose accesses nobody watches.
+void memory_set_stacks(void *stacks, size_t bytes);
+void *memory_allocate(size_t bytes);
+// False when it is not the start of a live allocation.
+bool memory_release(void *memory);
+size_t memory_in_use(void);
+// With ULTRASCALE_GUARD=1 (guard.h) device memory is closed to the host but between these two, which nest.
+void memory_open(void);
+void memory_close(void);
+// Whether any byte of it is the device's; and, if so, whether all lies in one live allocation (else
+// broken).
+bool memory_is_device(const void *address);
+void memory_check_host(const char *call, const void *address, size_t bytes, const void *site);
+
+// ---- counts (cuda_on_cpu_counts.cc) ----
+enum Space { GLOBAL, SHARED };
+enum AccessKind { LOAD, STORE, ATOMIC };
+void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site);
+void count_barrier(void);
+void count_block_end(void);
+
+#endif

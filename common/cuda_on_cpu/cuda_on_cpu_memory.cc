@@ -1,0 +1,566 @@
+// cuda_on_cpu_memory.cc: device memory, shared memory, and what is looked at before each load and store.
+//
+// Every array is a region. To each word of a region, of 16 to 1 bytes as the smallest access to it needs,
+// belong two notes: who wrote it last, and who read it last, in which interval of time. An access that
+// comes in the same interval as a note of another thread is a race, if one of the two writes and no
+// __syncwarp stands between (the rule of FastTrack, Flanagan and Freund 2009, with the intervals of CUDA's
+// barriers for clocks). What no note can say: when lanes read a word after different numbers of partial
+// __syncwarp, the least of the numbers is kept, and a race with one of them may pass.
+#include <cxxabi.h>
+#include <link.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "cuda_on_cpu_inside.h"
+#include "tensor/guard.h"
+
+// ---- regions ----
+
+struct Note {
+    uint32_t time;  // 0: nobody yet
+    uint32_t site, lanes;
+    uint16_t stamp;  // of __syncwarp calls that the lanes had passed
+    uint8_t warp, flags;
+};
+enum { BY_ATOMIC = 1, MANY_WARPS = 2, OTHER_BLOCK = 4 };
+
+struct Word {
+    Note write, read;
+};
+
+struct Region {
+    uintptr_t start;
+    size_t size;
+    Word *words;     // NULL before the first access
+    uint32_t block;  // shared memory: the block_start for which it was filled with 0xff
+    uint8_t grain;   // a word is 1 << grain bytes
+    bool live, shared;
+    const char *name;
+};
+
+enum { COARSEST = 4, POISON = 0xff };
+
+static size_t words_bytes(const Region *r) { return ((r->size >> r->grain) + 2) * sizeof(Word); }
+
+static Word *new_words(const Region *r) {
+    // Pages that nobody notes anything in cost nothing.
+    void *words = mmap(NULL, words_bytes(r), PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(words != MAP_FAILED, "out of host memory for the notes on %zu bytes of device memory", r->size);
+    return static_cast<Word *>(words);
+}
+
+static void drop_words(Region *r) {
+    if (r->words) munmap(r->words, words_bytes(r));
+    r->words = NULL;
+}
+
+// An access smaller than a word, or across two: from now on words are smaller, each with the notes of the
+// old.
+static void refine(Region *r, uint8_t grain) {
+    Region finer = *r;
+    finer.grain = grain;
+    if (r->words) {
+        finer.words = new_words(&finer);
+        size_t count = (r->size >> r->grain) + 1;
+        int parts = 1 << (r->grain - grain);
+        for (size_t i = 0; i < count; i++)
+            if (r->words[i].write.time || r->words[i].read.time)
+                for (int p = 0; p < parts; p++)
+                    if (i * parts + p <= finer.size >> grain) finer.words[i * parts + p] = r->words[i];
+        drop_words(r);
+    }
+    *r = finer;
+}
+
+// ---- device memory ----
+// Addresses of one great reserved range, in units; allocations begin behind a red zone, end before another,
+// and do not come back before the range is used up, so that late accesses find nothing.
+enum : size_t { UNIT = 64 << 10, RED_ZONE = 256, ALIGNMENT = 256 };
+
+static uintptr_t arena;
+static size_t arena_size, next_unit, in_use;
+static bool guarded;
+static int opened;
+static size_t opened_bytes;   // from the start of the arena: what was ever allocated
+static Region **unit_region;  // of each unit; freed ones stay until another takes the unit
+
+static void *reserve(size_t bytes) {
+    void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? NULL : p;
+}
+
+static void make_arena(void) {
+    void *range = NULL;
+    for (arena_size = (size_t)256 << 30; !range && arena_size >= (size_t)1 << 30; arena_size /= 2)
+        if ((range = reserve(arena_size))) break;
+    CHECK(range, "cannot reserve addresses for the memory of CUDA on the CPU");
+    arena = (uintptr_t)range;
+    unit_region = static_cast<Region **>(reserve(arena_size / UNIT * sizeof(Region *)));
+    CHECK(unit_region, "out of host memory");
+    guarded = guard_asked();
+    if (guarded) guard_watch(range, arena_size);
+}
+
+static void protect(int access) {
+    CHECK(mprotect(reinterpret_cast<void *>(arena), opened_bytes, access) == 0,
+          "guarded memory cannot be opened or closed");
+}
+
+void memory_open(void) {
+    if (!opened++ && guarded) protect(PROT_READ | PROT_WRITE);
+}
+
+void memory_close(void) {
+    if (!--opened && guarded) protect(PROT_NONE);
+}
+
+void *memory_allocate(size_t bytes) {
+    if (!arena) make_arena();
+    size_t most = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    if (bytes > most || in_use + bytes > most || bytes > arena_size / 2) return NULL;
+    size_t units = (bytes + 2 * RED_ZONE + UNIT - 1) / UNIT, all = arena_size / UNIT, found = 0;
+    // From where the last one ended, once around.
+    for (size_t looked = 0; found < units; looked++) {
+        if (looked > 2 * all) return NULL;
+        if (next_unit + (units - found) > all) next_unit = 0, found = 0;
+        const Region *r = unit_region[next_unit++];
+        found = r && r->live ? 0 : found + 1;
+    }
+    Region *r = new Region();
+    uintptr_t begin = arena + (next_unit - units) * UNIT;
+    r->start = (begin + RED_ZONE + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    r->size = bytes;
+    r->grain = COARSEST;
+    r->live = true;
+    r->name = "device memory";
+    for (size_t u = next_unit - units; u < next_unit; u++) unit_region[u] = r;
+    in_use += bytes;
+    void *memory = reinterpret_cast<void *>(r->start);
+    if (opened_bytes < next_unit * UNIT) opened_bytes = next_unit * UNIT;
+    memory_open();
+    memset(memory, POISON, bytes);
+    memory_close();
+    return memory;
+}
+
+bool memory_is_device(const void *address) { return (uintptr_t)address - arena < arena_size && arena; }
+
+static Region *region_at(uintptr_t address) { return unit_region[(address - arena) / UNIT]; }
+
+bool memory_release(void *memory) {
+    if (!memory_is_device(memory)) return false;
+    Region *r = region_at((uintptr_t)memory);
+    if (!r || !r->live || r->start != (uintptr_t)memory) return false;
+    r->live = false;
+    in_use -= r->size;
+    drop_words(r);
+    // The pages go back; whoever reads them on the host through a stale pointer finds zeros.
+    uintptr_t from = r->start / 4096 * 4096, to = (r->start + r->size + 4095) / 4096 * 4096;
+    madvise(reinterpret_cast<void *>(from), to - from, MADV_DONTNEED);
+    return true;
+}
+
+size_t memory_in_use(void) { return in_use; }
+
+// ---- shared memory ----
+// Static arrays are the thread-local variables of the program. What is where says the symbol table.
+static uintptr_t shared_start;  // of the static ones
+static size_t shared_size;
+static List<Region> shared_regions;  // by address
+static Region **shared_table;        // by 8 bytes: what is not one array begins on such borders
+static Region dynamic_shared = {0, 0, NULL, 0, COARSEST, true, true, "dynamic shared memory"};
+static const size_t DYNAMIC_MOST = 256 << 10, DYNAMIC_RED_ZONE = 4096;
+
+static int find_segment(struct dl_phdr_info *info, size_t, void *) {
+    for (int i = 0; i < info->dlpi_phnum; i++)
+        if (info->dlpi_phdr[i].p_type == PT_TLS) {
+            shared_start = (uintptr_t)info->dlpi_tls_data;
+            shared_size = info->dlpi_phdr[i].p_memsz;
+        }
+    return 1;  // only the program itself
+}
+
+static void add_shared(void *, const char *name, int type, uintptr_t value, size_t size) {
+    if (type != STT_TLS || size == 0) return;
+    int status;
+    char *whole = abi::__cxa_demangle(name, NULL, NULL, &status);
+    // "tile" of "softmax<float, 256>(float*, int)::tile"
+    const char *text = whole ? whole : name;
+    if (strncmp(text, "guard variable for ", 19) != 0)
+        for (const char *c = text; (c = strstr(c, "::")); c += 2) text = c + 2;
+    shared_regions.add({shared_start + value, size, NULL, 0, COARSEST, true, true, text});
+}
+
+// g++ guards the start of arrays of classes by variables of their own, though it has nothing to do there.
+static Region guards = {0, 0, NULL, 0, COARSEST, true, true, "guards"};
+static bool is_guard(const Region &r) { return strncmp(r.name, "guard variable for ", 19) == 0; }
+static bool is_red_zone(const Region &r) { return strncmp(r.name, "cuda_red_zone_", 14) == 0; }
+
+static void fill_table(const Region &r, Region *with) {
+    for (size_t at = (r.start - shared_start) / 8; at <= (r.start + r.size - 1 - shared_start) / 8; at++)
+        shared_table[at] = with;
+}
+
+static int by_address(const void *a, const void *b) {
+    uintptr_t x = static_cast<const Region *>(a)->start, y = static_cast<const Region *>(b)->start;
+    return (x > y) - (x < y);
+}
+
+static void find_shared(void) {
+    dl_iterate_phdr(find_segment, NULL);
+    each_symbol(add_shared, NULL);
+    qsort(shared_regions.items, shared_regions.count, sizeof(Region), by_address);
+    shared_table = static_cast<Region **>(calloc(shared_size / 8 + 1, sizeof(Region *)));
+    CHECK(shared_table, "out of host memory");
+    const Region *before = NULL;
+    for (size_t i = 0; i < shared_regions.count; i++) {
+        Region &r = shared_regions.items[i];
+        if (is_guard(r)) {
+            *reinterpret_cast<char *>(r.start) = 1;  // begun already
+            fill_table(r, &guards);
+            continue;
+        }
+        if (!is_red_zone(r)) {
+            CHECK(!before || is_red_zone(*before),
+                  "no red zone lies between the shared arrays %s and %s: give each its own __shared__",
+                  before->name, r.name);
+            fill_table(r, &r);
+        }
+        before = &r;
+    }
+    void *range = reserve(DYNAMIC_MOST + 2 * DYNAMIC_RED_ZONE);
+    CHECK(range, "out of host memory");
+    dynamic_shared.start = (uintptr_t)range + DYNAMIC_RED_ZONE;
+}
+
+void memory_start_block(const CudaLaunch *launch) {
+    if (!dynamic_shared.start) find_shared();
+    if (dynamic_shared.size != launch->shared_bytes) {
+        drop_words(&dynamic_shared);
+        dynamic_shared.size = launch->shared_bytes;
+        dynamic_shared.grain = COARSEST;
+    }
+}
+
+void *cuda_dynamic_shared(void) { return reinterpret_cast<void *>(dynamic_shared.start); }
+
+// ---- races ----
+
+// Whether what the note tells of is unordered with what the current thread does now.
+static bool unordered(const Note *note) {
+    if (note->time == now.time) {
+        if (note->flags & MANY_WARPS || note->warp != now.thread->warp) return true;
+        return !comes_before(note->lanes, note->stamp);
+    }
+    // Earlier in this block a barrier lies between; else it is of another block.
+    return note->time < now.block_start && !told_by_fence(note->time);
+}
+
+// `since`: older notes say nothing any more.
+static void take_note(Note *note, uint32_t since, uint32_t site, uint8_t flags) {
+    const Thread *me = now.thread;
+    uint32_t mine = 1u << me->lane;
+    uint16_t stamp = passed(me);
+    if (note->time == now.time) {
+        if (note->warp != me->warp) {
+            note->flags |= MANY_WARPS;
+            return;
+        }
+        if ((note->lanes & ~mine) && !comes_before(note->lanes, note->stamp)) {
+            note->lanes |= mine;
+            if (note->stamp > stamp) note->stamp = stamp;
+            return;
+        }
+        flags |= note->flags & (MANY_WARPS | OTHER_BLOCK);
+    } else if (note->time >= since && (note->time < now.block_start || note->flags & OTHER_BLOCK)) {
+        flags |= OTHER_BLOCK;
+    }
+    *note = {now.time, site, mine, stamp, (uint8_t)me->warp, flags};
+}
+
+static const char *verb_of(AccessKind kind) {
+    return kind == LOAD ? "reads" : kind == STORE ? "writes" : "atomically changes";
+}
+
+// "writes byte 4 of tile, which thread 3 read (common/cuda/ops_cuda.cu:12) with no __syncthreads() between"
+static void race(const Region *r, const Word *word, const Note *note, AccessKind kind,
+                 const char *past_verb, const void *site) NO_RETURN;
+static void race(const Region *r, const Word *word, const Note *note, AccessKind kind,
+                 const char *past_verb, const void *site) {
+    const char *verb = verb_of(kind);
+    size_t byte = (size_t)(word - r->words) << r->grain;
+    const char *line = line_text(site_address(note->site));
+    if (note->time != now.time || note->flags & OTHER_BLOCK)
+        broken(site, "%s byte %zu of %s, which another block of this launch %s (%s)", verb, byte, r->name,
+               past_verb, line);
+    uint32_t others =
+        note->warp == now.thread->warp ? note->lanes & ~(1u << now.thread->lane) : note->lanes;
+    const Thread *other = &threads[note->warp * LANES + (others ? __builtin_ctz(others) : 0)];
+    broken(
+        site, "%s byte %zu of %s, which %s %s (%s) with no %s between", verb, byte, r->name,
+        others ? thread_text(other) : "a thread of another warp", past_verb, line,
+        note->warp == now.thread->warp && !(note->flags & MANY_WARPS) ? "__syncwarp()" : "__syncthreads()");
+}
+
+static void unwritten(const Region *r, const Word *word, AccessKind kind, const void *site) NO_RETURN;
+static void unwritten(const Region *r, const Word *word, AccessKind kind, const void *site) {
+    broken(site, "%s byte %zu of %s, which no thread of this block has written yet; is a barrier missing?",
+           verb_of(kind), (size_t)(word - r->words) << r->grain, r->name);
+}
+
+static inline void check_word(Region *r, Word *w, AccessKind kind, const void *site) {
+    const Thread *me = now.thread;
+    uint32_t mine = 1u << me->lane;
+    Note *wrote = &w->write, *read = &w->read;
+    // Each block has its own shared memory, and each launch comes after the one before.
+    uint32_t since = r->shared ? now.block_start : now.launch_start;
+    if (wrote->time < since) {
+        if (r->shared && kind != STORE) unwritten(r, w, kind, site);
+        if (read->time < since) {  // the usual case: nobody was here
+            uint8_t flags = kind == ATOMIC ? BY_ATOMIC : 0;
+            *(kind == LOAD ? read : wrote) = {now.time,   site_number(site), mine,
+                                              passed(me), (uint8_t)me->warp, flags};
+            return;
+        }
+        if (kind == LOAD && read->time == now.time && read->warp != me->warp) {  // the next: many read
+            read->flags |= MANY_WARPS;
+            return;
+        }
+    }
+    bool mine_alone = wrote->time == now.time && wrote->lanes == mine && wrote->warp == me->warp &&
+                      !(wrote->flags & MANY_WARPS);
+    if (wrote->time >= since && !mine_alone && !(kind == ATOMIC && wrote->flags & BY_ATOMIC) &&
+        unordered(wrote))
+        race(r, w, wrote, kind, wrote->flags & BY_ATOMIC ? "changed by an atomic" : "wrote", site);
+    if (kind == LOAD) return take_note(read, since, site_number(site), 0);
+    if (read->time >= since && (unordered(read) || (read->flags & OTHER_BLOCK && !told_by_fence(0))))
+        race(r, w, read, kind, "read", site);
+    // A plain write of this thread stays one, whatever it adds: atomics of others race with it.
+    bool plain_before = mine_alone && !(wrote->flags & BY_ATOMIC);
+    take_note(wrote, since, site_number(site), kind == ATOMIC && !plain_before ? BY_ATOMIC : 0);
+}
+
+// ---- the check of one access ----
+
+static uintptr_t stacks;
+static size_t stacks_size;
+
+void memory_set_stacks(void *memory, size_t bytes) {
+    stacks = (uintptr_t)memory;
+    stacks_size = bytes;
+}
+
+static void outside(AccessKind kind, uintptr_t address, size_t size, const Region *r,
+                    const void *site) NO_RETURN;
+static void outside(AccessKind kind, uintptr_t address, size_t size, const Region *r, const void *site) {
+    const char *verb = verb_of(kind);
+    if (!r)
+        broken(site, "%s %zu bytes at %p, which is not memory of the device", verb, size,
+               reinterpret_cast<void *>(address));
+    const char *late = r->live ? "" : ", and that after its release";
+    if (address < r->start)
+        broken(site, "%s %zu bytes, %zu before the start of %zu bytes of %s%s", verb, size,
+               (size_t)(r->start - address), r->size, r->name, late);
+    if (address + size > r->start + r->size)
+        broken(site, "%s %zu bytes at byte %zu of %zu bytes of %s%s", verb, size,
+               (size_t)(address - r->start), r->size, r->name, late);
+    broken(site, "%s %zu bytes at byte %zu of %zu bytes of %s after its release", verb, size,
+           (size_t)(address - r->start), r->size, r->name);
+}
+
+// The nearest static shared array, for the sentence alone.
+static const Region *nearest_shared(uintptr_t address) {
+    const Region *best = NULL;
+    for (size_t i = 0; i < shared_regions.count; i++) {
+        const Region &r = shared_regions.items[i];
+        if (!is_red_zone(r) && !is_guard(r) && (!best || r.start <= address)) best = &r;
+    }
+    return best;
+}
+
+// Kernel arguments and constants may be read.
+static bool is_constant(uintptr_t address, size_t size);
+
+static void check_rest(AccessKind kind, uintptr_t address, size_t size, const void *site) {
+    if (address + size > (uintptr_t)now.launch && address < (uintptr_t)now.launch + now.launch->size)
+        return;
+    if (is_constant(address, size) && kind == LOAD) return;
+    outside(kind, address, size, NULL, site);
+}
+
+static void check_host(AccessKind kind, uintptr_t address, size_t size, const void *site) {
+    if (memory_is_device(reinterpret_cast<void *>(address)))
+        broken(site, "host code %s %zu bytes of device memory", verb_of(kind), size);
+}
+
+static inline __attribute__((always_inline)) void check(AccessKind kind, uintptr_t address, size_t size,
+                                                        const void *site) {
+    if (address - stacks < stacks_size) return;
+    if (__builtin_expect(!now.launch, 0)) return check_host(kind, address, size, site);
+    Region *r;
+    if (address - arena < arena_size) {
+        r = region_at(address);
+        if (!r || !r->live) outside(kind, address, size, r, site);
+    } else if (address - shared_start < shared_size) {
+        r = shared_table[(address - shared_start) / 8];
+        if (r == &guards) return;
+        if (!r) outside(kind, address, size, nearest_shared(address), site);
+    } else if (address - (dynamic_shared.start - DYNAMIC_RED_ZONE) < DYNAMIC_MOST + 2 * DYNAMIC_RED_ZONE) {
+        r = &dynamic_shared;
+    } else {
+        return check_rest(kind, address, size, site);
+    }
+    if (__builtin_expect(address < r->start || address + size > r->start + r->size, 0))
+        outside(kind, address, size, r, site);
+    if (__builtin_expect(address & (size - 1), 0))
+        broken(site, "%s %zu bytes at byte %zu of %s, an address that is no multiple of %zu", verb_of(kind),
+               size, (size_t)(address - r->start), r->name, size);
+    if (now.counting) count_access(r->shared ? SHARED : GLOBAL, kind, address, size, site_number(site));
+    if (r->shared && r->block != now.block_start) {
+        memset(reinterpret_cast<void *>(r->start), POISON, r->size);
+        r->block = now.block_start;
+    }
+    size_t offset = address - r->start;
+    if (__builtin_expect(((offset | size) & (((size_t)1 << r->grain) - 1)) != 0, 0))
+        refine(r, (uint8_t)__builtin_ctzl(offset | size));
+    if (__builtin_expect(!r->words, 0)) r->words = new_words(r);
+    for (size_t w = offset >> r->grain; w < (offset + size) >> r->grain; w++)
+        check_word(r, &r->words[w], kind, site);
+}
+
+// Pieces that are aligned whatever the address is.
+static void check_range(AccessKind kind, uintptr_t address, size_t size, const void *site) {
+    if (!now.launch) return check_host(kind, address, size, site);
+    while (size) {
+        size_t piece = address % 4 == 0 && size >= 4 ? 4 : 1;
+        check(kind, address, piece, site);
+        address += piece, size -= piece;
+    }
+}
+
+// ---- constants: what lies in sections of the program that kernels may read ----
+
+extern "C" char __start_cuda_constant[] __attribute__((weak)), __stop_cuda_constant[] __attribute__((weak));
+
+struct Range {
+    uintptr_t start, end;
+};
+static List<Range> read_only;
+
+static int find_read_only(struct dl_phdr_info *info, size_t, void *) {
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *p = &info->dlpi_phdr[i];
+        if ((p->p_type == PT_LOAD && !(p->p_flags & PF_W)) || p->p_type == PT_GNU_RELRO)
+            read_only.add({info->dlpi_addr + p->p_vaddr, info->dlpi_addr + p->p_vaddr + p->p_memsz});
+    }
+    return 1;
+}
+
+static bool is_constant(uintptr_t address, size_t size) {
+    if (read_only.count == 0) {
+        dl_iterate_phdr(find_read_only, NULL);
+        read_only.add({(uintptr_t)__start_cuda_constant, (uintptr_t)__stop_cuda_constant});
+    }
+    for (size_t i = 0; i < read_only.count; i++)
+        if (address >= read_only.items[i].start && address + size <= read_only.items[i].end) return true;
+    return false;
+}
+
+// ---- for the runtime API ----
+
+void memory_check_host(const char *call, const void *address, size_t bytes, const void *site) {
+    if (bytes == 0) return;
+    const Region *r = region_at((uintptr_t)address);
+    CHECK(r && r->live, "%s (%s): %p lies in no live allocation", call, line_text(site), address);
+    uintptr_t first = (uintptr_t)address;
+    CHECK(first >= r->start && first + bytes <= r->start + r->size && first + bytes >= first,
+          "%s (%s): %zu bytes from byte %ld of an allocation of %zu bytes", call, line_text(site), bytes,
+          (long)(first - r->start), r->size);
+}
+
+void cuda_atomic(const void *address, size_t bytes) {
+    check(ATOMIC, (uintptr_t)address, bytes, __builtin_return_address(0));
+    if (memory_is_device(address)) asked_by_atomic();
+}
+
+void *cuda_memcpy(void *to, const void *from, size_t bytes) {
+    check_range(LOAD, (uintptr_t)from, bytes, __builtin_return_address(0));
+    check_range(STORE, (uintptr_t)to, bytes, __builtin_return_address(0));
+    return memcpy(to, from, bytes);
+}
+
+void *cuda_memset(void *to, int value, size_t bytes) {
+    check_range(STORE, (uintptr_t)to, bytes, __builtin_return_address(0));
+    return memset(to, value, bytes);
+}
+
+// ---- what g++ -fsanitize=thread calls ----
+
+extern "C" {
+
+#define HOOK(name, kind, size) \
+    void name(void *address) { check(kind, (uintptr_t)address, size, __builtin_return_address(0)); }
+#define HOOKS(size)                               \
+    HOOK(__tsan_read##size, LOAD, size)           \
+    HOOK(__tsan_write##size, STORE, size)         \
+    HOOK(__tsan_unaligned_read##size, LOAD, size) \
+    HOOK(__tsan_unaligned_write##size, STORE, size)
+HOOKS(1)
+HOOKS(2)
+HOOKS(4)
+HOOKS(8)
+HOOKS(16)
+
+void __tsan_read_range(void *address, size_t size) {
+    check_range(LOAD, (uintptr_t)address, size, __builtin_return_address(0));
+}
+void __tsan_write_range(void *address, size_t size) {
+    check_range(STORE, (uintptr_t)address, size, __builtin_return_address(0));
+}
+
+void __tsan_init(void) {}
+void __tsan_func_entry(void *) {}
+void __tsan_func_exit(void) {}
+void __tsan_vptr_read(void **) {}
+void __tsan_vptr_update(void **, void *) {}
+
+// Atomics of C++ in host code; kernels have those of CUDA.
+#define ATOMIC_HOOKS(bits)                                                                              \
+    uint##bits##_t __tsan_atomic##bits##_load(const volatile uint##bits##_t *a, int) {                  \
+        return __atomic_load_n(a, __ATOMIC_SEQ_CST);                                                    \
+    }                                                                                                   \
+    void __tsan_atomic##bits##_store(volatile uint##bits##_t *a, uint##bits##_t v, int) {               \
+        __atomic_store_n(a, v, __ATOMIC_SEQ_CST);                                                       \
+    }                                                                                                   \
+    uint##bits##_t __tsan_atomic##bits##_fetch_add(volatile uint##bits##_t *a, uint##bits##_t v, int) { \
+        return __atomic_fetch_add(a, v, __ATOMIC_SEQ_CST);                                              \
+    }                                                                                                   \
+    uint##bits##_t __tsan_atomic##bits##_exchange(volatile uint##bits##_t *a, uint##bits##_t v, int) {  \
+        return __atomic_exchange_n(a, v, __ATOMIC_SEQ_CST);                                             \
+    }
+ATOMIC_HOOKS(8)
+ATOMIC_HOOKS(32)
+ATOMIC_HOOKS(64)
+
+// -fsanitize=bounds-strict: an index beyond the bound in the array's declaration. The handler gets what the
+// compiler wrote down, and goes on if it returns.
+struct BoundsPlace {
+    const char *file;
+    uint32_t line, column;
+    const struct BoundsType {
+        uint16_t kind, info;  // info: of an integer, 2 * log2(bits) + signed
+        char name[1];
+    } * array, *index;
+};
+
+void __ubsan_handle_out_of_bounds(BoundsPlace *place, uintptr_t index) {
+    int bits = 1 << (place->index->info >> 1);
+    long long value = (long long)index;
+    if (place->index->info & 1 && bits < 64) value = value << (64 - bits) >> (64 - bits);
+    broken(NULL, "%s:%u: index %lld is out of bounds of %s", place->file, place->line, value,
+           place->array->name);
+}
+}

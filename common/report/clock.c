@@ -1,0 +1,483 @@
+// clock.c: see clock.h. Counting costs two readings of the wall clock and a short scan of a table per
+// operation, about 100 ns; events are stored only while a trace is on.
+#include "clock.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "tensor/device.h"
+#include "tensor/guard.h"
+
+// ---- machines ----
+
+// Rates are per GPU, dense (datasheets print twice these for 2:4 sparsity), in FLOP/s and bytes/s. The
+// operations count the FLOPs of matrix multiplies, so f64 is the rate of the FP64 tensor cores. Capacity is
+// the datasheet's, in units of 10^9 bytes.
+//
+// NVLink is half of the datasheet's figure, which adds both ways (A100 600, H100 and H200 900 GB/s); the
+// network is one port for each GPU (DGX A100: 200 Gb/s HDR; DGX H100 and H200: 400 Gb/s NDR). Latencies are
+// assumptions, not measurements of ours: the per-step constants by which NCCL itself chooses algorithms
+// (hwLat in src/graph/tuning.cc, ring, protocol Simple: NVLink 3.4 us, network 9.6 us in version 2.9, later
+// 14 us, of which we take the former).
+static const Machine machines[] = {
+    {"dgx-a100", "NVIDIA A100 SXM4 80 GB", 312e12, 19.5e12, 19.5e12, 2.039e12, 80e9, 8, 300e9, 25e9, 3.4e-6,
+     9.6e-6, "NVIDIA A100 Tensor Core GPU datasheet, A100 80GB SXM"},
+    {"dgx-h100", "NVIDIA H100 SXM5 80 GB", 989e12, 67e12, 67e12, 3.35e12, 80e9, 8, 450e9, 50e9, 3.4e-6,
+     9.6e-6, "NVIDIA H100 Tensor Core GPU datasheet, H100 SXM (bf16: half of 1,979 with sparsity)"},
+    {"h200", "NVIDIA H200 SXM 141 GB", 989e12, 67e12, 67e12, 4.8e12, 141e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6,
+     "NVIDIA H200 Tensor Core GPU datasheet, H200 SXM (bf16: half of 1,979 with sparsity)"},
+};
+enum { MACHINES = sizeof machines / sizeof *machines };
+
+const char *machine_names(void) {
+    static char names[256];
+    names[0] = 0;
+    for (int i = 0; i < MACHINES; i++) {
+        if (i) strcat(names, ", ");
+        strcat(names, machines[i].name);
+    }
+    return names;
+}
+
+const Machine *machine_find(const char *name) {
+    for (int i = 0; i < MACHINES; i++)
+        if (!strcmp(machines[i].name, name)) return &machines[i];
+    fatal("--machine %s is unknown; it is one of %s", name, machine_names());
+}
+
+double machine_peak_flops(const Machine *machine, DType dtype) {
+    switch (dtype) {
+        case F64:
+            return machine->f64_flops;
+        case F32:
+            return machine->f32_flops;
+        default:
+            return machine->tensor_flops;
+    }
+}
+
+// ---- state ----
+
+typedef struct OpenMark {
+    int mark;         // index into marks
+    char *name;       // as it was pushed
+    OpCount at_push;  // the totals then
+} OpenMark;
+
+enum { MAX_OPEN_MARKS = 32 };
+
+static struct {
+    const Machine *machine;
+    OpCount total;
+    OpCount *operations;
+    int operations_count, operations_room;
+    // the operation under way
+    const char *name;  // NULL between operations
+    int operation;
+    double began, flops, bytes, model_seconds;
+    double model_now;  // model time since the start; clock_reset leaves it alone, so that traces go on
+    OpCount *marks;    // by path
+    int marks_count, marks_room;
+    OpenMark open[MAX_OPEN_MARKS];
+    int depth;
+    bool tracing;
+    Event *events;
+    int64_t events_count, events_room;
+    double wall_origin, model_origin;  // of the trace
+    int64_t resets;
+    int gpus_per_node;  // 0: the machine's
+    double compute_efficiency, network_efficiency;
+} state = {.compute_efficiency = 1, .network_efficiency = 1};
+
+static const Machine *model_machine(void) {
+    if (!state.machine) state.machine = machine_find("dgx-h100");
+    return state.machine;
+}
+
+void clock_set_machine(const Machine *machine) { state.machine = machine; }
+
+// ---- the model clock ----
+
+// The roofline: an operation is done when its arithmetic and its memory traffic, which overlap, both are.
+static double model_time(DType dtype, double flops, double bytes) {
+    const Machine *machine = model_machine();
+    double compute = flops / machine_peak_flops(machine, dtype);
+    double memory = bytes / machine->memory_bytes_per_second;
+    return (compute > memory ? compute : memory) / state.compute_efficiency;
+}
+
+void clock_set_cluster(int gpus_per_node, double compute_efficiency, double network_efficiency) {
+    state.gpus_per_node = gpus_per_node;
+    state.compute_efficiency = compute_efficiency;
+    state.network_efficiency = network_efficiency;
+}
+
+int clock_node(int rank) {
+    return rank / (state.gpus_per_node ? state.gpus_per_node : model_machine()->gpus_per_node);
+}
+
+double clock_model_now(void) { return state.model_now; }
+
+double clock_model_wait(double until) {
+    double stood = until > state.model_now ? until - state.model_now : 0;
+    if (stood > 0) state.model_now = until;
+    return stood;
+}
+
+// What communication costs, from alpha, the latency of a step, and B, the bandwidth of a link; n members, m
+// nodes.
+//
+// Rings: every step passes one piece to the next member. A collective on several nodes crosses the network
+// in m - 1 steps of each round of n - 1, and its ring is as wide as the narrower of a GPU's NVLink and the
+// network ports of all members on a node: B = min(NVLink, network x members per node).
+//     all_reduce                    2 (n - 1) alpha + 2 (n - 1) / n K / B
+//     reduce_scatter, all_gather      (n - 1) alpha +   (n - 1) / n K / B
+//     broadcast, reduce               (n - 1) alpha +               K / B
+//     barrier                       2 (n - 1) alpha
+// Direct messages: one to each of n - 1 peers; those within the node and those across run on links of their
+// own.
+//     all_to_all, gather, scatter     (n - 1) alpha + max over both links of their part of K / n / B
+//     transfers                               alpha + max over both links and ways of bytes / B
+double clock_collective_seconds(const char *name, double bytes, int n, int per_node) {
+    if (n <= 1) return 0;
+    const Machine *machine = model_machine();
+    double node = machine->node_bytes_per_second * state.network_efficiency;
+    double network = machine->network_bytes_per_second * state.network_efficiency;
+    int nodes = (n + per_node - 1) / per_node;
+    if (!strcmp(name, "all_to_all") || !strcmp(name, "gather") || !strcmp(name, "scatter")) {
+        int inside = nodes > 1 ? per_node - 1 : n - 1, across = n - 1 - inside;
+        Traffic near = {inside, bytes / n * inside, 0}, far = {across, bytes / n * across, 0};
+        return clock_all_to_all_seconds(near, far);
+    }
+    if (nodes > 1 && network * per_node < node) node = network * per_node;
+    double round = (n - nodes) * machine->node_latency + (nodes - 1) * machine->network_latency;
+    if (!strcmp(name, "all_reduce")) return 2 * round + 2 * (n - 1) * (bytes / n / node);
+    if (!strcmp(name, "reduce_scatter") || !strcmp(name, "all_gather"))
+        return round + (n - 1) * (bytes / n / node);
+    if (!strcmp(name, "broadcast") || !strcmp(name, "reduce")) return round + bytes / node;
+    if (!strcmp(name, "barrier")) return 2 * round;
+    fatal("there is no cost of a collective %s", name);
+}
+
+// The two links run at once, and each both ways at once.
+static double busiest_link(Traffic node, Traffic network) {
+    const Machine *machine = model_machine();
+    double near = node.sent > node.received ? node.sent : node.received;
+    double far = network.sent > network.received ? network.sent : network.received;
+    near /= machine->node_bytes_per_second * state.network_efficiency;
+    far /= machine->network_bytes_per_second * state.network_efficiency;
+    return near > far ? near : far;
+}
+
+double clock_transfers_seconds(Traffic node, Traffic network) {
+    const Machine *machine = model_machine();
+    double latency = network.peers ? machine->network_latency : node.peers ? machine->node_latency : 0;
+    return latency + busiest_link(node, network);
+}
+
+double clock_all_to_all_seconds(Traffic node, Traffic network) {
+    const Machine *machine = model_machine();
+    return node.peers * machine->node_latency + network.peers * machine->network_latency +
+           busiest_link(node, network);
+}
+
+// ---- the trace's events ----
+
+static Event *new_event(EventKind kind, const char *name) {
+    if (state.events_count == state.events_room) {
+        state.events_room = state.events_room ? 2 * state.events_room : 4096;
+        state.events = realloc(state.events, sizeof(Event) * (size_t)state.events_room);
+        CHECK(state.events, "out of host memory for %lld trace events", (long long)state.events_room);
+    }
+    Event *event = &state.events[state.events_count++];
+    *event = (Event){.kind = kind, .name = name, .wall = wall_seconds(), .model = state.model_now};
+    Memory account = memory_account();
+    memcpy(event->memory, account.now, sizeof event->memory);
+    return event;
+}
+
+// ---- operations ----
+
+static int operation_index(const char *name) {
+    // A literal has one address in one file, so the first scan finds it nearly always; the same name from
+    // another file has another address.
+    for (int i = 0; i < state.operations_count; i++)
+        if (state.operations[i].name == name) return i;
+    for (int i = 0; i < state.operations_count; i++)
+        if (!strcmp(state.operations[i].name, name)) return i;
+    if (state.operations_count == state.operations_room) {
+        state.operations_room += 64;
+        state.operations =
+            realloc(state.operations, sizeof *state.operations * (size_t)state.operations_room);
+        CHECK(state.operations, "out of host memory for the table of operations");
+    }
+    state.operations[state.operations_count] = (OpCount){.name = name};
+    return state.operations_count++;
+}
+
+static void add(OpCount *count, double flops, double bytes, double wall, double model) {
+    count->calls++;
+    count->flops += flops;
+    count->bytes += bytes;
+    count->wall_seconds += wall;
+    count->model_seconds += model;
+}
+
+void clock_begin(const char *name, DType dtype, double flops, double bytes) {
+    CHECK(!state.name, "operation %s began inside operation %s", name, state.name);
+    state.operation = operation_index(name);
+    state.name = name;
+    state.flops = flops;
+    state.bytes = bytes;
+    state.model_seconds = model_time(dtype, flops, bytes);
+    if (state.tracing) {
+        Event *event = new_event(EVENT_OPERATION, name);
+        event->flops = flops;
+        event->bytes = bytes;
+        event->model_end = event->model + state.model_seconds;
+    }
+    device_open();
+    state.began = wall_seconds();
+}
+
+void clock_end(void) {
+    // Who watches single operations wants their own time, not that of giving them to a device.
+    if (state.tracing && !device_is_dry_run()) backend_wait();
+    double now = wall_seconds();
+    CHECK(state.name, "clock_end without clock_begin");
+    device_close();
+    add(&state.operations[state.operation], state.flops, state.bytes, now - state.began,
+        state.model_seconds);
+    add(&state.total, state.flops, state.bytes, now - state.began, state.model_seconds);
+    state.model_now += state.model_seconds;
+    if (state.tracing) state.events[state.events_count - 1].wall_end = now;
+    state.name = NULL;
+}
+
+void clock_communication(const char *name, double wall, double wall_end, double model, double model_end,
+                         double bytes) {
+    if (!state.tracing) return;
+    Event *event = new_event(EVENT_COMMUNICATION, name);
+    event->wall = wall;
+    event->wall_end = wall_end;
+    event->model = model;
+    event->model_end = model_end;
+    event->bytes = bytes;
+}
+
+OpCount clock_total(void) {
+    state.total.name = "total";
+    return state.total;
+}
+
+int clock_operations(const OpCount **operations) {
+    *operations = state.operations;
+    return state.operations_count;
+}
+
+// ---- marks ----
+
+static int mark_index(const char *name) {
+    // "step 3" and "step 4" are one mark, "step": its total is what one asks for.
+    size_t length = strlen(name);
+    while (length && name[length - 1] >= '0' && name[length - 1] <= '9') length--;
+    if (length && length < strlen(name) && name[length - 1] == ' ') length--;
+    if (!length || name[length] != ' ') length = strlen(name);
+    int parent = state.depth ? state.open[state.depth - 1].mark : -1;
+    char *path = parent < 0 ? format_text("%.*s", (int)length, name)
+                            : format_text("%s/%.*s", state.marks[parent].name, (int)length, name);
+    for (int i = 0; i < state.marks_count; i++)
+        if (!strcmp(state.marks[i].name, path)) {
+            free(path);
+            return i;
+        }
+    if (state.marks_count == state.marks_room) {
+        state.marks_room += 64;
+        state.marks = realloc(state.marks, sizeof *state.marks * (size_t)state.marks_room);
+        CHECK(state.marks, "out of host memory for the table of marks");
+    }
+    state.marks[state.marks_count] = (OpCount){.name = path};
+    return state.marks_count++;
+}
+
+void clock_push(const char *name) {
+    CHECK(state.depth < MAX_OPEN_MARKS, "more than %d marks are open, at %s", MAX_OPEN_MARKS, name);
+    int mark = mark_index(name);
+    OpCount now = state.total;
+    // For a mark the wall includes what happens between its operations.
+    now.wall_seconds = wall_seconds();
+    state.open[state.depth++] = (OpenMark){.mark = mark, .name = format_text("%s", name), .at_push = now};
+    if (state.tracing) new_event(EVENT_PUSH, format_text("%s", name));
+}
+
+void clock_pop(void) {
+    CHECK(state.depth > 0, "clock_pop without clock_push");
+    OpenMark *open = &state.open[--state.depth];
+    OpCount *mark = &state.marks[open->mark];
+    add(mark, state.total.flops - open->at_push.flops, state.total.bytes - open->at_push.bytes,
+        wall_seconds() - open->at_push.wall_seconds,
+        state.total.model_seconds - open->at_push.model_seconds);
+    if (state.tracing) new_event(EVENT_POP, NULL);
+    free(open->name);
+}
+
+int clock_marks(const OpCount **marks) {
+    *marks = state.marks;
+    return state.marks_count;
+}
+
+OpCount clock_mark(const char *path) {
+    for (int i = 0; i < state.marks_count; i++)
+        if (!strcmp(state.marks[i].name, path)) return state.marks[i];
+    return (OpCount){.name = path};
+}
+
+int64_t clock_resets(void) { return state.resets; }
+
+void clock_reset(void) {
+    state.resets++;
+    state.total = (OpCount){0};
+    state.operations_count = 0;
+    if (!state.depth)
+        while (state.marks_count) free((char *)state.marks[--state.marks_count].name);
+    // Marks that are open stay so, and count from here.
+    for (int i = 0; i < state.marks_count; i++) state.marks[i] = (OpCount){.name = state.marks[i].name};
+    for (int i = 0; i < state.depth; i++) state.open[i].at_push = (OpCount){.wall_seconds = wall_seconds()};
+}
+
+// ---- Chrome's trace format:
+// https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+int64_t clock_events(const Event **events) {
+    *events = state.events;
+    return state.events_count;
+}
+
+void clock_trace_start(void) {
+    for (int64_t i = 0; i < state.events_count; i++)
+        if (state.events[i].kind == EVENT_PUSH) free((char *)state.events[i].name);
+    state.events_count = 0;
+    state.tracing = true;
+    state.wall_origin = wall_seconds();
+    state.model_origin = state.model_now;
+    for (int i = 0; i < state.depth; i++) new_event(EVENT_PUSH, format_text("%s", state.open[i].name));
+}
+
+static void write_string(FILE *out, const char *text) {
+    putc('"', out);
+    for (; *text; text++) {
+        if ((unsigned char)*text < 0x20) {
+            fprintf(out, "\\u%04x", *text);
+            continue;
+        }
+        if (*text == '"' || *text == '\\') putc('\\', out);
+        putc(*text, out);
+    }
+    putc('"', out);
+}
+
+static void name_thread(FILE *out, int pid, int tid, const char *name) {
+    fprintf(out, ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}",
+            pid, tid, name);
+}
+
+// Communication has a row of its own, beside the operations. On the model clock one follows another; on the
+// wall clock they are in flight together, which the format has asynchronous pairs for.
+static void write_communication(FILE *out, int pid, const Event *event, bool model, double ts, double end,
+                                int64_t id) {
+    if (model)
+        fprintf(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":1,\"ts\":%.6f,\"dur\":%.6f,\"name\":", pid, ts,
+                end - ts);
+    else
+        fprintf(out,
+                ",\n{\"ph\":\"b\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":1,\"ts\":%.6f,"
+                "\"name\":",
+                (long long)id, pid, ts);
+    write_string(out, event->name);
+    fprintf(out, ",\"args\":{\"bytes\":%.17g}}", event->bytes);
+    if (model) return;
+    fprintf(
+        out,
+        ",\n{\"ph\":\"e\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":1,\"ts\":%.6f,\"name\":",
+        (long long)id, pid, end);
+    write_string(out, event->name);
+    putc('}', out);
+}
+
+// One time line; times are in microseconds since the trace's start, as the format wants them.
+static void write_process(FILE *out, int pid, int place, const char *title, bool model) {
+    double origin = model ? state.model_origin : state.wall_origin;
+    double last = 0;
+    int64_t memory[MEMORY_KINDS] = {-1}, communications = 0;
+    int depth = 0;
+    fprintf(out, "{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\",\"args\":{\"name\":", pid);
+    write_string(out, title);
+    fprintf(out, "}},\n{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_sort_index\",\"args\":", pid);
+    fprintf(out, "{\"sort_index\":%d}}", place);
+    name_thread(out, pid, 0, "compute");
+    for (int64_t i = 0; i < state.events_count; i++) {
+        const Event *event = &state.events[i];
+        double ts = 1e6 * ((model ? event->model : event->wall) - origin);
+        double end = 1e6 * ((model ? event->model_end : event->wall_end) - origin);
+        if (event->kind == EVENT_COMMUNICATION) {
+            if (!communications++) name_thread(out, pid, 1, "communication");
+            write_communication(out, pid, event, model, ts, end, communications);
+            continue;
+        }
+        last = event->kind == EVENT_OPERATION ? end : ts;
+        if (memcmp(memory, event->memory, sizeof memory)) {
+            memcpy(memory, event->memory, sizeof memory);
+            fprintf(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"tid\":0,\"ts\":%.6f,\"name\":\"memory\",\"args\":{",
+                    pid, ts);
+            for (int k = 0; k < MEMORY_KINDS; k++)
+                fprintf(out, "%s\"%s\":%lld", k ? "," : "", memory_kind_name((MemoryKind)k),
+                        (long long)memory[k]);
+            fprintf(out, "}}");
+        }
+        fprintf(out, ",\n{\"ph\":\"%c\",\"pid\":%d,\"tid\":0,\"ts\":%.6f", "XBE"[event->kind], pid, ts);
+        if (event->kind != EVENT_POP) {
+            fprintf(out, ",\"name\":");
+            write_string(out, event->name);
+        }
+        if (event->kind == EVENT_OPERATION)
+            fprintf(out, ",\"dur\":%.6f,\"args\":{\"flops\":%.17g,\"bytes\":%.17g}", end - ts, event->flops,
+                    event->bytes);
+        fprintf(out, "}");
+        depth += event->kind == EVENT_PUSH ? 1 : event->kind == EVENT_POP ? -1 : 0;
+    }
+    for (; depth > 0; depth--)  // marks still open end with the trace
+        fprintf(out, ",\n{\"ph\":\"E\",\"pid\":%d,\"tid\":0,\"ts\":%.6f}", pid, last);
+}
+
+FILE *clock_trace_open(const char *file) {
+    FILE *out = fopen(file, "w");
+    CHECK(out, "--trace %s cannot be written: %s", file, strerror(errno));
+    fprintf(out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
+    return out;
+}
+
+// The wall clocks of all ranks stand one below another, then all model clocks.
+void clock_trace_part(FILE *out, int rank, int ranks) {
+    char *whose = ranks > 1 ? format_text("rank %d, ", rank) : format_text("%s", "");
+    char *wall = format_text("%swall clock", whose);
+    char *model = format_text("%smodel clock: %s", whose, model_machine()->device);
+    write_process(out, 2 * rank, rank, wall, false);
+    fprintf(out, ",\n");
+    write_process(out, 2 * rank + 1, ranks + rank, model, true);
+    free(whose);
+    free(wall);
+    free(model);
+}
+
+void clock_trace_close(FILE *out, const char *file) {
+    fprintf(out, "\n]}\n");
+    bool failed = ferror(out) != 0;
+    CHECK(fclose(out) == 0 && !failed, "--trace %s could not be written whole", file);
+}
+
+void clock_trace_write(const char *file) {
+    FILE *out = clock_trace_open(file);
+    clock_trace_part(out, 0, 1);
+    clock_trace_close(out, file);
+}

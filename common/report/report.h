@@ -1,0 +1,81 @@
+// report.h: compare a run with its baseline, hold counts against formulas, print the table and the verdict.
+#ifndef REPORT_H
+#define REPORT_H
+
+#include "clock.h"
+#include "train/config.h"
+#include "train/params.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// What one training run leaves behind for the comparison. Host memory, owned by the record.
+typedef struct Record {
+    char title[64];  // "recompute full"
+    int64_t steps;
+    double *loss, *grad_norm;  // (steps)
+    int tensors;
+    char **name;         // (tensors)
+    int64_t *count;      // elements of each, as no rank cuts it
+    double **grad;       // raw gradients of the first step, before clipping
+    double **param;      // parameters after the last step
+    Memory memory;       // peaks over the run
+    int64_t kept_bytes;  // activations held when the last forward of a micro-batch ended, peak
+    double flops;        // counted over the run
+    double model_seconds, wall_seconds;  // both clocks, whole run
+} Record;
+
+// Losses and norms are NaN, and tensors absent, until the trainer sets them: what was left out cannot pass.
+Record record_new(const char *title, int64_t steps, const Params *params);
+// Of whole parameters, whoever stores them: collective over the ranks that share them (params.h). Gradients when
+// those of the first step are complete, parameters after the last step.
+void record_grads(Record *record, const Params *params);
+void record_params(Record *record, const Params *params);
+void record_free(Record *record);
+
+// What may differ: EXACT, nothing, not one bit; REASSOCIATED, the order of sums (f64: 1e-10 relative);
+// ROUNDED, the precision of a narrower dtype.
+typedef enum ProofClass { PROOF_EXACT, PROOF_REASSOCIATED, PROOF_ROUNDED } ProofClass;
+
+typedef struct Difference {  // of one quantity against its baseline
+    const char *what;        // "loss", or the name of the tensor that is worst
+    double relative;         // ||x - y|| / ||y|| (L2)
+    double maximum;          // max |x - y|
+    double scale;            // <x, y> / <y, y>: 1 when only noise differs, 2 when a factor of two does
+} Difference;
+
+Difference difference(const char *what, const double *x, const double *y, int64_t count);
+
+// Compares losses, gradient norms, first-step gradients (per parameter, by name) and final parameters;
+// prints one row for each with the worst tensor, and returns whether all are within the bound: 0 bits for
+// EXACT, `bound` relative otherwise; NaN never passes. The scale must be within half of the bound of 1: two
+// runs that each are within a quarter of it of the truth differ by no more, while a wrong factor cannot
+// hide in it. A tensor whose baseline is below noise (a millionth of the largest one) is measured against
+// that floor, and not skipped.
+bool report_compare(const Record *run, const Record *baseline, ProofClass proof, double bound);
+// The bound of a dtype: f64 1e-10; for the others k = 4 times the error of the baseline against
+// `reference`, the same run in f64 (per quantity the largest), so that the dtype itself sets the bar.
+double report_bound(const Record *baseline, const Record *reference);
+
+// "predicted" beside "measured", equal to the last unit or the run fails. Prints a row and
+// returns the equality.
+bool report_equal(const char *what, double predicted, double measured, const char *unit);
+// Any other condition that the verdict depends on; prints a row only when it does not hold.
+bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
+
+// Last line, "PASS <program>: <text> (<class and error, number of counts>)" or "FAIL <program>: <first row
+// that failed>". Returns the exit status. Every check since the start counts; the next check starts anew.
+int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
+
+// --json: everything the tables showed at full precision. Opened once, filled by the functions above and by
+// these, and written by report_verdict.
+void report_json(const char *file);
+void report_number(const char *group, const char *name, double value, const char *unit);
+void report_series(const char *name, const double *values, int64_t count);
+void report_text(const char *name, const char *value);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,466 @@
+// ops.c: the front of the operations. Each is one table of its arguments: how they are used, and the dtype
+// and shape that fit the others. From the table come the checks and the count of bytes; then both clocks
+// start, and the back end that is linked in computes (kernels.h). In a dry run it does not: counted,
+// clocked, not computed.
+#include "ops.h"
+
+#include <string.h>
+
+#include "report/clock.h"
+#include "kernels.h"
+
+// ---- the table of an operation's arguments ----
+
+typedef enum Use { READ = 1, WRITTEN = 2, UPDATED = READ | WRITTEN } Use;
+
+typedef struct Argument {
+    const char *name;
+    Tensor tensor;
+    bool optional;     // may be no tensor
+    const char *over;  // names of arguments in whose very place it may be written
+    int64_t touched;   // rows that are used, where it is not all of them; -1: all
+    Use use;
+    DType dtype;
+    int64_t rows, columns;  // seen as (rows, columns); columns -1: `rows` elements in any shape
+} Argument;
+
+// IN(x, dtype, rows, columns) or IN(x, dtype, FLAT(count))
+// clang-format off
+#define IN(t, ...)                 {#t, t, false, "", -1, READ, __VA_ARGS__}
+#define OUT(t, ...)                {#t, t, false, "", -1, WRITTEN, __VA_ARGS__}
+#define INOUT(t, ...)              {#t, t, false, "", -1, UPDATED, __VA_ARGS__}
+#define OUT_OVER(names, t, ...)    {#t, t, false, names, -1, WRITTEN, __VA_ARGS__}
+#define OPTIONAL(use, t, ...)      {#t, t, true, "", -1, use, __VA_ARGS__}
+#define ROWS(touched, use, t, ...) {#t, t, false, "", touched, use, __VA_ARGS__}
+#define FLAT(count)                count, -1
+// clang-format on
+
+// Of a tensor that may be none: the table then says so.
+static int64_t rows_of(Tensor t) { return tensor_exists(t) ? tensor_rows(t) : 0; }
+static int64_t columns_of(Tensor t) { return tensor_exists(t) ? tensor_columns(t) : 0; }
+static int64_t count_of(Tensor t) { return tensor_exists(t) ? tensor_count(t) : 0; }
+
+// Of statistics, losses and optimizer state beside storage of this dtype.
+static DType full(DType dtype) { return dtype == F64 ? F64 : F32; }
+
+// ---- rules ----
+
+static void need_floating(const char *op, const char *name, Tensor t) {
+    CHECK(tensor_exists(t) && (t.dtype == F64 || t.dtype == F32 || t.dtype == BF16 || t.dtype == F16),
+          "%s: %s is %s; operations compute with f64, f32, bf16 and f16", op, name, tensor_text(t));
+}
+
+static void check_shape(const char *op, const Argument *a) {
+    Tensor t = a->tensor;
+    if (a->optional && !tensor_exists(t)) return;
+    bool shape =
+        a->columns < 0 ? count_of(t) == a->rows : rows_of(t) == a->rows && columns_of(t) == a->columns;
+    if (tensor_exists(t) && t.dtype == a->dtype && shape) return;
+    if (a->columns < 0)
+        fatal("%s: %s is %s where %lld elements of %s fit the others", op, a->name, tensor_text(t),
+              (long long)a->rows, dtype_name(a->dtype));
+    fatal("%s: %s is %s where (%lld, %lld) %s fits the others", op, a->name, tensor_text(t),
+          (long long)a->rows, (long long)a->columns, dtype_name(a->dtype));
+}
+
+// Whether the words of `names` have `name` among them.
+static bool among(const char *names, const char *name) {
+    size_t length = strlen(name);
+    for (const char *at = names; (at = strstr(at, name)); at += length)
+        if ((at == names || at[-1] == ' ') && (at[length] == ' ' || !at[length])) return true;
+    return false;
+}
+
+// What is written shares no memory with another argument, unless it may lie exactly over that one.
+static void check_apart(const char *op, const Argument *out, const Argument *other) {
+    Tensor a = out->tensor, b = other->tensor;
+    if (a.storage != b.storage || !count_of(a) || !count_of(b)) return;
+    int64_t a_first = a.offset * (int64_t)dtype_size(a.dtype),
+            b_first = b.offset * (int64_t)dtype_size(b.dtype);
+    if (a_first >= b_first + tensor_bytes(b) || b_first >= a_first + tensor_bytes(a)) return;
+    CHECK(among(out->over, other->name) && a_first == b_first && a.dtype == b.dtype,
+          "%s: %s %s would overwrite %s %s, with which it shares memory", op, out->name, tensor_text(a),
+          other->name, tensor_text(b));
+}
+
+static double moved_bytes(const Argument *a) {
+    if (!tensor_exists(a->tensor)) return 0;
+    double bytes = a->touched < 0
+                       ? (double)tensor_bytes(a->tensor)
+                       : (double)(a->touched * columns_of(a->tensor)) * (double)dtype_size(a->dtype);
+    return a->use == UPDATED ? 2 * bytes : bytes;
+}
+
+// Starts an operation whose arithmetic is in `dtype`. False in a dry run: nothing is to be computed.
+static bool begin(const char *op, DType dtype, double flops, int count, const Argument *arguments) {
+    double bytes = 0;
+    for (int i = 0; i < count; i++) {
+        check_shape(op, &arguments[i]);
+        bytes += moved_bytes(&arguments[i]);
+    }
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < count; j++)
+            if (i != j && (arguments[i].use & WRITTEN)) check_apart(op, &arguments[i], &arguments[j]);
+    clock_begin(op, dtype, flops, bytes);
+    return !device_is_dry_run();
+}
+#define BEGIN(op, dtype, flops, ...)                                                     \
+    begin(op, dtype, flops, (int)(sizeof((Argument[]){__VA_ARGS__}) / sizeof(Argument)), \
+          (const Argument[]){__VA_ARGS__})
+
+static void *at(Tensor t) { return tensor_address(t); }
+
+// ---- elementwise ----
+
+void op_fill(Tensor y, double value) {
+    int64_t count = count_of(y);
+    if (BEGIN("fill", y.dtype, 0, OUT(y, y.dtype, FLAT(count)))) kernel_fill(y.dtype, at(y), value, count);
+    clock_end();
+}
+
+void op_copy(Tensor y, Tensor x) {
+    int64_t count = count_of(y);
+    if (BEGIN("copy", y.dtype, 0, OUT(y, y.dtype, FLAT(count)), IN(x, x.dtype, FLAT(count))))
+        kernel_copy(y.dtype, at(y), x.dtype, at(x), count);
+    clock_end();
+}
+
+void op_add(Tensor y, Tensor a, Tensor b) {
+    need_floating("add", "y", y);
+    int64_t count = count_of(y);
+    if (BEGIN("add", y.dtype, 0, OUT_OVER("a b", y, y.dtype, FLAT(count)), IN(a, y.dtype, FLAT(count)),
+              IN(b, y.dtype, FLAT(count))))
+        kernel_add(y.dtype, at(y), at(a), at(b), count);
+    clock_end();
+}
+
+void op_accumulate(Tensor y, Tensor x) {
+    need_floating("accumulate", "y", y);
+    need_floating("accumulate", "x", x);
+    int64_t count = count_of(y);
+    if (BEGIN("accumulate", y.dtype, 0, INOUT(y, y.dtype, FLAT(count)), IN(x, x.dtype, FLAT(count))))
+        kernel_accumulate(y.dtype, at(y), x.dtype, at(x), count);
+    clock_end();
+}
+
+void op_scale(Tensor y, double factor) {
+    need_floating("scale", "y", y);
+    int64_t count = count_of(y);
+    if (BEGIN("scale", y.dtype, 0, INOUT(y, y.dtype, FLAT(count))))
+        kernel_scale(y.dtype, at(y), factor, count);
+    clock_end();
+}
+
+// ---- reductions to the host ----
+
+double op_sum(Tensor x) {
+    need_floating("sum", "x", x);
+    double sum = 0;
+    if (BEGIN("sum", x.dtype, 0, IN(x, x.dtype, FLAT(count_of(x)))))
+        sum = kernel_sum(x.dtype, at(x), count_of(x));
+    clock_end();
+    return sum;
+}
+
+double op_sum_squares(Tensor x) {
+    need_floating("sum_squares", "x", x);
+    double sum = 0;
+    if (BEGIN("sum_squares", x.dtype, 0, IN(x, x.dtype, FLAT(count_of(x)))))
+        sum = kernel_sum_squares(x.dtype, at(x), count_of(x));
+    clock_end();
+    return sum;
+}
+
+// ---- matrix multiply ----
+
+void op_matmul(Tensor c, Tensor a, Tensor b, bool transpose_a, bool transpose_b, double beta) {
+    need_floating("matmul", "c", c);
+    CHECK(beta == 0 || beta == 1, "matmul: beta is %g; it is 0 or 1", beta);
+    int64_t m = rows_of(c), n = columns_of(c), k = transpose_a ? rows_of(a) : columns_of(a);
+    Argument to[] = {OUT(c, c.dtype, m, n), INOUT(c, c.dtype, m, n)};
+    if (BEGIN("matmul", c.dtype, 2.0 * (double)m * (double)n * (double)k, to[beta == 1],
+              IN(a, c.dtype, transpose_a ? k : m, transpose_a ? m : k),
+              IN(b, c.dtype, transpose_b ? n : k, transpose_b ? k : n)))
+        kernel_matmul(c.dtype, at(c), at(a), at(b), m, n, k, transpose_a, transpose_b, beta);
+    clock_end();
+}
+
+// ---- embedding: of the table, only the rows of the tokens move ----
+
+void op_embedding_forward(Tensor y, Tensor tokens, Tensor weight) {
+    need_floating("embedding_forward", "weight", weight);
+    const DType type = weight.dtype;
+    int64_t n = count_of(tokens), v = rows_of(weight), h = columns_of(weight);
+    if (BEGIN("embedding_forward", type, 0, OUT(y, type, n, h), IN(tokens, I32, FLAT(n)),
+              ROWS(n, READ, weight, type, v, h)))
+        kernel_embedding_forward(type, at(y), at(tokens), at(weight), n, v, h);
+    clock_end();
+}
+
+void op_embedding_backward(Tensor dweight, Tensor dy, Tensor tokens) {
+    need_floating("embedding_backward", "dweight", dweight);
+    const DType type = dweight.dtype;
+    int64_t n = count_of(tokens), v = rows_of(dweight), h = columns_of(dweight);
+    if (BEGIN("embedding_backward", type, 0, ROWS(n, UPDATED, dweight, type, v, h), IN(dy, type, n, h),
+              IN(tokens, I32, FLAT(n))))
+        kernel_embedding_backward(type, at(dweight), at(dy), at(tokens), n, v, h);
+    clock_end();
+}
+
+// ---- RMSNorm ----
+
+void op_rmsnorm_forward(Tensor y, Tensor rstd, Tensor x, Tensor weight, double eps) {
+    need_floating("rmsnorm_forward", "x", x);
+    const DType type = x.dtype;
+    int64_t n = rows_of(x), h = columns_of(x);
+    if (BEGIN("rmsnorm_forward", type, 0, OUT(y, type, n, h), OUT(rstd, full(type), FLAT(n)),
+              IN(x, type, n, h), IN(weight, type, FLAT(h))))
+        kernel_rmsnorm_forward(type, at(y), at(rstd), at(x), at(weight), n, h, eps);
+    clock_end();
+}
+
+void op_rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dresidual, Tensor dy, Tensor x, Tensor weight,
+                         Tensor rstd) {
+    need_floating("rmsnorm_backward", "x", x);
+    const DType type = x.dtype;
+    int64_t n = rows_of(x), h = columns_of(x);
+    if (BEGIN("rmsnorm_backward", type, 0, OUT_OVER("dresidual dy", dx, type, n, h),
+              INOUT(dweight, type, FLAT(h)), OPTIONAL(READ, dresidual, type, n, h), IN(dy, type, n, h),
+              IN(x, type, n, h), IN(weight, type, FLAT(h)), IN(rstd, full(type), FLAT(n))))
+        kernel_rmsnorm_backward(type, at(dx), at(dweight), at(dresidual), at(dy), at(x), at(weight),
+                                at(rstd), n, h);
+    clock_end();
+}
+
+// ---- RoPE ----
+
+void op_rope(Tensor x, Tensor positions, int64_t head_size, double theta, int direction) {
+    need_floating("rope", "x", x);
+    int64_t n = rows_of(x), columns = columns_of(x);
+    CHECK(head_size > 0 && head_size % 2 == 0 && columns % head_size == 0,
+          "rope: x is %s, whose rows are not made of heads of an even size, here %lld", tensor_text(x),
+          (long long)head_size);
+    CHECK(direction == 1 || direction == -1, "rope: direction is %d; it is 1 or -1", direction);
+    if (BEGIN("rope", x.dtype, 0, INOUT(x, x.dtype, n, columns), IN(positions, I32, FLAT(n))))
+        kernel_rope(x.dtype, at(x), at(positions), n, columns / head_size, head_size, theta, direction);
+    clock_end();
+}
+
+// ---- attention ----
+
+static void check_heads(const char *op, AttentionShape s) {
+    CHECK(s.b >= 0 && s.s >= 0 && s.head_size > 0 && s.kv_heads > 0 && s.heads % s.kv_heads == 0,
+          "%s: %lld samples of %lld tokens, %lld query heads on %lld key/value heads of size %lld: the "
+          "former heads must be a multiple of the latter",
+          op, (long long)s.b, (long long)s.s, (long long)s.heads, (long long)s.kv_heads,
+          (long long)s.head_size);
+}
+
+// FLOPs of `products` products of vectors of d for each pair of a query and a key that the mask leaves.
+static double pair_flops(int products, AttentionShape s) {
+    double pairs = (double)s.b * (double)s.heads * ((double)s.s * ((double)s.s + 1) / 2);
+    return 2.0 * products * (double)s.head_size * pairs;
+}
+
+// dtype and shape of what belongs to queries, to keys, and to pairs
+#define QUERIES type, shape.b *shape.s, shape.heads *shape.head_size
+#define KEYS    type, shape.b *shape.s, shape.kv_heads *shape.head_size
+#define PAIRS   type, shape.b *shape.heads *shape.s, shape.s
+
+void op_attention_forward(Tensor o, Tensor probs, Tensor q, Tensor k, Tensor v, AttentionShape shape) {
+    need_floating("attention_forward", "q", q);
+    check_heads("attention_forward", shape);
+    const DType type = q.dtype;
+    if (BEGIN("attention_forward", type, pair_flops(2, shape), OUT(o, QUERIES), OUT(probs, PAIRS),
+              IN(q, QUERIES), IN(k, KEYS), IN(v, KEYS)))
+        kernel_attention_forward(type, at(o), at(probs), at(q), at(k), at(v), shape);
+    clock_end();
+}
+
+void op_attention_probs(Tensor probs, Tensor q, Tensor k, AttentionShape shape) {
+    need_floating("attention_probs", "q", q);
+    check_heads("attention_probs", shape);
+    const DType type = q.dtype;
+    if (BEGIN("attention_probs", type, pair_flops(1, shape), OUT(probs, PAIRS), IN(q, QUERIES),
+              IN(k, KEYS)))
+        kernel_attention_probs(type, at(probs), at(q), at(k), shape);
+    clock_end();
+}
+
+void op_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor d_o, Tensor q, Tensor k, Tensor v,
+                           Tensor probs, AttentionShape shape) {
+    need_floating("attention_backward", "q", q);
+    check_heads("attention_backward", shape);
+    const DType type = q.dtype;
+    if (BEGIN("attention_backward", type, pair_flops(4, shape), OUT_OVER("q", dq, QUERIES),
+              OUT_OVER("k", dk, KEYS), OUT_OVER("v", dv, KEYS), IN(d_o, QUERIES), IN(q, QUERIES),
+              IN(k, KEYS), IN(v, KEYS), IN(probs, PAIRS)))
+        kernel_attention_backward(type, at(dq), at(dk), at(dv), at(d_o), at(q), at(k), at(v), at(probs),
+                                  shape);
+    clock_end();
+}
+
+// ---- SwiGLU ----
+
+void op_swiglu_forward(Tensor act, Tensor gate, Tensor up) {
+    need_floating("swiglu_forward", "act", act);
+    const DType type = act.dtype;
+    int64_t n = rows_of(act), f = columns_of(act);
+    if (BEGIN("swiglu_forward", type, 0, OUT(act, type, n, f), IN(gate, type, n, f), IN(up, type, n, f)))
+        kernel_swiglu_forward(type, at(act), at(gate), at(up), n * f);
+    clock_end();
+}
+
+void op_swiglu_backward(Tensor dgate, Tensor dup, Tensor dact, Tensor gate, Tensor up) {
+    need_floating("swiglu_backward", "dact", dact);
+    const DType type = dact.dtype;
+    int64_t n = rows_of(dact), f = columns_of(dact);
+    if (BEGIN("swiglu_backward", type, 0, OUT_OVER("gate", dgate, type, n, f),
+              OUT_OVER("up", dup, type, n, f), IN(dact, type, n, f), IN(gate, type, n, f),
+              IN(up, type, n, f)))
+        kernel_swiglu_backward(type, at(dgate), at(dup), at(dact), at(gate), at(up), n * f);
+    clock_end();
+}
+
+// ---- softmax cross-entropy ----
+
+void op_cross_entropy_forward(Tensor losses, Tensor lse, Tensor logits, Tensor targets) {
+    need_floating("cross_entropy_forward", "logits", logits);
+    const DType type = logits.dtype;
+    int64_t n = rows_of(logits), v = columns_of(logits);
+    if (BEGIN("cross_entropy_forward", type, 0, OUT(losses, full(type), FLAT(n)),
+              OUT(lse, full(type), FLAT(n)), IN(logits, type, n, v), IN(targets, I32, FLAT(n))))
+        kernel_cross_entropy_forward(type, at(losses), at(lse), at(logits), at(targets), n, v);
+    clock_end();
+}
+
+void op_cross_entropy_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, double scale) {
+    need_floating("cross_entropy_backward", "logits", logits);
+    const DType type = logits.dtype;
+    int64_t n = rows_of(logits), v = columns_of(logits);
+    if (BEGIN("cross_entropy_backward", type, 0, OUT_OVER("logits", dlogits, type, n, v),
+              IN(logits, type, n, v), IN(lse, full(type), FLAT(n)), IN(targets, I32, FLAT(n))))
+        kernel_cross_entropy_backward(type, at(dlogits), at(logits), at(lse), at(targets), scale, n, v);
+    clock_end();
+}
+
+// ---- a part of the vocabulary ----
+
+static void check_part(const char *op, VocabularyPart part, int64_t stored) {
+    CHECK(
+        part.first >= 0 && part.count >= 0 && part.first + part.count <= part.whole && part.count <= stored,
+        "%s: of a vocabulary of %lld the part has %lld from %lld on, and %lld are stored", op,
+        (long long)part.whole, (long long)part.count, (long long)part.first, (long long)stored);
+}
+
+// Rows of the table that n tokens touch, if the part gets its share of them.
+static int64_t share_of(int64_t n, VocabularyPart part) {
+    return part.whole ? (n * part.count + part.whole - 1) / part.whole : 0;
+}
+
+void op_embedding_part_forward(Tensor y, Tensor tokens, Tensor weight, VocabularyPart part) {
+    need_floating("embedding_part_forward", "weight", weight);
+    const DType type = weight.dtype;
+    int64_t n = count_of(tokens), rows = rows_of(weight), h = columns_of(weight);
+    check_part("embedding_part_forward", part, rows);
+    if (BEGIN("embedding_part_forward", type, 0, OUT(y, type, n, h), IN(tokens, I32, FLAT(n)),
+              ROWS(share_of(n, part), READ, weight, type, rows, h)))
+        kernel_embedding_part_forward(type, at(y), at(tokens), at(weight), n, h, part);
+    clock_end();
+}
+
+void op_embedding_part_backward(Tensor dweight, Tensor dy, Tensor tokens, VocabularyPart part) {
+    need_floating("embedding_part_backward", "dweight", dweight);
+    const DType type = dweight.dtype;
+    int64_t n = count_of(tokens), rows = rows_of(dweight), h = columns_of(dweight),
+            share = share_of(n, part);
+    check_part("embedding_part_backward", part, rows);
+    if (BEGIN("embedding_part_backward", type, 0, ROWS(share, UPDATED, dweight, type, rows, h),
+              ROWS(share, READ, dy, type, n, h), IN(tokens, I32, FLAT(n))))
+        kernel_embedding_part_backward(type, at(dweight), at(dy), at(tokens), n, rows, h, part);
+    clock_end();
+}
+
+void op_cross_entropy_part_maxima(Tensor maxima, Tensor logits, VocabularyPart part) {
+    need_floating("cross_entropy_part_maxima", "logits", logits);
+    const DType type = logits.dtype;
+    int64_t n = rows_of(logits), columns = columns_of(logits);
+    check_part("cross_entropy_part_maxima", part, columns);
+    if (BEGIN("cross_entropy_part_maxima", type, 0, OUT(maxima, full(type), FLAT(n)),
+              IN(logits, type, n, columns)))
+        kernel_cross_entropy_part_maxima(type, at(maxima), at(logits), n, columns, part);
+    clock_end();
+}
+
+void op_cross_entropy_part_sums(Tensor sums, Tensor logits, Tensor maxima, Tensor targets,
+                                VocabularyPart part) {
+    need_floating("cross_entropy_part_sums", "logits", logits);
+    const DType type = logits.dtype;
+    int64_t n = rows_of(logits), columns = columns_of(logits);
+    check_part("cross_entropy_part_sums", part, columns);
+    if (BEGIN("cross_entropy_part_sums", type, 0, OUT(sums, full(type), 2, n), IN(logits, type, n, columns),
+              IN(maxima, full(type), FLAT(n)), IN(targets, I32, FLAT(n))))
+        kernel_cross_entropy_part_sums(type, at(sums), at(logits), at(maxima), at(targets), n, columns,
+                                       part);
+    clock_end();
+}
+
+void op_cross_entropy_part_losses(Tensor losses, Tensor lse, Tensor maxima, Tensor sums, Tensor targets) {
+    need_floating("cross_entropy_part_losses", "sums", sums);
+    const DType type = full(sums.dtype);
+    int64_t n = columns_of(sums);
+    if (BEGIN("cross_entropy_part_losses", type, 0, OUT(losses, type, FLAT(n)), OUT(lse, type, FLAT(n)),
+              IN(maxima, type, FLAT(n)), IN(sums, type, 2, n), IN(targets, I32, FLAT(n))))
+        kernel_cross_entropy_part_losses(type, at(losses), at(lse), at(maxima), at(sums), at(targets), n);
+    clock_end();
+}
+
+void op_cross_entropy_part_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, double scale,
+                                    VocabularyPart part) {
+    need_floating("cross_entropy_part_backward", "logits", logits);
+    const DType type = logits.dtype;
+    int64_t n = rows_of(logits), columns = columns_of(logits);
+    check_part("cross_entropy_part_backward", part, columns);
+    if (BEGIN("cross_entropy_part_backward", type, 0, OUT_OVER("logits", dlogits, type, n, columns),
+              IN(logits, type, n, columns), IN(lse, full(type), FLAT(n)), IN(targets, I32, FLAT(n))))
+        kernel_cross_entropy_part_backward(type, at(dlogits), at(logits), at(lse), at(targets), scale, n,
+                                           columns, part);
+    clock_end();
+}
+
+void op_sum_parts(Tensor y, Tensor x, int64_t parts) {
+    need_floating("sum_parts", "y", y);
+    CHECK(parts >= 1, "sum_parts: a sum of %lld parts", (long long)parts);
+    int64_t count = count_of(y);
+    if (BEGIN("sum_parts", y.dtype, 0, OUT(y, y.dtype, FLAT(count)), IN(x, y.dtype, FLAT(parts * count))))
+        kernel_sum_parts(y.dtype, at(y), at(x), parts, count);
+    clock_end();
+}
+
+// ---- optimizers: with a master, the value is only written ----
+
+void op_adamw(Tensor value, Tensor master, Tensor m, Tensor v, Tensor grad, AdamW hyper) {
+    need_floating("adamw", "value", value);
+    need_floating("adamw", "grad", grad);
+    CHECK(hyper.step >= 1, "adamw: step is %lld; steps count from 1", (long long)hyper.step);
+    const DType type = value.dtype;
+    int64_t count = count_of(value);
+    Argument to[] = {INOUT(value, type, FLAT(count)), OUT(value, type, FLAT(count))};
+    if (BEGIN("adamw", type, 0, to[tensor_exists(master)],
+              OPTIONAL(UPDATED, master, full(type), FLAT(count)), INOUT(m, full(type), FLAT(count)),
+              INOUT(v, full(type), FLAT(count)), IN(grad, grad.dtype, FLAT(count))))
+        kernel_adamw(type, at(value), at(master), at(m), at(v), grad.dtype, at(grad), hyper, count);
+    clock_end();
+}
+
+void op_sgd(Tensor value, Tensor master, Tensor grad, double lr, double grad_scale) {
+    need_floating("sgd", "value", value);
+    need_floating("sgd", "grad", grad);
+    const DType type = value.dtype;
+    int64_t count = count_of(value);
+    Argument to[] = {INOUT(value, type, FLAT(count)), OUT(value, type, FLAT(count))};
+    if (BEGIN("sgd", type, 0, to[tensor_exists(master)], OPTIONAL(UPDATED, master, full(type), FLAT(count)),
+              IN(grad, grad.dtype, FLAT(count))))
+        kernel_sgd(type, at(value), at(master), grad.dtype, at(grad), lr, grad_scale, count);
+    clock_end();
+}

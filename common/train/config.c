@@ -1,0 +1,318 @@
+// config.c: the options that programs share, the presets of --model, and what the sizes cost.
+//
+// Everything is a standard value until it is typed: a preset is a text of standards as they would be typed,
+// and so are a program's own defaults. The later of these wins: the default model, the program's defaults,
+// the preset that --model names, the command line. The order on the command line does not matter.
+#include "config.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "report/clock.h"
+#include "tensor/device.h"
+
+typedef struct Preset {
+    const char *name, *shape;
+    double rope_theta, norm_eps;
+} Preset;
+
+// Shapes as in each model's published config.json; seq is the context of its pre-training.
+static const Preset presets[] = {
+    {"default", "layers=4 hidden=128 heads=4 kv-heads=2 ffn=352 vocab=256 seq=128 tied=0", 1e4, 1e-5},
+    // The playbook's widget has a "Llama 3 tiny" whose shape no text gives: this is 8B at a sixteenth of its
+    // width.
+    {"llama-3-tiny", "layers=4 hidden=256 heads=8 kv-heads=2 ffn=896 vocab=128256 seq=512 tied=0", 5e5,
+     1e-5},
+    {"smollm-135m", "layers=30 hidden=576 heads=9 kv-heads=3 ffn=1536 vocab=49152 seq=2048 tied=1", 1e4,
+     1e-5},
+    {"smollm-360m", "layers=32 hidden=960 heads=15 kv-heads=5 ffn=2560 vocab=49152 seq=2048 tied=1", 1e4,
+     1e-5},
+    {"tinyllama-1.1b", "layers=22 hidden=2048 heads=32 kv-heads=4 ffn=5632 vocab=32000 seq=2048 tied=0",
+     1e4, 1e-5},
+    {"llama-3.2-1b", "layers=16 hidden=2048 heads=32 kv-heads=8 ffn=8192 vocab=128256 seq=8192 tied=1", 5e5,
+     1e-5},
+    {"llama-2-7b", "layers=32 hidden=4096 heads=32 kv-heads=32 ffn=11008 vocab=32000 seq=4096 tied=0", 1e4,
+     1e-5},
+    {"llama-3-8b", "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=8192 tied=0", 5e5,
+     1e-5},
+    {"llama-3-70b", "layers=80 hidden=8192 heads=64 kv-heads=8 ffn=28672 vocab=128256 seq=8192 tied=0", 5e5,
+     1e-5},
+    {"llama-3-405b", "layers=126 hidden=16384 heads=128 kv-heads=8 ffn=53248 vocab=128256 seq=8192 tied=0",
+     5e5, 1e-5},
+    // GPT-3's sizes, vocabulary padded as Megatron does, in this book's block; its own has biases, and no gate.
+    {"gpt-3-175b", "layers=96 hidden=12288 heads=96 kv-heads=96 ffn=49152 vocab=51200 seq=2048 tied=1", 1e4,
+     1e-5},
+};
+enum { PRESETS = sizeof presets / sizeof *presets, MAX_OPTIONS = 64 };
+
+static const char *preset_names(void) {
+    static char names[256];
+    if (!*names)
+        for (int i = 0, length = 0; i < PRESETS; i++)
+            length += snprintf(names + length, sizeof names - (size_t)length, "%s%s", i ? ", " : "",
+                               presets[i].name);
+    return names;
+}
+
+static const Preset *preset_find(const char *name) {
+    for (int i = 0; i < PRESETS; i++)
+        if (strcmp(presets[i].name, name) == 0) return &presets[i];
+    fatal("--model %s is not known; there are %s", name, preset_names());
+}
+
+// ---- the table ----
+
+typedef struct Shared {
+    unsigned group;
+    Option option;
+} Shared;
+
+#define INT(name, field, standard, low, high, unit, help) \
+    { name, OPTION_INT, &c->field, standard, low, high, unit, help, false }
+#define REAL(name, field, standard, low, high, help) \
+    { name, OPTION_REAL, &c->field, standard, low, high, "", help, false }
+#define TEXT(name, field, standard, holder, help) \
+    { name, OPTION_TEXT, &c->field, standard, 0, 0, holder, help, false }
+#define CHOICE(name, field, standard, words, help) \
+    { name, OPTION_CHOICE, &c->field, standard, 0, 0, words, help, false }
+#define FLAG(name, field, help) \
+    { name, OPTION_FLAG, &c->field, NULL, 0, 0, "", help, false }
+
+// Every option that programs share, pointing into c. The shape's standards come from a preset.
+static int shared_options(Shared *table, Config *c) {
+    static char model_help[320];
+    snprintf(model_help, sizeof model_help, "a published shape, which single flags change: %s",
+             preset_names());
+    const Shared all[] = {
+        {CONFIG_MODEL, TEXT("model", model, NULL, "NAME", model_help)},
+        {CONFIG_MODEL, INT("layers", layers, NULL, 1, 1e5, "", "transformer blocks, L")},
+        {CONFIG_MODEL, INT("hidden", hidden, NULL, 1, 1e6, "", "width of the model, h")},
+        {CONFIG_MODEL, INT("heads", heads, NULL, 1, 1e5, "", "query heads, a; divides --hidden")},
+        {CONFIG_MODEL, INT("kv-heads", kv_heads, NULL, 1, 1e5, "", "key and value heads; divides --heads")},
+        {CONFIG_MODEL, INT("ffn", ffn, NULL, 1, 1e7, "", "width of the feed-forward part, f")},
+        {CONFIG_MODEL, INT("vocab", vocab, NULL, 1, 1e7, "tokens", "vocabulary, v; 256 for bytes")},
+        {CONFIG_MODEL, INT("seq", seq, NULL, 1, 1e8, "tokens", "length of a sequence, s")},
+        {CONFIG_MODEL, FLAG("tied", tied, "the output layer uses the embedding's weight")},
+        {CONFIG_MODEL, CHOICE("dtype", dtype, "f32", "f64|f32|bf16|f16", "weights and activations")},
+        {CONFIG_BATCH, INT("micro-batch", micro_batch, "8", 1, 1e6, "sequences", "computed at once, b")},
+        {CONFIG_BATCH, INT("grad-acc", grad_acc, "1", 1, 1e6, "", "micro-batches in a step")},
+        {CONFIG_BATCH, INT("steps", steps, "300", 1, 1e12, "", "optimizer steps")},
+        {CONFIG_BATCH, INT("seed", seed, "1", 0, 1e15, "", "of weights, samples and masks")},
+        {CONFIG_BATCH,
+         TEXT("data", data, NULL, "FILE",
+              "a text file, or a token file of llm.c's format; without it: the book's sources")},
+        {CONFIG_OPTIMIZER, CHOICE("optimizer", optimizer, "adamw", "adamw|sgd", "what takes the step")},
+        {CONFIG_OPTIMIZER, REAL("lr", lr, "3e-3", 0, 1e3, "highest learning rate")},
+        {CONFIG_OPTIMIZER, REAL("weight-decay", weight_decay, "0.1", 0, 1e3, "of matrices, not of norms")},
+        {CONFIG_OPTIMIZER, REAL("clip", clip, "1", 0, 1e9, "largest norm of the gradient; 0: as it is")},
+        {CONFIG_OPTIMIZER, INT("warmup", warmup, "20", 0, 1e12, "steps", "until the highest rate")},
+        {CONFIG_RECOMPUTE,
+         CHOICE("recompute", recompute, "none", "none|selective|full", "what backward makes again")},
+        {CONFIG_FILES, TEXT("init", init, NULL, "DIR", "begin with the weights of this checkpoint")},
+        {CONFIG_FILES, TEXT("save", save, NULL, "DIR", "write checkpoints here")},
+        {CONFIG_FILES,
+         INT("save-every", save_every, "0", 0, 1e12, "steps", "between checkpoints; 0: only the last")},
+        {CONFIG_FILES, TEXT("resume", resume, NULL, "DIR", "go on with this checkpoint's run")},
+        {CONFIG_REPORT, TEXT("json", json, NULL, "FILE", "write every figure at full precision")},
+        {CONFIG_REPORT, TEXT("trace", trace, NULL, "FILE", "write a time line for ui.perfetto.dev")},
+        {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
+        {CONFIG_LAYOUT, INT("dp", dp, "0", 0, 4096, "", "data-parallel ranks; 0: all that --tp leaves")},
+        {CONFIG_LAYOUT, INT("tp", tp, "1", 0, 4096, "",
+                            "ranks that share each layer's matrices; 0: all that --dp leaves")},
+        {CONFIG_LAYOUT, FLAG("sp", sp, "sequence parallelism: --tp cuts norms and residuals, too")},
+        {CONFIG_LAYOUT,
+         FLAG("vocab-parallel", vocab_parallel, "--tp cuts embedding, output layer and loss, too")},
+        {CONFIG_LAYOUT,
+         CHOICE("zero", zero, "0", "0|1|2|3", "what --dp shares out: optimizer state, gradients, weights")},
+        {CONFIG_TIMELINE,
+         FLAG("timeline", timeline, "show compute and communication of one step on the model clock")},
+        {CONFIG_TIMELINE, TEXT("timeline-svg", timeline_svg, NULL, "FILE", "the same as a picture")},
+        {CONFIG_RANKS,
+         INT("ranks", ranks, "0", 0, 4096, "", "processes; 0: as many as the program shows best")},
+        {CONFIG_RANKS,
+         REAL("timeout", timeout, "300", 0.001, 1e9, "seconds until a wait counts as a deadlock")},
+        {CONFIG_RANKS, TEXT("rendezvous", rendezvous, NULL, "FILE",
+                            "where ranks that torchrun or srun started find each other, without MPI")},
+        {CONFIG_RANKS, INT("gpus-per-node", gpus_per_node, "0", 0, 1e6, "",
+                           "of the model clock's machine; 0: as many as it has")},
+        {CONFIG_RANKS, REAL("compute-efficiency", compute_efficiency, "1", 0.001, 1,
+                            "share of the machine's peaks that operations reach on the model clock")},
+        {CONFIG_RANKS,
+         REAL("network-efficiency", network_efficiency, "1", 0.001, 1, "the same of the links' bandwidth")},
+        {CONFIG_CHECK, FLAG("no-check", no_check, "leave out the comparison with the baseline")},
+    };
+    _Static_assert(F64 == 0 && F32 == 1 && BF16 == 2 && F16 == 3, "--dtype lists the dtypes in order");
+    _Static_assert(OPTIMIZER_ADAMW == 0 && OPTIMIZER_SGD == 1, "--optimizer lists the kinds in order");
+    _Static_assert(sizeof all / sizeof *all <= MAX_OPTIONS, "the table fits");
+    memcpy(table, all, sizeof all);
+    return sizeof all / sizeof *all;
+}
+
+// Takes "layers=2 dtype=f64" as standard values. Cuts the words up and points into them.
+static void change_standards(Shared *table, int count, char *words) {
+    for (char *word = strtok(words, " "); word; word = strtok(NULL, " ")) {
+        char *value = strchr(word, '=');
+        CHECK(value, "defaults: %s has no value", word);
+        *value++ = '\0';
+        int i = 0;
+        while (i < count && strcmp(table[i].option.name, word) != 0) i++;
+        CHECK(i < count, "defaults: there is no --%s", word);
+        // Texts outlive the parse, these words do not.
+        CHECK(table[i].option.type != OPTION_TEXT, "defaults: --%s is a text", word);
+        table[i].option.standard = value;
+    }
+}
+
+// What --model was typed with, or NULL. The parser proper comes later, and judges how it was typed.
+static const char *typed_model(int argc, char **argv) {
+    const char *model = NULL;
+    for (int i = 1; i < argc; i++) {
+        if (strncmp(argv[i], "--model=", 8) == 0) model = argv[i] + 8;
+        if (strcmp(argv[i], "--model") == 0) model = argv[i + 1];
+    }
+    return model && *model && strncmp(model, "--", 2) != 0 ? model : NULL;
+}
+
+Config config_parse(int argc, char **argv, const char *purpose, unsigned groups, const char *defaults,
+                    Option *own, int own_count) {
+    Config c = {.model = presets[0].name, .beta1 = 0.9, .beta2 = 0.95, .adam_eps = 1e-8};
+    Shared shared[MAX_OPTIONS];
+    int shared_count = shared_options(shared, &c);
+
+    const char *model = groups & CONFIG_MODEL ? typed_model(argc, argv) : NULL;
+    const Preset *preset = preset_find(model ? model : "default");
+    char *layer[] = {format_text("%s", presets[0].shape), format_text("%s", defaults ? defaults : ""),
+                     format_text("%s", model ? preset->shape : "")};
+    for (int i = 0; i < 3; i++) change_standards(shared, shared_count, layer[i]);
+
+    // Every field gets its standard value, also where the program has no flag for it; then the flags that
+    // it has are read.
+    Option table[MAX_OPTIONS];
+    for (int i = 0; i < shared_count; i++) table[i] = shared[i].option;
+    char *no_flags[] = {(char *)base_program(), NULL};
+    options_parse(1, no_flags, purpose, table, shared_count);
+    int count = 0;
+    for (int i = 0; i < shared_count; i++)
+        if (shared[i].group & groups) table[count++] = shared[i].option;
+    CHECK(count + own_count <= MAX_OPTIONS, "option table: more than %d options", MAX_OPTIONS);
+    for (int i = 0; i < own_count; i++) table[count + i] = own[i];
+    options_parse(argc, argv, purpose, table, count + own_count);
+    for (int i = 0; i < own_count; i++) own[i].given = table[count + i].given;
+    static const char *const shape[] = {"model",    "layers", "hidden", "heads",
+                                        "kv-heads", "ffn",    "vocab",  "tied"};
+    for (size_t i = 0; i < sizeof shape / sizeof *shape; i++)
+        c.shape_given = c.shape_given || option_given(table, count, shape[i]);
+    for (int i = 0; i < 3; i++) free(layer[i]);
+
+    c.model = preset->name;
+    c.rope_theta = preset->rope_theta;
+    c.norm_eps = preset->norm_eps;
+    config_check(&c);
+    if (groups & CONFIG_REPORT) clock_set_machine(machine_find(c.machine));
+    if (groups & CONFIG_RANKS)
+        clock_set_cluster((int)c.gpus_per_node, c.compute_efficiency, c.network_efficiency);
+    return c;
+}
+
+Config config_default(const char *defaults) {
+    char *no_flags[] = {(char *)base_program(), NULL};
+    return config_parse(1, no_flags, "", 0, defaults, NULL, 0);
+}
+
+// ---- sizes ----
+
+void config_check(const Config *c) {
+    // A checkpoint's config.json comes here without having passed the flags' bounds.
+    const struct {
+        const char *flag;
+        int64_t value, most;
+    } bounds[] = {{"layers", c->layers, 100000}, {"hidden", c->hidden, 1000000},
+                  {"heads", c->heads, 100000},   {"kv-heads", c->kv_heads, 100000},
+                  {"ffn", c->ffn, 10000000},     {"vocab", c->vocab, 10000000},
+                  {"seq", c->seq, 100000000}};
+    for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++)
+        CHECK(bounds[i].value >= 1 && bounds[i].value <= bounds[i].most, "--%s %ld is not from 1 to %ld",
+              bounds[i].flag, bounds[i].value, bounds[i].most);
+    CHECK(c->hidden % c->heads == 0, "--hidden %ld is not divisible by --heads %ld", c->hidden, c->heads);
+    CHECK(c->heads % c->kv_heads == 0, "--heads %ld is not divisible by --kv-heads %ld", c->heads,
+          c->kv_heads);
+    CHECK(config_head_size(c) % 2 == 0,
+          "--hidden %ld / --heads %ld is %ld, and RoPE turns pairs: a head's size must be even", c->hidden,
+          c->heads, config_head_size(c));
+    // Tokens of a micro-batch are counted in the 32-bit integers of the BLAS, elements in 64 bits.
+    CHECK(c->micro_batch <= INT32_MAX / c->seq,
+          "--micro-batch %ld of --seq %ld are more than 2^31 - 1 tokens", c->micro_batch, c->seq);
+    double scores = (double)c->micro_batch * (double)c->heads * (double)c->seq * (double)c->seq;
+    CHECK(scores < 0x1p60, "--micro-batch %ld x --heads %ld x --seq %ld squared are more than 2^60 scores",
+          c->micro_batch, c->heads, c->seq);
+    CHECK((double)c->micro_batch * (double)c->grad_acc * (double)c->steps < 0x1p53,
+          "--micro-batch %ld x --grad-acc %ld x --steps %ld are more than 2^53 samples", c->micro_batch,
+          c->grad_acc, c->steps);
+    CHECK(!(c->init && c->resume), "--init and --resume both say where the weights come from");
+    CHECK(c->save || c->save_every == 0, "--save-every %ld needs --save", c->save_every);
+}
+
+// "1, 2, 4": the degrees up to `most` that fit.
+static const char *tensor_degrees(const Config *c, int64_t most) {
+    static char text[256];
+    int used = 0;
+    for (int64_t tp = 1; tp <= most && used < 240; tp++)
+        if (c->heads % tp == 0 && c->ffn % tp == 0 && (c->kv_heads % tp == 0 || tp % c->kv_heads == 0))
+            used += snprintf(text + used, sizeof text - (size_t)used, "%s%ld", used ? ", " : "", tp);
+    return text;
+}
+
+void config_check_layout(Config *c, int ranks) {
+    if (c->tp == 0) {
+        CHECK(c->dp == 0 || ranks % c->dp == 0,
+              "--dp %ld does not divide the %d ranks; --ranks %ld would fit", c->dp, ranks,
+              (ranks / c->dp + 1) * c->dp);
+        c->tp = c->dp ? ranks / c->dp : ranks;
+    }
+    int64_t tp = c->tp, kv = c->kv_heads;
+    const char *fits = tensor_degrees(c, c->heads);
+    CHECK(c->heads % tp == 0, "--tp %ld does not divide --heads %ld; --tp %s would fit", tp, c->heads,
+          fits);
+    CHECK(c->ffn % tp == 0, "--tp %ld does not divide --ffn %ld; --tp %s would fit", tp, c->ffn, fits);
+    CHECK(kv % tp == 0 || tp % kv == 0,
+          "--tp %ld and --kv-heads %ld: one must divide the other; --tp %s would fit", tp, kv, fits);
+    CHECK(ranks % tp == 0, "--tp %ld does not divide the %d ranks; --ranks %ld would fit", tp, ranks,
+          (ranks / tp + 1) * tp);
+    if (c->dp == 0) c->dp = ranks / tp;
+    CHECK(c->dp * tp == ranks,
+          "--dp %ld x --tp %ld needs %ld ranks, and there are %d: --ranks %ld would fit", c->dp, tp,
+          c->dp * tp, ranks, c->dp * tp);
+}
+
+void config_print(const Config *c) {
+    int64_t parameters = config_parameters(c);
+    bool billions = parameters >= 1000000000;
+    say("L=%ld h=%ld a=%ld kv=%ld f=%ld v=%ld s=%ld %s, %s, b=%ld x %ld, %.2f %c parameters\n", c->layers,
+        c->hidden, c->heads, c->kv_heads, c->ffn, c->vocab, c->seq, c->tied ? "tied" : "untied",
+        dtype_name((DType)c->dtype), c->micro_batch, c->grad_acc,
+        (double)parameters / (billions ? 1e9 : 1e6), billions ? 'B' : 'M');
+    if (!device_is_dry_run()) say("%s", backend_text());
+}
+
+// Weights of a block's linears: q and o (h, h), k and v (kv d, h), gate, up and down (f, h).
+static int64_t block_matrices(const Config *c) {
+    int64_t h = c->hidden, d = config_head_size(c);
+    return 2 * h * h + 2 * h * c->kv_heads * d + 3 * h * c->ffn;
+}
+
+int64_t config_parameters(const Config *c) {
+    int64_t h = c->hidden, embeddings = (c->tied ? 1 : 2) * c->vocab * h;
+    return embeddings + c->layers * (block_matrices(c) + 2 * h) + h;
+}
+
+double config_step_flops(const Config *c, int64_t sequences) {
+    double s = (double)c->seq, tokens = (double)sequences * s;
+    // A weight and a token meet in three multiply-adds: forward, and the gradients of input and of weight.
+    // The embedding is looked up and costs none; the output layer multiplies, tied or not.
+    double weights = (double)c->layers * (double)block_matrices(c) + (double)c->vocab * (double)c->hidden;
+    // Two products of size d for each (query, key) in forward, four in backward, and of the s^2 pairs the
+    // causal mask leaves s (s + 1) / 2.
+    double pairs = (double)sequences * s * (s + 1) / 2;
+    double head = 12.0 * (double)config_head_size(c) * pairs;
+    return 6.0 * tokens * weights + (double)c->layers * (double)c->heads * head;
+}

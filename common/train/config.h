@@ -1,0 +1,87 @@
+// config.h: what a run is: the model's shape, the batch, the optimizer; the options that all programs
+// share, and the presets of --model.
+#ifndef CONFIG_H
+#define CONFIG_H
+
+#include "base.h"
+#include "tensor/tensor.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum Recompute { RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL } Recompute;
+typedef enum OptimizerKind { OPTIMIZER_ADAMW, OPTIMIZER_SGD } OptimizerKind;
+
+typedef struct Config {
+    // model (the playbook's letters: L h a f v s)
+    const char *model;
+    int64_t layers, hidden, heads, kv_heads, ffn, vocab, seq;
+    bool tied;
+    bool shape_given;  // a flag typed the shape: a checkpoint, which has its own, must not contradict it
+    double rope_theta, norm_eps;
+    int dtype;  // DType of parameters and activations
+    // batch: micro_batch sequences at once, grad_acc times per step (b)
+    int64_t micro_batch, grad_acc, steps;
+    // optimizer
+    int optimizer;  // OptimizerKind
+    double lr, weight_decay, beta1, beta2, adam_eps, clip;
+    int64_t warmup;
+    int recompute;  // Recompute
+    int64_t seed;
+    const char *data, *init, *save, *resume;
+    int64_t save_every;
+    // reports
+    bool no_check;
+    const char *json, *trace, *machine, *timeline_svg;
+    bool timeline;
+    // layout: degrees of the mesh (0: all ranks that the other leaves), and what is cut along it
+    int64_t dp, tp;
+    bool sp, vocab_parallel;
+    int zero;  // ZeRO's stage, 0 to 3: Sharding of params.h
+    // many ranks; comm_start reads ranks, timeout and rendezvous from the command line itself
+    const char *rendezvous;
+    int64_t ranks, gpus_per_node;  // 0: what is natural
+    double timeout, compute_efficiency, network_efficiency;
+} Config;
+
+// Groups of shared options that a program has.
+enum {
+    CONFIG_MODEL = 1,  // --model --layers --hidden --heads --kv-heads --ffn --vocab --seq --tied --dtype
+    CONFIG_BATCH = 2,  // --micro-batch --grad-acc --steps --seed --data
+    CONFIG_OPTIMIZER = 4,  // --optimizer --lr --weight-decay --clip --warmup
+    CONFIG_RECOMPUTE = 8,  // --recompute
+    CONFIG_FILES = 16,     // --init --save --save-every --resume
+    CONFIG_REPORT = 32,    // --json --trace --machine
+    CONFIG_CHECK = 64,     // --no-check
+    CONFIG_RANKS = 128,    // --ranks --timeout --rendezvous --gpus-per-node and the efficiencies
+    CONFIG_TIMELINE = 256,  // --timeline --timeline-svg, for who calls timeline_start
+    CONFIG_LAYOUT = 512,    // --dp --tp --sp --vocab-parallel --zero
+};
+
+// Parses the command line: the shared options of `groups`, and the program's own. Applies --model
+// first, then what was typed, then checks that the sizes fit together (naming the flags), and sets the
+// model clock to --machine. `defaults` changes standard values for this program, as "layers=2 steps=4
+// dtype=f64", or is NULL.
+Config config_parse(int argc, char **argv, const char *purpose, unsigned groups, const char *defaults,
+                    Option *own, int own_count);
+// The default model and batch, with the same `defaults` text: what tests use.
+Config config_default(const char *defaults);
+// Fatal, naming the flags, when the sizes do not fit together.
+void config_check(const Config *config);
+// The same of a layout on so many ranks, saying what would fit; sets config->dp where it was left to it.
+void config_check_layout(Config *config, int ranks);
+// One header line: "L=4 h=128 a=4 kv=2 f=352 v=256 s=128 untied, f32, b=8 x 1, 0.92 M parameters"
+void config_print(const Config *config);
+
+static inline int64_t config_head_size(const Config *c) { return c->hidden / c->heads; }
+// Parameters of the model: 2 v h (v h if tied) + L (2 h^2 + 2 h kv d + 3 h f + 2 h) + h.
+int64_t config_parameters(const Config *config);
+// FLOPs of one step's forward and backward over `tokens` tokens, as the ops count them without
+// recomputation: six per parameter of a matrix multiply and token, and causal attention.
+double config_step_flops(const Config *config, int64_t sequences);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,94 @@
+#!/bin/bash
+# collectives.t: the primitives and the ring on 1 to 8 ranks, with sizes that do not divide, against what
+# the playbook prints; and wrong use. TAP.
+# needs: build/01_data_parallel/collectives build/01_data_parallel/ring_all_reduce
+cd "$(dirname "$0")/../.." || exit 2
+unset OPENBLAS_CORETYPE
+export OMP_NUM_THREADS=1
+build=${BUILD:-build}/01_data_parallel
+out=$(mktemp) err=$(mktemp)
+trap 'rm -f "$out" "$err"' EXIT
+count=0 failed=0
+
+result() {  # result STATUS NAME
+    count=$((count + 1))
+    if [ "$1" = 0 ]; then
+        echo "ok $count - $2"
+    else
+        echo "not ok $count - $2"
+        { grep FAIL "$out"; tail -n 3 "$out"; head -n 3 "$err"; } | sed 's/^/#   /'
+        failed=1
+    fi
+}
+
+# runs COMMAND…: exit status 0 and one PASS verdict, on the last line.
+runs() {
+    timeout -k 5 60 "$@" >"$out" 2>"$err" && tail -n 1 "$out" | grep -q '^PASS ' &&
+        [ "$(grep -c '^PASS' "$out")" = 1 ]
+}
+
+# passes NAME PROGRAM FLAGS…
+passes() {
+    local name=$1 program=$2
+    shift 2
+    runs "$build/$program" "$@"
+    result $? "$name"
+}
+
+# prints NAME LINE…: each LINE stands in the output of the last run, whatever its spaces.
+prints() {
+    local name=$1 line missing=''
+    shift
+    for line in "$@"; do
+        sed 's/  */ /g; s/^ //; s/ $//' "$out" | grep -qxF -e "$line" || missing="$missing '$line'"
+    done
+    [ -z "$missing" ]
+    result $? "$name${missing:+: not$missing}"
+}
+
+# refuses NAME WORDS COMMAND…: exit status 2, and one line on stderr, with WORDS.
+refuses() {
+    local name=$1 words=$2
+    shift 2
+    timeout -k 5 30 "$@" >"$out" 2>"$err"
+    [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -qF -e "$words" "$err"
+    result $? "$name"
+}
+
+passes "collectives, 3 ranks" collectives --sleep 0.1
+prints "reduce and all_reduce end in the playbook's numbers" \
+    '0 1 1 1 1 1 -> 6 6 6 6 6' '1 2 2 2 2 2 -> 2 2 2 2 2' \
+    '2 3 3 3 3 3 -> 6 6 6 6 6' '0 1 2 3 4 5 -> 6 12 18 24 30'
+prints "broadcast, gather, scatter end in the playbook's numbers" '2 0 0 0 0 0 -> 1 2 3 4 5' \
+    '0 1 1 1 1 1 -> 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3' '1 2 2 2 2 2 -> -' \
+    '0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 -> 1 1 1 1 1' '2 - -> 3 3 3 3 3'
+prints "reduce_scatter ends in the playbook's numbers" '0 1 2 1 4 1 8 -> 6 12' '1 2 4 4 16 8 64 -> 14 56' \
+    '2 3 6 9 36 27 216 -> 36 288'
+prints "all_to_all is a transpose; unequal parts arrive whole" \
+    '1 10 11 12 -> 1 11 21' '2 20 20 22 -> 12 12 22'
+for ranks in 1 2 4 8; do passes "collectives, $ranks ranks" collectives --ranks $ranks --sleep 0.01; done
+
+passes "ring, 4 ranks, f32" ring_all_reduce
+prints "its chunks go round" 'reduce-scatter 1 rank 0 0 0 30 0' 'rank 1 1 2301 301 01' \
+    'rank 2 1230 2301 3012 0123'
+prints "its counts are the formulas, with 30011 elements on 4 ranks" \
+    'reduce-scatter, (n - 1) K in all predicted 360132 measured 360132 B equal' \
+    'both, 2 (n - 1) K in all predicted 720264 measured 720264 B equal'
+passes "ring, 1 rank, f64" ring_all_reduce --ranks 1 --dtype f64
+passes "ring, 2 ranks, bf16, 1 element" ring_all_reduce --ranks 2 --dtype bf16 --elements 1
+passes "ring, 3 ranks, f16, 100003 elements" ring_all_reduce --ranks 3 --dtype f16 --elements 100003
+passes "ring, 6 ranks, f64, 5 elements" ring_all_reduce --ranks 6 --dtype f64 --elements 5
+passes "ring, 8 ranks, bf16" ring_all_reduce --ranks 8 --dtype bf16
+passes "ring, 5 ranks, 2 a node, slow links" ring_all_reduce --ranks 5 --gpus-per-node 2 \
+    --network-efficiency 0.7 --machine dgx-a100
+runs mpirun --allow-run-as-root --oversubscribe -n 2 "$build/ring_all_reduce" --elements 7
+result $? "ring, started by mpirun"
+
+refuses "a size below none" '--elements -1' "$build/ring_all_reduce" --elements -1
+refuses "a dtype that it cannot add" '--dtype' "$build/ring_all_reduce" --dtype e4m3
+refuses "half a rank" '--ranks' "$build/collectives" --ranks 2.5
+refuses "a sleep that is no time" '--sleep' "$build/collectives" --sleep nan
+refuses "other ranks than mpirun's" 'mpirun has started 2' \
+    mpirun --quiet --allow-run-as-root --oversubscribe -n 2 "$build/collectives" --ranks 3
+echo "1..$count"
+exit $failed

@@ -1,0 +1,116 @@
+#!/bin/bash
+# comm_errors.t: what a user sees when ranks do not fit together, die or wait for each other. TAP.
+# needs: build/tests/test_comm
+# With an argument: only the scenarios whose names match it.
+cd "$(dirname "$0")/../.." || exit 2
+unset OPENBLAS_CORETYPE
+build=${BUILD:-build}
+comm=$build/tests/test_comm
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+count=0 failed=0
+only=$1
+wanted() { [ -z "$only" ] || [[ $1 == $only ]]; }
+
+report() {  # report STATUS NAME
+    count=$((count + 1))
+    if [ "$1" = 0 ]; then echo "ok $count - $2"; else echo "not ok $count - $2"; failed=1; tail -n 12 "$work/out" "$work/err" | sed 's/^/# /'; fi
+}
+
+# ends SCENARIO STATUS PATTERN [FLAGS…]: 4 ranks end within 10 s with that status (-: any but 0), after one line on
+# stderr, which matches.
+ends() {
+    local name=$1 expected=$2 pattern=$3 status; shift 3
+    wanted "$name" || return
+    timeout -k 5 10 "$comm" --scenario "$name" "$@" >"$work/out" 2>"$work/err"
+    status=$?
+    [ $status != 0 ] && [ $status != 124 ] && { [ "$expected" = - ] || [ $status = "$expected" ]; } &&
+        [ "$(wc -l <"$work/err")" = 1 ] && grep -qE -- "$pattern" "$work/err"
+    report $? "$name: $(head -n 1 "$work/err")"
+}
+
+ends kind 2 'rank 2 called all_gather\(4096 f32\) where rank [013] called all_reduce\(1024 f32\), in group world|rank 3 called all_reduce\(1024 f32\) where rank 2 called all_gather\(4096 f32\), in group world'
+ends root 2 'broadcast\(1024 f32 from rank 1\)'
+ends op 2 'all_reduce\(1024 f32 max\)'
+ends dtype 2 'all_reduce\(1024 bf16\)'
+ends count 2 'all_reduce\(1023 f32\)'
+ends parts 2 'cut in other parts'
+ends all-to-all 2 'all_to_all\('
+ends order 2 'in group (red|blue) where rank . called all_reduce\(.*\) in group (red|blue)'
+ends skipped 2 'rank 2 called barrier\(\) where|where rank 2 called barrier\(\)'
+ends sends 2 'rank (1|3) called send\(1024 f32 to rank .\) where rank . called send\(1024 f32 to rank (1|3)\)'
+ends receives 2 'called receive\(.*where rank . called receive\('
+ends send-size 2 'rank 1 called receive\(1000 f32 from rank 0\) where rank 0 called send\(1024 f32 to rank 1\)'
+ends send-all 2 'called all_reduce\(1024 f32\) where rank 0 called send\(1024 f32 to rank 1\)'
+ends lost 2 'rank 2: comm_finish: nobody waited for all_reduce\(1024 f32\) in group single'
+ends killed - 'rank 2 has died'
+ends killed-in-work - 'rank 2 has died'
+ends exits-at-once - 'rank 2 has died'
+ends exits 2 'rank 2 called comm_finish, or left the program, where|where rank 2 called comm_finish, or left'
+ends finishes 2 'rank 2 called comm_finish, or left the program, where|where rank 2 called comm_finish, or left'
+ends fatal-one 2 '^test_comm: rank 2: something broke$'
+ends fatal-all 2 '^test_comm: rank 0: something broke$'
+ends root-9 2 'broadcast: there is no root 9 in group world of 4'
+ends stranger 2 'barrier: rank [23] is not a member of group pair'
+ends grid 2 '--dp 3 x --tp 2 needs 6 ranks, and there are 4: --ranks 6 would fit, or --dp 2'
+ends grid-tp 2 '--dp 1 x --tp 3 needs 3 ranks, and there are 4: --ranks 3 would fit; with 4 ranks --tp 3 does not'
+ends grid-ep 2 '--ep 3 does not divide --dp 4: 1, 2, 4 would'
+
+# Each rank that waits says where, and the first to give up ends all.
+waits() {  # waits SCENARIO LINES PATTERN
+    wanted "$1" || return
+    timeout -k 5 10 "$comm" --scenario "$1" --timeout 1 >"$work/out" 2>"$work/err"
+    [ $? = 2 ] && [ "$(wc -l <"$work/err")" = "$2" ] && tail -n 1 "$work/err" | grep -qE "$3.*, for 1.* s \(--timeout\)$"
+    report $? "$1: $(tail -n 1 "$work/err")"
+}
+waits late 3 'waits in barrier\(\), its call 1, in group world, for rank 2'
+waits circle 4 'waits in send\(1024 f32 to rank .\), its call 1, in group world, for rank .'
+
+if wanted status; then
+    timeout 10 "$comm" --scenario status >"$work/out" 2>"$work/err"
+    [ $? = 1 ] && [ ! -s "$work/err" ]
+    report $? "one rank's FAIL is everyone's, without a word on stderr"
+fi
+if [ -n "$only" ]; then
+    echo "1..$count"
+    exit $failed
+fi
+
+PATH=/nonexistent "$comm" >"$work/out" 2>"$work/err"
+[ $? = 2 ] && [ "$(wc -l <"$work/err")" = 1 ] && grep -q '4 ranks need mpirun.*openmpi-bin' "$work/err"
+report $? "without mpirun: $(cat "$work/err")"
+PATH=/nonexistent "$comm" --ranks 1 'a_ring*' >"$work/out" 2>"$work/err"
+report $? "one rank needs no mpirun"
+timeout 10 "$comm" --ranks 2.5 >"$work/out" 2>"$work/err"
+[ $? = 2 ] && grep -q -- '--ranks 2.5 is not a whole number' "$work/err"
+report $? "refuses --ranks 2.5"
+timeout 10 mpirun --quiet --oversubscribe --allow-run-as-root -n 2 "$comm" --ranks 3 >"$work/out" 2>"$work/err"
+[ $? = 2 ] && grep -q -- '--ranks 3, but mpirun has started 2' "$work/err"
+report $? "refuses --ranks that mpirun contradicts"
+
+cp "$comm" "$work/test_comm" && echo >>"$work/test_comm"
+timeout 10 mpirun --quiet --oversubscribe --allow-run-as-root -n 1 "$comm" : -n 1 "$work/test_comm" >"$work/out" 2>"$work/err"
+[ $? = 2 ] && [ "$(wc -l <"$work/err")" = 1 ] && grep -q 'rank 1 on .* runs another build of this program than rank 0' "$work/err"
+report $? "refuses ranks of another build"
+timeout 10 mpirun --quiet --oversubscribe --allow-run-as-root -n 1 "$comm" x : -n 1 "$comm" y >"$work/out" 2>"$work/err"
+[ $? = 2 ] && grep -q 'rank 1 was started with other arguments than rank 0' "$work/err"
+report $? "refuses ranks with other arguments"
+
+# Ranks do not outlive a launcher that is killed.
+"$comm" --scenario late >"$work/out" 2>"$work/err" &
+launcher=$!
+for i in $(seq 50); do ranks=$(pgrep -P $launcher); [ "$(echo "$ranks" | wc -w)" = 4 ] && break; sleep 0.1; done
+sleep 0.5
+kill -9 $launcher
+wait $launcher 2>/dev/null
+for i in $(seq 50); do
+    alive=0
+    for pid in $ranks; do kill -0 $pid 2>/dev/null && alive=1; done
+    [ $alive = 0 ] && break
+    sleep 0.1
+done
+[ "$(echo "$ranks" | wc -w)" = 4 ] && [ $alive = 0 ]
+report $? "ranks end with their launcher"
+
+echo "1..$count"
+[ $failed = 0 ]

@@ -1,0 +1,73 @@
+#!/bin/bash
+# reshard.t: checkpoints go from program to program and from layout to layout. TAP.
+# needs: programs build/tests/test_reshard
+cd "$(dirname "$0")/../.." || exit 2
+unset OPENBLAS_CORETYPE
+export OMP_NUM_THREADS=1
+build=${BUILD:-build}
+work=$(mktemp -d -p "$([ -w /dev/shm ] && echo /dev/shm || echo /tmp)")
+trap 'rm -rf "$work"' EXIT
+count=0 failed=0
+
+report() {  # report STATUS NAME
+    count=$((count + 1))
+    if [ "$1" = 0 ]; then echo "ok $count - $2"; else
+        echo "not ok $count - $2"
+        failed=1
+        tail -n 12 "$work/out" | sed 's/^/#   /'
+    fi
+}
+passes() {  # passes NAME PROGRAM FLAGS…
+    local name=$1 program=$2
+    shift 2
+    timeout -k 5 60 "$build/$program" "$@" >"$work/out" 2>&1 && grep -q "^PASS $(basename "$program"): " "$work/out"
+    report $? "$name"
+}
+refused() {  # refused WORDS PROGRAM FLAGS…: exit status 2, and one line on stderr that has WORDS
+    local words=$1 program=$2
+    shift 2
+    timeout -k 5 60 "$build/$program" "$@" >/dev/null 2>"$work/out"
+    [ $? = 2 ] && [ "$(wc -l <"$work/out")" = 1 ] && grep -qF -e "$words" "$work/out"
+    report $? "$program is refused: $words"
+}
+same_checkpoint() {
+    for file in config.json model.safetensors optimizer.safetensors; do
+        cmp "$1/$file" "$2/$file" >"$work/out" 2>&1 || return 1
+    done
+}
+
+for ranks in 2 3 6; do
+    timeout -k 5 60 "$build/tests/test_reshard" --ranks $ranks >"$work/out" 2>&1
+    report $? "every layout goes on from others on $ranks ranks"
+done
+
+# Eight samples in a step; SGD unless it is said otherwise.
+to4="--layers 2 --steps 4"
+passes "ZeRO-3 on 4 ranks saves, two times" 02_zero/zero3 --ranks 4 $to4 --save "$work/zero3" --save-every 2 --no-check
+[ "$(ls -A "$work/zero3" | tr '\n' ' ')" = "step-000002 step-000004 " ]
+report $? "and leaves nothing else behind"
+half=$work/zero3/step-000002
+passes "it goes on from the first, bit for bit" 02_zero/zero3 --ranks 4 --steps 4 --resume "$half" --save "$work/again" --no-check
+same_checkpoint "$work/again/step-000004" "$work/zero3/step-000004"
+report $? "and ends in the same checkpoint"
+passes "one device goes on with it" 00_single_gpu/train --resume "$half" --steps 4 --seq 31 --dtype f64 --optimizer sgd \
+    --lr 0.1 --clip 0.5 --micro-batch 2 --grad-acc 4 --sample 0 --eval-every 0 --save "$work/one"
+! grep -q 'goes on otherwise' "$work/out"
+report $? "and nothing differs"
+passes "tp 2 x dp 2 goes on with it" 03_tensor_parallel/tensor_parallel --ranks 4 --tp 2 --grad-acc 2 --steps 4 --resume "$half"
+passes "ZeRO-3 on 2 ranks goes on with what one device has saved" 02_zero/zero3 --ranks 2 --grad-acc 2 --steps 6 \
+    --resume "$work/one" --no-check
+cp -r "$work/zero3/step-000002" "$work/one/"
+rm -rf "$work/one/step-000004"
+passes "it goes on in the folder that it came from, and is still compared with what it came from" 02_zero/zero3 --ranks 2 \
+    --grad-acc 2 --steps 4 --resume "$work/one" --save "$work/one"
+passes "in bf16, too, where a run in f64 that resumes sets the bound" 02_zero/zero2 --ranks 2 $to4 --dtype bf16 \
+    --save "$work/bf16" --save-every 2 --no-check
+passes "from a checkpoint in bf16" 02_zero/zero2 --ranks 2 --steps 4 --dtype bf16 --resume "$work/bf16/step-000002"
+refused 'with 8 samples in a step, and this one has 16: --grad-acc 2 would fit' 03_tensor_parallel/tensor_parallel --ranks 4 \
+    --tp 2 --grad-acc 4 --steps 4 --resume "$half"
+refused 'step-000004 already has 4 steps' 02_zero/zero3 --ranks 4 --steps 4 --resume "$work/zero3"
+refused '--save /proc/x: cannot create' 02_zero/zero3 --ranks 2 --save /proc/x
+refused '--dry-run computes no weights' 02_zero/zero3 --ranks 2 --save "$work/dry" --dry-run
+echo "1..$count"
+exit $failed

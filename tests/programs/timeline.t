@@ -1,0 +1,99 @@
+#!/bin/bash
+# timeline.t: the time line of several ranks is one trace, and pictures that are the same on every run. TAP.
+# needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync
+cd "$(dirname "$0")/../.." || exit 2
+unset OPENBLAS_CORETYPE
+export OMP_NUM_THREADS=1
+build=${BUILD:-build}/01_data_parallel
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+llama="--dry-run --model llama-3-8b --dtype bf16 --micro-batch 1 --seq 2048 --grad-acc 2"
+count=0 failed=0
+
+report() {  # report STATUS NAME
+    count=$((count + 1))
+    if [ "$1" = 0 ]; then
+        echo "ok $count - $2"
+    else
+        echo "not ok $count - $2"
+        failed=1
+        tail -n 12 "$work/out" | sed 's/^/#   /'
+    fi
+}
+
+run() {  # run PROGRAM FLAGS…
+    local program=$1
+    shift
+    timeout -k 5 60 "$build/$program" "$@" >"$work/out" 2>&1
+}
+
+# The share of a kind of time in the picture's last line, in percent.
+share() { grep "^$1 .*exposed.* ms\$" "$work/out" | grep -oE "$2 [0-9.]+%" | grep -oE '[0-9.]+'; }
+
+run ddp_overlap --ranks 3 $llama --trace "$work/t.json"
+report $? "three ranks write a trace"
+[ "$(head -n 1 "$work/t.json")" = '{"displayTimeUnit":"ms","traceEvents":[' ] && [ "$(tail -n 1 "$work/t.json")" = ']}' ] &&
+    ! sed '1d;$d' "$work/t.json" | sed '$s/$/,/' | grep -qv '^{"ph":.*},$'
+report $? "it is one list of events"
+[ "$(grep -c '"name":"process_name"' "$work/t.json")" = 6 ] && for rank in 0 1 2; do
+    grep -q "\"pid\":$((2 * rank)),.*\"rank $rank, wall clock\"" "$work/t.json" &&
+        grep -q "\"pid\":$((2 * rank + 1)),.*\"rank $rank, model clock: NVIDIA H100" "$work/t.json" || break
+    for pid in $((2 * rank)) $((2 * rank + 1)); do
+        grep -q "\"X\",\"pid\":$pid,\"tid\":0,.*\"matmul\"" "$work/t.json" &&
+            grep -q "\"pid\":$pid,\"tid\":1,.*\"all_reduce\"" "$work/t.json" || break 2
+    done
+    [ $rank = 2 ]
+done
+report $? "with both clocks of each rank, each with its compute and its communication"
+
+# Pairs of begin and end on the model clock, in order: of each rank, and of the ranks beside each other.
+all_reduces() {
+    grep "\"X\",\"pid\":$1,\"tid\":1" "$work/t.json" | sed 's/.*"ts":\([0-9.]*\),"dur":\([0-9.]*\),.*/\1 \2/' | sort -n
+}
+all_reduces 3 | awk '{ if ($1 < end - 1e-3) exit 1; end = $1 + $2 } END { exit NR < 1000 }'
+report $? "a rank's communications follow each other on the model clock"
+[ "$(all_reduces 1)" = "$(all_reduces 5)" ]
+report $? "and run at the same time on all ranks"
+
+run ddp_overlap --ranks 3 $llama --timeline
+report $? "three ranks show the picture in letters"
+[ "$(grep -c '^rank [012]     compute [+FBSfbs.-]*$' "$work/out")" = 3 ] &&
+    [ "$(grep -c '^           network [Aa.]*$' "$work/out")" = 3 ] &&
+    [ "$(awk 'length > 100 && /compute|network/' "$work/out" | wc -l)" = 0 ]
+report $? "two lines for each rank, no wider than a log"
+waits=$(grep -oE 'of which [0-9.]+ ms' "$work/out" | grep -oE '[0-9.]+')
+step=$(grep -oE 'a step takes [0-9.]+ ms' "$work/out" | grep -oE '[0-9.]+')
+awk "BEGIN { exit !($waits / $step * 100 - $(share all exposed) < 0.1 && $(share all exposed) - $waits / $step * 100 < 0.1) }"
+report $? "its exposed share is what the step waited ($waits of $step ms)"
+
+run ddp_naive --ranks 2 $llama --timeline && [ "$(share all exposed)" = "$(share all communication)" ] &&
+    awk "BEGIN { exit !($(share all exposed) > 10) }"
+report $? "naive data parallelism hides nothing"
+
+variants="--steps 1 --timeline --timeline-svg"
+run ddp_no_sync $variants "$work/1.svg"
+report $? "ddp_no_sync draws the variants"
+awk '/^(naive|overlap|bucketed|no_sync) .* ms$/ { ms = $(NF - 1); bad += before && ms >= before; before = ms; n++ }
+    END { exit bad || n != 4 }' "$work/out"
+report $? "each faster than the row before it"
+[ "$(grep -c "<path fill='url(#wait)'" "$work/1.svg")" = 4 ] && [ "$(tail -n 1 "$work/1.svg")" = '</svg>' ] &&
+    ! grep -qE 'nan|inf' "$work/1.svg"
+report $? "with what is exposed in each"
+
+# Again, while something else takes the processors.
+timeout 30 bash -c 'while :; do :; done' &
+run ddp_no_sync $variants "$work/2.svg"
+kill $!
+wait
+cmp -s "$work/1.svg" "$work/2.svg"
+report $? "the picture is the same to the last byte under load"
+
+run ddp_bucketed --ranks 2 --steps 1 && grep -q '^  all in one node, NVLink  *2198  *22[0-9][0-9]  *1[0-9][0-9][0-9]$' "$work/out"
+report $? "the clock hides all-reduces from as many tokens on as appendix A3 says"
+
+timeout 60 "$build/ddp_naive" --ranks 2 --dry-run --timeline-svg "$work/no/folder.svg" >"$work/out" 2>"$work/err"
+[ $? = 2 ] && [ "$(wc -l <"$work/err")" = 1 ] && grep -q -- '--timeline-svg' "$work/err"
+report $? "a picture that cannot be written is named"
+
+echo "1..$count"
+exit $failed

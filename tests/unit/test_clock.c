@@ -1,0 +1,301 @@
+// What a run counts, the model clock to the last digit, and the trace file.
+#include <cjson/cJSON.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "report/clock.h"
+
+// cmocka.h needs these before it
+// clang-format off
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <cmocka.h>
+// clang-format on
+
+// The numbers on the left of a failure message are what the test got.
+#define ASSERT_SAME(got, expected)                                                             \
+    do {                                                                                       \
+        double got_ = (got), expected_ = (expected);                                           \
+        if (got_ != expected_) fail_msg("%s is %.17g, expected %.17g", #got, got_, expected_); \
+    } while (0)
+
+static void operate(const char *name, DType dtype, double flops, double bytes) {
+    clock_begin(name, dtype, flops, bytes);
+    clock_end();
+}
+
+static int start_again(void **context) {
+    (void)context;
+    clock_set_machine(machine_find("dgx-h100"));
+    clock_reset();
+    return 0;
+}
+
+static const OpCount *find(int count, const OpCount *list, const char *name) {
+    for (int i = 0; i < count; i++)
+        if (!strcmp(list[i].name, name)) return &list[i];
+    fail_msg("%s was not counted", name);
+    return NULL;
+}
+
+static const OpCount *operation(const char *name) {
+    const OpCount *list;
+    int count = clock_operations(&list);
+    return find(count, list, name);
+}
+
+static void every_operation_counts_calls_flops_and_bytes(void **context) {
+    (void)context;
+    operate("matmul", F32, 100, 10);
+    operate("add", F32, 0, 30);
+    operate("matmul", F32, 20, 5);
+    const OpCount *list;
+    assert_int_equal(clock_operations(&list), 2);
+    assert_string_equal(list[0].name, "matmul");  // in order of first use
+    assert_int_equal(list[0].calls, 2);
+    ASSERT_SAME(list[0].flops, 120);
+    ASSERT_SAME(list[0].bytes, 15);
+    OpCount total = clock_total();
+    assert_int_equal(total.calls, 3);
+    ASSERT_SAME(total.flops, 120);
+    ASSERT_SAME(total.bytes, 45);
+    assert_true(total.wall_seconds >= 0 && total.wall_seconds < 10);
+}
+
+static void the_same_name_at_another_address_is_one_operation(void **context) {
+    (void)context;
+    char copy[] = "matmul";
+    operate("matmul", F32, 1, 1);
+    operate(copy, F32, 2, 2);
+    assert_int_equal(operation("matmul")->calls, 2);
+    const OpCount *list;
+    assert_int_equal(clock_operations(&list), 1);
+    clock_reset();
+}
+
+static void reset_starts_from_nothing(void **context) {
+    (void)context;
+    operate("matmul", F32, 1, 1);
+    clock_push("step 1");
+    clock_pop();
+    clock_reset();
+    const OpCount *list;
+    assert_int_equal(clock_operations(&list), 0);
+    assert_int_equal(clock_marks(&list), 0);
+    ASSERT_SAME(clock_total().flops, 0);
+    ASSERT_SAME(clock_total().model_seconds, 0);
+    assert_int_equal(clock_total().calls, 0);
+}
+
+// max(FLOPs / peak, bytes / bandwidth): one operation on each side of the ridge, and one with no FLOPs.
+static void the_model_clock_takes_the_larger_of_compute_and_memory(void **context) {
+    (void)context;
+    operate("compute bound", BF16, 989e9, 3.35e6);
+    ASSERT_SAME(operation("compute bound")->model_seconds, 989e9 / 989e12);
+    operate("memory bound", BF16, 989e6, 3.35e9);
+    ASSERT_SAME(operation("memory bound")->model_seconds, 3.35e9 / 3.35e12);
+    operate("copy", E4M3, 0, 3.35e6);
+    ASSERT_SAME(operation("copy")->model_seconds, 3.35e6 / 3.35e12);
+    ASSERT_SAME(clock_total().model_seconds, 989e9 / 989e12 + 3.35e9 / 3.35e12 + 3.35e6 / 3.35e12);
+}
+
+// The denominator of MFU is the peak of the dtype that computes.
+static void each_dtype_has_its_own_peak(void **context) {
+    (void)context;
+    const struct {
+        const char *machine;
+        DType dtype;
+        double peak;
+    } rows[] = {{"dgx-a100", BF16, 312e12}, {"dgx-a100", F16, 312e12},  {"dgx-a100", F32, 19.5e12},
+                {"dgx-a100", F64, 19.5e12}, {"dgx-h100", BF16, 989e12}, {"dgx-h100", F32, 67e12},
+                {"dgx-h100", F64, 67e12},   {"h200", F16, 989e12},      {"h200", F32, 67e12}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        clock_reset();
+        clock_set_machine(machine_find(rows[i].machine));
+        ASSERT_SAME(machine_peak_flops(machine_find(rows[i].machine), rows[i].dtype), rows[i].peak);
+        operate("matmul", rows[i].dtype, 1e15, 1);
+        ASSERT_SAME(clock_total().model_seconds, 1e15 / rows[i].peak);
+    }
+}
+
+static void the_h200_differs_from_the_h100_in_memory(void **context) {
+    (void)context;
+    const Machine *h100 = machine_find("dgx-h100"), *h200 = machine_find("h200");
+    ASSERT_SAME(h100->memory_bytes_per_second, 3.35e12);
+    ASSERT_SAME(h200->memory_bytes_per_second, 4.8e12);
+    ASSERT_SAME(h100->memory_bytes, 80e9);
+    ASSERT_SAME(h200->memory_bytes, 141e9);
+    ASSERT_SAME(machine_find("dgx-a100")->memory_bytes_per_second, 2.039e12);
+    assert_string_equal(machine_names(), "dgx-a100, dgx-h100, h200");
+}
+
+static void marks_add_up_by_path_without_their_numbers(void **context) {
+    (void)context;
+    for (int step = 1; step <= 12; step++) {
+        char name[32];
+        snprintf(name, sizeof name, "step %d", step);
+        clock_push(name);
+        clock_push("forward");
+        operate("matmul", F32, 10, 1);
+        clock_pop();
+        clock_push("backward");
+        operate("matmul", F32, 20, 2);
+        clock_pop();
+        operate("adamw", F32, 0, 7);
+        clock_pop();
+    }
+    const OpCount *list;
+    assert_int_equal(clock_marks(&list), 3);
+    assert_int_equal(clock_mark("step").calls, 12);
+    assert_int_equal(clock_mark("step 3").calls, 0);
+    ASSERT_SAME(clock_mark("step").flops, 360);
+    ASSERT_SAME(clock_mark("step").bytes, 120);
+    ASSERT_SAME(clock_mark("step/forward").flops, 120);
+    ASSERT_SAME(clock_mark("step/backward").flops, 240);
+    assert_true(clock_mark("step").wall_seconds >= clock_mark("step/forward").wall_seconds);
+    assert_true(clock_mark("step").model_seconds > clock_mark("step/backward").model_seconds);
+}
+
+static void a_reset_inside_a_mark_counts_from_there(void **context) {
+    (void)context;
+    clock_push("step 1");
+    operate("matmul", F32, 10, 1);
+    clock_reset();
+    operate("matmul", F32, 5, 1);
+    clock_pop();
+    ASSERT_SAME(clock_mark("step").flops, 5);
+    assert_int_equal(clock_mark("step").calls, 1);
+}
+
+// ---- the trace ----
+
+static cJSON *traced(void) {
+    char file[] = "/tmp/trace-XXXXXX";
+    int descriptor = mkstemp(file);
+    assert_true(descriptor >= 0);
+    close(descriptor);
+    clock_trace_write(file);
+    FILE *in = fopen(file, "r");
+    assert_non_null(in);
+    char *text = calloc(1, 1 << 20);
+    assert_true(fread(text, 1, (1 << 20) - 1, in) > 0);
+    fclose(in);
+    remove(file);
+    cJSON *trace = cJSON_Parse(text);
+    if (!trace) fail_msg("the trace is no JSON: %.200s", text);
+    free(text);
+    return trace;
+}
+
+static const char *text_of(const cJSON *event, const char *key) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(event, key);
+    return cJSON_IsString(item) ? item->valuestring : "";
+}
+
+static double number_of(const cJSON *event, const char *key) {
+    const cJSON *item = cJSON_GetObjectItemCaseSensitive(event, key);
+    if (!cJSON_IsNumber(item)) fail_msg("event without %s", key);
+    return item ? item->valuedouble : 0;
+}
+
+// Walks one process: depth never negative, 0 at the end; operations lie within the mark that is open.
+static void check_nesting(const cJSON *trace, int pid, int expected_marks, int expected_operations) {
+    const cJSON *event;
+    double opened[8], last = 0;
+    int depth = 0, marks = 0, operations = 0;
+    cJSON_ArrayForEach(event, cJSON_GetObjectItemCaseSensitive(trace, "traceEvents")) {
+        const char *phase = text_of(event, "ph");
+        if ((int)number_of(event, "pid") != pid || !strcmp(phase, "M")) continue;
+        double ts = number_of(event, "ts");
+        if (!(ts >= last - 1e-3)) fail_msg("time runs backwards: %.6f after %.6f", ts, last);
+        last = ts;
+        if (!strcmp(phase, "B")) opened[depth++] = ts, marks++;
+        if (!strcmp(phase, "E") && (--depth < 0 || ts < opened[depth]))
+            fail_msg("an end without its begin");
+        if (!strcmp(phase, "X")) {
+            operations++;
+            last = ts + number_of(event, "dur");
+            assert_true(number_of(event, "dur") >= 0);
+        }
+    }
+    assert_int_equal(depth, 0);
+    assert_int_equal(marks, expected_marks);
+    assert_int_equal(operations, expected_operations);
+}
+
+static void the_trace_nests_marks_and_operations_on_both_clocks(void **context) {
+    (void)context;
+    clock_push("before \"the\" trace\n");  // open when it starts: belongs to it
+    clock_trace_start();
+    for (int step = 0; step < 3; step++) {
+        clock_push("step 1");
+        operate("matmul", BF16, 989e9, 1);
+        clock_push("block 0");
+        operate("add", BF16, 0, 3.35e9);
+        clock_pop();
+        clock_pop();
+    }
+    clock_push("still open");
+    operate("matmul", BF16, 989e9, 1);
+    cJSON *trace = traced();
+    check_nesting(trace, 0, 8, 7);
+    check_nesting(trace, 1, 8, 7);
+    cJSON_Delete(trace);
+    clock_pop();
+    clock_pop();
+}
+
+static void the_trace_has_exact_model_times_and_memory_by_kind(void **context) {
+    (void)context;
+    clock_trace_start();
+    operate("first", BF16, 989e9, 1);
+    void *memory = device_alloc(MEMORY_OPTIMIZER, 4096);
+    operate("second", BF16, 0, 3.35e9);
+    device_free(MEMORY_OPTIMIZER, memory, 4096);
+    operate("third", BF16, 0, 0);
+    cJSON *trace = traced();
+    const cJSON *event;
+    int seen = 0, memories = 0;
+    const double held[] = {0, 4096, 0};
+    cJSON_ArrayForEach(event, cJSON_GetObjectItemCaseSensitive(trace, "traceEvents")) {
+        if (number_of(event, "pid") != 1) continue;
+        if (!strcmp(text_of(event, "ph"), "C")) {
+            const cJSON *kinds = cJSON_GetObjectItemCaseSensitive(event, "args");
+            assert_int_equal(cJSON_GetArraySize(kinds), MEMORY_KINDS);
+            assert_true(memories < 3);
+            ASSERT_SAME(number_of(kinds, memory_kind_name(MEMORY_OPTIMIZER)), held[memories]);
+            memories++;
+        }
+        if (strcmp(text_of(event, "ph"), "X")) continue;
+        // microseconds: each of the first two operations takes 1 ms on this machine
+        assert_string_equal(text_of(event, "name"), ((const char *[]){"first", "second", "third"})[seen]);
+        double ts = number_of(event, "ts"), expected = 1000.0 * seen;
+        if (!(ts - expected < 1e-6 && expected - ts < 1e-6)) fail_msg("%d begins at %.9f us", seen, ts);
+        ASSERT_SAME(number_of(event, "dur"), seen < 2 ? 1000 : 0);
+        seen++;
+    }
+    assert_int_equal(seen, 3);
+    assert_int_equal(memories, 3);
+    cJSON_Delete(trace);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup(every_operation_counts_calls_flops_and_bytes, start_again),
+        cmocka_unit_test_setup(the_same_name_at_another_address_is_one_operation, start_again),
+        cmocka_unit_test_setup(reset_starts_from_nothing, start_again),
+        cmocka_unit_test_setup(the_model_clock_takes_the_larger_of_compute_and_memory, start_again),
+        cmocka_unit_test_setup(each_dtype_has_its_own_peak, start_again),
+        cmocka_unit_test_setup(the_h200_differs_from_the_h100_in_memory, start_again),
+        cmocka_unit_test_setup(marks_add_up_by_path_without_their_numbers, start_again),
+        cmocka_unit_test_setup(a_reset_inside_a_mark_counts_from_there, start_again),
+        cmocka_unit_test_setup(the_trace_nests_marks_and_operations_on_both_clocks, start_again),
+        cmocka_unit_test_setup(the_trace_has_exact_model_times_and_memory_by_kind, start_again),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

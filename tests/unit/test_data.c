@@ -1,0 +1,442 @@
+// Files of tokens, right and wrong, and the samples drawn from them.
+#include <fcntl.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "train/data.h"
+#include "tensor/ops.h"
+// needs those above
+#include <cmocka.h>
+
+enum { GPT2 = 20240520, LLAMA3 = 20240801, HEADER = 1024 };
+
+// ---- files made for the tests, in a folder that is removed at the end ----
+
+static char folder[] = "/tmp/test_data.XXXXXX";
+
+// Rotates over a few static buffers.
+static const char *in_folder(const char *name) {
+    static char path[4][256];
+    static int next;
+    char *text = path[next++ % 4];
+    snprintf(text, sizeof *path, "%s/%s", folder, name);
+    return text;
+}
+
+static const char *write_file(const char *name, const void *bytes, size_t size) {
+    const char *path = in_folder(name);
+    FILE *file = fopen(path, "wb");
+    assert_non_null(file);
+    assert_int_equal(fwrite(bytes, 1, size, file), size);
+    assert_int_equal(fclose(file), 0);
+    return path;
+}
+
+static int make_folder(void **state) {
+    (void)state;
+    return mkdtemp(folder) ? 0 : -1;
+}
+
+static int remove_folder(void **state) {
+    (void)state;
+    char command[64];
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    return system(command);
+}
+
+static void put_word(uint8_t *to, uint32_t word, size_t width) {
+    for (size_t i = 0; i < width; i++) to[i] = (uint8_t)(word >> (8 * i));
+}
+
+// A token file of n tokens; token i is first + i. The caller frees it.
+static uint8_t *token_file(uint32_t magic, uint32_t version, size_t n, uint32_t first, size_t *size) {
+    size_t width = magic == GPT2 ? 2 : 4;
+    *size = HEADER + n * width;
+    uint8_t *bytes = calloc(1, *size);
+    put_word(bytes, magic, 4);
+    put_word(bytes + 4, version, 4);
+    put_word(bytes + 8, (uint32_t)n, 4);
+    for (size_t i = 0; i < n; i++) put_word(bytes + HEADER + i * width, first + (uint32_t)i, width);
+    return bytes;
+}
+
+// ---- the parser ----
+
+static void expect_fault(const uint8_t *bytes, size_t size, const char *part) {
+    int32_t mark, *tokens = &mark;
+    int64_t count = -7;
+    bool text;
+    // A copy of exactly this size, so that a sanitizer sees a read past the end.
+    uint8_t *copy = malloc(size ? size : 1);
+    if (size) memcpy(copy, bytes, size);
+    const char *fault = data_parse(copy, size, &tokens, &count, &text);
+    free(copy);
+    if (!fault) fail_msg("parsed, instead of \"%s\"", part);
+    if (!strstr(fault, part)) fail_msg("\"%s\" does not say \"%s\"", fault, part);
+    assert_null(strchr(fault, '\n'));
+    assert_ptr_equal(tokens, &mark);
+    assert_int_equal(count, -7);
+}
+
+static void text_is_its_bytes(void **state) {
+    (void)state;
+    uint8_t bytes[256 + 3];
+    for (int i = 0; i < 256; i++) bytes[i] = (uint8_t)(255 - i);
+    memcpy(bytes + 256, "\0\r\n", 3);
+    for (size_t size = 1; size <= sizeof bytes; size += size < 8 ? 1 : 50) {
+        int32_t *tokens;
+        int64_t count;
+        bool text = false;
+        assert_null(data_parse(bytes, size, &tokens, &count, &text));
+        assert_true(text);
+        assert_int_equal(count, size);
+        for (size_t i = 0; i < size; i++) assert_int_equal(tokens[i], bytes[i]);
+        free(tokens);
+    }
+}
+
+static void token_files_of_both_kinds(void **state) {
+    (void)state;
+    static const struct {
+        uint32_t magic, version, first;
+    } kind[] = {{GPT2, 1, 65535 - 99}, {LLAMA3, 7, INT32_MAX - 99u}, {LLAMA3, 7, 128156}};
+    for (size_t k = 0; k < sizeof kind / sizeof *kind; k++) {
+        size_t size;
+        uint8_t *bytes = token_file(kind[k].magic, kind[k].version, 100, kind[k].first, &size);
+        // At an odd address: no alignment may be assumed.
+        uint8_t *odd = malloc(size + 1);
+        memcpy(odd + 1, bytes, size);
+        int32_t *tokens;
+        int64_t count;
+        bool text = true;
+        assert_null(data_parse(odd + 1, size, &tokens, &count, &text));
+        assert_false(text);
+        assert_int_equal(count, 100);
+        for (uint32_t i = 0; i < 100; i++) assert_int_equal(tokens[i], kind[k].first + i);
+        free(tokens);
+        free(odd);
+        free(bytes);
+    }
+}
+
+static void wrong_files_are_told_what_is_wrong(void **state) {
+    (void)state;
+    expect_fault(NULL, 0, "empty");
+    for (int k = 0; k < 2; k++) {
+        uint32_t magic = k ? LLAMA3 : GPT2, version = k ? 7 : 1;
+        size_t size;
+        uint8_t *bytes = token_file(magic, version, 10, 5, &size);
+        static const size_t short_of_header[] = {4, 5, 8, 12, HEADER - 1};
+        for (size_t i = 0; i < 5; i++) expect_fault(bytes, short_of_header[i], "truncated");
+        for (size_t cut = HEADER; cut < size; cut++) expect_fault(bytes, cut, "truncated");
+
+        uint8_t longer[2048] = {0};
+        memcpy(longer, bytes, size);
+        expect_fault(longer, size + 1, "too long");
+        expect_fault(longer, size + 4, "too long");
+
+        put_word(bytes + 4, k ? 1 : 7, 4);
+        expect_fault(bytes, size, "version");
+        put_word(bytes + 4, version, 4);
+        put_word(bytes + 8, 0, 4);
+        expect_fault(bytes, size, "counts 0 tokens");
+        put_word(bytes + 8, (uint32_t)-10, 4);
+        expect_fault(bytes, size, "counts -10 tokens");
+        // 4 (2^30 + 10) is 40 in 32 bits: such a count must not wrap round into the right size.
+        put_word(bytes + 8, k ? (1u << 30) + 10 : INT32_MAX, 4);
+        expect_fault(bytes, size, "truncated");
+        free(bytes);
+    }
+    size_t size;
+    uint8_t *bytes = token_file(LLAMA3, 7, 10, 5, &size);
+    put_word(bytes + HEADER + 36, 1u << 31, 4);
+    expect_fault(bytes, size, "token 2147483648 at position 9");
+    put_word(bytes, 20240522, 4);  // llm.c's evaluation sets
+    expect_fault(bytes, size, "magic 20240522");
+    put_word(bytes, 20240326, 4);  // llm.c's models
+    expect_fault(bytes, size, "holds no tokens");
+    free(bytes);
+}
+
+// ---- what data_open refuses ----
+
+typedef struct Opening {
+    const char *path;
+    int64_t vocab, seq;
+} Opening;
+
+// Opens in a child; the child must end with STATUS_USAGE and one sentence that has every part (NULL ends
+// them).
+static void expect_refusal(Opening opening, ...) {
+    int ends[2];
+    assert_int_equal(pipe(ends), 0);
+    fflush(NULL);
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        data_open(opening.path, opening.vocab, opening.seq);
+        _exit(STATUS_PASS);
+    }
+    close(ends[1]);
+    char text[4096];
+    size_t length = 0;
+    for (ssize_t got; (got = read(ends[0], text + length, sizeof text - 1 - length)) > 0;)
+        length += (size_t)got;
+    text[length] = 0;
+    close(ends[0]);
+    int status;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE)
+        fail_msg("wait status 0x%x, and on stderr: %s", status, text);
+    if (length == 0 || strchr(text, '\n') != text + length - 1) fail_msg("not one line: %s", text);
+    va_list parts;
+    va_start(parts, opening);
+    for (const char *part; (part = va_arg(parts, const char *));)
+        if (!strstr(text, part)) fail_msg("\"%s\" is not said in: %s", part, text);
+    va_end(parts);
+}
+#define EXPECT_REFUSAL(path, vocab, seq, ...) expect_refusal((Opening){path, vocab, seq}, __VA_ARGS__, NULL)
+
+static void refusals_name_the_file_and_the_rule(void **state) {
+    (void)state;
+    uint8_t noise[1000];
+    memset(noise, 'a', sizeof noise);
+    EXPECT_REFUSAL(in_folder("absent.txt"), 256, 8, "absent.txt", "No such file");
+    EXPECT_REFUSAL(folder, 256, 8, folder, "directory");
+    EXPECT_REFUSAL("/dev/null", 256, 8, "/dev/null", "a pipe or a device");
+    EXPECT_REFUSAL(write_file("empty.txt", noise, 0), 256, 8, "empty.txt", "empty");
+    // Of 99 tokens 9 are held out, and a sequence of 8 needs 10.
+    EXPECT_REFUSAL(write_file("short.txt", noise, 99), 256, 8, "short.txt", "99 tokens", "--seq 8",
+                   "100 are");
+    Data data = data_open(write_file("long enough.txt", noise, 100), 256, 8);
+    assert_int_equal(data.train_count, 90);
+    data_close(&data);
+
+    size_t size;
+    uint8_t *bytes = token_file(GPT2, 1, 1000, 0, &size);
+    EXPECT_REFUSAL(write_file("cut.bin", bytes, size - 1), 50304, 8, "cut.bin", "truncated");
+    put_word(bytes + HEADER + 2 * 999, 50256, 2);
+    EXPECT_REFUSAL(write_file("big.bin", bytes, size), 1000, 8, "big.bin", "token 50256 at position 999",
+                   "--vocab 1000");
+    EXPECT_REFUSAL(write_file("big.bin", bytes, size), 50256, 8, "token 50256", "--vocab 50256");
+    data = data_open(write_file("big.bin", bytes, size), 50257, 8);
+    assert_int_equal(data.vocab, 50257);
+    data_close(&data);
+    free(bytes);
+}
+
+static void text_beyond_a_small_vocabulary(void **state) {
+    (void)state;
+    uint8_t bytes[1000];
+    memset(bytes, 'a', sizeof bytes);
+    bytes[17] = 200;
+    EXPECT_REFUSAL(write_file("umlaut.txt", bytes, 1000), 128, 8, "umlaut.txt", "byte 200 at offset 17",
+                   "--vocab 128", "--vocab 256");
+    EXPECT_REFUSAL(write_file("umlaut.txt", bytes, 1000), 200, 8, "byte 200", "--vocab 200");
+    static const int64_t vocab[] = {201, 256, 32000}, expected[] = {201, 256, 256};
+    for (int i = 0; i < 3; i++) {
+        Data data = data_open(in_folder("umlaut.txt"), vocab[i], 8);
+        assert_true(data.text);
+        assert_int_equal(data.vocab, expected[i]);
+        assert_int_equal(data.count, 1000);
+        data_close(&data);
+    }
+}
+
+// ---- the default corpus ----
+
+static const char OPEN_DEFAULT[] = "--open-default-corpus";
+
+// Runs a copy of this program as <book>/build/tests/copy; returns its wait status.
+static int run_copy(char *output, size_t room) {
+    char command[1024];
+    snprintf(command, sizeof command, "%s %s 2>&1", in_folder("book/build/tests/copy"), OPEN_DEFAULT);
+    fflush(NULL);
+    FILE *pipe = popen(command, "r");
+    assert_non_null(pipe);
+    output[fread(output, 1, room - 1, pipe)] = 0;
+    return pclose(pipe);
+}
+
+static void the_default_corpus_lies_beside_the_program(void **state) {
+    (void)state;
+    assert_int_equal(mkdir(in_folder("book"), 0700), 0);
+    assert_int_equal(mkdir(in_folder("book/build"), 0700), 0);
+    assert_int_equal(mkdir(in_folder("book/build/tests"), 0700), 0);
+    char command[512], output[4096];
+    snprintf(command, sizeof command, "cp /proc/%d/exe %s", (int)getpid(),
+             in_folder("book/build/tests/copy"));
+    assert_int_equal(system(command), 0);
+
+    int status = run_copy(output, sizeof output);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE) fail_msg("0x%x: %s", status, output);
+    if (!strstr(output, "book/build/corpus.txt") || !strstr(output, "run make")) fail_msg("%s", output);
+
+    uint8_t text[321];
+    memset(text, '#', sizeof text);
+    write_file("book/build/corpus.txt", text, sizeof text);
+    status = run_copy(output, sizeof output);
+    if (status != 0 || !strstr(output, "321 tokens")) fail_msg("0x%x: %s", status, output);
+}
+
+static int open_default_corpus(void) {
+    Data data = data_open(NULL, 256, 16);
+    printf("%lld tokens of %s\n", (long long)data.count, data.path);
+    data_close(&data);
+    return 0;
+}
+
+// ---- samples ----
+
+enum { SEQ = 13, TOKENS = 617 };
+
+// Token i is i: a sample shows where it was taken.
+static Data counting(void) {
+    size_t size;
+    uint8_t *bytes = token_file(LLAMA3, 7, TOKENS, 0, &size);
+    const char *path = write_file("counting.bin", bytes, size);
+    free(bytes);
+    return data_open(path, TOKENS, SEQ);
+}
+
+static void targets_are_the_next_tokens(void **state) {
+    (void)state;
+    Data data = counting();
+    for (int64_t index = 0; index < 200; index++)
+        for (int held_out = 0; held_out < 2; held_out++) {
+            int32_t tokens[SEQ], targets[SEQ];
+            data_sample(&data, 1, index, held_out, SEQ, tokens, targets);
+            for (int i = 0; i < SEQ; i++) {
+                assert_int_equal(tokens[i], tokens[0] + i);
+                assert_int_equal(targets[i], tokens[i] + 1);
+            }
+        }
+    data_close(&data);
+}
+
+static void training_never_sees_what_is_held_out(void **state) {
+    (void)state;
+    Data data = counting();
+    assert_int_equal(data.train_count, TOKENS - TOKENS / 10);
+    // So many samples that each start occurs: the ends of both parts are reached, and not passed.
+    int32_t least[2] = {TOKENS, TOKENS}, most[2] = {-1, -1};
+    for (int64_t index = 0; index < 20000; index++)
+        for (int held_out = 0; held_out < 2; held_out++) {
+            int32_t tokens[SEQ], targets[SEQ];
+            data_sample(&data, 3, index, held_out, SEQ, tokens, targets);
+            if (tokens[0] < least[held_out]) least[held_out] = tokens[0];
+            if (targets[SEQ - 1] > most[held_out]) most[held_out] = targets[SEQ - 1];
+        }
+    assert_int_equal(least[0], 0);
+    assert_int_equal(most[0], data.train_count - 1);
+    assert_int_equal(least[1], data.train_count);
+    assert_int_equal(most[1], TOKENS - 1);
+    data_close(&data);
+}
+
+static void samples_do_not_depend_on_how_they_are_grouped(void **state) {
+    (void)state;
+    enum { SAMPLES = 24 };
+    Data data = counting();
+    int32_t tokens[SAMPLES][SEQ], targets[SAMPLES][SEQ], other[SEQ], next[SEQ];
+    for (int64_t i = 0; i < SAMPLES; i++) data_sample(&data, 5, i, false, SEQ, tokens[i], targets[i]);
+    // As ranks and micro-batches of several sizes would ask, from the last to the first.
+    for (int ranks = 1; ranks <= 4; ranks++)
+        for (int micro_batch = 1; micro_batch <= 3; micro_batch++)
+            for (int rank = ranks - 1; rank >= 0; rank--)
+                for (int64_t i = SAMPLES - 1; i >= 0; i--) {
+                    if (i / micro_batch % ranks != rank) continue;
+                    data_sample(&data, 5, i, true, SEQ, other, next);
+                    data_sample(&data, 5, i, false, SEQ, other, next);
+                    assert_memory_equal(other, tokens[i], sizeof other);
+                    assert_memory_equal(next, targets[i], sizeof next);
+                }
+    data_close(&data);
+}
+
+static void samples_differ_by_index_seed_and_part(void **state) {
+    (void)state;
+    enum { SAMPLES = 2000 };
+    Data data = counting();
+    int64_t starts = data.train_count - SEQ;
+    int same_seed = 0, same_neighbour = 0, same_place = 0;
+    double sum = 0;
+    int32_t before = -1;
+    for (int64_t i = 0; i < SAMPLES; i++) {
+        int32_t a[SEQ], b[SEQ], h[SEQ], targets[SEQ];
+        data_sample(&data, 1, i, false, SEQ, a, targets);
+        data_sample(&data, 2, i, false, SEQ, b, targets);
+        data_sample(&data, 1, i, true, SEQ, h, targets);
+        same_seed += a[0] == b[0];
+        same_neighbour += a[0] == before;
+        same_place += a[0] % 40 == (h[0] - data.train_count) % 40;
+        before = a[0];
+        sum += a[0];
+    }
+    // By chance SAMPLES / starts = 3.7, and SAMPLES / 40 = 50.
+    if (same_seed > 20 || same_neighbour > 20 || same_place > 90)
+        fail_msg("%d equal between seeds, %d between neighbours, %d between parts", same_seed,
+                 same_neighbour, same_place);
+    double mean = sum / SAMPLES, middle = (double)(starts - 1) / 2, error = (double)starts / 3.464 / 44.7;
+    if (!(mean > middle - 5 * error && mean < middle + 5 * error)) fail_msg("the mean start is %.1f", mean);
+    data_close(&data);
+}
+
+static void prompts_are_masked_from_none_to_all(void **state) {
+    (void)state;
+    enum { SAMPLES = 5000 };
+    int count[SEQ + 1] = {0};
+    for (int64_t index = 0; index < SAMPLES; index++) {
+        int32_t targets[SEQ + 1];
+        for (int i = 0; i <= SEQ; i++) targets[i] = 1000 + i;
+        data_mask_prompt(9, index, SEQ, targets);
+        int ignored = 0;
+        while (ignored < SEQ && targets[ignored] == IGNORED_LABEL) ignored++;
+        for (int i = ignored; i <= SEQ; i++) assert_int_equal(targets[i], 1000 + i);
+        count[ignored]++;
+    }
+    // 357 of each length are expected, give or take 19.
+    for (int i = 0; i <= SEQ; i++)
+        if (count[i] < 357 - 95 || count[i] > 357 + 95) fail_msg("%d prompts of length %d", count[i], i);
+}
+
+static void masks_differ_by_seed(void **state) {
+    (void)state;
+    enum { SAMPLES = 1000, LONG = 99 };
+    int same = 0;
+    for (int64_t index = 0; index < SAMPLES; index++) {
+        int32_t a[LONG] = {0}, b[LONG] = {0};
+        data_mask_prompt(1, index, LONG, a);
+        data_mask_prompt(2, index, LONG, b);
+        same += memcmp(a, b, sizeof a) == 0;
+    }
+    if (same > 40) fail_msg("%d of %d masks are equal for two seeds", same, SAMPLES);
+}
+
+int main(int argc, char **argv) {
+    if (argc > 1 && strcmp(argv[1], OPEN_DEFAULT) == 0) return open_default_corpus();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(text_is_its_bytes),
+        cmocka_unit_test(token_files_of_both_kinds),
+        cmocka_unit_test(wrong_files_are_told_what_is_wrong),
+        cmocka_unit_test(refusals_name_the_file_and_the_rule),
+        cmocka_unit_test(text_beyond_a_small_vocabulary),
+        cmocka_unit_test(the_default_corpus_lies_beside_the_program),
+        cmocka_unit_test(targets_are_the_next_tokens),
+        cmocka_unit_test(training_never_sees_what_is_held_out),
+        cmocka_unit_test(samples_do_not_depend_on_how_they_are_grouped),
+        cmocka_unit_test(samples_differ_by_index_seed_and_part),
+        cmocka_unit_test(prompts_are_masked_from_none_to_all),
+        cmocka_unit_test(masks_differ_by_seed),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests_name("data", tests, make_folder, remove_folder);
+}

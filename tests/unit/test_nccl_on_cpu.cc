@@ -1,0 +1,264 @@
+// What NCCL on the CPU refuses: comm_nccl.cu must not pass its tests by being wrong in a way that NCCL
+// would punish. Each case runs on two ranks, two processes; what both must see is what NCCL would say, or
+// hang on.
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "tests/emulation/nccl_on_cpu.h"
+// needs those above, and to be told that it is C
+extern "C" {
+#include <cmocka.h>
+}
+
+enum { COUNT = 1000 };
+static ncclUniqueId id;
+static int rank;
+static float *x, *y;  // device memory, of COUNT
+
+static void say(const char *what, int got, int expected) {
+    if (got == expected) return;
+    fprintf(stderr, "rank %d: %s is %d (%s), expected %d\n", rank, what, got, ncclGetLastError(NULL),
+            expected);
+    _exit(1);
+}
+#define SAME(got, expected) say(#got, (int)(got), (int)(expected))
+
+// What comes of a call under way.
+static ncclResult_t outcome(ncclComm_t comm) {
+    ncclResult_t result = ncclInProgress;
+    while (result == ncclInProgress) {
+        SAME(ncclCommGetAsyncError(comm, &result), ncclSuccess);
+        usleep(100);
+    }
+    return result;
+}
+
+static ncclComm_t join(void) {
+    char host[32];
+    snprintf(host, sizeof host, "host-%d", rank);
+    setenv("NCCL_HOSTID", host, 1);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    ncclComm_t comm;
+    SAME(ncclCommInitRankConfig(&comm, 2, id, rank, &config), ncclInProgress);
+    SAME(outcome(comm), ncclSuccess);
+    return comm;
+}
+
+// One collective or transfer as a group.
+#define GROUPED(call) (ncclGroupStart(), SAME(call, ncclSuccess), ncclGroupEnd())
+
+// Both ranks run the case, and both must exit with these statuses.
+static void on_two_ranks(void (*run)(void), int first, int second) {
+    ncclGetUniqueId(&id);
+    pid_t child[2];
+    fflush(NULL);
+    for (int r = 0; r < 2; r++)
+        if ((child[r] = fork()) == 0) {
+            rank = r;
+            alarm(20);
+            cudaMalloc(&x, COUNT * sizeof *x);
+            cudaMalloc(&y, COUNT * sizeof *y);
+            run();
+            _exit(0);
+        }
+    int expected[] = {first, second};
+    for (int r = 0; r < 2; r++) {
+        int status;
+        waitpid(child[r], &status, 0);
+        int got = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+        if (got != expected[r]) fail_msg("rank %d ended with %d, expected %d", r, got, expected[r]);
+    }
+}
+
+static void set(float *to, float value) {
+    float host[COUNT];
+    for (int i = 0; i < COUNT; i++) host[i] = value;
+    cudaMemcpy(to, host, sizeof host, cudaMemcpyHostToDevice);
+}
+
+static float first_of(const float *from) {
+    float value;
+    cudaMemcpy(&value, from, sizeof value, cudaMemcpyDeviceToHost);
+    return value;
+}
+
+static void sound(void) {
+    ncclComm_t comm = join(), half;
+    set(x, rank + 1);
+    SAME(GROUPED(ncclAllReduce(x, y, COUNT, ncclFloat32, ncclSum, comm, 0)), ncclInProgress);
+    SAME(outcome(comm), ncclSuccess);
+    SAME(first_of(y), 3);
+    ncclGroupStart();
+    SAME(ncclSend(x, COUNT, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+    SAME(ncclRecv(y, COUNT, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+    SAME(ncclGroupEnd(), ncclInProgress);
+    SAME(outcome(comm), ncclSuccess);
+    SAME(first_of(y), 2 - rank);
+    // Each alone, the other way round.
+    SAME(ncclCommSplit(comm, 7, 1 - rank, &half, NULL), ncclInProgress);
+    SAME(outcome(comm), ncclSuccess);
+    SAME(GROUPED(ncclBroadcast(x, y, COUNT, ncclFloat32, 0, half, 0)), ncclInProgress);
+    SAME(outcome(half), ncclSuccess);
+    SAME(first_of(y), 2);
+    SAME(ncclCommFinalize(half), ncclSuccess);
+    SAME(ncclCommDestroy(half), ncclSuccess);
+}
+
+static void other_counts(void) {
+    ncclComm_t comm = join();
+    SAME(GROUPED(ncclAllReduce(x, y, COUNT - rank, ncclFloat32, ncclSum, comm, 0)), ncclInProgress);
+    SAME(outcome(comm), ncclInvalidUsage);
+}
+
+static void other_calls(void) {
+    ncclComm_t comm = join();
+    if (rank == 0) GROUPED(ncclAllReduce(x, y, COUNT, ncclFloat32, ncclSum, comm, 0));
+    else GROUPED(ncclBroadcast(x, y, COUNT, ncclFloat32, 0, comm, 0));
+    SAME(outcome(comm), ncclInvalidUsage);
+}
+
+static void other_sizes(void) {
+    ncclComm_t comm = join();
+    if (rank == 0) GROUPED(ncclSend(x, COUNT, ncclFloat32, 1, comm, 0));
+    else GROUPED(ncclRecv(x, COUNT - 1, ncclFloat32, 0, comm, 0));
+    // The sender is done when the bytes have left.
+    SAME(outcome(comm), rank == 0 ? ncclSuccess : ncclInvalidUsage);
+}
+
+// One rank wants to send and to receive where the other only receives, before they have ever met.
+static void other_connections(void) {
+    ncclComm_t comm = join();
+    ncclGroupStart();
+    if (rank == 0) SAME(ncclSend(x, COUNT, ncclFloat32, 1, comm, 0), ncclSuccess);
+    SAME(ncclRecv(y, COUNT, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+    ncclGroupEnd();
+    SAME(outcome(comm), ncclInvalidUsage);
+}
+
+static void too_early(void) {
+    ncclComm_t comm = join();
+    SAME(GROUPED(ncclAllReduce(x, y, COUNT, ncclFloat32, ncclSum, comm, 0)), ncclInProgress);
+    ncclGroupStart();
+    SAME(ncclAllReduce(x, y, COUNT, ncclFloat32, ncclSum, comm, 0), ncclInvalidArgument);
+    ncclGroupEnd();
+    ncclComm_t half;
+    SAME(ncclCommSplit(comm, 0, rank, &half, NULL), ncclInvalidArgument);
+    SAME(ncclCommDestroy(comm), ncclInvalidArgument);
+    SAME(outcome(comm), ncclSuccess);
+}
+
+static void too_late(void) {
+    ncclComm_t comm = join();
+    ncclResult_t result;
+    SAME(ncclCommAbort(comm), ncclSuccess);
+    ncclGroupStart();
+    SAME(ncclSend(x, COUNT, ncclFloat32, 1 - rank, comm, 0), ncclInvalidUsage);
+    SAME(ncclCommGetAsyncError(comm, &result), ncclInvalidUsage);
+}
+
+static void two_communicators(void) {
+    ncclComm_t comm = join(), other;
+    SAME(ncclCommSplit(comm, 0, rank, &other, NULL), ncclInProgress);
+    SAME(outcome(comm), ncclSuccess);
+    ncclGroupStart();
+    SAME(ncclSend(x, COUNT, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+    SAME(ncclRecv(y, COUNT, ncclFloat32, 1 - rank, other, 0), ncclInvalidUsage);
+}
+
+static void no_such_rank(void) {
+    ncclComm_t comm = join();
+    ncclGroupStart();
+    SAME(ncclSend(x, COUNT, ncclFloat32, 2, comm, 0), ncclInvalidArgument);
+    SAME(ncclBroadcast(x, y, COUNT, ncclFloat32, 2, comm, 0), ncclInvalidArgument);
+}
+
+static void one_gpu(void) {
+    setenv("NCCL_HOSTID", "the same", 1);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    ncclComm_t comm;
+    SAME(ncclCommInitRankConfig(&comm, 2, id, rank, &config), ncclInProgress);
+    SAME(outcome(comm), ncclInvalidUsage);
+}
+
+static void death(void) {
+    ncclComm_t comm = join();
+    if (rank == 1) raise(SIGKILL);
+    GROUPED(ncclRecv(y, COUNT, ncclFloat32, 1, comm, 0));
+    SAME(outcome(comm), ncclRemoteError);
+}
+
+static void host_memory(void) {
+    static float here[COUNT];
+    ncclComm_t comm = join();
+    if (!freopen("/dev/null", "w", stderr)) return;  // its sentence is CUDA's on the CPU
+    if (rank == 0) GROUPED(ncclSend(here, COUNT, ncclFloat32, 1, comm, 0));
+}
+
+static void what_is_right_goes_through(void **) { on_two_ranks(sound, 0, 0); }
+
+static void calls_that_do_not_match_are_refused(void **) {
+    on_two_ranks(other_counts, 0, 0);
+    on_two_ranks(other_calls, 0, 0);
+    on_two_ranks(other_sizes, 0, 0);
+    on_two_ranks(other_connections, 0, 0);
+}
+
+static void calls_at_the_wrong_time_are_refused(void **) {
+    on_two_ranks(too_early, 0, 0);
+    on_two_ranks(too_late, 0, 0);
+}
+
+static void calls_on_the_wrong_thing_are_refused(void **) {
+    on_two_ranks(two_communicators, 0, 0);
+    on_two_ranks(no_such_rank, 0, 0);
+    on_two_ranks(host_memory, STATUS_USAGE, 0);
+}
+
+static void two_ranks_of_a_host_do_not_share_a_gpu(void **) { on_two_ranks(one_gpu, 0, 0); }
+
+// The one that dies must be reaped before it is gone.
+static void a_death_is_an_error_of_the_other(void **) {
+    signal(SIGCHLD, SIG_IGN);
+    ncclGetUniqueId(&id);
+    pid_t child[2];
+    int status = 1, ends[2];
+    assert_int_equal(pipe(ends), 0);
+    fflush(NULL);
+    for (int r = 0; r < 2; r++)
+        if ((child[r] = fork()) == 0) {
+            rank = r;
+            alarm(20);
+            cudaMalloc(&y, COUNT * sizeof *y);
+            death();
+            _exit(write(ends[1], "", 1) != 1);
+        }
+    close(ends[1]);
+    char byte = 1;
+    status = read(ends[0], &byte, 1) == 1 ? byte : 1;
+    close(ends[0]);
+    signal(SIGCHLD, SIG_DFL);
+    assert_int_equal(status, 0);
+}
+
+int main(int argc, char **argv) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(what_is_right_goes_through),
+        cmocka_unit_test(calls_that_do_not_match_are_refused),
+        cmocka_unit_test(calls_at_the_wrong_time_are_refused),
+        cmocka_unit_test(calls_on_the_wrong_thing_are_refused),
+        cmocka_unit_test(two_ranks_of_a_host_do_not_share_a_gpu),
+        cmocka_unit_test(a_death_is_an_error_of_the_other),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests_name("nccl_on_cpu", tests, NULL, NULL);
+}

@@ -1,0 +1,235 @@
+// test_reshard.c [--ranks N] [PATTERN]: a run that is saved by ranks in one layout goes on in any other, and on one
+// device, as if nobody had interrupted it: the same bits in the same layout, sums in another order in another. TAP.
+//
+// Every layout trains four steps and saves after two and four. From the second step of each, one device goes on, and
+// every layout from that of one device, of ZeRO-3, and of sequence parallelism.
+#include <math.h>
+#include <unistd.h>
+
+#include "playbook.h"
+#include "ranks.h"
+
+// ---- layouts ----
+
+typedef struct Layout {
+    const char *name;
+    int dp, tp;  // 0: one device
+    int zero;
+    bool sp, vocab_parallel;
+    LayoutProgram program;
+    Mesh mesh;
+} Layout;
+
+enum { MAX_LAYOUTS = 12 };
+
+// Fewer than ranks where there are more than three of these, so that some store copies.
+static int heads_of_keys(void) { return n % 3 ? 2 : 3; }
+
+// Whose checkpoints all go on from.
+static bool is_source(const Layout *l) { return l->dp == 0 || l->zero == 3 || (l->sp && l->dp == 1); }
+
+// The same in the same order on all ranks; returns how many.
+static int layouts(Layout *layout) {
+    const LayoutProgram zero = {.plug = zero_layout_plug, .unplug = zero_layout_unplug};
+    const LayoutProgram tp = {.plug = layout_plug, .unplug = layout_unplug};
+    const int kv = heads_of_keys(), degree = n % kv ? 1 : kv;
+    const Layout all[] = {
+        {.name = "one device"},
+        {.name = "DDP", .dp = n, .tp = 1, .program = zero},
+        {.name = "ZeRO-1", .dp = n, .tp = 1, .zero = 1, .program = zero},
+        {.name = "ZeRO-2", .dp = n, .tp = 1, .zero = 2, .program = zero},
+        {.name = "ZeRO-3", .dp = n, .tp = 1, .zero = 3, .program = zero},
+        {.name = "tensor parallel", .dp = 1, .tp = n, .program = tp},
+        {.name = "sequence and vocabulary",
+         .dp = 1,
+         .tp = n,
+         .sp = true,
+         .vocab_parallel = true,
+         .program = tp},
+        {.name = "ZeRO-3 x tp, all cut",
+         .dp = n / degree,
+         .tp = degree,
+         .zero = 3,
+         .sp = true,
+         .vocab_parallel = true,
+         .program = tp},
+        {.name = "dp x tp, vocabulary",
+         .dp = n / degree,
+         .tp = degree,
+         .vocab_parallel = true,
+         .program = tp},
+    };
+    int count = sizeof all / sizeof *all;
+    for (int i = 0; i < count; i++) {
+        layout[i] = all[i];
+        layout[i].mesh = all[i].dp ? mesh_new((MeshShape){all[i].dp, 1, 1, all[i].tp, 1}) : mesh_single();
+    }
+    return count;
+}
+
+// ---- runs ----
+
+static char *folder;
+
+// Of one device, each rank has its own; rank 0's is as good as the others'.
+static char *folder_of(const Layout *l, int rank) {
+    return l->dp ? format_text("%s/%s", folder, l->name) : format_text("%s/%s %d", folder, l->name, rank);
+}
+
+// Two samples a rank in a step, however they are cut. No number of ranks divides the vocabulary's 257 rows.
+static Config config_of(const Layout *l, const char *more) {
+    char *text = format_text(
+        "layers=2 hidden=48 heads=24 kv-heads=%d ffn=48 vocab=257 seq=12 micro-batch=1 steps=4 lr=3e-3 "
+        "warmup=2 %s",
+        heads_of_keys(), more);
+    Config c = config_default(text);
+    free(text);
+    int dp = l->dp ? l->dp : 1;
+    c.grad_acc = 2 * n / dp;
+    c.dp = dp;
+    c.tp = l->dp ? l->tp : 1;
+    c.zero = l->zero;
+    c.sp = l->sp;
+    c.vocab_parallel = l->vocab_parallel;
+    return c;
+}
+
+static Record run(const Layout *l, const Config *config, const char *save, const char *resume) {
+    Config c = *config;
+    c.save = save;
+    c.save_every = save ? 2 : 0;
+    c.resume = resume;
+    return layout_record(&c, l->mesh, l->dp ? &l->program : NULL, false, l->name);
+}
+
+// Four steps straight, saved after two and four.
+static Record straight(const Layout *l, const Config *c) {
+    char *dir = folder_of(l, me);
+    Record record = run(l, c, dir, NULL);
+    free(dir);
+    return record;
+}
+
+// The last two steps, from what `from` saved after two.
+static Record resumed(const Layout *l, const Config *c, const Layout *from) {
+    char *dir = folder_of(from, 0), *half = format_text("%s/step-000002", dir);
+    comm_wait(comm_barrier(world));
+    Record record = run(l, c, NULL, half);
+    free(dir);
+    free(half);
+    return record;
+}
+
+// Losses and norms of x's steps are those of y from step `skip` on, and so are the last parameters; within a bound, or to
+// the last bit if it is 0.
+static void expect_same(const char *what, const Record *x, const Record *y, int64_t skip, double bound) {
+    SAME(x->steps, y->steps - skip);
+    double worst = 0;
+    const char *where = "";
+    for (int i = -2; i < x->tensors; i++) {
+        const double *a = i == -2 ? x->loss : i == -1 ? x->grad_norm : x->param[i];
+        const double *b = i == -2 ? y->loss + skip : i == -1 ? y->grad_norm + skip : y->param[i];
+        int64_t count = i < 0 ? x->steps : x->count[i];
+        double relative =
+            memcmp(a, b, (size_t)count * sizeof *a) ? difference("", a, b, count).relative : 0;
+        if (relative > worst || isnan(relative))
+            where = i == -2 ? "losses" : i == -1 ? "norms" : x->name[i];
+        if (!(relative <= worst)) worst = relative;
+    }
+    if (!(worst <= bound)) note("%s: %s differ by %.2e, and %.0e is allowed", what, where, worst, bound);
+}
+
+// ---- what is in the files ----
+
+// All weights of the model, or so many tensors for each, whole and without padding.
+static void expect_file(const Layout *l, const char *name, const Params *whole, int per_weight) {
+    char *dir = folder_of(l, me), *path = format_text("%s/step-000004/%s", dir, name);
+    SafeTensors file = safetensors_open(path);
+    SAME(file.count, per_weight * whole->count);
+    for (int i = 0; i < file.count; i++) {
+        const SafeTensor *t = &file.tensor[i];
+        char *weight = format_text("%s", t->name), *end = strrchr(weight, '.');
+        if (strcmp(end, ".weight")) *end = '\0';  // .m, .v, .master
+        const Param *p = params_find(whole, weight);
+        if (!p) note("%s holds %s", path, t->name);
+        else
+            for (int d = 0; d < t->dims; d++) SAME(t->shape[d], p->full[d]);
+        free(weight);
+    }
+    safetensors_close(&file);
+    free(path);
+    free(dir);
+}
+
+// ---- all ----
+
+static void all_to_all(const char *more, bool others, double bound) {
+    Layout layout[MAX_LAYOUTS];
+    Record whole[MAX_LAYOUTS];
+    Config config[MAX_LAYOUTS];
+    int count = layouts(layout);
+    for (int i = 0; i < count; i++) {
+        config[i] = config_of(&layout[i], more);
+        whole[i] = straight(&layout[i], &config[i]);
+    }
+    Model *model = model_new(&config[0], mesh_single());
+    for (int i = 0; i < count; i++) {
+        expect_file(&layout[i], "model.safetensors", &model->params, 1);
+        expect_file(&layout[i], "optimizer.safetensors", &model->params, config[i].dtype == BF16 ? 3 : 2);
+    }
+    model_free(model);
+    for (int i = 0; i < count; i++) {
+        if (others) expect_same(layout[i].name, &whole[i], &whole[0], 0, bound);
+        for (int j = 0; j < count; j++) {
+            if (i != j && !(others && (i == 0 || is_source(&layout[j])))) continue;
+            char *what = format_text("%s%s, from %s", more, layout[i].name, layout[j].name);
+            Record record = resumed(&layout[i], &config[i], &layout[j]);
+            expect_same(what, &record, i == j ? &whole[i] : &whole[0], 2, i == j ? 0 : bound);
+            record_free(&record);
+            free(what);
+        }
+    }
+    for (int i = 0; i < count; i++) record_free(&whole[i]);
+}
+
+static void any_layout_goes_on_from_any_other(void) { all_to_all("dtype=f64 ", true, 1e-10); }
+
+static void the_same_layout_goes_on_bit_for_bit(void) { all_to_all("dtype=bf16 ", false, 0); }
+
+// The run in f64 that says how far off one in bf16 may be begins where that one begins: at its checkpoint.
+static void a_resumed_run_is_measured_by_a_resumed_one(void) {
+    Layout one = {.name = "measured", .mesh = mesh_single()};
+    Config c = config_of(&one, "dtype=bf16");
+    Record whole = straight(&one, &c), half = resumed(&one, &c, &one);
+    char *dir = folder_of(&one, me);
+    double bound = train_bound(&c, false, &whole);
+    char *from = format_text("%s/step-000002", dir);
+    c.resume = from;
+    double resumed_bound = train_bound(&c, false, &half);
+    free(from);
+    if (!(resumed_bound > 0.01 * bound && resumed_bound < 10 * bound))
+        note("the bound is %g for a whole run, and %g for its second half", bound, resumed_bound);
+    record_free(&whole);
+    record_free(&half);
+    free(dir);
+}
+
+static const RankTest tests[] = {
+    TEST(any_layout_goes_on_from_any_other),
+    TEST(the_same_layout_goes_on_bit_for_bit),
+    TEST(a_resumed_run_is_measured_by_a_resumed_one),
+};
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    const char *pattern = ranks_start(argc, argv, 4);
+    // One place, which rank 0 names; in memory if it can be, where it costs nothing to flush files.
+    const char *where = access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
+    folder = format_text("%s/test_reshard.%.0f", where, comm_sum(me == 0 ? getpid() : 0, world));
+    int status = ranks_run(tests, sizeof tests / sizeof *tests, pattern);
+    char *command = format_text("rm -rf %s", folder);
+    if (me == 0 && system(command)) status = STATUS_FAIL;
+    free(command);
+    free(folder);
+    return status;
+}
