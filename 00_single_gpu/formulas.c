@@ -10,10 +10,10 @@
 //
 // Bytes sent: none. Numbers are doubles: whole bytes are exact up to 9 PB. This file has no main: memory.c
 // prints it, and holds it against the playbook's figures and against what a real step allocates.
+#include "formulas.h"
+
 #include <math.h>
 #include <string.h>
-
-#include "playbook.h"
 
 // ---- states: parameters, gradients, optimizer ----
 
@@ -57,17 +57,7 @@ double memory_rank_parameters(const MemoryPlan *plan) {
 
 // ---- activations: what forward keeps for backward ----
 
-// Which ranks hold a tensor whole: all of them; all, until sequence parallelism cuts it by tokens; none, as
-// it lies in the region that tensor parallelism cuts.
-typedef enum Split { EVERY_RANK, BY_SEQUENCE, BY_TENSOR } Split;
-enum { NEVER = RECOMPUTE_FULL + 1, MOST_KEPT = 16 };
-
-typedef struct Kept {
-    const char *what;
-    double bytes;  // of one block (or the ends) and one micro-batch, before any cut
-    Split split;
-    int dropped_from;  // the mildest recomputation that drops it
-} Kept;
+enum { NEVER = RECOMPUTE_FULL + 1 };
 
 typedef struct Sizes {  // bytes, or counts where said
     double n, x, kv, ffn, pairs, statistic;
@@ -85,10 +75,10 @@ static Sizes sizes_of(const MemoryPlan *plan) {
 }
 
 // The tensors of one block, in the order in which forward makes them.
-static int block_kept(Kept kept[MOST_KEPT], const MemoryPlan *plan) {
+int memory_block_rows(PriceKept kept[MOST_KEPT], const MemoryPlan *plan) {
     const Sizes z = sizes_of(plan);
     double e = (double)dtype_size(plan->model.dtype), mask = z.x / e;  // dropout masks: one byte each
-    const Kept gpt[] = {
+    const PriceKept gpt[] = {
         // in units of s b h: attention 11 + 5 a s / h, MLP 19, norms 4
         {"input of norm 1", z.x, BY_SEQUENCE, NEVER},
         {"norm 1, input of QKV", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
@@ -105,7 +95,7 @@ static int block_kept(Kept kept[MOST_KEPT], const MemoryPlan *plan) {
         {"output of GELU", z.ffn, BY_TENSOR, RECOMPUTE_FULL},
         {"dropout mask", mask, BY_SEQUENCE, RECOMPUTE_FULL},
     };
-    const Kept ours[] = {
+    const PriceKept ours[] = {
         // the names of BlockKept
         {"x", z.x, BY_SEQUENCE, NEVER},
         {"rstd1", z.statistic, BY_SEQUENCE, RECOMPUTE_FULL},
@@ -125,18 +115,18 @@ static int block_kept(Kept kept[MOST_KEPT], const MemoryPlan *plan) {
 }
 
 // What stands outside the blocks: inputs and head. Recomputation leaves both alone.
-static int ends_kept(Kept kept[MOST_KEPT], const MemoryPlan *plan) {
+int memory_end_rows(PriceKept kept[MOST_KEPT], const MemoryPlan *plan) {
     const Sizes z = sizes_of(plan);
     double e = (double)dtype_size(plan->model.dtype), v = (double)plan->model.vocab, t = (double)plan->tp;
     double logits = z.n * (plan->whole_vocabulary ? v : ceil(v / t) * t);
-    const Kept gpt[] = {
+    const PriceKept gpt[] = {
         // Korthikanti et al., section 4.3
         {"embedding dropout mask", z.x / e, BY_SEQUENCE, NEVER},
         {"input of the last norm", z.x, BY_SEQUENCE, NEVER},
         {"input of the head", z.x, BY_SEQUENCE, NEVER},
         {"logits in f32", 4 * logits, BY_TENSOR, NEVER},
     };
-    const Kept ours[] = {
+    const PriceKept ours[] = {
         // the names of MicroBatch and HeadKept; inputs are counted as activations, as the account does
         {"tokens, targets, positions", 3 * 4 * z.n, EVERY_RANK, NEVER},
         {"x", z.x, BY_SEQUENCE, NEVER},
@@ -150,29 +140,29 @@ static int ends_kept(Kept kept[MOST_KEPT], const MemoryPlan *plan) {
 }
 
 // What is left of it on one rank.
-static double kept_here(const Kept *kept, const MemoryPlan *plan) {
+static double kept_here(const PriceKept *kept, const MemoryPlan *plan) {
     if (plan->model.recompute >= kept->dropped_from) return 0;
     bool cut = kept->split == BY_TENSOR || (kept->split == BY_SEQUENCE && plan->sp);
     return cut ? kept->bytes / (double)plan->tp : kept->bytes;
 }
 
 double memory_block_activations(const MemoryPlan *plan) {
-    Kept kept[MOST_KEPT];
+    PriceKept kept[MOST_KEPT];
     double bytes = 0;
-    for (int i = block_kept(kept, plan) - 1; i >= 0; i--) bytes += kept_here(&kept[i], plan);
+    for (int i = memory_block_rows(kept, plan) - 1; i >= 0; i--) bytes += kept_here(&kept[i], plan);
     return bytes;
 }
 
 static double ends_activations(const MemoryPlan *plan) {
-    Kept kept[MOST_KEPT];
+    PriceKept kept[MOST_KEPT];
     double bytes = 0;
-    for (int i = ends_kept(kept, plan) - 1; i >= 0; i--) bytes += kept_here(&kept[i], plan);
+    for (int i = memory_end_rows(kept, plan) - 1; i >= 0; i--) bytes += kept_here(&kept[i], plan);
     return bytes;
 }
 
 void memory_print_block(const MemoryPlan *plan) {
-    Kept kept[MOST_KEPT];
-    int count = block_kept(kept, plan);
+    PriceKept kept[MOST_KEPT];
+    int count = memory_block_rows(kept, plan);
     say("\n  one block keeps %s on each rank:", bytes_text(memory_block_activations(plan)));
     for (int i = 0; i < count; i++)
         say("  %-22s %11s", kept[i].what, bytes_text(kept_here(&kept[i], plan)));
@@ -202,6 +192,7 @@ int64_t kept_activation_bytes(const Config *config) {
 //     in attention       dx2, d_o, dq, dk, dv   x + 2 q + 2 kv - R   2 X + 2 q + 2 kv - R  (x2, rstd2 gone)
 //     behind Wq, Wk, Wv  dx2, dq, dk, dv, dx    less                 3 X + x - R - probs   (q … probs gone)
 //
+// and, from the norm behind the MLP on, w bytes of that norm's gradient, which B leaves to W; at the head, too.
 // Sequence parallelism has dy and dx2 gathered until W has used them, and dx before it is scattered.
 double memory_peak_activations(const MemoryPlan *plan) {
     MemoryPlan complete = *plan;
@@ -209,13 +200,15 @@ double memory_peak_activations(const MemoryPlan *plan) {
     const Sizes z = sizes_of(plan);
     double t = (double)plan->tp, rows = plan->sp ? 1 / t : 1, L = (double)plan->model.layers;
     double X = z.x, x = X * rows, R = z.statistic * rows, ffn = z.ffn / t, q = X / t, kv = z.kv / t;
-    double probs = (double)dtype_size(plan->model.dtype) * z.pairs / t;
+    double e = (double)dtype_size(plan->model.dtype), probs = e * z.pairs / t,
+           w = e * (double)plan->model.hidden;
     double inputs = 3 * 4 * z.n, block = memory_block_activations(plan);
-    double head = L * block + ends_activations(plan) + x + (plan->sp && !plan->whole_vocabulary ? X : 0);
-    double flowing = fmax(x + ffn, fmax(2 * x, x + 2 * q + 2 * kv - R));
+    double head =
+        L * block + ends_activations(plan) + x + fmax(w, plan->sp && !plan->whole_vocabulary ? X : 0);
+    double flowing = fmax(x + ffn, fmax(2 * x + w, x + 2 * q + 2 * kv - R + w));
     if (plan->sp) {
-        double mlp = fmax(x + X + ffn, 2 * x + 2 * X);
-        flowing = fmax(mlp, fmax(2 * X + 2 * q + 2 * kv - R, 3 * X + x - R - probs));
+        double mlp = fmax(x + X + ffn, fmax(2 * x + 2 * X, 2 * x + X + w));
+        flowing = fmax(mlp, w + fmax(2 * X + 2 * q + 2 * kv - R, 3 * X + x - R - probs));
     }
     return fmax(head, inputs + (L - 1) * block + memory_block_activations(&complete) + flowing);
 }

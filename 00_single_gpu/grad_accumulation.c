@@ -15,7 +15,7 @@
 // Last line: PASS grad_accumulation: every cut of the batch makes the same step …
 #include <stdlib.h>
 
-#include "playbook.h"
+#include "formulas.h"
 
 // ---- the technique ----
 
@@ -27,25 +27,25 @@ int64_t count_labels(const int32_t *targets, int64_t count) {
 
 double mean_loss_scale(double labels) { return labels > 0 ? 1 / labels : 0; }
 
-double accumulate_gradients(Model *model, const Batch *batch, int64_t grad_acc, const double *loss_scale,
-                            int64_t *kept_bytes) {
-    int64_t micro_batch = batch->samples / grad_acc, part = batch->count / grad_acc;
+double micro_batches_in_turn(void *context, Model *model, const StepInput *input) {
+    (void)context;
+    int64_t tokens = input->b * model->config.seq;  // of a micro-batch
     double loss = 0;
-    params_zero_grads(&model->params);
-    for (int64_t i = 0; i < grad_acc; i++) {
-        MicroBatch micro = micro_batch_new(model, i, micro_batch, batch->tokens + i * part,
-                                           batch->targets + i * part, loss_scale[i]);
-        micro.last = i + 1 == grad_acc;
+    model_begin_step(model, input->micro_batches);
+    for (int64_t i = 0; i < input->micro_batches; i++) {
+        MicroBatch micro = micro_batch_new(model, i, input->b, input->tokens + i * tokens,
+                                           input->targets + i * tokens, input->loss_scale[i]);
         clock_push("forward");
         model_forward(model, &micro);
         clock_pop();
         micro_batch_check_loss(model, &micro);
         int64_t kept = memory_account().now[MEMORY_ACTIVATION];
-        if (kept_bytes && kept > *kept_bytes) *kept_bytes = kept;
+        if (input->kept_bytes && kept > *input->kept_bytes) *input->kept_bytes = kept;
         loss += micro.loss;
         clock_push("backward");
         model_backward(model, &micro);  // adds to the gradients
-        model->sockets.gradients.finish(model->sockets.gradients.context, model, &micro);
+        model->sockets.gradients.micro_batch_ready(model->sockets.gradients.context, model,
+                                                   i + 1 == input->micro_batches);
         clock_pop();
         micro_batch_free(model, &micro);
     }
@@ -59,7 +59,7 @@ static Record run_in_parts(const Config *whole, bool masked, int64_t parts) {
     Config config = *whole;
     config.grad_acc = parts;
     config.micro_batch = whole->micro_batch / parts;
-    Trainer *trainer = trainer_new(&config, mesh_single());
+    Trainer *trainer = trainer_new(&config, mesh_single(), NULL);
     trainer->masked = masked;
     char *title = format_text("%lld x %lld samples", (long long)parts, (long long)config.micro_batch);
     Record record = train_record(trainer, title);
@@ -76,7 +76,7 @@ static void show_mean_of_means(const Config *whole) {
     Config config = *whole;
     config.grad_acc = whole->micro_batch;
     config.micro_batch = 1;
-    Trainer *trainer = trainer_new(&config, mesh_single());
+    Trainer *trainer = trainer_new(&config, mesh_single(), NULL);
     trainer->masked = true;
     Batch batch = batch_new(trainer, 0);
     int64_t parts = batch.samples, part = batch.count / parts, count = trainer->model->head->count;
@@ -87,7 +87,9 @@ static void show_mean_of_means(const Config *whole) {
             scale[i] = wrong ? mean_loss_scale((double)count_labels(batch.targets + i * part, part)) /
                                    (double)parts
                              : mean_loss_scale((double)count_labels(batch.targets, batch.count));
-        accumulate_gradients(trainer->model, &batch, parts, scale, NULL);
+        StepInput input = {parts, 1, batch.tokens, batch.targets, scale, NULL};
+        params_zero_grads(&trainer->model->params);
+        micro_batches_in_turn(NULL, trainer->model, &input);
         grad[wrong] = host_alloc(count * sizeof(double));
         tensor_to_doubles(grad[wrong], param_total_grad(&model->params, model->head));
     }

@@ -15,7 +15,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "playbook.h"
+#include "formulas.h"
+#include "harness.h"
 
 #ifndef NO_MAIN
 // ---- the playbook's figures ----
@@ -232,7 +233,7 @@ static void measure(const MemoryPlan *plan, bool dry_run) {
           "--no-f32-gradients");
     device_dry_run(dry_run);
     memory_reset_peak();
-    Trainer *trainer = trainer_new(&plan->model, mesh_single());
+    Trainer *trainer = trainer_new(&plan->model, mesh_single(), NULL);
     train_step(trainer, NULL);
     Memory account = memory_account();
     MemoryNeed need = memory_need(plan);

@@ -21,8 +21,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "formulas.h"
+#include "harness.h"
 #include "report/memory_picture.h"
-#include "playbook.h"
 
 #ifndef NO_MAIN
 // ---- what is watched ----
@@ -185,7 +186,7 @@ int main(int argc, char **argv) {
 
     MemoryHistory history;
     memory_history_start(&history, config.steps);
-    Trainer *trainer = trainer_new(&config, mesh_single());
+    Trainer *trainer = trainer_new(&config, mesh_single(), NULL);
     double *seconds = watch_steps(trainer, &history);
     print_operations(machine, (double)config.steps);
     print_steps(seconds, config.steps);

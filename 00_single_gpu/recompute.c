@@ -13,7 +13,7 @@
 // Last line: PASS recompute: selective and full give the gradients of none …
 #include <math.h>
 
-#include "playbook.h"
+#include "formulas.h"
 
 // ---- the technique: two functions in the activations socket ----
 
@@ -28,8 +28,8 @@ static void probs_again(void *context, Model *m, MicroBatch *micro, int layer) {
     int64_t d = config_head_size(&m->config);
     AttentionShape shape = {micro->b, micro->s, tensor_columns(kept->q) / d, tensor_columns(kept->k) / d,
                             d};
-    m->sockets.attention.again(m->sockets.attention.context, &kept->attention, kept->q, kept->k, kept->v,
-                               shape);
+    m->sockets.attention.again(m->sockets.attention.context, micro, &kept->attention, kept->q, kept->k,
+                               kept->v, shape);
 }
 
 static void drop_all_but_input(void *context, Model *m, MicroBatch *micro, int layer) {
@@ -43,15 +43,27 @@ static void forward_again(void *context, Model *m, MicroBatch *micro, int layer)
     tensor_free(&y);
 }
 
-void recompute_plug(Model *m, Recompute recompute) {
-    if (recompute == RECOMPUTE_SELECTIVE) {
-        m->sockets.activations.after_forward = drop_probs;
-        m->sockets.activations.before_backward = probs_again;
-    } else if (recompute == RECOMPUTE_FULL) {
-        m->sockets.activations.after_forward = drop_all_but_input;
-        m->sockets.activations.before_backward = forward_again;
-    }
+static void *plug(Model *m) {
+    bool selective = m->config.recompute == RECOMPUTE_SELECTIVE;
+    m->sockets.activations.after_forward = selective ? drop_probs : drop_all_but_input;
+    m->sockets.activations.before_backward = selective ? probs_again : forward_again;
+    return NULL;
 }
+
+static void price(Price *p, const Model *m, const void *context) {
+    (void)context;
+    for (int i = 0; i < p->block_rows; i++)
+        if (m->config.recompute >= p->block[i].dropped_from) p->block[i].bytes = 0;
+    if (m->config.recompute != RECOMPUTE_FULL) return;
+    double again = 2 * p->forwards * (double)m->config.layers;  // two regions in a block
+    p->enters += again;
+    p->leaves += again;
+    p->forwards *= 2;
+}
+
+static bool on(const Config *c) { return c->recompute != RECOMPUTE_NONE; }
+
+const Technique recompute = {.name = "recompute", .on = on, .plug = plug, .price = price};
 
 double recompute_extra_flops(const Config *c, int64_t sequences) {
     double s = (double)c->seq, h = (double)c->hidden, f = (double)c->ffn;
@@ -69,19 +81,19 @@ double recompute_extra_flops(const Config *c, int64_t sequences) {
 
 static const char *const names[] = {"none", "selective", "full"};
 
-static Record run(const Config *with, Recompute recompute) {
+static Record run(const Config *with, Recompute kind) {
     Config config = *with;
-    config.recompute = recompute;
-    Trainer *t = trainer_new(&config, mesh_single());
-    Record record = train_record(t, names[recompute]);
+    config.recompute = kind;
+    Trainer *t = trainer_new(&config, mesh_single(), NULL);
+    Record record = train_record(t, names[kind]);
     trainer_free(t);
     return record;
 }
 
 // One row of the table: kept bytes against the closed form, FLOPs against the formula, and both utilisations.
-static void print_row(const Config *with, Recompute recompute, const Record *r, const Record *none) {
+static void print_row(const Config *with, Recompute kind, const Record *r, const Record *none) {
     Config c = *with;
-    c.recompute = recompute;
+    c.recompute = kind;
     int64_t sequences = c.micro_batch * c.grad_acc;
     double steps = (double)c.steps;
     double model_flops = config_step_flops(&c, sequences), extra = recompute_extra_flops(&c, sequences);
@@ -89,13 +101,13 @@ static void print_row(const Config *with, Recompute recompute, const Record *r, 
     double peak = machine_peak_flops(machine, (DType)c.dtype), seconds = r->model_seconds / steps;
     say("\n%-10s kept %s (%.2f of none), %.1f%% more FLOPs; on %s: %.4f ms a step, MFU %.2f%%, HFU "
         "%.2f%%\n",
-        names[recompute], bytes_text((double)r->kept_bytes),
-        (double)r->kept_bytes / (double)none->kept_bytes, 100 * extra / model_flops, machine->name,
-        1e3 * seconds, 100 * model_flops / seconds / peak, 100 * (model_flops + extra) / seconds / peak);
+        names[kind], bytes_text((double)r->kept_bytes), (double)r->kept_bytes / (double)none->kept_bytes,
+        100 * extra / model_flops, machine->name, 1e3 * seconds, 100 * model_flops / seconds / peak,
+        100 * (model_flops + extra) / seconds / peak);
     report_equal("activations kept", (double)kept_activation_bytes(&c), (double)r->kept_bytes, "B");
     report_equal("FLOPs per step", model_flops + extra, r->flops / steps, "FLOP");
-    report_number(names[recompute], "MFU", model_flops / seconds / peak, "");
-    report_number(names[recompute], "HFU", (model_flops + extra) / seconds / peak, "");
+    report_number(names[kind], "MFU", model_flops / seconds / peak, "");
+    report_number(names[kind], "HFU", (model_flops + extra) / seconds / peak, "");
 }
 
 // The playbook's sentence about GPT-3 175B: "70% activation memory reduction at a 2.7% compute cost".
@@ -132,9 +144,9 @@ int main(int argc, char **argv) {
     config_print(&config);
     Record none = run(&config, RECOMPUTE_NONE);
     print_row(&config, RECOMPUTE_NONE, &none, &none);
-    for (Recompute recompute = RECOMPUTE_SELECTIVE; recompute <= RECOMPUTE_FULL; recompute++) {
-        Record record = run(&config, recompute);
-        print_row(&config, recompute, &record, &none);
+    for (Recompute kind = RECOMPUTE_SELECTIVE; kind <= RECOMPUTE_FULL; kind++) {
+        Record record = run(&config, kind);
+        print_row(&config, kind, &record, &none);
         if (!dry_run && !config.no_check) report_compare(&record, &none, PROOF_EXACT, 0);
         record_free(&record);
     }

@@ -2,18 +2,18 @@
 // Playbook: "First Steps: Training on one GPU"; Llama: Touvron et al. 2023.
 //
 //   x ─ norm1 ─[enter]─ Wq Wk Wv ─ rope ─[attention]─ Wo ─[leave]─(+x)─ x2
-//   x2 ─ norm2 ─[enter]─[mlp: Wdown (silu(Wgate) * Wup)]─[leave]─(+x2)─ y        a block; [..] are sockets
+//   x2 ─ norm2 ─[mlp: [enter]─ Wdown (silu(Wgate) * Wup) ─[leave]]─(+x2)─ y      a block; [..] are sockets
 //
-// Backward is cut in two, so that a pipeline can move the second half: B (…_backward_input) carries the
-// gradient to the block's input; W (…_backward_weight) fills the gradients of the matrices. What B leaves
-// to W stays in BlockKept. Norm weights are so small that B fills theirs on the way.
+// Backward has two halves, so that a pipeline can move the second one: B (…_backward_input) carries the gradient to
+// the block's input; W (…_backward_weight) adds to the gradients of the weights. What B leaves to W stays in
+// BlockKept; the gradients of norms, which B finds on its way, too.
 //
 // Kept for backward per block: elements  n (4 h + 2 a d + 2 kv d + 3 f + a s)  and 2 n statistics (rstd).
 // Bytes sent: none. This file has no main: train.c runs it.
+#include "transformer.h"
+
 #include <math.h>
 #include <stdlib.h>
-
-#include "playbook.h"
 
 // ---- small helpers ----
 
@@ -42,45 +42,49 @@ static void acquire(Model *m, int unit, Pass pass) {
 static void release(Model *m, int unit, Pass pass) {
     m->sockets.parameters.release(m->sockets.parameters.context, m, unit, pass);
 }
-static void begin_gradients(Model *m, int unit, MicroBatch *micro) {
-    m->sockets.gradients.begin(m->sockets.gradients.context, m, unit, micro);
+static Tensor enter(Model *m, const MicroBatch *micro, Tensor x) {
+    return m->sockets.region.enter(m->sockets.region.context, micro, x);
 }
-static Tensor enter(Model *m, Tensor x) { return m->sockets.region.enter(m->sockets.region.context, x); }
-static Tensor leave(Model *m, Tensor partial) {
-    Tensor y = m->sockets.region.leave(m->sockets.region.context, partial);
+// Ends `partial`.
+static Tensor leave(Model *m, const MicroBatch *micro, Tensor partial) {
+    Tensor y = m->sockets.region.leave(m->sockets.region.context, micro, partial);
     tensor_free(&partial);
     return y;
 }
-static Tensor enter_backward(Model *m, Tensor dinside) {
-    Tensor dx = m->sockets.region.enter_backward(m->sockets.region.context, dinside);
+// Ends `dinside`.
+static Tensor enter_backward(Model *m, const MicroBatch *micro, Tensor dinside) {
+    Tensor dx = m->sockets.region.enter_backward(m->sockets.region.context, micro, dinside);
     tensor_free(&dinside);
     return dx;
 }
-static Tensor leave_backward(Model *m, Tensor dy) {
-    return m->sockets.region.leave_backward(m->sockets.region.context, dy);
+static Tensor leave_backward(Model *m, const MicroBatch *micro, Tensor dy) {
+    return m->sockets.region.leave_backward(m->sockets.region.context, micro, dy);
 }
 
 // *y[i] = x W_i^T, new (n, out_i)
-static void linears_forward(Model *m, int count, Param *const *weight, Tensor *const *y, Tensor x) {
+static void linears_forward(Model *m, int count, Param *const *weight, Tensor *const *y, Tensor x,
+                            void **kept) {
     Tensor made[count];
     for (int i = 0; i < count; i++) {
         made[i] = activation(x.dtype, tensor_rows(x), weight[i]->shape[0]);
         *y[i] = made[i];
     }
-    m->sockets.linear.forward(m->sockets.linear.context, m, count, weight, made, x);
+    m->sockets.linear.forward(m->sockets.linear.context, m, count, weight, made, x, kept);
 }
-static Tensor linear_forward(Model *m, Param *weight, Tensor x) {
+static Tensor linear_forward(Model *m, Param *weight, Tensor x, void **kept) {
     Tensor y;
-    linears_forward(m, 1, &weight, (Tensor *[]){&y}, x);
+    linears_forward(m, 1, &weight, (Tensor *[]){&y}, x, kept);
     return y;
 }
 // dx = sum over i of dy[i] W_i
-static void linears_backward_input(Model *m, int count, Param *const *weight, Tensor dx, const Tensor *dy) {
-    m->sockets.linear.backward_input(m->sockets.linear.context, m, count, weight, dx, dy);
+static void linears_backward_input(Model *m, int count, Param *const *weight, Tensor dx, const Tensor *dy,
+                                   void **kept) {
+    m->sockets.linear.backward_input(m->sockets.linear.context, m, count, weight, dx, dy, kept);
 }
 // dW_i += dy[i]^T x
-static void linears_backward_weight(Model *m, int count, Param *const *weight, const Tensor *dy, Tensor x) {
-    m->sockets.linear.backward_weight(m->sockets.linear.context, m, count, weight, dy, x);
+static void linears_backward_weight(Model *m, int count, Param *const *weight, const Tensor *dy, Tensor x,
+                                    void **kept) {
+    m->sockets.linear.backward_weight(m->sockets.linear.context, m, count, weight, dy, x, kept);
 }
 
 static Tensor norm_forward(Model *m, Param *weight, Tensor x, Tensor *rstd) {
@@ -89,11 +93,31 @@ static Tensor norm_forward(Model *m, Param *weight, Tensor x, Tensor *rstd) {
     op_rmsnorm_forward(y, *rstd, x, param_value(&m->params, weight), m->config.norm_eps);
     return y;
 }
-// y = x + norm's branch:  dx = dy + norm'(dbranch), written over dbranch
-static Tensor norm_backward(Model *m, Param *weight, Tensor dy, Tensor dbranch, Tensor x, Tensor rstd) {
-    op_rmsnorm_backward(dbranch, param_grad(&m->params, weight), dy, dbranch, x,
-                        param_value(&m->params, weight), rstd);
+// y = x + norm's branch:  dx = dy + norm'(dbranch), written over dbranch; *dweight (h) is new, and W's
+static Tensor norm_backward(Model *m, Param *weight, Tensor dy, Tensor dbranch, Tensor x, Tensor rstd,
+                            Tensor *dweight) {
+    *dweight = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(tensor_columns(x)));
+    op_fill(*dweight, 0);
+    op_rmsnorm_backward(dbranch, *dweight, dy, dbranch, x, param_value(&m->params, weight), rstd);
     return dbranch;
+}
+
+// ---- W and the gradients socket ----
+
+static void begin_gradient(Model *m, int unit) {
+    m->sockets.gradients.begin(m->sockets.gradients.context, m, unit);
+}
+static void gradient_ready(Model *m, int unit) {
+    m->sockets.gradients.ready(m->sockets.gradients.context, m, unit, --m->ready_left[unit] == 0);
+}
+// What B has found of a norm's gradient.
+static void add_norm_gradient(Model *m, Param *weight, Tensor *dweight) {
+    op_accumulate(param_grad(&m->params, weight), *dweight);
+    tensor_free(dweight);
+}
+
+void model_begin_step(Model *m, int64_t micro_batches) {
+    for (int i = 0; i < m->params.units; i++) m->ready_left[i] = micro_batches;
 }
 
 // ---- a block, forward: fills kept from kept->x and returns the block's output ----
@@ -104,26 +128,25 @@ Tensor block_compute(Model *m, MicroBatch *micro, int layer) {
     Sockets *on = &m->sockets;
 
     kept->norm1 = norm_forward(m, w->norm1, kept->x, &kept->rstd1);
-    Tensor inside = enter(m, kept->norm1);
-    linears_forward(m, 3, (Param *[]){w->q, w->k, w->v}, (Tensor *[]){&kept->q, &kept->k, &kept->v}, inside);
+    Tensor inside = enter(m, micro, kept->norm1);
+    linears_forward(m, 3, (Param *[]){w->q, w->k, w->v}, (Tensor *[]){&kept->q, &kept->k, &kept->v}, inside,
+                    &kept->linear[0]);
     tensor_free(&inside);
     op_rope(kept->q, micro->positions, config_head_size(&m->config), m->config.rope_theta, +1);
     op_rope(kept->k, micro->positions, config_head_size(&m->config), m->config.rope_theta, +1);
     kept->o = tensor_like(MEMORY_ACTIVATION, kept->q);
-    on->attention.forward(on->attention.context, kept->o, &kept->attention, kept->q, kept->k, kept->v,
-                          attention_shape(w, m, micro));
-    kept->x2 = leave(m, linear_forward(m, w->o, kept->o));
+    on->attention.forward(on->attention.context, micro, kept->o, &kept->attention, kept->q, kept->k,
+                          kept->v, attention_shape(w, m, micro));
+    kept->x2 = leave(m, micro, linear_forward(m, w->o, kept->o, &kept->linear[1]));
     op_add(kept->x2, kept->x2, kept->x);
 
     kept->norm2 = norm_forward(m, w->norm2, kept->x2, &kept->rstd2);
-    inside = enter(m, kept->norm2);
-    Tensor y = leave(m, on->mlp.forward(on->mlp.context, m, layer, &kept->mlp, inside));
-    tensor_free(&inside);
+    Tensor y = on->mlp.forward(on->mlp.context, m, micro, layer, kept->norm2);
     op_add(y, y, kept->x2);
     return y;
 }
 
-void block_forward(Model *m, MicroBatch *micro, int layer) {
+static void block_forward(Model *m, MicroBatch *micro, int layer) {
     int unit = m->first_block_unit + layer;
     micro->block[layer].x = take(&micro->x);
     acquire(m, unit, FORWARD);
@@ -134,34 +157,32 @@ void block_forward(Model *m, MicroBatch *micro, int layer) {
 
 // ---- a block, backward ----
 
-void block_backward_input(Model *m, MicroBatch *micro, int layer) {
+static void block_backward_input(Model *m, MicroBatch *micro, int layer) {
     const BlockParams *w = &m->block[layer];
     BlockKept *kept = &micro->block[layer];
     Sockets *on = &m->sockets;
     int unit = m->first_block_unit + layer;
     acquire(m, unit, BACKWARD);
-    begin_gradients(m, unit, micro);
     on->activations.before_backward(on->activations.context, m, micro, layer);
 
     // y = x2 + mlp(norm2(x2))
     Tensor dy = take(&micro->dx);
-    kept->dy = leave_backward(m, dy);
-    Tensor dnorm2 =
-        enter_backward(m, on->mlp.backward_input(on->mlp.context, m, layer, &kept->mlp, kept->dy));
-    Tensor dx2 = norm_backward(m, w->norm2, dy, dnorm2, kept->x2, kept->rstd2);
+    Tensor dnorm2 = on->mlp.backward_input(on->mlp.context, m, micro, layer, dy);
+    Tensor dx2 = norm_backward(m, w->norm2, dy, dnorm2, kept->x2, kept->rstd2, &kept->dnorm2);
     tensor_free(&dy);
     tensor_free(&kept->x2);
     tensor_free(&kept->rstd2);
 
     // x2 = x + Wo attention(rope(Wq norm1(x)), rope(Wk …), Wv …)
-    kept->dx2 = leave_backward(m, dx2);
+    kept->dx2 = leave_backward(m, micro, dx2);
     Tensor d_o = tensor_like(MEMORY_ACTIVATION, kept->o);
-    linears_backward_input(m, 1, &w->o, d_o, &kept->dx2);
+    linears_backward_input(m, 1, &w->o, d_o, &kept->dx2, &kept->linear[1]);
     kept->dq = tensor_like(MEMORY_ACTIVATION, kept->q);
     kept->dk = tensor_like(MEMORY_ACTIVATION, kept->k);
     kept->dv = tensor_like(MEMORY_ACTIVATION, kept->v);
-    on->attention.backward(on->attention.context, kept->dq, kept->dk, kept->dv, d_o, &kept->attention,
-                           kept->q, kept->k, kept->v, kept->o, attention_shape(w, m, micro));
+    on->attention.backward(on->attention.context, micro, kept->dq, kept->dk, kept->dv, d_o,
+                           &kept->attention, kept->q, kept->k, kept->v, kept->o,
+                           attention_shape(w, m, micro));
     on->attention.drop(on->attention.context, &kept->attention);
     tensor_free(&d_o);
     tensor_free(&kept->q);
@@ -171,56 +192,68 @@ void block_backward_input(Model *m, MicroBatch *micro, int layer) {
     op_rope(kept->dk, micro->positions, config_head_size(&m->config), m->config.rope_theta, -1);
     Tensor dinside = activation(kept->dq.dtype, tensor_rows(kept->dq), w->q->shape[1]);
     linears_backward_input(m, 3, (Param *[]){w->q, w->k, w->v}, dinside,
-                           (Tensor[]){kept->dq, kept->dk, kept->dv});
-    micro->dx = norm_backward(m, w->norm1, dx2, enter_backward(m, dinside), kept->x, kept->rstd1);
+                           (Tensor[]){kept->dq, kept->dk, kept->dv}, &kept->linear[0]);
+    micro->dx = norm_backward(m, w->norm1, dx2, enter_backward(m, micro, dinside), kept->x, kept->rstd1,
+                              &kept->dnorm1);
     tensor_free(&dx2);
     tensor_free(&kept->x);
     tensor_free(&kept->rstd1);
     release(m, unit, BACKWARD);
 }
 
-void block_backward_weight(Model *m, MicroBatch *micro, int layer) {
+static void block_backward_weight(Model *m, MicroBatch *micro, int layer) {
     const BlockParams *w = &m->block[layer];
     BlockKept *kept = &micro->block[layer];
-    Sockets *on = &m->sockets;
+    int unit = m->first_block_unit + layer;
 
-    Tensor inside = enter(m, kept->norm2);
-    on->mlp.backward_weight(on->mlp.context, m, layer, &kept->mlp, kept->dy, inside);
-    tensor_free(&inside);
-    inside = enter(m, kept->norm1);
-    linears_backward_weight(m, 1, &w->o, &kept->dx2, kept->o);
+    begin_gradient(m, unit);
+    m->sockets.mlp.backward_weight(m->sockets.mlp.context, m, micro, layer, kept->norm2);
+    add_norm_gradient(m, w->norm2, &kept->dnorm2);
+    Tensor inside = enter(m, micro, kept->norm1);
+    linears_backward_weight(m, 1, &w->o, &kept->dx2, kept->o, &kept->linear[1]);
     linears_backward_weight(m, 3, (Param *[]){w->q, w->k, w->v}, (Tensor[]){kept->dq, kept->dk, kept->dv},
-                            inside);
+                            inside, &kept->linear[0]);
     tensor_free(&inside);
+    add_norm_gradient(m, w->norm1, &kept->dnorm1);
     block_drop(m, kept, false);
-    on->gradients.ready(on->gradients.context, m, m->first_block_unit + layer, micro);
+    gradient_ready(m, unit);
 }
 
 void block_drop(Model *m, BlockKept *kept, bool keep_input) {
-    Tensor *const all[] = {&kept->rstd1, &kept->norm1, &kept->q,     &kept->k,     &kept->v,
-                           &kept->o,     &kept->x2,    &kept->rstd2, &kept->norm2, &kept->dy,
-                           &kept->dx2,   &kept->dq,    &kept->dk,    &kept->dv};
+    Tensor *const all[] = {&kept->rstd1, &kept->norm1, &kept->q,     &kept->k,      &kept->v,
+                           &kept->o,     &kept->x2,    &kept->rstd2, &kept->norm2,  &kept->dx2,
+                           &kept->dq,    &kept->dk,    &kept->dv,    &kept->dnorm1, &kept->dnorm2};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
     m->sockets.attention.drop(m->sockets.attention.context, &kept->attention);
     m->sockets.mlp.drop(m->sockets.mlp.context, &kept->mlp);
+    for (int i = 0; i < 2; i++) {
+        m->sockets.linear.drop(m->sockets.linear.context, &kept->linear[i]);
+        m->sockets.linear.drop(m->sockets.linear.context, &kept->mlp.linear[i]);
+    }
     if (!keep_input) tensor_free(&kept->x);
 }
 
 // ---- the ends: embedding and head ----
 
-void embedding_forward(Model *m, MicroBatch *micro) {
+static void embedding_forward(Model *m, MicroBatch *micro) {
     acquire(m, m->embedding_unit, FORWARD);
-    micro->x = m->sockets.vocabulary.lookup(m->sockets.vocabulary.context, micro->tokens,
+    micro->x = m->sockets.vocabulary.lookup(m->sockets.vocabulary.context, micro,
                                             param_value(&m->params, m->embedding));
     release(m, m->embedding_unit, FORWARD);
 }
 
-void embedding_backward(Model *m, MicroBatch *micro) {
-    begin_gradients(m, m->embedding_unit, micro);
-    m->sockets.vocabulary.lookup_backward(m->sockets.vocabulary.context,
-                                          param_grad(&m->params, m->embedding), micro->dx, micro->tokens);
+// Tied, the embedding's gradient of a micro-batch is final when both its ends have added to it.
+static void embedding_part_ready(Model *m, MicroBatch *micro) {
+    if (--micro->embedding_parts == 0) gradient_ready(m, m->embedding_unit);
+}
+
+// Tokens have no gradient, so there is no B.
+static void embedding_backward_weight(Model *m, MicroBatch *micro) {
+    begin_gradient(m, m->embedding_unit);
+    m->sockets.vocabulary.lookup_backward(m->sockets.vocabulary.context, micro,
+                                          param_grad(&m->params, m->embedding), micro->dx);
     tensor_free(&micro->dx);
-    m->sockets.gradients.ready(m->sockets.gradients.context, m, m->embedding_unit, micro);
+    embedding_part_ready(m, micro);
 }
 
 // The head multiplies with the embedding's weight when they are tied, and so needs that unit too.
@@ -233,63 +266,87 @@ static void release_head(Model *m, Pass pass) {
     release(m, m->head_unit, pass);
 }
 
-void head_forward(Model *m, MicroBatch *micro) {
+static void head_forward(Model *m, MicroBatch *micro) {
     HeadKept *kept = &micro->head;
     kept->x = take(&micro->x);
     acquire_head(m, FORWARD);
     kept->norm = norm_forward(m, m->norm, kept->x, &kept->rstd);
-    Tensor inside = m->sockets.vocabulary.enter(m->sockets.vocabulary.context, kept->norm);
-    kept->logits = linear_forward(m, m->head, inside);
+    Tensor inside = m->sockets.vocabulary.enter(m->sockets.vocabulary.context, micro, kept->norm);
+    kept->logits = linear_forward(m, m->head, inside, &kept->linear);
     tensor_free(&inside);
     release_head(m, FORWARD);
-    double sum = m->sockets.vocabulary.loss(m->sockets.vocabulary.context, &kept->lse, kept->logits,
-                                            micro->targets);
+    double sum = m->sockets.vocabulary.loss(m->sockets.vocabulary.context, micro, &kept->lse, kept->logits);
     // A sum over tokens times 1 / (labels of the whole global batch): micro-batches simply add up.
     micro->loss = sum * micro->loss_scale;
 }
 
-void head_backward_input(Model *m, MicroBatch *micro) {
+static void head_backward_input(Model *m, MicroBatch *micro) {
     HeadKept *kept = &micro->head;
     acquire_head(m, BACKWARD);
-    begin_gradients(m, m->head_unit, micro);
-    if (m->config.tied) begin_gradients(m, m->embedding_unit, micro);
-    m->sockets.vocabulary.loss_backward(m->sockets.vocabulary.context, kept->logits, kept->logits,
-                                        kept->lse, micro->targets, micro->loss_scale);
+    m->sockets.vocabulary.loss_backward(m->sockets.vocabulary.context, micro, kept->logits, kept->logits,
+                                        kept->lse);
     Tensor dinside = activation(kept->norm.dtype, tensor_rows(kept->logits), m->head->shape[1]);
-    linears_backward_input(m, 1, &m->head, dinside, &kept->logits);
-    Tensor dnorm = m->sockets.vocabulary.enter_backward(m->sockets.vocabulary.context, dinside);
+    linears_backward_input(m, 1, &m->head, dinside, &kept->logits, &kept->linear);
+    Tensor dnorm = m->sockets.vocabulary.enter_backward(m->sockets.vocabulary.context, micro, dinside);
     tensor_free(&dinside);
-    micro->dx = norm_backward(m, m->norm, (Tensor){0}, dnorm, kept->x, kept->rstd);
+    micro->dx = norm_backward(m, m->norm, (Tensor){0}, dnorm, kept->x, kept->rstd, &kept->dnorm);
     release_head(m, BACKWARD);
     tensor_free(&kept->x);
     tensor_free(&kept->rstd);
     tensor_free(&kept->lse);
 }
 
-void head_backward_weight(Model *m, MicroBatch *micro) {
+static void head_backward_weight(Model *m, MicroBatch *micro) {
     HeadKept *kept = &micro->head;
-    Tensor inside = m->sockets.vocabulary.enter(m->sockets.vocabulary.context, kept->norm);
-    linears_backward_weight(m, 1, &m->head, &kept->logits, inside);
+    begin_gradient(m, m->head_unit);
+    if (m->config.tied) begin_gradient(m, m->embedding_unit);
+    Tensor inside = m->sockets.vocabulary.enter(m->sockets.vocabulary.context, micro, kept->norm);
+    linears_backward_weight(m, 1, &m->head, &kept->logits, inside, &kept->linear);
     tensor_free(&inside);
+    add_norm_gradient(m, m->norm, &kept->dnorm);
     tensor_free(&kept->logits);
     tensor_free(&kept->norm);
-    m->sockets.gradients.ready(m->sockets.gradients.context, m, m->head_unit, micro);
+    m->sockets.linear.drop(m->sockets.linear.context, &kept->linear);
+    gradient_ready(m, m->head_unit);
+    if (m->config.tied) embedding_part_ready(m, micro);
+}
+
+// ---- stages: ranges of these ----
+
+Chunk chunk_whole(const Model *m) { return (Chunk){0, (int)m->config.layers, true, true}; }
+
+void chunk_forward(Model *m, MicroBatch *micro, Chunk chunk) {
+    if (chunk.embedding) embedding_forward(m, micro);
+    for (int layer = chunk.first_layer; layer < chunk.end_layer; layer++) block_forward(m, micro, layer);
+    if (chunk.head) head_forward(m, micro);
+}
+
+void chunk_backward_input(Model *m, MicroBatch *micro, Chunk chunk) {
+    if (chunk.head) head_backward_input(m, micro);
+    for (int layer = chunk.end_layer - 1; layer >= chunk.first_layer; layer--)
+        block_backward_input(m, micro, layer);
+}
+
+void chunk_backward_weight(Model *m, MicroBatch *micro, Chunk chunk) {
+    if (chunk.head) head_backward_weight(m, micro);
+    for (int layer = chunk.end_layer - 1; layer >= chunk.first_layer; layer--)
+        block_backward_weight(m, micro, layer);
+    if (chunk.embedding) embedding_backward_weight(m, micro);
+}
+
+void chunk_backward(Model *m, MicroBatch *micro, Chunk chunk) {
+    if (chunk.head) {
+        head_backward_input(m, micro);
+        head_backward_weight(m, micro);
+    }
+    for (int layer = chunk.end_layer - 1; layer >= chunk.first_layer; layer--) {
+        block_backward_input(m, micro, layer);
+        block_backward_weight(m, micro, layer);
+    }
+    if (chunk.embedding) embedding_backward_weight(m, micro);
 }
 
 // ---- the whole model on one device ----
 
-void model_forward(Model *m, MicroBatch *micro) {
-    embedding_forward(m, micro);
-    for (int layer = 0; layer < m->layers; layer++) block_forward(m, micro, layer);
-    head_forward(m, micro);
-}
-
-void model_backward(Model *m, MicroBatch *micro) {
-    head_backward_input(m, micro);
-    head_backward_weight(m, micro);
-    for (int layer = (int)m->layers - 1; layer >= 0; layer--) {
-        block_backward_input(m, micro, layer);
-        block_backward_weight(m, micro, layer);
-    }
-    embedding_backward(m, micro);
-}
+void model_forward(Model *m, MicroBatch *micro) { chunk_forward(m, micro, chunk_whole(m)); }
+void model_backward(Model *m, MicroBatch *micro) { chunk_backward(m, micro, chunk_whole(m)); }

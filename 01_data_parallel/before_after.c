@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "playbook.h"
+#include "data_parallel.h"
 
 static Held gather_held(Tensor t, Group group) {
     int64_t count = tensor_exists(t) ? tensor_count(t) : 0;

@@ -16,7 +16,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "playbook.h"
+#include "data_parallel.h"
 
 #ifndef NO_MAIN
 

@@ -1,6 +1,6 @@
 // ddp_bucketed.c: many small gradients in few large messages. Playbook: "Second optimization: Bucketing gradients".
 //
-// Against ddp_overlap.c: a message costs latency whatever its size, so units wait for each other until bucket_bytes are
+// Against ddp_overlap.c: a message costs latency whatever its size, so units wait for each other until --bucket-mb are
 // full, and go as one. Units stand one after another in the flat gradient (params.h), so a bucket is a range of it and
 // nothing is copied.
 //
@@ -8,14 +8,15 @@
 //     buckets  [------------] [---------------] [----------------]
 //
 // After every micro-batch the sums so far are made equal on all ranks, as PyTorch's DDP does outside of no_sync; what
-// the next one adds must not count them n times, so each rank keeps its n-th part of them.
+// the next one adds must not count them N times, so each rank keeps its N-th part of them.
 //
-// Bytes sent per rank: 2 (n - 1) / n K for each of the grad_acc micro-batches. Memory per rank: as on one device.
+// Bytes sent per rank: 2 (N - 1) / N K for each of the grad_acc micro-batches. Memory per rank: as on one device.
 // Run: build/01_data_parallel/ddp_bucketed             (--bucket-mb 25, --ranks 3, --tied, --dtype f32, --dry-run …)
 // Last line: PASS ddp_bucketed: ranks together make the step of one device …
-#include <math.h>
+#include "ddp_bucketed.h"
 
-#include "playbook.h"
+#include <math.h>
+#include <stdlib.h>
 
 // ---- the technique ----
 
@@ -23,9 +24,11 @@ int ddp_bucket_starts(const Params *params, int64_t bucket_bytes, int *first_uni
     int buckets = 0;
     int64_t bytes = 0;
     for (int unit = params->units - 1; unit >= 0; unit--) {
-        bytes += tensor_bytes(unit_total_grad(&params->unit[unit]));
-        if (bytes < bucket_bytes && unit > 0) continue;
-        first_unit[buckets++] = unit;
+        const Unit *u = &params->unit[unit];
+        bytes += tensor_bytes(unit_total_grad(u));
+        bool same = unit > 0 && u->replicas.handle == params->unit[unit - 1].replicas.handle;
+        if (bytes < bucket_bytes && same) continue;
+        if (bytes > 0) first_unit[buckets++] = unit;
         bytes = 0;
     }
     return buckets;
@@ -38,38 +41,117 @@ static Tensor range_of(const Params *params, int first, int end) {
     return tensor_view(params_total_grad(params), from, SHAPE(last->first + last->count - from));
 }
 
-void ddp_bucketed_ready(void *context, Model *model, int unit, MicroBatch *micro) {
-    (void)micro;
-    Ddp *ddp = context;
+// A bucket is full for the k-th time when each of its units has been ready k times: in whatever order the
+// micro-batches' W come, all that was added by then is summed once.
+static bool is_full(const Buckets *b, const Model *model, int bucket) {
+    for (int unit = b->first_unit[bucket]; unit < b->end_unit[bucket]; unit++)
+        if (model->params.unit[unit].count > 0 && b->ready[unit] <= b->sent[bucket]) return false;
+    return true;
+}
+
+void ddp_bucketed_ready(void *context, Model *model, int unit, bool last) {
+    (void)last;
+    Buckets *b = context;
+    int bucket = b->of_unit[unit];
     params_accumulate(&model->params, unit);
-    Tensor bucket = range_of(&model->params, unit, ddp->next_unit);
-    if (tensor_bytes(bucket) < ddp->bucket_bytes && unit > 0) return;
-    ddp->pending[ddp->count++] = comm_all_reduce(bucket, REDUCE_SUM, model->mesh.dp);
-    ddp->next_unit = unit;
+    b->ready[unit]++;
+    if (!is_full(b, model, bucket)) return;
+    b->sent[bucket]++;
+    b->request[bucket] =
+        comm_all_reduce(range_of(&model->params, b->first_unit[bucket], b->end_unit[bucket]), REDUCE_SUM,
+                        model->params.unit[unit].replicas);
 }
 
-void ddp_bucketed_finish(void *context, Model *model, MicroBatch *micro) {
-    Ddp *ddp = context;
-    for (int i = 0; i < ddp->count; i++) comm_wait(ddp->pending[i]);
-    ddp->count = 0;
-    ddp->next_unit = model->params.units;
-    if (!micro->last) op_scale(params_total_grad(&model->params), 1.0 / model->mesh.dp.size);
+// The next micro-batch adds to sums that every rank has: with an N-th of them each, they count once.
+static void before_more(void *context, Model *model, int unit) {
+    Buckets *b = context;
+    int bucket = b->of_unit[unit];
+    if (!b->request[bucket]) return;
+    comm_wait(b->request[bucket]);
+    b->request[bucket] = NULL;
+    op_scale(range_of(&model->params, b->first_unit[bucket], b->end_unit[bucket]),
+             1.0 / model->params.unit[unit].replicas.size);
 }
 
-void ddp_bucketed_plug(Model *model, Ddp *ddp) {
-    ddp->pending = host_alloc(model->params.units * sizeof *ddp->pending);
-    ddp->count = 0;
-    ddp->next_unit = model->params.units;
-    model->sockets.gradients.context = ddp;
+static void wait_for_all(void *context, Model *model) {
+    Buckets *b = context;
+    for (int i = 0; i < b->count; i++) {
+        if (b->request[i]) comm_wait(b->request[i]);
+        b->request[i] = NULL;
+        b->sent[i] = 0;
+    }
+    for (int unit = 0; unit < model->params.units; unit++) b->ready[unit] = 0;
+}
+
+int64_t ddp_bucket_bytes(const Config *config) {
+    double megabytes = config_number(config, "bucket-mb");
+    return (int64_t)(1e6 * (megabytes > 0 ? megabytes : 25));
+}
+
+void *ddp_bucketed_plug(Model *model) {
+    const Params *p = &model->params;
+    int units = p->units;
+    Buckets *b = host_alloc(sizeof *b);
+    *b = (Buckets){.first_unit = host_alloc(5 * units * sizeof(int)),
+                   .request = calloc((size_t)units, sizeof(Request *))};
+    CHECK(b->request, "out of host memory for requests");
+    b->end_unit = b->first_unit + units;
+    b->of_unit = b->first_unit + 2 * units;
+    b->ready = b->first_unit + 3 * units;
+    b->sent = b->first_unit + 4 * units;
+    b->count = ddp_bucket_starts(p, ddp_bucket_bytes(&model->config), b->first_unit);
+    for (int i = 0; i < b->count; i++) {
+        b->end_unit[i] = i ? b->first_unit[i - 1] : units;
+        for (int unit = b->first_unit[i]; unit < b->end_unit[i]; unit++) b->of_unit[unit] = i;
+    }
+    wait_for_all(b, model);  // begins with nothing ready
+    model->sockets.gradients.context = b;
+    model->sockets.gradients.begin = before_more;
     model->sockets.gradients.ready = ddp_bucketed_ready;
-    model->sockets.gradients.finish = ddp_bucketed_finish;
+    model->sockets.gradients.finish = wait_for_all;
+    return b;
 }
+
+void ddp_bucketed_unplug(Model *model, void *context) {
+    (void)model;
+    Buckets *b = context;
+    free(b->request);
+    free(b->first_unit);
+    free(b);
+}
+
+void ddp_bucketed_price(Price *price, const Model *model, double times) {
+    const Params *p = &model->params;
+    int first_unit[p->units], buckets = ddp_bucket_starts(p, ddp_bucket_bytes(&model->config), first_unit);
+    for (int i = 0; i < buckets; i++) {
+        int end = i ? first_unit[i - 1] : p->units;
+        price_all_reduce(price, times, tensor_count(range_of(p, first_unit[i], end)), p->recipe.sum,
+                         p->unit[first_unit[i]].replicas);
+    }
+}
+
+static void price(Price *price, const Model *model, const void *context) {
+    (void)context;
+    ddp_bucketed_price(price, model, (double)model->config.grad_acc);
+}
+
+const Option ddp_bucket_option = {
+    "bucket-mb", OPTION_REAL, NULL, "25", 1e-6, 1e6, "MB", "gradients that are sent at once", false};
+
+const Technique ddp_bucketed = {.name = "ddp_bucketed",
+                                .option = &ddp_bucket_option,
+                                .options = 1,
+                                .axes = AXIS_DP,
+                                .plug = ddp_bucketed_plug,
+                                .unplug = ddp_bucketed_unplug,
+                                .price = price};
 
 #ifndef NO_MAIN
+static const Technique *const techniques[] = {&ddp_bucketed, &recompute, NULL};
 
 // ---- when it hides: appendix A3 of the playbook ----
 
-// A gradient of g bytes travels in g 2 (n - 1) / n / peak_bw, and its parameter costs backward 4 FLOPs a token:
+// A gradient of g bytes takes g 2 (n - 1) / n / peak_bw to reduce, and its parameter costs backward 4 FLOPs a token:
 //
 //     t_comm / t_compute  =  g / (2 tokens)  (n - 1) / n  peak_flops / peak_bw  <=  1
 //
@@ -99,9 +181,9 @@ static double latency_share(int n, double latency, double bandwidth) {
 // Seconds by which each further layer delays the step: what its all-reduce lasts longer than its backward.
 static double exposed_per_layer(Mesh mesh, int64_t sequences) {
     Config c = layers_of_8b(sequences);
-    double two = ddp_cost(&c, mesh, ddp_bucketed_plug, 25000000).exposed_seconds;
+    double two = program_cost(&c, mesh, techniques).comm.exposed_seconds;
     c.layers = 3;
-    return ddp_cost(&c, mesh, ddp_bucketed_plug, 25000000).exposed_seconds - two;
+    return program_cost(&c, mesh, techniques).comm.exposed_seconds - two;
 }
 
 // Fewest tokens a rank, in sequences of 64, from which on further layers delay nothing, on the model clock.
@@ -151,21 +233,16 @@ static void overlap_condition(Mesh mesh, const Config *config) {
     device_dry_run(false);
 }
 
-static int64_t each_micro_batch(const Config *config) { return config->grad_acc; }
-
-static int64_t one_per_bucket(const Model *model, const Ddp *ddp) {
-    int first_unit[model->params.units];
-    return ddp_bucket_starts(&model->params, ddp->bucket_bytes, first_unit);
-}
-
 int main(int argc, char **argv) {
-    const DdpProgram program = {
+    const Program program = {
         .purpose = "Data parallelism: gradients go in buckets while backward goes on.",
         .claim = "ranks together make the step of one device",
-        .plug = ddp_bucketed_plug,
-        .syncs = each_micro_batch,
-        .all_reduces = one_per_bucket,
+        .defaults =
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1",
+        .natural = 4,
+        .techniques = techniques,
         .more = overlap_condition};
-    return ddp_prove(argc, argv, &program);
+    return program_main(argc, argv, &program);
 }
 #endif

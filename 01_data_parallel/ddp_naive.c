@@ -1,47 +1,62 @@
 // ddp_naive.c: data parallelism, gradients summed after backward. Playbook: "Data Parallelism".
 //
-// Against 00_single_gpu: each of n ranks holds the whole model and takes 1/n of the batch. After backward the
+// Against 00_single_gpu: each of N ranks holds the whole model and takes 1/N of the batch. After backward the
 // gradients are summed over the ranks, so that all take the same step. (With accumulation: after each micro-batch.)
 //
 //     compute  F F F F B B B B . . . . step          gbs = mbs x grad_acc x dp
 //     network  . . . . . . . . AR AR AR             nothing is computed meanwhile: "a BIG NO"
 //
-// Bytes sent per rank: 2 (n - 1) / n K for gradients of K bytes, for each of the grad_acc micro-batches. Memory per rank: as on one device.
+// The mean is taken before backward: each rank divides its loss by the labels of all ranks (train_step), so here
+// gradients are summed, and nobody divides by N.
+//
+// Bytes sent per rank: 2 (N - 1) / N K for gradients of K bytes, for each of the grad_acc micro-batches. Memory per
+// rank: as on one device.
 // Run: build/01_data_parallel/ddp_naive                (--ranks 3, --tied, --dtype f32, --dry-run --model llama-3-8b …)
 // Last line: PASS ddp_naive: ranks together make the step of one device …
-#include "playbook.h"
+#include "data_parallel.h"
 
 // ---- the technique ----
 
-static void all_reduce_after_backward(void *context, Model *model, MicroBatch *micro) {
+static void all_reduce_after_backward(void *context, Model *model, bool last) {
     (void)context;
-    for (int i = model->params.count - 1; i >= 0; i--)
-        comm_wait(comm_all_reduce(param_total_grad(&model->params, &model->params.param[i]), REDUCE_SUM,
-                                 model->mesh.dp));
-    // These sums are on every rank now: with an n-th of them each, the next sum over ranks counts them once.
-    if (!micro->last) op_scale(params_total_grad(&model->params), 1.0 / model->mesh.dp.size);
+    Params *p = &model->params;
+    for (int i = p->count - 1; i >= 0; i--) {
+        const Param *param = &p->param[i];
+        if (param->here)
+            comm_wait(
+                comm_all_reduce(param_total_grad(p, param), REDUCE_SUM, p->unit[param->unit].replicas));
+    }
+    // These sums are on every rank now: with an N-th of them each, the next sum over ranks counts them once.
+    for (int i = 0; i < p->units && !last; i++)
+        op_scale(unit_total_grad(&p->unit[i]), 1.0 / p->unit[i].replicas.size);
 }
 
-void ddp_naive_plug(Model *model, Ddp *ddp) {
-    model->sockets.gradients.context = ddp;
-    model->sockets.gradients.finish = all_reduce_after_backward;
+static void *plug(Model *model) {
+    model->sockets.gradients.micro_batch_ready = all_reduce_after_backward;
+    return NULL;
 }
+
+static void price(Price *price, const Model *model, const void *context) {
+    (void)context;
+    const Params *p = &model->params;
+    for (int i = 0; i < p->count; i++)
+        if (p->param[i].here)
+            price_all_reduce(price, (double)model->config.grad_acc, p->param[i].count, p->recipe.sum,
+                             p->unit[p->param[i].unit].replicas);
+}
+
+const Technique ddp_naive = {.name = "ddp_naive", .axes = AXIS_DP, .plug = plug, .price = price};
 
 #ifndef NO_MAIN
-static int64_t each_micro_batch(const Config *config) { return config->grad_acc; }
-
-static int64_t one_per_parameter(const Model *model, const Ddp *ddp) {
-    (void)ddp;
-    return model->params.count;
-}
-
 int main(int argc, char **argv) {
-    const DdpProgram program = {
+    const Program program = {
         .purpose = "Data parallelism: gradients are summed over the ranks after backward.",
         .claim = "ranks together make the step of one device",
-        .plug = ddp_naive_plug,
-        .syncs = each_micro_batch,
-        .all_reduces = one_per_parameter};
-    return ddp_prove(argc, argv, &program);
+        .defaults =
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
+        .natural = 4,
+        .techniques = (const Technique *[]){&ddp_naive, &recompute, NULL}};
+    return program_main(argc, argv, &program);
 }
 #endif

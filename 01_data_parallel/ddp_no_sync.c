@@ -3,31 +3,44 @@
 //
 // Against ddp_bucketed.c: only the last micro-batch of a step sends. The others leave their gradients on their rank, and
 // the one sum over ranks at the end takes them all:  sum over micro-batches, then over ranks  =  over both.
-// What switches sending on is known before forward, not only in backward: micro->last.
+// Which one is the last is known before its backward (model_begin_step), not found out in it.
 //
-// Bytes sent per rank and step: 2 (n - 1) / n K, whatever grad_acc is. Memory per rank: as on one device.
+// Bytes sent per rank and step: 2 (N - 1) / N K, whatever grad_acc is. Memory per rank: as on one device.
 // Run: build/01_data_parallel/ddp_no_sync              (--grad-acc 4, --ranks 3, --tied, --dtype f32, --dry-run …)
 // Last line: PASS ddp_no_sync: ranks together make the step of one device …
 #include <stdlib.h>
 
-#include "playbook.h"
+#include "ddp_bucketed.h"
 
 // ---- the technique ----
 
-static void ready(void *context, Model *model, int unit, MicroBatch *micro) {
-    if (micro->last) ddp_bucketed_ready(context, model, unit, micro);
+static void ready(void *context, Model *model, int unit, bool last) {
+    if (last) ddp_bucketed_ready(context, model, unit, last);
     else params_accumulate(&model->params, unit);
 }
 
-static void finish(void *context, Model *model, MicroBatch *micro) {
-    if (micro->last) ddp_bucketed_finish(context, model, micro);
+static void *plug(Model *model) {
+    void *buckets = ddp_bucketed_plug(model);
+    model->sockets.gradients.ready = ready;
+    return buckets;
 }
 
-void ddp_no_sync_plug(Model *model, Ddp *ddp) {
-    ddp_bucketed_plug(model, ddp);
-    model->sockets.gradients.ready = ready;
-    model->sockets.gradients.finish = finish;
+static void price(Price *price, const Model *model, const void *context) {
+    (void)context;
+    ddp_bucketed_price(price, model, 1);
 }
+
+// Where several programs offer ZeRO's stages, this is stage 0.
+static bool on(const Config *config) { return config_number(config, "zero") == 0; }
+
+const Technique ddp_no_sync = {.name = "ddp_no_sync",
+                               .option = &ddp_bucket_option,
+                               .options = 1,
+                               .axes = AXIS_DP,
+                               .on = on,
+                               .plug = plug,
+                               .unplug = ddp_bucketed_unplug,
+                               .price = price};
 
 #ifndef NO_MAIN
 
@@ -38,11 +51,11 @@ static void compare_variants(Mesh mesh, const Config *config) {
     (void)config;
     static const struct {
         const char *name;
-        void (*plug)(Model *model, Ddp *ddp);
-    } variants[] = {{"naive", ddp_naive_plug},
-                    {"overlap", ddp_overlap_plug},
-                    {"bucketed", ddp_bucketed_plug},
-                    {"no_sync", ddp_no_sync_plug}};
+        const Technique *technique;
+    } variants[] = {{"naive", &ddp_naive},
+                    {"overlap", &ddp_overlap},
+                    {"bucketed", &ddp_bucketed},
+                    {"no_sync", &ddp_no_sync}};
     if (mesh.dp.size == 1) return;
     Config c = config_default(
         "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 "
@@ -56,13 +69,15 @@ static void compare_variants(Mesh mesh, const Config *config) {
     double before = 0;
     for (size_t i = 0; i < sizeof variants / sizeof *variants; i++) {
         clock_push(variants[i].name);
-        DdpCost cost = ddp_cost(&c, mesh, variants[i].plug, 25000000);
+        StepCost cost = program_cost(&c, mesh, (const Technique *[]){variants[i].technique, NULL});
+        CommCount reductions = cost.all_reduce;
         clock_pop();
         timeline_keep(variants[i].name);
         say("  %-10s %12.3f %14.3f %12lld %12s\n", variants[i].name, 1e3 * cost.step_seconds,
-            1e3 * cost.exposed_seconds, (long long)cost.all_reduces, bytes_text((double)cost.bytes));
+            1e3 * reductions.exposed_seconds, (long long)reductions.calls,
+            bytes_text((double)reductions.bytes));
         report_number(variants[i].name, "seconds per step", cost.step_seconds, "s");
-        report_number(variants[i].name, "exposed seconds", cost.exposed_seconds, "s");
+        report_number(variants[i].name, "exposed seconds", reductions.exposed_seconds, "s");
         report_that(i == 0 || cost.step_seconds < before, "%s is not faster than the row before it",
                     variants[i].name);
         before = cost.step_seconds;
@@ -70,24 +85,16 @@ static void compare_variants(Mesh mesh, const Config *config) {
     device_dry_run(false);
 }
 
-static int64_t once(const Config *config) {
-    (void)config;
-    return 1;
-}
-
-static int64_t one_per_bucket(const Model *model, const Ddp *ddp) {
-    int first_unit[model->params.units];
-    return ddp_bucket_starts(&model->params, ddp->bucket_bytes, first_unit);
-}
-
 int main(int argc, char **argv) {
-    const DdpProgram program = {
+    const Program program = {
         .purpose = "Data parallelism: accumulation sends after the last micro-batch alone.",
         .claim = "ranks together make the step of one device",
-        .plug = ddp_no_sync_plug,
-        .syncs = once,
-        .all_reduces = one_per_bucket,
+        .defaults =
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1",
+        .natural = 4,
+        .techniques = (const Technique *[]){&ddp_no_sync, &recompute, NULL},
         .more = compare_variants};
-    return ddp_prove(argc, argv, &program);
+    return program_main(argc, argv, &program);
 }
 #endif

@@ -1,8 +1,8 @@
-// ddp_overlap.c: gradients travel while backward goes on. Playbook: "First optimization: Overlap gradient
+// ddp_overlap.c: gradients are in flight while backward goes on. Playbook: "First optimization: Overlap gradient
 // synchronization with backward pass".
 //
-// Against ddp_naive.c: the all-reduce of a gradient starts as soon as its unit's gradient is final, and is waited for
-// only before the step. These gradients are final, and travel while earlier layers run backward.
+// Against ddp_naive.c: the all-reduce of a gradient starts as soon as its unit's gradient is final, while backward of
+// earlier layers runs, and is waited for only before the step, or before the next micro-batch adds to this gradient.
 //
 //     compute  F F F F B B B B . step
 //     network  . . . . . AR AR AR             what is left at the end is exposed
@@ -12,49 +12,83 @@
 // Last line: PASS ddp_overlap: ranks together make the step of one device …
 #include <stdlib.h>
 
-#include "playbook.h"
+#include "data_parallel.h"
 
 // ---- the technique ----
 
-static void start_all_reduces(void *context, Model *model, int unit, MicroBatch *micro) {
-    (void)micro;
-    Ddp *ddp = context;
-    params_accumulate(&model->params, unit);
-    const Unit *u = &model->params.unit[unit];
+// A request for each weight whose gradient is in flight, else NULL.
+typedef struct Overlap {
+    Request **request;
+} Overlap;
+
+static void start_all_reduces(void *context, Model *model, int unit, bool last) {
+    (void)last;
+    Overlap *overlap = context;
+    Params *p = &model->params;
+    const Unit *u = &p->unit[unit];
+    params_accumulate(p, unit);
     for (int i = u->first_param + u->params - 1; i >= u->first_param; i--)
-        ddp->pending[ddp->count++] = comm_all_reduce(
-            param_total_grad(&model->params, &model->params.param[i]), REDUCE_SUM, model->mesh.dp);
+        overlap->request[i] = comm_all_reduce(param_total_grad(p, &p->param[i]), REDUCE_SUM, u->replicas);
 }
 
-static void wait_for_all(void *context, Model *model, MicroBatch *micro) {
-    Ddp *ddp = context;
-    for (int i = 0; i < ddp->count; i++) comm_wait(ddp->pending[i]);
-    ddp->count = 0;
-    if (!micro->last) op_scale(params_total_grad(&model->params), 1.0 / model->mesh.dp.size);
+// Returns whether any was in flight.
+static bool wait_for_unit(Overlap *overlap, const Unit *u) {
+    bool waited = false;
+    for (int i = u->first_param + u->params - 1; i >= u->first_param; i--) {
+        if (!overlap->request[i]) continue;
+        comm_wait(overlap->request[i]);
+        overlap->request[i] = NULL;
+        waited = true;
+    }
+    return waited;
 }
 
-void ddp_overlap_plug(Model *model, Ddp *ddp) {
-    ddp->pending = host_alloc(model->params.count * sizeof *ddp->pending);
-    ddp->count = 0;
-    model->sockets.gradients.context = ddp;
+// The next micro-batch adds to sums that every rank has: with an N-th of them each, they count once.
+static void before_more(void *context, Model *model, int unit) {
+    const Unit *u = &model->params.unit[unit];
+    if (wait_for_unit(context, u)) op_scale(unit_total_grad(u), 1.0 / u->replicas.size);
+}
+
+static void wait_for_all(void *context, Model *model) {
+    for (int unit = model->params.units - 1; unit >= 0; unit--)
+        wait_for_unit(context, &model->params.unit[unit]);
+}
+
+static void *plug(Model *model) {
+    Overlap *overlap = host_alloc(sizeof *overlap);
+    overlap->request = calloc((size_t)model->params.count, sizeof *overlap->request);
+    CHECK(overlap->request, "out of host memory for requests");
+    model->sockets.gradients.context = overlap;
+    model->sockets.gradients.begin = before_more;
     model->sockets.gradients.ready = start_all_reduces;
     model->sockets.gradients.finish = wait_for_all;
+    return overlap;
 }
+
+static void unplug(Model *model, void *context) {
+    (void)model;
+    Overlap *overlap = context;
+    free(overlap->request);
+    free(overlap);
+}
+
+static void price(Price *price, const Model *model, const void *context) {
+    ddp_naive.price(price, model, context);
+}
+
+const Technique ddp_overlap = {
+    .name = "ddp_overlap", .axes = AXIS_DP, .plug = plug, .unplug = unplug, .price = price};
 
 #ifndef NO_MAIN
-static int64_t each_micro_batch(const Config *config) { return config->grad_acc; }
-
-static int64_t one_per_parameter(const Model *model, const Ddp *ddp) {
-    (void)ddp;
-    return model->params.count;
-}
-
 int main(int argc, char **argv) {
-    const DdpProgram program = {.purpose = "Data parallelism: gradients travel while backward goes on.",
-                                .claim = "ranks together make the step of one device",
-                                .plug = ddp_overlap_plug,
-                                .syncs = each_micro_batch,
-                                .all_reduces = one_per_parameter};
-    return ddp_prove(argc, argv, &program);
+    const Program program = {
+        .purpose = "Data parallelism: gradients are in flight while backward goes on.",
+        .claim = "ranks together make the step of one device",
+        .defaults =
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
+        .natural = 4,
+        .techniques = (const Technique *[]){&ddp_overlap, &recompute, NULL}};
+    return program_main(argc, argv, &program);
 }
 #endif

@@ -18,7 +18,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "playbook.h"
+#include "data_parallel.h"
+#include "tensor/rng.h"
 
 // ---- the technique ----
 

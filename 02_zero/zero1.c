@@ -1,122 +1,171 @@
-// zero1.c: each rank keeps the optimizer state of its own part alone. Playbook: "ZeRO-1: Partitioning
-// Optimizer States".
+// zero1.c: each rank keeps the optimizer state of its own part alone. Playbook: "ZeRO-1: Partitioning Optimizer
+// States"; Rajbhandari et al. 2020.
 //
-// Against ddp_bucketed.c: an all-reduce is a reduce-scatter and an all-gather; between the two there is now
-// the step, and what is gathered are weights:
+// Against ddp_bucketed.c: an all-reduce is a reduce-scatter and an all-gather; between the two there is now the step,
+// and what is gathered are weights:
 //
-//     backward    reduce-scatter    to member i the sum of part i of each unit's gradient, in place
+//     backward    reduce-scatter    member i gets the sum of part i of each unit's gradient, in place
 //     step        AdamW             of that part alone: its moments, its master weights
 //     forward     all-gather        the stepped parts of all, in place, each unit's before it is used
 //
-// Three ways to bring the weights back: after the step; in the step, behind that of the units that follow;
+// Three ways to bring the weights back (--gather): after the step; in the step, behind that of the units that follow;
 // and from there on in the next forward, which waits for a unit when it comes to it.
 //
-// Bytes sent per rank: (n - 1) / n (g P + e P).
-// Memory per rank: e P, g P, k P / n (zero.c has the letters and the table).
-// Run: build/02_zero/zero1           (--ranks 3, --tied, --dtype bf16, --optimizer adamw, --grad-acc 4 …)
-// Last line: PASS zero1: optimizer state is cut over the ranks, and no bit changes …
+// Bytes sent per rank: (N - 1) / N (g Psi + e Psi). Memory per rank: e Psi, g Psi, k Psi / N (zero.c has the letters).
+// Run: build/02_zero/zero1           (--ranks 3, --tied, --dtype bf16, --optimizer sgd, --grad-acc 4 …)
+// Last line: PASS zero1: optimizer state is sharded over the ranks, and no bit changes …
 #include <stdlib.h>
 
-#include "playbook.h"
+#include "zero.h"
+
+// ---- the technique: whose elements ----
+
+// The flat elements of a unit fall into N contiguous parts of ceil(count / N), the last ones fewer or none: there is no
+// padding, which would have to stay out of norms and checkpoints.
+int64_t zero_part(int64_t count, int rank, int size, int64_t *first) {
+    int64_t each = (count + size - 1) / size;
+    *first = rank * each < count ? rank * each : count;
+    return count - *first < each ? count - *first : each;
+}
+
+int64_t *zero_part_counts(const Unit *unit) {
+    int64_t *counts = host_alloc(unit->replicas.size * sizeof *counts), first;
+    for (int i = 0; i < unit->replicas.size; i++)
+        counts[i] = zero_part(unit->count, i, unit->replicas.size, &first);
+    return counts;
+}
+
+// A rank steps its own part of each unit, whose moments and master weights it alone has, and counts that part alone
+// in the gradients' norm.
+void zero_shard(Model *model, Sharding stage) {
+    Params *p = &model->params;
+    p->sharding = stage;
+    p->dealt = p->counted = true;
+    for (int i = 0; i < p->units; i++) {
+        Unit *u = &p->unit[i];
+        u->own_count = zero_part(u->count, u->replicas.rank, u->replicas.size, &u->own_first);
+        u->counted_first = u->own_first;
+        u->counted_count = u->own_count;
+    }
+}
+
+static void shard(Model *model) { zero_shard(model, SHARD_STATE); }
 
 // ---- the technique: gradients ----
 
-static void reduce_scatter(void *context, Model *model, int unit, MicroBatch *micro) {
-    Zero *zero = context;
-    Unit *u = &model->params.unit[unit];
-    params_accumulate(&model->params, unit);
-    if (!micro->last) return;  // the sum over ranks takes all micro-batches at once, as in ddp_no_sync
-    int64_t *counts = unit_part_counts(u, model->mesh.dp.size);
-    // The sum stands in this rank's own part; the rest of the unit's gradient is this rank's alone, and of
-    // no use.
-    zero->reductions[unit] =
-        comm_reduce_scatter(u->own_grads, unit_total_grad(u), counts, REDUCE_SUM, model->mesh.dp);
-    free(counts);
-}
-
-static void wait_for(Request **request) {
+void zero_wait(Request **request) {
     if (*request) comm_wait(*request);
     *request = NULL;
 }
 
-static void wait_for_gradients(void *context, Model *model, MicroBatch *micro) {
-    (void)micro;
+static void reduce_scatter(void *context, Model *model, int unit, bool last) {
     Zero *zero = context;
-    for (int unit = model->params.units - 1; unit >= 0; unit--) wait_for(&zero->reductions[unit]);
-}
-
-// ---- the technique: weights ----
-
-static void start_gather(Model *model, Zero *zero, int unit) {
     Unit *u = &model->params.unit[unit];
-    int64_t *counts = unit_part_counts(u, model->mesh.dp.size);
-    zero->gathers[unit] = comm_all_gather(u->values, u->own_values, counts, model->mesh.dp);
+    params_accumulate(&model->params, unit);
+    if (!last) return;  // the sum over ranks takes all micro-batches at once, as in ddp_no_sync
+    int64_t *counts = zero_part_counts(u);
+    // The sum stands in this rank's own part; the rest of the unit's gradient is this rank's alone, and of no use.
+    zero->reduction[unit] =
+        comm_reduce_scatter(u->own_grads, unit_total_grad(u), counts, REDUCE_SUM, u->replicas);
     free(counts);
 }
 
-static void settle(void *context, Model *model) {
+static void wait_for_gradients(void *context, Model *model) {
     Zero *zero = context;
-    for (int unit = 0; unit < model->params.units; unit++) wait_for(&zero->gathers[unit]);
+    for (int unit = model->params.units - 1; unit >= 0; unit--) zero_wait(&zero->reduction[unit]);
+}
+
+// ---- the technique: weights, when the optimizer has stepped its parts of them ----
+
+static void start_gather(Model *model, Zero *zero, int unit) {
+    Unit *u = &model->params.unit[unit];
+    int64_t *counts = zero_part_counts(u);
+    zero->gathering[unit] = comm_all_gather(u->values, u->own_values, counts, u->replicas);
+    free(counts);
+}
+
+static void complete(void *context, Model *model) {
+    Zero *zero = context;
+    for (int unit = 0; unit < model->params.units; unit++) zero_wait(&zero->gathering[unit]);
 }
 
 static void stepped(void *context, Model *model, int unit) {
     Zero *zero = context;
+    bool last = unit + 1 == model->params.units;
     if (zero->gather != GATHER_AFTER_STEP) start_gather(model, zero, unit);
-    if (zero->gather == GATHER_BEHIND_FORWARD || unit + 1 < model->params.units) return;
+    if (zero->gather == GATHER_BEHIND_FORWARD || !last) return;
     for (int i = 0; i <= unit && zero->gather == GATHER_AFTER_STEP; i++) start_gather(model, zero, i);
-    settle(zero, model);
+    complete(zero, model);
 }
 
 // Who reads the unit's weights first in the next forward waits for them.
 static void acquire(void *context, Model *model, int unit, Pass pass) {
     (void)model, (void)pass;
     Zero *zero = context;
-    wait_for(&zero->gathers[unit]);
+    zero_wait(&zero->gathering[unit]);
 }
 
-void zero1_plug(Model *model, Zero *zero) {
-    zero->reductions = calloc((size_t)model->params.units, sizeof *zero->reductions);
-    zero->gathers = calloc((size_t)model->params.units, sizeof *zero->gathers);
-    CHECK(zero->reductions && zero->gathers, "out of host memory for ZeRO's requests");
-    zero->travelling = -1;
-    model->sockets.gradients.context = zero;
+Zero *zero1_plug(Model *model) {
+    size_t units = (size_t)model->params.units;
+    Zero *zero = host_alloc(sizeof *zero);
+    *zero = (Zero){.gather = (ZeroGather)config_number(&model->config, "gather"),
+                   .reduction = calloc(2 * units, sizeof(Request *)),
+                   .reducing = -1};
+    CHECK(zero->reduction, "out of host memory for ZeRO's requests");
+    zero->gathering = zero->reduction + units;
+    model->sockets.gradients.context = model->sockets.parameters.context = zero;
     model->sockets.gradients.ready = reduce_scatter;
     model->sockets.gradients.finish = wait_for_gradients;
-    model->sockets.parameters.context = zero;
     model->sockets.parameters.acquire = acquire;
     model->sockets.parameters.stepped = stepped;
-    model->sockets.parameters.settle = settle;
+    model->sockets.parameters.complete = complete;
+    return zero;
 }
+
+static void *plug(Model *model) { return zero1_plug(model); }
+static bool on(const Config *config) { return zero_on(config, 1); }
+static void price(Price *price, const Model *model, const void *zero) { zero_price(price, model, zero, 1); }
+
+static const Option gather_option = {
+    "gather",
+    OPTION_CHOICE,
+    NULL,
+    "forward",
+    0,
+    0,
+    "forward|step|after-step",
+    "when stepped weights come back: behind the next forward, in the step, after it",
+    false};
+
+const Technique zero1 = {.name = "zero1",
+                         .option = &gather_option,
+                         .options = 1,
+                         .axes = AXIS_DP,
+                         .on = on,
+                         .shard = shard,
+                         .plug = plug,
+                         .unplug = zero_unplug,
+                         .price = price};
 
 #ifndef NO_MAIN
 
 // ---- three ways to bring the weights back ----
 
-static void *after_step(Trainer *t) {
-    return zero_layout_plug_with(t, (Zero){.gather = GATHER_AFTER_STEP});
-}
-static void *behind_step(Trainer *t) {
-    return zero_layout_plug_with(t, (Zero){.gather = GATHER_BEHIND_STEP});
-}
-static void *behind_forward(Trainer *t) {
-    return zero_layout_plug_with(t, (Zero){.gather = GATHER_BEHIND_FORWARD});
-}
-
-static void check(Config *config) { zero_check(config, 1); }
+static const Technique *const techniques[] = {&zero1, &recompute, NULL};
 
 // They make the same steps, and each is faster than the one before.
 static void compare_gathers(Mesh mesh, const Config *config) {
-    const ZeroVariant ways[] = {{"after step", 1, after_step, zero_layout_unplug},
-                                {"in step", 1, behind_step, zero_layout_unplug},
-                                {"in forward", 1, behind_forward, zero_layout_unplug}};
+    static const ZeroVariant ways[] = {{"after step", &zero1, "gather", GATHER_AFTER_STEP},
+                                       {"in step", &zero1, "gather", GATHER_BEHIND_STEP},
+                                       {"in forward", &zero1, "gather", GATHER_BEHIND_FORWARD}};
     enum { WAYS = sizeof ways / sizeof *ways };
     Record record[WAYS];
     Config same = *config;
-    same.optimizer = OPTIMIZER_ADAMW, same.lr = 1e-3, same.save = NULL;
-    say("\nThree ways to bring the weights back, with AdamW, whose state is cut:\n");
+    same.optimizer = OPTIMIZER_ADAMW, same.lr = 1e-3;
+    say("\nThree ways to bring the weights back, with AdamW, whose state is sharded:\n");
     for (int i = 0; i < WAYS; i++) {
-        const LayoutProgram way = {.plug = ways[i].plug, .unplug = ways[i].unplug, .counts = zero_counts};
-        record[i] = layout_record(&same, mesh, &way, false, ways[i].name);
+        config_set(&same, "gather", ways[i].value);
+        record[i] = program_record(&same, mesh, techniques, false, true, ways[i].name);
         if (i > 0) report_compare(&record[i], &record[0], PROOF_EXACT, 0);
     }
     for (int i = 0; i < WAYS; i++) record_free(&record[i]);
@@ -130,19 +179,17 @@ static void compare_gathers(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const LayoutProgram program = {
-        .purpose = "ZeRO-1: optimizer state is cut over the ranks of data parallelism.",
-        .claim = "optimizer state is cut over the ranks, and no bit changes",
+    const Program program = {
+        .purpose = "ZeRO-1: optimizer state is sharded over the ranks of data parallelism.",
+        .claim = "optimizer state is sharded over the ranks, and no bit changes",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
-            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 zero=1",
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
         .natural = 4,
-        .check = check,
-        .plug = zero_layout_plug,
-        .unplug = zero_layout_unplug,
-        .counts = zero_counts,
-        .twin = &zero_twin_of_1,
+        .techniques = techniques,
+        .twin = "ddp_no_sync",
+        .twin_techniques = zero_twin_of_1,
         .more = compare_gathers};
-    return layout_program(argc, argv, &program);
+    return program_main(argc, argv, &program);
 }
 #endif

@@ -2,7 +2,7 @@
 // Parameter Partitioning".
 //
 // Against zero2.c: nothing is gathered after the step. A unit's weights are gathered before its use and
-// freed after it, in forward and again in backward; those of the unit after it travel meanwhile (prefetch):
+// freed after it, in forward and again in backward; those of the next unit are in flight meanwhile (prefetch):
 //
 //     compute       E   B0  B1  H    |  H    B1      B0          E, H: embedding and head
 //     network    E  B0  B1  H        |  B1   rsH B0  rsB1  rsB0 rsE      rs: reduce-scatter, as in zero2
@@ -11,29 +11,27 @@
 // head, so it stays. Nor does the embedding's backward read weights: 2 U - 2 gathers for U = L + 2 units.
 // Tied, the head uses the embedding again: 2 U - 1.
 //
-// Bytes sent per rank and micro-batch: (n - 1) / n (g P + 2 e P - e (E + H)).
-// Memory per rank: e P / n and two units, g P / n and two units, k P / n.
+// Bytes sent per rank and micro-batch: (N - 1) / N (g Psi + 2 e Psi - e (E + H)).
+// Memory per rank: e Psi / N and two units, g Psi / N and two units, k Psi / N.
 // Run: build/02_zero/zero3           (--ranks 3, --tied, --dtype bf16, --recompute full, --grad-acc 4 …)
-// Last line: PASS zero3: weights are cut over the ranks, and no bit changes …
+// Last line: PASS zero3: weights are sharded over the ranks, and no bit changes …
 #include <math.h>
 #include <stdlib.h>
 
-#include "playbook.h"
+#include "00_single_gpu/formulas.h"
+#include "zero.h"
+
+static void shard(Model *model) { zero_shard(model, SHARD_VALUES); }
 
 // ---- the technique: weights; gradients as in zero2 ----
 
 static void start_gather(Model *model, Zero *zero, int unit) {
     Unit *u = &model->params.unit[unit];
-    if (tensor_exists(u->values)) return;  // it is here, or on its way
-    u->values = tensor_new(MEMORY_PARAMETER, model->params.dtype, SHAPE(u->count));
-    int64_t *counts = unit_part_counts(u, model->mesh.dp.size);
-    zero->gathers[unit] = comm_all_gather(u->values, u->own_values, counts, model->mesh.dp);
+    if (tensor_exists(u->values) || u->count == 0) return;  // here, in flight, or another stage's
+    u->values = tensor_new(MEMORY_PARAMETER, model->params.recipe.weight, SHAPE(u->count));
+    int64_t *counts = zero_part_counts(u);
+    zero->gathering[unit] = comm_all_gather(u->values, u->own_values, counts, u->replicas);
     free(counts);
-}
-
-static void wait_for(Request **request) {
-    if (*request) comm_wait(*request);
-    *request = NULL;
 }
 
 // What the pass will use after this unit.
@@ -50,8 +48,8 @@ static void acquire(void *context, Model *model, int unit, Pass pass) {
     Zero *zero = context;
     if (unit == model->head_unit) zero->at_head = true;
     start_gather(model, zero, unit);
-    if (!zero->no_prefetch) prefetch(model, zero, unit, pass);
-    wait_for(&zero->gathers[unit]);
+    if (zero->prefetch) prefetch(model, zero, unit, pass);
+    zero_wait(&zero->gathering[unit]);
 }
 
 static void release(void *context, Model *model, int unit, Pass pass) {
@@ -62,65 +60,81 @@ static void release(void *context, Model *model, int unit, Pass pass) {
     tensor_free(&model->params.unit[unit].values);
 }
 
-void zero3_plug(Model *model, Zero *zero) {
-    zero2_plug(model, zero);
+static void nothing_to_gather(void *context, Model *model, int unit) {
+    (void)context, (void)model, (void)unit;
+}
+
+static void *plug(Model *model) {
+    Zero *zero = zero2_plug(model);
+    zero->prefetch = !config_number(&model->config, "no-prefetch");
     model->sockets.parameters.acquire = acquire;
     model->sockets.parameters.release = release;
-    model->sockets.parameters.stepped = sockets_single_device().parameters.stepped;  // nobody awaits them
+    model->sockets.parameters.stepped = nothing_to_gather;  // the next pass does it
+    return zero;
 }
+
+static bool on(const Config *config) { return zero_on(config, 3); }
+static void price(Price *price, const Model *model, const void *zero) { zero_price(price, model, zero, 3); }
+
+static const Option prefetch_option = {"no-prefetch",
+                                       OPTION_FLAG,
+                                       NULL,
+                                       NULL,
+                                       0,
+                                       0,
+                                       "",
+                                       "ZeRO-3 gathers a unit's weights when they are used, and not before",
+                                       false};
+
+const Technique zero3 = {.name = "zero3",
+                         .option = &prefetch_option,
+                         .options = 1,
+                         .axes = AXIS_DP,
+                         .on = on,
+                         .shard = shard,
+                         .plug = plug,
+                         .unplug = zero_unplug,
+                         .price = price};
 
 #ifndef NO_MAIN
 
 // ---- all stages, one beside the other ----
 
-static void *ddp_naive(Trainer *t) {
-    Zero *zero = host_alloc(sizeof *zero);
-    *zero = (Zero){0};
-    ddp_naive_plug(t->model, &zero->ddp);
-    return zero;
-}
-static void *after_step(Trainer *t) {
-    return zero_layout_plug_with(t, (Zero){.gather = GATHER_AFTER_STEP});
-}
-static void *behind_step(Trainer *t) {
-    return zero_layout_plug_with(t, (Zero){.gather = GATHER_BEHIND_STEP});
-}
-static void *no_prefetch(Trainer *t) { return zero_layout_plug_with(t, (Zero){.no_prefetch = true}); }
-
 typedef struct Stage {
     ZeroVariant variant;
+    int zero;
     const char *memory, *sent;  // as the playbook writes them; NULL: no row of that table
 } Stage;
 
 static const Stage stages[] = {
-    {{"DDP, naive", 0, ddp_naive, zero_layout_unplug}, NULL, NULL},
-    {{"DDP, bucketed", 0, zero_layout_plug, zero_layout_unplug}, "2 P + 6 P + 12 P", "2 P"},
-    {{"ZeRO-1, after step", 1, after_step, zero_layout_unplug}, NULL, NULL},
-    {{"ZeRO-1, in step", 1, behind_step, zero_layout_unplug}, NULL, NULL},
-    {{"ZeRO-1", 1, zero_layout_plug, zero_layout_unplug}, "2 P + 6 P + 12 P / n", "2 P"},
-    {{"ZeRO-2", 2, zero_layout_plug, zero_layout_unplug}, "2 P + (6 P + 12 P) / n", "2 P"},
-    {{"ZeRO-3, no prefetch", 3, no_prefetch, zero_layout_unplug}, NULL, NULL},
-    {{"ZeRO-3", 3, zero_layout_plug, zero_layout_unplug}, "(2 P + 6 P + 12 P) / n", "3 P"},
+    {{"DDP, naive", &ddp_naive, NULL, 0}, 0, NULL, NULL},
+    {{"DDP, bucketed", &ddp_bucketed, NULL, 0}, 0, "2 Psi + 6 Psi + 12 Psi", "2 Psi"},
+    {{"ZeRO-1, after step", &zero1, "gather", GATHER_AFTER_STEP}, 1, NULL, NULL},
+    {{"ZeRO-1, in step", &zero1, "gather", GATHER_BEHIND_STEP}, 1, NULL, NULL},
+    {{"ZeRO-1", &zero1, NULL, 0}, 1, "2 Psi + 6 Psi + 12 Psi / N", "2 Psi"},
+    {{"ZeRO-2", &zero2, NULL, 0}, 2, "2 Psi + (6 + 12) Psi / N", "2 Psi"},
+    {{"ZeRO-3, no prefetch", &zero3, "no-prefetch", 1}, 3, NULL, NULL},
+    {{"ZeRO-3", &zero3, NULL, 0}, 3, "(2 + 6 + 12) Psi / N", "3 Psi"},
 };
 enum { STAGES = sizeof stages / sizeof *stages };
 
 // The playbook's formulas beside what a rank holds at its peak and sends in a step. Held beyond the formula
-// are the units at work; ZeRO-2 and -3 do without 16-bit gradients of their own part (2 P / n), as these
+// are the units at work; ZeRO-2 and -3 do without 16-bit gradients of their own part (2 Psi / N), as these
 // exist at work alone.
 static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
     double n = mesh.dp.size, all = (double)config_parameters(c),
            ends = 2.0 * (double)(c->vocab * c->hidden);
-    say("\nWhat rank 0 holds at its peak, and sends; P = %.2f B parameters, n = %.0f ranks:\n", 1e-9 * all,
-        n);
+    say("\nWhat rank 0 holds at its peak, and sends; Psi = %.2f B parameters, N = %.0f ranks:\n",
+        1e-9 * all, n);
     say("  %-14s %-23s %8s %9s %9s %9s   %5s %9s %9s\n", "", "the playbook, bytes", "formula", "weights",
         "gradients", "optimizer", "sends", "formula", "sent");
     for (int i = 0; i < STAGES; i++) {
-        int stage = stages[i].variant.stage;
+        int stage = stages[i].zero;
         if (!stages[i].memory) continue;
         MemoryPlan plan = {.model = *c, .f32_gradients = true, .zero = stage, .tp = 1, .dp = mesh.dp.size};
         MemoryNeed need = memory_states(&plan, all);
         const int64_t *held = cost[i].memory.peak;
-        // Gradients travel in f32, twice in an all-reduce; weights in bf16, with ZeRO-3 twice, but the ends
+        // Gradients are sent in f32, twice in an all-reduce; weights in bf16, with ZeRO-3 twice, but the ends
         // once.
         double elements = stage == 0 ? 8 * all : stage < 3 ? (4 + 2) * all : (4 + 2 + 2) * all - 2 * ends;
         double sends = elements * (n - 1) / n;
@@ -138,17 +152,16 @@ static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
 
 // ---- what else a run may be ----
 
-// Several micro-batches, AdamW, whose state is cut, and each unit gathered only when it is used.
+static const Technique *const techniques[] = {&zero3, &recompute, NULL};
+
+// Several micro-batches, AdamW, whose state is sharded, and each unit gathered only when it is used.
 static void accumulate(Mesh mesh, const Config *config) {
-    const LayoutProgram program = {.plug = no_prefetch,
-                                   .unplug = zero_layout_unplug,
-                                   .counts = zero_counts,
-                                   .twin = &zero_twin_of_2_and_3};
     Config c = *config;
     c.grad_acc = config->grad_acc + 1;
-    c.optimizer = OPTIMIZER_ADAMW, c.lr = 1e-3, c.save = NULL;
+    c.optimizer = OPTIMIZER_ADAMW, c.lr = 1e-3;
+    config_set(&c, "no-prefetch", 1);
     say("\nWith %ld micro-batches, AdamW and no prefetch:", c.grad_acc);
-    layout_prove(&c, mesh, &program, false);
+    program_prove(&c, mesh, techniques, "DDP in the same order of sums", zero_twin_of_2_and_3, false);
 }
 
 // Held-out losses between steps, for which nobody runs backward, change nothing: with them and without, the
@@ -158,15 +171,13 @@ static void held_out_between_steps(Mesh mesh, const Config *config) {
     double last[2];
     say("\nForward alone, between steps:");
     for (int between = 0; between < 2; between++) {
-        Trainer *t = trainer_new(config, mesh);
-        void *zero = zero_layout_plug(t);
+        Trainer *t = trainer_new(config, mesh, techniques);
         for (int step = 0; step < STEPS; step++) {
             double loss = between ? held_out_loss(t, SAMPLES) : 0;
             if (between) say("  held-out loss after %d steps: %.6f", step, loss);
             train_step(t, NULL);
         }
         last[between] = held_out_loss(t, SAMPLES);
-        zero_layout_unplug(t, zero);
         trainer_free(t);
     }
     report_equal("held-out loss after 2 steps", last[0], last[1], "");
@@ -191,22 +202,20 @@ static void show(Mesh mesh, const Config *config) {
     zero3_overlap(mesh, config);
 }
 
-static void check(Config *config) { zero_check(config, 3); }
-
-static const LayoutProgram program = {
-    .purpose = "ZeRO-3: optimizer state, gradients and weights are cut over the ranks of data parallelism.",
-    .claim = "weights are cut over the ranks, and no bit changes",
-    .defaults =
-        "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=1 steps=3 "
-        "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 zero=3",
-    .natural = 4,
-    .check = check,
-    .plug = zero_layout_plug,
-    .unplug = zero_layout_unplug,
-    .counts = zero_counts,
-    .twin = &zero_twin_of_2_and_3,
-    .more = show,
-};
-
-int main(int argc, char **argv) { return layout_program(argc, argv, &program); }
+int main(int argc, char **argv) {
+    const Program program = {
+        .purpose =
+            "ZeRO-3: optimizer state, gradients and weights are sharded over the ranks of data "
+            "parallelism.",
+        .claim = "weights are sharded over the ranks, and no bit changes",
+        .defaults =
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=1 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
+        .natural = 4,
+        .techniques = techniques,
+        .twin = "DDP in the same order of sums",
+        .twin_techniques = zero_twin_of_2_and_3,
+        .more = show};
+    return program_main(argc, argv, &program);
+}
 #endif

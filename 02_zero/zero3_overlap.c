@@ -19,7 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "playbook.h"
+#include "zero.h"
 
 // ---- from how many tokens on ----
 
@@ -47,17 +47,16 @@ typedef struct PassCost {
 } PassCost;
 
 static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
-    Trainer *t = trainer_new(c, mesh);
-    Zero zero = {0};
-    zero_plug(t->model, &zero);
+    Trainer *t = trainer_new(c, mesh, (const Technique *[]){&zero3, NULL});
+    const Sockets *on = &t->model->sockets;
     Batch batch = batch_new(t, 0);
+    model_begin_step(t->model, 1);
     MicroBatch micro = micro_batch_new(t->model, 0, batch.samples, batch.tokens, batch.targets, 1);
-    micro.last = true;
     clock_reset();
     model_forward(t->model, &micro);
     double forward = clock_total().model_seconds, exposed = comm_total().exposed_seconds;
     model_backward(t->model, &micro);
-    t->model->sockets.gradients.finish(t->model->sockets.gradients.context, t->model, &micro);
+    on->gradients.finish(on->gradients.context, t->model);
     PassCost cost = {{forward, clock_total().model_seconds - forward},
                      {exposed, comm_total().exposed_seconds - exposed},
                      0,
@@ -69,7 +68,6 @@ static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
     }
     micro_batch_free(t->model, &micro);
     batch_free(&batch);
-    zero_unplug(t->model, &zero);
     trainer_free(t);
     return cost;
 }
@@ -77,7 +75,6 @@ static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
 // What one layer more costs.
 static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
     Config two = layers_of_8b(2, sequences, seq), three = layers_of_8b(3, sequences, seq);
-    two.zero = three.zero = 3;
     PassCost a = micro_batch_cost(&two, mesh), b = micro_batch_cost(&three, mesh);
     for (Pass pass = FORWARD; pass <= BACKWARD; pass++)
         b.compute[pass] -= a.compute[pass], b.exposed[pass] -= a.exposed[pass];

@@ -21,7 +21,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "playbook.h"
+#include "00_single_gpu/formulas.h"
+#include "zero.h"
 
 // ---- partitioned activation checkpoints ----
 
@@ -38,10 +39,11 @@ static Tensor new_checkpoint(const ZeroR *z, DType dtype, int64_t count, int lay
     return tensor_share(tensor_view(z->arena, layer * z->part, SHAPE(count)));
 }
 
-// What flows from block to block outlives what made it, so it moves to its own place at the arena's end.
-static void move_to_arena(const ZeroR *z, const Model *m, Tensor *flowing) {
-    if (!z->contiguous) return;
-    Tensor place = tensor_view(z->arena, m->layers * z->part, flowing->dims, flowing->shape);
+// What flows from block to block outlives what made it, so it moves to a place of its own, unless somebody still holds
+// what came there before: a W that has not run yet.
+static void move_to_own_place(const ZeroR *z, Tensor *flowing) {
+    if (!z->contiguous || z->flowing.storage->references > 1) return;
+    Tensor place = tensor_view(z->flowing, 0, flowing->dims, flowing->shape);
     op_copy(place, *flowing);
     tensor_free(flowing);
     *flowing = tensor_share(place);
@@ -56,13 +58,13 @@ static void keep_own_part(void *context, Model *m, MicroBatch *micro, int layer)
     op_copy(own, tensor_view(kept->x, first, SHAPE(count)));
     tensor_free(&kept->x);
     kept->x = own;
-    move_to_arena(z, m, &micro->x);
+    move_to_own_place(z, &micro->x);
 }
 
 static void gather_and_compute(void *context, Model *m, MicroBatch *micro, int layer) {
     const ZeroR *z = context;
     BlockKept *kept = &micro->block[layer];
-    move_to_arena(z, m, &micro->dx);
+    move_to_own_place(z, &micro->dx);
     Tensor x = tensor_new(MEMORY_ACTIVATION, kept->x.dtype, SHAPE(micro->b * micro->s, m->config.hidden));
     int64_t first, counts[z->tp.size];
     for (int i = 0; i < z->tp.size; i++) counts[i] = part_of(tensor_count(x), z->tp, i, &first);
@@ -75,11 +77,12 @@ static void gather_and_compute(void *context, Model *m, MicroBatch *micro, int l
 
 void zero_r_plug(Model *m, ZeroR *z) {
     const Config *c = &m->config;
-    CHECK(!c->sp, "with --sp each rank keeps its own rows of a block's input: there is no copy to cut");
     int64_t first, whole = c->micro_batch * c->seq * c->hidden;
     z->part = part_of(whole, z->tp, 0, &first);
-    if (z->contiguous)
-        z->arena = tensor_new(MEMORY_ACTIVATION, (DType)c->dtype, SHAPE(m->layers * z->part + whole));
+    if (z->contiguous) {
+        z->arena = tensor_new(MEMORY_ACTIVATION, (DType)c->dtype, SHAPE(m->config.layers * z->part));
+        z->flowing = tensor_new(MEMORY_ACTIVATION, (DType)c->dtype, SHAPE(whole));
+    }
     m->sockets.activations.context = z;
     m->sockets.activations.after_forward = keep_own_part;
     m->sockets.activations.before_backward = gather_and_compute;
@@ -88,6 +91,7 @@ void zero_r_plug(Model *m, ZeroR *z) {
 void zero_r_unplug(Model *m, ZeroR *z) {
     m->sockets.activations = sockets_single_device().activations;
     tensor_free(&z->arena);
+    tensor_free(&z->flowing);
 }
 
 // ---- constant-size buffers ----
@@ -108,11 +112,11 @@ static int64_t fill(Params *params, Tensor buffer, int *param, int64_t *at, bool
     return used;
 }
 
-static void all_reduce_through_buffer(void *context, Model *m, MicroBatch *micro) {
+static void all_reduce_through_buffer(void *context, Model *m) {
     const ConstantBuffer *b = context;
     int param = 0, begun = 0;
     int64_t at = 0, first = 0;
-    while (micro->last && param < m->params.count) {
+    while (param < m->params.count) {
         int64_t count = fill(&m->params, b->buffer, &param, &at, false);
         comm_wait(comm_all_reduce(tensor_view(b->buffer, 0, SHAPE(count)), REDUCE_SUM, m->mesh.dp));
         fill(&m->params, tensor_view(b->buffer, 0, SHAPE(count)), &begun, &first, true);
@@ -120,7 +124,7 @@ static void all_reduce_through_buffer(void *context, Model *m, MicroBatch *micro
 }
 
 void constant_buffer_plug(Model *m, ConstantBuffer *b) {
-    DType dtype = m->params.total_dtype;
+    DType dtype = m->params.recipe.sum;
     int64_t count = b->bytes / (int64_t)dtype_size(dtype), all = params_elements(&m->params);
     CHECK(count >= 1, "--buffer-bytes %lld: no element of a gradient fits in", (long long)b->bytes);
     b->buffer = tensor_new(MEMORY_COMMUNICATION, dtype, SHAPE(count < all ? count : all));
@@ -196,7 +200,7 @@ static void run(Way *way, const Config *config, Group tp) {
     Config c = *config;
     c.recompute = way->cut ? RECOMPUTE_NONE : RECOMPUTE_FULL;
     memory_listen(heap_hear, &way->heap);
-    Trainer *t = trainer_new(&c, mesh_single());
+    Trainer *t = trainer_new(&c, mesh_single(), NULL);
     ZeroR z = {.tp = tp, .contiguous = way->contiguous};
     if (way->cut) zero_r_plug(t->model, &z);
     way->record = train_record(t, way->name);
@@ -266,7 +270,7 @@ static void checkpoints(const Config *config, Group tp) {
 // ---- buffers: what they take when the model grows ----
 
 static Record run_buffered(const Config *config, Mesh mesh, int64_t bytes, const char *title) {
-    Trainer *t = trainer_new(config, mesh);
+    Trainer *t = trainer_new(config, mesh, NULL);
     ConstantBuffer b = {.bytes = bytes};
     constant_buffer_plug(t->model, &b);
     Record record = train_record(t, title);
@@ -276,13 +280,8 @@ static Record run_buffered(const Config *config, Mesh mesh, int64_t bytes, const
 }
 
 static Record run_ddp(const Config *config, Mesh mesh) {
-    Trainer *t = trainer_new(config, mesh);
-    Ddp ddp = {.bucket_bytes = 100000};
-    ddp_no_sync_plug(t->model, &ddp);
-    Record record = train_record(t, "all-reduce in place");
-    free(ddp.pending);
-    trainer_free(t);
-    return record;
+    return program_record(config, mesh, (const Technique *[]){&ddp_no_sync, NULL}, false, false,
+                          "all-reduce in place");
 }
 
 static int64_t buffer_bytes_of(const Record *record) { return record->memory.peak[MEMORY_COMMUNICATION]; }

@@ -1,9 +1,9 @@
-// async_tensor_parallel.c: rows travel while others are multiplied. Playbook: "Tensor Parallelism in a
+// async_tensor_parallel.c: rows are in flight while others are multiplied. Playbook: "Tensor Parallelism in a
 // Transformer Block" ("block matrix multiplication coupled with async communication"); PyTorch's async TP.
 //
-// Against sequence_parallel.c: g and g* become n - 1 messages each, one to every other rank. Rows that
+// Against sequence_parallel.c: g and g* become N - 1 messages each, one to every other rank. Rows that
 // enter are multiplied as they come, own ones first; rows that leave go when they are made, own ones last,
-// and each rank adds the n parts of its own. Rank 0 of 4, pieces named after the rank whose rows they are:
+// and each rank adds the N parts of its own. Rank 0 of 4, pieces named after the rank whose rows they are:
 //
 //     x W^T, x enters   compute  0 3 2 1        x W^T, the product leaves   compute  1 2 3 0 +
 //                       network  3 2 1                                      network    1 2 3
@@ -12,47 +12,55 @@
 // the one before.) Parts are added in rank order and rounded once, as by a reduce-scatter: the bits are
 // sequence_parallel.c's if the BLAS gives a row the same ones in a product of few rows as in one of many.
 //
-// Bytes sent per rank, block and micro-batch: 10 (n - 1) / n K, as there. Memory per rank: as there, and K
-// of parts, K = b s h e. What it gains, it gains on the model clock and on a GPU: on a CPU nothing travels
+// Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K, as there. Memory per rank: as there, and K
+// of parts, K = b s h e. What it gains, it gains on the model clock and on a GPU: on a CPU nothing is in flight
 // while the rank multiplies, and small products are slower than large ones.
 // Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
-// Last line: PASS async_tensor_parallel: rows travel behind products, and the step is that of one device …
+// Last line: PASS async_tensor_parallel: rows are in flight behind products, and the step is that of one device …
 #include <math.h>
 #include <stdlib.h>
 
-#include "playbook.h"
+#include "tensor_parallel.h"
 
-static bool is(Tensor t, Tensor known) { return tensor_exists(known) && t.storage == known.storage; }
+typedef struct Async {
+    Group tp;
+    Sockets before;       // as they were: each piece is multiplied by their linear
+    Request **in, **out;  // (tp) of each step, those in flight
+    Tensor coming;        // (n, h) whose rows are arriving; {0}: none
+    Tensor leaving;       // (n, h) partial, whose rows are being sent to their ranks; {0}: none
+    Tensor parts;         // (tp, rows, h) what the ranks have of this one's rows of `leaving`
+} Async;
 
-static int64_t own_rows(const AsyncTensorParallel *a) {
+static bool same(Tensor t, Tensor known) { return tensor_exists(known) && t.storage == known.storage; }
+
+static int64_t own_rows(const Async *a, int64_t n) {
     int64_t first;
-    return sequence_rows(a->tokens, a->tp.rank, a->tp.size, &first);
+    return sequence_rows(n, a->tp.rank, a->tp.size, &first);
 }
 
 // Where the part that a rank has of this one's rows is to stand.
-static Tensor part_from(const AsyncTensorParallel *a, int rank) {
-    return tensor_rows_of(a->parts, rank * own_rows(a), own_rows(a));
+static Tensor part_from(const Async *a, int rank) {
+    int64_t rows = a->parts.shape[1];
+    return tensor_rows_of(a->parts, rank * rows, rows);
 }
 
 // The rows of a rank. Own rows of what leaves stand beside the parts that the others will send.
-static Tensor rows_of(const AsyncTensorParallel *a, Tensor all, int rank) {
-    if (rank == a->tp.rank && is(all, a->leaving)) return part_from(a, rank);
-    int64_t first, rows = sequence_rows(a->tokens, rank, a->tp.size, &first);
+static Tensor rows_of(const Async *a, Tensor all, int rank) {
+    if (rank == a->tp.rank && same(all, a->leaving)) return part_from(a, rank);
+    int64_t first, rows = sequence_rows(tensor_rows(all), rank, a->tp.size, &first);
     return tensor_rows_of(all, first, rows);
 }
 
 // In step i a rank sends to the i-th rank after it and receives from the i-th before it.
-static int after(const AsyncTensorParallel *a, int step) { return (a->tp.rank + step) % a->tp.size; }
-static int before(const AsyncTensorParallel *a, int step) {
-    return (a->tp.rank - step + a->tp.size) % a->tp.size;
-}
+static int after(const Async *a, int step) { return (a->tp.rank + step) % a->tp.size; }
+static int before(const Async *a, int step) { return (a->tp.rank - step + a->tp.size) % a->tp.size; }
 
 // ---- in, by g and g* backward: an all-gather whose result is used before it is complete ----
 
-static Tensor gather(void *context, Tensor own) {
-    AsyncTensorParallel *a = context;
+static Tensor gather(void *context, const MicroBatch *micro, Tensor own) {
+    Async *a = context;
     CHECK(!tensor_exists(a->coming), "rows come into a region, and those before them were not multiplied");
-    a->coming = tensor_new(MEMORY_ACTIVATION, own.dtype, SHAPE(a->tokens, tensor_columns(own)));
+    a->coming = tensor_new(MEMORY_ACTIVATION, own.dtype, SHAPE(micro->b * micro->s, tensor_columns(own)));
     op_copy(rows_of(a, a->coming, a->tp.rank), own);
     for (int step = 1; step < a->tp.size; step++)
         a->in[step] = comm_send_receive(own, after(a, step), rows_of(a, a->coming, before(a, step)),
@@ -62,19 +70,20 @@ static Tensor gather(void *context, Tensor own) {
 
 // ---- out, by g* and g backward: a reduce-scatter that began before its input was complete ----
 
-static void begin_leaving(AsyncTensorParallel *a, Tensor partial) {
-    CHECK(!tensor_exists(a->leaving), "rows leave a region, and those before them were not awaited");
+static void begin_leaving(Async *a, Tensor partial) {
+    CHECK(!tensor_exists(a->leaving), "rows leave a region, and nobody has waited for those before them");
     a->leaving = tensor_share(partial);
     a->parts = tensor_new(MEMORY_COMMUNICATION, partial.dtype,
-                          SHAPE(a->tp.size, own_rows(a), tensor_columns(partial)));
+                          SHAPE(a->tp.size, own_rows(a, tensor_rows(partial)), tensor_columns(partial)));
 }
 
-static Tensor scatter(void *context, Tensor partial) {
-    AsyncTensorParallel *a = context;
+static Tensor scatter(void *context, const MicroBatch *micro, Tensor partial) {
+    Async *a = context;
     // What no linear has made, a lookup, goes the plain way.
-    if (!is(partial, a->leaving)) return a->before.region.leave(a->before.region.context, partial);
+    if (!same(partial, a->leaving)) return a->before.region.leave(a->before.region.context, micro, partial);
     for (int step = 1; step < a->tp.size; step++) comm_wait(a->out[step]);
-    Tensor own = tensor_new(MEMORY_ACTIVATION, partial.dtype, SHAPE(own_rows(a), tensor_columns(partial)));
+    Tensor own =
+        tensor_new(MEMORY_ACTIVATION, partial.dtype, SHAPE(a->parts.shape[1], tensor_columns(partial)));
     op_sum_parts(own, a->parts, a->tp.size);
     tensor_free(&a->parts);
     tensor_free(&a->leaving);
@@ -84,19 +93,19 @@ static Tensor scatter(void *context, Tensor partial) {
 // ---- linears: an input that comes is known by its storage, an output that leaves by the weight's cut ----
 
 static void product(const Sockets *by, Model *m, bool backward, int count, Param *const *weight, Tensor x,
-                    const Tensor *y) {
-    if (backward) by->linear.backward_input(by->linear.context, m, count, weight, x, y);
-    else by->linear.forward(by->linear.context, m, count, weight, y, x);
+                    const Tensor *y, void **kept) {
+    if (backward) by->linear.backward_input(by->linear.context, m, count, weight, x, y, kept);
+    else by->linear.forward(by->linear.context, m, count, weight, y, x, kept);
 }
 
 // y[i] = x W_i^T, or backward, where y and x stand for their gradients, x = sum over i of y[i] W_i. Into
 // weights cut by rows x enters, and dx leaves; from one cut by columns y leaves, and dy enters.
-static void multiply(AsyncTensorParallel *a, Model *m, bool backward, int count, Param *const *weight,
-                     Tensor x, const Tensor *y) {
-    bool by_columns = weight[0]->cut == CUT_COLUMNS, comes = is(backward ? y[0] : x, a->coming);
-    bool leaves = backward ? !by_columns && weight[0]->cut != CUT_NONE : by_columns;
+static void multiply(Async *a, Model *m, bool backward, int count, Param *const *weight, Tensor x,
+                     const Tensor *y, void **kept) {
+    bool by_columns = is_row_parallel(weight[0]), comes = same(backward ? y[0] : x, a->coming);
+    bool leaves = backward ? !by_columns && weight[0]->sharded : by_columns;
     if (!comes && !leaves) {
-        product(&a->before, m, backward, count, weight, x, y);
+        product(&a->before, m, backward, count, weight, x, y, kept);
         return;
     }
     if (leaves) begin_leaving(a, backward ? x : y[0]);
@@ -105,7 +114,7 @@ static void multiply(AsyncTensorParallel *a, Model *m, bool backward, int count,
         if (comes && step > 0) comm_wait(a->in[step]);
         Tensor piece[count];
         for (int i = 0; i < count; i++) piece[i] = rows_of(a, y[i], of);
-        product(&a->before, m, backward, count, weight, rows_of(a, x, of), piece);
+        product(&a->before, m, backward, count, weight, rows_of(a, x, of), piece, kept);
         if (leaves && of != a->tp.rank)
             a->out[step + 1] =
                 comm_send_receive(rows_of(a, a->leaving, of), of, part_from(a, before(a, step + 1)),
@@ -114,31 +123,31 @@ static void multiply(AsyncTensorParallel *a, Model *m, bool backward, int count,
     if (comes) tensor_free(&a->coming);
 }
 
-static void forward(void *context, Model *m, int count, Param *const *weight, const Tensor *y, Tensor x) {
-    multiply(context, m, false, count, weight, x, y);
+static void forward(void *context, Model *m, int count, Param *const *weight, const Tensor *y, Tensor x,
+                    void **kept) {
+    multiply(context, m, false, count, weight, x, y, kept);
 }
 
 static void backward_input(void *context, Model *m, int count, Param *const *weight, Tensor dx,
-                           const Tensor *dy) {
-    multiply(context, m, true, count, weight, dx, dy);
+                           const Tensor *dy, void **kept) {
+    multiply(context, m, true, count, weight, dx, dy, kept);
 }
 
 // dW_i += dy[i]^T x is a sum over all rows; piece by piece a 16-bit gradient would be rounded n times. So
-// it waits for x, which travels while Wdown and Wo, which need nothing that enters, get their gradients.
+// it waits for x, which is in flight while Wdown and Wo, which need nothing that enters, get their gradients.
 static void backward_weight(void *context, Model *m, int count, Param *const *weight, const Tensor *dy,
-                            Tensor x) {
-    AsyncTensorParallel *a = context;
-    for (int step = 1; step < a->tp.size && is(x, a->coming); step++) comm_wait(a->in[step]);
-    if (is(x, a->coming)) tensor_free(&a->coming);
-    a->before.linear.backward_weight(a->before.linear.context, m, count, weight, dy, x);
+                            Tensor x, void **kept) {
+    Async *a = context;
+    for (int step = 1; step < a->tp.size && same(x, a->coming); step++) comm_wait(a->in[step]);
+    if (same(x, a->coming)) tensor_free(&a->coming);
+    a->before.linear.backward_weight(a->before.linear.context, m, count, weight, dy, x, kept);
 }
 
-void async_tensor_parallel_plug(Model *model, AsyncTensorParallel *a) {
+static void *plug(Model *model) {
     Sockets *on = &model->sockets;
     int n = model->mesh.tp.size;
-    *a = (AsyncTensorParallel){
-        .tp = model->mesh.tp, .tokens = model->config.micro_batch * model->config.seq, .before = *on};
-    a->in = host_alloc(2 * n * sizeof *a->in);
+    Async *a = host_alloc(sizeof *a);
+    *a = (Async){.tp = model->mesh.tp, .before = *on, .in = host_alloc(2 * n * sizeof *a->in)};
     a->out = a->in + n;
     on->region.context = on->linear.context = a;
     on->region.enter = on->region.leave_backward = gather;
@@ -146,7 +155,34 @@ void async_tensor_parallel_plug(Model *model, AsyncTensorParallel *a) {
     on->linear.forward = forward;
     on->linear.backward_input = backward_input;
     on->linear.backward_weight = backward_weight;
+    return a;
 }
+
+static void unplug(Model *model, void *context) {
+    (void)model;
+    Async *a = context;
+    free(a->in);
+    free(a);
+}
+
+// ---- the record ----
+
+static void price(Price *price, const Model *m, const void *context) {
+    (void)context;
+    price->messages = m->mesh.tp.size > 1 || price->messages;
+}
+
+static void check(const Config *c) {
+    CHECK(config_number(c, "sp"), "rows are in flight only where each rank has its own: add --sp");
+}
+
+const Technique async_tensor_parallel = {.name = "async_tensor_parallel",
+                                         .axes = AXIS_TP,
+                                         .wraps = 1u << SOCKET_REGION | 1u << SOCKET_LINEAR,
+                                         .check = check,
+                                         .plug = plug,
+                                         .unplug = unplug,
+                                         .price = price};
 
 #ifndef NO_MAIN
 
@@ -161,21 +197,20 @@ static Config llama_3_8b(void) {
 // One step of Llama 3 8B, four ways. Within a node the third is shorter than the first two, and exposes at
 // least 30 % less. Across nodes each piece has one GPU's port alone, where a ring of collectives has all.
 static void compare_layouts(Mesh mesh, const Config *config) {
-    static const LayoutProgram plain = {.plug = layout_plug, .unplug = layout_unplug},
-                               async = {.plug = layout_plug_async, .unplug = layout_unplug};
     static const struct {
         const char *name;
         bool data, sp;
-        const LayoutProgram *program;
-    } row[] = {{"tp", false, false, &plain},
-               {"tp + sp", false, true, &plain},
-               {"async tp", false, true, &async},
-               {"dp", true, false, &plain}};
+        Techniques techniques;
+    } row[] = {{"tp", false, false, tensor_layouts},
+               {"tp + sp", false, true, tensor_layouts},
+               {"async tp", false, true, tensor_layouts_async},
+               {"dp", true, false, tensor_layouts}};
     enum { ASYNC = 2, ROWS = sizeof row / sizeof *row };
     int ranks = mesh.world.size;
     Mesh data = mesh_new((MeshShape){.dp = ranks, .pp = 1, .cp = 1, .tp = 1, .ep = 1});
     StepCost cost[ROWS];
-    char *title = format_text("Llama 3 8B, %d ranks, micro-batches of 8192 tokens, vocabulary cut", ranks);
+    char *title =
+        format_text("Llama 3 8B, %d ranks, micro-batches of 8192 tokens, vocabulary sharded", ranks);
     say("\n%s, on the model clock of %s:\n", title, config->machine);
     free(title);
     title = format_text("two layers of Llama 3 8B, %d ranks, a micro-batch of 8192 tokens", ranks);
@@ -187,10 +222,11 @@ static void compare_layouts(Mesh mesh, const Config *config) {
         Config c = llama_3_8b();
         c.dp = row[i].data ? ranks : 1;
         c.tp = row[i].data ? 1 : ranks;
-        c.sp = row[i].sp;
-        c.vocab_parallel = !row[i].data;
+        config_set(&c, "zero", 0);
+        config_set(&c, "sp", row[i].sp);
+        config_set(&c, "vocab-parallel", !row[i].data);
         clock_push(row[i].name);
-        cost[i] = layout_cost(&c, row[i].data ? data : mesh, row[i].program);
+        cost[i] = program_cost(&c, row[i].data ? data : mesh, row[i].techniques);
         double step = cost[i].step_seconds, exposed = cost[i].comm.exposed_seconds;
         say("  %-10s %10.3f %12.3f %12.3f %10.0f %14s\n", row[i].name, 1e3 * step,
             1e3 * cost[i].comm.model_seconds, 1e3 * exposed, (double)(c.dp * c.seq) / step,
@@ -198,7 +234,7 @@ static void compare_layouts(Mesh mesh, const Config *config) {
         report_number(row[i].name, "seconds per step", step, "s");
         report_number(row[i].name, "exposed seconds", exposed, "s");
         c.layers = 2, c.vocab = 256;  // for the picture: of more layers one would see none
-        layout_cost(&c, row[i].data ? data : mesh, row[i].program);
+        program_cost(&c, row[i].data ? data : mesh, row[i].techniques);
         clock_pop();
         if (!row[i].data) timeline_keep(row[i].name);
     }
@@ -219,23 +255,24 @@ static void compare_layouts(Mesh mesh, const Config *config) {
 
 // Seconds that compute waits when rows of width h enter a region for one weight of h outputs.
 static double exposed_before_product(Mesh mesh, int64_t h) {
-    Config c = config_default("layers=1 heads=32 kv-heads=32 seq=65536 micro-batch=1 dtype=bf16 sp=1");
+    Config c = config_default("layers=1 heads=32 kv-heads=32 seq=65536 micro-batch=1 dtype=bf16");
     c.hidden = c.ffn = h;
     c.tp = mesh.tp.size;
-    Model *model = model_new(&c, mesh);
-    TensorParallel tp;
-    AsyncTensorParallel async;
-    sequence_parallel_plug(model, &tp);
-    async_tensor_parallel_plug(model, &async);
-    Tensor own = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(own_rows(&async), h));
+    config_set(&c, "sp", 1);
+    Trainer *t =
+        trainer_new(&c, mesh, (const Technique *[]){&sequence_parallel, &async_tensor_parallel, NULL});
+    Model *model = t->model;
+    Async *async = trainer_context(t, &async_tensor_parallel);
+    MicroBatch micro = {.b = 1, .s = c.seq};
+    Tensor own = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(own_rows(async, c.seq), h));
     Tensor y = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(c.seq, model->block[0].q->shape[0]));
+    void *kept = NULL;
     clock_reset();
-    Tensor x = gather(&async, own);
-    forward(&async, model, 1, &model->block[0].q, &y, x);
+    Tensor x = gather(async, &micro, own);
+    forward(async, model, 1, &model->block[0].q, &y, x, &kept);
     double exposed = comm_total().exposed_seconds;
     tensor_free(&own), tensor_free(&x), tensor_free(&y);
-    free(async.in);
-    model_free(model);
+    trainer_free(t);
     return exposed;
 }
 
@@ -243,8 +280,8 @@ static double exposed_before_product(Mesh mesh, int64_t h) {
 //
 //     t_comm / t_compute  =  (n - 1) / h  peak_flops / peak_bw  <=  1
 //
-// (A3 has 2 h: it counts elements, of two bytes.) The clock needs n / (n - 1) of that: n - 1 pieces travel,
-// each behind the product before it, and nothing is left to travel behind the last.
+// (A3 has 2 h: it counts elements, of two bytes.) The clock needs n / (n - 1) of that: n - 1 pieces are sent,
+// each behind the product before it, and nothing is left to send behind the last.
 static void overlap_condition(Mesh mesh, const Config *config) {
     const Machine *machine = machine_find(config->machine);
     int n = mesh.tp.size;
@@ -281,18 +318,19 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const LayoutProgram program = {
+    const Program program = {
         .purpose =
-            "Asynchronous tensor parallelism: rows travel while the matrix multiply works on others.",
-        .claim = "rows travel behind products, and the step is that of one device",
+            "Asynchronous tensor parallelism: rows are in flight while the matrix multiply works on "
+            "others.",
+        .claim = "rows are in flight behind products, and the step is that of one device",
         .defaults =
             "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
-            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 sp=1",
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 sp=1 bucket-mb=0.1",
         .natural = 4,
-        .plug = layout_plug_async,
-        .unplug = layout_unplug,
-        .counts = layout_counts,
+        .techniques = tensor_layouts_async,
+        .option = tensor_layout_options,
+        .options = TENSOR_LAYOUT_OPTIONS,
         .more = more};
-    return layout_program(argc, argv, &program);
+    return program_main(argc, argv, &program);
 }
 #endif

@@ -1,6 +1,6 @@
-// sequence_parallel.c: norms and residuals cut over ranks, too. Playbook: "Sequence Parallelism".
+// sequence_parallel.c: norms and residuals sharded over ranks, too. Playbook: "Sequence Parallelism".
 //
-// Against tensor_parallel.c: between regions each of n ranks has its own tokens, an n-th of the b s rows of
+// Against tensor_parallel.c: between regions each of N ranks has its own tokens, an N-th of the b s rows of
 // (b s, h), and embeds, normalizes and adds those alone (Korthikanti et al. 2022):
 //
 //     x ─ norm1 ─[g]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[g*]─(+x)─ x2       and the same around the MLP
@@ -14,14 +14,15 @@
 // an embedding and an output layer that stay whole, come from a rank's own rows: summed over tp after the
 // step.
 //
-// Bytes sent per rank, block and micro-batch: 8 (n - 1) / n K for K = b s h e, as in tensor_parallel.c, and
-// 2 (n - 1) / n K for W. Memory per rank: what a block keeps is all cut: an n-th of one device's.
+// Bytes sent per rank, block and micro-batch: 8 (N - 1) / N K for K = b s h e, as in tensor_parallel.c, and
+// 2 (N - 1) / N K for W. Memory per rank: what a block keeps is all sharded: an N-th of one device's.
 // Run: build/03_tensor_parallel/sequence_parallel   (--ranks 3 --heads 6 --kv-heads 3 --ffn 39, --zero 2 …)
-// Last line: PASS sequence_parallel: rows are cut between regions, and the step stays that of one device …
+// Last line: PASS sequence_parallel: rows are sharded between regions, and the step stays that of one device …
 #include <math.h>
 #include <stdlib.h>
 
-#include "playbook.h"
+#include "00_single_gpu/formulas.h"
+#include "tensor_parallel.h"
 
 // ---- the technique: g and g* ----
 
@@ -36,75 +37,132 @@ void sequence_counts(int64_t n, int64_t columns, int size, int64_t *counts) {
     for (int i = 0; i < size; i++) counts[i] = sequence_rows(n, i, size, &first) * columns;
 }
 
-static Tensor all_gather(void *context, Tensor rows) {
+static int64_t tokens_of(const MicroBatch *micro) { return micro->b * micro->s; }
+
+static Tensor all_gather(void *context, const MicroBatch *micro, Tensor rows) {
     TensorParallel *t = context;
-    int64_t h = tensor_columns(rows), counts[t->tp.size];
-    sequence_counts(t->tokens, h, t->tp.size, counts);
-    Tensor all = tensor_new(MEMORY_ACTIVATION, rows.dtype, SHAPE(t->tokens, h));
+    int64_t n = tokens_of(micro), h = tensor_columns(rows), counts[t->tp.size];
+    sequence_counts(n, h, t->tp.size, counts);
+    Tensor all = tensor_new(MEMORY_ACTIVATION, rows.dtype, SHAPE(n, h));
     comm_wait(comm_all_gather(all, rows, counts, t->tp));
     return all;
 }
 
-static Tensor reduce_scatter(void *context, Tensor partial) {
+static Tensor reduce_scatter(void *context, const MicroBatch *micro, Tensor partial) {
     TensorParallel *t = context;
-    int64_t h = tensor_columns(partial), first, counts[t->tp.size];
-    sequence_counts(t->tokens, h, t->tp.size, counts);
-    Tensor rows = tensor_new(MEMORY_ACTIVATION, partial.dtype,
-                             SHAPE(sequence_rows(t->tokens, t->tp.rank, t->tp.size, &first), h));
+    int64_t n = tokens_of(micro), h = tensor_columns(partial), first, counts[t->tp.size];
+    sequence_counts(n, h, t->tp.size, counts);
+    int64_t own = sequence_rows(n, t->tp.rank, t->tp.size, &first);
+    Tensor rows = tensor_new(MEMORY_ACTIVATION, partial.dtype, SHAPE(own, h));
     comm_wait(comm_reduce_scatter(rows, partial, counts, REDUCE_SUM, t->tp));
     return rows;
 }
 
 // ---- embedding and loss of this rank's rows ----
 
-// Of the micro-batch's tokens or targets. Borrowed.
-static Tensor own(const TensorParallel *t, Tensor all) {
-    int64_t first, rows = sequence_rows(t->tokens, t->tp.rank, t->tp.size, &first);
-    return tensor_view(all, first, SHAPE(rows));
+// The micro-batch as this rank's rows alone see it: tokens and targets are borrowed views.
+static MicroBatch own_rows(const TensorParallel *t, const MicroBatch *micro) {
+    MicroBatch own = *micro;
+    int64_t first, rows = sequence_rows(tokens_of(micro), t->tp.rank, t->tp.size, &first);
+    own.tokens = tensor_view(micro->tokens, first, SHAPE(rows));
+    own.targets = tensor_view(micro->targets, first, SHAPE(rows));
+    return own;
 }
 
-static Tensor lookup(void *context, Tensor tokens, Tensor weight) {
+static Tensor lookup(void *context, const MicroBatch *micro, Tensor weight) {
     TensorParallel *t = context;
-    return t->before.vocabulary.lookup(t->before.vocabulary.context, own(t, tokens), weight);
+    MicroBatch own = own_rows(t, micro);
+    return t->before.vocabulary.lookup(t->before.vocabulary.context, &own, weight);
 }
 
-static void lookup_backward(void *context, Tensor dweight, Tensor dx, Tensor tokens) {
+static void lookup_backward(void *context, const MicroBatch *micro, Tensor dweight, Tensor dx) {
     TensorParallel *t = context;
-    t->before.vocabulary.lookup_backward(t->before.vocabulary.context, dweight, dx, own(t, tokens));
+    MicroBatch own = own_rows(t, micro);
+    t->before.vocabulary.lookup_backward(t->before.vocabulary.context, &own, dweight, dx);
 }
 
-static double loss(void *context, Tensor *lse, Tensor logits, Tensor targets) {
+static double loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
     TensorParallel *t = context;
-    return comm_sum(t->before.vocabulary.loss(t->before.vocabulary.context, lse, logits, own(t, targets)),
-                    t->tp);
+    MicroBatch own = own_rows(t, micro);
+    return comm_sum(t->before.vocabulary.loss(t->before.vocabulary.context, &own, lse, logits), t->tp);
 }
 
-static void loss_backward(void *context, Tensor dlogits, Tensor logits, Tensor lse, Tensor targets,
-                          double scale) {
+static void loss_backward(void *context, const MicroBatch *micro, Tensor dlogits, Tensor logits,
+                          Tensor lse) {
     TensorParallel *t = context;
-    t->before.vocabulary.loss_backward(t->before.vocabulary.context, dlogits, logits, lse, own(t, targets),
-                                       scale);
+    MicroBatch own = own_rows(t, micro);
+    t->before.vocabulary.loss_backward(t->before.vocabulary.context, &own, dlogits, logits, lse);
 }
 
-static Tensor stay(void *context, Tensor x) {
-    (void)context;
-    return tensor_share(x);
-}
-
-void sequence_parallel_plug(Model *model, TensorParallel *t) {
-    t->tp = model->mesh.tp;
-    t->tokens = model->config.micro_batch * model->config.seq;
-    partial_gradients_plug(model, t);
+static void *plug(Model *model) {
+    TensorParallel *t = host_alloc(sizeof *t);
+    *t = (TensorParallel){.tp = model->mesh.tp, .before = model->sockets};
     Sockets *on = &model->sockets;
     on->region.context = on->vocabulary.context = t;
     on->region.enter = on->region.leave_backward = all_gather;
     on->region.leave = on->region.enter_backward = reduce_scatter;
-    on->vocabulary.enter = on->vocabulary.enter_backward = stay;
     on->vocabulary.lookup = lookup;
     on->vocabulary.lookup_backward = lookup_backward;
     on->vocabulary.loss = loss;
     on->vocabulary.loss_backward = loss_backward;
+    return t;
 }
+
+static void unplug(Model *model, void *context) {
+    (void)model;
+    free(context);
+}
+
+// ---- the record ----
+
+// What every rank of tp stores whole has seen this rank's rows alone: the gradients of norms, and of an embedding and
+// an output layer that nobody shards, are parts.
+static void shard(Model *model) {
+    tensor_parallel_shard(model);
+    for (int i = 0; i < model->params.count; i++) {
+        Param *param = &model->params.param[i];
+        if (!param->sharded) param_set_copies(param, param->copies, true);
+    }
+}
+
+static void price(Price *price, const Model *m, const void *context) {
+    (void)context;
+    Group tp = m->mesh.tp;
+    DType dtype = m->params.recipe.weight;
+    int64_t n = m->config.micro_batch * m->config.seq, h = m->config.hidden, first;
+    int64_t rows = sequence_rows(n, tp.rank, tp.size, &first);
+    double gathers = price->enters + price->leaves_backward,
+           scatters = price->leaves + price->enters_backward;
+    if (price->messages) {
+        double sent = (gathers - price->lookups) * (double)(rows * h * (tp.size - 1)) +
+                      (scatters - price->lookups) * (double)((n - rows) * h);
+        price_sent(price, "transfers", (gathers + scatters - 2 * price->lookups) * (tp.size - 1),
+                   (double)dtype_size(dtype) * sent);
+        gathers = scatters = price->lookups;
+    }
+    price_all_gather(price, gathers, rows * h, dtype, tp);
+    price_reduce_scatter(price, scatters, n * h, rows * h, dtype, tp);
+    price_all_reduce(price, price->losses, 1, F64, tp);
+    tensor_parallel_price_kept(price, m);
+    price_scale_kept(price, BY_SEQUENCE, (double)rows, (double)n);
+}
+
+static bool on(const Config *config) { return config_number(config, "sp") != 0; }
+
+static const Option sp_option = {
+    "sp", OPTION_FLAG, NULL, NULL, 0, 0, "", "sequence parallelism: --tp shards norms and residuals, too",
+    false};
+
+const Technique sequence_parallel = {.name = "sequence_parallel",
+                                     .option = &sp_option,
+                                     .options = 1,
+                                     .axes = AXIS_TP,
+                                     .on = on,
+                                     .check = tensor_parallel_check,
+                                     .shard = shard,
+                                     .plug = plug,
+                                     .unplug = unplug,
+                                     .price = price};
 
 #ifndef NO_MAIN
 
@@ -112,15 +170,16 @@ void sequence_parallel_plug(Model *model, TensorParallel *t) {
 
 static Config layout_of(const Config *config, bool sp) {
     Config c = *config;
-    c.sp = sp;
     c.recompute = RECOMPUTE_NONE;
-    c.zero = 0;  // its collectives are not what is compared
+    config_set(&c, "sp", sp);
+    config_set(&c, "zero", 0);  // its collectives are not what is compared
     return c;
 }
 
 static void compare_calls(Mesh mesh, const Config *config) {
     Config without = layout_of(config, false), with = layout_of(config, true);
-    BlockCost tp = layout_block_cost(&without, mesh), sp = layout_block_cost(&with, mesh);
+    BlockCost tp = program_block_cost(&without, mesh, tensor_layouts),
+              sp = program_block_cost(&with, mesh, tensor_layouts);
     say("\nOne block and micro-batch, tp %d, beside tensor parallelism without sequence parallelism:\n",
         mesh.tp.size);
     for (int pass = FORWARD; pass <= BACKWARD; pass++) {
@@ -178,32 +237,33 @@ static void at(Shapes *s, int stop, Tensor t, int64_t rows, int64_t columns) {
 // One block's forward, stop by stop.
 static Shapes shapes_of(const Config *config, Mesh mesh) {
     Shapes s = {.fit = true};
-    Trainer *t = trainer_new(config, mesh);
-    void *plugs = layout_plug(t);
+    Trainer *t = trainer_new(config, mesh, tensor_layouts);
     Model *m = t->model;
     Sockets *on = &m->sockets;
     Batch batch = batch_new(t, 0);
     MicroBatch micro = micro_batch_new(m, 0, config->micro_batch, batch.tokens, batch.targets, 1);
     int64_t n = config->micro_batch * config->seq, h = config->hidden, f = config->ffn / config->tp, first;
-    int64_t rows = config->sp ? sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) : n;
+    bool sp = config_number(config, "sp");
+    int64_t rows = sp ? sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) : n;
 
     Tensor table = param_value(&m->params, m->embedding);
     clock_reset();
     at(&s, 0, table, tensor_rows(table), h);
-    embedding_forward(m, &micro);
+    chunk_forward(m, &micro, (Chunk){0, 0, true, false});
     at(&s, 1, micro.x, rows, h);
-    block_forward(m, &micro, 0);
+    chunk_forward(m, &micro, (Chunk){0, 1, false, false});
     const BlockKept *kept = &micro.block[0];
     clock_reset();
     at(&s, 2, kept->norm2, rows, h);
-    Tensor inside = on->region.enter(on->region.context, kept->norm2);
+    Tensor inside = on->region.enter(on->region.context, &micro, kept->norm2);
     at(&s, 3, inside, n, h);
     at(&s, 4, param_value(&m->params, m->block[0].gate), f, h);
     at(&s, 5, kept->mlp.act, n, f);
     at(&s, 6, param_value(&m->params, m->block[0].down), h, f);
+    void *keep = NULL;
     Tensor partial = tensor_new(MEMORY_ACTIVATION, inside.dtype, SHAPE(n, h));
-    on->linear.forward(on->linear.context, m, 1, &m->block[0].down, &partial, kept->mlp.act);
-    Tensor y = on->region.leave(on->region.context, partial);
+    on->linear.forward(on->linear.context, m, 1, &m->block[0].down, &partial, kept->mlp.act, &keep);
+    Tensor y = on->region.leave(on->region.context, &micro, partial);
     at(&s, 7, y, rows, h);
     const Tensor wide[] = {kept->x, kept->norm1, kept->q, kept->o, kept->x2, kept->norm2};
     for (size_t i = 0; i < sizeof wide / sizeof *wide; i++)
@@ -213,7 +273,6 @@ static Shapes shapes_of(const Config *config, Mesh mesh) {
     for (int i = 0; i < 3; i++) tensor_free(made[i]);
     micro_batch_free(m, &micro);
     batch_free(&batch);
-    layout_unplug(t, plugs);
     trainer_free(t);
     return s;
 }
@@ -259,8 +318,9 @@ static void compare_memory(Mesh mesh, const Config *config) {
     for (int i = 0; i < 3; i++) {
         Config here = layout_of(&c, row[i].sp);
         here.tp = row[i].tp;
-        MemoryPlan plan = {.model = here, .tp = here.tp, .dp = 1, .sp = here.sp};
-        kept[i] = layout_block_cost(&here, i ? mesh : mesh_single()).kept;
+        MemoryPlan plan = {
+            .model = here, .tp = here.tp, .dp = 1, .sp = row[i].sp, .whole_vocabulary = true};
+        kept[i] = program_block_cost(&here, i ? mesh : mesh_single(), tensor_layouts).kept;
         predicted[i] = memory_block_activations(&plan);
         plan.gpt = true;
         plan.model.kv_heads = plan.model.heads;
@@ -286,19 +346,19 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const LayoutProgram program = {
+    const Program program = {
         .purpose =
             "Sequence parallelism: between the regions of tensor parallelism, each rank has its own "
             "tokens.",
-        .claim = "rows are cut between regions, and the step stays that of one device",
+        .claim = "rows are sharded between regions, and the step stays that of one device",
         .defaults =
             "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
-            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 sp=1",
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 sp=1 bucket-mb=0.1",
         .natural = 4,
-        .plug = layout_plug,
-        .unplug = layout_unplug,
-        .counts = layout_counts,
+        .techniques = tensor_layouts,
+        .option = tensor_layout_options,
+        .options = TENSOR_LAYOUT_OPTIONS,
         .more = more};
-    return layout_program(argc, argv, &program);
+    return program_main(argc, argv, &program);
 }
 #endif

@@ -21,7 +21,7 @@
 // Last line: PASS split_matmul: columns and rows make the product of one device …
 #include <stdlib.h>
 
-#include "playbook.h"
+#include "01_data_parallel/data_parallel.h"
 
 #ifndef NO_MAIN
 

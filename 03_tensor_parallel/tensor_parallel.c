@@ -1,7 +1,7 @@
-// tensor_parallel.c: each block's matrices cut over ranks. Playbook: "Tensor Parallelism in a Transformer
+// tensor_parallel.c: each block's matrices sharded over ranks. Playbook: "Tensor Parallelism in a Transformer
 // Block"; Shoeybi et al. 2019 (Megatron-LM).
 //
-// Against 00_single_gpu: each of n ranks stores and computes an n-th of a block, its heads and its part of
+// Against 00_single_gpu: each of N ranks stores and computes an N-th of a block, its heads and its part of
 // the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup by columns, Wo Wdown by rows
 // (split_matmul.c):
 //
@@ -14,107 +14,157 @@
 // Ranks beyond the key/value heads store copies of them. Each copy serves other query heads, so its
 // gradient is a part: the sum of the parts, at the end of the step, keeps the copies equal.
 //
-// Bytes sent per rank, block and micro-batch: 4 all-reduces of K = b s h e, 8 (n - 1) / n K. Memory per
-// rank: matrices / n; kept by a block: b s (e (4 h + (2 a d + 2 kv d + 3 f + a s) / n) + 2 statistics).
+// Bytes sent per rank, block and micro-batch: 4 all-reduces of K = b s h e, 8 (N - 1) / N K. Memory per
+// rank: matrices / N; kept by a block: b s (e (4 h + (2 a d + 2 kv d + 3 f + a s) / N) + 2 statistics).
 // Run: build/03_tensor_parallel/tensor_parallel (--ranks 8 --gpus-per-node 4, --tp 2 --zero 1, --dry-run …)
 // Last line: PASS tensor_parallel: ranks that share every matrix make the step of one device …
-#include <stdlib.h>
+#include "tensor_parallel.h"
 
-#include "playbook.h"
+#include <stdlib.h>
+#include <string.h>
+
+#include "00_single_gpu/formulas.h"
+
+// ---- the technique: whose rows and columns ----
+
+// The ranks of tp that share a key/value head with this one, where there are fewer heads than ranks.
+static Group heads_copies(const Model *m) {
+    Group tp = m->mesh.tp;
+    int copies = tp.size / (int)m->config.kv_heads;
+    return comm_group("kv copies", tp.member + tp.rank / copies * copies, copies);
+}
+
+// By outputs, between heads. Ranks beyond the heads store copies; each copy serves other query heads, so its gradient
+// is a part.
+static void shard_heads(Model *m, Param *param, Group copies) {
+    int64_t heads = m->config.kv_heads, d = config_head_size(&m->config), tp = m->mesh.tp.size;
+    int64_t each = heads >= tp ? heads / tp : 1,
+            first = heads >= tp ? m->mesh.tp.rank * each : m->mesh.tp.rank / (tp / heads);
+    param_shard(param, 0, first * d, each * d);
+    if (heads < tp) param_set_copies(param, copies, true);
+}
+
+void tensor_parallel_shard(Model *m) {
+    Group tp = m->mesh.tp;
+    if (tp.size == 1) return;
+    Group copies = {0};
+    if (m->config.kv_heads < tp.size) copies = heads_copies(m);
+    for (int i = 0; i < m->params.count; i++) {
+        Param *param = &m->params.param[i];
+        int64_t rows = param->full[0] / tp.size, columns = param->full[1] / tp.size;
+        switch (param->role) {
+            case ROLE_Q:
+            case ROLE_GATE:
+            case ROLE_UP:
+                param_shard(param, 0, tp.rank * rows, rows);
+                break;
+            case ROLE_K:
+            case ROLE_V:
+                shard_heads(m, param, copies);
+                break;
+            case ROLE_O:
+            case ROLE_DOWN:
+                param_shard(param, 1, tp.rank * columns, columns);
+                break;
+            default:  // norms, embedding and output layer: every rank of tp stores a copy
+                break;
+        }
+    }
+}
 
 // ---- the technique: f and f* ----
 
-static Tensor identity(void *context, Tensor x) {
-    (void)context;
+static Tensor identity(void *context, const MicroBatch *micro, Tensor x) {
+    (void)context, (void)micro;
     return tensor_share(x);
 }
 
-static Tensor all_reduce(void *context, Tensor partial) {
+static Tensor all_reduce(void *context, const MicroBatch *micro, Tensor partial) {
+    (void)micro;
     TensorParallel *t = context;
     comm_wait(comm_all_reduce(partial, REDUCE_SUM, t->tp));
     return tensor_share(partial);
 }
 
-// ---- gradients that are parts ----
-
-// All ranges of this rank's own gradients that are partial over this very group of copies, one after
-// another: into the buffer, or back. Returns their number of elements; without a buffer that alone.
-static int64_t move_partial(const Params *params, Group copies, Tensor buffer, bool back) {
-    int64_t count = 0;
-    for (int i = 0; i < params->count; i++) {
-        const Param *param = &params->param[i];
-        if (!param->partial || param->copies.handle != copies.handle) continue;
-        Tensor grad = param_own_grad(params, param, NULL);
-        if (!tensor_exists(grad)) continue;
-        int64_t elements = tensor_count(grad);
-        if (tensor_exists(buffer)) {
-            Tensor place = tensor_view(buffer, count, SHAPE(elements));
-            op_copy(back ? grad : place, back ? place : grad);
-        }
-        count += elements;
-    }
-    return count;
-}
-
-// One message for all of them: there are many small ones.
-static void sum_over_copies(Params *params, Group copies) {
-    int64_t elements = move_partial(params, copies, (Tensor){0}, false);
-    Tensor buffer = tensor_new(MEMORY_COMMUNICATION, params->total_dtype, SHAPE(elements));
-    move_partial(params, copies, buffer, false);
-    comm_wait(comm_all_reduce(buffer, REDUCE_SUM, copies));
-    move_partial(params, copies, buffer, true);
-    tensor_free(&buffer);
-}
-
-// Whether this weight is the first of the table that is partial over its group of copies.
-static bool opens_group(const Params *params, int param) {
-    const Param *first = params->param;
-    while (!first->partial || first->copies.handle != params->param[param].copies.handle) first++;
-    return first == &params->param[param];
-}
-
-static void sum_partial_gradients(Params *params) {
-    for (int i = 0; i < params->count; i++)
-        if (params->param[i].partial && params->param[i].copies.size > 1 && opens_group(params, i))
-            sum_over_copies(params, params->param[i].copies);
-}
-
-// ---- the sockets ----
-
-static void begin(void *context, Model *model, int unit, MicroBatch *micro) {
-    TensorParallel *t = context;
-    t->before.gradients.begin(t->before.gradients.context, model, unit, micro);
-}
-
-static void ready(void *context, Model *model, int unit, MicroBatch *micro) {
-    TensorParallel *t = context;
-    t->before.gradients.ready(t->before.gradients.context, model, unit, micro);
-}
-
-// The step's total over dp first: what ZeRO then leaves on this rank are the same elements on all of tp.
-static void finish(void *context, Model *model, MicroBatch *micro) {
-    TensorParallel *t = context;
-    t->before.gradients.finish(t->before.gradients.context, model, micro);
-    if (micro->last) sum_partial_gradients(&model->params);
-}
-
-void partial_gradients_plug(Model *model, TensorParallel *t) {
-    t->before = model->sockets;
-    model->sockets.gradients.context = t;
-    model->sockets.gradients.begin = begin;
-    model->sockets.gradients.ready = ready;
-    model->sockets.gradients.finish = finish;
-}
-
-void tensor_parallel_plug(Model *model, TensorParallel *t) {
-    t->tp = model->mesh.tp;
-    partial_gradients_plug(model, t);
+static void *plug(Model *model) {
+    TensorParallel *t = host_alloc(sizeof *t);
+    *t = (TensorParallel){.tp = model->mesh.tp};
     model->sockets.region.context = t;
     model->sockets.region.enter = identity;
     model->sockets.region.leave = all_reduce;
     model->sockets.region.enter_backward = all_reduce;
     model->sockets.region.leave_backward = identity;
+    return t;
 }
+
+static void unplug(Model *model, void *context) {
+    (void)model;
+    free(context);
+}
+
+// ---- the record ----
+
+// "1, 2, 4": the degrees that fit.
+static const char *degrees(const Config *c) {
+    static char text[256];
+    int used = 0;
+    for (int64_t tp = 1; tp <= c->heads && used < 240; tp++)
+        if (c->heads % tp == 0 && c->ffn % tp == 0 && (c->kv_heads % tp == 0 || tp % c->kv_heads == 0))
+            used += snprintf(text + used, sizeof text - (size_t)used, "%s%ld", used ? ", " : "", tp);
+    return text;
+}
+
+void tensor_parallel_check(const Config *c) {
+    int64_t tp = c->tp, kv = c->kv_heads;
+    CHECK(c->heads % tp == 0, "--tp %ld does not divide --heads %ld; --tp %s would fit", tp, c->heads,
+          degrees(c));
+    CHECK(c->ffn % tp == 0, "--tp %ld does not divide --ffn %ld; --tp %s would fit", tp, c->ffn,
+          degrees(c));
+    CHECK(kv % tp == 0 || tp % kv == 0,
+          "--tp %ld and --kv-heads %ld: one must divide the other; --tp %s would fit", tp, kv, degrees(c));
+}
+
+void tensor_parallel_price_kept(Price *price, const Model *m) {
+    static const Role sharded[] = {ROLE_Q, ROLE_O, ROLE_GATE, ROLE_UP, ROLE_DOWN};
+    double tp = m->mesh.tp.size, kv = (double)m->config.kv_heads, kv_parts = kv < tp ? kv : tp;
+    for (size_t i = 0; i < sizeof sharded / sizeof *sharded; i++) price->elements[sharded[i]] /= tp;
+    price->elements[ROLE_K] /= kv_parts;
+    price->elements[ROLE_V] /= kv_parts;
+    for (int i = 0; i < price->block_rows; i++)
+        if (!strcmp(price->block[i].what, "k, v")) price->block[i].bytes *= tp / kv_parts;  // copies
+    price_scale_kept(price, BY_TENSOR, 1, tp);
+}
+
+static void price(Price *price, const Model *m, const void *context) {
+    (void)context;
+    int64_t n = m->config.micro_batch * m->config.seq;
+    price_all_reduce(price, price->leaves + price->enters_backward, n * m->config.hidden,
+                     m->params.recipe.weight, m->mesh.tp);
+    tensor_parallel_price_kept(price, m);
+}
+
+static bool on(const Config *config) { return config_number(config, "sp") == 0; }
+
+const Technique tensor_parallel = {.name = "tensor_parallel",
+                                   .axes = AXIS_TP,
+                                   .on = on,
+                                   .check = tensor_parallel_check,
+                                   .shard = tensor_parallel_shard,
+                                   .plug = plug,
+                                   .unplug = unplug,
+                                   .price = price};
+
+const Option tensor_layout_options[TENSOR_LAYOUT_OPTIONS] = {
+    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
+     "what --dp shares out: optimizer state, gradients, weights", false}};
+const Technique *const tensor_layouts[] = {&ddp_no_sync,    &zero1,           &zero2,
+                                           &zero3,          &tensor_parallel, &sequence_parallel,
+                                           &vocab_parallel, &recompute,       NULL};
+const Technique *const tensor_layouts_async[] = {&ddp_no_sync,     &zero1,
+                                                 &zero2,           &zero3,
+                                                 &tensor_parallel, &sequence_parallel,
+                                                 &vocab_parallel,  &async_tensor_parallel,
+                                                 &recompute,       NULL};
 
 #ifndef NO_MAIN
 
@@ -123,10 +173,10 @@ void tensor_parallel_plug(Model *model, TensorParallel *t) {
 static void count_a_block(Mesh mesh, const Config *config) {
     Config c = *config;
     c.recompute = RECOMPUTE_NONE;
-    c.sp = false;
-    c.zero = 0;
+    config_set(&c, "sp", 0);
+    config_set(&c, "zero", 0);
     say("\nOne block and micro-batch, tp %d:\n", mesh.tp.size);
-    BlockCost block = layout_block_cost(&c, mesh);
+    BlockCost block = program_block_cost(&c, mesh, tensor_layouts);
     double K = (double)(c.micro_batch * c.seq * c.hidden) * (double)dtype_size((DType)c.dtype);
     for (int pass = FORWARD; pass <= BACKWARD; pass++) {
         Sends sends = block.pass[pass];
@@ -139,29 +189,19 @@ static void count_a_block(Mesh mesh, const Config *config) {
     }
 }
 
-static void *region_plug(Trainer *t) {
-    TensorParallel *tp = host_alloc(sizeof *tp);
-    tensor_parallel_plug(t->model, tp);
-    return tp;
-}
-static void region_unplug(Trainer *t, void *tp) {
-    (void)t;
-    free(tp);
-}
-
 // Two blocks of Llama 3 8B: what they cost in proportion is what all 32 do. On ranks / tp groups at once,
-// which have batches of their own, and nothing travels but what tensor parallelism sends.
+// which have batches of their own, and nothing is sent but what tensor parallelism sends.
 enum { TOKENS = 4096 };
 static StepCost cost_of_8b(Mesh mesh, int tp) {
-    const LayoutProgram region = {.plug = region_plug, .unplug = region_unplug};
     Config c = config_default(
         "layers=2 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=1024 seq=4096 micro-batch=1 grad-acc=1 "
         "dtype=bf16");
     c.tp = tp;
     Mesh m = mesh_new((MeshShape){mesh.world.size / tp, 1, 1, tp, 1});
     m.dp = mesh_single().dp;
+    m.world = m.tp;
     clock_push("across nodes");
-    StepCost cost = layout_cost(&c, m, &region);
+    StepCost cost = program_cost(&c, m, (const Technique *[]){&tensor_parallel, NULL});
     clock_pop();
     return cost;
 }
@@ -210,17 +250,17 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const LayoutProgram program = {
-        .purpose = "Tensor parallelism: every block's matrices are cut over ranks.",
+    const Program program = {
+        .purpose = "Tensor parallelism: every block's matrices are sharded over ranks.",
         .claim = "ranks that share every matrix make the step of one device",
         .defaults =
             "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
-            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0",
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 bucket-mb=0.1",
         .natural = 4,
-        .plug = layout_plug,
-        .unplug = layout_unplug,
-        .counts = layout_counts,
+        .techniques = tensor_layouts,
+        .option = tensor_layout_options,
+        .options = TENSOR_LAYOUT_OPTIONS,
         .more = more};
-    return layout_program(argc, argv, &program);
+    return program_main(argc, argv, &program);
 }
 #endif

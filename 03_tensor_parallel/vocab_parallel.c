@@ -1,4 +1,4 @@
-// vocab_parallel.c: embedding, output layer and loss cut over the vocabulary. Playbook: "Sequence
+// vocab_parallel.c: embedding, output layer and loss sharded over the vocabulary. Playbook: "Sequence
 // Parallelism", its table of the embedding layer ("Row Linear sharded on vocab").
 //
 // Against 00_single_gpu: each of t ranks stores ceil(v / t) rows of both tables, the last ones padded with
@@ -18,7 +18,10 @@
 // Memory per rank: tables, their gradients and optimizer states / t; logits n v / t.
 // Run: build/03_tensor_parallel/vocab_parallel      (--sp, --tied, --ranks 8, --vocab 300, --dtype bf16 …)
 // Last line: PASS vocab_parallel: the loss needs no rank to see all logits …
-#include "playbook.h"
+#include <stdlib.h>
+#include <string.h>
+
+#include "tensor_parallel.h"
 
 // ---- the embedding ----
 
@@ -30,36 +33,36 @@ static Tensor rows_of(const VocabParallel *vocab, Tensor tokens, Tensor weight) 
     return rows;
 }
 
-static Tensor lookup(void *context, Tensor tokens, Tensor weight) {
+static Tensor lookup(void *context, const MicroBatch *micro, Tensor weight) {
     const VocabParallel *vocab = context;
-    Tensor partial = rows_of(vocab, tokens, weight);
-    Tensor x = vocab->before.region.leave(vocab->before.region.context, partial);
+    Tensor partial = rows_of(vocab, micro->tokens, weight);
+    Tensor x = vocab->before.region.leave(vocab->before.region.context, micro, partial);
     tensor_free(&partial);
     return x;
 }
 
 //   forward: x = sum over ranks of rows,  rows = weight[token] on its owner
-static void lookup_backward(void *context, Tensor dweight, Tensor dx, Tensor tokens) {
+static void lookup_backward(void *context, const MicroBatch *micro, Tensor dweight, Tensor dx) {
     const VocabParallel *vocab = context;
-    Tensor drows = vocab->before.region.leave_backward(vocab->before.region.context, dx);
-    op_embedding_part_backward(dweight, drows, tokens, vocab->part);
+    Tensor drows = vocab->before.region.leave_backward(vocab->before.region.context, micro, dx);
+    op_embedding_part_backward(dweight, drows, micro->tokens, vocab->part);
     tensor_free(&drows);
 }
 
 // ---- the output layer: entered as a block is, by whatever is plugged there by now ----
 
-static Tensor enter(void *context, Tensor x) {
+static Tensor enter(void *context, const MicroBatch *micro, Tensor x) {
     const Sockets *on = ((const VocabParallel *)context)->on;
-    return on->region.enter(on->region.context, x);
+    return on->region.enter(on->region.context, micro, x);
 }
-static Tensor enter_backward(void *context, Tensor dx) {
+static Tensor enter_backward(void *context, const MicroBatch *micro, Tensor dx) {
     const Sockets *on = ((const VocabParallel *)context)->on;
-    return on->region.enter_backward(on->region.context, dx);
+    return on->region.enter_backward(on->region.context, micro, dx);
 }
 
-// ---- the loss: three numbers for each token travel, and no logits ----
+// ---- the loss: three numbers for each token are sent, and no logits ----
 
-static double loss(void *context, Tensor *lse, Tensor logits, Tensor targets) {
+static double loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
     const VocabParallel *vocab = context;
     int64_t n = tensor_rows(logits);
     DType statistics = logits.dtype == F64 ? F64 : F32;
@@ -69,12 +72,12 @@ static double loss(void *context, Tensor *lse, Tensor logits, Tensor targets) {
 
     // Sums of exponentials and logits of targets are sums over ranks both: one message.
     Tensor sums = tensor_new(MEMORY_COMMUNICATION, statistics, SHAPE(2, n));
-    op_cross_entropy_part_sums(sums, logits, maxima, targets, vocab->part);
+    op_cross_entropy_part_sums(sums, logits, maxima, micro->targets, vocab->part);
     comm_wait(comm_all_reduce(sums, REDUCE_SUM, vocab->tp));
 
     Tensor losses = tensor_new(MEMORY_ACTIVATION, statistics, SHAPE(n));
     *lse = tensor_like(MEMORY_ACTIVATION, losses);
-    op_cross_entropy_part_losses(losses, *lse, maxima, sums, targets);
+    op_cross_entropy_part_losses(losses, *lse, maxima, sums, micro->targets);
     double sum = op_sum(losses);  // of all tokens, and the same bits on every rank
     tensor_free(&maxima);
     tensor_free(&sums);
@@ -82,10 +85,10 @@ static double loss(void *context, Tensor *lse, Tensor logits, Tensor targets) {
     return sum;
 }
 
-static void loss_backward(void *context, Tensor dlogits, Tensor logits, Tensor lse, Tensor targets,
-                          double scale) {
+static void loss_backward(void *context, const MicroBatch *micro, Tensor dlogits, Tensor logits,
+                          Tensor lse) {
     const VocabParallel *vocab = context;
-    op_cross_entropy_part_backward(dlogits, logits, lse, targets, scale, vocab->part);
+    op_cross_entropy_part_backward(dlogits, logits, lse, micro->targets, micro->grad_scale, vocab->part);
 }
 
 // Of v tokens those that are stored from `first` on. The last ranks' may lie wholly in the padding.
@@ -94,8 +97,9 @@ static VocabularyPart part_of(int64_t v, int64_t stored, int64_t first) {
     return (VocabularyPart){v, first, v - first < stored ? v - first : stored};
 }
 
-void vocab_parallel_plug(Model *model, VocabParallel *vocab) {
+static void *plug(Model *model) {
     const Param *table = model->embedding;
+    VocabParallel *vocab = host_alloc(sizeof *vocab);
     *vocab = (VocabParallel){.tp = model->mesh.tp,
                              .part = part_of(table->full[0], table->shape[0], table->first[0]),
                              .before = model->sockets,
@@ -107,7 +111,76 @@ void vocab_parallel_plug(Model *model, VocabParallel *vocab) {
     model->sockets.vocabulary.enter_backward = enter_backward;
     model->sockets.vocabulary.loss = loss;
     model->sockets.vocabulary.loss_backward = loss_backward;
+    return vocab;
 }
+
+static void unplug(Model *model, void *context) {
+    (void)model;
+    free(context);
+}
+
+// ---- the record ----
+
+// Rows of both tables: ceil(v / t) on each rank, the last ones padded.
+static void shard(Model *m) {
+    Group tp = m->mesh.tp;
+    for (int i = 0; i < m->params.count && tp.size > 1; i++) {
+        Param *param = &m->params.param[i];
+        int64_t rows = (param->full[0] + tp.size - 1) / tp.size;
+        if (param->role == ROLE_EMBEDDING || param->role == ROLE_HEAD)
+            param_shard(param, 0, tp.rank * rows, rows);
+    }
+}
+
+static void price(Price *price, const Model *m, const void *context) {
+    (void)context;
+    const Config *c = &m->config;
+    Group tp = m->mesh.tp;
+    int64_t n = c->micro_batch * c->seq, rows = (c->vocab + tp.size - 1) / tp.size;
+    double micros = (double)c->grad_acc;
+    DType statistics = c->dtype == F64 ? F64 : F32;
+    // A lookup leaves the region, the output layer enters it, in W again.
+    price->lookups += micros;
+    price->leaves += micros;
+    price->leaves_backward += micros;
+    price->enters += 2 * micros;
+    price->enters_backward += micros;
+    price->losses = 0;  // the two sums below have it
+    price_all_reduce(price, micros, n, statistics, tp);
+    price_all_reduce(price, micros, 2 * n, statistics, tp);
+    price->elements[ROLE_EMBEDDING] = (double)(rows * c->hidden);
+    if (!c->tied) price->elements[ROLE_HEAD] = (double)(rows * c->hidden);
+    for (int i = 0; i < price->end_rows; i++) {
+        PriceKept *kept = &price->end[i];
+        if (!strcmp(kept->what, "logits"))
+            kept->bytes = (double)(n * rows) * (double)dtype_size((DType)c->dtype);
+        if (!strcmp(kept->what, "logits") || !strcmp(kept->what, "lse"))
+            kept->split = EVERY_RANK;  // of all rows
+    }
+}
+
+static bool on(const Config *config) { return config_number(config, "vocab-parallel") != 0; }
+
+static const Option vocab_option = {"vocab-parallel",
+                                    OPTION_FLAG,
+                                    NULL,
+                                    NULL,
+                                    0,
+                                    0,
+                                    "",
+                                    "--tp shards embedding, output layer and loss, too",
+                                    false};
+
+const Technique vocab_parallel = {.name = "vocab_parallel",
+                                  .option = &vocab_option,
+                                  .options = 1,
+                                  .axes = AXIS_TP,
+                                  .wraps = 1u << SOCKET_VOCABULARY,
+                                  .on = on,
+                                  .shard = shard,
+                                  .plug = plug,
+                                  .unplug = unplug,
+                                  .price = price};
 
 #ifndef NO_MAIN
 
@@ -119,19 +192,19 @@ typedef struct Shapes {
 
 static Shapes shapes_of(const Config *config, Mesh mesh, bool sp) {
     Config c = *config;
-    c.sp = sp;
-    c.zero = 0;  // tables as they are looked up in
-    Trainer *t = trainer_new(&c, mesh);
-    void *plugs = layout_plug(t);
+    config_set(&c, "sp", sp);
+    config_set(&c, "zero", 0);  // tables as they are looked up in
+    Trainer *t = trainer_new(&c, mesh, tensor_layouts);
     const Sockets *on = &t->model->sockets;
     Shapes s;
     int64_t n = c.micro_batch * c.seq, first;
     Tensor table = param_value(&t->model->params, t->model->embedding);
-    Tensor tokens = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n));
-    op_fill(tokens, 0);
-    Tensor rows = rows_of(on->vocabulary.context, tokens, table);
+    MicroBatch micro = {
+        .b = c.micro_batch, .s = c.seq, .tokens = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n))};
+    op_fill(micro.tokens, 0);
+    Tensor rows = rows_of(on->vocabulary.context, micro.tokens, table);
     clock_reset();
-    Tensor x = on->vocabulary.lookup(on->vocabulary.context, tokens, table);
+    Tensor x = on->vocabulary.lookup(on->vocabulary.context, &micro, table);
     const char *call = sp ? "reduce_scatter" : "all_reduce";
     int64_t own = sp ? sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) : n;
     report_that(tensor_rows(rows) == n && tensor_rows(x) == own && comm_count(call).calls == 1 &&
@@ -141,8 +214,7 @@ static Shapes shapes_of(const Config *config, Mesh mesh, bool sp) {
     snprintf(s.table, sizeof s.table, "%s", tensor_text(table));
     snprintf(s.rows, sizeof s.rows, "%s", tensor_text(rows));
     snprintf(s.x, sizeof s.x, "%s by %s", tensor_text(x), call);
-    tensor_free(&tokens), tensor_free(&rows), tensor_free(&x);
-    layout_unplug(t, plugs);
+    tensor_free(&micro.tokens), tensor_free(&rows), tensor_free(&x);
     trainer_free(t);
     return s;
 }
@@ -179,18 +251,18 @@ static void loss_of_llama(Mesh mesh, const Config *config) {
     int64_t columns = (v + tp.size - 1) / tp.size;
     VocabParallel vocab = {.tp = tp, .part = part_of(v, columns, columns * tp.rank)};
     Tensor logits = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(n, columns)), lse;
-    Tensor targets = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n));
+    MicroBatch micro = {.b = 1, .s = n, .targets = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n))};
     Tensor all = tensor_new(MEMORY_COMMUNICATION, BF16, SHAPE(tp.size, n, columns));
     say("\nThe loss of %ld tokens of Llama 3 8B, v = %ld on %d ranks, on the model clock of %s:\n", n, v,
         tp.size, config->machine);
     say("  %-16s %12s %12s %18s\n", "", "bytes sent", "exposed, ms", "logits on a rank");
     clock_reset();
-    loss(&vocab, &lse, logits, targets);
+    loss(&vocab, &micro, &lse, logits);
     show("maxima and sums", 2.0 * (tp.size - 1) * 3 * (double)n * sizeof(float), logits, tp);
     clock_reset();
     comm_wait(comm_all_gather(all, logits, NULL, tp));
     show("gathered logits", (tp.size - 1) * (double)tensor_bytes(all), all, tp);
-    tensor_free(&logits), tensor_free(&targets), tensor_free(&lse), tensor_free(&all);
+    tensor_free(&logits), tensor_free(&micro.targets), tensor_free(&lse), tensor_free(&all);
     device_dry_run(false);
 }
 
@@ -201,18 +273,19 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const LayoutProgram program = {
-        .purpose = "Vocabulary parallelism: embedding, output layer and loss are cut over the vocabulary.",
+    const Program program = {
+        .purpose =
+            "Vocabulary parallelism: embedding, output layer and loss are sharded over the vocabulary.",
         .claim = "the loss needs no rank to see all logits",
         .defaults =
             "layers=2 hidden=48 heads=8 kv-heads=2 ffn=88 vocab=257 seq=31 micro-batch=2 grad-acc=2 "
             "steps=3 "
-            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 vocab-parallel=1",
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 vocab-parallel=1 bucket-mb=0.1",
         .natural = 4,
-        .plug = layout_plug,
-        .unplug = layout_unplug,
-        .counts = layout_counts,
+        .techniques = tensor_layouts,
+        .option = tensor_layout_options,
+        .options = TENSOR_LAYOUT_OPTIONS,
         .more = more};
-    return layout_program(argc, argv, &program);
+    return program_main(argc, argv, &program);
 }
 #endif

@@ -132,7 +132,7 @@ Record record_new(const char *title, int64_t steps, const Params *params) {
 
 // The whole parameter's values or gradient as f64. The caller frees them.
 static double *whole_doubles(const Params *params, const Param *param, ParamTensor which) {
-    DType dtype = which == PARAM_GRAD ? params->total_dtype : params->dtype;
+    DType dtype = which == PARAM_GRAD ? params->recipe.sum : params->recipe.weight;
     int64_t count = param->full[0] * param->full[1];
     double *doubles = host_alloc(count * sizeof *doubles);
     void *stored = host_alloc(count * dtype_size(dtype));

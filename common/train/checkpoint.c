@@ -78,8 +78,9 @@ static Contents contents_new(const Params *params, int tensors, int keys) {
 // Takes over name.
 static void contents_add(Contents *c, char *name, const Param *param, Tensor state) {
     SafeTensor *tensor = &c->file.tensor[c->file.count];
-    *tensor = (SafeTensor){
-        .name = name, .dtype = tensor_exists(state) ? state.dtype : c->params->dtype, .dims = param->dims};
+    *tensor = (SafeTensor){.name = name,
+                           .dtype = tensor_exists(state) ? state.dtype : c->params->recipe.weight,
+                           .dims = param->dims};
     memcpy(tensor->shape, param->full, sizeof param->full);
     c->param[c->file.count] = param;
     c->state[c->file.count++] = state;
@@ -93,7 +94,7 @@ static void contents_say(Contents *c, const char *key, char *value) {
 static void read_source(void *context, int tensor, uint8_t *bytes) {
     const Contents *c = context;
     if (tensor_exists(c->state[tensor]))
-        param_gather_flat(c->params, c->param[tensor], c->state[tensor], true, bytes);
+        param_gather_own(c->params, c->param[tensor], c->state[tensor], bytes);
     else param_gather(c->params, c->param[tensor], PARAM_VALUE, bytes);
 }
 
@@ -139,7 +140,7 @@ static const char *write_optimizer(const char *dir, const Config *config, const 
     contents_say(&c, "optimizer_step", format_text("%lld", (long long)optimizer->step));
     contents_say(&c, "seed", format_text("%lld", (long long)config->seed));
     contents_say(&c, "seq", format_text("%lld", (long long)config->seq));
-    contents_say(&c, "dtype", format_text("%s", dtype_name(params->dtype)));
+    contents_say(&c, "dtype", format_text("%s", dtype_name(params->recipe.weight)));
     contents_say(&c, "optimizer", format_text("%s", optimizer_names[optimizer->kind]));
     contents_say(&c, "batch", format_text("%lld", (long long)progress.batch));
     contents_say(&c, "data", format_text("%016llx", (unsigned long long)progress.data));
@@ -240,7 +241,7 @@ void checkpoint_save(const char *dir, const Config *config, const Params *params
     if (!wrong && mkdir(temporary, 0777) != 0 && errno != EEXIST) wrong = file_fault("create", temporary);
     if (!wrong) wrong = write_model(temporary, params);
     if (!wrong && optimizer) wrong = write_optimizer(temporary, config, params, optimizer, progress);
-    if (!wrong) wrong = checkpoint_write_config(temporary, config, params->dtype);
+    if (!wrong) wrong = checkpoint_write_config(temporary, config, params->recipe.weight);
     if (!wrong) wrong = flush_folder(temporary);
     if (!wrong) wrong = put_in_place(temporary, final, aside);
     if (wrong) {
@@ -361,7 +362,7 @@ void checkpoint_load_weights(const char *dir, Params *params) {
     SafeTensors file = safetensors_open(path);
     for (int i = 0; i < params->count; i++) {
         const Param *param = &params->param[i];
-        void *whole = load_tensor(path, &file, param->name, param, params->dtype);
+        void *whole = load_tensor(path, &file, param->name, param, params->recipe.weight);
         param_set_value(params, param, whole);
         free(whole);
     }
@@ -464,9 +465,9 @@ static void load_state(const char *path, const SafeTensors *file, Params *params
                        const char *ending, Tensor flat) {
     char *name = format_text("%s.%s", param->name, ending);
     bool weight = !tensor_exists(flat);
-    void *whole = load_tensor(path, file, name, param, weight ? params->dtype : flat.dtype);
+    void *whole = load_tensor(path, file, name, param, weight ? params->recipe.weight : flat.dtype);
     if (weight) param_set_value(params, param, whole);
-    else param_scatter_flat(params, param, flat, true, whole);
+    else param_scatter_own(params, param, flat, whole);
     free(whole);
     free(name);
 }

@@ -116,14 +116,12 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_REPORT, TEXT("json", json, NULL, "FILE", "write every figure at full precision")},
         {CONFIG_REPORT, TEXT("trace", trace, NULL, "FILE", "write a time line for ui.perfetto.dev")},
         {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
-        {CONFIG_LAYOUT, INT("dp", dp, "0", 0, 4096, "", "data-parallel ranks; 0: all that --tp leaves")},
-        {CONFIG_LAYOUT, INT("tp", tp, "1", 0, 4096, "",
-                            "ranks that share each layer's matrices; 0: all that --dp leaves")},
-        {CONFIG_LAYOUT, FLAG("sp", sp, "sequence parallelism: --tp cuts norms and residuals, too")},
-        {CONFIG_LAYOUT,
-         FLAG("vocab-parallel", vocab_parallel, "--tp cuts embedding, output layer and loss, too")},
-        {CONFIG_LAYOUT,
-         CHOICE("zero", zero, "0", "0|1|2|3", "what --dp shares out: optimizer state, gradients, weights")},
+        {CONFIG_DP, INT("dp", dp, "0", 0, 4096, "ranks", "data parallelism; 0: all that the others leave")},
+        {CONFIG_PP, INT("pp", pp, "1", 1, 4096, "stages", "pipeline parallelism")},
+        {CONFIG_CP, INT("cp", cp, "1", 1, 4096, "ranks", "context parallelism: they share each sequence")},
+        {CONFIG_TP, INT("tp", tp, "1", 0, 4096, "ranks",
+                        "tensor parallelism: they share each layer; 0: all that --dp leaves")},
+        {CONFIG_EP, INT("ep", ep, "1", 1, 4096, "ranks", "expert parallelism: they share the experts")},
         {CONFIG_TIMELINE,
          FLAG("timeline", timeline, "show compute and communication of one step on the model clock")},
         {CONFIG_TIMELINE, TEXT("timeline-svg", timeline_svg, NULL, "FILE", "the same as a picture")},
@@ -149,17 +147,20 @@ static int shared_options(Shared *table, Config *c) {
 }
 
 // Takes "layers=2 dtype=f64" as standard values. Cuts the words up and points into them.
-static void change_standards(Shared *table, int count, char *words) {
+static void change_standards(Shared *table, int count, Option *own, int own_count, char *words) {
     for (char *word = strtok(words, " "); word; word = strtok(NULL, " ")) {
         char *value = strchr(word, '=');
         CHECK(value, "defaults: %s has no value", word);
         *value++ = '\0';
-        int i = 0;
-        while (i < count && strcmp(table[i].option.name, word) != 0) i++;
-        CHECK(i < count, "defaults: there is no --%s", word);
+        Option *option = NULL;
+        for (int i = 0; i < count && !option; i++)
+            if (!strcmp(table[i].option.name, word)) option = &table[i].option;
+        for (int i = 0; i < own_count && !option; i++)
+            if (!strcmp(own[i].name, word)) option = &own[i];
+        CHECK(option, "defaults: there is no --%s", word);
         // Texts outlive the parse, these words do not.
-        CHECK(table[i].option.type != OPTION_TEXT, "defaults: --%s is a text", word);
-        table[i].option.standard = value;
+        CHECK(option->type != OPTION_TEXT, "defaults: --%s is a text", word);
+        option->standard = value;
     }
 }
 
@@ -173,6 +174,39 @@ static const char *typed_model(int argc, char **argv) {
     return model && *model && strncmp(model, "--", 2) != 0 ? model : NULL;
 }
 
+// Where the parser puts the value of an option that becomes a setting.
+typedef union Value {
+    int64_t integer;
+    double real;
+    const char *text;
+    int choice;
+    bool flag;
+} Value;
+
+static void add_setting(Config *c, const Option *option, const Value *value) {
+    double number = 0;
+    switch (option->type) {
+        case OPTION_INT:
+            number = (double)value->integer;
+            break;
+        case OPTION_REAL:
+            number = value->real;
+            break;
+        case OPTION_CHOICE:
+            number = value->choice;
+            break;
+        case OPTION_FLAG:
+            number = value->flag;
+            break;
+        case OPTION_TEXT:
+            break;
+    }
+    config_set(c, option->name, number);
+    Setting *setting = &c->setting[c->settings - 1];
+    setting->given = option->given;
+    if (option->type == OPTION_TEXT) setting->text = value->text;
+}
+
 Config config_parse(int argc, char **argv, const char *purpose, unsigned groups, const char *defaults,
                     Option *own, int own_count) {
     Config c = {.model = presets[0].name, .beta1 = 0.9, .beta2 = 0.95, .adam_eps = 1e-8};
@@ -181,9 +215,16 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
 
     const char *model = groups & CONFIG_MODEL ? typed_model(argc, argv) : NULL;
     const Preset *preset = preset_find(model ? model : "default");
+    Option owned[MAX_OPTIONS];
+    Value value[MAX_OPTIONS] = {{0}};
+    CHECK(own_count <= MAX_OPTIONS, "option table: more than %d options", MAX_OPTIONS);
+    for (int i = 0; i < own_count; i++) {
+        owned[i] = own[i];
+        if (!own[i].target) owned[i].target = &value[i];
+    }
     char *layer[] = {format_text("%s", presets[0].shape), format_text("%s", defaults ? defaults : ""),
                      format_text("%s", model ? preset->shape : "")};
-    for (int i = 0; i < 3; i++) change_standards(shared, shared_count, layer[i]);
+    for (int i = 0; i < 3; i++) change_standards(shared, shared_count, owned, own_count, layer[i]);
 
     // Every field gets its standard value, also where the program has no flag for it; then the flags that
     // it has are read.
@@ -195,9 +236,12 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
     for (int i = 0; i < shared_count; i++)
         if (shared[i].group & groups) table[count++] = shared[i].option;
     CHECK(count + own_count <= MAX_OPTIONS, "option table: more than %d options", MAX_OPTIONS);
-    for (int i = 0; i < own_count; i++) table[count + i] = own[i];
+    for (int i = 0; i < own_count; i++) table[count + i] = owned[i];
     options_parse(argc, argv, purpose, table, count + own_count);
-    for (int i = 0; i < own_count; i++) own[i].given = table[count + i].given;
+    for (int i = 0; i < own_count; i++) {
+        own[i].given = table[count + i].given;
+        if (!own[i].target) add_setting(&c, &own[i], &value[i]);
+    }
     static const char *const shape[] = {"model",    "layers", "hidden", "heads",
                                         "kv-heads", "ffn",    "vocab",  "tied"};
     for (size_t i = 0; i < sizeof shape / sizeof *shape; i++)
@@ -252,36 +296,66 @@ void config_check(const Config *c) {
     CHECK(c->save || c->save_every == 0, "--save-every %ld needs --save", c->save_every);
 }
 
-// "1, 2, 4": the degrees up to `most` that fit.
-static const char *tensor_degrees(const Config *c, int64_t most) {
-    static char text[256];
+// ---- settings ----
+
+static const Setting *find_setting(const Config *c, const char *name) {
+    for (int i = 0; i < c->settings; i++)
+        if (!strcmp(c->setting[i].name, name)) return &c->setting[i];
+    return NULL;
+}
+
+bool config_has(const Config *c, const char *name) { return find_setting(c, name) != NULL; }
+
+double config_number(const Config *c, const char *name) {
+    const Setting *setting = find_setting(c, name);
+    return setting ? setting->number : 0;
+}
+
+const char *config_text(const Config *c, const char *name) {
+    const Setting *setting = find_setting(c, name);
+    return setting ? setting->text : NULL;
+}
+
+void config_set(Config *c, const char *name, double number) {
+    Setting *setting = (Setting *)find_setting(c, name);
+    if (!setting) {
+        CHECK(c->settings < MAX_SETTINGS, "--%s: more than %d options of techniques", name, MAX_SETTINGS);
+        setting = &c->setting[c->settings++];
+        *setting = (Setting){.name = name};
+    }
+    setting->number = number;
+}
+
+// ---- degrees of the mesh ----
+
+// The degrees but dp as flags, those of 1 left out: "--pp 2 x --tp 3". Static text.
+static const char *degrees_text(const Config *c) {
+    static char text[128];
+    const struct {
+        const char *name;
+        int64_t degree;
+    } axis[] = {{"pp", c->pp}, {"cp", c->cp}, {"tp", c->tp}};
     int used = 0;
-    for (int64_t tp = 1; tp <= most && used < 240; tp++)
-        if (c->heads % tp == 0 && c->ffn % tp == 0 && (c->kv_heads % tp == 0 || tp % c->kv_heads == 0))
-            used += snprintf(text + used, sizeof text - (size_t)used, "%s%ld", used ? ", " : "", tp);
+    for (int i = 0; i < 3; i++)
+        if (axis[i].degree != 1)
+            used += snprintf(text + used, sizeof text - (size_t)used, "%s--%s %ld", used ? " x " : "",
+                             axis[i].name, axis[i].degree);
     return text;
 }
 
-void config_check_layout(Config *c, int ranks) {
+void config_check_degrees(Config *c, int ranks) {
     if (c->tp == 0) {
-        CHECK(c->dp == 0 || ranks % c->dp == 0,
-              "--dp %ld does not divide the %d ranks; --ranks %ld would fit", c->dp, ranks,
-              (ranks / c->dp + 1) * c->dp);
-        c->tp = c->dp ? ranks / c->dp : ranks;
+        int64_t others = (c->dp ? c->dp : 1) * c->pp * c->cp;
+        CHECK(ranks % others == 0, "--dp %ld does not divide the %d ranks; --ranks %ld would fit", others,
+              ranks, (ranks / others + 1) * others);
+        c->tp = ranks / others;
     }
-    int64_t tp = c->tp, kv = c->kv_heads;
-    const char *fits = tensor_degrees(c, c->heads);
-    CHECK(c->heads % tp == 0, "--tp %ld does not divide --heads %ld; --tp %s would fit", tp, c->heads,
-          fits);
-    CHECK(c->ffn % tp == 0, "--tp %ld does not divide --ffn %ld; --tp %s would fit", tp, c->ffn, fits);
-    CHECK(kv % tp == 0 || tp % kv == 0,
-          "--tp %ld and --kv-heads %ld: one must divide the other; --tp %s would fit", tp, kv, fits);
-    CHECK(ranks % tp == 0, "--tp %ld does not divide the %d ranks; --ranks %ld would fit", tp, ranks,
-          (ranks / tp + 1) * tp);
-    if (c->dp == 0) c->dp = ranks / tp;
-    CHECK(c->dp * tp == ranks,
-          "--dp %ld x --tp %ld needs %ld ranks, and there are %d: --ranks %ld would fit", c->dp, tp,
-          c->dp * tp, ranks, c->dp * tp);
+    int64_t rest = c->pp * c->cp * c->tp;
+    CHECK(ranks % rest == 0, "%s does not divide the %d ranks; --ranks %ld would fit", degrees_text(c),
+          ranks, (ranks / rest + 1) * rest);
+    if (c->dp == 0) c->dp = ranks / rest;
+    CHECK(c->dp * rest == ranks, "--dp %ld%s%s needs %ld ranks, and there are %d: --ranks %ld would fit",
+          c->dp, rest > 1 ? " x " : "", degrees_text(c), c->dp * rest, ranks, c->dp * rest);
 }
 
 void config_print(const Config *c) {

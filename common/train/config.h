@@ -13,6 +13,15 @@ extern "C" {
 typedef enum Recompute { RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL } Recompute;
 typedef enum OptimizerKind { OPTIMIZER_ADAMW, OPTIMIZER_SGD } OptimizerKind;
 
+// The value of an option that belongs to a technique, which alone knows what it means.
+typedef struct Setting {
+    const char *name;  // of the option: "bucket-mb"
+    double number;     // of INT, REAL, CHOICE (the index) and FLAG (0 or 1)
+    const char *text;  // of TEXT
+    bool given;        // it was typed
+} Setting;
+enum { MAX_SETTINGS = 32 };
+
 typedef struct Config {
     // model (the playbook's letters: L h a f v s)
     const char *model;
@@ -35,10 +44,11 @@ typedef struct Config {
     bool no_check;
     const char *json, *trace, *machine, *timeline_svg;
     bool timeline;
-    // layout: degrees of the mesh (0: all ranks that the other leaves), and what is cut along it
-    int64_t dp, tp;
-    bool sp, vocab_parallel;
-    int zero;  // ZeRO's stage, 0 to 3: Sharding of params.h
+    // degrees of the mesh; dp or tp 0: all ranks that the others leave
+    int64_t dp, pp, cp, tp, ep;
+    // what the techniques of a program have options for, by name
+    Setting setting[MAX_SETTINGS];
+    int settings;
     // many ranks; comm_start reads ranks, timeout and rendezvous from the command line itself
     const char *rendezvous;
     int64_t ranks, gpus_per_node;  // 0: what is natural
@@ -49,28 +59,39 @@ typedef struct Config {
 enum {
     CONFIG_MODEL = 1,  // --model --layers --hidden --heads --kv-heads --ffn --vocab --seq --tied --dtype
     CONFIG_BATCH = 2,  // --micro-batch --grad-acc --steps --seed --data
-    CONFIG_OPTIMIZER = 4,  // --optimizer --lr --weight-decay --clip --warmup
-    CONFIG_RECOMPUTE = 8,  // --recompute
-    CONFIG_FILES = 16,     // --init --save --save-every --resume
-    CONFIG_REPORT = 32,    // --json --trace --machine
-    CONFIG_CHECK = 64,     // --no-check
-    CONFIG_RANKS = 128,    // --ranks --timeout --rendezvous --gpus-per-node and the efficiencies
+    CONFIG_OPTIMIZER = 4,   // --optimizer --lr --weight-decay --clip --warmup
+    CONFIG_RECOMPUTE = 8,   // --recompute
+    CONFIG_FILES = 16,      // --init --save --save-every --resume
+    CONFIG_REPORT = 32,     // --json --trace --machine
+    CONFIG_CHECK = 64,      // --no-check
+    CONFIG_RANKS = 128,     // --ranks --timeout --rendezvous --gpus-per-node and the efficiencies
     CONFIG_TIMELINE = 256,  // --timeline --timeline-svg, for who calls timeline_start
-    CONFIG_LAYOUT = 512,    // --dp --tp --sp --vocab-parallel --zero
+    CONFIG_DP = 512,        // --dp, and so on: the axes of the mesh that its techniques serve
+    CONFIG_PP = 1024,
+    CONFIG_CP = 2048,
+    CONFIG_TP = 4096,
+    CONFIG_EP = 8192,
 };
 
 // Parses the command line: the shared options of `groups`, and the program's own. Applies --model
 // first, then what was typed, then checks that the sizes fit together (naming the flags), and sets the
 // model clock to --machine. `defaults` changes standard values for this program, as "layers=2 steps=4
-// dtype=f64", or is NULL.
+// dtype=f64", or is NULL. An own option without a target becomes a setting, whose standard value `defaults` may
+// change as well.
 Config config_parse(int argc, char **argv, const char *purpose, unsigned groups, const char *defaults,
                     Option *own, int own_count);
 // The default model and batch, with the same `defaults` text: what tests use.
 Config config_default(const char *defaults);
+// A setting's value; 0 or NULL where this program has no such option.
+bool config_has(const Config *config, const char *name);
+double config_number(const Config *config, const char *name);
+const char *config_text(const Config *config, const char *name);
+void config_set(Config *config, const char *name, double number);
+
 // Fatal, naming the flags, when the sizes do not fit together.
 void config_check(const Config *config);
-// The same of a layout on so many ranks, saying what would fit; sets config->dp where it was left to it.
-void config_check_layout(Config *config, int ranks);
+// The same of the mesh's degrees on so many ranks, saying what would fit; sets dp or tp where it was left to it.
+void config_check_degrees(Config *config, int ranks);
 // One header line: "L=4 h=128 a=4 kv=2 f=352 v=256 s=128 untied, f32, b=8 x 1, 0.92 M parameters"
 void config_print(const Config *config);
 

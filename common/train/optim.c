@@ -36,19 +36,18 @@ static bool allocated(const Optimizer *optimizer) {
 
 void optimizer_allocate(Optimizer *optimizer, const Params *params) {
     if (allocated(optimizer)) return;
-    DType state = params->dtype == F64 ? F64 : F32;
-    bool needs_master = dtype_size(params->dtype) < 4;
+    Recipe r = params->recipe;
     for (int i = 0; i < optimizer->units; i++) {
         UnitState *unit = &optimizer->unit[i];
         int64_t count = params->unit[i].own_count;
         if (optimizer->kind == OPTIMIZER_ADAMW) {
-            unit->m = tensor_new(MEMORY_OPTIMIZER, state, SHAPE(count));
-            unit->v = tensor_new(MEMORY_OPTIMIZER, state, SHAPE(count));
+            unit->m = tensor_new(MEMORY_OPTIMIZER, r.moment, SHAPE(count));
+            unit->v = tensor_new(MEMORY_OPTIMIZER, r.moment, SHAPE(count));
             op_fill(unit->m, 0);
             op_fill(unit->v, 0);
         }
-        if (needs_master) {
-            unit->master = tensor_new(MEMORY_OPTIMIZER, state, SHAPE(count));
+        if (recipe_has_masters(r)) {
+            unit->master = tensor_new(MEMORY_OPTIMIZER, r.master, SHAPE(count));
             op_copy(unit->master, params->unit[i].own_values);
         }
     }

@@ -1,70 +1,70 @@
-// params.h: the parameter table. Every fact about a weight (name, shape, how it is cut, whether it decays,
-// how it is born) stands here once; optimizer, checkpoint and chapters read it and test no index.
+// params.h: the parameter table. Every fact about a weight (name, shape, who stores it, whether it decays, how
+// it starts) stands here once; optimizer, checkpoint and chapters read it and test no index.
 //
-// A unit is what one parameter collective moves: the embedding, each block, the head. A unit's weights lie
-// one after another in one flat tensor, its gradients in another of the same layout.
+// The table is global: every rank lists every weight of the model, stored `here` or not. A unit is what one
+// parameter collective moves: the embedding, each block, the head. A unit's weights lie one after another in one
+// flat tensor, its gradients in another of the same layout.
 //
-// Two cuts meet. Across, tensor parallelism: a rank stores some rows or columns of a weight (shape and first
-// of the Param). Along, ZeRO: the flat elements of a unit, as this rank has them, are dealt to the ranks of
-// dp, one contiguous part each, and a rank steps its own part alone (own_first and own_count of the Unit).
+// Two kinds of shards meet. A rank may store some rows or columns of a weight, or none of it: tensor parallelism,
+// pipeline stages (Param.here, shape, first). And the flat elements of a unit, as this rank has them, may be
+// dealt to the ranks that train copies of the unit on other samples: ZeRO (Unit.own_first, own_count, and what
+// Params.sharding leaves on a rank). The table only carries out what the techniques say: between params_add and
+// params_allocate they call the functions under "sharding".
 #ifndef PARAMS_H
 #define PARAMS_H
 
 #include "comm/mesh.h"
+#include "recipe.h"
 #include "tensor/tensor.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-// How tensor parallelism cuts a weight (out, in).
-typedef enum Cut {
-    CUT_NONE,        // every rank of tp stores all of it
-    CUT_ROWS,        // by outputs (column-parallel in Megatron's words, which write the transpose)
-    CUT_COLUMNS,     // by inputs (row-parallel)
-    CUT_HEADS,       // by outputs, between heads; ranks beyond the heads store copies of them
-    CUT_VOCABULARY,  // by outputs; a number that tp does not divide is padded with rows of zeros
-} Cut;
-
-// What ZeRO's stages leave on a rank of dp: stage 1 its part of the optimizer's state, stage 2 also of the
-// gradients, stage 3 also of the weights.
+// What ZeRO's stages leave on a rank: stage 1 its part of the optimizer's state, stage 2 also of the gradients,
+// stage 3 also of the weights.
 typedef enum Sharding { SHARD_NOTHING, SHARD_STATE, SHARD_GRADS, SHARD_VALUES } Sharding;
 
 typedef struct ParamSpec {
     const char *name;  // Hugging Face's: "model.layers.0.self_attn.q_proj.weight"
+    int role;          // what it is in the model (transformer.h), by which techniques shard it
     int64_t out, in;   // shape of the whole weight; in = 0: a vector
-    Cut cut;
-    int64_t heads;    // CUT_HEADS: rows fall into so many heads
-    bool decays;      // weight decay applies (matrices: yes; norms: no)
-    double init_std;  // normal with this deviation; 0: ones (norms)
+    bool decays;       // weight decay applies (matrices: yes; norms: no)
+    double init_std;   // normal with this deviation; 0: ones (norms)
 } ParamSpec;
 
 typedef struct Param {
     char name[80];
+    int role;
     int unit;          // index into units
+    bool here;         // this rank stores it, or some of it
     int dims;          // 1 or 2
     int64_t full[2];   // shape of the whole weight
     int64_t shape[2];  // what this rank stores (of which it owns a part where ZeRO deals it out)
     int64_t first[2];  // where the stored part begins in the whole; rows from full[0] on are padding
-    Cut cut;
-    Group copies;  // ranks of tp that store these same elements, this one among them; often it alone
+    bool sharded;      // no rank of the spread stores all of it
+    Group
+        copies;  // ranks of the spread that store these same elements, this one among them; often it alone
     bool partial;  // each copy's gradient is a part: the gradient is their sum
     bool decays;
     double init_std;
-    int64_t offset, count;  // elements within the unit's flat tensors
+    int64_t offset, count;  // elements within the unit's flat tensors; count is 0 where it is not here
 } Param;
 
 typedef struct Unit {
     char name[32];  // "embedding" "block 3" "head"
     int first_param, params;
-    int64_t first, count;  // elements within the whole model's flat tensors
+    int64_t first, count;  // elements within the whole model's flat tensors; 0 of a unit that is not here
+    Group replicas;        // ranks that train this unit on other samples: its gradients add up over them
     // Flat, (count); {0} while this rank stores its own part alone.
-    Tensor values, grads;  // grads in the values' dtype
-    Tensor accumulated;    // f32: gradients summed over micro-batches; {0} where grads itself accumulates
-    // This rank's own part: elements own_first … own_first + own_count - 1, all of them without ZeRO.
+    Tensor values, grads;  // grads in the recipe's gradient dtype
+    Tensor accumulated;    // sums over micro-batches; {0} where grads itself accumulates
+    // This rank's own part: elements own_first … own_first + own_count - 1, all of them unless ZeRO deals.
     int64_t own_first, own_count;
-    Tensor own_values;  // (own_count) the weights that the optimizer steps; a view of values, or all there is
-    Tensor own_grads;   // (own_count) their total gradient; a view of the above, or all there is
+    Tensor
+        own_values;  // (own_count) the weights that the optimizer steps; a view of values, or all there is
+    Tensor own_grads;  // (own_count) their total gradient; a view of the above, or all there is
+    int64_t counted_first, counted_count;  // what this rank adds to the gradients' norm
 } Unit;
 
 typedef struct Params {
@@ -72,9 +72,13 @@ typedef struct Params {
     int count;
     Unit *unit;
     int units;
-    DType dtype, total_dtype;  // of weights; of gradients summed over micro-batches (f32 for 16-bit weights)
+    Recipe recipe;
     Sharding sharding;
-    Group world, dp, tp;  // all that hold the model; those that share the units' parts; those that cut across
+    bool dealt;    // a technique has set own_first and own_count of each unit
+    bool counted;  // and counted_first and counted_count
+    Group world,
+        spread;  // all ranks; those that have different elements, or copies, of one replica of the model
+    Group replicas;  // of the units that are added from here on
     // Where all units stand one after another, consecutive units being one contiguous range. {0} where a
     // unit's own part is all that is stored …
     Tensor values, grads, accumulated;
@@ -82,17 +86,32 @@ typedef struct Params {
     Tensor own_values, own_grads;
 } Params;
 
-// Building: groups, then units in order, each followed by its weights. `copies` is the group of tp that
-// shares a head where heads are fewer than ranks.
-void params_begin(Params *params, const Mesh *mesh, Sharding sharding);
+// ---- building: units in order, each followed by its weights ----
+void params_begin(Params *params, const Mesh *mesh);
 void params_add_unit(Params *params, const char *name);
-Param *params_add(Params *params, const ParamSpec *spec, Group copies);  // valid until the next one
-// Allocates what this rank stores and draws the weights, keyed by (seed, name, global element index); grads
-// start at zero. 16-bit weights get f32 accumulators. With SHARD_GRADS no whole gradient exists until
-// unit_new_grads, with SHARD_VALUES no whole weights until somebody gathers them.
-void params_allocate(Params *params, DType dtype, uint64_t seed);
+// Stored whole by every rank of the spread. Valid until the next one.
+Param *params_add(Params *params, const ParamSpec *spec);
+
+// ---- sharding: before params_allocate ----
+// This rank stores `count` rows (dim 0: outputs) or columns (dim 1: inputs) of the weight from `first` on, and
+// no other rank of the spread stores these; rows beyond the whole are padding, zero for ever.
+void param_shard(Param *param, int dim, int64_t first, int64_t count);
+// Which ranks of the spread store the same elements as this one. partial: each has seen other tokens, or serves
+// other heads, so that the gradient is the sum of theirs.
+void param_set_copies(Param *param, Group copies, bool partial);
+// This rank stores nothing of the unit. Those that do store it say who has copies (param_set_copies).
+void unit_leave_out(Params *params, int unit);
+// Sets each weight's place in its unit and each unit's count from what was said so far: before a technique reads
+// them.
+void params_measure(Params *params);
+
+// Allocates what this rank stores and draws the weights, keyed by (seed, name, global element index); gradients
+// start at zero. With SHARD_GRADS no whole gradient exists until unit_new_grads, with SHARD_VALUES no whole
+// weights until somebody gathers them.
+void params_allocate(Params *params, Recipe recipe, uint64_t seed);
 void params_free(Params *params);
 
+// ---- reading ----
 Param *params_find(const Params *params, const char *name);  // NULL if there is none
 // Borrowed views in the parameter's own shape, of tensors that exist whole.
 Tensor param_value(const Params *params, const Param *param);
@@ -102,12 +121,7 @@ Tensor unit_total_grad(const Unit *unit);
 Tensor param_total_grad(const Params *params, const Param *param);  // of one parameter
 Tensor params_total_grad(const Params *params);                     // of all units, flat
 
-// Elements [*first, *first + *count) of a unit are the part of member `rank` of dp; ceil(count / n) each, the
-// last ones fewer, so that there is no padding.
-void unit_part(const Unit *unit, int rank, int n, int64_t *first, int64_t *count);
-// The number of elements of each part, for collectives. The caller frees them.
-int64_t *unit_part_counts(const Unit *unit, int n);
-// SHARD_GRADS: a whole gradient of zeros for one micro-batch's backward, until unit_free_grads.
+// SHARD_GRADS: a whole gradient of zeros, until unit_free_grads.
 void unit_new_grads(const Params *params, Unit *unit);
 void unit_free_grads(Unit *unit);
 
@@ -119,32 +133,49 @@ bool param_overlap(const Param *param, int64_t first, int64_t count, int64_t *fr
 Tensor param_own_value(const Params *params, const Param *param, int64_t *from);
 Tensor param_own_grad(const Params *params, const Param *param, int64_t *from);
 
-int64_t params_elements(const Params *params);  // in all units, as tp cuts them
+int64_t params_elements(const Params *params);  // that this rank stores, before ZeRO deals them
 // Before the first micro-batch of a step: every gradient is zero.
 void params_zero_grads(Params *params);
 // After a unit's micro-batch: accumulated += grads, grads = 0. Nothing to do without accumulators.
 void params_accumulate(Params *params, int unit);
-// L2 norm over all gradients, each element of the model counted once; collective over dp and tp where they
-// cut. Sums run part by part in the order of dp's ranks, on one rank or on many, so that ZeRO and DDP have
-// the same bits. And, for a NaN, the first tensor that holds one (NULL if none), the same on all ranks.
+
+// ---- over ranks: params_norm.c ----
+// After a step's gradients are summed over replicas: partial gradients are summed over the ranks that hold copies
+// of the weight, one message for each group of them. Collective over these. Nothing to do without copies.
+void params_sum_copies(Params *params);
+// Elements of the message that begins with this weight: 0 or more where it is the first of its group, else -1.
+int64_t params_partial_elements(const Params *params, int param);
+// L2 norm over all gradients, each element of the model counted once, NaN if one is. Squares add up weight by
+// weight in the order of the table, so that where whole weights lie does not change a bit; collective over
+// params_norm_group.
 double params_grad_norm(const Params *params);
+// The ranks that the norm's sums are exchanged over: one alone where every rank has every gradient. A message is
+// as many f64 as there are weights.
+Group params_norm_group(const Params *params);
+// For a NaN: the first tensor that holds one (NULL if none), the same on all ranks.
 const Param *params_first_bad_grad(const Params *params);
 
-// ---- the whole weight, whoever stores it ----
+// ---- the whole weight, whoever stores it: params_whole.c ----
 
 // What to look at: the weights, or the total gradient.
 typedef enum ParamTensor { PARAM_VALUE, PARAM_GRAD } ParamTensor;
 // whole (full[0] full[1]) of the tensor's dtype, on the host of every rank: this rank's own elements, and
-// those that it lacks from the ranks of dp and tp that have them. Collective over these; moves bits, never
+// those that it lacks from the replicas and the spread that have them. Collective over these; moves bits, never
 // sums. Counted as a reduce and a broadcast, which training does not use; memory peaks stay as they were.
 void param_gather(const Params *params, const Param *param, ParamTensor which, void *whole);
-// The same of any flat tensor that has one element for each of the unit's own part (optimizer state) or, with
-// own = false, for each that this rank stores.
-void param_gather_flat(const Params *params, const Param *param, Tensor flat, bool own, void *whole);
+// The same of any flat tensor that has one element for each of the unit's own part: optimizer state.
+void param_gather_own(const Params *params, const Param *param, Tensor flat, void *whole);
 // The other way: this rank's elements of `whole` into the flat tensor. Not collective.
-void param_scatter_flat(const Params *params, const Param *param, Tensor flat, bool own, const void *whole);
+void param_scatter_own(const Params *params, const Param *param, Tensor flat, const void *whole);
 // Weights from whole to where this rank stores them.
 void param_set_value(const Params *params, const Param *param, const void *whole);
+
+// A run of elements of a parameter that lie side by side both in what this rank stores and in the whole.
+typedef struct ParamRun {
+    int64_t stored, whole, count;  // first element within either; whole is -1 in padding
+} ParamRun;
+// The run that begins with stored element i and ends before `end`.
+ParamRun param_run(const Param *param, int64_t i, int64_t end);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,71 @@
+// harness.h: what every training program shares: flags, ranks, the proof against one device, the counts against
+// their closed forms, and training for real. It knows no technique by name.
+#ifndef HARNESS_H
+#define HARNESS_H
+
+#include "report/timeline.h"
+#include "training.h"
+
+typedef struct Program {
+    const char *purpose, *claim;  // of --help, and of the verdict
+    const char *defaults;         // as config_parse takes them
+    int natural;                  // ranks, if nobody says how many
+    Techniques techniques;  // in plug order; ends with NULL. Its last one is what the program is about.
+    const Option *option;   // that choose among them, without targets
+    int options;
+    // The same ranks by another road, which must give the same bits: other techniques. May be NULL.
+    const char *twin;
+    Techniques twin_techniques;
+    bool trains;  // for real, unless --check asks for the proof: not the other way round
+    void (*more)(Mesh mesh, const Config *config);  // what else the program shows; may be NULL
+} Program;
+
+int program_main(int argc, char **argv, const Program *program);  // a whole main; the exit status
+
+// ---- its parts, for programs that show more than one layout ----
+
+// Trains with these techniques (NULL: one device), from --resume's checkpoint if any; if `check`, what it has counted is
+// held against the price.
+Record program_record(const Config *config, Mesh mesh, Techniques techniques, bool masked, bool check,
+                      const char *title);
+// That run against one device, and against other techniques on the same ranks (may be NULL), whose bits it must have.
+void program_prove(const Config *config, Mesh mesh, Techniques techniques, const char *twin,
+                   Techniques twin_techniques, bool masked);
+// What a run has counted in so many steps, which is held against the trainer's price.
+typedef struct Counted {
+    double steps;
+    CommCount sent[MOST_CALLS];
+    int kinds;
+    Memory memory;
+    int64_t kept_bytes;
+} Counted;
+void counted_add(Counted *counted);  // what comm has counted since the last clock_reset
+void program_check_counts(const Trainer *trainer, const Counted *counted);
+
+// One dry step after the first, on the model clock. device_dry_run must be on.
+typedef struct StepCost {
+    double step_seconds, flops;
+    CommCount comm, all_reduce;  // of all kinds, and of this one
+    Memory memory;
+} StepCost;
+StepCost program_cost(const Config *config, Mesh mesh, Techniques techniques);
+
+// What one more block adds to a micro-batch, counted in a dry run. device_dry_run must be on.
+typedef struct Sent {
+    double calls, bytes;  // of this rank; of all ranks together
+} Sent;
+typedef struct Sends {
+    Sent all_reduce, all_gather, reduce_scatter, transfers;
+} Sends;
+typedef struct BlockCost {
+    Sends pass[2];  // by Pass
+    double kept;    // bytes of activations that this rank keeps for backward
+} BlockCost;
+BlockCost program_block_cost(const Config *config, Mesh mesh, Techniques techniques);
+
+// ---- real_training.c: training for real, and what it writes in the end ----
+int train_for_real(const Config *config, Mesh mesh, Techniques techniques);
+// FLOP/s of op_matmul on size x size matrices, best of five: the yardstick for this machine.
+double matmul_rate(DType dtype, int64_t size);
+
+#endif

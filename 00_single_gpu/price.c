@@ -1,0 +1,128 @@
+// price.c: what a run sends and stores, as closed forms, before it runs: the sum over its techniques.
+//
+// It begins as one device. Each technique then changes what it changes, from the last plugged to the first, so that
+// who calls a socket has said so before the owner of the socket prices the calls: vocabulary parallelism adds calls of
+// the region, recomputation runs forward again, and tensor parallelism then knows how many all-reduces a step makes.
+//
+// Bytes sent: what it says. This file has no main: harness.c holds it against every run.
+#include <math.h>
+#include <string.h>
+
+#include "formulas.h"
+
+// ---- what a step sends ----
+
+void price_sent(Price *p, const char *call, double calls, double bytes) {
+    int i = 0;
+    while (i < p->kinds && strcmp(p->sent[i].call, call) != 0) i++;
+    CHECK(i < MOST_CALLS, "more than %d kinds of calls are priced", MOST_CALLS);
+    if (i == p->kinds) p->sent[p->kinds++].call = call;
+    p->sent[i].calls += calls;
+    p->sent[i].bytes += bytes;
+}
+
+// The piece that this member reduces: ceil(elements / n) each, the last ones fewer (comm.h).
+static double piece(int64_t elements, Group group) {
+    int64_t each = (elements + group.size - 1) / group.size, rest = elements - group.rank * each;
+    return (double)(rest < 0 ? 0 : rest < each ? rest : each);
+}
+
+void price_all_reduce(Price *p, double calls, int64_t elements, DType dtype, Group group) {
+    double own = piece(elements, group);
+    price_sent(p, "all_reduce", calls,
+               calls * (double)dtype_size(dtype) * ((double)elements - own + (group.size - 1) * own));
+}
+
+void price_all_gather(Price *p, double calls, int64_t own, DType dtype, Group group) {
+    price_sent(p, "all_gather", calls, calls * (double)dtype_size(dtype) * (double)own * (group.size - 1));
+}
+
+void price_reduce_scatter(Price *p, double calls, int64_t elements, int64_t own, DType dtype, Group group) {
+    (void)group;
+    price_sent(p, "reduce_scatter", calls, calls * (double)dtype_size(dtype) * (double)(elements - own));
+}
+
+// ---- what a rank stores ----
+
+void price_scale_kept(Price *p, Split split, double numerator, double denominator) {
+    for (int i = 0; i < p->block_rows; i++)
+        if (p->block[i].split == split) p->block[i].bytes = p->block[i].bytes / denominator * numerator;
+    for (int i = 0; i < p->end_rows; i++)
+        if (p->end[i].split == split) p->end[i].bytes = p->end[i].bytes / denominator * numerator;
+}
+
+double price_kept(const Price *p) {
+    double block = 0, ends = 0;
+    for (int i = 0; i < p->block_rows; i++) block += p->block[i].bytes;
+    for (int i = 0; i < p->end_rows; i++) ends += p->end[i].bytes;
+    return p->blocks * block + ends;
+}
+
+// Elements that stay here: all of the weights, unless a technique has said how many.
+static double stay(const Price *p, double said) {
+    if (said >= 0) return said;
+    double all = 0;
+    for (int i = 0; i < ROLES; i++) all += p->elements[i];
+    return all;
+}
+
+double price_states(const Price *p, const Model *m, MemoryKind kind) {
+    Recipe r = m->params.recipe;
+    double weight = (double)dtype_size(r.weight), gradient = (double)dtype_size(r.gradient);
+    double sum = (double)dtype_size(r.sum),
+           master = recipe_has_masters(r) ? (double)dtype_size(r.master) : 0;
+    double moments = m->config.optimizer == OPTIMIZER_ADAMW ? 2 * (double)dtype_size(r.moment) : 0;
+    switch (kind) {
+        case MEMORY_PARAMETER:
+            return weight * stay(p, p->values) + p->values_at_work;
+        case MEMORY_GRADIENT:
+            // Where each rank keeps sums of its own part alone, whole gradients exist at work only.
+            if (p->gradients >= 0) return sum * p->gradients + p->gradients_at_work;
+            return (gradient + (recipe_has_accumulators(r) ? sum : 0)) * stay(p, -1);
+        case MEMORY_OPTIMIZER:
+            return (master + moments) * stay(p, p->states);
+        default:
+            fatal("the price of a run knows no states in memory of %s", memory_kind_name(kind));
+    }
+}
+
+// ---- one device, and the sum ----
+
+static Price price_of_one_device(const Config *c) {
+    double L = (double)c->layers, micros = (double)c->grad_acc, h = (double)c->hidden, f = (double)c->ffn;
+    double kv = (double)(c->kv_heads * config_head_size(c)), v = (double)c->vocab;
+    Price p = {
+        .values = -1, .gradients = -1, .states = -1, .blocks = L, .forwards = micros, .losses = micros};
+    // Two regions in a block; W enters both again, for what B did not keep.
+    p.enters = 4 * L * micros;
+    p.leaves = p.enters_backward = p.leaves_backward = 2 * L * micros;
+    const double elements[ROLES] = {
+        [ROLE_EMBEDDING] = v * h, [ROLE_NORM1] = L * h,    [ROLE_Q] = L * h * h,
+        [ROLE_K] = L * kv * h,    [ROLE_V] = L * kv * h,   [ROLE_O] = L * h * h,
+        [ROLE_NORM2] = L * h,     [ROLE_GATE] = L * f * h, [ROLE_UP] = L * f * h,
+        [ROLE_DOWN] = L * h * f,  [ROLE_NORM] = h,         [ROLE_HEAD] = c->tied ? 0 : v * h,
+    };
+    memcpy(p.elements, elements, sizeof elements);
+    MemoryPlan plan = {.model = *c, .tp = 1, .dp = 1, .whole_vocabulary = true};
+    p.block_rows = memory_block_rows(p.block, &plan);
+    p.end_rows = memory_end_rows(p.end, &plan);
+    return p;
+}
+
+Price trainer_price(const Trainer *t) {
+    const Model *m = t->model;
+    Price p = price_of_one_device(&t->config);
+    for (int i = t->techniques - 1; i >= 0; i--)
+        if (t->technique[i]->price) t->technique[i]->price(&p, m, t->context[i]);
+    // A step itself sums what is partial over copies of a weight, labels and loss, and the squares of the gradients'
+    // norm, one for each weight.
+    for (int i = 0; i < m->params.count; i++) {
+        int64_t elements = params_partial_elements(&m->params, i);
+        if (elements >= 0)
+            price_all_reduce(&p, 1, elements, m->params.recipe.sum, m->params.param[i].copies);
+    }
+    price_all_reduce(&p, 2, 1, F64, m->params.replicas);
+    Group norm = params_norm_group(&m->params);
+    if (norm.size > 1) price_all_reduce(&p, 1, m->params.count, F64, norm);
+    return p;
+}

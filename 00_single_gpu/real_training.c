@@ -1,0 +1,239 @@
+// real_training.c: training for real: progress, held-out loss, checkpoints, and a sample at the end. Nothing is
+// recorded or compared, so that a run goes at full speed; what ranks have sent and stored is held against its price.
+//
+// Bytes sent: the techniques', and when evaluating two numbers. This file has no main: harness.c calls it.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "formulas.h"
+#include "harness.h"
+#include "tensor/rng.h"
+
+enum { EVAL_SAMPLES = 32 };  // held-out sequences of an evaluation
+
+double matmul_rate(DType dtype, int64_t size) {
+    Tensor a = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(size, size)),
+           b = tensor_like(MEMORY_ACTIVATION, a);
+    Tensor c = tensor_like(MEMORY_ACTIVATION, a);
+    op_fill(a, 0.5);
+    op_fill(b, 0.25);
+    Tensor row = tensor_rows_of(c, 0, 1);
+    double best = INFINITY;
+    for (int i = 0; i < 6; i++) {
+        double start = wall_seconds();
+        op_matmul(c, a, b, false, false, 0);
+        op_sum(row);                                           // waits for the device
+        if (i > 0) best = fmin(best, wall_seconds() - start);  // the first call warms up
+    }
+    tensor_free(&a);
+    tensor_free(&b);
+    tensor_free(&c);
+    return 2.0 * (double)size * (double)size * (double)size / best;
+}
+
+// ---- a sample ----
+
+// Draws the next token from softmax(logits / temperature); 0 takes the largest.
+static int32_t draw_token(const double *logits, int64_t vocab, double temperature, double uniform) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < vocab; i++)
+        if (logits[i] > logits[best]) best = i;
+    if (temperature <= 0) return (int32_t)best;
+    double sum = 0, passed = 0;
+    for (int64_t i = 0; i < vocab; i++) sum += exp((logits[i] - logits[best]) / temperature);
+    for (int64_t i = 0; i < vocab; i++) {
+        passed += exp((logits[i] - logits[best]) / temperature);
+        if (passed > uniform * sum) return (int32_t)i;
+    }
+    return (int32_t)best;
+}
+
+// A model on one device with the trained weights, which all ranks bring together; NULL on all but the first.
+static Model *gather_model(Trainer *t) {
+    const Sockets *on = &t->model->sockets;
+    bool first = t->model->mesh.world.rank == 0;
+    Model *one = first ? model_new(&t->config, mesh_single()) : NULL;
+    if (one) model_allocate(one);
+    on->parameters.complete(on->parameters.context, t->model);
+    for (int i = 0; i < t->model->params.count; i++) {
+        const Param *param = &t->model->params.param[i];
+        void *whole = host_alloc(param->full[0] * param->full[1] * (int64_t)sizeof(double));
+        param_gather(&t->model->params, param, PARAM_VALUE, whole);
+        if (one) param_set_value(&one->params, &one->params.param[i], whole);
+        free(whole);
+    }
+    return one;
+}
+
+static void print_sample(const Trainer *t, const int32_t *text, int64_t prompt, int64_t total) {
+    say("\nsample (temperature %g; the prompt ends at |):\n", config_number(&t->config, "temperature"));
+    char *shown = host_alloc(total * 12 + 2), *end = shown;
+    for (int64_t i = 0; i < total; i++) {
+        if (i == prompt) *end++ = '|';
+        bool printable = text[i] == '\n' || text[i] == '\t' || (text[i] >= 32 && text[i] < 127);
+        if (!t->data.text) end += sprintf(end, "%d ", text[i]);
+        else *end++ = printable ? (char)text[i] : '?';
+    }
+    *end = 0;
+    say("%s\n", shown);
+    free(shown);
+}
+
+// Continues the first held-out tokens. The window slides; each token costs one forward of seq positions.
+static void generate(const Trainer *t, Model *model, int64_t length) {
+    const Config *c = &t->config;
+    int64_t s = c->seq, v = c->vocab, prompt = s / 4 > 0 ? s / 4 : 1, total = prompt + length;
+    int32_t *text = host_alloc((total + s) * sizeof *text), *none = host_alloc(s * sizeof *none);
+    double *logits = host_alloc(v * sizeof *logits);
+    memset(text, 0, (total + s) * sizeof *text);
+    for (int64_t i = 0; i < s; i++) none[i] = IGNORED_LABEL;
+    memcpy(text, t->data.tokens + t->data.train_count, prompt * sizeof *text);
+    for (int64_t made = prompt; made < total; made++) {
+        int64_t first = made > s ? made - s : 0;
+        MicroBatch micro = micro_batch_new(model, -1, 1, text + first, none, 0);
+        model_forward(model, &micro);
+        tensor_to_doubles(logits, tensor_rows_of(micro.head.logits, made - 1 - first, 1));
+        micro_batch_free(model, &micro);
+        text[made] = draw_token(logits, v, config_number(c, "temperature"),
+                                rng_uniform((uint64_t)c->seed, RNG_SAMPLE, (uint64_t)made));
+    }
+    print_sample(t, text, prompt, total);
+    free(text);
+    free(none);
+    free(logits);
+}
+
+static void show_sample(Trainer *t) {
+    int64_t length = (int64_t)config_number(&t->config, "sample");
+    if (!length) return;
+    bool alone = t->model->mesh.world.size == 1;
+    Model *one = alone ? t->model : gather_model(t);
+    if (one) generate(t, one, length);
+    if (one && !alone) model_free(one);
+}
+
+// ---- on one device: what it counted, by the closed formulas ----
+
+// FLOPs of a step by the closed formula, beside those that the operations counted.
+static void check_flops(const Config *c, double counted, int64_t steps) {
+    int64_t sequences = c->micro_batch * c->grad_acc;
+    double model = config_step_flops(c, sequences), again = recompute_extra_flops(c, sequences);
+    report_equal("FLOPs per step", model + again, counted / (double)steps, "FLOP");
+    double estimate = 6.0 * (double)config_parameters(c) * (double)(sequences * c->seq);
+    say("  the estimate 6 N tokens gives %s, %.2f of it\n", flops_text(estimate), estimate / model);
+}
+
+static void print_model_clock(const Config *c, double model_seconds, int64_t steps) {
+    const Machine *machine = machine_find(c->machine);
+    double peak = machine_peak_flops(machine, (DType)c->dtype);
+    double model_flops = config_step_flops(c, c->micro_batch * c->grad_acc) * (double)steps;
+    double extra = recompute_extra_flops(c, c->micro_batch * c->grad_acc) * (double)steps;
+    say("model clock, %s: %.3f ms a step, MFU %.1f%%, HFU %.1f%% of %s/s\n", machine->device,
+        1e3 * model_seconds / (double)steps, 100 * model_flops / model_seconds / peak,
+        100 * (model_flops + extra) / model_seconds / peak, flops_text(peak));
+    report_number("model clock", "seconds per step", model_seconds / (double)steps, "s");
+}
+
+// Peak bytes by kind over the steps, held to the formulas.
+static void check_memory(const Trainer *t, const Memory *memory) {
+    Price price = trainer_price(t);
+    say("\nmemory at its peak: %s, of these", bytes_text((double)memory->peak_total));
+    const MemoryKind kinds[] = {MEMORY_PARAMETER, MEMORY_GRADIENT, MEMORY_OPTIMIZER};
+    static const char *const names[] = {"parameters", "gradients", "optimizer"};
+    for (int i = 0; i < 3; i++)
+        report_equal(names[i], price_states(&price, t->model, kinds[i]), (double)memory->peak[kinds[i]],
+                     "B");
+    report_equal("activations", (double)peak_activation_bytes(&t->config),
+                 (double)memory->peak[MEMORY_ACTIVATION], "B");
+}
+
+// ---- the loop ----
+
+enum { SERIES = 5 };
+static const char *const series_names[SERIES] = {"loss", "gradient norm", "learning rate", "step seconds",
+                                                 "held-out loss"};
+
+static void print_progress(const Trainer *t, int64_t done, int64_t steps, double seconds, double flops,
+                           double rate) {
+    const Config *c = &t->config;
+    double tokens = (double)(t->progress.batch * c->seq);
+    char *line = format_text(
+        "step %lld/%lld  loss %.3f  norm %.2f  lr %.1e  %.1fk tok/s  %.0f GFLOP/s%s, %.0f%% of "
+        "matmul",
+        (long long)t->progress.step, (long long)c->steps, t->loss, t->grad_norm, t->lr,
+        1e-3 * tokens / seconds, 1e-9 * flops / seconds, t->model->mesh.world.size > 1 ? " a rank" : "",
+        100 * flops / seconds / rate);
+    progress(done, steps, line);
+    free(line);
+}
+
+// series[i] has a value for each step; held-out losses are NaN where none was taken. Returns counted FLOPs,
+// model-clock and wall seconds of the steps alone.
+static OpCount run_steps(Trainer *t, double *series[SERIES], Counted *counted) {
+    const Config *c = &t->config;
+    bool dry = device_is_dry_run();
+    int64_t first = t->progress.step, every = (int64_t)config_number(c, "eval-every");
+    double rate = dry ? 0 : matmul_rate(c->dtype == F64 ? F64 : F32, 1024);
+    if (rate > 0) say("matrix multiply, 1024 x 1024: %s/s", flops_text(rate));
+    memory_reset_peak();
+    OpCount sum = {0};
+    for (int64_t step = first; step < c->steps; step++) {
+        clock_reset();
+        double start = wall_seconds();
+        train_step(t, NULL);
+        double seconds = wall_seconds() - start;
+        OpCount count = clock_total();
+        counted_add(counted);
+        sum.flops += count.flops;
+        sum.model_seconds += count.model_seconds;
+        sum.wall_seconds += seconds;
+        bool evaluate = !dry && every && (step + 1) % every == 0;
+        double held_out = evaluate ? held_out_loss(t, EVAL_SAMPLES) : NAN;
+        const double values[SERIES] = {t->loss, t->grad_norm, t->lr, seconds, held_out};
+        for (int i = 0; i < SERIES; i++) series[i][step - first] = values[i];
+        if (!dry) print_progress(t, step - first + 1, c->steps - first, seconds, count.flops, rate);
+        if (evaluate) say("step %lld  held-out loss %.3f", (long long)step + 1, held_out);
+        trainer_save(t);
+    }
+    return sum;
+}
+
+int train_for_real(const Config *config, Mesh mesh, Techniques techniques) {
+    Trainer *t = trainer_new(config, mesh, techniques);
+    bool dry = device_is_dry_run(), alone = mesh.world.size == 1;
+    trainer_load(t);
+    if (!dry)
+        say("data: %s, %lld tokens for training, %lld held out", t->data.path,
+            (long long)t->data.train_count, (long long)(t->data.count - t->data.train_count));
+    double before = dry ? 0 : held_out_loss(t, EVAL_SAMPLES), after = 0;
+    int64_t steps = config->steps - t->progress.step;
+    double *series[SERIES];
+    for (int i = 0; i < SERIES; i++) series[i] = host_alloc(steps * sizeof(double));
+    Counted counted = {.steps = (double)steps};
+    OpCount sum = run_steps(t, series, &counted);
+    counted.memory = memory_account();
+    counted.kept_bytes = t->kept_bytes;
+    if (!dry) after = held_out_loss(t, EVAL_SAMPLES);
+    if (!dry) show_sample(t);
+    if (alone) {
+        check_memory(t, &counted.memory);
+        check_flops(config, sum.flops, steps);
+        print_model_clock(config, sum.model_seconds, steps);
+    } else {
+        program_check_counts(t, &counted);
+    }
+    for (int i = 0; i < SERIES; i++) {
+        if (!dry) report_series(series_names[i], series[i], steps);
+        free(series[i]);
+    }
+    trainer_free(t);
+    if (dry) return report_verdict("%lld steps counted, none computed", (long long)steps);
+    report_number("held-out loss", "before", before, "nats");
+    report_number("held-out loss", "after", after, "nats");
+    report_number("throughput", "FLOPs per second", sum.flops / sum.wall_seconds, "FLOP/s");
+    // Weights that are already trained need not get better.
+    report_that(after < before || config->init || config->resume,
+                "the held-out loss did not fall: %.4f before, %.4f after", before, after);
+    return report_verdict("held-out loss %.3f -> %.3f nats in %lld steps", before, after, (long long)steps);
+}

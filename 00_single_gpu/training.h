@@ -1,0 +1,150 @@
+// training.h: what a technique is, one training step, and whole runs: the baseline of every other chapter.
+#ifndef TRAINING_H
+#define TRAINING_H
+
+#include "comm/comm.h"
+#include "grad_accumulation.h"
+#include "report/report.h"
+#include "train/checkpoint.h"
+#include "train/data.h"
+#include "train/optim.h"
+#include "transformer.h"
+
+// ---- what a run costs, before it runs ----
+
+// Where one of the tensors that forward keeps is whole: on every rank; until sequence parallelism gives each rank
+// its rows; until tensor parallelism gives each rank its heads and columns.
+typedef enum Split { EVERY_RANK, BY_SEQUENCE, BY_TENSOR } Split;
+
+// Bytes that forward keeps of one tensor until backward, on this rank.
+typedef struct PriceKept {
+    const char *what;  // by the names of BlockKept, HeadKept and MicroBatch
+    double bytes;
+    Split split;
+    int dropped_from;  // the mildest recomputation that drops it
+} PriceKept;
+
+enum { MOST_KEPT = 16, MOST_CALLS = 16 };
+
+// Begins as what one device does. Each technique's price() changes what it changes, from the last plugged to the
+// first: who calls a socket has said so before the owner of the socket prices the calls.
+typedef struct Price {
+    // Calls of the region socket in a step, each on (n, h); of these leaves and leaves_backward, a lookup's.
+    double enters, leaves, enters_backward, leaves_backward, lookups;
+    bool messages;    // calls beside a multiply go as a message to each other rank
+    double losses;    // that are a sum over rows of this rank alone
+    double forwards;  // of every block in a step: 1 for each micro-batch, and recomputation's
+    // Calls and bytes sent in a step by this rank, by kind (comm.h's names).
+    struct {
+        const char *call;
+        double calls, bytes;
+    } sent[MOST_CALLS];
+    int kinds;
+    // Elements of weights by role, of all blocks that this rank has.
+    double elements[ROLES];
+    // Those of them that stay here, by what is stored of them; and bytes that come beside them for a while.
+    double values, gradients, states;  // elements; negative: all
+    double values_at_work, gradients_at_work;
+    double blocks;  // whose activations this rank keeps at once
+    PriceKept block[MOST_KEPT], end[MOST_KEPT];
+    int block_rows, end_rows;
+} Price;
+
+// ---- a technique is one record, a layout is a list of records in plug order ----
+
+enum { AXIS_DP = 1, AXIS_PP = 2, AXIS_CP = 4, AXIS_TP = 8, AXIS_EP = 16 };
+
+typedef struct Technique {
+    const char *name;
+    const Option *option;  // of its own, without targets: they become settings of the Config
+    int options;
+    unsigned axes;  // of the mesh that it serves, AXIS_…
+    unsigned
+        wraps;  // sockets, 1 << SOCKET_…, in which it may take the place of an earlier plug, which it calls
+    // Each may be NULL.
+    bool (*on)(const Config *config);     // whether these flags ask for it; NULL: it is always on
+    void (*check)(const Config *config);  // fatal, naming the flags, when it cannot be
+    void (*shard)(Model *model);          // what of a weight stays on this rank
+    void *(*plug)(Model *model);          // fills sockets; returns what unplug frees
+    void (*unplug)(Model *model, void *context);
+    void (*price)(Price *price, const Model *model, const void *context);
+} Technique;
+
+enum { MOST_TECHNIQUES = 16 };
+// A list ends with NULL.
+typedef const Technique *const *Techniques;
+
+// ---- training ----
+
+// One step's samples of this rank on the host: micro_batch x grad_acc of them from global index `first` on.
+typedef struct Batch {
+    int64_t first, samples, count;  // count = samples * s
+    int32_t *tokens, *targets;      // (samples, s)
+} Batch;
+
+typedef struct Trainer {
+    Config config;
+    Data data;
+    Model *model;
+    Optimizer optimizer;
+    Progress progress;
+    const Technique *technique[MOST_TECHNIQUES];  // those that are on, in plug order
+    void *context[MOST_TECHNIQUES];
+    int techniques;
+    bool masked;  // ignore the labels of each sample's prompt: unequal label counts
+    Batch ahead;  // of the step to come, if it is already read; labels_ahead: in all ranks'
+    double labels_ahead;
+    double loss, grad_norm, lr;  // of the last step
+    int64_t kept_bytes;          // activations held when a micro-batch's forward had ended, peak
+} Trainer;
+
+// NULL: those of one device, recomputation alone. Shards and plugs those that are on.
+Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques);
+void trainer_free(Trainer *trainer);
+// What the technique's plug has returned; NULL if it is not on.
+void *trainer_context(const Trainer *trainer, const Technique *technique);
+// Before the first trainer of a run with --resume, whose model's shape config already has (checkpoint_config):
+// whether its checkpoint can go on with these flags on so many ranks of dp, by checkpoint_check_run.
+void resume_check(const Config *config, int dp);
+// Begins with the checkpoint of config.resume, whatever layout wrote it, or with config.init's weights, if any.
+void trainer_load(Trainer *trainer);
+// After a step: writes a checkpoint if --save and --save-every want one of it. Collective.
+void trainer_save(Trainer *trainer);
+// grad_acc micro-batches forward and backward, then clipping and the optimizer. `record` (may be NULL)
+// takes the raw gradients of the run's first step. Fatal, naming step and tensor, when a loss or gradient
+// is not finite.
+void train_step(Trainer *trainer, Record *record);
+// Mean loss over the first `samples` held-out samples, dealt to the ranks of dp; the same on every rank.
+double held_out_loss(Trainer *trainer, int64_t samples);
+// Runs config.steps steps (fewer after a resumption) and records them; --save saves. The caller ends it with record_free.
+Record train_record(Trainer *trainer, const char *title);
+// How close to `baseline` a run with reordered sums must come: 1e-10 in f64, else measured
+// against a run in f64.
+double train_bound(const Config *config, bool masked, const Record *baseline);
+
+Batch batch_new(const Trainer *trainer, int64_t first_sample);
+void batch_free(Batch *batch);
+
+// ---- pricing ----
+
+// The sum over the trainer's techniques, and what a step itself sends: labels, loss and norm.
+Price trainer_price(const Trainer *trainer);
+// Bytes of these kinds that a priced rank holds between steps, and of activations that it keeps for backward.
+double price_states(const Price *price, const Model *model, MemoryKind kind);
+double price_kept(const Price *price);
+// For price(): so many calls in a step, each on a tensor of `elements` (a gather's and a scatter's whole one, of
+// which `own` are this rank's), by what comm.h says that this rank sends.
+void price_all_reduce(Price *price, double calls, int64_t elements, DType dtype, Group group);
+void price_all_gather(Price *price, double calls, int64_t own, DType dtype, Group group);
+void price_reduce_scatter(Price *price, double calls, int64_t elements, int64_t own, DType dtype,
+                          Group group);
+void price_sent(Price *price, const char *call, double calls, double bytes);  // any other
+// What is left on this rank of all that is split so: numerator of denominator equal parts.
+void price_scale_kept(Price *price, Split split, double numerator, double denominator);
+
+// ---- recompute.c, and what a plain run on one device has ----
+extern const Technique recompute;
+// FLOPs that a step over `sequences` samples computes a second time, by config->recompute.
+double recompute_extra_flops(const Config *config, int64_t sequences);
+
+#endif

@@ -1,0 +1,115 @@
+// params_norm.c: what the gradients of a step need over ranks before the optimizer steps: sums over copies of a
+// weight, and the norm.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm/comm.h"
+#include "params.h"
+#include "tensor/ops.h"
+
+// ---- gradients that are parts ----
+
+// All ranges of this rank's own gradients that are partial over this very group of copies, one after another:
+// into the buffer, or back. Returns their number of elements; without a buffer that alone.
+static int64_t move_partial(const Params *params, Group copies, Tensor buffer, bool back) {
+    int64_t count = 0;
+    for (int i = 0; i < params->count; i++) {
+        const Param *param = &params->param[i];
+        if (!param->here || !param->partial || param->copies.handle != copies.handle) continue;
+        Tensor grad = param_own_grad(params, param, NULL);
+        if (!tensor_exists(grad)) continue;
+        int64_t elements = tensor_count(grad);
+        if (tensor_exists(buffer)) {
+            Tensor place = tensor_view(buffer, count, SHAPE(elements));
+            op_copy(back ? grad : place, back ? place : grad);
+        }
+        count += elements;
+    }
+    return count;
+}
+
+static bool is_partial(const Param *param) {
+    return param->here && param->partial && param->copies.size > 1;
+}
+
+int64_t params_partial_elements(const Params *params, int param) {
+    const Param *p = &params->param[param], *first = params->param;
+    if (!is_partial(p)) return -1;
+    while (!is_partial(first) || first->copies.handle != p->copies.handle) first++;
+    return first == p ? move_partial(params, p->copies, (Tensor){0}, false) : -1;
+}
+
+// One message for all of them: there are many small ones.
+void params_sum_copies(Params *params) {
+    for (int i = 0; i < params->count; i++) {
+        int64_t elements = params_partial_elements(params, i);
+        if (elements < 0) continue;
+        Group copies = params->param[i].copies;
+        Tensor buffer = tensor_new(MEMORY_COMMUNICATION, params->recipe.sum, SHAPE(elements));
+        move_partial(params, copies, buffer, false);
+        comm_wait(comm_all_reduce(buffer, REDUCE_SUM, copies));
+        move_partial(params, copies, buffer, true);
+        tensor_free(&buffer);
+    }
+}
+
+// ---- the norm ----
+
+// Stored elements that the model has: padding comes after them.
+static int64_t count_without_padding(const Param *param) {
+    int64_t rows = param->full[0] - param->first[0];
+    if (rows > param->shape[0]) rows = param->shape[0];
+    return rows > 0 ? rows * param->shape[1] : 0;
+}
+
+// Of the elements that this rank counts. Of copies the first one counts, and padding not at all.
+static double squares(const Params *params, const Param *param) {
+    const Unit *unit = &params->unit[param->unit];
+    int64_t from, shared, padding = param->offset + count_without_padding(param);
+    if (!param->here || param->copies.rank > 0) return 0;
+    if (!param_overlap(param, unit->counted_first, unit->counted_count, &from, &shared)) return 0;
+    if (shared > padding - from) shared = padding - from;
+    if (shared <= 0) return 0;
+    return op_sum_squares(tensor_view(unit->own_grads, from - unit->own_first, SHAPE(shared)));
+}
+
+Group params_norm_group(const Params *params) {
+    bool alone = !params->counted;
+    for (int i = 0; i < params->units; i++)
+        alone = alone && params->unit[i].replicas.size == params->world.size;
+    return alone ? (Group){.size = 1, .name = "one"} : params->world;
+}
+
+// values[i] becomes the sum over the group's members, in their order.
+static void sum_all(double *values, int count, Group group) {
+    Memory before = memory_account();
+    Tensor t = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(count));
+    tensor_from_doubles(t, values);
+    comm_wait(comm_all_reduce(t, REDUCE_SUM, group));
+    tensor_to_doubles(values, t);
+    tensor_free(&t);
+    memory_restore_peak(&before);
+}
+
+double params_grad_norm(const Params *params) {
+    Group group = params_norm_group(params);
+    double *sums = host_alloc(params->count * sizeof *sums), total = 0;
+    for (int i = 0; i < params->count; i++) sums[i] = squares(params, &params->param[i]);
+    if (group.size > 1) sum_all(sums, params->count, group);
+    for (int i = 0; i < params->count; i++) total += sums[i];
+    free(sums);
+    return sqrt(total);
+}
+
+const Param *params_first_bad_grad(const Params *params) {
+    // Backward runs from the last weight to the first, and so does what broke in it.
+    int bad = params->count - 1;
+    for (; bad >= 0; bad--) {
+        Tensor grad = param_own_grad(params, &params->param[bad], NULL);
+        if (tensor_exists(grad) && !isfinite(op_sum_squares(grad))) break;
+    }
+    Group group = params_norm_group(params);
+    if (group.size > 1) bad = (int)comm_max(bad, group);
+    return bad >= 0 ? &params->param[bad] : NULL;
+}

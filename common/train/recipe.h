@@ -1,0 +1,30 @@
+// recipe.h: which dtype each role of a number has: weights, gradients, their sums, master weights, moments.
+// One record decides it, so that nobody asks how many bytes a type has to know whether there are masters.
+#ifndef RECIPE_H
+#define RECIPE_H
+
+#include "tensor/tensor.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct Recipe {
+    DType weight;    // what forward and backward multiply with; activations have it, too
+    DType gradient;  // of one micro-batch, as backward writes it
+    DType
+        sum;  // of gradients over micro-batches and ranks; another dtype than `gradient`: accumulators exist
+    DType master;  // what the optimizer steps; another dtype than `weight`: master weights exist
+    DType moment;  // AdamW's m and v
+} Recipe;
+
+// The standard recipe of a dtype (Micikevicius et al. 2018 for 16 bits): f64 and f32 have it in every role;
+// bf16 and f16 sum gradients in f32, step f32 master weights and keep f32 moments.
+Recipe recipe_standard(DType dtype);
+static inline bool recipe_has_accumulators(Recipe r) { return r.sum != r.gradient; }
+static inline bool recipe_has_masters(Recipe r) { return r.master != r.weight; }
+
+#ifdef __cplusplus
+}
+#endif
+#endif
