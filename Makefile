@@ -60,10 +60,8 @@ endif
 ALL_CFLAGS = $(CFLAGS) $(CFLAGS_EXTRA)
 
 chapter_sources := $(sort $(wildcard 0*_*/*.c))
-# Without MPI_LIBS the ranks of COMM=nccl meet through --rendezvous alone.
-control         := $(if $(MPI_LIBS),common/comm/control_mpi.c,common/comm/control_no_mpi.c)
-common_sources  := $(filter-out $(of-cpu) $(of-mpi) common/comm/control_%mpi.c,$(sort $(wildcard common/*.c common/*/*.c))) \
-                   $(of-$(OPS)) $(of-$(COMM)) $(control)
+common_sources  := $(filter-out $(of-cpu) $(of-mpi),$(sort $(wildcard common/*.c common/*/*.c))) \
+                   $(of-$(OPS)) $(of-$(COMM))
 test_sources    := $(sort $(wildcard tests/unit/test_*.c))
 fuzz_sources    := $(sort $(wildcard tests/fuzz/fuzz_*.c))
 

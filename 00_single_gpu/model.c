@@ -213,7 +213,7 @@ static void add_block(Params *p, const Config *c, Group kv_copies, int64_t layer
 static Group kv_copies(const Config *c, Group tp) {
     int copies = tp.size > c->kv_heads && tp.size % c->kv_heads == 0 ? tp.size / (int)c->kv_heads : 1;
     if (copies == 1) return (Group){.size = 1, .name = "one"};
-    return comm_group("kv copies", tp.member + tp.rank / copies * copies, copies);
+    return comm_group("kv copies", tp.line, tp.member + tp.rank / copies * copies, copies);
 }
 
 Model *model_new(const Config *config, Mesh mesh) {

@@ -92,7 +92,7 @@ int ddp_prove(int argc, char **argv, const DdpProgram *program) {
         "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
         own, sizeof own / sizeof *own);
     comm_start(argc, argv, 4);
-    MeshShape shape = {comm_ranks(), 1, 1, 1, 1};
+    MeshShape shape = {.dp = comm_ranks()};
     Mesh mesh = mesh_new(shape);
     report_json(config.json);
     timeline_start(&config, mesh.world);

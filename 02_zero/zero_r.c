@@ -331,7 +331,7 @@ int main(int argc, char **argv) {
         "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
         own, sizeof own / sizeof *own);
     comm_start(argc, argv, 4);
-    MeshShape shape = {comm_ranks(), 1, 1, 1, 1};
+    MeshShape shape = {.dp = comm_ranks()};
     Mesh mesh = mesh_new(shape);
     report_json(config.json);
     if (config.trace) clock_trace_start();

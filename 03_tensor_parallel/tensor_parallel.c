@@ -158,7 +158,7 @@ static StepCost cost_of_8b(Mesh mesh, int tp) {
         "layers=2 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=1024 seq=4096 micro-batch=1 grad-acc=1 "
         "dtype=bf16");
     c.tp = tp;
-    Mesh m = mesh_new((MeshShape){mesh.world.size / tp, 1, 1, tp, 1});
+    Mesh m = mesh_new((MeshShape){.dp = mesh.world.size / tp, .tp = tp});
     m.dp = mesh_single().dp;
     clock_push("across nodes");
     StepCost cost = layout_cost(&c, m, &region);

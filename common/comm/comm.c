@@ -22,7 +22,6 @@
 #include <omp.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -71,11 +70,9 @@ typedef struct Identity {
     char host[64];
 } Identity;
 
-static const Control *control = &control_mpi;  // or control_tcp
-
 static struct {
     bool started, alone;   // alone: no transport, as before comm_start
-    atomic_bool finished;  // read by whoever sees a death
+    bool finished;
     int rank, ranks;
     double timeout;
     bool check, check_given;
@@ -140,8 +137,8 @@ static uint64_t hash_of_binary(void) {
 
 static void prepare_group(Group group);
 
-Group comm_group(const char *name, const int *members, int size) {
-    Group group = {.size = size, .rank = -1, .handle = ++state.groups};
+Group comm_group(const char *name, Line line, const int *members, int size) {
+    Group group = {.size = size, .rank = -1, .handle = ++state.groups, .line = line};
     int *copy = host_alloc(sizeof *copy * (size_t)size);
     CHECK(size >= 1, "group %s: a group has at least one member", name);
     for (int i = 0; i < size; i++) {
@@ -167,7 +164,7 @@ Group comm_world(void) {
         everyone = host_alloc(sizeof *everyone * (size_t)state.ranks);
         for (int i = 0; i < state.ranks; i++) everyone[i] = i;
     }
-    return (Group){.size = state.ranks, .rank = state.rank, .name = "world", .member = everyone};
+    return (Group){.size = state.ranks, .rank = state.rank, .name = "world", .member = everyone, .line = LINE_WORLD};
 }
 
 static int world_rank(Group group, int member) { return group.member ? group.member[member] : state.rank; }
@@ -287,8 +284,8 @@ static void mismatch(int mine_rank, const Notice *mine, int their_rank, const No
 static int find_dead(void) {
     for (int r = 0; state.identity && r < state.ranks; r++)
         if (r != state.rank && !state.ended[r] &&
-            (control->gone(r) || (!strcmp(state.identity[r].host, state.identity[state.rank].host) &&
-                                  kill(state.identity[r].pid, 0) < 0 && errno == ESRCH)))
+            !strcmp(state.identity[r].host, state.identity[state.rank].host) &&
+            kill(state.identity[r].pid, 0) < 0 && errno == ESRCH)
             return r;
     return -1;
 }
@@ -296,7 +293,7 @@ static int find_dead(void) {
 // Ends this rank, as all others; the first to come here says why, if it knows. Only calls that are
 // allowed in a signal handler.
 static void end_with_dead(int dead) {
-    if (control->claim() && dead >= 0) {
+    if (control_claim() && dead >= 0) {
         char digits[16], *digit = digits + sizeof digits;
         for (int r = dead; r || digit == digits + sizeof digits; r /= 10) *--digit = (char)('0' + r % 10);
         const char *name = base_program(),
@@ -318,13 +315,8 @@ static void on_terminate(int signal) {
     end_with_dead(find_dead());
 }
 
-// The control plane has seen a process end. Before its last notice nobody leaves but by dying.
-static void on_death(int rank) {
-    if (!state.finished) end_with_dead(rank);
-}
-
 static bool claim(void) {
-    if (!state.claimed) state.claimed = control->claim();
+    if (!state.claimed) state.claimed = control_claim();
     return state.claimed;
 }
 
@@ -342,7 +334,7 @@ static void end_all(const char *sentence, int status) {
         usleep(3000000);  // another has spoken, and ends this one
     }
     transport_abort();
-    control->abort(status);
+    control_abort(status);
     _exit(status);
 }
 
@@ -400,7 +392,7 @@ static void say_where(void) {
 static void take_notices(void) {
     Notice notice;
     int from;
-    while (!state.alone && control->receive(&notice, &from)) {
+    while (!state.alone && control_receive(&notice, &from)) {
         if (notice.kind == FINISHED) {
             state.ended[from] = true;
             state.ended_status[from] = notice.count;
@@ -430,7 +422,7 @@ static void give_notices(Request *r) {
     for (int i = 0; i < notices_of(r); i++) {
         if (r->met[i] || (r->met[i] = notice_is_own(r, i))) continue;
         Notice notice = notice_for(r, i);
-        control->send(&notice, notice_rank(r, i));
+        control_send(&notice, notice_rank(r, i));
         r->missing++;
     }
     r->given = true;
@@ -550,7 +542,7 @@ static void deadlock(double seconds) {
     describe_wait(text, sizeof text);
     // The first to give up asks the others where they are. They say so, once each; then all end.
     for (int r = 0; r < state.ranks && claim(); r++)
-        if (r != state.rank && !state.ended[r]) control->send(&(Notice){.kind = WHERE}, r);
+        if (r != state.rank && !state.ended[r]) control_send(&(Notice){.kind = WHERE}, r);
     for (double until = wall_seconds() + 0.3; wall_seconds() < until;) take_notices(), sched_yield();
     fatal("%s, for %.3g s (--timeout)", text, seconds);
 }
@@ -1036,7 +1028,7 @@ static Place check_identities(int argc, char **argv) {
     for (int i = 1; i < argc; i++) mine.arguments = hash(mine.arguments, argv[i], strlen(argv[i]) + 1);
     gethostname(mine.host, sizeof mine.host - 1);
     Identity *all = host_alloc(sizeof mine * (size_t)state.ranks);
-    control->share(&mine, all, sizeof mine);
+    control_share(&mine, all, sizeof mine);
     state.identity = all;
     int here = 0, local = 0;
     for (int r = 0; r < state.ranks; r++) {
@@ -1062,51 +1054,35 @@ static void finish_at_exit(int status, void *unused) {
     _exit(worst);
 }
 
-static void choose_control(const char *rendezvous) {
-    if (rendezvous) {
-        CHECK(*rendezvous, "--rendezvous needs a value");
-        CHECK(!transport_needs_mpi(),
-              "--rendezvous is for COMM=nccl: this program's data goes over MPI, and "
-              "mpirun or srun starts it");
-        control = &control_tcp;
-    }
-    CHECK(rendezvous || transport_needs_mpi() || control->launched() || !getenv("RANK") ||
-              !getenv("WORLD_SIZE"),
-          "RANK and WORLD_SIZE are set: --rendezvous FILE lets these ranks find each other, and without "
-          "the two mpirun starts them");
-}
-
 void comm_start(int argc, char **argv, int natural) {
     CHECK(!state.started, "comm_start was called twice");
     double wanted = number(argc, argv, "--ranks", 0);
     CHECK(wanted == floor(wanted) && wanted <= 4096, "--ranks %g is not a whole number up to 4096", wanted);
     state.timeout = number(argc, argv, "--timeout", state.timeout);
-    choose_control(argument(argc, argv, "--rendezvous"));
     int ranks = wanted > 0 ? (int)wanted : natural;
     state.started = true;
-    state.alone = !control->launched() && ranks == 1;
+    state.alone = !control_launched() && ranks == 1;
     if (state.alone) return;
-    if (!control->launched()) {
+    if (!control_launched()) {
         char threads[16];
         int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / ranks;
         snprintf(threads, sizeof threads, "%d", share > 1 ? share : 1);
         setenv("OMP_NUM_THREADS", threads, 0);
-        fatal("%d ranks need %s: %s; --ranks 1 runs without it", ranks, control->launcher,
-              control->launch(argc, argv, ranks));
+        fatal("%d ranks need mpirun: %s; --ranks 1 runs without it", ranks,
+              control_launch(argc, argv, ranks));
     }
-    Joining how = {argument(argc, argv, "--rendezvous"), state.timeout, on_death};
-    control->start(&how, &state.rank, &state.ranks);
+    control_start(&state.rank, &state.ranks);
     base_set_rank(state.rank, state.ranks, end_all);
     CHECK(wanted == 0 || (int)wanted == state.ranks,
-          "--ranks %d, but %s has started %d: leave --ranks out, or start as many", (int)wanted,
-          control->launcher, state.ranks);
+          "--ranks %d, but mpirun has started %d: leave --ranks out, or start as many", (int)wanted,
+          state.ranks);
     state.inbox = calloc((size_t)state.ranks, sizeof *state.inbox);
     state.ended = calloc((size_t)state.ranks, sizeof *state.ended);
     state.ended_status = calloc((size_t)state.ranks, sizeof *state.ended_status);
     CHECK(state.inbox && state.ended && state.ended_status, "out of host memory for %d ranks", state.ranks);
     Place place = check_identities(argc, argv);
     backend_start(place.local_rank, place.ranks_here);
-    transport_start(control, place, look_from_device);
+    transport_start(place, look_from_device);
     struct sigaction terminate = {.sa_handler = on_terminate};
     sigaction(SIGTERM, &terminate, NULL);
     on_exit(finish_at_exit, NULL);
@@ -1126,7 +1102,7 @@ int comm_finish(int status) {
     fflush(NULL);
     Notice mine = {.kind = FINISHED, .count = status};
     for (int r = 0; r < state.ranks; r++)
-        if (r != state.rank) control->send(&mine, r);
+        if (r != state.rank) control_send(&mine, r);
     state.ended[state.rank] = true;
     state.ended_status[state.rank] = status;
     double began = wall_seconds();
@@ -1145,6 +1121,6 @@ int comm_finish(int status) {
     // not 0.
     signal(SIGTERM, SIG_IGN);
     transport_finish();
-    control->finish();
+    control_finish();
     return worst;
 }

@@ -36,12 +36,9 @@ extern "C" {
 
 // After base_start and the parsing of options, so that wrong use is told once. Under mpirun or srun:
 // joins the others. Else starts this program again under mpirun with `natural` ranks, or as many as
-// "--ranks N" in argv says, oversubscribed and as root if need be; one rank alone needs no mpirun. With
-// "--rendezvous FILE" no MPI is needed: torchrun, srun or a shell has started the ranks, RANK and
-// WORLD_SIZE (or SLURM_PROCID and SLURM_NTASKS) say which is which, and they find each other through
-// FILE, which no other run uses and all can read (control_tcp.c). Reads "--timeout SECONDS", too. Chooses
-// the GPU of this rank, by its number among those of its machine. Checks that all ranks run the same
-// binary with the same arguments. On return, say() speaks on rank 0 alone, and fatal() ends all ranks
+// "--ranks N" in argv says, oversubscribed and as root if need be; one rank alone needs no mpirun. Reads
+// "--timeout SECONDS", too. Chooses the GPU of this rank, by its number among those of its machine. Checks
+// that all ranks run the same binary with the same arguments. On return, say() speaks on rank 0 alone, and fatal() ends all ranks
 // with one sentence.
 void comm_start(int argc, char **argv, int natural);
 // Last call of main: waits for all ranks and returns the worst of their exit statuses, the same on each. A
@@ -63,7 +60,7 @@ void comm_set_check(bool on);
 // n-th call of each rank makes the n-th group (of which there may be several that share no rank). Nobody
 // waits here, but with NCCL, where all ranks make the group's communicator together. A rank that is not a
 // member gets rank -1. Groups live until comm_finish.
-Group comm_group(const char *name, const int *members, int size);
+Group comm_group(const char *name, Line line, const int *members, int size);
 // All ranks, in order; one before comm_start.
 Group comm_world(void);
 

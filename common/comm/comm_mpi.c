@@ -188,10 +188,8 @@ static void share_memory(int rank, int ranks) {
     MPI_Comm_free(&machine);
 }
 
-bool transport_needs_mpi(void) { return true; }
-
-void transport_start(const Control *control, Place place, void (*look)(void)) {
-    (void)control, (void)look;
+void transport_start(Place place, void (*look)(void)) {
+    (void)look;
     state.rank = place.rank;
     state.ranks = place.ranks;
     share_memory(place.rank, place.ranks);

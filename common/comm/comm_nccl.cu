@@ -66,7 +66,6 @@ typedef struct Flight {
 } Flight;
 
 static struct {
-    const Control *control;
     Place place;
     bool joined, sharing;  // sharing: ranks outnumber the GPUs here
     cudaStream_t stream;
@@ -184,8 +183,6 @@ static char *scratch(size_t bytes) {
 
 // ---- start ----
 
-bool transport_needs_mpi(void) { return false; }
-
 bool transport_sums_in_rank_order(void) { return false; }
 
 bool transport_prepares_groups(void) { return true; }
@@ -196,8 +193,7 @@ static int version(void) {
     return number;
 }
 
-void transport_start(const Control *control, Place place, void (*look)(void)) {
-    state.control = control;
+void transport_start(Place place, void (*look)(void)) {
     state.place = place;
     CHECK(version() >= LEAST_VERSION,
           "NCCL %s is loaded, and this program needs 2.18 or later: see LD_LIBRARY_PATH, or build it with "
@@ -226,7 +222,7 @@ static void choose_mode(void) {
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetPCIBusId(mine.bus, sizeof mine.bus, device));
     gethostname(mine.host, sizeof mine.host - 1);
-    state.control->share(&mine, all, sizeof mine);
+    control_share(&mine, all, sizeof mine);
     bool here = false;
     for (int a = 0; a < ranks; a++)
         for (int b = 0; b < a; b++)
@@ -249,7 +245,7 @@ static void join(Operation *o) {
     ncclUniqueId mine = {}, *all = (ncclUniqueId *)host_alloc(sizeof mine * (size_t)state.place.ranks);
     choose_mode();
     if (state.place.rank == 0) NCCL_CALL(ncclGetUniqueId(&mine));
-    state.control->share(&mine, all, sizeof mine);
+    control_share(&mine, all, sizeof mine);
     state.id = all[0];
     free(all);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;

@@ -1,9 +1,9 @@
 // transport.h: what carries communication, in two planes; comm.c has checked every argument and has agreed
 // with the other members before it calls either.
 //
-// The control plane joins the ranks, passes their notices, and ends them all together. It is chosen when
-// a program starts: control_mpi.c, or control_tcp.c with --rendezvous. The data plane moves the bytes of
-// tensors. It is chosen when a program is linked: comm_mpi.c, or comm_nccl.cu between GPUs.
+// The control plane (control.c, over Open MPI) joins the ranks, passes their notices, and ends them all
+// together. The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c, or
+// comm_nccl.cu between GPUs.
 //
 // Nothing here waits, but where it says so: transport_test pushes an operation on and says whether it is
 // done. So comm.c alone decides how long to wait, and what to say when it was too long.
@@ -38,39 +38,26 @@ typedef struct Notice {
     double value;         // of sums on the host
 } Notice;
 
-typedef struct Joining {
-    const char *rendezvous;  // FILE of --rendezvous
-    double timeout;          // seconds until a rank that has not come is missing
-    void (*died)(int rank);  // called at once when this one's process ends, maybe by another thread
-} Joining;
-
-typedef struct Control {
-    const char *launcher;  // who says how many ranks there are
-    // Whether a launcher (mpirun, srun) started this process as one of several.
-    bool (*launched)(void);
-    // Starts this program again as so many ranks. Returns only if that was impossible, with the reason in
-    // a sentence.
-    const char *(*launch)(int argc, char **argv, int ranks);
-    // Joins the other ranks; waits for them.
-    void (*start)(const Joining *how, int *rank, int *ranks);
-    // Bytes of each rank (all of one size) into all[rank]. Only for the start: it waits.
-    void (*share)(const void *mine, void *all, size_t bytes);
-    // Does not wait: the notice is copied.
-    void (*send)(const Notice *notice, int rank);
-    // True if a notice has come. From each rank they come in the order in which it sent them.
-    bool (*receive)(Notice *notice, int *rank);
-    // Whether it is known that this rank's process has ended.
-    bool (*gone)(int rank);
-    // True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe
-    // in a signal handler.
-    bool (*claim)(void);
-    // Ends every rank now with this exit status. Does not return.
-    void (*abort)(int status);
-    // The last call: nobody is missed afterwards.
-    void (*finish)(void);
-} Control;
-
-extern const Control control_mpi, control_tcp;
+// Whether mpirun or srun started this process as one of several.
+bool control_launched(void);
+// Starts this program again as so many ranks under mpirun. Returns only if that was impossible, with the
+// reason in a sentence.
+const char *control_launch(int argc, char **argv, int ranks);
+// Joins the other ranks; waits for them.
+void control_start(int *rank, int *ranks);
+// Bytes of each rank (all of one size) into all[rank]. Only for the start: it waits.
+void control_share(const void *mine, void *all, size_t bytes);
+// Does not wait: the notice is copied.
+void control_send(const Notice *notice, int rank);
+// True if a notice has come. From each rank they come in the order in which it sent them.
+bool control_receive(Notice *notice, int *rank);
+// True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in a
+// signal handler.
+bool control_claim(void);
+// Ends every rank now with this exit status. Does not return.
+void control_abort(int status);
+// The last call: nobody is missed afterwards.
+void control_finish(void);
 
 // ---- the data plane ----
 
@@ -98,16 +85,14 @@ typedef struct Place {
     bool one_machine;            // it has all of them
 } Place;
 
-// Whether the bytes go over MPI, so that only control_mpi can join the ranks.
-bool transport_needs_mpi(void);
-// After control->start; waits for the others. While the host waits for the device, `look` is called over
-// and over.
-void transport_start(const Control *control, Place place, void (*look)(void));
+// After control_start; waits for the others. While the host waits for the device, `look` is called over and
+// over.
+void transport_start(Place place, void (*look)(void));
 // What carries the bytes, for the header of a program: "NCCL 2.28.9"; "" for what needs no word.
 const char *transport_text(void);
 // As comm_sums_in_rank_order says.
 bool transport_sums_in_rank_order(void);
-// All ranks, before they go: control->finish follows. abort: one goes at once, and nobody knows what the
+// All ranks, before they go: control_finish follows. abort: one goes at once, and nobody knows what the
 // others do.
 void transport_finish(void);
 void transport_abort(void);
