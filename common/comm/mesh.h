@@ -13,7 +13,7 @@ extern "C" {
 // their own; requests of different lines do not wait for each other (comm.h).
 typedef enum Line {
     LINE_WORLD, LINE_TP, LINE_CP, LINE_PP_FORWARD, LINE_PP_BACKWARD, LINE_DP, LINE_EP,
-    LINES
+    COMM_LINES
 } Line;
 
 const char *line_name(Line line);  // "world" "tp" "cp" "pp forward" …
