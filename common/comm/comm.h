@@ -1,14 +1,19 @@
 // comm.h: collective and point-to-point communication between ranks, on device tensors.
 //
-// comm.c is the one front: it checks that all members of a group call the same thing, counts the bytes,
-// moves the model clock, and drives the transport that is linked in (transport.h: comm_mpi.c, or
-// comm_nccl.cu between GPUs). Names and meanings are those of MPI and NCCL. Every call here starts at
-// once and returns a request; comm_wait ends it. Until then its tensors belong to the request: reading an
-// output or writing an input is a bug. comm_wait(comm_all_reduce(…)) is both in one. Between GPUs comm_wait makes the
-// device wait, not the host: what is computed after it comes after the bytes.
+// One front (comm.c, comm_requests.c, comm_agreement.c) checks that all members of a group call the same
+// thing, counts the bytes, moves the model clock, and drives the transport that is linked in (transport.h:
+// comm_mpi.c, or comm_nccl.cu between GPUs). Names and meanings are those of MPI and NCCL. Every call here
+// starts at once and returns a request; comm_wait ends it. Until then its tensors belong to the request:
+// whoever reads an output or writes an input is fatal (tensor/in_flight.h). comm_wait(comm_all_reduce(…)) is
+// both in one. Between GPUs comm_wait makes the device wait, not the host: what is computed after it comes
+// after the bytes.
 //
-// Requests of a rank run one after another in the order in which they were started, as on one communication
-// stream of a GPU; so two groups must be used in the same order by the ranks that share them.
+// A group has a line (mesh.h). Requests of one line run one after another in the order in which they were
+// started, as on a communication stream of a GPU: ranks that share two groups of a line use them in the same
+// order. Requests of different lines do not wait for each other. Yet what two ranks share, both start in the
+// same order, whatever the lines: kernels of two NCCL communicators can wait for each other otherwise. A
+// batch of transfers starts all of its transfers at once. Other orders are found on every transport, with one
+// sentence that names both calls.
 //
 // Sums run in rank order, member 0 first, whatever the algorithm or the timing: f64 in f64, i32 in i32,
 // all other dtypes in f32, rounded once at the end. So every member gets the same bits, every time, and
@@ -17,9 +22,16 @@
 // the same bits, but not always those of MPI, of another number of members, or of reduce-scatter. So a
 // proof of zero bits asks comm_sums_in_rank_order first.
 //
-// On the model clock (clock.h) a call starts when the last member has reached it and its communication
-// stream is free; it then takes what clock_collective_seconds says, and comm_wait makes the compute stream
-// wait for its end.
+// On the model clock (clock.h) a call starts when the last member is ready, and takes what
+// clock_collective_seconds says; comm_wait makes the compute stream wait for its end. A member is ready when
+// its compute stream has come to the call, the request before it on its line has ended, and its ports are
+// free. A rank has one port to the other GPUs of its node and one to other nodes; a collective uses those that
+// lead to other members, a batch of transfers those through which it sends. Messages on one port run one
+// after another in the order in which the rank started them, and those on different ports side by side.
+// The port is kept from the moment at which this rank could begin, for as long as the call takes: when the
+// others come late, the call starts late, but no later call of this rank is moved by that, since it must
+// not depend on what other lines do in the meantime. So the clock is exact within a line, and the same on
+// every run; where members come at different times, two lines may overlap on one port.
 //
 // A dead rank, a mismatched call or a wait beyond --timeout ends all ranks with one sentence.
 #ifndef COMM_H
@@ -70,6 +82,8 @@ typedef struct Request Request;
 // Ends the request. The request is gone afterwards; a request that is never waited for is fatal at
 // comm_finish.
 void comm_wait(Request *request);
+// Those that are not NULL, in order; sets them NULL.
+void comm_wait_all(Request **requests, int count);
 
 typedef enum ReduceOp { REDUCE_SUM, REDUCE_MAX } ReduceOp;
 
@@ -119,6 +133,8 @@ Request *comm_send_receive(Tensor send, int to, Tensor receive, int from, Group 
 // value is.
 double comm_sum(double value, Group group);
 double comm_max(double value, Group group);
+// In place: each of these becomes its sum; one all-reduce of `count` f64.
+void comm_sum_all(double *values, int count, Group group);
 
 // ---- counts ----
 

@@ -1,12 +1,12 @@
-// transport.h: what carries communication, in two planes; comm.c has checked every argument and has agreed
-// with the other members before it calls either.
+// transport.h: what carries communication, in two planes; comm_requests.c has checked every argument and
+// comm_agreement.c has agreed with the other members before the data plane is called.
 //
 // The control plane (control.c, over Open MPI) joins the ranks, passes their notices, and ends them all
 // together. The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c, or
 // comm_nccl.cu between GPUs.
 //
 // Nothing here waits, but where it says so: transport_test pushes an operation on and says whether it is
-// done. So comm.c alone decides how long to wait, and what to say when it was too long.
+// done. So the front alone decides how long to wait, and what to say when it was too long.
 #ifndef TRANSPORT_H
 #define TRANSPORT_H
 
@@ -24,18 +24,22 @@ typedef enum CollectiveKind {
 
 // ---- the control plane ----
 
-// A small message of fixed size by which ranks agree: what comm.c compares and clocks with.
+enum { NOTICE_VALUES = 4 };
+
+// A small message of fixed size by which ranks agree: what comm_agreement.c compares and clocks with.
 typedef struct Notice {
-    int32_t kind;         // CollectiveKind, or what comm.c adds to them
-    int32_t group;        // Group.handle
+    int32_t kind;         // CollectiveKind, or what comm_inside.h adds to them
+    int32_t group, line;  // Group.handle, and its line
     int32_t op, root, dtype, host;
     int32_t send, peer;   // transfers: which way, to or from which rank
-    int32_t left;         // transfers: how many more of this batch with you follow
-    int32_t sequence;     // calls that this rank has made
+    int32_t left;         // how many more of this call's notices to you follow: transfers, values
+    int32_t width;        // how many of what this rank shares with you this call is
+    int64_t before;       // and how many of those it has started earlier
     uint64_t members, parts;   // hashes of the group's members and of unequal counts
     int64_t count, expected;   // elements; all-to-all: that I send you, that I expect from you
     double ready;         // model time at which this rank can begin
-    double value;         // of sums on the host
+    int32_t values;       // of sums on the host
+    double value[NOTICE_VALUES];
 } Notice;
 
 // Whether mpirun or srun started this process as one of several.
@@ -104,11 +108,14 @@ typedef struct Operation Operation;
 // members of a group and on no others; as: the handle of an older group with the same members, or -1.
 Operation *transport_group(Group group, int color, int as);
 bool transport_prepares_groups(void);
+// Whether operations are launched on a device, where two that the same two ranks share may wait for each
+// other. Then comm_agreement.c runs what two ranks share in the order in which they started it.
+bool transport_launches(void);
 
 // Notes what the device has been given up to now: an operation with this mark reads and writes its
 // tensors only after that. One for each call, ended by transport_run.
 void *transport_mark(void);
-// One runs at a time.
+// One of a line runs at a time, and those of other lines beside it.
 Operation *transport_run(const Collective *collective);
 // Whether all that this operation needs of the host is done; the device may still be moving its bytes.
 bool transport_test(Operation *operation);

@@ -255,10 +255,12 @@ void clock_end(void) {
     state.name = NULL;
 }
 
-void clock_communication(const char *name, double wall, double wall_end, double model, double model_end,
-                         double bytes) {
+void clock_communication(const char *name, int line, const char *line_name, double wall, double wall_end,
+                         double model, double model_end, double bytes) {
     if (!state.tracing) return;
     Event *event = new_event(EVENT_COMMUNICATION, name);
+    event->line = line;
+    event->line_name = line_name;
     event->wall = wall;
     event->wall_end = wall_end;
     event->model = model;

@@ -60,7 +60,7 @@ OpCount clock_total(void);
 int clock_operations(const OpCount **operations);
 void clock_reset(void);
 
-// ---- communication ----
+// ---- communication: when it begins is comm.h's to say, and how two lines share a port ----
 
 // Model time of the compute stream: when what was issued so far is done.
 double clock_model_now(void);
@@ -78,9 +78,9 @@ typedef struct Traffic {
 } Traffic;
 double clock_transfers_seconds(Traffic node, Traffic network);
 double clock_all_to_all_seconds(Traffic node, Traffic network);
-// Tells the trace of a communication that has ended; name is a literal or lives as long.
-void clock_communication(const char *name, double wall, double wall_end, double model, double model_end,
-                         double bytes);
+// Tells the trace of a communication on the line of this number that has ended; names are literals.
+void clock_communication(const char *name, int line, const char *line_name, double wall, double wall_end,
+                         double model, double model_end, double bytes);
 // How often clock_reset was called: what else counts since then looks here.
 int64_t clock_resets(void);
 
@@ -104,6 +104,8 @@ typedef enum EventKind { EVENT_OPERATION, EVENT_PUSH, EVENT_POP, EVENT_COMMUNICA
 typedef struct Event {
     EventKind kind;
     const char *name;  // NULL for EVENT_POP
+    int line;          // of a communication, and its name
+    const char *line_name;
     double wall, wall_end, model, model_end;  // seconds; marks have no end
     double flops, bytes;
     int64_t memory[MEMORY_KINDS];  // held when the event began

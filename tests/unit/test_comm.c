@@ -722,6 +722,7 @@ static double a_run(int seed) {
     comm_wait(comm_barrier(world));
     double zero = clock_model_now();
     Tensor big = tensor_of(F32, me, 100003), small = tensor_of(BF16, me, 1009), in = empty(BF16, 1009);
+    Tensor other = tensor_of(BF16, me, 1009);
     for (int step = 0; step < 5; step++) {
         compute(1e-6 * (double)(mix((uint64_t)(me * 31 + step)) % 100));
         nap(seed + step);
@@ -730,7 +731,7 @@ static double a_run(int seed) {
         nap(seed + step + 30);
         Request *b = comm_send_receive(small, (mesh.dp.rank + 1) % mesh.dp.size, in,
                                        (mesh.dp.rank + mesh.dp.size - 1) % mesh.dp.size, mesh.dp);
-        Request *c = comm_broadcast(small, 0, mesh.tp);
+        Request *c = comm_broadcast(other, 0, mesh.tp);
         comm_wait(c);
         comm_wait(a);
         nap(seed + step + 60);
@@ -739,6 +740,7 @@ static double a_run(int seed) {
     }
     tensor_free(&big);
     tensor_free(&small);
+    tensor_free(&other);
     tensor_free(&in);
     return clock_model_now() - zero;
 }

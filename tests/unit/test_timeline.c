@@ -38,7 +38,7 @@ static void compute(const char *mark, double seconds) {
 }
 
 static void communicate(const char *name, double begin, double end) {
-    clock_communication(name, 0, 0, begin, end, 1);
+    clock_communication(name, 0, "world", 0, 0, begin, end, 1);
 }
 
 // A step of 16 s. The all-reduce is hidden for 4 s and exposed for 1; then for 2 s nothing moves: another
