@@ -13,7 +13,7 @@
 #include "comm.h"
 
 const char *line_name(Line line) {
-    static const char *const names[COMM_LINES] = {"world", "tp", "cp", "pp forward", "pp backward", "dp", "ep"};
+    static const char *const names[COMM_LINES] = {"world", "tp", "cp", "pp", "pp back", "dp", "ep"};
     return names[line];
 }
 

@@ -16,7 +16,7 @@ typedef enum Line {
     COMM_LINES
 } Line;
 
-const char *line_name(Line line);  // "world" "tp" "cp" "pp forward" …
+const char *line_name(Line line);  // "world" "tp" "cp" "pp" "pp back" "dp" "ep"
 
 typedef struct Group {
     int size;           // members
