@@ -18,7 +18,7 @@ $(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, o
 endif
 # C files of common/ that only one choice has; common/cuda/cuda.mk adds the others
 of-cpu  := common/tensor/device_cpu.c common/tensor/ops_cpu.c
-of-mpi  := common/comm/comm_mpi.c common/comm/comm_staged.c
+of-mpi  := common/comm/comm_mpi.c common/comm/comm_mpi_shared.c common/comm/comm_mpi_sums.c common/comm/comm_staged.c
 of-nccl :=
 
 ifeq ($(origin CC),default)
@@ -60,10 +60,8 @@ endif
 ALL_CFLAGS = $(CFLAGS) $(CFLAGS_EXTRA)
 
 chapter_sources := $(sort $(wildcard 0*_*/*.c))
-# Without MPI_LIBS the ranks of COMM=nccl meet through --rendezvous alone.
-control         := $(if $(MPI_LIBS),common/comm/control_mpi.c,common/comm/control_no_mpi.c)
-common_sources  := $(filter-out $(of-cpu) $(of-mpi) common/comm/control_%mpi.c,$(sort $(wildcard common/*.c common/*/*.c))) \
-                   $(of-$(OPS)) $(of-$(COMM)) $(control)
+common_sources  := $(filter-out $(of-cpu) $(of-mpi),$(sort $(wildcard common/*.c common/*/*.c))) \
+                   $(of-$(OPS)) $(of-$(COMM))
 test_sources    := $(sort $(wildcard tests/unit/test_*.c))
 fuzz_sources    := $(sort $(wildcard tests/fuzz/fuzz_*.c))
 

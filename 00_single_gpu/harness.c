@@ -289,11 +289,11 @@ static void check_techniques(const Config *config, const Program *program) {
         const char *flag;
         unsigned axis;
         int64_t degree;
-    } axis[] = {{"dp", AXIS_DP, config->dp},
-                {"pp", AXIS_PP, config->pp},
-                {"cp", AXIS_CP, config->cp},
-                {"tp", AXIS_TP, config->tp},
-                {"ep", AXIS_EP, config->ep}};
+    } axis[] = {{"dp", 1u << AXIS_DP, config->dp},
+                {"pp", 1u << AXIS_PP, config->pp},
+                {"cp", 1u << AXIS_CP, config->cp},
+                {"tp", 1u << AXIS_TP, config->tp},
+                {"ep", 1u << AXIS_EP, config->ep}};
     unsigned served = 0;
     for (int i = 0; program->techniques[i]; i++) {
         const Technique *technique = program->techniques[i];
@@ -347,9 +347,9 @@ int program_main(int argc, char **argv, const Program *program) {
         CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_RECOMPUTE | CONFIG_FILES | CONFIG_REPORT;
     unsigned axes = axes_of(program);
     if (!program->trains) groups |= CONFIG_CHECK | CONFIG_RANKS | CONFIG_TIMELINE;
-    groups |= (axes & AXIS_DP ? CONFIG_DP : 0) | (axes & AXIS_PP ? CONFIG_PP : 0) |
-              (axes & AXIS_CP ? CONFIG_CP : 0) | (axes & AXIS_TP ? CONFIG_TP : 0) |
-              (axes & AXIS_EP ? CONFIG_EP : 0);
+    groups |= (axes & 1u << AXIS_DP ? CONFIG_DP : 0) | (axes & 1u << AXIS_PP ? CONFIG_PP : 0) |
+              (axes & 1u << AXIS_CP ? CONFIG_CP : 0) | (axes & 1u << AXIS_TP ? CONFIG_TP : 0) |
+              (axes & 1u << AXIS_EP ? CONFIG_EP : 0);
     Config config = config_parse(argc, argv, program->purpose, groups, program->defaults, own, options);
     CHECK(!((config.init || config.resume) && config.shape_given),
           "--init and --resume take the model's shape from the folder's config.json: leave out --model, "
@@ -368,7 +368,11 @@ int program_main(int argc, char **argv, const Program *program) {
     config_check_degrees(&config, comm_ranks());
     check_techniques(&config, program);
     if (config.resume) resume_check(&config, (int)config.dp);
-    MeshShape shape = {(int)config.dp, (int)config.pp, (int)config.cp, (int)config.tp, (int)config.ep};
+    MeshShape shape = {.dp = (int)config.dp,
+                       .pp = (int)config.pp,
+                       .cp = (int)config.cp,
+                       .tp = (int)config.tp,
+                       .ep = (int)config.ep};
     Mesh mesh = comm_ranks() > 1 || !program->trains ? mesh_new(shape) : mesh_single();
     report_json(config.json);
     if (program->trains && config.trace) clock_trace_start();

@@ -121,7 +121,8 @@ Price trainer_price(const Trainer *t) {
         if (elements >= 0)
             price_all_reduce(&p, 1, elements, m->params.recipe.sum, m->params.param[i].copies);
     }
-    price_all_reduce(&p, 2, 1, F64, m->params.replicas);
+    price_all_reduce(&p, 1, 1, F64, m->mesh.dp);
+    price_all_reduce(&p, 1, 1, F64, m->params.replicas);
     Group norm = params_norm_group(&m->params);
     if (norm.size > 1) price_all_reduce(&p, 1, m->params.count, F64, norm);
     return p;

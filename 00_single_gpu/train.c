@@ -55,7 +55,7 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     }
     model_allocate(t->model);
     for (int i = 0; i < count; i++) plug(t, on[i], taken);
-    t->progress.batch = config->micro_batch * config->grad_acc * t->model->params.replicas.size;
+    t->progress.batch = config->micro_batch * config->grad_acc * mesh.dp.size;
     if (config->save) t->progress.data = data_print(&t->data);
     t->optimizer = optimizer_new(config, &t->model->params);
     return t;
@@ -142,7 +142,7 @@ void batch_free(Batch *batch) {
 // Reads what the next step will train on. The step before does it, ahead of the optimizer: weights that are then
 // in flight (ZeRO) do not delay the one number that a step begins with.
 static void read_ahead(Trainer *t) {
-    Group dp = t->model->params.replicas;
+    Group dp = t->model->mesh.dp;
     int64_t own_samples = t->config.micro_batch * t->config.grad_acc;
     int64_t first = t->progress.sample + dp.rank * own_samples;
     if (t->ahead.tokens && t->ahead.first == first) return;
@@ -175,7 +175,6 @@ void train_step(Trainer *t, Record *record) {
     clock_push(mark);
     free(mark);
 
-    Group dp = params->replicas;
     const Sockets *on = &t->model->sockets;
     read_ahead(t);  // the first step does it for itself
     Batch batch = t->ahead;
@@ -190,9 +189,9 @@ void train_step(Trainer *t, Record *record) {
     // which are then the same elements on each of their ranks.
     on->gradients.finish(on->gradients.context, t->model);
     params_sum_copies(params);
-    t->loss = comm_sum(loss, dp);
+    t->loss = comm_sum(loss, params->replicas);
     free(loss_scale);
-    t->progress.sample += batch.samples * dp.size;
+    t->progress.sample += batch.samples * t->model->mesh.dp.size;
     batch_free(&batch);
     if (t->progress.step + 1 < c->steps) read_ahead(t);
 
@@ -210,7 +209,7 @@ void train_step(Trainer *t, Record *record) {
 double held_out_loss(Trainer *t, int64_t samples) {
     const Config *c = &t->config;
     const Sockets *on = &t->model->sockets;
-    Group dp = t->model->params.replicas;
+    Group dp = t->model->mesh.dp, replicas = t->model->params.replicas;
     double sum = 0, labels = 0;
     int32_t *tokens = host_alloc(c->seq * sizeof *tokens), *targets = host_alloc(c->seq * sizeof *targets);
     // Every rank of dp takes as many, since a forward may gather weights: those beyond the last have no labels.
@@ -227,7 +226,7 @@ double held_out_loss(Trainer *t, int64_t samples) {
     }
     free(tokens);
     free(targets);
-    return dp.size > 1 ? comm_sum(sum, dp) / comm_sum(labels, dp) : sum / labels;
+    return replicas.size > 1 ? comm_sum(sum, replicas) / comm_sum(labels, dp) : sum / labels;
 }
 
 // ---- whole runs: what other chapters compare with ----

@@ -52,13 +52,11 @@ typedef struct Price {
 
 // ---- a technique is one record, a layout is a list of records in plug order ----
 
-enum { AXIS_DP = 1, AXIS_PP = 2, AXIS_CP = 4, AXIS_TP = 8, AXIS_EP = 16 };
-
 typedef struct Technique {
     const char *name;
     const Option *option;  // of its own, without targets: they become settings of the Config
     int options;
-    unsigned axes;  // of the mesh that it serves, AXIS_…
+    unsigned axes;  // of the mesh that it serves, 1 << AXIS_…
     unsigned
         wraps;  // sockets, 1 << SOCKET_…, in which it may take the place of an earlier plug, which it calls
     // Each may be NULL.

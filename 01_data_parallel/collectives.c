@@ -236,7 +236,7 @@ int main(int argc, char **argv) {
     Config config = config_parse(argc, argv, "Collective and point-to-point communication, call by call.",
                                  CONFIG_REPORT | CONFIG_RANKS, NULL, own, 1);
     comm_start(argc, argv, 3);
-    MeshShape shape = {comm_ranks(), 1, 1, 1, 1};
+    MeshShape shape = {.dp = comm_ranks()};
     Mesh mesh = mesh_new(shape);
     Group world = mesh.world;
     report_json(comm_rank() ? NULL : config.json);

@@ -141,7 +141,7 @@ const Option ddp_bucket_option = {
 const Technique ddp_bucketed = {.name = "ddp_bucketed",
                                 .option = &ddp_bucket_option,
                                 .options = 1,
-                                .axes = AXIS_DP,
+                                .axes = 1u << AXIS_DP,
                                 .plug = ddp_bucketed_plug,
                                 .unplug = ddp_bucketed_unplug,
                                 .price = price};

@@ -45,7 +45,7 @@ static void price(Price *price, const Model *model, const void *context) {
                              p->unit[p->param[i].unit].replicas);
 }
 
-const Technique ddp_naive = {.name = "ddp_naive", .axes = AXIS_DP, .plug = plug, .price = price};
+const Technique ddp_naive = {.name = "ddp_naive", .axes = 1u << AXIS_DP, .plug = plug, .price = price};
 
 #ifndef NO_MAIN
 int main(int argc, char **argv) {

@@ -36,7 +36,7 @@ static bool on(const Config *config) { return config_number(config, "zero") == 0
 const Technique ddp_no_sync = {.name = "ddp_no_sync",
                                .option = &ddp_bucket_option,
                                .options = 1,
-                               .axes = AXIS_DP,
+                               .axes = 1u << AXIS_DP,
                                .on = on,
                                .plug = plug,
                                .unplug = ddp_bucketed_unplug,

@@ -77,7 +77,7 @@ static void price(Price *price, const Model *model, const void *context) {
 }
 
 const Technique ddp_overlap = {
-    .name = "ddp_overlap", .axes = AXIS_DP, .plug = plug, .unplug = unplug, .price = price};
+    .name = "ddp_overlap", .axes = 1u << AXIS_DP, .plug = plug, .unplug = unplug, .price = price};
 
 #ifndef NO_MAIN
 int main(int argc, char **argv) {

@@ -308,7 +308,7 @@ int main(int argc, char **argv) {
     Config config = config_parse(argc, argv, "All-reduce from sends to a neighbour alone, in a ring.",
                                  CONFIG_REPORT | CONFIG_RANKS, NULL, own, sizeof own / sizeof *own);
     comm_start(argc, argv, 4);
-    MeshShape shape = {comm_ranks(), 1, 1, 1, 1};
+    MeshShape shape = {.dp = comm_ranks()};
     Mesh mesh = mesh_new(shape);
     Group ring = mesh.world;
     report_json(comm_rank() ? NULL : config.json);

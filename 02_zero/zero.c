@@ -154,7 +154,7 @@ static void unplug_ranks_first(Model *model, void *context) {
 }
 
 static const Technique ranks_first = {
-    .name = "ranks first", .axes = AXIS_DP, .plug = plug_ranks_first, .unplug = unplug_ranks_first};
+    .name = "ranks first", .axes = 1u << AXIS_DP, .plug = plug_ranks_first, .unplug = unplug_ranks_first};
 
 const Technique *const zero_twin_of_1[] = {&norm_in_parts, &ddp_no_sync, &recompute, NULL};
 const Technique *const zero_twin_of_2_and_3[] = {&norm_in_parts, &ranks_first, &recompute, NULL};

@@ -140,7 +140,7 @@ static const Option gather_option = {
 const Technique zero1 = {.name = "zero1",
                          .option = &gather_option,
                          .options = 1,
-                         .axes = AXIS_DP,
+                         .axes = 1u << AXIS_DP,
                          .on = on,
                          .shard = shard,
                          .plug = plug,

@@ -85,7 +85,7 @@ static bool on(const Config *config) { return zero_on(config, 2); }
 static void price(Price *price, const Model *model, const void *zero) { zero_price(price, model, zero, 2); }
 
 const Technique zero2 = {.name = "zero2",
-                         .axes = AXIS_DP,
+                         .axes = 1u << AXIS_DP,
                          .on = on,
                          .shard = shard,
                          .plug = plug,

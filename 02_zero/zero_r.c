@@ -118,7 +118,7 @@ static void all_reduce_through_buffer(void *context, Model *m) {
     int64_t at = 0, first = 0;
     while (param < m->params.count) {
         int64_t count = fill(&m->params, b->buffer, &param, &at, false);
-        comm_wait(comm_all_reduce(tensor_view(b->buffer, 0, SHAPE(count)), REDUCE_SUM, m->mesh.dp));
+        comm_wait(comm_all_reduce(tensor_view(b->buffer, 0, SHAPE(count)), REDUCE_SUM, m->params.replicas));
         fill(&m->params, tensor_view(b->buffer, 0, SHAPE(count)), &begun, &first, true);
     }
 }
@@ -330,7 +330,7 @@ int main(int argc, char **argv) {
         "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
         own, sizeof own / sizeof *own);
     comm_start(argc, argv, 4);
-    MeshShape shape = {comm_ranks(), 1, 1, 1, 1};
+    MeshShape shape = {.dp = comm_ranks()};
     Mesh mesh = mesh_new(shape);
     report_json(config.json);
     if (config.trace) clock_trace_start();

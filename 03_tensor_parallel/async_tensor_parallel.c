@@ -177,7 +177,7 @@ static void check(const Config *c) {
 }
 
 const Technique async_tensor_parallel = {.name = "async_tensor_parallel",
-                                         .axes = AXIS_TP,
+                                         .axes = 1u << AXIS_TP,
                                          .wraps = 1u << SOCKET_REGION | 1u << SOCKET_LINEAR,
                                          .check = check,
                                          .plug = plug,
@@ -285,7 +285,7 @@ static double exposed_before_product(Mesh mesh, int64_t h) {
 static void overlap_condition(Mesh mesh, const Config *config) {
     const Machine *machine = machine_find(config->machine);
     int n = mesh.tp.size;
-    double formula = (n - 1) * machine->tensor_flops / machine->node_bytes_per_second;
+    double formula = (n - 1) * machine_peak_flops(machine, BF16) / machine->node_bytes_per_second;
     clock_set_cluster(n, 1, 1);
     int64_t exposed = 0, hidden = 2048;  // in units of 64: heads of even size
     while (hidden - exposed > 1) {

@@ -156,7 +156,7 @@ static const Option sp_option = {
 const Technique sequence_parallel = {.name = "sequence_parallel",
                                      .option = &sp_option,
                                      .options = 1,
-                                     .axes = AXIS_TP,
+                                     .axes = 1u << AXIS_TP,
                                      .on = on,
                                      .check = tensor_parallel_check,
                                      .shard = shard,

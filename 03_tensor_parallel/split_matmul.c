@@ -252,7 +252,7 @@ int main(int argc, char **argv) {
     Config config = config_parse(argc, argv, "A matrix multiply cut over ranks, by columns and by rows.",
                                  CONFIG_REPORT | CONFIG_RANKS, NULL, NULL, 0);
     comm_start(argc, argv, 2);
-    MeshShape shape = {1, 1, 1, comm_ranks(), 1};
+    MeshShape shape = {.tp = comm_ranks()};
     Mesh mesh = mesh_new(shape);
     report_json(comm_rank() ? NULL : config.json);
     timeline_start(&config, mesh.world);

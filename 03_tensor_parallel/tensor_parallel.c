@@ -31,7 +31,7 @@
 static Group heads_copies(const Model *m) {
     Group tp = m->mesh.tp;
     int copies = tp.size / (int)m->config.kv_heads;
-    return comm_group("kv copies", tp.member + tp.rank / copies * copies, copies);
+    return comm_group("kv copies", tp.line, tp.member + tp.rank / copies * copies, copies);
 }
 
 // By outputs, between heads. Ranks beyond the heads store copies; each copy serves other query heads, so its gradient
@@ -146,7 +146,7 @@ static void price(Price *price, const Model *m, const void *context) {
 static bool on(const Config *config) { return config_number(config, "sp") == 0; }
 
 const Technique tensor_parallel = {.name = "tensor_parallel",
-                                   .axes = AXIS_TP,
+                                   .axes = 1u << AXIS_TP,
                                    .on = on,
                                    .check = tensor_parallel_check,
                                    .shard = tensor_parallel_shard,
@@ -197,8 +197,8 @@ static StepCost cost_of_8b(Mesh mesh, int tp) {
         "layers=2 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=1024 seq=4096 micro-batch=1 grad-acc=1 "
         "dtype=bf16");
     c.tp = tp;
-    Mesh m = mesh_new((MeshShape){mesh.world.size / tp, 1, 1, tp, 1});
-    m.dp = mesh_single().dp;
+    Mesh m = mesh_new((MeshShape){.dp = mesh.world.size / tp, .tp = tp});
+    m.dp = m.dp_cp = mesh_single().dp;
     m.world = m.tp;
     clock_push("across nodes");
     StepCost cost = program_cost(&c, m, (const Technique *[]){&tensor_parallel, NULL});

@@ -31,14 +31,10 @@ void base_set_rank(int mine, int all, void (*end)(const char *sentence, int stat
     end_all = end;
 }
 
-// What Open MPI's mpirun, or srun with PMIx or PMI, tells the processes that it starts; with --rendezvous what
-// torchrun or srun does; 0 without them.
-static int launched_rank(char **argv) {
-    static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK", "SLURM_PROCID"};
-    size_t count = 3;
-    for (char **word = argv; *word; word++)
-        if (!strncmp(*word, "--rendezvous", 12)) count = 5;
-    for (size_t i = 0; i < count; i++)
+// What Open MPI's mpirun, or srun with PMIx or PMI, tells the processes that it starts; 0 without them.
+static int launched_rank(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (getenv(names[i])) return atoi(getenv(names[i]));
     return 0;
 }
@@ -164,7 +160,7 @@ static void tell_columns(void) {
 void base_start(int argc, char **argv) {
     CHECK(argc > 0, "started without a program name");
     restart_on_best_kernel(argv);
-    rank = launched_rank(argv);
+    rank = launched_rank();
     tell_columns();
     // Buffers of many megabytes come and go every step. By default each would be mapped, zeroed page by
     // page by the kernel, and unmapped again; kept on the heap, the pages are touched once.

@@ -1,14 +1,19 @@
 // comm.h: collective and point-to-point communication between ranks, on device tensors.
 //
-// comm.c is the one front: it checks that all members of a group call the same thing, counts the bytes,
-// moves the model clock, and drives the transport that is linked in (transport.h: comm_mpi.c, or
-// comm_nccl.cu between GPUs). Names and meanings are those of MPI and NCCL. Every call here starts at
-// once and returns a request; comm_wait ends it. Until then its tensors belong to the request: reading an
-// output or writing an input is a bug. comm_wait(comm_all_reduce(…)) is both in one. Between GPUs comm_wait makes the
-// device wait, not the host: what is computed after it comes after the bytes.
+// One front (comm.c, comm_requests.c, comm_agreement.c) checks that all members of a group call the same
+// thing, counts the bytes, moves the model clock, and drives the transport that is linked in (transport.h:
+// comm_mpi.c, or comm_nccl.cu between GPUs). Names and meanings are those of MPI and NCCL. Every call here
+// starts at once and returns a request; comm_wait ends it. Until then its tensors belong to the request:
+// whoever reads an output or writes an input is fatal (tensor/in_flight.h). comm_wait(comm_all_reduce(…)) is
+// both in one. Between GPUs comm_wait makes the device wait, not the host: what is computed after it comes
+// after the bytes.
 //
-// Requests of a rank run one after another in the order in which they were started, as on one communication
-// stream of a GPU; so two groups must be used in the same order by the ranks that share them.
+// A group has a line (mesh.h). Requests of one line run one after another in the order in which they were
+// started, as on a communication stream of a GPU: ranks that share two groups of a line use them in the same
+// order. Requests of different lines do not wait for each other. Yet what two ranks share, both start in the
+// same order, whatever the lines: kernels of two NCCL communicators can wait for each other otherwise. A
+// batch of transfers starts all of its transfers at once. Other orders are found on every transport, with one
+// sentence that names both calls.
 //
 // Sums run in rank order, member 0 first, whatever the algorithm or the timing: f64 in f64, i32 in i32,
 // all other dtypes in f32, rounded once at the end. So every member gets the same bits, every time, and
@@ -17,9 +22,16 @@
 // the same bits, but not always those of MPI, of another number of members, or of reduce-scatter. So a
 // proof of zero bits asks comm_sums_in_rank_order first.
 //
-// On the model clock (clock.h) a call starts when the last member has reached it and its communication
-// stream is free; it then takes what clock_collective_seconds says, and comm_wait makes the compute stream
-// wait for its end.
+// On the model clock (clock.h) a call starts when the last member is ready, and takes what
+// clock_collective_seconds says; comm_wait makes the compute stream wait for its end. A member is ready when
+// its compute stream has come to the call, the request before it on its line has ended, and its ports are
+// free. A rank has one port to the other GPUs of its node and one to other nodes; a collective uses those that
+// lead to other members, a batch of transfers those through which it sends. Messages on one port run one
+// after another in the order in which the rank started them, and those on different ports side by side.
+// The port is kept from the moment at which this rank could begin, for as long as the call takes: when the
+// others come late, the call starts late, but no later call of this rank is moved by that, since it must
+// not depend on what other lines do in the meantime. So the clock is exact within a line, and the same on
+// every run; where members come at different times, two lines may overlap on one port.
 //
 // A dead rank, a mismatched call or a wait beyond --timeout ends all ranks with one sentence.
 #ifndef COMM_H
@@ -36,12 +48,9 @@ extern "C" {
 
 // After base_start and the parsing of options, so that wrong use is told once. Under mpirun or srun:
 // joins the others. Else starts this program again under mpirun with `natural` ranks, or as many as
-// "--ranks N" in argv says, oversubscribed and as root if need be; one rank alone needs no mpirun. With
-// "--rendezvous FILE" no MPI is needed: torchrun, srun or a shell has started the ranks, RANK and
-// WORLD_SIZE (or SLURM_PROCID and SLURM_NTASKS) say which is which, and they find each other through
-// FILE, which no other run uses and all can read (control_tcp.c). Reads "--timeout SECONDS", too. Chooses
-// the GPU of this rank, by its number among those of its machine. Checks that all ranks run the same
-// binary with the same arguments. On return, say() speaks on rank 0 alone, and fatal() ends all ranks
+// "--ranks N" in argv says, oversubscribed and as root if need be; one rank alone needs no mpirun. Reads
+// "--timeout SECONDS", too. Chooses the GPU of this rank, by its number among those of its machine. Checks
+// that all ranks run the same binary with the same arguments. On return, say() speaks on rank 0 alone, and fatal() ends all ranks
 // with one sentence.
 void comm_start(int argc, char **argv, int natural);
 // Last call of main: waits for all ranks and returns the worst of their exit statuses, the same on each. A
@@ -63,7 +72,7 @@ void comm_set_check(bool on);
 // n-th call of each rank makes the n-th group (of which there may be several that share no rank). Nobody
 // waits here, but with NCCL, where all ranks make the group's communicator together. A rank that is not a
 // member gets rank -1. Groups live until comm_finish.
-Group comm_group(const char *name, const int *members, int size);
+Group comm_group(const char *name, Line line, const int *members, int size);
 // All ranks, in order; one before comm_start.
 Group comm_world(void);
 
@@ -73,6 +82,8 @@ typedef struct Request Request;
 // Ends the request. The request is gone afterwards; a request that is never waited for is fatal at
 // comm_finish.
 void comm_wait(Request *request);
+// Those that are not NULL, in order; sets them NULL.
+void comm_wait_all(Request **requests, int count);
 
 typedef enum ReduceOp { REDUCE_SUM, REDUCE_MAX } ReduceOp;
 
@@ -122,6 +133,8 @@ Request *comm_send_receive(Tensor send, int to, Tensor receive, int from, Group 
 // value is.
 double comm_sum(double value, Group group);
 double comm_max(double value, Group group);
+// In place: each of these becomes its sum; one all-reduce of `count` f64.
+void comm_sum_all(double *values, int count, Group group);
 
 // ---- counts ----
 

@@ -18,28 +18,21 @@
 // ones come in: what waits to be added stays in the cache, and takes WINDOW segments per member, however
 // large the tensor.
 #include <mpi.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm_mpi.h"
 #include "comm_staged.h"
 #include "tensor/device.h"
-#include "transport.h"
-
-enum { WINDOW = 4 };                  // segments of a flow under way at once
-enum { TAG_DATA, TAG_RESULT, TAGS };  // the two ways of a reduction; else DATA
 
 static struct {
-    int rank, ranks;
-    char *staging;
-    size_t staging_bytes;
-    int64_t segment;  // bytes
-    // shared memory, below
-    MPI_Win window;
-    bool sharing;
-    char **area;                             // of each rank of this machine, else NULL
-    int *local;                              // its number among them
-    int64_t (*given)[TAGS], (*taken)[TAGS];  // segments ever, to and from each rank
+    int rank;
+    int64_t segment;                                     // bytes
+    int64_t (*given)[COMM_LINES][TAGS], (*taken)[COMM_LINES][TAGS];  // segments ever, to and from each rank
+    struct {
+        char *memory;
+        size_t bytes;
+    } staging[COMM_LINES];
 } state;
 
 // ---- device memory, as the CPU has it, or comm_staged.c's copies: MPI reads and writes it directly ----
@@ -48,153 +41,35 @@ static void copy_part(void *to, const void *from, int64_t bytes) {
     if (bytes > 0 && to != from) memmove(to, from, (size_t)bytes);
 }
 
-enum { BLOCK = 2048 };  // elements that are added at once, in the first-level cache
-
-static void add_f32(float *sum, const float *x, int64_t count, ReduceOp op) {
-    if (op == REDUCE_SUM)
-        for (int64_t i = 0; i < count; i++) sum[i] += x[i];
-    else  // the comparisons are false where x is NaN or less; a NaN in sum stays
-        for (int64_t i = 0; i < count; i++) sum[i] = sum[i] >= x[i] || sum[i] != sum[i] ? sum[i] : x[i];
+static void free_staging(Line line) {
+    if (!state.staging[line].memory) return;
+    if (backend_is_host())
+        device_free(MEMORY_COMMUNICATION, state.staging[line].memory, state.staging[line].bytes);
+    else free(state.staging[line].memory);
+    state.staging[line].memory = NULL;
 }
 
-static void add_f64(double *sum, const double *x, int64_t count, ReduceOp op) {
-    if (op == REDUCE_SUM)
-        for (int64_t i = 0; i < count; i++) sum[i] += x[i];
-    else
-        for (int64_t i = 0; i < count; i++) sum[i] = sum[i] >= x[i] || sum[i] != sum[i] ? sum[i] : x[i];
-}
-
-static void add_i32(uint32_t *sum, const uint32_t *x, int64_t count, ReduceOp op) {
-    if (op == REDUCE_SUM)
-        for (int64_t i = 0; i < count; i++) sum[i] += x[i];
-    else
-        for (int64_t i = 0; i < count; i++) sum[i] = (int32_t)sum[i] > (int32_t)x[i] ? sum[i] : x[i];
-}
-
-// out = the sum of n sources, the first first. out may be one of them.
-static void reduce_block(void *out, const char *const *source, int n, int64_t count, DType dtype,
-                         ReduceOp op) {
-    union {
-        double f64[BLOCK];
-        float f32[BLOCK];
-        uint32_t i32[BLOCK];
-    } sum;
-    float wide[BLOCK];
-    size_t size = dtype_size(dtype);
-    bool narrow = size < 4;
-    if (narrow) dtype_convert(sum.f32, F32, source[0], dtype, count);
-    else memcpy(&sum, source[0], size * (size_t)count);
-    for (int i = 1; i < n; i++) {
-        if (narrow) dtype_convert(wide, F32, source[i], dtype, count);
-        const void *x = narrow ? (const void *)wide : source[i];
-        if (dtype == F64) add_f64(sum.f64, x, count, op);
-        else if (dtype == I32) add_i32(sum.i32, x, count, op);
-        else add_f32(sum.f32, x, count, op);
+// One buffer serves all operations of a line, since one runs at a time; it grows to what the largest needs.
+static char *staging(Line line, size_t bytes) {
+    if (bytes > state.staging[line].bytes || (!state.staging[line].memory && bytes)) {
+        free_staging(line);
+        state.staging[line].memory =
+            backend_is_host() ? device_alloc(MEMORY_COMMUNICATION, bytes) : host_alloc(bytes);
+        state.staging[line].bytes = bytes;
     }
-    if (narrow) dtype_convert(out, dtype, sum.f32, F32, count);
-    else memcpy(out, &sum, size * (size_t)count);
+    return state.staging[line].memory;
 }
 
-static void reduce_bytes(char *out, const char **source, int n, int64_t bytes, DType dtype, ReduceOp op) {
-    int64_t size = (int64_t)dtype_size(dtype), step = BLOCK * size;
-    for (int64_t first = 0; first < bytes; first += step) {
-        int64_t length = bytes - first < step ? bytes - first : step;
-        reduce_block(out + first, source, n, length / size, dtype, op);
-        for (int i = 0; i < n; i++) source[i] += step;
-    }
-}
+// ---- start and end ----
 
-static void free_staging(void) {
-    if (!state.staging) return;
-    if (backend_is_host()) device_free(MEMORY_COMMUNICATION, state.staging, state.staging_bytes);
-    else free(state.staging);
-    state.staging = NULL;
-}
-
-// One buffer serves all operations, since one runs at a time; it grows to what the largest needs.
-static char *staging(size_t bytes) {
-    if (bytes > state.staging_bytes || (!state.staging && bytes)) {
-        free_staging();
-        state.staging = backend_is_host() ? device_alloc(MEMORY_COMMUNICATION, bytes) : host_alloc(bytes);
-        state.staging_bytes = bytes;
-    }
-    return state.staging;
-}
-
-// ---- shared memory ----
-//
-// Each rank has an area that the others of its machine can read: a row of WINDOW slots for each of them,
-// and, in the row that would be its own, what is for all. A writer fills a slot and counts it as given; the
-// reader uses it where it is, and counts it as taken, which frees it. All counts only grow. An operation
-// ends when all that it gave is taken, so the next one finds every slot free. The areas belong to the
-// transport, as a GPU's channel buffers belong to NCCL: the account of device memory knows only of what a
-// tensor holds or staging() takes.
-
-enum { LINE = 64, MOST_SHARED = 32 << 20, MOST_SEGMENT = 64 << 10, LEAST_SEGMENT = 4 << 10 };
-
-typedef struct Channel {  // from the area's rank to one reader, with one tag
-    _Alignas(LINE) _Atomic int64_t given;
-    _Alignas(LINE) _Atomic int64_t taken;
-} Channel;
-
-static size_t channels_bytes(int ranks) {
-    return ((size_t)(ranks * TAGS) * sizeof(Channel) + 4095) / 4096 * 4096;
-}
-
-static Channel *channel(int from, int to, int tag) { return (Channel *)state.area[from] + to * TAGS + tag; }
-
-static char *slot(int from, int row, int64_t number) {
-    return state.area[from] + channels_bytes(state.ranks) +
-           (row * WINDOW + number % WINDOW) * state.segment;
-}
-
-static void share_memory(int rank, int ranks) {
-    MPI_Comm machine;
-    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &machine);
-    int here, me;
-    MPI_Comm_size(machine, &here);
-    MPI_Comm_rank(machine, &me);
-    // Containers have as little as 64 MB to share; with very many ranks everything goes through messages.
-    int64_t segment = MOST_SEGMENT;
-    while (segment * here * here * WINDOW > MOST_SHARED) segment /= 2;
-    MPI_Allreduce(&segment, &state.segment, 1, MPI_INT64_T, MPI_MIN, MPI_COMM_WORLD);
-    state.area = calloc((size_t)ranks, sizeof *state.area);
-    state.local = calloc((size_t)ranks, sizeof *state.local);
-    state.given = calloc((size_t)ranks, sizeof *state.given);
-    state.taken = calloc((size_t)ranks, sizeof *state.taken);
-    CHECK(state.area && state.local && state.given && state.taken, "out of host memory for %d ranks",
-          ranks);
-    state.sharing = state.segment >= LEAST_SEGMENT && here > 1;
-    if (state.segment < LEAST_SEGMENT) state.segment = MOST_SEGMENT;
-    int *world = host_alloc(sizeof *world * (size_t)here);
-    MPI_Allgather(&rank, 1, MPI_INT, world, 1, MPI_INT, machine);
-    if (state.sharing) {
-        size_t bytes = channels_bytes(ranks) + (size_t)(here * WINDOW * state.segment);
-        char *mine;
-        // One line more: areas begin where MPI likes, and channels on a line.
-        MPI_Win_allocate_shared((MPI_Aint)(bytes + LINE), 1, MPI_INFO_NULL, machine, &mine, &state.window);
-    }
-    for (int i = 0; i < here && state.sharing; i++) {
-        MPI_Aint bytes;
-        int unit;
-        char *area;
-        MPI_Win_shared_query(state.window, i, &bytes, &unit, &area);
-        state.area[world[i]] = (char *)(((uintptr_t)area + LINE - 1) / LINE * LINE);
-        state.local[world[i]] = i;
-    }
-    if (state.sharing) memset(state.area[rank], 0, channels_bytes(ranks));
-    MPI_Barrier(machine);
-    free(world);
-    MPI_Comm_free(&machine);
-}
-
-bool transport_needs_mpi(void) { return true; }
-
-void transport_start(const Control *control, Place place, void (*look)(void)) {
-    (void)control, (void)look;
+void transport_start(Place place, void (*look)(void)) {
+    (void)look;
     state.rank = place.rank;
-    state.ranks = place.ranks;
     share_memory(place.rank, place.ranks);
+    state.segment = segment_size();
+    state.given = calloc((size_t)place.ranks, sizeof *state.given);
+    state.taken = calloc((size_t)place.ranks, sizeof *state.taken);
+    CHECK(state.given && state.taken, "out of host memory for %d ranks", place.ranks);
 }
 
 const char *transport_text(void) { return backend_is_host() ? "" : "MPI through host memory"; }
@@ -202,6 +77,8 @@ const char *transport_text(void) { return backend_is_host() ? "" : "MPI through 
 bool transport_sums_in_rank_order(void) { return true; }
 
 bool transport_prepares_groups(void) { return false; }
+
+bool transport_launches(void) { return false; }
 
 Operation *transport_group(Group group, int color, int as) {
     return (void)group, (void)color, (void)as, NULL;
@@ -212,12 +89,10 @@ double transport_poll(void) { return 0; }
 void transport_abort(void) {}
 
 void transport_finish(void) {
-    if (state.sharing) MPI_Win_free(&state.window);
-    free(state.area);
-    free(state.local);
+    unshare_memory();
     free(state.given);
     free(state.taken);
-    free_staging();
+    for (int line = 0; line < COMM_LINES; line++) free_staging((Line)line);
     stage_finish();
 }
 
@@ -230,6 +105,7 @@ typedef struct Flow {
     bool held;      // received segments are used where they are, and given back by whoever uses them
     bool cast;      // the same bytes go to all: in shared memory, once
     int peer, tag;  // world rank
+    Line line;
     char *base;     // held: room for WINDOW segments, if they come as messages
     int64_t bytes, segments;
     int64_t posted, done;
@@ -274,12 +150,14 @@ static Flow *flow_add(Operation *o, bool send, int member, int tag, void *base, 
     *flow = (Flow){.send = send,
                    .peer = peer,
                    .tag = tag,
+                   .line = o->call.group.line,
                    .base = base,
                    .bytes = bytes,
                    .segments = segments_of(bytes)};
-    if (state.area[peer] && state.sharing) {
-        int64_t *ever = send ? &state.given[peer][tag] : &state.taken[peer][tag];
-        flow->channel = send ? channel(state.rank, peer, tag) : channel(peer, state.rank, tag);
+    if (shares_with(peer)) {
+        int64_t *ever = send ? &state.given[peer][flow->line][tag] : &state.taken[peer][flow->line][tag];
+        flow->channel = send ? channel(state.rank, peer, flow->line, tag)
+                             : channel(peer, state.rank, flow->line, tag);
         flow->count = *ever;
         *ever += flow->segments;
     } else {
@@ -290,8 +168,8 @@ static Flow *flow_add(Operation *o, bool send, int member, int tag, void *base, 
 
 static char *flow_slot(const Flow *flow, int64_t segment) {
     int writer = flow->send ? state.rank : flow->peer, reader = flow->send ? flow->peer : state.rank;
-    return slot(writer, state.local[flow->cast ? writer : reader],
-                flow->cast ? segment : flow->count + segment);
+    return flow->cast ? slot(writer, TO_ALL, flow->line, segment)
+                      : slot(writer, reader, flow->line, flow->count + segment);
 }
 
 // Where segment of a held flow is to be read.
@@ -313,11 +191,12 @@ static void post_message(Operation *o, Flow *flow) {
             bytes = segment_bytes(flow->bytes, segment);
     char *address = flow->base + (in_ring(o, flow) ? number : segment) * state.segment;
     MPI_Request *request = &o->request[(flow - o->flow) * WINDOW + number];
+    int tag = (int)flow->line * TAGS + flow->tag;
     if (flow->send) {
-        MPI_Isend(address, (int)bytes, MPI_BYTE, flow->peer, flow->tag, MPI_COMM_WORLD, request);
+        MPI_Isend(address, (int)bytes, MPI_BYTE, flow->peer, tag, MPI_COMM_WORLD, request);
         o->sent += bytes;
     } else {
-        MPI_Irecv(address, (int)bytes, MPI_BYTE, flow->peer, flow->tag, MPI_COMM_WORLD, request);
+        MPI_Irecv(address, (int)bytes, MPI_BYTE, flow->peer, tag, MPI_COMM_WORLD, request);
     }
 }
 
@@ -449,8 +328,8 @@ static void start_reduction(Operation *o, const char *in, char *result, bool res
     o->segments = segments_of(o->piece_bytes);
     int64_t slots = o->segments < WINDOW ? o->segments : WINDOW;
     int messages = result_ring;
-    for (int i = 0; i < n; i++) messages += i != me && !state.area[c->group.member[i]];
-    char *ring = staging((size_t)(slots * state.segment * messages));
+    for (int i = 0; i < n; i++) messages += i != me && !shares_with(c->group.member[i]);
+    char *ring = staging(c->group.line, (size_t)(slots * state.segment * messages));
     o->result = result_ring ? ring : result;
     o->result_ring = result_ring;
     if (result_ring) ring += slots * state.segment;

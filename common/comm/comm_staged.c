@@ -14,7 +14,7 @@ typedef struct Buffer {  // grows to what the largest call needs
     size_t bytes;
 } Buffer;
 
-static Buffer given, got;  // what this rank gives; what it gets
+static Buffer given[COMM_LINES], got[COMM_LINES];  // what this rank gives; what it gets
 
 struct Stage {
     Collective real, *call;
@@ -57,7 +57,7 @@ static void stage_transfers(Stage *s) {
     for (int i = 0; i < n; i++) bytes += tensor_bytes(c->transfers[i].t);
     s->transfers = host_alloc(sizeof *s->transfers * (size_t)n);
     s->storage = host_alloc(sizeof *s->storage * (size_t)n);
-    char *memory = room(&given, bytes);
+    char *memory = room(&given[c->group.line], bytes);
     for (int i = 0; i < n; i++) {
         Transfer *t = &s->transfers[i];
         *t = c->transfers[i];
@@ -116,11 +116,11 @@ Stage *stage_begin(Collective *call) {
             return s;
     }
     s->out_bytes = out;
-    call->in = room(&given, in);
+    call->in = room(&given[real->group.line], in);
     fetch((void *)call->in, real->in, in);
     // These work in place.
     bool in_place = real->kind == ALL_REDUCE || real->kind == REDUCE || real->kind == BROADCAST;
-    call->out = in_place ? (void *)call->in : room(&got, out);
+    call->out = in_place ? (void *)call->in : room(&got[real->group.line], out);
     return s;
 }
 
@@ -137,7 +137,9 @@ void stage_end(Stage *s) {
 }
 
 void stage_finish(void) {
-    backend_free_pinned(given.memory);
-    backend_free_pinned(got.memory);
-    given = got = (Buffer){0};
+    for (int line = 0; line < COMM_LINES; line++) {
+        backend_free_pinned(given[line].memory);
+        backend_free_pinned(got[line].memory);
+        given[line] = got[line] = (Buffer){0};
+    }
 }

@@ -6,7 +6,7 @@
 
 typedef struct Stage Stage;
 // Copies what this rank gives to host memory, once the device has computed it, and points the call there.
-// NULL, and nothing else, where device memory is host memory. One at a time.
+// NULL, and nothing else, where device memory is host memory. One of a line at a time.
 Stage *stage_begin(Collective *call);
 // Copies what this rank has got to where the call wanted it, and ends the stage.
 void stage_end(Stage *stage);

@@ -2,44 +2,101 @@
 //
 //     rank = ((pp DP + dp) CP + cp) TP + tp
 //
-// An axis's group of a rank is the line through it along that digit.
+// An axis's group of a rank is the line through it along that digit. Digits side by side are one digit of
+// the product, which may be parted anew: dp and cp together into expert_dp and ep, ep the faster one.
 #include "mesh.h"
 
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "comm.h"
 
-Mesh mesh_single(void) {
-    const Group one = {.size = 1, .rank = 0, .name = "single"};
-    return (Mesh){.world = one, .dp = one, .pp = one, .cp = one, .tp = one, .ep = one};
+const char *line_name(Line line) {
+    static const char *const names[COMM_LINES] = {"world", "tp", "cp", "pp", "pp back", "dp", "ep"};
+    return names[line];
 }
 
-// Members of the line through `rank`: `size` ranks, `stride` apart.
-static void line(int rank, int stride, int size, int *members) {
-    int first = rank - rank / stride % size * stride;
-    for (int i = 0; i < size; i++) members[i] = first + i * stride;
-}
+// ---- the axes ----
 
-typedef struct Axis {
+static const struct {
     const char *name;
+    size_t place;  // in Mesh
+    Line line;
+} axes[MESH_AXES] = {
+    {"world", offsetof(Mesh, world), LINE_WORLD},
+    {"dp", offsetof(Mesh, dp), LINE_DP},
+    {"pp", offsetof(Mesh, pp), LINE_PP_FORWARD},
+    {"pp backward", offsetof(Mesh, pp_backward), LINE_PP_BACKWARD},
+    {"cp", offsetof(Mesh, cp), LINE_CP},
+    {"tp", offsetof(Mesh, tp), LINE_TP},
+    {"ep", offsetof(Mesh, ep), LINE_EP},
+    {"dp x cp", offsetof(Mesh, dp_cp), LINE_DP},
+    {"expert dp", offsetof(Mesh, expert_dp), LINE_DP},
+    {"tp x pp", offsetof(Mesh, tp_pp), LINE_WORLD},
+};
+
+// Ranks `stride` apart.
+typedef struct Digit {
     int stride, size;
-} Axis;
+} Digit;
 
-// In the order of Mesh, without the world. ep's lines are parts of dp's.
-static void axes_of(MeshShape s, Axis *axes) {
-    int dp_stride = s.tp * s.cp;
-    axes[0] = (Axis){"dp", dp_stride, s.dp};
-    axes[1] = (Axis){"pp", dp_stride * s.dp, s.pp};
-    axes[2] = (Axis){"cp", s.tp, s.cp};
-    axes[3] = (Axis){"tp", 1, s.tp};
-    axes[4] = (Axis){"ep", dp_stride, s.ep};
+// The digit of an axis; tp x pp has a second, slower one.
+static Digit digit_of(MeshShape s, MeshAxis axis, Digit *second) {
+    int replica = s.tp * s.cp * s.dp;  // the ranks of a stage
+    int first = s.ep_within_tp ? 1 : s.tp;
+    *second = (Digit){0, 1};
+    switch (axis) {
+        case AXIS_WORLD:
+            return (Digit){1, replica * s.pp};
+        case AXIS_TP_PP:
+            *second = (Digit){replica, s.pp};
+            return (Digit){1, s.tp};
+        case AXIS_TP:
+            return (Digit){1, s.tp};
+        case AXIS_CP:
+            return (Digit){s.tp, s.cp};
+        case AXIS_DP:
+            return (Digit){s.tp * s.cp, s.dp};
+        case AXIS_DP_CP:
+            return (Digit){s.tp, s.cp * s.dp};
+        case AXIS_EP:
+            return (Digit){first, s.ep};
+        case AXIS_EXPERT_DP:
+            return (Digit){first * s.ep, replica / first / s.ep};
+        default:  // pp, both ways
+            return (Digit){replica, s.pp};
+    }
 }
 
-static Group axis_group(Axis axis, int *members) {
-    line(comm_rank(), axis.stride, axis.size, members);
-    return comm_group(axis.name, members, axis.size);
+static MeshShape complete(MeshShape s) {
+    int *degrees[] = {&s.dp, &s.pp, &s.cp, &s.tp, &s.ep};
+    for (int i = 0; i < 5; i++)
+        if (*degrees[i] == 0) *degrees[i] = 1;
+    return s;
 }
+
+int mesh_members(MeshShape shape, MeshAxis axis, int rank, int *members) {
+    shape = complete(shape);
+    Digit slow, fast = digit_of(shape, axis, &slow);
+    int first = rank - rank / fast.stride % fast.size * fast.stride;
+    if (slow.size > 1) first -= first / slow.stride % slow.size * slow.stride;
+    for (int i = 0; i < slow.size; i++)
+        for (int j = 0; j < fast.size; j++)
+            members[i * fast.size + j] = first + i * slow.stride + j * fast.stride;
+    return slow.size * fast.size;
+}
+
+Group *mesh_group(Mesh *mesh, MeshAxis axis) { return (Group *)((char *)mesh + axes[axis].place); }
+
+Mesh mesh_single(void) {
+    Mesh mesh;
+    for (int axis = 0; axis < MESH_AXES; axis++)
+        *mesh_group(&mesh, axis) = (Group){.size = 1, .name = "single", .line = axes[axis].line};
+    return mesh;
+}
+
+// ---- what fits ----
 
 // The degrees as flags, those of 1 left out: "--pp 2 x --tp 3".
 static const char *degrees_text(MeshShape s, bool with_dp) {
@@ -56,35 +113,44 @@ static const char *degrees_text(MeshShape s, bool with_dp) {
     return text;
 }
 
+static void check_ranks(MeshShape s, int ranks) {
+    int64_t rest = (int64_t)s.pp * s.cp * s.tp, all = rest * s.dp;
+    if (all == ranks) return;
+    if (ranks % rest == 0)
+        fatal("%s needs %lld ranks, and there are %d: --ranks %lld would fit, or --dp %lld",
+              degrees_text(s, true), (long long)all, ranks, (long long)all, (long long)(ranks / rest));
+    fatal(
+        "%s needs %lld ranks, and there are %d: --ranks %lld would fit; with %d ranks %s does not, "
+        "whatever --dp",
+        degrees_text(s, true), (long long)all, ranks, (long long)all, ranks, degrees_text(s, false));
+}
+
+static void check_experts(MeshShape s) {
+    int within = s.dp * s.cp * (s.ep_within_tp ? s.tp : 1);
+    if (within % s.ep == 0) return;
+    MeshShape product = {.dp = s.dp, .pp = 1, .cp = s.cp, .tp = s.ep_within_tp ? s.tp : 1};
+    char fits[256] = "";
+    for (int ep = 1, used = 0; ep <= within && used < (int)sizeof fits - 16; ep++)
+        if (within % ep == 0)
+            used += snprintf(fits + used, sizeof fits - (size_t)used, "%s%d", used ? ", " : "", ep);
+    fatal("--ep %d does not divide %s: %s would", s.ep, degrees_text(product, true), fits);
+}
+
 Mesh mesh_new(MeshShape s) {
     const char *const names[] = {"dp", "pp", "cp", "tp", "ep"};
+    s = complete(s);
     int degrees[] = {s.dp, s.pp, s.cp, s.tp, s.ep}, ranks = comm_ranks();
     for (int i = 0; i < 5; i++)
         CHECK(degrees[i] >= 1 && degrees[i] <= 1 << 20, "--%s %d is out of bounds: at least 1", names[i],
               degrees[i]);
-    int64_t rest = (int64_t)s.pp * s.cp * s.tp, all = rest * s.dp;
-    if (all != ranks && ranks % rest == 0)
-        fatal("%s needs %lld ranks, and there are %d: --ranks %lld would fit, or --dp %lld",
-              degrees_text(s, true), (long long)all, ranks, (long long)all, (long long)(ranks / rest));
-    if (all != ranks)
-        fatal(
-            "%s needs %lld ranks, and there are %d: --ranks %lld would fit; with %d ranks %s does not, "
-            "whatever --dp",
-            degrees_text(s, true), (long long)all, ranks, (long long)all, ranks, degrees_text(s, false));
-    if (s.dp % s.ep != 0) {
-        char fits[256] = "";
-        for (int ep = 1, used = 0; ep <= s.dp && used < (int)sizeof fits - 16; ep++)
-            if (s.dp % ep == 0)
-                used += snprintf(fits + used, sizeof fits - (size_t)used, "%s%d", used ? ", " : "", ep);
-        fatal("--ep %d does not divide --dp %d: %s would", s.ep, s.dp, fits);
-    }
-    Axis axes[5];
-    axes_of(s, axes);
+    check_ranks(s, ranks);
+    check_experts(s);
+    Mesh mesh;
     int *members = host_alloc(sizeof *members * (size_t)ranks);
-    line(0, 1, ranks, members);
-    Mesh mesh = {.world = comm_group("world", members, ranks)};
-    Group *groups[] = {&mesh.dp, &mesh.pp, &mesh.cp, &mesh.tp, &mesh.ep};
-    for (int i = 0; i < 5; i++) *groups[i] = axis_group(axes[i], members);
+    for (int axis = 0; axis < MESH_AXES; axis++) {
+        int size = mesh_members(s, axis, comm_rank(), members);
+        *mesh_group(&mesh, axis) = comm_group(axes[axis].name, axes[axis].line, members, size);
+    }
     free(members);
     return mesh;
 }
@@ -108,25 +174,28 @@ static void print_hosts(void) {
     else say("%d ranks on %d hosts: %s%s%s", ranks, hosts, text, before, carrier);
 }
 
-void mesh_print(const Mesh *mesh, MeshShape shape) {
+// "dp 2: {0 2} {1 3} {4 6} {5 7}"
+static void print_axis(MeshShape shape, MeshAxis axis, int ranks, int *members) {
     enum { WIDTH = 96 };
-    print_hosts();
-    Axis axes[5];
-    axes_of(shape, axes);
-    int ranks = mesh->world.size, *members = host_alloc(sizeof *members * (size_t)ranks);
-    for (int i = 0; i < 5; i++) {
-        if (axes[i].size == 1) continue;
-        char text[WIDTH + 16];
-        int used = snprintf(text, sizeof text, "%s %d:", axes[i].name, axes[i].size);
-        for (int r = 0; r < ranks; r++) {
-            line(r, axes[i].stride, axes[i].size, members);
-            if (members[0] != r) continue;
-            for (int j = 0; j < axes[i].size && used < WIDTH; j++)
-                used +=
-                    snprintf(text + used, sizeof text - (size_t)used, "%s%d", j ? " " : " {", members[j]);
-            if (used < WIDTH) used += snprintf(text + used, sizeof text - (size_t)used, "}");
-        }
-        say("  %s%s", text, used < WIDTH ? "" : " …");
+    char text[WIDTH + 16];
+    int used = 0;
+    for (int r = 0; r < ranks; r++) {
+        int size = mesh_members(shape, axis, r, members);
+        if (size == 1) return;
+        if (r == 0) used = snprintf(text, sizeof text, "%s %d:", axes[axis].name, size);
+        if (members[0] != r) continue;
+        for (int j = 0; j < size && used < WIDTH; j++)
+            used += snprintf(text + used, sizeof text - (size_t)used, "%s%d", j ? " " : " {", members[j]);
+        if (used < WIDTH) used += snprintf(text + used, sizeof text - (size_t)used, "}");
     }
+    say("  %s%s", text, used < WIDTH ? "" : " …");
+}
+
+void mesh_print(const Mesh *mesh, MeshShape shape) {
+    static const MeshAxis printed[] = {AXIS_DP, AXIS_PP, AXIS_CP, AXIS_TP, AXIS_EP};
+    print_hosts();
+    int ranks = mesh->world.size, *members = host_alloc(sizeof *members * (size_t)ranks);
+    for (size_t i = 0; i < sizeof printed / sizeof *printed; i++)
+        print_axis(shape, printed[i], ranks, members);
     free(members);
 }

@@ -3,9 +3,20 @@
 #ifndef MESH_H
 #define MESH_H
 
+#include <stdbool.h>
+
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+// A communication line: requests of one line run in the order in which they were started, as on a stream of
+// their own; requests of different lines do not wait for each other (comm.h).
+typedef enum Line {
+    LINE_WORLD, LINE_TP, LINE_CP, LINE_PP_FORWARD, LINE_PP_BACKWARD, LINE_DP, LINE_EP,
+    COMM_LINES
+} Line;
+
+const char *line_name(Line line);  // "world" "tp" "cp" "pp" "pp back" "dp" "ep"
 
 typedef struct Group {
     int size;           // members
@@ -13,16 +24,35 @@ typedef struct Group {
     const char *name;   // "world" "dp" "tp" …
     const int *member;  // world rank of each member; NULL for a group of one that nobody communicates in
     int handle;         // the transport's communicator, from comm_group
+    Line line;          // on which its requests run
 } Group;
 
+// pp has the same members twice: activations go forward on one line, gradients backward on the other.
+// The products: gradients add up over dp_cp, those of experts over expert_dp (the ranks of dp x cp that
+// hold the same experts); what one replica of the model stores is spread over tp_pp.
 typedef struct Mesh {
-    Group world, dp, pp, cp, tp, ep;
+    Group world, dp, pp, pp_backward, cp, tp, ep;
+    Group dp_cp, expert_dp, tp_pp;
 } Mesh;
 
-// Degrees of each axis; world size is dp pp cp tp (ep divides dp, and takes its groups within it).
+// Degrees of each axis, 1 where one is left out; the world's size is dp pp cp tp. ep takes its ranks within dp x cp, neighbours
+// first, so that tokens are dispatched within a node as far as it reaches. With sequence parallelism each
+// rank of tp has tokens of its own, and ep takes its ranks within dp x cp x tp.
 typedef struct MeshShape {
     int dp, pp, cp, tp, ep;
+    bool ep_within_tp;
 } MeshShape;
+
+// As in Mesh.
+typedef enum MeshAxis {
+    AXIS_WORLD, AXIS_DP, AXIS_PP, AXIS_PP_BACKWARD, AXIS_CP, AXIS_TP, AXIS_EP,
+    AXIS_DP_CP, AXIS_EXPERT_DP, AXIS_TP_PP,
+    MESH_AXES
+} MeshAxis;
+
+// The ranks that share this axis's group with `rank`, in order; returns how many. The shape need not be that
+// of a running program.
+int mesh_members(MeshShape shape, MeshAxis axis, int rank, int *members);
 
 // The grid of one device; needs no communication.
 Mesh mesh_single(void);
@@ -30,7 +60,8 @@ Mesh mesh_single(void);
 // most stays within a node (Megatron-LM's order). Collective. Fatal, naming the flags and what would fit,
 // when the degrees do not multiply up to the number of ranks.
 Mesh mesh_new(MeshShape shape);
-// Header lines: ranks, hosts, the degrees, and the members of each group larger than one.
+Group *mesh_group(Mesh *mesh, MeshAxis axis);
+// Header lines: ranks, hosts, the degrees, and the members of each axis larger than one.
 void mesh_print(const Mesh *mesh, MeshShape shape);
 
 #ifdef __cplusplus

@@ -1,12 +1,12 @@
-// transport.h: what carries communication, in two planes; comm.c has checked every argument and has agreed
-// with the other members before it calls either.
+// transport.h: what carries communication, in two planes; comm_requests.c has checked every argument and
+// comm_agreement.c has agreed with the other members before the data plane is called.
 //
-// The control plane joins the ranks, passes their notices, and ends them all together. It is chosen when
-// a program starts: control_mpi.c, or control_tcp.c with --rendezvous. The data plane moves the bytes of
-// tensors. It is chosen when a program is linked: comm_mpi.c, or comm_nccl.cu between GPUs.
+// The control plane (control.c, over Open MPI) joins the ranks, passes their notices, and ends them all
+// together. The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c, or
+// comm_nccl.cu between GPUs.
 //
 // Nothing here waits, but where it says so: transport_test pushes an operation on and says whether it is
-// done. So comm.c alone decides how long to wait, and what to say when it was too long.
+// done. So the front alone decides how long to wait, and what to say when it was too long.
 #ifndef TRANSPORT_H
 #define TRANSPORT_H
 
@@ -24,53 +24,44 @@ typedef enum CollectiveKind {
 
 // ---- the control plane ----
 
-// A small message of fixed size by which ranks agree: what comm.c compares and clocks with.
+enum { NOTICE_VALUES = 4 };
+
+// A small message of fixed size by which ranks agree: what comm_agreement.c compares and clocks with.
 typedef struct Notice {
-    int32_t kind;         // CollectiveKind, or what comm.c adds to them
-    int32_t group;        // Group.handle
+    int32_t kind;         // CollectiveKind, or what comm_inside.h adds to them
+    int32_t group, line;  // Group.handle, and its line
     int32_t op, root, dtype, host;
     int32_t send, peer;   // transfers: which way, to or from which rank
-    int32_t left;         // transfers: how many more of this batch with you follow
-    int32_t sequence;     // calls that this rank has made
+    int32_t left;         // how many more of this call's notices to you follow: transfers, values
+    int32_t width;        // how many of what this rank shares with you this call is
+    int64_t before;       // and how many of those it has started earlier
     uint64_t members, parts;   // hashes of the group's members and of unequal counts
     int64_t count, expected;   // elements; all-to-all: that I send you, that I expect from you
     double ready;         // model time at which this rank can begin
-    double value;         // of sums on the host
+    int32_t values;       // of sums on the host
+    double value[NOTICE_VALUES];
 } Notice;
 
-typedef struct Joining {
-    const char *rendezvous;  // FILE of --rendezvous
-    double timeout;          // seconds until a rank that has not come is missing
-    void (*died)(int rank);  // called at once when this one's process ends, maybe by another thread
-} Joining;
-
-typedef struct Control {
-    const char *launcher;  // who says how many ranks there are
-    // Whether a launcher (mpirun, srun) started this process as one of several.
-    bool (*launched)(void);
-    // Starts this program again as so many ranks. Returns only if that was impossible, with the reason in
-    // a sentence.
-    const char *(*launch)(int argc, char **argv, int ranks);
-    // Joins the other ranks; waits for them.
-    void (*start)(const Joining *how, int *rank, int *ranks);
-    // Bytes of each rank (all of one size) into all[rank]. Only for the start: it waits.
-    void (*share)(const void *mine, void *all, size_t bytes);
-    // Does not wait: the notice is copied.
-    void (*send)(const Notice *notice, int rank);
-    // True if a notice has come. From each rank they come in the order in which it sent them.
-    bool (*receive)(Notice *notice, int *rank);
-    // Whether it is known that this rank's process has ended.
-    bool (*gone)(int rank);
-    // True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe
-    // in a signal handler.
-    bool (*claim)(void);
-    // Ends every rank now with this exit status. Does not return.
-    void (*abort)(int status);
-    // The last call: nobody is missed afterwards.
-    void (*finish)(void);
-} Control;
-
-extern const Control control_mpi, control_tcp;
+// Whether mpirun or srun started this process as one of several.
+bool control_launched(void);
+// Starts this program again as so many ranks under mpirun. Returns only if that was impossible, with the
+// reason in a sentence.
+const char *control_launch(int argc, char **argv, int ranks);
+// Joins the other ranks; waits for them.
+void control_start(int *rank, int *ranks);
+// Bytes of each rank (all of one size) into all[rank]. Only for the start: it waits.
+void control_share(const void *mine, void *all, size_t bytes);
+// Does not wait: the notice is copied.
+void control_send(const Notice *notice, int rank);
+// True if a notice has come. From each rank they come in the order in which it sent them.
+bool control_receive(Notice *notice, int *rank);
+// True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in a
+// signal handler.
+bool control_claim(void);
+// Ends every rank now with this exit status. Does not return.
+void control_abort(int status);
+// The last call: nobody is missed afterwards.
+void control_finish(void);
 
 // ---- the data plane ----
 
@@ -98,16 +89,14 @@ typedef struct Place {
     bool one_machine;            // it has all of them
 } Place;
 
-// Whether the bytes go over MPI, so that only control_mpi can join the ranks.
-bool transport_needs_mpi(void);
-// After control->start; waits for the others. While the host waits for the device, `look` is called over
-// and over.
-void transport_start(const Control *control, Place place, void (*look)(void));
+// After control_start; waits for the others. While the host waits for the device, `look` is called over and
+// over.
+void transport_start(Place place, void (*look)(void));
 // What carries the bytes, for the header of a program: "NCCL 2.28.9"; "" for what needs no word.
 const char *transport_text(void);
 // As comm_sums_in_rank_order says.
 bool transport_sums_in_rank_order(void);
-// All ranks, before they go: control->finish follows. abort: one goes at once, and nobody knows what the
+// All ranks, before they go: control_finish follows. abort: one goes at once, and nobody knows what the
 // others do.
 void transport_finish(void);
 void transport_abort(void);
@@ -119,11 +108,14 @@ typedef struct Operation Operation;
 // members of a group and on no others; as: the handle of an older group with the same members, or -1.
 Operation *transport_group(Group group, int color, int as);
 bool transport_prepares_groups(void);
+// Whether operations are launched on a device, where two that the same two ranks share may wait for each
+// other. Then comm_agreement.c runs what two ranks share in the order in which they started it.
+bool transport_launches(void);
 
 // Notes what the device has been given up to now: an operation with this mark reads and writes its
 // tensors only after that. One for each call, ended by transport_run.
 void *transport_mark(void);
-// One runs at a time.
+// One of a line runs at a time, and those of other lines beside it.
 Operation *transport_run(const Collective *collective);
 // Whether all that this operation needs of the host is done; the device may still be moving its bytes.
 bool transport_test(Operation *operation);

@@ -70,7 +70,7 @@ LDLIBS            += -lboost_context
 endif
 
 ifeq ($(OPS)-$(COMM),cuda-on-cpu-nccl)
-cuda_sources += common/comm/comm_nccl.cu
+cuda_sources += $(sort $(wildcard common/comm/comm_nccl*.cu))
 endif
 
 ifeq ($(OPS)-$(COMM),cuda-nccl)

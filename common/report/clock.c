@@ -20,12 +20,17 @@
 // assumptions, not measurements of ours: the per-step constants by which NCCL itself chooses algorithms
 // (hwLat in src/graph/tuning.cc, ring, protocol Simple: NVLink 3.4 us, network 9.6 us in version 2.9, later
 // 14 us, of which we take the former).
+//
+// Matrix multiplies by dtype. An A100 has no 8-bit floats: they are widened, and reach the rate of bf16. H100
+// and H200 multiply them at twice that rate. Nothing multiplies i32; operations on it have no FLOPs.
+#define A100_FLOPS {19.5e12, 19.5e12, 312e12, 312e12, 312e12, 312e12, 19.5e12}
+#define H100_FLOPS {67e12, 67e12, 989e12, 989e12, 2 * 989e12, 2 * 989e12, 67e12}
 static const Machine machines[] = {
-    {"dgx-a100", "NVIDIA A100 SXM4 80 GB", 312e12, 19.5e12, 19.5e12, 2.039e12, 80e9, 8, 300e9, 25e9, 3.4e-6,
-     9.6e-6, "NVIDIA A100 Tensor Core GPU datasheet, A100 80GB SXM"},
-    {"dgx-h100", "NVIDIA H100 SXM5 80 GB", 989e12, 67e12, 67e12, 3.35e12, 80e9, 8, 450e9, 50e9, 3.4e-6,
-     9.6e-6, "NVIDIA H100 Tensor Core GPU datasheet, H100 SXM (bf16: half of 1,979 with sparsity)"},
-    {"h200", "NVIDIA H200 SXM 141 GB", 989e12, 67e12, 67e12, 4.8e12, 141e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6,
+    {"dgx-a100", "NVIDIA A100 SXM4 80 GB", A100_FLOPS, 2.039e12, 80e9, 8, 300e9, 25e9, 3.4e-6, 9.6e-6,
+     "NVIDIA A100 Tensor Core GPU datasheet, A100 80GB SXM"},
+    {"dgx-h100", "NVIDIA H100 SXM5 80 GB", H100_FLOPS, 3.35e12, 80e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6,
+     "NVIDIA H100 Tensor Core GPU datasheet, H100 SXM (bf16: half of 1,979 with sparsity)"},
+    {"h200", "NVIDIA H200 SXM 141 GB", H100_FLOPS, 4.8e12, 141e9, 8, 450e9, 50e9, 3.4e-6, 9.6e-6,
      "NVIDIA H200 Tensor Core GPU datasheet, H200 SXM (bf16: half of 1,979 with sparsity)"},
 };
 enum { MACHINES = sizeof machines / sizeof *machines };
@@ -46,16 +51,7 @@ const Machine *machine_find(const char *name) {
     fatal("--machine %s is unknown; it is one of %s", name, machine_names());
 }
 
-double machine_peak_flops(const Machine *machine, DType dtype) {
-    switch (dtype) {
-        case F64:
-            return machine->f64_flops;
-        case F32:
-            return machine->f32_flops;
-        default:
-            return machine->tensor_flops;
-    }
-}
+double machine_peak_flops(const Machine *machine, DType dtype) { return machine->flops[dtype]; }
 
 // ---- state ----
 
@@ -88,6 +84,8 @@ static struct {
     int64_t resets;
     int gpus_per_node;  // 0: the machine's
     double compute_efficiency, network_efficiency;
+    const Efficiency *efficiency;
+    int efficiencies;
 } state = {.compute_efficiency = 1, .network_efficiency = 1};
 
 static const Machine *model_machine(void) {
@@ -99,11 +97,26 @@ void clock_set_machine(const Machine *machine) { state.machine = machine; }
 
 // ---- the model clock ----
 
+void clock_set_efficiency(const Efficiency *rows, int count) {
+    state.efficiency = rows;
+    state.efficiencies = count;
+}
+
+double clock_efficiency(WorkKind kind, double size) {
+    double reached = 1, best = -1;
+    for (int i = 0; i < state.efficiencies; i++) {
+        const Efficiency *row = &state.efficiency[i];
+        if (row->kind == kind && row->from <= size && row->from > best) best = row->from, reached = row->reached;
+    }
+    return reached;
+}
+
 // The roofline: an operation is done when its arithmetic and its memory traffic, which overlap, both are.
-static double model_time(DType dtype, double flops, double bytes) {
+static double model_time(const char *name, DType dtype, double flops, double bytes) {
     const Machine *machine = model_machine();
-    double compute = flops / machine_peak_flops(machine, dtype);
-    double memory = bytes / machine->memory_bytes_per_second;
+    WorkKind kind = strncmp(name, "attention", strlen("attention")) ? WORK_MATMUL : WORK_ATTENTION;
+    double compute = flops / machine_peak_flops(machine, dtype) / clock_efficiency(kind, flops);
+    double memory = bytes / machine->memory_bytes_per_second / clock_efficiency(WORK_MEMORY, bytes);
     return (compute > memory ? compute : memory) / state.compute_efficiency;
 }
 
@@ -128,6 +141,8 @@ double clock_model_wait(double until) {
 // What communication costs, from alpha, the latency of a step, and B, the bandwidth of a link; n members, m
 // nodes.
 //
+// B is multiplied by what a message of so many bytes reaches (clock_set_efficiency), alpha is not.
+//
 // Rings: every step passes one piece to the next member. A collective on several nodes crosses the network
 // in m - 1 steps of each round of n - 1, and its ring is as wide as the narrower of a GPU's NVLink and the
 // network ports of all members on a node: B = min(NVLink, network x members per node).
@@ -142,8 +157,9 @@ double clock_model_wait(double until) {
 double clock_collective_seconds(const char *name, double bytes, int n, int per_node) {
     if (n <= 1) return 0;
     const Machine *machine = model_machine();
-    double node = machine->node_bytes_per_second * state.network_efficiency;
-    double network = machine->network_bytes_per_second * state.network_efficiency;
+    double reached = state.network_efficiency * clock_efficiency(WORK_COLLECTIVE, bytes);
+    double node = machine->node_bytes_per_second * reached;
+    double network = machine->network_bytes_per_second * reached;
     int nodes = (n + per_node - 1) / per_node;
     if (!strcmp(name, "all_to_all") || !strcmp(name, "gather") || !strcmp(name, "scatter")) {
         int inside = nodes > 1 ? per_node - 1 : n - 1, across = n - 1 - inside;
@@ -165,8 +181,10 @@ static double busiest_link(Traffic node, Traffic network) {
     const Machine *machine = model_machine();
     double near = node.sent > node.received ? node.sent : node.received;
     double far = network.sent > network.received ? network.sent : network.received;
-    near /= machine->node_bytes_per_second * state.network_efficiency;
-    far /= machine->network_bytes_per_second * state.network_efficiency;
+    double reached[] = {state.network_efficiency * clock_efficiency(WORK_COLLECTIVE, near),
+                        state.network_efficiency * clock_efficiency(WORK_COLLECTIVE, far)};
+    near /= machine->node_bytes_per_second * reached[0];
+    far /= machine->network_bytes_per_second * reached[1];
     return near > far ? near : far;
 }
 
@@ -230,7 +248,7 @@ void clock_begin(const char *name, DType dtype, double flops, double bytes) {
     state.name = name;
     state.flops = flops;
     state.bytes = bytes;
-    state.model_seconds = model_time(dtype, flops, bytes);
+    state.model_seconds = model_time(name, dtype, flops, bytes);
     if (state.tracing) {
         Event *event = new_event(EVENT_OPERATION, name);
         event->flops = flops;
@@ -255,10 +273,12 @@ void clock_end(void) {
     state.name = NULL;
 }
 
-void clock_communication(const char *name, double wall, double wall_end, double model, double model_end,
-                         double bytes) {
+void clock_communication(const char *name, int line, const char *line_name, double wall, double wall_end,
+                         double model, double model_end, double bytes) {
     if (!state.tracing) return;
     Event *event = new_event(EVENT_COMMUNICATION, name);
+    event->line = line;
+    event->line_name = line_name;
     event->wall = wall;
     event->wall_end = wall_end;
     event->model = model;
@@ -382,25 +402,26 @@ static void name_thread(FILE *out, int pid, int tid, const char *name) {
             pid, tid, name);
 }
 
-// Communication has a row of its own, beside the operations. On the model clock one follows another; on the
-// wall clock they are in flight together, which the format has asynchronous pairs for.
+// Each line of communication has a row of its own, below the operations. On the model clock one call of a line
+// follows another; on the wall clock they are in flight together, which the format has asynchronous pairs for.
 static void write_communication(FILE *out, int pid, const Event *event, bool model, double ts, double end,
                                 int64_t id) {
+    int tid = 1 + event->line;
     if (model)
-        fprintf(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":1,\"ts\":%.6f,\"dur\":%.6f,\"name\":", pid, ts,
+        fprintf(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.6f,\"dur\":%.6f,\"name\":", pid, tid, ts,
                 end - ts);
     else
         fprintf(out,
-                ",\n{\"ph\":\"b\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":1,\"ts\":%.6f,"
+                ",\n{\"ph\":\"b\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":%d,\"ts\":%.6f,"
                 "\"name\":",
-                (long long)id, pid, ts);
+                (long long)id, pid, tid, ts);
     write_string(out, event->name);
     fprintf(out, ",\"args\":{\"bytes\":%.17g}}", event->bytes);
     if (model) return;
     fprintf(
         out,
-        ",\n{\"ph\":\"e\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":1,\"ts\":%.6f,\"name\":",
-        (long long)id, pid, end);
+        ",\n{\"ph\":\"e\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":%d,\"ts\":%.6f,\"name\":",
+        (long long)id, pid, tid, end);
     write_string(out, event->name);
     putc('}', out);
 }
@@ -410,6 +431,7 @@ static void write_process(FILE *out, int pid, int place, const char *title, bool
     double origin = model ? state.model_origin : state.wall_origin;
     double last = 0;
     int64_t memory[MEMORY_KINDS] = {-1}, communications = 0;
+    uint64_t named = 0;  // a bit for each line
     int depth = 0;
     fprintf(out, "{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\",\"args\":{\"name\":", pid);
     write_string(out, title);
@@ -421,8 +443,13 @@ static void write_process(FILE *out, int pid, int place, const char *title, bool
         double ts = 1e6 * ((model ? event->model : event->wall) - origin);
         double end = 1e6 * ((model ? event->model_end : event->wall_end) - origin);
         if (event->kind == EVENT_COMMUNICATION) {
-            if (!communications++) name_thread(out, pid, 1, "communication");
-            write_communication(out, pid, event, model, ts, end, communications);
+            if (!(named >> event->line & 1)) {
+                char *name = format_text("communication, %s", event->line_name);
+                name_thread(out, pid, 1 + event->line, name);
+                free(name);
+            }
+            named |= (uint64_t)1 << event->line;
+            write_communication(out, pid, event, model, ts, end, ++communications);
             continue;
         }
         last = event->kind == EVENT_OPERATION ? end : ts;

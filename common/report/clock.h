@@ -15,9 +15,7 @@ extern "C" {
 typedef struct Machine {
     const char *name;     // "dgx-h100"
     const char *device;   // "NVIDIA H100 SXM5 80 GB"
-    double tensor_flops;  // FLOP/s of matrix multiplies in bf16 or f16, dense
-    double f32_flops;     // FLOP/s in f32 (no TF32)
-    double f64_flops;
+    double flops[DTYPES]; // FLOP/s of matrix multiplies by dtype, dense; no TF32
     double memory_bytes_per_second;
     double memory_bytes;  // capacity of one device
     int gpus_per_node;
@@ -30,8 +28,7 @@ typedef struct Machine {
 const Machine *machine_find(const char *name);  // fatal with the list of names when unknown
 const char *machine_names(void);                // "dgx-a100, dgx-h100, …"
 
-
-// FLOP/s of a matrix multiply in this dtype: what MFU and HFU divide by. 8-bit types get the 16-bit rate.
+// FLOP/s of a matrix multiply in this dtype: what MFU and HFU divide by.
 double machine_peak_flops(const Machine *machine, DType dtype);
 
 // Selects the machine of the model clock (default "dgx-h100").
@@ -42,6 +39,20 @@ void clock_set_machine(const Machine *machine);
 // the machine has.
 void clock_set_cluster(int gpus_per_node, double compute_efficiency, double network_efficiency);
 int clock_node(int rank);  // ranks fill the nodes in order
+
+// How much of its peak work of this kind reaches, from this size on: FLOPs of a matrix multiply or of
+// attention, bytes that any operation moves through memory, or that a collective or a batch of transfers
+// moves over a link. By one table a run's clock and a search over layouts charge the same.
+typedef enum WorkKind { WORK_MATMUL, WORK_ATTENTION, WORK_MEMORY, WORK_COLLECTIVE } WorkKind;
+typedef struct Efficiency {
+    WorkKind kind;
+    double from;     // FLOPs or bytes; of the rows that reach so far down, the largest `from` holds
+    double reached;  // 0 … 1
+} Efficiency;
+// Borrowed, and multiplied with those of clock_set_cluster. What no row names reaches its peak, as all does
+// without a table.
+void clock_set_efficiency(const Efficiency *rows, int count);
+double clock_efficiency(WorkKind kind, double size);
 
 typedef struct OpCount {
     const char *name;
@@ -60,7 +71,7 @@ OpCount clock_total(void);
 int clock_operations(const OpCount **operations);
 void clock_reset(void);
 
-// ---- communication ----
+// ---- communication: when it begins is comm.h's to say, and how two lines share a port ----
 
 // Model time of the compute stream: when what was issued so far is done.
 double clock_model_now(void);
@@ -78,9 +89,9 @@ typedef struct Traffic {
 } Traffic;
 double clock_transfers_seconds(Traffic node, Traffic network);
 double clock_all_to_all_seconds(Traffic node, Traffic network);
-// Tells the trace of a communication that has ended; name is a literal or lives as long.
-void clock_communication(const char *name, double wall, double wall_end, double model, double model_end,
-                         double bytes);
+// Tells the trace of a communication on the line of this number that has ended; names are literals.
+void clock_communication(const char *name, int line, const char *line_name, double wall, double wall_end,
+                         double model, double model_end, double bytes);
 // How often clock_reset was called: what else counts since then looks here.
 int64_t clock_resets(void);
 
@@ -104,6 +115,8 @@ typedef enum EventKind { EVENT_OPERATION, EVENT_PUSH, EVENT_POP, EVENT_COMMUNICA
 typedef struct Event {
     EventKind kind;
     const char *name;  // NULL for EVENT_POP
+    int line;          // of a communication, and its name
+    const char *line_name;
     double wall, wall_end, model, model_end;  // seconds; marks have no end
     double flops, bytes;
     int64_t memory[MEMORY_KINDS];  // held when the event began

@@ -1,5 +1,6 @@
-// timeline.c: see timeline.h. The clock's events of one step become spans on two streams. Between its spans the
-// compute stream waited: on the model clock it moves by operations and by waits alone.
+// timeline.c: see timeline.h. The clock's events of one step become spans on the compute stream and on each
+// communication line. Between its spans the compute stream waited: on the model clock it moves by operations
+// and by waits alone.
 #include "timeline.h"
 
 #include <errno.h>
@@ -92,7 +93,7 @@ Timeline timeline_of_step(bool outermost, const char *title) {
             span.letter = LETTER_OF(of_communication, e->name, '?');
             // One that began before the step or ends after it counts for its part in it.
             span.begin = fmax(span.begin, 0), span.end = fmin(span.end, t.seconds);
-            add_span(&t.communication, &t.communication_count, span, false);
+            add_span(&t.communication[e->line], &t.communication_count[e->line], span, false);
         } else if (i < last && e->kind == EVENT_OPERATION) {
             add_span(&t.compute, &t.compute_count, span, true);
         } else if (i < last && e->kind == EVENT_PUSH) {
@@ -102,42 +103,63 @@ Timeline timeline_of_step(bool outermost, const char *title) {
             depth--;
         }
     }
-    if (t.communication) qsort(t.communication, (size_t)t.communication_count, sizeof(Span), by_begin);
+    for (int line = 0; line < COMM_LINES; line++)
+        if (t.communication[line])
+            qsort(t.communication[line], (size_t)t.communication_count[line], sizeof(Span), by_begin);
     return t;
 }
 
 void timeline_free(Timeline *t) {
     free(t->title);
     free(t->compute);
-    free(t->communication);
+    for (int line = 0; line < COMM_LINES; line++) free(t->communication[line]);
     *t = (Timeline){0};
 }
 
 // ---- where the seconds go ----
 
+// When any line is busy: spans in order of time, none over another.
+static Span *busy_of(const Timeline *t, int64_t *count) {
+    int64_t all = 0;
+    for (int line = 0; line < COMM_LINES; line++) all += t->communication_count[line];
+    Span *spans = host_alloc(sizeof *spans * (size_t)all), *busy = NULL;
+    for (int64_t line = 0, at = 0; line < COMM_LINES; at += t->communication_count[line++])
+        if (t->communication_count[line])
+            memcpy(spans + at, t->communication[line],
+                   sizeof *spans * (size_t)t->communication_count[line]);
+    qsort(spans, (size_t)all, sizeof *spans, by_begin);
+    double end = 0;
+    *count = 0;
+    for (int64_t i = 0; i < all; i++) {
+        add_span(&busy, count, (Span){fmax(spans[i].begin, end), spans[i].end, 'x'}, false);
+        end = fmax(end, spans[i].end);
+    }
+    free(spans);
+    return busy;
+}
+
 // Adds what is left between two operations: "-" where communication runs, nothing where none does. *at is
-// the first communication that may reach so far; calls go forward in time.
-static void add_waits(const Timeline *t, int64_t *at, double from, double to, Span **spans,
+// the first span of `busy` that may reach so far; calls go forward in time.
+static void add_waits(const Span *busy, int64_t busy_count, int64_t *at, double from, double to, Span **spans,
                       int64_t *count) {
-    while (*at < t->communication_count && t->communication[*at].end <= from) ++*at;
-    for (int64_t i = *at; i < t->communication_count && t->communication[i].begin < to; i++)
-        add_span(spans, count,
-                 (Span){fmax(t->communication[i].begin, from), fmin(t->communication[i].end, to), '-'},
-                 true);
+    while (*at < busy_count && busy[*at].end <= from) ++*at;
+    for (int64_t i = *at; i < busy_count && busy[i].begin < to; i++)
+        add_span(spans, count, (Span){fmax(busy[i].begin, from), fmin(busy[i].end, to), '-'}, true);
 }
 
 Span *timeline_compute(const Timeline *t, int64_t *count) {
-    Span *spans = NULL;
-    int64_t at = 0;
+    int64_t at = 0, busy_count;
+    Span *spans = NULL, *busy = busy_of(t, &busy_count);
     double before = 0;
     *count = 0;
     for (int64_t i = 0; i <= t->compute_count; i++) {
         bool end = i == t->compute_count;
-        add_waits(t, &at, before, end ? t->seconds : t->compute[i].begin, &spans, count);
+        add_waits(busy, busy_count, &at, before, end ? t->seconds : t->compute[i].begin, &spans, count);
         if (end) break;
         add_span(&spans, count, t->compute[i], false);
         before = t->compute[i].end;
     }
+    free(busy);
     return spans;
 }
 
@@ -149,13 +171,14 @@ static double sum_of(const Span *spans, int64_t count, bool waits) {
 }
 
 TimelineShares timeline_shares(const Timeline *t) {
-    int64_t count;
-    Span *spans = timeline_compute(t, &count);
+    int64_t count, busy_count;
+    Span *spans = timeline_compute(t, &count), *busy = busy_of(t, &busy_count);
     TimelineShares shares = {.compute = sum_of(spans, count, false),
-                             .communication = sum_of(t->communication, t->communication_count, false),
+                             .communication = sum_of(busy, busy_count, false),
                              .exposed = sum_of(spans, count, true)};
     shares.idle = fmax(t->seconds - shares.compute - shares.exposed, 0);
     free(spans);
+    free(busy);
     return shares;
 }
 
@@ -217,14 +240,16 @@ static void gather_rows(Group world) {
         if (world.rank != 0 && world.rank != rank) continue;
         double *seconds;
         int64_t compute = mine.compute_count * (int64_t)sizeof(Span), bytes = sizeof mine.seconds;
-        int64_t communication = mine.communication_count * (int64_t)sizeof(Span);
         Timeline t = {.title = format_text("rank %d", rank)};
         seconds = bring(&mine.seconds, &bytes, rank, world);
         t.seconds = *seconds;
         t.compute = bring(mine.compute, &compute, rank, world);
-        t.communication = bring(mine.communication, &communication, rank, world);
         t.compute_count = compute / (int64_t)sizeof(Span);
-        t.communication_count = communication / (int64_t)sizeof(Span);
+        for (int line = 0; line < COMM_LINES; line++) {
+            int64_t communication = mine.communication_count[line] * (int64_t)sizeof(Span);
+            t.communication[line] = bring(mine.communication[line], &communication, rank, world);
+            t.communication_count[line] = communication / (int64_t)sizeof(Span);
+        }
         free(seconds);
         if (world.rank == 0) state.row[state.rows++] = t;
         else timeline_free(&t);

@@ -1,8 +1,11 @@
-// timeline.h: what the compute and the communication stream of each rank did in one step, on the model
+// timeline.h: what the compute stream and each communication line of each rank did in one step, on the model
 // clock: in letters, as an SVG, and all ranks in one trace.
 //
 //     compute  FFFFFFFFFBBBBBBBBBBBBBBBBBB---SSS      exposed: compute waits (---) for the network
-//     network  .............AAA.AAA.AAA.AAAAAA...      what lies under B is hidden
+//     tp       .A..A..A...A..A..A................      what lies under B is hidden
+//     dp       .............AAA.AAA.AAA.AAAAAA...
+//
+// When a call begins, and how lines share a rank's ports, is comm.h's to say.
 //
 // The same flags give the same bytes, whatever machine runs them and under whatever load.
 #ifndef TIMELINE_H
@@ -36,9 +39,10 @@ typedef struct Span {
 
 typedef struct Timeline {  // one rank in one step
     char *title;
-    double seconds;                 // from begin to end of the step
-    Span *compute, *communication;  // each stream's in order of time, none over another
-    int64_t compute_count, communication_count;
+    double seconds;  // from begin to end of the step
+    // Each stream's in order of time, none over another of the same stream.
+    Span *compute, *communication[COMM_LINES];
+    int64_t compute_count, communication_count[COMM_LINES];
 } Timeline;
 
 // The last step ("step", "step 3") among the clock's events; `outermost`: that stands in no other mark.
@@ -52,7 +56,7 @@ Span *timeline_compute(const Timeline *timeline, int64_t *count);
 // Where the step's seconds go: compute + exposed + idle = timeline->seconds.
 typedef struct TimelineShares {
     double compute;
-    double communication;  // the stream is busy, beside compute or not
+    double communication;  // a line is busy, beside compute or not
     double exposed;        // nothing is computed while this rank's communication runs
     double idle;           // nor does it run: waiting for other ranks to come
 } TimelineShares;
@@ -60,7 +64,8 @@ TimelineShares timeline_shares(const Timeline *timeline);
 
 // ---- timeline_picture.c ----
 
-// Two lines a row, the time's axis, the letters' meanings, the shares; `width` columns. A column has the
+// A row has a line for compute and one for each communication line that was used; then the time's axis, the
+// letters' meanings, the shares; `width` columns. A column has the
 // letter of most of its time, a small one if the stream is busy for less than half of it. The caller frees
 // the text.
 char *timeline_text(const Timeline *row, int rows, int width);

@@ -35,7 +35,8 @@ static char *shares_text(const Timeline *row, int rows) {
         sum.exposed += shares.exposed;
         sum.idle += shares.idle;
         seconds += row[r].seconds;
-        calls += (double)row[r].communication_count / rows;
+        for (int line = 0; line < COMM_LINES; line++)
+            calls += (double)row[r].communication_count[line] / rows;
     }
     double percent = seconds > 0 ? 100 / seconds : 0;
     return format_text(
@@ -71,8 +72,9 @@ static bool has_letter(const Timeline *row, int rows, char letter) {
     for (int r = 0; r < rows; r++) {
         for (int64_t i = 0; i < row[r].compute_count; i++)
             if (row[r].compute[i].letter == letter) return true;
-        for (int64_t i = 0; i < row[r].communication_count; i++)
-            if (row[r].communication[i].letter == letter) return true;
+        for (int line = 0; line < COMM_LINES; line++)
+            for (int64_t i = 0; i < row[r].communication_count[line]; i++)
+                if (row[r].communication[line][i].letter == letter) return true;
     }
     return false;
 }
@@ -128,8 +130,10 @@ char *timeline_text(const Timeline *row, int rows, int width) {
         int64_t count;
         Span *compute = timeline_compute(&row[r], &count);
         print_stream(out, row[r].title, "compute", compute, count, row[r].seconds, seconds / columns);
-        print_stream(out, "", "network", row[r].communication, row[r].communication_count, row[r].seconds,
-                     seconds / columns);
+        for (int line = 0; line < COMM_LINES; line++)
+            if (row[r].communication_count[line])
+                print_stream(out, "", line_name((Line)line), row[r].communication[line],
+                             row[r].communication_count[line], row[r].seconds, seconds / columns);
         free(compute);
     }
     if (seconds > 0) print_axis(out, seconds, columns);
@@ -178,6 +182,13 @@ static void draw_letter(FILE *svg, char letter, const char *fill, const Span *sp
     if (any) fprintf(svg, "'/>\n");
 }
 
+// How far the next row's top is below this one's.
+static int row_height(const Timeline *t) {
+    int lines = 0;
+    for (int line = 0; line < COMM_LINES; line++) lines += t->communication_count[line] > 0;
+    return ROW + (lines > 1 ? lines - 1 : 0) * (NETWORK + 2);
+}
+
 static void draw_row(FILE *svg, const Timeline *t, double seconds, int y) {
     int64_t count;
     Span *compute = timeline_compute(t, &count);
@@ -187,12 +198,17 @@ static void draw_row(FILE *svg, const Timeline *t, double seconds, int y) {
     for (int k = 0; k < COMPUTE_KINDS; k++)
         draw_letter(svg, kinds[k].letter, kinds[k].color, compute, count, seconds, y, COMPUTE);
     draw_letter(svg, '-', "url(#wait)", compute, count, seconds, y, COMPUTE);
-    for (int k = COMPUTE_KINDS; k < KINDS; k++)
-        draw_letter(svg, kinds[k].letter, kinds[k].color, t->communication, t->communication_count, seconds,
-                    y + COMPUTE + 2, NETWORK);
     fprintf(svg, "<text class='small' x='%d' y='%d' text-anchor='end'>compute</text>\n", LEFT - 6, y + 15);
-    fprintf(svg, "<text class='small' x='%d' y='%d' text-anchor='end'>network</text>\n", LEFT - 6,
-            y + COMPUTE + 12);
+    int top = y + COMPUTE + 2;
+    for (int line = 0; line < COMM_LINES; line++) {
+        if (!t->communication_count[line]) continue;
+        for (int k = COMPUTE_KINDS; k < KINDS; k++)
+            draw_letter(svg, kinds[k].letter, kinds[k].color, t->communication[line],
+                        t->communication_count[line], seconds, top, NETWORK);
+        fprintf(svg, "<text class='small' x='%d' y='%d' text-anchor='end'>%s</text>\n", LEFT - 6, top + 10,
+                line_name((Line)line));
+        top += NETWORK + 2;
+    }
     free(shares);
     free(compute);
 }
@@ -235,7 +251,8 @@ static const char style[] =
 void timeline_svg(const Timeline *row, int rows, const char *title, const char *file) {
     double seconds = longest(row, rows);
     int top = TOP + draw_legend(NULL, row, rows, title);
-    int height = top + ROW * rows - (ROW - COMPUTE - NETWORK - 8) + BOTTOM;
+    int height = top - (ROW - COMPUTE - NETWORK - 8) + BOTTOM;
+    for (int r = 0; r < rows; r++) height += row_height(&row[r]);
     FILE *svg = fopen(file, "w");
     CHECK(svg, "--timeline-svg %s cannot be written: %s", file, strerror(errno));
     fprintf(svg, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' ",
@@ -248,7 +265,8 @@ void timeline_svg(const Timeline *row, int rows, const char *title, const char *
             style, exposed_color, exposed_color);
     draw_legend(svg, row, rows, title);
     if (seconds > 0) draw_axis(svg, seconds, top, height - BOTTOM);
-    for (int r = 0; r < rows && seconds > 0; r++) draw_row(svg, &row[r], seconds, top + 4 + ROW * r);
+    for (int r = 0, y = top + 4; r < rows && seconds > 0; y += row_height(&row[r++]))
+        draw_row(svg, &row[r], seconds, y);
     fprintf(svg, "</svg>\n");
     bool failed = ferror(svg) != 0;
     CHECK(fclose(svg) == 0 && !failed, "--timeline-svg %s could not be written whole", file);

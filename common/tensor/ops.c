@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "in_flight.h"
 #include "report/clock.h"
 #include "kernels.h"
 
@@ -92,10 +93,12 @@ static double moved_bytes(const Argument *a) {
 }
 
 // Starts an operation whose arithmetic is in `dtype`. False in a dry run: nothing is to be computed.
-static bool begin(const char *op, DType dtype, double flops, int count, const Argument *arguments) {
+static bool begin(const char *function, DType dtype, double flops, int count, const Argument *arguments) {
+    const char *op = function + strlen("op_");
     double bytes = 0;
     for (int i = 0; i < count; i++) {
         check_shape(op, &arguments[i]);
+        in_flight_check(function, arguments[i].tensor, arguments[i].use & WRITTEN, NO_LINE);
         bytes += moved_bytes(&arguments[i]);
     }
     for (int i = 0; i < count; i++)
@@ -104,8 +107,8 @@ static bool begin(const char *op, DType dtype, double flops, int count, const Ar
     clock_begin(op, dtype, flops, bytes);
     return !device_is_dry_run();
 }
-#define BEGIN(op, dtype, flops, ...)                                                     \
-    begin(op, dtype, flops, (int)(sizeof((Argument[]){__VA_ARGS__}) / sizeof(Argument)), \
+#define BEGIN(op, dtype, flops, ...)                                                           \
+    begin("op_" op, dtype, flops, (int)(sizeof((Argument[]){__VA_ARGS__}) / sizeof(Argument)), \
           (const Argument[]){__VA_ARGS__})
 
 static void *at(Tensor t) { return tensor_address(t); }

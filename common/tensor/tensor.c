@@ -6,6 +6,7 @@
 
 #include "device.h"
 #include "guard.h"
+#include "in_flight.h"
 
 // ---- the account ----
 
@@ -188,10 +189,14 @@ void *tensor_address(Tensor t) {
 }
 
 void tensor_from_host(Tensor t, const void *host) {
+    in_flight_check("tensor_from_host", t, true, NO_LINE);
     device_from_host(tensor_address(t), host, tensor_bytes(t));
 }
 
-void tensor_to_host(void *host, Tensor t) { device_to_host(host, tensor_address(t), tensor_bytes(t)); }
+void tensor_to_host(void *host, Tensor t) {
+    in_flight_check("tensor_to_host", t, false, NO_LINE);
+    device_to_host(host, tensor_address(t), tensor_bytes(t));
+}
 
 void tensor_from_doubles(Tensor t, const double *host) {
     void *converted = host_alloc(tensor_bytes(t));

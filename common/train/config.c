@@ -129,8 +129,6 @@ static int shared_options(Shared *table, Config *c) {
          INT("ranks", ranks, "0", 0, 4096, "", "processes; 0: as many as the program shows best")},
         {CONFIG_RANKS,
          REAL("timeout", timeout, "300", 0.001, 1e9, "seconds until a wait counts as a deadlock")},
-        {CONFIG_RANKS, TEXT("rendezvous", rendezvous, NULL, "FILE",
-                            "where ranks that torchrun or srun started find each other, without MPI")},
         {CONFIG_RANKS, INT("gpus-per-node", gpus_per_node, "0", 0, 1e6, "",
                            "of the model clock's machine; 0: as many as it has")},
         {CONFIG_RANKS, REAL("compute-efficiency", compute_efficiency, "1", 0.001, 1,

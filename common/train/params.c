@@ -16,9 +16,9 @@ Recipe recipe_standard(DType dtype) {
 }
 
 void params_begin(Params *params, const Mesh *mesh) {
-    *params = (Params){.world = mesh->world, .spread = mesh->tp};
-    // Until a technique says otherwise every rank of dp trains a replica of the model.
-    params->replicas = mesh->dp;
+    *params = (Params){.world = mesh->world, .spread = mesh->tp_pp};
+    // Until a technique says otherwise every rank of dp x cp trains a replica of the model.
+    params->replicas = mesh->dp_cp;
 }
 
 void params_add_unit(Params *params, const char *name) {

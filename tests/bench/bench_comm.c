@@ -105,7 +105,7 @@ static void bench(Kind kind, int64_t bytes, Group world) {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     comm_start(argc, argv, 2);
-    MeshShape shape = {comm_ranks(), 1, 1, 1, 1};
+    MeshShape shape = {.dp = comm_ranks()};
     Mesh mesh = mesh_new(shape);
     for (int kind = 0; kind < KINDS; kind++)
         for (int64_t bytes = 1 << 10; bytes <= 64 << 20; bytes *= 4) bench((Kind)kind, bytes, mesh.world);

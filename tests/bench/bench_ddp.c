@@ -24,7 +24,7 @@ static double sgemm_rate(Tensor c, Tensor a, Tensor b, Group group) {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     comm_start(argc, argv, 2);
-    Mesh mesh = mesh_new((MeshShape){comm_ranks(), 1, 1, 1, 1});
+    Mesh mesh = mesh_new((MeshShape){.dp = comm_ranks()});
     Config c = config_default(
         "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=4 "
         "dtype=f32 warmup=1 steps=1000");

@@ -27,7 +27,7 @@ static double sgemm_rate(Tensor c, Tensor a, Tensor b, Group group) {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     comm_start(argc, argv, 2);
-    Mesh mesh = mesh_new((MeshShape){1, 1, 1, comm_ranks(), 1});
+    Mesh mesh = mesh_new((MeshShape){.tp = comm_ranks()});
     Tensor a = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(SIZE, SIZE)), b = tensor_like(MEMORY_ACTIVATION, a);
     Tensor product = tensor_like(MEMORY_ACTIVATION, a);
     op_fill(a, 0.5);

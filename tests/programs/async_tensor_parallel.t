@@ -47,7 +47,7 @@ run $few
 table | cmp -s - "$work/table"
 report $? "and the same digits again"
 passes "two nodes of two: no faster, and no failure" --ranks 4 --gpus-per-node 2 --layers 1 --steps 1
-run --ranks 4 --timeline --layers 1 --steps 1 && grep -A 1 '^async tp *compute' "$work/out" | grep -q ' network .*[Tt][Tt]'
+run --ranks 4 --timeline --layers 1 --steps 1 && grep -A 1 '^async tp *compute' "$work/out" | grep -q ' tp .*[Tt][Tt]'
 report $? "the time line shows rows that travel"
 echo "1..$count"
 exit $failed

@@ -40,7 +40,7 @@ report $? "it is one list of events"
         grep -q "\"pid\":$((2 * rank + 1)),.*\"rank $rank, model clock: NVIDIA H100" "$work/t.json" || break
     for pid in $((2 * rank)) $((2 * rank + 1)); do
         grep -q "\"X\",\"pid\":$pid,\"tid\":0,.*\"matmul\"" "$work/t.json" &&
-            grep -q "\"pid\":$pid,\"tid\":1,.*\"all_reduce\"" "$work/t.json" || break 2
+            grep -q "\"pid\":$pid,\"tid\":6,.*\"all_reduce\"" "$work/t.json" || break 2
     done
     [ $rank = 2 ]
 done
@@ -48,7 +48,7 @@ report $? "with both clocks of each rank, each with its compute and its communic
 
 # Pairs of begin and end on the model clock, in order: of each rank, and of the ranks beside each other.
 all_reduces() {
-    grep "\"X\",\"pid\":$1,\"tid\":1" "$work/t.json" | sed 's/.*"ts":\([0-9.]*\),"dur":\([0-9.]*\),.*/\1 \2/' | sort -n
+    grep "\"X\",\"pid\":$1,\"tid\":6" "$work/t.json" | sed 's/.*"ts":\([0-9.]*\),"dur":\([0-9.]*\),.*/\1 \2/' | sort -n
 }
 all_reduces 3 | awk '{ if ($1 < end - 1e-3) exit 1; end = $1 + $2 } END { exit NR < 1000 }'
 report $? "a rank's communications follow each other on the model clock"
@@ -58,8 +58,8 @@ report $? "and run at the same time on all ranks"
 run ddp_overlap --ranks 3 $llama --timeline
 report $? "three ranks show the picture in letters"
 [ "$(grep -c '^rank [012]     compute [+FBSfbs.-]*$' "$work/out")" = 3 ] &&
-    [ "$(grep -c '^           network [Aa.]*$' "$work/out")" = 3 ] &&
-    [ "$(awk 'length > 100 && /compute|network/' "$work/out" | wc -l)" = 0 ]
+    [ "$(grep -c '^           dp      [Aa.]*$' "$work/out")" = 3 ] &&
+    [ "$(awk 'length > 100 && /compute|dp  /' "$work/out" | wc -l)" = 0 ]
 report $? "two lines for each rank, no wider than a log"
 waits=$(grep -oE 'of which [0-9.]+ ms' "$work/out" | grep -oE '[0-9.]+')
 step=$(grep -oE 'a step takes [0-9.]+ ms' "$work/out" | grep -oE '[0-9.]+')

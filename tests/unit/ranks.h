@@ -53,7 +53,7 @@ static const char *ranks_start(int argc, char **argv, int natural) {
     comm_start(argc, argv, natural);
     me = comm_rank();
     n = comm_ranks();
-    world = mesh_new((MeshShape){n, 1, 1, 1, 1}).world;
+    world = mesh_new((MeshShape){.dp = n}).world;
     return pattern;
 }
 

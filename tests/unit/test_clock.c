@@ -110,7 +110,8 @@ static void each_dtype_has_its_own_peak(void **context) {
         double peak;
     } rows[] = {{"dgx-a100", BF16, 312e12}, {"dgx-a100", F16, 312e12},  {"dgx-a100", F32, 19.5e12},
                 {"dgx-a100", F64, 19.5e12}, {"dgx-h100", BF16, 989e12}, {"dgx-h100", F32, 67e12},
-                {"dgx-h100", F64, 67e12},   {"h200", F16, 989e12},      {"h200", F32, 67e12}};
+                {"dgx-h100", F64, 67e12},   {"h200", F16, 989e12},      {"h200", F32, 67e12},
+                {"dgx-a100", E4M3, 312e12}, {"dgx-h100", E4M3, 1978e12}, {"h200", E5M2, 1978e12}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         clock_reset();
         clock_set_machine(machine_find(rows[i].machine));
@@ -118,6 +119,36 @@ static void each_dtype_has_its_own_peak(void **context) {
         operate("matmul", rows[i].dtype, 1e15, 1);
         ASSERT_SAME(clock_total().model_seconds, 1e15 / rows[i].peak);
     }
+}
+
+// Each side of the roofline reaches its own share, which depends on the size; what no row names, all.
+static void efficiency_comes_from_one_table(void **context) {
+    (void)context;
+    static const Efficiency table[] = {{WORK_MATMUL, 1e12, 0.5},  {WORK_MATMUL, 0, 0.25},
+                                       {WORK_ATTENTION, 0, 0.125}, {WORK_MEMORY, 1e6, 0.8},
+                                       {WORK_COLLECTIVE, 1e6, 0.5}};
+    double small = clock_collective_seconds("all_reduce", 1e5, 8, 8),
+           large = clock_collective_seconds("all_reduce", 1e9, 8, 8);
+    double latency = 14 * machine_find("dgx-h100")->node_latency;
+    clock_set_efficiency(table, sizeof table / sizeof *table);
+    ASSERT_SAME(clock_efficiency(WORK_MATMUL, 1e12), 0.5);
+    ASSERT_SAME(clock_efficiency(WORK_MATMUL, 9e11), 0.25);
+    ASSERT_SAME(clock_efficiency(WORK_MEMORY, 10), 1);
+    operate("matmul", BF16, 989e9, 1);
+    ASSERT_SAME(operation("matmul")->model_seconds, 989e9 / 989e12 / 0.25);
+    operate("attention_forward", BF16, 989e12, 1);
+    ASSERT_SAME(operation("attention_forward")->model_seconds, 8);
+    operate("add", BF16, 0, 3.35e12);
+    ASSERT_SAME(operation("add")->model_seconds, 1 / 0.8);
+    ASSERT_SAME(clock_collective_seconds("all_reduce", 1e5, 8, 8), small);
+    double twice = clock_collective_seconds("all_reduce", 1e9, 8, 8) - latency, bound = 1e-12;
+    assert_true(twice - 2 * (large - latency) < bound && 2 * (large - latency) - twice < bound);
+    Traffic near = {1, 1e9, 0}, far = {0};
+    double message = clock_transfers_seconds(near, far);
+    clock_set_efficiency(NULL, 0);
+    double plain = clock_transfers_seconds(near, far), step = machine_find("dgx-h100")->node_latency;
+    assert_true(message - step - 2 * (plain - step) < bound && 2 * (plain - step) - (message - step) < bound);
+    ASSERT_SAME(clock_efficiency(WORK_MATMUL, 1e12), 1);
 }
 
 static void the_h200_differs_from_the_h100_in_memory(void **context) {
@@ -289,6 +320,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test_setup(reset_starts_from_nothing, start_again),
         cmocka_unit_test_setup(the_model_clock_takes_the_larger_of_compute_and_memory, start_again),
         cmocka_unit_test_setup(each_dtype_has_its_own_peak, start_again),
+        cmocka_unit_test_setup(efficiency_comes_from_one_table, start_again),
         cmocka_unit_test_setup(the_h200_differs_from_the_h100_in_memory, start_again),
         cmocka_unit_test_setup(marks_add_up_by_path_without_their_numbers, start_again),
         cmocka_unit_test_setup(a_reset_inside_a_mark_counts_from_there, start_again),

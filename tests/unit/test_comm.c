@@ -460,9 +460,9 @@ static void host_sums_run_in_rank_order(void) {
 // ---- many requests ----
 
 static MeshShape a_grid(void) {
-    return n == 8       ? (MeshShape){2, 2, 1, 2, 1}
-           : n % 2 == 0 ? (MeshShape){n / 2, 1, 1, 2, 1}
-                        : (MeshShape){n, 1, 1, 1, 1};
+    return n == 8       ? (MeshShape){.dp = 2, .pp = 2, .tp = 2}
+           : n % 2 == 0 ? (MeshShape){.dp = n / 2, .tp = 2}
+                        : (MeshShape){.dp = n};
 }
 
 static void requests_of_several_groups_stand_open_at_once(void) {
@@ -494,8 +494,8 @@ static void groups_keep_their_own_order(void) {
     for (int i = 0; i < n; i++) turned[i] = n - 1 - i;
     for (int r = n - 1; r >= 0; r--)
         if (r % 2 == me % 2) half[count++] = r;
-    Group groups[] = {comm_group("turned", turned, n), comm_group("half", half, count),
-                      comm_group("turned again", turned, n)};
+    Group groups[] = {comm_group("turned", LINE_WORLD, turned, n), comm_group("half", LINE_WORLD, half, count),
+                      comm_group("turned again", LINE_WORLD, turned, n)};
     for (int g = 0; g < 3; g++) {
         Group group = groups[g];
         Tensor in = tensor_of(F32, me, 1009), out = empty(F32, 1009 * group.size), t = tensor_of(BF16, me, 1009);
@@ -594,8 +594,9 @@ static void the_grid_is_numbered_with_tp_fastest(void) {
     SAME(mesh.ep.member[0], mesh.dp.member[0]);
     mesh = mesh_new((MeshShape){.dp = 4, .pp = 1, .cp = 2, .tp = 1, .ep = 2});
     SAME(mesh.cp.member[1], me - me % 2 + 1);
-    SAME(mesh.ep.member[0], me / 4 * 4 + me % 2);
-    SAME(mesh.ep.rank, me / 2 % 2);
+    SAME(mesh.ep.member[0], me - me % 2);  // ep is the faster digit of dp x cp
+    SAME(mesh.ep.rank, me % 2);
+    SAME(mesh.expert_dp.member[1], me % 2 + 2);
 }
 
 // ---- counts ----
@@ -721,6 +722,7 @@ static double a_run(int seed) {
     comm_wait(comm_barrier(world));
     double zero = clock_model_now();
     Tensor big = tensor_of(F32, me, 100003), small = tensor_of(BF16, me, 1009), in = empty(BF16, 1009);
+    Tensor other = tensor_of(BF16, me, 1009);
     for (int step = 0; step < 5; step++) {
         compute(1e-6 * (double)(mix((uint64_t)(me * 31 + step)) % 100));
         nap(seed + step);
@@ -729,7 +731,7 @@ static double a_run(int seed) {
         nap(seed + step + 30);
         Request *b = comm_send_receive(small, (mesh.dp.rank + 1) % mesh.dp.size, in,
                                        (mesh.dp.rank + mesh.dp.size - 1) % mesh.dp.size, mesh.dp);
-        Request *c = comm_broadcast(small, 0, mesh.tp);
+        Request *c = comm_broadcast(other, 0, mesh.tp);
         comm_wait(c);
         comm_wait(a);
         nap(seed + step + 60);
@@ -738,6 +740,7 @@ static double a_run(int seed) {
     }
     tensor_free(&big);
     tensor_free(&small);
+    tensor_free(&other);
     tensor_free(&in);
     return clock_model_now() - zero;
 }
@@ -826,7 +829,7 @@ static void scenario(const char *name) {
     }
     if (IS("order")) {  // two groups of the same ranks, in another order on one of them
         int all[4] = {0, 1, 2, 3};
-        Group a = comm_group("red", all, 4), b = comm_group("blue", all, 4);
+        Group a = comm_group("red", LINE_WORLD, all, 4), b = comm_group("blue", LINE_WORLD, all, 4);
         Request *first = comm_all_reduce(t, REDUCE_SUM, me == odd ? b : a);
         Request *second = comm_all_reduce(wide, REDUCE_SUM, me == odd ? a : b);
         comm_wait(first);
@@ -862,7 +865,7 @@ static void scenario(const char *name) {
     if (IS("root-9")) comm_wait(comm_broadcast(t, 9, world));
     if (IS("stranger")) {
         int two[2] = {0, 1};
-        Group pair = comm_group("pair", two, 2);
+        Group pair = comm_group("pair", LINE_WORLD, two, 2);
         comm_wait(comm_barrier(pair));
     }
     if (IS("grid")) mesh_new((MeshShape){.dp = 3, .pp = 1, .cp = 1, .tp = 2, .ep = 1});

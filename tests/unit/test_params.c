@@ -264,12 +264,12 @@ static int layouts(Layout *layout) {
     int count = 0;
     for (int tp = 1; tp <= n; tp++) {
         if (n % tp) continue;
-        MeshShape shape = {n / tp, 1, 1, tp, 1};
+        MeshShape shape = {.dp = n / tp, .tp = tp};
         Mesh mesh = mesh_new(shape);
         int64_t heads[4];
         for (int h = heads_for(tp, heads) - 1; h >= 0; h--) {
             int copies = copies_of(heads[h], tp);
-            Group group = comm_group("copies", mesh.tp.member + mesh.tp.rank / copies * copies, copies);
+            Group group = comm_group("copies", mesh.tp.line, mesh.tp.member + mesh.tp.rank / copies * copies, copies);
             layout[count++] = (Layout){mesh, shape, heads[h], group};
         }
     }

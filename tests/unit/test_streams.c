@@ -161,7 +161,7 @@ int main(int argc, char **argv) {
     comm_start(argc, argv, 2);
     me = comm_rank();
     n = comm_ranks();
-    world = mesh_new((MeshShape){n, 1, 1, 1, 1}).world;
+    world = mesh_new((MeshShape){.dp = n}).world;
     int run = 0, failed = 0;
     for (int i = 0; i < TESTS; i++) run += fnmatch(pattern, tests[i].name, 0) == 0;
     say("1..%d", run);

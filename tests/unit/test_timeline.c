@@ -37,8 +37,12 @@ static void compute(const char *mark, double seconds) {
     if (mark) clock_pop();
 }
 
+static void communicate_on(Line line, const char *name, double begin, double end) {
+    clock_communication(name, (int)line, line_name(line), 0, 0, begin, end, 1);
+}
+
 static void communicate(const char *name, double begin, double end) {
-    clock_communication(name, 0, 0, begin, end, 1);
+    communicate_on(LINE_DP, name, begin, end);
 }
 
 // A step of 16 s. The all-reduce is hidden for 4 s and exposed for 1; then for 2 s nothing moves: another
@@ -77,7 +81,8 @@ static void spans_stand_where_the_clock_had_them(void **context) {
     const Span communication[] = {{4, 9, 'A'}, {11, 12, 'R'}};
     ASSERT_SAME(t.seconds, 16);
     check_spans(t.compute, t.compute_count, compute, 4);
-    check_spans(t.communication, t.communication_count, communication, 2);
+    check_spans(t.communication[LINE_DP], t.communication_count[LINE_DP], communication, 2);
+    assert_int_equal(t.communication_count[LINE_TP], 0);
     assert_string_equal(t.title, "rank 0");
     timeline_free(&t);
 }
@@ -126,9 +131,9 @@ static void letters_show_the_step_to_the_column(void **context) {
     assert_string_equal(
         text,
         "early      compute ++FFFFFFBBBBBBBB--....--SSSSSSSS\n"
-        "           network ........AAAAAAAAAA....RR........\n"
+        "           dp      ........AAAAAAAAAA....RR........\n"
         "late       compute FFFFFFFFFFFFFFFF\n"
-        "           network G...............\n"
+        "           dp      G...............\n"
         "           s       |0        |5        |10       |15\n"
         "F forward, B backward, S optimizer step, + other operations, A all-reduce, R reduce-scatter, "
         "G all-gather, - exposed wait, . idle; small letters: in part\n"
@@ -138,9 +143,45 @@ static void letters_show_the_step_to_the_column(void **context) {
         "ms\n");
     free(text);
     text = timeline_text(t, 2, 19 + 20);  // 0.8 s a column, of which the all-gather is less than half
-    assert_non_null(strstr(text, "network g.........\n"));
+    assert_non_null(strstr(text, "dp      g.........\n"));
     free(text);
     for (int i = 0; i < 2; i++) timeline_free(&t[i]);
+}
+
+// Two lines at once: 3 s in which either is busy are exposed once.
+static void each_line_has_its_own_row(void **context) {
+    (void)context;
+    clock_push("step");
+    double t = clock_model_now();
+    communicate_on(LINE_TP, "all_gather", t + 4, t + 6);
+    communicate_on(LINE_DP, "all_reduce", t + 1, t + 5);
+    communicate_on(LINE_PP_BACKWARD, "transfers", t + 6, t + 7);
+    compute("forward", 4);
+    clock_model_wait(t + 7);
+    compute("optimizer", 1);
+    clock_pop();
+    Timeline row = timeline_of_step(true, "lines");
+    TimelineShares shares = timeline_shares(&row);
+    ASSERT_SAME(shares.communication, 6);
+    ASSERT_SAME(shares.exposed, 3);
+    ASSERT_SAME(shares.idle, 0);
+    char *text = timeline_text(&row, 1, 19 + 32), *trace = NULL;
+    const char *expected =
+        "lines      compute FFFFFFFFFFFFFFFF------------SSSS\n"
+        "           tp      ................GGGGGGGG........\n"
+        "           pp back ........................TTTT....\n"
+        "           dp      ....AAAAAAAAAAAAAAAA............\n";
+    if (strncmp(text, expected, strlen(expected))) fail_msg("%s", text);
+    assert_non_null(strstr(text, "communication 75.0% in 3 calls, exposed 37.5%"));
+    size_t size;
+    FILE *out = open_memstream(&trace, &size);
+    clock_trace_part(out, 0, 1);
+    fclose(out);
+    assert_non_null(strstr(trace, "\"tid\":2,\"name\":\"thread_name\",\"args\":{\"name\":\"communication, tp\"}"));
+    assert_non_null(strstr(trace, "\"tid\":6,\"name\":\"thread_name\",\"args\":{\"name\":\"communication, dp\"}"));
+    free(text);
+    free(trace);
+    timeline_free(&row);
 }
 
 static char *text_of_file(const char *file) {
@@ -258,7 +299,7 @@ static void a_trace_of_two_ranks_is_one_json_with_four_processes(void **context)
                                 names[pid]);
             named++;
         }
-        if (cJSON_GetObjectItemCaseSensitive(event, "tid")->valueint == 1 && strcmp(phase, "M"))
+        if (cJSON_GetObjectItemCaseSensitive(event, "tid")->valueint == 1 + LINE_DP && strcmp(phase, "M"))
             communications[pid] += !strcmp(phase, "X") || !strcmp(phase, "b");
     }
     assert_int_equal(named, 4);
@@ -274,6 +315,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test_setup(compute_exposed_and_idle_fill_the_step, start_again),
         cmocka_unit_test_setup(the_last_step_is_taken_and_if_asked_the_last_outermost, start_again),
         cmocka_unit_test_setup(letters_show_the_step_to_the_column, start_again),
+        cmocka_unit_test_setup(each_line_has_its_own_row, start_again),
         cmocka_unit_test_setup(the_picture_has_every_span_in_its_place, start_again),
         cmocka_unit_test_setup(spans_too_small_to_see_grow_together, start_again),
         cmocka_unit_test_setup(the_options_write_their_files_on_one_rank, start_again),

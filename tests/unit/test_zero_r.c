@@ -38,7 +38,7 @@ static Record run_cut(const Config *c, Mesh mesh, bool cut, bool contiguous) {
 
 // With real tensor parallelism, where each rank computes its heads of the same input.
 static void cut_checkpoints_change_no_bit(void) {
-    Mesh mesh = mesh_new((MeshShape){1, 1, 1, n, 1});
+    Mesh mesh = mesh_new((MeshShape){.tp = n});
     static const char *const dtypes[] = {"dtype=f64", "dtype=bf16"};
     for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
         for (int vocabulary = 0; vocabulary < 2; vocabulary++) {
@@ -64,7 +64,7 @@ static void cut_checkpoints_change_no_bit(void) {
 // ---- buffers ----
 
 static void buffers_of_every_size_change_no_bit(void) {
-    Mesh mesh = mesh_new((MeshShape){n, 1, 1, 1, 1});
+    Mesh mesh = mesh_new((MeshShape){.dp = n});
     for (int tied = 0; tied < 2; tied++) {
         Config c = config_of("layers=1 dtype=bf16");
         c.tied = tied;

@@ -1,4 +1,4 @@
-// control_mpi.c: the control plane over Open MPI, whose mpirun starts the ranks and ends them. Notices are
+// control.c: the control plane over Open MPI, whose mpirun starts the ranks and ends them. Notices are
 // messages of one tag; the data plane has other tags.
 #include <errno.h>
 #include <fcntl.h>
@@ -29,7 +29,7 @@ static const char *environment(const char *name) {
 
 static int environment_int(const char *name) { return environment(name) ? atoi(getenv(name)) : 0; }
 
-static bool launched(void) {
+bool control_launched(void) {
     return environment("OMPI_COMM_WORLD_SIZE") || environment("PMIX_RANK") || environment("PMI_RANK") ||
            environment_int("SLURM_STEP_NUM_TASKS") > 1;
 }
@@ -45,7 +45,7 @@ static void tune(bool oversubscribed) {
     if (oversubscribed) setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
 }
 
-static const char *launch(int argc, char **argv, int ranks) {
+const char *control_launch(int argc, char **argv, int ranks) {
     static char self[4096], number[16];
     ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
     if (length <= 0) return "/proc/self/exe cannot be read";
@@ -65,8 +65,7 @@ static const char *launch(int argc, char **argv, int ranks) {
     return errno == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(errno);
 }
 
-static void start(const Joining *how, int *rank, int *ranks) {
-    (void)how;
+void control_start(int *rank, int *ranks) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // ranks do not outlive their launcher
     int size = environment_int("OMPI_COMM_WORLD_SIZE");
     int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
@@ -83,7 +82,7 @@ static void start(const Joining *how, int *rank, int *ranks) {
     if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
 }
 
-static void share(const void *mine, void *all, size_t bytes) {
+void control_share(const void *mine, void *all, size_t bytes) {
     MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);
 }
 
@@ -95,7 +94,7 @@ typedef struct Outgoing {
     MPI_Request request;
 } Outgoing;
 
-static void send_notice(const Notice *notice, int rank) {
+void control_send(const Notice *notice, int rank) {
     // Reuse what has left; such short messages leave at once.
     Outgoing *out = state.outgoing;
     int left = 0;
@@ -109,7 +108,7 @@ static void send_notice(const Notice *notice, int rank) {
     MPI_Isend(&out->notice, sizeof out->notice, MPI_BYTE, rank, TAG_NOTICE, MPI_COMM_WORLD, &out->request);
 }
 
-static bool receive_notice(Notice *notice, int *rank) {
+bool control_receive(Notice *notice, int *rank) {
     if (state.notice_request == MPI_REQUEST_NULL)
         MPI_Irecv(&state.notice, sizeof state.notice, MPI_BYTE, MPI_ANY_SOURCE, TAG_NOTICE, MPI_COMM_WORLD,
                   &state.notice_request);
@@ -124,10 +123,7 @@ static bool receive_notice(Notice *notice, int *rank) {
 
 // ---- the end ----
 
-// mpirun sees it, and ends the others.
-static bool gone(int rank) { return (void)rank, false; }
-
-static bool claim(void) {
+bool control_claim(void) {
     if (!*state.claim_file) return true;
     int file = open(state.claim_file, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
     if (file < 0) return errno != EEXIST && errno != ENOENT;  // no folder: all is being cleaned up already
@@ -135,7 +131,7 @@ static bool claim(void) {
     return true;
 }
 
-static void abort_all(int status) {
+void control_abort(int status) {
     MPI_Abort(MPI_COMM_WORLD, status);
     _exit(status);
 }
@@ -153,7 +149,7 @@ const char *__lsan_default_suppressions(void) {
 static void __lsan_do_leak_check(void) {}
 #endif
 
-static void finish(void) {
+void control_finish(void) {
     if (state.notice_request != MPI_REQUEST_NULL) {
         MPI_Cancel(&state.notice_request);
         MPI_Request_free(&state.notice_request);
@@ -166,6 +162,3 @@ static void finish(void) {
         free(gone);
     }
 }
-
-const Control control_mpi = {"mpirun",       launched, launch, start,     share, send_notice,
-                             receive_notice, gone,     claim,  abort_all, finish};

@@ -1,0 +1,506 @@
+// comm_agreement.c: how ranks agree on what they call, in what order, and when it runs on the model clock.
+//
+// The requests of a line run one after another, as kernels do on one CUDA stream; lines do not wait for each
+// other. Each request goes through three states:
+//
+//     notice   The members tell each other what they call and when, on the model clock, they can begin:
+//                  ready = max(compute stream and port at the call, end of the line's previous request)
+//              A request gives its notices when those of the one before it have all come, so `ready` is exact.
+//              When all have come: start = the latest ready, end = start + what the machine needs.
+//     data     The transport moves the bytes, one request of a line after another.
+//     done     comm_wait may return; it makes the compute stream wait for `end`.
+//
+// Within a line. A rank blocked in the notices of one request has sent none of the next. So whatever a peer
+// has sent on this line and this rank has not asked for is what the peer is blocked in. Two ranks each
+// blocked in something that the other has not come to will wait for ever, and that is how mismatched calls,
+// other orders and sends that face each other are found, at once.
+//
+// Across lines. NCCL's kernels of two communicators may wait for each other where two ranks launch them in
+// different orders. So what a pair of ranks shares, they start in one order, whatever the lines. Each rank
+// numbers the calls that it shares with a peer, from 0 in the order of its starts, and its notice says which
+// numbers the call has: [before, before + width), where a batch of transfers is as wide as it has transfers
+// with this peer, since they all start at once. Two ranks have started all that they share in one order if
+// and only if for each call the two ranges overlap. (If the ranges of x and y overlap, and one rank starts x
+// before y while the other starts y before x, then its x begins behind the end of its y, which lies behind
+// the other's begin of y, which lies behind the end of x: x does not overlap.)
+//
+// Only longer circles, over three ranks, are left to the timeout. Nothing runs in the background: every call
+// into comm pushes all lines on.
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm_inside.h"
+#include "report/clock.h"
+#include "tensor/device.h"
+#include "tensor/guard.h"
+
+const char *const kind_names[COLLECTIVE_KINDS] = {
+    "all_reduce", "reduce",    "reduce_scatter", "all_gather", "gather",
+    "scatter",    "broadcast", "all_to_all",     "barrier",    "transfers"};
+
+static Line line_of(const Request *r) { return r->call.group.line; }
+
+// ---- sentences ----
+
+const char *notice_text(const Notice *n) {
+    static char texts[4][128];
+    static int turn;
+    char *text = texts[turn++ % 4];
+    size_t size = sizeof *texts;
+    const char *type = n->dtype >= 0 && n->dtype < DTYPES ? dtype_name((DType)n->dtype) : "?";
+    const char *max = n->op == REDUCE_MAX ? " max" : "", *host = n->host ? " on the host" : "";
+    long long count = n->count, expected = n->expected;
+    switch (n->kind) {
+        case FINISHED:
+            snprintf(text, size, "comm_finish, or left the program,");
+            break;
+        case BARRIER:
+            snprintf(text, size, "barrier()");
+            break;
+        case GROUP:
+            snprintf(text, size, "comm_group, for its group %lld,", count);
+            break;
+        case TRANSFERS:
+            snprintf(text, size, "%s(%lld %s %s rank %d)", n->send ? "send" : "receive", count, type,
+                     n->send ? "to" : "from", n->peer);
+            break;
+        case ALL_TO_ALL:
+            if (count == expected) snprintf(text, size, "all_to_all(%lld %s each way)", count, type);
+            else
+                snprintf(text, size, "all_to_all(%lld %s to rank %d, %lld from it)", count, type, n->peer,
+                         expected);
+            break;
+        case REDUCE:
+        case GATHER:
+        case SCATTER:
+        case BROADCAST:
+            snprintf(text, size, "%s(%lld %s%s %s rank %d)", kind_names[n->kind], count, type, max,
+                     n->kind == REDUCE || n->kind == GATHER ? "to" : "from", n->root);
+            break;
+        default:
+            snprintf(text, size, "%s(%lld %s%s%s)", kind_names[n->kind], count, type, max, host);
+    }
+    return text;
+}
+
+static const char *group_text(const Notice *n) {
+    return n->kind != FINISHED && n->group >= 1 && n->group <= comm.groups ? comm.group[n->group - 1].name
+                                                                           : "world";
+}
+
+// The lower rank is the measure.
+void notice_mismatch(int mine_rank, const Notice *mine, int their_rank, const Notice *theirs,
+                     const char *why) {
+    if (mine_rank > their_rank) {
+        const Notice *notice = mine;
+        mine = theirs, theirs = notice;
+        int rank = mine_rank;
+        mine_rank = their_rank, their_rank = rank;
+    }
+    if (mine->group != theirs->group && mine->kind != FINISHED && theirs->kind != FINISHED)
+        fatal("rank %d called %s in group %s where rank %d called %s in group %s%s", their_rank,
+              notice_text(theirs), group_text(theirs), mine_rank, notice_text(mine), group_text(mine), why);
+    fatal("rank %d called %s where rank %d called %s, in group %s%s", their_rank, notice_text(theirs),
+          mine_rank, notice_text(mine), group_text(mine->kind == FINISHED ? theirs : mine), why);
+}
+
+// ---- notices ----
+
+static int notices_of(const Request *r) {
+    return r->call.kind == TRANSFERS ? r->call.transfer_count : r->call.group.size;
+}
+
+static int notice_rank(const Request *r, int i) {
+    return world_rank(r->call.group, r->call.kind == TRANSFERS ? r->transfers[i].peer : i);
+}
+
+static bool notice_is_own(const Request *r, int i) { return notice_rank(r, i) == comm.rank; }
+
+Notice notice_of(const Request *r, int i) {
+    const Collective *c = &r->call;
+    Notice n = {.kind = c->kind,
+                .group = c->group.handle,
+                .line = line_of(r),
+                .op = c->op,
+                .root = world_rank(c->group, c->root),
+                .dtype = c->dtype,
+                .host = r->host,
+                .parts = r->parts,
+                .before = r->before ? r->before[i] : 0,
+                .width = 1,
+                .count = r->total,
+                .ready = r->ready};
+    if (c->group.member)
+        n.members = hash_bytes(HASH_SEED, c->group.member, sizeof(int) * (size_t)c->group.size);
+    if (c->kind == TRANSFERS) {
+        const Transfer *t = &r->transfers[i];
+        n.send = t->send;
+        n.peer = world_rank(c->group, t->peer);
+        n.dtype = t->t.dtype;
+        n.count = tensor_count(t->t);
+        n.width = 0;
+        for (int j = 0; j < c->transfer_count; j++) {
+            n.width += r->transfers[j].peer == t->peer;
+            n.left += j > i && r->transfers[j].peer == t->peer;
+        }
+    } else if (c->kind == ALL_TO_ALL) {
+        n.peer = world_rank(c->group, i);
+        n.count = c->in_counts[i];
+        n.expected = c->out_counts[i];
+    }
+    return n;
+}
+
+// ---- the order of what two ranks share ----
+
+// Of this rank's requests that wait for a notice of `rank`, the one that was started first, and which of its
+// notices that is.
+static const Request *oldest_unmet(int rank, int *item) {
+    const Request *oldest = NULL;
+    for (const Request *r = comm.live; r; r = r->live_after)
+        for (int i = 0; i < notices_of(r) && !r->settled; i++)
+            if (!r->met[i] && notice_rank(r, i) == rank) {
+                oldest = r;
+                *item = i;
+                break;
+            }
+    return oldest;
+}
+
+// This rank has started something with `rank` before the call of this notice, and that rank after it.
+static void crossed(int rank, const Notice *theirs) NO_RETURN;
+static void crossed(int rank, const Notice *theirs) {
+    int item = 0;
+    const Request *r = oldest_unmet(rank, &item);
+    CHECK(r, "rank %d called %s in group %s before a call that it shares with rank %d, which called it after",
+          rank, notice_text(theirs), group_text(theirs), comm.rank);
+    Notice mine = notice_of(r, item);
+    notice_mismatch(comm.rank, &mine, rank, theirs,
+                    ": what two ranks share, both start in one order, in whatever groups");
+}
+
+// What a rank has sent on a line where this one has started nothing more with it: this one's calls must all
+// be among those that the other has started, up to and with this one.
+static void check_unasked(int rank, Line line) {
+    const Peer *peer = &comm.peer[rank];
+    const Inbox *inbox = &peer->inbox[line];
+    if (!inbox->count || peer->unmet[line]) return;
+    const Notice *first = &inbox->notice[0];
+    if (peer->launched >= first->before + first->width) crossed(rank, first);
+}
+
+// Numbers what this request shares with others.
+static void number_calls(Request *r) {
+    for (int i = 0; i < notices_of(r); i++)
+        if (!notice_is_own(r, i)) r->before[i] = comm.peer[notice_rank(r, i)].launched;
+    for (int i = 0; i < notices_of(r); i++) {
+        if (notice_is_own(r, i)) continue;
+        comm.peer[notice_rank(r, i)].launched++;
+        comm.peer[notice_rank(r, i)].unmet[line_of(r)]++;
+    }
+    for (int i = 0; i < notices_of(r); i++)
+        for (int line = 0; line < COMM_LINES && !notice_is_own(r, i); line++)
+            check_unasked(notice_rank(r, i), (Line)line);
+}
+
+// ---- sending and taking notices ----
+
+// What this rank waits for, after "rank 1: ".
+static void describe_wait(char *text, size_t size) {
+    const Request *r = comm.waiting;
+    if (!r) {
+        snprintf(text, size, "waits for nobody, after %lld calls", (long long)comm.calls);
+        return;
+    }
+    if (comm.line[line_of(r)].noticing) r = comm.line[line_of(r)].noticing;
+    else if (comm.line[line_of(r)].moving) r = comm.line[line_of(r)].moving;
+    const Collective *c = &r->call;
+    int first = 0;
+    while (!r->settled && first < notices_of(r) - 1 && r->met[first]) first++;
+    Notice mine = notice_of(r, first);
+    int used = snprintf(text, size, "waits in %s, its call %lld, in group %s", notice_text(&mine),
+                        (long long)r->index, c->group.name ? c->group.name : "of one");
+    if (r->settled) {
+        snprintf(text + used, size - (size_t)used, ", for data");
+        return;
+    }
+    const char *before = ", for rank ";
+    int named = -1;
+    for (int i = 0; i < notices_of(r); i++) {
+        int rank = notice_rank(r, i);
+        if (r->met[i] || rank == named || used > (int)size - 32) continue;
+        used += snprintf(text + used, size - (size_t)used, "%s%d", before, rank);
+        before = ", ";
+        named = rank;
+    }
+}
+
+static void say_where(void) {
+    char text[512];
+    describe_wait(text, sizeof text);
+    fprintf(stderr, "%s: rank %d: %s\n", base_program(), comm.rank, text);
+    comm.told = true;
+}
+
+static void inbox_add(Inbox *inbox, const Notice *notice) {
+    if (inbox->count == inbox->room) {
+        inbox->room = 2 * inbox->room + 4;
+        inbox->notice = realloc(inbox->notice, sizeof *notice * (size_t)inbox->room);
+        CHECK(inbox->notice, "out of host memory for notices");
+    }
+    inbox->notice[inbox->count++] = *notice;
+}
+
+static void inbox_remove(Inbox *inbox, int i) {
+    inbox->count--;
+    memmove(&inbox->notice[i], &inbox->notice[i + 1], sizeof *inbox->notice * (size_t)(inbox->count - i));
+}
+
+void notices_take(void) {
+    Notice notice;
+    int from;
+    while (!comm.alone && control_receive(&notice, &from)) {
+        if (notice.kind == FINISHED) {
+            comm.peer[from].ended = true;
+            comm.peer[from].ended_status = (int)notice.count;
+        } else if (notice.kind == WHERE) {
+            if (!comm.told && !comm.claimed) say_where();
+        } else {
+            inbox_add(&comm.peer[from].inbox[notice.line], &notice);
+            check_unasked(from, (Line)notice.line);
+        }
+    }
+}
+
+static void give_notices(Request *r) {
+    double line_end = comm.line[line_of(r)].end;
+    r->ready = r->called > line_end ? r->called : line_end;
+    r->end = r->ready;  // grows to the latest
+    const double *mine = r->values ? r->values + r->call.group.rank * r->value_count : NULL;
+    for (int i = 0; i < notices_of(r); i++) {
+        if (r->met[i] || (r->met[i] = notice_is_own(r, i))) continue;
+        Notice notice = notice_of(r, i);
+        r->missing++;
+        // Values on the host take as many notices as they need.
+        for (int first = 0; first == 0 || first < r->value_count; first += NOTICE_VALUES) {
+            int rest = r->value_count - first;
+            notice.values = rest < NOTICE_VALUES ? rest : NOTICE_VALUES;
+            if (mine) memcpy(notice.value, mine + first, sizeof *mine * (size_t)notice.values);
+            if (mine) notice.left = rest - notice.values;
+            control_send(&notice, notice_rank(r, i));
+        }
+    }
+    r->given = true;
+}
+
+static void compare(const Request *r, int i, const Notice *theirs) {
+    Notice mine = notice_of(r, i);
+    int rank = notice_rank(r, i);
+    if (theirs->kind != mine.kind || theirs->group != mine.group || theirs->host != mine.host)
+        notice_mismatch(comm.rank, &mine, rank, theirs, "");
+    if (theirs->members != mine.members)
+        notice_mismatch(comm.rank, &mine, rank, theirs, " of other members");
+    if (r->host && theirs->count != mine.count) notice_mismatch(comm.rank, &mine, rank, theirs, "");
+    if (mine.before >= theirs->before + theirs->width) crossed(rank, theirs);
+    if (!comm.check || (!comm.check_given && r->call.group.size > 64)) return;
+    bool mirrored = mine.kind == ALL_TO_ALL || mine.kind == TRANSFERS;
+    bool same =
+        theirs->dtype == mine.dtype && theirs->op == mine.op && (mirrored || theirs->root == mine.root);
+    if (mine.kind == ALL_TO_ALL)
+        same = same && theirs->count == mine.expected && theirs->expected == mine.count;
+    else same = same && theirs->count == mine.count;
+    if (!same) notice_mismatch(comm.rank, &mine, rank, theirs, "");
+    if (theirs->parts != mine.parts)
+        notice_mismatch(comm.rank, &mine, rank, theirs, ", cut in other parts");
+}
+
+// Takes this notice out of the inbox: it is the one for i, or part of it.
+static void meet(Request *r, int i, int inbox_index) {
+    Peer *peer = &comm.peer[notice_rank(r, i)];
+    Inbox *inbox = &peer->inbox[line_of(r)];
+    Notice notice = inbox->notice[inbox_index];
+    compare(r, i, &notice);
+    inbox_remove(inbox, inbox_index);
+    if (notice.ready > r->end) r->end = notice.ready;
+    if (r->values) {
+        memcpy(r->values + i * r->value_count + r->got[i], notice.value,
+               sizeof *r->values * (size_t)notice.values);
+        r->got[i] += notice.values;
+        if (r->got[i] < r->value_count) return;
+    }
+    r->met[i] = true;
+    if (r->open) r->open[i] = INT64_MAX;
+    r->missing--;
+    peer->unmet[line_of(r)]--;
+    check_unasked(notice_rank(r, i), line_of(r));
+}
+
+// The other end of transfer i among what its peer has sent, or -1.
+static int find_transfer(const Request *r, int i) {
+    const Inbox *inbox = &comm.peer[notice_rank(r, i)].inbox[line_of(r)];
+    for (int j = 0; j < inbox->count; j++) {
+        const Notice *n = &inbox->notice[j];
+        if (n->kind == TRANSFERS && n->group == r->call.group.handle && n->send != r->transfers[i].send)
+            return j;
+    }
+    return -1;
+}
+
+static void meet_notices(Request *r) {
+    for (int i = 0; i < notices_of(r); i++) {
+        if (r->met[i]) continue;
+        int rank = notice_rank(r, i);
+        const Inbox *inbox = &comm.peer[rank].inbox[line_of(r)];
+        for (int j = 0; !r->met[i] && j >= 0 && inbox->count > 0;) {
+            j = r->call.kind == TRANSFERS ? find_transfer(r, i) : 0;
+            if (j >= 0) meet(r, i, j);
+        }
+        if (!r->met[i] && comm.peer[rank].ended) {
+            Notice mine = notice_of(r, i), theirs = {.kind = FINISHED};
+            notice_mismatch(comm.rank, &mine, rank, &theirs, "");
+        }
+    }
+    // All that a peer's call has for me is here, nothing of it is for this request, and this one lacks the
+    // peer: both are blocked for ever. (Transfers earlier in the list may have been served by the same
+    // call; so this comes after.)
+    for (int i = 0; i < notices_of(r); i++) {
+        const Inbox *inbox = r->met[i] ? NULL : &comm.peer[notice_rank(r, i)].inbox[line_of(r)];
+        if (!inbox || inbox->count == 0 || inbox->notice[inbox->count - 1].left > 0) continue;
+        Notice mine = notice_of(r, i);
+        notice_mismatch(comm.rank, &mine, notice_rank(r, i), &inbox->notice[0], "");
+    }
+}
+
+// ---- the lines ----
+
+static bool is_group(const Request *r) { return (int)r->call.kind == GROUP; }
+
+static void move(Request *r) {
+    if (device_is_dry_run() || r->host || r->call.kind == BARRIER) {
+        r->done = r->settled;
+        return;
+    }
+    if (!r->operation) r->operation = is_group(r) ? group_operation(r) : transport_run(&r->call);
+    if (!r->operation) r->done = true;  // a group that needs nothing
+    if (r->done || !transport_test(r->operation) || !r->settled) return;
+    CHECK(is_group(r) || transport_bytes(r->operation) == r->bytes,
+          "%s sent %lld bytes, and its formula says %lld", kind_names[r->call.kind],
+          (long long)transport_bytes(r->operation), (long long)r->bytes);
+    r->done = true;
+}
+
+static bool share_a_peer(const Request *a, const Request *b) {
+    for (int i = 0; i < notices_of(a); i++)
+        for (int j = 0; j < notices_of(b) && !notice_is_own(a, i); j++)
+            if (notice_rank(a, i) == notice_rank(b, j)) return true;
+    return false;
+}
+
+// Whether the transport must be given another request before this one: ranks launch what they share in the
+// order in which they started it.
+static bool must_follow(const Request *r) {
+    if (!transport_launches()) return false;
+    for (const Request *other = comm.live; other; other = other->live_after)
+        if (other->order < r->order && !other->done && line_of(other) != line_of(r) &&
+            share_a_peer(r, other))
+            return true;
+    return false;
+}
+
+// A batch of transfers need not wait for its last notice: what it has with one peer may be what this peer
+// waits for before it comes to the rest.
+static bool may_move(const Request *r) {
+    return (r->settled || (r->call.kind == TRANSFERS && r->given)) && (r->operation || !must_follow(r));
+}
+
+static void push_line(Line line) {
+    for (Request *r; (r = comm.line[line].noticing); comm.line[line].noticing = r->next) {
+        if (!r->given) give_notices(r);
+        if (r->missing) meet_notices(r);
+        if (r->missing) break;
+        r->settled = true;
+        r->end += r->seconds;
+        if (!is_group(r)) comm.line[line].end = r->end;
+    }
+    for (Request *r; (r = comm.line[line].moving) && may_move(r); comm.line[line].moving = r->next) {
+        move(r);
+        if (!r->done) break;
+    }
+}
+
+void lines_push(void) {
+    comm.pushing = true;
+    device_open();
+    notices_take();
+    for (int line = 0; line < COMM_LINES; line++) push_line((Line)line);
+    device_close();
+    comm.pushing = false;
+}
+
+void line_append(Request *r) {
+    r->order = ++comm.requests;
+    r->index = comm.calls;
+    r->met = calloc((size_t)notices_of(r) + 1, sizeof *r->met);
+    r->before = calloc((size_t)notices_of(r) + 1, sizeof *r->before);
+    r->got = calloc((size_t)notices_of(r) + 1, sizeof *r->got);
+    CHECK(r->met && r->before && r->got, "out of host memory for a request");
+    r->live_after = comm.live;
+    if (comm.live) comm.live->live_before = r;
+    comm.live = r;
+    Line line = line_of(r);
+    if (comm.line[line].last) comm.line[line].last->next = r;
+    comm.line[line].last = r;
+    if (!comm.line[line].noticing) comm.line[line].noticing = r;
+    if (!comm.line[line].moving) comm.line[line].moving = r;
+    number_calls(r);
+    lines_push();
+}
+
+// ---- waiting ----
+
+static void deadlock(double seconds) NO_RETURN;
+static void deadlock(double seconds) {
+    char text[512];
+    describe_wait(text, sizeof text);
+    // The first to give up asks the others where they are. They say so, once each; then all end.
+    for (int r = 0; r < comm.ranks && claim_last_word(); r++)
+        if (r != comm.rank && !comm.peer[r].ended) control_send(&(Notice){.kind = WHERE}, r);
+    for (double until = wall_seconds() + 0.3; wall_seconds() < until;) notices_take(), sched_yield();
+    fatal("%s, for %.3g s (--timeout)", text, seconds);
+}
+
+void look_after_all(void) {
+    int dead = comm.alone ? -1 : find_dead();
+    CHECK(dead < 0, "rank %d has died; all ranks end", dead);
+    double seconds = transport_poll();
+    CHECK(seconds < comm.timeout,
+          "the device has been at one collective for %.3g s (--timeout): another rank's "
+          "does not come to it",
+          seconds);
+}
+
+// One turn of a loop that waits since `began`.
+static void wait_turn(double began, int64_t turn) {
+    lines_push();
+    if (turn % 64) return;
+    double seconds = wall_seconds() - began;
+    // A short wait is a few cache lines long; who waits longer lets others run. (With more ranks than cores
+    // MPI yields at every turn.)
+    if (seconds > 1e-3) sched_yield();
+    if (turn % 4096) return;
+    if (seconds > comm.timeout) deadlock(seconds);
+    look_after_all();
+}
+
+void request_await(Request *r) {
+    double began = wall_seconds();
+    comm.waiting = r;
+    device_open();  // once, not at each of many thousand turns
+    lines_push();
+    for (int64_t turn = 1; !r->done; turn++) wait_turn(began, turn);
+    device_close();
+    comm.waiting = NULL;
+    r->waited = wall_seconds();
+    r->blocked = r->waited - began;
+}

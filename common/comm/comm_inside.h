@@ -1,0 +1,113 @@
+// comm_inside.h: what the three files of comm's front share: comm.c (start, end, groups), comm_agreement.c
+// (notices, lines, waiting) and comm_requests.c (the calls of comm.h, and their counts).
+#ifndef COMM_INSIDE_H
+#define COMM_INSIDE_H
+
+#include "transport.h"
+
+// Kinds of notices that are no collectives: a rank's last one, the question what a rank waits for, and the
+// making of a group.
+enum { FINISHED = COLLECTIVE_KINDS, WHERE, GROUP };
+
+struct Request {
+    Request *next;                      // the one started after this on its line
+    Request *live_before, *live_after;  // all that are not yet waited for, the latest first
+    Collective call;
+    Tensor out, in;  // shares of the caller's: freed early, they stay until the request ends
+    Transfer *transfers;
+    int64_t *open;    // transfers whose other end has come
+    bool *met;        // notices that have come, by member or by transfer
+    int64_t *before;  // by the same: calls that this rank shared with that one earlier, on any line
+    int missing;      // notices that have not come
+    double *values;   // sums on the host, the making of a group: everyone's, (members, value_count)
+    int *got;         // values that have come, by member
+    int value_count;
+    bool host, given, settled, done;
+    int64_t order, index, total;         // n-th request, n-th call of this rank; elements
+    uint64_t parts;                      // hash of unequal counts
+    double called, ready, end, seconds;  // model clock; seconds: what the machine needs
+    double began, waited, blocked;  // wall clock: the call, the end of its wait, and the length of that
+    int64_t bytes;                  // that this rank sends
+    Group made;                     // what a GROUP is about
+    Operation *operation;
+};
+
+typedef struct Inbox {  // what another rank has sent on one line and this one has not asked for: of one call
+    Notice *notice;
+    int count, room;
+} Inbox;
+
+// What stands between this rank and another.
+typedef struct Peer {
+    int64_t launched;       // calls that this rank has started and the other takes part in
+    int unmet[COMM_LINES];  // of them, those that the other's notices have not come for
+    Inbox inbox[COMM_LINES];
+    bool ended;  // it has called comm_finish, with this status
+    int ended_status;
+} Peer;
+
+typedef struct Identity {
+    uint64_t binary, arguments;
+    int32_t pid;
+    char host[64];
+} Identity;
+
+extern struct Comm {
+    bool started, alone, finished;  // alone: no transport, as before comm_start
+    int rank, ranks;
+    double timeout;
+    bool check, check_given;
+    Identity *identity;  // of each rank
+    Peer *peer;          // each rank
+    Group *group;        // all that were made, by handle - 1
+    int groups;
+    struct {
+        Request *last, *noticing, *moving;
+        double end;  // model clock: of the last settled request
+    } line[COMM_LINES];
+    Request *live;
+    const Request *waiting;  // what comm_wait stands in
+    int64_t requests, calls;
+    bool pushing;  // lines_push is under way
+    bool claimed;  // this rank says why all end
+    bool told;     // this one has said where it waits, since another gave up
+} comm;
+
+// ---- comm.c ----
+
+extern const uint64_t HASH_SEED;
+uint64_t hash_bytes(uint64_t before, const void *data, size_t bytes);
+int world_rank(Group group, int member);
+Operation *group_operation(const Request *r);
+// A rank that has died, or -1.
+int find_dead(void);
+// Whether this rank may say why all end.
+bool claim_last_word(void);
+
+// ---- comm_agreement.c ----
+
+extern const char *const kind_names[COLLECTIVE_KINDS];
+// The notice of this request that member i gets; for transfers: that the peer of transfer i gets.
+Notice notice_of(const Request *r, int i);
+// "all_reduce(1024 f32)". Rotates over 4 static buffers.
+const char *notice_text(const Notice *notice);
+// Ends all with "rank 2 called all_gather(…) where rank 0 called all_reduce(…), in group dp".
+void notice_mismatch(int mine_rank, const Notice *mine, int their_rank, const Notice *theirs,
+                     const char *why) NO_RETURN;
+void notices_take(void);
+// Puts a request at the end of its line, and pushes.
+void line_append(Request *r);
+// Everything on as far as it goes without waiting.
+void lines_push(void);
+// Ends all if a rank or what moves the bytes has failed.
+void look_after_all(void);
+// Returns when the request is done.
+void request_await(Request *r);
+
+// ---- comm_requests.c ----
+
+// A call of a member; the caller fills in the rest.
+Request *request_new(CollectiveKind kind, Group group, int root, DType dtype);
+void request_release(Request *r);
+
+#endif

@@ -1,0 +1,88 @@
+// comm_mpi_shared.c: memory that MPI shares among the ranks of one machine.
+//
+// Each rank has an area that the others of its machine can read: for each line a row of WINDOW slots for each
+// of them, and, in the row that would be its own, what is for all. A writer fills a slot and counts it as given; the
+// reader uses it where it is, and counts it as taken, which frees it. All counts only grow. An operation
+// ends when all that it gave is taken, so the next one of its line finds every slot free. The areas belong to the
+// transport, as a GPU's channel buffers belong to NCCL: the account of device memory knows only of what a
+// tensor holds or staging() takes.
+
+#include "comm_mpi.h"
+
+#include <mpi.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MOST_SHARED = 32 << 20, MOST_SEGMENT = 64 << 10, LEAST_SEGMENT = 4 << 10 };
+
+static struct {
+    int ranks, here;
+    int64_t segment;
+    MPI_Win window;
+    bool sharing;
+    char **area;  // of each rank of this machine, else NULL
+    int *local;   // its number among them
+} state;
+
+static size_t channels_bytes(int ranks) {
+    return ((size_t)(ranks * COMM_LINES * TAGS) * sizeof(Channel) + 4095) / 4096 * 4096;
+}
+
+int64_t segment_size(void) { return state.segment; }
+
+bool shares_with(int rank) { return state.sharing && state.area[rank]; }
+
+Channel *channel(int from, int to, Line line, int tag) {
+    return (Channel *)state.area[from] + (to * COMM_LINES + (int)line) * TAGS + tag;
+}
+
+char *slot(int from, int to, Line line, int64_t segment) {
+    int row = (int)line * state.here + state.local[to == TO_ALL ? from : to];
+    return state.area[from] + channels_bytes(state.ranks) +
+           (row * WINDOW + segment % WINDOW) * state.segment;
+}
+
+void share_memory(int rank, int ranks) {
+    MPI_Comm machine;
+    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &machine);
+    int here, me;
+    MPI_Comm_size(machine, &here);
+    MPI_Comm_rank(machine, &me);
+    // Containers have as little as 64 MB to share; with very many ranks everything goes through messages.
+    int64_t segment = MOST_SEGMENT;
+    while (segment * here * here * WINDOW * COMM_LINES > MOST_SHARED) segment /= 2;
+    MPI_Allreduce(&segment, &state.segment, 1, MPI_INT64_T, MPI_MIN, MPI_COMM_WORLD);
+    state.area = calloc((size_t)ranks, sizeof *state.area);
+    state.local = calloc((size_t)ranks, sizeof *state.local);
+    CHECK(state.area && state.local, "out of host memory for %d ranks", ranks);
+    state.ranks = ranks;
+    state.here = here;
+    state.sharing = state.segment >= LEAST_SEGMENT && here > 1;
+    if (state.segment < LEAST_SEGMENT) state.segment = MOST_SEGMENT;
+    int *world = host_alloc(sizeof *world * (size_t)here);
+    MPI_Allgather(&rank, 1, MPI_INT, world, 1, MPI_INT, machine);
+    if (state.sharing) {
+        size_t bytes = channels_bytes(ranks) + (size_t)(COMM_LINES * here * WINDOW * state.segment);
+        char *mine;
+        // One line more: areas begin where MPI likes, and channels on a line.
+        MPI_Win_allocate_shared((MPI_Aint)(bytes + CACHE_LINE), 1, MPI_INFO_NULL, machine, &mine, &state.window);
+    }
+    for (int i = 0; i < here && state.sharing; i++) {
+        MPI_Aint bytes;
+        int unit;
+        char *area;
+        MPI_Win_shared_query(state.window, i, &bytes, &unit, &area);
+        state.area[world[i]] = (char *)(((uintptr_t)area + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE);
+        state.local[world[i]] = i;
+    }
+    if (state.sharing) memset(state.area[rank], 0, channels_bytes(ranks));
+    MPI_Barrier(machine);
+    free(world);
+    MPI_Comm_free(&machine);
+}
+
+void unshare_memory(void) {
+    if (state.sharing) MPI_Win_free(&state.window);
+    free(state.area);
+    free(state.local);
+}

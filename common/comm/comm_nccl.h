@@ -1,0 +1,61 @@
+// comm_nccl.h: what the files of the data plane over NCCL share: comm_nccl.cu (streams, groups, the life of an
+// operation) and comm_nccl_calls.cu (what each call of comm.h asks of NCCL).
+#ifndef COMM_NCCL_H
+#define COMM_NCCL_H
+
+#include "cuda/device_cuda.h"
+#include "cuda/gpu.h"
+#include "transport.h"
+
+#ifdef __CUDACC__
+#include <nccl.h>
+#else
+#include "tests/emulation/nccl_on_cpu.h"
+#endif
+
+typedef struct Communicator {
+    ncclComm_t nccl;
+    bool *met;  // by member: a transfer has connected us
+    struct Communicator *next;
+} Communicator;
+
+// An operation on the device: begun when `mark` has happened.
+typedef struct Flight {
+    cudaEvent_t mark, end;
+    double began;      // wall clock, as far as it was seen; 0: not yet
+    bool over, ended;  // on the device; by transport_end
+    struct Flight *next;
+} Flight;
+
+struct Operation {
+    Collective call;
+    Communicator *comm;  // NULL in a group of one
+    ncclComm_t asked;    // has said ncclInProgress
+    int64_t step, sent;
+    bool over, flown;  // NCCL has been given all of it; and has taken it
+    Flight *flight;
+    bool direct;            // by members' pieces
+    int64_t chunk, chunks;  // elements; how many of the longest piece
+    // making a group
+    bool is_group;
+    int color, as;
+    ncclComm_t child;
+};
+
+#define NCCL_CALL(call) check_nccl(call, #call)
+void check_nccl(ncclResult_t result, const char *call);
+
+// ---- comm_nccl.cu ----
+
+cudaStream_t stream_of(const Operation *o);
+// Device memory of the operation's line; it grows to the largest that was ever asked for.
+char *scratch(const Operation *o, size_t bytes);
+
+// ---- comm_nccl_calls.cu ----
+
+// What an operation needs before its first step.
+void prepare_call(Operation *o);
+// The next step of what NCCL is asked; all of it has been asked when o->over.
+void next_of_call(Operation *o);
+
+#endif

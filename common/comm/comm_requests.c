@@ -1,0 +1,447 @@
+// comm_requests.c: the calls of comm.h: what each demands of its arguments, sends, takes on the model clock, and
+// counts.
+#include <stdlib.h>
+#include <string.h>
+
+#include "comm_inside.h"
+#include "report/clock.h"
+#include "tensor/device.h"
+#include "tensor/in_flight.h"
+
+// ---- counts ----
+
+static CommCount counts_of_kinds[COLLECTIVE_KINDS];
+
+static CommCount *count_of(CollectiveKind kind) {
+    static int64_t resets;
+    if (resets != clock_resets()) {
+        memset(counts_of_kinds, 0, sizeof counts_of_kinds);
+        resets = clock_resets();
+    }
+    for (int i = 0; i < COLLECTIVE_KINDS; i++) counts_of_kinds[i].name = kind_names[i];
+    return &counts_of_kinds[kind];
+}
+
+CommCount comm_total(void) {
+    count_of(ALL_REDUCE);
+    CommCount total = {.name = "total"};
+    for (int i = 0; i < COLLECTIVE_KINDS; i++) {
+        total.calls += counts_of_kinds[i].calls;
+        total.bytes += counts_of_kinds[i].bytes;
+        total.wall_seconds += counts_of_kinds[i].wall_seconds;
+        total.model_seconds += counts_of_kinds[i].model_seconds;
+        total.exposed_seconds += counts_of_kinds[i].exposed_seconds;
+    }
+    return total;
+}
+
+int comm_counts(const CommCount **counts) {
+    count_of(ALL_REDUCE);
+    *counts = counts_of_kinds;
+    return COLLECTIVE_KINDS;
+}
+
+CommCount comm_count(const char *name) {
+    const CommCount *counts;
+    int count = comm_counts(&counts);
+    for (int i = 0; i < count; i++)
+        if (!strcmp(counts[i].name, name)) return counts[i];
+    return (CommCount){.name = name};
+}
+
+// ---- ends ----
+
+void request_release(Request *r) {
+    if (r->operation) transport_end(r->operation);  // before its tensors go
+    if (r->live_before) r->live_before->live_after = r->live_after;
+    else comm.live = r->live_after;
+    if (r->live_after) r->live_after->live_before = r->live_before;
+    if (comm.line[r->call.group.line].last == r) comm.line[r->call.group.line].last = NULL;
+    in_flight_end(r);
+    tensor_free(&r->out);
+    tensor_free(&r->in);
+    for (int i = 0; i < r->call.transfer_count; i++) tensor_free(&r->transfers[i].t);
+    free(r->transfers);
+    free(r->open);
+    free((void *)r->call.in_counts);
+    free((void *)r->call.out_counts);
+    free(r->met);
+    free(r->before);
+    free(r->got);
+    free(r->values);
+    free(r);
+}
+
+static void end(Request *r) {
+    CommCount *count = count_of(r->call.kind);
+    count->wall_seconds += r->blocked;
+    count->exposed_seconds += clock_model_wait(r->end);
+    count->model_seconds += r->seconds;
+    Line line = r->call.group.line;
+    clock_communication(kind_names[r->call.kind], (int)line, line_name(line), r->began, r->waited,
+                        r->end - r->seconds, r->end, (double)r->bytes);
+    request_release(r);
+}
+
+void comm_wait(Request *r) {
+    request_await(r);
+    end(r);
+}
+
+void comm_wait_all(Request **requests, int count) {
+    for (int i = 0; i < count; i++) {
+        if (requests[i]) comm_wait(requests[i]);
+        requests[i] = NULL;
+    }
+}
+
+// ---- the ports of the modelled machine ----
+
+// One to the ranks of the node and one to those of others.
+enum { PORT_NODE, PORT_NETWORK, PORTS };
+
+// Which of them leads to this member; -1: to myself.
+static int port_to(Group group, int member) {
+    if (member == group.rank) return -1;
+    return clock_node(world_rank(group, member)) == clock_node(comm.rank) ? PORT_NODE : PORT_NETWORK;
+}
+
+// Which ports a call uses. A rank that only receives leaves it to the sender's port.
+static void used_ports(const Request *r, bool *used) {
+    const Collective *c = &r->call;
+    bool transfers = c->kind == TRANSFERS;
+    for (int i = 0; i < (transfers ? c->transfer_count : c->group.size); i++) {
+        int port = transfers && !c->transfers[i].send ? -1
+                                                      : port_to(c->group, transfers ? c->transfers[i].peer : i);
+        if (port >= 0) used[port] = true;
+    }
+}
+
+// When this rank has come to the call and its ports are free. They are kept for the call from then on, as if
+// its other members came at once: what others do later must not change what this rank has been told.
+static double pass_ports(const Request *r, double now) {
+    static double free_at[PORTS];
+    bool used[PORTS] = {false};
+    used_ports(r, used);
+    for (int port = 0; port < PORTS; port++)
+        if (used[port] && free_at[port] > now) now = free_at[port];
+    for (int port = 0; port < PORTS; port++)
+        if (used[port]) free_at[port] = now + r->seconds;
+    return now;
+}
+
+// Smallest number of members that a node has, on the modelled machine: the narrowest place.
+static int members_per_node(Group group) {
+    int least = group.size;
+    for (int i = 0; i < group.size; i++) {
+        int node = clock_node(world_rank(group, i)), here = 0;
+        for (int j = 0; j < group.size; j++) here += clock_node(world_rank(group, j)) == node;
+        if (here < least) least = here;
+    }
+    return least;
+}
+
+// ---- starting a call ----
+
+static int64_t *copy_counts(const int64_t *counts, int n, int64_t each) {
+    int64_t *copy = host_alloc(sizeof *copy * (size_t)n);
+    for (int i = 0; i < n; i++) copy[i] = counts ? counts[i] : each;
+    return copy;
+}
+
+static int64_t sum_of(const int64_t *counts, int n) {
+    int64_t sum = 0;
+    for (int i = 0; i < n; i++) sum += counts[i];
+    return sum;
+}
+
+static const char *name_of(CollectiveKind kind) {
+    return kind < COLLECTIVE_KINDS ? kind_names[kind] : "comm_group";
+}
+
+Request *request_new(CollectiveKind kind, Group group, int root, DType dtype) {
+    CHECK(!comm.finished, "%s after comm_finish", name_of(kind));
+    CHECK(group.size >= 1 && group.rank >= 0 && group.rank < group.size,
+          "%s: rank %d is not a member of group %s", name_of(kind), comm.rank,
+          group.name ? group.name : "?");
+    CHECK(group.size == 1 || group.member, "%s: group %s of %d was not made by comm_group", name_of(kind),
+          group.name ? group.name : "?", group.size);
+    CHECK(root >= 0 && root < group.size, "%s: there is no root %d in group %s of %d", name_of(kind), root,
+          group.name ? group.name : "?", group.size);
+    Request *r = host_alloc(sizeof *r);
+    *r = (Request){.call = {.kind = kind, .root = root, .dtype = dtype, .group = group}};
+    return r;
+}
+
+// "all_reduce, call 12 in group dp"
+static const char *request_text(const void *request) {
+    static char text[160];
+    const Request *r = request;
+    snprintf(text, sizeof text, "%s, call %lld in group %s", kind_names[r->call.kind], (long long)r->index,
+             r->call.group.name ? r->call.group.name : "of one");
+    return text;
+}
+
+// The tensor belongs to the request until it is waited for. One that was started before on the same line is
+// done with it when this one begins.
+static void claim(Request *r, Tensor t, bool writes) {
+    r->index = comm.calls + 1;
+    in_flight_check(kind_names[r->call.kind], t, writes, r->call.group.line);
+    in_flight_begin(t, writes, r->call.group.line, r, request_text);
+}
+
+// in_place: `out` is read, and written if `writes`.
+static void hold(Request *r, Tensor out, Tensor in, bool writes) {
+    r->out = tensor_share(out);
+    r->in = tensor_share(in);
+    if (tensor_exists(in)) claim(r, in, false);
+    if (tensor_exists(out) && writes) claim(r, out, true);
+    r->call.out = tensor_exists(out) ? tensor_address(out) : NULL;
+    r->call.in = tensor_exists(in) ? tensor_address(in) : NULL;
+}
+
+// bytes: that this rank sends. model_bytes: K of clock_collective_seconds.
+static Request *start(Request *r, int64_t bytes, double model_bytes) {
+    Collective *c = &r->call;
+    double began = wall_seconds();
+    r->began = began;
+    r->bytes = bytes;
+    if (!device_is_dry_run() && !r->host && c->kind != BARRIER) c->mark = transport_mark();
+    if (c->kind != TRANSFERS && c->kind != ALL_TO_ALL)
+        r->seconds = clock_collective_seconds(kind_names[c->kind], model_bytes, c->group.size,
+                                              members_per_node(c->group));
+    r->called = pass_ports(r, clock_model_now());
+    CommCount *count = count_of(c->kind);
+    count->calls++;
+    count->bytes += bytes;
+    comm.calls++;
+    line_append(r);
+    count->wall_seconds += wall_seconds() - began;
+    return r;
+}
+
+static double bytes_of(const Request *r) { return (double)r->total * (double)dtype_size(r->call.dtype); }
+
+static Request *start_reduction(CollectiveKind kind, Tensor t, ReduceOp op, int root, Group group) {
+    Request *r = request_new(kind, group, root, t.dtype);
+    int n = group.size, me = group.rank;
+    r->call.op = op;
+    r->total = tensor_count(t);
+    int64_t piece = (r->total + n - 1) / n, *counts = copy_counts(NULL, n, piece);
+    for (int i = 0; i < n; i++) {
+        int64_t rest = r->total - i * piece;
+        counts[i] = rest < 0 ? 0 : rest < piece ? rest : piece;
+    }
+    r->call.in_counts = counts;
+    hold(r, t, t, kind == ALL_REDUCE || me == root);
+    int64_t back = kind == ALL_REDUCE ? n - 1 : me != root;
+    return start(r, (r->total - counts[me] + back * counts[me]) * (int64_t)dtype_size(t.dtype),
+                 bytes_of(r));
+}
+
+Request *comm_all_reduce(Tensor t, ReduceOp op, Group group) {
+    return start_reduction(ALL_REDUCE, t, op, 0, group);
+}
+
+Request *comm_reduce(Tensor t, ReduceOp op, int root, Group group) {
+    return start_reduction(REDUCE, t, op, root, group);
+}
+
+static void check_parts(const Request *r, const int64_t *counts, Tensor whole, Tensor part,
+                        const char *whole_name, const char *part_name) {
+    const Collective *c = &r->call;
+    const char *name = kind_names[c->kind];
+    for (int i = 0; i < c->group.size; i++)
+        CHECK(counts[i] >= 0, "%s: part %d has %lld elements", name, i, (long long)counts[i]);
+    CHECK(!tensor_exists(whole) || tensor_count(whole) == r->total,
+          "%s: %s has %lld elements, and its parts have %lld", name, whole_name,
+          (long long)tensor_count(whole), (long long)r->total);
+    CHECK(tensor_count(part) == counts[c->group.rank], "%s: %s has %lld elements, and part %d has %lld",
+          name, part_name, (long long)tensor_count(part), c->group.rank, (long long)counts[c->group.rank]);
+    CHECK(!tensor_exists(whole) || whole.dtype == part.dtype, "%s: in and out are %s and %s", name,
+          dtype_name(whole.dtype), dtype_name(part.dtype));
+}
+
+static uint64_t hash_parts(const int64_t *counts, int n) {
+    return counts ? hash_bytes(HASH_SEED, counts, sizeof *counts * (size_t)n) : 0;
+}
+
+Request *comm_reduce_scatter(Tensor out, Tensor in, const int64_t *counts, ReduceOp op, Group group) {
+    Request *r = request_new(REDUCE_SCATTER, group, 0, in.dtype);
+    int n = group.size;
+    r->call.op = op;
+    r->call.in_counts = copy_counts(counts, n, tensor_count(out));
+    r->parts = hash_parts(counts, n);
+    r->total = sum_of(r->call.in_counts, n);
+    check_parts(r, r->call.in_counts, in, out, "in", "out");
+    hold(r, out, in, true);
+    return start(r, (r->total - tensor_count(out)) * (int64_t)dtype_size(in.dtype), bytes_of(r));
+}
+
+Request *comm_all_gather(Tensor out, Tensor in, const int64_t *counts, Group group) {
+    Request *r = request_new(ALL_GATHER, group, 0, in.dtype);
+    int n = group.size;
+    r->call.out_counts = copy_counts(counts, n, tensor_count(in));
+    r->parts = hash_parts(counts, n);
+    r->total = sum_of(r->call.out_counts, n);
+    check_parts(r, r->call.out_counts, out, in, "out", "in");
+    hold(r, out, in, true);
+    return start(r, (n - 1) * tensor_bytes(in), bytes_of(r));
+}
+
+Request *comm_gather(Tensor out, Tensor in, const int64_t *counts, int root, Group group) {
+    Request *r = request_new(GATHER, group, root, in.dtype);
+    r->call.out_counts = copy_counts(counts, group.size, tensor_count(in));
+    r->parts = hash_parts(counts, group.size);
+    r->total = sum_of(r->call.out_counts, group.size);
+    CHECK(group.rank != root || tensor_exists(out), "gather: the root has no tensor to gather in");
+    check_parts(r, r->call.out_counts, group.rank == root ? out : (Tensor){0}, in, "out", "in");
+    hold(r, group.rank == root ? out : (Tensor){0}, in, true);
+    return start(r, group.rank == root ? 0 : tensor_bytes(in), bytes_of(r));
+}
+
+Request *comm_scatter(Tensor out, Tensor in, const int64_t *counts, int root, Group group) {
+    Request *r = request_new(SCATTER, group, root, out.dtype);
+    r->call.in_counts = copy_counts(counts, group.size, tensor_count(out));
+    r->parts = hash_parts(counts, group.size);
+    r->total = sum_of(r->call.in_counts, group.size);
+    CHECK(group.rank != root || tensor_exists(in), "scatter: the root has no tensor to scatter");
+    check_parts(r, r->call.in_counts, group.rank == root ? in : (Tensor){0}, out, "in", "out");
+    hold(r, out, group.rank == root ? in : (Tensor){0}, true);
+    return start(r, group.rank == root ? tensor_bytes(in) - tensor_bytes(out) : 0, bytes_of(r));
+}
+
+Request *comm_broadcast(Tensor t, int root, Group group) {
+    Request *r = request_new(BROADCAST, group, root, t.dtype);
+    r->total = tensor_count(t);
+    r->call.in_counts = copy_counts(NULL, 1, r->total);
+    hold(r, t, t, group.rank != root);
+    return start(r, group.rank == root ? (group.size - 1) * tensor_bytes(t) : 0, bytes_of(r));
+}
+
+// Adds bytes to or from a member to the traffic of the link that leads there.
+static void add_traffic(const Request *r, Traffic *traffic, int member, double sent, double received) {
+    Group group = r->call.group;
+    int port = port_to(group, member);
+    if (port < 0) return;
+    Traffic *link = &traffic[port];
+    link->peers++;
+    link->sent += sent;
+    link->received += received;
+}
+
+Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const int64_t *in_counts,
+                         Group group) {
+    Request *r = request_new(ALL_TO_ALL, group, 0, in.dtype);
+    int n = group.size, me = group.rank;
+    CHECK(in_counts || tensor_count(in) % n == 0,
+          "all_to_all: in has %lld elements, which %d parts do not divide", (long long)tensor_count(in), n);
+    CHECK(out_counts || tensor_count(out) % n == 0,
+          "all_to_all: out has %lld elements, which %d parts do not divide", (long long)tensor_count(out),
+          n);
+    const int64_t *give = r->call.in_counts = copy_counts(in_counts, n, tensor_count(in) / n);
+    const int64_t *take = r->call.out_counts = copy_counts(out_counts, n, tensor_count(out) / n);
+    for (int i = 0; i < n; i++)
+        CHECK(give[i] >= 0 && take[i] >= 0,
+              "all_to_all: part %d has %lld elements to give and %lld to take", i, (long long)give[i],
+              (long long)take[i]);
+    r->total = sum_of(give, n);
+    CHECK(r->total == tensor_count(in), "all_to_all: in has %lld elements, and its parts have %lld",
+          (long long)tensor_count(in), (long long)r->total);
+    CHECK(sum_of(take, n) == tensor_count(out),
+          "all_to_all: out has %lld elements, and its parts have %lld", (long long)tensor_count(out),
+          (long long)sum_of(take, n));
+    CHECK(give[me] == take[me], "all_to_all: member %d gives itself %lld elements and takes %lld", me,
+          (long long)give[me], (long long)take[me]);
+    CHECK(in.dtype == out.dtype, "all_to_all: in and out are %s and %s", dtype_name(in.dtype),
+          dtype_name(out.dtype));
+    hold(r, out, in, true);
+    double size = (double)dtype_size(in.dtype);
+    Traffic traffic[2] = {0};
+    for (int i = 0; i < n; i++) add_traffic(r, traffic, i, size * (double)give[i], size * (double)take[i]);
+    r->seconds = clock_all_to_all_seconds(traffic[0], traffic[1]);
+    return start(r, (r->total - give[me]) * (int64_t)size, 0);
+}
+
+Request *comm_barrier(Group group) { return start(request_new(BARRIER, group, 0, F32), 0, 0); }
+
+Request *comm_transfers(const Transfer *transfers, int count, Group group) {
+    Request *r = request_new(TRANSFERS, group, 0, F32);
+    r->transfers = host_alloc(sizeof *r->transfers * (size_t)count);
+    r->call.transfers = r->transfers;
+    r->call.open = r->open = calloc((size_t)count + 1, sizeof *r->open);
+    CHECK(r->open, "out of host memory for transfers");
+    r->call.transfer_count = count;
+    Traffic traffic[2] = {0};
+    int64_t bytes = 0;
+    int own_sends = 0, own_receives = 0;
+    for (int i = 0; i < count; i++) {
+        const Transfer *t = &transfers[i];
+        CHECK(t->peer >= 0 && t->peer < group.size, "transfers: there is no peer %d in group %s of %d",
+              t->peer, group.name ? group.name : "?", group.size);
+        r->transfers[i] = (Transfer){.send = t->send, .peer = t->peer, .t = tensor_share(t->t)};
+        claim(r, t->t, !t->send);
+        double size = (double)tensor_bytes(t->t);
+        add_traffic(r, traffic, t->peer, t->send ? size : 0, t->send ? 0 : size);
+        if (t->peer != group.rank && t->send) bytes += tensor_bytes(t->t);
+        if (t->peer == group.rank && t->send) own_sends++;
+        if (t->peer != group.rank || t->send) continue;
+        // The own_receives-th receive from myself meets that send to myself.
+        int met = own_receives++;
+        for (int j = 0; j < count && met >= 0; j++)
+            if (transfers[j].send && transfers[j].peer == group.rank && met-- == 0)
+                CHECK(tensor_bytes(transfers[j].t) == tensor_bytes(t->t) &&
+                          transfers[j].t.dtype == t->t.dtype,
+                      "transfers: rank %d sends itself %s and receives %s", comm.rank,
+                      tensor_text(transfers[j].t), tensor_text(t->t));
+    }
+    CHECK(own_sends == own_receives,
+          "transfers: rank %d sends itself %d tensors and receives %d in one batch", comm.rank, own_sends,
+          own_receives);
+    r->seconds = clock_transfers_seconds(traffic[0], traffic[1]);
+    return start(r, bytes, 0);
+}
+
+Request *comm_send(Tensor t, int to, Group group) {
+    return comm_transfers(&(Transfer){.send = true, .peer = to, .t = t}, 1, group);
+}
+
+Request *comm_receive(Tensor t, int from, Group group) {
+    return comm_transfers(&(Transfer){.send = false, .peer = from, .t = t}, 1, group);
+}
+
+Request *comm_send_receive(Tensor send, int to, Tensor receive, int from, Group group) {
+    Transfer both[] = {{.send = true, .peer = to, .t = send}, {.send = false, .peer = from, .t = receive}};
+    return comm_transfers(both, 2, group);
+}
+
+// The values ride on the notices.
+static void reduce_on_host(double *values, int count, ReduceOp op, Group group) {
+    int n = group.size, me = group.rank;
+    CHECK(count >= 1, "a sum of %d values on the host; it is of at least 1", count);
+    Request *r = request_new(ALL_REDUCE, group, 0, F64);
+    r->values = host_alloc(sizeof *r->values * (size_t)n * (size_t)count);
+    r->value_count = count;
+    memcpy(r->values + me * count, values, sizeof *values * (size_t)count);
+    r->host = true;
+    r->call.op = op;
+    r->total = count;
+    // As the all-reduce of a tensor: k is this member's piece.
+    int64_t piece = (count + n - 1) / n, rest = count - me * piece, k = rest < 0 ? 0 : rest < piece ? rest : piece;
+    start(r, 8 * (count - k + (n - 1) * k), 8.0 * count);
+    request_await(r);
+    for (int v = 0; v < count; v++) values[v] = r->values[v];
+    for (int i = 1; i < n; i++)
+        for (int v = 0; v < count; v++) {
+            double x = r->values[i * count + v];
+            if (op == REDUCE_SUM) values[v] += x;
+            else if (!(values[v] >= x) && values[v] == values[v]) values[v] = x;
+        }
+    end(r);
+}
+
+double comm_sum(double value, Group group) { return reduce_on_host(&value, 1, REDUCE_SUM, group), value; }
+double comm_max(double value, Group group) { return reduce_on_host(&value, 1, REDUCE_MAX, group), value; }
+void comm_sum_all(double *values, int count, Group group) {
+    reduce_on_host(values, count, REDUCE_SUM, group);
+}
