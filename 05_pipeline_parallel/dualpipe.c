@@ -1,29 +1,36 @@
-// dualpipe.c: the pipeline runs in both directions at once. Playbook: "Zero Bubble and DualPipe"; DeepSeek-V3, section
-// 3.2.1.
+// dualpipe.c: the pipeline runs in both directions at once. Playbook: "Zero Bubble and DualPipe";
+// DeepSeek-V3, section 3.2.1.
 //
-// Against zero_bubble.c: half of the micro-batches enter at rank 0 and half at rank p - 1 (p even). So each rank has
-// two stages, r and p - 1 - r, two copies of the model stand on the ranks, and every rank has a forward and a backward
-// of different micro-batches to do together: the pair F+BW, of which one computes while the other communicates.
-// Before the optimizer's one step, gradients of the mirrored copies are added up.
+// Against zero_bubble.c: half of the micro-batches enter at rank 0 and half at rank p - 1 (p even). So
+// each rank has two stages, r and p - 1 - r, two copies of the model stand on the ranks, and every rank
+// has a forward and a backward of different micro-batches to do together: the pair F+BW, of which one
+// computes while the other communicates. Before the optimizer's one step, gradients of the mirrored
+// copies are added up. (Small letters: direction 1.)
 //
-// PICTURE
+//     rank 0  |F0-F1-F2-f4-b4-w4-f5-F3+d5----...f6+D0----d6----...f7+D1----d7----B2-W2-B3-W3-
+//     rank 1  |...F0-f4-F1-f5-F2-d4----f6+D0----F3+d5----f7+D1----d6----D2----...b7-B3-w7-W3-
+//     rank 2  |...f4-F0-f5-F1-f6-D0----F2+d4----f7+D1----F3+d5----D2----d6----...B3-b7-W3-w7-
+//     rank 3  |f4-f5-f6-F0-B0-W0-F1-f7+D1----...F2+d4----D2----...F3+d5----D3----b6-w6-b7-w7-
 //
-// A rank and its mirror p - 1 - r do the same with the directions swapped. With k = min(r, p - 1 - r), its distance
-// from the end of the pipeline that is nearer, h = p / 2, and n micro-batches a direction, x' being a pass of those
-// from the far end, and each pass taking the next micro-batch of its kind and direction:
+// Rank r and its mirror p - 1 - r do the same with the directions swapped. Let k = min(r, p - 1 - r) be
+// the distance to the nearer end of the pipeline, h = p / 2, and n the micro-batches of a direction; x'
+// is a pass of those from the far end, and each pass takes the next micro-batch of its kind and
+// direction:
 //     2 (h - k - 1) times     F                        fill
 //     k + 1 times             F F'
 //     h - k - 1 times         B' W F'
-//     n - p + k + 1 times     F+BW' F'+BW              the steady state: nothing but pairs (in the middle of the
-//                                                      pipeline the first is F, BW': that BW' needs an F just done)
+//     n - p + k + 1 times     F+BW' F'+BW              steady state: nothing but pairs (for k = h - 1 the
+//                                                      first is F, BW': that BW' needs this F)
 //     h - k - 1 times         BW' F'+BW
 //     k + 1 times             BW' BW                   from the middle on as B' B, which leaves W behind
 //     h - k - 1 times         W B                      drain
 //     k + 1 times             W
-// Bubble: (p/2 - 1) (F&B + BW - 3W) in DeepSeek-V3, with BW = B + W, F&B the pair: exact where F = B >= W. Where
-// F < B it is (p/2 - 1) (F&B + F - 2W), a little less, for the slack not to change sides. It needs m >= 2p, m even;
-// with less, what does not exist is left out of a plan for as many, and the bubble is larger.
-// Held: p + 1 micro-batches on every rank, and weights twice. Messages: as 1F1B's, but to both neighbours alike.
+// Bubble: (p/2 - 1) (F&B + BW - 3W) in DeepSeek-V3, where BW = B + W and F&B is the time of a pair: exact
+// for F = B >= W, m >= 2p, m even. With F a little shorter than B (up to 5F / 4, p <= 8), it is (p/2 - 1)
+// (F&B + F - 2W). With fewer micro-batches, 2p are planned, what does not exist is left out, and the
+// bubble is larger.
+// Held: p + 1 micro-batches on every rank, and weights twice. Messages: as 1F1B's, of both kinds to both
+// neighbours.
 // Run: build/05_pipeline_parallel/schedule --schedule dualpipe --stages 4 --micro-batches 8
 #include "schedule.h"
 
@@ -67,7 +74,8 @@ static void backward_input(Rank *r, int d) {
 }
 
 static void backward_weight(Rank *r) {
-    schedule_add(r->schedule, r->rank, PASS_W, r->waiting[r->first].stage, r->waiting[r->first].micro_batch);
+    schedule_add(r->schedule, r->rank, PASS_W, r->waiting[r->first].stage,
+                 r->waiting[r->first].micro_batch);
     r->first++;
 }
 

@@ -1,26 +1,33 @@
-// interleaved.c: each rank has v stages instead of one, every p-th of p v. Playbook: "Interleaving stages".
+// interleaved.c: each rank has v stages instead of one, every p-th of p v. Playbook: "Interleaving
+// stages".
 //
-// Against one_f_one_b.c: stage k is on rank k mod p, so that a micro-batch goes round the ranks v times, and a pass
-// takes a v-th of the time. What fills and drains the pipeline is shorter by as much.
+// Against one_f_one_b.c: stage k is on rank k mod p, so that a micro-batch goes round the ranks v times,
+// and a pass takes a v-th of the time. What fills and drains the pipeline is shorter by as much.
 //
-// A rank's v chunks take turns: `group` micro-batches through its first chunk, the same through its second …, then
-// the next group. Backward has the same order with the chunks reversed. The k-th forward of a rank is thus
+// A rank's v stages, its chunks, take turns: `group` micro-batches through the first chunk, the same
+// through the second …, then the next group. Backward has the same order with the chunks reversed. The
+// k-th forward of a rank is
 //
 //     micro-batch  group (k div (v group)) + k mod group,   chunk  (k div group) mod v
 //
-// and a rank stays a = 2 (p - 1 - r) + (v - 1) group forwards ahead of its backwards: as many as it has before the
-// gradient of the first comes back. group = p is depth-first (a micro-batch is out of the model as soon as can be),
-// group = m breadth-first (the pipeline is filled first); Llama 3.1 tunes it in between.
+// and rank r stays a = 2 (p - 1 - r) + (v - 1) group forwards ahead of its backwards. group = p is
+// depth-first (a micro-batch leaves the model as soon as it can), group = m breadth-first (the pipeline
+// is filled first); Llama 3.1 tunes it in between. With p = 4, m = 4, v = 2 (small letters: a rank's
+// second chunk; D = BW):
 //
-// PICTURE
+//     rank 0  |F0F1F2F3f0f1f2f3............d0--..d1--..d2--..d3--D0--D1--D2--D3--
+//     rank 1  |..F0F1F2F3f0f1f2f3......d0--..d1--..d2--..d3--D0--D1--D2--D3--....
+//     rank 2  |....F0F1F2F3f0f1f2..d0--f3d1--..d2--..d3--D0--D1--D2--D3--........
+//     rank 3  |......F0F1F2F3f0d0--f1d1--f2d2--f3d3--D0--D1--D2--D3--............
 //
-// Bubble: (p - 1) (F + B + W) / v where group divides m, at the price of v times the messages. Held on rank r, in
-// micro-batches of v stages: 1 + a / v, if there are as many.
-// A group's first micro-batch is back at rank 0 when its last has left it: so a group must be at least p long. If
-// m is no multiple, the last group is not. Cutting it short makes ranks wait for forwards that others have put
-// behind backwards: p = 8, v = 2, m = 10 … 13 then deadlocks even with endless buffers, and p = 4, v = 2, m = 9 has a
-// bubble of 100. Here the last group is planned whole, and the micro-batches that do not exist are left out: every m
-// runs, and that bubble is 75. Generally the g <= p missing ones cost what they would have filled.
+// Bubble: (p - 1) (F + B + W) / v where group divides m, at the price of v times the messages. Held on
+// rank r, in micro-batches of v stages: min(m, (a + 1) / v).
+//
+// A group's first micro-batch is back at rank 0 when its last has left it: so a group must be at least p
+// long. If group does not divide m, the last group is short, and ranks wait for forwards that others have
+// put behind backwards: p = 8, v = 2, m = 10 … 13 deadlocks even with endless buffers, and p = 4, v = 2,
+// m = 9 runs with a bubble of 100 (F = 10, B = 12, W = 8). Here the last group is planned whole, and the
+// micro-batches that do not exist are left out: every m runs, and that bubble is 75.
 // Run: build/05_pipeline_parallel/schedule --schedule interleaved --stages 4 --micro-batches 4 --chunks 2
 #include "schedule.h"
 

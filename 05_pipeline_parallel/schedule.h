@@ -1,17 +1,18 @@
-// schedule.h: a pipeline's schedule is data. Generators write it, one verifier judges it, one clock times it, one picture
-// shows it, and the runtime walks a rank's list and does what it finds there.
+// schedule.h: a pipeline's schedule is data. Generators write it, one verifier judges it, one clock times
+// it, one picture shows it, and the runtime walks a rank's list and does what it finds there.
 //
 // The model is a chain of `stages`. A pass is the work of one stage on one micro-batch:
 //
-//     F   forward                                   needs F of the stage before      sends activations to the stage behind
-//     B   backward for the inputs                   needs B of the stage behind      sends gradients to the stage before
-//     W   backward for the weights                  needs B of the same stage        sends nothing
-//     BW  both at once, the usual backward          as B                             as B
+//         what                                  needs                    sends
+//     F   forward                               F of the stage before    activations to the stage behind
+//     B   backward for the inputs               B of the stage behind    gradients to the stage before
+//     W   backward for the weights              B of the same stage      nothing
+//     BW  both at once, the usual backward      as B                     as B
 //
-// Each rank has a list of actions and works through it in order: a pass, or a pair F+BW of which one hides the
-// other's communication. Which rank has a stage is data (`place`): one stage a rank, loops of v stages a rank,
-// a V. A schedule may run the chain in two directions at once, on two copies of the weights: `place` is then a
-// table of two rows, and each micro-batch belongs to one direction.
+// Each rank has a list of actions and works through it in order: a pass, or a pair F+BW of which one
+// hides the other's communication. Which rank has a stage is data (`place`): one stage a rank, loops of v
+// stages a rank, a V. A schedule may run the chain in two directions at once, on two copies of the
+// weights: `place` is then a table of two rows, and each micro-batch belongs to one direction.
 #ifndef SCHEDULE_H
 #define SCHEDULE_H
 
@@ -31,7 +32,7 @@ typedef struct StagePass {
 } StagePass;
 
 typedef struct Action {
-    int passes;         // 1, or 2: F and BW, overlapped
+    int passes;  // 1, or 2: F and BW, overlapped
     StagePass pass[2];
 } Action;
 
@@ -50,14 +51,15 @@ typedef struct Schedule {
     ActionList *list;  // (ranks)
 } Schedule;
 
-// Empty lists; every micro-batch of direction 0. Stages loop over the ranks: stage k is on rank k modulo p.
+// Empty lists; every micro-batch of direction 0. Stages loop over the ranks: stage k is on rank k modulo
+// p.
 Schedule schedule_new(const char *name, int ranks, int micro_batches, int stages, int directions);
 void schedule_free(Schedule *schedule);
 
-// Appends an action. The pass of a micro-batch that does not exist, one below 0 or from m on, is left out: so a
-// generator writes the loop of the steady state, and its warm-up and its end are where micro-batches lack. A
-// schedule from which all passes of a micro-batch are taken out stays sound, for micro-batches do not need
-// each other.
+// Appends an action. The pass of a micro-batch that does not exist, one below 0 or from m on, is left
+// out: so a generator writes the loop of the steady state, and its warm-up and its end are where
+// micro-batches lack. A schedule from which all passes of a micro-batch are taken out stays sound, for
+// micro-batches do not need each other.
 void schedule_add(Schedule *schedule, int rank, PassKind kind, int stage, int micro_batch);
 void schedule_add_pair(Schedule *schedule, int rank, int f_stage, int f_micro_batch, int b_stage,
                        int b_micro_batch);
@@ -66,10 +68,12 @@ void schedule_append(Schedule *schedule, int rank, Action action);  // as it is
 
 // The rank that does this pass.
 int schedule_rank(const Schedule *schedule, StagePass pass);
-// What must have ended before the pass: a pass of the neighbouring stage, or of the same one. False: nothing.
+// What must have ended before the pass: a pass of the neighbouring stage, or of the same one. False:
+// nothing.
 bool schedule_needs(const Schedule *schedule, StagePass pass, StagePass *needed);
-// For the runtime: the rank from which a pass receives its input (F: activations; B, BW: gradients), and to which it sends
-// its output. NO_RANK: no message, as the neighbouring stage is on the same rank, or there is none.
+// For the runtime: the rank from which a pass receives its input (F: activations; B, BW: gradients), and
+// to which it sends its output. NO_RANK: no message, as the neighbouring stage is on the same rank, or
+// there is none.
 int schedule_receives_from(const Schedule *schedule, StagePass pass);
 int schedule_sends_to(const Schedule *schedule, StagePass pass);
 // "F0.3.0+BW3.5.1": kind, stage, micro-batch, direction. Rotates over 4 static buffers.
@@ -90,20 +94,21 @@ typedef struct ScheduleWalk {
 ScheduleWalk schedule_walk(const Schedule *schedule);
 bool schedule_walk_next(ScheduleWalk *walk);
 void schedule_walk_end(ScheduleWalk *walk);
-// Index of a pass in a table of schedule_slots entries: F, B (also BW's) and W of each stage and micro-batch.
+// Index of a pass in a table of schedule_slots entries: F, B (also BW's) and W of each stage and
+// micro-batch.
 size_t schedule_slot(const Schedule *schedule, StagePass pass);
 size_t schedule_slots(const Schedule *schedule);
 
 // ---- the verifier: schedule_verify.c ----
 
 typedef enum ScheduleRule {
-    RULE_SOUND,         // nothing is wrong
-    RULE_KNOWN,         // a pass is of a stage, a micro-batch and a direction that exist
-    RULE_DIRECTION,     // a micro-batch goes in its own direction
-    RULE_PLACE,         // a rank works on its own stages
-    RULE_PAIR,          // a pair is F and BW
-    RULE_TWICE,         // nothing runs twice
-    RULE_F_MISSING,     // every F, every B runs
+    RULE_SOUND,      // nothing is wrong
+    RULE_KNOWN,      // a pass is of a stage, a micro-batch and a direction that exist
+    RULE_DIRECTION,  // a micro-batch goes in its own direction
+    RULE_PLACE,      // a rank works on its own stages
+    RULE_PAIR,       // a pair is F and BW
+    RULE_TWICE,      // nothing runs twice
+    RULE_F_MISSING,  // every F, every B runs
     RULE_B_MISSING,
     RULE_W_MISSING,     // no W is left at the end of the step
     RULE_F_AFTER_F,     // on one rank: F after the F of the stage before
@@ -123,15 +128,15 @@ typedef struct ScheduleFault {
 // All rules but the last. *fault is the first that is broken.
 bool schedule_verify(const Schedule *schedule, ScheduleFault *fault);
 
-// The last rule, of a schedule that keeps the others. Messages from one rank to another queue up: all in one
-// queue, or activations in one and gradients in another.
+// The last rule, of a schedule that keeps the others. Messages from one rank to another queue up: all in
+// one queue, or activations in one and gradients in another.
 typedef enum ScheduleQueues { QUEUE_PAIR, QUEUE_PAIR_AND_KIND } ScheduleQueues;
 bool schedule_message_order(const Schedule *schedule, ScheduleQueues queues, ScheduleFault *fault);
 // In words: "W after its B".
 const char *schedule_rule_text(ScheduleRule rule);
 
-// What a rank needs and sends, of a verified schedule. Activations of a stage count in micro-batches of a p-th of the
-// model, those of one of 2 p stages as a half.
+// What a rank needs and sends, of a verified schedule. Activations of a stage count in micro-batches of a
+// p-th of the model, those of one of 2 p stages as a half.
 typedef struct RankCosts {
     double held_to_b;  // most micro-batches between F and B: all that backward needs
     double held_to_w;  // between F and W: of those past B, W still needs inputs and output gradients
@@ -153,7 +158,7 @@ typedef struct Durations {
 
 typedef struct ScheduleTimes {
     double *begin[RANKS_MOST], *end[RANKS_MOST];  // of each action
-    double idle[RANKS_MOST];  // makespan - what the rank computes
+    double idle[RANKS_MOST];                      // makespan - what the rank computes
     double makespan;
     double bubble;         // makespan - m (F + B + W)
     double period;         // of steps that follow each other without a barrier
@@ -168,18 +173,19 @@ void schedule_times_free(ScheduleTimes *times, const Schedule *schedule);
 
 // One row a rank, in so many columns. The caller frees it.
 char *schedule_letters(const Schedule *schedule, const ScheduleTimes *times, int columns);
-void schedule_svg(const Schedule *schedule, const ScheduleTimes *times, const char *title, const char *file);
+void schedule_svg(const Schedule *schedule, const ScheduleTimes *times, const char *title,
+                  const char *file);
 
 void schedule_write(const Schedule *schedule, FILE *file);
-// Reads what schedule_write wrote, or somebody else. NULL, or one sentence that names the line, which the caller frees.
-// What it read is yet to be verified.
+// Reads what schedule_write wrote, or somebody else. NULL, or one sentence that names the line, which the
+// caller frees. What it read is yet to be verified.
 char *schedule_parse(Schedule *schedule, const char *text, size_t size);
 
 // ---- how good it could be: schedule_search.c ----
 
-// The least makespan of any order of the same passes at the same places, of which no rank holds more than the
-// schedule's largest held_to_w: exhaustive, for a few ranks, micro-batches and stages, one direction, no
-// hop, and durations of few whole units.
+// The least makespan of any order of the same passes at the same places, of which no rank holds more than
+// the schedule's largest held_to_w: exhaustive, for a few ranks, micro-batches and stages, one direction,
+// no hop, and durations of few whole units.
 double schedule_best_makespan(const Schedule *schedule, Durations durations);
 bool schedule_can_search(const Schedule *schedule, Durations durations);
 
@@ -197,12 +203,13 @@ Schedule schedule_zero_bubble_auto(int p, int m, Durations durations, int limit)
 Schedule schedule_dualpipe(int p, int m);  // p even
 Schedule schedule_dualpipe_v(int p, int m);
 
-// What both are made of: a rank's list, from two chunks that see micro-batches [first, first + count) of the
-// `planned` ones. k: its distance from the nearer end of a pipeline of 2 half ranks.
+// What both are made of: a rank's list, from two chunks that see micro-batches [first, first + count) of
+// the `planned` ones. k: its distance from the nearer end of a pipeline of 2 half ranks.
 typedef struct DualChunk {
     int stage, first, count;
 } DualChunk;
-void schedule_dual_rank(Schedule *schedule, int rank, int half, int k, int planned, const DualChunk chunk[2]);
+void schedule_dual_rank(Schedule *schedule, int rank, int half, int k, int planned,
+                        const DualChunk chunk[2]);
 
 // What all of them may be asked; each takes what it knows.
 typedef struct ScheduleWish {
@@ -215,7 +222,17 @@ typedef struct ScheduleWish {
 } ScheduleWish;
 
 // In the order of SCHEDULE_NAMES.
-typedef enum ScheduleKind { AFAB, ONE_F_ONE_B, INTERLEAVED, ZB_H1, ZB_H2, ZB_V, ZB_AUTO, DUALPIPE, DUALPIPE_V } ScheduleKind;
+typedef enum ScheduleKind {
+    AFAB,
+    ONE_F_ONE_B,
+    INTERLEAVED,
+    ZB_H1,
+    ZB_H2,
+    ZB_V,
+    ZB_AUTO,
+    DUALPIPE,
+    DUALPIPE_V
+} ScheduleKind;
 #define SCHEDULE_NAMES "afab|one_f_one_b|interleaved|zb_h1|zb_h2|zb_v|zb_auto|dualpipe|dualpipe_v"
 enum { SCHEDULE_KINDS = DUALPIPE_V + 1 };
 // What cannot be had ends the program with a sentence; the result is verified.

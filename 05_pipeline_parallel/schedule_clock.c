@@ -1,17 +1,19 @@
-// schedule_clock.c: how long a schedule takes, whatever F, B, W and a hop take. Playbook: "Pipeline Parallelism".
+// schedule_clock.c: how long a schedule takes, whatever F, B, W and a hop take. Playbook: "Pipeline
+// Parallelism".
 //
 // An action begins when its rank is free and its inputs are there, and its outputs leave when it ends:
 //
 //     begin = max(end of the rank's last action, end of each input's pass [+ hop from another rank])
 //
-// Times are kept in units of 1 / stages: F of a stage, p / stages of F, is then p F of them, and sums of whole numbers
-// are exact.
+// Times are kept in units of 1 / stages: F of a stage, p / stages of F, is then p F of them, and sums of
+// whole numbers are exact.
 //
-// The bubble of a step is its makespan less m (F + B + W), which every rank computes. But a rank that ends early may
-// begin the next step early, too. Let a[i][j] be when rank i ends a step if rank j begins at 0 and the others do
-// not hold anybody up. Ends of a step x then become ends of the next by x'[i] = max over j of (a[i][j] + x[j]): a
-// product of matrices with max for sum and + for product. In the long run a step costs the largest mean of a
-// circuit i -> j -> … -> i in a, which stands on the diagonals of the powers of a.
+// The bubble of a step is its makespan less m (F + B + W), which every rank computes. But a rank that
+// ends early may begin the next step early, too. Let a[i][j] be when rank i ends a step if rank j begins
+// at 0 and the others do not hold anybody up. Ends of a step x then become ends of the next by x'[i] =
+// max over j of (a[i][j] + x[j]): a product of matrices with max for sum and + for product. In the long
+// run a step costs the largest mean of a circuit i -> j -> … -> i in a, which stands on the diagonals of
+// the powers of a.
 #include <math.h>
 #include <stdlib.h>
 
@@ -21,16 +23,21 @@
 static double length_of(const Schedule *s, const Action *action, Durations d) {
     if (action->passes == 2) return s->ranks * d.pair;
     switch (action->pass[0].kind) {
-        case PASS_F: return s->ranks * d.F;
-        case PASS_B: return s->ranks * d.B;
-        case PASS_W: return s->ranks * d.W;
-        case PASS_BW: break;
+        case PASS_F:
+            return s->ranks * d.F;
+        case PASS_B:
+            return s->ranks * d.B;
+        case PASS_W:
+            return s->ranks * d.W;
+        case PASS_BW:
+            break;
     }
     return s->ranks * (d.B + d.W);
 }
 
 // When the inputs of an action are on its rank.
-static double inputs_there(const Schedule *s, const Action *action, const double *ended, double hop, double begin) {
+static double inputs_there(const Schedule *s, const Action *action, const double *ended, double hop,
+                           double begin) {
     for (int i = 0; i < action->passes; i++) {
         StagePass pass = action->pass[i], needed;
         if (!schedule_needs(s, pass, &needed)) continue;
@@ -41,13 +48,15 @@ static double inputs_there(const Schedule *s, const Action *action, const double
     return begin;
 }
 
-// Rank r is free at now[r], and at its new value in the end; times: NULL, or where each action's are noted.
+// Rank r is free at now[r], and at its new value in the end; times: NULL, or where each action's are
+// noted.
 static void run(const Schedule *s, Durations d, double *now, ScheduleTimes *times) {
     double *ended = host_alloc(schedule_slots(s) * sizeof *ended);
     ScheduleWalk walk = schedule_walk(s);
     while (schedule_walk_next(&walk)) {
         const Action *action = &s->list[walk.rank].action[walk.position];
-        double begin = inputs_there(s, action, ended, d.hop, now[walk.rank]), end = begin + length_of(s, action, d);
+        double begin = inputs_there(s, action, ended, d.hop, now[walk.rank]),
+               end = begin + length_of(s, action, d);
         for (int i = 0; i < action->passes; i++) ended[schedule_slot(s, action->pass[i])] = end;
         now[walk.rank] = end;
         if (!times) continue;

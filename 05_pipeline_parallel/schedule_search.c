@@ -1,23 +1,25 @@
-// schedule_search.c: the best schedule there is, of a small pipeline. Playbook: "Zero Bubble and DualPipe", where it
-// says that one would solve an integer program.
+// schedule_search.c: the best schedule there is, of a small pipeline. Playbook: "Zero Bubble and
+// DualPipe", where it says that one would solve an integer program.
 //
-// Time stands still only when passes end. Whatever idle ranks can do then, wait included, is tried; what comes of it
-// is a state: how many F, B and W each stage has begun, and what each rank is doing for how much longer. Two ways to
-// one state at one time have one future. So states are taken in the order of time, each once, and the first in which
-// nothing is left to do is the best. (Micro-batches are alike, and pass a stage in their order: an exchange of two
-// would change no time.) A state from which the end is out of reach, for the work that a rank has yet to do or the
-// chain that a micro-batch has yet to run, is dropped; if no state is left, the end is put off by one unit of time.
+// Time stands still only when passes end. Whatever idle ranks can do then, wait included, is tried; what
+// comes of it is a state: how many F, B and W each stage has begun, and what each rank is doing for how
+// much longer. Two ways to one state at one time have one future. So states are taken in the order of
+// time, each once, and the first in which nothing is left to do is the best. (Micro-batches are alike,
+// and pass a stage in their order: an exchange of two would change no time.) A state from which the end
+// is out of reach, for the work that a rank has yet to do or the chain that a micro-batch has yet to run,
+// is dropped; if no state is left, the end is put off by one unit of time.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "schedule.h"
 
-// A pass of 30 units at most, times 3 kinds, 6 stages and 3 micro-batches one after the other, ends before MOST_TIME.
+// A pass of 30 units at most, times 3 kinds, 6 stages and 3 micro-batches one after the other, ends
+// before MOST_TIME.
 enum { MOST_RANKS = 3, MOST_STAGES = 6, MOST_MICRO_BATCHES = 3, UNITS_MOST = 30, MOST_TIME = 2048 };
 
 typedef struct State {
-    uint8_t begun[MOST_STAGES][3];                             // F, B, W
+    uint8_t begun[MOST_STAGES][3];                                  // F, B, W
     uint8_t stage[MOST_RANKS], kind[MOST_RANKS], left[MOST_RANKS];  // of what runs; left 0: idle
 } State;
 
@@ -113,7 +115,8 @@ static bool may_begin(const State *state, const Search *search, int stage, int k
         return false;
     if (kind != PASS_F) return true;
     for (int k = 0; k < s->stages; k++)
-        if (s->place[k] == s->place[stage]) held += state->begun[k][PASS_F] - ended(state, search, k, PASS_W);
+        if (s->place[k] == s->place[stage])
+            held += state->begun[k][PASS_F] - ended(state, search, k, PASS_W);
     return held < search->held;
 }
 

@@ -1,9 +1,9 @@
-// schedule_table.c: all schedules beside each other, and each beside its paper's formulas. Playbook: "Pipeline
-// Parallelism" to "Zero Bubble and DualPipe".
+// schedule_table.c: all schedules beside each other, and each beside its paper's formulas. Playbook:
+// "Pipeline Parallelism" to "Zero Bubble and DualPipe".
 //
-// A formula is what the playbook or a paper says of any p, m, v, F, B and W. It holds under conditions, which stand
-// beside it: NAN where they are not met. The clock knows no formula; where there is one, both must agree to the
-// last digit.
+// A formula is what the playbook or a paper says of any p, m, v, F, B and W. It holds under conditions,
+// which stand beside it: NAN where they are not met. The clock knows no formula; where there is one, both
+// must agree to the last digit.
 #include <math.h>
 #include <stdlib.h>
 
@@ -16,18 +16,29 @@ double schedule_bubble_formula(ScheduleKind kind, const ScheduleWish *wish) {
     double p = wish->ranks, F = wish->durations.F, B = wish->durations.B, W = wish->durations.W;
     double pair = wish->durations.pair, all = F + B + W;
     int m = wish->micro_batches, group = wish->group ? wish->group : wish->ranks;
-    bool dual = m >= 2 * p && m % 2 == 0 && W <= F && F <= B && pair == all;
+    bool like = W <= F && F <= B && 2 * B <= 3 * F && B <= 2 * W;  // times that differ by no more than this
+    bool dual = m >= 2 * p && m % 2 == 0 && W <= F && pair == all;
     if (wish->durations.hop > 0) return NAN;
     switch (kind) {
-        case AFAB: return (p - 1) * all;
-        case ONE_F_ONE_B: return (p - 1) * (wish->split ? F + B : all);
-        case INTERLEAVED: return m % group == 0 ? (p - 1) * all / wish->chunks : NAN;
-        case ZB_H1: return m >= p ? (p - 1) * fmax(F + fmax(0, B - W), B) : NAN;
-        case ZB_H2: return m >= 2 * p - 1 && W <= B && 2 * W <= F + B ? (p - 1) * F : NAN;
-        case ZB_V: return m >= 2 * p && F <= B && 2 * B <= 3 * F && W <= B ? (p - 1) * B / 2 : NAN;
-        case ZB_AUTO: break;
-        case DUALPIPE: return dual ? (p / 2 - 1) * (pair + F - 2 * W) : NAN;
-        case DUALPIPE_V: return dual && F == B ? (p - 1) / 2 * (pair + F - 2 * W) : NAN;
+        case AFAB:
+            return (p - 1) * all;
+        case ONE_F_ONE_B:
+            return (p - 1) * (wish->split ? F + B : all);
+        case INTERLEAVED:
+            return m % group == 0 ? (p - 1) * all / wish->chunks : NAN;
+        case ZB_H1:
+            return m >= p ? (p - 1) * fmax(F + fmax(0, B - W), B) : NAN;
+        case ZB_H2:
+            return m >= 2 * p - 1 ? (p - 1) * fmax(F, fmax(F + B - 2 * W, B - F)) : NAN;
+        case ZB_V:
+            return m >= 2 * p && like ? (p - 1) * B / 2 : NAN;
+        case ZB_AUTO:
+            break;
+        case DUALPIPE:
+            if (!dual || F > B || (F < B && (p > 8 || 4 * B > 5 * F))) return NAN;
+            return (p / 2 - 1) * (pair + F - 2 * W);
+        case DUALPIPE_V:
+            return dual && F == B ? (p - 1) / 2 * (pair + F - 2 * W) : NAN;
     }
     return NAN;
 }
@@ -36,7 +47,9 @@ double schedule_period_formula(ScheduleKind kind, const ScheduleWish *wish) {
     double p = wish->ranks, F = wish->durations.F, B = wish->durations.B, W = wish->durations.W;
     double step = schedule_bubble_formula(kind, wish);
     if (isnan(step)) return NAN;
-    return kind == ZB_H2 ? (p - 1) * (F + B - 2 * W) : kind == ZB_V ? (p - 1) * (B - W) : step;
+    if (kind == ZB_H1) return (p - 1) * fmax(F + B - W, B);
+    if (kind == ZB_H2) return (p - 1) * fmax(fmax(F + B - 2 * W, B - F), 0);
+    return kind == ZB_V ? (p - 1) * (B - W) : step;
 }
 
 static double least(double a, double b) { return a < b ? a : b; }
@@ -45,15 +58,23 @@ double schedule_held_formula(ScheduleKind kind, const ScheduleWish *wish) {
     double p = wish->ranks, m = wish->micro_batches, v = wish->chunks;
     double group = wish->group ? wish->group : p;
     switch (kind) {
-        case AFAB: return m;
+        case AFAB:
+            return m;
         case ONE_F_ONE_B:
-        case ZB_H1: return least(p, m);
-        case INTERLEAVED: return fmod(m, group) == 0 ? least(m, (2 * (p - 1) + (v - 1) * group + 1) / v) : NAN;
-        case ZB_H2: return least(2 * p - 1, m);
-        case ZB_V: return least(p, m);
-        case ZB_AUTO: break;
-        case DUALPIPE: return m >= 2 * p && fmod(m, 2) == 0 ? p + 1 : NAN;
-        case DUALPIPE_V: return m >= 2 * p ? p + 0.5 : NAN;
+        case ZB_H1:
+            return least(p, m);
+        case INTERLEAVED:
+            return fmod(m, group) == 0 ? least(m, (2 * (p - 1) + (v - 1) * group + 1) / v) : NAN;
+        case ZB_H2:
+            return least(2 * p - 1, m);
+        case ZB_V:
+            return least(p, m);
+        case ZB_AUTO:
+            break;
+        case DUALPIPE:
+            return m >= 2 * p && fmod(m, 2) == 0 ? p + 1 : NAN;
+        case DUALPIPE_V:
+            return m >= 2 * p ? p + 0.5 : NAN;
     }
     return NAN;
 }
@@ -62,8 +83,9 @@ double schedule_held_formula(ScheduleKind kind, const ScheduleWish *wish) {
 
 // Agrees with its formula, or has none.
 static bool agrees(const char *what, const Schedule *s, double formula, double clock) {
-    return report_that(isnan(formula) || formula == clock, "%s of %s, p = %d, m = %d: %.15g, by its formula %.15g", what,
-                       s->name, s->ranks, s->micro_batches, clock, formula);
+    return report_that(isnan(formula) || formula == clock,
+                       "%s of %s, p = %d, m = %d: %.15g, by its formula %.15g", what, s->name, s->ranks,
+                       s->micro_batches, clock, formula);
 }
 
 static void table_row(ScheduleKind kind, const ScheduleWish *wish) {
@@ -79,7 +101,10 @@ static void table_row(ScheduleKind kind, const ScheduleWish *wish) {
     report_that(order, "%s, p = %d, m = %d: %s", s.name, s.ranks, s.micro_batches, fault.sentence);
     bool one_queue = schedule_message_order(&s, QUEUE_PAIR, &fault);
     say("%-18s %8.5g %6.1f%% %8.5g  %-7s %9.5g %9.5g %7.4g %8d  %s", s.name, t.bubble,
-        100 * t.bubble / (t.makespan - t.bubble), t.period_bubble, isnan(bubble) ? "" : exact ? "exact" : "FAIL",
+        100 * t.bubble / (t.makespan - t.bubble), t.period_bubble,
+        isnan(bubble) ? ""
+        : exact       ? "exact"
+                      : "FAIL",
         most.held_to_b, most.held_to_w, most.weights, most.activations + most.gradients,
         one_queue ? "any" : "by kind");
     char *group = format_text("p=%d m=%d %s", s.ranks, s.micro_batches, s.name);
@@ -97,8 +122,9 @@ static void table_row(ScheduleKind kind, const ScheduleWish *wish) {
 static void table_of(int p, int m, Durations d) {
     ScheduleWish wish = {.ranks = p, .micro_batches = m, .chunks = 2, .durations = d};
     say("\np = %d ranks, m = %d micro-batches: work %g\n"
-        "%-18s %8s %7s %8s  %-7s %9s %9s %7s %8s  %s", p, m, m * (d.F + d.B + d.W), "", "bubble", "", "period",
-        "formula", "held to B", "held to W", "weights", "messages", "queues");
+        "%-18s %8s %7s %8s  %-7s %9s %9s %7s %8s  %s",
+        p, m, m * (d.F + d.B + d.W), "", "bubble", "", "period", "formula", "held to B", "held to W",
+        "weights", "messages", "queues");
     for (int kind = 0; kind < SCHEDULE_KINDS; kind++) {
         table_row((ScheduleKind)kind, &wish);
         if (kind != ONE_F_ONE_B) continue;
@@ -118,10 +144,10 @@ static const struct {
     bool split;
     double bubble[2], period[2];  // of p = 4, m = 8, and of p = 8, m = 16
 } exact[] = {
-    {AFAB, false, {90, 210}, {90, 210}},      {ONE_F_ONE_B, false, {90, 210}, {90, 210}},
+    {AFAB, false, {90, 210}, {90, 210}},       {ONE_F_ONE_B, false, {90, 210}, {90, 210}},
     {ONE_F_ONE_B, true, {66, 154}, {66, 154}}, {INTERLEAVED, false, {45, 105}, {45, 105}},
-    {ZB_H1, false, {42, 98}, {42, 98}},       {ZB_H2, false, {30, 70}, {18, 42}},
-    {ZB_V, false, {18, 42}, {12, 28}},        {DUALPIPE, false, {24, 72}, {24, 72}},
+    {ZB_H1, false, {42, 98}, {42, 98}},        {ZB_H2, false, {30, 70}, {18, 42}},
+    {ZB_V, false, {18, 42}, {12, 28}},         {DUALPIPE, false, {24, 72}, {24, 72}},
     {DUALPIPE_V, false, {36, 86}, {36, 86}},
 };
 
@@ -151,24 +177,27 @@ static void search_row(ScheduleKind kind, int p, int m, Durations d) {
     if (schedule_can_search(&s, d)) {
         ScheduleTimes t = schedule_times(&s, d);
         double best = schedule_best_makespan(&s, d), work = t.makespan - t.bubble;
-        say("%-14s %d %2d %9.5g %9.5g %10.5g  %s", s.name, p, m, schedule_most(&s).held_to_w, t.bubble, best - work,
-            best == t.makespan ? "the best" : "");
-        report_that(best <= t.makespan, "%s, p = %d, m = %d: %g is better than the best, %g", s.name, p, m, t.makespan,
-                    best);
+        say("%-14s %d %2d %9.5g %9.5g %10.5g  %s", s.name, p, m, schedule_most(&s).held_to_w, t.bubble,
+            best - work, best == t.makespan ? "the best" : "");
+        report_that(best <= t.makespan, "%s, p = %d, m = %d: %g is better than the best, %g", s.name, p, m,
+                    t.makespan, best);
         schedule_times_free(&t, &s);
     }
     schedule_free(&s);
 }
 
 int schedule_table(Durations d) {
-    say("F %g, B %g, W %g, F+BW %g, hop %g. Held: most micro-batches of 1/p of the model on any rank, from F to B, and\n"
-        "from F to W. Messages: most that a rank sends. Queues: by kind, if gradients may overtake activations.",
+    say("F %g, B %g, W %g, F+BW %g, hop %g. Held: most micro-batches of 1/p of the model on any rank, from "
+        "F to B, and\n"
+        "from F to W. Messages: most that a rank sends. Queues: by kind, if gradients may overtake "
+        "activations.",
         d.F, d.B, d.W, d.pair, d.hop);
     for (int p = 4; p <= 8; p *= 2)
         for (int m = p; m <= 4 * p; m *= 2) table_of(p, m, d);
     prove_exact();
     say("\nThe best that any order of the same passes reaches, at the same places and the same memory:\n"
-        "%-14s %s %2s %9s %9s %10s", "", "p", "m", "held to W", "bubble", "best");
+        "%-14s %s %2s %9s %9s %10s",
+        "", "p", "m", "held to W", "bubble", "best");
     for (int kind = 0; kind < SCHEDULE_KINDS; kind++)
         for (int p = 2; p <= 3; p++)
             for (int m = 1; m <= 3; m++) search_row((ScheduleKind)kind, p, m, d);

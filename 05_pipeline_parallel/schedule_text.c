@@ -5,9 +5,10 @@
 //     mbs 0: 0 1 2 3                the micro-batches of each direction
 //     rank 0: F0.0.0 F0.1.0 B3.4.1 W3.4.1 F0.3.0+BW3.5.1 …
 //
-// An action is its kind, stage . micro-batch . direction, and + joins an overlapped pair. Lines come in this order;
-// what is between words is blanks. The reader believes nothing: whatever the bytes are, it returns a schedule or
-// a sentence that names the line. Whether the schedule is sound is the verifier's question.
+// An action is its kind, stage . micro-batch . direction, and + joins an overlapped pair. Lines come in
+// this order; what is between words is blanks. The reader believes nothing: whatever the bytes are, it
+// returns a schedule or a sentence that names the line. Whether the schedule is sound is the verifier's
+// question.
 #include <ctype.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -16,8 +17,8 @@
 #include "schedule.h"
 
 void schedule_write(const Schedule *s, FILE *file) {
-    fprintf(file, "# pp-schedule name=%s p=%d m=%d stages=%d dirs=%d\n", s->name, s->ranks, s->micro_batches,
-            s->stages, s->directions);
+    fprintf(file, "# pp-schedule name=%s p=%d m=%d stages=%d dirs=%d\n", s->name, s->ranks,
+            s->micro_batches, s->stages, s->directions);
     for (int d = 0; d < s->directions; d++) {
         fprintf(file, "place %d:", d);
         for (int k = 0; k < s->stages; k++) fprintf(file, " %d", s->place[d * s->stages + k]);
@@ -82,7 +83,9 @@ static bool take(Reader *r, const char *word) {
     return true;
 }
 
-static bool expect(Reader *r, const char *word) { return take(r, word) || fails(r, "\"%s\" is missing", word); }
+static bool expect(Reader *r, const char *word) {
+    return take(r, word) || fails(r, "\"%s\" is missing", word);
+}
 
 static bool number(Reader *r, const char *what, int least, int most, int *value) {
     int64_t x = 0;
@@ -184,9 +187,10 @@ char *schedule_parse(Schedule *s, const char *bytes, size_t size) {
     Reader r = {bytes, bytes + size, 1, NULL};
     char name[sizeof s->name];
     int p, m, stages, directions;
-    if (!expect(&r, "# pp-schedule") || !name_field(&r, name, sizeof name) || !field(&r, "p=", RANKS_MOST, &p) ||
-        !field(&r, "m=", MICRO_BATCHES_MOST, &m) || !field(&r, "stages=", STAGES_MOST, &stages) ||
-        !field(&r, "dirs=", DIRECTIONS_MOST, &directions) || !end_line(&r))
+    if (!expect(&r, "# pp-schedule") || !name_field(&r, name, sizeof name) ||
+        !field(&r, "p=", RANKS_MOST, &p) || !field(&r, "m=", MICRO_BATCHES_MOST, &m) ||
+        !field(&r, "stages=", STAGES_MOST, &stages) || !field(&r, "dirs=", DIRECTIONS_MOST, &directions) ||
+        !end_line(&r))
         return r.fault;
     *s = schedule_new(name, p, m, stages, directions);
     if (!read_body(&r, s)) schedule_free(s);

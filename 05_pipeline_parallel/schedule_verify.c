@@ -1,12 +1,14 @@
-// schedule_verify.c: what a schedule must keep, without a rank that runs it. Playbook: "Pipeline Parallelism".
+// schedule_verify.c: what a schedule must keep, without a rank that runs it. Playbook: "Pipeline
+// Parallelism".
 //
-// A schedule goes wrong in four ways. A pass is not what its rank can do; a pass runs twice or never, of which a
-// forgotten W is the quiet one (the loss looks fine, a gradient lacks a micro-batch); a rank does things in the
-// wrong order; or each list is fine by itself, and all ranks wait for each other. Each has rules with names
-// (schedule.h), and the first that is broken is told with rank, position and action.
+// A schedule goes wrong in four ways. A pass is not what its rank can do; a pass runs twice or never, of
+// which a forgotten W is the quiet one (the loss looks fine, a gradient lacks a micro-batch); a rank does
+// things in the wrong order; or each list is fine by itself, and all ranks wait for each other. Each has
+// rules with names (schedule.h), and the first that is broken is told with rank, position and action.
 //
-// Whether messages arrive in the order in which they are received is a question of its own, for its answer depends
-// on the transport: in one queue for each pair of ranks, or in one for activations and one for gradients.
+// Whether messages arrive in the order in which they are received is a question of its own, for its
+// answer depends on the transport: in one queue for each pair of ranks, or in one for activations and one
+// for gradients.
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -53,8 +55,9 @@ static bool broken(Check *check, ScheduleRule rule, int rank, int position, cons
     fault->rule = rule;
     fault->rank = rank;
     fault->position = position;
-    snprintf(fault->sentence, sizeof fault->sentence, "rank %d, position %d (%s) breaks the rule \"%s\": %s",
-             rank, position, position < list->count ? schedule_action_text(list->action[position]) : "the end",
+    snprintf(fault->sentence, sizeof fault->sentence,
+             "rank %d, position %d (%s) breaks the rule \"%s\": %s", rank, position,
+             position < list->count ? schedule_action_text(list->action[position]) : "the end",
              rule_text[rule], reason);
     return false;
 }
@@ -69,22 +72,24 @@ static bool check_pass(Check *check, int rank, int position, StagePass pass) {
     const Schedule *s = check->schedule;
     if (!within(pass.stage, s->stages) || !within(pass.micro_batch, s->micro_batches) ||
         !within(pass.direction, s->directions))
-        return broken(check, RULE_KNOWN, rank, position, "there are %d stages, %d micro-batches, %d directions",
-                      s->stages, s->micro_batches, s->directions);
+        return broken(check, RULE_KNOWN, rank, position,
+                      "there are %d stages, %d micro-batches, %d directions", s->stages, s->micro_batches,
+                      s->directions);
     int direction = s->direction[pass.micro_batch];
     if (pass.direction != direction)
         return broken(check, RULE_DIRECTION, rank, position, "micro-batch %d goes in direction %d",
                       pass.micro_batch, direction);
     if (schedule_rank(s, pass) != rank)
-        return broken(check, RULE_PLACE, rank, position, "stage %d of direction %d is on rank %d", pass.stage,
-                      direction, schedule_rank(s, pass));
+        return broken(check, RULE_PLACE, rank, position, "stage %d of direction %d is on rank %d",
+                      pass.stage, direction, schedule_rank(s, pass));
     for (int half = 0; half < 2; half++) {  // BW is B and W
         StagePass part = pass;
         if (pass.kind == PASS_BW) part.kind = half ? PASS_W : PASS_B;
         else if (half) break;
         int *at = &check->position[schedule_slot(s, part)];
         if (*at >= 0)
-            return broken(check, RULE_TWICE, rank, position, "%s stands at position %d already", text(part), *at);
+            return broken(check, RULE_TWICE, rank, position, "%s stands at position %d already", text(part),
+                          *at);
         *at = position;
     }
     return true;
@@ -100,24 +105,27 @@ static bool check_action(Check *check, int rank, int position, const Action *act
 
 // ---- all of them ----
 
-// A pass must be there, and behind what it needs where that is on the same rank. Other ranks are waited for.
+// A pass must be there, and behind what it needs where that is on the same rank. Other ranks are waited
+// for.
 static bool check_order(Check *check, StagePass pass, ScheduleRule missing) {
     const Schedule *s = check->schedule;
     int rank = schedule_rank(s, pass), position = check->position[schedule_slot(s, pass)];
-    if (position < 0)
-        return broken(check, missing, rank, s->list[rank].count, "%s never runs", text(pass));
+    if (position < 0) return broken(check, missing, rank, s->list[rank].count, "%s never runs", text(pass));
     StagePass needed = pass;
     if (pass.kind == PASS_B) {
         needed.kind = PASS_F;
         int at = check->position[schedule_slot(s, needed)];
         if (at >= position)
-            return broken(check, RULE_B_AFTER_F, rank, position, "%s stands at position %d", text(needed), at);
+            return broken(check, RULE_B_AFTER_F, rank, position, "%s stands at position %d", text(needed),
+                          at);
     }
     if (!schedule_needs(s, pass, &needed) || schedule_rank(s, needed) != rank) return true;
     int at = check->position[schedule_slot(s, needed)];
     // a BW brings its W along
     bool together = pass.kind == PASS_W && at == position;
-    ScheduleRule rule = pass.kind == PASS_F ? RULE_F_AFTER_F : pass.kind == PASS_B ? RULE_B_AFTER_B : RULE_W_AFTER_B;
+    ScheduleRule rule = pass.kind == PASS_F   ? RULE_F_AFTER_F
+                        : pass.kind == PASS_B ? RULE_B_AFTER_B
+                                              : RULE_W_AFTER_B;
     return at < position || together ||
            broken(check, rule, rank, position, "%s stands at position %d", text(needed), at);
 }
@@ -178,8 +186,8 @@ bool schedule_verify(const Schedule *s, ScheduleFault *fault) {
 
 // ---- the order of messages ----
 
-// The passes of a rank that send to `peer`, or receive from it, in the order of its list; of `kind`, or of both
-// (PASS_BW). Returns how many. A pair does F first: both sides know that.
+// The passes of a rank that send to `peer`, or receive from it, in the order of its list; of `kind`, or
+// of both (PASS_BW). Returns how many. A pair does F first: both sides know that.
 static int messages(const Schedule *s, int rank, int peer, bool sends, PassKind kind, StagePass *pass,
                     int *position) {
     int count = 0;
