@@ -286,6 +286,7 @@ static int show(const Schedule *s, Durations d, const char *svg) {
     char *letters = schedule_letters(s, &times, terminal_columns());
     char *title = format_text("%s: %d ranks, %d micro-batches, %d stages", s->name, s->ranks,
                               s->micro_batches, s->stages);
+    if (svg && base_rank() == 0) schedule_svg(s, &times, title, svg);
     say("%s; F %g, B %g, W %g, F+BW %g, hop %g", title, d.F, d.B, d.W, d.pair, d.hop);
     say("%s", letters);
     say("makespan %.6g = work %.6g + bubble %.6g (%.4g%% of the work)", times.makespan, work, times.bubble,
@@ -294,7 +295,6 @@ static int show(const Schedule *s, Durations d, const char *svg) {
         times.period, work, times.period_bubble);
     show_costs(s, &times);
     show_queues(s);
-    if (svg) schedule_svg(s, &times, title, svg);
     report_number(s->name, "makespan", times.makespan, "");
     report_number(s->name, "bubble", times.bubble, "");
     report_number(s->name, "period_bubble", times.period_bubble, "");

@@ -11,8 +11,8 @@
 #include "schedule.h"
 
 static const char letter[] = {[PASS_F] = 'F', [PASS_B] = 'B', [PASS_W] = 'W', [PASS_BW] = 'D'};
-static const char *const meaning[] = {"F forward", "B backward for inputs", "W backward for weights",
-                                      "D = BW, both at once"};
+static const char *const meaning[] = {"F forward", "B backward (inputs)", "W backward (weights)",
+                                      "BW backward (both)"};
 static const char *const color[] = {"#4f81d9", "#2fa39a", "#73b74a", "#1f8f78"};
 static const char *const light[] = {"#9dbdf2", "#8ad4cd", "#b5dd99",
                                     "#7fcab8"};  // stages behind a rank's first
@@ -105,7 +105,7 @@ char *schedule_letters(const Schedule *s, const ScheduleTimes *times, int column
 
 // ---- SVG ----
 
-enum { LEFT = 64, RIGHT = 16, TOP = 66, ROW = 30, BAR = 24, BOTTOM = 34, NARROWEST = 560, WIDEST = 1500 };
+enum { LEFT = 64, RIGHT = 16, TOP = 66, ROW = 30, BAR = 24, BOTTOM = 34, NARROWEST = 480, WIDEST = 1500 };
 
 static bool has_kind(const Schedule *s, PassKind kind) {
     for (int r = 0; r < s->ranks; r++)
@@ -115,18 +115,22 @@ static bool has_kind(const Schedule *s, PassKind kind) {
     return false;
 }
 
-static void draw_legend(FILE *svg, const Schedule *s) {
+// Returns where it ends; without a file it draws nothing.
+static int draw_legend(FILE *svg, const Schedule *s) {
     int x = LEFT;
     for (int kind = PASS_F; kind <= PASS_BW; kind++) {
         if (!has_kind(s, (PassKind)kind)) continue;
-        fprintf(svg, "<rect fill='%s' x='%d' y='38' width='14' height='14' rx='2'/>", color[kind], x);
-        fprintf(svg, "<text x='%d' y='50'>%s</text>\n", x + 20, meaning[kind]);
+        if (svg) {
+            fprintf(svg, "<rect fill='%s' x='%d' y='38' width='14' height='14' rx='2'/>", color[kind], x);
+            fprintf(svg, "<text x='%d' y='50'>%s</text>\n", x + 20, meaning[kind]);
+        }
         x += 36 + 7 * (int)strlen(meaning[kind]);
     }
-    bool chunks = s->stages > s->ranks || s->directions > 1;
-    if (chunks)
-        fprintf(svg, "<text x='%d' y='50'>lighter: a rank's other stage%s</text>\n", x,
-                s->stages > 2 * s->ranks ? "s" : "");
+    if (s->stages <= s->ranks && s->directions == 1) return x;
+    const char *lighter =
+        s->directions > 1 ? "lighter: the other direction" : "lighter: later stages of a rank";
+    if (svg) fprintf(svg, "<text x='%d' y='50'>%s</text>\n", x, lighter);
+    return x + 7 * (int)strlen(lighter);
 }
 
 // One pass in its part of an action's box; the number where it fits.
@@ -164,7 +168,8 @@ void schedule_svg(const Schedule *s, const ScheduleTimes *times, const char *tit
     double wanted = times->makespan > 0 ? 15 * times->makespan / shortest_action(s, times) : 0;
     double plot = fmin(fmax(wanted, NARROWEST), WIDEST),
            scale = times->makespan > 0 ? plot / times->makespan : 0;
-    int width = (int)ceil(LEFT + plot + RIGHT), height = TOP + ROW * s->ranks + BOTTOM;
+    int needed = draw_legend(NULL, s), drawn = (int)ceil(LEFT + plot);
+    int width = (drawn > needed ? drawn : needed) + RIGHT, height = TOP + ROW * s->ranks + BOTTOM;
     FILE *svg = fopen(file, "w");
     CHECK(svg, "--svg %s cannot be written: %s", file, strerror(errno));
     fprintf(svg,
