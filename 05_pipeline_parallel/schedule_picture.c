@@ -144,8 +144,8 @@ static void draw_pass(FILE *svg, const Schedule *s, StagePass pass, double x, do
             (other ? light : color)[pass.kind], x, y, width - gap, height);
     int size = height < 16 ? 9 : 11;
     if (width > 0.62 * size * length)
-        fprintf(svg, "<text class='n' font-size='%d' fill='%s' x='%.2f' y='%.1f'>%s</text>", size,
-                other ? "#10202c" : "#fff", x + (width - gap) / 2, y + height / 2.0 + size * 0.36, number);
+        fprintf(svg, "<text class='n%s' font-size='%d' x='%.2f' y='%.1f'>%s</text>", other ? "" : " w",
+                size, x + (width - gap) / 2, y + height / 2.0 + size * 0.36, number);
     fprintf(svg, "\n");
 }
 
@@ -166,16 +166,16 @@ static void draw_rank(FILE *svg, const Schedule *s, const ScheduleTimes *times, 
 void schedule_svg(const Schedule *s, const ScheduleTimes *times, const char *title, const char *file) {
     // wide enough for two digits on the shortest pass
     double wanted = times->makespan > 0 ? 15 * times->makespan / shortest_action(s, times) : 0;
-    double plot = fmin(fmax(wanted, NARROWEST), WIDEST),
-           scale = times->makespan > 0 ? plot / times->makespan : 0;
-    int needed = draw_legend(NULL, s), drawn = (int)ceil(LEFT + plot);
-    int width = (drawn > needed ? drawn : needed) + RIGHT, height = TOP + ROW * s->ranks + BOTTOM;
+    double plot = fmin(fmax(wanted, fmax(NARROWEST, draw_legend(NULL, s) - LEFT)), WIDEST);
+    double scale = times->makespan > 0 ? plot / times->makespan : 0;
+    int width = (int)ceil(LEFT + plot + RIGHT), height = TOP + ROW * s->ranks + BOTTOM;
     FILE *svg = fopen(file, "w");
     CHECK(svg, "--svg %s cannot be written: %s", file, strerror(errno));
     fprintf(svg,
             "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
             "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n"
-            "<style>text{fill:#24292f}.t{font-size:15px;font-weight:600}.n{text-anchor:middle}</style>\n"
+            "<style>text{fill:#24292f}.t{font-size:15px;font-weight:600}.n{text-anchor:middle}.w{fill:#fff}"
+            "</style>\n"
             "<rect fill='#fff' stroke='#d0d7de' x='.5' y='.5' width='%d' height='%d' rx='6'/>\n"
             "<text class='t' x='%d' y='25'>%s</text>\n",
             width, height, width, height, width - 1, height - 1, LEFT, title);
