@@ -20,7 +20,7 @@
 //     k + 1 times             F F'
 //     h - k - 1 times         B' W F'
 //     n - p + k + 1 times     F+BW' F'+BW              steady state: nothing but pairs (for k = h - 1 the
-//                                                      first is F, BW': that BW' needs this F)
+//                                                      first is F, BW': others wait for this F)
 //     h - k - 1 times         BW' F'+BW
 //     k + 1 times             BW' BW                   from the middle on as B' B, which leaves W behind
 //     h - k - 1 times         W B                      drain

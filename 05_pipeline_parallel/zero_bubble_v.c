@@ -20,9 +20,9 @@
 //     r times              B B'           now B is all that others wait for, and W fills the rest
 //     p - r times          B W
 //     the rest             W' …, W …
-// Bubble: (p - 1) B / 2, as a period (p - 1) (B - W), for m >= 2p and W <= F <= B <= min(3F / 2, 2W):
-// zero if F = B = W alone, and only as a period. With smaller m, 2p - 1 are planned, and what does not
-// exist is left out.
+// Bubble: (p - 1) B / 2, as a period (p - 1) (B - W), for m >= 2p - 2 and W <= F <= B <= min(3F / 2, 2W):
+// zero if F = B = W alone, and only as a period. With fewer micro-batches the lists are the same, with what
+// does not exist left out.
 // Held from F to W, in micro-batches of two stages: p. Messages: twice 1F1B's, but none at the turn.
 // Run: build/05_pipeline_parallel/schedule --schedule zb_v --stages 4 --micro-batches 7
 #include "schedule.h"
@@ -45,7 +45,7 @@ static void backward(Rank *r, int chunk) {
     next(r, PASS_W, chunk);
 }
 
-static void fill_list(Rank *r, int p, int planned) {
+static void fill_list(Rank *r, int p, int m) {
     for (int i = 0; i < 2 * (p - r->rank) - 1; i++) next(r, PASS_F, DOWN);
     for (int i = 0; i < r->rank; i++) {
         next(r, PASS_F, UP);
@@ -55,7 +55,7 @@ static void fill_list(Rank *r, int p, int planned) {
         next(r, PASS_F, UP);
         backward(r, UP);
     }
-    while (r->next[UP][PASS_F] < planned) {
+    while (r->next[UP][PASS_F] < m) {
         next(r, PASS_F, DOWN);
         backward(r, DOWN);
         next(r, PASS_F, UP);
@@ -66,17 +66,16 @@ static void fill_list(Rank *r, int p, int planned) {
         next(r, PASS_B, UP);
     }
     for (int i = 0; i < p - r->rank; i++) backward(r, DOWN);
-    while (r->next[UP][PASS_W] < planned) next(r, PASS_W, UP);
-    while (r->next[DOWN][PASS_W] < planned) next(r, PASS_W, DOWN);
+    while (r->next[UP][PASS_W] < m) next(r, PASS_W, UP);
+    while (r->next[DOWN][PASS_W] < m) next(r, PASS_W, DOWN);
 }
 
 Schedule schedule_zero_bubble_v(int p, int m) {
     Schedule s = schedule_new("zb_v", p, m, 2 * p, 1);
-    int planned = m < 2 * p - 1 ? 2 * p - 1 : m;
     for (int r = 0; r < p; r++) s.place[r] = s.place[2 * p - 1 - r] = r;
     for (int r = 0; r < p; r++) {
         Rank rank = {.schedule = &s, .rank = r};
-        fill_list(&rank, p, planned);
+        fill_list(&rank, p, m);
     }
     return s;
 }

@@ -183,6 +183,7 @@ static void an_unchecked_last_group_of_interleaved_deadlocks_and_a_planned_one_r
     ASSERT_SAME(bubble_of(unchecked_last_group(4, 9, 2), papers), 100);
     ASSERT_SAME(bubble_of(make(INTERLEAVED, 4, 9), papers), 75);
     ASSERT_SAME(bubble_of(make(INTERLEAVED, 4, 8), papers), 45);
+    ASSERT_SAME(bubble_of(make(INTERLEAVED, 4, 16), (Durations){10, 12, 8, 30, 1}), 59);
     for (int p = 2; p <= 8; p++)
         for (int m = 1; m <= 3 * p; m++) {
             Schedule s = unchecked_last_group(p, m, 2);
@@ -315,23 +316,26 @@ static Schedule repeated(const Schedule *s, int times) {
     return all;
 }
 
+static void check_period(ScheduleKind kind, int p, int m, Durations d) {
+    enum { LONG = 12 };  // a circuit of up to p = 4 ranks: periods of 12 steps are whole
+    Schedule s = make(kind, p, m), first = repeated(&s, LONG), second = repeated(&s, 2 * LONG);
+    ScheduleTimes times = schedule_times(&s, d);
+    double measured = (play(&second, d) - play(&first, d)) / LONG;
+    if (fabs(times.period - measured) > 1e-9)
+        fail_msg("%s: period %g, measured %g", s.name, times.period, measured);
+    schedule_times_free(&times, &s);
+    schedule_free(&s);
+    schedule_free(&first);
+    schedule_free(&second);
+}
+
 static void the_period_is_what_repeated_steps_cost(void **context) {
     (void)context;
     for (int kind = 0; kind < SCHEDULE_KINDS; kind++)
-        for (int hop = 0; hop < 6; hop += 5) {
-            Durations d = {10, 12, 8, 30, hop};
-            enum { LONG = 12 };  // a circuit of up to p = 4 ranks: periods of 12 steps are whole
-            Schedule s = make((ScheduleKind)kind, 4, 6), first = repeated(&s, LONG),
-                     second = repeated(&s, 2 * LONG);
-            ScheduleTimes times = schedule_times(&s, d);
-            double measured = (play(&second, d) - play(&first, d)) / LONG;
-            if (fabs(times.period - measured) > 1e-9)
-                fail_msg("%s: period %g, measured %g", s.name, times.period, measured);
-            schedule_times_free(&times, &s);
-            schedule_free(&s);
-            schedule_free(&first);
-            schedule_free(&second);
-        }
+        for (int hop = 0; hop < 6; hop += 5)
+            check_period((ScheduleKind)kind, 4, 6, (Durations){10, 12, 8, 30, hop});
+    // Two ranks that wait for each other in turns: no rank's own circuit is the longest.
+    check_period(DUALPIPE, 2, 4, (Durations){1, 5, 2, 8, 60});
 }
 
 // ---- the search ----
