@@ -1,0 +1,134 @@
+// dualpipe.c: the pipeline runs in both directions at once. Playbook: "Zero Bubble and DualPipe";
+// DeepSeek-V3, section 3.2.1.
+//
+// Against zero_bubble.c: half of the micro-batches enter at rank 0 and half at rank p - 1 (p even). So
+// each rank has two stages, r and p - 1 - r, two copies of the model stand on the ranks, and every rank
+// has a forward and a backward of different micro-batches to do together: the pair F+BW, of which one
+// computes while the other communicates. Before the optimizer's one step, gradients of the mirrored
+// copies are added up. (Small letters: direction 1.)
+//
+//     rank 0  |F0-F1-F2-f4-b4-w4-f5-F3+d5----...f6+D0----d6----...f7+D1----d7----B2-W2-B3-W3-
+//     rank 1  |...F0-f4-F1-f5-F2-d4----f6+D0----F3+d5----f7+D1----d6----D2----...b7-B3-w7-W3-
+//     rank 2  |...f4-F0-f5-F1-f6-D0----F2+d4----f7+D1----F3+d5----D2----d6----...B3-b7-W3-w7-
+//     rank 3  |f4-f5-f6-F0-B0-W0-F1-f7+D1----...F2+d4----D2----...F3+d5----D3----b6-w6-b7-w7-
+//
+// Rank r and its mirror p - 1 - r do the same with the directions swapped. Let k = min(r, p - 1 - r) be
+// the distance to the nearer end of the pipeline, h = p / 2, and n the micro-batches of a direction; x'
+// is a pass of those from the far end, and each pass takes the next micro-batch of its kind and
+// direction:
+//     2 (h - k - 1) times     F                        fill
+//     k + 1 times             F F'
+//     h - k - 1 times         B' W F'
+//     n - p + k + 1 times     F+BW' F'+BW              steady state: nothing but pairs (for k = h - 1 the
+//                                                      first is F, BW': others wait for this F)
+//     h - k - 1 times         BW' F'+BW
+//     k + 1 times             BW' BW                   from the middle on as B' B, which leaves W behind
+//     h - k - 1 times         W B                      drain
+//     k + 1 times             W
+// Bubble: (p/2 - 1) (F&B + BW - 3W) in DeepSeek-V3, where BW = B + W and F&B is the time of a pair: exact
+// for F = B >= W, m >= 2p, m even. With F a little shorter than B (up to 5F / 4, p <= 8), it is (p/2 - 1)
+// (F&B + F - 2W). With fewer micro-batches, 2p are planned, what does not exist is left out, and the
+// bubble is larger.
+// Held: p + 1 micro-batches on every rank, and weights twice. Messages: as 1F1B's, of both kinds to both
+// neighbours.
+// Run: build/05_pipeline_parallel/schedule --schedule dualpipe --stages 4 --micro-batches 8
+#include "schedule.h"
+
+// A rank at work. Chunk 0 is of the direction whose end is nearer.
+typedef struct Rank {
+    Schedule *schedule;
+    int rank;
+    DualChunk chunk[2];
+    int forwards[2], backwards[2];
+    struct {
+        int stage, micro_batch;
+    } waiting[2 * RANKS_MOST];  // W, in the order of their B
+    int first, last;
+} Rank;
+
+// The next micro-batch of a chunk; one that does not exist, where more are planned.
+static int next(const DualChunk *chunk, int *count) {
+    int i = (*count)++;
+    return i < chunk->count ? chunk->first + i : -1;
+}
+
+static void forward(Rank *r, int d) {
+    schedule_add(r->schedule, r->rank, PASS_F, r->chunk[d].stage, next(&r->chunk[d], &r->forwards[d]));
+}
+
+static void backward(Rank *r, int d) {
+    schedule_add(r->schedule, r->rank, PASS_BW, r->chunk[d].stage, next(&r->chunk[d], &r->backwards[d]));
+}
+
+static void pair(Rank *r, int f, int b) {
+    schedule_add_pair(r->schedule, r->rank, r->chunk[f].stage, next(&r->chunk[f], &r->forwards[f]),
+                      r->chunk[b].stage, next(&r->chunk[b], &r->backwards[b]));
+}
+
+// B alone; its W waits.
+static void backward_input(Rank *r, int d) {
+    int i = next(&r->chunk[d], &r->backwards[d]);
+    schedule_add(r->schedule, r->rank, PASS_B, r->chunk[d].stage, i);
+    r->waiting[r->last].stage = r->chunk[d].stage;
+    r->waiting[r->last++].micro_batch = i;
+}
+
+static void backward_weight(Rank *r) {
+    schedule_add(r->schedule, r->rank, PASS_W, r->waiting[r->first].stage,
+                 r->waiting[r->first].micro_batch);
+    r->first++;
+}
+
+void schedule_dual_rank(Schedule *s, int rank, int half, int k, int planned, const DualChunk chunk[2]) {
+    Rank r = {.schedule = s, .rank = rank, .chunk = {chunk[0], chunk[1]}};
+    for (int i = 0; i < 2 * (half - k - 1); i++) forward(&r, 0);
+    for (int i = 0; i < k + 1; i++) {
+        forward(&r, 0);
+        forward(&r, 1);
+    }
+    for (int i = 0; i < half - k - 1; i++) {
+        backward_input(&r, 1);
+        backward_weight(&r);
+        forward(&r, 1);
+    }
+    for (int i = 0; i < planned - 2 * half + k + 1; i++) {
+        if (i == 0 && k == half - 1) {
+            forward(&r, 0);
+            backward(&r, 1);
+        } else {
+            pair(&r, 0, 1);
+        }
+        pair(&r, 1, 0);
+    }
+    for (int i = 0; i < half - k - 1; i++) {
+        backward(&r, 1);
+        pair(&r, 1, 0);
+    }
+    for (int i = 0; i < 2 * (k + 1); i++) {
+        // every second one is of direction 1; from the middle on, W is left behind
+        if (i <= k) backward(&r, i % 2 == 0);
+        else backward_input(&r, i % 2 == 0);
+    }
+    for (int i = 0; i < half - k - 1; i++) {
+        backward_weight(&r);
+        backward_input(&r, 0);
+    }
+    for (int i = 0; i < k + 1; i++) backward_weight(&r);
+}
+
+Schedule schedule_dualpipe(int p, int m) {
+    Schedule s = schedule_new("dualpipe", p, m, p, 2);
+    int half = p / 2, n[2] = {m - m / 2, m / 2};
+    int planned = n[0] < p ? p : n[0];
+    for (int k = 0; k < p; k++) s.place[p + k] = p - 1 - k;
+    for (int i = n[0]; i < m; i++) s.direction[i] = 1;
+    for (int r = 0; r < p; r++) {
+        bool far = r >= half;  // nearer to the start of direction 1
+        int k = far ? p - 1 - r : r;
+        DualChunk first = {k, 0, n[0]}, second = {k, n[0], n[1]};
+        DualChunk chunk[2] = {far ? second : first, far ? first : second};
+        chunk[1].stage = p - 1 - k;
+        schedule_dual_rank(&s, r, half, k, planned, chunk);
+    }
+    return s;
+}

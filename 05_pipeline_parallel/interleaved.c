@@ -1,0 +1,59 @@
+// interleaved.c: each rank has v stages instead of one, every p-th of p v. Playbook: "Interleaving
+// stages".
+//
+// Against one_f_one_b.c: stage k is on rank k mod p, so that a micro-batch goes round the ranks v times,
+// and a pass takes a v-th of the time. What fills and drains the pipeline is shorter by as much.
+//
+// A rank's v stages, its chunks, take turns: `group` micro-batches through the first chunk, the same
+// through the second …, then the next group. Backward has the same order with the chunks reversed. The
+// k-th forward of a rank is
+//
+//     micro-batch  group (k div (v group)) + k mod group,   chunk  (k div group) mod v
+//
+// and rank r stays a = 2 (p - 1 - r) + (v - 1) group forwards ahead of its backwards. group = p is
+// depth-first (a micro-batch leaves the model as soon as it can), group = m breadth-first (the pipeline
+// is filled first); Llama 3.1 tunes it in between. With p = 4, m = 4, v = 2 (small letters: a rank's
+// second chunk; D = BW):
+//
+//     rank 0  |F0F1F2F3f0f1f2f3............d0--..d1--..d2--..d3--D0--D1--D2--D3--
+//     rank 1  |..F0F1F2F3f0f1f2f3......d0--..d1--..d2--..d3--D0--D1--D2--D3--....
+//     rank 2  |....F0F1F2F3f0f1f2..d0--f3d1--..d2--..d3--D0--D1--D2--D3--........
+//     rank 3  |......F0F1F2F3f0d0--f1d1--f2d2--f3d3--D0--D1--D2--D3--............
+//
+// Bubble: (p - 1) (F + B + W) / v where group divides m, at the price of v times the messages. Held on
+// rank r, in micro-batches of v stages: min(m, (a + 1) / v).
+//
+// One forward less ahead would hold a chunk less, and costs nothing while a hop takes no time: but then
+// each rank waits for its neighbours in every turn, and p = 4, m = 16, v = 2 with a hop of 1 has a bubble
+// of 85, not 59. A group's first micro-batch is back at rank 0 when its last has left it: so a group must
+// be at least p long. If group does not divide m, the last group is short, and ranks wait for forwards that
+// others have put behind backwards: p = 8, v = 2, m = 10 … 13 deadlocks even with endless buffers, and p =
+// 4, v = 2, m = 9 runs with a bubble of 100 (F = 10, B = 12, W = 8). Here the last group is planned whole,
+// and the micro-batches that do not exist are left out: every m runs, and that bubble is 75. Run:
+// build/05_pipeline_parallel/schedule --schedule interleaved --stages 4 --micro-batches 4 --chunks 2
+#include "schedule.h"
+
+// The k-th forward of a rank; the k-th backward has the chunks reversed.
+static void turn(int k, int v, int group, int *chunk, int *micro_batch) {
+    *micro_batch = k / (v * group) * group + k % group;
+    *chunk = k / group % v;
+}
+
+Schedule schedule_interleaved(int p, int m, int v, int group) {
+    Schedule s = schedule_new("interleaved", p, m, v * p, 1);
+    int turns = (m + group - 1) / group * group * v;
+    for (int r = 0; r < p; r++) {
+        int ahead = 2 * (p - 1 - r) + (v - 1) * group;
+        for (int k = -ahead; k < turns; k++) {
+            int chunk, i;
+            if (k + ahead < turns) {
+                turn(k + ahead, v, group, &chunk, &i);
+                schedule_add(&s, r, PASS_F, chunk * p + r, i);
+            }
+            if (k < 0) continue;
+            turn(k, v, group, &chunk, &i);
+            schedule_add(&s, r, PASS_BW, (v - 1 - chunk) * p + r, i);
+        }
+    }
+    return s;
+}

@@ -1,0 +1,37 @@
+// one_f_one_b.c: one forward, one backward: a backward as soon as there is one. Playbook:
+// "One-forward-one-backward and LLama 3.1 schemes".
+//
+// Against afab.c: rank r stays a = p - 1 - r micro-batches ahead, as many as are on the ranks behind it,
+// and no more.
+//
+//     rank r, for i = -a … m - 1:  F(i + a)  BW(i)        nothing where there is no such micro-batch
+//
+// That one loop is warm-up (i < 0), the steady state, and the end (i + a >= m):
+//
+//     rank 0  |F0--F1--F2--F3--........................D0------....D1------....D2------....D3------
+//     rank 1  |....F0--F1--F2--................D0------F3--D1------....D2------....D3------........
+//     rank 2  |........F0--F1--........D0------F2--D1------F3--D2------....D3------................
+//     rank 3  |............F0--D0------F1--D1------F2--D2------F3--D3------........................
+//
+// Bubble: as AFAB's, (p - 1) (F + B + W), for every m: the first backward comes earlier, and the last one
+// not.
+// Activations held on rank r: min(p - r, m) micro-batches, in place of m.
+// With `split` B and W are two passes, one behind the other. B's gradient leaves before W begins, so that
+// the way down is shorter: bubble (p - 1) (F + B), for every m; zero_bubble.c goes on from there.
+// Messages: as AFAB's. What a rank receives next is not always of one kind: F and B come from two
+// neighbours.
+// Run: build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 4  (--split)
+#include "schedule.h"
+
+Schedule schedule_one_f_one_b(int p, int m, bool split) {
+    Schedule s = schedule_new(split ? "one_f_one_b_split" : "one_f_one_b", p, m, p, 1);
+    for (int r = 0; r < p; r++) {
+        int ahead = p - 1 - r;
+        for (int i = -ahead; i < m; i++) {
+            schedule_add(&s, r, PASS_F, r, i + ahead);
+            schedule_add(&s, r, split ? PASS_B : PASS_BW, r, i);
+            if (split) schedule_add(&s, r, PASS_W, r, i);
+        }
+    }
+    return s;
+}

@@ -1,0 +1,205 @@
+// schedule_table.c: all schedules beside each other, and each beside its paper's formulas. Playbook:
+// "Pipeline Parallelism" to "Zero Bubble and DualPipe".
+//
+// A formula is what the playbook or a paper says of any p, m, v, F, B and W. It holds under conditions,
+// which stand beside it: NAN where they are not met. The clock knows no formula; where there is one, both
+// must agree to the last digit.
+#include <math.h>
+#include <stdlib.h>
+
+#include "report/report.h"
+#include "schedule.h"
+
+// ---- the formulas ----
+
+double schedule_bubble_formula(ScheduleKind kind, const ScheduleWish *wish) {
+    double p = wish->ranks, F = wish->durations.F, B = wish->durations.B, W = wish->durations.W;
+    double pair = wish->durations.pair, all = F + B + W;
+    int m = wish->micro_batches, group = wish->group ? wish->group : wish->ranks;
+    bool like = W <= F && F <= B && 2 * B <= 3 * F && B <= 2 * W;  // times that differ by no more than this
+    bool dual = m >= 2 * p && m % 2 == 0 && W <= F && pair == all;
+    if (wish->durations.hop > 0) return NAN;
+    switch (kind) {
+        case AFAB:
+            return (p - 1) * all;
+        case ONE_F_ONE_B:
+            return (p - 1) * (wish->split ? F + B : all);
+        case INTERLEAVED:
+            return m % group == 0 ? (p - 1) * all / wish->chunks : NAN;
+        case ZB_H1:
+            return m >= p ? (p - 1) * fmax(F + fmax(0, B - W), B) : NAN;
+        case ZB_H2:
+            return m >= 2 * p - 1 ? (p - 1) * fmax(F, fmax(F + B - 2 * W, B - F)) : NAN;
+        case ZB_V:
+            return m >= 2 * p - 2 && like ? (p - 1) * B / 2 : NAN;
+        case ZB_AUTO:
+            break;
+        case DUALPIPE:
+            if (!dual || F > B || (F < B && (p > 8 || 4 * B > 5 * F))) return NAN;
+            return (p / 2 - 1) * (pair + F - 2 * W);
+        case DUALPIPE_V:
+            return dual && F == B ? (p - 1) / 2 * (pair + F - 2 * W) : NAN;
+    }
+    return NAN;
+}
+
+double schedule_period_formula(ScheduleKind kind, const ScheduleWish *wish) {
+    double p = wish->ranks, F = wish->durations.F, B = wish->durations.B, W = wish->durations.W;
+    double step = schedule_bubble_formula(kind, wish);
+    if (isnan(step)) return NAN;
+    if (kind == ZB_H1) return (p - 1) * fmax(F + B - W, B);
+    if (kind == ZB_H2) return (p - 1) * fmax(fmax(F + B - 2 * W, B - F), 0);
+    return kind == ZB_V ? (p - 1) * (B - W) : step;
+}
+
+static double least(double a, double b) { return a < b ? a : b; }
+
+double schedule_held_formula(ScheduleKind kind, const ScheduleWish *wish) {
+    double p = wish->ranks, m = wish->micro_batches, v = wish->chunks;
+    double group = wish->group ? wish->group : p;
+    switch (kind) {
+        case AFAB:
+            return m;
+        case ONE_F_ONE_B:
+        case ZB_H1:
+            return least(p, m);
+        case INTERLEAVED:
+            return fmod(m, group) == 0 ? least(m, (2 * (p - 1) + (v - 1) * group + 1) / v) : NAN;
+        case ZB_H2:
+            return least(2 * p - 1, m);
+        case ZB_V:
+            return least(p, m);
+        case ZB_AUTO:
+            break;
+        case DUALPIPE:
+            return m >= 2 * p && fmod(m, 2) == 0 ? p + 1 : NAN;
+        case DUALPIPE_V:
+            return m >= 2 * p ? p + 0.5 : NAN;
+    }
+    return NAN;
+}
+
+// ---- the table ----
+
+// Agrees with its formula, or has none.
+static bool agrees(const char *what, const Schedule *s, double formula, double clock) {
+    return report_that(isnan(formula) || formula == clock,
+                       "%s of %s, p = %d, m = %d: %.15g, by its formula %.15g", what, s->name, s->ranks,
+                       s->micro_batches, clock, formula);
+}
+
+static void table_row(ScheduleKind kind, const ScheduleWish *wish) {
+    if (schedule_refusal(kind, wish)) return;
+    Schedule s = schedule_make(kind, wish);
+    ScheduleTimes t = schedule_times(&s, wish->durations);
+    RankCosts most = schedule_most(&s);
+    ScheduleFault fault;
+    double bubble = schedule_bubble_formula(kind, wish), period = schedule_period_formula(kind, wish);
+    bool exact = agrees("bubble", &s, bubble, t.bubble) && agrees("period", &s, period, t.period_bubble) &&
+                 agrees("held", &s, schedule_held_formula(kind, wish), most.held_to_w);
+    bool order = schedule_message_order(&s, QUEUE_PAIR_AND_KIND, &fault);
+    report_that(order, "%s, p = %d, m = %d: %s", s.name, s.ranks, s.micro_batches, fault.sentence);
+    bool one_queue = schedule_message_order(&s, QUEUE_PAIR, &fault);
+    say("%-18s %8.5g %6.1f%% %8.5g  %-7s %9.5g %9.5g %7.4g %8d  %s", s.name, t.bubble,
+        100 * t.bubble / (t.makespan - t.bubble), t.period_bubble,
+        isnan(bubble) ? ""
+        : exact       ? "exact"
+                      : "FAIL",
+        most.held_to_b, most.held_to_w, most.weights, most.activations + most.gradients,
+        one_queue ? "any" : "by kind");
+    char *group = format_text("p=%d m=%d %s", s.ranks, s.micro_batches, s.name);
+    report_number(group, "bubble", t.bubble, "");
+    report_number(group, "period_bubble", t.period_bubble, "");
+    report_number(group, "held_to_b", most.held_to_b, "micro-batches");
+    report_number(group, "held_to_w", most.held_to_w, "micro-batches");
+    report_number(group, "weights", most.weights, "p-ths of the model");
+    report_number(group, "messages", most.activations + most.gradients, "");
+    free(group);
+    schedule_times_free(&t, &s);
+    schedule_free(&s);
+}
+
+static void table_of(int p, int m, Durations d) {
+    ScheduleWish wish = {.ranks = p, .micro_batches = m, .chunks = 2, .durations = d};
+    say("\np = %d ranks, m = %d micro-batches: work %g\n"
+        "%-18s %8s %7s %8s  %-7s %9s %9s %7s %8s  %s",
+        p, m, m * (d.F + d.B + d.W), "", "bubble", "", "period", "formula", "held to B", "held to W",
+        "weights", "messages", "queues");
+    for (int kind = 0; kind < SCHEDULE_KINDS; kind++) {
+        table_row((ScheduleKind)kind, &wish);
+        if (kind != ONE_F_ONE_B) continue;
+        wish.split = true;
+        table_row(ONE_F_ONE_B, &wish);
+        wish.split = false;
+    }
+    wish.limit = 2 * p - 1;
+    table_row(ZB_AUTO, &wish);
+}
+
+// ---- what the papers' durations give ----
+
+// F = 10, B = 12, W = 8. Period NAN: as the bubble.
+static const struct {
+    ScheduleKind kind;
+    bool split;
+    double bubble[2], period[2];  // of p = 4, m = 8, and of p = 8, m = 16
+} exact[] = {
+    {AFAB, false, {90, 210}, {90, 210}},       {ONE_F_ONE_B, false, {90, 210}, {90, 210}},
+    {ONE_F_ONE_B, true, {66, 154}, {66, 154}}, {INTERLEAVED, false, {45, 105}, {45, 105}},
+    {ZB_H1, false, {42, 98}, {42, 98}},        {ZB_H2, false, {30, 70}, {18, 42}},
+    {ZB_V, false, {18, 42}, {12, 28}},         {DUALPIPE, false, {24, 72}, {24, 72}},
+    {DUALPIPE_V, false, {36, 86}, {36, 86}},
+};
+
+static void prove_exact(void) {
+    say("\nF = 10, B = 12, W = 8, F+BW = 30, no hop: bubble of a step, and of a period");
+    for (int size = 0; size < 2; size++)
+        for (size_t i = 0; i < sizeof exact / sizeof *exact; i++) {
+            ScheduleWish wish = {4 << size, 8 << size, 2, 0, exact[i].split, 0, {10, 12, 8, 30, 0}};
+            Schedule s = schedule_make(exact[i].kind, &wish);
+            ScheduleTimes t = schedule_times(&s, wish.durations);
+            char *what = format_text("%s, p=%d m=%d", s.name, s.ranks, s.micro_batches);
+            report_equal(what, exact[i].bubble[size], t.bubble, "");
+            if (exact[i].period[size] != exact[i].bubble[size])
+                report_equal("  as a period", exact[i].period[size], t.period_bubble, "");
+            free(what);
+            schedule_times_free(&t, &s);
+            schedule_free(&s);
+        }
+}
+
+// ---- how far from the best ----
+
+static void search_row(ScheduleKind kind, int p, int m, Durations d) {
+    ScheduleWish wish = {.ranks = p, .micro_batches = m, .chunks = 2, .durations = d};
+    if (schedule_refusal(kind, &wish)) return;
+    Schedule s = schedule_make(kind, &wish);
+    if (schedule_can_search(&s, d)) {
+        ScheduleTimes t = schedule_times(&s, d);
+        double best = schedule_best_makespan(&s, d), work = t.makespan - t.bubble;
+        say("%-14s %d %2d %9.5g %9.5g %10.5g  %s", s.name, p, m, schedule_most(&s).held_to_w, t.bubble,
+            best - work, best == t.makespan ? "the best" : "");
+        report_that(best <= t.makespan, "%s, p = %d, m = %d: %g is better than the best, %g", s.name, p, m,
+                    t.makespan, best);
+        schedule_times_free(&t, &s);
+    }
+    schedule_free(&s);
+}
+
+int schedule_table(Durations d) {
+    say("F %g, B %g, W %g, F+BW %g, hop %g. Held: most micro-batches of 1/p of the model on any rank, from "
+        "F to B, and\n"
+        "from F to W. Messages: most that a rank sends. Queues: by kind, if gradients may overtake "
+        "activations.",
+        d.F, d.B, d.W, d.pair, d.hop);
+    for (int p = 4; p <= 8; p *= 2)
+        for (int m = p; m <= 4 * p; m *= 2) table_of(p, m, d);
+    prove_exact();
+    say("\nThe best that any order of the same passes reaches, at the same places and the same memory:\n"
+        "%-14s %s %2s %9s %9s %10s",
+        "", "p", "m", "held to W", "bubble", "best");
+    for (int kind = 0; kind < SCHEDULE_KINDS; kind++)
+        for (int p = 2; p <= 3; p++)
+            for (int m = 1; m <= 3; m++) search_row((ScheduleKind)kind, p, m, d);
+    return report_verdict("every schedule is sound, and costs what its paper says");
+}

@@ -1,0 +1,158 @@
+// zero_bubble_auto.c: a schedule made from measured times, by greedy choices. Playbook: "Zero Bubble and
+// DualPipe"; Qi, Wan, Huang, Lin 2023, section 3.
+//
+// ZB-H1 and ZB-H2 are drawn for F = B = W, no hop, and two sizes of memory. Here the ranks are played on
+// a clock, and a rank that is free decides what it does next, from what is there:
+//
+//     B and F, if both are there, by turns       F never above the memory limit
+//     nothing is there:  W, if one waits and ends before the next input is known to come, or soon after;
+//                        otherwise it waits for that input
+//     memory is full:  W, which makes room
+//
+// How late a W may make what comes next, whether B goes before F or takes turns with it, and how many
+// forwards a rank starts with are open: all combinations of a few values are played. They compete with
+// ZB-H1 and ZB-H2, where memory has room for those, and the shortest step is kept; of several the one
+// with the shortest period.
+//
+// With p = 4, m = 7 and a limit of 5, between ZB-H1 and ZB-H2:
+//
+//     rank 0  |F0-F1-F2-F3-F4-......B0-W0-F5-B1-W1-F6-B2-W2-B3-W3-B4-W4-B5-W5-B6-W6-...
+//     rank 1  |...F0-F1-F2-F3-F4-B0-W0-B1-W1-F5-B2-W2-F6-B3-W3-B4-W4-B5-W5-B6-W6-......
+//     rank 2  |......F0-F1-F2-B0-F3-B1-F4-B2-W0-F5-B3-W1-F6-B4-W2-B5-W3-B6-W4-W5-W6-...
+//     rank 3  |.........F0-B0-F1-B1-F2-B2-F3-B3-F4-W0-B4-F5-W1-B5-F6-B6-W2-W3-W4-W5-W6-
+//
+// Held: at most `limit` micro-batches from F to W. Bubble: never more than that of ZB-H1 or ZB-H2 where
+// they fit, and less where they do not suit: with a hop, with B or W much longer than F, or with memory
+// in between.
+// Run: build/05_pipeline_parallel/schedule --schedule zb_auto --stages 4 --micro-batches 7 --memory-limit
+// 5
+#include <math.h>
+#include <stdlib.h>
+
+#include "schedule.h"
+
+typedef struct Habits {
+    double lateness;  // of W: what comes next may wait so long for it
+    bool turns;       // F and B by turns; or B whenever there is one
+    bool makes_room;  // W before B where memory is full and an F could begin
+    int lead;         // forwards before the first B that are no more than p - r + lead
+} Habits;
+
+typedef struct Rank {
+    int f, b, w;     // passes done
+    bool last_is_f;  // of F and B
+    double free;
+    double *f_end, *b_end;  // (m) of the passes done
+} Rank;
+
+typedef struct Play {
+    Schedule *schedule;
+    Durations d;
+    Habits habits;
+    int p, m, limit;
+    Rank rank[RANKS_MOST];
+} Play;
+
+// When the next F, the next B has its input; INFINITY: not known yet, or there is none.
+static double f_there(const Play *play, int r) {
+    const Rank *me = &play->rank[r], *before = me - 1;
+    if (me->f == play->m) return INFINITY;
+    if (r == 0) return 0;
+    return me->f < before->f ? before->f_end[me->f] + play->d.hop : INFINITY;
+}
+
+static double b_there(const Play *play, int r) {
+    const Rank *me = &play->rank[r], *behind = me + 1;
+    if (me->b == me->f) return INFINITY;
+    if (r == play->p - 1) return me->f_end[me->b];
+    return me->b < behind->b ? behind->b_end[me->b] + play->d.hop : INFINITY;
+}
+
+typedef struct Choice {
+    PassKind kind;
+    double begin;  // INFINITY: nothing can be begun yet
+} Choice;
+
+static Choice choose(const Play *play, int r) {
+    const Rank *me = &play->rank[r];
+    bool full = me->f - me->w == play->limit, waits = me->w < me->b;
+    if (full && waits && play->habits.makes_room && f_there(play, r) <= me->free)
+        return (Choice){PASS_W, me->free};
+    bool room = !full && (me->b > 0 || me->f < play->p - r + play->habits.lead);
+    double f = room ? f_there(play, r) : INFINITY, b = b_there(play, r), next = fmin(f, b);
+    bool f_first = f <= me->free && (b > me->free || (play->habits.turns && !me->last_is_f));
+    if (f_first) return (Choice){PASS_F, me->free};
+    if (b <= me->free) return (Choice){PASS_B, me->free};
+    if (waits && me->free + play->d.W <= next + play->habits.lateness) return (Choice){PASS_W, me->free};
+    return (Choice){b <= f ? PASS_B : PASS_F, next};
+}
+
+static void begin_pass(Play *play, int r, Choice choice) {
+    Rank *me = &play->rank[r];
+    double length = choice.kind == PASS_F ? play->d.F : choice.kind == PASS_B ? play->d.B : play->d.W;
+    int *count = choice.kind == PASS_F ? &me->f : choice.kind == PASS_B ? &me->b : &me->w;
+    me->free = choice.begin + length;
+    if (choice.kind == PASS_F) me->f_end[*count] = me->free;
+    if (choice.kind == PASS_B) me->b_end[*count] = me->free;
+    if (choice.kind != PASS_W) me->last_is_f = choice.kind == PASS_F;
+    schedule_add(play->schedule, r, choice.kind, r, (*count)++);
+}
+
+// The earliest decision first: what it sees of others has then all been decided.
+static void play_step(Play *play, double *ends) {
+    for (int r = 0; r < play->p; r++) {
+        play->rank[r] = (Rank){.f_end = ends + 2 * r * play->m, .b_end = ends + (2 * r + 1) * play->m};
+    }
+    for (int passes = 0; passes < 3 * play->p * play->m; passes++) {
+        int first = -1;
+        Choice best = {PASS_F, INFINITY};
+        for (int r = 0; r < play->p; r++) {
+            Choice choice = choose(play, r);
+            if (choice.begin < best.begin) best = choice, first = r;
+        }
+        CHECK(first >= 0, "zb_auto: no rank can go on");
+        begin_pass(play, first, best);
+    }
+}
+
+// The better of two schedules; the other one is freed.
+typedef struct Best {
+    Schedule schedule;
+    double makespan, period;
+} Best;
+
+static void compete(Best *best, Schedule s, Durations d) {
+    ScheduleTimes times = schedule_times(&s, d);
+    bool tie = times.makespan == best->makespan, better = times.makespan < best->makespan;
+    if (better || (tie && times.period < best->period)) {
+        if (best->schedule.list) schedule_free(&best->schedule);
+        *best = (Best){s, times.makespan, times.period};
+        schedule_times_free(&times, &s);
+    } else {
+        schedule_times_free(&times, &s);
+        schedule_free(&s);
+    }
+}
+
+Schedule schedule_zero_bubble_auto(int p, int m, Durations d, int limit) {
+    static const double lateness[] = {0, 0.25, 0.5, 0.75, 1};
+    const int lead[] = {0, p / 2, p};
+    Best best = {.makespan = INFINITY};
+    double *ends = host_alloc(sizeof(double) * 2 * (size_t)p * (size_t)m);
+    for (int habit = 0; habit < 5 * 3 * 2 * 2; habit++) {
+        Schedule s = schedule_new("zb_auto", p, m, p, 1);
+        Habits habits = {lateness[habit / 12] * d.W, habit % 2 == 0, habit / 2 % 2 == 0,
+                         lead[habit / 4 % 3]};
+        Play play = {&s, d, habits, p, m, limit, {{0}}};
+        play_step(&play, ends);
+        compete(&best, s, d);
+    }
+    for (int level = 1; level <= 2; level++) {
+        Schedule s = schedule_zero_bubble(p, m, level);
+        if (schedule_most(&s).held_to_w <= limit) compete(&best, s, d);
+        else schedule_free(&s);
+    }
+    free(ends);
+    snprintf(best.schedule.name, sizeof best.schedule.name, "zb_auto_%d", limit);
+    return best.schedule;
+}

@@ -1,0 +1,404 @@
+// Schedules of a pipeline: that all generators are sound and cost what their papers say, and that the
+// clock tells the time. What judges here is written a second time, in another way.
+#include "schedules.h"
+
+#define ASSERT_SAME(got, expected)                                                             \
+    do {                                                                                       \
+        double got_ = (got), expected_ = (expected);                                           \
+        if (got_ != expected_) fail_msg("%s is %.17g, expected %.17g", #got, got_, expected_); \
+    } while (0)
+
+// ---- all generators ----
+
+typedef void Each(ScheduleKind kind, const ScheduleWish *wish, const Schedule *s);
+
+// Every kind of every size of the chapter.
+static void for_all(Each *each) {
+    static const int ranks[] = {1, 2, 3, 4, 6, 8};
+    for (int kind = 0; kind < SCHEDULE_KINDS; kind++)
+        for (int i = 0; i < 6; i++)
+            for (int j = 0; j < 6; j++)
+                for (int v = 1; v <= (kind == INTERLEAVED ? 3 : 1); v++)
+                    for (int variant = 0; variant < 2; variant++) {
+                        int p = ranks[i], m = (const int[]){1, p - 1, p, p + 1, 2 * p, 4 * p}[j];
+                        if (m == 0) continue;
+                        ScheduleWish wish = {p, m, v, 0, false, 0, papers};
+                        if (variant) wish.split = true, wish.group = m > p ? m : p, wish.limit = 2 * p - 1;
+                        if (schedule_refusal((ScheduleKind)kind, &wish)) continue;
+                        Schedule s = schedule_make((ScheduleKind)kind, &wish);
+                        each((ScheduleKind)kind, &wish, &s);
+                        schedule_free(&s);
+                    }
+}
+
+static void check_sound(ScheduleKind kind, const ScheduleWish *wish, const Schedule *s) {
+    ScheduleFault fault;
+    const Durations odd = {7, 11, 5, 19, 3};
+    (void)kind;
+    if (!schedule_verify(s, &fault)) fail_msg("%s: %s", s->name, fault.sentence);
+    if (!schedule_message_order(s, QUEUE_PAIR_AND_KIND, &fault))
+        fail_msg("%s: %s", s->name, fault.sentence);
+    ScheduleTimes times = schedule_times(s, odd);
+    double makespan = play(s, odd);
+    if (!(fabs(times.makespan - makespan) < 1e-9))
+        fail_msg("%s p=%d m=%d: makespan %g, not %g", s->name, wish->ranks, wish->micro_batches,
+                 times.makespan, makespan);
+    assert_true(times.period <= times.makespan);
+    schedule_times_free(&times, s);
+}
+
+static void all_generators_are_sound_for_every_size(void **context) {
+    (void)context;
+    for_all(check_sound);
+}
+
+static void check_costs(ScheduleKind kind, const ScheduleWish *wish, const Schedule *s) {
+    double held = schedule_held_formula(kind, wish), weights = 0;
+    int activations = 0, gradients = 0, hops = 0;
+    for (int r = 0; r < s->ranks; r++) {
+        RankCosts costs = schedule_costs(s, r);
+        activations += costs.activations;
+        gradients += costs.gradients;
+        weights += costs.weights;
+    }
+    for (int i = 0; i < s->micro_batches; i++)
+        for (int k = 1; k < s->stages; k++) {
+            const int *place = s->place + s->direction[i] * s->stages;
+            hops += place[k] != place[k - 1];
+        }
+    assert_int_equal(activations, hops);
+    assert_int_equal(gradients, hops);
+    ASSERT_SAME(weights, s->ranks * (kind == DUALPIPE ? 2 : 1));
+    double most = schedule_most(s).held_to_w;
+    if (!isnan(held) && fabs(held - most) > 1e-12)
+        fail_msg("%s p=%d m=%d: holds %g, by its formula %g", s->name, wish->ranks, wish->micro_batches,
+                 most, held);
+    assert_true(schedule_most(s).held_to_b <= most);
+}
+
+static void messages_and_held_micro_batches_are_those_of_the_formulas(void **context) {
+    (void)context;
+    for_all(check_costs);
+}
+
+static void check_formulas(ScheduleKind kind, const ScheduleWish *wish, const Schedule *s) {
+    static const double values[] = {4, 5, 6, 12};
+    for (int i = 0; i < 64 && kind != ZB_AUTO; i++) {
+        ScheduleWish other = *wish;
+        Durations d = {values[i % 4], values[i / 4 % 4], values[i / 16], 0, 0};
+        d.pair = d.F + d.B + d.W;
+        other.durations = d;
+        double bubble = schedule_bubble_formula(kind, &other),
+               period = schedule_period_formula(kind, &other);
+        if (isnan(bubble)) continue;
+        ScheduleTimes times = schedule_times(s, d);
+        if (fabs(times.bubble - bubble) > 1e-9 || fabs(times.period_bubble - period) > 1e-9)
+            fail_msg("%s p=%d m=%d v=%d F=%g B=%g W=%g: bubble %g, period %g; by the formulas %g, %g",
+                     s->name, wish->ranks, wish->micro_batches, wish->chunks, d.F, d.B, d.W, times.bubble,
+                     times.period_bubble, bubble, period);
+        schedule_times_free(&times, s);
+    }
+}
+
+static void bubbles_are_those_of_the_formulas_for_all_durations(void **context) {
+    (void)context;
+    for_all(check_formulas);
+}
+
+static void check_same_again(ScheduleKind kind, const ScheduleWish *wish, const Schedule *s) {
+    size_t size, again_size, parsed_size;
+    Schedule again = schedule_make(kind, wish), parsed;
+    char *text = text_of(s, &size), *again_text = text_of(&again, &again_size);
+    assert_string_equal(text, again_text);
+    char *fault = schedule_parse(&parsed, text, size);
+    if (fault) fail_msg("%s: %s", s->name, fault);
+    char *parsed_text = text_of(&parsed, &parsed_size);
+    assert_string_equal(text, parsed_text);
+    free(text);
+    free(again_text);
+    free(parsed_text);
+    schedule_free(&again);
+    schedule_free(&parsed);
+}
+
+static void the_same_wish_gives_the_same_schedule_and_its_text_gives_it_back(void **context) {
+    (void)context;
+    for_all(check_same_again);
+}
+
+// ---- each of the papers' points ----
+
+static void each_rank_holds_what_its_paper_says(void **context) {
+    (void)context;
+    int p = 4, m = 8;
+    for (int r = 0; r < p; r++) {
+        Schedule s[] = {make(AFAB, p, m),  make(ONE_F_ONE_B, p, m), make(ZB_H1, p, m),
+                        make(ZB_H2, p, m), make(ZB_V, p, m),        make(DUALPIPE, p, m)};
+        const double to_w[] = {m, p - r, p, 2 * p - 1, p, p + 1};
+        const double to_b[] = {m, p - r, p - r, 2 * (p - r) - 1, p, p + 1};
+        for (int i = 0; i < 6; i++) {
+            RankCosts costs = schedule_costs(&s[i], r);
+            ASSERT_SAME(costs.held_to_w, to_w[i]);
+            ASSERT_SAME(costs.held_to_b, to_b[i]);
+            schedule_free(&s[i]);
+        }
+    }
+}
+
+// What others do when p does not divide m: the last group of micro-batches is short.
+static Schedule unchecked_last_group(int p, int m, int v) {
+    Schedule s = schedule_new("unchecked", p, m, p * v, 1);
+    int chunk[512], micro_batch[512], turns = 0;
+    for (int first = 0; first < m; first += p)
+        for (int c = 0; c < v; c++)
+            for (int i = first; i < m && i < first + p; i++) chunk[turns] = c, micro_batch[turns++] = i;
+    for (int r = 0; r < p; r++) {
+        int ahead = 2 * (p - 1 - r) + (v - 1) * p;
+        for (int k = -ahead; k < turns; k++) {
+            if (k + ahead < turns)
+                schedule_add(&s, r, PASS_F, chunk[k + ahead] * p + r, micro_batch[k + ahead]);
+            if (k >= 0) schedule_add(&s, r, PASS_BW, (v - 1 - chunk[k]) * p + r, micro_batch[k]);
+        }
+    }
+    return s;
+}
+
+static double bubble_of(Schedule s, Durations d) {
+    ScheduleTimes times = schedule_times(&s, d);
+    double bubble = times.bubble;
+    schedule_times_free(&times, &s);
+    schedule_free(&s);
+    return bubble;
+}
+
+static void an_unchecked_last_group_of_interleaved_deadlocks_and_a_planned_one_runs(void **context) {
+    (void)context;
+    ScheduleFault fault;
+    for (int m = 8; m <= 16; m++) {
+        Schedule s = unchecked_last_group(8, m, 2);
+        assert_int_equal(schedule_verify(&s, &fault), m < 10 || m > 13);
+        assert_int_equal(fault.rule, m < 10 || m > 13 ? RULE_SOUND : RULE_DEADLOCK);
+        schedule_free(&s);
+    }
+    ASSERT_SAME(bubble_of(unchecked_last_group(4, 9, 2), papers), 100);
+    ASSERT_SAME(bubble_of(make(INTERLEAVED, 4, 9), papers), 75);
+    ASSERT_SAME(bubble_of(make(INTERLEAVED, 4, 8), papers), 45);
+    ASSERT_SAME(bubble_of(make(INTERLEAVED, 4, 16), (Durations){10, 12, 8, 30, 1}), 59);
+    for (int p = 2; p <= 8; p++)
+        for (int m = 1; m <= 3 * p; m++) {
+            Schedule s = unchecked_last_group(p, m, 2);
+            double planned = bubble_of(make(INTERLEAVED, p, m), papers);
+            if (schedule_verify(&s, &fault)) assert_true(planned <= bubble_of(s, papers));
+            else schedule_free(&s);
+        }
+}
+
+static void one_queue_for_a_pair_of_ranks_misorders_what_goes_both_ways(void **context) {
+    (void)context;
+    ScheduleFault fault;
+    const ScheduleKind ordered[] = {AFAB, ONE_F_ONE_B, ZB_H1, ZB_H2, ZB_AUTO, INTERLEAVED};
+    for (int i = 0; i < 6; i++) {
+        Schedule s = make(ordered[i], 8, 16);
+        assert_true(schedule_message_order(&s, QUEUE_PAIR, &fault));
+        schedule_free(&s);
+    }
+    const ScheduleKind both[] = {ZB_V, DUALPIPE, DUALPIPE_V};
+    for (int i = 0; i < 3; i++) {
+        Schedule s = make(both[i], 8, 16);
+        assert_false(schedule_message_order(&s, QUEUE_PAIR, &fault));
+        assert_int_equal(fault.rule, RULE_MESSAGE_ORDER);
+        assert_true(schedule_message_order(&s, QUEUE_PAIR_AND_KIND, &fault));
+        schedule_free(&s);
+    }
+    // Two forwards of which the second rank takes the later one first: sound, but not in order.
+    Schedule s = make(AFAB, 2, 2);
+    Action first = s.list[1].action[0];
+    s.list[1].action[0] = s.list[1].action[1];
+    s.list[1].action[1] = first;
+    assert_true(schedule_verify(&s, &fault));
+    assert_false(schedule_message_order(&s, QUEUE_PAIR_AND_KIND, &fault));
+    assert_int_equal(fault.rank, 1);
+    assert_int_equal(fault.position, 0);
+    schedule_free(&s);
+}
+
+static void the_greedy_scheduler_keeps_its_limit_and_is_no_worse_than_hand_made_ones(void **context) {
+    (void)context;
+    static const Durations some[] = {{10, 12, 8, 30, 0}, {10, 10, 10, 30, 0}, {8, 16, 6, 30, 0},
+                                     {12, 9, 12, 33, 0}, {10, 12, 8, 30, 6},  {5, 20, 5, 30, 1}};
+    for (int i = 0; i < 6; i++)
+        for (int p = 2; p <= 5; p++)
+            for (int limit = 1; limit <= 2 * p; limit++) {
+                Schedule s = schedule_zero_bubble_auto(p, 3 * p, some[i], limit);
+                assert_true(schedule_most(&s).held_to_w <= limit);
+                double bubble = bubble_of(s, some[i]);
+                double h1 = bubble_of(schedule_zero_bubble(p, 3 * p, 1), some[i]);
+                double h2 = bubble_of(schedule_zero_bubble(p, 3 * p, 2), some[i]);
+                if ((limit >= p && bubble > h1) || (limit >= 2 * p - 1 && bubble > h2))
+                    fail_msg("durations %d, p=%d, limit %d: bubble %g; ZB-H1 has %g, ZB-H2 %g", i, p, limit,
+                             bubble, h1, h2);
+            }
+}
+
+static void the_greedy_scheduler_uses_all_memory_that_it_is_given(void **context) {
+    (void)context;
+    static const struct {
+        int limit;
+        double bubble, period, bubble_with_hops;
+    } expected[] = {{4, 42, 42, 146}, {5, 34, 34, 104}, {6, 30, 26, 66}, {7, 30, 18, 54}, {8, 30, 12, 48}};
+    const Durations hops = {10, 12, 8, 30, 6};
+    for (int i = 0; i < 5; i++) {
+        Schedule s = schedule_zero_bubble_auto(4, 16, papers, expected[i].limit);
+        ScheduleTimes times = schedule_times(&s, papers);
+        ASSERT_SAME(times.bubble, expected[i].bubble);
+        ASSERT_SAME(times.period_bubble, expected[i].period);
+        schedule_times_free(&times, &s);
+        schedule_free(&s);
+        Schedule far = schedule_zero_bubble_auto(4, 16, hops, expected[i].limit);
+        ASSERT_SAME(bubble_of(far, hops), expected[i].bubble_with_hops);
+    }
+}
+
+// ---- the clock ----
+
+static void one_micro_batch_takes_the_sum_of_its_way(void **context) {
+    (void)context;
+    const Durations d = {10, 12, 8, 30, 5};
+    for (int p = 1; p <= 8; p++) {
+        Schedule s = make(ONE_F_ONE_B, p, 1);
+        ScheduleTimes times = schedule_times(&s, d);
+        ASSERT_SAME(times.makespan, p * 30 + 2 * (p - 1) * 5);
+        ASSERT_SAME(times.period, times.makespan);  // rank 0 is the first and the last
+        for (int r = 0; r < p; r++) ASSERT_SAME(times.idle[r], times.makespan - 30);
+        schedule_times_free(&times, &s);
+        schedule_free(&s);
+    }
+    // A V turns without a message: 2 p - 2 hops each way; B' and B are on the way, and W' B W on rank 0.
+    Schedule v = schedule_new("v", 2, 1, 4, 1);
+    v.place[2] = 1;
+    v.place[3] = 0;
+    for (int k = 0; k < 4; k++) schedule_add(&v, v.place[k], PASS_F, k, 0);
+    for (int k = 3; k >= 0; k--) schedule_add(&v, v.place[k], PASS_BW, k, 0);
+    ScheduleTimes times = schedule_times(&v, d);
+    ASSERT_SAME(times.makespan, 4 * 15 + 4 * 5);
+    schedule_times_free(&times, &v);
+    schedule_free(&v);
+}
+
+static void a_pair_takes_its_own_time_and_its_outputs_leave_at_its_end(void **context) {
+    (void)context;
+    Durations d = {10, 12, 8, 24, 0};
+    Schedule s = make(DUALPIPE, 2, 4);
+    for (int r = 0; r < 2; r++) {
+        ScheduleTimes times = schedule_times(&s, d);
+        for (int i = 0; i < s.list[r].count; i++) {
+            double length = times.end[r][i] - times.begin[r][i];
+            if (s.list[r].action[i].passes == 2) ASSERT_SAME(length, 24);
+        }
+        schedule_times_free(&times, &s);
+    }
+    schedule_free(&s);
+    ASSERT_SAME(bubble_of(make(DUALPIPE, 4, 8), papers) - bubble_of(make(DUALPIPE, 4, 8), d), 24);
+}
+
+// The same lists again and again, with new micro-batches.
+static Schedule repeated(const Schedule *s, int times) {
+    Schedule all = schedule_new("repeated", s->ranks, s->micro_batches * times, s->stages, s->directions);
+    memcpy(all.place, s->place, sizeof(int) * (size_t)(s->stages * s->directions));
+    for (int i = 0; i < all.micro_batches; i++) all.direction[i] = s->direction[i % s->micro_batches];
+    for (int t = 0; t < times; t++)
+        for (int r = 0; r < s->ranks; r++)
+            for (int i = 0; i < s->list[r].count; i++) {
+                Action action = s->list[r].action[i];
+                for (int j = 0; j < action.passes; j++) action.pass[j].micro_batch += t * s->micro_batches;
+                schedule_append(&all, r, action);
+            }
+    return all;
+}
+
+static void check_period(ScheduleKind kind, int p, int m, Durations d) {
+    enum { LONG = 12 };  // a circuit of up to p = 4 ranks: periods of 12 steps are whole
+    Schedule s = make(kind, p, m), first = repeated(&s, LONG), second = repeated(&s, 2 * LONG);
+    ScheduleTimes times = schedule_times(&s, d);
+    double measured = (play(&second, d) - play(&first, d)) / LONG;
+    if (fabs(times.period - measured) > 1e-9)
+        fail_msg("%s: period %g, measured %g", s.name, times.period, measured);
+    schedule_times_free(&times, &s);
+    schedule_free(&s);
+    schedule_free(&first);
+    schedule_free(&second);
+}
+
+static void the_period_is_what_repeated_steps_cost(void **context) {
+    (void)context;
+    for (int kind = 0; kind < SCHEDULE_KINDS; kind++)
+        for (int hop = 0; hop < 6; hop += 5)
+            check_period((ScheduleKind)kind, 4, 6, (Durations){10, 12, 8, 30, hop});
+    // Two ranks that wait for each other in turns: no rank's own circuit is the longest.
+    check_period(DUALPIPE, 2, 4, (Durations){1, 5, 2, 8, 60});
+}
+
+// ---- the search ----
+
+// All orders of F, B and W of two micro-batches on one rank, as digits.
+static int orders(int order[100][6], int at, int f, int b, int w, int count, int *prefix) {
+    if (at == 6) {
+        memcpy(order[count], prefix, sizeof order[0]);
+        return count + 1;
+    }
+    for (int kind = 0; kind < 3; kind++) {
+        int done = kind == 0 ? f : kind == 1 ? b : w, most = kind == 0 ? 2 : kind == 1 ? f : b;
+        if (done == most) continue;
+        prefix[at] = kind;
+        count = orders(order, at + 1, f + (kind == 0), b + (kind == 1), w + (kind == 2), count, prefix);
+    }
+    return count;
+}
+
+static void the_search_finds_what_trying_all_orders_finds(void **context) {
+    (void)context;
+    int order[100][6], prefix[6], count = orders(order, 0, 0, 0, 0, 0, prefix);
+    static const Durations some[] = {
+        {10, 12, 8, 30, 0}, {1, 1, 1, 3, 0}, {4, 1, 6, 11, 0}, {2, 5, 3, 10, 0}};
+    for (int i = 0; i < 4; i++)
+        for (int limit = 1; limit <= 2; limit++) {
+            double best = INFINITY;
+            for (int pair = 0; pair < count * count; pair++) {
+                Schedule s = schedule_new("any", 2, 2, 2, 1);
+                for (int r = 0; r < 2; r++)
+                    for (int k = 0, next[3] = {0}; k < 6; k++) {
+                        int kind = order[r ? pair / count : pair % count][k];
+                        schedule_add(&s, r, (PassKind)kind, r, next[kind]++);
+                    }
+                double makespan = schedule_most(&s).held_to_w <= limit ? play(&s, some[i]) : NAN;
+                if (makespan < best) best = makespan;
+                schedule_free(&s);
+            }
+            Schedule like = schedule_zero_bubble_auto(2, 2, some[i], limit);
+            assert_true(schedule_can_search(&like, some[i]));
+            ASSERT_SAME(schedule_best_makespan(&like, some[i]), best);
+            schedule_free(&like);
+        }
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(all_generators_are_sound_for_every_size),
+        cmocka_unit_test(messages_and_held_micro_batches_are_those_of_the_formulas),
+        cmocka_unit_test(bubbles_are_those_of_the_formulas_for_all_durations),
+        cmocka_unit_test(the_same_wish_gives_the_same_schedule_and_its_text_gives_it_back),
+        cmocka_unit_test(each_rank_holds_what_its_paper_says),
+        cmocka_unit_test(an_unchecked_last_group_of_interleaved_deadlocks_and_a_planned_one_runs),
+        cmocka_unit_test(one_queue_for_a_pair_of_ranks_misorders_what_goes_both_ways),
+        cmocka_unit_test(the_greedy_scheduler_keeps_its_limit_and_is_no_worse_than_hand_made_ones),
+        cmocka_unit_test(the_greedy_scheduler_uses_all_memory_that_it_is_given),
+        cmocka_unit_test(one_micro_batch_takes_the_sum_of_its_way),
+        cmocka_unit_test(a_pair_takes_its_own_time_and_its_outputs_leave_at_its_end),
+        cmocka_unit_test(the_period_is_what_repeated_steps_cost),
+        cmocka_unit_test(the_search_finds_what_trying_all_orders_finds),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
