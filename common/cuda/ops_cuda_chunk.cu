@@ -106,7 +106,7 @@ __global__ void chunk_forward(Arithmetic<T> *o, Arithmetic<T> *lse, const T *q, 
     for (int i = 0; i < ROWS_OF_WARP; i++) {
         const int64_t row = warp + i * WARPS;
         max[i] = row < own.count ? lse[(query + row) * at.heads + own.head] : (A)-INFINITY;
-        sum[i] = max[i] == -INFINITY ? 0 : 1;
+        sum[i] = 1;
     }
     for (int64_t tile = 0; tile < at.keys.tiles; tile++) {
         const TileState state = tile_state(at.queries.bounds[own.sample * at.queries.tiles + own.tile],
