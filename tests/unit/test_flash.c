@@ -348,7 +348,7 @@ static void chunks_in_any_order_make_the_whole(void **state) {
     }
 }
 
-// L2 of o's error on its way to storage, with the keys in so many chunks of an unbroken sequence.
+// L2 of the error of o in storage, with the keys in so many chunks.
 static double merged_error(const Case *c, const Reference *want, int chunks) {
     Result r = result_new(c, chunks, 5);
     result_forward(&r, c);
@@ -357,16 +357,22 @@ static double merged_error(const Case *c, const Reference *want, int chunks) {
     return error;
 }
 
+// Every query sees all keys. One rounding to 16 bits, whatever the number of chunks: were o rounded at each merge,
+// 8 equal chunks would make 1.8 times the error of one.
 static void merging_16_bits_does_not_add_errors(void **state) {
     (void)state;
     Shape at = {1, 129, 129, 2, 1, 16};
     for (int type = 2; type < 4; type++) {
         Case c = case_new(at, all_dtypes[type], tokens_in_order(1, 129), tokens_in_order(1, 129), 3);
+        memset(c.tk.position, 0, 129 * sizeof *c.tk.position);
         Reference want = case_reference(&c);
         double one = merged_error(&c, &want, 1);
-        for (int chunks = 2; chunks <= MOST_CHUNKS; chunks++)
-            assert_error("merged o", &c, (double[]){merged_error(&c, &want, chunks)}, &(Sum){(double[]){0}, NULL, 1},
-                         1.5 * one);
+        for (int chunks = 2; chunks <= MOST_CHUNKS; chunks++) {
+            double error = merged_error(&c, &want, chunks);
+            if (!(error <= 1.1 * one))
+                fail_msg("%s: %d chunks make an error of %.3g, one makes %.3g", dtype_name(c.dtype), chunks, error,
+                         one);
+        }
         reference_free(&want);
         case_free(&c);
     }

@@ -103,6 +103,18 @@ static void every_token_has_one_owner(void **state) { (void)state, each_case(one
 static void closed_forms_count_every_pair(void **state) { (void)state, each_case(pairs_of_each_hop); }
 static void rows_are_taken_and_put_back(void **state) { (void)state, each_case(taken_and_put_back); }
 
+// Each rank passes on to the next one what it had: first its own keys, last those of the rank after it.
+static void keys_go_round_the_ring(void **state) {
+    (void)state;
+    for (int cp = 1; cp <= MOST_RANKS; cp++)
+        for (int rank = 0; rank < cp; rank++) {
+            assert_int_equal(hop_owner(cp, rank, 0), rank);
+            assert_int_equal(hop_owner(cp, rank, cp - 1), (rank + 1) % cp);
+            for (int hop = 1; hop < cp; hop++)
+                assert_int_equal(hop_owner(cp, rank, hop), hop_owner(cp, (rank + cp - 1) % cp, hop - 1));
+        }
+}
+
 // The playbook's pictures, for 4 ranks of 16 tokens.
 static void layouts_are_the_playbooks(void **state) {
     (void)state;
@@ -140,7 +152,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_token_has_one_owner),  cmocka_unit_test(closed_forms_count_every_pair),
         cmocka_unit_test(rows_are_taken_and_put_back), cmocka_unit_test(layouts_are_the_playbooks),
-        cmocka_unit_test(zigzag_is_balanced),
+        cmocka_unit_test(keys_go_round_the_ring),      cmocka_unit_test(zigzag_is_balanced),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
