@@ -5,7 +5,7 @@
 // parallelism (chapter 04) sends the same operation one chunk after another.
 //
 //     forward    o, lse = merge over tiles of softmax(q k^T / sqrt(d)) v        4 d FLOPs for each pair
-//     backward   probs = exp(q k^T / sqrt(d) - lse);  dots = sum(o d_o)        10 d, where stored scores take 8
+//     backward   probs = exp(q k^T / sqrt(d) - lse);  dots = sum(o d_o)         10 d, stored scores: 8 d
 //                dscores = probs (d_o v^T - dots)
 //
 // Kept per block: lse, n a numbers in f32, in place of probs, n a s in storage. In 16-bit storage o, dq, dk

@@ -10,7 +10,8 @@ typedef struct Flash {
     AttentionMask mask;
 } Flash;
 
-// Fills model->sockets.attention, with *flash as its context, which outlives the model's use. flash_free ends it.
+// Fills model->sockets.attention, with *flash as its context, which outlives the model's use; flash_free
+// ends it.
 void flash_attention_plug(Model *model, Flash *flash);
 void flash_free(Flash *flash);
 

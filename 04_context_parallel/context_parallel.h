@@ -1,13 +1,12 @@
-// context_parallel.h: chapter 04 as signatures. Letters as in the playbook: s tokens of a sequence, cp ranks
-// of context parallelism, d head size.
+// context_parallel.h: chapter 04 as signatures. s tokens of a sequence, cp ranks of context parallelism.
 #ifndef CONTEXT_PARALLEL_H
 #define CONTEXT_PARALLEL_H
 
 #include <stdint.h>
 
-// ==========================================================================================================
+// ======================================================================================================
 // 04_context_parallel/sequence_layout.c: who has which tokens of a sequence
-// ==========================================================================================================
+// ======================================================================================================
 
 // Any s, also below cp: chunks are of s / n tokens, the first s % n of them of one more.
 typedef struct SequenceLayout {
@@ -34,8 +33,8 @@ double sequence_rank_pairs(const SequenceLayout *layout, int64_t s, int cp, int 
 // Rows of the rank's tokens, from those of the whole sequences and back: positions, tokens, labels (shifted
 // before). all (b, s), mine (b, count).
 void sequence_take(const SequenceLayout *layout, int cp, int rank, int64_t b, int64_t s, int32_t *mine,
-                 const int32_t *all);
+                   const int32_t *all);
 void sequence_put(const SequenceLayout *layout, int cp, int rank, int64_t b, int64_t s, int32_t *all,
-                const int32_t *mine);
+                  const int32_t *mine);
 
 #endif

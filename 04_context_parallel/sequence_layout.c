@@ -2,23 +2,22 @@
 // Attention – A Balanced Compute Implementation"; zig-zag: Llama 3; striped: Brandon et al. 2023.
 //
 // Against 00_single_gpu: a rank has s / cp tokens of every sequence, and positions, tokens and labels are
-// taken by the same function (labels are shifted first: the next token may be on another rank). Under a causal
-// mask a late token sees more than an early one, so who has which tokens decides who waits for whom. Score
-// entries of a head with m = s / cp tokens on each rank, cp = 4, in the order of the ranks:
+// taken by the same function (labels are shifted first: the next token may be on another rank). Under a
+// causal mask a late token sees more than an early one, so who has which tokens decides who waits for whom.
+// Score entries of a head with m = s / cp tokens on each rank:
 //
-//                 tokens of rank 0 (s = 16)    of all hops                      busiest in one hop
-//     contiguous  0 1 2 3                      (r + 1/2) m^2 + m / 2            m^2 after hop 0, for some rank
-//     zig-zag     0 1 14 15                    cp m^2 / 2 + m / 2, all ranks    m^2 / 2 + m / 2
-//     striped     0 4 8 12                     cp m^2 / 2 + m (r + 1 - cp / 2)  m^2 / 2 + m / 2
+//                 tokens of rank 0 (s = 16)  of all hops, rank r              most in a hop
+//     contiguous  0 1 2 3                    (r + 1/2) m^2 + m / 2            m^2
+//     zig-zag     0 1 14 15                  cp m^2 / 2 + m / 2               m^2 / 2 + m / 2
+//     striped     0 4 8 12                   cp m^2 / 2 + m (r + 1 - cp / 2)  m^2 / 2 + m / 2
 //
-// In the contiguous layout the last rank computes 2 cp - 1 times what the first does. Zig-zag gives all ranks
-// the same, to the entry, where 2 cp divides s. Striped comes close, but has a diagonal of tiles to mask in
+// Contiguous, the last rank computes 2 cp - 1 times what the first one does. Zig-zag gives all ranks the
+// same, to the entry, where 2 cp divides s. Striped comes close, but has a diagonal of tiles to mask in
 // every hop; zig-zag in hop 0 alone.
-#include "context_parallel.h"
-
 #include <stdlib.h>
 
 #include "base.h"
+#include "context_parallel.h"
 
 // ---- chunks: the first s % n are of one token more ----
 
@@ -45,7 +44,7 @@ static double contiguous_pairs(int64_t s, int cp, int queries, int keys) {
     return chunk_pairs(s, cp, queries, keys);
 }
 const SequenceLayout sequence_contiguous = {"contiguous", contiguous_count, contiguous_tokens,
-                                          contiguous_pairs};
+                                            contiguous_pairs};
 
 // ---- zig-zag: rank r has an early chunk, r, and a late one, 2 cp - 1 - r ----
 
@@ -94,7 +93,7 @@ static int32_t *tokens_of(const SequenceLayout *layout, int cp, int rank, int64_
 }
 
 void sequence_take(const SequenceLayout *layout, int cp, int rank, int64_t b, int64_t s, int32_t *mine,
-                 const int32_t *all) {
+                   const int32_t *all) {
     const int64_t count = layout->count(s, cp, rank);
     int32_t *tokens = tokens_of(layout, cp, rank, s);
     for (int64_t i = 0; i < b * count; i++) mine[i] = all[i / count * s + tokens[i % count]];
@@ -102,7 +101,7 @@ void sequence_take(const SequenceLayout *layout, int cp, int rank, int64_t b, in
 }
 
 void sequence_put(const SequenceLayout *layout, int cp, int rank, int64_t b, int64_t s, int32_t *all,
-                const int32_t *mine) {
+                  const int32_t *mine) {
     const int64_t count = layout->count(s, cp, rank);
     int32_t *tokens = tokens_of(layout, cp, rank, s);
     for (int64_t i = 0; i < b * count; i++) all[i / count * s + tokens[i % count]] = mine[i];

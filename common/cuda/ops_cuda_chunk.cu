@@ -3,8 +3,8 @@
 //
 // A block has some rows of its own (queries for o and dq, keys for dk and dv) and walks over the others, a
 // piece at a time through shared memory. A warp takes a row of its own, a lane one of the piece's: so the
-// lanes hold a row of scores. Then they take the columns of what the scores weigh. Each output has one block,
-// which adds in the order of the others: there are no atomics, and the same bits come every time.
+// lanes hold a row of scores. Then they take the columns of what the scores weigh. Each output has one
+// block, which adds in the order of the others: no atomics, and the same bits every time.
 #include <math.h>
 
 #include "ops_cuda.h"
@@ -122,9 +122,9 @@ __global__ void chunk_forward(Arithmetic<T> *o, Arithmetic<T> *lse, const T *q, 
             for (int i = 0; i < ROWS_OF_WARP; i++) {
                 const int64_t row = warp + i * WARPS;
                 if (row >= own.count) break;
-                const bool seen = lane < columns && (state == TILE_FULL ||
-                                                     sees(at.queries, query + row, at.keys,
-                                                          own.sample * at.keys.s + first + lane));
+                const bool seen =
+                    lane < columns && (state == TILE_FULL || sees(at.queries, query + row, at.keys,
+                                                                  own.sample * at.keys.s + first + lane));
                 const A score = seen ? of_k.dot(lane, of_q.row(row)) * scale : (A)-INFINITY;
                 const A top = warp_max(score), larger = max[i] < top ? top : max[i], by = shift(larger);
                 const A weight = exp(score - by), keep = exp(max[i] - by);
@@ -164,8 +164,8 @@ __global__ void chunk_dots(Arithmetic<T> *dots, const O *o, const T *d_o, int64_
 }
 
 // What a pair of a query and a key gives:
-//   forward: probs = softmax(scores) along each row;  dscores = probs (dprobs - sum(probs dprobs)), and that
-//   sum over all chunks is sum(o d_o)
+//   forward: probs = softmax(scores) along each row;  dscores = probs (dprobs - sum(probs dprobs))
+// The sum goes over all chunks: it is sum(o d_o).
 template <class A>
 struct Pair {
     A prob, dscore;
@@ -209,13 +209,13 @@ __global__ void chunk_backward_queries(Arithmetic<T> *dq, const T *d_o, const T 
             __syncthreads();
             for (int64_t row = warp; row < own.count; row += WARPS) {
                 const int64_t statistic = (query + row) * at.heads + own.head;
-                const bool seen = lane < columns && (state == TILE_FULL ||
-                                                     sees(at.queries, query + row, at.keys,
-                                                          own.sample * at.keys.s + first + lane));
+                const bool seen =
+                    lane < columns && (state == TILE_FULL || sees(at.queries, query + row, at.keys,
+                                                                  own.sample * at.keys.s + first + lane));
                 A dscore = 0;
                 if (seen)
-                    dscore = pair_of(of_k.dot(lane, of_q.row(row)) * scale,
-                                     of_v.dot(lane, of_do.row(row)), lse[statistic], dots[statistic])
+                    dscore = pair_of(of_k.dot(lane, of_q.row(row)) * scale, of_v.dot(lane, of_do.row(row)),
+                                     lse[statistic], dots[statistic])
                                  .dscore;
                 weights[warp][lane] = dscore * scale;
                 __syncwarp();
@@ -271,9 +271,8 @@ __global__ void chunk_backward_keys(Arithmetic<T> *dk, Arithmetic<T> *dv, const 
             __syncthreads();
             for (int64_t row = warp; row < own.count; row += WARPS) {
                 const int64_t statistic = (query + lane) * at.heads + head;
-                const bool seen = lane < columns &&
-                                  (state == TILE_FULL ||
-                                   sees(at.queries, query + lane, at.keys, key + row));
+                const bool seen = lane < columns && (state == TILE_FULL ||
+                                                     sees(at.queries, query + lane, at.keys, key + row));
                 Pair<A> pair = {0, 0};
                 if (seen)
                     pair = pair_of(of_q.dot(lane, of_k.row(row)) * scale, of_do.dot(lane, of_v.row(row)),
@@ -314,8 +313,9 @@ struct Fit {
         const int64_t most = SHARED_BYTES - 2 * WARPS * WARP * (int64_t)sizeof(A);
         const int64_t row = arrays * (d | 1) * (int64_t)sizeof(A);
         while (rows > 1 && rows * row > most) rows /= 2;
-        CHECK(row <= most, "attention_chunk: heads of %lld elements are more than the %lld that fit into a "
-                           "block's shared memory",
+        CHECK(row <= most,
+              "attention_chunk: heads of %lld elements are more than the %lld that fit into a "
+              "block's shared memory",
               (long long)d, (long long)(most / (arrays * (int64_t)sizeof(A)) - 1));
         bytes = (size_t)(rows * row);
     }

@@ -36,7 +36,7 @@ AttentionPositions attention_positions_new(int64_t b, int64_t s, const int32_t *
     if (bytes && document) memcpy(p.document, document, bytes);
     else if (bytes) memset(p.document, 0, bytes);
     for (int64_t i = 0; i < b * s; i++)
-        CHECK(p.document[i] >= 0, "attention_positions: token %lld is of document %d; documents count from 0",
+        CHECK(p.document[i] >= 0, "attention_positions: token %lld is of document %d; they count from 0",
               (long long)i, (int)p.document[i]);
     for (int64_t sample = 0; sample < b; sample++)
         for (int64_t tile = 0; tile < p.tiles; tile++) {

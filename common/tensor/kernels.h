@@ -60,7 +60,7 @@ typedef struct AttentionChunk {
     int64_t b, heads, kv_heads, head_size;
     ChunkTokens queries, keys;
 } AttentionChunk;
-// o, lse, dots, dq, dk, dv f32 or f64; the o of dots in o_dtype, which is that or dtype. dtype: of the others
+// o, lse, dots, dq, dk, dv f32 or f64; the o of dots in o_dtype, that or dtype. dtype: of the others
 void kernel_attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k,
                                     const void *v, AttentionChunk chunk);
 // of n rows

@@ -1,9 +1,9 @@
-// bench_attention.c: attention with stored scores beside attention without (flash), forward and backward, one
-// device: time and bytes. `make bench` runs it.
+// bench_attention.c: attention with stored scores beside attention without (flash) on one device, forward and
+// backward: time and bytes. `make bench` runs it.
 //
-// The two take turns, and the medians of the pairs are printed. Bytes are the most that an attention takes from
-// the account beside q, k, v, o and their gradients: probs there, lse and dots here. Scratch of a kernel is no part
-// of it: on the CPU both copy keys and values, and a tile or a block of scores for each thread.
+// The two take turns, and the medians of the pairs are printed. Bytes are the most that an attention takes
+// from the account beside q, k, v, o and their gradients: probs there, lse and dots here. Scratch of a
+// kernel is no part of it: on the CPU both copy keys and values, and have some scores for each thread.
 //     bench <name> <value> <unit>
 #include <math.h>
 #include <stdlib.h>
@@ -73,8 +73,8 @@ static void flash(Bench *it, double *seconds) {
     op_fill(it->dk, 0);
     op_fill(it->dv, 0);
     op_attention_chunk_dots(dots, it->o, it->d_o, it->heads);
-    op_attention_chunk_backward(it->dq, it->dk, it->dv, it->d_o, it->q, it->k, it->v, lse, dots,
-                                &it->mask, it->heads);
+    op_attention_chunk_backward(it->dq, it->dk, it->dv, it->d_o, it->q, it->k, it->v, lse, dots, &it->mask,
+                                it->heads);
     op_sum(tensor_rows_of(it->dq, 0, 1));
     seconds[0] = middle - start;
     seconds[1] = wall_seconds() - middle;

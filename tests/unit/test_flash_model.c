@@ -1,4 +1,4 @@
-// test_flash_model.c: the model with flash attention in its socket, against the same model with stored scores.
+// test_flash_model.c: the model with flash attention in its socket, and with stored scores.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -58,7 +58,8 @@ static void same_gradients_as_stored_scores(void **state) {
     Run exact = run_model("f64", false, RECOMPUTE_NONE);
     static const char *const dtypes[] = {"f64", "f32", "bf16"};
     for (int i = 0; i < 3; i++) {
-        Run stored = run_model(dtypes[i], false, RECOMPUTE_NONE), flash = run_model(dtypes[i], true, RECOMPUTE_NONE);
+        Run stored = run_model(dtypes[i], false, RECOMPUTE_NONE),
+            flash = run_model(dtypes[i], true, RECOMPUTE_NONE);
         double bound = i ? 2 * distance(&stored, &exact) : 1e-12;
         if (!(distance(&flash, &exact) <= bound))
             fail_msg("%s: gradients are %.3g away, bound %.3g", dtypes[i], distance(&flash, &exact), bound);
@@ -85,7 +86,8 @@ static void keeps_lse_instead_of_probs(void **state) {
     (void)state;
     Run stored = run_model("f64", false, RECOMPUTE_NONE), flash = run_model("f64", true, RECOMPUTE_NONE);
     int64_t n = 3 * 71, layers = 2, heads = 6, tiles = 3 * 2;
-    assert_int_equal(stored.kept - flash.kept, layers * 8 * n * heads * (71 - 1) - 2 * 4 * n - 4 * 4 * tiles);
+    assert_int_equal(stored.kept - flash.kept,
+                     layers * 8 * n * heads * (71 - 1) - 2 * 4 * n - 4 * 4 * tiles);
     free(stored.grad);
     free(flash.grad);
 }

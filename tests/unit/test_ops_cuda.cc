@@ -623,12 +623,14 @@ struct Side {
         }
         for (int64_t i = 0; i < s; i += ATTENTION_TILE) {
             const size_t last = (size_t)std::min(i + ATTENTION_TILE, s) - 1;
-            const int32_t tile[] = {positions[(size_t)i], positions[last], documents[(size_t)i], documents[last]};
+            const int32_t tile[] = {positions[(size_t)i], positions[last], documents[(size_t)i],
+                                    documents[last]};
             bounds.insert(bounds.end(), tile, tile + 4);
         }
     }
     ChunkTokens tokens(const void *positions, const void *documents, const void *bounds) const {
-        return {s, tiles, (const int32_t *)positions, (const int32_t *)documents, (const TileBounds *)bounds};
+        return {s, tiles, (const int32_t *)positions, (const int32_t *)documents,
+                (const TileBounds *)bounds};
     }
     ChunkTokens on_host() const { return tokens(positions.data(), documents.data(), bounds.data()); }
 };
@@ -669,17 +671,19 @@ static void attention_chunk_matches(void **state) {
                     AttentionChunk there = at;
                     there.queries = sq.tokens(qp.at, qd.at, qb.at);
                     there.keys = sk.tokens(kp.at, kd.at, kb.at);
-                    Device qs(dtype, q, shift), ks(dtype, k, shift), vs(dtype, v, shift), dos(dtype, d_o, shift);
+                    Device qs(dtype, q, shift), ks(dtype, k, shift), vs(dtype, v, shift),
+                        dos(dtype, d_o, shift);
                     Device os(full(dtype), before[0], shift), ls(full(dtype), before[1], shift);
                     cuda_kernel_attention_chunk_forward(dtype, os.at, ls.at, qs.at, ks.at, vs.at, there);
                     assert_close("attention_chunk_forward's o", os, o, roundings);
                     assert_close("attention_chunk_forward's lse", ls, lse, roundings);
                     Device ds(full(dtype), rows, shift), dqs(full(dtype), before[2], shift);
                     Device dks(full(dtype), before[3], shift), dvs(full(dtype), before[4], shift);
-                    cuda_kernel_attention_chunk_dots(dtype, ds.at, full(dtype), os.at, dos.at, shape.s_q, heads);
+                    cuda_kernel_attention_chunk_dots(dtype, ds.at, full(dtype), os.at, dos.at, shape.s_q,
+                                                     heads);
                     assert_close("attention_chunk_dots", ds, dots, 4 * roundings);
-                    cuda_kernel_attention_chunk_backward(dtype, dqs.at, dks.at, dvs.at, dos.at, qs.at, ks.at,
-                                                         vs.at, ls.at, ds.at, there);
+                    cuda_kernel_attention_chunk_backward(dtype, dqs.at, dks.at, dvs.at, dos.at, qs.at,
+                                                         ks.at, vs.at, ls.at, ds.at, there);
                     assert_close("attention_chunk_backward's dq", dqs, dq, 4 * roundings);
                     assert_close("attention_chunk_backward's dk", dks, dk, 4 * roundings);
                     assert_close("attention_chunk_backward's dv", dvs, dv, 4 * roundings);

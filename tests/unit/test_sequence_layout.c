@@ -83,13 +83,16 @@ static void pairs_of_each_hop(const SequenceLayout *layout, int64_t s, int cp) {
 // What a rank takes is where its tokens say, and goes back there.
 static void taken_and_put_back(const SequenceLayout *layout, int64_t s, int cp) {
     enum { SAMPLES = 3 };
-    int32_t *all = host_alloc((size_t)(SAMPLES * s) * sizeof *all), *back = calloc((size_t)(SAMPLES * s), sizeof *back);
+    int32_t *all = host_alloc((size_t)(SAMPLES * s) * sizeof *all),
+            *back = calloc((size_t)(SAMPLES * s), sizeof *back);
     for (int64_t i = 0; i < SAMPLES * s; i++) all[i] = (int32_t)(1000 + i);
     for (int rank = 0; rank < cp; rank++) {
         int64_t n = layout->count(s, cp, rank);
-        int32_t *mine = host_alloc((size_t)(SAMPLES * n) * sizeof *mine), *tokens = tokens_of(layout, s, cp, rank);
+        int32_t *mine = host_alloc((size_t)(SAMPLES * n) * sizeof *mine),
+                *tokens = tokens_of(layout, s, cp, rank);
         sequence_take(layout, cp, rank, SAMPLES, s, mine, all);
-        for (int64_t i = 0; i < SAMPLES * n; i++) assert_int_equal(mine[i], 1000 + i / n * s + tokens[i % n]);
+        for (int64_t i = 0; i < SAMPLES * n; i++)
+            assert_int_equal(mine[i], 1000 + i / n * s + tokens[i % n]);
         sequence_put(layout, cp, rank, SAMPLES, s, back, mine);
         free(mine);
         free(tokens);
@@ -150,7 +153,7 @@ static void zigzag_is_balanced(void **state) {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_token_has_one_owner),  cmocka_unit_test(closed_forms_count_every_pair),
+        cmocka_unit_test(every_token_has_one_owner),   cmocka_unit_test(closed_forms_count_every_pair),
         cmocka_unit_test(rows_are_taken_and_put_back), cmocka_unit_test(layouts_are_the_playbooks),
         cmocka_unit_test(keys_go_round_the_ring),      cmocka_unit_test(zigzag_is_balanced),
     };
