@@ -49,6 +49,27 @@ void kernel_attention_probs(DType dtype, void *probs, const void *q, const void 
 void kernel_attention_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o, const void *q,
                                const void *k, const void *v, const void *probs, AttentionShape shape);
 
+// The arguments of op_attention_chunk_*: sizes, and what is known of the tokens of either side. positions,
+// documents (b, s), bounds (b, tiles of the side) as in AttentionPositions, all in device memory
+typedef struct ChunkTokens {
+    int64_t s, tiles;
+    const int32_t *positions, *documents;
+    const TileBounds *bounds;
+} ChunkTokens;
+typedef struct AttentionChunk {
+    int64_t b, heads, kv_heads, head_size;
+    ChunkTokens queries, keys;
+} AttentionChunk;
+// o, lse, dots, dq, dk, dv f32 or f64; the o of dots in o_dtype, that or dtype. dtype: of the others
+void kernel_attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k,
+                                    const void *v, AttentionChunk chunk);
+// of n rows
+void kernel_attention_chunk_dots(DType dtype, void *dots, DType o_dtype, const void *o, const void *d_o,
+                                 int64_t n, AttentionHeads heads);
+void kernel_attention_chunk_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o,
+                                     const void *q, const void *k, const void *v, const void *lse,
+                                     const void *dots, AttentionChunk chunk);
+
 void kernel_swiglu_forward(DType dtype, void *act, const void *gate, const void *up, int64_t count);
 void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dact, const void *gate,
                             const void *up, int64_t count);

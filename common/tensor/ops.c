@@ -467,3 +467,5 @@ void op_sgd(Tensor value, Tensor master, Tensor grad, double lr, double grad_sca
         kernel_sgd(type, at(value), at(master), grad.dtype, at(grad), lr, grad_scale, count);
     clock_end();
 }
+
+#include "ops_attention_chunk.inc"

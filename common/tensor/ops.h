@@ -19,6 +19,7 @@
 #ifndef OPS_H
 #define OPS_H
 
+#include "attention_mask.h"
 #include "tensor.h"
 
 #ifdef __cplusplus
@@ -73,6 +74,27 @@ void op_attention_probs(Tensor probs, Tensor q, Tensor k, AttentionShape shape);
 // dq, dk, dv (=) from d_o (b s, a d). dq may alias q, dk alias k, dv alias v.
 void op_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor d_o, Tensor q, Tensor k, Tensor v,
                            Tensor probs, AttentionShape shape);
+
+// ---- causal attention over a part of the keys: flash attention on one device, and what a rank of context
+// ---- parallelism does with each chunk that reaches it (Milakov, Gimelshein 2018; Dao et al. 2022). No
+// ---- scores are stored. Shapes: q, d_o, o (b s_q, a d); k, v (b s_k, kv d); lse, dots (b s_q, a).
+// ---- o, lse, dots, dq, dk, dv are f32 whatever the storage (f64 for f64); op_copy rounds them once.
+typedef struct AttentionHeads {
+    int64_t heads, kv_heads, head_size;  // as in AttentionShape
+} AttentionHeads;
+// Merges a chunk into o and lse (both updated): after all chunks, in any order, o is the attention over all
+// keys and lse the log-sum-exp of each query's scaled scores. They start as o = 0, lse = -infinity, and
+// stay so in rows that have seen no key yet. 4 d FLOPs for each pair that the mask leaves; tiles that it
+// empties are not read.
+void op_attention_chunk_forward(Tensor o, Tensor lse, Tensor q, Tensor k, Tensor v,
+                                const AttentionMask *mask, AttentionHeads heads);
+// dots (=) sum(o * d_o) over each query's head: what backward needs of o, the same for all chunks. o may be
+// the accumulator or in storage.
+void op_attention_chunk_dots(Tensor dots, Tensor o, Tensor d_o, AttentionHeads heads);
+// dq (b s_q, a d), dk, dv (b s_k, kv d), accumulators, += those of one chunk; lse of all chunks together.
+// Scores are computed again: 10 d FLOPs for each pair.
+void op_attention_chunk_backward(Tensor dq, Tensor dk, Tensor dv, Tensor d_o, Tensor q, Tensor k, Tensor v,
+                                 Tensor lse, Tensor dots, const AttentionMask *mask, AttentionHeads heads);
 
 // ---- SwiGLU: act = silu(gate) * up, all (n, f) ----
 void op_swiglu_forward(Tensor act, Tensor gate, Tensor up);

@@ -185,6 +185,7 @@ static inline float exp_f32(float x) {
 #include "ops_cpu_rows.inc"
 // after the rows
 #include "ops_cpu_blas.inc"
+#include "ops_cpu_chunk.inc"
 #undef REAL
 #undef F
 #undef EXP
@@ -206,6 +207,7 @@ static inline float exp_f32(float x) {
 #include "ops_cpu_rows.inc"
 // after the rows
 #include "ops_cpu_blas.inc"
+#include "ops_cpu_chunk.inc"
 
 #define CALL(dtype, name, ...) ((dtype) == F64 ? name##_f64(__VA_ARGS__) : name##_f32(__VA_ARGS__))
 
@@ -534,3 +536,5 @@ void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const 
     CALL(dtype, sgd, stepped, widen_to(arithmetic(dtype), grad_dtype, grad, count), lr, grad_scale, count);
     narrow(dtype, value, stepped, count);
 }
+
+#include "ops_cpu_chunk_kernels.inc"

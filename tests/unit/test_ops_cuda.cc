@@ -48,6 +48,9 @@ CUDA(kernel_rope)
 CUDA(kernel_attention_forward)
 CUDA(kernel_attention_probs)
 CUDA(kernel_attention_backward)
+CUDA(kernel_attention_chunk_forward)
+CUDA(kernel_attention_chunk_dots)
+CUDA(kernel_attention_chunk_backward)
 CUDA(kernel_swiglu_forward)
 CUDA(kernel_swiglu_backward)
 CUDA(kernel_cross_entropy_forward)
@@ -606,6 +609,93 @@ static void attention_matches(void **state) {
         }
 }
 
+// ---- attention over a part of the keys ----
+
+// Positions of one sample, in order from `first` on; documents of 50 tokens.
+struct Side {
+    std::vector<int32_t> positions, documents, bounds;
+    int64_t s, tiles;
+
+    Side(int64_t s, int32_t first) : s(s), tiles((s + ATTENTION_TILE - 1) / ATTENTION_TILE) {
+        for (int64_t i = 0; i < s; i++) {
+            positions.push_back(first + (int32_t)i);
+            documents.push_back(positions.back() / 50);
+        }
+        for (int64_t i = 0; i < s; i += ATTENTION_TILE) {
+            const size_t last = (size_t)std::min(i + ATTENTION_TILE, s) - 1;
+            const int32_t tile[] = {positions[(size_t)i], positions[last], documents[(size_t)i],
+                                    documents[last]};
+            bounds.insert(bounds.end(), tile, tile + 4);
+        }
+    }
+    ChunkTokens tokens(const void *positions, const void *documents, const void *bounds) const {
+        return {s, tiles, (const int32_t *)positions, (const int32_t *)documents,
+                (const TileBounds *)bounds};
+    }
+    ChunkTokens on_host() const { return tokens(positions.data(), documents.data(), bounds.data()); }
+};
+
+static Doubles numbers(const std::vector<int32_t> &x) { return Doubles(x.begin(), x.end()); }
+
+static void attention_chunk_matches(void **state) {
+    (void)state;
+    const struct {
+        int64_t s_q, s_k, heads, kv_heads, d;
+    } shapes[] = {{1, 1, 1, 1, 1}, {65, 33, 2, 1, 5}, {31, 129, 3, 3, 64}};
+    for (const auto &shape : shapes)
+        for (DType dtype : dtypes) {
+            // Queries come in the middle of the keys: some see none of a tile, some all.
+            const Side sq(shape.s_q, (int32_t)(shape.s_k / 2)), sk(shape.s_k, 0);
+            const AttentionChunk at = {1, shape.heads, shape.kv_heads, shape.d, sq.on_host(), sk.on_host()};
+            const AttentionHeads heads = {shape.heads, shape.kv_heads, shape.d};
+            const int64_t rows = shape.s_q * shape.heads, queries = rows * shape.d;
+            const int64_t keys = shape.s_k * shape.kv_heads * shape.d;
+            Doubles q = random_numbers(dtype, queries, 1), k = random_numbers(dtype, keys, 2);
+            Doubles v = random_numbers(dtype, keys, 3), d_o = random_numbers(dtype, queries, 4);
+            // What an earlier chunk left
+            Doubles o = random_numbers(full(dtype), queries, 5), lse = random_numbers(full(dtype), rows, 6);
+            Doubles dq = random_numbers(full(dtype), queries, 7), dk = random_numbers(full(dtype), keys, 8);
+            Doubles dv = random_numbers(full(dtype), keys, 9), dots((size_t)rows);
+            const Doubles before[] = {o, lse, dq, dk, dv};
+            kernel_attention_chunk_forward(F64, o.data(), lse.data(), q.data(), k.data(), v.data(), at);
+            kernel_attention_chunk_dots(F64, dots.data(), F64, o.data(), d_o.data(), shape.s_q, heads);
+            kernel_attention_chunk_backward(F64, dq.data(), dk.data(), dv.data(), d_o.data(), q.data(),
+                                            k.data(), v.data(), lse.data(), dots.data(), at);
+            const double roundings = 8 * ((double)shape.d + 2) + (double)(shape.s_k + shape.s_q);
+            in_every_way(
+                "attention_chunk",
+                [&](int shift) {
+                    Device qp(I32, numbers(sq.positions)), qd(I32, numbers(sq.documents));
+                    Device kp(I32, numbers(sk.positions)), kd(I32, numbers(sk.documents));
+                    Device qb(I32, numbers(sq.bounds)), kb(I32, numbers(sk.bounds));
+                    AttentionChunk there = at;
+                    there.queries = sq.tokens(qp.at, qd.at, qb.at);
+                    there.keys = sk.tokens(kp.at, kd.at, kb.at);
+                    Device qs(dtype, q, shift), ks(dtype, k, shift), vs(dtype, v, shift),
+                        dos(dtype, d_o, shift);
+                    Device os(full(dtype), before[0], shift), ls(full(dtype), before[1], shift);
+                    cuda_kernel_attention_chunk_forward(dtype, os.at, ls.at, qs.at, ks.at, vs.at, there);
+                    assert_close("attention_chunk_forward's o", os, o, roundings);
+                    assert_close("attention_chunk_forward's lse", ls, lse, roundings);
+                    Device ds(full(dtype), rows, shift), dqs(full(dtype), before[2], shift);
+                    Device dks(full(dtype), before[3], shift), dvs(full(dtype), before[4], shift);
+                    cuda_kernel_attention_chunk_dots(dtype, ds.at, full(dtype), os.at, dos.at, shape.s_q,
+                                                     heads);
+                    assert_close("attention_chunk_dots", ds, dots, 4 * roundings);
+                    cuda_kernel_attention_chunk_backward(dtype, dqs.at, dks.at, dvs.at, dos.at, qs.at,
+                                                         ks.at, vs.at, ls.at, ds.at, there);
+                    assert_close("attention_chunk_backward's dq", dqs, dq, 4 * roundings);
+                    assert_close("attention_chunk_backward's dk", dks, dk, 4 * roundings);
+                    assert_close("attention_chunk_backward's dv", dvs, dv, 4 * roundings);
+                    std::vector<unsigned char> bits = os.stored("attention_chunk_forward");
+                    add_bytes(&bits, "attention_chunk_backward", dqs);
+                    add_bytes(&bits, "attention_chunk_backward", dks);
+                    return bits;
+                },
+                true);
+        }
+}
+
 // ---- cross-entropy ----
 
 static void cross_entropy_matches(void **state) {
@@ -710,6 +800,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(rmsnorm_matches),
         cmocka_unit_test(rope_matches),
         cmocka_unit_test(attention_matches),
+        cmocka_unit_test(attention_chunk_matches),
         cmocka_unit_test(cross_entropy_matches),
         cmocka_unit_test(nan_and_infinity_come_through),
     };

@@ -1,0 +1,128 @@
+// attention_mask.c: positions and documents of tokens on host and device, and what a mask leaves of them.
+#include "attention_mask.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ---- tokens ----
+
+static TileBounds bounds_of(const int32_t *position, const int32_t *document, int64_t count) {
+    TileBounds it = {position[0], position[0], document[0], document[0]};
+    for (int64_t i = 1; i < count; i++) {
+        if (position[i] < it.first_position) it.first_position = position[i];
+        if (position[i] > it.last_position) it.last_position = position[i];
+        if (document[i] < it.first_document) it.first_document = document[i];
+        if (document[i] > it.last_document) it.last_document = document[i];
+    }
+    return it;
+}
+
+static Tensor on_device(const void *host, int64_t rows, int64_t columns) {
+    Tensor t = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(rows, columns));
+    tensor_from_host(t, host);
+    return t;
+}
+
+AttentionPositions attention_positions_new(int64_t b, int64_t s, const int32_t *position,
+                                           const int32_t *document) {
+    AttentionPositions p = {.b = b, .s = s, .tiles = (s + ATTENTION_TILE - 1) / ATTENTION_TILE};
+    const size_t bytes = (size_t)(b * s) * sizeof *position;
+    p.position = host_alloc(bytes);
+    p.document = host_alloc(bytes);
+    p.bound = host_alloc((size_t)(b * p.tiles) * sizeof *p.bound);
+    if (bytes) memcpy(p.position, position, bytes);
+    if (bytes && document) memcpy(p.document, document, bytes);
+    else if (bytes) memset(p.document, 0, bytes);
+    for (int64_t i = 0; i < b * s; i++)
+        CHECK(p.document[i] >= 0, "attention_positions: token %lld is of document %d; they count from 0",
+              (long long)i, (int)p.document[i]);
+    for (int64_t sample = 0; sample < b; sample++)
+        for (int64_t tile = 0; tile < p.tiles; tile++) {
+            int64_t first = tile * ATTENTION_TILE, at = sample * s + first;
+            p.bound[sample * p.tiles + tile] =
+                bounds_of(p.position + at, p.document + at, least(ATTENTION_TILE, s - first));
+        }
+    p.positions = on_device(p.position, b, s);
+    p.documents = on_device(p.document, b, s);
+    p.bounds = on_device(p.bound, b * p.tiles, sizeof *p.bound / sizeof(int32_t));
+    return p;
+}
+
+AttentionPositions attention_positions_whole(int64_t b, int64_t s) {
+    int32_t *position = host_alloc((size_t)(b * s) * sizeof *position);
+    for (int64_t i = 0; i < b * s; i++) position[i] = (int32_t)(i % s);
+    AttentionPositions p = attention_positions_new(b, s, position, NULL);
+    free(position);
+    return p;
+}
+
+void attention_positions_free(AttentionPositions *p) {
+    tensor_free(&p->positions);
+    tensor_free(&p->documents);
+    tensor_free(&p->bounds);
+    free(p->position);
+    free(p->document);
+    free(p->bound);
+    *p = (AttentionPositions){0};
+}
+
+// ---- pairs ----
+
+// Orders tokens by document, and by position within one.
+static int64_t place(int32_t document, int32_t position) {
+    return (int64_t)document * (INT64_C(1) << 32) + ((int64_t)position - INT32_MIN);
+}
+
+static int by_place(const void *a, const void *b) {
+    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x > y) - (x < y);
+}
+
+// How many of the sorted places are at most `limit`.
+static int64_t count_up_to(const int64_t *places, int64_t count, int64_t limit) {
+    int64_t low = 0, high = count;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (places[middle] <= limit) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+static double pairs_of_sample(const AttentionPositions *q, const AttentionPositions *k, int64_t sample,
+                              int64_t *places) {
+    double pairs = 0;
+    for (int64_t j = 0; j < k->s; j++)
+        places[j] = place(k->document[sample * k->s + j], k->position[sample * k->s + j]);
+    qsort(places, (size_t)k->s, sizeof *places, by_place);
+    for (int64_t i = sample * q->s; i < (sample + 1) * q->s; i++) {
+        int64_t document = place(q->document[i], INT32_MIN);
+        pairs += (double)(count_up_to(places, k->s, place(q->document[i], q->position[i])) -
+                          count_up_to(places, k->s, document - 1));
+    }
+    return pairs;
+}
+
+AttentionMask attention_mask(const AttentionPositions *q, const AttentionPositions *k) {
+    AttentionMask mask = {.queries = q, .keys = k};
+    CHECK(q->b == k->b, "attention_mask: queries of %lld samples, keys of %lld", (long long)q->b,
+          (long long)k->b);
+    int64_t *places = host_alloc((size_t)k->s * sizeof *places);
+    for (int64_t sample = 0; sample < q->b; sample++) {
+        mask.pairs += pairs_of_sample(q, k, sample, places);
+        for (int64_t i = 0; i < q->tiles; i++)
+            for (int64_t j = 0; j < k->tiles; j++) {
+                TileState state =
+                    attention_tile(q->bound[sample * q->tiles + i], k->bound[sample * k->tiles + j]);
+                if (state == TILE_EMPTY) continue;
+                mask.tiles++;
+                mask.full += state == TILE_FULL;
+                mask.entries += (double)(least(ATTENTION_TILE, q->s - i * ATTENTION_TILE) *
+                                         least(ATTENTION_TILE, k->s - j * ATTENTION_TILE));
+            }
+    }
+    free(places);
+    return mask;
+}

@@ -1,0 +1,133 @@
+// bench_attention.c: attention with stored scores beside attention without (flash) on one device, forward and
+// backward: time and bytes. `make bench` runs it.
+//
+// The two take turns, and the medians of the pairs are printed. Bytes are the most that an attention takes
+// from the account beside q, k, v, o and their gradients: probs there, lse and dots here. Scratch of a
+// kernel is no part of it: on the CPU both copy keys and values, and have some scores for each thread.
+//     bench <name> <value> <unit>
+#include <math.h>
+#include <stdlib.h>
+
+#include "report/clock.h"
+#include "tensor/ops.h"
+#include "tensor/rng.h"
+
+enum { HEADS = 6, HEAD_SIZE = 64, MOST_PAIRS = 15 };
+
+typedef struct Bench {
+    AttentionShape at;
+    AttentionHeads heads;
+    AttentionPositions positions;
+    AttentionMask mask;
+    Tensor q, k, v, o, d_o, dq, dk, dv;  // (s, h)
+} Bench;
+
+static Tensor random_tensor(int64_t rows, int64_t columns, uint64_t key) {
+    Tensor t = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(rows, columns));
+    double *x = host_alloc((size_t)(rows * columns) * sizeof *x);
+    for (int64_t i = 0; i < rows * columns; i++) x[i] = rng_normal(key, RNG_TEST, (uint64_t)i);
+    tensor_from_doubles(t, x);
+    free(x);
+    return t;
+}
+
+static void bench_start(Bench *it, int64_t s) {
+    *it = (Bench){.at = {1, s, HEADS, HEADS, HEAD_SIZE}, .heads = {HEADS, HEADS, HEAD_SIZE}};
+    Tensor *const all[] = {&it->q, &it->k, &it->v, &it->o, &it->d_o, &it->dq, &it->dk, &it->dv};
+    for (int i = 0; i < 8; i++) *all[i] = random_tensor(s, HEADS * HEAD_SIZE, (uint64_t)i);
+    it->positions = attention_positions_whole(1, s);  // all layers share them
+    it->mask = attention_mask(&it->positions, &it->positions);
+}
+
+static void bench_free(Bench *it) {
+    Tensor *const all[] = {&it->q, &it->k, &it->v, &it->o, &it->d_o, &it->dq, &it->dk, &it->dv};
+    for (int i = 0; i < 8; i++) tensor_free(all[i]);
+    attention_positions_free(&it->positions);
+}
+
+// Both return the seconds of forward [0] and backward [1].
+static void stored_scores(Bench *it, double *seconds) {
+    int64_t s = it->at.s;
+    double start = wall_seconds();
+    Tensor probs = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(1, HEADS, s, s));
+    op_attention_forward(it->o, probs, it->q, it->k, it->v, it->at);
+    op_sum(tensor_rows_of(it->o, 0, 1));  // waits for the device
+    double middle = wall_seconds();
+    op_attention_backward(it->dq, it->dk, it->dv, it->d_o, it->q, it->k, it->v, probs, it->at);
+    op_sum(tensor_rows_of(it->dq, 0, 1));
+    tensor_free(&probs);
+    seconds[0] = middle - start;
+    seconds[1] = wall_seconds() - middle;
+}
+
+static void flash(Bench *it, double *seconds) {
+    double start = wall_seconds();
+    Tensor lse = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(it->at.s, HEADS));
+    op_fill(it->o, 0);
+    op_fill(lse, -INFINITY);
+    op_attention_chunk_forward(it->o, lse, it->q, it->k, it->v, &it->mask, it->heads);
+    op_sum(tensor_rows_of(it->o, 0, 1));
+    double middle = wall_seconds();
+    Tensor dots = tensor_like(MEMORY_ACTIVATION, lse);
+    op_fill(it->dq, 0);
+    op_fill(it->dk, 0);
+    op_fill(it->dv, 0);
+    op_attention_chunk_dots(dots, it->o, it->d_o, it->heads);
+    op_attention_chunk_backward(it->dq, it->dk, it->dv, it->d_o, it->q, it->k, it->v, lse, dots, &it->mask,
+                                it->heads);
+    op_sum(tensor_rows_of(it->dq, 0, 1));
+    seconds[0] = middle - start;
+    seconds[1] = wall_seconds() - middle;
+    tensor_free(&dots);
+    tensor_free(&lse);
+}
+
+static int by_value(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+static double median(double *x, int count) {
+    qsort(x, (size_t)count, sizeof *x, by_value);
+    return x[count / 2];
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    static void (*const way[])(Bench *, double *) = {stored_scores, flash};
+    static const char *const name[] = {"stored-scores", "flash"}, *const pass[] = {"forward", "backward"};
+    static const int64_t lengths[] = {256, 1024, 4096};
+    for (int length = 0; length < 3; length++) {
+        const int64_t s = lengths[length];
+        const int pairs = s > 2000 ? 5 : MOST_PAIRS;
+        Bench it;
+        bench_start(&it, s);
+        double seconds[2][2][MOST_PAIRS], ratio[2][MOST_PAIRS];
+        for (int i = -1; i < pairs; i++)  // the first warms up
+            for (int w = 0; w < 2; w++) {
+                double took[2];
+                way[w](&it, took);
+                for (int p = 0; p < 2 && i >= 0; p++) seconds[w][p][i] = took[p];
+                for (int p = 0; p < 2 && i >= 0 && w; p++) ratio[p][i] = took[p] / seconds[0][p][i];
+            }
+        for (int p = 0; p < 2; p++) {
+            double flops = (p ? 8.0 : 4.0) * HEADS * HEAD_SIZE * (double)s * (double)(s + 1) / 2;
+            for (int w = 0; w < 2; w++) {
+                double took = median(seconds[w][p], pairs);
+                say("bench attention-%s-%s-s%lld %.4g ms (%.3g GFLOP/s)", name[w], pass[p], (long long)s,
+                    took * 1e3, flops / took / 1e9);
+            }
+            say("bench attention-flash-%s-s%lld %.3g of-stored-scores' time", pass[p], (long long)s,
+                median(ratio[p], pairs));
+        }
+        for (int w = 0; w < 2; w++) {
+            double took[2];
+            int64_t before = memory_account().now_total;
+            memory_reset_peak();
+            way[w](&it, took);
+            say("bench attention-%s-peak-s%lld %s", name[w], (long long)s,
+                bytes_text((double)(memory_account().peak_total - before)));
+        }
+        bench_free(&it);
+    }
+    return 0;
+}
