@@ -11,10 +11,17 @@
 // Kept per block: lse, n a numbers in f32, in place of probs, n a s in storage. In 16-bit storage o, dq, dk
 // and dv gather in f32 besides, while they are computed.
 // Bytes sent: none.
-#include "flash.h"
-
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
+
+#include "training.h"
+
+// What the plug holds between calls: the mask of the last micro-batch's shape, which all layers share.
+typedef struct Flash {
+    AttentionPositions positions;
+    AttentionMask mask;
+} Flash;
 
 static DType wide(DType dtype) { return dtype == F64 ? F64 : F32; }
 
@@ -46,8 +53,9 @@ static void round_into(Tensor t, Tensor *sum) {
 // What a block keeps, besides o.
 static Tensor *kept_lse(AttentionKept *kept) { return kept->more; }
 
-static void flash_forward(void *context, Tensor o, AttentionKept *kept, Tensor q, Tensor k, Tensor v,
-                          AttentionShape shape) {
+static void flash_forward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept, Tensor q,
+                          Tensor k, Tensor v, AttentionShape shape) {
+    (void)micro;
     const AttentionMask *mask = mask_for(context, shape);
     Tensor sum = accumulator(o), *lse = kept->more = host_alloc(sizeof *lse);
     *lse = tensor_new(MEMORY_ACTIVATION, wide(q.dtype), SHAPE(shape.b * shape.s, shape.heads));
@@ -56,8 +64,10 @@ static void flash_forward(void *context, Tensor o, AttentionKept *kept, Tensor q
     round_into(o, &sum);
 }
 
-static void flash_backward(void *context, Tensor dq, Tensor dk, Tensor dv, Tensor d_o, AttentionKept *kept,
-                           Tensor q, Tensor k, Tensor v, Tensor o, AttentionShape shape) {
+static void flash_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv,
+                           Tensor d_o, AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o,
+                           AttentionShape shape) {
+    (void)micro;
     const AttentionMask *mask = mask_for(context, shape);
     Tensor lse = *kept_lse(kept), dots = tensor_like(MEMORY_ACTIVATION, lse);
     Tensor sum_dq = accumulator(dq), sum_dk = accumulator(dk), sum_dv = accumulator(dv);
@@ -78,20 +88,57 @@ static void flash_drop(void *context, AttentionKept *kept) {
 }
 
 // Selective recomputation drops what grows with s^2; here that was never kept, and lse comes with o alone.
-static void flash_again(void *context, AttentionKept *kept, Tensor q, Tensor k, Tensor v,
-                        AttentionShape shape) {
+static void flash_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
+                        Tensor v, AttentionShape shape) {
     Tensor o = tensor_like(MEMORY_ACTIVATION, q);
-    flash_forward(context, o, kept, q, k, v, shape);
+    flash_forward(context, micro, o, kept, q, k, v, shape);
     tensor_free(&o);
 }
 
-void flash_attention_plug(Model *model, Flash *flash) {
+static void *plug(Model *model) {
+    Flash *flash = host_alloc(sizeof *flash);
     *flash = (Flash){0};
     model->sockets.attention.context = flash;
     model->sockets.attention.forward = flash_forward;
     model->sockets.attention.backward = flash_backward;
     model->sockets.attention.drop = flash_drop;
     model->sockets.attention.again = flash_again;
+    return flash;
 }
 
-void flash_free(Flash *flash) { attention_positions_free(&flash->positions); }
+static void unplug(Model *model, void *context) {
+    (void)model;
+    Flash *flash = context;
+    attention_positions_free(&flash->positions);
+    free(flash);
+}
+
+static void price(Price *price, const Model *m, const void *context) {
+    (void)context;
+    const Config *c = &m->config;
+    double lse = (double)(c->micro_batch * c->seq * c->heads) * (double)dtype_size(wide((DType)c->dtype));
+    for (int i = 0; i < price->block_rows; i++)
+        if (!strcmp(price->block[i].what, "probs") && price->block[i].bytes > 0)
+            price->block[i].bytes = lse;
+}
+
+static bool on(const Config *config) { return config_number(config, "attention") == 1; }
+
+static const Option attention_option = {
+    "attention",
+    OPTION_CHOICE,
+    NULL,
+    "stored",
+    0,
+    0,
+    "stored|flash",
+    "whether the scores of all pairs are stored, or computed again tile by tile",
+    false};
+
+const Technique flash_attention = {.name = "flash_attention",
+                                   .option = &attention_option,
+                                   .options = 1,
+                                   .on = on,
+                                   .plug = plug,
+                                   .unplug = unplug,
+                                   .price = price};

@@ -91,8 +91,14 @@ double price_states(const Price *p, const Model *m, MemoryKind kind) {
 static Price price_of_one_device(const Config *c) {
     double L = (double)c->layers, micros = (double)c->grad_acc, h = (double)c->hidden, f = (double)c->ffn;
     double kv = (double)(c->kv_heads * config_head_size(c)), v = (double)c->vocab;
-    Price p = {
-        .values = -1, .gradients = -1, .states = -1, .blocks = L, .forwards = micros, .losses = micros};
+    Price p = {.values = -1,
+               .gradients = -1,
+               .states = -1,
+               .blocks = L,
+               .forwards = micros,
+               .losses = micros,
+               .lookup_micros = micros,
+               .head_micros = micros};
     // Two regions in a block; W enters both again, for what B did not keep.
     p.enters = 4 * L * micros;
     p.leaves = p.enters_backward = p.leaves_backward = 2 * L * micros;
@@ -119,7 +125,7 @@ Price trainer_price(const Trainer *t) {
     for (int i = 0; i < m->params.count; i++) {
         int64_t elements = params_partial_elements(&m->params, i);
         if (elements >= 0)
-            price_all_reduce(&p, 1, elements, m->params.recipe.sum, m->params.param[i].copies);
+            price_all_reduce(&p, 1, elements, m->params.recipe.sum, m->params.param[i].parts);
     }
     price_all_reduce(&p, 1, 1, F64, m->mesh.dp);
     price_all_reduce(&p, 1, 1, F64, m->params.replicas);

@@ -34,6 +34,11 @@ static void no_sum_over_ranks(void *context, Model *model, bool last) {
 }
 static void nothing_to_finish(void *context, Model *model) { (void)context, (void)model; }
 
+static int64_t all_rows(void *context, const MicroBatch *micro) {
+    (void)context;
+    return micro->b * micro->s;
+}
+
 static Tensor identity(void *context, const MicroBatch *micro, Tensor x) {
     (void)context, (void)micro;
     return tensor_share(x);
@@ -200,7 +205,7 @@ Sockets sockets_single_device(void) {
         .tokens = {NULL, all_tokens, in_order},
         .parameters = {NULL, no_unit_change, no_unit_change, nothing_after_the_step, weights_are_whole},
         .gradients = {NULL, gradients_exist, add_to_accumulators, no_sum_over_ranks, nothing_to_finish},
-        .region = {NULL, identity, identity, identity, identity},
+        .region = {NULL, all_rows, identity, identity, identity, identity},
         .vocabulary = {NULL, lookup, lookup_backward, identity, identity, loss, loss_backward},
         .attention = {NULL, attention_forward, attention_backward, attention_drop, attention_again},
         .mlp = {NULL, mlp_forward, mlp_backward_input, mlp_backward_weight, mlp_drop},

@@ -20,7 +20,7 @@
 
 // ---- a trainer: the model, sharded and plugged ----
 
-static const Technique *const one_device[] = {&recompute, NULL};
+static const Technique *const one_device[] = {&flash_attention, &recompute, NULL};
 
 // A plug that takes another's place by mistake would drop what that one does in silence.
 static void plug(Trainer *t, const Technique *technique, const Technique *taken[SOCKETS]) {

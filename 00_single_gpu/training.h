@@ -31,8 +31,9 @@ enum { MOST_KEPT = 16, MOST_CALLS = 16 };
 typedef struct Price {
     // Calls of the region socket in a step, each on (n, h); of these leaves and leaves_backward, a lookup's.
     double enters, leaves, enters_backward, leaves_backward, lookups;
-    bool messages;    // calls beside a multiply go as a message to each other rank
-    double losses;    // that are a sum over rows of this rank alone
+    bool messages;                      // calls beside a multiply go as a message to each other rank
+    double losses;                      // that are a sum over rows of this rank alone
+    double lookup_micros, head_micros;  // micro-batches that are looked up here, and that end here
     double forwards;  // of every block in a step: 1 for each micro-batch, and recomputation's
     // Calls and bytes sent in a step by this rank, by kind (comm.h's names).
     struct {
@@ -140,8 +141,8 @@ void price_sent(Price *price, const char *call, double calls, double bytes);  //
 // What is left on this rank of all that is split so: numerator of denominator equal parts.
 void price_scale_kept(Price *price, Split split, double numerator, double denominator);
 
-// ---- recompute.c, and what a plain run on one device has ----
-extern const Technique recompute;
+// ---- recompute.c, flash.c: what a run on one device may have ----
+extern const Technique recompute, flash_attention;
 // FLOPs that a step over `sequences` samples computes a second time, by config->recompute.
 double recompute_extra_flops(const Config *config, int64_t sequences);
 

@@ -132,9 +132,11 @@ typedef struct Sockets {
         void (*micro_batch_ready)(void *context, Model *model, bool last);
         void (*finish)(void *context, Model *model);
     } gradients;
-    // Into and out of the part of a block that tensor parallelism shards. Returns a tensor of the caller's own.
+    // Into and out of the part of a block that tensor parallelism shards. Returns a tensor of the caller's own. rows:
+    // of x outside of it.
     struct {
         void *context;
+        int64_t (*rows)(void *context, const MicroBatch *micro);
         Tensor (*enter)(void *context, const MicroBatch *micro, Tensor x);  // f: identity;  g: all-gather
         Tensor (*leave)(void *context, const MicroBatch *micro,
                         Tensor partial);  // f*: all-reduce; g*: reduce-scatter

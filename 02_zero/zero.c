@@ -89,6 +89,7 @@ void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
     double micros = (double)m->config.grad_acc, own = 0;
     for (int i = 0; i < p->units; i++) {
         const Unit *u = &p->unit[i];
+        if (u->count == 0) continue;  // another stage's
         own += (double)u->own_count;
         price_reduce_scatter(price, stage == 1 ? 1 : micros, u->count, u->own_count, p->recipe.sum,
                              u->replicas);

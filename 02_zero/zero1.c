@@ -79,6 +79,7 @@ static void wait_for_gradients(void *context, Model *model) {
 
 static void start_gather(Model *model, Zero *zero, int unit) {
     Unit *u = &model->params.unit[unit];
+    if (u->count == 0) return;  // another stage's
     int64_t *counts = zero_part_counts(u);
     zero->gathering[unit] = comm_all_gather(u->values, u->own_values, counts, u->replicas);
     free(counts);

@@ -68,6 +68,10 @@ static Tensor gather(void *context, const MicroBatch *micro, Tensor own) {
     return tensor_share(a->coming);
 }
 
+static int64_t rows_outside(void *context, const MicroBatch *micro) {
+    return own_rows(context, micro->b * micro->s);
+}
+
 // ---- out, by g* and g backward: a reduce-scatter that began before its input was complete ----
 
 static void begin_leaving(Async *a, Tensor partial) {
@@ -150,6 +154,7 @@ static void *plug(Model *model) {
     *a = (Async){.tp = model->mesh.tp, .before = *on, .in = host_alloc(2 * n * sizeof *a->in)};
     a->out = a->in + n;
     on->region.context = on->linear.context = a;
+    on->region.rows = rows_outside;
     on->region.enter = on->region.leave_backward = gather;
     on->region.leave = on->region.enter_backward = scatter;
     on->linear.forward = forward;

@@ -39,6 +39,12 @@ void sequence_counts(int64_t n, int64_t columns, int size, int64_t *counts) {
 
 static int64_t tokens_of(const MicroBatch *micro) { return micro->b * micro->s; }
 
+static int64_t own_rows(void *context, const MicroBatch *micro) {
+    const TensorParallel *t = context;
+    int64_t first;
+    return sequence_rows(tokens_of(micro), t->tp.rank, t->tp.size, &first);
+}
+
 static Tensor all_gather(void *context, const MicroBatch *micro, Tensor rows) {
     TensorParallel *t = context;
     int64_t n = tokens_of(micro), h = tensor_columns(rows), counts[t->tp.size];
@@ -50,10 +56,9 @@ static Tensor all_gather(void *context, const MicroBatch *micro, Tensor rows) {
 
 static Tensor reduce_scatter(void *context, const MicroBatch *micro, Tensor partial) {
     TensorParallel *t = context;
-    int64_t n = tokens_of(micro), h = tensor_columns(partial), first, counts[t->tp.size];
+    int64_t n = tokens_of(micro), h = tensor_columns(partial), counts[t->tp.size];
     sequence_counts(n, h, t->tp.size, counts);
-    int64_t own = sequence_rows(n, t->tp.rank, t->tp.size, &first);
-    Tensor rows = tensor_new(MEMORY_ACTIVATION, partial.dtype, SHAPE(own, h));
+    Tensor rows = tensor_new(MEMORY_ACTIVATION, partial.dtype, SHAPE(own_rows(t, micro), h));
     comm_wait(comm_reduce_scatter(rows, partial, counts, REDUCE_SUM, t->tp));
     return rows;
 }
@@ -61,7 +66,7 @@ static Tensor reduce_scatter(void *context, const MicroBatch *micro, Tensor part
 // ---- embedding and loss of this rank's rows ----
 
 // The micro-batch as this rank's rows alone see it: tokens and targets are borrowed views.
-static MicroBatch own_rows(const TensorParallel *t, const MicroBatch *micro) {
+static MicroBatch own_tokens(const TensorParallel *t, const MicroBatch *micro) {
     MicroBatch own = *micro;
     int64_t first, rows = sequence_rows(tokens_of(micro), t->tp.rank, t->tp.size, &first);
     own.tokens = tensor_view(micro->tokens, first, SHAPE(rows));
@@ -71,26 +76,26 @@ static MicroBatch own_rows(const TensorParallel *t, const MicroBatch *micro) {
 
 static Tensor lookup(void *context, const MicroBatch *micro, Tensor weight) {
     TensorParallel *t = context;
-    MicroBatch own = own_rows(t, micro);
+    MicroBatch own = own_tokens(t, micro);
     return t->before.vocabulary.lookup(t->before.vocabulary.context, &own, weight);
 }
 
 static void lookup_backward(void *context, const MicroBatch *micro, Tensor dweight, Tensor dx) {
     TensorParallel *t = context;
-    MicroBatch own = own_rows(t, micro);
+    MicroBatch own = own_tokens(t, micro);
     t->before.vocabulary.lookup_backward(t->before.vocabulary.context, &own, dweight, dx);
 }
 
 static double loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
     TensorParallel *t = context;
-    MicroBatch own = own_rows(t, micro);
+    MicroBatch own = own_tokens(t, micro);
     return comm_sum(t->before.vocabulary.loss(t->before.vocabulary.context, &own, lse, logits), t->tp);
 }
 
 static void loss_backward(void *context, const MicroBatch *micro, Tensor dlogits, Tensor logits,
                           Tensor lse) {
     TensorParallel *t = context;
-    MicroBatch own = own_rows(t, micro);
+    MicroBatch own = own_tokens(t, micro);
     t->before.vocabulary.loss_backward(t->before.vocabulary.context, &own, dlogits, logits, lse);
 }
 
@@ -99,6 +104,7 @@ static void *plug(Model *model) {
     *t = (TensorParallel){.tp = model->mesh.tp, .before = model->sockets};
     Sockets *on = &model->sockets;
     on->region.context = on->vocabulary.context = t;
+    on->region.rows = own_rows;
     on->region.enter = on->region.leave_backward = all_gather;
     on->region.leave = on->region.enter_backward = reduce_scatter;
     on->vocabulary.lookup = lookup;

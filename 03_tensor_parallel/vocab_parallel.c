@@ -137,19 +137,19 @@ static void price(Price *price, const Model *m, const void *context) {
     const Config *c = &m->config;
     Group tp = m->mesh.tp;
     int64_t n = c->micro_batch * c->seq, rows = (c->vocab + tp.size - 1) / tp.size;
-    double micros = (double)c->grad_acc;
+    double heads = price->head_micros, lookups = price->lookup_micros;
     DType statistics = c->dtype == F64 ? F64 : F32;
     // A lookup leaves the region, the output layer enters it, in W again.
-    price->lookups += micros;
-    price->leaves += micros;
-    price->leaves_backward += micros;
-    price->enters += 2 * micros;
-    price->enters_backward += micros;
+    price->lookups += lookups;
+    price->leaves += lookups;
+    price->leaves_backward += lookups;
+    price->enters += 2 * heads;
+    price->enters_backward += heads;
     price->losses = 0;  // the two sums below have it
-    price_all_reduce(price, micros, n, statistics, tp);
-    price_all_reduce(price, micros, 2 * n, statistics, tp);
-    price->elements[ROLE_EMBEDDING] = (double)(rows * c->hidden);
-    if (!c->tied) price->elements[ROLE_HEAD] = (double)(rows * c->hidden);
+    price_all_reduce(price, heads, n, statistics, tp);
+    price_all_reduce(price, heads, 2 * n, statistics, tp);
+    price->elements[ROLE_EMBEDDING] = price->elements[ROLE_EMBEDDING] / (double)c->vocab * (double)rows;
+    price->elements[ROLE_HEAD] = price->elements[ROLE_HEAD] / (double)c->vocab * (double)rows;
     for (int i = 0; i < price->end_rows; i++) {
         PriceKept *kept = &price->end[i];
         if (!strcmp(kept->what, "logits"))

@@ -4,10 +4,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "comm/comm.h"
 #include "tensor/ops.h"
 #include "tensor/rng.h"
 
 // ---- building ----
+
+static const Group alone = {.size = 1, .name = "one"};
 
 Recipe recipe_standard(DType dtype) {
     // 16-bit sums lose small addends, and 16-bit weights small steps.
@@ -16,7 +19,7 @@ Recipe recipe_standard(DType dtype) {
 }
 
 void params_begin(Params *params, const Mesh *mesh) {
-    *params = (Params){.world = mesh->world, .spread = mesh->tp_pp};
+    *params = (Params){.world = mesh->world, .within = mesh->tp, .spread = mesh->tp_pp};
     // Until a technique says otherwise every rank of dp x cp trains a replica of the model.
     params->replicas = mesh->dp_cp;
 }
@@ -40,7 +43,8 @@ Param *params_add(Params *params, const ParamSpec *spec) {
                      .dims = spec->in ? 2 : 1,
                      .full = {spec->out, columns},
                      .shape = {spec->out, columns},
-                     .copies = params->spread,
+                     .copies = params->within,
+                     .parts = alone,
                      .decays = spec->decays,
                      .init_std = spec->init_std};
     snprintf(param->name, sizeof param->name, "%s", spec->name);
@@ -54,19 +58,59 @@ void param_shard(Param *param, int dim, int64_t first, int64_t count) {
     param->shape[dim] = count;
     param->first[dim] = first;
     param->sharded = true;
-    param_set_copies(param, (Group){.size = 1, .name = "one"}, false);
+    param_set_copies(param, alone, false);
 }
 
 void param_set_copies(Param *param, Group copies, bool partial) {
     param->copies = copies;
-    param->partial = partial;
+    param->parts = partial ? copies : alone;
 }
 
-void unit_leave_out(Params *params, int unit) {
-    const Unit *u = &params->unit[unit];
-    for (int i = u->first_param; i < u->first_param + u->params; i++) {
+void unit_set_holders(Params *params, int unit, Group stages, const int *holder, int holders) {
+    Unit *u = &params->unit[unit];
+    bool here = false;
+    u->stages = stages;
+    u->holders = holders;
+    u->holder = host_alloc(holders * sizeof *u->holder);
+    for (int i = 0; i < holders; i++) {
+        u->holder[i] = holder[i];
+        here = here || holder[i] == stages.rank;
+    }
+    for (int i = u->first_param; i < u->first_param + u->params && !here; i++) {
         params->param[i].here = false;
         params->param[i].shape[0] = 0;
+    }
+}
+
+// A group of ranks of one stage, and those that stand at its place on each holder: ranks of one stage lie `apart` from
+// those of the next one.
+static int on_holders(const Unit *u, Group group, int *members) {
+    int apart = u->stages.member[1] - u->stages.member[0], count = 0;
+    for (int i = 0; i < u->holders; i++)
+        for (int j = 0; j < group.size; j++) {
+            int here = group.member ? group.member[j] : u->stages.member[u->stages.rank];
+            members[count++] = here + (u->holder[i] - u->stages.rank) * apart;
+        }
+    return count;
+}
+
+// One group for all weights with the same members: all ranks make them in the order of the table.
+static Group joined_group(Params *params, const Unit *u, Group group) {
+    int members[u->holders * group.size], count = on_holders(u, group, members);
+    for (int i = 0; i < params->joined_count; i++)
+        if (params->joined[i].size == count && !memcmp(params->joined[i].member, members, sizeof members))
+            return params->joined[i];
+    CHECK(params->joined_count < JOINED_MOST, "more than %d groups of copies across stages", JOINED_MOST);
+    return params->joined[params->joined_count++] = comm_group("copies", LINE_DP, members, count);
+}
+
+static void join_holders(Params *params) {
+    for (int i = 0; i < params->count; i++) {
+        Param *param = &params->param[i];
+        const Unit *u = &params->unit[param->unit];
+        if (u->holders <= 1) continue;
+        param->parts = joined_group(params, u, param->parts);
+        param->copies = joined_group(params, u, param->copies);
     }
 }
 
@@ -182,6 +226,7 @@ static void allocate_units(Params *params) {
 
 void params_allocate(Params *params, Recipe recipe, uint64_t seed) {
     params->recipe = recipe;
+    join_holders(params);
     params_measure(params);
     own_all(params);
     allocate_units(params);
@@ -209,6 +254,7 @@ void params_free(Params *params) {
     tensor_free(&params->accumulated);
     tensor_free(&params->own_values);
     tensor_free(&params->own_grads);
+    for (int i = 0; i < params->units; i++) free(params->unit[i].holder);
     free(params->param);
     free(params->unit);
     *params = (Params){0};

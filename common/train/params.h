@@ -43,9 +43,8 @@ typedef struct Param {
     int64_t shape[2];  // what this rank stores (of which it owns a part where ZeRO deals it out)
     int64_t first[2];  // where the stored part begins in the whole; rows from full[0] on are padding
     bool sharded;      // no rank of the spread stores all of it
-    Group
-        copies;  // ranks of the spread that store these same elements, this one among them; often it alone
-    bool partial;  // each copy's gradient is a part: the gradient is their sum
+    Group copies;      // ranks of the spread that store these same elements, this one among them
+    Group parts;       // those of them whose gradients are parts that add up; this one alone where all are whole
     bool decays;
     double init_std;
     int64_t offset, count;  // elements within the unit's flat tensors; count is 0 where it is not here
@@ -65,7 +64,11 @@ typedef struct Unit {
         own_values;  // (own_count) the weights that the optimizer steps; a view of values, or all there is
     Tensor own_grads;  // (own_count) their total gradient; a view of the above, or all there is
     int64_t counted_first, counted_count;  // what this rank adds to the gradients' norm
+    Group stages;      // of which some ranks alone store the unit: those in holder, if there are any …
+    int *holder, holders;
 } Unit;
+
+enum { JOINED_MOST = 16 };
 
 typedef struct Params {
     Param *param;
@@ -76,9 +79,12 @@ typedef struct Params {
     Sharding sharding;
     bool dealt;    // a technique has set own_first and own_count of each unit
     bool counted;  // and counted_first and counted_count
-    Group world,
-        spread;  // all ranks; those that have different elements, or copies, of one replica of the model
+    Group world;
+    Group spread;    // ranks that together store one replica of the model: they have other elements, or copies
+    Group within;    // those of the spread that all store a weight until a technique shards it
     Group replicas;  // of the units that are added from here on
+    Group joined[JOINED_MOST];  // of copies across stages
+    int joined_count;
     // Where all units stand one after another, consecutive units being one contiguous range. {0} where a
     // unit's own part is all that is stored …
     Tensor values, grads, accumulated;
@@ -99,8 +105,10 @@ void param_shard(Param *param, int dim, int64_t first, int64_t count);
 // Which ranks of the spread store the same elements as this one. partial: each has seen other tokens, or serves
 // other heads, so that the gradient is the sum of theirs.
 void param_set_copies(Param *param, Group copies, bool partial);
-// This rank stores nothing of the unit. Those that do store it say who has copies (param_set_copies).
-void unit_leave_out(Params *params, int unit);
+// Of the ranks of `stages` only these, by their rank in it and ascending, store the unit: one, or several that hold
+// copies, whose gradients are parts. Copies across stages of what each of them has copies of within its stage are made
+// by params_allocate.
+void unit_set_holders(Params *params, int unit, Group stages, const int *holder, int holders);
 // Sets each weight's place in its unit and each unit's count from what was said so far: before a technique reads
 // them.
 void params_measure(Params *params);

@@ -10,13 +10,15 @@
 
 // ---- gradients that are parts ----
 
-// All ranges of this rank's own gradients that are partial over this very group of copies, one after another:
+static bool is_partial(const Param *param) { return param->here && param->parts.size > 1; }
+
+// All ranges of this rank's own gradients that are partial over this very group, one after another:
 // into the buffer, or back. Returns their number of elements; without a buffer that alone.
-static int64_t move_partial(const Params *params, Group copies, Tensor buffer, bool back) {
+static int64_t move_partial(const Params *params, Group parts, Tensor buffer, bool back) {
     int64_t count = 0;
     for (int i = 0; i < params->count; i++) {
         const Param *param = &params->param[i];
-        if (!param->here || !param->partial || param->copies.handle != copies.handle) continue;
+        if (!is_partial(param) || param->parts.handle != parts.handle) continue;
         Tensor grad = param_own_grad(params, param, NULL);
         if (!tensor_exists(grad)) continue;
         int64_t elements = tensor_count(grad);
@@ -29,15 +31,11 @@ static int64_t move_partial(const Params *params, Group copies, Tensor buffer, b
     return count;
 }
 
-static bool is_partial(const Param *param) {
-    return param->here && param->partial && param->copies.size > 1;
-}
-
 int64_t params_partial_elements(const Params *params, int param) {
     const Param *p = &params->param[param], *first = params->param;
     if (!is_partial(p)) return -1;
-    while (!is_partial(first) || first->copies.handle != p->copies.handle) first++;
-    return first == p ? move_partial(params, p->copies, (Tensor){0}, false) : -1;
+    while (!is_partial(first) || first->parts.handle != p->parts.handle) first++;
+    return first == p ? move_partial(params, p->parts, (Tensor){0}, false) : -1;
 }
 
 // One message for all of them: there are many small ones.
@@ -45,11 +43,11 @@ void params_sum_copies(Params *params) {
     for (int i = 0; i < params->count; i++) {
         int64_t elements = params_partial_elements(params, i);
         if (elements < 0) continue;
-        Group copies = params->param[i].copies;
+        Group parts = params->param[i].parts;
         Tensor buffer = tensor_new(MEMORY_COMMUNICATION, params->recipe.sum, SHAPE(elements));
-        move_partial(params, copies, buffer, false);
-        comm_wait(comm_all_reduce(buffer, REDUCE_SUM, copies));
-        move_partial(params, copies, buffer, true);
+        move_partial(params, parts, buffer, false);
+        comm_wait(comm_all_reduce(buffer, REDUCE_SUM, parts));
+        move_partial(params, parts, buffer, true);
         tensor_free(&buffer);
     }
 }
