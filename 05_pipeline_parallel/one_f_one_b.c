@@ -35,3 +35,12 @@ Schedule schedule_one_f_one_b(int p, int m, bool split) {
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "One forward, one backward: a backward as soon as there is one.", "one_f_one_b",
+                            NULL);
+}
+#endif

@@ -117,7 +117,7 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_REPORT, TEXT("trace", trace, NULL, "FILE", "write a time line for ui.perfetto.dev")},
         {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
         {CONFIG_DP, INT("dp", dp, "0", 0, 4096, "ranks", "data parallelism; 0: all that the others leave")},
-        {CONFIG_PP, INT("pp", pp, "1", 1, 4096, "stages", "pipeline parallelism")},
+        {CONFIG_PP, INT("pp", pp, "1", 0, 4096, "ranks", "pipeline parallelism; 0: all that the others leave")},
         {CONFIG_CP, INT("cp", cp, "1", 1, 4096, "ranks", "context parallelism: they share each sequence")},
         {CONFIG_TP, INT("tp", tp, "1", 0, 4096, "ranks",
                         "tensor parallelism: they share each layer; 0: all that --dp leaves")},
@@ -342,11 +342,12 @@ static const char *degrees_text(const Config *c) {
 }
 
 void config_check_degrees(Config *c, int ranks) {
-    if (c->tp == 0) {
-        int64_t others = (c->dp ? c->dp : 1) * c->pp * c->cp;
+    int64_t *rest_of = c->tp == 0 ? &c->tp : c->pp == 0 ? &c->pp : NULL;  // which takes all that is left
+    if (rest_of) {
+        int64_t others = (c->dp ? c->dp : 1) * (rest_of == &c->pp ? c->tp : c->pp ? c->pp : 1) * c->cp;
         CHECK(ranks % others == 0, "--dp %ld does not divide the %d ranks; --ranks %ld would fit", others,
               ranks, (ranks / others + 1) * others);
-        c->tp = ranks / others;
+        *rest_of = ranks / others;
     }
     int64_t rest = c->pp * c->cp * c->tp;
     CHECK(ranks % rest == 0, "%s does not divide the %d ranks; --ranks %ld would fit", degrees_text(c),
