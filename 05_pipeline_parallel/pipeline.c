@@ -23,149 +23,8 @@
 // schedule holds at once. This file has no main: a program for each schedule runs it.
 #include "pipeline.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
-
-typedef struct Pipeline {
-    Schedule schedule;
-    Chunk *chunk;  // (stages)
-    Message *message;
-    int messages;
-    Group forward, backward;  // pp twice: activations on one line, gradients on the other
-    // Of the step that is running.
-    MicroBatch *micro;    // (m)
-    int *passes_left;     // (m) of this rank's W; -1: not begun
-    int next;             // of the messages: all before it that are this rank's have been started
-    int finished;         // micro-batches that have left this rank
-    int held, most_held;  // passes of micro-batches between F and B, and the most ever
-    Tensor *arrived;      // (slots) input of a pass, from another rank
-    Request **arriving;   // (slots) its request, until waited for
-    Request *sending[2];  // the last one on each line, until waited for
-    const StepInput *input;
-} Pipeline;
-
-// ---- which layers a stage has ----
-
-// "5,4,4,3"; without it L / stages each, and one more for the first L % stages.
-static void deal_layers(const Config *c, Chunk *chunk, int stages) {
-    const char *text = config_text(c, "stage-layers");
-    int64_t first = 0;
-    for (int i = 0; i < stages; i++) {
-        int64_t layers = c->layers / stages + (i < c->layers % stages);
-        if (text) {
-            char *end;
-            layers = strtoll(text, &end, 10);
-            CHECK(end > text && layers >= 0 && *end == (i + 1 < stages ? ',' : '\0'),
-                  "--stage-layers %s: %d numbers of layers are needed, as in 5,4,4,3: one for each stage",
-                  config_text(c, "stage-layers"), stages);
-            text = end + 1;
-        }
-        CHECK(
-            layers > 0 || i == 0 || i == stages - 1,
-            "stage %d of %d would have no layer; --layers %d or more would fit, or fewer --pp or --chunks",
-            i, stages, stages);
-        chunk[i] = (Chunk){(int)first, (int)(first + layers), i == 0, i == stages - 1};
-        first += layers;
-    }
-    CHECK(first == c->layers, "--stage-layers %s add up to %ld layers, and the model has %ld",
-          config_text(c, "stage-layers"), first, c->layers);
-}
-
-static ScheduleWish wish_of(const Config *c) {
-    ScheduleWish wish = {.ranks = (int)c->pp,
-                         .micro_batches = (int)c->grad_acc,
-                         .chunks = (int)config_number(c, "chunks"),
-                         .durations = {1, 1, 1, 2, 0}};
-    return wish;
-}
-
-// The schedule of --load, which must be this layout's.
-static Schedule loaded_schedule(const Config *c, const char *path) {
-    Schedule s;
-    ScheduleFault fault;
-    FILE *file = fopen(path, "r");
-    CHECK(file, "--load %s cannot be read: %s", path, strerror(errno));
-    enum { LONGEST = 1 << 24 };
-    char *text = host_alloc(LONGEST);
-    size_t size = fread(text, 1, LONGEST, file);
-    fclose(file);
-    char *wrong = schedule_parse(&s, text, size);
-    free(text);
-    CHECK(!wrong, "--load %s: %s", path, wrong);
-    CHECK(schedule_verify(&s, &fault), "--load %s: %s", path, fault.sentence);
-    CHECK(schedule_message_order(&s, QUEUE_PAIR_AND_KIND, &fault), "--load %s: %s", path, fault.sentence);
-    CHECK(s.ranks == c->pp && s.micro_batches == c->grad_acc,
-          "--load %s is for --pp %d and --grad-acc %d, and this run has %ld and %ld", path, s.ranks,
-          s.micro_batches, c->pp, c->grad_acc);
-    return s;
-}
-
-static Schedule schedule_of(const Config *c) {
-    const char *path = config_text(c, "load");
-    if (path) return loaded_schedule(c, path);
-    ScheduleWish wish = wish_of(c);
-    return schedule_make((ScheduleKind)config_number(c, "schedule"), &wish);
-}
-
-static bool in_chunk(const Model *m, const Chunk *chunk, int unit) {
-    int layer = unit - m->first_block_unit;
-    if (unit == m->embedding_unit) return chunk->embedding || (chunk->head && m->config.tied);
-    if (unit == m->head_unit) return chunk->head;
-    return layer >= chunk->first_layer && layer < chunk->end_layer;
-}
-
-static bool holds(const Schedule *s, const Model *m, const Chunk *chunk, int rank, int unit) {
-    bool here = false;
-    for (int i = 0; i < s->directions * s->stages; i++)
-        here = here || (s->place[i] == rank && in_chunk(m, &chunk[i % s->stages], unit));
-    return here;
-}
-
-static void shard(Model *m) {
-    Group pp = m->mesh.pp;
-    if (pp.size == 1) return;
-    Schedule s = schedule_of(&m->config);
-    Chunk chunk[STAGES_MOST];
-    deal_layers(&m->config, chunk, s.stages);
-    for (int unit = 0; unit < m->params.units; unit++) {
-        int holder[RANKS_MOST], holders = 0;
-        for (int rank = 0; rank < pp.size; rank++)
-            if (holds(&s, m, chunk, rank, unit)) holder[holders++] = rank;
-        unit_set_holders(&m->params, unit, pp, holder, holders);
-    }
-    schedule_free(&s);
-}
-
-// ---- the order of messages ----
-
-static int by_time(const void *a, const void *b) {
-    const Message *x = a, *y = b;
-    if (x->time != y->time) return x->time < y->time ? -1 : 1;
-    if (x->from != y->from) return x->from - y->from;
-    return x->order - y->order;
-}
-
-Message *pipeline_messages(const Schedule *s, int *count) {
-    ScheduleTimes times = schedule_times(s, (Durations){1, 1, 1, 2, 0});
-    Message *message = NULL;
-    *count = 0;
-    for (int rank = 0; rank < s->ranks; rank++)
-        for (int i = 0; i < s->list[rank].count; i++)
-            for (int j = 0; j < s->list[rank].action[i].passes; j++) {
-                StagePass pass = s->list[rank].action[i].pass[j];
-                int to = schedule_sends_to(s, pass);
-                if (to == NO_RANK) continue;
-                message = realloc(message, (size_t)(*count + 1) * sizeof *message);
-                CHECK(message, "out of host memory for messages");
-                message[*count] = (Message){times.end[rank][i], rank, to, *count, pass};
-                ++*count;
-            }
-    if (*count) qsort(message, (size_t)*count, sizeof *message, by_time);
-    schedule_times_free(&times, s);
-    return message;
-}
 
 // ---- a step ----
 
@@ -283,7 +142,8 @@ static void begin_step(const Pipeline *p, Model *m) {
             bool here = false;
             const int *place = s->place + s->direction[i] * s->stages;
             for (int stage = 0; stage < s->stages; stage++)
-                here = here || (place[stage] == m->mesh.pp.rank && in_chunk(m, &p->chunk[stage], unit));
+                here = here ||
+                       (place[stage] == m->mesh.pp.rank && pipeline_in_chunk(m, &p->chunk[stage], unit));
             m->ready_left[unit] += here;
         }
 }
@@ -340,10 +200,10 @@ static double evaluate(void *context, Model *m, MicroBatch *micro) {
 static void *plug(Model *m) {
     Pipeline *p = host_alloc(sizeof *p);
     *p = (Pipeline){
-        .schedule = schedule_of(&m->config), .forward = m->mesh.pp, .backward = m->mesh.pp_backward};
+        .schedule = pipeline_schedule(&m->config), .forward = m->mesh.pp, .backward = m->mesh.pp_backward};
     size_t slots = schedule_slots(&p->schedule), micros = (size_t)p->schedule.micro_batches;
     p->chunk = host_alloc((size_t)p->schedule.stages * sizeof *p->chunk);
-    deal_layers(&m->config, p->chunk, p->schedule.stages);
+    pipeline_deal_layers(&m->config, p->chunk, p->schedule.stages);
     p->message = pipeline_messages(&p->schedule, &p->messages);
     p->micro = calloc(micros, sizeof *p->micro);
     p->passes_left = calloc(micros, sizeof *p->passes_left);
@@ -370,7 +230,7 @@ static void unplug(Model *m, void *context) {
 }
 
 static void check(const Config *c) {
-    ScheduleWish wish = wish_of(c);
+    ScheduleWish wish = pipeline_wish(c);
     const char *refusal =
         config_text(c, "load") ? NULL : schedule_refusal((ScheduleKind)config_number(c, "schedule"), &wish);
     CHECK(!refusal, "--pp %ld --grad-acc %ld: %s", c->pp, c->grad_acc, refusal);
@@ -437,7 +297,7 @@ const Technique pipeline = {.name = "pipeline",
                             .options = sizeof options / sizeof *options,
                             .axes = 1u << AXIS_PP,
                             .check = check,
-                            .shard = shard,
+                            .shard = pipeline_shard,
                             .plug = plug,
                             .unplug = unplug,
                             .price = price};
@@ -445,34 +305,3 @@ const Technique pipeline = {.name = "pipeline",
 const Technique *const pipeline_layouts[] = {
     &ddp_no_sync,       &zero1,          &zero2,    &zero3,     &tensor_parallel,
     &sequence_parallel, &vocab_parallel, &pipeline, &recompute, NULL};
-
-// ---- the main of a schedule's program ----
-
-// Sums run as on one device, unless two copies of a weight add up, or ranks share a sum.
-static bool exact(const Config *c) {
-    ScheduleKind kind = (ScheduleKind)config_number(c, "schedule");
-    bool copies = c->tied || kind == DUALPIPE || kind == DUALPIPE_V;
-    return c->dp == 1 && c->tp == 1 && !(copies && c->pp > 1);
-}
-
-int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule,
-                     void (*more)(Mesh mesh, const Config *config)) {
-    char *defaults = format_text(
-        "layers=9 hidden=24 heads=6 kv-heads=2 ffn=40 seq=15 micro-batch=1 grad-acc=8 steps=3 "
-        "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 dp=1 pp=0 schedule=%s",
-        schedule);
-    char *claim = format_text("stages on several ranks make the step of one device, by %s", schedule);
-    const Program program = {.purpose = purpose,
-                             .claim = claim,
-                             .defaults = defaults,
-                             .natural = 4,
-                             .techniques = pipeline_layouts,
-                             .option = tensor_layout_options,
-                             .options = TENSOR_LAYOUT_OPTIONS,
-                             .exact = exact,
-                             .more = more};
-    int status = program_main(argc, argv, &program);
-    free(defaults);
-    free(claim);
-    return status;
-}

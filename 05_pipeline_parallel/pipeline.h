@@ -12,9 +12,19 @@ extern const Technique pipeline;
 // parallelism, the pipeline, recomputation.
 extern const Technique *const pipeline_layouts[];
 
-// The main of a schedule's program: trains with this --schedule and proves it. `more` may be NULL.
+// The main of a schedule's program: trains with this --schedule and proves it. more: NULL for pipeline_costs.
 int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule,
                      void (*more)(Mesh mesh, const Config *config));
+// Prints one step of the schedule on the model clock, beside the schedule's own clock.
+void pipeline_costs(Mesh mesh, const Config *config);
+
+// ---- pipeline_stages.c ----
+ScheduleWish pipeline_wish(const Config *config);
+Schedule pipeline_schedule(const Config *config);  // that the flags ask for; the caller frees it
+// The layers of each stage, by --stage-layers, or L / stages each and one more for the first L % stages.
+void pipeline_deal_layers(const Config *config, Chunk *chunk, int stages);
+bool pipeline_in_chunk(const Model *model, const Chunk *chunk, int unit);
+void pipeline_shard(Model *model);
 
 // A message between two stages on different ranks: what `pass` has made, activations (F) or gradients (B, BW).
 typedef struct Message {
@@ -25,5 +35,24 @@ typedef struct Message {
 } Message;
 // All of a step, in one order that every rank derives alike: by time, then by rank. The caller frees them.
 Message *pipeline_messages(const Schedule *schedule, int *count);
+
+// ---- pipeline.c: the runtime ----
+typedef struct Pipeline {
+    Schedule schedule;
+    Chunk *chunk;  // (stages)
+    Message *message;
+    int messages;
+    Group forward, backward;  // pp twice: activations on one line, gradients on the other
+    // Of the step that is running.
+    MicroBatch *micro;    // (m)
+    int *passes_left;     // (m) of this rank's W; -1: not begun
+    int next;             // of the messages: all before it that are this rank's have been started
+    int finished;         // micro-batches that have left this rank
+    int held, most_held;  // passes of micro-batches between F and B, and the most ever
+    Tensor *arrived;      // (slots) input of a pass, from another rank
+    Request **arriving;   // (slots) its request, until waited for
+    Request *sending[2];  // the last one on each line, until waited for
+    const StepInput *input;
+} Pipeline;
 
 #endif
