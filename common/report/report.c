@@ -3,13 +3,13 @@
 #include "report.h"
 
 #include <cjson/cJSON.h>
-#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "comm/comm.h"
+#include "files.h"
 
 // A gradient whose baseline is smaller than this part of the largest one is noise of the sums that made the
 // others: its error is measured against that floor, and never skipped.
@@ -22,8 +22,7 @@ static struct {
     char first_failure[400];
     bool compared[3];           // by ProofClass
     double worst[3], bound[3];  // relative, of the comparison nearest to its bound
-    FILE *file;                 // --json
-    const char *file_name;
+    const char *file_name;      // --json
     cJSON *json;
 } report;
 
@@ -77,12 +76,7 @@ static cJSON *json_root(void) {
 
 void report_json(const char *file) {
     if (!file || base_rank() > 0) return;
-    // Opened now, so that a path that cannot be written fails before the run and not after it; under another name,
-    // so that an older file stays whole until this one is.
-    char *part = format_text("%s.part", file);
-    report.file = fopen(part, "w");
-    CHECK(report.file, "--json %s cannot be written: %s", file, strerror(errno));
-    free(part);
+    output_check("--json", file);  // before the run, and not after it
     report.file_name = file;
 }
 
@@ -432,13 +426,11 @@ int report_verdict(const char *format, ...) {
     cJSON_AddStringToObject(verdict, "class", evidence);
     put_number(verdict, "checks", report.checks);
     put_number(verdict, "failures", report.failures);
-    if (report.file) {
+    if (report.file_name) {
         char *json = cJSON_Print(report.json);
-        bool failed = fprintf(report.file, "%s\n", json) < 0;
-        char *part = format_text("%s.part", report.file_name);
-        CHECK(fclose(report.file) == 0 && !failed && rename(part, report.file_name) == 0,
-              "--json %s could not be written whole", report.file_name);
-        free(part);
+        FILE *file = output_open("--json", report.file_name);
+        fprintf(file, "%s\n", json);
+        output_close(file, "--json", report.file_name);
         free(json);
     }
     if (pass)

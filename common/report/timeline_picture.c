@@ -1,9 +1,9 @@
 // timeline_picture.c: rows of timeline.c in letters, and as an SVG.
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "files.h"
 #include "timeline.h"
 
 typedef struct Kind {
@@ -236,8 +236,7 @@ void timeline_svg(const Timeline *row, int rows, const char *title, const char *
     double seconds = longest(row, rows);
     int top = TOP + draw_legend(NULL, row, rows, title);
     int height = top + ROW * rows - (ROW - COMPUTE - NETWORK - 8) + BOTTOM;
-    FILE *svg = fopen(file, "w");
-    CHECK(svg, "--timeline-svg %s cannot be written: %s", file, strerror(errno));
+    FILE *svg = output_open("--timeline-svg", file);
     fprintf(svg, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' ",
             WIDTH, height, WIDTH, height);
     fprintf(svg,
@@ -250,6 +249,5 @@ void timeline_svg(const Timeline *row, int rows, const char *title, const char *
     if (seconds > 0) draw_axis(svg, seconds, top, height - BOTTOM);
     for (int r = 0; r < rows && seconds > 0; r++) draw_row(svg, &row[r], seconds, top + 4 + ROW * r);
     fprintf(svg, "</svg>\n");
-    bool failed = ferror(svg) != 0;
-    CHECK(fclose(svg) == 0 && !failed, "--timeline-svg %s could not be written whole", file);
+    output_close(svg, "--timeline-svg", file);
 }

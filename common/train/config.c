@@ -73,6 +73,8 @@ typedef struct Shared {
     { name, OPTION_REAL, &c->field, standard, low, high, "", help, false }
 #define TEXT(name, field, standard, holder, help) \
     { name, OPTION_TEXT, &c->field, standard, 0, 0, holder, help, false }
+#define OUTPUT(name, field, help) \
+    { name, OPTION_OUTPUT, &c->field, NULL, 0, 0, "FILE", help, false }
 #define CHOICE(name, field, standard, words, help) \
     { name, OPTION_CHOICE, &c->field, standard, 0, 0, words, help, false }
 #define FLAG(name, field, help) \
@@ -113,8 +115,8 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_FILES,
          INT("save-every", save_every, "0", 0, 1e12, "steps", "between checkpoints; 0: only the last")},
         {CONFIG_FILES, TEXT("resume", resume, NULL, "DIR", "go on with this checkpoint's run")},
-        {CONFIG_REPORT, TEXT("json", json, NULL, "FILE", "write every figure at full precision")},
-        {CONFIG_REPORT, TEXT("trace", trace, NULL, "FILE", "write a time line for ui.perfetto.dev")},
+        {CONFIG_REPORT, OUTPUT("json", json, "write every figure at full precision")},
+        {CONFIG_REPORT, OUTPUT("trace", trace, "write a time line for ui.perfetto.dev")},
         {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
         {CONFIG_LAYOUT, INT("dp", dp, "0", 0, 4096, "", "data-parallel ranks; 0: all that --tp leaves")},
         {CONFIG_LAYOUT, INT("tp", tp, "1", 0, 4096, "",
@@ -126,7 +128,7 @@ static int shared_options(Shared *table, Config *c) {
          CHOICE("zero", zero, "0", "0|1|2|3", "what --dp shares out: optimizer state, gradients, weights")},
         {CONFIG_TIMELINE,
          FLAG("timeline", timeline, "show compute and communication of one step on the model clock")},
-        {CONFIG_TIMELINE, TEXT("timeline-svg", timeline_svg, NULL, "FILE", "the same as a picture")},
+        {CONFIG_TIMELINE, OUTPUT("timeline-svg", timeline_svg, "the same as a picture")},
         {CONFIG_RANKS,
          INT("ranks", ranks, "0", 0, 4096, "", "processes; 0: as many as the program shows best")},
         {CONFIG_RANKS,
