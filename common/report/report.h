@@ -68,8 +68,8 @@ bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 // that failed>". Returns the exit status. Every check since the start counts; the next check starts anew.
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
 
-// --json: everything the tables showed at full precision. Opened once, filled by the functions above and by
-// these, and written by report_verdict.
+// --json: everything the tables showed at full precision. The place is checked at once; it is filled by the functions
+// above and by these, and written by report_verdict.
 void report_json(const char *file);
 void report_number(const char *group, const char *name, double value, const char *unit);
 void report_series(const char *name, const double *values, int64_t count);
