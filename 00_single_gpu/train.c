@@ -75,7 +75,7 @@ Batch batch_new(const Trainer *t, int64_t first_sample) {
     batch.targets = host_alloc(batch.count * sizeof *batch.targets);
     memset(batch.tokens, 0, batch.count * sizeof *batch.tokens);  // a dry run has no text
     memset(batch.targets, 0, batch.count * sizeof *batch.targets);
-    for (int64_t i = 0; i < batch.samples && t->data.tokens; i++) {
+    for (int64_t i = 0; i < batch.samples && t->data.file; i++) {
         int32_t *targets = batch.targets + i * c->seq;
         data_sample(&t->data, c->seed, first_sample + i, false, c->seq, batch.tokens + i * c->seq, targets);
         if (t->masked) data_mask_prompt(c->seed, first_sample + i, c->seq, targets);
@@ -255,7 +255,7 @@ static void generate(Trainer *t, const Options *options) {
     double *logits = host_alloc(v * sizeof *logits);
     memset(text, 0, (total + s) * sizeof *text);
     for (int64_t i = 0; i < s; i++) none[i] = IGNORED_LABEL;
-    memcpy(text, t->data.tokens + t->data.train_count, prompt * sizeof *text);
+    data_copy(&t->data.tokens, t->data.train_count, prompt, text);
     for (int64_t length = prompt; length < total; length++) {
         int64_t first = length > s ? length - s : 0;
         MicroBatch micro = micro_batch_new(t->model, 0, 1, text + first, none, 0);

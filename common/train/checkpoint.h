@@ -2,8 +2,8 @@
 //
 // A checkpoint folder has config.json and model.safetensors (transformers loads them as LlamaForCausalLM),
 // and, when training wrote it, optimizer.safetensors: m, v and master of each weight under "<name>.m" …,
-// and in __metadata__ where the run stands and what made it what it was. No file knows a layout: tensors are
-// whole, without padding, so that any ranks take their parts of what any others have written.
+// and in __metadata__ where the run stands and what made it what it was. No file knows a layout: tensors
+// are whole, without padding, so that any ranks take their parts of what any others have written.
 #ifndef CHECKPOINT_H
 #define CHECKPOINT_H
 
@@ -30,7 +30,8 @@ typedef struct SafeTensors {
     int count;
     char **key, **value;  // __metadata__
     int keys;
-    uint8_t *file;  // the whole file where safetensors_open read it, else NULL
+    const uint8_t *file;  // the whole file where safetensors_open mapped it, else NULL
+    size_t size;
 } SafeTensors;
 
 // Parses a file's bytes, which must outlive the result. Returns NULL, or the sentence that says what is
@@ -38,11 +39,13 @@ typedef struct SafeTensors {
 // negative or overflowing shape, offsets out of range, overlapping or leaving holes, sizes that differ from
 // shape times dtype, a name twice.
 const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *result);
-// Reads and parses a file; fatal with its name on any fault.
+// Maps and parses a file, of whose tensors only what is touched is read; fatal with its name on any fault.
 SafeTensors safetensors_open(const char *path);
 const SafeTensor *safetensors_find(const SafeTensors *file, const char *name);
 const char *safetensors_metadata(const SafeTensors *file, const char *key);  // NULL if absent
 void safetensors_close(SafeTensors *file);
+// The first of `count` names that stands there twice, or NULL.
+const char *name_twice(char *const *names, int count);
 
 // Puts the bytes of tensor number `tensor` into host memory.
 typedef void (*SafeTensorRead)(void *context, int tensor, uint8_t *bytes);
@@ -72,7 +75,8 @@ typedef struct Progress {  // where a run stands
 // folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress);
-// At the start of a run that will save: makes DIR. Fatal, naming --save, where no checkpoint can be made in it.
+// At the start of a run that will save: makes DIR. Fatal, naming --save, where no checkpoint can be made in
+// it.
 void checkpoint_check_place(const char *dir);
 // The newest step-* folder in dir, or dir itself if it is a checkpoint; fatal if
 // neither. The caller frees it.
@@ -89,12 +93,13 @@ const char *checkpoint_write_config(const char *dir, const Config *config, DType
 // embedding under that name is let pass, other values are not.
 void checkpoint_load_weights(const char *dir, Params *params);
 // Whether the run that was saved can go on as this one, which has made no step and has ours.batch and
-// ours.data. Fatal where the steps to come would mean something else: no optimizer state, another optimizer,
-// seed, seq, dtype or number of samples in a step, or all steps taken. Says in one line what else differs
-// (data, rates, the course of the rate), and what an older file does not tell.
+// ours.data. Fatal where the steps to come would mean something else: no optimizer state, another
+// optimizer, seed, seq, dtype or number of samples in a step, or all steps taken. Says in one line what
+// else differs (data, rates, the course of the rate), and what an older file does not tell.
 void checkpoint_check_run(const char *dir, const Config *config, Progress ours);
 // Optimizer state; allocates it. Fatal if the file does not belong to this table or optimizer. A state in
-// another dtype is converted; where this run has no master weights and the file has, they become the weights.
+// another dtype is converted; where this run has no master weights and the file has, they become the
+// weights.
 Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *optimizer);
 
 #ifdef __cplusplus
