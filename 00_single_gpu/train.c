@@ -26,6 +26,7 @@ Trainer *trainer_new(const Config *config, Mesh mesh) {
     if (!device_is_dry_run()) t->data = data_open(config->data, config->vocab, config->seq);
     t->progress.batch = config->micro_batch * config->grad_acc * mesh.dp.size;
     if (config->save) t->progress.data = data_print(&t->data);
+    if (config->save && !config->resume) checkpoint_check_place_is_ours(config->save, config, t->progress);
     t->model = model_new(config, mesh);
     t->optimizer = optimizer_new(config, &t->model->params);
     recompute_plug(t->model, config->recompute);
@@ -56,6 +57,8 @@ void trainer_resume(Trainer *t) {
     Progress saved = checkpoint_load_optimizer(from, &t->model->params, &t->optimizer);
     t->progress.step = saved.step;
     t->progress.sample = saved.sample;
+    t->progress.run = saved.run;
+    if (t->config.save) checkpoint_check_place_is_ours(t->config.save, &t->config, t->progress);
     free(from);
 }
 
