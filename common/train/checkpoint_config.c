@@ -213,6 +213,25 @@ static void put_default(cJSON *object, const char *key, cJSON *value) {
     else cJSON_AddItemToObject(object, key, value);
 }
 
+// One line for each key, as transformers writes them. The caller frees it.
+static char *lines_of(const cJSON *object) {
+    char *text = NULL;
+    size_t length;
+    FILE *out = open_memstream(&text, &length);
+    CHECK(out, "out of host memory for a config.json");
+    for (const cJSON *item = object->child; item; item = item->next) {
+        cJSON *key = cJSON_CreateString(item->string);
+        char *name = cJSON_PrintUnformatted(key), *value = cJSON_PrintUnformatted(item);
+        fprintf(out, "%s\n  %s: %s", item == object->child ? "{" : ",", name, value);
+        cJSON_free(name);
+        cJSON_free(value);
+        cJSON_Delete(key);
+    }
+    fputs("\n}\n", out);
+    CHECK(fclose(out) == 0, "out of host memory for a config.json");
+    return text;
+}
+
 static const char *write_text(const char *dir, const char *name, const char *text) {
     char *path = format_text("%s/%s", dir, name);
     FILE *file = fopen(path, "w");
@@ -257,10 +276,10 @@ const char *checkpoint_write_config(const char *dir, const Config *c, DType dtyp
     static const char *const others[] = {"dtype", "head_dim", "rope_parameters"};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
         cJSON_DeleteItemFromObjectCaseSensitive(json, others[i]);
-    char *text = cJSON_Print(json);
+    char *text = lines_of(json);
     const char *wrong = write_text(dir, "config.json", text);
     if (!wrong && kept.generation) wrong = write_text(dir, "generation_config.json", kept.generation);
-    cJSON_free(text);
+    free(text);
     cJSON_Delete(json);
     return wrong;
 }

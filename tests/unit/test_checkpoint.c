@@ -896,8 +896,8 @@ static void saving_keeps_what_the_loaded_folder_had(void **state) {
     run_save(&run, "out");
     size_t size;
     char *saved = read_text("out/step-000000/config.json", &size);
-    static const char *const parts[] = {"\"max_position_embeddings\":\t4096", "\"eos_token_id\":\t[7, 9]",
-                                        "\"torch_dtype\":\t\"float32\"", "\"hidden_act\":\t\"silu\""};
+    static const char *const parts[] = {"\"max_position_embeddings\": 4096", "\"eos_token_id\": [7,9]",
+                                        "\"torch_dtype\": \"float32\"", "\"hidden_act\": \"silu\""};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         if (!strstr(saved, parts[i])) fail_msg("%s is not in %s", parts[i], saved);
     assert_null(strstr(saved, "float16"));
