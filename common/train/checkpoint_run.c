@@ -1,6 +1,6 @@
-// checkpoint_run.c: whose a checkpoint is, and which is the newest. A run has an identity, 64 bits made of all that makes its
-// course; every file of weights or state carries it and the step, so that files of two runs or steps are
-// not taken for one, and no run writes among the checkpoints of another.
+// checkpoint_run.c: whose a checkpoint is, and which is the newest. A run has an identity, 64 bits made of
+// all that makes its course; every file of weights or state carries it and the step, so that files of two
+// runs or steps are not taken for one, and no run writes among the checkpoints of another.
 #include <dirent.h>
 #include <errno.h>
 #include <stdlib.h>

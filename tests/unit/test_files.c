@@ -1,5 +1,5 @@
-// test_files.c: files are written whole or not at all, devices and FIFOs written through, links followed; what is read
-// is looked at first.
+// test_files.c: files are written whole or not at all, devices and FIFOs written through, links followed;
+// what is read is looked at first.
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
