@@ -71,6 +71,7 @@ static double makespan_of(Trainer *t) {
     double start = clock_model_now();
     on->schedule.run(on->schedule.context, t->model, &input);
     double seconds = comm_max(clock_model_now() - start, t->model->mesh.world);
+    on->gradients.finish(on->gradients.context, t->model);
     free(scale);
     batch_free(&batch);
     return seconds;

@@ -2,10 +2,10 @@
 // operation, about 100 ns; events are stored only while a trace is on.
 #include "clock.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "files.h"
 #include "tensor/device.h"
 #include "tensor/guard.h"
 
@@ -478,8 +478,7 @@ static void write_process(FILE *out, int pid, int place, const char *title, bool
 }
 
 FILE *clock_trace_open(const char *file) {
-    FILE *out = fopen(file, "w");
-    CHECK(out, "--trace %s cannot be written: %s", file, strerror(errno));
+    FILE *out = output_open("--trace", file);
     fprintf(out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
     return out;
 }
@@ -499,8 +498,7 @@ void clock_trace_part(FILE *out, int rank, int ranks) {
 
 void clock_trace_close(FILE *out, const char *file) {
     fprintf(out, "\n]}\n");
-    bool failed = ferror(out) != 0;
-    CHECK(fclose(out) == 0 && !failed, "--trace %s could not be written whole", file);
+    output_close(out, "--trace", file);
 }
 
 void clock_trace_write(const char *file) {

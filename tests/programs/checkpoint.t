@@ -146,6 +146,11 @@ refuses "another dtype" 'of a run with --dtype f32, and this one has f64' --resu
 refuses "a shape beside a checkpoint's" 'config.json' --resume "$work/ours/deeper" $to30 --layers 2
 refuses "tokens beyond the checkpoint's vocabulary" 'vocab' --init tests/fixtures/llama_untied_f32 $to20
 
+refuses "a folder with another run's steps" 'deeper/step-0000[0-9]* is a checkpoint of another run: choose another folder' \
+    $shape $to30 --save "$work/ours/deeper"
+mkdir -p "$work/foreign/step-000020" && touch "$work/foreign/step-000020/tokenizer.json"
+refuses "a folder whose files would be hidden" 'foreign/step-000020 holds tokenizer.json, which is no part' $shape $to30 \
+    --save "$work/foreign"
 broken=$work/broken
 # breaks NAME PATTERN COMMAND…: COMMAND, run in a copy of a checkpoint, makes what is refused.
 breaks() {
@@ -158,11 +163,14 @@ breaks "a truncated file" 'broken/model.safetensors: tensor' truncate -s -1 mode
 breaks "a truncated optimizer file" 'broken/optimizer.safetensors: tensor' truncate -s -1 optimizer.safetensors
 rm -rf "$broken" && cp -r "$last" "$broken" && truncate -s 1T "$broken/model.safetensors"
 (ulimit -v 8000000; exec timeout 60 "$train" --resume "$broken" $to30) >"$work/out" 2>"$work/err"
-[ $? = 2 ] && grep -q 'out of host memory: .*broken/model.safetensors has 1.10 TB' "$work/err"
-report $? "a file larger than the memory"
+[ $? = 2 ] && grep -q 'broken/model.safetensors cannot be mapped into memory' "$work/err"
+report $? "a file larger than the address space"
 breaks "an empty file" 'model.safetensors: 0 bytes are too few' truncate -s 0 model.safetensors
 breaks "a header of 2^63 bytes" 'claims 9223372036854775808 bytes' header_length '\0\0\0\0\0\0\0\x80'
 breaks "a folder as a file" 'model.safetensors' bash -c 'rm model.safetensors && mkdir model.safetensors'
+breaks "a FIFO as weights" 'model.safetensors is a pipe' bash -c 'rm model.safetensors && mkfifo model.safetensors'
+breaks "a FIFO as config" 'config.json is a pipe' bash -c 'rm config.json && mkfifo config.json'
+breaks "weights of another step" 'is of step 16 and optimizer.safetensors of step 20' cp "$work/ours/deeper/step-000016/model.safetensors" .
 breaks "a missing tensor" 'lacks the tensor model.norm.weight' sed -i 's/model.norm.weight/model.morn.weight/' model.safetensors
 breaks "a wrong shape" 'shape' sed -i 's/"intermediate_size": 48/"intermediate_size": 64/' config.json
 breaks "another kind of model" '"model_type" is "gpt2"' sed -i 's/"llama"/"gpt2"/' config.json

@@ -112,5 +112,19 @@ done
 [ "$(echo "$ranks" | wc -w)" = 4 ] && [ $alive = 0 ]
 report $? "ranks end with their launcher"
 
+# A rank that is told to end says so; nobody takes it for dead.
+"$comm" --scenario late >"$work/out" 2>"$work/err" &
+launcher=$!
+for i in $(seq 50); do ranks=$(pgrep -P $launcher); [ "$(echo "$ranks" | wc -w)" = 4 ] && break; sleep 0.1; done
+sleep 0.5
+kill -TERM $(echo "$ranks" | tail -n 1)
+wait $launcher
+[ $? != 0 ] && [ "$(wc -l <"$work/err")" = 1 ] && grep -q 'rank [0-3] was ended by SIGTERM; all ranks end' "$work/err"
+report $? "a rank that gets SIGTERM says so: $(cat "$work/err")"
+
+timeout 30 "$comm" --scenario late 2>"$work/err" | true
+[ ${PIPESTATUS[0]} = 141 ] && [ ! -s "$work/err" ]
+report $? "ranks whose output nobody reads end at once and quietly"
+
 echo "1..$count"
 [ $failed = 0 ]

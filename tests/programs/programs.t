@@ -47,5 +47,34 @@ cp "$work/train.json" "$work/before.json"
 "$build/train" --json "$work/train.json" --data /no/such/file >"$work/out" 2>&1
 cmp -s "$work/train.json" "$work/before.json"
 report $? "a run that fails leaves the report of an earlier one"
+
+# ---- where output goes ----
+
+for flag in json trace; do
+    mkfifo "$work/fifo.$flag" && ln -s "$work/fifo.$flag" "$work/link.$flag"
+    timeout 60 cat "$work/fifo.$flag" >"$work/came.$flag" &
+    timeout 60 "$build/train" $small --steps 2 --$flag "$work/link.$flag" >"$work/out" 2>&1
+    wait $!
+    [ -s "$work/came.$flag" ] && [ -p "$work/fifo.$flag" ] && [ -h "$work/link.$flag" ]
+    report $? "--$flag writes through a link into a FIFO"
+done
+ln -s /proc/self/fd/1 "$work/stdout"  # as /dev/stdout is
+"$build/train" $small --steps 12 --json "$work/stdout" >"$work/log" 2>"$work/out" && grep -q '^L=1' "$work/log" &&
+    grep -q '^PASS' "$work/log" && grep -q '"verdict"' "$work/log"
+report $? "--json on standard output stands in the log"
+"$build/train" $small --steps 12 --json "$work/closed.json" >&- 2>"$work/out" && [ "$(head -n 1 "$work/closed.json")" = '{' ] &&
+    ! grep -q '^L=1' "$work/closed.json"
+report $? "no line of the log stands in a report when standard output is closed"
+for flag in json trace; do
+    "$build/train" $small --steps 1000000000 --$flag "$work/no/file" >"$work/out" 2>&1
+    [ $? = 2 ] && grep -q -- "^train: --$flag $work/no/file cannot be written" "$work/out"
+    report $? "--$flag is found out before the run"
+done
+timeout 60 "$build/train" $small --steps 1000000000 2>"$work/out" | head -n 1 >/dev/null
+[ ${PIPESTATUS[0]} = 141 ] && [ ! -s "$work/out" ]
+report $? "a run whose output nobody reads any more ends at once"
+timeout 60 "$build/train" $small --dry-run --micro-batch 100000 --grad-acc 1000000 --steps 2 >"$work/out" 2>&1
+[ $? = 2 ] && grep -q 'out of host memory: 5.20 TB more were asked for' "$work/out"
+report $? "a dry run of an absurd size ends with a sentence"
 echo "1..$count"
 exit $failed
