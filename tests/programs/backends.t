@@ -70,13 +70,8 @@ grep -nE '^ *# *(if|elif)' 0[0-9]_*/*.c | grep -v ':#ifndef NO_MAIN$' >"$work/ou
 report $? "chapters have no #if but that around main"
 
 # Bugs that only a GPU shows are planted there (tests/gpu-check), and must fit the sources here.
-stale=''
-for patch in tests/mutants/gpu/*.patch; do
-    [ "$(grep -cE '^(bug|pitfall|test): ' "$patch")" = 3 ] &&
-        patch -s -p1 -F0 --dry-run <"$patch" >"$work/out" 2>"$work/err" || stale="$stale $patch"
-done
-[ -z "$stale" ]
-report $? "the bugs of tests/mutants/gpu fit the sources${stale:+, but not$stale}"
+tests/mutants/run --gpu --check >"$work/out" 2>"$work/err"
+report $? "the bugs of tests/mutants/gpu.txt fit the sources"
 
 echo "1..$count"
 exit $failed
