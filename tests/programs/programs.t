@@ -1,28 +1,9 @@
 #!/bin/bash
 # programs.t: every program of one device reaches its verdict in every dtype, and writes the files that it is asked for.
 # BUILD=build-asan runs it under the sanitizers. TAP.
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
-build=${BUILD:-build}/00_single_gpu
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-count=0 failed=0
+. "$(dirname "$0")/tap.sh"
+build=$build/00_single_gpu
 small="--layers 1 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13"
-
-report() {
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then echo "ok $count - $2"; else
-        echo "not ok $count - $2"
-        failed=1
-        tail -n 15 "$work/out" | sed 's/^/#   /'
-    fi
-}
-passes() {  # passes NAME PROGRAM FLAGS…
-    local name=$1 program=$2
-    shift 2
-    timeout -k 5 120 "$build/$program" "$@" >"$work/out" 2>&1 && grep -q "^PASS $program: " "$work/out"
-    report $? "$name"
-}
 
 for dtype in f64 f32 bf16 f16; do
     passes "grad_accumulation in $dtype, in 2, 3 and 6 parts" grad_accumulation $small --micro-batch 6 --dtype $dtype \
@@ -44,8 +25,7 @@ done
 
 # A run that fails leaves an older report alone.
 cp "$work/train.json" "$work/before.json"
-"$build/train" --json "$work/train.json" --data /no/such/file >"$work/out" 2>&1
+"$build/train" --json "$work/train.json" --data /no/such/file >"$out" 2>&1
 cmp -s "$work/train.json" "$work/before.json"
 report $? "a run that fails leaves the report of an earlier one"
-echo "1..$count"
-exit $failed
+finish

@@ -2,41 +2,25 @@
 # rendezvous.t: ranks that no MPI has started find each other through --rendezvous FILE, and end together when one does not
 # come, is not who it should be, or dies. Over NCCL on emulated GPUs, in a build without MPI. TAP.
 # needs: OPS=cuda-on-cpu COMM=nccl MPI_CFLAGS= MPI_LIBS= BUILD=build-no-mpi KERNELS=build-nccl-on-cpu/lib build-no-mpi/tests/test_comm
-# With an argument: only the cases whose names match it.
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE MAKEFLAGS MAKELEVEL
+# A pattern chooses among the cases.
+. "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 folder=build-no-mpi
 comm=$PWD/$folder/tests/test_comm
-work=$(mktemp -d)
 file=$work/meet
-trap 'rm -rf "$work"' EXIT
-count=0 failed=0
-only=$1
-wanted() { [ -z "$only" ] || [[ $1 == $only ]]; }
 
-report() {  # report STATUS NAME
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then echo "ok $count - $2"; else echo "not ok $count - $2"; failed=1; tail -n 12 "$work"/out* "$work/err" | sed 's/^/# /'; fi
-}
-
-echo '#include <boost/context/detail/fcontext.hpp>' | g++ -fsyntax-only -x c++ - 2>/dev/null ||
-    { echo "1..0 # SKIP libboost-context-dev is not installed"; exit 0; }
-if [ -z "${MUTANT+set}" ]; then  # a mutant has been built already
-    make -s -j"$(nproc)" OPS=cuda-on-cpu COMM=nccl MPI_CFLAGS= MPI_LIBS= BUILD=$folder KERNELS=build-nccl-on-cpu/lib \
-        $folder/tests/test_comm >"$work/out" 2>"$work/err" ||
-        { report 1 "builds"; echo "1..$count"; exit 1; }
-fi
+needs_fibers
+builds OPS=cuda-on-cpu COMM=nccl MPI_CFLAGS= MPI_LIBS= BUILD=$folder KERNELS=build-nccl-on-cpu/lib $folder/tests/test_comm
 
 # One rank in the background, as a launcher would start it. Its output is $work/out.RANK, all errors $work/err.
 pids=()
 rank() {  # rank RANK WORLD_SIZE FLAGS…
     local r=$1 n=$2
     shift 2
-    RANK=$r WORLD_SIZE=$n timeout -k 5 40 "$comm" --rendezvous "$file" --timeout "${patience:-20}" "$@" >"$work/out.$r" 2>>"$work/err" &
+    RANK=$r WORLD_SIZE=$n timeout -k 5 40 "$comm" --rendezvous "$file" --timeout "${patience:-20}" "$@" >"$work/out.$r" 2>>"$err" &
     pids+=($!)
 }
-begin() { rm -f "$work"/*; pids=(); : >"$work/err"; }
+begin() { rm -f "$work"/*; pids=(); : >"$err"; }
 # ended STATUSES: all end with these, in the order in which they began.
 ended() {
     local statuses=''
@@ -44,21 +28,21 @@ ended() {
     [ "${statuses# }" = "$1" ]
 }
 all() { local r; for ((r = 0; r < $1; r++)); do rank $r "$@"; done; }
-told() { grep -qE -e "$1" "$work/err"; }
-says() { [ "$(wc -l <"$work/err")" = 1 ] && grep -qE -e "$1" "$work/err"; }
+told() { grep -qE -e "$1" "$err"; }
+says() { [ "$(wc -l <"$err")" = 1 ] && grep -qE -e "$1" "$err"; }
 nothing_left() { [ -z "$(ls "$work" | grep meet)" ]; }
 
 if wanted tests; then
     begin
     all 3
     ended "0 0 0" && ! grep -q '^not ok' "$work/out.0" && [ "$(grep -c '^ok' "$work/out.0")" -ge 27 ] &&
-        [ ! -s "$work/out.1" ] && [ ! -s "$work/err" ] && nothing_left
+        [ ! -s "$work/out.1" ] && [ ! -s "$err" ] && nothing_left
     report $? "every test of test_comm on 3 ranks without mpirun; rank 0 alone speaks, and no file is left"
 fi
 if wanted slurm; then
     begin
     for r in 1 0; do
-        SLURM_PROCID=$r SLURM_NTASKS=2 timeout 20 "$comm" --rendezvous "$file" --scenario header >"$work/out.$r" 2>>"$work/err" &
+        SLURM_PROCID=$r SLURM_NTASKS=2 timeout 20 "$comm" --rendezvous "$file" --scenario header >"$work/out.$r" 2>>"$err" &
         pids+=($!)
     done
     ended "0 0" && grep -q '^2 ranks on ' "$work/out.0"
@@ -71,7 +55,7 @@ goes_wrong() {  # goes_wrong SCENARIO STATUSES WORDS
     begin
     all 4 --scenario "$1"
     ended "$2" && says "$3" && nothing_left
-    report $? "$1: $(head -n 1 "$work/err")"
+    report $? "$1: $(head -n 1 "$err")"
 }
 goes_wrong kind '2 2 2 2' 'rank 2 called all_gather\(4096 f32\) where'
 goes_wrong killed '2 2 137 2' 'rank 2 has died; all ranks end'
@@ -83,14 +67,14 @@ goes_wrong fatal-all '2 2 2 2' 'rank 0: something broke'
 if wanted status; then
     begin
     all 4 --scenario status
-    ended "1 1 1 1" && [ ! -s "$work/err" ]
+    ended "1 1 1 1" && [ ! -s "$err" ]
     report $? "one rank's FAIL is everyone's"
 fi
 if wanted late; then
     begin
     patience=1 all 3 --scenario late
-    ended "2 2 2" && tail -n 1 "$work/err" | grep -q 'waits in barrier.*for rank 2, for .* s (--timeout)'
-    report $? "a rank that does not come to a call: $(tail -n 1 "$work/err")"
+    ended "2 2 2" && tail -n 1 "$err" | grep -q 'waits in barrier.*for rank 2, for .* s (--timeout)'
+    report $? "a rank that does not come to a call: $(tail -n 1 "$err")"
 fi
 
 # Ranks that do not find each other.
@@ -99,11 +83,11 @@ if wanted missing; then
     patience=3 rank 0 3 --scenario header
     patience=3 rank 1 3 --scenario header
     ended "2 2" && says 'rank 2 of 3 did not come in 3 s \(--timeout\)' && nothing_left
-    report $? "missing: $(cat "$work/err")"
+    report $? "missing: $(cat "$err")"
     begin
     patience=1 rank 1 2 --scenario header
     ended 2 && says 'rank 0 did not come in 1 s \(--timeout\): the file is not there'
-    report $? "rank 0 missing: $(cat "$work/err")"
+    report $? "rank 0 missing: $(cat "$err")"
 fi
 if wanted world; then
     begin
@@ -112,7 +96,7 @@ if wanted world; then
     patience=5 rank 2 3 --scenario header
     rank 0 3 --scenario header
     ended "2 2 2" && told 'rank 1 on .* was started as one of 2 ranks \(WORLD_SIZE\), and rank 0 as one of 3'
-    report $? "world: $(head -n 1 "$work/err")"
+    report $? "world: $(head -n 1 "$err")"
 fi
 if wanted twice; then
     begin
@@ -120,14 +104,14 @@ if wanted twice; then
     patience=5 rank 1 3 --scenario header
     rank 0 3 --scenario header
     ended "2 2 2" && told 'two processes say that they are rank 1'
-    report $? "twice: $(head -n 1 "$work/err")"
+    report $? "twice: $(head -n 1 "$err")"
 fi
 if wanted arguments; then
     begin
     rank 0 2 x
     rank 1 2 y
     ended "2 2" && says 'rank 1 was started with other arguments than rank 0'
-    report $? "arguments: $(cat "$work/err")"
+    report $? "arguments: $(cat "$err")"
 fi
 # A file of an earlier run: nobody waits there, or somebody who does not know its secret.
 stale() { printf 'ultrascale rendezvous 1\n%s %d 0123456789abcdef0123456789abcdef\n' "$(hostname)" "$1" >"$file"; }
@@ -137,13 +121,13 @@ if wanted stale; then
     rank 1 2 --scenario header
     sleep 0.5
     rank 0 2 --scenario header
-    ended "0 0" && [ ! -s "$work/err" ] && nothing_left
+    ended "0 0" && [ ! -s "$err" ] && nothing_left
     report $? "stale: who read the file of an earlier run reads the new one"
     begin
     stale 1
     patience=1 rank 1 2 --scenario header
     ended 2 && says 'rank 0 did not come in 1 s \(--timeout\): it names port 1 of .*: it is of an earlier run'
-    report $? "stale, and nobody comes: $(cat "$work/err")"
+    report $? "stale, and nobody comes: $(cat "$err")"
 fi
 if wanted taken; then
     begin
@@ -153,7 +137,7 @@ if wanted taken; then
     sleep 0.3
     rank 1 2 --scenario header
     ended "2 0 0" && says 'another run has taken the file: each run needs its own'
-    report $? "taken: $(cat "$work/err")"
+    report $? "taken: $(cat "$err")"
 fi
 
 # Wrong use: status 2 and one sentence.
@@ -165,9 +149,9 @@ refused() {  # refused NAME WORDS VARIABLE… -- FLAGS…
     shift
     begin
     [ -z "$notes" ] || echo "$notes" >"$file"
-    env "${variables[@]}" timeout 20 "$comm" --scenario header --timeout 1 "$@" >"$work/out" 2>"$work/err"
+    env "${variables[@]}" timeout 20 "$comm" --scenario header --timeout 1 "$@" >"$out" 2>"$err"
     [ $? = 2 ] && says "$words"
-    report $? "$name: $(cat "$work/err")"
+    report $? "$name: $(cat "$err")"
 }
 refused "no launcher" '2 ranks need mpirun: this program was built without MPI' -- --ranks 2
 refused "no ranks" '2 ranks need a launcher: --rendezvous takes RANK and WORLD_SIZE' -- --rendezvous "$file" --ranks 2
@@ -183,5 +167,4 @@ if wanted use; then
     report $? "and leaves it as it was"
 fi
 
-echo "1..$count"
-exit $failed
+finish
