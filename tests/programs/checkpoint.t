@@ -107,7 +107,9 @@ for limit in $((weights / 2)) $((weights + 8)); do
 done
 for place in "$work/tokens.bin/x" /proc/x; do
     refuses "a place to save that cannot be, before any step: ${place#$work}" "^train: --save $place: cannot create" train \
-        $shape $run --steps 1000000 --save "$place"
+        $shape $run --steps 3 --save "$place"
+    ! grep -q '^step' "$out"
+    report $? "and none was made: ${place#$work}"
 done
 refuses "a dry run that would save" 'dry-run computes no weights that --save' train $shape $run --steps 2 --save "$work/dry" --dry-run
 [ ! -e "$work/dry" ]
