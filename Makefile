@@ -96,7 +96,7 @@ help:
 	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10 minutes'
 	@echo 'make bench      the figures of merit of this machine, each beside its target'
 	@echo 'make all        programs and tests, not run; make programs, make tests: one of the two'
-	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=name: one of them'
+	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=zero3: those of that name'
 	@echo 'make readme     runs what the README shows, and writes its figures anew'
 	@echo 'make clean      removes build/ and build-*/'
 	@echo
@@ -131,7 +131,7 @@ gpu-check:
 	@tests/gpu-check $(PART)
 
 mutants:
-	@tests/mutants/run $(M)
+	@set -f; tests/mutants/run $(M)
 
 readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
     $(BUILD)/tests/bench_comm
