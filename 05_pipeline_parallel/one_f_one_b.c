@@ -18,9 +18,10 @@
 // Activations held on rank r: min(p - r, m) micro-batches, in place of m.
 // With `split` B and W are two passes, one behind the other. B's gradient leaves before W begins, so that
 // the way down is shorter: bubble (p - 1) (F + B), for every m; zero_bubble.c goes on from there.
-// Messages: as AFAB's. What a rank receives next is not always of one kind: F and B come from two
-// neighbours.
-// Run: build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 4  (--split)
+// Each rank then works in step with its neighbours, and waits for two hops in every turn: with slow
+// messages 1F1B is slower than AFAB. Messages: as AFAB's. What a rank receives next is not always of one
+// kind: F and B come from two neighbours. Run: build/05_pipeline_parallel/schedule --schedule one_f_one_b
+// --stages 4 --micro-batches 4  (--split)
 #include "schedule.h"
 
 Schedule schedule_one_f_one_b(int p, int m, bool split) {

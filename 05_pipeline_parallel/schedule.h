@@ -236,7 +236,6 @@ typedef enum ScheduleKind {
 enum { SCHEDULE_KINDS = DUALPIPE_V + 1 };
 // What cannot be had ends the program with a sentence; the result is verified.
 Schedule schedule_make(ScheduleKind kind, const ScheduleWish *wish);
-const char *schedule_kind_name(ScheduleKind kind);
 // NULL, or why there is none for this wish.
 const char *schedule_refusal(ScheduleKind kind, const ScheduleWish *wish);
 

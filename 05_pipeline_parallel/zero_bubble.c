@@ -30,8 +30,7 @@
 // than its work. This period is what the paper calls zero, and it is for F = B = W.
 // Held from F to W: a + d + 1, p and 2p - 1 micro-batches on every rank (and m, where there are no more).
 // From F to B it is 1F1B's p - r, or 2 (p - r) - 1. Messages: as 1F1B's.
-// Run: build/05_pipeline_parallel/schedule --schedule zb_h1 --stages 4 --micro-batches 7
-// (zb_h2)
+// Run: build/05_pipeline_parallel/schedule --schedule zb_h1 --stages 4 --micro-batches 7  (zb_h2)
 #include "schedule.h"
 
 Schedule schedule_zero_bubble(int p, int m, int level) {

@@ -108,6 +108,27 @@ run --load "$work/stuck.txt"
 [ $? = 1 ] && grep -q 'rank 0, position 1 (BW0.0.0) .*waits for B1.0.0 at position 2 of rank 1, which waits itself at position 1 (F1.1.0)' "$work/out"
 report $? "a deadlock is told, and not run into"
 
+# What the chapter's page shows is what the program prints.
+page=05_pipeline_parallel/README.md
+run && missing=$(grep -E '^    (afab|one_f|interleaved|zb_|dualpipe|p = )' $page | sed 's/^    //' | while IFS= read -r line; do
+    sed 's/ *$//' "$work/out" | grep -qxF -- "$line" || echo "$line"; done) && [ -z "$missing" ] &&
+    [ "$(grep -cE '^    (afab|one_f|interleaved|zb_|dualpipe|p = )' $page)" -ge 18 ]
+report $? "the page's tables are those of the program"
+bad='' asked=0
+while read -r _ flags; do
+    asked=$((asked + 1))
+    run $flags && grep -q '^PASS schedule: ' "$work/out" || bad="$bad $flags;"
+done < <(grep -E '^ +build/05_pipeline_parallel/schedule --' $page)
+[ -z "$bad" ] && [ $asked = 10 ]
+report $? "every command of the page's questions runs${bad:+, but not$bad}"
+bad=''
+for picture in 05_pipeline_parallel/*.svg; do
+    run --schedule "$(basename "$picture" .svg)" --stages 4 --micro-batches 8 --svg "$work/again.svg"
+    cmp -s "$picture" "$work/again.svg" && grep -qF "($(basename "$picture"))" $page || bad="$bad $picture"
+done
+[ -z "$bad" ]
+report $? "the page's pictures are those of the program${bad:+, but not$bad}"
+
 refused '--load' --load /no/such/file
 printf '# pp-schedule name=x p=2 m=1 stages=2 dirs=1\nplace 0: 0 2\n' >"$work/bad.txt"
 refused 'line 2: the rank of a stage is not a number from 0 to 1' --load "$work/bad.txt"
