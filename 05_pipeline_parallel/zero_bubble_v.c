@@ -14,8 +14,8 @@
 // A rank's list, x' being a pass of the up chunk, and each pass taking the next micro-batch of its kind
 // and chunk:
 //     2 (p - r) - 1 times  F              until the first micro-batch has turned and is back
-//     r times              F' F
-//     p - r times          F' B' W'       the loss is known: backwards begin
+//     r times              F' F           one down, one up, until the first gradient comes
+//     p - r times          F' B' W'       backward of the up chunk
 //     then in turn         F B W F' B' W' until the forwards are done
 //     r times              B B'           now B is all that others wait for, and W fills the rest
 //     p - r times          B W
