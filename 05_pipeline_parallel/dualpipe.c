@@ -131,3 +131,11 @@ Schedule schedule_dualpipe(int p, int m) {
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "DualPipe: micro-batches from both ends, forward and backward overlapped.", "dualpipe");
+}
+#endif

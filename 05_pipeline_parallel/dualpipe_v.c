@@ -31,3 +31,11 @@ Schedule schedule_dualpipe_v(int p, int m) {
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "DualPipeV: the same on one copy of the weights, folded to a V.", "dualpipe_v");
+}
+#endif

@@ -57,3 +57,11 @@ Schedule schedule_interleaved(int p, int m, int v, int group) {
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "Interleaved stages: each rank has several, and the bubble is that many times shorter.", "interleaved");
+}
+#endif

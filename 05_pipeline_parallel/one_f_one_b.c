@@ -39,7 +39,7 @@ Schedule schedule_one_f_one_b(int p, int m, bool split) {
 #include "pipeline.h"
 
 int main(int argc, char **argv) {
-    return pipeline_program(argc, argv, "One forward, one backward: a backward as soon as there is one.", "one_f_one_b",
-                            NULL);
+    return pipeline_program(argc, argv, "One forward, one backward: a backward as soon as there is one.",
+                            "one_f_one_b");
 }
 #endif

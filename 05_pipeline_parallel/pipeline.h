@@ -12,11 +12,8 @@ extern const Technique pipeline;
 // parallelism, the pipeline, recomputation.
 extern const Technique *const pipeline_layouts[];
 
-// The main of a schedule's program: trains with this --schedule and proves it. more: NULL for pipeline_costs.
-int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule,
-                     void (*more)(Mesh mesh, const Config *config));
-// Prints one step of the schedule on the model clock, beside the schedule's own clock.
-void pipeline_costs(Mesh mesh, const Config *config);
+// The main of a schedule's program: trains with this --schedule and proves it.
+int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule);
 
 // ---- pipeline_stages.c ----
 ScheduleWish pipeline_wish(const Config *config);

@@ -91,7 +91,7 @@ static void check_held(const Trainer *t) {
     report_equal("most micro-batches held at once", comm_max(expected, pp), comm_max(p->most_held, pp), "");
 }
 
-void pipeline_costs(Mesh mesh, const Config *config) {
+static void pipeline_costs(Mesh mesh, const Config *config) {
     int p = mesh.pp.size;
     if (p == 1 || mesh.world.size != p) return;
     device_dry_run(true);
@@ -137,8 +137,7 @@ static bool exact(const Config *c) {
     return c->dp == 1 && c->tp == 1 && !(copies && c->pp > 1);
 }
 
-int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule,
-                     void (*more)(Mesh mesh, const Config *config)) {
+int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule) {
     char *defaults = format_text(
         "layers=9 hidden=24 heads=6 kv-heads=2 ffn=40 seq=15 micro-batch=1 grad-acc=8 steps=3 "
         "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 pp=0 schedule=%s",
@@ -152,7 +151,7 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
                              .option = tensor_layout_options,
                              .options = TENSOR_LAYOUT_OPTIONS,
                              .exact = exact,
-                             .more = more ? more : pipeline_costs};
+                             .more = pipeline_costs};
     int status = program_main(argc, argv, &program);
     free(defaults);
     free(claim);

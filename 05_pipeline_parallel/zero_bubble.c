@@ -45,3 +45,11 @@ Schedule schedule_zero_bubble(int p, int m, int level) {
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "Zero bubble: B and W apart, so that W fills the bubble.", "zb_h1");
+}
+#endif

@@ -156,3 +156,11 @@ Schedule schedule_zero_bubble_auto(int p, int m, Durations d, int limit) {
     snprintf(best.schedule.name, sizeof best.schedule.name, "zb_auto_%d", limit);
     return best.schedule;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "Zero bubble, scheduled from durations and a limit of memory.", "zb_auto");
+}
+#endif

@@ -79,3 +79,11 @@ Schedule schedule_zero_bubble_v(int p, int m) {
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "Zero bubble in a V: two stages a rank, there and back.", "zb_v");
+}
+#endif
