@@ -1,7 +1,7 @@
 #!/bin/bash
 # nccl_on_cpu.t: comm_nccl.cu on emulated GPUs, over nccl_on_cpu.cc, which refuses what NCCL would refuse. TAP.
-# needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu build-nccl-on-cpu/tests/test_comm
-# With an argument: only those tests of test_comm.
+# needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu build-nccl-on-cpu/tests/test_comm build-nccl-on-cpu/tests/test_lines
+# With an argument: only those tests of test_comm, or of test_lines.
 cd "$(dirname "$0")/../.." || exit 2
 unset OPENBLAS_CORETYPE MAKEFLAGS MAKELEVEL
 export OMP_NUM_THREADS=1
@@ -26,27 +26,34 @@ build() {  # build TARGET…
         { report 1 "builds"; finish; }
 }
 
-# proves RANKS [PATTERN]: every test of test_comm that the pattern chooses.
+# proves RANKS [PATTERN]: every test of test_comm, or of $program, that the pattern chooses.
 proves() {
-    timeout -k 5 120 $nccl/tests/test_comm --ranks "$1" --timeout 20 "${2:-*}" >"$work/out" 2>"$work/err"
+    timeout -k 5 120 $nccl/tests/$program --ranks "$1" --timeout 20 "${2:-*}" >"$work/out" 2>"$work/err"
     local status=$?
     sed -n 's/^not ok/# not ok/p' "$work/out"
     [ $status = 0 ] && [ "$(grep -c '^ok' "$work/out")" -gt 0 ] &&
         [ "$(grep -c '^ok' "$work/out")" = "$(sed -n 's/^1\.\.//p' "$work/out")" ]
 }
 
-build tests/test_comm
+program=test_comm
+build tests/test_comm tests/test_lines
 if [ -n "$only" ]; then
+    grep -qE "^static void $(echo "$only" | sed 's/\*/.*/')\(" tests/unit/test_comm.c || program=test_lines
     for ranks in 3 2; do
         proves $ranks "$only"
         report $? "$only on $ranks ranks"
     done
     finish
 fi
-for ranks in 2 3 4; do
-    proves $ranks
-    report $? "every test of test_comm over NCCL on $ranks ranks"
+for program in test_comm test_lines; do
+    for ranks in 2 3 4; do
+        proves $ranks
+        report $? "every test of $program over NCCL on $ranks ranks"
+    done
 done
+timeout -k 5 20 $nccl/tests/test_lines --scenario crossed-late >"$work/out" 2>"$work/err"
+[ $? = 2 ] && grep -q 'what two ranks share, both start in one order' "$work/err"
+report $? "crossed orders of two communicators: $(cat "$work/err")"
 
 build tests/test_streams 01_data_parallel/collectives 01_data_parallel/ring_all_reduce \
     01_data_parallel/ddp_naive 01_data_parallel/ddp_bucketed corpus.txt

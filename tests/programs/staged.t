@@ -19,7 +19,7 @@ finish() { echo "1..$count"; exit $failed; }
 
 echo '#include <boost/context/detail/fcontext.hpp>' | g++ -fsyntax-only -x c++ - 2>/dev/null ||
     { echo "1..0 # SKIP libboost-context-dev is not installed"; exit 0; }
-targets=(tests/test_comm tests/test_streams 01_data_parallel/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed} corpus.txt)
+targets=(tests/test_comm tests/test_lines tests/test_streams 01_data_parallel/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed} corpus.txt)
 if [ -z "${MUTANT+set}" ]; then  # a mutant has been built already
     make -s -j"$(nproc)" OPS=cuda-on-cpu BUILD=$folder "${targets[@]/#/$folder/}" >"$work/out" 2>"$work/err" ||
         { report 1 "builds"; finish; }
@@ -34,6 +34,8 @@ for ranks in 3 2 1; do
     report $? "${1:-every test of test_comm} on $ranks ranks"
 done
 [ $# = 0 ] || finish
+timeout -k 5 120 $folder/tests/test_lines --ranks 3 --timeout 20 >"$work/out" 2>"$work/err" && ! grep -q '^not ok' "$work/out"
+report $? "every test of test_lines on 3 ranks"
 timeout 60 $folder/tests/test_streams --ranks 2 >"$work/out" 2>"$work/err" && ! grep -q '^not ok' "$work/out"
 report $? "streams keep the order of the calls"
 passes() {  # passes PROGRAM FLAGS…
