@@ -232,7 +232,8 @@ static void share_cores(int ranks_here) {
 // Who else there is: all must run the same. Returns where this rank stands among them.
 static Place check_identities(int argc, char **argv) {
     Identity mine = {.binary = hash_of_binary(), .arguments = HASH_SEED, .pid = (int32_t)getpid()};
-    for (int i = 1; i < argc; i++) mine.arguments = hash_bytes(mine.arguments, argv[i], strlen(argv[i]) + 1);
+    for (int i = 1; i < argc; i++)
+        mine.arguments = hash_bytes(mine.arguments, argv[i], strlen(argv[i]) + 1);
     gethostname(mine.host, sizeof mine.host - 1);
     Identity *all = host_alloc(sizeof mine * (size_t)comm.ranks);
     control_share(&mine, all, sizeof mine);

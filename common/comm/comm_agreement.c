@@ -35,9 +35,9 @@
 #include "tensor/device.h"
 #include "tensor/guard.h"
 
-const char *const kind_names[COLLECTIVE_KINDS] = {
-    "all_reduce", "reduce",    "reduce_scatter", "all_gather", "gather",
-    "scatter",    "broadcast", "all_to_all",     "barrier",    "transfers"};
+const char *const kind_names[COLLECTIVE_KINDS] = {"all_reduce", "reduce",   "reduce_scatter", "all_gather",
+                                                  "gather",     "scatter",  "broadcast",      "all_to_all",
+                                                  "barrier",    "transfers"};
 
 static Line line_of(const Request *r) { return r->call.group.line; }
 
@@ -173,7 +173,8 @@ static void crossed(int rank, const Notice *theirs) NO_RETURN;
 static void crossed(int rank, const Notice *theirs) {
     int item = 0;
     const Request *r = oldest_unmet(rank, &item);
-    CHECK(r, "rank %d called %s in group %s before a call that it shares with rank %d, which called it after",
+    CHECK(r,
+          "rank %d called %s in group %s before a call that it shares with rank %d, which called it after",
           rank, notice_text(theirs), group_text(theirs), comm.rank);
     Notice mine = notice_of(r, item);
     notice_mismatch(comm.rank, &mine, rank, theirs,

@@ -32,7 +32,8 @@ struct Request {
     Operation *operation;
 };
 
-typedef struct Inbox {  // what another rank has sent on one line and this one has not asked for: of one call
+typedef struct
+    Inbox {  // what another rank has sent on one line and this one has not asked for: of one call
     Notice *notice;
     int count, room;
 } Inbox;

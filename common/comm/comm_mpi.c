@@ -17,17 +17,18 @@
 // have no step 2. A segment is added as soon as all its copies are there, and travels back while the next
 // ones come in: what waits to be added stays in the cache, and takes WINDOW segments per member, however
 // large the tensor.
+#include "comm_mpi.h"
+
 #include <mpi.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "comm_mpi.h"
 #include "comm_staged.h"
 #include "tensor/device.h"
 
 static struct {
     int rank;
-    int64_t segment;                                     // bytes
+    int64_t segment;                                                 // bytes
     int64_t (*given)[COMM_LINES][TAGS], (*taken)[COMM_LINES][TAGS];  // segments ever, to and from each rank
     struct {
         char *memory;
@@ -106,7 +107,7 @@ typedef struct Flow {
     bool cast;      // the same bytes go to all: in shared memory, once
     int peer, tag;  // world rank
     Line line;
-    char *base;     // held: room for WINDOW segments, if they come as messages
+    char *base;  // held: room for WINDOW segments, if they come as messages
     int64_t bytes, segments;
     int64_t posted, done;
     const int64_t *limit;  // NULL: none
@@ -156,8 +157,8 @@ static Flow *flow_add(Operation *o, bool send, int member, int tag, void *base, 
                    .segments = segments_of(bytes)};
     if (shares_with(peer)) {
         int64_t *ever = send ? &state.given[peer][flow->line][tag] : &state.taken[peer][flow->line][tag];
-        flow->channel = send ? channel(state.rank, peer, flow->line, tag)
-                             : channel(peer, state.rank, flow->line, tag);
+        flow->channel =
+            send ? channel(state.rank, peer, flow->line, tag) : channel(peer, state.rank, flow->line, tag);
         flow->count = *ever;
         *ever += flow->segments;
     } else {

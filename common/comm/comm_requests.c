@@ -111,8 +111,9 @@ static void used_ports(const Request *r, bool *used) {
     const Collective *c = &r->call;
     bool transfers = c->kind == TRANSFERS;
     for (int i = 0; i < (transfers ? c->transfer_count : c->group.size); i++) {
-        int port = transfers && !c->transfers[i].send ? -1
-                                                      : port_to(c->group, transfers ? c->transfers[i].peer : i);
+        int port = transfers && !c->transfers[i].send
+                       ? -1
+                       : port_to(c->group, transfers ? c->transfers[i].peer : i);
         if (port >= 0) used[port] = true;
     }
 }
@@ -427,7 +428,10 @@ static void reduce_on_host(double *values, int count, ReduceOp op, Group group) 
     r->call.op = op;
     r->total = count;
     // As the all-reduce of a tensor: k is this member's piece.
-    int64_t piece = (count + n - 1) / n, rest = count - me * piece, k = rest < 0 ? 0 : rest < piece ? rest : piece;
+    int64_t piece = (count + n - 1) / n, rest = count - me * piece,
+            k = rest < 0       ? 0
+                : rest < piece ? rest
+                               : piece;
     start(r, 8 * (count - k + (n - 1) * k), 8.0 * count);
     request_await(r);
     for (int v = 0; v < count; v++) values[v] = r->values[v];

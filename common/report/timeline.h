@@ -12,8 +12,8 @@
 #define TIMELINE_H
 
 #include "clock.h"
-#include "train/config.h"
 #include "comm/mesh.h"
+#include "train/config.h"
 
 #ifdef __cplusplus
 extern "C" {

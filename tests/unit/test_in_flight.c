@@ -21,7 +21,8 @@ static Tensor t[MOST];
 
 static const AttentionShape shape = {1, N, 2, 1, H / 2};
 static const VocabularyPart part = {V, 0, V};
-static const AdamW hyper = {.lr = 0.1, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .grad_scale = 1, .step = 1};
+static const AdamW hyper = {
+    .lr = 0.1, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .grad_scale = 1, .step = 1};
 
 static void fill(void) { op_fill(t[0], 3); }
 static void copy(void) { op_copy(t[0], t[1]); }
@@ -183,9 +184,9 @@ static void every_operation_leaves_alone_what_is_in_flight(void **context) {
             if (!is_refused(operations[o].call, sentence, sizeof sentence))
                 fail_msg("%s touches argument %d, which a request writes, and is let through",
                          operations[o].name, i);
-            snprintf(expected, sizeof expected, "%s%s %s 'activations' [bytes 0..%lld), which all_reduce, call 12",
-                     is_op ? "op_" : "", operations[o].name, writes ? "writes" : "reads",
-                     (long long)tensor_bytes(t[i]));
+            snprintf(expected, sizeof expected,
+                     "%s%s %s 'activations' [bytes 0..%lld), which all_reduce, call 12", is_op ? "op_" : "",
+                     operations[o].name, writes ? "writes" : "reads", (long long)tensor_bytes(t[i]));
             if (!strstr(sentence, expected)) fail_msg("%s is not in: %s", expected, sentence);
             in_flight_end("all_reduce, call 12 in group dp");
             tear_down();

@@ -56,12 +56,14 @@ static void every_axis_parts_the_world(void) {
         int within = s.dp * s.cp * (s.ep_within_tp ? s.tp : 1);
         if (ranks_of(s) > 64 || within % s.ep) continue;
         const int sizes[MESH_AXES] = {
-            [AXIS_WORLD] = ranks_of(s), [AXIS_DP] = s.dp, [AXIS_PP] = s.pp, [AXIS_PP_BACKWARD] = s.pp,
-            [AXIS_CP] = s.cp, [AXIS_TP] = s.tp, [AXIS_EP] = s.ep, [AXIS_DP_CP] = s.dp * s.cp,
-            [AXIS_EXPERT_DP] = within / s.ep, [AXIS_TP_PP] = s.tp * s.pp};
+            [AXIS_WORLD] = ranks_of(s), [AXIS_DP] = s.dp,           [AXIS_PP] = s.pp,
+            [AXIS_PP_BACKWARD] = s.pp,  [AXIS_CP] = s.cp,           [AXIS_TP] = s.tp,
+            [AXIS_EP] = s.ep,           [AXIS_DP_CP] = s.dp * s.cp, [AXIS_EXPERT_DP] = within / s.ep,
+            [AXIS_TP_PP] = s.tp * s.pp};
         for (int axis = 0; axis < MESH_AXES; axis++) expect_partition(s, axis, sizes[axis]);
-        const MeshAxis apart[][2] = {{AXIS_DP, AXIS_CP}, {AXIS_DP, AXIS_TP}, {AXIS_DP, AXIS_PP},
-                                     {AXIS_CP, AXIS_TP}, {AXIS_CP, AXIS_PP}, {AXIS_TP, AXIS_PP},
+        const MeshAxis apart[][2] = {{AXIS_DP, AXIS_CP},        {AXIS_DP, AXIS_TP},
+                                     {AXIS_DP, AXIS_PP},        {AXIS_CP, AXIS_TP},
+                                     {AXIS_CP, AXIS_PP},        {AXIS_TP, AXIS_PP},
                                      {AXIS_EP, AXIS_EXPERT_DP}, {AXIS_EP, AXIS_PP},
                                      {AXIS_EXPERT_DP, AXIS_PP}, {AXIS_DP_CP, AXIS_TP_PP}};
         for (size_t i = 0; i < sizeof apart / sizeof *apart; i++)
@@ -76,10 +78,10 @@ static void ranks_are_numbered_with_tp_fastest(void) {
     const struct {
         MeshAxis axis;
         int count, member[8];
-    } of_rank_11[] = {
-        {AXIS_TP, 2, {10, 11}},     {AXIS_CP, 2, {9, 11}},  {AXIS_DP, 2, {11, 15}},
-        {AXIS_PP, 2, {3, 11}},      {AXIS_EP, 2, {9, 11}},  {AXIS_DP_CP, 4, {9, 11, 13, 15}},
-        {AXIS_EXPERT_DP, 2, {11, 15}}, {AXIS_TP_PP, 4, {2, 3, 10, 11}}};
+    } of_rank_11[] = {{AXIS_TP, 2, {10, 11}},        {AXIS_CP, 2, {9, 11}},
+                      {AXIS_DP, 2, {11, 15}},        {AXIS_PP, 2, {3, 11}},
+                      {AXIS_EP, 2, {9, 11}},         {AXIS_DP_CP, 4, {9, 11, 13, 15}},
+                      {AXIS_EXPERT_DP, 2, {11, 15}}, {AXIS_TP_PP, 4, {2, 3, 10, 11}}};
     for (size_t i = 0; i < sizeof of_rank_11 / sizeof *of_rank_11; i++) {
         SAME(mesh_members(s, of_rank_11[i].axis, 11, members), of_rank_11[i].count);
         for (int j = 0; j < of_rank_11[i].count; j++) SAME(members[j], of_rank_11[i].member[j]);
@@ -176,8 +178,8 @@ static void all_lines_move_at_once(void) {
             request[line] = comm_all_reduce(t[line], REDUCE_SUM, group[line]);
         }
         for (int line = 0; line < COMM_LINES; line++)
-            request[COMM_LINES + line] = comm_send_receive(t[line], (me + 1) % n, in[line],
-                                                           (me + n - 1) % n, group[line]);
+            request[COMM_LINES + line] =
+                comm_send_receive(t[line], (me + 1) % n, in[line], (me + n - 1) % n, group[line]);
         for (int i = 0; i < 2 * COMM_LINES; i++) {
             int which = (i * 5 + turn) % (2 * COMM_LINES);
             comm_wait(request[which]);
@@ -413,7 +415,8 @@ static void the_clock_of_all_lines_knows_no_load(void) {
         clock_model_wait(ceil(comm_max(clock_model_now(), world)) + 1);
         double seconds = a_run(turn * 1000);
         if (turn == 0) first = seconds;
-        if (!(fabs(seconds - first) < 1e-12)) note("run %d took %.17g, the first %.17g", turn, seconds, first);
+        if (!(fabs(seconds - first) < 1e-12))
+            note("run %d took %.17g, the first %.17g", turn, seconds, first);
     }
     if (!(first > 0)) note("no time passed");
 }
@@ -503,10 +506,10 @@ static void other_ranges_and_shared_reads_are_free(void) {
     Tensor flat = filled(3000, 1), out = filled(1000 * n, 0), other = filled(1000 * n, 0);
     Tensor first = tensor_view(flat, 0, SHAPE(1000)), second = tensor_view(flat, 1000, SHAPE(1000));
     Request *sum = comm_all_reduce(first, REDUCE_SUM, blue);
-    op_scale(second, 3);                                          // another bucket of the gradient
-    Request *gather = comm_all_gather(out, second, NULL, blue);   // reads it
-    Request *again = comm_all_gather(other, second, NULL, red);   // so may another line
-    op_copy(tensor_view(flat, 2000, SHAPE(1000)), second);        // and an operation
+    op_scale(second, 3);                                         // another bucket of the gradient
+    Request *gather = comm_all_gather(out, second, NULL, blue);  // reads it
+    Request *again = comm_all_gather(other, second, NULL, red);  // so may another line
+    op_copy(tensor_view(flat, 2000, SHAPE(1000)), second);       // and an operation
     comm_wait(sum);
     op_scale(first, 2);  // over: it is ours again
     comm_wait(gather);
