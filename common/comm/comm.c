@@ -1,5 +1,5 @@
-// comm.c: the front of communication: start and end, groups, and what happens when a rank dies. The requests
-// are comm_requests.c's, what the ranks tell each other comm_agreement.c's.
+// comm.c: the front of communication: start and end, groups, and what happens when a rank dies. The
+// requests are comm_requests.c's, what the ranks tell each other comm_agreement.c's.
 #include <errno.h>
 #include <math.h>
 #include <omp.h>

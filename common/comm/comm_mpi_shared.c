@@ -1,11 +1,11 @@
 // comm_mpi_shared.c: memory that MPI shares among the ranks of one machine.
 //
-// Each rank has an area that the others of its machine can read: for each line a row of WINDOW slots for each
-// of them, and, in the row that would be its own, what is for all. A writer fills a slot and counts it as given; the
-// reader uses it where it is, and counts it as taken, which frees it. All counts only grow. An operation
-// ends when all that it gave is taken, so the next one of its line finds every slot free. The areas belong to the
-// transport, as a GPU's channel buffers belong to NCCL: the account of device memory knows only of what a
-// tensor holds or staging() takes.
+// Each rank has an area that the others of its machine can read: for each line a row of WINDOW slots for
+// each of them, and, in the row that would be its own, what is for all. A writer fills a slot and counts it
+// as given; the reader uses it where it is, and counts it as taken, which frees it. All counts only grow.
+// An operation ends when all that it gave is taken, so the next one of its line finds every slot free. The
+// areas belong to the transport, as a GPU's channel buffers belong to NCCL: the account of device memory
+// knows only of what a tensor holds or staging() takes.
 
 #include <mpi.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
-// comm_requests.c: the calls of comm.h: what each demands of its arguments, sends, takes on the model clock, and
-// counts.
+// comm_requests.c: the calls of comm.h: what each demands of its arguments, sends, takes on the model
+// clock, and counts.
 #include <stdlib.h>
 #include <string.h>
 
@@ -118,8 +118,8 @@ static void used_ports(const Request *r, bool *used) {
     }
 }
 
-// When this rank has come to the call and its ports are free. They are kept for the call from then on, as if
-// its other members came at once: what others do later must not change what this rank has been told.
+// When this rank has come to the call and its ports are free. They are kept for the call from then on, as
+// if its other members came at once: what others do later must not change what this rank has been told.
 static double pass_ports(const Request *r, double now) {
     static double free_at[PORTS];
     bool used[PORTS] = {false};

@@ -1,6 +1,6 @@
 // timeline.c: see timeline.h. The clock's events of one step become spans on the compute stream and on each
-// communication line. Between its spans the compute stream waited: on the model clock it moves by operations
-// and by waits alone.
+// communication line. Between its spans the compute stream waited: on the model clock it moves by
+// operations and by waits alone.
 #include "timeline.h"
 
 #include <errno.h>

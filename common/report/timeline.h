@@ -1,5 +1,5 @@
-// timeline.h: what the compute stream and each communication line of each rank did in one step, on the model
-// clock: in letters, as an SVG, and all ranks in one trace.
+// timeline.h: what the compute stream and each communication line of each rank did in one step, on the
+// model clock: in letters, as an SVG, and all ranks in one trace.
 //
 //     compute  FFFFFFFFFBBBBBBBBBBBBBBBBBB---SSS      exposed: compute waits (---) for the network
 //     tp       .A..A..A...A..A..A................      what lies under B is hidden

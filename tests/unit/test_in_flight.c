@@ -1,6 +1,6 @@
 // What is in flight belongs to its request: every operation that would write what a request reads, or touch
-// what it writes, is refused. What an operation writes is not asked of its table but seen: its arguments are
-// compared before and after.
+// what it writes, is refused. What an operation writes is not asked of its table but seen: its arguments
+// are compared before and after.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
