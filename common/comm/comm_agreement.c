@@ -268,13 +268,14 @@ static void meet_notices(Request *r) {
 static bool is_group(const Request *r) { return (int)r->call.kind == GROUP; }
 
 static void move(Request *r) {
-    if (device_is_dry_run() || r->host || r->call.kind == BARRIER) {
+    if (r->launched && !r->operation) {
         r->done = r->settled;
         return;
     }
     if (!r->operation) r->operation = is_group(r) ? group_operation(r) : transport_run(&r->call);
+    r->launched = !r->operation || transport_test(r->operation);
     if (!r->operation) r->done = true;  // a group that needs nothing
-    if (r->done || !transport_test(r->operation) || !r->settled) return;
+    if (r->done || !r->launched || !r->settled) return;
     CHECK(is_group(r) || transport_bytes(r->operation) == r->bytes,
           "%s sent %lld bytes, and its formula says %lld", kind_names[r->call.kind],
           (long long)transport_bytes(r->operation), (long long)r->bytes);
@@ -293,7 +294,7 @@ static bool share_a_peer(const Request *a, const Request *b) {
 static bool must_follow(const Request *r) {
     if (!transport_launches()) return false;
     for (const Request *other = comm.live; other; other = other->live_after)
-        if (other->order < r->order && !other->done && line_of(other) != line_of(r) &&
+        if (other->order < r->order && !other->launched && line_of(other) != line_of(r) &&
             share_a_peer(r, other))
             return true;
     return false;
@@ -332,6 +333,7 @@ void lines_push(void) {
 void line_append(Request *r) {
     r->order = ++comm.requests;
     r->index = comm.calls;
+    r->launched = device_is_dry_run() || r->host || r->call.kind == BARRIER;
     r->met = calloc((size_t)notices_of(r) + 1, sizeof *r->met);
     r->before = calloc((size_t)notices_of(r) + 1, sizeof *r->before);
     r->got = calloc((size_t)notices_of(r) + 1, sizeof *r->got);

@@ -144,6 +144,25 @@ static void a_batch_fits_any_order_of_its_parts(void) {
     for (int i = 0; i < 4; i++) tensor_free(all[i]);
 }
 
+// Ranks 0 and 1 share two calls, and learn at different times that rank 2 has come to the first: they launch
+// them in the order of their starts all the same.
+static void launches_keep_the_order_of_the_starts(void) {
+    if (n < 3) return;
+    Group three = all_on(LINE_TP), two = pair_on(LINE_DP, 0, 1);
+    Tensor a = filled(5000, 1), b = filled(5000, 1);
+    Request *request[2] = {NULL};
+    if (me == 0) usleep(50000);
+    if (me >= 2) usleep(150000);
+    request[0] = comm_all_reduce(a, REDUCE_SUM, three);
+    if (me < 2) request[1] = comm_all_reduce(b, REDUCE_SUM, two);
+    if (me == 1) usleep(300000);
+    comm_wait_all(request, 2);
+    expect_all("the sum of all", a, n);
+    expect_all("the sum of two", b, me < 2 ? 2 : 1);
+    tensor_free(&a);
+    tensor_free(&b);
+}
+
 static void many_values_are_added_in_one_call(void) {
     for (int count = 1; count < 40; count += 7) {
         double values[40];
@@ -429,6 +448,7 @@ static const RankTest tests[] = {
     TEST(all_lines_move_at_once),
     TEST(neighbours_of_a_pipeline_agree_pair_by_pair),
     TEST(a_batch_fits_any_order_of_its_parts),
+    TEST(launches_keep_the_order_of_the_starts),
     TEST(many_values_are_added_in_one_call),
     TEST(two_lines_take_turns_on_one_port),
     TEST(different_ports_run_side_by_side),
