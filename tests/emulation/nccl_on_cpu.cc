@@ -460,9 +460,6 @@ static ncclResult_t compare(ncclComm_t c, const Op &op) {
         Place there, here = op.place[r];
         memcpy(&theirs, op.in[r].bytes.data(), sizeof theirs);
         memcpy(&there, op.in[r].bytes.data() + sizeof theirs, sizeof there);
-        if (here.before >= there.before + there.width || there.before >= here.before + here.width)
-            return refuse(ncclInvalidUsage, "ranks %d and %d of %s launch what they share in two orders", r,
-                          c->rank, call_names[op.header.call]);
         if (memcmp(&theirs, &op.header, sizeof theirs))
             return refuse(ncclInvalidUsage,
                           "rank %d: %s of %lld, type %d, operation %d, root %d, where rank %d has %s of "
@@ -471,6 +468,9 @@ static ncclResult_t compare(ncclComm_t c, const Op &op) {
                           r, call_names[theirs.call], (long long)theirs.count, theirs.type, theirs.op,
                           theirs.root, c->rank, call_names[op.header.call], (long long)op.header.count,
                           op.header.type, op.header.op, op.header.root);
+        if (here.before >= there.before + there.width || there.before >= here.before + here.width)
+            return refuse(ncclInvalidUsage, "ranks %d and %d of %s launch what they share in two orders", r,
+                          c->rank, call_names[op.header.call]);
     }
     return ncclSuccess;
 }
