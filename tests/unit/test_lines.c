@@ -286,6 +286,25 @@ static void who_waits_for_a_port_keeps_the_others_waiting(void) {
     tensor_free(&b);
 }
 
+// Rank 1 comes late to what it shares with 0; on the same line 0 comes to 2 only after that.
+static void a_line_goes_on_when_its_last_request_has_ended(void) {
+    if (n < 3) return;
+    Group first = pair_on(LINE_TP, 0, 1), second = pair_on(LINE_TP, 0, 2);
+    Tensor a = filled(1000000, 1), b = filled(1000000, 1);
+    clock_set_cluster(n, 1, 1);
+    comm_wait(comm_barrier(world));
+    double start = clock_model_now(), cost = all_reduce_seconds(2, 2);
+    if (me == 1) compute(1e-3);
+    Request *request[2] = {NULL};
+    if (me < 2) request[0] = comm_all_reduce(a, REDUCE_SUM, first);
+    if (me % 2 == 0 && me < 3) request[1] = comm_all_reduce(b, REDUCE_SUM, second);
+    comm_wait_all(request, 2);
+    if (me == 1) expect_near("the late one's end", clock_model_now() - start, 1e-3 + cost);
+    if (me == 0 || me == 2) expect_near("the end behind it", clock_model_now() - start, 1e-3 + 2 * cost);
+    tensor_free(&a);
+    tensor_free(&b);
+}
+
 static uint64_t mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
     x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
@@ -454,6 +473,7 @@ static const RankTest tests[] = {
     TEST(different_ports_run_side_by_side),
     TEST(a_receive_keeps_no_port),
     TEST(who_waits_for_a_port_keeps_the_others_waiting),
+    TEST(a_line_goes_on_when_its_last_request_has_ended),
     TEST(the_clock_of_all_lines_knows_no_load),
     TEST(other_ranges_and_shared_reads_are_free),
 };
