@@ -109,7 +109,8 @@ Request *comm_scatter(Tensor out, Tensor in, const int64_t *counts, int root, Gr
 Request *comm_broadcast(Tensor t, int root, Group group);
 // Part i of `in` (in_counts[i] elements) goes to member i; part i of `out` (out_counts[i]) comes from
 // member i. NULL counts: equal parts. `in` and `out` must not overlap. Sends K(in) - k.
-Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const int64_t *in_counts, Group group);
+Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const int64_t *in_counts,
+                         Group group);
 // Sends nothing but the notices that every call begins with, which are not counted.
 Request *comm_barrier(Group group);
 

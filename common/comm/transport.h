@@ -119,7 +119,8 @@ void *transport_mark(void);
 Operation *transport_run(const Collective *collective);
 // Whether all that this operation needs of the host is done; the device may still be moving its bytes.
 bool transport_test(Operation *operation);
-int64_t transport_bytes(const Operation *operation);  // sent by this rank to others, once transport_test says true
+// Sent by this rank to others, once transport_test says true.
+int64_t transport_bytes(const Operation *operation);
 // What the device is given from now on comes after the operation. Ends it.
 void transport_end(Operation *operation);
 // Fatal if what moves the bytes has failed. For how many seconds the device has been at the oldest

@@ -9,8 +9,8 @@
 //   - two ranks of one host (NCCL_HOSTID, read when the first communicator is made) on one GPU are refused
 //   - nothing works after ncclCommAbort; a peer that has died is ncclRemoteError
 //   - two ranks that connect by transfers must ask for as many connections: see connect()
-//   - two ranks launch what they share in one order, on whatever communicators: kernels of NCCL may wait for
-//     each other
+//   - two ranks launch what they share in one order, on whatever communicators: kernels of NCCL may wait
+//     for each other
 //   - sums are those of a ring, rounded at each hop, and begin with another member for each piece: so
 //     they are not in rank order. A maximum forgets NaN
 //
@@ -299,7 +299,8 @@ static void post(ncclComm_t c, int to, const Header &header, const Place &place,
     message.bytes.resize(sizeof header + sizeof place + bytes);
     memcpy(message.bytes.data(), &header, sizeof header);
     memcpy(message.bytes.data() + sizeof header, &place, sizeof place);
-    if (bytes) cudaMemcpy(message.bytes.data() + sizeof header + sizeof place, from, bytes, cudaMemcpyDeviceToHost);
+    if (bytes) cudaMemcpy(message.bytes.data() + sizeof header + sizeof place, from, bytes,
+                   cudaMemcpyDeviceToHost);
     c->out[to].push_back(std::move(message));
 }
 

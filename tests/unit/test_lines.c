@@ -144,8 +144,8 @@ static void a_batch_fits_any_order_of_its_parts(void) {
     for (int i = 0; i < 4; i++) tensor_free(all[i]);
 }
 
-// Ranks 0 and 1 share two calls, and learn at different times that rank 2 has come to the first: they launch
-// them in the order of their starts all the same.
+// Ranks 0 and 1 share two calls, and learn at different times that rank 2 has come to the first: they
+// launch them in the order of their starts all the same.
 static void launches_keep_the_order_of_the_starts(void) {
     if (n < 3) return;
     Group three = all_on(LINE_TP), two = pair_on(LINE_DP, 0, 1);
