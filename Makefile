@@ -18,7 +18,7 @@ $(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, o
 endif
 # C files of common/ that only one choice has; common/cuda/cuda.mk adds the others
 of-cpu  := common/tensor/device_cpu.c common/tensor/ops_cpu.c
-of-mpi  := common/comm/comm_mpi.c common/comm/comm_mpi_shared.c common/comm/comm_mpi_sums.c common/comm/comm_staged.c
+of-mpi  := $(wildcard common/comm/comm_mpi*.c) common/comm/comm_staged.c
 of-nccl :=
 
 ifeq ($(origin CC),default)

@@ -118,7 +118,10 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     say("  %-28s %10.3f ms, bubble %5.1f%%\n", "run", 1e3 * measured, 100 * (measured / ideal - 1));
     report_number("schedule", "makespan, run", measured, "s");
     report_number("schedule", "makespan, by its own clock", times.makespan, "s");
-    report_that(fabs(measured / times.makespan - 1) < 0.05,
+    // An overlapped pair sends what its F has made before its BW is done, which the schedule's clock does not know.
+    ScheduleKind kind = (ScheduleKind)config_number(config, "schedule");
+    bool pairs = kind == DUALPIPE || kind == DUALPIPE_V;
+    report_that(measured < 1.05 * times.makespan && (pairs || measured > 0.95 * times.makespan),
                 "the run takes %.3f ms, and its schedule says %.3f ms", 1e3 * measured,
                 1e3 * times.makespan);
     check_held(t);

@@ -1,5 +1,5 @@
-// comm.c: the front of communication: start and end, groups, and what happens when a rank dies. The requests
-// are comm_requests.c's, what the ranks tell each other comm_agreement.c's.
+// comm.c: the front of communication: start and end, groups, and what happens when a rank dies. The
+// requests are comm_requests.c's, what the ranks tell each other comm_agreement.c's.
 #include <errno.h>
 #include <math.h>
 #include <omp.h>
@@ -239,7 +239,8 @@ static void share_cores(int ranks_here) {
 // Who else there is: all must run the same. Returns where this rank stands among them.
 static Place check_identities(int argc, char **argv) {
     Identity mine = {.binary = hash_of_binary(), .arguments = HASH_SEED, .pid = (int32_t)getpid()};
-    for (int i = 1; i < argc; i++) mine.arguments = hash_bytes(mine.arguments, argv[i], strlen(argv[i]) + 1);
+    for (int i = 1; i < argc; i++)
+        mine.arguments = hash_bytes(mine.arguments, argv[i], strlen(argv[i]) + 1);
     gethostname(mine.host, sizeof mine.host - 1);
     Identity *all = host_alloc(sizeof mine * (size_t)comm.ranks);
     control_share(&mine, all, sizeof mine);

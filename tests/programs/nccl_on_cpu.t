@@ -1,20 +1,30 @@
 #!/bin/bash
 # nccl_on_cpu.t: comm_nccl.cu on emulated GPUs, over nccl_on_cpu.cc, which refuses what NCCL would refuse. TAP.
-# needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu build-nccl-on-cpu/tests/test_comm
-# A pattern chooses among the tests of test_comm.
+# needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu build-nccl-on-cpu/tests/test_comm build-nccl-on-cpu/tests/test_lines
+# A pattern chooses among the tests of test_comm, or of test_lines.
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 needs_fibers
 nccl=build-nccl-on-cpu build=build-nccl-on-cpu/01_data_parallel
-builds OPS=cuda-on-cpu COMM=nccl BUILD=$nccl $nccl/{tests/test_{comm,streams},corpus.txt} \
+builds OPS=cuda-on-cpu COMM=nccl BUILD=$nccl $nccl/{tests/test_{comm,lines,streams},corpus.txt} \
     $build/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed}
 
-for ranks in 2 3 4; do
-    chosen=yes
-    all_tests $nccl/tests/test_comm --ranks $ranks --timeout 20 "$only"
-    report $? "${1:-every test of test_comm} over NCCL on $ranks ranks"
+programs="test_comm test_lines"
+if [ $# != 0 ]; then
+    programs=test_lines
+    grep -qE "^static void ${1//\*/.*}\(" tests/unit/test_comm.c && programs=test_comm
+fi
+for program in $programs; do
+    for ranks in 2 3 4; do
+        chosen=yes
+        all_tests $nccl/tests/$program --ranks $ranks --timeout 20 "$only"
+        report $? "${1:-every test of $program} over NCCL on $ranks ranks"
+    done
 done
 [ $# = 0 ] || finish
+run $nccl/tests/test_lines --scenario crossed-late
+one_line $? -F 'what two ranks share, both start in one order'
+report $? "crossed orders of two communicators: $(cat "$err")"
 
 run $nccl/tests/test_streams --ranks 2 && ! grep -q '^not ok' "$out"
 report $? "streams keep the order of the calls"

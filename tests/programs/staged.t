@@ -7,7 +7,7 @@
 export OMP_NUM_THREADS=1 ULTRASCALE_GUARD=1
 needs_fibers
 build=build-cuda-on-cpu
-builds OPS=cuda-on-cpu BUILD=$build $build/{tests/test_{comm,streams},01_data_parallel/{collectives,ring_all_reduce,ddp_{naive,bucketed}},corpus.txt}
+builds OPS=cuda-on-cpu BUILD=$build $build/{tests/test_{comm,lines,streams},01_data_parallel/{collectives,ring_all_reduce,ddp_{naive,bucketed}},corpus.txt}
 
 for ranks in 3 2 1; do
     chosen=yes
@@ -15,6 +15,8 @@ for ranks in 3 2 1; do
     report $? "${1:-every test of test_comm} on $ranks ranks"
 done
 [ $# = 0 ] || finish
+all_tests $build/tests/test_lines --ranks 3 --timeout 20
+report $? "every test of test_lines on 3 ranks"
 run $build/tests/test_streams --ranks 2 && ! grep -q '^not ok' "$out"
 report $? "streams keep the order of the calls"
 build=$build/01_data_parallel
