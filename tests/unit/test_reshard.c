@@ -37,21 +37,14 @@ static int layouts(Layout *layout) {
         {.name = "ZeRO-2", .dp = n, .tp = 1, .zero = 2},
         {.name = "ZeRO-3", .dp = n, .tp = 1, .zero = 3},
         {.name = "tensor parallel", .dp = 1, .tp = n},
-        {.name = "sequence and vocabulary",
-         .dp = 1,
-         .tp = n,
-         .sp = true,
-         .vocab_parallel = true},
+        {.name = "sequence and vocabulary", .dp = 1, .tp = n, .sp = true, .vocab_parallel = true},
         {.name = "ZeRO-3 x tp, all sharded",
          .dp = n / degree,
          .tp = degree,
          .zero = 3,
          .sp = true,
          .vocab_parallel = true},
-        {.name = "dp x tp, vocabulary",
-         .dp = n / degree,
-         .tp = degree,
-         .vocab_parallel = true},
+        {.name = "dp x tp, vocabulary", .dp = n / degree, .tp = degree, .vocab_parallel = true},
     };
     int count = sizeof all / sizeof *all;
     for (int i = 0; i < count; i++) {

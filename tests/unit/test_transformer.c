@@ -43,8 +43,8 @@ static MicroBatch some_batch(const Model *m, int64_t index) {
         targets[i] = (int32_t)(rng_bits(4, RNG_TEST, 1000 * index + i) % (uint64_t)c->vocab);
         if (i % 5 == 2) targets[i] = IGNORED_LABEL;
     }
-    MicroBatch micro =
-        micro_batch_new(m, index, c->micro_batch, tokens, targets, mean_loss_scale((double)count_labels(targets, n)));
+    MicroBatch micro = micro_batch_new(m, index, c->micro_batch, tokens, targets,
+                                       mean_loss_scale((double)count_labels(targets, n)));
     free(tokens);
     free(targets);
     return micro;
@@ -141,7 +141,8 @@ static void weight_gradients_may_come_late(void **state) {
         micro_batch_free(plain, &micro);
     }
     // Every unit a stage of its own. The embedding's gradient of a micro-batch adds up from the head's W on.
-    const Chunk stage[] = {{0, 0, true, false}, {0, 1, false, false}, {1, 2, false, false}, {2, 2, false, true}};
+    const Chunk stage[] = {
+        {0, 0, true, false}, {0, 1, false, false}, {1, 2, false, false}, {2, 2, false, true}};
     MicroBatch both[2] = {some_batch(late, 0), some_batch(late, 1)};
     model_begin_step(late, 2);
     model_forward(late, &both[0]);
@@ -341,7 +342,8 @@ static void sockets_are_called_once_per_unit(void **state) {
         assert_memory_equal(calls.order, from_last_to_first, sizeof from_last_to_first);
         for (int unit = 0; unit < 4; unit++) {
             assert_int_equal(calls.ready[unit], 1);
-            assert_int_equal(calls.begun[unit], 1 + (tied && unit == 0));  // tied, both ends add to the embedding's
+            assert_int_equal(calls.begun[unit],
+                             1 + (tied && unit == 0));  // tied, both ends add to the embedding's
         }
         assert_int_equal(calls.last, 4);
         model_free(m);

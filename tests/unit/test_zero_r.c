@@ -42,6 +42,7 @@ static void cut_checkpoints_change_no_bit(void) {
         for (int vocabulary = 0; vocabulary < 2; vocabulary++) {
             Config c = config_of(dtypes[i]);
             c.tp = n;
+            config_set(&c, "zero", 0);
             config_set(&c, "vocab-parallel", vocabulary);
             c.recompute = RECOMPUTE_FULL;
             Record whole = run_cut(&c, mesh, false, false);
