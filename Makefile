@@ -64,11 +64,13 @@ common_sources  := $(filter-out $(of-cpu) $(of-mpi),$(sort $(wildcard common/*.c
                    $(of-$(OPS)) $(of-$(COMM))
 test_sources    := $(sort $(wildcard tests/unit/test_*.c))
 fuzz_sources    := $(sort $(wildcard tests/fuzz/fuzz_*.c))
+bench_sources   := $(sort $(wildcard tests/bench/bench*.c))
 
 with_main := $(if $(chapter_sources),$(shell grep -lE '^int main\b' $(chapter_sources)))
 programs  := $(with_main:%.c=$(BUILD)/%)
 tests     := $(test_sources:tests/unit/%.c=$(BUILD)/tests/%)
 fuzzers   := $(fuzz_sources:tests/fuzz/%.c=$(BUILD)/tests/%)
+benches   := $(bench_sources:tests/bench/%.c=$(BUILD)/tests/%)
 parts     := $(common_sources:%.c=$(BUILD)/lib/%.o) $(chapter_sources:%.c=$(BUILD)/lib/%.o)
 archive   := $(BUILD)/libultrascale.a
 corpus    := $(BUILD)/corpus.txt
@@ -174,7 +176,7 @@ $(BUILD)/tests/fuzz_%: $(BUILD)/main/tests/fuzz/fuzz_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
 
-$(BUILD)/tests/bench%: $(BUILD)/main/tests/bench/bench%.o $(archive)
+$(benches): $(BUILD)/tests/%: $(BUILD)/main/tests/bench/%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
 

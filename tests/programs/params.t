@@ -1,12 +1,13 @@
 #!/bin/bash
 # params.t: the parameter table in the layouts of 1 to 8 ranks. TAP.
-# needs: build/tests/test_params
+# needs: build/tests/test_params build/tests/test_params_sums
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
-params=$build/tests/test_params
 
 for ranks in 1 2 3 6 8; do
-    all_tests "$params" --ranks $ranks
-    report $? "every test of test_params on $ranks ranks"
+    for test in test_params test_params_sums; do
+        all_tests "$build/tests/$test" --ranks $ranks
+        report $? "every test of $test on $ranks ranks"
+    done
 done
 finish

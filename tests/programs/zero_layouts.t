@@ -31,11 +31,11 @@ report $? "two runs print the same digits"
 passes "f32, within four times the error of one device" zero2 --ranks 3 --dtype f32 --layers 2 --recompute selective
 passes "a dry run of Llama 3 8B" zero3 --ranks 4 --model llama-3-8b --dtype bf16 --micro-batch 1 --dry-run
 
-refused "zero 2 is another program's" zero3 --zero 2
-refused "zero 3 is another program's" zero1 --zero 3
-refused 'cuts over --dp alone' zero2 --ranks 4 --tp 2
+refused "zero is not one of zero3's flags" zero3 --zero 2
+refused "gather is not one of zero2's flags" zero2 --gather step
+refused "tp is not one of zero2's flags" zero2 --ranks 4 --tp 2
 refused 'ranks 3 would fit' zero1 --ranks 4 --dp 3
-refused 'is not one of' zero3 --zero 4
+refused 'gather later is not one of forward|step|after-step' zero1 --gather later
 # No whole weight is there to look at when a loss is NaN.
 refuses "a loss that is not finite names the first bad tensor" 'loss of micro-batch 0 is .*; the first bad tensor is' zero3 --ranks 3 --dtype f16 --lr 1000 --clip 0 \
     --steps 9

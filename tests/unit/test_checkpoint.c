@@ -15,7 +15,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "playbook.h"
+#include "00_single_gpu/training.h"
+#include "tensor/rng.h"
 // needs those above
 #include <cmocka.h>
 
@@ -149,6 +150,7 @@ static Run run_new(const char *more) {
     run.config.tied = tied;
     free(text);
     run.model = model_new(&run.config, mesh_single());
+    model_allocate(run.model);
     run.optimizer = optimizer_new(&run.config, &run.model->params);
     return run;
 }
