@@ -68,8 +68,8 @@ static inline int copies_of(int64_t heads, int degree) { return heads < degree ?
 static inline Mesh imagined_mesh(int dp, int dp_rank, int tp, int tp_rank) {
     Mesh mesh = mesh_single();
     mesh.world = (Group){.size = dp * tp, .rank = dp_rank * tp + tp_rank};
-    mesh.dp = (Group){.size = dp, .rank = dp_rank};
-    mesh.tp = (Group){.size = tp, .rank = tp_rank};
+    mesh.dp = mesh.dp_cp = (Group){.size = dp, .rank = dp_rank};
+    mesh.tp = mesh.tp_pp = (Group){.size = tp, .rank = tp_rank};
     return mesh;
 }
 
@@ -131,7 +131,6 @@ typedef struct Layout {
     MeshShape shape;
     int64_t heads;
     Group copies;  // of a head
-    Group ends;    // the first and the last rank of the spread
 } Layout;
 enum { MAX_LAYOUTS = 16 };
 
@@ -140,14 +139,13 @@ static inline int layouts(Layout *layout) {
     int count = 0;
     for (int tp = 1; tp <= n; tp++) {
         if (n % tp) continue;
-        MeshShape shape = {n / tp, 1, 1, tp, 1};
+        MeshShape shape = {.dp = n / tp, .tp = tp};
         Mesh mesh = mesh_new(shape);
-        Group ends = comm_group("ends", (int[]){mesh.tp.member[0], mesh.tp.member[tp - 1]}, tp > 1 ? 2 : 1);
         int64_t heads[4];
         for (int h = heads_for(tp, heads) - 1; h >= 0; h--) {
             int copies = copies_of(heads[h], tp);
-            Group group = comm_group("copies", mesh.tp.member + mesh.tp.rank / copies * copies, copies);
-            layout[count++] = (Layout){mesh, shape, heads[h], group, ends};
+            Group group = comm_group("copies", mesh.tp.line, mesh.tp.member + mesh.tp.rank / copies * copies, copies);
+            layout[count++] = (Layout){mesh, shape, heads[h], group};
         }
     }
     return count;
@@ -162,13 +160,12 @@ static inline Params params_of(const Layout *l, Sharding sharding, DType dtype) 
 // the embedding on the first and the last, each of which sees a part of its gradient.
 static inline Params staged(const Layout *l, int block, int head) {
     Params params = table(l->mesh, l->shape.tp, l->heads);
-    int last = l->mesh.tp.size - 1, rank = l->mesh.tp.rank;
+    int last = l->mesh.tp.size - 1;
     for (int i = 0; i < params.count; i++)
         param_set_copies(&params.param[i], (Group){.size = 1, .name = "one"}, false);
-    if (rank == 0 || rank == last) param_set_copies(&params.param[0], l->ends, true);
-    else unit_leave_out(&params, 0);
-    if (rank != block) unit_leave_out(&params, 1);
-    if (rank != head) unit_leave_out(&params, 2);
+    unit_set_holders(&params, 0, l->mesh.tp, (int[]){0, last}, last > 0 ? 2 : 1);
+    unit_set_holders(&params, 1, l->mesh.tp, &block, 1);
+    unit_set_holders(&params, 2, l->mesh.tp, &head, 1);
     params_measure(&params);
     return params;
 }

@@ -78,7 +78,7 @@ static void shapes_are_those_of_the_shards(void) {
             SAME(p.param[i].first[d], expected[i][2 + d]);
         }
         SAME(p.param[i].sharded, p.param[i].role != WHOLE);
-        SAME(p.param[i].partial, p.param[i].role == BY_HEADS);
+        SAME(p.param[i].parts.size > 1, p.param[i].role == BY_HEADS);
     }
     // Units begin anew, and hold their weights one after another.
     SAME(p.param[0].offset, 0);
@@ -210,7 +210,7 @@ static void expect_facts(const Shards *s, const Param *param, int holders) {
     SAME(param->copies.size, holders);
     // With sequence parallelism every rank sees its own rows alone, and copied heads serve their own queries.
     bool rows = s->first == &sequence_parallel || s->second == &sequence_parallel;
-    if (holders > 1) SAME(param->partial, copied_heads || (rows && vector_or_table));
+    if (holders > 1) SAME(param->parts.size > 1, copied_heads || (rows && vector_or_table));
     SAME(param->sharded, !vector_or_table || (is_table(param) && s->first == &vocab_parallel));
 }
 
@@ -261,7 +261,7 @@ static void techniques_cover_each_weight(void) {
 
 // On these ranks, of fewer heads than ranks: who shares a head is told in messages, so nobody can imagine them.
 static void ranks_beyond_the_heads_store_copies(void) {
-    Mesh mesh = mesh_new((MeshShape){1, 1, 1, n, 1});
+    Mesh mesh = mesh_new((MeshShape){.tp = n});
     for (int64_t kv = 1; kv < n; kv++)
         for (int kind = 0; kind < SHARDS && n % kv == 0; kind++) {
             Config c = config_for(n, kv);
@@ -287,7 +287,7 @@ static void a_unit_left_out_takes_no_room(void) {
         for (int rank = 0; rank < 2; rank++) {
             Mesh mesh = imagined_mesh(2, rank, 3, 1);
             Params whole = whole_table(3, 3, F64), p = table(mesh, 3, 3);
-            unit_leave_out(&p, 1);
+            unit_set_holders(&p, 1, (Group){.size = 2, .rank = 1}, &(int){0}, 1);
             params_measure(&p);
             p = allocated(p, (Sharding)sharding, F64);
             SAME(p.count, whole.count);

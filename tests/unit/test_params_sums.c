@@ -21,7 +21,7 @@ static int rank_in_spread(const Params *p, int world_rank) {
 
 static double expected_sum(const Params *p, int param, int64_t at) {
     Group copies = p->param[param].copies;
-    if (!p->param[param].partial || copies.size == 1) return found(p->spread.rank, param, at);
+    if (p->param[param].parts.size == 1 || copies.size == 1) return found(p->spread.rank, param, at);
     double sum = 0;
     for (int i = 0; i < copies.size; i++) sum += found(rank_in_spread(p, copies.member[i]), param, at);
     return sum;
@@ -33,12 +33,12 @@ static int groups_of_partial(const Params *p, int64_t *elements) {
     *elements = 0;
     for (int i = 0; i < p->count; i++) {
         const Param *param = &p->param[i];
-        if (!param->here || !param->partial || param->copies.size == 1) continue;
+        if (!param->here || param->parts.size == 1 || param->copies.size == 1) continue;
         Tensor own = param_own_grad(p, param, NULL);
         *elements += tensor_exists(own) ? tensor_count(own) : 0;
         bool known = false;
         for (int j = 0; j < i; j++)
-            known = known || (p->param[j].here && p->param[j].partial && p->param[j].copies.size > 1 &&
+            known = known || (p->param[j].here && p->param[j].parts.size > 1 && p->param[j].copies.size > 1 &&
                               p->param[j].copies.handle == param->copies.handle);
         groups += !known;
     }
@@ -190,7 +190,7 @@ static void the_norm_of_whole_weights_is_that_of_one_device(void) {
 
 // Nobody sends anything where every rank has every gradient.
 static void the_norm_of_replicas_takes_no_message(void) {
-    Layout l = {.mesh = mesh_new((MeshShape){n, 1, 1, 1, 1}), .shape = {n, 1, 1, 1, 1}, .heads = 1};
+    Layout l = {.mesh = mesh_new((MeshShape){.dp = n}), .shape = {n, 1, 1, 1, 1}, .heads = 1};
     for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++) {
         Params p = allocated(table(l.mesh, 1, 1), sharding, F64);
         SAME(params_norm_group(&p).size, sharding == SHARD_NOTHING ? 1 : n);

@@ -265,7 +265,7 @@ static void shards_are_slices_of_the_whole(void **state) {
     model_allocate(whole);
     for (int rank = 0; rank < 2; rank++) {
         Mesh mesh = mesh_single();
-        mesh.tp = (Group){.size = 2, .rank = rank};
+        mesh.tp = mesh.tp_pp = (Group){.size = 2, .rank = rank};
         Model *part = model_new(&c, mesh);
         tensor_parallel.shard(part);
         vocab_parallel.shard(part);
