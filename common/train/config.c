@@ -118,7 +118,8 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
         {CONFIG_DP, INT("dp", dp, "0", 0, 4096, "ranks", "data parallelism; 0: all that the others leave")},
         {CONFIG_PP, INT("pp", pp, "1", 1, 4096, "stages", "pipeline parallelism")},
-        {CONFIG_CP, INT("cp", cp, "1", 1, 4096, "ranks", "context parallelism: they share each sequence")},
+        {CONFIG_CP, INT("cp", cp, "1", 0, 4096, "ranks",
+                       "context parallelism: they share each sequence; 0: all that the others leave")},
         {CONFIG_TP, INT("tp", tp, "1", 0, 4096, "ranks",
                         "tensor parallelism: they share each layer; 0: all that --dp leaves")},
         {CONFIG_EP, INT("ep", ep, "1", 1, 4096, "ranks", "expert parallelism: they share the experts")},
@@ -342,6 +343,12 @@ static const char *degrees_text(const Config *c) {
 }
 
 void config_check_degrees(Config *c, int ranks) {
+    if (c->cp == 0) {
+        int64_t others = (c->dp ? c->dp : 1) * c->pp * (c->tp ? c->tp : 1);
+        CHECK(ranks % others == 0, "--dp x --pp x --tp, %ld, does not divide the %d ranks; --ranks %ld would fit",
+              others, ranks, (ranks / others + 1) * others);
+        c->cp = ranks / others;
+    }
     if (c->tp == 0) {
         int64_t others = (c->dp ? c->dp : 1) * c->pp * c->cp;
         CHECK(ranks % others == 0, "--dp %ld does not divide the %d ranks; --ranks %ld would fit", others,
