@@ -9,85 +9,104 @@
 //                dscores = probs (d_o v^T - dots)
 //
 // Kept per block: lse, n a numbers in f32, in place of probs, n a s in storage. In 16-bit storage o, dq, dk
-// and dv gather in f32 besides, while they are computed.
-// Bytes sent: none.
+// and dv gather in f32 besides, while they are computed. Selective recomputation finds no scores to drop: it
+// drops lse, and repeats forward. With --documents TOKEN a token sees its own document alone.
+// Bytes sent: none. This file has no main: build/00_single_gpu/train --attention flash.
+#include "flash.h"
+
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "training.h"
+// ---- what chapter 04 uses as well ----
 
-// What the plug holds between calls: the mask of the last micro-batch's shape, which all layers share.
-typedef struct Flash {
-    AttentionPositions positions;
-    AttentionMask mask;
-} Flash;
+DType flash_sum_dtype(DType storage) { return storage == F64 ? F64 : F32; }
 
-static DType wide(DType dtype) { return dtype == F64 ? F64 : F32; }
+AttentionHeads flash_heads(AttentionShape s) { return (AttentionHeads){s.heads, s.kv_heads, s.head_size}; }
 
-static const AttentionMask *mask_for(Flash *flash, AttentionShape shape) {
-    if (flash->positions.b != shape.b || flash->positions.s != shape.s) {
-        attention_positions_free(&flash->positions);
-        flash->positions = attention_positions_whole(shape.b, shape.s);
-        flash->mask = attention_mask(&flash->positions, &flash->positions);
-    }
-    return &flash->mask;
-}
-
-static AttentionHeads heads_of(AttentionShape s) {
-    return (AttentionHeads){s.heads, s.kv_heads, s.head_size};
-}
-
-// A sum in f32: the tensor itself, or what will be rounded into it once.
-static Tensor accumulator(Tensor t) {
-    Tensor sum = t.dtype == wide(t.dtype) ? tensor_share(t)
-                                          : tensor_new(MEMORY_ACTIVATION, wide(t.dtype), t.dims, t.shape);
+Tensor flash_sum(Tensor t) {
+    DType dtype = flash_sum_dtype(t.dtype);
+    Tensor sum =
+        t.dtype == dtype ? tensor_share(t) : tensor_new(MEMORY_ACTIVATION, dtype, t.dims, t.shape);
     op_fill(sum, 0);
     return sum;
 }
-static void round_into(Tensor t, Tensor *sum) {
+
+void flash_round(Tensor t, Tensor *sum) {
     if (t.dtype != sum->dtype) op_copy(t, *sum);
     tensor_free(sum);
 }
 
-// What a block keeps, besides o.
-static Tensor *kept_lse(AttentionKept *kept) { return kept->more; }
+Tensor flash_new_lse(AttentionKept *kept, DType storage, int64_t rows, int64_t heads) {
+    Tensor *lse = kept->more = host_alloc(sizeof *lse);
+    *lse = tensor_new(MEMORY_ACTIVATION, flash_sum_dtype(storage), SHAPE(rows, heads));
+    op_fill(*lse, -INFINITY);
+    return *lse;
+}
+
+Tensor flash_lse(const AttentionKept *kept) { return *(const Tensor *)kept->more; }
+
+void flash_drop(void *context, AttentionKept *kept) {
+    (void)context;
+    if (!kept->more) return;
+    tensor_free(kept->more);
+    free(kept->more);
+    kept->more = NULL;
+}
+
+bool mask_key_changes(MaskKey *key, const MicroBatch *micro, int64_t s) {
+    size_t bytes = micro->documents ? (size_t)(micro->b * s) * sizeof *key->documents : 0;
+    bool same = key->b == micro->b && key->s == s && !key->documents == !micro->documents;
+    if (same && (!bytes || !memcmp(key->documents, micro->documents, bytes))) return false;
+    free(key->documents);
+    *key = (MaskKey){micro->b, s, bytes ? host_alloc(bytes) : NULL};
+    if (bytes) memcpy(key->documents, micro->documents, bytes);
+    return true;
+}
+
+// ---- the technique ----
+
+// What the plug holds between calls: the mask of the last micro-batch, which all layers share.
+typedef struct Flash {
+    MaskKey key;
+    AttentionPositions positions;
+    AttentionMask mask;
+} Flash;
+
+static const AttentionMask *mask_for(Flash *flash, const MicroBatch *micro, int64_t s) {
+    if (!mask_key_changes(&flash->key, micro, s)) return &flash->mask;
+    attention_positions_free(&flash->positions);
+    int32_t *position = host_alloc((size_t)(micro->b * s) * sizeof *position);
+    for (int64_t i = 0; i < micro->b * s; i++) position[i] = (int32_t)(i % s);
+    flash->positions = attention_positions_new(micro->b, s, position, micro->documents);
+    flash->mask = attention_mask(&flash->positions, &flash->positions);
+    free(position);
+    return &flash->mask;
+}
 
 static void flash_forward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept, Tensor q,
                           Tensor k, Tensor v, AttentionShape shape) {
-    (void)micro;
-    const AttentionMask *mask = mask_for(context, shape);
-    Tensor sum = accumulator(o), *lse = kept->more = host_alloc(sizeof *lse);
-    *lse = tensor_new(MEMORY_ACTIVATION, wide(q.dtype), SHAPE(shape.b * shape.s, shape.heads));
-    op_fill(*lse, -INFINITY);
-    op_attention_chunk_forward(sum, *lse, q, k, v, mask, heads_of(shape));
-    round_into(o, &sum);
+    const AttentionMask *mask = mask_for(context, micro, shape.s);
+    Tensor sum = flash_sum(o), lse = flash_new_lse(kept, q.dtype, shape.b * shape.s, shape.heads);
+    op_attention_chunk_forward(sum, lse, q, k, v, mask, flash_heads(shape));
+    flash_round(o, &sum);
 }
 
 static void flash_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv,
                            Tensor d_o, AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o,
                            AttentionShape shape) {
-    (void)micro;
-    const AttentionMask *mask = mask_for(context, shape);
-    Tensor lse = *kept_lse(kept), dots = tensor_like(MEMORY_ACTIVATION, lse);
-    Tensor sum_dq = accumulator(dq), sum_dk = accumulator(dk), sum_dv = accumulator(dv);
-    op_attention_chunk_dots(dots, o, d_o, heads_of(shape));
-    op_attention_chunk_backward(sum_dq, sum_dk, sum_dv, d_o, q, k, v, lse, dots, mask, heads_of(shape));
-    round_into(dq, &sum_dq);
-    round_into(dk, &sum_dk);
-    round_into(dv, &sum_dv);
+    const AttentionMask *mask = mask_for(context, micro, shape.s);
+    AttentionHeads heads = flash_heads(shape);
+    Tensor lse = flash_lse(kept), dots = tensor_like(MEMORY_ACTIVATION, lse);
+    Tensor sum_dq = flash_sum(dq), sum_dk = flash_sum(dk), sum_dv = flash_sum(dv);
+    op_attention_chunk_dots(dots, o, d_o, heads);
+    op_attention_chunk_backward(sum_dq, sum_dk, sum_dv, d_o, q, k, v, lse, dots, mask, heads);
+    flash_round(dq, &sum_dq);
+    flash_round(dk, &sum_dk);
+    flash_round(dv, &sum_dv);
     tensor_free(&dots);
 }
 
-static void flash_drop(void *context, AttentionKept *kept) {
-    (void)context;
-    if (!kept->more) return;
-    tensor_free(kept_lse(kept));
-    free(kept->more);
-    kept->more = NULL;
-}
-
-// Selective recomputation drops what grows with s^2; here that was never kept, and lse comes with o alone.
 static void flash_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
                         Tensor v, AttentionShape shape) {
     Tensor o = tensor_like(MEMORY_ACTIVATION, q);
@@ -110,34 +129,49 @@ static void unplug(Model *model, void *context) {
     (void)model;
     Flash *flash = context;
     attention_positions_free(&flash->positions);
+    free(flash->key.documents);
     free(flash);
+}
+
+// ---- the record ----
+
+void flash_price_kept(Price *price, double tokens, double heads, DType storage) {
+    for (int i = 0; i < price->block_rows; i++)
+        if (!strcmp(price->block[i].what, "probs") && price->block[i].bytes > 0)
+            price->block[i].bytes = tokens * heads * (double)dtype_size(flash_sum_dtype(storage));
+}
+
+void flash_price_positions(Price *price, int64_t b, int64_t tokens) {
+    double tiles = (double)((tokens + ATTENTION_TILE - 1) / ATTENTION_TILE);
+    double bytes = (double)b * (2.0 * sizeof(int32_t) * (double)tokens + sizeof(TileBounds) * tiles);
+    CHECK(price->end_rows < MOST_KEPT, "more than %d tensors outside blocks are priced", MOST_KEPT);
+    price->end[price->end_rows++] = (PriceKept){"positions", bytes, EVERY_RANK, RECOMPUTE_FULL + 1};
 }
 
 static void price(Price *price, const Model *m, const void *context) {
     (void)context;
     const Config *c = &m->config;
-    double lse = (double)(c->micro_batch * c->seq * c->heads) * (double)dtype_size(wide((DType)c->dtype));
-    for (int i = 0; i < price->block_rows; i++)
-        if (!strcmp(price->block[i].what, "probs") && price->block[i].bytes > 0)
-            price->block[i].bytes = lse;
+    double s = (double)c->seq, pairs = s * (s + 1) / 2, samples = (double)(c->micro_batch * c->grad_acc);
+    // Stored, backward reads the scores, and selective recomputation repeats these alone: 2 d FLOPs for each pair.
+    double products = c->recompute == RECOMPUTE_SELECTIVE ? 2 : 1;
+    price->again += products * 2 * (double)c->hidden * pairs * samples * (double)c->layers;
+    price->peak_counted = true;
+    flash_price_kept(price, (double)model_tokens(m), (double)c->heads, (DType)c->dtype);
+    flash_price_positions(price, c->micro_batch, c->seq);
 }
 
-static bool on(const Config *config) { return config_number(config, "attention") == 1; }
+static bool on(const Config *config) {
+    return config_number(config, "attention") == 1 || config_document_end(config) >= 0;
+}
 
-static const Option attention_option = {
-    "attention",
-    OPTION_CHOICE,
-    NULL,
-    "stored",
-    0,
-    0,
-    "stored|flash",
-    "whether the scores of all pairs are stored, or computed again tile by tile",
-    false};
+static const Option options[] = {
+    {"attention", OPTION_CHOICE, NULL, "stored", 0, 0, "stored|flash",
+     "whether the scores of all pairs are stored, or computed again tile by tile", false},
+    DOCUMENT_OPTION};
 
 const Technique flash_attention = {.name = "flash_attention",
-                                   .option = &attention_option,
-                                   .options = 1,
+                                   .option = options,
+                                   .options = 2,
                                    .on = on,
                                    .plug = plug,
                                    .unplug = unplug,

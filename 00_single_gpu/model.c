@@ -90,6 +90,24 @@ static Tensor integers(int64_t count, const int32_t *host) {
     return t;
 }
 
+int64_t model_tokens(const Model *m) {
+    return m->config.micro_batch * m->sockets.tokens.count(m->sockets.tokens.context, m->config.seq);
+}
+
+int64_t config_document_end(const Config *c) {
+    return config_has(c, "documents") ? (int64_t)config_number(c, "documents") : -1;
+}
+
+// Documents of b whole sequences, each up to and with the token that ends it.
+static int32_t *documents_new(const Config *c, int64_t b, const int32_t *tokens) {
+    int64_t end = config_document_end(c);
+    if (end < 0) return NULL;
+    int32_t *documents = host_alloc(b * c->seq * sizeof *documents);
+    for (int64_t i = 0; i < b * c->seq; i++)
+        documents[i] = i % c->seq == 0 ? 0 : documents[i - 1] + (tokens[i - 1] == end);
+    return documents;
+}
+
 MicroBatch micro_batch_new(const Model *m, int64_t index, int64_t b, const int32_t *tokens,
                            const int32_t *targets, double loss_scale) {
     const Sockets *on = &m->sockets;
@@ -99,6 +117,7 @@ MicroBatch micro_batch_new(const Model *m, int64_t index, int64_t b, const int32
                         .s = s,
                         .loss_scale = loss_scale,
                         .grad_scale = loss_scale,
+                        .documents = documents_new(&m->config, b, tokens),
                         .embedding_parts = m->config.tied ? 2 : 1};
     int32_t *own = host_alloc(3 * n * sizeof *own), *own_targets = own + n, *positions = own + 2 * n;
     for (int64_t i = 0; i < n; i++) {
@@ -125,6 +144,7 @@ void micro_batch_free(Model *m, MicroBatch *micro) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
     for (int64_t layer = 0; layer < m->config.layers; layer++) block_drop(m, &micro->block[layer], false);
     free(micro->block);
+    free(micro->documents);
     *micro = (MicroBatch){0};
 }
 

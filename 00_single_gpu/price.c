@@ -96,6 +96,7 @@ static Price price_of_one_device(const Config *c) {
                .states = -1,
                .blocks = L,
                .forwards = micros,
+               .attentions = micros,
                .losses = micros,
                .lookup_micros = micros,
                .head_micros = micros};

@@ -54,6 +54,8 @@ static void price(Price *p, const Model *m, const void *context) {
     (void)context;
     for (int i = 0; i < p->block_rows; i++)
         if (m->config.recompute >= p->block[i].dropped_from) p->block[i].bytes = 0;
+    p->attentions *= 2;
+    p->again += recompute_extra_flops(&m->config, m->config.micro_batch * m->config.grad_acc);
     if (m->config.recompute != RECOMPUTE_FULL) return;
     double again = 2 * p->forwards * (double)m->config.layers;  // two regions in a block
     p->enters += again;

@@ -79,6 +79,7 @@ typedef struct MicroBatch {
     int64_t index;  // which one of the step, from 0; -1: no training
     int64_t b, s;
     Tensor tokens, targets, positions;  // (n) i32
+    int32_t *documents;  // (b, all tokens of a sequence) host, from 0; NULL: each sequence is one
     double loss_scale;                  // of the loss: 1 / valid labels of the whole global batch
     double grad_scale;  // of its gradient: the same, times what a precision recipe scales with
     Tensor x;           // (n, h) flows forward: output of the last unit that ran
@@ -253,6 +254,10 @@ Model *model_new(const Config *config, Mesh mesh);
 void model_allocate(Model *model);
 void model_free(Model *model);
 
+// Tokens of a micro-batch that this rank has.
+int64_t model_tokens(const Model *model);
+// The token that ends a document (--documents); -1: a sequence is one document, whatever it holds.
+int64_t config_document_end(const Config *config);
 // A micro-batch of b samples; targets[i] may be IGNORED_LABEL.
 // tokens, targets (b s) host. The caller ends it with micro_batch_free.
 MicroBatch micro_batch_new(const Model *model, int64_t index, int64_t b, const int32_t *tokens,

@@ -135,7 +135,7 @@ static void price(Price *price, const Model *m, const void *context) {
     (void)context;
     Group tp = m->mesh.tp;
     DType dtype = m->params.recipe.weight;
-    int64_t n = m->config.micro_batch * m->config.seq, h = m->config.hidden, first;
+    int64_t n = model_tokens(m), h = m->config.hidden, first;
     int64_t rows = sequence_rows(n, tp.rank, tp.size, &first);
     double gathers = price->enters + price->leaves_backward,
            scatters = price->leaves + price->enters_backward;

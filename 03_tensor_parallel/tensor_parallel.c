@@ -137,7 +137,7 @@ void tensor_parallel_price_kept(Price *price, const Model *m) {
 
 static void price(Price *price, const Model *m, const void *context) {
     (void)context;
-    int64_t n = m->config.micro_batch * m->config.seq;
+    int64_t n = model_tokens(m);
     price_all_reduce(price, price->leaves + price->enters_backward, n * m->config.hidden,
                      m->params.recipe.weight, m->mesh.tp);
     tensor_parallel_price_kept(price, m);

@@ -137,7 +137,7 @@ static void price(Price *price, const Model *m, const void *context) {
     (void)context;
     const Config *c = &m->config;
     Group tp = m->mesh.tp;
-    int64_t n = c->micro_batch * c->seq, rows = (c->vocab + tp.size - 1) / tp.size;
+    int64_t n = model_tokens(m), rows = (c->vocab + tp.size - 1) / tp.size;
     double heads = price->head_micros, lookups = price->lookup_micros;
     DType statistics = c->dtype == F64 ? F64 : F32;
     // A lookup leaves the region, the output layer enters it, in W again.

@@ -2,7 +2,8 @@
 #ifndef CONTEXT_PARALLEL_H
 #define CONTEXT_PARALLEL_H
 
-#include <stdint.h>
+#include "00_single_gpu/flash.h"
+#include "03_tensor_parallel/tensor_parallel.h"
 
 // ======================================================================================================
 // 04_context_parallel/sequence_layout.c: who has which tokens of a sequence
@@ -36,5 +37,62 @@ void sequence_take(const SequenceLayout *layout, int cp, int rank, int64_t b, in
                    const int32_t *all);
 void sequence_put(const SequenceLayout *layout, int cp, int rank, int64_t b, int64_t s, int32_t *all,
                   const int32_t *mine);
+
+// ======================================================================================================
+// context_parallel.c: what the four methods share
+// ======================================================================================================
+
+// Each rank of mesh.cp has its own tokens of every sequence, through the whole model; only attention brings them
+// together. Gradients add up over dp x cp. One of these is on, by --context; --layout says who has which tokens.
+extern const Technique ring_attention;         // K/V hop from rank to rank; contiguous
+extern const Technique zigzag_ring_attention;  // the same on balanced chunks
+extern const Technique all_gather_attention;   // all K/V at once; zig-zag
+extern const Technique ulysses;                // all tokens of some heads; contiguous
+typedef enum ContextMethod {
+    CONTEXT_RING,
+    CONTEXT_ZIGZAG,
+    CONTEXT_ALL_GATHER,
+    CONTEXT_ULYSSES,
+    CONTEXT_METHODS
+} ContextMethod;
+extern const char *const context_method_name[CONTEXT_METHODS];  // as --context says
+
+// What the programs of this chapter list: data parallelism and ZeRO's stages, tensor parallelism, these, recomputation.
+extern const Technique *const context_layouts[];
+extern const Option context_layout_options[];
+enum { CONTEXT_LAYOUT_OPTIONS = 1 };
+extern const Option context_options[];  // of each of the four
+enum { CONTEXT_OPTIONS = 3 };
+
+typedef struct ContextParallel {
+    Group cp;
+    const SequenceLayout *layout;
+    int64_t s, own;              // tokens of a sequence, and of it here …
+    int32_t *token;              // … these, (own)
+    MaskKey key;                 // of the micro-batch that the following were made for
+    AttentionPositions *tokens;  // (cp) of each rank; Ulysses: (1) of all, rank after rank
+    AttentionMask *mask;         // of this rank's queries and each one's keys; Ulysses: (1)
+} ContextParallel;
+
+bool context_on(const Config *config, ContextMethod method);
+void context_check(const Config *config);
+const SequenceLayout *context_layout(const Config *config);
+// Fills the tokens socket, and context and drop of the attention socket. The caller fills the rest.
+ContextParallel *context_plug(Model *model);
+void context_unplug(Model *model, void *context);
+// Ranks' tokens, and masks against each one's keys; made once for all layers of a micro-batch.
+void context_masks(ContextParallel *context, const MicroBatch *micro);
+int64_t context_rows(const ContextParallel *context, int64_t b, int rank);  // b times the tokens of a rank
+// The attention socket's `again` for a method with this `forward`, which need not give o.
+typedef void AttentionForward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept, Tensor q,
+                              Tensor k, Tensor v, AttentionShape shape);
+void context_again(AttentionForward *forward, void *context, const MicroBatch *micro, AttentionKept *kept,
+                   Tensor q, Tensor k, Tensor v, AttentionShape shape);
+// What this rank keeps: its tokens' part of all, lse in place of probs, and the positions of all tokens.
+void context_price_kept(Price *price, const Model *model, const ContextParallel *context);
+
+// ring_attention.c, for zigzag_ring_attention.c
+void *ring_plug(Model *model);
+void ring_price(Price *price, const Model *model, const void *context);
 
 #endif

@@ -119,8 +119,10 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_REPORT, OUTPUT("trace", trace, "write a time line for ui.perfetto.dev")},
         {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
         {CONFIG_DP, INT("dp", dp, "0", 0, 4096, "ranks", "data parallelism; 0: all that the others leave")},
-        {CONFIG_PP, INT("pp", pp, "1", 0, 4096, "ranks", "pipeline parallelism; 0: all that the others leave")},
-        {CONFIG_CP, INT("cp", cp, "1", 1, 4096, "ranks", "context parallelism: they share each sequence")},
+        {CONFIG_PP,
+         INT("pp", pp, "1", 0, 4096, "ranks", "pipeline parallelism; 0: all that the others leave")},
+        {CONFIG_CP, INT("cp", cp, "1", 0, 4096, "ranks",
+                        "context parallelism: they share each sequence; 0: all that the others leave")},
         {CONFIG_TP, INT("tp", tp, "1", 0, 4096, "ranks",
                         "tensor parallelism: they share each layer; 0: all that --dp leaves")},
         {CONFIG_EP, INT("ep", ep, "1", 1, 4096, "ranks", "expert parallelism: they share the experts")},
@@ -345,12 +347,17 @@ static const char *degrees_text(const Config *c) {
 }
 
 void config_check_degrees(Config *c, int ranks) {
-    int64_t *rest_of = c->tp == 0 ? &c->tp : c->pp == 0 ? &c->pp : NULL;  // which takes all that is left
-    if (rest_of) {
-        int64_t others = (c->dp ? c->dp : 1) * (rest_of == &c->pp ? c->tp : c->pp ? c->pp : 1) * c->cp;
+    // The first degree of 0 is all that the others leave; a further one is 1.
+    int64_t *degree[] = {&c->tp, &c->cp, &c->pp}, *open = NULL, others = c->dp ? c->dp : 1;
+    for (int i = 0; i < 3; i++) {
+        if (*degree[i] == 0 && !open) open = degree[i];
+        else if (*degree[i] == 0) *degree[i] = 1;
+        if (degree[i] != open) others *= *degree[i];
+    }
+    if (open) {
         CHECK(ranks % others == 0, "--dp %ld does not divide the %d ranks; --ranks %ld would fit", others,
               ranks, (ranks / others + 1) * others);
-        *rest_of = ranks / others;
+        *open = ranks / others;
     }
     int64_t rest = c->pp * c->cp * c->tp;
     CHECK(ranks % rest == 0, "%s does not divide the %d ranks; --ranks %ld would fit", degrees_text(c),

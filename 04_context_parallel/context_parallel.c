@@ -1,0 +1,153 @@
+// context_parallel.c: what the four ways of context parallelism share. Playbook: "Context Parallelism".
+//
+// Against 00_single_gpu: each of N ranks has its own s / N tokens of every sequence, from the embedding to
+// the loss. Linears, norms, the MLP and the loss treat tokens one by one and need nothing else; positions
+// and labels are taken with the tokens (labels were shifted before). Attention alone must see all keys up
+// to a query's own:
+//
+//                  who has which tokens   what is sent in attention                 keys and values held
+//     ring         contiguous             K/V hop to the next rank, N - 1 times      2 chunks besides one's own
+//     zigzag       zig-zag                the same                                   the same
+//     all-gather   zig-zag                all K/V at once                            all N chunks
+//     ulysses      contiguous             Q, K, V from tokens to heads, o back       all chunks, an N-th of the heads
+//
+// All four compute by the operation of flash attention, one chunk of keys after another, so that no scores
+// are stored. Weights are the same on all ranks of cp and dp, and gradients add up over both: a rank's loss is
+// a sum over its own labels, divided by the labels of all.
+//
+// Kept per rank: what 00_single_gpu keeps for its tokens alone, lse in place of probs.
+// Bytes sent: the methods'. This file has no main.
+#include "context_parallel.h"
+
+#include <stdlib.h>
+
+// ---- options, and which method is on ----
+
+const char *const context_method_name[CONTEXT_METHODS] = {"ring", "zigzag", "all-gather", "ulysses"};
+
+const Option context_options[CONTEXT_OPTIONS] = {
+    {"context", OPTION_CHOICE, NULL, "ring", 0, 0, "ring|zigzag|all-gather|ulysses",
+     "how ranks of --cp bring keys and values together", false},
+    {"layout", OPTION_CHOICE, NULL, "natural", 0, 0, "natural|contiguous|zigzag|striped",
+     "who has which tokens of a sequence; natural: what --context is known for", false},
+    DOCUMENT_OPTION};
+
+const Option context_layout_options[CONTEXT_LAYOUT_OPTIONS] = {
+    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
+     "what --dp x --cp share out: optimizer state, gradients, weights", false}};
+
+const Technique *const context_layouts[] = {
+    &ddp_no_sync,       &zero1,          &zero2,          &zero3,
+    &tensor_parallel,   &sequence_parallel, &vocab_parallel, &ring_attention,
+    &zigzag_ring_attention, &all_gather_attention, &recompute,
+    NULL};
+
+bool context_on(const Config *config, ContextMethod method) {
+    return config_number(config, "context") == method;
+}
+
+const SequenceLayout *context_layout(const Config *config) {
+    const SequenceLayout *const layouts[] = {NULL, &sequence_contiguous, &sequence_zigzag, &sequence_striped};
+    const SequenceLayout *chosen = layouts[(int)config_number(config, "layout")];
+    bool balanced = context_on(config, CONTEXT_ZIGZAG) || context_on(config, CONTEXT_ALL_GATHER);
+    return chosen ? chosen : balanced ? &sequence_zigzag : &sequence_contiguous;
+}
+
+void context_check(const Config *c) {
+    CHECK(!context_on(c, CONTEXT_ZIGZAG) || context_layout(c) == &sequence_zigzag,
+          "--context zigzag has the tokens of --layout zigzag: leave out --layout, or give --context ring");
+    CHECK(c->seq >= c->cp, "--cp %ld is more ranks than --seq %ld has tokens: --cp %ld would fit", c->cp, c->seq,
+          c->seq);
+}
+
+// ---- the tokens socket ----
+
+static void know_tokens(ContextParallel *c, int64_t s) {
+    if (c->s == s) return;
+    free(c->token);
+    c->s = s;
+    c->own = c->layout->count(s, c->cp.size, c->cp.rank);
+    c->token = host_alloc((size_t)c->own * sizeof *c->token);
+    c->layout->tokens(s, c->cp.size, c->cp.rank, c->token);
+}
+static int64_t count(void *context, int64_t s) {
+    const ContextParallel *c = context;
+    return c->layout->count(s, c->cp.size, c->cp.rank);
+}
+static int64_t position(void *context, int64_t s, int64_t i) {
+    ContextParallel *c = context;
+    know_tokens(c, s);
+    return c->token[i];
+}
+
+int64_t context_rows(const ContextParallel *c, int64_t b, int rank) {
+    return b * c->layout->count(c->s, c->cp.size, rank);
+}
+
+// ---- masks ----
+
+static AttentionPositions tokens_of(const ContextParallel *c, const MicroBatch *micro, int rank) {
+    int64_t own = c->layout->count(c->s, c->cp.size, rank), n = micro->b * own;
+    int32_t *position = host_alloc((size_t)(2 * n) * sizeof *position), *document = position + n;
+    for (int64_t i = 0; i < micro->b && own > 0; i++)
+        c->layout->tokens(c->s, c->cp.size, rank, position + i * own);
+    if (micro->documents)
+        sequence_take(c->layout, c->cp.size, rank, micro->b, c->s, document, micro->documents);
+    AttentionPositions tokens =
+        attention_positions_new(micro->b, own, position, micro->documents ? document : NULL);
+    free(position);
+    return tokens;
+}
+
+void context_masks(ContextParallel *c, const MicroBatch *micro) {
+    if (!mask_key_changes(&c->key, micro, c->s)) return;
+    for (int i = 0; i < c->cp.size; i++) attention_positions_free(&c->tokens[i]);
+    for (int i = 0; i < c->cp.size; i++) c->tokens[i] = tokens_of(c, micro, i);
+    for (int i = 0; i < c->cp.size; i++)
+        c->mask[i] = attention_mask(&c->tokens[c->cp.rank], &c->tokens[i]);
+}
+
+// ---- plug and price ----
+
+ContextParallel *context_plug(Model *m) {
+    ContextParallel *c = host_alloc(sizeof *c);
+    int n = m->mesh.cp.size;
+    *c = (ContextParallel){.cp = m->mesh.cp,
+                           .layout = context_layout(&m->config),
+                           .tokens = calloc((size_t)n, sizeof *c->tokens),
+                           .mask = calloc((size_t)n, sizeof *c->mask)};
+    CHECK(c->tokens && c->mask, "out of host memory for the masks of --cp %d ranks", n);
+    know_tokens(c, m->config.seq);
+    m->sockets.tokens.context = m->sockets.attention.context = c;
+    m->sockets.tokens.count = count;
+    m->sockets.tokens.position = position;
+    m->sockets.attention.drop = flash_drop;
+    return c;
+}
+
+void context_unplug(Model *model, void *context) {
+    (void)model;
+    ContextParallel *c = context;
+    for (int i = 0; i < c->cp.size; i++) attention_positions_free(&c->tokens[i]);
+    free(c->tokens);
+    free(c->mask);
+    free(c->token);
+    free(c->key.documents);
+    free(c);
+}
+
+void context_again(AttentionForward *forward, void *context, const MicroBatch *micro, AttentionKept *kept,
+                   Tensor q, Tensor k, Tensor v, AttentionShape shape) {
+    Tensor o = tensor_like(MEMORY_ACTIVATION, q);
+    forward(context, micro, o, kept, q, k, v, shape);
+    tensor_free(&o);
+}
+
+void context_price_kept(Price *price, const Model *m, const ContextParallel *c) {
+    double all = (double)(m->config.micro_batch * c->s), own = (double)(m->config.micro_batch * c->own);
+    flash_price_kept(price, all, (double)m->config.heads, (DType)m->config.dtype);
+    for (Split split = EVERY_RANK; split <= BY_TENSOR; split++) price_scale_kept(price, split, own, all);
+    for (int i = 0; i < c->cp.size; i++)
+        flash_price_positions(price, m->config.micro_batch, c->layout->count(c->s, c->cp.size, i));
+    price->peak_counted = true;
+}

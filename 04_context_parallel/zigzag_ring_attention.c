@@ -1,0 +1,52 @@
+// zigzag_ring_attention.c: the ring on balanced chunks. Playbook: "Zig-Zag Ring Attention – A Balanced Compute
+// Implementation".
+//
+// Against ring_attention.c: who has which tokens, and nothing else. Of 2 N chunks rank r has an early one, r, and
+// a late one, 2 N - 1 - r. What the early one spares, the late one has to do:
+//
+//                     contiguous                zig-zag                     (N = 4, eight chunks of queries
+//                     keys 0 … 7                keys 0 … 7                  and keys; the figure is who
+//     queries 0       0                         0                           computes)
+//             1       0 0                       1 1
+//             2       1 1 1                     2 2 2
+//             3       1 1 1 1                   3 3 3 3
+//             4       2 2 2 2 2                 3 3 3 3 3
+//             5       2 2 2 2 2 2               2 2 2 2 2 2
+//             6       3 3 3 3 3 3 3             1 1 1 1 1 1 1
+//             7       3 3 3 3 3 3 3 3           0 0 0 0 0 0 0 0
+//
+// Score entries of a head, m = s / N tokens on a rank: (r + 1/2) m^2 + m / 2 on rank r contiguous, N m^2 / 2 +
+// m / 2 on every rank zig-zag; and the slowest rank of each hop does m^2 / 2, not m^2: 2 - 1/N times faster.
+//
+// Bytes sent and memory per rank: as ring_attention.c.
+// Run: build/04_context_parallel/zigzag_ring_attention     (--ranks 8, --dp 2 --zero 3, --machine dgx-a100 …)
+// Last line: PASS zigzag_ring_attention: balanced ranks make the step of one device …
+#include "context_parallel.h"
+
+static bool on(const Config *config) { return context_on(config, CONTEXT_ZIGZAG); }
+
+const Technique zigzag_ring_attention = {.name = "zigzag_ring_attention",
+                                         .option = context_options,
+                                         .options = CONTEXT_OPTIONS,
+                                         .axes = 1u << AXIS_CP,
+                                         .on = on,
+                                         .check = context_check,
+                                         .plug = ring_plug,
+                                         .unplug = context_unplug,
+                                         .price = ring_price};
+
+#ifndef NO_MAIN
+int main(int argc, char **argv) {
+    const Program program = {
+        .purpose = "Zig-zag ring attention: each rank has an early and a late part of every sequence.",
+        .claim = "balanced ranks make the step of one device",
+        .defaults =
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 cp=0 bucket-mb=0.1 context=zigzag",
+        .natural = 4,
+        .techniques = context_layouts,
+        .option = context_layout_options,
+        .options = CONTEXT_LAYOUT_OPTIONS};
+    return program_main(argc, argv, &program);
+}
+#endif
