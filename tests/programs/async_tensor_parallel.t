@@ -26,6 +26,6 @@ run "$build/async_tensor_parallel" $few
 table | cmp -s - "$work/table"
 report $? "and the same digits again"
 passes "two nodes of two: no faster, and no failure" async_tensor_parallel --ranks 4 --gpus-per-node 2 --layers 1 --steps 1
-run "$build/async_tensor_parallel" --ranks 4 --timeline --layers 1 --steps 1 && grep -A 1 '^async tp *compute' "$out" | grep -q ' tp .*[Tt][Tt]'
+run "$build/async_tensor_parallel" --ranks 4 --timeline --layers 1 --steps 1 && grep -A 2 '^async tp *compute' "$out" | grep -q ' tp .*[Tt][Tt]'
 report $? "the time line shows rows that travel"
 finish
