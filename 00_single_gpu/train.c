@@ -227,6 +227,7 @@ double held_out_loss(Trainer *t, int64_t samples) {
     }
     free(tokens);
     free(targets);
+    complete_weights(t);
     return dp.size > 1 ? comm_sum(sum, dp) / comm_sum(labels, dp) : sum / labels;
 }
 
