@@ -28,11 +28,11 @@ passes() {  # passes NAME FLAGS…: exit status 0 and a PASS verdict within a mi
 }
 
 passes "3 ranks, whose rows are 21, 21 and 20" --ranks 3 --heads 6 --kv-heads 3 --ffn 90
-passes "4 ranks, the vocabulary cut, tied" --ranks 4 --vocab-parallel --tied
-passes "2 ranks, the vocabulary cut, 3 micro-batches, AdamW" --ranks 2 --vocab-parallel --grad-acc 3 --optimizer adamw \
+passes "4 ranks, the vocabulary sharded, tied" --ranks 4 --vocab-parallel --tied
+passes "2 ranks, the vocabulary sharded, 3 micro-batches, AdamW" --ranks 2 --vocab-parallel --grad-acc 3 --optimizer adamw \
     --lr 0.001 --layers 2
 passes "2 x 2 ranks, recomputing" --ranks 4 --dp 2 --tp 2 --recompute full --layers 2
-passes "one rank: nothing travels" --ranks 1 --steps 1
+passes "one rank: nothing is sent" --ranks 1 --steps 1
 passes "2 ranks in bf16" --ranks 2 --dtype bf16 --layers 1 --steps 1
 passes "3 ranks in f32" --ranks 3 --heads 6 --kv-heads 3 --ffn 90 --dtype f32 --layers 1
 

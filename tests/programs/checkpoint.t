@@ -128,7 +128,7 @@ for place in "$work/tokens.bin/x" /proc/x; do
     refuses "a place to save that cannot be, before any step: ${place#$work}" "^train: --save $place: cannot create" \
         $shape $run --steps 1000000 --save "$place"
 done
-refuses "a dry run that would save" 'dry-run computes no weights that --save' $shape $run --steps 2 --save "$work/dry" --dry-run
+refuses "a dry run that would save" 'dry-run computes no weights to save or begin with' $shape $run --steps 2 --save "$work/dry" --dry-run
 [ ! -e "$work/dry" ]
 report $? "and makes no folder for it"
 
