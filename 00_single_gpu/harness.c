@@ -32,7 +32,8 @@ static void check_sent(const Trainer *t, const Price *price, const Counted *coun
     Group world = t->model->mesh.world;
     for (int i = 0; i < counted->kinds; i++) {
         const CommCount *measured = &counted->sent[i];
-        // Looking at whole weights is a reduce and a broadcast, and saving them a barrier, which training does not use.
+        // Looking at whole weights is a reduce and a broadcast, and saving them a barrier, which training
+        // does not use.
         if (!strcmp(measured->name, "reduce") || !strcmp(measured->name, "broadcast") ||
             !strcmp(measured->name, "barrier"))
             continue;

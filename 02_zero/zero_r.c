@@ -33,8 +33,8 @@ static int64_t part_of(int64_t count, Group tp, int rank, int64_t *first) {
     return count - *first < each ? count - *first : each;
 }
 
-// A place for what is kept of a block's input: in the arena, which has one for a micro-batch at a time, or wherever
-// the heap has one.
+// A place for what is kept of a block's input: in the arena, which has one for a micro-batch at a time, or
+// wherever the heap has one.
 static Tensor new_checkpoint(const ZeroR *z, const MicroBatch *micro, DType dtype, int64_t count,
                              int layer) {
     if (!z->contiguous || z->held[layer]) return tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(count));
@@ -42,8 +42,8 @@ static Tensor new_checkpoint(const ZeroR *z, const MicroBatch *micro, DType dtyp
     return tensor_share(tensor_view(z->arena, layer * z->part, SHAPE(count)));
 }
 
-// What flows from block to block outlives what made it, so it moves to a place of its own, unless somebody still holds
-// what came there before: a W that has not run yet.
+// What flows from block to block outlives what made it, so it moves to a place of its own, unless somebody
+// still holds what came there before: a W that has not run yet.
 static void move_to_own_place(const ZeroR *z, Tensor *flowing) {
     if (!z->contiguous || z->flowing.storage->references > 1) return;
     Tensor place = tensor_view(z->flowing, 0, flowing->dims, flowing->shape);

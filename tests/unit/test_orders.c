@@ -1,10 +1,10 @@
-// test_orders.c [--ranks N] [PATTERN]: every plug under random legal orders of F, B and W, with several micro-batches in
-// flight, against one device that takes them in turn. TAP.
+// test_orders.c [--ranks N] [PATTERN]: every plug under random legal orders of F, B and W, with several
+// micro-batches in flight, against one device that takes them in turn. TAP.
 //
 //     F(m, c) after F(m, c - 1)     B(m, c) after F(m, last) and B(m, c + 1)     W(m, c) after B(m, c)
 //
-// The model is cut into one to three chunks, all of them on every rank; the order is drawn from a seed, the same on all
-// ranks, and run through the schedule socket as a pipeline would. orders.t starts it.
+// The model is cut into one to three chunks, all of them on every rank; the order is drawn from a seed, the
+// same on all ranks, and run through the schedule socket as a pipeline would. orders.t starts it.
 #include <math.h>
 
 #include "03_tensor_parallel/tensor_parallel.h"
