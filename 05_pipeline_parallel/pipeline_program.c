@@ -142,7 +142,7 @@ static bool exact(const Config *c) {
 
 int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule) {
     char *defaults = format_text(
-        "layers=9 hidden=24 heads=6 kv-heads=2 ffn=40 seq=15 micro-batch=1 grad-acc=8 steps=3 "
+        "layers=9 hidden=24 heads=6 kv-heads=2 ffn=40 seq=15 micro-batch=2 grad-acc=8 steps=3 "
         "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 pp=0 schedule=%s",
         schedule);
     char *claim = format_text("stages on several ranks make the step of one device, by %s", schedule);
