@@ -7,11 +7,11 @@ export OMP_NUM_THREADS=1
 build=$build/03_tensor_parallel
 
 passes "3 ranks, whose rows are 21, 21 and 20" async_tensor_parallel --ranks 3 --heads 6 --kv-heads 3 --ffn 90
-passes "4 ranks, the vocabulary cut, tied" async_tensor_parallel --ranks 4 --vocab-parallel --tied
-passes "2 ranks, the vocabulary cut, 3 micro-batches, AdamW" async_tensor_parallel --ranks 2 --vocab-parallel --grad-acc 3 --optimizer adamw \
+passes "4 ranks, the vocabulary sharded, tied" async_tensor_parallel --ranks 4 --vocab-parallel --tied
+passes "2 ranks, the vocabulary sharded, 3 micro-batches, AdamW" async_tensor_parallel --ranks 2 --vocab-parallel --grad-acc 3 --optimizer adamw \
     --lr 0.001 --layers 2
 passes "2 x 2 ranks, recomputing" async_tensor_parallel --ranks 4 --dp 2 --tp 2 --recompute full --layers 2
-passes "one rank: nothing travels" async_tensor_parallel --ranks 1 --steps 1
+passes "one rank: nothing is sent" async_tensor_parallel --ranks 1 --steps 1
 passes "2 ranks in bf16" async_tensor_parallel --ranks 2 --dtype bf16 --layers 1 --steps 1
 passes "3 ranks in f32" async_tensor_parallel --ranks 3 --heads 6 --kv-heads 3 --ffn 90 --dtype f32 --layers 1
 
