@@ -48,8 +48,8 @@ exactly "zb_auto, p 4, m 4" zero_bubble_auto --grad-acc 4 $quick
 nearly "dualpipe, p 2, m 4" dualpipe --ranks 2 --grad-acc 4 $quick
 nearly "dualpipe, p 4, m 5" dualpipe --grad-acc 5 $quick
 nearly "dualpipe, p 6, m 3" dualpipe --ranks 6 --grad-acc 3 $quick
-nearly "dualpipe_v, p 3, m 6" dualpipe_v --ranks 3 --grad-acc 6 $quick
-nearly "dualpipe_v, p 4, m 1, 11 layers" dualpipe_v --grad-acc 1 --layers 11 --steps 1
+exactly "dualpipe_v, p 3, m 6" dualpipe_v --ranks 3 --grad-acc 6 $quick
+exactly "dualpipe_v, p 4, m 1, 11 layers" dualpipe_v --grad-acc 1 --layers 11 --steps 1
 
 exactly "1f1b, AdamW" one_f_one_b --ranks 2 --grad-acc 2 --optimizer adamw --lr 0.001 $quick
 exactly "zb_v, full" zero_bubble_v --ranks 2 --grad-acc 2 --recompute full $quick
@@ -58,6 +58,8 @@ exactly "interleaved, f32" interleaved --ranks 2 --grad-acc 2 --dtype f32 $quick
 exactly "zb_h1, bf16" zero_bubble --ranks 2 --grad-acc 2 --dtype bf16 $quick
 nearly "1f1b, tied" one_f_one_b --ranks 3 --grad-acc 3 --tied $quick
 nearly "zb_v, tied, both ends on one rank" zero_bubble_v --ranks 2 --grad-acc 2 --tied $quick
+nearly "interleaved, tied, all stages on one rank" interleaved --ranks 1 --grad-acc 3 --tied $quick
+exactly "1f1b, tied, one stage" one_f_one_b --ranks 1 --grad-acc 3 --tied $quick
 nearly "dualpipe, tied, AdamW" dualpipe --grad-acc 4 --tied --optimizer adamw --lr 0.001 $quick
 
 few="--layers 5 --steps 1 --grad-acc 2"
@@ -82,7 +84,7 @@ nearly "zb_auto, pp 2, dp 2, zero 1" zero_bubble_auto --pp 2 --zero 1 $few
 nearly "zb_auto, pp 2, tp 2, sp, selective" zero_bubble_auto --pp 2 --tp 2 --sp --recompute selective $few
 nearly "dualpipe, pp 2, dp 2, one direction has nothing to do" dualpipe --pp 2 --layers 5 --steps 2 --grad-acc 1
 nearly "dualpipe, pp 2, dp 2, zero 1" dualpipe --pp 2 --zero 1 $few
-nearly "dualpipe, pp 2, dp 2, zero 2, tied, one direction has nothing to do" dualpipe --pp 2 --zero 2 --tied --layers 5 --steps 2 --grad-acc 1
+nearly "dualpipe, pp 2, dp 2, zero 2, one direction has nothing to do" dualpipe --pp 2 --zero 2 --layers 5 --steps 2 --grad-acc 1
 nearly "dualpipe, pp 4, tp 2, sp, full" dualpipe --ranks 8 --pp 4 --tp 2 --sp --recompute full $few
 nearly "dualpipe, pp 2, tp 2, vocab, tied" dualpipe --pp 2 --tp 2 --vocab-parallel --tied $few
 nearly "dualpipe_v, pp 2, dp 2, zero 1" dualpipe_v --pp 2 --zero 1 $few
@@ -103,7 +105,7 @@ if wanted "resumed"; then
 fi
 
 # Real training: the losses, the held-out losses and the text are those of one device.
-shown() { tr '\r' '\n' <"$out" | sed 's/\x1b\[K//g; s/.*: step/step/' | grep -E -A 1 '^step [0-9]+ +held-out|^sample' | grep -v '^--'; }
+shown() { grep -aE '^step [0-9]+ +held-out' "$out"; grep -a -A 1 '^sample' "$out"; }
 real="--grad-acc 4 --steps 4 --eval-every 2 --sample 20"
 if wanted "trains"; then
     run "$top/00_single_gpu/train" $shape $rest $real && shown >"$work/alone" && [ "$(wc -l <"$work/alone")" -ge 4 ]
@@ -132,14 +134,14 @@ refused "no W is left at the end" one_f_one_b $loads "$work/unsound.txt"
 refused "is for --pp 2 and --grad-acc 4, and this run has 2 and 3" one_f_one_b --ranks 2 --grad-acc 3 --load "$work/wide.txt"
 refused "is for --pp 2 and --grad-acc 4, and this run has 4 and 4" one_f_one_b --grad-acc 4 --load "$work/wide.txt"
 
-refused "stage 1 of 4 would have no layer; --layers 4 or more would fit" one_f_one_b --layers 2
+refused "stage 2 of 4 would have no layer; --layers 4 or more would fit" one_f_one_b --layers 2
 refused "--stage-layers 5,0,2,2: stage 1 of 4 would have no layer" one_f_one_b --stage-layers 5,0,2,2
 refused "--stage-layers 3,3,3,1 add up to 10 layers, and the model has 9" one_f_one_b --stage-layers 3,3,3,1
 refused "--stage-layers 3,3,3: 4 numbers of layers are needed" one_f_one_b --stage-layers 3,3,3
 refused "--stage-layers 3,3,x,3: 4 numbers of layers are needed" one_f_one_b --stage-layers 3,3,x,3
 refused "--zero 3 would gather a stage's weights for every micro-batch of --pp 2" one_f_one_b --pp 2 --zero 3
 refused "--schedule dualpipe needs an even --pp" dualpipe --ranks 3
-refused "--pp 8 x --chunks 65" interleaved --ranks 8 --chunks 65
+refused "--pp 9 x --chunks 64 is more than 512 stages: --chunks 56 would fit" interleaved --ranks 9 --chunks 64
 refused "--pp 3 does not divide the 4 ranks" one_f_one_b --pp 3
 refused "--tp 3 does not divide" one_f_one_b --ranks 6 --pp 2 --tp 3
 
