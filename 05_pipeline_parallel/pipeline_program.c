@@ -90,7 +90,7 @@ static bool has_pairs(const Schedule *s) {
     return pairs;
 }
 
-// What a rank holds at once, in stages' micro-batches.
+// Passes of one stage and one micro-batch that a rank holds at once.
 static void check_held(const Trainer *t) {
     const Pipeline *p = trainer_context(t, &pipeline);
     const Schedule *s = &p->schedule;
@@ -99,9 +99,9 @@ static void check_held(const Trainer *t) {
     double expected = costs.held_to_b * s->stages / s->ranks;
     double off = comm_sum(fabs(expected - p->most_held) > 1e-9, t->model->mesh.world);
     report_that(off == 0,
-                "%g ranks hold another number of micro-batches between F and B than the schedule says",
+                "%g ranks hold another number of passes between F and B than the schedule says",
                 off);
-    report_equal("most micro-batches held at once", comm_max(expected, pp), comm_max(p->most_held, pp), "");
+    report_equal("most passes held between F and B", comm_max(expected, pp), comm_max(p->most_held, pp), "");
 }
 
 static void pipeline_costs(Mesh mesh, const Config *config) {
