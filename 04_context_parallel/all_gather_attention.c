@@ -128,6 +128,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price_reduce_scatter(price, 2 * backwards, config->micro_batch * c->s * columns, own,
                          flash_sum_dtype((DType)config->dtype), c->cp);
     context_price_kept(price, m, c);
+    context_price_positions(price, m, c);
 }
 
 static bool on(const Config *config) { return context_on(config, CONTEXT_ALL_GATHER); }

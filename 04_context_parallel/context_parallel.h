@@ -88,8 +88,9 @@ typedef void AttentionForward(void *context, const MicroBatch *micro, Tensor o, 
                               Tensor k, Tensor v, AttentionShape shape);
 void context_again(AttentionForward *forward, void *context, const MicroBatch *micro, AttentionKept *kept,
                    Tensor q, Tensor k, Tensor v, AttentionShape shape);
-// What this rank keeps: its tokens' part of all, lse in place of probs, and the positions of all tokens.
+// What this rank keeps: its tokens' part of all, lse in place of probs; and the positions of each rank's tokens.
 void context_price_kept(Price *price, const Model *model, const ContextParallel *context);
+void context_price_positions(Price *price, const Model *model, const ContextParallel *context);
 
 // ring_attention.c, for zigzag_ring_attention.c
 void *ring_plug(Model *model);

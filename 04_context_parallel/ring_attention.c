@@ -154,6 +154,7 @@ void ring_price(Price *price, const Model *m, const void *context) {
     price_sent(price, "transfers", (forwards + 2 * backwards) * (cp.size - 1),
                (forwards + backwards) * keys * e + backwards * gradients * sum);
     context_price_kept(price, m, c);
+    context_price_positions(price, m, c);
 }
 
 static bool on(const Config *config) { return context_on(config, CONTEXT_RING); }
