@@ -96,4 +96,23 @@ void context_price_positions(Price *price, const Model *model, const ContextPara
 void *ring_plug(Model *model);
 void ring_price(Price *price, const Model *model, const void *context);
 
+// ======================================================================================================
+// context_clock.c, context_masks.c: what the methods cost, for the programs to show
+// ======================================================================================================
+
+// Attention of one layer, on the model clock and counted on this rank; by Pass.
+typedef struct ContextCost {
+    double seconds[2], exposed[2], bytes[2];
+    double held[2];    // peak of what exists to be sent or received
+    double computing;  // seconds of attention's own operations, both passes
+    double entries;    // score entries of one head, forward
+} ContextCost;
+ContextCost context_attention_cost(Mesh mesh, const Config *config);  // dry
+// Llama 3 8B with s = 131,072 on these ranks, by all four methods, in one node and across nodes.
+void context_compare(Mesh mesh, const Config *config);
+
+// Who computes which block of scores in which hop, as pictures; and the score entries of each rank.
+void context_print_masks(int cp);
+void context_balance(Mesh mesh, const Config *config);
+
 #endif
