@@ -10,6 +10,7 @@
 // and whole steps of the model, with ZeRO-3 over dp x cp and full recomputation. This file has no main:
 // zigzag_ring_attention.c shows it.
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "context_parallel.h"
@@ -93,6 +94,24 @@ ContextCost context_attention_cost(Mesh mesh, const Config *config) {
     trainer_free(t);
     device_dry_run(was_dry);
     return cost;
+}
+
+void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula) {
+    static const char *const passes[] = {"forward", "backward"};
+    Mesh ring = mesh_new((MeshShape){.cp = mesh.world.size});
+    int cp = ring.cp.size;
+    Config c = llama(method, 1, 1024 * cp, cp);
+    ContextSizes sizes = {cp, 1024, 32, 8, cp > 8 ? cp : 8, 128, 2, 4};
+    ContextCost predicted = formula(&sizes), measured = context_attention_cost(ring, &c);
+    say("\nAttention of one layer of Llama 3 8B, 1,024 tokens on each of %d ranks, by the formulas of the file:\n", cp);
+    for (Pass pass = FORWARD; pass <= BACKWARD; pass++) {
+        char *sent = format_text("sent by a rank, %s", passes[pass]);
+        char *held = format_text("K/V in flight and received, %s", passes[pass]);
+        report_equal(sent, predicted.bytes[pass], measured.bytes[pass], "B");
+        report_equal(held, predicted.held[pass], measured.held[pass], "B");
+        free(sent);
+        free(held);
+    }
 }
 
 static double least_of(double value, Group group) { return -comm_max(-value, group); }

@@ -108,6 +108,15 @@ typedef struct ContextCost {
     double entries;    // score entries of one head, forward
 } ContextCost;
 ContextCost context_attention_cost(Mesh mesh, const Config *config);  // dry
+// The same of Llama 3 8B with so many tokens on each of all ranks, bf16, beside closed forms of bytes and held.
+typedef struct ContextSizes {
+    double ranks, tokens;         // of this rank
+    double q, kv, kv_here, size;  // heads; key/value heads as stored, and at least one a rank; head size
+    double e, sum;                // bytes of an element, and of a sum
+} ContextSizes;
+typedef ContextCost ContextFormula(const ContextSizes *sizes);
+void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula);
+extern ContextFormula ring_formula;  // ring_attention.c
 // Llama 3 8B with s = 131,072 on these ranks, by all four methods, in one node and across nodes.
 void context_compare(Mesh mesh, const Config *config);
 

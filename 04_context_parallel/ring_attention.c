@@ -17,7 +17,7 @@
 //
 // Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements in a chunk: forward (N - 1) C e,
 // backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) messages to one neighbour.
-// Memory per rank: two chunks of K/V besides its own; in backward two of dK/dV, too.
+// Memory per rank: two chunks of K/V besides its own; in backward three of dK/dV in f32, too.
 // Run: build/04_context_parallel/ring_attention     (--ranks 8, --layout striped, --tp 2 --sp, --documents 10 …)
 // Last line: PASS ring_attention: ranks that share every sequence make the step of one device …
 #include "context_parallel.h"
@@ -169,7 +169,45 @@ const Technique ring_attention = {.name = "ring_attention",
                                   .unplug = context_unplug,
                                   .price = ring_price};
 
+ContextCost ring_formula(const ContextSizes *z) {
+    double chunk = z->tokens * 2 * z->kv * z->size, hops = z->ranks - 1;
+    // K/V of this hop and the next; dK/dV of this hop, and of the one before as sent on and as received.
+    double ahead = hops > 1 ? 2 : hops, ahead_last = hops > 2 ? 2 : hops > 0 ? 1 : 0;
+    double returning = hops > 1 ? 3 : 2 * hops;
+    return (ContextCost){.bytes = {hops * chunk * z->e, hops * chunk * (z->e + z->sum)},
+                         .held = {ahead * chunk * z->e, (ahead_last * z->e + returning * z->sum) * chunk}};
+}
+
 #ifndef NO_MAIN
+
+// Chunks merge in f32, so that an output is rounded once, however many ranks there are.
+static void error_of_16_bits(Mesh mesh, const Config *config) {
+    (void)mesh;
+    Mesh ring = mesh_new((MeshShape){.cp = comm_ranks()});
+    Config exact = *config;
+    exact.dp = exact.pp = exact.cp = exact.tp = exact.ep = 1;
+    exact.dtype = F64;
+    exact.steps = 1;
+    config_set(&exact, "zero", 0);
+    Config alone = exact, together = exact;
+    alone.dtype = together.dtype = BF16;
+    together.cp = ring.cp.size;
+    Record reference = program_record(&exact, mesh_single(), NULL, false, false, "f64");
+    Record one = program_record(&alone, mesh_single(), context_layouts, false, false, "bf16, cp 1");
+    Record many = program_record(&together, ring, context_layouts, false, false, "bf16, all ranks");
+    double error = report_bound(&one, &reference), errors = report_bound(&many, &reference);
+    say("\nbf16 against f64: the error of %d ranks is %.2f times that of one", ring.cp.size, errors / error);
+    report_number("bf16", "error of cp over that of cp 1", errors / error, "");
+    report_that(errors <= 1.5 * error, "the error grows with the ring: %.3g, and %.3g with cp 1", errors, error);
+    record_free(&reference);
+    record_free(&one);
+    record_free(&many);
+}
+
+static void more(Mesh mesh, const Config *config) {
+    context_check_cost(mesh, CONTEXT_RING, ring_formula);
+    error_of_16_bits(mesh, config);
+}
 
 int main(int argc, char **argv) {
     const Program program = {
@@ -181,7 +219,8 @@ int main(int argc, char **argv) {
         .natural = 4,
         .techniques = context_layouts,
         .option = context_layout_options,
-        .options = CONTEXT_LAYOUT_OPTIONS};
+        .options = CONTEXT_LAYOUT_OPTIONS,
+        .more = more};
     return program_main(argc, argv, &program);
 }
 #endif

@@ -18,9 +18,7 @@
 // Memory per rank: q, k, v and o a second time while they are computed with.
 // Run: build/04_context_parallel/ulysses     (--ranks 2, --heads 8 --kv-heads 2, --tp 2, --documents 10 …)
 // Last line: PASS ulysses: ranks that deal out the heads make the step of one device …
-#include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "context_parallel.h"
 
@@ -222,6 +220,22 @@ const Technique ulysses = {.name = "ulysses",
                            .price = price};
 
 #ifndef NO_MAIN
+static ContextCost formula(const ContextSizes *z) {
+    double share = (z->ranks - 1) / z->ranks * z->tokens, d = z->size;
+    double back = z->kv < z->ranks ? z->sum : z->e;  // of dK and dV
+    double own = z->tokens * d * z->e * (2 * z->q + 2 * z->kv_here);
+    double sums = z->tokens * d * z->sum * (z->q + 2 * z->kv_here), dots = z->tokens * z->q * z->sum;
+    return (ContextCost){.bytes = {share * d * z->e * (2 * z->q + 2 * z->kv_here),
+                                   share * (d * (z->e * (3 * z->q + 2 * z->kv_here) + back * 2 * z->kv_here) +
+                                            z->q * z->sum)},
+                         .held = {own, own + sums + dots}};
+}
+
+static void more(Mesh mesh, const Config *config) {
+    (void)config;
+    if (32 % mesh.world.size == 0) context_check_cost(mesh, CONTEXT_ULYSSES, formula);
+}
+
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Ulysses: all-to-alls turn a part of the tokens into a part of the heads, and back.",
@@ -232,7 +246,8 @@ int main(int argc, char **argv) {
         .natural = 4,
         .techniques = context_layouts,
         .option = context_layout_options,
-        .options = CONTEXT_LAYOUT_OPTIONS};
+        .options = CONTEXT_LAYOUT_OPTIONS,
+        .more = more};
     return program_main(argc, argv, &program);
 }
 #endif

@@ -38,6 +38,7 @@ const Technique zigzag_ring_attention = {.name = "zigzag_ring_attention",
 #ifndef NO_MAIN
 static void more(Mesh mesh, const Config *config) {
     context_print_masks(mesh.cp.size);
+    context_check_cost(mesh, CONTEXT_ZIGZAG, ring_formula);
     context_balance(mesh, config);
     context_compare(mesh, config);
 }
