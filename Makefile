@@ -18,7 +18,7 @@ $(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, o
 endif
 # C files of common/ that only one choice has; common/cuda/cuda.mk adds the others
 of-cpu  := common/tensor/device_cpu.c common/tensor/ops_cpu.c
-of-mpi  := common/comm/comm_mpi.c common/comm/comm_mpi_shared.c common/comm/comm_mpi_sums.c common/comm/comm_staged.c
+of-mpi  := $(wildcard common/comm/comm_mpi*.c) common/comm/comm_staged.c
 of-nccl :=
 
 ifeq ($(origin CC),default)
@@ -64,11 +64,13 @@ common_sources  := $(filter-out $(of-cpu) $(of-mpi),$(sort $(wildcard common/*.c
                    $(of-$(OPS)) $(of-$(COMM))
 test_sources    := $(sort $(wildcard tests/unit/test_*.c))
 fuzz_sources    := $(sort $(wildcard tests/fuzz/fuzz_*.c))
+bench_sources   := $(sort $(wildcard tests/bench/bench*.c))
 
 with_main := $(if $(chapter_sources),$(shell grep -lE '^int main\b' $(chapter_sources)))
 programs  := $(with_main:%.c=$(BUILD)/%)
 tests     := $(test_sources:tests/unit/%.c=$(BUILD)/tests/%)
 fuzzers   := $(fuzz_sources:tests/fuzz/%.c=$(BUILD)/tests/%)
+benches   := $(bench_sources:tests/bench/%.c=$(BUILD)/tests/%)
 parts     := $(common_sources:%.c=$(BUILD)/lib/%.o) $(chapter_sources:%.c=$(BUILD)/lib/%.o)
 archive   := $(BUILD)/libultrascale.a
 corpus    := $(BUILD)/corpus.txt
@@ -96,7 +98,7 @@ help:
 	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10 minutes'
 	@echo 'make bench      the figures of merit of this machine, each beside its target'
 	@echo 'make all        programs and tests, not run; make programs, make tests: one of the two'
-	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=name: one of them'
+	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=zero3: those of that name'
 	@echo 'make readme     runs what the README shows, and writes its figures anew'
 	@echo 'make clean      removes build/ and build-*/'
 	@echo
@@ -131,7 +133,7 @@ gpu-check:
 	@tests/gpu-check $(PART)
 
 mutants:
-	@tests/mutants/run $(M)
+	@set -f; tests/mutants/run $(M)
 
 readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
     $(BUILD)/tests/bench_comm
@@ -174,7 +176,7 @@ $(BUILD)/tests/fuzz_%: $(BUILD)/main/tests/fuzz/fuzz_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
 
-$(BUILD)/tests/bench%: $(BUILD)/main/tests/bench/bench%.o $(archive)
+$(benches): $(BUILD)/tests/%: $(BUILD)/main/tests/bench/%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
 

@@ -16,7 +16,9 @@ typedef struct Program {
     // The same ranks by another road, which must give the same bits: other techniques. May be NULL.
     const char *twin;
     Techniques twin_techniques;
-    bool trains;  // for real, unless --check asks for the proof: not the other way round
+    bool (*exact)(
+        const Config *config);  // whether sums run as on one device: no bit may differ; NULL: they do not
+    bool trains;                // for real, unless --check asks for the proof: not the other way round
     void (*more)(Mesh mesh, const Config *config);  // what else the program shows; may be NULL
 } Program;
 
@@ -30,7 +32,7 @@ Record program_record(const Config *config, Mesh mesh, Techniques techniques, bo
                       const char *title);
 // That run against one device, and against other techniques on the same ranks (may be NULL), whose bits it must have.
 void program_prove(const Config *config, Mesh mesh, Techniques techniques, const char *twin,
-                   Techniques twin_techniques, bool masked);
+                   Techniques twin_techniques, bool exact, bool masked);
 // What a run has counted in so many steps, which is held against the trainer's price.
 typedef struct Counted {
     double steps;

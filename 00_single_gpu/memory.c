@@ -293,7 +293,7 @@ int main(int argc, char **argv) {
          false},
         {"data", OPTION_TEXT, &data, NULL, 0, 0, "FILE", "the text of --measure's step", false},
         {"machine", OPTION_TEXT, &machine, "dgx-h100", 0, 0, "NAME", "whose memory it must fit", false},
-        {"json", OPTION_TEXT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
+        {"json", OPTION_OUTPUT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
     };
     bool no_flags = argc == 1;
     plan.model = config_parse(

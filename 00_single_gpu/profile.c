@@ -168,7 +168,7 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     const char *svg = NULL;
     bool dry_run = false;
-    Option own[] = {{"svg", OPTION_TEXT, &svg, NULL, 0, 0, "FILE", "picture of memory over time", false},
+    Option own[] = {{"svg", OPTION_OUTPUT, &svg, NULL, 0, 0, "FILE", "picture of memory over time", false},
                     {"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "",
                      "count and clock, but compute nothing: any size", false}};
     Config config =

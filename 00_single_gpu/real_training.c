@@ -88,7 +88,7 @@ static void generate(const Trainer *t, Model *model, int64_t length) {
     double *logits = host_alloc(v * sizeof *logits);
     memset(text, 0, (total + s) * sizeof *text);
     for (int64_t i = 0; i < s; i++) none[i] = IGNORED_LABEL;
-    memcpy(text, t->data.tokens + t->data.train_count, prompt * sizeof *text);
+    data_copy(&t->data.tokens, t->data.train_count, prompt, text);
     for (int64_t made = prompt; made < total; made++) {
         int64_t first = made > s ? made - s : 0;
         MicroBatch micro = micro_batch_new(model, -1, 1, text + first, none, 0);

@@ -57,6 +57,7 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     for (int i = 0; i < count; i++) plug(t, on[i], taken);
     t->progress.batch = config->micro_batch * config->grad_acc * mesh.dp.size;
     if (config->save) t->progress.data = data_print(&t->data);
+    if (config->save && !config->resume) checkpoint_check_place_is_ours(config->save, config, t->progress);
     t->optimizer = optimizer_new(config, &t->model->params);
     return t;
 }
@@ -103,6 +104,8 @@ void trainer_load(Trainer *t) {
         Progress saved = checkpoint_load_optimizer(from, &t->model->params, &t->optimizer);
         t->progress.step = saved.step;
         t->progress.sample = saved.sample;
+        t->progress.run = saved.run;
+        if (c->save) checkpoint_check_place_is_ours(c->save, c, t->progress);
     }
     free(from);
 }
@@ -125,7 +128,7 @@ Batch batch_new(const Trainer *t, int64_t first_sample) {
     batch.targets = host_alloc(batch.count * sizeof *batch.targets);
     memset(batch.tokens, 0, batch.count * sizeof *batch.tokens);  // a dry run has no text
     memset(batch.targets, 0, batch.count * sizeof *batch.targets);
-    for (int64_t i = 0; i < batch.samples && t->data.tokens; i++) {
+    for (int64_t i = 0; i < batch.samples && t->data.file; i++) {
         int32_t *targets = batch.targets + i * c->seq;
         data_sample(&t->data, c->seed, first_sample + i, false, c->seq, batch.tokens + i * c->seq, targets);
         if (t->masked) data_mask_prompt(c->seed, first_sample + i, c->seq, targets);

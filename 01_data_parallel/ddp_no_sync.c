@@ -46,7 +46,8 @@ const Technique ddp_no_sync = {.name = "ddp_no_sync",
 
 // ---- the three optimizations, one beside the other ----
 
-// One dry step of Llama 3 8B with two micro-batches on the ranks at hand, on the model clock: it must fall from row to row.
+// One dry step of Llama 3 8B with two micro-batches on the ranks at hand, on the model clock. Its time must fall from row
+// to row; that of buckets may stay, where the latency of single messages hides behind backward, too: they are fewer.
 static void compare_variants(Mesh mesh, const Config *config) {
     (void)config;
     static const struct {
@@ -66,7 +67,7 @@ static void compare_variants(Mesh mesh, const Config *config) {
     timeline_title(title);
     free(title);
     say("  %-10s %12s %14s %12s %12s\n", "", "step, ms", "exposed, ms", "all-reduces", "bytes sent");
-    double before = 0;
+    double before = 0, messages = 0;
     for (size_t i = 0; i < sizeof variants / sizeof *variants; i++) {
         clock_push(variants[i].name);
         StepCost cost = program_cost(&c, mesh, (const Technique *[]){variants[i].technique, NULL});
@@ -78,9 +79,12 @@ static void compare_variants(Mesh mesh, const Config *config) {
             bytes_text((double)reductions.bytes));
         report_number(variants[i].name, "seconds per step", cost.step_seconds, "s");
         report_number(variants[i].name, "exposed seconds", reductions.exposed_seconds, "s");
-        report_that(i == 0 || cost.step_seconds < before, "%s is not faster than the row before it",
+        double of_before = before > 0 ? cost.step_seconds / before : 0;
+        report_that(of_before < 1 - 1e-9 || (of_before < 1 + 1e-9 && (double)reductions.calls < messages),
+                    "%s is neither faster than the row before it, nor as fast with fewer messages",
                     variants[i].name);
         before = cost.step_seconds;
+        messages = (double)reductions.calls;
     }
     device_dry_run(false);
 }

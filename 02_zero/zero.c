@@ -15,6 +15,7 @@
 // Proof: no bit differs from DDP on the same ranks in the same order of sums. This file has no main.
 #include "zero.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -87,8 +88,10 @@ static double gathers_of(const Model *m, int unit) {
 void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
     const Params *p = &m->params;
     double micros = (double)m->config.grad_acc, own = 0;
+    bool all_here = true;
     for (int i = 0; i < p->units; i++) {
         const Unit *u = &p->unit[i];
+        all_here = all_here && u->count > 0;
         if (u->count == 0) continue;  // another stage's
         own += (double)u->own_count;
         price_reduce_scatter(price, stage == 1 ? 1 : micros, u->count, u->own_count, p->recipe.sum,
@@ -98,7 +101,8 @@ void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
     }
     price->states = own;
     if (stage >= 2) price->gradients = own;
-    if (stage >= 2) price->gradients_at_work = gradients_at_work(m);
+    // Which units follow each other at work on one of several stages, a dry run knows.
+    if (stage >= 2) price->gradients_at_work = all_here ? gradients_at_work(m) : NAN;
     if (stage == 3) price->values = own;
     if (stage == 3) price->values_at_work = weights_at_work(m, zero->prefetch);
 }

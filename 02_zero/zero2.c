@@ -102,7 +102,8 @@ static void accumulate(Mesh mesh, const Config *config) {
     c.grad_acc = config->grad_acc + 1;
     c.optimizer = OPTIMIZER_ADAMW, c.lr = 1e-3;
     say("\nWith %ld micro-batches and AdamW:\n", c.grad_acc);
-    program_prove(&c, mesh, techniques, "DDP in the same order of sums", zero_twin_of_2_and_3, false);
+    program_prove(&c, mesh, techniques, "DDP in the same order of sums", zero_twin_of_2_and_3, false,
+                  false);
 }
 
 int main(int argc, char **argv) {

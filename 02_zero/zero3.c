@@ -161,7 +161,8 @@ static void accumulate(Mesh mesh, const Config *config) {
     c.optimizer = OPTIMIZER_ADAMW, c.lr = 1e-3;
     config_set(&c, "no-prefetch", 1);
     say("\nWith %ld micro-batches, AdamW and no prefetch:", c.grad_acc);
-    program_prove(&c, mesh, techniques, "DDP in the same order of sums", zero_twin_of_2_and_3, false);
+    program_prove(&c, mesh, techniques, "DDP in the same order of sums", zero_twin_of_2_and_3, false,
+                  false);
 }
 
 // Held-out losses between steps, for which nobody runs backward, change nothing: with them and without, the

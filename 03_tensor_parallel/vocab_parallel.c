@@ -98,10 +98,11 @@ static VocabularyPart part_of(int64_t v, int64_t stored, int64_t first) {
 }
 
 static void *plug(Model *model) {
-    const Param *table = model->embedding;
+    Group tp = model->mesh.tp;
+    int64_t v = model->config.vocab, rows = (v + tp.size - 1) / tp.size;
     VocabParallel *vocab = host_alloc(sizeof *vocab);
-    *vocab = (VocabParallel){.tp = model->mesh.tp,
-                             .part = part_of(table->full[0], table->shape[0], table->first[0]),
+    *vocab = (VocabParallel){.tp = tp,
+                             .part = part_of(v, rows, tp.rank * rows),
                              .before = model->sockets,
                              .on = &model->sockets};
     model->sockets.vocabulary.context = vocab;

@@ -26,3 +26,12 @@ Schedule schedule_afab(int p, int m) {
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(
+        argc, argv, "All forward, all backward: the naive pipeline with many micro-batches.", "afab");
+}
+#endif

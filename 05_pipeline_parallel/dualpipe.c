@@ -27,10 +27,9 @@
 //     k + 1 times             W
 // Bubble: (p/2 - 1) (F&B + BW - 3W) in DeepSeek-V3, where BW = B + W and F&B is the time of a pair: exact
 // for F = B >= W, m >= 2p, m even. With F a little shorter than B (up to 5F / 4, p <= 8), it is (p/2 - 1)
-// (F&B + F - 2W). With fewer micro-batches, 2p are planned, what does not exist is left out, and the
-// bubble is larger.
-// Held: p + 1 micro-batches on every rank, and weights twice. Messages: as 1F1B's, of both kinds to both
-// neighbours.
+// (F&B + F - 2W). With other m the lists are the same, with what does not exist left out.
+// Held: p + 1 micro-batches on every rank, and weights twice.
+// Messages: as many as 1F1B's, of both kinds to both neighbours.
 // Run: build/05_pipeline_parallel/schedule --schedule dualpipe --stages 4 --micro-batches 8
 #include "schedule.h"
 
@@ -46,7 +45,7 @@ typedef struct Rank {
     int first, last;
 } Rank;
 
-// The next micro-batch of a chunk; one that does not exist, where more are planned.
+// The next micro-batch of a chunk; one that does not exist, when all have been.
 static int next(const DualChunk *chunk, int *count) {
     int i = (*count)++;
     return i < chunk->count ? chunk->first + i : -1;
@@ -79,7 +78,8 @@ static void backward_weight(Rank *r) {
     r->first++;
 }
 
-void schedule_dual_rank(Schedule *s, int rank, int half, int k, int planned, const DualChunk chunk[2]) {
+void schedule_dual_rank(Schedule *s, int rank, int half, int k, const DualChunk chunk[2]) {
+    int n = chunk[0].count > chunk[1].count ? chunk[0].count : chunk[1].count;
     Rank r = {.schedule = s, .rank = rank, .chunk = {chunk[0], chunk[1]}};
     for (int i = 0; i < 2 * (half - k - 1); i++) forward(&r, 0);
     for (int i = 0; i < k + 1; i++) {
@@ -91,7 +91,7 @@ void schedule_dual_rank(Schedule *s, int rank, int half, int k, int planned, con
         backward_weight(&r);
         forward(&r, 1);
     }
-    for (int i = 0; i < planned - 2 * half + k + 1; i++) {
+    for (int i = 0; i < n - 2 * half + k + 1; i++) {
         if (i == 0 && k == half - 1) {
             forward(&r, 0);
             backward(&r, 1);
@@ -119,7 +119,6 @@ void schedule_dual_rank(Schedule *s, int rank, int half, int k, int planned, con
 Schedule schedule_dualpipe(int p, int m) {
     Schedule s = schedule_new("dualpipe", p, m, p, 2);
     int half = p / 2, n[2] = {m - m / 2, m / 2};
-    int planned = n[0] < p ? p : n[0];
     for (int k = 0; k < p; k++) s.place[p + k] = p - 1 - k;
     for (int i = n[0]; i < m; i++) s.direction[i] = 1;
     for (int r = 0; r < p; r++) {
@@ -128,7 +127,15 @@ Schedule schedule_dualpipe(int p, int m) {
         DualChunk first = {k, 0, n[0]}, second = {k, n[0], n[1]};
         DualChunk chunk[2] = {far ? second : first, far ? first : second};
         chunk[1].stage = p - 1 - k;
-        schedule_dual_rank(&s, r, half, k, planned, chunk);
+        schedule_dual_rank(&s, r, half, k, chunk);
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "DualPipe: micro-batches from both ends, forward and backward overlapped.", "dualpipe");
+}
+#endif

@@ -16,10 +16,9 @@
 //            …|+D2-d4--..f7+D3-d5--D4--..d6--B5..b7B6W5B7w7W6W7
 //            …|+d3-f7+D3-d4--D4--..d5--D5--..b6B6..b7B7w6W6w7W7
 //
-// Bubble: DualPipe's on 2p ranks, with stages half as long: (p - 1) (F&B + BW - 3W) / 2, exact where F =
-// B >= W.
-// Held: p + 1/2 micro-batches of two stages, weights once. With fewer than 2p micro-batches as many are
-// planned, and what does not exist is left out. Messages: as ZB-V's.
+// Bubble: DualPipe's on 2p ranks, with stages half as long: (p - 1) (F&B + BW - 3W) / 2, exact
+// for F = B >= W, m >= 2p. With fewer micro-batches the lists are the same, with what does not exist left out.
+// Held: p + 1/2 micro-batches of two stages, weights once. Messages: as ZB-V's.
 // Run: build/05_pipeline_parallel/schedule --schedule dualpipe_v --stages 4 --micro-batches 8
 #include "schedule.h"
 
@@ -28,7 +27,15 @@ Schedule schedule_dualpipe_v(int p, int m) {
     for (int r = 0; r < p; r++) s.place[r] = s.place[2 * p - 1 - r] = r;
     for (int r = 0; r < p; r++) {
         DualChunk chunk[2] = {{r, 0, m}, {2 * p - 1 - r, 0, m}};
-        schedule_dual_rank(&s, r, p, r, m < 2 * p ? 2 * p : m, chunk);
+        schedule_dual_rank(&s, r, p, r, chunk);
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "DualPipeV: the same on one copy of the weights, folded to a V.", "dualpipe_v");
+}
+#endif

@@ -21,16 +21,16 @@
 //     rank 3  |......F0F1F2F3f0d0--f1d1--f2d2--f3d3--D0--D1--D2--D3--............
 //
 // Bubble: (p - 1) (F + B + W) / v where group divides m, at the price of v times the messages. Held on
-// rank r, in micro-batches of v stages: min(m, (a + 1) / v).
+// rank r, in micro-batches of v stages: min(m, (a + 1) / v). One forward less ahead would hold a chunk
+// less, and costs nothing while a hop takes no time: but with hops each rank then waits for its neighbours
+// in every turn (p = 4, m = 16, v = 2, a hop of 1: bubble 85 in place of 59, for F = 10, B = 12, W = 8).
 //
-// One forward less ahead would hold a chunk less, and costs nothing while a hop takes no time: but then
-// each rank waits for its neighbours in every turn, and p = 4, m = 16, v = 2 with a hop of 1 has a bubble
-// of 85, not 59. A group's first micro-batch is back at rank 0 when its last has left it: so a group must
-// be at least p long. If group does not divide m, the last group is short, and ranks wait for forwards that
-// others have put behind backwards: p = 8, v = 2, m = 10 … 13 deadlocks even with endless buffers, and p =
-// 4, v = 2, m = 9 runs with a bubble of 100 (F = 10, B = 12, W = 8). Here the last group is planned whole,
-// and the micro-batches that do not exist are left out: every m runs, and that bubble is 75. Run:
-// build/05_pipeline_parallel/schedule --schedule interleaved --stages 4 --micro-batches 4 --chunks 2
+// A group's first micro-batch is back at rank 0 when its last has left it: so a group must be at least p
+// long. If group does not divide m, the last group is short, and ranks wait for forwards that others have
+// put behind backwards: with v = 2, p = 8 and m = 10 … 13 deadlock even with endless buffers, and p = 4 has
+// a bubble of 100 at m = 9. Here the last group is planned whole, and the micro-batches that do not exist are
+// left out: every m runs, and that bubble is 75.
+// Run: build/05_pipeline_parallel/schedule --schedule interleaved --stages 4 --micro-batches 4 --chunks 2
 #include "schedule.h"
 
 // The k-th forward of a rank; the k-th backward has the chunks reversed.
@@ -57,3 +57,11 @@ Schedule schedule_interleaved(int p, int m, int v, int group) {
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "Interleaved stages: each rank has several, and the bubble is that many times shorter.", "interleaved");
+}
+#endif

@@ -13,13 +13,12 @@
 //     rank 2  |........F0--F1--........D0------F2--D1------F3--D2------....D3------................
 //     rank 3  |............F0--D0------F1--D1------F2--D2------F3--D3------........................
 //
-// Bubble: as AFAB's, (p - 1) (F + B + W), for every m: the first backward comes earlier, and the last one
-// not.
+// Bubble: as AFAB's, (p - 1) (F + B + W), for every m: backwards begin earlier, and the last one does not.
 // Activations held on rank r: min(p - r, m) micro-batches, in place of m.
 // With `split` B and W are two passes, one behind the other. B's gradient leaves before W begins, so that
 // the way down is shorter: bubble (p - 1) (F + B), for every m; zero_bubble.c goes on from there.
-// Messages: as AFAB's. What a rank receives next is not always of one kind: F and B come from two
-// neighbours.
+// Messages: as many as AFAB's. But each rank now works in step with its neighbours, and waits for a message
+// there and one back in every turn: where messages are slow, 1F1B is slower than AFAB.
 // Run: build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 4  (--split)
 #include "schedule.h"
 
@@ -35,3 +34,12 @@ Schedule schedule_one_f_one_b(int p, int m, bool split) {
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "One forward, one backward: a backward as soon as there is one.",
+                            "one_f_one_b");
+}
+#endif

@@ -13,9 +13,8 @@
 // The files of the schedules, in the order in which to read them: afab.c, one_f_one_b.c, interleaved.c,
 // zero_bubble.c, zero_bubble_v.c, zero_bubble_auto.c, dualpipe.c, dualpipe_v.c. Each is one function that
 // fills the lists.
-// Run: build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 8 [--svg
-// FILE] [--dump];
-//      without --schedule the table of all of them, held against their papers' formulas.
+// Run: build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 8
+//      without --schedule: the table of all of them, held against their papers' formulas
 // Last line: PASS schedule: every schedule is sound, and costs what its paper says …
 #include "schedule.h"
 
@@ -181,11 +180,6 @@ void schedule_walk_end(ScheduleWalk *walk) {
 }
 
 // ---- all generators by their names ----
-
-static const char *const kind_name[] = {"afab", "one_f_one_b", "interleaved", "zb_h1",     "zb_h2",
-                                        "zb_v", "zb_auto",     "dualpipe",    "dualpipe_v"};
-
-const char *schedule_kind_name(ScheduleKind kind) { return kind_name[kind]; }
 
 const char *schedule_refusal(ScheduleKind kind, const ScheduleWish *wish) {
     if (kind == DUALPIPE && wish->ranks % 2)

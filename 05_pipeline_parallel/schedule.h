@@ -203,13 +203,12 @@ Schedule schedule_zero_bubble_auto(int p, int m, Durations durations, int limit)
 Schedule schedule_dualpipe(int p, int m);  // p even
 Schedule schedule_dualpipe_v(int p, int m);
 
-// What both are made of: a rank's list, from two chunks that see micro-batches [first, first + count) of
-// the `planned` ones. k: its distance from the nearer end of a pipeline of 2 half ranks.
+// What both are made of: a rank's list, from two chunks that each see micro-batches [first, first + count).
+// k: the rank's distance from the nearer end of a pipeline of 2 half ranks.
 typedef struct DualChunk {
     int stage, first, count;
 } DualChunk;
-void schedule_dual_rank(Schedule *schedule, int rank, int half, int k, int planned,
-                        const DualChunk chunk[2]);
+void schedule_dual_rank(Schedule *schedule, int rank, int half, int k, const DualChunk chunk[2]);
 
 // What all of them may be asked; each takes what it knows.
 typedef struct ScheduleWish {
@@ -237,7 +236,6 @@ typedef enum ScheduleKind {
 enum { SCHEDULE_KINDS = DUALPIPE_V + 1 };
 // What cannot be had ends the program with a sentence; the result is verified.
 Schedule schedule_make(ScheduleKind kind, const ScheduleWish *wish);
-const char *schedule_kind_name(ScheduleKind kind);
 // NULL, or why there is none for this wish.
 const char *schedule_refusal(ScheduleKind kind, const ScheduleWish *wish);
 

@@ -31,7 +31,7 @@ double schedule_bubble_formula(ScheduleKind kind, const ScheduleWish *wish) {
         case ZB_H2:
             return m >= 2 * p - 1 ? (p - 1) * fmax(F, fmax(F + B - 2 * W, B - F)) : NAN;
         case ZB_V:
-            return m >= 2 * p - 2 && like ? (p - 1) * B / 2 : NAN;
+            return m >= 2 * p - 1 && like ? (p - 1) * B / 2 : NAN;
         case ZB_AUTO:
             break;
         case DUALPIPE:

@@ -22,16 +22,15 @@
 //     rank 2  |......F0-F1-F2-B0-F3-B1-F4-B2-F5-B3-F6-B4-W0-B5-W1-B6-W2-W3-W4-W5-W6-...
 //     rank 3  |.........F0-B0-F1-B1-F2-B2-F3-B3-F4-B4-F5-B5-F6-B6-W0-W1-W2-W3-W4-W5-W6-
 //
-// Bubble of ZB-H1, m >= p: (p - 1) (F + B - W) where B >= W, F >= W; else (p - 1) max(F + max(0, B - W),
-// B).
+// Bubble of ZB-H1, m >= p: (p - 1) (F + B - W) where B >= W, F >= W; else
+// (p - 1) max(F + max(0, B - W), B), and as a period (p - 1) max(F + B - W, B).
 // Bubble of ZB-H2, m >= 2p - 1: (p - 1) F, which is how long the last rank waits for its first input,
 // where 2W >= B, 2F >= B; else (p - 1) max(F, F + B - 2W, B - F). But rank 0 ends earlier than the last
 // rank: if the next step begins without a barrier, a step costs (p - 1) max(F + B - 2W, B - F, 0) more
 // than its work. This period is what the paper calls zero, and it is for F = B = W.
 // Held from F to W: a + d + 1, p and 2p - 1 micro-batches on every rank (and m, where there are no more).
 // From F to B it is 1F1B's p - r, or 2 (p - r) - 1. Messages: as 1F1B's.
-// Run: build/05_pipeline_parallel/schedule --schedule zb_h1 --stages 4 --micro-batches 7
-// (zb_h2)
+// Run: build/05_pipeline_parallel/schedule --schedule zb_h1 --stages 4 --micro-batches 7  (zb_h2)
 #include "schedule.h"
 
 Schedule schedule_zero_bubble(int p, int m, int level) {
@@ -46,3 +45,11 @@ Schedule schedule_zero_bubble(int p, int m, int level) {
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "Zero bubble: B and W apart, so that W fills the bubble.", "zb_h1");
+}
+#endif

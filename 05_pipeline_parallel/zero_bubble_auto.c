@@ -24,8 +24,7 @@
 // Held: at most `limit` micro-batches from F to W. Bubble: never more than that of ZB-H1 or ZB-H2 where
 // they fit, and less where they do not suit: with a hop, with B or W much longer than F, or with memory
 // in between.
-// Run: build/05_pipeline_parallel/schedule --schedule zb_auto --stages 4 --micro-batches 7 --memory-limit
-// 5
+// Run: build/05_pipeline_parallel/schedule --schedule zb_auto --micro-batches 7 --memory-limit 5
 #include <math.h>
 #include <stdlib.h>
 
@@ -55,16 +54,18 @@ typedef struct Play {
 
 // When the next F, the next B has its input; INFINITY: not known yet, or there is none.
 static double f_there(const Play *play, int r) {
-    const Rank *me = &play->rank[r], *before = me - 1;
+    const Rank *me = &play->rank[r];
     if (me->f == play->m) return INFINITY;
     if (r == 0) return 0;
+    const Rank *before = me - 1;
     return me->f < before->f ? before->f_end[me->f] + play->d.hop : INFINITY;
 }
 
 static double b_there(const Play *play, int r) {
-    const Rank *me = &play->rank[r], *behind = me + 1;
+    const Rank *me = &play->rank[r];
     if (me->b == me->f) return INFINITY;
     if (r == play->p - 1) return me->f_end[me->b];
+    const Rank *behind = me + 1;
     return me->b < behind->b ? behind->b_end[me->b] + play->d.hop : INFINITY;
 }
 
@@ -100,9 +101,8 @@ static void begin_pass(Play *play, int r, Choice choice) {
 
 // The earliest decision first: what it sees of others has then all been decided.
 static void play_step(Play *play, double *ends) {
-    for (int r = 0; r < play->p; r++) {
+    for (int r = 0; r < play->p; r++)
         play->rank[r] = (Rank){.f_end = ends + 2 * r * play->m, .b_end = ends + (2 * r + 1) * play->m};
-    }
     for (int passes = 0; passes < 3 * play->p * play->m; passes++) {
         int first = -1;
         Choice best = {PASS_F, INFINITY};
@@ -156,3 +156,11 @@ Schedule schedule_zero_bubble_auto(int p, int m, Durations d, int limit) {
     snprintf(best.schedule.name, sizeof best.schedule.name, "zb_auto_%d", limit);
     return best.schedule;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "Zero bubble, scheduled from durations and a limit of memory.", "zb_auto");
+}
+#endif

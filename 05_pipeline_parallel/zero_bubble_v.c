@@ -14,13 +14,13 @@
 // A rank's list, x' being a pass of the up chunk, and each pass taking the next micro-batch of its kind
 // and chunk:
 //     2 (p - r) - 1 times  F              until the first micro-batch has turned and is back
-//     r times              F' F
-//     p - r times          F' B' W'       the loss is known: backwards begin
+//     r times              F' F           one down, one up, until the first gradient comes
+//     p - r times          F' B' W'       backward of the up chunk
 //     then in turn         F B W F' B' W' until the forwards are done
 //     r times              B B'           now B is all that others wait for, and W fills the rest
 //     p - r times          B W
 //     the rest             W' …, W …
-// Bubble: (p - 1) B / 2, as a period (p - 1) (B - W), for m >= 2p - 2 and W <= F <= B <= min(3F / 2, 2W):
+// Bubble: (p - 1) B / 2, as a period (p - 1) (B - W), for m >= 2p - 1 and W <= F <= B <= min(3F / 2, 2W):
 // zero if F = B = W alone, and only as a period. With fewer micro-batches the lists are the same, with what
 // does not exist left out.
 // Held from F to W, in micro-batches of two stages: p. Messages: twice 1F1B's, but none at the turn.
@@ -79,3 +79,11 @@ Schedule schedule_zero_bubble_v(int p, int m) {
     }
     return s;
 }
+
+#ifndef NO_MAIN
+#include "pipeline.h"
+
+int main(int argc, char **argv) {
+    return pipeline_program(argc, argv, "Zero bubble in a V: two stages a rank, there and back.", "zb_v");
+}
+#endif

@@ -1,15 +1,21 @@
-// base.c: errors that name their cause, a start on the BLAS kernel that this processor deserves, and printing.
+// base.c: errors that name their cause, a start on the BLAS kernel that this processor deserves, and
+// printing.
 #include "base.h"
 
 #include <cblas.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <malloc.h>
 #include <math.h>
 #include <omp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -75,7 +81,44 @@ void fatal(const char *format, ...) {
     _exit(STATUS_USAGE);
 }
 
+// The number behind `key` in a file of the kernel's, or -1.
+static double number_in(const char *path, const char *key) {
+    char line[128];
+    double number = -1;
+    FILE *file = fopen(path, "r");
+    while (file && number < 0 && fgets(line, sizeof line, file))
+        if (!strncmp(line, key, strlen(key)) && sscanf(line + strlen(key), "%lf", &number) != 1)
+            number = -1;
+    if (file) fclose(file);
+    return number;
+}
+
+// What the machine, or this process's control group, has left, without the files that it keeps in memory.
+static double host_memory_left(void) {
+    double left = 1024 * number_in("/proc/meminfo", "MemAvailable:");
+    double most = number_in("/sys/fs/cgroup/memory.max", ""),
+           used = number_in("/sys/fs/cgroup/memory.current", "");
+    double files = number_in("/sys/fs/cgroup/memory.stat", "inactive_file ");
+    if (most >= 0 && used >= 0 && (left < 0 || most - used + fmax(files, 0) < left))
+        left = most - used + fmax(files, 0);
+    return left < 0 ? INFINITY : left;
+}
+
+// Looks at large requests, and whenever small ones have come to as much: they are written to right after.
+static void check_host_memory(size_t bytes) {
+    static const size_t look = 64 << 20;
+    static size_t since;  // only about: threads may lose some
+    since += bytes < look ? bytes : look;
+    if (since < look) return;
+    since = 0;
+    double left = host_memory_left();
+    CHECK((double)bytes + (double)look < left,
+          "out of host memory: %s more were asked for, and %s are left", bytes_text((double)bytes),
+          bytes_text(left));
+}
+
 void *host_alloc(size_t bytes) {
+    check_host_memory(bytes);
     void *memory = malloc(bytes ? bytes : 1);
     CHECK(memory, "out of host memory: %s more were asked for", bytes_text((double)bytes));
     return memory;
@@ -88,7 +131,18 @@ char *format_text(const char *format, ...) {
     int length = vasprintf(&text, format, arguments);
     va_end(arguments);
     CHECK(length >= 0, "out of host memory for a line of text");
+    check_host_memory((size_t)length + 1);
     return text;
+}
+
+const char *printable(const char *text) {
+    static char texts[4][100];
+    static unsigned turn;
+    char *shown = texts[turn++ % 4];
+    snprintf(shown, sizeof *texts, "%s", text);
+    for (char *c = shown; *c; c++)
+        if (*c < ' ' || *c > '~') *c = '?';  // beyond ASCII, too: some of it commands terminals
+    return shown;
 }
 
 // ---- start ----
@@ -157,10 +211,52 @@ static void tell_columns(void) {
     setenv(COLUMNS, digits, 1);
 }
 
+static void open_standard_streams(void) {
+    for (int stream = STDIN_FILENO; stream <= STDERR_FILENO; stream++)
+        if (fcntl(stream, F_GETFD) < 0 && open("/dev/null", O_RDWR) < 0) _exit(STATUS_USAGE);
+}
+
+// The pipe that carries what we print to its reader, or -1. A rank writes to mpirun, which goes on reading
+// when nobody reads what it writes: so it is mpirun's own that counts.
+static int pipe_to_reader(void) {
+    struct stat status;
+    char path[32] = "/dev/stdout";
+    if (getenv("OMPI_COMM_WORLD_RANK")) snprintf(path, sizeof path, "/proc/%d/fd/1", (int)getppid());
+    if (stat(path, &status) != 0 || !S_ISFIFO(status.st_mode)) return -1;
+    return open(path, O_WRONLY | O_NONBLOCK | O_CLOEXEC);
+}
+
+static void *wait_for_reader_to_leave(void *pipe) {
+    struct pollfd end = {.fd = (int)(intptr_t)pipe};
+    while (poll(&end, 1, -1) < 0) {
+    }
+    if (!(end.revents & POLLERR) || rank > 0) return NULL;
+    if (end_all) end_all("", STATUS_UNREAD);
+    _exit(STATUS_UNREAD);
+}
+
+// `| head` ends a long run at once, and not when it next has something to print.
+static void watch_reader(void) {
+    int pipe = rank == 0 ? pipe_to_reader() : -1;
+    if (pipe < 0) return;
+    pthread_t watcher;
+    sigset_t all, before;
+    sigfillset(&all);  // signals are for the thread that works
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    if (pthread_create(&watcher, NULL, wait_for_reader_to_leave, (void *)(intptr_t)pipe) == 0)
+        pthread_detach(watcher);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
 void base_start(int argc, char **argv) {
+    open_standard_streams();
+    // What nobody reads, or is longer than a limit on files, is an error of the write and not our death.
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);
     CHECK(argc > 0, "started without a program name");
     restart_on_best_kernel(argv);
     rank = launched_rank();
+    watch_reader();
     tell_columns();
     // Buffers of many megabytes come and go every step. By default each would be mapped, zeroed page by
     // page by the kernel, and unmapped again; kept on the heap, the pages are touched once.
@@ -227,7 +323,7 @@ void progress(int64_t done, int64_t total, const char *text) {
     if (done <= before || before == 0) began = wall_seconds(), first = done;
     before = done;
     if (!isatty(STDOUT_FILENO)) {
-        if (done == total || done * 10 / total > (done - 1) * 10 / total) printf("%s\n", text);
+        if (done == total || done * 10 / total > (done - 1) * 10 / total) say("%s", text);
         return;
     }
     struct winsize window;

@@ -20,9 +20,17 @@ extern "C" {
 #define NO_RETURN
 #endif
 
-// ---- errors ----
-// Exit statuses: 0 a PASS verdict, 1 a FAIL verdict, 2 wrong use or a broken environment.
-enum { STATUS_PASS = 0, STATUS_FAIL = 1, STATUS_USAGE = 2 };
+// ---- errors ---- Exit statuses: 0 a PASS verdict, 1 a FAIL verdict, 2 wrong use or a broken environment,
+// 3 an UNPROVEN verdict (report.h); as a shell counts signals, 130 interrupted (Ctrl-C), 141 nobody reads
+// the output any more.
+enum {
+    STATUS_PASS = 0,
+    STATUS_FAIL = 1,
+    STATUS_USAGE = 2,
+    STATUS_UNPROVEN = 3,
+    STATUS_INTERRUPTED = 130,
+    STATUS_UNREAD = 141
+};
 
 // Ends the program with one sentence on stderr, "<program>: <sentence>", and STATUS_USAGE.
 void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;
@@ -44,16 +52,22 @@ void fatal_context(const char *format, ...) PRINTF_LIKE(1, 2);
         if (!(condition)) fatal(__VA_ARGS__); \
     } while (0)
 
-// Host memory that is never NULL. The caller frees it with free().
+// Host memory that is never NULL. The caller frees it with free(). Fatal where the machine, or the control
+// group, has not so much left: Linux would promise it and kill the program that believes it.
 void *host_alloc(size_t bytes);
 // A formatted string of its own. The caller frees it.
 char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
 
-// ---- start ----
-// First call of every main. Remembers the program's name for messages, tunes malloc for large reused
-// buffers, picks the thread count (OMP_NUM_THREADS, else all cores), and makes sure that the BLAS runs its
-// best kernel for this processor: OpenBLAS chooses when it is loaded, so when it chose below what the
-// processor has and nobody pinned it, the program starts itself once more with OPENBLAS_CORETYPE set.
+// A text from a file as a sentence may show it, without what would command the reader's terminal, and of at
+// most 99 letters. Rotates over 4 static buffers.
+const char *printable(const char *text);
+
+// ---- start ---- First call of every main. Remembers the program's name for messages, tunes malloc for
+// large reused buffers, picks the thread count (OMP_NUM_THREADS, else all cores), and makes sure that the
+// BLAS runs its best kernel for this processor: OpenBLAS chooses when it is loaded, so when it chose below
+// what the processor has and nobody pinned it, the program starts itself once more with OPENBLAS_CORETYPE
+// set. Standard streams that were closed are opened on /dev/null, so that no file of ours takes their
+// numbers.
 void base_start(int argc, char **argv);
 // "OpenBLAS 0.3.21 SkylakeX, 2 threads"; a pinned kernel below the processor's is warned of
 // here, once, on stderr.
@@ -64,16 +78,23 @@ const char *base_program(void);
 double wall_seconds(void);
 
 // ---- options: one table makes the parser, the defaults and --help ----
-typedef enum OptionType { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG } OptionType;
+typedef enum OptionType {
+    OPTION_INT,
+    OPTION_REAL,
+    OPTION_TEXT,
+    OPTION_OUTPUT,  // a TEXT that names a file to be written: whether it can be is found out at once (files.h)
+    OPTION_CHOICE,
+    OPTION_FLAG
+} OptionType;
 
 typedef struct Option {
     const char *name;  // without the dashes: "micro-batch"
     OptionType type;
-    void *target;          // int64_t * | double * | const char ** | int * (index of the choice) | bool *
+    void *target;  // int64_t * | double * | const char ** (TEXT, OUTPUT) | int * (of the choice) | bool *
     const char *standard;  // the default, as one would type it; NULL: leaves *target alone (FLAG: false)
     double min, max;       // bounds of INT and REAL, inclusive
-    const char
-        *detail;  // CHOICE: "f64|f32|bf16|f16"; INT, REAL: the unit, or ""; TEXT: what --help shows for it, "FILE"
+    const char *
+        detail;  // CHOICE: "f64|f32|bf16|f16"; INT, REAL: the unit, or ""; TEXT: what --help shows for it, "FILE"
     const char *help;  // one line
     bool given;        // set by options_parse: the user typed it
 } Option;
@@ -87,7 +108,7 @@ bool option_given(const Option *table, int count, const char *name);
 
 // ---- printing ----
 // One line, from one rank: rank 0 prints, the others are silent. The newline is added
-// where the format has none.
+// where the format has none. When nobody reads any more (`| head`), all ranks end at once, without a word.
 void say(const char *format, ...) PRINTF_LIKE(1, 2);
 // Columns of the terminal; 100 in a log. Ranks know it from the program that started them.
 int terminal_columns(void);

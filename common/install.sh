@@ -21,7 +21,6 @@ need openmpi-bin program mpirun
 if [ "$1" = test ]; then
     need libcmocka-dev file /usr/include/cmocka.h
     need perl program prove
-    need patch program patch
     # Without these, the checks that need them are left out by name.
     want g++ program g++
     want libboost-context-dev file '/usr/include/boost/context/*'

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base.h"
+#include "files.h"
 
 enum { HELP_WIDTH = 100, LONGEST_NAME = 40 };
 
@@ -116,6 +117,7 @@ static void set_value(Option *option, const char *value) {
             break;
         }
         case OPTION_TEXT:
+        case OPTION_OUTPUT:
             CHECK(*value, "--%s needs a %s that is not empty", option->name, option->detail);
             *(const char **)option->target = value;
             break;
@@ -195,7 +197,9 @@ static void print_help(const char *purpose, const Option *table, int count) {
     }
     print_wrapped("prints this and ends", LEFT, printf("  --help"));
     if (purpose[first]) printf("\nexamples:%s\n", purpose + first);
-    printf("\nexit status: 0 all checks passed, 1 a check failed, 2 wrong use\n");
+    printf(
+        "\nexit status: 0 all checks passed, 1 a check failed, 2 wrong use, 3 too coarse a dtype to prove "
+        "anything\n");
 }
 
 static void check_table(const Option *table, int count) {
@@ -244,6 +248,10 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
             set_value(option, argv[++i]);
         }
     }
+    // After all else is known to be right: before the run, and not after it.
+    for (int i = 0; i < count; i++)
+        if (table[i].type == OPTION_OUTPUT && table[i].given)
+            output_check(format_text("--%s", table[i].name), *(const char **)table[i].target);
 }
 
 bool option_given(const Option *table, int count, const char *name) {

@@ -1,5 +1,5 @@
-// comm.c: the front of communication: start and end, groups, and what happens when a rank dies. The requests
-// are comm_requests.c's, what the ranks tell each other comm_agreement.c's.
+// comm.c: the front of communication: start and end, groups, and what happens when a rank dies. The
+// requests are comm_requests.c's, what the ranks tell each other comm_agreement.c's.
 #include <errno.h>
 #include <math.h>
 #include <omp.h>
@@ -143,15 +143,17 @@ int find_dead(void) {
     return -1;
 }
 
-// Ends this rank, as all others; the first to come here says why, if it knows. Only calls that are
-// allowed in a signal handler.
-static void end_with_dead(int dead) {
+static const char DIED[] = " has died; all ranks end\n";
+
+// Ends this rank, as all others; the first to come here says why, if it knows: "rank 2" and what became of it. Only
+// calls that are allowed in a signal handler.
+static void end_with(int dead, const char *what) {
     if (control_claim() && dead >= 0) {
         char digits[16], *digit = digits + sizeof digits;
         for (int r = dead; r || digit == digits + sizeof digits; r /= 10) *--digit = (char)('0' + r % 10);
         const char *name = base_program(),
-                   *texts[] = {name, ": rank ", digit, " has died; all ranks end\n"};
-        size_t lengths[] = {strlen(name), 7, (size_t)(digits + sizeof digits - digit), 25};
+                   *texts[] = {name, ": rank ", digit, what};
+        size_t lengths[] = {strlen(name), 7, (size_t)(digits + sizeof digits - digit), strlen(what)};
         char line[256];
         size_t length = 0;
         for (int i = 0; i < 4; i++)
@@ -162,10 +164,11 @@ static void end_with_dead(int dead) {
 }
 
 // mpirun ends the other ranks with SIGTERM when one dies; with --quiet, and it is quiet so that a verdict
-// of FAIL is no disaster, nobody else would say why.
-static void on_terminate(int signal) {
-    (void)signal;
-    end_with_dead(find_dead());
+// of FAIL is no disaster, nobody else would say why. From elsewhere the signal is meant for this rank.
+static void on_terminate(int signal, siginfo_t *info, void *unused) {
+    (void)signal, (void)unused;
+    bool meant = info->si_code == SI_USER && info->si_pid != getppid();
+    end_with(meant ? comm.rank : find_dead(), meant ? " was ended by SIGTERM; all ranks end\n" : DIED);
 }
 
 bool claim_last_word(void) {
@@ -174,6 +177,10 @@ bool claim_last_word(void) {
 }
 
 static void end_all(const char *sentence, int status) {
+    if (!*sentence) {  // nobody reads any more; seen by a thread that is not MPI's
+        control_claim();
+        _exit(status);
+    }
     comm.finished = true;  // leaving is no comm_finish
     // Where all fail alike the lowest speaks, which is rank 0 as a rule.
     usleep((useconds_t)(comm.rank ? 60000 + 40000 * (comm.rank < 8 ? comm.rank : 8) : 0));
@@ -232,7 +239,8 @@ static void share_cores(int ranks_here) {
 // Who else there is: all must run the same. Returns where this rank stands among them.
 static Place check_identities(int argc, char **argv) {
     Identity mine = {.binary = hash_of_binary(), .arguments = HASH_SEED, .pid = (int32_t)getpid()};
-    for (int i = 1; i < argc; i++) mine.arguments = hash_bytes(mine.arguments, argv[i], strlen(argv[i]) + 1);
+    for (int i = 1; i < argc; i++)
+        mine.arguments = hash_bytes(mine.arguments, argv[i], strlen(argv[i]) + 1);
     gethostname(mine.host, sizeof mine.host - 1);
     Identity *all = host_alloc(sizeof mine * (size_t)comm.ranks);
     control_share(&mine, all, sizeof mine);
@@ -288,7 +296,7 @@ void comm_start(int argc, char **argv, int natural) {
     Place place = check_identities(argc, argv);
     backend_start(place.local_rank, place.ranks_here);
     transport_start(place, look_from_device);
-    struct sigaction terminate = {.sa_handler = on_terminate};
+    struct sigaction terminate = {.sa_sigaction = on_terminate, .sa_flags = SA_SIGINFO};
     sigaction(SIGTERM, &terminate, NULL);
     on_exit(finish_at_exit, NULL);
 }

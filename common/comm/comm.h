@@ -4,16 +4,16 @@
 // thing, counts the bytes, moves the model clock, and drives the transport that is linked in (transport.h:
 // comm_mpi.c, or comm_nccl.cu between GPUs). Names and meanings are those of MPI and NCCL. Every call here
 // starts at once and returns a request; comm_wait ends it. Until then its tensors belong to the request:
-// whoever reads an output or writes an input is fatal (tensor/in_flight.h). comm_wait(comm_all_reduce(…)) is
-// both in one. Between GPUs comm_wait makes the device wait, not the host: what is computed after it comes
-// after the bytes.
+// whoever reads an output or writes an input is fatal (tensor/in_flight.h). comm_wait(comm_all_reduce(…))
+// is both in one. Between GPUs comm_wait makes the device wait, not the host: what is computed after it
+// comes after the bytes.
 //
 // A group has a line (mesh.h). Requests of one line run one after another in the order in which they were
-// started, as on a communication stream of a GPU: ranks that share two groups of a line use them in the same
-// order. Requests of different lines do not wait for each other. Yet what two ranks share, both start in the
-// same order, whatever the lines: kernels of two NCCL communicators can wait for each other otherwise. A
-// batch of transfers starts all of its transfers at once. Other orders are found on every transport, with one
-// sentence that names both calls.
+// started, as on a communication stream of a GPU: ranks that share two groups of a line use them in the
+// same order. Requests of different lines do not wait for each other. Yet what two ranks share, both start
+// in the same order, whatever the lines: kernels of two NCCL communicators can wait for each other
+// otherwise. A batch of transfers starts all of its transfers at once. Other orders are found on every
+// transport, with one sentence that names both calls.
 //
 // Sums run in rank order, member 0 first, whatever the algorithm or the timing: f64 in f64, i32 in i32,
 // all other dtypes in f32, rounded once at the end. So every member gets the same bits, every time, and
@@ -23,15 +23,15 @@
 // proof of zero bits asks comm_sums_in_rank_order first.
 //
 // On the model clock (clock.h) a call starts when the last member is ready, and takes what
-// clock_collective_seconds says; comm_wait makes the compute stream wait for its end. A member is ready when
-// its compute stream has come to the call, the request before it on its line has ended, and its ports are
-// free. A rank has one port to the other GPUs of its node and one to other nodes; a collective uses those that
-// lead to other members, a batch of transfers those through which it sends. Messages on one port run one
-// after another in the order in which the rank started them, and those on different ports side by side.
-// The port is kept from the moment at which this rank could begin, for as long as the call takes: when the
-// others come late, the call starts late, but no later call of this rank is moved by that, since it must
-// not depend on what other lines do in the meantime. So the clock is exact within a line, and the same on
-// every run; where members come at different times, two lines may overlap on one port.
+// clock_collective_seconds says; comm_wait makes the compute stream wait for its end. A member is ready
+// when its compute stream has come to the call, the request before it on its line has ended, and its ports
+// are free. A rank has one port to the other GPUs of its node and one to other nodes; a collective uses
+// those that lead to other members, a batch of transfers those through which it sends. Messages on one port
+// run one after another in the order in which the rank started them, and those on different ports side by
+// side. The port is kept from the moment at which this rank could begin, for as long as the call takes:
+// when the others come late, the call starts late, but no later call of this rank is moved by that, since
+// it must not depend on what other lines do in the meantime. So the clock is exact within a line, and the
+// same on every run; where members come at different times, two lines may overlap on one port.
 //
 // A dead rank, a mismatched call or a wait beyond --timeout ends all ranks with one sentence.
 #ifndef COMM_H
@@ -50,8 +50,8 @@ extern "C" {
 // joins the others. Else starts this program again under mpirun with `natural` ranks, or as many as
 // "--ranks N" in argv says, oversubscribed and as root if need be; one rank alone needs no mpirun. Reads
 // "--timeout SECONDS", too. Chooses the GPU of this rank, by its number among those of its machine. Checks
-// that all ranks run the same binary with the same arguments. On return, say() speaks on rank 0 alone, and fatal() ends all ranks
-// with one sentence.
+// that all ranks run the same binary with the same arguments. On return, say() speaks on rank 0 alone, and
+// fatal() ends all ranks with one sentence.
 void comm_start(int argc, char **argv, int natural);
 // Last call of main: waits for all ranks and returns the worst of their exit statuses, the same on each. A
 // program that leaves main or calls exit() without it has called it with its status.
@@ -87,28 +87,30 @@ void comm_wait_all(Request **requests, int count);
 
 typedef enum ReduceOp { REDUCE_SUM, REDUCE_MAX } ReduceOp;
 
-// n = members, K = bytes of the tensor named, k = K / n or this member's own part of it where parts are unequal.
-// "Sends" is what a call sends from this rank. An all-reduce cuts its tensor in pieces of ceil(count / n)
-// elements, the last ones shorter; k is this member's piece.
+// n = members, K = bytes of the tensor named, k = K / n or this member's own part of it where parts are
+// unequal. "Sends" is what a call sends from this rank. An all-reduce cuts its tensor in pieces of
+// ceil(count / n) elements, the last ones shorter; k is this member's piece.
 
 // In place. Sends K - k + (n - 1) k; in equal pieces 2 (n - 1) / n K.
 Request *comm_all_reduce(Tensor t, ReduceOp op, Group group);
 // The result stands at root; all others keep what they gave. Sends K - k, and k if not root.
 Request *comm_reduce(Tensor t, ReduceOp op, int root, Group group);
-// Part i of `in`, the sum over members, goes to member i. Parts are counts[i] elements long in order; counts
-// NULL: equal parts. out may be this member's own part of `in`. Sends K(in) - k.
+// Part i of `in`, the sum over members, goes to member i. Parts are counts[i] elements long in order;
+// counts NULL: equal parts. out may be this member's own part of `in`. Sends K(in) - k.
 Request *comm_reduce_scatter(Tensor out, Tensor in, const int64_t *counts, ReduceOp op, Group group);
-// Member i's `in` becomes part i of `out`. `in` may be this member's own part of `out`. Sends (n - 1) K(in).
+// Member i's `in` becomes part i of `out`. `in` may be this member's own part of `out`. Sends (n - 1)
+// K(in).
 Request *comm_all_gather(Tensor out, Tensor in, const int64_t *counts, Group group);
-// The whole tensor, `out` of a gather and `in` of a scatter, is read at root alone; elsewhere it may be {0}.
-// A gather sends K(in), from root 0; a scatter sends from root K(in) - k, else 0.
+// The whole tensor, `out` of a gather and `in` of a scatter, is read at root alone; elsewhere it may be
+// {0}. A gather sends K(in), from root 0; a scatter sends from root K(in) - k, else 0.
 Request *comm_gather(Tensor out, Tensor in, const int64_t *counts, int root, Group group);
 Request *comm_scatter(Tensor out, Tensor in, const int64_t *counts, int root, Group group);
 // Sends from root (n - 1) K, else 0.
 Request *comm_broadcast(Tensor t, int root, Group group);
-// Part i of `in` (in_counts[i] elements) goes to member i; part i of `out` (out_counts[i]) comes from member i.
-// NULL counts: equal parts. `in` and `out` must not overlap. Sends K(in) - k.
-Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const int64_t *in_counts, Group group);
+// Part i of `in` (in_counts[i] elements) goes to member i; part i of `out` (out_counts[i]) comes from
+// member i. NULL counts: equal parts. `in` and `out` must not overlap. Sends K(in) - k.
+Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const int64_t *in_counts,
+                         Group group);
 // Sends nothing but the notices that every call begins with, which are not counted.
 Request *comm_barrier(Group group);
 

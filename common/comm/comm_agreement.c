@@ -1,11 +1,11 @@
 // comm_agreement.c: how ranks agree on what they call, in what order, and when it runs on the model clock.
 //
-// The requests of a line run one after another, as kernels do on one CUDA stream; lines do not wait for each
-// other. Each request goes through three states:
+// The requests of a line run one after another, as kernels do on one CUDA stream; lines do not wait for
+// each other. Each request goes through three states:
 //
 //     notice   The members tell each other what they call and when, on the model clock, they can begin:
 //                  ready = max(compute stream and port at the call, end of the line's previous request)
-//              A request gives its notices when those of the one before it have all come, so `ready` is exact.
+//              A request gives its notices when those of the one before it have all come: `ready` is exact.
 //              When all have come: start = the latest ready, end = start + what the machine needs.
 //     data     The transport moves the bytes, one request of a line after another.
 //     done     comm_wait may return; it makes the compute stream wait for `end`.
@@ -17,15 +17,15 @@
 //
 // Across lines. NCCL's kernels of two communicators may wait for each other where two ranks launch them in
 // different orders. So what a pair of ranks shares, they start in one order, whatever the lines. Each rank
-// numbers the calls that it shares with a peer, from 0 in the order of its starts, and its notice says which
-// numbers the call has: [before, before + width), where a batch of transfers is as wide as it has transfers
-// with this peer, since they all start at once. Two ranks have started all that they share in one order if
-// and only if for each call the two ranges overlap. (If the ranges of x and y overlap, and one rank starts x
-// before y while the other starts y before x, then its x begins behind the end of its y, which lies behind
-// the other's begin of y, which lies behind the end of x: x does not overlap.)
+// numbers the calls that it shares with a peer, from 0 in the order of its starts, and its notice says
+// which numbers the call has: [before, before + width), where a batch of transfers is as wide as it has
+// transfers with this peer, since they all start at once. Two ranks have started all that they share in one
+// order if and only if for each call the two ranges overlap. (If the ranges of x and y overlap, and one
+// rank starts x before y while the other starts y before x, then its x begins behind the end of its y,
+// which lies behind the other's begin of y, which lies behind the end of x: x does not overlap.)
 //
-// Only longer circles, over three ranks, are left to the timeout. Nothing runs in the background: every call
-// into comm pushes all lines on.
+// Only longer circles, over three ranks, are left to the timeout. Nothing runs in the background: every
+// call into comm pushes all lines on.
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -35,87 +35,7 @@
 #include "tensor/device.h"
 #include "tensor/guard.h"
 
-const char *const kind_names[COLLECTIVE_KINDS] = {
-    "all_reduce", "reduce",    "reduce_scatter", "all_gather", "gather",
-    "scatter",    "broadcast", "all_to_all",     "barrier",    "transfers"};
-
-static Line line_of(const Request *r) { return r->call.group.line; }
-
-// ---- sentences ----
-
-const char *notice_text(const Notice *n) {
-    static char texts[4][128];
-    static int turn;
-    char *text = texts[turn++ % 4];
-    size_t size = sizeof *texts;
-    const char *type = n->dtype >= 0 && n->dtype < DTYPES ? dtype_name((DType)n->dtype) : "?";
-    const char *max = n->op == REDUCE_MAX ? " max" : "", *host = n->host ? " on the host" : "";
-    long long count = n->count, expected = n->expected;
-    switch (n->kind) {
-        case FINISHED:
-            snprintf(text, size, "comm_finish, or left the program,");
-            break;
-        case BARRIER:
-            snprintf(text, size, "barrier()");
-            break;
-        case GROUP:
-            snprintf(text, size, "comm_group, for its group %lld,", count);
-            break;
-        case TRANSFERS:
-            snprintf(text, size, "%s(%lld %s %s rank %d)", n->send ? "send" : "receive", count, type,
-                     n->send ? "to" : "from", n->peer);
-            break;
-        case ALL_TO_ALL:
-            if (count == expected) snprintf(text, size, "all_to_all(%lld %s each way)", count, type);
-            else
-                snprintf(text, size, "all_to_all(%lld %s to rank %d, %lld from it)", count, type, n->peer,
-                         expected);
-            break;
-        case REDUCE:
-        case GATHER:
-        case SCATTER:
-        case BROADCAST:
-            snprintf(text, size, "%s(%lld %s%s %s rank %d)", kind_names[n->kind], count, type, max,
-                     n->kind == REDUCE || n->kind == GATHER ? "to" : "from", n->root);
-            break;
-        default:
-            snprintf(text, size, "%s(%lld %s%s%s)", kind_names[n->kind], count, type, max, host);
-    }
-    return text;
-}
-
-static const char *group_text(const Notice *n) {
-    return n->kind != FINISHED && n->group >= 1 && n->group <= comm.groups ? comm.group[n->group - 1].name
-                                                                           : "world";
-}
-
-// The lower rank is the measure.
-void notice_mismatch(int mine_rank, const Notice *mine, int their_rank, const Notice *theirs,
-                     const char *why) {
-    if (mine_rank > their_rank) {
-        const Notice *notice = mine;
-        mine = theirs, theirs = notice;
-        int rank = mine_rank;
-        mine_rank = their_rank, their_rank = rank;
-    }
-    if (mine->group != theirs->group && mine->kind != FINISHED && theirs->kind != FINISHED)
-        fatal("rank %d called %s in group %s where rank %d called %s in group %s%s", their_rank,
-              notice_text(theirs), group_text(theirs), mine_rank, notice_text(mine), group_text(mine), why);
-    fatal("rank %d called %s where rank %d called %s, in group %s%s", their_rank, notice_text(theirs),
-          mine_rank, notice_text(mine), group_text(mine->kind == FINISHED ? theirs : mine), why);
-}
-
 // ---- notices ----
-
-static int notices_of(const Request *r) {
-    return r->call.kind == TRANSFERS ? r->call.transfer_count : r->call.group.size;
-}
-
-static int notice_rank(const Request *r, int i) {
-    return world_rank(r->call.group, r->call.kind == TRANSFERS ? r->transfers[i].peer : i);
-}
-
-static bool notice_is_own(const Request *r, int i) { return notice_rank(r, i) == comm.rank; }
 
 Notice notice_of(const Request *r, int i) {
     const Collective *c = &r->call;
@@ -154,8 +74,8 @@ Notice notice_of(const Request *r, int i) {
 
 // ---- the order of what two ranks share ----
 
-// Of this rank's requests that wait for a notice of `rank`, the one that was started first, and which of its
-// notices that is.
+// Of this rank's requests that wait for a notice of `rank`, the one that was started first, and which of
+// its notices that is.
 static const Request *oldest_unmet(int rank, int *item) {
     const Request *oldest = NULL;
     for (const Request *r = comm.live; r; r = r->live_after)
@@ -173,8 +93,9 @@ static void crossed(int rank, const Notice *theirs) NO_RETURN;
 static void crossed(int rank, const Notice *theirs) {
     int item = 0;
     const Request *r = oldest_unmet(rank, &item);
-    CHECK(r, "rank %d called %s in group %s before a call that it shares with rank %d, which called it after",
-          rank, notice_text(theirs), group_text(theirs), comm.rank);
+    CHECK(r,
+          "rank %d called %s in group %s before a call that it shares with rank %d, which called it after",
+          rank, notice_text(theirs), notice_group(theirs), comm.rank);
     Notice mine = notice_of(r, item);
     notice_mismatch(comm.rank, &mine, rank, theirs,
                     ": what two ranks share, both start in one order, in whatever groups");
@@ -205,36 +126,6 @@ static void number_calls(Request *r) {
 }
 
 // ---- sending and taking notices ----
-
-// What this rank waits for, after "rank 1: ".
-static void describe_wait(char *text, size_t size) {
-    const Request *r = comm.waiting;
-    if (!r) {
-        snprintf(text, size, "waits for nobody, after %lld calls", (long long)comm.calls);
-        return;
-    }
-    if (comm.line[line_of(r)].noticing) r = comm.line[line_of(r)].noticing;
-    else if (comm.line[line_of(r)].moving) r = comm.line[line_of(r)].moving;
-    const Collective *c = &r->call;
-    int first = 0;
-    while (!r->settled && first < notices_of(r) - 1 && r->met[first]) first++;
-    Notice mine = notice_of(r, first);
-    int used = snprintf(text, size, "waits in %s, its call %lld, in group %s", notice_text(&mine),
-                        (long long)r->index, c->group.name ? c->group.name : "of one");
-    if (r->settled) {
-        snprintf(text + used, size - (size_t)used, ", for data");
-        return;
-    }
-    const char *before = ", for rank ";
-    int named = -1;
-    for (int i = 0; i < notices_of(r); i++) {
-        int rank = notice_rank(r, i);
-        if (r->met[i] || rank == named || used > (int)size - 32) continue;
-        used += snprintf(text + used, size - (size_t)used, "%s%d", before, rank);
-        before = ", ";
-        named = rank;
-    }
-}
 
 static void say_where(void) {
     char text[512];
@@ -377,13 +268,14 @@ static void meet_notices(Request *r) {
 static bool is_group(const Request *r) { return (int)r->call.kind == GROUP; }
 
 static void move(Request *r) {
-    if (device_is_dry_run() || r->host || r->call.kind == BARRIER) {
+    if (r->launched && !r->operation) {
         r->done = r->settled;
         return;
     }
     if (!r->operation) r->operation = is_group(r) ? group_operation(r) : transport_run(&r->call);
+    r->launched = !r->operation || transport_test(r->operation);
     if (!r->operation) r->done = true;  // a group that needs nothing
-    if (r->done || !transport_test(r->operation) || !r->settled) return;
+    if (r->done || !r->launched || !r->settled) return;
     CHECK(is_group(r) || transport_bytes(r->operation) == r->bytes,
           "%s sent %lld bytes, and its formula says %lld", kind_names[r->call.kind],
           (long long)transport_bytes(r->operation), (long long)r->bytes);
@@ -402,7 +294,7 @@ static bool share_a_peer(const Request *a, const Request *b) {
 static bool must_follow(const Request *r) {
     if (!transport_launches()) return false;
     for (const Request *other = comm.live; other; other = other->live_after)
-        if (other->order < r->order && !other->done && line_of(other) != line_of(r) &&
+        if (other->order < r->order && !other->launched && line_of(other) != line_of(r) &&
             share_a_peer(r, other))
             return true;
     return false;
@@ -441,6 +333,7 @@ void lines_push(void) {
 void line_append(Request *r) {
     r->order = ++comm.requests;
     r->index = comm.calls;
+    r->launched = device_is_dry_run() || r->host || r->call.kind == BARRIER;
     r->met = calloc((size_t)notices_of(r) + 1, sizeof *r->met);
     r->before = calloc((size_t)notices_of(r) + 1, sizeof *r->before);
     r->got = calloc((size_t)notices_of(r) + 1, sizeof *r->got);

@@ -1,5 +1,5 @@
-// comm_inside.h: what the three files of comm's front share: comm.c (start, end, groups), comm_agreement.c
-// (notices, lines, waiting) and comm_requests.c (the calls of comm.h, and their counts).
+// comm_inside.h: what the files of comm's front share: comm.c (start, end, groups), comm_agreement.c
+// (notices, lines, waiting), comm_sentences.c, and comm_requests.c (the calls of comm.h, and their counts).
 #ifndef COMM_INSIDE_H
 #define COMM_INSIDE_H
 
@@ -23,6 +23,7 @@ struct Request {
     int *got;         // values that have come, by member
     int value_count;
     bool host, given, settled, done;
+    bool launched;                       // the transport has all of it, or gets nothing
     int64_t order, index, total;         // n-th request, n-th call of this rank; elements
     uint64_t parts;                      // hash of unequal counts
     double called, ready, end, seconds;  // model clock; seconds: what the machine needs
@@ -32,7 +33,8 @@ struct Request {
     Operation *operation;
 };
 
-typedef struct Inbox {  // what another rank has sent on one line and this one has not asked for: of one call
+typedef struct
+    Inbox {  // what another rank has sent on one line and this one has not asked for: of one call
     Notice *notice;
     int count, room;
 } Inbox;
@@ -86,14 +88,16 @@ bool claim_last_word(void);
 
 // ---- comm_agreement.c ----
 
-extern const char *const kind_names[COLLECTIVE_KINDS];
-// The notice of this request that member i gets; for transfers: that the peer of transfer i gets.
+static inline Line line_of(const Request *r) { return r->call.group.line; }
+// A request gives a notice to each member, itself included; a batch one for each transfer.
+static inline int notices_of(const Request *r) {
+    return r->call.kind == TRANSFERS ? r->call.transfer_count : r->call.group.size;
+}
+static inline int notice_rank(const Request *r, int i) {
+    return world_rank(r->call.group, r->call.kind == TRANSFERS ? r->transfers[i].peer : i);
+}
+static inline bool notice_is_own(const Request *r, int i) { return notice_rank(r, i) == comm.rank; }
 Notice notice_of(const Request *r, int i);
-// "all_reduce(1024 f32)". Rotates over 4 static buffers.
-const char *notice_text(const Notice *notice);
-// Ends all with "rank 2 called all_gather(…) where rank 0 called all_reduce(…), in group dp".
-void notice_mismatch(int mine_rank, const Notice *mine, int their_rank, const Notice *theirs,
-                     const char *why) NO_RETURN;
 void notices_take(void);
 // Puts a request at the end of its line, and pushes.
 void line_append(Request *r);
@@ -103,6 +107,18 @@ void lines_push(void);
 void look_after_all(void);
 // Returns when the request is done.
 void request_await(Request *r);
+
+// ---- comm_sentences.c ----
+
+extern const char *const kind_names[COLLECTIVE_KINDS];
+// "all_reduce(1024 f32)". Rotates over 4 static buffers.
+const char *notice_text(const Notice *notice);
+const char *notice_group(const Notice *notice);
+// Ends all with "rank 2 called all_gather(…) where rank 0 called all_reduce(…), in group dp".
+void notice_mismatch(int mine_rank, const Notice *mine, int their_rank, const Notice *theirs,
+                     const char *why) NO_RETURN;
+// What this rank waits for, after "rank 1: ".
+void describe_wait(char *text, size_t size);
 
 // ---- comm_requests.c ----
 

@@ -1,20 +1,17 @@
-// comm_mpi.h: what the files of the data plane over MPI share: comm_mpi.c (flows, collectives), comm_mpi_shared.c
-// (memory that the ranks of one machine share) and comm_mpi_sums.c.
+// comm_mpi.h: what the files of the data plane over MPI share: comm_mpi.c (flows),
+// comm_mpi_calls.c (the flows of each call), comm_mpi_shared.c (memory that the ranks of one machine share)
+// and comm_mpi_sums.c.
 #ifndef COMM_MPI_H
 #define COMM_MPI_H
 
+#include <mpi.h>
 #include <stdatomic.h>
+#include <string.h>
 
-#include "transport.h"
+#include "comm_staged.h"
 
 enum { WINDOW = 4 };                  // segments of a flow under way at once
 enum { TAG_DATA, TAG_RESULT, TAGS };  // the two ways of a reduction; else DATA
-
-// ---- comm_mpi_sums.c ----
-
-// out = the sum, or the maximum, of n sources of so many bytes, the first first. out may be one of them. The
-// sources move to their ends.
-void reduce_bytes(char *out, const char **source, int n, int64_t bytes, DType dtype, ReduceOp op);
 
 // ---- comm_mpi_shared.c ----
 
@@ -34,5 +31,67 @@ Channel *channel(int from, int to, Line line, int tag);
 // The slot of this segment from one rank to another; to all: of a segment that all read.
 enum { TO_ALL = -1 };
 char *slot(int from, int to, Line line, int64_t segment);
+
+// ---- comm_mpi.c ----
+
+// Segments of a flow are posted in order, at most WINDOW at once, and below *limit + slack: the count of
+// what must have happened before.
+typedef struct Flow {
+    bool send;
+    bool held;      // received segments are used where they are, and given back by whoever uses them
+    bool cast;      // the same bytes go to all: in shared memory, once
+    int peer, tag;  // world rank
+    Line line;
+    char *base;  // held: room for WINDOW segments, if they come as messages
+    int64_t bytes, segments;
+    int64_t posted, done;
+    const int64_t *limit;  // NULL: none
+    int64_t slack;
+    const struct Flow *after;  // a flow on the same way: segments there are told apart by their order alone
+    bool landed[WINDOW];       // messages that have come before one that was posted earlier
+    Channel *channel;          // in shared memory, else NULL
+    int64_t count;             // given and taken when the flow began
+} Flow;
+
+struct Operation {
+    Collective call;
+    Stage *stage;  // the call is on copies in host memory; NULL: it is not, or they have been copied back
+    Flow *flow;
+    int flows, messages;   // messages: flows that are not in shared memory
+    MPI_Request *request;  // (flows, WINDOW)
+    int *indices;
+    int64_t sent;
+    int64_t cast;  // segments for all that stand in shared memory
+    char *keep;    // where they are to stand for me, too: copied while they are in the cache
+    // the reduction of my piece, if there is one
+    bool reduces;
+    char *result;  // where the sums go: the piece itself, or a ring
+    bool result_ring;
+    const char *own;         // my own copy of the piece
+    Flow **taken;            // by member; NULL for me
+    const Flow *given_back;  // a result in the ring is free again when this flow has sent it
+    int64_t piece_bytes, segments, reduced;
+};
+
+// A flow of this operation to or from a member.
+Flow *flow_add(Operation *o, bool send, int member, int tag, void *base, int64_t bytes);
+// One buffer serves all operations of a line, since one runs at a time; it grows to what the largest needs.
+char *staging(Line line, size_t bytes);
+static inline int64_t segments_of(int64_t bytes) { return (bytes + segment_size() - 1) / segment_size(); }
+// Device memory, as the CPU has it, or comm_staged.c's copies: MPI reads and writes it directly.
+static inline void copy_part(void *to, const void *from, int64_t bytes) {
+    if (bytes > 0 && to != from) memmove(to, from, (size_t)bytes);
+}
+
+// ---- comm_mpi_calls.c ----
+
+// Adds the flows that the operation's call is made of.
+void start_call(Operation *o);
+
+// ---- comm_mpi_sums.c ----
+
+// out = the sum, or the maximum, of n sources of so many bytes, the first first. out may be one of them.
+// The sources move to their ends.
+void reduce_bytes(char *out, const char **source, int n, int64_t bytes, DType dtype, ReduceOp op);
 
 #endif

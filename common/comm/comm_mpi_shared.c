@@ -1,17 +1,17 @@
 // comm_mpi_shared.c: memory that MPI shares among the ranks of one machine.
 //
-// Each rank has an area that the others of its machine can read: for each line a row of WINDOW slots for each
-// of them, and, in the row that would be its own, what is for all. A writer fills a slot and counts it as given; the
-// reader uses it where it is, and counts it as taken, which frees it. All counts only grow. An operation
-// ends when all that it gave is taken, so the next one of its line finds every slot free. The areas belong to the
-// transport, as a GPU's channel buffers belong to NCCL: the account of device memory knows only of what a
-// tensor holds or staging() takes.
-
-#include "comm_mpi.h"
+// Each rank has an area that the others of its machine can read: for each line a row of WINDOW slots for
+// each of them, and, in the row that would be its own, what is for all. A writer fills a slot and counts it
+// as given; the reader uses it where it is, and counts it as taken, which frees it. All counts only grow.
+// An operation ends when all that it gave is taken, so the next one of its line finds every slot free. The
+// areas belong to the transport, as a GPU's channel buffers belong to NCCL: the account of device memory
+// knows only of what a tensor holds or staging() takes.
 
 #include <mpi.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "comm_mpi.h"
 
 enum { MOST_SHARED = 32 << 20, MOST_SEGMENT = 64 << 10, LEAST_SEGMENT = 4 << 10 };
 
@@ -65,7 +65,8 @@ void share_memory(int rank, int ranks) {
         size_t bytes = channels_bytes(ranks) + (size_t)(COMM_LINES * here * WINDOW * state.segment);
         char *mine;
         // One line more: areas begin where MPI likes, and channels on a line.
-        MPI_Win_allocate_shared((MPI_Aint)(bytes + CACHE_LINE), 1, MPI_INFO_NULL, machine, &mine, &state.window);
+        MPI_Win_allocate_shared((MPI_Aint)(bytes + CACHE_LINE), 1, MPI_INFO_NULL, machine, &mine,
+                                &state.window);
     }
     for (int i = 0; i < here && state.sharing; i++) {
         MPI_Aint bytes;

@@ -1,6 +1,7 @@
 // comm_nccl.cu: the data plane over NCCL, between GPUs.
 //
-// Each line has a communication stream and communicators of its own, joined to the compute stream by events:
+// Each line has a communication stream and communicators of its own, joined to the compute stream by
+// events:
 //
 //     compute   ... gradient | next layer's backward ...        | what uses the sum
 //                            mark                                wait

@@ -1,5 +1,5 @@
-// comm_nccl.h: what the files of the data plane over NCCL share: comm_nccl.cu (streams, groups, the life of an
-// operation) and comm_nccl_calls.cu (what each call of comm.h asks of NCCL).
+// comm_nccl.h: what the files of the data plane over NCCL share: comm_nccl.cu (streams, groups, the life of
+// an operation) and comm_nccl_calls.cu (what each call of comm.h asks of NCCL).
 #ifndef COMM_NCCL_H
 #define COMM_NCCL_H
 

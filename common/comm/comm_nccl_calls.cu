@@ -196,8 +196,8 @@ static void reduce_by_nccl(Operation *o) {
         NCCL_CALL(ncclAllReduce(c->out, c->out, total, type, op, comm, stream_of(o)));
         o->sent += (n - 1) * k;
     } else if (c->kind == REDUCE) {
-        NCCL_CALL(
-            ncclReduce(c->out, me == c->root ? c->out : NULL, total, type, op, c->root, comm, stream_of(o)));
+        NCCL_CALL(ncclReduce(c->out, me == c->root ? c->out : NULL, total, type, op, c->root, comm,
+                             stream_of(o)));
         o->sent += me == c->root ? 0 : k;
     } else if (parts_are_equal(counts, n)) {
         NCCL_CALL(ncclReduceScatter(c->in, c->out, (size_t)counts[me], type, op, comm, stream_of(o)));
@@ -219,8 +219,8 @@ static void all_gather(Operation *o) {
     group_begin();
     if (parts_are_equal(counts, n)) {
         if (counts[0])
-            NCCL_CALL(
-                ncclAllGather(c->in, c->out, (size_t)part_bytes(c, counts, me), ncclInt8, comm, stream_of(o)));
+            NCCL_CALL(ncclAllGather(c->in, c->out, (size_t)part_bytes(c, counts, me), ncclInt8, comm,
+                                    stream_of(o)));
     } else {
         for (int i = 0; i < n; i++)
             if (counts[i])

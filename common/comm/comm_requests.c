@@ -1,5 +1,5 @@
-// comm_requests.c: the calls of comm.h: what each demands of its arguments, sends, takes on the model clock, and
-// counts.
+// comm_requests.c: the calls of comm.h: what each demands of its arguments, sends, takes on the model
+// clock, and counts.
 #include <stdlib.h>
 #include <string.h>
 
@@ -111,14 +111,15 @@ static void used_ports(const Request *r, bool *used) {
     const Collective *c = &r->call;
     bool transfers = c->kind == TRANSFERS;
     for (int i = 0; i < (transfers ? c->transfer_count : c->group.size); i++) {
-        int port = transfers && !c->transfers[i].send ? -1
-                                                      : port_to(c->group, transfers ? c->transfers[i].peer : i);
+        int port = transfers && !c->transfers[i].send
+                       ? -1
+                       : port_to(c->group, transfers ? c->transfers[i].peer : i);
         if (port >= 0) used[port] = true;
     }
 }
 
-// When this rank has come to the call and its ports are free. They are kept for the call from then on, as if
-// its other members came at once: what others do later must not change what this rank has been told.
+// When this rank has come to the call and its ports are free. They are kept for the call from then on, as
+// if its other members came at once: what others do later must not change what this rank has been told.
 static double pass_ports(const Request *r, double now) {
     static double free_at[PORTS];
     bool used[PORTS] = {false};
@@ -427,7 +428,10 @@ static void reduce_on_host(double *values, int count, ReduceOp op, Group group) 
     r->call.op = op;
     r->total = count;
     // As the all-reduce of a tensor: k is this member's piece.
-    int64_t piece = (count + n - 1) / n, rest = count - me * piece, k = rest < 0 ? 0 : rest < piece ? rest : piece;
+    int64_t piece = (count + n - 1) / n, rest = count - me * piece,
+            k = rest < 0       ? 0
+                : rest < piece ? rest
+                               : piece;
     start(r, 8 * (count - k + (n - 1) * k), 8.0 * count);
     request_await(r);
     for (int v = 0; v < count; v++) values[v] = r->values[v];

@@ -136,7 +136,8 @@ void control_abort(int status) {
     _exit(status);
 }
 
-// Under AddressSanitizer: leaks are looked for while MPI still holds, and knows, what it forgets to free at its end.
+// Under AddressSanitizer: leaks are looked for while MPI still holds, and knows, what it forgets to free at
+// its end.
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/lsan_interface.h>

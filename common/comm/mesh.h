@@ -35,9 +35,9 @@ typedef struct Mesh {
     Group dp_cp, expert_dp, tp_pp;
 } Mesh;
 
-// Degrees of each axis, 1 where one is left out; the world's size is dp pp cp tp. ep takes its ranks within dp x cp, neighbours
-// first, so that tokens are dispatched within a node as far as it reaches. With sequence parallelism each
-// rank of tp has tokens of its own, and ep takes its ranks within dp x cp x tp.
+// Degrees of each axis, 1 where one is left out; the world's size is dp pp cp tp. ep takes its ranks within
+// dp x cp, neighbours first, so that tokens are dispatched within a node as far as it reaches. With
+// sequence parallelism each rank of tp has tokens of its own, and ep takes its ranks within dp x cp x tp.
 typedef struct MeshShape {
     int dp, pp, cp, tp, ep;
     bool ep_within_tp;
@@ -50,8 +50,8 @@ typedef enum MeshAxis {
     MESH_AXES
 } MeshAxis;
 
-// The ranks that share this axis's group with `rank`, in order; returns how many. The shape need not be that
-// of a running program.
+// The ranks that share this axis's group with `rank`, in order; returns how many. The shape need not be
+// that of a running program.
 int mesh_members(MeshShape shape, MeshAxis axis, int rank, int *members);
 
 // The grid of one device; needs no communication.

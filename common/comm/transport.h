@@ -2,8 +2,8 @@
 // comm_agreement.c has agreed with the other members before the data plane is called.
 //
 // The control plane (control.c, over Open MPI) joins the ranks, passes their notices, and ends them all
-// together. The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c, or
-// comm_nccl.cu between GPUs.
+// together. The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c,
+// or comm_nccl.cu between GPUs.
 //
 // Nothing here waits, but where it says so: transport_test pushes an operation on and says whether it is
 // done. So the front alone decides how long to wait, and what to say when it was too long.
@@ -55,8 +55,8 @@ void control_share(const void *mine, void *all, size_t bytes);
 void control_send(const Notice *notice, int rank);
 // True if a notice has come. From each rank they come in the order in which it sent them.
 bool control_receive(Notice *notice, int *rank);
-// True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in a
-// signal handler.
+// True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in
+// a signal handler.
 bool control_claim(void);
 // Ends every rank now with this exit status. Does not return.
 void control_abort(int status);
@@ -119,7 +119,8 @@ void *transport_mark(void);
 Operation *transport_run(const Collective *collective);
 // Whether all that this operation needs of the host is done; the device may still be moving its bytes.
 bool transport_test(Operation *operation);
-int64_t transport_bytes(const Operation *operation);  // sent by this rank to others, once transport_test says true
+// Sent by this rank to others, once transport_test says true.
+int64_t transport_bytes(const Operation *operation);
 // What the device is given from now on comes after the operation. Ends it.
 void transport_end(Operation *operation);
 // Fatal if what moves the bytes has failed. For how many seconds the device has been at the oldest

@@ -2,10 +2,10 @@
 // operation, about 100 ns; events are stored only while a trace is on.
 #include "clock.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "files.h"
 #include "tensor/device.h"
 #include "tensor/guard.h"
 
@@ -21,10 +21,12 @@
 // (hwLat in src/graph/tuning.cc, ring, protocol Simple: NVLink 3.4 us, network 9.6 us in version 2.9, later
 // 14 us, of which we take the former).
 //
-// Matrix multiplies by dtype. An A100 has no 8-bit floats: they are widened, and reach the rate of bf16. H100
-// and H200 multiply them at twice that rate. Nothing multiplies i32; operations on it have no FLOPs.
-#define A100_FLOPS {19.5e12, 19.5e12, 312e12, 312e12, 312e12, 312e12, 19.5e12}
-#define H100_FLOPS {67e12, 67e12, 989e12, 989e12, 2 * 989e12, 2 * 989e12, 67e12}
+// Matrix multiplies by dtype. An A100 has no 8-bit floats: they are widened, and reach the rate of bf16.
+// H100 and H200 multiply them at twice that rate. Nothing multiplies i32; operations on it have no FLOPs.
+#define A100_FLOPS \
+    { 19.5e12, 19.5e12, 312e12, 312e12, 312e12, 312e12, 19.5e12 }
+#define H100_FLOPS \
+    { 67e12, 67e12, 989e12, 989e12, 2 * 989e12, 2 * 989e12, 67e12 }
 static const Machine machines[] = {
     {"dgx-a100", "NVIDIA A100 SXM4 80 GB", A100_FLOPS, 2.039e12, 80e9, 8, 300e9, 25e9, 3.4e-6, 9.6e-6,
      "NVIDIA A100 Tensor Core GPU datasheet, A100 80GB SXM"},
@@ -88,12 +90,12 @@ static struct {
     int efficiencies;
 } state = {.compute_efficiency = 1, .network_efficiency = 1};
 
-static const Machine *model_machine(void) {
+void clock_set_machine(const Machine *machine) { state.machine = machine; }
+
+const Machine *clock_machine(void) {
     if (!state.machine) state.machine = machine_find("dgx-h100");
     return state.machine;
 }
-
-void clock_set_machine(const Machine *machine) { state.machine = machine; }
 
 // ---- the model clock ----
 
@@ -106,14 +108,15 @@ double clock_efficiency(WorkKind kind, double size) {
     double reached = 1, best = -1;
     for (int i = 0; i < state.efficiencies; i++) {
         const Efficiency *row = &state.efficiency[i];
-        if (row->kind == kind && row->from <= size && row->from > best) best = row->from, reached = row->reached;
+        if (row->kind == kind && row->from <= size && row->from > best)
+            best = row->from, reached = row->reached;
     }
     return reached;
 }
 
 // The roofline: an operation is done when its arithmetic and its memory traffic, which overlap, both are.
 static double model_time(const char *name, DType dtype, double flops, double bytes) {
-    const Machine *machine = model_machine();
+    const Machine *machine = clock_machine();
     WorkKind kind = strncmp(name, "attention", strlen("attention")) ? WORK_MATMUL : WORK_ATTENTION;
     double compute = flops / machine_peak_flops(machine, dtype) / clock_efficiency(kind, flops);
     double memory = bytes / machine->memory_bytes_per_second / clock_efficiency(WORK_MEMORY, bytes);
@@ -127,7 +130,7 @@ void clock_set_cluster(int gpus_per_node, double compute_efficiency, double netw
 }
 
 int clock_node(int rank) {
-    return rank / (state.gpus_per_node ? state.gpus_per_node : model_machine()->gpus_per_node);
+    return rank / (state.gpus_per_node ? state.gpus_per_node : clock_machine()->gpus_per_node);
 }
 
 double clock_model_now(void) { return state.model_now; }
@@ -156,7 +159,7 @@ double clock_model_wait(double until) {
 //     transfers                               alpha + max over both links and ways of bytes / B
 double clock_collective_seconds(const char *name, double bytes, int n, int per_node) {
     if (n <= 1) return 0;
-    const Machine *machine = model_machine();
+    const Machine *machine = clock_machine();
     double reached = state.network_efficiency * clock_efficiency(WORK_COLLECTIVE, bytes);
     double node = machine->node_bytes_per_second * reached;
     double network = machine->network_bytes_per_second * reached;
@@ -178,7 +181,7 @@ double clock_collective_seconds(const char *name, double bytes, int n, int per_n
 
 // The two links run at once, and each both ways at once.
 static double busiest_link(Traffic node, Traffic network) {
-    const Machine *machine = model_machine();
+    const Machine *machine = clock_machine();
     double near = node.sent > node.received ? node.sent : node.received;
     double far = network.sent > network.received ? network.sent : network.received;
     double reached[] = {state.network_efficiency * clock_efficiency(WORK_COLLECTIVE, near),
@@ -189,13 +192,13 @@ static double busiest_link(Traffic node, Traffic network) {
 }
 
 double clock_transfers_seconds(Traffic node, Traffic network) {
-    const Machine *machine = model_machine();
+    const Machine *machine = clock_machine();
     double latency = network.peers ? machine->network_latency : node.peers ? machine->node_latency : 0;
     return latency + busiest_link(node, network);
 }
 
 double clock_all_to_all_seconds(Traffic node, Traffic network) {
-    const Machine *machine = model_machine();
+    const Machine *machine = clock_machine();
     return node.peers * machine->node_latency + network.peers * machine->network_latency +
            busiest_link(node, network);
 }
@@ -366,8 +369,7 @@ void clock_reset(void) {
     for (int i = 0; i < state.depth; i++) state.open[i].at_push = (OpCount){.wall_seconds = wall_seconds()};
 }
 
-// ---- Chrome's trace format:
-// https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+// ---- the trace ----
 
 int64_t clock_events(const Event **events) {
     *events = state.events;
@@ -384,127 +386,4 @@ void clock_trace_start(void) {
     for (int i = 0; i < state.depth; i++) new_event(EVENT_PUSH, format_text("%s", state.open[i].name));
 }
 
-static void write_string(FILE *out, const char *text) {
-    putc('"', out);
-    for (; *text; text++) {
-        if ((unsigned char)*text < 0x20) {
-            fprintf(out, "\\u%04x", *text);
-            continue;
-        }
-        if (*text == '"' || *text == '\\') putc('\\', out);
-        putc(*text, out);
-    }
-    putc('"', out);
-}
-
-static void name_thread(FILE *out, int pid, int tid, const char *name) {
-    fprintf(out, ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}",
-            pid, tid, name);
-}
-
-// Each line of communication has a row of its own, below the operations. On the model clock one call of a line
-// follows another; on the wall clock they are in flight together, which the format has asynchronous pairs for.
-static void write_communication(FILE *out, int pid, const Event *event, bool model, double ts, double end,
-                                int64_t id) {
-    int tid = 1 + event->line;
-    if (model)
-        fprintf(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.6f,\"dur\":%.6f,\"name\":", pid, tid, ts,
-                end - ts);
-    else
-        fprintf(out,
-                ",\n{\"ph\":\"b\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":%d,\"ts\":%.6f,"
-                "\"name\":",
-                (long long)id, pid, tid, ts);
-    write_string(out, event->name);
-    fprintf(out, ",\"args\":{\"bytes\":%.17g}}", event->bytes);
-    if (model) return;
-    fprintf(
-        out,
-        ",\n{\"ph\":\"e\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":%d,\"ts\":%.6f,\"name\":",
-        (long long)id, pid, tid, end);
-    write_string(out, event->name);
-    putc('}', out);
-}
-
-// One time line; times are in microseconds since the trace's start, as the format wants them.
-static void write_process(FILE *out, int pid, int place, const char *title, bool model) {
-    double origin = model ? state.model_origin : state.wall_origin;
-    double last = 0;
-    int64_t memory[MEMORY_KINDS] = {-1}, communications = 0;
-    uint64_t named = 0;  // a bit for each line
-    int depth = 0;
-    fprintf(out, "{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_name\",\"args\":{\"name\":", pid);
-    write_string(out, title);
-    fprintf(out, "}},\n{\"ph\":\"M\",\"pid\":%d,\"tid\":0,\"name\":\"process_sort_index\",\"args\":", pid);
-    fprintf(out, "{\"sort_index\":%d}}", place);
-    name_thread(out, pid, 0, "compute");
-    for (int64_t i = 0; i < state.events_count; i++) {
-        const Event *event = &state.events[i];
-        double ts = 1e6 * ((model ? event->model : event->wall) - origin);
-        double end = 1e6 * ((model ? event->model_end : event->wall_end) - origin);
-        if (event->kind == EVENT_COMMUNICATION) {
-            if (!(named >> event->line & 1)) {
-                char *name = format_text("communication, %s", event->line_name);
-                name_thread(out, pid, 1 + event->line, name);
-                free(name);
-            }
-            named |= (uint64_t)1 << event->line;
-            write_communication(out, pid, event, model, ts, end, ++communications);
-            continue;
-        }
-        last = event->kind == EVENT_OPERATION ? end : ts;
-        if (memcmp(memory, event->memory, sizeof memory)) {
-            memcpy(memory, event->memory, sizeof memory);
-            fprintf(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"tid\":0,\"ts\":%.6f,\"name\":\"memory\",\"args\":{",
-                    pid, ts);
-            for (int k = 0; k < MEMORY_KINDS; k++)
-                fprintf(out, "%s\"%s\":%lld", k ? "," : "", memory_kind_name((MemoryKind)k),
-                        (long long)memory[k]);
-            fprintf(out, "}}");
-        }
-        fprintf(out, ",\n{\"ph\":\"%c\",\"pid\":%d,\"tid\":0,\"ts\":%.6f", "XBE"[event->kind], pid, ts);
-        if (event->kind != EVENT_POP) {
-            fprintf(out, ",\"name\":");
-            write_string(out, event->name);
-        }
-        if (event->kind == EVENT_OPERATION)
-            fprintf(out, ",\"dur\":%.6f,\"args\":{\"flops\":%.17g,\"bytes\":%.17g}", end - ts, event->flops,
-                    event->bytes);
-        fprintf(out, "}");
-        depth += event->kind == EVENT_PUSH ? 1 : event->kind == EVENT_POP ? -1 : 0;
-    }
-    for (; depth > 0; depth--)  // marks still open end with the trace
-        fprintf(out, ",\n{\"ph\":\"E\",\"pid\":%d,\"tid\":0,\"ts\":%.6f}", pid, last);
-}
-
-FILE *clock_trace_open(const char *file) {
-    FILE *out = fopen(file, "w");
-    CHECK(out, "--trace %s cannot be written: %s", file, strerror(errno));
-    fprintf(out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
-    return out;
-}
-
-// The wall clocks of all ranks stand one below another, then all model clocks.
-void clock_trace_part(FILE *out, int rank, int ranks) {
-    char *whose = ranks > 1 ? format_text("rank %d, ", rank) : format_text("%s", "");
-    char *wall = format_text("%swall clock", whose);
-    char *model = format_text("%smodel clock: %s", whose, model_machine()->device);
-    write_process(out, 2 * rank, rank, wall, false);
-    fprintf(out, ",\n");
-    write_process(out, 2 * rank + 1, ranks + rank, model, true);
-    free(whose);
-    free(wall);
-    free(model);
-}
-
-void clock_trace_close(FILE *out, const char *file) {
-    fprintf(out, "\n]}\n");
-    bool failed = ferror(out) != 0;
-    CHECK(fclose(out) == 0 && !failed, "--trace %s could not be written whole", file);
-}
-
-void clock_trace_write(const char *file) {
-    FILE *out = clock_trace_open(file);
-    clock_trace_part(out, 0, 1);
-    clock_trace_close(out, file);
-}
+double clock_trace_origin(bool model) { return model ? state.model_origin : state.wall_origin; }

@@ -13,16 +13,16 @@ extern "C" {
 #endif
 
 typedef struct Machine {
-    const char *name;     // "dgx-h100"
-    const char *device;   // "NVIDIA H100 SXM5 80 GB"
-    double flops[DTYPES]; // FLOP/s of matrix multiplies by dtype, dense; no TF32
+    const char *name;      // "dgx-h100"
+    const char *device;    // "NVIDIA H100 SXM5 80 GB"
+    double flops[DTYPES];  // FLOP/s of matrix multiplies by dtype, dense; no TF32
     double memory_bytes_per_second;
     double memory_bytes;  // capacity of one device
     int gpus_per_node;
     // Links of one GPU, each way: NVLink to the others of its node, and its share of the node's network.
     double node_bytes_per_second, network_bytes_per_second;
     double node_latency, network_latency;  // seconds per step
-    const char *source;   // where the numbers are from
+    const char *source;                    // where the numbers are from
 } Machine;
 
 const Machine *machine_find(const char *name);  // fatal with the list of names when unknown
@@ -33,6 +33,7 @@ double machine_peak_flops(const Machine *machine, DType dtype);
 
 // Selects the machine of the model clock (default "dgx-h100").
 void clock_set_machine(const Machine *machine);
+const Machine *clock_machine(void);
 
 // The machines of a cluster, and how much of a peak is reached: each operation's time is divided by
 // compute_efficiency, each link's bandwidth multiplied by network_efficiency. 0 GPUs per node: as many as
@@ -107,8 +108,9 @@ OpCount clock_mark(const char *path);  // all 0 if there is none
 
 // ---- the time line ----
 
-// Collects every operation, mark and communication from now on; what was collected before is gone. From here
-// on an operation ends on the wall clock when the device has done it: a GPU waits for the host between two.
+// Collects every operation, mark and communication from now on; what was collected before is gone. From
+// here on an operation ends on the wall clock when the device has done it: a GPU waits for the host between
+// two.
 void clock_trace_start(void);
 
 typedef enum EventKind { EVENT_OPERATION, EVENT_PUSH, EVENT_POP, EVENT_COMMUNICATION } EventKind;
@@ -124,6 +126,8 @@ typedef struct Event {
 // In the order in which they were told; returns how many. The array belongs to the clock. Operations follow
 // each other on both clocks; a communication is told when it is waited for, and ran beside them.
 int64_t clock_events(const Event **events);
+// When the trace started, on either clock.
+double clock_trace_origin(bool model);
 
 // Writes them as Chrome trace events (open in https://ui.perfetto.dev or chrome://tracing): one process for
 // the wall clock, one for the model clock, and counters of memory by kind. Fatal, naming --trace, when the

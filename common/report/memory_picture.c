@@ -3,10 +3,11 @@
 // gives the same picture on every machine, to the last byte.
 #include "memory_picture.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "files.h"
 
 // ---- history ----
 
@@ -212,8 +213,7 @@ void memory_history_svg(const MemoryHistory *history, const char *file, const ch
     bool near = peak > machine->memory_bytes / 2;
     Scale scale = {.bytes = 1.1 * fmax(peak, near ? machine->memory_bytes : 0),
                    .seconds = history->time[history->steps]};
-    FILE *svg = fopen(file, "w");
-    CHECK(svg, "--svg %s cannot be written: %s", file, strerror(errno));
+    FILE *svg = output_open("--svg", file);
     fprintf(svg, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' ",
             WIDTH, HEIGHT, WIDTH, HEIGHT);
     fprintf(svg,
@@ -228,8 +228,7 @@ void memory_history_svg(const MemoryHistory *history, const char *file, const ch
     fprintf(svg,
             "<text x='%d' y='%d' text-anchor='end'>model clock of one %s, %.4g ms a step</text>\n</svg>\n",
             WIDTH - RIGHT, HEIGHT - 8, machine->device, 1e3 * scale.seconds / (double)history->steps);
-    bool failed = ferror(svg) != 0;
-    CHECK(fclose(svg) == 0 && !failed, "--svg %s could not be written whole", file);
+    output_close(svg, "--svg", file);
 }
 
 // ---- the same in letters ----

@@ -24,7 +24,7 @@ fill() {
 block() { sed "s|$PWD/||g; s/^/    /; s/ *\$//"; }  # as preformatted text, without this machine's folders
 
 common/report/map.sh | fill map
-ls tests/mutants/*.patch | wc -l | fill mutants
+tests/mutants/run --list | wc -l | fill mutants
 [ "$1" != map ] || exit 0
 
 run() { echo "\$ $*"; "$@" 2>&1; }

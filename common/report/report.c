@@ -3,13 +3,13 @@
 #include "report.h"
 
 #include <cjson/cJSON.h>
-#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "comm/comm.h"
+#include "files.h"
 
 // A gradient whose baseline is smaller than this part of the largest one is noise of the sums that made the
 // others: its error is measured against that floor, and never skipped.
@@ -20,10 +20,10 @@ static const double WEAKEST_BOUND = 0.5;
 static struct {
     int failures, checks, equalities;
     char first_failure[400];
+    char coarse[200];           // why nothing was proven; "": it was
     bool compared[3];           // by ProofClass
     double worst[3], bound[3];  // relative, of the comparison nearest to its bound
-    FILE *file;                 // --json
-    const char *file_name;
+    const char *file_name;      // --json
     cJSON *json;
 } report;
 
@@ -77,12 +77,7 @@ static cJSON *json_root(void) {
 
 void report_json(const char *file) {
     if (!file || base_rank() > 0) return;
-    // Opened now, so that a path that cannot be written fails before the run and not after it; under another name,
-    // so that an older file stays whole until this one is.
-    char *part = format_text("%s.part", file);
-    report.file = fopen(part, "w");
-    CHECK(report.file, "--json %s cannot be written: %s", file, strerror(errno));
-    free(part);
+    output_check("--json", file);  // before the run, and not after it
     report.file_name = file;
 }
 
@@ -244,6 +239,13 @@ static double largest_norm(const Quantity *q) {
     return largest;
 }
 
+static bool all_zero(const Quantity *q) {
+    for (int i = 0; i < q->tensors; i++)
+        for (int64_t j = 0; j < q->count[i]; j++)
+            if (q->values[i][j] != 0) return false;  // a NaN is not zero
+    return true;
+}
+
 static int find_tensor(const Quantity *q, const char *name) {
     for (int i = 0; i < q->tensors; i++)
         if (!strcmp(q->tensor[i], name)) return i;
@@ -287,6 +289,11 @@ static bool compare_quantity(const Record *run, const Record *baseline, int whic
         return judge(false, "%s of %s: %s", y.name, run->title, fault);
     }
     double least = NOISE * largest_norm(&y);
+    if (all_zero(&y)) {
+        say("  %-18s  all are zero: nothing was compared  FAIL", title);
+        return judge(false, "%s of %s: all of %s's are zero, so nothing was compared", y.name, run->title,
+                     baseline->title);
+    }
     Difference worst = {"", -1, 0, 1};
     int64_t differing = 0;
     bool all = true;
@@ -319,6 +326,17 @@ static bool compare_quantity(const Record *run, const Record *baseline, int whic
                  run->title, comma, tensor, baseline->title, worst.relative, bound, worst.scale);
 }
 
+// Once: every later comparison of this program has the same dtype and size.
+static void note_coarse(double bound) {
+    if (*report.coarse) return;
+    snprintf(report.coarse, sizeof report.coarse,
+             "this dtype is too coarse for this size: its own error makes a bound of %.2e, which lets a "
+             "factor of "
+             "two pass; a larger model or a wider --dtype can be judged",
+             bound);
+    say("  %s", report.coarse);
+}
+
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, double bound) {
     char rule[64] = "no bit may differ";
     if (proof == PROOF_EXACT) bound = 0;
@@ -332,8 +350,8 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
     report.bound[proof] = fmax(report.bound[proof], bound);
     say("%s against %s: %s, %s", run->title, baseline->title, class_name(proof), rule);
     say("  %-18s  %9s  %9s  %13s        worst tensor", "", "relative", "maximum", "scale");
-    bool all = judge(bound < WEAKEST_BOUND, "%s: a bound of %.2e would let a factor of two pass",
-                     run->title, bound);
+    bool all = judge(isfinite(bound), "%s: a bound of %g lets everything pass", run->title, bound);
+    if (isfinite(bound) && bound >= WEAKEST_BOUND) note_coarse(bound);
     for (int which = 0; which < QUANTITIES; which++)
         all = compare_quantity(run, baseline, which, proof, bound, json) && all;
     cJSON_AddBoolToObject(json, "holds", all);
@@ -363,8 +381,14 @@ double report_bound(const Record *baseline, const Record *reference) {
 
 // ---- counts, conditions, the verdict ----
 
+static bool same_count(double predicted, double measured) {
+    double largest = fmax(fabs(predicted), fabs(measured)), rounding = 1e-12 * largest;
+    if (fmin(fabs(predicted), fabs(measured)) < 0x1p53) rounding = fmin(rounding, 0.25);
+    return predicted == measured || fabs(predicted - measured) < rounding;
+}
+
 bool report_equal(const char *what, double predicted, double measured, const char *unit) {
-    bool equal = predicted == measured;
+    bool equal = same_count(predicted, measured);
     say("  %-32s  predicted %18.15g  measured %18.15g %-6s %s", what, predicted, measured, unit,
         equal ? "equal" : "FAIL");
     cJSON *json = cJSON_CreateObject();
@@ -424,28 +448,29 @@ int report_verdict(const char *format, ...) {
         snprintf(report.first_failure, sizeof report.first_failure, "a check failed on another rank");
     if (!mine && base_rank() > 0)
         fprintf(stderr, "FAIL %s: rank %d: %s\n", base_program(), base_rank(), report.first_failure);
+    bool coarse = pass && comm_max(*report.coarse != 0, comm_world()) > 0;
+    const char *status = !pass ? "FAIL" : coarse ? "UNPROVEN" : "PASS";
+    const char *reason = !pass ? report.first_failure : coarse ? report.coarse : text;
     write_evidence(evidence, sizeof evidence);
     cJSON *verdict = json_child(json_root(), "verdict", false);
     cJSON_AddStringToObject(verdict, "program", base_program());
-    cJSON_AddStringToObject(verdict, "status", pass ? "PASS" : "FAIL");
-    cJSON_AddStringToObject(verdict, "text", pass ? text : report.first_failure);
+    cJSON_AddStringToObject(verdict, "status", status);
+    cJSON_AddStringToObject(verdict, "text", reason);
     cJSON_AddStringToObject(verdict, "class", evidence);
     put_number(verdict, "checks", report.checks);
     put_number(verdict, "failures", report.failures);
-    if (report.file) {
+    if (report.file_name) {
         char *json = cJSON_Print(report.json);
-        bool failed = fprintf(report.file, "%s\n", json) < 0;
-        char *part = format_text("%s.part", report.file_name);
-        CHECK(fclose(report.file) == 0 && !failed && rename(part, report.file_name) == 0,
-              "--json %s could not be written whole", report.file_name);
-        free(part);
+        FILE *file = output_open("--json", report.file_name);
+        fprintf(file, "%s\n", json);
+        output_close(file, "--json", report.file_name);
         free(json);
     }
-    if (pass)
+    if (pass && !coarse)
         say("PASS %s: %s%s%s%s", base_program(), text, evidence[0] ? " (" : "", evidence,
             evidence[0] ? ")" : "");
-    else say("FAIL %s: %s", base_program(), report.first_failure);
+    else say("%s %s: %s", status, base_program(), reason);
     cJSON_Delete(report.json);
     memset(&report, 0, sizeof report);
-    return pass ? STATUS_PASS : STATUS_FAIL;
+    return !pass ? STATUS_FAIL : coarse ? STATUS_UNPROVEN : STATUS_PASS;
 }

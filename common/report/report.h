@@ -28,8 +28,8 @@ typedef struct Record {
 
 // Losses and norms are NaN, and tensors absent, until the trainer sets them: what was left out cannot pass.
 Record record_new(const char *title, int64_t steps, const Params *params);
-// Of whole parameters, whoever stores them: collective over the ranks that share them (params.h). Gradients when
-// those of the first step are complete, parameters after the last step.
+// Of whole parameters, whoever stores them: collective over the ranks that share them (params.h). Gradients
+// when those of the first step are complete, parameters after the last step.
 void record_grads(Record *record, const Params *params);
 void record_params(Record *record, const Params *params);
 void record_free(Record *record);
@@ -52,24 +52,29 @@ Difference difference(const char *what, const double *x, const double *y, int64_
 // EXACT, `bound` relative otherwise; NaN never passes. The scale must be within half of the bound of 1: two
 // runs that each are within a quarter of it of the truth differ by no more, while a wrong factor cannot
 // hide in it. A tensor whose baseline is below noise (a millionth of the largest one) is measured against
-// that floor, and not skipped.
+// that floor, and not skipped; but when a quantity's baseline is zero as a whole nothing was compared, and
+// it fails. A bound of 0.5 or more would let a factor of two pass: this dtype is too coarse for this size.
+// What differs by more still fails; what does not is UNPROVEN, said once (report_verdict).
 bool report_compare(const Record *run, const Record *baseline, ProofClass proof, double bound);
 // The bound of a dtype: f64 1e-10; for the others k = 4 times the error of the baseline against
 // `reference`, the same run in f64 (per quantity the largest), so that the dtype itself sets the bar.
 double report_bound(const Record *baseline, const Record *reference);
 
-// "predicted" beside "measured", equal to the last unit or the run fails. Prints a row and
-// returns the equality.
+// "predicted" beside "measured", equal or the run fails. Prints a row and returns the equality. Doubles
+// carry both, and formulas divide, so they are equal within 1e-12 relative; but below 2^53, where doubles
+// count whole units, never when they are a quarter of a unit apart or more.
 bool report_equal(const char *what, double predicted, double measured, const char *unit);
 // Any other condition that the verdict depends on; prints a row only when it does not hold.
 bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 
-// Last line, "PASS <program>: <text> (<class and error, number of counts>)" or "FAIL <program>: <first row
-// that failed>". Returns the exit status. Every check since the start counts; the next check starts anew.
+// Last line, "PASS <program>: <text> (<class and error, number of counts>)", "FAIL <program>: <first row
+// that failed>", or, when no check failed but a bound was too coarse, "UNPROVEN <program>: <why>". Returns
+// the exit status: STATUS_PASS, STATUS_FAIL or STATUS_UNPROVEN. Every check since the start counts; the
+// next check starts anew.
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
 
-// --json: everything the tables showed at full precision. Opened once, filled by the functions above and by
-// these, and written by report_verdict.
+// --json: everything the tables showed at full precision. The place is checked at once; it is filled by the
+// functions above and by these, and written by report_verdict.
 void report_json(const char *file);
 void report_number(const char *group, const char *name, double value, const char *unit);
 void report_series(const char *name, const double *values, int64_t count);

@@ -1,6 +1,6 @@
 // timeline.c: see timeline.h. The clock's events of one step become spans on the compute stream and on each
-// communication line. Between its spans the compute stream waited: on the model clock it moves by operations
-// and by waits alone.
+// communication line. Between its spans the compute stream waited: on the model clock it moves by
+// operations and by waits alone.
 #include "timeline.h"
 
 #include <errno.h>
@@ -140,8 +140,8 @@ static Span *busy_of(const Timeline *t, int64_t *count) {
 
 // Adds what is left between two operations: "-" where communication runs, nothing where none does. *at is
 // the first span of `busy` that may reach so far; calls go forward in time.
-static void add_waits(const Span *busy, int64_t busy_count, int64_t *at, double from, double to, Span **spans,
-                      int64_t *count) {
+static void add_waits(const Span *busy, int64_t busy_count, int64_t *at, double from, double to,
+                      Span **spans, int64_t *count) {
     while (*at < busy_count && busy[*at].end <= from) ++*at;
     for (int64_t i = *at; i < busy_count && busy[i].begin < to; i++)
         add_span(spans, count, (Span){fmax(busy[i].begin, from), fmin(busy[i].end, to), '-'}, true);

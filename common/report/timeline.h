@@ -1,5 +1,5 @@
-// timeline.h: what the compute stream and each communication line of each rank did in one step, on the model
-// clock: in letters, as an SVG, and all ranks in one trace.
+// timeline.h: what the compute stream and each communication line of each rank did in one step, on the
+// model clock: in letters, as an SVG, and all ranks in one trace.
 //
 //     compute  FFFFFFFFFBBBBBBBBBBBBBBBBBB---SSS      exposed: compute waits (---) for the network
 //     tp       .A..A..A...A..A..A................      what lies under B is hidden
@@ -12,8 +12,8 @@
 #define TIMELINE_H
 
 #include "clock.h"
-#include "train/config.h"
 #include "comm/mesh.h"
+#include "train/config.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,9 +1,9 @@
 // timeline_picture.c: rows of timeline.c in letters, and as an SVG.
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "files.h"
 #include "timeline.h"
 
 typedef struct Kind {
@@ -253,8 +253,7 @@ void timeline_svg(const Timeline *row, int rows, const char *title, const char *
     int top = TOP + draw_legend(NULL, row, rows, title);
     int height = top - (ROW - COMPUTE - NETWORK - 8) + BOTTOM;
     for (int r = 0; r < rows; r++) height += row_height(&row[r]);
-    FILE *svg = fopen(file, "w");
-    CHECK(svg, "--timeline-svg %s cannot be written: %s", file, strerror(errno));
+    FILE *svg = output_open("--timeline-svg", file);
     fprintf(svg, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' ",
             WIDTH, height, WIDTH, height);
     fprintf(svg,
@@ -268,6 +267,5 @@ void timeline_svg(const Timeline *row, int rows, const char *title, const char *
     for (int r = 0, y = top + 4; r < rows && seconds > 0; y += row_height(&row[r++]))
         draw_row(svg, &row[r], seconds, y);
     fprintf(svg, "</svg>\n");
-    bool failed = ferror(svg) != 0;
-    CHECK(fclose(svg) == 0 && !failed, "--timeline-svg %s could not be written whole", file);
+    output_close(svg, "--timeline-svg", file);
 }

@@ -21,7 +21,7 @@ for program in "$build"/0[0-9]_*/*; do
     "$program" >"$log" 2>&1
     status=$?
     [ ! -t 1 ] || printf '\r\033[K'
-    verdict=$(grep -E '^(PASS|FAIL) ' "$log" | tail -n 1)
+    verdict=$(grep -E '^(PASS|FAIL|UNPROVEN) ' "$log" | tail -n 1)
     count=$((count + 1))
     if [ $status = 0 ] && [ "${verdict%% *}" = PASS ]; then
         printf '%s\n' "$verdict"

@@ -18,11 +18,15 @@ static int room;
 
 static Range range_of(Tensor t, bool writes, int line) {
     int64_t begin = t.offset * (int64_t)dtype_size(t.dtype);
-    return (Range){
-        .storage = t.storage, .begin = begin, .end = begin + tensor_bytes(t), .writes = writes, .line = line};
+    return (Range){.storage = t.storage,
+                   .begin = begin,
+                   .end = begin + tensor_bytes(t),
+                   .writes = writes,
+                   .line = line};
 }
 
-void in_flight_begin(Tensor t, bool writes, int line, const void *request, const char *(*text)(const void *)) {
+void in_flight_begin(Tensor t, bool writes, int line, const void *request,
+                     const char *(*text)(const void *)) {
     if (!tensor_exists(t) || tensor_count(t) == 0) return;
     if (in_flight_count == room) {
         room = 2 * room + 16;

@@ -16,7 +16,8 @@ extern "C" {
 
 // Notes that `request` reads t, or writes it. Requests of one line run one after another. `text` says which
 // request it is: "all_reduce, call 12 in group dp".
-void in_flight_begin(Tensor t, bool writes, int line, const void *request, const char *(*text)(const void *));
+void in_flight_begin(Tensor t, bool writes, int line, const void *request,
+                     const char *(*text)(const void *));
 // All that this request has noted is over.
 void in_flight_end(const void *request);
 

@@ -7,8 +7,8 @@
 #include <string.h>
 
 #include "in_flight.h"
-#include "report/clock.h"
 #include "kernels.h"
+#include "report/clock.h"
 
 // ---- the table of an operation's arguments ----
 

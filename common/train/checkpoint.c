@@ -9,10 +9,8 @@
 // folder, rename, flush the parent. Whoever looks at DIR sees the old state or the new one.
 #include "checkpoint.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -23,6 +21,7 @@
 static const char *const config_name = "config.json";
 static const char *const model_name = "model.safetensors";
 static const char *const optimizer_name = "optimizer.safetensors";
+static const char *const generation_name = "generation_config.json";
 
 static const char *const optimizer_names[] = {"adamw", "sgd"};
 
@@ -123,10 +122,17 @@ static const char *contents_write(Contents *c, const char *dir, const char *name
     return wrong;
 }
 
+// Whose a file is, so that it is not taken for another's.
+static void contents_say_run(Contents *c, Progress progress) {
+    contents_say(c, "run", format_text("%016llx", (unsigned long long)progress.run));
+    contents_say(c, "step", format_text("%lld", (long long)progress.step));
+}
+
 // dir is NULL on ranks that give and do not write.
-static const char *write_model(const char *dir, const Params *params) {
-    Contents c = contents_new(params, params->count, 1);
+static const char *write_model(const char *dir, const Params *params, Progress progress) {
+    Contents c = contents_new(params, params->count, 3);
     contents_say(&c, "format", format_text("pt"));  // transformers refuses a file that does not say so
+    contents_say_run(&c, progress);
     for (int i = 0; i < params->count; i++)
         contents_add(&c, format_text("%s", params->param[i].name), &params->param[i], (Tensor){0});
     return contents_write(&c, dir, model_name);
@@ -134,8 +140,8 @@ static const char *write_model(const char *dir, const Params *params) {
 
 static const char *write_optimizer(const char *dir, const Config *config, const Params *params,
                                    const Optimizer *optimizer, Progress progress) {
-    Contents c = contents_new(params, STATES * params->count, 9 + COURSE);
-    contents_say(&c, "step", format_text("%lld", (long long)progress.step));
+    Contents c = contents_new(params, STATES * params->count, 10 + COURSE);
+    contents_say_run(&c, progress);
     contents_say(&c, "sample", format_text("%lld", (long long)progress.sample));
     contents_say(&c, "optimizer_step", format_text("%lld", (long long)optimizer->step));
     contents_say(&c, "seed", format_text("%lld", (long long)config->seed));
@@ -181,7 +187,7 @@ static const char *make_folders(const char *path) {
 
 // Removes a checkpoint folder, but nothing in it that is not a checkpoint's.
 static void remove_checkpoint(const char *folder) {
-    const char *const names[] = {config_name, model_name, optimizer_name};
+    const char *const names[] = {config_name, model_name, optimizer_name, generation_name};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char *path = path_in(folder, names[i]);
         unlink(path);
@@ -222,8 +228,9 @@ void checkpoint_check_place(const char *dir) {
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress) {
     CHECK(!device_is_dry_run(), "a dry run computes no weights that --save could write");
+    if (!progress.run) progress.run = checkpoint_identity(config, progress);
     if (params->world.rank > 0) {
-        write_model(NULL, params);
+        write_model(NULL, params, progress);
         if (optimizer) write_optimizer(NULL, config, params, optimizer, progress);
         comm_wait(comm_barrier(params->world));
         return;
@@ -233,13 +240,11 @@ void checkpoint_save(const char *dir, const Config *config, const Params *params
     // killed run left behind does not pile up.
     char *temporary = format_text("%s/.step-%06lld.tmp", dir, (long long)progress.step);
     char *aside = format_text("%s/.step-%06lld.old", dir, (long long)progress.step);
-    // A limit on file sizes (ulimit -f) shall be an error of the write, as a full disk is, not our death.
-    void (*old_handler)(int) = signal(SIGXFSZ, SIG_IGN);
-
+    checkpoint_check_owner(final, progress.run, config->resume != NULL);
     const char *wrong = make_folders(dir);
     if (!wrong) remove_checkpoint(temporary);
     if (!wrong && mkdir(temporary, 0777) != 0 && errno != EEXIST) wrong = file_fault("create", temporary);
-    if (!wrong) wrong = write_model(temporary, params);
+    if (!wrong) wrong = write_model(temporary, params, progress);
     if (!wrong && optimizer) wrong = write_optimizer(temporary, config, params, optimizer, progress);
     if (!wrong) wrong = checkpoint_write_config(temporary, config, params->recipe.weight);
     if (!wrong) wrong = flush_folder(temporary);
@@ -252,52 +257,11 @@ void checkpoint_save(const char *dir, const Config *config, const Params *params
     wrong = flush_folder(dir);
     CHECK(!wrong, "%s; %s is complete, but may not outlast a power cut", wrong, final);
 
-    signal(SIGXFSZ, old_handler);
     free(final);
     free(temporary);
     free(aside);
     // Whoever reads it next finds it whole.
     if (params->world.size > 1) comm_wait(comm_barrier(params->world));
-}
-
-// ---- finding one ----
-
-static bool is_checkpoint(const char *dir) {
-    char *path = path_in(dir, config_name);
-    bool is = access(path, F_OK) == 0;
-    free(path);
-    return is;
-}
-
-// The number of "step-NUMBER", or -1.
-static int64_t step_of(const char *name) {
-    if (strncmp(name, "step-", 5) != 0 || !name[5]) return -1;
-    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
-    errno = 0;
-    int64_t step = strtoll(name + 5, NULL, 10);
-    return errno ? -1 : step;
-}
-
-char *checkpoint_newest(const char *dir) {
-    DIR *folder = opendir(dir);
-    CHECK(folder, "%s", file_fault("open", dir));
-    char *newest = NULL;
-    int64_t newest_step = -1;
-    for (struct dirent *entry; (entry = readdir(folder));) {
-        if (step_of(entry->d_name) <= newest_step) continue;
-        char *path = path_in(dir, entry->d_name);
-        if (is_checkpoint(path)) {
-            newest_step = step_of(entry->d_name);
-            free(newest);
-            newest = path;
-        } else {
-            free(path);
-        }
-    }
-    closedir(folder);
-    if (!newest && is_checkpoint(dir)) newest = format_text("%s", dir);
-    CHECK(newest, "%s holds no checkpoint: neither %s nor a folder step-* with one", dir, config_name);
-    return newest;
 }
 
 // ---- reading ----
@@ -342,36 +306,53 @@ static bool ends_with(const char *text, const char *end) {
 }
 
 // A tensor that is no weight of the model is a sign of another model, but for two that say nothing new.
-static void check_surplus(const char *path, const SafeTensors *file, const SafeTensor *surplus) {
+static void check_surplus(const char *path, const WeightFiles *files, const SafeTensor *surplus) {
     // older files keep RoPE's frequencies, which rope_theta determines
     if (ends_with(surplus->name, ".rotary_emb.inv_freq")) return;
     CHECK(!strcmp(surplus->name, "lm_head.weight"), "%s holds %s, which this model has not", path,
-          surplus->name);
+          printable(surplus->name));
     // tied: the head is the embedding
-    const SafeTensor *embedding = safetensors_find(file, "model.embed_tokens.weight");
+    const char *name = "model.embed_tokens.weight";
+    const SafeTensor *embedding = safetensors_find(&files->file[weights_find(files, name)], name);
     CHECK(surplus->dtype == embedding->dtype && surplus->bytes == embedding->bytes &&
               !memcmp(surplus->data, embedding->data, embedding->bytes),
           "%s: lm_head.weight differs from model.embed_tokens.weight, though config.json ties them", path);
 }
 
 void checkpoint_load_weights(const char *dir, Params *params) {
-    char *path = path_in(dir, model_name), *index = path_in(dir, "model.safetensors.index.json");
-    CHECK(access(path, F_OK) == 0 || access(index, F_OK) != 0,
-          "%s is cut into several files; save it as one, with save_pretrained(max_shard_size=\"1TB\")",
-          dir);
-    SafeTensors file = safetensors_open(path);
+    WeightFiles files = weights_open(dir);
     for (int i = 0; i < params->count; i++) {
         const Param *param = &params->param[i];
-        void *whole = load_tensor(path, &file, param->name, param, params->recipe.weight);
+        int which = weights_find(&files, param->name);
+        CHECK(which >= 0, "%s lacks the tensor %s", files.name, param->name);
+        void *whole = load_tensor(files.path[which], &files.file[which], param->name, param, params->recipe.weight);
         param_set_value(params, param, whole);
         free(whole);
     }
-    for (int i = 0; i < file.count; i++)
-        if (!params_find(params, file.tensor[i].name)) check_surplus(path, &file, &file.tensor[i]);
-    safetensors_close(&file);
-    free(path);
-    free(index);
+    for (int f = 0; f < files.count; f++)
+        for (int i = 0; i < files.file[f].count; i++) {
+            const SafeTensor *tensor = &files.file[f].tensor[i];
+            if (!params_find(params, tensor->name)) check_surplus(files.path[f], &files, tensor);
+        }
+    weights_close(&files);
 }
+
+// Weights and state of two runs, or of two steps, are no checkpoint. Older files do not say whose they are.
+static void check_same_run(const char *dir, const SafeTensors *optimizer) {
+    WeightFiles weights = weights_open(dir);
+    const char *run = safetensors_metadata(optimizer, "run"),
+               *step = safetensors_metadata(optimizer, "step");
+    const char *their_run = safetensors_metadata(&weights.file[0], "run"),
+               *their_step = safetensors_metadata(&weights.file[0], "step");
+    CHECK(!run == !their_run && (!run || !strcmp(run, their_run)),
+          "%s: %s and %s are of two runs, and do not belong together", dir, model_name, optimizer_name);
+    CHECK(!run || !their_step || !strcmp(step, their_step),
+          "%s: %s is of step %s and %s of step %s: they do not belong together", dir, model_name,
+          printable(their_step), optimizer_name, printable(step));
+    weights_close(&weights);
+}
+
+static const int64_t MOST_COUNTED = (int64_t)1 << 53;
 
 // The whole number that the metadata has for key.
 static int64_t metadata_number(const char *path, const SafeTensors *file, const char *key) {
@@ -381,6 +362,9 @@ static int64_t metadata_number(const char *path, const SafeTensors *file, const 
     errno = 0;
     int64_t value = strtoll(text, &end, 10);
     CHECK(*text && !*end && !errno, "%s: %s is no whole number", path, key);
+    // So much room above them that nothing which is counted on from here overflows.
+    CHECK(value >= -MOST_COUNTED && value <= MOST_COUNTED, "%s: %s is %lld, and no run has more than 2^53",
+          path, key, (long long)value);
     return value;
 }
 
@@ -393,8 +377,8 @@ static void check_same_number(const char *path, const SafeTensors *file, const c
 static void check_same_text(const char *path, const SafeTensors *file, const char *key, const char *ours) {
     const char *theirs = safetensors_metadata(file, key);
     CHECK(theirs, "%s does not say its %s: it is no optimizer state of this program", path, key);
-    CHECK(!strcmp(theirs, ours), "%s is of a run with --%s %s, and this one has %s", path, key, theirs,
-          ours);
+    CHECK(!strcmp(theirs, ours), "%s is of a run with --%s %s, and this one has %s", path, key,
+          printable(theirs), ours);
 }
 
 // The caller closes the file and frees *path.
@@ -426,7 +410,8 @@ static char *changes_text(const SafeTensors *file, const Config *config, uint64_
         const char *before = safetensors_metadata(file, course_names[i]);
         char *now = course_text(config, i);
         if (before && strcmp(before, now)) {
-            char *longer = format_text("%s, --%s %s, not %s", changes, course_names[i], now, before);
+            char *longer =
+                format_text("%s, --%s %s, not %s", changes, course_names[i], now, printable(before));
             free(changes);
             changes = longer;
         }
@@ -442,6 +427,7 @@ void checkpoint_check_run(const char *dir, const Config *config, Progress ours) 
     check_same_number(path, &file, "seq", config->seq);
     check_same_text(path, &file, "dtype", dtype_name((DType)config->dtype));
     check_same_text(path, &file, "optimizer", optimizer_names[config->optimizer]);
+    check_same_run(dir, &file);
     int64_t step = metadata_number(path, &file, "step");
     CHECK(step < config->steps, "%s already has %lld steps: give --steps a larger number than that", dir,
           (long long)step);
@@ -459,8 +445,8 @@ void checkpoint_check_run(const char *dir, const Config *config, Progress ours) 
     free(path);
 }
 
-// Puts the whole tensor NAME.ENDING, converted, into the rank's own part of a flat tensor, or with {0} into the
-// weight.
+// Puts the whole tensor NAME.ENDING, converted, into the rank's own part of a flat tensor, or with {0} into
+// the weight.
 static void load_state(const char *path, const SafeTensors *file, Params *params, const Param *param,
                        const char *ending, Tensor flat) {
     char *name = format_text("%s.%s", param->name, ending);
@@ -476,10 +462,12 @@ Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *o
     char *path;
     SafeTensors file = open_optimizer(dir, &path);
     check_same_text(path, &file, "optimizer", optimizer_names[optimizer->kind]);
-    const char *dtype = safetensors_metadata(&file, "dtype");
+    check_same_run(dir, &file);
+    const char *dtype = safetensors_metadata(&file, "dtype"), *run = safetensors_metadata(&file, "run");
     bool masters = dtype && (!strcmp(dtype, dtype_name(BF16)) || !strcmp(dtype, dtype_name(F16)));
     Progress progress = {.step = metadata_number(path, &file, "step"),
-                         .sample = metadata_number(path, &file, "sample")};
+                         .sample = metadata_number(path, &file, "sample"),
+                         .run = run ? strtoull(run, NULL, 16) : 0};
     optimizer->step = metadata_number(path, &file, "optimizer_step");
     CHECK(progress.step >= 0 && progress.sample >= 0 && optimizer->step >= 0,
           "%s: step, sample and optimizer_step must not be negative", path);

@@ -2,8 +2,8 @@
 //
 // A checkpoint folder has config.json and model.safetensors (transformers loads them as LlamaForCausalLM),
 // and, when training wrote it, optimizer.safetensors: m, v and master of each weight under "<name>.m" …,
-// and in __metadata__ where the run stands and what made it what it was. No file knows a layout: tensors are
-// whole, without padding, so that any ranks take their parts of what any others have written.
+// and in __metadata__ where the run stands and what made it what it was. No file knows a layout: tensors
+// are whole, without padding, so that any ranks take their parts of what any others have written.
 #ifndef CHECKPOINT_H
 #define CHECKPOINT_H
 
@@ -30,7 +30,8 @@ typedef struct SafeTensors {
     int count;
     char **key, **value;  // __metadata__
     int keys;
-    uint8_t *file;  // the whole file where safetensors_open read it, else NULL
+    const uint8_t *file;  // the whole file where safetensors_open mapped it, else NULL
+    size_t size;
 } SafeTensors;
 
 // Parses a file's bytes, which must outlive the result. Returns NULL, or the sentence that says what is
@@ -38,11 +39,13 @@ typedef struct SafeTensors {
 // negative or overflowing shape, offsets out of range, overlapping or leaving holes, sizes that differ from
 // shape times dtype, a name twice.
 const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *result);
-// Reads and parses a file; fatal with its name on any fault.
+// Maps and parses a file, of whose tensors only what is touched is read; fatal with its name on any fault.
 SafeTensors safetensors_open(const char *path);
 const SafeTensor *safetensors_find(const SafeTensors *file, const char *name);
 const char *safetensors_metadata(const SafeTensors *file, const char *key);  // NULL if absent
 void safetensors_close(SafeTensors *file);
+// The first of `count` names that stands there twice, or NULL.
+const char *name_twice(char *const *names, int count);
 
 // Puts the bytes of tensor number `tensor` into host memory.
 typedef void (*SafeTensorRead)(void *context, int tensor, uint8_t *bytes);
@@ -58,12 +61,26 @@ const char *file_close_flushed(FILE *file, const char *path);
 // "cannot VERB PATH: " and what errno says. Static buffer.
 const char *file_fault(const char *verb, const char *path);
 
+// ---- a folder's weights, in one file or in several ----
+typedef struct WeightFiles {
+    char *name;  // model.safetensors, or the index of its parts
+    SafeTensors *file;
+    char **path;
+    int count;
+} WeightFiles;
+
+// Fatal where there are none, an index and its parts disagree, or a tensor stands in two parts.
+WeightFiles weights_open(const char *dir);
+int weights_find(const WeightFiles *weights, const char *name);  // the file that has it; -1: none
+void weights_close(WeightFiles *weights);
+
 // ---- folders ----
 typedef struct Progress {  // where a run stands
     int64_t step;          // optimizer steps taken
     int64_t sample;        // global index of the next training sample
     int64_t batch;         // samples of a step, of all ranks; 0: not known
     uint64_t data;         // data_print of what it trains on; 0: not known
+    uint64_t run;          // whose it is: of a run that goes on, what its files say; 0: a new one
 } Progress;
 
 // Collective over all ranks that hold the model, however they share it; the first writes. Makes
@@ -72,29 +89,39 @@ typedef struct Progress {  // where a run stands
 // folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress);
-// At the start of a run that will save: makes DIR. Fatal, naming --save, where no checkpoint can be made in it.
+// At the start of a run that will save: makes DIR. Fatal, naming --save, where no checkpoint can be made in
+// it.
 void checkpoint_check_place(const char *dir);
+// Whose a run's checkpoints are, from what makes its course (checkpoint_run.c). Never 0.
+uint64_t checkpoint_identity(const Config *config, Progress progress);
+// Before the first step of a run that saves: fatal where DIR holds a checkpoint of another run, or a step-*
+// folder with files that are no checkpoint's.
+void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progress progress);
+// The same of one folder, which need not be there. older_fits: one that names no run passes.
+void checkpoint_check_owner(const char *folder, uint64_t run, bool older_fits);
 // The newest step-* folder in dir, or dir itself if it is a checkpoint; fatal if
 // neither. The caller frees it.
 char *checkpoint_newest(const char *dir);
 // Reads the model's shape from DIR/config.json into *config (layers, hidden, … tied, rope_theta, norm_eps),
 // and leaves the rest of *config, seq and dtype among it, alone; fatal, naming the key, on anything that is
-// not a Llama this program can train.
+// not a Llama this program can train. What else the folder says (max positions, token ids,
+// generation_config.json) is kept, and goes into each folder that is saved from then on.
 void checkpoint_config(const char *dir, Config *config);
 // Writes DIR/config.json for weights of this dtype, flushed to the disk. Returns NULL, or the sentence that
 // says what failed (static buffer).
 const char *checkpoint_write_config(const char *dir, const Config *config, DType dtype);
-// Weights from DIR/model.safetensors, F64, F32, BF16 or F16 converted to the table's dtype. Fatal on
-// missing, unknown or wrongly shaped tensors. A tied file may leave lm_head.weight out; a copy of the
-// embedding under that name is let pass, other values are not.
+// Weights from DIR/model.safetensors, or its parts, F64, F32, BF16 or F16 converted to the table's dtype.
+// Fatal on missing, unknown or wrongly shaped tensors. A tied file may leave lm_head.weight out; a copy of
+// the embedding under that name is let pass, other values are not.
 void checkpoint_load_weights(const char *dir, Params *params);
 // Whether the run that was saved can go on as this one, which has made no step and has ours.batch and
-// ours.data. Fatal where the steps to come would mean something else: no optimizer state, another optimizer,
-// seed, seq, dtype or number of samples in a step, or all steps taken. Says in one line what else differs
-// (data, rates, the course of the rate), and what an older file does not tell.
+// ours.data. Fatal where the steps to come would mean something else: no optimizer state, another
+// optimizer, seed, seq, dtype or number of samples in a step, or all steps taken. Says in one line what
+// else differs (data, rates, the course of the rate), and what an older file does not tell.
 void checkpoint_check_run(const char *dir, const Config *config, Progress ours);
 // Optimizer state; allocates it. Fatal if the file does not belong to this table or optimizer. A state in
-// another dtype is converted; where this run has no master weights and the file has, they become the weights.
+// another dtype is converted; where this run has no master weights and the file has, they become the
+// weights.
 Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *optimizer);
 
 #ifdef __cplusplus

@@ -3,12 +3,12 @@
 // Llama's implementation grew many options. Each key that would change the arithmetic, and that
 // transformer.c does not have, is refused here by its name; a key that only describes is passed over.
 #include <cjson/cJSON.h>
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "checkpoint.h"
+#include "files.h"
 
 enum { CONFIG_MAX = 1000000 };  // bytes
 
@@ -19,19 +19,29 @@ typedef struct ConfigFile {
     cJSON *json;
 } ConfigFile;
 
+// A key twice means one thing here and another thing elsewhere.
+static void check_keys(const ConfigFile *config, const cJSON *object) {
+    int count = cJSON_GetArraySize(object), keys = 0;
+    char **key = host_alloc(count * sizeof *key);
+    for (const cJSON *item = object->child; item; item = item->next) {
+        if (item->string) key[keys++] = item->string;
+        if (item->child) check_keys(config, item);
+    }
+    const char *twice = name_twice(key, keys);
+    CHECK(!twice, "%s: \"%s\" stands there twice", config->path, printable(twice));
+    free(key);
+}
+
 static ConfigFile config_open(const char *dir) {
     ConfigFile config = {.path = format_text("%s/config.json", dir)};
-    FILE *file = fopen(config.path, "rb");
-    CHECK(file, "%s", file_fault("open", config.path));
-    char *text = host_alloc(CONFIG_MAX + 1);
-    size_t size = fread(text, 1, CONFIG_MAX, file);
-    CHECK(!ferror(file), "%s", file_fault("read", config.path));
-    CHECK(size < CONFIG_MAX, "%s is too long for a config.json", config.path);
-    fclose(file);
-    text[size] = '\0';
+    char *text;
+    size_t size;
+    const char *wrong = input_text(config.path, CONFIG_MAX, &text, &size);
+    CHECK(!wrong, "%s", wrong);
     config.json = cJSON_ParseWithLengthOpts(text, size + 1, NULL, true);
     free(text);
     CHECK(cJSON_IsObject(config.json), "%s is no JSON object", config.path);
+    check_keys(&config, config.json);
     return config;
 }
 
@@ -110,13 +120,31 @@ static double read_rope_theta(const ConfigFile *config) {
     return theta;
 }
 
+// What the folder that was read last says beyond what a Config holds.
+static struct {
+    cJSON *config;
+    char *generation;  // generation_config.json; NULL: there is none
+} kept;
+
+static void keep(const char *dir, const ConfigFile *file) {
+    cJSON_Delete(kept.config);
+    free(kept.generation);
+    kept.config = cJSON_Duplicate(file->json, true);
+    char *path = format_text("%s/generation_config.json", dir);
+    size_t size;
+    if (input_text(path, CONFIG_MAX, &kept.generation, &size)) kept.generation = NULL;
+    free(path);
+}
+
 void checkpoint_config(const char *dir, Config *result) {
     ConfigFile file = config_open(dir);
     need_text(&file, find(file.json, "model_type"), "model_type", "llama", false);
     const cJSON *architectures = find(file.json, "architectures");
     if (architectures)
         need_text(&file, cJSON_GetArrayItem(architectures, 0), "architectures", "LlamaForCausalLM", false);
-    need_text(&file, find(file.json, "hidden_act"), "hidden_act", "silu", true);
+    const cJSON *act = find(file.json, "hidden_act");
+    bool swish = cJSON_IsString(act) && !strcmp(act->valuestring, "swish");  // another name of it
+    if (!swish) need_text(&file, act, "hidden_act", "silu", true);
     refuse(&file, "attention_bias", "biases");
     refuse(&file, "mlp_bias", "biases");
     refuse(&file, "attention_dropout", "dropout");
@@ -143,8 +171,11 @@ void checkpoint_config(const char *dir, Config *result) {
     CHECK(head_size % 2 == 0, "%s: a head of %lld is odd, and RoPE turns pairs", file.path,
           (long long)head_size);
     CHECK(read_size(&file, "head_dim", head_size) == head_size,
-          "%s: \"head_dim\" is not \"hidden_size\" / \"num_attention_heads\" = %lld", file.path,
-          (long long)head_size);
+          "%s: \"head_dim\" is %s, and this program's heads are \"hidden_size\" / \"num_attention_heads\" "
+          "= %lld "
+          "wide",
+          file.path, cJSON_PrintUnformatted(find(file.json, "head_dim")), (long long)head_size);
+    keep(dir, &file);
     config_close(&file);
     *result = c;
 }
@@ -160,32 +191,95 @@ static char *number_text(double x) {
     }
 }
 
+static void put(cJSON *object, const char *key, cJSON *value) {
+    if (cJSON_GetObjectItemCaseSensitive(object, key))
+        cJSON_ReplaceItemInObjectCaseSensitive(object, key, value);
+    else cJSON_AddItemToObject(object, key, value);
+}
+
+static void put_count(cJSON *object, const char *key, int64_t count) {
+    put(object, key, cJSON_CreateNumber((double)count));
+}
+
+static void put_real(cJSON *object, const char *key, double x) {
+    char *text = number_text(x);
+    put(object, key, cJSON_CreateRaw(text));
+    free(text);
+}
+
+// Only if nothing is said of it yet.
+static void put_default(cJSON *object, const char *key, cJSON *value) {
+    if (cJSON_GetObjectItemCaseSensitive(object, key)) cJSON_Delete(value);
+    else cJSON_AddItemToObject(object, key, value);
+}
+
+// One line for each key, as transformers writes them. The caller frees it.
+static char *lines_of(const cJSON *object) {
+    char *text = NULL;
+    size_t length;
+    FILE *out = open_memstream(&text, &length);
+    CHECK(out, "out of host memory for a config.json");
+    for (const cJSON *item = object->child; item; item = item->next) {
+        cJSON *key = cJSON_CreateString(item->string);
+        char *name = cJSON_PrintUnformatted(key), *value = cJSON_PrintUnformatted(item);
+        fprintf(out, "%s\n  %s: %s", item == object->child ? "{" : ",", name, value);
+        cJSON_free(name);
+        cJSON_free(value);
+        cJSON_Delete(key);
+    }
+    fputs("\n}\n", out);
+    CHECK(fclose(out) == 0, "out of host memory for a config.json");
+    return text;
+}
+
+static const char *write_text(const char *dir, const char *name, const char *text) {
+    char *path = format_text("%s/%s", dir, name);
+    FILE *file = fopen(path, "w");
+    const char *wrong = file ? NULL : file_fault("create", path);
+    if (file) {
+        fputs(text, file);
+        wrong = file_close_flushed(file, path);
+    }
+    free(path);
+    return wrong;
+}
+
 // torch_dtype, rope_theta: the names that transformers 4 knows; 5 reads them too.
 const char *checkpoint_write_config(const char *dir, const Config *c, DType dtype) {
     static const char *const torch_names[] = {
         [F64] = "float64", [F32] = "float32", [BF16] = "bfloat16", [F16] = "float16"};
-    char *path = format_text("%s/config.json", dir), *eps = number_text(c->norm_eps),
-         *theta = number_text(c->rope_theta);
-    FILE *file = fopen(path, "w");
-    const char *wrong = file ? NULL : file_fault("create", path);
-    if (file) {
-        fprintf(file,
-                "{\n  \"architectures\": [\"LlamaForCausalLM\"],\n  \"model_type\": \"llama\",\n"
-                "  \"hidden_size\": %lld,\n  \"intermediate_size\": %lld,\n  \"num_hidden_layers\": %lld,\n"
-                "  \"num_attention_heads\": %lld,\n  \"num_key_value_heads\": %lld,\n"
-                "  \"vocab_size\": %lld,\n  \"max_position_embeddings\": %lld,\n",
-                (long long)c->hidden, (long long)c->ffn, (long long)c->layers, (long long)c->heads,
-                (long long)c->kv_heads, (long long)c->vocab, (long long)c->seq);
-        fprintf(file,
-                "  \"rms_norm_eps\": %s,\n  \"rope_theta\": %s,\n  \"rope_scaling\": null,\n"
-                "  \"tie_word_embeddings\": %s,\n  \"torch_dtype\": \"%s\",\n  \"hidden_act\": \"silu\",\n"
-                "  \"attention_bias\": false,\n  \"mlp_bias\": false,\n"
-                "  \"bos_token_id\": null,\n  \"eos_token_id\": null\n}\n",
-                eps, theta, c->tied ? "true" : "false", torch_names[dtype]);
-        wrong = file_close_flushed(file, path);
-    }
-    free(path);
-    free(eps);
-    free(theta);
+    cJSON *json = kept.config ? cJSON_Duplicate(kept.config, true) : cJSON_CreateObject();
+    const cJSON *longest = cJSON_GetObjectItemCaseSensitive(json, "max_position_embeddings");
+    int64_t positions = cJSON_IsNumber(longest) && longest->valuedouble > (double)c->seq
+                            ? (int64_t)longest->valuedouble
+                            : c->seq;
+    put_default(json, "architectures", cJSON_CreateStringArray((const char *[]){"LlamaForCausalLM"}, 1));
+    put_default(json, "model_type", cJSON_CreateString("llama"));
+    put_count(json, "hidden_size", c->hidden);
+    put_count(json, "intermediate_size", c->ffn);
+    put_count(json, "num_hidden_layers", c->layers);
+    put_count(json, "num_attention_heads", c->heads);
+    put_count(json, "num_key_value_heads", c->kv_heads);
+    put_count(json, "vocab_size", c->vocab);
+    put_count(json, "max_position_embeddings", positions);
+    put_real(json, "rms_norm_eps", c->norm_eps);
+    put_real(json, "rope_theta", c->rope_theta);
+    put(json, "rope_scaling", cJSON_CreateNull());
+    put(json, "tie_word_embeddings", cJSON_CreateBool(c->tied));
+    put(json, "torch_dtype", cJSON_CreateString(torch_names[dtype]));
+    put(json, "hidden_act", cJSON_CreateString("silu"));
+    put_default(json, "attention_bias", cJSON_CreateFalse());
+    put_default(json, "mlp_bias", cJSON_CreateFalse());
+    put_default(json, "bos_token_id", cJSON_CreateNull());
+    put_default(json, "eos_token_id", cJSON_CreateNull());
+    // Other names for what now stands above, which would contradict it.
+    static const char *const others[] = {"dtype", "head_dim", "rope_parameters"};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++)
+        cJSON_DeleteItemFromObjectCaseSensitive(json, others[i]);
+    char *text = lines_of(json);
+    const char *wrong = write_text(dir, "config.json", text);
+    if (!wrong && kept.generation) wrong = write_text(dir, "generation_config.json", kept.generation);
+    free(text);
+    cJSON_Delete(json);
     return wrong;
 }

@@ -73,6 +73,8 @@ typedef struct Shared {
     { name, OPTION_REAL, &c->field, standard, low, high, "", help, false }
 #define TEXT(name, field, standard, holder, help) \
     { name, OPTION_TEXT, &c->field, standard, 0, 0, holder, help, false }
+#define OUTPUT(name, field, help) \
+    { name, OPTION_OUTPUT, &c->field, NULL, 0, 0, "FILE", help, false }
 #define CHOICE(name, field, standard, words, help) \
     { name, OPTION_CHOICE, &c->field, standard, 0, 0, words, help, false }
 #define FLAG(name, field, help) \
@@ -113,19 +115,20 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_FILES,
          INT("save-every", save_every, "0", 0, 1e12, "steps", "between checkpoints; 0: only the last")},
         {CONFIG_FILES, TEXT("resume", resume, NULL, "DIR", "go on with this checkpoint's run")},
-        {CONFIG_REPORT, TEXT("json", json, NULL, "FILE", "write every figure at full precision")},
-        {CONFIG_REPORT, TEXT("trace", trace, NULL, "FILE", "write a time line for ui.perfetto.dev")},
+        {CONFIG_REPORT, OUTPUT("json", json, "write every figure at full precision")},
+        {CONFIG_REPORT, OUTPUT("trace", trace, "write a time line for ui.perfetto.dev")},
         {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
         {CONFIG_DP, INT("dp", dp, "0", 0, 4096, "ranks", "data parallelism; 0: all that the others leave")},
-        {CONFIG_PP, INT("pp", pp, "1", 1, 4096, "stages", "pipeline parallelism")},
+        {CONFIG_PP,
+         INT("pp", pp, "1", 0, 4096, "ranks", "pipeline parallelism; 0: all that the others leave")},
         {CONFIG_CP, INT("cp", cp, "1", 0, 4096, "ranks",
-                       "context parallelism: they share each sequence; 0: all that the others leave")},
+                        "context parallelism: they share each sequence; 0: all that the others leave")},
         {CONFIG_TP, INT("tp", tp, "1", 0, 4096, "ranks",
                         "tensor parallelism: they share each layer; 0: all that --dp leaves")},
         {CONFIG_EP, INT("ep", ep, "1", 1, 4096, "ranks", "expert parallelism: they share the experts")},
         {CONFIG_TIMELINE,
          FLAG("timeline", timeline, "show compute and communication of one step on the model clock")},
-        {CONFIG_TIMELINE, TEXT("timeline-svg", timeline_svg, NULL, "FILE", "the same as a picture")},
+        {CONFIG_TIMELINE, OUTPUT("timeline-svg", timeline_svg, "the same as a picture")},
         {CONFIG_RANKS,
          INT("ranks", ranks, "0", 0, 4096, "", "processes; 0: as many as the program shows best")},
         {CONFIG_RANKS,
@@ -198,12 +201,13 @@ static void add_setting(Config *c, const Option *option, const Value *value) {
             number = value->flag;
             break;
         case OPTION_TEXT:
+        case OPTION_OUTPUT:
             break;
     }
     config_set(c, option->name, number);
     Setting *setting = &c->setting[c->settings - 1];
     setting->given = option->given;
-    if (option->type == OPTION_TEXT) setting->text = value->text;
+    if (option->type == OPTION_TEXT || option->type == OPTION_OUTPUT) setting->text = value->text;
 }
 
 Config config_parse(int argc, char **argv, const char *purpose, unsigned groups, const char *defaults,
@@ -343,17 +347,17 @@ static const char *degrees_text(const Config *c) {
 }
 
 void config_check_degrees(Config *c, int ranks) {
-    if (c->cp == 0) {
-        int64_t others = (c->dp ? c->dp : 1) * c->pp * (c->tp ? c->tp : 1);
-        CHECK(ranks % others == 0, "--dp x --pp x --tp, %ld, does not divide the %d ranks; --ranks %ld would fit",
-              others, ranks, (ranks / others + 1) * others);
-        c->cp = ranks / others;
+    // The first degree of 0 is all that the others leave; a further one is 1.
+    int64_t *degree[] = {&c->tp, &c->cp, &c->pp}, *open = NULL, others = c->dp ? c->dp : 1;
+    for (int i = 0; i < 3; i++) {
+        if (*degree[i] == 0 && !open) open = degree[i];
+        else if (*degree[i] == 0) *degree[i] = 1;
+        if (degree[i] != open) others *= *degree[i];
     }
-    if (c->tp == 0) {
-        int64_t others = (c->dp ? c->dp : 1) * c->pp * c->cp;
+    if (open) {
         CHECK(ranks % others == 0, "--dp %ld does not divide the %d ranks; --ranks %ld would fit", others,
               ranks, (ranks / others + 1) * others);
-        c->tp = ranks / others;
+        *open = ranks / others;
     }
     int64_t rest = c->pp * c->cp * c->tp;
     CHECK(ranks % rest == 0, "%s does not divide the %d ranks; --ranks %ld would fit", degrees_text(c),

@@ -5,17 +5,17 @@
 // same ones as the run on one device, and a place in the data is one integer. The price is that of drawing
 // with replacement: some places come twice before others come once.
 //
-// All tokens are held in memory, 4 bytes each.
+// The file is mapped, and its tokens are made as they are sampled: a text larger than the memory trains as
+// well, and ranks of one machine share what they have read.
 #include "data.h"
 
-#include <errno.h>
 #include <limits.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
+#include "files.h"
 #include "tensor/ops.h"
 #include "tensor/rng.h"
 
@@ -52,7 +52,7 @@ static uint32_t read_word(const uint8_t *bytes, size_t width) {
 }
 
 static const char *parse_token_file(const TokenFile *kind, const uint8_t *bytes, size_t size,
-                                    int32_t **tokens, int64_t *count) {
+                                    Tokens *tokens) {
     if (size < HEADER_BYTES)
         return wrong(
             "the file is truncated: a token file has %d bytes of header, this one %zu bytes in all",
@@ -63,61 +63,45 @@ static const char *parse_token_file(const TokenFile *kind, const uint8_t *bytes,
                      kind->version);
     if (n < 1 || n > INT32_MAX) return wrong("the header counts %d tokens", (int32_t)n);
 
-    // Before anything is allocated: a header may promise 8 GB in a file of 2 KB.
+    // A header may promise 8 GB in a file of 2 KB.
     size_t expected = HEADER_BYTES + n * kind->width;
     if (size != expected)
         return wrong("the file is %s: its header counts %u tokens, which makes %zu bytes, and it has %zu",
                      size < expected ? "truncated" : "too long", n, expected, size);
 
-    int32_t *read = host_alloc(n * sizeof *read);
-    for (size_t i = 0; i < n; i++) {
-        uint32_t token = read_word(bytes + HEADER_BYTES + i * kind->width, kind->width);
-        if (token > INT32_MAX) {
-            free(read);
-            return wrong("token %u at position %zu is beyond 31 bits", token, i);
-        }
-        read[i] = (int32_t)token;
-    }
+    const Tokens read = {bytes + HEADER_BYTES, kind->width, n};
+    for (size_t i = 0; i < n && kind->width == 4; i++)
+        if (read_word(read.at + 4 * i, 4) > INT32_MAX)
+            return wrong("token %u at position %zu is beyond 31 bits", read_word(read.at + 4 * i, 4), i);
     *tokens = read;
-    *count = n;
     return NULL;
 }
 
-const char *data_parse(const uint8_t *bytes, size_t size, int32_t **tokens, int64_t *count, bool *text) {
+const char *data_parse(const uint8_t *bytes, size_t size, Tokens *tokens) {
     if (size == 0) return wrong("the file is empty");
     uint32_t magic = size < 4 ? 0 : read_word(bytes, 4);
     for (size_t i = 0; i < sizeof token_files / sizeof *token_files; i++)
-        if (magic == token_files[i].magic) {
-            *text = false;
-            return parse_token_file(&token_files[i], bytes, size, tokens, count);
-        }
+        if (magic == token_files[i].magic) return parse_token_file(&token_files[i], bytes, size, tokens);
     if (FIRST_MAGIC <= magic && magic <= LAST_MAGIC)
         return wrong("the file has magic %u: it is one of llm.c's, but holds no tokens", magic);
 
-    *tokens = host_alloc(size * sizeof **tokens);
-    for (size_t i = 0; i < size; i++) (*tokens)[i] = bytes[i];
-    *count = (int64_t)size;
-    *text = true;
+    *tokens = (Tokens){bytes, 1, (int64_t)size};
     return NULL;
 }
 
-// ---- files ----
-
-// The caller frees the bytes.
-static uint8_t *read_file(const char *path, size_t *size) {
-    struct stat status;
-    FILE *file = fopen(path, "rb");
-    CHECK(file && fstat(fileno(file), &status) == 0, "%s: cannot be read: %s", path, strerror(errno));
-    CHECK(!S_ISDIR(status.st_mode), "%s: is a directory, and data is one file", path);
-    CHECK(S_ISREG(status.st_mode), "%s: is a pipe or a device, and data is a file on a disk", path);
-    *size = (size_t)status.st_size;
-    uint8_t *bytes = malloc(*size + 1);  // an empty file too has a buffer
-    CHECK(bytes, "%s: out of host memory for its %s", path, bytes_text((double)*size));
-    size_t got = fread(bytes, 1, *size, file);
-    CHECK(got == *size, "%s: only %zu of its %zu bytes could be read", path, got, *size);
-    fclose(file);
-    return bytes;
+void data_copy(const Tokens *tokens, int64_t first, int64_t count, int32_t *to) {
+    const uint8_t *from = tokens->at + (size_t)first * tokens->width;
+    for (int64_t i = 0; i < count; i++, from += tokens->width)
+        to[i] = (int32_t)read_word(from, tokens->width);
 }
+
+static int32_t token_at(const Data *data, int64_t i) {
+    int32_t token;
+    data_copy(&data->tokens, i, 1, &token);
+    return token;
+}
+
+// ---- files ----
 
 // The book's own sources, which make writes into one file. Programs run from any folder, so it is looked
 // for from where the program itself lies: <build>/<chapter>/<program> reads <build>/corpus.txt.
@@ -139,18 +123,22 @@ static const char *default_corpus(void) {
 
 Data data_open(const char *path, int64_t vocab, int64_t seq) {
     Data data = {.path = path ? path : default_corpus()};
-    size_t size;
-    uint8_t *bytes = read_file(data.path, &size);
-    const char *fault = data_parse(bytes, size, &data.tokens, &data.count, &data.text);
-    free(bytes);
+    const char *fault = input_map(data.path, &data.file, &data.size);
+    CHECK(!fault, "%s", fault);
+    fault = data_parse(data.file, data.size, &data.tokens);
     CHECK(!fault, "%s: %s", data.path, fault);
+    data.count = data.tokens.count;
+    data.text = data.tokens.width == 1;
 
-    for (int64_t i = 0; i < data.count; i++) {
-        CHECK(data.tokens[i] < vocab || !data.text,
+    // Where the vocabulary holds whatever a token of this width may be, nothing need be read.
+    bool holds_any = data.tokens.width < 4 && vocab >= (int64_t)1 << (8 * data.tokens.width);
+    for (int64_t i = 0; i < data.count && !holds_any; i++) {
+        int32_t token = token_at(&data, i);
+        CHECK(token < vocab || !data.text,
               "%s: byte %d at offset %lld is beyond --vocab %lld; --vocab 256 holds any text", data.path,
-              data.tokens[i], (long long)i, (long long)vocab);
-        CHECK(data.tokens[i] < vocab, "%s: token %d at position %lld is beyond --vocab %lld", data.path,
-              data.tokens[i], (long long)i, (long long)vocab);
+              token, (long long)i, (long long)vocab);
+        CHECK(token < vocab, "%s: token %d at position %lld is beyond --vocab %lld", data.path, token,
+              (long long)i, (long long)vocab);
     }
     data.vocab = data.text && vocab > 256 ? 256 : vocab;
 
@@ -166,14 +154,14 @@ Data data_open(const char *path, int64_t vocab, int64_t seq) {
 }
 
 void data_close(Data *data) {
-    free(data->tokens);
+    input_unmap(data->file, data->size);
     *data = (Data){0};
 }
 
 // FNV-1a over whole tokens, which end alike only if they are alike but for one chance in 2^64 or so.
 uint64_t data_print(const Data *data) {
     uint64_t print = 0xcbf29ce484222325;
-    for (int64_t i = 0; i < data->count; i++) print = (print ^ (uint32_t)data->tokens[i]) * 0x100000001b3;
+    for (int64_t i = 0; i < data->count; i++) print = (print ^ (uint32_t)token_at(data, i)) * 0x100000001b3;
     return print ? print : 1;
 }
 
@@ -191,11 +179,10 @@ void data_sample(const Data *data, int64_t seed, int64_t index, bool held_out, i
     // The remainder favours low starts by less than starts / 2^64.
     uint64_t draw = (uint64_t)index + ((uint64_t)held_out << 63);
     uint64_t start = rng_bits((uint64_t)seed, RNG_DATA, draw) % (uint64_t)starts;
-    const int32_t *from = data->tokens + first + (int64_t)start;
     // The shift by one is done here, once, before any cutting: whoever splits a sequence over ranks has the
     // right target at every border.
-    memcpy(tokens, from, (size_t)seq * sizeof *tokens);
-    memcpy(targets, from + 1, (size_t)seq * sizeof *targets);
+    data_copy(&data->tokens, first + (int64_t)start, seq, tokens);
+    data_copy(&data->tokens, first + (int64_t)start + 1, seq, targets);
 }
 
 void data_mask_prompt(int64_t seed, int64_t index, int64_t seq, int32_t *targets) {

@@ -55,10 +55,11 @@ Param *params_add(Params *params, const ParamSpec *spec) {
 // ---- sharding ----
 
 void param_shard(Param *param, int dim, int64_t first, int64_t count) {
-    param->shape[dim] = count;
-    param->first[dim] = first;
     param->sharded = true;
     param_set_copies(param, alone, false);
+    if (!param->here) return;
+    param->shape[dim] = count;
+    param->first[dim] = first;
 }
 
 void param_set_copies(Param *param, Group copies, bool partial) {

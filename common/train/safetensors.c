@@ -9,15 +9,14 @@
 // shape says, nothing is believed: no length, no offset, no product of dimensions.
 #include <cjson/cJSON.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "checkpoint.h"
+#include "files.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "safetensors files are little-endian");
 
@@ -46,18 +45,6 @@ static const char *fault(const char *format, ...) {
     return sentence;
 }
 
-// A name as a sentence may show it: a file must not write control codes to the reader's terminal. Rotates
-// over 2 static buffers.
-static const char *shown(const char *name) {
-    static char texts[2][100];
-    static int next;
-    char *text = texts[next++ % 2];
-    snprintf(text, sizeof texts[0], "%s", name);
-    for (char *c = text; *c; c++)
-        if ((unsigned char)*c < ' ' || *c == 127) *c = '?';
-    return text;
-}
-
 const char *file_fault(const char *verb, const char *path) {
     return fault("cannot %s %s: %s", verb, path, strerror(errno));
 }
@@ -84,8 +71,7 @@ static int compare_names(const void *a, const void *b) {
     return strcmp(*(char *const *)a, *(char *const *)b);
 }
 
-// The first of `count` names that stands there twice, or NULL.
-static const char *name_twice(char *const *names, int count) {
+const char *name_twice(char *const *names, int count) {
     char **sorted = host_alloc(count * sizeof *sorted);
     for (int i = 0; i < count; i++) sorted[i] = names[i];
     qsort(sorted, count, sizeof *sorted, compare_names);
@@ -103,12 +89,12 @@ static const char *parse_metadata(const cJSON *object, SafeTensors *result) {
     result->value = host_alloc(count * sizeof *result->value);
     for (const cJSON *item = object->child; item; item = item->next) {
         if (!cJSON_IsString(item))
-            return fault("the value of \"%s\" in " METADATA " is no string", shown(item->string));
+            return fault("the value of \"%s\" in " METADATA " is no string", printable(item->string));
         result->key[result->keys] = format_text("%s", item->string);
         result->value[result->keys++] = format_text("%s", item->valuestring);
     }
     const char *twice = name_twice(result->key, result->keys);
-    return twice ? fault("\"%s\" stands in " METADATA " twice", shown(twice)) : NULL;
+    return twice ? fault("\"%s\" stands in " METADATA " twice", printable(twice)) : NULL;
 }
 
 static const char *parse_dtype(const char *name, const cJSON *item, DType *dtype) {
@@ -118,7 +104,7 @@ static const char *parse_dtype(const char *name, const cJSON *item, DType *dtype
     for (size_t i = 0; i < sizeof foreign_dtypes / sizeof *foreign_dtypes; i++)
         if (!strcmp(text, foreign_dtypes[i]))
             return fault("tensor \"%s\" has dtype %s, which this program has no use for", name, text);
-    return fault("tensor \"%s\" has the unknown dtype \"%s\"", name, shown(text));
+    return fault("tensor \"%s\" has the unknown dtype \"%s\"", name, printable(text));
 }
 
 // Multiplies *elements by the shape's.
@@ -139,7 +125,7 @@ static const char *parse_shape(const char *name, const cJSON *item, SafeTensor *
 // data: the bytes after the header, size of them.
 static const char *parse_tensor(const cJSON *object, const uint8_t *data, int64_t size,
                                 SafeTensor *tensor) {
-    const char *name = shown(object->string);
+    const char *name = printable(object->string);
     const cJSON *dtype = cJSON_GetObjectItemCaseSensitive(object, "dtype");
     const cJSON *shape = cJSON_GetObjectItemCaseSensitive(object, "shape");
     const cJSON *offsets = cJSON_GetObjectItemCaseSensitive(object, "data_offsets");
@@ -185,11 +171,11 @@ static const char *check_places(const SafeTensors *file, const uint8_t *data, co
     const char *wrong = NULL;
     for (int i = 0; i < file->count && !wrong; i++) {
         if (sorted[i]->data < data)
-            wrong = fault("tensors \"%s\" and \"%s\" overlap", shown(sorted[i - 1]->name),
-                          shown(sorted[i]->name));
+            wrong = fault("tensors \"%s\" and \"%s\" overlap", printable(sorted[i - 1]->name),
+                          printable(sorted[i]->name));
         else if (sorted[i]->data > data)
             wrong = fault("a hole of %lld bytes lies before tensor \"%s\"",
-                          (long long)(sorted[i]->data - data), shown(sorted[i]->name));
+                          (long long)(sorted[i]->data - data), printable(sorted[i]->name));
         else data += sorted[i]->bytes;
     }
     free(sorted);
@@ -203,7 +189,7 @@ static const char *check_names(const SafeTensors *file) {
     for (int i = 0; i < file->count; i++) names[i] = file->tensor[i].name;
     const char *twice = name_twice(names, file->count);
     free(names);
-    return twice ? fault("tensor \"%s\" stands there twice", shown(twice)) : NULL;
+    return twice ? fault("tensor \"%s\" stands there twice", printable(twice)) : NULL;
 }
 
 static const char *parse_header(const cJSON *header, const uint8_t *data, int64_t size,
@@ -237,8 +223,9 @@ const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *re
                      (unsigned long long)length, HEADER_MAX);
     if (memchr(bytes + LENGTH_BYTES, 0, length)) return fault("its header contains a zero byte");
 
-    // A copy that ends in a zero: cJSON before 1.7.18 may look one byte past the text it is given. It refuses
-    // nesting beyond 1,000 levels by itself, and text after the object because of its last argument.
+    // A copy that ends in a zero: cJSON before 1.7.18 may look one byte past the text it is given. It
+    // refuses nesting beyond 1,000 levels by itself, and text after the object because of its last
+    // argument.
     char *json = host_alloc(length + 1);
     memcpy(json, bytes + LENGTH_BYTES, length);
     json[length] = '\0';
@@ -256,25 +243,15 @@ const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *re
 // ---- files ----
 
 SafeTensors safetensors_open(const char *path) {
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
-    struct stat status;
-    CHECK(descriptor >= 0 && fstat(descriptor, &status) == 0, "%s", file_fault("open", path));
-    CHECK(S_ISREG(status.st_mode), "%s is no file", path);
-    size_t size = (size_t)status.st_size, done = 0;
-    uint8_t *bytes = malloc(size ? size : 1);
-    CHECK(bytes, "out of host memory: %s has %s", path, bytes_text((double)size));
-    while (done < size) {
-        ssize_t got = read(descriptor, bytes + done, size - done);
-        if (got < 0 && errno == EINTR) continue;
-        CHECK(got >= 0, "%s", file_fault("read", path));
-        CHECK(got > 0, "%s became shorter while it was read", path);
-        done += (size_t)got;
-    }
-    close(descriptor);
+    const uint8_t *bytes;
+    size_t size;
+    const char *unreadable = input_map(path, &bytes, &size);
+    CHECK(!unreadable, "%s", unreadable);
     SafeTensors file;
     const char *wrong = safetensors_parse(bytes, size, &file);
     CHECK(!wrong, "%s: %s", path, wrong);
     file.file = bytes;
+    file.size = size;
     return file;
 }
 
@@ -299,7 +276,7 @@ void safetensors_close(SafeTensors *file) {
     free(file->tensor);
     free(file->key);
     free(file->value);
-    free(file->file);
+    input_unmap(file->file, file->size);
     *file = (SafeTensors){0};
 }
 

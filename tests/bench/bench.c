@@ -8,7 +8,7 @@
 #include <string.h>
 #include <sys/resource.h>
 
-#include "playbook.h"
+#include "00_single_gpu/formulas.h"
 
 static int by_value(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
@@ -51,7 +51,7 @@ static void share_of_sgemm(const char *name, const char *text, int pairs, double
     g.c = tensor_like(MEMORY_ACTIVATION, g.a);
     op_fill(g.a, 0.5);
     op_fill(g.b, 0.25);
-    Trainer *t = trainer_new(&c, mesh_single());
+    Trainer *t = trainer_new(&c, mesh_single(), NULL);
     train_step(t, NULL);  // the first step also allocates
     sgemm_rate(&g);
     double shares[MOST_PAIRS], tokens[MOST_PAIRS], rates[MOST_PAIRS];
@@ -89,7 +89,7 @@ typedef struct Cost {
 } Cost;
 
 static Cost cost_of(const Config *c) {
-    Trainer *t = trainer_new(c, mesh_single());
+    Trainer *t = trainer_new(c, mesh_single(), NULL);
     train_step(t, NULL);
     double seconds[9];
     for (int i = 0; i < 9; i++) {
@@ -130,7 +130,7 @@ static void memory_is_the_account(void) {
     Config c = shape("layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=8");
     struct rusage before, after;
     getrusage(RUSAGE_SELF, &before);
-    Trainer *t = trainer_new(&c, mesh_single());
+    Trainer *t = trainer_new(&c, mesh_single(), NULL);
     memory_reset_peak();
     train_step(t, NULL);
     train_step(t, NULL);

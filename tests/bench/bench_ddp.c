@@ -4,7 +4,7 @@
 // over such pairs is printed.  bench <name> <value> <unit> target <value> ok|short
 #include <stdlib.h>
 
-#include "playbook.h"
+#include "01_data_parallel/data_parallel.h"
 
 enum { SIZE = 2048, PAIRS = 15 };
 
@@ -32,9 +32,8 @@ int main(int argc, char **argv) {
     Tensor product = tensor_like(MEMORY_ACTIVATION, a);
     op_fill(a, 0.5);
     op_fill(b, 0.25);
-    Trainer *t = trainer_new(&c, mesh);
-    Ddp ddp = {.bucket_bytes = 4000000};
-    ddp_bucketed_plug(t->model, &ddp);
+    config_set(&c, "bucket-mb", 4);
+    Trainer *t = trainer_new(&c, mesh, (const Technique *[]){&ddp_bucketed, NULL});
     train_step(t, NULL);  // the first step also allocates
     sgemm_rate(product, a, b, mesh.world);
     double shares[PAIRS], flops = config_step_flops(&c, c.micro_batch * mesh.dp.size);
@@ -50,7 +49,6 @@ int main(int argc, char **argv) {
     double share = shares[PAIRS / 2], target = 0.76;
     say("bench ddp-bucketed-L6-h384-%d-ranks %.4g of-sgemm target %.4g %s", mesh.dp.size, share, target,
         share >= target ? "ok" : "short");
-    free(ddp.pending);
     trainer_free(t);
     tensor_free(&a);
     tensor_free(&b);

@@ -7,7 +7,7 @@
 // median over such pairs is printed.  bench <name> <value> <unit> target <value> ok|short
 #include <stdlib.h>
 
-#include "playbook.h"
+#include "03_tensor_parallel/tensor_parallel.h"
 
 enum { SIZE = 2048, PAIRS = 15, LAYOUTS = 2 };
 
@@ -34,15 +34,13 @@ int main(int argc, char **argv) {
     op_fill(b, 0.25);
     static const char *const name[LAYOUTS] = {"tensor-parallel", "sequence-parallel"};
     Trainer *trainer[LAYOUTS];
-    void *plugs[LAYOUTS];
     for (int i = 0; i < LAYOUTS; i++) {
         Config c = config_default(
             "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=4 grad-acc=2 "
             "dtype=f32 warmup=1 steps=1000");
         c.tp = mesh.tp.size;
-        c.sp = i == 1;
-        trainer[i] = trainer_new(&c, mesh);
-        plugs[i] = layout_plug(trainer[i]);
+        config_set(&c, "sp", i == 1);
+        trainer[i] = trainer_new(&c, mesh, tensor_layouts);
         train_step(trainer[i], NULL);  // the first step also allocates
     }
     sgemm_rate(product, a, b, mesh.world);
@@ -63,7 +61,6 @@ int main(int argc, char **argv) {
         double share = shares[i][PAIRS / 2];
         say("bench %s-L6-h384-%d-ranks %.4g of-sgemm target %.4g %s", name[i], mesh.tp.size, share, target,
             share >= target ? "ok" : "short");
-        layout_unplug(trainer[i], plugs[i]);
         trainer_free(trainer[i]);
     }
     tensor_free(&a);

@@ -7,7 +7,7 @@
 //     bench <name> <value> <unit> target <value> ok|short
 #include <stdlib.h>
 
-#include "playbook.h"
+#include "02_zero/zero.h"
 
 enum { SIZE = 2048, ROUNDS = 15, STAGES = 4 };
 
@@ -46,11 +46,10 @@ int main(int argc, char **argv) {
     op_fill(a, 0.5);
     op_fill(b, 0.25);
     Trainer *t[STAGES];
-    Zero zero[STAGES] = {{.ddp.bucket_bytes = 4000000}};
+    const Technique *const stages[STAGES] = {&ddp_bucketed, &zero1, &zero2, &zero3};
+    config_set(&c, "bucket-mb", 4);
     for (int stage = 0; stage < STAGES; stage++) {
-        c.zero = stage;
-        t[stage] = trainer_new(&c, mesh);
-        zero_plug(t[stage]->model, &zero[stage]);
+        t[stage] = trainer_new(&c, mesh, (const Technique *[]){stages[stage], NULL});
         for (int i = 0; i < 2; i++) train_step(t[stage], NULL);  // the first step also allocates
     }
     double share[STAGES][ROUNDS], against_ddp[STAGES][ROUNDS];
@@ -72,10 +71,7 @@ int main(int argc, char **argv) {
     print("zero1", mesh.dp.size, median(against_ddp[1], ROUNDS), "of-ddp", 0.97);
     print("zero2", mesh.dp.size, median(against_ddp[2], ROUNDS), "of-ddp", 0.97);
     print("zero3", mesh.dp.size, median(share[3], ROUNDS), "of-sgemm", 0.68);
-    for (int stage = 0; stage < STAGES; stage++) {
-        zero_unplug(t[stage]->model, &zero[stage]);
-        trainer_free(t[stage]);
-    }
+    for (int stage = 0; stage < STAGES; stage++) trainer_free(t[stage]);
     tensor_free(&a);
     tensor_free(&b);
     tensor_free(&product);

@@ -9,6 +9,8 @@
 //   - two ranks of one host (NCCL_HOSTID, read when the first communicator is made) on one GPU are refused
 //   - nothing works after ncclCommAbort; a peer that has died is ncclRemoteError
 //   - two ranks that connect by transfers must ask for as many connections: see connect()
+//   - two ranks launch what they share in one order, on whatever communicators: kernels of NCCL may wait
+//     for each other
 //   - sums are those of a ring, rounded at each hop, and begin with another member for each piece: so
 //     they are not in rank order. A maximum forgets NaN
 //
@@ -30,6 +32,7 @@
 
 #include <atomic>
 #include <deque>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -88,6 +91,12 @@ struct Header {
     int32_t call, type, op, root;
     int64_t count;
 };
+
+// The place of an operation among all that this rank has launched with another: those of one group are
+// launched at once.
+struct Place {
+    int64_t before, width;
+};
 enum Call { SEND = 1, BROADCAST, ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER, CONNECT };
 static const char *const call_names[] = {
     "?",          "ncclSend",          "ncclBroadcast",     "ncclAllGather", "ncclAllReduce",
@@ -98,7 +107,8 @@ struct Op {
     int peer = -1;  // of a transfer
     const void *from = nullptr;
     void *to = nullptr;
-    std::vector<Message> in;  // from each rank whose bytes are wanted
+    std::vector<Message> in;   // from each rank whose bytes are wanted
+    std::vector<Place> place;  // with each rank
 };
 
 struct ncclComm {
@@ -283,16 +293,19 @@ static size_t size_of(ncclDataType_t type) {
 
 static Ring *ring(ncclComm_t c, int from, int to) { return &c->shared->ring[from * c->ranks + to]; }
 
-static void post(ncclComm_t c, int to, const Header &header, const void *from, size_t bytes) {
+static void post(ncclComm_t c, int to, const Header &header, const Place &place, const void *from,
+                 size_t bytes) {
     Message message;
-    message.bytes.resize(sizeof header + bytes);
+    message.bytes.resize(sizeof header + sizeof place + bytes);
     memcpy(message.bytes.data(), &header, sizeof header);
-    if (bytes) cudaMemcpy(message.bytes.data() + sizeof header, from, bytes, cudaMemcpyDeviceToHost);
+    memcpy(message.bytes.data() + sizeof header, &place, sizeof place);
+    if (bytes) cudaMemcpy(message.bytes.data() + sizeof header + sizeof place, from, bytes,
+                   cudaMemcpyDeviceToHost);
     c->out[to].push_back(std::move(message));
 }
 
 static void await(ncclComm_t c, Op *op, int from, size_t bytes) {
-    op->in[from].bytes.resize(sizeof(Header) + bytes);
+    op->in[from].bytes.resize(sizeof(Header) + sizeof(Place) + bytes);
     c->want[from].push_back(&op->in[from]);
 }
 
@@ -310,7 +323,7 @@ static void plan(ncclComm_t c, Op *op) {
         if (h.call == REDUCE) gives = r == h.root, takes = c->rank == h.root;
         if (h.call == CONNECT) bytes = 0;
         // In a collective headers go to all: calls are compared even where no bytes go.
-        if (gives || h.call != SEND) post(c, r, h, op->from, gives ? bytes : 0);
+        if (gives || h.call != SEND) post(c, r, h, op->place[r], op->from, gives ? bytes : 0);
         if (takes || h.call != SEND) await(c, op, r, takes ? bytes : 0);
     }
 }
@@ -335,6 +348,17 @@ static void connect(ncclComm_t c) {
         }
 }
 
+static void number_launches(ncclComm_t c) {
+    static std::map<int, int64_t> launched;  // by process
+    for (Op &op : c->ops) op.place.resize(c->ranks);
+    for (int r = 0; r < c->ranks; r++) {
+        int64_t width = 0, &count = launched[c->shared->member[r].pid];
+        for (Op &op : c->ops) width += op.peer < 0 || op.peer == r;
+        for (Op &op : c->ops) op.place[r] = {count, width};
+        count += width;
+    }
+}
+
 ncclResult_t ncclGroupStart(void) {
     if (depth++ == 0) grouped_on = NULL;
     return ncclSuccess;
@@ -347,6 +371,7 @@ ncclResult_t ncclGroupEnd(void) {
     connect(c);
     for (Op &op : grouped) c->ops.push_back(op);
     grouped.clear();
+    number_launches(c);
     for (Op &op : c->ops) plan(c, &op);
     return c->state = ncclInProgress;
 }
@@ -431,9 +456,11 @@ static bool push_rings(ncclComm_t c) {
 
 static ncclResult_t compare(ncclComm_t c, const Op &op) {
     for (int r = 0; r < c->ranks; r++) {
-        if (op.in[r].done < sizeof(Header)) continue;
+        if (op.in[r].done < sizeof(Header) + sizeof(Place)) continue;
         Header theirs;
+        Place there, here = op.place[r];
         memcpy(&theirs, op.in[r].bytes.data(), sizeof theirs);
+        memcpy(&there, op.in[r].bytes.data() + sizeof theirs, sizeof there);
         if (memcmp(&theirs, &op.header, sizeof theirs))
             return refuse(ncclInvalidUsage,
                           "rank %d: %s of %lld, type %d, operation %d, root %d, where rank %d has %s of "
@@ -442,6 +469,9 @@ static ncclResult_t compare(ncclComm_t c, const Op &op) {
                           r, call_names[theirs.call], (long long)theirs.count, theirs.type, theirs.op,
                           theirs.root, c->rank, call_names[op.header.call], (long long)op.header.count,
                           op.header.type, op.header.op, op.header.root);
+        if (here.before >= there.before + there.width || there.before >= here.before + here.width)
+            return refuse(ncclInvalidUsage, "ranks %d and %d of %s launch what they share in two orders", r,
+                          c->rank, call_names[op.header.call]);
     }
     return ncclSuccess;
 }
@@ -464,7 +494,7 @@ static ncclResult_t finish(ncclComm_t c, Op *op) {
     const Header &h = op->header;
     int64_t size = (int64_t)size_of((ncclDataType_t)h.type), bytes = h.count * size;
     cudaError_t status = cudaSuccess;
-    auto from_rank = [&](int r) { return op->in[r].bytes.data() + sizeof(Header); };
+    auto from_rank = [&](int r) { return op->in[r].bytes.data() + sizeof(Header) + sizeof(Place); };
     if (h.call == SEND && op->to && bytes)
         status = cudaMemcpy(op->to, from_rank(op->peer), bytes, cudaMemcpyHostToDevice);
     if (h.call == BROADCAST) {

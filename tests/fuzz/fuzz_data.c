@@ -11,18 +11,19 @@
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
 
 static void parse(const uint8_t *bytes, size_t size) {
-    int32_t *tokens = NULL;
-    int64_t count = -1;
-    bool text = false;
-    const char *fault = data_parse(bytes, size, &tokens, &count, &text);
+    Tokens tokens = {.count = -1};
+    const char *fault = data_parse(bytes, size, &tokens);
     if (fault) {
-        if (tokens || count != -1 || !*fault) abort();
+        if (tokens.at || tokens.count != -1 || !*fault) abort();
         return;
     }
-    if (count < 1 || (text && count != (int64_t)size)) abort();
-    for (int64_t i = 0; i < count; i++)
-        if (tokens[i] < 0) abort();
-    free(tokens);
+    if (tokens.count < 1 || (tokens.width == 1 && tokens.count != (int64_t)size)) abort();
+    int32_t *read = malloc((size_t)tokens.count * sizeof *read);
+    if (!read) abort();
+    data_copy(&tokens, 0, tokens.count, read);
+    for (int64_t i = 0; i < tokens.count; i++)
+        if (read[i] < 0) abort();
+    free(read);
 }
 
 // The last three bytes of the input bend the header: how far the count is off, and the version.

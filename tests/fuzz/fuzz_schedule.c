@@ -1,7 +1,9 @@
-// libFuzzer's door to schedule_parse. Whatever the bytes are, it returns a schedule or a sentence; the verifier says of
-// any schedule whether it is sound; and a sound one can be timed, costed, drawn, and written and read again.
+// libFuzzer's door to schedule_parse. Whatever the bytes are, it returns a schedule or a sentence; the
+// verifier says of any schedule whether it is sound; and a sound one can be timed, costed, drawn, and
+// written and read again.
 //
-// Each input is read twice: as it is, and behind a sound header, so that the fuzzer need not find one by chance.
+// Each input is read twice: as it is, and behind a sound header, so that the fuzzer need not find one by
+// chance.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,29 +1,18 @@
 #!/bin/bash
 # backends.t: chapters know no back end; a build that lacks what it needs says so in one sentence, with the remedy. TAP.
-cd "$(dirname "$0")/../.." || exit 2
-unset OPS COMM BUILD CUDA_HOME CUBLAS_HOME NCCL_HOME NVCC CC CXX MAKEFLAGS MAKELEVEL
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-count=0 failed=0
-report() {  # report STATUS NAME
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then echo "ok $count - $2"; else
-        echo "not ok $count - $2"
-        failed=1
-        head -n 5 "$work/out" "$work/err" | sed 's/^/#   /'
-    fi
-}
+. "$(dirname "$0")/tap.sh"
+unset OPS COMM BUILD CUDA_HOME CUBLAS_HOME NCCL_HOME NVCC CC CXX
 
 # refused WORDS VARIABLES…: make stops before it makes anything, after one line on stderr that has all the WORDS.
 refused() {
     local words=$1 status word
     shift
-    make -n "$@" programs >"$work/out" 2>"$work/err"
+    make -n "$@" programs >"$out" 2>"$err"
     status=$?
-    [ $status = 2 ] && [ "$(wc -l <"$work/err")" = 1 ] && [ ! -s "$work/out" ]
+    [ $status = 2 ] && [ "$(wc -l <"$err")" = 1 ] && [ ! -s "$out" ]
     status=$?
-    for word in $words; do grep -qF -e "$word" "$work/err" || status=1; done
-    report $status "make $(sed "s|$work/||g" <<<"$*"): $(sed "s|$work/||g; s/.*\*\*\* //" "$work/err")"
+    for word in $words; do grep -qF -e "$word" "$err" || status=1; done
+    report $status "make $(sed "s|$work/||g" <<<"$*"): $(sed "s|$work/||g; s/.*\*\*\* //" "$err")"
 }
 refused "OPS=gpu cpu, cuda cuda-on-cpu" OPS=gpu
 refused "COMM=tcp nccl" COMM=tcp
@@ -40,43 +29,37 @@ touch "$kit/lib64/libcublasLt.so"
 refused "/nowhere/include/nccl.h NCCL_HOME=" OPS=cuda COMM=nccl CUDA_HOME="$kit" NCCL_HOME=/nowhere
 mkdir -p "$work/nccl/include" "$work/nccl/lib"
 touch "$work/nccl/include/nccl.h"
-make OPS=cuda COMM=nccl CUDA_HOME=/nowhere help >"$work/out" 2>"$work/err" && [ ! -s "$work/err" ] && grep -q CUDA_HOME "$work/out"
+make OPS=cuda COMM=nccl CUDA_HOME=/nowhere help >"$out" 2>"$err" && [ ! -s "$err" ] && grep -q CUDA_HOME "$out"
 report $? "make help needs no toolkit, and names the variables"
 
 # Libraries of a package of Python, which has them under their version's name alone, and no machine code but what is asked.
 touch "$work/nccl/lib/libnccl.so.2"
 make -n OPS=cuda COMM=nccl CUDA_HOME="$kit" NCCL_HOME="$work/nccl" CUDA_ARCH=80 CUDA_PTX= BUILD="$work/build" programs \
-    >"$work/out" 2>"$work/err"
+    >"$out" 2>"$err"
 report $? "a toolkit here and NCCL there fit together"
-link=$(grep -m 1 -e '-o [^ ]*/train$' "$work/out")
+link=$(grep -m 1 -e '-o [^ ]*/train$' "$out")
 grep -q " $work/nccl/lib/libnccl.so.2 " <<<"$link" && grep -q -e "-Wl,-rpath,$work/nccl/lib" <<<"$link" &&
     grep -q -e "-Wl,-rpath,$kit/lib64" <<<"$link"
 report $? "the programs find both when they start"
-[ "$(grep -c -e '-gencode arch=compute_80,code=sm_80 ' "$work/out")" -gt 0 ] && ! grep -q 'compute_90' "$work/out"
+[ "$(grep -c -e '-gencode arch=compute_80,code=sm_80 ' "$out")" -gt 0 ] && ! grep -q 'compute_90' "$out"
 report $? "CUDA_ARCH and CUDA_PTX choose the GPUs"
 
 if nvidia-smi -L >/dev/null 2>&1; then echo "ok $((++count)) - gpu-check without a GPU # SKIP there is one"; else
-    OUT=$work/gpu make gpu-check PART=suite >"$work/out" 2>"$work/err"
-    [ $? = 2 ] && [ "$(grep -vc '^make' "$work/err")" = 1 ] && grep -q '^gpu-check: no GPU' "$work/err" && [ ! -e "$work/gpu" ]
-    report $? "make gpu-check without a GPU: $(head -n 1 "$work/err")"
+    OUT=$work/gpu make gpu-check PART=suite >"$out" 2>"$err"
+    [ $? = 2 ] && [ "$(grep -vc '^make' "$err")" = 1 ] && grep -q '^gpu-check: no GPU' "$err" && [ ! -e "$work/gpu" ]
+    report $? "make gpu-check without a GPU: $(head -n 1 "$err")"
 fi
 
 # What a chapter names: neither CUDA nor a library below the core, and no conditional but that of its main.
-sed 's|//.*||; s/"[^"]*"//g' 0[0-9]_*/*.c | grep -niE 'cuda|nccl|mpi_|cublas|cblas|<<<' >"$work/out"
-[ ! -s "$work/out" ]
+sed 's|//.*||; s/"[^"]*"//g' 0[0-9]_*/*.c | grep -niE 'cuda|nccl|mpi_|cublas|cblas|<<<' >"$out"
+[ ! -s "$out" ]
 report $? "chapters name no back end"
-grep -nE '^ *# *(if|elif)' 0[0-9]_*/*.c | grep -v ':#ifndef NO_MAIN$' >"$work/out"
-[ ! -s "$work/out" ]
+grep -nE '^ *# *(if|elif)' 0[0-9]_*/*.c | grep -v ':#ifndef NO_MAIN$' >"$out"
+[ ! -s "$out" ]
 report $? "chapters have no #if but that around main"
 
 # Bugs that only a GPU shows are planted there (tests/gpu-check), and must fit the sources here.
-stale=''
-for patch in tests/mutants/gpu/*.patch; do
-    [ "$(grep -cE '^(bug|pitfall|test): ' "$patch")" = 3 ] &&
-        patch -s -p1 -F0 --dry-run <"$patch" >"$work/out" 2>"$work/err" || stale="$stale $patch"
-done
-[ -z "$stale" ]
-report $? "the bugs of tests/mutants/gpu fit the sources${stale:+, but not$stale}"
+tests/mutants/run --gpu --check >"$out" 2>"$err"
+report $? "the bugs of tests/mutants/gpu.txt fit the sources"
 
-echo "1..$count"
-exit $failed
+finish

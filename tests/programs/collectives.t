@@ -2,28 +2,13 @@
 # collectives.t: the primitives and the ring on 1 to 8 ranks, with sizes that do not divide, against what
 # the playbook prints; and wrong use. TAP.
 # needs: build/01_data_parallel/collectives build/01_data_parallel/ring_all_reduce
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
+. "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
-build=${BUILD:-build}/01_data_parallel
-out=$(mktemp) err=$(mktemp)
-trap 'rm -f "$out" "$err"' EXIT
-count=0 failed=0
-
-result() {  # result STATUS NAME
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then
-        echo "ok $count - $2"
-    else
-        echo "not ok $count - $2"
-        { grep FAIL "$out"; tail -n 3 "$out"; head -n 3 "$err"; } | sed 's/^/#   /'
-        failed=1
-    fi
-}
+build=$build/01_data_parallel
 
 # runs COMMAND…: exit status 0 and one PASS verdict, on the last line.
 runs() {
-    timeout -k 5 60 "$@" >"$out" 2>"$err" && tail -n 1 "$out" | grep -q '^PASS ' &&
+    run "$@" && tail -n 1 "$out" | grep -q '^PASS ' &&
         [ "$(grep -c '^PASS' "$out")" = 1 ]
 }
 
@@ -31,8 +16,9 @@ runs() {
 passes() {
     local name=$1 program=$2
     shift 2
+    wanted "$name" || return
     runs "$build/$program" "$@"
-    result $? "$name"
+    report $? "$name"
 }
 
 # prints NAME LINE…: each LINE stands in the output of the last run, whatever its spaces.
@@ -43,16 +29,7 @@ prints() {
         sed 's/  */ /g; s/^ //; s/ $//' "$out" | grep -qxF -e "$line" || missing="$missing '$line'"
     done
     [ -z "$missing" ]
-    result $? "$name${missing:+: not$missing}"
-}
-
-# refuses NAME WORDS COMMAND…: exit status 2, and one line on stderr, with WORDS.
-refuses() {
-    local name=$1 words=$2
-    shift 2
-    timeout -k 5 30 "$@" >"$out" 2>"$err"
-    [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -qF -e "$words" "$err"
-    result $? "$name"
+    report $? "$name${missing:+: not$missing}"
 }
 
 passes "collectives, 3 ranks" collectives --sleep 0.1
@@ -82,13 +59,13 @@ passes "ring, 8 ranks, bf16" ring_all_reduce --ranks 8 --dtype bf16
 passes "ring, 5 ranks, 2 a node, slow links" ring_all_reduce --ranks 5 --gpus-per-node 2 \
     --network-efficiency 0.7 --machine dgx-a100
 runs mpirun --allow-run-as-root --oversubscribe -n 2 "$build/ring_all_reduce" --elements 7
-result $? "ring, started by mpirun"
+report $? "ring, started by mpirun"
 
-refuses "a size below none" '--elements -1' "$build/ring_all_reduce" --elements -1
-refuses "a dtype that it cannot add" '--dtype' "$build/ring_all_reduce" --dtype e4m3
-refuses "half a rank" '--ranks' "$build/collectives" --ranks 2.5
-refuses "a sleep that is no time" '--sleep' "$build/collectives" --sleep nan
-refuses "other ranks than mpirun's" 'mpirun has started 2' \
-    mpirun --quiet --allow-run-as-root --oversubscribe -n 2 "$build/collectives" --ranks 3
-echo "1..$count"
-exit $failed
+refuses "a size below none" '--elements -1' ring_all_reduce --elements -1
+refuses "a dtype that it cannot add" '--dtype' ring_all_reduce --dtype e4m3
+refuses "half a rank" '--ranks' collectives --ranks 2.5
+refuses "a sleep that is no time" '--sleep' collectives --sleep nan
+run mpirun --quiet --allow-run-as-root --oversubscribe -n 2 "$build/collectives" --ranks 3
+one_line $? -F 'mpirun has started 2'
+report $? "other ranks than mpirun's"
+finish

@@ -1,28 +1,9 @@
 #!/bin/bash
 # ddp.t: data parallelism on 3 ranks against one device: tied, unequal labels, clipping, f64 and bf16. TAP.
 # needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
+. "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
-build=${BUILD:-build}/01_data_parallel
-out=$(mktemp)
-trap 'rm -f "$out"' EXIT
-count=0 failed=0
-
-# passes NAME PROGRAM FLAGS…: exit status 0 and a PASS verdict within a minute.
-passes() {
-    local name=$1 program=$2
-    shift 2
-    count=$((count + 1))
-    if timeout -k 5 60 "$build/$program" "$@" >"$out" 2>&1 && grep -q "^PASS $program: " "$out"; then
-        echo "ok $count - $name"
-    else
-        echo "not ok $count - $name"
-        tail -n 12 "$out" | sed 's/^/#   /'
-        failed=1
-        [ -z "$MUTANT" ] || exit 1  # one red is all that a mutant needs
-    fi
-}
+build=$build/01_data_parallel
 
 for program in ddp_naive ddp_overlap ddp_bucketed ddp_no_sync; do
     passes "$program, 3 ranks, SGD" $program --ranks 3
@@ -31,5 +12,4 @@ for program in ddp_naive ddp_overlap ddp_bucketed ddp_no_sync; do
     # 16-bit gradients are summed over micro-batches and ranks in f32; one layer, or bf16's own error hides a factor.
     passes "$program, 2 ranks, bf16" $program --ranks 2 --dtype bf16 --layers 1 --steps 1
 done
-echo "1..$count"
-exit $failed
+finish

@@ -1,42 +1,11 @@
 #!/bin/bash
 # layouts.t: ranks of tensor parallelism, alone and with data parallelism, ZeRO, sequence and vocabulary parallelism,
 # against one device; sizes that do not divide; what does not fit is refused with what would. TAP.
-# With an argument: only the layouts whose names match it.
+# A pattern chooses among the layouts.
 # needs: build/03_tensor_parallel/split_matmul build/03_tensor_parallel/tensor_parallel build/03_tensor_parallel/sequence_parallel build/03_tensor_parallel/vocab_parallel build/03_tensor_parallel/async_tensor_parallel build/00_single_gpu/train
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
+. "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
-build=${BUILD:-build}/03_tensor_parallel
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-count=0 failed=0
-only=$1
-wanted() { [ -z "$only" ] || [[ $1 == $only ]]; }
-
-report() {  # report STATUS NAME
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then echo "ok $count - $2"; else
-        echo "not ok $count - $2"
-        failed=1
-        tail -n 12 "$work/out" | sed 's/^/#   /'
-        [ -z "$MUTANT" ] || exit 1  # one red is all that a mutant needs
-    fi
-}
-passes() {  # passes NAME PROGRAM FLAGS…
-    local name=$1 program=$2
-    shift 2
-    wanted "$name" || return
-    timeout -k 5 60 "$build/$program" "$@" >"$work/out" 2>&1 && grep -q "^PASS $program: " "$work/out"
-    report $? "$name"
-}
-refused() {  # refused WORDS PROGRAM FLAGS…: one line on stderr, which has WORDS
-    local words=$1 program=$2
-    shift 2
-    wanted refused || return
-    timeout -k 5 60 "$build/$program" "$@" >/dev/null 2>"$work/out"
-    [ $? = 2 ] && [ "$(wc -l <"$work/out")" = 1 ] && grep -qF -e "$words" "$work/out"
-    report $? "$program $* is refused: $words"
-}
+build=$build/03_tensor_parallel
 
 three="--heads 6 --kv-heads 3 --ffn 39"  # what 3 ranks divide
 quick="--layers 2 --steps 2"
@@ -86,12 +55,12 @@ passes "odd, tp 3, dp 2" tensor_parallel --ranks 6 --tp 3 $odd
 passes "odd, sp 3, dp 2, vocab, tied, zero 2" sequence_parallel --ranks 6 --tp 3 --vocab-parallel --tied --zero 2 $odd
 passes "odd, sp 3, dp 2, zero 3, full" sequence_parallel --ranks 6 --tp 3 --zero 3 --recompute full $odd
 
-if wanted resumed; then
+if wanted "resumed"; then
     shape="--layers 2 --hidden 48 --heads 8 --kv-heads 2 --ffn 88 --vocab 256"
     rest="--seq 31 --micro-batch 2 --grad-acc 2 --dtype f64 --optimizer sgd --lr 0.1 --clip 0.5"
-    "$build/../00_single_gpu/train" $shape $rest --steps 2 --sample 0 --eval-every 0 --save "$work/one" >"$work/out" 2>&1 &&
-        timeout -k 5 60 "$build/sequence_parallel" --resume "$work/one" --steps 4 --save "$work/four" >"$work/out" 2>&1 &&
-        timeout -k 5 60 "$build/tensor_parallel" --resume "$work/four" --ranks 2 --steps 5 >"$work/out" 2>&1
+    run "$build/../00_single_gpu/train" $shape $rest --steps 2 --sample 0 --eval-every 0 --save "$work/one" &&
+        run "$build/sequence_parallel" --resume "$work/one" --steps 4 --save "$work/four" &&
+        run "$build/tensor_parallel" --resume "$work/four" --ranks 2 --steps 5
     report $? "resumed from one device on 4 ranks, and from these on 2"
 fi
 passes "dry run of Llama 3 8B, tp 8" sequence_parallel --ranks 8 --model llama-3-8b --dtype bf16 --micro-batch 1 --dry-run
@@ -103,5 +72,4 @@ refused "--tp 4 and --kv-heads 3: one must divide the other; --tp 1, 3, 6, 12 wo
 refused "--tp 2 does not divide the 3 ranks; --ranks 4 would fit" tensor_parallel --ranks 3 --tp 2
 refused "--dp 3 x --tp 2 needs 6 ranks, and there are 4: --ranks 6 would fit" sequence_parallel --dp 3 --tp 2
 refused "--dp 3 does not divide the 4 ranks; --ranks 6 would fit" tensor_parallel --dp 3
-echo "1..$count"
-exit $failed
+finish

@@ -1,31 +1,16 @@
 #!/bin/bash
 # profile.t: the profiler's proofs hold on every way to train, and its files are what they claim to be. TAP.
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
-profile=${BUILD:-build}/00_single_gpu/profile
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+. "$(dirname "$0")/tap.sh"
+profile=$build/00_single_gpu/profile
 small="--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24 --micro-batch 3"
-count=0 failed=0
 
-report() {  # report STATUS NAME
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then
-        echo "ok $count - $2"
-    else
-        echo "not ok $count - $2"
-        failed=1
-        grep -hE 'FAIL|^profile:' "$work/out" "$work/err" | sed 's/^/#   /'
-    fi
-}
-
-run() { timeout 60 "$profile" --svg "$work/m.svg" --trace "$work/t.json" "$@" >"$work/out" 2>"$work/err"; }
+profiles() { run "$profile" --svg "$work/m.svg" --trace "$work/t.json" "$@"; }
 
 # proves NAME FLAGS…: exit status 0, PASS in the last line, and as many figures as always.
 proves() {
     local name=$1
     shift
-    run "$@" && tail -n 1 "$work/out" | grep -q '^PASS profile: .*11 counts as predicted'
+    profiles "$@" && tail -n 1 "$out" | grep -q '^PASS profile: .*11 counts as predicted'
     report $? "$name"
 }
 
@@ -38,10 +23,11 @@ proves "and for Llama 3 8B, with no memory behind it" --model llama-3-8b --dtype
 grep -q 'the device has 141 GB' "$work/m.svg"
 report $? "the picture shows the capacity that Llama 3 8B exceeds"
 
-run $small --json "$work/p.json"
-rows=$(sed -n '/^  per step/,/^  all /p' "$work/out" | grep -c '%.*%')
-[ "$rows" = 11 ] && grep -q 'step/backward' "$work/out"
+profiles $small --json "$work/p.json"
+rows=$(sed -n '/^  per step/,/^  all /p' "$out" | grep -c '%.*%')
+[ "$rows" = 11 ] && grep -q 'step/backward' "$out"
 report $? "prints the ten costliest operations, their sum and the anatomy (rows: $rows)"
+missing=''
 for key in '"model clock"' '"wall clock"' '"FLOPs"' '"wall seconds of each step"' '"counts"' '"verdict"'; do
     grep -q "$key" "$work/p.json" || missing="$missing $key"
 done
@@ -53,12 +39,11 @@ report $? "the picture has an area for each kind of memory"
 
 # The model clock knows nothing of this machine: two runs draw the same picture.
 cp "$work/m.svg" "$work/first.svg"
-OMP_NUM_THREADS=1 run $small && cmp -s "$work/m.svg" "$work/first.svg"
+OMP_NUM_THREADS=1 profiles $small && cmp -s "$work/m.svg" "$work/first.svg"
 report $? "the picture is the same to the last byte with another number of threads"
 
-timeout 60 "$profile" $small --svg "$work/no/folder.svg" --trace "$work/t.json" >"$work/out" 2>"$work/err"
-[ $? = 2 ] && [ "$(wc -l <"$work/err")" = 1 ] && grep -q -- '--svg' "$work/err"
+run "$profile" $small --svg "$work/no/folder.svg" --trace "$work/t.json"
+one_line $? -F --svg
 report $? "a picture that cannot be written is named"
 
-echo "1..$count"
-exit $failed
+finish

@@ -1,28 +1,9 @@
 #!/bin/bash
 # programs.t: every program of one device reaches its verdict in every dtype, and writes the files that it is asked for.
 # BUILD=build-asan runs it under the sanitizers. TAP.
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
-build=${BUILD:-build}/00_single_gpu
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-count=0 failed=0
+. "$(dirname "$0")/tap.sh"
+build=$build/00_single_gpu
 small="--layers 1 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13"
-
-report() {
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then echo "ok $count - $2"; else
-        echo "not ok $count - $2"
-        failed=1
-        tail -n 15 "$work/out" | sed 's/^/#   /'
-    fi
-}
-passes() {  # passes NAME PROGRAM FLAGS…
-    local name=$1 program=$2
-    shift 2
-    timeout -k 5 120 "$build/$program" "$@" >"$work/out" 2>&1 && grep -q "^PASS $program: " "$work/out"
-    report $? "$name"
-}
 
 for dtype in f64 f32 bf16 f16; do
     passes "grad_accumulation in $dtype, in 2, 3 and 6 parts" grad_accumulation $small --micro-batch 6 --dtype $dtype \
@@ -44,8 +25,36 @@ done
 
 # A run that fails leaves an older report alone.
 cp "$work/train.json" "$work/before.json"
-"$build/train" --json "$work/train.json" --data /no/such/file >"$work/out" 2>&1
+"$build/train" --json "$work/train.json" --data /no/such/file >"$out" 2>&1
 cmp -s "$work/train.json" "$work/before.json"
 report $? "a run that fails leaves the report of an earlier one"
-echo "1..$count"
-exit $failed
+
+# ---- where output goes ----
+
+for flag in json trace; do
+    mkfifo "$work/fifo.$flag" && ln -s "$work/fifo.$flag" "$work/link.$flag"
+    timeout 60 cat "$work/fifo.$flag" >"$work/came.$flag" &
+    timeout 60 "$build/train" $small --steps 2 --$flag "$work/link.$flag" >"$out" 2>&1
+    wait $!
+    [ -s "$work/came.$flag" ] && [ -p "$work/fifo.$flag" ] && [ -h "$work/link.$flag" ]
+    report $? "--$flag writes through a link into a FIFO"
+done
+ln -s /proc/self/fd/1 "$work/stdout"  # as /dev/stdout is
+"$build/train" $small --steps 12 --json "$work/stdout" >"$work/log" 2>"$out" && grep -q '^L=1' "$work/log" &&
+    grep -q '^PASS' "$work/log" && grep -q '"verdict"' "$work/log"
+report $? "--json on standard output stands in the log"
+"$build/train" $small --steps 12 --json "$work/closed.json" >&- 2>"$out" && [ "$(head -n 1 "$work/closed.json")" = '{' ] &&
+    ! grep -q '^L=1' "$work/closed.json"
+report $? "no line of the log stands in a report when standard output is closed"
+for flag in json trace; do
+    "$build/train" $small --steps 1000000000 --$flag "$work/no/file" >"$out" 2>&1
+    [ $? = 2 ] && grep -q -- "^train: --$flag $work/no/file cannot be written" "$out"
+    report $? "--$flag is found out before the run"
+done
+timeout 60 "$build/train" $small --steps 1000000000 2>"$out" | head -n 1 >/dev/null
+[ ${PIPESTATUS[0]} = 141 ] && [ ! -s "$out" ]
+report $? "a run whose output nobody reads any more ends at once"
+timeout 60 "$build/train" $small --dry-run --micro-batch 100000 --grad-acc 1000000 --steps 2 >"$out" 2>&1
+[ $? = 2 ] && grep -q 'out of host memory: 5.20 TB more were asked for' "$out"
+report $? "a dry run of an absurd size ends with a sentence"
+finish

@@ -1,43 +1,19 @@
 #!/bin/bash
 # reshard.t: checkpoints go from program to program and from layout to layout. TAP.
 # needs: programs build/tests/test_reshard
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
+# Checkpoints are flushed to the disk, or to memory where it can be had.
+[ ! -w /dev/shm ] || export TMPDIR=/dev/shm
+. "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
-build=${BUILD:-build}
-work=$(mktemp -d -p "$([ -w /dev/shm ] && echo /dev/shm || echo /tmp)")
-trap 'rm -rf "$work"' EXIT
-count=0 failed=0
 
-report() {  # report STATUS NAME
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then echo "ok $count - $2"; else
-        echo "not ok $count - $2"
-        failed=1
-        tail -n 12 "$work/out" | sed 's/^/#   /'
-    fi
-}
-passes() {  # passes NAME PROGRAM FLAGS…
-    local name=$1 program=$2
-    shift 2
-    timeout -k 5 60 "$build/$program" "$@" >"$work/out" 2>&1 && grep -q "^PASS $(basename "$program"): " "$work/out"
-    report $? "$name"
-}
-refused() {  # refused WORDS PROGRAM FLAGS…: exit status 2, and one line on stderr that has WORDS
-    local words=$1 program=$2
-    shift 2
-    timeout -k 5 60 "$build/$program" "$@" >/dev/null 2>"$work/out"
-    [ $? = 2 ] && [ "$(wc -l <"$work/out")" = 1 ] && grep -qF -e "$words" "$work/out"
-    report $? "$program is refused: $words"
-}
 same_checkpoint() {
     for file in config.json model.safetensors optimizer.safetensors; do
-        cmp "$1/$file" "$2/$file" >"$work/out" 2>&1 || return 1
+        cmp "$1/$file" "$2/$file" >"$out" 2>&1 || return 1
     done
 }
 
 for ranks in 2 3 6; do
-    timeout -k 5 60 "$build/tests/test_reshard" --ranks $ranks >"$work/out" 2>&1
+    run "$build/tests/test_reshard" --ranks $ranks
     report $? "every layout goes on from others on $ranks ranks"
 done
 
@@ -52,7 +28,7 @@ same_checkpoint "$work/again/step-000004" "$work/zero3/step-000004"
 report $? "and ends in the same checkpoint"
 passes "one device goes on with it" 00_single_gpu/train --resume "$half" --steps 4 --seq 31 --dtype f64 --optimizer sgd \
     --lr 0.1 --clip 0.5 --micro-batch 2 --grad-acc 4 --sample 0 --eval-every 0 --save "$work/one"
-! grep -q 'goes on otherwise' "$work/out"
+! grep -q 'goes on otherwise' "$out"
 report $? "and nothing differs"
 passes "tp 2 x dp 2 goes on with it" 03_tensor_parallel/tensor_parallel --ranks 4 --tp 2 --grad-acc 2 --steps 4 --resume "$half"
 passes "ZeRO-3 on 2 ranks goes on with what one device has saved" 02_zero/zero3 --ranks 2 --grad-acc 2 --steps 6 \
@@ -69,5 +45,4 @@ refused 'with 8 samples in a step, and this one has 16: --grad-acc 2 would fit' 
 refused 'step-000004 already has 4 steps' 02_zero/zero3 --ranks 4 --steps 4 --resume "$work/zero3"
 refused '--save /proc/x: cannot create' 02_zero/zero3 --ranks 2 --save /proc/x
 refused '--dry-run computes no weights' 02_zero/zero3 --ranks 2 --save "$work/dry" --dry-run
-echo "1..$count"
-exit $failed
+finish

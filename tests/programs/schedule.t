@@ -37,7 +37,7 @@ run --json "$work/table.json" && [ "$(tail -n 1 "$work/out" | cut -c 1-15)" = "P
 report $? "the table of all schedules agrees with their formulas"
 [ "$(grep -c '^p = ' "$work/out")" = 6 ] && [ "$(grep -c ' exact ' "$work/out")" -ge 40 ]
 report $? "for p = 4 and 8, m = p, 2 p and 4 p"
-grep -qE '^zb_h1 +3 +3 +3 +28 +28 +the best$' "$work/out" && grep -qE '^zb_v +3 +3 +3 +24 +12' "$work/out"
+grep -qE '^zb_h1 +3 +3 +3 +28 +28 +the best$' "$work/out" && grep -qE '^zb_v +3 +3 +3 +15 +12' "$work/out"
 report $? "and says how far each is from the best"
 python3 -c 'import json,sys; t=json.load(open(sys.argv[1])); assert t["verdict"]["status"] == "PASS"' "$work/table.json" 2>"$work/out"
 report $? "and writes it as JSON"
@@ -107,6 +107,27 @@ printf '%s\n' '# pp-schedule name=stuck p=2 m=2 stages=2 dirs=1' 'place 0: 0 1' 
 run --load "$work/stuck.txt"
 [ $? = 1 ] && grep -q 'rank 0, position 1 (BW0.0.0) .*waits for B1.0.0 at position 2 of rank 1, which waits itself at position 1 (F1.1.0)' "$work/out"
 report $? "a deadlock is told, and not run into"
+
+# What the chapter's page shows is what the program prints.
+page=05_pipeline_parallel/README.md
+run && missing=$(grep -E '^    (afab|one_f|interleaved|zb_|dualpipe|p = )' $page | sed 's/^    //' | while IFS= read -r line; do
+    sed 's/ *$//' "$work/out" | grep -qxF -- "$line" || echo "$line"; done) && [ -z "$missing" ] &&
+    [ "$(grep -cE '^    (afab|one_f|interleaved|zb_|dualpipe|p = )' $page)" -ge 18 ]
+report $? "the page's tables are those of the program"
+bad='' asked=0
+while read -r _ flags; do
+    asked=$((asked + 1))
+    run $flags && grep -q '^PASS schedule: ' "$work/out" || bad="$bad $flags;"
+done < <(grep -E '^ +build/05_pipeline_parallel/schedule --' $page)
+[ -z "$bad" ] && [ $asked = 10 ]
+report $? "every command of the page's questions runs${bad:+, but not$bad}"
+bad=''
+for picture in 05_pipeline_parallel/*.svg; do
+    run --schedule "$(basename "$picture" .svg)" --stages 4 --micro-batches 8 --svg "$work/again.svg"
+    cmp -s "$picture" "$work/again.svg" && grep -qF "($(basename "$picture"))" $page || bad="$bad $picture"
+done
+[ -z "$bad" ]
+report $? "the page's pictures are those of the program${bad:+, but not$bad}"
 
 refused '--load' --load /no/such/file
 printf '# pp-schedule name=x p=2 m=1 stages=2 dirs=1\nplace 0: 0 2\n' >"$work/bad.txt"

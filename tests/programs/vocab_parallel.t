@@ -1,38 +1,18 @@
 #!/bin/bash
 # vocab_parallel.t: a vocabulary cut over 1 to 8 ranks, that they divide and that they do not, against one device. TAP.
 # needs: build/03_tensor_parallel/vocab_parallel
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
-export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
-build=${BUILD:-build}/03_tensor_parallel
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-count=0 failed=0
+. "$(dirname "$0")/tap.sh"
+export OMP_NUM_THREADS=1
+build=$build/03_tensor_parallel
 
-report() {  # report STATUS NAME
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then echo "ok $count - $2"; else
-        echo "not ok $count - $2"
-        failed=1
-        tail -n 12 "$work/out" | sed 's/^/#   /'
-        [ -z "$MUTANT" ] || exit 1  # one red is all that a mutant needs
-    fi
-}
-passes() {  # passes NAME FLAGS…: exit status 0 and a PASS verdict within a minute
-    local name=$1
-    shift
-    timeout -k 5 60 "$build/vocab_parallel" "$@" >"$work/out" 2>&1 && grep -q "^PASS vocab_parallel: " "$work/out"
-    report $? "$name"
-}
-
-passes "256 tokens on 3 ranks" --ranks 3 --heads 6 --kv-heads 3 --ffn 90 --vocab 256
-passes "and between regions each rank has its rows" --ranks 3 --heads 6 --kv-heads 3 --ffn 90 --vocab 256 --sp --tied
-passes "4 ranks, 3 micro-batches, tied, AdamW" --tied --grad-acc 3 --optimizer adamw --lr 0.001
-passes "2 ranks in bf16, rows of their own" --ranks 2 --sp --dtype bf16 --layers 1 --steps 1
-passes "2 ranks in f32, tied" --ranks 2 --tied --dtype f32 --layers 1
-passes "one rank, and all of the vocabulary" --ranks 1 --steps 1
-passes "8 ranks, of which the last has the shortest part" --ranks 8 --sp --seq 13 --layers 1 --steps 2
-passes "2 x 2 ranks, recomputing, 259 tokens" --ranks 4 --dp 2 --tp 2 --sp --recompute full --vocab 259
+passes "256 tokens on 3 ranks" vocab_parallel --ranks 3 --heads 6 --kv-heads 3 --ffn 90 --vocab 256
+passes "and between regions each rank has its rows" vocab_parallel --ranks 3 --heads 6 --kv-heads 3 --ffn 90 --vocab 256 --sp --tied
+passes "4 ranks, 3 micro-batches, tied, AdamW" vocab_parallel --tied --grad-acc 3 --optimizer adamw --lr 0.001
+passes "2 ranks in bf16, rows of their own" vocab_parallel --ranks 2 --sp --dtype bf16 --layers 1 --steps 1
+passes "2 ranks in f32, tied" vocab_parallel --ranks 2 --tied --dtype f32 --layers 1
+passes "one rank, and all of the vocabulary" vocab_parallel --ranks 1 --steps 1
+passes "8 ranks, of which the last has the shortest part" vocab_parallel --ranks 8 --sp --seq 13 --layers 1 --steps 2
+passes "2 x 2 ranks, recomputing, 259 tokens" vocab_parallel --ranks 4 --dp 2 --tp 2 --sp --recompute full --vocab 259
 
 # 9 tokens on 4 ranks: 3 each, and nothing but padding for the last. A file of llm.c's format: magic, version, count.
 escaped=''
@@ -42,17 +22,16 @@ for ((i = 0, x = 1; i < 2000; i++)); do escaped+="\\x0$((x % 9))\\x00" x=$(((x *
     head -c 1012 /dev/zero
     printf "$escaped"
 } >"$work/tokens.bin"
-passes "a rank that has nothing but padding" --data "$work/tokens.bin" --vocab 9 --tied --steps 2
-passes "the same, with rows of its own" --data "$work/tokens.bin" --vocab 9 --sp --steps 2
+passes "a rank that has nothing but padding" vocab_parallel --data "$work/tokens.bin" --vocab 9 --tied --steps 2
+passes "the same, with rows of its own" vocab_parallel --data "$work/tokens.bin" --vocab 9 --sp --steps 2
 
-passes "a checkpoint of 257 tokens, saved by 4 ranks" --save "$work/saved" --optimizer adamw --lr 0.001 --tied --steps 2
-find "$work/saved" -name model.safetensors -exec cat {} + | grep -aoE '"model.embed_tokens.weight":\{[^}]*\}' >"$work/out"
-grep -q '"shape":\[257,48\]' "$work/out"
+passes "a checkpoint of 257 tokens, saved by 4 ranks" vocab_parallel --save "$work/saved" --optimizer adamw --lr 0.001 --tied --steps 2
+find "$work/saved" -name model.safetensors -exec cat {} + | grep -aoE '"model.embed_tokens.weight":\{[^}]*\}' >"$out"
+grep -q '"shape":\[257,48\]' "$out"
 report $? "has no padding in it"
-passes "and goes on with 2 ranks as with one device" --ranks 2 --resume "$work/saved" --optimizer adamw --lr 0.001 --steps 4
+passes "and goes on with 2 ranks as with one device" vocab_parallel --ranks 2 --resume "$work/saved" --optimizer adamw --lr 0.001 --steps 4
 
-"$build/vocab_parallel" --ranks 4 >"$work/out" 2>&1
-awk '/^  maxima and sums/ { own = $4 * ($5 == "kB" ? 1e3 : 1) } /^  gathered logits/ { all = $3 * ($4 == "GB" ? 1e9 : 1) } END { exit !(own > 0 && all > 1000 * own) }' "$work/out"
+run "$build/vocab_parallel" --ranks 4
+awk '/^  maxima and sums/ { own = $4 * ($5 == "kB" ? 1e3 : 1) } /^  gathered logits/ { all = $3 * ($4 == "GB" ? 1e9 : 1) } END { exit !(own > 0 && all > 1000 * own) }' "$out"
 report $? "the loss of Llama 3 8B sends less than a thousandth of its logits"
-echo "1..$count"
-exit $failed
+finish

@@ -2,29 +2,10 @@
 # zero.t [PATTERN]: ZeRO against DDP on the same ranks, bit for bit, and against one device: tied embeddings, unequal
 # and empty parts, accumulation, recomputation, AdamW, f64 and bf16. A pattern chooses among the tests' names. TAP.
 # needs: build/02_zero/zero1 build/02_zero/zero2 build/02_zero/zero3
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
+. "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
-build=${BUILD:-build}/02_zero
-out=$(mktemp)
-trap 'rm -f "$out"' EXIT
-only=${1:-.} count=0 failed=0
-
-# passes NAME PROGRAM FLAGS…: exit status 0 and a PASS verdict within a minute.
-passes() {
-    local name=$1 program=$2
-    shift 2
-    [[ $name =~ $only ]] || return
-    count=$((count + 1))
-    if timeout -k 5 60 "$build/$program" "$@" >"$out" 2>&1 && grep -q "^PASS $program: .*exact, 0 bits" "$out"; then
-        echo "ok $count - $name"
-    else
-        echo "not ok $count - $name"
-        grep -E 'FAIL|^zero' "$out" | sed 's/^/#   /'
-        failed=1
-        [ -z "$MUTANT" ] || exit 1  # one red is all that a mutant needs
-    fi
-}
+build=$build/02_zero
+verdict='.*exact, 0 bits'
 
 for program in zero1 zero2 zero3; do
     passes "$program, 3 ranks, SGD, AdamW, forward alone" $program --ranks 3 --layers 2
@@ -36,5 +17,4 @@ for program in zero1 zero2 zero3; do
     passes "$program, 6 ranks, some of which own nothing of the head" $program --ranks 6 --tied --hidden 4 --heads 2 \
         --kv-heads 1 --ffn 3 --layers 1 --seq 7 --steps 2
 done
-echo "1..$count"
-exit $failed
+finish

@@ -1,39 +1,13 @@
 #!/bin/bash
 # zero_layouts.t: ZeRO on 1 to 8 ranks, the model clock's orders, repetition, wrong use. TAP.
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
+. "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
-build=${BUILD:-build}/02_zero
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-count=0 failed=0
+build=$build/02_zero
 
-report() {  # report STATUS NAME
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then echo "ok $count - $2"; else
-        echo "not ok $count - $2"
-        failed=1
-        grep -E 'FAIL|^zero' "$work/out" | sed 's/^/#   /'
-        [ -z "$MUTANT" ] || exit 1
-    fi
-}
-passes() {  # passes NAME PROGRAM FLAGS…
-    local name=$1 program=$2
-    shift 2
-    timeout -k 5 90 "$build/$program" "$@" >"$work/out" 2>&1 && grep -q "^PASS $program: " "$work/out"
-    report $? "$name"
-}
-refused() {  # refused WORDS PROGRAM FLAGS…: not 0, and WORDS on stderr
-    local words=$1 program=$2
-    shift 2
-    timeout -k 5 60 "$build/$program" "$@" >/dev/null 2>"$work/out"
-    [ $? != 0 ] && grep -q -- "$words" "$work/out"
-    report $? "$program $* is refused: $words"
-}
 falls() {  # falls ROW…: seconds per step, in the first table that has these rows, fall from row to row
     local row ms last=1e9
     for row in "$@"; do
-        ms=$(sed -n "s/^  $row  *\([0-9.]*\) .*/\1/p" "$work/out" | head -n 1)
+        ms=$(sed -n "s/^  $row  *\([0-9.]*\) .*/\1/p" "$out" | head -n 1)
         [ -n "$ms" ] && awk "BEGIN { exit !($ms < $last) }" || return 1
         last=$ms
     done
@@ -44,26 +18,25 @@ for ranks in 1 2 4 8; do
         [ $ranks$program = 8zero2 ] || passes "$program, $ranks ranks" $program --ranks $ranks --layers 1 --steps 2
     done
 done
-cp "$work/out" "$work/first"
+cp "$out" "$work/first"
 falls 'DDP, naive' 'DDP, bucketed' 'ZeRO-1, after step' 'ZeRO-1, in step' ZeRO-1 ZeRO-2
 report $? "from naive DDP to ZeRO-2 each step of Llama 3 8B is shorter, on 8 ranks"
-grep -qE '^  ZeRO-3 +.* [0-9]\.[0-9]% +[0-9.]+ GB$' "$work/out"
+grep -qE '^  ZeRO-3 +.* [0-9]\.[0-9]% +[0-9.]+ GB$' "$out"
 report $? "ZeRO-3 with prefetch exposes less than a tenth of its communication"
-grep -qE '8192 tokens a rank: +[3-9][0-9][0-9] ' "$work/out"
+grep -qE '8192 tokens a rank: +[3-9][0-9][0-9] ' "$out"
 report $? "ZeRO-3 hides until DP is about 512"
-timeout -k 5 90 "$build/zero3" --ranks 8 --layers 1 --steps 2 >"$work/out" 2>&1
-cmp -s "$work/first" "$work/out"
+run "$build/zero3" --ranks 8 --layers 1 --steps 2
+cmp -s "$work/first" "$out"
 report $? "two runs print the same digits"
 passes "f32, within four times the error of one device" zero2 --ranks 3 --dtype f32 --layers 2 --recompute selective
 passes "a dry run of Llama 3 8B" zero3 --ranks 4 --model llama-3-8b --dtype bf16 --micro-batch 1 --dry-run
 
-refused "zero 2 is another program's" zero3 --zero 2
-refused "zero 3 is another program's" zero1 --zero 3
-refused 'cuts over --dp alone' zero2 --ranks 4 --tp 2
+refused "zero is not one of zero3's flags" zero3 --zero 2
+refused "gather is not one of zero2's flags" zero2 --gather step
+refused "tp is not one of zero2's flags" zero2 --ranks 4 --tp 2
 refused 'ranks 3 would fit' zero1 --ranks 4 --dp 3
-refused 'is not one of' zero3 --zero 4
+refused 'gather later is not one of forward|step|after-step' zero1 --gather later
 # No whole weight is there to look at when a loss is NaN.
-refused 'loss of micro-batch 0 is .*; the first bad tensor is' zero3 --ranks 3 --dtype f16 --lr 1000 --clip 0 \
+refuses "a loss that is not finite names the first bad tensor" 'loss of micro-batch 0 is .*; the first bad tensor is' zero3 --ranks 3 --dtype f16 --lr 1000 --clip 0 \
     --steps 9
-echo "1..$count"
-exit $failed
+finish

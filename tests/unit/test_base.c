@@ -414,7 +414,7 @@ static void host_memory_is_never_null(void **state) {
     free(nothing);
     Child child = run_child(out_of_host_memory_is_said, NULL);
     assert_int_equal(child.status, STATUS_USAGE);
-    assert_string_equal(child.err, "test_base: out of host memory: 4.61 EB more were asked for\n");
+    assert_true(strstr(child.err, "test_base: out of host memory: 4.61 EB more were asked for") == child.err);
 }
 
 #endif

@@ -1,5 +1,6 @@
-// test_comm.c [--ranks N] [PATTERN]: collectives and transfers on all ranks at once, against serial references that
-// each rank computes for itself. TAP. comm.t runs it with 1 to 8 ranks, and its scenarios of wrong use.
+// test_comm.c [--ranks N] [PATTERN]: collectives and transfers on all ranks at once, against serial
+// references that each rank computes for itself. TAP. comm.t runs it with 1 to 8 ranks, and its scenarios
+// of wrong use.
 #include <math.h>
 #include <signal.h>
 #include <unistd.h>

@@ -14,7 +14,10 @@
 #include <cmocka.h>
 // clang-format on
 
-enum { EVERY_GROUP = 127 };
+enum {
+    EVERY_GROUP = 127,
+    AXES = CONFIG_DP | CONFIG_PP | CONFIG_CP | CONFIG_TP | CONFIG_EP,
+};
 
 static Config parse(const char *words, unsigned groups, const char *defaults) {
     static char buffer[512];
@@ -86,6 +89,31 @@ static void flags_change_a_preset_in_any_order(void **state) {
     }
     assert_true(parse("--model smollm-135m", CONFIG_MODEL, NULL).tied);
     assert_true(parse("--tied --model llama-3-8b", CONFIG_MODEL, NULL).tied);
+}
+
+// What an option without a target was given as is the technique's to ask for, by its name.
+static void options_of_techniques_become_settings(void **state) {
+    (void)state;
+    Option own[] = {{"bucket-mb", OPTION_REAL, NULL, "25", 0, 100, "MB", "a number", false},
+                    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3", "a choice", false},
+                    {"sp", OPTION_FLAG, NULL, NULL, 0, 0, "", "a flag", false},
+                    {"plan", OPTION_TEXT, NULL, NULL, 0, 0, "FILE", "a text", false},
+                    {"parts", OPTION_INT, NULL, "7", 1, 8, "", "a whole number", false}};
+    char *argv[] = {"test", "--zero", "2", "--plan=x.txt", "--parts", "3", NULL};
+    Config c = config_parse(6, argv, "Tests.", CONFIG_BATCH, "bucket-mb=0.5 zero=1 sp=1", own, 5);
+    assert_true(config_number(&c, "bucket-mb") == 0.5);  // the program's standard
+    assert_true(config_number(&c, "zero") == 2);
+    assert_true(config_number(&c, "sp") == 1);
+    assert_true(config_number(&c, "parts") == 3);
+    assert_string_equal(config_text(&c, "plan"), "x.txt");
+    assert_true(own[1].given && own[3].given && !own[0].given && !own[2].given);
+    assert_true(config_has(&c, "sp"));
+    assert_false(config_has(&c, "gather"));
+    assert_true(config_number(&c, "gather") == 0);
+    assert_null(config_text(&c, "gather"));
+    config_set(&c, "gather", 2);
+    config_set(&c, "zero", 3);
+    assert_true(config_number(&c, "gather") == 2 && config_number(&c, "zero") == 3);
 }
 
 static void own_options_are_read_beside_the_shared_ones(void **state) {
@@ -163,7 +191,7 @@ static void step_flops_are_those_of_the_products(void **state) {
 
 // ---- wrong use ----
 
-// Parses the line, and with ranks checks its layout on so many.
+// Parses the line, and with ranks checks its degrees on so many.
 static void expect_refused(const char *line, unsigned groups, const char *defaults, int ranks,
                            const char *sentence) {
     FILE *err = tmpfile();
@@ -172,7 +200,7 @@ static void expect_refused(const char *line, unsigned groups, const char *defaul
     if (pid == 0) {
         dup2(fileno(err), STDERR_FILENO);
         Config c = parse(line, groups, defaults);
-        if (ranks) config_check_layout(&c, ranks);
+        if (ranks) config_check_degrees(&c, ranks);
         _exit(0);
     }
     int status;
@@ -215,48 +243,48 @@ static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
         expect_refused(wrong[i].line, EVERY_GROUP, NULL, 0, wrong[i].sentence);
 }
 
-// ---- layouts ----
+// ---- degrees of the mesh ----
 
 static void degrees_left_out_take_what_is_left(void **state) {
     (void)state;
     static const struct {
         int ranks;
-        int64_t dp, tp, dp_is, tp_is;
-    } cases[] = {{1, 0, 1, 1, 1}, {8, 0, 1, 8, 1}, {8, 0, 2, 4, 2}, {8, 0, 0, 1, 8}, {8, 4, 0, 4, 2},
-                 {8, 8, 0, 8, 1}, {8, 2, 4, 2, 4}, {3, 3, 1, 3, 1}, {6, 3, 2, 3, 2}};
+        int64_t pp, cp, dp, tp, dp_is, tp_is;
+    } cases[] = {{1, 1, 1, 0, 1, 1, 1}, {8, 1, 1, 0, 1, 8, 1},  {8, 1, 1, 0, 2, 4, 2},
+                 {8, 1, 1, 0, 0, 1, 8}, {8, 1, 1, 4, 0, 4, 2},  {8, 1, 1, 8, 0, 8, 1},
+                 {8, 1, 1, 2, 4, 2, 4}, {3, 1, 1, 3, 1, 3, 1},  {6, 1, 1, 3, 2, 3, 2},
+                 {8, 2, 1, 0, 2, 2, 2}, {12, 2, 3, 0, 0, 1, 2}, {12, 3, 1, 2, 0, 2, 2}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Config c = config_default("heads=8 hidden=64 kv-heads=2 ffn=88");
         c.dp = cases[i].dp;
         c.tp = cases[i].tp;
-        config_check_layout(&c, cases[i].ranks);
+        c.pp = cases[i].pp;
+        c.cp = cases[i].cp;
+        config_check_degrees(&c, cases[i].ranks);
         assert_int_equal(c.dp, cases[i].dp_is);
         assert_int_equal(c.tp, cases[i].tp_is);
     }
 }
 
-static void layouts_that_do_not_fit_are_refused_with_what_would(void **state) {
+static void degrees_that_do_not_fit_are_refused_with_what_would(void **state) {
     (void)state;
     static const struct {
         int ranks;
         const char *line, *sentence;
     } wrong[] = {
-        {4, "--tp 3", "--tp 3 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
-        {3, "--tp 0", "--tp 3 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
-        {16, "--tp 16", "--tp 16 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
-        {4, "--tp 4 --ffn 90", "--tp 4 does not divide --ffn 90; --tp 1, 2 would fit"},
-        {4, "--tp 4 --heads 12 --hidden 48 --kv-heads 6",
-         "--tp 4 and --kv-heads 6: one must divide the other; --tp 1, 2 would fit"},
         {5, "--tp 2", "--tp 2 does not divide the 5 ranks; --ranks 6 would fit"},
         {2, "--tp 4", "--tp 4 does not divide the 2 ranks; --ranks 4 would fit"},
-        {4, "--dp 3", "--dp 3 x --tp 1 needs 3 ranks, and there are 4: --ranks 3 would fit"},
+        {4, "--dp 3", "--dp 3 needs 3 ranks, and there are 4: --ranks 3 would fit"},
+        {8, "--pp 2 --cp 3", "--pp 2 x --cp 3 does not divide the 8 ranks; --ranks 12 would fit"},
+        {12, "--dp 2 --pp 2 --tp 2",
+         "--dp 2 x --pp 2 x --tp 2 needs 8 ranks, and there are 12: --ranks 8 would fit"},
         {4, "--dp 4 --tp 2", "--dp 4 x --tp 2 needs 8 ranks, and there are 4: --ranks 8 would fit"},
         {4, "--dp 3 --tp 0", "--dp 3 does not divide the 4 ranks; --ranks 6 would fit"},
         {4, "--tp -1", "--tp -1 is out of bounds"},
         {4, "--dp 5000", "--dp 5000 is out of bounds"},
-        {4, "--zero 4", "--zero 4 is not one of 0|1|2|3"},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
-        expect_refused(wrong[i].line, CONFIG_MODEL | CONFIG_LAYOUT, "heads=8 hidden=64 kv-heads=2 ffn=88",
+        expect_refused(wrong[i].line, CONFIG_MODEL | AXES, "heads=8 hidden=64 kv-heads=2 ffn=88",
                        wrong[i].ranks, wrong[i].sentence);
 }
 
@@ -283,11 +311,12 @@ int main(int argc, char **argv) {
         cmocka_unit_test(program_defaults_reach_every_field),
         cmocka_unit_test(flags_change_a_preset_in_any_order),
         cmocka_unit_test(own_options_are_read_beside_the_shared_ones),
+        cmocka_unit_test(options_of_techniques_become_settings),
         cmocka_unit_test(parameters_of_published_models),
         cmocka_unit_test(step_flops_are_those_of_the_products),
         cmocka_unit_test(sizes_that_do_not_fit_are_refused_by_flag_and_number),
         cmocka_unit_test(degrees_left_out_take_what_is_left),
-        cmocka_unit_test(layouts_that_do_not_fit_are_refused_with_what_would),
+        cmocka_unit_test(degrees_that_do_not_fit_are_refused_with_what_would),
         cmocka_unit_test(flags_of_groups_that_a_program_lacks_are_refused),
     };
     return cmocka_run_group_tests_name("config", tests, NULL, NULL);

@@ -5,12 +5,13 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "train/data.h"
 #include "tensor/ops.h"
+#include "train/data.h"
 // needs those above
 #include <cmocka.h>
 
@@ -69,19 +70,18 @@ static uint8_t *token_file(uint32_t magic, uint32_t version, size_t n, uint32_t 
 // ---- the parser ----
 
 static void expect_fault(const uint8_t *bytes, size_t size, const char *part) {
-    int32_t mark, *tokens = &mark;
-    int64_t count = -7;
-    bool text;
+    const uint8_t mark[1] = {0};
+    Tokens tokens = {mark, 9, -7};
     // A copy of exactly this size, so that a sanitizer sees a read past the end.
     uint8_t *copy = malloc(size ? size : 1);
     if (size) memcpy(copy, bytes, size);
-    const char *fault = data_parse(copy, size, &tokens, &count, &text);
+    const char *fault = data_parse(copy, size, &tokens);
     free(copy);
     if (!fault) fail_msg("parsed, instead of \"%s\"", part);
     if (!strstr(fault, part)) fail_msg("\"%s\" does not say \"%s\"", fault, part);
     assert_null(strchr(fault, '\n'));
-    assert_ptr_equal(tokens, &mark);
-    assert_int_equal(count, -7);
+    assert_ptr_equal(tokens.at, mark);
+    assert_int_equal(tokens.count, -7);
 }
 
 static void text_is_its_bytes(void **state) {
@@ -90,14 +90,13 @@ static void text_is_its_bytes(void **state) {
     for (int i = 0; i < 256; i++) bytes[i] = (uint8_t)(255 - i);
     memcpy(bytes + 256, "\0\r\n", 3);
     for (size_t size = 1; size <= sizeof bytes; size += size < 8 ? 1 : 50) {
-        int32_t *tokens;
-        int64_t count;
-        bool text = false;
-        assert_null(data_parse(bytes, size, &tokens, &count, &text));
-        assert_true(text);
-        assert_int_equal(count, size);
-        for (size_t i = 0; i < size; i++) assert_int_equal(tokens[i], bytes[i]);
-        free(tokens);
+        Tokens tokens;
+        int32_t read[sizeof bytes];
+        assert_null(data_parse(bytes, size, &tokens));
+        assert_int_equal(tokens.width, 1);
+        assert_int_equal(tokens.count, size);
+        data_copy(&tokens, 0, tokens.count, read);
+        for (size_t i = 0; i < size; i++) assert_int_equal(read[i], bytes[i]);
     }
 }
 
@@ -112,14 +111,13 @@ static void token_files_of_both_kinds(void **state) {
         // At an odd address: no alignment may be assumed.
         uint8_t *odd = malloc(size + 1);
         memcpy(odd + 1, bytes, size);
-        int32_t *tokens;
-        int64_t count;
-        bool text = true;
-        assert_null(data_parse(odd + 1, size, &tokens, &count, &text));
-        assert_false(text);
-        assert_int_equal(count, 100);
-        for (uint32_t i = 0; i < 100; i++) assert_int_equal(tokens[i], kind[k].first + i);
-        free(tokens);
+        Tokens tokens;
+        int32_t read[100];
+        assert_null(data_parse(odd + 1, size, &tokens));
+        assert_int_equal(tokens.width, kind[k].magic == GPT2 ? 2 : 4);
+        assert_int_equal(tokens.count, 100);
+        data_copy(&tokens, 0, 100, read);
+        for (uint32_t i = 0; i < 100; i++) assert_int_equal(read[i], kind[k].first + i);
         free(odd);
         free(bytes);
     }
@@ -211,6 +209,8 @@ static void refusals_name_the_file_and_the_rule(void **state) {
     EXPECT_REFUSAL(in_folder("absent.txt"), 256, 8, "absent.txt", "No such file");
     EXPECT_REFUSAL(folder, 256, 8, folder, "directory");
     EXPECT_REFUSAL("/dev/null", 256, 8, "/dev/null", "a pipe or a device");
+    assert_int_equal(mkfifo(in_folder("fifo"), 0600), 0);
+    EXPECT_REFUSAL(in_folder("fifo"), 256, 8, "fifo", "a pipe or a device");
     EXPECT_REFUSAL(write_file("empty.txt", noise, 0), 256, 8, "empty.txt", "empty");
     // Of 99 tokens 9 are held out, and a sequence of 8 needs 10.
     EXPECT_REFUSAL(write_file("short.txt", noise, 99), 256, 8, "short.txt", "99 tokens", "--seq 8",
@@ -248,6 +248,21 @@ static void text_beyond_a_small_vocabulary(void **state) {
         assert_int_equal(data.count, 1000);
         data_close(&data);
     }
+}
+
+// 8 GB of zeros on no disk: what is not sampled is not read, and nobody holds it in memory.
+static void a_text_larger_than_memory_opens(void **state) {
+    (void)state;
+    const char *path = write_file("large.txt", "", 0);
+    assert_int_equal(truncate(path, (off_t)8 << 30), 0);
+    struct rlimit limit = {.rlim_cur = (rlim_t)1 << 30, .rlim_max = RLIM_INFINITY}, before;
+    assert_int_equal(getrlimit(RLIMIT_DATA, &before) | setrlimit(RLIMIT_DATA, &limit), 0);
+    Data data = data_open(path, 256, 8);
+    int32_t tokens[8], targets[8] = {1};
+    data_sample(&data, 1, 3, true, 8, tokens, targets);
+    assert_int_equal(targets[0], 0);
+    data_close(&data);
+    assert_int_equal(setrlimit(RLIMIT_DATA, &before), 0);
 }
 
 // ---- the default corpus ----
@@ -428,6 +443,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(wrong_files_are_told_what_is_wrong),
         cmocka_unit_test(refusals_name_the_file_and_the_rule),
         cmocka_unit_test(text_beyond_a_small_vocabulary),
+        cmocka_unit_test(a_text_larger_than_memory_opens),
         cmocka_unit_test(the_default_corpus_lies_beside_the_program),
         cmocka_unit_test(targets_are_the_next_tokens),
         cmocka_unit_test(training_never_sees_what_is_held_out),

@@ -7,7 +7,8 @@
 // cmocka wants the headers above first.
 #include <cmocka.h>
 
-#include "00_single_gpu/flash.h"
+#include "00_single_gpu/training.h"
+#include "tensor/rng.h"
 
 static const char *const SMALL =
     "layers=2 hidden=24 heads=6 kv-heads=2 ffn=20 vocab=29 seq=71 micro-batch=3 dtype=f64";
@@ -17,13 +18,15 @@ typedef struct Run {
     int64_t count, kept;
 } Run;
 
-static Run run_model(const char *dtype, bool flash, Recompute recompute) {
+static Run run_model(const char *dtype, bool flash, Recompute again) {
     char *words = format_text("%s dtype=%s", SMALL, dtype);
     Config c = config_default(words);
+    c.recompute = again;
     Model *m = model_new(&c, mesh_single());
-    Flash plug = {0};
-    if (flash) flash_attention_plug(m, &plug);
-    recompute_plug(m, recompute);
+    model_allocate(m);
+    void *plug = flash ? flash_attention.plug(m) : NULL;
+    if (again != RECOMPUTE_NONE) recompute.plug(m);
+    model_begin_step(m, 1);
     int64_t n = c.micro_batch * c.seq;
     int32_t *tokens = host_alloc(n * sizeof *tokens);
     for (int64_t i = 0; i < n; i++) tokens[i] = (int32_t)(rng_bits(3, RNG_TEST, i) % (uint64_t)c.vocab);
@@ -35,8 +38,8 @@ static Run run_model(const char *dtype, bool flash, Recompute recompute) {
     for (int i = 0; i < m->params.count; i++) run.count += m->params.param[i].count;
     run.grad = host_alloc(run.count * sizeof *run.grad);
     for (int64_t i = 0, at = 0; i < m->params.count; at += m->params.param[i++].count)
-        tensor_to_doubles(run.grad + at, param_grad(&m->params, &m->params.param[i]));
-    if (flash) flash_free(&plug);
+        tensor_to_doubles(run.grad + at, param_total_grad(&m->params, &m->params.param[i]));
+    if (flash) flash_attention.unplug(m, plug);
     model_free(m);
     assert_int_equal(memory_account().now_total, 0);
     free(tokens);

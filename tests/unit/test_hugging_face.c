@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "playbook.h"
+#include "00_single_gpu/training.h"
 // needs those above
 #include <cmocka.h>
 
@@ -55,6 +55,7 @@ static Case run_case(const char *folder) {
     config.seq = s;
     config_check(&config);
     c.model = model_new(&config, mesh_single());
+    model_allocate(c.model);
     checkpoint_load_weights(folder, &c.model->params);
     c.micro = micro_batch_new(c.model, 0, b, inputs, targets, 1.0 / (double)valid);
     model_forward(c.model, &c.micro);

@@ -1,111 +1,12 @@
-// test_lines.c [--ranks N] [PATTERN]: the mesh's groups, and communication lines: requests of different lines
-// do not wait for each other, on the wire or on the model clock, and what two ranks share they start in one
-// order. TAP. lines.t runs it with several ranks, and its scenarios of wrong use.
+// test_lines.c [--ranks N] [PATTERN]: communication lines: requests of different lines do not wait for each
+// other, on the wire or on the model clock, and what two ranks share they start in one order. TAP. lines.t
+// runs it with several ranks, and its scenarios of wrong use.
 #include <math.h>
 #include <unistd.h>
 
 #include "ranks.h"
 #include "report/clock.h"
 #include "tensor/ops.h"
-
-// ---- the mesh, in shapes that need no ranks ----
-
-static int ranks_of(MeshShape s) { return s.dp * s.pp * s.cp * s.tp; }
-
-// Every rank is in one group of this axis, at the place that the group's members give it, and a group of so
-// many.
-static void expect_partition(MeshShape s, MeshAxis axis, int size) {
-    int ranks = ranks_of(s), members[64], others[64];
-    for (int r = 0; r < ranks; r++) {
-        int count = mesh_members(s, axis, r, members), mine = 0;
-        if (count != size)
-            note("axis %d has %d members in dp %d pp %d cp %d tp %d ep %d, expected %d", axis, count, s.dp,
-                 s.pp, s.cp, s.tp, s.ep, size);
-        for (int i = 0; i < count; i++) {
-            mine += members[i] == r;
-            if (members[i] < 0 || members[i] >= ranks || (i && members[i] <= members[i - 1]))
-                note("axis %d: member %d of rank %d is %d", axis, i, r, members[i]);
-            else if (mesh_members(s, axis, members[i], others) != count ||
-                     memcmp(members, others, sizeof *members * (size_t)count))
-                note("axis %d: ranks %d and %d see different groups", axis, r, members[i]);
-        }
-        SAME(mine, 1);
-    }
-}
-
-// Two axes are independent: their groups of one rank have that rank alone in common.
-static void expect_independent(MeshShape s, MeshAxis a, MeshAxis b) {
-    int first[64], second[64];
-    for (int r = 0; r < ranks_of(s); r++) {
-        int n_a = mesh_members(s, a, r, first), n_b = mesh_members(s, b, r, second), both = 0;
-        for (int i = 0; i < n_a; i++)
-            for (int j = 0; j < n_b; j++) both += first[i] == second[j];
-        if (both != 1) note("axes %d and %d meet in %d ranks at rank %d", a, b, both, r);
-    }
-}
-
-static void every_axis_parts_the_world(void) {
-    uint64_t bits = 88172645463325252;
-    for (int turn = 0; turn < 3000; turn++) {
-        int degree[5];
-        for (int i = 0; i < 5; i++) {
-            bits ^= bits << 13, bits ^= bits >> 7, bits ^= bits << 17;
-            degree[i] = 1 + (int)(bits % 6);
-        }
-        MeshShape s = {degree[0], degree[1], degree[2], degree[3], degree[4], bits % 2};
-        int within = s.dp * s.cp * (s.ep_within_tp ? s.tp : 1);
-        if (ranks_of(s) > 64 || within % s.ep) continue;
-        const int sizes[MESH_AXES] = {
-            [AXIS_WORLD] = ranks_of(s), [AXIS_DP] = s.dp, [AXIS_PP] = s.pp, [AXIS_PP_BACKWARD] = s.pp,
-            [AXIS_CP] = s.cp, [AXIS_TP] = s.tp, [AXIS_EP] = s.ep, [AXIS_DP_CP] = s.dp * s.cp,
-            [AXIS_EXPERT_DP] = within / s.ep, [AXIS_TP_PP] = s.tp * s.pp};
-        for (int axis = 0; axis < MESH_AXES; axis++) expect_partition(s, axis, sizes[axis]);
-        const MeshAxis apart[][2] = {{AXIS_DP, AXIS_CP}, {AXIS_DP, AXIS_TP}, {AXIS_DP, AXIS_PP},
-                                     {AXIS_CP, AXIS_TP}, {AXIS_CP, AXIS_PP}, {AXIS_TP, AXIS_PP},
-                                     {AXIS_EP, AXIS_EXPERT_DP}, {AXIS_EP, AXIS_PP},
-                                     {AXIS_EXPERT_DP, AXIS_PP}, {AXIS_DP_CP, AXIS_TP_PP}};
-        for (size_t i = 0; i < sizeof apart / sizeof *apart; i++)
-            expect_independent(s, apart[i][0], apart[i][1]);
-    }
-}
-
-// tp fastest, then cp, dp, pp; ep fastest within dp x cp, or within dp x cp x tp.
-static void ranks_are_numbered_with_tp_fastest(void) {
-    int members[64];
-    MeshShape s = {.dp = 2, .pp = 2, .cp = 2, .tp = 2, .ep = 2};
-    const struct {
-        MeshAxis axis;
-        int count, member[8];
-    } of_rank_11[] = {
-        {AXIS_TP, 2, {10, 11}},     {AXIS_CP, 2, {9, 11}},  {AXIS_DP, 2, {11, 15}},
-        {AXIS_PP, 2, {3, 11}},      {AXIS_EP, 2, {9, 11}},  {AXIS_DP_CP, 4, {9, 11, 13, 15}},
-        {AXIS_EXPERT_DP, 2, {11, 15}}, {AXIS_TP_PP, 4, {2, 3, 10, 11}}};
-    for (size_t i = 0; i < sizeof of_rank_11 / sizeof *of_rank_11; i++) {
-        SAME(mesh_members(s, of_rank_11[i].axis, 11, members), of_rank_11[i].count);
-        for (int j = 0; j < of_rank_11[i].count; j++) SAME(members[j], of_rank_11[i].member[j]);
-    }
-    s.ep_within_tp = true;
-    s.ep = 4;
-    SAME(mesh_members(s, AXIS_EP, 11, members), 4);
-    for (int i = 0; i < 4; i++) SAME(members[i], 8 + i);
-    SAME(mesh_members(s, AXIS_EXPERT_DP, 11, members), 2);
-    SAME(members[1], 15);
-}
-
-static void the_mesh_has_a_line_for_each_axis(void) {
-    Mesh mesh = mesh_new((MeshShape){.dp = n}), one = mesh_single();
-    const Line lines[MESH_AXES] = {LINE_WORLD, LINE_DP, LINE_PP_FORWARD, LINE_PP_BACKWARD, LINE_CP,
-                                   LINE_TP,    LINE_EP, LINE_DP,         LINE_DP,          LINE_WORLD};
-    for (int axis = 0; axis < MESH_AXES; axis++) {
-        SAME(mesh_group(&mesh, axis)->line, lines[axis]);
-        SAME(mesh_group(&one, axis)->line, lines[axis]);
-        comm_wait(comm_barrier(*mesh_group(&mesh, axis)));
-        comm_wait(comm_barrier(*mesh_group(&one, axis)));
-    }
-    SAME(mesh.dp_cp.size, n);
-    SAME(mesh.expert_dp.size, n);
-    SAME(mesh.tp_pp.size, 1);
-}
 
 // ---- groups of these tests ----
 
@@ -176,8 +77,8 @@ static void all_lines_move_at_once(void) {
             request[line] = comm_all_reduce(t[line], REDUCE_SUM, group[line]);
         }
         for (int line = 0; line < COMM_LINES; line++)
-            request[COMM_LINES + line] = comm_send_receive(t[line], (me + 1) % n, in[line],
-                                                           (me + n - 1) % n, group[line]);
+            request[COMM_LINES + line] =
+                comm_send_receive(t[line], (me + 1) % n, in[line], (me + n - 1) % n, group[line]);
         for (int i = 0; i < 2 * COMM_LINES; i++) {
             int which = (i * 5 + turn) % (2 * COMM_LINES);
             comm_wait(request[which]);
@@ -192,8 +93,8 @@ static void all_lines_move_at_once(void) {
     }
 }
 
-// Forward and backward pass between neighbours in a pipeline, each pair in its own order: what a stage shares
-// with the one before it need not fit to what it shares with the one behind it.
+// Forward and backward pass between neighbours in a pipeline, each pair in its own order: what a stage
+// shares with the one before it need not fit to what it shares with the one behind it.
 static void neighbours_of_a_pipeline_agree_pair_by_pair(void) {
     if (n < 3) return;
     Group forward = all_on(LINE_PP_FORWARD), backward = all_on(LINE_PP_BACKWARD);
@@ -241,6 +142,25 @@ static void a_batch_fits_any_order_of_its_parts(void) {
     }
     Tensor *all[] = {&a, &b, &c, &d};
     for (int i = 0; i < 4; i++) tensor_free(all[i]);
+}
+
+// Ranks 0 and 1 share two calls, and learn at different times that rank 2 has come to the first: they
+// launch them in the order of their starts all the same.
+static void launches_keep_the_order_of_the_starts(void) {
+    if (n < 3) return;
+    Group three = all_on(LINE_TP), two = pair_on(LINE_DP, 0, 1);
+    Tensor a = filled(5000, 1), b = filled(5000, 1);
+    Request *request[2] = {NULL};
+    if (me == 0) usleep(50000);
+    if (me >= 2) usleep(150000);
+    request[0] = comm_all_reduce(a, REDUCE_SUM, three);
+    if (me < 2) request[1] = comm_all_reduce(b, REDUCE_SUM, two);
+    if (me == 1) usleep(300000);
+    comm_wait_all(request, 2);
+    expect_all("the sum of all", a, n);
+    expect_all("the sum of two", b, me < 2 ? 2 : 1);
+    tensor_free(&a);
+    tensor_free(&b);
 }
 
 static void many_values_are_added_in_one_call(void) {
@@ -366,6 +286,25 @@ static void who_waits_for_a_port_keeps_the_others_waiting(void) {
     tensor_free(&b);
 }
 
+// Rank 1 comes late to what it shares with 0; on the same line 0 comes to 2 only after that.
+static void a_line_goes_on_when_its_last_request_has_ended(void) {
+    if (n < 3) return;
+    Group first = pair_on(LINE_TP, 0, 1), second = pair_on(LINE_TP, 0, 2);
+    Tensor a = filled(1000000, 1), b = filled(1000000, 1);
+    clock_set_cluster(n, 1, 1);
+    comm_wait(comm_barrier(world));
+    double start = clock_model_now(), cost = all_reduce_seconds(2, 2);
+    if (me == 1) compute(1e-3);
+    Request *request[2] = {NULL};
+    if (me < 2) request[0] = comm_all_reduce(a, REDUCE_SUM, first);
+    if (me % 2 == 0 && me < 3) request[1] = comm_all_reduce(b, REDUCE_SUM, second);
+    comm_wait_all(request, 2);
+    if (me == 1) expect_near("the late one's end", clock_model_now() - start, 1e-3 + cost);
+    if (me == 0 || me == 2) expect_near("the end behind it", clock_model_now() - start, 1e-3 + 2 * cost);
+    tensor_free(&a);
+    tensor_free(&b);
+}
+
 static uint64_t mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
     x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
@@ -413,7 +352,8 @@ static void the_clock_of_all_lines_knows_no_load(void) {
         clock_model_wait(ceil(comm_max(clock_model_now(), world)) + 1);
         double seconds = a_run(turn * 1000);
         if (turn == 0) first = seconds;
-        if (!(fabs(seconds - first) < 1e-12)) note("run %d took %.17g, the first %.17g", turn, seconds, first);
+        if (!(fabs(seconds - first) < 1e-12))
+            note("run %d took %.17g, the first %.17g", turn, seconds, first);
     }
     if (!(first > 0)) note("no time passed");
 }
@@ -446,12 +386,11 @@ static void scenario(const char *name) {
         comm_wait(comm_receive(me ? b : a, 1 - me, me ? red : blue));
         comm_wait(comm_send(me ? a : b, 1 - me, me ? blue : red));
     }
-    if (IS("crossed-sends") && me < 2) {
-        Request *request[4];
-        for (int i = 0; i < 2; i++) request[i] = comm_send(i ? a : b, 1 - me, (i == me) ? red : blue);
-        Tensor in[2] = {filled(2048, 0), filled(1024, 0)};
-        for (int i = 0; i < 2; i++) request[2 + i] = comm_receive(in[i], 1 - me, (i == me) ? blue : red);
-        comm_wait_all(request, 4);
+    if (IS("crossed-transfers") && me < 2) {  // of a pipeline that should have received before it sent
+        Request *sent = me ? comm_send(b, 0, blue) : comm_send(a, 1, red);
+        Request *got = me ? comm_receive(a, 0, red) : comm_receive(b, 1, blue);
+        comm_wait(got);
+        comm_wait(sent);
     }
     if (IS("crossed-host")) {
         if (me == 1) comm_sum(1, red);
@@ -504,10 +443,10 @@ static void other_ranges_and_shared_reads_are_free(void) {
     Tensor flat = filled(3000, 1), out = filled(1000 * n, 0), other = filled(1000 * n, 0);
     Tensor first = tensor_view(flat, 0, SHAPE(1000)), second = tensor_view(flat, 1000, SHAPE(1000));
     Request *sum = comm_all_reduce(first, REDUCE_SUM, blue);
-    op_scale(second, 3);                                          // another bucket of the gradient
-    Request *gather = comm_all_gather(out, second, NULL, blue);   // reads it
-    Request *again = comm_all_gather(other, second, NULL, red);   // so may another line
-    op_copy(tensor_view(flat, 2000, SHAPE(1000)), second);        // and an operation
+    op_scale(second, 3);                                         // another bucket of the gradient
+    Request *gather = comm_all_gather(out, second, NULL, blue);  // reads it
+    Request *again = comm_all_gather(other, second, NULL, red);  // so may another line
+    op_copy(tensor_view(flat, 2000, SHAPE(1000)), second);       // and an operation
     comm_wait(sum);
     op_scale(first, 2);  // over: it is ours again
     comm_wait(gather);
@@ -524,18 +463,17 @@ static void other_ranges_and_shared_reads_are_free(void) {
 }
 
 static const RankTest tests[] = {
-    TEST(every_axis_parts_the_world),
-    TEST(ranks_are_numbered_with_tp_fastest),
-    TEST(the_mesh_has_a_line_for_each_axis),
     TEST(a_request_waits_for_its_own_line_alone),
     TEST(all_lines_move_at_once),
     TEST(neighbours_of_a_pipeline_agree_pair_by_pair),
     TEST(a_batch_fits_any_order_of_its_parts),
+    TEST(launches_keep_the_order_of_the_starts),
     TEST(many_values_are_added_in_one_call),
     TEST(two_lines_take_turns_on_one_port),
     TEST(different_ports_run_side_by_side),
     TEST(a_receive_keeps_no_port),
     TEST(who_waits_for_a_port_keeps_the_others_waiting),
+    TEST(a_line_goes_on_when_its_last_request_has_ended),
     TEST(the_clock_of_all_lines_knows_no_load),
     TEST(other_ranges_and_shared_reads_are_free),
 };

@@ -7,7 +7,8 @@
 // cmocka wants the headers above first.
 #include <cmocka.h>
 
-#include "playbook.h"
+#include "00_single_gpu/formulas.h"
+#include "tensor/rng.h"
 
 static char text_file[] = "/tmp/test_memory_XXXXXX";
 
@@ -186,7 +187,7 @@ static void assert_step_is_predicted(const char *shape, Config c) {
     MemoryPlan plan = {.model = c, .f32_gradients = true, .tp = 1, .dp = 1};
     MemoryNeed need = memory_need(&plan);
     memory_reset_peak();
-    Trainer *trainer = trainer_new(&c, mesh_single());
+    Trainer *trainer = trainer_new(&c, mesh_single(), NULL);
     train_step(trainer, NULL);
     Memory account = memory_account();
     assert_bytes("parameters", shape, memory_rank_parameters(&plan),

@@ -1,79 +1,8 @@
 // test_params.c [--ranks N] [PATTERN]: the parameter table: what each rank of a layout stores and owns, and the way
 // back to the whole. TAP. Tables of any degree are looked at from every rank's place without a message; what talks is
 // tried on all ranks at once, in every layout dp x tp of them. params.t runs it with 1 to 8 ranks.
-#include <math.h>
-
-#include "tensor/ops.h"
-#include "train/optim.h"
-#include "train/params.h"
-#include "ranks.h"
-#include "tensor/rng.h"
-
-// ---- a small table with every cut ----
-
-// Sizes fit `degree` ranks of tp, but for the vocabulary's 11 rows. One unit has fewer elements than most groups have
-// ranks, and no weight begins where a rank's part does.
-static Params table(Mesh mesh, int64_t degree, int64_t heads, Group copies) {
-    const ParamSpec spec[] = {
-        {"embed", 11, 5, CUT_VOCABULARY, 0, true, 0.5},  {"norm", 7, 0, CUT_NONE, 0, false, 0},
-        {"q", 3 * degree, 5, CUT_ROWS, 0, true, 0.5},    {"k", 3 * heads, 5, CUT_HEADS, heads, true, 0.5},
-        {"o", 5, 2 * degree, CUT_COLUMNS, 0, true, 0.5}, {"scale", 1, 0, CUT_NONE, 0, false, 0.5},
-    };
-    static const char *const unit[] = {"embedding", "block", NULL, NULL, NULL, "head"};
-    Params params;
-    params_begin(&params, &mesh, SHARD_NOTHING);
-    for (size_t i = 0; i < sizeof spec / sizeof *spec; i++) {
-        if (unit[i]) params_add_unit(&params, unit[i]);
-        params_add(&params, &spec[i], copies);
-    }
-    return params;
-}
-
-static Params allocated(Params params, Sharding sharding, DType dtype) {
-    params.sharding = sharding;
-    params_allocate(&params, dtype, 7);
-    return params;
-}
-
-static Params whole_table(int64_t degree, int64_t heads, DType dtype) {
-    return allocated(table(mesh_single(), degree, heads, (Group){.size = 1}), SHARD_NOTHING, dtype);
-}
-
-// Ranks of tp that share a head, where there are fewer heads than ranks.
-static int copies_of(int64_t heads, int degree) { return heads < degree ? degree / (int)heads : 1; }
-
-// As rank (dp, tp) would see it, without any rank.
-static Params imagined(int dp, int dp_rank, int tp, int tp_rank, int64_t heads) {
-    Mesh mesh = mesh_single();
-    int copies = copies_of(heads, tp);
-    mesh.dp = (Group){.size = dp, .rank = dp_rank};
-    mesh.tp = (Group){.size = tp, .rank = tp_rank};
-    return table(mesh, tp, heads, (Group){.size = copies, .rank = tp_rank % copies});
-}
-
-// Head counts that a degree allows: more heads than ranks, as many, fewer.
-static int heads_for(int degree, int64_t heads[4]) {
-    int count = 0;
-    heads[count++] = degree;
-    heads[count++] = 2 * degree;
-    if (degree > 1) heads[count++] = 1;
-    if (degree % 2 == 0 && degree > 2) heads[count++] = degree / 2;
-    return count;
-}
-
-// The place in the whole weight of the i-th element that a rank stores; -1 in padding.
-static int64_t place(const Param *p, int64_t i) {
-    int64_t row = p->first[0] + i / p->shape[1], column = p->first[1] + i % p->shape[1];
-    return row < p->full[0] ? row * p->full[1] + column : -1;
-}
-
-static int64_t whole_count(const Param *p) { return p->full[0] * p->full[1]; }
-
-static void *host_copy(Tensor t) {
-    void *host = host_alloc(tensor_exists(t) ? (size_t)tensor_bytes(t) : 0);
-    if (tensor_exists(t)) tensor_to_host(host, t);
-    return host;
-}
+#include "03_tensor_parallel/tensor_parallel.h"
+#include "params_tables.h"
 
 // ---- who stores, who owns ----
 
@@ -81,10 +10,10 @@ static void parts_cover_a_unit_once(void) {
     static const int64_t counts[] = {0, 1, 2, 5, 17, 64, 1009, (int64_t)1 << 40};
     for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
         for (int ranks = 1; ranks <= 9; ranks++) {
-            Unit unit = {.count = counts[c]};
-            int64_t next = 0, first, count, *listed = unit_part_counts(&unit, ranks);
+            Unit unit = {.count = counts[c], .replicas = {.size = ranks}};
+            int64_t next = 0, first, count, *listed = zero_part_counts(&unit);
             for (int rank = 0; rank < ranks; rank++) {
-                unit_part(&unit, rank, ranks, &first, &count);
+                count = zero_part(unit.count, rank, ranks, &first);
                 SAME(first, next);
                 SAME(count, listed[rank]);
                 if (count < 0 || count > (counts[c] + ranks - 1) / ranks)
@@ -97,7 +26,7 @@ static void parts_cover_a_unit_once(void) {
         }
 }
 
-static void cuts_cover_a_weight_once(void) {
+static void shards_cover_a_weight_once(void) {
     for (int tp = 1; tp <= 9; tp++) {
         int64_t heads[4];
         for (int h = heads_for(tp, heads) - 1; h >= 0; h--) {
@@ -117,8 +46,8 @@ static void cuts_cover_a_weight_once(void) {
                     params_free(&p);
                 }
                 const Param *param = &first_rank.param[i];
-                int copies = param->cut == CUT_NONE    ? tp
-                             : param->cut == CUT_HEADS ? copies_of(heads[h], tp)
+                int copies = param->role == WHOLE      ? tp
+                             : param->role == BY_HEADS ? copies_of(heads[h], tp)
                                                        : 1;
                 for (int64_t j = 0; j < all; j++)
                     if (holders[j] != copies)
@@ -133,7 +62,7 @@ static void cuts_cover_a_weight_once(void) {
     }
 }
 
-static void shapes_are_those_of_the_cuts(void) {
+static void shapes_are_those_of_the_shards(void) {
     // Two heads on four ranks: neighbours share one.
     for (int rank = 0; rank < 4; rank++) {
         Params shared = imagined(1, 0, 4, rank, 2);
@@ -148,7 +77,8 @@ static void shapes_are_those_of_the_cuts(void) {
             SAME(p.param[i].shape[d], expected[i][d]);
             SAME(p.param[i].first[d], expected[i][2 + d]);
         }
-        SAME(p.param[i].partial, p.param[i].cut == CUT_HEADS);
+        SAME(p.param[i].sharded, p.param[i].role != WHOLE);
+        SAME(p.param[i].parts.size > 1, p.param[i].role == BY_HEADS);
     }
     // Units begin anew, and hold their weights one after another.
     SAME(p.param[0].offset, 0);
@@ -156,24 +86,6 @@ static void shapes_are_those_of_the_cuts(void) {
     SAME(p.param[4].offset, 7 + 15 + 15);
     SAME(p.unit[1].count, 7 + 15 + 15 + 10);
     params_free(&p);
-}
-
-// What the rank owns, or stores, of parameter i is its slice of the whole, and zeros in padding.
-static void expect_slice(const Params *params, const Params *whole, int i, Tensor part, int64_t from) {
-    const Param *param = &params->param[i];
-    if (!tensor_exists(part)) return;
-    size_t size = dtype_size(part.dtype);
-    char *mine = host_copy(part), *all = host_copy(param_value(whole, &whole->param[i]));
-    static const char zeros[8];
-    for (int64_t j = 0; j < tensor_count(part); j++) {
-        int64_t at = place(param, from + j);
-        if (memcmp(mine + (size_t)j * size, at < 0 ? zeros : all + (size_t)at * size, size))
-            note("%s, dp %d of %d, tp %d of %d, sharding %d, %s: element %lld is not the whole's",
-                 param->name, params->dp.rank, params->dp.size, params->tp.rank, params->tp.size,
-                 params->sharding, dtype_name(part.dtype), (long long)(from + j));
-    }
-    free(mine);
-    free(all);
 }
 
 static void shards_are_born_as_slices(void) {
@@ -204,12 +116,12 @@ static void shards_are_born_as_slices(void) {
 // Numbers are drawn some millions at a time.
 static void a_large_weight_is_born_as_a_small_one(void) {
     const int64_t rows = 3001, columns = 1433, all = rows * columns, piece = 1 << 22;
-    const ParamSpec spec = {"large", rows, columns, CUT_NONE, 0, true, 0.5};
+    const ParamSpec spec = {"large", WHOLE, rows, columns, true, 0.5};
     Mesh mesh = mesh_single();
     Params p;
-    params_begin(&p, &mesh, SHARD_NOTHING);
+    params_begin(&p, &mesh);
     params_add_unit(&p, "all");
-    params_add(&p, &spec, (Group){.size = 1});
+    params_add(&p, &spec);
     p = allocated(p, SHARD_NOTHING, F64);
     double *born = host_copy(p.values);
     const int64_t look[] = {0, 1, columns, piece - columns, piece - 1, piece, piece + 1, all - 1};
@@ -227,7 +139,7 @@ static void each_stage_stores_its_own(void) {
             Params p = allocated(imagined(4, rank, 1, 0, 1), sharding, BF16);
             int64_t all = params_elements(&p), own = 0, first, count;
             for (int i = 0; i < p.units; i++) {
-                unit_part(&p.unit[i], sharding ? rank : 0, sharding ? 4 : 1, &first, &count);
+                count = zero_part(p.unit[i].count, sharding ? rank : 0, sharding ? 4 : 1, &first);
                 own += count;
                 SAME(tensor_count(p.unit[i].own_values), count);
                 SAME(tensor_count(p.unit[i].own_grads), count);
@@ -250,36 +162,154 @@ static void each_stage_stores_its_own(void) {
         }
 }
 
-// ---- on all ranks ----
+// ---- what the techniques say ----
 
-typedef struct Layout {
-    Mesh mesh;
-    MeshShape shape;
-    int64_t heads;
-    Group copies;
-} Layout;
+typedef struct Shards {
+    const char *name;
+    const Technique *first, *second;  // as trainer_new calls them; second may be NULL
+} Shards;
+static const Shards shards[] = {{"tensor parallel", &tensor_parallel, NULL},
+                                {"sequence parallel", &sequence_parallel, NULL},
+                                {"vocabulary", &vocab_parallel, &tensor_parallel},
+                                {"sequence and vocabulary", &vocab_parallel, &sequence_parallel}};
+enum { SHARDS = sizeof shards / sizeof *shards };
+static const Technique *const stages[] = {NULL, &zero1, &zero2, &zero3};
 
-// All layouts dp x tp of these ranks, with each number of heads. The same ones in the same order on all ranks.
-static int layouts(Layout *layout) {
-    int count = 0;
-    for (int tp = 1; tp <= n; tp++) {
-        if (n % tp) continue;
-        MeshShape shape = {.dp = n / tp, .tp = tp};
-        Mesh mesh = mesh_new(shape);
-        int64_t heads[4];
-        for (int h = heads_for(tp, heads) - 1; h >= 0; h--) {
-            int copies = copies_of(heads[h], tp);
-            Group group = comm_group("copies", mesh.tp.line, mesh.tp.member + mesh.tp.rank / copies * copies, copies);
-            layout[count++] = (Layout){mesh, shape, heads[h], group};
+// No number of ranks divides the 11 rows of the vocabulary.
+static Config config_for(int tp, int64_t kv_heads) {
+    char *text = format_text("layers=1 hidden=%d heads=%d kv-heads=%ld ffn=%d vocab=11 dtype=bf16", 4 * tp,
+                             2 * tp, kv_heads, 3 * tp);
+    Config c = config_default(text);
+    free(text);
+    return c;
+}
+
+static Model *model_of(const Config *c, Mesh mesh, const Shards *s, int stage) {
+    Model *m = model_new(c, mesh);
+    if (s) s->first->shard(m);
+    if (s && s->second) s->second->shard(m);
+    params_measure(&m->params);
+    if (stage) stages[stage]->shard(m);
+    model_allocate(m);
+    return m;
+}
+
+static bool is_table(const Param *param) {
+    return param->role == ROLE_EMBEDDING || param->role == ROLE_HEAD;
+}
+
+// Ranks of tp on which each element stands.
+static int holders_of(const Param *param, int tp, int64_t kv_heads, bool vocabulary) {
+    if (param->role == ROLE_K || param->role == ROLE_V) return copies_of(kv_heads, tp);
+    return param->dims == 1 || (is_table(param) && !vocabulary) ? tp : 1;
+}
+
+static void expect_facts(const Shards *s, const Param *param, int holders) {
+    bool vector_or_table = param->dims == 1 || is_table(param),
+         copied_heads = !vector_or_table && holders > 1;
+    SAME(param->copies.size, holders);
+    // With sequence parallelism every rank sees its own rows alone, and copied heads serve their own queries.
+    bool rows = s->first == &sequence_parallel || s->second == &sequence_parallel;
+    if (holders > 1) SAME(param->parts.size > 1, copied_heads || (rows && vector_or_table));
+    SAME(param->sharded, !vector_or_table || (is_table(param) && s->first == &vocab_parallel));
+}
+
+// From every rank's place, of more heads than ranks: what the ranks own together is each element once, or once on
+// every replica, and all that stands anywhere is its slice of the whole.
+static void techniques_cover_each_weight(void) {
+    for (int place_of = 0; place_of < 3 * 4; place_of++)
+        for (int kind = 0; kind < SHARDS * 4; kind++) {
+            static const int degrees[] = {2, 3, 4, 8};
+            int dp = 1 + place_of / 4, tp = degrees[place_of % 4], stage = kind % 4;
+            const Shards *s = &shards[kind / 4];
+            Config c = config_for(tp, tp);
+            Model *whole = model_of(&c, mesh_single(), NULL, 0);
+            const Params *all = &whole->params;
+            int *holders[16];
+            CHECK(all->count <= 16, "%d weights", all->count);
+            for (int i = 0; i < all->count; i++) {
+                holders[i] = calloc((size_t)whole_count(&all->param[i]), sizeof(int));
+                CHECK(holders[i], "out of host memory");
+            }
+            for (int rank = 0; rank < dp * tp; rank++) {
+                Model *m = model_of(&c, imagined_mesh(dp, rank / tp, tp, rank % tp), s, stage);
+                SAME(m->params.count, all->count);
+                SAME(m->params.sharding, stage);
+                for (int i = 0; i < all->count; i++) {
+                    const Param *param = &m->params.param[i];
+                    expect_facts(s, param, holders_of(param, tp, tp, s->first == &vocab_parallel));
+                    int64_t from = 0;
+                    Tensor own = param_own_value(&m->params, param, &from);
+                    for (int64_t j = 0; tensor_exists(own) && j < tensor_count(own); j++)
+                        if (place(param, from + j) >= 0) holders[i][place(param, from + j)]++;
+                    expect_slice(&m->params, all, i, own, from);
+                }
+                model_free(m);
+            }
+            for (int i = 0; i < all->count; i++) {
+                const Param *param = &all->param[i];
+                int expected = holders_of(param, tp, tp, s->first == &vocab_parallel) * (stage ? 1 : dp);
+                for (int64_t j = 0; j < whole_count(param); j++)
+                    if (holders[i][j] != expected)
+                        note("%s, ZeRO-%d, dp %d, tp %d, %s: element %lld stands on %d ranks, not %d",
+                             s->name, stage, dp, tp, param->name, (long long)j, holders[i][j], expected);
+                free(holders[i]);
+            }
+            model_free(whole);
         }
-    }
-    return count;
 }
-enum { MAX_LAYOUTS = 16 };
 
-static Params params_of(const Layout *l, Sharding sharding, DType dtype) {
-    return allocated(table(l->mesh, l->shape.tp, l->heads, l->copies), sharding, dtype);
+// On these ranks, of fewer heads than ranks: who shares a head is told in messages, so nobody can imagine them.
+static void ranks_beyond_the_heads_store_copies(void) {
+    Mesh mesh = mesh_new((MeshShape){.tp = n});
+    for (int64_t kv = 1; kv < n; kv++)
+        for (int kind = 0; kind < SHARDS && n % kv == 0; kind++) {
+            Config c = config_for(n, kv);
+            Model *whole = model_of(&c, mesh_single(), NULL, 0), *m = model_of(&c, mesh, &shards[kind], 0);
+            for (int i = 0; i < m->params.count; i++) {
+                const Param *param = &m->params.param[i];
+                expect_facts(&shards[kind], param,
+                             holders_of(param, n, kv, shards[kind].first == &vocab_parallel));
+                expect_slice(&m->params, &whole->params, i, param_value(&m->params, param), 0);
+                if (param->role != ROLE_K && param->role != ROLE_V) continue;
+                SAME(param->first[0], me / (n / kv) * config_head_size(&c));
+                SAME(param->copies.rank, me % (n / kv));
+            }
+            model_free(m);
+            model_free(whole);
+        }
 }
+
+// ---- units on some ranks only ----
+
+static void a_unit_left_out_takes_no_room(void) {
+    for (int sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++)
+        for (int rank = 0; rank < 2; rank++) {
+            Mesh mesh = imagined_mesh(2, rank, 3, 1);
+            Params whole = whole_table(3, 3, F64), p = table(mesh, 3, 3);
+            unit_set_holders(&p, 1, (Group){.size = 2, .rank = 1}, &(int){0}, 1);
+            params_measure(&p);
+            p = allocated(p, (Sharding)sharding, F64);
+            SAME(p.count, whole.count);
+            SAME(params_elements(&p), 55 + 1);
+            SAME(p.unit[1].count, 0);
+            SAME(p.unit[1].own_count, 0);
+            SAME(p.unit[2].first, 55);
+            for (int i = 0; i < p.count; i++) {
+                int64_t from = 0;
+                const Param *param = &p.param[i];
+                SAME(param->here, param->unit != 1);
+                SAME(param->full[0], whole.param[i].full[0]);
+                Tensor own = param_own_value(&p, param, &from);
+                if (param->unit == 1 && tensor_exists(own)) note("%s is here", param->name);
+                expect_slice(&p, &whole, i, own, from);
+            }
+            params_free(&p);
+            params_free(&whole);
+        }
+}
+
+// ---- the way back to the whole, on all ranks ----
 
 static void *random_bits(int64_t count, DType dtype, uint64_t key) {
     size_t size = dtype_size(dtype), bytes = (size_t)count * size;
@@ -294,7 +324,7 @@ static void *random_bits(int64_t count, DType dtype, uint64_t key) {
 
 static void note_bits(const char *what, const Params *p, const Param *param, DType dtype) {
     note("%s: %s of %s, dp %d x tp %d, sharding %d, is not what was given", what, dtype_name(dtype),
-         param->name, p->dp.size, p->tp.size, p->sharding);
+         param->name, p->unit[0].replicas.size, p->spread.size, p->sharding);
 }
 
 static void a_weight_comes_back_bit_for_bit(void) {
@@ -319,59 +349,30 @@ static void a_weight_comes_back_bit_for_bit(void) {
             }
 }
 
-// A flat tensor beside the weights, as the optimizer's state is: this rank's own parts, or all that it stores.
+// A flat tensor beside the weights, as the optimizer's state is: this rank's own parts.
 static void any_flat_tensor_comes_back_bit_for_bit(void) {
     Layout layout[MAX_LAYOUTS];
     for (int l = layouts(layout) - 1; l >= 0; l--)
         for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++) {
             Params p = params_of(&layout[l], sharding, BF16);
             for (int d = 0; d < DTYPES; d++)
-                for (int own = 0; own < 2; own++)
-                    for (int i = 0; i < p.count; i++) {
-                        const Param *param = &p.param[i];
-                        const Unit *unit = &p.unit[param->unit];
-                        size_t bytes = (size_t)whole_count(param) * dtype_size((DType)d);
-                        void *given = random_bits(whole_count(param), (DType)d, (uint64_t)i),
-                             *back = host_alloc(bytes);
-                        Tensor flat = tensor_new(MEMORY_OPTIMIZER, (DType)d,
-                                                 SHAPE(own ? unit->own_count : unit->count));
-                        memset(back, 0x5a, bytes);
-                        param_scatter_flat(&p, param, flat, own, given);
-                        param_gather_flat(&p, param, flat, own, back);
-                        if (memcmp(given, back, bytes)) note_bits("flat tensor", &p, param, (DType)d);
-                        tensor_free(&flat);
-                        free(given);
-                        free(back);
-                    }
+                for (int i = 0; i < p.count; i++) {
+                    const Param *param = &p.param[i];
+                    const Unit *unit = &p.unit[param->unit];
+                    size_t bytes = (size_t)whole_count(param) * dtype_size((DType)d);
+                    void *given = random_bits(whole_count(param), (DType)d, (uint64_t)i),
+                         *back = host_alloc(bytes);
+                    Tensor flat = tensor_new(MEMORY_OPTIMIZER, (DType)d, SHAPE(unit->own_count));
+                    memset(back, 0x5a, bytes);
+                    param_scatter_own(&p, param, flat, given);
+                    param_gather_own(&p, param, flat, back);
+                    if (memcmp(given, back, bytes)) note_bits("flat tensor", &p, param, (DType)d);
+                    tensor_free(&flat);
+                    free(given);
+                    free(back);
+                }
             params_free(&p);
         }
-}
-
-// Gives every rank its part of this gradient of the whole; what padding holds must not matter.
-static void set_gradients(Params *p, const Params *whole, double padding) {
-    for (int i = 0; i < p->count; i++) {
-        const Param *param = &p->param[i];
-        const Unit *unit = &p->unit[param->unit];
-        void *given = host_copy(param_total_grad(whole, &whole->param[i]));
-        param_scatter_flat(p, param, unit->own_grads, true, given);
-        free(given);
-        int64_t from;
-        Tensor own = param_own_grad(p, param, &from);
-        for (int64_t j = 0; tensor_exists(own) && j < tensor_count(own); j++)
-            if (place(param, from + j) < 0) op_fill(tensor_view(own, j, SHAPE(1)), padding);
-    }
-}
-
-static Params whole_with_gradients(const Layout *l, DType dtype, uint64_t key) {
-    Params whole = whole_table(l->shape.tp, l->heads, dtype);
-    for (int i = 0; i < whole.count; i++) {
-        Tensor grad = param_total_grad(&whole, &whole.param[i]);
-        double *x = host_alloc((size_t)tensor_count(grad) * sizeof *x);
-        for (int64_t j = 0; j < tensor_count(grad); j++) x[j] = rng_normal(key, (uint64_t)i, (uint64_t)j);
-        tensor_from_doubles(grad, x);
-        free(x);
-    }
-    return whole;
 }
 
 static void a_gradient_comes_back_bit_for_bit(void) {
@@ -395,6 +396,28 @@ static void a_gradient_comes_back_bit_for_bit(void) {
         }
 }
 
+static void a_weight_of_another_stage_comes_to_all(void) {
+    Layout layout[MAX_LAYOUTS];
+    for (int l = layouts(layout) - 1; l >= 0; l--)
+        for (int at = 0; at < layout[l].shape.tp * layout[l].shape.tp; at++)
+            for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++) {
+                int stages_here = layout[l].shape.tp;
+                Params p = allocated(staged(&layout[l], at % stages_here, at / stages_here), sharding, F32);
+                Params whole = whole_table(stages_here, layout[l].heads, F32);
+                for (int i = 0; i < p.count; i++) {
+                    size_t bytes = (size_t)whole_count(&p.param[i]) * sizeof(float);
+                    void *back = host_alloc(bytes), *born = host_copy(param_value(&whole, &whole.param[i]));
+                    param_gather(&p, &p.param[i], PARAM_VALUE, back);
+                    if (memcmp(back, born, bytes))
+                        note("%s, stages %d: another weight", p.param[i].name, at);
+                    free(born);
+                    free(back);
+                }
+                params_free(&p);
+                params_free(&whole);
+            }
+}
+
 // Looking at weights is no part of the run: its memory is not seen in the peaks.
 static void a_look_leaves_the_peaks(void) {
     Layout layout[MAX_LAYOUTS];
@@ -411,97 +434,21 @@ static void a_look_leaves_the_peaks(void) {
     }
 }
 
-static void expect_norm(const Layout *l, DType dtype, uint64_t key) {
-    Params whole = whole_with_gradients(l, dtype, key);
-    double expected = params_grad_norm(&whole), unsharded = 0;
-    for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++) {
-        Params p = params_of(l, sharding, dtype);
-        set_gradients(&p, &whole, 1e3);
-        double norm = params_grad_norm(&p);
-        if (!(fabs(norm - expected) <= 1e-14 * expected))
-            note("dp %d x tp %d, %d heads, sharding %d, %s: norm %.17g, expected %.17g", p.dp.size,
-                 p.tp.size, (int)l->heads, sharding, dtype_name(dtype), norm, expected);
-        // The very bits of every stage are those of no stage, on every rank.
-        if (sharding == SHARD_NOTHING) unsharded = norm;
-        SAME(norm, unsharded);
-        SAME(comm_max(norm, world), norm);
-        params_free(&p);
-    }
-    params_free(&whole);
-}
-
-static void the_norm_counts_each_element_once(void) {
-    Layout layout[MAX_LAYOUTS];
-    for (int l = layouts(layout) - 1; l >= 0; l--)
-        for (DType dtype = F64; dtype <= F16; dtype++)
-            // Another order of a sum may end in the same bits: seldom so eight times.
-            for (uint64_t key = 0; key < 8; key++) expect_norm(&layout[l], dtype, key);
-}
-
-static void the_first_bad_gradient_is_the_same_everywhere(void) {
-    Layout layout[MAX_LAYOUTS];
-    for (int l = layouts(layout) - 1; l >= 0; l--)
-        for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++) {
-            Params whole = whole_with_gradients(&layout[l], F32, 11),
-                   p = params_of(&layout[l], sharding, F32);
-            for (int bad = -1; bad < p.count; bad++) {
-                // What came earlier in the table went wrong later in backward.
-                for (int i = 0; i <= bad; i++) {
-                    Tensor grad = param_total_grad(&whole, &whole.param[i]);
-                    op_fill(tensor_view(grad, tensor_count(grad) - 1, SHAPE(1)), i % 2 ? NAN : INFINITY);
-                }
-                set_gradients(&p, &whole, 0);
-                const Param *found = params_first_bad_grad(&p);
-                SAME(found ? found - p.param : -1, bad);
-                if ((bad < 0) != isfinite(params_grad_norm(&p))) note("the norm hides what is bad");
-            }
-            params_free(&p);
-            params_free(&whole);
-        }
-}
-
-// Each rank steps its own part alone, with the bits that one device gives to it.
-static void parts_step_as_the_whole(void) {
-    Layout layout[MAX_LAYOUTS];
-    for (int l = layouts(layout) - 1; l >= 0; l--)
-        for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++)
-            for (DType dtype = F64; dtype <= F16; dtype++) {
-                Config config = config_default("optimizer=adamw weight-decay=0.3");
-                Params whole = whole_with_gradients(&layout[l], dtype, 11),
-                       p = params_of(&layout[l], sharding, dtype);
-                Optimizer one = optimizer_new(&config, &whole), all = optimizer_new(&config, &p);
-                set_gradients(&p, &whole, 0);
-                for (int step = 0; step < 3; step++) {
-                    optimizer_step(&one, &whole, 0.01, 0.5);
-                    optimizer_step(&all, &p, 0.01, 0.5);
-                }
-                for (int i = 0; i < p.count; i++) {
-                    int64_t from = 0;
-                    Tensor own = param_own_value(&p, &p.param[i], &from);
-                    expect_slice(&p, &whole, i, own, from);
-                }
-                for (int i = 0; i < p.units; i++) SAME(tensor_count(all.unit[i].v), p.unit[i].own_count);
-                optimizer_free(&one);
-                optimizer_free(&all);
-                params_free(&p);
-                params_free(&whole);
-            }
-}
-
 static const RankTest tests[] = {
     TEST(parts_cover_a_unit_once),
-    TEST(cuts_cover_a_weight_once),
-    TEST(shapes_are_those_of_the_cuts),
+    TEST(shards_cover_a_weight_once),
+    TEST(shapes_are_those_of_the_shards),
     TEST(shards_are_born_as_slices),
     TEST(a_large_weight_is_born_as_a_small_one),
     TEST(each_stage_stores_its_own),
+    TEST(techniques_cover_each_weight),
+    TEST(ranks_beyond_the_heads_store_copies),
+    TEST(a_unit_left_out_takes_no_room),
     TEST(a_weight_comes_back_bit_for_bit),
     TEST(any_flat_tensor_comes_back_bit_for_bit),
     TEST(a_gradient_comes_back_bit_for_bit),
+    TEST(a_weight_of_another_stage_comes_to_all),
     TEST(a_look_leaves_the_peaks),
-    TEST(the_norm_counts_each_element_once),
-    TEST(the_first_bad_gradient_is_the_same_everywhere),
-    TEST(parts_step_as_the_whole),
 };
 
 int main(int argc, char **argv) {

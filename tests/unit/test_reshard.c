@@ -6,7 +6,7 @@
 #include <math.h>
 #include <unistd.h>
 
-#include "playbook.h"
+#include "03_tensor_parallel/tensor_parallel.h"
 #include "ranks.h"
 
 // ---- layouts ----
@@ -16,7 +16,6 @@ typedef struct Layout {
     int dp, tp;  // 0: one device
     int zero;
     bool sp, vocab_parallel;
-    LayoutProgram program;
     Mesh mesh;
 } Layout;
 
@@ -30,34 +29,22 @@ static bool is_source(const Layout *l) { return l->dp == 0 || l->zero == 3 || (l
 
 // The same in the same order on all ranks; returns how many.
 static int layouts(Layout *layout) {
-    const LayoutProgram zero = {.plug = zero_layout_plug, .unplug = zero_layout_unplug};
-    const LayoutProgram tp = {.plug = layout_plug, .unplug = layout_unplug};
     const int kv = heads_of_keys(), degree = n % kv ? 1 : kv;
     const Layout all[] = {
         {.name = "one device"},
-        {.name = "DDP", .dp = n, .tp = 1, .program = zero},
-        {.name = "ZeRO-1", .dp = n, .tp = 1, .zero = 1, .program = zero},
-        {.name = "ZeRO-2", .dp = n, .tp = 1, .zero = 2, .program = zero},
-        {.name = "ZeRO-3", .dp = n, .tp = 1, .zero = 3, .program = zero},
-        {.name = "tensor parallel", .dp = 1, .tp = n, .program = tp},
-        {.name = "sequence and vocabulary",
-         .dp = 1,
-         .tp = n,
-         .sp = true,
-         .vocab_parallel = true,
-         .program = tp},
-        {.name = "ZeRO-3 x tp, all cut",
+        {.name = "DDP", .dp = n, .tp = 1},
+        {.name = "ZeRO-1", .dp = n, .tp = 1, .zero = 1},
+        {.name = "ZeRO-2", .dp = n, .tp = 1, .zero = 2},
+        {.name = "ZeRO-3", .dp = n, .tp = 1, .zero = 3},
+        {.name = "tensor parallel", .dp = 1, .tp = n},
+        {.name = "sequence and vocabulary", .dp = 1, .tp = n, .sp = true, .vocab_parallel = true},
+        {.name = "ZeRO-3 x tp, all sharded",
          .dp = n / degree,
          .tp = degree,
          .zero = 3,
          .sp = true,
-         .vocab_parallel = true,
-         .program = tp},
-        {.name = "dp x tp, vocabulary",
-         .dp = n / degree,
-         .tp = degree,
-         .vocab_parallel = true,
-         .program = tp},
+         .vocab_parallel = true},
+        {.name = "dp x tp, vocabulary", .dp = n / degree, .tp = degree, .vocab_parallel = true},
     };
     int count = sizeof all / sizeof *all;
     for (int i = 0; i < count; i++) {
@@ -76,7 +63,7 @@ static char *folder_of(const Layout *l, int rank) {
     return l->dp ? format_text("%s/%s", folder, l->name) : format_text("%s/%s %d", folder, l->name, rank);
 }
 
-// Two samples a rank in a step, however they are cut. No number of ranks divides the vocabulary's 257 rows.
+// Two samples a rank in a step, however they are dealt. No number of ranks divides the vocabulary's 257 rows.
 static Config config_of(const Layout *l, const char *more) {
     char *text = format_text(
         "layers=2 hidden=48 heads=24 kv-heads=%d ffn=48 vocab=257 seq=12 micro-batch=1 steps=4 lr=3e-3 "
@@ -88,9 +75,9 @@ static Config config_of(const Layout *l, const char *more) {
     c.grad_acc = 2 * n / dp;
     c.dp = dp;
     c.tp = l->dp ? l->tp : 1;
-    c.zero = l->zero;
-    c.sp = l->sp;
-    c.vocab_parallel = l->vocab_parallel;
+    config_set(&c, "zero", l->zero);
+    config_set(&c, "sp", l->sp);
+    config_set(&c, "vocab-parallel", l->vocab_parallel);
     return c;
 }
 
@@ -99,12 +86,16 @@ static Record run(const Layout *l, const Config *config, const char *save, const
     c.save = save;
     c.save_every = save ? 2 : 0;
     c.resume = resume;
-    return layout_record(&c, l->mesh, l->dp ? &l->program : NULL, false, l->name);
+    return program_record(&c, l->mesh, l->dp ? tensor_layouts : NULL, false, false, l->name);
 }
 
 // Four steps straight, saved after two and four.
 static Record straight(const Layout *l, const Config *c) {
-    char *dir = folder_of(l, me);
+    char *dir = folder_of(l, me), *command = format_text("rm -rf '%s'", dir);
+    // What an earlier test saved there is another run's.
+    if ((me == 0 || !l->dp) && system(command) != 0) note("%s stays", dir);
+    comm_wait(comm_barrier(comm_world()));
+    free(command);
     Record record = run(l, c, dir, NULL);
     free(dir);
     return record;

@@ -381,6 +381,21 @@ static void the_search_finds_what_trying_all_orders_finds(void **context) {
         }
 }
 
+static void the_search_takes_stages_of_a_rank_one_after_the_other(void **context) {
+    (void)context;
+    for (int m = 1; m <= 3; m++) {
+        Schedule one = make(ZB_V, 1, m), two = make(ZB_V, 2, m), loop = make(INTERLEAVED, 2, m);
+        ASSERT_SAME(schedule_best_makespan(&one, papers), 30 * m);  // nothing to wait for
+        // rank 1 begins half an F later; and one micro-batch alone is a chain: 2 F, 2 B, and W of half a rank
+        assert_true(schedule_best_makespan(&two, papers) >= 30 * m + 5);
+        if (m == 1) ASSERT_SAME(schedule_best_makespan(&two, papers), 2 * (10 + 12) + 4);
+        if (m == 1) ASSERT_SAME(schedule_best_makespan(&loop, papers), 2 * (10 + 12) + 4);
+        schedule_free(&one);
+        schedule_free(&two);
+        schedule_free(&loop);
+    }
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
@@ -397,6 +412,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_pair_takes_its_own_time_and_its_outputs_leave_at_its_end),
         cmocka_unit_test(the_period_is_what_repeated_steps_cost),
         cmocka_unit_test(the_search_finds_what_trying_all_orders_finds),
+        cmocka_unit_test(the_search_takes_stages_of_a_rank_one_after_the_other),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);

@@ -177,8 +177,10 @@ static void each_line_has_its_own_row(void **context) {
     FILE *out = open_memstream(&trace, &size);
     clock_trace_part(out, 0, 1);
     fclose(out);
-    assert_non_null(strstr(trace, "\"tid\":2,\"name\":\"thread_name\",\"args\":{\"name\":\"communication, tp\"}"));
-    assert_non_null(strstr(trace, "\"tid\":6,\"name\":\"thread_name\",\"args\":{\"name\":\"communication, dp\"}"));
+    assert_non_null(
+        strstr(trace, "\"tid\":2,\"name\":\"thread_name\",\"args\":{\"name\":\"communication, tp\"}"));
+    assert_non_null(
+        strstr(trace, "\"tid\":6,\"name\":\"thread_name\",\"args\":{\"name\":\"communication, dp\"}"));
     free(text);
     free(trace);
     timeline_free(&row);

@@ -8,7 +8,8 @@
 // cmocka wants the headers above first.
 #include <cmocka.h>
 
-#include "playbook.h"
+#include "00_single_gpu/training.h"
+#include "tensor/rng.h"
 
 static char text_file[] = "/tmp/test_train_XXXXXX";
 
@@ -38,7 +39,7 @@ static Config small_config(const char *more) {
 }
 
 static Record run(const Config *c, bool masked) {
-    Trainer *t = trainer_new(c, mesh_single());
+    Trainer *t = trainer_new(c, mesh_single(), NULL);
     t->masked = masked;
     Record r = train_record(t, "run");
     trainer_free(t);
@@ -157,7 +158,7 @@ static void sgd_moves_by_rate_clip_and_gradient(void **state) {
     for (int clipped = 0; clipped < 2; clipped++) {
         Config c = small_config("dtype=f64 optimizer=sgd lr=0.5 steps=1");
         c.clip = clipped ? 1e-2 : 0;
-        Trainer *t = trainer_new(&c, mesh_single());
+        Trainer *t = trainer_new(&c, mesh_single(), NULL);
         Record before = record_new("before", 1, &t->model->params);
         record_params(&before, &t->model->params);
         Record r = train_record(t, "step");
@@ -187,7 +188,7 @@ static void adamw_first_step_is_the_closed_form(void **state) {
     Config c = small_config("dtype=f64 optimizer=adamw lr=1e-2 steps=1 warmup=0 clip=1e-3");
     c.adam_eps = 1e-5;
     c.weight_decay = 0.1;
-    Trainer *t = trainer_new(&c, mesh_single());
+    Trainer *t = trainer_new(&c, mesh_single(), NULL);
     Record before = record_new("before", 1, &t->model->params);
     record_params(&before, &t->model->params);
     Record r = train_record(t, "step");
@@ -221,7 +222,7 @@ static void learning_rate_warms_up_and_decays(void **state) {
 static void progress_counts_steps_and_samples(void **state) {
     (void)state;
     Config c = small_config("dtype=f32 grad-acc=3");
-    Trainer *t = trainer_new(&c, mesh_single());
+    Trainer *t = trainer_new(&c, mesh_single(), NULL);
     train_step(t, NULL);
     train_step(t, NULL);
     assert_int_equal(t->progress.step, 2);
@@ -234,7 +235,7 @@ static void progress_counts_steps_and_samples(void **state) {
 static void each_step_starts_from_zero_and_sees_new_samples(void **state) {
     (void)state;
     Config c = small_config("dtype=f64 grad-acc=2 optimizer=sgd lr=0");
-    Trainer *t = trainer_new(&c, mesh_single());
+    Trainer *t = trainer_new(&c, mesh_single(), NULL);
     train_step(t, NULL);
     double first = t->grad_norm;
     train_step(t, NULL);
@@ -249,7 +250,7 @@ static void each_step_starts_from_zero_and_sees_new_samples(void **state) {
 static void held_out_loss_is_the_mean_over_labels(void **state) {
     (void)state;
     Config c = small_config("dtype=f64");
-    Trainer *t = trainer_new(&c, mesh_single());
+    Trainer *t = trainer_new(&c, mesh_single(), NULL);
     train_step(t, NULL);
     t->masked = true;
     double sum = 0, labels = 0, means = 0;
@@ -274,7 +275,7 @@ static void held_out_loss_is_the_mean_over_labels(void **state) {
 static void bf16_keeps_masters_and_f32_sums(void **state) {
     (void)state;
     Config c = small_config("dtype=bf16 grad-acc=8 micro-batch=1 optimizer=sgd lr=1e-5 clip=0 steps=40");
-    Trainer *t = trainer_new(&c, mesh_single());
+    Trainer *t = trainer_new(&c, mesh_single(), NULL);
     Record r = train_record(t, "bf16");
     int64_t n = config_parameters(&c);
     assert_int_equal(r.memory.now[MEMORY_PARAMETER], 2 * n);

@@ -7,7 +7,8 @@
 // cmocka wants the headers above first.
 #include <cmocka.h>
 
-#include "playbook.h"
+#include "03_tensor_parallel/tensor_parallel.h"
+#include "tensor/rng.h"
 
 static const char *const SMALL =
     "layers=2 hidden=24 heads=6 kv-heads=2 ffn=20 vocab=29 seq=7 micro-batch=3 dtype=f64";
@@ -21,6 +22,7 @@ static Config small_config(bool tied) {
 // Weights far from the usual small start: every term of every gradient matters.
 static Model *rough_model(const Config *c) {
     Model *m = model_new(c, mesh_single());
+    model_allocate(m);
     for (int i = 0; i < m->params.count; i++) {
         Param *p = &m->params.param[i];
         double *host = host_alloc(p->count * sizeof *host);
@@ -41,8 +43,8 @@ static MicroBatch some_batch(const Model *m, int64_t index) {
         targets[i] = (int32_t)(rng_bits(4, RNG_TEST, 1000 * index + i) % (uint64_t)c->vocab);
         if (i % 5 == 2) targets[i] = IGNORED_LABEL;
     }
-    MicroBatch micro =
-        micro_batch_new(m, index, c->micro_batch, tokens, targets, mean_loss_scale((double)count_labels(targets, n)));
+    MicroBatch micro = micro_batch_new(m, index, c->micro_batch, tokens, targets,
+                                       mean_loss_scale((double)count_labels(targets, n)));
     free(tokens);
     free(targets);
     return micro;
@@ -138,18 +140,18 @@ static void weight_gradients_may_come_late(void **state) {
         model_backward(plain, &micro);
         micro_batch_free(plain, &micro);
     }
+    // Every unit a stage of its own. The embedding's gradient of a micro-batch adds up from the head's W on.
+    const Chunk stage[] = {
+        {0, 0, true, false}, {0, 1, false, false}, {1, 2, false, false}, {2, 2, false, true}};
     MicroBatch both[2] = {some_batch(late, 0), some_batch(late, 1)};
+    model_begin_step(late, 2);
     model_forward(late, &both[0]);
     model_forward(late, &both[1]);
-    for (int i = 1; i >= 0; i--) {
-        head_backward_input(late, &both[i]);
-        for (int layer = (int)late->layers - 1; layer >= 0; layer--)
-            block_backward_input(late, &both[i], layer);
-    }
+    for (int i = 1; i >= 0; i--)
+        for (int s = 3; s >= 0; s--) chunk_backward_input(late, &both[i], stage[s]);
+    static const int order[] = {3, 1, 2, 0};
     for (int i = 0; i < 2; i++) {
-        head_backward_weight(late, &both[i]);
-        for (int layer = 0; layer < late->layers; layer++) block_backward_weight(late, &both[i], layer);
-        embedding_backward(late, &both[i]);
+        for (int s = 0; s < 4; s++) chunk_backward_weight(late, &both[i], stage[order[s]]);
         micro_batch_free(late, &both[i]);
     }
     for (int i = 0; i < plain->params.count; i++) {
@@ -254,22 +256,26 @@ static void samples_of_a_batch_are_independent(void **state) {
     model_free(m);
 }
 
-// Every shard of every cut is born equal to its slice of the whole.
+// Every shard of every weight is born equal to its slice of the whole.
 static void shards_are_slices_of_the_whole(void **state) {
     (void)state;
     Config c = small_config(false);
     c.vocab = 30;
     Model *whole = model_new(&c, mesh_single());
+    model_allocate(whole);
     for (int rank = 0; rank < 2; rank++) {
         Mesh mesh = mesh_single();
-        mesh.tp = (Group){.size = 2, .rank = rank};
+        mesh.tp = mesh.tp_pp = (Group){.size = 2, .rank = rank};
         Model *part = model_new(&c, mesh);
+        tensor_parallel.shard(part);
+        vocab_parallel.shard(part);
+        model_allocate(part);
         for (int i = 0; i < whole->params.count; i++) {
             const Param *p = &part->params.param[i], *w = &whole->params.param[i];
             double *a = host_alloc(p->count * sizeof *a), *b = host_alloc(w->count * sizeof *b);
             tensor_to_doubles(a, param_value(&part->params, p));
             tensor_to_doubles(b, param_value(&whole->params, w));
-            assert_true(p->cut == CUT_NONE ? p->count == w->count : 2 * p->count == w->count);
+            assert_true(p->dims == 1 ? p->count == w->count : 2 * p->count == w->count);
             for (int64_t r = 0; r < p->shape[0]; r++)
                 for (int64_t k = 0; k < p->shape[1]; k++)
                     if (a[r * p->shape[1] + k] != b[(p->first[0] + r) * w->full[1] + p->first[1] + k])
@@ -285,7 +291,7 @@ static void shards_are_slices_of_the_whole(void **state) {
 // ---- sockets ----
 
 typedef struct Calls {
-    int acquired, released, ready[8], most_held, order[8], readies;
+    int acquired, released, begun[8], ready[8], most_held, order[8], readies, last;
 } Calls;
 
 static void count_acquire(void *context, Model *m, int unit, Pass pass) {
@@ -299,9 +305,14 @@ static void count_release(void *context, Model *m, int unit, Pass pass) {
     (void)m, (void)unit, (void)pass;
     ((Calls *)context)->released++;
 }
-static void count_ready(void *context, Model *m, int unit, MicroBatch *micro) {
-    (void)m, (void)micro;
+static void count_begin(void *context, Model *m, int unit) {
+    (void)m;
+    ((Calls *)context)->begun[unit]++;
+}
+static void count_ready(void *context, Model *m, int unit, bool last) {
+    (void)m;
     Calls *calls = context;
+    calls->last += last;
     calls->ready[unit]++;
     calls->order[calls->readies++] = unit;
 }
@@ -315,8 +326,10 @@ static void sockets_are_called_once_per_unit(void **state) {
         m->sockets.parameters.context = m->sockets.gradients.context = &calls;
         m->sockets.parameters.acquire = count_acquire;
         m->sockets.parameters.release = count_release;
+        m->sockets.gradients.begin = count_begin;
         m->sockets.gradients.ready = count_ready;
         MicroBatch micro = some_batch(m, 0);
+        model_begin_step(m, 1);
         model_forward(m, &micro);
         model_backward(m, &micro);
         micro_batch_free(m, &micro);
@@ -327,7 +340,12 @@ static void sockets_are_called_once_per_unit(void **state) {
         assert_int_equal(calls.most_held, 1 + tied);
         const int from_last_to_first[] = {3, 2, 1, 0};
         assert_memory_equal(calls.order, from_last_to_first, sizeof from_last_to_first);
-        for (int unit = 0; unit < 4; unit++) assert_int_equal(calls.ready[unit], 1);
+        for (int unit = 0; unit < 4; unit++) {
+            assert_int_equal(calls.ready[unit], 1);
+            assert_int_equal(calls.begun[unit],
+                             1 + (tied && unit == 0));  // tied, both ends add to the embedding's
+        }
+        assert_int_equal(calls.last, 4);
         model_free(m);
     }
 }

@@ -1,6 +1,6 @@
 // test_zero_r.c [--ranks N] [PATTERN]: checkpoints that are cut over the ranks of real tensor parallelism, and buffers of
 // every size. TAP.
-#include "playbook.h"
+#include "03_tensor_parallel/tensor_parallel.h"
 #include "ranks.h"
 
 static Config config_of(const char *more) {
@@ -25,13 +25,11 @@ static void expect_same_bits(const char *what, const Record *x, const Record *y)
 // ---- checkpoints ----
 
 static Record run_cut(const Config *c, Mesh mesh, bool cut, bool contiguous) {
-    Trainer *t = trainer_new(c, mesh);
+    Trainer *t = trainer_new(c, mesh, tensor_layouts);
     ZeroR z = {.tp = mesh.tp, .contiguous = contiguous};
-    void *plugs = layout_plug(t);
     if (cut) zero_r_plug(t->model, &z);
     Record record = train_record(t, "run");
     if (cut) zero_r_unplug(t->model, &z);
-    layout_unplug(t, plugs);
     trainer_free(t);
     return record;
 }
@@ -44,15 +42,15 @@ static void cut_checkpoints_change_no_bit(void) {
         for (int vocabulary = 0; vocabulary < 2; vocabulary++) {
             Config c = config_of(dtypes[i]);
             c.tp = n;
-            c.vocab_parallel = vocabulary;
+            config_set(&c, "zero", 0);
+            config_set(&c, "vocab-parallel", vocabulary);
             c.recompute = RECOMPUTE_FULL;
             Record whole = run_cut(&c, mesh, false, false);
             for (int contiguous = 0; contiguous < 2; contiguous++) {
                 Record cut = run_cut(&c, mesh, true, contiguous);
                 expect_same_bits(dtypes[i], &cut, &whole);
-                int64_t first, x = c.micro_batch * c.seq * c.hidden, each = (x + n - 1) / n;
-                Unit unit = {.count = x};
-                unit_part(&unit, contiguous ? 0 : me, n, &first, &each);
+                int64_t first, x = c.micro_batch * c.seq * c.hidden, each;
+                each = zero_part(x, contiguous ? 0 : me, n, &first);
                 SAME(whole.kept_bytes - cut.kept_bytes,
                      c.layers * (x - each) * (int64_t)dtype_size((DType)c.dtype));
                 record_free(&cut);
@@ -68,17 +66,15 @@ static void buffers_of_every_size_change_no_bit(void) {
     for (int tied = 0; tied < 2; tied++) {
         Config c = config_of("layers=1 dtype=bf16");
         c.tied = tied;
-        Trainer *t = trainer_new(&c, mesh);
-        Ddp ddp = {.bucket_bytes = 1};
-        ddp_no_sync_plug(t->model, &ddp);
+        config_set(&c, "bucket-mb", 1e-6);
+        Trainer *t = trainer_new(&c, mesh, (const Technique *[]){&ddp_no_sync, NULL});
         Record in_place = train_record(t, "in place");
         int64_t all = params_elements(&t->model->params);
-        free(ddp.pending);
         trainer_free(t);
         // Elements: a weight's border within, at the end of, and far behind the buffer; all, and one more.
         const int64_t sizes[] = {97, 257 * 48, 257 * 48 + 1, all - 1, all, all + 1, INT64_MAX / 4};
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-            t = trainer_new(&c, mesh);
+            t = trainer_new(&c, mesh, NULL);
             ConstantBuffer b = {.bytes = 4 * sizes[i]};
             constant_buffer_plug(t->model, &b);
             SAME(tensor_count(b.buffer), sizes[i] < all ? sizes[i] : all);

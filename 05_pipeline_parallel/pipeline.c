@@ -1,0 +1,307 @@
+// pipeline.c: runs any verified schedule on the model's stages. Playbook: "Pipeline Parallelism".
+//
+// Against 00_single_gpu: each of p ranks stores some stages, ranges of layers with the embedding before the first one
+// and the head behind the last, and walks its list of the schedule. Activations go to the rank of the next stage,
+// gradients to that of the stage before:
+//
+//     for each action of my list
+//         receive what others will have sent by the time that it ends      (in flight while it computes)
+//         wait for its own input
+//         F: chunk_forward    B: chunk_backward_input    W: chunk_backward_weight    BW: both
+//         send its output
+//
+// Nothing can deadlock: the messages of a step have one order, that of a clock on which every pass takes one unit, and
+// each rank starts its part of them in this order. The first message that is not done yet then has both its ends: its
+// sender needed only earlier ones to come to it, and its receiver, too.
+//
+// Sums do not depend on the schedule: W runs in the order of micro-batches on every stage, so losses, gradients and
+// the step are those of one device to the last bit. Where two copies of a weight add up (tied embeddings, DualPipe)
+// they are so but for the order of that one sum.
+//
+// Bytes sent per rank and micro-batch: n h e for each stage whose neighbour is on another rank, each way.
+// Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches that the
+// schedule holds at once. This file has no main: a program for each schedule runs it.
+#include "pipeline.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+// ---- a step ----
+
+// The pass on the other rank that takes what this one has made.
+static StagePass taker_of(StagePass pass) {
+    bool forward = pass.kind == PASS_F;
+    pass.stage += forward ? 1 : -1;
+    pass.kind = forward ? PASS_F : PASS_B;  // BW stands in B's place
+    return pass;
+}
+
+static MicroBatch *begin_micro_batch(Pipeline *p, Model *m, int index) {
+    const Schedule *s = &p->schedule;
+    MicroBatch *micro = &p->micro[index];
+    if (p->passes_left[index] >= 0) return micro;
+    int64_t tokens = p->input->b * m->config.seq;
+    *micro = micro_batch_new(m, index, p->input->b, p->input->tokens + index * tokens,
+                             p->input->targets + index * tokens, p->input->loss_scale[index]);
+    const int *place = s->place + s->direction[index] * s->stages;
+    p->passes_left[index] = micro->embedding_parts = 0;
+    for (int stage = 0; stage < s->stages; stage++) {
+        if (place[stage] != m->mesh.pp.rank) continue;
+        p->passes_left[index]++;
+        micro->embedding_parts += p->chunk[stage].embedding + (p->chunk[stage].head && m->config.tied);
+    }
+    return micro;
+}
+
+// Starts those of this rank's messages that come before `until`: what others send by then.
+static void start_receives(Pipeline *p, Model *m, int until) {
+    for (; p->next < until; p->next++) {
+        const Message *message = &p->message[p->next];
+        if (message->to != m->mesh.pp.rank) continue;
+        size_t slot = schedule_slot(&p->schedule, taker_of(message->pass));
+        MicroBatch *micro = begin_micro_batch(p, m, message->pass.micro_batch);
+        int64_t rows = m->sockets.region.rows(m->sockets.region.context, micro);
+        Group line = message->pass.kind == PASS_F ? p->forward : p->backward;
+        p->arrived[slot] =
+            tensor_new(MEMORY_ACTIVATION, m->params.recipe.weight, SHAPE(rows, m->config.hidden));
+        p->arriving[slot] = comm_receive(p->arrived[slot], message->from, line);
+    }
+}
+
+// The place in the order of the first message that this action sends, or of the first one after its end.
+static int end_of(const Pipeline *p, int rank, double end) {
+    int i = p->next;
+    while (i < p->messages &&
+           (p->message[i].time < end || (p->message[i].time == end && p->message[i].from < rank)))
+        i++;
+    return i;
+}
+
+// Waits for a pass's input, if another rank has sent it.
+static void take_input(Pipeline *p, StagePass pass, Tensor *input) {
+    StagePass as = pass;
+    if (as.kind == PASS_BW) as.kind = PASS_B;
+    size_t slot = schedule_slot(&p->schedule, as);
+    if (!p->arriving[slot]) return;
+    comm_wait(p->arriving[slot]);
+    p->arriving[slot] = NULL;
+    *input = p->arrived[slot];
+    p->arrived[slot] = (Tensor){0};
+}
+
+static void send_output(Pipeline *p, Model *m, StagePass pass, Tensor *output) {
+    if (schedule_sends_to(&p->schedule, pass) == NO_RANK) return;
+    Group line = pass.kind == PASS_F ? p->forward : p->backward;
+    const Message *message = &p->message[p->next];
+    CHECK(message->from == m->mesh.pp.rank && message->pass.stage == pass.stage &&
+              message->pass.micro_batch == pass.micro_batch,
+          "the pipeline sends out of order: %s", schedule_action_text((Action){1, {pass}}));
+    Request **sending = &p->sending[pass.kind == PASS_F];
+    if (*sending) comm_wait(*sending);  // it holds its tensor
+    *sending = comm_send(*output, message->to, line);
+    p->next++;
+    tensor_free(output);
+}
+
+static void run_pass(Pipeline *p, Model *m, StagePass pass, double *loss) {
+    MicroBatch *micro = begin_micro_batch(p, m, pass.micro_batch);
+    Chunk chunk = p->chunk[pass.stage];
+    if (pass.kind == PASS_F) {
+        clock_push("forward");
+        take_input(p, pass, &micro->x);
+        chunk_forward(m, micro, chunk);
+        clock_pop();
+        if (++p->held > p->most_held) p->most_held = p->held;
+        if (chunk.head) micro_batch_check_loss(m, micro);
+        if (chunk.head) *loss += micro->loss;
+        int64_t kept = memory_account().now[MEMORY_ACTIVATION];
+        if (p->input->kept_bytes && kept > *p->input->kept_bytes) *p->input->kept_bytes = kept;
+        send_output(p, m, pass, &micro->x);
+        return;
+    }
+    clock_push("backward");
+    if (pass.kind != PASS_W) take_input(p, pass, &micro->dx);
+    if (pass.kind == PASS_B) chunk_backward_input(m, micro, chunk);
+    if (pass.kind == PASS_W) chunk_backward_weight(m, micro, chunk);
+    if (pass.kind == PASS_BW) chunk_backward(m, micro, chunk);
+    clock_pop();
+    p->held -= pass.kind != PASS_W;
+    if (pass.kind != PASS_W) send_output(p, m, pass, &micro->dx);
+    if (pass.kind == PASS_B || --p->passes_left[pass.micro_batch] > 0) return;
+    micro_batch_free(m, micro);
+    bool last = ++p->finished == p->schedule.micro_batches;
+    m->sockets.gradients.micro_batch_ready(m->sockets.gradients.context, m, last);
+}
+
+// How often each unit's gradient becomes final in a step: once for each micro-batch that has the unit here.
+static void begin_step(const Pipeline *p, Model *m) {
+    const Schedule *s = &p->schedule;
+    model_begin_step(m, 0);
+    for (int i = 0; i < s->micro_batches; i++)
+        for (int unit = 0; unit < m->params.units; unit++) {
+            bool here = false;
+            const int *place = s->place + s->direction[i] * s->stages;
+            for (int stage = 0; stage < s->stages; stage++)
+                here = here ||
+                       (place[stage] == m->mesh.pp.rank && pipeline_in_chunk(m, &p->chunk[stage], unit));
+            m->ready_left[unit] += here;
+        }
+}
+
+static double run(void *context, Model *m, const StepInput *input) {
+    Pipeline *p = context;
+    const Schedule *s = &p->schedule;
+    int rank = m->mesh.pp.rank;
+    const ActionList *list = &s->list[rank];
+    ScheduleTimes times = schedule_times(s, (Durations){1, 1, 1, 2, 0});
+    double loss = 0;
+    p->input = input;
+    p->next = p->finished = p->held = 0;
+    begin_step(p, m);
+    for (int i = 0; i < s->micro_batches; i++) p->passes_left[i] = -1;
+    for (int i = 0; i < list->count; i++) {
+        start_receives(p, m, end_of(p, rank, times.end[rank][i]));
+        for (int j = 0; j < list->action[i].passes; j++) run_pass(p, m, list->action[i].pass[j], &loss);
+    }
+    for (int i = 0; i < 2; i++) {
+        if (p->sending[i]) comm_wait(p->sending[i]);
+        p->sending[i] = NULL;
+    }
+    schedule_times_free(&times, s);
+    // The ranks of the last stage know the loss.
+    return m->mesh.pp.size > 1 ? comm_sum(loss, m->mesh.pp) : loss;
+}
+
+// Of one micro-batch that is not trained on: one stage after another, and the loss for all.
+static double evaluate(void *context, Model *m, MicroBatch *micro) {
+    Pipeline *p = context;
+    const Schedule *s = &p->schedule;
+    int rank = m->mesh.pp.rank;
+    const int *place = s->place;
+    int64_t rows = m->sockets.region.rows(m->sockets.region.context, micro);
+    double loss = 0;
+    for (int stage = 0; stage < s->stages; stage++) {
+        if (place[stage] != rank) continue;
+        if (stage > 0 && place[stage - 1] != rank) {
+            tensor_free(&micro->x);
+            micro->x =
+                tensor_new(MEMORY_ACTIVATION, m->params.recipe.weight, SHAPE(rows, m->config.hidden));
+            comm_wait(comm_receive(micro->x, place[stage - 1], p->forward));
+        }
+        chunk_forward(m, micro, p->chunk[stage]);
+        if (p->chunk[stage].head) loss = micro->loss;
+        else if (place[stage + 1] != rank) comm_wait(comm_send(micro->x, place[stage + 1], p->forward));
+    }
+    return m->mesh.pp.size > 1 ? comm_sum(loss, m->mesh.pp) : loss;
+}
+
+// ---- the record ----
+
+static void *plug(Model *m) {
+    Pipeline *p = host_alloc(sizeof *p);
+    *p = (Pipeline){
+        .schedule = pipeline_schedule(&m->config), .forward = m->mesh.pp, .backward = m->mesh.pp_backward};
+    size_t slots = schedule_slots(&p->schedule), micros = (size_t)p->schedule.micro_batches;
+    p->chunk = host_alloc((size_t)p->schedule.stages * sizeof *p->chunk);
+    pipeline_deal_layers(&m->config, p->chunk, p->schedule.stages);
+    p->message = pipeline_messages(&p->schedule, &p->messages);
+    p->micro = calloc(micros, sizeof *p->micro);
+    p->passes_left = calloc(micros, sizeof *p->passes_left);
+    p->arrived = calloc(slots, sizeof *p->arrived);
+    p->arriving = calloc(slots, sizeof *p->arriving);
+    CHECK(p->micro && p->passes_left && p->arrived && p->arriving, "out of host memory for a pipeline");
+    m->sockets.schedule.context = p;
+    m->sockets.schedule.run = run;
+    m->sockets.schedule.evaluate = evaluate;
+    return p;
+}
+
+static void unplug(Model *m, void *context) {
+    (void)m;
+    Pipeline *p = context;
+    schedule_free(&p->schedule);
+    free(p->chunk);
+    free(p->message);
+    free(p->micro);
+    free(p->passes_left);
+    free(p->arrived);
+    free(p->arriving);
+    free(p);
+}
+
+static void check(const Config *c) {
+    ScheduleWish wish = pipeline_wish(c);
+    const char *refusal =
+        config_text(c, "load") ? NULL : schedule_refusal((ScheduleKind)config_number(c, "schedule"), &wish);
+    CHECK(!refusal, "--pp %ld --grad-acc %ld: %s", c->pp, c->grad_acc, refusal);
+    CHECK(config_number(c, "zero") < 3 || c->pp == 1,
+          "--zero 3 would gather a stage's weights for every micro-batch of --pp %ld: --zero 2 or 1 would "
+          "fit",
+          c->pp);
+}
+
+static void price(Price *price, const Model *m, const void *context) {
+    const Pipeline *p = context;
+    const Schedule *s = &p->schedule;
+    const Config *c = &m->config;
+    int rank = m->mesh.pp.rank;
+    double layers = 0, passes = 0, heads = 0, lookups = 0, head = 0, embedding = 0;
+    for (int i = 0; i < s->directions * s->stages; i++) {
+        if (s->place[i] != rank) continue;
+        const Chunk *chunk = &p->chunk[i % s->stages];
+        double micros = 0, own = chunk->end_layer - chunk->first_layer;
+        for (int j = 0; j < s->micro_batches; j++) micros += s->direction[j] == i / s->stages;
+        layers += own;
+        passes += own * micros;
+        heads += chunk->head ? micros : 0;
+        lookups += chunk->embedding ? micros : 0;
+        head = fmax(head, chunk->head);
+        embedding = fmax(embedding, chunk->embedding || (chunk->head && c->tied));
+    }
+    double share = passes / (double)(c->layers * c->grad_acc);
+    price->enters *= share, price->leaves *= share;
+    price->enters_backward *= share, price->leaves_backward *= share;
+    price->head_micros = price->losses = heads;
+    price->lookup_micros = lookups;
+    for (Role role = ROLE_NORM1; role <= ROLE_DOWN; role++)
+        price->elements[role] *= layers / (double)c->layers;
+    price->elements[ROLE_EMBEDDING] *= embedding;
+    price->elements[ROLE_NORM] *= head;
+    price->elements[ROLE_HEAD] *= head;
+    price->blocks = NAN;  // what is held at once is the schedule's: its clock and a dry run know it
+
+    MicroBatch one = {.b = c->micro_batch, .s = c->seq};
+    int64_t rows = m->sockets.region.rows(m->sockets.region.context, &one);
+    double calls = 0, sends = 0;
+    for (int i = 0; i < p->messages; i++) {
+        calls += p->message[i].from == rank || p->message[i].to == rank;
+        sends += p->message[i].from == rank;
+    }
+    price_sent(price, "transfers", calls,
+               sends * (double)(rows * c->hidden) * (double)dtype_size(m->params.recipe.weight));
+    if (m->mesh.pp.size > 1) price_all_reduce(price, 1, 1, F64, m->mesh.pp);
+}
+
+static const Option options[] = {
+    {"schedule", OPTION_CHOICE, NULL, "one_f_one_b", 0, 0, SCHEDULE_NAMES,
+     "in which order a rank's passes run", false},
+    {"chunks", OPTION_INT, NULL, "2", 1, 64, "stages", "on each rank, of interleaved", false},
+    {"stage-layers", OPTION_TEXT, NULL, NULL, 0, 0, "5,4,4,3",
+     "layers of each stage; without it as even as they go", false},
+    {"load", OPTION_TEXT, NULL, NULL, 0, 0, "FILE", "run the schedule that `schedule --dump` has written",
+     false},
+};
+
+const Technique pipeline = {.name = "pipeline",
+                            .option = options,
+                            .options = sizeof options / sizeof *options,
+                            .axes = 1u << AXIS_PP,
+                            .check = check,
+                            .shard = pipeline_shard,
+                            .plug = plug,
+                            .unplug = unplug,
+                            .price = price};
+
+const Technique *const pipeline_layouts[] = {
+    &ddp_no_sync,       &zero1,          &zero2,    &zero3,     &tensor_parallel,
+    &sequence_parallel, &vocab_parallel, &pipeline, &recompute, NULL};

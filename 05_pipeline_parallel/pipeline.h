@@ -1,0 +1,55 @@
+// pipeline.h: chapter 05's technique: each rank of pp owns some stages of the model, and walks its list of a schedule.
+#ifndef PIPELINE_H
+#define PIPELINE_H
+
+#include "03_tensor_parallel/tensor_parallel.h"
+#include "schedule.h"
+
+// --schedule, --chunks, --stage-layers, --load; micro-batches are --grad-acc.
+extern const Technique pipeline;
+
+// What the programs of this chapter list: data parallelism, ZeRO's stages 1 and 2, tensor, sequence and vocabulary
+// parallelism, the pipeline, recomputation.
+extern const Technique *const pipeline_layouts[];
+
+// The main of a schedule's program: trains with this --schedule and proves it.
+int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule);
+
+// ---- pipeline_stages.c ----
+ScheduleWish pipeline_wish(const Config *config);
+Schedule pipeline_schedule(const Config *config);  // that the flags ask for; the caller frees it
+// The layers of each stage, by --stage-layers, or L / stages each and one more for the first L % stages.
+void pipeline_deal_layers(const Config *config, Chunk *chunk, int stages);
+bool pipeline_in_chunk(const Model *model, const Chunk *chunk, int unit);
+void pipeline_shard(Model *model);
+
+// A message between two stages on different ranks: what `pass` has made, activations (F) or gradients (B, BW).
+typedef struct Message {
+    double time;  // at which the pass ends if every F, B and W takes as long
+    int from, to;
+    int order;  // among those of one rank that are sent at once
+    StagePass pass;
+} Message;
+// All of a step, in one order that every rank derives alike: by time, then by rank. The caller frees them.
+Message *pipeline_messages(const Schedule *schedule, int *count);
+
+// ---- pipeline.c: the runtime ----
+typedef struct Pipeline {
+    Schedule schedule;
+    Chunk *chunk;  // (stages)
+    Message *message;
+    int messages;
+    Group forward, backward;  // pp twice: activations on one line, gradients on the other
+    // Of the step that is running.
+    MicroBatch *micro;    // (m)
+    int *passes_left;     // (m) of this rank's W; -1: not begun
+    int next;             // of the messages: all before it that are this rank's have been started
+    int finished;         // micro-batches that have left this rank
+    int held, most_held;  // passes of micro-batches between F and B, and the most ever
+    Tensor *arrived;      // (slots) input of a pass, from another rank
+    Request **arriving;   // (slots) its request, until waited for
+    Request *sending[2];  // the last one on each line, until waited for
+    const StepInput *input;
+} Pipeline;
+
+#endif

@@ -1,0 +1,134 @@
+// pipeline_stages.c: which rank has which layers, and the order of a step's messages. Playbook: "Pipeline Parallelism".
+//
+//     L = 9, p = 4       rank 0: embedding, blocks 0 1 2    rank 1: 3 4    rank 2: 5 6    rank 3: 7 8, head
+//
+// A schedule places stages on ranks (schedule.h); here stages get layers. Tied, the last stage stores a copy of the
+// embedding, and the two gradients are parts of one; so are those of DualPipe's two copies of every stage.
+//
+// Bytes sent: none; the sums over copies are the step's (params_sum_copies). This file has no main.
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "pipeline.h"
+
+// ---- which layers a stage has ----
+
+// "5,4,4,3"; without it L / stages each, and one more for the first L % stages.
+void pipeline_deal_layers(const Config *c, Chunk *chunk, int stages) {
+    const char *text = config_text(c, "stage-layers");
+    int64_t first = 0;
+    for (int i = 0; i < stages; i++) {
+        int64_t layers = c->layers / stages + (i < c->layers % stages);
+        if (text) {
+            char *end;
+            layers = strtoll(text, &end, 10);
+            CHECK(end > text && layers >= 0 && *end == (i + 1 < stages ? ',' : '\0'),
+                  "--stage-layers %s: %d numbers of layers are needed, as in 5,4,4,3: one for each stage",
+                  config_text(c, "stage-layers"), stages);
+            text = end + 1;
+        }
+        CHECK(
+            layers > 0 || i == 0 || i == stages - 1,
+            "stage %d of %d would have no layer; --layers %d or more would fit, or fewer --pp or --chunks",
+            i, stages, stages);
+        chunk[i] = (Chunk){(int)first, (int)(first + layers), i == 0, i == stages - 1};
+        first += layers;
+    }
+    CHECK(first == c->layers, "--stage-layers %s add up to %ld layers, and the model has %ld",
+          config_text(c, "stage-layers"), first, c->layers);
+}
+
+ScheduleWish pipeline_wish(const Config *c) {
+    ScheduleWish wish = {.ranks = (int)c->pp,
+                         .micro_batches = (int)c->grad_acc,
+                         .chunks = (int)config_number(c, "chunks"),
+                         .durations = {1, 1, 1, 2, 0}};
+    return wish;
+}
+
+// The schedule of --load, which must be this layout's.
+static Schedule loaded_schedule(const Config *c, const char *path) {
+    Schedule s;
+    ScheduleFault fault;
+    FILE *file = fopen(path, "r");
+    CHECK(file, "--load %s cannot be read: %s", path, strerror(errno));
+    enum { LONGEST = 1 << 24 };
+    char *text = host_alloc(LONGEST);
+    size_t size = fread(text, 1, LONGEST, file);
+    fclose(file);
+    char *wrong = schedule_parse(&s, text, size);
+    free(text);
+    CHECK(!wrong, "--load %s: %s", path, wrong);
+    CHECK(schedule_verify(&s, &fault), "--load %s: %s", path, fault.sentence);
+    CHECK(schedule_message_order(&s, QUEUE_PAIR_AND_KIND, &fault), "--load %s: %s", path, fault.sentence);
+    CHECK(s.ranks == c->pp && s.micro_batches == c->grad_acc,
+          "--load %s is for --pp %d and --grad-acc %d, and this run has %ld and %ld", path, s.ranks,
+          s.micro_batches, c->pp, c->grad_acc);
+    return s;
+}
+
+Schedule pipeline_schedule(const Config *c) {
+    const char *path = config_text(c, "load");
+    if (path) return loaded_schedule(c, path);
+    ScheduleWish wish = pipeline_wish(c);
+    return schedule_make((ScheduleKind)config_number(c, "schedule"), &wish);
+}
+
+bool pipeline_in_chunk(const Model *m, const Chunk *chunk, int unit) {
+    int layer = unit - m->first_block_unit;
+    if (unit == m->embedding_unit) return chunk->embedding || (chunk->head && m->config.tied);
+    if (unit == m->head_unit) return chunk->head;
+    return layer >= chunk->first_layer && layer < chunk->end_layer;
+}
+
+static bool holds(const Schedule *s, const Model *m, const Chunk *chunk, int rank, int unit) {
+    bool here = false;
+    for (int i = 0; i < s->directions * s->stages; i++)
+        here = here || (s->place[i] == rank && pipeline_in_chunk(m, &chunk[i % s->stages], unit));
+    return here;
+}
+
+void pipeline_shard(Model *m) {
+    Group pp = m->mesh.pp;
+    if (pp.size == 1) return;
+    Schedule s = pipeline_schedule(&m->config);
+    Chunk chunk[STAGES_MOST];
+    pipeline_deal_layers(&m->config, chunk, s.stages);
+    for (int unit = 0; unit < m->params.units; unit++) {
+        int holder[RANKS_MOST], holders = 0;
+        for (int rank = 0; rank < pp.size; rank++)
+            if (holds(&s, m, chunk, rank, unit)) holder[holders++] = rank;
+        unit_set_holders(&m->params, unit, pp, holder, holders);
+    }
+    schedule_free(&s);
+}
+
+// ---- the order of messages ----
+
+static int by_time(const void *a, const void *b) {
+    const Message *x = a, *y = b;
+    if (x->time != y->time) return x->time < y->time ? -1 : 1;
+    if (x->from != y->from) return x->from - y->from;
+    return x->order - y->order;
+}
+
+Message *pipeline_messages(const Schedule *s, int *count) {
+    ScheduleTimes times = schedule_times(s, (Durations){1, 1, 1, 2, 0});
+    Message *message = NULL;
+    *count = 0;
+    for (int rank = 0; rank < s->ranks; rank++)
+        for (int i = 0; i < s->list[rank].count; i++)
+            for (int j = 0; j < s->list[rank].action[i].passes; j++) {
+                StagePass pass = s->list[rank].action[i].pass[j];
+                int to = schedule_sends_to(s, pass);
+                if (to == NO_RANK) continue;
+                message = realloc(message, (size_t)(*count + 1) * sizeof *message);
+                CHECK(message, "out of host memory for messages");
+                message[*count] = (Message){times.end[rank][i], rank, to, *count, pass};
+                ++*count;
+            }
+    if (*count) qsort(message, (size_t)*count, sizeof *message, by_time);
+    schedule_times_free(&times, s);
+    return message;
+}

@@ -1,0 +1,233 @@
+// files.c: see files.h.
+#include "files.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+// ---- writing ----
+
+// Where a name leads, also when nothing is there yet. The caller frees it.
+static char *follow(const char *name) {
+    enum { MOST_LINKS = 40 };  // as the kernel has it
+    char *path = format_text("%s", name), link[4096];
+    for (int i = 0; i < MOST_LINKS; i++) {
+        ssize_t length = readlink(path, link, sizeof link - 1);
+        if (length <= 0) break;
+        link[length] = '\0';
+        const char *slash = strrchr(path, '/');
+        int folder = link[0] != '/' && slash ? (int)(slash + 1 - path) : 0;
+        char *next = format_text("%.*s%s", folder, path, link);
+        free(path);
+        path = next;
+    }
+    return path;
+}
+
+// What is written before it has its name. The process's number keeps two runs apart. The caller frees it.
+static char *part_of(const char *name) {
+    char *target = follow(name), *part = format_text("%s.%d.part", target, (int)getpid());
+    free(target);
+    return part;
+}
+
+static int open_part(const char *name) {
+    char *part = part_of(name);
+    int file = open(part, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0666);
+    int error = errno;
+    free(part);
+    errno = error;
+    return file;
+}
+
+// Which of the standard streams is this very file, or -1: to be written through, at the place where it
+// stands.
+static int stream_of(const struct stat *file) {
+    for (int stream = STDOUT_FILENO; stream <= STDERR_FILENO; stream++) {
+        struct stat status;
+        if (fstat(stream, &status) == 0 && status.st_dev == file->st_dev && status.st_ino == file->st_ino)
+            return stream;
+    }
+    return -1;
+}
+
+static int open_through(const char *flag, const char *name) {
+    // A reader of a FIFO may be about to come; one that never does must not hold us.
+    int file = -1;
+    for (int trial = 0; trial < 20 && file < 0; trial++) {
+        if (trial) usleep(50000);
+        file = open(name, O_WRONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+        if (file < 0 && errno != ENXIO) break;
+    }
+    CHECK(file >= 0 || errno != ENXIO, "%s %s cannot be written: nobody reads this FIFO", flag, name);
+    CHECK(file >= 0, "%s %s cannot be written: %s", flag, name, strerror(errno));
+    fcntl(file, F_SETFL, fcntl(file, F_GETFL) & ~O_NONBLOCK);
+    return file;
+}
+
+// What holds for any use of the name; true if something is there.
+static bool check_name(const char *flag, const char *name, struct stat *status) {
+    bool there = stat(name, status) == 0;
+    CHECK(!there || !S_ISDIR(status->st_mode), "%s %s cannot be written: it is a folder", flag, name);
+    CHECK(!there || stream_of(status) >= 0 || access(name, W_OK) == 0, "%s %s cannot be written: %s", flag,
+          name, strerror(errno));
+    return there;
+}
+
+void output_check(const char *flag, const char *name) {
+    struct stat status;
+    if (base_rank() > 0) return;
+    if (check_name(flag, name, &status))
+        return;  // where its folder takes no new file it is written in place
+    int file = open_part(name);
+    CHECK(file >= 0, "%s %s cannot be written: %s", flag, name, strerror(errno));
+    close(file);
+    char *part = part_of(name);
+    unlink(part);
+    free(part);
+}
+
+FILE *output_open(const char *flag, const char *name) {
+    struct stat status;
+    bool there = check_name(flag, name, &status);
+    int stream = there ? stream_of(&status) : -1, file;
+    if (stream >= 0) {
+        fflush(stdout);
+        file = dup(stream);
+    } else if (there && !S_ISREG(status.st_mode)) {
+        file = open_through(flag, name);
+    } else {
+        file = open_part(name);
+        if (file >= 0 && there) fchmod(file, status.st_mode & 07777);
+        if (file < 0 && there) file = open(name, O_WRONLY | O_TRUNC | O_CLOEXEC);
+    }
+    FILE *out = file >= 0 ? fdopen(file, "w") : NULL;
+    CHECK(out, "%s %s cannot be written: %s", flag, name, strerror(errno));
+    return out;
+}
+
+void output_close(FILE *out, const char *flag, const char *name) {
+    struct stat open_one, named;
+    char *part = part_of(name), *target = follow(name);
+    bool beside = fstat(fileno(out), &open_one) == 0 && stat(part, &named) == 0 &&
+                  open_one.st_dev == named.st_dev && open_one.st_ino == named.st_ino;
+    errno = 0;
+    bool whole = fflush(out) == 0 && !ferror(out);
+    int error = errno;
+    if (fclose(out) != 0 && whole) whole = false, error = errno;
+    if (whole && beside && rename(part, target) != 0) whole = false, error = errno;
+    if (!whole && beside) unlink(part);
+    CHECK(whole, "%s %s could not be written whole: %s%s", flag, name, strerror(error ? error : EIO),
+          beside ? "; an older one is as it was" : "");
+    free(part);
+    free(target);
+}
+
+// ---- reading ----
+
+enum { MOST_MAPPED = 256 };
+static struct {
+    const uint8_t *bytes;
+    size_t size;
+    char *path;
+} mapped[MOST_MAPPED];
+static struct sigaction before_mapping;
+
+// The access stands where the program does, so that unlike in other signal handlers all may be called.
+static void on_bus_error(int number, siginfo_t *info, void *unused) {
+    (void)unused;
+    const uint8_t *at = info->si_addr;
+    sigaction(number, &before_mapping, NULL);
+    for (int i = 0; i < MOST_MAPPED; i++)
+        if (mapped[i].bytes && at >= mapped[i].bytes && at < mapped[i].bytes + mapped[i].size)
+            fatal("%s became shorter while it was read, or its disk fails", mapped[i].path);
+    // Not ours: returning repeats the access, and ends the program as it would have.
+}
+
+static void remember(const uint8_t *bytes, size_t size, const char *path) {
+    struct sigaction action = {.sa_sigaction = on_bus_error, .sa_flags = SA_SIGINFO}, now;
+    sigaction(SIGBUS, &action, &now);
+    if (!(now.sa_flags & SA_SIGINFO) || now.sa_sigaction != on_bus_error) before_mapping = now;
+    for (int i = 0; i < MOST_MAPPED; i++)
+        if (!mapped[i].bytes) {
+            mapped[i].path = format_text("%s", path);
+            mapped[i].size = size;
+            mapped[i].bytes = bytes;
+            return;
+        }
+}
+
+static const char *fault(const char *format, const char *path, const char *why) {
+    static char sentence[512];
+    snprintf(sentence, sizeof sentence, format, path, why);
+    return sentence;
+}
+
+// The descriptor of a regular file, or -1 and the fault.
+static int open_input(const char *path, size_t *size, const char **wrong) {
+    static const char cannot[] = "cannot open %s: %s",
+                      is[] = "%s is a %s, and what is read is a file on a disk";
+    struct stat status;
+    // Opening a FIFO would wait for its writer, and opening a device may set it going.
+    bool there = stat(path, &status) == 0;
+    *wrong = !there                     ? fault(cannot, path, strerror(errno))
+             : S_ISDIR(status.st_mode)  ? fault(is, path, "directory")
+             : !S_ISREG(status.st_mode) ? fault(is, path, "pipe or a device")
+                                        : NULL;
+    if (*wrong) return -1;
+    int file = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (file < 0 || fstat(file, &status) != 0) *wrong = fault(cannot, path, strerror(errno));
+    *size = (size_t)status.st_size;
+    return file;
+}
+
+const char *input_map(const char *path, const uint8_t **bytes, size_t *size) {
+    static const uint8_t nothing[1];
+    const char *wrong;
+    int file = open_input(path, size, &wrong);
+    if (wrong) return wrong;
+    *bytes = nothing;
+    if (*size) {
+        void *memory = mmap(NULL, *size, PROT_READ, MAP_PRIVATE, file, 0);
+        if (memory == MAP_FAILED)
+            wrong = fault("%s cannot be mapped into memory: %s", path, strerror(errno));
+        else remember(*bytes = memory, *size, path);
+    }
+    close(file);
+    return wrong;
+}
+
+void input_unmap(const uint8_t *bytes, size_t size) {
+    if (!bytes || !size) return;
+    for (int i = 0; i < MOST_MAPPED; i++)
+        if (mapped[i].bytes == bytes) {
+            mapped[i].bytes = NULL;
+            free(mapped[i].path);
+        }
+    munmap((void *)bytes, size);
+}
+
+const char *input_text(const char *path, size_t most, char **text, size_t *size) {
+    const char *wrong;
+    int file = open_input(path, size, &wrong);
+    if (wrong) return wrong;
+    if (*size >= most) wrong = fault("%s is too long%s", path, "");
+    size_t done = 0;
+    ssize_t got = 1;
+    *text = wrong ? NULL : host_alloc(*size + 1);
+    while (!wrong && done < *size && got > 0) {
+        got = read(file, *text + done, *size - done);
+        if (got > 0) done += (size_t)got;
+    }
+    close(file);
+    if (!wrong && done < *size)
+        wrong = fault("cannot read %s: %s", path, got < 0 ? strerror(errno) : "it became shorter");
+    if (wrong) return free(*text), *text = NULL, wrong;
+    (*text)[done] = '\0';
+    return NULL;
+}

@@ -1,0 +1,116 @@
+// checkpoint_run.c: whose a checkpoint is, and which is the newest. A run has an identity, 64 bits made of
+// all that makes its course; every file of weights or state carries it and the step, so that files of two
+// runs or steps are not taken for one, and no run writes among the checkpoints of another.
+#include <dirent.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "checkpoint.h"
+
+// Equal for every layout, and for a run begun again with the same flags and data.
+uint64_t checkpoint_identity(const Config *c, Progress p) {
+    char *text = format_text(
+        "%lld %lld %lld %lld %lld %lld %lld %d %d %d %lld %lld %lld %.17g %.17g %.17g %.17g %lld %016llx "
+        "%s",
+        (long long)c->layers, (long long)c->hidden, (long long)c->heads, (long long)c->kv_heads,
+        (long long)c->ffn, (long long)c->vocab, (long long)c->seq, c->tied, c->dtype, c->optimizer,
+        (long long)c->seed, (long long)c->steps, (long long)c->warmup, c->lr, c->weight_decay, c->clip,
+        c->rope_theta, (long long)p.batch, (unsigned long long)p.data, c->init ? c->init : "");
+    uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+    for (const char *letter = text; *letter; letter++) hash = (hash ^ (uint8_t)*letter) * 0x100000001b3;
+    free(text);
+    return hash ? hash : 1;
+}
+
+// The run that the weights in a folder say they are of; 0: they do not say, or there are none.
+static uint64_t run_of(const char *folder) {
+    char *path = format_text("%s/model.safetensors", folder);
+    struct stat status;
+    uint64_t run = 0;
+    if (stat(path, &status) == 0) {
+        SafeTensors file = safetensors_open(path);
+        const char *text = safetensors_metadata(&file, "run");
+        run = text ? strtoull(text, NULL, 16) : 0;
+        safetensors_close(&file);
+    }
+    free(path);
+    return run;
+}
+
+void checkpoint_check_owner(const char *folder, uint64_t run, bool older_fits) {
+    static const char *const ours[] = {
+        ".", "..", "config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors"};
+    DIR *entries = opendir(folder);
+    if (!entries) return;
+    int files = 0;
+    for (struct dirent *entry; (entry = readdir(entries)); files++) {
+        bool known = false;
+        for (size_t i = 0; i < sizeof ours / sizeof *ours; i++) known |= !strcmp(entry->d_name, ours[i]);
+        CHECK(known,
+              "--save: %s holds %s, which is no part of a checkpoint, and would be replaced: choose "
+              "another folder",
+              folder, printable(entry->d_name));
+    }
+    closedir(entries);
+    uint64_t theirs = files > 2 ? run_of(folder) : run;
+    CHECK(theirs == run || (theirs == 0 && older_fits),
+          "--save: %s is a checkpoint of another run: choose another folder, or go on with that run by "
+          "--resume",
+          folder);
+}
+
+void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progress progress) {
+    if (base_rank() > 0) return;
+    uint64_t run = progress.run ? progress.run : checkpoint_identity(config, progress);
+    DIR *entries = opendir(dir);
+    for (struct dirent *entry; entries && (entry = readdir(entries));) {
+        if (strncmp(entry->d_name, "step-", 5) != 0) continue;
+        char *folder = format_text("%s/%s", dir, entry->d_name);
+        checkpoint_check_owner(folder, run, config->resume != NULL);
+        free(folder);
+    }
+    if (entries) closedir(entries);
+}
+
+// ---- finding one ----
+
+static bool is_checkpoint(const char *dir) {
+    char *path = format_text("%s/config.json", dir);
+    bool is = access(path, F_OK) == 0;
+    free(path);
+    return is;
+}
+
+// The number of "step-NUMBER", or -1.
+static int64_t step_of(const char *name) {
+    if (strncmp(name, "step-", 5) != 0 || !name[5]) return -1;
+    if (strspn(name + 5, "0123456789") != strlen(name + 5)) return -1;
+    errno = 0;
+    int64_t step = strtoll(name + 5, NULL, 10);
+    return errno ? -1 : step;
+}
+
+char *checkpoint_newest(const char *dir) {
+    DIR *folder = opendir(dir);
+    CHECK(folder, "%s", file_fault("open", dir));
+    char *newest = NULL;
+    int64_t newest_step = -1;
+    for (struct dirent *entry; (entry = readdir(folder));) {
+        if (step_of(entry->d_name) <= newest_step) continue;
+        char *path = format_text("%s/%s", dir, entry->d_name);
+        if (is_checkpoint(path)) {
+            newest_step = step_of(entry->d_name);
+            free(newest);
+            newest = path;
+        } else {
+            free(path);
+        }
+    }
+    closedir(folder);
+    if (!newest && is_checkpoint(dir)) newest = format_text("%s", dir);
+    CHECK(newest, "%s holds no checkpoint: neither config.json nor a folder step-* with one", dir);
+    return newest;
+}

@@ -1,0 +1,95 @@
+// checkpoint_weights.c: the files in which a folder keeps its weights: model.safetensors, or the parts
+// model-00001-of-0000N.safetensors that model.safetensors.index.json lists ({"weight_map": {"name": "file",
+// …}}).
+#include <cjson/cJSON.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "checkpoint.h"
+#include "files.h"
+
+enum { INDEX_MAX = 100000000 };  // bytes
+
+static bool is_there(const char *dir, const char *name) {
+    char *path = format_text("%s/%s", dir, name);
+    bool there = access(path, F_OK) == 0;
+    free(path);
+    return there;
+}
+
+static void add_file(WeightFiles *w, const char *dir, const char *name) {
+    char *path = format_text("%s/%s", dir, name);
+    w->file = realloc(w->file, sizeof *w->file * (size_t)(w->count + 1));
+    w->path = realloc(w->path, sizeof *w->path * (size_t)(w->count + 1));
+    CHECK(w->file && w->path, "out of host memory for the files of %s", dir);
+    w->file[w->count] = safetensors_open(path);
+    w->path[w->count++] = path;
+}
+
+// Index of the part with this file name, opened at its first mention.
+static int part_of_index(WeightFiles *w, const char *dir, const char *name) {
+    for (int i = 0; i < w->count; i++)
+        if (!strcmp(strrchr(w->path[i], '/') + 1, name)) return i;
+    CHECK(!strchr(name, '/') && *name != '.', "%s names %s, which is no file beside it", w->name,
+          printable(name));
+    add_file(w, dir, name);
+    return w->count - 1;
+}
+
+static void open_parts(WeightFiles *w, const char *dir) {
+    char *text;
+    size_t size;
+    const char *wrong = input_text(w->name, INDEX_MAX, &text, &size);
+    CHECK(!wrong, "%s", wrong);
+    cJSON *json = cJSON_ParseWithLengthOpts(text, size + 1, NULL, true);
+    const cJSON *map = cJSON_GetObjectItemCaseSensitive(json, "weight_map");
+    CHECK(cJSON_IsObject(map) && map->child, "%s has no \"weight_map\" of names and files", w->name);
+    for (const cJSON *item = map->child; item; item = item->next) {
+        CHECK(cJSON_IsString(item), "%s: the file of %s is no text", w->name, printable(item->string));
+        int part = part_of_index(w, dir, item->valuestring);
+        CHECK(safetensors_find(&w->file[part], item->string), "%s says that %s holds %s, and it does not",
+              w->name, w->path[part], printable(item->string));
+    }
+    cJSON_Delete(json);
+    free(text);
+    for (int i = 0; i < w->count; i++)
+        for (int t = 0; t < w->file[i].count; t++)
+            for (int other = 0; other < i; other++)
+                CHECK(!safetensors_find(&w->file[other], w->file[i].tensor[t].name),
+                      "%s and %s both hold %s", w->path[other], w->path[i],
+                      printable(w->file[i].tensor[t].name));
+}
+
+WeightFiles weights_open(const char *dir) {
+    WeightFiles w = {0};
+    bool parts = !is_there(dir, "model.safetensors") && is_there(dir, "model.safetensors.index.json");
+    w.name = format_text("%s/model.safetensors%s", dir, parts ? ".index.json" : "");
+    CHECK(parts || is_there(dir, "model.safetensors") ||
+              !(is_there(dir, "pytorch_model.bin") || is_there(dir, "pytorch_model.bin.index.json")),
+          "%s has its weights as pytorch_model.bin alone, which is Python's own format; write them as "
+          "safetensors: "
+          "python3 -c 'from transformers import AutoModelForCausalLM as M; "
+          "M.from_pretrained(\"%s\").save_pretrained(\"%s\")'",
+          dir, dir, dir);
+    if (parts) open_parts(&w, dir);
+    else add_file(&w, dir, "model.safetensors");
+    return w;
+}
+
+int weights_find(const WeightFiles *w, const char *name) {
+    for (int i = 0; i < w->count; i++)
+        if (safetensors_find(&w->file[i], name)) return i;
+    return -1;
+}
+
+void weights_close(WeightFiles *w) {
+    for (int i = 0; i < w->count; i++) {
+        safetensors_close(&w->file[i]);
+        free(w->path[i]);
+    }
+    free(w->file);
+    free(w->path);
+    free(w->name);
+    *w = (WeightFiles){0};
+}

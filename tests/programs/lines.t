@@ -1,0 +1,55 @@
+#!/bin/bash
+# lines.t: communication lines on 1 to 8 ranks, and what a user sees when calls cross or collide. TAP.
+# needs: build/tests/test_lines
+# With an argument: only the scenarios whose names match it.
+cd "$(dirname "$0")/../.." || exit 2
+unset OPENBLAS_CORETYPE
+lines=${BUILD:-build}/tests/test_lines
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+count=0 failed=0
+only=$1
+
+report() {  # report STATUS NAME
+    count=$((count + 1))
+    if [ "$1" = 0 ]; then echo "ok $count - $2"; else echo "not ok $count - $2"; failed=1; tail -n 12 "$work/out" "$work/err" | sed 's/^/# /'; fi
+}
+
+for ranks in 1 2 3 4 6 8; do
+    [ -z "$only" ] || continue
+    timeout 60 "$lines" --ranks $ranks >"$work/out" 2>"$work/err"
+    status=$?
+    sed -n 's/^not ok/# not ok/p' "$work/out"
+    [ $status = 0 ] && [ "$(grep -c '^ok' "$work/out")" = "$(sed -n 's/^1\.\.//p' "$work/out")" ]
+    report $? "every test of test_lines on $ranks ranks"
+done
+
+# ends SCENARIO PATTERN: 4 ranks end with status 2 long before the timeout, after one line on stderr, which matches.
+# In a dry run, too.
+ends() {
+    [ -z "$only" ] || [[ $1 == $only ]] || return
+    local flags status
+    for flags in '' --dry-run; do
+        timeout -k 5 20 "$lines" --scenario "$1" $flags >"$work/out" 2>"$work/err"
+        status=$?
+        [ $status = 2 ] && [ "$(wc -l <"$work/err")" = 1 ] && grep -qE -- "$2" "$work/err"
+        report $? "$1${flags:+, dry run}: $(head -n 1 "$work/err")"
+    done
+}
+order=': what two ranks share, both start in one order'
+ends crossed "rank 2 called all_reduce\(2048 f32\) in group dp where rank [01] called all_reduce\(1024 f32\) in group tp$order|rank 3 called all_reduce\(1024 f32\) in group tp where rank 2 called all_reduce\(2048 f32\) in group dp$order"
+ends crossed-late "rank [123] called all_reduce\(2048 f32\) in group dp where rank 0 called all_reduce\(1024 f32\) in group tp$order"
+ends crossed-waits "called all_reduce\((1024|2048) f32\) in group (tp|dp) where rank . called all_reduce\((1024|2048) f32\) in group (tp|dp)$order"
+ends crossed-receives "rank 1 called receive\(2048 f32 from rank 0\) in group tp where rank 0 called receive\(1024 f32 from rank 1\) in group dp$order"
+ends crossed-transfers "rank 1 called send\(2048 f32 to rank 0\) in group dp where rank 0 called send\(1024 f32 to rank 1\) in group tp$order"
+ends crossed-host "rank 1 called all_reduce\(1 f64 on the host\) in group tp where rank 0 called all_reduce\(2048 f32\) in group dp$order|rank [23] called all_reduce\(2048 f32\) in group dp where rank 1 called all_reduce\(1 f64 on the host\) in group tp$order"
+first=': comm_wait comes first'
+ends written-while-read "op_add writes 'activations' \[bytes 0\.\.4096\), which all_gather, call 1 in group dp, is still reading$first"
+ends read-while-written "op_copy reads 'activations' \[bytes 4000\.\.8096\), which all_reduce, call 1 in group dp, is still writing$first"
+ends host-reads "tensor_to_host reads 'activations' \[bytes 0\.\.8192\), which all_reduce, call 1 in group dp, is still writing$first"
+ends host-writes "tensor_from_host writes 'activations' \[bytes 0\.\.4096\), which transfers, call 1 in group dp, is still reading$first"
+ends two-lines "broadcast (reads|writes) 'activations' \[bytes 0\.\.4096\), which all_reduce, call 1 in group dp, is still (reading|writing)$first"
+ends root-writes "rank 1: op_scale writes 'activations' \[bytes 0\.\.4096\), which reduce, call 1 in group dp, is still reading$first|is still writing$first"
+
+echo "1..$count"
+exit $failed

@@ -1,0 +1,101 @@
+# tap.sh: what the shell tests share. A test reads it first,
+#
+#     . "$(dirname "$0")/tap.sh"
+#
+# and is in the root of the tree then, with the programs in $build, a folder of its own in $work, and none of the caller's
+# settings that would change what it tests. It ends with `finish`. Its argument is a pattern: only tests whose names match
+# run, so that a test which looks at what the one before it has printed needs a pattern that matches both.
+#
+# A line "# needs: ..." in a test names the variables and targets of make that it takes, where these are not all programs.
+# With MUTANT set (tests/mutants/run) that has been built, and the first red is enough.
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
+unset OPENBLAS_CORETYPE MAKEFLAGS MAKELEVEL
+export OMP_WAIT_POLICY=passive
+build=${BUILD:-build}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+out=$work/out err=$work/err
+: >"$out" >"$err"
+limit=120   # seconds, after which a program hangs
+verdict=''  # what follows "PASS program: " in the line of a test that passes
+only=${1:-*} chosen='' count=0 failed=0 status=''
+
+# wanted NAME: whether the pattern chooses this test; the next report is this test's, whatever it is called.
+wanted() { [[ $1 == $only ]] && chosen=yes; }
+
+# report STATUS NAME: one test, passed if the status is 0.
+report() {
+    [ -n "$chosen" ] || wanted "$2" || return 0
+    chosen=''
+    count=$((count + 1))
+    if [ "$1" = 0 ]; then
+        echo "ok $count - $2"
+        return
+    fi
+    echo "not ok $count - $2"
+    failed=1
+    { echo "exit status of the last run: $status"; grep -h FAIL "$out"; tail -q -n 12 "$work"/out* "$err"; } 2>/dev/null | sed 's/^/#   /'
+    [ -z "$MUTANT" ] || exit 1
+}
+
+finish() {
+    echo "1..$count"
+    [ $failed = 0 ] && [ $count -gt 0 ]
+    exit
+}
+
+# run COMMAND…: its output is in $out, its errors are in $err, its exit status is in $status, too.
+run() {
+    timeout -k 5 $limit "$@" >"$out" 2>"$err"
+    status=$?
+    return $status
+}
+
+# passes NAME PROGRAM FLAGS…: exit status 0 and a PASS verdict.
+passes() {
+    local name=$1 program=$2
+    shift 2
+    wanted "$name" || return 0
+    run "$build/$program" "$@" && grep -q "^PASS ${program##*/}: $verdict" "$out"
+    report $? "$name"
+}
+
+# one_line STATUS OPTION WORDS: what has run ended with status 2, and one line on stderr in which grep finds the words.
+one_line() { [ "$1" = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q "$2" -e "$3" "$err" && ! grep -q '^PASS' "$out"; }
+
+# refused WORDS PROGRAM FLAGS…: status 2, and one line on stderr that has the words.
+refused() {
+    local words=$1 program=$2
+    shift 2
+    wanted "$program $* is refused: $words" || return 0
+    run "$build/$program" "$@"
+    one_line $? -F "$words"
+    report $? "$program $* is refused: $words"
+}
+
+# refuses NAME PATTERN PROGRAM FLAGS…: the same of a line that matches.
+refuses() {
+    local name=$1 pattern=$2 program=$3
+    shift 3
+    wanted "$name" || return 0
+    run "$build/$program" "$@"
+    one_line $? -E "$pattern"
+    report $? "$name"
+}
+
+# all_tests COMMAND…: every test of a TAP program passes, and it has some.
+all_tests() {
+    run "$@"
+    sed -n 's/^not ok/# not ok/p' "$out"
+    [ $status = 0 ] && [ "$(grep -c '^ok' "$out")" -gt 0 ] && [ "$(grep -c '^ok' "$out")" = "$(sed -n 's/^1\.\.//p' "$out")" ]
+}
+
+# For tests of CUDA on the CPU.
+needs_fibers() {
+    echo '#include <boost/context/detail/fcontext.hpp>' | g++ -fsyntax-only -x c++ - 2>/dev/null && return
+    echo "1..0 # SKIP g++ or libboost-context-dev is not installed"
+    exit 0
+}
+builds() {  # builds VARIABLES-AND-TARGETS…
+    [ -n "${MUTANT+set}" ] || make -s -j"$(nproc)" "$@" >"$out" 2>"$err" || { report 1 "builds"; finish; }
+}

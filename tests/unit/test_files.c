@@ -1,0 +1,257 @@
+// test_files.c: files are written whole or not at all, devices and FIFOs written through, links followed;
+// what is read is looked at first.
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "files.h"
+
+// cmocka.h needs these before it
+// clang-format off
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <cmocka.h>
+// clang-format on
+
+static char folder[64];
+
+static int enter_folder(void **state) {
+    (void)state;
+    strcpy(folder, "/tmp/test_files.XXXXXX");
+    return mkdtemp(folder) ? chdir(folder) : -1;
+}
+
+static int remove_folder(void **state) {
+    (void)state;
+    char command[96];
+    snprintf(command, sizeof command, "rm -rf %s", folder);
+    return chdir("/") | system(command);
+}
+
+static void put(const char *name, const char *text) {
+    FILE *file = fopen(name, "w");
+    assert_non_null(file);
+    assert_true(fputs(text, file) >= 0);
+    assert_int_equal(fclose(file), 0);
+}
+
+static void assert_holds(const char *name, const char *text) {
+    char got[256];
+    FILE *file = fopen(name, "r");
+    if (!file) fail_msg("%s is not there", name);
+    got[fread(got, 1, sizeof got - 1, file)] = '\0';
+    fclose(file);
+    assert_string_equal(got, text);
+}
+
+static int entries(void) {
+    FILE *list = popen("ls -A | wc -l", "r");
+    int count = -1;
+    assert_int_equal(fscanf(list, "%d", &count), 1);
+    pclose(list);
+    return count;
+}
+
+static void output(const char *name, const char *text) {
+    output_check("--json", name);
+    FILE *file = output_open("--json", name);
+    fputs(text, file);
+    output_close(file, "--json", name);
+}
+
+// Runs `act` in a process of its own, which must end with STATUS_USAGE and one sentence that has `part`.
+static void expect_fatal(void (*act)(const char *), const char *name, const char *part) {
+    char said[1000];
+    int ends[2];
+    assert_int_equal(pipe(ends), 0);
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        act(name);
+        _exit(0);
+    }
+    close(ends[1]);
+    ssize_t size = read(ends[0], said, sizeof said - 1);
+    said[size > 0 ? size : 0] = '\0';
+    close(ends[0]);
+    int status;
+    assert_int_equal(waitpid(child, &status, 0), child);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE || !strstr(said, part))
+        fail_msg("status %x, and \"%s\" instead of \"%s\"", (unsigned)status, said, part);
+}
+
+static void look(const char *name) { output_check("--json", name); }
+static void write_it(const char *name) { output(name, "new"); }
+
+// ---- writing ----
+
+static void a_regular_file_changes_when_the_new_one_is_whole(void **state) {
+    (void)state;
+    put("a", "old");
+    assert_int_equal(chmod("a", 0640), 0);
+    output_check("--json", "a");
+    FILE *file = output_open("--json", "a");
+    fputs("new", file);
+    fflush(file);
+    assert_holds("a", "old");
+    output_close(file, "--json", "a");
+    assert_holds("a", "new");
+    struct stat status;
+    assert_int_equal(stat("a", &status), 0);
+    assert_int_equal(status.st_mode & 0777, 0640);
+    output("b", "first");
+    assert_holds("b", "first");
+    assert_int_equal(entries(), 2);
+}
+
+static void links_are_followed(void **state) {
+    (void)state;
+    assert_int_equal(mkdir("deep", 0777), 0);
+    put("deep/target", "old");
+    assert_int_equal(symlink("deep/target", "link") | symlink("deep/none", "dangling"), 0);
+    output("link", "through the link");
+    output("dangling", "through the other");
+    struct stat status;
+    assert_true(lstat("link", &status) == 0 && S_ISLNK(status.st_mode));
+    assert_true(lstat("dangling", &status) == 0 && S_ISLNK(status.st_mode));
+    assert_holds("deep/target", "through the link");
+    assert_holds("deep/none", "through the other");
+}
+
+// A FIFO stands in for devices: a mistake here, made by root, would replace a device of the machine's.
+static void fifos_are_written_through(void **state) {
+    (void)state;
+    struct stat status;
+    assert_int_equal(mkfifo("fifo", 0600), 0);
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0 && alarm(10) == 0) execlp("cp", "cp", "fifo", "came", (char *)NULL);
+    output("fifo", "through the pipe");
+    int ended;
+    assert_int_equal(waitpid(child, &ended, 0), child);
+    assert_holds("came", "through the pipe");
+    assert_true(lstat("fifo", &status) == 0 && S_ISFIFO(status.st_mode));
+}
+
+static void print_and_write(const char *name) {
+    put(name, "");
+    int log = open(name, O_WRONLY);
+    dup2(log, STDOUT_FILENO);
+    printf("before\n");
+    if (symlink("/proc/self/fd/1", "out") == 0) output("out", "report\n");
+    printf("after\n");
+    fflush(stdout);
+    fatal("done");
+}
+
+// Standard output may be a file: it is then neither emptied nor replaced.
+static void standard_output_goes_on_where_it_stands(void **state) {
+    (void)state;
+    expect_fatal(print_and_write, "log", "done");
+    assert_holds("log", "before\nreport\nafter\n");
+}
+
+static void what_cannot_be_written_is_found_out_at_once(void **state) {
+    (void)state;
+    assert_int_equal(mkdir("sub", 0777) | mkfifo("fifo", 0600), 0);
+    expect_fatal(look, "sub", "--json sub cannot be written: it is a folder");
+    expect_fatal(look, "no/such", "--json no/such cannot be written: No such file or directory");
+    expect_fatal(look, "/proc/x", "--json /proc/x cannot be written");
+    expect_fatal(write_it, "fifo", "nobody reads this FIFO");
+    assert_int_equal(entries(), 2);
+}
+
+static void write_too_much(const char *name) {
+    struct rlimit limit = {.rlim_cur = 2, .rlim_max = RLIM_INFINITY};  // stands in for a full disk
+    if (setrlimit(RLIMIT_FSIZE, &limit) == 0) output(name, "longer than that");
+}
+
+static void a_full_disk_leaves_the_older_file(void **state) {
+    (void)state;
+    put("a", "old");
+    expect_fatal(write_too_much, "a",
+                 "--json a could not be written whole: File too large; an older one is as it was");
+    assert_holds("a", "old");
+    assert_int_equal(entries(), 1);
+}
+
+// ---- reading ----
+
+static void a_file_is_mapped(void **state) {
+    (void)state;
+    put("a", "some text");
+    put("empty", "");
+    const uint8_t *bytes;
+    size_t size;
+    assert_null(input_map("a", &bytes, &size));
+    assert_int_equal(size, 9);
+    assert_memory_equal(bytes, "some text", 9);
+    input_unmap(bytes, size);
+    assert_null(input_map("empty", &bytes, &size));
+    assert_int_equal(size, 0);
+    input_unmap(bytes, size);
+    char *text;
+    assert_null(input_text("a", 10, &text, &size));
+    assert_string_equal(text, "some text");
+    free(text);
+    assert_string_equal(input_text("a", 9, &text, &size), "a is too long");
+}
+
+static void what_is_no_file_is_refused_without_waiting(void **state) {
+    (void)state;
+    assert_int_equal(mkfifo("fifo", 0600), 0);
+    const uint8_t *bytes;
+    char *text;
+    size_t size;
+    alarm(20);  // a hang ends the test
+    const char *const names[] = {"fifo", "/dev/zero", ".", "none"};
+    const char *const parts[] = {"pipe or a device", "pipe or a device", "directory", "No such file"};
+    for (int i = 0; i < 4; i++) {
+        const char *wrong = input_map(names[i], &bytes, &size);
+        if (!wrong || !strstr(wrong, parts[i])) fail_msg("%s: %s", names[i], wrong ? wrong : "mapped");
+        wrong = input_text(names[i], 100, &text, &size);
+        if (!wrong || !strstr(wrong, parts[i])) fail_msg("%s: %s", names[i], wrong ? wrong : "read");
+    }
+    alarm(0);
+}
+
+static void read_what_is_gone(const char *name) {
+    const uint8_t *bytes;
+    size_t size;
+    if (input_map(name, &bytes, &size) || truncate(name, 0) != 0) return;
+    volatile uint8_t byte = bytes[size - 1];
+    (void)byte;
+}
+
+static void a_file_that_becomes_shorter_is_named(void **state) {
+    (void)state;
+    put("a", "some text");
+    expect_fatal(read_what_is_gone, "a", "a became shorter while it was read");
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+#define TEST(name) cmocka_unit_test_setup_teardown(name, enter_folder, remove_folder)
+    const struct CMUnitTest tests[] = {
+        TEST(a_regular_file_changes_when_the_new_one_is_whole),
+        TEST(links_are_followed),
+        TEST(fifos_are_written_through),
+        TEST(standard_output_goes_on_where_it_stands),
+        TEST(what_cannot_be_written_is_found_out_at_once),
+        TEST(a_full_disk_leaves_the_older_file),
+        TEST(a_file_is_mapped),
+        TEST(what_is_no_file_is_refused_without_waiting),
+        TEST(a_file_that_becomes_shorter_is_named),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

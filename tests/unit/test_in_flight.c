@@ -1,0 +1,227 @@
+// What is in flight belongs to its request: every operation that would write what a request reads, or touch
+// what it writes, is refused. What an operation writes is not asked of its table but seen: its arguments
+// are compared before and after.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+// cmocka wants the headers above first.
+#include <cmocka.h>
+
+#include "arrays.h"
+#include "tensor/in_flight.h"
+#include "tensor/ops.h"
+
+enum { N = 6, H = 8, V = 5, MOST = 9 };
+
+// The tensors of one call, by the order in which the operation takes them.
+static Tensor t[MOST];
+
+static const AttentionShape shape = {1, N, 2, 1, H / 2};
+static const VocabularyPart part = {V, 0, V};
+static const AdamW hyper = {
+    .lr = 0.1, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .grad_scale = 1, .step = 1};
+
+static void fill(void) { op_fill(t[0], 3); }
+static void copy(void) { op_copy(t[0], t[1]); }
+static void add(void) { op_add(t[0], t[1], t[2]); }
+static void accumulate(void) { op_accumulate(t[0], t[1]); }
+static void scale(void) { op_scale(t[0], 3); }
+static void sum(void) { op_sum(t[0]); }
+static void sum_squares(void) { op_sum_squares(t[0]); }
+static void matmul(void) { op_matmul(t[0], t[1], t[2], false, true, 0); }
+static void matmul_adds(void) { op_matmul(t[0], t[1], t[2], false, true, 1); }
+static void embedding_forward(void) { op_embedding_forward(t[0], t[1], t[2]); }
+static void embedding_backward(void) { op_embedding_backward(t[0], t[1], t[2]); }
+static void rmsnorm_forward(void) { op_rmsnorm_forward(t[0], t[1], t[2], t[3], 1e-5); }
+static void rmsnorm_backward(void) { op_rmsnorm_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6]); }
+static void rope(void) { op_rope(t[0], t[1], H / 2, 1e4, 1); }
+static void attention_forward(void) { op_attention_forward(t[0], t[1], t[2], t[3], t[4], shape); }
+static void attention_probs(void) { op_attention_probs(t[0], t[1], t[2], shape); }
+static void attention_backward(void) {
+    op_attention_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], shape);
+}
+static void swiglu_forward(void) { op_swiglu_forward(t[0], t[1], t[2]); }
+static void swiglu_backward(void) { op_swiglu_backward(t[0], t[1], t[2], t[3], t[4]); }
+static void cross_entropy_forward(void) { op_cross_entropy_forward(t[0], t[1], t[2], t[3]); }
+static void cross_entropy_backward(void) { op_cross_entropy_backward(t[0], t[1], t[2], t[3], 1); }
+static void embedding_part_forward(void) { op_embedding_part_forward(t[0], t[1], t[2], part); }
+static void embedding_part_backward(void) { op_embedding_part_backward(t[0], t[1], t[2], part); }
+static void part_maxima(void) { op_cross_entropy_part_maxima(t[0], t[1], part); }
+static void part_sums(void) { op_cross_entropy_part_sums(t[0], t[1], t[2], t[3], part); }
+static void part_losses(void) { op_cross_entropy_part_losses(t[0], t[1], t[2], t[3], t[4]); }
+static void part_backward(void) { op_cross_entropy_part_backward(t[0], t[1], t[2], t[3], 1, part); }
+static void sum_parts(void) { op_sum_parts(t[0], t[1], N); }
+static void adamw(void) { op_adamw(t[0], (Tensor){0}, t[1], t[2], t[3], hyper); }
+static void adamw_master(void) { op_adamw(t[0], t[1], t[2], t[3], t[4], hyper); }
+static void sgd(void) { op_sgd(t[0], (Tensor){0}, t[1], 0.1, 1); }
+static void sgd_master(void) { op_sgd(t[0], t[1], t[2], 0.1, 1); }
+static void from_host(void) {
+    float values[N * H] = {1};
+    tensor_from_host(t[0], values);
+}
+static void to_host(void) {
+    float values[N * H];
+    tensor_to_host(values, t[0]);
+}
+
+// Shapes of the arguments: x (n, h), k (n, h/2), w (h), W (h, h), r (n), v (v, h), l (n, v), s (2, n),
+// p (a, n, n), i (n) of i32, b bf16 (n, h).
+static const struct {
+    const char *name;
+    void (*call)(void);
+    const char *arguments;
+} operations[] = {
+    {"fill", fill, "x"},
+    {"copy", copy, "xx"},
+    {"add", add, "xxx"},
+    {"accumulate", accumulate, "xx"},
+    {"scale", scale, "x"},
+    {"sum", sum, "x"},
+    {"sum_squares", sum_squares, "x"},
+    {"matmul", matmul, "xxW"},
+    {"matmul", matmul_adds, "xxW"},
+    {"embedding_forward", embedding_forward, "xiv"},
+    {"embedding_backward", embedding_backward, "vxi"},
+    {"rmsnorm_forward", rmsnorm_forward, "xrxw"},
+    {"rmsnorm_backward", rmsnorm_backward, "xwxxxwr"},
+    {"rope", rope, "xi"},
+    {"attention_forward", attention_forward, "xpxkk"},
+    {"attention_probs", attention_probs, "pxk"},
+    {"attention_backward", attention_backward, "xkkxxkkp"},
+    {"swiglu_forward", swiglu_forward, "xxx"},
+    {"swiglu_backward", swiglu_backward, "xxxxx"},
+    {"cross_entropy_forward", cross_entropy_forward, "rrli"},
+    {"cross_entropy_backward", cross_entropy_backward, "llri"},
+    {"embedding_part_forward", embedding_part_forward, "xiv"},
+    {"embedding_part_backward", embedding_part_backward, "vxi"},
+    {"cross_entropy_part_maxima", part_maxima, "rl"},
+    {"cross_entropy_part_sums", part_sums, "slri"},
+    {"cross_entropy_part_losses", part_losses, "rrrsi"},
+    {"cross_entropy_part_backward", part_backward, "llri"},
+    {"sum_parts", sum_parts, "wx"},
+    {"adamw", adamw, "xxxx"},
+    {"adamw", adamw_master, "bxxxx"},
+    {"sgd", sgd, "xx"},
+    {"sgd", sgd_master, "bxx"},
+    {"tensor_from_host", from_host, "x"},
+    {"tensor_to_host", to_host, "x"},
+};
+enum { OPERATIONS = sizeof operations / sizeof *operations };
+
+static Tensor argument(char kind, int number) {
+    const struct {
+        char kind;
+        int64_t rows, columns;
+    } shapes[] = {{'x', N, H}, {'k', N, H / 2}, {'w', 1, H}, {'W', H, H},     {'r', 1, N}, {'v', V, H},
+                  {'l', N, V}, {'s', 2, N},     {'i', 1, N}, {'p', 2 * N, N}, {'b', N, H}};
+    int i = 0;
+    while (shapes[i].kind != kind) i++;
+    int64_t count = shapes[i].rows * shapes[i].columns;
+    Array a = kind == 'i' ? random_tokens(count, V, (uint64_t)number)
+                          : random_array(kind == 'b' ? BF16 : F32, shapes[i].rows, shapes[i].columns,
+                                         (uint64_t)(100 + number));
+    Tensor tensor = tensor_share(a.t);
+    array_free(&a);
+    return tensor;
+}
+
+static void set_up(const char *arguments) {
+    for (int i = 0; arguments[i]; i++) t[i] = argument(arguments[i], i);
+}
+
+static void tear_down(void) {
+    for (int i = 0; i < MOST; i++) tensor_free(&t[i]);
+}
+
+static const char *text(const void *request) { return request ? request : "a request"; }
+
+// Whether the operation is refused, in a process of its own; its sentence comes to `sentence`.
+static bool is_refused(void (*call)(void), char *sentence, size_t size) {
+    int pipes[2];
+    assert_int_equal(pipe(pipes), 0);
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(pipes[1], STDERR_FILENO);
+        device_dry_run(true);  // a child has no threads to compute with
+        call();
+        _exit(0);
+    }
+    close(pipes[1]);
+    ssize_t length = read(pipes[0], sentence, size - 1);
+    sentence[length > 0 ? length : 0] = 0;
+    close(pipes[0]);
+    int status;
+    waitpid(child, &status, 0);
+    return WIFEXITED(status) && WEXITSTATUS(status) != 0;
+}
+
+static void every_operation_leaves_alone_what_is_in_flight(void **context) {
+    (void)context;
+    char sentence[1024], expected[128];
+    for (int o = 0; o < OPERATIONS; o++) {
+        const char *arguments = operations[o].arguments;
+        bool is_op = o < OPERATIONS - 2;
+        for (int i = 0; arguments[i]; i++) {
+            // What the operation writes.
+            set_up(arguments);
+            uint8_t before[1024], after[1024];
+            assert_true(tensor_bytes(t[i]) <= 1024);
+            tensor_to_host(before, t[i]);
+            operations[o].call();
+            tensor_to_host(after, t[i]);
+            bool writes = memcmp(before, after, (size_t)tensor_bytes(t[i])) != 0;
+            in_flight_begin(t[i], false, 0, "all_reduce, call 12 in group dp", text);
+            bool refused = is_refused(operations[o].call, sentence, sizeof sentence);
+            if (refused != writes)
+                fail_msg("%s %s argument %d, which a request reads, and is %s", operations[o].name,
+                         writes ? "writes" : "only reads", i, refused ? "refused" : "let through");
+            in_flight_end("all_reduce, call 12 in group dp");
+            in_flight_begin(t[i], true, 0, "all_reduce, call 12 in group dp", text);
+            if (!is_refused(operations[o].call, sentence, sizeof sentence))
+                fail_msg("%s touches argument %d, which a request writes, and is let through",
+                         operations[o].name, i);
+            snprintf(expected, sizeof expected,
+                     "%s%s %s 'activations' [bytes 0..%lld), which all_reduce, call 12", is_op ? "op_" : "",
+                     operations[o].name, writes ? "writes" : "reads", (long long)tensor_bytes(t[i]));
+            if (!strstr(sentence, expected)) fail_msg("%s is not in: %s", expected, sentence);
+            in_flight_end("all_reduce, call 12 in group dp");
+            tear_down();
+        }
+    }
+}
+
+static void scale_second_row(void) { op_scale(tensor_rows_of(t[0], 1, 1), 2); }
+
+static void ranges_count_and_not_tensors(void **context) {
+    (void)context;
+    char sentence[1024];
+    const char *first = "first", *second = "second";
+    set_up("x");
+    in_flight_begin(tensor_rows_of(t[0], 0, 1), true, 0, first, text);
+    in_flight_begin(tensor_rows_of(t[0], 2, 1), true, 0, second, text);
+    assert_false(is_refused(scale_second_row, sentence, sizeof sentence));
+    in_flight_begin(tensor_view(t[0], 2 * H - 1, SHAPE(2)), false, 0, second, text);
+    assert_true(is_refused(scale_second_row, sentence, sizeof sentence));
+    assert_non_null(strstr(sentence, "[bytes 32..64), which second, is still reading"));
+    in_flight_end(second);
+    assert_false(is_refused(scale_second_row, sentence, sizeof sentence));
+    assert_int_equal(in_flight_count, 1);
+    in_flight_end(first);
+    assert_int_equal(in_flight_count, 0);
+    tear_down();
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_operation_leaves_alone_what_is_in_flight),
+        cmocka_unit_test(ranges_count_and_not_tensors),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

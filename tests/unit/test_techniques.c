@@ -1,0 +1,174 @@
+// test_techniques.c: what a list of techniques must not be, and what each technique demands of the flags.
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "03_tensor_parallel/tensor_parallel.h"
+// needs those above
+#include <cmocka.h>
+
+static const char *const SMALL =
+    "layers=1 hidden=16 heads=8 kv-heads=2 ffn=88 vocab=256 seq=4 micro-batch=1 steps=1";
+
+// Runs `act` in a process of its own, which must end with STATUS_USAGE and one sentence that is `sentence`.
+static void expect_fatal(void (*act)(const void *), const void *context, const char *sentence) {
+    int ends[2], status;
+    assert_int_equal(pipe(ends), 0);
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        act(context);
+        _exit(0);
+    }
+    close(ends[1]);
+    char said[2000] = "";
+    size_t size = 0;
+    for (ssize_t got; (got = read(ends[0], said + size, sizeof said - 1 - size)) > 0;) size += (size_t)got;
+    close(ends[0]);
+    assert_int_equal(waitpid(child, &status, 0), child);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE || !strstr(said, sentence))
+        fail_msg("status %x, said \"%s\", expected \"%s\"", (unsigned)status, said, sentence);
+}
+
+// ---- whose place a plug may take ----
+
+typedef struct Order {
+    const Technique *list[4];
+    bool sp, recompute;
+    const char *sentence;  // NULL: these fit
+} Order;
+
+static void plug_all(const void *context) {
+    const Order *order = context;
+    Config c = config_default(SMALL);
+    config_set(&c, "sp", order->sp);
+    config_set(&c, "vocab-parallel", 1);
+    if (order->recompute) c.recompute = RECOMPUTE_FULL;
+    device_dry_run(true);
+    trainer_free(trainer_new(&c, mesh_single(), order->list));
+}
+
+// Another technique that thinks of a socket as its own: what one device does there, under another function.
+static bool accept_some(void *context, Model *model, double norm) {
+    (void)context, (void)model;
+    return norm < 1;
+}
+static void *plug_step(Model *model) {
+    model->sockets.step.accept = accept_some;
+    return NULL;
+}
+static void *plug_step_with_context(Model *model) {
+    model->sockets.step.context = model;
+    return NULL;
+}
+static const Technique skips = {.name = "skips", .plug = plug_step};
+static const Technique scales = {.name = "scales", .plug = plug_step_with_context};
+static const Technique wraps = {
+    .name = "wraps", .plug = plug_step_with_context, .wraps = 1u << SOCKET_STEP};
+static const Technique wraps_another = {
+    .name = "wraps another", .plug = plug_step_with_context, .wraps = 1u << SOCKET_GRADIENTS};
+
+static void a_plug_in_anothers_place_is_fatal_and_names_both(void **state) {
+    (void)state;
+    static const Order orders[] = {
+        {{&ddp_naive, &ddp_overlap},
+         false,
+         false,
+         "ddp_overlap would take the place of ddp_naive in the socket gradients"},
+        {{&ddp_bucketed, &zero1},
+         false,
+         false,
+         "zero1 would take the place of ddp_bucketed in the socket gradients"},
+        {{&zero2, &ddp_no_sync},
+         false,
+         false,
+         "ddp_no_sync would take the place of zero2 in the socket gradients"},
+        {{&zero1, &zero2}, false, false, "zero2 would take the place of zero1 in the socket "},
+        {{&async_tensor_parallel, &sequence_parallel},
+         true,
+         false,
+         "sequence_parallel would take the place of async_tensor_parallel in the socket region"},
+        {{&vocab_parallel, &sequence_parallel},
+         true,
+         false,
+         "sequence_parallel would take the place of vocab_parallel in the socket vocabulary"},
+        {{&skips, &scales}, false, false, "scales would take the place of skips in the socket step"},
+        {{&skips, &ddp_naive, &wraps_another},
+         false,
+         false,
+         "wraps another would take the place of skips in the socket step"},
+        {{&skips, &wraps}, false, false, NULL},
+        {{&ddp_naive, &skips}, false, false, NULL},
+        {{&sequence_parallel, &vocab_parallel, &async_tensor_parallel}, true, false, NULL},
+        {{&zero3, &tensor_parallel, &recompute}, false, true, NULL},
+    };
+    for (size_t i = 0; i < sizeof orders / sizeof *orders; i++) {
+        if (orders[i].sentence) expect_fatal(plug_all, &orders[i], orders[i].sentence);
+        else plug_all(&orders[i]);
+        device_dry_run(false);
+    }
+}
+
+// One that is not on leaves its socket to others.
+static void a_technique_that_is_off_takes_no_place(void **state) {
+    (void)state;
+    Config c = config_default(SMALL);
+    for (int zero = 0; zero <= 3; zero++) {
+        config_set(&c, "zero", zero);
+        device_dry_run(true);
+        Trainer *t = trainer_new(&c, mesh_single(), tensor_layouts);
+        static const Technique *const stage[] = {&ddp_no_sync, &zero1, &zero2, &zero3};
+        for (int i = 0; i < 4; i++) assert_true((trainer_context(t, stage[i]) != NULL) == (i == zero));
+        trainer_free(t);
+        device_dry_run(false);
+    }
+}
+
+// ---- what the flags must be ----
+
+typedef struct Demand {
+    const Technique *technique;
+    int64_t tp;
+    const char *more, *sentence;
+} Demand;
+
+static void check_demand(const void *context) {
+    const Demand *demand = context;
+    char *text = format_text("%s %s", SMALL, demand->more);
+    Config c = config_default(text);
+    free(text);
+    c.tp = demand->tp;
+    demand->technique->check(&c);
+}
+
+static void demands_name_the_flags_and_what_would_fit(void **state) {
+    (void)state;
+    static const Demand demands[] = {
+        {&tensor_parallel, 3, "", "--tp 3 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
+        {&sequence_parallel, 16, "", "--tp 16 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
+        {&tensor_parallel, 4, "ffn=90", "--tp 4 does not divide --ffn 90; --tp 1, 2 would fit"},
+        {&tensor_parallel, 4, "heads=12 hidden=48 kv-heads=6",
+         "--tp 4 and --kv-heads 6: one must divide the other; --tp 1, 2 would fit"},
+        {&async_tensor_parallel, 2, "", "add --sp"},
+    };
+    for (size_t i = 0; i < sizeof demands / sizeof *demands; i++)
+        expect_fatal(check_demand, &demands[i], demands[i].sentence);
+    check_demand(&(Demand){&tensor_parallel, 8, "", ""});
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_plug_in_anothers_place_is_fatal_and_names_both),
+        cmocka_unit_test(a_technique_that_is_off_takes_no_place),
+        cmocka_unit_test(demands_name_the_flags_and_what_would_fit),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
