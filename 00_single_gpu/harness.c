@@ -33,8 +33,11 @@ static void check_sent(const Trainer *t, const Price *price, const Counted *coun
     Group world = t->model->mesh.world;
     for (int i = 0; i < counted->kinds; i++) {
         const CommCount *measured = &counted->sent[i];
-        // Looking at whole weights is a reduce and a broadcast, which training does not use (params.h).
-        if (!strcmp(measured->name, "reduce") || !strcmp(measured->name, "broadcast")) continue;
+        // Looking at whole weights is a reduce and a broadcast (params.h), saving them ends with a barrier: training
+        // uses none of these.
+        if (!strcmp(measured->name, "reduce") || !strcmp(measured->name, "broadcast") ||
+            !strcmp(measured->name, "barrier"))
+            continue;
         double calls = 0, bytes = 0;
         for (int j = 0; j < price->kinds; j++)
             if (!strcmp(price->sent[j].call, measured->name))
