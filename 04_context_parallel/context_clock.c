@@ -59,6 +59,7 @@ static void run_attention(const Model *m, MicroBatch *micro, ContextCost *cost) 
         comm_wait(comm_barrier(m->mesh.world));  // all begin at once
         clock_reset();
         memory_reset_peak();
+        int64_t before = memory_account().now[MEMORY_COMMUNICATION];  // the transport's own
         double start = clock_model_now();
         if (pass == FORWARD)
             on->attention.forward(on->attention.context, micro, o, &kept, q, k, v, shape);
@@ -67,7 +68,7 @@ static void run_attention(const Model *m, MicroBatch *micro, ContextCost *cost) 
         cost->seconds[pass] = clock_model_now() - start;
         cost->exposed[pass] = comm_total().exposed_seconds;
         cost->bytes[pass] = (double)comm_total().bytes;
-        cost->held[pass] = (double)memory_account().peak[MEMORY_COMMUNICATION];
+        cost->held[pass] = (double)(memory_account().peak[MEMORY_COMMUNICATION] - before);
         cost->computing +=
             operation_seconds("attention_chunk_forward") + operation_seconds("attention_chunk_backward");
         if (pass == FORWARD)
