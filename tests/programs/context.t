@@ -92,6 +92,7 @@ passes "ring 4, bf16" ring_attention --dtype bf16 $one
 passes "zigzag 8, bf16, zero 3, full" ring_attention --context zigzag --ranks 8 --dtype bf16 --zero 3 --recompute full $one
 passes "all-gather 4, f16" all_gather_attention --dtype f16 $one
 passes "ulysses 4, bf16" ulysses --dtype bf16 $one
+passes "ring 8, 16 bits" ring_attention --ranks 8 --seq 128 --dtype bf16 $one
 passes "ring 3, f32" ring_attention --ranks 3 --dtype f32 $quick
 passes "dry run of Llama 3 8B, cp 8" ring_attention --ranks 8 --model llama-3-8b --dtype bf16 --micro-batch 1 --zero 3 --dry-run
 
