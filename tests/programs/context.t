@@ -64,6 +64,7 @@ passes "documents, ring 4" ring_attention --documents 10 --seq 97 $quick
 passes "documents, zigzag 8" ring_attention --context zigzag --ranks 8 --documents 32 --seq 97 $one
 passes "documents, all-gather 3" all_gather_attention --ranks 3 --documents 32 $quick
 passes "documents, ulysses 2, tp 2" ulysses --tp 2 --documents 32 $quick
+passes "documents, cp 2, dp 2, all-gather" all_gather_attention --cp 2 --dp 2 --documents 32 $one
 passes "documents, ring 2, token 0" ring_attention --ranks 2 --documents 0 $one
 
 # with what else there is
