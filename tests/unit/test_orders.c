@@ -186,7 +186,7 @@ static void expect_same(const char *what, const Record *x, const Record *y, doub
 
 static void try_case(const Case *one, const char *more, bool tied, Recompute kind, uint64_t seeds,
                      double bound) {
-    Mesh mesh = mesh_new((MeshShape){one->tp ? 1 : n, 1, 1, one->tp ? n : 1, 1});
+    Mesh mesh = mesh_new((MeshShape){.dp = one->tp ? 1 : n, .tp = one->tp ? n : 1});
     Config c = config_of(one, more), whole;
     c.tied = tied;
     c.recompute = kind;
