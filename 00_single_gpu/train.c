@@ -226,10 +226,10 @@ double held_out_loss(Trainer *t, int64_t samples) {
         sum += on->schedule.evaluate(on->schedule.context, t->model, &micro);
         labels += (double)count_labels(targets, c->seq);
         micro_batch_free(t->model, &micro);
+        complete_weights(t);  // no backward follows, for which a plug may keep gathered weights
     }
     free(tokens);
     free(targets);
-    complete_weights(t);
     return replicas.size > 1 ? comm_sum(sum, replicas) / comm_sum(labels, dp) : sum / labels;
 }
 
