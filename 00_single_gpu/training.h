@@ -60,9 +60,8 @@ typedef struct Technique {
     const char *name;
     const Option *option;  // of its own, without targets: they become settings of the Config
     int options;
-    unsigned axes;  // of the mesh that it serves, 1 << AXIS_…
-    unsigned
-        wraps;  // sockets, 1 << SOCKET_…, in which it may take the place of an earlier plug, which it calls
+    unsigned axes;   // of the mesh that it serves, 1 << AXIS_…
+    unsigned wraps;  // sockets, 1 << SOCKET_…, in which it takes the place of an earlier plug, and calls it
     // Each may be NULL.
     bool (*on)(const Config *config);     // whether these flags ask for it; NULL: it is always on
     void (*check)(const Config *config);  // fatal, naming the flags, when it cannot be
