@@ -282,6 +282,7 @@ static void price(Price *price, const Model *m, const void *context) {
     double share = passes / (double)(c->layers * c->grad_acc);
     price->enters *= share, price->leaves *= share;
     price->enters_backward *= share, price->leaves_backward *= share;
+    price->attentions *= share, price->backwards *= share;
     price->head_micros = price->losses = heads;
     price->lookup_micros = lookups;
     for (Role role = ROLE_NORM1; role <= ROLE_DOWN; role++)
@@ -291,7 +292,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price->elements[ROLE_HEAD] *= head;
     price->blocks = NAN;  // what is held at once is the schedule's: its clock and a dry run know it
 
-    MicroBatch one = {.b = c->micro_batch, .s = c->seq};
+    MicroBatch one = {.b = c->micro_batch, .s = model_tokens(m) / c->micro_batch};
     int64_t rows = m->sockets.region.rows(m->sockets.region.context, &one);
     double calls = 0, sends = 0;
     for (int i = 0; i < p->messages; i++) {
@@ -324,5 +325,16 @@ const Technique pipeline = {.name = "pipeline",
                             .price = price};
 
 const Technique *const pipeline_layouts[] = {
-    &ddp_no_sync,       &zero1,          &zero2,    &zero3,     &tensor_parallel,
-    &sequence_parallel, &vocab_parallel, &pipeline, &recompute, NULL};
+    &ddp_no_sync,
+    &zero1,
+    &zero2,
+    &zero3,
+    &tensor_parallel,
+    &sequence_parallel,
+    &vocab_parallel,
+    &ring_attention,
+    &zigzag_ring_attention,
+    &all_gather_attention,
+    &pipeline,
+    &recompute,
+    NULL};

@@ -2,14 +2,14 @@
 #ifndef PIPELINE_H
 #define PIPELINE_H
 
-#include "03_tensor_parallel/tensor_parallel.h"
+#include "04_context_parallel/context_parallel.h"
 #include "schedule.h"
 
 // --schedule, --chunks, --stage-layers, --load; micro-batches are --grad-acc.
 extern const Technique pipeline;
 
-// What the programs of this chapter list: data parallelism, ZeRO's stages 1 and 2, tensor, sequence and vocabulary
-// parallelism, the pipeline, recomputation.
+// What the programs of this chapter list: data parallelism, ZeRO's stages 1 and 2, tensor, sequence, vocabulary and
+// context parallelism, the pipeline, recomputation.
 extern const Technique *const pipeline_layouts[];
 
 // The main of a schedule's program: trains with this --schedule and proves it.

@@ -21,6 +21,7 @@ static Config layers_of_8b(const Config *config, int stages, int micro_batches) 
     c.pp = config->pp;
     c.recompute = config->recompute;
     config_set(&c, "zero", 0);
+    config_set(&c, "context", CONTEXT_METHODS);
     config_set(&c, "schedule", config_number(config, "schedule"));
     config_set(&c, "chunks", config_number(config, "chunks"));
     return c;
@@ -170,8 +171,16 @@ static bool exact(const Config *c) {
     Schedule s = pipeline_schedule(c);
     bool same = s.directions == 1 && !(c->tied && s.stages > 1) && in_order(&s);
     schedule_free(&s);
-    return same && c->dp == 1 && c->tp == 1;
+    return same && c->dp == 1 && c->tp == 1 && c->cp == 1;
 }
+
+// Those of its layouts, in the words of this chapter: without --context there is no context parallelism.
+static const Option options[] = {
+    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
+     "what --dp x --cp share out: optimizer state, gradients, weights; of pipelines not 3", false},
+    {"context", OPTION_CHOICE, NULL, "none", 0, 0, "ring|zigzag|all-gather|ulysses|none",
+     "how ranks of --cp bring keys and values together", false},
+};
 
 int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule) {
     char *defaults = format_text(
@@ -183,8 +192,8 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
                              .defaults = defaults,
                              .natural = 4,
                              .techniques = pipeline_layouts,
-                             .option = tensor_layout_options,
-                             .options = TENSOR_LAYOUT_OPTIONS,
+                             .option = options,
+                             .options = sizeof options / sizeof *options,
                              .exact = exact,
                              .more = pipeline_costs};
     int status = program_main(argc, argv, &program);
