@@ -143,21 +143,10 @@ static void pass_idle_unit(Model *m, int unit) {
     on->gradients.ready(on->gradients.context, m, unit, true);
 }
 
-// How often each unit's gradient becomes final in a step: once for each micro-batch that has the unit here.
 static void begin_step(const Pipeline *p, Model *m) {
-    const Schedule *s = &p->schedule;
-    model_begin_step(m, 0);
-    for (int i = 0; i < s->micro_batches; i++)
-        for (int unit = 0; unit < m->params.units; unit++) {
-            bool here = false;
-            const int *place = s->place + s->direction[i] * s->stages;
-            for (int stage = 0; stage < s->stages; stage++)
-                here = here ||
-                       (place[stage] == m->mesh.pp.rank && pipeline_in_chunk(m, &p->chunk[stage], unit));
-            m->ready_left[unit] += here;
-        }
+    for (int unit = 0; unit < m->params.units; unit++) m->ready_left[unit] = p->finals[unit];
     for (int unit = 0; unit < m->params.units; unit++)
-        if (m->params.unit[unit].count > 0 && m->ready_left[unit] == 0) pass_idle_unit(m, unit);
+        if (p->idle[unit]) pass_idle_unit(m, unit);
 }
 
 static double run(void *context, Model *m, const StepInput *input) {
@@ -209,6 +198,24 @@ static double evaluate(void *context, Model *m, MicroBatch *micro) {
 
 // ---- the record ----
 
+// How often a step makes each unit's gradient final: once for each micro-batch that has the unit here.
+static void count_finals(Pipeline *p, const Model *m) {
+    const Schedule *s = &p->schedule;
+    for (int unit = 0; unit < m->params.units; unit++) {
+        int64_t seen = 0;
+        for (int i = 0; i < s->micro_batches; i++) {
+            bool here = false;
+            const int *place = s->place + s->direction[i] * s->stages;
+            for (int stage = 0; stage < s->stages; stage++)
+                here = here ||
+                       (place[stage] == m->mesh.pp.rank && pipeline_in_chunk(m, &p->chunk[stage], unit));
+            seen += here;
+        }
+        p->idle[unit] = seen == 0 && m->params.unit[unit].count > 0;
+        p->finals[unit] = seen + p->idle[unit];
+    }
+}
+
 static void *plug(Model *m) {
     Pipeline *p = host_alloc(sizeof *p);
     *p = (Pipeline){
@@ -221,6 +228,9 @@ static void *plug(Model *m) {
     p->passes_left = calloc(micros, sizeof *p->passes_left);
     p->arrived = calloc(slots, sizeof *p->arrived);
     p->arriving = calloc(slots, sizeof *p->arriving);
+    p->finals = host_alloc((size_t)m->params.units * sizeof *p->finals);
+    p->idle = host_alloc((size_t)m->params.units * sizeof *p->idle);
+    count_finals(p, m);
     CHECK(p->micro && p->passes_left && p->arrived && p->arriving, "out of host memory for a pipeline");
     m->sockets.schedule.context = p;
     m->sockets.schedule.run = run;
@@ -238,6 +248,8 @@ static void unplug(Model *m, void *context) {
     free(p->passes_left);
     free(p->arrived);
     free(p->arriving);
+    free(p->finals);
+    free(p->idle);
     free(p);
 }
 
@@ -283,6 +295,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price->enters *= share, price->leaves *= share;
     price->enters_backward *= share, price->leaves_backward *= share;
     price->attentions *= share, price->backwards *= share;
+    price->finals = p->finals;
     price->head_micros = price->losses = heads;
     price->lookup_micros = lookups;
     for (Role role = ROLE_NORM1; role <= ROLE_DOWN; role++)

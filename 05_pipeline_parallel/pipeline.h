@@ -39,6 +39,8 @@ typedef struct Pipeline {
     Chunk *chunk;  // (stages)
     Message *message;
     int messages;
+    int64_t *finals;  // (units) how often a step makes its gradient final here
+    bool *idle;       // (units) stored here, and no micro-batch has it
     Group forward, backward;  // pp twice: activations on one line, gradients on the other
     // Of the step that is running.
     MicroBatch *micro;    // (m)
