@@ -1,8 +1,8 @@
 // pipeline.c: runs any verified schedule on the model's stages. Playbook: "Pipeline Parallelism".
 //
-// Against 00_single_gpu: each of p ranks stores some stages, ranges of layers with the embedding before the first one
-// and the head behind the last, and walks its list of the schedule. Activations go to the rank of the next stage,
-// gradients to that of the stage before:
+// Against 00_single_gpu: each of p ranks stores some stages, ranges of layers with the embedding before
+// the first one and the head behind the last, and walks its list of the schedule. Activations go to the
+// rank of the next stage, gradients to that of the stage before:
 //
 //     for each action of my list
 //         receive what others will have sent by the time that it ends      (in flight while it computes)
@@ -10,17 +10,17 @@
 //         F: chunk_forward    B: chunk_backward_input    W: chunk_backward_weight    BW: both
 //         send its output
 //
-// Nothing can deadlock: the messages of a step have one order, that of a clock on which every pass takes one unit, and
-// each rank starts its part of them in this order. The first message that is not done yet then has both its ends: its
-// sender needed only earlier ones to come to it, and its receiver, too.
+// Nothing can deadlock: the messages of a step have one order, that of a clock on which every pass takes
+// one unit, and each rank starts its part of them in this order. The first message that is not done yet
+// then has both its ends: its sender needed only earlier ones to come to it, and its receiver, too.
 //
-// Sums do not depend on the schedule: W runs in the order of micro-batches on every stage, so losses, gradients and
-// the step are those of one device to the last bit. Where two copies of a weight add up (tied embeddings, DualPipe)
-// they are so but for the order of that one sum.
+// Sums do not depend on the schedule: W runs in the order of micro-batches on every stage, so losses,
+// gradients and the step are those of one device to the last bit. Where two copies of a weight add up
+// (tied embeddings, DualPipe) they are so but for the order of that one sum.
 //
 // Bytes sent per rank and micro-batch: n h e for each stage whose neighbour is on another rank, each way.
-// Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches that the
-// schedule holds at once. This file has no main: a program for each schedule runs it.
+// Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches
+// that the schedule holds at once. This file has no main: a program for each schedule runs it.
 #include "pipeline.h"
 
 #include <math.h>
@@ -133,8 +133,8 @@ static void run_pass(Pipeline *p, Model *m, StagePass pass, double *loss) {
     m->sockets.gradients.micro_batch_ready(m->sockets.gradients.context, m, last);
 }
 
-// A copy of a unit that has no micro-batch in this step (DualPipe's other direction, where there is one alone) joins in
-// what its replicas do with weights and gradients: its part of the sum is zero.
+// A copy of a unit that has no micro-batch in this step (DualPipe's other direction, where there is one
+// alone) joins in what its replicas do with weights and gradients: its part of the sum is zero.
 static void pass_idle_unit(Model *m, int unit) {
     const Sockets *on = &m->sockets;
     on->parameters.acquire(on->parameters.context, m, unit, FORWARD);
@@ -261,12 +261,12 @@ static void check(const Config *c) {
     CHECK(c->grad_acc <= MICRO_BATCHES_MOST, "--grad-acc %ld: a schedule has at most %d micro-batches",
           c->grad_acc, MICRO_BATCHES_MOST);
     CHECK(!made || kind != DUALPIPE || c->pp % 2 == 0,
-          "--schedule dualpipe needs an even --pp, as each rank has a mirror, and --pp is %ld: --pp %ld would "
-          "fit, and --schedule dualpipe_v takes any",
+          "--schedule dualpipe needs an even --pp, as each rank has a mirror, and --pp is %ld: --pp %ld "
+          "would fit, and --schedule dualpipe_v takes any",
           c->pp, c->pp + 1);
     CHECK(!made || kind != INTERLEAVED || c->pp * chunks <= STAGES_MOST,
-          "--pp %ld x --chunks %d is more than %d stages: --chunks %ld would fit", c->pp, chunks, STAGES_MOST,
-          STAGES_MOST / c->pp);
+          "--pp %ld x --chunks %d is more than %d stages: --chunks %ld would fit", c->pp, chunks,
+          STAGES_MOST, STAGES_MOST / c->pp);
     CHECK(config_number(c, "zero") < 3 || c->pp == 1,
           "--zero 3 would gather a stage's weights for every micro-batch of --pp %ld: --zero 2 or 1 would "
           "fit",
@@ -337,17 +337,16 @@ const Technique pipeline = {.name = "pipeline",
                             .unplug = unplug,
                             .price = price};
 
-const Technique *const pipeline_layouts[] = {
-    &ddp_no_sync,
-    &zero1,
-    &zero2,
-    &zero3,
-    &tensor_parallel,
-    &sequence_parallel,
-    &vocab_parallel,
-    &ring_attention,
-    &zigzag_ring_attention,
-    &all_gather_attention,
-    &pipeline,
-    &recompute,
-    NULL};
+const Technique *const pipeline_layouts[] = {&ddp_no_sync,
+                                             &zero1,
+                                             &zero2,
+                                             &zero3,
+                                             &tensor_parallel,
+                                             &sequence_parallel,
+                                             &vocab_parallel,
+                                             &ring_attention,
+                                             &zigzag_ring_attention,
+                                             &all_gather_attention,
+                                             &pipeline,
+                                             &recompute,
+                                             NULL};

@@ -47,6 +47,18 @@ if [ "$only" = "*" ]; then
     report $? "the page's table is what the programs print"
 fi
 
+# From one node to two, a pipeline loses less of its throughput per GPU than tensor parallelism: in the page's figures.
+step_of() { run "$build/one_f_one_b" $big --dry-run "$@" && sed -n 's/^a step takes \([0-9.]* ms\) .*/\1/p' "$out"; }
+big="--layers 16 --hidden 4096 --heads 32 --kv-heads 8 --ffn 14336 --seq 4096 --micro-batch 1 --dtype bf16"
+if wanted "from one node to two"; then
+    pp="$(step_of --grad-acc 32 --ranks 8) to $(step_of --grad-acc 32 --ranks 16)"
+    tp="$(step_of --grad-acc 4 --pp 1 --tp 8 --ranks 8) to $(step_of --grad-acc 4 --pp 1 --tp 16 --ranks 16)"
+    loss() { echo "$1" | awk '{ printf "%.0f%%", 100 - 100 * $1 / $4 / 2 }'; }
+    flat=$(tr -s ' \n' ' ' <05_pipeline_parallel/README.md)
+    grep -qF "loses $(loss "$pp") of its throughput per GPU ($pp), and tensor parallelism $(loss "$tp") ($tp)" <<<"$flat"
+    report $? "from one node to two: pp $pp, tp $tp"
+fi
+
 exactly "afab, p 1" afab --ranks 1 --grad-acc 3 $quick
 exactly "afab, p 2, m 1: the naive pipeline" afab --ranks 2 --grad-acc 1 $quick
 exactly "afab, p 4, m 5" afab --grad-acc 5 $quick
