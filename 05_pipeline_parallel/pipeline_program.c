@@ -135,7 +135,9 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     // An overlapped pair sends what its F has made before its BW is done, which the schedule's clock does
     // not know.
     bool pairs = has_pairs(&pipe->schedule);
-    report_that(measured < 1.05 * times.makespan && (pairs || measured > 0.95 * times.makespan),
+    // Nor does it know the accumulation of copies that no micro-batch has.
+    double slack = c.grad_acc < pipe->schedule.directions ? 0.1 : 0.05;
+    report_that(measured < (1 + slack) * times.makespan && (pairs || measured > 0.95 * times.makespan),
                 "the run takes %.3f ms, and its schedule says %.3f ms", 1e3 * measured,
                 1e3 * times.makespan);
     check_held(t);
