@@ -97,6 +97,7 @@ static Price price_of_one_device(const Config *c) {
                .blocks = L,
                .forwards = micros,
                .attentions = micros,
+               .backwards = micros,
                .losses = micros,
                .lookup_micros = micros,
                .head_micros = micros};

@@ -36,6 +36,8 @@ typedef struct Price {
     double lookup_micros, head_micros;  // micro-batches that are looked up here, and that end here
     double forwards;    // of every block in a step: 1 for each micro-batch, and recomputation's
     double attentions;  // of these, and of attention alone
+    double backwards;   // of every block in a step
+    const int64_t *finals;  // (units) how often a step makes each unit's gradient final; NULL: every micro-batch
     double again;       // FLOPs of a step on one device that are computed a second time
     bool peak_counted;  // the peak of activations has no closed form: a dry run counts it
     // Calls and bytes sent in a step by this rank, by kind (comm.h's names).

@@ -94,7 +94,8 @@ void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
         all_here = all_here && u->count > 0;
         if (u->count == 0) continue;  // another stage's
         own += (double)u->own_count;
-        price_reduce_scatter(price, stage == 1 ? 1 : micros, u->count, u->own_count, p->recipe.sum,
+        double times = price->finals ? (double)price->finals[i] : micros;
+        price_reduce_scatter(price, stage == 1 ? 1 : times, u->count, u->own_count, p->recipe.sum,
                              u->replicas);
         price_all_gather(price, stage == 3 ? gathers_of(m, i) : 1, u->own_count, p->recipe.weight,
                          u->replicas);
@@ -102,7 +103,8 @@ void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
     price->states = own;
     if (stage >= 2) price->gradients = own;
     // Which units follow each other at work on one of several stages, a dry run knows.
-    if (stage >= 2) price->gradients_at_work = all_here ? gradients_at_work(m) : NAN;
+    if (stage >= 2)
+        price->gradients_at_work = all_here && m->mesh.pp.size == 1 ? gradients_at_work(m) : NAN;
     if (stage == 3) price->values = own;
     if (stage == 3) price->values_at_work = weights_at_work(m, zero->prefetch);
 }
