@@ -1,8 +1,8 @@
 // pipeline.c: runs any verified schedule on the model's stages. Playbook: "Pipeline Parallelism".
 //
-// Against 00_single_gpu: each of p ranks stores some stages, ranges of layers with the embedding before the first one
-// and the head behind the last, and walks its list of the schedule. Activations go to the rank of the next stage,
-// gradients to that of the stage before:
+// Against 00_single_gpu: each of p ranks stores some stages, ranges of layers with the embedding before the
+// first one and the head behind the last, and walks its list of the schedule. Activations go to the rank of
+// the next stage, gradients to that of the stage before:
 //
 //     for each action of my list
 //         receive what others will have sent by the time that it ends      (in flight while it computes)
@@ -10,17 +10,17 @@
 //         F: chunk_forward    B: chunk_backward_input    W: chunk_backward_weight    BW: both
 //         send its output
 //
-// Nothing can deadlock: the messages of a step have one order, that of a clock on which every pass takes one unit, and
-// each rank starts its part of them in this order. The first message that is not done yet then has both its ends: its
-// sender needed only earlier ones to come to it, and its receiver, too.
+// Nothing can deadlock: the messages of a step have one order, that of a clock on which every pass takes
+// one unit, and each rank starts its part of them in this order. The first message that is not done yet
+// then has both its ends: its sender needed only earlier ones to come to it, and its receiver, too.
 //
-// Sums do not depend on the schedule: W runs in the order of micro-batches on every stage, so losses, gradients and
-// the step are those of one device to the last bit. Where two copies of a weight add up (tied embeddings, DualPipe)
-// they are so but for the order of that one sum.
+// Sums do not depend on the schedule: W runs in the order of micro-batches on every stage, so losses,
+// gradients and the step are those of one device to the last bit. Where two copies of a weight add up (tied
+// embeddings, DualPipe) they are so but for the order of that one sum.
 //
 // Bytes sent per rank and micro-batch: n h e for each stage whose neighbour is on another rank, each way.
-// Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches that the
-// schedule holds at once. This file has no main: a program for each schedule runs it.
+// Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches
+// that the schedule holds at once. This file has no main: a program for each schedule runs it.
 #include "pipeline.h"
 
 #include <math.h>

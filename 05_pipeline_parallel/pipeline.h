@@ -1,4 +1,5 @@
-// pipeline.h: chapter 05's technique: each rank of pp owns some stages of the model, and walks its list of a schedule.
+// pipeline.h: chapter 05's technique: each rank of pp owns some stages of the model, and walks its list of
+// a schedule.
 #ifndef PIPELINE_H
 #define PIPELINE_H
 
@@ -8,8 +9,8 @@
 // --schedule, --chunks, --stage-layers, --load; micro-batches are --grad-acc.
 extern const Technique pipeline;
 
-// What the programs of this chapter list: data parallelism, ZeRO's stages 1 and 2, tensor, sequence and vocabulary
-// parallelism, the pipeline, recomputation.
+// What the programs of this chapter list: data parallelism, ZeRO's stages 1 and 2, tensor, sequence and
+// vocabulary parallelism, the pipeline, recomputation.
 extern const Technique *const pipeline_layouts[];
 
 // The main of a schedule's program: trains with this --schedule and proves it.
@@ -23,7 +24,8 @@ void pipeline_deal_layers(const Config *config, Chunk *chunk, int stages);
 bool pipeline_in_chunk(const Model *model, const Chunk *chunk, int unit);
 void pipeline_shard(Model *model);
 
-// A message between two stages on different ranks: what `pass` has made, activations (F) or gradients (B, BW).
+// A message between two stages on different ranks: what `pass` has made, activations (F) or gradients (B,
+// BW).
 typedef struct Message {
     double time;  // at which the pass ends if every F, B and W takes as long
     int from, to;

@@ -1,10 +1,10 @@
-// pipeline_program.c: what the programs of this chapter share: the proof, and what their schedule costs on the model
-// clock. Playbook: "Pipeline Parallelism".
+// pipeline_program.c: what the programs of this chapter share: the proof, and what their schedule costs on
+// the model clock. Playbook: "Pipeline Parallelism".
 //
-// Each schedule's program trains with it on p ranks, and on one device with the same micro-batches: class exact, no
-// bit may differ, unless two copies of a weight add up or ranks share a sum. Then it counts: the micro-batches that a
-// rank holds at once, against the schedule's; and the step on the model clock, against the schedule's own clock with
-// the durations of this stage's passes. This file has no main.
+// Each schedule's program trains with it on p ranks, and on one device with the same micro-batches: class
+// exact, no bit may differ, unless two copies of a weight add up or ranks share a sum. Then it counts: the
+// micro-batches that a rank holds at once, against the schedule's; and the step on the model clock, against
+// the schedule's own clock with the durations of this stage's passes. This file has no main.
 #include <math.h>
 #include <stdlib.h>
 
@@ -118,7 +118,8 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     say("  %-28s %10.3f ms, bubble %5.1f%%\n", "run", 1e3 * measured, 100 * (measured / ideal - 1));
     report_number("schedule", "makespan, run", measured, "s");
     report_number("schedule", "makespan, by its own clock", times.makespan, "s");
-    // An overlapped pair sends what its F has made before its BW is done, which the schedule's clock does not know.
+    // An overlapped pair sends what its F has made before its BW is done, which the schedule's clock does
+    // not know.
     ScheduleKind kind = (ScheduleKind)config_number(config, "schedule");
     bool pairs = kind == DUALPIPE || kind == DUALPIPE_V;
     report_that(measured < 1.05 * times.makespan && (pairs || measured > 0.95 * times.makespan),
