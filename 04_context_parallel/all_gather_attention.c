@@ -128,6 +128,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price_reduce_scatter(price, 2 * backwards, config->micro_batch * c->s * columns, own,
                          flash_sum_dtype((DType)config->dtype), c->cp);
     context_price_kept(price, m, c);
+    context_price_positions(price, m, c);
 }
 
 static bool on(const Config *config) { return context_on(config, CONTEXT_ALL_GATHER); }
@@ -143,6 +144,17 @@ const Technique all_gather_attention = {.name = "all_gather_attention",
                                         .price = price};
 
 #ifndef NO_MAIN
+static ContextCost formula(const ContextSizes *z) {
+    double chunk = z->tokens * 2 * z->kv * z->size, others = z->ranks - 1;
+    return (ContextCost){.bytes = {others * chunk * z->e, others * chunk * (z->e + z->sum)},
+                         .held = {z->ranks * chunk * z->e, z->ranks * chunk * (z->e + z->sum)}};
+}
+
+static void more(Mesh mesh, const Config *config) {
+    (void)config;
+    context_check_cost(mesh, CONTEXT_ALL_GATHER, formula);
+}
+
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "All-gather attention: every rank has all keys and values while it computes.",
@@ -153,7 +165,8 @@ int main(int argc, char **argv) {
         .natural = 4,
         .techniques = context_layouts,
         .option = context_layout_options,
-        .options = CONTEXT_LAYOUT_OPTIONS};
+        .options = CONTEXT_LAYOUT_OPTIONS,
+        .more = more};
     return program_main(argc, argv, &program);
 }
 #endif

@@ -39,7 +39,7 @@ const Option context_layout_options[CONTEXT_LAYOUT_OPTIONS] = {
 const Technique *const context_layouts[] = {
     &ddp_no_sync,       &zero1,          &zero2,          &zero3,
     &tensor_parallel,   &sequence_parallel, &vocab_parallel, &ring_attention,
-    &zigzag_ring_attention, &all_gather_attention, &recompute,
+    &zigzag_ring_attention, &all_gather_attention, &ulysses, &recompute,
     NULL};
 
 bool context_on(const Config *config, ContextMethod method) {
@@ -147,7 +147,10 @@ void context_price_kept(Price *price, const Model *m, const ContextParallel *c) 
     double all = (double)(m->config.micro_batch * c->s), own = (double)(m->config.micro_batch * c->own);
     flash_price_kept(price, all, (double)m->config.heads, (DType)m->config.dtype);
     for (Split split = EVERY_RANK; split <= BY_TENSOR; split++) price_scale_kept(price, split, own, all);
+    price->peak_counted = true;
+}
+
+void context_price_positions(Price *price, const Model *m, const ContextParallel *c) {
     for (int i = 0; i < c->cp.size; i++)
         flash_price_positions(price, m->config.micro_batch, c->layout->count(c->s, c->cp.size, i));
-    price->peak_counted = true;
 }

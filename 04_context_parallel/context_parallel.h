@@ -88,11 +88,40 @@ typedef void AttentionForward(void *context, const MicroBatch *micro, Tensor o, 
                               Tensor k, Tensor v, AttentionShape shape);
 void context_again(AttentionForward *forward, void *context, const MicroBatch *micro, AttentionKept *kept,
                    Tensor q, Tensor k, Tensor v, AttentionShape shape);
-// What this rank keeps: its tokens' part of all, lse in place of probs, and the positions of all tokens.
+// What this rank keeps: its tokens' part of all, lse in place of probs; and the positions of each rank's tokens.
 void context_price_kept(Price *price, const Model *model, const ContextParallel *context);
+void context_price_positions(Price *price, const Model *model, const ContextParallel *context);
 
 // ring_attention.c, for zigzag_ring_attention.c
 void *ring_plug(Model *model);
 void ring_price(Price *price, const Model *model, const void *context);
+
+// ======================================================================================================
+// context_clock.c, context_masks.c: what the methods cost, for the programs to show
+// ======================================================================================================
+
+// Attention of one layer, on the model clock and counted on this rank; by Pass.
+typedef struct ContextCost {
+    double seconds[2], exposed[2], bytes[2];
+    double held[2];    // peak of what exists to be sent or received
+    double computing;  // seconds of attention's own operations, both passes
+    double entries;    // score entries of one head, forward
+} ContextCost;
+ContextCost context_attention_cost(Mesh mesh, const Config *config);  // dry
+// The same of Llama 3 8B with so many tokens on each of all ranks, bf16, beside closed forms of bytes and held.
+typedef struct ContextSizes {
+    double ranks, tokens;         // of this rank
+    double q, kv, kv_here, size;  // heads; key/value heads as stored, and at least one a rank; head size
+    double e, sum;                // bytes of an element, and of a sum
+} ContextSizes;
+typedef ContextCost ContextFormula(const ContextSizes *sizes);
+void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula);
+extern ContextFormula ring_formula;  // ring_attention.c
+// Llama 3 8B with s = 131,072 on these ranks, by all four methods, in one node and across nodes.
+void context_compare(Mesh mesh, const Config *config);
+
+// Who computes which block of scores in which hop, as pictures; and the score entries of each rank.
+void context_print_masks(int cp);
+void context_balance(Mesh mesh, const Config *config);
 
 #endif

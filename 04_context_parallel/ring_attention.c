@@ -17,10 +17,14 @@
 //
 // Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements in a chunk: forward (N - 1) C e,
 // backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) messages to one neighbour.
-// Memory per rank: two chunks of K/V besides its own; in backward two of dK/dV, too.
+// Memory per rank: two chunks of K/V besides its own; in backward three of dK/dV in f32, too.
 // Run: build/04_context_parallel/ring_attention     (--ranks 8, --layout striped, --tp 2 --sp, --documents 10 …)
 // Last line: PASS ring_attention: ranks that share every sequence make the step of one device …
+#include <math.h>
+#include <stdlib.h>
+
 #include "context_parallel.h"
+#include "tensor/rng.h"
 
 // ---- the technique ----
 
@@ -154,6 +158,7 @@ void ring_price(Price *price, const Model *m, const void *context) {
     price_sent(price, "transfers", (forwards + 2 * backwards) * (cp.size - 1),
                (forwards + backwards) * keys * e + backwards * gradients * sum);
     context_price_kept(price, m, c);
+    context_price_positions(price, m, c);
 }
 
 static bool on(const Config *config) { return context_on(config, CONTEXT_RING); }
@@ -168,7 +173,96 @@ const Technique ring_attention = {.name = "ring_attention",
                                   .unplug = context_unplug,
                                   .price = ring_price};
 
+ContextCost ring_formula(const ContextSizes *z) {
+    double chunk = z->tokens * 2 * z->kv * z->size, hops = z->ranks - 1;
+    // K/V of this hop and the next; dK/dV of this hop, and of the one before as sent on and as received.
+    double ahead = hops > 1 ? 2 : hops, ahead_last = hops > 2 ? 2 : hops > 0 ? 1 : 0;
+    double returning = hops > 1 ? 3 : 2 * hops;
+    return (ContextCost){.bytes = {hops * chunk * z->e, hops * chunk * (z->e + z->sum)},
+                         .held = {ahead * chunk * z->e, (ahead_last * z->e + returning * z->sum) * chunk}};
+}
+
 #ifndef NO_MAIN
+
+// Random values that 16 bits hold, the same for a token on whatever rank it is. (n, columns)
+static Tensor random_rows(const Model *m, const MicroBatch *micro, int which, int64_t columns) {
+    const Sockets *on = &m->sockets;
+    double *values = host_alloc((size_t)(micro->s * columns) * sizeof *values);
+    for (int64_t i = 0; i < micro->s * columns; i++) {
+        int64_t token = on->tokens.position(on->tokens.context, m->config.seq, i / columns);
+        double x = rng_normal(7, (uint64_t)which, (uint64_t)(token * columns + i % columns));
+        values[i] = f32_from_bf16(bf16_from_f32((float)x));
+    }
+    Tensor t = tensor_new(MEMORY_ACTIVATION, (DType)m->config.dtype, SHAPE(micro->s, columns));
+    tensor_from_doubles(t, values);
+    free(values);
+    return t;
+}
+
+// What attention alone gives for this rank's tokens: (own, a d), the caller's.
+static double *output_of(Mesh mesh, const Config *config, DType dtype, int64_t *count) {
+    Config c = *config;
+    c.dtype = dtype;
+    c.layers = c.micro_batch = 1;
+    Trainer *t = trainer_new(&c, mesh, (const Technique *[]){&ring_attention, NULL});
+    const Sockets *on = &t->model->sockets;
+    Batch batch = batch_new(t, 0);
+    MicroBatch micro = micro_batch_new(t->model, 0, 1, batch.tokens, batch.targets, 1);
+    AttentionShape shape = {1, micro.s, c.heads, c.kv_heads, config_head_size(&c)};
+    Tensor q = random_rows(t->model, &micro, 0, c.hidden),
+           k = random_rows(t->model, &micro, 1, c.kv_heads * shape.head_size),
+           v = random_rows(t->model, &micro, 2, c.kv_heads * shape.head_size),
+           o = tensor_like(MEMORY_ACTIVATION, q);
+    AttentionKept kept = {{0}, NULL};
+    on->attention.forward(on->attention.context, &micro, o, &kept, q, k, v, shape);
+    *count = tensor_count(o);
+    double *values = host_alloc((size_t)*count * sizeof *values);
+    tensor_to_doubles(values, o);
+    on->attention.drop(on->attention.context, &kept);
+    Tensor *const all[] = {&q, &k, &v, &o};
+    for (int i = 0; i < 4; i++) tensor_free(all[i]);
+    micro_batch_free(t->model, &micro);
+    batch_free(&batch);
+    trainer_free(t);
+    return values;
+}
+
+static double squared_error(const double *x, const double *exact, int64_t count) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += (x[i] - exact[i]) * (x[i] - exact[i]);
+    return sum;
+}
+
+// Chunks merge in f32, so that an output is rounded once, however many ranks there are: of each rank's tokens, the
+// error against f64 beside that of the same tokens on one device.
+static void error_of_16_bits(const Config *config) {
+    Mesh ring = mesh_new((MeshShape){.cp = comm_ranks()});
+    Config c = *config;
+    c.dp = c.tp = 1;
+    config_set(&c, "layout", 1);
+    config_set(&c, "documents", -1);
+    Config alone = c;
+    alone.cp = 1;
+    int64_t all, own, first = 0;
+    double *exact = output_of(mesh_single(), &alone, F64, &all);
+    double *one = output_of(mesh_single(), &alone, BF16, &all), *many = output_of(ring, &c, BF16, &own);
+    for (int i = 0; i < ring.cp.rank; i++)
+        first += sequence_contiguous.count(c.seq, ring.cp.size, i) * c.hidden;
+    double growth = sqrt(squared_error(many, exact + first, own) / squared_error(one + first, exact + first, own));
+    growth = comm_max(growth, ring.cp);
+    say("\nattention in bf16 against f64: the error of %d ranks is at most %.2f times that of one", ring.cp.size,
+        growth);
+    report_number("bf16", "error of cp over that of cp 1", growth, "");
+    report_that(growth <= 1.5, "the error grows with the ring, to %.2f times that of one rank", growth);
+    free(exact);
+    free(one);
+    free(many);
+}
+
+static void more(Mesh mesh, const Config *config) {
+    context_check_cost(mesh, CONTEXT_RING, ring_formula);
+    error_of_16_bits(config);
+}
 
 int main(int argc, char **argv) {
     const Program program = {
@@ -180,7 +274,8 @@ int main(int argc, char **argv) {
         .natural = 4,
         .techniques = context_layouts,
         .option = context_layout_options,
-        .options = CONTEXT_LAYOUT_OPTIONS};
+        .options = CONTEXT_LAYOUT_OPTIONS,
+        .more = more};
     return program_main(argc, argv, &program);
 }
 #endif

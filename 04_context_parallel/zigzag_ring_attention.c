@@ -36,6 +36,13 @@ const Technique zigzag_ring_attention = {.name = "zigzag_ring_attention",
                                          .price = ring_price};
 
 #ifndef NO_MAIN
+static void more(Mesh mesh, const Config *config) {
+    context_print_masks(mesh.cp.size);
+    context_check_cost(mesh, CONTEXT_ZIGZAG, ring_formula);
+    context_balance(mesh, config);
+    context_compare(mesh, config);
+}
+
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Zig-zag ring attention: each rank has an early and a late part of every sequence.",
@@ -43,10 +50,11 @@ int main(int argc, char **argv) {
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 cp=0 bucket-mb=0.1 context=zigzag",
-        .natural = 4,
+        .natural = 8,
         .techniques = context_layouts,
         .option = context_layout_options,
-        .options = CONTEXT_LAYOUT_OPTIONS};
+        .options = CONTEXT_LAYOUT_OPTIONS,
+        .more = more};
     return program_main(argc, argv, &program);
 }
 #endif

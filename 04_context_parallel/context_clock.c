@@ -1,0 +1,274 @@
+// context_clock.c: the four methods on the model clock. Playbook: "Zig-Zag Ring Attention", its two ways to overlap.
+//
+// Attention of one layer of Llama 3 8B alone, forward and backward, on the ranks at hand:
+//
+//     plain ring   hop h lasts as long as its slowest rank: m^2 / 2 score entries, then N - 1 times m^2
+//     zig-zag      m^2 / 2 in each of N hops: 2 - 1/N times faster
+//     hides from   2 m kv d e / B + latency  <=  2 m^2 a d / F          m tokens a rank, B bytes/s, F FLOP/s
+//                  m = kv e F / (a B), and more for the latency
+//
+// and whole steps of the model, with ZeRO-3 over dp x cp and full recomputation. This file has no main:
+// zigzag_ring_attention.c shows it.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "context_parallel.h"
+
+enum { SEQUENCE = 131072 };
+
+static Config llama(ContextMethod method, int64_t layers, int64_t seq, int cp) {
+    Config c = config_default(
+        "hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 micro-batch=1 grad-acc=1 dtype=bf16");
+    c.layers = layers;
+    c.seq = seq;
+    c.cp = cp;
+    config_set(&c, "context", method);
+    config_set(&c, "zero", 0);
+    return c;
+}
+
+// ---- attention alone ----
+
+static double operation_seconds(const char *name) {
+    const OpCount *operation;
+    for (int i = clock_operations(&operation) - 1; i >= 0; i--)
+        if (!strcmp(operation[i].name, name)) return operation[i].model_seconds;
+    return 0;
+}
+
+static double operation_flops(const char *name) {
+    const OpCount *operation;
+    for (int i = clock_operations(&operation) - 1; i >= 0; i--)
+        if (!strcmp(operation[i].name, name)) return operation[i].flops;
+    return 0;
+}
+
+// Runs the attention socket on tensors of this rank's shapes; dry.
+static void run_attention(const Model *m, MicroBatch *micro, ContextCost *cost) {
+    const Sockets *on = &m->sockets;
+    int64_t d = config_head_size(&m->config), n = micro->b * micro->s;
+    AttentionShape shape = {micro->b, micro->s, m->config.heads, m->config.kv_heads, d};
+    Tensor q = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(n, shape.heads * d)),
+           k = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(n, shape.kv_heads * d)),
+           v = tensor_like(MEMORY_ACTIVATION, k), o = tensor_like(MEMORY_ACTIVATION, q);
+    Tensor d_o = tensor_like(MEMORY_ACTIVATION, q), dq = tensor_like(MEMORY_ACTIVATION, q),
+           dk = tensor_like(MEMORY_ACTIVATION, k), dv = tensor_like(MEMORY_ACTIVATION, k);
+    AttentionKept kept = {{0}, NULL};
+    for (Pass pass = FORWARD; pass <= BACKWARD; pass++) {
+        comm_wait(comm_barrier(m->mesh.world));  // all begin at once
+        clock_reset();
+        memory_reset_peak();
+        int64_t before = memory_account().now[MEMORY_COMMUNICATION];  // the transport's own
+        double start = clock_model_now();
+        if (pass == FORWARD)
+            on->attention.forward(on->attention.context, micro, o, &kept, q, k, v, shape);
+        else
+            on->attention.backward(on->attention.context, micro, dq, dk, dv, d_o, &kept, q, k, v, o, shape);
+        cost->seconds[pass] = clock_model_now() - start;
+        cost->exposed[pass] = comm_total().exposed_seconds;
+        cost->bytes[pass] = (double)comm_total().bytes;
+        cost->held[pass] = (double)(memory_account().peak[MEMORY_COMMUNICATION] - before);
+        cost->computing +=
+            operation_seconds("attention_chunk_forward") + operation_seconds("attention_chunk_backward");
+        if (pass == FORWARD)
+            cost->entries = operation_flops("attention_chunk_forward") / (4.0 * (double)(d * shape.heads));
+    }
+    on->attention.drop(on->attention.context, &kept);
+    Tensor *const all[] = {&q, &k, &v, &o, &d_o, &dq, &dk, &dv};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
+}
+
+ContextCost context_attention_cost(Mesh mesh, const Config *config) {
+    ContextCost cost = {.entries = 0};
+    bool was_dry = device_is_dry_run();
+    device_dry_run(true);
+    Config c = *config;
+    c.layers = 1;
+    c.vocab = 256;
+    Trainer *t = trainer_new(&c, mesh, context_layouts);
+    Batch batch = batch_new(t, 0);
+    MicroBatch micro = micro_batch_new(t->model, 0, c.micro_batch, batch.tokens, batch.targets, 1);
+    run_attention(t->model, &micro, &cost);
+    micro_batch_free(t->model, &micro);
+    batch_free(&batch);
+    trainer_free(t);
+    device_dry_run(was_dry);
+    return cost;
+}
+
+void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula) {
+    static const char *const passes[] = {"forward", "backward"};
+    Mesh ring = mesh_new((MeshShape){.cp = mesh.world.size});
+    int cp = ring.cp.size;
+    Config c = llama(method, 1, 1024 * cp, cp);
+    ContextSizes sizes = {cp, 1024, 32, 8, cp > 8 ? cp : 8, 128, 2, 4};
+    ContextCost predicted = formula(&sizes), measured = context_attention_cost(ring, &c);
+    say("\nAttention of one layer of Llama 3 8B, 1,024 tokens on each of %d ranks, by the formulas of the file:\n", cp);
+    for (Pass pass = FORWARD; pass <= BACKWARD; pass++) {
+        char *sent = format_text("sent by a rank, %s", passes[pass]);
+        char *held = format_text("K/V in flight and received, %s", passes[pass]);
+        report_equal(sent, predicted.bytes[pass], measured.bytes[pass], "B");
+        report_equal(held, predicted.held[pass], measured.held[pass], "B");
+        free(sent);
+        free(held);
+    }
+}
+
+static double least_of(double value, Group group) { return -comm_max(-value, group); }
+
+// Both passes, of the rank that is done last.
+static double both(const ContextCost *cost, Mesh mesh) {
+    return comm_max(cost->seconds[FORWARD] + cost->seconds[BACKWARD], mesh.world);
+}
+
+// ---- where the ring hides ----
+
+// Least tokens a rank, in steps of 16, from which nothing of a zig-zag ring's forward is exposed.
+static int64_t tokens_by_clock(Mesh mesh) {
+    int64_t exposed = 0, hidden = 2048;  // in 16 tokens
+    while (hidden - exposed > 1) {
+        int64_t middle = (exposed + hidden) / 2;
+        Config c = llama(CONTEXT_ZIGZAG, 1, middle * 16 * mesh.cp.size, mesh.cp.size);
+        ContextCost cost = context_attention_cost(mesh, &c);
+        if (comm_max(cost.exposed[FORWARD], mesh.world) < 1e-9) hidden = middle;
+        else exposed = middle;
+    }
+    return 16 * hidden;
+}
+
+// m of  2 m^2 a d / F = 2 m kv d e / B + latency
+static double tokens_by_formula(const Machine *machine, double bandwidth, double latency) {
+    const double a = 32, kv = 8, d = 128, e = 2, F = machine_peak_flops(machine, BF16);
+    double line = kv * e * F / (a * bandwidth);
+    return line / 2 + sqrt(line * line / 4 + latency * F / (2 * a * d));
+}
+
+static void where_the_ring_hides(Mesh mesh, const Config *config) {
+    const Machine *machine = machine_find(config->machine);
+    Machine free_memory = *machine;
+    free_memory.memory_bytes_per_second = INFINITY;
+    say("\nTokens a rank from which a zig-zag ring's forward hides its hops, %d ranks:\n", mesh.cp.size);
+    say("  %-22s %10s %22s %12s\n", "", "formula", "clock, memory is free", "model clock");
+    for (int apart = 0; apart < 2; apart++) {
+        double formula = apart ? tokens_by_formula(machine, machine->network_bytes_per_second,
+                                                   machine->network_latency)
+                               : tokens_by_formula(machine, machine->node_bytes_per_second,
+                                                   machine->node_latency);
+        clock_set_cluster(apart ? 1 : mesh.cp.size, 1, 1);
+        clock_set_machine(&free_memory);
+        int64_t ideal = tokens_by_clock(mesh);
+        clock_set_machine(machine);
+        int64_t real = tokens_by_clock(mesh);
+        const char *where = apart ? "one GPU per node" : "all in one node";
+        say("  %-22s %10.0f %22lld %12lld\n", where, formula, (long long)ideal, (long long)real);
+        report_that(fabs((double)ideal - formula) <= 16 + 0.01 * formula,
+                    "%s: the formula hides from %.0f tokens on, the clock from %lld", where, formula,
+                    (long long)ideal);
+        report_number(where, "tokens to hide, formula", formula, "");
+        report_number(where, "tokens to hide, model clock", (double)real, "");
+    }
+}
+
+// ---- the four methods side by side ----
+
+static void attention_row(Mesh mesh, ContextMethod method, double *ring) {
+    Config c = llama(method, 1, SEQUENCE, mesh.cp.size);
+    ContextCost cost = context_attention_cost(mesh, &c);
+    double seconds = both(&cost, mesh), most = comm_max(cost.computing, mesh.world),
+           least = least_of(cost.computing, mesh.world);
+    double exposed = comm_max(cost.exposed[FORWARD] + cost.exposed[BACKWARD], mesh.world);
+    double held = comm_max(cost.held[FORWARD], mesh.world), back = comm_max(cost.held[BACKWARD], mesh.world);
+    if (method == CONTEXT_RING) *ring = seconds;
+    char held_text[32];
+    snprintf(held_text, sizeof held_text, "%s", bytes_text(held));
+    say("  %-12s %10.3f %8.2fx %10.3f %10.3f %12.3f %12s %12s\n", context_method_name[method], 1e3 * seconds,
+        *ring / seconds, 1e3 * most, 1e3 * least, 1e3 * exposed, held_text, bytes_text(back));
+    report_number(context_method_name[method], "attention of a layer, model clock", seconds, "s");
+    if (method == CONTEXT_ZIGZAG && mesh.cp.size >= 4) {
+        double limit = 2 - 1.0 / mesh.cp.size;
+        report_that(*ring / seconds >= 1.6, "zig-zag is %.3f times faster than the ring, and not 1.6",
+                    *ring / seconds);
+        report_that(*ring / seconds <= limit + 0.01, "zig-zag is %.3f times faster than the ring: beyond %.3f",
+                    *ring / seconds, limit);
+    }
+    if (method == CONTEXT_ZIGZAG)
+        report_that(most <= 1.001 * least, "zig-zag: the busiest rank computes %.6f s, the idlest %.6f s", most,
+                    least);
+}
+
+static bool fits(Mesh mesh, ContextMethod method) {
+    return method != CONTEXT_ULYSSES || (32 % mesh.cp.size == 0 && (8 % mesh.cp.size == 0 || mesh.cp.size % 8 == 0));
+}
+
+static void compare_attention(Mesh mesh) {
+    say("  %-12s %10s %9s %10s %10s %12s %12s %12s\n", "", "ms", "of ring", "busiest", "idlest", "exposed",
+        "K/V, forw.", "backward");
+    double ring = 0;
+    for (ContextMethod method = 0; method < CONTEXT_METHODS; method++)
+        if (fits(mesh, method)) attention_row(mesh, method, &ring);
+}
+
+// ---- whole steps ----
+
+static StepCost step_cost(Mesh mesh, ContextMethod method, int64_t layers, int cp) {
+    Config c = llama(method, layers, SEQUENCE, cp);
+    c.dp = mesh.dp.size;
+    c.recompute = RECOMPUTE_FULL;
+    config_set(&c, "zero", 3);
+    return program_cost(&c, mesh, context_layouts);
+}
+
+// What all 32 layers take, from what two more add to two.
+static StepCost whole_step(Mesh mesh, ContextMethod method, int cp) {
+    StepCost two = step_cost(mesh, method, 2, cp), four = step_cost(mesh, method, 4, cp);
+    four.step_seconds += 14 * (four.step_seconds - two.step_seconds);
+    four.comm.exposed_seconds += 14 * (four.comm.exposed_seconds - two.comm.exposed_seconds);
+    four.memory.peak[MEMORY_ACTIVATION] += 14 * (four.memory.peak[MEMORY_ACTIVATION] - two.memory.peak[MEMORY_ACTIVATION]);
+    four.memory.peak_total += 14 * (four.memory.peak_total - two.memory.peak_total);
+    return four;
+}
+
+static void step_row(Mesh mesh, const char *name, ContextMethod method, int cp, double *ring, bool within) {
+    StepCost cost = whole_step(mesh, method, cp);
+    double seconds = comm_max(cost.step_seconds, mesh.world);
+    double most = comm_max((double)cost.memory.peak_total, mesh.world);
+    if (!*ring) *ring = seconds;
+    char activations[32];
+    snprintf(activations, sizeof activations, "%s",
+             bytes_text(comm_max((double)cost.memory.peak[MEMORY_ACTIVATION], mesh.world)));
+    say("  %-16s %10.3f %8.2fx %12.3f %14s %14s\n", name, seconds, *ring / seconds,
+        comm_max(cost.comm.exposed_seconds, mesh.world), activations, bytes_text(most));
+    report_number(name, "step of Llama 3 8B, model clock", seconds, "s");
+    report_number(name, "peak memory of a rank", most, "B");
+    if (mesh.world.size == 8)
+        report_that((most <= 80e9) == within, "%s: %s are %s 80 GB", name, bytes_text(most),
+                    within ? "more than" : "not more than");
+}
+
+static void compare_steps(Mesh mesh) {
+    int n = mesh.cp.size;
+    say("  %-16s %10s %9s %12s %14s %14s\n", "", "step, s", "of ring", "exposed, s", "activations", "memory");
+    double ring = 0;
+    for (ContextMethod method = 0; method < CONTEXT_METHODS; method++)
+        if (fits(mesh, method)) step_row(mesh, context_method_name[method], method, n, &ring, true);
+    Mesh apart = mesh_new((MeshShape){.dp = mesh.world.size});
+    step_row(apart, "cp 1", CONTEXT_RING, 1, &ring, false);
+    say("  (cp 1: as many sequences as ranks at once; %d times the tokens of the rows above)\n", n);
+}
+
+void context_compare(Mesh mesh, const Config *config) {
+    Mesh ring = mesh_new((MeshShape){.cp = mesh.world.size});
+    device_dry_run(true);
+    for (int apart = 0; apart < 2 && ring.cp.size > 1; apart++) {
+        clock_set_cluster(apart ? 1 : ring.cp.size, config->compute_efficiency, config->network_efficiency);
+        say("\nAttention of one layer of Llama 3 8B, s = 131,072, cp %d, %s, forward and backward:\n",
+            ring.cp.size, apart ? "one GPU per node" : "all in one node");
+        compare_attention(ring);
+        say("\nA step of Llama 3 8B, one such sequence, ZeRO-3 over dp x cp, full recomputation:\n");
+        compare_steps(ring);
+    }
+    if (ring.cp.size > 1) where_the_ring_hides(ring, config);
+    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    device_dry_run(false);
+}

@@ -1,0 +1,253 @@
+// ulysses.c: from a part of the tokens to a part of the heads, and back. Jacobs et al. 2023 (DeepSpeed Ulysses);
+// the playbook's "Context Parallelism" in its other form.
+//
+// Against ring_attention.c: attention treats heads one by one. An all-to-all turns a rank's tokens of all heads into
+// all tokens of its heads, on which attention is that of one device; another one turns o back:
+//
+//     (b, s / N, a d) ──[all-to-all]──> (b, s, a d / N) ── attention ── o ──[all-to-all]──> (b, s / N, a d)
+//
+// All ranks compute the same, whoever has which tokens: causal masks need no balance. But N must divide the heads.
+// Key/value heads fewer than ranks go to several of them; each serves other query heads, and the parts of dK and dV
+// add up in f32 where they come home. Backward sends q, k and v again rather than keep them twice, and beside d_o
+// one number for each token and head: sum(o d_o).
+//
+// Bytes sent per rank, layer and micro-batch, n = b s / N tokens, kv' = max(kv, N), every tensor but its N-th:
+//     forward     (N - 1) / N n d e (2 a + 2 kv')
+//     backward    (N - 1) / N n (d e (3 a + 4 kv') + 4 a), and 2 d (4 - e) kv' more where heads have copies
+// A constant of N, where the ring's (N - 1) n 2 kv d e grows with it.
+// Memory per rank: q, k, v and o a second time while they are computed with.
+// Run: build/04_context_parallel/ulysses     (--ranks 2, --heads 8 --kv-heads 2, --tp 2, --documents 10 …)
+// Last line: PASS ulysses: ranks that deal out the heads make the step of one device …
+#include <stdlib.h>
+
+#include "context_parallel.h"
+
+// ---- the technique: from tokens to heads, and back ----
+
+// Columns of x that a rank has after the all-to-all: of its heads, or of one whose copies several ranks have.
+static int64_t own_columns(const ContextParallel *c, int64_t columns, int64_t head_size) {
+    int64_t heads = columns / head_size;
+    return heads >= c->cp.size ? columns / c->cp.size : head_size;
+}
+
+// Elements of what goes to, or comes from, each rank. The caller frees both.
+static int64_t *counts_of(const ContextParallel *c, int64_t columns, bool tokens_of_each) {
+    int64_t *counts = host_alloc((size_t)c->cp.size * sizeof *counts);
+    for (int i = 0; i < c->cp.size; i++)
+        counts[i] = (tokens_of_each ? context_rows(c, 1, i) : c->own) * columns;
+    return counts;
+}
+
+// x (b own, all columns of this rank's tokens) -> new (b s, w), all tokens, rank after rank. Sample by sample.
+static Tensor to_heads(const ContextParallel *c, int64_t b, Tensor x, int64_t w) {
+    int64_t *sent = counts_of(c, w, false), *received = counts_of(c, w, true);
+    Tensor y = tensor_new(MEMORY_COMMUNICATION, x.dtype, SHAPE(b * c->s, w)),
+           parts = tensor_new(MEMORY_COMMUNICATION, x.dtype, SHAPE(c->cp.size, c->own, w));
+    for (int64_t i = 0; i < b; i++) {
+        op_split_columns(parts, tensor_rows_of(x, i * c->own, c->own));
+        comm_wait(comm_all_to_all(tensor_rows_of(y, i * c->s, c->s), received, parts, sent, c->cp));
+    }
+    tensor_free(&parts);
+    free(sent);
+    free(received);
+    return y;
+}
+
+// The way back: y (b own, all columns) from x (b s, w), which it ends; copies of a head add up.
+static void to_tokens(const ContextParallel *c, int64_t b, Tensor y, Tensor *x) {
+    int64_t w = tensor_columns(*x), *sent = counts_of(c, w, true), *received = counts_of(c, w, false);
+    Tensor parts = tensor_new(MEMORY_COMMUNICATION, x->dtype, SHAPE(c->cp.size, c->own, w));
+    for (int64_t i = 0; i < b; i++) {
+        comm_wait(comm_all_to_all(parts, received, tensor_rows_of(*x, i * c->s, c->s), sent, c->cp));
+        op_join_columns(tensor_rows_of(y, i * c->own, c->own), parts);
+    }
+    tensor_free(&parts);
+    tensor_free(x);
+    free(sent);
+    free(received);
+}
+
+// All tokens, in the order in which the all-to-all brings them, against themselves.
+static const AttentionMask *mask_of_all(ContextParallel *c, const MicroBatch *micro) {
+    if (!mask_key_changes(&c->key, micro, c->s)) return c->mask;
+    attention_positions_free(c->tokens);
+    int64_t n = micro->b * c->s;
+    int32_t *position = host_alloc((size_t)(2 * n) * sizeof *position), *document = position + n;
+    for (int64_t sample = 0, at = 0; sample < micro->b; sample++)
+        for (int i = 0; i < c->cp.size; at += context_rows(c, 1, i++)) {
+            c->layout->tokens(c->s, c->cp.size, i, position + at);
+            if (micro->documents)
+                sequence_take(c->layout, c->cp.size, i, 1, c->s, document + at, micro->documents + sample * c->s);
+        }
+    *c->tokens = attention_positions_new(micro->b, c->s, position, micro->documents ? document : NULL);
+    *c->mask = attention_mask(c->tokens, c->tokens);
+    free(position);
+    return c->mask;
+}
+
+// Keys, values and queries of all tokens and this rank's heads.
+typedef struct Heads {
+    Tensor q, k, v;
+    AttentionHeads shape;
+} Heads;
+
+static Heads heads_new(const ContextParallel *c, int64_t b, Tensor q, Tensor k, Tensor v, int64_t d) {
+    int64_t w = own_columns(c, tensor_columns(q), d), kv_w = own_columns(c, tensor_columns(k), d);
+    return (Heads){to_heads(c, b, q, w), to_heads(c, b, k, kv_w), to_heads(c, b, v, kv_w), {w / d, kv_w / d, d}};
+}
+static void heads_free(Heads *heads) {
+    tensor_free(&heads->q);
+    tensor_free(&heads->k);
+    tensor_free(&heads->v);
+}
+
+static void ulysses_forward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept, Tensor q,
+                            Tensor k, Tensor v, AttentionShape shape) {
+    ContextParallel *c = context;
+    const AttentionMask *mask = mask_of_all(c, micro);
+    Heads own = heads_new(c, micro->b, q, k, v, shape.head_size);
+    Tensor all = tensor_like(MEMORY_COMMUNICATION, own.q), sum = flash_sum(all),
+           lse = flash_new_lse(kept, q.dtype, micro->b * c->s, own.shape.heads);
+    op_attention_chunk_forward(sum, lse, own.q, own.k, own.v, mask, own.shape);
+    flash_round(all, &sum);
+    heads_free(&own);
+    to_tokens(c, micro->b, o, &all);
+}
+
+// What attention has found for dk or dv: parts of it, where other ranks have copies of the head.
+static void return_sum(const ContextParallel *c, int64_t b, Tensor dk, Tensor *sum, bool copies) {
+    if (copies) {
+        Tensor wide = dk.dtype == sum->dtype
+                          ? tensor_share(dk)
+                          : tensor_new(MEMORY_ACTIVATION, sum->dtype, dk.dims, dk.shape);
+        to_tokens(c, b, wide, sum);
+        flash_round(dk, &wide);
+        return;
+    }
+    Tensor rounded = tensor_new(MEMORY_COMMUNICATION, dk.dtype, sum->dims, sum->shape);
+    op_copy(rounded, *sum);
+    tensor_free(sum);
+    to_tokens(c, b, dk, &rounded);
+}
+
+static Tensor zeros(Tensor like) {
+    Tensor t = tensor_new(MEMORY_COMMUNICATION, flash_sum_dtype(like.dtype), like.dims, like.shape);
+    op_fill(t, 0);
+    return t;
+}
+
+static void ulysses_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv, Tensor d_o,
+                             AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o, AttentionShape shape) {
+    ContextParallel *c = context;
+    const AttentionMask *mask = mask_of_all(c, micro);
+    int64_t b = micro->b;
+    Tensor dots = tensor_new(MEMORY_ACTIVATION, flash_sum_dtype(q.dtype), SHAPE(tensor_rows(q), shape.heads));
+    op_attention_chunk_dots(dots, o, d_o, flash_heads(shape));
+    Heads own = heads_new(c, b, q, k, v, shape.head_size);
+    Tensor all_dots = to_heads(c, b, dots, own.shape.heads), all_d_o = to_heads(c, b, d_o, tensor_columns(own.q));
+    Tensor sum_dq = zeros(own.q), sum_dk = zeros(own.k), sum_dv = zeros(own.v);
+    op_attention_chunk_backward(sum_dq, sum_dk, sum_dv, all_d_o, own.q, own.k, own.v, flash_lse(kept), all_dots,
+                                mask, own.shape);
+    heads_free(&own);
+    tensor_free(&all_dots);
+    tensor_free(&all_d_o);
+    tensor_free(&dots);
+    bool copies = shape.kv_heads < c->cp.size;
+    return_sum(c, b, dq, &sum_dq, false);
+    return_sum(c, b, dk, &sum_dk, copies);
+    return_sum(c, b, dv, &sum_dv, copies);
+}
+
+static void ulysses_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
+                          Tensor v, AttentionShape shape) {
+    context_again(ulysses_forward, context, micro, kept, q, k, v, shape);
+}
+
+static void *plug(Model *model) {
+    ContextParallel *c = context_plug(model);
+    model->sockets.attention.forward = ulysses_forward;
+    model->sockets.attention.backward = ulysses_backward;
+    model->sockets.attention.again = ulysses_again;
+    return c;
+}
+
+// ---- the record ----
+
+static void check(const Config *c) {
+    context_check(c);
+    int64_t kv = c->kv_heads >= c->tp ? c->kv_heads / c->tp : 1, heads = c->heads / c->tp;
+    CHECK(heads % c->cp == 0,
+          "--context ulysses deals out heads: --cp %ld x --tp %ld must divide --heads %ld; --context ring "
+          "would fit",
+          c->cp, c->tp, c->heads);
+    CHECK(kv % c->cp == 0 || c->cp % kv == 0,
+          "--context ulysses: of --cp %ld and the %ld key/value heads of a rank of --tp one must divide the "
+          "other; --context ring would fit",
+          c->cp, kv);
+}
+
+static void price(Price *price, const Model *m, const void *context) {
+    const ContextParallel *c = context;
+    const Config *config = &m->config;
+    DType dtype = (DType)config->dtype, sum = flash_sum_dtype(dtype);
+    double b = (double)config->micro_batch, d = (double)config_head_size(config), e = (double)dtype_size(dtype);
+    int64_t head_size = config_head_size(config), columns = m->block[0].k->shape[0];
+    double heads = (double)(m->block[0].q->shape[0] / head_size) / c->cp.size,
+           kv = (double)(own_columns(c, columns, head_size) / head_size);
+    bool copies = columns / head_size < c->cp.size;
+    // Of so many columns on each rank: to heads, this rank's tokens go to the others; back, the others' tokens.
+    double out = b * (double)c->own * (c->cp.size - 1), back = b * (double)(c->s - c->own);
+    double forwards = price->attentions * (double)config->layers,
+           backwards = (double)(config->grad_acc * config->layers);
+    price_sent(price, "all_to_all", b * (4 * forwards + 8 * backwards),
+               forwards * d * e * (out * (heads + 2 * kv) + back * heads) +
+                   backwards * (out * (d * e * (2 * heads + 2 * kv) + heads * (double)dtype_size(sum)) +
+                                back * d * (heads * e + 2 * kv * (copies ? (double)dtype_size(sum) : e))));
+    context_price_kept(price, m, c);
+    flash_price_positions(price, config->micro_batch, c->s);
+}
+
+static bool on(const Config *config) { return context_on(config, CONTEXT_ULYSSES); }
+
+const Technique ulysses = {.name = "ulysses",
+                           .option = context_options,
+                           .options = CONTEXT_OPTIONS,
+                           .axes = 1u << AXIS_CP,
+                           .on = on,
+                           .check = check,
+                           .plug = plug,
+                           .unplug = context_unplug,
+                           .price = price};
+
+#ifndef NO_MAIN
+static ContextCost formula(const ContextSizes *z) {
+    double share = (z->ranks - 1) / z->ranks * z->tokens, d = z->size;
+    double back = z->kv < z->ranks ? z->sum : z->e;  // of dK and dV
+    double own = z->tokens * d * z->e * (2 * z->q + 2 * z->kv_here);
+    double sums = z->tokens * d * z->sum * (z->q + 2 * z->kv_here), dots = z->tokens * z->q * z->sum;
+    return (ContextCost){.bytes = {share * d * z->e * (2 * z->q + 2 * z->kv_here),
+                                   share * (d * (z->e * (3 * z->q + 2 * z->kv_here) + back * 2 * z->kv_here) +
+                                            z->q * z->sum)},
+                         .held = {own, own + sums + dots}};
+}
+
+static void more(Mesh mesh, const Config *config) {
+    (void)config;
+    if (32 % mesh.world.size == 0) context_check_cost(mesh, CONTEXT_ULYSSES, formula);
+}
+
+int main(int argc, char **argv) {
+    const Program program = {
+        .purpose = "Ulysses: all-to-alls turn a part of the tokens into a part of the heads, and back.",
+        .claim = "ranks that deal out the heads make the step of one device",
+        .defaults =
+            "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 cp=0 bucket-mb=0.1 context=ulysses",
+        .natural = 4,
+        .techniques = context_layouts,
+        .option = context_layout_options,
+        .options = CONTEXT_LAYOUT_OPTIONS,
+        .more = more};
+    return program_main(argc, argv, &program);
+}
+#endif
