@@ -1,5 +1,5 @@
-// block_cost.c: what one more block adds to a micro-batch: calls and bytes sent by pass, and what it keeps for backward.
-// Playbook: "Tensor Parallelism", whose tables count a block.
+// block_cost.c: what one more block adds to a micro-batch: calls and bytes sent by pass, and what it keeps
+// for backward. Playbook: "Tensor Parallelism", whose tables count a block.
 //
 // A dry run with two blocks less one with a single block. This file has no main: chapter 03 asks it.
 #include "harness.h"

@@ -9,9 +9,9 @@
 //                dscores = probs (d_o v^T - dots)
 //
 // Kept per block: lse, n a numbers in f32, in place of probs, n a s in storage. In 16-bit storage o, dq, dk
-// and dv gather in f32 besides, while they are computed. Selective recomputation finds no scores to drop: it
-// drops lse, and repeats forward. With --documents TOKEN a token sees its own document alone.
-// Bytes sent: none. This file has no main: build/00_single_gpu/train --attention flash.
+// and dv gather in f32 besides, while they are computed. Selective recomputation finds no scores to drop:
+// it drops lse, and repeats forward. With --documents TOKEN a token sees its own document alone. Bytes
+// sent: none. This file has no main: build/00_single_gpu/train --attention flash.
 #include "flash.h"
 
 #include <math.h>
@@ -152,7 +152,8 @@ static void price(Price *price, const Model *m, const void *context) {
     (void)context;
     const Config *c = &m->config;
     double s = (double)c->seq, pairs = s * (s + 1) / 2, samples = (double)(c->micro_batch * c->grad_acc);
-    // Stored, backward reads the scores, and selective recomputation repeats these alone: 2 d FLOPs for each pair.
+    // Stored, backward reads the scores, and selective recomputation repeats these alone: 2 d FLOPs for
+    // each pair.
     double products = c->recompute == RECOMPUTE_SELECTIVE ? 2 : 1;
     price->again += products * 2 * (double)c->hidden * pairs * samples * (double)c->layers;
     price->peak_counted = true;

@@ -2,7 +2,7 @@
 // Playbook: "Memory usage in Transformers", "Activation recomputation", "ZeRO"; Korthikanti et al. 2022.
 //
 //   states       N parameters of e bytes, gradients of e bytes (and 4 more in f32 if e is 2), k bytes of
-//                optimizer (AdamW: 8, or 12 with master weights). Over dp ranks, ZeRO-1 cuts the optimizer,
+//                optimizer (AdamW: 8, or 12 with master weights). Over dp, ZeRO-1 shards the optimizer,
 //                ZeRO-2 the gradients too, ZeRO-3 the parameters too.
 //   activations  the sum over a table of what a block keeps for backward, with n = b s tokens:
 //                GPT, bf16  s b h (34 + 5 a s / h)
@@ -41,9 +41,9 @@ static double kv_width(const MemoryPlan *plan) {
     return (double)(c->kv_heads > plan->tp ? c->kv_heads : plan->tp) * (double)config_head_size(c);
 }
 
-// Tensor parallelism cuts the matrices, and the biases that lie along the cut; norms and the other biases
-// stay whole. On one rank at f = 4 h and kv d = h, GPT has h v + L (12 h^2 + 13 h) + 2 h (no positions, as
-// in the playbook); ours has what model.c says.
+// Tensor parallelism shards the matrices, and the biases along the sharded dimension; norms and the other
+// biases stay whole. On one rank at f = 4 h and kv d = h, GPT has h v + L (12 h^2 + 13 h) + 2 h (no
+// positions, as in the playbook); ours has what model.c says.
 double memory_rank_parameters(const MemoryPlan *plan) {
     const Config *c = &plan->model;
     double h = (double)c->hidden, f = (double)c->ffn, L = (double)c->layers, kv = kv_width(plan);
@@ -182,7 +182,7 @@ int64_t kept_activation_bytes(const Config *config) {
 
 // The peak is the larger of two moments of backward. With x, ffn, q, kv, probs, R the bytes that a rank has
 // of (n, h), (n, f), (n, a d), (n, kv d), (n, a s) and n statistics, and X those of (n, h) gathered. At the
-// head: all that is kept, and dnorm, x; where sequence parallelism meets a vocabulary that is cut, also X,
+// head: all that is kept, and dnorm, x; where sequence parallelism meets a sharded vocabulary, also X,
 // dnorm before it is scattered. At the last block: what the other blocks keep, this block complete, since
 // what recomputation dropped is made again, and what flows, the largest of
 //
@@ -192,8 +192,8 @@ int64_t kept_activation_bytes(const Config *config) {
 //     in attention       dx2, d_o, dq, dk, dv   x + 2 q + 2 kv - R   2 X + 2 q + 2 kv - R  (x2, rstd2 gone)
 //     behind Wq, Wk, Wv  dx2, dq, dk, dv, dx    less                 3 X + x - R - probs   (q … probs gone)
 //
-// and, from the norm behind the MLP on, w bytes of that norm's gradient, which B leaves to W; at the head, too.
-// Sequence parallelism has dy and dx2 gathered until W has used them, and dx before it is scattered.
+// and, from the norm behind the MLP on, w bytes of that norm's gradient, which B leaves to W; at the head,
+// too. Sequence parallelism has dy and dx2 gathered until W has used them, and dx before it is scattered.
 double memory_peak_activations(const MemoryPlan *plan) {
     MemoryPlan complete = *plan;
     complete.model.recompute = RECOMPUTE_NONE;

@@ -1,4 +1,5 @@
-// formulas.h: memory before it is allocated, and what recomputation saves and costs: the playbook's formulas.
+// formulas.h: memory before it is allocated, and what recomputation saves and costs: the playbook's
+// formulas.
 #ifndef FORMULAS_H
 #define FORMULAS_H
 
@@ -12,7 +13,7 @@ typedef struct MemoryPlan {
     double optimizer_bytes;  // k, bytes of optimizer for each parameter; 0: AdamW's for the dtype
     int64_t zero, tp, dp;    // stage 0 to 3, degrees
     bool sp;                 // sequence parallelism beside tp
-    bool whole_vocabulary;   // tp leaves embedding and output layer whole on every rank; else it cuts them
+    bool whole_vocabulary;   // tp leaves embedding and output layer whole on every rank, or shards them
 } MemoryPlan;
 
 typedef struct MemoryNeed {  // bytes on one rank
@@ -29,7 +30,8 @@ double memory_rank_parameters(const MemoryPlan *plan);
 // Bytes that one block keeps for backward on one rank, for one micro-batch.
 double memory_block_activations(const MemoryPlan *plan);
 void memory_print_block(const MemoryPlan *plan);  // the same, tensor by tensor
-// What one block, and what stands outside the blocks, keeps before anything is sharded or dropped. Returns the rows.
+// What one block, and what stands outside the blocks, keeps before anything is sharded or dropped. Returns
+// the rows.
 int memory_block_rows(PriceKept rows[MOST_KEPT], const MemoryPlan *plan);
 int memory_end_rows(PriceKept rows[MOST_KEPT], const MemoryPlan *plan);
 

@@ -9,10 +9,10 @@
 // divide by that count and not by its own; a mean of means is another number as soon as some labels are
 // ignored.
 //
-// Memory: activations of one micro-batch instead of the batch; gradients live from the first micro-batch on.
-// Bytes sent: none.
+// Memory: activations of one micro-batch instead of the batch; gradients live from the first micro-batch
+// on. Bytes sent: none.
 // Run: build/00_single_gpu/grad_accumulation      (--masked alone, --dtype f32, --micro-batch 12 …)
-// Last line: PASS grad_accumulation: every cut of the batch makes the same step …
+// Last line: PASS grad_accumulation: every split of the batch makes the same step …
 #include <stdlib.h>
 
 #include "formulas.h"
@@ -70,8 +70,8 @@ static Record run_in_parts(const Config *whole, bool masked, int64_t parts) {
     return record;
 }
 
-// How far the classic mistake is off in the gradient of the output layer: each micro-batch divides by its own labels,
-// and the means are averaged.
+// How far the classic mistake is off in the gradient of the output layer: each micro-batch divides by its
+// own labels, and the means are averaged.
 static void show_mean_of_means(const Config *whole) {
     Config config = *whole;
     config.grad_acc = whole->micro_batch;
@@ -128,17 +128,17 @@ int main(int argc, char **argv) {
         {"masked", OPTION_FLAG, &masked_only, NULL, 0, 0, "", "only the case with ignored labels", false}};
     Config config =
         config_parse(argc, argv,
-                     "One batch of --micro-batch samples, cut into 1, 2, 4, … micro-batches, makes "
+                     "One batch of --micro-batch samples, split into 1, 2, 4, … micro-batches, makes "
                      "the same step.",
                      CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_RECOMPUTE | CONFIG_REPORT,
                      "layers=2 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=8 steps=3 "
                      "dtype=f64 optimizer=sgd lr=0.1",
                      own, 1);
     CHECK(config.grad_acc == 1,
-          "--grad-acc: this program chooses the cuts itself; give --micro-batch samples");
+          "--grad-acc: this program chooses the splits itself; give --micro-batch samples");
     CHECK(config.seq >= 8, "--seq %lld leaves too few labels to ignore some of them: give 8 or more",
           (long long)config.seq);
-    CHECK(config.micro_batch >= 2, "--micro-batch %lld cannot be cut: give 2 or more",
+    CHECK(config.micro_batch >= 2, "--micro-batch %lld cannot be split: give 2 or more",
           (long long)config.micro_batch);
     report_json(config.json);
     if (config.trace) clock_trace_start();
@@ -146,6 +146,6 @@ int main(int argc, char **argv) {
     if (!masked_only) compare_parts(&config, false);
     compare_parts(&config, true);
     if (config.trace) clock_trace_write(config.trace);
-    return report_verdict("every cut of the batch makes the same step");
+    return report_verdict("every split of the batch makes the same step");
 }
 #endif

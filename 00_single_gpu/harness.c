@@ -1,14 +1,17 @@
 // harness.c: what every training program shares. Playbook: every chapter's "is it still the same training?"
 //
-// A program is a list of techniques and what it wants to show (Program). This file parses the flags, starts the
-// ranks, trains with the techniques on all of them and without on one device (each rank on its own, with the whole
-// batch), and compares losses, raw gradients and parameters. Twice: every token a label, and with ignored labels,
-// where ranks have unequal counts. Sums run in another order than on one device: class reassociated. A program may
-// name a twin, the same ranks by another road, whose very bits must come out: class exact. What ranks have sent and
-// stored is held against the sum of the techniques' prices; activations at their peak against a dry run.
+// A program is a list of techniques and what it wants to show (Program). This file parses the flags, starts
+// the ranks, trains with the techniques on all of them and without on one device (each rank on its own,
+// with the whole batch), and compares losses, raw gradients and parameters. Twice: every token a label, and
+// with ignored labels, where ranks have unequal counts. Sums run in another order than on one device: class
+// reassociated. A program may name a twin, the same ranks by another road, whose very bits must come out:
+// class exact. What ranks have sent and stored is held against the sum of the techniques' prices;
+// activations at their peak against a dry run.
 //
-// --no-check trains for real instead (real_training.c). --save writes checkpoints of the first run, --init and
-// --resume begin every run with one; a checkpoint knows no layout, so that any program may go on with any other's.
+// --no-check trains for real instead (real_training.c). --save writes checkpoints of the first run, --init
+// and
+// --resume begin every run with one; a checkpoint knows no layout, so that any program may go on with any
+// other's.
 // --dry-run counts and clocks one step, and computes none. This file has no main.
 #include "harness.h"
 
@@ -167,8 +170,9 @@ static void check_peak(const Config *config, Mesh mesh, Techniques techniques, c
     clock_pop();
     device_dry_run(false);
     static const MemoryKind kinds[] = {MEMORY_PARAMETER, MEMORY_GRADIENT, MEMORY_ACTIVATION};
+    static const char *const names[] = {"weights", "gradients", "activations"};
     for (int i = 0; i < 3; i++) {
-        char *what = format_text("peak of %ss, all ranks", memory_kind_name(kinds[i]));
+        char *what = format_text("peak of %s, all ranks", names[i]);
         report_equal(what, comm_sum((double)cost.memory.peak[kinds[i]], mesh.world),
                      comm_sum((double)record->memory.peak[kinds[i]], mesh.world), "B");
         free(what);

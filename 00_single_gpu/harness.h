@@ -1,5 +1,5 @@
-// harness.h: what every training program shares: flags, ranks, the proof against one device, the counts against
-// their closed forms, and training for real. It knows no technique by name.
+// harness.h: what every training program shares: flags, ranks, the proof against one device, the counts
+// against their closed forms, and training for real. It knows no technique by name.
 #ifndef HARNESS_H
 #define HARNESS_H
 
@@ -26,11 +26,12 @@ int program_main(int argc, char **argv, const Program *program);  // a whole mai
 
 // ---- its parts, for programs that show more than one layout ----
 
-// Trains with these techniques (NULL: one device), from --resume's checkpoint if any; if `check`, what it has counted is
-// held against the price.
+// Trains with these techniques (NULL: one device), from --resume's checkpoint if any; if `check`, what it
+// has counted is held against the price.
 Record program_record(const Config *config, Mesh mesh, Techniques techniques, bool masked, bool check,
                       const char *title);
-// That run against one device, and against other techniques on the same ranks (may be NULL), whose bits it must have.
+// That run against one device, and against other techniques on the same ranks (may be NULL), whose bits it
+// must have.
 void program_prove(const Config *config, Mesh mesh, Techniques techniques, const char *twin,
                    Techniques twin_techniques, bool exact, bool masked);
 // What a run has counted in so many steps, which is held against the trainer's price.

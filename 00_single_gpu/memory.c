@@ -6,7 +6,7 @@
 //
 //     bytes on one rank = parameters + gradients + optimizer + L x (kept by a block) + (inputs and head)
 //
-// Bytes sent: none. Memory per rank: what it prints, as --tp, --sp, --dp and --zero cut it.
+// Bytes sent: none. Memory per rank: what it prints, as --tp, --sp, --dp and --zero shard it.
 // Run: build/00_single_gpu/memory --model llama-3-8b --dtype bf16 --tp 8 --sp --dp 8 --zero 1
 //      build/00_single_gpu/memory --measure --recompute selective     (--dry-run: any size, on any machine)
 // Last line: PASS memory: 32 figures of the playbook reproduced; a step allocates what is predicted …
@@ -21,7 +21,7 @@
 #ifndef NO_MAIN
 // ---- the playbook's figures ----
 
-// A published figure is rounded or cut off after its last digit, or a range: "6.66", "30-40".
+// A published figure is rounded, or truncated after its last digit, or a range: "6.66", "30-40".
 static bool agrees(const char *published, double value) {
     char *end;
     double low = strtod(published, &end), high = low;

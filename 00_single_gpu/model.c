@@ -1,8 +1,9 @@
 // model.c: what transformer.c runs on: the parameter table and micro-batches.
 //
-// The table is the one place that knows a weight: its Hugging Face name, its shape (out, in), what it is in the
-// model (its role), whether it decays, how it starts. Every rank lists all of it; techniques then say what stays
-// on a rank. Units, which parameter collectives move at once: the embedding, each block, the head.
+// The table is the one place that knows a weight: its Hugging Face name, its shape (out, in), what it is in
+// the model (its role), whether it decays, how it starts. Every rank lists all of it; techniques then say
+// what stays on a rank. Units, which parameter collectives move at once: the embedding, each block, the
+// head.
 //
 //   parameters  (2 v h, or v h if tied) + L (2 h^2 + 2 h kv d + 3 h f + 2 h) + h
 //

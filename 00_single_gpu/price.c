@@ -1,8 +1,9 @@
 // price.c: what a run sends and stores, as closed forms, before it runs: the sum over its techniques.
 //
-// It begins as one device. Each technique then changes what it changes, from the last plugged to the first, so that
-// who calls a socket has said so before the owner of the socket prices the calls: vocabulary parallelism adds calls of
-// the region, recomputation runs forward again, and tensor parallelism then knows how many all-reduces a step makes.
+// It begins as one device. Each technique then changes what it changes, from the last plugged to the first,
+// so that who calls a socket has said so before the owner of the socket prices the calls: vocabulary
+// parallelism adds calls of the region, recomputation runs forward again, and tensor parallelism then knows
+// how many all-reduces a step makes.
 //
 // Bytes sent: what it says. This file has no main: harness.c holds it against every run.
 #include <math.h>
@@ -97,6 +98,7 @@ static Price price_of_one_device(const Config *c) {
                .blocks = L,
                .forwards = micros,
                .attentions = micros,
+               .backwards = micros,
                .losses = micros,
                .lookup_micros = micros,
                .head_micros = micros};
@@ -121,8 +123,8 @@ Price trainer_price(const Trainer *t) {
     Price p = price_of_one_device(&t->config);
     for (int i = t->techniques - 1; i >= 0; i--)
         if (t->technique[i]->price) t->technique[i]->price(&p, m, t->context[i]);
-    // A step itself sums what is partial over copies of a weight, labels and loss, and the squares of the gradients'
-    // norm, one for each weight.
+    // A step itself sums what is partial over copies of a weight, labels and loss, and the squares of the
+    // gradients' norm, one for each weight.
     for (int i = 0; i < m->params.count; i++) {
         int64_t elements = params_partial_elements(&m->params, i);
         if (elements >= 0)

@@ -1,5 +1,6 @@
-// real_training.c: training for real: progress, held-out loss, checkpoints, and a sample at the end. Nothing is
-// recorded or compared, so that a run goes at full speed; what ranks have sent and stored is held against its price.
+// real_training.c: training for real: progress, held-out loss, checkpoints, and a sample at the end.
+// Nothing is recorded or compared, so that a run goes at full speed; what ranks have sent and stored is
+// held against its price.
 //
 // Bytes sent: the techniques', and when evaluating two numbers. This file has no main: harness.c calls it.
 #include <math.h>
@@ -49,7 +50,8 @@ static int32_t draw_token(const double *logits, int64_t vocab, double temperatur
     return (int32_t)best;
 }
 
-// A model on one device with the trained weights, which all ranks bring together; NULL on all but the first.
+// A model on one device with the trained weights, which all ranks bring together; NULL on all but the
+// first.
 static Model *gather_model(Trainer *t) {
     const Sockets *on = &t->model->sockets;
     bool first = t->model->mesh.world.rank == 0;
@@ -157,7 +159,8 @@ static void check_memory(const Trainer *t, const Price *price, const Memory *mem
     for (int i = 0; i < 3; i++)
         report_equal(names[i], price_states(price, t->model, kinds[i]), (double)memory->peak[kinds[i]],
                      "B");
-    double predicted = price->peak_counted ? dry_peak(&t->config) : (double)peak_activation_bytes(&t->config);
+    double predicted =
+        price->peak_counted ? dry_peak(&t->config) : (double)peak_activation_bytes(&t->config);
     report_equal("activations", predicted, (double)memory->peak[MEMORY_ACTIVATION], "B");
 }
 

@@ -92,7 +92,8 @@ static Record run(const Config *with, Recompute kind) {
     return record;
 }
 
-// One row of the table: kept bytes against the closed form, FLOPs against the formula, and both utilisations.
+// One row of the table: kept bytes against the closed form, FLOPs against the formula, and both
+// utilisations.
 static void print_row(const Config *with, Recompute kind, const Record *r, const Record *none) {
     Config c = *with;
     c.recompute = kind;

@@ -8,9 +8,9 @@
 // ranks can repeat this run.
 //
 // FLOPs: 6 per weight of a matrix multiply and token (2 forward, 4 backward), plus causal attention.
-// Memory per parameter: f32 4 + 4 + 8 bytes; bf16 2 + 2 + 4 (f32 accumulators) + 12 (master weights, moments).
-// Bytes sent: none.
-// Run: build/00_single_gpu/train            (--data FILE, --init DIR, --save DIR, --resume DIR, --dry-run …)
+// Memory per parameter: f32 4 + 4 + 8 bytes; bf16 2 + 2 + 4 (f32 accumulators) + 12 (master weights,
+// moments). Bytes sent: none.
+// Run: build/00_single_gpu/train  (--data FILE, --init DIR, --save DIR, --resume DIR, --dry-run …)
 // Last line: PASS train: held-out loss 5.571 -> 1.990 nats in 300 steps …
 #include <math.h>
 #include <stdlib.h>
@@ -142,8 +142,8 @@ void batch_free(Batch *batch) {
     *batch = (Batch){0};
 }
 
-// Reads what the next step will train on. The step before does it, ahead of the optimizer: weights that are then
-// in flight (ZeRO) do not delay the one number that a step begins with.
+// Reads what the next step will train on. The step before does it, ahead of the optimizer: weights that are
+// then in flight (ZeRO) do not delay the one number that a step begins with.
 static void read_ahead(Trainer *t) {
     Group dp = t->model->mesh.dp;
     int64_t own_samples = t->config.micro_batch * t->config.grad_acc;
@@ -151,7 +151,8 @@ static void read_ahead(Trainer *t) {
     if (t->ahead.tokens && t->ahead.first == first) return;
     batch_free(&t->ahead);
     t->ahead = batch_new(t, first);
-    // The loss is the mean over the labels of all ranks, so their number comes first; gradients then simply add up.
+    // The loss is the mean over the labels of all ranks, so their number comes first; gradients then simply
+    // add up.
     t->labels_ahead = comm_sum((double)count_labels(t->ahead.targets, t->ahead.count), dp);
 }
 
@@ -188,8 +189,8 @@ void train_step(Trainer *t, Record *record) {
                        batch.targets, loss_scale,     &t->kept_bytes};
     params_zero_grads(params);
     double loss = on->schedule.run(on->schedule.context, t->model, &input);
-    // All reductions must finish before the optimizer steps: over replicas first, then over copies of a weight,
-    // which are then the same elements on each of their ranks.
+    // All reductions must finish before the optimizer steps: over replicas first, then over copies of a
+    // weight, which are then the same elements on each of their ranks.
     on->gradients.finish(on->gradients.context, t->model);
     params_sum_copies(params);
     t->loss = comm_sum(loss, params->replicas);
@@ -215,7 +216,8 @@ double held_out_loss(Trainer *t, int64_t samples) {
     Group dp = t->model->mesh.dp, replicas = t->model->params.replicas;
     double sum = 0, labels = 0;
     int32_t *tokens = host_alloc(c->seq * sizeof *tokens), *targets = host_alloc(c->seq * sizeof *targets);
-    // Every rank of dp takes as many, since a forward may gather weights: those beyond the last have no labels.
+    // Every rank of dp takes as many, since a forward may gather weights: those beyond the last have no
+    // labels.
     for (int64_t first = 0; first < samples; first += dp.size) {
         int64_t sample = first + dp.rank;
         data_sample(&t->data, c->seed, sample < samples ? sample : first, true, c->seq, tokens, targets);
@@ -226,10 +228,10 @@ double held_out_loss(Trainer *t, int64_t samples) {
         sum += on->schedule.evaluate(on->schedule.context, t->model, &micro);
         labels += (double)count_labels(targets, c->seq);
         micro_batch_free(t->model, &micro);
+        complete_weights(t);  // no backward follows, for which a plug may keep gathered weights
     }
     free(tokens);
     free(targets);
-    complete_weights(t);
     return replicas.size > 1 ? comm_sum(sum, replicas) / comm_sum(labels, dp) : sum / labels;
 }
 

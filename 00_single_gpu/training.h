@@ -12,8 +12,8 @@
 
 // ---- what a run costs, before it runs ----
 
-// Where one of the tensors that forward keeps is whole: on every rank; until sequence parallelism gives each rank
-// its rows; until tensor parallelism gives each rank its heads and columns.
+// Where one of the tensors that forward keeps is whole: on every rank; until sequence parallelism gives
+// each rank its rows; until tensor parallelism gives each rank its heads and columns.
 typedef enum Split { EVERY_RANK, BY_SEQUENCE, BY_TENSOR } Split;
 
 // Bytes that forward keeps of one tensor until backward, on this rank.
@@ -26,16 +26,19 @@ typedef struct PriceKept {
 
 enum { MOST_KEPT = 16, MOST_CALLS = 16 };
 
-// Begins as what one device does. Each technique's price() changes what it changes, from the last plugged to the
-// first: who calls a socket has said so before the owner of the socket prices the calls.
+// Begins as what one device does. Each technique's price() changes what it changes, from the last plugged
+// to the first: who calls a socket has said so before the owner of the socket prices the calls.
 typedef struct Price {
-    // Calls of the region socket in a step, each on (n, h); of these leaves and leaves_backward, a lookup's.
+    // Calls of the region socket in a step, each on (n, h); of these leaves and leaves_backward, a
+    // lookup's.
     double enters, leaves, enters_backward, leaves_backward, lookups;
     bool messages;                      // calls beside a multiply go as a message to each other rank
     double losses;                      // that are a sum over rows of this rank alone
     double lookup_micros, head_micros;  // micro-batches that are looked up here, and that end here
     double forwards;    // of every block in a step: 1 for each micro-batch, and recomputation's
     double attentions;  // of these, and of attention alone
+    double backwards;   // of every block in a step
+    const int64_t *finals;  // (units) how often a step makes each unit's gradient final; NULL: every micro-batch
     double again;       // FLOPs of a step on one device that are computed a second time
     bool peak_counted;  // the peak of activations has no closed form: a dry run counts it
     // Calls and bytes sent in a step by this rank, by kind (comm.h's names).
@@ -60,9 +63,8 @@ typedef struct Technique {
     const char *name;
     const Option *option;  // of its own, without targets: they become settings of the Config
     int options;
-    unsigned axes;  // of the mesh that it serves, 1 << AXIS_…
-    unsigned
-        wraps;  // sockets, 1 << SOCKET_…, in which it may take the place of an earlier plug, which it calls
+    unsigned axes;   // of the mesh that it serves, 1 << AXIS_…
+    unsigned wraps;  // sockets, 1 << SOCKET_…, in which it takes the place of an earlier plug, and calls it
     // Each may be NULL.
     bool (*on)(const Config *config);     // whether these flags ask for it; NULL: it is always on
     void (*check)(const Config *config);  // fatal, naming the flags, when it cannot be
@@ -105,10 +107,12 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques);
 void trainer_free(Trainer *trainer);
 // What the technique's plug has returned; NULL if it is not on.
 void *trainer_context(const Trainer *trainer, const Technique *technique);
-// Before the first trainer of a run with --resume, whose model's shape config already has (checkpoint_config):
-// whether its checkpoint can go on with these flags on so many ranks of dp, by checkpoint_check_run.
+// Before the first trainer of a run with --resume, whose model's shape config already has
+// (checkpoint_config): whether its checkpoint can go on with these flags on so many ranks of dp, by
+// checkpoint_check_run.
 void resume_check(const Config *config, int dp);
-// Begins with the checkpoint of config.resume, whatever layout wrote it, or with config.init's weights, if any.
+// Begins with the checkpoint of config.resume, whatever layout wrote it, or with config.init's weights, if
+// any.
 void trainer_load(Trainer *trainer);
 // After a step: writes a checkpoint if --save and --save-every want one of it. Collective.
 void trainer_save(Trainer *trainer);
@@ -118,7 +122,8 @@ void trainer_save(Trainer *trainer);
 void train_step(Trainer *trainer, Record *record);
 // Mean loss over the first `samples` held-out samples, dealt to the ranks of dp; the same on every rank.
 double held_out_loss(Trainer *trainer, int64_t samples);
-// Runs config.steps steps (fewer after a resumption) and records them; --save saves. The caller ends it with record_free.
+// Runs config.steps steps (fewer after a resumption) and records them; --save saves. The caller ends it
+// with record_free.
 Record train_record(Trainer *trainer, const char *title);
 // How close to `baseline` a run with reordered sums must come: 1e-10 in f64, else measured
 // against a run in f64.
@@ -131,11 +136,12 @@ void batch_free(Batch *batch);
 
 // The sum over the trainer's techniques, and what a step itself sends: labels, loss and norm.
 Price trainer_price(const Trainer *trainer);
-// Bytes of these kinds that a priced rank holds between steps, and of activations that it keeps for backward.
+// Bytes of these kinds that a priced rank holds between steps, and of activations that it keeps for
+// backward.
 double price_states(const Price *price, const Model *model, MemoryKind kind);
 double price_kept(const Price *price);
-// For price(): so many calls in a step, each on a tensor of `elements` (a gather's and a scatter's whole one, of
-// which `own` are this rank's), by what comm.h says that this rank sends.
+// For price(): so many calls in a step, each on a tensor of `elements` (a gather's and a scatter's whole
+// one, of which `own` are this rank's), by what comm.h says that this rank sends.
 void price_all_reduce(Price *price, double calls, int64_t elements, DType dtype, Group group);
 void price_all_gather(Price *price, double calls, int64_t own, DType dtype, Group group);
 void price_reduce_scatter(Price *price, double calls, int64_t elements, int64_t own, DType dtype,

@@ -4,9 +4,9 @@
 //   x ─ norm1 ─[enter]─ Wq Wk Wv ─ rope ─[attention]─ Wo ─[leave]─(+x)─ x2
 //   x2 ─ norm2 ─[mlp: [enter]─ Wdown (silu(Wgate) * Wup) ─[leave]]─(+x2)─ y      a block; [..] are sockets
 //
-// Backward has two halves, so that a pipeline can move the second one: B (…_backward_input) carries the gradient to
-// the block's input; W (…_backward_weight) adds to the gradients of the weights. What B leaves to W stays in
-// BlockKept; the gradients of norms, which B finds on its way, too.
+// Backward has two halves, so that a pipeline can move the second one: B (…_backward_input) carries the
+// gradient to the block's input; W (…_backward_weight) adds to the gradients of the weights. What B leaves
+// to W stays in BlockKept; the gradients of norms, which B finds on its way, too.
 //
 // Kept for backward per block: elements  n (4 h + 2 a d + 2 kv d + 3 f + a s)  and 2 n statistics (rstd).
 // Bytes sent: none. This file has no main: train.c runs it.

@@ -73,21 +73,21 @@ typedef struct HeadKept {
     // B turns logits into dlogits in place and leaves them to W
 } HeadKept;
 
-// One micro-batch in flight: its inputs, what flows between stages, what each block keeps. Several may be in
-// flight at once.
+// One micro-batch in flight: its inputs, what flows between stages, what each block keeps. Several may be
+// in flight at once.
 typedef struct MicroBatch {
     int64_t index;  // which one of the step, from 0; -1: no training
     int64_t b, s;
     Tensor tokens, targets, positions;  // (n) i32
     int32_t *documents;  // (b, all tokens of a sequence) host, from 0; NULL: each sequence is one
-    double loss_scale;                  // of the loss: 1 / valid labels of the whole global batch
-    double grad_scale;  // of its gradient: the same, times what a precision recipe scales with
-    Tensor x;           // (n, h) flows forward: output of the last unit that ran
-    Tensor dx;          // (n, h) flows backward: gradient at that unit's input
-    BlockKept *block;   // (L)
+    double loss_scale;   // of the loss: 1 / valid labels of the whole global batch
+    double grad_scale;   // of its gradient: the same, times what a precision recipe scales with
+    Tensor x;            // (n, h) flows forward: output of the last unit that ran
+    Tensor dx;           // (n, h) flows backward: gradient at that unit's input
+    BlockKept *block;    // (L)
     HeadKept head;
     double loss;          // this micro-batch's share of the mean loss of the global batch
-    int embedding_parts;  // W's contributions to the embedding's gradient still to come: tied, 2 on one device
+    int embedding_parts;  // of W to the embedding's gradient, still to come: tied, 2 on one device
 } MicroBatch;
 
 // One step's samples of this rank.
@@ -101,9 +101,9 @@ typedef struct StepInput {
 
 // ---- the sockets: where a parallelism plugs in ----
 
-// Empty ones hold the single-device behaviour; a technique's plug fills some and leaves the rest. B adds to no
-// gradient: what it finds of them it leaves to W, so that only W meets the gradients socket, and Bs and Ws of
-// several micro-batches may follow each other in any legal order.
+// Empty ones hold the single-device behaviour; a technique's plug fills some and leaves the rest. B adds to
+// no gradient: what it finds of them it leaves to W, so that only W meets the gradients socket, and Bs and
+// Ws of several micro-batches may follow each other in any legal order.
 typedef struct Model Model;
 typedef enum Pass { FORWARD, BACKWARD } Pass;
 
@@ -114,9 +114,10 @@ typedef struct Sockets {
         int64_t (*count)(void *context, int64_t s);
         int64_t (*position)(void *context, int64_t s, int64_t i);
     } tokens;
-    // Before a unit's weights are used in a pass, and after their last use in it (B is the backward pass: W uses
-    // no weights); when the optimizer has stepped this rank's part of a unit, first unit first; and before
-    // anything but a pass reads weights, which may be in flight from other ranks, and after an evaluation.
+    // Before a unit's weights are used in a pass, and after their last use in it (B is the backward pass: W
+    // uses no weights); when the optimizer has stepped this rank's part of a unit, first unit first; and
+    // before anything but a pass reads weights, which may be in flight from other ranks, and after an
+    // evaluation.
     struct {
         void *context;
         void (*acquire)(void *context, Model *model, int unit, Pass pass);
@@ -133,8 +134,8 @@ typedef struct Sockets {
         void (*micro_batch_ready)(void *context, Model *model, bool last);
         void (*finish)(void *context, Model *model);
     } gradients;
-    // Into and out of the part of a block that tensor parallelism shards. Returns a tensor of the caller's own. rows:
-    // of x outside of it.
+    // Into and out of the part of a block that tensor parallelism shards. Returns a tensor of the caller's
+    // own. rows: of x outside of it.
     struct {
         void *context;
         int64_t (*rows)(void *context, const MicroBatch *micro);
@@ -146,8 +147,9 @@ typedef struct Sockets {
         Tensor (*leave_backward)(void *context, const MicroBatch *micro,
                                  Tensor dy);  // f*: identity; g*: all-gather
     } region;
-    // Embedding and loss. A rank may hold some rows of x alone (sequence parallelism), some columns of the logits
-    // alone (vocabulary parallelism), or both; tokens and targets are those of the whole micro-batch.
+    // Embedding and loss. A rank may hold some rows of x alone (sequence parallelism), some columns of the
+    // logits alone (vocabulary parallelism), or both; tokens and targets are those of the whole
+    // micro-batch.
     struct {
         void *context;
         Tensor (*lookup)(void *context, const MicroBatch *micro, Tensor weight);  // x, new
@@ -156,7 +158,8 @@ typedef struct Sockets {
         // Into and out of the output layer, as region's.
         Tensor (*enter)(void *context, const MicroBatch *micro, Tensor x);
         Tensor (*enter_backward)(void *context, const MicroBatch *micro, Tensor dx);
-        // The sum of the losses of all tokens of the micro-batch; *lse is new, what loss_backward needs of it.
+        // The sum of the losses of all tokens of the micro-batch; *lse is new, what loss_backward needs of
+        // it.
         double (*loss)(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits);
         // dlogits = micro->grad_scale d(sum)/dlogits; may alias logits
         void (*loss_backward)(void *context, const MicroBatch *micro, Tensor dlogits, Tensor logits,
@@ -184,8 +187,8 @@ typedef struct Sockets {
         void (*backward_weight)(void *context, Model *model, MicroBatch *micro, int layer, Tensor x);
         void (*drop)(void *context, MlpKept *kept);
     } mlp;
-    // Every matrix multiply with a weight (out, in); `count` of them that read one input go together. *kept is
-    // the plug's own, from forward to drop.
+    // Every matrix multiply with a weight (out, in); `count` of them that read one input go together. *kept
+    // is the plug's own, from forward to drop.
     struct {
         void *context;
         void (*forward)(void *context, Model *model, int count, Param *const *weight, const Tensor *y,
@@ -203,8 +206,8 @@ typedef struct Sockets {
         void (*after_forward)(void *context, Model *model, MicroBatch *micro, int layer);
         void (*before_backward)(void *context, Model *model, MicroBatch *micro, int layer);
     } activations;
-    // Who runs a step's micro-batches, and who evaluates; the caller has zeroed the gradients, and ends them.
-    // Returns the sum of the losses of this rank's micro-batches.
+    // Who runs a step's micro-batches, and who evaluates; the caller has zeroed the gradients, and ends
+    // them. Returns the sum of the losses of this rank's micro-batches.
     struct {
         void *context;
         double (*run)(void *context, Model *model, const StepInput *input);
@@ -275,8 +278,8 @@ typedef struct Chunk {
 } Chunk;
 Chunk chunk_whole(const Model *model);  // what one device runs
 
-// Forward leaves its output in micro->x, backward the gradient at its input in micro->dx. backward_input is B,
-// backward_weight is W; W may come any time after B of the same micro-batch and chunk.
+// Forward leaves its output in micro->x, backward the gradient at its input in micro->dx. backward_input is
+// B, backward_weight is W; W may come any time after B of the same micro-batch and chunk.
 void chunk_forward(Model *model, MicroBatch *micro, Chunk chunk);
 void chunk_backward_input(Model *model, MicroBatch *micro, Chunk chunk);
 void chunk_backward_weight(Model *model, MicroBatch *micro, Chunk chunk);

@@ -1,13 +1,13 @@
-// collectives.c: what ranks say to each other. Playbook: "A0: Parallel Programming Crash Course".
+// collectives.c: what ranks send each other. Playbook: "A0: Parallel Programming Crash Course".
 //
-// Against 00_single_gpu: there are n programs now, ranks 0 … n - 1, which share nothing but what they send.
+// Against 00_single_gpu: there are N programs now, ranks 0 … N - 1, which share nothing but what they send.
 // Each example makes a call, and shows what every rank holds before and after it. Bytes that all ranks send
 // in it (K bytes of the whole tensor, k of the root's part of it):
 //
-//     broadcast        one to all               (n - 1) K       reduce        the sum to one    n K - k
+//     broadcast        one to all               (N - 1) K       reduce        the sum to one    N K - k
 //     scatter          a part to each           K - k           gather        all parts to one  K - k
-//     reduce-scatter   a part of sums to each   (n - 1) K       all-gather    all parts to each (n - 1) K
-//     all-to-all       part i to rank i         (n - 1) K       all-reduce    the sum to each   2 (n - 1) K
+//     reduce-scatter   a part of sums to each   (N - 1) K       all-gather    all parts to each (N - 1) K
+//     all-to-all       part i to rank i         (N - 1) K       all-reduce    the sum to each   2 (N - 1) K
 //
 // Memory per rank: what it shows. On 3 ranks the playbook's examples must end in the playbook's numbers.
 // Run: build/01_data_parallel/collectives                 (--ranks 5, --sleep 0.1 …)
@@ -171,7 +171,8 @@ static void send_and_receive(Group w) {
     example_end(&e, t, series(1, (w.rank + 1) * (w.rank + 2) / 2, 0), w.rank < w.size - 1 ? SIZE : 0, NULL);
 }
 
-// A send ends when its receive begins; in a circle of sends nobody would come to receive. Both go at once.
+// A send ends when its receive begins; in a circle of sends no rank would reach its receive. Both go at
+// once.
 static void shift(Group w) {
     int next = (w.rank + 1) % w.size, previous = (w.rank + w.size - 1) % w.size;
     Tensor t = series(3, 10 * w.rank, 1), received = series(3, 0, 0);

@@ -6,8 +6,8 @@
 
 // ---- ring_all_reduce.c: all-reduce from sends to a neighbour alone ----
 // All in place and blocking; t has the same shape on all members. Chunks are count / n elements, the first
-// count % n one more. Sums are rounded to t's dtype at each addition, which run from member i + 1 round to i in
-// chunk i; every member gets the same bits.
+// count % n one more. Sums are rounded to t's dtype at each addition, which run from member i + 1 round to
+// i in chunk i; every member gets the same bits.
 Tensor ring_chunk(Tensor t, int i, Group ring);  // chunk i modulo n, borrowed
 void ring_reduce_scatter(Tensor t,
                          Group ring);  // chunk `rank` becomes the sum; the others hold parts of theirs
@@ -15,16 +15,16 @@ void ring_all_gather(Tensor t, Group ring);  // chunk i comes from member i
 void ring_all_reduce(Tensor t, Group ring);  // both
 
 // ---- data parallelism: the gradients socket, four times ----
-// Every rank of Unit.replicas holds the unit and takes its own samples; gradients are summed over them. The loss
-// is already divided by the labels of all ranks, so the sum is the gradient of the global batch.
+// Every rank of Unit.replicas holds the unit and takes its own samples; gradients are summed over them. The
+// loss is already divided by the labels of all ranks, so the sum is the gradient of the global batch.
 extern const Technique ddp_naive;     // after a micro-batch's last backward, one parameter after another
 extern const Technique ddp_overlap;   // each parameter as soon as its unit's gradient is final
 extern const Technique ddp_bucketed;  // units together, until --bucket-mb are full
 extern const Technique ddp_no_sync;   // the same, after the last micro-batch alone
 
-// Buckets of consecutive units of one group of replicas, from the last unit of the model to the first one, each of
-// bucket_bytes or more of gradients; a unit is never split. Returns their number; first_unit[i] is the first unit of
-// bucket i.
+// Buckets of consecutive units of one group of replicas, from the last unit of the model to the first one,
+// each of bucket_bytes or more of gradients; a unit is never split. Returns their number; first_unit[i] is
+// the first unit of bucket i.
 int ddp_bucket_starts(const Params *params, int64_t bucket_bytes, int *first_unit);
 
 // ---- before_after.c: what all ranks hold before and after a call ----
@@ -42,8 +42,9 @@ typedef struct Example {
 
 // `before`: what this rank holds, or {0}. Counts begin here.
 Example example_begin(const char *call, const char *title, Tensor before, Group group);
-// Prints what all hold before and after, compares `after` (or {0}) with `expected` and the bytes that this rank
-// has sent with `bytes`, and frees both tensors. `printed`: what the playbook prints for so many ranks, or NULL.
+// Prints what all hold before and after, compares `after` (or {0}) with `expected` and the bytes that this
+// rank has sent with `bytes`, and frees both tensors. `printed`: what the playbook prints for so many
+// ranks, or NULL.
 void example_end(Example *example, Tensor after, Tensor expected, double bytes, const char *printed);
 
 #endif

@@ -1,17 +1,19 @@
-// ddp_bucketed.c: many small gradients in few large messages. Playbook: "Second optimization: Bucketing gradients".
+// ddp_bucketed.c: many small gradients in few large messages. Playbook: "Second optimization: Bucketing
+// gradients".
 //
-// Against ddp_overlap.c: a message costs latency whatever its size, so units wait for each other until --bucket-mb are
-// full, and go as one. Units stand one after another in the flat gradient (params.h), so a bucket is a range of it and
-// nothing is copied.
+// Against ddp_overlap.c: a message costs latency whatever its size, so units wait for each other until
+// --bucket-mb are full, and go as one. Units stand one after another in the flat gradient (params.h), so a
+// bucket is a range of it and nothing is copied.
 //
 //     units    head  block 3  block 2  block 1  block 0  embedding       in the order of backward
 //     buckets  [------------] [---------------] [----------------]
 //
-// After every micro-batch the sums so far are made equal on all ranks, as PyTorch's DDP does outside of no_sync; what
-// the next one adds must not count them N times, so each rank keeps its N-th part of them.
+// After every micro-batch the sums so far are made equal on all ranks, as PyTorch's DDP does outside of
+// no_sync; what the next one adds must not count them N times, so each rank keeps its N-th part of them.
 //
-// Bytes sent per rank: 2 (N - 1) / N K for each of the grad_acc micro-batches. Memory per rank: as on one device.
-// Run: build/01_data_parallel/ddp_bucketed             (--bucket-mb 25, --ranks 3, --tied, --dtype f32, --dry-run …)
+// Bytes sent per rank: 2 (N - 1) / N K for each of the grad_acc micro-batches. Memory per rank: as on one
+// device.
+// Run: build/01_data_parallel/ddp_bucketed  (--bucket-mb 25, --ranks 3, --tied, --dtype f32, --dry-run …)
 // Last line: PASS ddp_bucketed: ranks together make the step of one device …
 #include "ddp_bucketed.h"
 
@@ -151,13 +153,14 @@ static const Technique *const techniques[] = {&ddp_bucketed, &recompute, NULL};
 
 // ---- when it hides: appendix A3 of the playbook ----
 
-// A gradient of g bytes takes g 2 (n - 1) / n / peak_bw to reduce, and its parameter costs backward 4 FLOPs a token:
+// A gradient of g bytes takes g 2 (N - 1) / N / peak_bw to reduce, and its parameter costs backward 4 FLOPs
+// a token:
 //
-//     t_comm / t_compute  =  g / (2 tokens)  (n - 1) / n  peak_flops / peak_bw  <=  1
+//     t_comm / t_compute  =  g / (2 tokens)  (N - 1) / N  peak_flops / peak_bw  <=  1
 //
-// (The playbook's last line keeps a num_params that cancels, and has g = 1.) Here g = 4: 16-bit gradients are
-// summed in f32. The formula leaves out latency, attention (below 1% of these short sequences) and all memory
-// traffic, of which backward has much: so the real clock hides from fewer tokens on.
+// (The playbook's last line keeps a num_params that cancels, and has g = 1.) Here g = 4: 16-bit gradients
+// are summed in f32. The formula leaves out latency, attention (below 1% of these short sequences) and all
+// memory traffic, of which backward has much: so the real clock hides from fewer tokens on.
 static double tokens_by_formula(const Machine *machine, int n, double bandwidth) {
     return 4 / 2.0 * (n - 1) / n * machine_peak_flops(machine, BF16) / bandwidth;
 }

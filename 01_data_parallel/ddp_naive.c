@@ -1,17 +1,18 @@
 // ddp_naive.c: data parallelism, gradients summed after backward. Playbook: "Data Parallelism".
 //
-// Against 00_single_gpu: each of N ranks holds the whole model and takes 1/N of the batch. After backward the
-// gradients are summed over the ranks, so that all take the same step. (With accumulation: after each micro-batch.)
+// Against 00_single_gpu: each of N ranks holds the whole model and takes 1/N of the batch. After backward
+// the gradients are summed over the ranks, so that all take the same step. (With accumulation: after each
+// micro-batch.)
 //
 //     compute  F F F F B B B B . . . . step          gbs = mbs x grad_acc x dp
 //     network  . . . . . . . . AR AR AR             nothing is computed meanwhile: "a BIG NO"
 //
-// The mean is taken before backward: each rank divides its loss by the labels of all ranks (train_step), so here
-// gradients are summed, and nobody divides by N.
+// The mean is taken before backward: each rank divides its loss by the labels of all ranks (train_step), so
+// here gradients are summed, and not divided by N.
 //
-// Bytes sent per rank: 2 (N - 1) / N K for gradients of K bytes, for each of the grad_acc micro-batches. Memory per
-// rank: as on one device.
-// Run: build/01_data_parallel/ddp_naive                (--ranks 3, --tied, --dtype f32, --dry-run --model llama-3-8b …)
+// Bytes sent per rank: 2 (N - 1) / N K for gradients of K bytes, for each of the grad_acc micro-batches.
+// Memory per rank: as on one device.
+// Run: build/01_data_parallel/ddp_naive  (--ranks 3, --tied, --dtype f32, --dry-run --model llama-3-8b …)
 // Last line: PASS ddp_naive: ranks together make the step of one device …
 #include "data_parallel.h"
 
@@ -26,7 +27,8 @@ static void all_reduce_after_backward(void *context, Model *model, bool last) {
             comm_wait(
                 comm_all_reduce(param_total_grad(p, param), REDUCE_SUM, p->unit[param->unit].replicas));
     }
-    // These sums are on every rank now: with an N-th of them each, the next sum over ranks counts them once.
+    // These sums are on every rank now: with an N-th of them each, the next sum over ranks counts them
+    // once.
     for (int i = 0; i < p->units && !last; i++)
         op_scale(unit_total_grad(&p->unit[i]), 1.0 / p->unit[i].replicas.size);
 }

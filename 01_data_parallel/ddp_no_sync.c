@@ -1,12 +1,13 @@
-// ddp_no_sync.c: accumulation without wasted all-reduces. Playbook: "Third optimization: Interplay with gradient
-// accumulation".
+// ddp_no_sync.c: accumulation without wasted all-reduces. Playbook: "Third optimization: Interplay with
+// gradient accumulation".
 //
-// Against ddp_bucketed.c: only the last micro-batch of a step sends. The others leave their gradients on their rank, and
-// the one sum over ranks at the end takes them all:  sum over micro-batches, then over ranks  =  over both.
-// Which one is the last is known before its backward (model_begin_step), not found out in it.
+// Against ddp_bucketed.c: only the last micro-batch of a step sends. The others leave their gradients on
+// their rank, and the one sum over ranks at the end takes them all:  sum over micro-batches, then over
+// ranks  =  over both. Which one is the last is known before its backward (model_begin_step), not found out
+// in it.
 //
 // Bytes sent per rank and step: 2 (N - 1) / N K, whatever grad_acc is. Memory per rank: as on one device.
-// Run: build/01_data_parallel/ddp_no_sync              (--grad-acc 4, --ranks 3, --tied, --dtype f32, --dry-run …)
+// Run: build/01_data_parallel/ddp_no_sync  (--grad-acc 4, --ranks 3, --tied, --dtype f32, --dry-run …)
 // Last line: PASS ddp_no_sync: ranks together make the step of one device …
 #include <stdlib.h>
 

@@ -1,14 +1,15 @@
-// ddp_overlap.c: gradients are in flight while backward goes on. Playbook: "First optimization: Overlap gradient
-// synchronization with backward pass".
+// ddp_overlap.c: gradients are in flight while backward goes on. Playbook: "First optimization: Overlap
+// gradient synchronization with backward pass".
 //
-// Against ddp_naive.c: the all-reduce of a gradient starts as soon as its unit's gradient is final, while backward of
-// earlier layers runs, and is waited for only before the step, or before the next micro-batch adds to this gradient.
+// Against ddp_naive.c: the all-reduce of a gradient starts as soon as its unit's gradient is final, while
+// backward of earlier layers runs, and is waited for only before the step, or before the next micro-batch
+// adds to this gradient.
 //
 //     compute  F F F F B B B B . step
 //     network  . . . . . AR AR AR             what is left at the end is exposed
 //
 // Bytes sent per rank: as ddp_naive. Memory per rank: as on one device.
-// Run: build/01_data_parallel/ddp_overlap              (--ranks 3, --tied, --dtype f32, --dry-run --model llama-3-8b …)
+// Run: build/01_data_parallel/ddp_overlap  (--ranks 3, --tied, --dtype f32, --dry-run --model llama-3-8b …)
 // Last line: PASS ddp_overlap: ranks together make the step of one device …
 #include <stdlib.h>
 

@@ -1,19 +1,20 @@
 // ring_all_reduce.c: all-reduce from sends to a neighbour. Playbook: "A quick focus on Ring AllReduce".
 //
-// Against comm_all_reduce, which ddp_*.c call: an algorithm inside. n ranks stand in a ring and cut
-// a tensor of K bytes in n chunks. In each step rank r sends a chunk to r + 1 and receives one from r - 1:
+// Against comm_all_reduce, which ddp_*.c call: an algorithm inside. N ranks stand in a ring and split
+// a tensor of K bytes into N chunks. In each step rank r sends a chunk to r + 1 and receives one from r -
+// 1:
 //
-//     reduce-scatter, step s = 0 … n - 2   send chunk r - 1 - s,  receive chunk r - 2 - s and add to it
-//     all-gather, step s = 0 … n - 2       send chunk r - s,      receive chunk r - 1 - s    (all modulo n)
+//     reduce-scatter, step s = 0 … N - 2   send chunk r - 1 - s,  receive chunk r - 2 - s and add to it
+//     all-gather, step s = 0 … N - 2       send chunk r - s,      receive chunk r - 1 - s    (all modulo N)
 //
 // So chunk i sets out at rank i + 1, is complete when it comes to rank i, and goes round once more. Its sum
 // is x(i+1) + x(i+2) + … + x(i): not in rank order, hence reassociated against comm_all_reduce.
 //
-// Bytes sent per rank: K - k(r), then K - k(r+1), chunks having k bytes: 2 (n - 1) / n K in the mean,
-// whatever K is. Memory per rank: one chunk more. Time: 2 (n - 1) (alpha + K / (n B)), links having latency
-// alpha and bandwidth B. All to one rank and back: 2 (alpha + (n - 1) K / B): 2 steps, n times the bytes.
+// Bytes sent per rank: K - k(r), then K - k(r+1), chunks having k bytes: 2 (N - 1) / N K on average,
+// whatever K is. Memory per rank: one chunk more. Time: 2 (N - 1) (alpha + K / (N B)), links having latency
+// alpha and bandwidth B. All to one rank and back: 2 (alpha + (N - 1) K / B): 2 steps, N times the bytes.
 // Run: build/01_data_parallel/ring_all_reduce  (--ranks 5, --elements 3, --dtype bf16, --gpus-per-node 2)
-// Last line: PASS ring_all_reduce: sums go round a ring in 2 (n - 1) steps …
+// Last line: PASS ring_all_reduce: sums go round a ring in 2 (N - 1) steps …
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -126,7 +127,7 @@ static void show_step(const char *title, Tensor t, Group ring) {
     }
 }
 
-// Rank r gives 2^r to each of n chunks, so that a number says whose gifts are in it.
+// Rank r adds 2^r to each of n chunks, so that a number says which ranks it sums.
 static void prove_steps(Group ring) {
     int n = ring.size, wrong = 0;
     bool draw = n <= MOST_IN_A_PICTURE;
@@ -226,10 +227,10 @@ static double prove_sums(int64_t count, DType dtype, Group ring, bool integers) 
     int64_t reduce = tensor_bytes(t) - tensor_bytes(ring_chunk(t, ring.rank, ring));
     int64_t gather = tensor_bytes(t) - tensor_bytes(ring_chunk(t, ring.rank + 1, ring));
     if (integers) {
-        prove_bytes("reduce-scatter, (n - 1) K in all", ring_reduce_scatter, t, reduce, half, ring);
-        prove_bytes("all-gather, (n - 1) K in all", ring_all_gather, t, gather, half, ring);
+        prove_bytes("reduce-scatter, (N - 1) K in all", ring_reduce_scatter, t, reduce, half, ring);
+        prove_bytes("all-gather, (N - 1) K in all", ring_all_gather, t, gather, half, ring);
     } else {
-        prove_bytes("both, 2 (n - 1) K in all", ring_all_reduce, t, reduce + gather, 2 * half, ring);
+        prove_bytes("both, 2 (N - 1) K in all", ring_all_reduce, t, reduce + gather, 2 * half, ring);
     }
     library_all_reduce(library, ring);
     double error = largest_error(t, library, scale, ring);
@@ -328,7 +329,7 @@ int main(int argc, char **argv) {
     prove_times(&config, (DType)dtype, ring);
     timeline_finish(&config, ring);
     return comm_finish(
-        report_verdict("sums go round a ring in 2 (n - 1) steps: integers exact, %s %s, %.1e of %.1e", name,
+        report_verdict("sums go round a ring in 2 (N - 1) steps: integers exact, %s %s, %.1e of %.1e", name,
                        proof, error, bound));
 }
 #endif

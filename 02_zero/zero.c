@@ -1,16 +1,18 @@
-// zero.c: what the three stages of ZeRO share: their prices, and the proof. Playbook: "ZeRO"; Rajbhandari et al. 2020.
+// zero.c: what the three stages of ZeRO share: their prices, and the proof. Playbook: "ZeRO"; Rajbhandari
+// et al. 2020.
 //
 // Of Psi parameters on N ranks, e bytes a weight, g a gradient, k of optimizer, over m micro-batches:
 //
-//             weights      gradients    optimizer    sent by all ranks in a step
-//     DDP     e Psi        g Psi        k Psi        2 (N - 1) g Psi                    all-reduce
-//     ZeRO-1  e Psi        g Psi        k Psi / N    (N - 1) (g Psi + e Psi)            reduce-scatter, all-gather
-//     ZeRO-2  e Psi        g Psi / N    k Psi / N    (N - 1) (m g Psi + e Psi)
-//     ZeRO-3  e Psi / N    g Psi / N    k Psi / N    (N - 1) m (g Psi + 2 e Psi - …)    all-gather twice
+//             weights    gradients  optimizer  sent by all ranks in a step
+//     DDP     e Psi      g Psi      k Psi      2 (N - 1) g Psi                  all-reduce
+//     ZeRO-1  e Psi      g Psi      k Psi / N  (N - 1) (g Psi + e Psi)          reduce-scatter, all-gather
+//     ZeRO-2  e Psi      g Psi / N  k Psi / N  (N - 1) (m g Psi + e Psi)
+//     ZeRO-3  e Psi / N  g Psi / N  k Psi / N  (N - 1) m (g Psi + 2 e Psi - …)  all-gather twice
 //
-// In elements, with one micro-batch: 2 Psi, 2 Psi, 2 Psi, 3 Psi. (Beside 16-bit weights g is 4, as sums are f32,
-// and what stays whole is held in both.) To these come the units at work, one or two at a time: whole gradients
-// (ZeRO-2) and weights (ZeRO-3). Parts need not be equal: a rank's is what zero_part deals it, or nothing.
+// In elements, with one micro-batch: 2 Psi, 2 Psi, 2 Psi, 3 Psi. (Beside 16-bit weights g is 4, as sums are
+// f32, and what stays whole is held in both.) To these come the units at work, one or two at a time: whole
+// gradients (ZeRO-2) and weights (ZeRO-3). Parts need not be equal: a rank's is what zero_part deals it, or
+// nothing.
 //
 // Proof: no bit differs from DDP on the same ranks in the same order of sums. This file has no main.
 #include "zero.h"
@@ -77,9 +79,9 @@ static double weights_at_work(const Model *m, bool prefetch) {
     return most;
 }
 
-// How often a step gathers a unit's weights with ZeRO-3: forward each, backward the blocks again. The head is used
-// last in forward and first in backward: once is enough. The embedding's backward reads no weights; tied, the head
-// uses it once more.
+// How often a step gathers a unit's weights with ZeRO-3: forward each, backward the blocks again. The head
+// is used last in forward and first in backward: once is enough. The embedding's backward reads no weights;
+// tied, the head uses it once more.
 static double gathers_of(const Model *m, int unit) {
     bool end = unit == m->embedding_unit || unit == m->head_unit;
     return (double)m->config.grad_acc * (end ? 1 + (m->config.tied && unit == m->embedding_unit) : 2);
@@ -94,7 +96,8 @@ void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
         all_here = all_here && u->count > 0;
         if (u->count == 0) continue;  // another stage's
         own += (double)u->own_count;
-        price_reduce_scatter(price, stage == 1 ? 1 : micros, u->count, u->own_count, p->recipe.sum,
+        double times = price->finals ? (double)price->finals[i] : micros;
+        price_reduce_scatter(price, stage == 1 ? 1 : times, u->count, u->own_count, p->recipe.sum,
                              u->replicas);
         price_all_gather(price, stage == 3 ? gathers_of(m, i) : 1, u->own_count, p->recipe.weight,
                          u->replicas);
@@ -102,7 +105,8 @@ void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
     price->states = own;
     if (stage >= 2) price->gradients = own;
     // Which units follow each other at work on one of several stages, a dry run knows.
-    if (stage >= 2) price->gradients_at_work = all_here ? gradients_at_work(m) : NAN;
+    if (stage >= 2)
+        price->gradients_at_work = all_here && m->mesh.pp.size == 1 ? gradients_at_work(m) : NAN;
     if (stage == 3) price->values = own;
     if (stage == 3) price->values_at_work = weights_at_work(m, zero->prefetch);
 }

@@ -1,4 +1,5 @@
-// zero.h: what chapter 02 offers to others: what data parallelism stores on every rank, sharded over these ranks.
+// zero.h: what chapter 02 offers to others: what data parallelism stores on every rank, sharded over these
+// ranks.
 #ifndef ZERO_H
 #define ZERO_H
 
@@ -9,8 +10,8 @@ extern const Technique zero1, zero2, zero3;
 // --zero 0|1|2|3, for programs that list several stages; one that lists a single stage has it on.
 extern const Option zero_option;
 
-// When the weights that each rank has stepped come to the others (--gather): behind the next forward, behind the
-// step of the units that follow, or after the step.
+// When the weights that each rank has stepped come to the others (--gather): behind the next forward,
+// behind the step of the units that follow, or after the step.
 typedef enum ZeroGather { GATHER_BEHIND_FORWARD, GATHER_BEHIND_STEP, GATHER_AFTER_STEP } ZeroGather;
 
 // What the three stages have in flight.
@@ -38,8 +39,8 @@ void zero_wait(Request **request);  // if there is one; NULL then
 void zero_price(Price *price, const Model *model, const Zero *zero, int stage);
 
 // ---- zero.c: the proof that the three share ----
-// Nothing is sharded, and sums run in the same order: over micro-batches and then ranks (zero1), or over ranks and
-// then micro-batches (zero2, zero3).
+// Nothing is sharded, and sums run in the same order: over micro-batches and then ranks (zero1), or over
+// ranks and then micro-batches (zero2, zero3).
 extern const Technique *const zero_twin_of_1[], *const zero_twin_of_2_and_3[];
 
 // Steps of Llama 3 8B, dry, on the model clock: 16,384 tokens a rank in one micro-batch, bf16, AdamW.
@@ -51,13 +52,15 @@ typedef struct ZeroVariant {
 } ZeroVariant;
 // Prints and sets a row for each, and returns the shape.
 Config zero_compare(Mesh mesh, const ZeroVariant *variants, int count, StepCost *cost);
-// Whether the flags leave the model clock at DGX H100 and all of its peaks, for which some figures are asserted.
+// Whether the flags leave the model clock at DGX H100 and all of its peaks, for which some figures are
+// asserted.
 bool zero_on_standard_machine(const Config *config);
 // zero3_overlap.c: from how many tokens on, and up to how many ranks, ZeRO-3 hides what it sends.
 void zero3_overlap(Mesh mesh, const Config *config);
 
 // ---- zero_r.c: what else fills memory ----
-// Ranks of tp hold the same inputs of blocks: each keeps its part of them, and all-gathers them for recomputation.
+// Ranks of tp hold the same inputs of blocks: each keeps its part of them, and all-gathers them for
+// recomputation.
 typedef struct ZeroR {
     Group tp;
     bool contiguous;  // parts stand in one tensor, allocated once, instead of one tensor for each
@@ -71,7 +74,8 @@ typedef struct ZeroR {
 void zero_r_plug(Model *model, ZeroR *zero_r);
 void zero_r_unplug(Model *model, ZeroR *zero_r);
 
-// Gradients are summed over the replicas after the last micro-batch, in one buffer of so many bytes at most.
+// Gradients are summed over the replicas after the last micro-batch, in one buffer of so many bytes at
+// most.
 typedef struct ConstantBuffer {
     int64_t bytes;
     Tensor buffer;  // flat, in the dtype of sums

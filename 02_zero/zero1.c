@@ -1,17 +1,18 @@
-// zero1.c: each rank keeps the optimizer state of its own part alone. Playbook: "ZeRO-1: Partitioning Optimizer
-// States"; Rajbhandari et al. 2020.
+// zero1.c: each rank keeps the optimizer state of its own part alone. Playbook: "ZeRO-1: Partitioning
+// Optimizer States"; Rajbhandari et al. 2020.
 //
-// Against ddp_bucketed.c: an all-reduce is a reduce-scatter and an all-gather; between the two there is now the step,
-// and what is gathered are weights:
+// Against ddp_bucketed.c: an all-reduce is a reduce-scatter and an all-gather; between the two there is now
+// the step, and what is gathered are weights:
 //
 //     backward    reduce-scatter    member i gets the sum of part i of each unit's gradient, in place
 //     step        AdamW             of that part alone: its moments, its master weights
 //     forward     all-gather        the stepped parts of all, in place, each unit's before it is used
 //
-// Three ways to bring the weights back (--gather): after the step; in the step, behind that of the units that follow;
-// and from there on in the next forward, which waits for a unit when it comes to it.
+// Three ways to bring the weights back (--gather): after the step; in the step, behind that of the units
+// that follow; and from there on in the next forward, which waits for a unit when it comes to it.
 //
-// Bytes sent per rank: (N - 1) / N (g Psi + e Psi). Memory per rank: e Psi, g Psi, k Psi / N (zero.c has the letters).
+// Bytes sent per rank: (N - 1) / N (g Psi + e Psi). Memory per rank: e Psi, g Psi, k Psi / N (zero.c has
+// the letters).
 // Run: build/02_zero/zero1           (--ranks 3, --tied, --dtype bf16, --optimizer sgd, --grad-acc 4 …)
 // Last line: PASS zero1: optimizer state is sharded over the ranks, and no bit changes …
 #include <stdlib.h>
@@ -20,8 +21,8 @@
 
 // ---- the technique: whose elements ----
 
-// The flat elements of a unit fall into N contiguous parts of ceil(count / N), the last ones fewer or none: there is no
-// padding, which would have to stay out of norms and checkpoints.
+// The flat elements of a unit fall into N contiguous parts of ceil(count / N), the last ones fewer or none:
+// there is no padding, which would have to stay out of norms and checkpoints.
 int64_t zero_part(int64_t count, int rank, int size, int64_t *first) {
     int64_t each = (count + size - 1) / size;
     *first = rank * each < count ? rank * each : count;
@@ -35,8 +36,8 @@ int64_t *zero_part_counts(const Unit *unit) {
     return counts;
 }
 
-// A rank steps its own part of each unit, whose moments and master weights it alone has, and counts that part alone
-// in the gradients' norm.
+// A rank steps its own part of each unit, whose moments and master weights it alone has, and counts that
+// part alone in the gradients' norm.
 void zero_shard(Model *model, Sharding stage) {
     Params *p = &model->params;
     p->sharding = stage;
@@ -64,7 +65,8 @@ static void reduce_scatter(void *context, Model *model, int unit, bool last) {
     params_accumulate(&model->params, unit);
     if (!last) return;  // the sum over ranks takes all micro-batches at once, as in ddp_no_sync
     int64_t *counts = zero_part_counts(u);
-    // The sum stands in this rank's own part; the rest of the unit's gradient is this rank's alone, and of no use.
+    // The sum stands in this rank's own part; the rest of the unit's gradient is this rank's alone, and of
+    // no use.
     zero->reduction[unit] =
         comm_reduce_scatter(u->own_grads, unit_total_grad(u), counts, REDUCE_SUM, u->replicas);
     free(counts);

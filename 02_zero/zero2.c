@@ -7,7 +7,7 @@
 //     unit        head   block 1    block 0    embedding      one micro-batch's backward
 //     whole       [=========]
 //                        [====================]
-//                                   [=====================]   at most two: one is filled, one is being reduced
+//                                   [=====================]   at most two: one fills, one is reduced
 //     own part    +=     +=         +=         +=             sums over ranks, then over micro-batches
 //
 // So each micro-batch is reduced by itself, and its sum added once. (A part that holds earlier sums and is
@@ -68,8 +68,8 @@ static void reduce_scatter(void *context, Model *model, int unit, bool last) {
     free(counts);
 }
 
-// All reductions must finish before the optimizer step. Between micro-batches the last one stays in flight, behind
-// the next forward.
+// All reductions must finish before the optimizer step. Between micro-batches the last one stays in flight,
+// behind the next forward.
 static void finish(void *context, Model *model) { end_reduction(model, context); }
 
 Zero *zero2_plug(Model *model) {

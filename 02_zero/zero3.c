@@ -2,7 +2,8 @@
 // Parameter Partitioning".
 //
 // Against zero2.c: nothing is gathered after the step. A unit's weights are gathered before its use and
-// freed after it, in forward and again in backward; those of the next unit are in flight meanwhile (prefetch):
+// freed after it, in forward and again in backward; those of the next unit are in flight meanwhile
+// (prefetch):
 //
 //     compute       E   B0  B1  H    |  H    B1      B0          E, H: embedding and head
 //     network    E  B0  B1  H        |  B1   rsH B0  rsB1  rsB0 rsE      rs: reduce-scatter, as in zero2
@@ -144,8 +145,8 @@ static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
         MemoryPlan plan = {.model = *c, .f32_gradients = true, .zero = stage, .tp = 1, .dp = mesh.dp.size};
         MemoryNeed need = memory_states(&plan, all);
         const int64_t *held = cost[i].memory.peak;
-        // Gradients are sent in f32, twice in an all-reduce; weights in bf16, with ZeRO-3 twice, but the ends
-        // once.
+        // Gradients are sent in f32, twice in an all-reduce; weights in bf16, with ZeRO-3 twice, but the
+        // ends once.
         double elements = stage == 0 ? 8 * all : stage < 3 ? (4 + 2) * all : (4 + 2 + 2) * all - 2 * ends;
         double sends = elements * (n - 1) / n;
         say("  %-14s %-23s %8s %9s %9s %9s   %5s %9s %9s\n", stages[i].variant.name, stages[i].memory,
@@ -175,7 +176,7 @@ static void accumulate(Mesh mesh, const Config *config) {
                   false);
 }
 
-// Held-out losses between steps, for which nobody runs backward, change nothing: with them and without, the
+// Held-out losses between steps, for which no backward runs, change nothing: with them and without, the
 // last loss is the same.
 static void held_out_between_steps(Mesh mesh, const Config *config) {
     enum { STEPS = 2, SAMPLES = 2 };

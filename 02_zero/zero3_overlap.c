@@ -1,15 +1,15 @@
 // zero3_overlap.c: from how many tokens on, and up to how many ranks, ZeRO-3 hides what it sends. Playbook:
 // appendix A3, "ZeRO-3 (FSDP) Communication Analysis"; "as a rule of thumb DP shouldn't exceed 512".
 //
-// A block of P weights of e bytes travels in e P (n - 1) / n / peak_bw, and its forward takes 2 P tokens /
-// peak_flops; in backward its gradient of g bytes travels, too, and a weight and a token meet in 4 FLOPs.
-// So all of it hides from
+// A block of P weights of e bytes is in flight for e P (N - 1) / N / peak_bw, and its forward takes 2 P
+// tokens / peak_flops; in backward its gradient of g bytes is in flight, too, and a weight and a token meet
+// in 4 FLOPs. So all of it hides from
 //
-//     forward     tokens >= (e / 2) (n - 1) / n  peak_flops / peak_bw        (the playbook has e = 1)
-//     backward    tokens >= ((e + g) / 4) (n - 1) / n  peak_flops / peak_bw
+//     forward     tokens >= (e / 2) (N - 1) / N  peak_flops / peak_bw        (the playbook has e = 1)
+//     backward    tokens >= ((e + g) / 4) (N - 1) / N  peak_flops / peak_bw
 //
 // on. The formula leaves out latency, attention (below 1% of these short sequences) and memory traffic. It
-// knows no limit of ranks either, as (n - 1) / n goes to 1: what sets one is the latency of n - 1 steps of
+// knows no limit of ranks either, as (N - 1) / N goes to 1: what sets one is the latency of N - 1 steps of
 // a ring.
 //
 // Both are read on the model clock, on the ranks at hand. For more ranks than that, what the clock charges

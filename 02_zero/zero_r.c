@@ -1,22 +1,25 @@
-// zero_r.c: what else fills memory: copies of checkpoints, buffers that grow, holes. Playbook: "ZeRO" (its contents name
-// ZeRO-R); Rajbhandari et al. 2020, sections 6 and 8.
+// zero_r.c: what else fills memory: copies of checkpoints, buffers that grow, holes. Playbook: "ZeRO" (its
+// contents name ZeRO-R); Rajbhandari et al. 2020, sections 6 and 8.
 //
 // Three means beside the stages of ZeRO, each for a residue that they leave:
 //
-//   partitioned checkpoints   ranks of tp hold the same input x (n tokens, h) of every block, and with full recomputation it
-//                             is all that is kept. Each rank keeps its part, and an all-gather puts x together before the
-//                             block's backward:       rank 0 [x0 . . .]  rank 1 [. x1 . .]  ...   ->   [x0 x1 x2 x3]
-//   constant-size buffers     gradients go to the network in one buffer of a fixed size, whatever the model's size: a
-//                             tensor that is larger goes in pieces, small ones go together
-//   no fragmentation          checkpoints, and what flows from block to block, live longer than what is computed between
-//                             them; mixed, they leave holes in which nothing fits. Copied, as they are made, to one tensor
-//                             that is allocated once, they leave none. (Gradients stand in such a tensor: params.h.)
+//   partitioned checkpoints   ranks of tp hold the same input x (n tokens, h) of every block, and with full
+//                             recomputation it is all that is kept. Each rank keeps its part, and an
+//                             all-gather puts x together before the block's backward:
+//                                 rank 0 [x0 . . .]  rank 1 [. x1 . .]  ...   ->   [x0 x1 x2 x3]
+//   constant-size buffers     gradients go to the network in one buffer of a fixed size, whatever the
+//                             model's size: a tensor that is larger goes in pieces, small ones together
+//   no fragmentation          checkpoints, and what flows from block to block, live longer than what is
+//                             computed between them; mixed, they leave holes in which nothing fits. Copied,
+//                             as they are made, to one tensor that is allocated once, they leave none.
+//                             (Gradients stand in such a tensor: params.h.)
 //
-// Memory per rank and block: n h e / tp instead of n h e (e bytes a number). Bytes sent per rank, block and micro-batch:
-// (tp - 1) / tp n h e, which is a twelfth of what tensor parallelism sends when it recomputes (6 all-reduces of n h e).
-// With sequence parallelism x is cut already, and there is nothing to do.
-// Run: build/02_zero/zero_r                       (--ranks 3, --dtype bf16, --tied, --buffer-bytes 1000, --vocab 512 …)
-// Last line: PASS zero_r: checkpoints are cut, buffers do not grow, no hole is left, and no bit changes …
+// Memory per rank and block: n h e / tp instead of n h e (e bytes a number). Bytes sent per rank, block and
+// micro-batch: (tp - 1) / tp n h e, which is a twelfth of what tensor parallelism sends when it recomputes
+// (6 all-reduces of n h e). With sequence parallelism x is sharded already, and there is nothing to do.
+// Run: build/02_zero/zero_r  (--ranks 3, --dtype bf16, --tied, --buffer-bytes 1000, --vocab 512 …)
+// Last line: PASS zero_r: checkpoints are sharded, buffers do not grow, no hole is left, and no bit changes
+// …
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -104,8 +107,8 @@ void zero_r_unplug(Model *m, ZeroR *z) {
 
 // ---- constant-size buffers ----
 
-// Copies between the buffer and the gradients from element *at of weight *param on, as many as there are; both move on.
-// Returns how many elements.
+// Copies between the buffer and the gradients from element *at of weight *param on, as many as there are;
+// both move on. Returns how many elements.
 static int64_t fill(Params *params, Tensor buffer, int *param, int64_t *at, bool back) {
     int64_t used = 0, room = tensor_count(buffer);
     while (*param < params->count && used < room) {
@@ -149,8 +152,8 @@ void constant_buffer_unplug(Model *m, ConstantBuffer *b) {
 
 // ---- a heap that shows its holes ----
 
-// First fit: each block stands at the lowest address where it fits, as long as it lives. It is fed with what a run really
-// allocates and frees.
+// First fit: each block stands at the lowest address where it fits, as long as it lives. It is fed with
+// what a run really allocates and frees.
 typedef struct Block {
     const void *memory;  // by which the run knows it
     int64_t first, bytes;
@@ -258,7 +261,7 @@ static void print_ways(const Way *way, int ways, const Config *config, Group tp)
 static void checkpoints(const Config *config, Group tp) {
     enum { WHOLE, CUT, CONTIGUOUS, WAYS };
     Way way[WAYS] = {
-        {.name = "whole"}, {.name = "cut"}, {.name = "cut, all in one tensor", .contiguous = true}};
+        {.name = "whole"}, {.name = "sharded"}, {.name = "sharded, all in one tensor", .contiguous = true}};
     for (int i = 0; i < WAYS; i++) {
         way[i].cut = i != WHOLE;
         run(&way[i], config, tp);
@@ -294,7 +297,8 @@ static Record run_ddp(const Config *config, Mesh mesh) {
 
 static int64_t buffer_bytes_of(const Record *record) { return record->memory.peak[MEMORY_COMMUNICATION]; }
 
-// Twice the blocks: a buffer that takes all gradients grows by those of the new ones, a constant one by nothing.
+// Twice the blocks: a buffer that takes all gradients grows by those of the new ones, a constant one by
+// nothing.
 static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
     Config larger = *config;
     larger.layers *= 2;
@@ -349,6 +353,6 @@ int main(int argc, char **argv) {
     if (config.trace) clock_trace_write(config.trace);
     const char *proven = config.no_check ? "" : ", and no bit changes";
     return comm_finish(
-        report_verdict("checkpoints are cut, buffers do not grow, no hole is left%s", proven));
+        report_verdict("checkpoints are sharded, buffers do not grow, no hole is left%s", proven));
 }
 #endif

@@ -1,5 +1,6 @@
-// async_tensor_parallel.c: rows are in flight while others are multiplied. Playbook: "Tensor Parallelism in a
-// Transformer Block" ("block matrix multiplication coupled with async communication"); PyTorch's async TP.
+// async_tensor_parallel.c: rows are in flight while others are multiplied. Playbook: "Tensor Parallelism in
+// a Transformer Block" ("block matrix multiplication coupled with async communication"); PyTorch's async
+// TP.
 //
 // Against sequence_parallel.c: g and g* become N - 1 messages each, one to every other rank. Rows that
 // enter are multiplied as they come, own ones first; rows that leave go when they are made, own ones last,
@@ -13,10 +14,11 @@
 // sequence_parallel.c's if the BLAS gives a row the same ones in a product of few rows as in one of many.
 //
 // Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K, as there. Memory per rank: as there, and K
-// of parts, K = b s h e. What it gains, it gains on the model clock and on a GPU: on a CPU nothing is in flight
-// while the rank multiplies, and small products are slower than large ones.
+// of parts, K = b s h e. What it gains, it gains on the model clock and on a GPU: on a CPU nothing is in
+// flight while the rank multiplies, and small products are slower than large ones.
 // Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
-// Last line: PASS async_tensor_parallel: rows are in flight behind products, and the step is that of one device …
+// Last line: PASS async_tensor_parallel: rows are in flight behind products, and the step is that of one
+// device …
 #include <math.h>
 #include <stdlib.h>
 
@@ -94,7 +96,7 @@ static Tensor scatter(void *context, const MicroBatch *micro, Tensor partial) {
     return own;
 }
 
-// ---- linears: an input that comes is known by its storage, an output that leaves by the weight's cut ----
+// ---- linears: what enters is known by its storage, what leaves by its weight's shard ----
 
 static void product(const Sockets *by, Model *m, bool backward, int count, Param *const *weight, Tensor x,
                     const Tensor *y, void **kept) {
@@ -103,7 +105,7 @@ static void product(const Sockets *by, Model *m, bool backward, int count, Param
 }
 
 // y[i] = x W_i^T, or backward, where y and x stand for their gradients, x = sum over i of y[i] W_i. Into
-// weights cut by rows x enters, and dx leaves; from one cut by columns y leaves, and dy enters.
+// weights sharded by rows x enters, and dx leaves; from one sharded by columns y leaves, and dy enters.
 static void multiply(Async *a, Model *m, bool backward, int count, Param *const *weight, Tensor x,
                      const Tensor *y, void **kept) {
     bool by_columns = is_row_parallel(weight[0]), comes = same(backward ? y[0] : x, a->coming);
@@ -138,7 +140,8 @@ static void backward_input(void *context, Model *m, int count, Param *const *wei
 }
 
 // dW_i += dy[i]^T x is a sum over all rows; piece by piece a 16-bit gradient would be rounded n times. So
-// it waits for x, which is in flight while Wdown and Wo, which need nothing that enters, get their gradients.
+// it waits for x, which is in flight while Wdown and Wo, which need nothing that enters, get their
+// gradients.
 static void backward_weight(void *context, Model *m, int count, Param *const *weight, const Tensor *dy,
                             Tensor x, void **kept) {
     Async *a = context;
@@ -286,8 +289,8 @@ static double exposed_before_product(Mesh mesh, int64_t h) {
 //
 //     t_comm / t_compute  =  (n - 1) / h  peak_flops / peak_bw  <=  1
 //
-// (A3 has 2 h: it counts elements, of two bytes.) The clock needs n / (n - 1) of that: n - 1 pieces are sent,
-// each behind the product before it, and nothing is left to send behind the last.
+// (A3 has 2 h: it counts elements, of two bytes.) The clock needs n / (n - 1) of that: n - 1 pieces are
+// sent, each behind the product before it, and nothing is left to send behind the last.
 static void overlap_condition(Mesh mesh, const Config *config) {
     const Machine *machine = machine_find(config->machine);
     int n = mesh.tp.size;

@@ -17,7 +17,8 @@
 // Bytes sent per rank, block and micro-batch: 8 (N - 1) / N K for K = b s h e, as in tensor_parallel.c, and
 // 2 (N - 1) / N K for W. Memory per rank: what a block keeps is all sharded: an N-th of one device's.
 // Run: build/03_tensor_parallel/sequence_parallel   (--ranks 3 --heads 6 --kv-heads 3 --ffn 39, --zero 2 …)
-// Last line: PASS sequence_parallel: rows are sharded between regions, and the step stays that of one device …
+// Last line: PASS sequence_parallel: rows are sharded between regions, and the step stays that of one
+// device …
 #include <math.h>
 #include <stdlib.h>
 
@@ -121,8 +122,8 @@ static void unplug(Model *model, void *context) {
 
 // ---- the record ----
 
-// What every rank of tp stores whole has seen this rank's rows alone: the gradients of norms, and of an embedding and
-// an output layer that nobody shards, are parts.
+// What every rank of tp stores whole has seen this rank's rows alone: the gradients of norms, and of an
+// embedding and an output layer that stay whole, are parts.
 static void shard(Model *model) {
     tensor_parallel_shard(model);
     for (int i = 0; i < model->params.count; i++) {

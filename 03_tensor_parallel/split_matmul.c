@@ -1,7 +1,7 @@
-// split_matmul.c: a matrix multiply cut over ranks, by columns or by rows. Playbook: "Tensor Parallelism",
-// whose small example this is on 2 ranks; on n ranks X is (2, 2 n) and W (2 n, n).
+// split_matmul.c: a matrix multiply sharded over ranks, by columns or by rows. Playbook: "Tensor
+// Parallelism", whose small example this is on 2 ranks; on N ranks X is (2, 2 N) and W (2 N, N).
 //
-// Against 00_single_gpu: rank i has a part of W alone, and Y = X W comes together from what n ranks
+// Against 00_single_gpu: rank i has a part of W alone, and Y = X W comes together from what N ranks
 // multiply.
 //
 //     by columns   X [W_1 W_2 …]              = [X W_1, X W_2, …]        every rank needs all of X
@@ -13,10 +13,10 @@
 //
 // By columns and then by rows, nothing is sent in between: rank i holds just the columns that it multiplies
 // next, and an activation function works on each element alone. By rows and then by columns, the function
-// needs the sum first. (The model stores a weight as (out, in): cut by columns here is CUT_ROWS in
+// needs the sum first. (The model stores a weight as (out, in): sharded by columns here is CUT_ROWS in
 // params.h.)
 //
-// Bytes sent: those of each collective, below. Memory per rank: W / n.
+// Bytes sent: those of each collective, below. Memory per rank: W / N.
 // Run: build/03_tensor_parallel/split_matmul              (--ranks 3 …)
 // Last line: PASS split_matmul: columns and rows make the product of one device …
 #include <stdlib.h>
@@ -249,8 +249,9 @@ static void rows_then_columns(const TwoLayers *two, Group g) {
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
-    Config config = config_parse(argc, argv, "A matrix multiply cut over ranks, by columns and by rows.",
-                                 CONFIG_REPORT | CONFIG_RANKS, NULL, NULL, 0);
+    Config config =
+        config_parse(argc, argv, "A matrix multiply sharded over ranks, by columns and by rows.",
+                     CONFIG_REPORT | CONFIG_RANKS, NULL, NULL, 0);
     comm_start(argc, argv, 2);
     MeshShape shape = {.tp = comm_ranks()};
     Mesh mesh = mesh_new(shape);

@@ -1,5 +1,5 @@
-// tensor_parallel.c: each block's matrices sharded over ranks. Playbook: "Tensor Parallelism in a Transformer
-// Block"; Shoeybi et al. 2019 (Megatron-LM).
+// tensor_parallel.c: each block's matrices sharded over ranks. Playbook: "Tensor Parallelism in a
+// Transformer Block"; Shoeybi et al. 2019 (Megatron-LM).
 //
 // Against 00_single_gpu: each of N ranks stores and computes an N-th of a block, its heads and its part of
 // the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup by columns, Wo Wdown by rows
@@ -34,8 +34,8 @@ static Group heads_copies(const Model *m) {
     return comm_group("kv copies", tp.line, tp.member + tp.rank / copies * copies, copies);
 }
 
-// By outputs, between heads. Ranks beyond the heads store copies; each copy serves other query heads, so its gradient
-// is a part.
+// By outputs, between heads. Ranks beyond the heads store copies; each copy serves other query heads, so
+// its gradient is a part.
 static void shard_heads(Model *m, Param *param, Group copies) {
     int64_t heads = m->config.kv_heads, d = config_head_size(&m->config), tp = m->mesh.tp.size;
     int64_t each = heads >= tp ? heads / tp : 1,

@@ -4,16 +4,16 @@
 
 #include "02_zero/zero.h"
 
-// Every rank of mesh.tp computes its heads and its part of the feed-forward width on the same tokens. Embedding and
-// output layer stay whole on every rank unless vocab_parallel shards them.
+// Every rank of mesh.tp computes its heads and its part of the feed-forward width on the same tokens.
+// Embedding and output layer stay whole on every rank unless vocab_parallel shards them.
 extern const Technique tensor_parallel;    // f, f*: x (n, h) on every rank; without --sp
 extern const Technique sequence_parallel;  // g, g*: x (rows of this rank, h); with --sp
 extern const Technique vocab_parallel;     // embedding, output layer and loss, with --vocab-parallel
 extern const Technique
     async_tensor_parallel;  // after sequence_parallel: rows are in flight while others are multiplied
 
-// What the programs of this chapter list: data parallelism and ZeRO's stages, these, recomputation; and the same with
-// async_tensor_parallel.
+// What the programs of this chapter list: data parallelism and ZeRO's stages, these, recomputation; and the
+// same with async_tensor_parallel.
 extern const Technique *const tensor_layouts[], *const tensor_layouts_async[];
 extern const Option tensor_layout_options[];
 enum { TENSOR_LAYOUT_OPTIONS = 1 };
@@ -23,7 +23,8 @@ typedef struct TensorParallel {
     Sockets before;  // as they were: what these plugs add to, they call
 } TensorParallel;
 
-// tensor_parallel.c: which rows or columns of a block's matrices are this rank's, and what is left to store and keep.
+// tensor_parallel.c: which rows or columns of a block's matrices are this rank's, and what is left to store
+// and keep.
 void tensor_parallel_shard(Model *model);
 void tensor_parallel_check(const Config *config);
 void tensor_parallel_price_kept(Price *price, const Model *model);
@@ -32,8 +33,8 @@ static inline bool is_row_parallel(const Param *param) {
     return param->role == ROLE_O || param->role == ROLE_DOWN;
 }
 
-// sequence_parallel.c. The rows of n that a rank has, [*first, *first + returned): contiguous runs, of which the first
-// n % size are a row longer.
+// sequence_parallel.c. The rows of n that a rank has, [*first, *first + returned): contiguous runs, of
+// which the first n % size are a row longer.
 int64_t sequence_rows(int64_t n, int rank, int size, int64_t *first);
 // The elements of each rank's rows, as collectives take them. counts (size).
 void sequence_counts(int64_t n, int64_t columns, int size, int64_t *counts);

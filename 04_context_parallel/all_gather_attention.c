@@ -121,8 +121,8 @@ static void *plug(Model *model) {
 static void price(Price *price, const Model *m, const void *context) {
     const ContextParallel *c = context;
     const Config *config = &m->config;
-    int64_t columns = m->block[0].k->shape[0], own = config->micro_batch * c->own * columns;
-    double backwards = (double)(config->grad_acc * config->layers),
+    int64_t columns = context_key_columns(m), own = config->micro_batch * c->own * columns;
+    double backwards = price->backwards * (double)config->layers,
            forwards = price->attentions * (double)config->layers;
     price_all_gather(price, 2 * (forwards + backwards), own, (DType)config->dtype, c->cp);
     price_reduce_scatter(price, 2 * backwards, config->micro_batch * c->s * columns, own,

@@ -143,6 +143,12 @@ void context_again(AttentionForward *forward, void *context, const MicroBatch *m
     tensor_free(&o);
 }
 
+int64_t context_key_columns(const Model *m) {
+    for (int64_t layer = 0; layer < m->config.layers; layer++)
+        if (m->block[layer].k->here) return m->block[layer].k->shape[0];
+    return 0;
+}
+
 void context_price_kept(Price *price, const Model *m, const ContextParallel *c) {
     double all = (double)(m->config.micro_batch * c->s), own = (double)(m->config.micro_batch * c->own);
     flash_price_kept(price, all, (double)m->config.heads, (DType)m->config.dtype);

@@ -80,6 +80,8 @@ const SequenceLayout *context_layout(const Config *config);
 // Fills the tokens socket, and context and drop of the attention socket. The caller fills the rest.
 ContextParallel *context_plug(Model *model);
 void context_unplug(Model *model, void *context);
+// Of the keys of one token, on a rank of tensor parallelism; 0 where no block is stored.
+int64_t context_key_columns(const Model *model);
 // Ranks' tokens, and masks against each one's keys; made once for all layers of a micro-batch.
 void context_masks(ContextParallel *context, const MicroBatch *micro);
 int64_t context_rows(const ContextParallel *context, int64_t b, int rank);  // b times the tokens of a rank

@@ -148,10 +148,10 @@ void ring_price(Price *price, const Model *m, const void *context) {
     const ContextParallel *c = context;
     Group cp = c->cp;
     const Config *config = &m->config;
-    double backwards = (double)(config->grad_acc * config->layers),
+    double backwards = price->backwards * (double)config->layers,
            forwards = price->attentions * (double)config->layers;
     double e = (double)dtype_size((DType)config->dtype), sum = (double)dtype_size(flash_sum_dtype(config->dtype));
-    double column = (double)(2 * m->block[0].k->shape[0]) * (double)config->micro_batch;  // K/V of a token
+    double column = (double)(2 * context_key_columns(m)) * (double)config->micro_batch;  // K/V of a token
     // K/V: all chunks but the one that ends here, the next rank's. dK/dV: all but one's own.
     double keys = (double)(c->s - c->layout->count(c->s, cp.size, (cp.rank + 1) % cp.size)) * column;
     double gradients = (double)(c->s - c->own) * column;

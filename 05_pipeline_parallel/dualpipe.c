@@ -136,6 +136,7 @@ Schedule schedule_dualpipe(int p, int m) {
 #include "pipeline.h"
 
 int main(int argc, char **argv) {
-    return pipeline_program(argc, argv, "DualPipe: micro-batches from both ends, forward and backward overlapped.", "dualpipe");
+    return pipeline_program(
+        argc, argv, "DualPipe: micro-batches from both ends, forward and backward overlapped.", "dualpipe");
 }
 #endif

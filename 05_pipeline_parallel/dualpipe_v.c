@@ -16,8 +16,8 @@
 //            …|+D2-d4--..f7+D3-d5--D4--..d6--B5..b7B6W5B7w7W6W7
 //            …|+d3-f7+D3-d4--D4--..d5--D5--..b6B6..b7B7w6W6w7W7
 //
-// Bubble: DualPipe's on 2p ranks, with stages half as long: (p - 1) (F&B + BW - 3W) / 2, exact
-// for F = B >= W, m >= 2p. With fewer micro-batches the lists are the same, with what does not exist left out.
+// Bubble: DualPipe's on 2p ranks, with stages half as long: (p - 1) (F&B + BW - 3W) / 2, exact for
+// F = B >= W, m >= 2p. With fewer micro-batches the lists are the same, with what does not exist left out.
 // Held: p + 1/2 micro-batches of two stages, weights once. Messages: as ZB-V's.
 // Run: build/05_pipeline_parallel/schedule --schedule dualpipe_v --stages 4 --micro-batches 8
 #include "schedule.h"
@@ -36,6 +36,7 @@ Schedule schedule_dualpipe_v(int p, int m) {
 #include "pipeline.h"
 
 int main(int argc, char **argv) {
-    return pipeline_program(argc, argv, "DualPipeV: the same on one copy of the weights, folded to a V.", "dualpipe_v");
+    return pipeline_program(argc, argv, "DualPipeV: the same on one copy of the weights, folded to a V.",
+                            "dualpipe_v");
 }
 #endif

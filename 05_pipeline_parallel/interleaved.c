@@ -27,9 +27,9 @@
 //
 // A group's first micro-batch is back at rank 0 when its last has left it: so a group must be at least p
 // long. If group does not divide m, the last group is short, and ranks wait for forwards that others have
-// put behind backwards: with v = 2, p = 8 and m = 10 … 13 deadlock even with endless buffers, and p = 4 has
-// a bubble of 100 at m = 9. Here the last group is planned whole, and the micro-batches that do not exist are
-// left out: every m runs, and that bubble is 75.
+// put behind backwards: with v = 2, p = 8 and m = 10 … 13 deadlock even with endless buffers, and p = 4
+// has a bubble of 100 at m = 9. Here the last group is planned whole, and the micro-batches that do not
+// exist are left out: every m runs, and that bubble is 75.
 // Run: build/05_pipeline_parallel/schedule --schedule interleaved --stages 4 --micro-batches 4 --chunks 2
 #include "schedule.h"
 
@@ -62,6 +62,8 @@ Schedule schedule_interleaved(int p, int m, int v, int group) {
 #include "pipeline.h"
 
 int main(int argc, char **argv) {
-    return pipeline_program(argc, argv, "Interleaved stages: each rank has several, and the bubble is that many times shorter.", "interleaved");
+    return pipeline_program(
+        argc, argv, "Interleaved stages: each rank has several, and the bubble is that many times shorter.",
+        "interleaved");
 }
 #endif

@@ -1,8 +1,8 @@
 // pipeline.c: runs any verified schedule on the model's stages. Playbook: "Pipeline Parallelism".
 //
-// Against 00_single_gpu: each of p ranks stores some stages, ranges of layers with the embedding before the first one
-// and the head behind the last, and walks its list of the schedule. Activations go to the rank of the next stage,
-// gradients to that of the stage before:
+// Against 00_single_gpu: each of p ranks stores some stages, ranges of layers with the embedding before
+// the first one and the head behind the last, and walks its list of the schedule. Activations go to the
+// rank of the next stage, gradients to that of the stage before:
 //
 //     for each action of my list
 //         receive what others will have sent by the time that it ends      (in flight while it computes)
@@ -10,17 +10,17 @@
 //         F: chunk_forward    B: chunk_backward_input    W: chunk_backward_weight    BW: both
 //         send its output
 //
-// Nothing can deadlock: the messages of a step have one order, that of a clock on which every pass takes one unit, and
-// each rank starts its part of them in this order. The first message that is not done yet then has both its ends: its
-// sender needed only earlier ones to come to it, and its receiver, too.
+// Nothing can deadlock: the messages of a step have one order, that of a clock on which every pass takes
+// one unit, and each rank starts its part of them in this order. The first message that is not done yet
+// then has both its ends: its sender needed only earlier ones to come to it, and its receiver, too.
 //
-// Sums do not depend on the schedule: W runs in the order of micro-batches on every stage, so losses, gradients and
-// the step are those of one device to the last bit. Where two copies of a weight add up (tied embeddings, DualPipe)
-// they are so but for the order of that one sum.
+// Sums do not depend on the schedule: W runs in the order of micro-batches on every stage, so losses,
+// gradients and the step are those of one device to the last bit. Where two copies of a weight add up
+// (tied embeddings, DualPipe) they are so but for the order of that one sum.
 //
 // Bytes sent per rank and micro-batch: n h e for each stage whose neighbour is on another rank, each way.
-// Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches that the
-// schedule holds at once. This file has no main: a program for each schedule runs it.
+// Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches
+// that the schedule holds at once. This file has no main: a program for each schedule runs it.
 #include "pipeline.h"
 
 #include <math.h>
@@ -133,8 +133,8 @@ static void run_pass(Pipeline *p, Model *m, StagePass pass, double *loss) {
     m->sockets.gradients.micro_batch_ready(m->sockets.gradients.context, m, last);
 }
 
-// A copy of a unit that has no micro-batch in this step (DualPipe's other direction, where there is one alone) joins in
-// what its replicas do with weights and gradients: its part of the sum is zero.
+// A copy of a unit that has no micro-batch in this step (DualPipe's other direction, where there is one
+// alone) joins in what its replicas do with weights and gradients: its part of the sum is zero.
 static void pass_idle_unit(Model *m, int unit) {
     const Sockets *on = &m->sockets;
     on->parameters.acquire(on->parameters.context, m, unit, FORWARD);
@@ -143,21 +143,10 @@ static void pass_idle_unit(Model *m, int unit) {
     on->gradients.ready(on->gradients.context, m, unit, true);
 }
 
-// How often each unit's gradient becomes final in a step: once for each micro-batch that has the unit here.
 static void begin_step(const Pipeline *p, Model *m) {
-    const Schedule *s = &p->schedule;
-    model_begin_step(m, 0);
-    for (int i = 0; i < s->micro_batches; i++)
-        for (int unit = 0; unit < m->params.units; unit++) {
-            bool here = false;
-            const int *place = s->place + s->direction[i] * s->stages;
-            for (int stage = 0; stage < s->stages; stage++)
-                here = here ||
-                       (place[stage] == m->mesh.pp.rank && pipeline_in_chunk(m, &p->chunk[stage], unit));
-            m->ready_left[unit] += here;
-        }
+    for (int unit = 0; unit < m->params.units; unit++) m->ready_left[unit] = p->finals[unit];
     for (int unit = 0; unit < m->params.units; unit++)
-        if (m->params.unit[unit].count > 0 && m->ready_left[unit] == 0) pass_idle_unit(m, unit);
+        if (p->idle[unit]) pass_idle_unit(m, unit);
 }
 
 static double run(void *context, Model *m, const StepInput *input) {
@@ -209,6 +198,24 @@ static double evaluate(void *context, Model *m, MicroBatch *micro) {
 
 // ---- the record ----
 
+// How often a step makes each unit's gradient final: once for each micro-batch that has the unit here.
+static void count_finals(Pipeline *p, const Model *m) {
+    const Schedule *s = &p->schedule;
+    for (int unit = 0; unit < m->params.units; unit++) {
+        int64_t seen = 0;
+        for (int i = 0; i < s->micro_batches; i++) {
+            bool here = false;
+            const int *place = s->place + s->direction[i] * s->stages;
+            for (int stage = 0; stage < s->stages; stage++)
+                here = here ||
+                       (place[stage] == m->mesh.pp.rank && pipeline_in_chunk(m, &p->chunk[stage], unit));
+            seen += here;
+        }
+        p->idle[unit] = seen == 0 && m->params.unit[unit].count > 0;
+        p->finals[unit] = seen + p->idle[unit];
+    }
+}
+
 static void *plug(Model *m) {
     Pipeline *p = host_alloc(sizeof *p);
     *p = (Pipeline){
@@ -221,6 +228,9 @@ static void *plug(Model *m) {
     p->passes_left = calloc(micros, sizeof *p->passes_left);
     p->arrived = calloc(slots, sizeof *p->arrived);
     p->arriving = calloc(slots, sizeof *p->arriving);
+    p->finals = host_alloc((size_t)m->params.units * sizeof *p->finals);
+    p->idle = host_alloc((size_t)m->params.units * sizeof *p->idle);
+    count_finals(p, m);
     CHECK(p->micro && p->passes_left && p->arrived && p->arriving, "out of host memory for a pipeline");
     m->sockets.schedule.context = p;
     m->sockets.schedule.run = run;
@@ -238,6 +248,8 @@ static void unplug(Model *m, void *context) {
     free(p->passes_left);
     free(p->arrived);
     free(p->arriving);
+    free(p->finals);
+    free(p->idle);
     free(p);
 }
 
@@ -249,12 +261,12 @@ static void check(const Config *c) {
     CHECK(c->grad_acc <= MICRO_BATCHES_MOST, "--grad-acc %ld: a schedule has at most %d micro-batches",
           c->grad_acc, MICRO_BATCHES_MOST);
     CHECK(!made || kind != DUALPIPE || c->pp % 2 == 0,
-          "--schedule dualpipe needs an even --pp, as each rank has a mirror, and --pp is %ld: --pp %ld would "
-          "fit, and --schedule dualpipe_v takes any",
+          "--schedule dualpipe needs an even --pp, as each rank has a mirror, and --pp is %ld: --pp %ld "
+          "would fit, and --schedule dualpipe_v takes any",
           c->pp, c->pp + 1);
     CHECK(!made || kind != INTERLEAVED || c->pp * chunks <= STAGES_MOST,
-          "--pp %ld x --chunks %d is more than %d stages: --chunks %ld would fit", c->pp, chunks, STAGES_MOST,
-          STAGES_MOST / c->pp);
+          "--pp %ld x --chunks %d is more than %d stages: --chunks %ld would fit", c->pp, chunks,
+          STAGES_MOST, STAGES_MOST / c->pp);
     CHECK(config_number(c, "zero") < 3 || c->pp == 1,
           "--zero 3 would gather a stage's weights for every micro-batch of --pp %ld: --zero 2 or 1 would "
           "fit",
@@ -282,6 +294,8 @@ static void price(Price *price, const Model *m, const void *context) {
     double share = passes / (double)(c->layers * c->grad_acc);
     price->enters *= share, price->leaves *= share;
     price->enters_backward *= share, price->leaves_backward *= share;
+    price->attentions *= share, price->backwards *= share;
+    price->finals = p->finals;
     price->head_micros = price->losses = heads;
     price->lookup_micros = lookups;
     for (Role role = ROLE_NORM1; role <= ROLE_DOWN; role++)
@@ -291,7 +305,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price->elements[ROLE_HEAD] *= head;
     price->blocks = NAN;  // what is held at once is the schedule's: its clock and a dry run know it
 
-    MicroBatch one = {.b = c->micro_batch, .s = c->seq};
+    MicroBatch one = {.b = c->micro_batch, .s = model_tokens(m) / c->micro_batch};
     int64_t rows = m->sockets.region.rows(m->sockets.region.context, &one);
     double calls = 0, sends = 0;
     for (int i = 0; i < p->messages; i++) {
@@ -323,6 +337,16 @@ const Technique pipeline = {.name = "pipeline",
                             .unplug = unplug,
                             .price = price};
 
-const Technique *const pipeline_layouts[] = {
-    &ddp_no_sync,       &zero1,          &zero2,    &zero3,     &tensor_parallel,
-    &sequence_parallel, &vocab_parallel, &pipeline, &recompute, NULL};
+const Technique *const pipeline_layouts[] = {&ddp_no_sync,
+                                             &zero1,
+                                             &zero2,
+                                             &zero3,
+                                             &tensor_parallel,
+                                             &sequence_parallel,
+                                             &vocab_parallel,
+                                             &ring_attention,
+                                             &zigzag_ring_attention,
+                                             &all_gather_attention,
+                                             &pipeline,
+                                             &recompute,
+                                             NULL};

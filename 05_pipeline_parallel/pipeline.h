@@ -1,15 +1,16 @@
-// pipeline.h: chapter 05's technique: each rank of pp owns some stages of the model, and walks its list of a schedule.
+// pipeline.h: chapter 05's technique: each rank of pp owns some stages of the model, and walks its list of
+// a schedule.
 #ifndef PIPELINE_H
 #define PIPELINE_H
 
-#include "03_tensor_parallel/tensor_parallel.h"
+#include "04_context_parallel/context_parallel.h"
 #include "schedule.h"
 
 // --schedule, --chunks, --stage-layers, --load; micro-batches are --grad-acc.
 extern const Technique pipeline;
 
-// What the programs of this chapter list: data parallelism, ZeRO's stages 1 and 2, tensor, sequence and vocabulary
-// parallelism, the pipeline, recomputation.
+// What the programs of this chapter list: data parallelism, ZeRO's stages 1 and 2, tensor, sequence,
+// vocabulary and context parallelism, the pipeline, recomputation.
 extern const Technique *const pipeline_layouts[];
 
 // The main of a schedule's program: trains with this --schedule and proves it.
@@ -23,7 +24,8 @@ void pipeline_deal_layers(const Config *config, Chunk *chunk, int stages);
 bool pipeline_in_chunk(const Model *model, const Chunk *chunk, int unit);
 void pipeline_shard(Model *model);
 
-// A message between two stages on different ranks: what `pass` has made, activations (F) or gradients (B, BW).
+// A message between two stages on different ranks: what `pass` has made, activations (F) or gradients (B,
+// BW).
 typedef struct Message {
     double time;  // at which the pass ends if every F, B and W takes as long
     int from, to;
@@ -39,6 +41,8 @@ typedef struct Pipeline {
     Chunk *chunk;  // (stages)
     Message *message;
     int messages;
+    int64_t *finals;          // (units) how often a step makes its gradient final here
+    bool *idle;               // (units) stored here, and no micro-batch has it
     Group forward, backward;  // pp twice: activations on one line, gradients on the other
     // Of the step that is running.
     MicroBatch *micro;    // (m)

@@ -1,10 +1,10 @@
-// pipeline_program.c: what the programs of this chapter share: the proof, and what their schedule costs on the model
-// clock. Playbook: "Pipeline Parallelism".
+// pipeline_program.c: what the programs of this chapter share: the proof, and what their schedule costs on
+// the model clock. Playbook: "Pipeline Parallelism".
 //
-// Each schedule's program trains with it on p ranks, and on one device with the same micro-batches: class exact, no
-// bit may differ, unless two copies of a weight add up or ranks share a sum. Then it counts: the micro-batches that a
-// rank holds at once, against the schedule's; and the step on the model clock, against the schedule's own clock with
-// the durations of this stage's passes. This file has no main.
+// Each schedule's program trains with it on p ranks, and on one device with the same micro-batches: class
+// exact, no bit may differ, unless two copies of a weight add up or ranks share a sum. Then it counts: the
+// micro-batches that a rank holds at once, against the schedule's; and the step on the model clock,
+// against the schedule's own clock with the durations of this stage's passes. This file has no main.
 #include <math.h>
 #include <stdlib.h>
 
@@ -21,6 +21,7 @@ static Config layers_of_8b(const Config *config, int stages, int micro_batches) 
     c.pp = config->pp;
     c.recompute = config->recompute;
     config_set(&c, "zero", 0);
+    config_set(&c, "context", CONTEXT_METHODS);
     config_set(&c, "schedule", config_number(config, "schedule"));
     config_set(&c, "chunks", config_number(config, "chunks"));
     return c;
@@ -60,8 +61,8 @@ static Durations durations_of(const Trainer *t, int stages) {
     return d;
 }
 
-// One step's passes, dry, on the model clock: of all ranks the longest. Every FLOP of it is one device's: W computes
-// nothing that B has computed, also where B makes activations again.
+// One step's passes, dry, on the model clock: of all ranks the longest. Every FLOP of it is one device's:
+// W computes nothing that B has computed, also where B makes activations again.
 static double makespan_of(Trainer *t) {
     const Config *c = &t->config;
     const Sockets *on = &t->model->sockets;
@@ -98,10 +99,10 @@ static void check_held(const Trainer *t) {
     RankCosts costs = schedule_costs(s, pp.rank);
     double expected = costs.held_to_b * s->stages / s->ranks;
     double off = comm_sum(fabs(expected - p->most_held) > 1e-9, t->model->mesh.world);
-    report_that(off == 0,
-                "%g ranks hold another number of passes between F and B than the schedule says",
+    report_that(off == 0, "%g ranks hold another number of passes between F and B than the schedule says",
                 off);
-    report_equal("most passes held between F and B", comm_max(expected, pp), comm_max(p->most_held, pp), "");
+    report_equal("most passes held between F and B", comm_max(expected, pp), comm_max(p->most_held, pp),
+                 "");
 }
 
 static void pipeline_costs(Mesh mesh, const Config *config) {
@@ -131,9 +132,12 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     say("  %-28s %10.3f ms, bubble %5.1f%%\n", "run", 1e3 * measured, 100 * (measured / ideal - 1));
     report_number("schedule", "makespan, run", measured, "s");
     report_number("schedule", "makespan, by its own clock", times.makespan, "s");
-    // An overlapped pair sends what its F has made before its BW is done, which the schedule's clock does not know.
+    // An overlapped pair sends what its F has made before its BW is done, which the schedule's clock does
+    // not know.
     bool pairs = has_pairs(&pipe->schedule);
-    report_that(measured < 1.05 * times.makespan && (pairs || measured > 0.95 * times.makespan),
+    // Nor does it know the accumulation of copies that no micro-batch has.
+    double slack = c.grad_acc < pipe->schedule.directions ? 0.1 : 0.05;
+    report_that(measured < (1 + slack) * times.makespan && (pairs || measured > 0.95 * times.makespan),
                 "the run takes %.3f ms, and its schedule says %.3f ms", 1e3 * measured,
                 1e3 * times.makespan);
     check_held(t);
@@ -145,7 +149,8 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
 
 // ---- the main of a schedule's program ----
 
-// Whether every stage takes micro-batches in their order: then losses and gradients add up as on one device.
+// Whether every stage takes micro-batches in their order: then losses and gradients add up as on one
+// device.
 static bool in_order(const Schedule *s) {
     bool ordered = true;
     int *weight = host_alloc(2 * (size_t)s->stages * sizeof *weight), *loss = weight + s->stages;
@@ -164,14 +169,22 @@ static bool in_order(const Schedule *s) {
     return ordered;
 }
 
-// Sums run as on one device, unless two copies of a weight add up, or ranks share a sum, or the schedule has other
-// micro-batches first. Tied, one weight has the sums of two stages.
+// Sums run as on one device, unless two copies of a weight add up, or ranks share a sum, or the schedule
+// has other micro-batches first. Tied, one weight has the sums of two stages.
 static bool exact(const Config *c) {
     Schedule s = pipeline_schedule(c);
     bool same = s.directions == 1 && !(c->tied && s.stages > 1) && in_order(&s);
     schedule_free(&s);
-    return same && c->dp == 1 && c->tp == 1;
+    return same && c->dp == 1 && c->tp == 1 && c->cp == 1;
 }
+
+// Those of its layouts, in the words of this chapter: without --context there is no context parallelism.
+static const Option options[] = {
+    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
+     "what --dp x --cp share out: optimizer state, gradients, weights; of pipelines not 3", false},
+    {"context", OPTION_CHOICE, NULL, "none", 0, 0, "ring|zigzag|all-gather|ulysses|none",
+     "how ranks of --cp bring keys and values together", false},
+};
 
 int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule) {
     char *defaults = format_text(
@@ -183,8 +196,8 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
                              .defaults = defaults,
                              .natural = 4,
                              .techniques = pipeline_layouts,
-                             .option = tensor_layout_options,
-                             .options = TENSOR_LAYOUT_OPTIONS,
+                             .option = options,
+                             .options = sizeof options / sizeof *options,
                              .exact = exact,
                              .more = pipeline_costs};
     int status = program_main(argc, argv, &program);

@@ -1,9 +1,11 @@
-// pipeline_stages.c: which rank has which layers, and the order of a step's messages. Playbook: "Pipeline Parallelism".
+// pipeline_stages.c: which rank has which layers, and the order of a step's messages. Playbook: "Pipeline
+// Parallelism".
 //
 //     L = 9, p = 4       rank 0: embedding, blocks 0 1 2    rank 1: 3 4    rank 2: 5 6    rank 3: 7 8, head
 //
-// A schedule places stages on ranks (schedule.h); here stages get layers. Tied, the last stage stores a copy of the
-// embedding, and the two gradients are parts of one; so are those of DualPipe's two copies of every stage.
+// A schedule places stages on ranks (schedule.h); here stages get layers. Tied, the last stage stores a
+// copy of the embedding, and the two gradients are parts of one; so are those of DualPipe's two copies of
+// every stage.
 //
 // Bytes sent: none; the sums over copies are the step's (params_sum_copies). This file has no main.
 #include <errno.h>

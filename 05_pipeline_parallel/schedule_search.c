@@ -1,15 +1,16 @@
 // schedule_search.c: the best schedule there is, of a small pipeline. Playbook: "Zero Bubble and
 // DualPipe", where it says that one would solve an integer program.
 //
-// Nothing changes but when a pass ends. At such a moment everything that idle ranks can begin is tried, and
-// waiting, too. What comes of it is a state: how many F, B and W each stage has begun, and what each rank is
-// doing for how much longer. Two ways to the same state at the same time have the same future, so states are
-// taken in the order of time, each once, and the first in which nothing is left to do is the best.
-// (Micro-batches are alike, and may pass a stage in their order: exchanging two would change no time.)
+// Nothing changes but when a pass ends. At such a moment everything that idle ranks can begin is tried,
+// and waiting, too. What comes of it is a state: how many F, B and W each stage has begun, and what each
+// rank is doing for how much longer. Two ways to the same state at the same time have the same future, so
+// states are taken in the order of time, each once, and the first in which nothing is left to do is the
+// best. (Micro-batches are alike, and may pass a stage in their order: exchanging two would change no
+// time.)
 //
-// A state is dropped if it cannot reach the end before a bound: for the work that a rank has yet to do, or for
-// the chain of passes that the last micro-batch has yet to run. If none is left, the bound was too tight by a
-// unit of time.
+// A state is dropped if it cannot reach the end before a bound: for the work that a rank has yet to do, or
+// for the chain of passes that the last micro-batch has yet to run. If none is left, the bound was too
+// tight by a unit of time.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -161,6 +161,7 @@ Schedule schedule_zero_bubble_auto(int p, int m, Durations d, int limit) {
 #include "pipeline.h"
 
 int main(int argc, char **argv) {
-    return pipeline_program(argc, argv, "Zero bubble, scheduled from durations and a limit of memory.", "zb_auto");
+    return pipeline_program(argc, argv, "Zero bubble, scheduled from durations and a limit of memory.",
+                            "zb_auto");
 }
 #endif

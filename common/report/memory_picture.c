@@ -187,8 +187,14 @@ static void draw_level(FILE *svg, Scale scale, double bytes, const char *dashes,
     free(text);
 }
 
+// In 15 pixels, or in fewer where the title would leave the frame: a bold letter is 0.7 of them wide or less.
+static void draw_title(FILE *svg, const char *title) {
+    fprintf(svg, "<text class='title' x='%d' y='22' style='font-size:%.1fpx'>%s</text>\n", LEFT,
+            fmin(15, plot_width / (0.7 * (double)strlen(title))), title);
+}
+
 static void draw_legend(FILE *svg, const MemoryHistory *history, const char *title) {
-    fprintf(svg, "<text class='title' x='%d' y='22'>%s</text>\n", LEFT, title);
+    draw_title(svg, title);
     for (int kind = 0, x = LEFT; kind < MEMORY_KINDS; kind++) {
         int64_t peak = peak_of_all(history, kind);
         if (!peak) continue;
@@ -201,7 +207,7 @@ static void draw_legend(FILE *svg, const MemoryHistory *history, const char *tit
 
 // The areas' colours suit a light and a dark page; those of text and lines change with it.
 static const char *const style =
-    "text{fill:#3d444d}.title{font-size:15px;font-weight:600}.small{font-size:10px}\n"
+    "text{fill:#3d444d}.title{font-weight:600}.small{font-size:10px}\n"
     ".grid,.step{stroke:#8b949e;stroke-opacity:.35}.step{stroke-dasharray:2 3;stroke-opacity:.9}\n"
     ".phase{fill:#8b949e}.level{stroke:#3d444d;stroke-width:1.5}.plate{fill:#3d444d}.name{fill:#fff}\n"
     "@media(prefers-color-scheme:dark){text,.plate{fill:#d1d7e0}.level{stroke:#d1d7e0}.name{fill:#0d1117}}"

@@ -8,8 +8,8 @@
 #     <!-- /dated -->                           the date and the machine
 #     <!-- map --> … <!-- /map -->              and other names: made below
 #
-# `map` renews what needs no run: the map, the files of the core, the number of mutants; `chapters` these and the blocks
-# above; `pages` all but the benchmarks. PAGES is a folder with copies of the pages to write to instead (tests/programs/readme.t).
+# `map` renews what needs no run: the map, the files of the core, the number of mutants; `chapters` these, the blocks
+# above and the claims; `pages` all but the benchmarks. PAGES is a folder with copies of the pages to write to instead (tests/programs/readme.t).
 build=${BUILD:-build}
 cd "$(dirname "$0")/../.." || exit 2
 pages=${PAGES:-.}
@@ -77,17 +77,6 @@ tests/mutants/run --list | wc -l | fill README.md mutants
 for page in 0[0-9]_*/README.md; do
     fill_runs "$page" || exit 1
 done
-[ "$1" != chapters ] || exit 0
-
-common/report/tour.sh "$build" >"$work/tour" || { cat "$work/tour"; exit 1; }
-{
-    echo "\$ make run   # $(machine)"
-    grep -m 1 '^L=' "$work/tour"
-    grep 'held-out loss' "$work/tour"
-    grep -E '^PASS (recompute|ddp_overlap|zero3|zigzag_ring_attention|one_f_one_b):' "$work/tour" | sed 's/ (.*//; s/$/ …/'
-    tail -n 1 "$work/tour"
-} | block | fill README.md tour
-
 # row NUMBER CLAIM PROGRAM FLAGS PATTERN: the line of `PROGRAM FLAGS` that has PATTERN.
 row() {
     local line
@@ -141,6 +130,17 @@ row() {
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
 } >"$work/claims" || exit 1
 fill tests/CLAIMS.md claims <"$work/claims"
+[ "$1" != chapters ] || exit 0
+
+common/report/tour.sh "$build" >"$work/tour" || { cat "$work/tour"; exit 1; }
+{
+    echo "\$ make run   # $(machine)"
+    grep -m 1 '^L=' "$work/tour"
+    grep 'held-out loss' "$work/tour"
+    grep -E '^PASS (recompute|ddp_overlap|zero3|zigzag_ring_attention|one_f_one_b):' "$work/tour" | sed 's/ (.*//; s/$/ …/'
+    tail -n 1 "$work/tour"
+} | block | fill README.md tour
+
 [ "$1" != pages ] || exit 0
 
 unset OPENBLAS_CORETYPE

@@ -223,9 +223,15 @@ static void draw_axis(FILE *svg, double seconds, int top, int bottom) {
     }
 }
 
+// In 15 pixels, or in fewer where the title would leave the frame: a bold letter is 0.7 of them wide or less.
+static void draw_title(FILE *svg, const char *title) {
+    fprintf(svg, "<text class='title' x='%d' y='22' style='font-size:%.1fpx'>%s</text>\n", LEFT,
+            fmin(15, plot_width / (0.7 * (double)strlen(title))), title);
+}
+
 // Returns by how much its further lines push down what follows. Without a file it draws nothing.
 static int draw_legend(FILE *svg, const Timeline *row, int rows, const char *title) {
-    if (svg) fprintf(svg, "<text class='title' x='%d' y='22'>%s</text>\n", LEFT, title);
+    if (svg) draw_title(svg, title);
     int x = LEFT, down = 0;
     for (int k = 0; k <= KINDS; k++) {
         if (k < KINDS && !has_letter(row, rows, kinds[k].letter)) continue;
@@ -244,7 +250,7 @@ static int draw_legend(FILE *svg, const Timeline *row, int rows, const char *tit
 
 // The spans' colours suit a light and a dark page; those of text and lines change with it.
 static const char style[] =
-    "text{fill:#3d444d}.title{font-size:15px;font-weight:600}.name{font-weight:600}.small{font-size:10px}\n"
+    "text{fill:#3d444d}.title{font-weight:600}.name{font-weight:600}.small{font-size:10px}\n"
     ".grid{stroke:#8b949e;stroke-opacity:.35}\n"
     "@media(prefers-color-scheme:dark){text{fill:#d1d7e0}}\n";
 

@@ -325,7 +325,8 @@ void checkpoint_load_weights(const char *dir, Params *params) {
         const Param *param = &params->param[i];
         int which = weights_find(&files, param->name);
         CHECK(which >= 0, "%s lacks the tensor %s", files.name, param->name);
-        void *whole = load_tensor(files.path[which], &files.file[which], param->name, param, params->recipe.weight);
+        void *whole =
+            load_tensor(files.path[which], &files.file[which], param->name, param, params->recipe.weight);
         param_set_value(params, param, whole);
         free(whole);
     }

@@ -19,8 +19,8 @@ typedef struct Preset {
 // Shapes as in each model's published config.json; seq is the context of its pre-training.
 static const Preset presets[] = {
     {"default", "layers=4 hidden=128 heads=4 kv-heads=2 ffn=352 vocab=256 seq=128 tied=0", 1e4, 1e-5},
-    // The playbook's widget has a "Llama 3 tiny" whose shape no text gives: this is 8B at a sixteenth of its
-    // width.
+    // The playbook's widget has a "Llama 3 tiny" whose shape no text gives: this is 8B at a sixteenth of
+    // its width.
     {"llama-3-tiny", "layers=4 hidden=256 heads=8 kv-heads=2 ffn=896 vocab=128256 seq=512 tied=0", 5e5,
      1e-5},
     {"smollm-135m", "layers=30 hidden=576 heads=9 kv-heads=3 ffn=1536 vocab=49152 seq=2048 tied=1", 1e4,
@@ -39,7 +39,8 @@ static const Preset presets[] = {
      1e-5},
     {"llama-3-405b", "layers=126 hidden=16384 heads=128 kv-heads=8 ffn=53248 vocab=128256 seq=8192 tied=0",
      5e5, 1e-5},
-    // GPT-3's sizes, vocabulary padded as Megatron does, in this book's block; its own has biases, and no gate.
+    // GPT-3's sizes, vocabulary padded as Megatron does, in this book's block; its own has biases, and no
+    // gate.
     {"gpt-3-175b", "layers=96 hidden=12288 heads=96 kv-heads=96 ffn=49152 vocab=51200 seq=2048 tied=1", 1e4,
      1e-5},
 };

@@ -75,8 +75,8 @@ enum {
 // Parses the command line: the shared options of `groups`, and the program's own. Applies --model
 // first, then what was typed, then checks that the sizes fit together (naming the flags), and sets the
 // model clock to --machine. `defaults` changes standard values for this program, as "layers=2 steps=4
-// dtype=f64", or is NULL. An own option without a target becomes a setting, whose standard value `defaults` may
-// change as well.
+// dtype=f64", or is NULL. An own option without a target becomes a setting, whose standard value `defaults`
+// may change as well.
 Config config_parse(int argc, char **argv, const char *purpose, unsigned groups, const char *defaults,
                     Option *own, int own_count);
 // The default model and batch, with the same `defaults` text: what tests use.
@@ -89,7 +89,8 @@ void config_set(Config *config, const char *name, double number);
 
 // Fatal, naming the flags, when the sizes do not fit together.
 void config_check(const Config *config);
-// The same of the mesh's degrees on so many ranks, saying what would fit; sets dp or tp where it was left to it.
+// The same of the mesh's degrees on so many ranks, saying what would fit; sets dp or tp where it was left
+// to it.
 void config_check_degrees(Config *config, int ranks);
 // One header line: "L=4 h=128 a=4 kv=2 f=352 v=256 s=128 untied, f32, b=8 x 1, 0.92 M parameters"
 void config_print(const Config *config);

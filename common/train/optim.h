@@ -30,16 +30,16 @@ void optimizer_free(Optimizer *optimizer);
 // Allocates the state now (m = v = 0, master = the weights): the first step does it;
 // resuming does it earlier.
 void optimizer_allocate(Optimizer *optimizer, const Params *params);
-// One step: the weights that this rank owns move by their total gradient times grad_scale, at rate lr. Decay
-// applies where the table says so. optimizer_begin once, and then each unit, so that what a unit's new weights
-// are needed for can begin while the others step.
+// One step: the weights that this rank owns move by their total gradient times grad_scale, at rate lr.
+// Decay applies where the table says so. optimizer_begin once, and then each unit, so that what a unit's
+// new weights are needed for can begin while the others step.
 void optimizer_begin(Optimizer *optimizer, const Params *params);
 void optimizer_step_unit(Optimizer *optimizer, Params *params, int unit, double lr, double grad_scale);
 // All units.
 void optimizer_step(Optimizer *optimizer, Params *params, double lr, double grad_scale);
 
-// Linear warm-up to config->lr over config->warmup steps, then a cosine from it to its tenth at the last step.
-// step counts from 0. SGD keeps config->lr.
+// Linear warm-up to config->lr over config->warmup steps, then a cosine from it to its tenth at the last
+// step. step counts from 0. SGD keeps config->lr.
 double learning_rate(const Config *config, int64_t step);
 // Factor that brings a gradient of this norm down to `clip`: min(1, clip / norm); 1 if clip is 0.
 double clip_scale(double norm, double clip);

@@ -83,8 +83,8 @@ void unit_set_holders(Params *params, int unit, Group stages, const int *holder,
     }
 }
 
-// A group of ranks of one stage, and those that stand at its place on each holder: ranks of one stage lie `apart` from
-// those of the next one.
+// A group of ranks of one stage, and those that stand at its place on each holder: ranks of one stage lie
+// `apart` from those of the next one.
 static int on_holders(const Unit *u, Group group, int *members) {
     int apart = u->stages.member[1] - u->stages.member[0], count = 0;
     for (int i = 0; i < u->holders; i++)
@@ -133,8 +133,8 @@ ParamRun param_run(const Param *param, int64_t i, int64_t end) {
         .count = count < end - i ? count : end - i};
 }
 
-// Elements from … from + count - 1 of the parameter, as stored. Each one's number depends on its place in the
-// whole weight, not on who stores it.
+// Elements from … from + count - 1 of the parameter, as stored. Each one's number depends on its place in
+// the whole weight, not on who stores it.
 static void draw_piece(Tensor values, const Param *param, int64_t from, int64_t count, uint64_t seed) {
     double *host = host_alloc(count * sizeof *host);
     uint64_t stream = rng_stream(param->name);
@@ -185,8 +185,8 @@ void params_measure(Params *params) {
     }
 }
 
-// Without ZeRO a rank owns all that it stores. The norm counts that on the first replica, or on each where no
-// message is needed, as all have every gradient.
+// Without ZeRO a rank owns all that it stores. The norm counts that on the first replica, or on each where
+// no message is needed, as all have every gradient.
 static void own_all(Params *params) {
     bool alone = params_norm_group(params).size == 1;
     for (int i = 0; i < params->units; i++) {

@@ -1,15 +1,15 @@
-// params.h: the parameter table. Every fact about a weight (name, shape, who stores it, whether it decays, how
-// it starts) stands here once; optimizer, checkpoint and chapters read it and test no index.
+// params.h: the parameter table. Every fact about a weight (name, shape, who stores it, whether it decays,
+// how it starts) stands here once; optimizer, checkpoint and chapters read it and test no index.
 //
 // The table is global: every rank lists every weight of the model, stored `here` or not. A unit is what one
-// parameter collective moves: the embedding, each block, the head. A unit's weights lie one after another in one
-// flat tensor, its gradients in another of the same layout.
+// parameter collective moves: the embedding, each block, the head. A unit's weights lie one after another
+// in one flat tensor, its gradients in another of the same layout.
 //
-// Two kinds of shards meet. A rank may store some rows or columns of a weight, or none of it: tensor parallelism,
-// pipeline stages (Param.here, shape, first). And the flat elements of a unit, as this rank has them, may be
-// dealt to the ranks that train copies of the unit on other samples: ZeRO (Unit.own_first, own_count, and what
-// Params.sharding leaves on a rank). The table only carries out what the techniques say: between params_add and
-// params_allocate they call the functions under "sharding".
+// Two kinds of shards meet. A rank may store some rows or columns of a weight, or none of it: tensor
+// parallelism, pipeline stages (Param.here, shape, first). And the flat elements of a unit, as this rank
+// has them, may be dealt to the ranks that train copies of the unit on other samples: ZeRO (Unit.own_first,
+// own_count, and what Params.sharding leaves on a rank). The table only carries out what the techniques
+// say: between params_add and params_allocate they call the functions under "sharding".
 #ifndef PARAMS_H
 #define PARAMS_H
 
@@ -21,8 +21,8 @@
 extern "C" {
 #endif
 
-// What ZeRO's stages leave on a rank: stage 1 its part of the optimizer's state, stage 2 also of the gradients,
-// stage 3 also of the weights.
+// What ZeRO's stages leave on a rank: stage 1 its part of the optimizer's state, stage 2 also of the
+// gradients, stage 3 also of the weights.
 typedef enum Sharding { SHARD_NOTHING, SHARD_STATE, SHARD_GRADS, SHARD_VALUES } Sharding;
 
 typedef struct ParamSpec {
@@ -44,7 +44,7 @@ typedef struct Param {
     int64_t first[2];  // where the stored part begins in the whole; rows from full[0] on are padding
     bool sharded;      // no rank of the spread stores all of it
     Group copies;      // ranks of the spread that store these same elements, this one among them
-    Group parts;       // those of them whose gradients are parts that add up; this one alone where all are whole
+    Group parts;       // those of them whose gradients are parts that add up; this one where all are whole
     bool decays;
     double init_std;
     int64_t offset, count;  // elements within the unit's flat tensors; count is 0 where it is not here
@@ -60,11 +60,11 @@ typedef struct Unit {
     Tensor accumulated;    // sums over micro-batches; {0} where grads itself accumulates
     // This rank's own part: elements own_first … own_first + own_count - 1, all of them unless ZeRO deals.
     int64_t own_first, own_count;
-    Tensor
-        own_values;  // (own_count) the weights that the optimizer steps; a view of values, or all there is
-    Tensor own_grads;  // (own_count) their total gradient; a view of the above, or all there is
+    Tensor own_values;  // (own_count) the weights that the optimizer steps; a view of values, or all there is
+    Tensor own_grads;   // (own_count) their total gradient; a view of the above, or all there is
     int64_t counted_first, counted_count;  // what this rank adds to the gradients' norm
-    Group stages;      // of which some ranks alone store the unit: those in holder, if there are any …
+    // Of the ranks of `stages` only these store the unit; 0: all ranks do.
+    Group stages;
     int *holder, holders;
 } Unit;
 
@@ -80,7 +80,7 @@ typedef struct Params {
     bool dealt;    // a technique has set own_first and own_count of each unit
     bool counted;  // and counted_first and counted_count
     Group world;
-    Group spread;    // ranks that together store one replica of the model: they have other elements, or copies
+    Group spread;    // ranks that together store one replica of the model: other elements, or copies
     Group within;    // those of the spread that all store a weight until a technique shards it
     Group replicas;  // of the units that are added from here on
     Group joined[JOINED_MOST];  // of copies across stages
@@ -99,23 +99,23 @@ void params_add_unit(Params *params, const char *name);
 Param *params_add(Params *params, const ParamSpec *spec);
 
 // ---- sharding: before params_allocate ----
-// This rank stores `count` rows (dim 0: outputs) or columns (dim 1: inputs) of the weight from `first` on, and
-// no other rank of the spread stores these; rows beyond the whole are padding, zero for ever.
+// This rank stores `count` rows (dim 0: outputs) or columns (dim 1: inputs) of the weight from `first` on,
+// and no other rank of the spread stores these; rows beyond the whole are padding, zero for ever.
 void param_shard(Param *param, int dim, int64_t first, int64_t count);
-// Which ranks of the spread store the same elements as this one. partial: each has seen other tokens, or serves
-// other heads, so that the gradient is the sum of theirs.
+// Which ranks of the spread store the same elements as this one. partial: each has seen other tokens, or
+// serves other heads, so that the gradient is the sum of theirs.
 void param_set_copies(Param *param, Group copies, bool partial);
-// Of the ranks of `stages` only these, by their rank in it and ascending, store the unit: one, or several that hold
-// copies, whose gradients are parts. Copies across stages of what each of them has copies of within its stage are made
-// by params_allocate.
+// Of the ranks of `stages` only these, by their rank in it and ascending, store the unit: one, or several
+// that hold copies, whose gradients are parts. Copies across stages of what each of them has copies of
+// within its stage are made by params_allocate.
 void unit_set_holders(Params *params, int unit, Group stages, const int *holder, int holders);
-// Sets each weight's place in its unit and each unit's count from what was said so far: before a technique reads
-// them.
+// Sets each weight's place in its unit and each unit's count from what was said so far: before a technique
+// reads them.
 void params_measure(Params *params);
 
-// Allocates what this rank stores and draws the weights, keyed by (seed, name, global element index); gradients
-// start at zero. With SHARD_GRADS no whole gradient exists until unit_new_grads, with SHARD_VALUES no whole
-// weights until somebody gathers them.
+// Allocates what this rank stores and draws the weights, keyed by (seed, name, global element index);
+// gradients start at zero. With SHARD_GRADS no whole gradient exists until unit_new_grads, with
+// SHARD_VALUES no whole weights until somebody gathers them.
 void params_allocate(Params *params, Recipe recipe, uint64_t seed);
 void params_free(Params *params);
 
@@ -136,8 +136,8 @@ void unit_free_grads(Unit *unit);
 // The elements that a range of the unit, [first, first + count), shares with a parameter, as a range of the
 // unit. False if there are none.
 bool param_overlap(const Param *param, int64_t first, int64_t count, int64_t *from, int64_t *shared);
-// Of this rank's own parts: {0} if it owns nothing of the parameter. *from (may be NULL) is the first element
-// within the parameter.
+// Of this rank's own parts: {0} if it owns nothing of the parameter. *from (may be NULL) is the first
+// element within the parameter.
 Tensor param_own_value(const Params *params, const Param *param, int64_t *from);
 Tensor param_own_grad(const Params *params, const Param *param, int64_t *from);
 
@@ -148,17 +148,19 @@ void params_zero_grads(Params *params);
 void params_accumulate(Params *params, int unit);
 
 // ---- over ranks: params_norm.c ----
-// After a step's gradients are summed over replicas: partial gradients are summed over the ranks that hold copies
-// of the weight, one message for each group of them. Collective over these. Nothing to do without copies.
+// After a step's gradients are summed over replicas: partial gradients are summed over the ranks that hold
+// copies of the weight, one message for each group of them. Collective over these. Nothing to do without
+// copies.
 void params_sum_copies(Params *params);
-// Elements of the message that begins with this weight: 0 or more where it is the first of its group, else -1.
+// Elements of the message that begins with this weight: 0 or more where it is the first of its group, else
+// -1.
 int64_t params_partial_elements(const Params *params, int param);
-// L2 norm over all gradients, each element of the model counted once, NaN if one is. Squares add up weight by
-// weight in the order of the table, so that where whole weights lie does not change a bit; collective over
-// params_norm_group.
+// L2 norm over all gradients, each element of the model counted once, NaN if one is. Squares add up weight
+// by weight in the order of the table, so that where whole weights lie does not change a bit; collective
+// over params_norm_group.
 double params_grad_norm(const Params *params);
-// The ranks that the norm's sums are exchanged over: one alone where every rank has every gradient. A message is
-// as many f64 as there are weights.
+// The ranks that the norm's sums are exchanged over: one alone where every rank has every gradient. A
+// message is as many f64 as there are weights.
 Group params_norm_group(const Params *params);
 // For a NaN: the first tensor that holds one (NULL if none), the same on all ranks.
 const Param *params_first_bad_grad(const Params *params);
@@ -168,8 +170,9 @@ const Param *params_first_bad_grad(const Params *params);
 // What to look at: the weights, or the total gradient.
 typedef enum ParamTensor { PARAM_VALUE, PARAM_GRAD } ParamTensor;
 // whole (full[0] full[1]) of the tensor's dtype, on the host of every rank: this rank's own elements, and
-// those that it lacks from the replicas and the spread that have them. Collective over these; moves bits, never
-// sums. Counted as a reduce and a broadcast, which training does not use; memory peaks stay as they were.
+// those that it lacks from the replicas and the spread that have them. Collective over these; moves bits,
+// never sums. Counted as a reduce and a broadcast, which training does not use; memory peaks stay as they
+// were.
 void param_gather(const Params *params, const Param *param, ParamTensor which, void *whole);
 // The same of any flat tensor that has one element for each of the unit's own part: optimizer state.
 void param_gather_own(const Params *params, const Param *param, Tensor flat, void *whole);

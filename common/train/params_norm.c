@@ -1,5 +1,5 @@
-// params_norm.c: what the gradients of a step need over ranks before the optimizer steps: sums over copies of a
-// weight, and the norm.
+// params_norm.c: what the gradients of a step need over ranks before the optimizer steps: sums over copies
+// of a weight, and the norm.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -5,8 +5,8 @@
 #include "comm/comm.h"
 #include "params.h"
 
-// Copies the parameter's elements that `held` has, which is the range of its unit from `first` on, between a
-// whole weight and held's host copy.
+// Copies the parameter's elements that `held` has, which is the range of its unit from `first` on, between
+// a whole weight and held's host copy.
 static void copy_runs(const Param *param, int64_t first, int64_t held_count, char *held, char *whole,
                       size_t size, bool to_whole) {
     int64_t from, count;

@@ -12,10 +12,9 @@ extern "C" {
 typedef struct Recipe {
     DType weight;    // what forward and backward multiply with; activations have it, too
     DType gradient;  // of one micro-batch, as backward writes it
-    DType
-        sum;  // of gradients over micro-batches and ranks; another dtype than `gradient`: accumulators exist
-    DType master;  // what the optimizer steps; another dtype than `weight`: master weights exist
-    DType moment;  // AdamW's m and v
+    DType sum;       // of gradients over micro-batches and ranks; other than `gradient`: accumulators exist
+    DType master;    // what the optimizer steps; other than `weight`: master weights exist
+    DType moment;    // AdamW's m and v
 } Recipe;
 
 // The standard recipe of a dtype (Micikevicius et al. 2018 for 16 bits): f64 and f32 have it in every role;

@@ -1,7 +1,7 @@
 #!/bin/bash
-# pipeline.t: every schedule on ranks of a pipeline, alone and with data parallelism, ZeRO, tensor, sequence and vocabulary
-# parallelism, against one device; real training, checkpoints from one layout to another, schedules from a file, what does not
-# fit, and a rank that dies. TAP.
+# pipeline.t: every schedule on ranks of a pipeline, alone and with data parallelism, ZeRO, tensor, sequence, vocabulary
+# and context parallelism, against one device; real training, checkpoints from one layout to another, schedules from a
+# file, what does not fit, and a rank that dies. TAP.
 # A pattern chooses among the layouts.
 # needs: build/05_pipeline_parallel/schedule build/05_pipeline_parallel/afab build/05_pipeline_parallel/one_f_one_b build/05_pipeline_parallel/interleaved build/05_pipeline_parallel/zero_bubble build/05_pipeline_parallel/zero_bubble_v build/05_pipeline_parallel/zero_bubble_auto build/05_pipeline_parallel/dualpipe build/05_pipeline_parallel/dualpipe_v build/03_tensor_parallel/tensor_parallel build/00_single_gpu/train
 . "$(dirname "$0")/tap.sh"
@@ -45,6 +45,18 @@ SCHEDULES
 if [ "$only" = "*" ]; then
     [ "$(grep -E '^[|] [a-z]' 05_pipeline_parallel/README.md)" = "${rows%$'\n'}" ]
     report $? "the page's table is what the programs print"
+fi
+
+# From one node to two, a pipeline loses less of its throughput per GPU than tensor parallelism: in the page's figures.
+step_of() { run "$build/one_f_one_b" $big --dry-run "$@" && sed -n 's/^a step takes \([0-9.]* ms\) .*/\1/p' "$out"; }
+big="--layers 16 --hidden 4096 --heads 32 --kv-heads 8 --ffn 14336 --seq 4096 --micro-batch 1 --dtype bf16"
+if wanted "from one node to two"; then
+    pp="$(step_of --grad-acc 32 --ranks 8) to $(step_of --grad-acc 32 --ranks 16)"
+    tp="$(step_of --grad-acc 4 --pp 1 --tp 8 --ranks 8) to $(step_of --grad-acc 4 --pp 1 --tp 16 --ranks 16)"
+    loss() { echo "$1" | awk '{ printf "%.0f%%", 100 - 100 * $1 / $4 / 2 }'; }
+    flat=$(tr -s ' \n' ' ' <05_pipeline_parallel/README.md)
+    grep -qF "loses $(loss "$pp") of its throughput per GPU ($pp), and tensor parallelism $(loss "$tp") ($tp)" <<<"$flat"
+    report $? "from one node to two: pp $pp, tp $tp"
 fi
 
 exactly "afab, p 1" afab --ranks 1 --grad-acc 3 $quick
@@ -108,13 +120,20 @@ nearly "zb_auto, pp 2, dp 2, zero 1" zero_bubble_auto --pp 2 --zero 1 $few
 nearly "zb_auto, pp 2, tp 2, sp, selective" zero_bubble_auto --pp 2 --tp 2 --sp --recompute selective $few
 nearly "dualpipe, pp 2, dp 2, one direction has nothing to do" dualpipe --pp 2 --layers 5 --steps 2 --grad-acc 1
 nearly "dualpipe, pp 2, dp 2, zero 1" dualpipe --pp 2 --zero 1 $few
-nearly "dualpipe, pp 2, dp 2, zero 2, one direction has nothing to do" dualpipe --pp 2 --zero 2 --layers 5 --steps 2 --grad-acc 1
+nearly "dualpipe, pp 2, dp 2, zero 2, m 3" dualpipe --pp 2 --zero 2 --layers 5 --steps 1 --grad-acc 3
+nearly "dualpipe, pp 2, dp 2, zero 2, tied, one direction has nothing to do" dualpipe --pp 2 --zero 2 --tied --layers 5 --steps 2 --grad-acc 1
 nearly "dualpipe, pp 4, tp 2, sp, full" dualpipe --ranks 8 --pp 4 --tp 2 --sp --recompute full $few
 nearly "dualpipe, pp 2, tp 2, vocab, tied" dualpipe --pp 2 --tp 2 --vocab-parallel --tied $few
 nearly "dualpipe_v, pp 2, dp 2, zero 1" dualpipe_v --pp 2 --zero 1 $few
 nearly "dualpipe_v, pp 2, dp 2, zero 2, selective" dualpipe_v --pp 2 --zero 2 --recompute selective $few
 nearly "dualpipe_v, pp 2, tp 2, dp 2, sp, zero 2" dualpipe_v --ranks 8 --pp 2 --tp 2 --sp --zero 2 $few
 nearly "without a pipeline, zero 3, dp 2" one_f_one_b --ranks 2 --pp 1 --zero 3 $few
+
+nearly "1f1b, pp 2, cp 2, ring" one_f_one_b --pp 2 --cp 2 --context ring $few
+nearly "zb_v, pp 2, cp 2, zigzag, full" zero_bubble_v --pp 2 --cp 2 --context zigzag --recompute full $few
+nearly "zb_h1, pp 2, cp 2, dp 2, ring, selective, zero 2, tied" zero_bubble --ranks 8 --pp 2 --cp 2 --context ring --recompute selective --zero 2 --tied $few
+nearly "dualpipe, pp 2, cp 2, tp 2, all-gather, sp, zero 2" dualpipe --ranks 8 --pp 2 --cp 2 --tp 2 --context all-gather --sp --zero 2 $few
+refused "--cp 2: no technique of this program shares work over it; --cp 1 would fit" one_f_one_b --pp 2 --cp 2
 
 shape="--layers 5 --hidden 24 --heads 6 --kv-heads 2 --ffn 40 --vocab 256"
 rest="--seq 15 --micro-batch 2 --dtype f64 --optimizer adamw --lr 0.001 --clip 0.5"
