@@ -9,8 +9,8 @@
 //                dscores = probs (d_o v^T - dots)
 //
 // Kept per block: lse, n a numbers in f32, in place of probs, n a s in storage. In 16-bit storage o, dq, dk
-// and dv gather in f32 besides, while they are computed. Selective recomputation finds no scores to drop: it
-// drops lse, and repeats forward. With --documents TOKEN a token sees its own document alone.
+// and dv gather in f32 besides, while they are computed. Selective recomputation finds no scores to drop:
+// it drops lse, and repeats forward. With --documents TOKEN a token sees its own document alone.
 // Bytes sent: none. This file has no main: build/00_single_gpu/train --attention flash.
 #include "flash.h"
 
@@ -26,8 +26,7 @@ AttentionHeads flash_heads(AttentionShape s) { return (AttentionHeads){s.heads, 
 
 Tensor flash_sum(Tensor t) {
     DType dtype = flash_sum_dtype(t.dtype);
-    Tensor sum =
-        t.dtype == dtype ? tensor_share(t) : tensor_new(MEMORY_ACTIVATION, dtype, t.dims, t.shape);
+    Tensor sum = t.dtype == dtype ? tensor_share(t) : tensor_new(MEMORY_ACTIVATION, dtype, t.dims, t.shape);
     op_fill(sum, 0);
     return sum;
 }
@@ -152,7 +151,8 @@ static void price(Price *price, const Model *m, const void *context) {
     (void)context;
     const Config *c = &m->config;
     double s = (double)c->seq, pairs = s * (s + 1) / 2, samples = (double)(c->micro_batch * c->grad_acc);
-    // Stored, backward reads the scores, and selective recomputation repeats these alone: 2 d FLOPs for each pair.
+    // Stored, backward reads the scores, and selective recomputation repeats these alone: 2 d FLOPs for
+    // each pair.
     double products = c->recompute == RECOMPUTE_SELECTIVE ? 2 : 1;
     price->again += products * 2 * (double)c->hidden * pairs * samples * (double)c->layers;
     price->peak_counted = true;

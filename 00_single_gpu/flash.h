@@ -1,5 +1,5 @@
-// flash.h: what attention without stored scores offers to context parallelism (chapter 04), which merges one
-// chunk of keys after another by the same operations.
+// flash.h: what attention without stored scores offers to context parallelism (chapter 04), which merges
+// one chunk of keys after another by the same operations.
 #ifndef FLASH_H
 #define FLASH_H
 
@@ -31,8 +31,8 @@ typedef struct MaskKey {
 } MaskKey;
 bool mask_key_changes(MaskKey *key, const MicroBatch *micro, int64_t s);
 
-// For price(): in place of probs forward keeps a number for each of so many tokens and heads; and the positions and
-// documents of b samples of so many tokens are stored for masks.
+// For price(): in place of probs forward keeps a number for each of so many tokens and heads; and the
+// positions and documents of b samples of so many tokens are stored for masks.
 void flash_price_kept(Price *price, double tokens, double heads, DType storage);
 void flash_price_positions(Price *price, int64_t b, int64_t tokens);
 
