@@ -229,6 +229,7 @@ double held_out_loss(Trainer *t, int64_t samples) {
     }
     free(tokens);
     free(targets);
+    complete_weights(t);
     return replicas.size > 1 ? comm_sum(sum, replicas) / comm_sum(labels, dp) : sum / labels;
 }
 

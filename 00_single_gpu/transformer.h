@@ -116,7 +116,7 @@ typedef struct Sockets {
     } tokens;
     // Before a unit's weights are used in a pass, and after their last use in it (B is the backward pass: W uses
     // no weights); when the optimizer has stepped this rank's part of a unit, first unit first; and before
-    // anything but a pass reads weights, which may be in flight from other ranks.
+    // anything but a pass reads weights, which may be in flight from other ranks, and after an evaluation.
     struct {
         void *context;
         void (*acquire)(void *context, Model *model, int unit, Pass pass);

@@ -46,8 +46,9 @@ const Technique ddp_no_sync = {.name = "ddp_no_sync",
 
 // ---- the three optimizations, one beside the other ----
 
-// One dry step of Llama 3 8B with two micro-batches on the ranks at hand, on the model clock. Its time must fall from row
-// to row; that of buckets may stay, where the latency of single messages hides behind backward, too: they are fewer.
+// One dry step of Llama 3 8B with two micro-batches on the ranks at hand, on the model clock. Its time must
+// fall from row to row; that of buckets may stay, where the latency of single messages hides behind
+// backward, too: they are fewer.
 static void compare_variants(Mesh mesh, const Config *config) {
     (void)config;
     static const struct {

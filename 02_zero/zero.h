@@ -62,11 +62,12 @@ typedef struct ZeroR {
     Group tp;
     bool contiguous;  // parts stand in one tensor, allocated once, instead of one tensor for each
     int64_t part;     // elements of the largest part
-    Tensor arena;     // (L part) then
+    Tensor arena;     // (L part) then …
+    bool *held;       // … (L) in which a micro-batch holds its place; others in flight stand elsewhere
     Tensor flowing;   // (n h) then: what flows from block to block
 } ZeroR;
 
-// Fills the activations socket, for one micro-batch in flight at a time. *zero_r outlives the model's use.
+// Fills the activations socket. *zero_r outlives the model's use.
 void zero_r_plug(Model *model, ZeroR *zero_r);
 void zero_r_unplug(Model *model, ZeroR *zero_r);
 

@@ -60,6 +60,15 @@ static void release(void *context, Model *model, int unit, Pass pass) {
     tensor_free(&model->params.unit[unit].values);
 }
 
+// Forward keeps the head for a backward, which nobody runs after an evaluation.
+static void free_gathered(void *context, Model *model) {
+    Zero *zero = context;
+    for (int i = 0; i < model->params.units; i++) {
+        zero_wait(&zero->gathering[i]);
+        tensor_free(&model->params.unit[i].values);
+    }
+}
+
 static void nothing_to_gather(void *context, Model *model, int unit) {
     (void)context, (void)model, (void)unit;
 }
@@ -69,6 +78,7 @@ static void *plug(Model *model) {
     zero->prefetch = !config_number(&model->config, "no-prefetch");
     model->sockets.parameters.acquire = acquire;
     model->sockets.parameters.release = release;
+    model->sockets.parameters.complete = free_gathered;
     model->sockets.parameters.stepped = nothing_to_gather;  // the next pass does it
     return zero;
 }

@@ -33,14 +33,17 @@ static int64_t part_of(int64_t count, Group tp, int rank, int64_t *first) {
     return count - *first < each ? count - *first : each;
 }
 
-// A place for what is kept of a block's input: in the arena, or wherever the heap has one.
-static Tensor new_checkpoint(const ZeroR *z, DType dtype, int64_t count, int layer) {
-    if (!z->contiguous) return tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(count));
+// A place for what is kept of a block's input: in the arena, which has one for a micro-batch at a time, or
+// wherever the heap has one.
+static Tensor new_checkpoint(const ZeroR *z, const MicroBatch *micro, DType dtype, int64_t count,
+                             int layer) {
+    if (!z->contiguous || z->held[layer]) return tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(count));
+    z->held[layer] = micro->index >= 0;  // without training no backward gives it back
     return tensor_share(tensor_view(z->arena, layer * z->part, SHAPE(count)));
 }
 
-// What flows from block to block outlives what made it, so it moves to a place of its own, unless somebody still holds
-// what came there before: a W that has not run yet.
+// What flows from block to block outlives what made it, so it moves to a place of its own, unless somebody
+// still holds what came there before: a W that has not run yet.
 static void move_to_own_place(const ZeroR *z, Tensor *flowing) {
     if (!z->contiguous || z->flowing.storage->references > 1) return;
     Tensor place = tensor_view(z->flowing, 0, flowing->dims, flowing->shape);
@@ -54,7 +57,7 @@ static void keep_own_part(void *context, Model *m, MicroBatch *micro, int layer)
     BlockKept *kept = &micro->block[layer];
     block_drop(m, kept, true);
     int64_t first, count = part_of(tensor_count(kept->x), z->tp, z->tp.rank, &first);
-    Tensor own = new_checkpoint(z, kept->x.dtype, count, layer);
+    Tensor own = new_checkpoint(z, micro, kept->x.dtype, count, layer);
     op_copy(own, tensor_view(kept->x, first, SHAPE(count)));
     tensor_free(&kept->x);
     kept->x = own;
@@ -69,6 +72,7 @@ static void gather_and_compute(void *context, Model *m, MicroBatch *micro, int l
     int64_t first, counts[z->tp.size];
     for (int i = 0; i < z->tp.size; i++) counts[i] = part_of(tensor_count(x), z->tp, i, &first);
     comm_wait(comm_all_gather(x, kept->x, counts, z->tp));
+    if (z->contiguous && kept->x.storage == z->arena.storage) z->held[layer] = false;
     tensor_free(&kept->x);
     kept->x = x;
     Tensor y = block_compute(m, micro, layer);  // its output was already passed on
@@ -82,6 +86,8 @@ void zero_r_plug(Model *m, ZeroR *z) {
     if (z->contiguous) {
         z->arena = tensor_new(MEMORY_ACTIVATION, (DType)c->dtype, SHAPE(m->config.layers * z->part));
         z->flowing = tensor_new(MEMORY_ACTIVATION, (DType)c->dtype, SHAPE(whole));
+        z->held = calloc((size_t)c->layers, sizeof *z->held);
+        CHECK(z->held, "out of host memory for %ld places", c->layers);
     }
     m->sockets.activations.context = z;
     m->sockets.activations.after_forward = keep_own_part;
@@ -92,6 +98,8 @@ void zero_r_unplug(Model *m, ZeroR *z) {
     m->sockets.activations = sockets_single_device().activations;
     tensor_free(&z->arena);
     tensor_free(&z->flowing);
+    free(z->held);
+    z->held = NULL;
 }
 
 // ---- constant-size buffers ----

@@ -133,6 +133,16 @@ static void run_pass(Pipeline *p, Model *m, StagePass pass, double *loss) {
     m->sockets.gradients.micro_batch_ready(m->sockets.gradients.context, m, last);
 }
 
+// A copy of a unit that has no micro-batch in this step (DualPipe's other direction, where there is one alone) joins in
+// what its replicas do with weights and gradients: its part of the sum is zero.
+static void pass_idle_unit(Model *m, int unit) {
+    const Sockets *on = &m->sockets;
+    on->parameters.acquire(on->parameters.context, m, unit, FORWARD);
+    on->parameters.release(on->parameters.context, m, unit, FORWARD);
+    on->gradients.begin(on->gradients.context, m, unit);
+    on->gradients.ready(on->gradients.context, m, unit, true);
+}
+
 // How often each unit's gradient becomes final in a step: once for each micro-batch that has the unit here.
 static void begin_step(const Pipeline *p, Model *m) {
     const Schedule *s = &p->schedule;
@@ -146,6 +156,8 @@ static void begin_step(const Pipeline *p, Model *m) {
                        (place[stage] == m->mesh.pp.rank && pipeline_in_chunk(m, &p->chunk[stage], unit));
             m->ready_left[unit] += here;
         }
+    for (int unit = 0; unit < m->params.units; unit++)
+        if (m->params.unit[unit].count > 0 && m->ready_left[unit] == 0) pass_idle_unit(m, unit);
 }
 
 static double run(void *context, Model *m, const StepInput *input) {
@@ -230,10 +242,19 @@ static void unplug(Model *m, void *context) {
 }
 
 static void check(const Config *c) {
-    ScheduleWish wish = pipeline_wish(c);
-    const char *refusal =
-        config_text(c, "load") ? NULL : schedule_refusal((ScheduleKind)config_number(c, "schedule"), &wish);
-    CHECK(!refusal, "--pp %ld --grad-acc %ld: %s", c->pp, c->grad_acc, refusal);
+    ScheduleKind kind = (ScheduleKind)config_number(c, "schedule");
+    bool made = !config_text(c, "load");
+    int chunks = (int)config_number(c, "chunks");
+    CHECK(c->pp <= RANKS_MOST, "--pp %ld: a schedule has at most %d ranks", c->pp, RANKS_MOST);
+    CHECK(c->grad_acc <= MICRO_BATCHES_MOST, "--grad-acc %ld: a schedule has at most %d micro-batches",
+          c->grad_acc, MICRO_BATCHES_MOST);
+    CHECK(!made || kind != DUALPIPE || c->pp % 2 == 0,
+          "--schedule dualpipe needs an even --pp, as each rank has a mirror, and --pp is %ld: --pp %ld would "
+          "fit, and --schedule dualpipe_v takes any",
+          c->pp, c->pp + 1);
+    CHECK(!made || kind != INTERLEAVED || c->pp * chunks <= STAGES_MOST,
+          "--pp %ld x --chunks %d is more than %d stages: --chunks %ld would fit", c->pp, chunks, STAGES_MOST,
+          STAGES_MOST / c->pp);
     CHECK(config_number(c, "zero") < 3 || c->pp == 1,
           "--zero 3 would gather a stage's weights for every micro-batch of --pp %ld: --zero 2 or 1 would "
           "fit",

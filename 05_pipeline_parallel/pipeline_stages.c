@@ -28,8 +28,12 @@ void pipeline_deal_layers(const Config *c, Chunk *chunk, int stages) {
                   config_text(c, "stage-layers"), stages);
             text = end + 1;
         }
+        bool between = i > 0 && i < stages - 1;  // an end has the embedding or the head to do
+        CHECK(layers > 0 || !between || !text,
+              "--stage-layers %s: stage %d of %d would have no layer, as only the first and the last may",
+              config_text(c, "stage-layers"), i, stages);
         CHECK(
-            layers > 0 || i == 0 || i == stages - 1,
+            layers > 0 || !between,
             "stage %d of %d would have no layer; --layers %d or more would fit, or fewer --pp or --chunks",
             i, stages, stages);
         chunk[i] = (Chunk){(int)first, (int)(first + layers), i == 0, i == stages - 1};

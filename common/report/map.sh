@@ -1,15 +1,49 @@
-#!/bin/sh
-# map.sh: the map of the book as a table in Markdown, made from each source's own purpose comment: its name and
-# concept from the first line, what it proves from the line "Last line: PASS <program>: …".
-echo '| program | concept | lines | what its last line proves |'
-echo '|---|---|---|---|'
-for source in 0[0-9]_*/*.c 0[0-9]_*/*.cu; do
-    [ -e "$source" ] || continue
-    awk -v source="$source" -v lines="$(wc -l <"$source")" '
-        NR == 1 { sub(/^\/\/ [^:]*: /, ""); sub(/\. Playbook:.*/, ""); sub(/\.$/, ""); concept = $0 }
-        /^\/\/ Last line: PASS / { sub(/^\/\/ Last line: PASS [^:]*: /, ""); sub(/ …$/, ""); proves = $0 }
-        END {
-            name = source; sub(/.*\//, "", name); sub(/\.cu?$/, "", name)
-            printf "| [`%s`](%s) | %s | %d | %s |\n", name, source, concept, lines, proves ? proves : "(a part, proven by the programs)"
-        }' "$source"
+#!/bin/bash
+# map.sh: the map of the book as a table in Markdown: the chapters, and in each the programs in the order in which its
+# page names them. A program's concept is the first line of its source; a file without a main is no row.
+#
+# map.sh core: the files of common/ instead, each with the first sentence of its purpose comment.
+
+# sentence FILE: what a file's purpose comment says after its name, up to the first full stop.
+sentence() {
+    awk '!/^\/\/ ./ { exit }
+         { sub(/^\/\/ /, ""); text = text " " $0 }
+         END {
+             sub(/^ [^ ]*: /, "", text)
+             if (match(text, /\.( |$)/)) text = substr(text, 1, RSTART - 1)
+             gsub(/\|/, "\\|", text)
+             print text
+         }' "$1"
+}
+
+if [ "$1" = core ]; then
+    echo '| file | what |'
+    echo '|---|---|'
+    for room in common common/tensor common/comm common/train common/report common/cuda common/cuda_on_cpu; do
+        for file in "$room"/*.h "$room"/*.c "$room"/*.cu "$room"/*.cc; do
+            [ -e "$file" ] || continue
+            what=$(sentence "$file")
+            [[ $what != see\ * ]] || continue  # its header has said it
+            echo "| [\`${file#common/}\`](${file#common/}) | $what |"
+        done
+    done
+    exit
+fi
+
+echo '| program | concept | lines |'
+echo '|---|---|---|'
+for chapter in 0[0-9]_*; do
+    page=$chapter/README.md
+    title=${chapter//_/ }
+    [ ! -e "$page" ] || title="[$title]($page)"
+    echo "| **$title** | | |"
+    for source in $(grep -lE '^int main\b' "$chapter"/*.c); do
+        name=$(basename "$source")
+        place=$(grep -nF -m 1 "]($name)" "$page" 2>/dev/null | cut -d: -f1)
+        column=$(sed -n "${place:-1}p" "$page" 2>/dev/null | awk -v name="]($name)" '{ print index($0, name) }')
+        echo "${place:-9999} ${column:-0} $source"
+    done | sort -n -k 1,1 -k 2,2 | while read -r _ _ source; do
+        concept=$(sentence "$source")
+        echo "| [\`$(basename "$source" .c)\`]($source) | ${concept%%. Playbook:*} | $(wc -l <"$source") |"
+    done
 done

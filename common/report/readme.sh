@@ -1,16 +1,25 @@
 #!/bin/bash
-# readme.sh: writes the README's generated parts, each between its two markers: what the commands in it print, run now
-# on this machine. `make readme` calls it; `readme.sh map` renews the map and the counts alone, which need no run.
+# readme.sh [map | chapters | pages]: writes what the pages show of programs, sources and tests, so that nothing of it is typed by
+# hand. `make readme` calls it. A block stands between two markers:
+#
+#     <!-- run COMMAND | from PATTERN -->       what COMMAND prints from PATTERN on, its verdict left out: counts and
+#     <!-- /run -->                             the model clock, which are the same on every machine
+#     <!-- dated COMMAND -->                    the same for what the wall clock or the text to train on decides: with
+#     <!-- /dated -->                           the date and the machine
+#     <!-- map --> … <!-- /map -->              and other names: made below
+#
+# `map` renews what needs no run: the map, the files of the core, the number of mutants; `chapters` these and the blocks
+# above; `pages` all but the benchmarks. PAGES is a folder with copies of the pages to write to instead (tests/programs/readme.t).
 build=${BUILD:-build}
 cd "$(dirname "$0")/../.." || exit 2
-readme=${README:-README.md}
+pages=${PAGES:-.}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# fill NAME: replaces what stands between <!-- NAME --> and <!-- /NAME --> by standard input.
+# fill PAGE NAME: replaces what stands between <!-- NAME --> and <!-- /NAME --> in PAGE by standard input.
 fill() {
     cat >"$work/part"
-    awk -v name="$1" -v part="$work/part" '
+    awk -v name="$2" -v part="$work/part" '
         $0 ~ "<!-- " name " -->" && $0 ~ "<!-- /" name " -->" {  # both on one line: a word in a sentence
             getline word <part
             sub("<!-- " name " -->.*<!-- /" name " -->", "<!-- " name " -->" word "<!-- /" name " -->")
@@ -18,62 +27,104 @@ fill() {
         $0 == "<!-- /" name " -->" { skipping = 0 }
         !skipping
         $0 == "<!-- " name " -->" { skipping = 1; while ((getline line <part) > 0) print line }
-    ' "$readme" >"$work/README.md" && cat "$work/README.md" >"$readme"
+    ' "$pages/$1" >"$work/page" && cat "$work/page" >"$pages/$1"
 }
 
 block() { sed "s|$PWD/||g; s/^/    /; s/ *\$//"; }  # as preformatted text, without this machine's folders
+machine() { echo "$(date +%F), $(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1), $(nproc) cores"; }
 
-common/report/map.sh | fill map
-tests/mutants/run --list | wc -l | fill mutants
+# Filters of a block's command.
+from() { sed -n "/$1/,\$p"; }
+until_line() { sed "/$1/,\$d"; }
+lines() { grep -E -- "$1"; }
+
+# printed COMMAND: what it prints; run once, however many blocks and rows show a part of it.
+printed() {
+    local kept
+    kept=$work/$(echo "$1" | tr -c 'a-z0-9\n' _)
+    [ -e "$kept" ] || eval "${1/#build\//$build/}" </dev/null >"$kept" 2>&1 || {
+        echo "readme.sh: '$1' has failed" >&2
+        rm -f "$kept"
+        return 1
+    }
+    cat "$kept"
+}
+
+# fill_runs PAGE: runs the command of each of its blocks.
+fill_runs() {
+    local line kind command filter comment here end=''
+    while IFS= read -r line; do
+        [ -z "$end" ] || [ "$line" = "$end" ] || continue
+        end=''
+        printf '%s\n' "$line"
+        [[ $line =~ ^'<!-- '(run|dated)' '(.*)' -->'$ ]] || continue
+        kind=${BASH_REMATCH[1]} command=${BASH_REMATCH[2]} end="<!-- /${BASH_REMATCH[1]} -->"
+        filter=${command#"${command%% | *}"} command=${command%% | *}
+        [ $kind = run ] && comment='' here='/^OpenBLAS /d; /^[0-9]* ranks* on /d' || comment="   # $(machine)" here=''
+        printed "$command" >"$work/all" || return 1
+        eval "cat${filter:-}" <"$work/all" | sed "/^PASS /d; $here" | cat -s >"$work/some"
+        [ -s "$work/some" ] || { echo "readme.sh: $1: '$command$filter' leaves nothing" >&2; return 1; }
+        { echo "\$ $command$comment"; cat "$work/some"; } | block
+    done <"$pages/$1" >"$work/filled"
+    [ -z "$end" ] && cat "$work/filled" >"$pages/$1"
+}
+
+common/report/map.sh | fill README.md map
+common/report/map.sh core | fill common/README.md core
+tests/mutants/run --list | wc -l | fill README.md mutants
 [ "$1" != map ] || exit 0
 
-run() { echo "\$ $*"; "$@" 2>&1; }
-p=$build/00_single_gpu
+for page in 0[0-9]_*/README.md; do
+    fill_runs "$page" || exit 1
+done
+[ "$1" != chapters ] || exit 0
 
-{ echo '$ make run'; common/report/tour.sh "$build"; } >"$work/tour" || exit 1
-block <"$work/tour" | fill tour
-run $p/train --model llama-3-8b --dtype bf16 --micro-batch 1 --recompute full --dry-run --steps 1 | block | fill dry
-
-run "$build/02_zero/zero3" --ranks 8 | sed -n '1p;/^Llama 3 8B/,$p' | block | fill zero
-run "$build/03_tensor_parallel/async_tensor_parallel" --ranks 8 | sed -n '1p;/^Llama 3 8B/,$p' | block | fill tensor
+common/report/tour.sh "$build" >"$work/tour" || { cat "$work/tour"; exit 1; }
+{
+    echo "\$ make run   # $(machine)"
+    grep -m 1 '^L=' "$work/tour"
+    grep 'held-out loss' "$work/tour"
+    grep -E '^PASS (recompute|ddp_overlap|zero3|zigzag_ring_attention|one_f_one_b):' "$work/tour" | sed 's/ (.*//; s/$/ …/'
+    tail -n 1 "$work/tour"
+} | block | fill README.md tour
 
 # row NUMBER CLAIM PROGRAM FLAGS PATTERN: the line of `PROGRAM FLAGS` that has PATTERN.
 row() {
     local line
-    line=$("$build"/0*/"$3" $4 2>&1 | grep -E -m 1 -- "$5" | sed 's/  */ /g; s/^ //; s/|/\\|/g')
+    line=$(printed "$(echo 0*/"$3".c | sed 's|^|build/|; s|\.c$||')${4:+ $4}" | grep -E -m 1 -- "$5" | sed -E 's/  +/  /g; s/^ +//; s/ +$//; s/ \((exact|reas).*//; s/\|/\\|/g')
     [ -n "$line" ] || { echo "readme.sh: '$3 $4' prints nothing like '$5'" >&2; exit 1; }
-    echo "| $1 | $2 | \`$3${4:+ $4}\` | $line |"
+    echo "| $1 | $2 | \`$3${4:+ $4}\` | \`$line\` |"
 }
 {
     echo '| # | the playbook says | command | it prints |'
     echo '|---|---|---|---|'
     row 1 'gbs = mbs x grad_acc; training does not depend on how it is split' grad_accumulation '' '^PASS'
-    row 2 'N = h v + L (12 h² + 13 h) + 2 h' memory --claims 'parameters of GPT-3'
+    row 2 'Psi = h v + L (12 h² + 13 h) + 2 h' memory --claims 'parameters of GPT-3'
     row 2 '16 h² per block with GLU' memory --claims 'block with GLU'
-    row 3 '4 N + 4 N + 8 N bytes in f32' memory '--measure' 'gradient bytes'
-    row 3 '2 N + 2 N + 4 N + 8 N mixed, + 4 N for f32 gradients' memory '--measure --dtype bf16' 'optimizer bytes'
+    row 3 '4 Psi + 4 Psi + 8 Psi bytes in f32' memory '--measure' 'gradient bytes'
+    row 3 '2 Psi + 2 Psi + 4 Psi + 8 Psi mixed, + 4 Psi for f32 gradients' memory '--measure --dtype bf16' 'optimizer bytes'
     row 4 '405B parameters: 6480 GB, 8100 GB with f32 gradients' memory --claims '405B parameters in bf16 and'
     row 5 'L s b h (34 + 5 a s / h)' memory --claims '34 \+ 5 a s / h$|block, 34'
     row 5 'the same for our block, to the byte' memory --measure 'activations kept'
     row 5 'with TP and SP (34 + 5 a s / h) / t; and our block' sequence_parallel '' '^ *TP with SP  +[0-9]'
     row 6 'selective: 70% less activation memory for 2.7% more compute' recompute '' '^GPT-3'
     row 7 'MFU leaves recomputed FLOPs out, HFU counts them' recompute '--model llama-3-8b --dtype bf16 --dry-run' '^full'
-    row 8 'forward 2 N, backward 4 N FLOPs a token' train '--dry-run --steps 1' 'estimate'
+    row 8 'forward 2 Psi, backward 4 Psi FLOPs a token' train '--dry-run --steps 1' 'estimate'
     row 9 'the first step differs; optimizer state appears after it' profile '' '^PASS'
-    row 10 'overlap hides the all-reduce behind backward' ddp_no_sync '--ranks 4' '^overlap|^  overlap'
+    row 10 'overlap hides the all-reduce behind backward' ddp_no_sync '--ranks 4' '^ *overlap'
     row 10 'buckets cost fewer messages' ddp_no_sync '--ranks 4' '^ *bucketed'
     row 10 'no_sync leaves out all but the last' ddp_no_sync '--ranks 4' '^ *no_sync'
-    row 11 'ring all-reduce moves 2 (n - 1) / n K per rank' ring_all_reduce '' '^PASS'
+    row 11 'ring all-reduce moves 2 (N - 1) / N K per rank' ring_all_reduce '' 'both, 2 .*360132|both, 2 .*720264'
     row 12 'the outputs of the collectives of appendix A0' collectives '' '^PASS'
     row 14 '7.5B on 64 ranks: 120, 31.4, 16.6, 1.9 GB' memory --claims 'k = 12, ZeRO-3'
-    row 14 '2 P + 6 P + 12 P bytes; their parts by stage' zero3 '--ranks 8' '^ *ZeRO-3 .*3 P'
-    row 15 'ZeRO-1 and -2 send 2 P elements, as DDP does' zero2 '' 'elements sent'
-    row 15 'ZeRO-3 sends 3 P (here the ends, used once, are much of it)' zero3 '' 'elements sent'
+    row 14 '(2 + 2 + 12) Psi / N bytes; 6 for 2 with f32 gradients' zero3 '--ranks 8' '^ *ZeRO-3 .*3 Psi'
+    row 15 'ZeRO-2 sends 2 Psi elements, as DDP does' zero3 '--ranks 8' '^ *ZeRO-2 .*2 Psi'
+    row 15 'ZeRO-3 sends 3 Psi (the ends, used once, fewer)' zero3 '--ranks 8' '^ *ZeRO-3 .*3 Psi'
     row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
     row 17 "ZeRO-1's all-gather hides in the step …" zero1 '--ranks 8' '^ *in step +[0-9]'
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
     row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8' '8192 tokens a rank'
-    row 18 'ZeRO-R: checkpoints cut over tp, and no holes' zero_r '' '^ *cut, all in one tensor +[0-9]'
+    row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' '^ *(cut|sharded), all in one tensor +[0-9]'
     row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' 'all-reduces, backward'
     row 20 'TP beyond the K/V heads: copies that stay in sync' tensor_parallel '--ranks 8' 'equal in all copies'
     row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' 'forward, bytes'
@@ -82,16 +133,22 @@ row() {
     row 22 'shapes of TP and of TP with SP' sequence_parallel '' '^ *exit TP: out'
     row 23 'TP: throughput a GPU falls where the node ends' tensor_parallel '--ranks 8 --gpus-per-node 4' 'beyond the node'
     row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' 'exposes .* of what tp does'
-    row 33 'A3: ZeRO-3 hides from tokens >= (n - 1) / n peak_flops / peak_bw' zero3 '--ranks 8' 'forward, all in one node'
+    row 27 '1F1B: a bubble of (p - 1) / m, and p micro-batches held' schedule '' '^ *one_f_one_b +[0-9]'
+    row 27 'interleaved: (p - 1) / (v m), v times the messages' schedule '' '^ *interleaved +[0-9]'
+    row 28 'ZB-H1: a third of the bubble' schedule '' '^ *zb_h1 +[0-9]'
+    row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule '' '^ *dualpipe +[0-9]'
+    row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8' 'forward, all in one node'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
 } >"$work/claims" || exit 1
-fill claims <"$work/claims"
+fill tests/CLAIMS.md claims <"$work/claims"
+[ "$1" != pages ] || exit 0
+
 unset OPENBLAS_CORETYPE
 {
-    echo '$ make bench'
+    echo "\$ make bench   # $(machine)"
     "$build/tests/bench"
     "$build/tests/bench_ddp"
     "$build/tests/bench_zero"
     "$build/tests/bench_tp"
     for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
-} | grep -E '^(OpenBLAS|bench|.*tokens/s)' | block | fill bench
+} | grep -E '^(\$|OpenBLAS|bench|.*tokens/s)' | block | fill tests/bench/README.md bench

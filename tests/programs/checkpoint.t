@@ -111,7 +111,7 @@ for place in "$work/tokens.bin/x" /proc/x; do
     ! grep -q '^step' "$out"
     report $? "and none was made: ${place#$work}"
 done
-refuses "a dry run that would save" 'dry-run computes no weights that --save' train $shape $run --steps 2 --save "$work/dry" --dry-run
+refuses "a dry run that would save" 'dry-run computes no weights to save or begin with' train $shape $run --steps 2 --save "$work/dry" --dry-run
 [ ! -e "$work/dry" ]
 report $? "and makes no folder for it"
 

@@ -101,7 +101,7 @@ report $? "ranks end with their launcher"
 # A rank that is told to end says so; nobody takes it for dead.
 "$comm" --scenario late >"$out" 2>"$err" &
 launcher=$!
-for i in $(seq 50); do ranks=$(children $launcher); [ "$(echo "$ranks" | wc -w)" = 4 ] && break; sleep 0.1; done
+for i in $(seq 50); do ranks=$(cat /proc/$launcher/task/*/children); [ "$(echo "$ranks" | wc -w)" = 4 ] && break; sleep 0.1; done
 sleep 0.5
 kill -TERM $(echo "$ranks" | tail -n 1)
 wait $launcher

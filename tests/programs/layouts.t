@@ -31,7 +31,7 @@ passes "sp 2, dp 4" sequence_parallel --ranks 8 --tp 2 $quick
 passes "sp 2, f32" sequence_parallel --ranks 2 --dtype f32 $quick
 passes "sp 2, bf16" sequence_parallel --ranks 2 --dtype bf16 --layers 1 --steps 1
 
-wide="--hidden 512 --seq 16 --layers 1 --steps 1 --grad-acc 1 --no-check"  # the most is held within a block
+wide="--hidden 512 --seq 16 --layers 1 --steps 1 --grad-acc 1"  # the most is held within a block
 passes "peak, sp 4, narrow MLP" sequence_parallel $wide --ffn 16
 passes "peak, tp 4, wide MLP" tensor_parallel $wide --ffn 1600
 

@@ -1,22 +1,58 @@
 #!/bin/bash
-# readme.t: what the README says of the tree is true of the tree: the map of the book, the number of mutants, its links.
+# readme.t: what the pages say of the tree is true of the tree: the map of the book, the files of the core, the number of
+# mutants, links, names of programs and files, commands.
 . "$(dirname "$0")/tap.sh"
-copy=$work/README.md
+written='README.md common/README.md common/cuda/README.md tests/CLAIMS.md tests/bench/README.md'
+all="$written $(ls 0[0-9]_*/README.md)"
 
-cp README.md "$copy"
-README=$copy common/report/readme.sh map
-diff README.md "$copy" >"$out"
+for page in README.md common/README.md; do
+    mkdir -p "$work/pages/$(dirname $page)" && cp $page "$work/pages/$page"
+done
+PAGES=$work/pages common/report/readme.sh map
+for page in README.md common/README.md; do diff $page "$work/pages/$page"; done >"$out"
+[ ! -s "$out" ]
 report $? "the map and the counts are those of the sources (make readme renews them)"
 
-missing=''
-for link in $(grep -oE '\]\([^)#:]+\)' README.md | tr -d '])('); do [ -e "$link" ] || missing="$missing $link"; done
-[ -z "$missing" ]
-report $? "every file that it links exists${missing:+, but not$missing}"
+[ "$(wc -l <README.md)" -le 150 ]
+report $? "the README is a page of at most 150 lines"
 
 missing=''
-for path in $(grep -oE '(build/0[0-9]_[a-z_]+/[a-z0-9_]+|(common|tests|0[0-9]_[a-z_]+)/[A-Za-z0-9_]+\.(c|h|sh|t))\b' README.md | sort -u); do
+for page in $all; do
+    for link in $(grep -oE '\]\([^)#:]+\)' $page | tr -d '])('); do
+        [ -e "$(dirname $page)/$link" ] || missing="$missing $page:$link"
+    done
+done
+[ -z "$missing" ]
+report $? "every file that a page links exists${missing:+, but not$missing}"
+
+missing=''
+names='(build/0[0-9]_[a-z_]+/[a-z0-9_]+|(common|tests|0[0-9]_[a-z_]+)/[A-Za-z0-9_/]+\.(c|cc|cu|h|md|sh|t|txt))\b'
+for path in $(grep -ohE "$names" $all | sort -u); do
     [ -e "$path" ] || [ -e "$(echo "$path" | sed 's/^build.//').c" ] || missing="$missing $path"
 done
 [ -z "$missing" ]
-report $? "every program and file that it names exists${missing:+, but not$missing}"
+report $? "every program and file that a page names exists${missing:+, but not$missing}"
+
+# A command of a page takes the flags that it shows (05's page has a test of its own).
+bad='' asked=0
+for page in $(ls 0[0-9]_*/README.md); do
+    while read -r program flags; do
+        asked=$((asked + 1))
+        help=$("$build${program#build}" --help)
+        for flag in $(grep -oE -- '--[a-z0-9-]+' <<<"${flags%%|*}"); do
+            grep -qE -- "^ +$flag( |\$)" <<<"$help" || bad="$bad $program $flag;"
+        done
+    done < <(grep -ohE '^( +|<!-- (run|dated) )build/0[0-9][^>]*' "$page" | sed 's/<!-- [a-z]* //; s/ --$//')
+done
+[ -z "$bad" ] && [ $asked -gt 40 ]
+report $? "every command of a chapter's page has flags that its program takes${bad:+, but not$bad}"
+
+# Of each block of counts the command stands above what it has printed.
+bad=''
+for page in $(ls 0[0-9]_*/README.md); do
+    empty=$(awk '/^<!-- (run|dated) / { getline line; if (line !~ /^    \$ build\//) print FILENAME ": " $0 }' "$page")
+    bad="$bad$empty"
+done
+[ -z "$bad" ]
+report $? "every block of a page is filled${bad:+, but not $bad}"
 finish

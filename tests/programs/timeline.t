@@ -40,7 +40,7 @@ report $? "three ranks show the picture in letters"
     [ "$(grep -c '^           dp      [Aa.]*$' "$out")" = 3 ] &&
     [ "$(awk 'length > 100 && /compute|dp  /' "$out" | wc -l)" = 0 ]
 report $? "two lines for each rank, no wider than a log"
-waits=$(grep -oE 'of which [0-9.]+ ms' "$out" | grep -oE '[0-9.]+')
+waits=$(grep -oE '[0-9.]+ ms are exposed' "$out" | grep -oE '[0-9.]+')
 step=$(grep -oE 'a step takes [0-9.]+ ms' "$out" | grep -oE '[0-9.]+')
 awk "BEGIN { exit !($waits / $step * 100 - $(share all exposed) < 0.1 && $(share all exposed) - $waits / $step * 100 < 0.1) }"
 report $? "its exposed share is what the step waited ($waits of $step ms)"
@@ -52,9 +52,9 @@ report $? "naive data parallelism hides nothing"
 variants="--steps 1 --timeline --timeline-svg"
 run "$build"/ddp_no_sync $variants "$work/1.svg"
 report $? "ddp_no_sync draws the variants"
-awk '/^(naive|overlap|bucketed|no_sync) .* ms$/ { ms = $(NF - 1); bad += before && ms >= before; before = ms; n++ }
+awk '/^(naive|overlap|bucketed|no_sync) .* ms$/ { ms = $(NF - 1); bad += before && (ms > before || (ms == before && !/^bucketed/)); before = ms; n++ }
     END { exit bad || n != 4 }' "$out"
-report $? "each faster than the row before it"
+report $? "each faster than the row before it, or as fast with fewer messages"
 [ "$(grep -c "<path fill='url(#wait)'" "$work/1.svg")" = 4 ] && [ "$(tail -n 1 "$work/1.svg")" = '</svg>' ] &&
     ! grep -qE 'nan|inf' "$work/1.svg"
 report $? "with what is exposed in each"

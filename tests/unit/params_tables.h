@@ -1,5 +1,5 @@
-// params_tables.h: small parameter tables with every kind of shard, and what their ranks hold, for the tests of the
-// parameter table.
+// params_tables.h: small parameter tables with every kind of shard, and what their ranks hold, for the
+// tests of the parameter table.
 #ifndef PARAMS_TABLES_H
 #define PARAMS_TABLES_H
 
@@ -13,8 +13,8 @@
 // How a weight is sharded stands where the model has its role.
 enum { WHOLE, BY_ROWS, BY_COLUMNS, BY_HEADS, PADDED };
 
-// Sizes fit `degree` ranks of tp, but for the vocabulary's 11 rows. One unit has fewer elements than most groups have
-// ranks, and no weight begins where a rank's part does.
+// Sizes fit `degree` ranks of tp, but for the vocabulary's 11 rows. One unit has fewer elements than most
+// groups have ranks, and no weight begins where a rank's part does.
 static inline Params table(Mesh mesh, int64_t degree, int64_t heads) {
     const ParamSpec spec[] = {
         {"embed", PADDED, 11, 5, true, 0.5},         {"norm", WHOLE, 7, 0, false, 0},
@@ -134,7 +134,8 @@ typedef struct Layout {
 } Layout;
 enum { MAX_LAYOUTS = 16 };
 
-// All layouts dp x tp of these ranks, with each number of heads. The same ones in the same order on all ranks.
+// All layouts dp x tp of these ranks, with each number of heads. The same ones in the same order on all
+// ranks.
 static inline int layouts(Layout *layout) {
     int count = 0;
     for (int tp = 1; tp <= n; tp++) {
@@ -156,8 +157,8 @@ static inline Params params_of(const Layout *l, Sharding sharding, DType dtype) 
     return allocated(sharded(params, l->mesh.tp, l->heads, l->copies), sharding, dtype);
 }
 
-// As pipeline stages have it: the ranks of the spread have whole units, those of the two numbers on one of them, and
-// the embedding on the first and the last, each of which sees a part of its gradient.
+// As pipeline stages have it: the ranks of the spread have whole units, those of the two numbers on one of
+// them, and the embedding on the first and the last, each of which sees a part of its gradient.
 static inline Params staged(const Layout *l, int block, int head) {
     Params params = table(l->mesh, l->shape.tp, l->heads);
     int last = l->mesh.tp.size - 1;

@@ -1,6 +1,7 @@
-// test_params.c [--ranks N] [PATTERN]: the parameter table: what each rank of a layout stores and owns, and the way
-// back to the whole. TAP. Tables of any degree are looked at from every rank's place without a message; what talks is
-// tried on all ranks at once, in every layout dp x tp of them. params.t runs it with 1 to 8 ranks.
+// test_params.c [--ranks N] [PATTERN]: the parameter table: what each rank of a layout stores and owns, and
+// the way back to the whole. TAP. Tables of any degree are looked at from every rank's place without a
+// message; what talks is tried on all ranks at once, in every layout dp x tp of them. params.t runs it with
+// 1 to 8 ranks.
 #include "03_tensor_parallel/tensor_parallel.h"
 #include "params_tables.h"
 
@@ -208,14 +209,15 @@ static void expect_facts(const Shards *s, const Param *param, int holders) {
     bool vector_or_table = param->dims == 1 || is_table(param),
          copied_heads = !vector_or_table && holders > 1;
     SAME(param->copies.size, holders);
-    // With sequence parallelism every rank sees its own rows alone, and copied heads serve their own queries.
+    // With sequence parallelism every rank sees its own rows alone, and copied heads serve their own
+    // queries.
     bool rows = s->first == &sequence_parallel || s->second == &sequence_parallel;
     if (holders > 1) SAME(param->parts.size > 1, copied_heads || (rows && vector_or_table));
     SAME(param->sharded, !vector_or_table || (is_table(param) && s->first == &vocab_parallel));
 }
 
-// From every rank's place, of more heads than ranks: what the ranks own together is each element once, or once on
-// every replica, and all that stands anywhere is its slice of the whole.
+// From every rank's place, of more heads than ranks: what the ranks own together is each element once, or
+// once on every replica, and all that stands anywhere is its slice of the whole.
 static void techniques_cover_each_weight(void) {
     for (int place_of = 0; place_of < 3 * 4; place_of++)
         for (int kind = 0; kind < SHARDS * 4; kind++) {
@@ -259,7 +261,8 @@ static void techniques_cover_each_weight(void) {
         }
 }
 
-// On these ranks, of fewer heads than ranks: who shares a head is told in messages, so nobody can imagine them.
+// On these ranks, of fewer heads than ranks: who shares a head is told in messages, so nobody can imagine
+// them.
 static void ranks_beyond_the_heads_store_copies(void) {
     Mesh mesh = mesh_new((MeshShape){.tp = n});
     for (int64_t kv = 1; kv < n; kv++)

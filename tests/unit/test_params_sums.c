@@ -1,6 +1,6 @@
-// test_params_sums.c [--ranks N] [PATTERN]: what the gradients of a step need over ranks, in every layout dp x tp of
-// them: sums over copies of a weight, the norm, the search for what is not finite, and each rank's own step. TAP.
-// params.t runs it with 1 to 8 ranks.
+// test_params_sums.c [--ranks N] [PATTERN]: what the gradients of a step need over ranks, in every layout
+// dp x tp of them: sums over copies of a weight, the norm, the search for what is not finite, and each
+// rank's own step. TAP. params.t runs it with 1 to 8 ranks.
 #include <math.h>
 
 #include "params_tables.h"
@@ -8,7 +8,8 @@
 
 // ---- gradients that are parts ----
 
-// What the rank of the spread has found of an element's gradient: whole numbers, whose sums have no rounding.
+// What the rank of the spread has found of an element's gradient: whole numbers, whose sums have no
+// rounding.
 static double found(int rank, int param, int64_t place) {
     return (double)(rng_bits((uint64_t)(100 * rank + param), RNG_TEST, (uint64_t)place) % 201) - 100;
 }

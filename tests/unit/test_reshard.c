@@ -1,8 +1,9 @@
-// test_reshard.c [--ranks N] [PATTERN]: a run that is saved by ranks in one layout goes on in any other, and on one
-// device, as if nobody had interrupted it: the same bits in the same layout, sums in another order in another. TAP.
+// test_reshard.c [--ranks N] [PATTERN]: a run that is saved by ranks in one layout goes on in any other,
+// and on one device, as if nobody had interrupted it: the same bits in the same layout, sums in another
+// order in another. TAP.
 //
-// Every layout trains four steps and saves after two and four. From the second step of each, one device goes on, and
-// every layout from that of one device, of ZeRO-3, and of sequence parallelism.
+// Every layout trains four steps and saves after two and four. From the second step of each, one device
+// goes on, and every layout from that of one device, of ZeRO-3, and of sequence parallelism.
 #include <math.h>
 #include <unistd.h>
 
@@ -63,7 +64,8 @@ static char *folder_of(const Layout *l, int rank) {
     return l->dp ? format_text("%s/%s", folder, l->name) : format_text("%s/%s %d", folder, l->name, rank);
 }
 
-// Two samples a rank in a step, however they are dealt. No number of ranks divides the vocabulary's 257 rows.
+// Two samples a rank in a step, however they are dealt. No number of ranks divides the vocabulary's 257
+// rows.
 static Config config_of(const Layout *l, const char *more) {
     char *text = format_text(
         "layers=2 hidden=48 heads=24 kv-heads=%d ffn=48 vocab=257 seq=12 micro-batch=1 steps=4 lr=3e-3 "
@@ -111,8 +113,8 @@ static Record resumed(const Layout *l, const Config *c, const Layout *from) {
     return record;
 }
 
-// Losses and norms of x's steps are those of y from step `skip` on, and so are the last parameters; within a bound, or to
-// the last bit if it is 0.
+// Losses and norms of x's steps are those of y from step `skip` on, and so are the last parameters; within
+// a bound, or to the last bit if it is 0.
 static void expect_same(const char *what, const Record *x, const Record *y, int64_t skip, double bound) {
     SAME(x->steps, y->steps - skip);
     double worst = 0;

@@ -64,8 +64,8 @@ static double *gradient_of(const Model *m, const Param *p) {
     return host;
 }
 
-// Along a random direction u of one tensor: <dW, u> = (L(W + e u) - L(W - e u)) / 2e. Fourth order (five points), so
-// that the difference quotient is good to about 1e-11 and the bound can be tight.
+// Along a random direction u of one tensor: <dW, u> = (L(W + e u) - L(W - e u)) / 2e. Fourth order (five
+// points), so that the difference quotient is good to about 1e-11 and the bound can be tight.
 static void check_direction(Model *m, Param *p) {
     double *weights = host_alloc(p->count * sizeof *weights), *moved = host_alloc(p->count * sizeof *moved);
     double *grad = gradient_of(m, p), expected = 0, norm = 0;
@@ -140,7 +140,8 @@ static void weight_gradients_may_come_late(void **state) {
         model_backward(plain, &micro);
         micro_batch_free(plain, &micro);
     }
-    // Every unit a stage of its own. The embedding's gradient of a micro-batch adds up from the head's W on.
+    // Every unit a stage of its own. The embedding's gradient of a micro-batch adds up from the head's W
+    // on.
     const Chunk stage[] = {
         {0, 0, true, false}, {0, 1, false, false}, {1, 2, false, false}, {2, 2, false, true}};
     MicroBatch both[2] = {some_batch(late, 0), some_batch(late, 1)};
@@ -209,7 +210,8 @@ static void positions_count_within_each_sample(void **state) {
     model_free(m);
 }
 
-// RoPE: only distances matter. All positions moved by the same amount: the same logits; stretched: other ones.
+// RoPE: only distances matter. All positions moved by the same amount: the same logits; stretched: other
+// ones.
 static void only_position_differences_matter(void **state) {
     (void)state;
     Config c = small_config(false);
@@ -333,8 +335,9 @@ static void sockets_are_called_once_per_unit(void **state) {
         model_forward(m, &micro);
         model_backward(m, &micro);
         micro_batch_free(m, &micro);
-        // Forward needs L + 2 units; backward the head and the blocks: tokens have no gradient, so the embedding's
-        // weight is not read. Tied, the head reads the embedding's weight as well, in both passes.
+        // Forward needs L + 2 units; backward the head and the blocks: tokens have no gradient, so the
+        // embedding's weight is not read. Tied, the head reads the embedding's weight as well, in both
+        // passes.
         assert_int_equal(calls.acquired, 4 + 3 + 2 * tied);
         assert_int_equal(calls.released, calls.acquired);
         assert_int_equal(calls.most_held, 1 + tied);

@@ -1,0 +1,183 @@
+#!/bin/bash
+# pipeline.t: every schedule on ranks of a pipeline, alone and with data parallelism, ZeRO, tensor, sequence and vocabulary
+# parallelism, against one device; real training, checkpoints from one layout to another, schedules from a file, what does not
+# fit, and a rank that dies. TAP.
+# A pattern chooses among the layouts.
+# needs: build/05_pipeline_parallel/schedule build/05_pipeline_parallel/afab build/05_pipeline_parallel/one_f_one_b build/05_pipeline_parallel/interleaved build/05_pipeline_parallel/zero_bubble build/05_pipeline_parallel/zero_bubble_v build/05_pipeline_parallel/zero_bubble_auto build/05_pipeline_parallel/dualpipe build/05_pipeline_parallel/dualpipe_v build/03_tensor_parallel/tensor_parallel build/00_single_gpu/train
+. "$(dirname "$0")/tap.sh"
+export OMP_NUM_THREADS=1
+top=$build
+build=$build/05_pipeline_parallel
+
+# of_class CLASS NAME PROGRAM FLAGS…: passes, and the verdict says so.
+of_class() {
+    local class=$1 name=$2 program=$3
+    shift 3
+    wanted "$name" || return 0
+    run "$build/$program" "$@" && grep -q "^PASS $program: .*($class" "$out"
+    report $? "$name"
+}
+exactly() { of_class 'exact, 0 bits differ;' "$@"; }
+nearly() { of_class reassociated, "$@"; }
+
+# One step is enough where bits are compared; 7 layers are a prime, and few.
+quick="--layers 7 --steps 1"
+# Every schedule on 4 ranks with 8 micro-batches; its row in the page's table is what the program prints.
+row() {
+    awk -v name="$1" '/own clock  /{ own = $(NF - 3) } /^  run /{ run = $2; bubble = $NF } /^  most passes held/{ held = $(NF - 1) }
+        END { print "| " name " | " own " | " run " | " bubble " | " held " |" }' "$out"
+}
+rows=''
+while read -r name class program flags; do
+    $class "$name, p 4, m 8" $program $flags --layers 8 --steps 1 </dev/null
+    [ "$only" = "*" ] && rows=$rows$(row $name)$'\n'
+done <<'SCHEDULES'
+afab exactly afab
+one_f_one_b exactly one_f_one_b
+interleaved exactly interleaved
+zb_h1 exactly zero_bubble
+zb_h2 exactly zero_bubble --schedule zb_h2
+zb_v exactly zero_bubble_v
+zb_auto exactly zero_bubble_auto
+dualpipe nearly dualpipe
+dualpipe_v exactly dualpipe_v
+SCHEDULES
+if [ "$only" = "*" ]; then
+    [ "$(grep -E '^[|] [a-z]' 05_pipeline_parallel/README.md)" = "${rows%$'\n'}" ]
+    report $? "the page's table is what the programs print"
+fi
+
+exactly "afab, p 1" afab --ranks 1 --grad-acc 3 $quick
+exactly "afab, p 2, m 1: the naive pipeline" afab --ranks 2 --grad-acc 1 $quick
+exactly "afab, p 4, m 5" afab --grad-acc 5 $quick
+exactly "1f1b, p 1" one_f_one_b --ranks 1 --grad-acc 2 $quick
+exactly "1f1b, p 2, m 8, as many layers as stages" one_f_one_b --ranks 2 --layers 2 --steps 3
+exactly "1f1b, p 3, m 2" one_f_one_b --ranks 3 --grad-acc 2 $quick
+exactly "1f1b, p 4, m 1" one_f_one_b --grad-acc 1 $quick
+exactly "1f1b, p 4, m 16" one_f_one_b --grad-acc 16 $quick
+exactly "1f1b, p 6, m 6, 11 layers" one_f_one_b --ranks 6 --grad-acc 6 --layers 11 --steps 1
+exactly "1f1b, p 8, m 7, ends without a layer" one_f_one_b --ranks 8 --grad-acc 7 --stage-layers 0,2,1,1,1,1,1,0 $quick
+exactly "interleaved, p 1, v 3" interleaved --ranks 1 --chunks 3 --grad-acc 2 $quick
+exactly "interleaved, p 2, v 1, m 3" interleaved --ranks 2 --chunks 1 --grad-acc 3 $quick
+exactly "interleaved, p 2, v 3, m 4" interleaved --ranks 2 --chunks 3 --grad-acc 4 $quick
+exactly "interleaved, p 3, v 2, m 4, which 3 does not divide" interleaved --ranks 3 --grad-acc 4 $quick
+exactly "interleaved, p 4, v 3, m 3, 13 layers" interleaved --chunks 3 --grad-acc 3 --layers 13 --steps 1
+exactly "zb_h1, p 2, m 2" zero_bubble --ranks 2 --grad-acc 2 $quick
+exactly "zb_h1, p 4, m 3" zero_bubble --grad-acc 3 $quick
+exactly "zb_h2, p 3, m 1" zero_bubble --schedule zb_h2 --ranks 3 --grad-acc 1 $quick
+exactly "zb_v, p 1" zero_bubble_v --ranks 1 --grad-acc 2 $quick
+exactly "zb_v, p 3, m 6" zero_bubble_v --ranks 3 --grad-acc 6 $quick
+exactly "zb_v, p 4, m 5, 11 layers" zero_bubble_v --grad-acc 5 --layers 11 --steps 1
+exactly "zb_auto, p 4, m 4" zero_bubble_auto --grad-acc 4 $quick
+nearly "dualpipe, p 2, m 4" dualpipe --ranks 2 --grad-acc 4 $quick
+nearly "dualpipe, p 4, m 5" dualpipe --grad-acc 5 $quick
+nearly "dualpipe, p 6, m 3" dualpipe --ranks 6 --grad-acc 3 $quick
+exactly "dualpipe_v, p 3, m 6" dualpipe_v --ranks 3 --grad-acc 6 $quick
+exactly "dualpipe_v, p 4, m 1, 11 layers" dualpipe_v --grad-acc 1 --layers 11 --steps 1
+
+exactly "1f1b, AdamW" one_f_one_b --ranks 2 --grad-acc 2 --optimizer adamw --lr 0.001 $quick
+exactly "zb_v, full" zero_bubble_v --ranks 2 --grad-acc 2 --recompute full $quick
+exactly "zb_h1, selective" zero_bubble --ranks 3 --grad-acc 3 --recompute selective $quick
+exactly "interleaved, f32" interleaved --ranks 2 --grad-acc 2 --dtype f32 $quick
+exactly "zb_h1, bf16" zero_bubble --ranks 2 --grad-acc 2 --dtype bf16 $quick
+nearly "1f1b, tied" one_f_one_b --ranks 3 --grad-acc 3 --tied $quick
+nearly "zb_v, tied, both ends on one rank" zero_bubble_v --ranks 2 --grad-acc 2 --tied $quick
+nearly "interleaved, tied, all stages on one rank" interleaved --ranks 1 --grad-acc 3 --tied $quick
+exactly "1f1b, tied, one stage" one_f_one_b --ranks 1 --grad-acc 3 --tied $quick
+nearly "dualpipe, tied, AdamW" dualpipe --grad-acc 4 --tied --optimizer adamw --lr 0.001 $quick
+
+few="--layers 5 --steps 1 --grad-acc 2"
+nearly "afab, pp 2, dp 2" afab --pp 2 $few
+nearly "1f1b, pp 4, dp 2, zero 1" one_f_one_b --ranks 8 --pp 4 --zero 1 --layers 5 --steps 2
+nearly "1f1b, pp 2, dp 2, zero 2" one_f_one_b --pp 2 --zero 2 $few
+nearly "1f1b, pp 2, dp 3, zero 1, tied, AdamW" one_f_one_b --ranks 6 --pp 2 --zero 1 --tied --optimizer adamw --lr 0.001 $few
+nearly "1f1b, pp 2, tp 2" one_f_one_b --pp 2 --tp 2 $few
+nearly "1f1b, pp 2, tp 2, dp 2, sp, vocab, zero 1" one_f_one_b --ranks 8 --pp 2 --tp 2 --sp --vocab-parallel --zero 1 $few
+nearly "interleaved, pp 2, dp 2, zero 1" interleaved --pp 2 --zero 1 $few
+nearly "interleaved, pp 2, dp 2, zero 2, v 3" interleaved --pp 2 --zero 2 --chunks 3 --layers 7 --steps 2 --grad-acc 3
+nearly "interleaved, pp 2, tp 2, sp, full" interleaved --pp 2 --tp 2 --sp --recompute full $few
+nearly "zb_h1, pp 2, dp 2" zero_bubble --pp 2 $few
+nearly "zb_h1, pp 2, dp 2, zero 2, full" zero_bubble --pp 2 --zero 2 --recompute full $few
+nearly "zb_h1, pp 2, tp 2, sp, vocab, tied" zero_bubble --pp 2 --tp 2 --sp --vocab-parallel --tied $few
+nearly "zb_h2, pp 4, tp 2, selective" zero_bubble --schedule zb_h2 --ranks 8 --pp 4 --tp 2 --recompute selective $few
+nearly "zb_v, pp 2, dp 2, zero 1" zero_bubble_v --pp 2 --zero 1 $few
+nearly "zb_v, pp 2, dp 2, zero 2, tied" zero_bubble_v --pp 2 --zero 2 --tied $few
+nearly "zb_v, pp 2, tp 2, vocab" zero_bubble_v --pp 2 --tp 2 --vocab-parallel $few
+nearly "zb_v, pp 2, tp 3, sp, uneven rows" zero_bubble_v --ranks 6 --pp 2 --tp 3 --kv-heads 3 --ffn 39 --sp $few
+nearly "zb_auto, pp 2, dp 2, zero 1" zero_bubble_auto --pp 2 --zero 1 $few
+nearly "zb_auto, pp 2, tp 2, sp, selective" zero_bubble_auto --pp 2 --tp 2 --sp --recompute selective $few
+nearly "dualpipe, pp 2, dp 2, one direction has nothing to do" dualpipe --pp 2 --layers 5 --steps 2 --grad-acc 1
+nearly "dualpipe, pp 2, dp 2, zero 1" dualpipe --pp 2 --zero 1 $few
+nearly "dualpipe, pp 2, dp 2, zero 2, one direction has nothing to do" dualpipe --pp 2 --zero 2 --layers 5 --steps 2 --grad-acc 1
+nearly "dualpipe, pp 4, tp 2, sp, full" dualpipe --ranks 8 --pp 4 --tp 2 --sp --recompute full $few
+nearly "dualpipe, pp 2, tp 2, vocab, tied" dualpipe --pp 2 --tp 2 --vocab-parallel --tied $few
+nearly "dualpipe_v, pp 2, dp 2, zero 1" dualpipe_v --pp 2 --zero 1 $few
+nearly "dualpipe_v, pp 2, dp 2, zero 2, selective" dualpipe_v --pp 2 --zero 2 --recompute selective $few
+nearly "dualpipe_v, pp 2, tp 2, dp 2, sp, zero 2" dualpipe_v --ranks 8 --pp 2 --tp 2 --sp --zero 2 $few
+nearly "without a pipeline, zero 3, dp 2" one_f_one_b --ranks 2 --pp 1 --zero 3 $few
+
+shape="--layers 5 --hidden 24 --heads 6 --kv-heads 2 --ffn 40 --vocab 256"
+rest="--seq 15 --micro-batch 2 --dtype f64 --optimizer adamw --lr 0.001 --clip 0.5"
+if wanted "resumed"; then
+    run "$build/one_f_one_b" $shape $rest --grad-acc 2 --ranks 4 --pp 2 --zero 1 --steps 2 --save "$work/two" &&
+        run "$build/zero_bubble_v" --resume "$work/two" $rest --grad-acc 4 --ranks 2 --steps 3 --save "$work/folded" &&
+        run "$build/dualpipe" --resume "$work/folded" $rest --grad-acc 4 --steps 4 --save "$work/four" &&
+        run "$top/03_tensor_parallel/tensor_parallel" --resume "$work/four" $rest --grad-acc 4 --ranks 2 --steps 5 --save "$work/tp" &&
+        run "$top/00_single_gpu/train" --resume "$work/tp" $rest --grad-acc 4 --steps 6 --sample 0 --save "$work/one" &&
+        run "$build/interleaved" --resume "$work/one" $rest --grad-acc 4 --ranks 2 --steps 7
+    report $? "resumed from pp 2 x dp 2 folded on 2 ranks, on DualPipe's 4, by tensor parallelism, on one device and interleaved"
+fi
+
+# Real training: the losses, the held-out losses and the text are those of one device.
+shown() { grep -aE '^step [0-9]+ +held-out' "$out"; grep -a -A 1 '^sample' "$out"; }
+real="--grad-acc 4 --steps 4 --eval-every 2 --sample 20"
+if wanted "trains"; then
+    run "$top/00_single_gpu/train" $shape $rest $real && shown >"$work/alone" && [ "$(wc -l <"$work/alone")" -ge 4 ]
+    report $? "trains on one device"
+fi
+for program in one_f_one_b interleaved zero_bubble_v dualpipe; do
+    wanted "trains" || continue
+    run "$build/$program" --no-check $shape $rest $real --ranks 2 && shown >"$work/ranks" && cmp -s "$work/alone" "$work/ranks"
+    report $? "trains, evaluates and generates as one device: $program"
+done
+
+# A schedule that another program has written, and files that are none or are none for this run.
+dump() { "$build/schedule" --dump "${@:2}" >"$work/$1.txt" 2>/dev/null; }
+dump wide --schedule interleaved --stages 2 --micro-batches 4 --group 4
+dump dual --schedule dualpipe --stages 2 --micro-batches 4
+dump split --schedule one_f_one_b --split --stages 2 --micro-batches 4
+loads="--ranks 2 --grad-acc 4 $quick --load"
+exactly "loaded: interleaved, breadth-first" one_f_one_b $loads "$work/wide.txt"
+exactly "loaded: 1F1B with B and W apart" afab $loads "$work/split.txt"
+nearly "loaded: dualpipe" one_f_one_b $loads "$work/dual.txt"
+sed 's/BW0.0.0/BX0.0.0/' "$work/wide.txt" >"$work/bad.txt"
+sed 's/W0.3.0//' "$work/split.txt" >"$work/unsound.txt"
+refused "--load $work/none.txt cannot be read: No such file or directory" one_f_one_b $loads "$work/none.txt"
+refused "--load $work/bad.txt: line " one_f_one_b $loads "$work/bad.txt"
+refused "no W is left at the end" one_f_one_b $loads "$work/unsound.txt"
+refused "is for --pp 2 and --grad-acc 4, and this run has 2 and 3" one_f_one_b --ranks 2 --grad-acc 3 --load "$work/wide.txt"
+refused "is for --pp 2 and --grad-acc 4, and this run has 4 and 4" one_f_one_b --grad-acc 4 --load "$work/wide.txt"
+
+refused "stage 2 of 4 would have no layer; --layers 4 or more would fit" one_f_one_b --layers 2
+refused "--stage-layers 5,0,2,2: stage 1 of 4 would have no layer" one_f_one_b --stage-layers 5,0,2,2
+refused "--stage-layers 3,3,3,1 add up to 10 layers, and the model has 9" one_f_one_b --stage-layers 3,3,3,1
+refused "--stage-layers 3,3,3: 4 numbers of layers are needed" one_f_one_b --stage-layers 3,3,3
+refused "--stage-layers 3,3,x,3: 4 numbers of layers are needed" one_f_one_b --stage-layers 3,3,x,3
+refused "--zero 3 would gather a stage's weights for every micro-batch of --pp 2" one_f_one_b --pp 2 --zero 3
+refused "--schedule dualpipe needs an even --pp" dualpipe --ranks 3
+refused "--pp 9 x --chunks 64 is more than 512 stages: --chunks 56 would fit" interleaved --ranks 9 --chunks 64
+refused "--pp 3 does not divide the 4 ranks" one_f_one_b --pp 3
+refused "--tp 3 does not divide" one_f_one_b --ranks 6 --pp 2 --tp 3
+
+# A rank that dies in a step ends all.
+if wanted "a rank is killed"; then
+    "$build/zero_bubble" --no-check --steps 1000000 --eval-every 0 --sample 0 >"$out" 2>"$err" &
+    launcher=$!
+    for i in $(seq 100); do grep -q 'step 3/' "$out" && break; sleep 0.1; done
+    kill -9 $(cat /proc/$launcher/task/*/children | awk '{ print $NF }')
+    wait $launcher 2>/dev/null
+    status=$?
+    [ $status != 0 ] && [ "$(grep -c . "$err")" = 1 ] && grep -q 'rank [0-3] has died' "$err" && ! grep -q '^PASS' "$out"
+    report $? "a rank is killed: $(head -n 1 "$err")"
+fi
+finish
