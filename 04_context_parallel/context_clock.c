@@ -235,7 +235,11 @@ static StepCost whole_step(Mesh mesh, ContextMethod method, int cp) {
 }
 
 static void step_row(Mesh mesh, const char *name, ContextMethod method, int cp, double *ring, bool within) {
+    clock_push(name);
     StepCost cost = whole_step(mesh, method, cp);
+    clock_pop();
+    // The picture has a row for each method: of four layers, across nodes if they lie apart.
+    if (cp > 1 && clock_node(mesh.cp.size - 1) > 0) timeline_keep(name);
     double seconds = comm_max(cost.step_seconds, mesh.world);
     double most = comm_max((double)cost.memory.peak_total, mesh.world);
     if (!*ring) *ring = seconds;
@@ -255,6 +259,9 @@ static void compare_steps(Mesh mesh) {
     int n = mesh.cp.size;
     say("  %-16s %10s %9s %12s %14s %14s\n", "", "step, s", "of ring", "exposed, s", "activations",
         "memory");
+    char *title = format_text("Four layers of Llama 3 8B, s = 131,072, cp %d, one GPU per node: rank 0", n);
+    timeline_title(title);
+    free(title);
     double ring = 0;
     for (ContextMethod method = 0; method < CONTEXT_METHODS; method++)
         if (fits(mesh, method)) step_row(mesh, context_method_name[method], method, n, &ring, true);
