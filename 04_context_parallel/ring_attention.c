@@ -243,6 +243,7 @@ static void error_of_16_bits(const Config *config) {
     Mesh ring = mesh_new((MeshShape){.cp = comm_ranks()});
     Config c = *config;
     c.dp = c.tp = 1;
+    config_set(&c, "context", CONTEXT_RING);
     config_set(&c, "layout", 1);
     config_set(&c, "documents", -1);
     Config alone = c;
