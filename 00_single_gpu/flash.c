@@ -10,8 +10,8 @@
 //
 // Kept per block: lse, n a numbers in f32, in place of probs, n a s in storage. In 16-bit storage o, dq, dk
 // and dv gather in f32 besides, while they are computed. Selective recomputation finds no scores to drop:
-// it drops lse, and repeats forward. With --documents TOKEN a token sees its own document alone. Bytes
-// sent: none. This file has no main: build/00_single_gpu/train --attention flash.
+// it drops lse, and repeats forward. With --documents TOKEN a token sees its own document alone.
+// Bytes sent: none. This file has no main: build/00_single_gpu/train --attention flash.
 #include "flash.h"
 
 #include <math.h>
@@ -26,8 +26,7 @@ AttentionHeads flash_heads(AttentionShape s) { return (AttentionHeads){s.heads, 
 
 Tensor flash_sum(Tensor t) {
     DType dtype = flash_sum_dtype(t.dtype);
-    Tensor sum =
-        t.dtype == dtype ? tensor_share(t) : tensor_new(MEMORY_ACTIVATION, dtype, t.dims, t.shape);
+    Tensor sum = t.dtype == dtype ? tensor_share(t) : tensor_new(MEMORY_ACTIVATION, dtype, t.dims, t.shape);
     op_fill(sum, 0);
     return sum;
 }

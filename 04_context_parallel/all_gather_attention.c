@@ -1,23 +1,23 @@
-// all_gather_attention.c: all keys and values at once. Playbook: "Zig-Zag Ring Attention", the first of its two
-// ways to overlap; Llama 3 (Grattafiori et al. 2024, section 3.3.2).
+// all_gather_attention.c: all keys and values at once. Playbook: "Zig-Zag Ring Attention", the first of its
+// two ways to overlap; Llama 3 (Grattafiori et al. 2024, section 3.3.2).
 //
-// Against ring_attention.c: before attention one all-gather brings every rank the keys and values of all; there
-// are no hops to wait for, any mask can be computed at once, and with grouped-query heads K/V are few bytes
-// beside what attention computes. The price is memory: all N chunks instead of two.
+// Against ring_attention.c: before attention one all-gather brings every rank the keys and values of all;
+// there are no hops to wait for, any mask can be computed at once, and with grouped-query heads K/V are few
+// bytes beside what attention computes. The price is memory: all N chunks instead of two.
 //
 //     forward     all-gather K, V (e);  o = attention of own queries over all keys
-//     backward    all-gather K, V (e);  dQ;  partial dK, dV of all tokens (f32);  reduce-scatter of these (f32)
+//     backward    all-gather K, V (e);  dQ;  dK, dV of all tokens, partial (f32);  reduce-scatter these
 //
 // dK and dV are partial: each rank has found what its own queries say of all keys. Tokens are zig-zag.
 //
 // Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements: forward (N - 1) C e, backward
 // (N - 1) C (e + 4) (f64: e + 8): the ring's, in 2 and 4 calls that nothing hides.
 // Memory per rank: N chunks of K/V, 2 of the ring's; in backward N of dK/dV in f32.
-// Run: build/04_context_parallel/all_gather_attention     (--ranks 8, --layout contiguous, --documents 10 …)
+// Run: build/04_context_parallel/all_gather_attention   (--ranks 8, --layout contiguous, --tp 2 …)
 // Last line: PASS all_gather_attention: ranks that gather all keys make the step of one device …
-#include "context_parallel.h"
-
 #include <stdlib.h>
+
+#include "context_parallel.h"
 
 // ---- the technique ----
 
@@ -35,7 +35,8 @@ static void gather(const ContextParallel *c, int64_t b, Tensor *all_k, Tensor *a
     int64_t columns = tensor_columns(k), *counts = part_counts(c, b, columns);
     *all_k = tensor_new(MEMORY_COMMUNICATION, k.dtype, SHAPE(all_rows(c, b), columns));
     *all_v = tensor_like(MEMORY_COMMUNICATION, *all_k);
-    Request *both[] = {comm_all_gather(*all_k, k, counts, c->cp), comm_all_gather(*all_v, v, counts, c->cp)};
+    Request *both[] = {comm_all_gather(*all_k, k, counts, c->cp),
+                       comm_all_gather(*all_v, v, counts, c->cp)};
     comm_wait_all(both, 2);
     free(counts);
 }
@@ -44,7 +45,8 @@ static void gather_forward(void *context, const MicroBatch *micro, Tensor o, Att
                            Tensor k, Tensor v, AttentionShape shape) {
     ContextParallel *c = context;
     context_masks(c, micro);
-    Tensor sum = flash_sum(o), lse = flash_new_lse(kept, q.dtype, tensor_rows(q), shape.heads), all_k, all_v;
+    Tensor sum = flash_sum(o), lse = flash_new_lse(kept, q.dtype, tensor_rows(q), shape.heads), all_k,
+           all_v;
     gather(c, micro->b, &all_k, &all_v, k, v);
     int64_t first = 0;
     for (int i = 0; i < c->cp.size; i++) {
@@ -59,11 +61,13 @@ static void gather_forward(void *context, const MicroBatch *micro, Tensor o, Att
     flash_round(o, &sum);
 }
 
-// Of what each rank has found for all tokens, this rank's tokens get their sum, rounded once. Ends `partial`.
+// Of what each rank has found for all tokens, this rank's tokens get their sum, rounded once. Ends
+// `partial`.
 static void scatter(const ContextParallel *c, int64_t b, Tensor dk, Tensor *partial) {
     int64_t *counts = part_counts(c, b, tensor_columns(dk));
-    Tensor own = partial->dtype == dk.dtype ? tensor_share(dk)
-                                            : tensor_new(MEMORY_ACTIVATION, partial->dtype, dk.dims, dk.shape);
+    Tensor own = partial->dtype == dk.dtype
+                     ? tensor_share(dk)
+                     : tensor_new(MEMORY_ACTIVATION, partial->dtype, dk.dims, dk.shape);
     comm_wait(comm_reduce_scatter(own, *partial, counts, REDUCE_SUM, c->cp));
     tensor_free(partial);
     flash_round(dk, &own);
@@ -71,8 +75,8 @@ static void scatter(const ContextParallel *c, int64_t b, Tensor dk, Tensor *part
 }
 
 //   forward: o, lse = merge over chunks of softmax(q k^T / sqrt(d)) v
-static void gather_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv, Tensor d_o,
-                            AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o,
+static void gather_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv,
+                            Tensor d_o, AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o,
                             AttentionShape shape) {
     ContextParallel *c = context;
     context_masks(c, micro);
@@ -91,8 +95,8 @@ static void gather_backward(void *context, const MicroBatch *micro, Tensor dq, T
         if (c->mask[i].pairs > 0)
             op_attention_chunk_backward(sum_dq, tensor_rows_of(all_dk, first, rows),
                                         tensor_rows_of(all_dv, first, rows), d_o, q,
-                                        tensor_rows_of(all_k, first, rows), tensor_rows_of(all_v, first, rows),
-                                        lse, dots, &c->mask[i], heads);
+                                        tensor_rows_of(all_k, first, rows),
+                                        tensor_rows_of(all_v, first, rows), lse, dots, &c->mask[i], heads);
         first += rows;
     }
     tensor_free(&all_k);

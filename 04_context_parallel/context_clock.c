@@ -1,10 +1,11 @@
-// context_clock.c: the four methods on the model clock. Playbook: "Zig-Zag Ring Attention", its two ways to overlap.
+// context_clock.c: the four methods on the model clock. Playbook: "Zig-Zag Ring Attention", its two ways to
+// overlap.
 //
 // Attention of one layer of Llama 3 8B alone, forward and backward, on the ranks at hand:
 //
 //     plain ring   hop h lasts as long as its slowest rank: m^2 / 2 score entries, then N - 1 times m^2
 //     zig-zag      m^2 / 2 in each of N hops: 2 - 1/N times faster
-//     hides from   2 m kv d e / B + latency  <=  2 m^2 a d / F          m tokens a rank, B bytes/s, F FLOP/s
+//     hides from   2 m kv d e / B + latency  <=  2 m^2 a d / F          m tokens a rank, B byte/s, F FLOP/s
 //                  m = kv e F / (a B), and more for the latency
 //
 // and whole steps of the model, with ZeRO-3 over dp x cp and full recomputation. This file has no main:
@@ -61,8 +62,7 @@ static void run_attention(const Model *m, MicroBatch *micro, ContextCost *cost) 
         memory_reset_peak();
         int64_t before = memory_account().now[MEMORY_COMMUNICATION];  // the transport's own
         double start = clock_model_now();
-        if (pass == FORWARD)
-            on->attention.forward(on->attention.context, micro, o, &kept, q, k, v, shape);
+        if (pass == FORWARD) on->attention.forward(on->attention.context, micro, o, &kept, q, k, v, shape);
         else
             on->attention.backward(on->attention.context, micro, dq, dk, dv, d_o, &kept, q, k, v, o, shape);
         cost->seconds[pass] = clock_model_now() - start;
@@ -104,7 +104,9 @@ void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula
     Config c = llama(method, 1, 1024 * cp, cp);
     ContextSizes sizes = {cp, 1024, 32, 8, cp > 8 ? cp : 8, 128, 2, 4};
     ContextCost predicted = formula(&sizes), measured = context_attention_cost(ring, &c);
-    say("\nAttention of one layer of Llama 3 8B, 1,024 tokens on each of %d ranks, by the formulas of the file:\n", cp);
+    say("\nAttention of one layer of Llama 3 8B, 1,024 tokens on each of %d ranks, by the formulas of the "
+        "file:\n",
+        cp);
     for (Pass pass = FORWARD; pass <= BACKWARD; pass++) {
         char *sent = format_text("sent by a rank, %s", passes[pass]);
         char *held = format_text("K/V in flight and received, %s", passes[pass]);
@@ -151,10 +153,9 @@ static void where_the_ring_hides(Mesh mesh, const Config *config) {
     say("\nTokens a rank from which a zig-zag ring's forward hides its hops, %d ranks:\n", mesh.cp.size);
     say("  %-22s %10s %22s %12s\n", "", "formula", "clock, memory is free", "model clock");
     for (int apart = 0; apart < 2; apart++) {
-        double formula = apart ? tokens_by_formula(machine, machine->network_bytes_per_second,
-                                                   machine->network_latency)
-                               : tokens_by_formula(machine, machine->node_bytes_per_second,
-                                                   machine->node_latency);
+        double formula =
+            apart ? tokens_by_formula(machine, machine->network_bytes_per_second, machine->network_latency)
+                  : tokens_by_formula(machine, machine->node_bytes_per_second, machine->node_latency);
         clock_set_cluster(apart ? 1 : mesh.cp.size, 1, 1);
         clock_set_machine(&free_memory);
         int64_t ideal = tokens_by_clock(mesh);
@@ -178,27 +179,30 @@ static void attention_row(Mesh mesh, ContextMethod method, double *ring) {
     double seconds = both(&cost, mesh), most = comm_max(cost.computing, mesh.world),
            least = least_of(cost.computing, mesh.world);
     double exposed = comm_max(cost.exposed[FORWARD] + cost.exposed[BACKWARD], mesh.world);
-    double held = comm_max(cost.held[FORWARD], mesh.world), back = comm_max(cost.held[BACKWARD], mesh.world);
+    double held = comm_max(cost.held[FORWARD], mesh.world),
+           back = comm_max(cost.held[BACKWARD], mesh.world);
     if (method == CONTEXT_RING) *ring = seconds;
     char held_text[32];
     snprintf(held_text, sizeof held_text, "%s", bytes_text(held));
-    say("  %-12s %10.3f %8.2fx %10.3f %10.3f %12.3f %12s %12s\n", context_method_name[method], 1e3 * seconds,
-        *ring / seconds, 1e3 * most, 1e3 * least, 1e3 * exposed, held_text, bytes_text(back));
+    say("  %-12s %10.3f %8.2fx %10.3f %10.3f %12.3f %12s %12s\n", context_method_name[method],
+        1e3 * seconds, *ring / seconds, 1e3 * most, 1e3 * least, 1e3 * exposed, held_text,
+        bytes_text(back));
     report_number(context_method_name[method], "attention of a layer, model clock", seconds, "s");
     if (method == CONTEXT_ZIGZAG && mesh.cp.size >= 4) {
         double limit = 2 - 1.0 / mesh.cp.size;
         report_that(*ring / seconds >= 1.6, "zig-zag is %.3f times faster than the ring, and not 1.6",
                     *ring / seconds);
-        report_that(*ring / seconds <= limit + 0.01, "zig-zag is %.3f times faster than the ring: beyond %.3f",
-                    *ring / seconds, limit);
+        report_that(*ring / seconds <= limit + 0.01,
+                    "zig-zag is %.3f times faster than the ring: beyond %.3f", *ring / seconds, limit);
     }
     if (method == CONTEXT_ZIGZAG)
-        report_that(most <= 1.001 * least, "zig-zag: the busiest rank computes %.6f s, the idlest %.6f s", most,
-                    least);
+        report_that(most <= 1.001 * least, "zig-zag: the busiest rank computes %.6f s, the idlest %.6f s",
+                    most, least);
 }
 
 static bool fits(Mesh mesh, ContextMethod method) {
-    return method != CONTEXT_ULYSSES || (32 % mesh.cp.size == 0 && (8 % mesh.cp.size == 0 || mesh.cp.size % 8 == 0));
+    return method != CONTEXT_ULYSSES ||
+           (32 % mesh.cp.size == 0 && (8 % mesh.cp.size == 0 || mesh.cp.size % 8 == 0));
 }
 
 static void compare_attention(Mesh mesh) {
@@ -224,13 +228,18 @@ static StepCost whole_step(Mesh mesh, ContextMethod method, int cp) {
     StepCost two = step_cost(mesh, method, 2, cp), four = step_cost(mesh, method, 4, cp);
     four.step_seconds += 14 * (four.step_seconds - two.step_seconds);
     four.comm.exposed_seconds += 14 * (four.comm.exposed_seconds - two.comm.exposed_seconds);
-    four.memory.peak[MEMORY_ACTIVATION] += 14 * (four.memory.peak[MEMORY_ACTIVATION] - two.memory.peak[MEMORY_ACTIVATION]);
+    four.memory.peak[MEMORY_ACTIVATION] +=
+        14 * (four.memory.peak[MEMORY_ACTIVATION] - two.memory.peak[MEMORY_ACTIVATION]);
     four.memory.peak_total += 14 * (four.memory.peak_total - two.memory.peak_total);
     return four;
 }
 
 static void step_row(Mesh mesh, const char *name, ContextMethod method, int cp, double *ring, bool within) {
+    clock_push(name);
     StepCost cost = whole_step(mesh, method, cp);
+    clock_pop();
+    // The picture has a row for each method: of four layers, across nodes if they lie apart.
+    if (cp > 1 && clock_node(mesh.cp.size - 1) > 0) timeline_keep(name);
     double seconds = comm_max(cost.step_seconds, mesh.world);
     double most = comm_max((double)cost.memory.peak_total, mesh.world);
     if (!*ring) *ring = seconds;
@@ -248,7 +257,11 @@ static void step_row(Mesh mesh, const char *name, ContextMethod method, int cp, 
 
 static void compare_steps(Mesh mesh) {
     int n = mesh.cp.size;
-    say("  %-16s %10s %9s %12s %14s %14s\n", "", "step, s", "of ring", "exposed, s", "activations", "memory");
+    say("  %-16s %10s %9s %12s %14s %14s\n", "", "step, s", "of ring", "exposed, s", "activations",
+        "memory");
+    char *title = format_text("Four layers of Llama 3 8B, s = 131,072, cp %d, one GPU per node: rank 0", n);
+    timeline_title(title);
+    free(title);
     double ring = 0;
     for (ContextMethod method = 0; method < CONTEXT_METHODS; method++)
         if (fits(mesh, method)) step_row(mesh, context_method_name[method], method, n, &ring, true);

@@ -1,9 +1,10 @@
-// context_masks.c: who computes which block of the scores, in which hop of the ring. Playbook: the two masks of
-// "Zig-Zag Ring Attention – A Balanced Compute Implementation".
+// context_masks.c: who computes which block of the scores, in which hop of the ring. Playbook: the two
+// masks of "Zig-Zag Ring Attention – A Balanced Compute Implementation".
 //
-// A row is a chunk of queries, a column a chunk of keys, 2 N of each, in the order of the sequence. The figure is the
-// hop in which the rank at the left computes that block: the keys come from rank r - h. What counts is how many
-// figures of one kind stand in each rank's rows: a hop lasts as long as its busiest rank.
+// A row is a chunk of queries, a column a chunk of keys, 2 N of each, in the order of the sequence. The
+// figure is the hop in which the rank at the left computes that block: the keys come from rank r - h. What
+// counts is how many figures of one kind stand in each rank's rows: a hop lasts as long as its busiest
+// rank.
 //
 // Bytes sent: none. This file has no main: zigzag_ring_attention.c shows it.
 #include <stdlib.h>
@@ -31,7 +32,8 @@ static void picture_line(const int *owner, int cp, int row, char *line, size_t r
     int used = snprintf(line, room, "rank %-2d ", owner[row]);
     for (int column = 0; column < 2 * cp; column++)
         if (column <= row)
-            used += snprintf(line + used, room - (size_t)used, "%2d", hop_of(cp, owner[row], owner[column]));
+            used +=
+                snprintf(line + used, room - (size_t)used, "%2d", hop_of(cp, owner[row], owner[column]));
         else used += snprintf(line + used, room - (size_t)used, " .");
 }
 
@@ -41,7 +43,8 @@ void context_print_masks(int cp) {
     int contiguous[2 * MOST], zigzag[2 * MOST];
     owners_of(&sequence_contiguous, cp, contiguous);
     owners_of(&sequence_zigzag, cp, zigzag);
-    say("\nWhich hop computes a block of scores (rows: queries, columns: keys, %d chunks of each):\n", 2 * cp);
+    say("\nWhich hop computes a block of scores (rows: queries, columns: keys, %d chunks of each):\n",
+        2 * cp);
     say("  %-*s   %s", 8 + 4 * cp, "contiguous", "zig-zag");
     for (int row = 0; row < 2 * cp; row++) {
         char left[128], right[128];
@@ -59,7 +62,8 @@ void context_balance(Mesh mesh, const Config *config) {
     config_set(&c, "context", CONTEXT_RING);
     config_set(&c, "documents", -1);
     say("\nScore entries of a head, s = %ld on %d ranks:\n", c.seq, cp);
-    say("  %-12s %14s %14s %10s %24s\n", "", "busiest rank", "idlest rank", "ratio", "slowest ranks, all hops");
+    say("  %-12s %14s %14s %10s %24s\n", "", "busiest rank", "idlest rank", "ratio",
+        "slowest ranks, all hops");
     for (int i = 0; i < 3; i++) {
         config_set(&c, "layout", i + 1);
         ContextCost cost = context_attention_cost(mesh, &c);
@@ -67,14 +71,16 @@ void context_balance(Mesh mesh, const Config *config) {
         double counted = cost.entries / (double)c.micro_batch;
         double most = comm_max(counted, mesh.cp), least = -comm_max(-counted, mesh.cp), slowest = 0;
         for (int h = 0; h < cp; h++)
-            slowest += comm_max(layout[i]->pairs(c.seq, cp, mesh.cp.rank, hop_owner(cp, mesh.cp.rank, h)), mesh.cp);
+            slowest += comm_max(layout[i]->pairs(c.seq, cp, mesh.cp.rank, hop_owner(cp, mesh.cp.rank, h)),
+                                mesh.cp);
         say("  %-12s %14.0f %14.0f %10.2f %24.0f\n", layout[i]->name, most, least, most / least, slowest);
         char *name = format_text("entries, %s, all ranks", layout[i]->name);
         report_equal(name, comm_sum(predicted, mesh.world), comm_sum(counted, mesh.world), "");
         free(name);
         report_that(comm_max(predicted != counted, mesh.world) == 0, "%s: a rank computes other entries",
                     layout[i]->name);
-        // Where 2 cp does not divide s, a rank may have a token more, and a chunk's block that is a row longer.
+        // Where 2 cp does not divide s, a rank may have a token more, and a chunk's block that is a row
+        // longer.
         double chunk = (double)((c.seq + 2 * cp - 1) / (2 * cp)), bound = chunk * chunk + (double)c.seq;
         if (c.seq % (2 * cp) == 0) bound = 0;
         report_that(layout[i] != &sequence_zigzag || most - least <= bound,

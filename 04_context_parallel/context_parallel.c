@@ -6,14 +6,14 @@
 // to a query's own:
 //
 //                  who has which tokens   what is sent in attention                 keys and values held
-//     ring         contiguous             K/V hop to the next rank, N - 1 times      2 chunks besides one's own
+//     ring         contiguous             K/V hop to the next rank, N - 1 times      2 chunks and one's own
 //     zigzag       zig-zag                the same                                   the same
 //     all-gather   zig-zag                all K/V at once                            all N chunks
-//     ulysses      contiguous             Q, K, V from tokens to heads, o back       all chunks, an N-th of the heads
+//     ulysses      contiguous             Q, K, V from tokens to heads, o back       all, 1 / N of heads
 //
 // All four compute by the operation of flash attention, one chunk of keys after another, so that no scores
-// are stored. Weights are the same on all ranks of cp and dp, and gradients add up over both: a rank's loss is
-// a sum over its own labels, divided by the labels of all.
+// are stored. Weights are the same on all ranks of cp and dp, and gradients add up over both: a rank's loss
+// is a sum over its own labels, divided by the labels of all.
 //
 // Kept per rank: what 00_single_gpu keeps for its tokens alone, lse in place of probs.
 // Bytes sent: the methods'. This file has no main.
@@ -36,18 +36,27 @@ const Option context_layout_options[CONTEXT_LAYOUT_OPTIONS] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
      "what --dp x --cp share out: optimizer state, gradients, weights", false}};
 
-const Technique *const context_layouts[] = {
-    &ddp_no_sync,       &zero1,          &zero2,          &zero3,
-    &tensor_parallel,   &sequence_parallel, &vocab_parallel, &ring_attention,
-    &zigzag_ring_attention, &all_gather_attention, &ulysses, &recompute,
-    NULL};
+const Technique *const context_layouts[] = {&ddp_no_sync,
+                                            &zero1,
+                                            &zero2,
+                                            &zero3,
+                                            &tensor_parallel,
+                                            &sequence_parallel,
+                                            &vocab_parallel,
+                                            &ring_attention,
+                                            &zigzag_ring_attention,
+                                            &all_gather_attention,
+                                            &ulysses,
+                                            &recompute,
+                                            NULL};
 
 bool context_on(const Config *config, ContextMethod method) {
     return config_number(config, "context") == method;
 }
 
 const SequenceLayout *context_layout(const Config *config) {
-    const SequenceLayout *const layouts[] = {NULL, &sequence_contiguous, &sequence_zigzag, &sequence_striped};
+    const SequenceLayout *const layouts[] = {NULL, &sequence_contiguous, &sequence_zigzag,
+                                             &sequence_striped};
     const SequenceLayout *chosen = layouts[(int)config_number(config, "layout")];
     bool balanced = context_on(config, CONTEXT_ZIGZAG) || context_on(config, CONTEXT_ALL_GATHER);
     return chosen ? chosen : balanced ? &sequence_zigzag : &sequence_contiguous;
@@ -56,8 +65,8 @@ const SequenceLayout *context_layout(const Config *config) {
 void context_check(const Config *c) {
     CHECK(!context_on(c, CONTEXT_ZIGZAG) || context_layout(c) == &sequence_zigzag,
           "--context zigzag has the tokens of --layout zigzag: leave out --layout, or give --context ring");
-    CHECK(c->seq >= c->cp, "--cp %ld is more ranks than --seq %ld has tokens: --cp %ld would fit", c->cp, c->seq,
-          c->seq);
+    CHECK(c->seq >= c->cp, "--cp %ld is more ranks than --seq %ld has tokens: --cp %ld would fit", c->cp,
+          c->seq, c->seq);
 }
 
 // ---- the tokens socket ----
@@ -103,8 +112,7 @@ void context_masks(ContextParallel *c, const MicroBatch *micro) {
     if (!mask_key_changes(&c->key, micro, c->s)) return;
     for (int i = 0; i < c->cp.size; i++) attention_positions_free(&c->tokens[i]);
     for (int i = 0; i < c->cp.size; i++) c->tokens[i] = tokens_of(c, micro, i);
-    for (int i = 0; i < c->cp.size; i++)
-        c->mask[i] = attention_mask(&c->tokens[c->cp.rank], &c->tokens[i]);
+    for (int i = 0; i < c->cp.size; i++) c->mask[i] = attention_mask(&c->tokens[c->cp.rank], &c->tokens[i]);
 }
 
 // ---- plug and price ----

@@ -42,8 +42,9 @@ void sequence_put(const SequenceLayout *layout, int cp, int rank, int64_t b, int
 // context_parallel.c: what the four methods share
 // ======================================================================================================
 
-// Each rank of mesh.cp has its own tokens of every sequence, through the whole model; only attention brings them
-// together. Gradients add up over dp x cp. One of these is on, by --context; --layout says who has which tokens.
+// Each rank of mesh.cp has its own tokens of every sequence, through the whole model; only attention brings
+// them together. Gradients add up over dp x cp. One of these is on, by --context; --layout says who has
+// which tokens.
 extern const Technique ring_attention;         // K/V hop from rank to rank; contiguous
 extern const Technique zigzag_ring_attention;  // the same on balanced chunks
 extern const Technique all_gather_attention;   // all K/V at once; zig-zag
@@ -57,7 +58,8 @@ typedef enum ContextMethod {
 } ContextMethod;
 extern const char *const context_method_name[CONTEXT_METHODS];  // as --context says
 
-// What the programs of this chapter list: data parallelism and ZeRO's stages, tensor parallelism, these, recomputation.
+// What the programs of this chapter list: data parallelism and ZeRO's stages, tensor parallelism, these,
+// recomputation.
 extern const Technique *const context_layouts[];
 extern const Option context_layout_options[];
 enum { CONTEXT_LAYOUT_OPTIONS = 1 };
@@ -86,11 +88,12 @@ int64_t context_key_columns(const Model *model);
 void context_masks(ContextParallel *context, const MicroBatch *micro);
 int64_t context_rows(const ContextParallel *context, int64_t b, int rank);  // b times the tokens of a rank
 // The attention socket's `again` for a method with this `forward`, which need not give o.
-typedef void AttentionForward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept, Tensor q,
-                              Tensor k, Tensor v, AttentionShape shape);
+typedef void AttentionForward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept,
+                              Tensor q, Tensor k, Tensor v, AttentionShape shape);
 void context_again(AttentionForward *forward, void *context, const MicroBatch *micro, AttentionKept *kept,
                    Tensor q, Tensor k, Tensor v, AttentionShape shape);
-// What this rank keeps: its tokens' part of all, lse in place of probs; and the positions of each rank's tokens.
+// What this rank keeps: its tokens' part of all, lse in place of probs; and the positions of each rank's
+// tokens.
 void context_price_kept(Price *price, const Model *model, const ContextParallel *context);
 void context_price_positions(Price *price, const Model *model, const ContextParallel *context);
 
@@ -110,7 +113,8 @@ typedef struct ContextCost {
     double entries;    // score entries of one head, forward
 } ContextCost;
 ContextCost context_attention_cost(Mesh mesh, const Config *config);  // dry
-// The same of Llama 3 8B with so many tokens on each of all ranks, bf16, beside closed forms of bytes and held.
+// The same of Llama 3 8B with so many tokens on each of all ranks, bf16, beside closed forms of bytes and
+// held.
 typedef struct ContextSizes {
     double ranks, tokens;         // of this rank
     double q, kv, kv_here, size;  // heads; key/value heads as stored, and at least one a rank; head size

@@ -1,24 +1,25 @@
-// ring_attention.c: keys and values hop from rank to rank. Playbook: "Discovering Ring Attention"; Liu, Zaharia,
-// Abbeel 2023.
+// ring_attention.c: keys and values hop from rank to rank. Playbook: "Discovering Ring Attention"; Liu,
+// Zaharia, Abbeel 2023.
 //
-// Against 00_single_gpu/flash.c: a rank has the queries, keys and values of its own tokens. In hop h it computes
-// with the keys and values of rank r - h, which it passes on to rank r + 1 at the same time, and merges the
-// result into o by log-sum-exp. After N hops each query has seen all keys; nobody ever held them all:
+// Against 00_single_gpu/flash.c: a rank has the queries, keys and values of its own tokens. In hop h it
+// computes with the keys and values of rank r - h, which it passes on to rank r + 1 at the same time, and
+// merges the result into o by log-sum-exp. After N hops each query has seen all keys; nobody ever held them
+// all:
 //
 //     forward     hop 0      hop 1      hop 2      hop 3        (whose K/V; N = 4)
 //       rank 0    0          3          2          1            compute, and in flight: the next hop's K/V
 //       rank 1    1          0          3          2
-//     backward    K/V hop again; dK/dV of rank j begin on rank j + 1 in hop 1, and gather on their way, in f32:
-//       rank 0    dkv 0      dkv 3 ->   dkv 2 ->   dkv 1 ->     the last hop brings home what the others found;
+//     backward    K/V hop again; dK/dV of rank j begin on rank j + 1 in hop 1, gather on the way in f32:
+//       rank 0    dkv 0      dkv 3 ->   dkv 2 ->   dkv 1 ->     the last hop brings home what others found;
 //       rank 1    dkv 1      dkv 0 ->   dkv 3 ->   dkv 2 ->     one's own share, hop 0, has stayed there
 //
 // Contiguous tokens and a causal mask: rank 0 computes in hop 0 alone, rank N - 1 in each
 // (zigzag_ring_attention.c balances that).
 //
-// Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements in a chunk: forward (N - 1) C e,
-// backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) messages to one neighbour.
+// Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements in a chunk: forward (N - 1) C
+// e, backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) messages to one neighbour.
 // Memory per rank: two chunks of K/V besides its own; in backward three of dK/dV in f32, too.
-// Run: build/04_context_parallel/ring_attention     (--ranks 8, --layout striped, --tp 2 --sp, --documents 10 …)
+// Run: build/04_context_parallel/ring_attention     (--ranks 8, --layout striped, --tp 2 --sp …)
 // Last line: PASS ring_attention: ranks that share every sequence make the step of one device …
 #include <math.h>
 #include <stdlib.h>
@@ -73,7 +74,8 @@ static void ring_forward(void *context, const MicroBatch *micro, Tensor o, Atten
     flash_round(o, &sum);
 }
 
-// dK/dV that gather on their way: those that this rank has added to last, and those of the rank before, which come.
+// dK/dV that gather on their way: those that this rank has added to last, and those of the rank before,
+// which come.
 typedef struct Returning {
     KeysValues sent, coming;
     Request *request;
@@ -90,8 +92,9 @@ static void add_returned(KeysValues sums, Returning *returning) {
 }
 
 //   forward: o, lse = merge over hops of softmax(q k^T / sqrt(d)) v
-static void ring_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv, Tensor d_o,
-                          AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o, AttentionShape shape) {
+static void ring_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv,
+                          Tensor d_o, AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o,
+                          AttentionShape shape) {
     ContextParallel *c = context;
     Group cp = c->cp;
     context_masks(c, micro);
@@ -150,7 +153,8 @@ void ring_price(Price *price, const Model *m, const void *context) {
     const Config *config = &m->config;
     double backwards = price->backwards * (double)config->layers,
            forwards = price->attentions * (double)config->layers;
-    double e = (double)dtype_size((DType)config->dtype), sum = (double)dtype_size(flash_sum_dtype(config->dtype));
+    double e = (double)dtype_size((DType)config->dtype),
+           sum = (double)dtype_size(flash_sum_dtype(config->dtype));
     double column = (double)(2 * context_key_columns(m)) * (double)config->micro_batch;  // K/V of a token
     // K/V: all chunks but the one that ends here, the next rank's. dK/dV: all but one's own.
     double keys = (double)(c->s - c->layout->count(c->s, cp.size, (cp.rank + 1) % cp.size)) * column;
@@ -233,12 +237,13 @@ static double squared_error(const double *x, const double *exact, int64_t count)
     return sum;
 }
 
-// Chunks merge in f32, so that an output is rounded once, however many ranks there are: of each rank's tokens, the
-// error against f64 beside that of the same tokens on one device.
+// Chunks merge in f32, so that an output is rounded once, however many ranks there are: of each rank's
+// tokens, the error against f64 beside that of the same tokens on one device.
 static void error_of_16_bits(const Config *config) {
     Mesh ring = mesh_new((MeshShape){.cp = comm_ranks()});
     Config c = *config;
     c.dp = c.tp = 1;
+    config_set(&c, "context", CONTEXT_RING);
     config_set(&c, "layout", 1);
     config_set(&c, "documents", -1);
     Config alone = c;
@@ -248,10 +253,11 @@ static void error_of_16_bits(const Config *config) {
     double *one = output_of(mesh_single(), &alone, BF16, &all), *many = output_of(ring, &c, BF16, &own);
     for (int i = 0; i < ring.cp.rank; i++)
         first += sequence_contiguous.count(c.seq, ring.cp.size, i) * c.hidden;
-    double growth = sqrt(squared_error(many, exact + first, own) / squared_error(one + first, exact + first, own));
+    double growth =
+        sqrt(squared_error(many, exact + first, own) / squared_error(one + first, exact + first, own));
     growth = comm_max(growth, ring.cp);
-    say("\nattention in bf16 against f64: the error of %d ranks is at most %.2f times that of one", ring.cp.size,
-        growth);
+    say("\nattention in bf16 against f64: the error of %d ranks is at most %.2f times that of one",
+        ring.cp.size, growth);
     report_number("bf16", "error of cp over that of cp 1", growth, "");
     report_that(growth <= 1.5, "the error grows with the ring, to %.2f times that of one rank", growth);
     free(exact);

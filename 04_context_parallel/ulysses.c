@@ -1,17 +1,18 @@
-// ulysses.c: from a part of the tokens to a part of the heads, and back. Jacobs et al. 2023 (DeepSpeed Ulysses);
-// the playbook's "Context Parallelism" in its other form.
+// ulysses.c: from a part of the tokens to a part of the heads, and back. Jacobs et al. 2023 (DeepSpeed
+// Ulysses); the playbook's "Context Parallelism" in its other form.
 //
-// Against ring_attention.c: attention treats heads one by one. An all-to-all turns a rank's tokens of all heads into
-// all tokens of its heads, on which attention is that of one device; another one turns o back:
+// Against ring_attention.c: attention treats heads one by one. An all-to-all turns a rank's tokens of all
+// heads into all tokens of its heads, on which attention is that of one device; another one turns o back:
 //
 //     (b, s / N, a d) ──[all-to-all]──> (b, s, a d / N) ── attention ── o ──[all-to-all]──> (b, s / N, a d)
 //
-// All ranks compute the same, whoever has which tokens: causal masks need no balance. But N must divide the heads.
-// Key/value heads fewer than ranks go to several of them; each serves other query heads, and the parts of dK and dV
-// add up in f32 where they come home. Backward sends q, k and v again rather than keep them twice, and beside d_o
-// one number for each token and head: sum(o d_o).
+// All ranks compute the same, whoever has which tokens: causal masks need no balance. But N must divide the
+// heads. Key/value heads fewer than ranks go to several of them; each serves other query heads, and the
+// parts of dK and dV add up in f32 where they come home. Backward sends q, k and v again rather than keep
+// them twice, and beside d_o one number for each token and head: sum(o d_o).
 //
-// Bytes sent per rank, layer and micro-batch, n = b s / N tokens, kv' = max(kv, N), every tensor but its N-th:
+// Bytes sent per rank, layer and micro-batch, n = b s / N tokens, kv' = max(kv, N), every tensor but its
+// N-th:
 //     forward     (N - 1) / N n d e (2 a + 2 kv')
 //     backward    (N - 1) / N n (d e (3 a + 4 kv') + 4 a), and 2 d (4 - e) kv' more where heads have copies
 // A constant of N, where the ring's (N - 1) n 2 kv d e grows with it.
@@ -24,7 +25,8 @@
 
 // ---- the technique: from tokens to heads, and back ----
 
-// Columns of x that a rank has after the all-to-all: of its heads, or of one whose copies several ranks have.
+// Columns of x that a rank has after the all-to-all: of its heads, or of one whose copies several ranks
+// have.
 static int64_t own_columns(const ContextParallel *c, int64_t columns, int64_t head_size) {
     int64_t heads = columns / head_size;
     return heads >= c->cp.size ? columns / c->cp.size : head_size;
@@ -38,7 +40,8 @@ static int64_t *counts_of(const ContextParallel *c, int64_t columns, bool tokens
     return counts;
 }
 
-// x (b own, all columns of this rank's tokens) -> new (b s, w), all tokens, rank after rank. Sample by sample.
+// x (b own, all columns of this rank's tokens) -> new (b s, w), all tokens, rank after rank. Sample by
+// sample.
 static Tensor to_heads(const ContextParallel *c, int64_t b, Tensor x, int64_t w) {
     int64_t *sent = counts_of(c, w, false), *received = counts_of(c, w, true);
     Tensor y = tensor_new(MEMORY_COMMUNICATION, x.dtype, SHAPE(b * c->s, w)),
@@ -77,7 +80,8 @@ static const AttentionMask *mask_of_all(ContextParallel *c, const MicroBatch *mi
         for (int i = 0; i < c->cp.size; at += context_rows(c, 1, i++)) {
             c->layout->tokens(c->s, c->cp.size, i, position + at);
             if (micro->documents)
-                sequence_take(c->layout, c->cp.size, i, 1, c->s, document + at, micro->documents + sample * c->s);
+                sequence_take(c->layout, c->cp.size, i, 1, c->s, document + at,
+                              micro->documents + sample * c->s);
         }
     *c->tokens = attention_positions_new(micro->b, c->s, position, micro->documents ? document : NULL);
     *c->mask = attention_mask(c->tokens, c->tokens);
@@ -93,7 +97,8 @@ typedef struct Heads {
 
 static Heads heads_new(const ContextParallel *c, int64_t b, Tensor q, Tensor k, Tensor v, int64_t d) {
     int64_t w = own_columns(c, tensor_columns(q), d), kv_w = own_columns(c, tensor_columns(k), d);
-    return (Heads){to_heads(c, b, q, w), to_heads(c, b, k, kv_w), to_heads(c, b, v, kv_w), {w / d, kv_w / d, d}};
+    return (Heads){
+        to_heads(c, b, q, w), to_heads(c, b, k, kv_w), to_heads(c, b, v, kv_w), {w / d, kv_w / d, d}};
 }
 static void heads_free(Heads *heads) {
     tensor_free(&heads->q);
@@ -117,9 +122,8 @@ static void ulysses_forward(void *context, const MicroBatch *micro, Tensor o, At
 // What attention has found for dk or dv: parts of it, where other ranks have copies of the head.
 static void return_sum(const ContextParallel *c, int64_t b, Tensor dk, Tensor *sum, bool copies) {
     if (copies) {
-        Tensor wide = dk.dtype == sum->dtype
-                          ? tensor_share(dk)
-                          : tensor_new(MEMORY_ACTIVATION, sum->dtype, dk.dims, dk.shape);
+        Tensor wide = dk.dtype == sum->dtype ? tensor_share(dk)
+                                             : tensor_new(MEMORY_ACTIVATION, sum->dtype, dk.dims, dk.shape);
         to_tokens(c, b, wide, sum);
         flash_round(dk, &wide);
         return;
@@ -136,18 +140,21 @@ static Tensor zeros(Tensor like) {
     return t;
 }
 
-static void ulysses_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv, Tensor d_o,
-                             AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o, AttentionShape shape) {
+static void ulysses_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv,
+                             Tensor d_o, AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o,
+                             AttentionShape shape) {
     ContextParallel *c = context;
     const AttentionMask *mask = mask_of_all(c, micro);
     int64_t b = micro->b;
-    Tensor dots = tensor_new(MEMORY_ACTIVATION, flash_sum_dtype(q.dtype), SHAPE(tensor_rows(q), shape.heads));
+    Tensor dots =
+        tensor_new(MEMORY_ACTIVATION, flash_sum_dtype(q.dtype), SHAPE(tensor_rows(q), shape.heads));
     op_attention_chunk_dots(dots, o, d_o, flash_heads(shape));
     Heads own = heads_new(c, b, q, k, v, shape.head_size);
-    Tensor all_dots = to_heads(c, b, dots, own.shape.heads), all_d_o = to_heads(c, b, d_o, tensor_columns(own.q));
+    Tensor all_dots = to_heads(c, b, dots, own.shape.heads),
+           all_d_o = to_heads(c, b, d_o, tensor_columns(own.q));
     Tensor sum_dq = zeros(own.q), sum_dk = zeros(own.k), sum_dv = zeros(own.v);
-    op_attention_chunk_backward(sum_dq, sum_dk, sum_dv, all_d_o, own.q, own.k, own.v, flash_lse(kept), all_dots,
-                                mask, own.shape);
+    op_attention_chunk_backward(sum_dq, sum_dk, sum_dv, all_d_o, own.q, own.k, own.v, flash_lse(kept),
+                                all_dots, mask, own.shape);
     heads_free(&own);
     tensor_free(&all_dots);
     tensor_free(&all_d_o);
@@ -180,22 +187,25 @@ static void check(const Config *c) {
           "--context ulysses deals out heads: --cp %ld x --tp %ld must divide --heads %ld; --context ring "
           "would fit",
           c->cp, c->tp, c->heads);
-    CHECK(kv % c->cp == 0 || c->cp % kv == 0,
-          "--context ulysses: of --cp %ld and the %ld key/value heads of a rank of --tp one must divide the "
-          "other; --context ring would fit",
-          c->cp, kv);
+    CHECK(
+        kv % c->cp == 0 || c->cp % kv == 0,
+        "--context ulysses: of --cp %ld and the %ld key/value heads of a rank of --tp one must divide the "
+        "other; --context ring would fit",
+        c->cp, kv);
 }
 
 static void price(Price *price, const Model *m, const void *context) {
     const ContextParallel *c = context;
     const Config *config = &m->config;
     DType dtype = (DType)config->dtype, sum = flash_sum_dtype(dtype);
-    double b = (double)config->micro_batch, d = (double)config_head_size(config), e = (double)dtype_size(dtype);
+    double b = (double)config->micro_batch, d = (double)config_head_size(config),
+           e = (double)dtype_size(dtype);
     int64_t head_size = config_head_size(config), columns = m->block[0].k->shape[0];
     double heads = (double)(m->block[0].q->shape[0] / head_size) / c->cp.size,
            kv = (double)(own_columns(c, columns, head_size) / head_size);
     bool copies = columns / head_size < c->cp.size;
-    // Of so many columns on each rank: to heads, this rank's tokens go to the others; back, the others' tokens.
+    // Of so many columns on each rank: to heads, this rank's tokens go to the others; back, the others'
+    // tokens.
     double out = b * (double)c->own * (c->cp.size - 1), back = b * (double)(c->s - c->own);
     double forwards = price->attentions * (double)config->layers,
            backwards = (double)(config->grad_acc * config->layers);
@@ -225,10 +235,11 @@ static ContextCost formula(const ContextSizes *z) {
     double back = z->kv < z->ranks ? z->sum : z->e;  // of dK and dV
     double own = z->tokens * d * z->e * (2 * z->q + 2 * z->kv_here);
     double sums = z->tokens * d * z->sum * (z->q + 2 * z->kv_here), dots = z->tokens * z->q * z->sum;
-    return (ContextCost){.bytes = {share * d * z->e * (2 * z->q + 2 * z->kv_here),
-                                   share * (d * (z->e * (3 * z->q + 2 * z->kv_here) + back * 2 * z->kv_here) +
-                                            z->q * z->sum)},
-                         .held = {own, own + sums + dots}};
+    return (ContextCost){
+        .bytes = {share * d * z->e * (2 * z->q + 2 * z->kv_here),
+                  share *
+                      (d * (z->e * (3 * z->q + 2 * z->kv_here) + back * 2 * z->kv_here) + z->q * z->sum)},
+        .held = {own, own + sums + dots}};
 }
 
 static void more(Mesh mesh, const Config *config) {

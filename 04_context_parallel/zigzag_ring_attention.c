@@ -1,8 +1,8 @@
-// zigzag_ring_attention.c: the ring on balanced chunks. Playbook: "Zig-Zag Ring Attention – A Balanced Compute
-// Implementation".
+// zigzag_ring_attention.c: the ring on balanced chunks. Playbook: "Zig-Zag Ring Attention – A Balanced
+// Compute Implementation".
 //
-// Against ring_attention.c: who has which tokens, and nothing else. Of 2 N chunks rank r has an early one, r, and
-// a late one, 2 N - 1 - r. What the early one spares, the late one has to do:
+// Against ring_attention.c: who has which tokens, and nothing else. Of 2 N chunks rank r has an early one,
+// r, and a late one, 2 N - 1 - r. What the early one spares, the late one has to do:
 //
 //                     contiguous                zig-zag                     (N = 4, eight chunks of queries
 //                     keys 0 … 7                keys 0 … 7                  and keys; the figure is who
@@ -15,11 +15,12 @@
 //             6       3 3 3 3 3 3 3             1 1 1 1 1 1 1
 //             7       3 3 3 3 3 3 3 3           0 0 0 0 0 0 0 0
 //
-// Score entries of a head, m = s / N tokens on a rank: (r + 1/2) m^2 + m / 2 on rank r contiguous, N m^2 / 2 +
-// m / 2 on every rank zig-zag; and the slowest rank of each hop does m^2 / 2, not m^2: 2 - 1/N times faster.
+// Score entries of a head, m = s / N tokens on a rank: (r + 1/2) m^2 + m / 2 on rank r contiguous, N m^2 /
+// 2 + m / 2 on every rank zig-zag; and the slowest rank of each hop does m^2 / 2, not m^2: 2 - 1/N times
+// faster.
 //
 // Bytes sent and memory per rank: as ring_attention.c.
-// Run: build/04_context_parallel/zigzag_ring_attention     (--ranks 8, --dp 2 --zero 3, --machine dgx-a100 …)
+// Run: build/04_context_parallel/zigzag_ring_attention   (--ranks 8, --dp 2 --zero 3, --machine dgx-a100 …)
 // Last line: PASS zigzag_ring_attention: balanced ranks make the step of one device …
 #include "context_parallel.h"
 
@@ -48,7 +49,7 @@ int main(int argc, char **argv) {
         .purpose = "Zig-zag ring attention: each rank has an early and a late part of every sequence.",
         .claim = "balanced ranks make the step of one device",
         .defaults =
-            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3 "
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=64 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 cp=0 bucket-mb=0.1 context=zigzag",
         .natural = 8,
         .techniques = context_layouts,

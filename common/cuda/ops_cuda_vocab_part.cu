@@ -161,7 +161,8 @@ void kernel_sum_parts(DType dtype, void *y, const void *x, int64_t parts, int64_
 // ---- columns dealt to ranks, and back: whole (n, groups w), parts (groups, copies, n, w) ----
 
 template <class T>
-__global__ void split_columns(T *parts, const T *whole, int64_t groups, int64_t copies, int64_t n, int64_t w) {
+__global__ void split_columns(T *parts, const T *whole, int64_t groups, int64_t copies, int64_t n,
+                              int64_t w) {
     const int64_t all = (int64_t)gridDim.x * blockDim.x, count = groups * copies * n * w;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += all) {
         int64_t row = i / w % n, group = i / w / n / copies;
@@ -170,7 +171,8 @@ __global__ void split_columns(T *parts, const T *whole, int64_t groups, int64_t 
 }
 
 template <class T>
-__global__ void join_columns(T *whole, const T *parts, int64_t groups, int64_t copies, int64_t n, int64_t w) {
+__global__ void join_columns(T *whole, const T *parts, int64_t groups, int64_t copies, int64_t n,
+                             int64_t w) {
     const int64_t all = (int64_t)gridDim.x * blockDim.x, count = n * groups * w;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += all) {
         int64_t row = i / w / groups, group = i / w % groups;
@@ -181,26 +183,26 @@ __global__ void join_columns(T *whole, const T *parts, int64_t groups, int64_t c
     }
 }
 
-void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t groups, int64_t copies, int64_t n,
-                          int64_t w) {
+void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t groups, int64_t copies,
+                          int64_t n, int64_t w) {
     const int64_t count = groups * copies * n * w;
     if (count == 0) return;
     unsigned threads = threads_for(count);
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        LAUNCH((split_columns<T>), (unsigned)least(ceil_div(count, threads), MOST_BLOCKS), threads, 0, stream(),
-               static_cast<T *>(parts), static_cast<const T *>(whole), groups, copies, n, w);
+        LAUNCH((split_columns<T>), (unsigned)least(ceil_div(count, threads), MOST_BLOCKS), threads, 0,
+               stream(), static_cast<T *>(parts), static_cast<const T *>(whole), groups, copies, n, w);
     });
 }
 
-void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t groups, int64_t copies, int64_t n,
-                         int64_t w) {
+void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t groups, int64_t copies,
+                         int64_t n, int64_t w) {
     const int64_t count = n * groups * w;
     if (count == 0) return;
     unsigned threads = threads_for(count);
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        LAUNCH((join_columns<T>), (unsigned)least(ceil_div(count, threads), MOST_BLOCKS), threads, 0, stream(),
-               static_cast<T *>(whole), static_cast<const T *>(parts), groups, copies, n, w);
+        LAUNCH((join_columns<T>), (unsigned)least(ceil_div(count, threads), MOST_BLOCKS), threads, 0,
+               stream(), static_cast<T *>(whole), static_cast<const T *>(parts), groups, copies, n, w);
     });
 }

@@ -102,10 +102,10 @@ void kernel_cross_entropy_part_backward(DType dtype, void *dlogits, const void *
 void kernel_sum_parts(DType dtype, void *y, const void *x, int64_t parts, int64_t count);
 
 // parts (parts, n, w), whole (n, groups w); copies = parts / groups
-void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t groups, int64_t copies, int64_t n,
-                          int64_t w);
-void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t groups, int64_t copies, int64_t n,
-                         int64_t w);
+void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t groups, int64_t copies,
+                          int64_t n, int64_t w);
+void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t groups, int64_t copies,
+                         int64_t n, int64_t w);
 
 // master may be NULL; it, m and v are f32 or f64
 void kernel_adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,

@@ -443,7 +443,8 @@ void op_sum_parts(Tensor y, Tensor x, int64_t parts) {
 // Groups of columns of (n, c) = `whole` that go to the parts of (parts, n, w).
 static int64_t groups_of(const char *op, Tensor parts, Tensor whole) {
     need_floating(op, "the whole", whole);
-    CHECK(parts.dims == 3, "%s: the parts are %s, where (parts, rows, columns) are wanted", op, tensor_text(parts));
+    CHECK(parts.dims == 3, "%s: the parts are %s, where (parts, rows, columns) are wanted", op,
+          tensor_text(parts));
     int64_t w = parts.shape[2], groups = w > 0 && columns_of(whole) % w == 0 ? columns_of(whole) / w : 0;
     CHECK(groups > 0 && parts.shape[0] % groups == 0,
           "%s: %s holds no whole groups of columns of %s, or not each as often", op, tensor_text(parts),
@@ -453,14 +454,16 @@ static int64_t groups_of(const char *op, Tensor parts, Tensor whole) {
 
 void op_split_columns(Tensor y, Tensor x) {
     int64_t groups = groups_of("split_columns", y, x), n = rows_of(x), w = columns_of(y);
-    if (BEGIN("split_columns", x.dtype, 0, OUT(y, x.dtype, y.shape[0] * n, w), IN(x, x.dtype, n, groups * w)))
+    if (BEGIN("split_columns", x.dtype, 0, OUT(y, x.dtype, y.shape[0] * n, w),
+              IN(x, x.dtype, n, groups * w)))
         kernel_split_columns(x.dtype, at(y), at(x), groups, y.shape[0] / groups, n, w);
     clock_end();
 }
 
 void op_join_columns(Tensor y, Tensor x) {
     int64_t groups = groups_of("join_columns", x, y), n = rows_of(y), w = columns_of(x);
-    if (BEGIN("join_columns", y.dtype, 0, OUT(y, y.dtype, n, groups * w), IN(x, y.dtype, x.shape[0] * n, w)))
+    if (BEGIN("join_columns", y.dtype, 0, OUT(y, y.dtype, n, groups * w),
+              IN(x, y.dtype, x.shape[0] * n, w)))
         kernel_join_columns(y.dtype, at(y), at(x), groups, x.shape[0] / groups, n, w);
     clock_end();
 }

@@ -519,8 +519,8 @@ void kernel_sum_parts(DType dtype, void *y, const void *x, int64_t parts, int64_
     narrow(dtype, y, wide, count);
 }
 
-void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t groups, int64_t copies, int64_t n,
-                          int64_t w) {
+void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t groups, int64_t copies,
+                          int64_t n, int64_t w) {
     const size_t run = (size_t)w * dtype_size(dtype);
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < groups * copies * n; i++)
@@ -528,8 +528,8 @@ void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t g
                (const char *)whole + (size_t)(i % n * groups + i / n / copies) * run, run);
 }
 
-void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t groups, int64_t copies, int64_t n,
-                         int64_t w) {
+void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t groups, int64_t copies,
+                         int64_t n, int64_t w) {
     scratch_begin();
     void *wide = wide_output(dtype, whole, n * groups * w);
     CALL(dtype, join_columns, wide, widen(dtype, parts, groups * copies * n * w), groups, copies, n, w);

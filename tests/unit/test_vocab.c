@@ -300,6 +300,48 @@ static void sum_parts_matches_reference(void **state) {
             }
 }
 
+// ---- columns dealt to ranks, and back ----
+
+// Of (n, groups w): part i has the columns of group i / copies; the way back adds the copies up, rounded once.
+static void columns_dealt(DType dtype, int64_t n, int64_t groups, int64_t copies, int64_t w) {
+    int64_t parts = groups * copies, count = parts * n * w;
+    Array whole = random_array(dtype, n, groups * w, 1), dealt = poisoned(dtype, parts * n, w);
+    op_split_columns(tensor_view(dealt.t, 0, SHAPE(parts, n, w)), whole.t);
+    array_read(&dealt);
+    double *want = zeros(count);
+    for (int64_t i = 0; i < count; i++)
+        want[i] = whole.x[(i / w % n * groups + i / w / n / copies) * w + i % w];
+    assert_exact("split_columns", &dealt, want);
+
+    Array back = random_array(dtype, parts * n, w, 2), joined = poisoned(dtype, n, groups * w);
+    op_join_columns(joined.t, tensor_view(back.t, 0, SHAPE(parts, n, w)));
+    array_read(&joined);
+    Array rounded = array_new(dtype, n, groups * w, 0);
+    for (int64_t row = 0; row < n; row++)
+        for (int64_t column = 0; column < groups * w; column++) {
+            const double *part = back.x + (column / w * copies * n + row) * w + column % w;
+            double f64 = part[0];
+            float f32 = (float)part[0];
+            for (int64_t copy = 1; copy < copies; copy++)
+                f64 += part[copy * n * w], f32 += (float)part[copy * n * w];
+            rounded.x[row * groups * w + column] = dtype == F64 ? f64 : f32;
+        }
+    array_write(&rounded);
+    assert_exact("join_columns", &joined, rounded.x);
+    free(want);
+    FREE(&whole, &dealt, &back, &joined, &rounded);
+}
+
+static void columns_go_to_parts_and_back(void **state) {
+    (void)state;
+    for (int type = 0; type < 4; type++)
+        for (int64_t groups = 1; groups <= 3; groups++)
+            for (int64_t copies = 1; copies <= 3; copies++) {
+                columns_dealt(all_dtypes[type], 1, groups, copies, 1);
+                columns_dealt(all_dtypes[type], 37, groups, copies, 5);
+            }
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
@@ -310,6 +352,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(all_labels_may_be_ignored),
         cmocka_unit_test(nan_comes_through),
         cmocka_unit_test(sum_parts_matches_reference),
+        cmocka_unit_test(columns_go_to_parts_and_back),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
