@@ -15,7 +15,9 @@ for program in "$build"/0[0-9]_*/*; do
     help=$("$program" --help)
     has() { grep -q "^  --$1 " <<<"$help"; }
     flags=()
-    ! has layers || flags+=(--layers 1)
+    layers=1
+    [[ $program != */05_* ]] || layers=$((2 * ${RANKS:-2}))  # two chunks a rank, a layer each
+    ! has layers || flags+=(--layers $layers)
     ! has hidden || flags+=(--hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13)
     ! has steps || flags+=(--steps 2)
     ! has measure || flags+=(--measure)
