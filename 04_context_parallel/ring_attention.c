@@ -253,8 +253,10 @@ static void error_of_16_bits(const Config *config) {
     double *one = output_of(mesh_single(), &alone, BF16, &all), *many = output_of(ring, &c, BF16, &own);
     for (int i = 0; i < ring.cp.rank; i++)
         first += sequence_contiguous.count(c.seq, ring.cp.size, i) * c.hidden;
-    double growth =
-        sqrt(squared_error(many, exact + first, own) / squared_error(one + first, exact + first, own));
+    double error = squared_error(many, exact + first, own),
+           alone_error = squared_error(one + first, exact + first, own);
+    // Both are 0 where a rank has the first token alone: it sees one key.
+    double growth = error == alone_error ? 1 : sqrt(error / alone_error);
     growth = comm_max(growth, ring.cp);
     say("\nattention in bf16 against f64: the error of %d ranks is at most %.2f times that of one",
         ring.cp.size, growth);

@@ -88,17 +88,21 @@ static const Request *oldest_unmet(int rank, int *item) {
     return oldest;
 }
 
-// This rank has started something with `rank` before the call of this notice, and that rank after it.
-static void crossed(int rank, const Notice *theirs) NO_RETURN;
-static void crossed(int rank, const Notice *theirs) {
+#define ONE_ORDER ": what two ranks share, both start in one order, in whatever groups"
+
+// This rank has started something with `rank` before the call of this notice, and that rank after it. `answer` is
+// this rank's part of that call, or NULL if it has not come to it.
+static void crossed(int rank, const Notice *theirs, const Request *answer) NO_RETURN;
+static void crossed(int rank, const Notice *theirs, const Request *answer) {
     int item = 0;
     const Request *r = oldest_unmet(rank, &item);
-    CHECK(r,
-          "rank %d called %s in group %s before a call that it shares with rank %d, which called it after",
+    // What came first here may have met the other's already.
+    CHECK(r && r != answer,
+          "rank %d called %s in group %s before another call that it shares with rank %d, which did so after "
+          "it" ONE_ORDER,
           rank, notice_text(theirs), notice_group(theirs), comm.rank);
     Notice mine = notice_of(r, item);
-    notice_mismatch(comm.rank, &mine, rank, theirs,
-                    ": what two ranks share, both start in one order, in whatever groups");
+    notice_mismatch(comm.rank, &mine, rank, theirs, ONE_ORDER);
 }
 
 // What a rank has sent on a line where this one has started nothing more with it: this one's calls must all
@@ -108,7 +112,7 @@ static void check_unasked(int rank, Line line) {
     const Inbox *inbox = &peer->inbox[line];
     if (!inbox->count || peer->unmet[line]) return;
     const Notice *first = &inbox->notice[0];
-    if (peer->launched >= first->before + first->width) crossed(rank, first);
+    if (peer->launched >= first->before + first->width) crossed(rank, first, NULL);
 }
 
 // Numbers what this request shares with others.
@@ -193,7 +197,7 @@ static void compare(const Request *r, int i, const Notice *theirs) {
     if (theirs->members != mine.members)
         notice_mismatch(comm.rank, &mine, rank, theirs, " of other members");
     if (r->host && theirs->count != mine.count) notice_mismatch(comm.rank, &mine, rank, theirs, "");
-    if (mine.before >= theirs->before + theirs->width) crossed(rank, theirs);
+    if (mine.before >= theirs->before + theirs->width) crossed(rank, theirs, r);
     if (!comm.check || (!comm.check_given && r->call.group.size > 64)) return;
     bool mirrored = mine.kind == ALL_TO_ALL || mine.kind == TRANSFERS;
     bool same =
