@@ -14,12 +14,14 @@ for program in "$build"/0[0-9]_*/*; do
     [ -f "$program" ] && [ -x "$program" ] && [[ "${program##*/} " == $only ]] || continue
     help=$("$program" --help)
     has() { grep -q "^  --$1 " <<<"$help"; }
+    # A pipeline: two chunks a rank with a layer each, and the fewest micro-batches that DualPipe takes.
+    layers=1 steps=2 stages=$((2 * ${RANKS:-2}))
+    [[ $program != */05_* ]] || layers=$stages steps=1
     flags=()
-    layers=1
-    [[ $program != */05_* ]] || layers=$((2 * ${RANKS:-2}))  # two chunks a rank, a layer each
     ! has layers || flags+=(--layers $layers)
     ! has hidden || flags+=(--hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13)
-    ! has steps || flags+=(--steps 2)
+    ! has steps || flags+=(--steps $steps)
+    [ $layers = 1 ] || ! has grad-acc || flags+=(--grad-acc $stages)
     ! has measure || flags+=(--measure)
     has ranks || [ -z "$RANKS" ] || continue
     ! has ranks || flags+=(--ranks "${RANKS:-2}")
