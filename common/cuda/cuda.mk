@@ -60,7 +60,7 @@ ifeq ($(OPS),cuda-on-cpu)
 # has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses.
 cuda_sources      += common/cuda_on_cpu/gemm_on_cpu.cc $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc)) tests/emulation/nccl_on_cpu.cc
 ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
-                     -Wno-unknown-pragmas -g -Icommon -I. $(BLAS_CFLAGS)
+                     -Wno-unknown-pragmas -g '-fdebug-prefix-map=$(CURDIR)=.' -Icommon -I. $(BLAS_CFLAGS)
 CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-exceptions -fsanitize=thread -fsanitize=bounds-strict \
                      -fsanitize-coverage=trace-pc -fstack-clash-protection
 compile_cu        := $(CXX) -x c++ $(CUDA_ON_CPU_FLAGS)

@@ -117,18 +117,17 @@ static const char *kernel_text(const CudaLaunch *launch) {
 // From addr2line, which comes with the compiler. Of functions in one another, the innermost that is not the
 // emulator's own.
 const char *line_text(const void *site) {
-    char *text = next_text(), command[4400], line[1024], folder[1024];
+    char *text = next_text(), command[4400], line[1024];
     // A return address stands behind the call.
     uintptr_t address = reinterpret_cast<uintptr_t>(site) - load_base - 1;
     snprintf(text, 256, "address 0x%lx", address);
     snprintf(command, sizeof command, "addr2line -i -e '%s' 0x%lx 2>/dev/null", program_path(), address);
     FILE *answer = popen(command, "r");
-    size_t here = getcwd(folder, sizeof folder - 1) ? strlen(folder) : 0;
     while (answer && fgets(line, sizeof line, answer)) {
         line[strcspn(line, " \n")] = 0;  // "file:12 (discriminator 3)"
         if (line[0] == '?' || strstr(line, "cuda_on_cpu.h:")) continue;
-        bool inside = here && strncmp(line, folder, here) == 0 && line[here] == '/';
-        snprintf(text, 256, "%.255s", inside ? line + here + 1 : line);
+        // The sources' folder is "." (cuda.mk: -fdebug-prefix-map).
+        snprintf(text, 256, "%.255s", line + (strncmp(line, "./", 2) == 0 ? 2 : 0));
         break;
     }
     if (answer) pclose(answer);
