@@ -249,9 +249,12 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
         }
     }
     // After all else is known to be right: before the run, and not after it.
-    for (int i = 0; i < count; i++)
-        if (table[i].type == OPTION_OUTPUT && table[i].given)
-            output_check(format_text("--%s", table[i].name), *(const char **)table[i].target);
+    for (int i = 0; i < count; i++) {
+        if (table[i].type != OPTION_OUTPUT || !table[i].given) continue;
+        char *flag = format_text("--%s", table[i].name);
+        output_check(flag, *(const char **)table[i].target);
+        free(flag);
+    }
 }
 
 bool option_given(const Option *table, int count, const char *name) {
