@@ -93,7 +93,7 @@ endif
 
 help:
 	@echo 'make run        install what is missing, build, and take the tour: every program on the small model'
-	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, mutants;'
+	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, a sample of the mutants;'
 	@echo '                with GUARD=1 all tests run on guarded device memory (common/tensor/guard.h)'
 	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10 minutes'
 	@echo 'make bench      the figures of merit of this machine, each beside its target'
