@@ -6,9 +6,9 @@
 #include "training.h"
 
 // --documents: the token that ends a document. Tokens see their own document alone.
-#define DOCUMENT_OPTION                                                                      \
-    {                                                                                        \
-        "documents", OPTION_INT, NULL, "-1", -1, 1e9, "token",                               \
+#define DOCUMENT_OPTION                                                                          \
+    {                                                                                            \
+        "documents", OPTION_INT, NULL, "-1", -1, 1e9, "token",                                   \
             "ends a document, and tokens see their own document alone; -1: no token does", false \
     }
 

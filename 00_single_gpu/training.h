@@ -35,12 +35,12 @@ typedef struct Price {
     bool messages;                      // calls beside a multiply go as a message to each other rank
     double losses;                      // that are a sum over rows of this rank alone
     double lookup_micros, head_micros;  // micro-batches that are looked up here, and that end here
-    double forwards;    // of every block in a step: 1 for each micro-batch, and recomputation's
-    double attentions;  // of these, and of attention alone
-    double backwards;   // of every block in a step
-    const int64_t *finals;  // (units) how often a step makes each unit's gradient final; NULL: every micro-batch
-    double again;       // FLOPs of a step on one device that are computed a second time
-    bool peak_counted;  // the peak of activations has no closed form: a dry run counts it
+    double forwards;        // of every block in a step: 1 for each micro-batch, and recomputation's
+    double attentions;      // of these, and of attention alone
+    double backwards;       // of every block in a step
+    const int64_t *finals;  // (units) how often a step makes a gradient final; NULL: every micro-batch
+    double again;           // FLOPs of a step on one device that are computed a second time
+    bool peak_counted;      // the peak of activations has no closed form: a dry run counts it
     // Calls and bytes sent in a step by this rank, by kind (comm.h's names).
     struct {
         const char *call;
@@ -63,7 +63,7 @@ typedef struct Technique {
     const char *name;
     const Option *option;  // of its own, without targets: they become settings of the Config
     int options;
-    unsigned axes;   // of the mesh that it serves, 1 << AXIS_…
+    unsigned axes;  // of the mesh that it serves, 1 << AXIS_…
     unsigned wraps;  // sockets, 1 << SOCKET_…, in which it takes the place of an earlier plug, and calls it
     // Each may be NULL.
     bool (*on)(const Config *config);     // whether these flags ask for it; NULL: it is always on

@@ -2,7 +2,8 @@
 // Playbook: "First Steps: Training on one GPU"; Llama: Touvron et al. 2023.
 //
 //   x ─ norm1 ─[enter]─ Wq Wk Wv ─ rope ─[attention]─ Wo ─[leave]─(+x)─ x2
-//   x2 ─ norm2 ─[mlp: [enter]─ Wdown (silu(Wgate) * Wup) ─[leave]]─(+x2)─ y      a block; [..] are sockets
+//   x2 ─ norm2 ─[mlp: [enter]─ Wdown (silu(Wgate) * Wup) ─[leave]]─(+x2)─ y
+//   A block; what is in brackets are sockets.
 //
 // Backward has two halves, so that a pipeline can move the second one: B (…_backward_input) carries the
 // gradient to the block's input; W (…_backward_weight) adds to the gradients of the weights. What B leaves

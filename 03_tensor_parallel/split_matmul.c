@@ -4,8 +4,8 @@
 // Against 00_single_gpu: rank i has a part of W alone, and Y = X W comes together from what N ranks
 // multiply.
 //
-//     by columns   X [W_1 W_2 …]              = [X W_1, X W_2, …]        every rank needs all of X
-//     by rows      [X_1 X_2 …] [W_1; W_2; …]  = X_1 W_1 + X_2 W_2 + …    every rank needs its columns of X
+//     by columns   X [W_1 W_2 …]             = [X W_1, X W_2, …]      every rank needs all of X
+//     by rows      [X_1 X_2 …] [W_1; W_2; …] = X_1 W_1 + X_2 W_2 + …  every rank needs its columns of X
 //
 //                  X to ranks   Y from them   dW_i           dX from dY
 //     by columns   broadcast    all-gather    X^T dY_i       all-reduce of dY_i W_i^T, a part of the sum

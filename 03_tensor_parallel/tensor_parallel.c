@@ -5,7 +5,8 @@
 // the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup by columns, Wo Wdown by rows
 // (split_matmul.c):
 //
-//     x ─ norm1 ─[f]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[f*]─(+x)─ x2       and the same around the MLP
+//     x ─ norm1 ─[f]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[f*]─(+x)─ x2
+//     and the same around the MLP
 //
 //              forward       backward
 //     f        identity      all-reduce    every rank reads what enters, so gradients at it add up

@@ -4,7 +4,7 @@
 // Against ring_attention.c: attention treats heads one by one. An all-to-all turns a rank's tokens of all
 // heads into all tokens of its heads, on which attention is that of one device; another one turns o back:
 //
-//     (b, s / N, a d) ──[all-to-all]──> (b, s, a d / N) ── attention ── o ──[all-to-all]──> (b, s / N, a d)
+//     (b, s / N, a d) --[all-to-all]--> (b, s, a d / N) -- attention -- o --[all-to-all]--> (b, s / N, a d)
 //
 // All ranks compute the same, whoever has which tokens: causal masks need no balance. But N must divide the
 // heads. Key/value heads fewer than ranks go to several of them; each serves other query heads, and the

@@ -82,7 +82,7 @@ typedef enum OptionType {
     OPTION_INT,
     OPTION_REAL,
     OPTION_TEXT,
-    OPTION_OUTPUT,  // a TEXT that names a file to be written: whether it can be is found out at once (files.h)
+    OPTION_OUTPUT,  // a TEXT, the name of a file to write; whether that works is tried at once (files.h)
     OPTION_CHOICE,
     OPTION_FLAG
 } OptionType;
@@ -94,7 +94,7 @@ typedef struct Option {
     const char *standard;  // the default, as one would type it; NULL: leaves *target alone (FLAG: false)
     double min, max;       // bounds of INT and REAL, inclusive
     const char *
-        detail;  // CHOICE: "f64|f32|bf16|f16"; INT, REAL: the unit, or ""; TEXT: what --help shows for it, "FILE"
+        detail;  // CHOICE: "f64|f32|bf16|f16"; INT, REAL: the unit, or ""; TEXT: its name in --help, "FILE"
     const char *help;  // one line
     bool given;        // set by options_parse: the user typed it
 } Option;

@@ -145,14 +145,13 @@ int find_dead(void) {
 
 static const char DIED[] = " has died; all ranks end\n";
 
-// Ends this rank, as all others; the first to come here says why, if it knows: "rank 2" and what became of it. Only
-// calls that are allowed in a signal handler.
+// Ends this rank, as all others; the first to come here says why, if it knows: "rank 2" and what became of
+// it. Only calls that are allowed in a signal handler.
 static void end_with(int dead, const char *what) {
     if (control_claim() && dead >= 0) {
         char digits[16], *digit = digits + sizeof digits;
         for (int r = dead; r || digit == digits + sizeof digits; r /= 10) *--digit = (char)('0' + r % 10);
-        const char *name = base_program(),
-                   *texts[] = {name, ": rank ", digit, what};
+        const char *name = base_program(), *texts[] = {name, ": rank ", digit, what};
         size_t lengths[] = {strlen(name), 7, (size_t)(digits + sizeof digits - digit), strlen(what)};
         char line[256];
         size_t length = 0;

@@ -90,17 +90,18 @@ static const Request *oldest_unmet(int rank, int *item) {
 
 #define ONE_ORDER ": what two ranks share, both start in one order, in whatever groups"
 
-// This rank has started something with `rank` before the call of this notice, and that rank after it. `answer` is
-// this rank's part of that call, or NULL if it has not come to it.
+// This rank has started something with `rank` before the call of this notice, and that rank after it.
+// `answer` is this rank's part of that call, or NULL if it has not come to it.
 static void crossed(int rank, const Notice *theirs, const Request *answer) NO_RETURN;
 static void crossed(int rank, const Notice *theirs, const Request *answer) {
     int item = 0;
     const Request *r = oldest_unmet(rank, &item);
     // What came first here may have met the other's already.
-    CHECK(r && r != answer,
-          "rank %d called %s in group %s before another call that it shares with rank %d, which did so after "
-          "it" ONE_ORDER,
-          rank, notice_text(theirs), notice_group(theirs), comm.rank);
+    CHECK(
+        r && r != answer,
+        "rank %d called %s in group %s before another call that it shares with rank %d, which did so after "
+        "it" ONE_ORDER,
+        rank, notice_text(theirs), notice_group(theirs), comm.rank);
     Notice mine = notice_of(r, item);
     notice_mismatch(comm.rank, &mine, rank, theirs, ONE_ORDER);
 }

@@ -4,12 +4,11 @@
 // Allocating and releasing are work on the stream, like kernels: cudaMallocAsync takes from a pool that
 // keeps what it once had from the driver, so a training step after the first asks the driver for
 // nothing.
-#include "device_cuda.h"
-
 #include <sched.h>
 
-#include "tensor/device.h"
+#include "device_cuda.h"
 #include "gpu.h"
+#include "tensor/device.h"
 #include "tensor/tensor.h"
 
 static struct {
@@ -120,7 +119,7 @@ void device_on_wait(void (*look)(void)) { state.look = look; }
 static void poll() {
     cudaError_t status;
     for (unsigned turn = 1; (status = cudaStreamQuery(state.stream)) == cudaErrorNotReady; turn++) {
-        cudaGetLastError();  // "not ready" is no error, but the check of the next launch would take it for one
+        cudaGetLastError();  // else the check of the next launch takes "not ready" for an error
         if (state.look) state.look();
         if (turn % 64 == 0) sched_yield();
     }

@@ -42,8 +42,8 @@ static void look_up(DType dtype, void *y, const int32_t *tokens, const void *wei
     });
 }
 
-void kernel_embedding_part_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
-                                   int64_t h, VocabularyPart part) {
+void kernel_embedding_part_forward(DType dtype, void *y, const int32_t *tokens, const void *weight,
+                                   int64_t n, int64_t h, VocabularyPart part) {
     look_up(dtype, y, tokens, weight, n, h, part, "embedding_part_forward" WRONG_TOKEN);
 }
 
@@ -121,8 +121,8 @@ __global__ void add_runs(T *dweight, const T *dy, const int32_t *tokens, const i
     }
 }
 
-static void add_rows(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n, int64_t h,
-                     VocabularyPart part, const char *wrong) {
+static void add_rows(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
+                     int64_t h, VocabularyPart part, const char *wrong) {
     if (n == 0 || h == 0) return;
     unsigned blocks = blocks_for("embedding_backward", n);
     int32_t *order = static_cast<int32_t *>(device_scratch((size_t)(2 * n) * sizeof(int32_t))),

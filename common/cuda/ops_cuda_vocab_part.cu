@@ -1,5 +1,6 @@
-// ops_cuda_vocab_part.cu: cross-entropy on a GPU where several ranks share the vocabulary, each with some columns of the
-// logits: three kernels forward, between which the ranks' maxima and sums meet. And the sum of what ranks have sent.
+// ops_cuda_vocab_part.cu: cross-entropy on a GPU where several ranks share the vocabulary, each with some
+// columns of the logits: three kernels forward, between which the ranks' maxima and sums meet. And the sum
+// of what ranks have sent.
 //
 // A block takes a row, and reads part.count of the columns that are stored; the rest is padding.
 #include <math.h>
@@ -7,11 +8,15 @@
 #include "ops_cuda.h"
 
 struct Larger {  // passes over NaN: the sum that follows does not
-    template <class A> __device__ A operator()(A a, A b) const { return a < b ? b : a; }
+    template <class A>
+    __device__ A operator()(A a, A b) const {
+        return a < b ? b : a;
+    }
 };
 
 template <class T>
-__global__ void part_maxima(Arithmetic<T> *maxima, const T *logits, int64_t columns, int64_t count, bool packs) {
+__global__ void part_maxima(Arithmetic<T> *maxima, const T *logits, int64_t columns, int64_t count,
+                            bool packs) {
     typedef Arithmetic<T> A;
     constexpr int N = pack_of<T>;
     const int64_t row = blockIdx.x;
@@ -24,21 +29,22 @@ __global__ void part_maxima(Arithmetic<T> *maxima, const T *logits, int64_t colu
     if (threadIdx.x == 0) maxima[row] = max;
 }
 
-void kernel_cross_entropy_part_maxima(DType dtype, void *maxima, const void *logits, int64_t n, int64_t columns,
-                                      VocabularyPart part) {
+void kernel_cross_entropy_part_maxima(DType dtype, void *maxima, const void *logits, int64_t n,
+                                      int64_t columns, VocabularyPart part) {
     if (n == 0) return;
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         const T *x = static_cast<const T *>(logits);
         LAUNCH((part_maxima<T>), blocks_for("cross_entropy_part_maxima", n),
-               threads_for(ceil_div(part.count, pack_of<T>)), 0, stream(), static_cast<Arithmetic<T> *>(maxima), x,
-               columns, part.count, rows_aligned(x, columns));
+               threads_for(ceil_div(part.count, pack_of<T>)), 0, stream(),
+               static_cast<Arithmetic<T> *>(maxima), x, columns, part.count, rows_aligned(x, columns));
     });
 }
 
 template <class T>
-__global__ void part_sums(Arithmetic<T> *sums, const T *logits, const Arithmetic<T> *maxima, const int32_t *targets,
-                          int64_t n, int64_t columns, VocabularyPart part, bool packs, IndexCheck check) {
+__global__ void part_sums(Arithmetic<T> *sums, const T *logits, const Arithmetic<T> *maxima,
+                          const int32_t *targets, int64_t n, int64_t columns, VocabularyPart part,
+                          bool packs, IndexCheck check) {
     typedef Arithmetic<T> A;
     constexpr int N = pack_of<T>;
     const int64_t row = blockIdx.x;
@@ -59,22 +65,25 @@ __global__ void part_sums(Arithmetic<T> *sums, const T *logits, const Arithmetic
 }
 
 void kernel_cross_entropy_part_sums(DType dtype, void *sums, const void *logits, const void *maxima,
-                                    const int32_t *targets, int64_t n, int64_t columns, VocabularyPart part) {
+                                    const int32_t *targets, int64_t n, int64_t columns,
+                                    VocabularyPart part) {
     if (n == 0) return;
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         using A = Arithmetic<T>;
         const T *x = static_cast<const T *>(logits);
-        LAUNCH((part_sums<T>), blocks_for("cross_entropy_part_sums", n), threads_for(ceil_div(part.count, pack_of<T>)),
-               0, stream(), static_cast<A *>(sums), x, static_cast<const A *>(maxima), targets, n, columns, part,
-               rows_aligned(x, columns),
+        LAUNCH((part_sums<T>), blocks_for("cross_entropy_part_sums", n),
+               threads_for(ceil_div(part.count, pack_of<T>)), 0, stream(), static_cast<A *>(sums), x,
+               static_cast<const A *>(maxima), targets, n, columns, part, rows_aligned(x, columns),
                check_index(part.whole,
-                           "cross_entropy_part_sums: number %lld of the tokens is %d, which a vocabulary of %lld has not"));
+                           "cross_entropy_part_sums: number %lld of the tokens is %d, which a vocabulary "
+                           "of %lld has not"));
     });
 }
 
 template <class A>
-__global__ void part_losses(A *losses, A *lse, const A *maxima, const A *sums, const int32_t *targets, int64_t n) {
+__global__ void part_losses(A *losses, A *lse, const A *maxima, const A *sums, const int32_t *targets,
+                            int64_t n) {
     const int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= n) return;
     const A log_sum = maxima[row] + log(sums[row]);
@@ -82,18 +91,19 @@ __global__ void part_losses(A *losses, A *lse, const A *maxima, const A *sums, c
     losses[row] = targets[row] == IGNORED_LABEL ? 0 : log_sum - sums[n + row];
 }
 
-void kernel_cross_entropy_part_losses(DType dtype, void *losses, void *lse, const void *maxima, const void *sums,
-                                      const int32_t *targets, int64_t n) {
+void kernel_cross_entropy_part_losses(DType dtype, void *losses, void *lse, const void *maxima,
+                                      const void *sums, const int32_t *targets, int64_t n) {
     if (n == 0) return;
-    unsigned threads = threads_for(n), blocks = blocks_for("cross_entropy_part_losses", ceil_div(n, threads));
+    unsigned threads = threads_for(n),
+             blocks = blocks_for("cross_entropy_part_losses", ceil_div(n, threads));
     if (dtype == F64)
         LAUNCH((part_losses<double>), blocks, threads, 0, stream(), static_cast<double *>(losses),
-               static_cast<double *>(lse), static_cast<const double *>(maxima), static_cast<const double *>(sums),
-               targets, n);
+               static_cast<double *>(lse), static_cast<const double *>(maxima),
+               static_cast<const double *>(sums), targets, n);
     else
         LAUNCH((part_losses<float>), blocks, threads, 0, stream(), static_cast<float *>(losses),
-               static_cast<float *>(lse), static_cast<const float *>(maxima), static_cast<const float *>(sums),
-               targets, n);
+               static_cast<float *>(lse), static_cast<const float *>(maxima),
+               static_cast<const float *>(sums), targets, n);
 }
 
 //   forward: loss = log(sum exp(x)) - x[target]
@@ -130,16 +140,18 @@ void kernel_cross_entropy_part_backward(DType dtype, void *dlogits, const void *
         const T *x = static_cast<const T *>(logits);
         T *dx = static_cast<T *>(dlogits);
         LAUNCH((part_backward<T>), blocks_for("cross_entropy_part_backward", n),
-               threads_for(ceil_div(columns, pack_of<T>)), 0, stream(), dx, x, static_cast<const A *>(lse), targets,
-               (A)scale, columns, part, rows_aligned(x, columns) && rows_aligned(dx, columns),
-               check_index(part.whole, "cross_entropy_part_backward: number %lld of the tokens is %d, which a "
-                                       "vocabulary of %lld has not"));
+               threads_for(ceil_div(columns, pack_of<T>)), 0, stream(), dx, x, static_cast<const A *>(lse),
+               targets, (A)scale, columns, part, rows_aligned(x, columns) && rows_aligned(dx, columns),
+               check_index(part.whole,
+                           "cross_entropy_part_backward: number %lld of the tokens is %d, which a "
+                           "vocabulary of %lld has not"));
     });
 }
 
 // ---- the sum of what several ranks have sent: in order, rounded once ----
 
-template <class T> __global__ void add_parts(T *y, const T *x, int64_t parts, int64_t count) {
+template <class T>
+__global__ void add_parts(T *y, const T *x, int64_t parts, int64_t count) {
     const int64_t all = (int64_t)gridDim.x * blockDim.x;
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += all) {
         Arithmetic<T> sum = wide(x[i]);

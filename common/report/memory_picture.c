@@ -34,7 +34,8 @@ void memory_history_start(MemoryHistory *history, int64_t steps) {
     history->time = host_alloc(sizeof *history->time * (size_t)(steps + 1));
     // What is held already is the first moment.
     Memory account = memory_account();
-    for (int kind = 0; kind < MEMORY_KINDS; kind++) note(history, (MemoryKind)kind, account.now[kind], NULL);
+    for (int kind = 0; kind < MEMORY_KINDS; kind++)
+        note(history, (MemoryKind)kind, account.now[kind], NULL);
     memory_listen(note, history);
 }
 
@@ -187,7 +188,8 @@ static void draw_level(FILE *svg, Scale scale, double bytes, const char *dashes,
     free(text);
 }
 
-// In 15 pixels, or in fewer where the title would leave the frame: a bold letter is 0.7 of them wide or less.
+// In 15 pixels, or in fewer where the title would leave the frame: a bold letter is 0.7 of them wide or
+// less.
 static void draw_title(FILE *svg, const char *title) {
     fprintf(svg, "<text class='title' x='%d' y='22' style='font-size:%.1fpx'>%s</text>\n", LEFT,
             fmin(15, plot_width / (0.7 * (double)strlen(title))), title);

@@ -223,7 +223,8 @@ static void draw_axis(FILE *svg, double seconds, int top, int bottom) {
     }
 }
 
-// In 15 pixels, or in fewer where the title would leave the frame: a bold letter is 0.7 of them wide or less.
+// In 15 pixels, or in fewer where the title would leave the frame: a bold letter is 0.7 of them wide or
+// less.
 static void draw_title(FILE *svg, const char *title) {
     fprintf(svg, "<text class='title' x='%d' y='22' style='font-size:%.1fpx'>%s</text>\n", LEFT,
             fmin(15, plot_width / (0.7 * (double)strlen(title))), title);

@@ -11,24 +11,27 @@
 extern "C" {
 #endif
 
-// Which device this rank works on: ranks 0 to ranks_here - 1 of one machine take its devices in turn. It is only
-// remembered: the device starts when it is first used, so a dry run needs none. Without this call: rank 0 of 1.
+// Which device this rank works on: ranks 0 to ranks_here - 1 of one machine take its devices in turn. It is
+// only remembered: the device starts when it is first used, so a dry run needs none. Without this call:
+// rank 0 of 1.
 void backend_start(int local_rank, int ranks_here);
-// What computes, for the header of a program: "OpenBLAS 0.3.21 SkylakeX, 2 threads", "NVIDIA H200 (sm_90), CUDA
-// 13.0". Starts the device.
+// What computes, for the header of a program: "OpenBLAS 0.3.21 SkylakeX, 2 threads", "NVIDIA H200 (sm_90),
+// CUDA 13.0". Starts the device.
 const char *backend_text(void);
 // Returns when the device has done all that it was given.
 void backend_wait(void);
 // Uninitialised bytes, aligned to 64; NULL when there is no more.
 void *backend_alloc(size_t bytes);
 void backend_free(void *memory);
-// Bytes that this device can give in all, as far as it can be known; asked once, before the first allocation.
+// Bytes that this device can give in all, as far as it can be known; asked once, before the first
+// allocation.
 int64_t backend_capacity(void);
 void backend_from_host(void *to, const void *from, size_t bytes);
 void backend_to_host(void *to, const void *from, size_t bytes);
 // Whether the host itself, and so MPI, can read and write device memory.
 bool backend_is_host(void);
-// Host memory that is quickly copied to and from the device; NULL when there is no more. Freeing NULL is allowed.
+// Host memory that is quickly copied to and from the device; NULL when there is no more. Freeing NULL is
+// allowed.
 void *backend_alloc_pinned(size_t bytes);
 void backend_free_pinned(void *memory);
 

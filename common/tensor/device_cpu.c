@@ -36,8 +36,8 @@ void backend_from_host(void *to, const void *from, size_t bytes) { memcpy(to, fr
 
 void backend_to_host(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
 
-// Linux promises more memory than it has and kills the process that believes it, without a word. So the limit is
-// what is available now, within the control group's own.
+// Linux promises more memory than it has and kills the process that believes it, without a word. So the
+// limit is what is available now, within the control group's own.
 int64_t backend_capacity(void) {
     int64_t capacity = INT64_MAX;
     char line[128];

@@ -90,8 +90,8 @@ void guard_name(const void *memory, const char *holds) {
 
 // ---- the sentence ----
 
-// The part of a path that begins with a folder of this book: "common/tensor/ops.c:42". A chapter's files lie
-// directly in its folder.
+// The part of a path that begins with a folder of this book: "common/tensor/ops.c:42". A chapter's files
+// lie directly in its folder.
 static const char *path_in_book(const char *path) {
     const char *folder = strstr(path, "/common/"), *name = strrchr(path, '/');
     if (!folder) folder = strstr(path, "/tests/");
@@ -149,8 +149,9 @@ static void on_fault(int number, siginfo_t *info, void *context) {
     const char *where = source_line(address + 2, count - 2);
     if (!guard.on) fatal("host code in %s touched device memory: only kernels and copies may", where);
     const char *holds = at < 0 ? "freed" : arena.block[at].holds;
-    fatal("host code in %s touched device memory (%s): only operations and comm may; tensor_to_host reads it",
-          where, holds ? holds : "of no tensor");
+    fatal(
+        "host code in %s touched device memory (%s): only operations and comm may; tensor_to_host reads it",
+        where, holds ? holds : "of no tensor");
 }
 
 // ---- start ----

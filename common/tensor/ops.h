@@ -134,10 +134,13 @@ void op_cross_entropy_part_backward(Tensor dlogits, Tensor logits, Tensor lse, T
 // ---- what several ranks have sent: y (…) = x[0] + x[1] + …, x (parts, …), in order, rounded once ----
 void op_sum_parts(Tensor y, Tensor x, int64_t parts);
 
-// ---- columns, as heads, dealt to ranks: groups of w columns of (n, c), each to parts / (c / w) parts in a row ----
+// ---- columns, as heads, dealt to ranks ----
+
+// Groups of w columns of (n, c), each to parts / (c / w) parts in a row:
 // y (parts, n, w): part i = columns [g w, g w + w) of x (n, c),  g = i (c / w) / parts
 void op_split_columns(Tensor y, Tensor x);
-// Its inverse; where a group went to several parts, their sum, in order, rounded once. y (n, c), x (parts, n, w)
+// Its inverse; where a group went to several parts, their sum, in order, rounded once. y (n, c), x (parts,
+// n, w)
 void op_join_columns(Tensor y, Tensor x);
 
 // ---- optimizers over flat ranges of equal length ----

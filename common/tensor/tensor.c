@@ -30,9 +30,9 @@ void memory_reset_peak(void) {
 
 void memory_restore_peak(const Memory *before) {
     for (int kind = 0; kind < MEMORY_KINDS; kind++)
-        account.peak[kind] = before->peak[kind] > account.now[kind] ? before->peak[kind] : account.now[kind];
-    account.peak_total =
-        before->peak_total > account.now_total ? before->peak_total : account.now_total;
+        account.peak[kind] =
+            before->peak[kind] > account.now[kind] ? before->peak[kind] : account.now[kind];
+    account.peak_total = before->peak_total > account.now_total ? before->peak_total : account.now_total;
 }
 
 void memory_listen(MemoryListener listen, void *context) {

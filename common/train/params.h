@@ -60,8 +60,8 @@ typedef struct Unit {
     Tensor accumulated;    // sums over micro-batches; {0} where grads itself accumulates
     // This rank's own part: elements own_first … own_first + own_count - 1, all of them unless ZeRO deals.
     int64_t own_first, own_count;
-    Tensor own_values;  // (own_count) the weights that the optimizer steps; a view of values, or all there is
-    Tensor own_grads;   // (own_count) their total gradient; a view of the above, or all there is
+    Tensor own_values;  // (own_count) the weights that the optimizer steps: a view of values, or all
+    Tensor own_grads;   // (own_count) their total gradient: a view of the above, or all
     int64_t counted_first, counted_count;  // what this rank adds to the gradients' norm
     // Of the ranks of `stages` only these store the unit; 0: all ranks do.
     Group stages;

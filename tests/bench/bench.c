@@ -1,8 +1,8 @@
 // bench.c: the figures of merit on this machine, each beside its target. `make bench` runs it.
 //
-// A share compares with the same library's own SGEMM (2048 x 2048, f32, same kernel and threads), timed right before
-// and right after each step, since the speed of a shared machine drifts: the median over such pairs is printed.
-// One line per figure: bench <name> <value> <unit> target <value> ok|short
+// A share compares with the same library's own SGEMM (2048 x 2048, f32, same kernel and threads), timed
+// right before and right after each step, since the speed of a shared machine drifts: the median over such
+// pairs is printed. One line per figure: bench <name> <value> <unit> target <value> ok|short
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
-// bench_attention.c: attention with stored scores beside attention without (flash) on one device, forward and
-// backward: time and bytes. `make bench` runs it.
+// bench_attention.c: attention with stored scores beside attention without (flash) on one device, forward
+// and backward: time and bytes. `make bench` runs it.
 //
 // The two take turns, and the medians of the pairs are printed. Bytes are the most that an attention takes
 // from the account beside q, k, v, o and their gradients: probs there, lse and dots here. Scratch of a

@@ -1,7 +1,8 @@
-// bench_ddp.c: data parallelism with 2 ranks of one thread beside what the same two cores multiply. `make bench` runs it.
+// bench_ddp.c: data parallelism with 2 ranks of one thread beside what the same two cores multiply. `make
+// bench` runs it.
 //
-// The yardstick: SGEMM, 2048 x 2048 in f32, on both ranks at once, right before and right after each step. The median
-// over such pairs is printed.  bench <name> <value> <unit> target <value> ok|short
+// The yardstick: SGEMM, 2048 x 2048 in f32, on both ranks at once, right before and right after each step.
+// The median over such pairs is printed.  bench <name> <value> <unit> target <value> ok|short
 #include <stdlib.h>
 
 #include "01_data_parallel/data_parallel.h"

@@ -299,7 +299,8 @@ static void post(ncclComm_t c, int to, const Header &header, const Place &place,
     message.bytes.resize(sizeof header + sizeof place + bytes);
     memcpy(message.bytes.data(), &header, sizeof header);
     memcpy(message.bytes.data() + sizeof header, &place, sizeof place);
-    if (bytes) cudaMemcpy(message.bytes.data() + sizeof header + sizeof place, from, bytes,
+    if (bytes)
+        cudaMemcpy(message.bytes.data() + sizeof header + sizeof place, from, bytes,
                    cudaMemcpyDeviceToHost);
     c->out[to].push_back(std::move(message));
 }

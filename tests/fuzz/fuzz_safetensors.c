@@ -2,8 +2,8 @@
 // a sentence, and never reads or writes elsewhere; the sanitizers watch that.
 //
 // Each input is read three times: as it is; with the length of its header put right (it ends at the last
-// '}'), so that the fuzzer need not guess eight bytes before it gets to the JSON; and as choices in a header
-// that is almost sound, so that it need not guess the keys either.
+// '}'), so that the fuzzer need not guess eight bytes before it gets to the JSON; and as choices in a
+// header that is almost sound, so that it need not guess the keys either.
 #include <stdlib.h>
 #include <string.h>
 

@@ -1,5 +1,5 @@
-// chunks.h: for tests of attention over parts of the keys: a plain reference in f64 that stores every score;
-// and keys in any order, in any chunks that come in any order. Include it after cmocka.h.
+// chunks.h: for tests of attention over parts of the keys: a plain reference in f64 that stores every
+// score; and keys in any order, in any chunks that come in any order. Include it after cmocka.h.
 #ifndef CHUNKS_H
 #define CHUNKS_H
 

@@ -145,7 +145,8 @@ static inline int layouts(Layout *layout) {
         int64_t heads[4];
         for (int h = heads_for(tp, heads) - 1; h >= 0; h--) {
             int copies = copies_of(heads[h], tp);
-            Group group = comm_group("copies", mesh.tp.line, mesh.tp.member + mesh.tp.rank / copies * copies, copies);
+            Group group =
+                comm_group("copies", mesh.tp.line, mesh.tp.member + mesh.tp.rank / copies * copies, copies);
             layout[count++] = (Layout){mesh, shape, heads[h], group};
         }
     }

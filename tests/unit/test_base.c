@@ -304,7 +304,8 @@ static void progress_on_a_terminal_rewrites_one_line(void **state) {
     text[length] = '\0';
     close(terminal);
     waitpid(pid, NULL, 0);
-    // The long line is cut to 29 columns, after the time left, and what is said in between has a line of its own.
+    // The long line is cut to 29 columns, after the time left, and what is said in between has a line of
+    // its own.
     assert_string_equal(
         text, "\rfirst\033[K\r0 s left: second of a width t\033[K\r\nbetween\r\n\rlast\033[K\r\n");
 }
@@ -420,7 +421,8 @@ static void host_memory_is_never_null(void **state) {
     free(nothing);
     Child child = run_child(out_of_host_memory_is_said, NULL);
     assert_int_equal(child.status, STATUS_USAGE);
-    assert_true(strstr(child.err, "test_base: out of host memory: 4.61 EB more were asked for") == child.err);
+    assert_true(strstr(child.err, "test_base: out of host memory: 4.61 EB more were asked for") ==
+                child.err);
 }
 
 #endif

@@ -798,7 +798,8 @@ static void only_harmless_surplus_is_let_pass(void **state) {
     run_free(&run);
 }
 
-// The tensors of the folder's one file in two, as transformers does for large models; "" instead of 1: a mistake.
+// The tensors of the folder's one file in two, as transformers does for large models; "" instead of 1: a
+// mistake.
 static void write_parts(const char *below, const Run *run, const char *map) {
     char *command = format_text("mkdir -p %s/%s/step-000000", folder, below);
     assert_int_equal(system(command), 0);

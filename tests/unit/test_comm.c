@@ -5,8 +5,8 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include "report/clock.h"
 #include "ranks.h"
+#include "report/clock.h"
 
 // ---- numbers ----
 
@@ -495,11 +495,13 @@ static void groups_keep_their_own_order(void) {
     for (int i = 0; i < n; i++) turned[i] = n - 1 - i;
     for (int r = n - 1; r >= 0; r--)
         if (r % 2 == me % 2) half[count++] = r;
-    Group groups[] = {comm_group("turned", LINE_WORLD, turned, n), comm_group("half", LINE_WORLD, half, count),
+    Group groups[] = {comm_group("turned", LINE_WORLD, turned, n),
+                      comm_group("half", LINE_WORLD, half, count),
                       comm_group("turned again", LINE_WORLD, turned, n)};
     for (int g = 0; g < 3; g++) {
         Group group = groups[g];
-        Tensor in = tensor_of(F32, me, 1009), out = empty(F32, 1009 * group.size), t = tensor_of(BF16, me, 1009);
+        Tensor in = tensor_of(F32, me, 1009), out = empty(F32, 1009 * group.size),
+               t = tensor_of(BF16, me, 1009);
         comm_wait(comm_all_gather(out, in, NULL, group));
         for (int i = 0; i < group.size; i++)
             expect_values("part of a member", out, 1009 * i, group.member[i], 0, 1009);
@@ -826,7 +828,7 @@ static void scenario(const char *name) {
         int64_t counts[4] = {1, 1, 1, 1};
         counts[0] += me == odd;
         comm_wait(comm_all_to_all(tensor_of(F32, 0, 4), NULL, tensor_of(F32, me, 4 + (me == odd)), counts,
-                                 world));
+                                  world));
     }
     if (IS("order")) {  // two groups of the same ranks, in another order on one of them
         int all[4] = {0, 1, 2, 3};

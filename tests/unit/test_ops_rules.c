@@ -506,7 +506,8 @@ static void assert_refused(void (*wrong)(void), const char *sentence) {
     if (child == 0) {
         dup2(ends[1], STDERR_FILENO);
         wrong();
-        tensor_to_host(&(float){0}, new_tensor(F32, 1, 1));  // what only a GPU has seen comes out when one waits
+        tensor_to_host(&(float){0},
+                       new_tensor(F32, 1, 1));  // what only a GPU has seen comes out when one waits
         _exit(0);
     }
     close(ends[1]);

@@ -39,8 +39,9 @@ static int groups_of_partial(const Params *p, int64_t *elements) {
         *elements += tensor_exists(own) ? tensor_count(own) : 0;
         bool known = false;
         for (int j = 0; j < i; j++)
-            known = known || (p->param[j].here && p->param[j].parts.size > 1 && p->param[j].copies.size > 1 &&
-                              p->param[j].copies.handle == param->copies.handle);
+            known =
+                known || (p->param[j].here && p->param[j].parts.size > 1 && p->param[j].copies.size > 1 &&
+                          p->param[j].copies.handle == param->copies.handle);
         groups += !known;
     }
     return groups;

@@ -50,7 +50,8 @@ static int layouts(Layout *layout) {
     int count = sizeof all / sizeof *all;
     for (int i = 0; i < count; i++) {
         layout[i] = all[i];
-        layout[i].mesh = all[i].dp ? mesh_new((MeshShape){.dp = all[i].dp, .tp = all[i].tp}) : mesh_single();
+        layout[i].mesh =
+            all[i].dp ? mesh_new((MeshShape){.dp = all[i].dp, .tp = all[i].tp}) : mesh_single();
     }
     return count;
 }

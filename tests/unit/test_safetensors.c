@@ -9,8 +9,8 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "train/checkpoint.h"
 #include "tensor/rng.h"
+#include "train/checkpoint.h"
 // needs those above
 #include <cmocka.h>
 

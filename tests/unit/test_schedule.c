@@ -386,7 +386,8 @@ static void the_search_takes_stages_of_a_rank_one_after_the_other(void **context
     for (int m = 1; m <= 3; m++) {
         Schedule one = make(ZB_V, 1, m), two = make(ZB_V, 2, m), loop = make(INTERLEAVED, 2, m);
         ASSERT_SAME(schedule_best_makespan(&one, papers), 30 * m);  // nothing to wait for
-        // rank 1 begins half an F later; and one micro-batch alone is a chain: 2 F, 2 B, and W of half a rank
+        // rank 1 begins half an F later; and one micro-batch alone is a chain: 2 F, 2 B, and W of half a
+        // rank
         assert_true(schedule_best_makespan(&two, papers) >= 30 * m + 5);
         if (m == 1) ASSERT_SAME(schedule_best_makespan(&two, papers), 2 * (10 + 12) + 4);
         if (m == 1) ASSERT_SAME(schedule_best_makespan(&loop, papers), 2 * (10 + 12) + 4);

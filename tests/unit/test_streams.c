@@ -1,7 +1,8 @@
 // test_streams.c [--ranks N] [--long] [PATTERN]: computing and communication keep the order of the calls,
 // also where the device does both at once: long work stands in front of each, and what would be read too
 // early is NaN or another number. TAP. On a GPU, with --long, a missing event between the two streams shows
-// here (tests/mutants/gpu.txt); on a CPU nothing runs beside the calls, and only the contract of comm.h is held.
+// here (tests/mutants/gpu.txt); on a CPU nothing runs beside the calls, and only the contract of comm.h is
+// held.
 //
 // Ranks stay in step, so a failure is noted, not thrown; after each test all ranks add up what they noted.
 #include <fnmatch.h>

@@ -1,4 +1,5 @@
-// test_train.c: whole steps: accumulation, recomputation, determinism, the optimizer's rules, and what a step counts.
+// test_train.c: whole steps: accumulation, recomputation, determinism, the optimizer's rules, and what a
+// step counts.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -181,8 +182,8 @@ static void sgd_moves_by_rate_clip_and_gradient(void **state) {
     }
 }
 
-// AdamW's first step has a closed form: m^ = g, v^ = g^2, so W1 = W0 - lr (g / (|g| + eps) + decay W0); decay on
-// matrices alone. The gradient is the clipped one, which only eps can see.
+// AdamW's first step has a closed form: m^ = g, v^ = g^2, so W1 = W0 - lr (g / (|g| + eps) + decay W0);
+// decay on matrices alone. The gradient is the clipped one, which only eps can see.
 static void adamw_first_step_is_the_closed_form(void **state) {
     (void)state;
     Config c = small_config("dtype=f64 optimizer=adamw lr=1e-2 steps=1 warmup=0 clip=1e-3");
@@ -218,7 +219,8 @@ static void learning_rate_warms_up_and_decays(void **state) {
     assert_true(fabs(learning_rate(&c, 109) - 1e-3) < 1e-12);
 }
 
-// Steps are optimizer steps, samples are samples: accumulation does not mix them up, and no sample comes twice.
+// Steps are optimizer steps, samples are samples: accumulation does not mix them up, and no sample comes
+// twice.
 static void progress_counts_steps_and_samples(void **state) {
     (void)state;
     Config c = small_config("dtype=f32 grad-acc=3");

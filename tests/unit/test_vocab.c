@@ -302,7 +302,8 @@ static void sum_parts_matches_reference(void **state) {
 
 // ---- columns dealt to ranks, and back ----
 
-// Of (n, groups w): part i has the columns of group i / copies; the way back adds the copies up, rounded once.
+// Of (n, groups w): part i has the columns of group i / copies; the way back adds the copies up, rounded
+// once.
 static void columns_dealt(DType dtype, int64_t n, int64_t groups, int64_t copies, int64_t w) {
     int64_t parts = groups * copies, count = parts * n * w;
     Array whole = random_array(dtype, n, groups * w, 1), dealt = poisoned(dtype, parts * n, w);
