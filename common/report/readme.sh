@@ -132,6 +132,10 @@ row() {
     row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule '' '^ *dualpipe +[0-9]'
     row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8' 'forward, all in one node'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
+    row 37 '7 numbers between 1 and 2 in e4m3' formats '' '^e4m3 +0.125 +7'
+    row 37 '3 in e5m2' formats '' '^e5m2 +0.25 +3'
+    row 37 'epsilon: 1.19e-7 in float32, about 10^-3 in float16 …' formats '' '^float16 +0.000977'
+    row 37 '… and 10 times as much in bfloat16' formats '' '^bfloat16 +0.00781'
 } >"$work/claims" || exit 1
 fill tests/CLAIMS.md claims <"$work/claims"
 [ "$1" != chapters ] || exit 0
