@@ -25,7 +25,7 @@
 // Proof: each code of the 8- and 16-bit formats has the value that its fields say, and each border between
 // two codes is where this file's rounding has it, in the conversions that training uses (tensor/dtype.c).
 // Bytes sent: none; one device, no model.
-// Run: build/08_mixed_precision/formats                (--svg points.svg: the playbook's 10,000 points)
+// Run: build/08_mixed_precision/formats                (--value 0.1, --svg points.svg)
 // Last line: PASS formats: five formats are what their bits say …
 #include <math.h>
 #include <stdlib.h>
@@ -202,6 +202,28 @@ static void show_resolution(void) {
     }
 }
 
+// sign, exponent and mantissa of a number of the format, as "0 0111 001"
+static const char *bits_text(const Format *f, double x) {
+    static char text[40];
+    uint32_t code = 0;
+    dtype_convert(&code, f->dtype, &x, F64, 1);
+    char *at = text;
+    for (int bit = f->exponent + f->mantissa; bit >= 0; bit--) {
+        *at++ = code >> bit & 1 ? '1' : '0';
+        if (bit == f->exponent + f->mantissa || bit == f->mantissa) *at++ = ' ';
+    }
+    *at = '\0';
+    return text;
+}
+
+static void show_value(double x) {
+    say("\n%g, stored\n             %-36s nearest             off by", x, "sign, exponent, mantissa");
+    for (const Format *f = formats; f < formats + FORMATS; f++) {
+        double y = round_to_nearest(f, x);
+        say("%-12s %-36s %-17.9g %8.3g%%", f->name, bits_text(f, y), y, x == 0 ? 0 : 100 * (y / x - 1));
+    }
+}
+
 // Many updates of a quarter of a step each, to a weight of 1: all of them vanish, or on average none does.
 static void show_updates(uint64_t seed) {
     enum { UPDATES = 256, RUNS = 1024 };
@@ -280,21 +302,25 @@ static void draw_points(const char *file) {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     int64_t seed;
+    double value;
     const char *svg = NULL, *json = NULL;
     Option table[] = {
         {"seed", OPTION_INT, &seed, "42", 0, 1e15, "", "of the random numbers of stochastic rounding",
          false},
+        {"value", OPTION_REAL, &value, "0.1", -1e38, 1e38, "", "to show as each format stores it", false},
         {"svg", OPTION_OUTPUT, &svg, NULL, 0, 0, "FILE", "draw the points between 1 and 2", false},
         {"json", OPTION_OUTPUT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
     };
     options_parse(argc, argv,
                   "Number formats from float32 to FP8: bits, range, resolution, rounding.\n"
+                  "  formats --value 70000\n"
                   "  formats --svg points.svg",
                   table, sizeof table / sizeof *table);
     report_json(base_rank() ? NULL : json);
     show_ranges();
     show_resolution();
     show_points();
+    show_value(value);
     show_updates((uint64_t)seed);
     for (const Format *f = formats; f < formats + FORMATS; f++) {
         check_codes(f);

@@ -21,6 +21,9 @@ grep -q '"value":[[:space:]]*0.0078125,' "$work/f.json" 2>/dev/null
 report $? "--json has bfloat16's epsilon"
 [ "$(grep -c '<path' "$work/f.svg" 2>/dev/null)" = 5 ] && tail -n 1 "$work/f.svg" | grep -q '^</svg>$'
 report $? "--svg draws five rows"
+passes "a value beyond float16" $program --value 70000
+shows "is infinity there" '^float16 +0 11111 0000000000 +inf '
+shows "and the largest number in e4m3" '^e4m3 +0 1111 110 +448 +-99.4%'
 passes "with another seed" $program --seed 7
 refused "--seed" $program --seed -1
 finish
