@@ -27,10 +27,9 @@ int64_t count_labels(const int32_t *targets, int64_t count) {
 
 double mean_loss_scale(double labels) { return labels > 0 ? 1 / labels : 0; }
 
-double micro_batches_in_turn(void *context, Model *model, const StepInput *input) {
+void micro_batches_in_turn(void *context, Model *model, const StepInput *input) {
     (void)context;
     int64_t tokens = input->b * model->config.seq;  // of a micro-batch
-    double loss = 0;
     model_begin_step(model, input->micro_batches);
     for (int64_t i = 0; i < input->micro_batches; i++) {
         MicroBatch micro = micro_batch_new(model, i, input->b, input->tokens + i * tokens,
@@ -38,10 +37,9 @@ double micro_batches_in_turn(void *context, Model *model, const StepInput *input
         clock_push("forward");
         model_forward(model, &micro);
         clock_pop();
-        micro_batch_check_loss(model, &micro);
         int64_t kept = memory_account().now[MEMORY_ACTIVATION];
         if (input->kept_bytes && kept > *input->kept_bytes) *input->kept_bytes = kept;
-        loss += micro.loss;
+        op_accumulate(input->loss, micro.loss);
         clock_push("backward");
         model_backward(model, &micro);  // adds to the gradients
         model->sockets.gradients.micro_batch_ready(model->sockets.gradients.context, model,
@@ -49,7 +47,6 @@ double micro_batches_in_turn(void *context, Model *model, const StepInput *input
         clock_pop();
         micro_batch_free(model, &micro);
     }
-    return loss;
 }
 
 // ---- the proof ----
@@ -87,9 +84,10 @@ static void show_mean_of_means(const Config *whole) {
             scale[i] = wrong ? mean_loss_scale((double)count_labels(batch.targets + i * part, part)) /
                                    (double)parts
                              : mean_loss_scale((double)count_labels(batch.targets, batch.count));
-        StepInput input = {parts, 1, batch.tokens, batch.targets, scale, NULL};
+        StepInput input = {parts, 1, batch.tokens, batch.targets, scale, loss_new(), NULL};
         params_zero_grads(&trainer->model->params);
         micro_batches_in_turn(NULL, trainer->model, &input);
+        tensor_free(&input.loss);
         grad[wrong] = host_alloc(count * sizeof(double));
         tensor_to_doubles(grad[wrong], param_total_grad(&model->params, model->head));
     }

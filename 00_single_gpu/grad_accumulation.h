@@ -8,8 +8,8 @@
 int64_t count_labels(const int32_t *targets, int64_t count);
 // What makes a sum of token losses a mean: 1 / labels; 0 if there are none.
 double mean_loss_scale(double labels);
-// The schedule of one device: forward and backward of each micro-batch in turn; their gradients add up.
-// Returns the sum of their losses.
-double micro_batches_in_turn(void *context, Model *model, const StepInput *input);
+// The schedule of one device: forward and backward of each micro-batch in turn; their losses and gradients
+// add up.
+void micro_batches_in_turn(void *context, Model *model, const StepInput *input);
 
 #endif

@@ -55,15 +55,14 @@ static void lookup_backward(void *context, const MicroBatch *micro, Tensor dweig
     (void)context;
     op_embedding_backward(dweight, dx, micro->tokens);
 }
-static double loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
+static void loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
     (void)context;
     DType statistics = logits.dtype == F64 ? F64 : F32;  // of a row: full precision
     Tensor losses = tensor_new(MEMORY_ACTIVATION, statistics, SHAPE(tensor_rows(logits)));
     *lse = tensor_like(MEMORY_ACTIVATION, losses);
     op_cross_entropy_forward(losses, *lse, logits, micro->targets);
-    double sum = op_sum(losses);
+    op_add_sum(micro->loss, losses, micro->loss_scale);
     tensor_free(&losses);
-    return sum;
 }
 static void loss_backward(void *context, const MicroBatch *micro, Tensor dlogits, Tensor logits,
                           Tensor lse) {
@@ -190,7 +189,7 @@ static void keep_everything(void *context, Model *model, MicroBatch *micro, int 
 static double evaluate(void *context, Model *model, MicroBatch *micro) {
     (void)context;
     model_forward(model, micro);
-    return micro->loss;
+    return loss_value(micro->loss);
 }
 
 static bool accept_all(void *context, Model *model, double grad_norm) {

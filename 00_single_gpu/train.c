@@ -156,7 +156,29 @@ static void read_ahead(Trainer *t) {
     t->labels_ahead = comm_sum((double)count_labels(t->ahead.targets, t->ahead.count), dp);
 }
 
-static void optimizer_steps(Trainer *t) {
+// The loss was read when the step was over; but weights are as they were, so the same micro-batches, forward
+// again, find where it broke. Of the ranks that find something in the first bad one, the first speaks.
+static void explain_bad_loss(Trainer *t, const StepInput *input) {
+    Model *m = t->model;
+    Group world = m->mesh.world;
+    int64_t tokens = input->b * m->config.seq;
+    for (int64_t i = 0; i < input->micro_batches; i++) {
+        MicroBatch micro = micro_batch_new(m, -1, input->b, input->tokens + i * tokens,
+                                           input->targets + i * tokens, input->loss_scale[i]);
+        double loss = m->sockets.schedule.evaluate(m->sockets.schedule.context, m, &micro);
+        const char *bad = isfinite(loss) ? NULL : micro_batch_first_bad(m, &micro);
+        int first = world.size - (int)comm_max(bad ? world.size - world.rank : 0, world);
+        CHECK(first != world.rank, "the loss of micro-batch %lld is %g; the first bad tensor is: %s",
+              (long long)i, loss, bad);
+        if (first < world.size) comm_wait(comm_barrier(world));  // until that rank has ended all
+        micro_batch_free(m, &micro);
+        complete_weights(t);
+    }
+    fatal("the loss is %g, of micro-batches whose losses are finite", t->loss);
+}
+
+// grad_scale: what the gradients are times.
+static void optimizer_steps(Trainer *t, double grad_scale) {
     const Config *c = &t->config;
     Params *params = &t->model->params;
     const Sockets *on = &t->model->sockets;
@@ -164,46 +186,56 @@ static void optimizer_steps(Trainer *t) {
     CHECK(isfinite(t->grad_norm), "the gradient norm is %g; the first bad tensor is the gradient of %s",
           t->grad_norm, bad ? bad->name : "no single weight: the sum over all overflows");
     t->lr = learning_rate(c, t->progress.step);
+    double factor = clip_scale(t->grad_norm, c->clip) / grad_scale;
     optimizer_begin(&t->optimizer, params);
     for (int unit = 0; unit < params->units; unit++) {
-        optimizer_step_unit(&t->optimizer, params, unit, t->lr, clip_scale(t->grad_norm, c->clip));
+        optimizer_step_unit(&t->optimizer, params, unit, t->lr, factor);
         on->parameters.stepped(on->parameters.context, t->model, unit);
     }
 }
 
-void train_step(Trainer *t, Record *record) {
+// The step's micro-batches forward and backward, until loss and gradients are those of all ranks.
+static void run_micro_batches(Trainer *t) {
     const Config *c = &t->config;
-    Params *params = &t->model->params;
-    fatal_context("step %lld", (long long)t->progress.step + 1);
-    char *mark = format_text("step %lld", (long long)t->progress.step + 1);
-    clock_push(mark);
-    free(mark);
-
     const Sockets *on = &t->model->sockets;
+    Params *params = &t->model->params;
     read_ahead(t);  // the first step does it for itself
     Batch batch = t->ahead;
     t->ahead = (Batch){0};
     double *loss_scale = host_alloc(c->grad_acc * sizeof *loss_scale);
     for (int64_t i = 0; i < c->grad_acc; i++) loss_scale[i] = mean_loss_scale(t->labels_ahead);
-    StepInput input = {c->grad_acc,   c->micro_batch, batch.tokens,
-                       batch.targets, loss_scale,     &t->kept_bytes};
+    StepInput input = {c->grad_acc, c->micro_batch, batch.tokens,  batch.targets,
+                       loss_scale,  loss_new(),     &t->kept_bytes};
     params_zero_grads(params);
-    double loss = on->schedule.run(on->schedule.context, t->model, &input);
+    on->schedule.run(on->schedule.context, t->model, &input);
     // All reductions must finish before the optimizer steps: over replicas first, then over copies of a
     // weight, which are then the same elements on each of their ranks.
     on->gradients.finish(on->gradients.context, t->model);
     params_sum_copies(params);
-    t->loss = comm_sum(loss, params->replicas);
+    t->loss = comm_sum(loss_value(input.loss), params->replicas);
+    if (!isfinite(t->loss)) explain_bad_loss(t, &input);
+    tensor_free(&input.loss);
     free(loss_scale);
     t->progress.sample += batch.samples * t->model->mesh.dp.size;
     batch_free(&batch);
     if (t->progress.step + 1 < c->steps) read_ahead(t);
+}
+
+void train_step(Trainer *t, Record *record) {
+    const Sockets *on = &t->model->sockets;
+    Params *params = &t->model->params;
+    fatal_context("step %lld", (long long)t->progress.step + 1);
+    char *mark = format_text("step %lld", (long long)t->progress.step + 1);
+    clock_push(mark);
+    free(mark);
+    run_micro_batches(t);
 
     clock_push("optimizer");
+    double grad_scale = t->model->grad_scale;  // of this step; the step socket may change it
     bool recorded = record && !record->grad[0] && !device_is_dry_run();
-    if (recorded) record_grads(record, params);
-    t->grad_norm = params_grad_norm(params);
-    if (on->step.accept(on->step.context, t->model, t->grad_norm)) optimizer_steps(t);
+    if (recorded) record_grads(record, params, 1 / grad_scale);
+    t->grad_norm = params_grad_norm(params) / grad_scale;
+    if (on->step.accept(on->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);
     clock_pop();
     clock_pop();
     t->progress.step++;

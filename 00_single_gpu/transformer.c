@@ -276,9 +276,8 @@ static void head_forward(Model *m, MicroBatch *micro) {
     kept->logits = linear_forward(m, m->head, inside, &kept->linear);
     tensor_free(&inside);
     release_head(m, FORWARD);
-    double sum = m->sockets.vocabulary.loss(m->sockets.vocabulary.context, micro, &kept->lse, kept->logits);
     // A sum over tokens times 1 / (labels of the whole global batch): micro-batches simply add up.
-    micro->loss = sum * micro->loss_scale;
+    m->sockets.vocabulary.loss(m->sockets.vocabulary.context, micro, &kept->lse, kept->logits);
 }
 
 static void head_backward_input(Model *m, MicroBatch *micro) {

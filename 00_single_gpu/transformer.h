@@ -81,12 +81,12 @@ typedef struct MicroBatch {
     Tensor tokens, targets, positions;  // (n) i32
     int32_t *documents;  // (b, all tokens of a sequence) host, from 0; NULL: each sequence is one
     double loss_scale;   // of the loss: 1 / valid labels of the whole global batch
-    double grad_scale;   // of its gradient: the same, times what a precision recipe scales with
+    double grad_scale;   // of its gradient: the same, times Model.grad_scale
     Tensor x;            // (n, h) flows forward: output of the last unit that ran
     Tensor dx;           // (n, h) flows backward: gradient at that unit's input
     BlockKept *block;    // (L)
     HeadKept head;
-    double loss;          // this micro-batch's share of the mean loss of the global batch
+    Tensor loss;          // (1) f64: what this micro-batch adds to the mean loss of the global batch
     int embedding_parts;  // of W to the embedding's gradient, still to come: tied, 2 on one device
 } MicroBatch;
 
@@ -95,6 +95,7 @@ typedef struct StepInput {
     int64_t micro_batches, b;
     const int32_t *tokens, *targets;  // (micro_batches b, s) host, whole sequences
     const double *loss_scale;         // (micro_batches)
+    Tensor loss;  // (1) f64 on the device: += the losses of this rank's micro-batches
     int64_t
         *kept_bytes;  // raised to the activation bytes held when a micro-batch's forward has ended; or NULL
 } StepInput;
@@ -158,9 +159,9 @@ typedef struct Sockets {
         // Into and out of the output layer, as region's.
         Tensor (*enter)(void *context, const MicroBatch *micro, Tensor x);
         Tensor (*enter_backward)(void *context, const MicroBatch *micro, Tensor dx);
-        // The sum of the losses of all tokens of the micro-batch; *lse is new, what loss_backward needs of
-        // it.
-        double (*loss)(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits);
+        // micro->loss += loss_scale times the sum of the losses of all tokens of the micro-batch; *lse is
+        // new, what loss_backward needs of it.
+        void (*loss)(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits);
         // dlogits = micro->grad_scale d(sum)/dlogits; may alias logits
         void (*loss_backward)(void *context, const MicroBatch *micro, Tensor dlogits, Tensor logits,
                               Tensor lse);
@@ -207,13 +208,14 @@ typedef struct Sockets {
         void (*before_backward)(void *context, Model *model, MicroBatch *micro, int layer);
     } activations;
     // Who runs a step's micro-batches, and who evaluates; the caller has zeroed the gradients, and ends
-    // them. Returns the sum of the losses of this rank's micro-batches.
+    // them. The host does not wait for the device in run: nobody reads a loss before the step's end.
     struct {
         void *context;
-        double (*run)(void *context, Model *model, const StepInput *input);
+        void (*run)(void *context, Model *model, const StepInput *input);
         double (*evaluate)(void *context, Model *model, MicroBatch *micro);
     } schedule;
-    // Whether the optimizer may step on gradients of this norm, the same on every rank.
+    // Whether the optimizer may step on gradients of this norm, the same on every rank. It may change
+    // Model.grad_scale for the steps to come, and is then the one that knows what an infinite norm means.
     struct {
         void *context;
         bool (*accept)(void *context, Model *model, double grad_norm);
@@ -250,6 +252,8 @@ struct Model {
     int embedding_unit, first_block_unit, head_unit;  // units of the table; blocks follow one another
     Sockets sockets;
     int64_t *ready_left;  // (units) how often in this step its gradient will still become final
+    double grad_scale;  // 1; of gradients from the loss to the optimizer, which divides by it. Losses and
+                        // norms are as without.
 };
 
 // What the model's weights are, each stored whole on every rank: techniques shard it, then model_allocate.
@@ -266,8 +270,12 @@ int64_t config_document_end(const Config *config);
 MicroBatch micro_batch_new(const Model *model, int64_t index, int64_t b, const int32_t *tokens,
                            const int32_t *targets, double loss_scale);
 void micro_batch_free(Model *model, MicroBatch *micro);
-// Fatal when the micro-batch's loss is NaN or infinite, naming the first tensor that is.
-void micro_batch_check_loss(const Model *model, const MicroBatch *micro);
+// A loss of 0: (1) f64 on the device, where it stays until somebody has to know it.
+Tensor loss_new(void);
+double loss_value(Tensor loss);  // waits for the device
+// The first tensor, in the order of forward, that holds a NaN or an infinity: "weight model.norm.weight",
+// "block 2 gate"; NULL: none on this rank. Static buffer.
+const char *micro_batch_first_bad(const Model *model, const MicroBatch *micro);
 
 // ---- stages ----
 

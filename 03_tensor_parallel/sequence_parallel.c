@@ -88,10 +88,14 @@ static void lookup_backward(void *context, const MicroBatch *micro, Tensor dweig
     t->before.vocabulary.lookup_backward(t->before.vocabulary.context, &own, dweight, dx);
 }
 
-static double loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
+static void loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
     TensorParallel *t = context;
     MicroBatch own = own_tokens(t, micro);
-    return comm_sum(t->before.vocabulary.loss(t->before.vocabulary.context, &own, lse, logits), t->tp);
+    own.loss = loss_new();
+    t->before.vocabulary.loss(t->before.vocabulary.context, &own, lse, logits);
+    comm_wait(comm_all_reduce(own.loss, REDUCE_SUM, t->tp));
+    op_accumulate(micro->loss, own.loss);
+    tensor_free(&own.loss);
 }
 
 static void loss_backward(void *context, const MicroBatch *micro, Tensor dlogits, Tensor logits,

@@ -62,7 +62,7 @@ static Tensor enter_backward(void *context, const MicroBatch *micro, Tensor dx) 
 
 // ---- the loss: three numbers for each token are sent, and no logits ----
 
-static double loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
+static void loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
     const VocabParallel *vocab = context;
     int64_t n = tensor_rows(logits);
     DType statistics = logits.dtype == F64 ? F64 : F32;
@@ -78,11 +78,10 @@ static double loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor l
     Tensor losses = tensor_new(MEMORY_ACTIVATION, statistics, SHAPE(n));
     *lse = tensor_like(MEMORY_ACTIVATION, losses);
     op_cross_entropy_part_losses(losses, *lse, maxima, sums, micro->targets);
-    double sum = op_sum(losses);  // of all tokens, and the same bits on every rank
+    op_add_sum(micro->loss, losses, micro->loss_scale);  // of all tokens: the same bits on every rank
     tensor_free(&maxima);
     tensor_free(&sums);
     tensor_free(&losses);
-    return sum;
 }
 
 static void loss_backward(void *context, const MicroBatch *micro, Tensor dlogits, Tensor logits,
@@ -252,7 +251,8 @@ static void loss_of_llama(Mesh mesh, const Config *config) {
     int64_t columns = (v + tp.size - 1) / tp.size;
     VocabParallel vocab = {.tp = tp, .part = part_of(v, columns, columns * tp.rank)};
     Tensor logits = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(n, columns)), lse;
-    MicroBatch micro = {.b = 1, .s = n, .targets = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n))};
+    MicroBatch micro = {
+        .b = 1, .s = n, .targets = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n)), .loss = loss_new()};
     Tensor all = tensor_new(MEMORY_COMMUNICATION, BF16, SHAPE(tp.size, n, columns));
     say("\nThe loss of %ld tokens of Llama 3 8B, v = %ld on %d ranks, on the model clock of %s:\n", n, v,
         tp.size, config->machine);
@@ -263,7 +263,8 @@ static void loss_of_llama(Mesh mesh, const Config *config) {
     clock_reset();
     comm_wait(comm_all_gather(all, logits, NULL, tp));
     show("gathered logits", (tp.size - 1) * (double)tensor_bytes(all), all, tp);
-    tensor_free(&logits), tensor_free(&micro.targets), tensor_free(&lse), tensor_free(&all);
+    tensor_free(&logits), tensor_free(&micro.targets), tensor_free(&micro.loss), tensor_free(&lse);
+    tensor_free(&all);
     device_dry_run(false);
 }
 

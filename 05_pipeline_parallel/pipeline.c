@@ -103,7 +103,7 @@ static void send_output(Pipeline *p, Model *m, StagePass pass, Tensor *output) {
     tensor_free(output);
 }
 
-static void run_pass(Pipeline *p, Model *m, StagePass pass, double *loss) {
+static void run_pass(Pipeline *p, Model *m, StagePass pass) {
     MicroBatch *micro = begin_micro_batch(p, m, pass.micro_batch);
     Chunk chunk = p->chunk[pass.stage];
     if (pass.kind == PASS_F) {
@@ -112,8 +112,7 @@ static void run_pass(Pipeline *p, Model *m, StagePass pass, double *loss) {
         chunk_forward(m, micro, chunk);
         clock_pop();
         if (++p->held > p->most_held) p->most_held = p->held;
-        if (chunk.head) micro_batch_check_loss(m, micro);
-        if (chunk.head) *loss += micro->loss;
+        if (chunk.head) op_accumulate(p->input->loss, micro->loss);
         int64_t kept = memory_account().now[MEMORY_ACTIVATION];
         if (p->input->kept_bytes && kept > *p->input->kept_bytes) *p->input->kept_bytes = kept;
         send_output(p, m, pass, &micro->x);
@@ -149,28 +148,27 @@ static void begin_step(const Pipeline *p, Model *m) {
         if (p->idle[unit]) pass_idle_unit(m, unit);
 }
 
-static double run(void *context, Model *m, const StepInput *input) {
+static void run(void *context, Model *m, const StepInput *input) {
     Pipeline *p = context;
     const Schedule *s = &p->schedule;
     int rank = m->mesh.pp.rank;
     const ActionList *list = &s->list[rank];
     ScheduleTimes times = schedule_times(s, (Durations){1, 1, 1, 2, 0});
-    double loss = 0;
     p->input = input;
     p->next = p->finished = p->held = 0;
     begin_step(p, m);
     for (int i = 0; i < s->micro_batches; i++) p->passes_left[i] = -1;
     for (int i = 0; i < list->count; i++) {
         start_receives(p, m, end_of(p, rank, times.end[rank][i]));
-        for (int j = 0; j < list->action[i].passes; j++) run_pass(p, m, list->action[i].pass[j], &loss);
+        for (int j = 0; j < list->action[i].passes; j++) run_pass(p, m, list->action[i].pass[j]);
     }
     for (int i = 0; i < 2; i++) {
         if (p->sending[i]) comm_wait(p->sending[i]);
         p->sending[i] = NULL;
     }
     schedule_times_free(&times, s);
-    // The ranks of the last stage know the loss.
-    return m->mesh.pp.size > 1 ? comm_sum(loss, m->mesh.pp) : loss;
+    // The ranks of the last stage have the loss.
+    if (m->mesh.pp.size > 1) comm_wait(comm_all_reduce(input->loss, REDUCE_SUM, m->mesh.pp));
 }
 
 // Of one micro-batch that is not trained on: one stage after another, and the loss for all.
@@ -190,7 +188,7 @@ static double evaluate(void *context, Model *m, MicroBatch *micro) {
             comm_wait(comm_receive(micro->x, place[stage - 1], p->forward));
         }
         chunk_forward(m, micro, p->chunk[stage]);
-        if (p->chunk[stage].head) loss = micro->loss;
+        if (p->chunk[stage].head) loss = loss_value(micro->loss);
         else if (place[stage + 1] != rank) comm_wait(comm_send(micro->x, place[stage + 1], p->forward));
     }
     return m->mesh.pp.size > 1 ? comm_sum(loss, m->mesh.pp) : loss;

@@ -69,7 +69,7 @@ static double makespan_of(Trainer *t) {
     Batch batch = batch_new(t, 0);
     double *scale = host_alloc(c->grad_acc * sizeof *scale);
     for (int64_t i = 0; i < c->grad_acc; i++) scale[i] = 1;
-    StepInput input = {c->grad_acc, c->micro_batch, batch.tokens, batch.targets, scale, NULL};
+    StepInput input = {c->grad_acc, c->micro_batch, batch.tokens, batch.targets, scale, loss_new(), NULL};
     comm_max(0, t->model->mesh.world);  // they start together
     double start = clock_model_now(), flops = clock_total().flops;
     on->schedule.run(on->schedule.context, t->model, &input);
@@ -80,6 +80,7 @@ static double makespan_of(Trainer *t) {
     double seconds = comm_max(end - start, t->model->mesh.world);
     on->gradients.finish(on->gradients.context, t->model);
     free(scale);
+    tensor_free(&input.loss);
     batch_free(&batch);
     return seconds;
 }

@@ -293,8 +293,9 @@ void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
 
 constexpr int64_t SUM_CHUNK = 16384;  // elements, whatever the GPU: it decides the order of the sum
 
-template <class T, bool SQUARES>
-__global__ void sum_chunks(double *sums, const T *x, int64_t count, bool packs) {
+// sums[chunk] = the chunk's sum; or y += factor * that of the only chunk
+template <class T, bool SQUARES, bool LAST>
+__global__ void sum_chunks(double *sums, const T *x, int64_t count, double factor, bool packs) {
     constexpr int N = pack_of<T>;
     const int64_t first = (int64_t)blockIdx.x * SUM_CHUNK;
     const int64_t here = count - first < SUM_CHUNK ? count - first : SUM_CHUNK;
@@ -306,33 +307,44 @@ __global__ void sum_chunks(double *sums, const T *x, int64_t count, bool packs) 
         }
     });
     sum = over_block(sum, Add());
-    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+    if (threadIdx.x > 0) return;
+    if (LAST) *sums += factor * sum;
+    else sums[blockIdx.x] = sum;
 }
 
+// A round: the sums of the chunks, or of the only one, which is the last round.
 template <class T, bool SQUARES>
-static void launch_sum(double *sums, const T *x, int64_t count) {
-    LAUNCH((sum_chunks<T, SQUARES>), blocks_for("sum", ceil_div(count, SUM_CHUNK)),
-           threads_for_row<T>(least(count, SUM_CHUNK)), 0, stream(), sums, x, count, is_aligned(x));
+static void launch_sum(double *y, double *sums, const T *x, int64_t count, double factor) {
+    const int64_t chunks = ceil_div(count, SUM_CHUNK);
+    const int threads = threads_for_row<T>(least(count, SUM_CHUNK));
+    if (chunks == 1)
+        LAUNCH((sum_chunks<T, SQUARES, true>), 1, threads, 0, stream(), y, x, count, factor, is_aligned(x));
+    else
+        LAUNCH((sum_chunks<T, SQUARES, false>), blocks_for("sum", chunks), threads, 0, stream(), sums, x,
+               count, 1.0, is_aligned(x));
+}
+
+static void add_sum(DType dtype, double *y, const void *x, int64_t count, bool squares, double factor) {
+    if (count == 0) return;
+    int64_t chunks = ceil_div(count, SUM_CHUNK);
+    // each round's sums stand behind the last one's
+    double *sums = static_cast<double *>(device_scratch((size_t)(2 * chunks) * sizeof(double)));
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        if (squares) launch_sum<T, true>(y, sums, (const T *)x, count, factor);
+        else launch_sum<T, false>(y, sums, (const T *)x, count, factor);
+    });
+    while (chunks > 1) {
+        launch_sum<double, false>(y, sums + chunks, sums, chunks, factor);
+        sums += chunks;
+        chunks = ceil_div(chunks, SUM_CHUNK);
+    }
 }
 
 static double sum_of(DType dtype, const void *x, int64_t count, bool squares) {
-    if (count == 0) return 0;
-    int64_t chunks = ceil_div(count, SUM_CHUNK);
-    // each round's sums behind the last one's, and those of the last in the mailbox
-    double *room = static_cast<double *>(device_scratch((size_t)(2 * chunks) * sizeof(double)));
-    double *mail = &device_mailbox()->sum, *sums = chunks > 1 ? room : mail;
-    by_dtype(dtype, [&](auto type) {
-        using T = decltype(type);
-        if (squares) launch_sum<T, true>(sums, (const T *)x, count);
-        else launch_sum<T, false>(sums, (const T *)x, count);
-    });
-    while (chunks > 1) {
-        int64_t terms = chunks;
-        chunks = ceil_div(terms, SUM_CHUNK);
-        room += terms;
-        launch_sum<double, false>(chunks > 1 ? room : mail, sums, terms);
-        sums = room;
-    }
+    double *mail = &device_mailbox()->sum;
+    kernel_fill(F64, mail, 0, 1);
+    add_sum(dtype, mail, x, count, squares, 1);
     return device_read_mailbox().sum;
 }
 
@@ -340,6 +352,14 @@ double kernel_sum(DType dtype, const void *x, int64_t count) { return sum_of(dty
 
 double kernel_sum_squares(DType dtype, const void *x, int64_t count) {
     return sum_of(dtype, x, count, true);
+}
+
+void kernel_add_sum(DType dtype, double *y, const void *x, int64_t count, double factor) {
+    add_sum(dtype, y, x, count, false, factor);
+}
+
+void kernel_add_sum_squares(DType dtype, double *y, const void *x, int64_t count) {
+    add_sum(dtype, y, x, count, true, 1);
 }
 
 // ---- matrix multiply ----

@@ -137,10 +137,11 @@ static double *whole_doubles(const Params *params, const Param *param, ParamTens
     return doubles;
 }
 
-void record_grads(Record *record, const Params *params) {
+void record_grads(Record *record, const Params *params, double factor) {
     for (int i = 0; i < params->count; i++) {
         free(record->grad[i]);
         record->grad[i] = whole_doubles(params, &params->param[i], PARAM_GRAD);
+        for (int64_t j = 0; j < record->count[i]; j++) record->grad[i][j] *= factor;
     }
 }
 

@@ -29,8 +29,8 @@ typedef struct Record {
 // Losses and norms are NaN, and tensors absent, until the trainer sets them: what was left out cannot pass.
 Record record_new(const char *title, int64_t steps, const Params *params);
 // Of whole parameters, whoever stores them: collective over the ranks that share them (params.h). Gradients
-// when those of the first step are complete, parameters after the last step.
-void record_grads(Record *record, const Params *params);
+// when those of the first step are complete, times `factor`; parameters after the last step.
+void record_grads(Record *record, const Params *params, double factor);
 void record_params(Record *record, const Params *params);
 void record_free(Record *record);
 

@@ -28,6 +28,8 @@ void backend_free(void *memory);
 int64_t backend_capacity(void);
 void backend_from_host(void *to, const void *from, size_t bytes);
 void backend_to_host(void *to, const void *from, size_t bytes);
+// Of device_reads: for who reads by another way than device_to_host.
+void device_note_read(void);
 // Whether the host itself, and so MPI, can read and write device memory.
 bool backend_is_host(void);
 // Host memory that is quickly copied to and from the device; NULL when there is no more. Freeing NULL is

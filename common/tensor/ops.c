@@ -6,6 +6,7 @@
 
 #include <string.h>
 
+#include "device.h"
 #include "in_flight.h"
 #include "kernels.h"
 #include "report/clock.h"
@@ -154,7 +155,7 @@ void op_scale(Tensor y, double factor) {
     clock_end();
 }
 
-// ---- reductions to the host ----
+// ---- reductions ----
 
 double op_sum(Tensor x) {
     need_floating("sum", "x", x);
@@ -162,6 +163,7 @@ double op_sum(Tensor x) {
     if (BEGIN("sum", x.dtype, 0, IN(x, x.dtype, FLAT(count_of(x)))))
         sum = kernel_sum(x.dtype, at(x), count_of(x));
     clock_end();
+    device_note_read();
     return sum;
 }
 
@@ -171,7 +173,22 @@ double op_sum_squares(Tensor x) {
     if (BEGIN("sum_squares", x.dtype, 0, IN(x, x.dtype, FLAT(count_of(x)))))
         sum = kernel_sum_squares(x.dtype, at(x), count_of(x));
     clock_end();
+    device_note_read();
     return sum;
+}
+
+void op_add_sum(Tensor y, Tensor x, double factor) {
+    need_floating("add_sum", "x", x);
+    if (BEGIN("add_sum", x.dtype, 0, INOUT(y, F64, FLAT(1)), IN(x, x.dtype, FLAT(count_of(x)))))
+        kernel_add_sum(x.dtype, at(y), at(x), count_of(x), factor);
+    clock_end();
+}
+
+void op_add_sum_squares(Tensor y, Tensor x) {
+    need_floating("add_sum_squares", "x", x);
+    if (BEGIN("add_sum_squares", x.dtype, 0, INOUT(y, F64, FLAT(1)), IN(x, x.dtype, FLAT(count_of(x)))))
+        kernel_add_sum_squares(x.dtype, at(y), at(x), count_of(x));
+    clock_end();
 }
 
 // ---- matrix multiply ----
@@ -347,89 +364,7 @@ void op_cross_entropy_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor
     clock_end();
 }
 
-// ---- a part of the vocabulary ----
-
-static void check_part(const char *op, VocabularyPart part, int64_t stored) {
-    CHECK(
-        part.first >= 0 && part.count >= 0 && part.first + part.count <= part.whole && part.count <= stored,
-        "%s: of a vocabulary of %lld the part has %lld from %lld on, and %lld are stored", op,
-        (long long)part.whole, (long long)part.count, (long long)part.first, (long long)stored);
-}
-
-// Rows of the table that n tokens touch, if the part gets its share of them.
-static int64_t share_of(int64_t n, VocabularyPart part) {
-    return part.whole ? (n * part.count + part.whole - 1) / part.whole : 0;
-}
-
-void op_embedding_part_forward(Tensor y, Tensor tokens, Tensor weight, VocabularyPart part) {
-    need_floating("embedding_part_forward", "weight", weight);
-    const DType type = weight.dtype;
-    int64_t n = count_of(tokens), rows = rows_of(weight), h = columns_of(weight);
-    check_part("embedding_part_forward", part, rows);
-    if (BEGIN("embedding_part_forward", type, 0, OUT(y, type, n, h), IN(tokens, I32, FLAT(n)),
-              ROWS(share_of(n, part), READ, weight, type, rows, h)))
-        kernel_embedding_part_forward(type, at(y), at(tokens), at(weight), n, h, part);
-    clock_end();
-}
-
-void op_embedding_part_backward(Tensor dweight, Tensor dy, Tensor tokens, VocabularyPart part) {
-    need_floating("embedding_part_backward", "dweight", dweight);
-    const DType type = dweight.dtype;
-    int64_t n = count_of(tokens), rows = rows_of(dweight), h = columns_of(dweight),
-            share = share_of(n, part);
-    check_part("embedding_part_backward", part, rows);
-    if (BEGIN("embedding_part_backward", type, 0, ROWS(share, UPDATED, dweight, type, rows, h),
-              ROWS(share, READ, dy, type, n, h), IN(tokens, I32, FLAT(n))))
-        kernel_embedding_part_backward(type, at(dweight), at(dy), at(tokens), n, rows, h, part);
-    clock_end();
-}
-
-void op_cross_entropy_part_maxima(Tensor maxima, Tensor logits, VocabularyPart part) {
-    need_floating("cross_entropy_part_maxima", "logits", logits);
-    const DType type = logits.dtype;
-    int64_t n = rows_of(logits), columns = columns_of(logits);
-    check_part("cross_entropy_part_maxima", part, columns);
-    if (BEGIN("cross_entropy_part_maxima", type, 0, OUT(maxima, full(type), FLAT(n)),
-              IN(logits, type, n, columns)))
-        kernel_cross_entropy_part_maxima(type, at(maxima), at(logits), n, columns, part);
-    clock_end();
-}
-
-void op_cross_entropy_part_sums(Tensor sums, Tensor logits, Tensor maxima, Tensor targets,
-                                VocabularyPart part) {
-    need_floating("cross_entropy_part_sums", "logits", logits);
-    const DType type = logits.dtype;
-    int64_t n = rows_of(logits), columns = columns_of(logits);
-    check_part("cross_entropy_part_sums", part, columns);
-    if (BEGIN("cross_entropy_part_sums", type, 0, OUT(sums, full(type), 2, n), IN(logits, type, n, columns),
-              IN(maxima, full(type), FLAT(n)), IN(targets, I32, FLAT(n))))
-        kernel_cross_entropy_part_sums(type, at(sums), at(logits), at(maxima), at(targets), n, columns,
-                                       part);
-    clock_end();
-}
-
-void op_cross_entropy_part_losses(Tensor losses, Tensor lse, Tensor maxima, Tensor sums, Tensor targets) {
-    need_floating("cross_entropy_part_losses", "sums", sums);
-    const DType type = full(sums.dtype);
-    int64_t n = columns_of(sums);
-    if (BEGIN("cross_entropy_part_losses", type, 0, OUT(losses, type, FLAT(n)), OUT(lse, type, FLAT(n)),
-              IN(maxima, type, FLAT(n)), IN(sums, type, 2, n), IN(targets, I32, FLAT(n))))
-        kernel_cross_entropy_part_losses(type, at(losses), at(lse), at(maxima), at(sums), at(targets), n);
-    clock_end();
-}
-
-void op_cross_entropy_part_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, double scale,
-                                    VocabularyPart part) {
-    need_floating("cross_entropy_part_backward", "logits", logits);
-    const DType type = logits.dtype;
-    int64_t n = rows_of(logits), columns = columns_of(logits);
-    check_part("cross_entropy_part_backward", part, columns);
-    if (BEGIN("cross_entropy_part_backward", type, 0, OUT_OVER("logits", dlogits, type, n, columns),
-              IN(logits, type, n, columns), IN(lse, full(type), FLAT(n)), IN(targets, I32, FLAT(n))))
-        kernel_cross_entropy_part_backward(type, at(dlogits), at(logits), at(lse), at(targets), scale, n,
-                                           columns, part);
-    clock_end();
-}
+// ---- sums of parts, and columns that are dealt ----
 
 void op_sum_parts(Tensor y, Tensor x, int64_t parts) {
     need_floating("sum_parts", "y", y);
@@ -497,3 +432,4 @@ void op_sgd(Tensor value, Tensor master, Tensor grad, double lr, double grad_sca
 }
 
 #include "ops_attention_chunk.inc"
+#include "ops_vocabulary_part.inc"

@@ -39,6 +39,10 @@ void op_scale(Tensor y, double factor);     // y = factor y
 double op_sum(Tensor x);          // in f64
 double op_sum_squares(Tensor x);  // in f64; NaN and infinity come through
 
+// ---- the same to a number on the device, for which nobody waits: y (1) f64 ----
+void op_add_sum(Tensor y, Tensor x, double factor);  // y += factor * sum of x, the sum in f64
+void op_add_sum_squares(Tensor y, Tensor x);         // y += sum of x^2
+
 // ---- matrix multiply:  C (m, n) = A B + beta C,  A is (m, k), or (k, m) if transpose_a; B likewise ----
 void op_matmul(Tensor c, Tensor a, Tensor b, bool transpose_a, bool transpose_b,
                double beta);  // beta is 0 or 1

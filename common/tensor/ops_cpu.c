@@ -284,6 +284,14 @@ double kernel_sum_squares(DType dtype, const void *x, int64_t count) {
     return chunked_sum(dtype, x, count, true);
 }
 
+void kernel_add_sum(DType dtype, double *y, const void *x, int64_t count, double factor) {
+    *y += factor * chunked_sum(dtype, x, count, false);
+}
+
+void kernel_add_sum_squares(DType dtype, double *y, const void *x, int64_t count) {
+    *y += chunked_sum(dtype, x, count, true);
+}
+
 // ---- matrix multiply ----
 
 void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
@@ -439,78 +447,7 @@ void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
     narrow(dtype, dup, wide_dup, count);
 }
 
-// ---- cross-entropy ----
-
-void kernel_cross_entropy_forward(DType dtype, void *losses, void *lse, const void *logits,
-                                  const int32_t *targets, int64_t n, int64_t v) {
-    check_tokens("cross_entropy_forward", targets, n, v, true);
-    scratch_begin();
-    CALL(dtype, cross_entropy_forward, losses, lse, widen(dtype, logits, n * v), targets, n, v);
-}
-
-void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
-                                   const int32_t *targets, double scale, int64_t n, int64_t v) {
-    check_tokens("cross_entropy_backward", targets, n, v, true);
-    scratch_begin();
-    void *wide = wide_output(dtype, dlogits, n * v);
-    CALL(dtype, cross_entropy_backward, wide, widen(dtype, logits, n * v), lse, targets, scale, n, v);
-    narrow(dtype, dlogits, wide, n * v);
-}
-
-// ---- a part of the vocabulary ----
-
-void kernel_embedding_part_forward(DType dtype, void *y, const int32_t *tokens, const void *weight,
-                                   int64_t n, int64_t h, VocabularyPart part) {
-    const size_t row_bytes = (size_t)h * dtype_size(dtype);
-    check_tokens("embedding_part_forward", tokens, n, part.whole, false);
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < n; row++) {
-        char *to = (char *)y + row * row_bytes;
-        int64_t from = tokens[row] - part.first;
-        if (from >= 0 && from < part.count) memcpy(to, (const char *)weight + from * row_bytes, row_bytes);
-        else memset(to, 0, row_bytes);
-    }
-}
-
-void kernel_embedding_part_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens,
-                                    int64_t n, int64_t rows, int64_t h, VocabularyPart part) {
-    check_tokens("embedding_part_backward", tokens, n, part.whole, false);
-    scratch_begin();
-    void *wide = widen(dtype, dweight, rows * h);
-    CALL(dtype, embedding_part_backward, wide, widen(dtype, dy, n * h), tokens, n, h, part);
-    narrow(dtype, dweight, wide, rows * h);
-}
-
-void kernel_cross_entropy_part_maxima(DType dtype, void *maxima, const void *logits, int64_t n,
-                                      int64_t columns, VocabularyPart part) {
-    scratch_begin();
-    CALL(dtype, cross_entropy_part_maxima, maxima, widen(dtype, logits, n * columns), n, columns, part);
-}
-
-void kernel_cross_entropy_part_sums(DType dtype, void *sums, const void *logits, const void *maxima,
-                                    const int32_t *targets, int64_t n, int64_t columns,
-                                    VocabularyPart part) {
-    check_tokens("cross_entropy_part_sums", targets, n, part.whole, true);
-    scratch_begin();
-    CALL(dtype, cross_entropy_part_sums, sums, widen(dtype, logits, n * columns), maxima, targets, n,
-         columns, part);
-}
-
-void kernel_cross_entropy_part_losses(DType dtype, void *losses, void *lse, const void *maxima,
-                                      const void *sums, const int32_t *targets, int64_t n) {
-    CALL(dtype, cross_entropy_part_losses, losses, lse, maxima, sums, targets, n);
-}
-
-void kernel_cross_entropy_part_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
-                                        const int32_t *targets, double scale, int64_t n, int64_t columns,
-                                        VocabularyPart part) {
-    check_tokens("cross_entropy_part_backward", targets, n, part.whole, true);
-    scratch_begin();
-    void *wide = wide_output(dtype, dlogits, n * columns);
-    CALL(dtype, cross_entropy_part_backward, wide, widen(dtype, logits, n * columns), lse, targets, scale,
-         n, columns, part);
-    narrow(dtype, dlogits, wide, n * columns);
-}
+// ---- sums of parts, and columns that are dealt ----
 
 void kernel_sum_parts(DType dtype, void *y, const void *x, int64_t parts, int64_t count) {
     scratch_begin();
@@ -555,3 +492,4 @@ void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const 
 }
 
 #include "ops_cpu_chunk_kernels.inc"
+#include "ops_cpu_vocabulary_kernels.inc"

@@ -89,7 +89,12 @@ void device_from_host(void *to, const void *from, size_t bytes) {
     device_close();
 }
 
+static int64_t reads;
+int64_t device_reads(void) { return reads; }
+void device_note_read(void) { reads++; }
+
 void device_to_host(void *to, const void *from, size_t bytes) {
+    device_note_read();
     device_open();
     if (dry_run) memset(to, 0, bytes);
     else backend_to_host(to, from, bytes);

@@ -72,6 +72,8 @@ void *device_alloc(MemoryKind kind, size_t bytes);
 void device_free(MemoryKind kind, void *memory, size_t bytes);
 void device_from_host(void *to, const void *from, size_t bytes);
 void device_to_host(void *to, const void *from, size_t bytes);
+// How often the host has waited for the device since the start, to read a tensor or a sum.
+int64_t device_reads(void);
 
 // ---- tensors ----
 typedef struct Storage {  // one allocation, shared by counted references

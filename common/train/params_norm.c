@@ -61,15 +61,16 @@ static int64_t count_without_padding(const Param *param) {
     return rows > 0 ? rows * param->shape[1] : 0;
 }
 
-// Of the elements that this rank counts. Of copies the first one counts, and padding not at all.
-static double squares(const Params *params, const Param *param) {
+// *sum (1) += those of the elements that this rank counts. Of copies the first one counts, and padding not
+// at all.
+static void add_squares(Tensor sum, const Params *params, const Param *param) {
     const Unit *unit = &params->unit[param->unit];
     int64_t from, shared, padding = param->offset + count_without_padding(param);
-    if (!param->here || param->copies.rank > 0) return 0;
-    if (!param_overlap(param, unit->counted_first, unit->counted_count, &from, &shared)) return 0;
+    if (!param->here || param->copies.rank > 0) return;
+    if (!param_overlap(param, unit->counted_first, unit->counted_count, &from, &shared)) return;
     if (shared > padding - from) shared = padding - from;
-    if (shared <= 0) return 0;
-    return op_sum_squares(tensor_view(unit->own_grads, from - unit->own_first, SHAPE(shared)));
+    if (shared > 0)
+        op_add_sum_squares(sum, tensor_view(unit->own_grads, from - unit->own_first, SHAPE(shared)));
 }
 
 Group params_norm_group(const Params *params) {
@@ -79,22 +80,18 @@ Group params_norm_group(const Params *params) {
     return alone ? (Group){.size = 1, .name = "one"} : params->world;
 }
 
-// values[i] becomes the sum over the group's members, in their order.
-static void sum_all(double *values, int count, Group group) {
-    Memory before = memory_account();
-    Tensor t = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(count));
-    tensor_from_doubles(t, values);
-    comm_wait(comm_all_reduce(t, REDUCE_SUM, group));
-    tensor_to_doubles(values, t);
-    tensor_free(&t);
-    memory_restore_peak(&before);
-}
-
 double params_grad_norm(const Params *params) {
     Group group = params_norm_group(params);
     double *sums = host_alloc(params->count * sizeof *sums), total = 0;
-    for (int i = 0; i < params->count; i++) sums[i] = squares(params, &params->param[i]);
-    if (group.size > 1) sum_all(sums, params->count, group);
+    Memory before = memory_account();
+    Tensor squares = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(params->count));
+    op_fill(squares, 0);
+    for (int i = 0; i < params->count; i++)
+        add_squares(tensor_view(squares, i, SHAPE(1)), params, &params->param[i]);
+    if (group.size > 1) comm_wait(comm_all_reduce(squares, REDUCE_SUM, group));
+    tensor_to_doubles(sums, squares);  // the one time that the host waits
+    tensor_free(&squares);
+    memory_restore_peak(&before);
     for (int i = 0; i < params->count; i++) total += sums[i];
     free(sums);
     return sqrt(total);

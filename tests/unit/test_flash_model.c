@@ -32,7 +32,7 @@ static Run run_model(const char *dtype, bool flash, Recompute again) {
     for (int64_t i = 0; i < n; i++) tokens[i] = (int32_t)(rng_bits(3, RNG_TEST, i) % (uint64_t)c.vocab);
     MicroBatch micro = micro_batch_new(m, 0, c.micro_batch, tokens, tokens, mean_loss_scale((double)n));
     model_forward(m, &micro);
-    Run run = {.loss = micro.loss, .kept = memory_account().now[MEMORY_ACTIVATION]};
+    Run run = {.loss = loss_value(micro.loss), .kept = memory_account().now[MEMORY_ACTIVATION]};
     model_backward(m, &micro);
     micro_batch_free(m, &micro);
     for (int i = 0; i < m->params.count; i++) run.count += m->params.param[i].count;

@@ -109,6 +109,15 @@ static void sums_match_reference(void **state) {
             // In f64 whatever the storage: each of count additions rounds once.
             double bound = (double)(sizes[i] + 2) * rounding(F64);
             double got = op_sum(x.t), got_squares = op_sum_squares(x.t);
+            // Added to a number on the device, the same bits, times a factor.
+            double numbers[2] = {3, 0.25};
+            Tensor y = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(2));
+            tensor_from_doubles(y, numbers);
+            op_add_sum(tensor_view(y, 0, SHAPE(1)), x.t, 0.5);
+            op_add_sum_squares(tensor_view(y, 1, SHAPE(1)), x.t);
+            tensor_to_doubles(numbers, y);
+            tensor_free(&y);
+            assert_true(numbers[0] == 3 + 0.5 * got && numbers[1] == 0.25 + got_squares);
             if (!(fabs(got - (double)sum) <= bound * (double)magnitude))
                 fail_msg("sum of %s is %.17g, expected %.17g", tensor_text(x.t), got, (double)sum);
             if (!(fabs(got_squares - (double)squares) <= bound * (double)squares))

@@ -39,6 +39,8 @@ CUDA(kernel_accumulate)
 CUDA(kernel_scale)
 CUDA(kernel_sum)
 CUDA(kernel_sum_squares)
+CUDA(kernel_add_sum)
+CUDA(kernel_add_sum_squares)
 CUDA(kernel_matmul)
 CUDA(kernel_embedding_forward)
 CUDA(kernel_embedding_backward)
@@ -411,6 +413,11 @@ static void sums_match_in_f64(void **state) {
                     fail_msg("sums of %lld %s are %.17g and %.17g, expected %.17g and %.17g",
                              (long long)count, dtype_name(dtype), got[0], got[1], (double)sum,
                              (double)squares);
+                Device sum_on(F64, Doubles(1, 3)), squares_on(F64, Doubles(1, 0.25));
+                cuda_kernel_add_sum(dtype, static_cast<double *>(sum_on.at), of.at, count, 0.5);
+                cuda_kernel_add_sum_squares(dtype, static_cast<double *>(squares_on.at), of.at, count);
+                assert_true(sum_on.read("sum")[0] == 3 + 0.5 * got[0]);
+                assert_true(squares_on.read("squares")[0] == 0.25 + got[1]);
                 const unsigned char *bytes = reinterpret_cast<const unsigned char *>(got);
                 return std::vector<unsigned char>(bytes, bytes + sizeof got);
             });

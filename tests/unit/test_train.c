@@ -248,6 +248,88 @@ static void each_step_starts_from_zero_and_sees_new_samples(void **state) {
     trainer_free(t);
 }
 
+// Between the batch that goes up and the step's end the device is never waited for: the loss is read once,
+// and once the squares of all gradients.
+static void a_step_reads_two_numbers(void **state) {
+    (void)state;
+    Config c = small_config("dtype=bf16 grad-acc=3 micro-batch=1");
+    Trainer *t = trainer_new(&c, mesh_single(), NULL);
+    for (int step = 0; step < 2; step++) {
+        int64_t before = device_reads();
+        train_step(t, NULL);
+        assert_int_equal(device_reads() - before, 2);
+    }
+    trainer_free(t);
+}
+
+// What gradients are scaled with on their way (a precision recipe's, in the step socket) changes nothing
+// else: neither losses nor norms nor what the optimizer does. A power of two does not round.
+static bool raise_scale(void *context, Model *m, double norm) {
+    (void)context;
+    assert_true(norm < 100);
+    m->grad_scale *= 4;
+    return true;
+}
+static void *plug_scale(Model *m) {
+    m->grad_scale = 1024;
+    m->sockets.step.accept = raise_scale;
+    return NULL;
+}
+static const Technique loss_scaling = {.name = "loss scaling", .plug = plug_scale};
+
+static void the_scale_of_gradients_changes_no_bit(void **state) {
+    (void)state;
+    const char *const more[] = {"dtype=f64 optimizer=sgd lr=0.1 clip=0.01 grad-acc=2",
+                                "dtype=bf16 optimizer=adamw lr=1e-2 clip=0.5 grad-acc=2"};
+    for (int i = 0; i < 2; i++) {
+        Config c = small_config(more[i]);
+        Record without = run(&c, true);
+        Trainer *t = trainer_new(&c, mesh_single(), (const Technique *[]){&loss_scaling, NULL});
+        t->masked = true;
+        Record with = train_record(t, "scaled");
+        assert_true(t->model->grad_scale == 1024 * pow(4, (double)c.steps));
+        assert_true(same_bits(&with, &without));
+        assert_memory_equal(with.grad_norm, without.grad_norm, (size_t)with.steps * sizeof(double));
+        trainer_free(t);
+        record_free(&with);
+        record_free(&without);
+    }
+}
+
+// Refused gradients leave weights and moments alone, and the run goes on with the next samples.
+static int refusals;
+static bool refuse_second(void *context, Model *m, double norm) {
+    (void)context, (void)m, (void)norm;
+    return ++refusals != 2;
+}
+static void *plug_refusal(Model *m) {
+    m->sockets.step.accept = refuse_second;
+    return NULL;
+}
+static const Technique refusing = {.name = "refusing", .plug = plug_refusal};
+
+static void a_refused_step_leaves_the_weights_alone(void **state) {
+    (void)state;
+    Config c = small_config("dtype=f32");
+    refusals = 0;
+    Trainer *t = trainer_new(&c, mesh_single(), (const Technique *[]){&refusing, NULL});
+    Record after[3];
+    for (int step = 0; step < 3; step++) {
+        train_step(t, NULL);
+        after[step] = record_new("after", 1, &t->model->params);
+        record_params(&after[step], &t->model->params);
+        assert_int_equal(t->progress.step, step + 1);
+        assert_int_equal(t->optimizer.step, step == 0 ? 1 : step);
+    }
+    for (int i = 0; i < after[0].tensors; i++) {
+        size_t bytes = (size_t)after[0].count[i] * sizeof(double);
+        assert_memory_equal(after[0].param[i], after[1].param[i], bytes);
+        assert_true(memcmp(after[1].param[i], after[2].param[i], bytes) != 0);
+    }
+    for (int step = 0; step < 3; step++) record_free(&after[step]);
+    trainer_free(t);
+}
+
 // (2, 1) and (90, 9) labels and losses: the mean is over labels, not over the samples' means.
 static void held_out_loss_is_the_mean_over_labels(void **state) {
     (void)state;
@@ -263,9 +345,10 @@ static void held_out_loss_is_the_mean_over_labels(void **state) {
         double scale = mean_loss_scale((double)count_labels(targets, c.seq));
         MicroBatch micro = micro_batch_new(t->model, 0, 1, tokens, targets, 1);
         model_forward(t->model, &micro);
-        sum += micro.loss;
+        double loss = loss_value(micro.loss);
+        sum += loss;
         labels += scale > 0 ? 1 / scale : 0;
-        means += micro.loss * scale / 5;
+        means += loss * scale / 5;
         micro_batch_free(t->model, &micro);
     }
     assert_true(fabs(means - sum / labels) > 1e-6);
@@ -325,6 +408,9 @@ int main(int argc, char **argv) {
         cmocka_unit_test(learning_rate_warms_up_and_decays),
         cmocka_unit_test(progress_counts_steps_and_samples),
         cmocka_unit_test(each_step_starts_from_zero_and_sees_new_samples),
+        cmocka_unit_test(a_step_reads_two_numbers),
+        cmocka_unit_test(the_scale_of_gradients_changes_no_bit),
+        cmocka_unit_test(a_refused_step_leaves_the_weights_alone),
         cmocka_unit_test(held_out_loss_is_the_mean_over_labels),
         cmocka_unit_test(bf16_keeps_masters_and_f32_sums),
         cmocka_unit_test(narrower_dtypes_stay_near_f64),

@@ -53,7 +53,7 @@ static MicroBatch some_batch(const Model *m, int64_t index) {
 static double loss_of(Model *m) {
     MicroBatch micro = some_batch(m, 0);
     model_forward(m, &micro);
-    double loss = micro.loss;
+    double loss = loss_value(micro.loss);
     micro_batch_free(m, &micro);
     return loss;
 }
