@@ -267,10 +267,6 @@ static void check(const Config *c) {
     CHECK(!made || kind != INTERLEAVED || c->pp * chunks <= STAGES_MOST,
           "--pp %ld x --chunks %d is more than %d stages: --chunks %ld would fit", c->pp, chunks,
           STAGES_MOST, STAGES_MOST / c->pp);
-    CHECK(config_number(c, "zero") < 3 || c->pp == 1,
-          "--zero 3 would gather a stage's weights for every micro-batch of --pp %ld: --zero 2 or 1 would "
-          "fit",
-          c->pp);
 }
 
 static void price(Price *price, const Model *m, const void *context) {
@@ -340,7 +336,7 @@ const Technique pipeline = {.name = "pipeline",
 const Technique *const pipeline_layouts[] = {&ddp_no_sync,
                                              &zero1,
                                              &zero2,
-                                             &zero3,
+                                             &zero3_per_step,
                                              &tensor_parallel,
                                              &sequence_parallel,
                                              &vocab_parallel,

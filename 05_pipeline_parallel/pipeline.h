@@ -9,8 +9,12 @@
 // --schedule, --chunks, --stage-layers, --load; micro-batches are --grad-acc.
 extern const Technique pipeline;
 
-// What the programs of this chapter list: data parallelism, ZeRO's stages 1 and 2, tensor, sequence,
-// vocabulary and context parallelism, the pipeline, recomputation.
+// --zero 3 under a pipeline (zero3_per_step.c): a stage's weights are gathered once a step, and its gradients
+// reduced once.
+extern const Technique zero3_per_step;
+
+// What the programs of this chapter list: data parallelism, ZeRO's stages, tensor, sequence, vocabulary and
+// context parallelism, the pipeline, recomputation.
 extern const Technique *const pipeline_layouts[];
 
 // The main of a schedule's program: trains with this --schedule and proves it.
