@@ -68,9 +68,10 @@ static void start_receives(Pipeline *p, Model *m, int until) {
     }
 }
 
-// The place in the order of the first message that this action sends, or of the first one after its end.
-static int end_of(const Pipeline *p, int rank, double end) {
-    int i = p->next;
+// The place in the order, from `first` on, of the first message that an action of this rank sends when it
+// ends, or of the first one after its end.
+int pipeline_messages_by(const Pipeline *p, int first, int rank, double end) {
+    int i = first;
     while (i < p->messages &&
            (p->message[i].time < end || (p->message[i].time == end && p->message[i].from < rank)))
         i++;
@@ -154,14 +155,14 @@ static double run(void *context, Model *m, const StepInput *input) {
     const Schedule *s = &p->schedule;
     int rank = m->mesh.pp.rank;
     const ActionList *list = &s->list[rank];
-    ScheduleTimes times = schedule_times(s, (Durations){1, 1, 1, 2, 0});
+    ScheduleTimes times = schedule_times(s, pipeline_unit_times);
     double loss = 0;
     p->input = input;
     p->next = p->finished = p->held = 0;
     begin_step(p, m);
     for (int i = 0; i < s->micro_batches; i++) p->passes_left[i] = -1;
     for (int i = 0; i < list->count; i++) {
-        start_receives(p, m, end_of(p, rank, times.end[rank][i]));
+        start_receives(p, m, pipeline_messages_by(p, p->next, rank, times.end[rank][i]));
         for (int j = 0; j < list->action[i].passes; j++) run_pass(p, m, list->action[i].pass[j], &loss);
     }
     for (int i = 0; i < 2; i++) {
@@ -299,7 +300,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price->elements[ROLE_EMBEDDING] *= embedding;
     price->elements[ROLE_NORM] *= head;
     price->elements[ROLE_HEAD] *= head;
-    price->blocks = NAN;  // what is held at once is the schedule's: its clock and a dry run know it
+    price->blocks = NAN;  // what is held at once is the schedule's: pipeline_memory.c
 
     MicroBatch one = {.b = c->micro_batch, .s = model_tokens(m) / c->micro_batch};
     int64_t rows = m->sockets.region.rows(m->sockets.region.context, &one);

@@ -107,6 +107,7 @@ static void check_held(const Trainer *t) {
 
 static void pipeline_costs(Mesh mesh, const Config *config) {
     int p = mesh.pp.size;
+    pipeline_check_held_bytes(mesh, config);
     if (p == 1 || mesh.world.size != p) return;
     device_dry_run(true);
     Schedule s = pipeline_schedule(config);

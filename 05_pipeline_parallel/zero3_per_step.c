@@ -1,5 +1,5 @@
-// zero3_per_step.c: ZeRO-3 under a pipeline: weights are gathered once a step. Playbook: "5D parallelism in a
-// nutshell", where ZeRO-3 with a pipeline should keep weights over the micro-batches of a step.
+// zero3_per_step.c: ZeRO-3 under a pipeline: weights are gathered once a step. Playbook: "5D parallelism
+// in a nutshell", where ZeRO-3 with a pipeline should keep weights over the micro-batches of a step.
 //
 // Against zero3.c: a rank's layers are used m times in a step, once for each micro-batch. Gathered anew for
 // each pass, a stage would send its weights 2 m times, and m is large, to hide the bubble. So a stage's
@@ -7,10 +7,10 @@
 // reduced once, behind the W after which they are final:
 //
 //     compute    F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 W0 … B6 W3 W4 W5 W6
-//     network    all-gather of the units, in order …            rs rs rs        rs: reduce-scatter, unit by unit
+//     network    all-gather of the units, in order …         rs rs rs    rs: reduce-scatter, unit by unit
 //
-// Between steps a rank holds what it holds with zero3.c. Sums run over micro-batches and then over ranks, as
-// with ZeRO-1.
+// Between steps a rank holds what it holds with zero3.c. Sums run over micro-batches and then over ranks,
+// as with ZeRO-1.
 //
 // Bytes sent per rank and step, whatever m is: (N - 1) / N (g Psi + e Psi), where Psi are the parameters of
 // its stages; zero3.c: m times (N - 1) / N (g Psi + 2 e Psi - …).
