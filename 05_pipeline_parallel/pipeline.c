@@ -333,17 +333,3 @@ const Technique pipeline = {.name = "pipeline",
                             .plug = plug,
                             .unplug = unplug,
                             .price = price};
-
-const Technique *const pipeline_layouts[] = {&ddp_no_sync,
-                                             &zero1,
-                                             &zero2,
-                                             &zero3_per_step,
-                                             &tensor_parallel,
-                                             &sequence_parallel,
-                                             &vocab_parallel,
-                                             &ring_attention,
-                                             &zigzag_ring_attention,
-                                             &all_gather_attention,
-                                             &pipeline,
-                                             &recompute,
-                                             NULL};

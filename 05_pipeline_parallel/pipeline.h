@@ -13,8 +13,9 @@ extern const Technique pipeline;
 // gradients reduced once.
 extern const Technique zero3_per_step;
 
-// What the programs of this chapter list: data parallelism, ZeRO's stages, tensor, sequence, vocabulary and
-// context parallelism, the pipeline, recomputation.
+// What the programs of this chapter list (pipeline_layouts.c): data parallelism, ZeRO's stages, tensor,
+// sequence and vocabulary parallelism, --async-tp, the four methods of context parallelism, the pipeline,
+// recomputation, --zero-r.
 extern const Technique *const pipeline_layouts[];
 
 // The main of a schedule's program: trains with this --schedule and proves it.

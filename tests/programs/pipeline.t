@@ -1,6 +1,6 @@
 #!/bin/bash
-# pipeline.t: every schedule on ranks of a pipeline, alone and with data parallelism, ZeRO, tensor, sequence, vocabulary
-# and context parallelism, against one device; real training, checkpoints from one layout to another, schedules from a
+# pipeline.t: every schedule on ranks of a pipeline, alone and with data parallelism, ZeRO, tensor, sequence, vocabulary,
+# asynchronous tensor and context parallelism, against one device; real training, checkpoints from one layout to another, schedules from a
 # file, what does not fit, and a rank that dies. TAP.
 # A pattern chooses among the layouts.
 # needs: build/05_pipeline_parallel/schedule build/05_pipeline_parallel/afab build/05_pipeline_parallel/one_f_one_b build/05_pipeline_parallel/interleaved build/05_pipeline_parallel/zero_bubble build/05_pipeline_parallel/zero_bubble_v build/05_pipeline_parallel/zero_bubble_auto build/05_pipeline_parallel/dualpipe build/05_pipeline_parallel/dualpipe_v build/03_tensor_parallel/tensor_parallel build/00_single_gpu/train
@@ -140,6 +140,20 @@ nearly "1f1b, pp 2, cp 2, ring" one_f_one_b --pp 2 --cp 2 --context ring $few
 nearly "zb_v, pp 2, cp 2, zigzag, full" zero_bubble_v --pp 2 --cp 2 --context zigzag --recompute full $few
 nearly "zb_h1, pp 2, cp 2, dp 2, ring, selective, zero 2, tied" zero_bubble --ranks 8 --pp 2 --cp 2 --context ring --recompute selective --zero 2 --tied $few
 nearly "dualpipe, pp 2, cp 2, tp 2, all-gather, sp, zero 2" dualpipe --ranks 8 --pp 2 --cp 2 --tp 2 --context all-gather --sp --zero 2 $few
+nearly "1f1b, pp 2, cp 2, ulysses, zero 1" one_f_one_b --pp 2 --cp 2 --context ulysses --zero 1 $few
+nearly "zb_v, pp 2, cp 2, tp 2, ulysses" zero_bubble_v --ranks 8 --pp 2 --cp 2 --tp 2 --context ulysses --heads 8 --hidden 32 $few
+refused "--context ulysses deals out heads" one_f_one_b --ranks 8 --pp 2 --cp 4 --context ulysses
+
+nearly "zb_v, pp 2, tp 2, async" zero_bubble_v --pp 2 --tp 2 --sp --async-tp $few
+nearly "dualpipe, pp 2, tp 2, dp 2, async, vocab, zero 3" dualpipe --ranks 8 --pp 2 --tp 2 --sp --async-tp --vocab-parallel --zero 3 $few
+nearly "interleaved, pp 2, tp 3, async, uneven rows" interleaved --ranks 6 --pp 2 --tp 3 --kv-heads 3 --ffn 39 --sp --async-tp $few
+refused "rows are in flight only where each rank has its own: add --sp" one_f_one_b --pp 2 --tp 2 --async-tp
+
+nearly "zb_h1, pp 2, tp 2, zero-r" zero_bubble --pp 2 --tp 2 --zero-r --recompute full $few
+nearly "dualpipe, pp 2, tp 3, zero-r, parts that differ, one direction has nothing to do" dualpipe --ranks 6 --pp 2 --tp 3 --kv-heads 3 --ffn 39 --zero-r --recompute full --layers 5 --steps 1 --grad-acc 1
+nearly "1f1b, pp 2, tp 2, cp 2, zigzag, zero-r, bf16" one_f_one_b --ranks 8 --pp 2 --tp 2 --cp 2 --context zigzag --zero-r --recompute full --dtype bf16 $few
+refused "--zero-r shards the inputs of blocks that full recomputation keeps: add --recompute full" one_f_one_b --pp 2 --tp 2 --zero-r
+refused "--zero-r: with --sp each rank of --tp keeps its own rows already" one_f_one_b --pp 2 --tp 2 --sp --zero-r --recompute full
 refused "--cp 2: no technique of this program shares work over it; --cp 1 would fit" one_f_one_b --pp 2 --cp 2
 
 shape="--layers 5 --hidden 24 --heads 6 --kv-heads 2 --ffn 40 --vocab 256"
