@@ -200,15 +200,15 @@ static void price(Price *price, const Model *m, const void *context) {
     DType dtype = (DType)config->dtype, sum = flash_sum_dtype(dtype);
     double b = (double)config->micro_batch, d = (double)config_head_size(config),
            e = (double)dtype_size(dtype);
-    int64_t head_size = config_head_size(config), columns = m->block[0].k->shape[0];
-    double heads = (double)(m->block[0].q->shape[0] / head_size) / c->cp.size,
+    int64_t head_size = config_head_size(config), columns = context_key_columns(m);
+    double heads = (double)(config->heads / m->mesh.tp.size) / c->cp.size,
            kv = (double)(own_columns(c, columns, head_size) / head_size);
     bool copies = columns / head_size < c->cp.size;
     // Of so many columns on each rank: to heads, this rank's tokens go to the others; back, the others'
     // tokens.
     double out = b * (double)c->own * (c->cp.size - 1), back = b * (double)(c->s - c->own);
     double forwards = price->attentions * (double)config->layers,
-           backwards = (double)(config->grad_acc * config->layers);
+           backwards = price->backwards * (double)config->layers;
     price_sent(price, "all_to_all", b * (4 * forwards + 8 * backwards),
                forwards * d * e * (out * (heads + 2 * kv) + back * heads) +
                    backwards * (out * (d * e * (2 * heads + 2 * kv) + heads * (double)dtype_size(sum)) +

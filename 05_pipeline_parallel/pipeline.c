@@ -68,9 +68,10 @@ static void start_receives(Pipeline *p, Model *m, int until) {
     }
 }
 
-// The place in the order of the first message that this action sends, or of the first one after its end.
-static int end_of(const Pipeline *p, int rank, double end) {
-    int i = p->next;
+// The place in the order, from `first` on, of the first message that an action of this rank sends when it
+// ends, or of the first one after its end.
+int pipeline_messages_by(const Pipeline *p, int first, int rank, double end) {
+    int i = first;
     while (i < p->messages &&
            (p->message[i].time < end || (p->message[i].time == end && p->message[i].from < rank)))
         i++;
@@ -153,13 +154,13 @@ static void run(void *context, Model *m, const StepInput *input) {
     const Schedule *s = &p->schedule;
     int rank = m->mesh.pp.rank;
     const ActionList *list = &s->list[rank];
-    ScheduleTimes times = schedule_times(s, (Durations){1, 1, 1, 2, 0});
+    ScheduleTimes times = schedule_times(s, pipeline_unit_times);
     p->input = input;
     p->next = p->finished = p->held = 0;
     begin_step(p, m);
     for (int i = 0; i < s->micro_batches; i++) p->passes_left[i] = -1;
     for (int i = 0; i < list->count; i++) {
-        start_receives(p, m, end_of(p, rank, times.end[rank][i]));
+        start_receives(p, m, pipeline_messages_by(p, p->next, rank, times.end[rank][i]));
         for (int j = 0; j < list->action[i].passes; j++) run_pass(p, m, list->action[i].pass[j]);
     }
     for (int i = 0; i < 2; i++) {
@@ -265,10 +266,6 @@ static void check(const Config *c) {
     CHECK(!made || kind != INTERLEAVED || c->pp * chunks <= STAGES_MOST,
           "--pp %ld x --chunks %d is more than %d stages: --chunks %ld would fit", c->pp, chunks,
           STAGES_MOST, STAGES_MOST / c->pp);
-    CHECK(config_number(c, "zero") < 3 || c->pp == 1,
-          "--zero 3 would gather a stage's weights for every micro-batch of --pp %ld: --zero 2 or 1 would "
-          "fit",
-          c->pp);
 }
 
 static void price(Price *price, const Model *m, const void *context) {
@@ -301,7 +298,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price->elements[ROLE_EMBEDDING] *= embedding;
     price->elements[ROLE_NORM] *= head;
     price->elements[ROLE_HEAD] *= head;
-    price->blocks = NAN;  // what is held at once is the schedule's: its clock and a dry run know it
+    price->blocks = NAN;  // what is held at once is the schedule's: pipeline_memory.c
 
     MicroBatch one = {.b = c->micro_batch, .s = model_tokens(m) / c->micro_batch};
     int64_t rows = m->sockets.region.rows(m->sockets.region.context, &one);
@@ -334,17 +331,3 @@ const Technique pipeline = {.name = "pipeline",
                             .plug = plug,
                             .unplug = unplug,
                             .price = price};
-
-const Technique *const pipeline_layouts[] = {&ddp_no_sync,
-                                             &zero1,
-                                             &zero2,
-                                             &zero3,
-                                             &tensor_parallel,
-                                             &sequence_parallel,
-                                             &vocab_parallel,
-                                             &ring_attention,
-                                             &zigzag_ring_attention,
-                                             &all_gather_attention,
-                                             &pipeline,
-                                             &recompute,
-                                             NULL};

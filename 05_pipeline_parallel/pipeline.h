@@ -9,8 +9,13 @@
 // --schedule, --chunks, --stage-layers, --load; micro-batches are --grad-acc.
 extern const Technique pipeline;
 
-// What the programs of this chapter list: data parallelism, ZeRO's stages 1 and 2, tensor, sequence,
-// vocabulary and context parallelism, the pipeline, recomputation.
+// --zero 3 under a pipeline (zero3_per_step.c): a stage's weights are gathered once a step, and its
+// gradients reduced once.
+extern const Technique zero3_per_step;
+
+// What the programs of this chapter list (pipeline_layouts.c): data parallelism, ZeRO's stages, tensor,
+// sequence and vocabulary parallelism, --async-tp, the four methods of context parallelism, the pipeline,
+// recomputation, --zero-r.
 extern const Technique *const pipeline_layouts[];
 
 // The main of a schedule's program: trains with this --schedule and proves it.
@@ -32,6 +37,7 @@ typedef struct Message {
     int order;  // among those of one rank that are sent at once
     StagePass pass;
 } Message;
+extern const Durations pipeline_unit_times;  // every F, B and W takes 1
 // All of a step, in one order that every rank derives alike: by time, then by rank. The caller frees them.
 Message *pipeline_messages(const Schedule *schedule, int *count);
 
@@ -55,5 +61,12 @@ typedef struct Pipeline {
     Request *sending[2];  // the last one on each line, until waited for
     const StepInput *input;
 } Pipeline;
+
+int pipeline_messages_by(const Pipeline *pipeline, int first, int rank, double end);
+
+// ---- pipeline_memory.c ----
+// The most activations at the end of an F, on this rank, as a closed form.
+double pipeline_held_bytes(const Trainer *trainer);
+void pipeline_check_held_bytes(Mesh mesh, const Config *config);
 
 #endif

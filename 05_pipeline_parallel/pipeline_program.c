@@ -108,6 +108,7 @@ static void check_held(const Trainer *t) {
 
 static void pipeline_costs(Mesh mesh, const Config *config) {
     int p = mesh.pp.size;
+    pipeline_check_held_bytes(mesh, config);
     if (p == 1 || mesh.world.size != p) return;
     device_dry_run(true);
     Schedule s = pipeline_schedule(config);
@@ -182,7 +183,7 @@ static bool exact(const Config *c) {
 // Those of its layouts, in the words of this chapter: without --context there is no context parallelism.
 static const Option options[] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-     "what --dp x --cp share out: optimizer state, gradients, weights; of pipelines not 3", false},
+     "what --dp x --cp share out: optimizer state, gradients, weights (gathered once a step)", false},
     {"context", OPTION_CHOICE, NULL, "none", 0, 0, "ring|zigzag|all-gather|ulysses|none",
      "how ranks of --cp bring keys and values together", false},
 };

@@ -49,7 +49,7 @@ ScheduleWish pipeline_wish(const Config *c) {
     ScheduleWish wish = {.ranks = (int)c->pp,
                          .micro_batches = (int)c->grad_acc,
                          .chunks = (int)config_number(c, "chunks"),
-                         .durations = {1, 1, 1, 2, 0}};
+                         .durations = pipeline_unit_times};
     return wish;
 }
 
@@ -112,6 +112,8 @@ void pipeline_shard(Model *m) {
 
 // ---- the order of messages ----
 
+const Durations pipeline_unit_times = {1, 1, 1, 2, 0};
+
 static int by_time(const void *a, const void *b) {
     const Message *x = a, *y = b;
     if (x->time != y->time) return x->time < y->time ? -1 : 1;
@@ -120,7 +122,7 @@ static int by_time(const void *a, const void *b) {
 }
 
 Message *pipeline_messages(const Schedule *s, int *count) {
-    ScheduleTimes times = schedule_times(s, (Durations){1, 1, 1, 2, 0});
+    ScheduleTimes times = schedule_times(s, pipeline_unit_times);
     Message *message = NULL;
     *count = 0;
     for (int rank = 0; rank < s->ranks; rank++)

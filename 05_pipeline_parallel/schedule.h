@@ -244,8 +244,12 @@ const char *schedule_refusal(ScheduleKind kind, const ScheduleWish *wish);
 // The bubble of a step, and of a period, as the papers have it; NAN where its conditions are not met.
 double schedule_bubble_formula(ScheduleKind kind, const ScheduleWish *wish);
 double schedule_period_formula(ScheduleKind kind, const ScheduleWish *wish);
-// Micro-batches that a rank holds from F to W, at most over ranks.
-double schedule_held_formula(ScheduleKind kind, const ScheduleWish *wish);
+// Micro-batches of a p-th of the model that a rank holds at once, as in RankCosts; NAN where no formula is
+// known (zb_auto; interleaved where the group does not divide m).
+typedef struct HeldFormula {
+    double to_b, to_w;
+} HeldFormula;
+HeldFormula schedule_rank_held_formula(ScheduleKind kind, const ScheduleWish *wish, int rank);
 // Prints it, and returns the verdict's status.
 int schedule_table(Durations durations);
 

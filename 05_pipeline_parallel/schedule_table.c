@@ -54,29 +54,38 @@ double schedule_period_formula(ScheduleKind kind, const ScheduleWish *wish) {
 
 static double least(double a, double b) { return a < b ? a : b; }
 
-double schedule_held_formula(ScheduleKind kind, const ScheduleWish *wish) {
-    double p = wish->ranks, m = wish->micro_batches, v = wish->chunks;
+// W is never far behind its B.
+static HeldFormula as_b(double held) { return (HeldFormula){held, held}; }
+
+HeldFormula schedule_rank_held_formula(ScheduleKind kind, const ScheduleWish *wish, int rank) {
+    double p = wish->ranks, m = wish->micro_batches, v = wish->chunks, r = rank;
     double group = wish->group ? wish->group : p;
+    HeldFormula none = {NAN, NAN};
     switch (kind) {
         case AFAB:
-            return m;
+            return as_b(m);
         case ONE_F_ONE_B:
+            return as_b(least(p - r, m));
+        case INTERLEAVED: {
+            double ahead = 2 * (p - 1 - r) + (v - 1) * group;
+            return fmod(m, group) == 0 ? as_b(least(m, (ahead + 1) / v)) : none;
+        }
         case ZB_H1:
-            return least(p, m);
-        case INTERLEAVED:
-            return fmod(m, group) == 0 ? least(m, (2 * (p - 1) + (v - 1) * group + 1) / v) : NAN;
+            return (HeldFormula){least(p - r, m), least(p, m)};
         case ZB_H2:
-            return least(2 * p - 1, m);
+            return (HeldFormula){least(2 * (p - r) - 1, m), least(2 * p - 1, m)};
         case ZB_V:
-            return least(p, m);
+            return as_b(least(m, least(p, (m + 1 + r) / 2)));
         case ZB_AUTO:
             break;
-        case DUALPIPE:
-            return m >= 2 * p && fmod(m, 2) == 0 ? p + 1 : NAN;
+        case DUALPIPE: {
+            double k = least(r, p - 1 - r), near = r < p / 2 ? ceil(m / 2) : floor(m / 2);
+            return as_b(least(m, least(p + 1, near + 1 + k)));
+        }
         case DUALPIPE_V:
-            return m >= 2 * p ? p + 0.5 : NAN;
+            return as_b(least(m, least(p + 0.5, (m + 1 + r) / 2)));
     }
-    return NAN;
+    return none;
 }
 
 // ---- the table ----
@@ -95,8 +104,13 @@ static void table_row(ScheduleKind kind, const ScheduleWish *wish) {
     RankCosts most = schedule_most(&s);
     ScheduleFault fault;
     double bubble = schedule_bubble_formula(kind, wish), period = schedule_period_formula(kind, wish);
-    bool exact = agrees("bubble", &s, bubble, t.bubble) && agrees("period", &s, period, t.period_bubble) &&
-                 agrees("held", &s, schedule_held_formula(kind, wish), most.held_to_w);
+    bool exact = agrees("bubble", &s, bubble, t.bubble) && agrees("period", &s, period, t.period_bubble);
+    for (int r = 0; r < s.ranks; r++) {
+        HeldFormula held = schedule_rank_held_formula(kind, wish, r);
+        RankCosts costs = schedule_costs(&s, r);
+        exact = agrees("held to B", &s, held.to_b, costs.held_to_b) &&
+                agrees("held to W", &s, held.to_w, costs.held_to_w) && exact;
+    }
     bool order = schedule_message_order(&s, QUEUE_PAIR_AND_KIND, &fault);
     report_that(order, "%s, p = %d, m = %d: %s", s.name, s.ranks, s.micro_batches, fault.sentence);
     bool one_queue = schedule_message_order(&s, QUEUE_PAIR, &fault);

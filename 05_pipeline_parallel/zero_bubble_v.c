@@ -23,7 +23,8 @@
 // Bubble: (p - 1) B / 2, as a period (p - 1) (B - W), for m >= 2p - 1 and W <= F <= B <= min(3F / 2, 2W):
 // zero if F = B = W alone, and only as a period. With fewer micro-batches the lists are the same, with what
 // does not exist left out.
-// Held from F to W, in micro-batches of two stages: p. Messages: twice 1F1B's, but none at the turn.
+// Held from F to W, in micro-batches of two stages: p; for m < 2p - 1 min(m, p, (m + 1 + r) / 2).
+// Messages: twice 1F1B's, but none at the turn.
 // Run: build/05_pipeline_parallel/schedule --schedule zb_v --stages 4 --micro-batches 7
 #include "schedule.h"
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# pipeline.t: every schedule on ranks of a pipeline, alone and with data parallelism, ZeRO, tensor, sequence, vocabulary
-# and context parallelism, against one device; real training, checkpoints from one layout to another, schedules from a
+# pipeline.t: every schedule on ranks of a pipeline, alone and with data parallelism, ZeRO, tensor, sequence, vocabulary,
+# asynchronous tensor and context parallelism, against one device; real training, checkpoints from one layout to another, schedules from a
 # file, what does not fit, and a rank that dies. TAP.
 # A pattern chooses among the layouts.
 # needs: build/05_pipeline_parallel/schedule build/05_pipeline_parallel/afab build/05_pipeline_parallel/one_f_one_b build/05_pipeline_parallel/interleaved build/05_pipeline_parallel/zero_bubble build/05_pipeline_parallel/zero_bubble_v build/05_pipeline_parallel/zero_bubble_auto build/05_pipeline_parallel/dualpipe build/05_pipeline_parallel/dualpipe_v build/03_tensor_parallel/tensor_parallel build/00_single_gpu/train
@@ -128,11 +128,32 @@ nearly "dualpipe_v, pp 2, dp 2, zero 1" dualpipe_v --pp 2 --zero 1 $few
 nearly "dualpipe_v, pp 2, dp 2, zero 2, selective" dualpipe_v --pp 2 --zero 2 --recompute selective $few
 nearly "dualpipe_v, pp 2, tp 2, dp 2, sp, zero 2" dualpipe_v --ranks 8 --pp 2 --tp 2 --sp --zero 2 $few
 nearly "without a pipeline, zero 3, dp 2" one_f_one_b --ranks 2 --pp 1 --zero 3 $few
+kept="--zero 3 --layers 5 --steps 2 --grad-acc 3"  # weights are gathered once a step, and freed before the next one
+nearly "1f1b, pp 2, dp 2, zero 3" one_f_one_b --pp 2 $kept
+nearly "1f1b, pp 2, dp 3, zero 3, tied, AdamW, bf16" one_f_one_b --ranks 6 --pp 2 --tied --optimizer adamw --lr 0.001 --dtype bf16 $kept
+nearly "interleaved, pp 2, dp 2, zero 3, full" interleaved --pp 2 --recompute full $kept
+nearly "zb_h1, pp 2, tp 2, dp 2, sp, vocab, zero 3, tied" zero_bubble --ranks 8 --pp 2 --tp 2 --sp --vocab-parallel --tied $kept
+nearly "zb_v, pp 2, cp 2, ring, zero 3" zero_bubble_v --pp 2 --cp 2 --context ring $kept
+nearly "dualpipe, pp 2, dp 2, zero 3, tied, one direction has nothing to do" dualpipe --pp 2 --tied --zero 3 --layers 5 --steps 2 --grad-acc 1
 
 nearly "1f1b, pp 2, cp 2, ring" one_f_one_b --pp 2 --cp 2 --context ring $few
 nearly "zb_v, pp 2, cp 2, zigzag, full" zero_bubble_v --pp 2 --cp 2 --context zigzag --recompute full $few
 nearly "zb_h1, pp 2, cp 2, dp 2, ring, selective, zero 2, tied" zero_bubble --ranks 8 --pp 2 --cp 2 --context ring --recompute selective --zero 2 --tied $few
 nearly "dualpipe, pp 2, cp 2, tp 2, all-gather, sp, zero 2" dualpipe --ranks 8 --pp 2 --cp 2 --tp 2 --context all-gather --sp --zero 2 $few
+nearly "1f1b, pp 2, cp 2, ulysses, zero 1" one_f_one_b --pp 2 --cp 2 --context ulysses --zero 1 $few
+nearly "zb_v, pp 2, cp 2, tp 2, ulysses" zero_bubble_v --ranks 8 --pp 2 --cp 2 --tp 2 --context ulysses --heads 8 --hidden 32 $few
+refused "--context ulysses deals out heads" one_f_one_b --ranks 8 --pp 2 --cp 4 --context ulysses
+
+nearly "zb_v, pp 2, tp 2, async" zero_bubble_v --pp 2 --tp 2 --sp --async-tp $few
+nearly "dualpipe, pp 2, tp 2, dp 2, async, vocab, zero 3" dualpipe --ranks 8 --pp 2 --tp 2 --sp --async-tp --vocab-parallel --zero 3 $few
+nearly "interleaved, pp 2, tp 3, async, uneven rows" interleaved --ranks 6 --pp 2 --tp 3 --kv-heads 3 --ffn 39 --sp --async-tp $few
+refused "rows are in flight only where each rank has its own: add --sp" one_f_one_b --pp 2 --tp 2 --async-tp
+
+nearly "zb_h1, pp 2, tp 2, zero-r" zero_bubble --pp 2 --tp 2 --zero-r --recompute full $few
+nearly "dualpipe, pp 2, tp 3, zero-r, parts that differ, one direction has nothing to do" dualpipe --ranks 6 --pp 2 --tp 3 --kv-heads 3 --ffn 39 --zero-r --recompute full --layers 5 --steps 1 --grad-acc 1
+nearly "1f1b, pp 2, tp 2, cp 2, zigzag, zero-r, bf16" one_f_one_b --ranks 8 --pp 2 --tp 2 --cp 2 --context zigzag --zero-r --recompute full --dtype bf16 $few
+refused "--zero-r shards the inputs of blocks that full recomputation keeps: add --recompute full" one_f_one_b --pp 2 --tp 2 --zero-r
+refused "--zero-r: with --sp each rank of --tp keeps its own rows already" one_f_one_b --pp 2 --tp 2 --sp --zero-r --recompute full
 refused "--cp 2: no technique of this program shares work over it; --cp 1 would fit" one_f_one_b --pp 2 --cp 2
 
 shape="--layers 5 --hidden 24 --heads 6 --kv-heads 2 --ffn 40 --vocab 256"
@@ -149,16 +170,22 @@ fi
 
 # Real training: the losses, the held-out losses and the text are those of one device.
 shown() { grep -aE '^step [0-9]+ +held-out' "$out"; grep -a -A 1 '^sample' "$out"; }
-real="--grad-acc 4 --steps 4 --eval-every 2 --sample 20"
+real="--steps 4 --eval-every 2 --sample 20"
 if wanted "trains"; then
-    run "$top/00_single_gpu/train" $shape $rest $real && shown >"$work/alone" && [ "$(wc -l <"$work/alone")" -ge 4 ]
+    run "$top/00_single_gpu/train" $shape $rest $real --grad-acc 4 && shown >"$work/alone" && [ "$(wc -l <"$work/alone")" -ge 4 ]
     report $? "trains on one device"
 fi
-for program in one_f_one_b interleaved zero_bubble_v dualpipe; do
+while read -r program flags; do
     wanted "trains" || continue
-    run "$build/$program" --no-check $shape $rest $real --ranks 2 && shown >"$work/ranks" && cmp -s "$work/alone" "$work/ranks"
-    report $? "trains, evaluates and generates as one device: $program"
-done
+    run "$build/$program" --no-check $shape $rest $real $flags </dev/null && shown >"$work/ranks" && cmp -s "$work/alone" "$work/ranks"
+    report $? "trains, evaluates and generates as one device: $program $flags"
+done <<'PROGRAMS'
+one_f_one_b --ranks 2 --grad-acc 4
+one_f_one_b --ranks 4 --grad-acc 2 --pp 2 --zero 3
+interleaved --ranks 2 --grad-acc 4
+zero_bubble_v --ranks 2 --grad-acc 4
+dualpipe --ranks 2 --grad-acc 4
+PROGRAMS
 
 # A schedule that another program has written, and files that are none or are none for this run.
 dump() { "$build/schedule" --dump "${@:2}" >"$work/$1.txt" 2>/dev/null; }
@@ -182,7 +209,6 @@ refused "--stage-layers 5,0,2,2: stage 1 of 4 would have no layer" one_f_one_b -
 refused "--stage-layers 3,3,3,1 add up to 10 layers, and the model has 9" one_f_one_b --stage-layers 3,3,3,1
 refused "--stage-layers 3,3,3: 4 numbers of layers are needed" one_f_one_b --stage-layers 3,3,3
 refused "--stage-layers 3,3,x,3: 4 numbers of layers are needed" one_f_one_b --stage-layers 3,3,x,3
-refused "--zero 3 would gather a stage's weights for every micro-batch of --pp 2" one_f_one_b --pp 2 --zero 3
 refused "--schedule dualpipe needs an even --pp" dualpipe --ranks 3
 refused "--pp 9 x --chunks 64 is more than 512 stages: --chunks 56 would fit" interleaved --ranks 9 --chunks 64
 refused "--pp 3 does not divide the 4 ranks" one_f_one_b --pp 3

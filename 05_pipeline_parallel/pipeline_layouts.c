@@ -1,0 +1,118 @@
+// pipeline_layouts.c: what goes with a pipeline: techniques of earlier chapters, in plug order. Playbook:
+// "5D parallelism in a nutshell".
+//
+// A pipeline splits the model by layers and the batch in time; all else splits what is inside a layer, or
+// the samples, and does not notice. Two of them are other than in their own chapters:
+//
+//     --async-tp    asynchronous tensor parallelism: always on in its program, here by a flag
+//     --zero-r      with full recomputation a block keeps its input alone, the same on all ranks of tp: now
+//                   each keeps its part. A pipeline holds inputs of many micro-batches, so there is much to
+//                   save: all but n h e / tp of each, for an all-gather before its B.
+//
+// ZeRO-R's one tensor for all checkpoints has room for one micro-batch, and its constant buffer goes with
+// plain data parallelism: neither is offered here. This file has no main.
+#include <stdlib.h>
+#include <string.h>
+
+#include "pipeline.h"
+
+// ---- asynchronous tensor parallelism, by a flag ----
+
+static bool async_on(const Config *c) { return config_number(c, "async-tp") != 0; }
+static void async_check(const Config *c) { async_tensor_parallel.check(c); }
+static void *async_plug(Model *m) { return async_tensor_parallel.plug(m); }
+static void async_unplug(Model *m, void *context) { async_tensor_parallel.unplug(m, context); }
+static void async_price(Price *price, const Model *m, const void *context) {
+    async_tensor_parallel.price(price, m, context);
+}
+
+static const Option async_option = {
+    "async-tp", OPTION_FLAG, NULL, NULL,
+    0,          0,           "",   "with --sp: rows of --tp are in flight while others are multiplied",
+    false};
+
+static const Technique async = {.name = "async_tensor_parallel",
+                                .option = &async_option,
+                                .options = 1,
+                                .axes = 1u << AXIS_TP,
+                                .wraps = 1u << SOCKET_REGION | 1u << SOCKET_LINEAR,
+                                .on = async_on,
+                                .check = async_check,
+                                .plug = async_plug,
+                                .unplug = async_unplug,
+                                .price = async_price};
+
+// ---- ZeRO-R's partitioned checkpoints ----
+
+static bool zero_r_on(const Config *c) { return config_number(c, "zero-r") != 0; }
+
+static void zero_r_check(const Config *c) {
+    CHECK(c->recompute == RECOMPUTE_FULL,
+          "--zero-r shards the inputs of blocks that full recomputation keeps: add --recompute full");
+    CHECK(!config_number(c, "sp"),
+          "--zero-r: with --sp each rank of --tp keeps its own rows already: leave out one of the two");
+}
+
+// In place of recompute.c's, which keeps the whole input.
+static void *zero_r_plug_parts(Model *m) {
+    ZeroR *z = host_alloc(sizeof *z);
+    *z = (ZeroR){.tp = m->mesh.tp};
+    zero_r_plug(m, z);
+    return z;
+}
+
+static void zero_r_unplug_parts(Model *m, void *context) {
+    zero_r_unplug(m, context);
+    free(context);
+}
+
+static void zero_r_price(Price *price, const Model *m, const void *context) {
+    const ZeroR *z = context;
+    const Pipeline *p = m->sockets.schedule.context;
+    int64_t first, own = zero_part(model_tokens(m) * m->config.hidden, z->tp.rank, z->tp.size, &first);
+    for (int64_t layer = 0; layer < m->config.layers; layer++) {
+        int unit = m->first_block_unit + (int)layer;
+        price_all_gather(price, (double)(p->finals[unit] - p->idle[unit]), own, m->params.recipe.weight,
+                         z->tp);
+    }
+    // Of the tokens of all ranks of cp, of which it will be told to keep its own.
+    double share = (double)(m->config.micro_batch * m->config.seq) / (double)model_tokens(m);
+    for (int i = 0; i < price->block_rows; i++)
+        if (!strcmp(price->block[i].what, "x"))
+            price->block[i].bytes = share * (double)own * (double)dtype_size(m->params.recipe.weight);
+}
+
+static const Option zero_r_option = {
+    "zero-r", OPTION_FLAG,
+    NULL,     NULL,
+    0,        0,
+    "",       "with --recompute full: --tp shards the inputs of blocks, which are all that is kept",
+    false};
+
+static const Technique zero_r = {.name = "zero_r",
+                                 .option = &zero_r_option,
+                                 .options = 1,
+                                 .axes = 1u << AXIS_TP,
+                                 .wraps = 1u << SOCKET_ACTIVATIONS,
+                                 .on = zero_r_on,
+                                 .check = zero_r_check,
+                                 .plug = zero_r_plug_parts,
+                                 .unplug = zero_r_unplug_parts,
+                                 .price = zero_r_price};
+
+const Technique *const pipeline_layouts[] = {&ddp_no_sync,
+                                             &zero1,
+                                             &zero2,
+                                             &zero3_per_step,
+                                             &tensor_parallel,
+                                             &sequence_parallel,
+                                             &vocab_parallel,
+                                             &async,
+                                             &ring_attention,
+                                             &zigzag_ring_attention,
+                                             &all_gather_attention,
+                                             &ulysses,
+                                             &pipeline,
+                                             &recompute,
+                                             &zero_r,
+                                             NULL};
