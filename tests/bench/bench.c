@@ -9,16 +9,7 @@
 #include <sys/resource.h>
 
 #include "00_single_gpu/formulas.h"
-
-static int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *values, int count) {
-    qsort(values, count, sizeof *values, by_value);
-    return count % 2 ? values[count / 2] : (values[count / 2 - 1] + values[count / 2]) / 2;
-}
+#include "median.h"
 
 static void line(const char *name, double value, const char *unit, double target, bool ok) {
     say("bench %s %.4g %s target %.4g %s\n", name, value, unit, target, ok ? "ok" : "short");

@@ -8,6 +8,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "median.h"
 #include "report/clock.h"
 #include "tensor/ops.h"
 #include "tensor/rng.h"
@@ -80,15 +81,6 @@ static void flash(Bench *it, double *seconds) {
     seconds[1] = wall_seconds() - middle;
     tensor_free(&dots);
     tensor_free(&lse);
-}
-
-static int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-static double median(double *x, int count) {
-    qsort(x, (size_t)count, sizeof *x, by_value);
-    return x[count / 2];
 }
 
 int main(int argc, char **argv) {

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "median.h"
 #include "report/clock.h"
 #include "tensor/device.h"
 #include "tensor/ops.h"
@@ -136,16 +137,6 @@ enum { OPERATIONS = sizeof operations / sizeof *operations };
 
 // ---- timing ----
 
-static int by_value(const void *a, const void *b) {
-    double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *values) {
-    qsort(values, ROUNDS, sizeof *values, by_value);
-    return values[ROUNDS / 2];
-}
-
 // Bytes per second.
 static double bandwidth(void (*run)(Tensors *), Tensors *t) {
     wait_for(t);
@@ -166,9 +157,9 @@ static void bench_memory(Tensors *t, const char *only) {
             rates[round] = bandwidth(operations[i].run, t);
             shares[round] = rates[round] / yardstick;
         }
-        double share = median(shares);
+        double share = median(shares, ROUNDS);
         say("bench %s-%s %.3f of-copy target 0.8 %s   (%.0f GB/s)\n", operations[i].name,
-            dtype_name(t->dtype), share, share >= 0.8 ? "ok" : "short", 1e-9 * median(rates));
+            dtype_name(t->dtype), share, share >= 0.8 ? "ok" : "short", 1e-9 * median(rates, ROUNDS));
     }
 }
 
@@ -192,7 +183,7 @@ static void bench_matmul(DType dtype, int64_t n, int64_t m, int64_t k) {
                 rates[round] = 2.0 * (double)n * (double)m * (double)k * REPEATS / (wall_seconds() - start);
         }
         say("bench matmul-%s-%s-%lldx%lldx%lld %.4g TFLOP/s\n", names[way], dtype_name(dtype), (long long)n,
-            (long long)m, (long long)k, 1e-12 * median(rates));
+            (long long)m, (long long)k, 1e-12 * median(rates, ROUNDS));
     }
     tensor_free(&x);
     tensor_free(&weight);
@@ -220,7 +211,7 @@ int main(int argc, char **argv) {
         double rates[ROUNDS];
         copy(&t);
         for (int round = 0; round < ROUNDS; round++) rates[round] = bandwidth(copy, &t);
-        say("bench copy-%s %.4g GB/s\n", dtype_name(dtypes[i]), 1e-9 * median(rates));
+        say("bench copy-%s %.4g GB/s\n", dtype_name(dtypes[i]), 1e-9 * median(rates, ROUNDS));
         bench_memory(&t, only);
         if (!only) bench_matmul(dtypes[i], rows, 8192, 2048);
     }

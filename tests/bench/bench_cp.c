@@ -1,0 +1,21 @@
+// bench_cp.c: context parallelism, the zig-zag ring, with 2 ranks of one thread beside what the same two
+// cores multiply. `make bench` runs it; yardstick.h has the measure.
+//
+// A rank has half of 8 sequences: the 1,024 tokens of a micro-batch that it has in the other benchmarks.
+#include "04_context_parallel/context_parallel.h"
+#include "yardstick.h"
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    comm_start(argc, argv, 2);
+    Mesh mesh = mesh_new((MeshShape){.cp = comm_ranks()});
+    Config c = config_default(BENCH_MODEL "micro-batch=8");
+    c.cp = mesh.cp.size;
+    config_set(&c, "zero", 0);
+    config_set(&c, "context", CONTEXT_ZIGZAG);
+    Trainer *trainer = trainer_new(&c, mesh, context_layouts);
+    double share[1][ROUNDS];
+    shares_of_sgemm(share, &trainer, 1, mesh.world);
+    bench_line("zigzag-ring", mesh.cp.size, median(share[0], ROUNDS), "of-sgemm", 0.72);
+    return comm_finish(0);
+}
