@@ -448,6 +448,27 @@ void kernel_cross_entropy_forward(DType dtype, void *losses, void *lse, const vo
     CALL(dtype, cross_entropy_forward, losses, lse, widen(dtype, logits, n * v), targets, n, v);
 }
 
+static double rounded, underflows;  // of all gradients at logits in f16: not zero before, and zero then
+
+static void count_underflows(DType storage, const void *y, const void *wide, int64_t count) {
+    if (storage != F16) return;
+    const uint16_t *stored = y;
+    const float *before = wide;
+    int64_t all = 0, lost = 0;
+#pragma omp parallel for schedule(static) reduction(+ : all, lost)
+    for (int64_t i = 0; i < count; i++) {
+        all += before[i] != 0;
+        lost += before[i] != 0 && !(stored[i] & 0x7fff);
+    }
+    rounded += (double)all;
+    underflows += (double)lost;
+}
+
+double kernel_underflows(double *all) {
+    *all = rounded;
+    return underflows;
+}
+
 void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
                                    const int32_t *targets, double scale, int64_t n, int64_t v) {
     check_tokens("cross_entropy_backward", targets, n, v, true);
@@ -455,6 +476,7 @@ void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logit
     void *wide = wide_output(dtype, dlogits, n * v);
     CALL(dtype, cross_entropy_backward, wide, widen(dtype, logits, n * v), lse, targets, scale, n, v);
     narrow(dtype, dlogits, wide, n * v);
+    count_underflows(dtype, dlogits, wide, n * v);
 }
 
 // ---- a part of the vocabulary ----
@@ -510,6 +532,7 @@ void kernel_cross_entropy_part_backward(DType dtype, void *dlogits, const void *
     CALL(dtype, cross_entropy_part_backward, wide, widen(dtype, logits, n * columns), lse, targets, scale,
          n, columns, part);
     narrow(dtype, dlogits, wide, n * columns);
+    count_underflows(dtype, dlogits, wide, n * columns);
 }
 
 void kernel_sum_parts(DType dtype, void *y, const void *x, int64_t parts, int64_t count) {
