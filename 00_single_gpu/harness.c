@@ -128,6 +128,7 @@ Record program_record(const Config *config, Mesh mesh, Techniques techniques, bo
         .steps = (double)record.steps, .memory = record.memory, .kept_bytes = record.kept_bytes};
     counted_add(&counted);
     if (check) program_check_counts(t, &counted);
+    if (check) underflow_tell(t);
     trainer_free(t);
     return record;
 }
@@ -350,6 +351,7 @@ int program_main(int argc, char **argv, const Program *program) {
     }
     config_print(&config);
     device_dry_run(dry_run);
+    underflow_warn(&config);
     int status = run(&config, mesh, program, dry_run);
     if (program->trains && config.trace) clock_trace_write(config.trace);
     if (!program->trains) timeline_finish(&config, mesh.world);

@@ -245,6 +245,7 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techn
     counted.kept_bytes = t->kept_bytes;
     if (!dry) after = held_out_loss(t, EVAL_SAMPLES);
     if (!dry) show_sample(t, baseline);
+    underflow_tell(t);
     if (alone) {
         Price price = trainer_price(t);
         check_memory(t, &price, &counted.memory);

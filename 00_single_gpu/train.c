@@ -61,6 +61,7 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     if (config->save) t->progress.data = data_print(&t->data);
     if (config->save && !config->resume) checkpoint_check_place_is_ours(config->save, config, t->progress);
     t->optimizer = optimizer_new(config, &t->model->params);
+    underflow_begin(t);
     return t;
 }
 

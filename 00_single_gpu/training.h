@@ -101,6 +101,7 @@ typedef struct Trainer {
     double labels_ahead;
     double loss, grad_norm, lr;  // of the last step
     int64_t kept_bytes;          // activations held when a micro-batch's forward had ended, peak
+    double underflows, rounded;  // op_underflows at the start, negative
 } Trainer;
 
 // NULL: those of one device, recomputation alone. Shards and plugs those that are on.
@@ -152,6 +153,12 @@ void price_reduce_scatter(Price *price, double calls, int64_t elements, int64_t 
 void price_sent(Price *price, const char *call, double calls, double bytes);  // any other
 // What is left on this rank of all that is split so: numerator of denominator equal parts.
 void price_scale_kept(Price *price, Split split, double numerator, double denominator);
+
+// ---- underflow.c: gradients that f16 rounds to zero, as long as nobody scales the loss. Nothing otherwise. ----
+void underflow_warn(const Config *config);  // at the start: says so
+void underflow_begin(Trainer *trainer);
+void underflow_tell(
+    const Trainer *trainer);  // at the end, collective: their share, as a figure and in the verdict
 
 // ---- recompute.c, flash.c: what a run on one device may have ----
 extern const Technique recompute, flash_attention;

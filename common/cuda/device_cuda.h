@@ -42,6 +42,7 @@ typedef struct IndexFault {
 
 typedef struct Mailbox {
     double sum;  // of kernel_sum and kernel_sum_squares
+    unsigned long long rounded, underflows;  // of kernel_underflows, since the start
     IndexFault fault;
 } Mailbox;
 

@@ -14,10 +14,11 @@
 
 #include <algorithm>
 #include <climits>
+#include <type_traits>
 
-#include "tensor/device.h"
 #include "device_cuda.h"
 #include "gpu.h"
+#include "tensor/device.h"
 #include "tensor/kernels.h"
 
 constexpr int64_t WARP = 32;
@@ -304,6 +305,27 @@ __device__ inline A over_block(A x, Join join) {
     for (unsigned i = 1; i < warps; i++) x = join(x, of_warp[i]);
     return x;
 }
+
+// What a thread has rounded to f16: numbers that were not zero, and those of them that are now.
+struct Underflows {
+    unsigned all = 0, lost = 0;
+
+    template <class T>
+    __device__ T narrow(Arithmetic<T> x) {
+        const T y = ::narrow<T>(x);
+        if (std::is_same<T, __half>::value && x != 0) all++, lost += wide(y) == 0;
+        return y;
+    }
+    // All threads of the block.
+    template <class T>
+    __device__ void tell(Mailbox *mailbox) const {
+        if (!std::is_same<T, __half>::value) return;
+        const unsigned block_all = over_block(all, Add()), block_lost = over_block(lost, Add());
+        if (threadIdx.x > 0) return;
+        atomicAdd(&mailbox->rounded, (unsigned long long)block_all);
+        if (block_lost) atomicAdd(&mailbox->underflows, (unsigned long long)block_lost);
+    }
+};
 
 // Maximum of some numbers, and the sum of their e^(x - max): what a softmax needs to know of a row, in
 // one pass.

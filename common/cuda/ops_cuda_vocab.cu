@@ -189,11 +189,12 @@ void kernel_cross_entropy_forward(DType dtype, void *losses, void *lse, const vo
 //   forward: loss = log(sum exp(x)) - x[target]
 template <int N, class T>
 __device__ inline void cross_entropy_pack(T *dx, const T *x, int64_t first, int64_t target,
-                                          Arithmetic<T> shift, Arithmetic<T> factor) {
+                                          Arithmetic<T> shift, Arithmetic<T> factor,
+                                          Underflows *underflows) {
     Pack<T, N> pack = load<N>(x + first);
     for (int j = 0; j < N; j++) {
         Arithmetic<T> d = factor * exp_for<T>(wide(pack.x[j]) - shift);
-        pack.x[j] = narrow<T>(first + j == target ? d - factor : d);
+        pack.x[j] = underflows->narrow<T>(first + j == target ? d - factor : d);
     }
     store<N>(dx + first, pack);
 }
@@ -201,7 +202,7 @@ __device__ inline void cross_entropy_pack(T *dx, const T *x, int64_t first, int6
 template <class T>
 __global__ void cross_entropy_backward_rows(T *dlogits, const T *logits, const Arithmetic<T> *lse,
                                             const int32_t *targets, Arithmetic<T> factor, int64_t v,
-                                            bool packs, IndexCheck check) {
+                                            bool packs, IndexCheck check, Mailbox *mailbox) {
     constexpr int N = pack_of<T>;
     const int64_t row = blockIdx.x, whole = packs ? v / N : 0;
     const T *x = logits + row * v;
@@ -213,10 +214,12 @@ __global__ void cross_entropy_backward_rows(T *dlogits, const T *logits, const A
         return;
     }
     const Arithmetic<T> shift = lse[row];
+    Underflows underflows;
     for (int64_t i = threadIdx.x; i < whole; i += blockDim.x)
-        cross_entropy_pack<N>(dx, x, i * N, target, shift, factor);
+        cross_entropy_pack<N>(dx, x, i * N, target, shift, factor, &underflows);
     for (int64_t i = whole * N + threadIdx.x; i < v; i += blockDim.x)
-        cross_entropy_pack<1>(dx, x, i, target, shift, factor);
+        cross_entropy_pack<1>(dx, x, i, target, shift, factor, &underflows);
+    underflows.tell<T>(mailbox);
 }
 
 void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
@@ -230,6 +233,12 @@ void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logit
         LAUNCH((cross_entropy_backward_rows<T>), blocks_for("cross_entropy_backward", n),
                threads_for(ceil_div(v, pack_of<T>)), 0, stream(), dx, x, (const A *)lse, targets, (A)scale,
                v, rows_aligned(x, v) && rows_aligned(dx, v),
-               check_index(v, "cross_entropy_backward" WRONG_TOKEN));
+               check_index(v, "cross_entropy_backward" WRONG_TOKEN), device_mailbox());
     });
+}
+
+double kernel_underflows(double *all) {
+    const Mailbox mail = device_read_mailbox();
+    *all = (double)mail.rounded;
+    return (double)mail.underflows;
 }

@@ -110,7 +110,7 @@ void kernel_cross_entropy_part_losses(DType dtype, void *losses, void *lse, cons
 template <class T>
 __global__ void part_backward(T *dlogits, const T *logits, const Arithmetic<T> *lse, const int32_t *targets,
                               Arithmetic<T> factor, int64_t columns, VocabularyPart part, bool packs,
-                              IndexCheck check) {
+                              IndexCheck check, Mailbox *mailbox) {
     constexpr int N = pack_of<T>;
     const int64_t row = blockIdx.x, target = targets[row] - part.first;
     const T *x = logits + row * columns;
@@ -119,15 +119,17 @@ __global__ void part_backward(T *dlogits, const T *logits, const Arithmetic<T> *
     if (threadIdx.x == 0 && labelled && !check.holds(targets[row])) check.tell(targets[row], row);
     const int64_t count = labelled ? part.count : 0;
     const Arithmetic<T> shift = lse[row];
+    Underflows underflows;
     for (int64_t i = threadIdx.x; i * N < columns; i += blockDim.x) {
         Pack<T, N> pack = load_of_row<N>(x, i, columns, packs, narrow<T>(0.0f));
         for (int j = 0; j < N; j++) {
             const int64_t column = i * N + j;
             Arithmetic<T> d = column < count ? factor * exp_for<T>(wide(pack.x[j]) - shift) : 0;
-            pack.x[j] = narrow<T>(column < count && column == target ? d - factor : d);
+            pack.x[j] = underflows.narrow<T>(column < count && column == target ? d - factor : d);
         }
         store_of_row<N>(dx, i, columns, packs, pack);
     }
+    underflows.tell<T>(mailbox);
 }
 
 void kernel_cross_entropy_part_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
@@ -144,7 +146,8 @@ void kernel_cross_entropy_part_backward(DType dtype, void *dlogits, const void *
                targets, (A)scale, columns, part, rows_aligned(x, columns) && rows_aligned(dx, columns),
                check_index(part.whole,
                            "cross_entropy_part_backward: number %lld of the tokens is %d, which a "
-                           "vocabulary of %lld has not"));
+                           "vocabulary of %lld has not"),
+               device_mailbox());
     });
 }
 

@@ -23,6 +23,7 @@ static struct {
     char coarse[200];           // why nothing was proven; "": it was
     bool compared[3];           // by ProofClass
     double worst[3], bound[3];  // relative, of the comparison nearest to its bound
+    char note[100];             // of report_note
     const char *file_name;      // --json
     cJSON *json;
 } report;
@@ -437,12 +438,21 @@ static void write_evidence(char *text, size_t size) {
     if (!report.checks) snprintf(text, size, "nothing was checked");
 }
 
+void report_note(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(report.note, sizeof report.note, format, arguments);
+    va_end(arguments);
+}
+
 int report_verdict(const char *format, ...) {
     char text[400], evidence[400];
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
+    int length = vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
+    if (*report.note && length < (int)sizeof text)
+        snprintf(text + length, sizeof text - (size_t)length, "; %s", report.note);
     // Every rank judges what it holds; the verdict is the same on all.
     bool mine = report.failures == 0, pass = comm_max(!mine, comm_world()) == 0;
     if (!pass && mine)

@@ -72,6 +72,8 @@ bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 // the exit status: STATUS_PASS, STATUS_FAIL or STATUS_UNPROVEN. Every check since the start counts; the
 // next check starts anew.
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
+// What the verdict says besides, if it is a PASS: the latest note.
+void report_note(const char *format, ...) PRINTF_LIKE(1, 2);
 
 // --json: everything the tables showed at full precision. The place is checked at once; it is filled by the
 // functions above and by these, and written by report_verdict.

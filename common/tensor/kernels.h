@@ -79,6 +79,7 @@ void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
 // logits, dlogits (n, v), targets (n), losses, lse (n) f32 or f64
 void kernel_cross_entropy_forward(DType dtype, void *losses, void *lse, const void *logits,
                                   const int32_t *targets, int64_t n, int64_t v);
+double kernel_underflows(double *all);
 void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
                                    const int32_t *targets, double scale, int64_t n, int64_t v);
 

@@ -111,6 +111,9 @@ void op_swiglu_backward(Tensor dgate, Tensor dup, Tensor dact, Tensor gate, Tens
 void op_cross_entropy_forward(Tensor losses, Tensor lse, Tensor logits, Tensor targets);
 // dlogits = scale * (softmax - onehot), 0 in ignored rows; may alias logits.
 void op_cross_entropy_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, double scale);
+// What f16 loses there: of the elements of dlogits that were not zero before they were rounded, *all since the program
+// began, returns how many were zero behind. Waits for the device.
+double op_underflows(double *all);
 
 // ---- the same over a part of the vocabulary: the rows of the table and columns of the logits that one of
 // ---- several ranks stores. Tokens and targets are those of the whole vocabulary. What is stored beyond

@@ -17,6 +17,10 @@ runs "learns the book's own sources" '^PASS train: held-out loss 5\.[0-9]+ -> [0
 runs "writes a sample" 'the prompt ends at \|' --steps 30 --layers 1 --sample 20 --temperature 0
 runs "trains in bf16" '^PASS' $small --steps 40 --dtype bf16
 runs "trains in f64 with tied embeddings and accumulation" '^PASS' $small --steps 40 --dtype f64 --tied --grad-acc 2
+runs "counts what f16 loses without loss scaling" 'without loss scaling [1-9][0-9.]*% of the logits. gradients became zero' \
+    $small --steps 2 --dtype f16 --vocab 8192 --micro-batch 320
+grep -q '^float16 without loss scaling: gradients up to 3.0e-8 become zero' "$out"
+report $? "counts what f16 loses, and says so at the start"
 runs "counts Llama 3 8B without computing it" 'FLOPs per step.*equal' --model llama-3-8b --dtype bf16 --steps 1 \
     --micro-batch 1 --dry-run
 

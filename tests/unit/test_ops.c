@@ -565,6 +565,31 @@ typedef struct EntropyCase {
     double scale;
 } EntropyCase;
 
+// Of 8 equal logits each has the gradient scale / 8, and the target's scale (1/8 - 1): 2^-25 rounds to zero, what is
+// above it does not. Ignored rows and padding are zero before.
+static void gradients_that_f16_makes_zero_are_counted(void **state) {
+    (void)state;
+    const VocabularyPart part = {16, 8, 5};
+    for (int type = 0; type < 4; type++)
+        for (int above = 0; above < 2; above++) {
+            DType dtype = all_dtypes[type];
+            Array logits = array_new(dtype, 3, 8, 0), lse = array_new(full(dtype), 3, 1, log(8));
+            Array d = poisoned(dtype, 3, 8), targets = array_new(I32, 3, 1, 7),
+                  other = array_new(I32, 3, 1, 9);
+            targets.x[1] = other.x[2] = IGNORED_LABEL;
+            array_write(&targets);
+            array_write(&other);
+            double before, all, lost = op_underflows(&before), scale = ldexp(above ? 1.01 : 0.99, -22);
+            op_cross_entropy_backward(d.t, logits.t, lse.t, targets.t, scale);
+            double now = op_underflows(&all), rows = dtype == F16 ? 2 : 0, none = above ? 0 : rows;
+            assert_true(all - before == 8 * rows && now - lost == 7 * none);
+            op_cross_entropy_part_backward(d.t, logits.t, lse.t, other.t, scale, part);
+            double then = op_underflows(&before);
+            assert_true(before - all == 5 * rows && then - now == 4 * none);
+            FREE(&logits, &lse, &targets, &d, &other);
+        }
+}
+
 static double cross_entropy_loss(void *context) {
     EntropyCase *it = context;
     op_cross_entropy_forward(it->losses.t, it->lse.t, it->logits.t, it->targets.t);
@@ -692,6 +717,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(swiglu_is_accurate_at_every_gate),
         cmocka_unit_test(swiglu_backward_matches_finite_differences),
         cmocka_unit_test(cross_entropy_matches_reference),
+        cmocka_unit_test(gradients_that_f16_makes_zero_are_counted),
         cmocka_unit_test(cross_entropy_backward_matches_finite_differences),
         cmocka_unit_test(adamw_matches_reference),
         cmocka_unit_test(sgd_matches_reference),
