@@ -112,10 +112,10 @@ row() {
     row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
     row 17 "ZeRO-1's all-gather hides in the step …" zero1 '--ranks 8' '^ *in step +[0-9]'
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
-    row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8' '8192 tokens a rank'
+    row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8 --verbose' '8192 tokens a rank'
     row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' '^ *(cut|sharded), all in one tensor +[0-9]'
     row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' 'all-reduces, backward'
-    row 20 'TP beyond the K/V heads: copies that stay in sync' tensor_parallel '--ranks 8' 'equal in all copies'
+    row 20 'TP beyond the K/V heads: copies that stay in sync' tensor_parallel '--ranks 8 --verbose' 'equal in all copies'
     row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' 'forward, bytes'
     row 21 'SP: the largest activation is b s h / tp' sequence_parallel '' 'largest kept with SP'
     row 22 'the embedding: all-reduce, or reduce-scatter to rows' vocab_parallel '' '^  x '
@@ -130,7 +130,7 @@ row() {
     row 27 'interleaved: (p - 1) / (v m), v times the messages' schedule '' '^ *interleaved +[0-9]'
     row 28 'ZB-H1: a third of the bubble' schedule '' '^ *zb_h1 +[0-9]'
     row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule '' '^ *dualpipe +[0-9]'
-    row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8' 'forward, all in one node'
+    row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8 --verbose' 'forward, all in one node'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
 } >"$work/claims" || exit 1
 fill tests/CLAIMS.md claims <"$work/claims"
