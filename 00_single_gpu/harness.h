@@ -6,6 +6,14 @@
 #include "report/timeline.h"
 #include "training.h"
 
+// The technique before this one in the book: its column stands beside this one's.
+typedef struct Before {
+    const char *name;       // NULL: there is none
+    Techniques techniques;  // NULL: this program's own, with another value of a setting
+    const char *setting;
+    double value;
+} Before;
+
 typedef struct Program {
     const char *purpose, *claim;  // of --help, and of the verdict
     const char *defaults;         // as config_parse takes them
@@ -18,6 +26,7 @@ typedef struct Program {
     // The same ranks by another road, which must give the same bits: other techniques. May be NULL.
     const char *twin;
     Techniques twin_techniques;
+    Before before;
     bool (*exact)(
         const Config *config);  // whether sums run as on one device: no bit may differ; NULL: they do not
     bool trains;                // for real, unless --check asks for the proof: not the other way round
@@ -51,9 +60,15 @@ void program_check_counts(const Trainer *trainer, const Counted *counted);
 typedef struct StepCost {
     double step_seconds, flops;
     CommCount comm, all_reduce;  // of all kinds, and of this one
+    Counted counted;             // in this one step
     Memory memory;
 } StepCost;
 StepCost program_cost(const Config *config, Mesh mesh, Techniques techniques);
+
+// The lesson and the proof of a program: its table, its losses, and the line that says what was compared.
+void program_show(const Config *config, Mesh mesh, const Program *program);
+// The table alone, of dry runs. device_dry_run must be on.
+StepCost program_show_dry(const Config *config, Mesh mesh, const Program *program);
 
 // What one more block adds to a micro-batch, counted in a dry run. device_dry_run must be on.
 typedef struct Sent {
@@ -67,6 +82,26 @@ typedef struct BlockCost {
     double kept;    // bytes of activations that this rank keeps for backward
 } BlockCost;
 BlockCost program_block_cost(const Config *config, Mesh mesh, Techniques techniques);
+
+// ---- lesson.c: one step of rank 0 as one device makes it, the technique before, this one, and the formulas
+typedef struct Column {
+    const char *title;
+    double weights, gradients, optimizer, kept;  // bytes; NaN where there is no figure
+    struct {
+        const char *call;
+        double calls, bytes;
+    } sent[MOST_CALLS];
+    int kinds;
+    double seconds, exposed;  // on the model clock; NaN where there is no figure
+} Column;
+bool counted_in_steps(
+    const char *call);  // whether steps make such calls, and not only who looks at weights
+Column column_of_cost(const char *title, const StepCost *cost);
+Column column_of_run(const char *title, const Counted *counted,
+                     const StepCost *cost);  // times are the cost's
+Column column_of_price(const char *title, const Trainer *trainer, const Price *price);
+void lesson_print(const Config *config, const Column *column, int columns);
+void lesson_print_losses(const Record *run, const Record *one_device);
 
 // ---- real_training.c: training for real, and what it writes in the end ----
 // baseline: as in Program.

@@ -104,11 +104,11 @@ static void print_row(const Config *with, Recompute kind, const Record *r, const
     double model_flops = config_step_flops(&c, sequences), extra = recompute_extra_flops(&c, sequences);
     const Machine *machine = machine_find(c.machine);
     double peak = machine_peak_flops(machine, (DType)c.dtype), seconds = r->model_seconds / steps;
-    say("\n%-10s kept %s (%.2f of none), %.1f%% more FLOPs; on %s: %.4f ms a step, MFU %.2f%%, HFU "
+    say("%s%-10s kept %s (%.2f of none), %.1f%% more FLOPs; on %s: %.4f ms a step, MFU %.2f%%, HFU "
         "%.2f%%\n",
-        names[kind], bytes_text((double)r->kept_bytes), (double)r->kept_bytes / (double)none->kept_bytes,
-        100 * extra / model_flops, machine->name, 1e3 * seconds, 100 * model_flops / seconds / peak,
-        100 * (model_flops + extra) / seconds / peak);
+        kind == RECOMPUTE_NONE ? "\n" : "", names[kind], bytes_text((double)r->kept_bytes),
+        (double)r->kept_bytes / (double)none->kept_bytes, 100 * extra / model_flops, machine->name,
+        1e3 * seconds, 100 * model_flops / seconds / peak, 100 * (model_flops + extra) / seconds / peak);
     report_equal("activations kept", (double)kept_activation_bytes(&c), (double)r->kept_bytes, "B");
     report_equal("FLOPs per step", model_flops + extra, r->flops / steps, "FLOP");
     report_number(names[kind], "MFU", model_flops / seconds / peak, "");
@@ -143,6 +143,7 @@ int main(int argc, char **argv) {
         CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_CHECK,
         "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3", own, 1);
     report_json(config.json);
+    report_quiet(!config.verbose);
     clock_set_machine(machine_find(config.machine));
     device_dry_run(dry_run);
     if (config.trace) clock_trace_start();

@@ -282,6 +282,7 @@ Record train_record(Trainer *t, const char *title) {
         train_step(t, &record);
         record.loss[step] = t->loss;
         record.grad_norm[step] = t->grad_norm;
+        progress_on_terminal(step + 1, steps, title);
         trainer_save(t);
     }
     complete_weights(t);

@@ -244,6 +244,7 @@ int main(int argc, char **argv) {
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1",
         .natural = 4,
+        .before = {"ddp_overlap", (const Technique *[]){&ddp_overlap, &recompute, NULL}, NULL, 0},
         .techniques = techniques,
         .more = overlap_condition};
     return program_main(argc, argv, &program);

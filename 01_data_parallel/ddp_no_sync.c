@@ -99,6 +99,7 @@ int main(int argc, char **argv) {
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1",
         .natural = 4,
+        .before = {"ddp_bucketed", (const Technique *[]){&ddp_bucketed, &recompute, NULL}, NULL, 0},
         .techniques = (const Technique *[]){&ddp_no_sync, &recompute, NULL},
         .more = compare_variants};
     return program_main(argc, argv, &program);

@@ -96,12 +96,13 @@ const Technique zero2 = {.name = "zero2",
 
 static const Technique *const techniques[] = {&zero2, &recompute, NULL};
 
-// Several micro-batches, which ZeRO-2 reduces one by one, and AdamW, whose state is sharded.
+// Several micro-batches, which ZeRO-2 reduces one by one, and SGD, whose step shows the scale of a gradient,
+// which AdamW's hides.
 static void accumulate(Mesh mesh, const Config *config) {
     Config c = *config;
     c.grad_acc = config->grad_acc + 1;
-    c.optimizer = OPTIMIZER_ADAMW, c.lr = 1e-3;
-    say("\nWith %ld micro-batches and AdamW:\n", c.grad_acc);
+    c.optimizer = OPTIMIZER_SGD, c.lr = 0.1;
+    say("\nWith %ld micro-batches and SGD:\n", c.grad_acc);
     program_prove(&c, mesh, techniques, "DDP in the same order of sums", zero_twin_of_2_and_3, false,
                   false);
 }
@@ -112,8 +113,9 @@ int main(int argc, char **argv) {
         .claim = "gradients are sharded over the ranks, and no bit changes",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=1 steps=3 "
-            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
+            "dtype=f64 optimizer=adamw lr=0.001 clip=0.5",
         .natural = 4,
+        .before = {"zero1", (const Technique *[]){&zero1, &recompute, NULL}, NULL, 0},
         .techniques = techniques,
         .twin = "DDP in the same order of sums",
         .twin_techniques = zero_twin_of_2_and_3,

@@ -231,7 +231,7 @@ static void check_way(const Way *way, const Way *whole, const Config *config, Gr
     Config full = *config;
     full.recompute = RECOMPUTE_FULL;
     double all = checkpoint_bytes(config, whole, tp), others = (double)kept_activation_bytes(&full) - all;
-    say("\nCheckpoints %s:\n", way->name);
+    if (config->verbose) say("\nCheckpoints %s:\n", way->name);
     // What flows from block to block is the head's x when forward has ended, which is counted already.
     report_equal("activations kept", others + checkpoint_bytes(config, way, tp),
                  (double)way->record.kept_bytes, "B");
@@ -313,6 +313,7 @@ static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
     Record in_place = run_ddp(config, mesh);
     say("\nThe buffer of gradients, and what it grows by when the model has %ld blocks instead of %ld:\n",
         larger.layers, config->layers);
+    bool quiet = report_quiet(false);
     // Beside it stands what the transport may need of its own.
     report_equal("constant", 0, (double)(buffer_bytes_of(&constant_larger) - buffer_bytes_of(&constant)),
                  "B");
@@ -322,6 +323,7 @@ static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
                  (double)(buffer_bytes_of(&fused) - buffer_bytes_of(&constant)), "B");
     double times = ceil(one / g / (double)(bytes / (int64_t)g));
     report_equal("times that it is filled", times, (double)calls / (double)config->steps - 2, "");
+    report_quiet(quiet);
     if (!config->no_check) {
         report_compare(&constant, &in_place, PROOF_EXACT, 0);
         report_compare(&fused, &in_place, PROOF_EXACT, 0);
@@ -339,12 +341,13 @@ int main(int argc, char **argv) {
         argc, argv, "ZeRO-R: checkpoints without copies, buffers that do not grow, memory without holes.",
         CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_CHECK | CONFIG_RANKS,
         "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 vocab=1024 seq=31 micro-batch=2 grad-acc=2 steps=3 "
-        "dtype=f64 optimizer=sgd lr=0.1 clip=0.5",
+        "dtype=f64 optimizer=adamw lr=0.001 clip=0.5",
         own, sizeof own / sizeof *own);
     comm_start(argc, argv, 4);
     MeshShape shape = {.dp = comm_ranks()};
     Mesh mesh = mesh_new(shape);
     report_json(config.json);
+    report_quiet(!config.verbose);
     if (config.trace) clock_trace_start();
     mesh_print(&mesh, shape);
     config_print(&config);

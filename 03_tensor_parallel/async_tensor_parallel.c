@@ -336,6 +336,7 @@ int main(int argc, char **argv) {
             "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 sp=1 bucket-mb=0.1",
         .natural = 4,
+        .before = {"sequence_parallel", tensor_layouts, NULL, 0},
         .techniques = tensor_layouts_async,
         .option = tensor_layout_options,
         .options = TENSOR_LAYOUT_OPTIONS,

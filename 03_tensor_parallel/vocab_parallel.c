@@ -284,6 +284,7 @@ int main(int argc, char **argv) {
             "steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 vocab-parallel=1 bucket-mb=0.1",
         .natural = 4,
+        .before = {"whole vocabulary", NULL, "vocab-parallel", 0},
         .techniques = tensor_layouts,
         .option = tensor_layout_options,
         .options = TENSOR_LAYOUT_OPTIONS,

@@ -167,6 +167,7 @@ int main(int argc, char **argv) {
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 cp=0 bucket-mb=0.1 context=all-gather",
         .natural = 4,
+        .before = {"ring_attention", NULL, "context", CONTEXT_RING},
         .techniques = context_layouts,
         .option = context_layout_options,
         .options = CONTEXT_LAYOUT_OPTIONS,

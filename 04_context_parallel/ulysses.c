@@ -255,6 +255,7 @@ int main(int argc, char **argv) {
             "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 cp=0 bucket-mb=0.1 context=ulysses",
         .natural = 4,
+        .before = {"all_gather_attention", NULL, "context", CONTEXT_ALL_GATHER},
         .techniques = context_layouts,
         .option = context_layout_options,
         .options = CONTEXT_LAYOUT_OPTIONS,

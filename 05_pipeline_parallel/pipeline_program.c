@@ -7,6 +7,7 @@
 // against the schedule's own clock with the durations of this stage's passes. This file has no main.
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "pipeline.h"
 
@@ -20,6 +21,7 @@ static Config layers_of_8b(const Config *config, int stages, int micro_batches) 
     c.grad_acc = micro_batches;
     c.pp = config->pp;
     c.recompute = config->recompute;
+    c.verbose = config->verbose;
     config_set(&c, "zero", 0);
     config_set(&c, "context", CONTEXT_METHODS);
     config_set(&c, "schedule", config_number(config, "schedule"));
@@ -75,8 +77,10 @@ static double makespan_of(Trainer *t) {
     on->schedule.run(on->schedule.context, t->model, &input);
     double end = clock_model_now();
     flops = comm_sum(clock_total().flops - flops, t->model->mesh.world);
+    bool quiet = report_quiet(!c->verbose);
     report_equal("FLOPs of a step, all ranks",
                  config_step_flops(c, c->grad_acc) + recompute_extra_flops(c, c->grad_acc), flops, "FLOP");
+    report_quiet(quiet);
     double seconds = comm_max(end - start, t->model->mesh.world);
     on->gradients.finish(on->gradients.context, t->model);
     free(scale);
@@ -193,6 +197,9 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
         "layers=9 hidden=24 heads=6 kv-heads=2 ffn=40 seq=15 micro-batch=2 grad-acc=8 steps=3 "
         "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 pp=0 schedule=%s",
         schedule);
+    bool first = !strcmp(schedule, "afab"), simple = !strcmp(schedule, "one_f_one_b");
+    Before before_it = {simple ? "afab" : "one_f_one_b", NULL, "schedule", simple ? AFAB : ONE_F_ONE_B};
+    if (first) before_it.name = NULL;
     const Program program = {.purpose = purpose,
                              .claim = "stages on several ranks make the step of one device",
                              .defaults = defaults,
@@ -200,6 +207,7 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
                              .techniques = pipeline_layouts,
                              .option = options,
                              .options = sizeof options / sizeof *options,
+                             .before = before_it,
                              .exact = exact,
                              .more = pipeline_costs};
     int status = program_main(argc, argv, &program);

@@ -203,12 +203,19 @@ static void restart_on_best_kernel(char **argv) {
 
 int terminal_columns(void) { return getenv(COLUMNS) ? atoi(getenv(COLUMNS)) : 100; }
 
+// mpirun gives its ranks pseudo-terminals, whoever reads what it prints: its own output is what counts.
+static bool launched(void) { return getenv("OMPI_COMM_WORLD_RANK") != NULL; }
+
 static void tell_columns(void) {
     struct winsize window;
-    char digits[16];
-    if (!isatty(STDOUT_FILENO) || ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) < 0 || !window.ws_col) return;
-    snprintf(digits, sizeof digits, "%d", window.ws_col);
-    setenv(COLUMNS, digits, 1);
+    char text[32];
+    snprintf(text, sizeof text, "/proc/%d/fd/1", (int)getppid());
+    int out = launched() ? open(text, O_WRONLY | O_NOCTTY | O_NONBLOCK | O_CLOEXEC) : STDOUT_FILENO;
+    if (out >= 0 && isatty(out) && ioctl(out, TIOCGWINSZ, &window) == 0 && window.ws_col) {
+        snprintf(text, sizeof text, "%d", window.ws_col);
+        setenv(COLUMNS, text, 1);
+    }
+    if (out > STDERR_FILENO) close(out);
 }
 
 static void open_standard_streams(void) {
@@ -316,28 +323,63 @@ static void time_left_text(double seconds, char *text, size_t size) {
     else snprintf(text, size, "%ld s left", s);
 }
 
-void progress(int64_t done, int64_t total, const char *text) {
+// Columns of the terminal that shows what this rank prints, also through mpirun; 0 in a log.
+static int shown_columns(void) {
+    struct winsize window;
+    if (launched()) return getenv(COLUMNS) ? atoi(getenv(COLUMNS)) : 0;
+    if (isatty(STDOUT_FILENO))
+        return ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col ? window.ws_col : 80;
+    return 0;
+}
+
+const char *colored(const char *text, Color color) {
+    static char shown[64];
+    const char *plain = getenv("NO_COLOR"), *kind = getenv("TERM");
+    if (!shown_columns() || (plain && *plain) || (kind && !strcmp(kind, "dumb"))) return text;
+    snprintf(shown, sizeof shown, "\033[%dm%s\033[0m", color, text);
+    return shown;
+}
+
+// "[####------]  40%, 12 s left: step 4/10", of which a narrow terminal shows the time left first.
+static void rewrite_line(int width, int64_t done, int64_t total, const char *left, const char *text) {
+    enum { BAR = 20 };
+    char bar[64] = "";
+    int full = (int)(done * BAR / total);
+    if (width >= 3 * BAR)
+        snprintf(bar, sizeof bar, "[%.*s%.*s] %3d%%%s", full, "####################", BAR - full,
+                 "--------------------", (int)(100 * done / total), *left ? ", " : ": ");
+    char *line = format_text("%s%s%s%s", bar, left, *left ? ": " : "", text);
+    printf("\r%.*s\033[K", width - 1, line);  // one column less: a full line would wrap and stay
+    free(line);
+    line_is_open = true;
+}
+
+static void show_progress(int width, int64_t done, int64_t total, const char *text) {
     static double began;
     static int64_t first, before;
-    if (rank > 0) return;
     if (done <= before || before == 0) began = wall_seconds(), first = done;
     before = done;
-    if (!isatty(STDOUT_FILENO)) {
-        if (done == total || done * 10 / total > (done - 1) * 10 / total) say("%s", text);
-        return;
-    }
-    struct winsize window;
-    int width = ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col ? window.ws_col : 80;
     char left[48] = "";
     if (done > first && done < total)
         time_left_text((wall_seconds() - began) / (double)(done - first) * (double)(total - done), left,
                        sizeof left);
-    // The time left comes first: a narrow terminal cuts the end.
-    char *line = *left ? format_text("%s: %s", left, text) : format_text("%s", text);
-    printf("\r%.*s\033[K", width - 1, line);  // one column less: a full line would wrap and stay
-    free(line);
-    line_is_open = true;
+    rewrite_line(width, done, total, left, text);
+}
+
+void progress(int64_t done, int64_t total, const char *text) {
+    if (rank > 0) return;
+    int width = shown_columns();
+    if (width) show_progress(width, done, total, text);
+    else if (done == total || done * 10 / total > (done - 1) * 10 / total) say("%s", text);
     if (done == total) close_line();
+    fflush(stdout);
+}
+
+void progress_on_terminal(int64_t done, int64_t total, const char *text) {
+    int width = rank > 0 ? 0 : shown_columns();
+    if (!width) return;
+    show_progress(width, done, total, text);
+    if (done == total) printf("\r\033[K"), line_is_open = false;
     fflush(stdout);
 }
 

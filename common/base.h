@@ -84,7 +84,8 @@ typedef enum OptionType {
     OPTION_TEXT,
     OPTION_OUTPUT,  // a TEXT, the name of a file to write; whether that works is tried at once (files.h)
     OPTION_CHOICE,
-    OPTION_FLAG
+    OPTION_FLAG,
+    OPTION_HEADING,  // no flag: its name stands above those that follow, in --help
 } OptionType;
 
 typedef struct Option {
@@ -112,9 +113,14 @@ bool option_given(const Option *table, int count, const char *name);
 void say(const char *format, ...) PRINTF_LIKE(1, 2);
 // Columns of the terminal; 100 in a log. Ranks know it from the program that started them.
 int terminal_columns(void);
-// A progress line: on a terminal it rewrites itself with the time left; in a log a plain line about every
-// tenth of the way. `done` counts from 1; `text` is what to say about this step.
+// The text in a color on a terminal, itself in a log or where NO_COLOR is set. Static buffer.
+typedef enum Color { COLOR_RED = 31, COLOR_GREEN = 32, COLOR_YELLOW = 33 } Color;
+const char *colored(const char *text, Color color);
+// A progress line: on a terminal it rewrites itself with a bar and the time left; in a log a plain line about
+// every tenth of the way. `done` counts from 1; `text` is what to say about this step.
 void progress(int64_t done, int64_t total, const char *text);
+// The same for work of which a log says nothing: the line is gone when `done` has reached `total`.
+void progress_on_terminal(int64_t done, int64_t total, const char *text);
 // 1536 -> "1.54 kB", 2.1e9 -> "2.10 GB" (powers of ten, as the playbook counts). Rotates
 // over 8 static buffers.
 const char *bytes_text(double bytes);

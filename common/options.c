@@ -25,7 +25,7 @@ static const struct {
     {" ep ", "it belongs to chapter 06, expert parallelism"},
     {" model layers hidden heads kv-heads ffn vocab seq tied dtype micro-batch grad-acc steps seed data "
      "optimizer lr weight-decay clip warmup recompute init save save-every resume json trace machine "
-     "no-check ",
+     "no-check verbose ",
      "other programs of the book have it"},
 };
 
@@ -56,6 +56,7 @@ static void refuse_unknown(const char *name, const Option *table, int count) {
     const char *nearest = "help";
     int least = edit_distance(name, nearest);
     for (int i = 0; i < count; i++) {
+        if (table[i].type == OPTION_HEADING) continue;
         int distance = edit_distance(name, table[i].name);
         if (distance < least) least = distance, nearest = table[i].name;
     }
@@ -127,6 +128,8 @@ static void set_value(Option *option, const char *value) {
         case OPTION_FLAG:
             *(bool *)option->target = strcmp(value, "1") == 0;
             break;
+        case OPTION_HEADING:
+            break;
     }
 }
 
@@ -178,8 +181,13 @@ static void print_help(const char *purpose, const Option *table, int count) {
     enum { LEFT = 30 };
     int first = (int)strcspn(purpose, "\n");
     printf("%s: %.*s\n\nflags (--name value, or --name=value):\n", base_program(), first, purpose);
+    print_wrapped("prints this and ends", LEFT, printf("  --help"));
     for (int i = 0; i < count; i++) {
         const Option *option = &table[i];
+        if (option->type == OPTION_HEADING) {
+            printf("\n%s\n", option->name);
+            continue;
+        }
         bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
         const char *note[] = {number && option->detail ? option->detail : "",
                               number ? bounds_text(option, PLAIN_LIMIT) : "",
@@ -195,7 +203,6 @@ static void print_help(const char *purpose, const Option *table, int count) {
         int column = printf("  --%s %s", option->name, value_name(option));
         print_wrapped(text, LEFT, column);
     }
-    print_wrapped("prints this and ends", LEFT, printf("  --help"));
     if (purpose[first]) printf("\nexamples:%s\n", purpose + first);
     printf(
         "\nexit status: 0 all checks passed, 1 a check failed, 2 wrong use, 3 too coarse a dtype to prove "
@@ -205,6 +212,7 @@ static void print_help(const char *purpose, const Option *table, int count) {
 static void check_table(const Option *table, int count) {
     for (int i = 0; i < count; i++) {
         bool number = table[i].type == OPTION_INT || table[i].type == OPTION_REAL;
+        if (table[i].type == OPTION_HEADING) continue;
         CHECK(strlen(table[i].name) <= LONGEST_NAME, "option table: --%s is too long", table[i].name);
         CHECK(!number || table[i].min < table[i].max, "option table: --%s has no bounds", table[i].name);
         for (int j = 0; j < i; j++)
@@ -231,7 +239,8 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
         size_t length = value ? (size_t)(value - name) : strlen(name);
         Option *option = NULL;
         for (int j = 0; j < count && !option; j++)
-            if (strlen(table[j].name) == length && strncmp(table[j].name, name, length) == 0)
+            if (table[j].type != OPTION_HEADING && strlen(table[j].name) == length &&
+                strncmp(table[j].name, name, length) == 0)
                 option = &table[j];
         if (!option) refuse_unknown(format_text("%.*s", (int)length, name), table, count);
         CHECK(!option->given, "--%s is given twice", option->name);

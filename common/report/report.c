@@ -9,6 +9,8 @@
 #include <string.h>
 
 #include "comm/comm.h"
+#include "diagnosis.h"
+#include "difference.h"
 #include "files.h"
 
 // A gradient whose baseline is smaller than this part of the largest one is noise of the sums that made the
@@ -17,9 +19,11 @@ static const double NOISE = 1e-6;
 // Beyond this bound a factor of two would pass, so it proves nothing.
 static const double WEAKEST_BOUND = 0.5;
 
+enum { SENTENCE = 600 };
 static struct {
-    int failures, checks, equalities;
-    char first_failure[400];
+    int failures, checks, equalities, equal;
+    char first_failure[SENTENCE];
+    bool quiet;                 // rows that hold are not shown
     char coarse[200];           // why nothing was proven; "": it was
     bool compared[3];           // by ProofClass
     double worst[3], bound[3];  // relative, of the comparison nearest to its bound
@@ -104,109 +108,6 @@ void report_text(const char *name, const char *value) {
     cJSON_AddStringToObject(texts, name, value);
 }
 
-// ---- records ----
-
-Record record_new(const char *title, int64_t steps, const Params *params) {
-    size_t n = (size_t)params->count;
-    Record record = {.steps = steps, .tensors = params->count};
-    snprintf(record.title, sizeof record.title, "%s", title);
-    record.loss = host_alloc(sizeof(double) * (size_t)steps);
-    record.grad_norm = host_alloc(sizeof(double) * (size_t)steps);
-    record.name = host_alloc(sizeof(char *) * n);
-    record.count = host_alloc(sizeof(int64_t) * n);
-    record.grad = host_alloc(sizeof(double *) * n);
-    record.param = host_alloc(sizeof(double *) * n);
-    // A step that nobody filled in must not pass.
-    for (int64_t i = 0; i < steps; i++) record.loss[i] = record.grad_norm[i] = NAN;
-    for (size_t i = 0; i < n; i++) {
-        record.name[i] = format_text("%s", params->param[i].name);
-        record.count[i] = params->param[i].full[0] * params->param[i].full[1];
-        record.grad[i] = record.param[i] = NULL;
-    }
-    return record;
-}
-
-// The whole parameter's values or gradient as f64. The caller frees them.
-static double *whole_doubles(const Params *params, const Param *param, ParamTensor which) {
-    DType dtype = which == PARAM_GRAD ? params->recipe.sum : params->recipe.weight;
-    int64_t count = param->full[0] * param->full[1];
-    double *doubles = host_alloc(count * sizeof *doubles);
-    void *stored = host_alloc(count * dtype_size(dtype));
-    param_gather(params, param, which, stored);
-    dtype_convert(doubles, F64, stored, dtype, count);
-    free(stored);
-    return doubles;
-}
-
-void record_grads(Record *record, const Params *params, double factor) {
-    for (int i = 0; i < params->count; i++) {
-        free(record->grad[i]);
-        record->grad[i] = whole_doubles(params, &params->param[i], PARAM_GRAD);
-        for (int64_t j = 0; j < record->count[i]; j++) record->grad[i][j] *= factor;
-    }
-}
-
-void record_params(Record *record, const Params *params) {
-    for (int i = 0; i < params->count; i++) {
-        free(record->param[i]);
-        record->param[i] = whole_doubles(params, &params->param[i], PARAM_VALUE);
-    }
-}
-
-void record_free(Record *record) {
-    for (int i = 0; i < record->tensors; i++) {
-        free(record->name[i]);
-        free(record->grad[i]);
-        free(record->param[i]);
-    }
-    free(record->loss);
-    free(record->grad_norm);
-    free(record->name);
-    free(record->count);
-    free(record->grad);
-    free(record->param);
-    *record = (Record){0};
-}
-
-// ---- differences ----
-
-// Sums run over elements in order, in double: a record's own numbers are exact images of 64 bits or fewer.
-static double norm(const double *x, int64_t count) {
-    double sum = 0;
-    for (int64_t i = 0; i < count; i++) sum += x[i] * x[i];
-    return sqrt(sum);
-}
-
-// The difference, and the relative error against max(||y||, least).
-static Difference difference_above(const char *what, const double *x, const double *y, int64_t count,
-                                   double least) {
-    double xy = 0, yy = 0, squares = 0, maximum = 0;
-    for (int64_t i = 0; i < count; i++) {
-        double delta = fabs(x[i] - y[i]);
-        xy += x[i] * y[i];
-        yy += y[i] * y[i];
-        squares += delta * delta;
-        if (!(delta <= maximum)) maximum = delta;  // a NaN stays: no later comparison with it holds …
-        if (isnan(maximum)) break;                 // … so stop at it
-    }
-    if (isnan(maximum)) return (Difference){what, NAN, NAN, NAN};
-    double against = sqrt(yy) > least ? sqrt(yy) : least;
-    double relative = maximum == 0 ? 0 : sqrt(squares) / against;
-    return (Difference){what, relative, maximum, maximum == 0 ? 1 : xy / yy};
-}
-
-Difference difference(const char *what, const double *x, const double *y, int64_t count) {
-    return difference_above(what, x, y, count, 0);
-}
-
-// Elements whose bits differ; NaN differs from everything, itself too.
-static int64_t differing_elements(const double *x, const double *y, int64_t count) {
-    int64_t differing = 0;
-    for (int64_t i = 0; i < count; i++)
-        differing += isnan(x[i]) || isnan(y[i]) || memcmp(&x[i], &y[i], sizeof *x) != 0;
-    return differing;
-}
-
 // ---- comparison of runs ----
 
 // A quantity is one row: one array (losses), or one array for each parameter, found by name.
@@ -237,7 +138,7 @@ static Quantity record_quantity(const Record *r, int which) {
 static double largest_norm(const Quantity *q) {
     double largest = 0;
     for (int i = 0; i < q->tensors; i++)
-        if (q->values[i]) largest = fmax(largest, norm(q->values[i], q->count[i]));
+        if (q->values[i]) largest = fmax(largest, difference_norm(q->values[i], q->count[i]));
     return largest;
 }
 
@@ -281,51 +182,115 @@ static bool same_tensors(const Quantity *x, const Quantity *y, char fault[static
 
 static bool worse(double error, double than) { return isnan(error) || error > than; }
 
-static bool compare_quantity(const Record *run, const Record *baseline, int which, ProofClass proof,
-                             double bound, cJSON *json) {
+// One row: the tensor that is worst stands for its quantity.
+typedef struct Row {
+    char title[64], fault[200];  // "30 gradients"; why nothing could be compared, or ""
+    const char *name, *tensor;   // "gradients"; "": there is one array alone
+    Difference worst;
+    int64_t differing;  // elements whose bits differ
+    int failing, alike,
+        tensors;  // tensors that fail, and those of them that are off by the worst one's factor
+    bool holds;
+} Row;
+
+// What is below noise has no direction, so no scale is asked of it.
+static bool tensor_holds(const Difference *d, int64_t bits, bool noise, ProofClass proof, double bound) {
+    if (proof == PROOF_EXACT) return bits == 0;
+    return d->relative <= bound && (noise || fabs(d->scale - 1) <= bound / 2);
+}
+
+static void put_difference(cJSON *object, const Difference *d) {
+    put_number(object, "relative", d->relative);
+    put_number(object, "maximum", d->maximum);
+    put_number(object, "scale", d->scale);
+}
+
+static Row compare_quantity(const Record *run, const Record *baseline, int which, ProofClass proof,
+                            double bound, cJSON *json) {
     Quantity x = record_quantity(run, which), y = record_quantity(baseline, which);
-    char fault[200], title[64];
-    snprintf(title, sizeof title, "%lld %s", (long long)(y.tensors > 1 ? y.tensors : y.count[0]), y.name);
-    if (!same_tensors(&x, &y, fault)) {
-        say("  %-18s  %s  FAIL", title, fault);
-        return judge(false, "%s of %s: %s", y.name, run->title, fault);
-    }
-    double least = NOISE * largest_norm(&y);
+    Row row = {.name = y.name, .tensor = "", .worst = {"", -1, 0, 1}, .tensors = y.tensors};
+    snprintf(row.title, sizeof row.title, "%lld %s", (long long)(y.tensors > 1 ? y.tensors : y.count[0]),
+             y.name);
+    if (!same_tensors(&x, &y, row.fault)) return row;
     if (all_zero(&y)) {
-        say("  %-18s  all are zero: nothing was compared  FAIL", title);
-        return judge(false, "%s of %s: all of %s's are zero, so nothing was compared", y.name, run->title,
-                     baseline->title);
+        snprintf(row.fault, sizeof row.fault, "all of %s's are zero, so nothing was compared",
+                 baseline->title);
+        return row;
     }
-    Difference worst = {"", -1, 0, 1};
-    int64_t differing = 0;
-    bool all = true;
+    double least = NOISE * largest_norm(&y), *factor = host_alloc(sizeof(double) * (size_t)y.tensors);
+    row.holds = true;
     for (int i = 0; i < y.tensors; i++) {
-        int j = partner(&x, &y, i, fault);
+        int j = partner(&x, &y, i, row.fault);
         Difference d = difference_above(y.tensor[i], x.values[j], y.values[i], y.count[i], least);
         int64_t bits = differing_elements(x.values[j], y.values[i], y.count[i]);
-        // What is below noise has no direction, so no scale is asked of it.
-        bool noise = norm(y.values[i], y.count[i]) <= least;
-        bool holds = d.relative <= bound && (noise || fabs(d.scale - 1) <= bound / 2);
-        if (proof == PROOF_EXACT) holds = bits == 0;
+        bool holds =
+            tensor_holds(&d, bits, difference_norm(y.values[i], y.count[i]) <= least, proof, bound);
         // The row shows one tensor: one that fails rather than one that holds, then the larger error.
-        if (all == holds ? worse(d.relative, worst.relative) : all) worst = d;
-        all = all && holds;
-        differing += bits;
-        cJSON *object = json_child(json_child(json, y.name, false), d.what, false);
-        put_number(object, "relative", d.relative);
-        put_number(object, "maximum", d.maximum);
-        put_number(object, "scale", d.scale);
+        if (row.holds == holds ? worse(d.relative, row.worst.relative) : row.holds) row.worst = d;
+        row.holds = row.holds && holds;
+        row.differing += bits;
+        factor[i] = holds ? NAN : d.scale;
+        row.failing += !holds;
+        put_difference(json_child(json_child(json, y.name, false), d.what, false), &d);
     }
-    if (worse(worst.relative, report.worst[proof])) report.worst[proof] = worst.relative;
-    const char *comma = y.tensors > 1 ? ", " : "", *tensor = y.tensors > 1 ? worst.what : "";
-    say("  %-18s  %9.2e  %9.2e  %13.10f  %-4s  %s", title, worst.relative, worst.maximum, worst.scale,
-        all ? "ok" : "FAIL", all && worst.relative == 0 ? "" : tensor);
-    if (proof == PROOF_EXACT)
-        return judge(all, "%s of %s%s%s: %lld elements differ from %s in all (relative %.2e, scale %.6g)",
-                     y.name, run->title, comma, tensor, (long long)differing, baseline->title,
-                     worst.relative, worst.scale);
-    return judge(all, "%s of %s%s%s: off from %s by %.2e relative (bound %.2e), scale %.6g", y.name,
-                 run->title, comma, tensor, baseline->title, worst.relative, bound, worst.scale);
+    for (int i = 0; i < y.tensors; i++)
+        row.alike += fabs(factor[i] - row.worst.scale) <= 1e-2 * fabs(row.worst.scale);
+    free(factor);
+    if (y.tensors > 1) row.tensor = row.worst.what;
+    if (worse(row.worst.relative, report.worst[proof])) report.worst[proof] = row.worst.relative;
+    return row;
+}
+
+static void print_row(const Row *row) {
+    if (*row->fault) {
+        say("  %-18s  %s  FAIL", row->title, row->fault);
+        return;
+    }
+    const Difference *d = &row->worst;
+    say("  %-18s  %9.2e  %9.2e  %13.10f  %-4s  %s", row->title, d->relative, d->maximum, d->scale,
+        row->holds ? "ok" : "FAIL", row->holds && d->relative == 0 ? "" : row->tensor);
+}
+
+enum { LOSSES, GRADIENT_NORMS, GRADIENTS, PARAMETERS };
+
+// What a quantity that fails usually means, when those before it in the step are right.
+static const char *meaning(const Row *row, const Record *run, const Record *baseline, bool first_loss) {
+    static char text[400];
+    const char *usually = "";
+    if (row->name == record_quantity(baseline, GRADIENTS).name)
+        usually = diagnose_gradient(row->worst.scale, row->worst.relative);
+    else if (row->name == record_quantity(baseline, LOSSES).name)
+        usually = first_loss
+                      ? diagnose_loss(run->loss[0], baseline->loss[0])
+                      : "the first step's gradients are right: usually what the optimizer leaves behind";
+    else if (row->name == record_quantity(baseline, PARAMETERS).name)
+        usually =
+            "the first step's gradients are right: usually the optimizer's step, or weights that did "
+            "not come back";
+    else usually = "the gradients are right: usually a norm that counts a shard twice, or not at all";
+    int used = 0;
+    text[0] = 0;
+    if (row->tensors > 1 && row->failing)
+        used = snprintf(text, sizeof text, "; %d of %d fail%s", row->failing, row->tensors,
+                        row->alike == row->failing && row->failing > 1 ? ", all by this factor" : "");
+    if (*usually) snprintf(text + used, sizeof text - (size_t)used, ": %s", usually);
+    return text;
+}
+
+static void judge_row(const Row *row, const Record *run, const Record *baseline, ProofClass proof,
+                      double bound, bool first_loss) {
+    const char *comma = *row->tensor ? ", " : "";
+    const Difference *d = &row->worst;
+    if (*row->fault) judge(false, "%s of %s: %s", row->name, run->title, row->fault);
+    else if (row->holds) judge(true, " ");
+    else if (proof == PROOF_EXACT)
+        judge(false, "%s of %s%s%s: %lld elements differ from %s in all (relative %.2e, scale %.6g)%s",
+              row->name, run->title, comma, row->tensor, (long long)row->differing, baseline->title,
+              d->relative, d->scale, meaning(row, run, baseline, first_loss));
+    else
+        judge(false, "%s of %s%s%s: off from %s by %.2e relative (bound %.2e), scale %.6g%s", row->name,
+              run->title, comma, row->tensor, baseline->title, d->relative, bound, d->scale,
+              meaning(row, run, baseline, first_loss));
 }
 
 // Once: every later comparison of this program has the same dtype and size.
@@ -350,12 +315,26 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
     put_number(json, "bound", bound);
     report.compared[proof] = true;
     report.bound[proof] = fmax(report.bound[proof], bound);
-    say("%s against %s: %s, %s", run->title, baseline->title, class_name(proof), rule);
-    say("  %-18s  %9s  %9s  %13s        worst tensor", "", "relative", "maximum", "scale");
     bool all = judge(isfinite(bound), "%s: a bound of %g lets everything pass", run->title, bound);
+    Row row[QUANTITIES];
+    for (int i = 0; i < QUANTITIES; i++) {
+        row[i] = compare_quantity(run, baseline, i, proof, bound, json);
+        all = all && row[i].holds;
+    }
+    if (!all || !report.quiet) {
+        say("%s against %s: %s, %s", run->title, baseline->title, class_name(proof), rule);
+        say("  %-18s  %9s  %9s  %13s        worst tensor", "", "relative", "maximum", "scale");
+        for (int i = 0; i < QUANTITIES; i++) print_row(&row[i]);
+    }
     if (isfinite(bound) && bound >= WEAKEST_BOUND) note_coarse(bound);
-    for (int which = 0; which < QUANTITIES; which++)
-        all = compare_quantity(run, baseline, which, proof, bound, json) && all;
+    // In the order in which a step makes them, since what comes first is the cause: the first loss, the
+    // first step's gradients, their norm, the later losses, the parameters in the end.
+    double first = baseline->steps > 0 ? run->loss[0] / baseline->loss[0] : 1;
+    bool first_loss = *row[LOSSES].fault || !(fabs(first - 1) <= bound);
+    const int early[] = {LOSSES, GRADIENTS, GRADIENT_NORMS, PARAMETERS},
+              late[] = {GRADIENTS, GRADIENT_NORMS, LOSSES, PARAMETERS};
+    for (int i = 0; i < QUANTITIES; i++)
+        judge_row(&row[first_loss ? early[i] : late[i]], run, baseline, proof, bound, first_loss);
     cJSON_AddBoolToObject(json, "holds", all);
     cJSON_AddItemToArray(json_child(json_root(), "comparisons", true), json);
     return all;
@@ -391,8 +370,9 @@ static bool same_count(double predicted, double measured) {
 
 bool report_equal(const char *what, double predicted, double measured, const char *unit) {
     bool equal = same_count(predicted, measured);
-    say("  %-32s  predicted %18.15g  measured %18.15g %-6s %s", what, predicted, measured, unit,
-        equal ? "equal" : "FAIL");
+    if (!equal || !report.quiet)
+        say("  %-32s  predicted %18.15g  measured %18.15g %-6s %s", what, predicted, measured, unit,
+            equal ? "equal" : "FAIL");
     cJSON *json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "what", what);
     put_number(json, "predicted", predicted);
@@ -401,8 +381,10 @@ bool report_equal(const char *what, double predicted, double measured, const cha
     cJSON_AddBoolToObject(json, "equal", equal);
     cJSON_AddItemToArray(json_child(json_root(), "counts", true), json);
     report.equalities++;
-    return judge(equal, "%s: predicted %.15g %s, measured %.15g, off by %.15g", what, predicted, unit,
-                 measured, measured - predicted);
+    report.equal += equal;
+    const char *usually = equal ? "" : diagnose_count(measured, predicted, unit);
+    return judge(equal, "%s: predicted %.15g %s, measured %.15g, off by %.15g%s%s", what, predicted, unit,
+                 measured, measured - predicted, *usually ? ": " : "", usually);
 }
 
 bool report_that(bool condition, const char *format, ...) {
@@ -419,9 +401,18 @@ bool report_that(bool condition, const char *format, ...) {
     return judge(condition, "%s", text);
 }
 
-// What was proven, and how tightly: "exact, 0 bits differ; 5 counts as predicted".
-static void write_evidence(char *text, size_t size) {
-    size_t used = 0;
+bool report_quiet(bool quiet) {
+    bool before = report.quiet;
+    report.quiet = quiet;
+    return before;
+}
+
+bool report_holds(void) { return report.failures == 0; }
+
+// "exact, 0 bits differ; 5 of 5 counts as predicted"
+const char *report_evidence(void) {
+    static char text[SENTENCE];
+    size_t used = 0, size = sizeof text;
     text[0] = 0;
     for (int proof = 0; proof < 3; proof++) {
         if (!report.compared[proof]) continue;
@@ -433,9 +424,24 @@ static void write_evidence(char *text, size_t size) {
                                  class_name((ProofClass)proof), report.worst[proof], report.bound[proof]);
     }
     if (report.equalities)
-        used += (size_t)snprintf(text + used, size - used, "%s%d count%s as predicted", used ? "; " : "",
-                                 report.equalities, report.equalities > 1 ? "s" : "");
+        used += (size_t)snprintf(text + used, size - used, "%s%d of %d counts as predicted",
+                                 used ? "; " : "", report.equal, report.equalities);
     if (!report.checks) snprintf(text, size, "nothing was checked");
+    return text;
+}
+
+// The sentence of the first rank on which a check failed, for rank 0 to say.
+static void hear_failure(bool mine) {
+    Group world = comm_world();
+    int first = (int)-comm_max(mine ? -world.size : -world.rank, world);
+    double letters[SENTENCE] = {0};
+    for (int i = 0; i < SENTENCE && world.rank == first; i++) letters[i] = report.first_failure[i];
+    comm_sum_all(letters, SENTENCE, world);
+    if (first > 0 && mine) snprintf(report.first_failure, SENTENCE, "rank %d: ", first);
+    size_t used = first > 0 && mine ? strlen(report.first_failure) : 0;
+    for (size_t i = 0; mine && used + i + 1 < SENTENCE; i++)
+        report.first_failure[used + i] = (char)letters[i];
+    report.first_failure[SENTENCE - 1] = 0;
 }
 
 void report_note(const char *format, ...) {
@@ -446,7 +452,7 @@ void report_note(const char *format, ...) {
 }
 
 int report_verdict(const char *format, ...) {
-    char text[400], evidence[400];
+    char text[400];
     va_list arguments;
     va_start(arguments, format);
     int length = vsnprintf(text, sizeof text, format, arguments);
@@ -455,14 +461,11 @@ int report_verdict(const char *format, ...) {
         snprintf(text + length, sizeof text - (size_t)length, "; %s", report.note);
     // Every rank judges what it holds; the verdict is the same on all.
     bool mine = report.failures == 0, pass = comm_max(!mine, comm_world()) == 0;
-    if (!pass && mine)
-        snprintf(report.first_failure, sizeof report.first_failure, "a check failed on another rank");
-    if (!mine && base_rank() > 0)
-        fprintf(stderr, "FAIL %s: rank %d: %s\n", base_program(), base_rank(), report.first_failure);
+    if (!pass) hear_failure(mine);
     bool coarse = pass && comm_max(*report.coarse != 0, comm_world()) > 0;
     const char *status = !pass ? "FAIL" : coarse ? "UNPROVEN" : "PASS";
     const char *reason = !pass ? report.first_failure : coarse ? report.coarse : text;
-    write_evidence(evidence, sizeof evidence);
+    const char *evidence = report_evidence();
     cJSON *verdict = json_child(json_root(), "verdict", false);
     cJSON_AddStringToObject(verdict, "program", base_program());
     cJSON_AddStringToObject(verdict, "status", status);
@@ -477,11 +480,14 @@ int report_verdict(const char *format, ...) {
         output_close(file, "--json", report.file_name);
         free(json);
     }
+    const char *shown = colored(status, pass && !coarse ? COLOR_GREEN : pass ? COLOR_YELLOW : COLOR_RED);
     if (pass && !coarse)
-        say("PASS %s: %s%s%s%s", base_program(), text, evidence[0] ? " (" : "", evidence,
+        say("%s %s: %s%s%s%s", shown, base_program(), text, evidence[0] ? " (" : "", evidence,
             evidence[0] ? ")" : "");
-    else say("%s %s: %s", status, base_program(), reason);
+    else say("%s %s: %s", shown, base_program(), reason);
     cJSON_Delete(report.json);
+    bool quiet = report.quiet;
     memset(&report, 0, sizeof report);
+    report.quiet = quiet;
     return !pass ? STATUS_FAIL : coarse ? STATUS_UNPROVEN : STATUS_PASS;
 }

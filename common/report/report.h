@@ -3,6 +3,7 @@
 #define REPORT_H
 
 #include "clock.h"
+#include "difference.h"
 #include "train/config.h"
 #include "train/params.h"
 
@@ -38,15 +39,6 @@ void record_free(Record *record);
 // ROUNDED, the precision of a narrower dtype.
 typedef enum ProofClass { PROOF_EXACT, PROOF_REASSOCIATED, PROOF_ROUNDED } ProofClass;
 
-typedef struct Difference {  // of one quantity against its baseline
-    const char *what;        // "loss", or the name of the tensor that is worst
-    double relative;         // ||x - y|| / ||y|| (L2)
-    double maximum;          // max |x - y|
-    double scale;            // <x, y> / <y, y>: 1 when only noise differs, 2 when a factor of two does
-} Difference;
-
-Difference difference(const char *what, const double *x, const double *y, int64_t count);
-
 // Compares losses, gradient norms, first-step gradients (per parameter, by name) and final parameters;
 // prints one row for each with the worst tensor, and returns whether all are within the bound: 0 bits for
 // EXACT, `bound` relative otherwise; NaN never passes. The scale must be within half of the bound of 1: two
@@ -64,11 +56,18 @@ double report_bound(const Record *baseline, const Record *reference);
 // carry both, and formulas divide, so they are equal within 1e-12 relative; but below 2^53, where doubles
 // count whole units, never when they are a quarter of a unit apart or more.
 bool report_equal(const char *what, double predicted, double measured, const char *unit);
+// While quiet, comparisons and counts that hold are judged and written to --json, and not shown; those that
+// fail are shown all the same. Returns what was before.
+bool report_quiet(bool quiet);
+bool report_holds(void);  // no check has failed so far, on this rank
+// What the checks so far have shown: "reassociated, 3.3e-16 of 1.0e-10; 15 of 15 counts as predicted".
+// Static buffer.
+const char *report_evidence(void);
 // Any other condition that the verdict depends on; prints a row only when it does not hold.
 bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 
-// Last line, "PASS <program>: <text> (<class and error, number of counts>)", "FAIL <program>: <first row
-// that failed>", or, when no check failed but a bound was too coarse, "UNPROVEN <program>: <why>". Returns
+// Last line, "PASS <program>: <text> (<class and error, number of counts>)", "FAIL <program>: <what failed
+// first, where, and what that usually means (diagnosis.h)>", or, when no check failed but a bound was too coarse, "UNPROVEN <program>: <why>". Returns
 // the exit status: STATUS_PASS, STATUS_FAIL or STATUS_UNPROVEN. Every check since the start counts; the
 // next check starts anew.
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);

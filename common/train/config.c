@@ -47,7 +47,7 @@ static const Preset presets[] = {
     {"gpt-3-175b", "layers=96 hidden=12288 heads=96 kv-heads=96 ffn=49152 vocab=51200 seq=2048 tied=1", 1e4,
      1e-5},
 };
-enum { PRESETS = sizeof presets / sizeof *presets, MAX_OPTIONS = 80 };
+enum { PRESETS = sizeof presets / sizeof *presets, MAX_OPTIONS = 112 };
 
 static const char *preset_names(void) {
     static char names[256];
@@ -84,12 +84,16 @@ typedef struct Shared {
 #define FLAG(name, field, help) \
     { name, OPTION_FLAG, &c->field, NULL, 0, 0, "", help, false }
 
+#define HEADING(text) \
+    { text, OPTION_HEADING, NULL, NULL, 0, 0, "", "", false }
+
 // Every option that programs share, pointing into c. The shape's standards come from a preset.
 static int shared_options(Shared *table, Config *c) {
     static char model_help[320];
     snprintf(model_help, sizeof model_help, "a published shape, which single flags change: %s",
              preset_names());
     const Shared all[] = {
+        {CONFIG_MODEL, HEADING("the model")},
         {CONFIG_MODEL, TEXT("model", model, NULL, "NAME", model_help)},
         {CONFIG_MODEL, INT("layers", layers, NULL, 1, 1e5, "", "transformer blocks, L")},
         {CONFIG_MODEL, INT("hidden", hidden, NULL, 1, 1e6, "", "width of the model, h")},
@@ -114,6 +118,7 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_EXPERTS, REAL("routed-scale", routed_scale, "1", 1e-6, 1e6,
                               "of --moe deepseek: multiplies the weights of the chosen")},
         {CONFIG_MODEL, CHOICE("dtype", dtype, "f32", "f64|f32|bf16|f16", "weights and activations")},
+        {CONFIG_BATCH | CONFIG_RECOMPUTE, HEADING("a step")},
         {CONFIG_BATCH, INT("micro-batch", micro_batch, "8", 1, 1e6, "sequences", "computed at once, b")},
         {CONFIG_BATCH, INT("grad-acc", grad_acc, "1", 1, 1e6, "", "micro-batches in a step")},
         {CONFIG_BATCH, INT("steps", steps, "300", 1, 1e12, "", "optimizer steps")},
@@ -121,21 +126,17 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_BATCH,
          TEXT("data", data, NULL, "FILE",
               "a text file, or a token file of llm.c's format; without it: the book's sources")},
+        {CONFIG_RECOMPUTE,
+         CHOICE("recompute", recompute, "none", "none|selective|full", "what backward makes again")},
+        {CONFIG_OPTIMIZER, HEADING("the optimizer")},
         {CONFIG_OPTIMIZER, CHOICE("optimizer", optimizer, "adamw", "adamw|sgd", "what takes the step")},
         {CONFIG_OPTIMIZER, REAL("lr", lr, "3e-3", 0, 1e3, "highest learning rate")},
         {CONFIG_OPTIMIZER, REAL("weight-decay", weight_decay, "0.1", 0, 1e3, "of matrices, not of norms")},
         {CONFIG_OPTIMIZER, REAL("clip", clip, "1", 0, 1e9, "largest norm of the gradient; 0: as it is")},
         {CONFIG_OPTIMIZER, INT("warmup", warmup, "20", 0, 1e12, "steps", "until the highest rate")},
-        {CONFIG_RECOMPUTE,
-         CHOICE("recompute", recompute, "none", "none|selective|full", "what backward makes again")},
-        {CONFIG_FILES, TEXT("init", init, NULL, "DIR", "begin with the weights of this checkpoint")},
-        {CONFIG_FILES, TEXT("save", save, NULL, "DIR", "write checkpoints here")},
-        {CONFIG_FILES,
-         INT("save-every", save_every, "0", 0, 1e12, "steps", "between checkpoints; 0: only the last")},
-        {CONFIG_FILES, TEXT("resume", resume, NULL, "DIR", "go on with this checkpoint's run")},
-        {CONFIG_REPORT, OUTPUT("json", json, "write every figure at full precision")},
-        {CONFIG_REPORT, OUTPUT("trace", trace, "write a time line for ui.perfetto.dev")},
-        {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
+        {CONFIG_RANKS | CONFIG_DP | CONFIG_PP | CONFIG_CP | CONFIG_TP | CONFIG_EP, HEADING("the ranks")},
+        {CONFIG_RANKS,
+         INT("ranks", ranks, "0", 0, 4096, "", "processes; 0: as many as the program shows best")},
         {CONFIG_DP, INT("dp", dp, "0", 0, 4096, "ranks", "data parallelism; 0: all that the others leave")},
         {CONFIG_PP,
          INT("pp", pp, "1", 0, 4096, "ranks", "pipeline parallelism; 0: all that the others leave")},
@@ -144,20 +145,31 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_TP, INT("tp", tp, "1", 0, 4096, "ranks",
                         "tensor parallelism: they share each layer; 0: all that --dp leaves")},
         {CONFIG_EP, INT("ep", ep, "1", 1, 4096, "ranks", "expert parallelism: they share the experts")},
-        {CONFIG_TIMELINE,
-         FLAG("timeline", timeline, "show compute and communication of one step on the model clock")},
-        {CONFIG_TIMELINE, OUTPUT("timeline-svg", timeline_svg, "the same as a picture")},
-        {CONFIG_RANKS,
-         INT("ranks", ranks, "0", 0, 4096, "", "processes; 0: as many as the program shows best")},
         {CONFIG_RANKS,
          REAL("timeout", timeout, "300", 0.001, 1e9, "seconds until a wait counts as a deadlock")},
+        {CONFIG_REPORT | CONFIG_RANKS | CONFIG_TIMELINE, HEADING("the model clock")},
+        {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
         {CONFIG_RANKS, INT("gpus-per-node", gpus_per_node, "0", 0, 1e6, "",
                            "of the model clock's machine; 0: as many as it has")},
         {CONFIG_RANKS, REAL("compute-efficiency", compute_efficiency, "1", 0.001, 1,
                             "share of the machine's peaks that operations reach on the model clock")},
         {CONFIG_RANKS,
          REAL("network-efficiency", network_efficiency, "1", 0.001, 1, "the same of the links' bandwidth")},
+        {CONFIG_TIMELINE,
+         FLAG("timeline", timeline, "show compute and communication of one step on the model clock")},
+        {CONFIG_TIMELINE, OUTPUT("timeline-svg", timeline_svg, "the same as a picture")},
+        {CONFIG_REPORT, OUTPUT("trace", trace, "write a time line for ui.perfetto.dev")},
+        {CONFIG_FILES, HEADING("checkpoints")},
+        {CONFIG_FILES, TEXT("init", init, NULL, "DIR", "begin with the weights of this checkpoint")},
+        {CONFIG_FILES, TEXT("save", save, NULL, "DIR", "write checkpoints here")},
+        {CONFIG_FILES,
+         INT("save-every", save_every, "0", 0, 1e12, "steps", "between checkpoints; 0: only the last")},
+        {CONFIG_FILES, TEXT("resume", resume, NULL, "DIR", "go on with this checkpoint's run")},
+        {CONFIG_REPORT | CONFIG_CHECK, HEADING("the report")},
+        {CONFIG_REPORT, OUTPUT("json", json, "write every figure at full precision")},
         {CONFIG_CHECK, FLAG("no-check", no_check, "leave out the comparison with the baseline")},
+        {CONFIG_CHECK,
+         FLAG("verbose", verbose, "show every count and comparison, and the run with ignored labels")},
     };
     _Static_assert(F64 == 0 && F32 == 1 && BF16 == 2 && F16 == 3, "--dtype lists the dtypes in order");
     _Static_assert(OPTIMIZER_ADAMW == 0 && OPTIMIZER_SGD == 1, "--optimizer lists the kinds in order");
@@ -220,6 +232,7 @@ static void add_setting(Config *c, const Option *option, const Value *value) {
             break;
         case OPTION_TEXT:
         case OPTION_OUTPUT:
+        case OPTION_HEADING:
             break;
     }
     config_set(c, option->name, number);
@@ -253,15 +266,19 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
     for (int i = 0; i < shared_count; i++) table[i] = shared[i].option;
     char *no_flags[] = {(char *)base_program(), NULL};
     options_parse(1, no_flags, purpose, table, shared_count);
-    int count = 0;
+    // The program's own stand first.
+    int first = own_count > 0 && own[0].type != OPTION_HEADING, count = first + own_count;
+    table[0] = (Option)HEADING("this program");
+    for (int i = 0; i < own_count; i++) table[first + i] = owned[i];
     for (int i = 0; i < shared_count; i++)
-        if (shared[i].group & groups) table[count++] = shared[i].option;
-    CHECK(count + own_count <= MAX_OPTIONS, "option table: more than %d options", MAX_OPTIONS);
-    for (int i = 0; i < own_count; i++) table[count + i] = owned[i];
-    options_parse(argc, argv, purpose, table, count + own_count);
+        if (shared[i].group & groups) {
+            CHECK(count < MAX_OPTIONS, "option table: more than %d options", MAX_OPTIONS);
+            table[count++] = shared[i].option;
+        }
+    options_parse(argc, argv, purpose, table, count);
     for (int i = 0; i < own_count; i++) {
-        own[i].given = table[count + i].given;
-        if (!own[i].target) add_setting(&c, &own[i], &value[i]);
+        own[i].given = table[first + i].given;
+        if (!own[i].target && own[i].type != OPTION_HEADING) add_setting(&c, &own[i], &value[i]);
     }
     static const char *const shape[] = {"model", "layers", "hidden",  "heads", "kv-heads",  "ffn",
                                         "vocab", "tied",   "experts", "top-k", "expert-ffn"};

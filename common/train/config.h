@@ -50,7 +50,7 @@ typedef struct Config {
     const char *data, *init, *save, *resume;
     int64_t save_every;
     // reports
-    bool no_check;
+    bool no_check, verbose;
     const char *json, *trace, *machine, *timeline_svg;
     bool timeline;
     // degrees of the mesh; dp or tp 0: all ranks that the others leave
@@ -71,7 +71,7 @@ enum {
     CONFIG_RECOMPUTE = 8,   // --recompute
     CONFIG_FILES = 16,      // --init --save --save-every --resume
     CONFIG_REPORT = 32,     // --json --trace --machine
-    CONFIG_CHECK = 64,      // --no-check
+    CONFIG_CHECK = 64,      // --no-check --verbose
     CONFIG_RANKS = 128,     // --ranks --timeout --gpus-per-node and the efficiencies
     CONFIG_TIMELINE = 256,  // --timeline --timeline-svg, for who calls timeline_start
     CONFIG_DP = 512,        // --dp, and so on: the axes of the mesh that its techniques serve

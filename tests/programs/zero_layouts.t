@@ -15,7 +15,7 @@ falls() {  # falls ROW…: seconds per step, in the first table that has these r
 
 for ranks in 1 2 4 8; do
     for program in zero1 zero2 zero3; do
-        [ $ranks$program = 8zero2 ] || passes "$program, $ranks ranks" $program --ranks $ranks --layers 1 --steps 2
+        [ $ranks$program = 8zero2 ] || passes "$program, $ranks ranks" $program --ranks $ranks --layers 1 --steps 2 --verbose
     done
 done
 cp "$out" "$work/first"
@@ -25,7 +25,7 @@ grep -qE '^  ZeRO-3 +.* [0-9]\.[0-9]% +[0-9.]+ GB$' "$out"
 report $? "ZeRO-3 with prefetch exposes less than a tenth of its communication"
 grep -qE '8192 tokens a rank: +[3-9][0-9][0-9] ' "$out"
 report $? "ZeRO-3 hides until DP is about 512"
-run "$build/zero3" --ranks 8 --layers 1 --steps 2
+run "$build/zero3" --ranks 8 --layers 1 --steps 2 --verbose
 cmp -s "$work/first" "$out"
 report $? "two runs print the same digits"
 passes "f32, within four times the error of one device" zero2 --ranks 3 --dtype f32 --layers 2 --recompute selective

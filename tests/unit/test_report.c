@@ -425,7 +425,7 @@ static void the_verdict_names_the_first_failure_and_then_starts_anew(void **cont
     report_equal("bytes", 2, 2, "B");
     release();
     assert_null(strstr(printed, "not seen"));
-    assert_verdict(STATUS_PASS, "PASS test_report: all is well (1 count as predicted)\n");
+    assert_verdict(STATUS_PASS, "PASS test_report: all is well (1 of 1 counts as predicted)\n");
     assert_verdict(STATUS_PASS, "(nothing was checked)\n");
 }
 
@@ -496,7 +496,7 @@ static void the_json_holds_every_figure_at_full_precision(void **context) {
     ASSERT_NEAR(at(json, "comparisons/0/parameters/tensor.7/maximum")->valuedouble, 0, 0);
     assert_true(d.relative > 0);
     assert_string_equal(at(json, "verdict/status")->valuestring, "PASS");
-    char *evidence = format_text("reassociated, %.1e of 1.0e-10; 1 count as predicted", d.relative);
+    char *evidence = format_text("reassociated, %.1e of 1.0e-10; 1 of 1 counts as predicted", d.relative);
     assert_string_equal(at(json, "verdict/class")->valuestring, evidence);
     free(evidence);
     assert_string_equal(at(json, "verdict/program")->valuestring, "test_report");

@@ -1,0 +1,291 @@
+// proof.c: a run with its techniques, the same on one device, and what is compared.
+//
+// Trains with the techniques on all ranks and without on one device (each rank on its own, with the whole
+// batch), and compares losses, raw gradients and parameters. Twice: every token a label, and with ignored
+// labels, where ranks have unequal counts. Sums run in another order than on one device: class
+// reassociated. A program may name a twin, the same ranks by another road, whose very bits must come out:
+// class exact. What ranks have sent and stored is held against the sum of the techniques' prices;
+// activations at their peak against a dry run.
+//
+// This file has no main: harness.c calls it.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "harness.h"
+
+// ---- one run, and what it counted ----
+
+void counted_add(Counted *counted) {
+    const CommCount *counts;
+    counted->kinds = comm_counts(&counts);
+    CHECK(counted->kinds <= MOST_CALLS, "more than %d kinds of calls are counted", MOST_CALLS);
+    for (int i = 0; i < counted->kinds; i++) {
+        counted->sent[i].name = counts[i].name;
+        counted->sent[i].calls += counts[i].calls;
+        counted->sent[i].bytes += counts[i].bytes;
+    }
+}
+
+static void check_sent(const Trainer *t, const Price *price, const Counted *counted) {
+    Group world = t->model->mesh.world;
+    for (int i = 0; i < counted->kinds; i++) {
+        const CommCount *measured = &counted->sent[i];
+        if (!counted_in_steps(measured->name)) continue;
+        double calls = 0, bytes = 0;
+        for (int j = 0; j < price->kinds; j++)
+            if (!strcmp(price->sent[j].call, measured->name))
+                calls = counted->steps * price->sent[j].calls,
+                bytes = counted->steps * price->sent[j].bytes;
+        if (comm_max(calls + (double)measured->calls, world) == 0) continue;
+        double predicted = comm_sum(bytes, world), sent = comm_sum((double)measured->bytes, world);
+        char *name = format_text("%s: calls of rank 0", measured->name);
+        char *of_all = format_text("%s: bytes, all ranks", measured->name);
+        report_equal(name, calls, (double)measured->calls, "");
+        report_equal(of_all, predicted, sent, "B");
+        free(name);
+        free(of_all);
+    }
+}
+
+static void check_memory(const Trainer *t, const Price *price, const Counted *counted) {
+    const Model *m = t->model;
+    const struct {
+        const char *what;
+        double predicted, measured;
+    } row[] = {
+        {"weights, all ranks", price_states(price, m, MEMORY_PARAMETER),
+         (double)counted->memory.peak[MEMORY_PARAMETER]},
+        {"gradients, all ranks", price_states(price, m, MEMORY_GRADIENT),
+         (double)counted->memory.peak[MEMORY_GRADIENT]},
+        {"optimizer, all ranks", price_states(price, m, MEMORY_OPTIMIZER),
+         (double)counted->memory.peak[MEMORY_OPTIMIZER]},
+        {"activations kept, all ranks", price_kept(price), (double)counted->kept_bytes},
+    };
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++)
+        if (comm_sum(isnan(row[i].predicted), m->mesh.world) == 0)  // a dry run holds the others
+            report_equal(row[i].what, comm_sum(row[i].predicted, m->mesh.world),
+                         comm_sum(row[i].measured, m->mesh.world), "B");
+}
+
+// Elements of this rank's part of a weight whose bits differ from those of the first copy.
+static bool differs(const Params *params, const Param *param) {
+    Tensor mine = param_own_value(params, param, NULL);
+    if (!tensor_exists(mine)) return false;
+    Tensor first = tensor_like(MEMORY_COMMUNICATION, mine);
+    op_copy(first, mine);
+    comm_wait(comm_broadcast(first, 0, param->copies));
+    char *a = host_alloc((size_t)tensor_bytes(mine)), *b = host_alloc((size_t)tensor_bytes(mine));
+    tensor_to_host(a, mine);
+    tensor_to_host(b, first);
+    bool differ = memcmp(a, b, (size_t)tensor_bytes(mine)) != 0;
+    free(a);
+    free(b);
+    tensor_free(&first);
+    return differ;
+}
+
+// Weights that several ranks hold have the same bits on each of them after training.
+static void check_copies(const Model *m) {
+    double copied = 0, off = 0;
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *param = &m->params.param[i];
+        if (!param->here || param->copies.size == 1) continue;
+        bool differ = differs(&m->params, param);
+        copied++;
+        off += differ;
+        report_that(!differ, "%s: the copy of rank %d has other bits than that of rank %d", param->name,
+                    param->copies.member[param->copies.rank], param->copies.member[0]);
+    }
+    double all = comm_sum(copied, m->mesh.world);
+    if (all > 0)
+        report_equal("weights equal in all copies", all, comm_sum(copied - off, m->mesh.world), "");
+}
+
+void program_check_counts(const Trainer *t, const Counted *counted) {
+    Price price = trainer_price(t);
+    check_sent(t, &price, counted);
+    check_memory(t, &price, counted);
+    check_copies(t->model);
+}
+
+// Trains and counts; `formula` (may be NULL) takes what the price says of rank 0.
+static Record record_counted(const Config *config, Mesh mesh, Techniques techniques, bool masked,
+                             bool check, const char *title, Counted *counted, Column *formula) {
+    Trainer *t = trainer_new(config, mesh, techniques);
+    t->masked = masked;
+    trainer_load(t);
+    Record record = train_record(t, title);
+    *counted =
+        (Counted){.steps = (double)record.steps, .memory = record.memory, .kept_bytes = record.kept_bytes};
+    counted_add(counted);
+    if (check) program_check_counts(t, counted);
+    if (check) underflow_tell(t);
+    Price price = trainer_price(t);
+    if (formula) *formula = column_of_price("formula", t, &price);
+    trainer_free(t);
+    return record;
+}
+
+Record program_record(const Config *config, Mesh mesh, Techniques techniques, bool masked, bool check,
+                      const char *title) {
+    Counted counted;
+    bool quiet = report_quiet(!config->verbose);
+    Record record = record_counted(config, mesh, techniques, masked, check, title, &counted, NULL);
+    report_quiet(quiet);
+    return record;
+}
+
+// `formula` (may be NULL) takes what the price says of rank 0.
+static StepCost cost_counted(const Config *config, Mesh mesh, Techniques techniques, Column *formula) {
+    Config among = *config;
+    among.steps = 3;  // the step that counts is one among others: it also begins what the next one needs
+    among.save = NULL;
+    Trainer *t = trainer_new(&among, mesh, techniques);
+    train_step(t, NULL);  // the first step also allocates
+    clock_reset();
+    memory_reset_peak();
+    double start = clock_model_now();
+    train_step(t, NULL);
+    StepCost cost = {.step_seconds = clock_model_now() - start,
+                     .flops = clock_total().flops,
+                     .comm = comm_total(),
+                     .all_reduce = comm_count("all_reduce"),
+                     .counted = {.steps = 1, .kept_bytes = t->kept_bytes},
+                     .memory = memory_account()};
+    counted_add(&cost.counted);
+    cost.counted.memory = cost.memory;
+    Price price = trainer_price(t);
+    if (formula) *formula = column_of_price("formula", t, &price);
+    trainer_free(t);
+    return cost;
+}
+
+StepCost program_cost(const Config *config, Mesh mesh, Techniques techniques) {
+    return cost_counted(config, mesh, techniques, NULL);
+}
+
+// ---- the proof ----
+
+// The same run as one device makes it.
+static Config on_one_device(const Config *config, Mesh mesh) {
+    Config whole = *config;
+    whole.grad_acc *= mesh.dp.size;
+    whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
+    whole.save = NULL;
+    return whole;
+}
+
+static StepCost dry_cost(const Config *config, Mesh mesh, Techniques techniques) {
+    bool dry = device_is_dry_run();
+    device_dry_run(true);
+    clock_push("dry run");
+    StepCost cost = program_cost(config, mesh, techniques);
+    clock_pop();
+    device_dry_run(dry);
+    return cost;
+}
+
+// What peaks depend on, a dry run knows: it allocates and frees in the same order. But not how many tokens
+// the experts of a rank get: where other ranks have tokens, too, the data decides.
+static void check_peak(Mesh mesh, const StepCost *cost, const Record *record) {
+    static const MemoryKind kinds[] = {MEMORY_PARAMETER, MEMORY_GRADIENT, MEMORY_ACTIVATION};
+    static const char *const names[] = {"weights", "gradients", "activations"};
+    for (int i = 0; i < (mesh.ep.size > 1 ? 2 : 3); i++) {
+        char *what = format_text("peak of %s, all ranks", names[i]);
+        report_equal(what, comm_sum((double)cost->memory.peak[kinds[i]], mesh.world),
+                     comm_sum((double)record->memory.peak[kinds[i]], mesh.world), "B");
+        free(what);
+    }
+}
+
+// The columns that stand before this program's own: one device, and the technique before.
+static int columns_before(Column *column, const Config *config, Mesh mesh, const Program *program) {
+    Config whole = on_one_device(config, mesh), other = *config;
+    StepCost cost = dry_cost(&whole, mesh_single(), program->baseline);
+    column[0] = column_of_cost("one device", &cost);
+    const Before *before = &program->before;
+    if (!before->name) return 1;
+    if (before->setting) config_set(&other, before->setting, before->value);
+    cost = dry_cost(&other, mesh, before->techniques ? before->techniques : program->techniques);
+    column[1] = column_of_cost(before->name, &cost);
+    return 2;
+}
+
+// The same layout by other techniques, whose very bits must come out.
+static void compare_twin(const Config *config, Mesh mesh, const char *twin, Techniques techniques,
+                         bool masked, const Record *record, double bound) {
+    Config same = *config;
+    same.save = NULL;
+    Record other = program_record(&same, mesh, techniques, masked, false, twin);
+    // A twin sums over ranks by other calls; NCCL promises them no common order (comm.h).
+    bool same_order = comm_sums_in_rank_order();
+    report_compare(record, &other, same_order ? PROOF_EXACT : PROOF_REASSOCIATED, same_order ? 0 : bound);
+    record_free(&other);
+}
+
+// `program` (may be NULL) has the lesson's columns; who gives none sees the proof alone.
+static void prove(const Config *config, Mesh mesh, Techniques techniques, Techniques alone,
+                  const char *twin, Techniques twin_techniques, bool exact, bool masked,
+                  const Program *program) {
+    if (config->verbose)
+        say("\n%s\n", masked ? "With ignored labels, so that ranks have unequal counts of them:"
+                             : "Every token is a label:");
+    bool quiet = report_quiet(!config->verbose);
+    Config own = *config;
+    if (masked) own.save = NULL;
+    char *title = format_text("%d ranks", mesh.world.size);
+    Column column[4], formula;
+    Counted counted;
+    Record record = record_counted(&own, mesh, techniques, masked, true, title, &counted, &formula);
+    free(title);
+    StepCost cost = {0};
+    if (!masked) {
+        cost = dry_cost(config, mesh, techniques);
+        check_peak(mesh, &cost, &record);
+    }
+    Config whole = on_one_device(config, mesh);
+    Record baseline = program_record(&whole, mesh_single(), alone, masked, false, "one device");
+    if (program) {
+        int columns = columns_before(column, config, mesh, program);
+        column[columns++] = column_of_run(base_program(), &counted, &cost);
+        column[columns++] = formula;
+        lesson_print(config, column, columns);
+        lesson_print_losses(&record, &baseline);
+    }
+    double bound = train_bound_with(&whole, alone, masked, &baseline);
+    if (twin) compare_twin(config, mesh, twin, twin_techniques, masked, &record, bound);
+    report_compare(&record, &baseline, exact ? PROOF_EXACT : PROOF_REASSOCIATED, exact ? 0 : bound);
+    record_free(&baseline);
+    record_free(&record);
+    report_quiet(quiet);
+}
+
+void program_prove(const Config *config, Mesh mesh, Techniques techniques, const char *twin,
+                   Techniques twin_techniques, bool exact, bool masked) {
+    prove(config, mesh, techniques, NULL, twin, twin_techniques, exact, masked, NULL);
+    if (!config->verbose && report_holds())
+        say("  %s%s%s, and every count as predicted",
+            exact ? "the bits of one device" : "the step of one device", twin ? ", the bits of " : "",
+            twin ? twin : "");
+}
+
+StepCost program_show_dry(const Config *config, Mesh mesh, const Program *program) {
+    Column column[4], formula;
+    int columns = columns_before(column, config, mesh, program);
+    StepCost cost = cost_counted(config, mesh, program->techniques, &formula);
+    column[columns++] = column_of_cost(base_program(), &cost);
+    column[columns++] = formula;
+    lesson_print(config, column, columns);
+    return cost;
+}
+
+void program_show(const Config *config, Mesh mesh, const Program *program) {
+    for (int masked = 0; masked < 2; masked++)
+        prove(config, mesh, program->techniques, program->baseline, program->twin,
+              program->twin_techniques, program->exact && program->exact(config), masked,
+              masked ? NULL : program);
+    if (report_holds())
+        say("\nProof, every token a label, then some ignored%s:\n  %s",
+            config->verbose ? "" : " (--verbose shows the rows)", report_evidence());
+}

@@ -1,0 +1,67 @@
+// record.c: what one training run leaves behind, in host memory (report.h).
+#include <math.h>
+#include <stdlib.h>
+
+#include "report.h"
+
+Record record_new(const char *title, int64_t steps, const Params *params) {
+    size_t n = (size_t)params->count;
+    Record record = {.steps = steps, .tensors = params->count};
+    snprintf(record.title, sizeof record.title, "%s", title);
+    record.loss = host_alloc(sizeof(double) * (size_t)steps);
+    record.grad_norm = host_alloc(sizeof(double) * (size_t)steps);
+    record.name = host_alloc(sizeof(char *) * n);
+    record.count = host_alloc(sizeof(int64_t) * n);
+    record.grad = host_alloc(sizeof(double *) * n);
+    record.param = host_alloc(sizeof(double *) * n);
+    // A step that nobody filled in must not pass.
+    for (int64_t i = 0; i < steps; i++) record.loss[i] = record.grad_norm[i] = NAN;
+    for (size_t i = 0; i < n; i++) {
+        record.name[i] = format_text("%s", params->param[i].name);
+        record.count[i] = params->param[i].full[0] * params->param[i].full[1];
+        record.grad[i] = record.param[i] = NULL;
+    }
+    return record;
+}
+
+// The whole parameter's values or gradient as f64. The caller frees them.
+static double *whole_doubles(const Params *params, const Param *param, ParamTensor which) {
+    DType dtype = which == PARAM_GRAD ? params->recipe.sum : params->recipe.weight;
+    int64_t count = param->full[0] * param->full[1];
+    double *doubles = host_alloc(count * sizeof *doubles);
+    void *stored = host_alloc(count * dtype_size(dtype));
+    param_gather(params, param, which, stored);
+    dtype_convert(doubles, F64, stored, dtype, count);
+    free(stored);
+    return doubles;
+}
+
+void record_grads(Record *record, const Params *params, double factor) {
+    for (int i = 0; i < params->count; i++) {
+        free(record->grad[i]);
+        record->grad[i] = whole_doubles(params, &params->param[i], PARAM_GRAD);
+        for (int64_t j = 0; j < record->count[i]; j++) record->grad[i][j] *= factor;
+    }
+}
+
+void record_params(Record *record, const Params *params) {
+    for (int i = 0; i < params->count; i++) {
+        free(record->param[i]);
+        record->param[i] = whole_doubles(params, &params->param[i], PARAM_VALUE);
+    }
+}
+
+void record_free(Record *record) {
+    for (int i = 0; i < record->tensors; i++) {
+        free(record->name[i]);
+        free(record->grad[i]);
+        free(record->param[i]);
+    }
+    free(record->loss);
+    free(record->grad_norm);
+    free(record->name);
+    free(record->count);
+    free(record->grad);
+    free(record->param);
+    *record = (Record){0};
+}
