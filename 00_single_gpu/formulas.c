@@ -42,16 +42,17 @@ static double kv_width(const MemoryPlan *plan) {
 }
 
 // Tensor parallelism shards the matrices, and the biases along the sharded dimension; norms and the other
-// biases stay whole. On one rank at f = 4 h and kv d = h, GPT has h v + L (12 h^2 + 13 h) + 2 h (no
+// biases stay whole, and so do experts. On one rank at f = 4 h and kv d = h, GPT has h v + L (12 h^2 + 13 h) + 2 h (no
 // positions, as in the playbook); ours has what model.c says.
 double memory_rank_parameters(const MemoryPlan *plan) {
     const Config *c = &plan->model;
-    double h = (double)c->hidden, f = (double)c->ffn, L = (double)c->layers, kv = kv_width(plan);
+    double h = (double)c->hidden, f = (double)config_dense_width(c), L = (double)c->layers;
+    double kv = kv_width(plan), routed = (double)c->experts * (h + 3 * h * (double)config_expert_width(c));
     double tp = (double)plan->tp, rows = (double)c->vocab / (plan->whole_vocabulary ? 1 : tp);
     double vocabulary = (c->tied ? 1 : 2) * h * ceil(rows);
     double attention = 2 * h * h + 2 * h * kv;
     double cut = attention + (plan->gpt ? 2 * h * f + h + 2 * kv + f : 3 * h * f);
-    double whole = plan->gpt ? 6 * h : 2 * h;
+    double whole = plan->gpt ? 6 * h : 2 * h + routed;
     return vocabulary + L * cut / tp + L * whole + (plan->gpt ? 2 : 1) * h;
 }
 
@@ -69,7 +70,7 @@ static Sizes sizes_of(const MemoryPlan *plan) {
     return (Sizes){.n = n,  // tokens
                    .x = e * n * (double)c->hidden,
                    .kv = e * n * kv_width(plan),
-                   .ffn = e * n * (double)c->ffn,
+                   .ffn = e * n * (double)config_dense_width(c),
                    .pairs = n * (double)c->seq * (double)c->heads,  // elements
                    .statistic = n * (e > 4 ? 8 : 4)};
 }

@@ -163,6 +163,7 @@ static Config on_one_device(const Config *config, Mesh mesh) {
 }
 
 // What peaks depend on, a dry run knows: it allocates and frees in the same order.
+// But not how many tokens the experts of a rank get: where other ranks have tokens, too, the data decides.
 static void check_peak(const Config *config, Mesh mesh, Techniques techniques, const Record *record) {
     device_dry_run(true);
     clock_push("dry run");
@@ -171,7 +172,7 @@ static void check_peak(const Config *config, Mesh mesh, Techniques techniques, c
     device_dry_run(false);
     static const MemoryKind kinds[] = {MEMORY_PARAMETER, MEMORY_GRADIENT, MEMORY_ACTIVATION};
     static const char *const names[] = {"weights", "gradients", "activations"};
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < (mesh.ep.size > 1 ? 2 : 3); i++) {
         char *what = format_text("peak of %s, all ranks", names[i]);
         report_equal(what, comm_sum((double)cost.memory.peak[kinds[i]], mesh.world),
                      comm_sum((double)record->memory.peak[kinds[i]], mesh.world), "B");
@@ -179,8 +180,8 @@ static void check_peak(const Config *config, Mesh mesh, Techniques techniques, c
     }
 }
 
-void program_prove(const Config *config, Mesh mesh, Techniques techniques, const char *twin,
-                   Techniques twin_techniques, bool exact, bool masked) {
+static void prove(const Config *config, Mesh mesh, Techniques techniques, Techniques alone,
+                  const char *twin, Techniques twin_techniques, bool exact, bool masked) {
     say("\n%s\n", masked ? "With ignored labels, so that ranks have unequal counts of them:"
                          : "Every token is a label:");
     Config own = *config;
@@ -190,8 +191,8 @@ void program_prove(const Config *config, Mesh mesh, Techniques techniques, const
     free(title);
     if (!masked) check_peak(config, mesh, techniques, &record);
     Config whole = on_one_device(config, mesh);
-    Record baseline = program_record(&whole, mesh_single(), NULL, masked, false, "one device");
-    double bound = train_bound(&whole, masked, &baseline);
+    Record baseline = program_record(&whole, mesh_single(), alone, masked, false, "one device");
+    double bound = train_bound_with(&whole, alone, masked, &baseline);
     if (twin) {
         Config same = *config;
         same.save = NULL;
@@ -205,6 +206,11 @@ void program_prove(const Config *config, Mesh mesh, Techniques techniques, const
     report_compare(&record, &baseline, exact ? PROOF_EXACT : PROOF_REASSOCIATED, exact ? 0 : bound);
     record_free(&baseline);
     record_free(&record);
+}
+
+void program_prove(const Config *config, Mesh mesh, Techniques techniques, const char *twin,
+                   Techniques twin_techniques, bool exact, bool masked) {
+    prove(config, mesh, techniques, NULL, twin, twin_techniques, exact, masked);
 }
 
 // ---- the program ----
@@ -284,15 +290,15 @@ static void print_cost(const Config *config, const StepCost *cost) {
 // Trains, proves or counts, as the flags ask. Returns the exit status.
 static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) {
     if (program->trains || (config->no_check && !dry_run))
-        return train_for_real(config, mesh, program->techniques);
+        return train_for_real(config, mesh, program->techniques, program->baseline);
     if (dry_run) {
         StepCost cost = program_cost(config, mesh, program->techniques);
         print_cost(config, &cost);
         return report_verdict("one step counted and clocked");
     }
     for (int masked = 0; masked < 2; masked++)
-        program_prove(config, mesh, program->techniques, program->twin, program->twin_techniques,
-                      program->exact && program->exact(config), masked);
+        prove(config, mesh, program->techniques, program->baseline, program->twin, program->twin_techniques,
+              program->exact && program->exact(config), masked);
     config->save = config->init = config->resume = NULL;  // what else there is to show begins anew
     if (program->more) program->more(mesh, config);
     return report_verdict("%s", program->claim);
@@ -307,6 +313,7 @@ int program_main(int argc, char **argv, const Program *program) {
     unsigned groups =
         CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_RECOMPUTE | CONFIG_FILES | CONFIG_REPORT;
     unsigned axes = axes_of(program);
+    for (int i = 0; program->techniques[i]; i++) groups |= program->techniques[i]->brings;
     if (!program->trains) groups |= CONFIG_CHECK | CONFIG_RANKS | CONFIG_TIMELINE;
     groups |= (axes & 1u << AXIS_DP ? CONFIG_DP : 0) | (axes & 1u << AXIS_PP ? CONFIG_PP : 0) |
               (axes & 1u << AXIS_CP ? CONFIG_CP : 0) | (axes & 1u << AXIS_TP ? CONFIG_TP : 0) |

@@ -10,6 +10,8 @@ typedef struct Program {
     const char *purpose, *claim;  // of --help, and of the verdict
     const char *defaults;         // as config_parse takes them
     int natural;                  // ranks, if nobody says how many
+    // Of the run on one device that all is held against; NULL: those that one device may have without them.
+    Techniques baseline;
     Techniques techniques;  // in plug order; ends with NULL. Its last one is what the program is about.
     const Option *option;   // that choose among them, without targets
     int options;
@@ -67,7 +69,8 @@ typedef struct BlockCost {
 BlockCost program_block_cost(const Config *config, Mesh mesh, Techniques techniques);
 
 // ---- real_training.c: training for real, and what it writes in the end ----
-int train_for_real(const Config *config, Mesh mesh, Techniques techniques);
+// baseline: as in Program.
+int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techniques baseline);
 // FLOP/s of op_matmul on size x size matrices, best of five: the yardstick for this machine.
 double matmul_rate(DType dtype, int64_t size);
 

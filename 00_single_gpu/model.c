@@ -7,39 +7,113 @@
 //
 //   parameters  (2 v h, or v h if tied) + L (2 h^2 + 2 h kv d + 3 h f + 2 h) + h
 //
+// Experts of a block are a unit of their own, behind the head: other ranks may hold copies of them than of
+// the rest of the block.
+//
 // Bytes sent: none. This file has no main: train.c runs it.
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "transformer.h"
 
 // ---- the parameter table ----
 
-enum { PARAMS_PER_BLOCK = 9 };
+static const double std = 0.02;
+// The matrices that write to the residual stream start smaller, as 2 L of them add up there.
+static double residual_std(const Config *c) { return std / sqrt(2.0 * (double)c->layers); }
 
+static void add_to_layer(Params *p, int64_t layer, ParamSpec spec) {
+    char name[80];
+    snprintf(name, sizeof name, "model.layers.%d.%.40s.weight", (int)layer, spec.name);
+    spec.name = name;
+    params_add(p, &spec);
+}
+
+// With experts: the router, and of the MLP what all tokens pass.
 static void add_block(Params *p, const Config *c, int64_t layer) {
-    int64_t h = c->hidden, f = c->ffn, kv = c->kv_heads * config_head_size(c);
-    // The two matrices that write to the residual stream start smaller, as 2 L of them add up there.
-    double std = 0.02, residual_std = 0.02 / sqrt(2.0 * (double)c->layers);
-    ParamSpec spec[PARAMS_PER_BLOCK] = {
+    int64_t h = c->hidden, f = config_dense_width(c), kv = c->kv_heads * config_head_size(c);
+    const ParamSpec always[] = {
         {"input_layernorm", ROLE_NORM1, h, 0, false, 0},
         {"self_attn.q_proj", ROLE_Q, h, h, true, std},
         {"self_attn.k_proj", ROLE_K, kv, h, true, std},
         {"self_attn.v_proj", ROLE_V, kv, h, true, std},
-        {"self_attn.o_proj", ROLE_O, h, h, true, residual_std},
+        {"self_attn.o_proj", ROLE_O, h, h, true, residual_std(c)},
         {"post_attention_layernorm", ROLE_NORM2, h, 0, false, 0},
+    };
+    const ParamSpec dense[] = {
         {"mlp.gate_proj", ROLE_GATE, f, h, true, std},
         {"mlp.up_proj", ROLE_UP, f, h, true, std},
-        {"mlp.down_proj", ROLE_DOWN, h, f, true, residual_std},
+        {"mlp.down_proj", ROLE_DOWN, h, f, true, residual_std(c)},
     };
     char name[80];
     snprintf(name, sizeof name, "block %d", (int)layer);
     params_add_unit(p, name);
-    for (int i = 0; i < PARAMS_PER_BLOCK; i++) {
-        snprintf(name, sizeof name, "model.layers.%d.%s.weight", (int)layer, spec[i].name);
-        spec[i].name = name;
-        params_add(p, &spec[i]);
+    for (size_t i = 0; i < sizeof always / sizeof *always; i++) add_to_layer(p, layer, always[i]);
+    for (size_t i = 0; i < sizeof dense / sizeof *dense && f > 0; i++) {
+        ParamSpec spec = dense[i];
+        snprintf(name, sizeof name, "mlp.shared_experts%s", spec.name + strlen("mlp"));
+        if (c->experts) spec.name = name;
+        add_to_layer(p, layer, spec);
     }
+    if (c->experts)
+        add_to_layer(p, layer, (ParamSpec){"block_sparse_moe.gate", ROLE_ROUTER, c->experts, h, true, std});
+}
+
+// First the gates of all experts, then what else they have: a rank that holds some experts has each kind of
+// them side by side.
+static void add_experts(Params *p, const Config *c, int64_t layer) {
+    int64_t h = c->hidden, f = config_expert_width(c);
+    const ParamSpec kind[] = {
+        {"w1", ROLE_EXPERT_GATE, f, h, true, std},
+        {"w3", ROLE_EXPERT_UP, f, h, true, std},
+        {"w2", ROLE_EXPERT_DOWN, h, f, true, residual_std(c)},
+    };
+    char name[60];
+    snprintf(name, sizeof name, "experts %d", (int)layer);
+    params_add_unit(p, name);
+    for (int i = 0; i < 3; i++)
+        for (int64_t expert = 0; expert < c->experts; expert++) {
+            ParamSpec spec = kind[i];
+            snprintf(name, sizeof name, "block_sparse_moe.experts.%d.%s", (int)expert, spec.name);
+            spec.name = name;
+            add_to_layer(p, layer, spec);
+        }
+}
+
+// By their roles, wherever they stand.
+static void find_block(Model *m, int64_t layer) {
+    Params *p = &m->params;
+    BlockParams *b = &m->block[layer];
+    Param **const place[ROLES] = {
+        [ROLE_NORM1] = &b->norm1,
+        [ROLE_Q] = &b->q,
+        [ROLE_K] = &b->k,
+        [ROLE_V] = &b->v,
+        [ROLE_O] = &b->o,
+        [ROLE_NORM2] = &b->norm2,
+        [ROLE_GATE] = &b->gate,
+        [ROLE_UP] = &b->up,
+        [ROLE_DOWN] = &b->down,
+        [ROLE_ROUTER] = &b->router,
+        [ROLE_EXPERT_GATE] = &b->expert_gate,
+        [ROLE_EXPERT_UP] = &b->expert_up,
+        [ROLE_EXPERT_DOWN] = &b->expert_down,
+    };
+    const Unit *units[] = {&p->unit[m->first_block_unit + layer], &p->unit[m->first_expert_unit + layer]};
+    *b = (BlockParams){0};
+    for (int i = 0; i < (m->config.experts ? 2 : 1); i++)
+        for (int j = units[i]->params - 1; j >= 0; j--) {
+            Param *param = &p->param[units[i]->first_param + j];
+            *place[param->role] = param;  // of experts, the first in the end
+        }
+}
+
+// The ranks that hold other experts of one replica, and those that hold the same ones.
+static void begin_experts(Params *p, const Mesh *mesh) {
+    if (mesh->ep.size == 1) return;
+    p->replicas = mesh->expert_dp;
+    p->spread = mesh->ep;
 }
 
 Model *model_new(const Config *config, Mesh mesh) {
@@ -54,18 +128,20 @@ Model *model_new(const Config *config, Mesh mesh) {
     params_add_unit(p, "head");
     params_add(p, &(ParamSpec){"model.norm.weight", ROLE_NORM, h, 0, false, 0});
     if (!config->tied) params_add(p, &(ParamSpec){"lm_head.weight", ROLE_HEAD, v, h, true, 0.02});
-    params_measure(p);
-
     m->embedding_unit = 0;
     m->first_block_unit = 1;
     m->head_unit = p->units - 1;
+    m->first_expert_unit = config->experts ? p->units : 0;
+    begin_experts(p, &mesh);
+    for (int64_t layer = 0; layer < config->layers && config->experts; layer++)
+        add_experts(p, config, layer);
+    p->replicas = mesh.dp_cp;
+    p->spread = mesh.tp_pp;
+    params_measure(p);
+
     m->embedding = &p->param[0];
     m->block = host_alloc(config->layers * sizeof *m->block);
-    for (int64_t layer = 0; layer < config->layers; layer++) {
-        Param *first = &p->param[p->unit[m->first_block_unit + layer].first_param];
-        m->block[layer] = (BlockParams){first,     first + 1, first + 2, first + 3, first + 4,
-                                        first + 5, first + 6, first + 7, first + 8};
-    }
+    for (int64_t layer = 0; layer < config->layers; layer++) find_block(m, layer);
     m->norm = &p->param[p->unit[m->head_unit].first_param];
     m->head = config->tied ? m->embedding : m->norm + 1;
     m->ready_left = host_alloc(p->units * sizeof *m->ready_left);

@@ -90,7 +90,8 @@ double price_states(const Price *p, const Model *m, MemoryKind kind) {
 // ---- one device, and the sum ----
 
 static Price price_of_one_device(const Config *c) {
-    double L = (double)c->layers, micros = (double)c->grad_acc, h = (double)c->hidden, f = (double)c->ffn;
+    double L = (double)c->layers, micros = (double)c->grad_acc, h = (double)c->hidden;
+    double f = (double)config_dense_width(c), e = (double)c->experts, ef = (double)config_expert_width(c);
     double kv = (double)(c->kv_heads * config_head_size(c)), v = (double)c->vocab;
     Price p = {.values = -1,
                .gradients = -1,
@@ -106,10 +107,22 @@ static Price price_of_one_device(const Config *c) {
     p.enters = 4 * L * micros;
     p.leaves = p.enters_backward = p.leaves_backward = 2 * L * micros;
     const double elements[ROLES] = {
-        [ROLE_EMBEDDING] = v * h, [ROLE_NORM1] = L * h,    [ROLE_Q] = L * h * h,
-        [ROLE_K] = L * kv * h,    [ROLE_V] = L * kv * h,   [ROLE_O] = L * h * h,
-        [ROLE_NORM2] = L * h,     [ROLE_GATE] = L * f * h, [ROLE_UP] = L * f * h,
-        [ROLE_DOWN] = L * h * f,  [ROLE_NORM] = h,         [ROLE_HEAD] = c->tied ? 0 : v * h,
+        [ROLE_EMBEDDING] = v * h,
+        [ROLE_NORM1] = L * h,
+        [ROLE_Q] = L * h * h,
+        [ROLE_K] = L * kv * h,
+        [ROLE_V] = L * kv * h,
+        [ROLE_O] = L * h * h,
+        [ROLE_NORM2] = L * h,
+        [ROLE_GATE] = L * f * h,
+        [ROLE_UP] = L * f * h,
+        [ROLE_DOWN] = L * h * f,
+        [ROLE_NORM] = h,
+        [ROLE_HEAD] = c->tied ? 0 : v * h,
+        [ROLE_ROUTER] = L * e * h,
+        [ROLE_EXPERT_GATE] = L * e * ef * h,
+        [ROLE_EXPERT_UP] = L * e * ef * h,
+        [ROLE_EXPERT_DOWN] = L * e * ef * h,
     };
     memcpy(p.elements, elements, sizeof elements);
     MemoryPlan plan = {.model = *c, .tp = 1, .dp = 1, .whole_vocabulary = true};

@@ -106,12 +106,24 @@ static void generate(const Trainer *t, Model *model, int64_t length) {
     free(logits);
 }
 
-static void show_sample(Trainer *t) {
+// What the model computes on one device may be a technique's, too.
+static void generate_with(const Trainer *t, Model *one, Techniques baseline, int64_t length) {
+    void *context[MOST_TECHNIQUES] = {NULL};
+    int count = 0;
+    for (; baseline && baseline[count]; count++)
+        if (baseline[count]->plug) context[count] = baseline[count]->plug(one);
+    generate(t, one, length);
+    for (int i = count - 1; i >= 0; i--)
+        if (baseline[i]->unplug) baseline[i]->unplug(one, context[i]);
+}
+
+static void show_sample(Trainer *t, Techniques baseline) {
     int64_t length = (int64_t)config_number(&t->config, "sample");
     if (!length) return;
     bool alone = t->model->mesh.world.size == 1;
     Model *one = alone ? t->model : gather_model(t);
-    if (one) generate(t, one, length);
+    if (alone) generate(t, one, length);
+    else if (one) generate_with(t, one, baseline, length);
     if (one && !alone) model_free(one);
 }
 
@@ -126,7 +138,7 @@ static void check_flops(const Config *c, double again, double counted, int64_t s
     else
         report_that(counted <= most, "documents take more FLOPs, %.0f, than whole sequences, %.0f", counted,
                     most);
-    double estimate = 6.0 * (double)config_parameters(c) * (double)(sequences * c->seq);
+    double estimate = 6.0 * (double)config_active_parameters(c) * (double)(sequences * c->seq);
     say("  the estimate 6 N tokens gives %s, %.2f of it\n", flops_text(estimate), estimate / model);
 }
 
@@ -142,11 +154,13 @@ static void print_model_clock(const Config *c, double again, double model_second
 }
 
 // What a dry run holds at its peak: it allocates and frees in the same order.
-static double dry_peak(const Config *config) {
+static double dry_peak(const Trainer *t) {
+    const Technique *same[MOST_TECHNIQUES + 1] = {NULL};
+    memcpy(same, t->technique, (size_t)t->techniques * sizeof *same);
     bool dry = device_is_dry_run();
     int64_t held = memory_account().now[MEMORY_ACTIVATION];  // by the trainer at hand: masks
     device_dry_run(true);
-    StepCost cost = program_cost(config, mesh_single(), NULL);
+    StepCost cost = program_cost(&t->config, mesh_single(), same);
     device_dry_run(dry);
     return (double)(cost.memory.peak[MEMORY_ACTIVATION] - held);
 }
@@ -159,8 +173,7 @@ static void check_memory(const Trainer *t, const Price *price, const Memory *mem
     for (int i = 0; i < 3; i++)
         report_equal(names[i], price_states(price, t->model, kinds[i]), (double)memory->peak[kinds[i]],
                      "B");
-    double predicted =
-        price->peak_counted ? dry_peak(&t->config) : (double)peak_activation_bytes(&t->config);
+    double predicted = price->peak_counted ? dry_peak(t) : (double)peak_activation_bytes(&t->config);
     report_equal("activations", predicted, (double)memory->peak[MEMORY_ACTIVATION], "B");
 }
 
@@ -215,7 +228,7 @@ static OpCount run_steps(Trainer *t, double *series[SERIES], Counted *counted) {
     return sum;
 }
 
-int train_for_real(const Config *config, Mesh mesh, Techniques techniques) {
+int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techniques baseline) {
     Trainer *t = trainer_new(config, mesh, techniques);
     bool dry = device_is_dry_run(), alone = mesh.world.size == 1;
     trainer_load(t);
@@ -231,7 +244,7 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques) {
     counted.memory = memory_account();
     counted.kept_bytes = t->kept_bytes;
     if (!dry) after = held_out_loss(t, EVAL_SAMPLES);
-    if (!dry) show_sample(t);
+    if (!dry) show_sample(t, baseline);
     if (alone) {
         Price price = trainer_price(t);
         check_memory(t, &price, &counted.memory);

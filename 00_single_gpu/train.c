@@ -55,6 +55,8 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     }
     model_allocate(t->model);
     for (int i = 0; i < count; i++) plug(t, on[i], taken);
+    CHECK(!config->experts || taken[SOCKET_MLP],
+          "--experts %ld: no technique of this program routes tokens to experts", config->experts);
     t->progress.batch = config->micro_batch * config->grad_acc * mesh.dp.size;
     if (config->save) t->progress.data = data_print(&t->data);
     if (config->save && !config->resume) checkpoint_check_place_is_ours(config->save, config, t->progress);
@@ -260,11 +262,15 @@ Record train_record(Trainer *t, const char *title) {
 }
 
 double train_bound(const Config *config, bool masked, const Record *baseline) {
+    return train_bound_with(config, NULL, masked, baseline);
+}
+
+double train_bound_with(const Config *config, Techniques techniques, bool masked, const Record *baseline) {
     if (config->dtype == F64) return 1e-10;
     Config f64 = *config;
     f64.dtype = F64;
     f64.save = NULL;
-    Trainer *t = trainer_new(&f64, mesh_single(), NULL);
+    Trainer *t = trainer_new(&f64, mesh_single(), techniques);
     t->masked = masked;
     trainer_load(t);
     Record reference = train_record(t, "f64 reference");

@@ -24,7 +24,7 @@ typedef struct PriceKept {
     int dropped_from;  // the mildest recomputation that drops it
 } PriceKept;
 
-enum { MOST_KEPT = 16, MOST_CALLS = 16 };
+enum { MOST_KEPT = 24, MOST_CALLS = 16 };
 
 // Begins as what one device does. Each technique's price() changes what it changes, from the last plugged
 // to the first: who calls a socket has said so before the owner of the socket prices the calls.
@@ -63,7 +63,8 @@ typedef struct Technique {
     const char *name;
     const Option *option;  // of its own, without targets: they become settings of the Config
     int options;
-    unsigned axes;  // of the mesh that it serves, 1 << AXIS_…
+    unsigned axes;    // of the mesh that it serves, 1 << AXIS_…
+    unsigned brings;  // groups of shared options, CONFIG_…, that programs with it have
     unsigned wraps;  // sockets, 1 << SOCKET_…, in which it takes the place of an earlier plug, and calls it
     // Each may be NULL.
     bool (*on)(const Config *config);     // whether these flags ask for it; NULL: it is always on
@@ -128,6 +129,8 @@ Record train_record(Trainer *trainer, const char *title);
 // How close to `baseline` a run with reordered sums must come: 1e-10 in f64, else measured
 // against a run in f64.
 double train_bound(const Config *config, bool masked, const Record *baseline);
+// The same of a baseline with these techniques; NULL: those of one device.
+double train_bound_with(const Config *config, Techniques techniques, bool masked, const Record *baseline);
 
 Batch batch_new(const Trainer *trainer, int64_t first_sample);
 void batch_free(Batch *batch);

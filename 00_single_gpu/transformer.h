@@ -25,13 +25,20 @@ typedef enum Role {
     ROLE_UP,
     ROLE_DOWN,  // (h); (f, h) twice, (h, f)
     ROLE_NORM,
-    ROLE_HEAD,  // (h); (v, h), absent where the embedding is tied to it
-    ROLES       // a chapter's own roles begin here
+    ROLE_HEAD,    // (h); (v, h), absent where the embedding is tied to it
+    ROLE_ROUTER,  // (e, h), and of each expert (f, h) twice, (h, f): where a block has experts
+    ROLE_EXPERT_GATE,
+    ROLE_EXPERT_UP,
+    ROLE_EXPERT_DOWN,
+    ROLES  // a chapter's own roles begin here
 } Role;
 
-// Where a block's weights stand in the table.
+// Where a block's weights stand in the table. With experts, gate, up and down are those that all tokens
+// pass, NULL if there are none.
 typedef struct BlockParams {
     Param *norm1, *q, *k, *v, *o, *norm2, *gate, *up, *down;
+    Param *router;                                 // NULL without experts
+    Param *expert_gate, *expert_up, *expert_down;  // (e) each
 } BlockParams;
 
 // ---- what forward keeps for backward ----
@@ -247,7 +254,8 @@ struct Model {
     Params params;
     Param *embedding, *norm, *head;                   // head is embedding when tied
     BlockParams *block;                               // (L), stored here or not
-    int embedding_unit, first_block_unit, head_unit;  // units of the table; blocks follow one another
+    int embedding_unit, first_block_unit, head_unit;  // units of the table; blocks follow one another …
+    int first_expert_unit;  // … and behind the head, the experts of each block; 0 without experts
     Sockets sockets;
     int64_t *ready_left;  // (units) how often in this step its gradient will still become final
 };

@@ -39,12 +39,15 @@ static const Preset presets[] = {
      1e-5},
     {"llama-3-405b", "layers=126 hidden=16384 heads=128 kv-heads=8 ffn=53248 vocab=128256 seq=8192 tied=0",
      5e5, 1e-5},
+    {"mixtral-8x7b",
+     "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=32000 seq=32768 tied=0 experts=8 top-k=2",
+     1e6, 1e-5},
     // GPT-3's sizes, vocabulary padded as Megatron does, in this book's block; its own has biases, and no
     // gate.
     {"gpt-3-175b", "layers=96 hidden=12288 heads=96 kv-heads=96 ffn=49152 vocab=51200 seq=2048 tied=1", 1e4,
      1e-5},
 };
-enum { PRESETS = sizeof presets / sizeof *presets, MAX_OPTIONS = 64 };
+enum { PRESETS = sizeof presets / sizeof *presets, MAX_OPTIONS = 80 };
 
 static const char *preset_names(void) {
     static char names[256];
@@ -96,6 +99,20 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_MODEL, INT("vocab", vocab, NULL, 1, 1e7, "tokens", "vocabulary, v; 256 for bytes")},
         {CONFIG_MODEL, INT("seq", seq, NULL, 1, 1e8, "tokens", "length of a sequence, s")},
         {CONFIG_MODEL, FLAG("tied", tied, "the output layer uses the embedding's weight")},
+        {CONFIG_EXPERTS,
+         INT("experts", experts, "0", 0, 4096, "", "of each block's feed-forward part; 0: a dense MLP")},
+        {CONFIG_EXPERTS, INT("top-k", top_k, "2", 1, 64, "experts", "that each token takes")},
+        {CONFIG_EXPERTS, INT("expert-ffn", expert_ffn, "0", 0, 1e7, "", "width of an expert; 0: as --ffn")},
+        {CONFIG_EXPERTS,
+         INT("shared-experts", shared_experts, "0", 0, 64, "", "that every token takes besides")},
+        {CONFIG_EXPERTS, CHOICE("moe", moe, "mixtral", "mixtral|deepseek",
+                                "softmax over the chosen, or sigmoid scores in groups of experts")},
+        {CONFIG_EXPERTS,
+         INT("expert-groups", expert_groups, "1", 1, 64, "", "of --moe deepseek; divides --experts")},
+        {CONFIG_EXPERTS,
+         INT("groups-kept", groups_kept, "1", 1, 64, "", "in which a token's experts are: the best ones")},
+        {CONFIG_EXPERTS, REAL("routed-scale", routed_scale, "1", 1e-6, 1e6,
+                              "of --moe deepseek: multiplies the weights of the chosen")},
         {CONFIG_MODEL, CHOICE("dtype", dtype, "f32", "f64|f32|bf16|f16", "weights and activations")},
         {CONFIG_BATCH, INT("micro-batch", micro_batch, "8", 1, 1e6, "sequences", "computed at once, b")},
         {CONFIG_BATCH, INT("grad-acc", grad_acc, "1", 1, 1e6, "", "micro-batches in a step")},
@@ -246,8 +263,8 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
         own[i].given = table[count + i].given;
         if (!own[i].target) add_setting(&c, &own[i], &value[i]);
     }
-    static const char *const shape[] = {"model",    "layers", "hidden", "heads",
-                                        "kv-heads", "ffn",    "vocab",  "tied"};
+    static const char *const shape[] = {"model", "layers", "hidden",  "heads", "kv-heads",  "ffn",
+                                        "vocab", "tied",   "experts", "top-k", "expert-ffn"};
     for (size_t i = 0; i < sizeof shape / sizeof *shape; i++)
         c.shape_given = c.shape_given || option_given(table, count, shape[i]);
     for (int i = 0; i < 3; i++) free(layer[i]);
@@ -256,6 +273,10 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
     c.rope_theta = preset->rope_theta;
     c.norm_eps = preset->norm_eps;
     config_check(&c);
+    CHECK(!c.experts || (groups & CONFIG_EXPERTS) || !(groups & CONFIG_MODEL),
+          "--model %s has experts, and this program computes dense layers alone: take a program of "
+          "06_expert_parallel",
+          c.model);
     if (groups & CONFIG_REPORT) clock_set_machine(machine_find(c.machine));
     if (groups & CONFIG_RANKS)
         clock_set_cluster((int)c.gpus_per_node, c.compute_efficiency, c.network_efficiency);
@@ -268,6 +289,21 @@ Config config_default(const char *defaults) {
 }
 
 // ---- sizes ----
+
+static void check_experts(const Config *c) {
+    if (!c->experts) return;
+    int64_t reachable = c->experts / c->expert_groups * c->groups_kept;
+    CHECK(c->top_k <= c->experts, "--top-k %ld is more than --experts %ld", c->top_k, c->experts);
+    CHECK(c->moe == MOE_DEEPSEEK || (c->expert_groups == 1 && c->routed_scale == 1),
+          "--expert-groups and --routed-scale are those of --moe deepseek");
+    CHECK(c->experts % c->expert_groups == 0, "--expert-groups %ld does not divide --experts %ld",
+          c->expert_groups, c->experts);
+    CHECK(c->groups_kept <= c->expert_groups, "--groups-kept %ld is more than --expert-groups %ld",
+          c->groups_kept, c->expert_groups);
+    CHECK(c->top_k <= reachable,
+          "--top-k %ld is more than the %ld experts of --groups-kept %ld of --expert-groups %ld", c->top_k,
+          reachable, c->groups_kept, c->expert_groups);
+}
 
 void config_check(const Config *c) {
     // A checkpoint's config.json comes here without having passed the flags' bounds.
@@ -284,6 +320,7 @@ void config_check(const Config *c) {
     CHECK(c->hidden % c->heads == 0, "--hidden %ld is not divisible by --heads %ld", c->hidden, c->heads);
     CHECK(c->heads % c->kv_heads == 0, "--heads %ld is not divisible by --kv-heads %ld", c->heads,
           c->kv_heads);
+    check_experts(c);
     CHECK(config_head_size(c) % 2 == 0,
           "--hidden %ld / --heads %ld is %ld, and RoPE turns pairs: a head's size must be even", c->hidden,
           c->heads, config_head_size(c));
@@ -369,31 +406,41 @@ void config_check_degrees(Config *c, int ranks) {
 }
 
 void config_print(const Config *c) {
-    int64_t parameters = config_parameters(c);
+    int64_t parameters = config_parameters(c), active = config_active_parameters(c);
     bool billions = parameters >= 1000000000;
+    double unit = billions ? 1e9 : 1e6;
     say("L=%ld h=%ld a=%ld kv=%ld f=%ld v=%ld s=%ld %s, %s, b=%ld x %ld, %.2f %c parameters\n", c->layers,
         c->hidden, c->heads, c->kv_heads, c->ffn, c->vocab, c->seq, c->tied ? "tied" : "untied",
-        dtype_name((DType)c->dtype), c->micro_batch, c->grad_acc,
-        (double)parameters / (billions ? 1e9 : 1e6), billions ? 'B' : 'M');
+        dtype_name((DType)c->dtype), c->micro_batch, c->grad_acc, (double)parameters / unit,
+        billions ? 'B' : 'M');
+    if (c->experts)
+        say("%ld experts of f=%ld, top %ld, %ld shared, routed as in %s; a token passes %.2f %c parameters",
+            c->experts, config_expert_width(c), c->top_k, c->shared_experts,
+            c->moe == MOE_MIXTRAL ? "Mixtral" : "DeepSeek-V3", (double)active / unit, billions ? 'B' : 'M');
     if (!device_is_dry_run()) say("%s", backend_text());
 }
 
-// Weights of a block's linears: q and o (h, h), k and v (kv d, h), gate, up and down (f, h).
-static int64_t block_matrices(const Config *c) {
-    int64_t h = c->hidden, d = config_head_size(c);
-    return 2 * h * h + 2 * h * c->kv_heads * d + 3 * h * c->ffn;
+// Weights of a block's linears: q and o (h, h), k and v (kv d, h), gate, up and down (f, h); the router
+// (e, h), and of so many experts.
+static int64_t block_matrices(const Config *c, int64_t experts) {
+    int64_t h = c->hidden, d = config_head_size(c), dense = config_dense_width(c);
+    int64_t routed = c->experts * h + 3 * h * experts * config_expert_width(c);
+    return 2 * h * h + 2 * h * c->kv_heads * d + 3 * h * dense + (c->experts ? routed : 0);
 }
 
-int64_t config_parameters(const Config *c) {
+static int64_t parameters_with(const Config *c, int64_t experts) {
     int64_t h = c->hidden, embeddings = (c->tied ? 1 : 2) * c->vocab * h;
-    return embeddings + c->layers * (block_matrices(c) + 2 * h) + h;
+    return embeddings + c->layers * (block_matrices(c, experts) + 2 * h) + h;
 }
+int64_t config_parameters(const Config *c) { return parameters_with(c, c->experts); }
+int64_t config_active_parameters(const Config *c) { return parameters_with(c, c->top_k); }
 
 double config_step_flops(const Config *c, int64_t sequences) {
     double s = (double)c->seq, tokens = (double)sequences * s;
     // A weight and a token meet in three multiply-adds: forward, and the gradients of input and of weight.
     // The embedding is looked up and costs none; the output layer multiplies, tied or not.
-    double weights = (double)c->layers * (double)block_matrices(c) + (double)c->vocab * (double)c->hidden;
+    double weights =
+        (double)c->layers * (double)block_matrices(c, c->top_k) + (double)c->vocab * (double)c->hidden;
     // Two products of size d for each (query, key) in forward, four in backward, and of the s^2 pairs the
     // causal mask leaves s (s + 1) / 2.
     double pairs = (double)sequences * s * (s + 1) / 2;

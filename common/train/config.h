@@ -12,6 +12,8 @@ extern "C" {
 
 typedef enum Recompute { RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL } Recompute;
 typedef enum OptimizerKind { OPTIMIZER_ADAMW, OPTIMIZER_SGD } OptimizerKind;
+// How a mixture of experts routes: softmax over the logits of the chosen; sigmoid scores, normalised.
+typedef enum MoeKind { MOE_MIXTRAL, MOE_DEEPSEEK } MoeKind;
 
 // The value of an option that belongs to a technique, which alone knows what it means.
 typedef struct Setting {
@@ -26,6 +28,13 @@ typedef struct Config {
     // model (the playbook's letters: L h a f v s)
     const char *model;
     int64_t layers, hidden, heads, kv_heads, ffn, vocab, seq;
+    // In place of the MLP: experts, of which each token takes top_k, and shared ones, which all take; 0
+    // experts: the MLP. An expert is as wide as expert_ffn, or 0: as ffn.
+    int64_t experts, top_k, expert_ffn, shared_experts;
+    int moe;  // MoeKind
+    int64_t expert_groups,
+        groups_kept;      // MOE_DEEPSEEK: of so many groups a token's experts are in the best
+    double routed_scale;  // MOE_DEEPSEEK: multiplies the weights of the chosen
     bool tied;
     bool shape_given;  // a flag typed the shape: a checkpoint, which has its own, must not contradict it
     double rope_theta, norm_eps;
@@ -70,6 +79,7 @@ enum {
     CONFIG_CP = 2048,
     CONFIG_TP = 4096,
     CONFIG_EP = 8192,
+    CONFIG_EXPERTS = 16384,  // --experts --top-k --expert-ffn --shared-experts --moe and DeepSeek-V3's
 };
 
 // Parses the command line: the shared options of `groups`, and the program's own. Applies --model
@@ -96,8 +106,18 @@ void config_check_degrees(Config *config, int ranks);
 void config_print(const Config *config);
 
 static inline int64_t config_head_size(const Config *c) { return c->hidden / c->heads; }
-// Parameters of the model: 2 v h (v h if tied) + L (2 h^2 + 2 h kv d + 3 h f + 2 h) + h.
+// Width of an expert, and of the MLP that all tokens pass: f, or all shared experts side by side.
+static inline int64_t config_expert_width(const Config *c) {
+    return c->expert_ffn ? c->expert_ffn : c->ffn;
+}
+static inline int64_t config_dense_width(const Config *c) {
+    return c->experts ? c->shared_experts * config_expert_width(c) : c->ffn;
+}
+// Parameters of the model: 2 v h (v h if tied) + L (2 h^2 + 2 h kv d + 3 h f + 2 h) + h; with e experts,
+// e h + 3 h (e + shared) f for each block in place of 3 h f.
 int64_t config_parameters(const Config *config);
+// Those that a token passes: top_k of the experts.
+int64_t config_active_parameters(const Config *config);
 // FLOPs of one step's forward and backward over `tokens` tokens, as the ops count them without
 // recomputation: six per parameter of a matrix multiply and token, and causal attention.
 double config_step_flops(const Config *config, int64_t sequences);

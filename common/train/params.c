@@ -28,7 +28,7 @@ void params_add_unit(Params *params, const char *name) {
     params->unit = realloc(params->unit, (params->units + 1) * sizeof *params->unit);
     CHECK(params->unit, "out of host memory for the parameter table");
     Unit *unit = &params->unit[params->units++];
-    *unit = (Unit){.first_param = params->count, .replicas = params->replicas};
+    *unit = (Unit){.first_param = params->count, .replicas = params->replicas, .spread = params->spread};
     snprintf(unit->name, sizeof unit->name, "%s", name);
 }
 

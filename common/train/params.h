@@ -55,6 +55,7 @@ typedef struct Unit {
     int first_param, params;
     int64_t first, count;  // elements within the whole model's flat tensors; 0 of a unit that is not here
     Group replicas;        // ranks that train this unit on other samples: its gradients add up over them
+    Group spread;          // ranks that together store it once
     // Flat, (count); {0} while this rank stores its own part alone.
     Tensor values, grads;  // grads in the recipe's gradient dtype
     Tensor accumulated;    // sums over micro-batches; {0} where grads itself accumulates
@@ -80,9 +81,11 @@ typedef struct Params {
     bool dealt;    // a technique has set own_first and own_count of each unit
     bool counted;  // and counted_first and counted_count
     Group world;
-    Group spread;    // ranks that together store one replica of the model: other elements, or copies
-    Group within;    // those of the spread that all store a weight until a technique shards it
-    Group replicas;  // of the units that are added from here on
+    // Ranks that together store one replica of the model, other elements or copies: of the units that are
+    // added from here on, as experts may lie on other ranks than the rest.
+    Group spread;
+    Group within;               // those of the spread that all store a weight until a technique shards it
+    Group replicas;             // of the units that are added from here on
     Group joined[JOINED_MOST];  // of copies across stages
     int joined_count;
     // Where all units stand one after another, consecutive units being one contiguous range. {0} where a

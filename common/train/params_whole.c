@@ -48,7 +48,8 @@ static void gather(const Params *params, const Param *param, Tensor held, int64_
     size_t size = dtype_size(held.dtype);
     size_t bytes = (size_t)(param->full[0] * param->full[1]) * size;
     int64_t words = (int64_t)(bytes + 3) / 4;
-    bool everywhere = param->here && !param->sharded && param->copies.size == params->spread.size;
+    Group spread = params->unit[param->unit].spread;
+    bool everywhere = param->here && !param->sharded && param->copies.size == spread.size;
     char *merged = host_alloc(words * 4);
     memset(merged, 0, words * 4);
     Tensor mine = stored_part(param, held, first);
@@ -60,7 +61,7 @@ static void gather(const Params *params, const Param *param, Tensor held, int64_
         free(host);
     }
     if (parts) merge(merged, words, params->unit[param->unit].replicas);
-    if (!everywhere) merge(merged, words, params->spread);
+    if (!everywhere) merge(merged, words, spread);
     memcpy(whole, merged, bytes);
     free(merged);
 }
