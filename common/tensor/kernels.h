@@ -107,6 +107,21 @@ void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t g
 void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t groups, int64_t copies,
                          int64_t n, int64_t w);
 
+// chosen, place (n, k), weights, dweights (n, k), logits, dlogits (n, e), bias (e) or NULL; F32 or F64
+void kernel_route_forward(DType dtype, int32_t *chosen, void *weights, const void *logits, const void *bias,
+                          int64_t n, int64_t e, int64_t k, RouteRule rule);
+void kernel_route_backward(DType dtype, void *dlogits, const void *dweights, const void *weights,
+                           const int32_t *chosen, const void *logits, int64_t n, int64_t e, int64_t k,
+                           RouteRule rule);
+// tokens (n k), counts (e)
+void kernel_route_order(int32_t *tokens, int32_t *place, int32_t *counts, const int32_t *chosen, int64_t n,
+                        int64_t k, int64_t e);
+// y, dy (n, h), z, dz (n k, h); weights f32 or f64, or NULL
+void kernel_combine_forward(DType dtype, void *y, const void *z, const int32_t *place, const void *weights,
+                            int64_t n, int64_t k, int64_t h);
+void kernel_combine_backward(DType dtype, void *dz, void *dweights, const void *dy, const void *z,
+                             const int32_t *place, const void *weights, int64_t n, int64_t k, int64_t h);
+
 // master may be NULL; it, m and v are f32 or f64
 void kernel_adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,
                   const void *grad, AdamW hyper, int64_t count);

@@ -497,3 +497,4 @@ void op_sgd(Tensor value, Tensor master, Tensor grad, double lr, double grad_sca
 }
 
 #include "ops_attention_chunk.inc"
+#include "ops_experts.inc"

@@ -143,6 +143,30 @@ void op_split_columns(Tensor y, Tensor x);
 // n, w)
 void op_join_columns(Tensor y, Tensor x);
 
+// ---- mixture of experts: each of n tokens takes k of e experts (Shazeer et al. 2017). Logits and weights are
+// ---- f32, or f64 beside f64 storage. "Rows": the n k pairs of a token and an expert that it takes, in order
+// ---- of experts and, for each, of tokens.
+typedef struct RouteRule {
+    bool by_sigmoid;  // false: weights are the softmax over the logits of the chosen (Mixtral); true: their
+                      // sigmoids, divided by the sum (DeepSeek-V3)
+    int64_t groups, kept;  // the chosen are in the `kept` groups whose two best experts are best together
+    double scale;          // multiplies the weights
+} RouteRule;
+// chosen (n, k) i32, best first, of equal ones that of the lower number; weights (n, k). bias (e), which
+// counts in the choice alone, may be {0}.
+void op_route_forward(Tensor chosen, Tensor weights, Tensor logits, Tensor bias, RouteRule rule);
+// dlogits (n, e), 0 where an expert was not chosen
+void op_route_backward(Tensor dlogits, Tensor dweights, Tensor weights, Tensor chosen, Tensor logits,
+                       RouteRule rule);
+// tokens (n k) i32: of each row; place (n, k) i32: the row of each pair; counts (e) i32: rows of each expert
+void op_route_order(Tensor tokens, Tensor place, Tensor counts, Tensor chosen);
+void op_gather_rows(Tensor y, Tensor x, Tensor index);  // y[i] = x[index[i]]
+// y[i] = sum over j, in order, of weights[i, j] z[place[i, j]]; weights {0}: of z alone, the inverse of
+// gathering rows by `tokens`
+void op_combine_forward(Tensor y, Tensor z, Tensor place, Tensor weights);
+// dz[place[i, j]] = weights[i, j] dy[i];  dweights[i, j] = <dy[i], z[place[i, j]]>
+void op_combine_backward(Tensor dz, Tensor dweights, Tensor dy, Tensor z, Tensor place, Tensor weights);
+
 // ---- optimizers over flat ranges of equal length ----
 typedef struct AdamW {
     double lr, beta1, beta2, eps, weight_decay;

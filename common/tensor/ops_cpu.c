@@ -186,6 +186,7 @@ static inline float exp_f32(float x) {
 // after the rows
 #include "ops_cpu_blas.inc"
 #include "ops_cpu_chunk.inc"
+#include "ops_cpu_experts.inc"
 #undef REAL
 #undef F
 #undef EXP
@@ -208,6 +209,7 @@ static inline float exp_f32(float x) {
 // after the rows
 #include "ops_cpu_blas.inc"
 #include "ops_cpu_chunk.inc"
+#include "ops_cpu_experts.inc"
 
 #define CALL(dtype, name, ...) ((dtype) == F64 ? name##_f64(__VA_ARGS__) : name##_f32(__VA_ARGS__))
 
@@ -555,3 +557,4 @@ void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const 
 }
 
 #include "ops_cpu_chunk_kernels.inc"
+#include "ops_cpu_experts_kernels.inc"
