@@ -21,6 +21,7 @@ static Tensor t[MOST];
 
 static const AttentionShape shape = {1, N, 2, 1, H / 2};
 static const VocabularyPart part = {V, 0, V};
+static const RouteRule rule = {true, 1, 1, 2};
 static const AdamW hyper = {
     .lr = 0.1, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .grad_scale = 1, .step = 1};
 
@@ -54,6 +55,12 @@ static void part_sums(void) { op_cross_entropy_part_sums(t[0], t[1], t[2], t[3],
 static void part_losses(void) { op_cross_entropy_part_losses(t[0], t[1], t[2], t[3], t[4]); }
 static void part_backward(void) { op_cross_entropy_part_backward(t[0], t[1], t[2], t[3], 1, part); }
 static void sum_parts(void) { op_sum_parts(t[0], t[1], N); }
+static void route_forward(void) { op_route_forward(t[0], t[1], t[2], (Tensor){0}, rule); }
+static void route_backward(void) { op_route_backward(t[0], t[1], t[2], t[3], t[4], rule); }
+static void route_order(void) { op_route_order(t[0], t[1], t[2], t[3]); }
+static void gather_rows(void) { op_gather_rows(t[0], t[1], t[2]); }
+static void combine_forward(void) { op_combine_forward(t[0], t[1], t[2], t[3]); }
+static void combine_backward(void) { op_combine_backward(t[0], t[1], t[2], t[3], t[4], t[5]); }
 static void adamw(void) { op_adamw(t[0], (Tensor){0}, t[1], t[2], t[3], hyper); }
 static void adamw_master(void) { op_adamw(t[0], t[1], t[2], t[3], t[4], hyper); }
 static void sgd(void) { op_sgd(t[0], (Tensor){0}, t[1], 0.1, 1); }
@@ -68,7 +75,7 @@ static void to_host(void) {
 }
 
 // Shapes of the arguments: x (n, h), k (n, h/2), w (h), W (h, h), r (n), v (v, h), l (n, v), s (2, n),
-// p (a, n, n), i (n) of i32, b bf16 (n, h).
+// p (a, n, n), i (n) of i32, b bf16 (n, h); q (n, 1), c (v, 1) of i32.
 static const struct {
     const char *name;
     void (*call)(void);
@@ -102,6 +109,12 @@ static const struct {
     {"cross_entropy_part_losses", part_losses, "rrrsi"},
     {"cross_entropy_part_backward", part_backward, "llri"},
     {"sum_parts", sum_parts, "wx"},
+    {"route_forward", route_forward, "iql"},
+    {"route_backward", route_backward, "lqqil"},
+    {"route_order", route_order, "iici"},
+    {"gather_rows", gather_rows, "xxi"},
+    {"combine_forward", combine_forward, "xxiq"},
+    {"combine_backward", combine_backward, "xqxxiq"},
     {"adamw", adamw, "xxxx"},
     {"adamw", adamw_master, "bxxxx"},
     {"sgd", sgd, "xx"},
@@ -115,14 +128,15 @@ static Tensor argument(char kind, int number) {
     const struct {
         char kind;
         int64_t rows, columns;
-    } shapes[] = {{'x', N, H}, {'k', N, H / 2}, {'w', 1, H}, {'W', H, H},     {'r', 1, N}, {'v', V, H},
-                  {'l', N, V}, {'s', 2, N},     {'i', 1, N}, {'p', 2 * N, N}, {'b', N, H}};
+    } shapes[] = {{'x', N, H}, {'k', N, H / 2}, {'w', 1, H}, {'W', H, H}, {'r', 1, N},
+                  {'v', V, H}, {'l', N, V},     {'s', 2, N}, {'i', 1, N}, {'p', 2 * N, N},
+                  {'b', N, H}, {'q', N, 1},     {'c', V, 1}};
     int i = 0;
     while (shapes[i].kind != kind) i++;
     int64_t count = shapes[i].rows * shapes[i].columns;
-    Array a = kind == 'i' ? random_tokens(count, V, (uint64_t)number)
-                          : random_array(kind == 'b' ? BF16 : F32, shapes[i].rows, shapes[i].columns,
-                                         (uint64_t)(100 + number));
+    Array a = strchr("ic", kind) ? random_tokens(count, V, (uint64_t)number)
+                                 : random_array(kind == 'b' ? BF16 : F32, shapes[i].rows, shapes[i].columns,
+                                                (uint64_t)(100 + number));
     Tensor tensor = tensor_share(a.t);
     array_free(&a);
     return tensor;

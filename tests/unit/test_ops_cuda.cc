@@ -57,6 +57,11 @@ CUDA(kernel_swiglu_forward)
 CUDA(kernel_swiglu_backward)
 CUDA(kernel_cross_entropy_forward)
 CUDA(kernel_cross_entropy_backward)
+CUDA(kernel_route_forward)
+CUDA(kernel_route_backward)
+CUDA(kernel_route_order)
+CUDA(kernel_combine_forward)
+CUDA(kernel_combine_backward)
 CUDA(kernel_adamw)
 CUDA(kernel_sgd)
 }
@@ -137,7 +142,7 @@ struct Device {
         dtype_convert(x.data(), F64, stored(what).data(), dtype, count);
         return x;
     }
-    const int32_t *indices() const { return static_cast<const int32_t *>(at); }
+    int32_t *indices() const { return static_cast<int32_t *>(at); }
 };
 
 static std::vector<int32_t> indices(const Doubles &x) { return std::vector<int32_t>(x.begin(), x.end()); }
@@ -252,6 +257,31 @@ static void wrong_indices_are_told(void **state) {
         cuda_kernel_rope(F32, x.at, positions.indices(), 2, 1, 4, 1e4, 1);
     });
     assert_true(said.find("rope: number 1 of the positions is -1") != std::string::npos);
+    const std::string choice = ": number 3 of the choices is 7, not in [0, ";
+    said = said_by([](const Device &index) {
+        Device tokens(I32, Doubles(4)), place(I32, Doubles(4)), counts(I32, Doubles(7));
+        cuda_kernel_route_order(tokens.indices(), place.indices(), counts.indices(), index.indices(), 4, 1,
+                                7);
+    });
+    assert_true(said.find("route_order" + choice + "7)") != std::string::npos);
+    said = said_by([](const Device &index) {
+        Device y(F32, 2 * 5), z(F32, 4 * 5);
+        cuda_kernel_combine_forward(F32, y.at, z.at, index.indices(), NULL, 2, 2, 5);
+    });
+    assert_true(said.find("combine_forward: number 2 of the choices is 5, not in [0, 4)") !=
+                std::string::npos);
+    said = said_by([](const Device &index) {
+        Device dz(F32, 4 * 5), dy(F32, 2 * 5), weights(F32, 4), dweights(F32, 4);
+        cuda_kernel_combine_backward(F32, dz.at, dweights.at, dy.at, dz.at, index.indices(), weights.at, 2,
+                                     2, 5);
+    });
+    assert_true(said.find("combine_backward: number ") != std::string::npos);
+    said = said_by([](const Device &index) {
+        Device logits(F32, 2 * 7), weights(F32, 4);
+        cuda_kernel_route_backward(F32, logits.at, weights.at, weights.at, index.indices(), logits.at, 2, 7,
+                                   2, {false, 1, 1, 1});
+    });
+    assert_true(said.find("route_backward" + choice + "7)") != std::string::npos);
 }
 
 // ---- elementwise ----
@@ -703,6 +733,93 @@ static void attention_chunk_matches(void **state) {
         }
 }
 
+// ---- mixture of experts ----
+
+// n tokens, e experts, k for each, columns; tokens fewer and more than threads of a block
+static const struct ExpertSizes {
+    int64_t n, e, k, h;
+    RouteRule rule;
+} expert_sizes[] = {{1, 1, 1, 1, {false, 1, 1, 1}},
+                    {33, 8, 2, 31, {false, 1, 1, 1}},
+                    {700, 5, 3, 70, {false, 1, 1, 1}},
+                    {257, 16, 4, 300, {true, 4, 2, 2.5}}};
+
+static void routing_matches(void **state) {
+    (void)state;
+    for (const ExpertSizes &s : expert_sizes)
+        for (DType dtype : {F64, F32}) {
+            const int64_t pairs = s.n * s.k;
+            const Doubles logits = random_numbers(dtype, s.n * s.e, 1),
+                          bias = random_numbers(dtype, s.e, 2);
+            const Doubles dweights = random_numbers(dtype, pairs, 3);
+            std::vector<int32_t> chosen((size_t)pairs), tokens((size_t)pairs), place((size_t)pairs),
+                counts((size_t)s.e);
+            Doubles weights((size_t)pairs), dlogits((size_t)(s.n * s.e));
+            const double *biased = s.rule.by_sigmoid ? bias.data() : NULL;
+            kernel_route_forward(F64, chosen.data(), weights.data(), logits.data(), biased, s.n, s.e, s.k,
+                                 s.rule);
+            kernel_route_backward(F64, dlogits.data(), dweights.data(), weights.data(), chosen.data(),
+                                  logits.data(), s.n, s.e, s.k, s.rule);
+            kernel_route_order(tokens.data(), place.data(), counts.data(), chosen.data(), s.n, s.k, s.e);
+            in_every_way("route", [&](int shift) {
+                Device l(dtype, logits, shift), b(dtype, bias, shift), dw(dtype, dweights, shift);
+                Device w(dtype, pairs, shift), dl(dtype, s.n * s.e, shift),
+                    c(I32, Doubles((size_t)pairs, -1));
+                Device t(I32, Doubles((size_t)pairs, -1)), p(I32, Doubles((size_t)pairs, -1)),
+                    r(I32, Doubles((size_t)s.e, -1));
+                cuda_kernel_route_forward(dtype, c.indices(), w.at, l.at, biased ? b.at : NULL, s.n, s.e,
+                                          s.k, s.rule);
+                assert_same("route_forward's chosen", c, numbers(chosen));
+                assert_close("route_forward's weights", w, weights, 16 + (double)s.k);
+                cuda_kernel_route_backward(dtype, dl.at, dw.at, w.at, c.indices(), l.at, s.n, s.e, s.k,
+                                           s.rule);
+                assert_close("route_backward", dl, dlogits, 32 + 4 * (double)s.k);
+                cuda_kernel_route_order(t.indices(), p.indices(), r.indices(), c.indices(), s.n, s.k, s.e);
+                assert_same("route_order's tokens", t, numbers(tokens));
+                assert_same("route_order's place", p, numbers(place));
+                assert_same("route_order's counts", r, numbers(counts));
+                std::vector<unsigned char> bits = w.stored("route_forward");
+                add_bytes(&bits, "route_backward", dl);
+                return bits;
+            });
+        }
+}
+
+static void combining_matches(void **state) {
+    (void)state;
+    for (const ExpertSizes &s : expert_sizes)
+        for (DType dtype : dtypes) {
+            const int64_t pairs = s.n * s.k, count = pairs * s.h;
+            const std::vector<int32_t> chosen = indices(whole_numbers(pairs, s.e, 1));
+            std::vector<int32_t> tokens((size_t)pairs), place((size_t)pairs), counts((size_t)s.e);
+            kernel_route_order(tokens.data(), place.data(), counts.data(), chosen.data(), s.n, s.k, s.e);
+            const Doubles z = random_numbers(dtype, count, 2), dy = random_numbers(dtype, s.n * s.h, 3);
+            const Doubles weights = random_numbers(full(dtype), pairs, 4);
+            Doubles y((size_t)(s.n * s.h)), sum = y, dz((size_t)count), dweights((size_t)pairs);
+            kernel_combine_forward(F64, y.data(), z.data(), place.data(), weights.data(), s.n, s.k, s.h);
+            kernel_combine_forward(F64, sum.data(), z.data(), place.data(), NULL, s.n, s.k, s.h);
+            kernel_combine_backward(F64, dz.data(), dweights.data(), dy.data(), z.data(), place.data(),
+                                    weights.data(), s.n, s.k, s.h);
+            in_every_way("combine", [&](int shift) {
+                Device zs(dtype, z, shift), dys(dtype, dy, shift), w(full(dtype), weights, shift);
+                Device ys(dtype, s.n * s.h, shift), sums(dtype, s.n * s.h, shift), dzs(dtype, count, shift);
+                Device dw(full(dtype), pairs, shift), p(I32, numbers(place));
+                cuda_kernel_combine_forward(dtype, ys.at, zs.at, p.indices(), w.at, s.n, s.k, s.h);
+                assert_close("combine_forward", ys, y, 2 * (double)s.k);
+                cuda_kernel_combine_forward(dtype, sums.at, zs.at, p.indices(), NULL, s.n, s.k, s.h);
+                assert_close("combine_forward without weights", sums, sum, (double)s.k);
+                cuda_kernel_combine_backward(dtype, dzs.at, dw.at, dys.at, zs.at, p.indices(), w.at, s.n,
+                                             s.k, s.h);
+                assert_close("combine_backward's dz", dzs, dz, 1);
+                assert_close("combine_backward's dweights", dw, dweights, 2 * (double)s.h);
+                std::vector<unsigned char> bits = ys.stored("combine_forward");
+                add_bytes(&bits, "combine_backward", dzs);
+                add_bytes(&bits, "combine_backward", dw);
+                return bits;
+            });
+        }
+}
+
 // ---- cross-entropy ----
 
 static void cross_entropy_matches(void **state) {
@@ -808,6 +925,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(rope_matches),
         cmocka_unit_test(attention_matches),
         cmocka_unit_test(attention_chunk_matches),
+        cmocka_unit_test(routing_matches),
+        cmocka_unit_test(combining_matches),
         cmocka_unit_test(cross_entropy_matches),
         cmocka_unit_test(nan_and_infinity_come_through),
     };

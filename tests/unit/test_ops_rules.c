@@ -25,7 +25,7 @@ typedef struct Output {
 } Output;
 
 typedef struct Outputs {
-    Output of[32];
+    Output of[48];
     int count;
 } Outputs;
 
@@ -109,6 +109,29 @@ static void run_part_operations(DType type, Outputs *outputs) {
     FREE(&tokens, &table, &y, &logits, &dy, &maxima, &sums, &losses, &lse, &sum);
 }
 
+static void run_expert_operations(DType type, Outputs *outputs) {
+    const int64_t n = 263, e = 12, k = 3, h = 97;
+    const RouteRule rule = {true, 4, 2, 2};
+    Array logits = random_array(full(type), n, e, 1), weights = poisoned(full(type), n, k);
+    Array dlogits = poisoned(full(type), n, e);
+    Array chosen = array_new(I32, n, k, -1), place = array_new(I32, n, k, -1),
+          tokens = array_new(I32, n * k, 1, -1);
+    Array counts = array_new(I32, e, 1, -1), x = random_array(type, n, h, 2),
+          rows = poisoned(type, n * k, h);
+    Array y = poisoned(type, n, h), dweights = poisoned(full(type), n, k), drows = poisoned(type, n * k, h);
+    op_route_forward(chosen.t, weights.t, logits.t, (Tensor){0}, rule);
+    op_route_order(tokens.t, place.t, counts.t, chosen.t);
+    op_gather_rows(rows.t, x.t, tokens.t);
+    op_combine_forward(y.t, rows.t, place.t, weights.t);
+    op_combine_backward(drows.t, dweights.t, y.t, rows.t, place.t, weights.t);
+    op_route_backward(dlogits.t, dweights.t, weights.t, chosen.t, logits.t, rule);
+    keep(outputs, "route_order's tokens", tokens.t);
+    keep(outputs, "combine_forward", y.t);
+    keep(outputs, "combine_backward's dz", drows.t);
+    keep(outputs, "route_backward", dlogits.t);
+    FREE(&logits, &dlogits, &weights, &chosen, &place, &tokens, &counts, &x, &rows, &y, &dweights, &drows);
+}
+
 static void run_elementwise_operations(DType type, Outputs *outputs) {
     const int64_t n = 263, f = 97;
     Array gate = random_array(type, n, f, 8), up = random_array(type, n, f, 9), act = poisoned(type, n, f);
@@ -170,6 +193,7 @@ static void the_same_call_gives_the_same_bits(void **state) {
                 run_row_operations(all_dtypes[i], outputs);
                 run_part_operations(all_dtypes[i], outputs);
                 run_elementwise_operations(all_dtypes[i], outputs);
+                run_expert_operations(all_dtypes[i], outputs);
                 run_attention(all_dtypes[i], outputs);
                 run_matmuls(all_dtypes[i], outputs);
             }
@@ -190,6 +214,7 @@ static void bits_do_not_depend_on_the_number_of_threads(void **state) {
             run_row_operations(all_dtypes[i], outputs);
             run_part_operations(all_dtypes[i], outputs);
             run_elementwise_operations(all_dtypes[i], outputs);
+            run_expert_operations(all_dtypes[i], outputs);
             run_attention(all_dtypes[i], outputs);
             char when[32];
             snprintf(when, sizeof when, "on %d threads", threads);
@@ -239,6 +264,34 @@ static void assert_count(const char *name, double flops, double bytes) {
 
 static Tensor new_tensor(DType dtype, int64_t rows, int64_t columns) {
     return tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(rows, columns));
+}
+
+// 4 experts, of which each token takes 2.
+static void count_experts(DType type, int64_t n, int64_t h) {
+    const double e = (double)dtype_size(type), w = (double)dtype_size(full(type)), tokens = (double)n;
+    const double nh = tokens * (double)h;
+    const RouteRule rule = {false, 1, 1, 1};
+    Tensor logits = new_tensor(full(type), n, 4), dlogits = new_tensor(full(type), n, 4);
+    Tensor weights = new_tensor(full(type), n, 2), dweights = new_tensor(full(type), n, 2);
+    Tensor chosen = new_tensor(I32, n, 2), place = new_tensor(I32, n, 2), index = new_tensor(I32, 2 * n, 1);
+    Tensor counts = new_tensor(I32, 4, 1), x = new_tensor(type, n, h), rows = new_tensor(type, 2 * n, h),
+           drows = new_tensor(type, 2 * n, h);
+    Tensor all[] = {logits, dlogits, weights, dweights, chosen, place, index, counts, x, rows, drows};
+    op_fill(logits, 0.5), op_fill(dweights, 0.5), op_fill(x, 0.5);
+    clock_reset();
+    op_route_forward(chosen, weights, logits, (Tensor){0}, rule);
+    assert_count("route_forward", 0, tokens * (6 * w + 8));
+    op_route_order(index, place, counts, chosen);
+    assert_count("route_order", 0, 4 * (6 * tokens + 4));
+    op_gather_rows(rows, x, index);
+    assert_count("gather_rows", 0, 4 * nh * e + 8 * tokens);
+    op_combine_forward(x, rows, place, weights);
+    assert_count("combine_forward", 0, 3 * nh * e + tokens * (2 * w + 8));
+    op_combine_backward(drows, dweights, x, rows, place, weights);
+    assert_count("combine_backward", 0, 5 * nh * e + tokens * (4 * w + 8));
+    op_route_backward(dlogits, dweights, weights, chosen, logits, rule);
+    assert_count("route_backward", 0, tokens * (12 * w + 8));
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(&all[i]);
 }
 
 // Every operation once on tensors of these sizes in `type`; whether they compute is the caller's affair.
@@ -327,6 +380,7 @@ static void count_all(DType type, int64_t n, int64_t h, int64_t f, int64_t v, At
     op_sum_parts(row, sums, 2);
     assert_count("sum_parts", 0, 3 * (double)n * w);
     tensor_free(&sums), tensor_free(&maxima);
+    count_experts(type, n, h);
     AdamW hyper = {.lr = 0.1, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .grad_scale = 1, .step = 1};
     op_adamw(x, (Tensor){0}, m, s, y, hyper);
     assert_count("adamw", 0, nh * (3 * e + 4 * w));

@@ -1,0 +1,226 @@
+// expert_parallel.c: experts on several ranks, tokens to them and back. Playbook: "Expert parallelism"; GShard
+// (Lepikhin et al. 2020).
+//
+// Against moe.c: of e experts each rank of ep holds e / ep. The ranks are those of data parallelism: each has
+// tokens of its own, which it routes itself. Rows, already in the order of experts, are in the order of ranks;
+// so counts tell each rank what comes, and one all-to-all brings it:
+//
+//     rank 0   rows of experts 0 1 | 2 3        0 1 0 1   rank 0's, then rank 1's  ->  0 0 1 1   grouped
+//     rank 1   rows of experts 0 1 | 2 3        2 3 2 3                            ->  2 2 3 3
+//              to rank 0 ^       ^ to rank 1
+//
+// The same way back brings what the experts made. Backward sends gradients of outputs to the experts and
+// gradients of inputs back. An expert's gradient is complete on the ranks that hold it, from the tokens of all
+// ranks of ep; it adds up over its copies alone, dp cp / ep of them. Everything else adds up over all of
+// dp x cp. Nothing is divided: the loss has been, by the labels of all ranks.
+//
+// Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, h elements for each row that
+// goes to another rank and for each that came from one; backward the same of rows, without counts.
+// Memory per rank: 1 / ep of the experts; rows, gate, up and act of as many rows as come.
+// Run: build/06_expert_parallel/expert_parallel     (--ranks 8 --ep 4, --zero 2, --experts 4 --top-k 1 …)
+// Last line: PASS expert_parallel: ranks that share the experts make the step of one device …
+#include "expert_parallel.h"
+
+#include <stdlib.h>
+
+typedef struct ExpertParallel {
+    Moe *moe;
+    Group ep;
+    double rows_sent;    // in training, by the routing tables: to other ranks' experts, forward
+    double rows_served;  // and for other ranks, forward
+    double passes;       // forwards of a block in training
+} ExpertParallel;
+
+// Rows by the rank and the expert that they meet there.
+typedef struct Exchange {
+    int64_t *sent;      // (e) of this rank's tokens
+    int64_t *received;  // (ep, e / ep) from each rank, for each expert here
+} Exchange;
+
+// ---- the technique: counts first ----
+
+static void count(void *context, MoeKept *kept, Tensor counts) {
+    ExpertParallel *x = context;
+    int64_t e = tensor_count(counts), own = kept->place.shape[0] * kept->place.shape[1],
+            here = x->moe->here;
+    Tensor theirs = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(e));
+    comm_wait(comm_all_to_all(theirs, NULL, counts, NULL, x->ep));
+    Exchange *exchange = host_alloc(sizeof *exchange);
+    *exchange = (Exchange){host_alloc(e * sizeof(int64_t)), host_alloc(e * sizeof(int64_t))};
+    moe_read_counts(exchange->sent, counts, own);
+    moe_read_counts(exchange->received, theirs, own);
+    for (int64_t i = 0; i < e && device_is_dry_run(); i++)  // all deal alike
+        exchange->received[i] = exchange->sent[x->moe->first + i % here];
+    tensor_free(&theirs);
+    kept->exchange = exchange;
+    kept->count = host_alloc(here * sizeof *kept->count);
+    for (int64_t i = 0; i < here; i++) kept->count[i] = 0;
+    for (int64_t i = 0; i < e; i++) kept->count[i % here] += exchange->received[i];
+    for (int64_t i = 0; i < here; i++) kept->m += kept->count[i];
+    if (!kept->training) return;
+    x->passes++;
+    for (int64_t i = 0; i < e; i++) {
+        bool at_home = i / here == x->ep.rank;
+        x->rows_sent += at_home ? 0 : (double)exchange->sent[i];
+        x->rows_served += at_home ? 0 : (double)exchange->received[i];
+    }
+}
+
+static void drop(void *context, MoeKept *kept) {
+    (void)context;
+    Exchange *exchange = kept->exchange;
+    if (!exchange) return;
+    free(exchange->sent);
+    free(exchange->received);
+    free(exchange);
+}
+
+// Elements of the rows (ep, e / ep) that go to, or come from, each rank. The caller frees them.
+static int64_t *elements(const ExpertParallel *x, const int64_t *rows, int64_t columns) {
+    int64_t *count = host_alloc(x->ep.size * sizeof *count);
+    for (int rank = 0; rank < x->ep.size; rank++) {
+        count[rank] = 0;
+        for (int64_t i = 0; i < x->moe->here; i++) count[rank] += rows[rank * x->moe->here + i] * columns;
+    }
+    return count;
+}
+
+// ---- then one all-to-all each way ----
+
+// by_rank (m, h): rank after rank, of each expert after expert; by_expert: the other way round.
+static void regroup(const ExpertParallel *x, const int64_t *received, Tensor by_expert, Tensor by_rank,
+                    bool to_experts) {
+    int64_t here = x->moe->here, grouped = 0;
+    for (int64_t expert = 0; expert < here; expert++) {
+        int64_t arrived = 0;
+        for (int64_t i = 0; i < x->ep.size * here; i++) {
+            Tensor from = tensor_rows_of(by_rank, arrived, received[i]);
+            arrived += received[i];
+            if (i % here != expert || received[i] == 0) continue;
+            Tensor to = tensor_rows_of(by_expert, grouped, received[i]);
+            grouped += received[i];
+            op_copy(to_experts ? to : from, to_experts ? from : to);
+        }
+    }
+}
+
+static Tensor exchanged(const ExpertParallel *x, int64_t rows, Tensor in, const int64_t *to,
+                        const int64_t *from) {
+    int64_t h = tensor_columns(in), *sent = elements(x, to, h), *received = elements(x, from, h);
+    Tensor out = tensor_new(MEMORY_COMMUNICATION, in.dtype, SHAPE(rows, h));
+    comm_wait(comm_all_to_all(out, received, in, sent, x->ep));
+    free(sent);
+    free(received);
+    return out;
+}
+
+static Tensor to_experts(void *context, const MoeKept *kept, Tensor own) {
+    const ExpertParallel *x = context;
+    const Exchange *e = kept->exchange;
+    Tensor arrived = exchanged(x, kept->m, own, e->sent, e->received);
+    Tensor rows = tensor_new(MEMORY_ACTIVATION, own.dtype, arrived.dims, arrived.shape);
+    regroup(x, e->received, rows, arrived, true);
+    tensor_free(&arrived);
+    return rows;
+}
+
+static Tensor from_experts(void *context, const MoeKept *kept, Tensor made) {
+    const ExpertParallel *x = context;
+    const Exchange *e = kept->exchange;
+    Tensor leaving = tensor_like(MEMORY_COMMUNICATION, made);
+    regroup(x, e->received, made, leaving, false);
+    Tensor back = exchanged(x, tensor_count(kept->place), leaving, e->received, e->sent);
+    Tensor own = tensor_new(MEMORY_ACTIVATION, made.dtype, back.dims, back.shape);
+    op_copy(own, back);
+    tensor_free(&back);
+    tensor_free(&leaving);
+    return own;
+}
+
+// ---- whose experts ----
+
+// A rank's experts follow one another; of the others it stores nothing.
+static void shard(Model *m) {
+    int64_t e = m->config.experts, here = e / m->mesh.ep.size;
+    for (int unit = m->first_expert_unit; unit < m->params.units; unit++) {
+        const Unit *u = &m->params.unit[unit];
+        for (int i = 0; i < u->params; i++) {
+            Param *param = &m->params.param[u->first_param + i];
+            param->here = i % e / here == m->mesh.ep.rank;
+            if (!param->here) param->shape[0] = 0;
+        }
+    }
+}
+
+static void *plug(Model *model) {
+    ExpertParallel *x = host_alloc(sizeof *x);
+    Moe *moe = model->sockets.mlp.context;
+    *x = (ExpertParallel){.moe = moe, .ep = model->mesh.ep};
+    moe->here = model->config.experts / x->ep.size;
+    moe->first = x->ep.rank * moe->here;
+    moe->dispatch = (Dispatch){x, count, to_experts, from_experts, drop};
+    return x;
+}
+
+static void unplug(Model *model, void *context) {
+    (void)model;
+    free(context);
+}
+
+// ---- the record ----
+
+static void check(const Config *c) {
+    CHECK(c->experts, "--ep %ld shares out experts: give --experts", c->ep);
+    CHECK(c->experts % c->ep == 0, "--ep %ld does not divide --experts %ld", c->ep, c->experts);
+}
+
+static void price(Price *p, const Model *m, const void *context) {
+    const ExpertParallel *x = context;
+    const Config *c = &m->config;
+    double e = (double)dtype_size(c->dtype), h = (double)c->hidden, ep = x->ep.size;
+    double forwards = p->forwards * (double)c->layers, backwards = p->backwards * (double)c->layers;
+    // What the routing tables of all steps say, for one of them.
+    double steps = x->passes / forwards, rows = steps > 0 ? (x->rows_sent + x->rows_served) / steps : 0;
+    price_sent(
+        p, "all_to_all", 3 * forwards + 2 * backwards,
+        forwards * 4 * (double)c->experts * (ep - 1) / ep + rows * h * e * (1 + backwards / forwards));
+    for (int role = ROLE_EXPERT_GATE; role <= ROLE_EXPERT_DOWN; role++) p->elements[role] /= ep;
+}
+
+static bool on(const Config *c) { return c->experts > 0 || c->ep > 1; }
+
+const Technique expert_parallel = {.name = "expert_parallel",
+                                   .axes = 1u << AXIS_EP,
+                                   .brings = CONFIG_EXPERTS,
+                                   .on = on,
+                                   .check = check,
+                                   .shard = shard,
+                                   .plug = plug,
+                                   .unplug = unplug,
+                                   .price = price};
+
+const Technique *const expert_layouts[] = {
+    &moe, &ddp_no_sync, &zero1, &zero2, &expert_parallel, &recompute, NULL,
+};
+const Option expert_layout_options[EXPERT_LAYOUT_OPTIONS] = {
+    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
+     "what ranks with copies share out: optimizer state, gradients, weights", false}};
+
+#ifndef NO_MAIN
+static const Technique *const one_device[] = {&moe, &recompute, NULL};
+
+int main(int argc, char **argv) {
+    const Program program = {
+        .purpose = "Expert parallelism: ranks share the experts, and send each other's tokens to them.",
+        .claim = "ranks that share the experts make the step of one device",
+        .defaults =
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=8 top-k=2 ep=2",
+        .natural = 4,
+        .techniques = expert_layouts,
+        .option = expert_layout_options,
+        .options = EXPERT_LAYOUT_OPTIONS,
+        .baseline = one_device};
+    return program_main(argc, argv, &program);
+}
+#endif

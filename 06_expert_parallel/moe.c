@@ -1,0 +1,389 @@
+// moe.c: a mixture of experts on one device. Playbook: "Expert parallelism"; Shazeer et al. 2017, Mixtral
+// (Jiang et al. 2024), DeepSeek-V3 (2024).
+//
+// Against 00_single_gpu: in place of one MLP a block has e of them, and a router that sends each token to k:
+//
+//     y = sum over the k chosen of weight_j expert_j(x)  (+ shared(x)),     weight = route(Wrouter x)
+//
+//     4 tokens, 3 experts, k = 2            rows, in the order of experts          place
+//       token 0: experts 0, 2       ->      expert 0: tokens 0 1       (2 rows)    0 3
+//       token 1: experts 0, 2               expert 1: none             (0 rows)    1 4
+//       token 2: experts 2, …               expert 2: tokens 0 1 2 …   (… rows)    …
+//
+// All rows of an expert then make one matrix multiply, however many they are. No token is dropped, and no row
+// is padding. Equal logits: the expert of the lower number, also when recomputation routes again.
+//
+// Parameters of a block: e h + 3 h f (e + shared) in place of 3 h f; a token passes 3 h f (k + shared).
+// Kept for backward: n (e + k) numbers of routing, 2 n k indices and n k (2 h + 3 f) elements.
+// Bytes sent: none.
+// Run: build/06_expert_parallel/moe     (--experts 8 --top-k 2, --moe deepseek --shared-experts 1 …)
+// Last line: PASS moe: grouped by experts, the tokens make the step of one token after the other …
+#include <math.h>
+#include <stdlib.h>
+
+#include "expert_parallel.h"
+
+RouteRule moe_rule(const Config *c) {
+    return (RouteRule){.by_sigmoid = c->moe == MOE_DEEPSEEK,
+                       .groups = c->expert_groups,
+                       .kept = c->groups_kept,
+                       .scale = c->routed_scale};
+}
+
+// ---- routing: in f32, or f64 beside f64, whatever the storage: near ties must not be decided by rounding ----
+
+static Tensor routing(DType storage, int64_t rows, int64_t columns) {
+    return tensor_new(MEMORY_ACTIVATION, storage == F64 ? F64 : F32, SHAPE(rows, columns));
+}
+
+// x as routing computes with it.
+static Tensor widened(Tensor x) {
+    if (x.dtype == F64 || x.dtype == F32) return tensor_share(x);
+    Tensor wide = routing(x.dtype, tensor_rows(x), tensor_columns(x));
+    op_copy(wide, x);
+    return wide;
+}
+
+static Tensor router_of(const Model *m, int layer) {
+    return widened(param_value(&m->params, m->block[layer].router));
+}
+
+// Sets logits, weights and chosen.
+static void route(const Moe *moe, int layer, MoeKept *kept, Tensor x) {
+    const Config *c = &moe->model->config;
+    int64_t n = tensor_rows(x);
+    Tensor wide = widened(x), router = router_of(moe->model, layer);
+    kept->logits = routing(x.dtype, n, c->experts);
+    kept->weights = routing(x.dtype, n, c->top_k);
+    kept->chosen = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n, c->top_k));
+    op_matmul(kept->logits, wide, router, false, true, 0);
+    op_route_forward(kept->chosen, kept->weights, kept->logits, (Tensor){0}, moe->rule);
+    tensor_free(&wide);
+    tensor_free(&router);
+}
+
+// dx += dlogits Wrouter; dlogits is left to W.
+static void route_backward(const Moe *moe, int layer, MoeKept *kept, Tensor dx, Tensor dweights) {
+    Tensor router = router_of(moe->model, layer),
+           part = routing(dx.dtype, tensor_rows(dx), tensor_columns(dx));
+    kept->dlogits = tensor_like(MEMORY_ACTIVATION, kept->logits);
+    op_route_backward(kept->dlogits, dweights, kept->weights, kept->chosen, kept->logits, moe->rule);
+    op_matmul(part, kept->dlogits, router, false, false, 0);
+    op_accumulate(dx, part);
+    tensor_free(&part);
+    tensor_free(&router);
+}
+
+// dWrouter += dlogits^T x
+static void router_gradient(const Moe *moe, int layer, const MoeKept *kept, Tensor x) {
+    Tensor grad = param_grad(&moe->model->params, moe->model->block[layer].router);
+    Tensor wide = widened(x), part = routing(x.dtype, tensor_rows(grad), tensor_columns(grad));
+    op_matmul(part, kept->dlogits, wide, true, false, 0);
+    op_accumulate(grad, part);
+    tensor_free(&part);
+    tensor_free(&wide);
+}
+
+// ---- rows in the order of experts ----
+
+void moe_read_counts(int64_t *count, Tensor counts, int64_t rows) {
+    int64_t experts = tensor_count(counts);
+    int32_t *host = host_alloc(experts * sizeof *host);
+    tensor_to_host(host, counts);
+    for (int64_t i = 0; i < experts; i++)
+        count[i] = device_is_dry_run() ? rows / experts + (i < rows % experts) : host[i];
+    free(host);
+}
+
+// New: the rows that go to the experts. Sets place, count and m.
+static Tensor rows_of_tokens(const Moe *moe, MoeKept *kept, Tensor x) {
+    int64_t n = tensor_rows(x), k = tensor_columns(kept->chosen);
+    Tensor counts = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(moe->model->config.experts));
+    Tensor tokens = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n * k));
+    kept->place = tensor_like(MEMORY_ACTIVATION, kept->chosen);
+    op_route_order(tokens, kept->place, counts, kept->chosen);
+    moe->dispatch.count(moe->dispatch.context, kept, counts);
+    Tensor rows = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n * k, tensor_columns(x)));
+    op_gather_rows(rows, x, tokens);
+    tensor_free(&tokens);
+    tensor_free(&counts);
+    return rows;
+}
+
+static void count_here(void *context, MoeKept *kept, Tensor counts) {
+    Moe *moe = context;
+    kept->m = tensor_count(kept->chosen);
+    kept->count = host_alloc(moe->here * sizeof *kept->count);
+    moe_read_counts(kept->count, counts, kept->m);
+}
+static Tensor stay_here(void *context, const MoeKept *kept, Tensor x) {
+    (void)context, (void)kept;
+    return tensor_share(x);
+}
+static void nothing_exchanged(void *context, MoeKept *kept) { (void)context, (void)kept; }
+
+// ---- the experts: their rows stand one after another in (m, columns) ----
+
+// Calls the linear socket for each expert that has rows: gate and up together, or down.
+typedef struct Run {
+    Param *weight[2];
+    int64_t first, rows;  // of (m, columns)
+    void **linear;
+} Run;
+
+static int64_t next_run(const Moe *moe, int layer, const MoeKept *kept, bool down, int64_t expert,
+                        Run *run) {
+    const BlockParams *w = &moe->model->block[layer];
+    for (; expert < moe->here; expert++) {
+        run->first += run->rows;
+        run->rows = kept->count[expert];
+        if (run->rows == 0) continue;
+        int64_t at = moe->first + expert;
+        run->weight[0] = down ? w->expert_down + at : w->expert_gate + at;
+        run->weight[1] = w->expert_up + at;
+        run->linear = &kept->linear[2 * expert + down];
+        return expert + 1;
+    }
+    return 0;
+}
+#define EACH_RUN(run, down) \
+    Run run = {.rows = 0};  \
+    for (int64_t i_ = 0; (i_ = next_run(moe, layer, kept, down, i_, &run));)
+
+static Tensor run_of(Tensor t, const Run *run) { return tensor_rows_of(t, run->first, run->rows); }
+
+// New: what the experts make of their rows (m, h).
+static Tensor experts_forward(const Moe *moe, int layer, MoeKept *kept) {
+    Model *m = moe->model;
+    const Sockets *on = &m->sockets;
+    int64_t f = config_expert_width(&m->config);
+    kept->gate = tensor_new(MEMORY_ACTIVATION, kept->rows.dtype, SHAPE(kept->m, f));
+    kept->up = tensor_like(MEMORY_ACTIVATION, kept->gate);
+    kept->act = tensor_like(MEMORY_ACTIVATION, kept->gate);
+    Tensor out = tensor_like(MEMORY_ACTIVATION, kept->rows);
+    EACH_RUN(in, false)
+    on->linear.forward(on->linear.context, m, 2, in.weight,
+                       (Tensor[]){run_of(kept->gate, &in), run_of(kept->up, &in)}, run_of(kept->rows, &in),
+                       in.linear);
+    op_swiglu_forward(kept->act, kept->gate, kept->up);
+    EACH_RUN(down, true)
+    on->linear.forward(on->linear.context, m, 1, down.weight, (Tensor[]){run_of(out, &down)},
+                       run_of(kept->act, &down), down.linear);
+    return out;
+}
+
+// New: the gradient of their rows, from kept->dout; dgate and dup stand where gate and up stood.
+static Tensor experts_backward_input(const Moe *moe, int layer, MoeKept *kept) {
+    Model *m = moe->model;
+    const Sockets *on = &m->sockets;
+    Tensor dact = tensor_like(MEMORY_ACTIVATION, kept->act),
+           drows = tensor_like(MEMORY_ACTIVATION, kept->rows);
+    EACH_RUN(down, true)
+    on->linear.backward_input(on->linear.context, m, 1, down.weight, run_of(dact, &down),
+                              (Tensor[]){run_of(kept->dout, &down)}, down.linear);
+    op_swiglu_backward(kept->gate, kept->up, dact, kept->gate, kept->up);
+    tensor_free(&dact);
+    kept->dgate = kept->gate, kept->dup = kept->up;
+    kept->gate = kept->up = (Tensor){0};
+    EACH_RUN(in, false)
+    on->linear.backward_input(on->linear.context, m, 2, in.weight, run_of(drows, &in),
+                              (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)}, in.linear);
+    return drows;
+}
+
+// An expert without a row has the gradient 0 that it began with.
+static void experts_backward_weight(const Moe *moe, int layer, const MoeKept *kept) {
+    Model *m = moe->model;
+    const Sockets *on = &m->sockets;
+    EACH_RUN(down, true)
+    on->linear.backward_weight(on->linear.context, m, 1, down.weight, (Tensor[]){run_of(kept->dout, &down)},
+                               run_of(kept->act, &down), down.linear);
+    EACH_RUN(in, false)
+    on->linear.backward_weight(on->linear.context, m, 2, in.weight,
+                               (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)},
+                               run_of(kept->rows, &in), in.linear);
+}
+
+// ---- the technique: the mlp socket ----
+
+static int unit_of(const Model *m, int layer) { return m->first_expert_unit + layer; }
+
+static MoeKept *kept_new(Moe *moe, MicroBatch *micro, int layer) {
+    MoeKept *kept = calloc(1, sizeof *kept);
+    CHECK(kept, "out of host memory for a block's experts");
+    kept->linear = calloc((size_t)moe->here * 2, sizeof *kept->linear);
+    CHECK(kept->linear, "out of host memory for a block's experts");
+    kept->training = micro->index >= 0;
+    micro->block[layer].mlp.more = kept;
+    return kept;
+}
+
+static void hold(Moe *moe, const MoeKept *kept, int64_t rows) {
+    if (!kept->training) return;
+    moe->held += rows;
+    if (moe->held > moe->most_held) moe->most_held = moe->held;
+}
+
+static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
+    Moe *moe = context;
+    const Sockets *on = &m->sockets;
+    MoeKept *kept = kept_new(moe, micro, layer);
+    route(moe, layer, kept, x);
+    Tensor own = rows_of_tokens(moe, kept, x);
+    kept->rows = moe->dispatch.to_experts(moe->dispatch.context, kept, own);
+    tensor_free(&own);
+    hold(moe, kept, kept->m);
+    on->parameters.acquire(on->parameters.context, m, unit_of(m, layer), FORWARD);
+    Tensor made = experts_forward(moe, layer, kept);
+    on->parameters.release(on->parameters.context, m, unit_of(m, layer), FORWARD);
+    kept->out = moe->dispatch.from_experts(moe->dispatch.context, kept, made);
+    tensor_free(&made);
+    Tensor y = tensor_like(MEMORY_ACTIVATION, x);
+    op_combine_forward(y, kept->out, kept->place, kept->weights);
+    if (!m->config.shared_experts) return y;
+    Tensor shared = moe->dense.mlp.forward(moe->dense.mlp.context, m, micro, layer, x);
+    op_add(y, y, shared);
+    tensor_free(&shared);
+    return y;
+}
+
+//   forward: y = sum of weight_j out[place_j];  out = experts(rows);  rows = x[tokens]
+static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int layer, Tensor dy) {
+    Moe *moe = context;
+    const Sockets *on = &m->sockets;
+    MoeKept *kept = micro->block[layer].mlp.more;
+    Tensor dout = tensor_like(MEMORY_ACTIVATION, kept->out),
+           dweights = tensor_like(MEMORY_ACTIVATION, kept->weights);
+    op_combine_backward(dout, dweights, dy, kept->out, kept->place, kept->weights);
+    tensor_free(&kept->out);
+    kept->dout = moe->dispatch.to_experts(moe->dispatch.context, kept, dout);
+    tensor_free(&dout);
+    on->parameters.acquire(on->parameters.context, m, unit_of(m, layer), BACKWARD);
+    Tensor drows = experts_backward_input(moe, layer, kept);
+    on->parameters.release(on->parameters.context, m, unit_of(m, layer), BACKWARD);
+    Tensor back = moe->dispatch.from_experts(moe->dispatch.context, kept, drows);
+    tensor_free(&drows);
+    Tensor dx = tensor_like(MEMORY_ACTIVATION, dy);
+    op_combine_forward(dx, back, kept->place, (Tensor){0});
+    tensor_free(&back);
+    route_backward(moe, layer, kept, dx, dweights);
+    tensor_free(&dweights);
+    if (!m->config.shared_experts) return dx;
+    Tensor shared = moe->dense.mlp.backward_input(moe->dense.mlp.context, m, micro, layer, dy);
+    op_add(dx, dx, shared);
+    tensor_free(&shared);
+    return dx;
+}
+
+static void backward_weight(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
+    Moe *moe = context;
+    const Sockets *on = &m->sockets;
+    const MoeKept *kept = micro->block[layer].mlp.more;
+    int unit = unit_of(m, layer);
+    router_gradient(moe, layer, kept, x);
+    if (m->config.shared_experts)
+        moe->dense.mlp.backward_weight(moe->dense.mlp.context, m, micro, layer, x);
+    on->gradients.begin(on->gradients.context, m, unit);
+    experts_backward_weight(moe, layer, kept);
+    on->gradients.ready(on->gradients.context, m, unit, --m->ready_left[unit] == 0);
+}
+
+static void drop(void *context, MlpKept *mlp) {
+    Moe *moe = context;
+    MoeKept *kept = mlp->more;
+    moe->dense.mlp.drop(moe->dense.mlp.context, mlp);
+    if (!kept) return;
+    mlp->more = NULL;
+    const Sockets *on = &moe->model->sockets;
+    for (int64_t i = 0; i < 2 * moe->here; i++) on->linear.drop(on->linear.context, &kept->linear[i]);
+    hold(moe, kept, -kept->m);
+    moe->dispatch.drop(moe->dispatch.context, kept);
+    Tensor *const all[] = {&kept->logits, &kept->weights, &kept->chosen, &kept->place, &kept->rows,
+                           &kept->gate,   &kept->up,      &kept->act,    &kept->out,   &kept->dlogits,
+                           &kept->dgate,  &kept->dup,     &kept->dout};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
+    free(kept->count);
+    free(kept->linear);
+    free(kept);
+}
+
+static void *plug(Model *model) {
+    Moe *moe = host_alloc(sizeof *moe);
+    *moe = (Moe){.model = model,
+                 .dense = model->sockets,
+                 .rule = moe_rule(&model->config),
+                 .here = model->config.experts,
+                 .dispatch = {moe, count_here, stay_here, stay_here, nothing_exchanged}};
+    model->sockets.mlp.context = moe;
+    model->sockets.mlp.forward = forward;
+    model->sockets.mlp.backward_input = backward_input;
+    model->sockets.mlp.backward_weight = backward_weight;
+    model->sockets.mlp.drop = drop;
+    return moe;
+}
+
+static void unplug(Model *model, void *context) {
+    (void)model;
+    free(context);
+}
+
+// ---- the record ----
+
+static bool on(const Config *c) { return c->experts > 0; }
+
+static void check(const Config *c) {
+    CHECK(!config_has(c, "zero") || config_number(c, "zero") < 3,
+          "--zero 3: the units of experts are acquired inside those of blocks, which its prefetch does not "
+          "expect; --zero 2 would fit");
+}
+
+static void keep(PriceKept *rows, int *count, const char *what, double bytes, const Model *m) {
+    CHECK(*count < MOST_KEPT, "more than %d tensors of a block are priced", MOST_KEPT);
+    bool dropped = m->config.recompute == RECOMPUTE_FULL;
+    rows[(*count)++] = (PriceKept){what, dropped ? 0 : bytes, EVERY_RANK, RECOMPUTE_FULL};
+}
+
+// It is the first in the list, so that recomputation and sharded tokens have said theirs.
+static void price(Price *p, const Model *m, const void *context) {
+    const Moe *moe = context;
+    const Config *c = &m->config;
+    double e = (double)dtype_size(c->dtype), wide = c->dtype == F64 ? 8 : 4, n = (double)model_tokens(m);
+    double k = (double)c->top_k, h = (double)c->hidden, f = (double)config_expert_width(c);
+    bool alone = moe->here == c->experts;
+    keep(p->block, &p->block_rows, "router logits, weights", wide * n * ((double)c->experts + k), m);
+    keep(p->block, &p->block_rows, "chosen, place", 2 * 4 * n * k, m);
+    keep(p->block, &p->block_rows, "out of experts", e * n * k * h, m);
+    // Of all blocks: where other ranks' tokens come, too, as many as came.
+    double rows = alone ? n * k * (double)c->layers : (double)moe->most_held;
+    keep(p->end, &p->end_rows, "rows, gate, up, act of experts", e * rows * (h + 3 * f), m);
+    p->peak_counted = true;
+    if (p->gradients >= 0) p->gradients_at_work = NAN;  // whose units meet, a dry run knows
+}
+
+const Technique moe = {.name = "moe",
+                       .brings = CONFIG_EXPERTS,
+                       .on = on,
+                       .check = check,
+                       .plug = plug,
+                       .unplug = unplug,
+                       .price = price};
+
+#ifndef NO_MAIN
+static const Technique *const techniques[] = {&moe, &recompute, NULL};
+static const Technique *const plainly[] = {&token_by_token, &recompute, NULL};
+
+int main(int argc, char **argv) {
+    const Program program = {
+        .purpose =
+            "A mixture of experts: each token takes some of them, and each expert's tokens make one "
+            "multiply.",
+        .claim = "grouped by experts, the tokens make the step of one token after the other",
+        .defaults =
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 experts=8 top-k=2",
+        .natural = 1,
+        .techniques = techniques,
+        .baseline = plainly};
+    return program_main(argc, argv, &program);
+}
+#endif

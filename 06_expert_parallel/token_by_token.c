@@ -1,0 +1,238 @@
+// token_by_token.c: a mixture of experts without rows, order or groups: what moe.c is held against.
+//
+// One token after the other takes its experts, each with matrices of one row; the host decides which experts
+// and with what weights, in f64 and in so many words. Nothing here is fast, and nothing is shared with moe.c
+// or with the operations that it calls.
+//
+// Bytes sent: none. This file has no main: moe.c runs it.
+#include <math.h>
+#include <stdlib.h>
+
+#include "expert_parallel.h"
+
+typedef struct Plain {
+    Tensor gate, up, act, out;  // (n k, …) in order of tokens, and of each its experts, best first
+    Tensor dgate, dup, dout;
+    Tensor dlogits;   // (n, e)
+    double *score;    // (n, e) logits
+    double *weight;   // (n, k)
+    int32_t *chosen;  // (n, k)
+} Plain;
+
+// ---- who is chosen ----
+
+static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
+
+// The sum of the two best scores of a group, found by trying all pairs.
+static double worth(const double *score, int64_t count) {
+    double best = count == 1 ? score[0] : -INFINITY;
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t j = 0; j < i; j++) best = fmax(best, score[i] + score[j]);
+    return best;
+}
+
+// How many of `count` values come before value i: larger ones, and equal ones that stand earlier.
+static int64_t rank_of(const double *value, int64_t count, int64_t i) {
+    int64_t rank = 0;
+    for (int64_t j = 0; j < count; j++) rank += value[j] > value[i] || (value[j] == value[i] && j < i);
+    return rank;
+}
+
+static void choose(const Config *c, int32_t *chosen, double *weight, const double *logit) {
+    int64_t e = c->experts, groups = c->expert_groups, each = e / groups;
+    double value[e], group[groups], sum = 0;
+    bool by_sigmoid = c->moe == MOE_DEEPSEEK;
+    for (int64_t i = 0; i < e; i++) value[i] = by_sigmoid ? sigmoid(logit[i]) : logit[i];
+    for (int64_t g = 0; g < groups; g++) group[g] = worth(value + g * each, each);
+    double open[e];
+    for (int64_t i = 0; i < e; i++)
+        open[i] = rank_of(group, groups, i / each) < c->groups_kept ? value[i] : -INFINITY;
+    for (int64_t i = 0; i < e; i++) {
+        int64_t rank = rank_of(open, e, i);
+        if (rank < c->top_k) chosen[rank] = (int32_t)i;
+    }
+    for (int64_t j = 0; j < c->top_k; j++) {
+        weight[j] = by_sigmoid ? value[chosen[j]] : exp(logit[chosen[j]]);
+        sum += weight[j];
+    }
+    for (int64_t j = 0; j < c->top_k; j++) weight[j] *= c->routed_scale / sum;
+}
+
+// d(weights)/d(logits), pair by pair:  w_i = scale s_i / S;  dw_i / ds_j = scale (i = j) / S - w_i / S
+static void choose_backward(const Config *c, double *dlogit, const double *dweight, const int32_t *chosen,
+                            const double *weight, const double *logit) {
+    bool by_sigmoid = c->moe == MOE_DEEPSEEK;
+    double sum = 0;
+    for (int64_t j = 0; j < c->top_k; j++)
+        sum += by_sigmoid ? sigmoid(logit[chosen[j]]) : exp(logit[chosen[j]]);
+    for (int64_t i = 0; i < c->experts; i++) dlogit[i] = 0;
+    for (int64_t j = 0; j < c->top_k; j++) {
+        double s = by_sigmoid ? sigmoid(logit[chosen[j]]) : exp(logit[chosen[j]]), ds = 0;
+        for (int64_t i = 0; i < c->top_k; i++)
+            ds += dweight[i] * ((i == j ? c->routed_scale : 0) - weight[i]) / sum;
+        dlogit[chosen[j]] = ds * (by_sigmoid ? s * (1 - s) : s);
+    }
+}
+
+// ---- one token and one of its experts at a time ----
+
+static Tensor row(Tensor t, int64_t i) { return tensor_rows_of(t, i, 1); }
+
+static Tensor weight_of(const Model *m, Param *first, int32_t expert) {
+    return param_value(&m->params, first + expert);
+}
+static Tensor gradient_of(const Model *m, Param *first, int32_t expert) {
+    return param_grad(&m->params, first + expert);
+}
+
+// y += factor x
+static void add_scaled(Tensor y, Tensor x, double factor) {
+    Tensor part = tensor_like(MEMORY_ACTIVATION, x);
+    op_copy(part, x);
+    op_scale(part, factor);
+    op_accumulate(y, part);
+    tensor_free(&part);
+}
+
+static double dot(Tensor a, Tensor b) {
+    int64_t count = tensor_count(a);
+    double *x = host_alloc(2 * count * sizeof *x), *y = x + count, sum = 0;
+    tensor_to_doubles(x, a);
+    tensor_to_doubles(y, b);
+    for (int64_t i = 0; i < count; i++) sum += x[i] * y[i];
+    free(x);
+    return sum;
+}
+
+static void choose_all(const Model *m, int layer, Plain *p, Tensor x) {
+    const Config *c = &m->config;
+    int64_t n = tensor_rows(x), e = c->experts, k = c->top_k;
+    Tensor logits = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n, e));
+    op_matmul(logits, x, param_value(&m->params, m->block[layer].router), false, true, 0);
+    p->score = host_alloc(n * e * sizeof *p->score);
+    p->weight = host_alloc(n * k * sizeof *p->weight);
+    p->chosen = host_alloc(n * k * sizeof *p->chosen);
+    tensor_to_doubles(p->score, logits);
+    for (int64_t i = 0; i < n; i++) choose(c, p->chosen + i * k, p->weight + i * k, p->score + i * e);
+    tensor_free(&logits);
+}
+
+static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
+    const Sockets *dense = context;
+    const BlockParams *w = &m->block[layer];
+    int64_t n = tensor_rows(x), k = m->config.top_k, f = config_expert_width(&m->config);
+    Plain *p = calloc(1, sizeof *p);
+    CHECK(p, "out of host memory for a block's experts");
+    micro->block[layer].mlp.more = p;
+    choose_all(m, layer, p, x);
+    p->gate = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n * k, f));
+    p->up = tensor_like(MEMORY_ACTIVATION, p->gate);
+    p->act = tensor_like(MEMORY_ACTIVATION, p->gate);
+    p->out = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n * k, tensor_columns(x)));
+    Tensor y = tensor_like(MEMORY_ACTIVATION, x);
+    op_fill(y, 0);
+    for (int64_t i = 0; i < n * k; i++) {
+        int32_t expert = p->chosen[i];
+        op_matmul(row(p->gate, i), row(x, i / k), weight_of(m, w->expert_gate, expert), false, true, 0);
+        op_matmul(row(p->up, i), row(x, i / k), weight_of(m, w->expert_up, expert), false, true, 0);
+        op_swiglu_forward(row(p->act, i), row(p->gate, i), row(p->up, i));
+        op_matmul(row(p->out, i), row(p->act, i), weight_of(m, w->expert_down, expert), false, true, 0);
+        add_scaled(row(y, i / k), row(p->out, i), p->weight[i]);
+    }
+    if (!m->config.shared_experts) return y;
+    Tensor shared = dense->mlp.forward(dense->mlp.context, m, micro, layer, x);
+    op_add(y, y, shared);
+    tensor_free(&shared);
+    return y;
+}
+
+static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int layer, Tensor dy) {
+    const Sockets *dense = context;
+    const BlockParams *w = &m->block[layer];
+    const Config *c = &m->config;
+    Plain *p = micro->block[layer].mlp.more;
+    int64_t n = tensor_rows(dy), k = c->top_k, e = c->experts;
+    p->dgate = tensor_like(MEMORY_ACTIVATION, p->gate);
+    p->dup = tensor_like(MEMORY_ACTIVATION, p->gate);
+    p->dout = tensor_like(MEMORY_ACTIVATION, p->out);
+    p->dlogits = tensor_new(MEMORY_ACTIVATION, dy.dtype, SHAPE(n, e));
+    Tensor dx = tensor_like(MEMORY_ACTIVATION, dy), dact = tensor_like(MEMORY_ACTIVATION, row(p->act, 0));
+    double *dweight = host_alloc(n * k * sizeof *dweight), *dlogit = host_alloc(n * e * sizeof *dlogit);
+    op_fill(dx, 0);
+    op_fill(p->dout, 0);
+    for (int64_t i = 0; i < n * k; i++) {
+        int32_t expert = p->chosen[i];
+        dweight[i] = dot(row(dy, i / k), row(p->out, i));
+        add_scaled(row(p->dout, i), row(dy, i / k), p->weight[i]);
+        op_matmul(dact, row(p->dout, i), weight_of(m, w->expert_down, expert), false, false, 0);
+        op_swiglu_backward(row(p->dgate, i), row(p->dup, i), dact, row(p->gate, i), row(p->up, i));
+        op_matmul(row(dx, i / k), row(p->dgate, i), weight_of(m, w->expert_gate, expert), false, false, 1);
+        op_matmul(row(dx, i / k), row(p->dup, i), weight_of(m, w->expert_up, expert), false, false, 1);
+    }
+    for (int64_t i = 0; i < n; i++)
+        choose_backward(c, dlogit + i * e, dweight + i * k, p->chosen + i * k, p->weight + i * k,
+                        p->score + i * e);
+    tensor_from_doubles(p->dlogits, dlogit);
+    op_matmul(dx, p->dlogits, param_value(&m->params, w->router), false, false, 1);
+    tensor_free(&dact);
+    free(dweight);
+    free(dlogit);
+    if (!c->shared_experts) return dx;
+    Tensor shared = dense->mlp.backward_input(dense->mlp.context, m, micro, layer, dy);
+    op_add(dx, dx, shared);
+    tensor_free(&shared);
+    return dx;
+}
+
+static void backward_weight(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
+    const Sockets *dense = context;
+    const BlockParams *w = &m->block[layer];
+    const Plain *p = micro->block[layer].mlp.more;
+    int64_t n = tensor_rows(x), k = m->config.top_k;
+    int unit = m->first_expert_unit + layer;
+    op_matmul(param_grad(&m->params, w->router), p->dlogits, x, true, false, 1);
+    if (m->config.shared_experts) dense->mlp.backward_weight(dense->mlp.context, m, micro, layer, x);
+    m->sockets.gradients.begin(m->sockets.gradients.context, m, unit);
+    for (int64_t i = 0; i < n * k; i++) {
+        int32_t expert = p->chosen[i];
+        op_matmul(gradient_of(m, w->expert_down, expert), row(p->dout, i), row(p->act, i), true, false, 1);
+        op_matmul(gradient_of(m, w->expert_gate, expert), row(p->dgate, i), row(x, i / k), true, false, 1);
+        op_matmul(gradient_of(m, w->expert_up, expert), row(p->dup, i), row(x, i / k), true, false, 1);
+    }
+    m->sockets.gradients.ready(m->sockets.gradients.context, m, unit, --m->ready_left[unit] == 0);
+}
+
+static void drop(void *context, MlpKept *mlp) {
+    const Sockets *dense = context;
+    Plain *p = mlp->more;
+    dense->mlp.drop(dense->mlp.context, mlp);
+    if (!p) return;
+    mlp->more = NULL;
+    Tensor *const all[] = {&p->gate, &p->up, &p->act, &p->out, &p->dgate, &p->dup, &p->dout, &p->dlogits};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
+    free(p->score);
+    free(p->weight);
+    free(p->chosen);
+    free(p);
+}
+
+static void *plug(Model *model) {
+    Sockets *dense = host_alloc(sizeof *dense);
+    *dense = model->sockets;
+    model->sockets.mlp.context = dense;
+    model->sockets.mlp.forward = forward;
+    model->sockets.mlp.backward_input = backward_input;
+    model->sockets.mlp.backward_weight = backward_weight;
+    model->sockets.mlp.drop = drop;
+    return dense;
+}
+
+static void unplug(Model *model, void *context) {
+    (void)model;
+    free(context);
+}
+
+static bool on(const Config *c) { return c->experts > 0; }
+
+const Technique token_by_token = {
+    .name = "token_by_token", .brings = CONFIG_EXPERTS, .on = on, .plug = plug, .unplug = unplug};

@@ -1,0 +1,189 @@
+// ops_cuda_experts.cu: a mixture of experts on a GPU: routing, a thread for each token; the order of rows, a
+// block for each expert; and rows brought together, a block for each token.
+#include "ops_cuda.h"
+
+// ---- routing: the code of the CPU ----
+
+#define ROUTE_FUNCTION __device__ inline
+#define REAL           float
+#define F(name)        name##_of
+#define EXP            expf
+#include "tensor/route_row.inc"
+#undef REAL
+#undef EXP
+#define REAL double
+#define EXP  exp
+#include "tensor/route_row.inc"
+#undef REAL
+#undef EXP
+#undef F
+#undef ROUTE_FUNCTION
+
+template <class A>
+__global__ void route_forward(int32_t *chosen, A *weights, const A *logits, const A *bias, int64_t n,
+                              int64_t e, int64_t k, RouteRule rule) {
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    route_choose_of(chosen + i * k, logits + i * e, bias, e, k, rule);
+    route_weights_of(weights + i * k, chosen + i * k, logits + i * e, k, rule);
+}
+
+// Whether the k numbers of a row are all in bounds; those that are not are told.
+__device__ inline bool row_holds(const int32_t *numbers, int64_t row, int64_t k, IndexCheck check) {
+    bool holds = true;
+    for (int64_t j = row * k; j < (row + 1) * k; j++) {
+        if (check.holds(numbers[j])) continue;
+        check.tell(numbers[j], j);
+        holds = false;
+    }
+    return holds;
+}
+
+template <class A>
+__global__ void route_backward(A *dlogits, const A *dweights, const A *weights, const int32_t *chosen,
+                               const A *logits, int64_t n, int64_t e, int64_t k, RouteRule rule,
+                               IndexCheck check) {
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n || !row_holds(chosen, i, k, check)) return;
+    route_backward_row_of(dlogits + i * e, dweights + i * k, weights + i * k, chosen + i * k,
+                          logits + i * e, e, k, rule);
+}
+
+// Calls f with a value of the type of routing in this dtype.
+template <class F>
+static void by_wide(DType dtype, F f) {
+    if (dtype == F64) f(double());
+    else f(float());
+}
+
+void kernel_route_forward(DType dtype, int32_t *chosen, void *weights, const void *logits, const void *bias,
+                          int64_t n, int64_t e, int64_t k, RouteRule rule) {
+    if (n == 0) return;
+    unsigned threads = threads_for(n), blocks = blocks_for("route_forward", ceil_div(n, threads));
+    by_wide(dtype, [&](auto type) {
+        using A = decltype(type);
+        LAUNCH((route_forward<A>), blocks, threads, 0, stream(), chosen, static_cast<A *>(weights),
+               static_cast<const A *>(logits), static_cast<const A *>(bias), n, e, k, rule);
+    });
+}
+
+void kernel_route_backward(DType dtype, void *dlogits, const void *dweights, const void *weights,
+                           const int32_t *chosen, const void *logits, int64_t n, int64_t e, int64_t k,
+                           RouteRule rule) {
+    if (n == 0) return;
+    unsigned threads = threads_for(n), blocks = blocks_for("route_backward", ceil_div(n, threads));
+    by_wide(dtype, [&](auto type) {
+        using A = decltype(type);
+        LAUNCH((route_backward<A>), blocks, threads, 0, stream(), static_cast<A *>(dlogits),
+               static_cast<const A *>(dweights), static_cast<const A *>(weights), chosen,
+               static_cast<const A *>(logits), n, e, k, rule,
+               check_index(e, "route_backward: number %lld of the choices is %d, not in [0, %lld)"));
+    });
+}
+
+// ---- the order of rows: a counting sort in which rows of one expert keep the order of their tokens ----
+
+// The sum of x over the threads of lower number; *all gets that over the block.
+__device__ inline int32_t sum_below(int32_t x, int32_t *all) {
+    __shared__ int32_t of[MOST_THREADS];
+    __syncthreads();  // nobody still reads those of the last call
+    of[threadIdx.x] = x;
+    __syncthreads();
+    int32_t below = 0, sum = 0;
+    for (unsigned i = 0; i < blockDim.x; i++) {
+        below += i < threadIdx.x ? of[i] : 0;
+        sum += of[i];
+    }
+    *all = sum;
+    return below;
+}
+
+// Block b counts the pairs of expert b.
+__global__ void count_rows(int32_t *counts, const int32_t *chosen, int64_t pairs, IndexCheck check) {
+    int32_t count = 0, all;
+    for (int64_t i = threadIdx.x; i < pairs; i += blockDim.x) {
+        count += chosen[i] == (int32_t)blockIdx.x;
+        if (blockIdx.x == 0 && !check.holds(chosen[i])) check.tell(chosen[i], i);
+    }
+    sum_below(count, &all);
+    if (threadIdx.x == 0) counts[blockIdx.x] = all;
+}
+
+// And finds their places, behind the rows of all experts before it.
+__global__ void place_rows(int32_t *tokens, int32_t *place, const int32_t *counts, const int32_t *chosen,
+                           int64_t pairs, int64_t k) {
+    int32_t next = 0, all;
+    for (unsigned i = 0; i < blockIdx.x; i++) next += counts[i];
+    for (int64_t first = 0; first < pairs; first += blockDim.x) {
+        const int64_t i = first + threadIdx.x;
+        const int32_t mine = i < pairs && chosen[i] == (int32_t)blockIdx.x,
+                      row = next + sum_below(mine, &all);
+        if (mine) place[i] = row, tokens[row] = (int32_t)(i / k);
+        next += all;
+    }
+}
+
+void kernel_route_order(int32_t *tokens, int32_t *place, int32_t *counts, const int32_t *chosen, int64_t n,
+                        int64_t k, int64_t e) {
+    if (e == 0) return;
+    unsigned threads = threads_for(n * k), blocks = blocks_for("route_order", e);
+    LAUNCH(count_rows, blocks, threads, 0, stream(), counts, chosen, n * k,
+           check_index(e, "route_order: number %lld of the choices is %d, not in [0, %lld)"));
+    LAUNCH(place_rows, blocks, threads, 0, stream(), tokens, place, counts, chosen, n * k, k);
+}
+
+// ---- rows together ----
+
+template <class T>
+__global__ void combine_forward(T *y, const T *z, const int32_t *place, const Arithmetic<T> *weights,
+                                int64_t k, int64_t h, IndexCheck check) {
+    const int64_t row = blockIdx.x;
+    if (!row_holds(place, row, k, check)) return;
+    for (int64_t c = threadIdx.x; c < h; c += blockDim.x) {
+        Arithmetic<T> sum = 0;
+        for (int64_t j = row * k; j < (row + 1) * k; j++)
+            sum += (weights ? weights[j] : 1) * wide(z[place[j] * h + c]);
+        y[row * h + c] = narrow<T>(sum);
+    }
+}
+
+template <class T>
+__global__ void combine_backward(T *dz, Arithmetic<T> *dweights, const T *dy, const T *z,
+                                 const int32_t *place, const Arithmetic<T> *weights, int64_t k, int64_t h,
+                                 IndexCheck check) {
+    const int64_t j = blockIdx.x;  // a pair
+    if (!row_holds(place, j, 1, check)) return;
+    const T *from = dy + j / k * h, *value = z + place[j] * h;
+    Arithmetic<T> sum = 0;
+    for (int64_t c = threadIdx.x; c < h; c += blockDim.x) {
+        dz[place[j] * h + c] = narrow<T>(weights[j] * wide(from[c]));
+        sum += wide(from[c]) * wide(value[c]);
+    }
+    sum = over_block(sum, Add());
+    if (threadIdx.x == 0) dweights[j] = sum;
+}
+
+void kernel_combine_forward(DType dtype, void *y, const void *z, const int32_t *place, const void *weights,
+                            int64_t n, int64_t k, int64_t h) {
+    if (n == 0 || h == 0) return;
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        LAUNCH((combine_forward<T>), blocks_for("combine_forward", n), threads_for(h), 0, stream(),
+               static_cast<T *>(y), static_cast<const T *>(z), place,
+               static_cast<const Arithmetic<T> *>(weights), k, h,
+               check_index(n * k, "combine_forward: number %lld of the choices is %d, not in [0, %lld)"));
+    });
+}
+
+void kernel_combine_backward(DType dtype, void *dz, void *dweights, const void *dy, const void *z,
+                             const int32_t *place, const void *weights, int64_t n, int64_t k, int64_t h) {
+    if (n * k == 0) return;
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        using A = Arithmetic<T>;
+        LAUNCH((combine_backward<T>), blocks_for("combine_backward", n * k), threads_for(h), 0, stream(),
+               static_cast<T *>(dz), static_cast<A *>(dweights), static_cast<const T *>(dy),
+               static_cast<const T *>(z), place, static_cast<const A *>(weights), k, h,
+               check_index(n * k, "combine_backward: number %lld of the choices is %d, not in [0, %lld)"));
+    });
+}

@@ -1,0 +1,339 @@
+// test_experts.c: the operations of a mixture of experts against loops that say the same in so many words, and
+// their gradients against finite differences.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <sys/wait.h>
+#include <unistd.h>
+// cmocka wants the headers above first.
+#include <cmocka.h>
+
+#include "arrays.h"
+#include "tensor/ops.h"
+
+static const RouteRule softmax = {false, 1, 1, 1}, sigmoids = {true, 1, 1, 2.5};
+
+typedef struct Case {
+    int64_t n, e, k;
+    RouteRule rule;
+    bool bias;
+} Case;
+static const Case cases[] = {
+    {1, 1, 1, {false, 1, 1, 1}, false},   {37, 8, 2, {false, 1, 1, 1}, false},
+    {300, 5, 5, {false, 1, 1, 1}, false}, {64, 16, 1, {true, 1, 1, 1}, false},
+    {64, 16, 3, {true, 1, 1, 2.5}, true}, {129, 32, 6, {true, 8, 3, 2.5}, true},
+    {50, 12, 2, {true, 12, 2, 1}, false}, {50, 64, 4, {true, 64, 5, 1}, true},
+};
+enum { CASES = sizeof cases / sizeof *cases };
+
+// ---- who is chosen: by counting how many come before, which needs no maximum and no order of search ----
+
+static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
+
+static int64_t before(const double *value, int64_t count, int64_t i) {
+    int64_t number = 0;
+    for (int64_t j = 0; j < count; j++) number += value[j] > value[i] || (value[j] == value[i] && j < i);
+    return number;
+}
+
+static void expected_row(const Case *c, int32_t *chosen, double *weights, const double *logits,
+                         const double *bias) {
+    int64_t each = c->e / c->rule.groups;
+    double value[64], group[64], open[64], sum = 0;
+    for (int64_t i = 0; i < c->e; i++)
+        value[i] = (c->rule.by_sigmoid ? sigmoid(logits[i]) : logits[i]) + (bias ? bias[i] : 0);
+    for (int64_t g = 0; g < c->rule.groups; g++) {
+        group[g] = 0;
+        for (int64_t i = 0; i < each; i++)
+            if (before(value + g * each, each, i) < 2) group[g] += value[g * each + i];
+    }
+    for (int64_t i = 0; i < c->e; i++)
+        open[i] = before(group, c->rule.groups, i / each) < c->rule.kept ? value[i] : -INFINITY;
+    for (int64_t i = 0; i < c->e; i++)
+        if (before(open, c->e, i) < c->k) chosen[before(open, c->e, i)] = (int32_t)i;
+    for (int64_t j = 0; j < c->k; j++) {
+        weights[j] = c->rule.by_sigmoid ? sigmoid(logits[chosen[j]]) : exp(logits[chosen[j]]);
+        sum += weights[j];
+    }
+    for (int64_t j = 0; j < c->k; j++) weights[j] *= c->rule.scale / sum;
+}
+
+static void check_route(const Case *c, DType type, bool ties) {
+    Array logits = random_array(type, c->n, c->e, 1), bias = random_array(type, 1, c->e, 2);
+    for (int64_t i = 0; i < logits.count && ties; i++) logits.x[i] = floor(logits.x[i]);  // few values
+    array_write(&logits);
+    Array chosen = array_new(I32, c->n, c->k, -1), weights = poisoned(type, c->n, c->k);
+    op_route_forward(chosen.t, weights.t, logits.t, c->bias ? bias.t : (Tensor){0}, c->rule);
+    array_read(&chosen);
+    array_read(&weights);
+    double *want = zeros(c->n * c->k), *want_chosen = zeros(c->n * c->k);
+    for (int64_t i = 0; i < c->n; i++) {
+        int32_t row[64];
+        expected_row(c, row, want + i * c->k, logits.x + i * c->e, c->bias ? bias.x : NULL);
+        for (int64_t j = 0; j < c->k; j++) want_chosen[i * c->k + j] = row[j];
+    }
+    assert_exact("chosen", &chosen, want_chosen);
+    assert_close("weights", &weights, want, 16 + (double)c->k);
+    free(want);
+    free(want_chosen);
+    FREE(&logits, &bias, &chosen, &weights);
+}
+
+static void the_best_experts_are_chosen_and_of_equal_ones_the_first(void **state) {
+    (void)state;
+    for (int i = 0; i < CASES; i++)
+        for (int ties = 0; ties < 2; ties++) {
+            check_route(&cases[i], F64, ties);
+            if (!ties || !cases[i].bias) check_route(&cases[i], F32, ties);
+        }
+}
+
+static void a_token_of_nan_has_experts_all_the_same(void **state) {
+    (void)state;
+    Array logits = array_new(F32, 2, 6, NAN), chosen = array_new(I32, 2, 3, -1),
+          weights = poisoned(F32, 2, 3);
+    for (int groups = 1; groups <= 3; groups += 2) {
+        op_route_forward(chosen.t, weights.t, logits.t, (Tensor){0}, (RouteRule){true, groups, groups, 1});
+        array_read(&chosen);
+        array_read(&weights);
+        for (int i = 0; i < 6; i++) {
+            assert_int_equal((int)chosen.x[i], i % 3);
+            assert_true(isnan(weights.x[i]));
+        }
+    }
+    FREE(&logits, &chosen, &weights);
+}
+
+static void sigmoids_far_from_zero_stay_numbers(void **state) {
+    (void)state;
+    Array logits = array_new(F32, 1, 4, -200), chosen = array_new(I32, 1, 2, -1),
+          weights = poisoned(F32, 1, 2);
+    logits.x[2] = 300, logits.x[3] = 90;
+    array_write(&logits);
+    op_route_forward(chosen.t, weights.t, logits.t, (Tensor){0}, sigmoids);
+    array_read(&chosen);
+    array_read(&weights);
+    assert_int_equal((int)chosen.x[0], 2);
+    assert_int_equal((int)chosen.x[1], 3);
+    assert_true(weights.x[0] == 1.25 && weights.x[1] == 1.25);
+    FREE(&logits, &chosen, &weights);
+}
+
+// ---- the weights' gradient ----
+
+typedef struct Routed {
+    Array *logits, *dweights, *bias;
+    Tensor chosen, weights;
+    RouteRule rule;
+} Routed;
+
+static double weights_loss(void *context) {
+    Routed *r = context;
+    op_route_forward(r->chosen, r->weights, r->logits->t, r->bias ? r->bias->t : (Tensor){0}, r->rule);
+    return weighted(r->weights, r->dweights);
+}
+
+static void the_weights_gradient_is_that_of_differences(void **state) {
+    (void)state;
+    for (int i = 1; i < CASES; i++) {
+        const Case *c = &cases[i];
+        if (c->k == 1) continue;  // its weight is a constant
+        int64_t n = c->n < 20 ? c->n : 20;
+        Array logits = random_array(F64, n, c->e, 3), dweights = random_array(F64, n, c->k, 4);
+        Array bias = random_array(F64, 1, c->e, 2), dlogits = poisoned(F64, n, c->e);
+        Array chosen = array_new(I32, n, c->k, -1), weights = poisoned(F64, n, c->k);
+        Routed r = {&logits, &dweights, c->bias ? &bias : NULL, chosen.t, weights.t, c->rule};
+        weights_loss(&r);
+        op_route_backward(dlogits.t, dweights.t, weights.t, chosen.t, logits.t, c->rule);
+        array_read(&dlogits);
+        assert_gradient("route_backward", &logits, dlogits.x, weights_loss, &r);
+        FREE(&logits, &dweights, &bias, &dlogits, &chosen, &weights);
+    }
+}
+
+// The one choice that has no weights to learn: its gradient is 0, and not what softmax over all would give.
+static void a_single_expert_has_no_gradient_of_its_weight(void **state) {
+    (void)state;
+    const RouteRule rules[] = {softmax, sigmoids};
+    for (int i = 0; i < 2; i++) {
+        Array logits = random_array(F64, 9, 4, 5), dweights = random_array(F64, 9, 1, 6);
+        Array chosen = array_new(I32, 9, 1, -1), weights = poisoned(F64, 9, 1),
+              dlogits = poisoned(F64, 9, 4);
+        op_route_forward(chosen.t, weights.t, logits.t, (Tensor){0}, rules[i]);
+        op_route_backward(dlogits.t, dweights.t, weights.t, chosen.t, logits.t, rules[i]);
+        array_read(&dlogits);
+        for (int64_t j = 0; j < dlogits.count; j++) assert_true(fabs(dlogits.x[j]) < 1e-15);
+        FREE(&logits, &dweights, &chosen, &weights, &dlogits);
+    }
+}
+
+// ---- rows in the order of experts ----
+
+// Choices: all tokens to the last expert; experts without a token; any.
+static Array choices(int64_t n, int64_t k, int64_t e, int kind) {
+    Array chosen = random_tokens(n * k, kind == 1 && e > 2 ? e / 2 : e, 7);
+    for (int64_t i = 0; i < n * k && kind == 0; i++) chosen.x[i] = (double)(e - 1);
+    array_write(&chosen);
+    chosen.t = tensor_view(chosen.t, 0, SHAPE(n, k));
+    return chosen;
+}
+
+static void rows_stand_in_the_order_of_experts_and_of_tokens(void **state) {
+    (void)state;
+    const int64_t sizes[][3] = {{1, 1, 1}, {31, 2, 8}, {600, 3, 5}, {4, 1, 64}};
+    for (int size = 0; size < 4; size++)
+        for (int kind = 0; kind < 3; kind++) {
+            int64_t n = sizes[size][0], k = sizes[size][1], e = sizes[size][2], row = 0;
+            Array chosen = choices(n, k, e, kind), tokens = array_new(I32, n * k, 1, -1);
+            Array place = array_new(I32, n, k, -1), counts = array_new(I32, e, 1, -1);
+            op_route_order(tokens.t, place.t, counts.t, chosen.t);
+            array_read(&tokens);
+            array_read(&place);
+            array_read(&counts);
+            for (int64_t expert = 0; expert < e; expert++) {
+                int64_t first = row;
+                for (int64_t i = 0; i < n * k; i++) {
+                    if ((int64_t)chosen.x[i] != expert) continue;
+                    assert_int_equal((int64_t)place.x[i], row);
+                    assert_int_equal((int64_t)tokens.x[row++], i / k);
+                }
+                assert_int_equal((int64_t)counts.x[expert], row - first);
+            }
+            assert_int_equal(row, n * k);
+            free(chosen.x);
+            tensor_free(&chosen.t);
+            FREE(&tokens, &place, &counts);
+        }
+}
+
+// ---- to the experts and back ----
+
+static void check_rows(DType dtype, int64_t n, int64_t k, int64_t e, int64_t h) {
+    Array chosen = choices(n, k, e, 2), tokens = array_new(I32, n * k, 1, -1);
+    Array place = array_new(I32, n, k, -1), counts = array_new(I32, e, 1, -1);
+    Array x = random_array(dtype, n, h, 1), z = random_array(dtype, n * k, h, 2),
+          dy = random_array(dtype, n, h, 3);
+    Array weights = random_array(full(dtype), n, k, 4), rows = poisoned(dtype, n * k, h);
+    Array y = poisoned(dtype, n, h), sum = poisoned(dtype, n, h), dz = poisoned(dtype, n * k, h);
+    Array dweights = poisoned(full(dtype), n, k);
+    op_route_order(tokens.t, place.t, counts.t, chosen.t);
+    op_gather_rows(rows.t, x.t, tokens.t);
+    op_combine_forward(y.t, z.t, place.t, weights.t);
+    op_combine_forward(sum.t, z.t, place.t, (Tensor){0});
+    op_combine_backward(dz.t, dweights.t, dy.t, z.t, place.t, weights.t);
+    Array *const read[] = {&place, &rows, &y, &sum, &dz, &dweights};
+    for (int i = 0; i < 6; i++) array_read(read[i]);
+    double *want_rows = zeros(n * k * h), *want_y = zeros(n * h), *want_sum = zeros(n * h);
+    double *want_dz = zeros(n * k * h), *want_dweights = zeros(n * k);
+    for (int64_t i = 0; i < n * k; i++)
+        for (int64_t c = 0; c < h; c++) {
+            int64_t at = (int64_t)place.x[i] * h + c, token = i / k * h + c;
+            want_rows[at] = x.x[token];
+            want_y[token] += weights.x[i] * z.x[at];
+            want_sum[token] += z.x[at];
+            want_dz[at] = weights.x[i] * dy.x[token];
+            want_dweights[i] += dy.x[token] * z.x[at];
+        }
+    assert_exact("gather_rows", &rows, want_rows);
+    assert_close("combine_forward", &y, want_y, 2 * (double)k);
+    assert_close("combine_forward without weights", &sum, want_sum, (double)k);
+    assert_close("combine_backward's dz", &dz, want_dz, 1);
+    assert_close("combine_backward's dweights", &dweights, want_dweights, 2 * (double)h);
+    double *wanted[] = {want_rows, want_y, want_sum, want_dz, want_dweights};
+    for (int i = 0; i < 5; i++) free(wanted[i]);
+    free(chosen.x);
+    tensor_free(&chosen.t);
+    FREE(&tokens, &place, &counts, &x, &z, &dy, &weights, &rows, &y, &sum, &dz, &dweights);
+}
+
+static void rows_go_to_experts_and_come_back(void **state) {
+    (void)state;
+    for (int type = 0; type < 4; type++) {
+        check_rows(all_dtypes[type], 1, 1, 1, 1);
+        check_rows(all_dtypes[type], 37, 2, 8, 33);
+        check_rows(all_dtypes[type], 200, 3, 5, 70);
+    }
+}
+
+// ---- what is refused ----
+
+static Tensor tensor(DType dtype, int64_t rows, int64_t columns) {
+    Tensor t = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(rows, columns));
+    if (dtype != I32) op_fill(t, 0);
+    return t;
+}
+
+static void too_many_experts(void) {
+    op_route_forward(tensor(I32, 3, 5), tensor(F32, 3, 5), tensor(F32, 3, 4), (Tensor){0}, softmax);
+}
+static void narrow_logits(void) {
+    op_route_forward(tensor(I32, 3, 2), tensor(BF16, 3, 2), tensor(BF16, 3, 4), (Tensor){0}, softmax);
+}
+static void groups_that_do_not_divide(void) {
+    op_route_forward(tensor(I32, 3, 2), tensor(F32, 3, 2), tensor(F32, 3, 4), (Tensor){0},
+                     (RouteRule){true, 3, 2, 1});
+}
+static void no_such_expert(void) {
+    Array chosen = array_new(I32, 3, 2, 1), tokens = array_new(I32, 6, 1, 0),
+          place = array_new(I32, 3, 2, 0), counts = array_new(I32, 4, 1, 0);
+    chosen.x[5] = 4;
+    array_write(&chosen);
+    op_route_order(tokens.t, place.t, counts.t, chosen.t);
+}
+static void no_such_row(void) {
+    Array place = array_new(I32, 3, 2, 1);
+    place.x[4] = -1;
+    array_write(&place);
+    op_combine_forward(tensor(F32, 3, 7), tensor(F32, 6, 7), place.t, (Tensor){0});
+}
+
+// Runs `wrong` in a process of its own, which must end with this sentence.
+static void assert_refused(void (*wrong)(void), const char *sentence) {
+    int ends[2], status;
+    assert_int_equal(pipe(ends), 0);
+    fflush(NULL);
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        wrong();
+        tensor_to_host(&(float){0},
+                       tensor(F32, 1, 1));  // what only a GPU has seen comes out when one waits
+        _exit(0);
+    }
+    close(ends[1]);
+    char said[1024] = "";
+    size_t length = 0;
+    for (ssize_t got; (got = read(ends[0], said + length, sizeof said - 1 - length)) > 0;)
+        length += (size_t)got;
+    close(ends[0]);
+    waitpid(child, &status, 0);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE || !strstr(said, sentence))
+        fail_msg("expected \"%s\", got \"%s\"", sentence, said);
+}
+
+static void wrong_choices_are_refused(void **state) {
+    (void)state;
+    assert_refused(too_many_experts, "route_forward: 5 of 4 experts");
+    assert_refused(narrow_logits, "route_forward: logits is (3, 4) bf16; routing is in f32 or f64");
+    assert_refused(groups_that_do_not_divide, "in 2 of 3 groups of equal size");
+    assert_refused(no_such_expert, "route_order: number 5 of the choices is 4, not in [0, 4)");
+    assert_refused(no_such_row, "combine_forward: number 4 of the choices is -1, not in [0, 6)");
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(
+            wrong_choices_are_refused),  // first: what it forks off must not have started a GPU
+        cmocka_unit_test(the_best_experts_are_chosen_and_of_equal_ones_the_first),
+        cmocka_unit_test(a_token_of_nan_has_experts_all_the_same),
+        cmocka_unit_test(sigmoids_far_from_zero_stay_numbers),
+        cmocka_unit_test(the_weights_gradient_is_that_of_differences),
+        cmocka_unit_test(a_single_expert_has_no_gradient_of_its_weight),
+        cmocka_unit_test(rows_stand_in_the_order_of_experts_and_of_tokens),
+        cmocka_unit_test(rows_go_to_experts_and_come_back),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
