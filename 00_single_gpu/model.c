@@ -122,6 +122,7 @@ Model *model_new(const Config *config, Mesh mesh) {
     Params *p = &m->params;
     int64_t h = config->hidden, v = config->vocab;
     params_begin(p, &mesh);
+    p->recipe = recipe_standard(config->dtype);
     params_add_unit(p, "embedding");
     params_add(p, &(ParamSpec){"model.embed_tokens.weight", ROLE_EMBEDDING, v, h, true, 0.02});
     for (int64_t layer = 0; layer < config->layers; layer++) add_block(p, config, layer);
@@ -149,7 +150,7 @@ Model *model_new(const Config *config, Mesh mesh) {
 }
 
 void model_allocate(Model *m) {
-    params_allocate(&m->params, recipe_standard(m->config.dtype), (uint64_t)m->config.seed);
+    params_allocate(&m->params, m->params.recipe, (uint64_t)m->config.seed);
 }
 
 void model_free(Model *m) {

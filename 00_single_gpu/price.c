@@ -38,6 +38,15 @@ void price_all_gather(Price *p, double calls, int64_t own, DType dtype, Group gr
     price_sent(p, "all_gather", calls, calls * (double)dtype_size(dtype) * (double)own * (group.size - 1));
 }
 
+void price_all_gather_coded(Price *p, double calls, int64_t own, DType dtype, const Codec *codec,
+                            Group group) {
+    if (!codec) price_all_gather(p, calls, own, dtype, group);
+    for (int i = 0; codec && i < codec->tensors; i++) {
+        int64_t coded = own > 0 ? codec->count(codec->context, i, own) : 0;
+        price_all_gather(p, calls, coded, codec->dtype[i], group);
+    }
+}
+
 void price_reduce_scatter(Price *p, double calls, int64_t elements, int64_t own, DType dtype, Group group) {
     (void)group;
     price_sent(p, "reduce_scatter", calls, calls * (double)dtype_size(dtype) * (double)(elements - own));

@@ -48,6 +48,8 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
         CHECK(count < MOST_TECHNIQUES, "more than %d techniques at once", MOST_TECHNIQUES);
         if (!techniques[i]->on || techniques[i]->on(config)) on[count++] = techniques[i];
     }
+    for (int i = 0; i < count; i++)
+        if (on[i]->recipe) on[i]->recipe(&t->model->params.recipe, config);
     // The shards nearest to the multiply come first: ZeRO deals out what tensor parallelism has left here.
     for (int i = count - 1; i >= 0; i--) {
         if (on[i]->shard) on[i]->shard(t->model);
@@ -159,8 +161,9 @@ static void read_ahead(Trainer *t) {
     t->labels_ahead = comm_sum((double)count_labels(t->ahead.targets, t->ahead.count), dp);
 }
 
-// The loss was read when the step was over; but weights are as they were, so the same micro-batches, forward
-// again, find where it broke. Of the ranks that find something in the first bad one, the first speaks.
+// The loss was read when the step was over; but weights are as they were, so that the same micro-batches,
+// forward again, show where it broke. Of the ranks that find something in the first bad one, the first
+// speaks.
 static void explain_bad_loss(Trainer *t, const StepInput *input) {
     Model *m = t->model;
     Group world = m->mesh.world;

@@ -69,6 +69,7 @@ typedef struct Technique {
     // Each may be NULL.
     bool (*on)(const Config *config);     // whether these flags ask for it; NULL: it is always on
     void (*check)(const Config *config);  // fatal, naming the flags, when it cannot be
+    void (*recipe)(Recipe *recipe, const Config *config);  // changes dtypes of roles, and codecs
     void (*shard)(Model *model);          // what of a weight stays on this rank
     void *(*plug)(Model *model);          // fills sockets; returns what unplug frees
     void (*unplug)(Model *model, void *context);
@@ -148,6 +149,9 @@ double price_kept(const Price *price);
 // one, of which `own` are this rank's), by what comm.h says that this rank sends.
 void price_all_reduce(Price *price, double calls, int64_t elements, DType dtype, Group group);
 void price_all_gather(Price *price, double calls, int64_t own, DType dtype, Group group);
+// codec: of comm_all_gather_coded, or NULL.
+void price_all_gather_coded(Price *price, double calls, int64_t own, DType dtype, const Codec *codec,
+                            Group group);
 void price_reduce_scatter(Price *price, double calls, int64_t elements, int64_t own, DType dtype,
                           Group group);
 void price_sent(Price *price, const char *call, double calls, double bytes);  // any other

@@ -13,25 +13,17 @@
 // ---- the weights ----
 
 // What a weight is in the model: techniques shard by it.
+// clang-format off
 typedef enum Role {
-    ROLE_EMBEDDING,  // (v, h)
-    ROLE_NORM1,
-    ROLE_Q,
-    ROLE_K,
-    ROLE_V,
-    ROLE_O,  // (h); (a d, h), (kv d, h) twice, (h, a d)
-    ROLE_NORM2,
-    ROLE_GATE,
-    ROLE_UP,
-    ROLE_DOWN,  // (h); (f, h) twice, (h, f)
-    ROLE_NORM,
-    ROLE_HEAD,    // (h); (v, h), absent where the embedding is tied to it
-    ROLE_ROUTER,  // (e, h), and of each expert (f, h) twice, (h, f): where a block has experts
-    ROLE_EXPERT_GATE,
-    ROLE_EXPERT_UP,
-    ROLE_EXPERT_DOWN,
-    ROLES  // a chapter's own roles begin here
+    ROLE_EMBEDDING,                              // (v, h)
+    ROLE_NORM1, ROLE_Q, ROLE_K, ROLE_V, ROLE_O,  // (h); (a d, h), (kv d, h) twice, (h, a d)
+    ROLE_NORM2, ROLE_GATE, ROLE_UP, ROLE_DOWN,   // (h); (f, h) twice, (h, f)
+    ROLE_NORM, ROLE_HEAD,                        // (h); (v, h), absent where the embedding is tied to it
+    ROLE_ROUTER,                                 // (e, h) where a block has experts, and of each of them
+    ROLE_EXPERT_GATE, ROLE_EXPERT_UP, ROLE_EXPERT_DOWN,  // (f, h) twice, (h, f)
+    ROLES                                                // a chapter's own roles begin here
 } Role;
+// clang-format on
 
 // Where a block's weights stand in the table. With experts, gate, up and down are those that all tokens
 // pass, NULL if there are none.
@@ -103,8 +95,7 @@ typedef struct StepInput {
     const int32_t *tokens, *targets;  // (micro_batches b, s) host, whole sequences
     const double *loss_scale;         // (micro_batches)
     Tensor loss;  // (1) f64 on the device: += the losses of this rank's micro-batches
-    int64_t
-        *kept_bytes;  // raised to the activation bytes held when a micro-batch's forward has ended; or NULL
+    int64_t *kept_bytes;  // raised to the activations held when a forward has ended; may be NULL
 } StepInput;
 
 // ---- the sockets: where a parallelism plugs in ----
@@ -148,12 +139,12 @@ typedef struct Sockets {
         void *context;
         int64_t (*rows)(void *context, const MicroBatch *micro);
         Tensor (*enter)(void *context, const MicroBatch *micro, Tensor x);  // f: identity;  g: all-gather
-        Tensor (*leave)(void *context, const MicroBatch *micro,
-                        Tensor partial);  // f*: all-reduce; g*: reduce-scatter
-        Tensor (*enter_backward)(void *context, const MicroBatch *micro,
-                                 Tensor dx);  // f: all-reduce; g: reduce-scatter
-        Tensor (*leave_backward)(void *context, const MicroBatch *micro,
-                                 Tensor dy);  // f*: identity; g*: all-gather
+        // f*: all-reduce; g*: reduce-scatter
+        Tensor (*leave)(void *context, const MicroBatch *micro, Tensor partial);
+        // f: all-reduce; g: reduce-scatter
+        Tensor (*enter_backward)(void *context, const MicroBatch *micro, Tensor dx);
+        // f*: identity; g*: all-gather
+        Tensor (*leave_backward)(void *context, const MicroBatch *micro, Tensor dy);
     } region;
     // Embedding and loss. A rank may hold some rows of x alone (sequence parallelism), some columns of the
     // logits alone (vocabulary parallelism), or both; tokens and targets are those of the whole
@@ -161,8 +152,8 @@ typedef struct Sockets {
     struct {
         void *context;
         Tensor (*lookup)(void *context, const MicroBatch *micro, Tensor weight);  // x, new
-        void (*lookup_backward)(void *context, const MicroBatch *micro, Tensor dweight,
-                                Tensor dx);  // dweight +=
+        // dweight +=
+        void (*lookup_backward)(void *context, const MicroBatch *micro, Tensor dweight, Tensor dx);
         // Into and out of the output layer, as region's.
         Tensor (*enter)(void *context, const MicroBatch *micro, Tensor x);
         Tensor (*enter_backward)(void *context, const MicroBatch *micro, Tensor dx);
@@ -185,13 +176,12 @@ typedef struct Sockets {
         void (*again)(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
                       Tensor v, AttentionShape shape);
     } attention;
-    // The feed-forward part of a block, region included: x (n, h) is the output of its norm.
+    // The feed-forward part of a block, region included: x (n, h) is the output of its norm. Forward returns
+    // y (n, h), new, and backward_input dx.
     struct {
         void *context;
-        Tensor (*forward)(void *context, Model *model, MicroBatch *micro, int layer,
-                          Tensor x);  // (n, h), new
-        Tensor (*backward_input)(void *context, Model *model, MicroBatch *micro, int layer,
-                                 Tensor dy);  // dx, new
+        Tensor (*forward)(void *context, Model *model, MicroBatch *micro, int layer, Tensor x);
+        Tensor (*backward_input)(void *context, Model *model, MicroBatch *micro, int layer, Tensor dy);
         void (*backward_weight)(void *context, Model *model, MicroBatch *micro, int layer, Tensor x);
         void (*drop)(void *context, MlpKept *kept);
     } mlp;
@@ -199,13 +189,13 @@ typedef struct Sockets {
     // is the plug's own, from forward to drop.
     struct {
         void *context;
+        // y[i] = x W_i^T;  dx = sum over i of dy[i] W_i;  dW_i += dy[i]^T x
         void (*forward)(void *context, Model *model, int count, Param *const *weight, const Tensor *y,
-                        Tensor x,
-                        void **kept);  // y[i] = x W_i^T
+                        Tensor x, void **kept);
         void (*backward_input)(void *context, Model *model, int count, Param *const *weight, Tensor dx,
-                               const Tensor *dy, void **kept);  // dx = sum over i of dy[i] W_i
+                               const Tensor *dy, void **kept);
         void (*backward_weight)(void *context, Model *model, int count, Param *const *weight,
-                                const Tensor *dy, Tensor x, void **kept);  // dW_i += dy[i]^T x
+                                const Tensor *dy, Tensor x, void **kept);
         void (*drop)(void *context, void **kept);
     } linear;
     // After a block's forward, and before its backward.
@@ -229,20 +219,12 @@ typedef struct Sockets {
     } step;
 } Sockets;
 
+// clang-format off
 typedef enum Socket {  // those above, in order
-    SOCKET_TOKENS,
-    SOCKET_PARAMETERS,
-    SOCKET_GRADIENTS,
-    SOCKET_REGION,
-    SOCKET_VOCABULARY,
-    SOCKET_ATTENTION,
-    SOCKET_MLP,
-    SOCKET_LINEAR,
-    SOCKET_ACTIVATIONS,
-    SOCKET_SCHEDULE,
-    SOCKET_STEP,
-    SOCKETS
+    SOCKET_TOKENS, SOCKET_PARAMETERS, SOCKET_GRADIENTS, SOCKET_REGION, SOCKET_VOCABULARY, SOCKET_ATTENTION,
+    SOCKET_MLP, SOCKET_LINEAR, SOCKET_ACTIVATIONS, SOCKET_SCHEDULE, SOCKET_STEP, SOCKETS
 } Socket;
+// clang-format on
 const char *socket_name(Socket socket);
 // The sockets that are filled differently, as bits: 1 << socket.
 unsigned sockets_difference(const Sockets *a, const Sockets *b);
@@ -264,7 +246,8 @@ struct Model {
                         // norms are as without.
 };
 
-// What the model's weights are, each stored whole on every rank: techniques shard it, then model_allocate.
+// What the model's weights are, each stored whole on every rank: techniques change params.recipe and shard
+// it, then model_allocate.
 Model *model_new(const Config *config, Mesh mesh);
 void model_allocate(Model *model);
 void model_free(Model *model);

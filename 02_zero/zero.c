@@ -99,8 +99,8 @@ void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
         double times = price->finals ? (double)price->finals[i] : micros;
         price_reduce_scatter(price, stage == 1 ? 1 : times, u->count, u->own_count, p->recipe.sum,
                              u->replicas);
-        price_all_gather(price, stage == 3 ? gathers_of(m, i) : 1, u->own_count, p->recipe.weight,
-                         u->replicas);
+        price_all_gather_coded(price, stage == 3 ? gathers_of(m, i) : 1, u->own_count, p->recipe.weight,
+                               stage == 3 ? p->recipe.send_weights : NULL, u->replicas);
     }
     price->states = own;
     if (stage >= 2) price->gradients = own;

@@ -31,7 +31,8 @@ static void start_gather(Model *model, Zero *zero, int unit) {
     if (tensor_exists(u->values) || u->count == 0) return;  // here, in flight, or another stage's
     u->values = tensor_new(MEMORY_PARAMETER, model->params.recipe.weight, SHAPE(u->count));
     int64_t *counts = zero_part_counts(u);
-    zero->gathering[unit] = comm_all_gather(u->values, u->own_values, counts, u->replicas);
+    zero->gathering[unit] = comm_all_gather_coded(u->values, u->own_values, counts,
+                                                   model->params.recipe.send_weights, u->replicas);
     free(counts);
 }
 

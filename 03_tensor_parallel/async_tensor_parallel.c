@@ -156,6 +156,9 @@ static void *plug(Model *model) {
     Async *a = host_alloc(sizeof *a);
     *a = (Async){.tp = model->mesh.tp, .before = *on, .in = host_alloc(2 * n * sizeof *a->in)};
     a->out = a->in + n;
+    const Codec *codec = model->params.recipe.send_rows;
+    CHECK(!codec, "async_tensor_parallel sends rows as they are, and the recipe wants %s: leave it out",
+          codec->name);
     if (n == 1) return a;  // nothing to send: rows enter and leave as sequence_parallel.c has it
     on->region.context = on->linear.context = a;
     on->region.rows = rows_outside;

@@ -47,13 +47,22 @@ static int64_t own_rows(void *context, const MicroBatch *micro) {
     return sequence_rows(tokens_of(micro), t->tp.rank, t->tp.size, &first);
 }
 
-static Tensor all_gather(void *context, const MicroBatch *micro, Tensor rows) {
-    TensorParallel *t = context;
+static Tensor all_gather(const TensorParallel *t, const MicroBatch *micro, Tensor rows,
+                         const Codec *codec) {
     int64_t n = tokens_of(micro), h = tensor_columns(rows), counts[t->tp.size];
     sequence_counts(n, h, t->tp.size, counts);
     Tensor all = tensor_new(MEMORY_ACTIVATION, rows.dtype, SHAPE(n, h));
-    comm_wait(comm_all_gather(all, rows, counts, t->tp));
+    comm_wait(comm_all_gather_coded(all, rows, counts, codec, t->tp));
     return all;
+}
+
+static Tensor enter(void *context, const MicroBatch *micro, Tensor rows) {
+    const TensorParallel *t = context;
+    return all_gather(t, micro, rows, t->send_rows);
+}
+static Tensor leave_backward(void *context, const MicroBatch *micro, Tensor drows) {
+    const TensorParallel *t = context;
+    return all_gather(t, micro, drows, t->send_drows);
 }
 
 static Tensor reduce_scatter(void *context, const MicroBatch *micro, Tensor partial) {
@@ -107,11 +116,15 @@ static void loss_backward(void *context, const MicroBatch *micro, Tensor dlogits
 
 static void *plug(Model *model) {
     TensorParallel *t = host_alloc(sizeof *t);
-    *t = (TensorParallel){.tp = model->mesh.tp, .before = model->sockets};
+    *t = (TensorParallel){.tp = model->mesh.tp,
+                          .before = model->sockets,
+                          .send_rows = model->params.recipe.send_rows,
+                          .send_drows = model->params.recipe.send_drows};
     Sockets *on = &model->sockets;
     on->region.context = on->vocabulary.context = t;
     on->region.rows = own_rows;
-    on->region.enter = on->region.leave_backward = all_gather;
+    on->region.enter = enter;
+    on->region.leave_backward = leave_backward;
     on->region.leave = on->region.enter_backward = reduce_scatter;
     on->vocabulary.lookup = lookup;
     on->vocabulary.lookup_backward = lookup_backward;
@@ -143,16 +156,18 @@ static void price(Price *price, const Model *m, const void *context) {
     DType dtype = m->params.recipe.weight;
     int64_t n = model_tokens(m), h = m->config.hidden, first;
     int64_t rows = sequence_rows(n, tp.rank, tp.size, &first);
-    double gathers = price->enters + price->leaves_backward,
+    const Recipe *recipe = &m->params.recipe;
+    double enters = price->enters, leaves = price->leaves_backward, gathers = enters + leaves,
            scatters = price->leaves + price->enters_backward;
     if (price->messages) {
         double sent = (gathers - price->lookups) * (double)(rows * h * (tp.size - 1)) +
                       (scatters - price->lookups) * (double)((n - rows) * h);
         price_sent(price, "transfers", (gathers + scatters - 2 * price->lookups) * (tp.size - 1),
                    (double)dtype_size(dtype) * sent);
-        gathers = scatters = price->lookups;
+        enters = 0, leaves = scatters = price->lookups;
     }
-    price_all_gather(price, gathers, rows * h, dtype, tp);
+    price_all_gather_coded(price, enters, rows * h, dtype, recipe->send_rows, tp);
+    price_all_gather_coded(price, leaves, rows * h, dtype, recipe->send_drows, tp);
     price_reduce_scatter(price, scatters, n * h, rows * h, dtype, tp);
     price_all_reduce(price, price->losses, 1, F64, tp);
     tensor_parallel_price_kept(price, m);

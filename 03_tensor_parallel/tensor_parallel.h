@@ -21,6 +21,7 @@ enum { TENSOR_LAYOUT_OPTIONS = 1 };
 typedef struct TensorParallel {
     Group tp;
     Sockets before;  // as they were: what these plugs add to, they call
+    const Codec *send_rows, *send_drows;  // the recipe's; NULL: as they are
 } TensorParallel;
 
 // tensor_parallel.c: which rows or columns of a block's matrices are this rank's, and what is left to store

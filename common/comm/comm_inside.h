@@ -1,5 +1,6 @@
 // comm_inside.h: what the files of comm's front share: comm.c (start, end, groups), comm_agreement.c
-// (notices, lines, waiting), comm_sentences.c, and comm_requests.c (the calls of comm.h, and their counts).
+// (notices, lines, waiting), comm_sentences.c, comm_requests.c (the calls of comm.h, and their counts), and
+// codec.c.
 #ifndef COMM_INSIDE_H
 #define COMM_INSIDE_H
 
@@ -31,6 +32,8 @@ struct Request {
     int64_t bytes;                  // that this rank sends
     Group made;                     // what a GROUP is about
     Operation *operation;
+    void (*then)(void *context);  // what comm_wait does when the request has ended and is gone; or NULL
+    void *then_context;
 };
 
 typedef struct
@@ -125,5 +128,8 @@ void describe_wait(char *text, size_t size);
 // A call of a member; the caller fills in the rest.
 Request *request_new(CollectiveKind kind, Group group, int root, DType dtype);
 void request_release(Request *r);
+// The tensor belongs to the request until it is waited for.
+void request_claim(Request *r, Tensor t, bool writes);
+void request_then(Request *r, void (*then)(void *context), void *context);
 
 #endif

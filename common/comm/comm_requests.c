@@ -84,8 +84,16 @@ static void end(Request *r) {
 }
 
 void comm_wait(Request *r) {
+    void (*then)(void *) = r->then;
+    void *context = r->then_context;
     request_await(r);
     end(r);
+    if (then) then(context);
+}
+
+void request_then(Request *r, void (*then)(void *context), void *context) {
+    r->then = then;
+    r->then_context = context;
 }
 
 void comm_wait_all(Request **requests, int count) {
@@ -183,9 +191,8 @@ static const char *request_text(const void *request) {
     return text;
 }
 
-// The tensor belongs to the request until it is waited for. One that was started before on the same line is
-// done with it when this one begins.
-static void claim(Request *r, Tensor t, bool writes) {
+// One that was started before on the same line is done with the tensor when this one begins.
+void request_claim(Request *r, Tensor t, bool writes) {
     r->index = comm.calls + 1;
     in_flight_check(kind_names[r->call.kind], t, writes, r->call.group.line);
     in_flight_begin(t, writes, r->call.group.line, r, request_text);
@@ -195,8 +202,8 @@ static void claim(Request *r, Tensor t, bool writes) {
 static void hold(Request *r, Tensor out, Tensor in, bool writes) {
     r->out = tensor_share(out);
     r->in = tensor_share(in);
-    if (tensor_exists(in)) claim(r, in, false);
-    if (tensor_exists(out) && writes) claim(r, out, true);
+    if (tensor_exists(in)) request_claim(r, in, false);
+    if (tensor_exists(out) && writes) request_claim(r, out, true);
     r->call.out = tensor_exists(out) ? tensor_address(out) : NULL;
     r->call.in = tensor_exists(in) ? tensor_address(in) : NULL;
 }
@@ -381,7 +388,7 @@ Request *comm_transfers(const Transfer *transfers, int count, Group group) {
         CHECK(t->peer >= 0 && t->peer < group.size, "transfers: there is no peer %d in group %s of %d",
               t->peer, group.name ? group.name : "?", group.size);
         r->transfers[i] = (Transfer){.send = t->send, .peer = t->peer, .t = tensor_share(t->t)};
-        claim(r, t->t, !t->send);
+        request_claim(r, t->t, !t->send);
         double size = (double)tensor_bytes(t->t);
         add_traffic(r, traffic, t->peer, t->send ? size : 0, t->send ? 0 : size);
         if (t->peer != group.rank && t->send) bytes += tensor_bytes(t->t);

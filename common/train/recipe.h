@@ -1,9 +1,10 @@
 // recipe.h: which dtype each role of a number has: weights, gradients, their sums, master weights, moments.
-// One record decides it, so that nobody asks how many bytes a type has to know whether there are masters.
+// One record decides it, so that nobody asks how many bytes a type has to know whether there are masters;
+// and what is sent in fewer bits than it is stored in.
 #ifndef RECIPE_H
 #define RECIPE_H
 
-#include "tensor/tensor.h"
+#include "comm/codec.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -15,6 +16,10 @@ typedef struct Recipe {
     DType sum;       // of gradients over micro-batches and ranks; other than `gradient`: accumulators exist
     DType master;    // what the optimizer steps; other than `weight`: master weights exist
     DType moment;    // AdamW's m and v
+    // Of what is gathered for use and freed after it; NULL: it is sent as it is.
+    const Codec *send_weights;  // of a unit whose ranks store parts of it (ZeRO-3)
+    const Codec *send_rows;     // activations that enter a region of tensor parallelism
+    const Codec *send_drows;    // their gradients, which enter it from the other side
 } Recipe;
 
 // The standard recipe of a dtype (Micikevicius et al. 2018 for 16 bits): f64 and f32 have it in every role;
