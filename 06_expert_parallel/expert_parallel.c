@@ -23,14 +23,6 @@
 
 #include <stdlib.h>
 
-typedef struct ExpertParallel {
-    Moe *moe;
-    Group ep;
-    double rows_sent;    // in training, by the routing tables: to other ranks' experts, forward
-    double rows_served;  // and for other ranks, forward
-    double passes;       // forwards of a block in training
-} ExpertParallel;
-
 // Rows by the rank and the expert that they meet there.
 typedef struct Exchange {
     int64_t *sent;      // (e) of this rank's tokens
@@ -61,6 +53,7 @@ static void count(void *context, MoeKept *kept, Tensor counts) {
     x->passes++;
     for (int64_t i = 0; i < e; i++) {
         bool at_home = i / here == x->ep.rank;
+        x->to[i / here] += (double)exchange->sent[i];
         x->rows_sent += at_home ? 0 : (double)exchange->sent[i];
         x->rows_served += at_home ? 0 : (double)exchange->received[i];
     }
@@ -156,6 +149,8 @@ static void *plug(Model *model) {
     ExpertParallel *x = host_alloc(sizeof *x);
     Moe *moe = model->sockets.mlp.context;
     *x = (ExpertParallel){.moe = moe, .ep = model->mesh.ep};
+    x->to = host_alloc(x->ep.size * sizeof *x->to);
+    for (int i = 0; i < x->ep.size; i++) x->to[i] = 0;
     moe->here = model->config.experts / x->ep.size;
     moe->first = x->ep.rank * moe->here;
     moe->dispatch = (Dispatch){x, count, to_experts, from_experts, drop};
@@ -164,7 +159,9 @@ static void *plug(Model *model) {
 
 static void unplug(Model *model, void *context) {
     (void)model;
-    free(context);
+    ExpertParallel *x = context;
+    free(x->to);
+    free(x);
 }
 
 // ---- the record ----
@@ -202,13 +199,12 @@ const Technique expert_parallel = {.name = "expert_parallel",
 const Technique *const expert_layouts[] = {
     &moe, &ddp_no_sync, &zero1, &zero2, &expert_parallel, &recompute, NULL,
 };
+const Technique *const expert_baseline[] = {&moe, &recompute, NULL};
 const Option expert_layout_options[EXPERT_LAYOUT_OPTIONS] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
      "what ranks with copies share out: optimizer state, gradients, weights", false}};
 
 #ifndef NO_MAIN
-static const Technique *const one_device[] = {&moe, &recompute, NULL};
-
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Expert parallelism: ranks share the experts, and send each other's tokens to them.",
@@ -220,7 +216,8 @@ int main(int argc, char **argv) {
         .techniques = expert_layouts,
         .option = expert_layout_options,
         .options = EXPERT_LAYOUT_OPTIONS,
-        .baseline = one_device};
+        .baseline = expert_baseline,
+        .more = expert_tables};
     return program_main(argc, argv, &program);
 }
 #endif

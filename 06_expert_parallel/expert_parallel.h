@@ -65,8 +65,23 @@ void moe_read_counts(int64_t *count, Tensor counts, int64_t rows);
 extern const Technique expert_parallel;
 // What the programs of this chapter list: moe, data parallelism and ZeRO's stages, these, recomputation.
 extern const Technique *const expert_layouts[];
+// And what one device has, with which they are compared.
+extern const Technique *const expert_baseline[];
 extern const Option expert_layout_options[];
 enum { EXPERT_LAYOUT_OPTIONS = 1 };
+
+typedef struct ExpertParallel {
+    Moe *moe;
+    Group ep;
+    double rows_sent;    // in training, by the routing tables: to other ranks' experts, forward
+    double rows_served;  // and for other ranks, forward
+    double passes;       // forwards of a block in training
+    double *to;          // (ep) rows of this rank's tokens by the rank that they went to, in training
+} ExpertParallel;
+
+// expert_tables.c: who computed whose rows; all tokens to the first experts; a block of Mixtral 8x7B, dry, on the
+// model clock.
+void expert_tables(Mesh mesh, const Config *config);
 
 // ======================================================================================================
 // token_by_token.c: the same without rows, groups or order, one token after the other; what moe.c is held
