@@ -130,6 +130,9 @@ row() {
     row 27 'interleaved: (p - 1) / (v m), v times the messages' schedule '' '^ *interleaved +[0-9]'
     row 28 'ZB-H1: a third of the bubble' schedule '' '^ *zb_h1 +[0-9]'
     row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule '' '^ *dualpipe +[0-9]'
+    row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel '--ranks 8 --ep 8' 'k hidden states of a token'
+    row 30 'Mixtral 8x7B: 46.7B parameters …' moe '--model mixtral-8x7b --dtype bf16 --dry-run' '46.70 B'
+    row 30 '… of which a token passes 12.9B' moe '--model mixtral-8x7b --dtype bf16 --dry-run' 'a token passes 12.88 B'
     row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8' 'forward, all in one node'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
 } >"$work/claims" || exit 1
