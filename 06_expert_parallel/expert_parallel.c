@@ -1,21 +1,21 @@
-// expert_parallel.c: experts on several ranks, tokens to them and back. Playbook: "Expert parallelism"; GShard
-// (Lepikhin et al. 2020).
+// expert_parallel.c: experts on several ranks, tokens to them and back. Playbook: "Expert parallelism";
+// GShard (Lepikhin et al. 2020).
 //
-// Against moe.c: of e experts each rank of ep holds e / ep. The ranks are those of data parallelism: each has
-// tokens of its own, which it routes itself. Rows, already in the order of experts, are in the order of ranks;
-// so counts tell each rank what comes, and one all-to-all brings it:
+// Against moe.c: of e experts each rank of ep holds e / ep. The ranks are those of data parallelism: each
+// has tokens of its own, which it routes itself. Rows, already in the order of experts, are in the order of
+// ranks; so counts tell each rank what comes, and one all-to-all brings it:
 //
 //     rank 0   rows of experts 0 1 | 2 3        0 1 0 1   rank 0's, then rank 1's  ->  0 0 1 1   grouped
 //     rank 1   rows of experts 0 1 | 2 3        2 3 2 3                            ->  2 2 3 3
 //              to rank 0 ^       ^ to rank 1
 //
 // The same way back brings what the experts made. Backward sends gradients of outputs to the experts and
-// gradients of inputs back. An expert's gradient is complete on the ranks that hold it, from the tokens of all
-// ranks of ep; it adds up over its copies alone, dp cp / ep of them. Everything else adds up over all of
-// dp x cp. Nothing is divided: the loss has been, by the labels of all ranks.
+// gradients of inputs back. An expert's gradient is complete on the ranks that hold it, from the tokens of
+// all ranks of ep; it adds up over its copies alone, dp cp / ep of them. Everything else adds up over all
+// of dp x cp. Nothing is divided: the loss has been, by the labels of all ranks.
 //
-// Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, h elements for each row that
-// goes to another rank and for each that came from one; backward the same of rows, without counts.
+// Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, h elements for each row
+// that goes to another rank and for each that came from one; backward the same of rows, without counts.
 // Memory per rank: 1 / ep of the experts; rows, gate, up and act of as many rows as come.
 // Run: build/06_expert_parallel/expert_parallel     (--ranks 8 --ep 4, --zero 2, --experts 4 --top-k 1 …)
 // Last line: PASS expert_parallel: ranks that share the experts make the step of one device …

@@ -1,5 +1,5 @@
-// test_moe.c: a model whose blocks have experts: its gradients against finite differences, W that comes late,
-// recomputation that routes again, what is counted.
+// test_moe.c: a model whose blocks have experts: its gradients against finite differences, W that comes
+// late, recomputation that routes again, what is counted.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
