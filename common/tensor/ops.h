@@ -144,8 +144,8 @@ void op_split_columns(Tensor y, Tensor x);
 void op_join_columns(Tensor y, Tensor x);
 
 // ---- mixture of experts: each of n tokens takes k of e experts (Shazeer et al. 2017) ----
-// Logits and weights are f32, or f64 beside f64 storage. "Rows": the n k pairs of a token and an expert that
-// it takes, in order of experts and, for each, of tokens.
+// Logits and weights are f32, or f64 beside f64 storage. "Rows": the n k pairs of a token and an expert
+// that it takes, in order of experts and, for each, of tokens.
 typedef struct RouteRule {
     bool by_sigmoid;  // false: weights are the softmax over the logits of the chosen (Mixtral); true: their
                       // sigmoids, divided by the sum (DeepSeek-V3)
