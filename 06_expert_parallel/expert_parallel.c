@@ -1,35 +1,27 @@
-// expert_parallel.c: experts on several ranks, tokens to them and back. Playbook: "Expert parallelism"; GShard
-// (Lepikhin et al. 2020).
+// expert_parallel.c: experts on several ranks, tokens to them and back. Playbook: "Expert parallelism";
+// GShard (Lepikhin et al. 2020).
 //
-// Against moe.c: of e experts each rank of ep holds e / ep. The ranks are those of data parallelism: each has
-// tokens of its own, which it routes itself. Rows, already in the order of experts, are in the order of ranks;
-// so counts tell each rank what comes, and one all-to-all brings it:
+// Against moe.c: of e experts each rank of ep holds e / ep. The ranks are those of data parallelism: each
+// has tokens of its own, which it routes itself. Rows, already in the order of experts, are in the order of
+// ranks; so counts tell each rank what comes, and one all-to-all brings it:
 //
 //     rank 0   rows of experts 0 1 | 2 3        0 1 0 1   rank 0's, then rank 1's  ->  0 0 1 1   grouped
 //     rank 1   rows of experts 0 1 | 2 3        2 3 2 3                            ->  2 2 3 3
 //              to rank 0 ^       ^ to rank 1
 //
 // The same way back brings what the experts made. Backward sends gradients of outputs to the experts and
-// gradients of inputs back. An expert's gradient is complete on the ranks that hold it, from the tokens of all
-// ranks of ep; it adds up over its copies alone, dp cp / ep of them. Everything else adds up over all of
-// dp x cp. Nothing is divided: the loss has been, by the labels of all ranks.
+// gradients of inputs back. An expert's gradient is complete on the ranks that hold it, from the tokens of
+// all ranks of ep; it adds up over its copies alone, dp cp / ep of them. Everything else adds up over all
+// of dp x cp. Nothing is divided: the loss has been, by the labels of all ranks.
 //
-// Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, h elements for each row that
-// goes to another rank and for each that came from one; backward the same of rows, without counts.
+// Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, h elements for each row
+// that goes to another rank and for each that came from one; backward the same of rows, without counts.
 // Memory per rank: 1 / ep of the experts; rows, gate, up and act of as many rows as come.
 // Run: build/06_expert_parallel/expert_parallel     (--ranks 8 --ep 4, --zero 2, --experts 4 --top-k 1 …)
 // Last line: PASS expert_parallel: ranks that share the experts make the step of one device …
 #include "expert_parallel.h"
 
 #include <stdlib.h>
-
-typedef struct ExpertParallel {
-    Moe *moe;
-    Group ep;
-    double rows_sent;    // in training, by the routing tables: to other ranks' experts, forward
-    double rows_served;  // and for other ranks, forward
-    double passes;       // forwards of a block in training
-} ExpertParallel;
 
 // Rows by the rank and the expert that they meet there.
 typedef struct Exchange {
@@ -61,6 +53,7 @@ static void count(void *context, MoeKept *kept, Tensor counts) {
     x->passes++;
     for (int64_t i = 0; i < e; i++) {
         bool at_home = i / here == x->ep.rank;
+        x->to[i / here] += (double)exchange->sent[i];
         x->rows_sent += at_home ? 0 : (double)exchange->sent[i];
         x->rows_served += at_home ? 0 : (double)exchange->received[i];
     }
@@ -156,6 +149,8 @@ static void *plug(Model *model) {
     ExpertParallel *x = host_alloc(sizeof *x);
     Moe *moe = model->sockets.mlp.context;
     *x = (ExpertParallel){.moe = moe, .ep = model->mesh.ep};
+    x->to = host_alloc(x->ep.size * sizeof *x->to);
+    for (int i = 0; i < x->ep.size; i++) x->to[i] = 0;
     moe->here = model->config.experts / x->ep.size;
     moe->first = x->ep.rank * moe->here;
     moe->dispatch = (Dispatch){x, count, to_experts, from_experts, drop};
@@ -164,7 +159,9 @@ static void *plug(Model *model) {
 
 static void unplug(Model *model, void *context) {
     (void)model;
-    free(context);
+    ExpertParallel *x = context;
+    free(x->to);
+    free(x);
 }
 
 // ---- the record ----
@@ -202,13 +199,12 @@ const Technique expert_parallel = {.name = "expert_parallel",
 const Technique *const expert_layouts[] = {
     &moe, &ddp_no_sync, &zero1, &zero2, &expert_parallel, &recompute, NULL,
 };
+const Technique *const expert_baseline[] = {&moe, &recompute, NULL};
 const Option expert_layout_options[EXPERT_LAYOUT_OPTIONS] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
      "what ranks with copies share out: optimizer state, gradients, weights", false}};
 
 #ifndef NO_MAIN
-static const Technique *const one_device[] = {&moe, &recompute, NULL};
-
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Expert parallelism: ranks share the experts, and send each other's tokens to them.",
@@ -220,7 +216,8 @@ int main(int argc, char **argv) {
         .techniques = expert_layouts,
         .option = expert_layout_options,
         .options = EXPERT_LAYOUT_OPTIONS,
-        .baseline = one_device};
+        .baseline = expert_baseline,
+        .more = expert_tables};
     return program_main(argc, argv, &program);
 }
 #endif

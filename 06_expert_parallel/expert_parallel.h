@@ -1,5 +1,6 @@
-// expert_parallel.h: chapter 06 as signatures. n tokens of a micro-batch on this rank, of which each takes k of e
-// experts; "rows" are these n k pairs of a token and an expert; m of them meet the experts that are here.
+// expert_parallel.h: chapter 06 as signatures. n tokens of a micro-batch on this rank, of which each takes
+// k of e experts; "rows" are these n k pairs of a token and an expert; m of them meet the experts that are
+// here.
 #ifndef EXPERT_PARALLEL_H
 #define EXPERT_PARALLEL_H
 
@@ -29,8 +30,8 @@ typedef struct MoeKept {
     void *exchange;  // the dispatch's own
 } MoeKept;
 
-// How rows come to the experts that compute them, and back; one device has all of them. Forward and backward
-// take the same two ways, in the other order.
+// How rows come to the experts that compute them, and back; one device has all of them. Forward and
+// backward take the same two ways, in the other order.
 typedef struct Dispatch {
     void *context;
     // counts (e) i32, rows of each expert, on this rank: sets kept->count and kept->m.
@@ -65,8 +66,23 @@ void moe_read_counts(int64_t *count, Tensor counts, int64_t rows);
 extern const Technique expert_parallel;
 // What the programs of this chapter list: moe, data parallelism and ZeRO's stages, these, recomputation.
 extern const Technique *const expert_layouts[];
+// And what one device has, with which they are compared.
+extern const Technique *const expert_baseline[];
 extern const Option expert_layout_options[];
 enum { EXPERT_LAYOUT_OPTIONS = 1 };
+
+typedef struct ExpertParallel {
+    Moe *moe;
+    Group ep;
+    double rows_sent;    // in training, by the routing tables: to other ranks' experts, forward
+    double rows_served;  // and for other ranks, forward
+    double passes;       // forwards of a block in training
+    double *to;          // (ep) rows of this rank's tokens by the rank that they went to, in training
+} ExpertParallel;
+
+// expert_tables.c: who computed whose rows; all tokens to the first experts; a block of Mixtral 8x7B, dry,
+// on the model clock.
+void expert_tables(Mesh mesh, const Config *config);
 
 // ======================================================================================================
 // token_by_token.c: the same without rows, groups or order, one token after the other; what moe.c is held

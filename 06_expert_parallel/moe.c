@@ -1,17 +1,19 @@
 // moe.c: a mixture of experts on one device. Playbook: "Expert parallelism"; Shazeer et al. 2017, Mixtral
 // (Jiang et al. 2024), DeepSeek-V3 (2024).
 //
-// Against 00_single_gpu: in place of one MLP a block has e of them, and a router that sends each token to k:
+// Against 00_single_gpu: in place of one MLP a block has e of them, and a router, which sends each
+// token to k of them:
 //
 //     y = sum over the k chosen of weight_j expert_j(x)  (+ shared(x)),     weight = route(Wrouter x)
 //
-//     4 tokens, 3 experts, k = 2            rows, in the order of experts          place
-//       token 0: experts 0, 2       ->      expert 0: tokens 0 1       (2 rows)    0 3
-//       token 1: experts 0, 2               expert 1: none             (0 rows)    1 4
-//       token 2: experts 2, …               expert 2: tokens 0 1 2 …   (… rows)    …
+//     3 tokens, 4 experts, k = 2            rows, in the order of experts        place
+//       token 0: experts 0, 2       ->      expert 0: rows 0 1, of tokens 0 1    token 0: 0 2
+//       token 1: experts 0, 3               expert 1: none                       token 1: 1 4
+//       token 2: experts 3, 2               expert 2: rows 2 3, of tokens 0 2    token 2: 5 3
+//                                           expert 3: rows 4 5, of tokens 1 2
 //
-// All rows of an expert then make one matrix multiply, however many they are. No token is dropped, and no row
-// is padding. Equal logits: the expert of the lower number, also when recomputation routes again.
+// All rows of an expert then make one matrix multiply, however many they are. No token is dropped, and no
+// row is padding. Equal logits: the expert of the lower number, also when recomputation routes again.
 //
 // Parameters of a block: e h + 3 h f (e + shared) in place of 3 h f; a token passes 3 h f (k + shared).
 // Kept for backward: n (e + k) numbers of routing, 2 n k indices and n k (2 h + 3 f) elements.
@@ -30,7 +32,8 @@ RouteRule moe_rule(const Config *c) {
                        .scale = c->routed_scale};
 }
 
-// ---- routing: in f32, or f64 beside f64, whatever the storage: near ties must not be decided by rounding ----
+// ---- routing: in f32, or f64 beside f64, whatever the storage: near ties must not be decided by rounding
+// ----
 
 static Tensor routing(DType storage, int64_t rows, int64_t columns) {
     return tensor_new(MEMORY_ACTIVATION, storage == F64 ? F64 : F32, SHAPE(rows, columns));

@@ -1,5 +1,5 @@
-// ops_cuda_experts.cu: a mixture of experts on a GPU: routing, a thread for each token; the order of rows, a
-// block for each expert; and rows brought together, a block for each token.
+// ops_cuda_experts.cu: a mixture of experts on a GPU: routing, a thread for each token; the order of rows,
+// a block for each expert; and rows brought together, a block for each token.
 #include "ops_cuda.h"
 
 // ---- routing: the code of the CPU ----

@@ -150,9 +150,9 @@ void op_split_columns(Tensor y, Tensor x);
 // n, w)
 void op_join_columns(Tensor y, Tensor x);
 
-// ---- mixture of experts: each of n tokens takes k of e experts (Shazeer et al. 2017). Logits and weights are
-// ---- f32, or f64 beside f64 storage. "Rows": the n k pairs of a token and an expert that it takes, in order
-// ---- of experts and, for each, of tokens.
+// ---- mixture of experts: each of n tokens takes k of e experts (Shazeer et al. 2017) ----
+// Logits and weights are f32, or f64 beside f64 storage. "Rows": the n k pairs of a token and an expert
+// that it takes, in order of experts and, for each, of tokens.
 typedef struct RouteRule {
     bool by_sigmoid;  // false: weights are the softmax over the logits of the chosen (Mixtral); true: their
                       // sigmoids, divided by the sum (DeepSeek-V3)
@@ -165,7 +165,7 @@ void op_route_forward(Tensor chosen, Tensor weights, Tensor logits, Tensor bias,
 // dlogits (n, e), 0 where an expert was not chosen
 void op_route_backward(Tensor dlogits, Tensor dweights, Tensor weights, Tensor chosen, Tensor logits,
                        RouteRule rule);
-// tokens (n k) i32: of each row; place (n, k) i32: the row of each pair; counts (e) i32: rows of each expert
+// tokens (n k) i32: of each row; place (n, k) i32: the row of each pair; counts (e) i32: rows of each one
 void op_route_order(Tensor tokens, Tensor place, Tensor counts, Tensor chosen);
 void op_gather_rows(Tensor y, Tensor x, Tensor index);  // y[i] = x[index[i]]
 // y[i] = sum over j, in order, of weights[i, j] z[place[i, j]]; weights {0}: of z alone, the inverse of

@@ -1,5 +1,5 @@
-// test_experts.c: the operations of a mixture of experts against loops that say the same in so many words, and
-// their gradients against finite differences.
+// test_experts.c: the operations of a mixture of experts against loops that say the same in so many words,
+// and their gradients against finite differences.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>

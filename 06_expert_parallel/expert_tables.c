@@ -1,0 +1,127 @@
+// expert_tables.c: what expert parallelism sends to whom, and what that costs. Playbook: "Expert
+// parallelism".
+//
+// Rows are counted where the routing tables are; in the dry run, which routes nothing, every expert gets as
+// many. A router of zeros sends all tokens to the first experts: ranks without a row take part all the
+// same.
+//
+// This file has no main: expert_parallel.c runs it.
+#include <stdlib.h>
+
+#include "expert_parallel.h"
+
+// ---- who computed whose rows ----
+
+// Who computed whose rows, in the group of rank 0; which says how far the busiest rank is above the mean.
+static void print_rows(const ExpertParallel *x, Mesh mesh) {
+    int n = x->ep.size;
+    double *rows = host_alloc(n * n * sizeof *rows), most = 0, all = 0;
+    for (int i = 0; i < n * n; i++) rows[i] = mesh.world.rank < n && i / n == x->ep.rank ? x->to[i % n] : 0;
+    comm_sum_all(rows, n * n, mesh.world);
+    for (int from = 0; from < n; from++) {
+        char *line = format_text("  tokens of rank %d", from);
+        for (int to = 0; to < n; to++) {
+            char *more = format_text("%s %8.0f", line, rows[from * n + to]);
+            free(line);
+            line = more;
+        }
+        say("%s", line);
+        free(line);
+    }
+    for (int to = 0; to < n; to++) {
+        double here = 0;
+        for (int from = 0; from < n; from++) here += rows[from * n + to];
+        most = here > most ? here : most;
+        all += here;
+    }
+    say("  the busiest rank computes %.2f times the mean", most / (all / n));
+    report_number("rows", "busiest rank of the mean", most / (all / n), "");
+    free(rows);
+}
+
+// Trained from routers of zeros, if so: all logits are equal, and every token takes the first experts.
+static Record trained(const Config *config, Mesh mesh, Techniques techniques, bool equal) {
+    Trainer *t = trainer_new(config, mesh, techniques);
+    double *zeros = calloc((size_t)(config->experts * config->hidden), sizeof *zeros);
+    CHECK(zeros, "out of host memory for a router");
+    for (int64_t layer = 0; layer < config->layers && equal; layer++)
+        param_set_value(&t->model->params, t->model->block[layer].router, zeros);
+    free(zeros);
+    Record record = train_record(t, mesh.world.size > 1 ? "several ranks" : "one device");
+    Counted counted = {
+        .steps = (double)record.steps, .memory = record.memory, .kept_bytes = record.kept_bytes};
+    counted_add(&counted);
+    if (mesh.world.size > 1) program_check_counts(t, &counted);
+    const ExpertParallel *x = trainer_context(t, &expert_parallel);
+    if (x) print_rows(x, mesh);
+    trainer_free(t);
+    return record;
+}
+
+// ---- a block of Mixtral 8x7B, dry: as many rows go to each expert ----
+
+// What one more block adds to a step.
+typedef struct BlockSends {
+    double calls, bytes, seconds, step;
+} BlockSends;
+
+static BlockSends block_sends(Mesh mesh, Config c) {
+    BlockSends of[2];
+    for (int i = 0; i < 2; i++) {
+        c.layers = i + 1;
+        StepCost cost = program_cost(&c, mesh, expert_layouts);
+        CommCount all_to_all = comm_count("all_to_all");
+        of[i] = (BlockSends){(double)all_to_all.calls, (double)all_to_all.bytes, all_to_all.model_seconds,
+                             cost.step_seconds};
+    }
+    return (BlockSends){of[1].calls - of[0].calls, of[1].bytes - of[0].bytes, of[1].seconds - of[0].seconds,
+                        of[1].step - of[0].step};
+}
+
+static void mixtral_block(Mesh mesh, const Config *config) {
+    int ep = mesh.ep.size;
+    if (ep == 1 || 8 % ep) return;
+    Config c = config_default(
+        "layers=1 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=32000 seq=4096 dtype=bf16 micro-batch=1 "
+        "grad-acc=1 steps=2 experts=8 top-k=2");
+    config_set(&c, "zero", 0);
+    c.ep = ep;
+    c.dp = mesh.dp.size;
+    double away = (ep - 1.0) / ep, row = 2.0 * (double)c.hidden, rows = (double)(c.top_k * c.seq);
+    bool was_dry = device_is_dry_run();
+    device_dry_run(true);
+    clock_push("Mixtral 8x7B");
+    say("\nA block of Mixtral 8x7B, %ld tokens a rank, ep %d, as many rows to each expert:\n", c.seq, ep);
+    say("  %-26s %14s %16s %12s", "", "all-to-alls", "all-to-all, ms", "block, ms");
+    for (int apart = 0; apart < 2; apart++) {
+        clock_set_cluster(apart ? 1 : ep, config->compute_efficiency, config->network_efficiency);
+        BlockSends block = block_sends(mesh, c);
+        const char *where = apart ? "one GPU per node, network" : "all in one node, NVLink";
+        say("  %-26s %14.0f %16.3f %12.3f", where, block.calls, 1e3 * block.seconds, 1e3 * block.step);
+        report_number(where, "seconds of a block's all-to-alls", block.seconds, "s");
+        report_number(where, "seconds of a block", block.step, "s");
+        if (!apart)
+            report_equal("k hidden states of a token, both ways, both passes; and counts",
+                         4 * away * rows * row + 4 * away * (double)c.experts, block.bytes, "B");
+    }
+    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    clock_pop();
+    device_dry_run(was_dry);
+}
+
+void expert_tables(Mesh mesh, const Config *config) {
+    Config c = *config, whole = *config;
+    c.steps = whole.steps = 1;
+    whole.grad_acc *= mesh.dp.size, whole.dp = whole.ep = 1;
+    say("\nRows by the rank that has the token, and the rank whose experts it takes (columns):\n");
+    Record routed = trained(&c, mesh, expert_layouts, false);
+    record_free(&routed);
+    mixtral_block(mesh, config);
+    if (config->dtype != F64) return;
+    say("\nThe same where all logits are equal, and every token takes the first %ld experts:\n", c.top_k);
+    Record all = trained(&c, mesh, expert_layouts, true);
+    Record baseline = trained(&whole, mesh_single(), expert_baseline, true);
+    report_compare(&all, &baseline, PROOF_REASSOCIATED, 1e-10);
+    record_free(&all);
+    record_free(&baseline);
+}

@@ -1,0 +1,226 @@
+// test_moe.c: a model whose blocks have experts: its gradients against finite differences, W that comes
+// late, recomputation that routes again, what is counted.
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+// cmocka wants the headers above first.
+#include <cmocka.h>
+
+#include "06_expert_parallel/expert_parallel.h"
+#include "tensor/rng.h"
+
+static const char *const kinds[] = {
+    "experts=5 top-k=2",
+    "experts=5 top-k=1 tied=1",
+    "experts=6 top-k=2 moe=deepseek expert-groups=3 groups-kept=2 shared-experts=2 expert-ffn=7 "
+    "routed-scale=2.5",
+};
+enum { KINDS = 3, MICRO_BATCHES = 2 };
+
+typedef struct Case {
+    Config config;
+    Model *model;
+    void *plug;
+    int32_t *tokens;
+} Case;
+
+// Weights large enough that no small step changes who is chosen.
+static Case case_new(const char *kind, const Technique *technique, Recompute again) {
+    char *words = format_text(
+        "layers=2 hidden=12 heads=2 kv-heads=1 ffn=10 vocab=19 seq=7 micro-batch=2 dtype=f64 %s", kind);
+    Case c = {.config = config_default(words)};
+    free(words);
+    c.config.recompute = again;
+    c.model = model_new(&c.config, mesh_single());
+    model_allocate(c.model);
+    for (int i = 0; i < c.model->params.count; i++)
+        if (c.model->params.param[i].dims == 2)
+            op_scale(param_value(&c.model->params, &c.model->params.param[i]), 20);
+    c.plug = technique->plug(c.model);
+    if (again != RECOMPUTE_NONE) recompute.plug(c.model);
+    int64_t n = c.config.micro_batch * c.config.seq * MICRO_BATCHES;
+    c.tokens = host_alloc(n * sizeof *c.tokens);
+    for (int64_t i = 0; i < n; i++)
+        c.tokens[i] = (int32_t)(rng_bits(3, RNG_TEST, (uint64_t)i) % (uint64_t)c.config.vocab);
+    return c;
+}
+
+static void case_free(Case *c, const Technique *technique) {
+    technique->unplug(c->model, c->plug);
+    model_free(c->model);
+    free(c->tokens);
+    assert_int_equal(memory_account().now_total, 0);
+}
+
+static MicroBatch micro_batch(const Case *c, int64_t index) {
+    const int32_t *tokens = c->tokens + index * c->config.micro_batch * c->config.seq;
+    return micro_batch_new(c->model, index, c->config.micro_batch, tokens, tokens, 0.05);
+}
+
+static double loss_of(const Case *c) {
+    MicroBatch micro = micro_batch(c, 0);
+    model_forward(c->model, &micro);
+    double loss = micro.loss;
+    micro_batch_free(c->model, &micro);
+    return loss;
+}
+
+// All gradients, one after another, of micro-batches in turn, or of all Bs before all Ws.
+static double *gradients(const Case *c, bool late, int64_t *count) {
+    Model *m = c->model;
+    MicroBatch micro[MICRO_BATCHES];
+    params_zero_grads(&m->params);
+    model_begin_step(m, MICRO_BATCHES);
+    for (int i = 0; i < MICRO_BATCHES; i++) {
+        micro[i] = micro_batch(c, i);
+        model_forward(m, &micro[i]);
+        if (late) chunk_backward_input(m, &micro[i], chunk_whole(m));
+        else model_backward(m, &micro[i]);
+    }
+    for (int i = 0; i < MICRO_BATCHES; i++) {
+        if (late) chunk_backward_weight(m, &micro[i], chunk_whole(m));
+        micro_batch_free(m, &micro[i]);
+    }
+    for (int unit = 0; unit < m->params.units; unit++) assert_int_equal(m->ready_left[unit], 0);
+    *count = params_elements(&m->params);
+    double *grad = host_alloc((size_t)*count * sizeof *grad);
+    tensor_to_doubles(grad, params_total_grad(&m->params));
+    return grad;
+}
+
+// ---- finite differences ----
+
+static double slope(const Case *c, Tensor weight, int64_t i) {
+    const double step = 1e-5;
+    int64_t count = tensor_count(weight);
+    double *host = host_alloc((size_t)count * sizeof *host), side[2];
+    tensor_to_doubles(host, weight);
+    double at = host[i];
+    for (int s = 0; s < 2; s++) {
+        host[i] = s ? at + step : at - step;
+        tensor_from_doubles(weight, host);
+        side[s] = loss_of(c);
+    }
+    host[i] = at;
+    tensor_from_doubles(weight, host);
+    free(host);
+    return (side[1] - side[0]) / (2 * step);
+}
+
+// Every seventh element of every weight.
+static void check_gradients(const char *kind) {
+    Case c = case_new(kind, &moe, RECOMPUTE_NONE);
+    Params *p = &c.model->params;
+    MicroBatch micro = micro_batch(&c, 0);
+    model_begin_step(c.model, 1);
+    model_forward(c.model, &micro);
+    model_backward(c.model, &micro);
+    micro_batch_free(c.model, &micro);
+    for (int i = 0; i < p->count; i++) {
+        const Param *param = &p->param[i];
+        double *grad = host_alloc((size_t)param->count * sizeof *grad), error = 0, norm = 0;
+        tensor_to_doubles(grad, param_total_grad(p, param));
+        for (int64_t j = 0; j < param->count; j += 7) {
+            double want = slope(&c, param_value(p, param), j);
+            error += (grad[j] - want) * (grad[j] - want);
+            norm += want * want;
+        }
+        // An expert that no token takes has none; so has a router that chooses a single one.
+        if (!(sqrt(error) <= 1e-7 * sqrt(norm) + 1e-10))
+            fail_msg("%s, %s: off by %.3g of %.3g", kind, param->name, sqrt(error), sqrt(norm));
+        free(grad);
+    }
+    case_free(&c, &moe);
+}
+
+static void gradients_match_finite_differences(void **state) {
+    (void)state;
+    for (int i = 0; i < KINDS; i++) check_gradients(kinds[i]);
+}
+
+// ---- the same gradients by other roads ----
+
+static double distance(const double *x, const double *y, int64_t count) {
+    double error = 0, norm = 0;
+    for (int64_t i = 0; i < count; i++) {
+        error += (x[i] - y[i]) * (x[i] - y[i]);
+        norm += y[i] * y[i];
+    }
+    return sqrt(error / norm);
+}
+
+static void grouped_is_as_token_by_token(void **state) {
+    (void)state;
+    for (int i = 0; i < KINDS; i++) {
+        int64_t count;
+        Case grouped = case_new(kinds[i], &moe, RECOMPUTE_NONE);
+        double *x = gradients(&grouped, false, &count);
+        case_free(&grouped, &moe);
+        Case plain = case_new(kinds[i], &token_by_token, RECOMPUTE_NONE);
+        double *y = gradients(&plain, false, &count);
+        case_free(&plain, &token_by_token);
+        if (!(distance(x, y, count) <= 1e-13)) fail_msg("%s: %.3g", kinds[i], distance(x, y, count));
+        free(x);
+        free(y);
+    }
+}
+
+static void weight_gradients_may_come_late(void **state) {
+    (void)state;
+    for (int i = 0; i < KINDS; i++) {
+        int64_t count;
+        Case c = case_new(kinds[i], &moe, RECOMPUTE_NONE);
+        double *in_turn = gradients(&c, false, &count), *late = gradients(&c, true, &count);
+        assert_memory_equal(late, in_turn, (size_t)count * sizeof *late);
+        free(in_turn);
+        free(late);
+        case_free(&c, &moe);
+    }
+}
+
+static void recomputation_routes_alike(void **state) {
+    (void)state;
+    for (int i = 0; i < KINDS; i++) {
+        int64_t count;
+        Case c = case_new(kinds[i], &moe, RECOMPUTE_NONE);
+        double *once = gradients(&c, false, &count);
+        case_free(&c, &moe);
+        Case again = case_new(kinds[i], &moe, RECOMPUTE_FULL);
+        double *twice = gradients(&again, false, &count);
+        case_free(&again, &moe);
+        assert_memory_equal(once, twice, (size_t)count * sizeof *once);
+        free(once);
+        free(twice);
+    }
+}
+
+// ---- counts ----
+
+static void parameters_are_counted(void **state) {
+    (void)state;
+    for (int i = 0; i < KINDS; i++) {
+        Case c = case_new(kinds[i], &moe, RECOMPUTE_NONE);
+        assert_int_equal(params_elements(&c.model->params), config_parameters(&c.config));
+        int64_t unused =
+            (c.config.experts - c.config.top_k) * 3 * c.config.hidden * config_expert_width(&c.config);
+        assert_int_equal(config_active_parameters(&c.config),
+                         config_parameters(&c.config) - c.config.layers * unused);
+        case_free(&c, &moe);
+    }
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(gradients_match_finite_differences),
+        cmocka_unit_test(grouped_is_as_token_by_token),
+        cmocka_unit_test(weight_gradients_may_come_late),
+        cmocka_unit_test(recomputation_routes_alike),
+        cmocka_unit_test(parameters_are_counted),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
