@@ -130,6 +130,8 @@ row() {
     row 27 'interleaved: (p - 1) / (v m), v times the messages' schedule '' '^ *interleaved +[0-9]'
     row 28 'ZB-H1: a third of the bubble' schedule '' '^ *zb_h1 +[0-9]'
     row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule '' '^ *dualpipe +[0-9]'
+    row 29 'PP from 8 to 16 GPUs, over two nodes: 14% less a GPU with few micro-batches …' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *pp, m'
+    row 29 '… where TP loses 43%' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *tp, m'
     row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8 --verbose' 'forward, all in one node'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
     row 37 '7 numbers between 1 and 2 in e4m3' formats '' '^e4m3 +0.125 +7'
@@ -159,6 +161,7 @@ unset OPENBLAS_CORETYPE
     "$build/tests/bench_zero"
     "$build/tests/bench_tp"
     "$build/tests/bench_cp"
+    "$build/tests/bench_pp"
     "$build/tests/bench_attention"
     for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
 } | grep -E '^(\$|OpenBLAS|bench|.*tokens/s)' | block | fill tests/bench/README.md bench

@@ -1,5 +1,6 @@
 // bench_pp.c: a pipeline of 2 ranks of one thread beside what the same two cores multiply: 1F1B, and zero
-// bubble beside it. `make bench` runs it. Model and yardstick are bench_ddp.c's, 8 micro-batches a step.
+// bubble beside it. `make bench` runs it. Model, batch of a step and yardstick are bench_ddp.c's; the batch is
+// in 8 micro-batches.
 //
 // The yardstick: SGEMM, 2048 x 2048 in f32, on both ranks at once, right before and right after each step.
 // Schedules take turns, so that each pair of them saw the same machine; medians are printed: of 1F1B as a
@@ -40,7 +41,7 @@ int main(int argc, char **argv) {
     op_fill(a, 0.5);
     op_fill(b, 0.25);
     Config c = config_default(
-        "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=4 grad-acc=8 "
+        "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=1 grad-acc=8 "
         "dtype=f32 warmup=1 steps=1000");
     c.pp = mesh.pp.size;
     config_set(&c, "zero", 0);
