@@ -121,12 +121,13 @@ test:
 bench:
 	@common/install.sh test
 	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
-	    $(BUILD)/tests/bench_cp $(BUILD)/tests/bench_attention $(BUILD)/tests/bench_comm $(corpus)
+	    $(BUILD)/tests/bench_cp $(BUILD)/tests/bench_pp $(BUILD)/tests/bench_attention $(BUILD)/tests/bench_comm $(corpus)
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_ddp
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_zero
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_tp
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_cp
+	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_pp
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_attention
 	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks || exit 1; done
 
@@ -137,7 +138,7 @@ mutants:
 	@set -f; tests/mutants/run $(M)
 
 readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
-    $(BUILD)/tests/bench_cp $(BUILD)/tests/bench_attention $(BUILD)/tests/bench_comm
+    $(BUILD)/tests/bench_cp $(BUILD)/tests/bench_pp $(BUILD)/tests/bench_attention $(BUILD)/tests/bench_comm
 	@BUILD=$(BUILD) common/report/readme.sh
 
 all: programs tests

@@ -64,6 +64,9 @@ typedef struct Pipeline {
 
 int pipeline_messages_by(const Pipeline *pipeline, int first, int rank, double end);
 
+// pipeline_nodes.c: on 16 ranks, beside tensor parallelism.
+void pipeline_across_nodes(Mesh mesh, const Config *config);
+
 // ---- pipeline_memory.c ----
 // The most activations at the end of an F, on this rank, as a closed form.
 double pipeline_held_bytes(const Trainer *trainer);

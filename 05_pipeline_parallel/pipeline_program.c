@@ -112,7 +112,6 @@ static void check_held(const Trainer *t) {
 
 static void pipeline_costs(Mesh mesh, const Config *config) {
     int p = mesh.pp.size;
-    pipeline_check_held_bytes(mesh, config);
     if (p == 1 || mesh.world.size != p) return;
     device_dry_run(true);
     Schedule s = pipeline_schedule(config);
@@ -192,6 +191,12 @@ static const Option options[] = {
      "how ranks of --cp bring keys and values together", false},
 };
 
+static void more(Mesh mesh, const Config *config) {
+    pipeline_check_held_bytes(mesh, config);
+    pipeline_costs(mesh, config);
+    pipeline_across_nodes(mesh, config);
+}
+
 int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule) {
     char *defaults = format_text(
         "layers=9 hidden=24 heads=6 kv-heads=2 ffn=40 seq=15 micro-batch=2 grad-acc=8 steps=3 "
@@ -209,7 +214,7 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
                              .options = sizeof options / sizeof *options,
                              .before = before_it,
                              .exact = exact,
-                             .more = pipeline_costs};
+                             .more = more};
     int status = program_main(argc, argv, &program);
     free(defaults);
     return status;

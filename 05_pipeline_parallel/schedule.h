@@ -250,6 +250,8 @@ typedef struct HeldFormula {
     double to_b, to_w;
 } HeldFormula;
 HeldFormula schedule_rank_held_formula(ScheduleKind kind, const ScheduleWish *wish, int rank);
+// That all ranks send in a step.
+int schedule_messages_formula(ScheduleKind kind, const ScheduleWish *wish);
 // Prints it, and returns the verdict's status.
 int schedule_table(Durations durations);
 

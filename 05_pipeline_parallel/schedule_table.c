@@ -88,6 +88,14 @@ HeldFormula schedule_rank_held_formula(ScheduleKind kind, const ScheduleWish *wi
     return none;
 }
 
+// Each micro-batch goes there and back between stages on different ranks; a V turns on one rank.
+int schedule_messages_formula(ScheduleKind kind, const ScheduleWish *wish) {
+    int p = wish->ranks, hops = p - 1;
+    if (kind == INTERLEAVED && p > 1) hops = p * wish->chunks - 1;
+    if (kind == ZB_V || kind == DUALPIPE_V) hops = 2 * (p - 1);
+    return 2 * wish->micro_batches * hops;
+}
+
 // ---- the table ----
 
 // Agrees with its formula, or has none.
@@ -105,12 +113,15 @@ static void table_row(ScheduleKind kind, const ScheduleWish *wish) {
     ScheduleFault fault;
     double bubble = schedule_bubble_formula(kind, wish), period = schedule_period_formula(kind, wish);
     bool exact = agrees("bubble", &s, bubble, t.bubble) && agrees("period", &s, period, t.period_bubble);
+    int messages = 0;
     for (int r = 0; r < s.ranks; r++) {
         HeldFormula held = schedule_rank_held_formula(kind, wish, r);
         RankCosts costs = schedule_costs(&s, r);
         exact = agrees("held to B", &s, held.to_b, costs.held_to_b) &&
                 agrees("held to W", &s, held.to_w, costs.held_to_w) && exact;
+        messages += costs.activations + costs.gradients;
     }
+    exact = agrees("messages", &s, schedule_messages_formula(kind, wish), messages) && exact;
     bool order = schedule_message_order(&s, QUEUE_PAIR_AND_KIND, &fault);
     report_that(order, "%s, p = %d, m = %d: %s", s.name, s.ranks, s.micro_batches, fault.sentence);
     bool one_queue = schedule_message_order(&s, QUEUE_PAIR, &fault);

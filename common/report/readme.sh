@@ -126,10 +126,15 @@ row() {
     row 25 'all-gather: K/V of all ranks at once' all_gather_attention '--ranks 4' 'K/V in flight and received, forward'
     row 25 'zig-zag: every rank computes as much, within one block' zigzag_ring_attention '' '^ *zigzag +[0-9]+ +[0-9]+ +1'
     row 26 'zig-zag about 1.67 times as fast as the plain ring, forward and backward' zigzag_ring_attention '' '^ *zigzag +[0-9.]+ +[0-9.]+x'
+    row 27 'naive: a bubble of p - 1 times the work' schedule '--schedule afab --micro-batches 1' '^makespan'
     row 27 '1F1B: a bubble of (p - 1) / m, and p micro-batches held' schedule '' '^ *one_f_one_b +[0-9]'
     row 27 'interleaved: (p - 1) / (v m), v times the messages' schedule '' '^ *interleaved +[0-9]'
     row 28 'ZB-H1: a third of the bubble' schedule '' '^ *zb_h1 +[0-9]'
     row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule '' '^ *dualpipe +[0-9]'
+    row 28 'ZB-H2: no bubble as a period if F = B = W, at about twice the memory' schedule '--schedule zb_h2 --forward 10 --backward 10 --weight 10' '^period'
+    row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule '--schedule dualpipe' '^makespan'
+    row 29 'PP from 8 to 16 GPUs, over two nodes: 14% less a GPU with few micro-batches …' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *pp, m'
+    row 29 '… where TP loses 43%' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *tp, m'
     row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel '--ranks 8 --ep 8' 'k hidden states of a token'
     row 30 'Mixtral 8x7B: 46.7B parameters …' moe '--model mixtral-8x7b --dtype bf16 --dry-run' '46.70 B'
     row 30 '… of which a token passes 12.9B' moe '--model mixtral-8x7b --dtype bf16 --dry-run' 'a token passes 12.88 B'
@@ -162,6 +167,7 @@ unset OPENBLAS_CORETYPE
     "$build/tests/bench_zero"
     "$build/tests/bench_tp"
     "$build/tests/bench_cp"
+    "$build/tests/bench_pp"
     "$build/tests/bench_attention"
     for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
 } | grep -E '^(\$|OpenBLAS|bench|.*tokens/s)' | block | fill tests/bench/README.md bench

@@ -74,6 +74,7 @@ static void check_costs(ScheduleKind kind, const ScheduleWish *wish, const Sched
         }
     assert_int_equal(activations, hops);
     assert_int_equal(gradients, hops);
+    assert_int_equal(activations + gradients, schedule_messages_formula(kind, wish));
     ASSERT_SAME(weights, s->ranks * (kind == DUALPIPE ? 2 : 1));
 }
 

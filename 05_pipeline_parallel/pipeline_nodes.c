@@ -1,0 +1,67 @@
+// pipeline_nodes.c: what a pipeline loses of its throughput where the node ends, beside tensor parallelism.
+// Playbook: "Pipeline Parallelism", where the one drops by 14% from 8 to 16 GPUs, and the other by 43%.
+//
+//                                                  pipeline                 tensor parallelism
+//     8 GPUs    one node (here two of them, dp 2)  n h e to a neighbour     4 all-reduces a layer, NVLink
+//     16 GPUs   one group over two nodes           one hop by network       all of them by network, too
+//
+// The model is the same, so each of twice as many GPUs has half of the work. A pipeline's messages are few,
+// and hide; what it loses is its longer bubble: with m micro-batches 1 - (m + 7) / (m + 15), 17% of m = 32.
+// Tensor parallelism has no bubble, but waits for each of its all-reduces.
+//
+// Bytes sent: a dry run's, none. This file has no main: one_f_one_b shows it on 16 ranks.
+#include "pipeline.h"
+
+enum { GPUS = 16, NODE = 8 };
+
+typedef struct Way {
+    const char *name;
+    int64_t micro_batches;
+    Techniques techniques;
+    double seconds[2], lost;  // of a step on 8 and on 16; of the throughput of one GPU
+} Way;
+
+// A step of 16 layers of Llama 3 8B.
+static double step_of(const Way *way, bool tensor, int degree) {
+    Config c = config_default(
+        "layers=16 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=256 seq=4096 micro-batch=1 dtype=bf16");
+    MeshShape shape = {
+        .dp = GPUS / degree, .pp = tensor ? 1 : degree, .cp = 1, .tp = tensor ? degree : 1, .ep = 1};
+    c.grad_acc = way->micro_batches;
+    c.dp = shape.dp, c.pp = shape.pp, c.tp = shape.tp;
+    config_set(&c, "schedule", ONE_F_ONE_B);
+    Mesh mesh = mesh_new(shape);
+    clock_set_cluster(degree == NODE ? GPUS : NODE, 1, 1);  // 8 GPUs share a node
+    clock_push(way->name);
+    double seconds = program_cost(&c, mesh, way->techniques).step_seconds;
+    clock_pop();
+    return comm_max(seconds, mesh.world);
+}
+
+void pipeline_across_nodes(Mesh mesh, const Config *config) {
+    static const Technique *const stages[] = {&pipeline, NULL}, *const heads[] = {&tensor_parallel, NULL};
+    Way way[] = {{.name = "pp", .micro_batches = 32, .techniques = stages},
+                 {.name = "tp", .micro_batches = 4, .techniques = heads}};
+    if (mesh.pp.size != GPUS || config_number(config, "schedule") != ONE_F_ONE_B) return;
+    device_dry_run(true);
+    say("\nFrom one node of 8 GPUs to two: a step of 16 layers of Llama 3 8B, on the model clock of %s:\n",
+        config->machine);
+    say("  %-12s %14s %14s %16s", "", "8 GPUs, ms", "16 GPUs, ms", "lost on a GPU");
+    for (int i = 0; i < 2; i++) {
+        for (int twice = 0; twice < 2; twice++)
+            way[i].seconds[twice] = step_of(&way[i], i == 1, NODE << twice);
+        way[i].lost = 1 - way[i].seconds[0] / way[i].seconds[1] / 2;
+        say("  %s, m = %-5ld %14.3f %14.3f %15.0f%%", way[i].name, way[i].micro_batches,
+            1e3 * way[i].seconds[0], 1e3 * way[i].seconds[1], 100 * way[i].lost);
+        report_number(way[i].name, "throughput of a GPU lost across nodes", way[i].lost, "");
+    }
+    double m = (double)way[0].micro_batches, bubble = 1 - (m + NODE - 1) / (m + GPUS - 1);
+    say("  the bubble alone takes %.0f%% of a pipeline", 100 * bubble);
+    report_that(way[0].lost > bubble && way[0].lost < way[1].lost / 2,
+                "across nodes a GPU loses %.2f of its throughput by a pipeline, whose bubble takes %.2f, "
+                "and %.2f by "
+                "tensor parallelism",
+                way[0].lost, bubble, way[1].lost);
+    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    device_dry_run(false);
+}
