@@ -13,7 +13,7 @@
 // Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements: forward (N - 1) C e, backward
 // (N - 1) C (e + 4) (f64: e + 8): the ring's, in 2 and 4 calls that nothing hides.
 // Memory per rank: N chunks of K/V, 2 of the ring's; in backward N of dK/dV in f32.
-// Run: build/04_context_parallel/all_gather_attention   (--ranks 8, --layout contiguous, --tp 2 …)
+// Run: build/04_context_parallel/all_gather_attention   (--ranks 8 --memory-svg FILE, --layout contiguous …)
 // Last line: PASS all_gather_attention: ranks that gather all keys make the step of one device …
 #include <stdlib.h>
 
@@ -155,23 +155,23 @@ static ContextCost formula(const ContextSizes *z) {
 }
 
 static void more(Mesh mesh, const Config *config) {
-    (void)config;
     context_check_cost(mesh, CONTEXT_ALL_GATHER, formula);
+    context_memory(mesh, config);
 }
 
 int main(int argc, char **argv) {
-    const Program program = {
-        .purpose = "All-gather attention: every rank has all keys and values while it computes.",
-        .claim = "ranks that gather all keys make the step of one device",
-        .defaults =
-            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3 "
-            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 cp=0 bucket-mb=0.1 context=all-gather",
-        .natural = 4,
-        .before = {"ring_attention", NULL, "context", CONTEXT_RING},
-        .techniques = context_layouts,
-        .option = context_layout_options,
-        .options = CONTEXT_LAYOUT_OPTIONS,
-        .more = more};
-    return program_main(argc, argv, &program);
+    const Option picture[] = {{"memory-svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
+                               "count the peak memory of all methods as sequences grow, and draw it",
+                               false}};
+    return context_main(
+        argc, argv,
+        (Program){.purpose = "All-gather attention: every rank has all keys and values while it computes.",
+                  .claim = "ranks that gather all keys make the step of one device",
+                  .defaults = CONTEXT_MODEL "heads=6 seq=61 context=all-gather",
+                  .natural = 4,
+                  .before = {"ring_attention", NULL, "context", CONTEXT_RING},
+                  .option = picture,
+                  .options = 1,
+                  .more = more});
 }
 #endif

@@ -18,7 +18,7 @@
 
 enum { SEQUENCE = 131072 };
 
-static Config llama(ContextMethod method, int64_t layers, int64_t seq, int cp) {
+Config context_llama(ContextMethod method, int64_t layers, int64_t seq, int cp) {
     Config c = config_default(
         "hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 micro-batch=1 grad-acc=1 dtype=bf16");
     c.layers = layers;
@@ -101,7 +101,7 @@ void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula
     static const char *const passes[] = {"forward", "backward"};
     Mesh ring = mesh_new((MeshShape){.cp = mesh.world.size});
     int cp = ring.cp.size;
-    Config c = llama(method, 1, 1024 * cp, cp);
+    Config c = context_llama(method, 1, 1024 * cp, cp);
     ContextSizes sizes = {cp, 1024, 32, 8, cp > 8 ? cp : 8, 128, 2, 4};
     ContextCost predicted = formula(&sizes), measured = context_attention_cost(ring, &c);
     say("\nAttention of one layer of Llama 3 8B, 1,024 tokens on each of %d ranks, by the formulas of the "
@@ -131,7 +131,7 @@ static int64_t tokens_by_clock(Mesh mesh) {
     int64_t exposed = 0, hidden = 2048;  // in 16 tokens
     while (hidden - exposed > 1) {
         int64_t middle = (exposed + hidden) / 2;
-        Config c = llama(CONTEXT_ZIGZAG, 1, middle * 16 * mesh.cp.size, mesh.cp.size);
+        Config c = context_llama(CONTEXT_ZIGZAG, 1, middle * 16 * mesh.cp.size, mesh.cp.size);
         ContextCost cost = context_attention_cost(mesh, &c);
         if (comm_max(cost.exposed[FORWARD], mesh.world) < 1e-9) hidden = middle;
         else exposed = middle;
@@ -174,7 +174,7 @@ static void where_the_ring_hides(Mesh mesh, const Config *config) {
 // ---- the four methods side by side ----
 
 static void attention_row(Mesh mesh, ContextMethod method, double *ring) {
-    Config c = llama(method, 1, SEQUENCE, mesh.cp.size);
+    Config c = context_llama(method, 1, SEQUENCE, mesh.cp.size);
     ContextCost cost = context_attention_cost(mesh, &c);
     double seconds = both(&cost, mesh), most = comm_max(cost.computing, mesh.world),
            least = least_of(cost.computing, mesh.world);
@@ -200,9 +200,8 @@ static void attention_row(Mesh mesh, ContextMethod method, double *ring) {
                     most, least);
 }
 
-static bool fits(Mesh mesh, ContextMethod method) {
-    return method != CONTEXT_ULYSSES ||
-           (32 % mesh.cp.size == 0 && (8 % mesh.cp.size == 0 || mesh.cp.size % 8 == 0));
+bool context_fits(int cp, ContextMethod method) {
+    return method != CONTEXT_ULYSSES || (32 % cp == 0 && (8 % cp == 0 || cp % 8 == 0));
 }
 
 static void compare_attention(Mesh mesh) {
@@ -210,13 +209,13 @@ static void compare_attention(Mesh mesh) {
         "K/V, forw.", "backward");
     double ring = 0;
     for (ContextMethod method = 0; method < CONTEXT_METHODS; method++)
-        if (fits(mesh, method)) attention_row(mesh, method, &ring);
+        if (context_fits(mesh.cp.size, method)) attention_row(mesh, method, &ring);
 }
 
 // ---- whole steps ----
 
 static StepCost step_cost(Mesh mesh, ContextMethod method, int64_t layers, int cp) {
-    Config c = llama(method, layers, SEQUENCE, cp);
+    Config c = context_llama(method, layers, SEQUENCE, cp);
     c.dp = mesh.dp.size;
     c.recompute = RECOMPUTE_FULL;
     config_set(&c, "zero", 3);
@@ -264,7 +263,8 @@ static void compare_steps(Mesh mesh) {
     free(title);
     double ring = 0;
     for (ContextMethod method = 0; method < CONTEXT_METHODS; method++)
-        if (fits(mesh, method)) step_row(mesh, context_method_name[method], method, n, &ring, true);
+        if (context_fits(mesh.cp.size, method))
+            step_row(mesh, context_method_name[method], method, n, &ring, true);
     Mesh apart = mesh_new((MeshShape){.dp = mesh.world.size});
     step_row(apart, "cp 1", CONTEXT_RING, 1, &ring, false);
     say("  (cp 1: as many sequences as ranks at once; %d times the tokens of the rows above)\n", n);

@@ -3,6 +3,7 @@
 #define CONTEXT_PARALLEL_H
 
 #include "00_single_gpu/flash.h"
+#include "00_single_gpu/harness.h"
 #include "03_tensor_parallel/tensor_parallel.h"
 
 // ======================================================================================================
@@ -61,10 +62,15 @@ extern const char *const context_method_name[CONTEXT_METHODS];  // as --context 
 // What the programs of this chapter list: data parallelism and ZeRO's stages, tensor parallelism, these,
 // recomputation.
 extern const Technique *const context_layouts[];
-extern const Option context_layout_options[];
-enum { CONTEXT_LAYOUT_OPTIONS = 1 };
 extern const Option context_options[];  // of each of the four
 enum { CONTEXT_OPTIONS = 3 };
+// The small model of these programs, without heads, tokens and method.
+#define CONTEXT_MODEL                                                                                      \
+    "layers=3 hidden=48 kv-heads=2 ffn=88 micro-batch=2 grad-acc=2 steps=3 dtype=f64 optimizer=sgd lr=0.1 " \
+    "clip=0.5 cp=0 bucket-mb=0.1 "
+// A whole main, of a program that says what it shows, and may have one option of its own. It gets the list
+// above and --zero. Returns the exit status.
+int context_main(int argc, char **argv, Program program);
 
 typedef struct ContextParallel {
     Group cp;
@@ -102,7 +108,7 @@ void *ring_plug(Model *model);
 void ring_price(Price *price, const Model *model, const void *context);
 
 // ======================================================================================================
-// context_clock.c, context_masks.c: what the methods cost, for the programs to show
+// context_clock.c, context_memory.c, context_masks.c: what the methods cost, for the programs to show
 // ======================================================================================================
 
 // Attention of one layer, on the model clock and counted on this rank; by Pass.
@@ -123,8 +129,13 @@ typedef struct ContextSizes {
 typedef ContextCost ContextFormula(const ContextSizes *sizes);
 void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula);
 extern ContextFormula ring_formula;  // ring_attention.c
-// Llama 3 8B with s = 131,072 on these ranks, by all four methods, in one node and across nodes.
+// Llama 3 8B in bf16 with so many layers, on cp ranks; and whether a method can shard it.
+Config context_llama(ContextMethod method, int64_t layers, int64_t seq, int cp);
+bool context_fits(int cp, ContextMethod method);
+// Its attention and step with s = 131,072 on these ranks, by all four methods, in one node and across nodes.
 void context_compare(Mesh mesh, const Config *config);
+// Its peak memory as s grows, as a table and as a picture in --memory-svg's file; nothing without that.
+void context_memory(Mesh mesh, const Config *config);
 
 // Who computes which block of scores in which hop, as pictures; and the score entries of each rank.
 void context_print_masks(int cp);

@@ -273,17 +273,14 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const Program program = {
-        .purpose = "Ring attention: keys and values hop from rank to rank, and no rank ever has them all.",
-        .claim = "ranks that share every sequence make the step of one device",
-        .defaults =
-            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3 "
-            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 cp=0 bucket-mb=0.1 context=ring",
-        .natural = 4,
-        .techniques = context_layouts,
-        .option = context_layout_options,
-        .options = CONTEXT_LAYOUT_OPTIONS,
-        .more = more};
-    return program_main(argc, argv, &program);
+    return context_main(
+        argc, argv,
+        (Program){
+            .purpose =
+                "Ring attention: keys and values hop from rank to rank, and no rank ever has them all.",
+            .claim = "ranks that share every sequence make the step of one device",
+            .defaults = CONTEXT_MODEL "heads=6 seq=61 context=ring",
+            .natural = 4,
+            .more = more});
 }
 #endif

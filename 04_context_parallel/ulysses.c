@@ -248,18 +248,14 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const Program program = {
-        .purpose = "Ulysses: all-to-alls turn a part of the tokens into a part of the heads, and back.",
-        .claim = "ranks that deal out the heads make the step of one device",
-        .defaults =
-            "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3 "
-            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 cp=0 bucket-mb=0.1 context=ulysses",
-        .natural = 4,
-        .before = {"all_gather_attention", NULL, "context", CONTEXT_ALL_GATHER},
-        .techniques = context_layouts,
-        .option = context_layout_options,
-        .options = CONTEXT_LAYOUT_OPTIONS,
-        .more = more};
-    return program_main(argc, argv, &program);
+    return context_main(
+        argc, argv,
+        (Program){
+            .purpose = "Ulysses: all-to-alls turn a part of the tokens into a part of the heads, and back.",
+            .claim = "ranks that deal out the heads make the step of one device",
+            .defaults = CONTEXT_MODEL "heads=8 seq=61 context=ulysses",
+            .natural = 4,
+            .before = {"all_gather_attention", NULL, "context", CONTEXT_ALL_GATHER},
+            .more = more});
 }
 #endif

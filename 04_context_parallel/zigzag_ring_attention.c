@@ -45,18 +45,14 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const Program program = {
-        .purpose = "Zig-zag ring attention: each rank has an early and a late part of every sequence.",
-        .claim = "balanced ranks make the step of one device",
-        .defaults =
-            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=64 micro-batch=2 grad-acc=2 steps=3 "
-            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 cp=0 bucket-mb=0.1 context=zigzag",
-        .natural = 8,
-        .before = {"ring_attention", NULL, "context", CONTEXT_RING},
-        .techniques = context_layouts,
-        .option = context_layout_options,
-        .options = CONTEXT_LAYOUT_OPTIONS,
-        .more = more};
-    return program_main(argc, argv, &program);
+    return context_main(
+        argc, argv,
+        (Program){
+            .purpose = "Zig-zag ring attention: each rank has an early and a late part of every sequence.",
+            .claim = "balanced ranks make the step of one device",
+            .defaults = CONTEXT_MODEL "heads=6 seq=64 context=zigzag",
+            .natural = 8,
+            .before = {"ring_attention", NULL, "context", CONTEXT_RING},
+            .more = more});
 }
 #endif

@@ -134,7 +134,13 @@ void kernel_copy(DType y_dtype, void *y, DType x_dtype, const void *x, int64_t c
 // ---- sums of two, and multiples ----
 
 template <class T>
-struct AddTwo {
+struct Sum {
+    __device__ static Arithmetic<T> of(Arithmetic<T> a, Arithmetic<T> b) { return a + b; }
+};
+
+// y = Of<T>::of(a, b)
+template <class T, template <class> class Of>
+struct OfTwo {
     T *y;
     const T *a, *b;
     template <int N>
@@ -147,7 +153,7 @@ struct AddTwo {
     }
     template <int N>
     __device__ void write(int64_t first, In<N> in) const {
-        for (int j = 0; j < N; j++) in.a.x[j] = narrow<T>(wide(in.a.x[j]) + wide(in.b.x[j]));
+        for (int j = 0; j < N; j++) in.a.x[j] = narrow<T>(Of<T>::of(wide(in.a.x[j]), wide(in.b.x[j])));
         store<N>(y + first, in.a);
     }
 };
@@ -193,7 +199,8 @@ struct Accumulate {
 void kernel_add(DType dtype, void *y, const void *a, const void *b, int64_t count) {
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        for_each<pack_of<T>>(count, all_aligned(y, a, b), AddTwo<T>{(T *)y, (const T *)a, (const T *)b});
+        for_each<pack_of<T>>(count, all_aligned(y, a, b),
+                             OfTwo<T, Sum>{(T *)y, (const T *)a, (const T *)b});
     });
 }
 
@@ -224,24 +231,9 @@ __device__ inline Arithmetic<T> sigmoid(Arithmetic<T> x) {
 }
 
 template <class T>
-struct SwigluForward {
-    T *act;
-    const T *gate, *up;
-    template <int N>
-    struct In {
-        Pack<T, N> gate, up;
-    };
-    template <int N>
-    __device__ In<N> read(int64_t first) const {
-        return {load<N>(gate + first), load<N>(up + first)};
-    }
-    template <int N>
-    __device__ void write(int64_t first, In<N> in) const {
-        for (int j = 0; j < N; j++) {
-            Arithmetic<T> g = wide(in.gate.x[j]);
-            in.gate.x[j] = narrow<T>(g * sigmoid<T>(g) * wide(in.up.x[j]));
-        }
-        store<N>(act + first, in.gate);
+struct Swiglu {
+    __device__ static Arithmetic<T> of(Arithmetic<T> gate, Arithmetic<T> up) {
+        return gate * sigmoid<T>(gate) * up;
     }
 };
 
@@ -275,7 +267,7 @@ void kernel_swiglu_forward(DType dtype, void *act, const void *gate, const void 
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         for_each<pack_of<T>>(count, all_aligned(act, gate, up),
-                             SwigluForward<T>{(T *)act, (const T *)gate, (const T *)up});
+                             OfTwo<T, Swiglu>{(T *)act, (const T *)gate, (const T *)up});
     });
 }
 

@@ -82,6 +82,28 @@ __device__ static inline Own own_rows(int64_t block, const ChunkTokens &side, in
     return {unit / heads, unit % heads, piece / per_tile, piece * rows, end - piece * rows};
 }
 
+// Calls f(state, first, columns) for each piece of the other side of a head, [first, first + columns) of its
+// sample, whose rows of x and y, which lie `stride` apart, are in shared memory then. Leaves out the tiles
+// that are empty, by state_of(their bounds).
+template <class T, class A, class StateOf, class F>
+__device__ static inline void each_piece(const ChunkTokens &side, int64_t sample, int64_t rows,
+                                         const Rows<A> &of_x, const T *x, const Rows<A> &of_y, const T *y,
+                                         int64_t stride, StateOf state_of, F f) {
+    for (int64_t tile = 0; tile < side.tiles; tile++) {
+        const TileState state = state_of(side.bounds[sample * side.tiles + tile]);
+        if (state == TILE_EMPTY) continue;
+        const int64_t tile_end = least((tile + 1) * ATTENTION_TILE, side.s);
+        for (int64_t first = tile * ATTENTION_TILE; first < tile_end; first += rows) {
+            const int64_t columns = least(rows, tile_end - first);
+            __syncthreads();  // nobody still reads the piece before
+            of_x.fetch(x + first * stride, stride, columns);
+            of_y.fetch(y + first * stride, stride, columns);
+            __syncthreads();
+            f(state, first, columns);
+        }
+    }
+}
+
 // ---- forward ----
 
 template <class T>
@@ -108,17 +130,11 @@ __global__ void chunk_forward(Arithmetic<T> *o, Arithmetic<T> *lse, const T *q, 
         max[i] = row < own.count ? lse[(query + row) * at.heads + own.head] : (A)-INFINITY;
         sum[i] = 1;
     }
-    for (int64_t tile = 0; tile < at.keys.tiles; tile++) {
-        const TileState state = tile_state(at.queries.bounds[own.sample * at.queries.tiles + own.tile],
-                                           at.keys.bounds[own.sample * at.keys.tiles + tile]);
-        if (state == TILE_EMPTY) continue;
-        const int64_t tile_end = least((tile + 1) * ATTENTION_TILE, at.keys.s);
-        for (int64_t first = tile * ATTENTION_TILE; first < tile_end; first += rows) {
-            const int64_t columns = least(rows, tile_end - first);
-            __syncthreads();  // nobody still reads the piece before
-            of_k.fetch(k + k_at + first * k_stride, k_stride, columns);
-            of_v.fetch(v + k_at + first * k_stride, k_stride, columns);
-            __syncthreads();
+    const TileBounds bounds = at.queries.bounds[own.sample * at.queries.tiles + own.tile];
+    each_piece(
+        at.keys, own.sample, rows, of_k, k + k_at, of_v, v + k_at, k_stride,
+        [&](TileBounds keys) { return tile_state(bounds, keys); },
+        [&](TileState state, int64_t first, int64_t columns) {
             for (int i = 0; i < ROWS_OF_WARP; i++) {
                 const int64_t row = warp + i * WARPS;
                 if (row >= own.count) break;
@@ -139,8 +155,7 @@ __global__ void chunk_forward(Arithmetic<T> *o, Arithmetic<T> *lse, const T *q, 
                 }
                 __syncwarp();
             }
-        }
-    }
+        });
     __syncthreads();
     for (int i = 0; i < ROWS_OF_WARP; i++) {
         const int64_t row = warp + i * WARPS;
@@ -196,17 +211,11 @@ __global__ void chunk_backward_queries(Arithmetic<T> *dq, const T *d_o, const T 
     of_q.fetch(q + q_at, q_stride, own.count);
     of_do.fetch(d_o + q_at, q_stride, own.count);
     sum.clear(own.count);
-    for (int64_t tile = 0; tile < at.keys.tiles; tile++) {
-        const TileState state = tile_state(at.queries.bounds[own.sample * at.queries.tiles + own.tile],
-                                           at.keys.bounds[own.sample * at.keys.tiles + tile]);
-        if (state == TILE_EMPTY) continue;
-        const int64_t tile_end = least((tile + 1) * ATTENTION_TILE, at.keys.s);
-        for (int64_t first = tile * ATTENTION_TILE; first < tile_end; first += rows) {
-            const int64_t columns = least(rows, tile_end - first);
-            __syncthreads();  // nobody still reads the piece before
-            of_k.fetch(k + k_at + first * k_stride, k_stride, columns);
-            of_v.fetch(v + k_at + first * k_stride, k_stride, columns);
-            __syncthreads();
+    const TileBounds bounds = at.queries.bounds[own.sample * at.queries.tiles + own.tile];
+    each_piece(
+        at.keys, own.sample, rows, of_k, k + k_at, of_v, v + k_at, k_stride,
+        [&](TileBounds keys) { return tile_state(bounds, keys); },
+        [&](TileState state, int64_t first, int64_t columns) {
             for (int64_t row = warp; row < own.count; row += WARPS) {
                 const int64_t statistic = (query + row) * at.heads + own.head;
                 const bool seen =
@@ -226,8 +235,7 @@ __global__ void chunk_backward_queries(Arithmetic<T> *dq, const T *d_o, const T 
                 }
                 __syncwarp();
             }
-        }
-    }
+        });
     __syncthreads();
     for (int64_t i = threadIdx.x; i < own.count * d; i += blockDim.x)
         dq[q_at + i / d * q_stride + i % d] += sum.row(i / d)[i % d];
@@ -256,42 +264,38 @@ __global__ void chunk_backward_keys(Arithmetic<T> *dk, Arithmetic<T> *dv, const 
     of_v.fetch(v + k_at, k_stride, own.count);
     sum_k.clear(own.count);
     sum_v.clear(own.count);
-    for (int64_t unit = 0; unit < group * at.queries.tiles; unit++) {
-        const int64_t head = own.head * group + unit / at.queries.tiles, tile = unit % at.queries.tiles;
-        const TileState state = tile_state(at.queries.bounds[own.sample * at.queries.tiles + tile],
-                                           at.keys.bounds[own.sample * at.keys.tiles + own.tile]);
-        if (state == TILE_EMPTY) continue;
-        const int64_t tile_end = least((tile + 1) * ATTENTION_TILE, at.queries.s);
-        for (int64_t first = tile * ATTENTION_TILE; first < tile_end; first += rows) {
-            const int64_t columns = least(rows, tile_end - first);
-            const int64_t query = own.sample * at.queries.s + first, q_at = query * q_stride + head * d;
-            __syncthreads();  // nobody still reads the piece before
-            of_q.fetch(q + q_at, q_stride, columns);
-            of_do.fetch(d_o + q_at, q_stride, columns);
-            __syncthreads();
-            for (int64_t row = warp; row < own.count; row += WARPS) {
-                const int64_t statistic = (query + lane) * at.heads + head;
-                const bool seen = lane < columns && (state == TILE_FULL ||
-                                                     sees(at.queries, query + lane, at.keys, key + row));
-                Pair<A> pair = {0, 0};
-                if (seen)
-                    pair = pair_of(of_q.dot(lane, of_k.row(row)) * scale, of_do.dot(lane, of_v.row(row)),
-                                   lse[statistic], dots[statistic]);
-                probs[warp][lane] = pair.prob;
-                dscores[warp][lane] = pair.dscore * scale;
-                __syncwarp();
-                for (int64_t x = lane; x < d; x += WARP) {
-                    A more_k = sum_k.row(row)[x], more_v = sum_v.row(row)[x];
-                    for (int64_t j = 0; j < columns; j++) {
-                        more_k += dscores[warp][j] * of_q.row(j)[x];
-                        more_v += probs[warp][j] * of_do.row(j)[x];
+    const TileBounds bounds = at.keys.bounds[own.sample * at.keys.tiles + own.tile];
+    for (int64_t head = own.head * group; head < (own.head + 1) * group; head++) {
+        const int64_t q_at = own.sample * at.queries.s * q_stride + head * d;
+        each_piece(
+            at.queries, own.sample, rows, of_q, q + q_at, of_do, d_o + q_at, q_stride,
+            [&](TileBounds queries) { return tile_state(queries, bounds); },
+            [&](TileState state, int64_t first, int64_t columns) {
+                const int64_t query = own.sample * at.queries.s + first;
+                for (int64_t row = warp; row < own.count; row += WARPS) {
+                    const int64_t statistic = (query + lane) * at.heads + head;
+                    const bool seen =
+                        lane < columns &&
+                        (state == TILE_FULL || sees(at.queries, query + lane, at.keys, key + row));
+                    Pair<A> pair = {0, 0};
+                    if (seen)
+                        pair = pair_of(of_q.dot(lane, of_k.row(row)) * scale,
+                                       of_do.dot(lane, of_v.row(row)), lse[statistic], dots[statistic]);
+                    probs[warp][lane] = pair.prob;
+                    dscores[warp][lane] = pair.dscore * scale;
+                    __syncwarp();
+                    for (int64_t x = lane; x < d; x += WARP) {
+                        A more_k = sum_k.row(row)[x], more_v = sum_v.row(row)[x];
+                        for (int64_t j = 0; j < columns; j++) {
+                            more_k += dscores[warp][j] * of_q.row(j)[x];
+                            more_v += probs[warp][j] * of_do.row(j)[x];
+                        }
+                        sum_k.row(row)[x] = more_k;
+                        sum_v.row(row)[x] = more_v;
                     }
-                    sum_k.row(row)[x] = more_k;
-                    sum_v.row(row)[x] = more_v;
+                    __syncwarp();
                 }
-                __syncwarp();
-            }
-        }
+            });
     }
     __syncthreads();
     for (int64_t i = threadIdx.x; i < own.count * d; i += blockDim.x) {

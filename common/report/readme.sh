@@ -130,7 +130,6 @@ row() {
     row 27 '1F1B: a bubble of (p - 1) / m, and p micro-batches held' schedule '' '^ *one_f_one_b +[0-9]'
     row 27 'interleaved: (p - 1) / (v m), v times the messages' schedule '' '^ *interleaved +[0-9]'
     row 28 'ZB-H1: a third of the bubble' schedule '' '^ *zb_h1 +[0-9]'
-    row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule '' '^ *dualpipe +[0-9]'
     row 28 'ZB-H2: no bubble as a period if F = B = W, at about twice the memory' schedule '--schedule zb_h2 --forward 10 --backward 10 --weight 10' '^period'
     row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule '--schedule dualpipe' '^makespan'
     row 29 'PP from 8 to 16 GPUs, over two nodes: 14% less a GPU with few micro-batches …' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *pp, m'

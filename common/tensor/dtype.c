@@ -102,29 +102,29 @@ static inline float of_bf16(uint16_t code) {
     return float_of(bits | quiet);
 }
 
-static inline uint16_t to_f16(float x) {
-    uint32_t bits = bits_of(x), magnitude = bits & F32_MAGNITUDE;
-    uint32_t code = nearest_code(magnitude, 10, 15);
-    code = choose(code < F16_INFINITY, code, F16_INFINITY);
-    code = choose(magnitude > F32_INFINITY, F16_NAN, code);
-    return (uint16_t)((bits >> 16 & 0x8000) | code);
+// The code without its sign of any f32: at most `largest`, unless it is NaN.
+static inline uint32_t code_of(float x, int m, int bias, uint32_t largest, uint32_t nan) {
+    uint32_t magnitude = bits_of(x) & F32_MAGNITUDE, code = nearest_code(magnitude, m, bias);
+    code = choose(code < largest, code, largest);
+    return choose(magnitude > F32_INFINITY, nan, code);
 }
 
+// The f32 bits of a code without its sign, of a format that has an infinity.
+static inline uint32_t bits_of_code(uint32_t code, int m, int bias, uint32_t infinity) {
+    uint32_t bits = choose(code < infinity, code_value(code, m, bias), F32_INFINITY);
+    return choose(code > infinity, F32_NAN, bits);
+}
+
+static inline uint16_t to_f16(float x) {
+    return (uint16_t)((bits_of(x) >> 16 & 0x8000) | code_of(x, 10, 15, F16_INFINITY, F16_NAN));
+}
 static inline float of_f16(uint16_t code) {
-    uint32_t magnitude = code & 0x7fff, bits = code_value(magnitude, 10, 15);
-    bits = choose(magnitude < F16_INFINITY, bits, F32_INFINITY);
-    bits = choose(magnitude > F16_INFINITY, F32_NAN, bits);
-    return float_of((uint32_t)(code & 0x8000) << 16 | bits);
+    return float_of((uint32_t)(code & 0x8000) << 16 | bits_of_code(code & 0x7fff, 10, 15, F16_INFINITY));
 }
 
 static inline uint8_t to_e4m3(float x) {
-    uint32_t bits = bits_of(x), magnitude = bits & F32_MAGNITUDE;
-    uint32_t code = nearest_code(magnitude, 3, 7);
-    code = choose(code < E4M3_LARGEST, code, E4M3_LARGEST);
-    code = choose(magnitude > F32_INFINITY, E4M3_NAN, code);
-    return (uint8_t)((bits >> 24 & 0x80) | code);
+    return (uint8_t)((bits_of(x) >> 24 & 0x80) | code_of(x, 3, 7, E4M3_LARGEST, E4M3_NAN));
 }
-
 static inline float of_e4m3(uint8_t code) {
     uint32_t magnitude = code & 0x7f, bits = code_value(magnitude, 3, 7);
     bits = choose(magnitude == E4M3_NAN, F32_NAN, bits);
@@ -132,18 +132,10 @@ static inline float of_e4m3(uint8_t code) {
 }
 
 static inline uint8_t to_e5m2(float x) {
-    uint32_t bits = bits_of(x), magnitude = bits & F32_MAGNITUDE;
-    uint32_t code = nearest_code(magnitude, 2, 15);
-    code = choose(code < E5M2_LARGEST, code, E5M2_LARGEST);
-    code = choose(magnitude > F32_INFINITY, E5M2_NAN, code);
-    return (uint8_t)((bits >> 24 & 0x80) | code);
+    return (uint8_t)((bits_of(x) >> 24 & 0x80) | code_of(x, 2, 15, E5M2_LARGEST, E5M2_NAN));
 }
-
 static inline float of_e5m2(uint8_t code) {
-    uint32_t magnitude = code & 0x7f, bits = code_value(magnitude, 2, 15);
-    bits = choose(magnitude < E5M2_INFINITY, bits, F32_INFINITY);
-    bits = choose(magnitude > E5M2_INFINITY, F32_NAN, bits);
-    return float_of((uint32_t)(code & 0x80) << 24 | bits);
+    return float_of((uint32_t)(code & 0x80) << 24 | bits_of_code(code & 0x7f, 2, 15, E5M2_INFINITY));
 }
 
 static inline float f64_to_f32(double x) { return (float)x; }

@@ -53,6 +53,11 @@ for ranks in 1 2 3 4 6 8; do
 done
 passes "ring 4, SGD over 3 steps" ring_attention
 passes "zigzag, with its tables" zigzag_ring_attention $one
+if wanted memory; then
+    passes "memory" all_gather_attention --ranks 8 $one --memory-svg "$work/memory.svg"
+    cmp "$work/memory.svg" 04_context_parallel/memory.svg >"$work/out" 2>&1
+    report $? "the page's picture of memory is that of the program"
+fi
 passes "zigzag 8, fewer tokens than chunks" ring_attention --context zigzag --ranks 8 --seq 9 $one
 passes "ring 8, striped, a token each" ring_attention --ranks 8 --layout striped --seq 8 $one
 passes "all-gather 3, striped" all_gather_attention --ranks 3 --layout striped $quick
