@@ -121,7 +121,7 @@ static void multiply(Async *a, Model *m, bool backward, int count, Param *const 
         Tensor piece[count];
         for (int i = 0; i < count; i++) piece[i] = rows_of(a, y[i], owner);
         product(&a->before, m, backward, count, weight, rows_of(a, x, owner), piece, kept);
-        if (leaves && of != a->tp.rank)
+        if (leaves && owner != a->tp.rank)
             a->out[step + 1] =
                 comm_send_receive(rows_of(a, a->leaving, owner), owner, part_from(a, before(a, step + 1)),
                                   before(a, step + 1), a->tp);
