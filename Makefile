@@ -186,7 +186,7 @@ $(BUILD)/tests/test_%: $(BUILD)/main/tests/unit/test_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
 
-# What the model reads when it is given no other text: the book itself.
+# What the model reads when it is given no other text: this book itself.
 $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*.h common/*/*.c tests/unit/*.c))
 	@mkdir -p $(@D)
 	@cat $^ > $@

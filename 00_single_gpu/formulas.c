@@ -1,7 +1,7 @@
 // formulas.c: what training needs in memory, and what recomputation saves, before anything is built.
 // Playbook: "Memory usage in Transformers", "Activation recomputation", "ZeRO"; Korthikanti et al. 2022.
 //
-//   states       N parameters of e bytes, gradients of e bytes (and 4 more in f32 if e is 2), k bytes of
+//   states       Psi parameters of e bytes, gradients of e bytes (and 4 more in f32 if e is 2), k bytes of
 //                optimizer (AdamW: 8, or 12 with master weights). Over dp, ZeRO-1 shards the optimizer,
 //                ZeRO-2 the gradients too, ZeRO-3 the parameters too.
 //   activations  the sum over a table of what a block keeps for backward, with n = b s tokens:
@@ -51,9 +51,9 @@ double memory_rank_parameters(const MemoryPlan *plan) {
     double tp = (double)plan->tp, rows = (double)c->vocab / (plan->whole_vocabulary ? 1 : tp);
     double vocabulary = (c->tied ? 1 : 2) * h * ceil(rows);
     double attention = 2 * h * h + 2 * h * kv;
-    double cut = attention + (plan->gpt ? 2 * h * f + h + 2 * kv + f : 3 * h * f);
+    double sharded = attention + (plan->gpt ? 2 * h * f + h + 2 * kv + f : 3 * h * f);
     double whole = plan->gpt ? 6 * h : 2 * h + routed;
-    return vocabulary + L * cut / tp + L * whole + (plan->gpt ? 2 : 1) * h;
+    return vocabulary + L * sharded / tp + L * whole + (plan->gpt ? 2 : 1) * h;
 }
 
 // ---- activations: what forward keeps for backward ----
@@ -143,8 +143,8 @@ int memory_end_rows(PriceKept kept[MOST_KEPT], const MemoryPlan *plan) {
 // What is left of it on one rank.
 static double kept_here(const PriceKept *kept, const MemoryPlan *plan) {
     if (plan->model.recompute >= kept->dropped_from) return 0;
-    bool cut = kept->split == BY_TENSOR || (kept->split == BY_SEQUENCE && plan->sp);
-    return cut ? kept->bytes / (double)plan->tp : kept->bytes;
+    bool sharded = kept->split == BY_TENSOR || (kept->split == BY_SEQUENCE && plan->sp);
+    return sharded ? kept->bytes / (double)plan->tp : kept->bytes;
 }
 
 double memory_block_activations(const MemoryPlan *plan) {

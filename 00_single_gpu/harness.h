@@ -6,7 +6,7 @@
 #include "report/timeline.h"
 #include "training.h"
 
-// The technique before this one in the book: its column stands beside this one's.
+// The technique before this one in the playbook: its column stands beside this one's.
 typedef struct Before {
     const char *name;       // NULL: there is none
     Techniques techniques;  // NULL: this program's own, with another value of a setting

@@ -122,9 +122,8 @@ void lesson_print(const Config *config, const Column *column, int columns) {
     snprintf(line, LINE, "%-*s", LABEL, "");
     for (int i = 0; i < columns; i++) {
         const Column *c = &column[i];
-        const double of_column[6] = {c->weights, c->gradients, c->optimizer,
-                                     c->kept,    c->seconds,   c->exposed};
-        for (int j = 0; j < 6; j++) value[j][i] = of_column[j];
+        const double figures[6] = {c->weights, c->gradients, c->optimizer, c->kept, c->seconds, c->exposed};
+        for (int j = 0; j < 6; j++) value[j][i] = figures[j];
         put(line, c->title);
     }
     say("\nRank 0: memory at its peak; what it sends in a step, and how long that takes");

@@ -69,7 +69,7 @@ double price_kept(const Price *p) {
 }
 
 // Elements that stay here: all of the weights, unless a technique has said how many.
-static double stay(const Price *p, double said) {
+static double elements_here(const Price *p, double said) {
     if (said >= 0) return said;
     double all = 0;
     for (int i = 0; i < ROLES; i++) all += p->elements[i];
@@ -84,13 +84,13 @@ double price_states(const Price *p, const Model *m, MemoryKind kind) {
     double moments = m->config.optimizer == OPTIMIZER_ADAMW ? 2 * (double)dtype_size(r.moment) : 0;
     switch (kind) {
         case MEMORY_PARAMETER:
-            return weight * stay(p, p->values) + p->values_at_work;
+            return weight * elements_here(p, p->values) + p->values_at_work;
         case MEMORY_GRADIENT:
             // Where each rank keeps sums of its own part alone, whole gradients exist at work only.
             if (p->gradients >= 0) return sum * p->gradients + p->gradients_at_work;
-            return (gradient + (recipe_has_accumulators(r) ? sum : 0)) * stay(p, -1);
+            return (gradient + (recipe_has_accumulators(r) ? sum : 0)) * elements_here(p, -1);
         case MEMORY_OPTIMIZER:
-            return (master + moments) * stay(p, p->states);
+            return (master + moments) * elements_here(p, p->states);
         default:
             fatal("the price of a run knows no states in memory of %s", memory_kind_name(kind));
     }

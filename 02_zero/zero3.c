@@ -20,6 +20,7 @@
 #include <stdlib.h>
 
 #include "00_single_gpu/formulas.h"
+#include "report/bars_picture.h"
 #include "zero.h"
 
 static void shard(Model *model) { zero_shard(model, SHARD_VALUES); }
@@ -138,7 +139,7 @@ static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
            ends = 2.0 * (double)(c->vocab * c->hidden);
     say("\nWhat rank 0 holds at its peak, and sends; Psi = %.2f B parameters, N = %.0f ranks:\n",
         1e-9 * all, n);
-    say("  %-14s %-23s %8s %9s %9s %9s   %5s %9s %9s\n", "", "the playbook, bytes", "formula", "weights",
+    say("  %-13s %-25s %8s %8s %9s %9s  %5s %8s %8s\n", "", "the playbook, bytes", "formula", "weights",
         "gradients", "optimizer", "sends", "formula", "sent");
     for (int i = 0; i < STAGES; i++) {
         int stage = stages[i].zero;
@@ -150,7 +151,7 @@ static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
         // ends once.
         double elements = stage == 0 ? 8 * all : stage < 3 ? (4 + 2) * all : (4 + 2 + 2) * all - 2 * ends;
         double sends = elements * (n - 1) / n;
-        say("  %-14s %-23s %8s %9s %9s %9s   %5s %9s %9s\n", stages[i].variant.name, stages[i].memory,
+        say("  %-13s %-25s %8s %8s %9s %9s  %5s %8s %8s\n", stages[i].variant.name, stages[i].memory,
             bytes_text(memory_states_bytes(&need)), bytes_text((double)held[MEMORY_PARAMETER]),
             bytes_text((double)held[MEMORY_GRADIENT]), bytes_text((double)held[MEMORY_OPTIMIZER]),
             stages[i].sent, bytes_text(sends), bytes_text((double)cost[i].comm.bytes));
@@ -160,6 +161,25 @@ static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
                     "%s of Llama 3 8B holds or sends something else than its formulas say",
                     stages[i].variant.name);
     }
+}
+
+// The same as bars.
+static void draw_states(Mesh mesh, const Config *c, const StepCost *cost, const char *file) {
+    Bar bar[STAGES];
+    int bars = 0;
+    for (int i = 0; i < STAGES; i++) {
+        if (!stages[i].memory) continue;
+        const int64_t *held = cost[i].memory.peak;
+        bar[bars++] = (Bar){stages[i].variant.name,
+                            stages[i].memory,
+                            {(double)held[MEMORY_PARAMETER], (double)held[MEMORY_GRADIENT],
+                             (double)held[MEMORY_OPTIMIZER]}};
+    }
+    char *title = format_text(
+        "Llama 3 8B in bf16 with AdamW on %d ranks: what rank 0 holds at its peak, activations left aside",
+        mesh.dp.size);
+    if (base_rank() == 0) bars_svg("--svg", file, title, bar, bars, machine_find(c->machine));
+    free(title);
 }
 
 // ---- what else a run may be ----
@@ -214,8 +234,12 @@ static void show(Mesh mesh, const Config *config) {
     report_that(!one_node || best->comm.exposed_seconds < 0.1 * best->comm.model_seconds,
                 "ZeRO-3 exposes more than a tenth of its communication");
     print_states(mesh, &shape, cost);
+    if (config_text(config, "svg")) draw_states(mesh, config, cost, config_text(config, "svg"));
     if (config->verbose) zero3_overlap(mesh, config);
 }
+
+static const Option picture_option = {
+    "svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE", "what each stage holds, as a picture", false};
 
 int main(int argc, char **argv) {
     const Program program = {
@@ -229,6 +253,8 @@ int main(int argc, char **argv) {
         .natural = 4,
         .before = {"zero2", (const Technique *[]){&zero2, &recompute, NULL}, NULL, 0},
         .techniques = techniques,
+        .option = &picture_option,
+        .options = 1,
         .twin = "DDP in the same order of sums",
         .twin_techniques = zero_twin_of_2_and_3,
         .more = show};

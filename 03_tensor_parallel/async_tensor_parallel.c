@@ -98,10 +98,10 @@ static Tensor scatter(void *context, const MicroBatch *micro, Tensor partial) {
 
 // ---- linears: what enters is known by its storage, what leaves by its weight's shard ----
 
-static void product(const Sockets *by, Model *m, bool backward, int count, Param *const *weight, Tensor x,
-                    const Tensor *y, void **kept) {
-    if (backward) by->linear.backward_input(by->linear.context, m, count, weight, x, y, kept);
-    else by->linear.forward(by->linear.context, m, count, weight, y, x, kept);
+static void product(const Sockets *inner, Model *m, bool backward, int count, Param *const *weight,
+                    Tensor x, const Tensor *y, void **kept) {
+    if (backward) inner->linear.backward_input(inner->linear.context, m, count, weight, x, y, kept);
+    else inner->linear.forward(inner->linear.context, m, count, weight, y, x, kept);
 }
 
 // y[i] = x W_i^T, or backward, where y and x stand for their gradients, x = sum over i of y[i] W_i. Into
@@ -116,14 +116,14 @@ static void multiply(Async *a, Model *m, bool backward, int count, Param *const 
     }
     if (leaves) begin_leaving(a, backward ? x : y[0]);
     for (int step = 0; step < a->tp.size; step++) {
-        int of = comes ? before(a, step) : after(a, step + 1);  // from own rows on, or up to them
+        int owner = comes ? before(a, step) : after(a, step + 1);  // from own rows on, or up to them
         if (comes && step > 0) comm_wait(a->in[step]);
         Tensor piece[count];
-        for (int i = 0; i < count; i++) piece[i] = rows_of(a, y[i], of);
-        product(&a->before, m, backward, count, weight, rows_of(a, x, of), piece, kept);
-        if (leaves && of != a->tp.rank)
+        for (int i = 0; i < count; i++) piece[i] = rows_of(a, y[i], owner);
+        product(&a->before, m, backward, count, weight, rows_of(a, x, owner), piece, kept);
+        if (leaves && owner != a->tp.rank)
             a->out[step + 1] =
-                comm_send_receive(rows_of(a, a->leaving, of), of, part_from(a, before(a, step + 1)),
+                comm_send_receive(rows_of(a, a->leaving, owner), owner, part_from(a, before(a, step + 1)),
                                   before(a, step + 1), a->tp);
     }
     if (comes) tensor_free(&a->coming);

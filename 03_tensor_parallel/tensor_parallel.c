@@ -247,8 +247,14 @@ static void more(Mesh mesh, const Config *config) {
     device_dry_run(true);
     count_a_block(mesh, config);
     across_nodes(mesh, config);
+    if (config_text(config, "svg")) tensor_parallel_picture(mesh, config_text(config, "svg"));
     device_dry_run(false);
 }
+
+static const Option options[] = {{"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
+                                  "what --dp shares out: optimizer state, gradients, weights", false},
+                                 {"svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
+                                  "which rank has which part of a block, as a picture", false}};
 
 int main(int argc, char **argv) {
     const Program program = {
@@ -259,8 +265,8 @@ int main(int argc, char **argv) {
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 bucket-mb=0.1",
         .natural = 4,
         .techniques = tensor_layouts,
-        .option = tensor_layout_options,
-        .options = TENSOR_LAYOUT_OPTIONS,
+        .option = options,
+        .options = sizeof options / sizeof *options,
         .more = more};
     return program_main(argc, argv, &program);
 }

@@ -27,6 +27,8 @@ typedef struct TensorParallel {
 // tensor_parallel.c: which rows or columns of a block's matrices are this rank's, and what is left to store
 // and keep.
 void tensor_parallel_shard(Model *model);
+// split_picture.c: which rank has which part of a block, as an SVG. device_dry_run must be on.
+void tensor_parallel_picture(Mesh mesh, const char *file);
 void tensor_parallel_check(const Config *config);
 void tensor_parallel_price_kept(Price *price, const Model *model);
 // Wo and Wdown, whose inputs are sharded (Megatron's row-parallel; their rows here are columns).

@@ -2,7 +2,7 @@
 // Parallelism".
 //
 // Against 00_single_gpu: nothing is trained here. A step of m micro-batches over the stages of a model is
-// cut into passes F, B and W of one stage and one micro-batch (schedule.h), and a schedule is a list of
+// split into passes F, B and W of one stage and one micro-batch (schedule.h), and a schedule is a list of
 // them for each rank. Lists say everything that matters: schedule_verify.c finds out whether they can
 // run, and what each rank holds and sends; schedule_clock.c how long they take; schedule_picture.c draws
 // them. The same lists drive the real training.

@@ -102,7 +102,7 @@ typedef struct Option {
 
 // Fills every target: first the defaults, then what was typed ("--name value" or "--name=value"). Prints
 // --help from the same table and exits 0. Anything unknown or out of bounds is fatal and named; a name that
-// other programs of the book have, and this one has not, is told so. Targets of TEXT point into argv.
+// other programs of this book have, and this one has not, is told so. Targets of TEXT point into argv.
 // purpose is one line of --help; further lines of it are shown as examples.
 void options_parse(int argc, char **argv, const char *purpose, Option *table, int count);
 bool option_given(const Option *table, int count, const char *name);

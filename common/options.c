@@ -11,7 +11,7 @@
 
 enum { HELP_WIDTH = 100, LONGEST_NAME = 40 };
 
-// Flags of the whole book, so that a program can say where one that it lacks belongs.
+// Flags of this whole book, so that a program can say where one that it lacks belongs.
 static const struct {
     const char *names, *where;
 } book_flags[] = {
@@ -26,7 +26,7 @@ static const struct {
     {" model layers hidden heads kv-heads ffn vocab seq tied dtype micro-batch grad-acc steps seed data "
      "optimizer lr weight-decay clip warmup recompute init save save-every resume json trace machine "
      "no-check verbose ",
-     "other programs of the book have it"},
+     "other programs of this book have it"},
 };
 
 // Levenshtein's distance: letters to insert, delete or replace.

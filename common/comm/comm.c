@@ -188,7 +188,7 @@ static void end_all(const char *sentence, int status) {
         if (dead >= 0) fprintf(stderr, "%s: rank %d has died; all ranks end\n", base_program(), dead);
         else fputs(sentence, stderr);
         fflush(NULL);
-        usleep(20000);  // mpirun passes the sentence on before it hears of the end
+        usleep(20000);  // mpirun passes the sentence on before it learns of the end
     } else {
         usleep(3000000);  // another has spoken, and ends this one
     }

@@ -88,7 +88,7 @@ void comm_wait_all(Request **requests, int count);
 typedef enum ReduceOp { REDUCE_SUM, REDUCE_MAX } ReduceOp;
 
 // n = members, K = bytes of the tensor named, k = K / n or this member's own part of it where parts are
-// unequal. "Sends" is what a call sends from this rank. An all-reduce cuts its tensor in pieces of
+// unequal. "Sends" is what a call sends from this rank. An all-reduce splits its tensor in pieces of
 // ceil(count / n) elements, the last ones shorter; k is this member's piece.
 
 // In place. Sends K - k + (n - 1) k; in equal pieces 2 (n - 1) / n K.

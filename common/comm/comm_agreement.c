@@ -208,7 +208,7 @@ static void compare(const Request *r, int i, const Notice *theirs) {
     else same = same && theirs->count == mine.count;
     if (!same) notice_mismatch(comm.rank, &mine, rank, theirs, "");
     if (theirs->parts != mine.parts)
-        notice_mismatch(comm.rank, &mine, rank, theirs, ", cut in other parts");
+        notice_mismatch(comm.rank, &mine, rank, theirs, ", split in other parts");
 }
 
 // Takes this notice out of the inbox: it is the one for i, or part of it.

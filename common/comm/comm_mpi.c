@@ -14,7 +14,7 @@
 //                                                       fetches pieces 0, 2 from members 0, 2
 //
 // reduce_scatter is steps 1 and 2, all_gather is step 3, reduce has step 3 with the root alone; the rest
-// have no step 2. A segment is added as soon as all its copies are there, and travels back while the next
+// have no step 2. A segment is added as soon as all its copies are there, and is sent back while the next
 // ones come in: what waits to be added stays in the cache, and takes WINDOW segments per member, however
 // large the tensor.
 #include "comm_mpi.h"

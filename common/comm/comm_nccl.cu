@@ -10,7 +10,7 @@
 // The mark is recorded at the call, so a collective waits for what was given to the device before it and
 // for nothing later; comm_wait makes the compute stream wait for the end, and the host goes on. Memory is
 // released in the order of the compute stream (device_cuda.h), that is after that end: a tensor freed
-// behind comm_wait outlives its bytes' travel.
+// behind comm_wait outlives the transfer of its bytes.
 //
 // Every communicator is non-blocking: a call of NCCL that needs other ranks says ncclInProgress, and
 // transport_test asks again. So a rank that does not come is comm.c's to find, here as over MPI; and what

@@ -11,7 +11,7 @@
 // That sends the very bytes of a ring, 2 (n - 1) / n K for an all-reduce, in 2 steps instead of 2 (n -
 // 1); on several nodes it leaves out what a tree would save.
 //
-// Bytes are those of comm.h, which is what the algorithms of the book are charged with; NCCL may choose a
+// Bytes are those of comm.h, which is what the algorithms of this book are charged with; NCCL may choose a
 // tree, or the switch's own adders, and put other bytes on the wire.
 #include <string.h>
 
@@ -325,7 +325,7 @@ static char *chunk_at(const Operation *o, int i, int64_t first) {
            first * (int64_t)dtype_size(c->dtype);
 }
 
-// Two steps a chunk: its copies travel; they are reduced, and the result travels.
+// Two steps a chunk: its copies are sent; they are reduced, and the result is sent.
 static void next_of_direct(Operation *o) {
     const Collective *c = &o->call;
     int n = c->group.size, me = c->group.rank;

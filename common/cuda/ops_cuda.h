@@ -371,7 +371,7 @@ struct IndexCheck {
     const char *sentence;
 
     __device__ bool holds(int value) const { return value >= 0 && value < bound; }
-    // Number `index` of the array does not hold: the host will hear of the first that is told.
+    // Number `index` of the array does not hold: the host is told of the first.
     __device__ void tell(int value, int64_t index) const {
         if (atomicCAS(&fault->taken, 0, 1) != 0) return;
         fault->value = value;

@@ -1,5 +1,5 @@
 #!/bin/bash
-# map.sh: the map of the book as a table in Markdown: the chapters, and in each the programs in the order in which its
+# map.sh: the map of this book as a table in Markdown: the chapters, and in each the programs in the order in which its
 # page names them. A program's concept is the first line of its source; a file without a main is no row.
 #
 # map.sh core: the files of common/ instead, each with the first sentence of its purpose comment.

@@ -19,7 +19,7 @@ static void note(void *context, MemoryKind kind, int64_t bytes, const void *memo
         history->moment = realloc(history->moment, sizeof(Moment) * (size_t)history->room);
         CHECK(history->moment, "out of host memory for the memory's history");
     }
-    // The listener hears of changes: the account is what was held before and this one.
+    // The listener is told of changes: the account is what was held before and this one.
     Moment *moment = &history->moment[history->count];
     *moment = history->count ? moment[-1] : (Moment){0};
     moment->time = clock_total().model_seconds;
@@ -102,7 +102,7 @@ typedef struct Scale {
 static double x_of(Scale scale, double seconds) { return LEFT + plot_width * seconds / scale.seconds; }
 static double y_of(Scale scale, double bytes) { return TOP + plot_height * (1 - bytes / scale.bytes); }
 
-// A round number of bytes that cuts the axis into three to seven parts.
+// A round number of bytes that divides the axis into three to seven parts.
 static double tick_of(double bytes) {
     double power = pow(10, floor(log10(bytes / 3)));
     double part = bytes / 3 / power;

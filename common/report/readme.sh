@@ -74,9 +74,47 @@ common/report/map.sh core | fill common/README.md core
 tests/mutants/run --list | wc -l | fill README.md mutants
 [ "$1" != map ] || exit 0
 
-for page in 0[0-9]_*/README.md; do
+for page in README.md 0[0-9]_*/README.md; do
     fill_runs "$page" || exit 1
 done
+
+# Each schedule as the programs run it on 4 ranks, with a layer of Llama 3 8B a stage.
+{
+    echo '| | own clock | run | bubble | held |'
+    echo '|---|---|---|---|---|'
+    for schedule in afab one_f_one_b interleaved zb_h1 zb_h2 zb_v zb_auto dualpipe dualpipe_v; do
+        case $schedule in
+            zb_h?) program="zero_bubble --schedule $schedule" ;;
+            zb_*) program=zero_bubble_${schedule#zb_} ;;
+            *) program=$schedule ;;
+        esac
+        printed "build/05_pipeline_parallel/$program" | awk -v name=$schedule '
+            /own clock  / { own = $(NF - 3) }
+            /^  run / { run = $2; bubble = $NF }
+            /^  most passes held/ { held = $(NF - 1) }
+            END { print "| " name " | " own " | " run " | " bubble " | " held " |" }'
+    done
+} | fill 05_pipeline_parallel/README.md pipeline
+
+# figure FILE PROGRAM FLAGS…: a picture that the program draws of its own run; the last flag is the one that names it.
+figure() {
+    local file=$pages/$1 program=$2
+    shift 2
+    mkdir -p "$(dirname "$file")"
+    "$build/$program" "$@" "$file" </dev/null >"$work/figure" 2>&1 || { cat "$work/figure" >&2; exit 1; }
+}
+figure 00_single_gpu/memory.svg 00_single_gpu/profile --svg
+figure 01_data_parallel/timeline.svg 01_data_parallel/ddp_no_sync --ranks 4 --timeline-svg
+figure 02_zero/memory.svg 02_zero/zero3 --ranks 8 --svg
+figure 02_zero/timeline.svg 02_zero/zero3 --ranks 8 --timeline-svg
+figure 03_tensor_parallel/split.svg 03_tensor_parallel/tensor_parallel --ranks 4 --svg
+figure 03_tensor_parallel/timeline.svg 03_tensor_parallel/async_tensor_parallel --ranks 8 --timeline-svg
+figure 04_context_parallel/timeline.svg 04_context_parallel/zigzag_ring_attention --timeline-svg
+for schedule in afab one_f_one_b interleaved zb_h1 zb_h2 zb_v dualpipe dualpipe_v; do
+    figure 05_pipeline_parallel/$schedule.svg 05_pipeline_parallel/schedule \
+        --schedule $schedule --stages 4 --micro-batches 8 --svg
+done
+
 # row NUMBER CLAIM PROGRAM FLAGS PATTERN: the line of `PROGRAM FLAGS` that has PATTERN.
 row() {
     local line
@@ -113,7 +151,7 @@ row() {
     row 17 "ZeRO-1's all-gather hides in the step …" zero1 '--ranks 8' '^ *in step +[0-9]'
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
     row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8 --verbose' '8192 tokens a rank'
-    row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' '^ *(cut|sharded), all in one tensor +[0-9]'
+    row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' '^ *sharded, all in one tensor +[0-9]'
     row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' 'all-reduces, backward'
     row 20 'TP beyond the K/V heads: copies that stay in sync' tensor_parallel '--ranks 8 --verbose' 'equal in all copies'
     row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' 'forward, bytes'

@@ -431,7 +431,7 @@ const char *report_evidence(void) {
 }
 
 // The sentence of the first rank on which a check failed, for rank 0 to say.
-static void hear_failure(bool mine) {
+static void fetch_failure(bool mine) {
     Group world = comm_world();
     int first = (int)-comm_max(mine ? -world.size : -world.rank, world);
     double letters[SENTENCE] = {0};
@@ -461,7 +461,7 @@ int report_verdict(const char *format, ...) {
         snprintf(text + length, sizeof text - (size_t)length, "; %s", report.note);
     // Every rank judges what it holds; the verdict is the same on all.
     bool mine = report.failures == 0, pass = comm_max(!mine, comm_world()) == 0;
-    if (!pass) hear_failure(mine);
+    if (!pass) fetch_failure(mine);
     bool coarse = pass && comm_max(*report.coarse != 0, comm_world()) > 0;
     const char *status = !pass ? "FAIL" : coarse ? "UNPROVEN" : "PASS";
     const char *reason = !pass ? report.first_failure : coarse ? report.coarse : text;

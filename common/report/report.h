@@ -18,7 +18,7 @@ typedef struct Record {
     double *loss, *grad_norm;  // (steps)
     int tensors;
     char **name;         // (tensors)
-    int64_t *count;      // elements of each, as no rank cuts it
+    int64_t *count;      // elements of each, of the whole weight
     double **grad;       // raw gradients of the first step, before clipping
     double **param;      // parameters after the last step
     Memory memory;       // peaks over the run

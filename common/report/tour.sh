@@ -1,5 +1,5 @@
 #!/bin/bash
-# tour.sh [build]: trains the small model on real text, then runs every other program of the book, one line
+# tour.sh [build]: trains the small model on real text, then runs every other program of this book, one line
 # each. Exit status 1 if a verdict is not PASS.
 build=${1:-build}
 logs=$build/tour
@@ -8,12 +8,12 @@ train=$build/00_single_gpu/train
 failed=0 count=0
 
 if [ -x "$train" ]; then
-    echo "== train: the default model on the book's own sources"
+    echo "== train: the default model on this book's own sources"
     count=1
     "$train" || failed=1
     echo
 fi
-echo "== every other program, in the order of the book (whole output in $logs/)"
+echo "== every other program, in the order of this book (whole output in $logs/)"
 for program in "$build"/0[0-9]_*/*; do
     [ -f "$program" ] && [ -x "$program" ] && [ "$program" != "$train" ] || continue
     log=$logs/$(basename "$program").log

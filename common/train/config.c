@@ -125,7 +125,7 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_BATCH, INT("seed", seed, "1", 0, 1e15, "", "of weights, samples and masks")},
         {CONFIG_BATCH,
          TEXT("data", data, NULL, "FILE",
-              "a text file, or a token file of llm.c's format; without it: the book's sources")},
+              "a text file, or a token file of llm.c's format; without it: this book's sources")},
         {CONFIG_RECOMPUTE,
          CHOICE("recompute", recompute, "none", "none|selective|full", "what backward makes again")},
         {CONFIG_OPTIMIZER, HEADING("the optimizer")},
@@ -178,7 +178,7 @@ static int shared_options(Shared *table, Config *c) {
     return sizeof all / sizeof *all;
 }
 
-// Takes "layers=2 dtype=f64" as standard values. Cuts the words up and points into them.
+// Takes "layers=2 dtype=f64" as standard values. Splits the words and points into them.
 static void change_standards(Shared *table, int count, Option *own, int own_count, char *words) {
     for (char *word = strtok(words, " "); word; word = strtok(NULL, " ")) {
         char *value = strchr(word, '=');

@@ -28,7 +28,7 @@ typedef struct Data {
 
 // Maps a text file (any bytes, one token each) or a token file in llm.c's format: 256 int32 of header
 // (magic 20240520 version 1: GPT-2, uint16 tokens; magic 20240801 version 7: Llama 3, uint32 tokens;
-// header[2] tokens follow). path NULL: the default corpus, the book's own sources. Fatal, naming the file
+// header[2] tokens follow). path NULL: the default corpus, this book's own sources. Fatal, naming the file
 // and the rule: missing, empty, shorter than seq + 2 tokens in either part, truncated, longer than its
 // header says, of the wrong kind, a token beyond vocab.
 Data data_open(const char *path, int64_t vocab, int64_t seq);

@@ -1,5 +1,5 @@
 #!/bin/bash
-# async_tensor_parallel.t: rows that travel while others are multiplied make the step of one device, and a shorter one on
+# async_tensor_parallel.t: rows in flight while others are multiplied make the step of one device, and a shorter one on
 # the model clock. TAP.
 # needs: build/03_tensor_parallel/async_tensor_parallel
 . "$(dirname "$0")/tap.sh"
@@ -27,5 +27,5 @@ table | cmp -s - "$work/table"
 report $? "and the same digits again"
 passes "two nodes of two: no faster, and no failure" async_tensor_parallel --ranks 4 --gpus-per-node 2 --layers 1 --steps 1
 run "$build/async_tensor_parallel" --ranks 4 --timeline --layers 1 --steps 1 && grep -A 2 '^async tp *compute' "$out" | grep -q ' tp .*[Tt][Tt]'
-report $? "the time line shows rows that travel"
+report $? "the time line shows rows in flight"
 finish

@@ -54,7 +54,7 @@ report $? "resumes into the folder that it came from"
 rm -rf "$work/otherwise"
 trains ${to24/--micro-batch 2 --grad-acc 2/--grad-acc 1 --micro-batch 4} --resume "$work/ours/deeper" --save "$work/otherwise" &&
     grep -qx 'goes on otherwise than the run that was saved would have: --steps 24, not 20' "$out"
-report $? "another cut of the same samples goes on, and a longer course of the rate is told"
+report $? "another split of the same samples goes on, and a longer course of the rate is told"
 
 cat common/*.h >"$work/other.txt"
 trains ${to24/--lr 1e-2/--lr 0.02} --resume "$work/ours/deeper" --data "$work/other.txt" --clip 0 &&

@@ -1,5 +1,5 @@
 #!/bin/bash
-# readme.t: what the pages say of the tree is true of the tree: the map of the book, the files of the core, the number of
+# readme.t: what the pages say of the tree is true of the tree: the map of this book, the files of the core, the number of
 # mutants, links, names of programs and files, commands.
 . "$(dirname "$0")/tap.sh"
 written='README.md common/README.md common/cuda/README.md tests/CLAIMS.md tests/bench/README.md'

@@ -13,7 +13,7 @@ runs() {
     report $? "$name"
 }
 
-runs "learns the book's own sources" '^PASS train: held-out loss 5\.[0-9]+ -> [0-3]\.' --steps 150 --layers 2 --seq 64
+runs "learns this book's own sources" '^PASS train: held-out loss 5\.[0-9]+ -> [0-3]\.' --steps 150 --layers 2 --seq 64
 runs "writes a sample" 'the prompt ends at \|' --steps 30 --layers 1 --sample 20 --temperature 0
 runs "trains in bf16" '^PASS' $small --steps 40 --dtype bf16
 runs "trains in f64 with tied embeddings and accumulation" '^PASS' $small --steps 40 --dtype f64 --tied --grad-acc 2

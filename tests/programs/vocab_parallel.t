@@ -1,5 +1,5 @@
 #!/bin/bash
-# vocab_parallel.t: a vocabulary cut over 1 to 8 ranks, that they divide and that they do not, against one device. TAP.
+# vocab_parallel.t: a vocabulary sharded over 1 to 8 ranks, that they divide and that they do not, against one device. TAP.
 # needs: build/03_tensor_parallel/vocab_parallel
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1

@@ -188,7 +188,7 @@ static void wrong_use_is_one_sentence_that_names_the_flag(void **state) {
         {"--helq", "is --help meant?"},
         {"--zero 1", "--zero is not one of test_base's flags (it belongs to chapter 02, ZeRO)"},
         {"--cp 2", "it belongs to chapter 04, context parallelism"},
-        {"--recompute full", "other programs of the book have it"},
+        {"--recompute full", "other programs of this book have it"},
         {"--wholly-unlike-anything-that-stands-in-the-table-of-options 1", "--help lists them"},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {

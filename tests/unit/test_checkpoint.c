@@ -997,7 +997,7 @@ static void optimizer_state_of_another_run_is_refused(void **state) {
         expect_fatal(load_optimizer, &(Load){&other, "out"}, cases[i].part);
         run_free(&other);
     }
-    // 24 samples in a step may be cut in any way.
+    // 24 samples in a step may be split in any way.
     static const struct {
         int64_t grad_acc, batch;
         const char *part;

@@ -3,7 +3,7 @@
 //
 //     F(m, c) after F(m, c - 1)     B(m, c) after F(m, last) and B(m, c + 1)     W(m, c) after B(m, c)
 //
-// The model is cut into one to three chunks, all of them on every rank; the order is drawn from a seed, the
+// The model is split into one to three chunks, all of them on every rank; the order is drawn from a seed, the
 // same on all ranks, and run through the schedule socket as a pipeline would. orders.t starts it.
 #include <math.h>
 
@@ -34,7 +34,7 @@ static int draw(Order *o, int below) {
     return (int)(rng_bits(o->seed, RNG_TEST, o->drawn++) % (uint64_t)below);
 }
 
-// Any cut fits: a chunk may be the embedding or the head alone, or nothing.
+// Any split fits: a chunk may be the embedding or the head alone, or nothing.
 static void draw_chunks(Order *o) {
     int cut[MOST_CHUNKS - 1] = {draw(o, LAYERS + 1), draw(o, LAYERS + 1)};
     if (o->chunks == 3 && cut[1] < cut[0]) {

@@ -83,7 +83,7 @@ static void a_number_does_not_depend_on_what_was_asked_before(void **state) {
 
 static void a_shard_is_its_slice_of_the_whole(void **state) {
     (void)state;
-    // A (ROWS, COLUMNS) weight, cut by rows or by columns among 1, 2, 3, 4 and 7 ranks that draw apart.
+    // A (ROWS, COLUMNS) weight, sharded by rows or by columns among 1, 2, 3, 4 and 7 ranks that draw apart.
     enum { ROWS = 29, COLUMNS = 31 };
     static double whole[ROWS][COLUMNS], joined[ROWS][COLUMNS];
     uint64_t stream = rng_stream("model.layers.0.mlp.up_proj.weight");

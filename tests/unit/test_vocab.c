@@ -11,7 +11,7 @@
 
 enum { MOST_PARTS = 5 };
 
-// Part i of the vocabulary as params.h cuts it: ceil(v / parts) rows each, the last ones padded.
+// Part i of the vocabulary as params.h shards it: ceil(v / parts) rows each, the last ones padded.
 static VocabularyPart part_of(int64_t v, int parts, int i, int64_t *stored) {
     *stored = (v + parts - 1) / parts;
     int64_t first = *stored * i < v ? *stored * i : v;
