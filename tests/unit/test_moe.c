@@ -62,7 +62,7 @@ static MicroBatch micro_batch(const Case *c, int64_t index) {
 static double loss_of(const Case *c) {
     MicroBatch micro = micro_batch(c, 0);
     model_forward(c->model, &micro);
-    double loss = micro.loss;
+    double loss = loss_value(micro.loss);
     micro_batch_free(c->model, &micro);
     return loss;
 }
