@@ -335,6 +335,8 @@ static void unplug(Model *model, void *context) {
 static bool on(const Config *c) { return c->experts > 0; }
 
 static void check(const Config *c) {
+    CHECK(!c->save || (c->moe == MOE_MIXTRAL && c->shared_experts == 0),
+          "--save writes folders as Mixtral's, which have no place for --moe deepseek or --shared-experts");
     CHECK(!config_has(c, "zero") || config_number(c, "zero") < 3,
           "--zero 3: the units of experts are acquired inside those of blocks, which its prefetch does not "
           "expect; --zero 2 would fit");

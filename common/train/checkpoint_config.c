@@ -2,6 +2,7 @@
 //
 // Llama's implementation grew many options. Each key that would change the arithmetic, and that
 // transformer.c does not have, is refused here by its name; a key that only describes is passed over.
+// Mixtral's is Llama's with experts.
 #include <cjson/cJSON.h>
 #include <math.h>
 #include <stdlib.h>
@@ -102,9 +103,9 @@ static void refuse(const ConfigFile *config, const char *key, const char *what) 
 
 // transformers 4 has rope_theta at the top and stretches RoPE by rope_scaling; 5 has both in
 // rope_parameters.
-static double read_rope_theta(const ConfigFile *config) {
+static double read_rope_theta(const ConfigFile *config, double standard) {
     static const char *const nested[] = {"rope_scaling", "rope_parameters"};
-    double theta = read_positive(config, config->json, "rope_theta", 10000);
+    double theta = read_positive(config, config->json, "rope_theta", standard);
     for (size_t i = 0; i < sizeof nested / sizeof *nested; i++) {
         const cJSON *rope = find(config->json, nested[i]);
         if (!rope) continue;
@@ -136,12 +137,31 @@ static void keep(const char *dir, const ConfigFile *file) {
     free(path);
 }
 
+// A block's experts, which have the whole feed-forward part; their defaults are those of transformers.
+static void read_experts(const ConfigFile *file, Config *c) {
+    refuse(file, "sliding_window", "sliding windows");
+    refuse(file, "router_jitter_noise", "noise in routing");
+    refuse(file, "output_router_logits", "loss of the router in a folder");
+    c->experts = read_size(file, "num_local_experts", 8);
+    c->top_k = read_size(file, "num_experts_per_tok", 2);
+    c->expert_ffn = c->shared_experts = 0;
+    c->moe = MOE_MIXTRAL;
+    c->expert_groups = c->groups_kept = 1;
+    c->routed_scale = 1;
+    CHECK(c->top_k <= c->experts,
+          "%s: \"num_experts_per_tok\" %lld is more than \"num_local_experts\" %lld", file->path,
+          (long long)c->top_k, (long long)c->experts);
+}
+
 void checkpoint_config(const char *dir, Config *result) {
     ConfigFile file = config_open(dir);
-    need_text(&file, find(file.json, "model_type"), "model_type", "llama", false);
+    const cJSON *type = find(file.json, "model_type");
+    bool mixtral = cJSON_IsString(type) && !strcmp(type->valuestring, "mixtral");
+    if (!mixtral) need_text(&file, type, "model_type", "llama", false);
     const cJSON *architectures = find(file.json, "architectures");
     if (architectures)
-        need_text(&file, cJSON_GetArrayItem(architectures, 0), "architectures", "LlamaForCausalLM", false);
+        need_text(&file, cJSON_GetArrayItem(architectures, 0), "architectures",
+                  mixtral ? "MixtralForCausalLM" : "LlamaForCausalLM", false);
     const cJSON *act = find(file.json, "hidden_act");
     bool swish = cJSON_IsString(act) && !strcmp(act->valuestring, "swish");  // another name of it
     if (!swish) need_text(&file, act, "hidden_act", "silu", true);
@@ -154,12 +174,14 @@ void checkpoint_config(const char *dir, Config *result) {
     c.layers = read_size(&file, "num_hidden_layers", 0);
     c.hidden = read_size(&file, "hidden_size", 0);
     c.heads = read_size(&file, "num_attention_heads", 0);
-    c.kv_heads = read_size(&file, "num_key_value_heads", c.heads);
+    c.kv_heads = read_size(&file, "num_key_value_heads", mixtral ? 8 : c.heads);
     c.ffn = read_size(&file, "intermediate_size", 0);
     c.vocab = read_size(&file, "vocab_size", 0);
     c.tied = read_flag(&file, "tie_word_embeddings");
-    c.norm_eps = read_positive(&file, file.json, "rms_norm_eps", 1e-6);
-    c.rope_theta = read_rope_theta(&file);
+    c.norm_eps = read_positive(&file, file.json, "rms_norm_eps", mixtral ? 1e-5 : 1e-6);
+    c.rope_theta = read_rope_theta(&file, mixtral ? 1e6 : 1e4);
+    c.experts = 0;
+    if (mixtral) read_experts(&file, &c);
 
     CHECK(c.hidden % c.heads == 0,
           "%s: \"hidden_size\" %lld is not divisible by \"num_attention_heads\" %lld", file.path,
@@ -253,10 +275,17 @@ const char *checkpoint_write_config(const char *dir, const Config *c, DType dtyp
     int64_t positions = cJSON_IsNumber(longest) && longest->valuedouble > (double)c->seq
                             ? (int64_t)longest->valuedouble
                             : c->seq;
-    put_default(json, "architectures", cJSON_CreateStringArray((const char *[]){"LlamaForCausalLM"}, 1));
-    put_default(json, "model_type", cJSON_CreateString("llama"));
+    const char *architecture = c->experts ? "MixtralForCausalLM" : "LlamaForCausalLM";
+    put_default(json, "architectures", cJSON_CreateStringArray(&architecture, 1));
+    put_default(json, "model_type", cJSON_CreateString(c->experts ? "mixtral" : "llama"));
     put_count(json, "hidden_size", c->hidden);
-    put_count(json, "intermediate_size", c->ffn);
+    put_count(json, "intermediate_size", c->experts ? config_expert_width(c) : c->ffn);
+    if (c->experts) {
+        put_count(json, "num_local_experts", c->experts);
+        put_count(json, "num_experts_per_tok", c->top_k);
+        put(json, "sliding_window", cJSON_CreateNull());
+        put(json, "output_router_logits", cJSON_CreateFalse());
+    }
     put_count(json, "num_hidden_layers", c->layers);
     put_count(json, "num_attention_heads", c->heads);
     put_count(json, "num_key_value_heads", c->kv_heads);
@@ -268,8 +297,10 @@ const char *checkpoint_write_config(const char *dir, const Config *c, DType dtyp
     put(json, "tie_word_embeddings", cJSON_CreateBool(c->tied));
     put(json, "torch_dtype", cJSON_CreateString(torch_names[dtype]));
     put(json, "hidden_act", cJSON_CreateString("silu"));
-    put_default(json, "attention_bias", cJSON_CreateFalse());
-    put_default(json, "mlp_bias", cJSON_CreateFalse());
+    if (!c->experts) {
+        put_default(json, "attention_bias", cJSON_CreateFalse());
+        put_default(json, "mlp_bias", cJSON_CreateFalse());
+    }
     put_default(json, "bos_token_id", cJSON_CreateNull());
     put_default(json, "eos_token_id", cJSON_CreateNull());
     // Other names for what now stands above, which would contradict it.
