@@ -181,41 +181,26 @@ int64_t kept_activation_bytes(const Config *config) {
     return (int64_t)(need.blocks + need.ends);
 }
 
-// The peak is the larger of two moments of backward. With x, ffn, q, kv, probs, R the bytes that a rank has
-// of (n, h), (n, f), (n, a d), (n, kv d), (n, a s) and n statistics, and X those of (n, h) gathered. At the
-// head: all that is kept, and dnorm, x; where sequence parallelism meets a sharded vocabulary, also X,
-// dnorm before it is scattered. At the last block: what the other blocks keep, this block complete, since
-// what recomputation dropped is made again, and what flows, the largest of
+// The peak is the larger of two moments of backward. With x, ffn, kv, R the bytes of (n, h), (n, f),
+// (n, kv d) and n statistics: at the head all that is kept, and dnorm, x. At the last block what the other
+// blocks keep, this block complete, since what recomputation dropped is made again, and what flows, the
+// larger of
 //
-//                                               tp alone             with sequence parallelism
-//     before Wdown       dy, dact               x + ffn              x + X + ffn
-//     behind Wgate, Wup  dy, dx                 2 x                  2 x + 2 X
-//     in attention       dx2, d_o, dq, dk, dv   x + 2 q + 2 kv - R   2 X + 2 q + 2 kv - R  (x2, rstd2 gone)
-//     behind Wq, Wk, Wv  dx2, dq, dk, dv, dx    less                 3 X + x - R - probs   (q … probs gone)
+//     before Wdown       dy, dact                   x + ffn
+//     in attention       dy, dx2, d_o, dq, dk, dv   3 x + 2 kv - R    (x2 and rstd2 are gone)
 //
 // and, from the norm behind the MLP on, w bytes of that norm's gradient, which B leaves to W; at the head,
-// too. Sequence parallelism has dy and dx2 gathered until W has used them, and dx before it is scattered.
-double memory_peak_activations(const MemoryPlan *plan) {
-    MemoryPlan complete = *plan;
-    complete.model.recompute = RECOMPUTE_NONE;
-    const Sizes z = sizes_of(plan);
-    double t = (double)plan->tp, rows = plan->sp ? 1 / t : 1, L = (double)plan->model.layers;
-    double X = z.x, x = X * rows, R = z.statistic * rows, ffn = z.ffn / t, q = X / t, kv = z.kv / t;
-    double e = (double)dtype_size(plan->model.dtype), probs = e * z.pairs / t,
-           w = e * (double)plan->model.hidden;
-    double inputs = 3 * 4 * z.n, block = memory_block_activations(plan);
-    double head =
-        L * block + ends_activations(plan) + x + fmax(w, plan->sp && !plan->whole_vocabulary ? X : 0);
-    double flowing = fmax(x + ffn, fmax(2 * x + w, x + 2 * q + 2 * kv - R + w));
-    if (plan->sp) {
-        double mlp = fmax(x + X + ffn, fmax(2 * x + 2 * X, 2 * x + X + w));
-        flowing = fmax(mlp, w + fmax(2 * X + 2 * q + 2 * kv - R, 3 * X + x - R - probs));
-    }
-    return fmax(head, inputs + (L - 1) * block + memory_block_activations(&complete) + flowing);
-}
-
+// too.
 int64_t peak_activation_bytes(const Config *config) {
-    return (int64_t)memory_peak_activations(&(MemoryPlan){.model = *config, .tp = 1, .dp = 1});
+    const MemoryPlan plan = {.model = *config, .tp = 1, .dp = 1};
+    MemoryPlan complete = plan;
+    complete.model.recompute = RECOMPUTE_NONE;
+    const Sizes z = sizes_of(&plan);
+    double w = (double)dtype_size(config->dtype) * (double)config->hidden, inputs = 3 * 4 * z.n;
+    double L = (double)config->layers, block = memory_block_activations(&plan);
+    double head = L * block + ends_activations(&plan) + z.x + w;
+    double flowing = fmax(z.x + z.ffn, 3 * z.x + 2 * z.kv - z.statistic + w);
+    return (int64_t)fmax(head, inputs + (L - 1) * block + memory_block_activations(&complete) + flowing);
 }
 
 // ---- recomputation on GPT-3 175B ----

@@ -35,9 +35,6 @@ void memory_print_block(const MemoryPlan *plan);  // the same, tensor by tensor
 int memory_block_rows(PriceKept rows[MOST_KEPT], const MemoryPlan *plan);
 int memory_end_rows(PriceKept rows[MOST_KEPT], const MemoryPlan *plan);
 
-// The most bytes of activations that a rank ever holds: of this book's block, with plan->tp and plan->sp.
-double memory_peak_activations(const MemoryPlan *plan);
-
 // This book's model on one device, to the byte: the activations that one micro-batch holds between forward
 // and backward, and the most that it ever holds.
 int64_t kept_activation_bytes(const Config *config);

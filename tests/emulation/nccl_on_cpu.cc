@@ -15,117 +15,20 @@
 //     they are not in rank order. A maximum forgets NaN
 //
 // The emulated streams run everything at once, so an operation is done when its bytes have been copied.
-#include "nccl_on_cpu.h"
-
-// Shared memory is the host's; cuda_on_cpu.h's look at each copy is for kernels.
-#undef memcpy
-#undef memset
-
 #include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <deque>
-#include <map>
-#include <string>
-#include <vector>
+#include "nccl_on_cpu_inside.h"
 
-typedef std::vector<char> Bytes;
-
-// ---- shared memory of a communicator ----
-
-enum { MOST_RANKS = 64, RING = 1 << 16, HOST = 96 };
-
-struct Ring {  // bytes from one rank to another; both counts only grow
-    std::atomic<int64_t> given, taken;
-    char data[RING];
-
-    // As many of the bytes as fit, or are there.
-    int64_t put(const char *from, int64_t count) {
-        int64_t at = given, room = RING - (at - taken), to_end = RING - at % RING;
-        if (count > room) count = room;
-        if (count > to_end) count = to_end;
-        memcpy(data + at % RING, from, (size_t)count);
-        given = at + count;
-        return count;
-    }
-    int64_t take(char *to, int64_t count) {
-        int64_t at = taken, there = given - at, to_end = RING - at % RING;
-        if (count > there) count = there;
-        if (count > to_end) count = to_end;
-        memcpy(to, data + at % RING, (size_t)count);
-        taken = at + count;
-        return count;
-    }
-};
-
-struct Member {
-    std::atomic<int> pid;
-    char host[HOST], bus[32];
-    // Of split number `splits`; two slots, as nobody can be two splits ahead.
-    std::atomic<int64_t> splits;
-    int color[2], key[2];
-};
-
-struct Shared {
-    std::atomic<int> here;  // ranks that have opened it
-    Member member[MOST_RANKS];
-    Ring ring[];  // (from, to)
-};
-
-// ---- a communicator ----
-
-struct Message {
-    Bytes bytes;
-    size_t done = 0;
-};
-
-// Goes before the bytes of every message, for comparison.
-struct Header {
-    int32_t call, type, op, root;
-    int64_t count;
-};
-
-// The place of an operation among all that this rank has launched with another: those of one group are
-// launched at once.
-struct Place {
-    int64_t before, width;
-};
-enum Call { SEND = 1, BROADCAST, ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER, CONNECT };
-static const char *const call_names[] = {
+const char *const call_names[] = {
     "?",          "ncclSend",          "ncclBroadcast",     "ncclAllGather", "ncclAllReduce",
     "ncclReduce", "ncclReduceScatter", "the first transfer"};
 
-struct Op {
-    Header header;
-    int peer = -1;  // of a transfer
-    const void *from = nullptr;
-    void *to = nullptr;
-    std::vector<Message> in;   // from each rank whose bytes are wanted
-    std::vector<Place> place;  // with each rank
-};
-
-struct ncclComm {
-    std::string name;
-    Shared *shared = nullptr;
-    size_t mapped = 0;
-    int rank = 0, ranks = 0;
-    bool opened = false, aborted = false, finalized = false;
-    ncclResult_t state = ncclInProgress;
-    std::vector<Op> ops;
-    std::vector<std::deque<Message>> out;       // to each rank
-    std::vector<std::deque<Message *>> want;    // from each
-    std::vector<bool> sends_to, receives_from;  // connected
-    // a split under way
-    ncclComm_t *child = nullptr, made = nullptr;
-    int64_t splits = 0;
-};
 
 static char last_error[256];
 static char host_id[HOST];
@@ -133,9 +36,7 @@ static int depth;
 static std::vector<Op> grouped;
 static ncclComm_t grouped_on;
 
-static ncclResult_t refuse(ncclResult_t result, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
-static ncclResult_t refuse(ncclResult_t result, const char *format, ...) {
+ncclResult_t refuse(ncclResult_t result, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(last_error, sizeof last_error, format, arguments);
@@ -284,15 +185,6 @@ static ncclResult_t push_split(ncclComm_t c) {
 
 // ---- groups of calls ----
 
-static size_t size_of(ncclDataType_t type) {
-    return type == ncclInt8                              ? 1
-           : type == ncclFloat16 || type == ncclBfloat16 ? 2
-           : type == ncclFloat64                         ? 8
-                                                         : 4;
-}
-
-static Ring *ring(ncclComm_t c, int from, int to) { return &c->shared->ring[from * c->ranks + to]; }
-
 static void post(ncclComm_t c, int to, const Header &header, const Place &place, const void *from,
                  size_t bytes) {
     Message message;
@@ -429,132 +321,6 @@ ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, ncclDat
 }
 
 // ---- moving on ----
-
-static bool push_rings(ncclComm_t c) {
-    bool moved = false;
-    for (int r = 0; r < c->ranks; r++) {
-        while (!c->out[r].empty()) {
-            Message &m = c->out[r].front();
-            int64_t count =
-                ring(c, c->rank, r)->put(m.bytes.data() + m.done, (int64_t)(m.bytes.size() - m.done));
-            m.done += count;
-            if (m.done == m.bytes.size()) c->out[r].pop_front();
-            else if (count == 0) break;
-            moved = true;
-        }
-        while (!c->want[r].empty()) {
-            Message &m = *c->want[r].front();
-            int64_t count =
-                ring(c, r, c->rank)->take(m.bytes.data() + m.done, (int64_t)(m.bytes.size() - m.done));
-            m.done += count;
-            if (m.done == m.bytes.size()) c->want[r].pop_front();
-            else if (count == 0) break;
-            moved = true;
-        }
-    }
-    return moved;
-}
-
-static ncclResult_t compare(ncclComm_t c, const Op &op) {
-    for (int r = 0; r < c->ranks; r++) {
-        if (op.in[r].done < sizeof(Header) + sizeof(Place)) continue;
-        Header theirs;
-        Place there, here = op.place[r];
-        memcpy(&theirs, op.in[r].bytes.data(), sizeof theirs);
-        memcpy(&there, op.in[r].bytes.data() + sizeof theirs, sizeof there);
-        if (memcmp(&theirs, &op.header, sizeof theirs))
-            return refuse(ncclInvalidUsage,
-                          "rank %d: %s of %lld, type %d, operation %d, root %d, where rank %d has %s of "
-                          "%lld, type %d, "
-                          "operation %d, root %d",
-                          r, call_names[theirs.call], (long long)theirs.count, theirs.type, theirs.op,
-                          theirs.root, c->rank, call_names[op.header.call], (long long)op.header.count,
-                          op.header.type, op.header.op, op.header.root);
-        if (here.before >= there.before + there.width || there.before >= here.before + here.width)
-            return refuse(ncclInvalidUsage, "ranks %d and %d of %s launch what they share in two orders", r,
-                          c->rank, call_names[op.header.call]);
-    }
-    return ncclSuccess;
-}
-
-template <class T>
-static void reduce_as(T *sum, const T *x, int64_t count, int op) {
-    for (int64_t i = 0; i < count; i++)
-        sum[i] = op == ncclMax ? (x[i] > sum[i] ? x[i] : sum[i]) : T(sum[i] + x[i]);
-}
-
-static void reduce_into(char *sum, const char *x, int64_t count, int type, int op) {
-    if (type == ncclFloat64) reduce_as((double *)sum, (const double *)x, count, op);
-    if (type == ncclFloat32) reduce_as((float *)sum, (const float *)x, count, op);
-    if (type == ncclInt32) reduce_as((int32_t *)sum, (const int32_t *)x, count, op);
-    if (type == ncclFloat16) reduce_as((__half *)sum, (const __half *)x, count, op);
-    if (type == ncclBfloat16) reduce_as((__nv_bfloat16 *)sum, (const __nv_bfloat16 *)x, count, op);
-}
-
-static ncclResult_t finish(ncclComm_t c, Op *op) {
-    const Header &h = op->header;
-    int64_t size = (int64_t)size_of((ncclDataType_t)h.type), bytes = h.count * size;
-    cudaError_t status = cudaSuccess;
-    auto from_rank = [&](int r) { return op->in[r].bytes.data() + sizeof(Header) + sizeof(Place); };
-    if (h.call == SEND && op->to && bytes)
-        status = cudaMemcpy(op->to, from_rank(op->peer), bytes, cudaMemcpyHostToDevice);
-    if (h.call == BROADCAST) {
-        if (c->rank != h.root)
-            status = cudaMemcpy(op->to, from_rank(h.root), bytes, cudaMemcpyHostToDevice);
-        else if (op->to != op->from) status = cudaMemcpy(op->to, op->from, bytes, cudaMemcpyDeviceToDevice);
-    }
-    if (h.call == ALL_GATHER)
-        for (int r = 0; r < c->ranks && status == cudaSuccess; r++) {
-            char *to = (char *)op->to + r * bytes;
-            if (r != c->rank) status = cudaMemcpy(to, from_rank(r), bytes, cudaMemcpyHostToDevice);
-            else if (to != op->from) status = cudaMemcpy(to, op->from, bytes, cudaMemcpyDeviceToDevice);
-        }
-    bool reduces =
-        h.call == ALL_REDUCE || h.call == REDUCE_SCATTER || (h.call == REDUCE && c->rank == h.root);
-    if (reduces && status == cudaSuccess) {
-        int n = c->ranks;
-        int64_t whole = h.call == REDUCE_SCATTER ? h.count * n : h.count, piece = (whole + n - 1) / n;
-        Bytes own((size_t)(whole * size)), sum((size_t)(whole * size));
-        status = cudaMemcpy(own.data(), op->from, own.size(), cudaMemcpyDeviceToHost);
-        for (int p = 0; p < n; p++) {  // piece p goes round from rank p + 1 to rank p
-            int64_t first = p * piece, count = whole - first < piece ? whole - first : piece;
-            for (int i = 1; i <= n && count > 0; i++) {
-                int r = (p + i) % n;
-                const char *x = (r == c->rank ? own.data() : from_rank(r)) + first * size;
-                if (i == 1) memcpy(sum.data() + first * size, x, count * size);
-                else reduce_into(sum.data() + first * size, x, count, h.type, h.op);
-            }
-        }
-        if (status == cudaSuccess)
-            status = cudaMemcpy(op->to, sum.data() + (h.call == REDUCE_SCATTER ? c->rank * bytes : 0),
-                                bytes, cudaMemcpyHostToDevice);
-    }
-    return status == cudaSuccess
-               ? ncclSuccess
-               : refuse(ncclUnhandledCudaError, "%s: %s", call_names[h.call], cudaGetErrorString(status));
-}
-
-static ncclResult_t push_ops(ncclComm_t c) {
-    bool moved = push_rings(c);
-    for (Op &op : c->ops) {
-        ncclResult_t same = compare(c, op);
-        if (same != ncclSuccess) return same;
-    }
-    bool done = true;
-    for (int r = 0; r < c->ranks; r++) done = done && c->out[r].empty() && c->want[r].empty();
-    static unsigned turn;
-    bool look = !done && !moved && ++turn % 256 == 0;
-    for (int r = 0; r < c->ranks && look; r++)
-        if (kill(c->shared->member[r].pid, 0) < 0 && errno == ESRCH)
-            return refuse(ncclRemoteError, "rank %d has gone", r);
-    if (!done) return ncclInProgress;
-    for (Op &op : c->ops) {
-        ncclResult_t result = finish(c, &op);
-        if (result != ncclSuccess) return result;
-    }
-    c->ops.clear();
-    return ncclSuccess;
-}
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *result) {
     if (c->aborted)
