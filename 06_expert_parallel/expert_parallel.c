@@ -25,8 +25,8 @@
 
 // Rows by the rank and the expert that they meet there.
 typedef struct Exchange {
-    int64_t *sent;      // (e) of this rank's tokens
-    int64_t *received;  // (ep, e / ep) from each rank, for each expert here
+    const int64_t *sent;  // (e) of this rank's tokens
+    int64_t *received;    // (ep, e / ep) from each rank, for each expert here
 } Exchange;
 
 // ---- the technique: counts first ----
@@ -38,8 +38,7 @@ static void count(void *context, MoeKept *kept, Tensor counts) {
     Tensor theirs = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(e));
     comm_wait(comm_all_to_all(theirs, NULL, counts, NULL, x->ep));
     Exchange *exchange = host_alloc(sizeof *exchange);
-    *exchange = (Exchange){host_alloc(e * sizeof(int64_t)), host_alloc(e * sizeof(int64_t))};
-    moe_read_counts(exchange->sent, counts, own);
+    *exchange = (Exchange){kept->own, host_alloc(e * sizeof(int64_t))};
     moe_read_counts(exchange->received, theirs, own);
     for (int64_t i = 0; i < e && device_is_dry_run(); i++)  // all deal alike
         exchange->received[i] = exchange->sent[x->moe->first + i % here];
@@ -63,7 +62,7 @@ static void drop(void *context, MoeKept *kept) {
     (void)context;
     Exchange *exchange = kept->exchange;
     if (!exchange) return;
-    free(exchange->sent);
+    free(kept->count);
     free(exchange->received);
     free(exchange);
 }

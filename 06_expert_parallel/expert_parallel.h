@@ -23,6 +23,7 @@ typedef struct MoeKept {
     Tensor out;              // (n k, h) what this rank's tokens have got from their experts
     // What B leaves to W.
     Tensor dlogits, dgate, dup, dout;  // (n, e), (m, f) twice, (m, h)
+    int64_t *own;                      // (e) rows of this rank's tokens, by expert
     int64_t *count;                    // (experts here) rows of each
     int64_t m;
     bool training;
@@ -34,7 +35,7 @@ typedef struct MoeKept {
 // backward take the same two ways, in the other order.
 typedef struct Dispatch {
     void *context;
-    // counts (e) i32, rows of each expert, on this rank: sets kept->count and kept->m.
+    // From kept->own, which is counts (e) i32 on the host: sets kept->count and kept->m.
     void (*count)(void *context, MoeKept *kept, Tensor counts);
     // x (n k, h) of this rank's tokens, in the order of all experts -> (m, h), a tensor of the caller's own
     Tensor (*to_experts)(void *context, const MoeKept *kept, Tensor x);
@@ -43,16 +44,33 @@ typedef struct Dispatch {
     void (*drop)(void *context, MoeKept *kept);
 } Dispatch;
 
+// What keeps the experts evenly busy: nothing, unless load_balance.c fills this.
+typedef struct Balance {
+    void *context;
+    Tensor (*bias)(void *context, int layer);  // (e), for the choice alone; or {0}
+    // In B, once for each micro-batch: may add to kept->dlogits.
+    void (*backward)(void *context, const MicroBatch *micro, int layer, MoeKept *kept);
+} Balance;
+
 typedef struct Moe {
     Model *model;
     Sockets dense;  // as they were: the MLP of the shared experts
     RouteRule rule;
     int64_t first, here;  // experts of this rank
     Dispatch dispatch;
+    Balance balance;
     int64_t held, most_held;  // rows of all blocks that are kept now, and were at most, in training
 } Moe;
 
+// router.c. Sets logits, weights and chosen; dx += dlogits Wrouter, dlogits being left to W; and the router's
+// gradient += dlogits^T x.
 RouteRule moe_rule(const Config *config);
+void router_forward(const Moe *moe, int layer, MoeKept *kept, Tensor x);
+void router_backward(const Moe *moe, const MicroBatch *micro, int layer, MoeKept *kept, Tensor dx,
+                     Tensor dweights);
+void router_gradient(const Moe *moe, int layer, const MoeKept *kept, Tensor x);
+
+// moe.c
 // Rows of each expert on the host, from (experts) of them on the device; a dry run, which routes nothing,
 // deals `rows` of them evenly.
 void moe_read_counts(int64_t *count, Tensor counts, int64_t rows);
@@ -83,6 +101,12 @@ typedef struct ExpertParallel {
 // expert_tables.c: who computed whose rows; all tokens to the first experts; a block of Mixtral 8x7B, dry,
 // on the model clock.
 void expert_tables(Mesh mesh, const Config *config);
+
+// ======================================================================================================
+// load_balance.c: auxiliary loss, z-loss, and a bias in the choice
+// ======================================================================================================
+
+extern const Technique load_balance;  // after moe, whose Balance it fills
 
 // ======================================================================================================
 // token_by_token.c: the same without rows, groups or order, one token after the other; what moe.c is held

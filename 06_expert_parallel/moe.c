@@ -25,68 +25,6 @@
 
 #include "expert_parallel.h"
 
-RouteRule moe_rule(const Config *c) {
-    return (RouteRule){.by_sigmoid = c->moe == MOE_DEEPSEEK,
-                       .groups = c->expert_groups,
-                       .kept = c->groups_kept,
-                       .scale = c->routed_scale};
-}
-
-// ---- routing: in f32, or f64 beside f64, whatever the storage: near ties must not be decided by rounding
-// ----
-
-static Tensor routing(DType storage, int64_t rows, int64_t columns) {
-    return tensor_new(MEMORY_ACTIVATION, storage == F64 ? F64 : F32, SHAPE(rows, columns));
-}
-
-// x as routing computes with it.
-static Tensor widened(Tensor x) {
-    if (x.dtype == F64 || x.dtype == F32) return tensor_share(x);
-    Tensor wide = routing(x.dtype, tensor_rows(x), tensor_columns(x));
-    op_copy(wide, x);
-    return wide;
-}
-
-static Tensor router_of(const Model *m, int layer) {
-    return widened(param_value(&m->params, m->block[layer].router));
-}
-
-// Sets logits, weights and chosen.
-static void route(const Moe *moe, int layer, MoeKept *kept, Tensor x) {
-    const Config *c = &moe->model->config;
-    int64_t n = tensor_rows(x);
-    Tensor wide = widened(x), router = router_of(moe->model, layer);
-    kept->logits = routing(x.dtype, n, c->experts);
-    kept->weights = routing(x.dtype, n, c->top_k);
-    kept->chosen = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n, c->top_k));
-    op_matmul(kept->logits, wide, router, false, true, 0);
-    op_route_forward(kept->chosen, kept->weights, kept->logits, (Tensor){0}, moe->rule);
-    tensor_free(&wide);
-    tensor_free(&router);
-}
-
-// dx += dlogits Wrouter; dlogits is left to W.
-static void route_backward(const Moe *moe, int layer, MoeKept *kept, Tensor dx, Tensor dweights) {
-    Tensor router = router_of(moe->model, layer),
-           part = routing(dx.dtype, tensor_rows(dx), tensor_columns(dx));
-    kept->dlogits = tensor_like(MEMORY_ACTIVATION, kept->logits);
-    op_route_backward(kept->dlogits, dweights, kept->weights, kept->chosen, kept->logits, moe->rule);
-    op_matmul(part, kept->dlogits, router, false, false, 0);
-    op_accumulate(dx, part);
-    tensor_free(&part);
-    tensor_free(&router);
-}
-
-// dWrouter += dlogits^T x
-static void router_gradient(const Moe *moe, int layer, const MoeKept *kept, Tensor x) {
-    Tensor grad = param_grad(&moe->model->params, moe->model->block[layer].router);
-    Tensor wide = widened(x), part = routing(x.dtype, tensor_rows(grad), tensor_columns(grad));
-    op_matmul(part, kept->dlogits, wide, true, false, 0);
-    op_accumulate(grad, part);
-    tensor_free(&part);
-    tensor_free(&wide);
-}
-
 // ---- rows in the order of experts ----
 
 void moe_read_counts(int64_t *count, Tensor counts, int64_t rows) {
@@ -98,13 +36,15 @@ void moe_read_counts(int64_t *count, Tensor counts, int64_t rows) {
     free(host);
 }
 
-// New: the rows that go to the experts. Sets place, count and m.
+// New: the rows that go to the experts. Sets place, own, count and m.
 static Tensor rows_of_tokens(const Moe *moe, MoeKept *kept, Tensor x) {
     int64_t n = tensor_rows(x), k = tensor_columns(kept->chosen);
     Tensor counts = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(moe->model->config.experts));
     Tensor tokens = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n * k));
     kept->place = tensor_like(MEMORY_ACTIVATION, kept->chosen);
     op_route_order(tokens, kept->place, counts, kept->chosen);
+    kept->own = host_alloc(tensor_count(counts) * sizeof *kept->own);
+    moe_read_counts(kept->own, counts, n * k);
     moe->dispatch.count(moe->dispatch.context, kept, counts);
     Tensor rows = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n * k, tensor_columns(x)));
     op_gather_rows(rows, x, tokens);
@@ -114,16 +54,23 @@ static Tensor rows_of_tokens(const Moe *moe, MoeKept *kept, Tensor x) {
 }
 
 static void count_here(void *context, MoeKept *kept, Tensor counts) {
-    Moe *moe = context;
+    (void)context, (void)counts;
     kept->m = tensor_count(kept->chosen);
-    kept->count = host_alloc(moe->here * sizeof *kept->count);
-    moe_read_counts(kept->count, counts, kept->m);
+    kept->count = kept->own;
 }
 static Tensor stay_here(void *context, const MoeKept *kept, Tensor x) {
     (void)context, (void)kept;
     return tensor_share(x);
 }
 static void nothing_exchanged(void *context, MoeKept *kept) { (void)context, (void)kept; }
+
+static Tensor no_bias(void *context, int layer) {
+    (void)context, (void)layer;
+    return (Tensor){0};
+}
+static void no_balance(void *context, const MicroBatch *micro, int layer, MoeKept *kept) {
+    (void)context, (void)micro, (void)layer, (void)kept;
+}
 
 // ---- the experts: their rows stand one after another in (m, columns) ----
 
@@ -231,7 +178,7 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     Moe *moe = context;
     const Sockets *on = &m->sockets;
     MoeKept *kept = kept_new(moe, micro, layer);
-    route(moe, layer, kept, x);
+    router_forward(moe, layer, kept, x);
     Tensor own = rows_of_tokens(moe, kept, x);
     kept->rows = moe->dispatch.to_experts(moe->dispatch.context, kept, own);
     tensor_free(&own);
@@ -269,7 +216,7 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
     Tensor dx = tensor_like(MEMORY_ACTIVATION, dy);
     op_combine_forward(dx, back, kept->place, (Tensor){0});
     tensor_free(&back);
-    route_backward(moe, layer, kept, dx, dweights);
+    router_backward(moe, micro, layer, kept, dx, dweights);
     tensor_free(&dweights);
     if (!m->config.shared_experts) return dx;
     Tensor shared = moe->dense.mlp.backward_input(moe->dense.mlp.context, m, micro, layer, dy);
@@ -305,7 +252,7 @@ static void drop(void *context, MlpKept *mlp) {
                            &kept->gate,   &kept->up,      &kept->act,    &kept->out,   &kept->dlogits,
                            &kept->dgate,  &kept->dup,     &kept->dout};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
-    free(kept->count);
+    free(kept->own);
     free(kept->linear);
     free(kept);
 }
@@ -316,7 +263,8 @@ static void *plug(Model *model) {
                  .dense = model->sockets,
                  .rule = moe_rule(&model->config),
                  .here = model->config.experts,
-                 .dispatch = {moe, count_here, stay_here, stay_here, nothing_exchanged}};
+                 .dispatch = {NULL, count_here, stay_here, stay_here, nothing_exchanged},
+                 .balance = {NULL, no_bias, no_balance}};
     model->sockets.mlp.context = moe;
     model->sockets.mlp.forward = forward;
     model->sockets.mlp.backward_input = backward_input;

@@ -8,14 +8,18 @@
 #define REAL           float
 #define F(name)        name##_of
 #define EXP            expf
+#define LOG            logf
 #include "tensor/route_row.inc"
 #undef REAL
 #undef EXP
+#undef LOG
 #define REAL double
 #define EXP  exp
+#define LOG  log
 #include "tensor/route_row.inc"
 #undef REAL
 #undef EXP
+#undef LOG
 #undef F
 #undef ROUTE_FUNCTION
 
@@ -78,6 +82,41 @@ void kernel_route_backward(DType dtype, void *dlogits, const void *dweights, con
                static_cast<const A *>(dweights), static_cast<const A *>(weights), chosen,
                static_cast<const A *>(logits), n, e, k, rule,
                check_index(e, "route_backward: number %lld of the choices is %d, not in [0, %lld)"));
+    });
+}
+
+// A block takes a sequence; its counts are whole numbers, so atomics change no bit.
+template <class A>
+__global__ void route_balance(A *losses, A *dlogits, const A *logits, const int32_t *chosen, int64_t s,
+                              int64_t e, int64_t k, A share, A z, A scale, RouteRule rule,
+                              IndexCheck check) {
+    DYNAMIC_SHARED(int32_t, counts);
+    for (int64_t i = threadIdx.x; i < e; i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+    const int64_t first = blockIdx.x * s;
+    for (int64_t i = first * k + threadIdx.x; i < (first + s) * k; i += blockDim.x) {
+        if (check.holds(chosen[i])) atomicAdd(&counts[chosen[i]], 1);
+        else check.tell(chosen[i], i);
+    }
+    __syncthreads();
+    for (int64_t i = first + threadIdx.x; i < first + s; i += blockDim.x)
+        losses[i] = route_balance_row_of(dlogits + i * e, logits + i * e, counts, e, share, z, scale, rule);
+}
+
+void kernel_route_balance(DType dtype, void *losses, void *dlogits, const void *logits,
+                          const int32_t *chosen, int64_t n, int64_t s, int64_t e, int64_t k,
+                          BalanceRule balance, RouteRule rule) {
+    if (n == 0) return;
+    const double share = balance.auxiliary * (double)e / ((double)k * (double)s * (double)s);
+    CHECK(e * (int64_t)sizeof(int32_t) <= SHARED_BYTES,
+          "route_balance: counts of %lld experts are too many for a block", (long long)e);
+    by_wide(dtype, [&](auto type) {
+        using A = decltype(type);
+        LAUNCH((route_balance<A>), blocks_for("route_balance", n / s), threads_for(s),
+               (size_t)e * sizeof(int32_t), stream(), static_cast<A *>(losses), static_cast<A *>(dlogits),
+               static_cast<const A *>(logits), chosen, s, e, k, (A)share, (A)(balance.z / (double)s),
+               (A)balance.scale, rule,
+               check_index(e, "route_balance: number %lld of the choices is %d, not in [0, %lld)"));
     });
 }
 

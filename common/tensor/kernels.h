@@ -116,6 +116,10 @@ void kernel_route_forward(DType dtype, int32_t *chosen, void *weights, const voi
 void kernel_route_backward(DType dtype, void *dlogits, const void *dweights, const void *weights,
                            const int32_t *chosen, const void *logits, int64_t n, int64_t e, int64_t k,
                            RouteRule rule);
+// losses (n)
+void kernel_route_balance(DType dtype, void *losses, void *dlogits, const void *logits,
+                          const int32_t *chosen, int64_t n, int64_t s, int64_t e, int64_t k,
+                          BalanceRule balance, RouteRule rule);
 // tokens (n k), counts (e)
 void kernel_route_order(int32_t *tokens, int32_t *place, int32_t *counts, const int32_t *chosen, int64_t n,
                         int64_t k, int64_t e);

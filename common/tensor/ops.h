@@ -165,6 +165,17 @@ void op_route_forward(Tensor chosen, Tensor weights, Tensor logits, Tensor bias,
 // dlogits (n, e), 0 where an expert was not chosen
 void op_route_backward(Tensor dlogits, Tensor dweights, Tensor weights, Tensor chosen, Tensor logits,
                        RouteRule rule);
+// What asks for balance within each sequence of s tokens. Of a sequence, with f_e the share of its choices
+// that expert e has got, times e, and P_e the mean of its scores (softmax; sigmoids over their sum):
+//   auxiliary (sum over e of f_e P_e)  +  z mean over tokens of lse^2    (Fedus et al. 2021; Zoph et al. 2022)
+typedef struct BalanceRule {
+    double auxiliary, z;  // z: of a softmax alone
+    double scale;         // of the gradient
+} BalanceRule;
+// losses (n) of the tokens, whose sum over a sequence is its loss; dlogits (n, e) += scale d(loss), in which
+// f is a constant
+void op_route_balance(Tensor losses, Tensor dlogits, Tensor logits, Tensor chosen, int64_t s,
+                      BalanceRule balance, RouteRule rule);
 // tokens (n k) i32: of each row; place (n, k) i32: the row of each pair; counts (e) i32: rows of each one
 void op_route_order(Tensor tokens, Tensor place, Tensor counts, Tensor chosen);
 void op_gather_rows(Tensor y, Tensor x, Tensor index);  // y[i] = x[index[i]]

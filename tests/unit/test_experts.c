@@ -167,6 +167,82 @@ static void a_single_expert_has_no_gradient_of_its_weight(void **state) {
     }
 }
 
+// ---- balance ----
+
+typedef struct Balanced {
+    Array *logits;
+    Tensor losses, dlogits, chosen;
+    int64_t s;
+    BalanceRule balance;
+    RouteRule rule;
+} Balanced;
+
+// Which experts the tokens take stays as it was.
+static double balance_loss(void *context) {
+    Balanced *b = context;
+    op_route_balance(b->losses, b->dlogits, b->logits->t, b->chosen, b->s, b->balance, b->rule);
+    return op_sum(b->losses);
+}
+
+// Of all sequences, in so many words.
+static double expected_balance(const Array *logits, const Array *chosen, const Balanced *b, int64_t e,
+                               int64_t k) {
+    double loss = 0;
+    int64_t s = b->s;
+    for (int64_t first = 0; first < logits->count / e; first += s)
+        for (int64_t i = 0; i < e; i++) {
+            double f = 0, mean = 0, z = 0;
+            for (int64_t t = first; t < first + s; t++) {
+                double sum = 0, exponentials = 0;
+                for (int64_t j = 0; j < e; j++) {
+                    double logit = logits->x[t * e + j];
+                    sum += b->rule.by_sigmoid ? sigmoid(logit) : exp(logit);
+                    exponentials += exp(logit);
+                }
+                double logit = logits->x[t * e + i];
+                mean += (b->rule.by_sigmoid ? sigmoid(logit) : exp(logit)) / sum / (double)s;
+                z += log(exponentials) * log(exponentials) / (double)s;
+                for (int64_t j = 0; j < k; j++) f += chosen->x[t * k + j] == (double)i;
+            }
+            loss += b->balance.auxiliary * (double)e * f / (double)(k * s) * mean +
+                    b->balance.z * z / (double)e;
+        }
+    return loss;
+}
+
+static void balance_is_asked_of_each_sequence(void **state) {
+    (void)state;
+    const struct {
+        int64_t b, s, e, k;
+        BalanceRule balance;
+        RouteRule rule;
+    } of[] = {{3, 7, 5, 2, {0.1, 0, 1}, {false, 1, 1, 1}},
+              {2, 9, 8, 3, {0.1, 0.03, 1}, {false, 1, 1, 1}},
+              {4, 1, 3, 1, {0, 0.5, 1}, {false, 1, 1, 1}},
+              {3, 6, 8, 2, {0.2, 0, 1}, {true, 2, 1, 2.5}}};
+    for (int i = 0; i < 4; i++) {
+        int64_t n = of[i].b * of[i].s, e = of[i].e, k = of[i].k;
+        Array logits = random_array(F64, n, e, 3), losses = poisoned(F64, 1, n),
+              dlogits = array_new(F64, n, e, 0);
+        Array twice = array_new(F64, n, e, 0.5), chosen = array_new(I32, n, k, -1),
+              weights = poisoned(F64, n, k);
+        op_route_forward(chosen.t, weights.t, logits.t, (Tensor){0}, of[i].rule);
+        array_read(&chosen);
+        Balanced b = {&logits, losses.t, dlogits.t, chosen.t, of[i].s, of[i].balance, of[i].rule};
+        double loss = balance_loss(&b), want = expected_balance(&logits, &chosen, &b, e, k);
+        if (!(fabs(loss - want) <= 1e-14 * want)) fail_msg("loss %.17g, expected %.17g", loss, want);
+        array_read(&dlogits);
+        Array scratch = array_new(F64, n, e, 0);
+        b.dlogits = scratch.t;
+        assert_gradient("route_balance", &logits, dlogits.x, balance_loss, &b);
+        b.dlogits = twice.t, b.balance.scale = 2;  // added to what is there, and scaled
+        balance_loss(&b);
+        array_read(&twice);
+        for (int64_t j = 0; j < n * e; j++) assert_true(fabs(twice.x[j] - 0.5 - 2 * dlogits.x[j]) < 1e-15);
+        FREE(&logits, &losses, &dlogits, &twice, &chosen, &weights, &scratch);
+    }
+}
+
 // ---- rows in the order of experts ----
 
 // Choices: all tokens to the last expert; experts without a token; any.
@@ -330,6 +406,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(sigmoids_far_from_zero_stay_numbers),
         cmocka_unit_test(the_weights_gradient_is_that_of_differences),
         cmocka_unit_test(a_single_expert_has_no_gradient_of_its_weight),
+        cmocka_unit_test(balance_is_asked_of_each_sequence),
         cmocka_unit_test(rows_stand_in_the_order_of_experts_and_of_tokens),
         cmocka_unit_test(rows_go_to_experts_and_come_back),
     };

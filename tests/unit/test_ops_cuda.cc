@@ -59,6 +59,7 @@ CUDA(kernel_cross_entropy_forward)
 CUDA(kernel_cross_entropy_backward)
 CUDA(kernel_route_forward)
 CUDA(kernel_route_backward)
+CUDA(kernel_route_balance)
 CUDA(kernel_route_order)
 CUDA(kernel_combine_forward)
 CUDA(kernel_combine_backward)
@@ -740,9 +741,9 @@ static const struct ExpertSizes {
     int64_t n, e, k, h;
     RouteRule rule;
 } expert_sizes[] = {{1, 1, 1, 1, {false, 1, 1, 1}},
-                    {33, 8, 2, 31, {false, 1, 1, 1}},
+                    {33, 8, 2, 300, {false, 1, 1, 1}},
                     {700, 5, 3, 70, {false, 1, 1, 1}},
-                    {257, 16, 4, 300, {true, 4, 2, 2.5}}};
+                    {257, 16, 4, 33, {true, 4, 2, 2.5}}};
 
 static void routing_matches(void **state) {
     (void)state;
@@ -781,6 +782,33 @@ static void routing_matches(void **state) {
                 std::vector<unsigned char> bits = w.stored("route_forward");
                 add_bytes(&bits, "route_backward", dl);
                 return bits;
+            });
+        }
+}
+
+static void balance_matches(void **state) {
+    (void)state;
+    // sequences, tokens of each; experts and how many each token takes, as above
+    const int64_t shapes[][2] = {{1, 1}, {3, 11}, {2, 350}, {1, 257}};
+    for (int i = 0; i < 4; i++)
+        for (DType dtype : {F64, F32}) {
+            const ExpertSizes &s = expert_sizes[i];
+            const int64_t n = shapes[i][0] * shapes[i][1], count = n * s.e;
+            const Doubles logits = random_numbers(dtype, count, 1),
+                          before = random_numbers(dtype, count, 2);
+            const Doubles choices = whole_numbers(n * s.k, s.e, 3);
+            const BalanceRule balance = {0.3, s.rule.by_sigmoid ? 0 : 0.1, 2};
+            Doubles losses((size_t)n), dlogits = before;
+            kernel_route_balance(F64, losses.data(), dlogits.data(), logits.data(), indices(choices).data(),
+                                 n, shapes[i][1], s.e, s.k, balance, s.rule);
+            in_every_way("route_balance", [&](int shift) {
+                Device l(dtype, logits, shift), d(dtype, before, shift), c(I32, choices),
+                    x(dtype, n, shift);
+                cuda_kernel_route_balance(dtype, x.at, d.at, l.at, c.indices(), n, shapes[i][1], s.e, s.k,
+                                          balance, s.rule);
+                assert_close("route_balance's losses", x, losses, 16 + 2 * (double)s.e);
+                assert_close("route_balance's dlogits", d, dlogits, 16 + 2 * (double)s.e);
+                return d.stored("route_balance");
             });
         }
 }
@@ -926,6 +954,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(attention_matches),
         cmocka_unit_test(attention_chunk_matches),
         cmocka_unit_test(routing_matches),
+        cmocka_unit_test(balance_matches),
         cmocka_unit_test(combining_matches),
         cmocka_unit_test(cross_entropy_matches),
         cmocka_unit_test(nan_and_infinity_come_through),

@@ -276,7 +276,9 @@ static void count_experts(DType type, int64_t n, int64_t h) {
     Tensor chosen = new_tensor(I32, n, 2), place = new_tensor(I32, n, 2), index = new_tensor(I32, 2 * n, 1);
     Tensor counts = new_tensor(I32, 4, 1), x = new_tensor(type, n, h), rows = new_tensor(type, 2 * n, h),
            drows = new_tensor(type, 2 * n, h);
-    Tensor all[] = {logits, dlogits, weights, dweights, chosen, place, index, counts, x, rows, drows};
+    Tensor losses = new_tensor(full(type), n, 1);
+    Tensor all[] = {logits, dlogits, weights, dweights, chosen, place,
+                    index,  counts,  x,       rows,     drows,  losses};
     op_fill(logits, 0.5), op_fill(dweights, 0.5), op_fill(x, 0.5);
     clock_reset();
     op_route_forward(chosen, weights, logits, (Tensor){0}, rule);
@@ -291,6 +293,8 @@ static void count_experts(DType type, int64_t n, int64_t h) {
     assert_count("combine_backward", 0, 5 * nh * e + tokens * (4 * w + 8));
     op_route_backward(dlogits, dweights, weights, chosen, logits, rule);
     assert_count("route_backward", 0, tokens * (12 * w + 8));
+    op_route_balance(losses, dlogits, logits, chosen, n, (BalanceRule){0.1, 0.1, 1}, rule);
+    assert_count("route_balance", 0, tokens * (13 * w + 8));
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(&all[i]);
 }
 

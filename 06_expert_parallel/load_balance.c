@@ -1,0 +1,183 @@
+// load_balance.c: three ways to keep experts evenly busy. Playbook: "Expert parallelism"; GShard, Switch (Fedus
+// et al. 2021), ST-MoE (Zoph et al. 2022), DeepSeek-V3 (2024).
+//
+// Against moe.c, whose router learns from the loss alone, and may send most tokens to a few experts:
+//
+//     --aux-loss A      A sum over e of f_e P_e to the loss of each sequence and block: f_e the share of its
+//                       choices that expert e has got, times e; P_e the mean of its scores, which has the gradient
+//     --z-loss Z        Z mean of lse(logits)^2: keeps logits small, and balances nothing by itself
+//     --balance-bias U  after each step, a bias in the choice of each expert goes up by U if it got fewer tokens
+//                       than the mean, and down if more: no loss, no gradient, and no part of the gate's weight
+//
+// Balance is asked of each sequence, and the losses are means over all sequences of the global batch: so
+// accumulation, data and expert parallelism change nothing. The bias counts the tokens of all ranks, once for
+// each micro-batch, also where recomputation routes twice; it is no weight, and folders do not have it.
+//
+// Bytes sent per step: an all-reduce of L e counts in f64. Kept: L e biases.
+// Run: build/06_expert_parallel/load_balance     (--aux-loss 0.1 --z-loss 0, --moe deepseek --z-loss 0 …)
+// Last line: PASS load_balance: balanced over ranks as on one device …
+#include <stdlib.h>
+
+#include "expert_parallel.h"
+
+typedef struct LoadBalance {
+    Moe *moe;
+    Sockets before;
+    BalanceRule rule;
+    double rate;    // of the bias
+    Tensor *bias;   // (L) of (e), or {0}
+    double *value;  // (L, e) the same on the host
+    double *taken;  // (L, e) tokens of this step
+    double
+        busiest;  // of the last step: the busiest expert of a block beside the mean, averaged over blocks
+} LoadBalance;
+
+// ---- the technique ----
+
+static Tensor bias_of(void *context, int layer) {
+    const LoadBalance *b = context;
+    return b->bias[layer];
+}
+
+// What a mean over all sequences of the global batch multiplies with, and a precision recipe.
+static double gradient_scale(const Model *m, const MicroBatch *micro) {
+    const Config *c = &m->config;
+    double sequences = (double)(c->micro_batch * c->grad_acc * m->mesh.dp.size);
+    return (micro->loss_scale > 0 ? micro->grad_scale / micro->loss_scale : 1) / sequences;
+}
+
+static void backward(void *context, const MicroBatch *micro, int layer, MoeKept *kept) {
+    LoadBalance *b = context;
+    const Model *m = b->moe->model;
+    int64_t e = m->config.experts;
+    for (int64_t i = 0; i < e; i++) b->taken[layer * e + i] += (double)kept->own[i];
+    if (b->rule.auxiliary == 0 && b->rule.z == 0) return;
+    BalanceRule rule = b->rule;
+    rule.scale = gradient_scale(m, micro);
+    Tensor losses = tensor_new(MEMORY_ACTIVATION, kept->logits.dtype, SHAPE(tensor_rows(kept->logits)));
+    op_route_balance(losses, kept->dlogits, kept->logits, kept->chosen, micro->s, rule, b->moe->rule);
+    tensor_free(&losses);
+}
+
+// taken (L, e) of all ranks: each bias moves by the rate towards the mean, and *busiest is set.
+static void move_biases(LoadBalance *b) {
+    const Config *c = &b->moe->model->config;
+    int64_t e = c->experts;
+    b->busiest = 0;
+    for (int64_t layer = 0; layer < c->layers; layer++) {
+        double *taken = b->taken + layer * e, *value = b->value + layer * e, mean = 0, most = 0;
+        for (int64_t i = 0; i < e; i++) {
+            mean += taken[i] / (double)e;
+            most = taken[i] > most ? taken[i] : most;
+        }
+        if (mean > 0) b->busiest += most / mean / (double)c->layers;
+        if (b->rate == 0) continue;
+        for (int64_t i = 0; i < e; i++) value[i] += b->rate * ((taken[i] < mean) - (taken[i] > mean));
+        tensor_from_doubles(b->bias[layer], value);
+    }
+}
+
+static bool accept(void *context, Model *m, double grad_norm) {
+    LoadBalance *b = context;
+    int count = (int)(m->config.layers * m->config.experts);
+    comm_sum_all(b->taken, count, m->mesh.dp_cp);
+    move_biases(b);
+    for (int i = 0; i < count; i++) b->taken[i] = 0;
+    return b->before.step.accept(b->before.step.context, m, grad_norm);
+}
+
+static void *plug(Model *m) {
+    const Config *c = &m->config;
+    int64_t count = c->layers * c->experts;
+    LoadBalance *b = host_alloc(sizeof *b);
+    *b = (LoadBalance){.moe = m->sockets.mlp.context,
+                       .before = m->sockets,
+                       .rule = {config_number(c, "aux-loss"), config_number(c, "z-loss"), 1},
+                       .rate = config_number(c, "balance-bias"),
+                       .bias = calloc((size_t)c->layers, sizeof *b->bias),
+                       .value = calloc((size_t)count, sizeof *b->value),
+                       .taken = calloc((size_t)count, sizeof *b->taken)};
+    CHECK(b->bias && b->value && b->taken, "out of host memory for the experts' counts");
+    for (int64_t layer = 0; layer < c->layers && b->rate > 0; layer++) {
+        b->bias[layer] = tensor_new(MEMORY_ACTIVATION, c->dtype == F64 ? F64 : F32, SHAPE(c->experts));
+        op_fill(b->bias[layer], 0);
+    }
+    b->moe->balance = (Balance){b, bias_of, backward};
+    m->sockets.step.context = b;
+    m->sockets.step.accept = accept;
+    return b;
+}
+
+static void unplug(Model *m, void *context) {
+    LoadBalance *b = context;
+    for (int64_t layer = 0; layer < m->config.layers; layer++) tensor_free(&b->bias[layer]);
+    free(b->bias);
+    free(b->value);
+    free(b->taken);
+    free(b);
+}
+
+// ---- the record ----
+
+static void check(const Config *c) {
+    CHECK(c->cp == 1, "--cp %ld splits sequences, and balance is asked of whole ones; --cp 1 would fit",
+          c->cp);
+    CHECK(config_number(c, "z-loss") == 0 || c->moe == MOE_MIXTRAL,
+          "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit");
+    CHECK(config_number(c, "balance-bias") == 0 || !(c->save || c->resume || c->init),
+          "--balance-bias is no weight, and a folder has no place for it: leave out --save, --resume and "
+          "--init");
+}
+
+static void price(Price *p, const Model *m, const void *context) {
+    const LoadBalance *b = context;
+    const Config *c = &m->config;
+    int64_t count = c->layers * c->experts;
+    price_all_reduce(p, 1, count, F64, m->mesh.dp_cp);
+    CHECK(p->end_rows < MOST_KEPT, "more than %d tensors outside blocks are priced", MOST_KEPT);
+    double bytes = b->rate > 0 ? (c->dtype == F64 ? 8 : 4) * (double)count : 0;
+    p->end[p->end_rows++] = (PriceKept){"biases of experts", bytes, EVERY_RANK, RECOMPUTE_FULL + 1};
+}
+
+static const Option options[] = {
+    {"aux-loss", OPTION_REAL, NULL, "0", 0, 1e3, "", "of balance within a sequence, as Switch asks for it",
+     false},
+    {"z-loss", OPTION_REAL, NULL, "0", 0, 1e3, "", "of the router's logits", false},
+    {"balance-bias", OPTION_REAL, NULL, "0", 0, 1e3, "",
+     "what a step moves an expert's bias by, as DeepSeek-V3", false},
+};
+
+static bool on(const Config *c) { return c->experts > 0; }
+
+const Technique load_balance = {.name = "load_balance",
+                                .option = options,
+                                .options = sizeof options / sizeof *options,
+                                .brings = CONFIG_EXPERTS,
+                                .on = on,
+                                .check = check,
+                                .plug = plug,
+                                .unplug = unplug,
+                                .price = price};
+
+#ifndef NO_MAIN
+static const Technique *const techniques[] = {
+    &moe, &load_balance, &ddp_no_sync, &zero1, &zero2, &expert_parallel, &recompute, NULL,
+};
+static const Technique *const one_device[] = {&moe, &load_balance, &recompute, NULL};
+
+int main(int argc, char **argv) {
+    const Program program = {
+        .purpose = "Load balance: auxiliary loss, z-loss, and a bias in the choice of experts.",
+        .claim = "balanced over ranks as on one device",
+        .defaults =
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=8 top-k=2 ep=2 aux-loss=0.01 "
+            "z-loss=0.001 balance-bias=0.001",
+        .natural = 4,
+        .techniques = techniques,
+        .option = expert_layout_options,
+        .options = EXPERT_LAYOUT_OPTIONS,
+        .baseline = one_device};
+    return program_main(argc, argv, &program);
+}
+#endif
