@@ -154,7 +154,8 @@ static void price(Price *price, const Model *m, const void *context) {
     // Stored, backward reads the scores, and selective recomputation repeats these alone: 2 d FLOPs for
     // each pair.
     double products = c->recompute == RECOMPUTE_SELECTIVE ? 2 : 1;
-    price->again += products * 2 * (double)c->hidden * pairs * samples * (double)c->layers;
+    price->again +=
+        products * 2 * (double)(c->heads * config_head_size(c)) * pairs * samples * (double)c->layers;
     price->peak_counted = true;
     flash_price_kept(price, (double)model_tokens(m), (double)c->heads, (DType)c->dtype);
     flash_price_positions(price, c->micro_batch, c->seq);

@@ -41,6 +41,10 @@ static double kv_width(const MemoryPlan *plan) {
     return (double)(c->kv_heads > plan->tp ? c->kv_heads : plan->tp) * (double)config_head_size(c);
 }
 
+static double q_width(const MemoryPlan *plan) {
+    return (double)plan->model.heads * (double)config_head_size(&plan->model);
+}
+
 // Tensor parallelism shards the matrices, and the biases along the sharded dimension; norms and the other
 // biases stay whole, and so do experts. On one rank at f = 4 h and kv d = h, GPT has h v + L (12 h^2 + 13 h) + 2 h (no
 // positions, as in the playbook); ours has what model.c says.
@@ -50,7 +54,7 @@ double memory_rank_parameters(const MemoryPlan *plan) {
     double kv = kv_width(plan), routed = (double)c->experts * (h + 3 * h * (double)config_expert_width(c));
     double tp = (double)plan->tp, rows = (double)c->vocab / (plan->whole_vocabulary ? 1 : tp);
     double vocabulary = (c->tied ? 1 : 2) * h * ceil(rows);
-    double attention = 2 * h * h + 2 * h * kv;
+    double attention = 2 * h * q_width(plan) + 2 * h * kv;
     double sharded = attention + (plan->gpt ? 2 * h * f + h + 2 * kv + f : 3 * h * f);
     double whole = plan->gpt ? 6 * h : 2 * h + routed;
     return vocabulary + L * sharded / tp + L * whole + (plan->gpt ? 2 : 1) * h;
@@ -61,7 +65,7 @@ double memory_rank_parameters(const MemoryPlan *plan) {
 enum { NEVER = RECOMPUTE_FULL + 1 };
 
 typedef struct Sizes {  // bytes, or counts where said
-    double n, x, kv, ffn, pairs, statistic;
+    double n, x, q, kv, ffn, pairs, statistic;
 } Sizes;
 
 static Sizes sizes_of(const MemoryPlan *plan) {
@@ -69,6 +73,7 @@ static Sizes sizes_of(const MemoryPlan *plan) {
     double e = (double)dtype_size(c->dtype), n = (double)c->micro_batch * (double)c->seq;
     return (Sizes){.n = n,  // tokens
                    .x = e * n * (double)c->hidden,
+                   .q = e * n * q_width(plan),
                    .kv = e * n * kv_width(plan),
                    .ffn = e * n * (double)config_dense_width(c),
                    .pairs = n * (double)c->seq * (double)c->heads,  // elements
@@ -83,12 +88,12 @@ int memory_block_rows(PriceKept kept[MOST_KEPT], const MemoryPlan *plan) {
         // in units of s b h: attention 11 + 5 a s / h, MLP 19, norms 4
         {"input of norm 1", z.x, BY_SEQUENCE, NEVER},
         {"norm 1, input of QKV", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
-        {"Q", z.x, BY_TENSOR, RECOMPUTE_FULL},
+        {"Q", z.q, BY_TENSOR, RECOMPUTE_FULL},
         {"K, V", 2 * z.kv, BY_TENSOR, RECOMPUTE_FULL},
         {"softmax", e * z.pairs, BY_TENSOR, RECOMPUTE_SELECTIVE},
         {"softmax dropout mask", z.pairs, BY_TENSOR, RECOMPUTE_SELECTIVE},
         {"softmax dropout", e * z.pairs, BY_TENSOR, RECOMPUTE_SELECTIVE},
-        {"attention output", z.x, BY_TENSOR, RECOMPUTE_FULL},
+        {"attention output", z.q, BY_TENSOR, RECOMPUTE_FULL},
         {"dropout mask", mask, BY_SEQUENCE, RECOMPUTE_FULL},
         {"input of norm 2", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
         {"norm 2, input of MLP", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
@@ -101,10 +106,10 @@ int memory_block_rows(PriceKept kept[MOST_KEPT], const MemoryPlan *plan) {
         {"x", z.x, BY_SEQUENCE, NEVER},
         {"rstd1", z.statistic, BY_SEQUENCE, RECOMPUTE_FULL},
         {"norm1", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
-        {"q", z.x, BY_TENSOR, RECOMPUTE_FULL},
+        {"q", z.q, BY_TENSOR, RECOMPUTE_FULL},
         {"k, v", 2 * z.kv, BY_TENSOR, RECOMPUTE_FULL},
         {"probs", e * z.pairs, BY_TENSOR, RECOMPUTE_SELECTIVE},
-        {"o", z.x, BY_TENSOR, RECOMPUTE_FULL},
+        {"o", z.q, BY_TENSOR, RECOMPUTE_FULL},
         {"x2", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
         {"rstd2", z.statistic, BY_SEQUENCE, RECOMPUTE_FULL},
         {"norm2", z.x, BY_SEQUENCE, RECOMPUTE_FULL},
@@ -181,13 +186,14 @@ int64_t kept_activation_bytes(const Config *config) {
     return (int64_t)(need.blocks + need.ends);
 }
 
-// The peak is the larger of two moments of backward. With x, ffn, kv, R the bytes of (n, h), (n, f),
-// (n, kv d) and n statistics: at the head all that is kept, and dnorm, x. At the last block what the other
+// The peak is the larger of two moments of backward. With x, ffn, q, kv, R the bytes of (n, h), (n, f),
+// (n, a d), (n, kv d) and n statistics: at the head all that is kept, and dnorm, x. At the last block what the other
 // blocks keep, this block complete, since what recomputation dropped is made again, and what flows, the
-// larger of
+// largest of
 //
 //     before Wdown       dy, dact                   x + ffn
-//     in attention       dy, dx2, d_o, dq, dk, dv   3 x + 2 kv - R    (x2 and rstd2 are gone)
+//     behind Wgate, Wup  dy, dx                     2 x
+//     in attention       dy, dx2, d_o, dq, dk, dv   x + 2 q + 2 kv - R    (x2 and rstd2 are gone)
 //
 // and, from the norm behind the MLP on, w bytes of that norm's gradient, which B leaves to W; at the head,
 // too.
@@ -199,7 +205,8 @@ int64_t peak_activation_bytes(const Config *config) {
     double w = (double)dtype_size(config->dtype) * (double)config->hidden, inputs = 3 * 4 * z.n;
     double L = (double)config->layers, block = memory_block_activations(&plan);
     double head = L * block + ends_activations(&plan) + z.x + w;
-    double flowing = fmax(z.x + z.ffn, 3 * z.x + 2 * z.kv - z.statistic + w);
+    double attention = z.x + 2 * z.q + 2 * z.kv - z.statistic + w;
+    double flowing = fmax(z.x + z.ffn, fmax(2 * z.x + w, attention));
     return (int64_t)fmax(head, inputs + (L - 1) * block + memory_block_activations(&complete) + flowing);
 }
 

@@ -145,7 +145,8 @@ int program_main(int argc, char **argv, const Program *program) {
     Config config = config_parse(argc, argv, program->purpose, groups, program->defaults, own, options);
     CHECK(!((config.init || config.resume) && config.shape_given),
           "--init and --resume take the model's shape from the folder's config.json: leave out --model, "
-          "--layers, --hidden, --heads, --kv-heads, --ffn, --vocab, --tied, --experts and --top-k");
+          "--layers, --hidden, --heads, --kv-heads, --head-size, --ffn, --vocab, --tied, --experts and "
+          "--top-k");
     CHECK(!(dry_run && (config.save || config.resume || config.init)),
           "--dry-run computes no weights to save or begin with: leave out --save, --resume and --init");
     comm_start(argc, argv, program->natural);

@@ -5,7 +5,7 @@
 // what stays on a rank. Units, which parameter collectives move at once: the embedding, each block, the
 // head.
 //
-//   parameters  (2 v h, or v h if tied) + L (2 h^2 + 2 h kv d + 3 h f + 2 h) + h
+//   parameters  (2 v h, or v h if tied) + L (2 h a d + 2 h kv d + 3 h f + 2 h) + h
 //
 // Experts of a block are a unit of their own, behind the head: other ranks may hold copies of them than of
 // the rest of the block.
@@ -32,13 +32,14 @@ static void add_to_layer(Params *p, int64_t layer, ParamSpec spec) {
 
 // With experts: the router, and of the MLP what all tokens pass.
 static void add_block(Params *p, const Config *c, int64_t layer) {
-    int64_t h = c->hidden, f = config_dense_width(c), kv = c->kv_heads * config_head_size(c);
+    int64_t h = c->hidden, f = config_dense_width(c), d = config_head_size(c), q = c->heads * d,
+            kv = c->kv_heads * d;
     const ParamSpec always[] = {
         {"input_layernorm", ROLE_NORM1, h, 0, false, 0},
-        {"self_attn.q_proj", ROLE_Q, h, h, true, std},
+        {"self_attn.q_proj", ROLE_Q, q, h, true, std},
         {"self_attn.k_proj", ROLE_K, kv, h, true, std},
         {"self_attn.v_proj", ROLE_V, kv, h, true, std},
-        {"self_attn.o_proj", ROLE_O, h, h, true, residual_std(c)},
+        {"self_attn.o_proj", ROLE_O, h, q, true, residual_std(c)},
         {"post_attention_layernorm", ROLE_NORM2, h, 0, false, 0},
     };
     const ParamSpec dense[] = {

@@ -101,7 +101,8 @@ double price_states(const Price *p, const Model *m, MemoryKind kind) {
 static Price price_of_one_device(const Config *c) {
     double L = (double)c->layers, micros = (double)c->grad_acc, h = (double)c->hidden;
     double f = (double)config_dense_width(c), e = (double)c->experts, ef = (double)config_expert_width(c);
-    double kv = (double)(c->kv_heads * config_head_size(c)), v = (double)c->vocab;
+    double d = (double)config_head_size(c), q = (double)c->heads * d, kv = (double)c->kv_heads * d,
+           v = (double)c->vocab;
     Price p = {.values = -1,
                .gradients = -1,
                .states = -1,
@@ -118,10 +119,10 @@ static Price price_of_one_device(const Config *c) {
     const double elements[ROLES] = {
         [ROLE_EMBEDDING] = v * h,
         [ROLE_NORM1] = L * h,
-        [ROLE_Q] = L * h * h,
+        [ROLE_Q] = L * q * h,
         [ROLE_K] = L * kv * h,
         [ROLE_V] = L * kv * h,
-        [ROLE_O] = L * h * h,
+        [ROLE_O] = L * h * q,
         [ROLE_NORM2] = L * h,
         [ROLE_GATE] = L * f * h,
         [ROLE_UP] = L * f * h,

@@ -69,11 +69,11 @@ const Technique recompute = {.name = "recompute", .on = on, .plug = plug, .price
 
 double recompute_extra_flops(const Config *c, int64_t sequences) {
     double s = (double)c->seq, h = (double)c->hidden, f = (double)config_dense_width(c);
-    double kv = (double)(c->kv_heads * config_head_size(c));
+    double d = (double)config_head_size(c), q = (double)c->heads * d, kv = (double)c->kv_heads * d;
     // of a token: the router, and its experts
     double routed = (double)c->experts * h + 3 * h * (double)(c->top_k * config_expert_width(c));
-    double scores = 2 * h * s * (s + 1) / 2;  // q k^T of all heads, the causal half
-    double linears = 2 * s * (2 * h * h + 2 * h * kv + 3 * h * f + (c->experts ? routed : 0));
+    double scores = 2 * q * s * (s + 1) / 2;  // q k^T of all heads, the causal half
+    double linears = 2 * s * (2 * h * q + 2 * h * kv + 3 * h * f + (c->experts ? routed : 0));
     double per_block = c->recompute == RECOMPUTE_SELECTIVE ? scores
                        : c->recompute == RECOMPUTE_FULL    ? 2 * scores + linears
                                                            : 0;

@@ -133,8 +133,8 @@ Tensor block_compute(Model *m, MicroBatch *micro, int layer) {
     linears_forward(m, 3, (Param *[]){w->q, w->k, w->v}, (Tensor *[]){&kept->q, &kept->k, &kept->v}, inside,
                     &kept->linear[0]);
     tensor_free(&inside);
-    op_rope(kept->q, micro->positions, config_head_size(&m->config), m->config.rope_theta, +1);
-    op_rope(kept->k, micro->positions, config_head_size(&m->config), m->config.rope_theta, +1);
+    op_rope(kept->q, micro->positions, config_head_size(&m->config), m->config.rope, +1);
+    op_rope(kept->k, micro->positions, config_head_size(&m->config), m->config.rope, +1);
     kept->o = tensor_like(MEMORY_ACTIVATION, kept->q);
     on->attention.forward(on->attention.context, micro, kept->o, &kept->attention, kept->q, kept->k,
                           kept->v, attention_shape(w, m, micro));
@@ -189,8 +189,8 @@ static void block_backward_input(Model *m, MicroBatch *micro, int layer) {
     tensor_free(&kept->q);
     tensor_free(&kept->k);
     tensor_free(&kept->v);
-    op_rope(kept->dq, micro->positions, config_head_size(&m->config), m->config.rope_theta, -1);
-    op_rope(kept->dk, micro->positions, config_head_size(&m->config), m->config.rope_theta, -1);
+    op_rope(kept->dq, micro->positions, config_head_size(&m->config), m->config.rope, -1);
+    op_rope(kept->dk, micro->positions, config_head_size(&m->config), m->config.rope, -1);
     Tensor dinside = activation(kept->dq.dtype, tensor_rows(kept->dq), w->q->shape[1]);
     linears_backward_input(m, 3, (Param *[]){w->q, w->k, w->v}, dinside,
                            (Tensor[]){kept->dq, kept->dk, kept->dv}, &kept->linear[0]);

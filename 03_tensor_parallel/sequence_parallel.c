@@ -314,8 +314,10 @@ static void print_shapes(Mesh mesh, const Config *config) {
     for (int i = 0; i < STOPS; i++) say("  %-24s %-26s %s\n", stop_name[i], tp.stop[i], sp.stop[i]);
     say("  %-24s %-26lld %lld\n", "largest kept, of width h", (long long)tp.largest, (long long)sp.largest);
     report_that(tp.fit && sp.fit, "a tensor has another shape than the playbook's table says");
-    int64_t own = sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) * h, share = n * h / size;
-    report_equal("largest kept with TP only: b s h", (double)(n * h), (double)tp.largest, "");
+    int64_t own = sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) * h;
+    int64_t share = n * config->heads * config_head_size(config) / size;  // of q and o; h wide as a rule
+    report_equal("largest kept with TP only: b s h", (double)(n * h > share ? n * h : share),
+                 (double)tp.largest, "");
     report_equal("largest kept with SP: b s h / tp", (double)(own > share ? own : share),
                  (double)sp.largest, "");
 }

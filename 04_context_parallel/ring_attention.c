@@ -213,7 +213,7 @@ static double *output_of(Mesh mesh, const Config *config, DType dtype, int64_t *
     Batch batch = batch_new(t, 0);
     MicroBatch micro = micro_batch_new(t->model, 0, 1, batch.tokens, batch.targets, 1);
     AttentionShape shape = {1, micro.s, c.heads, c.kv_heads, config_head_size(&c)};
-    Tensor q = random_rows(t->model, &micro, 0, c.hidden),
+    Tensor q = random_rows(t->model, &micro, 0, c.heads * shape.head_size),
            k = random_rows(t->model, &micro, 1, c.kv_heads * shape.head_size),
            v = random_rows(t->model, &micro, 2, c.kv_heads * shape.head_size),
            o = tensor_like(MEMORY_ACTIVATION, q);
@@ -252,7 +252,7 @@ static void error_of_16_bits(const Config *config) {
     double *exact = output_of(mesh_single(), &alone, F64, &all);
     double *one = output_of(mesh_single(), &alone, BF16, &all), *many = output_of(ring, &c, BF16, &own);
     for (int i = 0; i < ring.cp.rank; i++)
-        first += sequence_contiguous.count(c.seq, ring.cp.size, i) * c.hidden;
+        first += sequence_contiguous.count(c.seq, ring.cp.size, i) * c.heads * config_head_size(&c);
     double error = squared_error(many, exact + first, own),
            alone_error = squared_error(one + first, exact + first, own);
     // Both are 0 where a rank has the first token alone: it sees one key.

@@ -139,23 +139,21 @@ void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *d
 
 // ---- RoPE ----
 
-// theta^(-2i/d): what a pair of dims turns by from one position to the next. They depend on the model
-// alone, and are kept between calls.
-__global__ void rope_frequencies(double *frequency, int64_t half, double theta) {
-    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < half) frequency[i] = pow(theta, -(double)i / (double)half);
-}
-
-static const double *frequencies(int64_t half, double theta) {
-    static double *frequency, theta_of;
+// What each pair of dims turns by from one position to the next: of the model alone, and kept between calls.
+static const double *frequencies(int64_t half, Rope rope) {
+    static double *frequency;
+    static Rope rope_of;
     static int64_t half_of;
-    if (half_of != half || theta_of != theta) {
+    if (half_of != half || memcmp(&rope_of, &rope, sizeof rope) != 0) {
+        const size_t bytes = (size_t)half * sizeof *frequency;
         backend_free(frequency);
-        frequency = static_cast<double *>(backend_alloc((size_t)half * sizeof *frequency));
+        frequency = static_cast<double *>(backend_alloc(bytes));
         CHECK(frequency, "out of device memory for the frequencies of RoPE");
-        half_of = half, theta_of = theta;
-        LAUNCH(rope_frequencies, (unsigned)ceil_div(half, WARP), (unsigned)WARP, 0, stream(), frequency,
-               half, theta);
+        double *host = static_cast<double *>(host_alloc(bytes));
+        for (int64_t i = 0; i < half; i++) host[i] = rope_frequency(rope, i, 2 * half);
+        backend_from_host(frequency, host, bytes);
+        free(host);
+        half_of = half, rope_of = rope;
     }
     return frequency;
 }
@@ -223,11 +221,11 @@ __global__ void rope_pairs(T *x, const int32_t *positions, const double *frequen
 }
 
 void kernel_rope(DType dtype, void *x, const int32_t *positions, int64_t n, int64_t heads,
-                 int64_t head_size, double theta, int direction) {
+                 int64_t head_size, Rope rope, int direction) {
     constexpr int64_t MOST_POSITIONS = 1 << 20;  // as on the CPU
     if (n == 0 || heads == 0) return;
     const int64_t half = head_size / 2;
-    const double *frequency = frequencies(half, theta);
+    const double *frequency = frequencies(half, rope);
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         constexpr int N = pack_of<T>;

@@ -43,7 +43,7 @@ void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *d
 
 // x (n, heads * head_size), positions (n)
 void kernel_rope(DType dtype, void *x, const int32_t *positions, int64_t n, int64_t heads,
-                 int64_t head_size, double theta, int direction);
+                 int64_t head_size, Rope rope, int direction);
 
 void kernel_attention_forward(DType dtype, void *o, void *probs, const void *q, const void *k,
                               const void *v, AttentionShape shape);

@@ -254,7 +254,7 @@ void op_rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dresidual, Tensor dy,
 
 // ---- RoPE ----
 
-void op_rope(Tensor x, Tensor positions, int64_t head_size, double theta, int direction) {
+void op_rope(Tensor x, Tensor positions, int64_t head_size, Rope rope, int direction) {
     need_floating("rope", "x", x);
     int64_t n = rows_of(x), columns = columns_of(x);
     CHECK(head_size > 0 && head_size % 2 == 0 && columns % head_size == 0,
@@ -262,7 +262,7 @@ void op_rope(Tensor x, Tensor positions, int64_t head_size, double theta, int di
           (long long)head_size);
     CHECK(direction == 1 || direction == -1, "rope: direction is %d; it is 1 or -1", direction);
     if (BEGIN("rope", x.dtype, 0, INOUT(x, x.dtype, n, columns), IN(positions, I32, FLAT(n))))
-        kernel_rope(x.dtype, at(x), at(positions), n, columns / head_size, head_size, theta, direction);
+        kernel_rope(x.dtype, at(x), at(positions), n, columns / head_size, head_size, rope, direction);
     clock_end();
 }
 

@@ -63,7 +63,16 @@ void op_rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dresidual, Tensor dy,
 // theta^(-2i/d)
 // ---- x (n, heads * d) in place; positions (n) i32. direction +1 forward, -1 backward (the inverse
 // rotation).
-void op_rope(Tensor x, Tensor positions, int64_t head_size, double theta, int direction);
+// Llama 3.1 stretches it to contexts `factor` times as long as the original ones: dims that turn less than
+// `low` times over the original positions turn that much slower, those that turn more than `high` times as
+// before, and between them what lies between. factor 0 or 1: no dim is slower.
+typedef struct Rope {
+    double theta;
+    double factor, low, high, original;
+} Rope;
+void op_rope(Tensor x, Tensor positions, int64_t head_size, Rope rope, int direction);
+// What dims i and i + d/2 turn by from one position to the next.
+double rope_frequency(Rope rope, int64_t i, int64_t head_size);
 
 // ---- causal attention of b sequences of s tokens: q, o (b s, a d); k, v (b s, kv d); a divisible by kv
 // ---- query head j reads key/value head j / (a / kv); scores are scaled by 1 / sqrt(d).

@@ -361,7 +361,7 @@ void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *d
 // ---- RoPE ----
 
 void kernel_rope(DType dtype, void *x, const int32_t *positions, int64_t n, int64_t heads,
-                 int64_t head_size, double theta, int direction) {
+                 int64_t head_size, Rope rope, int direction) {
     int32_t last = 0;
     for (int64_t i = 0; i < n; i++) {
         CHECK(positions[i] >= 0 && positions[i] < MAX_POSITIONS,
@@ -373,10 +373,10 @@ void kernel_rope(DType dtype, void *x, const int32_t *positions, int64_t n, int6
     scratch_begin();
     void *wide = widen(dtype, x, count);
     if (dtype == F64)
-        rope_f64(wide, positions, rotation_table_f64(last + 1, head_size, theta), n, heads, head_size,
+        rope_f64(wide, positions, rotation_table_f64(last + 1, head_size, rope), n, heads, head_size,
                  direction);
     else
-        rope_f32(wide, positions, rotation_table_f32(last + 1, head_size, theta), n, heads, head_size,
+        rope_f32(wide, positions, rotation_table_f32(last + 1, head_size, rope), n, heads, head_size,
                  direction);
     narrow(dtype, x, wide, count);
 }

@@ -101,24 +101,40 @@ static void refuse(const ConfigFile *config, const char *key, const char *what) 
           what);
 }
 
+static double need_positive(const ConfigFile *config, const cJSON *object, const char *key) {
+    CHECK(find(object, key), "%s: a RoPE of type \"llama3\" does not say \"%s\"", config->path, key);
+    return read_positive(config, object, key, 0);
+}
+
+static void read_llama3(const ConfigFile *config, const cJSON *json, Rope *rope) {
+    rope->factor = need_positive(config, json, "factor");
+    rope->low = need_positive(config, json, "low_freq_factor");
+    rope->high = need_positive(config, json, "high_freq_factor");
+    rope->original = need_positive(config, json, "original_max_position_embeddings");
+    CHECK(rope->low < rope->high, "%s: \"low_freq_factor\" %g is not below \"high_freq_factor\" %g",
+          config->path, rope->low, rope->high);
+}
+
 // transformers 4 has rope_theta at the top and stretches RoPE by rope_scaling; 5 has both in
 // rope_parameters.
-static double read_rope_theta(const ConfigFile *config, double standard) {
+static Rope read_rope(const ConfigFile *config, double standard) {
     static const char *const nested[] = {"rope_scaling", "rope_parameters"};
-    double theta = read_positive(config, config->json, "rope_theta", standard);
+    Rope result = {.theta = read_positive(config, config->json, "rope_theta", standard)};
     for (size_t i = 0; i < sizeof nested / sizeof *nested; i++) {
         const cJSON *rope = find(config->json, nested[i]);
         if (!rope) continue;
         const cJSON *type = find(rope, "rope_type") ? find(rope, "rope_type") : find(rope, "type");
-        CHECK(cJSON_IsObject(rope) &&
-                  (!type || (cJSON_IsString(type) && !strcmp(type->valuestring, "default"))),
-              "%s: \"%s\" is %s; this program has RoPE without scaling alone", config->path, nested[i],
-              cJSON_PrintUnformatted(rope));
+        const char *name = !type ? "default" : cJSON_IsString(type) ? type->valuestring : "";
+        bool stretched = !strcmp(name, "llama3");
+        CHECK(cJSON_IsObject(rope) && (stretched || !strcmp(name, "default")),
+              "%s: \"%s\" is %s; this program has RoPE of the types \"default\" and \"llama3\"",
+              config->path, nested[i], cJSON_PrintUnformatted(rope));
         CHECK(read_positive(config, rope, "partial_rotary_factor", 1) == 1,
               "%s: \"partial_rotary_factor\" is not 1; this program turns whole heads", config->path);
-        theta = read_positive(config, rope, "rope_theta", theta);
+        result.theta = read_positive(config, rope, "rope_theta", result.theta);
+        if (stretched) read_llama3(config, rope, &result);
     }
-    return theta;
+    return result;
 }
 
 // What the folder that was read last says beyond what a Config holds.
@@ -179,7 +195,7 @@ void checkpoint_config(const char *dir, Config *result) {
     c.vocab = read_size(&file, "vocab_size", 0);
     c.tied = read_flag(&file, "tie_word_embeddings");
     c.norm_eps = read_positive(&file, file.json, "rms_norm_eps", mixtral ? 1e-5 : 1e-6);
-    c.rope_theta = read_rope_theta(&file, mixtral ? 1e6 : 1e4);
+    c.rope = read_rope(&file, mixtral ? 1e6 : 1e4);
     c.experts = 0;
     if (mixtral) read_experts(&file, &c);
 
@@ -189,14 +205,10 @@ void checkpoint_config(const char *dir, Config *result) {
     CHECK(c.heads % c.kv_heads == 0,
           "%s: \"num_attention_heads\" %lld is not divisible by \"num_key_value_heads\" %lld", file.path,
           (long long)c.heads, (long long)c.kv_heads);
-    int64_t head_size = c.hidden / c.heads;
-    CHECK(head_size % 2 == 0, "%s: a head of %lld is odd, and RoPE turns pairs", file.path,
-          (long long)head_size);
-    CHECK(read_size(&file, "head_dim", head_size) == head_size,
-          "%s: \"head_dim\" is %s, and this program's heads are \"hidden_size\" / \"num_attention_heads\" "
-          "= %lld "
-          "wide",
-          file.path, cJSON_PrintUnformatted(find(file.json, "head_dim")), (long long)head_size);
+    c.head_size = read_size(&file, "head_dim", c.hidden / c.heads);
+    CHECK(c.head_size % 2 == 0, "%s: a head of %lld is odd, and RoPE turns pairs", file.path,
+          (long long)c.head_size);
+    if (c.head_size == c.hidden / c.heads) c.head_size = 0;
     keep(dir, &file);
     config_close(&file);
     *result = c;
@@ -227,6 +239,21 @@ static void put_real(cJSON *object, const char *key, double x) {
     char *text = number_text(x);
     put(object, key, cJSON_CreateRaw(text));
     free(text);
+}
+
+// Both releases of transformers read this form.
+static void put_rope(cJSON *object, Rope rope) {
+    bool stretched = rope.factor != 0 && rope.factor != 1;
+    cJSON *scaling = stretched ? cJSON_CreateObject() : cJSON_CreateNull();
+    put_real(object, "rope_theta", rope.theta);
+    if (stretched) {
+        put(scaling, "rope_type", cJSON_CreateString("llama3"));
+        put_real(scaling, "factor", rope.factor);
+        put_real(scaling, "low_freq_factor", rope.low);
+        put_real(scaling, "high_freq_factor", rope.high);
+        put_real(scaling, "original_max_position_embeddings", rope.original);
+    }
+    put(object, "rope_scaling", scaling);
 }
 
 // Only if nothing is said of it yet.
@@ -289,11 +316,11 @@ const char *checkpoint_write_config(const char *dir, const Config *c, DType dtyp
     put_count(json, "num_hidden_layers", c->layers);
     put_count(json, "num_attention_heads", c->heads);
     put_count(json, "num_key_value_heads", c->kv_heads);
+    put_count(json, "head_dim", config_head_size(c));
     put_count(json, "vocab_size", c->vocab);
     put_count(json, "max_position_embeddings", positions);
     put_real(json, "rms_norm_eps", c->norm_eps);
-    put_real(json, "rope_theta", c->rope_theta);
-    put(json, "rope_scaling", cJSON_CreateNull());
+    put_rope(json, c->rope);
     put(json, "tie_word_embeddings", cJSON_CreateBool(c->tied));
     put(json, "torch_dtype", cJSON_CreateString(torch_names[dtype]));
     put(json, "hidden_act", cJSON_CreateString("silu"));
@@ -304,7 +331,7 @@ const char *checkpoint_write_config(const char *dir, const Config *c, DType dtyp
     put_default(json, "bos_token_id", cJSON_CreateNull());
     put_default(json, "eos_token_id", cJSON_CreateNull());
     // Other names for what now stands above, which would contradict it.
-    static const char *const others[] = {"dtype", "head_dim", "rope_parameters"};
+    static const char *const others[] = {"dtype", "rope_parameters"};
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
         cJSON_DeleteItemFromObjectCaseSensitive(json, others[i]);
     char *text = lines_of(json);

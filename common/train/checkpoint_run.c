@@ -12,13 +12,21 @@
 
 // Equal for every layout, and for a run begun again with the same flags and data.
 uint64_t checkpoint_identity(const Config *c, Progress p) {
+    const Rope *r = &c->rope;
+    // "" for what every run had before there were others
+    char *heads = c->head_size ? format_text(" d %lld", (long long)c->head_size) : format_text("%s", "");
+    char *stretch = r->factor != 0 ? format_text(" rope %.17g %.17g %.17g %.17g", r->factor, r->low,
+                                                 r->high, r->original)
+                                   : format_text("%s", "");
     char *text = format_text(
         "%lld %lld %lld %lld %lld %lld %lld %d %d %d %lld %lld %lld %.17g %.17g %.17g %.17g %lld %016llx "
-        "%s",
+        "%s%s%s",
         (long long)c->layers, (long long)c->hidden, (long long)c->heads, (long long)c->kv_heads,
         (long long)c->ffn, (long long)c->vocab, (long long)c->seq, c->tied, c->dtype, c->optimizer,
         (long long)c->seed, (long long)c->steps, (long long)c->warmup, c->lr, c->weight_decay, c->clip,
-        c->rope_theta, (long long)p.batch, (unsigned long long)p.data, c->init ? c->init : "");
+        r->theta, (long long)p.batch, (unsigned long long)p.data, c->init ? c->init : "", heads, stretch);
+    free(heads);
+    free(stretch);
     uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
     for (const char *letter = text; *letter; letter++) hash = (hash ^ (uint8_t)*letter) * 0x100000001b3;
     free(text);

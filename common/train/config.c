@@ -99,6 +99,8 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_MODEL, INT("hidden", hidden, NULL, 1, 1e6, "", "width of the model, h")},
         {CONFIG_MODEL, INT("heads", heads, NULL, 1, 1e5, "", "query heads, a; divides --hidden")},
         {CONFIG_MODEL, INT("kv-heads", kv_heads, NULL, 1, 1e5, "", "key and value heads; divides --heads")},
+        {CONFIG_MODEL,
+         INT("head-size", head_size, "0", 0, 1e5, "", "width of a head, d; 0: --hidden / --heads")},
         {CONFIG_MODEL, INT("ffn", ffn, NULL, 1, 1e7, "", "width of the feed-forward part, f")},
         {CONFIG_MODEL, INT("vocab", vocab, NULL, 1, 1e7, "tokens", "vocabulary, v; 256 for bytes")},
         {CONFIG_MODEL, INT("seq", seq, NULL, 1, 1e8, "tokens", "length of a sequence, s")},
@@ -280,14 +282,14 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
         own[i].given = table[first + i].given;
         if (!own[i].target && own[i].type != OPTION_HEADING) add_setting(&c, &own[i], &value[i]);
     }
-    static const char *const shape[] = {"model", "layers", "hidden",  "heads", "kv-heads",  "ffn",
-                                        "vocab", "tied",   "experts", "top-k", "expert-ffn"};
+    static const char *const shape[] = {"model", "layers", "hidden", "heads",   "kv-heads", "head-size",
+                                        "ffn",   "vocab",  "tied",   "experts", "top-k",    "expert-ffn"};
     for (size_t i = 0; i < sizeof shape / sizeof *shape; i++)
         c.shape_given = c.shape_given || option_given(table, count, shape[i]);
     for (int i = 0; i < 3; i++) free(layer[i]);
 
     c.model = preset->name;
-    c.rope_theta = preset->rope_theta;
+    c.rope = (Rope){.theta = preset->rope_theta};
     c.norm_eps = preset->norm_eps;
     config_check(&c);
     CHECK(!c.experts || (groups & CONFIG_EXPERTS) || !(groups & CONFIG_MODEL),
@@ -338,6 +340,10 @@ void config_check(const Config *c) {
     CHECK(c->heads % c->kv_heads == 0, "--heads %ld is not divisible by --kv-heads %ld", c->heads,
           c->kv_heads);
     check_experts(c);
+    CHECK(c->head_size >= 0 && c->head_size <= 100000, "--head-size %ld is not from 0 to 100000",
+          c->head_size);
+    CHECK(c->head_size % 2 == 0, "--head-size %ld is odd, and RoPE turns pairs: %ld would fit",
+          c->head_size, c->head_size + 1);
     CHECK(config_head_size(c) % 2 == 0,
           "--hidden %ld / --heads %ld is %ld, and RoPE turns pairs: a head's size must be even", c->hidden,
           c->heads, config_head_size(c));
@@ -426,8 +432,10 @@ void config_print(const Config *c) {
     int64_t parameters = config_parameters(c), active = config_active_parameters(c);
     bool billions = parameters >= 1000000000;
     double unit = billions ? 1e9 : 1e6;
-    say("L=%ld h=%ld a=%ld kv=%ld f=%ld v=%ld s=%ld %s, %s, b=%ld x %ld, %.2f %c parameters\n", c->layers,
-        c->hidden, c->heads, c->kv_heads, c->ffn, c->vocab, c->seq, c->tied ? "tied" : "untied",
+    char width[32] = "";
+    if (c->head_size) snprintf(width, sizeof width, " d=%ld", c->head_size);
+    say("L=%ld h=%ld a=%ld kv=%ld%s f=%ld v=%ld s=%ld %s, %s, b=%ld x %ld, %.2f %c parameters\n", c->layers,
+        c->hidden, c->heads, c->kv_heads, width, c->ffn, c->vocab, c->seq, c->tied ? "tied" : "untied",
         dtype_name((DType)c->dtype), c->micro_batch, c->grad_acc, (double)parameters / unit,
         billions ? 'B' : 'M');
     if (c->experts)
@@ -437,12 +445,12 @@ void config_print(const Config *c) {
     if (!device_is_dry_run()) say("%s", backend_text());
 }
 
-// Weights of a block's linears: q and o (h, h), k and v (kv d, h), gate, up and down (f, h); the router
+// Weights of a block's linears: q and o (a d, h), k and v (kv d, h), gate, up and down (f, h); the router
 // (e, h), and of so many experts.
 static int64_t block_matrices(const Config *c, int64_t experts) {
     int64_t h = c->hidden, d = config_head_size(c), dense = config_dense_width(c);
     int64_t routed = c->experts * h + 3 * h * experts * config_expert_width(c);
-    return 2 * h * h + 2 * h * c->kv_heads * d + 3 * h * dense + (c->experts ? routed : 0);
+    return 2 * h * c->heads * d + 2 * h * c->kv_heads * d + 3 * h * dense + (c->experts ? routed : 0);
 }
 
 static int64_t parameters_with(const Config *c, int64_t experts) {

@@ -4,7 +4,7 @@
 #define CONFIG_H
 
 #include "base.h"
-#include "tensor/tensor.h"
+#include "tensor/ops.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -36,8 +36,10 @@ typedef struct Config {
         groups_kept;      // MOE_DEEPSEEK: of so many groups a token's experts are in the best
     double routed_scale;  // MOE_DEEPSEEK: multiplies the weights of the chosen
     bool tied;
-    bool shape_given;  // a flag typed the shape: a checkpoint, which has its own, must not contradict it
-    double rope_theta, norm_eps;
+    bool shape_given;   // a flag typed the shape: a checkpoint, which has its own, must not contradict it
+    int64_t head_size;  // d, where it is not h / a; else 0
+    Rope rope;
+    double norm_eps;
     int dtype;  // DType of parameters and activations
     // batch: micro_batch sequences at once, grad_acc times per step (b)
     int64_t micro_batch, grad_acc, steps;
@@ -65,8 +67,9 @@ typedef struct Config {
 
 // Groups of shared options that a program has.
 enum {
-    CONFIG_MODEL = 1,  // --model --layers --hidden --heads --kv-heads --ffn --vocab --seq --tied --dtype
-    CONFIG_BATCH = 2,  // --micro-batch --grad-acc --steps --seed --data
+    CONFIG_MODEL =
+        1,  // --model --layers --hidden --heads --kv-heads --head-size --ffn --vocab --seq --tied --dtype
+    CONFIG_BATCH = 2,       // --micro-batch --grad-acc --steps --seed --data
     CONFIG_OPTIMIZER = 4,   // --optimizer --lr --weight-decay --clip --warmup
     CONFIG_RECOMPUTE = 8,   // --recompute
     CONFIG_FILES = 16,      // --init --save --save-every --resume
@@ -105,7 +108,9 @@ void config_check_degrees(Config *config, int ranks);
 // One header line: "L=4 h=128 a=4 kv=2 f=352 v=256 s=128 untied, f32, b=8 x 1, 0.92 M parameters"
 void config_print(const Config *config);
 
-static inline int64_t config_head_size(const Config *c) { return c->hidden / c->heads; }
+static inline int64_t config_head_size(const Config *c) {
+    return c->head_size ? c->head_size : c->hidden / c->heads;
+}
 // Width of an expert, and of the MLP that all tokens pass: f, or all shared experts side by side.
 static inline int64_t config_expert_width(const Config *c) {
     return c->expert_ffn ? c->expert_ffn : c->ffn;
@@ -113,7 +118,7 @@ static inline int64_t config_expert_width(const Config *c) {
 static inline int64_t config_dense_width(const Config *c) {
     return c->experts ? c->shared_experts * config_expert_width(c) : c->ffn;
 }
-// Parameters of the model: 2 v h (v h if tied) + L (2 h^2 + 2 h kv d + 3 h f + 2 h) + h; with e experts,
+// Parameters of the model: 2 v h (v h if tied) + L (2 h a d + 2 h kv d + 3 h f + 2 h) + h; with e experts,
 // e h + 3 h (e + shared) f for each block in place of 3 h f.
 int64_t config_parameters(const Config *config);
 // Those that a token passes: top_k of the experts.

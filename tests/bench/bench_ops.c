@@ -97,7 +97,7 @@ static void rmsnorm_forward(Tensors *t) { op_rmsnorm_forward(t->y, t->rstd, t->x
 static void rmsnorm_backward(Tensors *t) {
     op_rmsnorm_backward(t->dx, t->dweight, t->y, t->z, t->x, t->weight, t->rstd);
 }
-static void rope(Tensors *t) { op_rope(t->y, t->positions, 128, 5e5, 1); }
+static void rope(Tensors *t) { op_rope(t->y, t->positions, 128, (Rope){.theta = 5e5}, 1); }
 static void swiglu_forward(Tensors *t) { op_swiglu_forward(t->y, t->x, t->z); }
 static void swiglu_backward(Tensors *t) { op_swiglu_backward(t->dx, t->y, t->z, t->x, t->x); }
 static void cross_entropy_forward(Tensors *t) {

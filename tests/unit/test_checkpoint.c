@@ -267,7 +267,7 @@ static void a_run_resumes_before_its_first_step(void **state) {
 static void config_comes_back(void **state) {
     (void)state;
     Run run = run_new("tied");
-    run.config.rope_theta = 1234567.0 / 3;
+    run.config.rope = (Rope){1234567.0 / 3, 8, 1.0 / 3, 4, 40};
     run.config.norm_eps = 1.0 / 3e5;
     run_save(&run, "shape");
     Config c = config_default("layers=1 hidden=2 heads=1 kv-heads=1 ffn=1 vocab=2 seq=99");
@@ -281,7 +281,7 @@ static void config_comes_back(void **state) {
     assert_int_equal(c.ffn, 5);
     assert_int_equal(c.vocab, 11);
     assert_true(c.tied);
-    assert_true(c.rope_theta == run.config.rope_theta);  // to the last bit
+    assert_memory_equal(&c.rope, &run.config.rope, sizeof c.rope);  // to the last bit
     assert_true(c.norm_eps == run.config.norm_eps);
     assert_int_equal(c.seq, 99);
     run_free(&run);
@@ -608,6 +608,10 @@ static void write_config(const char *remove, const char *add) {
 
 static void read_config(void *config) { checkpoint_config(folder, config); }
 
+#define LLAMA3(low, high)                                                                      \
+    "\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0, \"low_freq_factor\": " low \
+    ", \"high_freq_factor\": " high ", \"original_max_position_embeddings\": 8192}"
+
 static void configs_are_read_or_refused_by_key(void **state) {
     (void)state;
     static const ConfigCase cases[] = {
@@ -632,7 +636,10 @@ static void configs_are_read_or_refused_by_key(void **state) {
         {"use_cache", "\"attention_dropout\": 0.1", "\"attention_dropout\" is 0.1", 0},
         {"use_cache", "\"quantization_config\": {\"bits\": 4}", "\"quantization_config\"", 0},
         {"rope_scaling", "\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0}",
-         "\"rope_scaling\"", 0},
+         "a RoPE of type \"llama3\" does not say \"low_freq_factor\"", 0},
+        {"rope_scaling", LLAMA3("4.0", "1.0"), "\"low_freq_factor\" 4 is not below \"high_freq_factor\" 1",
+         0},
+        {"rope_scaling", LLAMA3("1.0", "4.0"), NULL, 500000},
         {"rope_scaling", "\"rope_scaling\": 2", "\"rope_scaling\"", 0},
         {"rope_theta", "\"rope_parameters\": {\"rope_theta\": 7.0, \"rope_type\": \"yarn\"}",
          "\"rope_parameters\"", 0},
@@ -640,10 +647,11 @@ static void configs_are_read_or_refused_by_key(void **state) {
          0},
         {"rope_theta", "\"rope_theta\": -1", "\"rope_theta\" is no positive number", 0},
         {"rms_norm_eps", "\"rms_norm_eps\": \"1e-5\"", "\"rms_norm_eps\" is no positive number", 0},
-        {"head_dim", "\"head_dim\": 8", "\"head_dim\"", 0},
+        {"head_dim", "\"head_dim\": 8", NULL, 0},
+        {"head_dim", "\"head_dim\": 7", "a head of 7 is odd, and RoPE turns pairs", 0},
+        {"head_dim", "\"head_dim\": 0", "\"head_dim\" is no whole number", 0},
         {"hidden_size", NULL, "does not say \"hidden_size\"", 0},
         {"hidden_size", "\"hidden_size\": 25", "\"hidden_size\" 25 is not divisible", 0},
-        {"hidden_size", "\"hidden_size\": 18", "RoPE", 0},
         {"num_key_value_heads", "\"num_key_value_heads\": 4", "\"num_key_value_heads\" 4", 0},
         {"num_hidden_layers", "\"num_hidden_layers\": 0", "\"num_hidden_layers\" is no whole number", 0},
         {"num_hidden_layers", "\"num_hidden_layers\": 2.5", "\"num_hidden_layers\" is no whole number", 0},
@@ -666,9 +674,15 @@ static void configs_are_read_or_refused_by_key(void **state) {
         checkpoint_config(folder, &c);
         assert_int_equal(c.hidden, 24);
         assert_int_equal(c.kv_heads, !strcmp(one->remove, "num_key_value_heads") ? 6 : 2);
+        bool wide = one->add && strstr(one->add, "head_dim\": 8"),
+             stretched = one->add && strstr(one->add, "llama3");
+        assert_int_equal(config_head_size(&c), wide ? 8 : 4);
+        assert_true(stretched ? c.rope.factor == 8 && c.rope.low == 1 && c.rope.high == 4 &&
+                                    c.rope.original == 8192
+                              : c.rope.factor == 0);
         assert_true(c.tied == (strcmp(one->remove, "tie_word") != 0));
-        if (one->rope_theta != 0 && c.rope_theta != one->rope_theta)
-            fail_msg("case %zu: rope_theta is %g, not %g", i, c.rope_theta, one->rope_theta);
+        if (one->rope_theta != 0 && c.rope.theta != one->rope_theta)
+            fail_msg("case %zu: rope_theta is %g, not %g", i, c.rope.theta, one->rope_theta);
     }
 }
 

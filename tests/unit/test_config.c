@@ -46,7 +46,7 @@ static void the_default_model_is_the_documented_one(void **state) {
     assert_int_equal(c.optimizer, OPTIMIZER_ADAMW);
     assert_true(c.beta1 == 0.9 && c.beta2 == 0.95 && c.adam_eps == 1e-8);
     assert_true(c.weight_decay == 0.1 && c.clip == 1);
-    assert_true(c.rope_theta == 1e4 && c.norm_eps == 1e-5);
+    assert_true(c.rope.theta == 1e4 && c.norm_eps == 1e-5);
     assert_int_equal(c.recompute, RECOMPUTE_NONE);
     assert_int_equal(c.seed, 1);
     assert_null(c.data);
@@ -85,7 +85,7 @@ static void flags_change_a_preset_in_any_order(void **state) {
         assert_int_equal(c.kv_heads, 8);
         assert_false(c.tied);
         assert_int_equal(c.dtype, BF16);  // no preset says anything about it
-        assert_true(c.rope_theta == 5e5);
+        assert_true(c.rope.theta == 5e5);
     }
     assert_true(parse("--model smollm-135m", CONFIG_MODEL, NULL).tied);
     assert_true(parse("--tied --model llama-3-8b", CONFIG_MODEL, NULL).tied);

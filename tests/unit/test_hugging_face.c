@@ -104,7 +104,7 @@ static void untied_model_has_their_loss_and_gradients(void **state) {
     (void)state;
     Case c = run_case("tests/fixtures/llama_untied_f32");
     assert_int_equal(c.model->config.kv_heads, 2);
-    assert_true(c.model->config.rope_theta == 100 && c.model->config.norm_eps == 1e-3);
+    assert_true(c.model->config.rope.theta == 100 && c.model->config.norm_eps == 1e-3);
     assert_matches(&c);
     end_case(&c);
 }
@@ -114,6 +114,16 @@ static void tied_model_has_their_loss_and_gradients(void **state) {
     (void)state;
     Case c = run_case("tests/fixtures/llama_tied_bf16");
     assert_true(c.model->config.tied);
+    assert_matches(&c);
+    end_case(&c);
+}
+
+// Llama 3.1's RoPE, and heads wider than hidden / heads.
+static void stretched_model_has_their_loss_and_gradients(void **state) {
+    (void)state;
+    Case c = run_case("tests/fixtures/llama_scaled_f32");
+    assert_int_equal(config_head_size(&c.model->config), 10);
+    assert_true(c.model->config.rope.factor == 8);
     assert_matches(&c);
     end_case(&c);
 }
@@ -175,10 +185,12 @@ static void transformers_loads_what_we_save(void **state) {
         printf("# not checked: %s has no torch, transformers and safetensors\n", python());
         return;
     }
-    const char *const folders[] = {"tests/fixtures/llama_untied_f32", "tests/fixtures/llama_tied_bf16"};
+    static const char *const folders[] = {"tests/fixtures/llama_untied_f32",
+                                          "tests/fixtures/llama_tied_bf16",
+                                          "tests/fixtures/llama_scaled_f32"};
     char work[] = "/tmp/test_hugging_face.XXXXXX";
     assert_non_null(mkdtemp(work));
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 3; i++) {
         Case c = run_case(folders[i]);
         char *dir = format_text("%s/%d", work, i), *saved = format_text("%s/step-000000", dir);
         char *result = format_text("%s/expected.safetensors", saved);
@@ -202,6 +214,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(untied_model_has_their_loss_and_gradients),
         cmocka_unit_test(tied_model_has_their_loss_and_gradients),
+        cmocka_unit_test(stretched_model_has_their_loss_and_gradients),
         cmocka_unit_test(transformers_loads_what_we_save),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

@@ -38,7 +38,7 @@ static void embedding_forward(void) { op_embedding_forward(t[0], t[1], t[2]); }
 static void embedding_backward(void) { op_embedding_backward(t[0], t[1], t[2]); }
 static void rmsnorm_forward(void) { op_rmsnorm_forward(t[0], t[1], t[2], t[3], 1e-5); }
 static void rmsnorm_backward(void) { op_rmsnorm_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6]); }
-static void rope(void) { op_rope(t[0], t[1], H / 2, 1e4, 1); }
+static void rope(void) { op_rope(t[0], t[1], H / 2, (Rope){.theta = 1e4}, 1); }
 static void attention_forward(void) { op_attention_forward(t[0], t[1], t[2], t[3], t[4], shape); }
 static void attention_probs(void) { op_attention_probs(t[0], t[1], t[2], shape); }
 static void attention_backward(void) {

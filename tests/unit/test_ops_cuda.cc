@@ -255,7 +255,7 @@ static void wrong_indices_are_told(void **state) {
     assert_true(said.find("cross_entropy_backward" + told) != std::string::npos);
     said = said_by([](const Device &) {
         Device x(F32, 2 * 4), positions(I32, Doubles{0, -1});
-        cuda_kernel_rope(F32, x.at, positions.indices(), 2, 1, 4, 1e4, 1);
+        cuda_kernel_rope(F32, x.at, positions.indices(), 2, 1, 4, Rope{1e4, 1, 0, 0, 0}, 1);
     });
     assert_true(said.find("rope: number 1 of the positions is -1") != std::string::npos);
     const std::string choice = ": number 3 of the choices is 7, not in [0, ";
@@ -575,8 +575,9 @@ static void rope_matches(void **state) {
                         want = x;
                 Device at(I32, positions, shift), to(dtype, x, shift);
                 const int direction = shift ? -1 : 1;
-                kernel_rope(F64, want.data(), indices(positions).data(), n, heads, d, 500000, direction);
-                cuda_kernel_rope(dtype, to.at, at.indices(), n, heads, d, 500000, direction);
+                const Rope rope = {500000, n == 3 ? 8.0 : 1.0, 1, 4, 40};
+                kernel_rope(F64, want.data(), indices(positions).data(), n, heads, d, rope, direction);
+                cuda_kernel_rope(dtype, to.at, at.indices(), n, heads, d, rope, direction);
                 assert_close("rope", to, want, dtype == F64 ? 8 : 4);
             }
 }

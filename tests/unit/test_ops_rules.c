@@ -79,7 +79,7 @@ static void run_row_operations(DType type, Outputs *outputs) {
     keep(outputs, "cross_entropy_forward's lse", lse.t);
     op_cross_entropy_backward(logits.t, logits.t, lse.t, tokens.t, 0.01);
     keep(outputs, "cross_entropy_backward", logits.t);
-    op_rope(y.t, tokens.t, 34, 1e4, 1);
+    op_rope(y.t, tokens.t, 34, (Rope){.theta = 1e4}, 1);
     keep(outputs, "rope", y.t);
     FREE(&x, &dy, &weight, &dweight, &y, &rstd, &tokens, &table, &logits, &losses, &lse);
 }
@@ -348,7 +348,7 @@ static void count_all(DType type, int64_t n, int64_t h, int64_t f, int64_t v, At
     assert_count("rmsnorm_backward", 0, (3 * nh + 3 * (double)h) * e + (double)n * w);
     op_rmsnorm_backward(y, dweight, y, z, x, weight, row);
     assert_count("rmsnorm_backward", 0, (4 * nh + 3 * (double)h) * e + (double)n * w);
-    op_rope(x, tokens, h, 1e4, 1);
+    op_rope(x, tokens, h, (Rope){.theta = 1e4}, 1);
     assert_count("rope", 0, 2 * nh * e + 4 * (double)n);
     op_swiglu_forward(act, gate, up);
     assert_count("swiglu_forward", 0, 3 * nf * e);
@@ -522,7 +522,7 @@ static void empty_tensors_are_fine(void **state) {
         op_embedding_backward(matrix.t, y.t, no.t);
         op_rmsnorm_forward(y.t, rows.t, x.t, weight.t, 1e-5);
         op_rmsnorm_backward(y.t, dweight.t, x.t, z.t, x.t, weight.t, rows.t);
-        op_rope(x.t, no.t, 6, 1e4, 1);
+        op_rope(x.t, no.t, 6, (Rope){.theta = 1e4}, 1);
         op_attention_forward(o.t, probs.t, q.t, k.t, k.t, none);
         op_swiglu_forward(y.t, x.t, z.t);
         op_swiglu_backward(x.t, y.t, z.t, x.t, y.t);
@@ -601,7 +601,9 @@ static void heads_do_not_divide(void) {
     op_attention_forward(new_tensor(F32, 5, 12), new_tensor(F32, 15, 5), q, k, k,
                          (AttentionShape){1, 5, 3, 2, 4});
 }
-static void head_size_is_odd(void) { op_rope(new_tensor(F32, 3, 10), new_tensor(I32, 3, 1), 5, 1e4, 1); }
+static void head_size_is_odd(void) {
+    op_rope(new_tensor(F32, 3, 10), new_tensor(I32, 3, 1), 5, (Rope){.theta = 1e4}, 1);
+}
 static void steps_from_zero(void) {
     Tensor t[4];
     for (int i = 0; i < 4; i++) t[i] = new_tensor(F32, 1, 4);
@@ -631,7 +633,9 @@ static void target_beyond_vocabulary(void) {
     op_cross_entropy_forward(new_tensor(F32, 3, 1), new_tensor(F32, 3, 1), new_tensor(F32, 3, 7),
                              with_token(-2));
 }
-static void position_is_negative(void) { op_rope(new_tensor(F32, 3, 4), with_token(-1), 4, 1e4, 1); }
+static void position_is_negative(void) {
+    op_rope(new_tensor(F32, 3, 4), with_token(-1), 4, (Rope){.theta = 1e4}, 1);
+}
 
 static void part_beyond_vocabulary(void) {
     op_embedding_part_forward(new_tensor(F32, 3, 4), with_token(1), new_tensor(F32, 7, 4),
