@@ -8,7 +8,6 @@
 // every stage.
 //
 // Bytes sent: none; the sums over copies are the step's (params_sum_copies). This file has no main.
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -55,17 +54,8 @@ ScheduleWish pipeline_wish(const Config *c) {
 
 // The schedule of --load, which must be this layout's.
 static Schedule loaded_schedule(const Config *c, const char *path) {
-    Schedule s;
+    Schedule s = schedule_load(path);
     ScheduleFault fault;
-    FILE *file = fopen(path, "r");
-    CHECK(file, "--load %s cannot be read: %s", path, strerror(errno));
-    enum { LONGEST = 1 << 24 };
-    char *text = host_alloc(LONGEST);
-    size_t size = fread(text, 1, LONGEST, file);
-    fclose(file);
-    char *wrong = schedule_parse(&s, text, size);
-    free(text);
-    CHECK(!wrong, "--load %s: %s", path, wrong);
     CHECK(schedule_verify(&s, &fault), "--load %s: %s", path, fault.sentence);
     CHECK(schedule_message_order(&s, QUEUE_PAIR_AND_KIND, &fault), "--load %s: %s", path, fault.sentence);
     CHECK(s.ranks == c->pp && s.micro_batches == c->grad_acc,

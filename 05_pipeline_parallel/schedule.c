@@ -18,7 +18,6 @@
 // Last line: PASS schedule: every schedule is sound, and costs what its paper says …
 #include "schedule.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -232,27 +231,6 @@ Schedule schedule_make(ScheduleKind kind, const ScheduleWish *wish) {
 
 // ---- the program ----
 
-static char *read_file(const char *name, size_t *size) {
-    FILE *file = fopen(name, "rb");
-    CHECK(file, "--load %s cannot be read: %s", name, strerror(errno));
-    enum { MOST = 1 << 26 };
-    char *text = host_alloc(MOST);
-    *size = fread(text, 1, MOST, file);
-    bool failed = ferror(file) != 0;
-    fclose(file);
-    CHECK(!failed && *size < MOST, "--load %s cannot be read whole, or is larger than 64 MiB", name);
-    return text;
-}
-
-static Schedule load(const char *name) {
-    Schedule s;
-    size_t size;
-    char *text = read_file(name, &size), *fault = schedule_parse(&s, text, size);
-    CHECK(!fault, "--load %s: %s", name, fault);
-    free(text);
-    return s;
-}
-
 static void show_costs(const Schedule *s, const ScheduleTimes *times) {
     say("         held F to B  held F to W  weights  activations sent  gradients sent  idle");
     for (int r = 0; r < s->ranks; r++) {
@@ -326,11 +304,11 @@ int main(int argc, char **argv) {
         {"weight", OPTION_REAL, &d.W, "8", 0, 1e9, "", "time of W", false},
         {"pair", OPTION_REAL, &d.pair, "0", 0, 1e9, "", "time of an overlapped F+BW; 0: F + B + W", false},
         {"hop", OPTION_REAL, &d.hop, "0", 0, 1e9, "", "time of a message between ranks", false},
-        {"svg", OPTION_TEXT, &svg, NULL, 0, 0, "FILE", "write the picture", false},
+        {"svg", OPTION_OUTPUT, &svg, NULL, 0, 0, "FILE", "write the picture", false},
         {"dump", OPTION_FLAG, &dump, NULL, 0, 0, "", "print the schedule as text, and nothing else", false},
         {"load", OPTION_TEXT, &file, NULL, 0, 0, "FILE",
          "a schedule as --dump prints it, in place of --schedule", false},
-        {"json", OPTION_TEXT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
+        {"json", OPTION_OUTPUT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
     };
     int count = sizeof table / sizeof *table;
     options_parse(
@@ -349,7 +327,7 @@ int main(int argc, char **argv) {
     report_json(base_rank() ? NULL : json);
     if (!chosen && !file) return schedule_table(d);
     ScheduleWish wish = {(int)stages, (int)micro_batches, (int)chunks, (int)group, split, (int)limit, d};
-    Schedule s = file ? load(file) : schedule_make((ScheduleKind)kind, &wish);
+    Schedule s = file ? schedule_load(file) : schedule_make((ScheduleKind)kind, &wish);
     int status = STATUS_PASS;
     if (dump) {
         if (base_rank() == 0) schedule_write(&s, stdout);

@@ -180,6 +180,8 @@ void schedule_write(const Schedule *schedule, FILE *file);
 // Reads what schedule_write wrote, or somebody else. NULL, or one sentence that names the line, which the
 // caller frees. What it read is yet to be verified.
 char *schedule_parse(Schedule *schedule, const char *text, size_t size);
+// The same of a file. Fatal, naming --load and the file, where it is none; yet to be verified, too.
+Schedule schedule_load(const char *path);
 
 // ---- how good it could be: schedule_search.c ----
 

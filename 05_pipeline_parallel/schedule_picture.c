@@ -3,11 +3,11 @@
 //
 // One row a rank, time from left to right, and on each action its micro-batch. In letters: F, B, W and D
 // for a BW, the double; small letters on a rank's stages behind the first; dots are the bubble.
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "files.h"
 #include "schedule.h"
 
 static const char letter[] = {[PASS_F] = 'F', [PASS_B] = 'B', [PASS_W] = 'W', [PASS_BW] = 'D'};
@@ -169,8 +169,7 @@ void schedule_svg(const Schedule *s, const ScheduleTimes *times, const char *tit
     double plot = fmin(fmax(wanted, fmax(NARROWEST, draw_legend(NULL, s) - LEFT)), WIDEST);
     double scale = times->makespan > 0 ? plot / times->makespan : 0;
     int width = (int)ceil(LEFT + plot + RIGHT), height = TOP + ROW * s->ranks + BOTTOM;
-    FILE *svg = fopen(file, "w");
-    CHECK(svg, "--svg %s cannot be written: %s", file, strerror(errno));
+    FILE *svg = output_open("--svg", file);
     fprintf(svg,
             "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
             "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n"
@@ -184,6 +183,5 @@ void schedule_svg(const Schedule *s, const ScheduleTimes *times, const char *tit
     fprintf(svg,
             "<text x='%d' y='%d'>grey: bubble. Makespan %.6g, of which %.6g is bubble</text>\n</svg>\n",
             LEFT, height - 14, times->makespan, times->bubble);
-    bool failed = ferror(svg) != 0;
-    CHECK(fclose(svg) == 0 && !failed, "--svg %s could not be written whole", file);
+    output_close(svg, "--svg", file);
 }

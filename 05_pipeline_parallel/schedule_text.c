@@ -14,6 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "files.h"
 #include "schedule.h"
 
 void schedule_write(const Schedule *s, FILE *file) {
@@ -195,4 +196,17 @@ char *schedule_parse(Schedule *s, const char *bytes, size_t size) {
     *s = schedule_new(name, p, m, stages, directions);
     if (!read_body(&r, s)) schedule_free(s);
     return r.fault;
+}
+
+Schedule schedule_load(const char *path) {
+    Schedule s;
+    enum { MOST = 1 << 26 };
+    char *text;
+    size_t size;
+    const char *unread = input_text(path, MOST, &text, &size);
+    CHECK(!unread, "--load: %s", unread);
+    char *fault = schedule_parse(&s, text, size);
+    CHECK(!fault, "--load %s: %s", path, fault);
+    free(text);
+    return s;
 }

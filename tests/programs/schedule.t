@@ -130,6 +130,7 @@ done
 report $? "the page's pictures are those of the program${bad:+, but not$bad}"
 
 refused '--load' --load /no/such/file
+mkfifo "$work/fifo" && refused 'fifo is a pipe or a device' --load "$work/fifo"
 printf '# pp-schedule name=x p=2 m=1 stages=2 dirs=1\nplace 0: 0 2\n' >"$work/bad.txt"
 refused 'line 2: the rank of a stage is not a number from 0 to 1' --load "$work/bad.txt"
 refused '--schedule and --load are two schedules' --schedule afab --load "$work/w.txt"
