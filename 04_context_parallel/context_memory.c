@@ -20,7 +20,7 @@
 #include "context_parallel.h"
 #include "files.h"
 
-enum { FIRST = 8192, POINTS = 7, LAYERS = 32 };  // of tokens, each point twice the one before
+enum { FIRST = 8192, POINTS = 6, LAYERS = 32 };  // of tokens, each point twice the one before
 
 // A layout, and what a rank of it needs.
 typedef struct Growth {
@@ -54,15 +54,16 @@ static Memory peaks(const Growth *way, Mesh mesh, int64_t layers, int64_t s) {
     return program_cost(&c, mesh, way->stored ? stored : context_layouts).memory;
 }
 
-// Of all layers, from what two more add to two; of the rank that needs most.
+// Of all layers, from what two more add to two (a second one adds more: weights of two are gathered at
+// once); of the rank that needs most.
 static void count(Growth *way, Mesh mesh, int point) {
     const int64_t s = tokens_at(point), more = (LAYERS - 4) / 2;
     Memory two = peaks(way, mesh, 2, s), four = peaks(way, mesh, 4, s);
-    const int64_t added = four.peak[MEMORY_ACTIVATION] - two.peak[MEMORY_ACTIVATION];
-    double activations = (double)(four.peak[MEMORY_ACTIVATION] + more * added);
-    way->activations[point] = comm_max(activations, mesh.world);
-    way->memory[point] =
-        comm_max((double)(four.peak_total + more * (four.peak_total - two.peak_total)), mesh.world);
+    int64_t activations =
+        four.peak[MEMORY_ACTIVATION] + more * (four.peak[MEMORY_ACTIVATION] - two.peak[MEMORY_ACTIVATION]);
+    int64_t all = four.peak_total + more * (four.peak_total - two.peak_total);
+    way->activations[point] = comm_max((double)activations, mesh.world);
+    way->memory[point] = comm_max((double)all, mesh.world);
     double predicted = predicted_activations(way, mesh.cp.size, s);
     report_that(way->activations[point] == predicted,
                 "%s, s = %lld: %.0f bytes of activations at their peak, by the formula %.0f", way->name,
