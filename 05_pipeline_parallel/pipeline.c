@@ -36,6 +36,16 @@ static StagePass taker_of(StagePass pass) {
     return pass;
 }
 
+int pipeline_embedding_parts(const Pipeline *p, const Model *m, int micro_batch) {
+    const Schedule *s = &p->schedule;
+    const int *place = s->place + s->direction[micro_batch] * s->stages;
+    int parts = 0;
+    for (int stage = 0; stage < s->stages; stage++)
+        if (place[stage] == m->mesh.pp.rank)
+            parts += p->chunk[stage].embedding + (p->chunk[stage].head && m->config.tied);
+    return parts;
+}
+
 static MicroBatch *begin_micro_batch(Pipeline *p, Model *m, int index) {
     const Schedule *s = &p->schedule;
     MicroBatch *micro = &p->micro[index];
@@ -44,12 +54,10 @@ static MicroBatch *begin_micro_batch(Pipeline *p, Model *m, int index) {
     *micro = micro_batch_new(m, index, p->input->b, p->input->tokens + index * tokens,
                              p->input->targets + index * tokens, p->input->loss_scale[index]);
     const int *place = s->place + s->direction[index] * s->stages;
-    p->passes_left[index] = micro->embedding_parts = 0;
-    for (int stage = 0; stage < s->stages; stage++) {
-        if (place[stage] != m->mesh.pp.rank) continue;
-        p->passes_left[index]++;
-        micro->embedding_parts += p->chunk[stage].embedding + (p->chunk[stage].head && m->config.tied);
-    }
+    p->passes_left[index] = 0;
+    for (int stage = 0; stage < s->stages; stage++)
+        p->passes_left[index] += place[stage] == m->mesh.pp.rank;
+    micro->embedding_parts = pipeline_embedding_parts(p, m, index);
     return micro;
 }
 
