@@ -36,6 +36,16 @@ static StagePass taker_of(StagePass pass) {
     return pass;
 }
 
+int pipeline_embedding_parts(const Pipeline *p, const Model *m, int micro_batch) {
+    const Schedule *s = &p->schedule;
+    const int *place = s->place + s->direction[micro_batch] * s->stages;
+    int parts = 0;
+    for (int stage = 0; stage < s->stages; stage++)
+        if (place[stage] == m->mesh.pp.rank)
+            parts += p->chunk[stage].embedding + (p->chunk[stage].head && m->config.tied);
+    return parts;
+}
+
 static MicroBatch *begin_micro_batch(Pipeline *p, Model *m, int index) {
     const Schedule *s = &p->schedule;
     MicroBatch *micro = &p->micro[index];
@@ -44,12 +54,10 @@ static MicroBatch *begin_micro_batch(Pipeline *p, Model *m, int index) {
     *micro = micro_batch_new(m, index, p->input->b, p->input->tokens + index * tokens,
                              p->input->targets + index * tokens, p->input->loss_scale[index]);
     const int *place = s->place + s->direction[index] * s->stages;
-    p->passes_left[index] = micro->embedding_parts = 0;
-    for (int stage = 0; stage < s->stages; stage++) {
-        if (place[stage] != m->mesh.pp.rank) continue;
-        p->passes_left[index]++;
-        micro->embedding_parts += p->chunk[stage].embedding + (p->chunk[stage].head && m->config.tied);
-    }
+    p->passes_left[index] = 0;
+    for (int stage = 0; stage < s->stages; stage++)
+        p->passes_left[index] += place[stage] == m->mesh.pp.rank;
+    micro->embedding_parts = pipeline_embedding_parts(p, m, index);
     return micro;
 }
 
@@ -104,13 +112,27 @@ static void send_output(Pipeline *p, Model *m, StagePass pass, Tensor *output) {
     tensor_free(output);
 }
 
+// A chunk layer by layer, its ends with the first and the last one: in between, what is in flight goes on.
+// (A message is longer than what a host takes at once, and others wait for the rest of it.)
+static void run_chunk(void (*run)(Model *, MicroBatch *, Chunk), Model *m, MicroBatch *micro, Chunk chunk,
+                      Pass pass) {
+    int first = chunk.first_layer, end = chunk.end_layer;
+    if (first == end) run(m, micro, chunk);
+    for (int i = first; i < end; i++) {
+        int layer = pass == FORWARD ? i : first + end - 1 - i;
+        Chunk one = {layer, layer + 1, chunk.embedding && layer == first, chunk.head && layer + 1 == end};
+        run(m, micro, one);
+        comm_progress();
+    }
+}
+
 static void run_pass(Pipeline *p, Model *m, StagePass pass) {
     MicroBatch *micro = begin_micro_batch(p, m, pass.micro_batch);
     Chunk chunk = p->chunk[pass.stage];
     if (pass.kind == PASS_F) {
         clock_push("forward");
         take_input(p, pass, &micro->x);
-        chunk_forward(m, micro, chunk);
+        run_chunk(chunk_forward, m, micro, chunk, FORWARD);
         clock_pop();
         if (++p->held > p->most_held) p->most_held = p->held;
         if (chunk.head) op_accumulate(p->input->loss, micro->loss);
@@ -121,9 +143,9 @@ static void run_pass(Pipeline *p, Model *m, StagePass pass) {
     }
     clock_push("backward");
     if (pass.kind != PASS_W) take_input(p, pass, &micro->dx);
-    if (pass.kind == PASS_B) chunk_backward_input(m, micro, chunk);
-    if (pass.kind == PASS_W) chunk_backward_weight(m, micro, chunk);
-    if (pass.kind == PASS_BW) chunk_backward(m, micro, chunk);
+    if (pass.kind == PASS_B) run_chunk(chunk_backward_input, m, micro, chunk, BACKWARD);
+    if (pass.kind == PASS_W) run_chunk(chunk_backward_weight, m, micro, chunk, BACKWARD);
+    if (pass.kind == PASS_BW) run_chunk(chunk_backward, m, micro, chunk, BACKWARD);
     clock_pop();
     p->held -= pass.kind != PASS_W;
     if (pass.kind != PASS_W) send_output(p, m, pass, &micro->dx);

@@ -63,6 +63,8 @@ typedef struct Pipeline {
 } Pipeline;
 
 int pipeline_messages_by(const Pipeline *pipeline, int first, int rank, double end);
+// How often a micro-batch's W adds to the embedding's gradient on this rank: tied, by the head, too.
+int pipeline_embedding_parts(const Pipeline *pipeline, const Model *model, int micro_batch);
 
 // pipeline_nodes.c: on 16 ranks, beside tensor parallelism.
 void pipeline_across_nodes(Mesh mesh, const Config *config);

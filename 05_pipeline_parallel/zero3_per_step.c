@@ -19,6 +19,7 @@
 // list it, with --zero 3.
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "pipeline.h"
 
@@ -120,6 +121,87 @@ static void *plug(Model *m) {
     return zero;
 }
 
+// ---- the price: which gradients of several stages are whole at once follows from the rank's list ----
+
+typedef struct AtWork {
+    const Model *m;
+    const Pipeline *p;
+    bool *whole, *summed;  // (units) what begin and add_up have made
+    int64_t *left;         // (units) how often it will still be ready
+    int *parts;            // (m) of the embedding's gradient, still to come
+    int reducing;
+    double now, most;  // bytes
+} AtWork;
+
+static double bytes_of(const AtWork *w, int unit, DType dtype) {
+    return (double)w->m->params.unit[unit].count * (double)dtype_size(dtype);
+}
+
+static void grow(AtWork *w, bool *made, double bytes) {
+    if (*made) return;
+    *made = true;
+    w->now += bytes;
+    w->most = fmax(w->most, w->now);
+}
+
+static void begins(AtWork *w, int unit) {
+    grow(w, &w->whole[unit], bytes_of(w, unit, w->m->params.recipe.gradient));
+}
+
+static void is_ready(AtWork *w, int unit) {
+    Recipe r = w->m->params.recipe;
+    if (recipe_has_accumulators(r)) {
+        grow(w, &w->summed[unit], bytes_of(w, unit, r.sum));
+        w->whole[unit] = false;
+        w->now -= bytes_of(w, unit, r.gradient);
+    }
+    if (--w->left[unit] > 0) return;
+    if (w->reducing >= 0) w->now -= bytes_of(w, w->reducing, r.sum);
+    w->reducing = unit;
+}
+
+// W of a chunk, in the order of transformer.c. Tied, the embedding begins with the head.
+static void backward_weight(AtWork *w, StagePass pass) {
+    const Model *m = w->m;
+    const Chunk *chunk = &w->p->chunk[pass.stage];
+    bool tied = chunk->head && m->config.tied;
+    if (chunk->head) begins(w, m->head_unit);
+    if (tied) begins(w, m->embedding_unit);
+    if (chunk->head) is_ready(w, m->head_unit);
+    if (tied && --w->parts[pass.micro_batch] == 0) is_ready(w, m->embedding_unit);
+    for (int layer = chunk->end_layer - 1; layer >= chunk->first_layer; layer--) {
+        begins(w, m->first_block_unit + layer);
+        is_ready(w, m->first_block_unit + layer);
+    }
+    if (chunk->embedding) begins(w, m->embedding_unit);
+    if (chunk->embedding && --w->parts[pass.micro_batch] == 0) is_ready(w, m->embedding_unit);
+}
+
+static double gradients_at_work(const Model *m) {
+    const Pipeline *p = m->sockets.schedule.context;
+    const Schedule *s = &p->schedule;
+    int rank = m->mesh.pp.rank, units = m->params.units;
+    AtWork w = {.m = m, .p = p, .reducing = -1};
+    w.left = host_alloc((size_t)units * sizeof *w.left);
+    memcpy(w.left, p->finals, (size_t)units * sizeof *w.left);
+    w.whole = calloc(2 * (size_t)units, sizeof *w.whole);
+    w.parts = host_alloc((size_t)s->micro_batches * sizeof *w.parts);
+    CHECK(w.whole, "out of host memory for %d units", units);
+    w.summed = w.whole + units;
+    for (int i = 0; i < s->micro_batches; i++) w.parts[i] = pipeline_embedding_parts(p, m, i);
+    for (int unit = 0; unit < units; unit++)
+        if (p->idle[unit]) begins(&w, unit), is_ready(&w, unit);
+    for (int i = 0; i < s->list[rank].count; i++)
+        for (int j = 0; j < s->list[rank].action[i].passes; j++) {
+            StagePass pass = s->list[rank].action[i].pass[j];
+            if (pass.kind == PASS_W || pass.kind == PASS_BW) backward_weight(&w, pass);
+        }
+    free(w.left);
+    free(w.whole);
+    free(w.parts);
+    return w.most;
+}
+
 // ---- the record ----
 
 static void price(Price *price, const Model *m, const void *context) {
@@ -135,8 +217,7 @@ static void price(Price *price, const Model *m, const void *context) {
     }
     price->values = price->gradients = price->states = own;
     price->values_at_work = (double)dtype_size(m->params.recipe.weight) * whole;
-    // Which units of several stages have begun, and are not yet reduced, a dry run knows.
-    price->gradients_at_work = NAN;
+    price->gradients_at_work = gradients_at_work(m);
 }
 
 static bool on(const Config *config) { return zero_on(config, 3); }

@@ -197,6 +197,10 @@ static void end_all(const char *sentence, int status) {
     _exit(status);
 }
 
+void comm_progress(void) {
+    if (!comm.alone && !comm.pushing && !comm.finished) lines_push();
+}
+
 // While the host waits for the device, which may itself wait for another rank's.
 static void look_from_device(void) {
     static int64_t turn;

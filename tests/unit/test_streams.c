@@ -2,13 +2,14 @@
 // also where the device does both at once: long work stands in front of each, and what would be read too
 // early is NaN or another number. TAP. On a GPU, with --long, a missing event between the two streams shows
 // here (tests/mutants/gpu.txt); on a CPU nothing runs beside the calls, and only the contract of comm.h is
-// held.
+// held. There a message goes on while its sender computes if the sender lets it (comm_progress).
 //
 // Ranks stay in step, so a failure is noted, not thrown; after each test all ranks add up what they noted.
 #include <fnmatch.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "comm/comm.h"
 #include "comm/mesh.h"
@@ -136,6 +137,29 @@ static void a_mark_is_set_at_the_call(void) {
     tensor_free(&other);
 }
 
+// A sender that computes, and waits for nothing. Yet a message that is longer than what a host takes at once
+// comes to its end: the receiver says so by a file.
+static void a_message_goes_on_in_comm_progress(void) {
+    if (n < 2) return;
+    char path[64];
+    snprintf(path, sizeof path, "/tmp/test_streams-%.0f", comm_sum(me == 0 ? getpid() : 0, world));
+    Tensor t = filled(count, me == 0 ? 5 : 0);
+    if (me == 0) {
+        Request *sending = comm_send(t, 1, world);
+        while (access(path, F_OK) != 0) comm_progress();
+        comm_wait(sending);
+        unlink(path);
+    }
+    if (me == 1) {
+        comm_wait(comm_receive(t, 0, world));
+        expect("the message", t, 5);
+        FILE *came = fopen(path, "w");
+        CHECK(came, "%s cannot be written", path);
+        fclose(came);
+    }
+    tensor_free(&t);
+}
+
 #define TEST(name) \
     { #name, name }
 static const struct {
@@ -149,6 +173,7 @@ static const struct {
     TEST(what_is_sent_may_be_freed_behind_the_wait),
     TEST(work_between_call_and_wait_disturbs_nothing),
     TEST(a_mark_is_set_at_the_call),
+    TEST(a_message_goes_on_in_comm_progress),
 };
 enum { TESTS = sizeof tests / sizeof *tests };
 
