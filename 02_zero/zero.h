@@ -38,7 +38,7 @@ void zero_wait(Request **request);  // if there is one; NULL then
 // zero.c: calls, bytes and memory of a stage.
 void zero_price(Price *price, const Model *model, const Zero *zero, int stage);
 
-// ---- zero.c: the proof that the three share ----
+// ---- zero_twins.c: the proof that the three share ----
 // Nothing is sharded, and sums run in the same order: over micro-batches and then ranks (zero1), or over
 // ranks and then micro-batches (zero2, zero3).
 extern const Technique *const zero_twin_of_1[], *const zero_twin_of_2_and_3[];

@@ -54,11 +54,6 @@ static void shard(Model *model) { zero_shard(model, SHARD_STATE); }
 
 // ---- the technique: gradients ----
 
-void zero_wait(Request **request) {
-    if (*request) comm_wait(*request);
-    *request = NULL;
-}
-
 static void reduce_scatter(void *context, Model *model, int unit, bool last) {
     Zero *zero = context;
     Unit *u = &model->params.unit[unit];

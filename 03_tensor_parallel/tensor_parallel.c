@@ -155,18 +155,6 @@ const Technique tensor_parallel = {.name = "tensor_parallel",
                                    .unplug = unplug,
                                    .price = price};
 
-const Option tensor_layout_options[TENSOR_LAYOUT_OPTIONS] = {
-    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-     "what --dp shares out: optimizer state, gradients, weights", false}};
-const Technique *const tensor_layouts[] = {&ddp_no_sync,    &zero1,           &zero2,
-                                           &zero3,          &tensor_parallel, &sequence_parallel,
-                                           &vocab_parallel, &recompute,       NULL};
-const Technique *const tensor_layouts_async[] = {&ddp_no_sync,     &zero1,
-                                                 &zero2,           &zero3,
-                                                 &tensor_parallel, &sequence_parallel,
-                                                 &vocab_parallel,  &async_tensor_parallel,
-                                                 &recompute,       NULL};
-
 #ifndef NO_MAIN
 
 // ---- what it costs ----

@@ -32,31 +32,6 @@ const Option context_options[CONTEXT_OPTIONS] = {
      "who has which tokens of a sequence; natural: what --context is known for", false},
     DOCUMENT_OPTION};
 
-const Technique *const context_layouts[] = {&ddp_no_sync,
-                                            &zero1,
-                                            &zero2,
-                                            &zero3,
-                                            &tensor_parallel,
-                                            &sequence_parallel,
-                                            &vocab_parallel,
-                                            &ring_attention,
-                                            &zigzag_ring_attention,
-                                            &all_gather_attention,
-                                            &ulysses,
-                                            &recompute,
-                                            NULL};
-
-int context_main(int argc, char **argv, Program program) {
-    Option option[2] = {{"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-                         "what --dp x --cp share out: optimizer state, gradients, weights", false}};
-    CHECK(program.options < 2, "a program of this chapter has %d options of its own", program.options);
-    if (program.options) option[1] = *program.option;
-    program.option = option;
-    program.options++;
-    program.techniques = context_layouts;
-    return program_main(argc, argv, &program);
-}
-
 bool context_on(const Config *config, ContextMethod method) {
     return config_number(config, "context") == method;
 }

@@ -31,7 +31,7 @@
 #include <string.h>
 
 #include "comm_inside.h"
-#include "report/clock.h"
+#include "tensor/clock.h"
 #include "tensor/device.h"
 #include "tensor/guard.h"
 

@@ -2,8 +2,6 @@
 #ifndef CUDA_ON_CPU_NUMBERS_H
 #define CUDA_ON_CPU_NUMBERS_H
 
-#include "cuda_on_cpu.h"
-
 // ---- mathematics ----
 // The quick approximations (__expf) are the exact functions here.
 #define CUDA_MATH static __forceinline__

@@ -2,7 +2,7 @@
 #ifndef MEMORY_PICTURE_H
 #define MEMORY_PICTURE_H
 
-#include "clock.h"
+#include "tensor/clock.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -2,7 +2,7 @@
 #ifndef REPORT_H
 #define REPORT_H
 
-#include "clock.h"
+#include "tensor/clock.h"
 #include "difference.h"
 #include "train/config.h"
 #include "train/params.h"

@@ -3,12 +3,9 @@
 // operations and by waits alone.
 #include "timeline.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include "comm/comm.h"
 
 // A mark's letter, and a communication's; what stands in no such mark is "+".
 typedef struct Letter {
@@ -27,13 +24,6 @@ static char letter_of(const Letter *table, size_t count, const char *name, char 
     return standard;
 }
 #define LETTER_OF(table, name, standard) letter_of(table, sizeof table / sizeof *table, name, standard)
-
-static struct {
-    bool on;
-    Timeline *row;
-    int rows;
-    char *title;
-} state;
 
 // ---- from events to spans ----
 
@@ -180,143 +170,4 @@ TimelineShares timeline_shares(const Timeline *t) {
     free(spans);
     free(busy);
     return shares;
-}
-
-// ---- many ranks ----
-
-// Moves bytes from a rank to rank 0, which gets a copy of its own; the two call it, the others need not.
-static void *bring(const void *mine, int64_t *bytes, int from, Group world) {
-    bool receives = world.rank == 0, sends = world.rank == from;
-    double number = (double)*bytes;
-    Tensor size = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(1));
-    tensor_from_doubles(size, &number);
-    if (from > 0) comm_wait(receives ? comm_receive(size, from, world) : comm_send(size, 0, world));
-    tensor_to_doubles(&number, size);
-    *bytes = (int64_t)number;
-    int64_t words = *bytes / 4 + 1;
-    Tensor data = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(words));
-    char *host = calloc((size_t)words, 4);
-    CHECK(host, "out of host memory for a time line of %lld bytes", (long long)*bytes);
-    if (sends && *bytes) memcpy(host, mine, (size_t)*bytes);
-    tensor_from_host(data, host);
-    if (from > 0) comm_wait(receives ? comm_receive(data, from, world) : comm_send(data, 0, world));
-    tensor_to_host(host, data);
-    tensor_free(&size);
-    tensor_free(&data);
-    return host;
-}
-
-static void write_trace(const char *file, Group world) {
-    if (world.rank > 0) {
-        char *text;
-        size_t size;
-        FILE *out = open_memstream(&text, &size);
-        CHECK(out, "out of host memory for the trace");
-        clock_trace_part(out, world.rank, world.size);
-        fclose(out);
-        int64_t bytes = (int64_t)size;
-        free(bring(text, &bytes, world.rank, world));
-        free(text);
-        return;
-    }
-    FILE *out = clock_trace_open(file);
-    clock_trace_part(out, 0, world.size);
-    for (int rank = 1; rank < world.size; rank++) {
-        int64_t bytes = 0;
-        char *text = bring(NULL, &bytes, rank, world);
-        fputs(",\n", out);
-        fwrite(text, 1, (size_t)bytes, out);
-        free(text);
-    }
-    clock_trace_close(out, file);
-}
-
-// Rank 0 gets the last step of every rank as its rows.
-static void gather_rows(Group world) {
-    Timeline mine = timeline_of_step(true, "");
-    if (!mine.title) mine = timeline_of_step(false, "");
-    state.row = host_alloc(sizeof *state.row * (size_t)world.size);
-    for (int rank = 0; rank < world.size; rank++) {
-        if (world.rank != 0 && world.rank != rank) continue;
-        double *seconds;
-        int64_t compute = mine.compute_count * (int64_t)sizeof(Span), bytes = sizeof mine.seconds;
-        Timeline t = {.title = format_text("rank %d", rank)};
-        seconds = bring(&mine.seconds, &bytes, rank, world);
-        t.seconds = *seconds;
-        t.compute = bring(mine.compute, &compute, rank, world);
-        t.compute_count = compute / (int64_t)sizeof(Span);
-        for (int line = 0; line < COMM_LINES; line++) {
-            int64_t communication = mine.communication_count[line] * (int64_t)sizeof(Span);
-            t.communication[line] = bring(mine.communication[line], &communication, rank, world);
-            t.communication_count[line] = communication / (int64_t)sizeof(Span);
-        }
-        free(seconds);
-        if (world.rank == 0) state.row[state.rows++] = t;
-        else timeline_free(&t);
-    }
-    timeline_free(&mine);
-}
-
-// ---- the options ----
-
-static bool wanted(const Config *config) {
-    return config->trace || config->timeline || config->timeline_svg;
-}
-
-void timeline_start(const Config *config, Group world) {
-    state.on = wanted(config);
-    if (!state.on) return;
-    // From here on a second of one rank is the same second of every other.
-    comm_wait(comm_barrier(world));
-    clock_trace_start();
-}
-
-void timeline_keep(const char *title) {
-    if (!state.on) return;
-    Timeline t = timeline_of_step(false, title);
-    CHECK(t.title, "a time line begins with a step's mark, and there is none");
-    state.row = realloc(state.row, sizeof *state.row * (size_t)(state.rows + 1));
-    CHECK(state.row, "out of host memory for a time line");
-    state.row[state.rows++] = t;
-}
-
-void timeline_title(const char *title) {
-    free(state.title);
-    state.title = format_text("%s", title);
-}
-
-static void show(const Config *config, Group world) {
-    char *name = format_text("model %s, %d rank%s", config->model, world.size, world.size > 1 ? "s" : "");
-    char *title = format_text("%s: one step on the model clock, %s", state.title ? state.title : name,
-                              machine_find(config->machine)->device);
-    if (config->timeline) {
-        char *text = timeline_text(state.row, state.rows, terminal_columns());
-        say("\n%s", title);
-        say("%s", text);
-        free(text);
-    }
-    if (config->timeline_svg) {
-        timeline_svg(state.row, state.rows, title, config->timeline_svg);
-        say("wrote %s", config->timeline_svg);
-    }
-    free(name);
-    free(title);
-}
-
-void timeline_finish(const Config *config, Group world) {
-    if (!state.on) return;
-    state.on = false;
-    bool dry = device_is_dry_run();
-    device_dry_run(false);
-    if (config->trace) write_trace(config->trace, world);
-    if (config->timeline || config->timeline_svg) {
-        if (!state.rows) gather_rows(world);
-        if (world.rank == 0) show(config, world);
-    }
-    while (state.rows) timeline_free(&state.row[--state.rows]);
-    free(state.row);
-    free(state.title);
-    state.row = NULL;
-    state.title = NULL;
-    device_dry_run(dry);
 }

@@ -11,7 +11,7 @@
 #ifndef TIMELINE_H
 #define TIMELINE_H
 
-#include "clock.h"
+#include "tensor/clock.h"
 #include "comm/mesh.h"
 #include "train/config.h"
 

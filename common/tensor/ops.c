@@ -9,7 +9,7 @@
 #include "device.h"
 #include "in_flight.h"
 #include "kernels.h"
-#include "report/clock.h"
+#include "clock.h"
 
 // ---- the table of an operation's arguments ----
 

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "report/clock.h"
+#include "tensor/clock.h"
 #include "tensor/device.h"
 
 typedef struct Preset {

@@ -185,6 +185,13 @@ void params_measure(Params *params) {
     }
 }
 
+Group params_norm_group(const Params *params) {
+    bool alone = !params->counted;
+    for (int i = 0; i < params->units; i++)
+        alone = alone && params->unit[i].replicas.size == params->world.size;
+    return alone ? (Group){.size = 1, .name = "one"} : params->world;
+}
+
 // Without ZeRO a rank owns all that it stores. The norm counts that on the first replica, or on each where
 // no message is needed, as all have every gradient.
 static void own_all(Params *params) {

@@ -73,13 +73,6 @@ static void add_squares(Tensor sum, const Params *params, const Param *param) {
         op_add_sum_squares(sum, tensor_view(unit->own_grads, from - unit->own_first, SHAPE(shared)));
 }
 
-Group params_norm_group(const Params *params) {
-    bool alone = !params->counted;
-    for (int i = 0; i < params->units; i++)
-        alone = alone && params->unit[i].replicas.size == params->world.size;
-    return alone ? (Group){.size = 1, .name = "one"} : params->world;
-}
-
 double params_grad_norm(const Params *params) {
     Group group = params_norm_group(params);
     double *sums = host_alloc(params->count * sizeof *sums), total = 0;

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 
 #include "median.h"
-#include "report/clock.h"
+#include "tensor/clock.h"
 #include "tensor/ops.h"
 #include "tensor/rng.h"
 

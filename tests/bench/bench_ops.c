@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "median.h"
-#include "report/clock.h"
+#include "tensor/clock.h"
 #include "tensor/device.h"
 #include "tensor/ops.h"
 #include "tensor/rng.h"

@@ -4,7 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "report/clock.h"
+#include "tensor/clock.h"
 
 // cmocka.h needs these before it
 // clang-format off

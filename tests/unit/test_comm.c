@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "ranks.h"
-#include "report/clock.h"
+#include "tensor/clock.h"
 
 // ---- numbers ----
 

@@ -8,7 +8,7 @@
 #include <cmocka.h>
 
 #include "chunks.h"
-#include "report/clock.h"
+#include "tensor/clock.h"
 #include "tensor/device.h"
 
 // ---- proofs ----

@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "ranks.h"
-#include "report/clock.h"
+#include "tensor/clock.h"
 #include "tensor/ops.h"
 
 // ---- groups of these tests ----

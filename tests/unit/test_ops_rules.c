@@ -12,7 +12,7 @@
 #include <cmocka.h>
 
 #include "arrays.h"
-#include "report/clock.h"
+#include "tensor/clock.h"
 #include "tensor/device.h"
 #include "tensor/ops.h"
 

@@ -5,9 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
 #include "files.h"
-#include "tensor/device.h"
-#include "tensor/guard.h"
+#include "guard.h"
 
 // ---- machines ----
 

@@ -6,7 +6,7 @@
 #ifndef CLOCK_H
 #define CLOCK_H
 
-#include "tensor/tensor.h"
+#include "tensor.h"
 
 #ifdef __cplusplus
 extern "C" {

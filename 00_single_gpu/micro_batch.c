@@ -1,0 +1,117 @@
+// micro_batch.c: a micro-batch: its tokens on the device, its loss, and what is bad in it when that breaks.
+//
+// Bytes sent: none. This file has no main: grad_accumulation.c makes one after another.
+#include <math.h>
+#include <stdlib.h>
+
+#include "transformer.h"
+
+static Tensor integers(int64_t count, const int32_t *host) {
+    Tensor t = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(count));
+    tensor_from_host(t, host);
+    return t;
+}
+
+// It is there to be sent: to other ranks, and to the host.
+Tensor loss_new(void) {
+    Tensor loss = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(1));
+    op_fill(loss, 0);
+    return loss;
+}
+
+double loss_value(Tensor loss) {
+    double value;
+    tensor_to_doubles(&value, loss);
+    return value;
+}
+
+int64_t model_tokens(const Model *m) {
+    return m->config.micro_batch * m->sockets.tokens.count(m->sockets.tokens.context, m->config.seq);
+}
+
+int64_t config_document_end(const Config *c) {
+    return config_has(c, "documents") ? (int64_t)config_number(c, "documents") : -1;
+}
+
+// Documents of b whole sequences, each up to and with the token that ends it.
+static int32_t *documents_new(const Config *c, int64_t b, const int32_t *tokens) {
+    int64_t end = config_document_end(c);
+    if (end < 0) return NULL;
+    int32_t *documents = host_alloc(b * c->seq * sizeof *documents);
+    for (int64_t i = 0; i < b * c->seq; i++)
+        documents[i] = i % c->seq == 0 ? 0 : documents[i - 1] + (tokens[i - 1] == end);
+    return documents;
+}
+
+MicroBatch micro_batch_new(const Model *m, int64_t index, int64_t b, const int32_t *tokens,
+                           const int32_t *targets, double loss_scale) {
+    const Sockets *on = &m->sockets;
+    int64_t whole = m->config.seq, s = on->tokens.count(on->tokens.context, whole), n = b * s;
+    MicroBatch micro = {.index = index,
+                        .b = b,
+                        .s = s,
+                        .loss_scale = loss_scale,
+                        .grad_scale = loss_scale * m->grad_scale,
+                        .documents = documents_new(&m->config, b, tokens),
+                        .embedding_parts = m->config.tied ? 2 : 1};
+    int32_t *own = host_alloc(3 * n * sizeof *own), *own_targets = own + n, *positions = own + 2 * n;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t position = on->tokens.position(on->tokens.context, whole, i % s),
+                at = i / s * whole + position;
+        own[i] = tokens[at];
+        own_targets[i] = targets[at];
+        positions[i] = (int32_t)position;
+    }
+    micro.tokens = integers(n, own);
+    micro.targets = integers(n, own_targets);
+    micro.positions = integers(n, positions);
+    free(own);
+    micro.loss = loss_new();
+    micro.block = calloc(m->config.layers, sizeof *micro.block);
+    CHECK(micro.block, "out of host memory for a micro-batch");
+    return micro;
+}
+
+void micro_batch_free(Model *m, MicroBatch *micro) {
+    Tensor *const all[] = {&micro->tokens,      &micro->targets,  &micro->positions,  &micro->x,
+                           &micro->dx,          &micro->head.x,   &micro->head.rstd,  &micro->head.norm,
+                           &micro->head.logits, &micro->head.lse, &micro->head.dnorm, &micro->loss};
+    m->sockets.linear.drop(m->sockets.linear.context, &micro->head.linear);
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
+    for (int64_t layer = 0; layer < m->config.layers; layer++) block_drop(m, &micro->block[layer], false);
+    free(micro->block);
+    free(micro->documents);
+    *micro = (MicroBatch){0};
+}
+
+const char *micro_batch_first_bad(const Model *m, const MicroBatch *micro) {
+    static char text[100];
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *param = &m->params.param[i];
+        if (!param->here) continue;
+        // Weights that this rank has only a part of are looked at as far as it has them.
+        bool whole = tensor_exists(m->params.unit[param->unit].values);
+        Tensor weight = whole ? param_value(&m->params, param) : param_own_value(&m->params, param, NULL);
+        if (!tensor_exists(weight) || isfinite(op_sum_squares(weight))) continue;
+        snprintf(text, sizeof text, "weight %s", param->name);
+        return text;
+    }
+    for (int layer = 0; layer < m->config.layers; layer++) {
+        const BlockKept *k = &micro->block[layer];
+        const struct {
+            const char *name;
+            Tensor tensor;
+        } kept[] = {{"x", k->x},           {"norm1", k->norm1}, {"q", k->q},        {"k", k->k},
+                    {"v", k->v},           {"o", k->o},         {"x2", k->x2},      {"norm2", k->norm2},
+                    {"gate", k->mlp.gate}, {"up", k->mlp.up},   {"act", k->mlp.act}};
+        for (size_t i = 0; i < sizeof kept / sizeof *kept; i++)
+            if (tensor_exists(kept[i].tensor) && !isfinite(op_sum_squares(kept[i].tensor))) {
+                snprintf(text, sizeof text, "block %d %s", layer, kept[i].name);
+                return text;
+            }
+    }
+    if (tensor_exists(micro->head.x) && !isfinite(op_sum_squares(micro->head.x))) return "head x";
+    return tensor_exists(micro->head.logits) && !isfinite(op_sum_squares(micro->head.logits))
+               ? "head logits"
+               : NULL;
+}
