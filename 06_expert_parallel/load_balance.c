@@ -16,9 +16,12 @@
 // Bytes sent per step: an all-reduce of L e counts in f64. Kept: L e biases.
 // Run: build/06_expert_parallel/load_balance     (--aux-loss 0.1 --z-loss 0, --moe deepseek --z-loss 0 …)
 // Last line: PASS load_balance: balanced over ranks as on one device …
+#include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "expert_parallel.h"
+#include "tensor/rng.h"
 
 typedef struct LoadBalance {
     Moe *moe;
@@ -28,8 +31,7 @@ typedef struct LoadBalance {
     Tensor *bias;   // (L) of (e), or {0}
     double *value;  // (L, e) the same on the host
     double *taken;  // (L, e) tokens of this step
-    double
-        busiest;  // of the last step: the busiest expert of a block beside the mean, averaged over blocks
+    double *load;   // (L, e) the same of all steps, until somebody begins anew
 } LoadBalance;
 
 // ---- the technique ----
@@ -59,19 +61,13 @@ static void backward(void *context, const MicroBatch *micro, int layer, MoeKept 
     tensor_free(&losses);
 }
 
-// taken (L, e) of all ranks: each bias moves by the rate towards the mean, and *busiest is set.
+// taken (L, e) of all ranks: each bias moves by the rate towards the mean.
 static void move_biases(LoadBalance *b) {
     const Config *c = &b->moe->model->config;
     int64_t e = c->experts;
-    b->busiest = 0;
-    for (int64_t layer = 0; layer < c->layers; layer++) {
-        double *taken = b->taken + layer * e, *value = b->value + layer * e, mean = 0, most = 0;
-        for (int64_t i = 0; i < e; i++) {
-            mean += taken[i] / (double)e;
-            most = taken[i] > most ? taken[i] : most;
-        }
-        if (mean > 0) b->busiest += most / mean / (double)c->layers;
-        if (b->rate == 0) continue;
+    for (int64_t layer = 0; layer < c->layers && b->rate > 0; layer++) {
+        double *taken = b->taken + layer * e, *value = b->value + layer * e, mean = 0;
+        for (int64_t i = 0; i < e; i++) mean += taken[i] / (double)e;
         for (int64_t i = 0; i < e; i++) value[i] += b->rate * ((taken[i] < mean) - (taken[i] > mean));
         tensor_from_doubles(b->bias[layer], value);
     }
@@ -82,7 +78,7 @@ static bool accept(void *context, Model *m, double grad_norm) {
     int count = (int)(m->config.layers * m->config.experts);
     comm_sum_all(b->taken, count, m->mesh.dp_cp);
     move_biases(b);
-    for (int i = 0; i < count; i++) b->taken[i] = 0;
+    for (int i = 0; i < count; i++) b->load[i] += b->taken[i], b->taken[i] = 0;
     return b->before.step.accept(b->before.step.context, m, grad_norm);
 }
 
@@ -96,8 +92,9 @@ static void *plug(Model *m) {
                        .rate = config_number(c, "balance-bias"),
                        .bias = calloc((size_t)c->layers, sizeof *b->bias),
                        .value = calloc((size_t)count, sizeof *b->value),
-                       .taken = calloc((size_t)count, sizeof *b->taken)};
-    CHECK(b->bias && b->value && b->taken, "out of host memory for the experts' counts");
+                       .taken = calloc((size_t)count, sizeof *b->taken),
+                       .load = calloc((size_t)count, sizeof *b->load)};
+    CHECK(b->bias && b->value && b->taken && b->load, "out of host memory for the experts' counts");
     for (int64_t layer = 0; layer < c->layers && b->rate > 0; layer++) {
         b->bias[layer] = tensor_new(MEMORY_ACTIVATION, c->dtype == F64 ? F64 : F32, SHAPE(c->experts));
         op_fill(b->bias[layer], 0);
@@ -114,6 +111,7 @@ static void unplug(Model *m, void *context) {
     free(b->bias);
     free(b->value);
     free(b->taken);
+    free(b->load);
     free(b);
 }
 
@@ -165,6 +163,102 @@ static const Technique *const techniques[] = {
 };
 static const Technique *const one_device[] = {&moe, &load_balance, &recompute, NULL};
 
+// ---- what it is good for: a corpus with a few tokens that are everywhere ----
+
+enum { CORPUS = 300000, SYMBOLS = 64, STEPS = 120, LAST = 40 };
+
+// Text in which symbol i is drawn 1 / (i + 1) as often as the first, and every second symbol follows from the one
+// before it. Returns the file's name, for the caller to remove and free.
+static char *plant_corpus(void) {
+    char *path = format_text("/tmp/load_balance.XXXXXX"), *text = host_alloc(CORPUS);
+    int file = mkstemp(path);
+    CHECK(file >= 0, "%s cannot be made, and the planted corpus needs a place", path);
+    double total = 0;
+    for (int i = 0; i < SYMBOLS; i++) total += 1.0 / (i + 1);
+    for (int i = 0, symbol = 0; i < CORPUS; i++) {
+        double drawn = rng_uniform(1, RNG_TEST, 2 * (uint64_t)i) * total;
+        bool follows = rng_uniform(1, RNG_TEST, 2 * (uint64_t)i + 1) < 0.5;
+        symbol = follows ? (symbol * 5 + 3) % SYMBOLS : 0;
+        for (; !follows && symbol < SYMBOLS - 1 && drawn > 1.0 / (symbol + 1); symbol++)
+            drawn -= 1.0 / (symbol + 1);
+        text[i] = (char)(' ' + symbol);
+    }
+    CHECK(write(file, text, CORPUS) == CORPUS && close(file) == 0, "%s cannot be written", path);
+    free(text);
+    return path;
+}
+
+// Of the last steps: the mean loss, and the busiest expert of a block beside the mean, averaged over blocks.
+typedef struct Load {
+    double loss, busiest;
+} Load;
+
+static Load load_of(const LoadBalance *b, double loss) {
+    const Config *c = &b->moe->model->config;
+    Load load = {loss, 0};
+    for (int64_t layer = 0; layer < c->layers; layer++) {
+        double sum = 0, most = 0;
+        for (int64_t i = 0; i < c->experts; i++) {
+            double taken = b->load[layer * c->experts + i];
+            sum += taken;
+            most = taken > most ? taken : most;
+        }
+        load.busiest += most / (sum / (double)c->experts) / (double)c->layers;
+    }
+    return load;
+}
+
+static Load train_with(Config c, double auxiliary, double z, double bias) {
+    config_set(&c, "aux-loss", auxiliary);
+    config_set(&c, "z-loss", z);
+    config_set(&c, "balance-bias", bias);
+    Trainer *t = trainer_new(&c, mesh_single(), one_device);
+    LoadBalance *b = trainer_context(t, &load_balance);
+    double loss = 0;
+    for (int64_t step = 0; step < STEPS; step++) {
+        for (int64_t i = 0; i < c.layers * c.experts && step == STEPS - LAST; i++) b->load[i] = 0;
+        train_step(t, NULL);
+        if (step >= STEPS - LAST) loss += t->loss / LAST;
+    }
+    Load load = load_of(b, loss);
+    trainer_free(t);
+    return load;
+}
+
+static void compare(Mesh mesh, const Config *config) {
+    (void)mesh, (void)config;
+    static const struct {
+        const char *name;
+        double auxiliary, z, bias;
+        bool balances;
+    } ways[] = {{"nothing", 0, 0, 0, false},
+                {"auxiliary loss 0.1", 0.1, 0, 0, true},
+                {"z-loss 0.001", 0, 0.001, 0, false},
+                {"bias 0.02", 0, 0, 0.02, true}};
+    char *defaults = format_text(
+        "layers=1 hidden=48 heads=6 kv-heads=2 ffn=40 seq=64 micro-batch=8 dtype=f32 experts=8 top-k=2 "
+        "steps=%d",
+        STEPS);
+    Config c = config_default(defaults);
+    free(defaults);
+    char *corpus = plant_corpus();
+    c.data = corpus;
+    say("\nOn a planted corpus of few tokens, one device, %d steps; of the last %d:\n", STEPS, LAST);
+    say("  %-20s %28s %8s", "", "busiest expert of the mean", "loss");
+    double none = 0;
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+        Load load = train_with(c, ways[i].auxiliary, ways[i].z, ways[i].bias);
+        if (i == 0) none = load.loss;
+        say("  %-20s %28.2f %8.3f  (%+.3f)", ways[i].name, load.busiest, load.loss, load.loss - none);
+        report_number(ways[i].name, "busiest expert of the mean", load.busiest, "");
+        report_number(ways[i].name, "loss", load.loss, "nats");
+        report_that((load.busiest < 1.3) == ways[i].balances,
+                    "%s: the busiest expert has %.2f times the mean", ways[i].name, load.busiest);
+    }
+    CHECK(remove(corpus) == 0, "%s cannot be removed", corpus);
+    free(corpus);
+}
+
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Load balance: auxiliary loss, z-loss, and a bias in the choice of experts.",
@@ -177,7 +271,8 @@ int main(int argc, char **argv) {
         .techniques = techniques,
         .option = expert_layout_options,
         .options = EXPERT_LAYOUT_OPTIONS,
-        .baseline = one_device};
+        .baseline = one_device,
+        .more = compare};
     return program_main(argc, argv, &program);
 }
 #endif

@@ -2,7 +2,7 @@
 # experts.t: a mixture of experts grouped against one token after the other, and over ranks against one device: kinds of
 # routing, 1 to 8 ranks, ZeRO, recomputation, experts without a token; what does not fit is refused. TAP.
 # With an argument: only the tests whose names match it.
-# needs: build/06_expert_parallel/moe build/06_expert_parallel/expert_parallel build/00_single_gpu/train
+# needs: build/06_expert_parallel/moe build/06_expert_parallel/expert_parallel build/06_expert_parallel/load_balance build/00_single_gpu/train
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/06_expert_parallel
@@ -53,6 +53,12 @@ passes "ep 2, full" expert_parallel --recompute full $quick
 passes "ep 2, selective, tied" expert_parallel --recompute selective --tied $quick
 passes "ep 2, DeepSeek in groups, shared" expert_parallel --moe deepseek --expert-groups 4 --groups-kept 2 --shared-experts 1 --routed-scale 2.5 $quick
 passes "ep 2, f32" expert_parallel --dtype f32 $quick
+
+# ---- balance: what is asked of each sequence is the same on any ranks ----
+verdict='balanced over ranks'
+passes "balance, 4 ranks, SGD over 3 steps" load_balance
+passes "balance, 3 ranks, auxiliary loss alone, 1 micro-batch" load_balance --ranks 3 --ep 3 --experts 6 --z-loss 0 --balance-bias 0 --grad-acc 1 $quick
+passes "balance, DeepSeek, full, zero 2" load_balance --ranks 2 --moe deepseek --z-loss 0 --aux-loss 0.1 --expert-groups 2 --zero 2 --recompute full --layers 1 --steps 3
 verdict='one step counted'
 passes "ep 8, a dry run of Mixtral 8x7B" expert_parallel --ranks 8 --ep 8 --model mixtral-8x7b --dtype bf16 --seq 4096 --micro-batch 1 --zero 1 --dry-run
 verdict=''
@@ -65,6 +71,13 @@ if wanted "ep 2, trained for real"; then
     report $? "ep 2, trained for real: the held-out loss of one device"
 fi
 
+if wanted "a folder of experts"; then
+    run "$build/moe" --layers 2 --steps 2 --save "$work/one" && grep -q '"num_local_experts": 8' "$work"/one/step-000002/config.json &&
+        run "$build/expert_parallel" --resume "$work/one" --ranks 2 --grad-acc 1 --steps 3 --save "$work/three" &&
+        run "$build/moe" --resume "$work/three" --steps 4
+    report $? "a folder of experts: one device's on 2 ranks, and theirs on one device"
+fi
+
 refused "--top-k 9 is more than --experts 8" moe --top-k 9
 refused "--expert-groups and --routed-scale are those of --moe deepseek" moe --expert-groups 2
 refused "--expert-groups 3 does not divide --experts 8" moe --moe deepseek --expert-groups 3
@@ -73,6 +86,9 @@ refused "--top-k 4 is more than the 2 experts of --groups-kept 1 of --expert-gro
 refused "--ep 4 does not divide --experts 6" expert_parallel --ep 4 --experts 6
 refused "--ep 3 does not divide --dp 4" expert_parallel --ep 3 --experts 6
 refused "--ep 2 shares out experts: give --experts" expert_parallel --experts 0
+refused "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit" load_balance --moe deepseek
+refused "a folder has no place for it" load_balance --save "$work/balanced"
+refused "which have no place for --moe deepseek" moe --moe deepseek --save "$work/deepseek"
 refused "--zero 2 would fit" expert_parallel --zero 3
 refused "--model mixtral-8x7b has experts, and this program computes dense layers alone" ../00_single_gpu/train --model mixtral-8x7b
 finish

@@ -1,5 +1,6 @@
 // The model against another's implementation: folders that transformers wrote, and the loss and gradients
-// that its code computed for them in f64 (fixtures/make_llama_fixture.py). Nothing of ours made these.
+// that its code computed for them in f64 (fixtures/make_llama_fixture.py, make_mixtral_fixture.py). Nothing of ours
+// made these.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -7,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "00_single_gpu/training.h"
+#include "06_expert_parallel/expert_parallel.h"
 // needs those above
 #include <cmocka.h>
 
@@ -16,6 +17,7 @@ static const double BOUND = 1e-12;
 
 typedef struct Case {
     Model *model;
+    void *experts;  // the plug of a model that has them
     SafeTensors expected;
     MicroBatch micro;
 } Case;
@@ -57,6 +59,8 @@ static Case run_case(const char *folder) {
     c.model = model_new(&config, mesh_single());
     model_allocate(c.model);
     checkpoint_load_weights(folder, &c.model->params);
+    c.experts = config.experts ? moe.plug(c.model) : NULL;
+    model_begin_step(c.model, 1);
     c.micro = micro_batch_new(c.model, 0, b, inputs, targets, 1.0 / (double)valid);
     model_forward(c.model, &c.micro);
     model_backward(c.model, &c.micro);
@@ -67,17 +71,19 @@ static Case run_case(const char *folder) {
 
 static void end_case(Case *c) {
     micro_batch_free(c->model, &c->micro);
+    if (c->experts) moe.unplug(c->model, c->experts);
     model_free(c->model);
     safetensors_close(&c->expected);
 }
 
-static void assert_matches(const Case *c) {
+// Returns how many weights have no gradient.
+static int assert_matches(const Case *c) {
+    int without = 0;
     const SafeTensor *stored = safetensors_find(&c->expected, "loss");
     assert_non_null(stored);
     double loss, ours = loss_value(c->micro.loss);
     memcpy(&loss, stored->data, sizeof loss);
-    if (!(fabs(ours - loss) <= BOUND * loss))
-        fail_msg("loss %.15g, Hugging Face has %.15g", ours, loss);
+    if (!(fabs(ours - loss) <= BOUND * loss)) fail_msg("loss %.15g, Hugging Face has %.15g", ours, loss);
 
     const Params *params = &c->model->params;
     for (int i = 0; i < params->count; i++) {
@@ -89,14 +95,20 @@ static void assert_matches(const Case *c) {
         double *reference = host_alloc(stored->bytes), *ours = host_alloc(stored->bytes);
         memcpy(reference, stored->data, stored->bytes);
         tensor_to_doubles(ours, param_grad(params, param));
+        // An expert without a token has none, and a relative error of none is no number.
+        bool none = true;
+        for (int64_t j = 0; j < param->count; j++) none = none && reference[j] == 0;
+        for (int64_t j = 0; j < param->count && none; j++) assert_true(ours[j] == 0);
         Difference d = difference(param->name, ours, reference, param->count);
-        if (!(d.relative <= BOUND))
+        if (!none && !(d.relative <= BOUND))
             fail_msg("gradient of %s: relative error %.2e, scale %.9f", param->name, d.relative, d.scale);
+        without += none;
         free(reference);
         free(ours);
     }
     // Every gradient of theirs was used: loss, tokens and labels are the rest.
     assert_int_equal(c->expected.count, params->count + 3);
+    return without;
 }
 
 // Six heads on two key/value heads, f32 weights, rope_theta and eps far from the usual; transformers 5.
@@ -105,7 +117,7 @@ static void untied_model_has_their_loss_and_gradients(void **state) {
     Case c = run_case("tests/fixtures/llama_untied_f32");
     assert_int_equal(c.model->config.kv_heads, 2);
     assert_true(c.model->config.rope.theta == 100 && c.model->config.norm_eps == 1e-3);
-    assert_matches(&c);
+    assert_int_equal(assert_matches(&c), 0);
     end_case(&c);
 }
 
@@ -114,7 +126,25 @@ static void tied_model_has_their_loss_and_gradients(void **state) {
     (void)state;
     Case c = run_case("tests/fixtures/llama_tied_bf16");
     assert_true(c.model->config.tied);
-    assert_matches(&c);
+    assert_int_equal(assert_matches(&c), 0);
+    end_case(&c);
+}
+
+// Twelve experts, two for each token; some have none.
+static void mixtral_has_their_loss_and_gradients(void **state) {
+    (void)state;
+    Case c = run_case("tests/fixtures/mixtral_untied_f32");
+    assert_true(c.model->config.experts == 12 && c.model->config.top_k == 2);
+    assert_true(assert_matches(&c) > 0);
+    end_case(&c);
+}
+
+// bf16 weights, three experts for each token.
+static void tied_mixtral_has_their_loss_and_gradients(void **state) {
+    (void)state;
+    Case c = run_case("tests/fixtures/mixtral_tied_bf16");
+    assert_true(c.model->config.tied && c.model->config.experts == 14 && c.model->config.top_k == 3);
+    assert_true(assert_matches(&c) > 0);
     end_case(&c);
 }
 
@@ -124,7 +154,7 @@ static void stretched_model_has_their_loss_and_gradients(void **state) {
     Case c = run_case("tests/fixtures/llama_scaled_f32");
     assert_int_equal(config_head_size(&c.model->config), 10);
     assert_true(c.model->config.rope.factor == 8);
-    assert_matches(&c);
+    assert_int_equal(assert_matches(&c), 0);
     end_case(&c);
 }
 
@@ -185,21 +215,22 @@ static void transformers_loads_what_we_save(void **state) {
         printf("# not checked: %s has no torch, transformers and safetensors\n", python());
         return;
     }
-    static const char *const folders[] = {"tests/fixtures/llama_untied_f32",
-                                          "tests/fixtures/llama_tied_bf16",
-                                          "tests/fixtures/llama_scaled_f32"};
+    static const char *const folders[] = {
+        "tests/fixtures/llama_untied_f32", "tests/fixtures/llama_tied_bf16",
+        "tests/fixtures/llama_scaled_f32", "tests/fixtures/mixtral_untied_f32",
+        "tests/fixtures/mixtral_tied_bf16"};
     char work[] = "/tmp/test_hugging_face.XXXXXX";
     assert_non_null(mkdtemp(work));
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 5; i++) {
         Case c = run_case(folders[i]);
         char *dir = format_text("%s/%d", work, i), *saved = format_text("%s/step-000000", dir);
         char *result = format_text("%s/expected.safetensors", saved);
         checkpoint_save(dir, &c.model->config, &c.model->params, NULL, (Progress){0});
         write_result(&c, result);
         int status = shell(
-            "%s tests/fixtures/make_llama_fixture.py --check %s >%s/said 2>&1; status=$?; "
+            "%s tests/fixtures/make_%s_fixture.py --check %s >%s/said 2>&1; status=$?; "
             "sed 's/^/# /' %s/said; exit $status",
-            python(), saved, work, work);
+            python(), c.experts ? "mixtral" : "llama", saved, work, work);
         assert_int_equal(status, 0);
         free(dir);
         free(saved);
@@ -215,6 +246,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(untied_model_has_their_loss_and_gradients),
         cmocka_unit_test(tied_model_has_their_loss_and_gradients),
         cmocka_unit_test(stretched_model_has_their_loss_and_gradients),
+        cmocka_unit_test(mixtral_has_their_loss_and_gradients),
+        cmocka_unit_test(tied_mixtral_has_their_loss_and_gradients),
         cmocka_unit_test(transformers_loads_what_we_save),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
