@@ -49,8 +49,8 @@ WARNINGS += -Wno-pass-failed
 endif
 # -fno-math-errno changes no value: sqrt may become vector code where nobody reads its errno, and AdamW is
 # twice as fast.
-CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -fopenmp $(WARNINGS) -g -Icommon -I. \
-            $(BLAS_CFLAGS) $(MPI_CFLAGS)
+CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -fopenmp $(WARNINGS) -g \
+            -Icommon -I. $(BLAS_CFLAGS) $(MPI_CFLAGS)
 LDFLAGS  := -fopenmp
 LDLIBS   := -lcjson $(BLAS_LIBS) $(MPI_LIBS) -lm
 ifneq ($(SANITIZE),)
@@ -93,12 +93,15 @@ endif
 
 help:
 	@echo 'make run        install what is missing, build, and take the tour: every program on the small model'
-	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, a sample of the mutants;'
+	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, a sample'
+	@echo '                of the mutants;'
 	@echo '                with GUARD=1 all tests run on guarded device memory (common/tensor/guard.h)'
-	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10 minutes'
+	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10'
+	@echo '                minutes'
 	@echo 'make bench      the figures of merit of this machine, each beside its target'
 	@echo 'make all        programs and tests, not run; make programs, make tests: one of the two'
-	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=zero3: those of that name'
+	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=zero3: those'
+	@echo '                of that name'
 	@echo 'make readme     runs what the README shows, and writes its figures anew'
 	@echo 'make clean      removes build/ and build-*/'
 	@echo
@@ -120,7 +123,8 @@ test:
 
 bench:
 	@common/install.sh test
-	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
+	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp \
+	    $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
 	    $(BUILD)/tests/bench_cp $(BUILD)/tests/bench_pp $(BUILD)/tests/bench_attention $(BUILD)/tests/bench_comm $(corpus)
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_ddp
@@ -137,7 +141,8 @@ gpu-check:
 mutants:
 	@set -f; tests/mutants/run $(M)
 
-readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
+readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp \
+    $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
     $(BUILD)/tests/bench_cp $(BUILD)/tests/bench_pp $(BUILD)/tests/bench_attention $(BUILD)/tests/bench_comm
 	@BUILD=$(BUILD) common/report/readme.sh
 
@@ -187,7 +192,8 @@ $(BUILD)/tests/test_%: $(BUILD)/main/tests/unit/test_%.o $(archive)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
 
 # What the model reads when it is given no other text: this book itself.
-$(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*.h common/*/*.c tests/unit/*.c))
+$(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*.h common/*/*.c \
+    tests/unit/*.c))
 	@mkdir -p $(@D)
 	@cat $^ > $@
 

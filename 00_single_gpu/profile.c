@@ -158,7 +158,8 @@ static void check_memory(const Config *config, const MemoryHistory *history, int
     report_equal("activations when it appears", 0, (double)history->moment[i].now[MEMORY_ACTIVATION], "B");
     for (int64_t step = 0; step < history->steps; step++) {
         double late = step ? need.optimizer + activations : fmax(need.optimizer, activations);
-        check_step(history, step, need.optimizer, activations, states + late);
+        // Beside them the step's loss and a micro-batch's, on the device.
+        check_step(history, step, need.optimizer, activations, states + late + 2 * sizeof(double));
     }
 }
 

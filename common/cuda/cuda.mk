@@ -24,7 +24,8 @@ KERNELS ?= $(BUILD)/lib
 ifeq ($(OPS),cuda)
 # ---- nvcc ----
 # nvcc itself knows where its toolkit is, also behind a wrapper on the PATH.
-CUDA_HOME   ?= $(or $(abspath $(shell nvcc -dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#$$ TOP=//p')),/usr/local/cuda)
+CUDA_HOME   ?= $(or $(abspath \
+    $(shell nvcc -dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#$$ TOP=//p')),/usr/local/cuda)
 CUDA_HOME   := $(CUDA_HOME)
 CUBLAS_HOME ?= $(CUDA_HOME)
 NVCC        ?= $(CUDA_HOME)/bin/nvcc
@@ -43,7 +44,8 @@ $(call refuse,OPS=cuda needs cuBLAS and $(CUBLAS_HOME) has no libcublasLt: name 
 endif
 cuda_sources += common/cuda/gemm_cublaslt.cu
 cuda_libs    := $(cudart) $(cublasLt)
-NVCCFLAGS    := -std=c++17 -O3 -lineinfo -ccbin $(CXX) -Xcompiler -Wall,-Wextra --Werror all-warnings -Icommon -I. \
+NVCCFLAGS    := -std=c++17 -O3 -lineinfo -ccbin $(CXX) -Xcompiler -Wall,-Wextra --Werror all-warnings \
+                -Icommon -I. \
                 $(call includes,$(filter-out $(CUDA_HOME),$(CUBLAS_HOME))) \
                 $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
                 $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
@@ -58,7 +60,12 @@ ifeq ($(OPS),cuda-on-cpu)
 # sanitizer's own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an
 # array declares, -fsanitize-coverage reports each basic block, for divergence, and -fstack-clash-protection
 # has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses.
+<<<<<<< HEAD
 cuda_sources      += common/cuda/gemm_on_cpu.cc $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc tests/emulation/*.cc))
+=======
+cuda_sources      += common/cuda_on_cpu/gemm_on_cpu.cc \
+                     $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc)) tests/emulation/nccl_on_cpu.cc
+>>>>>>> w/out
 ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
                      -Wno-unknown-pragmas -g '-fdebug-prefix-map=$(CURDIR)=.' -Icommon -I. $(BLAS_CFLAGS)
 CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-exceptions -fsanitize=thread -fsanitize=bounds-strict \
@@ -87,7 +94,8 @@ $(call refuse,COMM=nccl needs NCCL and $(NCCL_HOME) has no libnccl: name the fol
 endif
 cuda_libs    += $(nccl)
 cuda_sources += $(sort $(wildcard common/comm/comm_nccl*.cu))
-$(KERNELS)/common/comm/comm_nccl%: private compile_cu += $(call includes,$(filter-out $(CUDA_HOME),$(NCCL_HOME)))
+$(KERNELS)/common/comm/comm_nccl%: private compile_cu += \
+    $(call includes,$(filter-out $(CUDA_HOME),$(NCCL_HOME)))
 endif
 
 ifeq ($(OPS),cuda)
@@ -121,7 +129,8 @@ $(BUILD)/main/tests/%.cc.o: tests/%.cc $(KERNELS)/flags-cuda
 	@mkdir -p $(@D)
 	$(call cc_compile,$(compile_test))
 
-# Tests of CUDA on the CPU do not wait for the back end's kernels: a change of its header would compile them all.
+# Tests of CUDA on the CPU do not wait for the back end's kernels: a change of its header would compile them
+# all.
 cpu_parts := $(BUILD)/lib/common/tensor/ops_cpu.o $(BUILD)/lib/common/tensor/device_cpu.o
 emulator  := $(filter %.cc.o,$(filter-out %/gemm_on_cpu.cc.o,$(cuda_parts))) \
              $(filter $(BUILD)/lib/common/%.o,$(filter-out %.cu.o %.cc.o,$(parts))) $(cpu_parts)
@@ -129,7 +138,8 @@ $(BUILD)/libcuda_on_cpu.a: $(emulator)
 	@rm -f $@
 	$(Q)ar rcs $@ $^
 
-$(filter-out %/test_ops_cuda,$(cc_tests)): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o $(BUILD)/libcuda_on_cpu.a
+$(filter-out %/test_ops_cuda,$(cc_tests)): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o \
+    $(BUILD)/libcuda_on_cpu.a
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
 

@@ -1,6 +1,7 @@
 #!/bin/bash
-# map.sh: the map of this book as a table in Markdown: the chapters, and in each the programs in the order in which its
-# page names them. A program's concept is the first line of its source; a file without a main is no row.
+# map.sh: the map of this book as a table in Markdown: the chapters, and in each the programs in the order
+# in which its page names them. A program's concept is the first line of its source; a file without a main
+# is no row.
 #
 # map.sh core: the files of common/ instead, each with the first sentence of its purpose comment.
 
@@ -19,7 +20,8 @@ sentence() {
 if [ "$1" = core ]; then
     echo '| file | what |'
     echo '|---|---|'
-    for room in common common/tensor common/comm common/train common/report common/cuda common/cuda_on_cpu; do
+    for room in common common/tensor common/comm common/train common/report common/cuda \
+        common/cuda_on_cpu; do
         for file in "$room"/*.h "$room"/*.c "$room"/*.cu "$room"/*.cc; do
             [ -e "$file" ] || continue
             what=$(sentence "$file")
@@ -40,7 +42,8 @@ for chapter in 0[0-9]_*; do
     for source in $(grep -lE '^int main\b' "$chapter"/*.c); do
         name=$(basename "$source")
         place=$(grep -nF -m 1 "]($name)" "$page" 2>/dev/null | cut -d: -f1)
-        column=$(sed -n "${place:-1}p" "$page" 2>/dev/null | awk -v name="]($name)" '{ print index($0, name) }')
+        column=$(sed -n "${place:-1}p" "$page" 2>/dev/null |
+            awk -v name="]($name)" '{ print index($0, name) }')
         echo "${place:-9999} ${column:-0} $source"
     done | sort -n -k 1,1 -k 2,2 | while read -r _ _ source; do
         concept=$(sentence "$source")

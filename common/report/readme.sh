@@ -1,6 +1,6 @@
 #!/bin/bash
-# readme.sh [map | chapters | pages]: writes what the pages show of programs, sources and tests, so that nothing of it is typed by
-# hand. `make readme` calls it. A block stands between two markers:
+# readme.sh [map | chapters | pages]: writes what the pages show of programs, sources and tests, so that
+# nothing of it is typed by hand. `make readme` calls it. A block stands between two markers:
 #
 #     <!-- run COMMAND | from PATTERN -->       what COMMAND prints from PATTERN on, its verdict left out: counts and
 #     <!-- /run -->                             the model clock, which are the same on every machine
@@ -8,8 +8,9 @@
 #     <!-- /dated -->                           the date and the machine
 #     <!-- map --> … <!-- /map -->              and other names: made below
 #
-# `map` renews what needs no run: the map, the files of the core, the number of mutants; `chapters` these, the blocks
-# above and the claims; `pages` all but the benchmarks. PAGES is a folder with copies of the pages to write to instead (tests/programs/readme.t).
+# `map` renews what needs no run: the map, the files of the core, the number of mutants; `chapters` these,
+# the blocks above and the claims; `pages` all but the benchmarks. PAGES is a folder with copies of the
+# pages to write to instead (tests/programs/readme.t).
 build=${BUILD:-build}
 cd "$(dirname "$0")/../.." || exit 2
 pages=${PAGES:-.}
@@ -60,9 +61,10 @@ fill_runs() {
         [[ $line =~ ^'<!-- '(run|dated)' '(.*)' -->'$ ]] || continue
         kind=${BASH_REMATCH[1]} command=${BASH_REMATCH[2]} end="<!-- /${BASH_REMATCH[1]} -->"
         filter=${command#"${command%% | *}"} command=${command%% | *}
-        [ $kind = run ] && comment='' here='/^OpenBLAS /d; /^[0-9]* ranks* on /d' || comment="   # $(machine)" here=''
+        [ $kind = run ] && comment='' here='/^OpenBLAS /d; /^[0-9]* ranks* on /d' ||
+            comment="   # $(machine)" here=''
         printed "$command" >"$work/all" || return 1
-        eval "cat${filter:-}" <"$work/all" | sed "/^PASS /d; $here" | cat -s >"$work/some"
+        eval "cat${filter:-}" <"$work/all" | sed "/^PASS /d; $here" | cat -s | sed '${/^$/d}' >"$work/some"
         [ -s "$work/some" ] || { echo "readme.sh: $1: '$command$filter' leaves nothing" >&2; return 1; }
         { echo "\$ $command$comment"; cat "$work/some"; } | block
     done <"$pages/$1" >"$work/filled"
@@ -96,7 +98,8 @@ done
     done
 } | fill 05_pipeline_parallel/README.md pipeline
 
-# figure FILE PROGRAM FLAGS…: a picture that the program draws of its own run; the last flag is the one that names it.
+# figure FILE PROGRAM FLAGS…: a picture that the program draws of its own run; the last flag is the one that
+# names it.
 figure() {
     local file=$pages/$1 program=$2
     shift 2
@@ -110,6 +113,7 @@ figure 02_zero/timeline.svg 02_zero/zero3 --ranks 8 --timeline-svg
 figure 03_tensor_parallel/split.svg 03_tensor_parallel/tensor_parallel --ranks 4 --svg
 figure 03_tensor_parallel/timeline.svg 03_tensor_parallel/async_tensor_parallel --ranks 8 --timeline-svg
 figure 04_context_parallel/timeline.svg 04_context_parallel/zigzag_ring_attention --timeline-svg
+figure 08_mixed_precision/points.svg 08_mixed_precision/formats --svg
 for schedule in afab one_f_one_b interleaved zb_h1 zb_h2 zb_v dualpipe dualpipe_v; do
     figure 05_pipeline_parallel/$schedule.svg 05_pipeline_parallel/schedule \
         --schedule $schedule --stages 4 --micro-batches 8 --svg
@@ -118,7 +122,8 @@ done
 # row NUMBER CLAIM PROGRAM FLAGS PATTERN: the line of `PROGRAM FLAGS` that has PATTERN.
 row() {
     local line
-    line=$(printed "$(echo 0*/"$3".c | sed 's|^|build/|; s|\.c$||')${4:+ $4}" | grep -E -m 1 -- "$5" | sed -E 's/  +/  /g; s/^ +//; s/ +$//; s/ \((exact|reas).*//; s/\|/\\|/g')
+    line=$(printed "$(echo 0*/"$3".c | sed 's|^|build/|; s|\.c$||')${4:+ $4}" | grep -E -m 1 -- "$5" |
+        sed -E 's/  +/  /g; s/^ +//; s/ +$//; s/ \((exact|reas).*//; s/\|/\\|/g')
     [ -n "$line" ] || { echo "readme.sh: '$3 $4' prints nothing like '$5'" >&2; exit 1; }
     echo "| $1 | $2 | \`$3${4:+ $4}\` | \`$line\` |"
 }
@@ -129,19 +134,23 @@ row() {
     row 2 'Psi = h v + L (12 h² + 13 h) + 2 h' memory --claims 'parameters of GPT-3'
     row 2 '16 h² per block with GLU' memory --claims 'block with GLU'
     row 3 '4 Psi + 4 Psi + 8 Psi bytes in f32' memory '--measure' 'gradient bytes'
-    row 3 '2 Psi + 2 Psi + 4 Psi + 8 Psi mixed, + 4 Psi for f32 gradients' memory '--measure --dtype bf16' 'optimizer bytes'
-    row 4 '405B parameters: 6480 GB, 8100 GB with f32 gradients' memory --claims '405B parameters in bf16 and'
+    row 3 '2 Psi + 2 Psi + 4 Psi + 8 Psi mixed, + 4 Psi for f32 gradients' memory '--measure --dtype bf16' \
+        'optimizer bytes'
+    row 4 '405B parameters: 6480 GB, 8100 GB with f32 gradients' memory \
+        --claims '405B parameters in bf16 and'
     row 5 'L s b h (34 + 5 a s / h)' memory --claims '34 \+ 5 a s / h$|block, 34'
     row 5 'the same for our block, to the byte' memory --measure 'activations kept'
     row 5 'with TP and SP (34 + 5 a s / h) / t; and our block' sequence_parallel '' '^ *TP with SP  +[0-9]'
     row 6 'selective: 70% less activation memory for 2.7% more compute' recompute '' '^GPT-3'
-    row 7 'MFU leaves recomputed FLOPs out, HFU counts them' recompute '--model llama-3-8b --dtype bf16 --dry-run' '^full'
+    row 7 'MFU leaves recomputed FLOPs out, HFU counts them' recompute \
+        '--model llama-3-8b --dtype bf16 --dry-run' '^full'
     row 8 'forward 2 Psi, backward 4 Psi FLOPs a token' train '--dry-run --steps 1' 'estimate'
     row 9 'the first step differs; optimizer state appears after it' profile '' '^PASS'
     row 10 'overlap hides the all-reduce behind backward' ddp_no_sync '--ranks 4' '^ *overlap'
     row 10 'buckets cost fewer messages' ddp_no_sync '--ranks 4' '^ *bucketed'
     row 10 'no_sync leaves out all but the last' ddp_no_sync '--ranks 4' '^ *no_sync'
-    row 11 'ring all-reduce moves 2 (N - 1) / N K per rank' ring_all_reduce '' 'both, 2 .*360132|both, 2 .*720264'
+    row 11 'ring all-reduce moves 2 (N - 1) / N K per rank' ring_all_reduce '' \
+        'both, 2 .*360132|both, 2 .*720264'
     row 12 'the outputs of the collectives of appendix A0' collectives '' '^PASS'
     row 14 '7.5B on 64 ranks: 120, 31.4, 16.6, 1.9 GB' memory --claims 'k = 12, ZeRO-3'
     row 14 '(2 + 2 + 12) Psi / N bytes; 6 for 2 with f32 gradients' zero3 '--ranks 8' '^ *ZeRO-3 .*3 Psi'
@@ -151,33 +160,52 @@ row() {
     row 17 "ZeRO-1's all-gather hides in the step …" zero1 '--ranks 8' '^ *in step +[0-9]'
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
     row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8 --verbose' '8192 tokens a rank'
-    row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' '^ *sharded, all in one tensor +[0-9]'
-    row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' 'all-reduces, backward'
-    row 20 'TP beyond the K/V heads: copies that stay in sync' tensor_parallel '--ranks 8 --verbose' 'equal in all copies'
-    row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' 'forward, bytes'
+    row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' \
+        '^ *sharded, all in one tensor +[0-9]'
+    row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' \
+        'all-reduces, backward'
+    row 20 'TP beyond the K/V heads: copies that stay in sync' tensor_parallel '--ranks 8 --verbose' \
+        'equal in all copies'
+    row 21 'SP: the bytes of the all-reduces, as all-gathers and reduce-scatters' sequence_parallel '' \
+        'forward, bytes'
     row 21 'SP: the largest activation is b s h / tp' sequence_parallel '' 'largest kept with SP'
     row 22 'the embedding: all-reduce, or reduce-scatter to rows' vocab_parallel '' '^  x '
     row 22 'shapes of TP and of TP with SP' sequence_parallel '' '^ *exit TP: out'
-    row 23 'TP: throughput a GPU falls where the node ends' tensor_parallel '--ranks 8 --gpus-per-node 4' 'beyond the node'
-    row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' 'exposes .* of what tp does'
-    row 25 'ring: cp - 1 hops, a chunk of K/V in flight and one received' ring_attention '--ranks 4' 'K/V in flight and received, forward'
-    row 25 'all-gather: K/V of all ranks at once' all_gather_attention '--ranks 4' 'K/V in flight and received, forward'
-    row 25 'zig-zag: every rank computes as much, within one block' zigzag_ring_attention '' '^ *zigzag +[0-9]+ +[0-9]+ +1'
-    row 26 'zig-zag about 1.67 times as fast as the plain ring, forward and backward' zigzag_ring_attention '' '^ *zigzag +[0-9.]+ +[0-9.]+x'
-    row 27 'naive: a bubble of p - 1 times the work' schedule '--schedule afab --micro-batches 1' '^makespan'
+    row 23 'TP: throughput a GPU falls where the node ends' tensor_parallel '--ranks 8 --gpus-per-node 4' \
+        'beyond the node'
+    row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' \
+        'exposes .* of what tp does'
+    row 25 'ring: cp - 1 hops, a chunk of K/V in flight and one received' ring_attention '--ranks 4' \
+        'K/V in flight and received, forward'
+    row 25 'all-gather: K/V of all ranks at once' all_gather_attention '--ranks 4' \
+        'K/V in flight and received, forward'
+    row 25 'zig-zag: every rank computes as much, within one block' zigzag_ring_attention '' \
+        '^ *zigzag +[0-9]+ +[0-9]+ +1'
+    row 26 'zig-zag about 1.67 times as fast as the plain ring, forward and backward' \
+        zigzag_ring_attention '' '^ *zigzag +[0-9.]+ +[0-9.]+x'
+    row 27 'naive: a bubble of p - 1 times the work' schedule '--schedule afab --micro-batches 1' \
+        '^makespan'
     row 27 '1F1B: a bubble of (p - 1) / m, and p micro-batches held' schedule '' '^ *one_f_one_b +[0-9]'
     row 27 'interleaved: (p - 1) / (v m), v times the messages' schedule '' '^ *interleaved +[0-9]'
     row 28 'ZB-H1: a third of the bubble' schedule '' '^ *zb_h1 +[0-9]'
-    row 28 'ZB-H2: no bubble as a period if F = B = W, at about twice the memory' schedule '--schedule zb_h2 --forward 10 --backward 10 --weight 10' '^period'
-    row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule '--schedule dualpipe' '^makespan'
-    row 29 'PP from 8 to 16 GPUs, over two nodes: 14% less a GPU with few micro-batches …' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *pp, m'
+    row 28 'ZB-H2: no bubble as a period if F = B = W, at about twice the memory' schedule \
+        '--schedule zb_h2 --forward 10 --backward 10 --weight 10' '^period'
+    row 28 "DualPipe: (p / 2 - 1) (F&B + B - 3 W), two copies of the weights" schedule \
+        '--schedule dualpipe' '^makespan'
+    row 29 'PP from 8 to 16 GPUs, over two nodes: 14% less a GPU with few micro-batches …' one_f_one_b \
+        '--ranks 16 --layers 16 --steps 1' '^ *pp, m'
     row 29 '… where TP loses 43%' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *tp, m'
     row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel '--ranks 8 --ep 8' 'k hidden states of a token'
     row 30 'auxiliary loss and bias balance the experts' load_balance '--ranks 2' '^ *bias 0.02'
+    row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel \
+        '--ranks 8 --ep 8' 'k hidden states of a token'
     row 30 'Mixtral 8x7B: 46.7B parameters …' moe '--model mixtral-8x7b --dtype bf16 --dry-run' '46.70 B'
-    row 30 '… of which a token passes 12.9B' moe '--model mixtral-8x7b --dtype bf16 --dry-run' 'a token passes 12.88 B'
-    row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8 --verbose' 'forward, all in one node'
-    row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' async_tensor_parallel '--ranks 8' '^Rows that enter'
+    row 30 '… of which a token passes 12.9B' moe '--model mixtral-8x7b --dtype bf16 --dry-run' \
+        'a token passes 12.88 B'
+    row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8 --verbose' \
+        'forward, all in one node'
+    row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' \
+        async_tensor_parallel '--ranks 8' '^Rows that enter'
     row 37 '7 numbers between 1 and 2 in e4m3' formats '' '^e4m3 +0.125 +7'
     row 37 '3 in e5m2' formats '' '^e5m2 +0.25 +3'
     row 37 'epsilon: 1.19e-7 in float32, about 10^-3 in float16 …' formats '' '^float16 +0.000977'
@@ -191,7 +219,8 @@ common/report/tour.sh "$build" >"$work/tour" || { cat "$work/tour"; exit 1; }
     echo "\$ make run   # $(machine)"
     grep -m 1 '^L=' "$work/tour"
     grep 'held-out loss' "$work/tour"
-    grep -E '^PASS (recompute|ddp_overlap|zero3|zigzag_ring_attention|one_f_one_b):' "$work/tour" | sed 's/ (.*//; s/$/ …/'
+    grep -E '^PASS (recompute|ddp_overlap|zero3|zigzag_ring_attention|one_f_one_b):' "$work/tour" |
+        sed 's/ (.*//; s/$/ …/'
     tail -n 1 "$work/tour"
 } | block | fill README.md tour
 

@@ -1,4 +1,6 @@
-"""The model of 00_single_gpu/train in PyTorch, eager, with scaled_dot_product_attention: the yardstick of `make gpu-check`.
+"""The model of 00_single_gpu/train in PyTorch, eager, with scaled_dot_product_attention.
+
+It is the yardstick of `make gpu-check`.
 
 Same shape, same batch, same arithmetic: bf16 weights and activations, f32 gradients' sums, master weights and AdamW,
 one norm for clipping, the loss read every step. Prints the median over the steps after the first three:

@@ -1,19 +1,22 @@
 #!/bin/bash
-# async_tensor_parallel.t: rows in flight while others are multiplied make the step of one device, and a shorter one on
-# the model clock. TAP.
+# async_tensor_parallel.t: rows in flight while others are multiplied make the step of one device, and a
+# shorter one on the model clock. TAP.
 # needs: build/03_tensor_parallel/async_tensor_parallel
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/03_tensor_parallel
 
-passes "3 ranks, whose rows are 21, 21 and 20" async_tensor_parallel --ranks 3 --heads 6 --kv-heads 3 --ffn 90
+passes "3 ranks, whose rows are 21, 21 and 20" async_tensor_parallel --ranks 3 --heads 6 --kv-heads 3 \
+    --ffn 90
 passes "4 ranks, the vocabulary sharded, tied" async_tensor_parallel --ranks 4 --vocab-parallel --tied
-passes "2 ranks, the vocabulary sharded, 3 micro-batches, AdamW" async_tensor_parallel --ranks 2 --vocab-parallel --grad-acc 3 --optimizer adamw \
+passes "2 ranks, the vocabulary sharded, 3 micro-batches, AdamW" async_tensor_parallel --ranks 2 \
+    --vocab-parallel --grad-acc 3 --optimizer adamw \
     --lr 0.001 --layers 2
 passes "2 x 2 ranks, recomputing" async_tensor_parallel --ranks 4 --dp 2 --tp 2 --recompute full --layers 2
 passes "one rank: nothing is sent" async_tensor_parallel --ranks 1 --steps 1
 passes "2 ranks in bf16" async_tensor_parallel --ranks 2 --dtype bf16 --layers 1 --steps 1
-passes "3 ranks in f32" async_tensor_parallel --ranks 3 --heads 6 --kv-heads 3 --ffn 90 --dtype f32 --layers 1
+passes "3 ranks in f32" async_tensor_parallel --ranks 3 --heads 6 --kv-heads 3 --ffn 90 --dtype f32 \
+    --layers 1
 
 # At 8 ranks the program itself demands 30 % less exposed communication, and a shorter step, of Llama 3 8B.
 few="--ranks 8 --seed 2 --seq 3 --micro-batch 1 --vocab-parallel --layers 1 --steps 2"
@@ -25,7 +28,9 @@ report $? "show four layouts of Llama 3 8B"
 run "$build/async_tensor_parallel" $few
 table | cmp -s - "$work/table"
 report $? "and the same digits again"
-passes "two nodes of two: no faster, and no failure" async_tensor_parallel --ranks 4 --gpus-per-node 2 --layers 1 --steps 1
-run "$build/async_tensor_parallel" --ranks 4 --timeline --layers 1 --steps 1 && grep -A 2 '^async tp *compute' "$out" | grep -q ' tp .*[Tt][Tt]'
+passes "two nodes of two: no faster, and no failure" async_tensor_parallel --ranks 4 --gpus-per-node 2 \
+    --layers 1 --steps 1
+run "$build/async_tensor_parallel" --ranks 4 --timeline --layers 1 --steps 1 &&
+    grep -A 2 '^async tp *compute' "$out" | grep -q ' tp .*[Tt][Tt]'
 report $? "the time line shows rows in flight"
 finish

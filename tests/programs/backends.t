@@ -1,9 +1,11 @@
 #!/bin/bash
-# backends.t: chapters know no back end; a build that lacks what it needs says so in one sentence, with the remedy. TAP.
+# backends.t: chapters know no back end; a build that lacks what it needs says so in one sentence, with the
+# remedy. TAP.
 . "$(dirname "$0")/tap.sh"
 unset OPS COMM BUILD CUDA_HOME CUBLAS_HOME NCCL_HOME NVCC CC CXX
 
-# refused WORDS VARIABLES…: make stops before it makes anything, after one line on stderr that has all the WORDS.
+# refused WORDS VARIABLES…: make stops before it makes anything, after one line on stderr that has all the
+# WORDS.
 refused() {
     local words=$1 status word
     shift
@@ -29,12 +31,15 @@ touch "$kit/lib64/libcublasLt.so"
 refused "/nowhere/include/nccl.h NCCL_HOME=" OPS=cuda COMM=nccl CUDA_HOME="$kit" NCCL_HOME=/nowhere
 mkdir -p "$work/nccl/include" "$work/nccl/lib"
 touch "$work/nccl/include/nccl.h"
-make OPS=cuda COMM=nccl CUDA_HOME=/nowhere help >"$out" 2>"$err" && [ ! -s "$err" ] && grep -q CUDA_HOME "$out"
+make OPS=cuda COMM=nccl CUDA_HOME=/nowhere help >"$out" 2>"$err" && [ ! -s "$err" ] &&
+    grep -q CUDA_HOME "$out"
 report $? "make help needs no toolkit, and names the variables"
 
-# Libraries of a package of Python, which has them under their version's name alone, and no machine code but what is asked.
+# Libraries of a package of Python, which has them under their version's name alone, and no machine code but
+# what is asked.
 touch "$work/nccl/lib/libnccl.so.2"
-make -n OPS=cuda COMM=nccl CUDA_HOME="$kit" NCCL_HOME="$work/nccl" CUDA_ARCH=80 CUDA_PTX= BUILD="$work/build" programs \
+make -n OPS=cuda COMM=nccl CUDA_HOME="$kit" NCCL_HOME="$work/nccl" CUDA_ARCH=80 CUDA_PTX= \
+    BUILD="$work/build" programs \
     >"$out" 2>"$err"
 report $? "a toolkit here and NCCL there fit together"
 link=$(grep -m 1 -e '-o [^ ]*/train$' "$out")
@@ -44,9 +49,11 @@ report $? "the programs find both when they start"
 [ "$(grep -c -e '-gencode arch=compute_80,code=sm_80 ' "$out")" -gt 0 ] && ! grep -q 'compute_90' "$out"
 report $? "CUDA_ARCH and CUDA_PTX choose the GPUs"
 
-if nvidia-smi -L >/dev/null 2>&1; then echo "ok $((++count)) - gpu-check without a GPU # SKIP there is one"; else
+if nvidia-smi -L >/dev/null 2>&1; then echo \
+    "ok $((++count)) - gpu-check without a GPU # SKIP there is one"; else
     OUT=$work/gpu make gpu-check PART=suite >"$out" 2>"$err"
-    [ $? = 2 ] && [ "$(grep -vc '^make' "$err")" = 1 ] && grep -q '^gpu-check: no GPU' "$err" && [ ! -e "$work/gpu" ]
+    [ $? = 2 ] && [ "$(grep -vc '^make' "$err")" = 1 ] && grep -q '^gpu-check: no GPU' "$err" &&
+        [ ! -e "$work/gpu" ]
     report $? "make gpu-check without a GPU: $(head -n 1 "$err")"
 fi
 

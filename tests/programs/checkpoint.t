@@ -7,8 +7,8 @@ shape="--layers 1 --hidden 32 --heads 2 --kv-heads 1 --ffn 48"
 run="--seq 16 --micro-batch 2 --grad-acc 2 --sample 0 --eval-every 0 --lr 1e-2"
 to20="$run --steps 20" to24="$run --steps 24" to30="$run --steps 30"
 
-# trains ARGUMENTS…: to the verdict, whatever it is. Whether a few steps lower the held-out loss depends on the
-# corpus, and is train.t's question.
+# trains ARGUMENTS…: to the verdict, whatever it is. Whether a few steps lower the held-out loss depends on
+# the corpus, and is train.t's question.
 trains() { run "$train" "$@"; [ $? -le 1 ]; }
 
 same_checkpoint() {  # same_checkpoint A B
@@ -18,7 +18,8 @@ same_checkpoint() {  # same_checkpoint A B
 }
 
 # held_out before|after JSON
-held_out() { grep -A9 '"held-out loss"' "$2" | tr -d '\n\t' | grep -oE "\"$1\":\{\"value\":[^,]*" | grep -oE '[0-9.e+-]+$'; }
+held_out() { grep -A9 '"held-out loss"' "$2" | tr -d '\n\t' | grep -oE "\"$1\":\{\"value\":[^,]*" |
+    grep -oE '[0-9.e+-]+$'; }
 
 # ---- resuming ----
 
@@ -35,7 +36,8 @@ done
 rm -rf "$work"/[a-z]*
 trains $shape $to20 --save "$work/ours/deeper" --save-every 8 --json "$work/a.json"
 [ $? = 0 ] && [ "$(ls -A "$work/ours/deeper" | tr '\n' ' ')" = "step-000008 step-000016 step-000020 " ] &&
-    [ "$(ls -A "$work/ours/deeper/step-000008" | tr '\n' ' ')" = "config.json model.safetensors optimizer.safetensors " ]
+    [ "$(ls -A "$work/ours/deeper/step-000008" | tr '\n' ' ')" = \
+        "config.json model.safetensors optimizer.safetensors " ]
 report $? "saves every 8 steps and at the end, and leaves nothing else behind"
 
 cp -r "$work/ours/deeper" "$work/newest"
@@ -52,29 +54,34 @@ report $? "resumes into the folder that it came from"
 # ---- going on otherwise ----
 
 rm -rf "$work/otherwise"
-trains ${to24/--micro-batch 2 --grad-acc 2/--grad-acc 1 --micro-batch 4} --resume "$work/ours/deeper" --save "$work/otherwise" &&
+trains ${to24/--micro-batch 2 --grad-acc 2/--grad-acc 1 --micro-batch 4} --resume "$work/ours/deeper" \
+    --save "$work/otherwise" &&
     grep -qx 'goes on otherwise than the run that was saved would have: --steps 24, not 20' "$out"
 report $? "another split of the same samples goes on, and a longer course of the rate is told"
 
 cat common/*.h >"$work/other.txt"
 trains ${to24/--lr 1e-2/--lr 0.02} --resume "$work/ours/deeper" --data "$work/other.txt" --clip 0 &&
-    grep -qx 'goes on otherwise .*: other data, --lr 0.02, not 0.01, --clip 0, not 1, --steps 24, not 20' "$out"
+    grep -qx 'goes on otherwise .*: other data, --lr 0.02, not 0.01, --clip 0, not 1, --steps 24, not 20' \
+        "$out"
 report $? "other data and other rates are told"
 
 cp "$build/../corpus.txt" "$work/copy.txt"
-trains $to20 --resume "$work/ours/deeper/step-000016" --data "$work/copy.txt" && ! grep -q 'goes on otherwise' "$out"
+trains $to20 --resume "$work/ours/deeper/step-000016" --data "$work/copy.txt" &&
+    ! grep -q 'goes on otherwise' "$out"
 report $? "the same data under another name is the same"
 
 cp -r "$work/ours/deeper/step-000016" "$work/older"
 sed -i 's/"data":/"dada":/' "$work/older/optimizer.safetensors"
-trains $to20 --resume "$work/older" --save "$work/older" && grep -q 'is older than this program: it does not say its data' "$out" &&
+trains $to20 --resume "$work/older" --save "$work/older" &&
+    grep -q 'is older than this program: it does not say its data' "$out" &&
     same_checkpoint "$work/older/step-000020" "$work/ours/deeper/step-000020"
 report $? "an older checkpoint goes on, and what it does not say is told"
 
 # ---- beginning with weights ----
 
 trains $to20 --init "$work/ours/deeper/step-000020" --json "$work/b.json" &&
-    [ -n "$(held_out after "$work/a.json")" ] && [ "$(held_out after "$work/a.json")" = "$(held_out before "$work/b.json")" ] &&
+    [ -n "$(held_out after "$work/a.json")" ] && [ "$(held_out after "$work/a.json")" = \
+        "$(held_out before "$work/b.json")" ] &&
     grep -q 'step 2/20 .*lr 1.0e-03' "$out"
 report $? "--init begins anew with the loss that the saved weights had"
 
@@ -106,33 +113,43 @@ for limit in $((weights / 2)) $((weights + 8)); do
     report $? "no room beyond $limit kB: one sentence, and the older checkpoint as it was"
 done
 for place in "$work/tokens.bin/x" /proc/x; do
-    refuses "a place to save that cannot be, before any step: ${place#$work}" "^train: --save $place: cannot create" train \
+    refuses "a place to save that cannot be, before any step: ${place#$work}" \
+        "^train: --save $place: cannot create" train \
         $shape $run --steps 3 --save "$place"
     ! grep -q '^step' "$out"
     report $? "and none was made: ${place#$work}"
 done
-refuses "a dry run that would save" 'dry-run computes no weights to save or begin with' train $shape $run --steps 2 --save "$work/dry" --dry-run
+refuses "a dry run that would save" 'dry-run computes no weights to save or begin with' train $shape $run \
+    --steps 2 --save "$work/dry" --dry-run
 [ ! -e "$work/dry" ]
 report $? "and makes no folder for it"
 
 refuses "a folder without a checkpoint" "$work holds no checkpoint" train --resume "$work" $to20
 refuses "a folder that is not there" 'no/such/folder' train --resume "$work/no/such/folder" $to20
-refuses "weights alone cannot be resumed" 'init takes its weights alone' train --resume tests/fixtures/llama_untied_f32 $to20 \
+refuses "weights alone cannot be resumed" 'init takes its weights alone' train \
+    --resume tests/fixtures/llama_untied_f32 $to20 \
     --data "$work/tokens.bin"
 refuses "a run that has ended" 'already has 20 steps' train --resume "$work/ours/deeper" $to20
-refuses "another seed" 'of a run with --seed 1, and this one has 2' train --resume "$work/ours/deeper" $to30 --seed 2
-refuses "another number of samples in a step" 'of a run with 4 samples in a step, and this one has 6' train --resume "$work/ours/deeper" \
+refuses "another seed" 'of a run with --seed 1, and this one has 2' train \
+    --resume "$work/ours/deeper" $to30 --seed 2
+refuses "another number of samples in a step" 'of a run with 4 samples in a step, and this one has 6' \
+    train --resume "$work/ours/deeper" \
     ${to30/--micro-batch 2/--micro-batch 3}
-refuses "another length" 'of a run with --seq 16, and this one has 8' train --resume "$work/ours/deeper" ${to30/--seq 16/--seq 8}
-refuses "another dtype" 'of a run with --dtype f32, and this one has f64' train --resume "$work/ours/deeper" $to30 \
+refuses "another length" 'of a run with --seq 16, and this one has 8' train \
+    --resume "$work/ours/deeper" ${to30/--seq 16/--seq 8}
+refuses "another dtype" 'of a run with --dtype f32, and this one has f64' train \
+    --resume "$work/ours/deeper" $to30 \
     --dtype f64
 refuses "a shape beside a checkpoint's" 'config.json' train --resume "$work/ours/deeper" $to30 --layers 2
-refuses "tokens beyond the checkpoint's vocabulary" 'vocab' train --init tests/fixtures/llama_untied_f32 $to20
+refuses "tokens beyond the checkpoint's vocabulary" 'vocab' train \
+    --init tests/fixtures/llama_untied_f32 $to20
 
-refuses "a folder with another run's steps" 'deeper/step-0000[0-9]* is a checkpoint of another run: choose another folder' train \
+refuses "a folder with another run's steps" \
+    'deeper/step-0000[0-9]* is a checkpoint of another run: choose another folder' train \
     $shape $to30 --save "$work/ours/deeper"
 mkdir -p "$work/foreign/step-000020" && touch "$work/foreign/step-000020/tokenizer.json"
-refuses "a folder whose files would be hidden" 'foreign/step-000020 holds tokenizer.json, which is no part' train $shape $to30 \
+refuses "a folder whose files would be hidden" \
+    'foreign/step-000020 holds tokenizer.json, which is no part' train $shape $to30 \
     --save "$work/foreign"
 broken=$work/broken
 # breaks NAME PATTERN COMMAND…: COMMAND, run in a copy of a checkpoint, makes what is refused.
@@ -143,7 +160,8 @@ breaks() {
 }
 header_length() { printf "$1" | dd of=model.safetensors conv=notrunc status=none; }
 breaks "a truncated file" 'broken/model.safetensors: tensor' truncate -s -1 model.safetensors
-breaks "a truncated optimizer file" 'broken/optimizer.safetensors: tensor' truncate -s -1 optimizer.safetensors
+breaks "a truncated optimizer file" 'broken/optimizer.safetensors: tensor' truncate -s -1 \
+    optimizer.safetensors
 rm -rf "$broken" && cp -r "$last" "$broken" && truncate -s 1T "$broken/model.safetensors"
 (ulimit -v 8000000; exec timeout 60 "$train" --resume "$broken" $to30) >"$out" 2>"$err"
 [ $? = 2 ] && grep -q 'broken/model.safetensors cannot be mapped into memory' "$err"
@@ -151,12 +169,16 @@ report $? "a file larger than the address space"
 breaks "an empty file" 'model.safetensors: 0 bytes are too few' truncate -s 0 model.safetensors
 breaks "a header of 2^63 bytes" 'claims 9223372036854775808 bytes' header_length '\0\0\0\0\0\0\0\x80'
 breaks "a folder as a file" 'model.safetensors' bash -c 'rm model.safetensors && mkdir model.safetensors'
-breaks "a FIFO as weights" 'model.safetensors is a pipe' bash -c 'rm model.safetensors && mkfifo model.safetensors'
+breaks "a FIFO as weights" 'model.safetensors is a pipe' bash -c \
+    'rm model.safetensors && mkfifo model.safetensors'
 breaks "a FIFO as config" 'config.json is a pipe' bash -c 'rm config.json && mkfifo config.json'
-breaks "weights of another step" 'is of step 16 and optimizer.safetensors of step 20' cp "$work/ours/deeper/step-000016/model.safetensors" .
-breaks "a missing tensor" 'lacks the tensor model.norm.weight' sed -i 's/model.norm.weight/model.morn.weight/' model.safetensors
+breaks "weights of another step" 'is of step 16 and optimizer.safetensors of step 20' cp \
+    "$work/ours/deeper/step-000016/model.safetensors" .
+breaks "a missing tensor" 'lacks the tensor model.norm.weight' sed -i \
+    's/model.norm.weight/model.morn.weight/' model.safetensors
 breaks "a wrong shape" 'shape' sed -i 's/"intermediate_size": 48/"intermediate_size": 64/' config.json
 breaks "another kind of model" '"model_type" is "gpt2"' sed -i 's/"llama"/"gpt2"/' config.json
-breaks "a stretched RoPE" '"rope_scaling"' sed -i 's/"rope_scaling": null/"rope_scaling": {"rope_type": "yarn"}/' config.json
+breaks "a stretched RoPE" '"rope_scaling"' sed -i \
+    's/"rope_scaling": null/"rope_scaling": {"rope_type": "yarn"}/' config.json
 
 finish

@@ -12,7 +12,8 @@ run mpirun --oversubscribe --allow-run-as-root -n 3 "$comm" 'a_ring*' &&
     grep -q '^ok 1 .* on 3 ranks' "$out"
 report $? "takes the ranks that mpirun gives"
 
-run "$comm" --scenario header --ranks 8 && grep -qx '8 ranks on .*' "$out" && grep -qxF '  dp 2: {0 2} {1 3} {4 6} {5 7}' "$out" &&
+run "$comm" --scenario header --ranks 8 && grep -qx '8 ranks on .*' "$out" &&
+    grep -qxF '  dp 2: {0 2} {1 3} {4 6} {5 7}' "$out" &&
     grep -qxF '  tp 2: {0 1} {2 3} {4 5} {6 7}' "$out"
 report $? "the header shows each group's members"
 

@@ -6,8 +6,8 @@
 comm=$build/tests/test_comm
 limit=10
 
-# ends SCENARIO STATUS PATTERN [FLAGS…]: 4 ranks end within 10 s with that status (-: any but 0), after one line on
-# stderr, which matches.
+# ends SCENARIO STATUS PATTERN [FLAGS…]: 4 ranks end within 10 s with that status (-: any but 0), after one
+# line on stderr, which matches.
 ends() {
     local name=$1 expected=$2 pattern=$3 status; shift 3
     wanted "$name" || return
@@ -49,7 +49,8 @@ ends grid-ep 2 '--ep 3 does not divide --dp 4: 1, 2, 4 would'
 waits() {  # waits SCENARIO LINES PATTERN
     wanted "$1" || return
     run "$comm" --scenario "$1" --timeout 1
-    [ $? = 2 ] && [ "$(wc -l <"$err")" = "$2" ] && tail -n 1 "$err" | grep -qE "$3.*, for 1.* s \(--timeout\)$"
+    [ $? = 2 ] && [ "$(wc -l <"$err")" = "$2" ] && tail -n 1 "$err" |
+        grep -qE "$3.*, for 1.* s \(--timeout\)$"
     report $? "$1: $(tail -n 1 "$err")"
 }
 waits late 3 'waits in barrier\(\), its call 1, in group world, for rank 2'
@@ -76,7 +77,8 @@ report $? "refuses --ranks that mpirun contradicts"
 
 cp "$comm" "$work/test_comm" && echo >>"$work/test_comm"
 run mpirun --quiet --oversubscribe --allow-run-as-root -n 1 "$comm" : -n 1 "$work/test_comm"
-[ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'rank 1 on .* runs another build of this program than rank 0' "$err"
+[ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q \
+    'rank 1 on .* runs another build of this program than rank 0' "$err"
 report $? "refuses ranks of another build"
 run mpirun --quiet --oversubscribe --allow-run-as-root -n 1 "$comm" x : -n 1 "$comm" y
 [ $? = 2 ] && grep -q 'rank 1 was started with other arguments than rank 0' "$err"
@@ -85,7 +87,8 @@ report $? "refuses ranks with other arguments"
 # Ranks do not outlive a launcher that is killed.
 "$comm" --scenario late >"$out" 2>"$err" &
 launcher=$!
-for i in $(seq 50); do ranks=$(cat /proc/$launcher/task/*/children); [ "$(echo "$ranks" | wc -w)" = 4 ] && break; sleep 0.1; done
+for i in $(seq 50); do ranks=$(cat /proc/$launcher/task/*/children); [ "$(echo "$ranks" | wc -w)" = 4 ] &&
+    break; sleep 0.1; done
 sleep 0.5
 kill -9 $launcher
 wait $launcher 2>/dev/null
@@ -101,7 +104,8 @@ report $? "ranks end with their launcher"
 # A rank that is told to end says so; nobody takes it for dead.
 "$comm" --scenario late >"$out" 2>"$err" &
 launcher=$!
-for i in $(seq 50); do ranks=$(cat /proc/$launcher/task/*/children); [ "$(echo "$ranks" | wc -w)" = 4 ] && break; sleep 0.1; done
+for i in $(seq 50); do ranks=$(cat /proc/$launcher/task/*/children); [ "$(echo "$ranks" | wc -w)" = 4 ] &&
+    break; sleep 0.1; done
 sleep 0.5
 kill -TERM $(echo "$ranks" | tail -n 1)
 wait $launcher

@@ -1,8 +1,10 @@
 #!/bin/bash
-# context.t: ranks of context parallelism, by each method, alone and with data parallelism, ZeRO, tensor, sequence and
-# vocabulary parallelism and recomputation, against one device; documents; what does not fit is refused. TAP.
-# With an argument: only the layouts whose names match it.
-# needs: build/04_context_parallel/ring_attention build/04_context_parallel/zigzag_ring_attention build/04_context_parallel/all_gather_attention build/04_context_parallel/ulysses build/00_single_gpu/train
+# context.t: ranks of context parallelism, by each method, alone and with data parallelism, ZeRO, tensor,
+# sequence and vocabulary parallelism and recomputation, against one device; documents; what does not fit is
+# refused. TAP. With an argument: only the layouts whose names match it.
+# needs: build/04_context_parallel/ring_attention build/04_context_parallel/zigzag_ring_attention
+# needs: build/04_context_parallel/all_gather_attention build/04_context_parallel/ulysses
+# needs: build/00_single_gpu/train
 cd "$(dirname "$0")/../.." || exit 2
 unset OPENBLAS_CORETYPE
 export OMP_NUM_THREADS=1
@@ -77,56 +79,70 @@ passes "cp 2, dp 2" ring_attention --cp 2 --dp 2 $quick
 passes "cp 3, dp 2, 3 micro-batches, tied" ring_attention --ranks 6 --cp 3 --dp 2 --grad-acc 3 --tied $quick
 passes "zero 1, cp 4, AdamW" ring_attention --zero 1 --optimizer adamw --lr 0.001 $quick
 passes "zero 1, cp 2, dp 2, all-gather" all_gather_attention --cp 2 --dp 2 --zero 1 $quick
-passes "zero 2, cp 2, dp 2, zigzag, tied" ring_attention --context zigzag --cp 2 --dp 2 --zero 2 --tied $quick
+passes "zero 2, cp 2, dp 2, zigzag, tied" ring_attention --context zigzag --cp 2 --dp 2 --zero 2 \
+    --tied $quick
 passes "zero 2, cp 4, ulysses" ulysses --zero 2 $quick
 passes "zero 3, cp 4, full" ring_attention --zero 3 --recompute full $quick
-passes "zero 3, cp 4, dp 2, zigzag, selective" ring_attention --context zigzag --ranks 8 --cp 4 --dp 2 --zero 3 --recompute selective $quick
-passes "zero 3, cp 2, tp 2, dp 2, tied" all_gather_attention --ranks 8 --cp 2 --tp 2 --dp 2 --zero 3 --tied $one
+passes "zero 3, cp 4, dp 2, zigzag, selective" ring_attention --context zigzag --ranks 8 --cp 4 --dp 2 \
+    --zero 3 --recompute selective $quick
+passes "zero 3, cp 2, tp 2, dp 2, tied" all_gather_attention --ranks 8 --cp 2 --tp 2 --dp 2 --zero 3 \
+    --tied $one
 passes "cp 2, tp 2" ring_attention --cp 2 --tp 2 $quick
 passes "cp 2, tp 2, sp" ring_attention --context zigzag --cp 2 --tp 2 --sp $quick
 passes "cp 2, tp 2, vocab" all_gather_attention --cp 2 --tp 2 --vocab-parallel $quick
-passes "cp 2, tp 2, dp 2, sp, vocab, tied" ring_attention --ranks 8 --cp 2 --tp 2 --dp 2 --sp --vocab-parallel --tied $one
+passes "cp 2, tp 2, dp 2, sp, vocab, tied" ring_attention --ranks 8 --cp 2 --tp 2 --dp 2 --sp \
+    --vocab-parallel --tied $one
 passes "cp 2, tp 4, copies of key heads" ring_attention --ranks 8 --cp 2 --tp 4 --heads 8 --kv-heads 2 $one
 passes "ulysses 2, tp 2, sp, full" ulysses --cp 2 --tp 2 --sp --recompute full $quick
 passes "ulysses 2, tp 4, copies twice" ulysses --ranks 8 --cp 2 --tp 4 $one
-passes "cp 2, tp 3, odd sizes, zero 2" ring_attention --ranks 6 --cp 2 --tp 3 --hidden 54 --heads 9 --kv-heads 3 --ffn 57 --vocab 259 --seq 17 --zero 2 $one
+passes "cp 2, tp 3, odd sizes, zero 2" ring_attention --ranks 6 --cp 2 --tp 3 --hidden 54 --heads 9 \
+    --kv-heads 3 --ffn 57 --vocab 259 --seq 17 --zero 2 $one
 passes "ring 4, selective" ring_attention --recompute selective $quick
 passes "zigzag 4, full" ring_attention --context zigzag --recompute full $quick
 passes "all-gather 4, selective" all_gather_attention --recompute selective $quick
 passes "ulysses 4, selective" ulysses --recompute selective $quick
 passes "ring 4, bf16" ring_attention --dtype bf16 $one
-passes "zigzag 8, bf16, zero 3, full" ring_attention --context zigzag --ranks 8 --dtype bf16 --zero 3 --recompute full $one
+passes "zigzag 8, bf16, zero 3, full" ring_attention --context zigzag --ranks 8 --dtype bf16 --zero 3 \
+    --recompute full $one
 passes "all-gather 4, f16" all_gather_attention --dtype f16 $one
 passes "ulysses 4, bf16" ulysses --dtype bf16 $one
 passes "ring 8, 16 bits" ring_attention --ranks 8 --seq 128 --dtype bf16 $one
 passes "ring 3, f32" ring_attention --ranks 3 --dtype f32 $quick
-passes "dry run of Llama 3 8B, cp 8" ring_attention --ranks 8 --model llama-3-8b --dtype bf16 --micro-batch 1 --zero 3 --dry-run
+passes "dry run of Llama 3 8B, cp 8" ring_attention --ranks 8 --model llama-3-8b --dtype bf16 \
+    --micro-batch 1 --zero 3 --dry-run
 
 if wanted resumed; then
     shape="--layers 2 --hidden 48 --heads 6 --kv-heads 2 --ffn 88 --vocab 256"
     rest="--seq 61 --micro-batch 2 --grad-acc 2 --dtype f64 --optimizer sgd --lr 0.1 --clip 0.5"
-    "$build/../00_single_gpu/train" $shape $rest --steps 2 --sample 0 --eval-every 0 --save "$work/one" >"$work/out" 2>&1 &&
-        timeout -k 5 60 "$build/ring_attention" --resume "$work/one" --steps 4 --zero 1 --save "$work/four" >"$work/out" 2>&1 &&
-        timeout -k 5 60 "$build/all_gather_attention" --resume "$work/four" --ranks 3 --steps 5 >"$work/out" 2>&1
+    "$build/../00_single_gpu/train" $shape $rest --steps 2 --sample 0 --eval-every 0 \
+        --save "$work/one" >"$work/out" 2>&1 &&
+        timeout -k 5 60 "$build/ring_attention" --resume "$work/one" --steps 4 --zero 1 \
+            --save "$work/four" >"$work/out" 2>&1 &&
+        timeout -k 5 60 "$build/all_gather_attention" --resume "$work/four" --ranks 3 \
+            --steps 5 >"$work/out" 2>&1
     report $? "resumed from one device on 4 ranks of a ring, and from these on 3 that gather"
 fi
 if wanted real; then
     small="--layers 2 --hidden 48 --heads 6 --kv-heads 2 --ffn 88 --seq 64 --dtype f32 --optimizer adamw --lr 0.003 --steps 12"
     held_out() { grep -o 'held-out loss [0-9.]* -> [0-9.]* nats in .* steps' "$work/out"; }
-    "$build/../00_single_gpu/train" $small --micro-batch 2 --grad-acc 2 --clip 0.5 --sample 20 --eval-every 5 >"$work/out" 2>&1
+    "$build/../00_single_gpu/train" $small --micro-batch 2 --grad-acc 2 --clip 0.5 --sample 20 \
+        --eval-every 5 >"$work/out" 2>&1
     alone=$(held_out)
-    timeout -k 5 60 "$build/ring_attention" --no-check $small --sample 20 --eval-every 5 >"$work/out" 2>&1 &&
+    timeout -k 5 60 "$build/ring_attention" --no-check $small --sample 20 \
+        --eval-every 5 >"$work/out" 2>&1 &&
         [ -n "$alone" ] && [ "$alone" = "$(held_out)" ]
     report $? "trained for real: the held-out loss of one device, evaluated on 4 ranks"
 fi
 if wanted flash; then
     for flags in "" "--recompute selective" "--recompute full" "--documents 10"; do
-        "$build/../00_single_gpu/train" --attention flash --steps 2 --seq 64 --sample 0 $flags >"$work/out" 2>&1
+        "$build/../00_single_gpu/train" --attention flash --steps 2 --seq 64 \
+            --sample 0 $flags >"$work/out" 2>&1
         report $? "one device, flash attention $flags"
     done
 fi
 
-refused "--context zigzag has the tokens of --layout zigzag" ring_attention --context zigzag --layout striped
+refused "--context zigzag has the tokens of --layout zigzag" ring_attention --context zigzag \
+    --layout striped
 refused "--cp 4 is more ranks than --seq 3 has tokens: --cp 3 would fit" ring_attention --seq 3
 refused "--cp 4 x --tp 1 must divide --heads 6; --context ring would fit" ulysses --heads 6
 refused "one must divide the other; --context ring would fit" ulysses --heads 12 --kv-heads 3

@@ -1,5 +1,6 @@
 #!/bin/bash
-# ddp_layouts.t: data parallelism with 1 to 8 ranks and buckets of every size, dry runs, repetition, wrong use. TAP.
+# ddp_layouts.t: data parallelism with 1 to 8 ranks and buckets of every size, dry runs, repetition, wrong
+# use. TAP.
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/01_data_parallel
@@ -13,7 +14,8 @@ for megabytes in 0.000001 0.03 1000; do
     passes "buckets of $megabytes MB" ddp_bucketed --ranks 3 --bucket-mb $megabytes --layers 2 --steps 2
 done
 passes "f32, within four times the error of one device" ddp_no_sync --ranks 3 --dtype f32 --layers 2
-passes "a dry run of Llama 3 8B" ddp_bucketed --ranks 4 --model llama-3-8b --dtype bf16 --micro-batch 1 --dry-run
+passes "a dry run of Llama 3 8B" ddp_bucketed --ranks 4 --model llama-3-8b --dtype bf16 --micro-batch 1 \
+    --dry-run
 
 run "$build/ddp_no_sync" --ranks 4
 awk '$1 ~ /^(naive|overlap|bucketed|no_sync)$/ {

@@ -1,5 +1,6 @@
 #!/bin/bash
-# formats.t: the program of number formats reaches its verdict, and prints what the formats' standards say. TAP.
+# formats.t: the program of number formats reaches its verdict, and prints what the formats' standards say.
+# TAP.
 # needs: build/08_mixed_precision/formats
 . "$(dirname "$0")/tap.sh"
 program=08_mixed_precision/formats

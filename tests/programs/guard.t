@@ -1,7 +1,7 @@
 #!/bin/bash
-# guard.t: no program touches device memory outside operations and communication: each runs at a tiny size with the
-# memory closed to it (common/tensor/guard.h), and would end with the line of its source that did. TAP.
-# A pattern, such as train*, chooses among the programs. RANKS=8: those of several ranks, on so many.
+# guard.t: no program touches device memory outside operations and communication: each runs at a tiny size
+# with the memory closed to it (common/tensor/guard.h), and would end with the line of its source that did.
+# TAP. A pattern, such as train*, chooses among the programs. RANKS=8: those of several ranks, on so many.
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1 ULTRASCALE_GUARD=1
 

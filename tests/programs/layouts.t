@@ -1,8 +1,10 @@
 #!/bin/bash
-# layouts.t: ranks of tensor parallelism, alone and with data parallelism, ZeRO, sequence and vocabulary parallelism,
-# against one device; sizes that do not divide; what does not fit is refused with what would. TAP.
-# A pattern chooses among the layouts.
-# needs: build/03_tensor_parallel/split_matmul build/03_tensor_parallel/tensor_parallel build/03_tensor_parallel/sequence_parallel build/03_tensor_parallel/vocab_parallel build/03_tensor_parallel/async_tensor_parallel build/00_single_gpu/train
+# layouts.t: ranks of tensor parallelism, alone and with data parallelism, ZeRO, sequence and vocabulary
+# parallelism, against one device; sizes that do not divide; what does not fit is refused with what would.
+# TAP. A pattern chooses among the layouts.
+# needs: build/03_tensor_parallel/split_matmul build/03_tensor_parallel/tensor_parallel
+# needs: build/03_tensor_parallel/sequence_parallel build/03_tensor_parallel/vocab_parallel
+# needs: build/03_tensor_parallel/async_tensor_parallel build/00_single_gpu/train
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/03_tensor_parallel
@@ -15,7 +17,8 @@ passes "tp 1" tensor_parallel --ranks 1 $quick
 passes "tp 2" tensor_parallel --ranks 2 $quick
 passes "tp 3, tied" tensor_parallel --ranks 3 $three --tied $quick
 passes "tp 4, copies of 2 heads" tensor_parallel --ranks 4
-passes "tp 8, copies of 1 head, AdamW" tensor_parallel --ranks 8 --kv-heads 1 --optimizer adamw --lr 0.001 $quick
+passes "tp 8, copies of 1 head, AdamW" tensor_parallel --ranks 8 --kv-heads 1 --optimizer adamw \
+    --lr 0.001 $quick
 passes "tp 2, dp 3, 3 micro-batches" tensor_parallel --ranks 6 --tp 2 --grad-acc 3 $quick
 passes "tp 4, selective" tensor_parallel --recompute selective $quick
 passes "tp 2, dp 2, full, copies" tensor_parallel --tp 2 --kv-heads 1 --recompute full $quick
@@ -42,7 +45,8 @@ passes "vocab 8, bf16" vocab_parallel --ranks 8 --dtype bf16 --layers 1 --steps 
 passes "async 3, vocab, uneven rows" async_tensor_parallel --ranks 3 $three --vocab-parallel $quick
 
 passes "zero 1, tp 2, dp 2, sp" sequence_parallel --tp 2 --zero 1 $quick
-passes "zero 1, tp 2, dp 2, copies, AdamW" tensor_parallel --tp 2 --kv-heads 1 --zero 1 --optimizer adamw --lr 0.001 $quick
+passes "zero 1, tp 2, dp 2, copies, AdamW" tensor_parallel --tp 2 --kv-heads 1 --zero 1 --optimizer adamw \
+    --lr 0.001 $quick
 passes "zero 2, tp 2, dp 3, tied" tensor_parallel --ranks 6 --tp 2 --zero 2 --tied $quick
 passes "zero 2, async 2, dp 2, vocab" async_tensor_parallel --tp 2 --zero 2 --vocab-parallel $quick
 passes "zero 3, tp 2, dp 4, sp, vocab, tied" vocab_parallel --ranks 8 --tp 2 --zero 3 --sp --tied $quick
@@ -52,24 +56,29 @@ passes "zero 3, tp 2, dp 2, bf16" tensor_parallel --tp 2 --zero 3 --dtype bf16 -
 
 odd="--layers 1 --hidden 54 --heads 9 --kv-heads 3 --ffn 57 --vocab 259 --seq 17 --micro-batch 1 --grad-acc 3 --steps 2"
 passes "odd, tp 3, dp 2" tensor_parallel --ranks 6 --tp 3 $odd
-passes "odd, sp 3, dp 2, vocab, tied, zero 2" sequence_parallel --ranks 6 --tp 3 --vocab-parallel --tied --zero 2 $odd
+passes "odd, sp 3, dp 2, vocab, tied, zero 2" sequence_parallel --ranks 6 --tp 3 --vocab-parallel --tied \
+    --zero 2 $odd
 passes "odd, sp 3, dp 2, zero 3, full" sequence_parallel --ranks 6 --tp 3 --zero 3 --recompute full $odd
 
 if wanted "resumed"; then
     shape="--layers 2 --hidden 48 --heads 8 --kv-heads 2 --ffn 88 --vocab 256"
     rest="--seq 31 --micro-batch 2 --grad-acc 2 --dtype f64 --optimizer sgd --lr 0.1 --clip 0.5"
-    run "$build/../00_single_gpu/train" $shape $rest --steps 2 --sample 0 --eval-every 0 --save "$work/one" &&
+    run "$build/../00_single_gpu/train" $shape $rest --steps 2 --sample 0 --eval-every 0 \
+        --save "$work/one" &&
         run "$build/sequence_parallel" --resume "$work/one" --steps 4 --save "$work/four" &&
         run "$build/tensor_parallel" --resume "$work/four" --ranks 2 --steps 5
     report $? "resumed from one device on 4 ranks, and from these on 2"
 fi
-passes "dry run of Llama 3 8B, tp 8" sequence_parallel --ranks 8 --model llama-3-8b --dtype bf16 --micro-batch 1 --dry-run
+passes "dry run of Llama 3 8B, tp 8" sequence_parallel --ranks 8 --model llama-3-8b --dtype bf16 \
+    --micro-batch 1 --dry-run
 
 refused "--tp 3 does not divide --heads 8; --tp 1, 2, 4, 8 would fit" tensor_parallel --ranks 3
 refused "--tp 4 does not divide --ffn 90; --tp 1, 2 would fit" sequence_parallel --ffn 90
-refused "--tp 4 and --kv-heads 3: one must divide the other; --tp 1, 3, 6, 12 would fit" tensor_parallel --heads 12 \
+refused "--tp 4 and --kv-heads 3: one must divide the other; --tp 1, 3, 6, 12 would fit" tensor_parallel \
+    --heads 12 \
     --kv-heads 3 --ffn 72
 refused "--tp 2 does not divide the 3 ranks; --ranks 4 would fit" tensor_parallel --ranks 3 --tp 2
-refused "--dp 3 x --tp 2 needs 6 ranks, and there are 4: --ranks 6 would fit" sequence_parallel --dp 3 --tp 2
+refused "--dp 3 x --tp 2 needs 6 ranks, and there are 4: --ranks 6 would fit" sequence_parallel --dp 3 \
+    --tp 2
 refused "--dp 3 does not divide the 4 ranks; --ranks 6 would fit" tensor_parallel --dp 3
 finish

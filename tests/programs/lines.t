@@ -12,7 +12,8 @@ only=$1
 
 report() {  # report STATUS NAME
     count=$((count + 1))
-    if [ "$1" = 0 ]; then echo "ok $count - $2"; else echo "not ok $count - $2"; failed=1; tail -n 12 "$work/out" "$work/err" | sed 's/^/# /'; fi
+    if [ "$1" = 0 ]; then echo "ok $count - $2"; else echo "not ok $count - $2"; failed=1; tail -n 12 \
+        "$work/out" "$work/err" | sed 's/^/# /'; fi
 }
 
 for ranks in 1 2 3 4 6 8; do
@@ -24,8 +25,8 @@ for ranks in 1 2 3 4 6 8; do
     report $? "every test of test_lines on $ranks ranks"
 done
 
-# ends SCENARIO PATTERN: 4 ranks end with status 2 long before the timeout, after one line on stderr, which matches.
-# In a dry run, too.
+# ends SCENARIO PATTERN: 4 ranks end with status 2 long before the timeout, after one line on stderr, which
+# matches. In a dry run, too.
 ends() {
     [ -z "$only" ] || [[ $1 == $only ]] || return
     local flags status

@@ -1,6 +1,8 @@
 #!/bin/bash
-# nccl_on_cpu.t: comm_nccl.cu on emulated GPUs, over nccl_on_cpu.cc, which refuses what NCCL would refuse. TAP.
-# needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu build-nccl-on-cpu/tests/test_comm build-nccl-on-cpu/tests/test_lines
+# nccl_on_cpu.t: comm_nccl.cu on emulated GPUs, over nccl_on_cpu.cc, which refuses what NCCL would refuse.
+# TAP.
+# needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu build-nccl-on-cpu/tests/test_comm
+# needs: build-nccl-on-cpu/tests/test_lines
 # A pattern chooses among the tests of test_comm, or of test_lines.
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1

@@ -1,7 +1,9 @@
 #!/bin/bash
-# output.t: what a program prints: its lesson in one screen, every row with --verbose, and as the last line of a failure
-# what is wrong, where, and what that usually means; a color and a bar on a terminal alone. TAP.
-# needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap build/02_zero/zero1 build/02_zero/zero3
+# output.t: what a program prints: its lesson in one screen, every row with --verbose, and as the last line
+# of a failure what is wrong, where, and what that usually means; a color and a bar on a terminal alone.
+# TAP.
+# needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap build/02_zero/zero1
+# needs: build/02_zero/zero3
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 naive=$build/01_data_parallel/ddp_naive
@@ -19,13 +21,16 @@ row() { sed -n "s/^  $1  *//p" "$out" | head -n 1 | sed 's/   */|/g'; }
 [ "$(row 'optimizer state')" = '1.30 MB|325 kB|325 kB|325 kB' ] &&
     [ "$(row all_gather)" = '-|5 calls, 488 kB|8 calls, 829 kB|8 calls, 829 kB' ]
 report $? "by kind of memory and of call: $(row all_gather)"
-[ "$(grep -A 2 '^loss of step' "$out" | awk 'NR > 1 { print $(NF - 2), $(NF - 1), $NF }' | uniq | wc -l)" = 1 ]
+[ "$(grep -A 2 '^loss of step' "$out" | awk 'NR > 1 { print $(NF - 2), $(NF - 1), $NF }' | uniq | wc -l)" \
+    = 1 ]
 report $? "the losses beside those of one device"
 ! grep -qE 'predicted +[0-9]|worst tensor' "$out" && grep -qE '([0-9]+) of \1 counts as predicted' "$out"
 report $? "counts that are equal are one number"
-run "$zero3" --ranks 4 --verbose && [ "$(grep -c ' equal$' "$out")" -gt 30 ] && grep -q '^With ignored labels' "$out"
+run "$zero3" --ranks 4 --verbose && [ "$(grep -c ' equal$' "$out")" -gt 30 ] &&
+    grep -q '^With ignored labels' "$out"
 report $? "--verbose shows every row, and the run with ignored labels"
-run "$zero3" --ranks 2 --dry-run --model llama-3-8b --dtype bf16 --micro-batch 1 && [ "$(row 'optimizer state')" = '96.4 GB|48.2 GB|48.2 GB|48.2 GB' ]
+run "$zero3" --ranks 2 --dry-run --model llama-3-8b --dtype bf16 --micro-batch 1 &&
+    [ "$(row 'optimizer state')" = '96.4 GB|48.2 GB|48.2 GB|48.2 GB' ]
 report $? "a dry run shows the same of a model that no laptop holds"
 
 # ---- flags ----
@@ -34,14 +39,15 @@ for program in "$naive" "$zero3"; do
     run "$program" --help
     sections=$(sed -n '/^flags/,/^exit status/p' "$out" | grep -cE '^[a-z][^:]*$')
     flags=$(grep -oE '^  --[a-z-]+' "$out")
-    [ "$sections" -ge 7 ] && ! grep -qE -- '^  --(tp|cp|pp|sp)$' <<<"$flags" && [ -z "$(sort <<<"$flags" | uniq -d)" ]
+    [ "$sections" -ge 7 ] && ! grep -qE -- '^  --(tp|cp|pp|sp)$' <<<"$flags" &&
+        [ -z "$(sort <<<"$flags" | uniq -d)" ]
     report $? "$(basename "$program") --help: $(wc -l <<<"$flags") flags in $sections groups, none of another chapter"
 done
 
 # ---- a failure ----
 
-# fails NAME WORDS PROGRAM FLAGS…: in a copy of the tree with the bug NAME of tests/mutants, the program fails, and its
-# last line has the words.
+# fails NAME WORDS PROGRAM FLAGS…: in a copy of the tree with the bug NAME of tests/mutants, the program
+# fails, and its last line has the words.
 fails() {
     local bug=$1 words=$2 program=$3 tree=$work/$1
     shift 3
@@ -58,7 +64,8 @@ fails() {
 [ -n "${MUTANT+set}" ] || {  # who plants a bug has built one tree, and not another
     fails ddp_naive_averages_twice 'scale 0.25; 30 of 30 fail, all by this factor: usually averaged twice over the 4 ranks of dp' \
         01_data_parallel/ddp_naive --ranks 4 --grad-acc 3
-    fails ddp_naive_scales_by_micro_batches 'scale 0.333333; .*: usually scaled twice by 1 / the 3 micro-batches' \
+    fails ddp_naive_scales_by_micro_batches \
+        'scale 0.333333; .*: usually scaled twice by 1 / the 3 micro-batches' \
         01_data_parallel/ddp_naive --ranks 2 --grad-acc 3
 }
 
@@ -67,7 +74,8 @@ fails() {
 escape=$(printf '\033')
 run "$naive" --ranks 2 && ! grep -qF -e "$escape" -e "$(printf '\r')" "$out"
 report $? "no color and no bar in a log"
-shown() { (unset NO_COLOR; TERM=xterm script -qec "stty cols 100; $*" /dev/null </dev/null) >"$out" 2>"$err"; }
+shown() { (unset NO_COLOR; TERM=xterm script -qec "stty cols 100; $*" /dev/null </dev/null) >"$out" \
+    2>"$err"; }
 shown "$naive --ranks 2 --layers 6" && grep -qF "$escape[32mPASS$escape[0m ddp_naive" "$out"
 report $? "a green verdict on a terminal, through mpirun, too"
 grep -qE '\[#+-*\] +[0-9]+%' "$out"

@@ -1,9 +1,14 @@
 #!/bin/bash
-# pipeline.t: every schedule on ranks of a pipeline, alone and with data parallelism, ZeRO, tensor, sequence, vocabulary,
-# asynchronous tensor and context parallelism, against one device; real training, checkpoints from one layout to another, schedules from a
-# file, what does not fit, and a rank that dies. TAP.
-# A pattern chooses among the layouts.
-# needs: build/05_pipeline_parallel/schedule build/05_pipeline_parallel/afab build/05_pipeline_parallel/one_f_one_b build/05_pipeline_parallel/interleaved build/05_pipeline_parallel/zero_bubble build/05_pipeline_parallel/zero_bubble_v build/05_pipeline_parallel/zero_bubble_auto build/05_pipeline_parallel/dualpipe build/05_pipeline_parallel/dualpipe_v build/03_tensor_parallel/tensor_parallel build/00_single_gpu/train
+# pipeline.t: every schedule on ranks of a pipeline, alone and with data parallelism, ZeRO, tensor,
+# sequence, vocabulary, asynchronous tensor and context parallelism, against one device; real training,
+# checkpoints from one layout to another, schedules from a file, what does not fit, and a rank that dies.
+# TAP. A pattern chooses among the layouts.
+# needs: build/05_pipeline_parallel/schedule build/05_pipeline_parallel/afab
+# needs: build/05_pipeline_parallel/one_f_one_b build/05_pipeline_parallel/interleaved
+# needs: build/05_pipeline_parallel/zero_bubble build/05_pipeline_parallel/zero_bubble_v
+# needs: build/05_pipeline_parallel/zero_bubble_auto build/05_pipeline_parallel/dualpipe
+# needs: build/05_pipeline_parallel/dualpipe_v build/03_tensor_parallel/tensor_parallel
+# needs: build/00_single_gpu/train
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 top=$build
@@ -47,11 +52,13 @@ if [ "$only" = "*" ]; then
     report $? "the page's table is what the programs print"
 fi
 
-# From one node to two, a pipeline loses less of its throughput per GPU than tensor parallelism: in the page's figures.
+# From one node to two, a pipeline loses less of its throughput per GPU than tensor parallelism: in the
+# page's figures.
 across='^From one node|GPUs, ms|^  (pp|tp), m|the bubble alone'
 if wanted "from one node to two"; then
     run "$build/one_f_one_b" --ranks 16 --layers 16 --steps 1 && grep -q '^PASS' "$out" &&
-        [ "$(grep -E "$across" "$out")" = "$(sed -n 's/^    //p' 05_pipeline_parallel/README.md | grep -E "$across")" ] &&
+        [ "$(grep -E "$across" "$out")" = \
+            "$(sed -n 's/^    //p' 05_pipeline_parallel/README.md | grep -E "$across")" ] &&
         [ "$(grep -cE "$across" "$out")" = 5 ]
     report $? "from one node to two"
 fi
@@ -65,7 +72,8 @@ exactly "1f1b, p 3, m 2" one_f_one_b --ranks 3 --grad-acc 2 $quick
 exactly "1f1b, p 4, m 1" one_f_one_b --grad-acc 1 $quick
 exactly "1f1b, p 4, m 16" one_f_one_b --grad-acc 16 $quick
 exactly "1f1b, p 6, m 6, 11 layers" one_f_one_b --ranks 6 --grad-acc 6 --layers 11 --steps 1
-exactly "1f1b, p 8, m 7, ends without a layer" one_f_one_b --ranks 8 --grad-acc 7 --stage-layers 0,2,1,1,1,1,1,0 $quick
+exactly "1f1b, p 8, m 7, ends without a layer" one_f_one_b --ranks 8 --grad-acc 7 \
+    --stage-layers 0,2,1,1,1,1,1,0 $quick
 exactly "interleaved, p 1, v 3" interleaved --ranks 1 --chunks 3 --grad-acc 2 $quick
 exactly "interleaved, p 2, v 1, m 3" interleaved --ranks 2 --chunks 1 --grad-acc 3 $quick
 exactly "interleaved, p 2, v 3, m 4" interleaved --ranks 2 --chunks 3 --grad-acc 4 $quick
@@ -99,68 +107,94 @@ few="--layers 5 --steps 1 --grad-acc 2"
 nearly "afab, pp 2, dp 2" afab --pp 2 $few
 nearly "1f1b, pp 4, dp 2, zero 1" one_f_one_b --ranks 8 --pp 4 --zero 1 --layers 5 --steps 2
 nearly "1f1b, pp 2, dp 2, zero 2" one_f_one_b --pp 2 --zero 2 $few
-nearly "1f1b, pp 2, dp 3, zero 1, tied, AdamW" one_f_one_b --ranks 6 --pp 2 --zero 1 --tied --optimizer adamw --lr 0.001 $few
+nearly "1f1b, pp 2, dp 3, zero 1, tied, AdamW" one_f_one_b --ranks 6 --pp 2 --zero 1 --tied \
+    --optimizer adamw --lr 0.001 $few
 nearly "1f1b, pp 2, tp 2" one_f_one_b --pp 2 --tp 2 $few
-nearly "1f1b, pp 2, tp 2, dp 2, sp, vocab, zero 1" one_f_one_b --ranks 8 --pp 2 --tp 2 --sp --vocab-parallel --zero 1 $few
+nearly "1f1b, pp 2, tp 2, dp 2, sp, vocab, zero 1" one_f_one_b --ranks 8 --pp 2 --tp 2 --sp \
+    --vocab-parallel --zero 1 $few
 nearly "interleaved, pp 2, dp 2, zero 1" interleaved --pp 2 --zero 1 $few
-nearly "interleaved, pp 2, dp 2, zero 2, v 3" interleaved --pp 2 --zero 2 --chunks 3 --layers 7 --steps 2 --grad-acc 3
+nearly "interleaved, pp 2, dp 2, zero 2, v 3" interleaved --pp 2 --zero 2 --chunks 3 --layers 7 --steps 2 \
+    --grad-acc 3
 nearly "interleaved, pp 2, tp 2, sp, full" interleaved --pp 2 --tp 2 --sp --recompute full $few
 nearly "zb_h1, pp 2, dp 2" zero_bubble --pp 2 $few
 nearly "zb_h1, pp 2, dp 2, zero 2, full" zero_bubble --pp 2 --zero 2 --recompute full $few
 nearly "zb_h1, pp 2, tp 2, sp, vocab, tied" zero_bubble --pp 2 --tp 2 --sp --vocab-parallel --tied $few
-nearly "zb_h2, pp 4, tp 2, selective" zero_bubble --schedule zb_h2 --ranks 8 --pp 4 --tp 2 --recompute selective $few
+nearly "zb_h2, pp 4, tp 2, selective" zero_bubble --schedule zb_h2 --ranks 8 --pp 4 --tp 2 \
+    --recompute selective $few
 nearly "zb_v, pp 2, dp 2, zero 1" zero_bubble_v --pp 2 --zero 1 $few
 nearly "zb_v, pp 2, dp 2, zero 2, tied" zero_bubble_v --pp 2 --zero 2 --tied $few
 nearly "zb_v, pp 2, tp 2, vocab" zero_bubble_v --pp 2 --tp 2 --vocab-parallel $few
-nearly "zb_v, pp 2, tp 3, sp, uneven rows" zero_bubble_v --ranks 6 --pp 2 --tp 3 --kv-heads 3 --ffn 39 --sp $few
+nearly "zb_v, pp 2, tp 3, sp, uneven rows" zero_bubble_v --ranks 6 --pp 2 --tp 3 --kv-heads 3 --ffn 39 \
+    --sp $few
 nearly "zb_auto, pp 2, dp 2, zero 1" zero_bubble_auto --pp 2 --zero 1 $few
 nearly "zb_auto, pp 2, tp 2, sp, selective" zero_bubble_auto --pp 2 --tp 2 --sp --recompute selective $few
-nearly "dualpipe, pp 2, dp 2, one direction has nothing to do" dualpipe --pp 2 --layers 5 --steps 2 --grad-acc 1
+nearly "dualpipe, pp 2, dp 2, one direction has nothing to do" dualpipe --pp 2 --layers 5 --steps 2 \
+    --grad-acc 1
 nearly "dualpipe, pp 2, dp 2, zero 1" dualpipe --pp 2 --zero 1 $few
 nearly "dualpipe, pp 2, dp 2, zero 2, m 3" dualpipe --pp 2 --zero 2 --layers 5 --steps 1 --grad-acc 3
-nearly "dualpipe, pp 2, dp 2, zero 2, tied, one direction has nothing to do" dualpipe --pp 2 --zero 2 --tied --layers 5 --steps 2 --grad-acc 1
+nearly "dualpipe, pp 2, dp 2, zero 2, tied, one direction has nothing to do" dualpipe --pp 2 --zero 2 \
+    --tied --layers 5 --steps 2 --grad-acc 1
 nearly "dualpipe, pp 4, tp 2, sp, full" dualpipe --ranks 8 --pp 4 --tp 2 --sp --recompute full $few
 nearly "dualpipe, pp 2, tp 2, vocab, tied" dualpipe --pp 2 --tp 2 --vocab-parallel --tied $few
 nearly "dualpipe_v, pp 2, dp 2, zero 1" dualpipe_v --pp 2 --zero 1 $few
 nearly "dualpipe_v, pp 2, dp 2, zero 2, selective" dualpipe_v --pp 2 --zero 2 --recompute selective $few
 nearly "dualpipe_v, pp 2, tp 2, dp 2, sp, zero 2" dualpipe_v --ranks 8 --pp 2 --tp 2 --sp --zero 2 $few
 nearly "without a pipeline, zero 3, dp 2" one_f_one_b --ranks 2 --pp 1 --zero 3 $few
-kept="--zero 3 --layers 5 --steps 2 --grad-acc 3"  # weights are gathered once a step, and freed before the next one
+# weights are gathered once a step, and freed before the next one
+kept="--zero 3 --layers 5 --steps 2 --grad-acc 3"
 nearly "1f1b, pp 2, dp 2, zero 3" one_f_one_b --pp 2 $kept
-nearly "1f1b, pp 2, dp 3, zero 3, tied, AdamW, bf16" one_f_one_b --ranks 6 --pp 2 --tied --optimizer adamw --lr 0.001 --dtype bf16 $kept
+nearly "1f1b, pp 2, dp 3, zero 3, tied, AdamW, bf16" one_f_one_b --ranks 6 --pp 2 --tied --optimizer adamw \
+    --lr 0.001 --dtype bf16 $kept
 nearly "interleaved, pp 2, dp 2, zero 3, full" interleaved --pp 2 --recompute full $kept
-nearly "zb_h1, pp 2, tp 2, dp 2, sp, vocab, zero 3, tied" zero_bubble --ranks 8 --pp 2 --tp 2 --sp --vocab-parallel --tied $kept
+nearly "zb_h1, pp 2, tp 2, dp 2, sp, vocab, zero 3, tied" zero_bubble --ranks 8 --pp 2 --tp 2 --sp \
+    --vocab-parallel --tied $kept
 nearly "zb_v, pp 2, cp 2, ring, zero 3" zero_bubble_v --pp 2 --cp 2 --context ring $kept
-nearly "dualpipe, pp 2, dp 2, zero 3, tied, one direction has nothing to do" dualpipe --pp 2 --tied --zero 3 --layers 5 --steps 2 --grad-acc 1
+nearly "dualpipe, pp 2, dp 2, zero 3, tied, one direction has nothing to do" dualpipe --pp 2 --tied \
+    --zero 3 --layers 5 --steps 2 --grad-acc 1
 
 nearly "1f1b, pp 2, cp 2, ring" one_f_one_b --pp 2 --cp 2 --context ring $few
 nearly "zb_v, pp 2, cp 2, zigzag, full" zero_bubble_v --pp 2 --cp 2 --context zigzag --recompute full $few
-nearly "zb_h1, pp 2, cp 2, dp 2, ring, selective, zero 2, tied" zero_bubble --ranks 8 --pp 2 --cp 2 --context ring --recompute selective --zero 2 --tied $few
-nearly "dualpipe, pp 2, cp 2, tp 2, all-gather, sp, zero 2" dualpipe --ranks 8 --pp 2 --cp 2 --tp 2 --context all-gather --sp --zero 2 $few
+nearly "zb_h1, pp 2, cp 2, dp 2, ring, selective, zero 2, tied" zero_bubble --ranks 8 --pp 2 --cp 2 \
+    --context ring --recompute selective --zero 2 --tied $few
+nearly "dualpipe, pp 2, cp 2, tp 2, all-gather, sp, zero 2" dualpipe --ranks 8 --pp 2 --cp 2 --tp 2 \
+    --context all-gather --sp --zero 2 $few
 nearly "1f1b, pp 2, cp 2, ulysses, zero 1" one_f_one_b --pp 2 --cp 2 --context ulysses --zero 1 $few
-nearly "zb_v, pp 2, cp 2, tp 2, ulysses" zero_bubble_v --ranks 8 --pp 2 --cp 2 --tp 2 --context ulysses --heads 8 --hidden 32 $few
+nearly "zb_v, pp 2, cp 2, tp 2, ulysses" zero_bubble_v --ranks 8 --pp 2 --cp 2 --tp 2 --context ulysses \
+    --heads 8 --hidden 32 $few
 refused "--context ulysses deals out heads" one_f_one_b --ranks 8 --pp 2 --cp 4 --context ulysses
 
 nearly "zb_v, pp 2, tp 2, async" zero_bubble_v --pp 2 --tp 2 --sp --async-tp $few
-nearly "dualpipe, pp 2, tp 2, dp 2, async, vocab, zero 3" dualpipe --ranks 8 --pp 2 --tp 2 --sp --async-tp --vocab-parallel --zero 3 $few
-nearly "interleaved, pp 2, tp 3, async, uneven rows" interleaved --ranks 6 --pp 2 --tp 3 --kv-heads 3 --ffn 39 --sp --async-tp $few
+nearly "dualpipe, pp 2, tp 2, dp 2, async, vocab, zero 3" dualpipe --ranks 8 --pp 2 --tp 2 --sp --async-tp \
+    --vocab-parallel --zero 3 $few
+nearly "interleaved, pp 2, tp 3, async, uneven rows" interleaved --ranks 6 --pp 2 --tp 3 --kv-heads 3 \
+    --ffn 39 --sp --async-tp $few
 refused "rows are in flight only where each rank has its own: add --sp" one_f_one_b --pp 2 --tp 2 --async-tp
 
 nearly "zb_h1, pp 2, tp 2, zero-r" zero_bubble --pp 2 --tp 2 --zero-r --recompute full $few
-nearly "dualpipe, pp 2, tp 3, zero-r, parts that differ, one direction has nothing to do" dualpipe --ranks 6 --pp 2 --tp 3 --kv-heads 3 --ffn 39 --zero-r --recompute full --layers 5 --steps 1 --grad-acc 1
-nearly "1f1b, pp 2, tp 2, cp 2, zigzag, zero-r, bf16" one_f_one_b --ranks 8 --pp 2 --tp 2 --cp 2 --context zigzag --zero-r --recompute full --dtype bf16 $few
-refused "--zero-r shards the inputs of blocks that full recomputation keeps: add --recompute full" one_f_one_b --pp 2 --tp 2 --zero-r
-refused "--zero-r: with --sp each rank of --tp keeps its own rows already" one_f_one_b --pp 2 --tp 2 --sp --zero-r --recompute full
-refused "--cp 2: no technique of this program shares work over it; --cp 1 would fit" one_f_one_b --pp 2 --cp 2
+nearly "dualpipe, pp 2, tp 3, zero-r, parts that differ, one direction has nothing to do" dualpipe \
+    --ranks 6 --pp 2 --tp 3 --kv-heads 3 --ffn 39 --zero-r --recompute full --layers 5 --steps 1 \
+    --grad-acc 1
+nearly "1f1b, pp 2, tp 2, cp 2, zigzag, zero-r, bf16" one_f_one_b --ranks 8 --pp 2 --tp 2 --cp 2 \
+    --context zigzag --zero-r --recompute full --dtype bf16 $few
+refused "--zero-r shards the inputs of blocks that full recomputation keeps: add --recompute full" \
+    one_f_one_b --pp 2 --tp 2 --zero-r
+refused "--zero-r: with --sp each rank of --tp keeps its own rows already" one_f_one_b --pp 2 --tp 2 --sp \
+    --zero-r --recompute full
+refused "--cp 2: no technique of this program shares work over it; --cp 1 would fit" one_f_one_b --pp 2 \
+    --cp 2
 
 shape="--layers 5 --hidden 24 --heads 6 --kv-heads 2 --ffn 40 --vocab 256"
 rest="--seq 15 --micro-batch 2 --dtype f64 --optimizer adamw --lr 0.001 --clip 0.5"
 if wanted "resumed"; then
-    run "$build/one_f_one_b" $shape $rest --grad-acc 2 --ranks 4 --pp 2 --zero 1 --steps 2 --save "$work/two" &&
-        run "$build/zero_bubble_v" --resume "$work/two" $rest --grad-acc 4 --ranks 2 --steps 3 --save "$work/folded" &&
+    run "$build/one_f_one_b" $shape $rest --grad-acc 2 --ranks 4 --pp 2 --zero 1 --steps 2 \
+        --save "$work/two" &&
+        run "$build/zero_bubble_v" --resume "$work/two" $rest --grad-acc 4 --ranks 2 --steps 3 \
+            --save "$work/folded" &&
         run "$build/dualpipe" --resume "$work/folded" $rest --grad-acc 4 --steps 4 --save "$work/four" &&
-        run "$top/03_tensor_parallel/tensor_parallel" --resume "$work/four" $rest --grad-acc 4 --ranks 2 --steps 5 --save "$work/tp" &&
-        run "$top/00_single_gpu/train" --resume "$work/tp" $rest --grad-acc 4 --steps 6 --sample 0 --save "$work/one" &&
+        run "$top/03_tensor_parallel/tensor_parallel" --resume "$work/four" $rest --grad-acc 4 --ranks 2 \
+            --steps 5 --save "$work/tp" &&
+        run "$top/00_single_gpu/train" --resume "$work/tp" $rest --grad-acc 4 --steps 6 --sample 0 \
+            --save "$work/one" &&
         run "$build/interleaved" --resume "$work/one" $rest --grad-acc 4 --ranks 2 --steps 7
     report $? "resumed from pp 2 x dp 2 folded on 2 ranks, on DualPipe's 4, by tensor parallelism, on one device and interleaved"
 fi
@@ -169,12 +203,14 @@ fi
 shown() { grep -aE '^step [0-9]+ +held-out' "$out"; grep -a -A 1 '^sample' "$out"; }
 real="--steps 4 --eval-every 2 --sample 20"
 if wanted "trains"; then
-    run "$top/00_single_gpu/train" $shape $rest $real --grad-acc 4 && shown >"$work/alone" && [ "$(wc -l <"$work/alone")" -ge 4 ]
+    run "$top/00_single_gpu/train" $shape $rest $real --grad-acc 4 && shown >"$work/alone" &&
+        [ "$(wc -l <"$work/alone")" -ge 4 ]
     report $? "trains on one device"
 fi
 while read -r program flags; do
     wanted "trains" || continue
-    run "$build/$program" --no-check $shape $rest $real $flags </dev/null && shown >"$work/ranks" && cmp -s "$work/alone" "$work/ranks"
+    run "$build/$program" --no-check $shape $rest $real $flags </dev/null && shown >"$work/ranks" &&
+        cmp -s "$work/alone" "$work/ranks"
     report $? "trains, evaluates and generates as one device: $program $flags"
 done <<'PROGRAMS'
 one_f_one_b --ranks 2 --grad-acc 4
@@ -195,11 +231,18 @@ exactly "loaded: 1F1B with B and W apart" afab $loads "$work/split.txt"
 nearly "loaded: dualpipe" one_f_one_b $loads "$work/dual.txt"
 sed 's/BW0.0.0/BX0.0.0/' "$work/wide.txt" >"$work/bad.txt"
 sed 's/W0.3.0//' "$work/split.txt" >"$work/unsound.txt"
+<<<<<<< HEAD
 refused "--load: cannot open $work/none.txt: No such file or directory" one_f_one_b $loads "$work/none.txt"
+=======
+refused "--load $work/none.txt cannot be read: No such file or directory" one_f_one_b $loads \
+    "$work/none.txt"
+>>>>>>> w/out
 refused "--load $work/bad.txt: line " one_f_one_b $loads "$work/bad.txt"
 refused "no W is left at the end" one_f_one_b $loads "$work/unsound.txt"
-refused "is for --pp 2 and --grad-acc 4, and this run has 2 and 3" one_f_one_b --ranks 2 --grad-acc 3 --load "$work/wide.txt"
-refused "is for --pp 2 and --grad-acc 4, and this run has 4 and 4" one_f_one_b --grad-acc 4 --load "$work/wide.txt"
+refused "is for --pp 2 and --grad-acc 4, and this run has 2 and 3" one_f_one_b --ranks 2 --grad-acc 3 \
+    --load "$work/wide.txt"
+refused "is for --pp 2 and --grad-acc 4, and this run has 4 and 4" one_f_one_b --grad-acc 4 \
+    --load "$work/wide.txt"
 
 refused "stage 2 of 4 would have no layer; --layers 4 or more would fit" one_f_one_b --layers 2
 refused "--stage-layers 5,0,2,2: stage 1 of 4 would have no layer" one_f_one_b --stage-layers 5,0,2,2
@@ -207,7 +250,8 @@ refused "--stage-layers 3,3,3,1 add up to 10 layers, and the model has 9" one_f_
 refused "--stage-layers 3,3,3: 4 numbers of layers are needed" one_f_one_b --stage-layers 3,3,3
 refused "--stage-layers 3,3,x,3: 4 numbers of layers are needed" one_f_one_b --stage-layers 3,3,x,3
 refused "--schedule dualpipe needs an even --pp" dualpipe --ranks 3
-refused "--pp 9 x --chunks 64 is more than 512 stages: --chunks 56 would fit" interleaved --ranks 9 --chunks 64
+refused "--pp 9 x --chunks 64 is more than 512 stages: --chunks 56 would fit" interleaved --ranks 9 \
+    --chunks 64
 refused "--pp 3 does not divide the 4 ranks" one_f_one_b --pp 3
 refused "--tp 3 does not divide" one_f_one_b --ranks 6 --pp 2 --tp 3
 
@@ -219,7 +263,8 @@ if wanted "a rank is killed"; then
     kill -9 $(cat /proc/$launcher/task/*/children | awk '{ print $NF }')
     wait $launcher 2>/dev/null
     status=$?
-    [ $status != 0 ] && [ "$(grep -c . "$err")" = 1 ] && grep -q 'rank [0-3] has died' "$err" && ! grep -q '^PASS' "$out"
+    [ $status != 0 ] && [ "$(grep -c . "$err")" = 1 ] && grep -q 'rank [0-3] has died' "$err" &&
+        ! grep -q '^PASS' "$out"
     report $? "a rank is killed: $(head -n 1 "$err")"
 fi
 finish

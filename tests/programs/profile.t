@@ -18,7 +18,8 @@ proves "memory goes as the formulas say in f32" $small
 for dtype in f64 bf16; do proves "and in $dtype, with accumulation" $small --dtype $dtype --grad-acc 3; done
 proves "and with tied weights and selective recomputation" $small --tied --recompute selective
 proves "and with full recomputation" $small --recompute full --steps 6
-proves "and for Llama 3 8B, with no memory behind it" --model llama-3-8b --dtype bf16 --micro-batch 1 --dry-run \
+proves "and for Llama 3 8B, with no memory behind it" --model llama-3-8b --dtype bf16 --micro-batch 1 \
+    --dry-run \
     --machine h200
 grep -q 'the device has 141 GB' "$work/m.svg"
 report $? "the picture shows the capacity that Llama 3 8B exceeds"

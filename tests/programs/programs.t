@@ -1,19 +1,22 @@
 #!/bin/bash
-# programs.t: every program of one device reaches its verdict in every dtype, and writes the files that it is asked for.
-# BUILD=build-asan runs it under the sanitizers. TAP.
+# programs.t: every program of one device reaches its verdict in every dtype, and writes the files that it
+# is asked for. BUILD=build-asan runs it under the sanitizers. TAP.
 . "$(dirname "$0")/tap.sh"
 build=$build/00_single_gpu
 small="--layers 1 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13"
 
 for dtype in f64 f32 bf16 f16; do
-    passes "grad_accumulation in $dtype, in 2, 3 and 6 parts" grad_accumulation $small --micro-batch 6 --dtype $dtype \
+    passes "grad_accumulation in $dtype, in 2, 3 and 6 parts" grad_accumulation $small --micro-batch 6 \
+        --dtype $dtype \
         --steps 2 --lr 0.01
     passes "recompute in $dtype" recompute $small --dtype $dtype --steps 2
     passes "memory in $dtype" memory --measure $small --dtype $dtype
-    passes "profile in $dtype" profile $small --dtype $dtype --steps 2 --svg "$work/m.svg" --trace "$work/t.json"
+    passes "profile in $dtype" profile $small --dtype $dtype --steps 2 --svg "$work/m.svg" \
+        --trace "$work/t.json"
     passes "train in $dtype" train $small --dtype $dtype --steps 12 --sample 3
 done
-passes "train with tied embeddings, SGD and recomputation" train $small --tied --optimizer sgd --lr 0.5 --steps 12 \
+passes "train with tied embeddings, SGD and recomputation" train $small --tied --optimizer sgd --lr 0.5 \
+    --steps 12 \
     --recompute full --sample 0 --grad-acc 2
 passes "recompute without a comparison" recompute $small --no-check
 for program in train grad_accumulation recompute; do
@@ -40,10 +43,12 @@ for flag in json trace; do
     report $? "--$flag writes through a link into a FIFO"
 done
 ln -s /proc/self/fd/1 "$work/stdout"  # as /dev/stdout is
-"$build/train" $small --steps 12 --json "$work/stdout" >"$work/log" 2>"$out" && grep -q '^L=1' "$work/log" &&
+"$build/train" $small --steps 12 --json "$work/stdout" >"$work/log" 2>"$out" &&
+    grep -q '^L=1' "$work/log" &&
     grep -q '^PASS' "$work/log" && grep -q '"verdict"' "$work/log"
 report $? "--json on standard output stands in the log"
-"$build/train" $small --steps 12 --json "$work/closed.json" >&- 2>"$out" && [ "$(head -n 1 "$work/closed.json")" = '{' ] &&
+"$build/train" $small --steps 12 --json "$work/closed.json" >&- 2>"$out" &&
+    [ "$(head -n 1 "$work/closed.json")" = '{' ] &&
     ! grep -q '^L=1' "$work/closed.json"
 report $? "no line of the log stands in a report when standard output is closed"
 for flag in json trace; do

@@ -1,6 +1,6 @@
 #!/bin/bash
-# readme.t: what the pages say of the tree is true of the tree: the map of this book, the files of the core, the number of
-# mutants, links, names of programs and files, commands.
+# readme.t: what the pages say of the tree is true of the tree: the map of this book, the files of the core,
+# the number of mutants, links, names of programs and files, commands.
 . "$(dirname "$0")/tap.sh"
 written='README.md common/README.md common/cuda/README.md tests/CLAIMS.md tests/bench/README.md'
 all="$written $(ls 0[0-9]_*/README.md)"
@@ -42,7 +42,8 @@ for page in $(ls 0[0-9]_*/README.md); do
         for flag in $(grep -oE -- '--[a-z0-9-]+' <<<"${flags%%|*}"); do
             grep -qE -- "^ +$flag( |\$)" <<<"$help" || bad="$bad $program $flag;"
         done
-    done < <(grep -ohE '^( +|<!-- (run|dated) )build/0[0-9][^>]*' "$page" | sed 's/<!-- [a-z]* //; s/ --$//')
+    done < <(grep -ohE '^( +|<!-- (run|dated) )build/0[0-9][^>]*' "$page" |
+        sed 's/<!-- [a-z]* //; s/ --$//')
 done
 [ -z "$bad" ] && [ $asked -gt 40 ]
 report $? "every command of a chapter's page has flags that its program takes${bad:+, but not$bad}"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# schedule.t: the schedules of pipelines from the command line: the table, each schedule, its picture, and text that
-# goes out and comes in again. TAP.
+# schedule.t: the schedules of pipelines from the command line: the table, each schedule, its picture, and
+# text that goes out and comes in again. TAP.
 # needs: build/05_pipeline_parallel/schedule
 cd "$(dirname "$0")/../.." || exit 2
 unset OPENBLAS_CORETYPE
@@ -28,7 +28,8 @@ refused() {
     local words=$1
     shift
     run "$@"
-    [ $? = 2 ] && [ "$(wc -l <"$work/out")" = 1 ] && grep -q '^schedule: ' "$work/out" && grep -qF -e "$words" "$work/out"
+    [ $? = 2 ] && [ "$(wc -l <"$work/out")" = 1 ] && grep -q '^schedule: ' "$work/out" &&
+        grep -qF -e "$words" "$work/out"
     report $? "refused: $words"
 }
 
@@ -39,18 +40,22 @@ report $? "the table of all schedules agrees with their formulas"
 report $? "for p = 4 and 8, m = p, 2 p and 4 p"
 grep -qE '^zb_h1 +3 +3 +3 +28 +28 +the best$' "$work/out" && grep -qE '^zb_v +3 +3 +3 +15 +12' "$work/out"
 report $? "and says how far each is from the best"
-python3 -c 'import json,sys; t=json.load(open(sys.argv[1])); assert t["verdict"]["status"] == "PASS"' "$work/table.json" 2>"$work/out"
+python3 -c 'import json,sys; t=json.load(open(sys.argv[1])); assert t["verdict"]["status"] == "PASS"' \
+    "$work/table.json" 2>"$work/out"
 report $? "and writes it as JSON"
 
 cp "$work/out" "$work/before"
-run --forward 9 --backward 9 --weight 9 && ! grep -q FAIL "$work/out" && grep -q '^dualpipe_v .* exact ' "$work/out"
+run --forward 9 --backward 9 --weight 9 && ! grep -q FAIL "$work/out" &&
+    grep -q '^dualpipe_v .* exact ' "$work/out"
 report $? "for other durations, too"
 run --hop 3 && ! grep -q FAIL "$work/out" && ! grep -q ' exact ' "$work/out"
 report $? "with a hop no formula is claimed"
 
 for name in $names; do
-    run --schedule "$name" --stages 4 --micro-batches 8 --svg "$work/$name.svg" && [ "$(grep -c '^rank [0-3]  |' "$work/out")" = 4 ] &&
-        grep -q "^PASS schedule: $name.* is sound" "$work/out" && grep -q '^in one for activations.*: in order$' "$work/out"
+    run --schedule "$name" --stages 4 --micro-batches 8 --svg "$work/$name.svg" &&
+        [ "$(grep -c '^rank [0-3]  |' "$work/out")" = 4 ] &&
+        grep -q "^PASS schedule: $name.* is sound" "$work/out" &&
+            grep -q '^in one for activations.*: in order$' "$work/out"
     report $? "$name is drawn"
     python3 - "$work/$name.svg" >"$work/out" 2>&1 <<'PYTHON'
 import sys, xml.etree.ElementTree as tree
@@ -71,29 +76,36 @@ assert sum(t.get('class') in ('n', 'n w') for t in texts) >= 64, 'few numbers'
 PYTHON
     report $? "$name as an SVG stays inside its frame, with its numbers"
     run --schedule "$name" --stages 4 --micro-batches 8 --dump && cp "$work/out" "$work/$name.txt" &&
-        run --load "$work/$name.txt" --dump && cmp -s "$work/out" "$work/$name.txt" && run --load "$work/$name.txt" &&
+        run --load "$work/$name.txt" --dump && cmp -s "$work/out" "$work/$name.txt" &&
+            run --load "$work/$name.txt" &&
         grep -q "^PASS schedule: $name" "$work/out"
     report $? "$name is loaded as it was dumped"
 done
 
 run --schedule one_f_one_b --stages 4 --micro-batches 8 --dump
-[ "$(head -n 4 "$work/out" | tail -n 1)" = "rank 0: F0.0.0 F0.1.0 F0.2.0 F0.3.0 BW0.0.0 F0.4.0 BW0.1.0 F0.5.0 BW0.2.0 F0.6.0 BW0.3.0 F0.7.0 BW0.4.0 BW0.5.0 BW0.6.0 BW0.7.0" ]
+[ "$(head -n 4 "$work/out" | tail -n 1)" = \
+    "rank 0: F0.0.0 F0.1.0 F0.2.0 F0.3.0 BW0.0.0 F0.4.0 BW0.1.0 F0.5.0 BW0.2.0 F0.6.0 BW0.3.0 F0.7.0 BW0.4.0 BW0.5.0 BW0.6.0 BW0.7.0" ]
 report $? "1F1B is what it is called"
 run --schedule afab --stages 4 --micro-batches 1
 grep -q 'bubble 90 (300% of the work)' "$work/out"
 report $? "AFAB of one micro-batch is the naive pipeline"
-run --schedule one_f_one_b --stages 4 --micro-batches 8 --split && grep -q 'bubble 66, as a period 66' "$work/out"
+run --schedule one_f_one_b --stages 4 --micro-batches 8 --split &&
+    grep -q 'bubble 66, as a period 66' "$work/out"
 report $? "--split takes B and W apart"
-run --schedule interleaved --stages 4 --micro-batches 8 --group 8 && grep -qE '^rank 0 +7.5 +7.5' "$work/out" &&
+run --schedule interleaved --stages 4 --micro-batches 8 --group 8 &&
+    grep -qE '^rank 0 +7.5 +7.5' "$work/out" &&
     run --schedule interleaved --stages 4 --micro-batches 8 && grep -qE '^rank 0 +5.5 +5.5' "$work/out"
 report $? "breadth-first holds more than depth-first"
-run --schedule zb_auto --stages 4 --micro-batches 16 --memory-limit 5 && grep -q 'bubble 34, .* 5 micro-batches held' "$work/out"
+run --schedule zb_auto --stages 4 --micro-batches 16 --memory-limit 5 &&
+    grep -q 'bubble 34, .* 5 micro-batches held' "$work/out"
 report $? "--memory-limit is kept"
 run --schedule dualpipe --stages 8 --micro-batches 16
-grep -q 'one queue for each pair of ranks: rank .* breaks the rule "messages are received in the order' "$work/out"
+grep -q 'one queue for each pair of ranks: rank .* breaks the rule "messages are received in the order' \
+    "$work/out"
 report $? "one queue for a pair of ranks misorders DualPipe, and is told so"
 
-# A sound schedule with its first B taken before its F; with its last W taken out; and a rank that waits for ever.
+# A sound schedule with its first B taken before its F; with its last W taken out; and a rank that waits for
+# ever.
 sed 's/^rank 3: F3.0.0 BW3.0.0/rank 3: BW3.0.0 F3.0.0/' "$work/one_f_one_b.txt" >"$work/order.txt"
 run --load "$work/order.txt"
 [ $? = 1 ] && grep -q '^FAIL schedule: .*rank 3, position 0 (BW3.0.0) breaks the rule "B after its F": F3.0.0 stands at position 1' "$work/out"
@@ -110,7 +122,8 @@ report $? "a deadlock is told, and not run into"
 
 # What the chapter's page shows is what the program prints.
 page=05_pipeline_parallel/README.md
-run && missing=$(grep -E '^    (afab|one_f|interleaved|zb_|dualpipe|p = )' $page | sed 's/^    //' | while IFS= read -r line; do
+run && missing=$(grep -E '^    (afab|one_f|interleaved|zb_|dualpipe|p = )' $page | sed 's/^    //' |
+    while IFS= read -r line; do
     sed 's/ *$//' "$work/out" | grep -qxF -- "$line" || echo "$line"; done) && [ -z "$missing" ] &&
     [ "$(grep -cE '^    (afab|one_f|interleaved|zb_|dualpipe|p = )' $page)" -ge 18 ]
 report $? "the page's tables are those of the program"

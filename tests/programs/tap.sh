@@ -2,12 +2,13 @@
 #
 #     . "$(dirname "$0")/tap.sh"
 #
-# and is in the root of the tree then, with the programs in $build, a folder of its own in $work, and none of the caller's
-# settings that would change what it tests. It ends with `finish`. Its argument is a pattern: only tests whose names match
-# run, so that a test which looks at what the one before it has printed needs a pattern that matches both.
+# and is in the root of the tree then, with the programs in $build, a folder of its own in $work, and none
+# of the caller's settings that would change what it tests. It ends with `finish`. Its argument is a
+# pattern: only tests whose names match run, so that a test which looks at what the one before it has
+# printed needs a pattern that matches both.
 #
-# A line "# needs: ..." in a test names the variables and targets of make that it takes, where these are not all programs.
-# With MUTANT set (tests/mutants/run) that has been built, and the first red is enough.
+# A line "# needs: ..." in a test names the variables and targets of make that it takes, where these are not
+# all programs. With MUTANT set (tests/mutants/run) that has been built, and the first red is enough.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 unset OPENBLAS_CORETYPE MAKEFLAGS MAKELEVEL
 export OMP_WAIT_POLICY=passive
@@ -34,7 +35,8 @@ report() {
     fi
     echo "not ok $count - $2"
     failed=1
-    { echo "exit status of the last run: $status"; grep -h FAIL "$out"; tail -q -n 12 "$work"/out* "$err"; } 2>/dev/null | sed 's/^/#   /'
+    { echo "exit status of the last run: $status"; grep -h FAIL "$out"; tail -q -n 12 "$work"/out* "$err"; \
+        } 2>/dev/null | sed 's/^/#   /'
     [ -z "$MUTANT" ] || exit 1
 }
 
@@ -60,8 +62,10 @@ passes() {
     report $? "$name"
 }
 
-# one_line STATUS OPTION WORDS: what has run ended with status 2, and one line on stderr in which grep finds the words.
-one_line() { [ "$1" = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q "$2" -e "$3" "$err" && ! grep -q '^PASS' "$out"; }
+# one_line STATUS OPTION WORDS: what has run ended with status 2, and one line on stderr in which grep finds
+# the words.
+one_line() { [ "$1" = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q "$2" -e "$3" "$err" &&
+    ! grep -q '^PASS' "$out"; }
 
 # refused WORDS PROGRAM FLAGS…: status 2, and one line on stderr that has the words.
 refused() {
@@ -87,7 +91,8 @@ refuses() {
 all_tests() {
     run "$@"
     sed -n 's/^not ok/# not ok/p' "$out"
-    [ $status = 0 ] && [ "$(grep -c '^ok' "$out")" -gt 0 ] && [ "$(grep -c '^ok' "$out")" = "$(sed -n 's/^1\.\.//p' "$out")" ]
+    [ $status = 0 ] && [ "$(grep -c '^ok' "$out")" -gt 0 ] &&
+        [ "$(grep -c '^ok' "$out")" = "$(sed -n 's/^1\.\.//p' "$out")" ]
 }
 
 # For tests of CUDA on the CPU.

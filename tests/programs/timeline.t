@@ -1,6 +1,7 @@
 #!/bin/bash
 # timeline.t: the time line of several ranks is one trace, and pictures that are the same on every run. TAP.
-# needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync
+# needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap
+# needs: build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/01_data_parallel
@@ -11,7 +12,8 @@ share() { grep "^$1 .*exposed.* ms\$" "$out" | grep -oE "$2 [0-9.]+%" | grep -oE
 
 run "$build"/ddp_overlap --ranks 3 $llama --trace "$work/t.json"
 report $? "three ranks write a trace"
-[ "$(head -n 1 "$work/t.json")" = '{"displayTimeUnit":"ms","traceEvents":[' ] && [ "$(tail -n 1 "$work/t.json")" = ']}' ] &&
+[ "$(head -n 1 "$work/t.json")" = '{"displayTimeUnit":"ms","traceEvents":[' ] &&
+    [ "$(tail -n 1 "$work/t.json")" = ']}' ] &&
     ! sed '1d;$d' "$work/t.json" | sed '$s/$/,/' | grep -qv '^{"ph":.*},$'
 report $? "it is one list of events"
 [ "$(grep -c '"name":"process_name"' "$work/t.json")" = 6 ] && for rank in 0 1 2; do
@@ -27,7 +29,8 @@ report $? "with both clocks of each rank, each with its compute and its communic
 
 # Pairs of begin and end on the model clock, in order: of each rank, and of the ranks beside each other.
 all_reduces() {
-    grep "\"X\",\"pid\":$1,\"tid\":6" "$work/t.json" | sed 's/.*"ts":\([0-9.]*\),"dur":\([0-9.]*\),.*/\1 \2/' | sort -n
+    grep "\"X\",\"pid\":$1,\"tid\":6" "$work/t.json" | sed \
+        's/.*"ts":\([0-9.]*\),"dur":\([0-9.]*\),.*/\1 \2/' | sort -n
 }
 all_reduces 3 | awk '{ if ($1 < end - 1e-3) exit 1; end = $1 + $2 } END { exit NR < 1000 }'
 report $? "a rank's communications follow each other on the model clock"
@@ -45,7 +48,8 @@ step=$(grep -oE 'a step takes [0-9.]+ ms' "$out" | grep -oE '[0-9.]+')
 awk "BEGIN { exit !($waits / $step * 100 - $(share all exposed) < 0.1 && $(share all exposed) - $waits / $step * 100 < 0.1) }"
 report $? "its exposed share is what the step waited ($waits of $step ms)"
 
-run "$build"/ddp_naive --ranks 2 $llama --timeline && [ "$(share all exposed)" = "$(share all communication)" ] &&
+run "$build"/ddp_naive --ranks 2 $llama --timeline && [ "$(share all exposed)" = \
+    "$(share all communication)" ] &&
     awk "BEGIN { exit !($(share all exposed) > 10) }"
 report $? "naive data parallelism hides nothing"
 
@@ -55,7 +59,8 @@ report $? "ddp_no_sync draws the variants"
 awk '/^(naive|overlap|bucketed|no_sync) .* ms$/ { ms = $(NF - 1); bad += before && (ms > before || (ms == before && !/^bucketed/)); before = ms; n++ }
     END { exit bad || n != 4 }' "$out"
 report $? "each faster than the row before it, or as fast with fewer messages"
-[ "$(grep -c "<path fill='url(#wait)'" "$work/1.svg")" = 4 ] && [ "$(tail -n 1 "$work/1.svg")" = '</svg>' ] &&
+[ "$(grep -c "<path fill='url(#wait)'" "$work/1.svg")" = 4 ] &&
+    [ "$(tail -n 1 "$work/1.svg")" = '</svg>' ] &&
     ! grep -qE 'nan|inf' "$work/1.svg"
 report $? "with what is exposed in each"
 
@@ -67,7 +72,8 @@ wait
 cmp -s "$work/1.svg" "$work/2.svg"
 report $? "the picture is the same to the last byte under load"
 
-run "$build"/ddp_bucketed --ranks 2 --steps 1 && grep -q '^  all in one node, NVLink  *2198  *22[0-9][0-9]  *1[0-9][0-9][0-9]$' "$out"
+run "$build"/ddp_bucketed --ranks 2 --steps 1 && grep -q \
+    '^  all in one node, NVLink  *2198  *22[0-9][0-9]  *1[0-9][0-9][0-9]$' "$out"
 report $? "the clock hides all-reduces from as many tokens on as appendix A3 says"
 
 run "$build/ddp_naive" --ranks 2 --dry-run --timeline-svg "$work/no/folder.svg"

@@ -13,15 +13,19 @@ runs() {
     report $? "$name"
 }
 
-runs "learns this book's own sources" '^PASS train: held-out loss 5\.[0-9]+ -> [0-3]\.' --steps 150 --layers 2 --seq 64
+runs "learns this book's own sources" '^PASS train: held-out loss 5\.[0-9]+ -> [0-3]\.' --steps 150 \
+    --layers 2 --seq 64
 runs "writes a sample" 'the prompt ends at \|' --steps 30 --layers 1 --sample 20 --temperature 0
 runs "trains in bf16" '^PASS' $small --steps 40 --dtype bf16
-runs "trains in f64 with tied embeddings and accumulation" '^PASS' $small --steps 40 --dtype f64 --tied --grad-acc 2
-runs "counts what f16 loses without loss scaling" 'without loss scaling [1-9][0-9.]*% of the logits. gradients became zero' \
+runs "trains in f64 with tied embeddings and accumulation" '^PASS' $small --steps 40 --dtype f64 --tied \
+    --grad-acc 2
+runs "counts what f16 loses without loss scaling" \
+    'without loss scaling [1-9][0-9.]*% of the logits. gradients became zero' \
     $small --steps 2 --dtype f16 --vocab 8192 --micro-batch 320
 grep -q '^float16 without loss scaling: gradients up to 3.0e-8 become zero' "$out"
 report $? "counts what f16 loses, and says so at the start"
-runs "counts Llama 3 8B without computing it" 'FLOPs per step.*equal' --model llama-3-8b --dtype bf16 --steps 1 \
+runs "counts Llama 3 8B without computing it" 'FLOPs per step.*equal' --model llama-3-8b --dtype bf16 \
+    --steps 1 \
     --micro-batch 1 --dry-run
 
 run "$train" $small --steps 6 --json "$work/a.json" && run "$train" $small --steps 6 --json "$work/b.json"
@@ -32,9 +36,11 @@ OMP_NUM_THREADS=1 run "$train" $small --steps 6 --trace "$work/trace.json" &&
     grep -q '"rmsnorm_forward"' "$work/trace.json"
 report $? "writes a trace"
 
-refuses "a rate that explodes is named by step and tensor" 'step [0-9]+: .*(nan|inf).* first bad tensor' train $small --steps 20 \
+refuses "a rate that explodes is named by step and tensor" 'step [0-9]+: .*(nan|inf).* first bad tensor' \
+    train $small --steps 20 \
     --optimizer sgd --lr 1e3 --clip 0 --dtype f16
-refuses "more memory than the machine has" 'out of device memory: .*parameters .*gradients .*total' train --model llama-3-405b \
+refuses "more memory than the machine has" 'out of device memory: .*parameters .*gradients .*total' train \
+    --model llama-3-405b \
     --steps 1
 refuses "a data file that is missing" '/no/such/file' train --data /no/such/file
 : >"$work/empty"
@@ -49,7 +55,8 @@ mkfifo "$work/fifo"
 refuses "a FIFO as data" "$work/fifo is a pipe" train --data "$work/fifo"
 refuses "a folder as data" "$work" train --data "$work"
 # llm.c's header: 256 int32, magic 20240520 (GPT-2), version 1, 5000 tokens; then all but the last token
-{ printf '\x88\xd8\x34\x01\x01\x00\x00\x00\x88\x13\x00\x00'; head -c 1012 /dev/zero; head -c 9998 /dev/zero; } >"$work/cut.bin"
+{ printf '\x88\xd8\x34\x01\x01\x00\x00\x00\x88\x13\x00\x00'; head -c 1012 /dev/zero; head -c 9998 \
+    /dev/zero; } >"$work/cut.bin"
 refuses "a token file that is truncated" "$work/cut.bin" train --data "$work/cut.bin"
 { cat "$work/cut.bin"; printf '\x10\x27'; } >"$work/big.bin"
 refuses "a token beyond the vocabulary" 'vocab' train --data "$work/big.bin"

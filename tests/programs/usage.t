@@ -2,8 +2,8 @@
 # Wrong use of every program: one sentence on stderr that names the flag, and exit status 2. TAP.
 . "$(dirname "$0")/tap.sh"
 
-# is_refused WORDS PROGRAM FLAGS…: succeeds if the program ends with status 2, and one line on stderr that has
-# WORDS.
+# is_refused WORDS PROGRAM FLAGS…: succeeds if the program ends with status 2, and one line on stderr that
+# has WORDS.
 is_refused() {
     local words=$1 program=$2
     shift 2

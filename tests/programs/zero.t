@@ -1,6 +1,7 @@
 #!/bin/bash
-# zero.t [PATTERN]: ZeRO against DDP on the same ranks, bit for bit, and against one device: tied embeddings, unequal
-# and empty parts, accumulation, recomputation, AdamW, f64 and bf16. A pattern chooses among the tests' names. TAP.
+# zero.t [PATTERN]: ZeRO against DDP on the same ranks, bit for bit, and against one device: tied
+# embeddings, unequal and empty parts, accumulation, recomputation, AdamW, f64 and bf16. A pattern chooses
+# among the tests' names. TAP.
 # needs: build/02_zero/zero1 build/02_zero/zero2 build/02_zero/zero3
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
@@ -11,10 +12,13 @@ for program in zero1 zero2 zero3; do
     passes "$program, 3 ranks, SGD, AdamW, forward alone" $program --ranks 3 --layers 2
     passes "$program, 4 ranks, tied, AdamW, 3 micro-batches, full recomputation" $program --ranks 4 --tied \
         --optimizer adamw --lr 0.001 --grad-acc 3 --layers 2 --recompute full --steps 2
-    # 16-bit gradients are summed over micro-batches and ranks in f32; one layer, or bf16's own error hides a factor.
-    passes "$program, 3 ranks, bf16, 2 micro-batches" $program --ranks 3 --dtype bf16 --grad-acc 2 --layers 1 --steps 2
+    # 16-bit gradients are summed over micro-batches and ranks in f32; one layer, or bf16's own error hides
+    # a factor.
+    passes "$program, 3 ranks, bf16, 2 micro-batches" $program --ranks 3 --dtype bf16 --grad-acc 2 \
+        --layers 1 --steps 2
     # The head's unit is one norm of 4 elements.
-    passes "$program, 6 ranks, some of which own nothing of the head" $program --ranks 6 --tied --hidden 4 --heads 2 \
+    passes "$program, 6 ranks, some of which own nothing of the head" $program --ranks 6 --tied --hidden 4 \
+        --heads 2 \
         --kv-heads 1 --ffn 3 --layers 1 --seq 7 --steps 2
 done
 finish

@@ -15,7 +15,8 @@ falls() {  # falls ROW…: seconds per step, in the first table that has these r
 
 for ranks in 1 2 4 8; do
     for program in zero1 zero2 zero3; do
-        [ $ranks$program = 8zero2 ] || passes "$program, $ranks ranks" $program --ranks $ranks --layers 1 --steps 2 --verbose
+        [ $ranks$program = 8zero2 ] || passes "$program, $ranks ranks" $program --ranks $ranks --layers 1 \
+            --steps 2 --verbose
     done
 done
 cp "$out" "$work/first"
@@ -28,7 +29,8 @@ report $? "ZeRO-3 hides until DP is about 512"
 run "$build/zero3" --ranks 8 --layers 1 --steps 2 --verbose
 cmp -s "$work/first" "$out"
 report $? "two runs print the same digits"
-passes "f32, within four times the error of one device" zero2 --ranks 3 --dtype f32 --layers 2 --recompute selective
+passes "f32, within four times the error of one device" zero2 --ranks 3 --dtype f32 --layers 2 \
+    --recompute selective
 passes "a dry run of Llama 3 8B" zero3 --ranks 4 --model llama-3-8b --dtype bf16 --micro-batch 1 --dry-run
 
 refused "zero is not one of zero3's flags" zero3 --zero 2
@@ -37,6 +39,7 @@ refused "tp is not one of zero2's flags" zero2 --ranks 4 --tp 2
 refused 'ranks 3 would fit' zero1 --ranks 4 --dp 3
 refused 'gather later is not one of forward|step|after-step' zero1 --gather later
 # No whole weight is there to look at when a loss is NaN.
-refuses "a loss that is not finite names the first bad tensor" 'loss of micro-batch 0 is .*; the first bad tensor is' zero3 --ranks 3 --dtype f16 --lr 1000 --clip 0 \
+refuses "a loss that is not finite names the first bad tensor" \
+    'loss of micro-batch 0 is .*; the first bad tensor is' zero3 --ranks 3 --dtype f16 --lr 1000 --clip 0 \
     --steps 9
 finish

@@ -11,11 +11,14 @@ passes "as it stands" zero_r
 awk '/most held/ { seen = 1 } seen && $NF ~ /%$/ { hole[++n] = $NF + 0 } END { exit !(n == 3 && hole[1] > 20 && hole[3] < 1) }' "$out"
 report $? "and a fifth of the heap, or more, is in holes where checkpoints stand anywhere"
 for ranks in 1 2 3 6; do passes "$ranks ranks" zero_r $small --ranks $ranks; done
-for dtype in f32 bf16 f16; do passes "in $dtype, tied, AdamW" zero_r $small --ranks 2 --dtype $dtype --tied --optimizer adamw --lr 0.001; done
-passes "a buffer of a single element" zero_r --ranks 2 --layers 1 --hidden 8 --heads 2 --kv-heads 1 --ffn 5 --vocab 300 --seq 5 --steps 1 \
+for dtype in f32 bf16 f16; do passes "in $dtype, tied, AdamW" zero_r $small --ranks 2 --dtype $dtype \
+    --tied --optimizer adamw --lr 0.001; done
+passes "a buffer of a single element" zero_r --ranks 2 --layers 1 --hidden 8 --heads 2 --kv-heads 1 \
+    --ffn 5 --vocab 300 --seq 5 --steps 1 \
     --buffer-bytes 15
 passes "a buffer larger than all gradients" zero_r $small --ranks 2 --buffer-bytes 1000000000
-passes "fewer elements than ranks" zero_r --ranks 8 --layers 1 --hidden 6 --heads 3 --kv-heads 1 --ffn 5 --vocab 300 --seq 1 \
+passes "fewer elements than ranks" zero_r --ranks 8 --layers 1 --hidden 6 --heads 3 --kv-heads 1 --ffn 5 \
+    --vocab 300 --seq 1 \
     --micro-batch 1 --steps 1
 run "$build/zero_r" --ranks 2 --dtype f64 --buffer-bytes 7
 one_line $? -F '--buffer-bytes 7 is out of bounds'
