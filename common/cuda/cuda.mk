@@ -60,12 +60,8 @@ ifeq ($(OPS),cuda-on-cpu)
 # sanitizer's own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an
 # array declares, -fsanitize-coverage reports each basic block, for divergence, and -fstack-clash-protection
 # has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses.
-<<<<<<< HEAD
-cuda_sources      += common/cuda/gemm_on_cpu.cc $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc tests/emulation/*.cc))
-=======
-cuda_sources      += common/cuda_on_cpu/gemm_on_cpu.cc \
-                     $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc)) tests/emulation/nccl_on_cpu.cc
->>>>>>> w/out
+cuda_sources      += common/cuda/gemm_on_cpu.cc \
+                     $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc tests/emulation/*.cc))
 ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
                      -Wno-unknown-pragmas -g '-fdebug-prefix-map=$(CURDIR)=.' -Icommon -I. $(BLAS_CFLAGS)
 CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-exceptions -fsanitize=thread -fsanitize=bounds-strict \

@@ -2,7 +2,7 @@
 #ifndef BARS_PICTURE_H
 #define BARS_PICTURE_H
 
-#include "clock.h"
+#include "tensor/clock.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -231,12 +231,8 @@ exactly "loaded: 1F1B with B and W apart" afab $loads "$work/split.txt"
 nearly "loaded: dualpipe" one_f_one_b $loads "$work/dual.txt"
 sed 's/BW0.0.0/BX0.0.0/' "$work/wide.txt" >"$work/bad.txt"
 sed 's/W0.3.0//' "$work/split.txt" >"$work/unsound.txt"
-<<<<<<< HEAD
-refused "--load: cannot open $work/none.txt: No such file or directory" one_f_one_b $loads "$work/none.txt"
-=======
-refused "--load $work/none.txt cannot be read: No such file or directory" one_f_one_b $loads \
+refused "--load: cannot open $work/none.txt: No such file or directory" one_f_one_b $loads \
     "$work/none.txt"
->>>>>>> w/out
 refused "--load $work/bad.txt: line " one_f_one_b $loads "$work/bad.txt"
 refused "no W is left at the end" one_f_one_b $loads "$work/unsound.txt"
 refused "is for --pp 2 and --grad-acc 4, and this run has 2 and 3" one_f_one_b --ranks 2 --grad-acc 3 \
