@@ -25,6 +25,7 @@ if [ "$1" = test ]; then
     want g++ program g++
     want libboost-context-dev file '/usr/include/boost/context/*'
     want clang program clang
+    want iproute2 program ip
     want libomp-dev file '/usr/lib/llvm-*/lib/libomp.so'
     # Some releases ship clang's sanitizers apart from clang.
     if apt-cache show libclang-rt-dev >/dev/null 2>&1; then want libclang-rt-dev fuzzer -; fi

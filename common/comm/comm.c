@@ -289,7 +289,7 @@ void comm_start(int argc, char **argv, int natural) {
         fatal("%d ranks need mpirun: %s; --ranks 1 runs without it", ranks,
               control_launch(argc, argv, ranks));
     }
-    control_start(&comm.rank, &comm.ranks);
+    control_start(&comm.rank, &comm.ranks, comm.timeout);
     base_set_rank(comm.rank, comm.ranks, end_all);
     CHECK(wanted == 0 || (int)wanted == comm.ranks,
           "--ranks %d, but mpirun has started %d: leave --ranks out, or start as many", (int)wanted,
@@ -299,6 +299,7 @@ void comm_start(int argc, char **argv, int natural) {
     Place place = check_identities(argc, argv);
     backend_start(place.local_rank, place.ranks_here);
     transport_start(place, look_from_device);
+    control_met();
     struct sigaction terminate = {.sa_sigaction = on_terminate, .sa_flags = SA_SIGINFO};
     sigaction(SIGTERM, &terminate, NULL);
     on_exit(finish_at_exit, NULL);

@@ -64,6 +64,8 @@ void share_memory(int rank, int ranks) {
     if (state.sharing) {
         size_t bytes = channels_bytes(ranks) + (size_t)(COMM_LINES * here * WINDOW * state.segment);
         char *mine;
+        control_check_shared((double)here * (double)bytes, here);
+        MPI_Barrier(machine);  // looked at before the first takes its part
         // One line more: areas begin where MPI likes, and channels on a line.
         MPI_Win_allocate_shared((MPI_Aint)(bytes + CACHE_LINE), 1, MPI_INFO_NULL, machine, &mine,
                                 &state.window);

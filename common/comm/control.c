@@ -7,8 +7,11 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/statvfs.h>
+#include <sys/time.h>
 #include <unistd.h>
 
+#include "launch.h"
 #include "transport.h"
 
 enum { TAG_NOTICE = 1000 };  // comm_mpi.c's are small
@@ -59,17 +62,62 @@ const char *control_launch(int argc, char **argv, int ranks) {
     for (int i = 0; i < BEFORE; i++) words[i] = (char *)before[i];
     for (int i = 1; i <= argc; i++) words[BEFORE + i - 1] = argv[i];  // with the NULL at its end
     tune(ranks > sysconf(_SC_NPROCESSORS_ONLN));
-    fflush(NULL);
-    execvp(words[0], words);
+    int error = launch(words);
     free(words);
-    return errno == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(errno);
+    return error == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(error);
 }
 
-void control_start(int *rank, int *ranks) {
+// ---- the start of a rank: the others may be stopped, or gone before anybody knew them ----
+
+// What Open MPI itself maps of /dev/shm for each rank (btl_vader_segment_size, and what stands before it).
+enum { MPI_SHARED = (4 << 20) + (64 << 10), PATIENCE = 20 };  // seconds that a busy machine may take
+
+static char alone_too_long[160];
+
+static void on_no_meeting(int signal) {
+    (void)signal;
+    if (control_claim() && write(STDERR_FILENO, alone_too_long, strlen(alone_too_long)) < 0)
+        _exit(STATUS_USAGE);
+    _exit(STATUS_USAGE);
+}
+
+// Waiting in MPI's own calls nobody looks for dead ranks, and no loop of ours counts the seconds.
+static void expect_meeting(double timeout) {
+    struct itimerval alarm = {.it_value = {.tv_sec = (time_t)timeout + PATIENCE}};
+    snprintf(alone_too_long, sizeof alone_too_long,
+             "%s: rank %d: the ranks have not met in %.3g s (--timeout, and %d s to start): one is stopped "
+             "or gone\n",
+             base_program(), base_rank(), timeout + PATIENCE, PATIENCE);
+    signal(SIGALRM, on_no_meeting);
+    setitimer(ITIMER_REAL, &alarm, NULL);
+}
+
+void control_met(void) {
+    setitimer(ITIMER_REAL, &(struct itimerval){{0, 0}, {0, 0}}, NULL);
+    signal(SIGALRM, SIG_DFL);
+}
+
+void control_check_shared(double bytes, int ranks) {
+    struct statvfs shared;
+    if (ranks < 2 || statvfs("/dev/shm", &shared) != 0) return;
+    double left = (double)shared.f_bavail * (double)shared.f_frsize;
+    CHECK(left >= bytes,
+          "/dev/shm has %s left, and what the %d ranks of this machine share there takes %s: mount it "
+          "larger (docker "
+          "run --shm-size), or start fewer ranks",
+          bytes_text(left), ranks, bytes_text(bytes));
+}
+
+void control_start(int *rank, int *ranks, double timeout) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // ranks do not outlive their launcher
     int size = environment_int("OMPI_COMM_WORLD_SIZE");
     int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
     if (size && size == here) tune(here > sysconf(_SC_NPROCESSORS_ONLN));
+    const char *folder = environment("OMPI_MCA_orte_jobfam_session_dir");  // the launcher's, for this run
+    if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
+    if (environment_int("OMPI_COMM_WORLD_LOCAL_RANK") == 0)
+        control_check_shared((double)MPI_SHARED * here, here);
+    expect_meeting(timeout);
     int provided;
     MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
     MPI_Comm_rank(MPI_COMM_WORLD, rank);
@@ -78,8 +126,6 @@ void control_start(int *rank, int *ranks) {
     CHECK(*ranks > 1 || tasks <= 1,
           "srun started %d tasks that do not find each other; try srun --mpi=pmix", tasks);
     state.notice_request = MPI_REQUEST_NULL;
-    const char *folder = environment("OMPI_MCA_orte_jobfam_session_dir");  // the launcher's, for this run
-    if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
 }
 
 void control_share(const void *mine, void *all, size_t bytes) {
@@ -124,6 +170,7 @@ bool control_receive(Notice *notice, int *rank) {
 // ---- the end ----
 
 bool control_claim(void) {
+    launcher_hears();
     if (!*state.claim_file) return true;
     int file = open(state.claim_file, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600);
     if (file < 0) return errno != EEXIST && errno != ENOENT;  // no folder: all is being cleaned up already

@@ -87,8 +87,12 @@ report $? "refuses ranks with other arguments"
 # Ranks do not outlive a launcher that is killed.
 "$comm" --scenario late >"$out" 2>"$err" &
 launcher=$!
+<<<<<<< HEAD
 for i in $(seq 50); do ranks=$(cat /proc/$launcher/task/*/children); [ "$(echo "$ranks" | wc -w)" = 4 ] &&
     break; sleep 0.1; done
+=======
+ranks=$(ranks_of $launcher 4)
+>>>>>>> w/robust
 sleep 0.5
 kill -9 $launcher
 wait $launcher 2>/dev/null
@@ -104,13 +108,64 @@ report $? "ranks end with their launcher"
 # A rank that is told to end says so; nobody takes it for dead.
 "$comm" --scenario late >"$out" 2>"$err" &
 launcher=$!
+<<<<<<< HEAD
 for i in $(seq 50); do ranks=$(cat /proc/$launcher/task/*/children); [ "$(echo "$ranks" | wc -w)" = 4 ] &&
     break; sleep 0.1; done
+=======
+ranks=$(ranks_of $launcher 4)
+>>>>>>> w/robust
 sleep 0.5
-kill -TERM $(echo "$ranks" | tail -n 1)
+kill -TERM $(awk '{ print $NF }' <<<"$ranks")
 wait $launcher
 [ $? != 0 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'rank [0-3] was ended by SIGTERM; all ranks end' "$err"
 report $? "a rank that gets SIGTERM says so: $(cat "$err")"
+
+# A signal's exit status is not that of a failed check, however it comes: to the launcher alone, to its mpirun as well
+# (Ctrl-C reaches the terminal's whole group), or from a rank that is killed before anybody knows it.
+interrupts() {  # interrupts SIGNAL STATUS
+    wanted "interrupts $1" || return
+    # A shell without a terminal has what it starts in the background ignore SIGINT.
+    perl -e '$SIG{INT} = "DEFAULT"; exec @ARGV' "$comm" --scenario late --timeout 60 >"$out" 2>"$err" &
+    launcher=$!
+    ranks_of $launcher 4 >/dev/null
+    sleep 0.5
+    kill -$1 $launcher
+    wait $launcher
+    status=$?
+    [ $status = $2 ] && [ ! -s "$err" ]
+    report $? "SIG$1 to the launcher is exit status $2"
+}
+interrupts INT 130
+interrupts TERM 143
+interrupts HUP 129
+
+"$comm" --scenario late --timeout 60 >"$out" 2>"$err" &
+launcher=$!
+kill -9 $(awk '{ print $3 }' <<<"$(ranks_of $launcher 4)")
+wait $launcher
+status=$?
+[ $status != 0 ] && [ $status != 1 ] && [ "$(wc -l <"$err")" = 1 ] &&
+    grep -qE 'rank 2 has died; all ranks end|a rank was ended by signal 9 \(Killed\), and the others with it' "$err"
+report $? "a rank killed while they start: $(cat "$err")"
+
+"$comm" --scenario late --timeout 1 >"$out" 2>"$err" &
+launcher=$!
+kill -STOP $(awk '{ print $3 }' <<<"$(ranks_of $launcher 4)")
+wait $launcher
+status=$?
+[ $status = 2 ] && grep -qE 'rank [013]: (the ranks have not met in 21 s \(--timeout, and 20 s to start\): one is stopped|waits in)' "$err"
+report $? "a rank stopped while they start: $(tail -n 1 "$err")"
+
+if unshare -m --propagation private true 2>/dev/null; then
+    for size in 8M 20M; do
+        run unshare -m --propagation private bash -c "mount -t tmpfs -o size=$size tmpfs /dev/shm && exec $comm --scenario status"
+        [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] &&
+            grep -qE '/dev/shm has .* left, and what the 4 ranks of this machine share there takes .*: mount it larger' "$err"
+        report $? "a /dev/shm of $size: $(cat "$err")"
+    done
+else
+    echo "# not checked: a full /dev/shm: no private mounts here"
+fi
 
 timeout 30 "$comm" --scenario late 2>"$err" | true
 [ ${PIPESTATUS[0]} = 141 ] && [ ! -s "$err" ]

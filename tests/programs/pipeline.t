@@ -256,7 +256,7 @@ if wanted "a rank is killed"; then
     "$build/zero_bubble" --no-check --steps 1000000 --eval-every 0 --sample 0 >"$out" 2>"$err" &
     launcher=$!
     for i in $(seq 100); do grep -q 'step 3/' "$out" && break; sleep 0.1; done
-    kill -9 $(cat /proc/$launcher/task/*/children | awk '{ print $NF }')
+    kill -9 $(ranks_of $launcher 4 | awk "{ print \$NF }")
     wait $launcher 2>/dev/null
     status=$?
     [ $status != 0 ] && [ "$(grep -c . "$err")" = 1 ] && grep -q 'rank [0-3] has died' "$err" &&

@@ -87,6 +87,18 @@ refuses() {
     report $? "$name"
 }
 
+# ranks_of LAUNCHER COUNT: process numbers of so many ranks that a program's mpirun has started, as soon as they are there.
+ranks_of() {
+    local mpirun ranks i
+    for i in $(seq 100); do
+        mpirun=$(cat /proc/$1/task/*/children 2>/dev/null)
+        ranks=$([ -z "$mpirun" ] || cat /proc/${mpirun% }/task/*/children 2>/dev/null)
+        [ "$(wc -w <<<"$ranks")" = "$2" ] && break
+        sleep 0.05
+    done
+    echo "$ranks"
+}
+
 # all_tests COMMAND…: every test of a TAP program passes, and it has some.
 all_tests() {
     run "$@"

@@ -1,0 +1,129 @@
+// launch.c: the parent of mpirun. mpirun answers every signal with status 1, the status of a failed check; of
+// ranks that die before they know each other it says nothing, since it is quiet; and when a rank dies in the
+// first moments of a start it may wait for ever for children that it has not. Who starts mpirun by hand has its
+// --timeout SECONDS against that.
+#include "launch.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base.h"
+
+#define LAUNCHER "ULTRASCALE_LAUNCHER"  // its process's number, for the ranks
+
+static volatile sig_atomic_t ended_by, spoken;
+static volatile pid_t mpirun;
+
+// From a terminal a signal reaches mpirun as well; from kill() it reaches us alone.
+static void on_end(int signal, siginfo_t *info, void *unused) {
+    (void)unused;
+    ended_by = signal;
+    if (info->si_code == SI_USER && mpirun > 0) kill(mpirun, signal);
+}
+
+static void on_word(int signal) {
+    (void)signal;
+    spoken = 1;
+}
+
+void launcher_hears(void) {
+    const char *launcher = getenv(LAUNCHER);
+    if (launcher) kill((pid_t)atoi(launcher), SIGUSR1);
+}
+
+// The reader of our output has left: the ranks see it too, and end in good order.
+static void leave_it_to_the_ranks(const char *sentence, int status) {
+    (void)status;
+    while (!*sentence) pause();
+}
+
+// Whether it runs: a zombie only waits for its parent to look.
+static bool lives(int process) {
+    char path[64], state = 'Z';
+    snprintf(path, sizeof path, "/proc/%d/stat", process);
+    FILE *file = fopen(path, "r");
+    if (file && fscanf(file, "%*d (%*[^)]) %c", &state) != 1) state = 'Z';
+    if (file) fclose(file);
+    return state != 'Z';
+}
+
+// Whether mpirun has ranks that run; who cannot look assumes so.
+static bool has_ranks(void) {
+    char path[64];
+    bool some = false;
+    snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)mpirun, (int)mpirun);
+    FILE *file = fopen(path, "r");
+    for (int child; file && !some && fscanf(file, "%d", &child) == 1;) some = lives(child);
+    if (!file) return true;
+    fclose(file);
+    return some;
+}
+
+// Its status as waitpid has it. When a rank dies in the first moments of a start, mpirun may wait for itself
+// for ever (Open MPI 4.1.4): one whose ranks have all ended does not last.
+static int wait_for_end(void) {
+    enum { PATIENCE = 5, LOOKS = 10 };  // seconds; looks in each
+    bool had = false;
+    for (int without = 0, status;;) {
+        if (waitpid(mpirun, &status, WNOHANG) == mpirun) return status;
+        bool some = has_ranks();
+        had = had || some;
+        without = had && !some ? without + 1 : 0;
+        if (without == PATIENCE * LOOKS) kill(mpirun, SIGKILL);
+        usleep(1000000 / LOOKS);
+    }
+}
+
+static void say_what_nobody_said(int status) {
+    static const int said[] = {STATUS_PASS, STATUS_FAIL, STATUS_USAGE, STATUS_UNPROVEN, STATUS_UNREAD};
+    for (size_t i = 0; i < sizeof said / sizeof *said; i++)
+        if (status == said[i]) return;
+    if (spoken || ended_by) return;
+    if (status > 128)
+        fprintf(stderr, "%s: a rank was ended by signal %d (%s), and the others with it\n", base_program(),
+                status - 128, strsignal(status - 128));
+    else
+        fprintf(stderr,
+                "%s: mpirun has ended with status %d, and no rank has said why; --verbose in place of "
+                "--quiet would: OMPI_MCA_orte_base_help_aggregate=0 mpirun -n 2 %s\n",
+                base_program(), status, program_invocation_name);
+}
+
+int launch(char *const *words) {
+    int report[2], error = 0;
+    char number[16];
+    if (pipe2(report, O_CLOEXEC) < 0) return errno;
+    snprintf(number, sizeof number, "%d", (int)getpid());
+    setenv(LAUNCHER, number, 1);
+    base_set_rank(0, 1, leave_it_to_the_ranks);
+    struct sigaction end = {.sa_sigaction = on_end, .sa_flags = SA_SIGINFO};
+    static const int ends[] = {SIGINT, SIGTERM, SIGHUP};
+    for (int i = 0; i < 3; i++) sigaction(ends[i], &end, NULL);
+    signal(SIGUSR1, on_word);
+    pid_t parent = getpid(), child = fork();
+    if (child == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        for (int i = 0; i < 3; i++) signal(ends[i], SIG_DFL);
+        signal(SIGUSR1, SIG_DFL);
+        if (getppid() == parent) execvp(words[0], words);
+        error = errno;
+        if (write(report[1], &error, sizeof error) < 0) error = 0;
+        _exit(STATUS_USAGE);
+    }
+    if (child < 0) return errno;
+    mpirun = child;
+    close(report[1]);
+    bool started = read(report[0], &error, sizeof error) <= 0;
+    close(report[0]);
+    if (!started) return waitpid(child, NULL, 0), error;
+    int end_status = wait_for_end();
+    int status = WIFEXITED(end_status) ? WEXITSTATUS(end_status) : 128 + WTERMSIG(end_status);
+    say_what_nobody_said(status);
+    _exit(ended_by ? 128 + ended_by : status);
+}
