@@ -8,7 +8,7 @@
 #include <stdlib.h>
 
 #include "files.h"
-#include "report/clock.h"
+#include "tensor/clock.h"
 #include "tensor_parallel.h"
 
 enum { MATRICES = 7, MOST_RANKS = 8 };

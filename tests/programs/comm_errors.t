@@ -87,12 +87,7 @@ report $? "refuses ranks with other arguments"
 # Ranks do not outlive a launcher that is killed.
 "$comm" --scenario late >"$out" 2>"$err" &
 launcher=$!
-<<<<<<< HEAD
-for i in $(seq 50); do ranks=$(cat /proc/$launcher/task/*/children); [ "$(echo "$ranks" | wc -w)" = 4 ] &&
-    break; sleep 0.1; done
-=======
 ranks=$(ranks_of $launcher 4)
->>>>>>> w/robust
 sleep 0.5
 kill -9 $launcher
 wait $launcher 2>/dev/null
@@ -108,12 +103,7 @@ report $? "ranks end with their launcher"
 # A rank that is told to end says so; nobody takes it for dead.
 "$comm" --scenario late >"$out" 2>"$err" &
 launcher=$!
-<<<<<<< HEAD
-for i in $(seq 50); do ranks=$(cat /proc/$launcher/task/*/children); [ "$(echo "$ranks" | wc -w)" = 4 ] &&
-    break; sleep 0.1; done
-=======
 ranks=$(ranks_of $launcher 4)
->>>>>>> w/robust
 sleep 0.5
 kill -TERM $(awk '{ print $NF }' <<<"$ranks")
 wait $launcher
