@@ -1,6 +1,6 @@
 // bench_zero.c: ZeRO's three stages beside ddp_bucketed, all with 2 ranks of one thread: ZeRO-1 and -2
-// relative to DDP in the same round, ZeRO-3 as a share of what the two cores multiply. `make bench` runs it;
-// yardstick.h has the measure.
+// relative to DDP in the same round, ZeRO-3 as a share of what the two cores multiply. `make bench` runs
+// it; yardstick.h has the measure.
 #include "02_zero/zero.h"
 #include "yardstick.h"
 

@@ -9,7 +9,8 @@
 #include "00_single_gpu/training.h"
 #include "median.h"
 
-// The model of all of them; micro-batches are of 1,024 tokens a rank, steps of 8 sequences.
+// The model of all of them, in steps of 8 sequences; micro-batches of 1,024 tokens a rank, a pipeline's of
+// 256.
 #define BENCH_MODEL \
     "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 dtype=f32 warmup=1 steps=1000 "
 
