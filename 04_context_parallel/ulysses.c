@@ -20,6 +20,7 @@
 // Run: build/04_context_parallel/ulysses     (--ranks 2, --heads 8 --kv-heads 2, --tp 2, --documents 10 …)
 // Last line: PASS ulysses: ranks that deal out the heads make the step of one device …
 #include <stdlib.h>
+#include <string.h>
 
 #include "context_parallel.h"
 
@@ -214,6 +215,10 @@ static void price(Price *price, const Model *m, const void *context) {
                    backwards * (out * (d * e * (2 * heads + 2 * kv) + heads * (double)dtype_size(sum)) +
                                 back * d * (heads * e + 2 * kv * (copies ? (double)dtype_size(sum) : e))));
     context_price_kept(price, m, c);
+    // lse: of all tokens for this rank's heads, not of all heads for its tokens.
+    for (int i = 0; i < price->block_rows; i++)
+        if (!strcmp(price->block[i].what, "probs"))
+            price->block[i].bytes *= (double)c->s / (double)(c->own * c->cp.size);
     flash_price_positions(price, config->micro_batch, c->s);
 }
 
