@@ -87,7 +87,7 @@ include common/cuda/cuda.mk
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test gpu-check bench readme all programs tests fuzzers clean mutants FORCE
+.PHONY: help run test faults threads gpu-check bench readme all programs tests fuzzers clean mutants FORCE
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -98,6 +98,9 @@ help:
 	@echo '                with GUARD=1 all tests run on guarded device memory (common/tensor/guard.h)'
 	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10'
 	@echo '                minutes'
+	@echo 'make faults     1,000 runs in which a rank, a launcher or a disk fails, and how each kind ended;'
+	@echo '                N=40 SEED=2: others'
+	@echo 'make threads    programs of many ranks under ThreadSanitizer'
 	@echo 'make bench      the figures of merit of this machine, each beside its target'
 	@echo 'make all        programs and tests, not run; make programs, make tests: one of the two'
 	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=zero3: those'
@@ -134,6 +137,12 @@ bench:
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_pp
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_attention
 	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks || exit 1; done
+
+faults: $(BUILD)/01_data_parallel/ddp_bucketed $(corpus)
+	@tests/faults $(or $(N),1000) $(or $(SEED),1)
+
+threads:
+	@tests/programs/threads.t
 
 gpu-check:
 	@tests/gpu-check $(PART)

@@ -19,6 +19,7 @@
 
 static volatile sig_atomic_t ended_by, spoken;
 static volatile pid_t mpirun;
+static bool hung;
 
 // From a terminal a signal reaches mpirun as well; from kill() it reaches us alone.
 static void on_end(int signal, siginfo_t *info, void *unused) {
@@ -75,24 +76,25 @@ static int wait_for_end(void) {
         bool some = has_ranks();
         had = had || some;
         without = had && !some ? without + 1 : 0;
-        if (without == PATIENCE * LOOKS) kill(mpirun, SIGKILL);
+        if (without == PATIENCE * LOOKS) hung = kill(mpirun, SIGKILL) == 0;
         usleep(1000000 / LOOKS);
     }
 }
 
 static void say_what_nobody_said(int status) {
+    if (spoken || ended_by) return;
+    if (hung)
+        fprintf(stderr, "%s: a rank died while they started, and mpirun waited in vain for its end\n",
+                base_program());
     static const int said[] = {STATUS_PASS, STATUS_FAIL, STATUS_USAGE, STATUS_UNPROVEN, STATUS_UNREAD};
     for (size_t i = 0; i < sizeof said / sizeof *said; i++)
         if (status == said[i]) return;
-    if (spoken || ended_by) return;
     if (status > 128)
         fprintf(stderr, "%s: a rank was ended by signal %d (%s), and the others with it\n", base_program(),
                 status - 128, strsignal(status - 128));
     else
-        fprintf(stderr,
-                "%s: mpirun has ended with status %d, and no rank has said why; --verbose in place of "
-                "--quiet would: OMPI_MCA_orte_base_help_aggregate=0 mpirun -n 2 %s\n",
-                base_program(), status, program_invocation_name);
+        fprintf(stderr, "%s: mpirun has ended with status %d, and no rank has said why\n", base_program(),
+                status);
 }
 
 int launch(char *const *words) {
@@ -124,6 +126,7 @@ int launch(char *const *words) {
     if (!started) return waitpid(child, NULL, 0), error;
     int end_status = wait_for_end();
     int status = WIFEXITED(end_status) ? WEXITSTATUS(end_status) : 128 + WTERMSIG(end_status);
+    if (hung) status = STATUS_USAGE;
     say_what_nobody_said(status);
     _exit(ended_by ? 128 + ended_by : status);
 }
