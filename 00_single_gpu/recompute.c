@@ -104,11 +104,11 @@ static void print_row(const Config *with, Recompute kind, const Record *r, const
     double model_flops = config_step_flops(&c, sequences), extra = recompute_extra_flops(&c, sequences);
     const Machine *machine = machine_find(c.machine);
     double peak = machine_peak_flops(machine, (DType)c.dtype), seconds = r->model_seconds / steps;
-    say("%s%-10s kept %s (%.2f of none), %.1f%% more FLOPs; on %s: %.4f ms a step, MFU %.2f%%, HFU "
-        "%.2f%%\n",
-        kind == RECOMPUTE_NONE ? "\n" : "", names[kind], bytes_text((double)r->kept_bytes),
-        (double)r->kept_bytes / (double)none->kept_bytes, 100 * extra / model_flops, machine->name,
-        1e3 * seconds, 100 * model_flops / seconds / peak, 100 * (model_flops + extra) / seconds / peak);
+    if (kind == RECOMPUTE_NONE) say("\nOn the model clock of %s:", machine->name);
+    say("%-10s kept %s (%.2f of none), %.1f%% more FLOPs; %.4f ms a step, MFU %.2f%%, HFU %.2f%%",
+        names[kind], bytes_text((double)r->kept_bytes), (double)r->kept_bytes / (double)none->kept_bytes,
+        100 * extra / model_flops, 1e3 * seconds, 100 * model_flops / seconds / peak,
+        100 * (model_flops + extra) / seconds / peak);
     report_equal("activations kept", (double)kept_activation_bytes(&c), (double)r->kept_bytes, "B");
     report_equal("FLOPs per step", model_flops + extra, r->flops / steps, "FLOP");
     report_number(names[kind], "MFU", model_flops / seconds / peak, "");

@@ -201,7 +201,7 @@ static void heap_hear(void *context, MemoryKind kind, int64_t bytes, const void 
 
 typedef struct Way {
     const char *name;
-    bool cut, contiguous;
+    bool sharded, contiguous;
     Record record;
     Heap heap;
 } Way;
@@ -209,11 +209,11 @@ typedef struct Way {
 // The same run on every rank, as tensor parallelism has the same x on every rank of tp.
 static void run(Way *way, const Config *config, Group tp) {
     Config c = *config;
-    c.recompute = way->cut ? RECOMPUTE_NONE : RECOMPUTE_FULL;
+    c.recompute = way->sharded ? RECOMPUTE_NONE : RECOMPUTE_FULL;
     memory_listen(heap_hear, &way->heap);
     Trainer *t = trainer_new(&c, mesh_single(), NULL);
     ZeroR z = {.tp = tp, .contiguous = way->contiguous};
-    if (way->cut) zero_r_plug(t->model, &z);
+    if (way->sharded) zero_r_plug(t->model, &z);
     way->record = train_record(t, way->name);
     zero_r_unplug(t->model, &z);
     trainer_free(t);
@@ -223,7 +223,7 @@ static void run(Way *way, const Config *config, Group tp) {
 // Bytes of the inputs of all blocks that this rank keeps.
 static double checkpoint_bytes(const Config *c, const Way *way, Group tp) {
     int64_t first, count = c->micro_batch * c->seq * c->hidden;
-    if (way->cut) count = part_of(count, tp, way->contiguous ? 0 : tp.rank, &first);
+    if (way->sharded) count = part_of(count, tp, way->contiguous ? 0 : tp.rank, &first);
     return (double)(c->layers * count) * (double)dtype_size((DType)c->dtype);
 }
 
@@ -235,7 +235,7 @@ static void check_way(const Way *way, const Way *whole, const Config *config, Gr
     // What flows from block to block is the head's x when forward has ended, which is counted already.
     report_equal("activations kept", others + checkpoint_bytes(config, way, tp),
                  (double)way->record.kept_bytes, "B");
-    if (!way->cut) return;
+    if (!way->sharded) return;
     double times = (double)(config->steps * config->grad_acc), n = tp.size;
     CommCount gathers = comm_count("all_gather");
     report_equal("all-gathers", times * (double)config->layers, (double)gathers.calls, "");
@@ -259,11 +259,11 @@ static void print_ways(const Way *way, int ways, const Config *config, Group tp)
 }
 
 static void checkpoints(const Config *config, Group tp) {
-    enum { WHOLE, CUT, CONTIGUOUS, WAYS };
+    enum { WHOLE, SHARDED, CONTIGUOUS, WAYS };
     Way way[WAYS] = {
         {.name = "whole"}, {.name = "sharded"}, {.name = "sharded, all in one tensor", .contiguous = true}};
     for (int i = 0; i < WAYS; i++) {
-        way[i].cut = i != WHOLE;
+        way[i].sharded = i != WHOLE;
         run(&way[i], config, tp);
         check_way(&way[i], &way[WHOLE], config, tp);
     }

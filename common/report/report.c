@@ -371,7 +371,7 @@ static bool same_count(double predicted, double measured) {
 bool report_equal(const char *what, double predicted, double measured, const char *unit) {
     bool equal = same_count(predicted, measured);
     if (!equal || !report.quiet)
-        say("  %-32s  predicted %18.15g  measured %18.15g %-6s %s", what, predicted, measured, unit,
+        say("  %-32s  predicted %18.15g  measured %18.15g %-4s %s", what, predicted, measured, unit,
             equal ? "equal" : "FAIL");
     cJSON *json = cJSON_CreateObject();
     cJSON_AddStringToObject(json, "what", what);

@@ -1,8 +1,9 @@
 #!/bin/bash
-# experts.t: a mixture of experts grouped against one token after the other, and over ranks against one device: kinds of
-# routing, 1 to 8 ranks, ZeRO, recomputation, experts without a token; what does not fit is refused. TAP.
-# With an argument: only the tests whose names match it.
-# needs: build/06_expert_parallel/moe build/06_expert_parallel/expert_parallel build/06_expert_parallel/load_balance build/00_single_gpu/train
+# experts.t: a mixture of experts grouped against one token after the other, and over ranks against one
+# device: kinds of routing, 1 to 8 ranks, ZeRO, recomputation, experts without a token; what does not fit is
+# refused. TAP. With an argument: only the tests whose names match it.
+# needs: build/06_expert_parallel/moe build/06_expert_parallel/expert_parallel
+# needs: build/06_expert_parallel/load_balance build/00_single_gpu/train
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/06_expert_parallel
@@ -20,11 +21,13 @@ passes "moe, experts without a token" moe --experts 64 --top-k 1 --seq 9 --micro
 passes "moe, another width than the MLP's" moe --expert-ffn 23 $one
 passes "moe, shared experts" moe --shared-experts 2 --expert-ffn 24 $quick
 passes "moe, DeepSeek" moe --moe deepseek --shared-experts 1 --expert-ffn 24 --routed-scale 2.5 $quick
-passes "moe, DeepSeek in groups" moe --moe deepseek --experts 12 --expert-groups 4 --groups-kept 2 --top-k 4 $quick
+passes "moe, DeepSeek in groups" moe --moe deepseek --experts 12 --expert-groups 4 --groups-kept 2 \
+    --top-k 4 $quick
 passes "moe, recompute full" moe --recompute full $quick
 passes "moe, recompute selective, flags in f32" moe --recompute selective --dtype f32 $quick
 if wanted "moe, trained for real"; then
-    run "$build/moe" --no-check --steps 12 --sample 5 --dtype f32 && grep -q '^PASS moe: held-out loss' "$out" &&
+    run "$build/moe" --no-check --steps 12 --sample 5 --dtype f32 &&
+        grep -q '^PASS moe: held-out loss' "$out" &&
         grep -Eq 'FLOPs per step +predicted +[0-9]+ +measured +[0-9]+ FLOP +equal' "$out"
     report $? "moe, trained for real"
 fi
@@ -42,25 +45,33 @@ done
 passes "ep 2 of 4 ranks, SGD over 3 steps" expert_parallel
 passes "ep 1 of 2 ranks" expert_parallel --ranks 2 --ep 1 $quick
 passes "ep 3 of 6 ranks" expert_parallel --ranks 6 --ep 3 --experts 6 $quick
-passes "ep 4 of 8 ranks, one expert a rank and a token" expert_parallel --ranks 8 --ep 4 --experts 4 --top-k 1 $one
-passes "ep 4, experts without a token" expert_parallel --ep 4 --experts 64 --top-k 1 --seq 9 --micro-batch 1 $one
-passes "ep 2, AdamW, tied, 3 micro-batches" expert_parallel --optimizer adamw --lr 0.001 --tied --grad-acc 3 $quick
+passes "ep 4 of 8 ranks, one expert a rank and a token" expert_parallel --ranks 8 --ep 4 --experts 4 \
+    --top-k 1 $one
+passes "ep 4, experts without a token" expert_parallel --ep 4 --experts 64 --top-k 1 --seq 9 \
+    --micro-batch 1 $one
+passes "ep 2, AdamW, tied, 3 micro-batches" expert_parallel --optimizer adamw --lr 0.001 --tied \
+    --grad-acc 3 $quick
 passes "ep 2, zero 1, AdamW" expert_parallel --zero 1 --optimizer adamw --lr 0.001 $quick
 passes "ep 4, zero 1, one copy of each expert" expert_parallel --ep 4 --zero 1 $quick
 passes "ep 2, zero 2" expert_parallel --zero 2 $quick
-passes "ep 4 of 8 ranks, zero 2, full, 3 micro-batches" expert_parallel --ranks 8 --ep 4 --zero 2 --recompute full --grad-acc 3 $quick
+passes "ep 4 of 8 ranks, zero 2, full, 3 micro-batches" expert_parallel --ranks 8 --ep 4 --zero 2 \
+    --recompute full --grad-acc 3 $quick
 passes "ep 2, full" expert_parallel --recompute full $quick
 passes "ep 2, selective, tied" expert_parallel --recompute selective --tied $quick
-passes "ep 2, DeepSeek in groups, shared" expert_parallel --moe deepseek --expert-groups 4 --groups-kept 2 --shared-experts 1 --routed-scale 2.5 $quick
+passes "ep 2, DeepSeek in groups, shared" expert_parallel --moe deepseek --expert-groups 4 --groups-kept 2 \
+    --shared-experts 1 --routed-scale 2.5 $quick
 passes "ep 2, f32" expert_parallel --dtype f32 $quick
 
 # ---- balance: what is asked of each sequence is the same on any ranks ----
 verdict='balanced over ranks'
 passes "balance, 4 ranks, SGD over 3 steps" load_balance
-passes "balance, 3 ranks, auxiliary loss alone, 1 micro-batch" load_balance --ranks 3 --ep 3 --experts 6 --z-loss 0 --balance-bias 0 --grad-acc 1 $quick
-passes "balance, DeepSeek, full, zero 2" load_balance --ranks 2 --moe deepseek --z-loss 0 --aux-loss 0.1 --expert-groups 2 --zero 2 --recompute full --layers 1 --steps 3
+passes "balance, 3 ranks, auxiliary loss alone, 1 micro-batch" load_balance --ranks 3 --ep 3 --experts 6 \
+    --z-loss 0 --balance-bias 0 --grad-acc 1 $quick
+passes "balance, DeepSeek, full, zero 2" load_balance --ranks 2 --moe deepseek --z-loss 0 --aux-loss 0.1 \
+    --expert-groups 2 --zero 2 --recompute full --layers 1 --steps 3
 verdict='one step counted'
-passes "ep 8, a dry run of Mixtral 8x7B" expert_parallel --ranks 8 --ep 8 --model mixtral-8x7b --dtype bf16 --seq 4096 --micro-batch 1 --zero 1 --dry-run
+passes "ep 8, a dry run of Mixtral 8x7B" expert_parallel --ranks 8 --ep 8 --model mixtral-8x7b \
+    --dtype bf16 --seq 4096 --micro-batch 1 --zero 1 --dry-run
 verdict=''
 if wanted "ep 2, trained for real"; then
     shape="--no-check --steps 10 --sample 20 --eval-every 5 --dtype f32"
@@ -72,8 +83,10 @@ if wanted "ep 2, trained for real"; then
 fi
 
 if wanted "a folder of experts"; then
-    run "$build/moe" --layers 2 --steps 2 --save "$work/one" && grep -q '"num_local_experts": 8' "$work"/one/step-000002/config.json &&
-        run "$build/expert_parallel" --resume "$work/one" --ranks 2 --grad-acc 1 --steps 3 --save "$work/three" &&
+    run "$build/moe" --layers 2 --steps 2 --save "$work/one" &&
+        grep -q '"num_local_experts": 8' "$work"/one/step-000002/config.json &&
+        run "$build/expert_parallel" --resume "$work/one" --ranks 2 --grad-acc 1 --steps 3 \
+            --save "$work/three" &&
         run "$build/moe" --resume "$work/three" --steps 4
     report $? "a folder of experts: one device's on 2 ranks, and theirs on one device"
 fi
@@ -81,14 +94,18 @@ fi
 refused "--top-k 9 is more than --experts 8" moe --top-k 9
 refused "--expert-groups and --routed-scale are those of --moe deepseek" moe --expert-groups 2
 refused "--expert-groups 3 does not divide --experts 8" moe --moe deepseek --expert-groups 3
-refused "--groups-kept 3 is more than --expert-groups 2" moe --moe deepseek --expert-groups 2 --groups-kept 3
-refused "--top-k 4 is more than the 2 experts of --groups-kept 1 of --expert-groups 4" moe --moe deepseek --expert-groups 4 --top-k 4
+refused "--groups-kept 3 is more than --expert-groups 2" moe --moe deepseek --expert-groups 2 \
+    --groups-kept 3
+refused "--top-k 4 is more than the 2 experts of --groups-kept 1 of --expert-groups 4" moe --moe deepseek \
+    --expert-groups 4 --top-k 4
 refused "--ep 4 does not divide --experts 6" expert_parallel --ep 4 --experts 6
 refused "--ep 3 does not divide --dp 4" expert_parallel --ep 3 --experts 6
 refused "--ep 2 shares out experts: give --experts" expert_parallel --experts 0
-refused "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit" load_balance --moe deepseek
+refused "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit" load_balance \
+    --moe deepseek
 refused "a folder has no place for it" load_balance --save "$work/balanced"
 refused "which have no place for --moe deepseek" moe --moe deepseek --save "$work/deepseek"
 refused "--zero 2 would fit" expert_parallel --zero 3
-refused "--model mixtral-8x7b has experts, and this program computes dense layers alone" ../00_single_gpu/train --model mixtral-8x7b
+refused "--model mixtral-8x7b has experts, and this program computes dense layers alone" \
+    ../00_single_gpu/train --model mixtral-8x7b
 finish

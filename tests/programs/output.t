@@ -41,8 +41,17 @@ for program in "$naive" "$zero3"; do
     flags=$(grep -oE '^  --[a-z-]+' "$out")
     [ "$sections" -ge 7 ] && ! grep -qE -- '^  --(tp|cp|pp|sp)$' <<<"$flags" &&
         [ -z "$(sort <<<"$flags" | uniq -d)" ]
-    report $? "$(basename "$program") --help: $(wc -l <<<"$flags") flags in $sections groups, none of another chapter"
+    report $? "$(basename "$program") --help: $(wc -l <<<"$flags") flags in $sections groups, no other chapter's"
 done
+
+# Each flag that has a default, with that.
+given=$("$build/02_zero/zero1" --help | perl -0777 -ne 'while (/^  --(\S+)( .*?)(?=^ {0,2}\S|\z)/msg) {
+    my ($flag, $text) = ($1, $2);
+    $text =~ s/\s+/ /g;
+    print "--$flag $1 " if $text =~ /default ([^),]+)\)/;
+}')
+run "$build/02_zero/zero1" $given --dry-run && [ "$(wc -w <<<"$given")" -gt 50 ]
+report $? "zero1 takes each of the flags that it lists"
 
 # ---- a failure ----
 

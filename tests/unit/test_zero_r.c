@@ -24,12 +24,12 @@ static void expect_same_bits(const char *what, const Record *x, const Record *y)
 
 // ---- checkpoints ----
 
-static Record run_cut(const Config *c, Mesh mesh, bool cut, bool contiguous) {
+static Record run_sharded(const Config *c, Mesh mesh, bool sharded, bool contiguous) {
     Trainer *t = trainer_new(c, mesh, tensor_layouts);
     ZeroR z = {.tp = mesh.tp, .contiguous = contiguous};
-    if (cut) zero_r_plug(t->model, &z);
+    if (sharded) zero_r_plug(t->model, &z);
     Record record = train_record(t, "run");
-    if (cut) zero_r_unplug(t->model, &z);
+    if (sharded) zero_r_unplug(t->model, &z);
     trainer_free(t);
     return record;
 }
@@ -45,15 +45,15 @@ static void cut_checkpoints_change_no_bit(void) {
             config_set(&c, "zero", 0);
             config_set(&c, "vocab-parallel", vocabulary);
             c.recompute = RECOMPUTE_FULL;
-            Record whole = run_cut(&c, mesh, false, false);
+            Record whole = run_sharded(&c, mesh, false, false);
             for (int contiguous = 0; contiguous < 2; contiguous++) {
-                Record cut = run_cut(&c, mesh, true, contiguous);
-                expect_same_bits(dtypes[i], &cut, &whole);
+                Record sharded = run_sharded(&c, mesh, true, contiguous);
+                expect_same_bits(dtypes[i], &sharded, &whole);
                 int64_t first, x = c.micro_batch * c.seq * c.hidden, each;
                 each = zero_part(x, contiguous ? 0 : me, n, &first);
-                SAME(whole.kept_bytes - cut.kept_bytes,
+                SAME(whole.kept_bytes - sharded.kept_bytes,
                      c.layers * (x - each) * (int64_t)dtype_size((DType)c.dtype));
-                record_free(&cut);
+                record_free(&sharded);
             }
             record_free(&whole);
         }
