@@ -1,6 +1,6 @@
 // bench_pp.c: a pipeline of 2 ranks of one thread beside what the same two cores multiply: 1F1B, and zero
-// bubble beside it. `make bench` runs it. Model, batch of a step and yardstick are bench_ddp.c's; the batch is
-// in 8 micro-batches.
+// bubble beside it. `make bench` runs it. Model, batch of a step and yardstick are bench_ddp.c's; the batch
+// is in 8 micro-batches.
 //
 // The yardstick: SGEMM, 2048 x 2048 in f32, on both ranks at once, right before and right after each step.
 // Schedules take turns, so that each pair of them saw the same machine; medians are printed: of 1F1B as a
