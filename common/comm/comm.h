@@ -82,9 +82,10 @@ typedef struct Request Request;
 // Ends the request. The request is gone afterwards; a request that is never waited for is fatal at
 // comm_finish.
 void comm_wait(Request *request);
-// Lets what is in flight go on, as far as it can without waiting. Nobody has to: comm_wait does, and between
-// GPUs it goes on by itself. Between hosts it stands still while they compute: so who has others wait for
-// what it has sent, and computes for long, calls this now and then. No bit and no clock depends on it.
+// Lets what is in flight go on, as far as it can without waiting. Nobody has to: comm_wait does, and
+// between GPUs it goes on by itself. Between hosts it stands still while they compute: so who has others
+// wait for what it has sent, and computes for long, calls this now and then. No bit and no clock depends
+// on it.
 void comm_progress(void);
 // Those that are not NULL, in order; sets them NULL.
 void comm_wait_all(Request **requests, int count);

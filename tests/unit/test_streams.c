@@ -137,8 +137,8 @@ static void a_mark_is_set_at_the_call(void) {
     tensor_free(&other);
 }
 
-// A sender that computes, and waits for nothing. Yet a message that is longer than what a host takes at once
-// comes to its end: the receiver says so by a file.
+// A sender that computes, and waits for nothing. Yet a message that is longer than what a host takes at
+// once comes to its end: the receiver says so by a file.
 static void a_message_goes_on_in_comm_progress(void) {
     if (n < 2) return;
     char path[64];
