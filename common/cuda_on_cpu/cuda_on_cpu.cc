@@ -89,6 +89,7 @@ static void on_fault(int number, siginfo_t *info, void *) {
     size_t offset = (size_t)(static_cast<char *>(info->si_addr) - stacks);
     if (!now.launch || offset >= (size_t)MAX_THREADS * STACK) {
         sigaction(number, &fault_before, NULL);
+        if (info->si_code <= 0) raise(number);  // sent by kill(): returning would repeat nothing
         return;
     }
     broken(NULL, "needs more than %d kB of local memory, which is all that a thread has on the CPU",

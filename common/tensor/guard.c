@@ -140,7 +140,9 @@ static void on_fault(int number, siginfo_t *info, void *context) {
     (void)context;
     size_t offset = (size_t)((const char *)info->si_addr - arena.base);
     sigaction(number, &arena.before, NULL);
-    if (offset >= arena.bytes) return;  // any other fault happens again, as it would have
+    if (info->si_code <= 0) raise(number);  // sent by kill(): returning would repeat nothing
+    if (info->si_code <= 0 || offset >= arena.bytes)
+        return;  // another fault happens again, as it would have
     void *address[24];
     int count = backtrace(address, 24), at = find(info->si_addr);
     // The access is two frames further out, behind the handler and the kernel. What a call returns to is

@@ -2,6 +2,7 @@
 // what is read is looked at first.
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -237,6 +238,24 @@ static void a_file_that_becomes_shorter_is_named(void **state) {
     expect_fatal(read_what_is_gone, "a", "a became shorter while it was read");
 }
 
+// The handler that names such a file lets the signal that somebody sends end the program.
+static void a_signal_that_is_sent_is_not_swallowed(void **state) {
+    (void)state;
+    put("a", "some text");
+    pid_t child = fork();
+    if (child == 0) {
+        const uint8_t *bytes;
+        size_t size;
+        signal(SIGBUS, SIG_DFL);  // cmocka has one of its own
+        if (input_map("a", &bytes, &size)) _exit(1);
+        kill(getpid(), SIGBUS);
+        _exit(0);
+    }
+    int ended;
+    assert_int_equal(waitpid(child, &ended, 0), child);
+    assert_true(WIFSIGNALED(ended) && WTERMSIG(ended) == SIGBUS);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
 #define TEST(name) cmocka_unit_test_setup_teardown(name, enter_folder, remove_folder)
@@ -250,6 +269,7 @@ int main(int argc, char **argv) {
         TEST(a_file_is_mapped),
         TEST(what_is_no_file_is_refused_without_waiting),
         TEST(a_file_that_becomes_shorter_is_named),
+        TEST(a_signal_that_is_sent_is_not_swallowed),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
