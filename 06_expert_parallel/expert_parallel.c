@@ -1,9 +1,9 @@
 // expert_parallel.c: experts on several ranks, tokens to them and back. Playbook: "Expert parallelism";
 // GShard (Lepikhin et al. 2020).
 //
-// Against moe.c: of e experts each rank of ep holds e / ep. The ranks are those of data parallelism: each
-// has tokens of its own, which it routes itself. Rows, already in the order of experts, are in the order of
-// ranks; so counts tell each rank what comes, and one all-to-all brings it:
+// Against moe.c: of e experts each rank of ep holds e / ep. The ranks are those of dp x cp: each has tokens
+// of its own, which it routes itself. Rows, already in the order of experts, are in the order of ranks; so
+// counts tell each rank what comes, and one all-to-all brings it:
 //
 //     rank 0   rows of experts 0 1 | 2 3        0 1 0 1   rank 0's, then rank 1's  ->  0 0 1 1   grouped
 //     rank 1   rows of experts 0 1 | 2 3        2 3 2 3                            ->  2 2 3 3
@@ -167,6 +167,10 @@ static void unplug(Model *model, void *context) {
 
 static void check(const Config *c) {
     CHECK(c->experts, "--ep %ld shares out experts: give --experts", c->ep);
+    CHECK(c->cp == 1 || c->seq % (2 * c->cp) == 0,
+          "--cp %ld with experts: --seq %ld must be a multiple of %ld, so that all ranks route as many "
+          "tokens",
+          c->cp, c->seq, 2 * c->cp);
     CHECK(c->experts % c->ep == 0, "--ep %ld does not divide --experts %ld", c->ep, c->experts);
 }
 
@@ -196,7 +200,17 @@ const Technique expert_parallel = {.name = "expert_parallel",
                                    .price = price};
 
 const Technique *const expert_layouts[] = {
-    &moe, &ddp_no_sync, &zero1, &zero2, &expert_parallel, &recompute, NULL,
+    &moe,
+    &ddp_no_sync,
+    &zero1,
+    &zero2,
+    &expert_parallel,
+    &ring_attention,
+    &zigzag_ring_attention,
+    &all_gather_attention,
+    &ulysses,
+    &recompute,
+    NULL,
 };
 const Technique *const expert_baseline[] = {&moe, &recompute, NULL};
 const Option expert_layout_options[EXPERT_LAYOUT_OPTIONS] = {

@@ -4,7 +4,7 @@
 #ifndef EXPERT_PARALLEL_H
 #define EXPERT_PARALLEL_H
 
-#include "02_zero/zero.h"
+#include "04_context_parallel/context_parallel.h"
 
 // ======================================================================================================
 // moe.c: a mixture of experts in the mlp socket

@@ -87,11 +87,14 @@ static void mixtral_block(Mesh mesh, const Config *config) {
     config_set(&c, "zero", 0);
     c.ep = ep;
     c.dp = mesh.dp.size;
-    double away = (ep - 1.0) / ep, row = 2.0 * (double)c.hidden, rows = (double)(c.top_k * c.seq);
+    c.cp = mesh.cp.size;
+    c.seq *= c.cp;
+    double away = (ep - 1.0) / ep, row = 2.0 * (double)c.hidden, rows = (double)(c.top_k * c.seq / c.cp);
     bool was_dry = device_is_dry_run();
     device_dry_run(true);
     clock_push("Mixtral 8x7B");
-    say("\nA block of Mixtral 8x7B, %ld tokens a rank, ep %d, as many rows to each expert:\n", c.seq, ep);
+    say("\nA block of Mixtral 8x7B, %ld tokens a rank, ep %d, as many rows to each expert:\n", c.seq / c.cp,
+        ep);
     say("  %-26s %14s %16s %12s", "", "all-to-alls", "all-to-all, ms", "block, ms");
     for (int apart = 0; apart < 2; apart++) {
         clock_set_cluster(apart ? 1 : ep, config->compute_efficiency, config->network_efficiency);
@@ -112,7 +115,7 @@ static void mixtral_block(Mesh mesh, const Config *config) {
 void expert_tables(Mesh mesh, const Config *config) {
     Config c = *config, whole = *config;
     c.steps = whole.steps = 1;
-    whole.grad_acc *= mesh.dp.size, whole.dp = whole.ep = 1;
+    whole.grad_acc *= mesh.dp.size, whole.dp = whole.cp = whole.ep = 1;
     say("\nRows by the rank that has the token, and the rank whose experts it takes (columns):\n");
     Record routed = trained(&c, mesh, expert_layouts, false);
     record_free(&routed);

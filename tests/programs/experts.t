@@ -60,6 +60,12 @@ passes "ep 2, full" expert_parallel --recompute full $quick
 passes "ep 2, selective, tied" expert_parallel --recompute selective --tied $quick
 passes "ep 2, DeepSeek in groups, shared" expert_parallel --moe deepseek --expert-groups 4 --groups-kept 2 \
     --shared-experts 1 --routed-scale 2.5 $quick
+passes "ep 4 within dp 2 x cp 2" expert_parallel --cp 2 --dp 2 --ep 4 --seq 32 $quick
+passes "ep 2, cp 4, ring" expert_parallel --cp 4 --ep 2 --seq 32 $one
+passes "ep 2, cp 2, zigzag, zero 1" expert_parallel --cp 2 --seq 32 --context zigzag --zero 1 $one
+passes "ep 4, cp 2 of 8 ranks, all-gather, zero 2, full" expert_parallel --ranks 8 --cp 2 --ep 4 --seq 32 \
+    --context all-gather --zero 2 --recompute full $one
+passes "ep 2, cp 3 of 6 ranks" expert_parallel --ranks 6 --cp 3 --seq 36 $one
 passes "ep 2, f32" expert_parallel --dtype f32 $quick
 
 # ---- balance: what is asked of each sequence is the same on any ranks ----
@@ -100,6 +106,7 @@ refused "--top-k 4 is more than the 2 experts of --groups-kept 1 of --expert-gro
     --expert-groups 4 --top-k 4
 refused "--ep 4 does not divide --experts 6" expert_parallel --ep 4 --experts 6
 refused "--ep 3 does not divide --dp 4" expert_parallel --ep 3 --experts 6
+refused "--seq 31 must be a multiple of 4" expert_parallel --cp 2
 refused "--ep 2 shares out experts: give --experts" expert_parallel --experts 0
 refused "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit" load_balance \
     --moe deepseek
