@@ -1,7 +1,7 @@
 // launch.c: the parent of mpirun. mpirun answers every signal with status 1, the status of a failed check; of
-// ranks that die before they know each other it says nothing, since it is quiet; and when a rank dies in the
-// first moments of a start it may wait for ever for children that it has not. Who starts mpirun by hand has its
-// --timeout SECONDS against that.
+// ranks that die before they know each other it says nothing, since it is quiet; when it is killed, what its
+// ranks shared stays; and when a rank dies in the first moments of a start, it may wait for ever for children
+// that it has not. Who starts mpirun by hand has its --timeout SECONDS against that.
 #include "launch.h"
 
 #include <errno.h>
