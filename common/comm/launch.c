@@ -1,11 +1,12 @@
 // launch.c: the parent of mpirun. mpirun answers every signal with status 1, the status of a failed check; of
-// ranks that die before they know each other it says nothing, since it is quiet; and when a rank dies in the
-// first moments of a start it may wait for ever for children that it has not. Who starts mpirun by hand has its
-// --timeout SECONDS against that.
+// ranks that die before they know each other it says nothing, since it is quiet; when it is killed, what its
+// ranks shared stays; and when a rank dies in the first moments of a start, it may wait for ever for children
+// that it has not. Who starts mpirun by hand has its --timeout SECONDS against that.
 #include "launch.h"
 
 #include <errno.h>
 #include <fcntl.h>
+#include <glob.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,6 +21,7 @@
 static volatile sig_atomic_t ended_by, spoken;
 static volatile pid_t mpirun;
 static bool hung;
+static unsigned long job;
 
 // From a terminal a signal reaches mpirun as well; from kill() it reaches us alone.
 static void on_end(int signal, siginfo_t *info, void *unused) {
@@ -54,13 +56,41 @@ static bool lives(int process) {
     return state != 'Z';
 }
 
+// The number of the job, by which Open MPI names what its ranks share; a rank's environment has it.
+static void note_job(int process) {
+    static const char name[] = "OMPI_MCA_ess_base_jobid=";
+    char path[64], *variable = NULL;
+    size_t room = 0;
+    snprintf(path, sizeof path, "/proc/%d/environ", process);
+    FILE *file = job ? NULL : fopen(path, "r");
+    while (file && !job && getdelim(&variable, &room, '\0', file) > 0)
+        if (!strncmp(variable, name, sizeof name - 1)) job = strtoul(variable + sizeof name - 1, NULL, 10);
+    if (file) fclose(file);
+    free(variable);
+}
+
+// What mpirun would have removed from /dev/shm, had it not been killed.
+static void clear_shared(void) {
+    char pattern[64];
+    glob_t found;
+    snprintf(pattern, sizeof pattern, "/dev/shm/vader_segment.*.%lx.*", job);
+    usleep(200000);  // the ranks end with mpirun, but not before it
+    if (job && glob(pattern, 0, NULL, &found) == 0) {
+        for (size_t i = 0; i < found.gl_pathc; i++) unlink(found.gl_pathv[i]);
+        globfree(&found);
+    }
+}
+
 // Whether mpirun has ranks that run; who cannot look assumes so.
 static bool has_ranks(void) {
     char path[64];
     bool some = false;
     snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)mpirun, (int)mpirun);
     FILE *file = fopen(path, "r");
-    for (int child; file && !some && fscanf(file, "%d", &child) == 1;) some = lives(child);
+    for (int child; file && !some && fscanf(file, "%d", &child) == 1;) {
+        some = lives(child);
+        if (some) note_job(child);
+    }
     if (!file) return true;
     fclose(file);
     return some;
@@ -126,6 +156,7 @@ int launch(char *const *words) {
     if (!started) return waitpid(child, NULL, 0), error;
     int end_status = wait_for_end();
     int status = WIFEXITED(end_status) ? WEXITSTATUS(end_status) : 128 + WTERMSIG(end_status);
+    if (WIFSIGNALED(end_status)) clear_shared();
     if (hung) status = STATUS_USAGE;
     say_what_nobody_said(status);
     _exit(ended_by ? 128 + ended_by : status);

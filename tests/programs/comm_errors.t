@@ -147,6 +147,12 @@ status=$?
 report $? "a rank stopped while they start: $(tail -n 1 "$err")"
 
 if unshare -m --propagation private true 2>/dev/null; then
+    run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh
+        $comm --scenario late --timeout 60 & launcher=\$!
+        ranks_of \$launcher 4 >/dev/null; sleep 1; ls /dev/shm/vader* | wc -l
+        kill -9 \$(cat /proc/\$launcher/task/*/children); wait \$launcher; ls /dev/shm/vader* | wc -l"
+    [ "$(tr '\n' ' ' <"$out")" = '4 0 ' ]
+    report $? "an mpirun that is killed leaves nothing in /dev/shm"
     for size in 8M 20M; do
         run unshare -m --propagation private bash -c "mount -t tmpfs -o size=$size tmpfs /dev/shm && exec $comm --scenario status"
         [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] &&

@@ -61,6 +61,9 @@ refuses "a token file that is truncated" "$work/cut.bin" train --data "$work/cut
 { cat "$work/cut.bin"; printf '\x10\x27'; } >"$work/big.bin"
 refuses "a token beyond the vocabulary" 'vocab' train --data "$work/big.bin"
 runs "trains on a token file" '^PASS' $small --vocab 10001 --data "$work/big.bin" --steps 5
+mpirun --quiet --oversubscribe --allow-run-as-root -n 2 "$train" $small --steps 2 --save "$work/shared" >"$out" 2>"$err"
+[ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'trains on one device: start one of it, and not 2' "$err" && ! grep -q '^step' "$out"
+report $? "several copies of a program for one device are refused"
 refuses "a file that --json cannot write" 'json' train $small --json "$work/no/such/folder.json"
 
 finish
