@@ -46,8 +46,8 @@ static double q_width(const MemoryPlan *plan) {
 }
 
 // Tensor parallelism shards the matrices, and the biases along the sharded dimension; norms and the other
-// biases stay whole, and so do experts. On one rank at f = 4 h and kv d = h, GPT has h v + L (12 h^2 + 13 h) + 2 h (no
-// positions, as in the playbook); ours has what model.c says.
+// biases stay whole, and so do experts. On one rank at f = 4 h and kv d = h, GPT has h v + L (12 h^2 + 13
+// h) + 2 h (no positions, as in the playbook); ours has what model.c says.
 double memory_rank_parameters(const MemoryPlan *plan) {
     const Config *c = &plan->model;
     double h = (double)c->hidden, f = (double)config_dense_width(c), L = (double)c->layers;
@@ -187,9 +187,9 @@ int64_t kept_activation_bytes(const Config *config) {
 }
 
 // The peak is the larger of two moments of backward. With x, ffn, q, kv, R the bytes of (n, h), (n, f),
-// (n, a d), (n, kv d) and n statistics: at the head all that is kept, and dnorm, x. At the last block what the other
-// blocks keep, this block complete, since what recomputation dropped is made again, and what flows, the
-// largest of
+// (n, a d), (n, kv d) and n statistics: at the head all that is kept, and dnorm, x. At the last block what
+// the other blocks keep, this block complete, since what recomputation dropped is made again, and what
+// flows, the largest of
 //
 //     before Wdown       dy, dact                   x + ffn
 //     behind Wgate, Wup  dy, dx                     2 x

@@ -83,7 +83,7 @@ typedef struct BlockCost {
 } BlockCost;
 BlockCost program_block_cost(const Config *config, Mesh mesh, Techniques techniques);
 
-// ---- lesson.c: one step of rank 0 as one device makes it, the technique before, this one, and the formulas
+// ---- lesson.c: one step of rank 0: on one device, of the technique before, of this one, by the formulas
 typedef struct Column {
     const char *title;
     double weights, gradients, optimizer, kept;  // bytes; NaN where there is no figure

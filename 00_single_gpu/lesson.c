@@ -1,8 +1,8 @@
 // lesson.c: what a program shows first: one step of rank 0, as one device makes it, as the technique before
 // does, as this one does, and as the formulas say; and the losses of the run beside those of one device.
 //
-// Memory is the peak of each kind, calls and bytes are those that rank 0 makes and sends in a step; times are
-// of the model clock, from a dry run. This file has no main: harness.c calls it.
+// Memory is the peak of each kind, calls and bytes are those that rank 0 makes and sends in a step; times
+// are of the model clock, from a dry run. This file has no main: harness.c calls it.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -118,7 +118,7 @@ static void print_calls(const Column *column, int columns) {
 
 void lesson_print(const Config *config, const Column *column, int columns) {
     char line[LINE];
-    double value[6][MOST_COLUMNS];
+    double value[6][MOST_COLUMNS] = {{0}};
     snprintf(line, LINE, "%-*s", LABEL, "");
     for (int i = 0; i < columns; i++) {
         const Column *c = &column[i];

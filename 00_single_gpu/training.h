@@ -70,8 +70,8 @@ typedef struct Technique {
     bool (*on)(const Config *config);     // whether these flags ask for it; NULL: it is always on
     void (*check)(const Config *config);  // fatal, naming the flags, when it cannot be
     void (*recipe)(Recipe *recipe, const Config *config);  // changes dtypes of roles, and codecs
-    void (*shard)(Model *model);          // what of a weight stays on this rank
-    void *(*plug)(Model *model);          // fills sockets; returns what unplug frees
+    void (*shard)(Model *model);                           // what of a weight stays on this rank
+    void *(*plug)(Model *model);                           // fills sockets; returns what unplug frees
     void (*unplug)(Model *model, void *context);
     void (*price)(Price *price, const Model *model, const void *context);
 } Technique;
@@ -158,7 +158,7 @@ void price_sent(Price *price, const char *call, double calls, double bytes);  //
 // What is left on this rank of all that is split so: numerator of denominator equal parts.
 void price_scale_kept(Price *price, Split split, double numerator, double denominator);
 
-// ---- underflow.c: gradients that f16 rounds to zero, as long as nobody scales the loss. Nothing otherwise. ----
+// ---- underflow.c: gradients that f16 rounds to zero, as long as nobody scales the loss ----
 void underflow_warn(const Config *config);  // at the start: says so
 void underflow_begin(Trainer *trainer);
 void underflow_tell(

@@ -94,7 +94,7 @@ typedef struct StepInput {
     int64_t micro_batches, b;
     const int32_t *tokens, *targets;  // (micro_batches b, s) host, whole sequences
     const double *loss_scale;         // (micro_batches)
-    Tensor loss;  // (1) f64 on the device: += the losses of this rank's micro-batches
+    Tensor loss;                      // (1) f64 on the device: += the losses of this rank's micro-batches
     int64_t *kept_bytes;  // raised to the activations held when a forward has ended; may be NULL
 } StepInput;
 
@@ -176,8 +176,8 @@ typedef struct Sockets {
         void (*again)(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
                       Tensor v, AttentionShape shape);
     } attention;
-    // The feed-forward part of a block, region included: x (n, h) is the output of its norm. Forward returns
-    // y (n, h), new, and backward_input dx.
+    // The feed-forward part of a block, region included: x (n, h) is the output of its norm. Forward
+    // returns y (n, h), new, and backward_input dx.
     struct {
         void *context;
         Tensor (*forward)(void *context, Model *model, MicroBatch *micro, int layer, Tensor x);
@@ -242,8 +242,8 @@ struct Model {
     int first_expert_unit;  // … and behind the head, the experts of each block; 0 without experts
     Sockets sockets;
     int64_t *ready_left;  // (units) how often in this step its gradient will still become final
-    double grad_scale;  // 1; of gradients from the loss to the optimizer, which divides by it. Losses and
-                        // norms are as without.
+    double grad_scale;    // 1; of gradients from the loss to the optimizer, which divides by it. Losses and
+                          // norms are as without.
 };
 
 // What the model's weights are, each stored whole on every rank: techniques change params.recipe and shard

@@ -96,8 +96,8 @@ const Technique zero2 = {.name = "zero2",
 
 static const Technique *const techniques[] = {&zero2, &recompute, NULL};
 
-// Several micro-batches, which ZeRO-2 reduces one by one, and SGD, whose step shows the scale of a gradient,
-// which AdamW's hides.
+// Several micro-batches, which ZeRO-2 reduces one by one, and SGD, whose step shows the scale of a
+// gradient, which AdamW's hides.
 static void accumulate(Mesh mesh, const Config *config) {
     Config c = *config;
     c.grad_acc = config->grad_acc + 1;

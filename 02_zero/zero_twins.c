@@ -1,5 +1,5 @@
-// zero_twins.c: what the three stages of ZeRO are proven against: DDP on the same ranks, in the same order of
-// sums; and their steps beside each other on the model clock.
+// zero_twins.c: what the three stages of ZeRO are proven against: DDP on the same ranks, in the same order
+// of sums; and their steps beside each other on the model clock.
 //
 // Bytes sent: as DDP. This file has no main.
 #include <stdlib.h>

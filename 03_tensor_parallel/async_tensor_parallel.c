@@ -156,7 +156,8 @@ static void *plug(Model *model) {
     Async *a = host_alloc(sizeof *a);
     *a = (Async){.tp = model->mesh.tp, .before = *on, .in = host_alloc(2 * n * sizeof *a->in)};
     a->out = a->in + n;
-    const Codec *codec = model->params.recipe.send_rows;
+    const Recipe *recipe = &model->params.recipe;
+    const Codec *codec = recipe->send_rows ? recipe->send_rows : recipe->send_drows;
     CHECK(!codec, "async_tensor_parallel sends rows as they are, and the recipe wants %s: leave it out",
           codec->name);
     if (n == 1) return a;  // nothing to send: rows enter and leave as sequence_parallel.c has it

@@ -65,8 +65,9 @@ extern const Technique *const context_layouts[];
 extern const Option context_options[];  // of each of the four
 enum { CONTEXT_OPTIONS = 3 };
 // The small model of these programs, without heads, tokens and method.
-#define CONTEXT_MODEL                                                                                      \
-    "layers=3 hidden=48 kv-heads=2 ffn=88 micro-batch=2 grad-acc=2 steps=3 dtype=f64 optimizer=sgd lr=0.1 " \
+#define CONTEXT_MODEL                                                                                \
+    "layers=3 hidden=48 kv-heads=2 ffn=88 micro-batch=2 grad-acc=2 steps=3 dtype=f64 optimizer=sgd " \
+    "lr=0.1 "                                                                                        \
     "clip=0.5 cp=0 bucket-mb=0.1 "
 // A whole main, of a program that says what it shows, and may have one option of its own. It gets the list
 // above and --zero. Returns the exit status.
@@ -132,7 +133,8 @@ extern ContextFormula ring_formula;  // ring_attention.c
 // Llama 3 8B in bf16 with so many layers, on cp ranks; and whether a method can shard it.
 Config context_llama(ContextMethod method, int64_t layers, int64_t seq, int cp);
 bool context_fits(int cp, ContextMethod method);
-// Its attention and step with s = 131,072 on these ranks, by all four methods, in one node and across nodes.
+// Its attention and step with s = 131,072 on these ranks, by all four methods, in one node and across
+// nodes.
 void context_compare(Mesh mesh, const Config *config);
 // Its peak memory as s grows, as a table and as a picture in --memory-svg's file; nothing without that.
 void context_memory(Mesh mesh, const Config *config);

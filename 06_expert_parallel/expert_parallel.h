@@ -62,8 +62,8 @@ typedef struct Moe {
     int64_t held, most_held;  // rows of all blocks that are kept now, and were at most, in training
 } Moe;
 
-// router.c. Sets logits, weights and chosen; dx += dlogits Wrouter, dlogits being left to W; and the router's
-// gradient += dlogits^T x.
+// router.c. Sets logits, weights and chosen; dx += dlogits Wrouter, dlogits being left to W; and the
+// router's gradient += dlogits^T x.
 RouteRule moe_rule(const Config *config);
 void router_forward(const Moe *moe, int layer, MoeKept *kept, Tensor x);
 void router_backward(const Moe *moe, const MicroBatch *micro, int layer, MoeKept *kept, Tensor dx,

@@ -1,17 +1,19 @@
-// load_balance.c: three ways to keep experts evenly busy. Playbook: "Expert parallelism"; GShard, Switch (Fedus
-// et al. 2021), ST-MoE (Zoph et al. 2022), DeepSeek-V3 (2024).
+// load_balance.c: three ways to keep experts evenly busy. Playbook: "Expert parallelism"; GShard, Switch
+// (Fedus et al. 2021), ST-MoE (Zoph et al. 2022), DeepSeek-V3 (2024).
 //
 // Against moe.c, whose router learns from the loss alone, and may send most tokens to a few experts:
 //
 //     --aux-loss A      A sum over e of f_e P_e to the loss of each sequence and block: f_e the share of its
-//                       choices that expert e has got, times e; P_e the mean of its scores, which has the gradient
+//                       choices that expert e has got, times e; P_e the mean of its scores, which has the
+//                       gradient
 //     --z-loss Z        Z mean of lse(logits)^2: keeps logits small, and balances nothing by itself
-//     --balance-bias U  after each step, a bias in the choice of each expert goes up by U if it got fewer tokens
-//                       than the mean, and down if more: no loss, no gradient, and no part of the gate's weight
+//     --balance-bias U  after each step, a bias in the choice of each expert goes up by U if it got fewer
+//                       tokens than the mean, and down if more: no loss, no gradient, and no part of the
+//                       gate's weight
 //
 // Balance is asked of each sequence, and the losses are means over all sequences of the global batch: so
-// accumulation, data and expert parallelism change nothing. The bias counts the tokens of all ranks, once for
-// each micro-batch, also where recomputation routes twice; it is no weight, and folders do not have it.
+// accumulation, data and expert parallelism change nothing. The bias counts the tokens of all ranks, once
+// for each micro-batch, also where recomputation routes twice; it is no weight, and folders do not have it.
 //
 // Bytes sent per step: an all-reduce of L e counts in f64. Kept: L e biases.
 // Run: build/06_expert_parallel/load_balance     (--aux-loss 0.1 --z-loss 0, --moe deepseek --z-loss 0 …)
@@ -167,8 +169,8 @@ static const Technique *const one_device[] = {&moe, &load_balance, &recompute, N
 
 enum { CORPUS = 300000, SYMBOLS = 64, STEPS = 120, LAST = 40 };
 
-// Text in which symbol i is drawn 1 / (i + 1) as often as the first, and every second symbol follows from the one
-// before it. Returns the file's name, for the caller to remove and free.
+// Text in which symbol i is drawn 1 / (i + 1) as often as the first, and every second symbol follows from
+// the one before it. Returns the file's name, for the caller to remove and free.
 static char *plant_corpus(void) {
     char *path = format_text("/tmp/load_balance.XXXXXX"), *text = host_alloc(CORPUS);
     int file = mkstemp(path);
@@ -188,7 +190,8 @@ static char *plant_corpus(void) {
     return path;
 }
 
-// Of the last steps: the mean loss, and the busiest expert of a block beside the mean, averaged over blocks.
+// Of the last steps: the mean loss, and the busiest expert of a block beside the mean, averaged over
+// blocks.
 typedef struct Load {
     double loss, busiest;
 } Load;

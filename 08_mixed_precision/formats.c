@@ -9,7 +9,7 @@
 //     e4m3      s eeee mmm                             for weights and activations
 //     e5m2      s eeeee mm                             for gradients: float16's range
 //
-//     e > 0   (-1)^s  2^(e - bias)  (1 + f / 2^M)      normal: 2^M numbers from each power of two to the next
+//     e > 0   (-1)^s  2^(e - bias)  (1 + f / 2^M)      normal: 2^M from each power of two to the next
 //     e = 0   (-1)^s  2^(1 - bias)  (f / 2^M)          subnormal: in equal steps down to 0
 //
 // So the exponent's bits buy range, the mantissa's bits resolution. Epsilon is the step from 1 to the next

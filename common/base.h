@@ -116,8 +116,8 @@ int terminal_columns(void);
 // The text in a color on a terminal, itself in a log or where NO_COLOR is set. Static buffer.
 typedef enum Color { COLOR_RED = 31, COLOR_GREEN = 32, COLOR_YELLOW = 33 } Color;
 const char *colored(const char *text, Color color);
-// A progress line: on a terminal it rewrites itself with a bar and the time left; in a log a plain line about
-// every tenth of the way. `done` counts from 1; `text` is what to say about this step.
+// A progress line: on a terminal it rewrites itself with a bar and the time left; in a log a plain line
+// about every tenth of the way. `done` counts from 1; `text` is what to say about this step.
 void progress(int64_t done, int64_t total, const char *text);
 // The same for work of which a log says nothing: the line is gone when `done` has reached `total`.
 void progress_on_terminal(int64_t done, int64_t total, const char *text);

@@ -146,7 +146,8 @@ static void on_bus_error(int number, siginfo_t *info, void *unused) {
     for (int i = 0; i < MOST_MAPPED; i++)
         if (mapped[i].bytes && at >= mapped[i].bytes && at < mapped[i].bytes + mapped[i].size)
             fatal("%s became shorter while it was read, or its disk fails", mapped[i].path);
-    // Not ours: returning repeats the access, and ends the program as it would have; kill() has none to repeat.
+    // Not ours: returning repeats the access, and ends the program as it would have; kill() has none to
+    // repeat.
     if (info->si_code <= 0) raise(number);
 }
 

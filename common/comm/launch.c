@@ -1,7 +1,7 @@
-// launch.c: the parent of mpirun. mpirun answers every signal with status 1, the status of a failed check; of
-// ranks that die before they know each other it says nothing, since it is quiet; when it is killed, what its
-// ranks shared stays; and when a rank dies in the first moments of a start, it may wait for ever for children
-// that it has not. Who starts mpirun by hand has its --timeout SECONDS against that.
+// launch.c: the parent of mpirun. mpirun answers every signal with status 1, the status of a failed check;
+// of ranks that die before they know each other it says nothing, since it is quiet; when it is killed, what
+// its ranks shared stays; and when a rank dies in the first moments of a start, it may wait for ever for
+// children that it has not. Who starts mpirun by hand has its --timeout SECONDS against that.
 #include "launch.h"
 
 #include <errno.h>
@@ -96,8 +96,8 @@ static bool has_ranks(void) {
     return some;
 }
 
-// Its status as waitpid has it. When a rank dies in the first moments of a start, mpirun may wait for itself
-// for ever (Open MPI 4.1.4): one whose ranks have all ended does not last.
+// Its status as waitpid has it. When a rank dies in the first moments of a start, mpirun may wait for
+// itself for ever (Open MPI 4.1.4): one whose ranks have all ended does not last.
 static int wait_for_end(void) {
     enum { PATIENCE = 5, LOOKS = 10 };  // seconds; looks in each
     bool had = false;

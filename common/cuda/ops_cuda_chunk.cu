@@ -82,9 +82,9 @@ __device__ static inline Own own_rows(int64_t block, const ChunkTokens &side, in
     return {unit / heads, unit % heads, piece / per_tile, piece * rows, end - piece * rows};
 }
 
-// Calls f(state, first, columns) for each piece of the other side of a head, [first, first + columns) of its
-// sample, whose rows of x and y, which lie `stride` apart, are in shared memory then. Leaves out the tiles
-// that are empty, by state_of(their bounds).
+// Calls f(state, first, columns) for each piece of the other side of a head, [first, first + columns) of
+// its sample, whose rows of x and y, which lie `stride` apart, are in shared memory then. Leaves out the
+// tiles that are empty, by state_of(their bounds).
 template <class T, class A, class StateOf, class F>
 __device__ static inline void each_piece(const ChunkTokens &side, int64_t sample, int64_t rows,
                                          const Rows<A> &of_x, const T *x, const Rows<A> &of_y, const T *y,

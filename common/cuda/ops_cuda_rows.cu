@@ -139,7 +139,8 @@ void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *d
 
 // ---- RoPE ----
 
-// What each pair of dims turns by from one position to the next: of the model alone, and kept between calls.
+// What each pair of dims turns by from one position to the next: of the model alone, and kept between
+// calls.
 static const double *frequencies(int64_t half, Rope rope) {
     static double *frequency;
     static Rope rope_of;

@@ -2,8 +2,8 @@
 #ifndef REPORT_H
 #define REPORT_H
 
-#include "tensor/clock.h"
 #include "difference.h"
+#include "tensor/clock.h"
 #include "train/config.h"
 #include "train/params.h"
 
@@ -67,9 +67,9 @@ const char *report_evidence(void);
 bool report_that(bool condition, const char *format, ...) PRINTF_LIKE(2, 3);
 
 // Last line, "PASS <program>: <text> (<class and error, number of counts>)", "FAIL <program>: <what failed
-// first, where, and what that usually means (diagnosis.h)>", or, when no check failed but a bound was too coarse, "UNPROVEN <program>: <why>". Returns
-// the exit status: STATUS_PASS, STATUS_FAIL or STATUS_UNPROVEN. Every check since the start counts; the
-// next check starts anew.
+// first, where, and what that usually means (diagnosis.h)>", or, when no check failed but a bound was too
+// coarse, "UNPROVEN <program>: <why>". Returns the exit status: STATUS_PASS, STATUS_FAIL or
+// STATUS_UNPROVEN. Every check since the start counts; the next check starts anew.
 int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
 // What the verdict says besides, if it is a PASS: the latest note.
 void report_note(const char *format, ...) PRINTF_LIKE(1, 2);

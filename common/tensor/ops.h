@@ -120,8 +120,8 @@ void op_swiglu_backward(Tensor dgate, Tensor dup, Tensor dact, Tensor gate, Tens
 void op_cross_entropy_forward(Tensor losses, Tensor lse, Tensor logits, Tensor targets);
 // dlogits = scale * (softmax - onehot), 0 in ignored rows; may alias logits.
 void op_cross_entropy_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor targets, double scale);
-// What f16 loses there: of the elements of dlogits that were not zero before they were rounded, *all since the program
-// began, returns how many were zero behind. Waits for the device.
+// What f16 loses there: of the elements of dlogits that were not zero before they were rounded, *all since
+// the program began, returns how many were zero behind. Waits for the device.
 double op_underflows(double *all);
 
 // ---- the same over a part of the vocabulary: the rows of the table and columns of the logits that one of
@@ -176,13 +176,13 @@ void op_route_backward(Tensor dlogits, Tensor dweights, Tensor weights, Tensor c
                        RouteRule rule);
 // What asks for balance within each sequence of s tokens. Of a sequence, with f_e the share of its choices
 // that expert e has got, times e, and P_e the mean of its scores (softmax; sigmoids over their sum):
-//   auxiliary (sum over e of f_e P_e)  +  z mean over tokens of lse^2    (Fedus et al. 2021; Zoph et al. 2022)
+//   auxiliary (sum over e of f_e P_e)  +  z mean over tokens of lse^2    (Fedus 2021; Zoph 2022)
 typedef struct BalanceRule {
     double auxiliary, z;  // z: of a softmax alone
     double scale;         // of the gradient
 } BalanceRule;
-// losses (n) of the tokens, whose sum over a sequence is its loss; dlogits (n, e) += scale d(loss), in which
-// f is a constant
+// losses (n) of the tokens, whose sum over a sequence is its loss; dlogits (n, e) += scale d(loss), in
+// which f is a constant
 void op_route_balance(Tensor losses, Tensor dlogits, Tensor logits, Tensor chosen, int64_t s,
                       BalanceRule balance, RouteRule rule);
 // tokens (n k) i32: of each row; place (n, k) i32: the row of each pair; counts (e) i32: rows of each one

@@ -235,9 +235,11 @@ static void put_count(cJSON *object, const char *key, int64_t count) {
     put(object, key, cJSON_CreateNumber((double)count));
 }
 
+// With a point or an exponent, by which Python knows a float: transformers refuses some integers.
 static void put_real(cJSON *object, const char *key, double x) {
-    char *text = number_text(x);
+    char *digits = number_text(x), *text = format_text("%s%s", digits, strpbrk(digits, ".e") ? "" : ".0");
     put(object, key, cJSON_CreateRaw(text));
+    free(digits);
     free(text);
 }
 
@@ -251,7 +253,7 @@ static void put_rope(cJSON *object, Rope rope) {
         put_real(scaling, "factor", rope.factor);
         put_real(scaling, "low_freq_factor", rope.low);
         put_real(scaling, "high_freq_factor", rope.high);
-        put_real(scaling, "original_max_position_embeddings", rope.original);
+        put_count(scaling, "original_max_position_embeddings", (int64_t)rope.original);
     }
     put(object, "rope_scaling", scaling);
 }
@@ -312,6 +314,7 @@ const char *checkpoint_write_config(const char *dir, const Config *c, DType dtyp
         put_count(json, "num_experts_per_tok", c->top_k);
         put(json, "sliding_window", cJSON_CreateNull());
         put(json, "output_router_logits", cJSON_CreateFalse());
+        put_real(json, "router_jitter_noise", 0);
     }
     put_count(json, "num_hidden_layers", c->layers);
     put_count(json, "num_attention_heads", c->heads);

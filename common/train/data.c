@@ -179,8 +179,8 @@ void data_sample(const Data *data, int64_t seed, int64_t index, bool held_out, i
     // The remainder favours low starts by less than starts / 2^64.
     uint64_t draw = (uint64_t)index + ((uint64_t)held_out << 63);
     uint64_t start = rng_bits((uint64_t)seed, RNG_DATA, draw) % (uint64_t)starts;
-    // The shift by one is done here, once, before any sharding: whoever splits a sequence over ranks has the
-    // right target at every border.
+    // The shift by one is done here, once, before any sharding: whoever splits a sequence over ranks has
+    // the right target at every border.
     data_copy(&data->tokens, first + (int64_t)start, seq, tokens);
     data_copy(&data->tokens, first + (int64_t)start + 1, seq, targets);
 }

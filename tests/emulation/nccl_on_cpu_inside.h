@@ -1,5 +1,5 @@
-// nccl_on_cpu_inside.h: what nccl_on_cpu.cc (communicators, groups of calls) and nccl_on_cpu_moves.cc (bytes
-// in flight, and what becomes of them) share.
+// nccl_on_cpu_inside.h: what nccl_on_cpu.cc (communicators, groups of calls) and nccl_on_cpu_moves.cc
+// (bytes in flight, and what becomes of them) share.
 #ifndef NCCL_ON_CPU_INSIDE_H
 #define NCCL_ON_CPU_INSIDE_H
 

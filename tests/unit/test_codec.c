@@ -1,5 +1,5 @@
-// test_codec.c [--ranks N] [PATTERN]: fewer bits in flight: what an all-gather by a codec brings, and ZeRO-3
-// and sequence parallelism that send 8 bits and know nothing of it. TAP.
+// test_codec.c [--ranks N] [PATTERN]: fewer bits in flight: what an all-gather by a codec brings, and
+// ZeRO-3 and sequence parallelism that send 8 bits and know nothing of it. TAP.
 #include <math.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -209,8 +209,8 @@ static void expect_sent(Trainer *t, double calls, double bytes) {
     }
 }
 
-// Each unit that ZeRO-3 gathers is what 8 bits leave of all ranks' parts; forward computes with that, to the
-// bit; and a code and a part's scale are all that is sent.
+// Each unit that ZeRO-3 gathers is what 8 bits leave of all ranks' parts; forward computes with that, to
+// the bit; and a code and a part's scale are all that is sent.
 static void zero3_sends_8_bits(void) {
     Mesh mesh = mesh_new((MeshShape){.dp = n});
     Config c = config_of("dtype=f32");

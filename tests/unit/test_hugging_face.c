@@ -1,6 +1,6 @@
 // The model against another's implementation: folders that transformers wrote, and the loss and gradients
-// that its code computed for them in f64 (fixtures/make_llama_fixture.py, make_mixtral_fixture.py). Nothing of ours
-// made these.
+// that its code computed for them in f64 (fixtures/make_llama_fixture.py, make_mixtral_fixture.py). Nothing
+// of ours made these.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>

@@ -578,8 +578,8 @@ typedef struct EntropyCase {
     double scale;
 } EntropyCase;
 
-// Of 8 equal logits each has the gradient scale / 8, and the target's scale (1/8 - 1): 2^-25 rounds to zero, what is
-// above it does not. Ignored rows and padding are zero before.
+// Of 8 equal logits each has the gradient scale / 8, and the target's scale (1/8 - 1): 2^-25 rounds to
+// zero, what is above it does not. Ignored rows and padding are zero before.
 static void gradients_that_f16_makes_zero_are_counted(void **state) {
     (void)state;
     const VocabularyPart part = {16, 8, 5};

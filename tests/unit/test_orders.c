@@ -3,8 +3,8 @@
 //
 //     F(m, c) after F(m, c - 1)     B(m, c) after F(m, last) and B(m, c + 1)     W(m, c) after B(m, c)
 //
-// The model is split into one to three chunks, all of them on every rank; the order is drawn from a seed, the
-// same on all ranks, and run through the schedule socket as a pipeline would. orders.t starts it.
+// The model is split into one to three chunks, all of them on every rank; the order is drawn from a seed,
+// the same on all ranks, and run through the schedule socket as a pipeline would. orders.t starts it.
 #include <math.h>
 
 #include "03_tensor_parallel/tensor_parallel.h"

@@ -1,5 +1,5 @@
-// test_sockets.c: what a plug may count on: which micro-batch a call is about, when the feed-forward part is
-// called, whose last contribution a gradient was, and that what a linear keeps comes back to it.
+// test_sockets.c: what a plug may count on: which micro-batch a call is about, when the feed-forward part
+// is called, whose last contribution a gradient was, and that what a linear keeps comes back to it.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -72,7 +72,8 @@ static void loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor log
     seen.before.vocabulary.loss(context, micro, lse, logits);
 }
 
-// A feed-forward part that sends each token elsewhere enters no region: it gets the rows of this rank alone.
+// A feed-forward part that sends each token elsewhere enters no region: it gets the rows of this rank
+// alone.
 static Tensor mlp_forward(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
     (void)context, (void)layer;
     count(seen.mlps, micro);
@@ -225,8 +226,8 @@ static void *plug_linears(Model *m) {
 }
 static const Technique linear_log = {.name = "linear log", .plug = plug_linears};
 
-// q, k, v together; o; gate and up; down; of each block, and the head. Full recomputation drops a block's and
-// makes them again; B and W then meet the second ones.
+// q, k, v together; o; gate and up; down; of each block, and the head. Full recomputation drops a block's
+// and makes them again; B and W then meet the second ones.
 static void what_a_linear_keeps_comes_back_to_it(void **state) {
     (void)state;
     for (Recompute again = RECOMPUTE_NONE; again <= RECOMPUTE_FULL; again++) {

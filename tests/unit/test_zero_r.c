@@ -1,5 +1,5 @@
-// test_zero_r.c [--ranks N] [PATTERN]: checkpoints that are sharded over the ranks of real tensor parallelism,
-// and buffers of every size. TAP.
+// test_zero_r.c [--ranks N] [PATTERN]: checkpoints that are sharded over the ranks of real tensor
+// parallelism, and buffers of every size. TAP.
 #include "03_tensor_parallel/tensor_parallel.h"
 #include "ranks.h"
 
