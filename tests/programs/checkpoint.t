@@ -84,6 +84,11 @@ trains $to20 --init "$work/ours/deeper/step-000020" --json "$work/b.json" &&
         "$(held_out before "$work/b.json")" ] &&
     grep -q 'step 2/20 .*lr 1.0e-03' "$out"
 report $? "--init begins anew with the loss that the saved weights had"
+grep -q "^begins with the weights of $work/ours/deeper/step-000020, at step 0" "$out"
+report $? "and says with which folder"
+trains $shape --vocab 300 $run --steps 1 --save "$work/words" && trains $run --steps 1 --init "$work/words" &&
+    grep -q '^WARNING: --data .* is read as bytes, and the weights know 300 tokens' "$out"
+report $? "bytes for the weights of another vocabulary are warned of"
 
 # llm.c's header: 256 int32, magic 20240520 (GPT-2), version 1, 4000 tokens; then 0 to 24, again and again
 {
