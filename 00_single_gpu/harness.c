@@ -138,7 +138,7 @@ int program_main(int argc, char **argv, const Program *program) {
         CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_RECOMPUTE | CONFIG_FILES | CONFIG_REPORT;
     unsigned axes = axes_of(program);
     for (int i = 0; program->techniques[i]; i++) groups |= program->techniques[i]->brings;
-    if (!program->trains) groups |= CONFIG_CHECK | CONFIG_RANKS | CONFIG_TIMELINE;
+    if (!program->trains) groups |= CONFIG_CHECK | CONFIG_TIMELINE | (axes ? CONFIG_RANKS : 0);
     groups |= (axes & 1u << AXIS_DP ? CONFIG_DP : 0) | (axes & 1u << AXIS_PP ? CONFIG_PP : 0) |
               (axes & 1u << AXIS_CP ? CONFIG_CP : 0) | (axes & 1u << AXIS_TP ? CONFIG_TP : 0) |
               (axes & 1u << AXIS_EP ? CONFIG_EP : 0);
