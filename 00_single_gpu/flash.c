@@ -161,7 +161,7 @@ static void price(Price *price, const Model *m, const void *context) {
     flash_price_positions(price, c->micro_batch, c->seq);
 }
 
-static bool on(const Config *config) {
+static bool enabled(const Config *config) {
     return config_number(config, "attention") == 1 || config_document_end(config) >= 0;
 }
 
@@ -173,7 +173,7 @@ static const Option options[] = {
 const Technique flash_attention = {.name = "flash_attention",
                                    .option = options,
                                    .options = 2,
-                                   .on = on,
+                                   .enabled = enabled,
                                    .plug = plug,
                                    .unplug = unplug,
                                    .price = price};

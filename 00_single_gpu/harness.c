@@ -72,7 +72,7 @@ static void check_techniques(const Config *config, const Program *program) {
     unsigned served = 0;
     for (int i = 0; program->techniques[i]; i++) {
         const Technique *technique = program->techniques[i];
-        if (technique->on && !technique->on(config)) continue;
+        if (technique->enabled && !technique->enabled(config)) continue;
         served |= technique->axes;
         if (technique->check) technique->check(config);
     }

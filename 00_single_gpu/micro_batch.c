@@ -45,8 +45,8 @@ static int32_t *documents_new(const Config *c, int64_t b, const int32_t *tokens)
 
 MicroBatch micro_batch_new(const Model *m, int64_t index, int64_t b, const int32_t *tokens,
                            const int32_t *targets, double loss_scale) {
-    const Sockets *on = &m->sockets;
-    int64_t whole = m->config.seq, s = on->tokens.count(on->tokens.context, whole), n = b * s;
+    const Sockets *sockets = &m->sockets;
+    int64_t whole = m->config.seq, s = sockets->tokens.count(sockets->tokens.context, whole), n = b * s;
     MicroBatch micro = {.index = index,
                         .b = b,
                         .s = s,
@@ -56,7 +56,7 @@ MicroBatch micro_batch_new(const Model *m, int64_t index, int64_t b, const int32
                         .embedding_parts = m->config.tied ? 2 : 1};
     int32_t *own = host_alloc(3 * n * sizeof *own), *own_targets = own + n, *positions = own + 2 * n;
     for (int64_t i = 0; i < n; i++) {
-        int64_t position = on->tokens.position(on->tokens.context, whole, i % s),
+        int64_t position = sockets->tokens.position(sockets->tokens.context, whole, i % s),
                 at = i / s * whole + position;
         own[i] = tokens[at];
         own_targets[i] = targets[at];

@@ -53,11 +53,11 @@ static int32_t draw_token(const double *logits, int64_t vocab, double temperatur
 // A model on one device with the trained weights, which all ranks bring together; NULL on all but the
 // first.
 static Model *gather_model(Trainer *t) {
-    const Sockets *on = &t->model->sockets;
+    const Sockets *sockets = &t->model->sockets;
     bool first = t->model->mesh.world.rank == 0;
     Model *one = first ? model_new(&t->config, mesh_single()) : NULL;
     if (one) model_allocate(one);
-    on->parameters.complete(on->parameters.context, t->model);
+    sockets->parameters.complete(sockets->parameters.context, t->model);
     for (int i = 0; i < t->model->params.count; i++) {
         const Param *param = &t->model->params.param[i];
         void *whole = host_alloc(param->full[0] * param->full[1] * (int64_t)sizeof(double));

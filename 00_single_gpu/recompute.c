@@ -63,9 +63,9 @@ static void price(Price *p, const Model *m, const void *context) {
     p->forwards *= 2;
 }
 
-static bool on(const Config *c) { return c->recompute != RECOMPUTE_NONE; }
+static bool enabled(const Config *c) { return c->recompute != RECOMPUTE_NONE; }
 
-const Technique recompute = {.name = "recompute", .on = on, .plug = plug, .price = price};
+const Technique recompute = {.name = "recompute", .enabled = enabled, .plug = plug, .price = price};
 
 double recompute_extra_flops(const Config *c, int64_t sequences) {
     double s = (double)c->seq, h = (double)c->hidden, f = (double)config_dense_width(c);

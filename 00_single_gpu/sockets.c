@@ -125,18 +125,18 @@ static Tensor mlp_forward(void *context, Model *m, MicroBatch *micro, int layer,
     (void)context;
     const BlockParams *w = &m->block[layer];
     MlpKept *kept = &micro->block[layer].mlp;
-    const Sockets *on = &m->sockets;
+    const Sockets *sockets = &m->sockets;
     Tensor inside = enter(m, micro, x);
     int64_t n = tensor_rows(inside);
     kept->gate = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n, w->gate->shape[0]));
     kept->up = tensor_like(MEMORY_ACTIVATION, kept->gate);
     kept->act = tensor_like(MEMORY_ACTIVATION, kept->gate);
     Tensor partial = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n, w->down->shape[0]));
-    on->linear.forward(on->linear.context, m, 2, (Param *[]){w->gate, w->up},
-                       (Tensor[]){kept->gate, kept->up}, inside, &kept->linear[0]);
+    sockets->linear.forward(sockets->linear.context, m, 2, (Param *[]){w->gate, w->up},
+                            (Tensor[]){kept->gate, kept->up}, inside, &kept->linear[0]);
     op_swiglu_forward(kept->act, kept->gate, kept->up);
-    on->linear.forward(on->linear.context, m, 1, &w->down, &partial, kept->act, &kept->linear[1]);
-    Tensor y = on->region.leave(on->region.context, micro, partial);
+    sockets->linear.forward(sockets->linear.context, m, 1, &w->down, &partial, kept->act, &kept->linear[1]);
+    Tensor y = sockets->region.leave(sockets->region.context, micro, partial);
     tensor_free(&partial);
     tensor_free(&inside);
     return y;
@@ -146,10 +146,11 @@ static Tensor mlp_backward_input(void *context, Model *m, MicroBatch *micro, int
     (void)context;
     const BlockParams *w = &m->block[layer];
     MlpKept *kept = &micro->block[layer].mlp;
-    const Sockets *on = &m->sockets;
-    kept->dy = on->region.leave_backward(on->region.context, micro, dy);
+    const Sockets *sockets = &m->sockets;
+    kept->dy = sockets->region.leave_backward(sockets->region.context, micro, dy);
     Tensor dact = tensor_like(MEMORY_ACTIVATION, kept->act);
-    on->linear.backward_input(on->linear.context, m, 1, &w->down, dact, &kept->dy, &kept->linear[1]);
+    sockets->linear.backward_input(sockets->linear.context, m, 1, &w->down, dact, &kept->dy,
+                                   &kept->linear[1]);
     op_swiglu_backward(kept->gate, kept->up, dact, kept->gate, kept->up);
     kept->dgate = kept->gate;  // the gradients stand where the values stood
     kept->dup = kept->up;
@@ -157,9 +158,9 @@ static Tensor mlp_backward_input(void *context, Model *m, MicroBatch *micro, int
     tensor_free(&dact);
     Tensor dinside =
         tensor_new(MEMORY_ACTIVATION, dy.dtype, SHAPE(tensor_rows(kept->dy), w->gate->shape[1]));
-    on->linear.backward_input(on->linear.context, m, 2, (Param *[]){w->gate, w->up}, dinside,
-                              (Tensor[]){kept->dgate, kept->dup}, &kept->linear[0]);
-    Tensor dx = on->region.enter_backward(on->region.context, micro, dinside);
+    sockets->linear.backward_input(sockets->linear.context, m, 2, (Param *[]){w->gate, w->up}, dinside,
+                                   (Tensor[]){kept->dgate, kept->dup}, &kept->linear[0]);
+    Tensor dx = sockets->region.enter_backward(sockets->region.context, micro, dinside);
     tensor_free(&dinside);
     return dx;
 }
@@ -168,11 +169,12 @@ static void mlp_backward_weight(void *context, Model *m, MicroBatch *micro, int 
     (void)context;
     const BlockParams *w = &m->block[layer];
     MlpKept *kept = &micro->block[layer].mlp;
-    const Sockets *on = &m->sockets;
+    const Sockets *sockets = &m->sockets;
     Tensor inside = enter(m, micro, x);
-    on->linear.backward_weight(on->linear.context, m, 1, &w->down, &kept->dy, kept->act, &kept->linear[1]);
-    on->linear.backward_weight(on->linear.context, m, 2, (Param *[]){w->gate, w->up},
-                               (Tensor[]){kept->dgate, kept->dup}, inside, &kept->linear[0]);
+    sockets->linear.backward_weight(sockets->linear.context, m, 1, &w->down, &kept->dy, kept->act,
+                                    &kept->linear[1]);
+    sockets->linear.backward_weight(sockets->linear.context, m, 2, (Param *[]){w->gate, w->up},
+                                    (Tensor[]){kept->dgate, kept->dup}, inside, &kept->linear[0]);
     tensor_free(&inside);
 }
 

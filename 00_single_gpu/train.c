@@ -42,21 +42,21 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     if (!techniques) techniques = one_device;
     if (!device_is_dry_run()) t->data = data_open(config->data, config->vocab, config->seq);
     t->model = model_new(config, mesh);
-    const Technique *on[MOST_TECHNIQUES], *taken[SOCKETS] = {NULL};
+    const Technique *enabled[MOST_TECHNIQUES], *taken[SOCKETS] = {NULL};
     int count = 0;
     for (int i = 0; techniques[i]; i++) {
         CHECK(count < MOST_TECHNIQUES, "more than %d techniques at once", MOST_TECHNIQUES);
-        if (!techniques[i]->on || techniques[i]->on(config)) on[count++] = techniques[i];
+        if (!techniques[i]->enabled || techniques[i]->enabled(config)) enabled[count++] = techniques[i];
     }
     for (int i = 0; i < count; i++)
-        if (on[i]->recipe) on[i]->recipe(&t->model->params.recipe, config);
+        if (enabled[i]->recipe) enabled[i]->recipe(&t->model->params.recipe, config);
     // The shards nearest to the multiply come first: ZeRO deals out what tensor parallelism has left here.
     for (int i = count - 1; i >= 0; i--) {
-        if (on[i]->shard) on[i]->shard(t->model);
+        if (enabled[i]->shard) enabled[i]->shard(t->model);
         params_measure(&t->model->params);
     }
     model_allocate(t->model);
-    for (int i = 0; i < count; i++) plug(t, on[i], taken);
+    for (int i = 0; i < count; i++) plug(t, enabled[i], taken);
     CHECK(!config->experts || taken[SOCKET_MLP],
           "--experts %ld: no technique of this program routes tokens to experts", config->experts);
     t->progress.batch = config->micro_batch * config->grad_acc * mesh.dp.size;
@@ -187,7 +187,7 @@ static void explain_bad_loss(Trainer *t, const StepInput *input) {
 static void optimizer_steps(Trainer *t, double grad_scale) {
     const Config *c = &t->config;
     Params *params = &t->model->params;
-    const Sockets *on = &t->model->sockets;
+    const Sockets *sockets = &t->model->sockets;
     const Param *bad = isfinite(t->grad_norm) ? NULL : params_first_bad_grad(params);
     CHECK(isfinite(t->grad_norm), "the gradient norm is %g; the first bad tensor is the gradient of %s",
           t->grad_norm, bad ? bad->name : "no single weight: the sum over all overflows");
@@ -196,14 +196,14 @@ static void optimizer_steps(Trainer *t, double grad_scale) {
     optimizer_begin(&t->optimizer, params);
     for (int unit = 0; unit < params->units; unit++) {
         optimizer_step_unit(&t->optimizer, params, unit, t->lr, factor);
-        on->parameters.stepped(on->parameters.context, t->model, unit);
+        sockets->parameters.stepped(sockets->parameters.context, t->model, unit);
     }
 }
 
 // The step's micro-batches forward and backward, until loss and gradients are those of all ranks.
 static void run_micro_batches(Trainer *t) {
     const Config *c = &t->config;
-    const Sockets *on = &t->model->sockets;
+    const Sockets *sockets = &t->model->sockets;
     Params *params = &t->model->params;
     read_ahead(t);  // the first step does it for itself
     Batch batch = t->ahead;
@@ -213,10 +213,10 @@ static void run_micro_batches(Trainer *t) {
     StepInput input = {c->grad_acc, c->micro_batch, batch.tokens,  batch.targets,
                        loss_scale,  loss_new(),     &t->kept_bytes};
     params_zero_grads(params);
-    on->schedule.run(on->schedule.context, t->model, &input);
+    sockets->schedule.run(sockets->schedule.context, t->model, &input);
     // All reductions must finish before the optimizer steps: over replicas first, then over copies of a
     // weight, which are then the same elements on each of their ranks.
-    on->gradients.finish(on->gradients.context, t->model);
+    sockets->gradients.finish(sockets->gradients.context, t->model);
     params_sum_copies(params);
     t->loss = comm_sum(loss_value(input.loss), params->replicas);
     if (!isfinite(t->loss)) explain_bad_loss(t, &input);
@@ -228,7 +228,7 @@ static void run_micro_batches(Trainer *t) {
 }
 
 void train_step(Trainer *t, Record *record) {
-    const Sockets *on = &t->model->sockets;
+    const Sockets *sockets = &t->model->sockets;
     Params *params = &t->model->params;
     fatal_context("step %lld", (long long)t->progress.step + 1);
     char *mark = format_text("step %lld", (long long)t->progress.step + 1);
@@ -241,7 +241,7 @@ void train_step(Trainer *t, Record *record) {
     bool recorded = record && !record->grad[0] && !device_is_dry_run();
     if (recorded) record_grads(record, params, 1 / grad_scale);
     t->grad_norm = params_grad_norm(params) / grad_scale;
-    if (on->step.accept(on->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);
+    if (sockets->step.accept(sockets->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);
     clock_pop();
     clock_pop();
     t->progress.step++;
@@ -250,7 +250,7 @@ void train_step(Trainer *t, Record *record) {
 
 double held_out_loss(Trainer *t, int64_t samples) {
     const Config *c = &t->config;
-    const Sockets *on = &t->model->sockets;
+    const Sockets *sockets = &t->model->sockets;
     Group dp = t->model->mesh.dp, replicas = t->model->params.replicas;
     double sum = 0, labels = 0;
     int32_t *tokens = host_alloc(c->seq * sizeof *tokens), *targets = host_alloc(c->seq * sizeof *targets);
@@ -263,7 +263,7 @@ double held_out_loss(Trainer *t, int64_t samples) {
         for (int64_t i = 0; i < c->seq && sample >= samples; i++) targets[i] = IGNORED_LABEL;
         MicroBatch micro = micro_batch_new(t->model, -1, 1, tokens, targets, 1);
         // Sums, not means: samples differ in their number of labels.
-        sum += on->schedule.evaluate(on->schedule.context, t->model, &micro);
+        sum += sockets->schedule.evaluate(sockets->schedule.context, t->model, &micro);
         labels += (double)count_labels(targets, c->seq);
         micro_batch_free(t->model, &micro);
         complete_weights(t);  // no backward follows, for which a plug may keep gathered weights

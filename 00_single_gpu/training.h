@@ -67,8 +67,8 @@ typedef struct Technique {
     unsigned brings;  // groups of shared options, CONFIG_…, that programs with it have
     unsigned wraps;  // sockets, 1 << SOCKET_…, in which it takes the place of an earlier plug, and calls it
     // Each may be NULL.
-    bool (*on)(const Config *config);     // whether these flags ask for it; NULL: it is always on
-    void (*check)(const Config *config);  // fatal, naming the flags, when it cannot be
+    bool (*enabled)(const Config *config);  // whether these flags ask for it; NULL: it is always on
+    void (*check)(const Config *config);    // fatal, naming the flags, when it cannot be
     void (*recipe)(Recipe *recipe, const Config *config);  // changes dtypes of roles, and codecs
     void (*shard)(Model *model);                           // what of a weight stays on this rank
     void *(*plug)(Model *model);                           // fills sockets; returns what unplug frees

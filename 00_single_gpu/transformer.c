@@ -126,7 +126,7 @@ void model_begin_step(Model *m, int64_t micro_batches) {
 Tensor block_compute(Model *m, MicroBatch *micro, int layer) {
     const BlockParams *w = &m->block[layer];
     BlockKept *kept = &micro->block[layer];
-    Sockets *on = &m->sockets;
+    Sockets *sockets = &m->sockets;
 
     kept->norm1 = norm_forward(m, w->norm1, kept->x, &kept->rstd1);
     Tensor inside = enter(m, micro, kept->norm1);
@@ -136,13 +136,13 @@ Tensor block_compute(Model *m, MicroBatch *micro, int layer) {
     op_rope(kept->q, micro->positions, config_head_size(&m->config), m->config.rope, +1);
     op_rope(kept->k, micro->positions, config_head_size(&m->config), m->config.rope, +1);
     kept->o = tensor_like(MEMORY_ACTIVATION, kept->q);
-    on->attention.forward(on->attention.context, micro, kept->o, &kept->attention, kept->q, kept->k,
-                          kept->v, attention_shape(w, m, micro));
+    sockets->attention.forward(sockets->attention.context, micro, kept->o, &kept->attention, kept->q,
+                               kept->k, kept->v, attention_shape(w, m, micro));
     kept->x2 = leave(m, micro, linear_forward(m, w->o, kept->o, &kept->linear[1]));
     op_add(kept->x2, kept->x2, kept->x);
 
     kept->norm2 = norm_forward(m, w->norm2, kept->x2, &kept->rstd2);
-    Tensor y = on->mlp.forward(on->mlp.context, m, micro, layer, kept->norm2);
+    Tensor y = sockets->mlp.forward(sockets->mlp.context, m, micro, layer, kept->norm2);
     op_add(y, y, kept->x2);
     return y;
 }
@@ -161,14 +161,14 @@ static void block_forward(Model *m, MicroBatch *micro, int layer) {
 static void block_backward_input(Model *m, MicroBatch *micro, int layer) {
     const BlockParams *w = &m->block[layer];
     BlockKept *kept = &micro->block[layer];
-    Sockets *on = &m->sockets;
+    Sockets *sockets = &m->sockets;
     int unit = m->first_block_unit + layer;
     acquire(m, unit, BACKWARD);
-    on->activations.before_backward(on->activations.context, m, micro, layer);
+    sockets->activations.before_backward(sockets->activations.context, m, micro, layer);
 
     // y = x2 + mlp(norm2(x2))
     Tensor dy = take(&micro->dx);
-    Tensor dnorm2 = on->mlp.backward_input(on->mlp.context, m, micro, layer, dy);
+    Tensor dnorm2 = sockets->mlp.backward_input(sockets->mlp.context, m, micro, layer, dy);
     Tensor dx2 = norm_backward(m, w->norm2, dy, dnorm2, kept->x2, kept->rstd2, &kept->dnorm2);
     tensor_free(&dy);
     tensor_free(&kept->x2);
@@ -181,10 +181,10 @@ static void block_backward_input(Model *m, MicroBatch *micro, int layer) {
     kept->dq = tensor_like(MEMORY_ACTIVATION, kept->q);
     kept->dk = tensor_like(MEMORY_ACTIVATION, kept->k);
     kept->dv = tensor_like(MEMORY_ACTIVATION, kept->v);
-    on->attention.backward(on->attention.context, micro, kept->dq, kept->dk, kept->dv, d_o,
-                           &kept->attention, kept->q, kept->k, kept->v, kept->o,
-                           attention_shape(w, m, micro));
-    on->attention.drop(on->attention.context, &kept->attention);
+    sockets->attention.backward(sockets->attention.context, micro, kept->dq, kept->dk, kept->dv, d_o,
+                                &kept->attention, kept->q, kept->k, kept->v, kept->o,
+                                attention_shape(w, m, micro));
+    sockets->attention.drop(sockets->attention.context, &kept->attention);
     tensor_free(&d_o);
     tensor_free(&kept->q);
     tensor_free(&kept->k);

@@ -32,13 +32,13 @@ static void price(Price *price, const Model *model, const void *context) {
 }
 
 // Where several programs offer ZeRO's stages, this is stage 0.
-static bool on(const Config *config) { return config_number(config, "zero") == 0; }
+static bool enabled(const Config *config) { return config_number(config, "zero") == 0; }
 
 const Technique ddp_no_sync = {.name = "ddp_no_sync",
                                .option = &ddp_bucket_option,
                                .options = 1,
                                .axes = 1u << AXIS_DP,
-                               .on = on,
+                               .enabled = enabled,
                                .plug = plug,
                                .unplug = ddp_bucketed_unplug,
                                .price = price};

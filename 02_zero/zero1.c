@@ -121,7 +121,7 @@ Zero *zero1_plug(Model *model) {
 }
 
 static void *plug(Model *model) { return zero1_plug(model); }
-static bool on(const Config *config) { return zero_on(config, 1); }
+static bool enabled(const Config *config) { return zero_on(config, 1); }
 static void price(Price *price, const Model *model, const void *zero) { zero_price(price, model, zero, 1); }
 
 static const Option gather_option = {
@@ -139,7 +139,7 @@ const Technique zero1 = {.name = "zero1",
                          .option = &gather_option,
                          .options = 1,
                          .axes = 1u << AXIS_DP,
-                         .on = on,
+                         .enabled = enabled,
                          .shard = shard,
                          .plug = plug,
                          .unplug = zero_unplug,

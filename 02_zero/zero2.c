@@ -81,12 +81,12 @@ Zero *zero2_plug(Model *model) {
 }
 
 static void *plug(Model *model) { return zero2_plug(model); }
-static bool on(const Config *config) { return zero_on(config, 2); }
+static bool enabled(const Config *config) { return zero_on(config, 2); }
 static void price(Price *price, const Model *model, const void *zero) { zero_price(price, model, zero, 2); }
 
 const Technique zero2 = {.name = "zero2",
                          .axes = 1u << AXIS_DP,
-                         .on = on,
+                         .enabled = enabled,
                          .shard = shard,
                          .plug = plug,
                          .unplug = zero_unplug,

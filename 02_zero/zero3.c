@@ -33,7 +33,7 @@ static void start_gather(Model *model, Zero *zero, int unit) {
     u->values = tensor_new(MEMORY_PARAMETER, model->params.recipe.weight, SHAPE(u->count));
     int64_t *counts = zero_part_counts(u);
     zero->gathering[unit] = comm_all_gather_coded(u->values, u->own_values, counts,
-                                                   model->params.recipe.send_weights, u->replicas);
+                                                  model->params.recipe.send_weights, u->replicas);
     free(counts);
 }
 
@@ -86,7 +86,7 @@ static void *plug(Model *model) {
     return zero;
 }
 
-static bool on(const Config *config) { return zero_on(config, 3); }
+static bool enabled(const Config *config) { return zero_on(config, 3); }
 static void price(Price *price, const Model *model, const void *zero) { zero_price(price, model, zero, 3); }
 
 static const Option prefetch_option = {"no-prefetch",
@@ -103,7 +103,7 @@ const Technique zero3 = {.name = "zero3",
                          .option = &prefetch_option,
                          .options = 1,
                          .axes = 1u << AXIS_DP,
-                         .on = on,
+                         .enabled = enabled,
                          .shard = shard,
                          .plug = plug,
                          .unplug = zero_unplug,

@@ -48,7 +48,7 @@ typedef struct PassCost {
 
 static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
     Trainer *t = trainer_new(c, mesh, (const Technique *[]){&zero3, NULL});
-    const Sockets *on = &t->model->sockets;
+    const Sockets *sockets = &t->model->sockets;
     Batch batch = batch_new(t, 0);
     model_begin_step(t->model, 1);
     MicroBatch micro = micro_batch_new(t->model, 0, batch.samples, batch.tokens, batch.targets, 1);
@@ -56,7 +56,7 @@ static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
     model_forward(t->model, &micro);
     double forward = clock_total().model_seconds, exposed = comm_total().exposed_seconds;
     model_backward(t->model, &micro);
-    on->gradients.finish(on->gradients.context, t->model);
+    sockets->gradients.finish(sockets->gradients.context, t->model);
     PassCost cost = {{forward, clock_total().model_seconds - forward},
                      {exposed, comm_total().exposed_seconds - exposed},
                      0,

@@ -151,23 +151,23 @@ static void backward_weight(void *context, Model *m, int count, Param *const *we
 }
 
 static void *plug(Model *model) {
-    Sockets *on = &model->sockets;
+    Sockets *sockets = &model->sockets;
     int n = model->mesh.tp.size;
     Async *a = host_alloc(sizeof *a);
-    *a = (Async){.tp = model->mesh.tp, .before = *on, .in = host_alloc(2 * n * sizeof *a->in)};
+    *a = (Async){.tp = model->mesh.tp, .before = *sockets, .in = host_alloc(2 * n * sizeof *a->in)};
     a->out = a->in + n;
     const Recipe *recipe = &model->params.recipe;
     const Codec *codec = recipe->send_rows ? recipe->send_rows : recipe->send_drows;
     CHECK(!codec, "async_tensor_parallel sends rows as they are, and the recipe wants %s: leave it out",
           codec->name);
     if (n == 1) return a;  // nothing to send: rows enter and leave as sequence_parallel.c has it
-    on->region.context = on->linear.context = a;
-    on->region.rows = rows_outside;
-    on->region.enter = on->region.leave_backward = gather;
-    on->region.leave = on->region.enter_backward = scatter;
-    on->linear.forward = forward;
-    on->linear.backward_input = backward_input;
-    on->linear.backward_weight = backward_weight;
+    sockets->region.context = sockets->linear.context = a;
+    sockets->region.rows = rows_outside;
+    sockets->region.enter = sockets->region.leave_backward = gather;
+    sockets->region.leave = sockets->region.enter_backward = scatter;
+    sockets->linear.forward = forward;
+    sockets->linear.backward_input = backward_input;
+    sockets->linear.backward_weight = backward_weight;
     return a;
 }
 

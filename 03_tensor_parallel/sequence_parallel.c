@@ -120,16 +120,16 @@ static void *plug(Model *model) {
                           .before = model->sockets,
                           .send_rows = model->params.recipe.send_rows,
                           .send_drows = model->params.recipe.send_drows};
-    Sockets *on = &model->sockets;
-    on->region.context = on->vocabulary.context = t;
-    on->region.rows = own_rows;
-    on->region.enter = enter;
-    on->region.leave_backward = leave_backward;
-    on->region.leave = on->region.enter_backward = reduce_scatter;
-    on->vocabulary.lookup = lookup;
-    on->vocabulary.lookup_backward = lookup_backward;
-    on->vocabulary.loss = loss;
-    on->vocabulary.loss_backward = loss_backward;
+    Sockets *sockets = &model->sockets;
+    sockets->region.context = sockets->vocabulary.context = t;
+    sockets->region.rows = own_rows;
+    sockets->region.enter = enter;
+    sockets->region.leave_backward = leave_backward;
+    sockets->region.leave = sockets->region.enter_backward = reduce_scatter;
+    sockets->vocabulary.lookup = lookup;
+    sockets->vocabulary.lookup_backward = lookup_backward;
+    sockets->vocabulary.loss = loss;
+    sockets->vocabulary.loss_backward = loss_backward;
     return t;
 }
 
@@ -174,7 +174,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price_scale_kept(price, BY_SEQUENCE, (double)rows, (double)n);
 }
 
-static bool on(const Config *config) { return config_number(config, "sp") != 0; }
+static bool enabled(const Config *config) { return config_number(config, "sp") != 0; }
 
 static const Option sp_option = {
     "sp", OPTION_FLAG, NULL, NULL, 0, 0, "", "sequence parallelism: --tp shards norms and residuals, too",
@@ -184,7 +184,7 @@ const Technique sequence_parallel = {.name = "sequence_parallel",
                                      .option = &sp_option,
                                      .options = 1,
                                      .axes = 1u << AXIS_TP,
-                                     .on = on,
+                                     .enabled = enabled,
                                      .check = tensor_parallel_check,
                                      .shard = shard,
                                      .plug = plug,
@@ -266,7 +266,7 @@ static Shapes shapes_of(const Config *config, Mesh mesh) {
     Shapes s = {.fit = true};
     Trainer *t = trainer_new(config, mesh, tensor_layouts);
     Model *m = t->model;
-    Sockets *on = &m->sockets;
+    Sockets *sockets = &m->sockets;
     Batch batch = batch_new(t, 0);
     MicroBatch micro = micro_batch_new(m, 0, config->micro_batch, batch.tokens, batch.targets, 1);
     int64_t n = config->micro_batch * config->seq, h = config->hidden, f = config->ffn / config->tp, first;
@@ -282,15 +282,16 @@ static Shapes shapes_of(const Config *config, Mesh mesh) {
     const BlockKept *kept = &micro.block[0];
     clock_reset();
     at(&s, 2, kept->norm2, rows, h);
-    Tensor inside = on->region.enter(on->region.context, &micro, kept->norm2);
+    Tensor inside = sockets->region.enter(sockets->region.context, &micro, kept->norm2);
     at(&s, 3, inside, n, h);
     at(&s, 4, param_value(&m->params, m->block[0].gate), f, h);
     at(&s, 5, kept->mlp.act, n, f);
     at(&s, 6, param_value(&m->params, m->block[0].down), h, f);
     void *keep = NULL;
     Tensor partial = tensor_new(MEMORY_ACTIVATION, inside.dtype, SHAPE(n, h));
-    on->linear.forward(on->linear.context, m, 1, &m->block[0].down, &partial, kept->mlp.act, &keep);
-    Tensor y = on->region.leave(on->region.context, &micro, partial);
+    sockets->linear.forward(sockets->linear.context, m, 1, &m->block[0].down, &partial, kept->mlp.act,
+                            &keep);
+    Tensor y = sockets->region.leave(sockets->region.context, &micro, partial);
     at(&s, 7, y, rows, h);
     const Tensor wide[] = {kept->x, kept->norm1, kept->q, kept->o, kept->x2, kept->norm2};
     for (size_t i = 0; i < sizeof wide / sizeof *wide; i++)

@@ -144,11 +144,11 @@ static void price(Price *price, const Model *m, const void *context) {
     tensor_parallel_price_kept(price, m);
 }
 
-static bool on(const Config *config) { return config_number(config, "sp") == 0; }
+static bool enabled(const Config *config) { return config_number(config, "sp") == 0; }
 
 const Technique tensor_parallel = {.name = "tensor_parallel",
                                    .axes = 1u << AXIS_TP,
-                                   .on = on,
+                                   .enabled = enabled,
                                    .check = tensor_parallel_check,
                                    .shard = tensor_parallel_shard,
                                    .plug = plug,

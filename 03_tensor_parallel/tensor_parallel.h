@@ -20,7 +20,7 @@ enum { TENSOR_LAYOUT_OPTIONS = 1 };
 
 typedef struct TensorParallel {
     Group tp;
-    Sockets before;  // as they were: what these plugs add to, they call
+    Sockets before;                       // as they were: what these plugs add to, they call
     const Codec *send_rows, *send_drows;  // the recipe's; NULL: as they are
 } TensorParallel;
 
@@ -45,9 +45,9 @@ void sequence_counts(int64_t n, int64_t columns, int size, int64_t *counts);
 // vocab_parallel.c
 typedef struct VocabParallel {
     Group tp;
-    VocabularyPart part;  // this rank's
-    Sockets before;       // as they were: what a lookup leaves by
-    const Sockets *on;    // as they are: what the output layer is entered by
+    VocabularyPart part;     // this rank's
+    Sockets before;          // as they were: what a lookup leaves by
+    const Sockets *sockets;  // as they are: what the output layer is entered by
 } VocabParallel;
 
 #endif

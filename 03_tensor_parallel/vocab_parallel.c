@@ -52,12 +52,12 @@ static void lookup_backward(void *context, const MicroBatch *micro, Tensor dweig
 // ---- the output layer: entered as a block is, by whatever is plugged there by now ----
 
 static Tensor enter(void *context, const MicroBatch *micro, Tensor x) {
-    const Sockets *on = ((const VocabParallel *)context)->on;
-    return on->region.enter(on->region.context, micro, x);
+    const Sockets *sockets = ((const VocabParallel *)context)->sockets;
+    return sockets->region.enter(sockets->region.context, micro, x);
 }
 static Tensor enter_backward(void *context, const MicroBatch *micro, Tensor dx) {
-    const Sockets *on = ((const VocabParallel *)context)->on;
-    return on->region.enter_backward(on->region.context, micro, dx);
+    const Sockets *sockets = ((const VocabParallel *)context)->sockets;
+    return sockets->region.enter_backward(sockets->region.context, micro, dx);
 }
 
 // ---- the loss: three numbers for each token are sent, and no logits ----
@@ -103,7 +103,7 @@ static void *plug(Model *model) {
     *vocab = (VocabParallel){.tp = tp,
                              .part = part_of(v, rows, tp.rank * rows),
                              .before = model->sockets,
-                             .on = &model->sockets};
+                             .sockets = &model->sockets};
     model->sockets.vocabulary.context = vocab;
     model->sockets.vocabulary.lookup = lookup;
     model->sockets.vocabulary.lookup_backward = lookup_backward;
@@ -159,7 +159,7 @@ static void price(Price *price, const Model *m, const void *context) {
     }
 }
 
-static bool on(const Config *config) { return config_number(config, "vocab-parallel") != 0; }
+static bool enabled(const Config *config) { return config_number(config, "vocab-parallel") != 0; }
 
 static const Option vocab_option = {"vocab-parallel",
                                     OPTION_FLAG,
@@ -176,7 +176,7 @@ const Technique vocab_parallel = {.name = "vocab_parallel",
                                   .options = 1,
                                   .axes = 1u << AXIS_TP,
                                   .wraps = 1u << SOCKET_VOCABULARY,
-                                  .on = on,
+                                  .enabled = enabled,
                                   .shard = shard,
                                   .plug = plug,
                                   .unplug = unplug,
@@ -195,16 +195,16 @@ static Shapes shapes_of(const Config *config, Mesh mesh, bool sp) {
     config_set(&c, "sp", sp);
     config_set(&c, "zero", 0);  // tables as they are looked up in
     Trainer *t = trainer_new(&c, mesh, tensor_layouts);
-    const Sockets *on = &t->model->sockets;
+    const Sockets *sockets = &t->model->sockets;
     Shapes s;
     int64_t n = c.micro_batch * c.seq, first;
     Tensor table = param_value(&t->model->params, t->model->embedding);
     MicroBatch micro = {
         .b = c.micro_batch, .s = c.seq, .tokens = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n))};
     op_fill(micro.tokens, 0);
-    Tensor rows = rows_of(on->vocabulary.context, micro.tokens, table);
+    Tensor rows = rows_of(sockets->vocabulary.context, micro.tokens, table);
     clock_reset();
-    Tensor x = on->vocabulary.lookup(on->vocabulary.context, &micro, table);
+    Tensor x = sockets->vocabulary.lookup(sockets->vocabulary.context, &micro, table);
     const char *call = sp ? "reduce_scatter" : "all_reduce";
     int64_t own = sp ? sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) : n;
     report_that(tensor_rows(rows) == n && tensor_rows(x) == own && comm_count(call).calls == 1 &&

@@ -135,13 +135,13 @@ static void price(Price *price, const Model *m, const void *context) {
     context_price_positions(price, m, c);
 }
 
-static bool on(const Config *config) { return context_on(config, CONTEXT_ALL_GATHER); }
+static bool enabled(const Config *config) { return context_on(config, CONTEXT_ALL_GATHER); }
 
 const Technique all_gather_attention = {.name = "all_gather_attention",
                                         .option = context_options,
                                         .options = CONTEXT_OPTIONS,
                                         .axes = 1u << AXIS_CP,
-                                        .on = on,
+                                        .enabled = enabled,
                                         .check = context_check,
                                         .plug = plug,
                                         .unplug = context_unplug,

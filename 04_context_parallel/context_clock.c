@@ -47,7 +47,7 @@ static double operation_flops(const char *name) {
 
 // Runs the attention socket on tensors of this rank's shapes; dry.
 static void run_attention(const Model *m, MicroBatch *micro, ContextCost *cost) {
-    const Sockets *on = &m->sockets;
+    const Sockets *sockets = &m->sockets;
     int64_t d = config_head_size(&m->config), n = micro->b * micro->s;
     AttentionShape shape = {micro->b, micro->s, m->config.heads, m->config.kv_heads, d};
     Tensor q = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(n, shape.heads * d)),
@@ -62,9 +62,11 @@ static void run_attention(const Model *m, MicroBatch *micro, ContextCost *cost) 
         memory_reset_peak();
         int64_t before = memory_account().now[MEMORY_COMMUNICATION];  // the transport's own
         double start = clock_model_now();
-        if (pass == FORWARD) on->attention.forward(on->attention.context, micro, o, &kept, q, k, v, shape);
+        if (pass == FORWARD)
+            sockets->attention.forward(sockets->attention.context, micro, o, &kept, q, k, v, shape);
         else
-            on->attention.backward(on->attention.context, micro, dq, dk, dv, d_o, &kept, q, k, v, o, shape);
+            sockets->attention.backward(sockets->attention.context, micro, dq, dk, dv, d_o, &kept, q, k, v,
+                                        o, shape);
         cost->seconds[pass] = clock_model_now() - start;
         cost->exposed[pass] = comm_total().exposed_seconds;
         cost->bytes[pass] = (double)comm_total().bytes;
@@ -74,7 +76,7 @@ static void run_attention(const Model *m, MicroBatch *micro, ContextCost *cost) 
         if (pass == FORWARD)
             cost->entries = operation_flops("attention_chunk_forward") / (4.0 * (double)(d * shape.heads));
     }
-    on->attention.drop(on->attention.context, &kept);
+    sockets->attention.drop(sockets->attention.context, &kept);
     Tensor *const all[] = {&q, &k, &v, &o, &d_o, &dq, &dk, &dv};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
 }

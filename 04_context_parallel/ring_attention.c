@@ -165,13 +165,13 @@ void ring_price(Price *price, const Model *m, const void *context) {
     context_price_positions(price, m, c);
 }
 
-static bool on(const Config *config) { return context_on(config, CONTEXT_RING); }
+static bool enabled(const Config *config) { return context_on(config, CONTEXT_RING); }
 
 const Technique ring_attention = {.name = "ring_attention",
                                   .option = context_options,
                                   .options = CONTEXT_OPTIONS,
                                   .axes = 1u << AXIS_CP,
-                                  .on = on,
+                                  .enabled = enabled,
                                   .check = context_check,
                                   .plug = ring_plug,
                                   .unplug = context_unplug,
@@ -190,10 +190,10 @@ ContextCost ring_formula(const ContextSizes *z) {
 
 // Random values that 16 bits hold, the same for a token on whatever rank it is. (n, columns)
 static Tensor random_rows(const Model *m, const MicroBatch *micro, int which, int64_t columns) {
-    const Sockets *on = &m->sockets;
+    const Sockets *sockets = &m->sockets;
     double *values = host_alloc((size_t)(micro->s * columns) * sizeof *values);
     for (int64_t i = 0; i < micro->s * columns; i++) {
-        int64_t token = on->tokens.position(on->tokens.context, m->config.seq, i / columns);
+        int64_t token = sockets->tokens.position(sockets->tokens.context, m->config.seq, i / columns);
         double x = rng_normal(7, (uint64_t)which, (uint64_t)(token * columns + i % columns));
         values[i] = f32_from_bf16(bf16_from_f32((float)x));
     }
@@ -209,7 +209,7 @@ static double *output_of(Mesh mesh, const Config *config, DType dtype, int64_t *
     c.dtype = dtype;
     c.layers = c.micro_batch = 1;
     Trainer *t = trainer_new(&c, mesh, (const Technique *[]){&ring_attention, NULL});
-    const Sockets *on = &t->model->sockets;
+    const Sockets *sockets = &t->model->sockets;
     Batch batch = batch_new(t, 0);
     MicroBatch micro = micro_batch_new(t->model, 0, 1, batch.tokens, batch.targets, 1);
     AttentionShape shape = {1, micro.s, c.heads, c.kv_heads, config_head_size(&c)};
@@ -218,11 +218,11 @@ static double *output_of(Mesh mesh, const Config *config, DType dtype, int64_t *
            v = random_rows(t->model, &micro, 2, c.kv_heads * shape.head_size),
            o = tensor_like(MEMORY_ACTIVATION, q);
     AttentionKept kept = {{0}, NULL};
-    on->attention.forward(on->attention.context, &micro, o, &kept, q, k, v, shape);
+    sockets->attention.forward(sockets->attention.context, &micro, o, &kept, q, k, v, shape);
     *count = tensor_count(o);
     double *values = host_alloc((size_t)*count * sizeof *values);
     tensor_to_doubles(values, o);
-    on->attention.drop(on->attention.context, &kept);
+    sockets->attention.drop(sockets->attention.context, &kept);
     Tensor *const all[] = {&q, &k, &v, &o};
     for (int i = 0; i < 4; i++) tensor_free(all[i]);
     micro_batch_free(t->model, &micro);

@@ -222,13 +222,13 @@ static void price(Price *price, const Model *m, const void *context) {
     flash_price_positions(price, config->micro_batch, c->s);
 }
 
-static bool on(const Config *config) { return context_on(config, CONTEXT_ULYSSES); }
+static bool enabled(const Config *config) { return context_on(config, CONTEXT_ULYSSES); }
 
 const Technique ulysses = {.name = "ulysses",
                            .option = context_options,
                            .options = CONTEXT_OPTIONS,
                            .axes = 1u << AXIS_CP,
-                           .on = on,
+                           .enabled = enabled,
                            .check = check,
                            .plug = plug,
                            .unplug = context_unplug,

@@ -24,13 +24,13 @@
 // Last line: PASS zigzag_ring_attention: balanced ranks make the step of one device …
 #include "context_parallel.h"
 
-static bool on(const Config *config) { return context_on(config, CONTEXT_ZIGZAG); }
+static bool enabled(const Config *config) { return context_on(config, CONTEXT_ZIGZAG); }
 
 const Technique zigzag_ring_attention = {.name = "zigzag_ring_attention",
                                          .option = context_options,
                                          .options = CONTEXT_OPTIONS,
                                          .axes = 1u << AXIS_CP,
-                                         .on = on,
+                                         .enabled = enabled,
                                          .check = context_check,
                                          .plug = ring_plug,
                                          .unplug = context_unplug,

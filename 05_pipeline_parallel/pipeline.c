@@ -158,11 +158,11 @@ static void run_pass(Pipeline *p, Model *m, StagePass pass) {
 // A copy of a unit that has no micro-batch in this step (DualPipe's other direction, where there is one
 // alone) joins in what its replicas do with weights and gradients: its part of the sum is zero.
 static void pass_idle_unit(Model *m, int unit) {
-    const Sockets *on = &m->sockets;
-    on->parameters.acquire(on->parameters.context, m, unit, FORWARD);
-    on->parameters.release(on->parameters.context, m, unit, FORWARD);
-    on->gradients.begin(on->gradients.context, m, unit);
-    on->gradients.ready(on->gradients.context, m, unit, true);
+    const Sockets *sockets = &m->sockets;
+    sockets->parameters.acquire(sockets->parameters.context, m, unit, FORWARD);
+    sockets->parameters.release(sockets->parameters.context, m, unit, FORWARD);
+    sockets->gradients.begin(sockets->gradients.context, m, unit);
+    sockets->gradients.ready(sockets->gradients.context, m, unit, true);
 }
 
 static void begin_step(const Pipeline *p, Model *m) {

@@ -67,14 +67,14 @@ static Durations durations_of(const Trainer *t, int stages) {
 // W computes nothing that B has computed, also where B makes activations again.
 static double makespan_of(Trainer *t) {
     const Config *c = &t->config;
-    const Sockets *on = &t->model->sockets;
+    const Sockets *sockets = &t->model->sockets;
     Batch batch = batch_new(t, 0);
     double *scale = host_alloc(c->grad_acc * sizeof *scale);
     for (int64_t i = 0; i < c->grad_acc; i++) scale[i] = 1;
     StepInput input = {c->grad_acc, c->micro_batch, batch.tokens, batch.targets, scale, loss_new(), NULL};
     comm_max(0, t->model->mesh.world);  // they start together
     double start = clock_model_now(), flops = clock_total().flops;
-    on->schedule.run(on->schedule.context, t->model, &input);
+    sockets->schedule.run(sockets->schedule.context, t->model, &input);
     double end = clock_model_now();
     flops = comm_sum(clock_total().flops - flops, t->model->mesh.world);
     bool quiet = report_quiet(!c->verbose);
@@ -82,7 +82,7 @@ static double makespan_of(Trainer *t) {
                  config_step_flops(c, c->grad_acc) + recompute_extra_flops(c, c->grad_acc), flops, "FLOP");
     report_quiet(quiet);
     double seconds = comm_max(end - start, t->model->mesh.world);
-    on->gradients.finish(on->gradients.context, t->model);
+    sockets->gradients.finish(sockets->gradients.context, t->model);
     free(scale);
     tensor_free(&input.loss);
     batch_free(&batch);

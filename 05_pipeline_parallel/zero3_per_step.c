@@ -220,11 +220,11 @@ static void price(Price *price, const Model *m, const void *context) {
     price->gradients_at_work = gradients_at_work(m);
 }
 
-static bool on(const Config *config) { return zero_on(config, 3); }
+static bool enabled(const Config *config) { return zero_on(config, 3); }
 
 const Technique zero3_per_step = {.name = "zero3_per_step",
                                   .axes = 1u << AXIS_DP,
-                                  .on = on,
+                                  .enabled = enabled,
                                   .shard = shard,
                                   .plug = plug,
                                   .unplug = zero_unplug,

@@ -187,12 +187,12 @@ static void price(Price *p, const Model *m, const void *context) {
     for (int role = ROLE_EXPERT_GATE; role <= ROLE_EXPERT_DOWN; role++) p->elements[role] /= ep;
 }
 
-static bool on(const Config *c) { return c->experts > 0 || c->ep > 1; }
+static bool enabled(const Config *c) { return c->experts > 0 || c->ep > 1; }
 
 const Technique expert_parallel = {.name = "expert_parallel",
                                    .axes = 1u << AXIS_EP,
                                    .brings = CONFIG_EXPERTS,
-                                   .on = on,
+                                   .enabled = enabled,
                                    .check = check,
                                    .shard = shard,
                                    .plug = plug,

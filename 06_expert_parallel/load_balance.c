@@ -147,13 +147,13 @@ static const Option options[] = {
      "what a step moves an expert's bias by, as DeepSeek-V3", false},
 };
 
-static bool on(const Config *c) { return c->experts > 0; }
+static bool enabled(const Config *c) { return c->experts > 0; }
 
 const Technique load_balance = {.name = "load_balance",
                                 .option = options,
                                 .options = sizeof options / sizeof *options,
                                 .brings = CONFIG_EXPERTS,
-                                .on = on,
+                                .enabled = enabled,
                                 .check = check,
                                 .plug = plug,
                                 .unplug = unplug,

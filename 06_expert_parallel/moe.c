@@ -105,53 +105,54 @@ static Tensor run_of(Tensor t, const Run *run) { return tensor_rows_of(t, run->f
 // New: what the experts make of their rows (m, h).
 static Tensor experts_forward(const Moe *moe, int layer, MoeKept *kept) {
     Model *m = moe->model;
-    const Sockets *on = &m->sockets;
+    const Sockets *sockets = &m->sockets;
     int64_t f = config_expert_width(&m->config);
     kept->gate = tensor_new(MEMORY_ACTIVATION, kept->rows.dtype, SHAPE(kept->m, f));
     kept->up = tensor_like(MEMORY_ACTIVATION, kept->gate);
     kept->act = tensor_like(MEMORY_ACTIVATION, kept->gate);
     Tensor out = tensor_like(MEMORY_ACTIVATION, kept->rows);
     EACH_RUN(in, false)
-    on->linear.forward(on->linear.context, m, 2, in.weight,
-                       (Tensor[]){run_of(kept->gate, &in), run_of(kept->up, &in)}, run_of(kept->rows, &in),
-                       in.linear);
+    sockets->linear.forward(sockets->linear.context, m, 2, in.weight,
+                            (Tensor[]){run_of(kept->gate, &in), run_of(kept->up, &in)},
+                            run_of(kept->rows, &in), in.linear);
     op_swiglu_forward(kept->act, kept->gate, kept->up);
     EACH_RUN(down, true)
-    on->linear.forward(on->linear.context, m, 1, down.weight, (Tensor[]){run_of(out, &down)},
-                       run_of(kept->act, &down), down.linear);
+    sockets->linear.forward(sockets->linear.context, m, 1, down.weight, (Tensor[]){run_of(out, &down)},
+                            run_of(kept->act, &down), down.linear);
     return out;
 }
 
 // New: the gradient of their rows, from kept->dout; dgate and dup stand where gate and up stood.
 static Tensor experts_backward_input(const Moe *moe, int layer, MoeKept *kept) {
     Model *m = moe->model;
-    const Sockets *on = &m->sockets;
+    const Sockets *sockets = &m->sockets;
     Tensor dact = tensor_like(MEMORY_ACTIVATION, kept->act),
            drows = tensor_like(MEMORY_ACTIVATION, kept->rows);
     EACH_RUN(down, true)
-    on->linear.backward_input(on->linear.context, m, 1, down.weight, run_of(dact, &down),
-                              (Tensor[]){run_of(kept->dout, &down)}, down.linear);
+    sockets->linear.backward_input(sockets->linear.context, m, 1, down.weight, run_of(dact, &down),
+                                   (Tensor[]){run_of(kept->dout, &down)}, down.linear);
     op_swiglu_backward(kept->gate, kept->up, dact, kept->gate, kept->up);
     tensor_free(&dact);
     kept->dgate = kept->gate, kept->dup = kept->up;
     kept->gate = kept->up = (Tensor){0};
     EACH_RUN(in, false)
-    on->linear.backward_input(on->linear.context, m, 2, in.weight, run_of(drows, &in),
-                              (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)}, in.linear);
+    sockets->linear.backward_input(sockets->linear.context, m, 2, in.weight, run_of(drows, &in),
+                                   (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)}, in.linear);
     return drows;
 }
 
 // An expert without a row has the gradient 0 that it began with.
 static void experts_backward_weight(const Moe *moe, int layer, const MoeKept *kept) {
     Model *m = moe->model;
-    const Sockets *on = &m->sockets;
+    const Sockets *sockets = &m->sockets;
     EACH_RUN(down, true)
-    on->linear.backward_weight(on->linear.context, m, 1, down.weight, (Tensor[]){run_of(kept->dout, &down)},
-                               run_of(kept->act, &down), down.linear);
+    sockets->linear.backward_weight(sockets->linear.context, m, 1, down.weight,
+                                    (Tensor[]){run_of(kept->dout, &down)}, run_of(kept->act, &down),
+                                    down.linear);
     EACH_RUN(in, false)
-    on->linear.backward_weight(on->linear.context, m, 2, in.weight,
-                               (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)},
-                               run_of(kept->rows, &in), in.linear);
+    sockets->linear.backward_weight(sockets->linear.context, m, 2, in.weight,
+                                    (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)},
+                                    run_of(kept->rows, &in), in.linear);
 }
 
 // ---- the technique: the mlp socket ----
@@ -176,16 +177,16 @@ static void hold(Moe *moe, const MoeKept *kept, int64_t rows) {
 
 static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
     Moe *moe = context;
-    const Sockets *on = &m->sockets;
+    const Sockets *sockets = &m->sockets;
     MoeKept *kept = kept_new(moe, micro, layer);
     router_forward(moe, layer, kept, x);
     Tensor own = rows_of_tokens(moe, kept, x);
     kept->rows = moe->dispatch.to_experts(moe->dispatch.context, kept, own);
     tensor_free(&own);
     hold(moe, kept, kept->m);
-    on->parameters.acquire(on->parameters.context, m, unit_of(m, layer), FORWARD);
+    sockets->parameters.acquire(sockets->parameters.context, m, unit_of(m, layer), FORWARD);
     Tensor made = experts_forward(moe, layer, kept);
-    on->parameters.release(on->parameters.context, m, unit_of(m, layer), FORWARD);
+    sockets->parameters.release(sockets->parameters.context, m, unit_of(m, layer), FORWARD);
     kept->out = moe->dispatch.from_experts(moe->dispatch.context, kept, made);
     tensor_free(&made);
     Tensor y = tensor_like(MEMORY_ACTIVATION, x);
@@ -200,7 +201,7 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
 //   forward: y = sum of weight_j out[place_j];  out = experts(rows);  rows = x[tokens]
 static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int layer, Tensor dy) {
     Moe *moe = context;
-    const Sockets *on = &m->sockets;
+    const Sockets *sockets = &m->sockets;
     MoeKept *kept = micro->block[layer].mlp.more;
     Tensor dout = tensor_like(MEMORY_ACTIVATION, kept->out),
            dweights = tensor_like(MEMORY_ACTIVATION, kept->weights);
@@ -208,9 +209,9 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
     tensor_free(&kept->out);
     kept->dout = moe->dispatch.to_experts(moe->dispatch.context, kept, dout);
     tensor_free(&dout);
-    on->parameters.acquire(on->parameters.context, m, unit_of(m, layer), BACKWARD);
+    sockets->parameters.acquire(sockets->parameters.context, m, unit_of(m, layer), BACKWARD);
     Tensor drows = experts_backward_input(moe, layer, kept);
-    on->parameters.release(on->parameters.context, m, unit_of(m, layer), BACKWARD);
+    sockets->parameters.release(sockets->parameters.context, m, unit_of(m, layer), BACKWARD);
     Tensor back = moe->dispatch.from_experts(moe->dispatch.context, kept, drows);
     tensor_free(&drows);
     Tensor dx = tensor_like(MEMORY_ACTIVATION, dy);
@@ -227,15 +228,15 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
 
 static void backward_weight(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
     Moe *moe = context;
-    const Sockets *on = &m->sockets;
+    const Sockets *sockets = &m->sockets;
     const MoeKept *kept = micro->block[layer].mlp.more;
     int unit = unit_of(m, layer);
     router_gradient(moe, layer, kept, x);
     if (m->config.shared_experts)
         moe->dense.mlp.backward_weight(moe->dense.mlp.context, m, micro, layer, x);
-    on->gradients.begin(on->gradients.context, m, unit);
+    sockets->gradients.begin(sockets->gradients.context, m, unit);
     experts_backward_weight(moe, layer, kept);
-    on->gradients.ready(on->gradients.context, m, unit, --m->ready_left[unit] == 0);
+    sockets->gradients.ready(sockets->gradients.context, m, unit, --m->ready_left[unit] == 0);
 }
 
 static void drop(void *context, MlpKept *mlp) {
@@ -244,8 +245,9 @@ static void drop(void *context, MlpKept *mlp) {
     moe->dense.mlp.drop(moe->dense.mlp.context, mlp);
     if (!kept) return;
     mlp->more = NULL;
-    const Sockets *on = &moe->model->sockets;
-    for (int64_t i = 0; i < 2 * moe->here; i++) on->linear.drop(on->linear.context, &kept->linear[i]);
+    const Sockets *sockets = &moe->model->sockets;
+    for (int64_t i = 0; i < 2 * moe->here; i++)
+        sockets->linear.drop(sockets->linear.context, &kept->linear[i]);
     hold(moe, kept, -kept->m);
     moe->dispatch.drop(moe->dispatch.context, kept);
     Tensor *const all[] = {&kept->logits, &kept->weights, &kept->chosen, &kept->place, &kept->rows,
@@ -280,7 +282,7 @@ static void unplug(Model *model, void *context) {
 
 // ---- the record ----
 
-static bool on(const Config *c) { return c->experts > 0; }
+static bool enabled(const Config *c) { return c->experts > 0; }
 
 static void check(const Config *c) {
     CHECK(!c->save || (c->moe == MOE_MIXTRAL && c->shared_experts == 0),
@@ -315,7 +317,7 @@ static void price(Price *p, const Model *m, const void *context) {
 
 const Technique moe = {.name = "moe",
                        .brings = CONFIG_EXPERTS,
-                       .on = on,
+                       .enabled = enabled,
                        .check = check,
                        .plug = plug,
                        .unplug = unplug,

@@ -232,7 +232,7 @@ static void unplug(Model *model, void *context) {
     free(context);
 }
 
-static bool on(const Config *c) { return c->experts > 0; }
+static bool enabled(const Config *c) { return c->experts > 0; }
 
 const Technique token_by_token = {
-    .name = "token_by_token", .brings = CONFIG_EXPERTS, .on = on, .plug = plug, .unplug = unplug};
+    .name = "token_by_token", .brings = CONFIG_EXPERTS, .enabled = enabled, .plug = plug, .unplug = unplug};

@@ -97,16 +97,16 @@ static void mlp_backward_weight(void *context, Model *m, MicroBatch *micro, int 
 }
 
 static void *plug_counters(Model *m) {
-    Sockets *on = &m->sockets;
-    seen.before = *on;
-    on->region.enter = enter;
-    on->region.leave = leave;
-    on->attention.forward = attend;
-    on->vocabulary.lookup = lookup;
-    on->vocabulary.loss = loss;
-    on->mlp.forward = mlp_forward;
-    on->mlp.backward_input = mlp_backward_input;
-    on->mlp.backward_weight = mlp_backward_weight;
+    Sockets *sockets = &m->sockets;
+    seen.before = *sockets;
+    sockets->region.enter = enter;
+    sockets->region.leave = leave;
+    sockets->attention.forward = attend;
+    sockets->vocabulary.lookup = lookup;
+    sockets->vocabulary.loss = loss;
+    sockets->mlp.forward = mlp_forward;
+    sockets->mlp.backward_input = mlp_backward_input;
+    sockets->mlp.backward_weight = mlp_backward_weight;
     return NULL;
 }
 static const Technique counters = {.name = "counters", .plug = plug_counters};
