@@ -27,6 +27,7 @@ for program in "$build"/0[0-9]_*/*; do
     ! has hidden || flags+=(--hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13)
     ! has steps || flags+=(--steps $steps)
     [ $layers = 1 ] || ! has grad-acc || flags+=(--grad-acc $stages)
+    ! has proof-only || flags+=(--proof-only)
     ! has measure || flags+=(--measure)
     has ranks || [ -z "$RANKS" ] || continue
     ! has ranks || flags+=(--ranks "${RANKS:-2}")
