@@ -1,24 +1,12 @@
 #!/bin/bash
 # orders.t: every plug under random legal orders of F, B and W, on 1 to 4 ranks. TAP.
 # needs: build/tests/test_orders
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
+. "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
-out=$(mktemp)
-trap 'rm -f "$out"' EXIT
-count=0 failed=0
 
 for ranks in 1 2 3 4; do
-    timeout -k 5 120 "${BUILD:-build}/tests/test_orders" --ranks $ranks >"$out" 2>&1
-    status=$?
-    count=$((count + 1))
-    if [ $status = 0 ] && [ "$(grep -c '^ok' "$out")" = "$(sed -n 's/^1\.\.//p' "$out")" ]; then
-        echo "ok $count - every test of test_orders on $ranks ranks"
-    else
-        echo "not ok $count - every test of test_orders on $ranks ranks"
-        failed=1
-        grep -v '^ok' "$out" | head -n 12 | sed 's/^/#   /'
-    fi
+    wanted "every test of test_orders on $ranks ranks" || continue
+    all_tests "$build/tests/test_orders" --ranks $ranks
+    report $? "every test of test_orders on $ranks ranks"
 done
-echo "1..$count"
-exit $failed
+finish
