@@ -66,16 +66,16 @@ typedef struct BlockSends {
 } BlockSends;
 
 static BlockSends block_sends(Mesh mesh, Config c) {
-    BlockSends of[2];
+    BlockSends model[2];
     for (int i = 0; i < 2; i++) {
         c.layers = i + 1;
         StepCost cost = program_cost(&c, mesh, expert_layouts);
         CommCount all_to_all = comm_count("all_to_all");
-        of[i] = (BlockSends){(double)all_to_all.calls, (double)all_to_all.bytes, all_to_all.model_seconds,
-                             cost.step_seconds};
+        model[i] = (BlockSends){(double)all_to_all.calls, (double)all_to_all.bytes,
+                                all_to_all.model_seconds, cost.step_seconds};
     }
-    return (BlockSends){of[1].calls - of[0].calls, of[1].bytes - of[0].bytes, of[1].seconds - of[0].seconds,
-                        of[1].step - of[0].step};
+    return (BlockSends){model[1].calls - model[0].calls, model[1].bytes - model[0].bytes,
+                        model[1].seconds - model[0].seconds, model[1].step - model[0].step};
 }
 
 static void mixtral_block(Mesh mesh, const Config *config) {

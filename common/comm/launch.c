@@ -35,6 +35,8 @@ static void on_word(int signal) {
     spoken = 1;
 }
 
+static void wake(int signal) { (void)signal; }  // ends a sleep at once
+
 void launcher_hears(void) {
     const char *launcher = getenv(LAUNCHER);
     if (launcher) kill((pid_t)atoi(launcher), SIGUSR1);
@@ -138,6 +140,7 @@ int launch(char *const *words) {
     static const int ends[] = {SIGINT, SIGTERM, SIGHUP};
     for (int i = 0; i < 3; i++) sigaction(ends[i], &end, NULL);
     signal(SIGUSR1, on_word);
+    signal(SIGCHLD, wake);
     pid_t parent = getpid(), child = fork();
     if (child == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
