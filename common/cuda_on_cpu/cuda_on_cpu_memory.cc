@@ -80,7 +80,8 @@ static void refine(Region *r, uint8_t grain) {
 // and do not come back before the range is used up, so that late accesses find nothing.
 // Under the guard, chunks of it open and close; one in which nothing lives any more stays closed, or each
 // operation would cost what all allocations so far have taken.
-enum : size_t { UNIT = 64 << 10, RED_ZONE = 256, ALIGNMENT = 256, CHUNK = 2 << 20 };
+enum : size_t { UNIT = 64 << 10, RED_ZONE = 256, ALIGNMENT = 256 };
+enum : size_t { CHUNK = 2 << 20 };
 
 static uintptr_t arena;
 static size_t arena_size, next_unit, in_use;
