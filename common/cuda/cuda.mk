@@ -95,7 +95,6 @@ $(KERNELS)/common/comm/comm_nccl%: private compile_cu += \
 endif
 
 ifeq ($(OPS),cuda)
-CFLAGS += $(call includes,$(CUDA_HOME) $(NCCL_HOME))
 LDLIBS += $(cuda_libs) $(foreach dir,$(sort $(patsubst %/,%,$(dir $(cuda_libs)))),-Wl,-rpath,$(dir))
 endif
 cuda_parts := $(cuda_sources:%=$(KERNELS)/%.o)
@@ -110,7 +109,7 @@ cc_compile = $(if $(V),,@echo '  $(notdir $(firstword $(1)))  $<';) $(1) -MMD -M
 
 $(KERNELS)/flags-cuda: FORCE
 	@mkdir -p $(@D)
-	@echo '$(compile_cu)' > $@.new
+	@echo '$(subst $(CURDIR),.,$(compile_cu))' > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
 $(KERNELS)/%.cu.o: %.cu $(KERNELS)/flags-cuda
@@ -127,9 +126,9 @@ $(BUILD)/main/tests/%.cc.o: tests/%.cc $(KERNELS)/flags-cuda
 
 # Tests of CUDA on the CPU do not wait for the back end's kernels: a change of its header would compile them
 # all.
-cpu_parts := $(BUILD)/lib/common/tensor/ops_cpu.o $(BUILD)/lib/common/tensor/device_cpu.o
+cpu_parts := $(OBJECTS)/lib/common/tensor/ops_cpu.o $(OBJECTS)/lib/common/tensor/device_cpu.o
 emulator  := $(filter %.cc.o,$(filter-out %/gemm_on_cpu.cc.o,$(cuda_parts))) \
-             $(filter $(BUILD)/lib/common/%.o,$(filter-out %.cu.o %.cc.o,$(parts))) $(cpu_parts)
+             $(filter $(OBJECTS)/lib/common/%.o,$(filter-out %.cu.o %.cc.o,$(parts))) $(cpu_parts)
 $(BUILD)/libcuda_on_cpu.a: $(emulator)
 	@rm -f $@
 	$(Q)ar rcs $@ $^

@@ -62,7 +62,7 @@ fails() {
     shift 3
     wanted "$bug: $words" || return 0
     mkdir -p "$tree/build" && cp -a Makefile README.md common 0[0-9]_* tests "$tree" &&
-        cp -a "$build"/lib "$build"/flags "$build"/libultrascale.a "$build"/corpus.txt "$tree/build" &&
+        cp -a "$build"/lib "$build"/flags* "$build"/libultrascale.a "$build"/corpus.txt "$tree/build" &&
         tests/mutants/run --plant "$bug" "$tree" >"$work/plant" 2>&1 &&
         make -s -C "$tree" BUILD=build "build/$program" >>"$work/plant" 2>&1 || cat "$work/plant"
     run "$tree/build/$program" "$@"
