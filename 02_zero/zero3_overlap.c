@@ -158,8 +158,7 @@ static bool hides_both_ways(const PassCost *block, int n, int per_node) {
 static void largest_degree(Mesh mesh, const Config *config) {
     const Machine *machine = machine_find(config->machine);
     int per_node = config->gpus_per_node ? (int)config->gpus_per_node : machine->gpus_per_node;
-    say("\nThe same as a formula of the number of ranks, %d in a node: ZeRO-3 hides until DP =\n",
-        per_node);
+    say("\nWhat ZeRO-3 sends for layers of Llama 3 8B, %d GPUs in a node, hides until DP =\n", per_node);
     for (int64_t sequences = 1; sequences <= 4; sequences *= 2) {
         PassCost block = layer_cost(mesh_single(), sequences, 4096),
                  here = layer_cost(mesh, sequences, 4096);
@@ -176,13 +175,14 @@ static void largest_degree(Mesh mesh, const Config *config) {
         report_number("ZeRO-3", name, most, "");
         free(name);
     }
+    if (!config->verbose) say("  (--verbose shows from how many tokens on)\n");
 }
 
 void zero3_overlap(Mesh mesh, const Config *config) {
     bool was_dry = device_is_dry_run();
     device_dry_run(true);
     clock_push("overlap");
-    overlap_condition(mesh, config);
+    if (config->verbose) overlap_condition(mesh, config);
     largest_degree(mesh, config);
     clock_pop();
     device_dry_run(was_dry);

@@ -195,7 +195,8 @@ row() {
     row 29 'PP from 8 to 16 GPUs, over two nodes: 14% less a GPU with few micro-batches …' one_f_one_b \
         '--ranks 16 --layers 16 --steps 1' '^ *pp, m'
     row 29 '… where TP loses 43%' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *tp, m'
-    row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel '--ranks 8 --ep 8' 'k hidden states of a token'
+    row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel \
+        '--ranks 8 --ep 8' 'k hidden states of a token'
     row 30 'auxiliary loss and bias balance the experts' load_balance '--ranks 2' '^ *bias 0.02'
     row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel \
         '--ranks 8 --ep 8' 'k hidden states of a token'

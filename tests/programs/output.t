@@ -71,7 +71,8 @@ fails() {
     rm -rf "$tree"
 }
 [ -n "${MUTANT+set}" ] || {  # who plants a bug has built one tree, and not another
-    fails ddp_naive_averages_twice 'scale 0.25; 30 of 30 fail, all by this factor: usually averaged twice over the 4 ranks of dp' \
+    fails ddp_naive_averages_twice \
+        'scale 0.25; 30 of 30 fail, all by this factor: usually averaged twice over the 4 ranks of dp' \
         01_data_parallel/ddp_naive --ranks 4 --grad-acc 3
     fails ddp_naive_scales_by_micro_batches \
         'scale 0.333333; .*: usually scaled twice by 1 / the 3 micro-batches' \
