@@ -96,8 +96,8 @@ endif
 
 help:
 	@echo 'make run        install what is missing, build, and take the tour: every program on the small model'
-	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, a sample'
-	@echo '                of the mutants;'
+	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, a'
+	@echo '                sample of the mutants;'
 	@echo '                with GUARD=1 all tests run on guarded device memory (common/tensor/guard.h)'
 	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10'
 	@echo '                minutes'
@@ -215,4 +215,5 @@ $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*
 	@mkdir -p $(@D)
 	@cat $^ > $@
 
--include $(shell find $(sort $(foreach dir,$(BUILD) $(OBJECTS),$(dir)/lib $(dir)/main)) -name '*.d' 2>/dev/null)
+-include $(shell find $(foreach dir,$(sort $(BUILD) $(OBJECTS)),$(dir)/lib $(dir)/main) -name '*.d' \
+    2>/dev/null)

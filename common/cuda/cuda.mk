@@ -34,13 +34,15 @@ CUDA_PTX    ?= 90
 cudart      := $(call library,$(CUDA_HOME) /usr,libcudart)
 cublasLt    := $(call library,$(CUBLAS_HOME) $(if $(filter $(CUDA_HOME),$(CUBLAS_HOME)),/usr),libcublasLt)
 ifeq ($(call first,$(NVCC)),)
-$(call refuse,OPS=cuda needs the CUDA Toolkit and there is no $(NVCC): install it or name its folder with CUDA_HOME=)
+$(call refuse,OPS=cuda needs the CUDA Toolkit and there is no $(NVCC): \
+    install it or name its folder with CUDA_HOME=)
 endif
 ifeq ($(cudart),)
 $(call refuse,OPS=cuda needs libcudart and $(CUDA_HOME) has none: name the toolkit's folder with CUDA_HOME=)
 endif
 ifeq ($(cublasLt),)
-$(call refuse,OPS=cuda needs cuBLAS and $(CUBLAS_HOME) has no libcublasLt: name the folder that has it in lib/ with CUBLAS_HOME=)
+$(call refuse,OPS=cuda needs cuBLAS and $(CUBLAS_HOME) has no libcublasLt: \
+    name the folder that has it in lib/ with CUBLAS_HOME=)
 endif
 cuda_sources += common/cuda/gemm_cublaslt.cu
 cuda_libs    := $(cudart) $(cublasLt)
@@ -83,10 +85,12 @@ NCCL_HOME   ?= $(or $(patsubst %/include/nccl.h,%,$(call first,$(nccl_places))),
 NCCL_HOME   := $(NCCL_HOME)
 nccl        := $(call library,$(NCCL_HOME),libnccl)
 ifeq ($(call first,$(NCCL_HOME)/include/nccl.h),)
-$(call refuse,COMM=nccl needs NCCL and there is no $(NCCL_HOME)/include/nccl.h: install libnccl-dev or name its folder with NCCL_HOME=)
+$(call refuse,COMM=nccl needs NCCL and there is no $(NCCL_HOME)/include/nccl.h: \
+    install libnccl-dev or name its folder with NCCL_HOME=)
 endif
 ifeq ($(nccl),)
-$(call refuse,COMM=nccl needs NCCL and $(NCCL_HOME) has no libnccl: name the folder that has it in lib/ with NCCL_HOME=)
+$(call refuse,COMM=nccl needs NCCL and $(NCCL_HOME) has no libnccl: \
+    name the folder that has it in lib/ with NCCL_HOME=)
 endif
 cuda_libs    += $(nccl)
 cuda_sources += $(sort $(wildcard common/comm/comm_nccl*.cu))
