@@ -20,7 +20,7 @@ static uint64_t mix(uint64_t x) {
 static double value(DType dtype, int r, int64_t i) {
     uint64_t bits = mix(mix((uint64_t)r * 1000003 + 17) + (uint64_t)i * 7919);
     double x = (double)(bits >> 11) * 0x1p-52 - 1;  // -1 … 1
-    return dtype == I32 ? floor(1e6 * x) : ldexp(x, (int)(bits % 7));
+    return dtype == I32 ? floor(1e6 * x) : x * (double)(1 << bits % 7);
 }
 
 // count elements of rank r, from its element `first` on, in the dtype's bytes. The caller frees them.
