@@ -13,9 +13,9 @@ extern const Technique fp16_recipe;
 
 typedef struct LossScaler {
     Sockets before;
-    double *scale, *good;  // in Params.kept: the scale, and steps since it changed
-    int64_t interval;      // of good steps, after which it doubles; 0: it never changes
-    int64_t skipped;       // steps so far in this process
+    double kept[2];    // Params.kept: the scale, and sound steps since it changed
+    int64_t interval;  // of sound steps, after which it doubles; 0: it never changes
+    int64_t skipped;   // steps of this process
 } LossScaler;
 
 // ---- recipe_runs.c: runs on one device, for the tables of this chapter ----
