@@ -250,8 +250,9 @@ void train_step(Trainer *t, Record *record) {
     bool recorded = record && !record->grad[0] && !device_is_dry_run();
     if (recorded) record_grads(record, params, 1 / grad_scale);
     t->grad_norm = params_grad_norm(params) / grad_scale;
+    int64_t steps = t->optimizer.step;
     if (sockets->step.accept(sockets->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);
-    else skip_step(t);
+    if (t->optimizer.step == steps) skip_step(t);
     clock_pop();
     clock_pop();
     t->progress.step++;
