@@ -115,10 +115,9 @@ const Technique fp8_recipe = {.name = "fp8",
 
 static const Technique *const one_device[] = {&moe, &fp8_recipe, &recompute, NULL};
 
-// With experts only where there are ranks of it: what a group of one sends is priced without them.
-static bool tensor_parallel_on(const Config *c) {
-    return (c->tp > 1 || !c->experts) && (!tensor_parallel.enabled || tensor_parallel.enabled(c));
-}
+// What others leave on with a group of one is priced without experts, and computes attention otherwise.
+static bool tensor_parallel_on(const Config *c) { return c->tp > 1 && tensor_parallel.enabled(c); }
+static bool ring_attention_on(const Config *c) { return c->cp > 1 && ring_attention.enabled(c); }
 
 static void more(Mesh mesh, const Config *config) {
     if (!config_number(config, "proof-only")) fp8_tables(mesh, config);
@@ -130,8 +129,9 @@ int main(int argc, char **argv) {
         {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false},
         {"curves", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
          "draw the losses of all recipes as learning rates grow", false}};
-    Technique tensor = tensor_parallel;
+    Technique tensor = tensor_parallel, ring = ring_attention;
     tensor.enabled = tensor_parallel_on;
+    ring.enabled = ring_attention_on;
     const Technique *const techniques[] = {&moe,
                                            &fp8_recipe,
                                            &ddp_no_sync,
@@ -142,7 +142,7 @@ int main(int argc, char **argv) {
                                            &sequence_parallel,
                                            &vocab_parallel,
                                            &expert_parallel,
-                                           &ring_attention,
+                                           &ring,
                                            &ulysses,
                                            &recompute,
                                            NULL};
