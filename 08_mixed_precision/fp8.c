@@ -30,10 +30,12 @@
 
 #define STANDARD F64, F64, F64, F64
 const Fp8Recipe fp8_recipes[] = {
-    {"te-delayed", E4M3, E5M2, false, false, SCALE_REAL, 16, {0, 0}, STANDARD, 16},
-    {"te-current", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, STANDARD, 16},
-    {"deepseek", E4M3, E4M3, true, true, SCALE_REAL, 0, {0, 128}, F32, F32, BF16, BF16, 15},
-    {"mxfp8", E4M3, E4M3, true, false, SCALE_POWER_OF_TWO, 0, {0, 0}, STANDARD, 0},
+    {"te-delayed", E4M3, E5M2, false, false, SCALE_REAL, 16, {0, 0}, STANDARD, 16, false, true},
+    {"te-current", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, STANDARD, 16, false, true},
+    {"fp8-lm", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, F16, F16, E4M3, F16, 9, true, true},
+    {"deepseek", E4M3, E4M3, true, true, SCALE_REAL, 0, {0, 128}, F32, F32, BF16, BF16, 15, false, true},
+    {"nanotron", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, BF16, F32, E4M3, E5M2, 10, true, false},
+    {"mxfp8", E4M3, E4M3, true, false, SCALE_POWER_OF_TWO, 0, {0, 0}, STANDARD, 0, false, true},
 };
 const int fp8_recipe_count = sizeof fp8_recipes / sizeof *fp8_recipes;
 
@@ -71,28 +73,62 @@ static void check(const Config *c) {
           "ranks "
           "of --ep cast other experts: --fp8 te-delayed or deepseek would fit",
           r->name);
+    CHECK(r->moment != E4M3 || !(c->save || c->resume),
+          "--fp8 %s has moments of 8 bits, whose scales are of each rank's part and in no folder: leave "
+          "out --save "
+          "and --resume",
+          r->name);
+    CHECK(r->moment == F64 || c->dtype == F64 || c->dtype == BF16,
+          "--fp8 %s stores what the optimizer steps beside weights of bf16: --dtype bf16 would fit",
+          r->name);
     CHECK(!r->tile || !r->sum.promote || tile_of(c, r) <= r->sum.promote,
           "--fp8-tile %ld: --fp8 %s promotes sums after %ld products; --fp8-tile %ld would fit",
           tile_of(c, r), r->name, r->sum.promote, r->sum.promote);
 }
 
+typedef struct Fp8 {
+    Fp8Linear *linear;
+    Fp8State *state;  // NULL: as the standard recipe has it
+} Fp8;
+
 static void *plug(Model *m) {
     const Fp8Recipe *r = fp8_recipe_of(&m->config);
-    return r ? fp8_linear_plug(m, r, tile_of(&m->config, r)) : NULL;
+    if (!r) return NULL;
+    Fp8 *f = host_alloc(sizeof *f);
+    bool narrow = r->moment != F64 && m->config.dtype != F64 && m->config.optimizer == OPTIMIZER_ADAMW;
+    *f = (Fp8){fp8_linear_plug(m, r, tile_of(&m->config, r)), narrow ? fp8_state_plug(m) : NULL};
+    return f;
 }
 static void resumed(Model *m, void *context) {
     (void)m;
-    if (context) fp8_linear_resumed(context);
-}
-static void unplug(Model *m, void *context) {
-    if (context) fp8_linear_unplug(m, context);
-}
-static void price(Price *price, const Model *m, const void *context) {
-    if (context) fp8_linear_price(price, m, context);
+    const Fp8 *f = context;
+    if (f) fp8_linear_resumed(f->linear);
 }
 
+static void unplug(Model *m, void *context) {
+    Fp8 *f = context;
+    if (!f) return;
+    fp8_linear_unplug(m, f->linear);
+    if (f->state) fp8_state_unplug(m, f->state);
+    free(f);
+}
+
+static void price(Price *price, const Model *m, const void *context) {
+    const Fp8 *f = context;
+    if (!f) return;
+    fp8_linear_price(price, m, f->linear);
+    if (f->state) price->values_at_work += fp8_state_bytes(f->state);
+}
+
+double fp8_extra_bytes(const Trainer *t) {
+    const Fp8 *f = trainer_context(t, &fp8_recipe);
+    return fp8_linear_bytes(t->model, f->linear) + (f->state ? fp8_state_bytes(f->state) : 0);
+}
+
+Fp8Linear *fp8_linear_of(const Trainer *t) { return ((Fp8 *)trainer_context(t, &fp8_recipe))->linear; }
+
 static const Option options[] = {
-    {"fp8", OPTION_CHOICE, NULL, "none", 0, 0, "none|te-delayed|te-current|deepseek|mxfp8",
+    {"fp8", OPTION_CHOICE, NULL, "none", 0, 0, "none|te-delayed|te-current|fp8-lm|deepseek|nanotron|mxfp8",
      "recipe of 8-bit multiplies", false},
     {"fp8-tile", OPTION_INT, NULL, "0", 0, 1 << 20, "elements",
      "that share a scale in deepseek and mxfp8; 0: 128 and 32", false},
