@@ -23,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "05_pipeline_parallel/pipeline.h"
 #include "06_expert_parallel/expert_parallel.h"
 #include "mixed_precision.h"
 
@@ -154,6 +155,7 @@ static const Technique *const one_device[] = {&moe, &fp8_recipe, &recompute, NUL
 // What others leave on with a group of one is priced without experts, and computes attention otherwise.
 static bool tensor_parallel_on(const Config *c) { return c->tp > 1 && tensor_parallel.enabled(c); }
 static bool ring_attention_on(const Config *c) { return c->cp > 1 && ring_attention.enabled(c); }
+static bool pipeline_on(const Config *c) { return c->pp > 1; }
 
 static void more(Mesh mesh, const Config *config) {
     if (!config_number(config, "proof-only")) fp8_tables(mesh, config);
@@ -165,9 +167,10 @@ int main(int argc, char **argv) {
         {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false},
         {"curves", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
          "draw the losses of all recipes as learning rates grow", false}};
-    Technique tensor = tensor_parallel, ring = ring_attention;
+    Technique tensor = tensor_parallel, ring = ring_attention, stages = pipeline;
     tensor.enabled = tensor_parallel_on;
     ring.enabled = ring_attention_on;
+    stages.enabled = pipeline_on;
     const Technique *const techniques[] = {&moe,
                                            &fp8_recipe,
                                            &ddp_no_sync,
@@ -180,7 +183,7 @@ int main(int argc, char **argv) {
                                            &expert_parallel,
                                            &ring,
                                            &ulysses,
-                                           &recompute,
+                                           &stages, &recompute,
                                            NULL};
     const Program program = {
         .purpose = "FP8: six recipes of 8-bit multiplies and what they store.",

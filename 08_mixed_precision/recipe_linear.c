@@ -304,10 +304,11 @@ void fp8_linear_price(Price *price, const Model *m, const Fp8Linear *f) {
     if (is_delayed(f)) price_all_reduce(price, 1, f->slots, F32, m->mesh.world);
     if (is_delayed(f) || f->tile.columns) return;
     enum { INPUTS = 4, WEIGHTS = 7 };  // of a block: of q k v, o, gate and up, down
-    double blocks = price->blocks, weights = f->keeps_casts ? 1 : price->forwards + price->backwards;
-    double calls = blocks * (price->forwards * INPUTS + price->backwards * (INPUTS + 2 * WEIGHTS));
-    if (m->mesh.tp.size > 1)
-        price_all_reduce(price, calls + blocks * weights * WEIGHTS, 1, F32, m->mesh.tp);
+    double here = 0, backwards = price->backwards * (double)m->config.layers;
+    for (int64_t i = 0; i < m->config.layers; i++) here += m->block[i].q->here;
+    double forwards = price->forwards * here, weights = f->keeps_casts ? here : forwards + backwards;
+    double calls = forwards * INPUTS + backwards * (INPUTS + 2 * WEIGHTS);
+    if (m->mesh.tp.size > 1) price_all_reduce(price, calls + weights * WEIGHTS, 1, F32, m->mesh.tp);
     if (m->mesh.cp.size > 1) price_all_reduce(price, calls, 1, F32, m->mesh.cp);
 }
 
