@@ -110,11 +110,13 @@ static void find_block(Model *m, int64_t layer) {
         }
 }
 
-// The ranks that hold other experts of one replica, and those that hold the same ones.
+// The ranks that hold other experts of one replica, and those that hold the same ones. Ranks of tp have no
+// copies of them.
 static void begin_experts(Params *p, const Mesh *mesh) {
     if (mesh->ep.size == 1) return;
     p->replicas = mesh->expert_dp;
-    p->spread = mesh->ep;
+    p->spread = mesh->ep_pp;
+    p->within = mesh_single().tp;
 }
 
 Model *model_new(const Config *config, Mesh mesh) {
