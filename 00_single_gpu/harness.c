@@ -165,7 +165,8 @@ int program_main(int argc, char **argv, const Program *program) {
                        .pp = (int)config.pp,
                        .cp = (int)config.cp,
                        .tp = (int)config.tp,
-                       .ep = (int)config.ep};
+                       .ep = (int)config.ep,
+                       .ep_within_tp = true};  // experts ask of --tp that each rank has tokens of its own
     Mesh mesh = comm_ranks() > 1 || !program->trains ? mesh_new(shape) : mesh_single();
     report_json(config.json);
     if (program->trains && config.trace) clock_trace_start();
