@@ -60,6 +60,7 @@ Mesh mesh_single(void);
 // most stays within a node (Megatron-LM's order). Collective. Fatal, naming the flags and what would fit,
 // when the degrees do not multiply up to the number of ranks.
 Mesh mesh_new(MeshShape shape);
+void mesh_check(MeshShape shape, int ranks);  // fatal as mesh_new, which calls it; not collective
 Group *mesh_group(Mesh *mesh, MeshAxis axis);
 // Header lines: ranks, hosts, the degrees, and the members of each axis larger than one.
 void mesh_print(const Mesh *mesh, MeshShape shape);
