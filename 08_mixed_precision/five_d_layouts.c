@@ -66,6 +66,7 @@ static const Entry entries[] = {
     {.record = &zero2},
     {.record = &zero3, .enabled = gathered_for_passes},
     {.record = &zero3_per_step, .enabled = gathered_for_steps},
+    {.record = &hybrid_zero},
     {.record = &tensor_parallel, .enabled = columns},
     {.record = &sequence_parallel, .check = rows_check},
     {.record = &vocab_parallel, .check = vocabulary_check},
@@ -107,8 +108,8 @@ Techniques five_d_one_device(void) {
 }
 
 const Option five_d_options[FIVE_D_OPTIONS] = {
-    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-     "what --dp x --cp share out: optimizer state, gradients, weights", false},
+    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3|hybrid",
+     "what --dp x --cp share out: optimizer state, gradients, weights; hybrid: inside nodes", false},
     {"context", OPTION_CHOICE, NULL, "ring", 0, 0, "ring|zigzag|all-gather|ulysses",
      "how ranks of --cp bring keys and values together", false},
 };

@@ -21,7 +21,7 @@ static const Values values[FACTORS] = {
     [FACTOR_CP] = {"--cp", {"1", "2", "3", "4"}},
     [FACTOR_TP] = {"--tp", {"1", "2", "3", "4"}},
     [FACTOR_EP] = {"--experts 4 --ep", {"", "1", "2", "4"}},
-    [FACTOR_ZERO] = {"--zero", {"0", "1", "2", "3"}},
+    [FACTOR_ZERO] = {"--zero", {"0", "1", "2", "3", "hybrid"}},
     [FACTOR_SP] = {"--sp", {"", ""}},
     [FACTOR_RECOMPUTE] = {"--recompute", {"none", "selective", "full"}},
     [FACTOR_PRECISION] = {"--dtype", {"f64", "f32", "bf16"}},
@@ -107,6 +107,7 @@ Config matrix_config(const Cell *cell) {
     config_set(&c, "bucket-mb", 0.05);
     config_set(&c, "documents", -1);
     config_set(&c, "chunks", 2);
+    config_set(&c, "shard-ranks", c.dp * c.cp % 2 == 0 ? 2 : 0);
     config_set(&c, "zero", choice[FACTOR_ZERO]);
     config_set(&c, "sp", choice[FACTOR_SP]);
     config_set(&c, "schedule", schedules[choice[FACTOR_SCHEDULE]]);

@@ -13,10 +13,11 @@ extern "C" {
 // their own; requests of different lines do not wait for each other (comm.h).
 typedef enum Line {
     LINE_WORLD, LINE_TP, LINE_CP, LINE_PP_FORWARD, LINE_PP_BACKWARD, LINE_DP, LINE_EP,
+    LINE_DP_ACROSS,  // of those ranks of dp that have the same part, in other nodes
     COMM_LINES
 } Line;
 
-const char *line_name(Line line);  // "world" "tp" "cp" "pp" "pp back" "dp" "ep"
+const char *line_name(Line line);  // "world" "tp" "cp" "pp" "pp back" "dp" "ep" "dp across"
 
 typedef struct Group {
     int size;           // members
