@@ -110,11 +110,15 @@ static void generate(const Trainer *t, Model *model, int64_t length) {
 static void generate_with(const Trainer *t, Model *one, Techniques baseline, int64_t length) {
     void *context[MOST_TECHNIQUES] = {NULL};
     int count = 0;
-    for (; baseline && baseline[count]; count++)
-        if (baseline[count]->plug) context[count] = baseline[count]->plug(one);
+    bool on[MOST_TECHNIQUES] = {false};
+    for (; baseline && baseline[count]; count++) {
+        const Technique *technique = baseline[count];
+        on[count] = !technique->enabled || technique->enabled(&t->config);
+        if (on[count] && technique->plug) context[count] = technique->plug(one);
+    }
     generate(t, one, length);
     for (int i = count - 1; i >= 0; i--)
-        if (baseline[i]->unplug) baseline[i]->unplug(one, context[i]);
+        if (on[i] && baseline[i]->unplug) baseline[i]->unplug(one, context[i]);
 }
 
 static void show_sample(Trainer *t, Techniques baseline) {
