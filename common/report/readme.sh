@@ -229,12 +229,7 @@ common/report/tour.sh "$build" >"$work/tour" || { cat "$work/tour"; exit 1; }
 unset OPENBLAS_CORETYPE
 {
     echo "\$ make bench   # $(machine)"
-    "$build/tests/bench"
-    "$build/tests/bench_ddp"
-    "$build/tests/bench_zero"
-    "$build/tests/bench_tp"
-    "$build/tests/bench_cp"
-    "$build/tests/bench_pp"
-    "$build/tests/bench_attention"
+    BUILD=$build tests/bench/run
+    echo "\$ make bench-collectives"
     for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
-} | grep -E '^(\$|OpenBLAS|bench|.*tokens/s)' | block | fill tests/bench/README.md bench
+} | grep -E '^(\$|OpenBLAS|[0-9]|bench|.*tokens/s|  missing)' | block | fill tests/bench/README.md bench
