@@ -306,7 +306,8 @@ void fp8_linear_price(Price *price, const Model *m, const Fp8Linear *f) {
     enum { INPUTS = 4, WEIGHTS = 7 };  // of a block: of q k v, o, gate and up, down
     double here = 0, backwards = price->backwards * (double)m->config.layers;
     for (int64_t i = 0; i < m->config.layers; i++) here += m->block[i].q->here;
-    double forwards = price->forwards * here, weights = f->keeps_casts ? here : forwards + backwards;
+    double forwards = price->forwards * (double)m->config.layers;
+    double weights = f->keeps_casts ? here : forwards + backwards;
     double calls = forwards * INPUTS + backwards * (INPUTS + 2 * WEIGHTS);
     if (m->mesh.tp.size > 1) price_all_reduce(price, calls + weights * WEIGHTS, 1, F32, m->mesh.tp);
     if (m->mesh.cp.size > 1) price_all_reduce(price, calls, 1, F32, m->mesh.cp);
