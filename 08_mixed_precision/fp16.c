@@ -200,7 +200,8 @@ static void show_sums(void) {
         report_number("sums", narrow ? "scale, f16" : "scale, f32", scale[narrow], "");
     }
     report_that(scale[0] >= 4 * scale[1], "sums in f16 overflow no earlier than in f32");
-    report_that(error[1] > 1.5 * error[0], "sums in f16 are off by %g, and in f32 by %g", error[1], error[0]);
+    report_that(error[1] > 1.5 * error[0], "sums in f16 are off by %g, and in f32 by %g", error[1],
+                error[0]);
 }
 
 // ---- an overflow on one rank ----

@@ -183,7 +183,8 @@ int main(int argc, char **argv) {
                                            &expert_parallel,
                                            &ring,
                                            &ulysses,
-                                           &stages, &recompute,
+                                           &stages,
+                                           &recompute,
                                            NULL};
     const Program program = {
         .purpose = "FP8: six recipes of 8-bit multiplies and what they store.",

@@ -24,22 +24,22 @@ typedef struct Fp8Linear Fp8Linear;
 typedef struct Fp8Recipe {
     const char *name;
     DType forward, backward;  // codes of x and W, and of dy
-    bool tile;       // scales of --fp8-tile elements along the inner dimension; else of the whole tensor
-    bool square;     // and of W: of as many rows, too
+    bool tile;    // scales of --fp8-tile elements along the inner dimension; else of the whole tensor
+    bool square;  // and of W: of as many rows, too
     ScaleRule rule;
-    int history;     // steps, of delayed scaling; 0: current
+    int history;  // steps, of delayed scaling; 0: current
     CodesSum sum;
     // What the optimizer stores; F64: as the standard recipe of the run's dtype
     DType master, add, moment, second;
-    double playbook;  // bytes per parameter in the playbook's table; 0: no row
+    double playbook;        // bytes per parameter in the playbook's table; 0: no row
     bool narrow_gradients;  // there a micro-batch's gradient has 8 bits; here it leaves the multiply in 16
-    bool trains;      // to within 1.5% of bf16's loss on the small model
+    bool trains;            // to within 1.5% of bf16's loss on the small model
 } Fp8Recipe;
 
 // Of --fp8, by number.
 enum { NO_FP8, TE_DELAYED, TE_CURRENT, FP8_LM, DEEPSEEK, NANOTRON, MXFP8 };
 
-extern const Technique fp8_recipe;  // --fp8, --fp8-tile, --fp8-wire
+extern const Technique fp8_recipe;                     // --fp8, --fp8-tile, --fp8-wire
 const Fp8Recipe *fp8_recipe_of(const Config *config);  // NULL: none
 // Of a trainer with a recipe: its linear; bytes of casts and scales, on this rank.
 Fp8Linear *fp8_linear_of(const Trainer *trainer);
@@ -51,7 +51,7 @@ void fp8_linear_resumed(Fp8Linear *linear);
 void fp8_linear_unplug(Model *model, Fp8Linear *linear);
 void fp8_linear_price(Price *price, const Model *model, const Fp8Linear *linear);
 double fp8_linear_bytes(const Model *model, const Fp8Linear *linear);  // of casts and scales, on this rank
-int64_t fp8_linear_casts(const Fp8Linear *linear);  // of weights so far
+int64_t fp8_linear_casts(const Fp8Linear *linear);                     // of weights so far
 bool fp8_is_cast(const Param *param);  // whether a weight is multiplied in 8 bits
 
 // recipe_state.c: what the optimizer keeps in 8 and 16 bits

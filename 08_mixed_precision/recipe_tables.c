@@ -156,7 +156,8 @@ static void show_sums(void) {
     for (int i = 0; i < 3; i++) {
         for (int j = 0; j < 3; j++) error[i][j] = sum_error(lengths[j], ways[i].sum, &bias[i][j]);
         say("  %-28s %9.1e %6.2f%% %8.1e %6.2f%% %8.1e %6.2f%%", ways[i].name, error[i][0],
-            -100 * bias[i][0], error[i][1], -100 * bias[i][1], error[i][2], -100 * bias[i][2]);
+            100 * fabs(bias[i][0]), error[i][1], 100 * fabs(bias[i][1]), error[i][2],
+            100 * fabs(bias[i][2]));
         report_number("sums of 4096", ways[i].name, error[i][1], "");
         report_number("sums of 16384", ways[i].name, error[i][2], "");
     }
@@ -216,8 +217,8 @@ static void show_losses(void) {
         say("  %-12s %12.4f %+11.2f%%", name, run.last, 100 * (run.last / bf16 - 1));
         report_number("last losses", name, run.last, "nats");
         bool close = fabs(run.last / bf16 - 1) < 0.015;
-        report_that(close == (i == 0 || fp8_recipes[i - 1].trains), "%s: its loss is %s 1.5%% of bf16's", name,
-                    close ? "within" : "not within");
+        report_that(close == (i == 0 || fp8_recipes[i - 1].trains), "%s: its loss is %s 1.5%% of bf16's",
+                    name, close ? "within" : "not within");
         run_free(&run);
     }
 }
@@ -232,16 +233,21 @@ static void show_row(const char *name, const Config *c, Techniques techniques, c
     train_step(t, NULL);
     Memory memory = memory_account();
     Recipe is = t->model->params.recipe;
-    bool codes = r && r->master != F64;  // the weights of the table are codes, and what is stepped beside them
+    bool codes = r && r->master != F64;  // the weights of the table are codes, and what is stepped beside \
+        them
     double weight = codes ? 1 : (double)dtype_size(is.weight);
-    double master = recipe_has_masters(is) ? (double)dtype_size(is.master) : codes ? (double)dtype_size(is.weight) : 0;
+    double master = recipe_has_masters(is) ? (double)dtype_size(is.master)
+                    : codes                ? (double)dtype_size(is.weight)
+                                           : 0;
     double sum = recipe_has_accumulators(is) ? (double)dtype_size(is.sum) : 0;
     double gradient = (double)dtype_size(is.gradient), m = (double)dtype_size(is.moment),
            v = (double)dtype_size(is.second), total = master + sum + weight + gradient + m + v;
     double elements = (double)params_elements(&t->model->params);
-    double stored = elements * (total - (codes ? 1 : 0) + (codes && recipe_has_masters(is) ? dtype_size(is.weight) : 0));
+    double stored = elements * (total - (codes ? 1 : 0) +
+                                (codes && recipe_has_masters(is) ? dtype_size(is.weight) : 0));
     double casts = r ? fp8_extra_bytes(t) : 0;
-    say("  %-20s %8g %8g %8g %10g %6g + %g %8g %10g", name, master, sum, weight, gradient, m, v, total, playbook);
+    say("  %-20s %8g %8g %8g %10g %6g + %g %8g %10g", name, master, sum, weight, gradient, m, v, total,
+        playbook);
     bool quiet = report_quiet(true);
     char *what = format_text("%s: bytes of weights, gradients and optimizer", name);
     report_equal(what, stored + casts,
@@ -249,8 +255,8 @@ static void show_row(const char *name, const Config *c, Techniques techniques, c
                           memory.peak[MEMORY_OPTIMIZER]),
                  "B");
     report_quiet(quiet);
-    report_that(total == playbook + (r && r->narrow_gradients), "%s: %g bytes per parameter, the playbook has %g",
-                name, total, playbook);
+    report_that(total == playbook + (r && r->narrow_gradients),
+                "%s: %g bytes per parameter, the playbook has %g", name, total, playbook);
     report_number("bytes per parameter", name, total, "B");
     free(what);
     trainer_free(t);
@@ -259,8 +265,8 @@ static void show_row(const char *name, const Config *c, Techniques techniques, c
 static void show_bytes(void) {
     static const Technique *const bf16[] = {&bf16_recipe, NULL};
     say("\nBytes per parameter of the weights that are multiplied in 8 bits\n");
-    say("  %-20s %8s %8s %8s %10s %6s   %s %8s %10s", "", "master", "sums", "weights", "gradients", "m", "v",
-        "here", "playbook");
+    say("  %-20s %8s %8s %8s %10s %6s   %s %8s %10s", "", "master", "sums", "weights", "gradients", "m",
+        "v", "here", "playbook");
     for (int narrow = 0; narrow < 2; narrow++) {
         Config c = small(0, "steps=1");
         config_set(&c, "master", 0);
@@ -275,8 +281,10 @@ static void show_bytes(void) {
         if (r->master == F64) c.dtype = F32;  // Transformer Engine steps the model's own weights
         show_row(r->name, &c, one_device, r, r->playbook);
     }
-    say("  (besides, in all: two casts of 1 byte, of which one is the weights above, scales, and a copy in bf16\n"
-        "  that the emulation casts from; gradients of fp8-lm and nanotron leave the multiply in bf16 here)");
+    say("  (besides, in all: two casts of 1 byte, of which one is the weights above, scales, and a copy in "
+        "bf16\n"
+        "  that the emulation casts from; gradients of fp8-lm and nanotron leave the multiply in bf16 "
+        "here)");
 }
 
 // ---- in flight ----
@@ -312,22 +320,25 @@ enum { RATES = 5, LEFT = 70, TOP = 50, WIDTH = 560, HEIGHT = 300 };
 static const double rates[RATES] = {0.003, 0.03, 0.3, 1, 3};
 
 static void draw_rates(const char *file, double (*last)[RATES], int rows, double highest) {
-    static const char *const colour[] = {"#24292f", "#0969da", "#54aeff", "#bf3989", "#1a7f37", "#cf222e", "#9a6700"};
+    static const char *const colour[] = {"#24292f", "#0969da", "#54aeff", "#bf3989",
+                                         "#1a7f37", "#cf222e", "#9a6700"};
     FILE *svg = output_open("--curves", file);
     fprintf(svg,
             "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
             "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n"
             "<rect fill='#fff' stroke='#d0d7de' x='.5' y='.5' width='%d' height='%d' rx='6'/>\n"
             "<text x='%d' y='28' font-size='15' font-weight='600'>Loss after 100 steps, by --lr</text>\n",
-            LEFT + WIDTH + 120, TOP + HEIGHT + 50, LEFT + WIDTH + 120, TOP + HEIGHT + 50, LEFT + WIDTH + 119,
-            TOP + HEIGHT + 49, LEFT);
+            LEFT + WIDTH + 120, TOP + HEIGHT + 50, LEFT + WIDTH + 120, TOP + HEIGHT + 50,
+            LEFT + WIDTH + 119, TOP + HEIGHT + 49, LEFT);
     double low = floor(last[0][0]), across = WIDTH / (RATES - 1.0), scale = HEIGHT / (highest - low);
     for (int i = 0; i < RATES; i++)
-        fprintf(svg, "<text x='%g' y='%d' text-anchor='middle'>%g</text>\n", LEFT + i * across, TOP + HEIGHT + 24,
-                rates[i]);
+        fprintf(svg, "<text x='%g' y='%d' text-anchor='middle'>%g</text>\n", LEFT + i * across,
+                TOP + HEIGHT + 24, rates[i]);
     for (double y = low; y <= highest; y++)
-        fprintf(svg, "<text x='%d' y='%g' text-anchor='end'>%g</text><path stroke='#d0d7de' d='M%d %gh%d'/>\n",
-                LEFT - 10, TOP + HEIGHT - (y - low) * scale + 4, y, LEFT, TOP + HEIGHT - (y - low) * scale, WIDTH);
+        fprintf(svg,
+                "<text x='%d' y='%g' text-anchor='end'>%g</text><path stroke='#d0d7de' d='M%d %gh%d'/>\n",
+                LEFT - 10, TOP + HEIGHT - (y - low) * scale + 4, y, LEFT, TOP + HEIGHT - (y - low) * scale,
+                WIDTH);
     for (int row = 0; row < rows; row++) {
         fprintf(svg, "<path fill='none' stroke='%s' stroke-width='2' d='", colour[row]);
         for (int i = 0; i < RATES; i++)
