@@ -25,6 +25,7 @@ typedef struct Zero {
     int reducing;         // zero2, zero3: the unit whose gradient is being reduced, or -1 …
     Tensor gradient;      // … and this gradient, whole
     bool at_head;         // zero3: between acquiring and releasing the head
+    bool backward;        // zero3: the block that was acquired last is in its backward
 } Zero;
 
 bool zero_on(const Config *config, int stage);

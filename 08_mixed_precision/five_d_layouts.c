@@ -42,13 +42,6 @@ static void vocabulary_check(const Config *c) {
     if (vocab_parallel.check) vocab_parallel.check(c);
 }
 
-static void experts_check(const Config *c) {
-    CHECK(c->pp == 1, "--experts with --pp %ld: a stage's experts are not dealt out; --pp 1 would fit",
-          c->pp);
-    CHECK(c->tp == 1, "--experts with --tp %ld: an expert is computed whole; --tp 1 would fit", c->tp);
-    expert_parallel.check(c);
-}
-
 // ---- the list ----
 
 typedef struct Entry {
@@ -71,7 +64,7 @@ static const Entry entries[] = {
     {.record = &sequence_parallel, .check = rows_check},
     {.record = &vocab_parallel, .check = vocabulary_check},
     {.record = &async_tensor_parallel_by_flag},
-    {.record = &expert_parallel, .check = experts_check},
+    {.record = &expert_parallel},
     {.record = &ring_attention, .enabled = ring},
     {.record = &zigzag_ring_attention, .enabled = zigzag},
     {.record = &all_gather_attention, .enabled = gathered_keys},

@@ -34,6 +34,7 @@ static const struct {
     {"dp x cp", offsetof(Mesh, dp_cp), LINE_DP},
     {"expert dp", offsetof(Mesh, expert_dp), LINE_DP},
     {"tp x pp", offsetof(Mesh, tp_pp), LINE_WORLD},
+    {"ep x pp", offsetof(Mesh, ep_pp), LINE_WORLD},
 };
 
 // Ranks `stride` apart.
@@ -41,7 +42,7 @@ typedef struct Digit {
     int stride, size;
 } Digit;
 
-// The digit of an axis; tp x pp has a second, slower one.
+// The digit of an axis; tp x pp and ep x pp have a second, slower one.
 static Digit digit_of(MeshShape s, MeshAxis axis, Digit *second) {
     int replica = s.tp * s.cp * s.dp;  // the ranks of a stage
     int first = s.ep_within_tp ? 1 : s.tp;
@@ -60,6 +61,9 @@ static Digit digit_of(MeshShape s, MeshAxis axis, Digit *second) {
             return (Digit){s.tp * s.cp, s.dp};
         case AXIS_DP_CP:
             return (Digit){s.tp, s.cp * s.dp};
+        case AXIS_EP_PP:
+            *second = (Digit){replica, s.pp};
+            return (Digit){first, s.ep};
         case AXIS_EP:
             return (Digit){first, s.ep};
         case AXIS_EXPERT_DP:

@@ -30,10 +30,11 @@ typedef struct Group {
 
 // pp has the same members twice: activations go forward on one line, gradients backward on the other.
 // The products: gradients add up over dp_cp, those of experts over expert_dp (the ranks of dp x cp that
-// hold the same experts); what one replica of the model stores is spread over tp_pp.
+// hold the same experts); what one replica of the model stores is spread over tp_pp, and of experts over
+// ep_pp.
 typedef struct Mesh {
     Group world, dp, pp, pp_backward, cp, tp, ep;
-    Group dp_cp, expert_dp, tp_pp;
+    Group dp_cp, expert_dp, tp_pp, ep_pp;
 } Mesh;
 
 // Degrees of each axis, 1 where one is left out; the world's size is dp pp cp tp. ep takes its ranks within
@@ -47,7 +48,7 @@ typedef struct MeshShape {
 // As in Mesh.
 typedef enum MeshAxis {
     AXIS_WORLD, AXIS_DP, AXIS_PP, AXIS_PP_BACKWARD, AXIS_CP, AXIS_TP, AXIS_EP,
-    AXIS_DP_CP, AXIS_EXPERT_DP, AXIS_TP_PP,
+    AXIS_DP_CP, AXIS_EXPERT_DP, AXIS_TP_PP, AXIS_EP_PP,
     MESH_AXES
 } MeshAxis;
 
