@@ -10,6 +10,8 @@
 // Order: what an earlier record has put into a socket, a later one may wrap (Technique.wraps). Shards are
 // made from the last to the first, so that ZeRO deals out what stages, experts and tensor parallelism leave
 // on a rank. This file has no main.
+#include <string.h>
+
 #include "five_d.h"
 
 // ---- which of two ways ----
@@ -98,6 +100,34 @@ Techniques five_d_layouts(void) {
 Techniques five_d_one_device(void) {
     make_lists();
     return one_device;
+}
+
+// ---- what was typed, and nobody would read ----
+
+static bool has_option(const Technique *technique, const char *name) {
+    for (int i = 0; i < technique->options; i++)
+        if (!strcmp(technique->option[i].name, name)) return true;
+    return false;
+}
+
+void five_d_check_typed(const Config *c) {
+    make_lists();
+    for (int i = 0; i < c->settings; i++) {
+        const Setting *setting = &c->setting[i];
+        const Technique *owner = NULL;
+        bool read = false;
+        for (int j = 0; j < ENTRIES && setting->given; j++) {
+            if (!has_option(&record[j], setting->name)) continue;
+            owner = &record[j];
+            read = read || !record[j].enabled || record[j].enabled(c);
+        }
+        CHECK(
+            !setting->given || strcmp(setting->name, "context") != 0 || c->cp > 1,
+            "--context says how ranks of --cp bring keys together, and there is one: leave it out, or give "
+            "--cp 2");
+        CHECK(!owner || read, "--%s is an option of %s, which these flags do not ask for: leave it out",
+              setting->name, owner->name);
+    }
 }
 
 const Option five_d_options[FIVE_D_OPTIONS] = {

@@ -8,7 +8,7 @@
 //     ZeRO-3      a rank stores a part of every layer      weights are in flight, as often as passes use them
 //     pipeline    a rank stores some layers whole          activations are in flight, once a micro-batch
 //
-// Run: build/08_mixed_precision/five_d_methods      (--svg FILE: memory from 1k to 128k tokens, as a picture)
+// Run: build/08_mixed_precision/five_d_methods      (--lengths: memory from 1k to 128k tokens; --svg FILE: as a picture)
 // Last line: PASS five_d_methods: each method shards what its chapter says …
 #include <math.h>
 #include <stdlib.h>
@@ -247,18 +247,21 @@ static void print_memory(const Config *config, const char *svg) {
 
 int main(int argc, char **argv) {
     const char *svg;
+    bool lengths;
     Option options[] = {
+        {"lengths", OPTION_FLAG, &lengths, NULL, 0, 0, "",
+         "memory of each method from 1k to 128k tokens, too", false},
         {"svg", OPTION_OUTPUT, &svg, NULL, 0, 0, "FILE", "memory of each method, as a picture", false}};
     base_start(argc, argv);
     Config c = config_parse(argc, argv, "What each method of parallelism shards, and its price.",
-                            CONFIG_RANKS | CONFIG_REPORT, NULL, options, 1);
+                            CONFIG_RANKS | CONFIG_REPORT, NULL, options, 2);
     comm_start(argc, argv, RANKS);
     CHECK(comm_ranks() == RANKS, "each method takes all of %d ranks: --ranks %d would fit", RANKS, RANKS);
     report_json(c.json);
     device_dry_run(true);
     print_methods(&c);
     print_comparison();
-    print_memory(&c, svg);
+    if (lengths || svg) print_memory(&c, svg);
     return comm_finish(report_verdict("each method shards what its chapter says"));
 }
 #endif

@@ -141,7 +141,7 @@ void five_d_plan_compare(const RankPlan *plan, const RankPlan *run, Mesh mesh, c
         for (int i = 0; i < kinds; i++) {
             if (!counted_in_steps(counts[i].name) || !strcmp(counts[i].name, "all_to_all")) continue;
             if (p->sent[i] == 0 && r->sent[i] == 0) continue;
-            char *what = format_text("rank %d: %s, bytes in a step", rank, counts[i].name);
+            char *what = format_text("rank %d: %s, a step", rank, counts[i].name);
             report_equal(what, p->sent[i], r->sent[i], "B");
             free(what);
         }
