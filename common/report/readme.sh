@@ -235,6 +235,7 @@ unset OPENBLAS_CORETYPE
     "$build/tests/bench_tp"
     "$build/tests/bench_cp"
     "$build/tests/bench_pp"
+    "$build/tests/bench_5d"
     "$build/tests/bench_attention"
     for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
 } | grep -E '^(\$|OpenBLAS|bench|.*tokens/s)' | block | fill tests/bench/README.md bench
