@@ -13,6 +13,7 @@ int main(int argc, char **argv) {
     Config c = config_default(BENCH_MODEL "micro-batch=1 grad-acc=4");
     c.dp = c.pp = 2;
     config_set(&c, "bucket-mb", 4);
+    config_set(&c, "zero", 0);
     config_set(&c, "documents", -1);
     config_set(&c, "schedule", ONE_F_ONE_B);
     config_set(&c, "context", CONTEXT_ZIGZAG);
