@@ -6,6 +6,7 @@
 //     ZeRO-3      gathers weights for each pass, or, under a pipeline, once a step
 //     attention   the four ways of --cp; flash attention where a rank has all tokens of a sequence
 //     pipeline    from two stages on
+//     recipes     by --dtype
 //
 // Order: what an earlier record has put into a socket, a later one may wrap (Technique.wraps). Shards are
 // made from the last to the first, so that ZeRO deals out what stages, experts and tensor parallelism leave
@@ -16,6 +17,8 @@
 
 // ---- which of two ways ----
 
+static bool in_bf16(const Config *c) { return c->dtype == BF16; }
+static bool in_f16(const Config *c) { return c->dtype == F16; }
 static bool balanced(const Config *c) {
     return c->experts && (config_number(c, "aux-loss") > 0 || config_number(c, "z-loss") > 0 ||
                           config_number(c, "balance-bias") > 0);
@@ -54,6 +57,8 @@ typedef struct Entry {
 } Entry;
 
 static const Entry entries[] = {
+    {.record = &bf16_recipe, .enabled = in_bf16, .one_device = true},
+    {.record = &fp16_recipe, .enabled = in_f16, .one_device = true},
     {.record = &moe, .one_device = true},
     {.record = &load_balance, .enabled = balanced, .one_device = true},
     {.record = &ddp_no_sync},
@@ -135,4 +140,6 @@ const Option five_d_options[FIVE_D_OPTIONS] = {
      "what --dp x --cp share out: optimizer state, gradients, weights; hybrid: inside nodes", false},
     {"context", OPTION_CHOICE, NULL, "ring", 0, 0, "ring|zigzag|all-gather|ulysses",
      "how ranks of --cp bring keys and values together", false},
+    {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|16-bit",
+     "of gradients over micro-batches and ranks, with --dtype bf16 or f16", false},
 };

@@ -7,7 +7,7 @@ export OMP_NUM_THREADS=1
 build=$build/08_mixed_precision
 
 passes "every pair on 8 ranks" matrix --ranks 8
-grep -q ' 3132 of 5760 refused' "$out"
+grep -q ' 5220 of 9600 refused' "$out"
 report $? "and no combination more is refused than those that cannot be"
 passes "every pair on 6 ranks" matrix --ranks 6
 passes "a part of all, on 2 ranks" matrix --ranks 2 --part 2/60 --table "$work/table"
