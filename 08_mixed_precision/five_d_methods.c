@@ -8,7 +8,9 @@
 //     ZeRO-3      a rank stores a part of every layer      weights are in flight, as often as passes use them
 //     pipeline    a rank stores some layers whole          activations are in flight, once a micro-batch
 //
-// Run: build/08_mixed_precision/five_d_methods      (--lengths: memory from 1k to 128k tokens; --svg FILE: as a picture)
+// With data parallelism a rank has fewer micro-batches, and one of them is as large as ever.
+//
+// Run: build/08_mixed_precision/five_d_methods   (--lengths: from 1k to 128k tokens; --svg FILE: a picture)
 // Last line: PASS five_d_methods: each method shards what its chapter says …
 #include <math.h>
 #include <stdlib.h>
@@ -25,21 +27,21 @@ static const MemoryKind kinds[KINDS] = {MEMORY_PARAMETER, MEMORY_GRADIENT, MEMOR
 
 typedef struct Method {
     const char *name;
-    int dp, pp, cp, tp, ep, zero;
+    int dp, pp, cp, tp, ep, zero;  // ep 0: a dense model
     bool sp;
     const char *states, *kept;  // of weights, gradients and optimizer, and of activations: what a rank has
 } Method;
 
 // As the chapters say it: "all" on every rank, or "part".
 static const Method methods[] = {
-    {"DP", 8, 1, 1, 1, 1, 0, false, "all all all", "part"},
-    {"ZeRO-1", 8, 1, 1, 1, 1, 1, false, "all all part", "part"},
-    {"ZeRO-2", 8, 1, 1, 1, 1, 2, false, "all part part", "part"},
-    {"ZeRO-3", 8, 1, 1, 1, 1, 3, false, "part part part", "part"},
-    {"TP, SP", 1, 1, 1, 8, 1, 0, true, "part part part", "part"},
-    {"CP", 1, 1, 8, 1, 1, 0, false, "all all all", "part"},
-    {"PP", 1, 8, 1, 1, 1, 0, false, "part part part", "all"},
-    {"DP 2 PP 2 TP 2, ZeRO-1", 2, 2, 1, 2, 1, 1, true, "part part part", "part"},
+    {"DP", 8, 1, 1, 1, 0, 0, false, "all all all", "all"},
+    {"ZeRO-1", 8, 1, 1, 1, 0, 1, false, "all all part", "all"},
+    {"ZeRO-2", 8, 1, 1, 1, 0, 2, false, "all part part", "all"},
+    {"ZeRO-3", 8, 1, 1, 1, 0, 3, false, "part part part", "all"},
+    {"TP, SP", 1, 1, 1, 8, 0, 0, true, "part part part", "part"},
+    {"CP", 1, 1, 8, 1, 0, 0, false, "all all all", "part"},
+    {"PP", 1, 8, 1, 1, 0, 0, false, "part part part", "all"},
+    {"DP 2 PP 2 TP 2, ZeRO-1", 2, 2, 1, 2, 0, 1, true, "part part part", "part"},
 };
 enum { METHODS = sizeof methods / sizeof *methods };
 
@@ -51,7 +53,9 @@ static Config model_of(const Method *method, int64_t seq, int recompute, bool ti
         "micro-batch=1 steps=3");
     c.seq = seq;
     c.recompute = recompute;
-    c.dp = method->dp, c.pp = method->pp, c.cp = method->cp, c.tp = method->tp, c.ep = method->ep;
+    c.dp = method->dp, c.pp = method->pp, c.cp = method->cp, c.tp = method->tp,
+    c.ep = method->ep ? method->ep : 1;
+    if (method->ep) c.experts = 8, c.top_k = 2;
     c.grad_acc = RANKS / c.dp;
     config_set(&c, "zero", method->zero);
     config_set(&c, "sp", method->sp);
@@ -101,13 +105,15 @@ static void print_sent(const Method *method, const StepCost *cost, const Need *n
     for (int i = 0; i < KINDS; i++)
         used += snprintf(line + used, sizeof line - (size_t)used, "%7s",
                          share_text(need->bytes[i] / one->bytes[i]));
-    for (int i = 0; i < 4; i++)
-        used += snprintf(line + used, sizeof line - (size_t)used, "%9s",
-                         sent(cost, calls[i]) > 1e6 ? bytes_text(sent(cost, calls[i])) : "-");
+    for (int i = 0; i < 4; i++) {
+        double bytes = sent(cost, calls[i]) + (i == 3 ? sent(cost, "all_to_all") : 0);
+        used +=
+            snprintf(line + used, sizeof line - (size_t)used, "%9s", bytes > 1e6 ? bytes_text(bytes) : "-");
+    }
     say("%s %9.0f %8.0f", line, 1e3 * cost->step_seconds, 1e3 * cost->comm.exposed_seconds);
 }
 
-// A part is at most what a quarter would be: beside it stand units at work, or a stage with the head.
+// A part is below a half of all: beside it stand units at work, or a stage has the head.
 static void check_shares(const Method *method, const Need *need, const Need *one) {
     char said[64];
     snprintf(said, sizeof said, "%s %s", method->states, method->kept);
@@ -115,36 +121,40 @@ static void check_shares(const Method *method, const Need *need, const Need *one
     for (int i = 0; i < KINDS; i++, word = strtok(NULL, " ")) {
         double share = need->bytes[i] / one->bytes[i];
         bool part = !strcmp(word, "part");
-        // DP: a micro-batch's activations, of a sequence a rank; on one device they come one after the other.
-        if (i == KINDS - 1 && method->dp * method->pp == RANKS) part = false;
         report_that(part ? share < 0.5 : share > 0.7,
                     "%s: a rank has %.2f of the %s, where it should have %s", method->name, share,
                     kind_name[i], word);
     }
 }
 
-static void print_methods(const Config *config) {
-    const Method alone = {"one device", 1, 1, 1, 1, 1, 0, false, "", ""};
-    enum { SEQ = 4096 };
+enum { SEQ = 4096 };
+
+static void print_method(const Method *method, const Need *one, Need *own) {
     StepCost cost;
-    Config c = model_of(&alone, SEQ, RECOMPUTE_NONE, true);
-    Need one = need_of(&c, &cost);
-    say("\nLlama 3 8B in bf16, 8 sequences of %d tokens, 8 ranks of %s: shares of what one device holds, "
-        "bytes "
-        "that rank 0\nsends in a step, and milliseconds on the model clock",
+    Config c = model_of(method, SEQ, RECOMPUTE_NONE, true);
+    *own = need_of(&c, &cost);
+    print_sent(method, &cost, own, one ? one : own);
+    if (one) check_shares(method, own, one);
+    report_number(method->name, "bytes sent by rank 0", (double)cost.comm.bytes, "B");
+    report_number(method->name, "step, model clock", cost.step_seconds, "s");
+    report_number(method->name, "held at the peak", need_sum(own), "B");
+}
+
+static void print_methods(const Config *config) {
+    static const Method alone = {"one device", 1, 1, 1, 1, 0, 0, false, "", ""};
+    static const Method experts[] = {
+        {"8 experts, one device", 1, 1, 1, 1, 1, 0, false, "", ""},
+        {"8 experts, DP", 8, 1, 1, 1, 1, 0, false, "all all all", "all"},
+        {"8 experts, DP and EP 8", 8, 1, 1, 1, 8, 0, false, "part part part", "all"}};
+    Need one, need;
+    say("\nLlama 3 8B in bf16, 8 sequences of %d tokens, 8 ranks of %s: shares of what one\ndevice holds, "
+        "bytes that rank 0 sends in a step, and milliseconds on the model clock",
         SEQ, config->machine);
     say("  %-24s%7s%7s%7s%7s%9s%9s%9s%9s %9s %8s", "", "wts", "grads", "opt", "acts", "all-red", "red-sc",
-        "all-gath", "p2p", "step", "exposed");
-    print_sent(&alone, &cost, &one, &one);
-    for (int i = 0; i < METHODS; i++) {
-        c = model_of(&methods[i], SEQ, RECOMPUTE_NONE, true);
-        Need need = need_of(&c, &cost);
-        print_sent(&methods[i], &cost, &need, &one);
-        check_shares(&methods[i], &need, &one);
-        report_number(methods[i].name, "bytes sent by rank 0", (double)cost.comm.bytes, "B");
-        report_number(methods[i].name, "step, model clock", cost.step_seconds, "s");
-        report_number(methods[i].name, "held at the peak", need_sum(&need), "B");
-    }
+        "all-gath", "p2p, a2a", "step", "exposed");
+    print_method(&alone, NULL, &one);
+    for (int i = 0; i < METHODS; i++) print_method(&methods[i], &one, &need);
+    for (int i = 0; i < 3; i++) print_method(&experts[i], i ? &one : NULL, i ? &need : &one);
 }
 
 // ---- ZeRO-3 beside a pipeline ----

@@ -228,8 +228,15 @@ int main(int argc, char **argv) {
     Refused *refused = host_alloc(MOST_REFUSALS * sizeof *refused);
     memset(refused, 0, MOST_REFUSALS * sizeof *refused);
     int64_t accepted = accepted_cells(cell, &all, refused, &refusals), chosen = accepted;
-    if (one >= 0) cell[0] = matrix_cell(one), chosen = 1;
-    else chosen = part ? part_of(cell, accepted, part) : matrix_pairwise(cell, accepted, (uint64_t)seed);
+    if (one >= 0) {
+        cell[0] = matrix_cell(one), chosen = 1;
+    } else if (part) {
+        chosen = part_of(cell, accepted, part);
+    } else {
+        chosen = matrix_pairwise(cell, accepted, (uint64_t)seed);
+        report_equal("pairs of choices that do not meet", 0,
+                     (double)matrix_missing_pairs(cell, chosen, accepted), "");
+    }
     say("%lld combinations of %d ranks", (long long)all, comm_ranks());
     for (int i = 0; i < refusals; i++)
         say("  %6lld refused: %s", (long long)refused[i].cells, refused[i].sentence);

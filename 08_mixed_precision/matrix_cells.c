@@ -181,3 +181,15 @@ int64_t matrix_pairwise(Cell *cell, int64_t cells, uint64_t seed) {
     free(met);
     return chosen;
 }
+
+int64_t matrix_missing_pairs(const Cell *cell, int64_t chosen, int64_t cells) {
+    bool(*met)[MOST_VALUES] = calloc(1, sizeof(Pairs));
+    CHECK(met, "out of host memory for the pairs of %lld cells", (long long)cells);
+    int64_t missing = 0;
+    for (int64_t i = 0; i < cells; i++) {
+        int count = new_pairs(&cell[i], met, true);
+        if (i >= chosen) missing += count;
+    }
+    free(met);
+    return missing;
+}

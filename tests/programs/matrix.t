@@ -13,10 +13,10 @@ passes "every pair on 6 ranks" matrix --ranks 6
 passes "a part of all, on 2 ranks" matrix --ranks 2 --part 2/60 --table "$work/table"
 cp "$work/table" "$work/whole"
 sed -i '$d' "$work/table"
-passes "broken off in its last cell, it goes on with that one" matrix --ranks 2 --part 2/60 --table "$work/table"
+passes "a run that was broken off goes on with its last cell" matrix --ranks 2 --part 2/60 --table "$work/table"
 [ "$(tail -n 1 "$work/table")" = "$(tail -n 1 "$work/whole")" ] &&
     [ "$(grep -c proven "$work/table")" = "$(grep -c proven "$work/whole")" ]
-report $? "and proves it once"
+report $? "which is proven once: a run that was broken off leaves no gap"
 if wanted "a cell that ended the program twice has failed"; then
     number=$(sed -n 's/ proven .*//p' "$work/whole" | head -n 1)
     printf '%s begun\n%s begun\n' "$number" "$number" >"$work/dead"

@@ -15,6 +15,8 @@ grep -q '^  rank 7: transfers, a step .*equal$' "$out" && grep -q '"communicatio
 report $? "the plan is held against the run rank by rank, and the trace has all lines"
 passes "experts: dp 2, pp 2, tp 2, ep 4, ZeRO-3, sequence parallelism, interleaved" train_5d $quick --sp \
     --experts 4 --top-k 2 --ep 4 --zero 3 --schedule interleaved --recompute selective
+passes "experts: a stage with the head alone" train_5d $quick --layers 3 --dp 2 --pp 4 --tp 1 --experts 4 --top-k 2 \
+    --ep 2 --optimizer sgd --lr 0.1
 passes "dp 2, pp 2, cp 2, zb_v, full recomputation, ZeRO-2" train_5d $quick --cp 2 --tp 1 --context zigzag \
     --schedule zb_v --recompute full --zero 2 --optimizer sgd --lr 0.1
 passes "dp 4, tp 2, hybrid sharding, asynchronous rows, flash attention" train_5d $quick --pp 1 --sp --async-tp \
