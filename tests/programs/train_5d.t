@@ -9,7 +9,7 @@ export OMP_NUM_THREADS=1
 build=$build/08_mixed_precision
 quick="--shown 0 --steps 2"
 
-passes "dp 2, pp 2, tp 2, ZeRO-1, AdamW, then 20 steps beside one device" train_5d --shown 20 --steps 2 \
+passes "the plan of dp 2, pp 2, tp 2, ZeRO-1, AdamW, then 20 steps beside one device" train_5d --shown 20 --steps 2 \
     --trace "$work/trace.json" --verbose
 grep -q '^  rank 7: transfers, a step .*equal$' "$out" && grep -q '"communication, pp back"' "$work/trace.json"
 report $? "the plan is held against the run rank by rank, and the trace has all lines"
