@@ -233,8 +233,8 @@ static void show_row(const char *name, const Config *c, Techniques techniques, c
     train_step(t, NULL);
     Memory memory = memory_account();
     Recipe is = t->model->params.recipe;
-    bool codes = r && r->master != F64;  // the weights of the table are codes, and what is stepped beside \
-        them
+    // The weights of the table are codes, and what is stepped beside them.
+    bool codes = r && r->master != F64;
     double weight = codes ? 1 : (double)dtype_size(is.weight);
     double master = recipe_has_masters(is) ? (double)dtype_size(is.master)
                     : codes                ? (double)dtype_size(is.weight)
