@@ -20,6 +20,7 @@
 #endif
 
 #include "kernels.h"
+#include "rng.h"
 
 enum {
     LANES = 16,        // partial sums side by side
@@ -183,10 +184,10 @@ static inline float exp_f32(float x) {
 #define FABS    fabsf
 #define GEMM    cblas_sgemm
 #include "ops_cpu_rows.inc"
-// after the rows
-#include "ops_cpu_blas.inc"
+#include "ops_cpu_blas.inc"  // after the rows
 #include "ops_cpu_chunk.inc"
 #include "ops_cpu_experts.inc"
+#include "ops_cpu_codes.inc"
 #undef REAL
 #undef F
 #undef EXP
@@ -206,10 +207,10 @@ static inline float exp_f32(float x) {
 #define FABS    fabs
 #define GEMM    cblas_dgemm
 #include "ops_cpu_rows.inc"
-// after the rows
-#include "ops_cpu_blas.inc"
+#include "ops_cpu_blas.inc"  // after the rows
 #include "ops_cpu_chunk.inc"
 #include "ops_cpu_experts.inc"
+#include "ops_cpu_codes.inc"
 
 #define CALL(dtype, name, ...) ((dtype) == F64 ? name##_f64(__VA_ARGS__) : name##_f32(__VA_ARGS__))
 
@@ -490,3 +491,4 @@ void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const 
 #include "ops_cpu_chunk_kernels.inc"
 #include "ops_cpu_vocabulary_kernels.inc"
 #include "ops_cpu_experts_kernels.inc"
+#include "ops_cpu_codes_kernels.inc"
