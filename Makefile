@@ -87,7 +87,7 @@ include common/cuda/cuda.mk
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test faults threads gpu-check bench bench-collectives readme all programs tests fuzzers clean mutants FORCE
+.PHONY: help run test matrix faults threads gpu-check bench bench-collectives readme all programs tests fuzzers clean mutants FORCE
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -98,6 +98,8 @@ help:
 	@echo '                with GUARD=1 all tests run on guarded device memory (common/tensor/guard.h)'
 	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10'
 	@echo '                minutes'
+	@echo 'make matrix     every combination of techniques on up to 8 ranks, and some on 12 and 16: proven, or'
+	@echo '                refused with a sentence; MATRIX=3/20: a part of them; goes on where it was broken off'
 	@echo 'make faults     1,000 runs in which a rank, a launcher or a disk fails, and how each kind ended;'
 	@echo '                N=40 SEED=2: others'
 	@echo 'make threads    programs of many ranks under ThreadSanitizer'
@@ -133,6 +135,9 @@ bench:
 # The whole sweep takes longer than all of bench.
 bench-collectives: $(BUILD)/tests/bench_comm
 	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks || exit 1; done
+
+matrix: $(BUILD)/08_mixed_precision/matrix $(corpus)
+	@tests/matrix $(or $(MATRIX),1/1)
 
 faults: $(BUILD)/01_data_parallel/ddp_bucketed $(corpus)
 	@tests/faults $(or $(N),1000) $(or $(SEED),1)

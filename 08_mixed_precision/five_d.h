@@ -4,14 +4,17 @@
 
 #include "05_pipeline_parallel/pipeline.h"
 #include "06_expert_parallel/expert_parallel.h"
+#include "mixed_precision.h"
 
 // five_d_layouts.c: all of them in plug order, and those that one device has, too.
 Techniques five_d_layouts(void);
 Techniques five_d_one_device(void);
+// Fatal where a flag was typed that no record would read which is on: nothing is ignored in silence.
+void five_d_check_typed(const Config *config);
 
-// Options of the list as a whole: --zero and --context, in the words that fit all chapters.
+// Options of the list as a whole, in words that fit all chapters: --zero, --context, --sum.
 extern const Option five_d_options[];
-enum { FIVE_D_OPTIONS = 2 };
+enum { FIVE_D_OPTIONS = 3 };
 
 // five_d_plan.c: what each rank has, holds and sends in a step.
 typedef struct RankPlan {

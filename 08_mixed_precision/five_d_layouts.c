@@ -6,14 +6,19 @@
 //     ZeRO-3      gathers weights for each pass, or, under a pipeline, once a step
 //     attention   the four ways of --cp; flash attention where a rank has all tokens of a sequence
 //     pipeline    from two stages on
+//     recipes     by --dtype
 //
 // Order: what an earlier record has put into a socket, a later one may wrap (Technique.wraps). Shards are
 // made from the last to the first, so that ZeRO deals out what stages, experts and tensor parallelism leave
 // on a rank. This file has no main.
+#include <string.h>
+
 #include "five_d.h"
 
 // ---- which of two ways ----
 
+static bool in_bf16(const Config *c) { return c->dtype == BF16; }
+static bool in_f16(const Config *c) { return c->dtype == F16; }
 static bool balanced(const Config *c) {
     return c->experts && (config_number(c, "aux-loss") > 0 || config_number(c, "z-loss") > 0 ||
                           config_number(c, "balance-bias") > 0);
@@ -42,13 +47,6 @@ static void vocabulary_check(const Config *c) {
     if (vocab_parallel.check) vocab_parallel.check(c);
 }
 
-static void experts_check(const Config *c) {
-    CHECK(c->pp == 1, "--experts with --pp %ld: a stage's experts are not dealt out; --pp 1 would fit",
-          c->pp);
-    CHECK(c->tp == 1, "--experts with --tp %ld: an expert is computed whole; --tp 1 would fit", c->tp);
-    expert_parallel.check(c);
-}
-
 // ---- the list ----
 
 typedef struct Entry {
@@ -59,6 +57,8 @@ typedef struct Entry {
 } Entry;
 
 static const Entry entries[] = {
+    {.record = &bf16_recipe, .enabled = in_bf16, .one_device = true},
+    {.record = &fp16_recipe, .enabled = in_f16, .one_device = true},
     {.record = &moe, .one_device = true},
     {.record = &load_balance, .enabled = balanced, .one_device = true},
     {.record = &ddp_no_sync},
@@ -71,7 +71,7 @@ static const Entry entries[] = {
     {.record = &sequence_parallel, .check = rows_check},
     {.record = &vocab_parallel, .check = vocabulary_check},
     {.record = &async_tensor_parallel_by_flag},
-    {.record = &expert_parallel, .check = experts_check},
+    {.record = &expert_parallel},
     {.record = &ring_attention, .enabled = ring},
     {.record = &zigzag_ring_attention, .enabled = zigzag},
     {.record = &all_gather_attention, .enabled = gathered_keys},
@@ -107,9 +107,39 @@ Techniques five_d_one_device(void) {
     return one_device;
 }
 
+// ---- what was typed, and nobody would read ----
+
+static bool has_option(const Technique *technique, const char *name) {
+    for (int i = 0; i < technique->options; i++)
+        if (!strcmp(technique->option[i].name, name)) return true;
+    return false;
+}
+
+void five_d_check_typed(const Config *c) {
+    make_lists();
+    for (int i = 0; i < c->settings; i++) {
+        const Setting *setting = &c->setting[i];
+        const Technique *owner = NULL;
+        bool read = false;
+        for (int j = 0; j < ENTRIES && setting->given; j++) {
+            if (!has_option(&record[j], setting->name)) continue;
+            owner = &record[j];
+            read = read || !record[j].enabled || record[j].enabled(c);
+        }
+        CHECK(
+            !setting->given || strcmp(setting->name, "context") != 0 || c->cp > 1,
+            "--context says how ranks of --cp bring keys together, and there is one: leave it out, or give "
+            "--cp 2");
+        CHECK(!owner || read, "--%s is an option of %s, which these flags do not ask for: leave it out",
+              setting->name, owner->name);
+    }
+}
+
 const Option five_d_options[FIVE_D_OPTIONS] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3|hybrid",
      "what --dp x --cp share out: optimizer state, gradients, weights; hybrid: inside nodes", false},
     {"context", OPTION_CHOICE, NULL, "ring", 0, 0, "ring|zigzag|all-gather|ulysses",
      "how ranks of --cp bring keys and values together", false},
+    {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|16-bit",
+     "of gradients over micro-batches and ranks, with --dtype bf16 or f16", false},
 };

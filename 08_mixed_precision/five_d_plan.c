@@ -97,19 +97,21 @@ void five_d_plan_print(const RankPlan *plan, Mesh mesh, const Config *c) {
     comm_counts(&counts);
     char line[LINE], layers[64];
     int used =
-        snprintf(line, LINE, "  rank pp dp cp tp ep layers     weights gradients optimizer activations");
+        snprintf(line, LINE, "  rank pp dp cp tp ep layers   weights gradients optimizer activations");
     for (int i = 0; i < kinds; i++)
-        used += snprintf(line + used, LINE - (size_t)used, " %14s", counts[kind[i]].name);
+        used += snprintf(line + used, LINE - (size_t)used, " %*s", (int)strlen(counts[kind[i]].name),
+                         counts[kind[i]].name);
     say("%s", line);
     for (int rank = 0; rank < mesh.world.size; rank++) {
         const RankPlan *row = &plan[rank];
         layers_text(layers, row, c);
         used =
-            snprintf(line, LINE, "  %4d %2.0f %2.0f %2.0f %2.0f %2.0f %-8s %9s %9s %9s %11s", rank, row->pp,
+            snprintf(line, LINE, "  %4d %2.0f %2.0f %2.0f %2.0f %2.0f %-7s %8s %9s %9s %11s", rank, row->pp,
                      row->dp, row->cp, row->tp, row->ep, layers, bytes_text(row->weights),
                      bytes_text(row->gradients), bytes_text(row->optimizer), bytes_text(row->activations));
         for (int i = 0; i < kinds; i++)
-            used += snprintf(line + used, LINE - (size_t)used, " %14s", bytes_text(row->sent[kind[i]]));
+            used += snprintf(line + used, LINE - (size_t)used, " %*s", (int)strlen(counts[kind[i]].name),
+                             bytes_text(row->sent[kind[i]]));
         say("%s", line);
     }
     double step = 0, exposed = 0;
@@ -141,7 +143,7 @@ void five_d_plan_compare(const RankPlan *plan, const RankPlan *run, Mesh mesh, c
         for (int i = 0; i < kinds; i++) {
             if (!counted_in_steps(counts[i].name) || !strcmp(counts[i].name, "all_to_all")) continue;
             if (p->sent[i] == 0 && r->sent[i] == 0) continue;
-            char *what = format_text("rank %d: %s, bytes in a step", rank, counts[i].name);
+            char *what = format_text("rank %d: %s, a step", rank, counts[i].name);
             report_equal(what, p->sent[i], r->sent[i], "B");
             free(what);
         }

@@ -38,7 +38,7 @@ static int baselines;
 static bool same_run(const Config *a, const Config *b) {
     return a->layers == b->layers && a->kv_heads == b->kv_heads && a->seq == b->seq &&
            a->experts == b->experts && a->tied == b->tied && a->dtype == b->dtype &&
-           a->grad_acc == b->grad_acc;
+           a->grad_acc == b->grad_acc && config_number(a, "master") == config_number(b, "master");
 }
 
 static const Baseline *baseline_of(const Config *config) {
@@ -105,39 +105,42 @@ typedef struct Table {
     int64_t proven, failed;
 } Table;
 
-// What earlier runs have found. A cell that was begun and has no end has failed.
+static void table_row(const Table *t, const Cell *cell, const char *what, const char *why) {
+    if (!t->file) return;
+    fprintf(t->file, "%lld %s %s%s%s\n", (long long)cell->number, what, matrix_text(cell), *why ? ": " : "",
+            why);
+    fflush(t->file);
+}
+
+// What earlier runs have found. A cell that ended two of them has failed; one that a run was broken off in
+// is begun once more.
 static Table table_open(const char *path, int64_t cells) {
     Table t = {.path = path, .done = calloc((size_t)cells, sizeof *t.done)};
     CHECK(t.done, "out of host memory for %lld cells", (long long)cells);
     if (!path) return t;
     FILE *old = fopen(path, "r");
     char line[1024], what[16];
-    int64_t begun = -1;
+    int64_t begun = -1, fatal_cell = -1;
     for (long long number; old && fgets(line, sizeof line, old);) {
         if (sscanf(line, "%lld %15s", &number, what) != 2 || number < 0 || number >= cells) continue;
-        begun = strcmp(what, "begun") ? -1 : number;
-        t.done[number] = true;
+        bool begins = !strcmp(what, "begun");
+        if (begins && begun == number) fatal_cell = number;
+        begun = begins ? number : -1;
+        t.done[number] = t.done[number] || !begins;
         t.proven += !strcmp(what, "proven");
         t.failed += !strcmp(what, "failed");
     }
     if (old) fclose(old);
-    comm_wait(comm_barrier(comm_world()));
-    if (base_rank() == 0) {
-        t.file = fopen(path, "a");
-        CHECK(t.file, "--table %s cannot be written", path);
-        Cell cell = matrix_cell(begun);
-        if (begun >= 0)
-            fprintf(t.file, "%lld failed %s: it ended the program\n", (long long)begun, matrix_text(&cell));
-    }
-    t.failed += begun >= 0;
+    if (fatal_cell >= 0 && !t.done[fatal_cell]) t.done[fatal_cell] = true, t.failed++;
+    else fatal_cell = -1;
+    comm_wait(comm_barrier(comm_world()));  // all have read it
+    if (base_rank() > 0) return t;
+    t.file = fopen(path, "a");
+    CHECK(t.file, "--table %s cannot be written", path);
+    if (fatal_cell < 0) return t;
+    Cell cell = matrix_cell(fatal_cell);
+    table_row(&t, &cell, "failed", "it ends the program");
     return t;
-}
-
-static void table_row(const Table *t, const Cell *cell, const char *what, const char *why) {
-    if (!t->file) return;
-    fprintf(t->file, "%lld %s %s%s%s\n", (long long)cell->number, what, matrix_text(cell), *why ? ": " : "",
-            why);
-    fflush(t->file);
 }
 
 // ---- all cells ----
@@ -212,7 +215,7 @@ int main(int argc, char **argv) {
         {"table", OPTION_TEXT, &path, NULL, 0, 0, "FILE", "keeps what was found; goes on behind it", false},
         {"pairs-seed", OPTION_INT, &seed, "1", 0, 1e9, "", "draws the cells in which all pairs meet",
          false},
-        {"refusals", OPTION_FLAG, &verbose, NULL, 0, 0, "", "shows each cell, and every sentence", false},
+        {"verbose", OPTION_FLAG, &verbose, NULL, 0, 0, "", "shows every cell, and its rows", false},
     };
     base_start(argc, argv);
     Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options, 5);
@@ -225,13 +228,19 @@ int main(int argc, char **argv) {
     Refused *refused = host_alloc(MOST_REFUSALS * sizeof *refused);
     memset(refused, 0, MOST_REFUSALS * sizeof *refused);
     int64_t accepted = accepted_cells(cell, &all, refused, &refusals), chosen = accepted;
-    if (one >= 0) cell[0] = matrix_cell(one), chosen = 1;
-    else chosen = part ? part_of(cell, accepted, part) : matrix_pairwise(cell, accepted, (uint64_t)seed);
-    say("%lld combinations of %d ranks: %lld that can be, %lld refused with %d sentences; %lld to prove",
-        (long long)all, comm_ranks(), (long long)accepted, (long long)(all - accepted), refusals,
-        (long long)chosen);
-    for (int i = 0; i < refusals && verbose; i++)
+    if (one >= 0) {
+        cell[0] = matrix_cell(one), chosen = 1;
+    } else if (part) {
+        chosen = part_of(cell, accepted, part);
+    } else {
+        chosen = matrix_pairwise(cell, accepted, (uint64_t)seed);
+        report_equal("pairs of choices that do not meet", 0,
+                     (double)matrix_missing_pairs(cell, chosen, accepted), "");
+    }
+    say("%lld combinations of %d ranks", (long long)all, comm_ranks());
+    for (int i = 0; i < refusals; i++)
         say("  %6lld refused: %s", (long long)refused[i].cells, refused[i].sentence);
+    say("  %6lld can be, of which these are proven now: %lld", (long long)accepted, (long long)chosen);
     Table table = table_open(path, numbers);
     walk(cell, chosen, &table, verbose);
     report_number("matrix", "cells", (double)all, "");

@@ -38,5 +38,7 @@ const char *matrix_text(const Cell *cell);
 // Of these cells, some in which every pair of choices meets that meets in any; returns how many, first in
 // the array.
 int64_t matrix_pairwise(Cell *cell, int64_t cells, uint64_t seed);
+// Pairs of all these cells that meet in none of the first `chosen`.
+int64_t matrix_missing_pairs(const Cell *cell, int64_t chosen, int64_t cells);
 
 #endif

@@ -24,7 +24,8 @@ static const Values values[FACTORS] = {
     [FACTOR_ZERO] = {"--zero", {"0", "1", "2", "3", "hybrid"}},
     [FACTOR_SP] = {"--sp", {"", ""}},
     [FACTOR_RECOMPUTE] = {"--recompute", {"none", "selective", "full"}},
-    [FACTOR_PRECISION] = {"--dtype", {"f64", "f32", "bf16"}},
+    [FACTOR_PRECISION] = {"--dtype",
+                          {"f64", "f32", "bf16", "f16 --loss-scale dynamic", "bf16 --master none"}},
     [FACTOR_SCHEDULE] = {"--schedule",
                          {"one_f_one_b", "afab", "interleaved", "zb_h1", "zb_h2", "zb_v", "zb_auto",
                           "dualpipe", "dualpipe_v"}},
@@ -34,7 +35,10 @@ static const Values values[FACTORS] = {
 };
 static const ScheduleKind schedules[] = {ONE_F_ONE_B, AFAB,    INTERLEAVED, ZB_H1,     ZB_H2,
                                          ZB_V,        ZB_AUTO, DUALPIPE,    DUALPIPE_V};
-static const DType dtypes[] = {F64, F32, BF16};
+static const struct {
+    DType dtype;
+    bool no_masters;
+} precisions[] = {{F64, false}, {F32, false}, {BF16, false}, {F16, false}, {BF16, true}};
 
 static int choices(Factor factor) {
     int count = 0;
@@ -91,7 +95,7 @@ Config matrix_config(const Cell *cell) {
     const int *choice = cell->choice;
     c.dp = choice[FACTOR_DP] + 1, c.pp = choice[FACTOR_PP] + 1;
     c.cp = choice[FACTOR_CP] + 1, c.tp = choice[FACTOR_TP] + 1;
-    c.dtype = dtypes[choice[FACTOR_PRECISION]];
+    c.dtype = precisions[choice[FACTOR_PRECISION]].dtype;
     c.recompute = choice[FACTOR_RECOMPUTE];
     c.tied = choice[FACTOR_TIED];
     c.layers = layers_of(cell);
@@ -104,6 +108,10 @@ Config matrix_config(const Cell *cell) {
         c.top_k = c.dtype == F64 ? 2 : 4;  // a rounded score must not choose other experts
         c.ep = 1 << (choice[FACTOR_EP] - 1);
     }
+    config_set(&c, "master", precisions[choice[FACTOR_PRECISION]].no_masters);
+    config_set(&c, "loss-scale", 2);  // dynamic
+    config_set(&c, "scale", 1024);
+    config_set(&c, "scale-interval", 2000);
     config_set(&c, "bucket-mb", 0.05);
     config_set(&c, "documents", -1);
     config_set(&c, "chunks", 2);
@@ -172,4 +180,16 @@ int64_t matrix_pairwise(Cell *cell, int64_t cells, uint64_t seed) {
     }
     free(met);
     return chosen;
+}
+
+int64_t matrix_missing_pairs(const Cell *cell, int64_t chosen, int64_t cells) {
+    bool(*met)[MOST_VALUES] = calloc(1, sizeof(Pairs));
+    CHECK(met, "out of host memory for the pairs of %lld cells", (long long)cells);
+    int64_t missing = 0;
+    for (int64_t i = 0; i < cells; i++) {
+        int count = new_pairs(&cell[i], met, true);
+        if (i >= chosen) missing += count;
+    }
+    free(met);
+    return missing;
 }

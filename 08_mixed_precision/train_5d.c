@@ -27,6 +27,7 @@
 static RankPlan *planned;
 
 static void plan(Mesh mesh, const Config *config) {
+    five_d_check_typed(config);
     planned = five_d_plan(mesh, config, true);
     say("\nThe plan: who has what (E embedding, H head), what is held at its peak, and sent in a step");
     five_d_plan_print(planned, mesh, config);

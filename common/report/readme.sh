@@ -113,6 +113,7 @@ figure 02_zero/timeline.svg 02_zero/zero3 --ranks 8 --timeline-svg
 figure 03_tensor_parallel/split.svg 03_tensor_parallel/tensor_parallel --ranks 4 --svg
 figure 03_tensor_parallel/timeline.svg 03_tensor_parallel/async_tensor_parallel --ranks 8 --timeline-svg
 figure 04_context_parallel/timeline.svg 04_context_parallel/zigzag_ring_attention --timeline-svg
+figure 08_mixed_precision/five_d.svg 08_mixed_precision/five_d_methods --svg
 figure 08_mixed_precision/points.svg 08_mixed_precision/formats --svg
 for schedule in afab one_f_one_b interleaved zb_h1 zb_h2 zb_v zb_auto dualpipe dualpipe_v; do
     figure 05_pipeline_parallel/$schedule.svg 05_pipeline_parallel/schedule \
@@ -202,6 +203,11 @@ row() {
     row 30 'Mixtral 8x7B: 46.7B parameters …' moe '--model mixtral-8x7b --dtype bf16 --dry-run' '46.70 B'
     row 30 '… of which a token passes 12.9B' moe '--model mixtral-8x7b --dtype bf16 --dry-run' \
         'a token passes 12.88 B'
+    row 31 'ZeRO-3 stores a part of every layer, a pipeline some layers whole …' five_d_methods '' '^ *a rank stores'
+    row 31 '… one has weights in flight …' five_d_methods '' '^ *weights and gradients sent'
+    row 31 '… the other activations' five_d_methods '' '^ *activations and their'
+    row 31 'what each method shards: TP weights and activations …' five_d_methods '' '^ *TP, SP'
+    row 31 '… CP activations' five_d_methods '' '^ *CP '
     row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8 --verbose' \
         'forward, all in one node'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' \
