@@ -86,6 +86,12 @@ Group comm_world(void) {
     return (Group){.size = comm.ranks, .rank = comm.rank, .name = "world", .member = everyone};
 }
 
+void comm_stand_for_all(bool on) {
+    CHECK(!on || (comm.alone && device_is_dry_run()),
+          "one rank can stand for all only where it is alone, and in a dry run");
+    comm.for_all = on;
+}
+
 int world_rank(Group group, int member) { return group.member ? group.member[member] : comm.rank; }
 
 // ---- groups that the data plane prepares ----
