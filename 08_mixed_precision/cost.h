@@ -32,12 +32,13 @@ extern const struct FactorRange {
     const char *name, *what;
     double low, high, guess, fitted;  // guess: what one would say without any run
 } factor_range[FACTORS];
+#define FITTED_ERROR 0.038  // the median error of series left out of the fit, as --fit prints it
 Factors factors_fitted(void);  // on published.csv
 Factors factors_guessed(void);
 
 // A machine as it is reached, and the efficiencies by size of what it does: the clock takes both. `power`
 // is the share of the standard power that its GPUs may draw; gpu in 0 (A100) or 1 (H100 and its like).
-enum { EFFICIENCY_STEPS = 160 };
+enum { EFFICIENCY_STEPS = 41, EFFICIENCY_FIRST = 24 };  // from 2^24 on, in half powers
 typedef struct CostTable {
     Machine machine;
     double reached[WORK_COLLECTIVE + 1][EFFICIENCY_STEPS];  // by kind and half powers of two of the size

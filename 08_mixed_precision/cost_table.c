@@ -42,10 +42,10 @@ Factors factors_guessed(void) {
 }
 
 double cost_reached(const CostTable *table, WorkKind kind, double size) {
-    if (!(size > 1)) return table->reached[kind][0];
     int exponent;
     double mantissa = frexp(size, &exponent);  // size = mantissa 2^exponent, 0.5 <= mantissa < 1
-    int step = 2 * (exponent - 1) + (mantissa >= M_SQRT1_2);
+    int step = 2 * (exponent - 1 - EFFICIENCY_FIRST) + (mantissa >= M_SQRT1_2);
+    if (step < 0) step = 0;
     return table->reached[kind][step < EFFICIENCY_STEPS ? step : EFFICIENCY_STEPS - 1];
 }
 
@@ -62,7 +62,7 @@ CostTable cost_table(const Machine *machine, const Factors *factors, double powe
     table.machine.node_bytes_per_second *= f[FACTOR_LINKS];
     table.machine.network_bytes_per_second *= f[FACTOR_LINKS];
     for (int i = 0; i < EFFICIENCY_STEPS; i++) {
-        double size = exp2(i / 2.0 + 0.25);  // the middle of the step
+        double size = exp2(EFFICIENCY_FIRST + i / 2.0 + 0.25);  // the middle of the step
         table.reached[WORK_MATMUL][i] = 1 / (1 + f[FACTOR_SMALL] * 1e12 / size);
         table.reached[WORK_ATTENTION][i] = f[FACTOR_ATTENTION] / limit;
         table.reached[WORK_MEMORY][i] = table.reached[WORK_COLLECTIVE][i] = 1;
@@ -71,12 +71,11 @@ CostTable cost_table(const Machine *machine, const Factors *factors, double powe
 }
 
 Efficiency *cost_table_rows(const CostTable *table, int *count) {
-    *count = 2 * EFFICIENCY_STEPS;
+    *count = EFFICIENCY_STEPS + 1;
     Efficiency *row = host_alloc((size_t)*count * sizeof *row);
-    for (int kind = 0; kind < 2; kind++)
-        for (int i = 0; i < EFFICIENCY_STEPS; i++)
-            row[kind * EFFICIENCY_STEPS + i] =
-                (Efficiency){kind ? WORK_ATTENTION : WORK_MATMUL, i ? exp2(i / 2.0) : 0,
-                             table->reached[kind ? WORK_ATTENTION : WORK_MATMUL][i]};
+    for (int i = 0; i < EFFICIENCY_STEPS; i++)
+        row[i] = (Efficiency){WORK_MATMUL, i ? exp2(EFFICIENCY_FIRST + i / 2.0) : 0,
+                              table->reached[WORK_MATMUL][i]};
+    row[EFFICIENCY_STEPS] = (Efficiency){WORK_ATTENTION, 0, table->reached[WORK_ATTENTION][0]};
     return row;
 }

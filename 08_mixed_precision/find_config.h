@@ -3,6 +3,7 @@
 #define FIND_CONFIG_H
 
 #include "cost.h"
+#include "cost_lone.h"
 
 // ---- find_config_runs.c: runs that somebody has published, one row of a table each ----
 
@@ -40,5 +41,41 @@ void fit(Factors *factors, Runs *runs, const char *without);
 // Predicted beside published, of each run; errors of the fit, with each series left out, and by kind.
 // refit: on these runs; else with the factors fitted on published.csv.
 void runs_report(Runs *runs, bool refit);
+
+// ---- find_config_search.c: all legal layouts, the best of them clocked ----
+
+typedef struct Goal {
+    Config model;  // shape, seq; what is no layout
+    int gpus;
+    int64_t sequences;  // of a step
+    double memory;      // bytes of a GPU
+} Goal;
+
+typedef struct Found {
+    int tp, cp, pp, dp, ep, zero, schedule, chunks, recompute, sp;
+    int64_t micro_batch, micro_batches;
+    double quick, peak;  // closed forms
+    LoneTime time;       // clocked
+    LoneMemory memory;
+    LoneParts parts;
+} Found;
+
+typedef struct Search {
+    Found *best;
+    int count;          // of best, the fastest first
+    int64_t legal, fit;  // layouts, and those of them that fit into memory
+} Search;
+Search search(const Goal *goal, int wanted);  // the caller frees best
+Config found_config(const Goal *goal, const Found *found);
+double found_mfu(const Goal *goal, const Found *found);
+const char *found_limit(const Goal *goal, const Found *found);  // what costs most, and what to try
+void search_print(const Goal *goal, const Search *search, double error);
+
+// ---- find_config_agree.c: beside dry runs on as many ranks ----
+void agree(void);
+
+// ---- find_config_curves.c ----
+void heat_map(const char *file, const char *machine, double memory);
+void curves(const char *file);
 
 #endif

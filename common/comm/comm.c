@@ -87,8 +87,7 @@ Group comm_world(void) {
 }
 
 void comm_stand_for_all(bool on) {
-    CHECK(!on || (comm.alone && device_is_dry_run()),
-          "one rank can stand for all only where it is alone, and in a dry run");
+    CHECK(!on || device_is_dry_run(), "one rank can stand for all in a dry run alone");
     comm.for_all = on;
 }
 

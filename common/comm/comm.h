@@ -69,7 +69,7 @@ void comm_set_timeout(double seconds);
 // alike on all ranks. Who meets whom in what order is always checked.
 void comm_set_check(bool on);
 // From now on this rank stands for all: the others of any group are taken to call the same at the same
-// moment of the model clock, and to have the same numbers. Only in a dry run of one rank; groups need not
+// moment of the model clock, and to have the same numbers. Only in a dry run; groups need not
 // have been made, so that one process clocks a rank of any cluster. What differs between ranks (stages of a
 // pipeline, who has more tokens) it cannot see.
 void comm_stand_for_all(bool on);
