@@ -186,7 +186,11 @@ static double optimizer_seconds(const Pricing *p, const Stage *s) {
 CostTime cost_time(const CostModel *model, const CostLayout *layout, const Cluster *cluster,
                    const CostTable *table, const CostHabits *habits, double hidden) {
     const CostLayout *l = layout;
-    Pricing p = {model, layout, table, habits, cluster->per_node,
+    Pricing p = {model,
+                 layout,
+                 table,
+                 habits,
+                 cluster->per_node,
                  cluster->network > 0 ? cluster->network : table->machine.network_bytes_per_second};
     double m = (double)l->micro_batches, pp = l->pp, chunks = l->chunks;
     double slots = ceil(model->layers / (pp * chunks)) * chunks, slack = slots * pp - model->layers;

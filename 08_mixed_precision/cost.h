@@ -32,7 +32,7 @@ extern const struct FactorRange {
     const char *name, *what;
     double low, high, guess, fitted;  // guess: what one would say without any run
 } factor_range[FACTORS];
-#define FITTED_ERROR 0.038  // the median error of series left out of the fit, as --fit prints it
+#define FITTED_ERROR 0.038     // the median error of series left out of the fit, as --fit prints it
 Factors factors_fitted(void);  // on published.csv
 Factors factors_guessed(void);
 
@@ -79,7 +79,7 @@ typedef struct CostHabits {
     double attention_slow;   // FlashAttention-2 on Hopper: seconds, in those of kernels written for it
     double bubble;           // of the schedule, in that of 1F1B
     bool delayed_scales;     // of 8-bit multiplies: those of the steps before
-    bool one_ring;           // a collective over nodes passes one port of a node, whatever its members there
+    bool one_ring;  // a collective over nodes passes one port of a node, whatever its members there
 } CostHabits;
 
 typedef struct Cluster {

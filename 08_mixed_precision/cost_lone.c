@@ -128,7 +128,8 @@ static double chunks_of(const Config *c) {
 // Micro-batches of a stage that a rank holds at once.
 static double held_of(const Config *c, int rank) {
     if (c->pp == 1) return 1;
-    ScheduleWish wish = {.ranks = (int)c->pp, .micro_batches = (int)c->grad_acc, .chunks = (int)chunks_of(c)};
+    ScheduleWish wish = {
+        .ranks = (int)c->pp, .micro_batches = (int)c->grad_acc, .chunks = (int)chunks_of(c)};
     HeldFormula held = schedule_rank_held_formula((ScheduleKind)config_number(c, "schedule"), &wish, rank);
     return isnan(held.to_w) ? (double)c->pp : held.to_w;
 }
@@ -150,7 +151,8 @@ static LoneMemory memory_of(const Config *c, const LoneParts *p, bool first, boo
     double at_work = fmin(largest + p->count[BLOCK], whole);
     LoneMemory m = {
         .weights = 2 * (zero < 3 ? whole : own + (staged ? whole : at_work)),
-        .gradients = zero < 2 ? 6 * whole : 4 * own + (staged && zero == 3 ? 4 * whole + 2 * largest : 6 * at_work),
+        .gradients =
+            zero < 2 ? 6 * whole : 4 * own + (staged && zero == 3 ? 4 * whole + 2 * largest : 6 * at_work),
         .optimizer = 12 * (zero ? own : whole),
         .kept = held_of(c, first ? 0 : (int)c->pp - 1) * (layers * p->block + p->tokens) +
                 (last ? p->head : 0) + p->always};

@@ -17,8 +17,8 @@ typedef struct LoneParts {
     double count[3];                           // elements of a unit
     double tokens, always, block, head;        // bytes kept: of a micro-batch, of masks; a block, the head
     double left_block, left_head, message;     // from B to W; of (n, h) between stages
-    double extra;   // beyond what is kept, at the peak of activations
-    double waits;   // seconds of a block that its communication is exposed, in both passes
+    double extra;                              // beyond what is kept, at the peak of activations
+    double waits;  // seconds of a block that its communication is exposed, in both passes
 } LoneParts;
 LoneParts lone_parts(const Config *config);
 

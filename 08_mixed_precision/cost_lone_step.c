@@ -93,7 +93,8 @@ static Exchange exchange_of(const Config *c, double elements) {
 static double exposed_of(const Config *c, const LoneParts *p, const Stages *s) {
     int zero = (int)config_number(c, "zero");
     bool whole = c->pp == 1;
-    double ends = p->count[EMBEDDING] + (whole ? p->count[HEAD] : 0), L = s->layers, m = (double)c->grad_acc;
+    double ends = p->count[EMBEDDING] + (whole ? p->count[HEAD] : 0), L = s->layers,
+           m = (double)c->grad_acc;
     Exchange block = exchange_of(c, p->count[BLOCK]), end = exchange_of(c, ends);
     if (zero == 3 && whole)
         return m * (L * (fmax(block.weights - p->forward[BLOCK], 0) +
@@ -127,8 +128,8 @@ LoneTime lone_time(const Config *c, const LoneParts *p) {
 static StepCost dry_step(const Config *config, int64_t layers, int64_t micro_batches, bool tied) {
     Config c = *config;
     c.layers = layers, c.grad_acc = micro_batches, c.pp = 1, c.tied = tied;
-    Mesh mesh = mesh_standing_for_all((MeshShape){
-        .dp = (int)c.dp, .pp = 1, .cp = (int)c.cp, .tp = (int)c.tp, .ep = (int)c.ep});
+    Mesh mesh = mesh_standing_for_all(
+        (MeshShape){.dp = (int)c.dp, .pp = 1, .cp = (int)c.cp, .tp = (int)c.tp, .ep = (int)c.ep});
     StepCost cost = program_cost(&c, mesh, lone_techniques(&c));
     mesh_end(&mesh);
     return cost;
@@ -149,7 +150,8 @@ static double continued(const Corners *k, double layers, double micro_batches) {
 
 // One stage. Few layers are counted as they are.
 static double one_stage(const Config *c, LoneMemory *memory) {
-    Corners step = {.layers = c->layers > 6 ? 5 : c->layers, .micro_batches = c->grad_acc > 3 ? 2 : c->grad_acc};
+    Corners step = {.layers = c->layers > 6 ? 5 : c->layers,
+                    .micro_batches = c->grad_acc > 3 ? 2 : c->grad_acc};
     Corners peak = step, weights = step, gradients = step, optimizer = step, kept = step;
     for (int i = 0; i < 2; i++)
         for (int j = 0; j < 2; j++) {
@@ -162,8 +164,8 @@ static double one_stage(const Config *c, LoneMemory *memory) {
             kept.at[i][j] = (double)cost.counted.kept_bytes;
         }
     double L = (double)c->layers, m = (double)c->grad_acc;
-    *memory = (LoneMemory){continued(&weights, L, m), continued(&gradients, L, m), continued(&optimizer, L, m),
-                           continued(&kept, L, m), continued(&peak, L, m)};
+    *memory = (LoneMemory){continued(&weights, L, m), continued(&gradients, L, m),
+                           continued(&optimizer, L, m), continued(&kept, L, m), continued(&peak, L, m)};
     return continued(&step, L, m);
 }
 

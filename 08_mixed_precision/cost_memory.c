@@ -4,10 +4,11 @@
 // States by ZeRO's formulas; of blocks what their linears, norms and attention need in backward, for as
 // many micro-batches as 1F1B has in flight on the first stage. It says which of the settings that a source
 // does not print can have been; this book's own bytes are the records' (cost_unit.c). This file has no main.
+#include "cost_memory.h"
+
 #include <math.h>
 
 #include "cost_block.h"
-#include "cost_memory.h"
 
 double cost_memory(const CostModel *m, const CostLayout *l, const CostHabits *habits) {
     double layers = ceil(m->layers / l->pp), dense = m->experts > 0 ? m->dense_layers / m->layers : 1;
@@ -29,7 +30,8 @@ double cost_memory(const CostModel *m, const CostLayout *l, const CostHabits *ha
     double scores = habits->flash ? 0 : 5 * n * m->seq * m->heads / t;
     double kept = rows + inner + (l->recompute == RECOMPUTE_SELECTIVE ? 0 : scores), inputs = 2 * n * h;
     if (l->sp) inputs /= t;
-    double in_flight = l->pp > 1 ? l->pp * (1 + (l->chunks > 1 ? (l->pp - 1.0) / (l->pp * l->chunks) : 0)) : 1;
+    double in_flight =
+        l->pp > 1 ? l->pp * (1 + (l->chunks > 1 ? (l->pp - 1.0) / (l->pp * l->chunks) : 0)) : 1;
     in_flight = fmin(in_flight, (double)l->micro_batches);
     double blocks = l->recompute == RECOMPUTE_FULL ? layers * in_flight * inputs + kept
                                                    : layers * in_flight * kept * (l->again > 0 ? 0.5 : 1);

@@ -62,7 +62,7 @@ typedef struct Found {
 
 typedef struct Search {
     Found *best;
-    int count;          // of best, the fastest first
+    int count;           // of best, the fastest first
     int64_t legal, fit;  // layouts, and those of them that fit into memory
 } Search;
 Search search(const Goal *goal, int wanted);  // the caller frees best
@@ -75,7 +75,9 @@ void search_print(const Goal *goal, const Search *search, double error);
 void agree(void);
 
 // ---- find_config_curves.c ----
-void heat_map(const char *file, const char *machine, double memory);
+// The fastest layouts of four sizes of models on 1 to 64 nodes, 1M tokens a step.
+void heat_map(const char *file, const char *machine);
+// Throughput of a GPU by degree, printed and asserted; drawn where file is not NULL.
 void curves(const char *file);
 
 #endif

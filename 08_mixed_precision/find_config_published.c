@@ -79,7 +79,8 @@ static const char *filled_text(const Run *r) {
     static const char *const names[] = {"none", "selective", "full"};
     int used = 0;
     *text = 0;
-    if (r->open_micro_batch) used += snprintf(text, sizeof text, " mbs %lld", (long long)r->layout.micro_batch);
+    if (r->open_micro_batch)
+        used += snprintf(text, sizeof text, " mbs %lld", (long long)r->layout.micro_batch);
     if (r->open_recompute)
         used += snprintf(text + used, sizeof text - (size_t)used, " rec %s", names[r->layout.recompute]);
     if (r->open_chunks) snprintf(text + used, sizeof text - (size_t)used, " vpp %d", r->layout.chunks);
@@ -87,8 +88,8 @@ static const char *filled_text(const Run *r) {
 }
 
 static void print_rows(const Runs *runs, const Judged *judged) {
-    say("\n%-5s %-12s %10s %10s %8s %9s %9s  %s", "run", "kind", "published", "predicted", "fitted", "left out",
-        "constant", "filled");
+    say("\n%-5s %-12s %10s %10s %8s %9s %9s  %s", "run", "kind", "published", "predicted", "fitted",
+        "left out", "constant", "filled");
     for (int i = 0; i < runs->count; i++) {
         const Run *r = &runs->run[i];
         say("%-5s %-12s %8.3f s %8.3f s %+7.1f%% %+8.1f%% %+8.1f%%  %s", r->id, r->kind, r->seconds,
@@ -122,7 +123,8 @@ static Summary summary_of(const double *errors, int count) {
 }
 
 static void print_summary(const char *what, Summary s) {
-    say("  %-34s %3d %8.1f%% %8.1f%% %11.0f%%", what, s.count, 100 * s.median, 100 * s.worst, 100 * s.within);
+    say("  %-34s %3d %8.1f%% %8.1f%% %11.0f%%", what, s.count, 100 * s.median, 100 * s.worst,
+        100 * s.within);
     report_number(what, "median error", s.median, "");
     report_number(what, "worst error", s.worst, "");
     report_number(what, "within 20%", s.within, "");
@@ -145,8 +147,8 @@ static void print_kinds(const Runs *runs, const Judged *judged) {
 
 static bool partners(const Run *a, const Run *b) {
     const CostModel *x = &a->model, *y = &b->model;
-    return !strcmp(a->gpu, b->gpu) && x->layers == y->layers && x->hidden == y->hidden && x->ffn == y->ffn &&
-           x->heads == y->heads && x->vocab == y->vocab && x->experts == y->experts &&
+    return !strcmp(a->gpu, b->gpu) && x->layers == y->layers && x->hidden == y->hidden &&
+           x->ffn == y->ffn && x->heads == y->heads && x->vocab == y->vocab && x->experts == y->experts &&
            !strncmp(a->framework, b->framework, 4);
 }
 
@@ -158,7 +160,8 @@ static double of_token(const Run *r, double seconds) {
 static Summary print_ratios(const Runs *runs, const Judged *judged) {
     double *errors = host_alloc((size_t)(runs->count * runs->count) * sizeof *errors);
     int count = 0;
-    say("\nThe same model on the same GPUs by the same program, one thing changed: seconds of a GPU for a token");
+    say("\nThe same model on the same GPUs by the same program, one thing changed: seconds of a GPU for a "
+        "token");
     for (int i = 0; i < runs->count; i++)
         for (int j = i + 1; j < runs->count; j++) {
             const Run *a = &runs->run[i], *b = &runs->run[j];
@@ -166,8 +169,8 @@ static Summary print_ratios(const Runs *runs, const Judged *judged) {
             double published = of_token(b, b->seconds) / of_token(a, a->seconds);
             double predicted = of_token(b, judged[j].time.step) / of_token(a, judged[i].time.step);
             errors[count++] = predicted / published - 1;
-            say("  %-5s / %-5s published %6.3f, predicted %6.3f, %+6.1f%%", b->id, a->id, published, predicted,
-                100 * errors[count - 1]);
+            say("  %-5s / %-5s published %6.3f, predicted %6.3f, %+6.1f%%", b->id, a->id, published,
+                predicted, 100 * errors[count - 1]);
         }
     Summary s = summary_of(errors, count);
     free(errors);
@@ -196,7 +199,8 @@ void runs_report(Runs *runs, bool refit) {
         errors[2 * runs->count + i] = judged[i].constant;
     }
     say("\n  %-34s %3s %9s %9s %12s", "", "", "median", "worst", "within 20%");
-    print_summary(refit ? "fitted on these" : "as fitted on published.csv", summary_of(errors, runs->count));
+    print_summary(refit ? "fitted on these" : "as fitted on published.csv",
+                  summary_of(errors, runs->count));
     print_summary("its series left out of the fit", summary_of(errors + runs->count, runs->count));
     print_summary("constant share of a GPU's peak", summary_of(errors + 2 * runs->count, runs->count));
     print_summary("ratios of partners", ratios);

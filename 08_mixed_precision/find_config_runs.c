@@ -85,15 +85,18 @@ static bool has(const char *text, const char *part) { return strcasestr(text, pa
 static const struct Gpu {
     const char *name, *machine;
     double watts, node;  // bytes/s of NVLink where they are not the machine's
-} gpus[] = {{"A100", "dgx-a100", 400, 0}, {"A800", "dgx-a100", 400, 200e9}, {"H100", "dgx-h100", 700, 0},
-            {"H800", "dgx-h100", 700, 200e9}, {"H200", "h200", 700, 0}};
+} gpus[] = {{"A100", "dgx-a100", 400, 0},
+            {"A800", "dgx-a100", 400, 200e9},
+            {"H100", "dgx-h100", 700, 0},
+            {"H800", "dgx-h100", 700, 200e9},
+            {"H200", "h200", 700, 0}};
 
 static const struct Gpu *gpu_of(const Table *t) {
     const char *name = text_of(t, "gpu");
     for (size_t i = 0; i < sizeof gpus / sizeof *gpus; i++)
         if (has(name, gpus[i].name)) return &gpus[i];
-    fatal("--runs %s, line %d: GPU %s is not known; there are A100, A800, H100, H800, H200", t->path, t->line,
-          name);
+    fatal("--runs %s, line %d: GPU %s is not known; there are A100, A800, H100, H800, H200", t->path,
+          t->line, name);
 }
 
 // "HBM2e 2.4TB/s": bytes/s.
@@ -281,23 +284,23 @@ CostTime run_predict(Run *r, const Factors *factors) {
     Cluster cluster = r->cluster;
     cluster.network = r->cluster.network * factors->value[FACTOR_LINKS];
     double least = INFINITY;
-    for (int64_t b = r->open_micro_batch ? 1 : l.micro_batch; b <= (r->open_micro_batch ? 64 : l.micro_batch);
-         b *= 2) {
+    for (int64_t b = r->open_micro_batch ? 1 : l.micro_batch;
+         b <= (r->open_micro_batch ? 64 : l.micro_batch); b *= 2) {
         if (own % b) break;
         l.micro_batch = b, l.micro_batches = own / b;
         for (int v = r->open_chunks ? 1 : l.chunks; v <= (r->open_chunks ? 8 : r->layout.chunks); v++) {
-            if (v > 1 && r->open_chunks && (l.micro_batches % l.pp || chunk_slack(r, v) > 2))
-                continue;
+            if (v > 1 && r->open_chunks && (l.micro_batches % l.pp || chunk_slack(r, v) > 2)) continue;
             l.chunks = v;
             for (int how = r->open_recompute ? RECOMPUTE_NONE : (int)l.recompute;
                  how <= (r->open_recompute ? RECOMPUTE_FULL : (int)r->layout.recompute); how++) {
                 l.recompute = (Recompute)how;
                 double bytes = cost_memory(&r->model, &l, &r->habits);
-                CostTime time = cost_time(&r->model, &l, &cluster, &table, &r->habits,
-                                          factors->value[FACTOR_HIDDEN]);
+                CostTime time =
+                    cost_time(&r->model, &l, &cluster, &table, &r->habits, factors->value[FACTOR_HIDDEN]);
                 // If nothing fits, what needs the least memory.
-                bool fits = bytes <= 1.15 * r->memory, better = fits ? time.step < best.step || least > 1.15 * r->memory
-                                                              : bytes < least && least > 1.15 * r->memory;
+                bool fits = bytes <= 1.15 * r->memory,
+                     better = fits ? time.step < best.step || least > 1.15 * r->memory
+                                   : bytes < least && least > 1.15 * r->memory;
                 if (better) best = time, chosen = l, least = bytes;
                 if (fits) least = fmin(least, 1.15 * r->memory);
             }

@@ -40,7 +40,7 @@ double found_mfu(const Goal *goal, const Found *f) {
 
 // ---- all of them ----
 
-// Parts by what they depend on: the layouts of one micro-batch on tp x cp ranks.
+// Parts of the layouts on tp x cp ranks, by what else they depend on.
 typedef struct Kept {
     int tp, cp, ep, recompute, sp;
     int64_t micro_batch;
@@ -123,7 +123,10 @@ static void each_batch(Space *s, Found f) {
     for (f.micro_batch = 1; f.micro_batch <= own && f.micro_batch <= 64; f.micro_batch *= 2) {
         if (own % f.micro_batch) break;
         f.micro_batches = own / f.micro_batch;
-        if (f.micro_batches <= MICRO_BATCHES_MOST) each_sharding(s, f);
+        if (f.micro_batches > MICRO_BATCHES_MOST) continue;
+        int64_t fit = s->search->fit;
+        each_sharding(s, f);
+        if (s->search->fit == fit) break;  // nor will larger ones
     }
 }
 
@@ -131,7 +134,8 @@ static bool legal(const Goal *goal, const Found *f) {
     const Config *c = &goal->model;
     bool experts = c->experts > 0;
     return c->kv_heads % f->tp == 0 && c->heads % f->tp == 0 && f->pp <= c->layers && f->pp <= RANKS_MOST &&
-           f->cp <= 16 && c->seq % (2 * f->cp) == 0 && c->seq / f->cp >= 128 && (!experts || (f->tp == 1 && f->pp == 1));
+           f->cp <= 16 && c->seq % (2 * f->cp) == 0 && c->seq / f->cp >= 128 &&
+           (!experts || (f->tp == 1 && f->pp == 1));
 }
 
 static int by_seconds(const void *a, const void *b) {
@@ -150,7 +154,7 @@ Search search(const Goal *goal, int wanted) {
     Space s = {.goal = goal, .search = &found};
     int experts = goal->model.experts > 0 ? (int)goal->model.experts : 1;
     for (int tp = 1; tp <= goal->gpus; tp *= 2)
-        for (int cp = 1; tp * cp <= goal->gpus; cp *= 2)
+        for (int cp = 1; tp * cp <= goal->gpus; cp *= 2, s.kepts = 0)
             for (int pp = 1; tp * cp * pp <= goal->gpus; pp++)
                 for (int ep = 1; ep <= experts; ep *= 2) {
                     if (goal->gpus % (tp * cp * pp)) continue;
@@ -176,11 +180,12 @@ const char *found_limit(const Goal *goal, const Found *f) {
     struct {
         double share;
         const char *what;
-    } cost[] = {{t->bubble / t->step, "bubble: more micro-batches, or stages interleaved"},
-                {t->exposed_tp_cp / t->step, "exposed tp, cp: a lower degree, or async-tp"},
-                {t->exposed_dp / t->step, "exposed dp: larger micro-batches, or pp in place of dp"},
-                {f->recompute == RECOMPUTE_FULL ? 0.25 : 0, "memory: recomputes, a larger tp or pp would not"},
-                {1 - clock_efficiency(WORK_MATMUL, q), "small multiplies: a lower tp, larger micro-batches"}};
+    } cost[] = {
+        {t->bubble / t->step, "bubble: more micro-batches, or stages interleaved"},
+        {t->exposed_tp_cp / t->step, "exposed tp, cp: a lower degree, or async-tp"},
+        {t->exposed_dp / t->step, "exposed dp: larger micro-batches, or pp in place of dp"},
+        {f->recompute == RECOMPUTE_FULL ? 0.25 : 0, "memory: recomputes, a larger tp or pp would not"},
+        {1 - clock_efficiency(WORK_MATMUL, q), "small multiplies: a lower tp, larger micro-batches"}};
     int most = 0;
     for (int i = 1; i < 5; i++)
         if (cost[i].share > cost[most].share) most = i;
@@ -194,6 +199,16 @@ static const char *schedule_text(const Found *f) {
     if (f->pp == 1) return "-";
     snprintf(text, sizeof text, f->chunks > 1 ? "%s %d" : "%s", names[f->schedule], f->chunks);
     return text;
+}
+
+// --model, where it says all of the shape. The caller frees it.
+static char *shape_flags(const Config *c) {
+    char *arguments[] = {(char *)base_program(), "--model", (char *)c->model, NULL};
+    Config named = config_parse(3, arguments, "", CONFIG_MODEL | CONFIG_EXPERTS, NULL, NULL, 0);
+    if (named.layers == c->layers && config_parameters(&named) == config_parameters(c))
+        return format_text("--model %s", c->model);
+    return format_text("--layers %ld --hidden %ld --heads %ld --kv-heads %ld --ffn %ld --vocab %ld",
+                       c->layers, c->hidden, c->heads, c->kv_heads, c->ffn, c->vocab);
 }
 
 // The flags of train_5d.
@@ -213,9 +228,13 @@ static void print_command(const Goal *goal, const Found *f) {
     if (f->zero) ADD(" --zero %d", f->zero);
     if (f->recompute) ADD(" --recompute %s", recomputes[f->recompute]);
 #undef ADD
-    say("\nThe best of them:\n  build/08_mixed_precision/train_5d --no-check --model %s --dtype bf16 --optimizer "
-        "adamw --seq %ld --ranks %d --dp %d%s --micro-batch %ld --grad-acc %ld",
-        goal->model.model, goal->model.seq, goal->gpus, f->dp, more, f->micro_batch, f->micro_batches);
+    const Config *c = &goal->model;
+    char *shape = shape_flags(c);
+    say("\nThe best of them:\n  build/08_mixed_precision/train_5d --no-check %s --dtype bf16 --optimizer "
+        "adamw "
+        "--seq %ld --ranks %d --dp %d%s --micro-batch %ld --grad-acc %ld",
+        shape, c->seq, goal->gpus, f->dp, more, f->micro_batch, f->micro_batches);
+    free(shape);
 }
 
 static void report_found(const Goal *goal, const Found *f, int place) {
@@ -223,9 +242,18 @@ static void report_found(const Goal *goal, const Found *f, int place) {
     const struct {
         const char *name;
         double value;
-    } figure[] = {{"tp", f->tp}, {"cp", f->cp}, {"pp", f->pp}, {"dp", f->dp}, {"ep", f->ep}, {"zero", f->zero},
-                  {"sp", f->sp}, {"chunks", f->chunks}, {"schedule", f->schedule}, {"recompute", f->recompute},
-                  {"micro-batch", (double)f->micro_batch}, {"micro-batches", (double)f->micro_batches}};
+    } figure[] = {{"tp", f->tp},
+                  {"cp", f->cp},
+                  {"pp", f->pp},
+                  {"dp", f->dp},
+                  {"ep", f->ep},
+                  {"zero", f->zero},
+                  {"sp", f->sp},
+                  {"chunks", f->chunks},
+                  {"schedule", f->schedule},
+                  {"recompute", f->recompute},
+                  {"micro-batch", (double)f->micro_batch},
+                  {"micro-batches", (double)f->micro_batches}};
     for (size_t i = 0; i < sizeof figure / sizeof *figure; i++)
         report_number(group, figure[i].name, figure[i].value, "");
     report_number(group, "step", f->time.step, "s");
@@ -236,17 +264,19 @@ static void report_found(const Goal *goal, const Found *f, int place) {
 
 void search_print(const Goal *goal, const Search *s, double error) {
     static const char *const again[] = {"none", "attn", "full"};
-    say("\n%lld legal layouts, %lld of them fit into %s of a GPU; the best, clocked (step +- %.0f%%, the median "
+    say("\n%lld legal layouts, %lld of them fit into %s of a GPU; the best, clocked (step +- %.0f%%, the "
+        "median "
         "error of\nunseen published runs):\n",
         (long long)s->legal, (long long)s->fit, bytes_text(goal->memory), 100 * error);
-    say("  %3s %3s %3s %4s %3s %4s %4s %5s %-13s %-5s %8s %9s %5s  %s", "tp", "cp", "pp", "dp", "ep", "zero",
-        "mbs", "m", "schedule", "again", "memory", "step", "MFU", "what costs most, and what to try");
+    say("  %3s %3s %3s %4s %3s %4s %4s %5s %-13s %-5s %8s %9s %5s  %s", "tp", "cp", "pp", "dp", "ep",
+        "zero", "mbs", "m", "schedule", "again", "memory", "step", "MFU",
+        "what costs most, and what to try");
     for (int i = 0; i < s->count; i++) {
         const Found *f = &s->best[i];
-        say("  %2d%s %3d %3d %4d %3d %4d %4ld %5ld %-13s %-5s %8s %7.3f s %4.1f%%  %s", f->tp, f->sp ? "s" : " ",
-            f->cp, f->pp, f->dp, f->ep, f->zero, f->micro_batch, f->micro_batches, schedule_text(f),
-            again[f->recompute], bytes_text(f->memory.peak), f->time.step, 100 * found_mfu(goal, f),
-            found_limit(goal, f));
+        say("  %2d%s %3d %3d %4d %3d %4d %4ld %5ld %-13s %-5s %8s %7.3f s %4.1f%%  %s", f->tp,
+            f->sp ? "s" : " ", f->cp, f->pp, f->dp, f->ep, f->zero, f->micro_batch, f->micro_batches,
+            schedule_text(f), again[f->recompute], bytes_text(f->memory.peak), f->time.step,
+            100 * found_mfu(goal, f), found_limit(goal, f));
         report_found(goal, f, i + 1);
     }
     if (s->count > 0) print_command(goal, &s->best[0]);
