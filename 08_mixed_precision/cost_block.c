@@ -1,7 +1,7 @@
 // cost_block.c: the operations of one block and of both ends, each by its FLOPs and bytes, and the
 // collectives around them. Playbook: "Tensor Parallelism", "Sequence Parallelism", "Expert Parallelism".
 //
-// Of n tokens on this rank, r = n / tp of them between regions with sequence parallelism, e bytes an element:
+// Of n tokens on this rank, r = n / tp of them between regions with sequence parallelism, e bytes each:
 //
 //     forward    norm (r h)  g  QKV (n, q + 2 kv)  rope  attention  O  g*  add  norm  g  MLP  g*  add
 //     backward   each multiply twice; attention 2 to 2.5 times

@@ -13,32 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "00_single_gpu/flash.h"
 #include "02_zero/zero.h"
-#include "03_tensor_parallel/tensor_parallel.h"
-#include "04_context_parallel/context_parallel.h"
-#include "05_pipeline_parallel/pipeline.h"
-#include "06_expert_parallel/expert_parallel.h"
-
-// ---- the records of a layout ----
-
-// In plug order. Static, until the next call.
-Techniques lone_techniques(const Config *c) {
-    static const Technique *list[16];
-    int count = 0;
-    int zero = (int)config_number(c, "zero");
-    if (c->experts) list[count++] = &moe;
-    const Technique *const stages[] = {&ddp_no_sync, &zero1, &zero2, c->pp > 1 ? &zero3_per_step : &zero3};
-    list[count++] = stages[zero];
-    if (c->tp > 1) list[count++] = config_number(c, "sp") ? &sequence_parallel : &tensor_parallel;
-    if (c->tp > 1) list[count++] = &vocab_parallel;
-    if (c->experts) list[count++] = &expert_parallel;
-    list[count++] = c->cp > 1 ? &zigzag_ring_attention : &flash_attention;
-    if (c->pp > 1) list[count++] = &pipeline;
-    if (c->recompute) list[count++] = &recompute;
-    list[count] = NULL;
-    return list;
-}
+#include "five_d.h"
 
 // ---- parts ----
 
@@ -100,7 +76,7 @@ LoneParts lone_parts(const Config *config) {
     config_set(&c, "zero", 0);
     Mesh mesh = mesh_standing_for_all(
         (MeshShape){.dp = 1, .pp = 1, .cp = (int)c.cp, .tp = (int)c.tp, .ep = (int)c.ep});
-    Trainer *t = trainer_new(&c, mesh, lone_techniques(&c));
+    Trainer *t = trainer_new(&c, mesh, five_d_layouts());
     LoneParts parts = {.tokens = 0};
     note_bytes(&parts, t);
     model_begin_step(t->model, 1000);

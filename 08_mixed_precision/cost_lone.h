@@ -1,14 +1,13 @@
-// cost_lone.h: what a layout of this book's own programs takes: the records' code and closed forms, asked by
-// one process that stands for all ranks.
+// cost_lone.h: what a layout of this book's own programs takes: the records' code and closed forms, asked
+// by one process that stands for all ranks.
 #ifndef COST_LONE_H
 #define COST_LONE_H
 
 #include "00_single_gpu/harness.h"
 #include "05_pipeline_parallel/schedule.h"
 
-// A layout is a Config: degrees, micro_batch, grad_acc, recompute, and the settings sp, vocab-parallel,
-// zero, context, schedule and chunks.
-Techniques lone_techniques(const Config *config);
+// A layout is a Config as train_5d has it: degrees, micro_batch, grad_acc, recompute, and the settings sp,
+// vocab-parallel, zero, context, schedule and chunks.
 
 // What a micro-batch takes and keeps of one block and of both ends, on a rank of tp x cp. It is the same
 // for all degrees of dp and pp, for all schedules and stages of ZeRO.

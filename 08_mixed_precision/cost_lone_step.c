@@ -17,6 +17,7 @@
 
 #include "05_pipeline_parallel/pipeline.h"
 #include "cost_lone.h"
+#include "five_d.h"
 
 enum { EMBEDDING, BLOCK, HEAD };
 
@@ -130,7 +131,7 @@ static StepCost dry_step(const Config *config, int64_t layers, int64_t micro_bat
     c.layers = layers, c.grad_acc = micro_batches, c.pp = 1, c.tied = tied;
     Mesh mesh = mesh_standing_for_all(
         (MeshShape){.dp = (int)c.dp, .pp = 1, .cp = (int)c.cp, .tp = (int)c.tp, .ep = (int)c.ep});
-    StepCost cost = program_cost(&c, mesh, lone_techniques(&c));
+    StepCost cost = program_cost(&c, mesh, five_d_layouts());
     mesh_end(&mesh);
     return cost;
 }
@@ -203,7 +204,7 @@ static double walked(const Config *c, const LoneParts *p, const Stages *s) {
 static void staged_memory(const Config *c, const LoneParts *p, LoneMemory *memory) {
     Mesh mesh = mesh_standing_for_all((MeshShape){
         .dp = (int)c->dp, .pp = (int)c->pp, .cp = (int)c->cp, .tp = (int)c->tp, .ep = (int)c->ep});
-    Trainer *t = trainer_new(c, mesh, lone_techniques(c));
+    Trainer *t = trainer_new(c, mesh, five_d_layouts());
     Price price = trainer_price(t);
     LoneMemory first = {.weights = price_states(&price, t->model, MEMORY_PARAMETER),
                         .gradients = price_states(&price, t->model, MEMORY_GRADIENT),

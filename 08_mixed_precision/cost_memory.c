@@ -1,9 +1,10 @@
-// cost_memory.c: about how many bytes the fullest rank of a program holds that is not this book's. Playbook:
-// "Memory usage in Transformers"; Korthikanti et al. 2022.
+// cost_memory.c: about how many bytes the fullest rank of a program holds that is not this book's.
+// Playbook: "Memory usage in Transformers"; Korthikanti et al. 2022.
 //
 // States by ZeRO's formulas; of blocks what their linears, norms and attention need in backward, for as
 // many micro-batches as 1F1B has in flight on the first stage. It says which of the settings that a source
-// does not print can have been; this book's own bytes are the records' (cost_unit.c). This file has no main.
+// does not print can have been; this book's own bytes are the records' (cost_lone.c). This file has no
+// main.
 #include "cost_memory.h"
 
 #include <math.h>
@@ -21,7 +22,7 @@ double cost_memory(const CostModel *m, const CostLayout *l, const CostHabits *ha
     double shared = 12 + 2 * (l->zero >= 3) + habits->gradient_bytes * (l->zero >= 2);
     if (l->zero == 0) whole += 12, shared = 0;
     double states = whole * (plain + experts) + shared * (plain / shards + experts / expert_shards);
-    // Korthikanti et al. 2022, without dropout; in flight are p micro-batches, and a share more interleaved.
+    // Without dropout; p micro-batches are in flight, and interleaved a share more.
     double n = (double)l->micro_batch * m->seq / l->cp, h = m->hidden, t = l->tp;
     double f = m->experts > 0 ? m->top_k * m->expert_ffn + m->shared * m->expert_ffn : m->ffn;
     double q = m->heads * m->head_size, kv = m->kv_heads * m->head_size;

@@ -6,7 +6,8 @@
 //     collective   bandwidth of the link x links
 //
 // A GPU that may draw less power than its datasheet's multiplies more slowly: its clock is lowered until it
-// draws no more. Attention keeps fewer of its units busy, and does not notice. This file has no main: find_config.c uses it.
+// draws no more. Attention keeps fewer of its units busy, and does not notice. This file has no main:
+// find_config.c uses it.
 #include <math.h>
 #include <stdlib.h>
 

@@ -5,7 +5,7 @@
 //     the best of them       one block, dry, in a process that stands for all ranks         exact
 //     published runs         the same table of efficiencies, eight factors                  how far off
 //
-// The clock is that of a machine as it is reached: the factors are fitted on published runs (published.csv),
+// The clock is that of a machine as it is reached: factors are fitted on published runs (published.csv),
 // and each series of runs is predicted without having been seen.
 //
 // Bytes sent and memory per rank: the sums of the records' closed forms.
@@ -40,8 +40,8 @@ static Goal goal_of(const Config *c, int64_t gpus, const char *batch) {
     CHECK(tokens % c->seq == 0, "--batch-tokens %s is not divisible by --seq %ld: %lld would fit", batch,
           c->seq, (long long)((tokens / c->seq + 1) * c->seq));
     Goal goal = {.model = *c, .gpus = (int)gpus, .sequences = tokens / c->seq};
-    goal.memory =
-        0.95 * machine_find(c->machine)->memory_bytes;  // the rest is the library's and the allocator's
+    // The rest is the libraries' and the allocator's.
+    goal.memory = 0.95 * machine_find(c->machine)->memory_bytes;
     return goal;
 }
 
@@ -108,6 +108,7 @@ int main(int argc, char **argv) {
                      own, sizeof own / sizeof *own);
     c.machine = machine;
     machine_find(machine);
+    Goal goal = goal_of(&c, gpus, batch);
     comm_start(argc, argv, agreement ? 8 : 1);
     if (json) report_json(json);
     int status;
@@ -126,7 +127,6 @@ int main(int argc, char **argv) {
     }
     curves(curves_file);
     if (map) heat_map(map, machine);
-    Goal goal = goal_of(&c, gpus, batch);
     return comm_finish(show_search(&goal));
 }
 #endif

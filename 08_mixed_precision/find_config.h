@@ -7,7 +7,7 @@
 
 // ---- find_config_runs.c: runs that somebody has published, one row of a table each ----
 
-typedef struct Run {
+typedef struct Published {
     char id[16], kind[24], series[48], framework[48], gpu[16];
     CostModel model;
     CostLayout layout;  // as filled by the search, where the source does not print it
@@ -19,17 +19,17 @@ typedef struct Run {
     int64_t sequences;    // of a step
     double seconds;       // of a step, as published
     bool open_micro_batch, open_recompute, open_chunks;
-} Run;
+} Published;
 
 typedef struct Runs {
-    Run *run;
+    Published *run;
     int count;
 } Runs;
 
 // Fatal, naming --runs, the file and the line, where it is not such a table. The caller frees run.
 Runs runs_read(const char *path);
 // Seconds that the factors predict; what is open is filled with the fastest that fits into memory.
-CostTime run_predict(Run *run, const Factors *factors);
+CostTime run_predict(Published *run, const Factors *factors);
 
 // ---- find_config_fit.c ----
 

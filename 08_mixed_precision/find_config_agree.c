@@ -7,6 +7,7 @@
 #include <math.h>
 
 #include "find_config.h"
+#include "five_d.h"
 #include "report/report.h"
 
 enum { RANKS = 8 };
@@ -85,7 +86,7 @@ void agree(void) {
         LoneTime time = lone_step(&c, &parts, &memory);
         comm_stand_for_all(false);
         Mesh mesh = mesh_new((MeshShape){.dp = r->dp, .pp = r->pp, .cp = r->cp, .tp = r->tp, .ep = 1});
-        StepCost run = program_cost(&c, mesh, lone_techniques(&c));
+        StepCost run = program_cost(&c, mesh, five_d_layouts());
         if (comm_rank() == 0) near += beside(r, time, memory, &run);
     }
     say("\n%d of %d steps are within 1%%; hops that meet other messages on a port are what the walk leaves "

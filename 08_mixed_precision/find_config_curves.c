@@ -4,7 +4,7 @@
 //
 //     tp        the batch grows with the degree; beyond 8 its collectives leave the node
 //     pp        32 micro-batches whatever the degree: the bubble grows, messages hide
-//     ZeRO-3    one sequence on each GPU: gathers take as long whatever the degree, but for a latency a rank
+//     ZeRO-3    one sequence on each GPU: gathers take as long at any degree, but for a latency a rank
 //
 // Bytes sent: dry runs', none. This file has no main: find_config.c shows it.
 #include <math.h>

@@ -1,5 +1,5 @@
-// find_config_fit.c: fits the factors of the cost model on published runs. Playbook: "Benchmarking thousands
-// of configurations".
+// find_config_fit.c: fits the factors of the cost model on published runs. Playbook: "Benchmarking
+// thousands of configurations".
 //
 // The fit is a search by coordinates: one factor after the other is tried a step above and below, in
 // logarithms, and kept where the loss falls; when none helps, the step is halved:
@@ -19,7 +19,7 @@
 static double loss(const Factors *factors, Runs *runs, const char *without) {
     double sum = 0;
     for (int i = 0; i < runs->count; i++) {
-        Run *run = &runs->run[i];
+        Published *run = &runs->run[i];
         if (without && !strcmp(run->series, without)) continue;
         double error = log(run_predict(run, factors).step / run->seconds);
         sum += sqrt(error * error + 0.02 * 0.02);

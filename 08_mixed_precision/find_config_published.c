@@ -29,12 +29,12 @@ static double median(double *values, int count) {
 
 // ---- a constant share of the peak ----
 
-static double share_of(const Run *r) {
+static double share_of(const Published *r) {
     double flops = cost_token_flops(&r->model, false) * (double)r->sequences * r->model.seq;
     return flops / r->cluster.gpus / r->peak / r->seconds;
 }
 
-static double constant_share(const Runs *runs, const Run *like) {
+static double constant_share(const Runs *runs, const Published *like) {
     double *shares = host_alloc((size_t)runs->count * sizeof *shares);
     int count = 0;
     for (int i = 0; i < runs->count; i++)
@@ -58,7 +58,7 @@ static Judged *judge(Runs *runs, const Factors *fitted) {
     Judged *judged = host_alloc((size_t)runs->count * sizeof *judged);
     Factors *without = host_alloc((size_t)runs->count * sizeof *without);
     for (int i = 0; i < runs->count; i++) {
-        Run *r = &runs->run[i];
+        Published *r = &runs->run[i];
         int first = first_of_series(runs, i);
         without[i] = first < i ? without[first] : *fitted;
         if (first == i && series > FACTORS) fit(&without[i], runs, r->series);
@@ -74,7 +74,7 @@ static Judged *judge(Runs *runs, const Factors *fitted) {
     return judged;
 }
 
-static const char *filled_text(const Run *r) {
+static const char *filled_text(const Published *r) {
     static char text[64];
     static const char *const names[] = {"none", "selective", "full"};
     int used = 0;
@@ -91,7 +91,7 @@ static void print_rows(const Runs *runs, const Judged *judged) {
     say("\n%-5s %-12s %10s %10s %8s %9s %9s  %s", "run", "kind", "published", "predicted", "fitted",
         "left out", "constant", "filled");
     for (int i = 0; i < runs->count; i++) {
-        const Run *r = &runs->run[i];
+        const Published *r = &runs->run[i];
         say("%-5s %-12s %8.3f s %8.3f s %+7.1f%% %+8.1f%% %+8.1f%%  %s", r->id, r->kind, r->seconds,
             judged[i].time.step, 100 * judged[i].all, 100 * judged[i].left_out, 100 * judged[i].constant,
             filled_text(r));
@@ -145,7 +145,7 @@ static void print_kinds(const Runs *runs, const Judged *judged) {
     free(errors);
 }
 
-static bool partners(const Run *a, const Run *b) {
+static bool partners(const Published *a, const Published *b) {
     const CostModel *x = &a->model, *y = &b->model;
     return !strcmp(a->gpu, b->gpu) && x->layers == y->layers && x->hidden == y->hidden &&
            x->ffn == y->ffn && x->heads == y->heads && x->vocab == y->vocab && x->experts == y->experts &&
@@ -153,7 +153,7 @@ static bool partners(const Run *a, const Run *b) {
 }
 
 // Seconds of a GPU for a token.
-static double of_token(const Run *r, double seconds) {
+static double of_token(const Published *r, double seconds) {
     return seconds * r->cluster.gpus / ((double)r->sequences * r->model.seq);
 }
 
@@ -164,7 +164,7 @@ static Summary print_ratios(const Runs *runs, const Judged *judged) {
         "token");
     for (int i = 0; i < runs->count; i++)
         for (int j = i + 1; j < runs->count; j++) {
-            const Run *a = &runs->run[i], *b = &runs->run[j];
+            const Published *a = &runs->run[i], *b = &runs->run[j];
             if (!partners(a, b)) continue;
             double published = of_token(b, b->seconds) / of_token(a, a->seconds);
             double predicted = of_token(b, judged[j].time.step) / of_token(a, judged[i].time.step);

@@ -178,7 +178,7 @@ static CostHabits habits_of(const Table *t, bool hopper, bool half_gradients, in
                         .attention_again = 2.5};
 }
 
-static void recompute_of(const Table *t, Run *r) {
+static void recompute_of(const Table *t, Published *r) {
     const char *how = text_of(t, "recompute"), *detail = text_of(t, "recompute_detail");
     r->open_recompute = !*how;
     if (has(how, "full")) r->layout.recompute = RECOMPUTE_FULL;
@@ -203,7 +203,7 @@ static CostLayout layout_of(const Table *t) {
                         .micro_batch = (int64_t)number_of(t, "mbs", 1)};
 }
 
-static void check_run(const Table *t, const Run *r) {
+static void check_run(const Table *t, const Published *r) {
     const CostLayout *l = &r->layout;
     int64_t ranks = (int64_t)l->tp * l->cp * l->pp * l->dp, shared = l->dp * l->micro_batch;
     CHECK(ranks == r->cluster.gpus, "--runs %s, line %d: tp x cp x pp x dp is %lld, and n_gpus is %d",
@@ -214,9 +214,9 @@ static void check_run(const Table *t, const Run *r) {
 
 static void copy_text(char *to, size_t size, const char *from) { snprintf(to, size, "%s", from); }
 
-static Run run_of(const Table *t) {
+static Published run_of(const Table *t) {
     const struct Gpu *gpu = gpu_of(t);
-    Run r = {.model = model_of(t), .layout = layout_of(t), .machine = *machine_find(gpu->machine)};
+    Published r = {.model = model_of(t), .layout = layout_of(t), .machine = *machine_find(gpu->machine)};
     bool hopper = gpu->watts > 400, half = !strcmp(text_of(t, "precision"), "fp16");
     r.habits = habits_of(t, hopper, half, r.layout.zero);
     copy_text(r.id, sizeof r.id, text_of(t, "id"));
@@ -270,13 +270,13 @@ Runs runs_read(const char *path) {
 // ---- what the cost model says of a run ----
 
 // Blocks that the stages of p v chunks lack to be full: at most two, in place of embedding and head.
-static double chunk_slack(const Run *r, int chunks) {
+static double chunk_slack(const Published *r, int chunks) {
     double stages = r->layout.pp * chunks;
     return ceil(r->model.layers / stages) * stages - r->model.layers;
 }
 
 // The candidates of what is open: micro-batches of 1 to 64, all recomputations, all chunks that divide.
-CostTime run_predict(Run *r, const Factors *factors) {
+CostTime run_predict(Published *r, const Factors *factors) {
     CostTable table = cost_table(&r->machine, factors, r->power);
     CostTime best = {.step = INFINITY};
     CostLayout chosen = r->layout, l = r->layout;
