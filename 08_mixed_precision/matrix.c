@@ -207,7 +207,7 @@ static const char *const purpose =
 int main(int argc, char **argv) {
     const char *part, *path;
     int64_t one, seed;
-    bool verbose;
+    bool verbose, list;
     Option options[] = {
         {"part", OPTION_TEXT, &part, NULL, 0, 0, "3/20", "all cells of these ranks, or this part of them",
          false},
@@ -215,10 +215,12 @@ int main(int argc, char **argv) {
         {"table", OPTION_TEXT, &path, NULL, 0, 0, "FILE", "keeps what was found; goes on behind it", false},
         {"pairs-seed", OPTION_INT, &seed, "1", 0, 1e9, "", "draws the cells in which all pairs meet",
          false},
+        {"list", OPTION_FLAG, &list, NULL, 0, 0, "", "shows which cells would be proven, and proves none",
+         false},
         {"verbose", OPTION_FLAG, &verbose, NULL, 0, 0, "", "shows every cell, and its rows", false},
     };
     base_start(argc, argv);
-    Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options, 5);
+    Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options, 6);
     comm_start(argc, argv, 4);
     report_json(c.json);
     double start = wall_seconds();
@@ -241,6 +243,9 @@ int main(int argc, char **argv) {
     for (int i = 0; i < refusals; i++)
         say("  %6lld refused: %s", (long long)refused[i].cells, refused[i].sentence);
     say("  %6lld can be, of which these are proven now: %lld", (long long)accepted, (long long)chosen);
+    for (int64_t i = 0; i < chosen && list; i++)
+        say("%8lld  %s", (long long)cell[i].number, matrix_text(&cell[i]));
+    if (list) chosen = 0;
     Table table = table_open(path, numbers);
     walk(cell, chosen, &table, verbose);
     report_number("matrix", "cells", (double)all, "");
