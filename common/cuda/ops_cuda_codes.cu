@@ -56,7 +56,6 @@ struct Tiling {
         const int64_t tile_columns = tile.columns > 0 ? tile.columns : columns > 0 ? columns : 1;
         return {rows, columns, tile_rows, tile_columns, ceil_div(columns, tile_columns), turned};
     }
-    int64_t tiles() const { return ceil_div(rows, tile_rows) * across; }
     __device__ int64_t tile(int64_t i) const {
         return i / columns / tile_rows * across + i % columns / tile_columns;
     }
@@ -108,7 +107,6 @@ __global__ void decode(T *y, const uint8_t *codes, const float *scale, Tiling t)
 void kernel_tile_amax(DType dtype, float *amax, const void *x, int64_t rows, int64_t columns,
                       bool transpose, Tile tile) {
     Tiling t = Tiling::of(rows, columns, transpose, tile);
-    kernel_fill(F32, amax, 0, t.tiles());
     if (rows * columns == 0) return;
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);

@@ -216,6 +216,16 @@ row() {
     row 37 '3 in e5m2' formats '' '^e5m2 +0.25 +3'
     row 37 'epsilon: 1.19e-7 in float32, about 10^-3 in float16 …' formats '' '^float16 +0.000977'
     row 37 '… and 10 times as much in bfloat16' formats '' '^bfloat16 +0.00781'
+    row 38 'masters: updates below half a step of float16 vanish' fp16 '' 'gains that move without'
+    row 38 'loss scaling: an overflow anywhere skips the step everywhere' fp16 '' 'ranks that skip'
+    row 39 'bytes per parameter: 20 in bf16 …' fp8 '--ranks 1' '^  bf16 .* 20$'
+    row 39 '… 16 without f32 sums …' fp8 '--ranks 1' '^  bf16, sums'
+    row 39 '… 16 by Transformer Engine …' fp8 '--ranks 1' '^  te-delayed .* 16$'
+    row 39 '… 9 by FP8-LM (here 10: gradients leave the multiply in bf16) …' fp8 '--ranks 1' '^  fp8-lm .* 9$'
+    row 39 '… 15 by DeepSeek-V3 …' fp8 '--ranks 1' '^  deepseek .* 15$'
+    row 39 '… 10 by nanotron (here 11, for the same reason)' fp8 '--ranks 1' '^  nanotron .* 10$'
+    row 40 'outliers spoil a scale of the tensor …' fp8 '--ranks 1' '^  te-current +0.*0.9'
+    row 40 '… and not those of tiles' fp8 '--ranks 1' '^  deepseek +0.037'
 } >"$work/claims" || exit 1
 fill tests/CLAIMS.md claims <"$work/claims"
 [ "$1" != chapters ] || exit 0
@@ -235,13 +245,7 @@ common/report/tour.sh "$build" >"$work/tour" || { cat "$work/tour"; exit 1; }
 unset OPENBLAS_CORETYPE
 {
     echo "\$ make bench   # $(machine)"
-    "$build/tests/bench"
-    "$build/tests/bench_ddp"
-    "$build/tests/bench_zero"
-    "$build/tests/bench_tp"
-    "$build/tests/bench_cp"
-    "$build/tests/bench_pp"
-    "$build/tests/bench_5d"
-    "$build/tests/bench_attention"
+    BUILD=$build tests/bench/run
+    echo "\$ make bench-collectives"
     for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
-} | grep -E '^(\$|OpenBLAS|bench|.*tokens/s)' | block | fill tests/bench/README.md bench
+} | grep -E '^(\$|OpenBLAS|[0-9]|bench|.*tokens/s|  missing)' | block | fill tests/bench/README.md bench

@@ -214,7 +214,7 @@ typedef struct Tile {
 // scale = amax / (largest number of the codes' dtype); of an amax of 0, or that is not finite: 1.
 typedef enum ScaleRule { SCALE_REAL, SCALE_POWER_OF_TWO } ScaleRule;  // rounded up: nothing saturates
 int64_t tiles_of(int64_t size, int64_t of_tile);
-// amax (tiles of rows, tiles of columns) f32: the largest |x| of each tile; NaN if it holds one
+// amax (tiles of rows, tiles of columns) f32 = max(amax, the largest |x| of the tile); NaN if it holds one
 void op_tile_amax(Tensor amax, Tensor x, bool transpose, Tile tile);
 void op_tile_scale(Tensor scale, Tensor amax, DType codes, ScaleRule rule);
 // codes (e4m3 or e5m2) = x / scale, to nearest; what is too large becomes the largest

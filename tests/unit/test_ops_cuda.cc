@@ -515,14 +515,14 @@ static void codes_match(void **state) {
         const Doubles bits = rounded(dtype, x);
         std::vector<unsigned char> stored((size_t)(ROWS * COLUMNS) * dtype_size(dtype));
         dtype_convert(stored.data(), dtype, bits.data(), F64, ROWS * COLUMNS);
-        float amax[ROWS * COLUMNS], scale[ROWS * COLUMNS];
+        float amax[ROWS * COLUMNS] = {0}, scale[ROWS * COLUMNS];
         uint8_t codes[ROWS * COLUMNS];
         const int64_t across = tile.columns ? ceil((double)COLUMNS / (double)tile.columns) : 1;
         const int64_t scales = across * (tile.rows ? (ROWS + tile.rows - 1) / tile.rows : 1);
         kernel_tile_amax(dtype, amax, stored.data(), rows, columns, turned, tile);
         kernel_tile_scale(scale, amax, kind, rule, scales);
         kernel_encode(kind, codes, dtype, stored.data(), scale, rows, columns, turned, tile);
-        Device from(dtype, x), most(F32, scales), scaling(F32, scales), to(kind, ROWS * COLUMNS),
+        Device from(dtype, x), most(F32, Doubles((size_t)scales, 0)), scaling(F32, scales), to(kind, ROWS * COLUMNS),
             back(F64, ROWS * COLUMNS);
         cuda_kernel_tile_amax(dtype, (float *)most.at, from.at, rows, columns, turned, tile);
         cuda_kernel_tile_scale((float *)scaling.at, (const float *)most.at, kind, rule, scales);
