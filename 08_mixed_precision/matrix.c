@@ -38,7 +38,8 @@ static int baselines;
 static bool same_run(const Config *a, const Config *b) {
     return a->layers == b->layers && a->kv_heads == b->kv_heads && a->seq == b->seq &&
            a->experts == b->experts && a->tied == b->tied && a->dtype == b->dtype &&
-           a->grad_acc == b->grad_acc && config_number(a, "master") == config_number(b, "master");
+           a->grad_acc == b->grad_acc && config_number(a, "master") == config_number(b, "master") &&
+           config_number(a, "fp8") == config_number(b, "fp8");
 }
 
 static const Baseline *baseline_of(const Config *config) {
