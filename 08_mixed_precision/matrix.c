@@ -13,7 +13,8 @@
 // --table keeps what was found, cell by cell: a run that was broken off goes on behind its last line, and a
 // cell that ended the program has failed.
 //
-// Bytes sent, memory: the cells'. Run: build/08_mixed_precision/matrix  (--ranks 8, --part 3/20, --cell N …)
+// Bytes sent, memory: the cells'.
+// Run: build/08_mixed_precision/matrix       (--ranks 8, --part 3/20, --cell N, --list …)
 // Last line: PASS matrix: 41 combinations on 4 ranks proven, 1226 of 2880 refused …
 #include "matrix.h"
 
