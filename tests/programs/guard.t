@@ -39,6 +39,7 @@ for program in "$build"/0[0-9]_*/*; do
     ! has ranks || flags+=(--ranks "${RANKS:-2}")
     ! has sample || flags+=(--sample 3)
     ! has shown || flags+=(--tp 1 --shown 2)
+    [ $name != hybrid_zero ] || flags+=(--shard-ranks 1)
     passes_at "$program" "${flags[@]}"
     # Other ways through the core: 16-bit storage with its f32 copies, tied weights, accumulation. Experts:
     # all of them for every token, as rounding would decide which.
