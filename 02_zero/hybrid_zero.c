@@ -16,8 +16,8 @@
 // units pass it: inside and across are two ports. Several micro-batches are
 // reduced inside one by one, as ZeRO-2 does, and across all at once.
 //
-// Bytes sent per rank and step, m micro-batches: inside, m (K - 1) / K (g Psi + 2 e Psi - e (E + H)); across
-// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of it (N - K) / (N - 1) across.
+// Bytes sent per rank and step, m micro-batches: inside, m (K - 1) / K (g Psi + 2 e Psi - e (E + H));
+// across 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of it (N - K) / (N - 1) across.
 // Memory per rank: zero3.c's of K ranks.
 // Run: build/02_zero/hybrid_zero     (--ranks 8 --shard-ranks 4, --grad-acc 2, --tied, --dtype bf16 …)
 // Last line: PASS hybrid_zero: a node shares out a replica, and the step is that of one device …
@@ -175,8 +175,8 @@ typedef struct NodeBytes {
     double inside, across;  // bytes of rank 0 in a step
 } NodeBytes;
 
-// By the closed forms. A collective over all ranks sends each part to every other rank, N - K of which are in
-// other nodes.
+// By the closed forms. A collective over all ranks sends each part to every other rank, N - K of which are
+// in other nodes.
 static NodeBytes formula(const Config *c, double n, double k, bool hybrid) {
     double all = (double)config_parameters(c),
            ends = 2.0 * (double)(c->vocab * c->hidden) + (double)c->hidden;

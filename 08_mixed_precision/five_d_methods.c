@@ -5,8 +5,8 @@
 // is counted by the records of the chapters in a dry step, and none is typed in here. A share of 1/8 says
 // that the method shards it; 1, that every rank has all of it.
 //
-//     ZeRO-3      a rank stores a part of every layer      weights are in flight, as often as passes use them
-//     pipeline    a rank stores some layers whole          activations are in flight, once a micro-batch
+//     ZeRO-3      a rank stores a part of every layer    weights are in flight, as often as passes use them
+//     pipeline    a rank stores some layers whole        activations are in flight, once a micro-batch
 //
 // With data parallelism a rank has fewer micro-batches, and one of them is as large as ever.
 //

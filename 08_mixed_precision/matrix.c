@@ -13,7 +13,8 @@
 // --table keeps what was found, cell by cell: a run that was broken off goes on behind its last line, and a
 // cell that ended the program has failed.
 //
-// Bytes sent, memory: the cells'. Run: build/08_mixed_precision/matrix  (--ranks 8, --part 3/20, --cell N …)
+// Bytes sent, memory: the cells'.
+// Run: build/08_mixed_precision/matrix       (--ranks 8, --part 3/20, --cell N, --list …)
 // Last line: PASS matrix: 41 combinations on 4 ranks proven, 1226 of 2880 refused …
 #include "matrix.h"
 
@@ -38,7 +39,8 @@ static int baselines;
 static bool same_run(const Config *a, const Config *b) {
     return a->layers == b->layers && a->kv_heads == b->kv_heads && a->seq == b->seq &&
            a->experts == b->experts && a->tied == b->tied && a->dtype == b->dtype &&
-           a->grad_acc == b->grad_acc && config_number(a, "master") == config_number(b, "master");
+           a->grad_acc == b->grad_acc && config_number(a, "master") == config_number(b, "master") &&
+           config_number(a, "fp8") == config_number(b, "fp8");
 }
 
 static const Baseline *baseline_of(const Config *config) {
@@ -207,7 +209,7 @@ static const char *const purpose =
 int main(int argc, char **argv) {
     const char *part, *path;
     int64_t one, seed;
-    bool verbose;
+    bool verbose, list;
     Option options[] = {
         {"part", OPTION_TEXT, &part, NULL, 0, 0, "3/20", "all cells of these ranks, or this part of them",
          false},
@@ -215,10 +217,12 @@ int main(int argc, char **argv) {
         {"table", OPTION_TEXT, &path, NULL, 0, 0, "FILE", "keeps what was found; goes on behind it", false},
         {"pairs-seed", OPTION_INT, &seed, "1", 0, 1e9, "", "draws the cells in which all pairs meet",
          false},
+        {"list", OPTION_FLAG, &list, NULL, 0, 0, "", "shows which cells would be proven, and proves none",
+         false},
         {"verbose", OPTION_FLAG, &verbose, NULL, 0, 0, "", "shows every cell, and its rows", false},
     };
     base_start(argc, argv);
-    Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options, 5);
+    Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options, 6);
     comm_start(argc, argv, 4);
     report_json(c.json);
     double start = wall_seconds();
@@ -241,6 +245,9 @@ int main(int argc, char **argv) {
     for (int i = 0; i < refusals; i++)
         say("  %6lld refused: %s", (long long)refused[i].cells, refused[i].sentence);
     say("  %6lld can be, of which these are proven now: %lld", (long long)accepted, (long long)chosen);
+    for (int64_t i = 0; i < chosen && list; i++)
+        say("%8lld  %s", (long long)cell[i].number, matrix_text(&cell[i]));
+    if (list) chosen = 0;
     Table table = table_open(path, numbers);
     walk(cell, chosen, &table, verbose);
     report_number("matrix", "cells", (double)all, "");

@@ -25,7 +25,8 @@ static const Values values[FACTORS] = {
     [FACTOR_SP] = {"--sp", {"", ""}},
     [FACTOR_RECOMPUTE] = {"--recompute", {"none", "selective", "full"}},
     [FACTOR_PRECISION] = {"--dtype",
-                          {"f64", "f32", "bf16", "f16 --loss-scale dynamic", "bf16 --master none"}},
+                          {"f64", "f32", "bf16", "f16 --loss-scale dynamic", "bf16 --master none",
+                           "f64 --fp8 te-delayed"}},
     [FACTOR_SCHEDULE] = {"--schedule",
                          {"one_f_one_b", "afab", "interleaved", "zb_h1", "zb_h2", "zb_v", "zb_auto",
                           "dualpipe", "dualpipe_v"}},
@@ -38,7 +39,9 @@ static const ScheduleKind schedules[] = {ONE_F_ONE_B, AFAB,    INTERLEAVED, ZB_H
 static const struct {
     DType dtype;
     bool no_masters;
-} precisions[] = {{F64, false}, {F32, false}, {BF16, false}, {F16, false}, {BF16, true}};
+    int fp8;
+} precisions[] = {{F64, false, 0}, {F32, false, 0}, {BF16, false, 0},
+                  {F16, false, 0}, {BF16, true, 0}, {F64, false, TE_DELAYED}};
 
 static int choices(Factor factor) {
     int count = 0;
@@ -109,6 +112,7 @@ Config matrix_config(const Cell *cell) {
         c.ep = 1 << (choice[FACTOR_EP] - 1);
     }
     config_set(&c, "master", precisions[choice[FACTOR_PRECISION]].no_masters);
+    config_set(&c, "fp8", precisions[choice[FACTOR_PRECISION]].fp8);
     config_set(&c, "loss-scale", 2);  // dynamic
     config_set(&c, "scale", 1024);
     config_set(&c, "scale-interval", 2000);

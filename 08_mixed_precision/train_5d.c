@@ -16,7 +16,7 @@
 // against the plan, rank by rank.
 //
 // Bytes sent, memory per rank: the sums of the records' closed forms.
-// Run: build/08_mixed_precision/train_5d    (--no-check trains for real: held-out loss, checkpoints, sample)
+// Run: build/08_mixed_precision/train_5d    (--no-check trains for real: held-out loss, sample …)
 // Last line: PASS train_5d: all techniques together make the step of one device …
 #include <stdlib.h>
 
