@@ -82,9 +82,7 @@ compile = @echo '  $(CC)  $<';
 link    = @echo '  link  $@';
 endif
 
-ifneq ($(OPS)-$(COMM),cpu-mpi)
 include common/cuda/cuda.mk
-endif
 
 .DEFAULT_GOAL := help
 .PHONY: help run test faults threads gpu-check bench readme all programs tests fuzzers clean mutants FORCE
@@ -184,7 +182,7 @@ $(archive): $(parts)
 	@rm -f $@
 	$(Q)ar rcs $@ $^
 
-$(programs): $(BUILD)/%: $(BUILD)/main/%.o $(archive)
+$(filter-out $(cu_programs),$(programs)): $(BUILD)/%: $(BUILD)/main/%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
 

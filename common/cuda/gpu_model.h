@@ -55,6 +55,7 @@ typedef struct Work {
     double special_instructions;      // of warps
     double tensor_flops;
     double barriers;
+    double lane_steps, warp_steps;  // lanes in basic blocks of warps, and these blocks; they take no time
 } Work;
 
 typedef enum Part { PART_MEMORY, PART_L2, PART_SHARED, PART_FLOPS, PART_SPECIAL, PART_TENSOR, PARTS } Part;

@@ -122,7 +122,7 @@ done
 # row NUMBER CLAIM PROGRAM FLAGS PATTERN: the line of `PROGRAM FLAGS` that has PATTERN.
 row() {
     local line
-    line=$(printed "$(echo 0*/"$3".c | sed 's|^|build/|; s|\.c$||')${4:+ $4}" | grep -E -m 1 -- "$5" |
+    line=$(printed "$(ls 0*/"$3".c* | sed 's|^|build/|; s|\.cu*$||')${4:+ $4}" | grep -E -m 1 -- "$5" |
         sed -E 's/  +/  /g; s/^ +//; s/ +$//; s/ \((exact|reas).*//; s/\|/\\|/g')
     [ -n "$line" ] || { echo "readme.sh: '$3 $4' prints nothing like '$5'" >&2; exit 1; }
     echo "| $1 | $2 | \`$3${4:+ $4}\` | \`$line\` |"
