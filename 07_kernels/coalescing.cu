@@ -1,15 +1,15 @@
 // coalescing.cu: lanes of a warp that read neighbouring words are served together. Playbook: "Memory
 // Coalescing".
 //
-// Memory moves sectors of 32 bytes. A warp's load is one request, which takes as many sectors as its 32 lanes
-// touch, whatever they use of them:
+// Memory moves sectors of 32 bytes. A warp's load is one request, which takes as many sectors as its 32
+// lanes touch, whatever they use of them:
 //
 //     strided      lane l reads word l s       32 sectors for 32 words: 1024 bytes moved, 128 used
 //     coalesced    lane l reads word l          4 sectors: all that is moved is used
 //     vectorised   lane l reads words 4 l …    16 sectors for 128 words, in one request in place of four
 //
-// The playbook's matrix multiply, C = A B, a thread for each C[x][y], each step of the loop loading A[x][i] and
-// B[i][y]:
+// The playbook's matrix multiply, C = A B, a thread for each C[x][y], each step of the loop loading A[x][i]
+// and B[i][y]:
 //
 //     by x    lanes differ in x: A's column is strided, B's word is one for all:    32 + 1 sectors a step
 //     by y    lanes differ in y: A's word is one for all, B's row is coalesced:      1 + 4

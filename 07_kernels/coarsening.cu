@@ -1,8 +1,8 @@
 // coarsening.cu: a thread that computes more elements reads less for each. Playbook: "Thread Coarsening".
 //
-// In a tiled product, tiling.cu, each multiply-add needs two words from shared memory, and waits for them. A
-// thread with TM x TN elements of C, in registers, loads TM words of A and TN of B, and has TM TN multiply-adds
-// to do with them:
+// In a tiled product, tiling.cu, each multiply-add needs two words from shared memory, and waits for them.
+// A thread with TM x TN elements of C, in registers, loads TM words of A and TN of B, and has TM TN
+// multiply-adds to do with them:
 //
 //                    B  b0 b1 b2 b3         loads for one multiply-add
 //                a0     c  c  c  c          1 x 1       2
@@ -10,19 +10,19 @@
 //                a2     c  c  c  c          4 x 4       1 / 2
 //                a3     c  c  c  c          8 x 8       1 / 4
 //
-// 16 x 16 threads make a tile of C of 16 TM x 16 TN. The tile of A lies in shared memory by columns, so that a
-// thread's rows are neighbours, and it reads four words at once. Its columns come in packs of four, 64 apart:
-// eight neighbours of a thread would lie in the banks of the next thread but three.
+// 16 x 16 threads make a tile of C of 16 TM x 16 TN. The tile of A lies in shared memory by columns, so
+// that a thread's rows are neighbours, and it reads four words at once. Its columns come in packs of four,
+// 64 apart: eight neighbours of a thread would lie in the banks of the next thread but three.
 //
 // For a warp and a piece of K = 16 steps:
 //     load requests    TM + TN            of 4 sectors each
 //     shared passes    2 TM + TN stores (A's by columns take two each), and K (TM + TN) loads
 //     multiply-adds    K TM TN
-// A multiprocessor of an H100 has 4 multiply-adds of a warp in a clock, and one pass: at 8 x 8 both are busy.
-// The price is registers: 8 x 8 sums and 16 operands leave room for fewer warps.
+// A multiprocessor of an H100 has 4 multiply-adds of a warp in a clock, and one pass: at 8 x 8 both are
+// busy. The price is registers: 8 x 8 sums and 16 operands leave room for fewer warps.
 //
-// Proof: within 4 times the error of the library's f32 product, each against f64, at sizes that fill no tile;
-// counts are those of the formulas.
+// Proof: within 4 times the error of the library's f32 product, each against f64, at sizes that fill no
+// tile; counts are those of the formulas.
 // Run: build/07_kernels/coarsening           (--gpu a100, --size 4096, --verbose)
 // Last line: PASS coarsening: 8 x 8 outputs a thread take 0.12 of the time of one …
 #include "launch.h"
@@ -41,7 +41,8 @@ __device__ static inline void load(Pack<4> *to, const float *from) {
     to->x[0] = v.x, to->x[1] = v.y, to->x[2] = v.z, to->x[3] = v.w;
 }
 
-// Where in its tile a thread's i-th row (or column) is: packs of V, each followed by those of the other threads.
+// Where in its tile a thread's i-th row (or column) is: packs of V, each followed by those of the other
+// threads.
 template <int COUNT>
 struct Places {
     static constexpr int V = COUNT % 4 ? 1 : 4, TILE = SIDE * COUNT;
@@ -125,7 +126,8 @@ static Work formula(int version, double n) {
     w.load_requests = pieces * warps * (tm + tn);
     w.load_sectors = 4 * w.load_requests;
     w.store_requests = n * n / 32;
-    // two rows of 16 lanes, which are neighbours, or in packs of four of which each has a sector to itself in part
+    // two rows of 16 lanes, which are neighbours, or in packs of four of which each has a sector to itself
+    // in part
     w.store_sectors = w.store_requests * (tn == 1 ? 4 : 16);
     w.memory_sectors = 3 * n * n / 8;
     w.shared_passes = pieces * warps * (tm + tn + K * (tm + tn));

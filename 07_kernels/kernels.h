@@ -1,9 +1,9 @@
 // kernels.h: what the programs of this chapter share: one table of versions of a kernel, and its proof.
 //
-// A version is launched at a small size, where the emulator counts what it asks of a GPU, and each count must
-// be what the formula in the program's header says of that size. The same formula at the size of the table
-// then gives the time that a named GPU would take (cuda/gpu_model.h). On a GPU there is nothing to count; the
-// versions run at the table's size and are measured beside what is modelled.
+// A version is launched at a small size, where the emulator counts what it asks of a GPU, and each count
+// must be what the formula in the program's header says of that size. The same formula at the size of the
+// table then gives the time that a named GPU would take (cuda/gpu_model.h). On a GPU there is nothing to
+// count; the versions run at the table's size and are measured beside what is modelled.
 #ifndef KERNELS_H
 #define KERNELS_H
 
@@ -36,8 +36,8 @@ typedef struct KernelsOptions {
 
 // ---- a program, in the order of its calls ----
 
-// Begins the table. size: of what `at_size` of the versions is, "matrices of 4096 x 4096". limit: seconds that
-// no version can go below (kernels_limit).
+// Begins the table. size: of what `at_size` of the versions is, "matrices of 4096 x 4096". limit: seconds
+// that no version can go below (kernels_limit).
 void kernels_begin(const KernelsOptions *options, const char *size, double limit);
 const Gpu *kernels_gpu(void);
 // The least time for work that must move so many bytes through memory, each once, and compute so much.
@@ -51,8 +51,8 @@ typedef struct KernelVersion {
 } KernelVersion;
 
 // One version's row. counted: at the small size, where `predicted` is the formula of it (NULL on a GPU);
-// at_size: the formula at the size of the table. seconds: measured on a GPU, else 0. error: the worst against
-// the CPU in f64, which must not be above `bound` (0: every bit is the same).
+// at_size: the formula at the size of the table. seconds: measured on a GPU, else 0. error: the worst
+// against the CPU in f64, which must not be above `bound` (0: every bit is the same).
 void kernels_version(const KernelVersion *version, const Work *counted, const Work *predicted,
                      const Work *at_size, double seconds, double error, double bound);
 // The modelled time of the version that came so manieth.

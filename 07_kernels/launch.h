@@ -1,5 +1,5 @@
-// launch.h: what kernels.h needs of the compiler that reads the kernels: arrays on the device, and one launch
-// counted by the emulator or measured on a GPU.
+// launch.h: what kernels.h needs of the compiler that reads the kernels: arrays on the device, and one
+// launch counted by the emulator or measured on a GPU.
 #ifndef LAUNCH_H
 #define LAUNCH_H
 

@@ -1,14 +1,14 @@
 // vector_add.cu: the first kernel: c = a + b, host code and all. Playbook: "A primer on GPU".
 //
-// The host allocates device memory, copies a and b there, launches a grid of blocks, and copies c back. Each
-// thread adds one element, and knows which from its place:
+// The host allocates device memory, copies a and b there, launches a grid of blocks, and copies c back.
+// Each thread adds one element, and knows which from its place:
 //
 //     block 0                 block 1                       block ceil(n / 256) - 1
 //     [thread 0 … 255]        [thread 0 … 255]        …     [thread 0 … |  beyond n: idle]
 //     element 0 … 255         element 256 … 511
 //
-// Four ways to hand out the elements. All move the same 12 n bytes, each once, so on the model's roofline all
-// take the same time; what differs is how many requests a warp needs for them:
+// Four ways to hand out the elements. All move the same 12 n bytes, each once, so on the model's roofline
+// all take the same time; what differs is how many requests a warp needs for them:
 //
 //     one a thread            c[i] = a[i] + b[i]                   3 n / 32 requests of 4 sectors
 //     grid-stride loop        the same, by as many blocks as fit on the GPU at once

@@ -75,7 +75,8 @@ fibers            := $(shell printf '\043include <boost/context/detail/fcontext.
 endif
 
 ifeq ($(OPS),cuda-on-cpu)
-cuda_sources      += common/cuda/gemm_on_cpu.cc $(emulator_sources) $(sort $(wildcard tests/emulation/*.cc))
+cuda_sources      += common/cuda/gemm_on_cpu.cc $(emulator_sources) \
+                     $(sort $(wildcard tests/emulation/*.cc))
 compile_test      := $(compile_cu)
 cc_tests          := $(sort $(wildcard tests/unit/test_*.cc))
 LDLIBS            += -lboost_context

@@ -1,11 +1,11 @@
-// gpu_model.h: how long a named GPU would take for work that was counted: a roofline with a roof for each part
-// of the GPU that the work occupies, and the warps that fit on it.
+// gpu_model.h: how long a named GPU would take for work that was counted: a roofline with a roof for each
+// part of the GPU that the work occupies, and the warps that fit on it.
 //
-// The model's assumptions, each in favour of the GPU: the work is spread evenly over all multiprocessors; each
-// part runs at its peak, and all of them beside each other, so that the time is that of the busiest; nothing
-// waits for an answer. Not counted are address arithmetic and control flow, launches, and L1 hits: every
-// sector that a warp asks for comes from L2. Device memory moves each distinct sector of a launch once, as if
-// L2 held all of them. A time from here is "modelled", and a bound from below.
+// The model's assumptions, each in favour of the GPU: the work is spread evenly over all multiprocessors;
+// each part runs at its peak, and all of them beside each other, so that the time is that of the busiest;
+// nothing waits for an answer. Not counted are address arithmetic and control flow, launches, and L1 hits:
+// every sector that a warp asks for comes from L2. Device memory moves each distinct sector of a launch
+// once, as if L2 held all of them. A time from here is "modelled", and a bound from below.
 #ifndef GPU_MODEL_H
 #define GPU_MODEL_H
 
@@ -44,8 +44,8 @@ Occupancy gpu_occupancy(const Gpu *gpu, int threads, int registers, int64_t shar
 
 // ---- work and time ----
 
-// What one or several launches ask of a GPU, as the emulator counts it (struct CudaCounts in cuda_on_cpu.h, and
-// mma instructions) or as a formula predicts it.
+// What one or several launches ask of a GPU, as the emulator counts it (struct CudaCounts in cuda_on_cpu.h,
+// and mma instructions) or as a formula predicts it.
 typedef struct Work {
     double load_requests, load_sectors;    // of warps to global memory
     double store_requests, store_sectors;  // atomics, too

@@ -328,9 +328,9 @@ void cuda_on_cpu_order(uint64_t seed);
 // of a loop have drifted apart. What the compiler keeps in registers is no access, here as there.
 struct CudaCounts {
     int64_t threads, warps;
-    // Global memory: accesses of a warp (a GPU's requests), the bytes that its lanes ask for, and the 32-byte
-    // sectors that it takes to serve each access. Sectors are counted before any cache: a sector that the
-    // L1 or L2 holds already is counted again. Atomics count as stores.
+    // Global memory: accesses of a warp (a GPU's requests), the bytes that its lanes ask for, and the
+    // 32-byte sectors that it takes to serve each access. Sectors are counted before any cache: a sector
+    // that the L1 or L2 holds already is counted again. Atomics count as stores.
     int64_t global_loads, global_load_bytes, global_load_sectors;
     int64_t global_stores, global_store_bytes, global_store_sectors;
     // The same sectors, each once a launch: what memory itself must move if a cache holds everything.

@@ -13,8 +13,8 @@
 // clang-format on
 
 // Worked out by hand from the table of technical specifications per compute capability in the CUDA C++
-// programming guide: 64 warps, 32 blocks, 65536 registers; 164 or 228 kB of shared memory, 1 kB of each block
-// reserved.
+// programming guide: 64 warps, 32 blocks, 65536 registers; 164 or 228 kB of shared memory, 1 kB of each
+// block reserved.
 static void occupancy_follows_the_rules(void **state) {
     (void)state;
     static const struct {
