@@ -3,7 +3,7 @@
 # count to the formula in its header, and shows what the playbook says. With nvcc on the machine: no kernel
 # spills a register, and none needs more of them than its program says. TAP.
 # needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
-# needs: build/07_kernels/tiling build/07_kernels/coarsening
+# needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 

@@ -34,7 +34,8 @@ static void occupancy_follows_the_rules(void **state) {
         {256, 32, 48 << 10, 3, 4, "shared memory"},  // 49 kB each
         {128, 32, 10161, 14, 16, "shared memory"},   // 10240 + 1024: 14.9 of them, and 20 x 4 warps > 64
         {128, 32, 163 << 10, 1, 1, "shared memory"},
-        {96, 56, 0, 12, 12, "registers"},  // 1792 a warp: 36 warps
+        {96, 56, 0, 12, 12, "registers"},   // 1792 a warp: 36 warps
+        {128, 33, 0, 12, 12, "registers"},  // 1280 a warp, and not 1056: 51 warps
     };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         Occupancy a = gpu_occupancy(gpu_find("a100"), rows[i].threads, rows[i].registers, rows[i].shared);
