@@ -55,7 +55,7 @@ typedef struct KernelVersion {
 // against the CPU in f64, which must not be above `bound` (0: every bit is the same).
 void kernels_version(const KernelVersion *version, const Work *counted, const Work *predicted,
                      const Work *at_size, double seconds, double error, double bound);
-// The modelled time of the version that came so manieth.
+// The modelled time of a version, by its row: 0 for the first, over all tables of the program.
 double kernels_seconds(int version);
 
 // ---- data and references, in host memory ----
