@@ -67,11 +67,13 @@ fuzz_sources    := $(sort $(wildcard tests/fuzz/fuzz_*.c))
 bench_sources   := $(sort $(wildcard tests/bench/bench*.c))
 
 with_main := $(if $(chapter_sources),$(shell grep -lE '^int main\b' $(chapter_sources)))
+# Builds with the same flags for C may share its objects, and differ in what they link.
+OBJECTS   ?= $(BUILD)
 programs  := $(with_main:%.c=$(BUILD)/%)
 tests     := $(test_sources:tests/unit/%.c=$(BUILD)/tests/%)
 fuzzers   := $(fuzz_sources:tests/fuzz/%.c=$(BUILD)/tests/%)
 benches   := $(bench_sources:tests/bench/%.c=$(BUILD)/tests/%)
-parts     := $(common_sources:%.c=$(BUILD)/lib/%.o) $(chapter_sources:%.c=$(BUILD)/lib/%.o)
+parts     := $(common_sources:%.c=$(OBJECTS)/lib/%.o) $(chapter_sources:%.c=$(OBJECTS)/lib/%.o)
 archive   := $(BUILD)/libultrascale.a
 corpus    := $(BUILD)/corpus.txt
 
@@ -85,14 +87,15 @@ endif
 include common/cuda/cuda.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help run test matrix faults threads gpu-check bench bench-collectives readme all programs tests fuzzers clean mutants FORCE
+.PHONY: help run test matrix faults threads gpu-check bench bench-collectives readme all objects programs \
+        tests fuzzers clean mutants FORCE
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 help:
 	@echo 'make run        install what is missing, build, and take the tour: every program on the small model'
-	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, a sample'
-	@echo '                of the mutants;'
+	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, a'
+	@echo '                sample of the mutants;'
 	@echo '                with GUARD=1 all tests run on guarded device memory (common/tensor/guard.h)'
 	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10'
 	@echo '                minutes'
@@ -153,6 +156,7 @@ readme: programs $(benches)
 	@BUILD=$(BUILD) common/report/readme.sh
 
 all: programs tests
+objects: $(parts) $(with_main:%.c=$(OBJECTS)/main/%.o) $(test_sources:%.c=$(OBJECTS)/main/%.o)
 programs: $(programs) $(corpus)
 tests: $(tests) $(corpus)
 fuzzers: $(fuzzers)
@@ -162,38 +166,42 @@ clean:
 
 # ---- how things are made ----
 
-# Holds the command line, so that other flags rebuild everything.
-$(BUILD)/flags: FORCE
-	@mkdir -p $(BUILD)
-	@echo '$(CC) $(ALL_CFLAGS) $(LINK) $(LDFLAGS) $(LDLIBS) $(OPS)' > $@.new
+# Hold the command lines, so that other flags compile, or link, everything again.
+$(OBJECTS)/flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(CC) $(ALL_CFLAGS)' > $@.new
+	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+$(BUILD)/flags-link: FORCE
+	@mkdir -p $(@D)
+	@echo '$(LINK) $(LDFLAGS) $(LDLIBS)' > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 FORCE:
 
-$(BUILD)/lib/%.o: %.c $(BUILD)/flags
+$(OBJECTS)/lib/%.o: %.c $(OBJECTS)/flags
 	@mkdir -p $(@D)
 	$(compile) $(CC) $(ALL_CFLAGS) -DNO_MAIN -MMD -MP -c $< -o $@
 
-$(BUILD)/main/%.o: %.c $(BUILD)/flags
+$(OBJECTS)/main/%.o: %.c $(OBJECTS)/flags
 	@mkdir -p $(@D)
 	$(compile) $(CC) $(ALL_CFLAGS) -MMD -MP -c $< -o $@
 
-$(archive): $(parts)
+$(archive): $(parts) $(BUILD)/flags-link
 	@rm -f $@
-	$(Q)ar rcs $@ $^
+	$(Q)ar rcs $@ $(parts)
 
-$(filter-out $(cu_programs),$(programs)): $(BUILD)/%: $(BUILD)/main/%.o $(archive)
+$(filter-out $(cu_programs),$(programs)): $(BUILD)/%: $(OBJECTS)/main/%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
-$(BUILD)/tests/fuzz_%: $(BUILD)/main/tests/fuzz/fuzz_%.o $(archive)
+$(BUILD)/tests/fuzz_%: $(OBJECTS)/main/tests/fuzz/fuzz_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
 
-$(benches): $(BUILD)/tests/%: $(BUILD)/main/tests/bench/%.o $(archive)
+$(benches): $(BUILD)/tests/%: $(OBJECTS)/main/tests/bench/%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
-$(BUILD)/tests/test_%: $(BUILD)/main/tests/unit/test_%.o $(archive)
+$(BUILD)/tests/test_%: $(OBJECTS)/main/tests/unit/test_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
 
@@ -203,4 +211,5 @@ $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*
 	@mkdir -p $(@D)
 	@cat $^ > $@
 
--include $(shell find $(BUILD)/lib $(BUILD)/main -name '*.d' 2>/dev/null)
+-include $(shell find $(foreach dir,$(sort $(BUILD) $(OBJECTS)),$(dir)/lib $(dir)/main) -name '*.d' \
+    2>/dev/null)

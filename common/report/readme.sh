@@ -160,7 +160,7 @@ row() {
     row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
     row 17 "ZeRO-1's all-gather hides in the step …" zero1 '--ranks 8' '^ *in step +[0-9]'
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
-    row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8 --verbose' '8192 tokens a rank'
+    row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8' 'hides until DP = '
     row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' \
         '^ *sharded, all in one tensor +[0-9]'
     row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' \
@@ -196,7 +196,8 @@ row() {
     row 29 'PP from 8 to 16 GPUs, over two nodes: 14% less a GPU with few micro-batches …' one_f_one_b \
         '--ranks 16 --layers 16 --steps 1' '^ *pp, m'
     row 29 '… where TP loses 43%' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *tp, m'
-    row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel '--ranks 8 --ep 8' 'k hidden states of a token'
+    row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel \
+        '--ranks 8 --ep 8' 'k hidden states of a token'
     row 30 'auxiliary loss and bias balance the experts' load_balance '--ranks 2' '^ *bias 0.02'
     row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel \
         '--ranks 8 --ep 8' 'k hidden states of a token'

@@ -22,8 +22,8 @@ for program in "$build"/0[0-9]_*/*; do
     flags=$(echo "$help" | awk '{ print $1 }')
     has() { grep -qxF -e "--$1" <<<"$flags"; }
 
-    # The flags that programs share are one table's (common/options.c), and refused by the same lines of code:
-    # each is tried in the first program that has it, with these words beside it.
+    # The flags that programs share are one table's (common/options.c), and refused by the same lines of
+    # code: each is tried in the first program that has it, with these words beside it.
     bad='' new=0
     while read -r flag value words; do
         words="$flag $value ${words%%(default*}"
