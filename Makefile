@@ -84,9 +84,7 @@ compile = @echo '  $(CC)  $<';
 link    = @echo '  link  $@';
 endif
 
-ifneq ($(OPS)-$(COMM),cpu-mpi)
 include common/cuda/cuda.mk
-endif
 
 .DEFAULT_GOAL := help
 .PHONY: help run test matrix faults threads gpu-check bench bench-collectives readme all objects programs \
@@ -191,7 +189,7 @@ $(archive): $(parts) $(BUILD)/flags-link
 	@rm -f $@
 	$(Q)ar rcs $@ $(parts)
 
-$(programs): $(BUILD)/%: $(OBJECTS)/main/%.o $(archive)
+$(filter-out $(cu_programs),$(programs)): $(BUILD)/%: $(OBJECTS)/main/%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
 

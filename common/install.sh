@@ -18,12 +18,14 @@ need libcjson-dev file /usr/include/cjson/cJSON.h
 need librandom123-dev file /usr/include/Random123/philox.h
 need libopenmpi-dev program mpicc
 need openmpi-bin program mpirun
+# For the CUDA programs on the CPU.
+need g++ program g++
+need binutils program objdump
+need libboost-context-dev file '/usr/include/boost/context/*'
 if [ "$1" = test ]; then
     need libcmocka-dev file /usr/include/cmocka.h
     need perl program prove
     # Without these, the checks that need them are left out by name.
-    want g++ program g++
-    want libboost-context-dev file '/usr/include/boost/context/*'
     want clang program clang
     want iproute2 program ip
     want libomp-dev file '/usr/lib/llvm-*/lib/libomp.so'

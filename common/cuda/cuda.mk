@@ -1,7 +1,9 @@
-# cuda.mk: how the CUDA sources are made. The Makefile reads it where OPS or COMM ask for it.
+# cuda.mk: how the CUDA sources are made: the back end of common/cuda where OPS or COMM ask for it, and the
+# chapters' own programs, 0*_*/*.cu, always.
 #
 # OPS=cuda         *.cu through nvcc: machine code for the GPUs of CUDA_ARCH, PTX of CUDA_PTX for later ones
 # OPS=cuda-on-cpu  the same files as C++, through g++ and cuda_on_cpu.h, for tests on machines without a GPU
+# OPS=cpu          so are the chapters' programs alone, which launch kernels themselves
 
 # What is missing is told to those who build, in one sentence; help, clean and the checks go without.
 building := $(filter-out help run test mutants gpu-check clean,$(or $(MAKECMDGOALS),help))
@@ -16,8 +18,10 @@ library   = $(call first,$(foreach home,$(1),$(foreach dir,lib64 lib targets/*/l
 ifeq ($(origin CXX),default)
 CXX := g++
 endif
+ifneq ($(OPS),cpu)
 LINK := $(CXX)
 cuda_sources := common/cuda/device_cuda.cu $(sort $(wildcard common/cuda/ops_cuda*.cu))
+endif
 # Where the objects of *.cu lie: builds that differ elsewhere may share them, since nvcc takes long.
 KERNELS ?= $(BUILD)/lib
 
@@ -56,19 +60,25 @@ compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon -I. $(call in
 cc_tests     := $(wildcard tests/unit/test_ops_cuda.cc)
 endif
 
-ifeq ($(OPS),cuda-on-cpu)
+ifneq ($(OPS),cuda)
 # ---- g++ ----
 # -fsanitize=thread reports each access to memory to cuda_on_cpu.cc, which is compiled without it. The
 # sanitizer's own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an
 # array declares, -fsanitize-coverage reports each basic block, for divergence, and -fstack-clash-protection
 # has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses.
-cuda_sources      += common/cuda/gemm_on_cpu.cc \
-                     $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc tests/emulation/*.cc))
+emulator_sources  := $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc))
 ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
                      -Wno-unknown-pragmas -g '-fdebug-prefix-map=$(CURDIR)=.' -Icommon -I. $(BLAS_CFLAGS)
 CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-exceptions -fsanitize=thread -fsanitize=bounds-strict \
                      -fsanitize-coverage=trace-pc -fstack-clash-protection
 compile_cu        := $(CXX) -x c++ $(CUDA_ON_CPU_FLAGS)
+fibers            := $(shell printf '\043include <boost/context/detail/fcontext.hpp>' | \
+                     $(CXX) -fsyntax-only -x c++ - 2>/dev/null && echo yes)
+endif
+
+ifeq ($(OPS),cuda-on-cpu)
+cuda_sources      += common/cuda/gemm_on_cpu.cc $(emulator_sources) \
+                     $(sort $(wildcard tests/emulation/*.cc))
 compile_test      := $(compile_cu)
 cc_tests          := $(sort $(wildcard tests/unit/test_*.cc))
 LDLIBS            += -lboost_context
@@ -105,7 +115,9 @@ cuda_parts := $(cuda_sources:%=$(KERNELS)/%.o)
 parts      += $(cuda_parts)
 cc_tests   := $(cc_tests:tests/unit/%.cc=$(BUILD)/tests/%)
 tests      += $(cc_tests)
--include $(shell find $(filter-out $(BUILD)/%,$(KERNELS)) -name '*.d' 2>/dev/null)
+ifneq ($(filter-out $(BUILD)/%,$(KERNELS)),)
+-include $(shell find $(KERNELS) -name '*.d' 2>/dev/null)
+endif
 
 # ---- rules ----
 
@@ -157,3 +169,16 @@ $(both): $(BUILD)/both/%: $(KERNELS)/% $(BUILD)/both/names
 $(BUILD)/tests/test_ops_cuda: $(BUILD)/main/tests/unit/test_ops_cuda.cc.o $(both) $(cpu_parts) $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
+
+# ---- the chapters' programs in CUDA: main, archive, and where there is no GPU the emulator ----
+# They are made for GPUs, and once without: in the usual build. One with sanitizers leaves them out, since the
+# emulator takes the place of one, and so does a machine without Boost.Context.
+ifneq ($(filter cuda-nccl cuda-mpi cpu-mpiyes,$(OPS)-$(COMM)$(if $(SANITIZE),,$(fibers))),)
+cu_programs := $(patsubst %.cu,$(BUILD)/%,$(sort $(wildcard 0*_*/*.cu)))
+programs    += $(cu_programs)
+endif
+cu_emulator := $(if $(filter cpu,$(OPS)),$(emulator_sources:%=$(KERNELS)/%.o))
+
+$(cu_programs): $(BUILD)/%: $(KERNELS)/%.cu.o $(cu_emulator) $(archive)
+	@mkdir -p $(@D)
+	$(link) $(CXX) $(LDFLAGS) $^ $(LDLIBS) $(if $(filter cpu,$(OPS)),-lboost_context) -o $@

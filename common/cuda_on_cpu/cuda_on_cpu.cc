@@ -452,6 +452,7 @@ void cuda_run(const CudaLaunch *launch) {
         cuda_block_index = uint3{(unsigned)(n % g.x), (unsigned)(n / g.x % g.y), (unsigned)(n / g.x / g.y)};
         run_block(launch, &state);
     }
+    if (now.counting) count_launch_end();
     memory_close();
 }
 

@@ -328,18 +328,29 @@ void cuda_on_cpu_order(uint64_t seed);
 // of a loop have drifted apart. What the compiler keeps in registers is no access, here as there.
 struct CudaCounts {
     int64_t threads, warps;
-    // Global memory: accesses of a warp, the bytes that its lanes ask for, and the 32-byte sectors that it
-    // takes to serve each access. Sectors are counted before any cache: a sector that the L1 or L2 holds
-    // already is counted again. Atomics count as stores.
+    // Global memory: accesses of a warp (a GPU's requests), the bytes that its lanes ask for, and the
+    // 32-byte sectors that it takes to serve each access. Sectors are counted before any cache: a sector
+    // that the L1 or L2 holds already is counted again. Atomics count as stores.
     int64_t global_loads, global_load_bytes, global_load_sectors;
     int64_t global_stores, global_store_bytes, global_store_sectors;
-    // Shared memory: accesses of a warp, and the passes beyond the first that 32 banks of 4 bytes need:
-    // lanes that want different words of one bank take turns, lanes that want the same word do not.
-    // Accesses of 8 and 16 bytes go by half and quarter warps, each with a first pass of its own.
-    int64_t shared_accesses, shared_conflicts;
+    // The same sectors, each once a launch: what memory itself must move if a cache holds everything.
+    int64_t distinct_load_sectors, distinct_store_sectors;
+    // Shared memory: accesses of a warp, the passes (wavefronts) that the width of the data alone asks for,
+    // and the passes beyond them that 32 banks of 4 bytes need: lanes that want different words of one bank
+    // take turns, lanes that want the same word do not. Accesses of 8 and 16 bytes go by half and quarter
+    // warps, each with a pass of its own.
+    int64_t shared_accesses, shared_passes, shared_conflicts;
     // A branch of a warp is divergent when the lanes that leave one basic block together do not all enter
     // the same next one. g++ has decided what is a branch: short ones became selects, as they do in nvcc.
     int64_t divergent_branches;
+    // Basic blocks that warps have gone through, and the lanes that were active in them: at most 32 each.
+    int64_t warp_steps, lane_steps;
+    // Floating-point arithmetic as the machine code of each basic block has it: additions, multiplications,
+    // minima and maxima are one operation, a fused multiply-add is two; divisions, roots, exponentials,
+    // logarithms are special. Of lanes; and the instructions that a warp issues for them, with however many
+    // lanes active.
+    int64_t flops, special;
+    int64_t flop_instructions, special_instructions;
     int64_t barriers;  // __syncthreads, per block
     int64_t atomics;   // of lanes, global and shared
 };

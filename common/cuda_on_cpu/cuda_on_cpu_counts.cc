@@ -2,6 +2,7 @@
 // is counted and how far it is from hardware stands with struct CudaCounts in cuda_on_cpu.h.
 #include <algorithm>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "cuda_on_cpu_inside.h"
@@ -17,6 +18,7 @@ enum { BRANCH = 2 };  // a space of its own
 static List<Event> events[MAX_THREADS];  // of this block, by thread
 static uint32_t last_block[MAX_THREADS];
 static CudaCounts counts;
+static std::unordered_set<uintptr_t> loaded, stored;  // sectors of this launch
 
 void cuda_count_begin(void) {
     counts = CudaCounts();
@@ -63,6 +65,7 @@ static void count_global(const Event *first, const Event *end) {
         bytes += e->size;
     }
     bool load = first->kind == LOAD;
+    (load ? loaded : stored).insert(sectors.begin(), sectors.end());
     (load ? counts.global_loads : counts.global_stores)++;
     (load ? counts.global_load_bytes : counts.global_store_bytes) += bytes;
     (load ? counts.global_load_sectors : counts.global_store_sectors) += distinct(&sectors);
@@ -86,11 +89,21 @@ static void count_shared(const Event *first, const Event *end) {
     while (first < end) {
         const Event *part = first;
         while (first < end && first->lane / lanes == part->lane / lanes) first++;
+        counts.shared_passes++;
         counts.shared_conflicts += passes(part, first) - 1;
     }
 }
 
-static void count_branch(const Event *first, const Event *end) {
+// Lanes that go through one basic block together, and where they go from there.
+static void count_step(const Event *first, const Event *end) {
+    const BlockWork &work = block_work(first->site);
+    int64_t lanes = end - first;
+    counts.warp_steps++;
+    counts.lane_steps += lanes;
+    counts.flops += lanes * work.flops;
+    counts.special += lanes * work.special;
+    counts.flop_instructions += work.flop_instructions;
+    counts.special_instructions += work.special_instructions;
     for (const Event *e = first; e < end; e++)
         if (e->address != first->address) {
             counts.divergent_branches++;
@@ -124,7 +137,14 @@ void count_block_end(void) {
             const Event *from = &together[first], *to = &together[0] + end;
             if (from->space == GLOBAL) count_global(from, to);
             else if (from->space == SHARED) count_shared(from, to);
-            else count_branch(from, to);
+            else count_step(from, to);
         }
     }
+}
+
+void count_launch_end(void) {
+    counts.distinct_load_sectors += (int64_t)loaded.size();
+    counts.distinct_store_sectors += (int64_t)stored.size();
+    loaded.clear();
+    stored.clear();
 }

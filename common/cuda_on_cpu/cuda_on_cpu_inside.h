@@ -4,6 +4,7 @@
 //   cuda_on_cpu_memory.cc  allocations, shared memory, and the check of every access
 //   cuda_on_cpu_report.cc  the sentence that tells what went wrong
 //   cuda_on_cpu_counts.cc  sectors, bank conflicts, divergent branches
+//   cuda_on_cpu_units.cc   what the machine code of a basic block computes
 //   cuda_on_cpu_api.cc     the runtime API
 #ifndef CUDA_ON_CPU_INSIDE_H
 #define CUDA_ON_CPU_INSIDE_H
@@ -142,5 +143,14 @@ enum AccessKind { LOAD, STORE, ATOMIC };
 void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site);
 void count_barrier(void);
 void count_block_end(void);
+void count_launch_end(void);
+
+// ---- units (cuda_on_cpu_units.cc) ----
+// What one lane computes in a basic block.
+struct BlockWork {
+    int flops, special, flop_instructions, special_instructions;
+};
+// site: the return address of the block's call of __sanitizer_cov_trace_pc, as site_number tells it.
+const BlockWork &block_work(uint32_t site);
 
 #endif

@@ -39,7 +39,7 @@ for chapter in 0[0-9]_*; do
     title=${chapter//_/ }
     [ ! -e "$page" ] || title="[$title]($page)"
     echo "| **$title** | | |"
-    for source in $(grep -lE '^int main\b' "$chapter"/*.c); do
+    for source in $(grep -slE '^int main\b' "$chapter"/*.c "$chapter"/*.cu); do
         name=$(basename "$source")
         place=$(grep -nF -m 1 "]($name)" "$page" 2>/dev/null | cut -d: -f1)
         column=$(sed -n "${place:-1}p" "$page" 2>/dev/null |
@@ -47,6 +47,6 @@ for chapter in 0[0-9]_*; do
         echo "${place:-9999} ${column:-0} $source"
     done | sort -n -k 1,1 -k 2,2 | while read -r _ _ source; do
         concept=$(sentence "$source")
-        echo "| [\`$(basename "$source" .c)\`]($source) | ${concept%%. Playbook:*} | $(wc -l <"$source") |"
+        echo "| [\`$(basename "${source%.*}")\`]($source) | ${concept%%. Playbook:*} | $(wc -l <"$source") |"
     done
 done

@@ -123,7 +123,7 @@ done
 # row NUMBER CLAIM PROGRAM FLAGS PATTERN: the line of `PROGRAM FLAGS` that has PATTERN.
 row() {
     local line
-    line=$(printed "$(echo 0*/"$3".c | sed 's|^|build/|; s|\.c$||')${4:+ $4}" | grep -E -m 1 -- "$5" |
+    line=$(printed "$(ls 0*/"$3".c* | sed 's|^|build/|; s|\.cu*$||')${4:+ $4}" | grep -E -m 1 -- "$5" |
         sed -E 's/  +/  /g; s/^ +//; s/ +$//; s/ \((exact|reas).*//; s/\|/\\|/g')
     [ -n "$line" ] || { echo "readme.sh: '$3 $4' prints nothing like '$5'" >&2; exit 1; }
     echo "| $1 | $2 | \`$3${4:+ $4}\` | \`$line\` |"
@@ -213,6 +213,12 @@ row() {
         'forward, all in one node'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' \
         async_tensor_parallel '--ranks 8' '^Rows that enter'
+    row 34 'coalescing: about a tenth of the time; 33 sectors a step become 5' coalescing '' '^by y takes'
+    row 34 '… a strided product reaches little of the GPU' coalescing '' '^matmul by x'
+    row 34 'tiling takes 43% less time' tiling '' '^tiles of 32 take'
+    row 34 'coarsening: fewer loads from shared memory' coarsening '' '^8 x 8'
+    row 35 'divergence serialises a warp' divergence '' '^branch by lane'
+    row 35 'fusion saves round trips to memory' fused_elementwise '' '^fused'
     row 37 '7 numbers between 1 and 2 in e4m3' formats '' '^e4m3 +0.125 +7'
     row 37 '3 in e5m2' formats '' '^e5m2 +0.25 +3'
     row 37 'epsilon: 1.19e-7 in float32, about 10^-3 in float16 …' formats '' '^float16 +0.000977'

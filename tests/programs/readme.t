@@ -29,7 +29,7 @@ report $? "every file that a page links exists${missing:+, but not$missing}"
 missing=''
 names='(build/0[0-9]_[a-z_]+/[a-z0-9_]+|(common|tests|0[0-9]_[a-z_]+)/[A-Za-z0-9_/]+\.(c|cc|cu|h|md|sh|t|txt))\b'
 for path in $(grep -ohE "$names" $all | sort -u); do
-    [ -e "$path" ] || [ -e "$(echo "$path" | sed 's/^build.//').c" ] || missing="$missing $path"
+    [ -e "$path" ] || [ -e "${path#build/}.c" ] || [ -e "${path#build/}.cu" ] || missing="$missing $path"
 done
 [ -z "$missing" ]
 report $? "every program and file that a page names exists${missing:+, but not$missing}"

@@ -231,6 +231,71 @@ static void divergent_branches(void **state) {
     assert_int_equal(divergences<ALIKE>(), 0);
 }
 
+// ---- arithmetic and active lanes ----
+
+// x 2 FLOPs, half of the lanes 1 more and the others an exponential.
+__global__ void arithmetic(float *y, float a, float b) {
+    float x = y[threadIdx.x];
+    x = fmaf(x, a, b);
+    if (threadIdx.x % 2) y[threadIdx.x] = x + a;
+    else y[threadIdx.x] = expf(x);
+}
+
+__global__ void dot(float *y, const float *x, int n) {
+    float sum = 0;
+    for (int i = 0; i < n; i++) sum += x[i] * x[i];
+    y[threadIdx.x] = fmaxf(sum / n, 1.f);
+}
+
+static void arithmetic_counts_by_lane_and_by_warp(void **state) {
+    (void)state;
+    COUNTED(c, LAUNCH(arithmetic, 1, 128, 0, 0, zeros(128), 2.f, 3.f));
+    assert_int_equal(c.flops, 128 * 2 + 64);
+    assert_int_equal(c.special, 64);
+    assert_true(c.flop_instructions == 4 * 2 || c.flop_instructions == 4 * 3);  // a fused one, or two
+    assert_int_equal(c.special_instructions, 4);  // a warp issues it for half of its lanes
+    COUNTED(d, LAUNCH(dot, 1, 32, 0, 0, zeros(32), zeros(10), 10));
+    assert_int_equal(d.flops, 32 * (2 * 10 + 1));
+    assert_int_equal(d.special, 32);
+    COUNTED(none, LAUNCH(copy<float>, 1, 32, 0, 0, zeros(32), zeros(32), 32, 1, 0));
+    assert_int_equal(none.flops + none.special, 0);
+}
+
+static void lanes_that_a_branch_leaves_idle(void **state) {
+    (void)state;
+    COUNTED(all, LAUNCH(branch<ALIKE>, 1, 128, 0, 0, zeros(128), zeros(128)));
+    assert_int_equal(all.lane_steps, 32 * all.warp_steps);
+    COUNTED(warps, LAUNCH(branch<BY_WARP>, 1, 128, 0, 0, zeros(128), zeros(128)));
+    assert_int_equal(warps.lane_steps, 32 * warps.warp_steps);
+    COUNTED(lanes, LAUNCH(branch<BY_LANE>, 1, 128, 0, 0, zeros(128), zeros(128)));
+    assert_int_equal(lanes.lane_steps, warps.lane_steps);
+    assert_int_equal(lanes.warp_steps, warps.warp_steps + 4);  // each warp has gone both ways
+}
+
+__global__ void each_block_the_same(float *y, const float *x) {
+    y[blockIdx.x * blockDim.x + threadIdx.x] = x[threadIdx.x];
+}
+
+static void memory_moves_distinct_sectors(void **state) {
+    (void)state;
+    COUNTED(c, {
+        LAUNCH(each_block_the_same, 4, 64, 0, 0, zeros(4 * 64), zeros(64));
+        LAUNCH(each_block_the_same, 4, 64, 0, 0, zeros(4 * 64), zeros(64));
+    });
+    assert_int_equal(c.global_load_sectors, 2 * 4 * 8);
+    assert_int_equal(c.distinct_load_sectors, 2 * 8);  // once a launch
+    assert_int_equal(c.distinct_store_sectors, 2 * 4 * 8);
+}
+
+static void shared_passes_follow_the_width(void **state) {
+    (void)state;
+    COUNTED(words, LAUNCH(touch<float>, 1, 32, 32 * 4, 0, zeros(32), 1, 1));
+    assert_int_equal(words.shared_passes, 1);
+    COUNTED(packs, LAUNCH(touch<float4>, 1, 32, 32 * 16, 0, zeros(32), 1, 1));
+    assert_int_equal(packs.shared_passes, 4);
+    assert_int_equal(packs.shared_accesses, 1);
+}
+
 static void only_launches_between_begin_and_end_count(void **state) {
     (void)state;
     float *x = zeros(64), *y = zeros(64);
@@ -272,6 +337,10 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_transpose_and_its_padding),
         cmocka_unit_test(bank_conflicts_follow_width_and_stride),
         cmocka_unit_test(divergent_branches),
+        cmocka_unit_test(arithmetic_counts_by_lane_and_by_warp),
+        cmocka_unit_test(lanes_that_a_branch_leaves_idle),
+        cmocka_unit_test(memory_moves_distinct_sectors),
+        cmocka_unit_test(shared_passes_follow_the_width),
         cmocka_unit_test(only_launches_between_begin_and_end_count),
         cmocka_unit_test(counts_do_not_depend_on_the_order),
     };

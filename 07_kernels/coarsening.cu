@@ -1,0 +1,191 @@
+// coarsening.cu: a thread that computes more elements reads less for each. Playbook: "Thread Coarsening".
+//
+// In a tiled product, tiling.cu, each multiply-add needs two words from shared memory, and waits for them.
+// A thread with TM x TN elements of C, in registers, loads TM words of A and TN of B, and has TM TN
+// multiply-adds to do with them:
+//
+//                    B  b0 b1 b2 b3         loads for one multiply-add
+//                a0     c  c  c  c          1 x 1       2
+//            A   a1     c  c  c  c          4 x 1       5 / 4
+//                a2     c  c  c  c          4 x 4       1 / 2
+//                a3     c  c  c  c          8 x 8       1 / 4
+//
+// 16 x 16 threads make a tile of C of 16 TM x 16 TN. The tile of A lies in shared memory by columns, so
+// that a thread's rows are neighbours, and it reads four words at once. Its columns come in packs of four,
+// 64 apart: eight neighbours of a thread would lie in the banks of the next thread but three.
+//
+// For a warp and a piece of K = 16 steps:
+//     load requests    TM + TN            of 4 sectors each
+//     shared passes    2 TM + TN stores (A's by columns take two each), and K (TM + TN) loads
+//     multiply-adds    K TM TN
+// A multiprocessor of an H100 has 4 multiply-adds of a warp in a clock, and one pass: at 8 x 8 both are
+// busy. The price is registers: 8 x 8 sums and 16 operands leave room for fewer warps.
+//
+// Proof: within 4 times the error of the library's f32 product, each against f64, at sizes that fill no
+// tile; counts are those of the formulas.
+// Run: build/07_kernels/coarsening           (--gpu a100, --size 4096, --verbose)
+// Last line: PASS coarsening: 8 x 8 outputs a thread take 0.12 of the time of one …
+#include "launch.h"
+
+enum { SIDE = 16, THREADS = SIDE * SIDE, K = 16, PAD = 4 };  // PAD keeps packs of four aligned
+
+template <int N>
+struct alignas(N * 4) Pack {
+    float x[N];
+};
+
+// One access of 16 bytes where N is 4.
+__device__ static inline void load(Pack<1> *to, const float *from) { to->x[0] = *from; }
+__device__ static inline void load(Pack<4> *to, const float *from) {
+    const float4 v = *reinterpret_cast<const float4 *>(from);
+    to->x[0] = v.x, to->x[1] = v.y, to->x[2] = v.z, to->x[3] = v.w;
+}
+
+// Where in its tile a thread's i-th row (or column) is: packs of V, each followed by those of the other
+// threads.
+template <int COUNT>
+struct Places {
+    static constexpr int V = COUNT % 4 ? 1 : 4, TILE = SIDE * COUNT;
+    __device__ static int pack(int thread, int p) { return p * SIDE * V + thread * V; }
+    __device__ static int place(int thread, int i) { return pack(thread, i / V) + i % V; }
+};
+
+template <int TM, int TN>
+__global__ void __launch_bounds__(THREADS) matmul(float *c, const float *a, const float *b, int64_t n) {
+    typedef Places<TM> Rows;
+    typedef Places<TN> Columns;
+    __shared__ __align__(16) float tile_a[K][Rows::TILE + PAD];
+    __shared__ __align__(16) float tile_b[K][Columns::TILE];
+    const int t = threadIdx.x, ty = t / SIDE, tx = t % SIDE;
+    const int64_t row0 = (int64_t)blockIdx.y * Rows::TILE, column0 = (int64_t)blockIdx.x * Columns::TILE;
+    float sum[TM][TN] = {};
+    for (int64_t k0 = 0; k0 < n; k0 += K) {
+#pragma unroll
+        for (int i = 0; i < TM; i++) {  // lanes go along k, in which A's rows are stored
+            const int k = t % K, row = t / K + i * (THREADS / K);
+            tile_a[k][row] = row0 + row < n && k0 + k < n ? a[(row0 + row) * n + k0 + k] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < TN; i++) {
+            const int k = (t + i * THREADS) / Columns::TILE, column = (t + i * THREADS) % Columns::TILE;
+            tile_b[k][column] = k0 + k < n && column0 + column < n ? b[(k0 + k) * n + column0 + column] : 0;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            Pack<Rows::V> left[TM / Rows::V];
+            Pack<Columns::V> right[TN / Columns::V];
+#pragma unroll
+            for (int p = 0; p < TM / Rows::V; p++) load(&left[p], &tile_a[k][Rows::pack(ty, p)]);
+#pragma unroll
+            for (int p = 0; p < TN / Columns::V; p++) load(&right[p], &tile_b[k][Columns::pack(tx, p)]);
+#pragma unroll
+            for (int i = 0; i < TM; i++)
+#pragma unroll
+                for (int j = 0; j < TN; j++)
+                    sum[i][j] = fmaf(left[i / Rows::V].x[i % Rows::V],
+                                     right[j / Columns::V].x[j % Columns::V], sum[i][j]);
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < TM; i++)
+#pragma unroll
+        for (int j = 0; j < TN; j++) {
+            const int64_t row = row0 + Rows::place(ty, i), column = column0 + Columns::place(tx, j);
+            if (row < n && column < n) c[row * n + column] = sum[i][j];
+        }
+}
+
+// ---- host code ----
+
+enum { ONE, FOUR, SIXTEEN, SIXTY_FOUR, VERSIONS };
+static const struct { int tm, tn; } outputs[VERSIONS] = {{1, 1}, {4, 1}, {4, 4}, {8, 8}};
+static const KernelVersion versions[VERSIONS] = {
+    {"1 output a thread", THREADS, 32, K *(16 + PAD + 16) * 4},
+    {"4 x 1", THREADS, 48, K *(64 + PAD + 16) * 4},
+    {"4 x 4", THREADS, 67, K *(64 + PAD + 64) * 4},
+    {"8 x 8", THREADS, 128, K *(128 + PAD + 128) * 4},
+};
+
+static void launch(int version, float *c, const float *a, const float *b, int64_t n) {
+    if (n == 0) return;
+    const int64_t rows = SIDE * outputs[version].tm, columns = SIDE * outputs[version].tn;
+    const dim3 grid((unsigned)((n + columns - 1) / columns), (unsigned)((n + rows - 1) / rows));
+    if (version == ONE) LAUNCH((matmul<1, 1>), grid, THREADS, 0, 0, c, a, b, n);
+    if (version == FOUR) LAUNCH((matmul<4, 1>), grid, THREADS, 0, 0, c, a, b, n);
+    if (version == SIXTEEN) LAUNCH((matmul<4, 4>), grid, THREADS, 0, 0, c, a, b, n);
+    if (version == SIXTY_FOUR) LAUNCH((matmul<8, 8>), grid, THREADS, 0, 0, c, a, b, n);
+}
+
+// n a multiple of the tile's sides.
+static Work formula(int version, double n) {
+    const double tm = outputs[version].tm, tn = outputs[version].tn;
+    const double blocks = n * n / (THREADS * tm * tn), pieces = blocks * n / K, warps = 8;
+    Work w = {};
+    w.load_requests = pieces * warps * (tm + tn);
+    w.load_sectors = 4 * w.load_requests;
+    w.store_requests = n * n / 32;
+    // two rows of 16 lanes, which are neighbours, or in packs of four of which each has a sector to itself
+    // in part
+    w.store_sectors = w.store_requests * (tn == 1 ? 4 : 16);
+    w.memory_sectors = 3 * n * n / 8;
+    w.shared_passes = pieces * warps * (tm + tn + K * (tm + tn));
+    w.shared_conflicts = pieces * warps * tm;
+    w.flops = 2 * n * n * n;
+    w.flop_instructions = n * n * n / 32;
+    w.barriers = 2 * pieces;
+    return w;
+}
+
+static double check(int version, double *bound) {
+    double worst = *bound = 0;
+    for (int64_t n : {(int64_t)0, (int64_t)1, (int64_t)37, (int64_t)67}) {
+        float *a = kernels_numbers(n * n, 1, 1), *b = kernels_numbers(n * n, 100, 2);
+        Array<float> d_a(a, n * n), d_b(b, n * n), d_c(n * n);
+        launch(version, d_c.at, d_a.at, d_b.at, n);
+        std::vector<float> c = d_c.host(), library((size_t)(n * n));
+        std::vector<double> right((size_t)(n * n));
+        kernels_matmul_f64(right.data(), a, b, n, n, n);
+        kernels_matmul_library(library.data(), a, b, n, n, n);
+        worst = fmax(worst, kernels_error(c.data(), right.data(), n * n));
+        *bound = fmax(*bound, 4 * kernels_error(library.data(), right.data(), n * n));
+        free(a);
+        free(b);
+    }
+    return worst;
+}
+
+static void row(int version, int64_t n) {
+    const int64_t small = version == SIXTY_FOUR ? 128 : 64, most = ON_GPU ? n : small;
+    float *numbers = kernels_numbers(most * most, 1, 3);
+    Array<float> a(numbers, most * most), b(numbers, most * most), c(most * most);
+    free(numbers);
+    Work work = counted([&] { launch(version, c.at, a.at, b.at, small); });
+    Work predicted = formula(version, (double)small), at_size = formula(version, (double)n);
+    double bound, error = check(version, &bound);
+    double seconds = measured([&] { launch(version, c.at, a.at, b.at, n); });
+    kernels_version(&versions[version], ON_GPU ? NULL : &work, &predicted, &at_size, seconds, error, bound);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    KernelsOptions options = {};
+    int64_t n;
+    Option table[] = {
+        {"size", OPTION_INT, &n, "4096", 128, 32768, "", "rows and columns of the table's matrices", false},
+        KERNELS_OPTIONS(options),
+    };
+    options_parse(argc, argv,
+                  "Coarsening: a matrix multiply whose threads compute 1, 4, 16 or 64 elements each.\n"
+                  "  coarsening --gpu a100",
+                  table, sizeof table / sizeof *table);
+    n -= n % 128;
+    char *size = format_text("C = A B of %lld x %lld matrices", (long long)n, (long long)n);
+    const double square = (double)n * (double)n;
+    kernels_begin(&options, size, kernels_limit(&options, 12 * square, 2 * square * (double)n, 0));
+    for (int v = 0; v < VERSIONS; v++) row(v, n);
+    free(size);
+    return report_verdict("8 x 8 outputs a thread take %.2f of the time of one",
+                          kernels_seconds(SIXTY_FOUR) / kernels_seconds(ONE));
+}

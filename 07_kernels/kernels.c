@@ -1,0 +1,149 @@
+// kernels.c: see kernels.h.
+#include "kernels.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#include "tensor/ops.h"
+#include "tensor/rng.h"
+
+// ---- the table ----
+
+enum { MOST_VERSIONS = 16 };
+static struct {
+    const Gpu *gpu;
+    bool verbose;
+    double limit, seconds[MOST_VERSIONS];
+    int versions;
+} table;
+
+static const Gpu *chosen(const KernelsOptions *options) {
+    static const char *const names[] = {"a100", "h100"};  // in the order of KERNELS_OPTIONS
+    return gpu_find(names[options->gpu]);
+}
+
+double kernels_limit(const KernelsOptions *options, double bytes, double flops, double tensor_flops) {
+    Work least = {
+        .memory_sectors = bytes / 32, .flop_instructions = flops / 2 / 32, .tensor_flops = tensor_flops};
+    return gpu_time(chosen(options), &least).seconds;
+}
+
+void kernels_begin(const KernelsOptions *options, const char *size, double limit) {
+    table.gpu = chosen(options);
+    table.verbose = options->verbose;
+    table.limit = limit;
+    if (!table.versions) report_json(base_rank() ? NULL : options->json);
+    say("%s", size);
+    say("modelled on an %s; no version can take less than %.4g ms", table.gpu->device, limit * 1e3);
+    say("%-20s %10s  %-8s %6s %8s %8s %9s %6s %6s  %s", "", "time", "busiest", "of the", "sectors",
+        "traffic", "bank", "lanes", "warps", "worst");
+    say("%-20s %10s  %-8s %6s %8s %8s %9s %6s %6s  %s", "", "ms", "part", "limit", "/request", "to L2",
+        "conflicts", "active", "fit", "error");
+}
+
+const Gpu *kernels_gpu(void) { return table.gpu; }
+double kernels_seconds(int version) { return table.seconds[version]; }
+
+static void hold(const char *version, const char *what, double predicted, double counted) {
+    char *text = format_text("%s: %s", version, what);
+    bool before = report_quiet(!table.verbose);
+    report_equal(text, predicted, counted, "");
+    report_quiet(before);
+    free(text);
+}
+
+static void hold_all(const char *name, const Work *predicted, const Work *counted) {
+    hold(name, "load requests", predicted->load_requests, counted->load_requests);
+    hold(name, "load sectors", predicted->load_sectors, counted->load_sectors);
+    hold(name, "store requests", predicted->store_requests, counted->store_requests);
+    hold(name, "store sectors", predicted->store_sectors, counted->store_sectors);
+    hold(name, "memory sectors", predicted->memory_sectors, counted->memory_sectors);
+    hold(name, "shared passes", predicted->shared_passes, counted->shared_passes);
+    hold(name, "bank conflicts", predicted->shared_conflicts, counted->shared_conflicts);
+    hold(name, "FLOPs", predicted->flops, counted->flops);
+    hold(name, "FP instructions", predicted->flop_instructions, counted->flop_instructions);
+    hold(name, "special instr.", predicted->special_instructions, counted->special_instructions);
+    hold(name, "tensor FLOPs", predicted->tensor_flops, counted->tensor_flops);
+    hold(name, "barriers", predicted->barriers, counted->barriers);
+}
+
+// "97%", or "-" of nothing. Rotates over two static buffers.
+static const char *share_text(double part, double whole) {
+    static char texts[2][16];
+    static int turn;
+    char *text = texts[turn++ % 2];
+    if (whole > 0) snprintf(text, sizeof texts[0], "%.0f%%", 100 * part / whole);
+    else snprintf(text, sizeof texts[0], "-");
+    return text;
+}
+
+static void write_row(const KernelVersion *v, const GpuTime *time, const Work *work, double error) {
+    report_number(v->name, "modelled", time->seconds, "s");
+    for (int p = 0; p < PARTS; p++) report_number(v->name, part_name((Part)p), time->part[p], "s");
+    report_number(v->name, "load_requests", work->load_requests, "");
+    report_number(v->name, "load_sectors", work->load_sectors, "");
+    report_number(v->name, "registers", v->registers, "");
+    report_number(v->name, "error", error, "");
+}
+
+void kernels_version(const KernelVersion *v, const Work *counted, const Work *predicted,
+                     const Work *at_size, double seconds, double error, double bound) {
+    if (counted) hold_all(v->name, predicted, counted);
+    GpuTime time = gpu_time(table.gpu, at_size);
+    Occupancy fits = gpu_occupancy(table.gpu, v->threads, v->registers, v->shared_bytes);
+    CHECK(table.versions < MOST_VERSIONS, "a table has at most %d versions", (int)MOST_VERSIONS);
+    table.seconds[table.versions++] = time.seconds;
+    // of passes without conflicts; of the lanes that a warp has
+    const char *conflicts = share_text(at_size->shared_conflicts, at_size->shared_passes);
+    const char *lanes =
+        share_text(counted ? counted->lane_steps : 0, counted ? 32 * counted->warp_steps : 0);
+    say("%-20s %10.4g  %-8s %5.1f%% %8.3g %8s %9s %6s %5.0f%%  %.1e", v->name, time.seconds * 1e3,
+        part_name(time.busiest), 100 * table.limit / time.seconds,
+        at_size->load_sectors / fmax(at_size->load_requests, 1),
+        bytes_text(32 * (at_size->load_sectors + at_size->store_sectors)), conflicts, lanes,
+        100 * fits.share, error);
+    if (seconds > 0) say("%-20s %10.4g  measured", "", seconds * 1e3);
+    write_row(v, &time, at_size, error);
+    report_that(fits.blocks > 0, "%s: its block does not fit on a multiprocessor", v->name);
+    report_that(error <= bound, "%s is off by %.1e, and may be by %.1e", v->name, error, bound);
+}
+
+// ---- data and references ----
+
+float *kernels_numbers(int64_t count, double scale, int stream) {
+    float *x = (float *)host_alloc((size_t)(count + 1) * sizeof *x);
+    for (int64_t i = 0; i < count; i++)
+        x[i] = (float)(scale * rng_normal(42 + (uint64_t)stream, RNG_TEST, (uint64_t)i));
+    return x;
+}
+
+double kernels_error(const float *made, const double *right, int64_t count) {
+    double *x = (double *)host_alloc((size_t)(count + 1) * sizeof *x);
+    for (int64_t i = 0; i < count; i++) x[i] = made[i];
+    Difference d = difference("", x, right, count);
+    double zero = difference_norm(right, count);
+    free(x);
+    return zero == 0 ? d.maximum : d.relative;
+}
+
+void kernels_matmul_f64(double *c, const float *a, const float *b, int64_t m, int64_t n, int64_t k) {
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < n; j++) {
+            double sum = 0;
+            for (int64_t x = 0; x < k; x++) sum += (double)a[i * k + x] * b[x * n + j];
+            c[i * n + j] = sum;
+        }
+}
+
+void kernels_matmul_library(float *c, const float *a, const float *b, int64_t m, int64_t n, int64_t k) {
+    Tensor A = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(m, k)),
+           B = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(k, n));
+    Tensor C = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(m, n));
+    tensor_from_host(A, a);
+    tensor_from_host(B, b);
+    op_matmul(C, A, B, false, false, 0);
+    tensor_to_host(c, C);
+    tensor_free(&A);
+    tensor_free(&B);
+    tensor_free(&C);
+}

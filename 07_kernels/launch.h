@@ -1,0 +1,96 @@
+// launch.h: what kernels.h needs of the compiler that reads the kernels: arrays on the device, and one
+// launch counted by the emulator or measured on a GPU.
+#ifndef LAUNCH_H
+#define LAUNCH_H
+
+#include <vector>
+
+#include "cuda/gpu.h"
+#include "kernels.h"
+
+// A device array, released with its scope.
+template <class T>
+struct Array {
+    T *at;
+    int64_t count;
+
+    explicit Array(int64_t count) : count(count) {
+        CUDA_CHECK(cudaMalloc(&at, (size_t)(count + 1) * sizeof(T)));
+    }
+    Array(const T *host, int64_t count) : Array(count) {
+        CUDA_CHECK(cudaMemcpy(at, host, (size_t)count * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    Array(const Array &) = delete;
+    Array &operator=(const Array &) = delete;
+    ~Array() { cudaFree(at); }
+
+    std::vector<T> host() const {
+        std::vector<T> copy((size_t)count);
+        CUDA_CHECK(cudaMemcpy(copy.data(), at, (size_t)count * sizeof(T), cudaMemcpyDeviceToHost));
+        return copy;
+    }
+};
+
+#ifdef __CUDACC__
+
+constexpr bool ON_GPU = true;
+
+// Nothing is counted on a GPU.
+template <class F>
+Work counted(F launch) {
+    launch();
+    CUDA_CHECK(cudaDeviceSynchronize());
+    return Work{};
+}
+
+// The median of ten launches, after two to warm up.
+template <class F>
+double measured(F launch) {
+    std::vector<float> times;
+    cudaEvent_t from, to;
+    CUDA_CHECK(cudaEventCreate(&from));
+    CUDA_CHECK(cudaEventCreate(&to));
+    for (int i = 0; i < 12; i++) {
+        float milliseconds;
+        CUDA_CHECK(cudaEventRecord(from));
+        launch();
+        CUDA_CHECK(cudaEventRecord(to));
+        CUDA_CHECK(cudaEventSynchronize(to));
+        CUDA_CHECK(cudaEventElapsedTime(&milliseconds, from, to));
+        if (i >= 2) times.push_back(milliseconds);
+    }
+    CUDA_CHECK(cudaEventDestroy(from));
+    CUDA_CHECK(cudaEventDestroy(to));
+    for (size_t i = 1; i < times.size(); i++)
+        for (size_t j = i; j > 0 && times[j] < times[j - 1]; j--) std::swap(times[j], times[j - 1]);
+    return times[times.size() / 2] / 1e3;
+}
+
+#else
+
+constexpr bool ON_GPU = false;
+
+template <class F>
+Work counted(F launch) {
+    cuda_count_begin();
+    launch();
+    CudaCounts c = cuda_count_end();
+    Work w = {};
+    w.load_requests = (double)c.global_loads, w.load_sectors = (double)c.global_load_sectors;
+    w.store_requests = (double)c.global_stores, w.store_sectors = (double)c.global_store_sectors;
+    w.memory_sectors = (double)(c.distinct_load_sectors + c.distinct_store_sectors);
+    w.shared_passes = (double)c.shared_passes, w.shared_conflicts = (double)c.shared_conflicts;
+    w.flops = (double)c.flops, w.flop_instructions = (double)c.flop_instructions;
+    w.special_instructions = (double)c.special_instructions;
+    w.barriers = (double)c.barriers;
+    w.lane_steps = (double)c.lane_steps, w.warp_steps = (double)c.warp_steps;
+    return w;
+}
+
+template <class F>
+double measured(F) {
+    return 0;
+}
+
+#endif
+#endif

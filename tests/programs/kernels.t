@@ -1,0 +1,52 @@
+#!/bin/bash
+# kernels.t: the programs of chapter 07 through the emulator: each reaches its verdict, which holds every
+# count to the formula in its header, and shows what the playbook says. With nvcc on the machine: no kernel
+# spills a register, and none needs more of them than its program says. TAP.
+# needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
+# needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
+. "$(dirname "$0")/tap.sh"
+needs_fibers
+
+for source in 07_kernels/*.cu; do
+    name=$(basename "$source" .cu)
+    passes "$name" 07_kernels/"$name" --json "$work/$name.json"
+done
+passes "on an A100" 07_kernels/vector_add --gpu a100
+refused "--gpu" 07_kernels/vector_add --gpu abacus
+
+# shows NAME PROGRAM PATTERN: a line of its table.
+shows() {
+    wanted "$1" || return 0
+    run "$build/07_kernels/$2" --verbose && grep -qE -- "$3" "$out"
+    report $? "$1"
+}
+shows "by x takes 33 sectors a step, in 2 requests" coalescing '^matmul by x .* 16\.5 '
+shows "by y takes 5" coalescing '^matmul by y .* 2\.5 '
+shows "a strided copy takes 32 sectors a request" coalescing '^copy, strided .* 32 '
+shows "tiles of 32 take 8 sectors in place of 160" tiling 'in 32 steps, tiles +predicted +8 +measured +8 '
+shows "a column in one bank takes 32 passes" tiling '^A B., in one bank .* 1503% '
+shows "a swizzle has no bank conflicts" tiling '^A B., swizzled .* 0% '
+shows "half of the lanes wait at a branch" divergence '^branch by lane .* 50% '
+shows "8 x 8 outputs reach nine tenths of the limit" coarsening '^8 x 8 .* 91\.4% '
+
+nvcc=$(PATH=$PATH:/usr/local/cuda/bin command -v nvcc)
+if [ -z "$nvcc" ]; then
+    report 0 "registers # SKIP nvcc is not installed"
+    finish
+fi
+# ptxas counts the registers of each kernel; the most of a program, on either GPU, is what its table says.
+for source in 07_kernels/*.cu; do
+    name=$(basename "$source" .cu)
+    wanted "$name: registers are as it says, and none spills" || continue
+    "$nvcc" -std=c++17 -O3 -Xcompiler -Wall,-Wextra --Werror all-warnings -Icommon -I. -Xptxas -v \
+        -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90a,code=sm_90a \
+        -c "$source" -o "$work/kernels.o" >"$out" 2>&1
+    status=$?
+    used=$(sed -n 's/.*Used \([0-9]*\) registers.*/\1/p' "$out" | sort -n | tail -n 1)
+    said=$(grep -A 1 '"registers"' "$work/$name.json" | sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' |
+        sort -n | tail -n 1)
+    [ $status = 0 ] && grep -q ' 0 bytes spill stores' "$out" && [ -n "$used" ] && [ "$used" = "$said" ] &&
+        ! grep -qE '[1-9][0-9]* bytes (spill|stack)' "$out"
+    report $? "$name: registers are as it says, and none spills"
+done
+finish
