@@ -129,6 +129,7 @@ extern const Technique expert_parallel;
 // and vocabulary parallelism, expert_parallel, the four methods of context parallelism, with --pp the
 // pipeline, recomputation. A longer list puts moe first and expert_parallel behind tensor parallelism.
 extern const Technique *const expert_layouts[];
+extern const Technique *const overlapped_layouts[];  // and overlapped_experts
 // And what one device has, with which they are compared.
 extern const Technique *const expert_baseline[];
 extern const Option expert_layout_options[];  // --zero, and --proof-only
@@ -146,6 +147,13 @@ typedef struct ExpertParallel {
 // expert_tables.c: who computed whose rows; all tokens to the first experts; peaks of activations by the
 // rows that have come; a block of Mixtral 8x7B, dry, on the model clock.
 void expert_tables(Mesh mesh, const Config *config);
+
+// ======================================================================================================
+// overlapped_experts.c: two micro-batches in flight
+// ======================================================================================================
+
+// Behind the pipeline: DualPipe's pairs then overlap; without one, the micro-batches of a step, two by two.
+extern const Technique overlapped_experts;
 
 // ======================================================================================================
 // load_balance.c: auxiliary loss, z-loss, and a bias in the choice

@@ -297,7 +297,7 @@ static void price(Price *p, const Model *m, const void *context) {
     keep(p->block, &p->block_rows, "chosen, place", 2 * 4 * n * k, m);
     keep(p->block, &p->block_rows, "out of experts", e * n * k * h, m);
     // Of all blocks: where other ranks' tokens come, or some are dropped, as many as came.
-    double rows = all ? n * k * (double)c->layers : (double)moe->most_held;
+    double rows = all ? n * k * p->blocks : (double)moe->most_held;
     keep(p->end, &p->end_rows, "rows, gate, up, act of experts", e * rows * (h + 3 * f), m);
     p->peak_counted = true;
     p->peak_by_data = !all;  // expert_tables.c has it from the ledger
