@@ -127,7 +127,7 @@ test:
 bench:
 	@common/install.sh test
 	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp \
-	    $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
+	    $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp $(BUILD)/tests/bench_experts \
 	    $(BUILD)/tests/bench_cp $(BUILD)/tests/bench_pp $(BUILD)/tests/bench_attention $(BUILD)/tests/bench_comm $(corpus)
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_ddp
@@ -135,6 +135,7 @@ bench:
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_tp
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_cp
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_pp
+	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_experts
 	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_attention
 	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks || exit 1; done
 
@@ -151,7 +152,7 @@ mutants:
 	@set -f; tests/mutants/run $(M)
 
 readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp \
-    $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
+    $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp $(BUILD)/tests/bench_experts \
     $(BUILD)/tests/bench_cp $(BUILD)/tests/bench_pp $(BUILD)/tests/bench_attention $(BUILD)/tests/bench_comm
 	@BUILD=$(BUILD) common/report/readme.sh
 

@@ -233,6 +233,7 @@ unset OPENBLAS_CORETYPE
     "$build/tests/bench_ddp"
     "$build/tests/bench_zero"
     "$build/tests/bench_tp"
+    "$build/tests/bench_experts"
     "$build/tests/bench_cp"
     "$build/tests/bench_pp"
     "$build/tests/bench_attention"
