@@ -7,6 +7,8 @@
 
 // ---- zero1.c, zero2.c, zero3.c: optimizer state; and gradients; and weights ----
 extern const Technique zero1, zero2, zero3;
+// hybrid_zero.c: zero3 among --shard-ranks neighbours, replicas across; the fifth choice of --zero.
+extern const Technique hybrid_zero;
 // --zero 0|1|2|3, for programs that list several stages; one that lists a single stage has it on.
 extern const Option zero_option;
 

@@ -245,7 +245,7 @@ static void show(Mesh mesh, const Config *config) {
                 "ZeRO-3 exposes more than a tenth of its communication");
     print_states(mesh, &shape, cost);
     if (config_text(config, "svg")) draw_states(mesh, config, cost, config_text(config, "svg"));
-    if (config->verbose) zero3_overlap(mesh, config);
+    zero3_overlap(mesh, config);
 }
 
 static const Option picture_option = {

@@ -20,6 +20,8 @@ extern const Technique zero3_per_step;
 // recomputation, --zero-r.
 extern const Technique *const pipeline_layouts[];
 
+extern const Technique async_tensor_parallel_by_flag, zero_r_in_pipeline;
+
 // The main of a schedule's program: trains with this --schedule and proves it.
 int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule);
 

@@ -224,6 +224,7 @@ static void price(Price *p, const Model *m, const void *context) {
     const Config *c = &m->config;
     double e = (double)dtype_size(c->dtype), h = (double)c->hidden, ep = x->ep.size;
     double forwards = p->forwards * (double)c->layers, backwards = p->backwards * (double)c->layers;
+    if (forwards == 0) return;  // a stage with the head alone
     // What the routing tables of all steps say, for one of them.
     double steps = x->passes / forwards, rows = steps > 0 ? (x->rows_sent + x->rows_served) / steps : 0;
     price_sent(

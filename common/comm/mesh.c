@@ -13,7 +13,7 @@
 #include "comm.h"
 
 const char *line_name(Line line) {
-    static const char *const names[COMM_LINES] = {"world", "tp", "cp", "pp", "pp back", "dp", "ep"};
+    static const char *const names[COMM_LINES] = {"world", "tp", "cp", "pp", "pp back", "dp", "ep", "dp across"};
     return names[line];
 }
 
@@ -100,6 +100,24 @@ Mesh mesh_single(void) {
     return mesh;
 }
 
+Mesh mesh_standing_for_all(MeshShape s) {
+    s = complete(s);
+    Mesh mesh = mesh_single();
+    int ranks = s.dp * s.pp * s.cp * s.tp;
+    for (int axis = 0; axis < MESH_AXES; axis++) {
+        int *members = host_alloc(sizeof *members * (size_t)ranks);
+        int size = mesh_members(s, axis, 0, members);
+        *mesh_group(&mesh, axis) = (Group){
+            .size = size, .name = axes[axis].name, .member = members, .line = axes[axis].line};
+    }
+    return mesh;
+}
+
+void mesh_end(Mesh *mesh) {
+    for (int axis = 0; axis < MESH_AXES; axis++) free((int *)mesh_group(mesh, axis)->member);
+    *mesh = mesh_single();
+}
+
 // ---- what fits ----
 
 // The degrees as flags, those of 1 left out: "--pp 2 x --tp 3".
@@ -140,15 +158,21 @@ static void check_experts(MeshShape s) {
     fatal("--ep %d does not divide %s: %s would", s.ep, degrees_text(product, true), fits);
 }
 
-Mesh mesh_new(MeshShape s) {
+void mesh_check(MeshShape s, int ranks) {
     const char *const names[] = {"dp", "pp", "cp", "tp", "ep"};
     s = complete(s);
-    int degrees[] = {s.dp, s.pp, s.cp, s.tp, s.ep}, ranks = comm_ranks();
+    int degrees[] = {s.dp, s.pp, s.cp, s.tp, s.ep};
     for (int i = 0; i < 5; i++)
         CHECK(degrees[i] >= 1 && degrees[i] <= 1 << 20, "--%s %d is out of bounds: at least 1", names[i],
               degrees[i]);
     check_ranks(s, ranks);
     check_experts(s);
+}
+
+Mesh mesh_new(MeshShape s) {
+    int ranks = comm_ranks();
+    mesh_check(s, ranks);
+    s = complete(s);
     Mesh mesh;
     int *members = host_alloc(sizeof *members * (size_t)ranks);
     for (int axis = 0; axis < MESH_AXES; axis++) {

@@ -13,10 +13,11 @@ extern "C" {
 // their own; requests of different lines do not wait for each other (comm.h).
 typedef enum Line {
     LINE_WORLD, LINE_TP, LINE_CP, LINE_PP_FORWARD, LINE_PP_BACKWARD, LINE_DP, LINE_EP,
+    LINE_DP_ACROSS,  // of those ranks of dp that have the same part, in other nodes
     COMM_LINES
 } Line;
 
-const char *line_name(Line line);  // "world" "tp" "cp" "pp" "pp back" "dp" "ep"
+const char *line_name(Line line);  // "world" "tp" "cp" "pp" "pp back" "dp" "ep" "dp across"
 
 typedef struct Group {
     int size;           // members
@@ -61,6 +62,11 @@ Mesh mesh_single(void);
 // most stays within a node (Megatron-LM's order). Collective. Fatal, naming the flags and what would fit,
 // when the degrees do not multiply up to the number of ranks.
 Mesh mesh_new(MeshShape shape);
+// The grid of a cluster of any size as its rank 0 sees it, for comm_stand_for_all: no group is made. The
+// caller ends it with mesh_end.
+Mesh mesh_standing_for_all(MeshShape shape);
+void mesh_end(Mesh *mesh);
+void mesh_check(MeshShape shape, int ranks);  // fatal as mesh_new, which calls it; not collective
 Group *mesh_group(Mesh *mesh, MeshAxis axis);
 // Header lines: ranks, hosts, the degrees, and the members of each axis larger than one.
 void mesh_print(const Mesh *mesh, MeshShape shape);
