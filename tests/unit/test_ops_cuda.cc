@@ -845,7 +845,7 @@ static void routing_matches(void **state) {
                                   logits.data(), s.n, s.e, s.k, s.rule);
             kernel_route_order(tokens.data(), place.data(), counts.data(), chosen.data(), s.n, s.k, s.e);
             // Of one sequence, and of as many as there are tokens.
-            const int64_t lengths[] = {s.n, 1}, room = ceil_div(s.n * s.k, 2 * s.e);
+            const int64_t lengths[] = {s.n, 1}, room = s.n * s.k / (2 * s.e) + 1;
             std::vector<int32_t> left[2] = {chosen, chosen};
             for (int i = 0; i < 2; i++)
                 kernel_route_capacity(left[i].data(), chosen.data(), s.n, lengths[i], s.e, s.k, room);
