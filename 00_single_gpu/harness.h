@@ -58,6 +58,7 @@ typedef struct Counted {
     int kinds;
     Memory memory;
     int64_t kept_bytes;
+    bool peak_by_data;  // as in Price
 } Counted;
 void counted_add(Counted *counted);  // what comm has counted since the last clock_reset
 void program_check_counts(const Trainer *trainer, const Counted *counted);

@@ -41,6 +41,7 @@ typedef struct Price {
     const int64_t *finals;  // (units) how often a step makes a gradient final; NULL: every micro-batch
     double again;           // FLOPs of a step on one device that are computed a second time
     bool peak_counted;      // the peak of activations has no closed form: a dry run counts it
+    bool peak_by_data;      // nor does a dry run know it: the data decides (how many rows experts get)
     // Calls and bytes sent in a step by this rank, by kind (comm.h's names).
     struct {
         const char *call;

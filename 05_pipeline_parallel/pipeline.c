@@ -126,33 +126,46 @@ static void run_chunk(void (*run)(Model *, MicroBatch *, Chunk), Model *m, Micro
     }
 }
 
-static void run_pass(Pipeline *p, Model *m, StagePass pass) {
+void pipeline_compute(Pipeline *p, Model *m, StagePass pass) {
     MicroBatch *micro = begin_micro_batch(p, m, pass.micro_batch);
     Chunk chunk = p->chunk[pass.stage];
+    clock_push(pass.kind == PASS_F ? "forward" : "backward");
+    if (pass.kind == PASS_F) take_input(p, pass, &micro->x);
+    else if (pass.kind != PASS_W) take_input(p, pass, &micro->dx);
+    if (pass.kind == PASS_F) run_chunk(chunk_forward, m, micro, chunk, FORWARD);
+    if (pass.kind == PASS_B) run_chunk(chunk_backward_input, m, micro, chunk, BACKWARD);
+    if (pass.kind == PASS_W) run_chunk(chunk_backward_weight, m, micro, chunk, BACKWARD);
+    if (pass.kind == PASS_BW) run_chunk(chunk_backward, m, micro, chunk, BACKWARD);
+    clock_pop();
+}
+
+// Its output leaves, and with its last pass here the micro-batch.
+static void end_pass(Pipeline *p, Model *m, StagePass pass) {
+    MicroBatch *micro = &p->micro[pass.micro_batch];
     if (pass.kind == PASS_F) {
-        clock_push("forward");
-        take_input(p, pass, &micro->x);
-        run_chunk(chunk_forward, m, micro, chunk, FORWARD);
-        clock_pop();
         if (++p->held > p->most_held) p->most_held = p->held;
-        if (chunk.head) op_accumulate(p->input->loss, micro->loss);
+        if (p->chunk[pass.stage].head) op_accumulate(p->input->loss, micro->loss);
         int64_t kept = memory_account().now[MEMORY_ACTIVATION];
         if (p->input->kept_bytes && kept > *p->input->kept_bytes) *p->input->kept_bytes = kept;
         send_output(p, m, pass, &micro->x);
         return;
     }
-    clock_push("backward");
-    if (pass.kind != PASS_W) take_input(p, pass, &micro->dx);
-    if (pass.kind == PASS_B) run_chunk(chunk_backward_input, m, micro, chunk, BACKWARD);
-    if (pass.kind == PASS_W) run_chunk(chunk_backward_weight, m, micro, chunk, BACKWARD);
-    if (pass.kind == PASS_BW) run_chunk(chunk_backward, m, micro, chunk, BACKWARD);
-    clock_pop();
     p->held -= pass.kind != PASS_W;
     if (pass.kind != PASS_W) send_output(p, m, pass, &micro->dx);
     if (pass.kind == PASS_B || --p->passes_left[pass.micro_batch] > 0) return;
     micro_batch_free(m, micro);
     bool last = ++p->finished == p->schedule.micro_batches;
     m->sockets.gradients.micro_batch_ready(m->sockets.gradients.context, m, last);
+}
+
+// Both passes of a pair at once, if somebody overlaps them; their outputs leave in the order of the list.
+static void run_action(Pipeline *p, Model *m, const Action *action) {
+    bool pair = action->passes == 2 && p->together;
+    if (pair) p->together(p->together_context, p, m, action);
+    for (int i = 0; i < action->passes; i++) {
+        if (!pair) pipeline_compute(p, m, action->pass[i]);
+        end_pass(p, m, action->pass[i]);
+    }
 }
 
 // A copy of a unit that has no micro-batch in this step (DualPipe's other direction, where there is one
@@ -183,7 +196,7 @@ static void run(void *context, Model *m, const StepInput *input) {
     for (int i = 0; i < s->micro_batches; i++) p->passes_left[i] = -1;
     for (int i = 0; i < list->count; i++) {
         start_receives(p, m, pipeline_messages_by(p, p->next, rank, times.end[rank][i]));
-        for (int j = 0; j < list->action[i].passes; j++) run_pass(p, m, list->action[i].pass[j]);
+        run_action(p, m, &list->action[i]);
     }
     for (int i = 0; i < 2; i++) {
         if (p->sending[i]) comm_wait(p->sending[i]);

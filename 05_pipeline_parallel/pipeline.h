@@ -46,7 +46,8 @@ extern const Durations pipeline_unit_times;  // every F, B and W takes 1
 Message *pipeline_messages(const Schedule *schedule, int *count);
 
 // ---- pipeline.c: the runtime ----
-typedef struct Pipeline {
+typedef struct Pipeline Pipeline;
+struct Pipeline {
     Schedule schedule;
     Chunk *chunk;  // (stages)
     Message *message;
@@ -64,7 +65,12 @@ typedef struct Pipeline {
     Request **arriving;   // (slots) its request, until waited for
     Request *sending[2];  // the last one on each line, until waited for
     const StepInput *input;
-} Pipeline;
+    // Computes both passes of a pair (pipeline_compute), one beside the other; NULL: one after the other.
+    void (*together)(void *context, Pipeline *pipeline, Model *model, const Action *action);
+    void *together_context;
+};
+// All of a pass but what it sends and ends.
+void pipeline_compute(Pipeline *pipeline, Model *model, StagePass pass);
 
 int pipeline_messages_by(const Pipeline *pipeline, int first, int rank, double end);
 // How often a micro-batch's W adds to the embedding's gradient on this rank: tied, by the head, too.

@@ -61,22 +61,12 @@ static const Technique zero3_of_stages = {.name = "zero3_per_step",
 
 // ---- the lists ----
 
-const Technique *const expert_layouts[] = {&moe,
-                                           &ddp_no_sync,
-                                           &zero1,
-                                           &zero2,
-                                           &zero3_per_use,
-                                           &zero3_of_stages,
-                                           &sequence_parallel,
-                                           &vocab_parallel,
-                                           &expert_parallel,
-                                           &ring_attention,
-                                           &zigzag_ring_attention,
-                                           &all_gather_attention,
-                                           &ulysses,
-                                           &stages,
-                                           &recompute,
-                                           NULL};
+#define ALL_BUT_THE_LAST                                                                          \
+    &moe, &ddp_no_sync, &zero1, &zero2, &zero3_per_use, &zero3_of_stages, &sequence_parallel,     \
+        &vocab_parallel, &expert_parallel, &ring_attention, &zigzag_ring_attention,               \
+        &all_gather_attention, &ulysses, &stages
+const Technique *const expert_layouts[] = {ALL_BUT_THE_LAST, &recompute, NULL};
+const Technique *const overlapped_layouts[] = {ALL_BUT_THE_LAST, &overlapped_experts, &recompute, NULL};
 const Technique *const expert_baseline[] = {&moe, &recompute, NULL};
 const Option expert_layout_options[EXPERT_LAYOUT_OPTIONS] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",

@@ -31,16 +31,42 @@ typedef struct Exchange {
 
 // ---- the technique: counts first ----
 
-static void count(void *context, MoeKept *kept, Tensor counts) {
-    ExpertParallel *x = context;
-    int64_t e = tensor_count(counts), own = kept->place.shape[0] * kept->place.shape[1],
-            here = x->moe->here;
+static Request *exchange_counts(const ExpertParallel *x, Tensor theirs, const MoeKept *kept) {
+    int64_t e = tensor_count(theirs);
+    int32_t *own = host_alloc(e * sizeof *own);
+    for (int64_t i = 0; i < e; i++) own[i] = (int32_t)kept->own[i];
+    Tensor counts = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(e));
+    tensor_from_host(counts, own);
+    free(own);
+    Request *request = comm_all_to_all(theirs, NULL, counts, NULL, x->ep);
+    tensor_free(&counts);
+    return request;
+}
+
+static void wait_meanwhile(const Moe *moe, Request *request) {
+    moe->in_flight(moe->in_flight_context);
+    comm_wait(request);
+}
+
+static void add_to_table(ExpertParallel *x, const Exchange *exchange, int64_t e) {
+    x->passes++;
+    for (int64_t i = 0, here = x->moe->here; i < e; i++) {
+        bool at_home = i / here == x->ep.rank;
+        x->to[i / here] += (double)exchange->sent[i];
+        x->rows_sent += at_home ? 0 : (double)exchange->sent[i];
+        x->rows_served += at_home ? 0 : (double)exchange->received[i];
+    }
+}
+
+// Sets count and m from what all ranks of ep have for the experts here.
+static void count(ExpertParallel *x, MoeKept *kept) {
+    int64_t e = x->moe->model->config.experts, here = x->moe->here;
     Tensor theirs = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(e));
-    comm_wait(comm_all_to_all(theirs, NULL, counts, NULL, x->ep));
+    wait_meanwhile(x->moe, exchange_counts(x, theirs, kept));
     Exchange *exchange = host_alloc(sizeof *exchange);
     *exchange = (Exchange){kept->own, host_alloc(e * sizeof(int64_t))};
-    moe_read_counts(exchange->received, theirs, own);
-    for (int64_t i = 0; i < e && device_is_dry_run(); i++)  // all deal alike
+    moe_read_counts(x->moe, kept->training, exchange->received, theirs, 0);
+    for (int64_t i = 0; i < e && device_is_dry_run() && !x->moe->ledger.replay; i++)  // all deal alike
         exchange->received[i] = exchange->sent[x->moe->first + i % here];
     tensor_free(&theirs);
     kept->exchange = exchange;
@@ -48,14 +74,7 @@ static void count(void *context, MoeKept *kept, Tensor counts) {
     for (int64_t i = 0; i < here; i++) kept->count[i] = 0;
     for (int64_t i = 0; i < e; i++) kept->count[i % here] += exchange->received[i];
     for (int64_t i = 0; i < here; i++) kept->m += kept->count[i];
-    if (!kept->training) return;
-    x->passes++;
-    for (int64_t i = 0; i < e; i++) {
-        bool at_home = i / here == x->ep.rank;
-        x->to[i / here] += (double)exchange->sent[i];
-        x->rows_sent += at_home ? 0 : (double)exchange->sent[i];
-        x->rows_served += at_home ? 0 : (double)exchange->received[i];
-    }
+    if (kept->training) add_to_table(x, exchange, e);
 }
 
 static void drop(void *context, MoeKept *kept) {
@@ -100,14 +119,13 @@ static Tensor exchanged(const ExpertParallel *x, int64_t rows, Tensor in, const 
                         const int64_t *from) {
     int64_t h = tensor_columns(in), *sent = elements(x, to, h), *received = elements(x, from, h);
     Tensor out = tensor_new(MEMORY_COMMUNICATION, in.dtype, SHAPE(rows, h));
-    comm_wait(comm_all_to_all(out, received, in, sent, x->ep));
+    wait_meanwhile(x->moe, comm_all_to_all(out, received, in, sent, x->ep));
     free(sent);
     free(received);
     return out;
 }
 
-static Tensor to_experts(void *context, const MoeKept *kept, Tensor own) {
-    const ExpertParallel *x = context;
+static Tensor there(const ExpertParallel *x, const MoeKept *kept, Tensor own) {
     const Exchange *e = kept->exchange;
     Tensor arrived = exchanged(x, kept->m, own, e->sent, e->received);
     Tensor rows = tensor_new(MEMORY_ACTIVATION, own.dtype, arrived.dims, arrived.shape);
@@ -116,17 +134,44 @@ static Tensor to_experts(void *context, const MoeKept *kept, Tensor own) {
     return rows;
 }
 
-static Tensor from_experts(void *context, const MoeKept *kept, Tensor made) {
-    const ExpertParallel *x = context;
+static Tensor back(const ExpertParallel *x, const MoeKept *kept, Tensor made) {
     const Exchange *e = kept->exchange;
     Tensor leaving = tensor_like(MEMORY_COMMUNICATION, made);
     regroup(x, e->received, made, leaving, false);
-    Tensor back = exchanged(x, tensor_count(kept->place), leaving, e->received, e->sent);
-    Tensor own = tensor_new(MEMORY_ACTIVATION, made.dtype, back.dims, back.shape);
-    op_copy(own, back);
-    tensor_free(&back);
+    Tensor came = exchanged(x, kept->pairs.real, leaving, e->received, e->sent);
+    Tensor own = tensor_new(MEMORY_ACTIVATION, made.dtype, came.dims, came.shape);
+    op_copy(own, came);
+    tensor_free(&came);
     tensor_free(&leaving);
     return own;
+}
+
+static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
+    count(context, kept);
+    Tensor own = pairs_gather(&kept->pairs, x), rows = there(context, kept, own);
+    tensor_free(&own);
+    return rows;
+}
+
+static Tensor combine(void *context, MoeKept *kept, Tensor made) {
+    Tensor own = back(context, kept, made);
+    kept->out = pairs_padded(&kept->pairs, own);
+    tensor_free(&own);
+    return pairs_combine(&kept->pairs, kept->out, kept->weights);
+}
+
+static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
+    Tensor own = pairs_combine_backward(&kept->pairs, dy, dweights, kept->out, kept->weights);
+    tensor_free(&kept->out);
+    Tensor dout = there(context, kept, own);
+    tensor_free(&own);
+    return dout;
+}
+
+static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
+    Tensor own = back(context, kept, drows), dx = pairs_gather_backward(&kept->pairs, own);
+    tensor_free(&own);
+    return dx;
 }
 
 // ---- whose experts ----
@@ -152,7 +197,7 @@ static void *plug(Model *model) {
     for (int i = 0; i < x->ep.size; i++) x->to[i] = 0;
     moe->here = model->config.experts / x->ep.size;
     moe->first = x->ep.rank * moe->here;
-    moe->dispatch = (Dispatch){x, count, to_experts, from_experts, drop};
+    moe->dispatch = (Dispatch){x, to_experts, combine, combine_backward, to_experts_backward, drop};
     return x;
 }
 

@@ -13,11 +13,20 @@
 // On with --experts. First in a list of techniques: what it keeps, the others need not know.
 extern const Technique moe;
 
+// How n k pairs of a token and a number (an expert; or a node) stand in rows: in the order of numbers, and
+// for each of them of tokens. Pairs of the number behind the last stand behind all and are in no row that
+// is computed: tokens that an expert has no room for.
+typedef struct PairRows {
+    Tensor tokens, place;  // (n k) i32: of each row, freed after its last use; (n, k) i32: of each pair
+    int64_t real;          // rows that are computed
+} PairRows;
+
 // What one block keeps of a micro-batch for backward, in MlpKept.more; MlpKept's own tensors are those of
 // the shared experts.
 typedef struct MoeKept {
     Tensor logits, weights;  // (n, e), (n, k) f32, or f64 beside f64
-    Tensor chosen, place;    // (n, k) i32: experts, and where the rows stand in the order of experts
+    Tensor chosen;           // (n, k) i32
+    PairRows pairs;          // of this rank's tokens and their experts
     Tensor rows;             // (m, h) what the experts here have read, in the order of experts
     Tensor gate, up, act;    // (m, f)
     Tensor out;              // (n k, h) what this rank's tokens have got from their experts
@@ -25,22 +34,26 @@ typedef struct MoeKept {
     Tensor dlogits, dgate, dup, dout;  // (n, e), (m, f) twice, (m, h)
     int64_t *own;                      // (e) rows of this rank's tokens, by expert
     int64_t *count;                    // (experts here) rows of each
-    int64_t m;
+    int64_t m, s;                      // s: tokens of a sequence
     bool training;
     void **linear;   // (experts here, 2) the linear socket's own
     void *exchange;  // the dispatch's own
 } MoeKept;
 
-// How rows come to the experts that compute them, and back; one device has all of them. Forward and
-// backward take the same two ways, in the other order.
+typedef struct Moe Moe;
+
+// How tokens come to the experts that compute them, and back weighted; one device has all of both. Backward
+// takes the same two ways, in the other order. Tensors that are returned are the caller's own.
 typedef struct Dispatch {
     void *context;
-    // From kept->own, which is counts (e) i32 on the host: sets kept->count and kept->m.
-    void (*count)(void *context, MoeKept *kept, Tensor counts);
-    // x (n k, h) of this rank's tokens, in the order of all experts -> (m, h), a tensor of the caller's own
-    Tensor (*to_experts)(void *context, const MoeKept *kept, Tensor x);
-    // x (m, h) -> (n k, h)
-    Tensor (*from_experts)(void *context, const MoeKept *kept, Tensor x);
+    // x (n, h) -> (m, h) in the order of the experts here; sets kept->count and kept->m.
+    Tensor (*to_experts)(void *context, MoeKept *kept, Tensor x);
+    // What they have made, (m, h) -> y (n, h)
+    Tensor (*combine)(void *context, MoeKept *kept, Tensor made);
+    // dy (n, h) -> (m, h), and dweights (n, k)
+    Tensor (*combine_backward)(void *context, MoeKept *kept, Tensor dy, Tensor dweights);
+    // (m, h) -> dx (n, h)
+    Tensor (*to_experts_backward)(void *context, MoeKept *kept, Tensor drows);
     void (*drop)(void *context, MoeKept *kept);
 } Dispatch;
 
@@ -52,15 +65,27 @@ typedef struct Balance {
     void (*backward)(void *context, const MicroBatch *micro, int layer, MoeKept *kept);
 } Balance;
 
-typedef struct Moe {
+// Every count of rows that training has read, in order. A dry run, which routes nothing, reads them again
+// from the ledger of a run that did, if it is given one, and else deals rows evenly.
+typedef struct Ledger {
+    int64_t *number, count, next;
+    bool replay;
+} Ledger;
+
+struct Moe {
     Model *model;
     Sockets dense;  // as they were: the MLP of the shared experts
     RouteRule rule;
+    double capacity;      // of --capacity; 0: no token is dropped
     int64_t first, here;  // experts of this rank
     Dispatch dispatch;
     Balance balance;
+    Ledger ledger;
+    // While bytes are in flight, of which what follows has need: somebody may compute something else.
+    void (*in_flight)(void *context);
+    void *in_flight_context;
     int64_t held, most_held;  // rows of all blocks that are kept now, and were at most, in training
-} Moe;
+};
 
 // router.c. Sets logits, weights and chosen; dx += dlogits Wrouter, dlogits being left to W; and the
 // router's gradient += dlogits^T x.
@@ -70,10 +95,27 @@ void router_backward(const Moe *moe, const MicroBatch *micro, int layer, MoeKept
                      Tensor dweights);
 void router_gradient(const Moe *moe, int layer, const MoeKept *kept, Tensor x);
 
-// moe.c
-// Rows of each expert on the host, from (experts) of them on the device; a dry run, which routes nothing,
-// deals `rows` of them evenly.
-void moe_read_counts(int64_t *count, Tensor counts, int64_t rows);
+// ---- token_rows.c: pairs of tokens and experts, and the rows that they stand in ----
+
+// Counts of rows on the host, from the device; a dry run deals `rows` of them, if its ledger has none.
+void moe_read_counts(Moe *moe, bool training, int64_t *count, Tensor counts, int64_t rows);
+// The pairs of chosen (n, k), whose numbers are 0 … numbers - 1, or `numbers` for none. count (numbers) is
+// set; a dry run deals `real` rows.
+PairRows pair_rows_new(Moe *moe, bool training, int64_t *count, Tensor chosen, int64_t numbers,
+                       int64_t real);
+void pair_rows_free(PairRows *pairs);
+// Rows an expert takes of a sequence of s tokens at most: ceil(capacity s k / e).
+int64_t moe_room(const Config *config, int64_t s);
+// kept->own and kept->pairs from kept->chosen.
+void moe_order(Moe *moe, MoeKept *kept);
+// New: (real, h), the rows of x (n, h); and its gradient from theirs.
+Tensor pairs_gather(const PairRows *pairs, Tensor x);
+Tensor pairs_gather_backward(const PairRows *pairs, Tensor drows);
+// New: (n k, h), rows as they are and zeros behind them; the rows themselves, shared, where all are real.
+Tensor pairs_padded(const PairRows *pairs, Tensor rows);
+// New: y (n, h), the sum of the weighted rows z (n k, h); and dz (real, h), with dweights (n, k) set.
+Tensor pairs_combine(const PairRows *pairs, Tensor z, Tensor weights);
+Tensor pairs_combine_backward(const PairRows *pairs, Tensor dy, Tensor dweights, Tensor z, Tensor weights);
 
 // ======================================================================================================
 // expert_parallel.c: experts over ranks
@@ -87,6 +129,7 @@ extern const Technique expert_parallel;
 // and vocabulary parallelism, expert_parallel, the four methods of context parallelism, with --pp the
 // pipeline, recomputation. A longer list puts moe first and expert_parallel behind tensor parallelism.
 extern const Technique *const expert_layouts[];
+extern const Technique *const overlapped_layouts[];  // and overlapped_experts
 // And what one device has, with which they are compared.
 extern const Technique *const expert_baseline[];
 extern const Option expert_layout_options[];  // --zero, and --proof-only
@@ -101,9 +144,16 @@ typedef struct ExpertParallel {
     double *to;          // (ep) rows of this rank's tokens by the rank that they went to, in training
 } ExpertParallel;
 
-// expert_tables.c: who computed whose rows; all tokens to the first experts; a block of Mixtral 8x7B, dry,
-// on the model clock.
+// expert_tables.c: who computed whose rows; all tokens to the first experts; peaks of activations by the
+// rows that have come; a block of Mixtral 8x7B, dry, on the model clock.
 void expert_tables(Mesh mesh, const Config *config);
+
+// ======================================================================================================
+// overlapped_experts.c: two micro-batches in flight
+// ======================================================================================================
+
+// Behind the pipeline: DualPipe's pairs then overlap; without one, the micro-batches of a step, two by two.
+extern const Technique overlapped_experts;
 
 // ======================================================================================================
 // load_balance.c: auxiliary loss, z-loss, and a bias in the choice

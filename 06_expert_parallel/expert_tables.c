@@ -10,6 +10,33 @@
 
 #include "expert_parallel.h"
 
+// ---- peaks, by the rows that have come ----
+
+// A dry run with the counts of rows that `t` has read allocates as it did: its peak is the formula's.
+static void check_peak(const Trainer *t, const Config *config, Mesh mesh, Techniques techniques,
+                       const Record *record) {
+    bool was_dry = device_is_dry_run();
+    const Moe *routed = trainer_context(t, &moe);
+    device_dry_run(true);
+    clock_push("peak");
+    Trainer *dry = trainer_new(config, mesh, techniques);
+    Moe *dealt = trainer_context(dry, &moe);
+    Ledger own = dealt->ledger;
+    dealt->ledger = (Ledger){routed->ledger.number, routed->ledger.count, 0, true};
+    memory_reset_peak();
+    int64_t before = memory_account().now[MEMORY_ACTIVATION];
+    for (int64_t step = 0; step < config->steps; step++) train_step(dry, NULL);
+    double predicted = (double)(memory_account().peak[MEMORY_ACTIVATION] - before);
+    report_that(dealt->ledger.next == dealt->ledger.count, "a dry run reads %lld of %lld counts of rows",
+                (long long)dealt->ledger.next, (long long)dealt->ledger.count);
+    dealt->ledger = own;
+    trainer_free(dry);
+    clock_pop();
+    device_dry_run(was_dry);
+    report_equal("peak of activations, all ranks", comm_sum(predicted, mesh.world),
+                 comm_sum((double)record->memory.peak[MEMORY_ACTIVATION], mesh.world), "B");
+}
+
 // ---- who computed whose rows ----
 
 // Who computed whose rows, in the group of rank 0; which says how far the busiest rank is above the mean.
@@ -52,6 +79,7 @@ static Record trained(const Config *config, Mesh mesh, Techniques techniques, bo
         .steps = (double)record.steps, .memory = record.memory, .kept_bytes = record.kept_bytes};
     counted_add(&counted);
     if (mesh.world.size > 1) program_check_counts(t, &counted);
+    if (mesh.world.size > 1) check_peak(t, config, mesh, techniques, &record);
     const ExpertParallel *x = trainer_context(t, &expert_parallel);
     if (x) print_rows(x, mesh);
     trainer_free(t);

@@ -122,6 +122,11 @@ static void unplug(Model *m, void *context) {
 static void check(const Config *c) {
     CHECK(c->cp == 1, "--cp %ld splits sequences, and balance is asked of whole ones; --cp 1 would fit",
           c->cp);
+    CHECK(c->tp == 1,
+          "--tp %ld with --sp splits sequences, and balance is asked of whole ones; --tp 1 would fit", c->tp);
+    CHECK(config_number(c, "balance-bias") == 0 || config_number(c, "capacity") == 0,
+          "--balance-bias counts the tokens that experts take, and --capacity drops some; leave out one of "
+          "the two");
     CHECK(config_number(c, "z-loss") == 0 || c->moe == MOE_MIXTRAL,
           "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit");
     CHECK(config_number(c, "balance-bias") == 0 || !(c->save || c->resume || c->init),

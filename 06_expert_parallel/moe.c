@@ -6,14 +6,10 @@
 //
 //     y = sum over the k chosen of weight_j expert_j(x)  (+ shared(x)),     weight = route(Wrouter x)
 //
-//     3 tokens, 4 experts, k = 2            rows, in the order of experts        place
-//       token 0: experts 0, 2       ->      expert 0: rows 0 1, of tokens 0 1    token 0: 0 2
-//       token 1: experts 0, 3               expert 1: none                       token 1: 1 4
-//       token 2: experts 3, 2               expert 2: rows 2 3, of tokens 0 2    token 2: 5 3
-//                                           expert 3: rows 4 5, of tokens 1 2
-//
-// All rows of an expert then make one matrix multiply, however many they are. No token is dropped, and no
-// row is padding. Equal logits: the expert of the lower number, also when recomputation routes again.
+// Pairs of a token and an expert stand in rows, in the order of experts (token_rows.c). All rows of an
+// expert then make one matrix multiply, however many they are. Unless --capacity says so no token is
+// dropped, and no row is padding. Equal logits: the expert of the lower number, also when recomputation
+// routes again.
 //
 // Parameters of a block: e h + 3 h f (e + shared) in place of 3 h f; a token passes 3 h f (k + shared).
 // Kept for backward: n (e + k) numbers of routing, 2 n k indices and n k (2 h + 3 f) elements.
@@ -25,44 +21,29 @@
 
 #include "expert_parallel.h"
 
-// ---- rows in the order of experts ----
+// ---- all tokens and all experts are here ----
 
-void moe_read_counts(int64_t *count, Tensor counts, int64_t rows) {
-    int64_t experts = tensor_count(counts);
-    int32_t *host = host_alloc(experts * sizeof *host);
-    tensor_to_host(host, counts);
-    for (int64_t i = 0; i < experts; i++)
-        count[i] = device_is_dry_run() ? rows / experts + (i < rows % experts) : host[i];
-    free(host);
-}
-
-// New: the rows that go to the experts. Sets place, own, count and m.
-static Tensor rows_of_tokens(const Moe *moe, MoeKept *kept, Tensor x) {
-    int64_t n = tensor_rows(x), k = tensor_columns(kept->chosen);
-    Tensor counts = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(moe->model->config.experts));
-    Tensor tokens = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n * k));
-    kept->place = tensor_like(MEMORY_ACTIVATION, kept->chosen);
-    op_route_order(tokens, kept->place, counts, kept->chosen);
-    kept->own = host_alloc(tensor_count(counts) * sizeof *kept->own);
-    moe_read_counts(kept->own, counts, n * k);
-    moe->dispatch.count(moe->dispatch.context, kept, counts);
-    Tensor rows = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n * k, tensor_columns(x)));
-    op_gather_rows(rows, x, tokens);
-    tensor_free(&tokens);
-    tensor_free(&counts);
-    return rows;
-}
-
-static void count_here(void *context, MoeKept *kept, Tensor counts) {
-    (void)context, (void)counts;
-    kept->m = tensor_count(kept->chosen);
+static Tensor gather(void *context, MoeKept *kept, Tensor x) {
+    (void)context;
+    kept->m = kept->pairs.real;
     kept->count = kept->own;
+    return pairs_gather(&kept->pairs, x);
 }
-static Tensor stay_here(void *context, const MoeKept *kept, Tensor x) {
-    (void)context, (void)kept;
-    return tensor_share(x);
+static Tensor combine(void *context, MoeKept *kept, Tensor made) {
+    (void)context;
+    kept->out = pairs_padded(&kept->pairs, made);
+    return pairs_combine(&kept->pairs, kept->out, kept->weights);
+}
+static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
+    (void)context;
+    return pairs_combine_backward(&kept->pairs, dy, dweights, kept->out, kept->weights);
+}
+static Tensor gather_backward(void *context, MoeKept *kept, Tensor drows) {
+    (void)context;
+    return pairs_gather_backward(&kept->pairs, drows);
 }
 static void nothing_exchanged(void *context, MoeKept *kept) { (void)context, (void)kept; }
+static void nothing_meanwhile(void *context) { (void)context; }
 
 static Tensor no_bias(void *context, int layer) {
     (void)context, (void)layer;
@@ -165,6 +146,7 @@ static MoeKept *kept_new(Moe *moe, MicroBatch *micro, int layer) {
     kept->linear = calloc((size_t)moe->here * 2, sizeof *kept->linear);
     CHECK(kept->linear, "out of host memory for a block's experts");
     kept->training = micro->index >= 0;
+    kept->s = micro->s;
     micro->block[layer].mlp.more = kept;
     return kept;
 }
@@ -180,17 +162,15 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     const Sockets *sockets = &m->sockets;
     MoeKept *kept = kept_new(moe, micro, layer);
     router_forward(moe, layer, kept, x);
-    Tensor own = rows_of_tokens(moe, kept, x);
-    kept->rows = moe->dispatch.to_experts(moe->dispatch.context, kept, own);
-    tensor_free(&own);
+    moe_order(moe, kept);
+    kept->rows = moe->dispatch.to_experts(moe->dispatch.context, kept, x);
+    tensor_free(&kept->pairs.tokens);
     hold(moe, kept, kept->m);
     sockets->parameters.acquire(sockets->parameters.context, m, unit_of(m, layer), FORWARD);
     Tensor made = experts_forward(moe, layer, kept);
     sockets->parameters.release(sockets->parameters.context, m, unit_of(m, layer), FORWARD);
-    kept->out = moe->dispatch.from_experts(moe->dispatch.context, kept, made);
+    Tensor y = moe->dispatch.combine(moe->dispatch.context, kept, made);
     tensor_free(&made);
-    Tensor y = tensor_like(MEMORY_ACTIVATION, x);
-    op_combine_forward(y, kept->out, kept->place, kept->weights);
     if (!m->config.shared_experts) return y;
     Tensor shared = moe->dense.mlp.forward(moe->dense.mlp.context, m, micro, layer, x);
     op_add(y, y, shared);
@@ -198,25 +178,18 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     return y;
 }
 
-//   forward: y = sum of weight_j out[place_j];  out = experts(rows);  rows = x[tokens]
 static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int layer, Tensor dy) {
     Moe *moe = context;
     const Sockets *sockets = &m->sockets;
     MoeKept *kept = micro->block[layer].mlp.more;
-    Tensor dout = tensor_like(MEMORY_ACTIVATION, kept->out),
-           dweights = tensor_like(MEMORY_ACTIVATION, kept->weights);
-    op_combine_backward(dout, dweights, dy, kept->out, kept->place, kept->weights);
+    Tensor dweights = tensor_like(MEMORY_ACTIVATION, kept->weights);
+    kept->dout = moe->dispatch.combine_backward(moe->dispatch.context, kept, dy, dweights);
     tensor_free(&kept->out);
-    kept->dout = moe->dispatch.to_experts(moe->dispatch.context, kept, dout);
-    tensor_free(&dout);
     sockets->parameters.acquire(sockets->parameters.context, m, unit_of(m, layer), BACKWARD);
     Tensor drows = experts_backward_input(moe, layer, kept);
     sockets->parameters.release(sockets->parameters.context, m, unit_of(m, layer), BACKWARD);
-    Tensor back = moe->dispatch.from_experts(moe->dispatch.context, kept, drows);
+    Tensor dx = moe->dispatch.to_experts_backward(moe->dispatch.context, kept, drows);
     tensor_free(&drows);
-    Tensor dx = tensor_like(MEMORY_ACTIVATION, dy);
-    op_combine_forward(dx, back, kept->place, (Tensor){0});
-    tensor_free(&back);
     router_backward(moe, micro, layer, kept, dx, dweights);
     tensor_free(&dweights);
     if (!m->config.shared_experts) return dx;
@@ -250,9 +223,10 @@ static void drop(void *context, MlpKept *mlp) {
         sockets->linear.drop(sockets->linear.context, &kept->linear[i]);
     hold(moe, kept, -kept->m);
     moe->dispatch.drop(moe->dispatch.context, kept);
-    Tensor *const all[] = {&kept->logits, &kept->weights, &kept->chosen, &kept->place, &kept->rows,
-                           &kept->gate,   &kept->up,      &kept->act,    &kept->out,   &kept->dlogits,
-                           &kept->dgate,  &kept->dup,     &kept->dout};
+    pair_rows_free(&kept->pairs);
+    Tensor *const all[] = {&kept->logits, &kept->weights, &kept->chosen,  &kept->rows,
+                           &kept->gate,   &kept->up,      &kept->act,     &kept->out,
+                           &kept->dgate,  &kept->dup,     &kept->dlogits, &kept->dout};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
     free(kept->own);
     free(kept->linear);
@@ -264,9 +238,11 @@ static void *plug(Model *model) {
     *moe = (Moe){.model = model,
                  .dense = model->sockets,
                  .rule = moe_rule(&model->config),
+                 .capacity = config_number(&model->config, "capacity"),
                  .here = model->config.experts,
-                 .dispatch = {NULL, count_here, stay_here, stay_here, nothing_exchanged},
-                 .balance = {NULL, no_bias, no_balance}};
+                 .dispatch = {NULL, gather, combine, combine_backward, gather_backward, nothing_exchanged},
+                 .balance = {NULL, no_bias, no_balance},
+                 .in_flight = nothing_meanwhile};
     model->sockets.mlp.context = moe;
     model->sockets.mlp.forward = forward;
     model->sockets.mlp.backward_input = backward_input;
@@ -277,7 +253,9 @@ static void *plug(Model *model) {
 
 static void unplug(Model *model, void *context) {
     (void)model;
-    free(context);
+    Moe *moe = context;
+    free(moe->ledger.number);
+    free(moe);
 }
 
 // ---- the record ----
@@ -291,6 +269,9 @@ static void check(const Config *c) {
           "--tp %ld with --experts: experts are not sharded over tp, and ranks that have the same tokens "
           "would route them twice; add --sp, with which each has its own",
           c->tp);
+    CHECK(config_number(c, "capacity") == 0 || (c->cp == 1 && c->tp == 1),
+          "--capacity is room for rows of a whole sequence, which --%s %ld splits: leave out one of the two",
+          c->cp > 1 ? "cp" : "sp, --tp", c->cp > 1 ? c->cp : c->tp);
     CHECK(c->micro_batch * c->seq % c->tp == 0,
           "--tp %ld with --experts: --micro-batch %ld x --seq %ld must be a multiple of it, so that all "
           "ranks route as many tokens",
@@ -311,20 +292,27 @@ static void price(Price *p, const Model *m, const void *context) {
     double n = (double)m->sockets.region.rows(m->sockets.region.context, &one);
     double e = (double)dtype_size(c->dtype), wide = c->dtype == F64 ? 8 : 4;
     double k = (double)c->top_k, h = (double)c->hidden, f = (double)config_expert_width(c);
-    bool alone = moe->here == c->experts;
+    bool all = moe->here == c->experts && moe->capacity == 0;
     keep(p->block, &p->block_rows, "router logits, weights", wide * n * ((double)c->experts + k), m);
     keep(p->block, &p->block_rows, "chosen, place", 2 * 4 * n * k, m);
     keep(p->block, &p->block_rows, "out of experts", e * n * k * h, m);
-    // Of all blocks: where other ranks' tokens come, too, as many as came.
-    double rows = alone ? n * k * (double)c->layers : (double)moe->most_held;
+    // Of all blocks: where other ranks' tokens come, or some are dropped, as many as came.
+    double rows = all ? n * k * p->blocks : (double)moe->most_held;
     keep(p->end, &p->end_rows, "rows, gate, up, act of experts", e * rows * (h + 3 * f), m);
     p->peak_counted = true;
+    p->peak_by_data = !all;  // expert_tables.c has it from the ledger
     // Which units meet, a dry run knows.
     if (p->gradients >= 0) p->gradients_at_work = NAN;
     if (p->values >= 0) p->values_at_work = NAN;
 }
 
+static const Option capacity = {
+    "capacity", OPTION_REAL, NULL, "0", 0, 1e6, "",
+    "room of an expert in a sequence, in mean loads; what is beyond passes by; 0: no token is dropped", false};
+
 const Technique moe = {.name = "moe",
+                       .option = &capacity,
+                       .options = 1,
                        .brings = CONFIG_EXPERTS,
                        .enabled = enabled,
                        .check = check,

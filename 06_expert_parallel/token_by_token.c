@@ -17,6 +17,7 @@ typedef struct Plain {
     double *score;    // (n, e) logits
     double *weight;   // (n, k)
     int32_t *chosen;  // (n, k)
+    bool *dropped;    // (n, k) the expert has no room: the pair makes nothing
 } Plain;
 
 // ---- who is chosen ----
@@ -117,6 +118,19 @@ static void choose_all(const Model *m, int layer, Plain *p, Tensor x) {
     tensor_free(&logits);
 }
 
+// Of each sequence an expert takes its first pairs, as many as --capacity times their mean, rounded up.
+static void drop_some(const Config *c, Plain *p, int64_t n, int64_t s) {
+    double mean = (double)(s * c->top_k) / (double)c->experts, capacity = config_number(c, "capacity");
+    p->dropped = calloc((size_t)(n * c->top_k), sizeof *p->dropped);
+    CHECK(p->dropped, "out of host memory for a block's experts");
+    for (int64_t i = 0; i < n * c->top_k && capacity > 0; i++) {
+        double taken = 0;
+        for (int64_t j = i / (s * c->top_k) * s * c->top_k; j < i; j++)
+            taken += p->chosen[j] == p->chosen[i] && !p->dropped[j];
+        p->dropped[i] = taken >= capacity * mean;
+    }
+}
+
 static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
     const Sockets *dense = context;
     const BlockParams *w = &m->block[layer];
@@ -125,6 +139,7 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     CHECK(p, "out of host memory for a block's experts");
     micro->block[layer].mlp.more = p;
     choose_all(m, layer, p, x);
+    drop_some(&m->config, p, n, micro->s);
     p->gate = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n * k, f));
     p->up = tensor_like(MEMORY_ACTIVATION, p->gate);
     p->act = tensor_like(MEMORY_ACTIVATION, p->gate);
@@ -132,6 +147,7 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     Tensor y = tensor_like(MEMORY_ACTIVATION, x);
     op_fill(y, 0);
     for (int64_t i = 0; i < n * k; i++) {
+        if (p->dropped[i]) continue;
         int32_t expert = p->chosen[i];
         op_matmul(row(p->gate, i), row(x, i / k), weight_of(m, w->expert_gate, expert), false, true, 0);
         op_matmul(row(p->up, i), row(x, i / k), weight_of(m, w->expert_up, expert), false, true, 0);
@@ -161,6 +177,8 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
     op_fill(dx, 0);
     op_fill(p->dout, 0);
     for (int64_t i = 0; i < n * k; i++) {
+        dweight[i] = 0;
+        if (p->dropped[i]) continue;
         int32_t expert = p->chosen[i];
         dweight[i] = dot(row(dy, i / k), row(p->out, i));
         add_scaled(row(p->dout, i), row(dy, i / k), p->weight[i]);
@@ -194,6 +212,7 @@ static void backward_weight(void *context, Model *m, MicroBatch *micro, int laye
     if (m->config.shared_experts) dense->mlp.backward_weight(dense->mlp.context, m, micro, layer, x);
     m->sockets.gradients.begin(m->sockets.gradients.context, m, unit);
     for (int64_t i = 0; i < n * k; i++) {
+        if (p->dropped[i]) continue;
         int32_t expert = p->chosen[i];
         op_matmul(gradient_of(m, w->expert_down, expert), row(p->dout, i), row(p->act, i), true, false, 1);
         op_matmul(gradient_of(m, w->expert_gate, expert), row(p->dgate, i), row(x, i / k), true, false, 1);
@@ -213,6 +232,7 @@ static void drop(void *context, MlpKept *mlp) {
     free(p->score);
     free(p->weight);
     free(p->chosen);
+    free(p->dropped);
     free(p);
 }
 

@@ -171,6 +171,31 @@ void kernel_route_order(int32_t *tokens, int32_t *place, int32_t *counts, const 
     LAUNCH(place_rows, blocks, threads, 0, stream(), tokens, place, counts, chosen, n * k, k);
 }
 
+// Block b takes the pairs of expert b % e in sequence b / e, and with them the first ones in order.
+__global__ void route_capacity(int32_t *left, const int32_t *chosen, int64_t pairs, int64_t e, int64_t room,
+                               IndexCheck check) {
+    const int32_t expert = (int32_t)(blockIdx.x % e);
+    const int64_t first = blockIdx.x / e * pairs;
+    int64_t taken = 0;
+    int32_t all;
+    for (int64_t begin = 0; begin < pairs; begin += blockDim.x) {
+        const int64_t i = begin + threadIdx.x;
+        const int32_t choice = i < pairs ? chosen[first + i] : -1;
+        const int64_t before = taken + sum_below(choice == expert, &all);
+        if (choice == expert) left[first + i] = before < room ? expert : (int32_t)e;
+        if (i < pairs && expert == 0 && !check.holds(choice)) check.tell(choice, first + i);
+        taken += all;
+    }
+}
+
+void kernel_route_capacity(int32_t *left, const int32_t *chosen, int64_t n, int64_t s, int64_t e, int64_t k,
+                           int64_t room) {
+    if (n == 0) return;
+    LAUNCH(route_capacity, blocks_for("route_capacity", n / s * e), threads_for(s * k), 0, stream(), left,
+           chosen, s * k, e, room,
+           check_index(e, "route_capacity: number %lld of the choices is %d, not in [0, %lld)"));
+}
+
 // ---- rows together ----
 
 template <class T>

@@ -120,6 +120,9 @@ void kernel_route_backward(DType dtype, void *dlogits, const void *dweights, con
 void kernel_route_balance(DType dtype, void *losses, void *dlogits, const void *logits,
                           const int32_t *chosen, int64_t n, int64_t s, int64_t e, int64_t k,
                           BalanceRule balance, RouteRule rule);
+// left, chosen (n, k)
+void kernel_route_capacity(int32_t *left, const int32_t *chosen, int64_t n, int64_t s, int64_t e, int64_t k,
+                           int64_t room);
 // tokens (n k), counts (e)
 void kernel_route_order(int32_t *tokens, int32_t *place, int32_t *counts, const int32_t *chosen, int64_t n,
                         int64_t k, int64_t e);

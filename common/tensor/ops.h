@@ -186,6 +186,9 @@ typedef struct BalanceRule {
 // which f is a constant
 void op_route_balance(Tensor losses, Tensor dlogits, Tensor logits, Tensor chosen, int64_t s,
                       BalanceRule balance, RouteRule rule);
+// What is left of chosen (n, k) where each of e experts has room for so many pairs of each sequence of s
+// tokens, the first ones in order: the pairs beyond are of number e.
+void op_route_capacity(Tensor left, Tensor chosen, int64_t s, int64_t e, int64_t room);
 // tokens (n k) i32: of each row; place (n, k) i32: the row of each pair; counts (e) i32: rows of each one
 void op_route_order(Tensor tokens, Tensor place, Tensor counts, Tensor chosen);
 void op_gather_rows(Tensor y, Tensor x, Tensor index);  // y[i] = x[index[i]]

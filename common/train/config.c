@@ -42,6 +42,13 @@ static const Preset presets[] = {
     {"mixtral-8x7b",
      "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=32000 seq=32768 tied=0 experts=8 top-k=2",
      1e6, 1e-5},
+    // DeepSeek-V3's 58 blocks with experts (its first 3 are dense), to the parameter; attention is this
+    // book's.
+    {"deepseek-v3",
+     "layers=58 hidden=7168 heads=128 kv-heads=8 head-size=128 ffn=18432 vocab=129280 seq=4096 tied=0 "
+     "experts=256 top-k=8 expert-ffn=2048 shared-experts=1 moe=deepseek expert-groups=8 groups-kept=4 "
+     "routed-scale=2.5",
+     1e4, 1e-6},
     // GPT-3's sizes, vocabulary padded as Megatron does, in this book's block; its own has biases, and no
     // gate.
     {"gpt-3-175b", "layers=96 hidden=12288 heads=96 kv-heads=96 ffn=49152 vocab=51200 seq=2048 tied=1", 1e4,
@@ -445,7 +452,7 @@ void config_print(const Config *c) {
     if (c->experts)
         say("%ld experts of f=%ld, top %ld, %ld shared, routed as in %s; a token passes %.2f %c parameters",
             c->experts, config_expert_width(c), c->top_k, c->shared_experts,
-            c->moe == MOE_MIXTRAL ? "Mixtral" : "DeepSeek-V3", (double)active / unit, billions ? 'B' : 'M');
+            c->moe == MOE_MIXTRAL ? "Mixtral" : "DeepSeek-V3 (attention is Llama's)", (double)active / unit, billions ? 'B' : 'M');
     if (!device_is_dry_run()) say("%s", backend_text());
 }
 

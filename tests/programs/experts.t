@@ -23,6 +23,9 @@ passes "moe, shared experts" moe --shared-experts 2 --expert-ffn 24 $quick
 passes "moe, DeepSeek" moe --moe deepseek --shared-experts 1 --expert-ffn 24 --routed-scale 2.5 $quick
 passes "moe, DeepSeek in groups" moe --moe deepseek --experts 12 --expert-groups 4 --groups-kept 2 \
     --top-k 4 $quick
+passes "moe, capacity" moe --capacity 0.7 --seq 29 $quick
+passes "moe, capacity, DeepSeek, shared experts, full" moe --capacity 0.4 --moe deepseek --shared-experts 1 \
+    --expert-groups 2 --recompute full $quick
 passes "moe, recompute full" moe --recompute full $quick
 passes "moe, recompute selective, flags in f32" moe --recompute selective --dtype f32 $quick
 if wanted "moe, trained for real"; then
@@ -35,6 +38,14 @@ if wanted "parameters of Mixtral 8x7B"; then
     run "$build/moe" --dry-run --model mixtral-8x7b --dtype bf16 --micro-batch 1 --seq 4096 --grad-acc 1 &&
         grep -q '46.70 B parameters' "$out" && grep -q 'a token passes 12.88 B parameters' "$out"
     report $? "parameters of Mixtral 8x7B: 46.7B as published, of which a token passes 12.9B"
+fi
+
+if wanted "parameters of DeepSeek-V3's experts"; then
+    # 58 blocks of 256 routed experts, a shared one and a router: 656.6 B of its 671 B.
+    run "$build/moe" --dry-run --model deepseek-v3 --layers 1 --dtype bf16 --micro-batch 1 --seq 64 &&
+        grep -q '256 experts of f=2048, top 8, 1 shared, routed as in DeepSeek-V3' "$out" &&
+        grep -q '13.42 B parameters' "$out" && grep -q 'a token passes 2.50 B parameters' "$out"
+    report $? "parameters of DeepSeek-V3's experts: a block of them, and what a token passes"
 fi
 
 # ---- over ranks ----
@@ -66,6 +77,8 @@ passes "ep 2, cp 2, zigzag, zero 1" expert_parallel --cp 2 --seq 32 --context zi
 passes "ep 4, cp 2 of 8 ranks, all-gather, zero 2, full" expert_parallel --ranks 8 --cp 2 --ep 4 --seq 32 \
     --context all-gather --zero 2 --recompute full $one
 passes "ep 2, cp 3 of 6 ranks" expert_parallel --ranks 6 --cp 3 --seq 36 $one
+passes "ep 4, capacity, zero 1, 3 micro-batches" expert_parallel --ep 4 --capacity 0.6 --zero 1 \
+    --grad-acc 3 --proof-only $quick
 passes "ep 2, f32" expert_parallel --dtype f32 $quick
 
 # ---- balance: what is asked of each sequence is the same on any ranks ----
@@ -97,6 +110,10 @@ if wanted "a folder of experts"; then
     report $? "a folder of experts: one device's on 2 ranks, and theirs on one device"
 fi
 
+refused "--capacity is room for rows of a whole sequence, which --cp 2 splits" expert_parallel --cp 2 \
+    --seq 32 --capacity 1
+refused "--capacity is room for rows of a whole sequence, which --sp, --tp 2 splits" expert_parallel \
+    --tp 2 --sp --seq 32 --capacity 1
 refused "--top-k 9 is more than --experts 8" moe --top-k 9
 refused "--expert-groups and --routed-scale are those of --moe deepseek" moe --expert-groups 2
 refused "--expert-groups 3 does not divide --experts 8" moe --moe deepseek --expert-groups 3

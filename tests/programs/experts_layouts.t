@@ -2,7 +2,7 @@
 # experts_layouts.t: experts over ranks that also share rows (tensor with sequence parallelism), sequences
 # (context parallelism), layers (a pipeline) or what they store (ZeRO), against one device: up to 8 ranks.
 # TAP. A pattern chooses among the layouts.
-# needs: build/06_expert_parallel/expert_parallel
+# needs: build/06_expert_parallel/expert_parallel build/06_expert_parallel/overlapped_experts
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/06_expert_parallel
@@ -39,6 +39,16 @@ layout "DualPipe, ep 2" --pp 2 --schedule dualpipe --grad-acc 4
 layout "DualPipe, tp 2, ep 2, zero 3" --ranks 8 --pp 2 --tp 2 --sp --schedule dualpipe --grad-acc 4 --zero 3
 layout "interleaved, ep 3 of 6 ranks" --ranks 6 --pp 2 --ep 3 --experts 6 --layers 4 --schedule interleaved \
     --grad-acc 2
+
+# ---- two micro-batches in flight ----
+verdict='two micro-batches in flight change no bit'
+overlapped() { local name=$1; shift; passes "$name" overlapped_experts --proof-only --steps 2 --seq 24 "$@"; }
+overlapped "overlapped, ep 2, zero 2, full" --layers 2 --ep 2 --zero 2 --recompute full
+overlapped "overlapped, tied, 1 rank" --layers 1 --ranks 1 --ep 1 --tied
+overlapped "overlapped pairs of DualPipe, tp 2, ep 4, zero 3" --layers 2 --ranks 8 --pp 2 --tp 2 --sp \
+    --schedule dualpipe --grad-acc 6 --zero 3
+passes "overlapped, ep 4, on the model clock" overlapped_experts --layers 1 --steps 1
+refused "--zero 3 frees a unit's weights behind a micro-batch" overlapped_experts --zero 3
 
 refused "experts are not sharded over tp, and ranks that have the same tokens would route them twice" \
     expert_parallel --tp 2

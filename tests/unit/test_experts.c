@@ -282,6 +282,27 @@ static void rows_stand_in_the_order_of_experts_and_of_tokens(void **state) {
         }
 }
 
+// A pair is left if fewer than `room` pairs of its sequence before it have taken its expert.
+static void an_expert_takes_the_first_of_each_sequence(void **state) {
+    (void)state;
+    const int64_t sizes[][4] = {{1, 1, 1, 1}, {30, 10, 2, 8}, {600, 200, 3, 5}, {4, 2, 1, 64}};
+    for (int size = 0; size < 4; size++)
+        for (int64_t room = 1; room < 40; room += 13) {
+            int64_t n = sizes[size][0], s = sizes[size][1], k = sizes[size][2], e = sizes[size][3];
+            Array chosen = choices(n, k, e, 1), left = array_new(I32, n, k, -1);
+            op_route_capacity(left.t, chosen.t, s, e, room);
+            array_read(&left);
+            for (int64_t i = 0; i < n * k; i++) {
+                int64_t before = 0;
+                for (int64_t j = i / (s * k) * s * k; j < i; j++) before += chosen.x[j] == chosen.x[i];
+                assert_int_equal((int64_t)left.x[i], before < room ? (int64_t)chosen.x[i] : e);
+            }
+            free(chosen.x);
+            tensor_free(&chosen.t);
+            FREE(&left);
+        }
+}
+
 // ---- to the experts and back ----
 
 static void check_rows(DType dtype, int64_t n, int64_t k, int64_t e, int64_t h) {
@@ -408,6 +429,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_single_expert_has_no_gradient_of_its_weight),
         cmocka_unit_test(balance_is_asked_of_each_sequence),
         cmocka_unit_test(rows_stand_in_the_order_of_experts_and_of_tokens),
+        cmocka_unit_test(an_expert_takes_the_first_of_each_sequence),
         cmocka_unit_test(rows_go_to_experts_and_come_back),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

@@ -60,6 +60,7 @@ static void route_backward(void) { op_route_backward(t[0], t[1], t[2], t[3], t[4
 static void route_balance(void) {
     op_route_balance(t[0], t[1], t[2], t[3], N, (BalanceRule){0.1, 0, 1}, rule);
 }
+static void route_capacity(void) { op_route_capacity(t[0], t[1], N, V, 1); }
 static void route_order(void) { op_route_order(t[0], t[1], t[2], t[3]); }
 static void gather_rows(void) { op_gather_rows(t[0], t[1], t[2]); }
 static void combine_forward(void) { op_combine_forward(t[0], t[1], t[2], t[3]); }
@@ -115,6 +116,7 @@ static const struct {
     {"route_forward", route_forward, "iql"},
     {"route_backward", route_backward, "lqqil"},
     {"route_balance", route_balance, "qlli"},
+    {"route_capacity", route_capacity, "ii"},
     {"route_order", route_order, "iici"},
     {"gather_rows", gather_rows, "xxi"},
     {"combine_forward", combine_forward, "xxiq"},

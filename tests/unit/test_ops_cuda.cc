@@ -60,6 +60,7 @@ CUDA(kernel_cross_entropy_backward)
 CUDA(kernel_route_forward)
 CUDA(kernel_route_backward)
 CUDA(kernel_route_balance)
+CUDA(kernel_route_capacity)
 CUDA(kernel_route_order)
 CUDA(kernel_combine_forward)
 CUDA(kernel_combine_backward)
@@ -843,6 +844,11 @@ static void routing_matches(void **state) {
             kernel_route_backward(F64, dlogits.data(), dweights.data(), weights.data(), chosen.data(),
                                   logits.data(), s.n, s.e, s.k, s.rule);
             kernel_route_order(tokens.data(), place.data(), counts.data(), chosen.data(), s.n, s.k, s.e);
+            // Of one sequence, and of as many as there are tokens.
+            const int64_t lengths[] = {s.n, 1}, room = s.n * s.k / (2 * s.e) + 1;
+            std::vector<int32_t> left[2] = {chosen, chosen};
+            for (int i = 0; i < 2; i++)
+                kernel_route_capacity(left[i].data(), chosen.data(), s.n, lengths[i], s.e, s.k, room);
             in_every_way("route", [&](int shift) {
                 Device l(dtype, logits, shift), b(dtype, bias, shift), dw(dtype, dweights, shift);
                 Device w(dtype, pairs, shift), dl(dtype, s.n * s.e, shift),
@@ -860,6 +866,11 @@ static void routing_matches(void **state) {
                 assert_same("route_order's tokens", t, numbers(tokens));
                 assert_same("route_order's place", p, numbers(place));
                 assert_same("route_order's counts", r, numbers(counts));
+                for (int i = 0; i < 2; i++) {
+                    Device few(I32, Doubles((size_t)pairs, -1));
+                    cuda_kernel_route_capacity(few.indices(), c.indices(), s.n, lengths[i], s.e, s.k, room);
+                    assert_same("route_capacity", few, numbers(left[i]));
+                }
                 std::vector<unsigned char> bits = w.stored("route_forward");
                 add_bytes(&bits, "route_backward", dl);
                 return bits;

@@ -295,6 +295,8 @@ static void count_experts(DType type, int64_t n, int64_t h) {
     assert_count("route_backward", 0, tokens * (12 * w + 8));
     op_route_balance(losses, dlogits, logits, chosen, n, (BalanceRule){0.1, 0.1, 1}, rule);
     assert_count("route_balance", 0, tokens * (13 * w + 8));
+    op_route_capacity(place, chosen, 1, 4, 1);
+    assert_count("route_capacity", 0, 4 * 4 * tokens);
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(&all[i]);
 }
 

@@ -1,0 +1,125 @@
+// token_rows.c: the rows of a mixture of experts: pairs of a token and an expert, in the order of experts,
+// and back. Playbook: "Expert parallelism".
+//
+//     3 tokens, 4 experts, k = 2            rows, in the order of experts        place
+//       token 0: experts 0, 2       ->      expert 0: rows 0 1, of tokens 0 1    token 0: 0 2
+//       token 1: experts 0, 3               expert 1: none                       token 1: 1 4
+//       token 2: experts 3, 2               expert 2: rows 2 3, of tokens 0 2    token 2: 5 3
+//                                           expert 3: rows 4 5, of tokens 1 2
+//
+// With --capacity C an expert has room for ceil(C s k / e) rows of each sequence of s tokens. Who comes
+// first in the sequence is taken; a pair beyond that is dropped: it stands behind all rows, is computed by
+// nobody, and counts as zero, so that a token which all its experts drop passes by the residual alone. The
+// weights of its other experts stay as they are. A sequence decides that alone: so no accumulation, data or
+// expert parallelism changes who is dropped.
+//
+// Bytes sent: none. This file has no main: moe.c and the dispatches call it.
+#include <math.h>
+#include <stdlib.h>
+
+#include "expert_parallel.h"
+
+// ---- counts ----
+
+static bool from_ledger(Ledger *ledger, int64_t *count, int64_t numbers) {
+    if (!ledger->replay) return false;
+    CHECK(ledger->next + numbers <= ledger->count, "the ledger of rows ends before the run that reads it");
+    for (int64_t i = 0; i < numbers; i++) count[i] = ledger->number[ledger->next++];
+    return true;
+}
+
+static void to_ledger(Ledger *ledger, const int64_t *count, int64_t numbers) {
+    ledger->number = realloc(ledger->number, (size_t)(ledger->count + numbers) * sizeof *ledger->number);
+    CHECK(ledger->number, "out of host memory for %lld counts of rows", (long long)ledger->count);
+    for (int64_t i = 0; i < numbers; i++) ledger->number[ledger->count++] = count[i];
+}
+
+void moe_read_counts(Moe *moe, bool training, int64_t *count, Tensor counts, int64_t rows) {
+    int64_t numbers = tensor_count(counts);
+    if (device_is_dry_run()) {
+        if (from_ledger(&moe->ledger, count, numbers)) return;
+        for (int64_t i = 0; i < numbers; i++) count[i] = rows / numbers + (i < rows % numbers);
+        return;
+    }
+    int32_t *host = host_alloc(numbers * sizeof *host);
+    tensor_to_host(host, counts);
+    for (int64_t i = 0; i < numbers; i++) count[i] = host[i];
+    free(host);
+    if (training) to_ledger(&moe->ledger, count, numbers);
+}
+
+// ---- pairs ----
+
+PairRows pair_rows_new(Moe *moe, bool training, int64_t *count, Tensor chosen, int64_t numbers,
+                       int64_t real) {
+    int64_t pairs = tensor_count(chosen);
+    PairRows rows = {.tokens = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(pairs)),
+                     .place = tensor_like(MEMORY_ACTIVATION, chosen)};
+    Tensor counts = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(numbers + 1));
+    op_route_order(rows.tokens, rows.place, counts, chosen);
+    moe_read_counts(moe, training, count, tensor_view(counts, 0, SHAPE(numbers)), real);
+    tensor_free(&counts);
+    for (int64_t i = 0; i < numbers; i++) rows.real += count[i];
+    return rows;
+}
+
+void pair_rows_free(PairRows *pairs) {
+    tensor_free(&pairs->tokens);
+    tensor_free(&pairs->place);
+}
+
+int64_t moe_room(const Config *c, int64_t s) {
+    return (int64_t)ceil(config_number(c, "capacity") * (double)(s * c->top_k) / (double)c->experts);
+}
+
+void moe_order(Moe *moe, MoeKept *kept) {
+    const Config *c = &moe->model->config;
+    Tensor chosen = tensor_share(kept->chosen);
+    if (moe->capacity > 0) {
+        tensor_free(&chosen);
+        chosen = tensor_like(MEMORY_ACTIVATION, kept->chosen);
+        op_route_capacity(chosen, kept->chosen, kept->s, c->experts, moe_room(c, kept->s));
+    }
+    kept->own = host_alloc(c->experts * sizeof *kept->own);
+    kept->pairs =
+        pair_rows_new(moe, kept->training, kept->own, chosen, c->experts, tensor_count(kept->chosen));
+    tensor_free(&chosen);
+}
+
+// ---- tokens to rows, and back ----
+
+Tensor pairs_gather(const PairRows *pairs, Tensor x) {
+    Tensor rows = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(pairs->real, tensor_columns(x)));
+    op_gather_rows(rows, x, tensor_view(pairs->tokens, 0, SHAPE(pairs->real)));
+    return rows;
+}
+
+Tensor pairs_padded(const PairRows *pairs, Tensor rows) {
+    int64_t all = tensor_count(pairs->place);
+    if (pairs->real == all) return tensor_share(rows);
+    Tensor padded = tensor_new(MEMORY_ACTIVATION, rows.dtype, SHAPE(all, tensor_columns(rows)));
+    op_copy(tensor_rows_of(padded, 0, pairs->real), rows);
+    op_fill(tensor_rows_of(padded, pairs->real, all - pairs->real), 0);
+    return padded;
+}
+
+Tensor pairs_combine(const PairRows *pairs, Tensor z, Tensor weights) {
+    Tensor y = tensor_new(MEMORY_ACTIVATION, z.dtype, SHAPE(tensor_rows(pairs->place), tensor_columns(z)));
+    op_combine_forward(y, z, pairs->place, weights);
+    return y;
+}
+
+Tensor pairs_gather_backward(const PairRows *pairs, Tensor drows) {
+    Tensor padded = pairs_padded(pairs, drows), dx = pairs_combine(pairs, padded, (Tensor){0});
+    tensor_free(&padded);
+    return dx;
+}
+
+Tensor pairs_combine_backward(const PairRows *pairs, Tensor dy, Tensor dweights, Tensor z, Tensor weights) {
+    Tensor dz = tensor_like(MEMORY_ACTIVATION, z);
+    op_combine_backward(dz, dweights, dy, z, pairs->place, weights);
+    if (pairs->real == tensor_rows(z)) return dz;
+    Tensor real = tensor_share(tensor_rows_of(dz, 0, pairs->real));
+    tensor_free(&dz);
+    return real;
+}
