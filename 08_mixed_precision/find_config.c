@@ -64,6 +64,10 @@ static int show_search(const Goal *goal) {
     clock_t began = clock();
     Search found = search(goal, 10);
     double seconds = (double)(clock() - began) / CLOCKS_PER_SEC;
+    say("\n%lld tokens a step are %lld sequences of %ld: micro-batch x dp x micro-batches (4M of 4096: "
+        "1024 = 2 x "
+        "128 x 4\n= 2 x 512 x 1)",
+        (long long)(goal->sequences * goal->model.seq), (long long)goal->sequences, goal->model.seq);
     search_print(goal, &found, FITTED_ERROR);
     say("\nmeasured here: %.1f s of one core for %lld layouts", seconds, (long long)found.legal);
     report_that(found.count > 0, "no layout of %d GPUs fits: --gpus %d would double the memory", goal->gpus,

@@ -205,6 +205,16 @@ void runs_report(Runs *runs, bool refit) {
     print_summary("constant share of a GPU's peak", summary_of(errors + 2 * runs->count, runs->count));
     print_summary("ratios of partners", ratios);
     print_kinds(runs, judged);
+    double model = summary_of(errors, runs->count).median;
+    double constant = summary_of(errors + 2 * runs->count, runs->count).median;
+    report_that(runs->count < 8 || model < constant,
+                "the model is off by %.3f in the median, and a constant share of the peak by %.3f", model,
+                constant);
+    say("\nLeft out of the model: stragglers and jitter, which grow with the cluster; what communication "
+        "kernels "
+        "take\nfrom computing ones; a clock that falls with temperature; the framework's own work on the "
+        "host; "
+        "experts with\nmore tokens than others; input and checkpoints.");
     free(errors);
     free(judged);
 }
