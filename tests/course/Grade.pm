@@ -80,7 +80,7 @@ sub run_limited {
         open STDOUT, '>', 'out' or POSIX::_exit(127);
         open STDERR, '>', 'err' or POSIX::_exit(127);
         # processor seconds, blocks of files, no core, KiB of memory: of each process
-        my $limits = 'ulimit -t 60 -c 0; ulimit -f 65536; ulimit -v 16777216; exec "$@"';
+        my $limits = 'ulimit -t 60; ulimit -c 0; ulimit -f 65536; ulimit -v 16777216; exec "$@"';
         exec 'sh', '-c', $limits, 'sh', @command or POSIX::_exit(127);
     }
     my $until = time + $seconds;
@@ -139,70 +139,98 @@ sub compiled {
 
 # ---- words ----
 
-# What usually is wrong, by the sentence that a program ends with. The first that fits.
+# What usually is wrong, by the sentence that a program ends with: the first that fits. undef: of_count says.
 my @advice = (
-    [qr/^TODO in/, 'not done', 'the function, or a branch of it, still says TODO.'],
-    [qr/averaged twice/, 'scale', 'The loss is divided by the labels of the whole batch already: sum, and divide by no N again.'],
+    [qr/^TODO in/, 'not done', 'The function, or a branch of it, still says TODO.'],
+    [qr/averaged twice/, 'scale',
+        'The loss is divided by the labels of the whole batch already: sum, and divide by no N again.'],
     [qr/scaled twice/, 'scale', 'loss_scale has the division already: leave yours out.'],
     [qr/summed twice|summed, and not averaged/, 'scale',
-     'Sums that are on every rank already are summed again: keep 1 / N of them before the next sum, or sum once.'],
-    [qr/one rank's share alone/, 'scale', 'Is the sum over ranks made for this tensor, over the right group, and waited for?'],
-    [qr/never written|cleared before/, 'scale', 'Nothing adds to this gradient. Is the function called for each unit, and does it write where sums stand?'],
+        'A sum that every rank has is summed again: leave each rank an N-th of it before, or sum once.'],
+    [qr/one rank's share alone/, 'scale',
+        'Is the sum over ranks made for this tensor, over the right group, and waited for?'],
+    [qr/never written|cleared before/, 'scale',
+        'Nothing adds to this gradient: is there a call for each unit, and does it write where sums stand?'],
+    [qr/usually added twice/, 'scale', 'The same contribution is added twice.'],
     [qr/usually a sign/, 'sign', 'Something is subtracted that should be added.'],
-    [qr/not waited|in flight|has not been waited/, 'wait', 'A request is not waited for before its tensor is used or freed.'],
-    [qr/for [\d.e+-]+ s \(--timeout\)|deadlock|waits (?:itself|for)/, 'hang',
-     'The ranks wait for each other. Compare who waits for what: a call is missing on one rank, has another order, or goes to the wrong neighbour.'],
-    [qr/called .* where rank/, 'order', 'Every rank of a group makes the same calls, with the same sizes, in the same order. Which branch or size depends on the rank?'],
-    [qr/breaks the rule/, 'order', 'The list of the rank that is named has this pass missing, twice, or too early.'],
-    [qr/peak of|kept|held|memory|weights, all|gradients, all|optimizer, all/, 'memory', undef],
-    [qr/: calls of|all-reduces|all-gathers|messages|collectives/, 'calls', undef],
-    [qr/bytes/, 'bytes', undef],
-    [qr/bubble|period|makespan/, 'bubble', 'The order is sound, but ranks wait longer than they must. Draw it: schedule --schedule NAME.'],
-    [qr/has died|SIGSEGV|SIGBUS|SIGABRT|SIGFPE|address/, 'crash', 'It reads or writes memory that is not there. Was the tensor made, or freed already?'],
-    [qr/^gradients.*of/, 'gradients', 'The first step is wrong in this tensor. Which elements does your code leave out, or take from the wrong place?'],
-    [qr/^(?:losses|loss)/, 'loss', 'Forward differs already: look there first.'],
-    [qr/^gradient norm|norms of/, 'norm', 'Gradients are right, and their norm is not.'],
-    [qr/^parameters/, 'parameters', 'The step is right, and weights do not come back, or are stepped twice.'],
+    [qr/comm_wait comes first|is still (?:reading|writing)|was not waited for|never waited/, 'wait',
+        'A request is in flight, and its tensor is used or freed: wait for the request first.'],
+    [qr/\(--timeout\)/, 'hang', 'Ranks wait for each other. Read who waits for whom: a call is missing on one '
+        . 'of them, comes in another order, or goes to the wrong neighbour.'],
+    [qr/has \d+ elements, and its parts/, 'size',
+        'The parts do not add up to the whole: where the ranks do not divide it, who has the rest?'],
+    [qr/no shorter step|no shorter|waits longer|exposes/, 'overlap', 'The numbers are right, and nothing hides: '
+        . 'start it earlier, or wait for it later, and for no more than you must.'],
+    [qr/^held to/, 'memory', 'Another number of micro-batches is between F and backward than the formula says: '
+        . 'how far ahead do forwards run?'],
+    [qr/^it was stopped/, 'hang', 'No rank waits for another: a loop does not end.'],
+    [qr/called .* where rank|^rank \d+ .*where rank/, 'order', 'Every rank of a group makes the same calls, '
+        . 'with the same sizes, in the same order. Which of yours depends on the rank?'],
+    [qr/the end\) breaks the rule/, 'order', 'The list of this rank ends too early: a pass is missing.'],
+    [qr/breaks the rule/, 'order', 'In the list of this rank something comes too early, twice, or never.'],
+    [qr/\bn?no tensor\b|dimensions, not 0|has no storage/, 'tensor',
+        'A tensor is used that was never made, never handed over, or freed already.'],
+    [qr/signal 11|signal 7|SIGSEGV|SIGBUS|signal 6|SIGABRT|has died/, 'crash',
+        'It uses a pointer or an index that is not valid. gdb shows where: gdb --args the program in bin/.'],
+    [qr/\bnan\b/, 'nan', 'Numbers that nobody has written, or memory that was freed, take part.'],
+    [qr/(?:peak of|kept|held|weights|memory|gradients, all|optimizer, all).*predicted/, 'memory', undef],
+    [qr/(?:: calls of|all-reduces|all-gathers|collectives|times that).*predicted|^messages/, 'calls', undef],
+    [qr/bytes.*predicted/, 'bytes', undef],
+    [qr/bubble|period|makespan/, 'bubble', 'The order is sound, but ranks wait longer than they must, or less '
+        . 'than they can. Draw it: build/05_pipeline_parallel/schedule --schedule NAME.'],
+    [qr/^gradients .*scale (?:1\.[1-9]|[2-9]|\d\d)/, 'gradients',
+        'Gradients are too large, by no whole factor: some contributions count several times.'],
+    [qr/^gradients .*scale (?:0\.[0-8]|-)/, 'gradients',
+        'Gradients are too small, by no whole factor: some contributions are left out, or divided once too often.'],
+    [qr/^gradients/, 'gradients', 'The first step is wrong in this tensor: which elements does your code take '
+        . 'from the wrong place, or leave out?'],
+    [qr/^loss/, 'loss', 'Forward differs: look there first.'],
+    [qr/^(?:gradient )?norm/, 'norm', 'Gradients are right, and their norm is not.'],
+    [qr/^parameters/, 'parameters', 'The gradients are right: do weights come back, and are they stepped once?'],
 );
 
 # What measured and predicted say of a count.
 sub of_count {
     my ($text, $what) = @_;
-    my ($predicted, $measured) = $text =~ /predicted ([\d.e+-]+).*?measured ([\d.e+-]+)/ or return '';
+    my ($predicted, $measured) = $text =~ /predicted ([\d.e+-]+).*?measured ([\d.e+-]+)/;
+    ($measured, $predicted) = $text =~ /: ([\d.e+-]+), by its formula ([\d.e+-]+)/ if !defined $predicted;
+    return '' if !defined $predicted;
     my $more = $measured > $predicted;
     return 'Memory is above the formula: something is not freed, freed too late, or whole where a shard would do.'
         if $what eq 'memory' && $more;
     return 'Memory is below the formula: something is freed too early, or never made.' if $what eq 'memory';
-    return $more ? "Too many $what: what is sent twice, or whole where a part would do?"
-        : "Too few $what: who has not sent, or only a part of it?";
+    return $more ? "Too many $what: is something sent twice, too early, or whole where a part would do?"
+        : "Too few $what: what is not sent, or not for each unit, micro-batch or layer?";
 }
 
 # Kind and words for the sentence that a failed run ends with.
 sub advice {
-    my ($text) = @_;
+    my ($e, $text) = @_;
+    return ('formula', 'What was counted is right; your function predicts another figure.')
+        if $e->{predicts} && $text =~ /predicted|formula/;
     for (@advice) {
         my ($pattern, $kind, $words) = @$_;
         return ($kind, $words // of_count($text, $kind)) if $text =~ $pattern;
     }
-    return ('proof', '');
+    return ('proof', $e->{proof} =~ /^tests.(.*)/ ? "What it demands is in tests/unit/$1.c." : '');
 }
 
 # The sentence with which a run has ended badly, '' if it passed.
 sub first_wrong {
-    my ($e, $folder, $status) = @_;
+    my ($e, $folder, $status, $seconds) = @_;
     my ($out, $err) = (some("$folder/out"), some("$folder/err"));
     my $program = basename($e->{proof});
     return $1 if $err =~ /^(TODO in .*)$/m;
     if ($e->{proof} =~ /^tests/) {
         return '' if $status == 0 && $out =~ /^ok/m && $out !~ /^not ok/m;
         my ($test) = $out =~ /^not ok \d+ - (.*)$/m;
-        my ($why) = "$out\n$err" =~ /^(?:# )?(?:\[ *ERROR *\] --- )?(\S.*(?:!=|not within|is not|differ|relative|expected).*)$/m;
+        my ($why) = "$err\n$out" =~ /^(?:ERROR: |# *)(\S.*)$/m;
         return join ': ', grep { defined } "$program" . ($test ? ", test $test" : ''), $why if $status >= 0 && $test;
     } else {
         return '' if $status == 0 && $out =~ /^PASS \Q$program\E: /m;
-        return $1 if $out =~ /^FAIL \Q$program\E: (.*)$/m;
+        if ($out =~ /^FAIL \Q$program\E: (.*)$/m) { my $f = $1; $f =~ s/: usually .*// if $e->{predicts}; return $f }
     }
-    return sprintf 'it was stopped after %d s', $most_seconds if $status == -1 && $err !~ /^\Q$program\E: /m;
+    return sprintf 'it was stopped after %.0f s', $seconds if $status == -1 && $err !~ /^\Q$program\E: /m;
     my @said = $err =~ /^\Q$program\E: (.*)$/mg;
     # Of a deadlock every rank says where it waits; the one that gave up says so last.
     return join('; ', grep { /waits/ } @said) if @said > 1 && grep { /--timeout/ } @said;
@@ -247,7 +275,7 @@ sub grade {
     my ($run, $seconds) = ('', sub { 0 + sprintf '%.1f', time - $began });
     my $end = sub { return { %{ record($e, $file, @_) }, run => $run, seconds => $seconds->() } };
     my $error = compiled($e, $file, $folder, @flags);
-    return $end->('fail', 'compile', $error, "All of it is in $folder/build.log.") if length $error;
+    return $end->('fail', 'compile', $error, 'All of it is in ' . ($folder =~ s{^\Q$ENV{PWD}\E/}{}r) . '/build.log.') if length $error;
     my $passed = '';
     for (@{ $e->{run} }) {
         $run = join ' ', $e->{proof}, split ' ';
@@ -255,10 +283,31 @@ sub grade {
         my ($wrong, $pass) = proof($e, $folder, $_, $left < $most_seconds ? $left : $most_seconds);
         $passed = $pass;
         next if !length $wrong;
-        my ($kind, $words) = advice($wrong);
+        my ($kind, $words) = advice($e, $wrong);
+        $words = join ' ', $words, others($folder, $wrong), one_micro_batch($e, $folder, $_, $kind);
         return $end->($kind eq 'not done' ? 'not done' : 'fail', $kind, $wrong, $words);
     }
     return $end->('pass', 'pass', $passed, '');
+}
+
+# Counts that are wrong besides: two of them.
+sub others {
+    my ($folder, $first) = @_;
+    my @rows = some("$folder/out") =~ /^  (\S.*?)  +predicted +\S+  measured +\S+ .*FAIL$/mg;
+    my %seen = map { ($_ => 1) } grep { index($first, $_) == 0 } @rows;
+    my @more = grep { !$seen{$_}++ } @rows;
+    return @more ? 'Also wrong: ' . join('; ', @more > 2 ? @more[0, 1] : @more) . '.' : ();
+}
+
+# Numbers that are wrong: whether they are so without accumulation, too, where a factor shows undisguised.
+sub one_micro_batch {
+    my ($e, $folder, $run, $kind) = @_;
+    return () if $kind !~ /^(?:gradients|norm|parameters|loss)$/ || $run !~ /--ranks/ || $run =~ /--grad-acc 1\b/;
+    $run =~ s/ --grad-acc \d+//;
+    my ($wrong) = proof($e, $folder, "$run --grad-acc 1");
+    return 'With one micro-batch (--grad-acc 1) it passes: look at what happens between micro-batches.'
+        if !length $wrong;
+    return $wrong =~ /: (usually .*)/ ? "With one micro-batch (--grad-acc 1) it is a plain factor: $1." : ();
 }
 
 # One run of the proof in a folder. Returns what is wrong first, or '', and what a pass has shown.
@@ -266,8 +315,10 @@ sub proof {
     my ($e, $folder, $run, $seconds, $program) = @_;
     my @flags = (split(' ', $run), $run =~ /--ranks/ ? ('--timeout', 6) : ());
     unlink "$folder/out", "$folder/err";
-    my $status = run_limited($folder, $seconds // $most_seconds, $program // program_of($e, $folder), @flags);
-    my $wrong = first_wrong($e, $folder, $status);
+    $seconds //= $most_seconds;
+    $seconds = $e->{seconds} if $e->{seconds} && $e->{seconds} < $seconds;
+    my $status = run_limited($folder, $seconds, $program // program_of($e, $folder), @flags);
+    my $wrong = first_wrong($e, $folder, $status, $seconds);
     my ($shown) = some("$folder/out") =~ /^PASS [^\n(]*\((.*)\)$/m;
     return ($wrong, $shown // 'all tests pass');
 }

@@ -49,7 +49,7 @@ sub exercises {
         chomp $line;
         if ($line =~ /^name: +(\S+)$/) { push @all, { name => $1, run => [] }; undef $last }
         elsif (@all && $line =~ /^run: *(.*)$/) { push @{ $all[-1]{run} }, $1; undef $last }
-        elsif (@all && $line =~ /^(\w+): +(.*\S)$/ && grep { $_ eq $1 } @fields, 'proof') {
+        elsif (@all && $line =~ /^(\w+): +(.*\S)$/ && grep { $_ eq $1 } @fields, 'proof', 'predicts', 'seconds') {
             $all[-1]{ $last = $1 } = $2;
         }
         elsif ($last && $line =~ /^ +(.*\S)$/) { $all[-1]{$last} .= " $1" }
