@@ -32,7 +32,8 @@ sub faults {
     my $unfit = unfit($e, $file);
     push @faults, 'the stub is not "not done"' if !$unfit || $unfit->{status} ne 'not done';
     my $again = find_function($stub, $e->{function});
-    push @faults, 'the body does not come back to the letter' if with_body($stub, $again, $body) ne $original;
+    push @faults, 'the body does not come back to the letter'
+        if with_body($stub, $again, $body) ne $original;
     return @faults if !$runs;
     my $error = compiled($e, $file, $folder, '-O0 -g0');
     push @faults, "the stub does not build: $error" if length $error;
@@ -51,7 +52,8 @@ sub faults {
     return @faults;
 }
 
-# All files are looked at; of $parts parts of the exercises, which take turns by the day, one is built and run.
+# All files are looked at; of $parts parts of the exercises, which take turns by the day, one is built and
+# run.
 sub check {
     my ($parts, @exercises) = @_;
     my (%passed, $bad);

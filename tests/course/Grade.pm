@@ -128,7 +128,7 @@ sub compiled {
     my $program = program_of($e, $folder);
     make_path("$folder/bin");
     unlink "$folder/mine.o", $program, "$folder/corpus.txt";
-    link "$build/corpus.txt", "$folder/corpus.txt" or symlink abs_path("$build/corpus.txt"), "$folder/corpus.txt";
+    symlink abs_path("$build/corpus.txt"), "$folder/corpus.txt";
     my $compile = "$command{compile} $flags -c '$file' -o '$folder/mine.o'";
     my $link = "$command{link} $objects $library $command{libraries} -o '$program'";
     return '' if !system "ulimit -t 60; { $compile && $link; } >'$folder/build.log' 2>&1";
@@ -139,7 +139,8 @@ sub compiled {
 
 # ---- words ----
 
-# What usually is wrong, by the sentence that a program ends with: the first that fits. undef: of_count says.
+# What usually is wrong, by the sentence that a program ends with: the first that fits. undef: of_count
+# says.
 my @advice = (
     [qr/^TODO in/, 'not done', 'The function, or a branch of it, still says TODO.'],
     [qr/averaged twice/, 'scale',
@@ -150,43 +151,51 @@ my @advice = (
     [qr/one rank's share alone/, 'scale',
         'Is the sum over ranks made for this tensor, over the right group, and waited for?'],
     [qr/never written|cleared before/, 'scale',
-        'Nothing adds to this gradient: is there a call for each unit, and does it write where sums stand?'],
+        'Nothing adds to this gradient: is it called for each unit, and does it write where sums stand?'],
     [qr/usually added twice/, 'scale', 'The same contribution is added twice.'],
     [qr/usually a sign/, 'sign', 'Something is subtracted that should be added.'],
     [qr/comm_wait comes first|is still (?:reading|writing)|was not waited for|never waited/, 'wait',
         'A request is in flight, and its tensor is used or freed: wait for the request first.'],
-    [qr/\(--timeout\)/, 'hang', 'Ranks wait for each other. Read who waits for whom: a call is missing on one '
+    [qr/\(--timeout\)/, 'hang',
+        'Ranks wait for each other. Read who waits for whom: a call is missing on one '
         . 'of them, comes in another order, or goes to the wrong neighbour.'],
     [qr/has \d+ elements, and its parts/, 'size',
         'The parts do not add up to the whole: where the ranks do not divide it, who has the rest?'],
-    [qr/no shorter step|no shorter|waits longer|exposes/, 'overlap', 'The numbers are right, and nothing hides: '
+    [qr/no shorter|waits longer|exposes/, 'overlap',
+        'The numbers are right, and nothing hides: '
         . 'start it earlier, or wait for it later, and for no more than you must.'],
-    [qr/^held to/, 'memory', 'Another number of micro-batches is between F and backward than the formula says: '
+    [qr/^held to/, 'memory',
+        'Another number of micro-batches is between F and backward than the formula says: '
         . 'how far ahead do forwards run?'],
     [qr/^it was stopped/, 'hang', 'No rank waits for another: a loop does not end.'],
-    [qr/called .* where rank|^rank \d+ .*where rank/, 'order', 'Every rank of a group makes the same calls, '
+    [qr/called .* where rank/, 'order',
+        'Every rank of a group makes the same calls, '
         . 'with the same sizes, in the same order. Which of yours depends on the rank?'],
     [qr/the end\) breaks the rule/, 'order', 'The list of this rank ends too early: a pass is missing.'],
     [qr/breaks the rule/, 'order', 'In the list of this rank something comes too early, twice, or never.'],
     [qr/\bn?no tensor\b|dimensions, not 0|has no storage/, 'tensor',
         'A tensor is used that was never made, never handed over, or freed already.'],
     [qr/signal 11|signal 7|SIGSEGV|SIGBUS|signal 6|SIGABRT|has died/, 'crash',
-        'It uses a pointer or an index that is not valid. gdb shows where: gdb --args the program in bin/.'],
+        'It uses a pointer or an index that is not valid. gdb shows where, on the program in bin/.'],
     [qr/\bnan\b/, 'nan', 'Numbers that nobody has written, or memory that was freed, take part.'],
     [qr/(?:peak of|kept|held|weights|memory|gradients, all|optimizer, all).*predicted/, 'memory', undef],
-    [qr/(?:: calls of|all-reduces|all-gathers|collectives|times that).*predicted|^messages/, 'calls', undef],
+    [qr/(?:: calls of|all-reduces|all-gathers|times that).*predicted|^messages/, 'calls', undef],
     [qr/bytes.*predicted/, 'bytes', undef],
-    [qr/bubble|period|makespan/, 'bubble', 'The order is sound, but ranks wait longer than they must, or less '
+    [qr/bubble|period|makespan/, 'bubble',
+        'The order is sound, but ranks wait longer than they must, or less '
         . 'than they can. Draw it: build/05_pipeline_parallel/schedule --schedule NAME.'],
     [qr/^gradients .*scale (?:1\.[1-9]|[2-9]|\d\d)/, 'gradients',
         'Gradients are too large, by no whole factor: some contributions count several times.'],
     [qr/^gradients .*scale (?:0\.[0-8]|-)/, 'gradients',
-        'Gradients are too small, by no whole factor: some contributions are left out, or divided once too often.'],
-    [qr/^gradients/, 'gradients', 'The first step is wrong in this tensor: which elements does your code take '
+        'Gradients are too small, by no whole factor: some contributions are left out, or divided once too '
+        . 'often.'],
+    [qr/^gradients/, 'gradients',
+        'The first step is wrong in this tensor: which elements does your code take '
         . 'from the wrong place, or leave out?'],
     [qr/^loss/, 'loss', 'Forward differs: look there first.'],
     [qr/^(?:gradient )?norm/, 'norm', 'Gradients are right, and their norm is not.'],
-    [qr/^parameters/, 'parameters', 'The gradients are right: do weights come back, and are they stepped once?'],
+    [qr/^parameters/, 'parameters',
+        'The gradients are right: do weights come back, and are they stepped once?'],
 );
 
 # What measured and predicted say of a count.
@@ -196,7 +205,8 @@ sub of_count {
     ($measured, $predicted) = $text =~ /: ([\d.e+-]+), by its formula ([\d.e+-]+)/ if !defined $predicted;
     return '' if !defined $predicted;
     my $more = $measured > $predicted;
-    return 'Memory is above the formula: something is not freed, freed too late, or whole where a shard would do.'
+    return 'Memory is above the formula: something is not freed, freed too late, or whole where a shard would '
+        . 'do.'
         if $what eq 'memory' && $more;
     return 'Memory is below the formula: something is freed too early, or never made.' if $what eq 'memory';
     return $more ? "Too many $what: is something sent twice, too early, or whole where a part would do?"
@@ -225,10 +235,12 @@ sub first_wrong {
         return '' if $status == 0 && $out =~ /^ok/m && $out !~ /^not ok/m;
         my ($test) = $out =~ /^not ok \d+ - (.*)$/m;
         my ($why) = "$err\n$out" =~ /^(?:ERROR: |# *)(\S.*)$/m;
-        return join ': ', grep { defined } "$program" . ($test ? ", test $test" : ''), $why if $status >= 0 && $test;
+        return join ': ', grep { defined } "$program, test $test", $why if $status >= 0 && $test;
     } else {
         return '' if $status == 0 && $out =~ /^PASS \Q$program\E: /m;
-        if ($out =~ /^FAIL \Q$program\E: (.*)$/m) { my $f = $1; $f =~ s/: usually .*// if $e->{predicts}; return $f }
+        my ($fail) = $out =~ /^FAIL \Q$program\E: (.*)$/m;
+        $fail =~ s/: usually .*// if defined $fail && $e->{predicts};    # it speaks of what was measured
+        return $fail if defined $fail;
     }
     return sprintf 'it was stopped after %.0f s', $seconds if $status == -1 && $err !~ /^\Q$program\E: /m;
     my @said = $err =~ /^\Q$program\E: (.*)$/mg;
@@ -236,8 +248,7 @@ sub first_wrong {
     return join('; ', grep { /waits/ } @said) if @said > 1 && grep { /--timeout/ } @said;
     my ($best) = (grep({ !/has died/ } @said), @said);
     return $best if defined $best;
-    return "it ends by signal @{[$status - 128]}" . ($status == 139 ? ' (SIGSEGV)' : $status == 134 ? ' (SIGABRT)' : '')
-        if $status > 128;
+    return 'it ends by signal ' . ($status - 128) if $status > 128;
     my ($line) = grep { /\S/ } split /\n/, $err;
     return "it ends with status $status and no verdict" . ($line ? ": $line" : '');
 }
@@ -261,7 +272,8 @@ sub unfit {
     my ($part, $line, $number) = between($original, $f, $mine);
     return record(
         $e, $file, 'fail', 'changed elsewhere', "line $number of $e->{file} is missing or changed: $line",
-        "Only $e->{function} is graded, and helpers right above it: put the other lines back.") if !defined $part;
+        "Only $e->{function} is graded, and helpers right above it: put the other lines back.")
+        if !defined $part;
     return record($e, $file, 'not done', 'not done', "$e->{function} still says TODO", "$e->{task}.")
         if code_of($part) =~ /\bTODO\s*\(/;
     return undef;
@@ -275,7 +287,8 @@ sub grade {
     my ($run, $seconds) = ('', sub { 0 + sprintf '%.1f', time - $began });
     my $end = sub { return { %{ record($e, $file, @_) }, run => $run, seconds => $seconds->() } };
     my $error = compiled($e, $file, $folder, @flags);
-    return $end->('fail', 'compile', $error, 'All of it is in ' . ($folder =~ s{^\Q$ENV{PWD}\E/}{}r) . '/build.log.') if length $error;
+    my $short = $folder =~ s{^.*?(?=\Q$build\E/grade)}{}r;
+    return $end->('fail', 'compile', $error, "All of it is in $short/build.log.") if length $error;
     my $passed = '';
     for (@{ $e->{run} }) {
         $run = join ' ', $e->{proof}, split ' ';
@@ -302,12 +315,14 @@ sub others {
 # Numbers that are wrong: whether they are so without accumulation, too, where a factor shows undisguised.
 sub one_micro_batch {
     my ($e, $folder, $run, $kind) = @_;
-    return () if $kind !~ /^(?:gradients|norm|parameters|loss)$/ || $run !~ /--ranks/ || $run =~ /--grad-acc 1\b/;
+    return () if $kind !~ /^(?:gradients|norm|parameters|loss)$/;
+    return () if $run !~ /--ranks/ || $run =~ /--grad-acc 1\b/;
     $run =~ s/ --grad-acc \d+//;
     my ($wrong) = proof($e, $folder, "$run --grad-acc 1");
     return 'With one micro-batch (--grad-acc 1) it passes: look at what happens between micro-batches.'
         if !length $wrong;
-    return $wrong =~ /: (usually .*)/ ? "With one micro-batch (--grad-acc 1) it is a plain factor: $1." : ();
+    return () if $wrong !~ /: (usually .*)/;
+    return "With one micro-batch (--grad-acc 1) it is a plain factor: $1.";
 }
 
 # One run of the proof in a folder. Returns what is wrong first, or '', and what a pass has shown.

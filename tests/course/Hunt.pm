@@ -37,7 +37,8 @@ sub place_of {
     my $first = 0;
     $first++ while $first < @wrong && $first < @right && $wrong[$first] eq $right[$first];
     my $same = 0;
-    $same++ while $same < @wrong - $first && $same < @right - $first && $wrong[-1 - $same] eq $right[-1 - $same];
+    my $most = (@wrong < @right ? @wrong : @right) - $first;
+    $same++ while $same < $most && $wrong[-1 - $same] eq $right[-1 - $same];
     my $last = @wrong - $same;
     return ($first + 1, $last > $first ? $last : $first + 1);
 }
@@ -61,7 +62,8 @@ sub symptoms {
 
 sub bug_numbered {
     my ($n, @all) = @_;
-    die "hunt which bug? make hunt N=1, to N=" . @all . "\n" if !defined $n || $n !~ /^\d+$/ || !$n || $n > @all;
+    die "hunt which bug? make hunt N=1, to N=" . @all . "\n"
+        if !defined $n || $n !~ /^\d+$/ || !$n || $n > @all;
     return $all[$n - 1];
 }
 
@@ -77,7 +79,9 @@ sub hunt {
         my ($run, $wrong) = symptoms($bug, $folder) or next;
         my ($first, $last) = place_of($bug->{file}, $folder);
         store("$folder/.answer", join("\n", $bug->{name}, $bug->{file}, $first, $last, $bug->{bug}) . "\n");
-        my $output = join '', map { "    $_\n" } grep { length } (split /\n/, some("$folder/out"))[-14 .. -1];
+        my @lines = grep { length } split /\n/, some("$folder/out");
+        splice @lines, 0, @lines - 14 if @lines > 14;
+        my $output = join '', map { "    $_\n" } @lines;
         print "One line or a few of a chapter are wrong in the copy below " . folder_of($n) . "/.\n\n";
         print "\$ $run\n$output    $wrong\n\n" if $output !~ /\Q$wrong\E/;
         print "\$ $run\n$output\n" if $output =~ /\Q$wrong\E/;

@@ -6,7 +6,7 @@ package Source;
 use strict;
 use warnings;
 use Exporter 'import';
-our @EXPORT = qw(content store exercises exercise_named find_function stub_of with_body between code_of words);
+our @EXPORT = qw(content store words exercises exercise_named find_function stub_of with_body between code_of);
 
 sub content {
     my ($file) = @_;
@@ -38,6 +38,7 @@ sub words {
 # ---- the table ----
 
 my @fields = qw(file function minutes task hint read reach);
+my @optional = qw(proof predicts seconds);
 
 # Exercises in the order of the table: name, the fields, proof (a program below build/) and run (its flags,
 # one run after the other).
@@ -49,7 +50,7 @@ sub exercises {
         chomp $line;
         if ($line =~ /^name: +(\S+)$/) { push @all, { name => $1, run => [] }; undef $last }
         elsif (@all && $line =~ /^run: *(.*)$/) { push @{ $all[-1]{run} }, $1; undef $last }
-        elsif (@all && $line =~ /^(\w+): +(.*\S)$/ && grep { $_ eq $1 } @fields, 'proof', 'predicts', 'seconds') {
+        elsif (@all && $line =~ /^(\w+): +(.*\S)$/ && grep { $_ eq $1 } @fields, @optional) {
             $all[-1]{ $last = $1 } = $2;
         }
         elsif ($last && $line =~ /^ +(.*\S)$/) { $all[-1]{$last} .= " $1" }

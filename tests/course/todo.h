@@ -1,4 +1,4 @@
-// todo.h: TODO("…"), the body of an exercise that nobody has begun. `make grade` includes it before the file.
+// todo.h: TODO("…"), the body of an exercise that nobody has begun. `make grade` includes it first.
 #ifndef TODO_H
 #define TODO_H
 
