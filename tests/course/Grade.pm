@@ -114,24 +114,28 @@ sub some {
 # The program keeps its name, by which it speaks of itself, and finds its text in the folder above its own.
 sub program_of { return "$_[1]/bin/" . basename($_[0]->{proof}) }
 
+# For a shell: students' folders have names of any kind.
+sub quoted { my $text = shift; $text =~ s/'/'\\''/g; return "'$text'" }
+
 # Compiles a file in place of that of the exercise, and links the proof with it. Returns what the compiler
 # says first, or ''. @more: flags behind make's.
 sub compiled {
     my ($e, $file, $folder, @more) = @_;
     my ($own, $chapter) = ("$e->{proof}.c" eq $e->{file}, dirname($e->{file}));
-    my @todo = map { ('-include', $_) } 'tests/course/todo.h';
-    my $flags = join ' ', "-iquote $chapter", @todo, '-Wno-unused-function -Wno-unused-parameter -O1',
-        $own ? '' : '-DNO_MAIN', @more;
+    my $flags = join ' ', "-iquote $chapter -include tests/course/todo.h",
+        '-Wno-unused-function -Wno-unused-parameter -O1', $own ? '' : '-DNO_MAIN', @more;
     my $main = $e->{proof} =~ m{^tests/(.*)} ? "$build/main/tests/unit/$1.o" : "$build/main/$e->{proof}.o";
-    my $objects = "'$folder/mine.o'" . ($own ? '' : " $main") . " $build/libultrascale.a";
+    my ($source, $object) = map { quoted($_) } $file, "$folder/mine.o";
+    my $objects = $object . ($own ? '' : " $main") . " $build/libultrascale.a";
     my $library = $e->{proof} =~ /^tests/ ? '-lcmocka' : '';
     my $program = program_of($e, $folder);
     make_path("$folder/bin");
     unlink "$folder/mine.o", $program, "$folder/corpus.txt";
     symlink abs_path("$build/corpus.txt"), "$folder/corpus.txt";
-    my $compile = "$command{compile} $flags -c '$file' -o '$folder/mine.o'";
-    my $link = "$command{link} $objects $library $command{libraries} -o '$program'";
-    return '' if !system "ulimit -t 60; { $compile && $link; } >'$folder/build.log' 2>&1";
+    my $compile = "timeout -k 5 60 $command{compile} $flags -c $source -o $object";
+    my $link = "$command{link} $objects $library $command{libraries} -o " . quoted($program);
+    my $into = quoted("$folder/build.log");
+    return '' if !system "ulimit -t 60; ulimit -f 65536; { $compile && $link; } >$into 2>&1 </dev/null";
     my $log = some("$folder/build.log");
     return $1 if $log =~ /^(.*(?:error|undefined reference|multiple definition).*)$/m;
     return (split /\n/, $log)[0] // 'the compiler ends without a word';

@@ -21,7 +21,7 @@ answer() {
     report $? "$1: the wrong answer still fits the sources"
 }
 naive=01_data_parallel/ddp_naive.c ring=01_data_parallel/ring_all_reduce.c
-answer mean ddp_naive $naive 's/ && !last; i\+\+/; i++/'
+answer "m'ean" ddp_naive $naive 's/ && !last; i\+\+/; i++/'
 answer semicolon ddp_naive $naive 's/param\[i\];/param[i]/'
 answer price ddp_naive $naive 's/\(double\)model->config.grad_acc/2/'
 answer wait ddp_overlap_more 01_data_parallel/ddp_overlap.c \
@@ -40,7 +40,7 @@ says() {  # says STUDENT WORDS: what stands below the student's line
     awk -v "who=$1," '/^[A-Z]/ { on = index($0, who) } on' "$out" | tr -s '\n ' '  ' | grep -q -e "$2"
     report $? "$1: $2"
 }
-says mean 'averaged twice over the 2 ranks of dp'
+says "m'ean" 'averaged twice over the 2 ranks of dp'
 says semicolon 'error: expected'
 says price 'Only all_reduce_after_backward is graded'
 says wait 'wait for the request first'
