@@ -67,11 +67,13 @@ fuzz_sources    := $(sort $(wildcard tests/fuzz/fuzz_*.c))
 bench_sources   := $(sort $(wildcard tests/bench/bench*.c))
 
 with_main := $(if $(chapter_sources),$(shell grep -lE '^int main\b' $(chapter_sources)))
+# Builds with the same flags for C may share its objects, and differ in what they link.
+OBJECTS   ?= $(BUILD)
 programs  := $(with_main:%.c=$(BUILD)/%)
 tests     := $(test_sources:tests/unit/%.c=$(BUILD)/tests/%)
 fuzzers   := $(fuzz_sources:tests/fuzz/%.c=$(BUILD)/tests/%)
 benches   := $(bench_sources:tests/bench/%.c=$(BUILD)/tests/%)
-parts     := $(common_sources:%.c=$(BUILD)/lib/%.o) $(chapter_sources:%.c=$(BUILD)/lib/%.o)
+parts     := $(common_sources:%.c=$(OBJECTS)/lib/%.o) $(chapter_sources:%.c=$(OBJECTS)/lib/%.o)
 archive   := $(BUILD)/libultrascale.a
 corpus    := $(BUILD)/corpus.txt
 
@@ -87,22 +89,25 @@ include common/cuda/cuda.mk
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test faults threads gpu-check bench readme all programs tests fuzzers clean mutants FORCE \
-    exercises hint grade hunt hunt-answer course-commands
+.PHONY: help run test matrix faults threads gpu-check bench bench-collectives readme all objects programs \
+        tests fuzzers clean mutants FORCE exercises hint grade hunt hunt-answer course-commands
 .DELETE_ON_ERROR:
 .SECONDARY:
 
 help:
 	@echo 'make run        install what is missing, build, and take the tour: every program on the small model'
-	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, a sample'
-	@echo '                of the mutants;'
+	@echo 'make test       everything that CI checks: unit and shell tests, sanitizers, clang, fuzzing, a'
+	@echo '                sample of the mutants;'
 	@echo '                with GUARD=1 all tests run on guarded device memory (common/tensor/guard.h)'
 	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10'
 	@echo '                minutes'
+	@echo 'make matrix     every combination of techniques on up to 8 ranks, and some on 12 and 16: proven, or'
+	@echo '                refused with a sentence; MATRIX=3/20: a part of them; goes on where it was broken off'
 	@echo 'make faults     1,000 runs in which a rank, a launcher or a disk fails, and how each kind ended;'
 	@echo '                N=40 SEED=2: others'
 	@echo 'make threads    programs of many ranks under ThreadSanitizer'
-	@echo 'make bench      the figures of merit of this machine, each beside its target'
+	@echo 'make bench      the figures of merit of this machine, each beside its target: a table per chapter,'
+	@echo '                5 minutes; make bench-collectives: collectives beside MPI'"'"'s own, 1 kB to 64 MB'
 	@echo 'make all        programs and tests, not run; make programs, make tests: one of the two'
 	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=zero3: those'
 	@echo '                of that name'
@@ -130,17 +135,15 @@ test:
 
 bench:
 	@common/install.sh test
-	@$(MAKE) --no-print-directory $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp \
-	    $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
-	    $(BUILD)/tests/bench_cp $(BUILD)/tests/bench_pp $(BUILD)/tests/bench_attention $(BUILD)/tests/bench_comm $(corpus)
-	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench
-	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_ddp
-	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_zero
-	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_tp
-	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_cp
-	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_pp
-	@env -u OPENBLAS_CORETYPE $(BUILD)/tests/bench_attention
+	@$(MAKE) --no-print-directory $(benches) $(corpus)
+	@BUILD=$(BUILD) tests/bench/run
+
+# The whole sweep takes longer than all of bench.
+bench-collectives: $(BUILD)/tests/bench_comm
 	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks || exit 1; done
+
+matrix: $(BUILD)/08_mixed_precision/matrix $(corpus)
+	@tests/matrix $(or $(MATRIX),1/1)
 
 faults: $(BUILD)/01_data_parallel/ddp_bucketed $(corpus)
 	@tests/faults $(or $(N),1000) $(or $(SEED),1)
@@ -172,12 +175,11 @@ course-commands:
 	@echo 'link $(LINK) $(LDFLAGS)'
 	@echo 'libraries $(LDLIBS)'
 
-readme: programs $(BUILD)/tests/bench $(BUILD)/tests/bench_ddp \
-    $(BUILD)/tests/bench_zero $(BUILD)/tests/bench_tp \
-    $(BUILD)/tests/bench_cp $(BUILD)/tests/bench_pp $(BUILD)/tests/bench_attention $(BUILD)/tests/bench_comm
+readme: programs $(benches)
 	@BUILD=$(BUILD) common/report/readme.sh
 
 all: programs tests
+objects: $(parts) $(with_main:%.c=$(OBJECTS)/main/%.o) $(test_sources:%.c=$(OBJECTS)/main/%.o)
 programs: $(programs) $(corpus)
 tests: $(tests) $(corpus)
 fuzzers: $(fuzzers)
@@ -188,38 +190,42 @@ clean:
 
 # ---- how things are made ----
 
-# Holds the command line, so that other flags rebuild everything.
-$(BUILD)/flags: FORCE
-	@mkdir -p $(BUILD)
-	@echo '$(CC) $(ALL_CFLAGS) $(LINK) $(LDFLAGS) $(LDLIBS) $(OPS)' > $@.new
+# Hold the command lines, so that other flags compile, or link, everything again.
+$(OBJECTS)/flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(CC) $(ALL_CFLAGS)' > $@.new
+	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+$(BUILD)/flags-link: FORCE
+	@mkdir -p $(@D)
+	@echo '$(LINK) $(LDFLAGS) $(LDLIBS)' > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 FORCE:
 
-$(BUILD)/lib/%.o: %.c $(BUILD)/flags
+$(OBJECTS)/lib/%.o: %.c $(OBJECTS)/flags
 	@mkdir -p $(@D)
 	$(compile) $(CC) $(ALL_CFLAGS) -DNO_MAIN -MMD -MP -c $< -o $@
 
-$(BUILD)/main/%.o: %.c $(BUILD)/flags
+$(OBJECTS)/main/%.o: %.c $(OBJECTS)/flags
 	@mkdir -p $(@D)
 	$(compile) $(CC) $(ALL_CFLAGS) -MMD -MP -c $< -o $@
 
-$(archive): $(parts)
+$(archive): $(parts) $(BUILD)/flags-link
 	@rm -f $@
-	$(Q)ar rcs $@ $^
+	$(Q)ar rcs $@ $(parts)
 
-$(programs): $(BUILD)/%: $(BUILD)/main/%.o $(archive)
+$(programs): $(BUILD)/%: $(OBJECTS)/main/%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
-$(BUILD)/tests/fuzz_%: $(BUILD)/main/tests/fuzz/fuzz_%.o $(archive)
+$(BUILD)/tests/fuzz_%: $(OBJECTS)/main/tests/fuzz/fuzz_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
 
-$(benches): $(BUILD)/tests/%: $(BUILD)/main/tests/bench/%.o $(archive)
+$(benches): $(BUILD)/tests/%: $(OBJECTS)/main/tests/bench/%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
 
-$(BUILD)/tests/test_%: $(BUILD)/main/tests/unit/test_%.o $(archive)
+$(BUILD)/tests/test_%: $(OBJECTS)/main/tests/unit/test_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
 
@@ -229,4 +235,5 @@ $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*
 	@mkdir -p $(@D)
 	@cat $^ > $@
 
--include $(shell find $(BUILD)/lib $(BUILD)/main -name '*.d' 2>/dev/null)
+-include $(shell find $(foreach dir,$(sort $(BUILD) $(OBJECTS)),$(dir)/lib $(dir)/main) -name '*.d' \
+    2>/dev/null)

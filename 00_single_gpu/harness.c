@@ -18,6 +18,8 @@
 
 // ---- the program ----
 
+enum { MOST_OPTIONS = 64 };
+
 static unsigned axes_of(const Program *program) {
     unsigned axes = 0;
     for (int i = 0; program->techniques[i]; i++) axes |= program->techniques[i]->axes;
@@ -38,6 +40,7 @@ static int own_options(Option *own, const Program *program, bool *dry_run) {
             const Option *option = &program->techniques[i]->option[j];
             int known = 0;
             while (known < count && strcmp(own[known].name, option->name) != 0) known++;
+            CHECK(known < MOST_OPTIONS - 8, "a program has more than %d options", MOST_OPTIONS - 8);
             if (known == count) own[count++] = *option;
         }
     own[count++] = (Option){
@@ -59,7 +62,7 @@ static int own_options(Option *own, const Program *program, bool *dry_run) {
     return count;
 }
 
-static void check_techniques(const Config *config, const Program *program) {
+static void check_techniques(const Config *config, Techniques techniques, int ranks) {
     const struct {
         const char *flag;
         unsigned axis;
@@ -70,18 +73,33 @@ static void check_techniques(const Config *config, const Program *program) {
                 {"tp", 1u << AXIS_TP, config->tp},
                 {"ep", 1u << AXIS_EP, config->ep}};
     unsigned served = 0;
-    for (int i = 0; program->techniques[i]; i++) {
-        const Technique *technique = program->techniques[i];
+    for (int i = 0; techniques[i]; i++) {
+        const Technique *technique = techniques[i];
         if (technique->enabled && !technique->enabled(config)) continue;
         served |= technique->axes;
         if (technique->check) technique->check(config);
     }
-    CHECK(served || comm_ranks() == 1, "this program trains on one device: start one of it, and not %d",
-          comm_ranks());
+    CHECK(served || ranks == 1, "this program trains on one device: start one of it, and not %d", ranks);
     for (size_t i = 0; i < sizeof axis / sizeof *axis; i++)
         CHECK(axis[i].degree == 1 || (served & axis[i].axis),
               "--%s %ld: no technique of this program shares work over it; --%s 1 would fit", axis[i].flag,
               axis[i].degree, axis[i].flag);
+}
+
+void layout_check(Config *config, int ranks, Techniques techniques) {
+    config_check(config);
+    config_check_degrees(config, ranks);
+    check_techniques(config, techniques, ranks);
+    mesh_check(layout_shape(config), ranks);
+}
+
+MeshShape layout_shape(const Config *config) {
+    return (MeshShape){.dp = (int)config->dp,
+                       .pp = (int)config->pp,
+                       .cp = (int)config->cp,
+                       .tp = (int)config->tp,
+                       .ep = (int)config->ep,
+                       .ep_within_tp = true};  // experts ask of --tp that each rank has tokens of its own
 }
 
 static void print_cost(const Config *config, const StepCost *cost) {
@@ -115,6 +133,7 @@ static void name_sizes(const Config *config) {
 
 // Trains, proves or counts, as the flags ask. Returns the exit status.
 static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) {
+    if (program->plan) program->plan(mesh, config);
     if (program->trains || (config->no_check && !dry_run))
         return train_for_real(config, mesh, program->techniques, program->baseline);
     if (dry_run) {
@@ -129,7 +148,6 @@ static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) 
 }
 
 int program_main(int argc, char **argv, const Program *program) {
-    enum { MOST_OPTIONS = 32 };
     base_start(argc, argv);
     bool dry_run;
     Option own[MOST_OPTIONS];
@@ -157,15 +175,9 @@ int program_main(int argc, char **argv, const Program *program) {
     if (from) checkpoint_config(from, &config);
     if (config.resume) config.resume = from;
     else config.init = from;
-    config_check(&config);
-    config_check_degrees(&config, comm_ranks());
-    check_techniques(&config, program);
+    layout_check(&config, comm_ranks(), program->techniques);
     if (config.resume) resume_check(&config, (int)config.dp);
-    MeshShape shape = {.dp = (int)config.dp,
-                       .pp = (int)config.pp,
-                       .cp = (int)config.cp,
-                       .tp = (int)config.tp,
-                       .ep = (int)config.ep};
+    MeshShape shape = layout_shape(&config);
     Mesh mesh = comm_ranks() > 1 || !program->trains ? mesh_new(shape) : mesh_single();
     report_json(config.json);
     if (program->trains && config.trace) clock_trace_start();

@@ -30,12 +30,18 @@ typedef struct Program {
     bool (*exact)(
         const Config *config);  // whether sums run as on one device: no bit may differ; NULL: they do not
     bool trains;                // for real, unless --check asks for the proof: not the other way round
+    void (*plan)(Mesh mesh, const Config *config);  // what it shows before it trains; may be NULL
     void (*more)(Mesh mesh, const Config *config);  // what else the program shows; may be NULL
 } Program;
 
 int program_main(int argc, char **argv, const Program *program);  // a whole main; the exit status
 
 // ---- its parts, for programs that show more than one layout ----
+
+// Fatal, naming the flags, where this layout cannot be: the sizes, the degrees on so many ranks, and what
+// each technique that is on demands. Sets a degree that was left to it.
+void layout_check(Config *config, int ranks, Techniques techniques);
+MeshShape layout_shape(const Config *config);
 
 // Trains with these techniques (NULL: one device), from --resume's checkpoint if any; if `check`, what it
 // has counted is held against the price.

@@ -23,11 +23,11 @@ static const double std = 0.02;
 // The matrices that write to the residual stream start smaller, as 2 L of them add up there.
 static double residual_std(const Config *c) { return std / sqrt(2.0 * (double)c->layers); }
 
-static void add_to_layer(Params *p, int64_t layer, ParamSpec spec) {
+static Param *add_to_layer(Params *p, int64_t layer, ParamSpec spec) {
     char name[80];
     snprintf(name, sizeof name, "model.layers.%d.%.40s.weight", (int)layer, spec.name);
     spec.name = name;
-    params_add(p, &spec);
+    return params_add(p, &spec);
 }
 
 // With experts: the router, and of the MLP what all tokens pass.
@@ -58,7 +58,8 @@ static void add_block(Params *p, const Config *c, int64_t layer) {
         add_to_layer(p, layer, spec);
     }
     if (c->experts)
-        add_to_layer(p, layer, (ParamSpec){"block_sparse_moe.gate", ROLE_ROUTER, c->experts, h, true, std});
+        add_to_layer(p, layer, (ParamSpec){"block_sparse_moe.gate", ROLE_ROUTER, c->experts, h, true, std})
+            ->apart = true;
 }
 
 // First the gates of all experts, then what else they have: a rank that holds some experts has each kind of
@@ -110,11 +111,13 @@ static void find_block(Model *m, int64_t layer) {
         }
 }
 
-// The ranks that hold other experts of one replica, and those that hold the same ones.
+// The ranks that hold other experts of one replica, and those that hold the same ones. Ranks of tp have no
+// copies of them.
 static void begin_experts(Params *p, const Mesh *mesh) {
     if (mesh->ep.size == 1) return;
     p->replicas = mesh->expert_dp;
-    p->spread = mesh->ep;
+    p->spread = mesh->ep_pp;
+    p->within = mesh_single().tp;
 }
 
 Model *model_new(const Config *config, Mesh mesh) {

@@ -81,7 +81,9 @@ double price_states(const Price *p, const Model *m, MemoryKind kind) {
     double weight = (double)dtype_size(r.weight), gradient = (double)dtype_size(r.gradient);
     double sum = (double)dtype_size(r.sum),
            master = recipe_has_masters(r) ? (double)dtype_size(r.master) : 0;
-    double moments = m->config.optimizer == OPTIMIZER_ADAMW ? 2 * (double)dtype_size(r.moment) : 0;
+    double moments = m->config.optimizer == OPTIMIZER_ADAMW
+                         ? (double)dtype_size(r.moment) + (double)dtype_size(r.second)
+                         : 0;
     switch (kind) {
         case MEMORY_PARAMETER:
             return weight * elements_here(p, p->values) + p->values_at_work;

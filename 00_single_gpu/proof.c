@@ -136,7 +136,7 @@ Record program_record(const Config *config, Mesh mesh, Techniques techniques, bo
     return record;
 }
 
-// `formula` (may be NULL) takes what the price says of rank 0.
+// `formula` (may be NULL) takes what the price says of rank 0; what was counted is held against it then.
 static StepCost cost_counted(const Config *config, Mesh mesh, Techniques techniques, Column *formula) {
     Config among = *config;
     among.steps = 3;  // the step that counts is one among others: it also begins what the next one needs
@@ -156,7 +156,13 @@ static StepCost cost_counted(const Config *config, Mesh mesh, Techniques techniq
     counted_add(&cost.counted);
     cost.counted.memory = cost.memory;
     Price price = trainer_price(t);
-    if (formula) *formula = column_of_price("formula", t, &price);
+    if (formula) {
+        bool quiet = report_quiet(!config->verbose);
+        *formula = column_of_price("formula", t, &price);
+        check_sent(t, &price, &cost.counted);
+        check_memory(t, &price, &cost.counted);
+        report_quiet(quiet);
+    }
     trainer_free(t);
     return cost;
 }

@@ -109,12 +109,15 @@ static void generate(const Trainer *t, Model *model, int64_t length) {
 // What the model computes on one device may be a technique's, too.
 static void generate_with(const Trainer *t, Model *one, Techniques baseline, int64_t length) {
     void *context[MOST_TECHNIQUES] = {NULL};
+    const Technique *enabled[MOST_TECHNIQUES];
     int count = 0;
-    for (; baseline && baseline[count]; count++)
-        if (baseline[count]->plug) context[count] = baseline[count]->plug(one);
+    for (int i = 0; baseline && baseline[i]; i++)
+        if (!baseline[i]->enabled || baseline[i]->enabled(&t->config)) enabled[count++] = baseline[i];
+    for (int i = 0; i < count; i++)
+        if (enabled[i]->plug) context[i] = enabled[i]->plug(one);
     generate(t, one, length);
     for (int i = count - 1; i >= 0; i--)
-        if (baseline[i]->unplug) baseline[i]->unplug(one, context[i]);
+        if (enabled[i]->unplug) enabled[i]->unplug(one, context[i]);
 }
 
 static void show_sample(Trainer *t, Techniques baseline) {

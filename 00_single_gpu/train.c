@@ -110,6 +110,8 @@ void trainer_load(Trainer *t) {
         t->progress.step = saved.step;
         t->progress.sample = saved.sample;
         t->progress.run = saved.run;
+        for (int i = 0; i < t->techniques; i++)
+            if (t->technique[i]->resumed) t->technique[i]->resumed(t->model, t->context[i]);
         if (c->save) checkpoint_check_place_is_ours(c->save, c, t->progress);
     }
     free(from);
@@ -200,6 +202,13 @@ static void optimizer_steps(Trainer *t, double grad_scale) {
     }
 }
 
+// Who gathers weights behind each step (ZeRO) does so behind this one, too: a step costs what a step costs.
+static void skip_step(Trainer *t) {
+    const Sockets *sockets = &t->model->sockets;
+    for (int unit = 0; unit < t->model->params.units; unit++)
+        sockets->parameters.stepped(sockets->parameters.context, t->model, unit);
+}
+
 // The step's micro-batches forward and backward, until loss and gradients are those of all ranks.
 static void run_micro_batches(Trainer *t) {
     const Config *c = &t->config;
@@ -241,7 +250,9 @@ void train_step(Trainer *t, Record *record) {
     bool recorded = record && !record->grad[0] && !device_is_dry_run();
     if (recorded) record_grads(record, params, 1 / grad_scale);
     t->grad_norm = params_grad_norm(params) / grad_scale;
+    int64_t steps = t->optimizer.step;
     if (sockets->step.accept(sockets->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);
+    if (t->optimizer.step == steps) skip_step(t);
     clock_pop();
     clock_pop();
     t->progress.step++;

@@ -72,6 +72,7 @@ typedef struct Technique {
     void (*recipe)(Recipe *recipe, const Config *config);  // changes dtypes of roles, and codecs
     void (*shard)(Model *model);                           // what of a weight stays on this rank
     void *(*plug)(Model *model);                           // fills sockets; returns what unplug frees
+    void (*resumed)(Model *model, void *context);          // a checkpoint has filled Params.kept
     void (*unplug)(Model *model, void *context);
     void (*price)(Price *price, const Model *model, const void *context);
 } Technique;

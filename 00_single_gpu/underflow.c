@@ -10,7 +10,10 @@
 #include "tensor/device.h"
 #include "training.h"
 
-static bool counts(const Config *config) { return config->dtype == F16 && !device_is_dry_run(); }
+static bool counts(const Config *config) {
+    bool scaled = config_has(config, "loss-scale") && config_number(config, "loss-scale") != 0;
+    return config->dtype == F16 && !scaled && !device_is_dry_run();
+}
 
 void underflow_begin(Trainer *t) {
     if (!counts(&t->config)) return;

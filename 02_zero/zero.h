@@ -7,6 +7,8 @@
 
 // ---- zero1.c, zero2.c, zero3.c: optimizer state; and gradients; and weights ----
 extern const Technique zero1, zero2, zero3;
+// hybrid_zero.c: zero3 among --shard-ranks neighbours, replicas across; the fifth choice of --zero.
+extern const Technique hybrid_zero;
 // --zero 0|1|2|3, for programs that list several stages; one that lists a single stage has it on.
 extern const Option zero_option;
 
@@ -23,6 +25,7 @@ typedef struct Zero {
     int reducing;         // zero2, zero3: the unit whose gradient is being reduced, or -1 …
     Tensor gradient;      // … and this gradient, whole
     bool at_head;         // zero3: between acquiring and releasing the head
+    bool backward;        // zero3: the block that was acquired last is in its backward
 } Zero;
 
 bool zero_on(const Config *config, int stage);

@@ -37,8 +37,15 @@ static void start_gather(Model *model, Zero *zero, int unit) {
     free(counts);
 }
 
+// A block's experts are a unit of their own, behind the head, which is used inside the block.
+static bool is_experts(const Model *model, int unit) { return unit > model->head_unit; }
+
 // What the pass will use after this unit.
 static void prefetch(Model *model, Zero *zero, int unit, Pass pass) {
+    bool block = unit >= model->first_block_unit && unit < model->head_unit;
+    if (is_experts(model, unit)) return;  // their block has said what comes
+    if (block && model->first_expert_unit)
+        start_gather(model, zero, model->first_expert_unit + unit - model->first_block_unit);
     // Before the first block comes the embedding, whose backward reads no weights.
     if (pass == BACKWARD && unit > model->first_block_unit) start_gather(model, zero, unit - 1);
     if (pass == BACKWARD || zero->at_head) return;
@@ -50,6 +57,7 @@ static void prefetch(Model *model, Zero *zero, int unit, Pass pass) {
 static void acquire(void *context, Model *model, int unit, Pass pass) {
     Zero *zero = context;
     if (unit == model->head_unit) zero->at_head = true;
+    if (!is_experts(model, unit)) zero->backward = pass == BACKWARD;
     start_gather(model, zero, unit);
     if (zero->prefetch) prefetch(model, zero, unit, pass);
     zero_wait(&zero->gathering[unit]);
@@ -60,6 +68,8 @@ static void release(void *context, Model *model, int unit, Pass pass) {
     bool of_head = zero->at_head;  // the head itself, or the embedding that it is tied to
     if (unit == model->head_unit) zero->at_head = false;
     if (pass == FORWARD && of_head) return;
+    // Recomputation runs forward inside the block's backward, which uses them next.
+    if (pass == FORWARD && is_experts(model, unit) && zero->backward) return;
     tensor_free(&model->params.unit[unit].values);
 }
 
@@ -235,7 +245,7 @@ static void show(Mesh mesh, const Config *config) {
                 "ZeRO-3 exposes more than a tenth of its communication");
     print_states(mesh, &shape, cost);
     if (config_text(config, "svg")) draw_states(mesh, config, cost, config_text(config, "svg"));
-    if (config->verbose) zero3_overlap(mesh, config);
+    zero3_overlap(mesh, config);
 }
 
 static const Option picture_option = {

@@ -311,11 +311,13 @@ static void price(Price *price, const Model *m, const void *context) {
     double share = passes / (double)(c->layers * c->grad_acc);
     price->enters *= share, price->leaves *= share;
     price->enters_backward *= share, price->leaves_backward *= share;
-    price->attentions *= share, price->backwards *= share;
+    price->forwards *= share, price->attentions *= share, price->backwards *= share;
     price->finals = p->finals;
     price->head_micros = price->losses = heads;
     price->lookup_micros = lookups;
     for (Role role = ROLE_NORM1; role <= ROLE_DOWN; role++)
+        price->elements[role] *= layers / (double)c->layers;
+    for (Role role = ROLE_ROUTER; role <= ROLE_EXPERT_DOWN; role++)
         price->elements[role] *= layers / (double)c->layers;
     price->elements[ROLE_EMBEDDING] *= embedding;
     price->elements[ROLE_NORM] *= head;
@@ -334,7 +336,7 @@ static void price(Price *price, const Model *m, const void *context) {
     if (m->mesh.pp.size > 1) price_all_reduce(price, 1, 1, F64, m->mesh.pp);
 }
 
-static const Option options[] = {
+const Option pipeline_options[PIPELINE_OPTIONS] = {
     {"schedule", OPTION_CHOICE, NULL, "one_f_one_b", 0, 0, SCHEDULE_NAMES,
      "in which order a rank's passes run", false},
     {"chunks", OPTION_INT, NULL, "2", 1, 64, "stages", "on each rank, of interleaved", false},
@@ -345,8 +347,8 @@ static const Option options[] = {
 };
 
 const Technique pipeline = {.name = "pipeline",
-                            .option = options,
-                            .options = sizeof options / sizeof *options,
+                            .option = pipeline_options,
+                            .options = PIPELINE_OPTIONS,
                             .axes = 1u << AXIS_PP,
                             .check = check,
                             .shard = pipeline_shard,

@@ -6,8 +6,10 @@
 #include "04_context_parallel/context_parallel.h"
 #include "schedule.h"
 
-// --schedule, --chunks, --stage-layers, --load; micro-batches are --grad-acc.
+// Micro-batches are --grad-acc.
 extern const Technique pipeline;
+extern const Option pipeline_options[];  // --schedule, --chunks, --stage-layers, --load
+enum { PIPELINE_OPTIONS = 4 };
 
 // --zero 3 under a pipeline (zero3_per_step.c): a stage's weights are gathered once a step, and its
 // gradients reduced once.
@@ -17,6 +19,8 @@ extern const Technique zero3_per_step;
 // sequence and vocabulary parallelism, --async-tp, the four methods of context parallelism, the pipeline,
 // recomputation, --zero-r.
 extern const Technique *const pipeline_layouts[];
+
+extern const Technique async_tensor_parallel_by_flag, zero_r_in_pipeline;
 
 // The main of a schedule's program: trains with this --schedule and proves it.
 int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule);

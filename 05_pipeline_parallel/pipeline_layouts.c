@@ -31,7 +31,7 @@ static const Option async_option = {
     0,          0,           "",   "with --sp: rows of --tp are in flight while others are multiplied",
     false};
 
-static const Technique async = {.name = "async_tensor_parallel",
+const Technique async_tensor_parallel_by_flag = {.name = "async_tensor_parallel",
                                 .option = &async_option,
                                 .options = 1,
                                 .axes = 1u << AXIS_TP,
@@ -89,7 +89,7 @@ static const Option zero_r_option = {
     "",       "with --recompute full: --tp shards the inputs of blocks, which are all that is kept",
     false};
 
-static const Technique zero_r = {.name = "zero_r",
+const Technique zero_r_in_pipeline = {.name = "zero_r",
                                  .option = &zero_r_option,
                                  .options = 1,
                                  .axes = 1u << AXIS_TP,
@@ -107,12 +107,12 @@ const Technique *const pipeline_layouts[] = {&ddp_no_sync,
                                              &tensor_parallel,
                                              &sequence_parallel,
                                              &vocab_parallel,
-                                             &async,
+                                             &async_tensor_parallel_by_flag,
                                              &ring_attention,
                                              &zigzag_ring_attention,
                                              &all_gather_attention,
                                              &ulysses,
                                              &pipeline,
                                              &recompute,
-                                             &zero_r,
+                                             &zero_r_in_pipeline,
                                              NULL};

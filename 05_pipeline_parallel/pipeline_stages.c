@@ -75,6 +75,7 @@ bool pipeline_in_chunk(const Model *m, const Chunk *chunk, int unit) {
     int layer = unit - m->first_block_unit;
     if (unit == m->embedding_unit) return chunk->embedding || (chunk->head && m->config.tied);
     if (unit == m->head_unit) return chunk->head;
+    if (unit > m->head_unit) layer = unit - m->first_expert_unit;  // a block's experts
     return layer >= chunk->first_layer && layer < chunk->end_layer;
 }
 

@@ -138,7 +138,7 @@ static void shard(Model *m) {
         const Unit *u = &m->params.unit[unit];
         for (int i = 0; i < u->params; i++) {
             Param *param = &m->params.param[u->first_param + i];
-            param->here = i % e / here == m->mesh.ep.rank;
+            param->here = param->here && i % e / here == m->mesh.ep.rank;  // of this rank's stage
             if (!param->here) param->shape[0] = 0;
         }
     }
@@ -179,12 +179,17 @@ static void price(Price *p, const Model *m, const void *context) {
     const Config *c = &m->config;
     double e = (double)dtype_size(c->dtype), h = (double)c->hidden, ep = x->ep.size;
     double forwards = p->forwards * (double)c->layers, backwards = p->backwards * (double)c->layers;
+    if (forwards == 0) return;  // a stage with the head alone
     // What the routing tables of all steps say, for one of them.
     double steps = x->passes / forwards, rows = steps > 0 ? (x->rows_sent + x->rows_served) / steps : 0;
     price_sent(
         p, "all_to_all", 3 * forwards + 2 * backwards,
         forwards * 4 * (double)c->experts * (ep - 1) / ep + rows * h * e * (1 + backwards / forwards));
     for (int role = ROLE_EXPERT_GATE; role <= ROLE_EXPERT_DOWN; role++) p->elements[role] /= ep;
+    // Of a block's two regions experts enter none: their tokens are those outside of it.
+    double regions = c->shared_experts ? 1 : 0.5;
+    p->enters *= regions, p->leaves *= regions;
+    p->enters_backward *= regions, p->leaves_backward *= regions;
 }
 
 static bool enabled(const Config *c) { return c->experts > 0 || c->ep > 1; }
@@ -198,24 +203,6 @@ const Technique expert_parallel = {.name = "expert_parallel",
                                    .plug = plug,
                                    .unplug = unplug,
                                    .price = price};
-
-const Technique *const expert_layouts[] = {
-    &moe,
-    &ddp_no_sync,
-    &zero1,
-    &zero2,
-    &expert_parallel,
-    &ring_attention,
-    &zigzag_ring_attention,
-    &all_gather_attention,
-    &ulysses,
-    &recompute,
-    NULL,
-};
-const Technique *const expert_baseline[] = {&moe, &recompute, NULL};
-const Option expert_layout_options[EXPERT_LAYOUT_OPTIONS] = {
-    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-     "what ranks with copies share out: optimizer state, gradients, weights", false}};
 
 #ifndef NO_MAIN
 int main(int argc, char **argv) {

@@ -4,7 +4,7 @@
 #ifndef EXPERT_PARALLEL_H
 #define EXPERT_PARALLEL_H
 
-#include "04_context_parallel/context_parallel.h"
+#include "05_pipeline_parallel/pipeline.h"
 
 // ======================================================================================================
 // moe.c: a mixture of experts in the mlp socket
@@ -82,12 +82,15 @@ void moe_read_counts(int64_t *count, Tensor counts, int64_t rows);
 // Each rank of mesh.ep holds its part of the experts, and the tokens of all of them come there. After moe,
 // and after what deals out weights (ZeRO): a rank's experts come first.
 extern const Technique expert_parallel;
-// What the programs of this chapter list: moe, data parallelism and ZeRO's stages, these, recomputation.
+
+// What the programs of this chapter list (expert_layouts.c): moe, data parallelism, ZeRO's stages, sequence
+// and vocabulary parallelism, expert_parallel, the four methods of context parallelism, with --pp the
+// pipeline, recomputation. A longer list puts moe first and expert_parallel behind tensor parallelism.
 extern const Technique *const expert_layouts[];
 // And what one device has, with which they are compared.
 extern const Technique *const expert_baseline[];
-extern const Option expert_layout_options[];
-enum { EXPERT_LAYOUT_OPTIONS = 1 };
+extern const Option expert_layout_options[];  // --zero, and --proof-only
+enum { EXPERT_LAYOUT_OPTIONS = 2 };
 
 typedef struct ExpertParallel {
     Moe *moe;

@@ -113,9 +113,10 @@ static void mixtral_block(Mesh mesh, const Config *config) {
 }
 
 void expert_tables(Mesh mesh, const Config *config) {
+    if (config_number(config, "proof-only")) return;
     Config c = *config, whole = *config;
     c.steps = whole.steps = 1;
-    whole.grad_acc *= mesh.dp.size, whole.dp = whole.cp = whole.ep = 1;
+    whole.grad_acc *= mesh.dp.size, whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
     say("\nRows by the rank that has the token, and the rank whose experts it takes (columns):\n");
     Record routed = trained(&c, mesh, expert_layouts, false);
     record_free(&routed);

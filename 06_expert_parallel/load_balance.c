@@ -264,9 +264,6 @@ static void compare(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const Option options[] = {expert_layout_options[0],
-                              {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "",
-                               "leave out the runs on the planted corpus", false}};
     const Program program = {
         .purpose = "Load balance: auxiliary loss, z-loss, and a bias in the choice of experts.",
         .claim = "balanced over ranks as on one device",
@@ -276,8 +273,8 @@ int main(int argc, char **argv) {
             "z-loss=0.001 balance-bias=0.001",
         .natural = 4,
         .techniques = techniques,
-        .option = options,
-        .options = sizeof options / sizeof *options,
+        .option = expert_layout_options,
+        .options = EXPERT_LAYOUT_OPTIONS,
         .baseline = one_device,
         .more = compare};
     return program_main(argc, argv, &program);

@@ -287,9 +287,14 @@ static bool enabled(const Config *c) { return c->experts > 0; }
 static void check(const Config *c) {
     CHECK(!c->save || (c->moe == MOE_MIXTRAL && c->shared_experts == 0),
           "--save writes folders as Mixtral's, which have no place for --moe deepseek or --shared-experts");
-    CHECK(!config_has(c, "zero") || config_number(c, "zero") < 3,
-          "--zero 3: the units of experts are acquired inside those of blocks, which its prefetch does not "
-          "expect; --zero 2 would fit");
+    CHECK(c->tp == 1 || config_number(c, "sp") != 0,
+          "--tp %ld with --experts: experts are not sharded over tp, and ranks that have the same tokens "
+          "would route them twice; add --sp, with which each has its own",
+          c->tp);
+    CHECK(c->micro_batch * c->seq % c->tp == 0,
+          "--tp %ld with --experts: --micro-batch %ld x --seq %ld must be a multiple of it, so that all "
+          "ranks route as many tokens",
+          c->tp, c->micro_batch, c->seq);
 }
 
 static void keep(PriceKept *rows, int *count, const char *what, double bytes, const Model *m) {
@@ -302,7 +307,9 @@ static void keep(PriceKept *rows, int *count, const char *what, double bytes, co
 static void price(Price *p, const Model *m, const void *context) {
     const Moe *moe = context;
     const Config *c = &m->config;
-    double e = (double)dtype_size(c->dtype), wide = c->dtype == F64 ? 8 : 4, n = (double)model_tokens(m);
+    MicroBatch one = {.b = c->micro_batch, .s = model_tokens(m) / c->micro_batch};
+    double n = (double)m->sockets.region.rows(m->sockets.region.context, &one);
+    double e = (double)dtype_size(c->dtype), wide = c->dtype == F64 ? 8 : 4;
     double k = (double)c->top_k, h = (double)c->hidden, f = (double)config_expert_width(c);
     bool alone = moe->here == c->experts;
     keep(p->block, &p->block_rows, "router logits, weights", wide * n * ((double)c->experts + k), m);
@@ -312,7 +319,9 @@ static void price(Price *p, const Model *m, const void *context) {
     double rows = alone ? n * k * (double)c->layers : (double)moe->most_held;
     keep(p->end, &p->end_rows, "rows, gate, up, act of experts", e * rows * (h + 3 * f), m);
     p->peak_counted = true;
-    if (p->gradients >= 0) p->gradients_at_work = NAN;  // whose units meet, a dry run knows
+    // Which units meet, a dry run knows.
+    if (p->gradients >= 0) p->gradients_at_work = NAN;
+    if (p->values >= 0) p->values_at_work = NAN;
 }
 
 const Technique moe = {.name = "moe",

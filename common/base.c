@@ -10,6 +10,7 @@
 #include <omp.h>
 #include <poll.h>
 #include <pthread.h>
+#include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -58,8 +59,27 @@ void fatal_context(const char *format, ...) {
     va_end(arguments);
 }
 
+static jmp_buf *trying;
+static char refused[1024];
+
+const char *refusal(void (*act)(const void *context), const void *context) {
+    jmp_buf here;
+    trying = &here;
+    bool failed = setjmp(here) != 0;
+    if (!failed) act(context);
+    trying = NULL;
+    return failed ? refused : NULL;
+}
+
 void fatal(const char *format, ...) {
     static char sentence[4096];
+    if (trying) {
+        va_list why;
+        va_start(why, format);
+        vsnprintf(refused, sizeof refused, format, why);
+        va_end(why);
+        longjmp(*trying, 1);
+    }
     char who[32] = "";
     if (ranks > 1) snprintf(who, sizeof who, "rank %d: ", rank);
     int length = snprintf(sentence, sizeof sentence, "%s: %s%s%s", base_program(), who, context,

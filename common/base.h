@@ -42,6 +42,10 @@ void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;
 void base_set_rank(int rank, int ranks, void (*end)(const char *sentence, int status));
 int base_rank(void);
 
+// Whether `act` would end the program: the sentence, without the program's name, or NULL where it returns.
+// For checks that own nothing: what act holds when it is fatal, nobody frees. Static buffer.
+const char *refusal(void (*act)(const void *context), const void *context);
+
 // What fatal() says before its sentence from now on: "step 12"; NULL for nothing.
 void fatal_context(const char *format, ...) PRINTF_LIKE(1, 2);
 

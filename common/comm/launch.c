@@ -1,7 +1,8 @@
 // launch.c: the parent of mpirun. mpirun answers every signal with status 1, the status of a failed check;
 // of ranks that die before they know each other it says nothing, since it is quiet; when it is killed, what
-// its ranks shared stays; and when a rank dies in the first moments of a start, it may wait for ever for
-// children that it has not. Who starts mpirun by hand has its --timeout SECONDS against that.
+// its ranks shared stays, and when this parent is killed, too; and when a rank dies in the first moments of
+// a start, it may wait for ever for children that it has not. Who starts mpirun by hand has its --timeout
+// SECONDS against that.
 #include "launch.h"
 
 #include <errno.h>
@@ -11,7 +12,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base.h"
@@ -83,6 +86,46 @@ static void clear_shared(void) {
     }
 }
 
+// Empties the names of those segments that a process maps.
+static void leave_out_mapped(glob_t *found) {
+    char *line = NULL;
+    size_t room = 0;
+    glob_t maps;
+    if (glob("/proc/[0-9]*/maps", 0, NULL, &maps) != 0) return;
+    for (size_t p = 0; p < maps.gl_pathc; p++) {
+        FILE *file = fopen(maps.gl_pathv[p], "r");
+        while (file && getline(&line, &room, file) > 0) {
+            const char *segment = strstr(line, "/dev/shm/vader_segment.");
+            line[strcspn(line, "\n")] = '\0';
+            for (size_t i = 0; segment && i < found->gl_pathc; i++)
+                if (!strcmp(found->gl_pathv[i], segment)) *found->gl_pathv[i] = '\0';
+        }
+        if (file) fclose(file);
+    }
+    free(line);
+    globfree(&maps);
+}
+
+// What a run left in /dev/shm whose launcher was killed, and its mpirun and ranks with it: segments of this
+// user on this host that no process maps, and that are too old to belong to a run that is just starting.
+static void clear_abandoned(void) {
+    enum { OLD = 10 };  // seconds
+    char host[64] = "", pattern[128];
+    glob_t found;
+    struct stat status;
+    gethostname(host, sizeof host - 1);
+    host[strcspn(host, ".")] = '\0';
+    snprintf(pattern, sizeof pattern, "/dev/shm/vader_segment.%s*.%u.*", host, (unsigned)geteuid());
+    if (glob(pattern, 0, NULL, &found) != 0) return;
+    time_t before = time(NULL) - OLD;
+    for (size_t i = 0; i < found.gl_pathc; i++)
+        if (stat(found.gl_pathv[i], &status) || status.st_mtime > before) *found.gl_pathv[i] = '\0';
+    leave_out_mapped(&found);
+    for (size_t i = 0; i < found.gl_pathc; i++)
+        if (*found.gl_pathv[i]) unlink(found.gl_pathv[i]);
+    globfree(&found);
+}
+
 // Whether mpirun has ranks that run; who cannot look assumes so.
 static bool has_ranks(void) {
     char path[64];
@@ -135,6 +178,7 @@ int launch(char *const *words) {
     if (pipe2(report, O_CLOEXEC) < 0) return errno;
     snprintf(number, sizeof number, "%d", (int)getpid());
     setenv(LAUNCHER, number, 1);
+    clear_abandoned();
     base_set_rank(0, 1, leave_it_to_the_ranks);
     struct sigaction end = {.sa_sigaction = on_end, .sa_flags = SA_SIGINFO};
     static const int ends[] = {SIGINT, SIGTERM, SIGHUP};

@@ -13,7 +13,7 @@
 #include "comm.h"
 
 const char *line_name(Line line) {
-    static const char *const names[COMM_LINES] = {"world", "tp", "cp", "pp", "pp back", "dp", "ep"};
+    static const char *const names[COMM_LINES] = {"world", "tp", "cp", "pp", "pp back", "dp", "ep", "dp across"};
     return names[line];
 }
 
@@ -34,6 +34,7 @@ static const struct {
     {"dp x cp", offsetof(Mesh, dp_cp), LINE_DP},
     {"expert dp", offsetof(Mesh, expert_dp), LINE_DP},
     {"tp x pp", offsetof(Mesh, tp_pp), LINE_WORLD},
+    {"ep x pp", offsetof(Mesh, ep_pp), LINE_WORLD},
 };
 
 // Ranks `stride` apart.
@@ -41,7 +42,7 @@ typedef struct Digit {
     int stride, size;
 } Digit;
 
-// The digit of an axis; tp x pp has a second, slower one.
+// The digit of an axis; tp x pp and ep x pp have a second, slower one.
 static Digit digit_of(MeshShape s, MeshAxis axis, Digit *second) {
     int replica = s.tp * s.cp * s.dp;  // the ranks of a stage
     int first = s.ep_within_tp ? 1 : s.tp;
@@ -60,6 +61,9 @@ static Digit digit_of(MeshShape s, MeshAxis axis, Digit *second) {
             return (Digit){s.tp * s.cp, s.dp};
         case AXIS_DP_CP:
             return (Digit){s.tp, s.cp * s.dp};
+        case AXIS_EP_PP:
+            *second = (Digit){replica, s.pp};
+            return (Digit){first, s.ep};
         case AXIS_EP:
             return (Digit){first, s.ep};
         case AXIS_EXPERT_DP:
@@ -136,15 +140,21 @@ static void check_experts(MeshShape s) {
     fatal("--ep %d does not divide %s: %s would", s.ep, degrees_text(product, true), fits);
 }
 
-Mesh mesh_new(MeshShape s) {
+void mesh_check(MeshShape s, int ranks) {
     const char *const names[] = {"dp", "pp", "cp", "tp", "ep"};
     s = complete(s);
-    int degrees[] = {s.dp, s.pp, s.cp, s.tp, s.ep}, ranks = comm_ranks();
+    int degrees[] = {s.dp, s.pp, s.cp, s.tp, s.ep};
     for (int i = 0; i < 5; i++)
         CHECK(degrees[i] >= 1 && degrees[i] <= 1 << 20, "--%s %d is out of bounds: at least 1", names[i],
               degrees[i]);
     check_ranks(s, ranks);
     check_experts(s);
+}
+
+Mesh mesh_new(MeshShape s) {
+    int ranks = comm_ranks();
+    mesh_check(s, ranks);
+    s = complete(s);
     Mesh mesh;
     int *members = host_alloc(sizeof *members * (size_t)ranks);
     for (int axis = 0; axis < MESH_AXES; axis++) {

@@ -13,10 +13,11 @@ extern "C" {
 // their own; requests of different lines do not wait for each other (comm.h).
 typedef enum Line {
     LINE_WORLD, LINE_TP, LINE_CP, LINE_PP_FORWARD, LINE_PP_BACKWARD, LINE_DP, LINE_EP,
+    LINE_DP_ACROSS,  // of those ranks of dp that have the same part, in other nodes
     COMM_LINES
 } Line;
 
-const char *line_name(Line line);  // "world" "tp" "cp" "pp" "pp back" "dp" "ep"
+const char *line_name(Line line);  // "world" "tp" "cp" "pp" "pp back" "dp" "ep" "dp across"
 
 typedef struct Group {
     int size;           // members
@@ -29,10 +30,11 @@ typedef struct Group {
 
 // pp has the same members twice: activations go forward on one line, gradients backward on the other.
 // The products: gradients add up over dp_cp, those of experts over expert_dp (the ranks of dp x cp that
-// hold the same experts); what one replica of the model stores is spread over tp_pp.
+// hold the same experts); what one replica of the model stores is spread over tp_pp, and of experts over
+// ep_pp.
 typedef struct Mesh {
     Group world, dp, pp, pp_backward, cp, tp, ep;
-    Group dp_cp, expert_dp, tp_pp;
+    Group dp_cp, expert_dp, tp_pp, ep_pp;
 } Mesh;
 
 // Degrees of each axis, 1 where one is left out; the world's size is dp pp cp tp. ep takes its ranks within
@@ -46,7 +48,7 @@ typedef struct MeshShape {
 // As in Mesh.
 typedef enum MeshAxis {
     AXIS_WORLD, AXIS_DP, AXIS_PP, AXIS_PP_BACKWARD, AXIS_CP, AXIS_TP, AXIS_EP,
-    AXIS_DP_CP, AXIS_EXPERT_DP, AXIS_TP_PP,
+    AXIS_DP_CP, AXIS_EXPERT_DP, AXIS_TP_PP, AXIS_EP_PP,
     MESH_AXES
 } MeshAxis;
 
@@ -60,6 +62,7 @@ Mesh mesh_single(void);
 // most stays within a node (Megatron-LM's order). Collective. Fatal, naming the flags and what would fit,
 // when the degrees do not multiply up to the number of ranks.
 Mesh mesh_new(MeshShape shape);
+void mesh_check(MeshShape shape, int ranks);  // fatal as mesh_new, which calls it; not collective
 Group *mesh_group(Mesh *mesh, MeshAxis axis);
 // Header lines: ranks, hosts, the degrees, and the members of each axis larger than one.
 void mesh_print(const Mesh *mesh, MeshShape shape);

@@ -34,13 +34,15 @@ CUDA_PTX    ?= 90
 cudart      := $(call library,$(CUDA_HOME) /usr,libcudart)
 cublasLt    := $(call library,$(CUBLAS_HOME) $(if $(filter $(CUDA_HOME),$(CUBLAS_HOME)),/usr),libcublasLt)
 ifeq ($(call first,$(NVCC)),)
-$(call refuse,OPS=cuda needs the CUDA Toolkit and there is no $(NVCC): install it or name its folder with CUDA_HOME=)
+$(call refuse,OPS=cuda needs the CUDA Toolkit and there is no $(NVCC): \
+    install it or name its folder with CUDA_HOME=)
 endif
 ifeq ($(cudart),)
 $(call refuse,OPS=cuda needs libcudart and $(CUDA_HOME) has none: name the toolkit's folder with CUDA_HOME=)
 endif
 ifeq ($(cublasLt),)
-$(call refuse,OPS=cuda needs cuBLAS and $(CUBLAS_HOME) has no libcublasLt: name the folder that has it in lib/ with CUBLAS_HOME=)
+$(call refuse,OPS=cuda needs cuBLAS and $(CUBLAS_HOME) has no libcublasLt: \
+    name the folder that has it in lib/ with CUBLAS_HOME=)
 endif
 cuda_sources += common/cuda/gemm_cublaslt.cu
 cuda_libs    := $(cudart) $(cublasLt)
@@ -83,10 +85,12 @@ NCCL_HOME   ?= $(or $(patsubst %/include/nccl.h,%,$(call first,$(nccl_places))),
 NCCL_HOME   := $(NCCL_HOME)
 nccl        := $(call library,$(NCCL_HOME),libnccl)
 ifeq ($(call first,$(NCCL_HOME)/include/nccl.h),)
-$(call refuse,COMM=nccl needs NCCL and there is no $(NCCL_HOME)/include/nccl.h: install libnccl-dev or name its folder with NCCL_HOME=)
+$(call refuse,COMM=nccl needs NCCL and there is no $(NCCL_HOME)/include/nccl.h: \
+    install libnccl-dev or name its folder with NCCL_HOME=)
 endif
 ifeq ($(nccl),)
-$(call refuse,COMM=nccl needs NCCL and $(NCCL_HOME) has no libnccl: name the folder that has it in lib/ with NCCL_HOME=)
+$(call refuse,COMM=nccl needs NCCL and $(NCCL_HOME) has no libnccl: \
+    name the folder that has it in lib/ with NCCL_HOME=)
 endif
 cuda_libs    += $(nccl)
 cuda_sources += $(sort $(wildcard common/comm/comm_nccl*.cu))
@@ -95,7 +99,6 @@ $(KERNELS)/common/comm/comm_nccl%: private compile_cu += \
 endif
 
 ifeq ($(OPS),cuda)
-CFLAGS += $(call includes,$(CUDA_HOME) $(NCCL_HOME))
 LDLIBS += $(cuda_libs) $(foreach dir,$(sort $(patsubst %/,%,$(dir $(cuda_libs)))),-Wl,-rpath,$(dir))
 endif
 cuda_parts := $(cuda_sources:%=$(KERNELS)/%.o)
@@ -110,7 +113,7 @@ cc_compile = $(if $(V),,@echo '  $(notdir $(firstword $(1)))  $<';) $(1) -MMD -M
 
 $(KERNELS)/flags-cuda: FORCE
 	@mkdir -p $(@D)
-	@echo '$(compile_cu)' > $@.new
+	@echo '$(subst $(CURDIR),.,$(compile_cu))' > $@.new
 	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
 
 $(KERNELS)/%.cu.o: %.cu $(KERNELS)/flags-cuda
@@ -127,9 +130,9 @@ $(BUILD)/main/tests/%.cc.o: tests/%.cc $(KERNELS)/flags-cuda
 
 # Tests of CUDA on the CPU do not wait for the back end's kernels: a change of its header would compile them
 # all.
-cpu_parts := $(BUILD)/lib/common/tensor/ops_cpu.o $(BUILD)/lib/common/tensor/device_cpu.o
+cpu_parts := $(OBJECTS)/lib/common/tensor/ops_cpu.o $(OBJECTS)/lib/common/tensor/device_cpu.o
 emulator  := $(filter %.cc.o,$(filter-out %/gemm_on_cpu.cc.o,$(cuda_parts))) \
-             $(filter $(BUILD)/lib/common/%.o,$(filter-out %.cu.o %.cc.o,$(parts))) $(cpu_parts)
+             $(filter $(OBJECTS)/lib/common/%.o,$(filter-out %.cu.o %.cc.o,$(parts))) $(cpu_parts)
 $(BUILD)/libcuda_on_cpu.a: $(emulator)
 	@rm -f $@
 	$(Q)ar rcs $@ $^

@@ -78,14 +78,18 @@ static void refine(Region *r, uint8_t grain) {
 // ---- device memory ----
 // Addresses of one great reserved range, in units; allocations begin behind a red zone, end before another,
 // and do not come back before the range is used up, so that late accesses find nothing.
+// Under the guard, chunks of it open and close; one in which nothing lives any more stays closed, or each
+// operation would cost what all allocations so far have taken.
 enum : size_t { UNIT = 64 << 10, RED_ZONE = 256, ALIGNMENT = 256 };
+enum : size_t { CHUNK = 2 << 20 };
 
 static uintptr_t arena;
 static size_t arena_size, next_unit, in_use;
 static bool guarded;
 static int opened;
-static size_t opened_bytes;   // from the start of the arena: what was ever allocated
-static Region **unit_region;  // of each unit; freed ones stay until another takes the unit
+static size_t used_chunks;      // from the start of the arena: what was ever allocated
+static uint32_t *live_in;       // of each chunk: allocations that lie in it
+static Region **unit_region;    // of each unit; freed ones stay until another takes the unit
 
 static void *reserve(size_t bytes) {
     void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -99,22 +103,44 @@ static void make_arena(void) {
     CHECK(range, "cannot reserve addresses for the memory of CUDA on the CPU");
     arena = (uintptr_t)range;
     unit_region = static_cast<Region **>(reserve(arena_size / UNIT * sizeof(Region *)));
-    CHECK(unit_region, "out of host memory");
+    live_in = static_cast<uint32_t *>(reserve(arena_size / CHUNK * sizeof *live_in));
+    CHECK(unit_region && live_in, "out of host memory");
     guarded = guard_asked();
-    if (guarded) guard_watch(range, arena_size);
+    if (!guarded) return;
+    CHECK(mprotect(range, arena_size, PROT_NONE) == 0, "guarded memory cannot be closed");
+    guard_watch(range, arena_size);
 }
 
-static void protect(int access) {
-    CHECK(mprotect(reinterpret_cast<void *>(arena), opened_bytes, access) == 0,
+static void protect(size_t first, size_t chunks, int access) {
+    CHECK(mprotect(reinterpret_cast<void *>(arena + first * CHUNK), chunks * CHUNK, access) == 0,
           "guarded memory cannot be opened or closed");
 }
 
+static void protect_all(int access) {
+    for (size_t c = 0; c < used_chunks; c++) {
+        size_t first = c;
+        while (c < used_chunks && live_in[c]) c++;
+        if (c > first) protect(first, c - first, access);
+    }
+}
+
 void memory_open(void) {
-    if (!opened++ && guarded) protect(PROT_READ | PROT_WRITE);
+    if (!opened++ && guarded) protect_all(PROT_READ | PROT_WRITE);
 }
 
 void memory_close(void) {
-    if (!--opened && guarded) protect(PROT_NONE);
+    if (!--opened && guarded) protect_all(PROT_NONE);
+}
+
+// The chunks of an allocation that comes or goes.
+static void count_live(const Region *r, int more) {
+    size_t first = (r->start - RED_ZONE - arena) / CHUNK, last = (r->start + r->size - arena) / CHUNK;
+    for (size_t c = first; c <= last; c++) {
+        live_in[c] += (uint32_t)more;
+        if (guarded && more < 0 && !live_in[c]) protect(c, 1, PROT_NONE);
+        if (guarded && more > 0 && opened) protect(c, 1, PROT_READ | PROT_WRITE);
+    }
+    if (used_chunks <= last) used_chunks = last + 1;
 }
 
 void *memory_allocate(size_t bytes) {
@@ -139,7 +165,7 @@ void *memory_allocate(size_t bytes) {
     for (size_t u = next_unit - units; u < next_unit; u++) unit_region[u] = r;
     in_use += bytes;
     void *memory = reinterpret_cast<void *>(r->start);
-    if (opened_bytes < next_unit * UNIT) opened_bytes = next_unit * UNIT;
+    count_live(r, 1);
     memory_open();
     memset(memory, POISON, bytes);
     memory_close();
@@ -157,6 +183,7 @@ bool memory_release(void *memory) {
     r->live = false;
     in_use -= r->size;
     drop_words(r);
+    count_live(r, -1);
     // The pages go back; whoever reads them on the host through a stale pointer finds zeros.
     uintptr_t from = r->start / 4096 * 4096, to = (r->start + r->size + 4095) / 4096 * 4096;
     madvise(reinterpret_cast<void *>(from), to - from, MADV_DONTNEED);

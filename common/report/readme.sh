@@ -113,6 +113,7 @@ figure 02_zero/timeline.svg 02_zero/zero3 --ranks 8 --timeline-svg
 figure 03_tensor_parallel/split.svg 03_tensor_parallel/tensor_parallel --ranks 4 --svg
 figure 03_tensor_parallel/timeline.svg 03_tensor_parallel/async_tensor_parallel --ranks 8 --timeline-svg
 figure 04_context_parallel/timeline.svg 04_context_parallel/zigzag_ring_attention --timeline-svg
+figure 08_mixed_precision/five_d.svg 08_mixed_precision/five_d_methods --svg
 figure 08_mixed_precision/points.svg 08_mixed_precision/formats --svg
 for schedule in afab one_f_one_b interleaved zb_h1 zb_h2 zb_v zb_auto dualpipe dualpipe_v; do
     figure 05_pipeline_parallel/$schedule.svg 05_pipeline_parallel/schedule \
@@ -159,7 +160,7 @@ row() {
     row 16 '8 x 80 GB fit 6.66B, 16B, 24.6B, 53.3B' memory --claims 'k = 8, ZeRO-3'
     row 17 "ZeRO-1's all-gather hides in the step …" zero1 '--ranks 8' '^ *in step +[0-9]'
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
-    row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8 --verbose' '8192 tokens a rank'
+    row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8' 'hides until DP = '
     row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' \
         '^ *sharded, all in one tensor +[0-9]'
     row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' \
@@ -195,13 +196,19 @@ row() {
     row 29 'PP from 8 to 16 GPUs, over two nodes: 14% less a GPU with few micro-batches …' one_f_one_b \
         '--ranks 16 --layers 16 --steps 1' '^ *pp, m'
     row 29 '… where TP loses 43%' one_f_one_b '--ranks 16 --layers 16 --steps 1' '^ *tp, m'
-    row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel '--ranks 8 --ep 8' 'k hidden states of a token'
+    row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel \
+        '--ranks 8 --ep 8' 'k hidden states of a token'
     row 30 'auxiliary loss and bias balance the experts' load_balance '--ranks 2' '^ *bias 0.02'
     row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel \
         '--ranks 8 --ep 8' 'k hidden states of a token'
     row 30 'Mixtral 8x7B: 46.7B parameters …' moe '--model mixtral-8x7b --dtype bf16 --dry-run' '46.70 B'
     row 30 '… of which a token passes 12.9B' moe '--model mixtral-8x7b --dtype bf16 --dry-run' \
         'a token passes 12.88 B'
+    row 31 'ZeRO-3 stores a part of every layer, a pipeline some layers whole …' five_d_methods '' '^ *a rank stores'
+    row 31 '… one has weights in flight …' five_d_methods '' '^ *weights and gradients sent'
+    row 31 '… the other activations' five_d_methods '' '^ *activations and their'
+    row 31 'what each method shards: TP weights and activations …' five_d_methods '' '^ *TP, SP'
+    row 31 '… CP activations' five_d_methods '' '^ *CP '
     row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8 --verbose' \
         'forward, all in one node'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' \
@@ -210,6 +217,16 @@ row() {
     row 37 '3 in e5m2' formats '' '^e5m2 +0.25 +3'
     row 37 'epsilon: 1.19e-7 in float32, about 10^-3 in float16 …' formats '' '^float16 +0.000977'
     row 37 '… and 10 times as much in bfloat16' formats '' '^bfloat16 +0.00781'
+    row 38 'masters: updates below half a step of float16 vanish' fp16 '' 'gains that move without'
+    row 38 'loss scaling: an overflow anywhere skips the step everywhere' fp16 '' 'ranks that skip'
+    row 39 'bytes per parameter: 20 in bf16 …' fp8 '--ranks 1' '^  bf16 .* 20$'
+    row 39 '… 16 without f32 sums …' fp8 '--ranks 1' '^  bf16, sums'
+    row 39 '… 16 by Transformer Engine …' fp8 '--ranks 1' '^  te-delayed .* 16$'
+    row 39 '… 9 by FP8-LM (here 10: gradients leave the multiply in bf16) …' fp8 '--ranks 1' '^  fp8-lm .* 9$'
+    row 39 '… 15 by DeepSeek-V3 …' fp8 '--ranks 1' '^  deepseek .* 15$'
+    row 39 '… 10 by nanotron (here 11, for the same reason)' fp8 '--ranks 1' '^  nanotron .* 10$'
+    row 40 'outliers spoil a scale of the tensor …' fp8 '--ranks 1' '^  te-current +0.*0.9'
+    row 40 '… and not those of tiles' fp8 '--ranks 1' '^  deepseek +0.037'
 } >"$work/claims" || exit 1
 fill tests/CLAIMS.md claims <"$work/claims"
 [ "$1" != chapters ] || exit 0
@@ -229,12 +246,7 @@ common/report/tour.sh "$build" >"$work/tour" || { cat "$work/tour"; exit 1; }
 unset OPENBLAS_CORETYPE
 {
     echo "\$ make bench   # $(machine)"
-    "$build/tests/bench"
-    "$build/tests/bench_ddp"
-    "$build/tests/bench_zero"
-    "$build/tests/bench_tp"
-    "$build/tests/bench_cp"
-    "$build/tests/bench_pp"
-    "$build/tests/bench_attention"
+    BUILD=$build tests/bench/run
+    echo "\$ make bench-collectives"
     for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
-} | grep -E '^(\$|OpenBLAS|bench|.*tokens/s)' | block | fill tests/bench/README.md bench
+} | grep -E '^(\$|OpenBLAS|[0-9]|bench|.*tokens/s|  missing)' | block | fill tests/bench/README.md bench

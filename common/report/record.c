@@ -12,6 +12,7 @@ Record record_new(const char *title, int64_t steps, const Params *params) {
     record.grad_norm = host_alloc(sizeof(double) * (size_t)steps);
     record.name = host_alloc(sizeof(char *) * n);
     record.count = host_alloc(sizeof(int64_t) * n);
+    record.apart = host_alloc(sizeof(bool) * n);
     record.grad = host_alloc(sizeof(double *) * n);
     record.param = host_alloc(sizeof(double *) * n);
     // A step that nobody filled in must not pass.
@@ -19,6 +20,7 @@ Record record_new(const char *title, int64_t steps, const Params *params) {
     for (size_t i = 0; i < n; i++) {
         record.name[i] = format_text("%s", params->param[i].name);
         record.count[i] = params->param[i].full[0] * params->param[i].full[1];
+        record.apart[i] = params->param[i].apart;
         record.grad[i] = record.param[i] = NULL;
     }
     return record;
@@ -61,7 +63,24 @@ void record_free(Record *record) {
     free(record->grad_norm);
     free(record->name);
     free(record->count);
+    free(record->apart);
     free(record->grad);
     free(record->param);
     *record = (Record){0};
+}
+
+Record record_apart(const Record *record) {
+    size_t n = (size_t)record->tensors;
+    Record part = *record;
+    part.tensors = 0;
+    part.name = host_alloc(sizeof(char *) * n);
+    part.count = host_alloc(sizeof(int64_t) * n);
+    part.grad = host_alloc(sizeof(double *) * n);
+    for (size_t i = 0; i < n; i++) {
+        if (!record->apart[i]) continue;
+        part.name[part.tensors] = record->name[i];
+        part.count[part.tensors] = record->count[i];
+        part.grad[part.tensors++] = record->grad[i];
+    }
+    return part;
 }

@@ -12,6 +12,7 @@
 #include "diagnosis.h"
 #include "difference.h"
 #include "files.h"
+#include "quantity.h"
 
 // A gradient whose baseline is smaller than this part of the largest one is noise of the sums that made the
 // others: its error is measured against that floor, and never skipped.
@@ -110,76 +111,6 @@ void report_text(const char *name, const char *value) {
 
 // ---- comparison of runs ----
 
-// A quantity is one row: one array (losses), or one array for each parameter, found by name.
-typedef struct Quantity {
-    const char *name;
-    int tensors;
-    char *const *tensor;
-    const int64_t *count;
-    double *const *values;
-} Quantity;
-
-enum { QUANTITIES = 4 };
-static Quantity record_quantity(const Record *r, int which) {
-    static char *const loss[] = {"losses"}, *const grad_norm[] = {"gradient norms"};
-    switch (which) {
-        case 0:
-            return (Quantity){"losses", 1, loss, &r->steps, &r->loss};
-        case 1:
-            return (Quantity){"gradient norms", 1, grad_norm, &r->steps, &r->grad_norm};
-        case 2:
-            return (Quantity){"gradients", r->tensors, r->name, r->count, r->grad};
-        default:
-            return (Quantity){"parameters", r->tensors, r->name, r->count, r->param};
-    }
-}
-
-// What "noise" is measured by.
-static double largest_norm(const Quantity *q) {
-    double largest = 0;
-    for (int i = 0; i < q->tensors; i++)
-        if (q->values[i]) largest = fmax(largest, difference_norm(q->values[i], q->count[i]));
-    return largest;
-}
-
-static bool all_zero(const Quantity *q) {
-    for (int i = 0; i < q->tensors; i++)
-        for (int64_t j = 0; j < q->count[i]; j++)
-            if (q->values[i][j] != 0) return false;  // a NaN is not zero
-    return true;
-}
-
-static int find_tensor(const Quantity *q, const char *name) {
-    for (int i = 0; i < q->tensors; i++)
-        if (!strcmp(q->tensor[i], name)) return i;
-    return -1;
-}
-
-// Index in x of y's tensor i, or -1 with the reason in `fault`.
-static int partner(const Quantity *x, const Quantity *y, int i, char fault[static 200]) {
-    const char *name = y->tensor[i];
-    int j = find_tensor(x, name);
-    if (j < 0) snprintf(fault, 200, "%s is missing", name);
-    else if (x->count[j] != y->count[i])
-        snprintf(fault, 200, "%s has %lld elements, not %lld", name, (long long)x->count[j],
-                 (long long)y->count[i]);
-    else if (!x->values[j] || !y->values[i]) snprintf(fault, 200, "%s was never recorded", name);
-    else return j;
-    return -1;
-}
-
-// Every tensor of both sides must have a partner.
-static bool same_tensors(const Quantity *x, const Quantity *y, char fault[static 200]) {
-    for (int i = 0; i < y->tensors; i++)
-        if (partner(x, y, i, fault) < 0) return false;
-    for (int j = 0; j < x->tensors; j++)
-        if (find_tensor(y, x->tensor[j]) < 0) {
-            snprintf(fault, 200, "%s is not in the baseline", x->tensor[j]);
-            return false;
-        }
-    return true;
-}
-
 static bool worse(double error, double than) { return isnan(error) || error > than; }
 
 // One row: the tensor that is worst stands for its quantity.
@@ -205,22 +136,21 @@ static void put_difference(cJSON *object, const Difference *d) {
     put_number(object, "scale", d->scale);
 }
 
-static Row compare_quantity(const Record *run, const Record *baseline, int which, ProofClass proof,
+static Row compare_quantity(Quantity x, Quantity y, double least, const Record *baseline, ProofClass proof,
                             double bound, cJSON *json) {
-    Quantity x = record_quantity(run, which), y = record_quantity(baseline, which);
     Row row = {.name = y.name, .tensor = "", .worst = {"", -1, 0, 1}, .tensors = y.tensors};
     snprintf(row.title, sizeof row.title, "%lld %s", (long long)(y.tensors > 1 ? y.tensors : y.count[0]),
              y.name);
-    if (!same_tensors(&x, &y, row.fault)) return row;
-    if (all_zero(&y)) {
+    if (!quantities_pair(&x, &y, row.fault)) return row;
+    if (quantity_is_zero(&y)) {
         snprintf(row.fault, sizeof row.fault, "all of %s's are zero, so nothing was compared",
                  baseline->title);
         return row;
     }
-    double least = NOISE * largest_norm(&y), *factor = host_alloc(sizeof(double) * (size_t)y.tensors);
+    double *factor = host_alloc(sizeof(double) * (size_t)y.tensors);
     row.holds = true;
     for (int i = 0; i < y.tensors; i++) {
-        int j = partner(&x, &y, i, row.fault);
+        int j = quantity_partner(&x, &y, i, row.fault);
         Difference d = difference_above(y.tensor[i], x.values[j], y.values[i], y.count[i], least);
         int64_t bits = differing_elements(x.values[j], y.values[i], y.count[i]);
         bool holds =
@@ -251,19 +181,32 @@ static void print_row(const Row *row) {
         row->holds ? "ok" : "FAIL", row->holds && d->relative == 0 ? "" : row->tensor);
 }
 
-enum { LOSSES, GRADIENT_NORMS, GRADIENTS, PARAMETERS };
+// Of the gradients, those of routers: judged with all of them, by the same measure of noise, and shown
+// apart, as their error is another one. Experts of which a token takes one give routers no gradient.
+static void print_apart(const Record *run, const Record *baseline, double least, ProofClass proof,
+                        double bound, cJSON *json) {
+    Record own = record_apart(run), other = record_apart(baseline);
+    Quantity x = quantity_of(&own, GRADIENTS), y = quantity_of(&other, GRADIENTS);
+    x.name = y.name = "router gradients";
+    if (y.tensors && !quantity_is_zero(&y)) {
+        Row row = compare_quantity(x, y, least, baseline, proof, bound, json);
+        print_row(&row);
+    }
+    Record *const both[] = {&own, &other};
+    for (int i = 0; i < 2; i++) free(both[i]->name), free(both[i]->count), free(both[i]->grad);
+}
 
 // What a quantity that fails usually means, when those before it in the step are right.
 static const char *meaning(const Row *row, const Record *run, const Record *baseline, bool first_loss) {
     static char text[400];
     const char *usually = "";
-    if (row->name == record_quantity(baseline, GRADIENTS).name)
+    if (row->name == quantity_of(baseline, GRADIENTS).name)
         usually = diagnose_gradient(row->worst.scale, row->worst.relative);
-    else if (row->name == record_quantity(baseline, LOSSES).name)
+    else if (row->name == quantity_of(baseline, LOSSES).name)
         usually = first_loss
                       ? diagnose_loss(run->loss[0], baseline->loss[0])
                       : "the first step's gradients are right: usually what the optimizer leaves behind";
-    else if (row->name == record_quantity(baseline, PARAMETERS).name)
+    else if (row->name == quantity_of(baseline, PARAMETERS).name)
         usually =
             "the first step's gradients are right: usually the optimizer's step, or weights that did "
             "not come back";
@@ -317,14 +260,21 @@ bool report_compare(const Record *run, const Record *baseline, ProofClass proof,
     report.bound[proof] = fmax(report.bound[proof], bound);
     bool all = judge(isfinite(bound), "%s: a bound of %g lets everything pass", run->title, bound);
     Row row[QUANTITIES];
+    double least = 0;
     for (int i = 0; i < QUANTITIES; i++) {
-        row[i] = compare_quantity(run, baseline, i, proof, bound, json);
+        Quantity y = quantity_of(baseline, i);
+        double floor = NOISE * quantity_largest(&y);
+        if (i == GRADIENTS) least = floor;
+        row[i] = compare_quantity(quantity_of(run, i), y, floor, baseline, proof, bound, json);
         all = all && row[i].holds;
     }
     if (!all || !report.quiet) {
         say("%s against %s: %s, %s", run->title, baseline->title, class_name(proof), rule);
         say("  %-18s  %9s  %9s  %13s        worst tensor", "", "relative", "maximum", "scale");
-        for (int i = 0; i < QUANTITIES; i++) print_row(&row[i]);
+        for (int i = 0; i < QUANTITIES; i++) {
+            print_row(&row[i]);
+            if (i == GRADIENTS) print_apart(run, baseline, least, proof, bound, json);
+        }
     }
     if (isfinite(bound) && bound >= WEAKEST_BOUND) note_coarse(bound);
     // In the order in which a step makes them, since what comes first is the cause: the first loss, the
@@ -347,12 +297,12 @@ double report_bound(const Record *baseline, const Record *reference) {
     // again.
     double worst = 0;
     for (int which = 0; which < QUANTITIES; which++) {
-        Quantity x = record_quantity(baseline, which), y = record_quantity(reference, which);
+        Quantity x = quantity_of(baseline, which), y = quantity_of(reference, which);
         char fault[200];
-        if (!same_tensors(&x, &y, fault)) return NAN;  // which no comparison passes
-        double least = NOISE * largest_norm(&y);
+        if (!quantities_pair(&x, &y, fault)) return NAN;  // which no comparison passes
+        double least = NOISE * quantity_largest(&y);
         for (int i = 0; i < y.tensors; i++) {
-            int j = find_tensor(&x, y.tensor[i]);
+            int j = quantity_find(&x, y.tensor[i]);
             Difference d = difference_above("", x.values[j], y.values[i], y.count[i], least);
             if (worse(d.relative, worst)) worst = d.relative;
         }

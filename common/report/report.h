@@ -19,6 +19,7 @@ typedef struct Record {
     int tensors;
     char **name;         // (tensors)
     int64_t *count;      // elements of each, of the whole weight
+    bool *apart;         // which gradients a row of their own shows, besides the row of all
     double **grad;       // raw gradients of the first step, before clipping
     double **param;      // parameters after the last step
     Memory memory;       // peaks over the run
@@ -34,6 +35,8 @@ Record record_new(const char *title, int64_t steps, const Params *params);
 void record_grads(Record *record, const Params *params, double factor);
 void record_params(Record *record, const Params *params);
 void record_free(Record *record);
+// Those of its tensors that are apart: borrowed, and the caller frees name, count and grad.
+Record record_apart(const Record *record);
 
 // What may differ: EXACT, nothing, not one bit; REASSOCIATED, the order of sums (f64: 1e-10 relative);
 // ROUNDED, the precision of a narrower dtype.

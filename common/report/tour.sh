@@ -14,11 +14,12 @@ if [ -x "$train" ]; then
     echo
 fi
 echo "== every other program, in the order of this book (whole output in $logs/)"
-for program in "$build"/0[0-9]_*/*; do
-    [ -f "$program" ] && [ -x "$program" ] && [ "$program" != "$train" ] || continue
-    log=$logs/$(basename "$program").log
-    [ ! -t 1 ] || printf '%s …' "$program"
-    "$program" >"$log" 2>&1
+# take PROGRAM FLAGS…: its verdict, or the end of what it printed.
+take() {
+    local log verdict status
+    log=$logs/$(basename "$1")${2:+.$(tr -dc 'a-z0-9-' <<<"${*:2}")}.log
+    [ ! -t 1 ] || printf '%s …' "$*"
+    "$@" >"$log" 2>&1
     status=$?
     [ ! -t 1 ] || printf '\r\033[K'
     verdict=$(grep -E '^(PASS|FAIL|UNPROVEN) ' "$log" | tail -n 1)
@@ -27,11 +28,22 @@ for program in "$build"/0[0-9]_*/*; do
         printf '%s\n' "$verdict"
     else
         failed=$((failed + 1))
-        : "${verdict:=FAIL $(basename "$program"): it ended without a verdict}"
+        : "${verdict:=FAIL $(basename "$1"): it ended without a verdict}"
         printf '%s (exit status %d)\n' "$verdict" $status
         tail -n 8 "$log" | sed 's/^/    /'
     fi
+}
+
+last=$build/08_mixed_precision/train_5d
+for program in "$build"/0[0-9]_*/*; do
+    [ -f "$program" ] && [ -x "$program" ] && [ "$program" != "$train" ] && [ "$program" != "$last" ] || continue
+    take "$program"
 done
+if [ -x "$last" ]; then
+    echo "== all techniques together, 200 steps of real text beside one device; then the same with experts"
+    take "$last"
+    take "$last" --experts 4 --ep 4 --sp
+fi
 echo
-echo "$count programs, $failed failed"
+echo "$count runs, $failed failed"
 [ $failed = 0 ] && [ $count -gt 0 ]

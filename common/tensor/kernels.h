@@ -1,5 +1,5 @@
-// kernels.h: what a back end implements. ops.c has checked every argument, counted it and knows that memory
-// stands behind it; a kernel computes.
+// kernels.h: what a back end implements. ops.c has checked every argument, counted it and knows that
+// memory stands behind it; a kernel computes.
 //
 // Pointers are device addresses of contiguous row-major arrays; sizes are in elements; `dtype` is that of
 // every floating array of the call unless another stands beside its pointer. Meaning, aliasing, "=" and
@@ -83,8 +83,8 @@ double kernel_underflows(double *all);
 void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
                                    const int32_t *targets, double scale, int64_t n, int64_t v);
 
-// A part of the vocabulary: weight, dweight (rows, h), logits, dlogits (n, columns) as stored, padding too;
-// maxima, losses, lse (n) and sums (2, n) f32 or f64
+// A part of the vocabulary: weight, dweight (rows, h), logits, dlogits (n, columns) as stored, padding
+// too; maxima, losses, lse (n) and sums (2, n) f32 or f64
 void kernel_embedding_part_forward(DType dtype, void *y, const int32_t *tokens, const void *weight,
                                    int64_t n, int64_t h, VocabularyPart part);
 void kernel_embedding_part_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens,
@@ -128,6 +128,27 @@ void kernel_combine_forward(DType dtype, void *y, const void *z, const int32_t *
                             int64_t n, int64_t k, int64_t h);
 void kernel_combine_backward(DType dtype, void *dz, void *dweights, const void *dy, const void *z,
                              const int32_t *place, const void *weights, int64_t n, int64_t k, int64_t h);
+
+// y (count) bf16 codes, x f32
+void kernel_round_stochastic(uint16_t *y, const float *x, RandomPlace place, int64_t count);
+// x (rows, columns); amax, scale of the tiles of x or, if `transpose`, of (columns, rows)
+void kernel_tile_amax(DType dtype, float *amax, const void *x, int64_t rows, int64_t columns,
+                      bool transpose, Tile tile);
+void kernel_tile_scale(float *scale, const float *amax, DType codes, ScaleRule rule, int64_t count);
+void kernel_encode(DType codes_dtype, uint8_t *codes, DType dtype, const void *x, const float *scale,
+                   int64_t rows, int64_t columns, bool transpose, Tile tile);
+// y, codes (rows, columns)
+void kernel_decode(DType dtype, void *y, DType codes_dtype, const uint8_t *codes, const float *scale,
+                   int64_t rows, int64_t columns, Tile tile);
+// c (m, n), codes (m, k) and (n, k). `segment`: products of a partial sum at most
+typedef struct KernelCodes {
+    DType dtype;
+    const uint8_t *codes;
+    const float *scale;
+    int64_t rows, tile_columns;  // of a tile, never 0
+} KernelCodes;
+void kernel_matmul_codes(DType dtype, void *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n,
+                         int64_t k, int64_t segment, int bits, double beta);
 
 // master may be NULL; it, m and v are f32 or f64
 void kernel_adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,

@@ -439,3 +439,4 @@ void op_sgd(Tensor value, Tensor master, Tensor grad, double lr, double grad_sca
 #include "ops_attention_chunk.inc"
 #include "ops_vocabulary_part.inc"
 #include "ops_experts.inc"
+#include "ops_codes.inc"

@@ -79,8 +79,8 @@ double rope_frequency(Rope rope, int64_t i, int64_t head_size);
 typedef struct AttentionShape {
     int64_t b, s, heads, kv_heads, head_size;
 } AttentionShape;
-// probs (b, a, s, s) = softmax of the masked scores, kept for backward; what lies above the diagonal is the
-// back end's own, and no part of the contract. o = probs v
+// probs (b, a, s, s) = softmax of the masked scores, kept for backward; what lies above the diagonal is
+// the back end's own, and no part of the contract. o = probs v
 void op_attention_forward(Tensor o, Tensor probs, Tensor q, Tensor k, Tensor v, AttentionShape shape);
 // probs alone, bit for bit as op_attention_forward makes them: what selective recomputation repeats
 void op_attention_probs(Tensor probs, Tensor q, Tensor k, AttentionShape shape);
@@ -95,14 +95,14 @@ void op_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor d_o, Tensor q
 typedef struct AttentionHeads {
     int64_t heads, kv_heads, head_size;  // as in AttentionShape
 } AttentionHeads;
-// Merges a chunk into o and lse (both updated): after all chunks, in any order, o is the attention over all
-// keys and lse the log-sum-exp of each query's scaled scores. They start as o = 0, lse = -infinity, and
-// stay so in rows that have seen no key yet. 4 d FLOPs for each pair that the mask leaves; tiles that it
-// empties are not read.
+// Merges a chunk into o and lse (both updated): after all chunks, in any order, o is the attention over
+// all keys and lse the log-sum-exp of each query's scaled scores. They start as o = 0, lse = -infinity,
+// and stay so in rows that have seen no key yet. 4 d FLOPs for each pair that the mask leaves; tiles that
+// it empties are not read.
 void op_attention_chunk_forward(Tensor o, Tensor lse, Tensor q, Tensor k, Tensor v,
                                 const AttentionMask *mask, AttentionHeads heads);
-// dots (=) sum(o * d_o) over each query's head: what backward needs of o, the same for all chunks. o may be
-// the accumulator or in storage.
+// dots (=) sum(o * d_o) over each query's head: what backward needs of o, the same for all chunks. o may
+// be the accumulator or in storage.
 void op_attention_chunk_dots(Tensor dots, Tensor o, Tensor d_o, AttentionHeads heads);
 // dq (b s_q, a d), dk, dv (b s_k, kv d), accumulators, += those of one chunk; lse of all chunks together.
 // Scores are computed again: 10 d FLOPs for each pair.
@@ -135,8 +135,9 @@ typedef struct VocabularyPart {
 void op_embedding_part_forward(Tensor y, Tensor tokens, Tensor weight, VocabularyPart part);
 // dweight[token - first] += dy, in order of the tokens; others' are passed over
 void op_embedding_part_backward(Tensor dweight, Tensor dy, Tensor tokens, VocabularyPart part);
-// The loss in three steps, logits (n, columns); between them the maxima of all parts meet, then their sums.
-// maxima (n) of each row, -inf if the part is empty. A NaN may be passed over: it is in the sums then.
+// The loss in three steps, logits (n, columns); between them the maxima of all parts meet, then their
+// sums. maxima (n) of each row, -inf if the part is empty. A NaN may be passed over: it is in the sums
+// then.
 void op_cross_entropy_part_maxima(Tensor maxima, Tensor logits, VocabularyPart part);
 // sums (2, n): of exp(logit - maximum) over a row; and the target's logit, 0 if ignored or in another part
 void op_cross_entropy_part_sums(Tensor sums, Tensor logits, Tensor maxima, Tensor targets,
@@ -194,6 +195,44 @@ void op_combine_forward(Tensor y, Tensor z, Tensor place, Tensor weights);
 // dz[place[i, j]] = weights[i, j] dy[i];  dweights[i, j] = <dy[i], z[place[i, j]]>
 void op_combine_backward(Tensor dz, Tensor dweights, Tensor dy, Tensor z, Tensor place, Tensor weights);
 
+// ---- fewer bits: random rounding, and 8-bit codes with scales (Micikevicius et al. 2022) ----
+// Which random number each element gets: that of its place in the whole weight and of the step, whoever
+// stores it. Element i of the tensor is element first + i of what a rank stores, rows of `columns`; there
+// element (0, 0) is number `origin` of the whole, whose rows have whole_columns.
+typedef struct RandomPlace {
+    uint64_t seed, stream;
+    int64_t step, first, columns, origin, whole_columns;
+} RandomPlace;
+// y (bf16) = one of the two neighbours of x (f32): the upper one with the probability (x - lower) / step
+void op_round_stochastic(Tensor y, Tensor x, RandomPlace place);
+
+// Elements of a matrix that share a scale: so many rows and columns; 0: all of them. The last tiles may be
+// smaller. "x^T": where `transpose`, the codes are those of x's transpose, and tiles are of that.
+typedef struct Tile {
+    int64_t rows, columns;
+} Tile;
+// scale = amax / (largest number of the codes' dtype); of an amax of 0, or that is not finite: 1.
+typedef enum ScaleRule { SCALE_REAL, SCALE_POWER_OF_TWO } ScaleRule;  // rounded up: nothing saturates
+int64_t tiles_of(int64_t size, int64_t of_tile);
+// amax (tiles of rows, tiles of columns) f32 = max(amax, the largest |x| of the tile); NaN if it holds one
+void op_tile_amax(Tensor amax, Tensor x, bool transpose, Tile tile);
+void op_tile_scale(Tensor scale, Tensor amax, DType codes, ScaleRule rule);
+// codes (e4m3 or e5m2) = x / scale, to nearest; what is too large becomes the largest
+void op_encode(Tensor codes, Tensor x, Tensor scale, bool transpose, Tile tile);
+void op_decode(Tensor y, Tensor codes, Tensor scale, Tile tile);  // y = codes * scale
+// c (m, n) = beta c + sum over k of a (m, k) b (n, k), both as codes, scaled: what an 8-bit tensor core
+// does, which wants both operands with k in rows. Products of codes are exact; a partial sum ends with
+// each tile, is scaled, and is added in f32 (f64 for f64 c).
+typedef struct CodesSum {
+    int bits;         // of a partial sum, cut off after every 32 products as on a Hopper; 0: f32
+    int64_t promote;  // products after which a partial sum goes to f32 at the latest; 0: k
+} CodesSum;
+typedef struct Codes {
+    Tensor codes, scale;
+    Tile tile;
+} Codes;
+void op_matmul_codes(Tensor c, Codes a, Codes b, CodesSum sum, double beta);
+
 // ---- optimizers over flat ranges of equal length ----
 typedef struct AdamW {
     double lr, beta1, beta2, eps, weight_decay;
@@ -201,8 +240,8 @@ typedef struct AdamW {
     int64_t step;       // from 1: bias correction is 1 - beta^step
 } AdamW;
 // m, v and master are f32 (f64 for f64 values). Without master ({0}) the value itself is stepped; with it,
-// the master is, and value = master rounded. grad may have another dtype than value. Decoupled weight decay
-// (Loshchilov, Hutter 2019), as torch.optim.AdamW.
+// the master is, and value = master rounded. grad may have another dtype than value. Decoupled weight
+// decay (Loshchilov, Hutter 2019), as torch.optim.AdamW.
 void op_adamw(Tensor value, Tensor master, Tensor m, Tensor v, Tensor grad, AdamW hyper);
 // value -= lr * grad_scale * grad, on the master if there is one
 void op_sgd(Tensor value, Tensor master, Tensor grad, double lr, double grad_scale);

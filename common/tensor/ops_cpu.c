@@ -20,6 +20,7 @@
 #endif
 
 #include "kernels.h"
+#include "rng.h"
 
 enum {
     LANES = 16,        // partial sums side by side
@@ -183,10 +184,10 @@ static inline float exp_f32(float x) {
 #define FABS    fabsf
 #define GEMM    cblas_sgemm
 #include "ops_cpu_rows.inc"
-// after the rows
-#include "ops_cpu_blas.inc"
+#include "ops_cpu_blas.inc"  // after the rows
 #include "ops_cpu_chunk.inc"
 #include "ops_cpu_experts.inc"
+#include "ops_cpu_codes.inc"
 #undef REAL
 #undef F
 #undef EXP
@@ -206,12 +207,19 @@ static inline float exp_f32(float x) {
 #define FABS    fabs
 #define GEMM    cblas_dgemm
 #include "ops_cpu_rows.inc"
-// after the rows
-#include "ops_cpu_blas.inc"
+#include "ops_cpu_blas.inc"  // after the rows
 #include "ops_cpu_chunk.inc"
 #include "ops_cpu_experts.inc"
+#include "ops_cpu_codes.inc"
 
 #define CALL(dtype, name, ...) ((dtype) == F64 ? name##_f64(__VA_ARGS__) : name##_f32(__VA_ARGS__))
+
+#if defined __AVX512F__ && defined __AVX512BW__ && defined __AVX512VL__
+#include "ops_cpu_tiles.inc"
+#define TILES 1
+#else
+#define TILES 0
+#endif
 
 // ---- elementwise ----
 
@@ -302,13 +310,18 @@ void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
           "matmul: of m, n, k = %lld, %lld, %lld one is more than the int of a CBLAS holds", (long long)m,
           (long long)n, (long long)k);
     scratch_begin();
-    const void *wide_a = widen(dtype, a, m * k), *wide_b = widen(dtype, b, k * n);
     void *wide_c = beta ? widen(dtype, c, m * n) : wide_output(dtype, c, m * n);
+#if TILES
+    if (is_thin(dtype, transpose_a, n, k)) {
+        matmul_tiles(wide_c, dtype, a, b, m, n, k, transpose_b, beta != 0);
+        narrow(dtype, c, wide_c, m * n);
+        return;
+    }
+#endif
+    const void *wide_a = widen(dtype, a, m * k), *wide_b = widen(dtype, b, k * n);
     CALL(dtype, matmul, wide_c, wide_a, wide_b, m, n, k, transpose_a, transpose_b, beta != 0);
     narrow(dtype, c, wide_c, m * n);
 }
-
-// ---- embedding ----
 
 // Tokens index memory, so a wrong one must not get further than here.
 static void check_tokens(const char *op, const int32_t *tokens, int64_t n, int64_t v, bool may_ignore) {
@@ -316,24 +329,6 @@ static void check_tokens(const char *op, const int32_t *tokens, int64_t n, int64
         CHECK((tokens[i] >= 0 && tokens[i] < v) || (may_ignore && tokens[i] == IGNORED_LABEL),
               "%s: number %lld of the tokens is %d, which a vocabulary of %lld has not", op, (long long)i,
               (int)tokens[i], (long long)v);
-}
-
-void kernel_embedding_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
-                              int64_t v, int64_t h) {
-    const size_t row_bytes = (size_t)h * dtype_size(dtype);
-    check_tokens("embedding_forward", tokens, n, v, false);
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < n; row++)
-        memcpy((char *)y + row * row_bytes, (const char *)weight + tokens[row] * row_bytes, row_bytes);
-}
-
-void kernel_embedding_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
-                               int64_t v, int64_t h) {
-    check_tokens("embedding_backward", tokens, n, v, false);
-    scratch_begin();
-    void *wide = widen(dtype, dweight, v * h);
-    CALL(dtype, embedding_backward, wide, widen(dtype, dy, n * h), tokens, n, h);
-    narrow(dtype, dweight, wide, v * h);
 }
 
 // ---- RMSNorm ----
@@ -496,3 +491,4 @@ void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const 
 #include "ops_cpu_chunk_kernels.inc"
 #include "ops_cpu_vocabulary_kernels.inc"
 #include "ops_cpu_experts_kernels.inc"
+#include "ops_cpu_codes_kernels.inc"

@@ -46,8 +46,9 @@ static char *course_text(const Config *c, int which) {
 // ---- files to be ----
 
 // Tensors of the optimizer, by the ending of their names.
-enum { STATES = 3, MASTER = 2 };
+enum { STATES = 3 };
 static const char *const state_names[STATES] = {"m", "v", "master"};
+static const char *const kept_name = "recipe";  // what the recipe knows from step to step (params.h)
 
 // {0} where this optimizer keeps no such state, or none yet.
 static Tensor state_of(const Optimizer *optimizer, int unit, int which) {
@@ -60,7 +61,7 @@ static Tensor state_of(const Optimizer *optimizer, int unit, int which) {
 typedef struct Contents {
     SafeTensors file;
     const Params *params;
-    const Param **param;  // of each tensor
+    const Param **param;  // of each tensor; NULL: what the recipe keeps
     Tensor *state;        // of that parameter's unit; {0}: the weight
 } Contents;
 
@@ -85,6 +86,15 @@ static void contents_add(Contents *c, char *name, const Param *param, Tensor sta
     c->state[c->file.count++] = state;
 }
 
+static void contents_add_kept(Contents *c) {
+    if (!c->params->kept_count) return;
+    SafeTensor *tensor = &c->file.tensor[c->file.count];
+    *tensor = (SafeTensor){.name = format_text("%s", kept_name), .dtype = F64, .dims = 1};
+    tensor->shape[0] = c->params->kept_count;
+    c->param[c->file.count] = NULL;
+    c->state[c->file.count++] = (Tensor){0};
+}
+
 static void contents_say(Contents *c, const char *key, char *value) {
     c->file.key[c->file.keys] = format_text("%s", key);
     c->file.value[c->file.keys++] = value;
@@ -92,7 +102,9 @@ static void contents_say(Contents *c, const char *key, char *value) {
 
 static void read_source(void *context, int tensor, uint8_t *bytes) {
     const Contents *c = context;
-    if (tensor_exists(c->state[tensor]))
+    if (!c->param[tensor])
+        memcpy(bytes, c->params->kept, (size_t)c->params->kept_count * sizeof *c->params->kept);
+    else if (tensor_exists(c->state[tensor]))
         param_gather_own(c->params, c->param[tensor], c->state[tensor], bytes);
     else param_gather(c->params, c->param[tensor], PARAM_VALUE, bytes);
 }
@@ -140,7 +152,7 @@ static const char *write_model(const char *dir, const Params *params, Progress p
 
 static const char *write_optimizer(const char *dir, const Config *config, const Params *params,
                                    const Optimizer *optimizer, Progress progress) {
-    Contents c = contents_new(params, STATES * params->count, 10 + COURSE);
+    Contents c = contents_new(params, STATES * params->count + 1, 10 + COURSE);
     contents_say_run(&c, progress);
     contents_say(&c, "sample", format_text("%lld", (long long)progress.sample));
     contents_say(&c, "optimizer_step", format_text("%lld", (long long)optimizer->step));
@@ -158,32 +170,11 @@ static const char *write_optimizer(const char *dir, const Config *config, const 
             if (tensor_exists(state))
                 contents_add(&c, format_text("%s.%s", param->name, state_names[j]), param, state);
         }
+    contents_add_kept(&c);
     return contents_write(&c, dir, optimizer_name);
 }
 
 // ---- folders to be ----
-
-// A new name lasts when the folder that holds it is on the disk.
-static const char *flush_folder(const char *path) {
-    int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    bool flushed = folder >= 0 && fsync(folder) == 0;
-    const char *wrong = flushed ? NULL : file_fault("flush", path);
-    if (folder >= 0) close(folder);
-    return wrong;
-}
-
-// Like mkdir -p: every folder on the way to path.
-static const char *make_folders(const char *path) {
-    char *part = format_text("%s/", path);
-    const char *wrong = NULL;
-    for (char *slash = strchr(part + 1, '/'); slash && !wrong; slash = strchr(slash + 1, '/')) {
-        *slash = '\0';
-        if (mkdir(part, 0777) != 0 && errno != EEXIST) wrong = file_fault("create", part);
-        *slash = '/';
-    }
-    free(part);
-    return wrong;
-}
 
 // Removes a checkpoint folder, but nothing in it that is not a checkpoint's.
 static void remove_checkpoint(const char *folder) {
@@ -217,7 +208,7 @@ static const char *put_in_place(const char *temporary, const char *final, const 
 
 void checkpoint_check_place(const char *dir) {
     if (base_rank() > 0) return;
-    const char *wrong = make_folders(dir);
+    const char *wrong = folder_make(dir);
     CHECK(!wrong, "--save %s: %s", dir, wrong);
     char *trial = path_in(dir, ".trial");
     CHECK(mkdir(trial, 0777) == 0 || errno == EEXIST, "--save %s: %s", dir, file_fault("create", trial));
@@ -241,20 +232,20 @@ void checkpoint_save(const char *dir, const Config *config, const Params *params
     char *temporary = format_text("%s/.step-%06lld.tmp", dir, (long long)progress.step);
     char *aside = format_text("%s/.step-%06lld.old", dir, (long long)progress.step);
     checkpoint_check_owner(final, progress.run, config->resume != NULL);
-    const char *wrong = make_folders(dir);
+    const char *wrong = folder_make(dir);
     if (!wrong) remove_checkpoint(temporary);
     if (!wrong && mkdir(temporary, 0777) != 0 && errno != EEXIST) wrong = file_fault("create", temporary);
     if (!wrong) wrong = write_model(temporary, params, progress);
     if (!wrong && optimizer) wrong = write_optimizer(temporary, config, params, optimizer, progress);
     if (!wrong) wrong = checkpoint_write_config(temporary, config, params->recipe.weight);
-    if (!wrong) wrong = flush_folder(temporary);
+    if (!wrong) wrong = folder_flush(temporary);
     if (!wrong) wrong = put_in_place(temporary, final, aside);
     if (wrong) {
         remove_checkpoint(temporary);
         fatal("%s; the checkpoint of step %lld is not saved, older ones are as they were", wrong,
               (long long)progress.step);
     }
-    wrong = flush_folder(dir);
+    wrong = folder_flush(dir);
     CHECK(!wrong, "%s; %s is complete, but may not outlast a power cut", wrong, final);
 
     free(final);
@@ -459,13 +450,27 @@ static void load_state(const char *path, const SafeTensors *file, Params *params
     free(name);
 }
 
+// A run that goes on by another recipe, or by none, would be another run. Returns the tensors read.
+static int load_kept(const char *path, const SafeTensors *file, Params *params) {
+    const SafeTensor *kept = safetensors_find(file, kept_name);
+    int64_t theirs = kept ? kept->bytes / (int64_t)sizeof *params->kept : 0;
+    CHECK(theirs == params->kept_count && (!kept || kept->dtype == F64),
+          "%s is of a run whose recipe keeps %lld numbers from step to step, and this one keeps %d: resume "
+          "it with the recipe's flags that it had",
+          path, (long long)theirs, params->kept_count);
+    if (kept) memcpy(params->kept, kept->data, (size_t)kept->bytes);
+    return kept != NULL;
+}
+
 Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *optimizer) {
     char *path;
     SafeTensors file = open_optimizer(dir, &path);
     check_same_text(path, &file, "optimizer", optimizer_names[optimizer->kind]);
     check_same_run(dir, &file);
-    const char *dtype = safetensors_metadata(&file, "dtype"), *run = safetensors_metadata(&file, "run");
-    bool masters = dtype && (!strcmp(dtype, dtype_name(BF16)) || !strcmp(dtype, dtype_name(F16)));
+    const char *run = safetensors_metadata(&file, "run");
+    char *first = format_text("%s.%s", params->param[0].name, state_names[STATE_MASTER]);
+    bool masters = safetensors_find(&file, first) != NULL;
+    free(first);
     Progress progress = {.step = metadata_number(path, &file, "step"),
                          .sample = metadata_number(path, &file, "sample"),
                          .run = run ? strtoull(run, NULL, 16) : 0};
@@ -474,17 +479,19 @@ Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *o
           "%s: step, sample and optimizer_step must not be negative", path);
 
     int expected = 0;
-    bool untouched = optimizer->step == 0 && file.count == 0;  // saved before there was any state
+    // saved before there was any state
+    bool untouched = optimizer->step == 0 && file.count == (safetensors_find(&file, kept_name) != NULL);
     if (!untouched) optimizer_allocate(optimizer, params);
     for (int i = 0; i < params->count && !untouched; i++)
         for (int j = 0; j < STATES; j++) {
             const Param *param = &params->param[i];
             Tensor state = state_of(optimizer, param->unit, j);
-            bool to_weight = j == MASTER && masters && !tensor_exists(state);
+            bool to_weight = j == STATE_MASTER && masters && !tensor_exists(state);
             if (!tensor_exists(state) && !to_weight) continue;
             load_state(path, &file, params, param, state_names[j], state);
             expected++;
         }
+    expected += load_kept(path, &file, params);
     CHECK(file.count == expected, "%s holds %d tensors, and this model's optimizer has %d", path,
           file.count, expected);
     safetensors_close(&file);

@@ -36,8 +36,8 @@ typedef struct SafeTensors {
 
 // Parses a file's bytes, which must outlive the result. Returns NULL, or the sentence that says what is
 // wrong (static buffer): header length beyond the file or absurd, header no JSON object, unknown dtype,
-// negative or overflowing shape, offsets out of range, overlapping or leaving holes, sizes that differ from
-// shape times dtype, a name twice.
+// negative or overflowing shape, offsets out of range, overlapping or leaving holes, sizes that differ
+// from shape times dtype, a name twice.
 const char *safetensors_parse(const uint8_t *bytes, size_t size, SafeTensors *result);
 // Maps and parses a file, of whose tensors only what is touched is read; fatal with its name on any fault.
 SafeTensors safetensors_open(const char *path);
@@ -60,6 +60,10 @@ const char *safetensors_write(const char *path, const SafeTensors *contents, Saf
 const char *file_close_flushed(FILE *file, const char *path);
 // "cannot VERB PATH: " and what errno says. Static buffer.
 const char *file_fault(const char *verb, const char *path);
+// Both return NULL, or the sentence that says what failed. A new name lasts when the folder that holds it
+// is on the disk.
+const char *folder_flush(const char *path);
+const char *folder_make(const char *path);  // and every folder on the way to it
 
 // ---- a folder's weights, in one file or in several ----
 typedef struct WeightFiles {
@@ -84,18 +88,18 @@ typedef struct Progress {  // where a run stands
 } Progress;
 
 // Collective over all ranks that hold the model, however they share it; the first writes. Makes
-// DIR/step-000123 whole or not at all: in a temporary folder beside it, each file flushed to the disk, then
-// renamed; a folder of that name is replaced. On any fault (a full disk) it is fatal, removes the temporary
-// folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
+// DIR/step-000123 whole or not at all: in a temporary folder beside it, each file flushed to the disk,
+// then renamed; a folder of that name is replaced. On any fault (a full disk) it is fatal, removes the
+// temporary folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress);
-// At the start of a run that will save: makes DIR. Fatal, naming --save, where no checkpoint can be made in
-// it.
+// At the start of a run that will save: makes DIR. Fatal, naming --save, where no checkpoint can be made
+// in it.
 void checkpoint_check_place(const char *dir);
 // Whose a run's checkpoints are, from what makes its course (checkpoint_run.c). Never 0.
 uint64_t checkpoint_identity(const Config *config, Progress progress);
-// Before the first step of a run that saves: fatal where DIR holds a checkpoint of another run, or a step-*
-// folder with files that are no checkpoint's.
+// Before the first step of a run that saves: fatal where DIR holds a checkpoint of another run, or a
+// step-* folder with files that are no checkpoint's.
 void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progress progress);
 // The same of one folder, which need not be there. older_fits: one that names no run passes.
 void checkpoint_check_owner(const char *folder, uint64_t run, bool older_fits);
@@ -103,12 +107,12 @@ void checkpoint_check_owner(const char *folder, uint64_t run, bool older_fits);
 // neither. The caller frees it.
 char *checkpoint_newest(const char *dir);
 // Reads the model's shape from DIR/config.json into *config (layers, hidden, … tied, rope, norm_eps),
-// and leaves the rest of *config, seq and dtype among it, alone; fatal, naming the key, on anything that is
-// not a Llama this program can train. What else the folder says (max positions, token ids,
+// and leaves the rest of *config, seq and dtype among it, alone; fatal, naming the key, on anything that
+// is not a Llama this program can train. What else the folder says (max positions, token ids,
 // generation_config.json) is kept, and goes into each folder that is saved from then on.
 void checkpoint_config(const char *dir, Config *config);
-// Writes DIR/config.json for weights of this dtype, flushed to the disk. Returns NULL, or the sentence that
-// says what failed (static buffer).
+// Writes DIR/config.json for weights of this dtype, flushed to the disk. Returns NULL, or the sentence
+// that says what failed (static buffer).
 const char *checkpoint_write_config(const char *dir, const Config *config, DType dtype);
 // Weights from DIR/model.safetensors, or its parts, F64, F32, BF16 or F16 converted to the table's dtype.
 // Fatal on missing, unknown or wrongly shaped tensors. A tied file may leave lm_head.weight out; a copy of

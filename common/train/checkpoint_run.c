@@ -3,12 +3,37 @@
 // runs or steps are not taken for one, and no run writes among the checkpoints of another.
 #include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "checkpoint.h"
+
+// ---- folders on the disk ----
+
+const char *folder_flush(const char *path) {
+    int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    bool flushed = folder >= 0 && fsync(folder) == 0;
+    const char *wrong = flushed ? NULL : file_fault("flush", path);
+    if (folder >= 0) close(folder);
+    return wrong;
+}
+
+const char *folder_make(const char *path) {
+    char *part = format_text("%s/", path);
+    const char *wrong = NULL;
+    for (char *slash = strchr(part + 1, '/'); slash && !wrong; slash = strchr(slash + 1, '/')) {
+        *slash = '\0';
+        if (mkdir(part, 0777) != 0 && errno != EEXIST) wrong = file_fault("create", part);
+        *slash = '/';
+    }
+    free(part);
+    return wrong;
+}
+
+// ---- whose they are ----
 
 // Equal for every layout, and for a run begun again with the same flags and data.
 uint64_t checkpoint_identity(const Config *c, Progress p) {

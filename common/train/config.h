@@ -22,7 +22,7 @@ typedef struct Setting {
     const char *text;  // of TEXT
     bool given;        // it was typed
 } Setting;
-enum { MAX_SETTINGS = 32 };
+enum { MAX_SETTINGS = 64 };
 
 typedef struct Config {
     // model (the playbook's letters: L h a f v s)

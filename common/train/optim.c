@@ -42,7 +42,7 @@ void optimizer_allocate(Optimizer *optimizer, const Params *params) {
         int64_t count = params->unit[i].own_count;
         if (optimizer->kind == OPTIMIZER_ADAMW) {
             unit->m = tensor_new(MEMORY_OPTIMIZER, r.moment, SHAPE(count));
-            unit->v = tensor_new(MEMORY_OPTIMIZER, r.moment, SHAPE(count));
+            unit->v = tensor_new(MEMORY_OPTIMIZER, r.second, SHAPE(count));
             op_fill(unit->m, 0);
             op_fill(unit->v, 0);
         }
@@ -58,19 +58,15 @@ static Tensor part(Tensor flat, int64_t first, int64_t count) {
     return tensor_exists(flat) ? tensor_view(flat, first, SHAPE(count)) : flat;
 }
 
-// Steps what this rank owns of one parameter.
-static void step_param(Optimizer *optimizer, const Params *params, const Param *param, double lr,
-                       double grad_scale) {
-    const Unit *unit = &params->unit[param->unit];
-    const UnitState *state = &optimizer->unit[param->unit];
-    int64_t from, count;
-    if (!param_overlap(param, unit->own_first, unit->own_count, &from, &count)) return;
-    from -= unit->own_first;
-    Tensor value = part(unit->own_values, from, count);
-    Tensor grad = part(unit->own_grads, from, count);
-    Tensor master = part(state->master, from, count);
+// What an optimizer steps of one parameter: this rank's own part.
+typedef struct Part {
+    Tensor value, master, m, v, grad;  // master, m, v {0} where there is none
+} Part;
+
+static void step_part(const Optimizer *optimizer, Part p, const Param *param, double lr,
+                      double grad_scale) {
     if (optimizer->kind == OPTIMIZER_SGD) {
-        op_sgd(value, master, grad, lr, grad_scale);
+        op_sgd(p.value, p.master, p.grad, lr, grad_scale);
         return;
     }
     AdamW hyper = {.lr = lr,
@@ -80,7 +76,69 @@ static void step_param(Optimizer *optimizer, const Params *params, const Param *
                    .weight_decay = param->decays ? optimizer->weight_decay : 0,
                    .grad_scale = grad_scale,
                    .step = optimizer->step};
-    op_adamw(value, master, part(state->m, from, count), part(state->v, from, count), grad, hyper);
+    op_adamw(p.value, p.master, p.m, p.v, p.grad, hyper);
+}
+
+static Tensor widened(const Recipe *r, Tensor stored, StatePart at) {
+    if (!tensor_exists(stored)) return stored;
+    Tensor wide =
+        tensor_new(MEMORY_OPTIMIZER, r->weight == F64 ? F64 : F32, SHAPE(tensor_count(stored)));
+    if (r->rounding) r->rounding->load(r->rounding->context, wide, stored, at);
+    else op_copy(wide, stored);
+    return wide;
+}
+
+// Ends `wide`.
+static void narrowed(const Recipe *r, Tensor stored, Tensor wide, StatePart at) {
+    if (!tensor_exists(stored)) return;
+    if (r->rounding) r->rounding->store(r->rounding->context, stored, wide, at);
+    else op_copy(stored, wide);
+    tensor_free(&wide);
+}
+
+// The same step where state is stored in fewer bits than it is computed in. A fused kernel has what is
+// wide in registers, so that peaks stay as they were.
+static void step_narrow(const Optimizer *optimizer, const Recipe *r, Part p, const Param *param,
+                        int64_t first, double lr, double grad_scale) {
+    Memory before = memory_account();
+    StatePart at = {.param = param, .first = first, .step = optimizer->step, .seed = r->seed};
+    StatePart m = at, v = at, weight = at;
+    m.kind = STATE_M, v.kind = STATE_V;
+    weight.kind = tensor_exists(p.master) ? STATE_MASTER : STATE_VALUE;
+    Tensor stored = tensor_exists(p.master) ? p.master : p.value;
+    Part wide = {.value = widened(r, stored, weight), .grad = p.grad};
+    wide.m = widened(r, p.m, m), wide.v = widened(r, p.v, v);
+    step_part(optimizer, wide, param, lr, grad_scale);
+    narrowed(r, p.m, wide.m, m);
+    narrowed(r, p.v, wide.v, v);
+    narrowed(r, stored, wide.value, weight);
+    if (tensor_exists(p.master)) {  // the weight is what its master is stored as
+        Tensor master = widened(r, p.master, weight);
+        op_copy(p.value, master);
+        tensor_free(&master);
+    }
+    memory_restore_peak(&before);
+}
+
+// Steps what this rank owns of one parameter.
+static void step_param(Optimizer *optimizer, const Params *params, const Param *param, double lr,
+                       double grad_scale) {
+    const Unit *unit = &params->unit[param->unit];
+    const UnitState *state = &optimizer->unit[param->unit];
+    const Recipe *r = &params->recipe;
+    DType full = r->weight == F64 ? F64 : F32;
+    int64_t from, count;
+    if (!param_overlap(param, unit->own_first, unit->own_count, &from, &count)) return;
+    int64_t at = from - unit->own_first;
+    Part p = {.value = part(unit->own_values, at, count),
+              .master = part(state->master, at, count),
+              .m = part(state->m, at, count),
+              .v = part(state->v, at, count),
+              .grad = part(unit->own_grads, at, count)};
+    bool narrow = r->rounding || (recipe_has_masters(*r) && r->master != full) || r->moment != full ||
+                  r->second != full;
+    if (narrow) step_narrow(optimizer, r, p, param, from - param->offset, lr, grad_scale);
+    else step_part(optimizer, p, param, lr, grad_scale);
 }
 
 void optimizer_begin(Optimizer *optimizer, const Params *params) {

@@ -11,9 +11,8 @@ extern "C" {
 
 // State of the part of a unit that this rank owns.
 typedef struct UnitState {
-    Tensor m, v,
-        master;  // (own_count) f32 (f64 for f64 weights); master only where weights are 16-bit; m, v
-                 // only for AdamW
+    Tensor m, v, master;  // (own_count) in the recipe's dtypes; master only where it has masters; m, v only
+                          // for AdamW
 } UnitState;
 
 typedef struct Optimizer {

@@ -1,15 +1,15 @@
 // params.h: the parameter table. Every fact about a weight (name, shape, who stores it, whether it decays,
 // how it starts) stands here once; optimizer, checkpoint and chapters read it and test no index.
 //
-// The table is global: every rank lists every weight of the model, stored `here` or not. A unit is what one
-// parameter collective moves: the embedding, each block, the head. A unit's weights lie one after another
-// in one flat tensor, its gradients in another of the same layout.
+// The table is global: every rank lists every weight of the model, stored `here` or not. A unit is what
+// one parameter collective moves: the embedding, each block, the head. A unit's weights lie one after
+// another in one flat tensor, its gradients in another of the same layout.
 //
 // Two kinds of shards meet. A rank may store some rows or columns of a weight, or none of it: tensor
 // parallelism, pipeline stages (Param.here, shape, first). And the flat elements of a unit, as this rank
-// has them, may be dealt to the ranks that train copies of the unit on other samples: ZeRO (Unit.own_first,
-// own_count, and what Params.sharding leaves on a rank). The table only carries out what the techniques
-// say: between params_add and params_allocate they call the functions under "sharding".
+// has them, may be dealt to the ranks that train copies of the unit on other samples: ZeRO
+// (Unit.own_first, own_count, and what Params.sharding leaves on a rank). The table only carries out what
+// the techniques say: between params_add and params_allocate they call the functions under "sharding".
 #ifndef PARAMS_H
 #define PARAMS_H
 
@@ -33,7 +33,7 @@ typedef struct ParamSpec {
     double init_std;   // normal with this deviation; 0: ones (norms)
 } ParamSpec;
 
-typedef struct Param {
+struct Param {
     char name[80];
     int role;
     int unit;          // index into units
@@ -47,8 +47,9 @@ typedef struct Param {
     Group parts;       // those of them whose gradients are parts that add up; this one where all are whole
     bool decays;
     double init_std;
+    bool apart;  // its gradient has a row of its own in the proof's table (routers)
     int64_t offset, count;  // elements within the unit's flat tensors; count is 0 where it is not here
-} Param;
+};
 
 typedef struct Unit {
     char name[32];  // "embedding" "block 3" "head"
@@ -77,6 +78,10 @@ typedef struct Params {
     Unit *unit;
     int units;
     Recipe recipe;
+    // What a recipe knows from step to step (a loss scale, the history of an amax), the same on every
+    // rank: checkpoints have it. The technique's own.
+    double *kept;
+    int kept_count;
     Sharding sharding;
     bool dealt;    // a technique has set own_first and own_count of each unit
     bool counted;  // and counted_first and counted_count
@@ -136,8 +141,8 @@ Tensor params_total_grad(const Params *params);                     // of all un
 void unit_new_grads(const Params *params, Unit *unit);
 void unit_free_grads(Unit *unit);
 
-// The elements that a range of the unit, [first, first + count), shares with a parameter, as a range of the
-// unit. False if there are none.
+// The elements that a range of the unit, [first, first + count), shares with a parameter, as a range of
+// the unit. False if there are none.
 bool param_overlap(const Param *param, int64_t first, int64_t count, int64_t *from, int64_t *shared);
 // Of this rank's own parts: {0} if it owns nothing of the parameter. *from (may be NULL) is the first
 // element within the parameter.

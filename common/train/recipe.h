@@ -10,12 +10,34 @@
 extern "C" {
 #endif
 
+typedef struct Param Param;
+
+// What of a weight the optimizer steps: elements first … of what this rank stores of it, at this step.
+typedef enum StateKind { STATE_M, STATE_V, STATE_MASTER, STATE_VALUE } StateKind;
+typedef struct StatePart {
+    const Param *param;
+    StateKind kind;
+    int64_t first, step;
+    uint64_t seed;  // the recipe's
+} StatePart;
+
+// How the optimizer reads and writes what a recipe stores otherwise than rounded to nearest: by random
+// rounding, or as codes with a scale. The optimizer computes with `wide`, f32 or f64.
+typedef struct Rounding {
+    void *context;
+    void (*load)(void *context, Tensor wide, Tensor stored, StatePart part);
+    void (*store)(void *context, Tensor stored, Tensor wide, StatePart part);
+} Rounding;
+
 typedef struct Recipe {
     DType weight;    // what forward and backward multiply with; activations have it, too
     DType gradient;  // of one micro-batch, as backward writes it
     DType sum;       // of gradients over micro-batches and ranks; other than `gradient`: accumulators exist
     DType master;    // what the optimizer steps; other than `weight`: master weights exist
-    DType moment;    // AdamW's m and v
+    DType moment;    // AdamW's m
+    DType second;    // and v
+    const Rounding *rounding;  // NULL: what the optimizer stores is rounded to nearest
+    uint64_t seed;             // of random rounding
     // Of what is gathered for use and freed after it; NULL: it is sent as it is.
     const Codec *send_weights;  // of a unit whose ranks store parts of it (ZeRO-3)
     const Codec *send_rows;     // activations that enter a region of tensor parallelism

@@ -8,7 +8,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "median.h"
+#include "figures.h"
 #include "tensor/clock.h"
 #include "tensor/ops.h"
 #include "tensor/rng.h"

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "median.h"
+#include "figures.h"
 #include "tensor/clock.h"
 #include "tensor/device.h"
 #include "tensor/ops.h"

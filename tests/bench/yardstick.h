@@ -2,12 +2,13 @@
 //
 // The yardstick: SGEMM, 2048 x 2048 in f32, on all ranks at once, right before and right after each step,
 // since the speed of a shared machine drifts. Layouts take turns, so that all of them saw the same machine;
-// the median over the rounds is printed.  bench <name> <value> <unit> target <value> ok|short
+// the median over the rounds is printed (figures.h). What a step that is short of its target misses is that
+// of rank 0; what lies between its operations is waiting for other ranks, messages and the host.
 #ifndef YARDSTICK_H
 #define YARDSTICK_H
 
 #include "00_single_gpu/training.h"
-#include "median.h"
+#include "figures.h"
 
 // The model of all of them, in steps of 8 sequences; micro-batches of 1,024 tokens a rank, a pipeline's of
 // 256.
@@ -46,34 +47,43 @@ static inline void yardstick_free(Yardstick *y) {
 }
 
 // FLOPs of a step of all ranks, by formula, over its time, as a share of SGEMM's rate around it.
-static inline double share_of_sgemm(const Yardstick *y, Trainer *t) {
+static inline double share_of_sgemm(const Yardstick *y, Trainer *t, Missing *missing) {
     const Config *c = &t->config;
     double before = sgemm_rate(y);
     comm_wait(comm_barrier(y->world));
+    clock_reset();
     double start = wall_seconds();
     train_step(t, NULL);
-    double seconds = comm_max(wall_seconds() - start, y->world);
+    double mine = wall_seconds() - start, seconds = comm_max(mine, y->world);
+    missing_add(missing, mine, before / y->world.size);
     double flops = config_step_flops(c, c->micro_batch * c->grad_acc * t->model->mesh.dp.size);
     return flops / seconds / ((before + sgemm_rate(y)) / 2);
 }
 
 // Shares of trainers that take turns, there and back. Ends the trainers.
-static inline void shares_of_sgemm(double share[][ROUNDS], Trainer **trainer, int layouts, Group world) {
+static inline void shares_of_sgemm(double share[][ROUNDS], Missing *missing, Trainer **trainer, int layouts,
+                                   Group world) {
     Yardstick y = yardstick_new(world);
-    for (int i = 0; i < layouts; i++)
+    for (int i = 0; i < layouts; i++) {
+        missing[i] = (Missing){.operations = 0};
         for (int step = 0; step < 2; step++) train_step(trainer[i], NULL);  // the first step also allocates
+    }
     for (int round = 0; round < ROUNDS; round++)
         for (int turn = 0; turn < layouts; turn++) {
             int i = round % 2 ? layouts - 1 - turn : turn;
-            share[i][round] = share_of_sgemm(&y, trainer[i]);
+            share[i][round] = share_of_sgemm(&y, trainer[i], &missing[i]);
         }
     for (int i = 0; i < layouts; i++) trainer_free(trainer[i]);
     yardstick_free(&y);
 }
 
-static inline void bench_line(const char *what, int ranks, double value, const char *unit, double target) {
-    say("bench %s-L6-h384-%d-ranks %.4g %s target %.4g %s", what, ranks, value, unit, target,
-        value >= target ? "ok" : "short");
+// missing may be NULL.
+static inline void bench_line(const char *what, int ranks, double *values, const Missing *missing,
+                              const char *unit, double target) {
+    char *name = format_text("%s-L6-h384-%d-ranks", what, ranks);
+    figure(name, values, ROUNDS, unit, target);
+    free(name);
+    if (missing && median(values, ROUNDS) < target) missing_say(missing);
 }
 
 #endif

@@ -86,7 +86,8 @@ trains $to20 --init "$work/ours/deeper/step-000020" --json "$work/b.json" &&
 report $? "--init begins anew with the loss that the saved weights had"
 grep -q "^begins with the weights of $work/ours/deeper/step-000020, at step 0" "$out"
 report $? "and says with which folder"
-trains $shape --vocab 300 $run --steps 1 --save "$work/words" && trains $run --steps 1 --init "$work/words" &&
+trains $shape --vocab 300 $run --steps 1 --save "$work/words" &&
+    trains $run --steps 1 --init "$work/words" &&
     grep -q '^WARNING: --data .* is read as bytes, and the weights know 300 tokens' "$out"
 report $? "bytes for the weights of another vocabulary are warned of"
 

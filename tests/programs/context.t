@@ -5,59 +5,36 @@
 # needs: build/04_context_parallel/ring_attention build/04_context_parallel/zigzag_ring_attention
 # needs: build/04_context_parallel/all_gather_attention build/04_context_parallel/ulysses
 # needs: build/00_single_gpu/train
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
+. "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
-build=${BUILD:-build}/04_context_parallel
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-count=0 failed=0
-only=$1
-wanted() { [ -z "$only" ] || [[ $1 == $only ]]; }
-
-report() {  # report STATUS NAME
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then echo "ok $count - $2"; else
-        echo "not ok $count - $2"
-        failed=1
-        tail -n 12 "$work/out" | sed 's/^/#   /'
-        [ -z "$MUTANT" ] || exit 1  # one red is all that a mutant needs
-    fi
-}
-passes() {  # passes NAME PROGRAM FLAGS…
-    local name=$1 program=$2
-    shift 2
-    wanted "$name" || return
-    timeout -k 5 120 "$build/$program" "$@" >"$work/out" 2>&1 && grep -q "^PASS $program: " "$work/out"
-    report $? "$name"
-}
-refused() {  # refused WORDS PROGRAM FLAGS…: one line on stderr, which has WORDS
-    local words=$1 program=$2
-    shift 2
-    wanted refused || return
-    timeout -k 5 60 "$build/$program" "$@" >/dev/null 2>"$work/out"
-    [ $? = 2 ] && [ "$(wc -l <"$work/out")" = 1 ] && grep -qF -e "$words" "$work/out"
-    report $? "$program $* is refused: $words"
-}
+build=$build/04_context_parallel
 
 quick="--layers 2 --steps 2"
 one="--layers 1 --steps 1"  # of many layouts
 
 # every method on 1 to 8 ranks; lengths that divide, that do not, and that leave ranks a token or two
-for ranks in 1 2 3 4 6 8; do
-    for seq in 31 64 97; do
-        passes "ring $ranks, s $seq" ring_attention --ranks $ranks --seq $seq $one
-        passes "zigzag $ranks, s $seq" ring_attention --context zigzag --ranks $ranks --seq $seq $one
-        passes "all-gather $ranks, s $seq" all_gather_attention --ranks $ranks --seq $seq $one
-        passes "ulysses $ranks, s $seq" ulysses --ranks $ranks --seq $seq --hidden 96 --heads 24 \
-            --kv-heads $((ranks == 3 ? 3 : 2)) $one
-    done
-done
+while read -r ranks seq; do
+    passes "ring $ranks, s $seq" ring_attention --ranks $ranks --seq $seq $one
+    passes "zigzag $ranks, s $seq" ring_attention --context zigzag --ranks $ranks --seq $seq $one
+    passes "all-gather $ranks, s $seq" all_gather_attention --ranks $ranks --seq $seq $one
+    passes "ulysses $ranks, s $seq" ulysses --ranks $ranks --seq $seq --hidden 96 --heads 24 \
+        --kv-heads $((ranks == 3 ? 3 : 2)) $one
+done <<'LENGTHS'
+1 31
+2 31
+3 31
+3 97
+4 64
+4 97
+6 64
+8 31
+8 64
+LENGTHS
 passes "ring 4, SGD over 3 steps" ring_attention
 passes "zigzag, with its tables" zigzag_ring_attention $one
 if wanted memory; then
     passes "memory" all_gather_attention --ranks 8 $one --memory-svg "$work/memory.svg"
-    cmp "$work/memory.svg" 04_context_parallel/memory.svg >"$work/out" 2>&1
+    cmp "$work/memory.svg" 04_context_parallel/memory.svg >"$out" 2>&1
     report $? "the page's picture of memory is that of the program"
 fi
 passes "zigzag 8, fewer tokens than chunks" ring_attention --context zigzag --ranks 8 --seq 9 $one
@@ -114,29 +91,24 @@ passes "dry run of Llama 3 8B, cp 8" ring_attention --ranks 8 --model llama-3-8b
 if wanted resumed; then
     shape="--layers 2 --hidden 48 --heads 6 --kv-heads 2 --ffn 88 --vocab 256"
     rest="--seq 61 --micro-batch 2 --grad-acc 2 --dtype f64 --optimizer sgd --lr 0.1 --clip 0.5"
-    "$build/../00_single_gpu/train" $shape $rest --steps 2 --sample 0 --eval-every 0 \
-        --save "$work/one" >"$work/out" 2>&1 &&
-        timeout -k 5 60 "$build/ring_attention" --resume "$work/one" --steps 4 --zero 1 \
-            --save "$work/four" >"$work/out" 2>&1 &&
-        timeout -k 5 60 "$build/all_gather_attention" --resume "$work/four" --ranks 3 \
-            --steps 5 >"$work/out" 2>&1
+    run "$build/../00_single_gpu/train" $shape $rest --steps 2 --sample 0 --eval-every 0 \
+        --save "$work/one" &&
+        run "$build/ring_attention" --resume "$work/one" --steps 4 --zero 1 --save "$work/four" &&
+        run "$build/all_gather_attention" --resume "$work/four" --ranks 3 --steps 5
     report $? "resumed from one device on 4 ranks of a ring, and from these on 3 that gather"
 fi
 if wanted real; then
-    small="--layers 2 --hidden 48 --heads 6 --kv-heads 2 --ffn 88 --seq 64 --dtype f32 --optimizer adamw --lr 0.003 --steps 12"
-    held_out() { grep -o 'held-out loss [0-9.]* -> [0-9.]* nats in .* steps' "$work/out"; }
-    "$build/../00_single_gpu/train" $small --micro-batch 2 --grad-acc 2 --clip 0.5 --sample 20 \
-        --eval-every 5 >"$work/out" 2>&1
+    small="--layers 2 --hidden 48 --heads 6 --kv-heads 2 --ffn 88 --seq 64 --dtype f32"
+    small+=" --optimizer adamw --lr 0.003 --steps 12 --sample 20 --eval-every 5"
+    held_out() { grep -o 'held-out loss [0-9.]* -> [0-9.]* nats in .* steps' "$out"; }
+    run "$build/../00_single_gpu/train" $small --micro-batch 2 --grad-acc 2 --clip 0.5
     alone=$(held_out)
-    timeout -k 5 60 "$build/ring_attention" --no-check $small --sample 20 \
-        --eval-every 5 >"$work/out" 2>&1 &&
-        [ -n "$alone" ] && [ "$alone" = "$(held_out)" ]
+    run "$build/ring_attention" --no-check $small && [ -n "$alone" ] && [ "$alone" = "$(held_out)" ]
     report $? "trained for real: the held-out loss of one device, evaluated on 4 ranks"
 fi
 if wanted flash; then
     for flags in "" "--recompute selective" "--recompute full" "--documents 10"; do
-        "$build/../00_single_gpu/train" --attention flash --steps 2 --seq 64 \
-            --sample 0 $flags >"$work/out" 2>&1
+        run "$build/../00_single_gpu/train" --attention flash --steps 2 --seq 64 --sample 0 $flags
         report $? "one device, flash attention $flags"
     done
 fi
@@ -149,5 +121,4 @@ refused "one must divide the other; --context ring would fit" ulysses --heads 12
 refused "--cp 3 does not divide the 4 ranks; --ranks 6 would fit" ring_attention --cp 3
 refused "--dp 3 does not divide the 4 ranks; --ranks 6 would fit" ring_attention --dp 3
 refused "--tp 4 does not divide --heads 6" ring_attention --tp 4
-echo "1..$count"
-exit $failed
+finish

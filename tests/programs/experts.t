@@ -112,7 +112,6 @@ refused "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 w
     --moe deepseek
 refused "a folder has no place for it" load_balance --save "$work/balanced"
 refused "which have no place for --moe deepseek" moe --moe deepseek --save "$work/deepseek"
-refused "--zero 2 would fit" expert_parallel --zero 3
 refused "--model mixtral-8x7b has experts, and this program computes dense layers alone" \
     ../00_single_gpu/train --model mixtral-8x7b
 finish

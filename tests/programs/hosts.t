@@ -1,7 +1,8 @@
 #!/bin/bash
-# hosts.t: two hosts. Each is a network namespace with a name of its own, joined by a pair of virtual cables, and mpirun
-# reaches them by an agent that enters them; what crosses goes over TCP, what does not through shared memory. Groups
-# within the hosts and across them, against one device. TAP. Passed over where there are no namespaces.
+# hosts.t: two hosts. Each is a network namespace with a name of its own, joined by a pair of virtual
+# cables, and mpirun reaches them by an agent that enters them; what crosses goes over TCP, what does not
+# through shared memory. Groups within the hosts and across them, against one device. TAP. Passed over where
+# there are no namespaces.
 # needs: build/01_data_parallel/ddp_bucketed build/02_zero/zero3 build/03_tensor_parallel/sequence_parallel build/03_tensor_parallel/async_tensor_parallel build/01_data_parallel/collectives
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
@@ -11,16 +12,19 @@ if ! command -v ip >/dev/null || ! unshare -m --propagation private true 2>/dev/
 fi
 id=us$$ net=10.$((RANDOM % 100 + 100)).$((RANDOM % 250))
 trap 'for i in 1 2; do ip netns pids $id-$i 2>/dev/null | xargs -r kill -9; ip netns del $id-$i; done 2>/dev/null; rm -rf "$work"' EXIT
-ip netns add $id-1 2>"$err" && ip netns add $id-2 && ip link add name cable netns $id-1 type veth peer name cable netns $id-2 || {
+ip netns add $id-1 2>"$err" && ip netns add $id-2 && ip link add name cable netns $id-1 type veth peer \
+    name cable netns $id-2 || {
     echo "1..0 # SKIP no network namespaces here: $(head -n 1 "$err")"
     exit 0
 }
 for i in 1 2; do
-    ip -n $id-$i addr add $net.$i/24 dev cable && ip -n $id-$i link set cable up && ip -n $id-$i link set lo up
+    ip -n $id-$i addr add $net.$i/24 dev cable && ip -n $id-$i link set cable up &&
+        ip -n $id-$i link set lo up
     mkdir -p "$work/etc" && echo "$net.$i host$i" >>"$work/hosts"
 done
 
-# The agent that mpirun calls as it would ssh: AGENT HOST COMMAND…. The other host's name, and the same list of hosts.
+# The agent that mpirun calls as it would ssh: AGENT HOST COMMAND…. The other host's name, and the same list
+# of hosts.
 cat >"$work/agent" <<AGENT
 #!/bin/bash
 host=\$1 && shift
@@ -48,7 +52,8 @@ crosses() {  # crosses NAME PROGRAM FLAGS…
 crosses "collectives" 01_data_parallel/collectives
 crosses "gradients are summed across" 01_data_parallel/ddp_bucketed --steps 2
 crosses "weights are gathered across" 02_zero/zero3 --steps 2
-crosses "tensor parallelism within, ZeRO-2 across" 03_tensor_parallel/sequence_parallel --tp 2 --dp 2 --zero 2 --steps 2
+crosses "tensor parallelism within, ZeRO-2 across" 03_tensor_parallel/sequence_parallel --tp 2 --dp 2 \
+    --zero 2 --steps 2
 crosses "rows in flight across" 03_tensor_parallel/async_tensor_parallel --steps 2
 if [ "$only" = '*' ]; then
     sent=$(ip -n $id-1 -s link show cable | awk '/TX:/ { getline; print $1 }')
@@ -56,8 +61,9 @@ if [ "$only" = '*' ]; then
     report $? "and it did cross: $sent bytes"
 fi
 
-# With the link down, ranks say what they wait for, and end. mpirun then waits for its daemon on the other host, half a
-# minute or more; none of its settings was found to shorten that (oob_tcp_keepalive_* do not), so the test ends it.
+# With the link down, ranks say what they wait for, and end. mpirun then waits for its daemon on the other
+# host, half a minute or more; none of its settings was found to shorten that (oob_tcp_keepalive_* do not),
+# so the test ends it.
 if wanted "the link goes down"; then
     on_hosts 02_zero/zero3 --no-check --steps 1000000 --eval-every 0 --sample 0 --timeout 2 &
     running=$!
@@ -67,7 +73,8 @@ if wanted "the link goes down"; then
     for i in $(seq 300); do grep -q ', for .* s (--timeout)$' "$err" && break; sleep 0.1; done
     ip netns pids $id-1 | xargs -r kill -9 2>/dev/null
     wait $running
-    ! grep -q '^PASS' "$out" && grep -qE 'rank [01]: .*waits in .*, for (data|rank [23](, 3)?), for .* s \(--timeout\)$' "$err"
+    ! grep -q '^PASS' "$out" && grep -qE \
+        'rank [01]: .*waits in .*, for (data|rank [23](, 3)?), for .* s \(--timeout\)$' "$err"
     report $? "the link goes down: $(tail -n 1 "$err" | cut -c1-150)"
 fi
 finish

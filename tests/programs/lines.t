@@ -43,12 +43,16 @@ order=': what two ranks share, both start in one order'
 ends crossed "rank 2 called all_reduce\(2048 f32\) in group dp where rank [01] called all_reduce\(1024 f32\) in group tp$order|rank 3 called all_reduce\(1024 f32\) in group tp where rank 2 called all_reduce\(2048 f32\) in group dp$order|$met"
 ends crossed-late "rank [123] called all_reduce\(2048 f32\) in group dp where rank 0 called all_reduce\(1024 f32\) in group tp$order|$met"
 ends crossed-waits "called all_reduce\((1024|2048) f32\) in group (tp|dp) where rank . called all_reduce\((1024|2048) f32\) in group (tp|dp)$order|$met"
-ends crossed-receives "rank 1 called receive\(2048 f32 from rank 0\) in group tp where rank 0 called receive\(1024 f32 from rank 1\) in group dp$order"
-ends crossed-transfers "rank 1 called send\(2048 f32 to rank 0\) in group dp where rank 0 called send\(1024 f32 to rank 1\) in group tp$order"
+ends crossed-receives \
+    "rank 1 called receive\(2048 f32 from rank 0\) in group tp where rank 0 called receive\(1024 f32 from rank 1\) in group dp$order"
+ends crossed-transfers \
+    "rank 1 called send\(2048 f32 to rank 0\) in group dp where rank 0 called send\(1024 f32 to rank 1\) in group tp$order"
 ends crossed-host "rank 1 called all_reduce\(1 f64 on the host\) in group tp where rank 0 called all_reduce\(2048 f32\) in group dp$order|rank [23] called all_reduce\(2048 f32\) in group dp where rank 1 called all_reduce\(1 f64 on the host\) in group tp$order|$met"
 first=': comm_wait comes first'
-ends written-while-read "op_add writes 'activations' \[bytes 0\.\.4096\), which all_gather, call 1 in group dp, is still reading$first"
-ends read-while-written "op_copy reads 'activations' \[bytes 4000\.\.8096\), which all_reduce, call 1 in group dp, is still writing$first"
+ends written-while-read \
+    "op_add writes 'activations' \[bytes 0\.\.4096\), which all_gather, call 1 in group dp, is still reading$first"
+ends read-while-written \
+    "op_copy reads 'activations' \[bytes 4000\.\.8096\), which all_reduce, call 1 in group dp, is still writing$first"
 ends host-reads "tensor_to_host reads 'activations' \[bytes 0\.\.8192\), which all_reduce, call 1 in group dp, is still writing$first"
 ends host-writes "tensor_from_host writes 'activations' \[bytes 0\.\.4096\), which transfers, call 1 in group dp, is still reading$first"
 ends two-lines "broadcast (reads|writes) 'activations' \[bytes 0\.\.4096\), which all_reduce, call 1 in group dp, is still (reading|writing)$first"

@@ -62,7 +62,7 @@ fails() {
     shift 3
     wanted "$bug: $words" || return 0
     mkdir -p "$tree/build" && cp -a Makefile README.md common 0[0-9]_* tests "$tree" &&
-        cp -a "$build"/lib "$build"/flags "$build"/libultrascale.a "$build"/corpus.txt "$tree/build" &&
+        cp -a "$build"/lib "$build"/flags* "$build"/libultrascale.a "$build"/corpus.txt "$tree/build" &&
         tests/mutants/run --plant "$bug" "$tree" >"$work/plant" 2>&1 &&
         make -s -C "$tree" BUILD=build "build/$program" >>"$work/plant" 2>&1 || cat "$work/plant"
     run "$tree/build/$program" "$@"
@@ -71,7 +71,8 @@ fails() {
     rm -rf "$tree"
 }
 [ -n "${MUTANT+set}" ] || {  # who plants a bug has built one tree, and not another
-    fails ddp_naive_averages_twice 'scale 0.25; 30 of 30 fail, all by this factor: usually averaged twice over the 4 ranks of dp' \
+    fails ddp_naive_averages_twice \
+        'scale 0.25; 30 of 30 fail, all by this factor: usually averaged twice over the 4 ranks of dp' \
         01_data_parallel/ddp_naive --ranks 4 --grad-acc 3
     fails ddp_naive_scales_by_micro_batches \
         'scale 0.333333; .*: usually scaled twice by 1 / the 3 micro-batches' \

@@ -2,7 +2,8 @@
 # readme.t: what the pages say of the tree is true of the tree: the map of this book, the files of the core,
 # the number of mutants, links, names of programs and files, commands.
 . "$(dirname "$0")/tap.sh"
-written='README.md common/README.md common/cuda/README.md tests/CLAIMS.md tests/bench/README.md'
+written='README.md common/README.md common/cuda/README.md tests/README.md tests/CLAIMS.md'
+written+=' tests/bench/README.md'
 all="$written $(ls 0[0-9]_*/README.md)"
 
 for page in README.md common/README.md; do

@@ -108,7 +108,8 @@ report $? "one queue for a pair of ranks misorders DualPipe, and is told so"
 # ever.
 sed 's/^rank 3: F3.0.0 BW3.0.0/rank 3: BW3.0.0 F3.0.0/' "$work/one_f_one_b.txt" >"$work/order.txt"
 run --load "$work/order.txt"
-[ $? = 1 ] && grep -q '^FAIL schedule: .*rank 3, position 0 (BW3.0.0) breaks the rule "B after its F": F3.0.0 stands at position 1' "$work/out"
+[ $? = 1 ] && grep -q \
+    '^FAIL schedule: .*rank 3, position 0 (BW3.0.0) breaks the rule "B after its F": F3.0.0 stands at position 1' "$work/out"
 report $? "a broken order is refused with rank, position, action and rule"
 sed 's/ W3.7.0$//' "$work/zb_h1.txt" >"$work/w.txt"
 run --load "$work/w.txt"
@@ -117,7 +118,8 @@ report $? "a W that is left out is refused"
 printf '%s\n' '# pp-schedule name=stuck p=2 m=2 stages=2 dirs=1' 'place 0: 0 1' 'mbs 0: 0 1' \
     'rank 0: F0.0.0 BW0.0.0 F0.1.0 BW0.1.0' 'rank 1: F1.0.0 F1.1.0 BW1.0.0 BW1.1.0' >"$work/stuck.txt"
 run --load "$work/stuck.txt"
-[ $? = 1 ] && grep -q 'rank 0, position 1 (BW0.0.0) .*waits for B1.0.0 at position 2 of rank 1, which waits itself at position 1 (F1.1.0)' "$work/out"
+[ $? = 1 ] && grep -q \
+    'rank 0, position 1 (BW0.0.0) .*waits for B1.0.0 at position 2 of rank 1, which waits itself at position 1 (F1.1.0)' "$work/out"
 report $? "a deadlock is told, and not run into"
 
 # What the chapter's page shows is what the program prints.

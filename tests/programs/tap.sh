@@ -19,16 +19,27 @@ out=$work/out err=$work/err
 : >"$out" >"$err"
 limit=120   # seconds, after which a program hangs
 verdict=''  # what follows "PASS program: " in the line of a test that passes
-only=${1:-*} chosen='' count=0 failed=0 status=''
+only=${1:-*} chosen='' count=0 failed=0 status='' spent=0
 
 # wanted NAME: whether the pattern chooses this test; the next report is this test's, whatever it is called.
 wanted() { [[ $1 == $only ]] && chosen=yes; }
+
+# cost: what this test has taken since the last one ended: the CPU time of all that it has waited for.
+cost() {
+    local stat now
+    read -r stat </proc/$$/stat
+    read -ra stat <<<"${stat##*) }"
+    now=$((stat[11] + stat[12] + stat[13] + stat[14]))  # user, system, and theirs of children, in 10 ms
+    printf '# %6d ms  %s\n' $((10 * (now - spent))) "$1"
+    spent=$now
+}
 
 # report STATUS NAME: one test, passed if the status is 0.
 report() {
     [ -n "$chosen" ] || wanted "$2" || return 0
     chosen=''
     count=$((count + 1))
+    [ -z "$COST" ] || cost "$2"
     if [ "$1" = 0 ]; then
         echo "ok $count - $2"
         return
@@ -48,7 +59,7 @@ finish() {
 
 # run COMMAND…: its output is in $out, its errors are in $err, its exit status is in $status, too.
 run() {
-    timeout -k 5 $limit "$@" >"$out" 2>"$err"
+    timeout -k 5 $limit "$@" >"$out" 2>"$err" </dev/null  # mpirun would read what a loop reads
     status=$?
     return $status
 }

@@ -1,19 +1,21 @@
 #!/bin/bash
-# threads.t: programs of many ranks under ThreadSanitizer: the thread that computes, the one that watches whether the
-# output is read, and MPI's own. OpenMP's are left out, since its library is not built for the sanitizer, and so is what
-# two ranks share, which are processes: tests/unit/test_comm.c looks at that by its results. TAP.
+# threads.t: programs of many ranks under ThreadSanitizer: the thread that computes, the one that watches
+# whether the output is read, and MPI's own. OpenMP's are left out, since its library is not built for the
+# sanitizer, and so is what two ranks share, which are processes: tests/unit/test_comm.c looks at that by
+# its results. TAP.
 # needs: BUILD=build-tsan SANITIZE=thread OPT=-O1 build-tsan/corpus.txt build-tsan/01_data_parallel/ddp_bucketed build-tsan/02_zero/zero3 build-tsan/03_tensor_parallel/async_tensor_parallel build-tsan/04_context_parallel/zigzag_ring_attention build-tsan/05_pipeline_parallel/one_f_one_b
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
-if ! echo 'int main(void) { return 0; }' | ${CC:-gcc} -fsanitize=thread -x c - -o "$work/thread" 2>/dev/null || ! "$work/thread"; then
+if ! echo 'int main(void) { return 0; }' | ${CC:-gcc} -fsanitize=thread -x c - -o "$work/thread" \
+    2>/dev/null || ! "$work/thread"; then
     echo "1..0 # SKIP this compiler has no ThreadSanitizer, or this kernel does not let it run"
     exit 0
 fi
 programs=$(sed -n 's/^# needs: //p' "$0")
 builds $programs
 build=build-tsan
-# Open MPI hands requests from thread to thread by atomics and mutexes of a library that was not built for the
-# sanitizer, which sees the two accesses and not what lies between them.
+# Open MPI hands requests from thread to thread by atomics and mutexes of a library that was not built for
+# the sanitizer, which sees the two accesses and not what lies between them.
 printf 'race:%s\n' mca_ libpmix libopen- libmpi libevent >"$work/of-mpi"
 export TSAN_OPTIONS="suppressions=$work/of-mpi exitcode=66"
 races() {  # races PROGRAM FLAGS…: no race in any rank; what it prints goes to a pipe, which a thread watches

@@ -61,8 +61,10 @@ refuses "a token file that is truncated" "$work/cut.bin" train --data "$work/cut
 { cat "$work/cut.bin"; printf '\x10\x27'; } >"$work/big.bin"
 refuses "a token beyond the vocabulary" 'vocab' train --data "$work/big.bin"
 runs "trains on a token file" '^PASS' $small --vocab 10001 --data "$work/big.bin" --steps 5
-mpirun --quiet --oversubscribe --allow-run-as-root -n 2 "$train" $small --steps 2 --save "$work/shared" >"$out" 2>"$err"
-[ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'trains on one device: start one of it, and not 2' "$err" && ! grep -q '^step' "$out"
+mpirun --quiet --oversubscribe --allow-run-as-root -n 2 "$train" $small --steps 2 \
+    --save "$work/shared" >"$out" 2>"$err"
+[ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'trains on one device: start one of it, and not 2' \
+    "$err" && ! grep -q '^step' "$out"
 report $? "several copies of a program for one device are refused"
 refuses "a decay that SGD has not" 'weight-decay is AdamW' train --optimizer sgd --weight-decay 0.3
 refuses "a warm-up that SGD has not" 'warmup is AdamW' train --optimizer sgd --warmup 3

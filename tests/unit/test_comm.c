@@ -1,6 +1,6 @@
-// test_comm.c [--ranks N] [PATTERN]: collectives and transfers on all ranks at once, against serial
-// references that each rank computes for itself. TAP. comm.t runs it with 1 to 8 ranks, and its scenarios
-// of wrong use.
+// test_comm.c [--ranks N] [--types N] [PATTERN]: collectives and transfers on all ranks at once, against
+// serial references that each rank computes for itself, in the first N of the dtypes (all). TAP. comm.t
+// runs it with 1 to 8 ranks, and its scenarios of wrong use.
 #include <math.h>
 #include <signal.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@ static uint64_t mix(uint64_t x) {
 static double value(DType dtype, int r, int64_t i) {
     uint64_t bits = mix(mix((uint64_t)r * 1000003 + 17) + (uint64_t)i * 7919);
     double x = (double)(bits >> 11) * 0x1p-52 - 1;  // -1 … 1
-    return dtype == I32 ? floor(1e6 * x) : ldexp(x, (int)(bits % 7));
+    return dtype == I32 ? floor(1e6 * x) : x * (double)(1 << bits % 7);
 }
 
 // count elements of rank r, from its element `first` on, in the dtype's bytes. The caller frees them.
@@ -151,6 +151,7 @@ static void nap(int seed) {
 
 // ---- each collective ----
 
+static int types = DTYPES;
 static const int64_t sizes[] = {0, 1, 2, 3, 7, 64, 1009, 40000};
 enum { SIZES = sizeof sizes / sizeof *sizes };
 
@@ -170,7 +171,7 @@ static int64_t offset_of(const int64_t *counts, int part) {
 }
 
 static void all_reduce_adds_in_rank_order(void) {
-    for (int d = 0; d < DTYPES; d++)
+    for (int d = 0; d < types; d++)
         for (int s = 0; s < SIZES; s++)
             for (int op = REDUCE_SUM; op <= REDUCE_MAX; op++) {
                 Tensor t = tensor_of((DType)d, me, sizes[s]);
@@ -182,7 +183,7 @@ static void all_reduce_adds_in_rank_order(void) {
 }
 
 static void reduce_adds_at_the_root_alone(void) {
-    for (int d = 0; d < DTYPES; d++)
+    for (int d = 0; d < types; d++)
         for (int s = 0; s < SIZES; s++)
             for (int root = 0; root<n; root += n> 2 ? n - 2 : 1) {
                 Tensor t = tensor_of((DType)d, me, sizes[s]);
@@ -195,7 +196,7 @@ static void reduce_adds_at_the_root_alone(void) {
 
 static void reduce_scatter_gives_each_its_part(void) {
     int64_t counts[n];
-    for (int d = 0; d < DTYPES; d++)
+    for (int d = 0; d < types; d++)
         for (int s = 0; s < SIZES; s++)
             for (int equal = 0; equal < 2; equal++) {
                 int64_t total = equal ? sizes[s] * n : parts(counts, sizes[s]);
@@ -219,7 +220,7 @@ static void reduce_scatter_in_place(void) {
 
 static void all_gather_lines_up_the_parts(void) {
     int64_t counts[n];
-    for (int d = 0; d < DTYPES; d++)
+    for (int d = 0; d < types; d++)
         for (int s = 0; s < SIZES; s++)
             for (int equal = 0; equal < 2; equal++) {
                 int64_t total = equal ? sizes[s] * n : parts(counts, sizes[s]);
@@ -245,7 +246,7 @@ static void all_gather_lines_up_the_parts(void) {
 
 static void gather_and_scatter_know_their_root(void) {
     int64_t counts[n];
-    for (int d = 0; d < DTYPES; d++)
+    for (int d = 0; d < types; d++)
         for (int s = 0; s < SIZES; s++)
             for (int equal = 0; equal < 2; equal++) {
                 int root = (d + s) % n;
@@ -270,7 +271,7 @@ static void gather_and_scatter_know_their_root(void) {
 }
 
 static void broadcast_comes_from_the_root(void) {
-    for (int d = 0; d < DTYPES; d++)
+    for (int d = 0; d < types; d++)
         for (int s = 0; s < SIZES; s++)
             for (int root = 0; root < n; root++) {
                 Tensor t = tensor_of((DType)d, me, sizes[s]);
@@ -285,7 +286,7 @@ static int64_t between(int a, int b, int64_t k) { return (a + 2 * b) % 4 * k; }
 
 static void all_to_all_crosses_the_parts(void) {
     int64_t in_counts[n], out_counts[n];
-    for (int d = 0; d < DTYPES; d++)
+    for (int d = 0; d < types; d++)
         for (int s = 0; s < SIZES; s++)
             for (int equal = 0; equal < 2; equal++) {
                 int64_t give = 0, take = 0, at = 0;
@@ -309,7 +310,7 @@ static void all_to_all_crosses_the_parts(void) {
 // ---- transfers ----
 
 static void a_ring_passes_tensors_on(void) {
-    for (int d = 0; d < DTYPES; d++)
+    for (int d = 0; d < types; d++)
         for (int s = 0; s < SIZES; s++) {
             Tensor give = tensor_of((DType)d, me, sizes[s]), take = empty((DType)d, sizes[s]);
             comm_wait(comm_send_receive(give, (me + 1) % n, take, (me + n - 1) % n, world));
@@ -926,8 +927,10 @@ static const RankTest tests[] = {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const char *wrong = NULL;
-    for (int i = 1; i + 1 < argc; i++)
+    for (int i = 1; i + 1 < argc; i++) {
         if (!strcmp(argv[i], "--scenario")) wrong = argv[i + 1];
+        if (!strcmp(argv[i], "--types")) types = atoi(argv[i + 1]);
+    }
     const char *pattern = ranks_start(argc, argv, 4);
     if (wrong) {
         scenario(wrong);

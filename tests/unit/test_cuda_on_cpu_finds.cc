@@ -574,6 +574,23 @@ static void host_code_and_device_memory(void **state) {
                               "the source 0x", "is device memory");
 }
 
+// The emulator looks for faults in stacks; a signal that somebody sends is none, and ends the program.
+static void a_signal_from_outside_ends_the_program(void **state) {
+    (void)state;
+    char text[4096];
+    for (int number : {SIGSEGV, SIGTERM}) {
+        static int sent;
+        sent = number;
+        int status = run_child([] {
+            signal(SIGSEGV, SIG_DFL);  // cmocka has a handler of its own
+            LAUNCH(empty, 1, 32, 0, 0, NULL);
+            kill(getpid(), sent);
+        }, text, sizeof text);
+        assert_int_equal(status, 128 + number);
+        assert_string_equal(text, "");
+    }
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     cuda_on_cpu_order(0);  // the sentences name threads, and another order would meet others first
@@ -597,6 +614,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(local_memory_has_an_end),
         cmocka_unit_test(wrong_launches),
         cmocka_unit_test(host_code_and_device_memory),
+        cmocka_unit_test(a_signal_from_outside_ends_the_program),
     };
     return cmocka_run_group_tests_name("cuda_on_cpu_finds", tests, NULL, NULL);
 }

@@ -23,9 +23,14 @@ static Shape shape_of(int i) {
                    6,         kv_heads[i % 4],      head_sizes[i % HEAD_SIZES]};
 }
 
+// Emulated kernels are slow: of sizes they take some, each head size and each number of K/V heads among
+// them.
+static bool emulated(void) { return strstr(backend_text(), "on the CPU") != NULL; }
+
 static void chunks_in_any_order_make_the_whole(void **state) {
     (void)state;
     for (int i = 0; i < LENGTHS * LENGTHS; i++) {
+        if (emulated() && i % 7 % 6) continue;  // equal lengths, and queries that are more than keys
         Shape at = shape_of(i);
         uint64_t key = 1000 * (uint64_t)i;
         // Some queries come before all keys; and every third case has documents.
@@ -75,6 +80,7 @@ static void as_exact_as_stored_scores(void **state) {
     (void)state;
     for (int i = 0; i < LENGTHS; i++)
         for (int type = 1; type < 4; type++) {
+            if (emulated() && i % 3 + 1 != type) continue;
             Shape at = shape_of(LENGTHS * i + i);
             at.d = head_sizes[(i + type) % HEAD_SIZES];
             const int64_t n = at.b * at.s_q, h = at.heads * at.d, kv = at.kv_heads * at.d;
@@ -227,7 +233,7 @@ static bool on_threads(void) { return strstr(backend_text(), "thread") != NULL; 
 
 static void same_bits_on_any_number_of_threads(void **state) {
     (void)state;
-    for (int type = 0; type < 4; type++) {
+    for (int type = emulated() ? 2 : 0; type < (emulated() ? 3 : 4); type++) {
         Shape at = {2, 97, 129, 6, 2, 16};
         Case c = case_new(at, all_dtypes[type], shuffled_tokens(2, 97, 0, 0, 1),
                           shuffled_tokens(2, 129, 0, 0, 2), 51);

@@ -52,13 +52,14 @@ static void every_axis_parts_the_world(void) {
             [AXIS_WORLD] = ranks_of(s), [AXIS_DP] = s.dp,           [AXIS_PP] = s.pp,
             [AXIS_PP_BACKWARD] = s.pp,  [AXIS_CP] = s.cp,           [AXIS_TP] = s.tp,
             [AXIS_EP] = s.ep,           [AXIS_DP_CP] = s.dp * s.cp, [AXIS_EXPERT_DP] = within / s.ep,
-            [AXIS_TP_PP] = s.tp * s.pp};
+            [AXIS_TP_PP] = s.tp * s.pp, [AXIS_EP_PP] = s.ep * s.pp};
         for (int axis = 0; axis < MESH_AXES; axis++) expect_partition(s, axis, sizes[axis]);
         const MeshAxis apart[][2] = {{AXIS_DP, AXIS_CP},        {AXIS_DP, AXIS_TP},
                                      {AXIS_DP, AXIS_PP},        {AXIS_CP, AXIS_TP},
                                      {AXIS_CP, AXIS_PP},        {AXIS_TP, AXIS_PP},
                                      {AXIS_EP, AXIS_EXPERT_DP}, {AXIS_EP, AXIS_PP},
-                                     {AXIS_EXPERT_DP, AXIS_PP}, {AXIS_DP_CP, AXIS_TP_PP}};
+                                     {AXIS_EXPERT_DP, AXIS_PP}, {AXIS_DP_CP, AXIS_TP_PP},
+                                     {AXIS_EXPERT_DP, AXIS_EP_PP}};
         for (size_t i = 0; i < sizeof apart / sizeof *apart; i++)
             expect_independent(s, apart[i][0], apart[i][1]);
     }
@@ -74,7 +75,8 @@ static void ranks_are_numbered_with_tp_fastest(void) {
     } of_rank_11[] = {{AXIS_TP, 2, {10, 11}},        {AXIS_CP, 2, {9, 11}},
                       {AXIS_DP, 2, {11, 15}},        {AXIS_PP, 2, {3, 11}},
                       {AXIS_EP, 2, {9, 11}},         {AXIS_DP_CP, 4, {9, 11, 13, 15}},
-                      {AXIS_EXPERT_DP, 2, {11, 15}}, {AXIS_TP_PP, 4, {2, 3, 10, 11}}};
+                      {AXIS_EXPERT_DP, 2, {11, 15}}, {AXIS_TP_PP, 4, {2, 3, 10, 11}},
+                      {AXIS_EP_PP, 4, {1, 3, 9, 11}}};
     for (size_t i = 0; i < sizeof of_rank_11 / sizeof *of_rank_11; i++) {
         SAME(mesh_members(s, of_rank_11[i].axis, 11, members), of_rank_11[i].count);
         for (int j = 0; j < of_rank_11[i].count; j++) SAME(members[j], of_rank_11[i].member[j]);
@@ -90,7 +92,8 @@ static void ranks_are_numbered_with_tp_fastest(void) {
 static void the_mesh_has_a_line_for_each_axis(void) {
     Mesh mesh = mesh_new((MeshShape){.dp = n}), one = mesh_single();
     const Line lines[MESH_AXES] = {LINE_WORLD, LINE_DP, LINE_PP_FORWARD, LINE_PP_BACKWARD, LINE_CP,
-                                   LINE_TP,    LINE_EP, LINE_DP,         LINE_DP,          LINE_WORLD};
+                                   LINE_TP,    LINE_EP, LINE_DP,         LINE_DP,          LINE_WORLD,
+                                   LINE_WORLD};
     for (int axis = 0; axis < MESH_AXES; axis++) {
         SAME(mesh_group(&mesh, axis)->line, lines[axis]);
         SAME(mesh_group(&one, axis)->line, lines[axis]);

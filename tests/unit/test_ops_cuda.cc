@@ -65,6 +65,12 @@ CUDA(kernel_combine_forward)
 CUDA(kernel_combine_backward)
 CUDA(kernel_adamw)
 CUDA(kernel_sgd)
+CUDA(kernel_round_stochastic)
+CUDA(kernel_tile_amax)
+CUDA(kernel_tile_scale)
+CUDA(kernel_encode)
+CUDA(kernel_decode)
+CUDA(kernel_matmul_codes)
 }
 
 // Of CUDA on the CPU; a GPU has no such thing.
@@ -472,6 +478,80 @@ static void matmul_matches(void **state) {
             cuda_kernel_matmul(dtype, z.at, x.at, y.at, m, n, k, transpose_a, transpose_b, add);
             assert_close("matmul", z, want, (double)k + 1);
         }
+}
+
+// ---- random rounding, and 8-bit codes: the very codes and scales of the CPU ----
+
+static void random_rounding_matches(void **state) {
+    (void)state;
+    enum { COUNT = 700 };
+    RandomPlace place = {3, 1ull << 63 | 77, 5, 11, 9, 40, 20};
+    Doubles numbers = random_numbers(F32, COUNT, 1);
+    numbers[7] = INFINITY, numbers[8] = NAN;
+    float x[COUNT];
+    for (size_t i = 0; i < COUNT; i++) x[i] = (float)numbers[i];
+    uint16_t codes[COUNT];
+    Doubles want(COUNT);
+    kernel_round_stochastic(codes, x, place, COUNT);
+    dtype_convert(want.data(), F64, codes, BF16, COUNT);
+    Device from(F32, numbers), to(BF16, COUNT);
+    cuda_kernel_round_stochastic((uint16_t *)to.at, (const float *)from.at, place, COUNT);
+    assert_same("round_stochastic", to, want);
+}
+
+static void codes_match(void **state) {
+    (void)state;
+    constexpr int64_t ROWS = 21, COLUMNS = 67, OTHER = 13;
+    const Tile tiles[] = {{0, 0}, {1, 16}, {8, 16}};
+    for (int how = 0; how < 12; how++) {
+        const Tile tile = tiles[how % 3];
+        const bool turned = how & 1;
+        const DType dtype = dtypes[how % 4], kind = how % 2 ? E5M2 : E4M3;
+        const ScaleRule rule = how < 6 ? SCALE_REAL : SCALE_POWER_OF_TWO;
+        const int64_t rows = turned ? COLUMNS : ROWS, columns = turned ? ROWS : COLUMNS;
+        Doubles x = random_numbers(dtype, ROWS * COLUMNS, 1);
+        for (size_t i = 0; i < 16; i++) x[i] = 0;
+        x[40] = INFINITY, x[400] = NAN;
+        const Doubles bits = rounded(dtype, x);
+        std::vector<unsigned char> stored((size_t)(ROWS * COLUMNS) * dtype_size(dtype));
+        dtype_convert(stored.data(), dtype, bits.data(), F64, ROWS * COLUMNS);
+        float amax[ROWS * COLUMNS] = {0}, scale[ROWS * COLUMNS];
+        uint8_t codes[ROWS * COLUMNS];
+        const int64_t across = tile.columns ? ceil((double)COLUMNS / (double)tile.columns) : 1;
+        const int64_t scales = across * (tile.rows ? (ROWS + tile.rows - 1) / tile.rows : 1);
+        kernel_tile_amax(dtype, amax, stored.data(), rows, columns, turned, tile);
+        kernel_tile_scale(scale, amax, kind, rule, scales);
+        kernel_encode(kind, codes, dtype, stored.data(), scale, rows, columns, turned, tile);
+        Device from(dtype, x), most(F32, Doubles((size_t)scales, 0)), scaling(F32, scales), to(kind, ROWS * COLUMNS),
+            back(F64, ROWS * COLUMNS);
+        cuda_kernel_tile_amax(dtype, (float *)most.at, from.at, rows, columns, turned, tile);
+        cuda_kernel_tile_scale((float *)scaling.at, (const float *)most.at, kind, rule, scales);
+        cuda_kernel_encode(kind, (uint8_t *)to.at, dtype, from.at, (const float *)scaling.at, rows, columns,
+                           turned, tile);
+        cuda_kernel_decode(F64, back.at, kind, (const uint8_t *)to.at, (const float *)scaling.at, ROWS,
+                           COLUMNS, tile);
+        Doubles want(ROWS * COLUMNS), want_scale(scale, scale + scales), decoded(ROWS * COLUMNS);
+        dtype_convert(want.data(), F64, codes, kind, ROWS * COLUMNS);
+        kernel_decode(F64, decoded.data(), kind, codes, scale, ROWS, COLUMNS, tile);
+        assert_same("tile_amax", most, Doubles(amax, amax + scales));
+        assert_same("tile_scale", scaling, want_scale);
+        assert_same("encode", to, want);
+        assert_same("decode", back, decoded);
+        // a b^T, of which b are some rows of a; no NaN in it
+        const int64_t segment = tile.columns ? tile.columns : how < 6 ? COLUMNS : 32;
+        for (uint8_t &code : codes) code = code == 0x7f || code == 0x7e ? 0x30 : code;
+        Doubles numbers(ROWS * COLUMNS), product((size_t)(ROWS * OTHER), 1);
+        dtype_convert(numbers.data(), F64, codes, kind, ROWS * COLUMNS);
+        Device a(kind, numbers), c(F32, product);
+        KernelCodes on_cpu = {kind, codes, scale, tile.rows ? tile.rows : ROWS,
+                              tile.columns ? tile.columns : COLUMNS};
+        KernelCodes on_gpu = on_cpu;
+        on_gpu.codes = (const uint8_t *)a.at, on_gpu.scale = (const float *)scaling.at;
+        const int cut = how == 11 ? 14 : 0;
+        kernel_matmul_codes(F64, product.data(), on_cpu, on_cpu, ROWS, OTHER, COLUMNS, segment, cut, 1);
+        cuda_kernel_matmul_codes(F32, c.at, on_gpu, on_gpu, ROWS, OTHER, COLUMNS, segment, cut, 1);
+        assert_close("matmul_codes", c, product, cut ? 1 << 11 : COLUMNS + 3);
+    }
 }
 
 // ---- embedding ----
@@ -949,6 +1029,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(optimizers_match),
         cmocka_unit_test(sums_match_in_f64),
         cmocka_unit_test(matmul_matches),
+        cmocka_unit_test(random_rounding_matches),
+        cmocka_unit_test(codes_match),
         cmocka_unit_test(embedding_matches),
         cmocka_unit_test(rmsnorm_matches),
         cmocka_unit_test(rope_matches),

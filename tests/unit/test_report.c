@@ -164,6 +164,16 @@ static void a_factor_of_two_in_one_tensor_fails(void **context) {
                    "FAIL test_report: gradients of variant, tensor.2: off from plain by 1.00e+00");
 }
 
+static void gradients_that_are_apart_have_a_row_besides(void **context) {
+    Pair *pair = *context;
+    for (int i = 4; i < 8; i++) pair->run.apart[i] = pair->baseline.apart[i] = true;
+    pair->run.grad[5][1] *= 1 + 1e-12;
+    pair->run.grad[9][0] *= 1 + 1e-11;
+    assert_true(compare(pair, PROOF_REASSOCIATED, 1e-10));
+    const char *all = strstr(printed, "12 gradients"), *apart = strstr(printed, "4 router gradients");
+    assert_true(all && apart && strstr(all, "tensor.9") < apart && strstr(apart, "tensor.5"));
+}
+
 static void the_row_names_the_worst_tensor(void **context) {
     Pair *pair = *context;
     pair->run.grad[4][0] *= 1.5;
@@ -543,6 +553,7 @@ int main(int argc, char **argv) {
         RUNS(one_unit_in_the_last_place_is_not_exact),
         RUNS(negative_zero_is_not_exactly_zero),
         RUNS(a_factor_of_two_in_one_tensor_fails),
+        RUNS(gradients_that_are_apart_have_a_row_besides),
         RUNS(the_row_names_the_worst_tensor),
         RUNS(a_wrong_sign_fails),
         RUNS(a_small_wrong_factor_within_the_bound_fails_by_its_scale),

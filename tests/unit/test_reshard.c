@@ -25,6 +25,14 @@ enum { MAX_LAYOUTS = 12 };
 // Fewer than ranks where there are more than three of these, so that some store copies.
 static int heads_of_keys(void) { return n % 3 ? 2 : 3; }
 
+static bool is_slow(void) {
+#ifdef __SANITIZE_ADDRESS__
+    return true;  // one source is enough to touch all that may be touched
+#else
+    return false;
+#endif
+}
+
 // Whose checkpoints all go on from.
 static bool is_source(const Layout *l) { return l->dp == 0 || l->zero == 3 || (l->sp && l->dp == 1); }
 
@@ -175,7 +183,8 @@ static void all_to_all(const char *more, bool others, double bound) {
     for (int i = 0; i < count; i++) {
         if (others) expect_same(layout[i].name, &whole[i], &whole[0], 0, bound);
         for (int j = 0; j < count; j++) {
-            if (i != j && !(others && (i == 0 || is_source(&layout[j])))) continue;
+            if (i != j && !(others && (is_slow() ? layout[j].zero == 3 : i == 0 || is_source(&layout[j]))))
+                continue;
             char *what = format_text("%s%s, from %s", more, layout[i].name, layout[j].name);
             Record record = resumed(&layout[i], &config[i], &layout[j]);
             expect_same(what, &record, i == j ? &whole[i] : &whole[0], 2, i == j ? 0 : bound);

@@ -1,0 +1,254 @@
+// hybrid_zero.c: ZeRO-3 inside a node, replicas across nodes (FSDP's hybrid sharding, MiCS). Playbook:
+// "ZeRO-3: Adding Parameter Partitioning"; Zhang et al. 2022, "MiCS".
+//
+// Against zero3.c: of N ranks K neighbours share out one copy of the model (--shard-ranks), and N / K such
+// groups hold the same. So weights are gathered, and gradients reduced, among K ranks, by the fast links of
+// a node; what crosses nodes is one all-reduce of a K-th of the gradients, once a step, among the N / K
+// ranks that have the same part:
+//
+//                        node 0              node 1
+//     parts of a unit    [0] [1] [2] [3]     [0] [1] [2] [3]
+//     every pass         <- all-gather ->    <- all-gather ->       and reduce-scatter, inside
+//     once a step         |   +---+---+-------|---+---+---+
+//                         +-------------------+                     all-reduce of part 0 … 3, across
+//
+// It starts behind the last reduce-scatter of a unit, on a line of its own, so that the gathers of the next
+// units pass it: inside and across are two ports. Several micro-batches are
+// reduced inside one by one, as ZeRO-2 does, and across all at once.
+//
+// Bytes sent per rank and step, m micro-batches: inside, m (K - 1) / K (g Psi + 2 e Psi - e (E + H)); across
+// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of it (N - K) / (N - 1) across.
+// Memory per rank: zero3.c's of K ranks.
+// Run: build/02_zero/hybrid_zero     (--ranks 8 --shard-ranks 4, --grad-acc 2, --tied, --dtype bf16 …)
+// Last line: PASS hybrid_zero: a node shares out a replica, and the step is that of one device …
+#include <math.h>
+#include <stdlib.h>
+
+#include "zero.h"
+
+typedef struct Hybrid {
+    Zero *zero;         // of zero3.c, among the ranks inside
+    Sockets inside;     // what it has plugged
+    Group across;       // the ranks that have the same part
+    Request **sharing;  // (units) its all-reduce, started and not yet waited for; else NULL
+    bool *last;         // (units) its gradient of the step's last micro-batch is being reduced inside
+} Hybrid;
+
+// ---- the technique: who shares out, and who has the same ----
+
+static int shard_ranks(const Config *c) {
+    int chosen = (int)config_number(c, "shard-ranks");
+    return chosen ? chosen : (int)(c->dp * c->cp);
+}
+
+// Neighbours in the group, so that they are in one node; or every K-th, from this rank's place on.
+static Group part_of(Group replicas, int k, bool inside) {
+    int count = inside ? k : replicas.size / k, member[count];
+    for (int i = 0; i < count; i++)
+        member[i] = inside ? replicas.member[replicas.rank / k * k + i]
+                           : replicas.member[replicas.rank % k + i * k];
+    return inside ? comm_group("dp inside", LINE_DP, member, count)
+                  : comm_group("dp across", LINE_DP_ACROSS, member, count);
+}
+
+// Replicas across have the same elements: the first one's count in the gradients' norm.
+static void shard(Model *m) {
+    Params *p = &m->params;
+    Group all = m->mesh.dp_cp;
+    if (all.size == 1) {
+        zero_shard(m, SHARD_VALUES);
+        return;
+    }
+    int k = shard_ranks(&m->config);
+    Group inside = part_of(all, k, true);
+    for (int i = 0; i < p->units; i++) p->unit[i].replicas = inside;
+    zero_shard(m, SHARD_VALUES);
+    for (int i = 0; i < p->units && all.rank >= k; i++) p->unit[i].counted_count = 0;
+}
+
+// ---- gradients: inside as in zero2.c, then across ----
+
+static void begin(void *context, Model *m, int unit) {
+    const Hybrid *h = context;
+    h->inside.gradients.begin(h->zero, m, unit);
+}
+
+// Of a unit whose reduction inside has just ended: it is in flight across while others are computed.
+static void share(Hybrid *h, Model *m, int unit) {
+    if (unit < 0 || !h->last[unit]) return;
+    h->last[unit] = false;
+    h->sharing[unit] = comm_all_reduce(m->params.unit[unit].own_grads, REDUCE_SUM, h->across);
+}
+
+static void ready(void *context, Model *m, int unit, bool last) {
+    Hybrid *h = context;
+    int before = h->zero->reducing;
+    h->inside.gradients.ready(h->zero, m, unit, last);
+    h->last[unit] = last;
+    if (before != unit) share(h, m, before);
+}
+
+// All reductions must finish before the optimizer step.
+static void finish(void *context, Model *m) {
+    Hybrid *h = context;
+    int before = h->zero->reducing;
+    h->inside.gradients.finish(h->zero, m);
+    share(h, m, before);
+    for (int unit = m->params.units - 1; unit >= 0; unit--) zero_wait(&h->sharing[unit]);
+}
+
+// ---- the record ----
+
+static void *plug(Model *m) {
+    size_t units = (size_t)m->params.units;
+    Hybrid *h = host_alloc(sizeof *h);
+    *h = (Hybrid){.zero = zero3.plug(m), .across = {.size = 1, .name = "one"}};
+    if (m->mesh.dp_cp.size > 1) h->across = part_of(m->mesh.dp_cp, shard_ranks(&m->config), false);
+    h->inside = m->sockets;
+    h->sharing = calloc(units, sizeof(Request *));
+    h->last = calloc(units, sizeof *h->last);
+    CHECK(h->sharing && h->last, "out of host memory for the requests of %zu units", units);
+    m->sockets.gradients.context = h;
+    m->sockets.gradients.begin = begin;
+    m->sockets.gradients.ready = ready;
+    m->sockets.gradients.finish = finish;
+    return h;
+}
+
+static void unplug(Model *m, void *context) {
+    Hybrid *h = context;
+    for (int i = 0; i < m->params.units; i++) zero_wait(&h->sharing[i]);
+    zero3.unplug(m, h->zero);
+    free(h->sharing);
+    free(h->last);
+    free(h);
+}
+
+static void price(Price *price, const Model *m, const void *context) {
+    const Hybrid *h = context;
+    zero3.price(price, m, h->zero);
+    for (int i = 0; i < m->params.units; i++)
+        price_all_reduce(price, 1, m->params.unit[i].own_count, m->params.recipe.sum, h->across);
+}
+
+static bool enabled(const Config *c) { return zero_on(c, 4); }
+
+static void check(const Config *c) {
+    int64_t replicas = c->dp * c->cp, k = shard_ranks(c);
+    CHECK(
+        replicas % k == 0,
+        "--shard-ranks %ld does not divide the %ld ranks of --dp x --cp: %ld would fit, which is --zero 3",
+        k, replicas, replicas);
+    CHECK(c->experts == 0 && c->pp == 1,
+          "--shard-ranks gathers weights for each pass of a dense model: leave out --experts and --pp, or "
+          "give "
+          "--zero 1");
+}
+
+static const Option shard_option = {
+    "shard-ranks",
+    OPTION_INT,
+    NULL,
+    "0",
+    0,
+    1 << 20,
+    "ranks",
+    "neighbours of --dp x --cp that share out a replica, as those of a node; 0: all, as --zero 3",
+    false};
+
+const Technique hybrid_zero = {.name = "hybrid_zero",
+                               .option = &shard_option,
+                               .options = 1,
+                               .axes = 1u << AXIS_DP,
+                               .enabled = enabled,
+                               .check = check,
+                               .shard = shard,
+                               .plug = plug,
+                               .unplug = unplug,
+                               .price = price};
+
+#ifndef NO_MAIN
+
+// ---- bytes inside and across nodes, and what they cost ----
+
+typedef struct NodeBytes {
+    double inside, across;  // bytes of rank 0 in a step
+} NodeBytes;
+
+// By the closed forms. A collective over all ranks sends each part to every other rank, N - K of which are in
+// other nodes.
+static NodeBytes formula(const Config *c, double n, double k, bool hybrid) {
+    double all = (double)config_parameters(c),
+           ends = 2.0 * (double)(c->vocab * c->hidden) + (double)c->hidden;
+    double elements = (double)c->grad_acc * (4 * all + 2 * (2 * all - ends)), shards = hybrid ? k : n;
+    double sent = (shards - 1) / shards * elements;
+    if (hybrid) return (NodeBytes){sent, 2 * (n / k - 1) / (n / k) * 4 * all / k};
+    return (NodeBytes){sent * (k - 1) / (n - 1), sent * (n - k) / (n - 1)};
+}
+
+// As counted: all-reduces are those across, but for the few numbers of every step.
+static NodeBytes counted(const StepCost *cost, double n, double k, bool hybrid) {
+    double all = (double)cost->comm.bytes, reduced = (double)cost->all_reduce.bytes;
+    if (hybrid) return (NodeBytes){all - reduced, reduced};
+    return (NodeBytes){all * (k - 1) / (n - 1), all * (n - k) / (n - 1)};
+}
+
+static void across_nodes(Mesh mesh, const Config *config) {
+    static const Technique *const ways[][2] = {{&zero3, NULL}, {&hybrid_zero, NULL}};
+    static const char *const name[] = {"ZeRO-3 over all", "ZeRO-3 inside"};
+    int n = mesh.dp.size, k = shard_ranks(config);
+    if (n == k || k == 1 || mesh.world.size != n) return;
+    Config c = config_default(
+        "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 dtype=bf16 "
+        "micro-batch=1 "
+        "grad-acc=4");
+    config_set(&c, "shard-ranks", k);
+    c.dp = n;
+    StepCost cost[2];
+    device_dry_run(true);
+    clock_set_cluster(k, 1, 1);
+    say("\nLlama 3 8B, %d ranks in nodes of %d, 4 x 4,096 tokens on each, on the model clock of %s:", n, k,
+        config->machine);
+    say("  %-16s %10s %12s %14s %14s %14s %14s", "", "step, ms", "exposed, ms", "weights, peak",
+        "optimizer", "sent inside", "sent across");
+    for (int i = 0; i < 2; i++) {
+        clock_push(name[i]);
+        cost[i] = program_cost(&c, mesh, ways[i]);
+        clock_pop();
+        NodeBytes sent = counted(&cost[i], n, k, i == 1), says = formula(&c, n, k, i == 1);
+        say("  %-16s %10.2f %12.2f %14s %14s %14s %14s", name[i], 1e3 * cost[i].step_seconds,
+            1e3 * cost[i].comm.exposed_seconds, bytes_text((double)cost[i].memory.peak[MEMORY_PARAMETER]),
+            bytes_text((double)cost[i].memory.peak[MEMORY_OPTIMIZER]), bytes_text(sent.inside),
+            bytes_text(sent.across));
+        say("  %-16s %68s %14s", "  by the formulas", bytes_text(says.inside), bytes_text(says.across));
+        // Parts that the ranks do not divide, and the few numbers that a step sums, are below a millionth.
+        report_that(
+            fabs(sent.inside / says.inside - 1) < 1e-6 && fabs(sent.across / says.across - 1) < 1e-6,
+            "%s sends %g B inside and %g B across nodes, and its formulas say %g and %g", name[i],
+            sent.inside, sent.across, says.inside, says.across);
+        report_number(name[i], "bytes sent across nodes", sent.across, "B");
+        report_number(name[i], "seconds per step", cost[i].step_seconds, "s");
+    }
+    report_that(cost[1].comm.exposed_seconds < cost[0].comm.exposed_seconds,
+                "sharding inside nodes exposes %g s, and over all ranks %g s", cost[1].comm.exposed_seconds,
+                cost[0].comm.exposed_seconds);
+    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    device_dry_run(false);
+}
+
+static const Technique *const techniques[] = {&hybrid_zero, &recompute, NULL};
+
+int main(int argc, char **argv) {
+    const Program program = {
+        .purpose = "Hybrid sharding: ZeRO-3 among the ranks of a node, and replicas across nodes.",
+        .claim = "a node shares out a replica, and the step is that of one device",
+        .defaults =
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 shard-ranks=4",
+        .natural = 8,
+        .before = {"zero3", (const Technique *[]){&zero3, &recompute, NULL}, NULL, 0},
+        .techniques = techniques,
+        .more = across_nodes};
+    return program_main(argc, argv, &program);
+}
+#endif

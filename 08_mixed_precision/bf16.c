@@ -1,0 +1,197 @@
+// bf16.c: training in bfloat16, and what must stay wider. Playbook: "FP16 and BF16 training"; Micikevicius
+// et al. 2018, Gupta et al. 2015.
+//
+// Against 00_single_gpu, which already does this for 16 bits: here each part of it is a switch.
+//
+//     --master f32          AdamW steps f32 weights; the model multiplies with them, rounded to bf16
+//     --master none         AdamW steps the bf16 weights themselves: an update below half a step of a
+//     weight
+//                           vanishes, however often it comes
+//     --rounding stochastic without masters: up or down at random, right on average, at the price of noise
+//     --sum f32|bf16        gradients of micro-batches and ranks add up in f32; in bf16 each addition
+//     rounds
+//
+// A gain of a norm is 1, where bf16's numbers lie 2^-8 apart below and 2^-7 above: an update of --lr 0.001
+// is a quarter of a step, so that a gain without a master never moves.
+//
+// The random number of an element is a function of the seed, the weight's name, the element's number in
+// the whole weight and the step: any layout rounds alike, and a resumed run needs no state of a generator.
+//
+// Memory per parameter: masters 4 bytes, sums in f32 4 bytes. Bytes sent: gradients in the dtype of sums.
+// Run: build/08_mixed_precision/bf16        (--master none --rounding stochastic, --sum bf16, --ranks 3 …)
+// Last line: PASS bf16: ranks together make the step of one device, and updates below half a step vanish …
+#include <math.h>
+#include <stdlib.h>
+
+#include "mixed_precision.h"
+#include "tensor/rng.h"
+
+// ---- the technique ----
+
+static bool on(const Config *c) { return c->dtype == BF16; }
+static bool without_masters(const Config *c) { return config_number(c, "master") != 0; }
+
+static void load(void *context, Tensor wide, Tensor stored, StatePart part) {
+    (void)context, (void)part;
+    op_copy(wide, stored);
+}
+
+// The weight by chance, all else to nearest.
+static void store(void *context, Tensor stored, Tensor wide, StatePart part) {
+    (void)context;
+    const Param *p = part.param;
+    if (part.kind != STATE_VALUE) {
+        op_copy(stored, wide);
+        return;
+    }
+    RandomPlace place = {.seed = part.seed,
+                         .stream = rng_stream(p->name) ^ 1,  // not the numbers that it was drawn with
+                         .step = part.step,
+                         .first = part.first,
+                         .columns = p->shape[1],
+                         .origin = p->first[0] * p->full[1] + p->first[1],
+                         .whole_columns = p->full[1]};
+    op_round_stochastic(stored, wide, place);
+}
+
+static const Rounding by_chance = {NULL, load, store};
+
+static void recipe(Recipe *r, const Config *c) {
+    if (!on(c)) return;
+    if (without_masters(c)) r->master = r->weight;
+    if (config_number(c, "sum")) r->sum = r->gradient;
+    r->seed = (uint64_t)c->seed;
+    if (config_number(c, "rounding")) r->rounding = &by_chance;
+}
+
+static void check(const Config *c) {
+    CHECK(!config_number(c, "rounding") || without_masters(c),
+          "--rounding stochastic rounds the weights that are stepped, and those are f32 masters: add "
+          "--master "
+          "none");
+}
+
+static const Option options[] = {
+    {"master", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|none",
+     "what the optimizer steps: f32, or the weights", false},
+    {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|bf16", "of gradients over micro-batches and ranks",
+     false},
+    {"rounding", OPTION_CHOICE, NULL, "nearest", 0, 0, "nearest|stochastic", "of weights without masters",
+     false},
+};
+
+const Technique bf16_recipe = {.name = "bf16",
+                               .option = options,
+                               .options = sizeof options / sizeof *options,
+                               .check = check,
+                               .recipe = recipe};
+
+#ifndef NO_MAIN
+
+static const Technique *const techniques[] = {&bf16_recipe, &zero1, &recompute, NULL};
+static const Technique *const one_device[] = {&bf16_recipe, &recompute, NULL};
+
+// ---- updates that vanish ----
+
+typedef struct Way {
+    const char *name;
+    int dtype, master, rounding;
+    Run run;
+} Way;
+
+static Config small(const char *more) {
+    char *text = format_text(
+        "layers=1 hidden=32 heads=4 kv-heads=2 ffn=80 seq=32 micro-batch=8 optimizer=adamw warmup=0 clip=1 "
+        "weight-decay=0 %s",
+        more);
+    Config c = config_default(text);
+    free(text);
+    return c;
+}
+
+static Config of_way(const Way *way) {
+    Config c = small("steps=160 lr=0.001");
+    c.dtype = way->dtype;
+    config_set(&c, "master", way->master);
+    config_set(&c, "sum", 0);
+    config_set(&c, "rounding", way->rounding);
+    return c;
+}
+
+static void show_vanishing_updates(void) {
+    Way ways[] = {{.name = "f32", .dtype = F32},
+                  {.name = "bf16, f32 masters", .dtype = BF16},
+                  {.name = "bf16, no masters", .dtype = BF16, .master = 1},
+                  {.name = "bf16, stochastic", .dtype = BF16, .master = 1, .rounding = 1}};
+    enum { WAYS = sizeof ways / sizeof *ways };
+    say("\n160 steps of a small model, --lr 0.001 that falls to its tenth:\n");
+    say("  %-20s %12s %12s %26s", "", "last losses", "of f32's", "gains of norms that moved");
+    for (int i = 0; i < WAYS; i++) {
+        Config c = of_way(&ways[i]);
+        ways[i].run = run_of(&c, one_device);
+        say("  %-20s %12.4f %+11.2f%% %17ld of %ld", ways[i].name, ways[i].run.last,
+            100 * (ways[i].run.last / ways[0].run.last - 1), (long)ways[i].run.moved,
+            (long)ways[i].run.gains);
+        report_number(ways[i].name, "last losses", ways[i].run.last, "nats");
+    }
+    double f32 = ways[0].run.last;
+    report_equal("gains that move without masters", 0, (double)ways[2].run.moved, "");
+    const Run *random = &ways[3].run;
+    report_that(random->moved > random->gains / 2,
+                "%ld of %ld gains moved, rounded stochastically: too few", (long)random->moved,
+                (long)random->gains);
+    report_that(fabs(ways[1].run.last / f32 - 1) < 0.01,
+                "with masters the loss is not within 1%% of f32's");
+    report_that(ways[2].run.last > ways[3].run.last && ways[3].run.last < 1.02 * f32,
+                "stochastic rounding is no better than none, or not within 2%% of f32");
+    for (int i = 0; i < WAYS; i++) run_free(&ways[i].run);
+}
+
+// ---- sums that round ----
+
+static void show_sums(void) {
+    double error[2];
+    say("\nThe gradient of 256 samples in 64 micro-batches, its relative error against f64:\n");
+    for (int narrow = 0; narrow < 2; narrow++) {
+        Config c = small("steps=1 micro-batch=4 grad-acc=64 seq=16");
+        c.dtype = BF16;
+        config_set(&c, "master", 0);
+        config_set(&c, "sum", narrow);
+        config_set(&c, "rounding", 0);
+        error[narrow] = gradient_error(&c, one_device, NULL);
+        say("  sums in %-5s %8.4f", narrow ? "bf16" : "f32", error[narrow]);
+        report_number("sums of 64", narrow ? "bf16" : "f32", error[narrow], "");
+    }
+    report_that(error[1] > 1.5 * error[0],
+                "sums in bf16 are off by %g, and in f32 by %g: no difference is shown", error[1], error[0]);
+}
+
+static void compare(Mesh mesh, const Config *config) {
+    (void)mesh;
+    if (config_number(config, "proof-only")) return;
+    show_vanishing_updates();
+    show_sums();
+}
+
+int main(int argc, char **argv) {
+    const Option option = {
+        "proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false};
+    // Every rank steps its own part of each weight, and must round as one that steps all.
+    const Technique *const twin[] = {zero_twin_of_1[0], &bf16_recipe, &ddp_no_sync, &recompute, NULL};
+    const Program program = {
+        .purpose = "bfloat16: f32 master weights, sums in f32, and stochastic rounding in their place.",
+        .claim = "ranks together make the step of one device, and updates below half a step vanish",
+        .defaults =
+            "layers=1 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=2 "
+            "dtype=bf16 optimizer=adamw lr=0.001 clip=0.5",
+        .natural = 2,
+        .baseline = one_device,
+        .techniques = techniques,
+        .option = &option,
+        .options = 1,
+        .twin = "ddp_no_sync",
+        .twin_techniques = twin,
+        .more = compare};
+    return program_main(argc, argv, &program);
+}
+#endif

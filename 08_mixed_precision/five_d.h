@@ -1,0 +1,36 @@
+// five_d.h: everything at once: the records of all chapters in one list.
+#ifndef FIVE_D_H
+#define FIVE_D_H
+
+#include "05_pipeline_parallel/pipeline.h"
+#include "06_expert_parallel/expert_parallel.h"
+#include "mixed_precision.h"
+
+// five_d_layouts.c: all of them in plug order, and those that one device has, too.
+Techniques five_d_layouts(void);
+Techniques five_d_one_device(void);
+// Fatal where a flag was typed that no record would read which is on: nothing is ignored in silence.
+void five_d_check_typed(const Config *config);
+
+// Options of the list as a whole, in words that fit all chapters: --zero, --context, --sum.
+extern const Option five_d_options[];
+enum { FIVE_D_OPTIONS = 3 };
+
+// five_d_plan.c: what each rank has, holds and sends in a step.
+typedef struct RankPlan {
+    double pp, dp, cp, tp, ep;             // its coordinates
+    double layers, embedding, head;        // bits of the layers that it stores, up to PLAN_LAYERS; 0 or 1
+    double weights, gradients, optimizer;  // bytes at their peak …
+    double activations, peak;              // … and of all kinds together
+    double sent[MOST_CALLS];               // bytes in a step, by kind of call (comm_counts' order)
+    double step_seconds, comm, exposed;    // on the model clock
+} RankPlan;
+enum { PLAN_LAYERS = 52, PLAN_NUMBERS = sizeof(RankPlan) / sizeof(double) };
+
+// Of all ranks, the same on each: (world.size), the caller frees it. dry: nothing is computed.
+RankPlan *five_d_plan(Mesh mesh, const Config *config, bool dry);
+void five_d_plan_print(const RankPlan *plan, Mesh mesh, const Config *config);
+// Bytes by kind, memory and time of each rank as the plan says, but for what the routing of tokens decides.
+void five_d_plan_compare(const RankPlan *plan, const RankPlan *run, Mesh mesh, const Config *config);
+
+#endif

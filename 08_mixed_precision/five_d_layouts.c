@@ -1,0 +1,145 @@
+// five_d_layouts.c: the records of all chapters, in plug order. Playbook: "5D parallelism in a nutshell".
+//
+// A record is one line here. Its second column says when it is on, where its own chapter has it on always,
+// or where two records are two ways to do the same:
+//
+//     ZeRO-3      gathers weights for each pass, or, under a pipeline, once a step
+//     attention   the four ways of --cp; flash attention where a rank has all tokens of a sequence
+//     pipeline    from two stages on
+//     recipes     by --dtype
+//
+// Order: what an earlier record has put into a socket, a later one may wrap (Technique.wraps). Shards are
+// made from the last to the first, so that ZeRO deals out what stages, experts and tensor parallelism leave
+// on a rank. This file has no main.
+#include <string.h>
+
+#include "five_d.h"
+
+// ---- which of two ways ----
+
+static bool in_bf16(const Config *c) { return c->dtype == BF16; }
+static bool in_f16(const Config *c) { return c->dtype == F16; }
+static bool balanced(const Config *c) {
+    return c->experts && (config_number(c, "aux-loss") > 0 || config_number(c, "z-loss") > 0 ||
+                          config_number(c, "balance-bias") > 0);
+}
+static bool gathered_for_passes(const Config *c) { return c->pp == 1 && zero3.enabled(c); }
+static bool gathered_for_steps(const Config *c) { return c->pp > 1 && zero3.enabled(c); }
+static bool columns(const Config *c) { return c->tp > 1 && tensor_parallel.enabled(c); }
+static bool staged(const Config *c) { return c->pp > 1; }
+static bool ring(const Config *c) { return c->cp > 1 && ring_attention.enabled(c); }
+static bool zigzag(const Config *c) { return c->cp > 1 && zigzag_ring_attention.enabled(c); }
+static bool gathered_keys(const Config *c) { return c->cp > 1 && all_gather_attention.enabled(c); }
+static bool heads_by_tokens(const Config *c) { return c->cp > 1 && ulysses.enabled(c); }
+static bool flash(const Config *c) { return c->cp == 1 && flash_attention.enabled(c); }
+
+// ---- what does not go together, and no record knows by itself ----
+
+static void rows_check(const Config *c) {
+    CHECK(c->tp > 1,
+          "--sp shards rows over the ranks of --tp, and there is one: leave it out, or give --tp 2");
+    sequence_parallel.check(c);
+}
+static void vocabulary_check(const Config *c) {
+    CHECK(c->tp > 1,
+          "--vocab-parallel shards the vocabulary over the ranks of --tp, and there is one: leave "
+          "it out, or give --tp 2");
+    if (vocab_parallel.check) vocab_parallel.check(c);
+}
+
+// ---- the list ----
+
+typedef struct Entry {
+    const Technique *record;
+    bool (*enabled)(const Config *config);  // NULL: as the record has it
+    void (*check)(const Config *config);    // likewise
+    bool one_device;                        // which one device has, too
+} Entry;
+
+static const Entry entries[] = {
+    {.record = &bf16_recipe, .enabled = in_bf16, .one_device = true},
+    {.record = &fp16_recipe, .enabled = in_f16, .one_device = true},
+    {.record = &moe, .one_device = true},
+    {.record = &load_balance, .enabled = balanced, .one_device = true},
+    {.record = &ddp_no_sync},
+    {.record = &zero1},
+    {.record = &zero2},
+    {.record = &zero3, .enabled = gathered_for_passes},
+    {.record = &zero3_per_step, .enabled = gathered_for_steps},
+    {.record = &hybrid_zero},
+    {.record = &tensor_parallel, .enabled = columns},
+    {.record = &sequence_parallel, .check = rows_check},
+    {.record = &vocab_parallel, .check = vocabulary_check},
+    {.record = &async_tensor_parallel_by_flag},
+    {.record = &expert_parallel},
+    {.record = &ring_attention, .enabled = ring},
+    {.record = &zigzag_ring_attention, .enabled = zigzag},
+    {.record = &all_gather_attention, .enabled = gathered_keys},
+    {.record = &ulysses, .enabled = heads_by_tokens},
+    {.record = &flash_attention, .enabled = flash, .one_device = true},
+    {.record = &pipeline, .enabled = staged},
+    {.record = &recompute, .one_device = true},
+    {.record = &zero_r_in_pipeline},
+};
+enum { ENTRIES = sizeof entries / sizeof *entries };
+
+static Technique record[ENTRIES];
+static const Technique *layouts[ENTRIES + 1], *one_device[ENTRIES + 1];
+
+static void make_lists(void) {
+    if (layouts[0]) return;
+    for (int i = 0, alone = 0; i < ENTRIES; i++) {
+        record[i] = *entries[i].record;
+        if (entries[i].enabled) record[i].enabled = entries[i].enabled;
+        if (entries[i].check) record[i].check = entries[i].check;
+        layouts[i] = &record[i];
+        if (entries[i].one_device) one_device[alone++] = &record[i];
+    }
+}
+
+Techniques five_d_layouts(void) {
+    make_lists();
+    return layouts;
+}
+
+Techniques five_d_one_device(void) {
+    make_lists();
+    return one_device;
+}
+
+// ---- what was typed, and nobody would read ----
+
+static bool has_option(const Technique *technique, const char *name) {
+    for (int i = 0; i < technique->options; i++)
+        if (!strcmp(technique->option[i].name, name)) return true;
+    return false;
+}
+
+void five_d_check_typed(const Config *c) {
+    make_lists();
+    for (int i = 0; i < c->settings; i++) {
+        const Setting *setting = &c->setting[i];
+        const Technique *owner = NULL;
+        bool read = false;
+        for (int j = 0; j < ENTRIES && setting->given; j++) {
+            if (!has_option(&record[j], setting->name)) continue;
+            owner = &record[j];
+            read = read || !record[j].enabled || record[j].enabled(c);
+        }
+        CHECK(
+            !setting->given || strcmp(setting->name, "context") != 0 || c->cp > 1,
+            "--context says how ranks of --cp bring keys together, and there is one: leave it out, or give "
+            "--cp 2");
+        CHECK(!owner || read, "--%s is an option of %s, which these flags do not ask for: leave it out",
+              setting->name, owner->name);
+    }
+}
+
+const Option five_d_options[FIVE_D_OPTIONS] = {
+    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3|hybrid",
+     "what --dp x --cp share out: optimizer state, gradients, weights; hybrid: inside nodes", false},
+    {"context", OPTION_CHOICE, NULL, "ring", 0, 0, "ring|zigzag|all-gather|ulysses",
+     "how ranks of --cp bring keys and values together", false},
+    {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|16-bit",
+     "of gradients over micro-batches and ranks, with --dtype bf16 or f16", false},
+};

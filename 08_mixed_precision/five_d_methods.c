@@ -1,0 +1,277 @@
+// five_d_methods.c: what each method shards, and its price. Playbook: "5D parallelism in a nutshell", its
+// table of ZeRO-3 beside pipeline parallelism, and its overview of all methods.
+//
+// One model, 8 sequences in a step, 8 ranks, one method at a time, and three of them together: every figure
+// is counted by the records of the chapters in a dry step, and none is typed in here. A share of 1/8 says
+// that the method shards it; 1, that every rank has all of it.
+//
+//     ZeRO-3      a rank stores a part of every layer      weights are in flight, as often as passes use them
+//     pipeline    a rank stores some layers whole          activations are in flight, once a micro-batch
+//
+// With data parallelism a rank has fewer micro-batches, and one of them is as large as ever.
+//
+// Run: build/08_mixed_precision/five_d_methods   (--lengths: from 1k to 128k tokens; --svg FILE: a picture)
+// Last line: PASS five_d_methods: each method shards what its chapter says …
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "five_d_picture.h"
+
+#ifndef NO_MAIN
+
+enum { RANKS = 8, KINDS = PICTURE_KINDS };
+static const char *const kind_name[KINDS] = {"weights", "gradients", "optimizer", "activations"};
+static const MemoryKind kinds[KINDS] = {MEMORY_PARAMETER, MEMORY_GRADIENT, MEMORY_OPTIMIZER,
+                                        MEMORY_ACTIVATION};
+
+typedef struct Method {
+    const char *name;
+    int dp, pp, cp, tp, ep, zero;  // ep 0: a dense model
+    bool sp;
+    const char *states, *kept;  // of weights, gradients and optimizer, and of activations: what a rank has
+} Method;
+
+// As the chapters say it: "all" on every rank, or "part".
+static const Method methods[] = {
+    {"DP", 8, 1, 1, 1, 0, 0, false, "all all all", "all"},
+    {"ZeRO-1", 8, 1, 1, 1, 0, 1, false, "all all part", "all"},
+    {"ZeRO-2", 8, 1, 1, 1, 0, 2, false, "all part part", "all"},
+    {"ZeRO-3", 8, 1, 1, 1, 0, 3, false, "part part part", "all"},
+    {"TP, SP", 1, 1, 1, 8, 0, 0, true, "part part part", "part"},
+    {"CP", 1, 1, 8, 1, 0, 0, false, "all all all", "part"},
+    {"PP", 1, 8, 1, 1, 0, 0, false, "part part part", "all"},
+    {"DP 2 PP 2 TP 2, ZeRO-1", 2, 2, 1, 2, 0, 1, true, "part part part", "part"},
+};
+enum { METHODS = sizeof methods / sizeof *methods };
+
+// Llama 3 8B, 8 sequences in a step, one in a micro-batch. Without recomputation scores are stored; with it
+// attention goes tile by tile, as flash attention does, and so it always does with context parallelism.
+static Config model_of(const Method *method, int64_t seq, int recompute, bool tiles) {
+    Config c = config_default(
+        "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 dtype=bf16 "
+        "micro-batch=1 steps=3");
+    c.seq = seq;
+    c.recompute = recompute;
+    c.dp = method->dp, c.pp = method->pp, c.cp = method->cp, c.tp = method->tp,
+    c.ep = method->ep ? method->ep : 1;
+    if (method->ep) c.experts = 8, c.top_k = 2;
+    c.grad_acc = RANKS / c.dp;
+    config_set(&c, "zero", method->zero);
+    config_set(&c, "sp", method->sp);
+    config_set(&c, "vocab-parallel", method->tp > 1);
+    config_set(&c, "context", CONTEXT_ZIGZAG);
+    config_set(&c, "schedule", ONE_F_ONE_B);
+    config_set(&c, "documents", -1);
+    config_set(&c, "attention", tiles);
+    return c;
+}
+
+// Of the rank that holds most; `cost` (may be NULL) takes that of rank 0.
+static Need need_of(const Config *c, StepCost *rank_0) {
+    bool alone = c->dp * c->pp * c->cp * c->tp == 1;
+    Mesh mesh = alone ? mesh_single() : mesh_new(layout_shape(c));
+    StepCost cost = program_cost(c, mesh, alone ? five_d_one_device() : five_d_layouts());
+    if (rank_0) *rank_0 = cost;
+    Need need, most;
+    for (int i = 0; i < KINDS; i++) need.bytes[i] = (double)cost.memory.peak[kinds[i]];
+    double largest = comm_max(need_sum(&need), comm_world());
+    for (int i = 0; i < KINDS; i++)
+        most.bytes[i] = comm_max(need_sum(&need) == largest ? need.bytes[i] : 0, comm_world());
+    return most;
+}
+
+// ---- what a rank holds and sends ----
+
+static const char *share_text(double share) {
+    static char texts[KINDS][16];
+    static int turn;
+    char *text = texts[turn++ % KINDS];
+    if (share > 0.95) snprintf(text, sizeof *texts, "%.2g", share);
+    else snprintf(text, sizeof *texts, "1/%.1f", 1 / share);
+    return text;
+}
+
+static double sent(const StepCost *cost, const char *call) {
+    for (int i = 0; i < cost->counted.kinds; i++)
+        if (!strcmp(cost->counted.sent[i].name, call)) return (double)cost->counted.sent[i].bytes;
+    return 0;
+}
+
+static void print_sent(const Method *method, const StepCost *cost, const Need *need, const Need *one) {
+    static const char *const calls[] = {"all_reduce", "reduce_scatter", "all_gather", "transfers"};
+    char line[256];
+    int used = snprintf(line, sizeof line, "  %-24s", method->name);
+    for (int i = 0; i < KINDS; i++)
+        used += snprintf(line + used, sizeof line - (size_t)used, "%7s",
+                         share_text(need->bytes[i] / one->bytes[i]));
+    for (int i = 0; i < 4; i++) {
+        double bytes = sent(cost, calls[i]) + (i == 3 ? sent(cost, "all_to_all") : 0);
+        used +=
+            snprintf(line + used, sizeof line - (size_t)used, "%9s", bytes > 1e6 ? bytes_text(bytes) : "-");
+    }
+    say("%s %9.0f %8.0f", line, 1e3 * cost->step_seconds, 1e3 * cost->comm.exposed_seconds);
+}
+
+// A part is below a half of all: beside it stand units at work, or a stage has the head.
+static void check_shares(const Method *method, const Need *need, const Need *one) {
+    char said[64];
+    snprintf(said, sizeof said, "%s %s", method->states, method->kept);
+    char *word = strtok(said, " ");
+    for (int i = 0; i < KINDS; i++, word = strtok(NULL, " ")) {
+        double share = need->bytes[i] / one->bytes[i];
+        bool part = !strcmp(word, "part");
+        report_that(part ? share < 0.5 : share > 0.7,
+                    "%s: a rank has %.2f of the %s, where it should have %s", method->name, share,
+                    kind_name[i], word);
+    }
+}
+
+enum { SEQ = 4096 };
+
+static void print_method(const Method *method, const Need *one, Need *own) {
+    StepCost cost;
+    Config c = model_of(method, SEQ, RECOMPUTE_NONE, true);
+    *own = need_of(&c, &cost);
+    print_sent(method, &cost, own, one ? one : own);
+    if (one) check_shares(method, own, one);
+    report_number(method->name, "bytes sent by rank 0", (double)cost.comm.bytes, "B");
+    report_number(method->name, "step, model clock", cost.step_seconds, "s");
+    report_number(method->name, "held at the peak", need_sum(own), "B");
+}
+
+static void print_methods(const Config *config) {
+    static const Method alone = {"one device", 1, 1, 1, 1, 0, 0, false, "", ""};
+    static const Method experts[] = {
+        {"8 experts, one device", 1, 1, 1, 1, 1, 0, false, "", ""},
+        {"8 experts, DP", 8, 1, 1, 1, 1, 0, false, "all all all", "all"},
+        {"8 experts, DP and EP 8", 8, 1, 1, 1, 8, 0, false, "part part part", "all"}};
+    Need one, need;
+    say("\nLlama 3 8B in bf16, 8 sequences of %d tokens, 8 ranks of %s: shares of what one\ndevice holds, "
+        "bytes that rank 0 sends in a step, and milliseconds on the model clock",
+        SEQ, config->machine);
+    say("  %-24s%7s%7s%7s%7s%9s%9s%9s%9s %9s %8s", "", "wts", "grads", "opt", "acts", "all-red", "red-sc",
+        "all-gath", "p2p, a2a", "step", "exposed");
+    print_method(&alone, NULL, &one);
+    for (int i = 0; i < METHODS; i++) print_method(&methods[i], &one, &need);
+    for (int i = 0; i < 3; i++) print_method(&experts[i], i ? &one : NULL, i ? &need : &one);
+}
+
+// ---- ZeRO-3 beside a pipeline ----
+
+enum { ZERO3 = 3, PIPELINE = 6 };
+
+// Exposed time as a share of the step, of the rank that waits least: a stage without the head waits for it.
+static double exposed_share(int method, int64_t seq, int64_t micro_batches) {
+    Config c = model_of(&methods[method], seq, RECOMPUTE_NONE, true);
+    c.grad_acc = micro_batches;
+    StepCost cost = program_cost(&c, mesh_new(layout_shape(&c)), five_d_layouts());
+    return -comm_max(-cost.comm.exposed_seconds / cost.step_seconds, comm_world());
+}
+
+// What a rank stores of the model's layers: of how many anything, and how much of such a one.
+static double stored_layers(int method, double *part) {
+    Config c = model_of(&methods[method], 4096, RECOMPUTE_NONE, true);
+    Trainer *t = trainer_new(&c, mesh_new(layout_shape(&c)), five_d_layouts());
+    const Model *m = t->model;
+    double layers = 0, elements = 0, all = 0;
+    for (int64_t layer = 0; layer < c.layers; layer++) {
+        const Unit *u = &m->params.unit[m->first_block_unit + (int)layer];
+        layers += u->own_count > 0;
+        elements += (double)u->own_count;
+        all += (double)u->count;
+    }
+    *part = elements / all;
+    trainer_free(t);
+    return layers;
+}
+
+static void print_comparison(void) {
+    static const int column[] = {ZERO3, PIPELINE};
+    double layers[2], part[2], tokens[2][2], micros[2][2];
+    StepCost cost[2];
+    for (int i = 0; i < 2; i++) {
+        layers[i] = stored_layers(column[i], &part[i]);
+        Config c = model_of(&methods[column[i]], 4096, RECOMPUTE_NONE, true);
+        need_of(&c, &cost[i]);
+        for (int j = 0; j < 2; j++) {
+            tokens[i][j] = exposed_share(column[i], 1024 << 3 * j, methods[column[i]].pp);
+            micros[i][j] = exposed_share(column[i], 4096, methods[column[i]].pp * (j ? 8 : 1));
+        }
+    }
+    say("\n  %-48s %20s %20s", "", "ZeRO-3", "pipeline");
+    say("  %-48s %9s of %2.0f layers %9s of %2.0f layers", "a rank stores", share_text(part[0]), layers[0],
+        share_text(part[1]), layers[1]);
+    say("  %-48s %20s %20s", "weights and gradients sent in a step", bytes_text((double)cost[0].comm.bytes),
+        bytes_text(sent(&cost[1], "all_gather")));
+    say("  %-48s %20s %20s", "activations and their gradients sent",
+        bytes_text(sent(&cost[0], "transfers")), bytes_text(sent(&cost[1], "transfers")));
+    say("  %-48s %9.0f%% -> %4.0f%% %10.0f%% -> %4.0f%%", "exposed, micro-batches of 1k -> 8k tokens",
+        100 * tokens[0][0], 100 * tokens[0][1], 100 * tokens[1][0], 100 * tokens[1][1]);
+    say("  %-48s %9.0f%% -> %4.0f%% %10.0f%% -> %4.0f%%", "exposed, 8 times as many micro-batches",
+        100 * micros[0][0], 100 * micros[0][1], 100 * micros[1][0], 100 * micros[1][1]);
+    report_that(layers[0] == 32 && layers[1] == 4 && part[0] < 0.13 && part[1] == 1,
+                "ZeRO-3 stores %g of %g layers, a pipeline %g of %g", part[0], layers[0], part[1],
+                layers[1]);
+    report_that(tokens[0][1] < tokens[0][0] && micros[1][1] < micros[1][0] / 2,
+                "long micro-batches do not hide what ZeRO-3 sends, or many of them a pipeline's bubble");
+}
+
+// ---- memory, from 1k to 128k tokens ----
+
+static const char *const recompute_name[PICTURE_LEVELS] = {"none", "selective", "full"};
+
+static void print_memory(const Config *config, const char *svg) {
+    Need(*need)[PICTURE_LENGTHS][PICTURE_LEVELS] = host_alloc(METHODS * sizeof *need);
+    const char *name[METHODS];
+    double room = machine_find(config->machine)->memory_bytes;
+    for (int i = 0; i < METHODS; i++) name[i] = methods[i].name;
+    say("\nThe most that a rank holds at its peak, by recomputation; * what a device of %s has room for",
+        bytes_text(room));
+    char line[256];
+    int used = snprintf(line, sizeof line, "  %-24s%-10s", "", "");
+    for (int length = 0; length < PICTURE_LENGTHS; length++)
+        used += snprintf(line + used, sizeof line - (size_t)used, "%7dk ", 1 << length);
+    say("%s", line);
+    for (int i = 0; i < METHODS; i++)
+        for (int level = 0; level < PICTURE_LEVELS; level++) {
+            used = snprintf(line, sizeof line, "  %-24s%-10s", level ? "" : name[i], recompute_name[level]);
+            for (int length = 0; length < PICTURE_LENGTHS; length++) {
+                Config c = model_of(&methods[i], 1024 << length, level, level > 0);
+                if (c.pp == 1 && c.grad_acc > 2) c.grad_acc = 2;  // a third one finds what the second found
+                need[i][length][level] = need_of(&c, NULL);
+                double sum = need_sum(&need[i][length][level]);
+                used += snprintf(line + used, sizeof line - (size_t)used, "%8s%s", bytes_text(sum),
+                                 sum <= room ? "*" : " ");
+            }
+            say("%s", line);
+        }
+    if (svg && base_rank() == 0)
+        five_d_picture("--svg", svg, name, need, METHODS, machine_find(config->machine));
+    for (int i = 0; i < METHODS; i++)
+        for (int length = 0; length < PICTURE_LENGTHS; length++)
+            report_that(need_sum(&need[i][length][2]) <= need_sum(&need[i][length][0]),
+                        "%s: full recomputation of %dk tokens holds more than none", name[i], 1 << length);
+    free(need);
+}
+
+int main(int argc, char **argv) {
+    const char *svg;
+    bool lengths;
+    Option options[] = {
+        {"lengths", OPTION_FLAG, &lengths, NULL, 0, 0, "",
+         "memory of each method from 1k to 128k tokens, too", false},
+        {"svg", OPTION_OUTPUT, &svg, NULL, 0, 0, "FILE", "memory of each method, as a picture", false}};
+    base_start(argc, argv);
+    Config c = config_parse(argc, argv, "What each method of parallelism shards, and its price.",
+                            CONFIG_RANKS | CONFIG_REPORT, NULL, options, 2);
+    comm_start(argc, argv, RANKS);
+    CHECK(comm_ranks() == RANKS, "each method takes all of %d ranks: --ranks %d would fit", RANKS, RANKS);
+    report_json(c.json);
+    device_dry_run(true);
+    print_methods(&c);
+    print_comparison();
+    if (lengths || svg) print_memory(&c, svg);
+    return comm_finish(report_verdict("each method shards what its chapter says"));
+}
+#endif

@@ -1,0 +1,288 @@
+// fp16.c: training in float16, which takes three tricks. Playbook: "FP16 and BF16 training"; Micikevicius
+// et al. 2018.
+//
+// Against 00_single_gpu: float16 ends at 65504 and at 2^-24, so that what trains in bfloat16 breaks here.
+// Each trick is a switch, and mends one thing:
+//
+//     --master f32       weights that are stepped are f32: updates below half a step do not vanish
+//     --loss-scale       the loss times a scale, and so every gradient on its way back; the optimizer
+//     divides:
+//                        what would be below 2^-24 is not zero
+//     --sum f32          gradients of micro-batches and ranks add up in f32: the sum may go beyond 65504
+//
+// And --moments f32: the square of a gradient below 2^-12 is 0 in float16, AdamW divides by its root, and
+// float16 alone diverges.
+//
+//     dynamic:   any gradient not finite      scale / 2, and no step
+//                --scale-interval sound ones  scale x 2
+//
+// Whether a gradient overflowed is known by the gradient's norm, which all ranks have: they all skip or
+// all step, and their scales stay equal without a message. Losses and norms are shown without the scale.
+// Where the scale stands is in checkpoints.
+//
+// Memory per parameter: as bf16.c. Bytes sent: nothing more.
+// Run: build/08_mixed_precision/fp16        (--loss-scale none, --sum f16, --zero 3, --scale 1e9
+// --no-check …) Last line: PASS fp16: ranks together make the step of one device, and each trick mends
+// what it should …
+#include <math.h>
+#include <stdlib.h>
+
+#include "mixed_precision.h"
+
+enum { SCALE_NONE, SCALE_STATIC, SCALE_DYNAMIC };  // --loss-scale
+enum { KEPT_SCALE, KEPT_GOOD, KEPT };              // in Params.kept
+
+// ---- the technique ----
+
+static void recipe(Recipe *r, const Config *c) {
+    if (c->dtype != F16) return;
+    if (config_number(c, "master")) r->master = r->weight;
+    if (config_number(c, "sum")) r->sum = r->gradient;
+    if (config_number(c, "moments")) r->moment = r->second = F16;
+}
+
+static bool accept(void *context, Model *m, double grad_norm) {
+    LossScaler *s = context;
+    double *scale = &s->kept[KEPT_SCALE], *good = &s->kept[KEPT_GOOD];
+    bool sound = isfinite(grad_norm);
+    bool others = s->before.step.accept(s->before.step.context, m, grad_norm);
+    s->skipped += !sound;
+    if (s->interval && !sound) {
+        *scale /= 2;
+        *good = 0;
+        CHECK(*scale >= 1,
+              "the gradients overflow float16 even where the loss is not scaled: lower --lr, or take "
+              "--dtype bf16");
+    } else if (s->interval && ++*good == (double)s->interval) {
+        *scale *= 2;
+        *good = 0;
+    }
+    m->grad_scale = *scale;
+    return sound && others;
+}
+
+static void *plug(Model *m) {
+    const Config *c = &m->config;
+    int kind = (int)config_number(c, "loss-scale");
+    if (c->dtype != F16 || kind == SCALE_NONE) return NULL;
+    LossScaler *s = host_alloc(sizeof *s);
+    *s = (LossScaler){.before = m->sockets,
+                      .kept = {config_number(c, "scale"), 0},
+                      .interval = kind == SCALE_DYNAMIC ? (int64_t)config_number(c, "scale-interval") : 0};
+    m->params.kept = s->kept;
+    m->params.kept_count = KEPT;
+    m->grad_scale = s->kept[KEPT_SCALE];
+    m->sockets.step.context = s;
+    m->sockets.step.accept = accept;
+    return s;
+}
+
+static void resumed(Model *m, void *context) {
+    const LossScaler *s = context;
+    if (s) m->grad_scale = s->kept[KEPT_SCALE];
+}
+
+static void unplug(Model *m, void *context) {
+    m->params.kept_count = 0;
+    free(context);
+}
+
+static const Option options[] = {
+    {"master", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|none",
+     "what the optimizer steps: f32, or the weights", false},
+    {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|f16", "of gradients over micro-batches and ranks",
+     false},
+    {"moments", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|f16", "AdamW's m and v", false},
+    {"loss-scale", OPTION_CHOICE, NULL, "dynamic", 0, 0, "none|static|dynamic",
+     "what the loss is scaled with", false},
+    {"scale", OPTION_REAL, NULL, "65536", 1, 1e30, "", "that it is scaled with at the start", false},
+    {"scale-interval", OPTION_INT, NULL, "2000", 1, 1e9, "steps",
+     "without overflow, after which it doubles", false},
+};
+
+const Technique fp16_recipe = {.name = "fp16",
+                               .option = options,
+                               .options = sizeof options / sizeof *options,
+                               .wraps = 1u << SOCKET_STEP,
+                               .recipe = recipe,
+                               .plug = plug,
+                               .resumed = resumed,
+                               .unplug = unplug};
+
+#ifndef NO_MAIN
+
+static const Technique *const techniques[] = {&fp16_recipe, &ddp_no_sync, &zero1, &zero2,
+                                              &zero3,       &recompute,   NULL};
+static const Technique *const one_device[] = {&fp16_recipe, &recompute, NULL};
+
+// ---- each trick alone ----
+
+static Config small(int dtype, int master, int sum, int loss_scale, const char *more) {
+    char *text = format_text(
+        "layers=1 hidden=32 heads=4 kv-heads=2 ffn=80 seq=32 micro-batch=8 optimizer=adamw warmup=0 clip=1 "
+        "weight-decay=0 %s",
+        more);
+    Config c = config_default(text);
+    free(text);
+    c.dtype = dtype;
+    config_set(&c, "master", master);
+    config_set(&c, "sum", sum);
+    config_set(&c, "loss-scale", loss_scale);
+    config_set(&c, "scale", 65536);
+    config_set(&c, "scale-interval", 2000);
+    return c;
+}
+
+// An update of 0.0002 is below half a step at 1, 2^-12.
+static void show_masters(void) {
+    static const char *const names[] = {"f32", "f16, f32 masters", "f16, no masters"};
+    Run run[3];
+    say("\nWithout masters: 100 steps, --lr 0.0002 that falls to its tenth\n");
+    say("  %-20s %12s %26s", "", "last losses", "gains of norms that moved");
+    for (int i = 0; i < 3; i++) {
+        Config c = small(i ? F16 : F32, i == 2, 0, SCALE_DYNAMIC, "steps=100 lr=0.0002");
+        run[i] = run_of(&c, one_device);
+        say("  %-20s %12.4f %17ld of %ld", names[i], run[i].last, (long)run[i].moved, (long)run[i].gains);
+        report_number("masters", names[i], run[i].last, "nats");
+    }
+    report_equal("gains that move without masters", 0, (double)run[2].moved, "");
+    report_that(run[1].moved > 0, "no gain moved with masters either: nothing is shown");
+    report_that(fabs(run[1].last / run[0].last - 1) < 0.01,
+                "with masters the loss is not within 1%% of f32's");
+    for (int i = 0; i < 3; i++) run_free(&run[i]);
+}
+
+// A gradient at the logits is a probability over the number of labels: 2^-8 / 2^16 is 2^-24.
+static void show_scaling(void) {
+    double error[2], zero[2];
+    say("\nWithout loss scaling: the gradient of 65,536 labels\n");
+    say("  %-20s %22s %20s", "", "relative error", "lost, of elements");
+    for (int scaled = 0; scaled < 2; scaled++) {
+        Config c = small(F16, 0, 0, scaled ? SCALE_DYNAMIC : SCALE_NONE, "steps=1 grad-acc=256 layers=1");
+        error[scaled] = gradient_error(&c, one_device, &zero[scaled]);
+        say("  %-20s %22.4f %19.1f%%", scaled ? "scale 65536" : "none", error[scaled], 100 * zero[scaled]);
+        report_number("loss scaling", scaled ? "error, scaled" : "error, unscaled", error[scaled], "");
+        report_number("loss scaling", scaled ? "lost, scaled" : "lost, unscaled", zero[scaled], "");
+    }
+    report_that(error[0] > 20 * error[1] && zero[0] > 10 * zero[1],
+                "a scale mends nothing: errors %g and %g, lost %g and %g", error[0], error[1], zero[0],
+                zero[1]);
+}
+
+static bool overflows(int sum, double scale) {
+    Config c = small(F16, 0, sum, SCALE_STATIC, "steps=1 grad-acc=64 micro-batch=1");
+    config_set(&c, "scale", scale);
+    Trainer *t = trainer_new(&c, mesh_single(), one_device);
+    train_step(t, NULL);
+    const LossScaler *s = trainer_context(t, &fp16_recipe);
+    bool skipped = s->skipped > 0;
+    report_that(t->optimizer.step == !skipped, "a step that overflows at %g was not skipped", scale);
+    trainer_free(t);
+    return skipped;
+}
+
+// The largest power of two without overflow.
+static double largest_scale(int sum) {
+    double scale = 1024;
+    while (!overflows(sum, 2 * scale)) scale *= 2;
+    return scale;
+}
+
+static void show_sums(void) {
+    double scale[2], error[2];
+    say("\nWith sums in f16: the gradient of 64 micro-batches\n");
+    say("  %-20s %22s %20s", "", "largest sound scale", "relative error");
+    for (int narrow = 0; narrow < 2; narrow++) {
+        Config c = small(F16, 0, narrow, SCALE_DYNAMIC, "steps=1 grad-acc=64 micro-batch=1");
+        scale[narrow] = largest_scale(narrow);
+        error[narrow] = gradient_error(&c, one_device, NULL);
+        say("  %-20s %22.0f %20.5f", narrow ? "f16" : "f32", scale[narrow], error[narrow]);
+        report_number("sums", narrow ? "scale, f16" : "scale, f32", scale[narrow], "");
+    }
+    report_that(scale[0] >= 4 * scale[1], "sums in f16 overflow no earlier than in f32");
+    report_that(error[1] > 1.5 * error[0], "sums in f16 are off by %g, and in f32 by %g", error[1],
+                error[0]);
+}
+
+// ---- an overflow on one rank ----
+
+// On the last rank one element of one gradient overflows, once.
+typedef struct Planted {
+    Sockets before;
+    bool done;
+} Planted;
+
+static void overflow_once(void *context, Model *m, int count, Param *const *weight, const Tensor *dy,
+                          Tensor x, void **kept) {
+    Planted *p = context;
+    Group dp = m->mesh.dp;
+    p->before.linear.backward_weight(p->before.linear.context, m, count, weight, dy, x, kept);
+    if (dp.rank < dp.size - 1 || p->done) return;
+    op_fill(tensor_view(param_grad(&m->params, weight[0]), 7, SHAPE(1)), INFINITY);
+    p->done = true;
+}
+
+static void *plug_overflow(Model *m) {
+    Planted *p = host_alloc(sizeof *p);
+    *p = (Planted){.before = m->sockets};
+    m->sockets.linear.context = p;
+    m->sockets.linear.backward_weight = overflow_once;
+    return p;
+}
+
+static void unplug_overflow(Model *m, void *context) {
+    (void)m;
+    free(context);
+}
+
+static void show_overflow(Mesh mesh, const Config *config) {
+    static const Technique planted = {
+        .name = "planted overflow", .plug = plug_overflow, .unplug = unplug_overflow};
+    Trainer *t = trainer_new(
+        config, mesh,
+        (const Technique *[]){&fp16_recipe, &ddp_no_sync, &zero1, &zero2, &zero3, &planted, NULL});
+    const LossScaler *s = trainer_context(t, &fp16_recipe);
+    if (s) {
+        double first = s->kept[KEPT_SCALE];
+        train_step(t, NULL);
+        double ranks = mesh.world.size, skipped = comm_sum((double)s->skipped, mesh.world);
+        double most = comm_max(s->kept[KEPT_SCALE], mesh.world),
+               least = -comm_max(-s->kept[KEPT_SCALE], mesh.world);
+        say("\nAn overflow on rank %d alone: skipped on %g of %g ranks, scale %g -> %g\n", mesh.dp.size - 1,
+            skipped, ranks, first, most);
+        report_equal("ranks that skip", ranks, skipped, "");
+        report_equal("scale on all ranks", least, most, "");
+        report_that(t->optimizer.step == 0, "the optimizer has stepped on gradients that overflow");
+        train_step(t, NULL);
+        report_that(t->optimizer.step == 1, "the step after an overflow was not made");
+    }
+    trainer_free(t);
+}
+
+static void compare(Mesh mesh, const Config *config) {
+    show_overflow(mesh, config);
+    if (config_number(config, "proof-only")) return;
+    show_masters();
+    show_scaling();
+    show_sums();
+}
+
+int main(int argc, char **argv) {
+    const Option options[] = {
+        zero_option,
+        {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false}};
+    const Program program = {
+        .purpose = "float16: f32 master weights, loss scaling, and sums in f32.",
+        .claim = "ranks together make the step of one device, and each trick mends what it should",
+        .defaults =
+            "layers=1 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f16 optimizer=adamw lr=0.001 clip=0.5 bucket-mb=0.1 zero=2",
+        .natural = 2,
+        .baseline = one_device,
+        .techniques = techniques,
+        .option = options,
+        .options = sizeof options / sizeof *options,
+        .more = compare};
+    return program_main(argc, argv, &program);
+}
+#endif

@@ -1,0 +1,203 @@
+// fp8.c: training in 8 bits, by six recipes. Playbook: "FP8 pretraining"; Micikevicius et al. 2022, Peng
+// et al. 2023 (FP8-LM), DeepSeek-V3 2024, OCP Microscaling Formats 2023.
+//
+// Against bf16.c: the linears of all blocks multiply codes of 8 bits, whose products are exact, and whose
+// range is so short that each tensor, or each tile of it, has a scale:
+//
+//     x = code * scale,    scale = amax / 448 (e4m3)  or  amax / 57344 (e5m2)
+//
+//                 codes        scales                          sums of products
+//     te-delayed  e4m3, e5m2   of tensors, by the last 16 steps  f32
+//     te-current  e4m3, e5m2   of tensors                      f32
+//     fp8-lm      e4m3, e5m2   of tensors                      f32                     8-bit m, 16-bit v
+//     deepseek    e4m3         1 x 128, W 128 x 128            to f32 every 128        bf16 m and v
+//     nanotron    e4m3, e5m2   of tensors                      f32                     8-bit m and v
+//     mxfp8       e4m3         1 x 32, powers of two           f32
+//
+// The arithmetic is exact on a CPU. Bytes sent: a message of 3 numbers for each weight (te-delayed), or
+// one number for each cast of what ranks share (per tensor, current); tiles send nothing. With --fp8-wire
+// weights of ZeRO-3 and rows of --sp go in 8 bits and a scale for each 128.
+// Memory per parameter: two casts of 1 byte; what the optimizer stores, by recipe.
+// Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 --fp8-wire
+// …) Last line: PASS fp8: ranks together make the step of one device …
+#include <stdlib.h>
+#include <string.h>
+
+#include "05_pipeline_parallel/pipeline.h"
+#include "06_expert_parallel/expert_parallel.h"
+#include "mixed_precision.h"
+
+// ---- the recipes ----
+
+#define STANDARD F64, F64, F64, F64
+const Fp8Recipe fp8_recipes[] = {
+    {"te-delayed", E4M3, E5M2, false, false, SCALE_REAL, 16, {0, 0}, STANDARD, 16, false, true},
+    {"te-current", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, STANDARD, 16, false, true},
+    {"fp8-lm", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, F16, F16, E4M3, F16, 9, true, true},
+    {"deepseek", E4M3, E4M3, true, true, SCALE_REAL, 0, {0, 128}, F32, F32, BF16, BF16, 15, false, true},
+    {"nanotron", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, BF16, F32, E4M3, E5M2, 10, true, false},
+    {"mxfp8", E4M3, E4M3, true, false, SCALE_POWER_OF_TWO, 0, {0, 0}, STANDARD, 0, false, true},
+};
+const int fp8_recipe_count = sizeof fp8_recipes / sizeof *fp8_recipes;
+
+const Fp8Recipe *fp8_recipe_of(const Config *c) {
+    int chosen = (int)config_number(c, "fp8");
+    return chosen ? &fp8_recipes[chosen - 1] : NULL;
+}
+
+static int64_t tile_of(const Config *c, const Fp8Recipe *r) {
+    int64_t asked = (int64_t)config_number(c, "fp8-tile");
+    return asked ? asked : r->rule == SCALE_POWER_OF_TWO ? 32 : 128;
+}
+
+// ---- the technique ----
+
+// Of f64 nothing is stored in less: a run in f64 proves which ranks share a scale.
+static void recipe(Recipe *recipe, const Config *c) {
+    const Fp8Recipe *r = fp8_recipe_of(c);
+    if (r && r->master != F64 && c->dtype != F64) {
+        recipe->master = r->master;
+        recipe->sum = r->add;
+        recipe->moment = r->moment;
+        recipe->second = r->second;
+    }
+    if (!config_number(c, "fp8-wire")) return;
+    recipe->send_weights = recipe->send_rows = &fp8_codec;
+    recipe->send_drows = &fp8_gradient_codec;
+}
+
+static void check(const Config *c) {
+    const Fp8Recipe *r = fp8_recipe_of(c);
+    if (!r) return;
+    CHECK(r->tile || r->history || !c->experts || (c->tp == 1 && c->cp == 1),
+          "--fp8 %s finds the largest element of what all ranks of --tp and --cp hold at each cast, and "
+          "ranks "
+          "of --ep cast other experts: --fp8 te-delayed or deepseek would fit",
+          r->name);
+    CHECK(r->moment != E4M3 || !(c->save || c->resume),
+          "--fp8 %s has moments of 8 bits, whose scales are of each rank's part and in no folder: leave "
+          "out --save "
+          "and --resume",
+          r->name);
+    CHECK(r->moment == F64 || c->dtype == F64 || c->dtype == BF16,
+          "--fp8 %s stores what the optimizer steps beside weights of bf16: --dtype bf16 would fit",
+          r->name);
+    CHECK(!r->tile || !r->sum.promote || tile_of(c, r) <= r->sum.promote,
+          "--fp8-tile %ld: --fp8 %s promotes sums after %ld products; --fp8-tile %ld would fit",
+          tile_of(c, r), r->name, r->sum.promote, r->sum.promote);
+}
+
+typedef struct Fp8 {
+    Fp8Linear *linear;
+    Fp8State *state;  // NULL: as the standard recipe has it
+} Fp8;
+
+static void *plug(Model *m) {
+    const Fp8Recipe *r = fp8_recipe_of(&m->config);
+    if (!r) return NULL;
+    Fp8 *f = host_alloc(sizeof *f);
+    bool narrow = r->moment != F64 && m->config.dtype != F64 && m->config.optimizer == OPTIMIZER_ADAMW;
+    *f = (Fp8){fp8_linear_plug(m, r, tile_of(&m->config, r)), narrow ? fp8_state_plug(m) : NULL};
+    return f;
+}
+static void resumed(Model *m, void *context) {
+    (void)m;
+    const Fp8 *f = context;
+    if (f) fp8_linear_resumed(f->linear);
+}
+
+static void unplug(Model *m, void *context) {
+    Fp8 *f = context;
+    if (!f) return;
+    fp8_linear_unplug(m, f->linear);
+    if (f->state) fp8_state_unplug(m, f->state);
+    free(f);
+}
+
+static void price(Price *price, const Model *m, const void *context) {
+    const Fp8 *f = context;
+    if (!f) return;
+    fp8_linear_price(price, m, f->linear);
+    if (f->state) price->values_at_work += fp8_state_bytes(f->state);
+}
+
+double fp8_extra_bytes(const Trainer *t) {
+    const Fp8 *f = trainer_context(t, &fp8_recipe);
+    return fp8_linear_bytes(t->model, f->linear) + (f->state ? fp8_state_bytes(f->state) : 0);
+}
+
+Fp8Linear *fp8_linear_of(const Trainer *t) { return ((Fp8 *)trainer_context(t, &fp8_recipe))->linear; }
+
+static const Option options[] = {
+    {"fp8", OPTION_CHOICE, NULL, "none", 0, 0, "none|te-delayed|te-current|fp8-lm|deepseek|nanotron|mxfp8",
+     "recipe of 8-bit multiplies", false},
+    {"fp8-tile", OPTION_INT, NULL, "0", 0, 1 << 20, "elements",
+     "that share a scale in deepseek and mxfp8; 0: 128 and 32", false},
+    {"fp8-wire", OPTION_FLAG, NULL, NULL, 0, 0, "", "send ZeRO-3's weights and --sp's rows in 8 bits",
+     false},
+};
+
+const Technique fp8_recipe = {.name = "fp8",
+                              .option = options,
+                              .options = sizeof options / sizeof *options,
+                              .wraps = 1u << SOCKET_STEP,
+                              .check = check,
+                              .recipe = recipe,
+                              .plug = plug,
+                              .resumed = resumed,
+                              .unplug = unplug,
+                              .price = price};
+
+#ifndef NO_MAIN
+
+static const Technique *const one_device[] = {&moe, &fp8_recipe, &recompute, NULL};
+
+// What others leave on with a group of one is priced without experts, and computes attention otherwise.
+static bool tensor_parallel_on(const Config *c) { return c->tp > 1 && tensor_parallel.enabled(c); }
+static bool ring_attention_on(const Config *c) { return c->cp > 1 && ring_attention.enabled(c); }
+static bool pipeline_on(const Config *c) { return c->pp > 1; }
+
+static void more(Mesh mesh, const Config *config) {
+    if (!config_number(config, "proof-only")) fp8_tables(mesh, config);
+}
+
+int main(int argc, char **argv) {
+    const Option options[] = {
+        zero_option,
+        {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false},
+        {"curves", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
+         "draw the losses of all recipes as learning rates grow", false}};
+    Technique tensor = tensor_parallel, ring = ring_attention, stages = pipeline;
+    tensor.enabled = tensor_parallel_on;
+    ring.enabled = ring_attention_on;
+    stages.enabled = pipeline_on;
+    const Technique *const techniques[] = {&moe,
+                                           &fp8_recipe,
+                                           &ddp_no_sync,
+                                           &zero1,
+                                           &zero2,
+                                           &zero3,
+                                           &tensor,
+                                           &sequence_parallel,
+                                           &vocab_parallel,
+                                           &expert_parallel,
+                                           &ring,
+                                           &ulysses,
+                                           &stages,
+                                           &recompute,
+                                           NULL};
+    const Program program = {
+        .purpose = "FP8: six recipes of 8-bit multiplies and what they store.",
+        .claim = "ranks together make the step of one device",
+        .defaults =
+            "layers=2 hidden=48 heads=6 kv-heads=2 ffn=96 seq=32 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 fp8=te-delayed",
+        .natural = 2,
+        .baseline = one_device,
+        .techniques = techniques,
+        .option = options,
+        .options = sizeof options / sizeof *options,
+        .more = more};
+    return program_main(argc, argv, &program);
+}
+#endif

@@ -1,0 +1,260 @@
+// matrix.c: every technique with every other: the composition matrix, executed. Playbook: "5D parallelism
+// in a nutshell", "which ones should we use and efficiently combine together?"
+//
+// A cell is one combination of dp, pp, cp, tp, ep, ZeRO's stage, sequence parallelism, recomputation and
+// precision (matrix_cells.c). It is refused with a sentence that names the flags, or trained for two steps
+// and held against one device: losses, raw gradients, parameters, within the bound of its precision; what
+// ranks send and store against the sum of the records' closed forms; copies of a weight bit for bit. There
+// is no third way: what a layout ignored in silence would differ in one of these.
+//
+//     one start of N ranks   ->   all cells of N ranks, one after the other; each baseline once
+//
+// Without --part it takes as many cells as it needs for every pair of choices to meet in one of them.
+// --table keeps what was found, cell by cell: a run that was broken off goes on behind its last line, and a
+// cell that ended the program has failed.
+//
+// Bytes sent, memory: the cells'. Run: build/08_mixed_precision/matrix  (--ranks 8, --part 3/20, --cell N …)
+// Last line: PASS matrix: 41 combinations on 4 ranks proven, 1226 of 2880 refused …
+#include "matrix.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "files.h"
+
+#ifndef NO_MAIN
+
+// ---- what one device makes of a cell, on rank 0 ----
+
+enum { MOST_BASELINES = 256 };
+typedef struct Baseline {
+    Config config;
+    Record record;
+    double bound;
+} Baseline;
+static Baseline baseline[MOST_BASELINES];
+static int baselines;
+
+static bool same_run(const Config *a, const Config *b) {
+    return a->layers == b->layers && a->kv_heads == b->kv_heads && a->seq == b->seq &&
+           a->experts == b->experts && a->tied == b->tied && a->dtype == b->dtype &&
+           a->grad_acc == b->grad_acc && config_number(a, "master") == config_number(b, "master");
+}
+
+static const Baseline *baseline_of(const Config *config) {
+    Config c = *config;
+    c.grad_acc *= c.dp;
+    c.dp = c.pp = c.cp = c.tp = c.ep = 1;
+    c.recompute = RECOMPUTE_NONE;
+    for (int i = 0; i < baselines; i++)
+        if (same_run(&baseline[i].config, &c)) return &baseline[i];
+    CHECK(baselines < MOST_BASELINES, "more than %d baselines", MOST_BASELINES);
+    Baseline *b = &baseline[baselines++];
+    b->config = c;
+    b->record = program_record(&c, mesh_single(), five_d_one_device(), false, false, "one device");
+    b->bound = train_bound_with(&c, five_d_one_device(), false, &b->record);
+    return b;
+}
+
+// ---- one cell ----
+
+static void check(const void *context) {
+    const Config *config = context;
+    Config c = *config;
+    layout_check(&c, comm_ranks(), five_d_layouts());
+}
+
+// Of one shape all cells share the groups.
+static Mesh mesh_of(const Config *config) {
+    enum { SHAPES = 256 };
+    static MeshShape shape[SHAPES];
+    static Mesh mesh[SHAPES];
+    static int shapes;
+    MeshShape wanted = layout_shape(config);
+    for (int i = 0; i < shapes; i++)
+        if (!memcmp(&shape[i], &wanted, sizeof wanted)) return mesh[i];
+    CHECK(shapes < SHAPES, "more than %d shapes of a mesh", SHAPES);
+    shape[shapes] = wanted;
+    return mesh[shapes++] = mesh_new(wanted);
+}
+
+// Whether it holds, the same on every rank.
+static bool prove(const Cell *cell, bool verbose) {
+    Config c = matrix_config(cell);
+    c.verbose = verbose;
+    Mesh mesh = mesh_of(&c);
+    fatal_context("%s", matrix_text(cell));
+    bool quiet = report_quiet(!verbose);
+    Record run = program_record(&c, mesh, five_d_layouts(), false, true, "all ranks");
+    if (mesh.world.rank == 0) {  // the others wait in what comes next
+        const Baseline *one = baseline_of(&c);
+        report_compare(&run, &one->record, PROOF_REASSOCIATED, one->bound);
+    }
+    report_quiet(quiet);
+    record_free(&run);
+    fatal_context(NULL);
+    return comm_max(!report_holds(), mesh.world) == 0;
+}
+
+// ---- the table ----
+
+typedef struct Table {
+    const char *path;
+    FILE *file;  // on rank 0
+    bool *done;  // (cells)
+    int64_t proven, failed;
+} Table;
+
+static void table_row(const Table *t, const Cell *cell, const char *what, const char *why) {
+    if (!t->file) return;
+    fprintf(t->file, "%lld %s %s%s%s\n", (long long)cell->number, what, matrix_text(cell), *why ? ": " : "",
+            why);
+    fflush(t->file);
+}
+
+// What earlier runs have found. A cell that ended two of them has failed; one that a run was broken off in
+// is begun once more.
+static Table table_open(const char *path, int64_t cells) {
+    Table t = {.path = path, .done = calloc((size_t)cells, sizeof *t.done)};
+    CHECK(t.done, "out of host memory for %lld cells", (long long)cells);
+    if (!path) return t;
+    FILE *old = fopen(path, "r");
+    char line[1024], what[16];
+    int64_t begun = -1, fatal_cell = -1;
+    for (long long number; old && fgets(line, sizeof line, old);) {
+        if (sscanf(line, "%lld %15s", &number, what) != 2 || number < 0 || number >= cells) continue;
+        bool begins = !strcmp(what, "begun");
+        if (begins && begun == number) fatal_cell = number;
+        begun = begins ? number : -1;
+        t.done[number] = t.done[number] || !begins;
+        t.proven += !strcmp(what, "proven");
+        t.failed += !strcmp(what, "failed");
+    }
+    if (old) fclose(old);
+    if (fatal_cell >= 0 && !t.done[fatal_cell]) t.done[fatal_cell] = true, t.failed++;
+    else fatal_cell = -1;
+    comm_wait(comm_barrier(comm_world()));  // all have read it
+    if (base_rank() > 0) return t;
+    t.file = fopen(path, "a");
+    CHECK(t.file, "--table %s cannot be written", path);
+    if (fatal_cell < 0) return t;
+    Cell cell = matrix_cell(fatal_cell);
+    table_row(&t, &cell, "failed", "it ends the program");
+    return t;
+}
+
+// ---- all cells ----
+
+typedef struct Refused {
+    char sentence[400];
+    int64_t cells;
+} Refused;
+enum { MOST_REFUSALS = 400 };
+
+static void count_refusal(Refused *refused, int *count, const char *sentence) {
+    int i = 0;
+    while (i < *count && strcmp(refused[i].sentence, sentence) != 0) i++;
+    if (i == MOST_REFUSALS) return;
+    if (i == *count) snprintf(refused[(*count)++].sentence, sizeof refused->sentence, "%s", sentence);
+    refused[i].cells++;
+}
+
+// Of this number of ranks: those that are not refused first; returns how many these are.
+static int64_t accepted_cells(Cell *cell, int64_t *all, Refused *refused, int *refusals) {
+    int64_t accepted = 0;
+    *all = 0;
+    for (int64_t number = 0; number < matrix_cells(); number++) {
+        Cell here = matrix_cell(number);
+        if (matrix_ranks(&here) != comm_ranks()) continue;
+        ++*all;
+        Config c = matrix_config(&here);
+        const char *sentence = refusal(check, &c);
+        if (sentence) count_refusal(refused, refusals, sentence);
+        else cell[accepted++] = here;
+    }
+    return accepted;
+}
+
+// Every n-th of them, from the i-th on, for "i/n".
+static int64_t part_of(Cell *cell, int64_t cells, const char *part) {
+    int index, parts;
+    CHECK(sscanf(part, "%d/%d", &index, &parts) == 2 && index >= 1 && index <= parts,
+          "--part %s: which of how many, as in 3/20", part);
+    int64_t count = 0;
+    for (int64_t i = index - 1; i < cells; i += parts) cell[count++] = cell[i];
+    return count;
+}
+
+static void walk(const Cell *cell, int64_t cells, Table *table, bool verbose) {
+    for (int64_t i = 0; i < cells; i++) {
+        if (table->done[cell[i].number]) continue;
+        if (table->file)
+            fprintf(table->file, "%lld begun\n", (long long)cell[i].number), fflush(table->file);
+        progress_on_terminal(i + 1, cells, matrix_text(&cell[i]));
+        if (verbose) say("%lld: %s", (long long)cell[i].number, matrix_text(&cell[i]));
+        bool holds = prove(&cell[i], verbose);
+        *(holds ? &table->proven : &table->failed) += 1;
+        table_row(table, &cell[i], holds ? "proven" : "failed", "");
+        if (holds) continue;
+        say("cell %lld, %s:", (long long)cell[i].number, matrix_text(&cell[i]));
+        report_verdict("a cell");  // its sentence; the next cell begins anew
+    }
+}
+
+static const char *const purpose =
+    "The composition matrix: every combination of techniques, proven against one device or refused.";
+
+int main(int argc, char **argv) {
+    const char *part, *path;
+    int64_t one, seed;
+    bool verbose;
+    Option options[] = {
+        {"part", OPTION_TEXT, &part, NULL, 0, 0, "3/20", "all cells of these ranks, or this part of them",
+         false},
+        {"cell", OPTION_INT, &one, "-1", -1, 1e9, "", "this one alone", false},
+        {"table", OPTION_TEXT, &path, NULL, 0, 0, "FILE", "keeps what was found; goes on behind it", false},
+        {"pairs-seed", OPTION_INT, &seed, "1", 0, 1e9, "", "draws the cells in which all pairs meet",
+         false},
+        {"verbose", OPTION_FLAG, &verbose, NULL, 0, 0, "", "shows every cell, and its rows", false},
+    };
+    base_start(argc, argv);
+    Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options, 5);
+    comm_start(argc, argv, 4);
+    report_json(c.json);
+    double start = wall_seconds();
+    int64_t numbers = matrix_cells(), all;
+    int refusals = 0;
+    Cell *cell = host_alloc((size_t)numbers * sizeof *cell);
+    Refused *refused = host_alloc(MOST_REFUSALS * sizeof *refused);
+    memset(refused, 0, MOST_REFUSALS * sizeof *refused);
+    int64_t accepted = accepted_cells(cell, &all, refused, &refusals), chosen = accepted;
+    if (one >= 0) {
+        cell[0] = matrix_cell(one), chosen = 1;
+    } else if (part) {
+        chosen = part_of(cell, accepted, part);
+    } else {
+        chosen = matrix_pairwise(cell, accepted, (uint64_t)seed);
+        report_equal("pairs of choices that do not meet", 0,
+                     (double)matrix_missing_pairs(cell, chosen, accepted), "");
+    }
+    say("%lld combinations of %d ranks", (long long)all, comm_ranks());
+    for (int i = 0; i < refusals; i++)
+        say("  %6lld refused: %s", (long long)refused[i].cells, refused[i].sentence);
+    say("  %6lld can be, of which these are proven now: %lld", (long long)accepted, (long long)chosen);
+    Table table = table_open(path, numbers);
+    walk(cell, chosen, &table, verbose);
+    report_number("matrix", "cells", (double)all, "");
+    report_number("matrix", "proven", (double)table.proven, "");
+    report_number("matrix", "refused", (double)(all - accepted), "");
+    say("%.1f s", wall_seconds() - start);
+    report_that(table.failed == 0, "%lld cells fail", (long long)table.failed);
+    int status =
+        report_verdict("%lld combinations on %d ranks proven, %lld of %lld refused",
+                       (long long)table.proven, comm_ranks(), (long long)(all - accepted), (long long)all);
+    if (table.file) fclose(table.file);
+    free(table.done);
+    free(cell);
+    free(refused);
+    return comm_finish(status);
+}
+#endif

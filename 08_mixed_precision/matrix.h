@@ -1,0 +1,44 @@
+// matrix.h: the composition matrix: its cells, and which of them meet every pair of choices.
+#ifndef MATRIX_H
+#define MATRIX_H
+
+#include "five_d.h"
+
+// What a cell is made of. The first nine are walked; the last ones take turns from cell to cell.
+typedef enum Factor {
+    FACTOR_DP,
+    FACTOR_PP,
+    FACTOR_CP,
+    FACTOR_TP,
+    FACTOR_EP,  // 0: a dense model
+    FACTOR_ZERO,
+    FACTOR_SP,
+    FACTOR_RECOMPUTE,
+    FACTOR_PRECISION,
+    FACTORS_WALKED,
+    FACTOR_SCHEDULE = FACTORS_WALKED,
+    FACTOR_CONTEXT,
+    FACTOR_VOCAB,
+    FACTOR_TIED,
+    FACTORS
+} Factor;
+
+typedef struct Cell {
+    int64_t number;
+    int choice[FACTORS];  // index of a value
+} Cell;
+
+// matrix_cells.c
+int64_t matrix_cells(void);  // numbers below this
+Cell matrix_cell(int64_t number);
+int matrix_ranks(const Cell *cell);
+Config matrix_config(const Cell *cell);
+// "--dp 2 --pp 2 --zero 3 --dtype bf16": the flags of train_5d, those at rest left out. Static buffer.
+const char *matrix_text(const Cell *cell);
+// Of these cells, some in which every pair of choices meets that meets in any; returns how many, first in
+// the array.
+int64_t matrix_pairwise(Cell *cell, int64_t cells, uint64_t seed);
+// Pairs of all these cells that meet in none of the first `chosen`.
+int64_t matrix_missing_pairs(const Cell *cell, int64_t chosen, int64_t cells);
+
+#endif

@@ -1,0 +1,86 @@
+// mixed_precision.h: chapter 08 as signatures: recipes that say in which format each role of a number is.
+#ifndef MIXED_PRECISION_H
+#define MIXED_PRECISION_H
+
+#include "02_zero/zero.h"
+
+// bf16.c: --master, --sum and --rounding; of no effect but with --dtype bf16.
+extern const Technique bf16_recipe;
+
+// fp16.c: --master, --sum and --loss-scale; of no effect but with --dtype f16. It fills the step socket:
+// gradients that overflow anywhere are stepped nowhere.
+extern const Technique fp16_recipe;
+
+typedef struct LossScaler {
+    Sockets before;
+    double kept[2];    // Params.kept: the scale, and sound steps since it changed
+    int64_t interval;  // of sound steps, after which it doubles; 0: it never changes
+    int64_t skipped;   // steps of this process
+} LossScaler;
+
+// ---- FP8: fp8.c has the table of recipes ----
+
+typedef struct Fp8Linear Fp8Linear;
+typedef struct Fp8Recipe {
+    const char *name;
+    DType forward, backward;  // codes of x and W, and of dy
+    bool tile;    // scales of --fp8-tile elements along the inner dimension; else of the whole tensor
+    bool square;  // and of W: of as many rows, too
+    ScaleRule rule;
+    int history;  // steps, of delayed scaling; 0: current
+    CodesSum sum;
+    // What the optimizer stores; F64: as the standard recipe of the run's dtype
+    DType master, add, moment, second;
+    double playbook;        // bytes per parameter in the playbook's table; 0: no row
+    bool narrow_gradients;  // there a micro-batch's gradient has 8 bits; here it leaves the multiply in 16
+    bool trains;            // to within 1.5% of bf16's loss on the small model
+} Fp8Recipe;
+
+// Of --fp8, by number.
+enum { NO_FP8, TE_DELAYED, TE_CURRENT, FP8_LM, DEEPSEEK, NANOTRON, MXFP8 };
+
+extern const Technique fp8_recipe;                     // --fp8, --fp8-tile, --fp8-wire
+const Fp8Recipe *fp8_recipe_of(const Config *config);  // NULL: none
+// Of a trainer with a recipe: its linear; bytes of casts and scales, on this rank.
+Fp8Linear *fp8_linear_of(const Trainer *trainer);
+double fp8_extra_bytes(const Trainer *trainer);
+
+// recipe_linear.c: the linear and step sockets
+Fp8Linear *fp8_linear_plug(Model *model, const Fp8Recipe *recipe, int64_t tile);
+void fp8_linear_resumed(Fp8Linear *linear);
+void fp8_linear_unplug(Model *model, Fp8Linear *linear);
+void fp8_linear_price(Price *price, const Model *model, const Fp8Linear *linear);
+double fp8_linear_bytes(const Model *model, const Fp8Linear *linear);  // of casts and scales, on this rank
+int64_t fp8_linear_casts(const Fp8Linear *linear);                     // of weights so far
+bool fp8_is_cast(const Param *param);  // whether a weight is multiplied in 8 bits
+
+// recipe_state.c: what the optimizer keeps in 8 and 16 bits
+typedef struct Fp8State Fp8State;
+Fp8State *fp8_state_plug(Model *model);
+void fp8_state_unplug(Model *model, Fp8State *state);
+double fp8_state_bytes(const Fp8State *state);  // of scales, on this rank
+
+// recipe_wire.c: 8 bits in flight
+extern const Codec fp8_codec, fp8_gradient_codec;  // e4m3 and e5m2, a scale for each 128
+
+// recipe_tables.c: outliers, long sums, bytes per parameter, loss curves
+void fp8_tables(Mesh mesh, const Config *config);
+extern const Fp8Recipe fp8_recipes[];
+extern const int fp8_recipe_count;
+
+// ---- recipe_runs.c: runs on one device, for the tables of this chapter ----
+
+typedef struct Run {
+    double *loss;  // (steps)
+    double last;   // mean of the last tenth of the steps
+    int64_t steps;
+    int64_t elements, gains, moved;  // of all weights; of the norms; those of them that are not 1 any more
+} Run;
+// Trains on one device. The caller ends it with run_free.
+Run run_of(const Config *config, Techniques techniques);
+void run_free(Run *run);
+// Relative error in L2 of the first step's gradient against f64; *zero (may be NULL): the share of its
+// elements that are 0 and are not in f64.
+double gradient_error(const Config *config, Techniques techniques, double *zero);
+
+#endif

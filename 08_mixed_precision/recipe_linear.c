@@ -1,0 +1,316 @@
+// recipe_linear.c: a linear in 8-bit codes: who casts what, with which scale, and when. Playbook: "FP8
+// pretraining"; Micikevicius et al. 2022, DeepSeek-V3 2024.
+//
+//     y  = x W^T     codes of x (n, in)    and W (out, in)          tensor cores take both operands
+//     dx = dy W      codes of dy (n, out)  and W^T (in, out)        with the inner dimension in rows,
+//     dW = dy^T x    codes of dy^T (out, n) and x^T (in, n)         hence two casts of everything
+//
+// Three ways to a scale:
+//
+//     of each tile     the tile's own amax; tiles of x and dy lie along the inner dimension
+//     current          of the whole tensor: the largest of all ranks that have a part of it (tp, cp)
+//     delayed          of the whole tensor: the largest of the last steps, on any rank. One message a
+//     step,
+//                      and no tensor is read twice
+//
+// A history takes the largest of a step's micro-batches, which W finds: W runs once for each, where
+// forward runs again for recomputation, and for held-out losses. Weights are cast once for each step of
+// the optimizer. The linears of blocks and experts are in 8 bits; embedding, router, norms, attention and
+// head are not.
+//
+// This file has no main: fp8.c runs it.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "mixed_precision.h"
+
+typedef enum Operand { OPERAND_X, OPERAND_W, OPERAND_DY, OPERANDS } Operand;
+
+// A weight's casts, from its first use behind a step to the next step.
+typedef struct Cast {
+    Codes plain, turned;
+    bool valid;
+} Cast;
+
+struct Fp8Linear {
+    const Fp8Recipe *recipe;
+    Sockets before;
+    Tile tile;         // of x and dy; 0: the whole tensor
+    Cast *cast;        // (parameters)
+    bool keeps_casts;  // ZeRO-3 frees weights after use, and so their casts
+    int64_t casts;     // of weights so far
+    // Delayed scaling, a slot for each operand of each parameter:
+    Tensor amax;      // (slots) f32: of this step so far, of this rank
+    Tensor scale;     // (slots) f32: of this step
+    double *history;  // (history, slots) newest first: Params.kept
+    int slots;
+};
+
+bool fp8_is_cast(const Param *p) {
+    return (p->role >= ROLE_Q && p->role <= ROLE_O) || (p->role >= ROLE_GATE && p->role <= ROLE_DOWN) ||
+           (p->role >= ROLE_EXPERT_GATE && p->role <= ROLE_EXPERT_DOWN);
+}
+
+static bool is_delayed(const Fp8Linear *f) { return f->recipe->history > 0; }
+static DType codes_of(const Fp8Linear *f, Operand operand) {
+    return operand == OPERAND_DY ? f->recipe->backward : f->recipe->forward;
+}
+static int slot_of(const Model *m, const Param *p, Operand operand) {
+    return (int)(p - m->params.param) * OPERANDS + (int)operand;
+}
+
+// ---- scales ----
+
+// Casts of weights stay for the step; all others are gone behind their multiply.
+static MemoryKind kind_of(const Fp8Linear *f, Operand operand) {
+    return operand == OPERAND_W && f->keeps_casts ? MEMORY_PARAMETER : MEMORY_ACTIVATION;
+}
+
+// amax of a tensor that ranks have parts of: tp some columns, cp some rows.
+static void largest_of_ranks(const Model *m, Tensor amax, Operand operand) {
+    if (m->mesh.tp.size > 1) comm_wait(comm_all_reduce(amax, REDUCE_MAX, m->mesh.tp));
+    if (m->mesh.cp.size > 1 && operand != OPERAND_W)
+        comm_wait(comm_all_reduce(amax, REDUCE_MAX, m->mesh.cp));
+}
+
+static Tile tile_of(const Fp8Linear *f, Operand operand) {
+    if (operand == OPERAND_W && f->recipe->square) return (Tile){f->tile.columns, f->tile.columns};
+    return f->tile;
+}
+
+// New: the scales of x, or of its transpose, by the recipe.
+static Tensor new_scale(Fp8Linear *f, const Model *m, const Param *p, Operand operand, Tensor x,
+                        bool turned) {
+    Tile tile = tile_of(f, operand);
+    int64_t rows = turned ? tensor_columns(x) : tensor_rows(x),
+            columns = tensor_count(x) / (rows ? rows : 1);
+    if (is_delayed(f)) {
+        Tensor scale = tensor_new(kind_of(f, operand), F32, SHAPE(1, 1));
+        op_copy(scale, tensor_view(f->scale, slot_of(m, p, operand), SHAPE(1, 1)));
+        return scale;
+    }
+    Tensor amax = tensor_new(kind_of(f, operand), F32,
+                             SHAPE(tiles_of(rows, tile.rows), tiles_of(columns, tile.columns)));
+    op_fill(amax, 0);
+    op_tile_amax(amax, x, turned, tile);
+    if (!tile.columns) largest_of_ranks(m, amax, operand);
+    op_tile_scale(amax, amax, codes_of(f, operand), f->recipe->rule);
+    return amax;
+}
+
+// Ends `scale` with the codes.
+static Codes scaled_codes(Fp8Linear *f, Operand operand, Tensor scale, Tensor x, bool turned) {
+    int64_t rows = tensor_rows(x), columns = tensor_columns(x);
+    Codes c = {.tile = tile_of(f, operand), .scale = scale};
+    c.codes = tensor_new(kind_of(f, operand), codes_of(f, operand),
+                         SHAPE(turned ? columns : rows, turned ? rows : columns));
+    op_encode(c.codes, x, c.scale, turned, c.tile);
+    return c;
+}
+
+static Codes new_codes(Fp8Linear *f, const Model *m, const Param *p, Operand operand, Tensor x,
+                       bool turned) {
+    return scaled_codes(f, operand, new_scale(f, m, p, operand, x, turned), x, turned);
+}
+
+static void free_codes(Codes *c) {
+    tensor_free(&c->codes);
+    tensor_free(&c->scale);
+}
+
+// What this step has seen, for the scales of the steps to come.
+static void note_amax(Fp8Linear *f, const Model *m, const Param *p, Operand operand, Tensor x) {
+    if (is_delayed(f))
+        op_tile_amax(tensor_view(f->amax, slot_of(m, p, operand), SHAPE(1, 1)), x, false, (Tile){0, 0});
+}
+
+// ---- weights: cast once for each step ----
+
+static void drop_cast(Cast *cast) {
+    free_codes(&cast->plain);
+    free_codes(&cast->turned);
+    cast->valid = false;
+}
+
+// One scale of a whole tensor serves its transpose, too.
+static Cast *cast_of(Fp8Linear *f, Model *m, const Param *p) {
+    Cast *cast = &f->cast[p - m->params.param];
+    if (cast->valid) return cast;
+    Tensor w = param_value(&m->params, p);
+    cast->plain = new_codes(f, m, p, OPERAND_W, w, false);
+    Tensor scale =
+        f->tile.columns ? new_scale(f, m, p, OPERAND_W, w, true) : tensor_share(cast->plain.scale);
+    cast->turned = scaled_codes(f, OPERAND_W, scale, w, true);
+    note_amax(f, m, p, OPERAND_W, w);
+    cast->valid = true;
+    f->casts++;
+    return cast;
+}
+
+static void after_use(Fp8Linear *f, Cast *cast) {
+    if (!f->keeps_casts) drop_cast(cast);
+}
+
+// ---- the linear socket ----
+
+static void forward(void *context, Model *m, int count, Param *const *weight, const Tensor *y, Tensor x,
+                    void **kept) {
+    Fp8Linear *f = context;
+    if (!fp8_is_cast(weight[0])) {
+        f->before.linear.forward(f->before.linear.context, m, count, weight, y, x, kept);
+        return;
+    }
+    Codes input = new_codes(f, m, weight[0], OPERAND_X, x, false);
+    for (int i = 0; i < count; i++) {
+        Cast *cast = cast_of(f, m, weight[i]);
+        op_matmul_codes(y[i], input, cast->plain, f->recipe->sum, 0);
+        after_use(f, cast);
+    }
+    free_codes(&input);
+}
+
+static void backward_input(void *context, Model *m, int count, Param *const *weight, Tensor dx,
+                           const Tensor *dy, void **kept) {
+    Fp8Linear *f = context;
+    if (!fp8_is_cast(weight[0])) {
+        f->before.linear.backward_input(f->before.linear.context, m, count, weight, dx, dy, kept);
+        return;
+    }
+    for (int i = 0; i < count; i++) {
+        Codes gradient = new_codes(f, m, weight[i], OPERAND_DY, dy[i], false);
+        Cast *cast = cast_of(f, m, weight[i]);
+        op_matmul_codes(dx, gradient, cast->turned, f->recipe->sum, i > 0);
+        after_use(f, cast);
+        free_codes(&gradient);
+    }
+}
+
+static void backward_weight(void *context, Model *m, int count, Param *const *weight, const Tensor *dy,
+                            Tensor x, void **kept) {
+    Fp8Linear *f = context;
+    if (!fp8_is_cast(weight[0])) {
+        f->before.linear.backward_weight(f->before.linear.context, m, count, weight, dy, x, kept);
+        return;
+    }
+    Codes input = new_codes(f, m, weight[0], OPERAND_X, x, true);
+    note_amax(f, m, weight[0], OPERAND_X, x);
+    for (int i = 0; i < count; i++) {
+        Codes gradient = new_codes(f, m, weight[i], OPERAND_DY, dy[i], true);
+        note_amax(f, m, weight[i], OPERAND_DY, dy[i]);
+        op_matmul_codes(param_grad(&m->params, weight[i]), gradient, input, f->recipe->sum, 1);
+        free_codes(&gradient);
+    }
+    free_codes(&input);
+}
+
+// ---- between steps ----
+
+// Scales of the next step: the largest of the history. Without one, or where it is not finite: 1.
+static void set_scales(Fp8Linear *f) {
+    double *scale = host_alloc((size_t)f->slots * sizeof *scale);
+    for (int slot = 0; slot < f->slots; slot++) {
+        double most = 0;
+        for (int i = 0; i < f->recipe->history; i++) most = fmax(most, f->history[i * f->slots + slot]);
+        scale[slot] = most;
+    }
+    tensor_from_doubles(f->scale, scale);
+    free(scale);
+    for (int slot = 0; slot < f->slots; slot++) {
+        Tensor one = tensor_view(f->scale, slot, SHAPE(1, 1));
+        op_tile_scale(one, one, codes_of(f, (Operand)(slot % OPERANDS)), f->recipe->rule);
+    }
+}
+
+// The step's largest of all ranks goes into the history: tensors' parts, replicas and stages alike. What
+// is not finite stays out: it would be the scale of many steps.
+static void end_history_step(Fp8Linear *f, const Model *m) {
+    double *newest = host_alloc((size_t)f->slots * sizeof *newest);
+    comm_wait(comm_all_reduce(f->amax, REDUCE_MAX, m->mesh.world));
+    tensor_to_doubles(newest, f->amax);
+    memmove(f->history + f->slots, f->history,
+            (size_t)(f->slots * (f->recipe->history - 1)) * sizeof *f->history);
+    for (int slot = 0; slot < f->slots; slot++)
+        f->history[slot] = isfinite(newest[slot]) ? newest[slot] : 0;
+    free(newest);
+    op_fill(f->amax, 0);
+    set_scales(f);
+}
+
+static bool accept(void *context, Model *m, double grad_norm) {
+    Fp8Linear *f = context;
+    if (is_delayed(f)) end_history_step(f, m);
+    for (int i = 0; i < m->params.count; i++) drop_cast(&f->cast[i]);
+    return f->before.step.accept(f->before.step.context, m, grad_norm);
+}
+
+void fp8_linear_resumed(Fp8Linear *f) {
+    if (is_delayed(f)) set_scales(f);
+}
+
+Fp8Linear *fp8_linear_plug(Model *m, const Fp8Recipe *recipe, int64_t tile) {
+    Fp8Linear *f = host_alloc(sizeof *f);
+    *f = (Fp8Linear){.recipe = recipe,
+                     .before = m->sockets,
+                     .tile = {recipe->tile ? 1 : 0, recipe->tile ? tile : 0},
+                     .cast = calloc((size_t)m->params.count, sizeof *f->cast),
+                     .keeps_casts = m->params.sharding < SHARD_VALUES,
+                     .slots = m->params.count * OPERANDS};
+    CHECK(f->cast, "out of host memory for the casts of weights");
+    if (is_delayed(f)) {
+        m->params.kept_count = recipe->history * f->slots;
+        m->params.kept = f->history = calloc((size_t)m->params.kept_count, sizeof *f->history);
+        CHECK(f->history, "out of host memory for the histories of an amax");
+        f->amax = tensor_new(MEMORY_PARAMETER, F32, SHAPE(f->slots));
+        f->scale = tensor_new(MEMORY_PARAMETER, F32, SHAPE(f->slots));
+        op_fill(f->amax, 0);
+        op_fill(f->scale, 1);
+    }
+    m->sockets.linear.context = m->sockets.step.context = f;
+    m->sockets.linear.forward = forward;
+    m->sockets.linear.backward_input = backward_input;
+    m->sockets.linear.backward_weight = backward_weight;
+    m->sockets.step.accept = accept;
+    return f;
+}
+
+void fp8_linear_unplug(Model *m, Fp8Linear *f) {
+    for (int i = 0; i < m->params.count; i++) drop_cast(&f->cast[i]);
+    tensor_free(&f->amax);
+    tensor_free(&f->scale);
+    m->params.kept_count = 0;
+    free(f->history);
+    free(f->cast);
+    free(f);
+}
+
+// Bytes of what fp8_linear_plug and the casts of weights hold on this rank.
+double fp8_linear_bytes(const Model *m, const Fp8Linear *f) {
+    double bytes = is_delayed(f) ? 2 * 4.0 * f->slots : 0;
+    Tile tile = tile_of(f, OPERAND_W);
+    for (int i = 0; i < m->params.count && f->keeps_casts; i++) {
+        const Param *p = &m->params.param[i];
+        if (!p->here || !fp8_is_cast(p)) continue;
+        double plain = (double)(tiles_of(p->shape[0], tile.rows) * tiles_of(p->shape[1], tile.columns));
+        double turned = (double)(tiles_of(p->shape[1], tile.rows) * tiles_of(p->shape[0], tile.columns));
+        bytes += 2.0 * (double)p->count + 4 * (tile.columns ? plain + turned : plain);
+    }
+    return bytes;
+}
+
+// Messages that the scales take in a step.
+void fp8_linear_price(Price *price, const Model *m, const Fp8Linear *f) {
+    price->values_at_work += fp8_linear_bytes(m, f);
+    if (is_delayed(f)) price_all_reduce(price, 1, f->slots, F32, m->mesh.world);
+    if (is_delayed(f) || f->tile.columns) return;
+    enum { INPUTS = 4, WEIGHTS = 7 };  // of a block: of q k v, o, gate and up, down
+    double here = 0, backwards = price->backwards * (double)m->config.layers;
+    for (int64_t i = 0; i < m->config.layers; i++) here += m->block[i].q->here;
+    double forwards = price->forwards * (double)m->config.layers;
+    double weights = f->keeps_casts ? here : forwards + backwards;
+    double calls = forwards * INPUTS + backwards * (INPUTS + 2 * WEIGHTS);
+    if (m->mesh.tp.size > 1) price_all_reduce(price, calls + weights * WEIGHTS, 1, F32, m->mesh.tp);
+    if (m->mesh.cp.size > 1) price_all_reduce(price, calls, 1, F32, m->mesh.cp);
+}
+
+int64_t fp8_linear_casts(const Fp8Linear *f) { return f->casts; }

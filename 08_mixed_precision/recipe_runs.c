@@ -1,0 +1,69 @@
+// recipe_runs.c: runs on one device, for the tables and pictures of this chapter: how far training comes,
+// which weights move, how far a gradient is off.
+//
+// This file has no main: bf16.c, fp16.c and fp8.c call it.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "files.h"
+#include "mixed_precision.h"
+
+Run run_of(const Config *config, Techniques techniques) {
+    Trainer *t = trainer_new(config, mesh_single(), techniques);
+    Run run = {.steps = config->steps, .loss = host_alloc((size_t)config->steps * sizeof *run.loss)};
+    int64_t last = (config->steps + 9) / 10;
+    for (int64_t step = 0; step < config->steps; step++) {
+        train_step(t, NULL);
+        run.loss[step] = t->loss;
+        if (step >= config->steps - last) run.last += t->loss / (double)last;
+    }
+    const Params *p = &t->model->params;
+    int64_t all = 0, gains = 0, moved = 0;
+    for (int i = 0; i < p->count; i++) {
+        const Param *param = &p->param[i];
+        double *x = host_alloc((size_t)param->count * sizeof *x);
+        tensor_to_doubles(x, param_own_value(p, param, NULL));
+        for (int64_t j = 0; j < param->count && param->dims == 1; j++) gains++, moved += x[j] != 1;
+        all += param->count;
+        free(x);
+    }
+    run.elements = all, run.gains = gains, run.moved = moved;
+    trainer_free(t);
+    return run;
+}
+
+void run_free(Run *run) {
+    free(run->loss);
+    *run = (Run){0};
+}
+
+// ---- gradients ----
+
+static Record first_gradient(const Config *config, Techniques techniques) {
+    Config c = *config;
+    c.steps = 1;
+    Trainer *t = trainer_new(&c, mesh_single(), techniques);
+    Record record = train_record(t, "gradient");
+    trainer_free(t);
+    return record;
+}
+
+double gradient_error(const Config *config, Techniques techniques, double *zero) {
+    Config exact = *config;
+    exact.dtype = F64;
+    Record got = first_gradient(config, techniques), want = first_gradient(&exact, techniques);
+    double error = 0, norm = 0, zeros = 0, all = 0;
+    for (int i = 0; i < got.tensors; i++)
+        for (int64_t j = 0; j < got.count[i]; j++) {
+            double x = got.grad[i][j], y = want.grad[i][j];
+            error += (x - y) * (x - y);
+            norm += y * y;
+            all += y != 0;
+            zeros += y != 0 && x == 0;
+        }
+    if (zero) *zero = zeros / all;
+    record_free(&got);
+    record_free(&want);
+    return sqrt(error / norm);
+}

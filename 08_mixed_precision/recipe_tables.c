@@ -1,0 +1,383 @@
+// recipe_tables.c: what the recipes of fp8.c are good for, on one device. Playbook: "FP8 pretraining";
+// DeepSeek-V3 2024, sections 3.3.1 and 3.3.2.
+//
+// Outliers: one element in 4,096 of x is some hundred times the others. A scale of the whole tensor then
+// pushes all others towards the lower end of the codes; one of a tile, those of its tile alone.
+//
+// Long sums: Hopper's tensor core adds products of 8 bits with about 14 bits of the sum (DeepSeek-V3), so
+// that what is small beside the sum is lost, and more of it the longer the sum is. Here: after every 32
+// products the sum is cut off to 14 bits, which is a model of it. Sums that go to f32 every 128 do not
+// grow so long.
+//
+// This file has no main: fp8.c runs it.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "files.h"
+#include "mixed_precision.h"
+#include "tensor/rng.h"
+
+static Tensor random_matrix(int64_t rows, int64_t columns, uint64_t key, double shift, double outlier) {
+    int64_t count = rows * columns;
+    double *x = host_alloc((size_t)count * sizeof *x);
+    for (int64_t i = 0; i < count; i++) {
+        x[i] = shift + rng_normal(key, RNG_TEST, (uint64_t)i);
+        if (outlier > 0 && rng_bits(key + 1, RNG_TEST, (uint64_t)i) % 4096 == 0) x[i] *= outlier;
+    }
+    Tensor t = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(rows, columns));
+    tensor_from_doubles(t, x);
+    free(x);
+    return t;
+}
+
+static Codes codes_of(Tensor x, DType dtype, Tile tile, ScaleRule rule) {
+    int64_t rows = tensor_rows(x), columns = tensor_columns(x);
+    Codes c = {.tile = tile};
+    c.scale = tensor_new(MEMORY_ACTIVATION, F32,
+                         SHAPE(tiles_of(rows, tile.rows), tiles_of(columns, tile.columns)));
+    c.codes = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(rows, columns));
+    op_fill(c.scale, 0);
+    op_tile_amax(c.scale, x, false, tile);
+    op_tile_scale(c.scale, c.scale, dtype, rule);
+    op_encode(c.codes, x, c.scale, false, tile);
+    return c;
+}
+
+static void free_codes(Codes *c) {
+    tensor_free(&c->codes);
+    tensor_free(&c->scale);
+}
+
+// Relative, in L2; *bias: of the mean.
+static double relative_error(Tensor got, Tensor want, double *bias) {
+    int64_t count = tensor_count(want);
+    double *x = host_alloc((size_t)count * sizeof *x), *y = host_alloc((size_t)count * sizeof *y);
+    double error = 0, norm = 0, off = 0, sum = 0;
+    tensor_to_doubles(x, got);
+    tensor_to_doubles(y, want);
+    for (int64_t i = 0; i < count; i++) {
+        error += (x[i] - y[i]) * (x[i] - y[i]);
+        norm += y[i] * y[i];
+        off += x[i] - y[i];
+        sum += fabs(y[i]);
+    }
+    free(x);
+    free(y);
+    if (bias) *bias = off / sum;
+    return sqrt(error / norm);
+}
+
+// ---- outliers: of the product without the outliers' own rows nothing else would be seen ----
+
+// The error of x W^T in those rows of x that have no outlier: what a scale does to the innocent.
+static double innocent_error(Tensor got, Tensor want, Tensor x) {
+    int64_t rows = tensor_rows(x), columns = tensor_columns(x), out = tensor_columns(want);
+    double *v = host_alloc((size_t)(rows * columns) * sizeof *v), error = 0, norm = 0;
+    double *a = host_alloc((size_t)(rows * out) * sizeof *a),
+           *b = host_alloc((size_t)(rows * out) * sizeof *b);
+    tensor_to_doubles(v, x);
+    tensor_to_doubles(a, got);
+    tensor_to_doubles(b, want);
+    for (int64_t i = 0; i < rows; i++) {
+        double most = 0;
+        for (int64_t j = 0; j < columns; j++) most = fmax(most, fabs(v[i * columns + j]));
+        for (int64_t j = 0; j < out && most < 10; j++) {
+            error += (a[i * out + j] - b[i * out + j]) * (a[i * out + j] - b[i * out + j]);
+            norm += b[i * out + j] * b[i * out + j];
+        }
+    }
+    free(v);
+    free(a);
+    free(b);
+    return sqrt(error / norm);
+}
+
+static double outlier_error(const Fp8Recipe *r, double outlier) {
+    enum { ROWS = 64, IN = 512, OUT = 128 };
+    Tensor x = random_matrix(ROWS, IN, 11, 0, outlier), w = random_matrix(OUT, IN, 12, 0, 0);
+    Tensor want = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(ROWS, OUT)),
+           got = tensor_like(MEMORY_ACTIVATION, want);
+    int64_t along = !r->tile ? 0 : r->rule == SCALE_POWER_OF_TWO ? 32 : 128;
+    Codes a = codes_of(x, r->forward, (Tile){r->tile ? 1 : 0, along}, r->rule);
+    Codes b = codes_of(w, r->forward, (Tile){r->square ? along : r->tile, along}, r->rule);
+    op_matmul(want, x, w, false, true, 0);
+    op_matmul_codes(got, a, b, r->sum, 0);
+    double error = innocent_error(got, want, x);
+    free_codes(&a), free_codes(&b);
+    tensor_free(&x), tensor_free(&w), tensor_free(&want), tensor_free(&got);
+    return error;
+}
+
+static void show_outliers(void) {
+    static const double sizes[] = {0, 1e3, 1e5, 1e6};
+    double error[8][4];
+    say("\nx W^T of 512 products, one element of x in 4,096 so many times as large; error of the rows "
+        "without\n");
+    say("  %-12s %10s %10s %10s %10s", "", "none", "1e3", "1e5", "1e6");
+    for (int i = 0; i < fp8_recipe_count; i++) {
+        for (int j = 0; j < 4; j++) error[i][j] = outlier_error(&fp8_recipes[i], sizes[j]);
+        say("  %-12s %10.4f %10.4f %10.4f %10.4f", fp8_recipes[i].name, error[i][0], error[i][1],
+            error[i][2], error[i][3]);
+        report_number("outliers of 1e5", fp8_recipes[i].name, error[i][2], "");
+        bool tamed = error[i][3] < 1.05 * error[i][0];
+        report_that(tamed == fp8_recipes[i].tile,
+                    "%s: outliers change the error of other rows from %g to %g", fp8_recipes[i].name,
+                    error[i][0], error[i][3]);
+    }
+}
+
+// ---- long sums ----
+
+// Of a product with k terms of one sign, as gradients of weights are: the error of its sum alone.
+static double sum_error(int64_t k, CodesSum sum, double *bias) {
+    enum { SIDE = 24 };
+    Tensor x = random_matrix(SIDE, k, 21, 1, 0), w = random_matrix(SIDE, k, 22, 1, 0);
+    Tensor want = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(SIDE, SIDE)),
+           got = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(SIDE, SIDE));
+    Codes a = codes_of(x, E4M3, (Tile){0, 0}, SCALE_REAL), b = codes_of(w, E4M3, (Tile){0, 0}, SCALE_REAL);
+    op_matmul_codes(want, a, b, (CodesSum){0, 0}, 0);
+    op_matmul_codes(got, a, b, sum, 0);
+    double error = relative_error(got, want, bias);
+    free_codes(&a), free_codes(&b);
+    tensor_free(&x), tensor_free(&w), tensor_free(&want), tensor_free(&got);
+    return error;
+}
+
+static void show_sums(void) {
+    static const struct {
+        const char *name;
+        CodesSum sum;
+    } ways[] = {{"f32", {0, 0}}, {"14 bits", {14, 0}}, {"14 bits, to f32 every 128", {14, 128}}};
+    static const int64_t lengths[] = {512, 4096, 16384};
+    double error[3][3], bias[3][3];
+    say("\nSums of products of codes, and how much too small they are\n");
+    say("  %-28s %16s %16s %16s", "", "K = 512", "4096", "16384");
+    for (int i = 0; i < 3; i++) {
+        for (int j = 0; j < 3; j++) error[i][j] = sum_error(lengths[j], ways[i].sum, &bias[i][j]);
+        say("  %-28s %9.1e %6.2f%% %8.1e %6.2f%% %8.1e %6.2f%%", ways[i].name, error[i][0],
+            100 * fabs(bias[i][0]), error[i][1], 100 * fabs(bias[i][1]), error[i][2],
+            100 * fabs(bias[i][2]));
+        report_number("sums of 4096", ways[i].name, error[i][1], "");
+        report_number("sums of 16384", ways[i].name, error[i][2], "");
+    }
+    for (int j = 1; j < 3; j++) {
+        report_that(error[1][j] > 4 * error[2][j], "sums of 14 bits are off by %g, promoted by %g",
+                    error[1][j], error[2][j]);
+        report_that(error[1][j] > 1.5 * error[1][j - 1], "longer sums of 14 bits are not further off");
+        report_that(error[2][j] < 2 * error[2][0],
+                    "longer sums are further off although they are promoted");
+        report_that(bias[1][j] < 0, "what is cut off does not make sums smaller");
+    }
+}
+
+// ---- training ----
+
+static const Technique *const one_device[] = {&fp8_recipe, &recompute, NULL};
+
+// recipe 0: none, plain bf16
+static Config small(int recipe, const char *more) {
+    char *text = format_text(
+        "layers=1 hidden=32 heads=4 kv-heads=4 ffn=96 seq=32 micro-batch=8 dtype=bf16 optimizer=adamw "
+        "warmup=0 "
+        "clip=1 weight-decay=0 %s",
+        more);
+    Config c = config_default(text);
+    free(text);
+    config_set(&c, "fp8", recipe);
+    config_set(&c, "fp8-tile", 0);
+    config_set(&c, "fp8-wire", 0);
+    return c;
+}
+
+// Weights are cast once in each step of the optimizer, whatever runs forward again.
+static void show_casts(void) {
+    Config c = small(1, "grad-acc=3 steps=2");
+    c.recompute = RECOMPUTE_FULL;
+    Trainer *t = trainer_new(&c, mesh_single(), one_device);
+    int64_t weights = 0;
+    for (int i = 0; i < t->model->params.count; i++) weights += fp8_is_cast(&t->model->params.param[i]);
+    train_step(t, NULL);
+    train_step(t, NULL);
+    say("\n2 steps of 3 micro-batches, each forward twice:");
+    report_equal("casts of weights", 2 * (double)weights, (double)fp8_linear_casts(fp8_linear_of(t)), "");
+    trainer_free(t);
+}
+
+// How far each recipe comes beside bf16.
+static void show_losses(void) {
+    double bf16 = 0;
+    say("\n160 steps of a small model, --lr 0.003 that falls to its tenth:\n");
+    say("  %-12s %12s %12s", "", "last losses", "of bf16's");
+    for (int i = 0; i <= fp8_recipe_count; i++) {
+        Config c = small(i, "steps=160 lr=0.003");
+        const char *name = i ? fp8_recipes[i - 1].name : "bf16";
+        Run run = run_of(&c, one_device);
+        if (i == 0) bf16 = run.last;
+        say("  %-12s %12.4f %+11.2f%%", name, run.last, 100 * (run.last / bf16 - 1));
+        report_number("last losses", name, run.last, "nats");
+        bool close = fabs(run.last / bf16 - 1) < 0.015;
+        report_that(close == (i == 0 || fp8_recipes[i - 1].trains), "%s: its loss is %s 1.5%% of bf16's",
+                    name, close ? "within" : "not within");
+        run_free(&run);
+    }
+}
+
+// ---- bytes per parameter ----
+
+// What the weights that are multiplied in 8 bits take, a parameter, by what is allocated.
+static void show_row(const char *name, const Config *c, Techniques techniques, const Fp8Recipe *r,
+                     double playbook) {
+    Trainer *t = trainer_new(c, mesh_single(), techniques);
+    memory_reset_peak();
+    train_step(t, NULL);
+    Memory memory = memory_account();
+    Recipe is = t->model->params.recipe;
+    // The weights of the table are codes, and what is stepped beside them.
+    bool codes = r && r->master != F64;
+    double weight = codes ? 1 : (double)dtype_size(is.weight);
+    double master = recipe_has_masters(is) ? (double)dtype_size(is.master)
+                    : codes                ? (double)dtype_size(is.weight)
+                                           : 0;
+    double sum = recipe_has_accumulators(is) ? (double)dtype_size(is.sum) : 0;
+    double gradient = (double)dtype_size(is.gradient), m = (double)dtype_size(is.moment),
+           v = (double)dtype_size(is.second), total = master + sum + weight + gradient + m + v;
+    double elements = (double)params_elements(&t->model->params);
+    double stored = elements * (total - (codes ? 1 : 0) +
+                                (codes && recipe_has_masters(is) ? dtype_size(is.weight) : 0));
+    double casts = r ? fp8_extra_bytes(t) : 0;
+    say("  %-20s %8g %8g %8g %10g %6g + %g %8g %10g", name, master, sum, weight, gradient, m, v, total,
+        playbook);
+    bool quiet = report_quiet(true);
+    char *what = format_text("%s: bytes of weights, gradients and optimizer", name);
+    report_equal(what, stored + casts,
+                 (double)(memory.peak[MEMORY_PARAMETER] + memory.peak[MEMORY_GRADIENT] +
+                          memory.peak[MEMORY_OPTIMIZER]),
+                 "B");
+    report_quiet(quiet);
+    report_that(total == playbook + (r && r->narrow_gradients),
+                "%s: %g bytes per parameter, the playbook has %g", name, total, playbook);
+    report_number("bytes per parameter", name, total, "B");
+    free(what);
+    trainer_free(t);
+}
+
+static void show_bytes(void) {
+    static const Technique *const bf16[] = {&bf16_recipe, NULL};
+    say("\nBytes per parameter of the weights that are multiplied in 8 bits\n");
+    say("  %-20s %8s %8s %8s %10s %6s   %s %8s %10s", "", "master", "sums", "weights", "gradients", "m",
+        "v", "here", "playbook");
+    for (int narrow = 0; narrow < 2; narrow++) {
+        Config c = small(0, "steps=1");
+        config_set(&c, "master", 0);
+        config_set(&c, "sum", narrow);
+        config_set(&c, "rounding", 0);
+        show_row(narrow ? "bf16, sums in bf16" : "bf16", &c, bf16, NULL, narrow ? 16 : 20);
+    }
+    for (int i = 0; i < fp8_recipe_count; i++) {
+        const Fp8Recipe *r = &fp8_recipes[i];
+        if (!r->playbook) continue;
+        Config c = small(i + 1, "steps=1");
+        if (r->master == F64) c.dtype = F32;  // Transformer Engine steps the model's own weights
+        show_row(r->name, &c, one_device, r, r->playbook);
+    }
+    say("  (besides, in all: two casts of 1 byte, of which one is the weights above, scales, and a copy in "
+        "bf16\n"
+        "  that the emulation casts from; gradients of fp8-lm and nanotron leave the multiply in bf16 "
+        "here)");
+}
+
+// ---- in flight ----
+
+// ZeRO-3's weights in 16 and in 8 bits: what its all-gathers send, and how far training comes.
+static void show_wire(Mesh mesh) {
+    static const Technique *const zero[] = {&fp8_recipe, &zero3, NULL};
+    double bytes[2], last[2];
+    if (mesh.dp.size < mesh.world.size || mesh.dp.size == 1) return;
+    say("\nZeRO-3 of deepseek on %d ranks, 60 steps\n", mesh.dp.size);
+    say("  %-12s %22s %12s", "weights in", "all-gathered in a step", "last losses");
+    for (int narrow = 0; narrow < 2; narrow++) {
+        Config c = small(0, "steps=60 lr=0.003 micro-batch=4");
+        config_set(&c, "fp8", DEEPSEEK);
+        config_set(&c, "fp8-wire", narrow);
+        config_set(&c, "no-prefetch", 0);
+        c.dp = mesh.dp.size;
+        Record record = program_record(&c, mesh, zero, false, true, narrow ? "8 bits" : "16 bits");
+        bytes[narrow] = (double)comm_count("all_gather").bytes / (double)c.steps, last[narrow] = 0;
+        for (int64_t i = c.steps - 6; i < c.steps; i++) last[narrow] += record.loss[i] / 6;
+        say("  %-12s %22s %12.4f", narrow ? "8 bits" : "16 bits", bytes_text(bytes[narrow]), last[narrow]);
+        report_number("ZeRO-3's all-gathers", narrow ? "8 bits" : "16 bits", bytes[narrow], "B");
+        record_free(&record);
+    }
+    report_that(bytes[1] < 0.54 * bytes[0], "8 bits send %g of the bytes of 16", bytes[1] / bytes[0]);
+    report_that(fabs(last[1] / last[0] - 1) < 0.02, "weights in 8 bits change the loss by %g of it",
+                last[1] / last[0] - 1);
+}
+
+// ---- learning rates ----
+
+enum { RATES = 5, LEFT = 70, TOP = 50, WIDTH = 560, HEIGHT = 300 };
+static const double rates[RATES] = {0.003, 0.03, 0.3, 1, 3};
+
+static void draw_rates(const char *file, double (*last)[RATES], int rows, double highest) {
+    static const char *const colour[] = {"#24292f", "#0969da", "#54aeff", "#bf3989",
+                                         "#1a7f37", "#cf222e", "#9a6700"};
+    FILE *svg = output_open("--curves", file);
+    fprintf(svg,
+            "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
+            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n"
+            "<rect fill='#fff' stroke='#d0d7de' x='.5' y='.5' width='%d' height='%d' rx='6'/>\n"
+            "<text x='%d' y='28' font-size='15' font-weight='600'>Loss after 100 steps, by --lr</text>\n",
+            LEFT + WIDTH + 120, TOP + HEIGHT + 50, LEFT + WIDTH + 120, TOP + HEIGHT + 50,
+            LEFT + WIDTH + 119, TOP + HEIGHT + 49, LEFT);
+    double low = floor(last[0][0]), across = WIDTH / (RATES - 1.0), scale = HEIGHT / (highest - low);
+    for (int i = 0; i < RATES; i++)
+        fprintf(svg, "<text x='%g' y='%d' text-anchor='middle'>%g</text>\n", LEFT + i * across,
+                TOP + HEIGHT + 24, rates[i]);
+    for (double y = low; y <= highest; y++)
+        fprintf(svg,
+                "<text x='%d' y='%g' text-anchor='end'>%g</text><path stroke='#d0d7de' d='M%d %gh%d'/>\n",
+                LEFT - 10, TOP + HEIGHT - (y - low) * scale + 4, y, LEFT, TOP + HEIGHT - (y - low) * scale,
+                WIDTH);
+    for (int row = 0; row < rows; row++) {
+        fprintf(svg, "<path fill='none' stroke='%s' stroke-width='2' d='", colour[row]);
+        for (int i = 0; i < RATES; i++)
+            fprintf(svg, "%c%g %g", i ? 'L' : 'M', LEFT + i * across,
+                    TOP + HEIGHT - (fmin(last[row][i], highest) - low) * scale);
+        fprintf(svg, "'/><text x='%d' y='%d' fill='%s'>%s</text>\n", LEFT + WIDTH + 16, TOP + 16 + 20 * row,
+                colour[row], row ? fp8_recipes[row - 1].name : "bf16");
+    }
+    fprintf(svg, "</svg>\n");
+    output_close(svg, "--curves", file);
+}
+
+// Where each recipe leaves bf16 as the learning rate grows. Without a warm-up, and hardly clipped.
+static void show_rates(const char *file) {
+    enum { MOST = 8 };
+    double last[MOST][RATES], highest = 0;
+    say("\nMean of the last 10 of 100 losses as --lr grows, not clipped\n");
+    say("  %-12s %10g %10g %10g %10g %10g", "", rates[0], rates[1], rates[2], rates[3], rates[4]);
+    for (int i = 0; i <= fp8_recipe_count; i++) {
+        for (int j = 0; j < RATES; j++) {
+            Config c = small(i, "steps=100 clip=0");
+            c.lr = rates[j];
+            Run run = run_of(&c, one_device);
+            highest = fmax(highest, last[i][j] = run.last);
+            run_free(&run);
+        }
+        say("  %-12s %10.3f %10.3f %10.3f %10.3f %10.3f", i ? fp8_recipes[i - 1].name : "bf16", last[i][0],
+            last[i][1], last[i][2], last[i][3], last[i][4]);
+    }
+    if (base_rank() == 0) draw_rates(file, last, fp8_recipe_count + 1, fmin(ceil(highest), 12));
+}
+
+void fp8_tables(Mesh mesh, const Config *config) {
+    const char *curves = config_text(config, "curves");
+    show_outliers();
+    show_sums();
+    show_casts();
+    show_bytes();
+    show_losses();
+    show_wire(mesh);
+    if (curves) show_rates(curves);
+}

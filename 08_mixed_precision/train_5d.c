@@ -1,0 +1,104 @@
+// train_5d.c: everything at once: data, pipeline, context, tensor and expert parallelism, ZeRO,
+// recomputation. Playbook: "5D parallelism in a nutshell".
+//
+// Against 00_single_gpu: nothing that an earlier chapter has not shown. A layout is a list of records
+// (five_d_layouts.c); this file holds neither a technique nor a call to another rank:
+//
+//                          batch     sequence    layers    width     experts
+//     --dp --zero 0…3        x                                              weights, gradients, state too
+//     --cp --context                    x
+//     --pp --schedule                               x
+//     --tp --sp                      (x)                      x
+//     --ep                                                               x
+//
+// First a plan: who has what, what each rank holds and sends in a step, how long it takes on the model
+// clock. Then the proof against one device, some steps of real text beside it, and one more step, held
+// against the plan, rank by rank.
+//
+// Bytes sent, memory per rank: the sums of the records' closed forms.
+// Run: build/08_mixed_precision/train_5d    (--no-check trains for real: held-out loss, checkpoints, sample)
+// Last line: PASS train_5d: all techniques together make the step of one device …
+#include <stdlib.h>
+
+#include "five_d.h"
+
+#ifndef NO_MAIN
+
+static RankPlan *planned;
+
+static void plan(Mesh mesh, const Config *config) {
+    five_d_check_typed(config);
+    planned = five_d_plan(mesh, config, true);
+    say("\nThe plan: who has what (E embedding, H head), what is held at its peak, and sent in a step");
+    five_d_plan_print(planned, mesh, config);
+}
+
+// ---- real text ----
+
+enum { SHOWN = 5 };
+
+// Trains --shown steps on these ranks, and on one device; the losses, side by side.
+static void show_steps(Mesh mesh, const Config *config) {
+    Config c = *config, whole = *config;
+    c.steps = whole.steps = (int64_t)config_number(config, "shown");
+    if (c.steps == 0) return;
+    whole.grad_acc *= mesh.dp.size;
+    whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
+    Record run = program_record(&c, mesh, five_d_layouts(), false, true, "all ranks");
+    if (mesh.world.rank == 0) {  // the others wait in the next step
+        Record one = program_record(&whole, mesh_single(), five_d_one_device(), false, false, "one device");
+        say("\n%ld steps of %s        %d ranks     one device", c.steps, c.data ? c.data : "this book",
+            mesh.world.size);
+        for (int i = 0; i < SHOWN; i++) {
+            int64_t step = i * (c.steps - 1) / (SHOWN - 1);
+            say("  loss of step %-5lld %20.12f %14.12f", (long long)step + 1, run.loss[step],
+                one.loss[step]);
+        }
+        bool quiet = report_quiet(true);
+        double bound = train_bound_with(&whole, five_d_one_device(), false, &one);
+        report_compare(&run, &one, PROOF_REASSOCIATED, bound);
+        report_quiet(quiet);
+        record_free(&one);
+    }
+    record_free(&run);
+}
+
+// ---- predicted beside measured ----
+
+static void more(Mesh mesh, const Config *config) {
+    show_steps(mesh, config);
+    double start = wall_seconds();
+    RankPlan *run = five_d_plan(mesh, config, false);
+    double seconds = wall_seconds() - start;
+    bool quiet = report_quiet(!config->verbose);
+    five_d_plan_compare(planned, run, mesh, config);
+    report_quiet(quiet);
+    say("\nThe same of a step that was computed (here three of them took %.2f s)", seconds);
+    five_d_plan_print(run, mesh, config);
+    free(run);
+}
+
+static const Option shown_option = {
+    "shown", OPTION_INT, NULL, "200", 0, 1e6, "steps", "on real text, beside one device; 0: none", false};
+
+int main(int argc, char **argv) {
+    Option option[FIVE_D_OPTIONS + 1] = {shown_option};
+    for (int i = 0; i < FIVE_D_OPTIONS; i++) option[i + 1] = five_d_options[i];
+    const Program program = {
+        .purpose = "5D parallelism: every technique of this book at once, on dense models and on experts.",
+        .claim = "all techniques together make the step of one device",
+        .defaults =
+            "layers=4 hidden=32 heads=4 kv-heads=2 ffn=64 seq=32 micro-batch=1 grad-acc=4 steps=3 "
+            "dtype=f64 optimizer=adamw lr=0.001 clip=0.5 bucket-mb=0.1 dp=0 pp=2 tp=2 zero=1",
+        .natural = 8,
+        .baseline = five_d_one_device(),
+        .techniques = five_d_layouts(),
+        .option = option,
+        .options = FIVE_D_OPTIONS + 1,
+        .plan = plan,
+        .more = more};
+    int status = program_main(argc, argv, &program);
+    free(planned);
+    return status;
+}
+#endif

@@ -1,0 +1,207 @@
+// ops_cuda_codes.cu: random rounding, and 8-bit codes with scales, on a GPU. The multiply is the plain
+// one, a thread for each element of the product, with the partial sums that ops.h promises: it says what
+// is right, and is not fast.
+#include <math.h>
+
+#include "ops_cuda.h"
+
+static unsigned blocks_of(int64_t count) {
+    return (unsigned)least(ceil_div(count, MOST_THREADS), MOST_BLOCKS);
+}
+
+// ---- random rounding ----
+
+// The lowest word of Philox 4x32-10 (Salmon et al. 2011), as in tensor/rng.c; Random123's own header
+// throws exceptions, which device code is compiled without.
+__device__ inline uint32_t philox(uint64_t seed, uint64_t stream, uint64_t index) {
+    uint32_t key[] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+    uint32_t x[] = {(uint32_t)index, (uint32_t)(index >> 32), (uint32_t)stream, (uint32_t)(stream >> 32)};
+    for (int round = 0; round < 10; round++) {
+        const uint64_t even = (uint64_t)0xd2511f53 * x[0], odd = (uint64_t)0xcd9e8d57 * x[2];
+        x[0] = (uint32_t)(odd >> 32) ^ x[1] ^ key[0];
+        x[1] = (uint32_t)odd;
+        x[2] = (uint32_t)(even >> 32) ^ x[3] ^ key[1];
+        x[3] = (uint32_t)even;
+        key[0] += 0x9e3779b9, key[1] += 0xbb67ae85;
+    }
+    return x[0];
+}
+
+__global__ void round_randomly(uint16_t *y, const float *x, RandomPlace place, int64_t count) {
+    const int64_t all = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += all) {
+        const int64_t stored = place.first + i;
+        const uint64_t whole = (uint64_t)(place.origin + stored / place.columns * place.whole_columns +
+                                          stored % place.columns);
+        const uint64_t index = (uint64_t)place.step << 40 | whole;
+        const uint32_t random = philox(place.seed, place.stream, index) & 0xffff;
+        y[i] = isfinite(x[i]) ? (uint16_t)((__float_as_uint(x[i]) + random) >> 16)
+                              : __bfloat16_as_ushort(__float2bfloat16_rn(x[i]));
+    }
+}
+
+void kernel_round_stochastic(uint16_t *y, const float *x, RandomPlace place, int64_t count) {
+    if (count > 0) LAUNCH(round_randomly, blocks_of(count), MOST_THREADS, 0, stream(), y, x, place, count);
+}
+
+// ---- codes: a thread for each element of the matrix as the codes have it ----
+
+struct Tiling {
+    int64_t rows, columns, tile_rows, tile_columns, across;
+    bool transpose;
+
+    static Tiling of(int64_t x_rows, int64_t x_columns, bool turned, Tile tile) {
+        const int64_t rows = turned ? x_columns : x_rows, columns = turned ? x_rows : x_columns;
+        const int64_t tile_rows = tile.rows > 0 ? tile.rows : rows > 0 ? rows : 1;
+        const int64_t tile_columns = tile.columns > 0 ? tile.columns : columns > 0 ? columns : 1;
+        return {rows, columns, tile_rows, tile_columns, ceil_div(columns, tile_columns), turned};
+    }
+    __device__ int64_t tile(int64_t i) const {
+        return i / columns / tile_rows * across + i % columns / tile_columns;
+    }
+    // Where x has the element that the codes have at i.
+    __device__ int64_t source(int64_t i) const { return transpose ? i % columns * rows + i / columns : i; }
+};
+
+// The larger of the bits of two numbers without their signs is the larger number, and NaN beats all.
+template <class T>
+__global__ void find_amax(unsigned *most, const T *x, Tiling t) {
+    const int64_t all = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < t.rows * t.columns; i += all)
+        atomicMax(&most[t.tile(i)], __float_as_uint((float)wide(x[t.source(i)])) & 0x7fffffff);
+}
+
+__global__ void find_scale(float *scale, const float *amax, float largest, bool power_of_two,
+                           int64_t count) {
+    const int64_t all = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += all) {
+        float s = amax[i] > 0 && isfinite(amax[i]) ? fmaxf(amax[i] / largest, ldexpf(1, -126)) : 1;
+        int power;
+        if (power_of_two) s = frexpf(s, &power) == 0.5f ? s : ldexpf(1, power);
+        scale[i] = s;
+    }
+}
+
+template <class T, __nv_fp8_interpretation_t KIND>
+__global__ void encode(uint8_t *codes, const T *x, const float *scale, Tiling t) {
+    const int64_t all = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < t.rows * t.columns; i += all)
+        codes[i] =
+            __nv_cvt_float_to_fp8((float)wide(x[t.source(i)]) / scale[t.tile(i)], __NV_SATFINITE, KIND);
+}
+
+template <class Code>
+__device__ inline float number_of(uint8_t code) {
+    Code c;
+    c.__x = code;
+    return (float)c;
+}
+
+template <class T, class Code>
+__global__ void decode(T *y, const uint8_t *codes, const float *scale, Tiling t) {
+    const int64_t all = (int64_t)gridDim.x * blockDim.x;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < t.rows * t.columns; i += all)
+        y[i] = narrow<T>(number_of<Code>(codes[i]) * scale[t.tile(i)]);
+}
+
+void kernel_tile_amax(DType dtype, float *amax, const void *x, int64_t rows, int64_t columns,
+                      bool transpose, Tile tile) {
+    Tiling t = Tiling::of(rows, columns, transpose, tile);
+    if (rows * columns == 0) return;
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        LAUNCH(find_amax<T>, blocks_of(rows * columns), MOST_THREADS, 0, stream(), (unsigned *)amax,
+               (const T *)x, t);
+    });
+}
+
+void kernel_tile_scale(float *scale, const float *amax, DType codes, ScaleRule rule, int64_t count) {
+    if (count > 0)
+        LAUNCH(find_scale, blocks_of(count), MOST_THREADS, 0, stream(), scale, amax,
+               codes == E4M3 ? 448.0f : 57344.0f, rule == SCALE_POWER_OF_TWO, count);
+}
+
+void kernel_encode(DType codes_dtype, uint8_t *codes, DType dtype, const void *x, const float *scale,
+                   int64_t rows, int64_t columns, bool transpose, Tile tile) {
+    Tiling t = Tiling::of(rows, columns, transpose, tile);
+    if (rows * columns == 0) return;
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        if (codes_dtype == E4M3)
+            LAUNCH((encode<T, __NV_E4M3>), blocks_of(rows * columns), MOST_THREADS, 0, stream(), codes,
+                   (const T *)x, scale, t);
+        else
+            LAUNCH((encode<T, __NV_E5M2>), blocks_of(rows * columns), MOST_THREADS, 0, stream(), codes,
+                   (const T *)x, scale, t);
+    });
+}
+
+template <class F>
+static void by_code(DType dtype, F f) {
+    if (dtype == E4M3) f(__nv_fp8_e4m3());
+    else f(__nv_fp8_e5m2());
+}
+
+void kernel_decode(DType dtype, void *y, DType codes_dtype, const uint8_t *codes, const float *scale,
+                   int64_t rows, int64_t columns, Tile tile) {
+    Tiling t = Tiling::of(rows, columns, false, tile);
+    if (rows * columns == 0) return;
+    by_dtype(dtype, [&](auto type) {
+        by_code(codes_dtype, [&](auto code) {
+            using T = decltype(type);
+            LAUNCH((decode<T, decltype(code)>), blocks_of(rows * columns), MOST_THREADS, 0, stream(),
+                   (T *)y, codes, scale, t);
+        });
+    });
+}
+
+// ---- the multiply ----
+
+// x cut off to so many significant bits, towards zero.
+template <class A>
+__device__ inline A cut(A x, int bits) {
+    int power;
+    const double fraction = frexp((double)x, &power);
+    return (A)ldexp(trunc(ldexp(fraction, bits)), power - bits);
+}
+
+template <class T, class CodeA, class CodeB>
+__global__ void multiply_codes(T *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n, int64_t k,
+                               int64_t segment, int bits, bool add) {
+    typedef Arithmetic<T> A;
+    const int64_t all = (int64_t)gridDim.x * blockDim.x, depth = bits ? WARP : segment;
+    const int64_t tiles_a = (k + a.tile_columns - 1) / a.tile_columns,
+                  tiles_b = (k + b.tile_columns - 1) / b.tile_columns;
+    for (int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; at < m * n; at += all) {
+        const int64_t i = at / n, j = at % n;
+        A sum = add ? (A)wide(c[at]) : (A)0;
+        for (int64_t first = 0; first < k; first += segment) {
+            const int64_t end = least(first + segment, k);
+            A partial = 0;
+            for (int64_t from = first; from < end; from += depth) {
+                A step = 0;
+                for (int64_t l = from; l < least(from + depth, end); l++)
+                    step +=
+                        (A)number_of<CodeA>(a.codes[i * k + l]) * (A)number_of<CodeB>(b.codes[j * k + l]);
+                partial = bits ? cut(partial + step, bits) : partial + step;
+            }
+            sum += partial * ((A)a.scale[i / a.rows * tiles_a + first / a.tile_columns] *
+                              (A)b.scale[j / b.rows * tiles_b + first / b.tile_columns]);
+        }
+        c[at] = narrow<T>(sum);
+    }
+}
+
+void kernel_matmul_codes(DType dtype, void *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n,
+                         int64_t k, int64_t segment, int bits, double beta) {
+    if (m * n == 0) return;
+    by_dtype(dtype, [&](auto type) {
+        by_code(a.dtype, [&](auto code_a) {
+            by_code(b.dtype, [&](auto code_b) {
+                using T = decltype(type);
+                LAUNCH((multiply_codes<T, decltype(code_a), decltype(code_b)>), blocks_of(m * n),
+                       MOST_THREADS, 0, stream(), (T *)c, a, b, m, n, k, segment, bits, beta != 0);
+            });
+        });
+    });
+}

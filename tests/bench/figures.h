@@ -1,0 +1,74 @@
+// figures.h: what the benchmarks share: the median and spread of what they have measured, the line that a
+// figure is printed on, and where the time goes that a step is short of its yardstick.
+//     bench <name> <median> <unit> target <value> ok|short   quartiles <low> <high>
+#ifndef FIGURES_H
+#define FIGURES_H
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base.h"
+#include "tensor/clock.h"
+
+static inline int by_value(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+// Leaves the values sorted.
+static inline double median(double *values, int count) {
+    qsort(values, (size_t)count, sizeof *values, by_value);
+    return count % 2 ? values[count / 2] : (values[count / 2 - 1] + values[count / 2]) / 2;
+}
+
+static inline void figure_line(const char *name, double *values, int count, const char *unit, double target,
+                               bool ok) {
+    double value = median(values, count);
+    say("bench %s %.4g %s target %.4g %s   quartiles %.4g %.4g", name, value, unit, target,
+        ok ? "ok" : "short", values[count / 4], values[count - 1 - count / 4]);
+}
+// Of shares and ratios: more is better.
+static inline void figure(const char *name, double *values, int count, const char *unit, double target) {
+    figure_line(name, values, count, unit, target, median(values, count) >= target);
+}
+
+// ---- what is missing: a step's seconds beyond its FLOPs at the yardstick's rate, by operation ----
+
+enum { MOST_OPERATIONS = 64 };
+
+typedef struct Missing {
+    const char *name[MOST_OPERATIONS];
+    double seconds[MOST_OPERATIONS];  // over all steps
+    int operations;
+    double step, between;  // whole steps, and what of them is within no operation
+} Missing;
+
+// One step of this rank, from clock_reset to now; rate: FLOP/s of this rank alone.
+static inline void missing_add(Missing *missing, double step_seconds, double rate) {
+    const OpCount *operation;
+    int count = clock_operations(&operation);
+    missing->step += step_seconds;
+    missing->between += step_seconds;
+    for (int i = 0; i < count; i++) {
+        int at = 0;
+        while (at < missing->operations && strcmp(missing->name[at], operation[i].name)) at++;
+        if (at == MOST_OPERATIONS) continue;
+        if (at == missing->operations) missing->name[missing->operations++] = operation[i].name;
+        missing->seconds[at] += operation[i].wall_seconds - operation[i].flops / rate;
+        missing->between -= operation[i].wall_seconds;
+    }
+}
+
+// The largest parts, as shares of the step.
+static inline void missing_say(const Missing *missing) {
+    char text[256] = "";
+    int used = 0;
+    double least = 0.005 * missing->step;
+    for (int i = 0; i < missing->operations && used < 200; i++)
+        if (missing->seconds[i] > least)
+            used += snprintf(text + used, sizeof text - used, " %s %.3f,", missing->name[i],
+                             missing->seconds[i] / missing->step);
+    say("  missing, as shares of the step:%s between operations %.3f", text,
+        missing->between / missing->step);
+}
+
+#endif

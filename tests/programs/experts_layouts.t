@@ -1,0 +1,47 @@
+#!/bin/bash
+# experts_layouts.t: experts over ranks that also share rows (tensor with sequence parallelism), sequences
+# (context parallelism), layers (a pipeline) or what they store (ZeRO), against one device: up to 8 ranks.
+# TAP. A pattern chooses among the layouts.
+# needs: build/06_expert_parallel/expert_parallel
+. "$(dirname "$0")/tap.sh"
+export OMP_NUM_THREADS=1
+build=$build/06_expert_parallel
+verdict='ranks that share the experts'
+
+# Dimensions that are all distinct; --seq is what 2 x cp and tp divide.
+layout() {
+    local name=$1 layers="--layers 2"
+    shift
+    [[ $* != *--layers* ]] || layers=''
+    passes "$name" expert_parallel --proof-only $layers --steps 2 --seq 24 "$@"
+}
+
+# ---- ranks of tp have rows of their own, and hold experts whole ----
+layout "tp 2, ep 1" --tp 2 --sp --grad-acc 1
+layout "tp 2, ep 4 beyond dp" --tp 2 --sp --ep 4
+layout "tp 4, ep 2, two copies of each expert" --tp 4 --heads 4 --sp --ep 2 --zero 1
+layout "tp 2, cp 2, ep 8, full" --ranks 8 --tp 2 --sp --cp 2 --ep 8 --recompute full
+layout "tp 2, dp 4, ep 4, zero 2, vocabulary" --ranks 8 --tp 2 --sp --vocab-parallel --ep 4 --zero 2
+layout "tp 2, ep 4, DeepSeek, shared experts" --tp 2 --sp --ep 4 --moe deepseek --shared-experts 1 \
+    --expert-groups 4 --groups-kept 2 --recompute selective
+# ---- ZeRO-3: experts' weights come with their block's ----
+layout "zero 3, ep 2" --zero 3
+layout "zero 3, ep 4, full, tied, 3 micro-batches" --zero 3 --ep 4 --recompute full --tied --grad-acc 3
+layout "zero 3, tp 2, ep 2, AdamW" --zero 3 --ranks 8 --tp 2 --sp --optimizer adamw --lr 0.001
+layout "zero 3, cp 2, ep 4" --zero 3 --cp 2 --ep 4 --context all-gather
+# ---- stages ----
+layout "pp 2, ep 2" --pp 2
+layout "pp 4, ep 2, tied, 4 layers, full" --ranks 8 --pp 4 --layers 4 --tied --recompute full --grad-acc 4
+layout "pp 2, zero 3, ep 2 of dp 4" --ranks 8 --pp 2 --zero 3 --grad-acc 3
+layout "pp 2, tp 2, ep 4, zero 1" --ranks 8 --pp 2 --tp 2 --sp --ep 4 --zero 1 --grad-acc 3
+layout "pp 2, cp 2, ep 4, zero 2, zero bubble" --ranks 8 --pp 2 --cp 2 --ep 4 --zero 2 --schedule zb_h1
+layout "DualPipe, ep 2" --pp 2 --schedule dualpipe --grad-acc 4
+layout "DualPipe, tp 2, ep 2, zero 3" --ranks 8 --pp 2 --tp 2 --sp --schedule dualpipe --grad-acc 4 --zero 3
+layout "interleaved, ep 3 of 6 ranks" --ranks 6 --pp 2 --ep 3 --experts 6 --layers 4 --schedule interleaved \
+    --grad-acc 2
+
+refused "experts are not sharded over tp, and ranks that have the same tokens would route them twice" \
+    expert_parallel --tp 2
+refused "--micro-batch 2 x --seq 31 must be a multiple of it" expert_parallel --tp 4 --sp
+refused "--ep 3 does not divide --dp 2 x --tp 2" expert_parallel --tp 2 --sp --ep 3 --experts 6 --seq 24
+finish

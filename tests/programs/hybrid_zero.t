@@ -1,0 +1,26 @@
+#!/bin/bash
+# hybrid_zero.t [PATTERN]: ZeRO-3 inside a node and replicas across, against one device: unequal and empty
+# parts, several micro-batches, recomputation, AdamW, f64 and bf16; checkpoints; wrong use. TAP.
+# needs: build/02_zero/hybrid_zero build/02_zero/zero3
+[ ! -w /dev/shm ] || export TMPDIR=/dev/shm
+. "$(dirname "$0")/tap.sh"
+export OMP_NUM_THREADS=1
+build=$build/02_zero
+
+passes "1 rank" hybrid_zero --ranks 1 --shard-ranks 0 --layers 1 --steps 2
+passes "2 nodes of 2, AdamW, tied" hybrid_zero --ranks 4 --shard-ranks 2 --optimizer adamw --lr 0.001 --tied \
+    --layers 2
+passes "3 nodes of 2, 3 micro-batches, full recomputation" hybrid_zero --ranks 6 --shard-ranks 2 --grad-acc 3 \
+    --layers 2 --recompute full --steps 2
+passes "2 nodes of 3, some of which own nothing of the head" hybrid_zero --ranks 6 --shard-ranks 3 --tied \
+    --hidden 4 --heads 2 --kv-heads 1 --ffn 3 --layers 1 --seq 7 --steps 2
+passes "replicas alone, bf16" hybrid_zero --ranks 3 --shard-ranks 1 --dtype bf16 --layers 1 --steps 2
+grep -q '^Llama 3 8B' "$out"
+[ $? = 1 ]
+report $? "a node of one rank is no node to compare"
+passes "saved by 2 nodes of 2" hybrid_zero --ranks 4 --shard-ranks 2 --layers 1 --steps 2 --no-check \
+    --save "$work/saved" --sample 0
+passes "and goes on with ZeRO-3 on 2 ranks" zero3 --ranks 2 --resume "$work/saved" --grad-acc 4 --steps 3 \
+    --optimizer sgd --lr 0.1
+refused "--shard-ranks 4 does not divide the 6 ranks of --dp x --cp" hybrid_zero --ranks 6 --shard-ranks 4
+finish

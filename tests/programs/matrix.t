@@ -1,0 +1,28 @@
+#!/bin/bash
+# matrix.t [PATTERN]: cells of the composition matrix in which every pair of choices meets, on 8 and on 6
+# ranks, against one device; a run that was broken off; a cell that fails. TAP.
+# needs: build/08_mixed_precision/matrix
+. "$(dirname "$0")/tap.sh"
+export OMP_NUM_THREADS=1
+build=$build/08_mixed_precision
+
+passes "every pair on 8 ranks" matrix --ranks 8
+grep -q ' 5220 of 9600 refused' "$out"
+report $? "and no combination more is refused than those that cannot be"
+passes "every pair on 6 ranks" matrix --ranks 6
+passes "parts: one of 60 on 2 ranks" matrix --ranks 2 --part 2/60 --table "$work/table"
+cp "$work/table" "$work/whole"
+sed -i '$d' "$work/table"
+passes "parts: a run that was broken off goes on with its last cell" matrix --ranks 2 --part 2/60 --table "$work/table"
+[ "$(tail -n 1 "$work/table")" = "$(tail -n 1 "$work/whole")" ] &&
+    [ "$(grep -c proven "$work/table")" = "$(grep -c proven "$work/whole")" ]
+report $? "parts: which is proven once"
+if wanted "parts: a cell that ended the program twice has failed"; then
+    number=$(sed -n 's/ proven .*//p' "$work/whole" | head -n 1)
+    printf '%s begun\n%s begun\n' "$number" "$number" >"$work/dead"
+    run "$build/matrix" --ranks 2 --part 2/60 --table "$work/dead"
+    [ $status = 1 ] && grep -q "^$number failed .*it ends the program" "$work/dead" && grep -q '^FAIL matrix: 1 cells fail' "$out"
+    report $? "parts: a cell that ended the program twice has failed"
+fi
+refused "--part 0/3: which of how many" matrix --ranks 2 --part 0/3
+finish
