@@ -112,7 +112,7 @@ help:
 	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=zero3: those'
 	@echo '                of that name'
 	@echo 'make readme     runs what the README shows, and writes its figures anew'
-	@echo 'make exercises  functions of the chapters to write anew, in build/exercises/ (tests/course/README.md);'
+	@echo 'make exercises  functions of the chapters to write anew (tests/course/README.md);'
 	@echo '                make grade X=zero3 proves one, FROM=dir a class; make hint X=zero3'
 	@echo 'make hunt N=12  plants a bug and shows its symptoms; make hunt-answer N=12 AT=file.c:LINE'
 	@echo 'make clean      removes build/, but not build/exercises/, and build-*/'
@@ -163,7 +163,8 @@ hint:
 	@tests/course/course hint $(X)
 grade:
 	@common/install.sh test
-	@BUILD=$(BUILD) tests/course/course grade $(if $(FROM),--from '$(FROM)') $(if $(JSON),--json '$(JSON)') $(X)
+	@BUILD=$(BUILD) tests/course/course grade $(if $(FROM),--from '$(FROM)') \
+	    $(if $(JSON),--json '$(JSON)') $(X)
 hunt:
 	@common/install.sh test
 	@BUILD=$(BUILD) tests/course/course hunt $(N)
