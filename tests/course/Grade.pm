@@ -80,7 +80,7 @@ sub run_limited {
         open STDOUT, '>', 'out' or POSIX::_exit(127);
         open STDERR, '>', 'err' or POSIX::_exit(127);
         # processor seconds, blocks of files, no core, KiB of memory: of each process
-        my $limits = 'ulimit -t 60; ulimit -c 0; ulimit -f 65536; ulimit -v 16777216; exec "$@"';
+        my $limits = 'ulimit -t 60; ulimit -c 0; ulimit -f 2097152; ulimit -v 16777216; exec "$@"';
         exec 'sh', '-c', $limits, 'sh', @command or POSIX::_exit(127);
     }
     my $until = time + $seconds;
