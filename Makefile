@@ -88,7 +88,7 @@ include common/cuda/cuda.mk
 
 .DEFAULT_GOAL := help
 .PHONY: help run test matrix faults threads gpu-check bench bench-collectives readme all objects programs \
-        tests fuzzers clean mutants FORCE
+        tests fuzzers clean mutants FORCE exercises hint grade hunt hunt-answer course-commands
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -110,7 +110,10 @@ help:
 	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=zero3: those'
 	@echo '                of that name'
 	@echo 'make readme     runs what the README shows, and writes its figures anew'
-	@echo 'make clean      removes build/ and build-*/'
+	@echo 'make exercises  functions of the chapters to write anew (tests/course/README.md);'
+	@echo '                make grade X=zero3 proves one, FROM=dir a class; make hint X=zero3'
+	@echo 'make hunt N=12  plants a bug and shows its symptoms; make hunt-answer N=12 AT=file.c:LINE'
+	@echo 'make clean      removes build/, but not build/exercises/, and build-*/'
 	@echo
 	@echo 'Variables: V=1 CC=clang BUILD=build-x OPT=-O1 SANITIZE=address,undefined CFLAGS_EXTRA=...'
 	@echo
@@ -152,6 +155,25 @@ gpu-check:
 mutants:
 	@set -f; tests/mutants/run $(M)
 
+exercises:
+	@tests/course/course stubs $(or $(TO),build/exercises)
+hint:
+	@tests/course/course hint $(X)
+grade:
+	@common/install.sh test
+	@BUILD=$(BUILD) tests/course/course grade $(if $(FROM),--from '$(FROM)') \
+	    $(if $(JSON),--json '$(JSON)') $(X)
+hunt:
+	@common/install.sh test
+	@BUILD=$(BUILD) tests/course/course hunt $(N)
+hunt-answer:
+	@BUILD=$(BUILD) tests/course/course answer $(N) $(AT)
+# How a file of an exercise is compiled and linked.
+course-commands:
+	@echo 'compile $(CC) $(ALL_CFLAGS)'
+	@echo 'link $(LINK) $(LDFLAGS)'
+	@echo 'libraries $(LDLIBS)'
+
 readme: programs $(benches)
 	@BUILD=$(BUILD) common/report/readme.sh
 
@@ -161,8 +183,9 @@ programs: $(programs) $(corpus)
 tests: $(tests) $(corpus)
 fuzzers: $(fuzzers)
 
+# What students have written stays.
 clean:
-	rm -rf build build-*
+	rm -rf $(filter-out build/exercises,$(wildcard build/*)) build-*
 
 # ---- how things are made ----
 

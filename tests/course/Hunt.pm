@@ -1,0 +1,131 @@
+# Hunt.pm: bug hunts. One of the bugs of tests/mutants/ is planted in a copy; its symptoms are shown.
+package Hunt;
+use strict;
+use warnings;
+use Digest::MD5 'md5_hex';
+use Exporter 'import';
+use File::Basename;
+use File::Path qw(make_path remove_tree);
+use Grade;
+use Source;
+our @EXPORT = qw(hunt answer graded_hunts bugs);
+
+# Bugs in one file that some exercise's proof runs, in an order that does not tell where they are.
+sub bugs {
+    my (@exercises) = @_;
+    my (%proof, @all);
+    for (@exercises) { push @{ $proof{ $_->{file} } }, $_ }
+    for my $table (glob 'tests/mutants/[0-9]*.txt') {
+        for my $entry (split /^(?=name: )/m, content($table)) {
+            my ($name) = $entry =~ /^name: +(\S+)/ or next;
+            my @files = $entry =~ /^file: +(\S+)/mg;
+            my ($bug) = $entry =~ /^bug: +(.*)/m;
+            next if @files != 1 || !$proof{ $files[0] };
+            push @all, { name => $name, file => $files[0], bug => $bug, exercises => $proof{ $files[0] } };
+        }
+    }
+    return sort { md5_hex($a->{name}) cmp md5_hex($b->{name}) } @all;
+}
+
+sub folder_of { return "$Grade::build/hunt/$_[0]" }
+
+# Lines of the copy that differ from the book's file: first and last.
+sub place_of {
+    my ($file, $folder) = @_;
+    my @right = split /\n/, content($file), -1;
+    my @wrong = split /\n/, content("$folder/$file"), -1;
+    my $first = 0;
+    $first++ while $first < @wrong && $first < @right && $wrong[$first] eq $right[$first];
+    my $same = 0;
+    my $most = (@wrong < @right ? @wrong : @right) - $first;
+    $same++ while $same < $most && $wrong[-1 - $same] eq $right[-1 - $same];
+    my $last = @wrong - $same;
+    return ($first + 1, $last > $first ? $last : $first + 1);
+}
+
+# Plants a bug in a copy and runs proofs until one is not passed. Returns the run and what it printed.
+sub symptoms {
+    my ($bug, $folder) = @_;
+    remove_tree($folder);
+    make_path($folder);
+    system('cp', '-r', 'common', glob('0*_*'), $folder) == 0 or die "the copy cannot be made\n";
+    system('tests/mutants/run', '--plant', $bug->{name}, $folder) == 0 or die "$bug->{name} does not fit\n";
+    for my $e (@{ $bug->{exercises} }) {
+        next if compiled($e, "$folder/$bug->{file}", $folder);
+        for my $run (@{ $e->{run} }) {
+            my ($wrong) = proof($e, $folder, $run);
+            return ("$e->{proof} $run", $wrong) if length $wrong;
+        }
+    }
+    return ();
+}
+
+sub bug_numbered {
+    my ($n, @all) = @_;
+    die "hunt which bug? make hunt N=1, to N=" . @all . "\n"
+        if !defined $n || $n !~ /^\d+$/ || !$n || $n > @all;
+    return $all[$n - 1];
+}
+
+sub hunt {
+    my ($n, @exercises) = @_;
+    my @all = bugs(@exercises);
+    bug_numbered($n, @all);
+    prepare(@exercises);
+    my $folder = abs_folder(folder_of($n));
+    # A bug that these small runs do not show gives its number to the next one that they do.
+    for my $try (0 .. 9) {
+        my $bug = $all[($n - 1 + $try) % @all];
+        my ($run, $wrong) = symptoms($bug, $folder) or next;
+        my ($first, $last) = place_of($bug->{file}, $folder);
+        store("$folder/.answer", join("\n", $bug->{name}, $bug->{file}, $first, $last, $bug->{bug}) . "\n");
+        my @lines = grep { length } split /\n/, some("$folder/out");
+        splice @lines, 0, @lines - 14 if @lines > 14;
+        my $output = join '', map { "    $_\n" } @lines;
+        print "One line or a few of a chapter are wrong in the copy below " . folder_of($n) . "/.\n\n";
+        print "\$ $run\n$output    $wrong\n\n" if $output !~ /\Q$wrong\E/;
+        print "\$ $run\n$output\n" if $output =~ /\Q$wrong\E/;
+        print "Which file, and which line? make hunt-answer N=$n AT=chapter/file.c:LINE\n";
+        return 0;
+    }
+    die "none of ten bugs from $n on shows in the proofs' small runs\n";
+}
+
+sub abs_folder { return $_[0] =~ m{^/} ? $_[0] : Cwd::abs_path('.') . "/$_[0]" }
+
+# "pass", or "fail" with what is right about it.
+sub judged {
+    my ($n, $at) = @_;
+    my ($name, $file, $first, $last, $bug) = split /\n/, content(folder_of($n) . '/.answer') // '';
+    die "nobody hunts $n yet: make hunt N=$n\n" if !$bug;
+    my $answer = "$file:$first" . ($last > $first ? "-$last" : '') . ": $bug";
+    return ('answer', $answer) if !defined $at;
+    my ($where, $line) = $at =~ m{^\s*(\S+?):(\d+)\s*$} or die "AT=$at: a place is chapter/file.c:LINE\n";
+    my $same = $where eq $file || $where eq basename($file);
+    return ('fail', 'it is another file') if !$same;
+    return ('fail', 'the file is right, and the line is not') if $line < $first - 2 || $line > $last + 2;
+    return ('pass', $answer);
+}
+
+sub answer {
+    my ($n, $at) = @_;
+    die "answer to which hunt? make hunt-answer N=1 AT=chapter/file.c:LINE\n" if !defined $n;
+    my ($status, $words) = judged($n, $at);
+    print { pass => 'PASS ', fail => 'FAIL ', answer => '' }->{$status} . "hunt $n: $words\n";
+    return $status eq 'fail' ? 1 : 0;
+}
+
+# A student's answers: lines "12 chapter/file.c:LINE".
+sub graded_hunts {
+    my ($file) = @_;
+    my @results;
+    for my $line (split /\n/, content($file) // '') {
+        my ($n, $at) = $line =~ /^\s*(\d+)\s+(\S+:\d+)\s*$/ or next;
+        my ($status, $words) = judged($n, $at);
+        push @results, { exercise => "hunt $n", file => $file, status => $status, kind => 'hunt',
+            first => $words, advice => '', run => '', seconds => 0 };
+    }
+    return @results;
+}
+
+1;

@@ -1,0 +1,156 @@
+# Source.pm: the table of exercises, and functions in C files.
+#
+# No compiler is asked where a function ends: comments, strings, characters and directives are blanked, and
+# of what is left braces are counted. The sources carry no marks.
+package Source;
+use strict;
+use warnings;
+use Exporter 'import';
+our @EXPORT = qw(content store words exercises exercise_named find_function stub_of with_body between code_of);
+
+sub content {
+    my ($file) = @_;
+    local $/;
+    open my $in, '<', $file or return undef;
+    my $text = <$in> // '';
+    $text =~ s/\r\n/\n/g;
+    return $text;
+}
+
+sub store {
+    my ($file, $text) = @_;
+    open my $out, '>', $file or die "$file: $!\n";
+    print $out $text;
+    close $out or die "$file: $!\n";
+}
+
+# Text in lines of at most so many columns.
+sub words {
+    my ($text, $columns) = @_;
+    my @lines = ('');
+    for my $word (split ' ', $text) {
+        push @lines, '' if length $lines[-1] && length("$lines[-1] $word") > $columns;
+        $lines[-1] .= length $lines[-1] ? " $word" : $word;
+    }
+    return @lines;
+}
+
+# ---- the table ----
+
+my @fields = qw(file function minutes task hint read reach);
+my @optional = qw(proof predicts seconds);
+
+# Exercises in the order of the table: name, the fields, proof (a program below build/) and run (its flags,
+# one run after the other).
+sub exercises {
+    my ($table) = @_;
+    my (@all, $last);
+    open my $in, '<', $table or die "$table: $!\n";
+    while (my $line = <$in>) {
+        chomp $line;
+        if ($line =~ /^name: +(\S+)$/) { push @all, { name => $1, run => [] }; undef $last }
+        elsif (@all && $line =~ /^run: *(.*)$/) { push @{ $all[-1]{run} }, $1; undef $last }
+        elsif (@all && $line =~ /^(\w+): +(.*\S)$/ && grep { $_ eq $1 } @fields, @optional) {
+            $all[-1]{ $last = $1 } = $2;
+        }
+        elsif ($last && $line =~ /^ +(.*\S)$/) { $all[-1]{$last} .= " $1" }
+        elsif ($line !~ /^(#.*)?$/) { die "$table:$.: neither a field nor the rest of one: $line\n" }
+    }
+    my %seen;
+    for my $e (@all) {
+        my @lacks = grep { !defined $e->{$_} } @fields;
+        die "$table: $e->{name} lacks @lacks\n" if @lacks;
+        die "$table: $e->{name} stands there twice\n" if $seen{ $e->{name} }++;
+        ($e->{proof} = $e->{file}) =~ s/\.c$// if !$e->{proof};
+        push @{ $e->{run} }, '' if !@{ $e->{run} };
+    }
+    return @all;
+}
+
+sub exercise_named {
+    my ($name, @all) = @_;
+    my ($found) = grep { $_->{name} eq $name } @all;
+    return $found if $found;
+    my @near = map { $_->{name} } grep { index($_->{name}, substr $name, 0, 3) >= 0 } @all;
+    die "there is no exercise $name" . (@near ? "; there is " . join ', ', @near : '') .
+        ". `make exercises` lists all.\n";
+}
+
+# ---- C ----
+
+# The text with all but code blanked, at the same places.
+sub code_of {
+    my ($text) = @_;
+    my $blank = sub { my $t = shift; $t =~ s/[^\n]/ /g; $t };
+    $text =~ s{(//(?:\\\n|[^\n])*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')}{$blank->($1)}gse;
+    $text =~ s{^([ \t]*#(?:\\\n|[^\n])*)}{$blank->($1)}gme;
+    return $text;
+}
+
+# Where a function is defined: begin (of its type), open and close (its braces), and its type. Else nothing.
+sub find_function {
+    my ($text, $name) = @_;
+    my $code = code_of($text);
+    my ($depth, $begin, $open) = (0, 0, 0);
+    while ($code =~ /([{};])/g) {
+        my $at = $-[1];
+        if ($1 eq '{') { $open = $at if !$depth++; next }
+        $depth-- if $1 eq '}';
+        next if $depth;
+        if ($1 eq '}' && substr($code, $begin, $open - $begin) =~ /^(\s*)(.*?)\b\Q$name\E\s*\(.*\)\s*$/s) {
+            my ($space, $type) = ($1, $2);
+            $type =~ s/\b(static|inline|extern)\b//g;
+            $type =~ s/^\s+|\s+$//g;
+            $type =~ s/\s+/ /g;
+            return { begin => $begin + length $space, open => $open, close => $at, type => $type }
+                if $type =~ /^\w[\w ]*\**$/;
+        }
+        $begin = $at + 1;
+    }
+    return undef;
+}
+
+sub with_body {
+    my ($text, $f, $body) = @_;
+    return substr($text, 0, $f->{open}) . $body . substr($text, $f->{close} + 1);
+}
+
+# The function with TODO("…") for a body; common text of the task, in strings that C joins.
+sub stub_of {
+    my ($text, $f, $task) = @_;
+    s/([\\"])/\\$1/g for $task;
+    my @lines = map { "\"$_ \"" } words($task, 90);
+    $lines[-1] =~ s/ "$/"/;
+    return with_body($text, $f, "{\n    TODO(" . join("\n         ", @lines) . ");\n}");
+}
+
+# Whether a text begins with another, or ends with it, blanks and line ends left aside. Returns how much of
+# the text that is, or -1 and the line of the other text that is missing.
+sub begins {
+    my ($text, $with) = @_;
+    my ($at, $line) = (0, 1);
+    while ($with =~ /(\s+)|(\S)/g) {
+        if (defined $1) { $line += ($1 =~ tr/\n//); next }
+        my $c = $2;
+        $at++ while $at < length $text && substr($text, $at, 1) =~ /\s/;
+        return (-1, $line) if $at >= length $text || substr($text, $at, 1) ne $c;
+        $at++;
+    }
+    return ($at, $line);
+}
+
+# What a student's file has between the lines before and behind the function: the function, and helpers
+# above it. Else undef and the first line of the original that is not there.
+sub between {
+    my ($original, $f, $mine) = @_;
+    my $before = substr $original, 0, $f->{begin};
+    my $behind = substr $original, $f->{close} + 1;
+    my ($from, $line) = begins($mine, $before);
+    return (undef, (split /\n/, $before, -1)[$line - 1], $line) if $from < 0;
+    my ($length, $up) = begins(scalar reverse($mine), scalar reverse $behind);
+    my @lines = split /\n/, $original, -1;
+    return (undef, $lines[@lines - $up], @lines - $up + 1) if $length < 0 || $from + $length > length $mine;
+    return substr $mine, $from, length($mine) - $length - $from;
+}
+
+1;
