@@ -158,7 +158,9 @@ static bool ring_attention_on(const Config *c) { return c->cp > 1 && ring_attent
 static bool pipeline_on(const Config *c) { return c->pp > 1; }
 
 static void more(Mesh mesh, const Config *config) {
-    if (!config_number(config, "proof-only")) fp8_tables(mesh, config);
+    if (config_number(config, "proof-only")) return;
+    fp8_tables();
+    fp8_training(mesh, config);
 }
 
 int main(int argc, char **argv) {

@@ -63,8 +63,12 @@ double fp8_state_bytes(const Fp8State *state);  // of scales, on this rank
 // recipe_wire.c: 8 bits in flight
 extern const Codec fp8_codec, fp8_gradient_codec;  // e4m3 and e5m2, a scale for each 128
 
-// recipe_tables.c: outliers, long sums, bytes per parameter, loss curves
-void fp8_tables(Mesh mesh, const Config *config);
+// recipe_tables.c: outliers, long sums, bytes per parameter
+void fp8_tables(void);
+// recipe_training.c: losses, casts, 8 bits in flight, learning rates
+void fp8_training(Mesh mesh, const Config *config);
+Config fp8_small(int recipe, const char *more);  // a small model in bf16; recipe: NO_FP8 …
+extern const Technique *const fp8_one_device[];
 extern const Fp8Recipe fp8_recipes[];
 extern const int fp8_recipe_count;
 

@@ -1,8 +1,8 @@
 // recipe_tables.c: what the recipes of fp8.c are good for, on one device. Playbook: "FP8 pretraining";
 // DeepSeek-V3 2024, sections 3.3.1 and 3.3.2.
 //
-// Outliers: one element in 4,096 of x is some hundred times the others. A scale of the whole tensor then
-// pushes all others towards the lower end of the codes; one of a tile, those of its tile alone.
+// Outliers: one element in 4,096 of x is up to a million times as large as the others. A scale of the whole
+// tensor then pushes all others to the lower end of the codes; one of a tile, those of its tile alone.
 //
 // Long sums: Hopper's tensor core adds products of 8 bits with about 14 bits of the sum (DeepSeek-V3), so
 // that what is small beside the sum is lost, and more of it the longer the sum is. Here: after every 32
@@ -14,7 +14,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "files.h"
 #include "mixed_precision.h"
 #include "tensor/rng.h"
 
@@ -171,86 +170,52 @@ static void show_sums(void) {
     }
 }
 
-// ---- training ----
-
-static const Technique *const one_device[] = {&fp8_recipe, &recompute, NULL};
-
-// recipe 0: none, plain bf16
-static Config small(int recipe, const char *more) {
-    char *text = format_text(
-        "layers=1 hidden=32 heads=4 kv-heads=4 ffn=96 seq=32 micro-batch=8 dtype=bf16 optimizer=adamw "
-        "warmup=0 "
-        "clip=1 weight-decay=0 %s",
-        more);
-    Config c = config_default(text);
-    free(text);
-    config_set(&c, "fp8", recipe);
-    config_set(&c, "fp8-tile", 0);
-    config_set(&c, "fp8-wire", 0);
-    return c;
-}
-
-// Weights are cast once in each step of the optimizer, whatever runs forward again.
-static void show_casts(void) {
-    Config c = small(1, "grad-acc=3 steps=2");
-    c.recompute = RECOMPUTE_FULL;
-    Trainer *t = trainer_new(&c, mesh_single(), one_device);
-    int64_t weights = 0;
-    for (int i = 0; i < t->model->params.count; i++) weights += fp8_is_cast(&t->model->params.param[i]);
-    train_step(t, NULL);
-    train_step(t, NULL);
-    say("\n2 steps of 3 micro-batches, each forward twice:");
-    report_equal("casts of weights", 2 * (double)weights, (double)fp8_linear_casts(fp8_linear_of(t)), "");
-    trainer_free(t);
-}
-
-// How far each recipe comes beside bf16.
-static void show_losses(void) {
-    double bf16 = 0;
-    say("\n160 steps of a small model, --lr 0.003 that falls to its tenth:\n");
-    say("  %-12s %12s %12s", "", "last losses", "of bf16's");
-    for (int i = 0; i <= fp8_recipe_count; i++) {
-        Config c = small(i, "steps=160 lr=0.003");
-        const char *name = i ? fp8_recipes[i - 1].name : "bf16";
-        Run run = run_of(&c, one_device);
-        if (i == 0) bf16 = run.last;
-        say("  %-12s %12.4f %+11.2f%%", name, run.last, 100 * (run.last / bf16 - 1));
-        report_number("last losses", name, run.last, "nats");
-        bool close = fabs(run.last / bf16 - 1) < 0.015;
-        report_that(close == (i == 0 || fp8_recipes[i - 1].trains), "%s: its loss is %s 1.5%% of bf16's",
-                    name, close ? "within" : "not within");
-        run_free(&run);
-    }
-}
-
 // ---- bytes per parameter ----
 
-// What the weights that are multiplied in 8 bits take, a parameter, by what is allocated.
+// What is allocated for a weight that is multiplied in 8 bits, by the roles of the playbook's table.
+typedef struct Row {
+    double master, sum, weight, gradient, m, v;
+} Row;
+
+// In a recipe with a state of its own the weights of the table are codes, and what is stepped stands beside
+// them: masters, or where these are bf16 the weights that the emulation casts from.
+static bool steps_beside_codes(const Fp8Recipe *r) { return r && r->master != F64; }
+
+static Row row_of(const Recipe *is, const Fp8Recipe *r) {
+    double stored = (double)dtype_size(is->weight), master = (double)dtype_size(is->master);
+    bool masters = recipe_has_masters(*is), beside = steps_beside_codes(r);
+    return (Row){.master = masters  ? master
+                           : beside ? stored
+                                    : 0,
+                 .sum = recipe_has_accumulators(*is) ? (double)dtype_size(is->sum) : 0,
+                 .weight = beside ? 1 : stored,
+                 .gradient = (double)dtype_size(is->gradient),
+                 .m = (double)dtype_size(is->moment),
+                 .v = (double)dtype_size(is->second)};
+}
+
+// All that a step holds beside activations: each element in its roles, the copy in bf16 where the table has
+// codes and masters, casts and scales.
+static double bytes_of(const Trainer *t, Row row, const Fp8Recipe *r) {
+    Recipe is = t->model->params.recipe;
+    double each = row.master + row.sum + row.weight + row.gradient + row.m + row.v;
+    if (steps_beside_codes(r)) each += (recipe_has_masters(is) ? (double)dtype_size(is.weight) : 0) - 1;
+    return each * (double)params_elements(&t->model->params) + (r ? fp8_extra_bytes(t) : 0);
+}
+
 static void show_row(const char *name, const Config *c, Techniques techniques, const Fp8Recipe *r,
                      double playbook) {
     Trainer *t = trainer_new(c, mesh_single(), techniques);
     memory_reset_peak();
     train_step(t, NULL);
     Memory memory = memory_account();
-    Recipe is = t->model->params.recipe;
-    // The weights of the table are codes, and what is stepped beside them.
-    bool codes = r && r->master != F64;
-    double weight = codes ? 1 : (double)dtype_size(is.weight);
-    double master = recipe_has_masters(is) ? (double)dtype_size(is.master)
-                    : codes                ? (double)dtype_size(is.weight)
-                                           : 0;
-    double sum = recipe_has_accumulators(is) ? (double)dtype_size(is.sum) : 0;
-    double gradient = (double)dtype_size(is.gradient), m = (double)dtype_size(is.moment),
-           v = (double)dtype_size(is.second), total = master + sum + weight + gradient + m + v;
-    double elements = (double)params_elements(&t->model->params);
-    double stored = elements * (total - (codes ? 1 : 0) +
-                                (codes && recipe_has_masters(is) ? dtype_size(is.weight) : 0));
-    double casts = r ? fp8_extra_bytes(t) : 0;
-    say("  %-20s %8g %8g %8g %10g %6g + %g %8g %10g", name, master, sum, weight, gradient, m, v, total,
-        playbook);
+    Row row = row_of(&t->model->params.recipe, r);
+    double total = row.master + row.sum + row.weight + row.gradient + row.m + row.v;
+    say("  %-20s %8g %8g %8g %10g %6g + %g %8g %10g", name, row.master, row.sum, row.weight, row.gradient,
+        row.m, row.v, total, playbook);
     bool quiet = report_quiet(true);
     char *what = format_text("%s: bytes of weights, gradients and optimizer", name);
-    report_equal(what, stored + casts,
+    report_equal(what, bytes_of(t, row, r),
                  (double)(memory.peak[MEMORY_PARAMETER] + memory.peak[MEMORY_GRADIENT] +
                           memory.peak[MEMORY_OPTIMIZER]),
                  "B");
@@ -268,7 +233,7 @@ static void show_bytes(void) {
     say("  %-20s %8s %8s %8s %10s %6s   %s %8s %10s", "", "master", "sums", "weights", "gradients", "m",
         "v", "here", "playbook");
     for (int narrow = 0; narrow < 2; narrow++) {
-        Config c = small(0, "steps=1");
+        Config c = fp8_small(0, "steps=1");
         config_set(&c, "master", 0);
         config_set(&c, "sum", narrow);
         config_set(&c, "rounding", 0);
@@ -277,9 +242,9 @@ static void show_bytes(void) {
     for (int i = 0; i < fp8_recipe_count; i++) {
         const Fp8Recipe *r = &fp8_recipes[i];
         if (!r->playbook) continue;
-        Config c = small(i + 1, "steps=1");
+        Config c = fp8_small(i + 1, "steps=1");
         if (r->master == F64) c.dtype = F32;  // Transformer Engine steps the model's own weights
-        show_row(r->name, &c, one_device, r, r->playbook);
+        show_row(r->name, &c, fp8_one_device, r, r->playbook);
     }
     say("  (besides, in all: two casts of 1 byte, of which one is the weights above, scales, and a copy in "
         "bf16\n"
@@ -287,97 +252,8 @@ static void show_bytes(void) {
         "here)");
 }
 
-// ---- in flight ----
-
-// ZeRO-3's weights in 16 and in 8 bits: what its all-gathers send, and how far training comes.
-static void show_wire(Mesh mesh) {
-    static const Technique *const zero[] = {&fp8_recipe, &zero3, NULL};
-    double bytes[2], last[2];
-    if (mesh.dp.size < mesh.world.size || mesh.dp.size == 1) return;
-    say("\nZeRO-3 of deepseek on %d ranks, 60 steps\n", mesh.dp.size);
-    say("  %-12s %22s %12s", "weights in", "all-gathered in a step", "last losses");
-    for (int narrow = 0; narrow < 2; narrow++) {
-        Config c = small(0, "steps=60 lr=0.003 micro-batch=4");
-        config_set(&c, "fp8", DEEPSEEK);
-        config_set(&c, "fp8-wire", narrow);
-        config_set(&c, "no-prefetch", 0);
-        c.dp = mesh.dp.size;
-        Record record = program_record(&c, mesh, zero, false, true, narrow ? "8 bits" : "16 bits");
-        bytes[narrow] = (double)comm_count("all_gather").bytes / (double)c.steps, last[narrow] = 0;
-        for (int64_t i = c.steps - 6; i < c.steps; i++) last[narrow] += record.loss[i] / 6;
-        say("  %-12s %22s %12.4f", narrow ? "8 bits" : "16 bits", bytes_text(bytes[narrow]), last[narrow]);
-        report_number("ZeRO-3's all-gathers", narrow ? "8 bits" : "16 bits", bytes[narrow], "B");
-        record_free(&record);
-    }
-    report_that(bytes[1] < 0.54 * bytes[0], "8 bits send %g of the bytes of 16", bytes[1] / bytes[0]);
-    report_that(fabs(last[1] / last[0] - 1) < 0.02, "weights in 8 bits change the loss by %g of it",
-                last[1] / last[0] - 1);
-}
-
-// ---- learning rates ----
-
-enum { RATES = 5, LEFT = 70, TOP = 50, WIDTH = 560, HEIGHT = 300 };
-static const double rates[RATES] = {0.003, 0.03, 0.3, 1, 3};
-
-static void draw_rates(const char *file, double (*last)[RATES], int rows, double highest) {
-    static const char *const colour[] = {"#24292f", "#0969da", "#54aeff", "#bf3989",
-                                         "#1a7f37", "#cf222e", "#9a6700"};
-    FILE *svg = output_open("--curves", file);
-    fprintf(svg,
-            "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
-            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n"
-            "<rect fill='#fff' stroke='#d0d7de' x='.5' y='.5' width='%d' height='%d' rx='6'/>\n"
-            "<text x='%d' y='28' font-size='15' font-weight='600'>Loss after 100 steps, by --lr</text>\n",
-            LEFT + WIDTH + 120, TOP + HEIGHT + 50, LEFT + WIDTH + 120, TOP + HEIGHT + 50,
-            LEFT + WIDTH + 119, TOP + HEIGHT + 49, LEFT);
-    double low = floor(last[0][0]), across = WIDTH / (RATES - 1.0), scale = HEIGHT / (highest - low);
-    for (int i = 0; i < RATES; i++)
-        fprintf(svg, "<text x='%g' y='%d' text-anchor='middle'>%g</text>\n", LEFT + i * across,
-                TOP + HEIGHT + 24, rates[i]);
-    for (double y = low; y <= highest; y++)
-        fprintf(svg,
-                "<text x='%d' y='%g' text-anchor='end'>%g</text><path stroke='#d0d7de' d='M%d %gh%d'/>\n",
-                LEFT - 10, TOP + HEIGHT - (y - low) * scale + 4, y, LEFT, TOP + HEIGHT - (y - low) * scale,
-                WIDTH);
-    for (int row = 0; row < rows; row++) {
-        fprintf(svg, "<path fill='none' stroke='%s' stroke-width='2' d='", colour[row]);
-        for (int i = 0; i < RATES; i++)
-            fprintf(svg, "%c%g %g", i ? 'L' : 'M', LEFT + i * across,
-                    TOP + HEIGHT - (fmin(last[row][i], highest) - low) * scale);
-        fprintf(svg, "'/><text x='%d' y='%d' fill='%s'>%s</text>\n", LEFT + WIDTH + 16, TOP + 16 + 20 * row,
-                colour[row], row ? fp8_recipes[row - 1].name : "bf16");
-    }
-    fprintf(svg, "</svg>\n");
-    output_close(svg, "--curves", file);
-}
-
-// Where each recipe leaves bf16 as the learning rate grows. Without a warm-up, and hardly clipped.
-static void show_rates(const char *file) {
-    enum { MOST = 8 };
-    double last[MOST][RATES], highest = 0;
-    say("\nMean of the last 10 of 100 losses as --lr grows, not clipped\n");
-    say("  %-12s %10g %10g %10g %10g %10g", "", rates[0], rates[1], rates[2], rates[3], rates[4]);
-    for (int i = 0; i <= fp8_recipe_count; i++) {
-        for (int j = 0; j < RATES; j++) {
-            Config c = small(i, "steps=100 clip=0");
-            c.lr = rates[j];
-            Run run = run_of(&c, one_device);
-            highest = fmax(highest, last[i][j] = run.last);
-            run_free(&run);
-        }
-        say("  %-12s %10.3f %10.3f %10.3f %10.3f %10.3f", i ? fp8_recipes[i - 1].name : "bf16", last[i][0],
-            last[i][1], last[i][2], last[i][3], last[i][4]);
-    }
-    if (base_rank() == 0) draw_rates(file, last, fp8_recipe_count + 1, fmin(ceil(highest), 12));
-}
-
-void fp8_tables(Mesh mesh, const Config *config) {
-    const char *curves = config_text(config, "curves");
+void fp8_tables(void) {
     show_outliers();
     show_sums();
-    show_casts();
     show_bytes();
-    show_losses();
-    show_wire(mesh);
-    if (curves) show_rates(curves);
 }

@@ -86,6 +86,11 @@ Group comm_world(void) {
     return (Group){.size = comm.ranks, .rank = comm.rank, .name = "world", .member = everyone};
 }
 
+void comm_stand_for_all(bool on) {
+    CHECK(!on || device_is_dry_run(), "one rank can stand for all in a dry run alone");
+    comm.for_all = on;
+}
+
 int world_rank(Group group, int member) { return group.member ? group.member[member] : comm.rank; }
 
 // ---- groups that the data plane prepares ----

@@ -68,6 +68,11 @@ void comm_set_timeout(double seconds);
 // Whether members compare roots, dtypes, operations and sizes; on by default in groups of up to 64. Set it
 // alike on all ranks. Who meets whom in what order is always checked.
 void comm_set_check(bool on);
+// From now on this rank stands for all: the others of any group are taken to call the same at the same
+// moment of the model clock, and to have the same numbers. Only in a dry run; groups need not
+// have been made, so that one process clocks a rank of any cluster. What differs between ranks (stages of a
+// pipeline, who has more tokens) it cannot see.
+void comm_stand_for_all(bool on);
 // A group of these world ranks, in this order. All ranks must make their groups in the same sequence: the
 // n-th call of each rank makes the n-th group (of which there may be several that share no rank). Nobody
 // waits here, but with NCCL, where all ranks make the group's communicator together. A rank that is not a

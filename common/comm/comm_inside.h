@@ -62,6 +62,7 @@ extern struct Comm {
     int rank, ranks;
     double timeout;
     bool check, check_given;
+    bool for_all;  // comm_stand_for_all
     Identity *identity;  // of each rank
     Peer *peer;          // each rank
     Group *group;        // all that were made, by handle - 1
@@ -99,7 +100,9 @@ static inline int notices_of(const Request *r) {
 static inline int notice_rank(const Request *r, int i) {
     return world_rank(r->call.group, r->call.kind == TRANSFERS ? r->transfers[i].peer : i);
 }
-static inline bool notice_is_own(const Request *r, int i) { return notice_rank(r, i) == comm.rank; }
+static inline bool notice_is_own(const Request *r, int i) {
+    return comm.for_all || notice_rank(r, i) == comm.rank;
+}
 Notice notice_of(const Request *r, int i);
 void notices_take(void);
 // Puts a request at the end of its line, and pushes.

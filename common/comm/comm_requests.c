@@ -141,12 +141,17 @@ static double pass_ports(const Request *r, double now) {
 
 // Smallest number of members that a node has, on the modelled machine: the narrowest place.
 static int members_per_node(Group group) {
-    int least = group.size;
+    int least = group.size, nodes = 0;
     for (int i = 0; i < group.size; i++) {
-        int node = clock_node(world_rank(group, i)), here = 0;
-        for (int j = 0; j < group.size; j++) here += clock_node(world_rank(group, j)) == node;
-        if (here < least) least = here;
+        int node = clock_node(world_rank(group, i));
+        if (node >= nodes) nodes = node + 1;
     }
+    int *here = calloc((size_t)nodes, sizeof *here);
+    CHECK(here, "out of host memory for %d nodes", nodes);
+    for (int i = 0; i < group.size; i++) here[clock_node(world_rank(group, i))]++;
+    for (int node = 0; node < nodes; node++)
+        if (here[node] > 0 && here[node] < least) least = here[node];
+    free(here);
     return least;
 }
 
@@ -430,7 +435,9 @@ static void reduce_on_host(double *values, int count, ReduceOp op, Group group) 
     Request *r = request_new(ALL_REDUCE, group, 0, F64);
     r->values = host_alloc(sizeof *r->values * (size_t)n * (size_t)count);
     r->value_count = count;
-    memcpy(r->values + me * count, values, sizeof *values * (size_t)count);
+    for (int i = 0; i < n; i++)
+        if (i == me || comm.for_all)
+            memcpy(r->values + i * count, values, sizeof *values * (size_t)count);
     r->host = true;
     r->call.op = op;
     r->total = count;

@@ -100,6 +100,24 @@ Mesh mesh_single(void) {
     return mesh;
 }
 
+Mesh mesh_standing_for_all(MeshShape s) {
+    s = complete(s);
+    Mesh mesh = mesh_single();
+    int ranks = s.dp * s.pp * s.cp * s.tp;
+    for (int axis = 0; axis < MESH_AXES; axis++) {
+        int *members = host_alloc(sizeof *members * (size_t)ranks);
+        int size = mesh_members(s, axis, 0, members);
+        *mesh_group(&mesh, axis) = (Group){
+            .size = size, .name = axes[axis].name, .member = members, .line = axes[axis].line};
+    }
+    return mesh;
+}
+
+void mesh_end(Mesh *mesh) {
+    for (int axis = 0; axis < MESH_AXES; axis++) free((int *)mesh_group(mesh, axis)->member);
+    *mesh = mesh_single();
+}
+
 // ---- what fits ----
 
 // The degrees as flags, those of 1 left out: "--pp 2 x --tp 3".

@@ -62,6 +62,10 @@ Mesh mesh_single(void);
 // most stays within a node (Megatron-LM's order). Collective. Fatal, naming the flags and what would fit,
 // when the degrees do not multiply up to the number of ranks.
 Mesh mesh_new(MeshShape shape);
+// The grid of a cluster of any size as its rank 0 sees it, for comm_stand_for_all: no group is made. The
+// caller ends it with mesh_end.
+Mesh mesh_standing_for_all(MeshShape shape);
+void mesh_end(Mesh *mesh);
 void mesh_check(MeshShape shape, int ranks);  // fatal as mesh_new, which calls it; not collective
 Group *mesh_group(Mesh *mesh, MeshAxis axis);
 // Header lines: ranks, hosts, the degrees, and the members of each axis larger than one.

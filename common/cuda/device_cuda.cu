@@ -5,11 +5,16 @@
 // keeps what it once had from the driver, so a training step after the first asks the driver for
 // nothing.
 #include <sched.h>
+#include <string.h>
 
 #include "device_cuda.h"
 #include "gpu.h"
 #include "tensor/device.h"
 #include "tensor/tensor.h"
+
+// What goes up is copied to pinned memory first, so that nobody waits: in STAGES pieces, of which one fills
+// while the stream still reads the others. What does not fit in a piece goes up the slow way.
+enum { STAGES = 4, STAGE_BYTES = 1 << 20 };
 
 static struct {
     int local_rank = 0, ranks_here = 1;
@@ -22,6 +27,11 @@ static struct {
     size_t scratch_bytes = 0;
     Mailbox *mailbox, *copy;  // on the device; on the host, pinned
     bool fault_expected = false;
+    char *stage[STAGES];
+    cudaEvent_t read[STAGES];  // the stream has read all of the stage
+    int filling = 0;
+    size_t filled = 0;  // of that stage
+    int64_t waits = 0;
     char text[320];
 } state;
 
@@ -86,6 +96,10 @@ static void start() {
     CUDA_CHECK(cudaMalloc(&state.mailbox, sizeof *state.mailbox));
     CUDA_CHECK(cudaMallocHost(&state.copy, sizeof *state.copy));
     CUDA_CHECK(cudaMemsetAsync(state.mailbox, 0, sizeof *state.mailbox, state.stream));
+    for (int i = 0; i < STAGES; i++) {
+        CUDA_CHECK(cudaMallocHost(&state.stage[i], STAGE_BYTES));
+        CUDA_CHECK(cudaEventCreateWithFlags(&state.read[i], cudaEventDisableTiming));
+    }
     state.started = true;
 }
 
@@ -116,9 +130,12 @@ void *device_stream(void) {
 
 void device_on_wait(void (*look)(void)) { state.look = look; }
 
-static void poll() {
+// Until the stream has come to the event; nullptr: to its end.
+static void poll(cudaEvent_t event) {
     cudaError_t status;
-    for (unsigned turn = 1; (status = cudaStreamQuery(state.stream)) == cudaErrorNotReady; turn++) {
+    for (unsigned turn = 1;
+         (status = event ? cudaEventQuery(event) : cudaStreamQuery(state.stream)) == cudaErrorNotReady;
+         turn++) {
         cudaGetLastError();  // else the check of the next launch takes "not ready" for an error
         if (state.look) state.look();
         if (turn % 64 == 0) sched_yield();
@@ -132,7 +149,8 @@ Mailbox device_read_mailbox(void) {
     start();
     CUDA_CHECK(cudaMemcpyAsync(state.copy, state.mailbox, sizeof *state.copy, cudaMemcpyDeviceToHost,
                                state.stream));
-    poll();
+    state.waits++;
+    poll(nullptr);
     state.fault_expected = false;
     const IndexFault *fault = &state.copy->fault;
     if (fault->taken)
@@ -142,9 +160,15 @@ Mailbox device_read_mailbox(void) {
 
 void device_wait(void) {
     start();
-    if (state.fault_expected) device_read_mailbox();
-    else poll();
+    if (state.fault_expected) {
+        device_read_mailbox();
+        return;
+    }
+    state.waits++;
+    poll(nullptr);
 }
+
+int64_t backend_waits(void) { return state.waits; }
 
 Mailbox *device_mailbox(void) {
     start();
@@ -208,12 +232,40 @@ static void copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) 
     device_wait();
 }
 
+// Pinned memory that the stream no longer reads.
+static void *stage(size_t bytes) {
+    bytes = (bytes + 255) / 256 * 256;
+    if (state.filled + bytes > STAGE_BYTES) {
+        CUDA_CHECK(cudaEventRecord(state.read[state.filling], state.stream));
+        state.filling = (state.filling + 1) % STAGES;
+        state.filled = 0;
+        poll(state.read[state.filling]);  // of an event that was never recorded: at once
+    }
+    state.filled += bytes;
+    return state.stage[state.filling] + state.filled - bytes;
+}
+
 void backend_from_host(void *to, const void *from, size_t bytes) {
-    copy(to, from, bytes, cudaMemcpyHostToDevice);
+    start();
+    if (bytes == 0 || bytes > STAGE_BYTES) {
+        copy(to, from, bytes, cudaMemcpyHostToDevice);
+        return;
+    }
+    void *pinned = stage(bytes);
+    memcpy(pinned, from, bytes);
+    CUDA_CHECK(cudaMemcpyAsync(to, pinned, bytes, cudaMemcpyHostToDevice, state.stream));
 }
 
 void backend_to_host(void *to, const void *from, size_t bytes) {
-    copy(to, from, bytes, cudaMemcpyDeviceToHost);
+    start();
+    if (bytes == 0 || bytes > STAGE_BYTES) {
+        copy(to, from, bytes, cudaMemcpyDeviceToHost);
+        return;
+    }
+    void *pinned = stage(bytes);
+    CUDA_CHECK(cudaMemcpyAsync(pinned, from, bytes, cudaMemcpyDeviceToHost, state.stream));
+    device_wait();
+    memcpy(to, pinned, bytes);
 }
 
 bool backend_is_host(void) { return false; }

@@ -20,12 +20,15 @@ void backend_start(int local_rank, int ranks_here);
 const char *backend_text(void);
 // Returns when the device has done all that it was given.
 void backend_wait(void);
+// How often the host has waited for the device since the start.
+int64_t backend_waits(void);
 // Uninitialised bytes, aligned to 64; NULL when there is no more.
 void *backend_alloc(size_t bytes);
 void backend_free(void *memory);
 // Bytes that this device can give in all, as far as it can be known; asked once, before the first
 // allocation.
 int64_t backend_capacity(void);
+// Does not wait for the device, but for a megabyte and more; the host may write to `from` at once.
 void backend_from_host(void *to, const void *from, size_t bytes);
 void backend_to_host(void *to, const void *from, size_t bytes);
 // Of device_reads: for who reads by another way than device_to_host.

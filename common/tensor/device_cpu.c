@@ -14,6 +14,8 @@ const char *backend_text(void) { return base_blas_name(); }
 
 void backend_wait(void) {}
 
+int64_t backend_waits(void) { return 0; }
+
 void *backend_alloc(size_t bytes) {
     if (guard_wanted()) return guard_alloc(bytes);
     // aligned_alloc wants a multiple of the alignment.

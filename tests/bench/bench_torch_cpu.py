@@ -22,7 +22,7 @@ SHAPES = (
     ("L6-h384", 1.4, dict(layers=6, hidden=384, heads=6, ffn=1024, vocab=256, seq=256, micro_batch=8)),
     ("L12-h768", 1.3, dict(layers=12, hidden=768, heads=12, ffn=2048, vocab=32000, seq=256, micro_batch=4)),
 )
-ROUNDS, STEPS = 5, 4
+ROUNDS, STEPS = 3, 3
 
 
 class Block(torch.nn.Module):

@@ -8,6 +8,7 @@
 #include <cmocka.h>
 
 #include "03_tensor_parallel/tensor_parallel.h"
+#include "tensor/device.h"
 #include "tensor/rng.h"
 
 static const char *const SMALL =
@@ -127,6 +128,24 @@ static void backward_frees_what_forward_kept(void **state) {
     assert_int_equal(memory_account().now[MEMORY_ACTIVATION], before);
     model_free(m);
     assert_int_equal(memory_account().now_total, 0);
+}
+
+// The batch goes up, forward and backward go into the device's queue, and the one number that comes back is
+// the loss. (A CPU is never waited for; the CUDA kernels on the emulator count.)
+static void a_micro_batch_waits_for_its_loss_alone(void **state) {
+    (void)state;
+    Config c = small_config(false);
+    Model *m = rough_model(&c);
+    loss_of(m);  // what starts with the device is not what a step costs
+    int64_t before = backend_waits();
+    MicroBatch micro = some_batch(m, 0);
+    model_forward(m, &micro);
+    model_backward(m, &micro);
+    assert_int_equal(backend_waits(), before);
+    assert_true(isfinite(loss_value(micro.loss)));
+    assert_in_range(backend_waits() - before, 0, 1);
+    micro_batch_free(m, &micro);
+    model_free(m);
 }
 
 // Two micro-batches in flight, and every W as late as can be: the same bits as one after the other.
@@ -369,6 +388,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(gradients_match_finite_differences),
         cmocka_unit_test(gradients_match_finite_differences_tied),
         cmocka_unit_test(backward_frees_what_forward_kept),
+        cmocka_unit_test(a_micro_batch_waits_for_its_loss_alone),
         cmocka_unit_test(weight_gradients_may_come_late),
         cmocka_unit_test(later_tokens_do_not_change_earlier_logits),
         cmocka_unit_test(positions_count_within_each_sample),

@@ -1,0 +1,106 @@
+// cost.h: what a step of training costs on a cluster, before anybody has the cluster: its time and its
+// memory, as functions of the model's shape, the machine and the layout.
+//
+// Times are those of the model clock (tensor/clock.h): work is charged to the same peaks, links and
+// efficiencies. What is not of the clock is how the parts of a step overlap, which each training program
+// does its own way: its habits.
+#ifndef COST_H
+#define COST_H
+
+#include "tensor/clock.h"
+#include "train/config.h"
+
+// ---- the efficiencies: cost_table.c ----
+
+// What the published runs are fitted with (find_config_runs.c): shares of a datasheet's figure, 0 … 1,
+// where nothing else is said.
+typedef enum Factor {
+    FACTOR_MATMUL_A100,  // of its 16-bit peak, by large multiplies
+    FACTOR_MATMUL_H100,  // likewise
+    FACTOR_MATMUL_FP8,   // of the 8-bit peak, on top of the 16-bit share
+    FACTOR_SMALL,        // TFLOP of a multiply that reaches half of what a large one does
+    FACTOR_ATTENTION,    // of what multiplies reach
+    FACTOR_MEMORY,       // of memory bandwidth, beyond 1 where kernels are fused
+    FACTOR_LINKS,        // of NVLink's and the network's bandwidth
+    FACTOR_HIDDEN,       // of communication that a program overlaps
+    FACTORS
+} Factor;
+typedef struct Factors {
+    double value[FACTORS];
+} Factors;
+extern const struct FactorRange {
+    const char *name, *what;
+    double low, high, guess, fitted;  // guess: what one would say without any run
+} factor_range[FACTORS];
+#define FITTED_ERROR 0.038     // the median error of series left out of the fit, as --fit prints it
+Factors factors_fitted(void);  // on published.csv
+Factors factors_guessed(void);
+
+// A machine as it is reached, and the efficiencies by size of what it does: the clock takes both. `power`
+// is the share of the standard power that its GPUs may draw; gpu in 0 (A100) or 1 (H100 and its like).
+enum { EFFICIENCY_STEPS = 41, EFFICIENCY_FIRST = 24 };  // from 2^24 on, in half powers
+typedef struct CostTable {
+    Machine machine;
+    double reached[WORK_COLLECTIVE + 1][EFFICIENCY_STEPS];  // by kind and half powers of two of the size
+} CostTable;
+CostTable cost_table(const Machine *machine, const Factors *factors, double power);
+double cost_reached(const CostTable *table, WorkKind kind, double size);
+// The same as rows for clock_set_efficiency; the caller frees them.
+Efficiency *cost_table_rows(const CostTable *table, int *count);
+
+// ---- what is trained, on what, and how ----
+
+typedef struct CostModel {
+    const char *name;
+    double layers, hidden, heads, kv_heads, head_size, ffn, vocab, seq;
+    int matrices;  // of the feed-forward part: 3 with a gate, else 2
+    bool tied;
+    double experts, top_k, shared, expert_ffn, dense_layers;  // 0 experts: dense
+    double q_rank, kv_rank, rope_size;                        // multi-head latent attention, 0: none
+} CostModel;
+CostModel cost_model(const Config *config);
+
+typedef struct CostLayout {
+    int tp, cp, pp, dp, ep, etp;
+    bool sp, fp8, gather_fp8;
+    int zero, chunks;  // stages of a rank
+    int64_t micro_batch, micro_batches;
+    Recompute recompute;
+    double again;  // of the multiplies of a block that recomputation repeats, if neither all nor none
+} CostLayout;
+
+// What a program does about its communication and its kernels.
+typedef struct CostHabits {
+    bool hides_tp, hides_dp, hides_pp, hides_ep;
+    bool flash;              // attention without stored scores, and without those that the mask hides
+    double gradient_bytes;   // of an element that is reduced
+    bool regathers;          // sequence parallelism all-gathers once more for W
+    double attention_again;  // backward of attention, in forwards
+    double attention_slow;   // FlashAttention-2 on Hopper: seconds, in those of kernels written for it
+    double bubble;           // of the schedule, in that of 1F1B
+    bool delayed_scales;     // of 8-bit multiplies: those of the steps before
+    bool one_ring;  // a collective over nodes passes one port of a node, whatever its members there
+} CostHabits;
+
+typedef struct Cluster {
+    int gpus, per_node;
+    double network;  // bytes/s of a GPU's share; 0: the machine's
+} Cluster;
+
+// Seconds of one step of the slowest rank.
+typedef struct CostTime {
+    double step;
+    double multiply, attention, memory;  // computed, of the slowest stage
+    double again;                        // of these, a second time
+    double bubble;
+    double tp, cp, ep, dp, pp;  // exposed
+    double optimizer;
+} CostTime;
+CostTime cost_time(const CostModel *model, const CostLayout *layout, const Cluster *cluster,
+                   const CostTable *table, const CostHabits *habits, double hidden);
+double cost_parameters(const CostModel *model);         // all
+double cost_active_parameters(const CostModel *model);  // that a token meets in a multiply
+// FLOPs of a token, 6 for each weight that it meets; attention in full or as the mask leaves it.
+double cost_token_flops(const CostModel *model, bool causal);
+
+#endif

@@ -1,0 +1,143 @@
+// cost_lone.c: what a micro-batch takes on one rank of a cluster of any size, counted in a dry run of one
+// block in which this process stands for all ranks. Playbook: "Finding the Best Training Configuration".
+//
+// The programs of this book are alike on all ranks of dp, cp and tp. So one of them, whose collectives are
+// clocked as if the others came at the same moment, shows the step of all (comm_stand_for_all): no formula
+// is written twice. One block is enough, for all are alike, and what a layout costs follows by arithmetic
+// (cost_lone_step.c).
+//
+// Bytes sent: none. This file has no main: find_config.c uses it.
+#include "cost_lone.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "02_zero/zero.h"
+#include "five_d.h"
+
+// ---- parts ----
+
+enum { EMBEDDING, BLOCK, HEAD, MICRO_BATCHES = 2 };
+
+static double bytes_named(const PriceKept *rows, int count, const char *name) {
+    double bytes = 0;
+    for (int i = 0; i < count; i++)
+        if (!name || !strcmp(rows[i].what, name)) bytes += rows[i].bytes;
+    return bytes;
+}
+
+static void note_bytes(LoneParts *parts, const Trainer *t) {
+    const Model *m = t->model;
+    Price price = trainer_price(t);
+    for (int i = 0; i < price.block_rows; i++) parts->block += price.block[i].bytes;
+    parts->tokens = bytes_named(price.end, price.end_rows, "tokens, targets, positions");
+    parts->always = bytes_named(price.end, price.end_rows, "positions");
+    parts->head = bytes_named(price.end, price.end_rows, NULL) - parts->tokens - parts->always;
+    parts->message = bytes_named(price.end, price.end_rows, "x");
+    const int units[] = {m->embedding_unit, m->first_block_unit, m->head_unit};
+    for (int i = 0; i < 3; i++) parts->count[i] = (double)m->params.unit[units[i]].count;
+}
+
+// Runs one micro-batch through an embedding, a block and a head, and notes the seconds of each. Without the
+// last micro-batch of a step no gradient leaves.
+static void note_seconds(LoneParts *parts, const Trainer *t) {
+    static const Chunk chunk[] = {{0, 0, true, false}, {0, 1, false, false}, {1, 1, false, true}};
+    Model *m = t->model;
+    const Config *c = &t->config;
+    size_t tokens = (size_t)(c->micro_batch * c->seq);
+    int32_t *zeros = calloc(tokens, sizeof *zeros);
+    CHECK(zeros, "out of host memory for %zu tokens", tokens);
+    MicroBatch micro = micro_batch_new(m, 0, c->micro_batch, zeros, zeros, 1);
+    for (int i = 0; i < 3; i++) {
+        double before = clock_model_now();
+        double waited = comm_total().exposed_seconds;
+        chunk_forward(m, &micro, chunk[i]);
+        parts->forward[i] = clock_model_now() - before;
+        if (i == BLOCK) parts->waits += comm_total().exposed_seconds - waited;
+    }
+    for (int i = 2; i >= 0; i--) {
+        double before = clock_model_now(), waited = comm_total().exposed_seconds;
+        chunk_backward_input(m, &micro, chunk[i]);
+        parts->input[i] = clock_model_now() - before;
+        chunk_backward_weight(m, &micro, chunk[i]);
+        parts->backward[i] = clock_model_now() - before;
+        if (i == BLOCK) parts->waits += comm_total().exposed_seconds - waited;
+    }
+    micro_batch_free(m, &micro);
+    m->sockets.gradients.micro_batch_ready(m->sockets.gradients.context, m, false);
+    free(zeros);
+}
+
+LoneParts lone_parts(const Config *config) {
+    Config c = *config;
+    c.layers = 1, c.grad_acc = MICRO_BATCHES, c.dp = c.pp = 1;
+    if (!c.experts) c.ep = 1;
+    config_set(&c, "zero", 0);
+    Mesh mesh = mesh_standing_for_all(
+        (MeshShape){.dp = 1, .pp = 1, .cp = (int)c.cp, .tp = (int)c.tp, .ep = (int)c.ep});
+    Trainer *t = trainer_new(&c, mesh, five_d_layouts());
+    LoneParts parts = {.tokens = 0};
+    note_bytes(&parts, t);
+    model_begin_step(t->model, 1000);
+    int64_t before = memory_account().now[MEMORY_ACTIVATION];
+    memory_reset_peak();
+    note_seconds(&parts, t);
+    double most = (double)(memory_account().peak[MEMORY_ACTIVATION] - before);
+    parts.extra = fmax(most - parts.tokens - parts.always - parts.block - parts.head, 0);
+    trainer_free(t);
+    mesh_end(&mesh);
+    return parts;
+}
+
+// ---- memory ----
+
+// Layers of a rank, and what it has besides, of the pipeline's first and last.
+static double layers_of(const Config *c, double chunks) {
+    return fmin(ceil((double)c->layers / ((double)c->pp * chunks)) * chunks, (double)c->layers);
+}
+
+static double chunks_of(const Config *c) {
+    return c->pp > 1 && config_number(c, "schedule") == INTERLEAVED ? config_number(c, "chunks") : 1;
+}
+
+// Micro-batches of a stage that a rank holds at once.
+static double held_of(const Config *c, int rank) {
+    if (c->pp == 1) return 1;
+    ScheduleWish wish = {
+        .ranks = (int)c->pp, .micro_batches = (int)c->grad_acc, .chunks = (int)chunks_of(c)};
+    HeldFormula held = schedule_rank_held_formula((ScheduleKind)config_number(c, "schedule"), &wish, rank);
+    return isnan(held.to_w) ? (double)c->pp : held.to_w;
+}
+
+static LoneMemory memory_of(const Config *c, const LoneParts *p, bool first, bool last) {
+    double layers = layers_of(c, chunks_of(c)), shards = (double)(c->dp * c->cp);
+    int zero = (int)config_number(c, "zero");
+    const double units[] = {first ? 1 : 0, layers, last ? 1 : 0};
+    double whole = 0, own = 0, largest = 0;
+    for (int i = 0; i < 3; i++) {
+        int64_t ignored;
+        whole += units[i] * p->count[i];
+        own += units[i] * (double)zero_part((int64_t)p->count[i], 0, (int)shards, &ignored);
+        if (units[i] > 0) largest = fmax(largest, p->count[i]);
+    }
+    // bf16 weights and gradients, f32 sums, masters and moments; ZeRO-2 and -3 hold a unit whole at work,
+    // a pipeline's ZeRO-3 the whole stage.
+    bool staged = c->pp > 1;
+    double at_work = fmin(largest + p->count[BLOCK], whole);
+    LoneMemory m = {
+        .weights = 2 * (zero < 3 ? whole : own + (staged ? whole : at_work)),
+        .gradients =
+            zero < 2 ? 6 * whole : 4 * own + (staged && zero == 3 ? 4 * whole + 2 * largest : 6 * at_work),
+        .optimizer = 12 * (zero ? own : whole),
+        .kept = held_of(c, first ? 0 : (int)c->pp - 1) * (layers * p->block + p->tokens) +
+                (last ? p->head : 0) + p->always};
+    m.peak = m.weights + m.gradients + m.optimizer + m.kept + p->extra + (staged ? 2 * p->message : 0);
+    return m;
+}
+
+LoneMemory lone_memory(const Config *c, const LoneParts *p) {
+    LoneMemory first = memory_of(c, p, true, c->pp == 1);
+    LoneMemory last = c->pp > 1 ? memory_of(c, p, false, true) : first;
+    return last.peak > first.peak ? last : first;
+}

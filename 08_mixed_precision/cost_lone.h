@@ -1,0 +1,42 @@
+// cost_lone.h: what a layout of this book's own programs takes: the records' code and closed forms, asked
+// by one process that stands for all ranks.
+#ifndef COST_LONE_H
+#define COST_LONE_H
+
+#include "00_single_gpu/harness.h"
+#include "05_pipeline_parallel/schedule.h"
+
+// A layout is a Config as train_5d has it: degrees, micro_batch, grad_acc, recompute, and the settings sp,
+// vocab-parallel, zero, context, schedule and chunks.
+
+// What a micro-batch takes and keeps of one block and of both ends, on a rank of tp x cp. It is the same
+// for all degrees of dp and pp, for all schedules and stages of ZeRO.
+typedef struct LoneParts {
+    double forward[3], backward[3], input[3];  // seconds: embedding, block, head; B and W, and B of them
+    double count[3];                           // elements of a unit
+    double tokens, always, block, head;        // bytes kept: of a micro-batch, of masks; a block, the head
+    double left_block, left_head, message;     // from B to W; of (n, h) between stages
+    double extra;                              // beyond what is kept, at the peak of activations
+    double waits;  // seconds of a block that its communication is exposed, in both passes
+} LoneParts;
+LoneParts lone_parts(const Config *config);
+
+// Bytes of the fullest rank.
+typedef struct LoneMemory {
+    double weights, gradients, optimizer;  // at their peaks
+    double kept;                           // activations at the end of an F, at most
+    double peak;                           // of all
+} LoneMemory;
+LoneMemory lone_memory(const Config *config, const LoneParts *parts);
+
+typedef struct LoneTime {
+    double step, computed;         // seconds; of the slowest stage, without what it waits for
+    double bubble, exposed_tp_cp;  // in the step
+    double exposed_dp, optimizer;
+} LoneTime;
+// By the closed forms alone, a microsecond a layout.
+LoneTime lone_time(const Config *config, const LoneParts *parts);
+// A dry step, clocked: exact with one stage; with several, the schedule's walk with the stages' times.
+LoneTime lone_step(const Config *config, const LoneParts *parts, LoneMemory *memory);
+
+#endif

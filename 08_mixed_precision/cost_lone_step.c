@@ -1,0 +1,245 @@
+// cost_lone_step.c: a step of a layout from its parts: by closed forms, a microsecond each, for a search
+// over all; and clocked, for those that remain. Playbook: "Finding the Best Training Configuration",
+// appendix A3.
+//
+//     closed form   (m - 1) (t + 2 h (p - 1) / p)  +  sum of all stages t_i  +  2 (p - 1) h     1F1B
+//                   t of the slowest stage, h a message's hop; other schedules: the bubble of their papers
+//                 + gradients and weights of data parallelism, less what is computed beside them
+//                 + optimizer
+//     clocked       one stage: a dry step of few layers and micro-batches, continued along both, in which a
+//                   step is a straight line; several: the schedule's walk with each stage's times, and
+//                   behind it what such a dry step of a stage adds to its micro-batch
+//
+// This file has no main: find_config.c uses it.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "05_pipeline_parallel/pipeline.h"
+#include "cost_lone.h"
+#include "five_d.h"
+
+enum { EMBEDDING, BLOCK, HEAD };
+
+// ---- stages ----
+
+typedef struct Stages {
+    int count;
+    double forward[STAGES_MOST], input[STAGES_MOST], backward[STAGES_MOST];
+    double all, slowest, first;  // of a rank's stages, both passes
+    double hop;
+    int layers;  // of rank 0
+} Stages;
+
+static double hop_seconds(const Config *c, const LoneParts *p) {
+    int stride = (int)(c->tp * c->cp * c->dp);
+    bool inside = clock_node(0) == clock_node(stride);
+    Traffic traffic = {1, p->message, p->message}, none = {0, 0, 0};
+    return inside ? clock_transfers_seconds(traffic, none) : clock_transfers_seconds(none, traffic);
+}
+
+static Stages stages_of(const Config *c, const LoneParts *p) {
+    int chunks = config_number(c, "schedule") == INTERLEAVED ? (int)config_number(c, "chunks") : 1;
+    if (config_number(c, "schedule") == ZB_V) chunks = 2;
+    Stages s = {.count = (int)c->pp * chunks, .hop = hop_seconds(c, p)};
+    double rank[RANKS_MOST] = {0};
+    for (int i = 0; i < s.count; i++) {
+        int layers = (int)(c->layers / s.count + (i < c->layers % s.count));
+        bool first = i == 0, last = i == s.count - 1;
+        s.forward[i] = layers * p->forward[BLOCK] + first * p->forward[EMBEDDING] + last * p->forward[HEAD];
+        s.backward[i] =
+            layers * p->backward[BLOCK] + first * p->backward[EMBEDDING] + last * p->backward[HEAD];
+        rank[i % c->pp] += s.forward[i] + s.backward[i];
+        if (i % c->pp == 0) s.layers += layers;
+    }
+    for (int i = 0; i < c->pp; i++) {
+        s.all += rank[i];
+        s.slowest = fmax(s.slowest, rank[i]);
+    }
+    s.first = rank[0];
+    return s;
+}
+
+// ---- closed forms ----
+
+static double pipelined(const Config *c, const Stages *s) {
+    double p = (double)c->pp, m = (double)c->grad_acc, mean = s->all / p;
+    if (c->pp == 1) return m * s->slowest;
+    int chunks = s->count / (int)c->pp;
+    double wait = 2 * s->hop * (p - 1) / p;
+    if (chunks == 1) return (m - 1) * (s->slowest + wait) + s->all + 2 * (p - 1) * s->hop;
+    return m * s->slowest + (p - 1) * mean / chunks + 2 * (p * chunks - 1) * s->hop;
+}
+
+static double over_replicas(const Config *c, const char *name, double bytes) {
+    int n = (int)(c->dp * c->cp), stride = (int)c->tp, node = clock_machine()->gpus_per_node;
+    if (n == 1) return 0;
+    int here = stride >= node ? 1 : node / stride;
+    return clock_collective_seconds(name, bytes, n, here < n ? here : n);
+}
+
+// Seconds of a unit's gradients and of its weights between the ranks that share them.
+typedef struct Exchange {
+    double sums, weights;
+} Exchange;
+
+static Exchange exchange_of(const Config *c, double elements) {
+    bool all_reduce = config_number(c, "zero") == 0;
+    return (Exchange){over_replicas(c, "reduce_scatter", 4 * elements),
+                      over_replicas(c, "all_gather", (all_reduce ? 4 : 2) * elements)};
+}
+
+// What does not hide beside the blocks. ZeRO-3 gathers a unit while the one before computes, and reduces
+// while the one behind does, in each micro-batch; the others once a step.
+static double exposed_of(const Config *c, const LoneParts *p, const Stages *s) {
+    int zero = (int)config_number(c, "zero");
+    bool whole = c->pp == 1;
+    double ends = p->count[EMBEDDING] + (whole ? p->count[HEAD] : 0), L = s->layers,
+           m = (double)c->grad_acc;
+    Exchange block = exchange_of(c, p->count[BLOCK]), end = exchange_of(c, ends);
+    if (zero == 3 && whole)
+        return m * (L * (fmax(block.weights - p->forward[BLOCK], 0) +
+                         fmax(block.weights + block.sums - p->backward[BLOCK], 0)) +
+                    end.weights + 0.5 * end.sums);
+    double forward = L * p->forward[BLOCK], backward = L * p->backward[BLOCK];
+    double sums = L * block.sums + end.sums, weights = L * block.weights + end.weights;
+    if (zero == 0) return fmax(sums + weights - backward, block.sums + block.weights);
+    double times = zero == 2 && whole ? m : 1;
+    return times * fmax(sums - backward, block.sums) + fmax(weights - forward, end.weights / 2);
+}
+
+LoneTime lone_time(const Config *c, const LoneParts *p) {
+    Stages s = stages_of(c, p);
+    double m = (double)c->grad_acc, makespan = pipelined(c, &s);
+    double weights = s.layers * p->count[BLOCK] + p->count[EMBEDDING] + (c->pp == 1 ? p->count[HEAD] : 0);
+    double shards = config_number(c, "zero") > 0 ? (double)(c->dp * c->cp) : 1;
+    double rate = clock_machine()->memory_bytes_per_second;
+    LoneTime time = {.computed = m * s.slowest,
+                     .bubble = makespan - m * s.slowest,
+                     .exposed_tp_cp = m * s.layers * p->waits,
+                     .exposed_dp = exposed_of(c, p, &s),
+                     .optimizer = ((30 + 4) * weights / shards + 4 * weights) / rate};
+    time.step = makespan + time.exposed_dp + time.optimizer;
+    return time;
+}
+
+// ---- clocked ----
+
+// A dry step of so many layers and micro-batches, of one stage.
+static StepCost dry_step(const Config *config, int64_t layers, int64_t micro_batches, bool tied) {
+    Config c = *config;
+    c.layers = layers, c.grad_acc = micro_batches, c.pp = 1, c.tied = tied;
+    Mesh mesh = mesh_standing_for_all(
+        (MeshShape){.dp = (int)c.dp, .pp = 1, .cp = (int)c.cp, .tp = (int)c.tp, .ep = (int)c.ep});
+    StepCost cost = program_cost(&c, mesh, five_d_layouts());
+    mesh_end(&mesh);
+    return cost;
+}
+
+// The corners of a grid of 2 x 2, from which all else is a straight line along both ways.
+typedef struct Corners {
+    double at[2][2];  // of layers, of micro-batches
+    int64_t layers, micro_batches;
+} Corners;
+
+static double continued(const Corners *k, double layers, double micro_batches) {
+    double x = layers - (double)k->layers, y = micro_batches - (double)k->micro_batches;
+    double dx = k->at[1][0] - k->at[0][0], dy = k->at[0][1] - k->at[0][0];
+    double both = k->at[1][1] - k->at[1][0] - k->at[0][1] + k->at[0][0];
+    return k->at[0][0] + x * dx + y * dy + x * y * both;
+}
+
+// One stage. Few layers are counted as they are.
+static double one_stage(const Config *c, LoneMemory *memory) {
+    Corners step = {.layers = c->layers > 6 ? 5 : c->layers,
+                    .micro_batches = c->grad_acc > 3 ? 2 : c->grad_acc};
+    Corners peak = step, weights = step, gradients = step, optimizer = step, kept = step;
+    for (int i = 0; i < 2; i++)
+        for (int j = 0; j < 2; j++) {
+            StepCost cost = dry_step(c, step.layers + i, step.micro_batches + j, c->tied);
+            step.at[i][j] = cost.step_seconds;
+            peak.at[i][j] = (double)cost.memory.peak_total;
+            weights.at[i][j] = (double)cost.memory.peak[MEMORY_PARAMETER];
+            gradients.at[i][j] = (double)cost.memory.peak[MEMORY_GRADIENT];
+            optimizer.at[i][j] = (double)cost.memory.peak[MEMORY_OPTIMIZER];
+            kept.at[i][j] = (double)cost.counted.kept_bytes;
+        }
+    double L = (double)c->layers, m = (double)c->grad_acc;
+    *memory = (LoneMemory){continued(&weights, L, m), continued(&gradients, L, m),
+                           continued(&optimizer, L, m), continued(&kept, L, m), continued(&peak, L, m)};
+    return continued(&step, L, m);
+}
+
+// The walk through a schedule: each pass of a stage takes what that stage's takes.
+static double walked(const Config *c, const LoneParts *p, const Stages *s) {
+    Schedule schedule = pipeline_schedule(c);
+    double *ended = host_alloc(schedule_slots(&schedule) * sizeof *ended), now[RANKS_MOST] = {0}, last = 0;
+    ScheduleWalk walk = schedule_walk(&schedule);
+    while (schedule_walk_next(&walk)) {
+        const Action *action = &schedule.list[walk.rank].action[walk.position];
+        double begin = now[walk.rank], seconds = 0;
+        for (int i = 0; i < action->passes; i++) {
+            StagePass pass = action->pass[i], needed;
+            double apart = p->input[BLOCK] / p->backward[BLOCK], part = 1;
+            if (pass.kind == PASS_B) part = apart;
+            if (pass.kind == PASS_W) part = 1 - apart;
+            seconds += pass.kind == PASS_F ? s->forward[pass.stage] : part * s->backward[pass.stage];
+            if (!schedule_needs(&schedule, pass, &needed)) continue;
+            double there = ended[schedule_slot(&schedule, needed)];
+            if (schedule_receives_from(&schedule, pass) != NO_RANK) there += s->hop;
+            begin = fmax(begin, there);
+        }
+        now[walk.rank] = begin + seconds;
+        last = fmax(last, now[walk.rank]);
+        for (int i = 0; i < action->passes; i++)
+            ended[schedule_slot(&schedule, action->pass[i])] = now[walk.rank];
+    }
+    schedule_walk_end(&walk);
+    schedule_free(&schedule);
+    free(ended);
+    return last;
+}
+
+// What a rank of a pipeline holds, by the records' closed forms: rank 0.
+static void staged_memory(const Config *c, const LoneParts *p, LoneMemory *memory) {
+    Mesh mesh = mesh_standing_for_all((MeshShape){
+        .dp = (int)c->dp, .pp = (int)c->pp, .cp = (int)c->cp, .tp = (int)c->tp, .ep = (int)c->ep});
+    Trainer *t = trainer_new(c, mesh, five_d_layouts());
+    Price price = trainer_price(t);
+    LoneMemory first = {.weights = price_states(&price, t->model, MEMORY_PARAMETER),
+                        .gradients = price_states(&price, t->model, MEMORY_GRADIENT),
+                        .optimizer = price_states(&price, t->model, MEMORY_OPTIMIZER),
+                        .kept = pipeline_held_bytes(t)};
+    if (isnan(first.gradients)) first.gradients = memory->gradients;  // ZeRO-2: the dry run's alone
+    first.peak = first.weights + first.gradients + first.optimizer + first.kept + p->extra;
+    *memory = first;
+    trainer_free(t);
+    mesh_end(&mesh);
+}
+
+// What a stage's step has beside its micro-batch: data parallelism and the optimizer. A tied model of as
+// many layers has as many weights: one table of the vocabulary, and not two.
+static double behind_micro_batch(const Config *c, const LoneParts *p, int64_t layers) {
+    StepCost cost = dry_step(c, layers, 1, true);
+    double computed = 0;
+    for (int i = 0; i < 3; i++)
+        computed += (i == BLOCK ? (double)layers : 1) * (p->forward[i] + p->backward[i]);
+    return fmax(cost.step_seconds - computed, 0);
+}
+
+LoneTime lone_step(const Config *c, const LoneParts *p, LoneMemory *memory) {
+    Stages s = stages_of(c, p);
+    LoneTime time = lone_time(c, p);
+    *memory = lone_memory(c, p);
+    if (c->pp == 1) {
+        time.step = one_stage(c, memory);
+        time.exposed_dp = fmax(time.step - time.computed - time.optimizer, 0);
+        return time;
+    }
+    double makespan = walked(c, p, &s), behind = behind_micro_batch(c, p, s.layers);
+    staged_memory(c, p, memory);
+    time.bubble = makespan - time.computed;
+    time.exposed_dp = fmax(behind - time.optimizer, 0);
+    time.step = makespan + behind;
+    return time;
+}

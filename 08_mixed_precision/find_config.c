@@ -1,0 +1,132 @@
+// find_config.c: finds the layouts that train a model fastest on a cluster, and says how far to trust the
+// figure. Playbook: "Finding the Best Training Configuration", "Benchmarking thousands of configurations".
+//
+//     every legal layout     closed forms: what a rank holds, and how long a step takes     microseconds
+//     the best of them       one block, dry, in a process that stands for all ranks         exact
+//     published runs         the same table of efficiencies, eight factors                  how far off
+//
+// The clock is that of a machine as it is reached: factors are fitted on published runs (published.csv),
+// and each series of runs is predicted without having been seen.
+//
+// Bytes sent and memory per rank: the sums of the records' closed forms.
+// Run: build/08_mixed_precision/find_config --model llama-3-70b --gpus 512 --batch-tokens 4M --seq 8192
+//      build/08_mixed_precision/find_config --runs 08_mixed_precision/published.csv
+// Last line: PASS find_config: the fastest of … layouts takes … s a step …
+#include "find_config.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "report/report.h"
+
+#ifndef NO_MAIN
+
+// "4M": tokens, with K, M or G for powers of 1024.
+static int64_t tokens_of(const char *text) {
+    char *end;
+    double number = strtod(text, &end);
+    double unit = *end == 'K' ? 1024 : *end == 'M' ? 1 << 20 : *end == 'G' ? 1 << 30 : 1;
+    if (unit > 1) end++;
+    CHECK(end > text && !*end && number >= 1 && number * unit < 1e15,
+          "--batch-tokens %s is no number of tokens: 4M would fit, which is 4194304", text);
+    return (int64_t)(number * unit);
+}
+
+static Goal goal_of(const Config *c, int64_t gpus, const char *batch) {
+    int64_t tokens = tokens_of(batch);
+    CHECK(c->dtype == BF16, "--dtype %s: the cost model knows bf16; leave it out",
+          dtype_name((DType)c->dtype));
+    CHECK(tokens % c->seq == 0, "--batch-tokens %s is not divisible by --seq %ld: %lld would fit", batch,
+          c->seq, (long long)((tokens / c->seq + 1) * c->seq));
+    Goal goal = {.model = *c, .gpus = (int)gpus, .sequences = tokens / c->seq};
+    // The rest is the libraries' and the allocator's.
+    goal.memory = 0.95 * machine_find(c->machine)->memory_bytes;
+    return goal;
+}
+
+// From here on the clock is that of the machine as it is reached.
+static void reach(const char *machine) {
+    static CostTable table;
+    static Efficiency *rows;
+    Factors fitted = factors_fitted();
+    int count;
+    table = cost_table(machine_find(machine), &fitted, 1);
+    free(rows);
+    rows = cost_table_rows(&table, &count);
+    clock_set_machine(&table.machine);
+    clock_set_efficiency(rows, count);
+}
+
+static int show_search(const Goal *goal) {
+    device_dry_run(true);
+    comm_stand_for_all(true);
+    clock_t began = clock();
+    Search found = search(goal, 10);
+    double seconds = (double)(clock() - began) / CLOCKS_PER_SEC;
+    search_print(goal, &found, FITTED_ERROR);
+    say("\nmeasured here: %.1f s of one core for %lld layouts", seconds, (long long)found.legal);
+    report_that(found.count > 0, "no layout of %d GPUs fits: --gpus %d would double the memory", goal->gpus,
+                2 * goal->gpus);
+    double step = found.count > 0 ? found.best[0].time.step : 0;
+    long long legal = (long long)found.legal;
+    free(found.best);
+    return report_verdict("the fastest of %lld layouts takes %.3f s a step", legal, step);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    const char *runs_path = NULL, *json = NULL, *batch = NULL, *machine = NULL, *map = NULL,
+               *curves_file = NULL;
+    bool refit = false, agreement = false;
+    int64_t gpus, per_node;
+    Option own[] = {
+        {"gpus", OPTION_INT, &gpus, "64", 1, 65536, "", "of the cluster", false},
+        {"machine", OPTION_TEXT, &machine, "dgx-h100", 0, 0, "NAME",
+         "of its GPUs, of the model clock's table", false},
+        {"gpus-per-node", OPTION_INT, &per_node, "0", 0, 1024, "", "0: as many as the machine has", false},
+        {"batch-tokens", OPTION_TEXT, &batch, "4M", 0, 0, "TOKENS", "of a step: 4M is 4 x 2^20", false},
+        {"runs", OPTION_TEXT, &runs_path, NULL, 0, 0, "FILE.csv",
+         "published runs, in the columns of published.csv: predicted beside published", false},
+        {"fit", OPTION_FLAG, &refit, NULL, 0, 0, "", "with --runs: fit the factors on these runs anew",
+         false},
+        {"agree", OPTION_FLAG, &agreement, NULL, 0, 0, "",
+         "layouts of 8 GPUs beside dry runs on 8 ranks: bytes, peaks, seconds", false},
+        {"heat-map", OPTION_OUTPUT, &map, NULL, 0, 0, "FILE.svg",
+         "the best layouts of four model sizes on 1 to 64 nodes, 1M tokens a step", false},
+        {"curves", OPTION_OUTPUT, &curves_file, NULL, 0, 0, "FILE.svg",
+         "throughput of a GPU by degree: tp, pp and ZeRO-3 across nodes", false},
+        {"json", OPTION_OUTPUT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
+    };
+    Config c =
+        config_parse(argc, argv,
+                     "Finds the fastest layouts of a model on a cluster, and says how far to "
+                     "trust them.",
+                     CONFIG_MODEL | CONFIG_EXPERTS,
+                     "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 dtype=bf16 "
+                     "optimizer=adamw",
+                     own, sizeof own / sizeof *own);
+    c.machine = machine;
+    machine_find(machine);
+    Goal goal = goal_of(&c, gpus, batch);
+    comm_start(argc, argv, agreement ? 8 : 1);
+    if (json) report_json(json);
+    int status;
+    if (runs_path) {
+        Runs runs = runs_read(runs_path);
+        runs_report(&runs, refit);
+        free(runs.run);
+        status = report_verdict("published runs are predicted");
+        return comm_finish(status);
+    }
+    reach(machine);
+    clock_set_cluster((int)per_node, 1, 1);
+    if (agreement) {
+        agree();
+        return comm_finish(report_verdict("layouts cost what their dry runs do"));
+    }
+    curves(curves_file);
+    if (map) heat_map(map, machine);
+    return comm_finish(show_search(&goal));
+}
+#endif

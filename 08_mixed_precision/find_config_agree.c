@@ -1,0 +1,96 @@
+// find_config_agree.c: layouts as find_config prices them, beside dry runs of the same layouts on as many
+// ranks. Playbook: "Finding the Best Training Configuration".
+//
+// The dry run has a process for each rank, and a clock that travels with the messages; the search has one
+// process that stands for all. States and kept activations of rank 0 must be the same to the byte, its peak
+// within 3%, the step within 3%, and 20 of them within 1%. This file has no main: find_config.c shows it.
+#include <math.h>
+
+#include "find_config.h"
+#include "five_d.h"
+#include "report/report.h"
+
+enum { RANKS = 8 };
+
+typedef struct Row {
+    int dp, cp, tp, pp, zero, schedule, chunks, recompute;
+    int64_t micro_batch, micro_batches;
+} Row;
+static const Row rows[] = {
+    {8, 1, 1, 1, 0, ONE_F_ONE_B, 1, 0, 1, 2},  {8, 1, 1, 1, 1, ONE_F_ONE_B, 1, 0, 1, 2},
+    {8, 1, 1, 1, 2, ONE_F_ONE_B, 1, 0, 1, 3},  {8, 1, 1, 1, 3, ONE_F_ONE_B, 1, 0, 1, 2},
+    {8, 1, 1, 1, 3, ONE_F_ONE_B, 1, 2, 2, 5},  {4, 1, 2, 1, 0, ONE_F_ONE_B, 1, 0, 1, 4},
+    {4, 1, 2, 1, 1, ONE_F_ONE_B, 1, 2, 2, 4},  {2, 1, 4, 1, 1, ONE_F_ONE_B, 1, 0, 2, 4},
+    {2, 1, 4, 1, 3, ONE_F_ONE_B, 1, 0, 2, 4},  {1, 1, 8, 1, 0, ONE_F_ONE_B, 1, 0, 4, 6},
+    {1, 1, 8, 1, 0, ONE_F_ONE_B, 1, 1, 4, 6},  {4, 2, 1, 1, 1, ONE_F_ONE_B, 1, 0, 1, 4},
+    {2, 2, 2, 1, 1, ONE_F_ONE_B, 1, 0, 1, 4},  {2, 2, 2, 1, 3, ONE_F_ONE_B, 1, 2, 1, 4},
+    {1, 1, 1, 8, 0, ONE_F_ONE_B, 1, 0, 1, 16}, {1, 1, 1, 8, 0, AFAB, 1, 0, 1, 16},
+    {2, 1, 1, 4, 1, ONE_F_ONE_B, 1, 0, 1, 16}, {2, 1, 2, 2, 1, ONE_F_ONE_B, 1, 0, 2, 8},
+    {1, 1, 4, 2, 0, ONE_F_ONE_B, 1, 0, 1, 8},  {1, 1, 2, 4, 0, INTERLEAVED, 2, 0, 1, 8},
+    {1, 2, 2, 2, 1, ONE_F_ONE_B, 1, 0, 1, 8},  {2, 1, 1, 4, 0, ZB_H1, 1, 0, 1, 16},
+    {1, 1, 2, 4, 0, INTERLEAVED, 4, 2, 1, 8},  {1, 1, 2, 4, 0, ONE_F_ONE_B, 1, 2, 1, 12},
+};
+enum { ROWS = sizeof rows / sizeof *rows };
+
+// 16 layers of Llama 3 8B.
+static Config config_of(const Row *r) {
+    Goal goal = {
+        .model = config_default("layers=16 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=32000 seq=4096 "
+                                "dtype=bf16 optimizer=adamw")};
+    Found f = {.tp = r->tp,
+               .cp = r->cp,
+               .pp = r->pp,
+               .dp = r->dp,
+               .ep = 1,
+               .zero = r->zero,
+               .schedule = r->schedule,
+               .chunks = r->chunks,
+               .recompute = r->recompute,
+               .sp = r->tp > 1,
+               .micro_batch = r->micro_batch,
+               .micro_batches = r->micro_batches};
+    return found_config(&goal, &f);
+}
+
+static bool beside(const Row *r, LoneTime time, LoneMemory memory, const StepCost *run) {
+    double step = time.step / run->step_seconds - 1, kept = memory.kept - (double)run->counted.kept_bytes;
+    double peak = memory.peak / (double)run->memory.peak_total - 1;
+    double states = memory.weights - (double)run->memory.peak[MEMORY_PARAMETER] + memory.gradients -
+                    (double)run->memory.peak[MEMORY_GRADIENT] + memory.optimizer -
+                    (double)run->memory.peak[MEMORY_OPTIMIZER];
+    say("  %3d %3d %3d %3d %4d %4ld %4ld %9.2f ms %+7.2f%% %+8.2f%% %+7.0f B %+7.0f B", r->dp, r->cp, r->tp,
+        r->pp, r->zero, r->micro_batch, r->micro_batches, 1e3 * run->step_seconds, 100 * step, 100 * peak,
+        kept, states);
+    report_that(
+        fabs(step) <= 0.03 && fabs(peak) <= 0.03 && kept == 0 && states == 0,
+        "dp %d, cp %d, tp %d, pp %d, zero %d: step %+.2f%%, peak %+.2f%%, kept %+.0f B, states %+.0f B off "
+        "its dry run",
+        r->dp, r->cp, r->tp, r->pp, r->zero, 100 * step, 100 * peak, kept, states);
+    return fabs(step) <= 0.01;
+}
+
+void agree(void) {
+    CHECK(comm_ranks() == RANKS, "--agree runs on %d ranks, and there are %d: leave mpirun to it", RANKS,
+          comm_ranks());
+    int near = 0;
+    device_dry_run(true);
+    say("\n%d layouts beside their dry runs on %d ranks, 16 layers of Llama 3 8B:\n", ROWS, RANKS);
+    say("  %3s %3s %3s %3s %4s %4s %4s %12s %8s %9s %9s %9s", "dp", "cp", "tp", "pp", "zero", "mbs", "m",
+        "dry run", "step", "peak", "kept", "states");
+    for (int i = 0; i < ROWS; i++) {
+        const Row *r = &rows[i];
+        Config c = config_of(r);
+        comm_stand_for_all(true);
+        LoneParts parts = lone_parts(&c);
+        LoneMemory memory;
+        LoneTime time = lone_step(&c, &parts, &memory);
+        comm_stand_for_all(false);
+        Mesh mesh = mesh_new((MeshShape){.dp = r->dp, .pp = r->pp, .cp = r->cp, .tp = r->tp, .ep = 1});
+        StepCost run = program_cost(&c, mesh, five_d_layouts());
+        if (comm_rank() == 0) near += beside(r, time, memory, &run);
+    }
+    say("\n%d of %d steps are within 1%%; hops that meet other messages on a port are what the walk leaves "
+        "out",
+        near, ROWS);
+    report_that(comm_rank() > 0 || near >= 20, "%d steps are within 1%%, and 20 should be", near);
+}

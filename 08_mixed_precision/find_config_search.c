@@ -1,0 +1,283 @@
+// find_config_search.c: every legal layout of a model on a cluster, and the fastest that fit. Playbook:
+// "Finding the Best Training Configuration".
+//
+//     gpus = dp x pp x cp x tp      batch = dp x micro_batch x micro_batches
+//
+// Each layout is priced by closed forms; the best of these are clocked (cost_lone_step.c), and sorted anew.
+// This file has no main: find_config.c uses it.
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "find_config.h"
+#include "report/report.h"
+
+enum { CLOCKED = 48 };  // so many of the best are clocked
+
+// ---- a layout as flags ----
+
+Config found_config(const Goal *goal, const Found *f) {
+    Config c = goal->model;
+    c.tp = f->tp, c.cp = f->cp, c.pp = f->pp, c.dp = f->dp, c.ep = f->ep;
+    c.micro_batch = f->micro_batch, c.grad_acc = f->micro_batches, c.recompute = f->recompute;
+    config_set(&c, "sp", f->sp);
+    config_set(&c, "vocab-parallel", f->tp > 1);
+    config_set(&c, "context", 1);  // zig-zag
+    config_set(&c, "zero", f->zero);
+    config_set(&c, "schedule", f->schedule);
+    config_set(&c, "chunks", f->chunks);
+    config_set(&c, "attention", 1);  // flash
+    config_set(&c, "documents", -1);
+    config_set(&c, "bucket-mb", 25);
+    return c;
+}
+
+double found_mfu(const Goal *goal, const Found *f) {
+    const Machine *sold = machine_find(goal->model.machine);
+    double flops = config_step_flops(&goal->model, goal->sequences) / goal->gpus;
+    return flops / f->time.step / machine_peak_flops(sold, BF16);
+}
+
+// ---- all of them ----
+
+// Parts of the layouts on tp x cp ranks, by what else they depend on.
+typedef struct Kept {
+    int tp, cp, ep, recompute, sp;
+    int64_t micro_batch;
+    LoneParts parts;
+} Kept;
+
+typedef struct Space {
+    const Goal *goal;
+    Search *search;
+    Kept *kept;
+    int kepts;
+    Found best[CLOCKED];
+    int count;
+} Space;
+
+static const LoneParts *parts_of(Space *s, const Found *f) {
+    for (int i = s->kepts - 1; i >= 0; i--) {
+        const Kept *k = &s->kept[i];
+        if (k->tp == f->tp && k->cp == f->cp && k->ep == f->ep && k->recompute == f->recompute &&
+            k->sp == f->sp && k->micro_batch == f->micro_batch)
+            return &k->parts;
+    }
+    s->kept = realloc(s->kept, (size_t)(s->kepts + 1) * sizeof *s->kept);
+    CHECK(s->kept, "out of host memory for the parts of layouts");
+    Config c = found_config(s->goal, f);
+    s->kept[s->kepts] = (Kept){f->tp, f->cp, f->ep, f->recompute, f->sp, f->micro_batch, lone_parts(&c)};
+    return &s->kept[s->kepts++].parts;
+}
+
+// Keeps the CLOCKED fastest, sorted.
+static void keep(Space *s, const Found *f) {
+    if (s->count == CLOCKED && f->quick >= s->best[CLOCKED - 1].quick) return;
+    int i = s->count < CLOCKED ? s->count++ : CLOCKED - 1;
+    for (; i > 0 && s->best[i - 1].quick > f->quick; i--) s->best[i] = s->best[i - 1];
+    s->best[i] = *f;
+}
+
+static void price_layout(Space *s, const Found *layout) {
+    Found f = *layout;
+    const LoneParts *parts = parts_of(s, &f);
+    Config c = found_config(s->goal, &f);
+    LoneMemory memory = lone_memory(&c, parts);
+    s->search->legal++;
+    if (!(memory.peak <= s->goal->memory)) return;
+    s->search->fit++;
+    f.quick = lone_time(&c, parts).step;
+    f.peak = memory.peak;
+    f.parts = *parts;
+    keep(s, &f);
+}
+
+// Schedules, and stages on a rank, of a pipeline.
+static void each_schedule(Space *s, Found f) {
+    static const struct {
+        ScheduleKind kind;
+        int chunks;
+    } way[] = {{ONE_F_ONE_B, 1}, {AFAB, 1},        {ZB_H1, 1},       {INTERLEAVED, 2},
+               {INTERLEAVED, 3}, {INTERLEAVED, 4}, {INTERLEAVED, 5}, {INTERLEAVED, 8}};
+    int ways = f.pp == 1 ? 1 : sizeof way / sizeof *way;
+    for (int i = 0; i < ways; i++) {
+        f.schedule = way[i].kind, f.chunks = way[i].chunks;
+        int stages = f.pp * f.chunks;
+        if (stages > s->goal->model.layers || stages > STAGES_MOST) continue;
+        if (f.chunks > 1 && (f.micro_batches % f.pp || s->goal->model.layers % stages)) continue;
+        if (f.schedule == ZB_H1 && f.micro_batches < f.pp) continue;
+        price_layout(s, &f);
+    }
+}
+
+// The same ranks with each stage of ZeRO and each recomputation, rows of a region whole or shared.
+static void each_sharding(Space *s, Found f) {
+    for (f.recompute = RECOMPUTE_NONE; f.recompute <= RECOMPUTE_FULL; f.recompute++)
+        for (f.sp = 0; f.sp <= (f.tp > 1); f.sp++)
+            for (f.zero = 0; f.zero <= (f.dp * f.cp > 1 ? 3 : 0); f.zero++) each_schedule(s, f);
+}
+
+static void each_batch(Space *s, Found f) {
+    int64_t own = s->goal->sequences / f.dp;
+    if (s->goal->sequences % f.dp) return;
+    for (f.micro_batch = 1; f.micro_batch <= own && f.micro_batch <= 64; f.micro_batch *= 2) {
+        if (own % f.micro_batch) break;
+        f.micro_batches = own / f.micro_batch;
+        if (f.micro_batches > MICRO_BATCHES_MOST) continue;
+        int64_t fit = s->search->fit;
+        each_sharding(s, f);
+        if (s->search->fit == fit) break;  // nor will larger ones
+    }
+}
+
+static bool legal(const Goal *goal, const Found *f) {
+    const Config *c = &goal->model;
+    bool experts = c->experts > 0;
+    return c->kv_heads % f->tp == 0 && c->heads % f->tp == 0 && f->pp <= c->layers && f->pp <= RANKS_MOST &&
+           f->cp <= 16 && c->seq % (2 * f->cp) == 0 && c->seq / f->cp >= 128 &&
+           (!experts || (f->tp == 1 && f->pp == 1));
+}
+
+static int by_seconds(const void *a, const void *b) {
+    double x = ((const Found *)a)->time.step, y = ((const Found *)b)->time.step;
+    return (x > y) - (x < y);
+}
+
+static bool clocked(const Goal *goal, Found *f) {
+    Config c = found_config(goal, f);
+    f->time = lone_step(&c, &f->parts, &f->memory);
+    return f->memory.peak <= goal->memory;
+}
+
+Search search(const Goal *goal, int wanted) {
+    Search found = {NULL, 0, 0, 0};
+    Space s = {.goal = goal, .search = &found};
+    int experts = goal->model.experts > 0 ? (int)goal->model.experts : 1;
+    for (int tp = 1; tp <= goal->gpus; tp *= 2)
+        for (int cp = 1; tp * cp <= goal->gpus; cp *= 2, s.kepts = 0)
+            for (int pp = 1; tp * cp * pp <= goal->gpus; pp++)
+                for (int ep = 1; ep <= experts; ep *= 2) {
+                    if (goal->gpus % (tp * cp * pp)) continue;
+                    Found f = {.tp = tp, .cp = cp, .pp = pp, .dp = goal->gpus / (tp * cp * pp), .ep = ep};
+                    if (legal(goal, &f) && f.dp * f.cp % ep == 0 && experts % ep == 0) each_batch(&s, f);
+                }
+    found.best = host_alloc((size_t)CLOCKED * sizeof *found.best);
+    for (int i = 0; i < s.count; i++)
+        if (clocked(goal, &s.best[i])) found.best[found.count++] = s.best[i];
+    qsort(found.best, (size_t)found.count, sizeof *found.best, by_seconds);
+    if (found.count > wanted) found.count = wanted;
+    free(s.kept);
+    return found;
+}
+
+// ---- why, and what next ----
+
+const char *found_limit(const Goal *goal, const Found *f) {
+    static char text[160];
+    const LoneTime *t = &f->time;
+    double rows = (double)(f->micro_batch * goal->model.seq) / f->cp;
+    double q = 2 * rows * (double)goal->model.hidden * (double)goal->model.hidden / f->tp;
+    struct {
+        double share;
+        const char *what;
+    } cost[] = {
+        {t->bubble / t->step, "bubble: more micro-batches, or stages interleaved"},
+        {t->exposed_tp_cp / t->step, "exposed tp, cp: a lower degree, or async-tp"},
+        {t->exposed_dp / t->step, "exposed dp: larger micro-batches, or pp in place of dp"},
+        {f->recompute == RECOMPUTE_FULL ? 0.25 : 0, "memory: recomputes, a larger tp or pp would not"},
+        {1 - clock_efficiency(WORK_MATMUL, q), "small multiplies: a lower tp, larger micro-batches"}};
+    int most = 0;
+    for (int i = 1; i < 5; i++)
+        if (cost[i].share > cost[most].share) most = i;
+    snprintf(text, sizeof text, "%2.0f%% %s", 100 * cost[most].share, cost[most].what);
+    return text;
+}
+
+static const char *schedule_text(const Found *f) {
+    static const char *const names[] = {"afab", "1f1b", "interleaved", "zb_h1"};
+    static char text[32];
+    if (f->pp == 1) return "-";
+    snprintf(text, sizeof text, f->chunks > 1 ? "%s %d" : "%s", names[f->schedule], f->chunks);
+    return text;
+}
+
+// --model, where it says all of the shape. The caller frees it.
+static char *shape_flags(const Config *c) {
+    char *arguments[] = {(char *)base_program(), "--model", (char *)c->model, NULL};
+    Config named = config_parse(3, arguments, "", CONFIG_MODEL | CONFIG_EXPERTS, NULL, NULL, 0);
+    if (named.layers == c->layers && config_parameters(&named) == config_parameters(c))
+        return format_text("--model %s", c->model);
+    return format_text("--layers %ld --hidden %ld --heads %ld --kv-heads %ld --ffn %ld --vocab %ld",
+                       c->layers, c->hidden, c->heads, c->kv_heads, c->ffn, c->vocab);
+}
+
+// The flags of train_5d.
+static void print_command(const Goal *goal, const Found *f) {
+    static const char *const schedules[] = {"afab", "one_f_one_b", "interleaved", "zb_h1"};
+    static const char *const recomputes[] = {"none", "selective", "full"};
+    char more[256] = "";
+    size_t used = 0;
+#define ADD(...) used += (size_t)snprintf(more + used, sizeof more - used, __VA_ARGS__)
+    if (f->tp > 1) ADD(" --tp %d --vocab-parallel", f->tp);
+    if (f->sp) ADD(" --sp");
+    if (f->cp > 1) ADD(" --cp %d --context zigzag", f->cp);
+    if (f->cp == 1) ADD(" --attention flash");
+    if (f->pp > 1) ADD(" --pp %d --schedule %s", f->pp, schedules[f->schedule]);
+    if (f->chunks > 1) ADD(" --chunks %d", f->chunks);
+    if (f->ep > 1) ADD(" --ep %d", f->ep);
+    if (f->zero) ADD(" --zero %d", f->zero);
+    if (f->recompute) ADD(" --recompute %s", recomputes[f->recompute]);
+#undef ADD
+    const Config *c = &goal->model;
+    char *shape = shape_flags(c);
+    say("\nThe best of them:\n  build/08_mixed_precision/train_5d --no-check %s --dtype bf16 --optimizer "
+        "adamw "
+        "--seq %ld --ranks %d --dp %d%s --micro-batch %ld --grad-acc %ld",
+        shape, c->seq, goal->gpus, f->dp, more, f->micro_batch, f->micro_batches);
+    free(shape);
+}
+
+static void report_found(const Goal *goal, const Found *f, int place) {
+    char *group = format_text("layout %d", place);
+    const struct {
+        const char *name;
+        double value;
+    } figure[] = {{"tp", f->tp},
+                  {"cp", f->cp},
+                  {"pp", f->pp},
+                  {"dp", f->dp},
+                  {"ep", f->ep},
+                  {"zero", f->zero},
+                  {"sp", f->sp},
+                  {"chunks", f->chunks},
+                  {"schedule", f->schedule},
+                  {"recompute", f->recompute},
+                  {"micro-batch", (double)f->micro_batch},
+                  {"micro-batches", (double)f->micro_batches}};
+    for (size_t i = 0; i < sizeof figure / sizeof *figure; i++)
+        report_number(group, figure[i].name, figure[i].value, "");
+    report_number(group, "step", f->time.step, "s");
+    report_number(group, "peak memory", f->memory.peak, "B");
+    report_number(group, "mfu", found_mfu(goal, f), "");
+    free(group);
+}
+
+void search_print(const Goal *goal, const Search *s, double error) {
+    static const char *const again[] = {"none", "attn", "full"};
+    say("\n%lld legal layouts, %lld of them fit into %s of a GPU; the best, clocked (step +- %.0f%%, the "
+        "median "
+        "error of\nunseen published runs):\n",
+        (long long)s->legal, (long long)s->fit, bytes_text(goal->memory), 100 * error);
+    say("  %3s %3s %3s %4s %3s %4s %4s %5s %-13s %-5s %8s %9s %5s  %s", "tp", "cp", "pp", "dp", "ep",
+        "zero", "mbs", "m", "schedule", "again", "memory", "step", "MFU",
+        "what costs most, and what to try");
+    for (int i = 0; i < s->count; i++) {
+        const Found *f = &s->best[i];
+        say("  %2d%s %3d %3d %4d %3d %4d %4ld %5ld %-13s %-5s %8s %7.3f s %4.1f%%  %s", f->tp,
+            f->sp ? "s" : " ", f->cp, f->pp, f->dp, f->ep, f->zero, f->micro_batch, f->micro_batches,
+            schedule_text(f), again[f->recompute], bytes_text(f->memory.peak), f->time.step,
+            100 * found_mfu(goal, f), found_limit(goal, f));
+        report_found(goal, f, i + 1);
+    }
+    if (s->count > 0) print_command(goal, &s->best[0]);
+}

@@ -1,0 +1,151 @@
+// recipe_training.c: how far the recipes of fp8.c come beside bfloat16, how often they cast, what ZeRO-3
+// sends in 8 bits, and growing learning rates. Playbook: "FP8 pretraining".
+//
+// This file has no main: fp8.c runs it.
+#include <math.h>
+#include <stdlib.h>
+
+#include "files.h"
+#include "mixed_precision.h"
+
+const Technique *const fp8_one_device[] = {&fp8_recipe, &recompute, NULL};
+
+// recipe 0: none, plain bf16
+Config fp8_small(int recipe, const char *more) {
+    char *text = format_text(
+        "layers=1 hidden=32 heads=4 kv-heads=4 ffn=96 seq=32 micro-batch=8 dtype=bf16 optimizer=adamw "
+        "warmup=0 "
+        "clip=1 weight-decay=0 %s",
+        more);
+    Config c = config_default(text);
+    free(text);
+    config_set(&c, "fp8", recipe);
+    config_set(&c, "fp8-tile", 0);
+    config_set(&c, "fp8-wire", 0);
+    return c;
+}
+
+// Weights are cast once in each step of the optimizer, whatever runs forward again.
+static void show_casts(void) {
+    Config c = fp8_small(1, "grad-acc=3 steps=2");
+    c.recompute = RECOMPUTE_FULL;
+    Trainer *t = trainer_new(&c, mesh_single(), fp8_one_device);
+    int64_t weights = 0;
+    for (int i = 0; i < t->model->params.count; i++) weights += fp8_is_cast(&t->model->params.param[i]);
+    train_step(t, NULL);
+    train_step(t, NULL);
+    say("\n2 steps of 3 micro-batches, each forward twice:");
+    report_equal("casts of weights", 2 * (double)weights, (double)fp8_linear_casts(fp8_linear_of(t)), "");
+    trainer_free(t);
+}
+
+// How far each recipe comes beside bf16.
+static void show_losses(void) {
+    double bf16 = 0;
+    say("\n160 steps of a small model, --lr 0.003 that falls to its tenth:\n");
+    say("  %-12s %12s %12s", "", "last losses", "of bf16's");
+    for (int i = 0; i <= fp8_recipe_count; i++) {
+        Config c = fp8_small(i, "steps=160 lr=0.003");
+        const char *name = i ? fp8_recipes[i - 1].name : "bf16";
+        Run run = run_of(&c, fp8_one_device);
+        if (i == 0) bf16 = run.last;
+        say("  %-12s %12.4f %+11.2f%%", name, run.last, 100 * (run.last / bf16 - 1));
+        report_number("last losses", name, run.last, "nats");
+        bool close = fabs(run.last / bf16 - 1) < 0.015;
+        report_that(close == (i == 0 || fp8_recipes[i - 1].trains), "%s: its loss is %s 1.5%% of bf16's",
+                    name, close ? "within" : "not within");
+        run_free(&run);
+    }
+}
+
+// ---- in flight ----
+
+// ZeRO-3's weights in 16 and in 8 bits: what its all-gathers send, and how far training comes.
+static void show_wire(Mesh mesh) {
+    static const Technique *const zero[] = {&fp8_recipe, &zero3, NULL};
+    double bytes[2], last[2];
+    if (mesh.dp.size < mesh.world.size || mesh.dp.size == 1) return;
+    say("\nZeRO-3 of deepseek on %d ranks, 60 steps\n", mesh.dp.size);
+    say("  %-12s %22s %12s", "weights in", "all-gathered in a step", "last losses");
+    for (int narrow = 0; narrow < 2; narrow++) {
+        Config c = fp8_small(0, "steps=60 lr=0.003 micro-batch=4");
+        config_set(&c, "fp8", DEEPSEEK);
+        config_set(&c, "fp8-wire", narrow);
+        config_set(&c, "no-prefetch", 0);
+        c.dp = mesh.dp.size;
+        Record record = program_record(&c, mesh, zero, false, true, narrow ? "8 bits" : "16 bits");
+        bytes[narrow] = (double)comm_count("all_gather").bytes / (double)c.steps, last[narrow] = 0;
+        for (int64_t i = c.steps - 6; i < c.steps; i++) last[narrow] += record.loss[i] / 6;
+        say("  %-12s %22s %12.4f", narrow ? "8 bits" : "16 bits", bytes_text(bytes[narrow]), last[narrow]);
+        report_number("ZeRO-3's all-gathers", narrow ? "8 bits" : "16 bits", bytes[narrow], "B");
+        record_free(&record);
+    }
+    report_that(bytes[1] < 0.54 * bytes[0], "8 bits send %g of the bytes of 16", bytes[1] / bytes[0]);
+    report_that(fabs(last[1] / last[0] - 1) < 0.02, "weights in 8 bits change the loss by %g of it",
+                last[1] / last[0] - 1);
+}
+
+// ---- learning rates ----
+
+enum { RATES = 5, LEFT = 70, TOP = 50, WIDTH = 560, HEIGHT = 300 };
+static const double rates[RATES] = {0.003, 0.03, 0.3, 1, 3};
+
+static void draw_rates(const char *file, double (*last)[RATES], int rows, double highest) {
+    static const char *const colour[] = {"#24292f", "#0969da", "#54aeff", "#bf3989",
+                                         "#1a7f37", "#cf222e", "#9a6700"};
+    FILE *svg = output_open("--curves", file);
+    fprintf(svg,
+            "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %d' width='%d' height='%d' "
+            "font-family='system-ui,Helvetica,Arial,sans-serif' font-size='12'>\n"
+            "<rect fill='#fff' stroke='#d0d7de' x='.5' y='.5' width='%d' height='%d' rx='6'/>\n"
+            "<text x='%d' y='28' font-size='15' font-weight='600'>Loss after 100 steps, by --lr</text>\n",
+            LEFT + WIDTH + 120, TOP + HEIGHT + 50, LEFT + WIDTH + 120, TOP + HEIGHT + 50,
+            LEFT + WIDTH + 119, TOP + HEIGHT + 49, LEFT);
+    double low = floor(last[0][0]), across = WIDTH / (RATES - 1.0), scale = HEIGHT / (highest - low);
+    for (int i = 0; i < RATES; i++)
+        fprintf(svg, "<text x='%g' y='%d' text-anchor='middle'>%g</text>\n", LEFT + i * across,
+                TOP + HEIGHT + 24, rates[i]);
+    for (double y = low; y <= highest; y++)
+        fprintf(svg,
+                "<text x='%d' y='%g' text-anchor='end'>%g</text><path stroke='#d0d7de' d='M%d %gh%d'/>\n",
+                LEFT - 10, TOP + HEIGHT - (y - low) * scale + 4, y, LEFT, TOP + HEIGHT - (y - low) * scale,
+                WIDTH);
+    for (int row = 0; row < rows; row++) {
+        fprintf(svg, "<path fill='none' stroke='%s' stroke-width='2' d='", colour[row]);
+        for (int i = 0; i < RATES; i++)
+            fprintf(svg, "%c%g %g", i ? 'L' : 'M', LEFT + i * across,
+                    TOP + HEIGHT - (fmin(last[row][i], highest) - low) * scale);
+        fprintf(svg, "'/><text x='%d' y='%d' fill='%s'>%s</text>\n", LEFT + WIDTH + 16, TOP + 16 + 20 * row,
+                colour[row], row ? fp8_recipes[row - 1].name : "bf16");
+    }
+    fprintf(svg, "</svg>\n");
+    output_close(svg, "--curves", file);
+}
+
+// Where each recipe leaves bf16 as the learning rate grows. Without a warm-up, and hardly clipped.
+static void show_rates(const char *file) {
+    enum { MOST = 8 };
+    double last[MOST][RATES], highest = 0;
+    say("\nMean of the last 10 of 100 losses as --lr grows, not clipped\n");
+    say("  %-12s %10g %10g %10g %10g %10g", "", rates[0], rates[1], rates[2], rates[3], rates[4]);
+    for (int i = 0; i <= fp8_recipe_count; i++) {
+        for (int j = 0; j < RATES; j++) {
+            Config c = fp8_small(i, "steps=100 clip=0");
+            c.lr = rates[j];
+            Run run = run_of(&c, fp8_one_device);
+            highest = fmax(highest, last[i][j] = run.last);
+            run_free(&run);
+        }
+        say("  %-12s %10.3f %10.3f %10.3f %10.3f %10.3f", i ? fp8_recipes[i - 1].name : "bf16", last[i][0],
+            last[i][1], last[i][2], last[i][3], last[i][4]);
+    }
+    if (base_rank() == 0) draw_rates(file, last, fp8_recipe_count + 1, fmin(ceil(highest), 12));
+}
+
+void fp8_training(Mesh mesh, const Config *config) {
+    const char *curves = config_text(config, "curves");
+    show_casts();
+    show_losses();
+    show_wire(mesh);
+    if (curves) show_rates(curves);
+}
