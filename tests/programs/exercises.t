@@ -57,6 +57,9 @@ report $? "exercises are written, and over no file"
 run $course grade --folder "$work/mine" ddp_no_sync
 [ $status = 3 ] && grep -q '^NOT DONE ddp_no_sync' "$out"
 report $? "an untouched exercise is not done, status 3"
+run $course grade --folder "$work/mine" ddp_naive
+[ $status = 0 ] && grep -q '^PASS ddp_naive' "$out"
+report $? "the book's own file passes all its runs, on 4 ranks, too"
 
 if wanted "a hunt shows symptoms, and knows the place"; then
     run $course hunt 1 && grep -q 'Which file, and which line' "$out" && $course answer 1 >"$err" &&
