@@ -70,6 +70,6 @@ const Technique *const overlapped_layouts[] = {ALL_BUT_THE_LAST, &overlapped_exp
 const Technique *const expert_baseline[] = {&moe, &recompute, NULL};
 const Option expert_layout_options[EXPERT_LAYOUT_OPTIONS] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-     "what ranks with copies share out: optimizer state, gradients, weights", false},
-    {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out what the program shows besides", false},
+     "sharded over dp: 1 optimizer state, 2 and gradients, 3 and weights", false},
+    {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables after the proof", false},
 };

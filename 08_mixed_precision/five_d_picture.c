@@ -1,6 +1,6 @@
 // five_d_picture.c: the playbook's overview as a picture: rows are methods, columns are lengths of
-// sequences; in each cell three bars, without recomputation, selective, full. Playbook: "5D parallelism in a
-// nutshell".
+// sequences; in each cell three bars, without recomputation, selective, full. Playbook: "5D parallelism in
+// a nutshell".
 //
 //                 1k      2k      …     128k
 //     DP          ===|==  ===|===       ===|========>      | what a device has; > the bar goes on
