@@ -74,9 +74,9 @@ __device__ static inline void rows_by_rows(float (&sum)[EACH][EACH], const float
     }
 }
 
-// sum += scores rows, or scores' rows: (32, 32) by (32, D).
-template <int D, bool TRANSPOSED = false>
-__device__ static inline void scores_by_rows(float (&sum)[EACH][D / SIDE], const float *scores,
+// sum += scores rows, or scores' rows: (32, 32) by the 8 C columns of the tile from `rows` on.
+template <int D, bool TRANSPOSED = false, int C>
+__device__ static inline void scores_by_rows(float (&sum)[EACH][C], const float *scores,
                                              const float *rows) {
 #pragma unroll 2
     for (int k = 0; k < TILE; k++) {
@@ -87,12 +87,32 @@ __device__ static inline void scores_by_rows(float (&sum)[EACH][D / SIDE], const
             x[i] = scores[TRANSPOSED ? k * SCORE_PITCH + own : own * SCORE_PITCH + k];
         }
 #pragma unroll
-        for (int c = 0; c < D / SIDE; c++) {
+        for (int c = 0; c < C; c++) {
             const float y = rows[k * PITCH<D> + thread_x() + c * SIDE];
 #pragma unroll
             for (int i = 0; i < EACH; i++) sum[i][c] = fmaf(x[i], y, sum[i][c]);
         }
     }
+}
+
+// Scores (=) of a tile; what a query does not see is -inf.
+template <int D>
+__device__ static inline void scores_of(float (&s)[EACH][EACH], const float *tile_q, const float *tile_k,
+                                        const Heads &shape, int64_t query0, int64_t key0) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+#pragma unroll
+        for (int j = 0; j < EACH; j++) s[i][j] = 0;
+    rows_by_rows<D>(s, tile_q, tile_k);
+    const bool all = sees_all(shape, query0, key0);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            s[i][j] *= shape.scale;
+            if (!all && !sees(shape, query0 + thread_y() + i * SIDE, key0 + thread_x() + j * SIDE))
+                s[i][j] = -INFINITY;
+        }
 }
 
 __device__ static inline void store_scores(float *tile, const float (&p)[EACH][EACH]) {
@@ -113,6 +133,15 @@ __device__ static inline float row_sum(float x) {
     return x;
 }
 
+// ---- what the work of tiles is ----
+
+// Tiles of rows go from memory to shared memory in packs of four words.
+static inline void add_tiles(Work *w, double tiles, double d) {
+    w->load_requests += tiles * d / 4;
+    w->load_sectors += tiles * d * 4;
+    w->shared_passes += tiles * d;
+}
+
 // ---- attention on the CPU, in f64, or in f32 for the error that its roundings make ----
 
 template <class T>
@@ -120,7 +149,8 @@ struct Attention {
     std::vector<T> o, lse, dq, dk, dv;
 };
 
-// Each query by itself: all its scores, their softmax, and with dO the gradients.
+// Each query by itself: all its scores, their softmax, and with dO the gradients, from lse.
+// Scores are summed in the kernels' order: in f32 they have the same bits, and so fit this lse as well.
 //   P = softmax(S), S = scale Q K', O = P V:   dV = P' dO   dS = P (dO V' - rowsum(dO O))   dQ = scale dS K
 template <class T>
 Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float *k, const float *v,
@@ -136,23 +166,23 @@ Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float
         T most = -INFINITY, sum = 0, delta = 0;
         for (int64_t j = 0; j < end; j++) {
             T dot = 0;
-            for (int c = 0; c < d; c++) dot += (T)q[row * d + c] * (T)k[key_at(j) + c];
+            for (int c = 0; c < d; c++) dot = std::fma((T)q[row * d + c], (T)k[key_at(j) + c], dot);
             p[(size_t)j] = dot * (T)n.scale;
             most = p[(size_t)j] > most ? p[(size_t)j] : most;
         }
-        for (int64_t j = 0; j < end; j++) sum += p[(size_t)j] = std::exp(p[(size_t)j] - most);
-        out.lse[(size_t)((sample * n.a + h) * n.s + query)] = most + std::log(sum);
+        for (int64_t j = 0; j < end; j++) sum += std::exp(p[(size_t)j] - most);
+        const T lse = out.lse[(size_t)((sample * n.a + h) * n.s + query)] = most + std::log(sum);
         for (int64_t j = 0; j < end; j++)
             for (int c = 0; c < d; c++)
-                out.o[(size_t)(row * d + c)] += p[(size_t)j] / sum * (T)v[key_at(j) + c];
+                out.o[(size_t)(row * d + c)] += std::exp(p[(size_t)j] - most) / sum * (T)v[key_at(j) + c];
         for (int c = 0; grad_o && c < d; c++)
             delta += (T)grad_o[row * d + c] * out.o[(size_t)(row * d + c)];
         for (int64_t j = 0; grad_o && j < end; j++) {
             T dp = 0;
             for (int c = 0; c < d; c++) dp += (T)grad_o[row * d + c] * (T)v[key_at(j) + c];
-            const T ds = p[(size_t)j] / sum * (dp - delta) * (T)n.scale;
+            const T weight = std::exp(p[(size_t)j] - lse), ds = weight * (dp - delta) * (T)n.scale;
             for (int c = 0; c < d; c++) {
-                out.dv[(size_t)(key_at(j) + c)] += p[(size_t)j] / sum * (T)grad_o[row * d + c];
+                out.dv[(size_t)(key_at(j) + c)] += weight * (T)grad_o[row * d + c];
                 out.dq[(size_t)(row * d + c)] += ds * (T)k[key_at(j) + c];
                 out.dk[(size_t)(key_at(j) + c)] += ds * (T)q[row * d + c];
             }

@@ -26,26 +26,6 @@
 // Last line: PASS flash_attention_1: it stores 32.7 times less …
 #include "flash.h"
 
-// Scores (=) of a tile; what a query does not see is -inf.
-template <int D>
-__device__ static inline void scores_of(float (&s)[EACH][EACH], const float *tile_q, const float *tile_k,
-                                        const Heads &shape, int64_t query0, int64_t key0) {
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-#pragma unroll
-        for (int j = 0; j < EACH; j++) s[i][j] = 0;
-    rows_by_rows<D>(s, tile_q, tile_k);
-    const bool all = sees_all(shape, query0, key0);
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-#pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            s[i][j] *= shape.scale;
-            if (!all && !sees(shape, query0 + thread_y() + i * SIDE, key0 + thread_x() + j * SIDE))
-                s[i][j] = -INFINITY;
-        }
-}
-
 // ---- FlashAttention ----
 
 // What a row so far and this tile's part of it count for in the new one: o = keep o + gain (e^(S - m) V).
@@ -216,13 +196,6 @@ static void add_products(Work *w, double pairs, double d) {
     w->flops += pairs * (2 * 2 * TILE * TILE * d + TILE * TILE);  // and the scale
     w->flop_instructions += pairs * (2 * TILE * TILE * d + TILE * TILE) / 32;
     w->shared_passes += pairs * (16 * d + 8 * d + 256);
-}
-
-// tiles of rows from memory to shared memory, in packs of four words
-static void add_tiles(Work *w, double tiles, double d) {
-    w->load_requests += tiles * d / 4;
-    w->load_sectors += tiles * d * 4;
-    w->shared_passes += tiles * d;
 }
 
 // s a multiple of 32.

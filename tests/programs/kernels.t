@@ -4,7 +4,7 @@
 # spills a register, and none needs more of them than its program says. TAP.
 # needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
-# needs: build/07_kernels/flash_attention_1
+# needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 
@@ -14,6 +14,7 @@ for source in 07_kernels/*.cu; do
 done
 passes "on an A100" 07_kernels/vector_add --gpu a100
 passes "heads of 64" 07_kernels/flash_attention_1 --head-size 64
+passes "backward of heads of 64" 07_kernels/flash_attention_1_backward --head-size 64
 refused "--gpu" 07_kernels/vector_add --gpu abacus
 
 # shows NAME PROGRAM PATTERN: a line of its table.
