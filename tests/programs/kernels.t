@@ -4,6 +4,7 @@
 # spills a register, and none needs more of them than its program says. TAP.
 # needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
+# needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 
@@ -12,6 +13,8 @@ for source in 07_kernels/*.cu; do
     passes "$name" 07_kernels/"$name" --json "$work/$name.json"
 done
 passes "on an A100" 07_kernels/vector_add --gpu a100
+passes "heads of 64" 07_kernels/flash_attention_1 --head-size 64
+passes "backward of heads of 64" 07_kernels/flash_attention_1_backward --head-size 64
 refused "--gpu" 07_kernels/vector_add --gpu abacus
 
 # shows NAME PROGRAM PATTERN: a line of its table.
@@ -28,6 +31,7 @@ shows "a column in one bank takes 32 passes" tiling '^A B., in one bank .* 1503%
 shows "a swizzle has no bank conflicts" tiling '^A B., swizzled .* 0% '
 shows "half of the lanes wait at a branch" divergence '^branch by lane .* 50% '
 shows "8 x 8 outputs reach nine tenths of the limit" coarsening '^8 x 8 .* 91\.4% '
+shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
 
 nvcc=$(PATH=$PATH:/usr/local/cuda/bin command -v nvcc)
 if [ -z "$nvcc" ]; then

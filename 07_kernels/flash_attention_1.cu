@@ -1,0 +1,342 @@
+// flash_attention_1.cu: attention that never stores a score. Playbook: "Flash Attention 1-3"; Dao et al.,
+// "FlashAttention", 2022, Algorithm 1, forward. The backward pass: flash_attention_1_backward.cu.
+//
+//     O = softmax(scale Q K') V           scores stored: S = Q K', written; P = softmax(S), read and
+//                                         written; P V, read: 4 s^2 words of memory a head
+//
+// Here a block holds a tile of K and V, and takes the tiles of queries past it. What it knows of a row of
+// O so far is the row, normalised, and the logarithm of the sum of exponentials (lse) over the keys seen:
+//
+//     m = max(S)   l = sum(e^(S - m))                     of this tile's keys
+//     M = max(m, lse)   L = e^(m - M) l + e^(lse - M)     over all so far
+//     O = e^(lse - M) / L O + e^(m - M) / L e^(S - m) V   lse = M + log L
+//
+//                    queries ->  T tiles of 32, and as many of keys: with a causal mask only the pairs
+//     keys     K V   ■ ■ ■ ■     above the diagonal, T (T + 1) / 2, else T^2. In words, for a head:
+//       |      K V   . ■ ■ ■         K and V    2 x 32 d       once for each tile of keys
+//       v      K V   . . ■ ■         Q          32 d           for each pair
+//              K V   . . . ■         O, lse     32 d + 32      for each pair, out and, after the first, in
+//
+// Tiles cost L2 about 3 s^2 d / 32 words a head in either case. What is stored is s d + s words here, and
+// s d + s^2 there; no array of this kernel is quadratic in s.
+//
+// Proof: within 4 times the error of the same steps in f32 on the CPU, each against f64, lse too, on odd
+// lengths, with and without a mask, for shared K/V heads and for scores of large magnitude.
+// Run: build/07_kernels/flash_attention_1           (--gpu a100, --head-size 64, --size 4096, --verbose)
+// Last line: PASS flash_attention_1: it stores 32.7 times less …
+#include "flash.h"
+
+// ---- FlashAttention ----
+
+// What a row so far and this tile's part of it count for in the new one: o = keep o + gain (e^(S - m) V).
+// p: scores (in), and their exponentials (out). Each row has seen a key, so that max is finite.
+struct RowUpdate {
+    float keep, gain, lse;
+};
+__device__ static inline RowUpdate update_row(float (&p)[EACH], float lse) {
+    float most = -INFINITY, sum = 0;
+#pragma unroll
+    for (int j = 0; j < EACH; j++) most = fmaxf(most, p[j]);
+    most = row_max(most);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) sum += p[j] = expf(p[j] - most);
+    sum = row_sum(sum);
+    const float top = fmaxf(most, lse), keep = expf(lse - top), gain = expf(most - top);
+    const float total = fmaf(gain, sum, keep), inverse = 1 / total;
+    return {keep * inverse, gain * inverse, top + logf(total)};
+}
+
+// Block (head, sample).
+template <int D>
+__global__ void __launch_bounds__(THREADS)
+    attention(float *o, float *lse, const float *q, const float *k, const float *v, Heads shape) {
+    DYNAMIC_SHARED(float, tile_q);
+    float *tile_k = tile_q + TILE * PITCH<D>, *tile_v = tile_k + TILE * PITCH<D>;
+    float *tile_p = tile_v + TILE * PITCH<D>;
+    const int64_t head = blockIdx.x, first = blockIdx.y * shape.s, end = shape.s;
+    const int64_t stride = shape.a * D, key_stride = shape.kv * D;
+    const int64_t key_head = first * key_stride + head / (shape.a / shape.kv) * D;
+    q += first * stride + head * D, o += first * stride + head * D;
+    k += key_head, v += key_head;
+    lse += (blockIdx.y * shape.a + head) * shape.s;
+    for (int64_t key0 = 0; key0 < end; key0 += TILE) {
+        load_rows<D>(tile_k, k, key0, end, key_stride);
+        load_rows<D>(tile_v, v, key0, end, key_stride);
+        for (int64_t query0 = shape.causal ? key0 : 0; query0 < end; query0 += TILE) {
+            const int64_t row0 = query0 + thread_y();
+            RowUpdate row[EACH];
+            load_rows<D>(tile_q, q, query0, end, stride);
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+                row[i].lse = key0 && row0 + i * SIDE < end ? lse[row0 + i * SIDE] : -INFINITY;
+            __syncthreads();  // the tiles are whole
+            float p[EACH][EACH], sum[EACH][D / SIDE] = {};
+            scores_of<D>(p, tile_q, tile_k, shape, query0, key0);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) row[i] = update_row(p[i], row[i].lse);
+            store_scores(tile_p, p);
+            __syncwarp();  // a row's eight lanes are of one warp
+            scores_by_rows<D>(sum, tile_p, tile_v);
+#pragma unroll
+            for (int i = 0; i < EACH; i++) {
+                const int64_t at = row0 + i * SIDE;
+                if (at >= end) continue;
+#pragma unroll
+                for (int c = 0; c < D / SIDE; c++) {
+                    float *out = &o[at * stride + thread_x() + c * SIDE];
+                    *out = fmaf(row[i].keep, key0 ? *out : 0, row[i].gain * sum[i][c]);
+                }
+                if (thread_x() == 0) lse[at] = row[i].lse;
+            }
+            __syncthreads();  // everybody has read the tiles
+        }
+    }
+}
+
+// ---- scores stored: three kernels ----
+
+// Block (tile of keys, tile of queries, sample and head): scores (b, a, s, s), masked.
+template <int D>
+__global__ void __launch_bounds__(THREADS)
+    store_all_scores(float *scores, const float *q, const float *k, Heads shape) {
+    DYNAMIC_SHARED(float, tile_q);
+    float *tile_k = tile_q + TILE * PITCH<D>;
+    const int64_t key0 = blockIdx.x * TILE, query0 = blockIdx.y * TILE, head = blockIdx.z % shape.a;
+    const int64_t sample = blockIdx.z / shape.a, first = sample * shape.s;
+    const int64_t stride = shape.a * D, key_stride = shape.kv * D;
+    const int64_t key_head = first * key_stride + head / (shape.a / shape.kv) * D;
+    load_rows<D>(tile_q, q + first * stride + head * D, query0, shape.s, stride);
+    load_rows<D>(tile_k, k + key_head, key0, shape.s, key_stride);
+    __syncthreads();
+    float s[EACH][EACH];
+    scores_of<D>(s, tile_q, tile_k, shape, query0, key0);
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const int64_t row = query0 + thread_y() + i * SIDE, column = key0 + thread_x() + j * SIDE;
+            if (row < shape.s && column < shape.s)
+                scores[(blockIdx.z * shape.s + row) * shape.s + column] = s[i][j];
+        }
+}
+
+// A warp for a row: softmax (=) in place. Between reading and writing the row is in shared memory, where
+// each lane has its own words.
+__global__ void __launch_bounds__(32) softmax(float *scores, int64_t s) {
+    DYNAMIC_SHARED(float, row);
+    scores += blockIdx.x * s;
+    float most = -INFINITY, sum = 0;
+    for (int64_t i = threadIdx.x; i < s; i += 32) most = fmaxf(most, row[i] = scores[i]);
+    for (int lanes = 16; lanes > 0; lanes /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
+    for (int64_t i = threadIdx.x; i < s; i += 32) sum += row[i] = expf(row[i] - most);
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    const float inverse = 1 / sum;
+    for (int64_t i = threadIdx.x; i < s; i += 32) scores[i] = row[i] * inverse;
+}
+
+// Block (tile of queries, sample and head): o (=) P V.
+template <int D>
+__global__ void __launch_bounds__(THREADS)
+    weigh_values(float *o, const float *scores, const float *v, Heads shape) {
+    DYNAMIC_SHARED(float, tile_v);
+    float *tile_p = tile_v + TILE * PITCH<D>;
+    const int64_t query0 = blockIdx.x * TILE, head = blockIdx.y % shape.a, end = shape.s;
+    const int64_t first = blockIdx.y / shape.a * end, stride = shape.a * D, key_stride = shape.kv * D;
+    v += first * key_stride + head / (shape.a / shape.kv) * D;
+    o += first * stride + head * D;
+    scores += blockIdx.y * end * end;
+    float sum[EACH][D / SIDE] = {};
+    for (int64_t key0 = 0; key0 < end; key0 += TILE) {
+        load_rows<D>(tile_v, v, key0, end, key_stride);
+        for (int i = threadIdx.x; i < TILE * TILE; i += THREADS) {
+            const int64_t row = query0 + i / TILE, column = key0 + i % TILE;
+            tile_p[i / TILE * SCORE_PITCH + i % TILE] =
+                row < end && column < end ? scores[row * end + column] : 0;
+        }
+        __syncthreads();
+        scores_by_rows<D>(sum, tile_p, tile_v);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+#pragma unroll
+        for (int c = 0; c < D / SIDE; c++) {
+            const int64_t row = query0 + thread_y() + i * SIDE;
+            if (row < end) o[row * stride + thread_x() + c * SIDE] = sum[i][c];
+        }
+}
+
+// ---- host code ----
+
+enum { STORED, FLASH, VERSIONS };
+
+template <int D>
+static void launch(int version, float *o, float *lse, float *scores, const float *q, const float *k,
+                   const float *v, const Heads &shape) {
+    if (shape.s == 0) return;
+    const unsigned tiles = (unsigned)((shape.s + TILE - 1) / TILE), heads = (unsigned)(shape.b * shape.a);
+    if (version == FLASH) {
+        const size_t bytes = (size_t)tile_bytes(D, 3, 1);
+        CUDA_CHECK(cudaFuncSetAttribute(attention<D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        (int)bytes));
+        const dim3 grid((unsigned)shape.a, (unsigned)shape.b);
+        LAUNCH(attention<D>, grid, THREADS, bytes, 0, o, lse, q, k, v, shape);
+        return;
+    }
+    const dim3 squares(tiles, tiles, heads), rows(tiles, heads);
+    const size_t row_bytes = (size_t)shape.s * 4;
+    CUDA_CHECK(cudaFuncSetAttribute(softmax, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)row_bytes));
+    LAUNCH(store_all_scores<D>, squares, THREADS, (size_t)tile_bytes(D, 2, 0), 0, scores, q, k, shape);
+    LAUNCH(softmax, (unsigned)(shape.b * shape.a * shape.s), 32, row_bytes, 0, scores, shape.s);
+    LAUNCH(weigh_values<D>, rows, THREADS, (size_t)tile_bytes(D, 1, 1), 0, o, scores, v, shape);
+}
+
+// What both do for each pair of tiles: two products of 32 x 32 x d.
+static void add_products(Work *w, double pairs, double d) {
+    w->flops += pairs * (2 * 2 * TILE * TILE * d + TILE * TILE);  // and the scale
+    w->flop_instructions += pairs * (2 * TILE * TILE * d + TILE * TILE) / 32;
+    w->shared_passes += pairs * (16 * d + 8 * d + 256);
+}
+
+// s a multiple of 32.
+static Work formula(int version, const Heads &shape, double d) {
+    const double s = (double)shape.s, heads = (double)(shape.b * shape.a), tiles = s / TILE;
+    const double compulsory = s * d * (double)shape.b * (2 * (double)shape.a + 2 * (double)shape.kv) / 8;
+    const double again = shape.causal ? s - TILE : tiles > 1 ? s : 0;  // rows of o that come back
+    double pairs = heads * (version == FLASH && shape.causal ? tiles * (tiles + 1) / 2 : tiles * tiles);
+    const double first = heads * tiles, squares = heads * s * s;
+    Work w = {};
+    add_products(&w, pairs, d);
+    if (version == FLASH) {
+        add_tiles(&w, pairs + 2 * first, d);
+        w.load_requests += (pairs - first) * (d + 8);
+        w.load_sectors += (pairs - first) * (4 * d + 8);
+        w.store_requests = pairs * (d + 8);
+        w.store_sectors = pairs * (4 * d + 8);
+        w.memory_sectors = compulsory + heads * (s + again * (d + 1)) / 8;
+        w.shared_passes += pairs * 32;
+        // maximum, difference and sum of scores; of each row; of o
+        w.flops += pairs * (1792 + 1024 + 1792 + 256 * 8 + 96 * d);
+        w.flop_instructions += pairs * (56 + 32 + 56 + 56 + 2 * d);
+        w.special_instructions = pairs * (32 + 8 * 4);
+        w.barriers = 2 * pairs;
+        return w;
+    }
+    add_tiles(&w, 3 * pairs, d);
+    w.load_requests += 2 * squares / 32;
+    w.load_sectors += 2 * squares / 8;
+    w.store_requests = 2 * squares / 32 + heads * s * d / 32;
+    w.store_sectors = 2 * squares / 8 + heads * s * d / 8;
+    w.memory_sectors = compulsory + 4 * squares / 8;
+    // a row in shared memory is written twice and read twice, and once more as a tile
+    w.shared_passes += 5 * squares / 32;
+    w.flops += 4 * squares + heads * s * 32 * 10;
+    w.flop_instructions += 4 * squares / 32 + heads * s * 10;
+    w.special_instructions = squares / 32 + heads * s;
+    w.barriers = pairs + 2 * pairs;
+    return w;
+}
+
+template <int D>
+static Proof check(int version, bool causal) {
+    Proof proof = {0, 1};
+    const struct { int64_t b, s, a, kv; double scale; } cases[] = {
+        {1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 67, 3, 3, 1}};
+    for (auto &n : cases) {
+        const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf(D), causal};
+        const int64_t queries = n.b * n.s * n.a * D, keys = n.b * n.s * n.kv * D, rows = n.b * n.a * n.s;
+        float *q = kernels_numbers(queries, n.scale, 1), *k = kernels_numbers(keys, 1, 2);
+        float *v = kernels_numbers(keys, 1, 3);
+        Array<float> d_q(q, queries), d_k(k, keys), d_v(v, keys), o(queries), lse(rows), scores(rows * n.s);
+        launch<D>(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
+        const Attention<float> cpu = attention_on_cpu<float>(shape, D, q, k, v, NULL);
+        const Attention<double> right = attention_on_cpu<double>(shape, D, q, k, v, NULL);
+        const std::vector<float> once = o.host();
+        proof.hold(once, cpu.o, right.o);
+        if (version == FLASH) proof.hold(lse.host(), cpu.lse, right.lse);
+        launch<D>(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
+        report_that(o.host() == once, "two runs with %lld tokens differ", (long long)n.s);
+        free(q);
+        free(k);
+        free(v);
+    }
+    return proof;
+}
+
+// Registers of a thread: of the kernel that needs the most.
+template <int D>
+static KernelVersion describe(int version, const char *name) {
+    if (version == FLASH) return {name, THREADS, D == 64 ? 96 : 128, tile_bytes(D, 3, 1)};
+    return {name, THREADS, D == 64 ? 117 : 149, tile_bytes(D, 2, 0)};
+}
+
+template <int D>
+static void row(int version, const char *name, const Heads &at_size) {
+    Heads small = at_size;
+    small.b = 1, small.s = 64, small.a = 2, small.kv = 1;
+    const Heads most = ON_GPU ? at_size : small;
+    const int64_t queries = most.b * most.s * most.a * D, keys = most.b * most.s * most.kv * D;
+    const int64_t rows = most.b * most.a * most.s;
+    float *numbers = kernels_numbers(queries, 1, 4);
+    Array<float> q(numbers, queries), k(numbers, keys), v(numbers, keys), o(queries), lse(rows);
+    Array<float> scores(version == STORED ? rows * most.s : 0);
+    free(numbers);
+    auto run = [&](const Heads &shape) {
+        launch<D>(version, o.at, lse.at, scores.at, q.at, k.at, v.at, shape);
+    };
+    Work work = counted([&] { run(small); });
+    const Work predicted = formula(version, small, D), sized = formula(version, at_size, D);
+    const Proof proof = check<D>(version, at_size.causal);
+    const double seconds = measured([&] { run(at_size); });
+    const KernelVersion v_row = describe<D>(version, name);
+    kernels_version(&v_row, ON_GPU ? NULL : &work, &predicted, &sized, seconds, proof.error, proof.bound);
+}
+
+template <int D>
+static void show(const KernelsOptions *options, Heads shape) {
+    for (int causal = 0; causal < 2; causal++) {
+        shape.causal = causal, shape.scale = 1 / sqrtf(D);
+        const double s = (double)shape.s, pairs = s * (causal ? (s + 1) / 2 : s);
+        char *size = format_text("%s of %lld tokens, %d heads of %d, %d of K/V",
+                                 causal ? "causal attention" : "attention", (long long)shape.s,
+                                 (int)shape.a, D, (int)shape.kv);
+        const double words = 2 * s * D * (double)(shape.a + shape.kv);
+        kernels_begin(options, size,
+                      kernels_limit(options, 4 * words, 4 * pairs * D * (double)shape.a, 0));
+        row<D>(STORED, "scores stored", shape);
+        row<D>(FLASH, causal ? "flash, causal" : "flash", shape);
+        free(size);
+    }
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    KernelsOptions options = {};
+    int64_t n;
+    int wide;
+    Option table[] = {
+        {"size", OPTION_INT, &n, "4096", 64, 32768, "", "tokens of the table's sequence", false},
+        {"head-size", OPTION_CHOICE, &wide, "128", 0, 0, "64|128", "elements of a head", false},
+        KERNELS_OPTIONS(options),
+    };
+    options_parse(argc, argv,
+                  "FlashAttention, forward: tiles and a running softmax, beside scores that are stored.\n"
+                  "  flash_attention_1 --head-size 64",
+                  table, sizeof table / sizeof *table);
+    n -= n % TILE;
+    const Heads shape = {1, n, 32, 8, 1, 0};
+    const double d = wide ? 128 : 64, s = (double)n;
+    if (wide) show<128>(&options, shape);
+    else show<64>(&options, shape);
+    say("%-14s  %9s  %12s  %16s  %19s", "", "stores", "memory moves", "special / score",
+        "other FLOPs / score");
+    for (int version : {STORED, FLASH}) {
+        const Work w = formula(version, shape, d);
+        const double scores = (double)shape.a * s * s, words = s * d + (version == STORED ? s * s : s);
+        say("%-14s  %9s  %12s  %16.2f  %19.2f", version == STORED ? "scores stored" : "flash",
+            bytes_text(4 * (double)shape.a * words), bytes_text(32 * w.memory_sectors),
+            32 * w.special_instructions / scores, w.flops / scores - 4 * d);
+    }
+    return report_verdict("it stores %.1f times less, and takes %.2f of the time", (s + d) / (d + 1),
+                          kernels_seconds(FLASH) / kernels_seconds(STORED));
+}

@@ -1,0 +1,268 @@
+// flash_attention_1_backward.cu: the backward pass of attention from the logarithms of its sums, one word
+// a row. Playbook: "Flash Attention 1-3"; Dao et al., "FlashAttention", 2022, Algorithm 4.
+//
+// Backward needs P = softmax(S), which forward has not kept. But e^(S - lse) is P, so a tile of it takes one
+// product, Q K', and no other tile. It is the fifth product beside the four that stored scores would need:
+//
+//     P = e^(scale Q K' - lse)                    dV += P' dO
+//     dP = dO V'                                  dK += dS' Q
+//     dS = scale P (dP - rowsum(dO O))            dQ += dS K
+//
+//                    queries ->  of all query heads that share this head of K/V, one head after another
+//     keys     K V   ■ ■ ■ ■         K, V, dK, dV    once for each tile of keys: the sums dK and dV stay
+//       |      K V   . ■ ■ ■                         in registers, and need no atomics
+//       v      K V   . . ■ ■         Q, dO, O, lse   in for each pair of tiles
+//              K V   . . . ■         dQ              out for each pair and, after the first, in
+//
+// A block has all tiles of its heads, so that the order of every sum is fixed: two runs agree in every bit.
+// The price is that only b kv blocks run at once. Memory beside the operands and the gradients: none.
+//
+// Proof: dQ, dK, dV within 4 times the error of the same steps in f32 on the CPU, each against f64, on odd
+// lengths, with and without a mask, for shared K/V heads and for scores of large magnitude.
+// Run: build/07_kernels/flash_attention_1_backward           (--gpu a100, --head-size 64, --verbose)
+// Last line: PASS flash_attention_1_backward: it keeps 4096 times less of forward …
+#include "flash.h"
+
+struct Operands {
+    const float *q, *k, *v, *o, *lse, *grad_o;
+};
+struct Gradients {
+    float *dq, *dk, *dv;
+};
+
+// rowsum(dO O), for each of the thread's rows; dO from its tile.
+template <int D>
+__device__ static inline void row_products(float (&delta)[EACH], const float *tile_do, const float *o,
+                                           int64_t row0, int64_t end, int64_t stride) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int own = thread_y() + i * SIDE;
+        float sum = 0;
+#pragma unroll 1  // a pack at a time: few registers are free
+        for (int column = thread_x() * 4; column < D; column += SIDE * 4) {
+            float4 x = make_float4(0, 0, 0, 0);
+            if (row0 + own < end) x = *reinterpret_cast<const float4 *>(o + (row0 + own) * stride + column);
+            const float4 y = *reinterpret_cast<const float4 *>(tile_do + own * PITCH<D> + column);
+            sum = fmaf(x.x, y.x, sum), sum = fmaf(x.y, y.y, sum);
+            sum = fmaf(x.z, y.z, sum), sum = fmaf(x.w, y.w, sum);
+        }
+        delta[i] = row_sum(sum);
+    }
+}
+
+// dq (= from the first tile of keys, += from the others) dS K, some columns after others: what a thread has
+// of dK and dV leaves few registers.
+template <int D>
+__device__ static inline void add_dq(float *dq, const float *tile_ds, const float *tile_k, bool first,
+                                     int64_t row0, int64_t end, int64_t stride) {
+    constexpr int C = 64 / SIDE;
+#pragma unroll 1
+    for (int part = 0; part < D; part += 64) {
+        float sum[EACH][C] = {};
+        scores_by_rows<D>(sum, tile_ds, tile_k + part);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int64_t row = row0 + thread_y() + i * SIDE;
+            if (row >= end) continue;
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                float *out = &dq[row * stride + part + thread_x() + c * SIDE];
+                *out = (first ? 0 : *out) + sum[i][c];
+            }
+        }
+    }
+}
+
+template <int D>
+__device__ static inline void store_rows(float *head, const float (&sum)[EACH][D / SIDE], int64_t row0,
+                                         int64_t end, int64_t stride) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int64_t row = row0 + thread_y() + i * SIDE;
+        if (row >= end) continue;
+#pragma unroll
+        for (int c = 0; c < D / SIDE; c++) head[row * stride + thread_x() + c * SIDE] = sum[i][c];
+    }
+}
+
+// Block (K/V head, sample).
+template <int D>
+__global__ void __launch_bounds__(THREADS) attention_backward(Gradients grad, Operands in, Heads shape) {
+    DYNAMIC_SHARED(float, tile_q);
+    float *tile_k = tile_q + TILE * PITCH<D>, *tile_v = tile_k + TILE * PITCH<D>;
+    float *tile_do = tile_v + TILE * PITCH<D>, *tile_p = tile_do + TILE * PITCH<D>;
+    float *tile_ds = tile_p + TILE * SCORE_PITCH;
+    const int64_t end = shape.s, first = blockIdx.y * end, group = shape.a / shape.kv;
+    const int64_t stride = shape.a * D, key_stride = shape.kv * D;
+    const int64_t key_head = first * key_stride + blockIdx.x * D;
+    for (int64_t key0 = 0; key0 < end; key0 += TILE) {
+        load_rows<D>(tile_k, in.k + key_head, key0, end, key_stride);
+        load_rows<D>(tile_v, in.v + key_head, key0, end, key_stride);
+        float dk[EACH][D / SIDE] = {}, dv[EACH][D / SIDE] = {};
+        for (int64_t head = blockIdx.x * group; head < (blockIdx.x + 1) * group; head++) {
+            const int64_t base = first * stride + head * D;
+            const float *lse = in.lse + (blockIdx.y * shape.a + head) * end;
+            for (int64_t query0 = shape.causal ? key0 : 0; query0 < end; query0 += TILE) {
+                load_rows<D>(tile_q, in.q + base, query0, end, stride);
+                load_rows<D>(tile_do, in.grad_o + base, query0, end, stride);
+                __syncthreads();  // the tiles are whole
+                float p[EACH][EACH], ds[EACH][EACH] = {}, delta[EACH];
+                row_products<D>(delta, tile_do, in.o + base, query0, end, stride);
+                scores_of<D>(p, tile_q, tile_k, shape, query0, key0);
+                rows_by_rows<D>(ds, tile_do, tile_v);
+#pragma unroll
+                for (int i = 0; i < EACH; i++) {
+                    const int64_t row = query0 + thread_y() + i * SIDE;
+                    const float sum = row < end ? lse[row] : INFINITY;  // no weight beyond the end
+#pragma unroll
+                    for (int j = 0; j < EACH; j++) {
+                        p[i][j] = expf(p[i][j] - sum);
+                        ds[i][j] = shape.scale * (p[i][j] * (ds[i][j] - delta[i]));
+                    }
+                }
+                store_scores(tile_p, p);
+                store_scores(tile_ds, ds);
+                __syncthreads();  // the columns of P and dS are whole
+                scores_by_rows<D, true>(dv, tile_p, tile_do);
+                scores_by_rows<D, true>(dk, tile_ds, tile_q);
+                add_dq<D>(grad.dq + base, tile_ds, tile_k, key0 == 0, query0, end, stride);
+                __syncthreads();  // everybody has read the tiles
+            }
+        }
+        store_rows<D>(grad.dk + key_head, dk, key0, end, key_stride);
+        store_rows<D>(grad.dv + key_head, dv, key0, end, key_stride);
+    }
+}
+
+// ---- host code ----
+
+template <int D>
+static void launch(const Gradients &grad, const Operands &in, const Heads &shape) {
+    if (shape.s == 0) return;
+    const int64_t bytes = tile_bytes(D, 4, 2);
+    CUDA_CHECK(cudaFuncSetAttribute(attention_backward<D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    (int)bytes));
+    const dim3 grid((unsigned)shape.kv, (unsigned)shape.b);
+    LAUNCH(attention_backward<D>, grid, THREADS, (size_t)bytes, 0, grad, in, shape);
+}
+
+// s a multiple of 32.
+static Work formula(const Heads &shape, double d) {
+    const double s = (double)shape.s, heads = (double)(shape.b * shape.a), tiles = s / TILE;
+    const double key_heads = (double)(shape.b * shape.kv), scores = TILE * TILE;
+    const double pairs = heads * (shape.causal ? tiles * (tiles + 1) / 2 : tiles * tiles);
+    const double first = heads * tiles, key_tiles = key_heads * tiles;
+    const double again = shape.causal ? s - TILE : tiles > 1 ? s : 0;  // rows of dq that come back
+    Work w = {};
+    add_tiles(&w, 2 * pairs + 2 * key_tiles, d);
+    w.load_requests += pairs * (d / 4 + 8) + (pairs - first) * d;
+    w.load_sectors += pairs * (4 * d + 8) + (pairs - first) * 4 * d;
+    w.store_requests = (pairs + 2 * key_tiles) * d;
+    w.store_sectors = 4 * w.store_requests;
+    // q, o, dO, dq of the query heads, and k, v, dk, dv
+    w.memory_sectors = (4 * heads + 4 * key_heads) * s * d / 8 + heads * (s + again * d) / 8;
+    // S and dP; P and dS stored; dO of the row products; dV and dK; dQ, 64 columns at a time
+    w.shared_passes += pairs * (2 * 16 * d + 2 * 32 + d + 2 * (256 + 8 * d) + 256 * d / 64 + 8 * d);
+    // five products; scale, exponent, dP - delta, p, scale; row products; dq
+    w.flops = pairs * (5 * 2 * scores * d + 5 * scores + 64 * d + 3 * 256 + 32 * d);
+    w.flop_instructions = pairs * (5 * scores * d / 32 + 5 * scores / 32 + d + 24 + d);
+    w.special_instructions = pairs * scores / 32;
+    w.barriers = 3 * pairs;
+    return w;
+}
+
+template <int D>
+static Proof check(bool causal) {
+    Proof proof = {0, 1};
+    const struct { int64_t b, s, a, kv; double scale; } cases[] = {
+        {1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 67, 2, 2, 1}};
+    for (auto &n : cases) {
+        const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf(D), causal};
+        const int64_t queries = n.b * n.s * n.a * D, keys = n.b * n.s * n.kv * D;
+        float *q = kernels_numbers(queries, n.scale, 1), *k = kernels_numbers(keys, 1, 2);
+        float *v = kernels_numbers(keys, 1, 3), *grad_o = kernels_numbers(queries, 1, 5);
+        const Attention<float> cpu = attention_on_cpu<float>(shape, D, q, k, v, grad_o);
+        const Attention<double> right = attention_on_cpu<double>(shape, D, q, k, v, grad_o);
+        Array<float> d_q(q, queries), d_k(k, keys), d_v(v, keys), d_do(grad_o, queries);
+        Array<float> o(cpu.o.data(), queries), lse(cpu.lse.data(), n.b * n.a * n.s);
+        Array<float> dq(queries), dk(keys), dv(keys);
+        const Gradients grad = {dq.at, dk.at, dv.at};
+        const Operands in = {d_q.at, d_k.at, d_v.at, o.at, lse.at, d_do.at};
+        launch<D>(grad, in, shape);
+        const std::vector<float> once = dq.host();
+        proof.hold(dv.host(), cpu.dv, right.dv);
+        if (n.s > 1) {  // one key has all the weight, whatever its score
+            proof.hold(once, cpu.dq, right.dq);
+            proof.hold(dk.host(), cpu.dk, right.dk);
+        }
+        launch<D>(grad, in, shape);
+        report_that(dq.host() == once, "two runs with %lld tokens differ", (long long)n.s);
+        free(q);
+        free(k);
+        free(v);
+        free(grad_o);
+    }
+    return proof;
+}
+
+template <int D>
+static void row(const char *name, const Heads &at_size) {
+    Heads small = at_size;
+    small.b = 1, small.s = 64, small.a = 2, small.kv = 1;
+    const Heads most = ON_GPU ? at_size : small;
+    const int64_t queries = most.b * most.s * most.a * D, keys = most.b * most.s * most.kv * D;
+    const int64_t rows = most.b * most.a * most.s;
+    float *numbers = kernels_numbers(queries, 1, 4);
+    Array<float> q(numbers, queries), k(numbers, keys), v(numbers, keys), o(numbers, queries);
+    Array<float> grad_o(numbers, queries), lse(numbers, rows), dq(queries), dk(keys), dv(keys);
+    free(numbers);
+    const Gradients grad = {dq.at, dk.at, dv.at};
+    const Operands in = {q.at, k.at, v.at, o.at, lse.at, grad_o.at};
+    Work work = counted([&] { launch<D>(grad, in, small); });
+    const Work predicted = formula(small, D), sized = formula(at_size, D);
+    const Proof proof = check<D>(at_size.causal);
+    const double seconds = measured([&] { launch<D>(grad, in, at_size); });
+    const KernelVersion version = {name, THREADS, D == 64 ? 168 : 246, tile_bytes(D, 4, 2)};
+    kernels_version(&version, ON_GPU ? NULL : &work, &predicted, &sized, seconds, proof.error, proof.bound);
+}
+
+template <int D>
+static void show(const KernelsOptions *options, Heads shape) {
+    for (int causal = 0; causal < 2; causal++) {
+        shape.causal = causal, shape.scale = 1 / sqrtf(D);
+        const double s = (double)shape.s, pairs = s * (causal ? (s + 1) / 2 : s);
+        char *size = format_text("backward of %s of %lld tokens, %d heads of %d, %d of K/V",
+                                 causal ? "causal attention" : "attention", (long long)shape.s,
+                                 (int)shape.a, D, (int)shape.kv);
+        const double words = 4 * s * D * (double)(shape.a + shape.kv);
+        kernels_begin(options, size,
+                      kernels_limit(options, 4 * words, 4 * 2 * pairs * D * (double)shape.a, 0));
+        row<D>(causal ? "flash, causal" : "flash", shape);
+        free(size);
+    }
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    KernelsOptions options = {};
+    int64_t n;
+    int wide;
+    Option table[] = {
+        {"size", OPTION_INT, &n, "4096", 64, 32768, "", "tokens of the table's sequence", false},
+        {"head-size", OPTION_CHOICE, &wide, "128", 0, 0, "64|128", "elements of a head", false},
+        KERNELS_OPTIONS(options),
+    };
+    options_parse(argc, argv,
+                  "FlashAttention, backward: scores computed again, tile by tile.\n"
+                  "  flash_attention_1_backward --head-size 64",
+                  table, sizeof table / sizeof *table);
+    n -= n % TILE;
+    const Heads shape = {1, n, 32, 8, 1, 0};
+    if (wide) show<128>(&options, shape);
+    else show<64>(&options, shape);
+    const double kept = 4 * (double)shape.a * (double)n;
+    say("kept of forward beside q, k, v and o: lse, %s; stored probabilities would be %s", bytes_text(kept),
+        bytes_text(kept * (double)n));
+    say("a pair of tiles takes 5 products; with stored probabilities it would take 4");
+    return report_verdict("it keeps %.0f times less of forward, for 5 products in place of 4", (double)n);
+}
