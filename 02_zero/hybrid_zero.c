@@ -12,7 +12,7 @@
 //     once a step         |   +---+---+-------|---+---+---+
 //                         +-------------------+                     all-reduce of shard 0 … 3, across
 //
-// A unit's all-reduce starts as soon as its last reduce-scatter has ended, on a communication line of its
+// A unit's all-reduce starts once its last reduce-scatter has ended, on a communication line of its
 // own, so that the gathers of the next units need not wait for it: a rank has one port inside its node and
 // one across. Each micro-batch is reduced inside, as in ZeRO-2; across, all of them at once.
 //

@@ -1,10 +1,10 @@
-// expert_layouts.c: what goes with experts: techniques of earlier chapters, in plug order. Playbook: "5D
+// expert_layouts.c: the techniques of earlier chapters that go with experts, in plug order. Playbook: "5D
 // parallelism in a nutshell".
 //
-// Experts change the inside of a block, and which ranks hold copies of what; all else splits layers,
-// samples and tokens, and does not notice. Three things follow from whose tokens are whose:
+// Experts change the inside of a block, and which ranks hold copies of which weights. Techniques that shard
+// layers, samples and tokens work unchanged, but for three things:
 //
-//     --tp          with --sp alone: each rank of tp routes the rows that it has between regions
+//     --tp          only with --sp: each rank of tp routes the rows that it has between regions
 //     --ep          takes its ranks within dp x cp x tp, neighbours first: it may exceed dp
 //     --zero        deals each expert to the ranks that hold copies of it, all else to dp x cp
 //
