@@ -78,8 +78,10 @@ static Record trained(const Config *config, Mesh mesh, Techniques techniques, bo
     Counted counted = {
         .steps = (double)record.steps, .memory = record.memory, .kept_bytes = record.kept_bytes};
     counted_add(&counted);
+    bool quiet = report_quiet(!config->verbose);
     if (mesh.world.size > 1) program_check_counts(t, &counted);
     if (mesh.world.size > 1) check_peak(t, config, mesh, techniques, &record);
+    report_quiet(quiet);
     const ExpertParallel *x = trainer_context(t, &expert_parallel);
     if (x) print_rows(x, mesh);
     trainer_free(t);
@@ -121,7 +123,7 @@ static void mixtral_block(Mesh mesh, const Config *config) {
     bool was_dry = device_is_dry_run();
     device_dry_run(true);
     clock_push("Mixtral 8x7B");
-    say("\nA block of Mixtral 8x7B, %ld tokens a rank, ep %d, as many rows to each expert:\n", c.seq / c.cp,
+    say("\nA block of Mixtral 8x7B, %ld tokens a rank, ep %d, equally many rows to each expert:\n", c.seq / c.cp,
         ep);
     say("  %-26s %14s %16s %12s", "", "all-to-alls", "all-to-all, ms", "block, ms");
     for (int apart = 0; apart < 2; apart++) {
@@ -153,7 +155,9 @@ void expert_tables(Mesh mesh, const Config *config) {
     say("\nThe same where all logits are equal, and every token takes the first %ld experts:\n", c.top_k);
     Record all = trained(&c, mesh, expert_layouts, true);
     Record baseline = trained(&whole, mesh_single(), expert_baseline, true);
+    bool quiet = report_quiet(!config->verbose);
     report_compare(&all, &baseline, PROOF_REASSOCIATED, 1e-10);
+    report_quiet(quiet);
     record_free(&all);
     record_free(&baseline);
 }
