@@ -177,8 +177,8 @@ static void launch(int version, float *o, float *lse, float *scores, const float
     const unsigned tiles = (unsigned)((shape.s + TILE - 1) / TILE), heads = (unsigned)(shape.b * shape.a);
     if (version == FLASH) {
         const size_t bytes = (size_t)tile_bytes(D, 3, 1);
-        CUDA_CHECK(cudaFuncSetAttribute(attention<D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        (int)bytes));
+        CUDA_CHECK(
+            cudaFuncSetAttribute(attention<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
         const dim3 grid((unsigned)shape.a, (unsigned)shape.b);
         LAUNCH(attention<D>, grid, THREADS, bytes, 0, o, lse, q, k, v, shape);
         return;
@@ -240,8 +240,10 @@ static Work formula(int version, const Heads &shape, double d) {
 template <int D>
 static Proof check(int version, bool causal) {
     Proof proof = {0, 1};
-    const struct { int64_t b, s, a, kv; double scale; } cases[] = {
-        {1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 67, 3, 3, 1}};
+    const struct {
+        int64_t b, s, a, kv;
+        double scale;
+    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 67, 3, 3, 1}};
     for (auto &n : cases) {
         const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf(D), causal};
         const int64_t queries = n.b * n.s * n.a * D, keys = n.b * n.s * n.kv * D, rows = n.b * n.a * n.s;
@@ -301,8 +303,7 @@ static void show(const KernelsOptions *options, Heads shape) {
                                  causal ? "causal attention" : "attention", (long long)shape.s,
                                  (int)shape.a, D, (int)shape.kv);
         const double words = 2 * s * D * (double)(shape.a + shape.kv);
-        kernels_begin(options, size,
-                      kernels_limit(options, 4 * words, 4 * pairs * D * (double)shape.a, 0));
+        kernels_begin(options, size, kernels_limit(options, 4 * words, 4 * pairs * D * (double)shape.a, 0));
         row<D>(STORED, "scores stored", shape);
         row<D>(FLASH, causal ? "flash, causal" : "flash", shape);
         free(size);

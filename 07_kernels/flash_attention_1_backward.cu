@@ -1,8 +1,8 @@
 // flash_attention_1_backward.cu: the backward pass of attention from the logarithms of its sums, one word
 // a row. Playbook: "Flash Attention 1-3"; Dao et al., "FlashAttention", 2022, Algorithm 4.
 //
-// Backward needs P = softmax(S), which forward has not kept. But e^(S - lse) is P, so a tile of it takes one
-// product, Q K', and no other tile. It is the fifth product beside the four that stored scores would need:
+// Backward needs P = softmax(S), which forward has not kept. But e^(S - lse) is P: a tile of it takes one
+// product, Q K', and no other tile. It is the fifth beside the four that a stored P would need:
 //
 //     P = e^(scale Q K' - lse)                    dV += P' dO
 //     dP = dO V'                                  dK += dS' Q
@@ -174,8 +174,10 @@ static Work formula(const Heads &shape, double d) {
 template <int D>
 static Proof check(bool causal) {
     Proof proof = {0, 1};
-    const struct { int64_t b, s, a, kv; double scale; } cases[] = {
-        {1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 67, 2, 2, 1}};
+    const struct {
+        int64_t b, s, a, kv;
+        double scale;
+    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 67, 2, 2, 1}};
     for (auto &n : cases) {
         const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf(D), causal};
         const int64_t queries = n.b * n.s * n.a * D, keys = n.b * n.s * n.kv * D;

@@ -219,6 +219,8 @@ row() {
     row 34 'coarsening: fewer loads from shared memory' coarsening '' '^8 x 8'
     row 35 'divergence serialises a warp' divergence '' '^branch by lane'
     row 35 'fusion saves round trips to memory' fused_elementwise '' '^fused'
+    row 35 '… of the residual and RMSNorm, both ways' fused_norm '' '^PASS'
+    row 35 '… and of the logits, of which there is no copy' fused_cross_entropy '' '^kept'
     row 36 'FlashAttention never stores S or P: memory linear in s' flash_attention_1 '' '^flash .*MB .*MB'
     row 36 '… where stored scores are quadratic' flash_attention_1 '' '^scores stored .*GB .*[0-9]\.[0-9]+ +[0-9.]+$'
     row 36 '… and backward computes them again' flash_attention_1_backward '' '^kept of forward'
