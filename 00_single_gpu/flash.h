@@ -9,7 +9,7 @@
 #define DOCUMENT_OPTION                                                                          \
     {                                                                                            \
         "documents", OPTION_INT, NULL, "-1", -1, 1e9, "token",                                   \
-            "ends a document, and tokens see their own document alone; -1: no token does", false \
+            "that ends a document; tokens attend to their own document alone; -1: none", false   \
     }
 
 DType flash_sum_dtype(DType storage);  // of what gathers over chunks: f32, or f64

@@ -52,11 +52,11 @@ static int own_options(Option *own, const Program *program, bool *dry_run) {
     const Option real[] = {
         heading(program->trains ? "held-out loss and sample" : "training for real (--no-check)"),
         {"eval-every", OPTION_INT, NULL, "100", 0, 1e9, "steps",
-         "held-out loss in between; 0: only before and after", false},
+         "steps between held-out losses; 0: only before and after", false},
         {"sample", OPTION_INT, NULL, "240", 0, 1e6, "tokens", "length of the text written at the end",
          false},
-        {"temperature", OPTION_REAL, NULL, "0.8", 0, 100, "", "of the sample; 0: the likeliest token",
-         false},
+        {"temperature", OPTION_REAL, NULL, "0.8", 0, 100, "",
+         "temperature of the sample; 0: always the likeliest token", false},
     };
     for (size_t i = 0; i < sizeof real / sizeof *real; i++) own[count++] = real[i];
     return count;

@@ -138,7 +138,7 @@ static void price(Price *price, const Model *model, const void *context) {
 }
 
 const Option ddp_bucket_option = {
-    "bucket-mb", OPTION_REAL, NULL, "25", 1e-6, 1e6, "MB", "gradients that are sent at once", false};
+    "bucket-mb", OPTION_REAL, NULL, "25", 1e-6, 1e6, "MB", "size of a bucket of gradients", false};
 
 const Technique ddp_bucketed = {.name = "ddp_bucketed",
                                 .option = &ddp_bucket_option,

@@ -1,26 +1,27 @@
 // hybrid_zero.c: ZeRO-3 inside a node, replicas across nodes (FSDP's hybrid sharding, MiCS). Playbook:
 // "ZeRO-3: Adding Parameter Partitioning"; Zhang et al. 2022, "MiCS".
 //
-// Against zero3.c: of N ranks K neighbours share out one copy of the model (--shard-ranks), and N / K such
-// groups hold the same. So weights are gathered, and gradients reduced, among K ranks, by the fast links of
-// a node; what crosses nodes is one all-reduce of a K-th of the gradients, once a step, among the N / K
-// ranks that have the same part:
+// Against zero3.c: the model is sharded over K neighbouring ranks (--shard-ranks) instead of all N, and
+// each of the N / K groups holds a replica. Weights are gathered and gradients reduced among K ranks, over
+// the fast links of a node. All that crosses nodes is one all-reduce a step of a K-th of the gradients,
+// among the N / K ranks that hold the same shard:
 //
 //                        node 0              node 1
-//     parts of a unit    [0] [1] [2] [3]     [0] [1] [2] [3]
+//     shards of a unit   [0] [1] [2] [3]     [0] [1] [2] [3]
 //     every pass         <- all-gather ->    <- all-gather ->       and reduce-scatter, inside
 //     once a step         |   +---+---+-------|---+---+---+
-//                         +-------------------+                     all-reduce of part 0 … 3, across
+//                         +-------------------+                     all-reduce of shard 0 … 3, across
 //
-// It starts behind the last reduce-scatter of a unit, on a line of its own, so that the gathers of the next
-// units pass it: inside and across are two ports. Several micro-batches are
-// reduced inside one by one, as ZeRO-2 does, and across all at once.
+// A unit's all-reduce starts once its last reduce-scatter has ended, on a communication line of its
+// own, so that the gathers of the next units need not wait for it: a rank has one port inside its node and
+// one across. Each micro-batch is reduced inside, as in ZeRO-2; across, all of them at once.
 //
-// Bytes sent per rank and step, m micro-batches: inside, m (K - 1) / K (g Psi + 2 e Psi - e (E + H));
-// across 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of it (N - K) / (N - 1) across.
-// Memory per rank: zero3.c's of K ranks.
+// Bytes sent per rank and step, m micro-batches, g bytes a gradient element and e a weight's, E and H the
+// embedding's and the head's elements: inside, m (K - 1) / K (g Psi + 2 e Psi - e (E + H)); across,
+// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of which (N - K) / (N - 1) across.
+// Memory per rank: that of zero3.c on K ranks.
 // Run: build/02_zero/hybrid_zero     (--ranks 8 --shard-ranks 4, --grad-acc 2, --tied, --dtype bf16 …)
-// Last line: PASS hybrid_zero: a node shares out a replica, and the step is that of one device …
+// Last line: PASS hybrid_zero: each node shards a replica, and the step is that of one device …
 #include <math.h>
 #include <stdlib.h>
 
@@ -34,7 +35,7 @@ typedef struct Hybrid {
     bool *last;         // (units) its gradient of the step's last micro-batch is being reduced inside
 } Hybrid;
 
-// ---- the technique: who shares out, and who has the same ----
+// ---- the technique: who shards a replica, and who holds the same shard ----
 
 static int shard_ranks(const Config *c) {
     int chosen = (int)config_number(c, "shard-ranks");
@@ -141,8 +142,7 @@ static void check(const Config *c) {
         k, replicas, replicas);
     CHECK(c->experts == 0 && c->pp == 1,
           "--shard-ranks gathers weights for each pass of a dense model: leave out --experts and --pp, or "
-          "give "
-          "--zero 1");
+          "give --zero 1");
 }
 
 static const Option shard_option = {
@@ -153,7 +153,7 @@ static const Option shard_option = {
     0,
     1 << 20,
     "ranks",
-    "neighbours of --dp x --cp that share out a replica, as those of a node; 0: all, as --zero 3",
+    "neighbours in --dp x --cp, a node's say, that shard a replica; 0: all, as --zero 3",
     false};
 
 const Technique hybrid_zero = {.name = "hybrid_zero",
@@ -200,8 +200,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
     if (n == k || k == 1 || mesh.world.size != n) return;
     Config c = config_default(
         "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 dtype=bf16 "
-        "micro-batch=1 "
-        "grad-acc=4");
+        "micro-batch=1 grad-acc=4");
     config_set(&c, "shard-ranks", k);
     c.dp = n;
     StepCost cost[2];
@@ -241,7 +240,7 @@ static const Technique *const techniques[] = {&hybrid_zero, &recompute, NULL};
 int main(int argc, char **argv) {
     const Program program = {
         .purpose = "Hybrid sharding: ZeRO-3 among the ranks of a node, and replicas across nodes.",
-        .claim = "a node shares out a replica, and the step is that of one device",
+        .claim = "each node shards a replica, and the step is that of one device",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 shard-ranks=4",

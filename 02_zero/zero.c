@@ -21,11 +21,12 @@
 #include <math.h>
 #include <stdlib.h>
 
-const Option zero_option = {"zero",    OPTION_CHOICE,
-                            NULL,      "0",
-                            0,         0,
-                            "0|1|2|3", "what --dp shares out: optimizer state, gradients, weights",
-                            false};
+const Option zero_option = {
+    "zero",    OPTION_CHOICE,
+    NULL,      "0",
+    0,         0,
+    "0|1|2|3", "sharded over --dp: 1 optimizer state, 2 and gradients, 3 and weights",
+    false};
 
 bool zero_on(const Config *c, int stage) {
     return !config_has(c, "zero") || config_number(c, "zero") == stage;

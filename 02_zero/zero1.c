@@ -132,7 +132,7 @@ static const Option gather_option = {
     0,
     0,
     "forward|step|after-step",
-    "when stepped weights come back: behind the next forward, in the step, after it",
+    "when stepped weights are gathered: during the next forward, in the step, or after it",
     false};
 
 const Technique zero1 = {.name = "zero1",

@@ -174,7 +174,8 @@ static void largest_degree(Mesh mesh, const Config *config) {
         report_number("ZeRO-3", name, most, "");
         free(name);
     }
-    say("\nWhat ZeRO-3 sends for Llama 3 8B's layers hides until DP = %d, %d, %d with 4096, 8192, 16384 tokens",
+    say("\nWhat ZeRO-3 sends for Llama 3 8B's layers hides until DP = %d, %d, %d with 4096, 8192, 16384 "
+        "tokens",
         degree[0], degree[1], degree[2]);
 }
 

@@ -4,7 +4,7 @@
 
 const Option tensor_layout_options[TENSOR_LAYOUT_OPTIONS] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-     "what --dp shares out: optimizer state, gradients, weights", false}};
+     "sharded over --dp: 1 optimizer state, 2 and gradients, 3 and weights", false}};
 const Technique *const tensor_layouts[] = {&ddp_no_sync,    &zero1,           &zero2,
                                            &zero3,          &tensor_parallel, &sequence_parallel,
                                            &vocab_parallel, &recompute,       NULL};

@@ -239,10 +239,11 @@ static void more(Mesh mesh, const Config *config) {
     device_dry_run(false);
 }
 
-static const Option options[] = {{"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-                                  "what --dp shares out: optimizer state, gradients, weights", false},
-                                 {"svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
-                                  "which rank has which part of a block, as a picture", false}};
+static const Option options[] = {
+    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
+     "sharded over --dp: 1 optimizer state, 2 and gradients, 3 and weights", false},
+    {"svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE", "which rank has which part of a block, as a picture",
+     false}};
 
 int main(int argc, char **argv) {
     const Program program = {

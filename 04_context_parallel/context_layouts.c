@@ -18,7 +18,8 @@ const Technique *const context_layouts[] = {&ddp_no_sync,
 
 int context_main(int argc, char **argv, Program program) {
     Option option[2] = {{"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-                         "what --dp x --cp share out: optimizer state, gradients, weights", false}};
+                         "sharded over --dp x --cp: 1 optimizer state, 2 and gradients, 3 and weights",
+                         false}};
     CHECK(program.options < 2, "a program of this chapter has %d options of its own", program.options);
     if (program.options) option[1] = *program.option;
     program.option = option;

@@ -352,9 +352,9 @@ static void price(Price *price, const Model *m, const void *context) {
 const Option pipeline_options[PIPELINE_OPTIONS] = {
     {"schedule", OPTION_CHOICE, NULL, "one_f_one_b", 0, 0, SCHEDULE_NAMES,
      "in which order a rank's passes run", false},
-    {"chunks", OPTION_INT, NULL, "2", 1, 64, "stages", "on each rank, of interleaved", false},
+    {"chunks", OPTION_INT, NULL, "2", 1, 64, "stages", "stages on each rank, with interleaved", false},
     {"stage-layers", OPTION_TEXT, NULL, NULL, 0, 0, "5,4,4,3",
-     "layers of each stage; without it as even as they go", false},
+     "layers of each stage; without it, as evenly as they divide", false},
     {"load", OPTION_TEXT, NULL, NULL, 0, 0, "FILE", "run the schedule that `schedule --dump` has written",
      false},
 };

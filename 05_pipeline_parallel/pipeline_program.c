@@ -186,7 +186,8 @@ static bool exact(const Config *c) {
 // Those of its layouts, in the words of this chapter: without --context there is no context parallelism.
 static const Option options[] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-     "what --dp x --cp share out: optimizer state, gradients, weights (gathered once a step)", false},
+     "sharded over --dp x --cp: 1 optimizer state, 2 and gradients, 3 and weights, gathered once a step",
+     false},
     {"context", OPTION_CHOICE, NULL, "none", 0, 0, "ring|zigzag|all-gather|ulysses|none",
      "how ranks of --cp bring keys and values together", false},
 };

@@ -242,7 +242,8 @@ int main(int argc, char **argv) {
          "which; without it, the table of all", false},
         {"stages", OPTION_INT, &stages, "4", 1, RANKS_MOST, "ranks", "of the pipeline, p", false},
         {"micro-batches", OPTION_INT, &micro_batches, "8", 1, 1024, "", "of a step, m", false},
-        {"chunks", OPTION_INT, &chunks, "2", 1, 16, "stages", "of each rank, v, of interleaved", false},
+        {"chunks", OPTION_INT, &chunks, "2", 1, 16, "stages", "stages on each rank, v, with interleaved",
+         false},
         {"group", OPTION_INT, &group, "0", 0, 1024, "micro-batches",
          "before interleaved takes the next chunk: --stages is depth-first, --micro-batches breadth-first; "
          "0: --stages",

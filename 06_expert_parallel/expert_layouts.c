@@ -1,10 +1,10 @@
-// expert_layouts.c: what goes with experts: techniques of earlier chapters, in plug order. Playbook: "5D
+// expert_layouts.c: the techniques of earlier chapters that go with experts, in plug order. Playbook: "5D
 // parallelism in a nutshell".
 //
-// Experts change the inside of a block, and which ranks hold copies of what; all else splits layers,
-// samples and tokens, and does not notice. Three things follow from whose tokens are whose:
+// Experts change the inside of a block, and which ranks hold copies of which weights. Techniques that shard
+// layers, samples and tokens work unchanged, but for three things:
 //
-//     --tp          with --sp alone: each rank of tp routes the rows that it has between regions
+//     --tp          only with --sp: each rank of tp routes the rows that it has between regions
 //     --ep          takes its ranks within dp x cp x tp, neighbours first: it may exceed dp
 //     --zero        deals each expert to the ranks that hold copies of it, all else to dp x cp
 //
@@ -70,6 +70,6 @@ const Technique *const overlapped_layouts[] = {ALL_BUT_THE_LAST, &overlapped_exp
 const Technique *const expert_baseline[] = {&moe, &recompute, NULL};
 const Option expert_layout_options[EXPERT_LAYOUT_OPTIONS] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-     "what ranks with copies share out: optimizer state, gradients, weights", false},
-    {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out what the program shows besides", false},
+     "sharded over dp: 1 optimizer state, 2 and gradients, 3 and weights", false},
+    {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables after the proof", false},
 };

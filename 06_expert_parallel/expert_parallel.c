@@ -1,29 +1,29 @@
 // expert_parallel.c: experts on several ranks, tokens to them and back. Playbook: "Expert parallelism";
 // GShard (Lepikhin et al. 2020).
 //
-// Against moe.c: of e experts each rank of ep holds e / ep. The ranks are those of dp x cp: each has tokens
-// of its own, which it routes itself. Rows, already in the order of experts, are in the order of ranks; so
-// counts tell each rank what comes, and one all-to-all brings it:
+// Against moe.c: each of the ep ranks holds e / ep of the experts. These ranks are neighbours in dp x cp:
+// each has tokens of its own, and routes them itself. Its rows, being in the order of experts, are in the
+// order of the ranks that hold them; so ranks first exchange counts of rows, and one all-to-all sends them:
 //
 //     rank 0   rows of experts 0 1 | 2 3        0 1 0 1   rank 0's, then rank 1's  ->  0 0 1 1   grouped
 //     rank 1   rows of experts 0 1 | 2 3        2 3 2 3                            ->  2 2 3 3
 //              to rank 0 ^       ^ to rank 1
 //
-// The same way back brings what the experts made. Backward sends gradients of outputs to the experts and
-// gradients of inputs back. An expert's gradient is complete on the ranks that hold it, from the tokens of
-// all ranks of ep; it adds up over its copies alone, dp cp / ep of them. Everything else adds up over all
-// of dp x cp. Nothing is divided: the loss has been, by the labels of all ranks.
+// A second all-to-all brings the experts' outputs back. Backward sends the gradients of outputs to the
+// experts, and those of inputs back. An expert's gradient already holds the tokens of all ep ranks, so it
+// is summed over its copies alone, dp cp / ep of them; every other gradient is summed over all of dp x cp.
+// None is divided: the loss has been, by the number of labels on all ranks.
 //
-// Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, h elements for each row
-// that goes to another rank and for each that came from one; backward the same of rows, without counts.
-// Memory per rank: 1 / ep of the experts; rows, gate, up and act of as many rows as come.
+// Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, and h elements for each
+// row that goes to another rank and for each that came from one; backward the same, without counts.
+// Memory per rank: 1 / ep of the experts; input, gate, up and act of as many rows as arrive.
 // Run: build/06_expert_parallel/expert_parallel     (--ranks 8 --ep 4, --zero 2, --experts 4 --top-k 1 …)
 // Last line: PASS expert_parallel: ranks that share the experts make the step of one device …
 #include "expert_parallel.h"
 
 #include <stdlib.h>
 
-// Rows by the rank and the expert that they meet there.
+// How many rows go to which expert, on which rank.
 typedef struct Exchange {
     const int64_t *sent;  // (e) of this rank's tokens
     int64_t *received;    // (ep, e / ep) from each rank, for each expert here
@@ -211,7 +211,7 @@ static void unplug(Model *model, void *context) {
 // ---- the record ----
 
 static void check(const Config *c) {
-    CHECK(c->experts, "--ep %ld shares out experts: give --experts", c->ep);
+    CHECK(c->experts, "--ep %ld shards experts: give --experts", c->ep);
     CHECK(c->cp == 1 || c->seq % (2 * c->cp) == 0,
           "--cp %ld with experts: --seq %ld must be a multiple of %ld, so that all ranks route as many "
           "tokens",

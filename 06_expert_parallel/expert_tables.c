@@ -1,9 +1,9 @@
 // expert_tables.c: what expert parallelism sends to whom, and what that costs. Playbook: "Expert
 // parallelism".
 //
-// Rows are counted where the routing tables are; in the dry run, which routes nothing, every expert gets as
-// many. A router of zeros sends all tokens to the first experts: ranks without a row take part all the
-// same.
+// In a run rows are counted from the routing tables; in a dry run, which routes nothing, every expert gets
+// equally many. A router of zeros sends all tokens to the first experts: ranks that get no row still take
+// part in every collective.
 //
 // This file has no main: expert_parallel.c runs it.
 #include <stdlib.h>

@@ -3,17 +3,18 @@
 //
 // Against moe.c, whose router learns from the loss alone, and may send most tokens to a few experts:
 //
-//     --aux-loss A      A sum over e of f_e P_e to the loss of each sequence and block: f_e the share of its
-//                       choices that expert e has got, times e; P_e the mean of its scores, which has the
-//                       gradient
-//     --z-loss Z        Z mean of lse(logits)^2: keeps logits small, and balances nothing by itself
-//     --balance-bias U  after each step, a bias in the choice of each expert goes up by U if it got fewer
-//                       tokens than the mean, and down if more: no loss, no gradient, and no part of the
-//                       gate's weight
+//     --aux-loss A      adds A (sum over experts i of f_i P_i) to the loss, for each sequence and block: f_i
+//                       is e times the share of the sequence's choices that fell on expert i, and P_i the
+//                       mean of its scores, through which alone the gradient flows
+//     --z-loss Z        adds Z times the mean of lse(logits)^2: keeps logits small, balances nothing itself
+//     --balance-bias U  each expert has a bias, added to its score when experts are chosen and at no other
+//                       place; after a step it goes up by U if the expert got fewer tokens than the mean,
+//                       and down by U if more. It adds no loss and has no gradient
 //
-// Balance is asked of each sequence, and the losses are means over all sequences of the global batch: so
-// accumulation, data and expert parallelism change nothing. The bias counts the tokens of all ranks, once
-// for each micro-batch, also where recomputation routes twice; it is no weight, and folders do not have it.
+// The two losses ask each sequence for balance, and are means over all sequences of the global batch: so
+// accumulation, data and expert parallelism do not change them. The bias counts the tokens of all ranks,
+// once for each micro-batch, even where recomputation routes twice. It is not a weight: checkpoints do not
+// hold it.
 //
 // Bytes sent per step: an all-reduce of L e counts in f64. Kept: L e biases.
 // Run: build/06_expert_parallel/load_balance     (--aux-loss 0.1 --z-loss 0, --moe deepseek --z-loss 0 …)
@@ -29,11 +30,11 @@ typedef struct LoadBalance {
     Moe *moe;
     Sockets before;
     BalanceRule rule;
-    double rate;    // of the bias
+    double rate;    // by which a step moves a bias
     Tensor *bias;   // (L) of (e), or {0}
     double *value;  // (L, e) the same on the host
-    double *taken;  // (L, e) tokens of this step
-    double *load;   // (L, e) the same of all steps, until somebody begins anew
+    double *taken;  // (L, e) tokens that each expert has got in this step
+    double *load;   // (L, e) the same, summed over steps until a caller sets it to zero
 } LoadBalance;
 
 // ---- the technique ----
@@ -43,7 +44,7 @@ static Tensor bias_of(void *context, int layer) {
     return b->bias[layer];
 }
 
-// What a mean over all sequences of the global batch multiplies with, and a precision recipe.
+// The factor of a mean over all sequences of the global batch, times the loss scale of a precision recipe.
 static double gradient_scale(const Model *m, const MicroBatch *micro) {
     const Config *c = &m->config;
     double sequences = (double)(c->micro_batch * c->grad_acc * m->mesh.dp.size);
@@ -123,7 +124,8 @@ static void check(const Config *c) {
     CHECK(c->cp == 1, "--cp %ld splits sequences, and balance is asked of whole ones; --cp 1 would fit",
           c->cp);
     CHECK(c->tp == 1,
-          "--tp %ld with --sp splits sequences, and balance is asked of whole ones; --tp 1 would fit", c->tp);
+          "--tp %ld with --sp splits sequences, and balance is asked of whole ones; --tp 1 would fit",
+          c->tp);
     CHECK(config_number(c, "balance-bias") == 0 || config_number(c, "capacity") == 0,
           "--balance-bias counts the tokens that experts take, and --capacity drops some; leave out one of "
           "the two");
@@ -145,11 +147,12 @@ static void price(Price *p, const Model *m, const void *context) {
 }
 
 static const Option options[] = {
-    {"aux-loss", OPTION_REAL, NULL, "0", 0, 1e3, "", "of balance within a sequence, as Switch asks for it",
-     false},
-    {"z-loss", OPTION_REAL, NULL, "0", 0, 1e3, "", "of the router's logits", false},
+    {"aux-loss", OPTION_REAL, NULL, "0", 0, 1e3, "",
+     "weight of Switch's auxiliary loss, which asks each sequence for balance", false},
+    {"z-loss", OPTION_REAL, NULL, "0", 0, 1e3, "",
+     "weight of the z-loss, which keeps the router's logits small", false},
     {"balance-bias", OPTION_REAL, NULL, "0", 0, 1e3, "",
-     "what a step moves an expert's bias by, as DeepSeek-V3", false},
+     "by how much a step moves an expert's bias, as in DeepSeek-V3", false},
 };
 
 static bool enabled(const Config *c) { return c->experts > 0; }

@@ -1,17 +1,18 @@
 // moe.c: a mixture of experts on one device. Playbook: "Expert parallelism"; Shazeer et al. 2017, Mixtral
 // (Jiang et al. 2024), DeepSeek-V3 (2024).
 //
-// Against 00_single_gpu: in place of one MLP a block has e of them, and a router, which sends each
-// token to k of them:
+// Against 00_single_gpu: in place of one MLP a block has e of them, the experts, and a router, which sends
+// each token to k of them:
 //
 //     y = sum over the k chosen of weight_j expert_j(x)  (+ shared(x)),     weight = route(Wrouter x)
 //
-// Pairs of a token and an expert stand in rows, in the order of experts (token_rows.c). All rows of an
-// expert then make one matrix multiply, however many they are. Unless --capacity says so no token is
-// dropped, and no row is padding. Equal logits: the expert of the lower number, also when recomputation
-// routes again.
+// Each pair of a token and one of its experts is a row; rows are brought into the order of experts
+// (token_rows.c), so that each expert makes one matrix multiply of all its rows, however many they are. No
+// row is padding, and no token is dropped unless --capacity asks for it. Of equal logits the expert with
+// the lower number is taken, also when recomputation routes again.
 //
-// Parameters of a block: e h + 3 h f (e + shared) in place of 3 h f; a token passes 3 h f (k + shared).
+// Parameters of a block: e h + 3 h f (e + shared) in place of 3 h f, of which a token uses the router's e h
+// and 3 h f (k + shared).
 // Kept for backward: n (e + k) numbers of routing, 2 n k indices and n k (2 h + 3 f) elements.
 // Bytes sent: none.
 // Run: build/06_expert_parallel/moe     (--experts 8 --top-k 2, --moe deepseek --shared-experts 1 …)
@@ -55,7 +56,7 @@ static void no_balance(void *context, const MicroBatch *micro, int layer, MoeKep
 
 // ---- the experts: their rows stand one after another in (m, columns) ----
 
-// Calls the linear socket for each expert that has rows: gate and up together, or down.
+// One call of the linear socket for each expert that has rows: gate and up together, or down.
 typedef struct Run {
     Param *weight[2];
     int64_t first, rows;  // of (m, columns)
@@ -306,9 +307,16 @@ static void price(Price *p, const Model *m, const void *context) {
     if (p->values >= 0) p->values_at_work = NAN;
 }
 
-static const Option capacity = {
-    "capacity", OPTION_REAL, NULL, "0", 0, 1e6, "",
-    "room of an expert in a sequence, in mean loads; what is beyond passes by; 0: no token is dropped", false};
+static const Option capacity = {"capacity",
+                                OPTION_REAL,
+                                NULL,
+                                "0",
+                                0,
+                                1e6,
+                                "",
+                                "most rows that an expert takes of a sequence, as a multiple of the mean; "
+                                "the rest skip it; 0: no limit",
+                                false};
 
 const Technique moe = {.name = "moe",
                        .option = &capacity,

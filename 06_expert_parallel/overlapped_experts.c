@@ -1,19 +1,19 @@
-// overlapped_experts.c: two micro-batches in flight, one computes while the other's tokens are on their way.
+// overlapped_experts.c: two micro-batches in flight, one computes while the other's tokens are sent.
 // Playbook: "Expert parallelism", "Zero Bubble and DualPipe"; DeepSeek-V3 (2024), section 3.2.1.
 //
-// Against expert_parallel.c, where a rank stands still in every all-to-all: each of two passes is a
-// coroutine. Where one would wait for tokens it has started an all-to-all, and the other one goes on, up to
-// its own:
+// Against expert_parallel.c, where a rank is idle during every all-to-all: the passes of two micro-batches
+// are two coroutines. Where one has started an all-to-all and would wait for it, the other goes on until it
+// has started one, too:
 //
 //     compute   |attn a|attn b|experts a|experts b|attn a|attn b|          a, b: micro-batches
 //     network          |disp a|disp b   |comb a   |comb b|disp a|
 //
-// Alone, the plug takes the step's micro-batches two by two: F of both, then B and W of both. With a
-// pipeline it takes DualPipe's pairs, the F of one micro-batch beside the BW of another (F&B in the paper).
-// Each weight's gradient adds up in the same order as without: no bit changes. What overlaps follows from
-// the calls alone, so all ranks switch at the same calls.
+// Without a pipeline the step's micro-batches are taken two by two: F of both, then B and W of both. With
+// one, the two are DualPipe's pairs, the F of one micro-batch beside the BW of another (F&B in the paper).
+// Each weight's gradient adds up in the same order as without overlap: no bit changes. Passes give way at
+// calls of all-to-all and nowhere else, so all ranks switch at the same calls.
 //
-// Bytes sent: as expert_parallel.c. Memory per rank: activations of two micro-batches.
+// Bytes sent: as in expert_parallel.c. Memory per rank: activations of two micro-batches.
 // Run: build/06_expert_parallel/overlapped_experts   (--ranks 8 --pp 2 --schedule dualpipe --grad-acc 4 …)
 // Last line: PASS overlapped_experts: two micro-batches in flight change no bit …
 #include <math.h>
@@ -23,7 +23,7 @@
 
 #include "expert_parallel.h"
 
-enum { STACK = 8 << 20 };  // bytes, of which what is touched is real
+enum { STACK = 8 << 20 };  // bytes; the system maps only the pages that are touched
 
 typedef struct Work {
     void (*run)(void *context, int which);
@@ -35,12 +35,12 @@ typedef struct Overlap {
     char *stack[2];
     Work work;
     bool running, done[2];
-    int now;  // which pass has the processor
+    int now;  // the pass that runs
 } Overlap;
 
 // ---- two coroutines ----
 
-// The other pass goes on, if it is not done.
+// Called where a pass would wait: the other one goes on, if it is not done.
 static void let_other(void *context) {
     Overlap *o = context;
     int me = o->now, other = 1 - me;
@@ -49,7 +49,7 @@ static void let_other(void *context) {
     CHECK(swapcontext(&o->pass[me], &o->pass[other]) == 0, "a micro-batch cannot give way to another");
 }
 
-// makecontext passes ints alone.
+// makecontext can pass only ints: the pointer comes in two halves.
 static void begin_pass(unsigned low, unsigned high) {
     Overlap *o = (Overlap *)((uintptr_t)high << 32 | low);
     int me = o->now;
@@ -266,7 +266,7 @@ static void more(Mesh mesh, const Config *config) {
 
 int main(int argc, char **argv) {
     const Program program = {
-        .purpose = "Experts with two micro-batches in flight: one computes while the other's tokens travel.",
+        .purpose = "Experts with two micro-batches in flight: one computes while the other's are sent.",
         .claim = "two micro-batches in flight change no bit",
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=3 steps=3 "

@@ -3,7 +3,8 @@
 //
 //     logits = Wrouter x  (n, e);   chosen, weights = route(logits, bias)  (n, k)
 //
-// The bias counts in the choice alone. Bytes sent: none. This file has no main: moe.c calls it.
+// The bias enters the choice only, not the weights. Bytes sent: none. This file has no main: moe.c calls
+// it.
 #include "expert_parallel.h"
 
 RouteRule moe_rule(const Config *c) {

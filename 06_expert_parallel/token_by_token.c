@@ -1,8 +1,8 @@
 // token_by_token.c: a mixture of experts without rows, order or groups: what moe.c is held against.
 //
-// One token after the other takes its experts, each with matrices of one row; the host decides which
-// experts and with what weights, in f64 and in so many words. Nothing here is fast, and nothing is shared
-// with moe.c or with the operations that it calls.
+// One token after the other goes through its experts, as a matrix of one row; the host decides which
+// experts and with what weights, in f64, spelled out step by step. Nothing here is fast, and nothing is
+// shared with moe.c or with the operations that it calls.
 //
 // Bytes sent: none. This file has no main: moe.c runs it.
 #include <math.h>

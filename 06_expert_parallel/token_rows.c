@@ -7,11 +7,11 @@
 //       token 2: experts 3, 2               expert 2: rows 2 3, of tokens 0 2    token 2: 5 3
 //                                           expert 3: rows 4 5, of tokens 1 2
 //
-// With --capacity C an expert has room for ceil(C s k / e) rows of each sequence of s tokens. Who comes
-// first in the sequence is taken; a pair beyond that is dropped: it stands behind all rows, is computed by
-// nobody, and counts as zero, so that a token which all its experts drop passes by the residual alone. The
-// weights of its other experts stay as they are. A sequence decides that alone: so no accumulation, data or
-// expert parallelism changes who is dropped.
+// With --capacity C an expert has room for ceil(C s k / e) rows of each sequence of s tokens, and takes the
+// first tokens of the sequence. A pair beyond that is dropped: its row is behind all others, is not
+// computed, and counts as zero; a token that all its experts drop goes on along the residual alone. The
+// weights of its other experts stay as they are. Each sequence is treated by itself: so accumulation, data
+// and expert parallelism do not change which pairs are dropped.
 //
 // Bytes sent: none. This file has no main: moe.c and the dispatches call it.
 #include <math.h>

@@ -1,8 +1,9 @@
 // coalescing.cu: lanes of a warp that read neighbouring words are served together. Playbook: "Memory
 // Coalescing".
 //
-// Memory moves sectors of 32 bytes. A warp's load is one request, which takes as many sectors as its 32
-// lanes touch, whatever they use of them:
+// A warp is 32 threads, its lanes, that execute the same instruction together. Memory moves sectors of 32
+// bytes, eight words of f32. A warp's load is one request, which takes as many sectors as its lanes touch,
+// however little they use of them:
 //
 //     strided      lane l reads word l s       32 sectors for 32 words: 1024 bytes moved, 128 used
 //     coalesced    lane l reads word l          4 sectors: all that is moved is used
@@ -14,8 +15,8 @@
 //     by x    lanes differ in x: A's column is strided, B's word is one for all:    32 + 1 sectors a step
 //     by y    lanes differ in y: A's word is one for all, B's row is coalesced:      1 + 4
 //
-// In the order of requests: a copy of n words takes n / 32 loads and as many stores; a product of n x n
-// matrices n^3 / 32 steps of a warp, each with 2 requests.
+// Requests: a copy of n words takes n / 32 loads and as many stores; a product of n x n matrices takes
+// n^3 / 32 steps of a warp, with 2 loads each.
 //
 // Proof: copies are exact; products are within 4 times the error of the library's f32 product, each against
 // f64, at sizes that fill no block; counts are those of the formulas.

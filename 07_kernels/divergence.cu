@@ -1,22 +1,22 @@
 // divergence.cu: lanes of a warp that go different ways wait for one another. Playbook: "Minimizing Control
 // Divergence".
 //
-// A warp issues one instruction for all of its lanes. Where they disagree at a branch it goes both ways,
-// one after the other, each with the lanes that took it:
+// A warp issues one instruction at a time for all of its 32 lanes. Where lanes disagree at a branch, the
+// warp takes both sides, one after the other, each with the lanes that chose it active:
 //
 //     if (i % 2) y = p(A x)      lanes . X . X . X …      p takes K instructions of the warp here,
 //     else       y = p(B x)      lanes X . X . X . …      and K more here
 //
-// Three ways to have p(z), a polynomial of degree K, where odd elements need z = A x and even ones z = B x:
+// Three ways to compute p(z), a polynomial of degree K, of z = A x for odd elements and z = B x for even:
 //
 //     branch by lane       2 K instructions, in each of which half of the lanes are active
 //     branch by warp       a warp takes elements of one kind: K, but loads and stores are 8 sectors, not 4
-//     factored out         lanes differ in z alone, which needs no branch: K, and 4 sectors. nvcc may see
-//                          this by itself where both sides end alike, as here
+//     factored out         only z depends on the lane, and choosing it needs no branch: K, and 4 sectors.
+//                          nvcc may do this by itself where both sides end alike, as here
 //
-// And a loop with its own number of turns for each element, from 8 to 256: a warp goes on until its last
-// lane is done. Ordered so that the lanes of a warp have the same number, it takes the mean, and 32 sectors
-// a load.
+// And a loop that makes from 8 to 256 turns, by element: a warp goes on until its last lane is done. If
+// elements are dealt out so that the lanes of a warp make equally many turns, a warp makes the mean, but
+// its loads take 32 sectors.
 //
 // Proof: within 4 times the error of the same steps in f32 on the CPU, against f64; counts are those of the
 // formulas.

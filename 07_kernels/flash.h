@@ -244,8 +244,8 @@ struct Proof {
     }
 };
 
-// Forward by launch(version, o, lse, scores, q, k, v, shape), over lengths that fill no tile; lse too, where
-// there is one.
+// Forward by launch(version, o, lse, scores, q, k, v, shape), over lengths that fill no tile; lse too,
+// where there is one.
 template <class Launch>
 Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version) {
     Proof proof = {0, 1};

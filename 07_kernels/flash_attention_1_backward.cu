@@ -224,7 +224,7 @@ static void row(const char *name, const Heads &at_size) {
     const Work predicted = formula(small, D), sized = formula(at_size, D);
     const Proof proof = check<D>(at_size.causal);
     const double seconds = measured([&] { launch<D>(grad, in, at_size); });
-    const KernelVersion version = {name, THREADS, D == 64 ? 168 : 246, tile_bytes(D, 4, 2)};
+    const KernelVersion version = {name, THREADS, D == 64 ? 168 : 248, tile_bytes(D, 4, 2)};
     kernels_version(&version, ON_GPU ? NULL : &work, &predicted, &sized, seconds, proof.error, proof.bound);
 }
 

@@ -2,7 +2,7 @@
 // Attention 1-3"; Dao, "FlashAttention-2", 2023, Algorithm 1.
 //
 // The first version takes tiles of queries past a tile of keys: O leaves for memory after each and comes
-// back for the next, normalised every time. Here a block holds a tile of queries and takes the keys past it:
+// back for the next, normalised every time. Here a block holds tiles of queries and takes the keys past:
 //
 //     queries  keys ->            m' = max(m, S)          l = e^(m - m') l + sum(e^(S - m'))
 //     Q        K V   ■ . . .      O  = e^(m - m') O + e^(S - m') V

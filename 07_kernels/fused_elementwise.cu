@@ -14,7 +14,7 @@
 //                           25          17           42 n bytes in all
 //     fused                  4           4            8 n, whatever is computed in between
 //
-// Elementwise operations compute little for what they move, so time goes as bytes do: 42 to 8.
+// Elementwise operations compute little for the bytes they move, so time is proportional to bytes: 8 / 42.
 //
 // Proof: within 4 times the error of the same f32 steps on the CPU, against f64, with zero, infinities and
 // large magnitudes among the elements; counts are those of the formulas.

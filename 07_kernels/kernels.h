@@ -25,8 +25,8 @@ typedef struct KernelsOptions {
 // Rows of every program's option table.
 #define KERNELS_OPTIONS(options)                                                                           \
     {                                                                                                      \
-        "gpu", OPTION_CHOICE, &(options).gpu, "h100", 0, 0, "a100|h100", "whose time the table shows",     \
-        false},                                                                                            \
+        "gpu", OPTION_CHOICE, &(options).gpu, "h100", 0, 0, "a100|h100",                                   \
+            "the GPU whose times the table shows", false},                                                 \
         {"verbose", OPTION_FLAG, &(options).verbose, NULL, 0, 0, "", "show each count beside its formula", \
          false},                                                                                           \
     {                                                                                                      \
@@ -36,11 +36,11 @@ typedef struct KernelsOptions {
 
 // ---- a program, in the order of its calls ----
 
-// Begins the table. size: of what `at_size` of the versions is, "matrices of 4096 x 4096". limit: seconds
-// that no version can go below (kernels_limit).
+// Begins the table. size: what the table is about, "C = A B of 4096 x 4096 matrices". limit: seconds that no
+// version can go below (kernels_limit).
 void kernels_begin(const KernelsOptions *options, const char *size, double limit);
 const Gpu *kernels_gpu(void);
-// The least time for work that must move so many bytes through memory, each once, and compute so much.
+// The least time, in seconds, of work that moves so many bytes to or from memory and computes so much.
 double kernels_limit(const KernelsOptions *options, double bytes, double flops, double tensor_flops);
 
 typedef struct KernelVersion {

@@ -1,8 +1,8 @@
 // tiling.cu: a block shares what its threads read. Playbook: "Tiling".
 //
 // C = A B, a thread for each element of C. Without tiles each thread loads a row of A and a column of B by
-// itself. With tiles a block of T x T threads loads a T x T piece of either into shared memory, one element
-// a thread, and each of them is then used T times:
+// itself. With tiles a block of T x T threads loads a T x T piece of A and one of B into shared memory, one
+// element of each a thread, and uses each of them T times:
 //
 //          k tile                 sum += A[row][i] B[i][column]
 //     A  [■ ■ ■]     B  [■ . .]       i inside the tile: from shared memory
@@ -13,11 +13,11 @@
 //     no tiles                           2 T               T (1 + 4)          0
 //     tiles                              2                 2 x 4              2 stores + 2 T loads
 //
-// so requests fall by T, and sectors from 160 to 8 at T = 32; what then takes the time is shared memory.
+// so requests fall by a factor of T, and sectors from 160 to 8 at T = 32; then shared memory sets the time.
 //
-// Shared memory has 32 banks of 4 bytes; lanes that want different words of one bank take turns. Here all
-// lanes read one word of A, and 32 neighbours of B. But in C = A B', with B' stored (n, k) as weights are,
-// lanes read a column of the tile, 32 words of one bank:
+// Shared memory has 32 banks of 4 bytes, and lanes that want different words of one bank take turns: each
+// turn is a pass. Here all lanes read one word of A, and 32 neighbours of B: one pass each. But in C = A B',
+// with B' stored (n, k) as weights are, lanes read a column of the tile, 32 words of one bank:
 //
 //     tile[32][32]        bank of [column][i] is i               32 passes
 //     padded [32][33]     (column + i) mod 32                     1, for 128 bytes more

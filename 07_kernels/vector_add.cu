@@ -7,11 +7,12 @@
 //     [thread 0 … 255]        [thread 0 … 255]        …     [thread 0 … |  beyond n: idle]
 //     element 0 … 255         element 256 … 511
 //
-// Four ways to hand out the elements. All move the same 12 n bytes, each once, so on the model's roofline
-// all take the same time; what differs is how many requests a warp needs for them:
+// Four ways to deal out the elements. A warp of 32 threads, its lanes, loads with one request, for as many
+// sectors of 32 bytes as they touch. All four move the same 12 n bytes between memory and L2, each once;
+// they differ in requests, and the last also in what goes from L2 to the warps, which then sets its time:
 //
 //     one a thread            c[i] = a[i] + b[i]                   3 n / 32 requests of 4 sectors
-//     grid-stride loop        the same, by as many blocks as fit on the GPU at once
+//     grid-stride loop        the same, with only as many blocks as fit on the GPU at once
 //     pack of 4               one request for 16 bytes a lane      3 n / 128 requests of 16 sectors
 //     four neighbours         a loop over 4 elements that lie together: lanes are 16 bytes apart, so each
 //                             request takes 16 sectors, and each sector is asked for four times

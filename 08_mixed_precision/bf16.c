@@ -1,21 +1,21 @@
 // bf16.c: training in bfloat16, and what must stay wider. Playbook: "FP16 and BF16 training"; Micikevicius
 // et al. 2018, Gupta et al. 2015.
 //
-// Against 00_single_gpu, which already does this for 16 bits: here each part of it is a switch.
+// Against 00_single_gpu, whose --dtype bf16 has f32 masters and f32 sums: here each of them is a switch, so
+// that one sees what goes wrong without it.
 //
-//     --master f32          AdamW steps f32 weights; the model multiplies with them, rounded to bf16
-//     --master none         AdamW steps the bf16 weights themselves: an update below half a step of a
-//     weight
-//                           vanishes, however often it comes
-//     --rounding stochastic without masters: up or down at random, right on average, at the price of noise
-//     --sum f32|bf16        gradients of micro-batches and ranks add up in f32; in bf16 each addition
-//     rounds
+//     --master f32            AdamW steps f32 master weights; the model multiplies with a bf16 copy of them
+//     --master none           AdamW steps the bf16 weights themselves: an update of less than half the
+//                             distance to the next bf16 number vanishes, however often it comes
+//     --rounding stochastic   without masters: up or down at random, right on average, but with noise
+//     --sum f32|bf16          gradients of micro-batches and ranks add up in f32; a sum in bf16 rounds at
+//                             each addition
 //
-// A gain of a norm is 1, where bf16's numbers lie 2^-8 apart below and 2^-7 above: an update of --lr 0.001
-// is a quarter of a step, so that a gain without a master never moves.
+// The gain of an RMSNorm begins at 1, where bf16's numbers are 2^-8 apart below and 2^-7 above. With --lr
+// 0.001 AdamW's update is about 0.001, a quarter of 2^-8: without a master the gain never moves.
 //
-// The random number of an element is a function of the seed, the weight's name, the element's number in
-// the whole weight and the step: any layout rounds alike, and a resumed run needs no state of a generator.
+// The random number of an element is a function of the seed, the weight's name, the element's index in the
+// whole weight and the step: any layout rounds alike, and a resumed run needs no state of a generator.
 //
 // Memory per parameter: masters 4 bytes, sums in f32 4 bytes. Bytes sent: gradients in the dtype of sums.
 // Run: build/08_mixed_precision/bf16        (--master none --rounding stochastic, --sum bf16, --ranks 3 …)
@@ -36,7 +36,7 @@ static void load(void *context, Tensor wide, Tensor stored, StatePart part) {
     op_copy(wide, stored);
 }
 
-// The weight by chance, all else to nearest.
+// Rounds weights at random, all else to nearest.
 static void store(void *context, Tensor stored, Tensor wide, StatePart part) {
     (void)context;
     const Param *p = part.param;
@@ -73,11 +73,11 @@ static void check(const Config *c) {
 
 static const Option options[] = {
     {"master", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|none",
-     "what the optimizer steps: f32, or the weights", false},
-    {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|bf16", "of gradients over micro-batches and ranks",
-     false},
-    {"rounding", OPTION_CHOICE, NULL, "nearest", 0, 0, "nearest|stochastic", "of weights without masters",
-     false},
+     "what the optimizer steps: f32 master weights, or the weights themselves", false},
+    {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|bf16",
+     "in which gradients add up over micro-batches and ranks", false},
+    {"rounding", OPTION_CHOICE, NULL, "nearest", 0, 0, "nearest|stochastic",
+     "how weights without masters are rounded", false},
 };
 
 const Technique bf16_recipe = {.name = "bf16",

@@ -1,10 +1,10 @@
-// cost_memory.c: about how many bytes the fullest rank of a program holds that is not this book's.
+// cost_memory.c: about how many bytes other programs than this book's hold on their fullest rank.
 // Playbook: "Memory usage in Transformers"; Korthikanti et al. 2022.
 //
-// States by ZeRO's formulas; of blocks what their linears, norms and attention need in backward, for as
-// many micro-batches as 1F1B has in flight on the first stage. It says which of the settings that a source
-// does not print can have been; this book's own bytes are the records' (cost_lone.c). This file has no
-// main.
+// States by ZeRO's formulas; activations by what linears, norms and attention need in backward, for as many
+// micro-batches as 1F1B has in flight on the first stage. It rules out settings that do not fit, where a
+// source does not say which it used. This book's own bytes come from its records (cost_lone.c). This file
+// has no main.
 #include "cost_memory.h"
 
 #include <math.h>

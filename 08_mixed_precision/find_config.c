@@ -1,12 +1,14 @@
 // find_config.c: finds the layouts that train a model fastest on a cluster, and says how far to trust the
 // figure. Playbook: "Finding the Best Training Configuration", "Benchmarking thousands of configurations".
 //
-//     every legal layout     closed forms: what a rank holds, and how long a step takes     microseconds
-//     the best of them       one block, dry, in a process that stands for all ranks         exact
-//     published runs         the same table of efficiencies, eight factors                  how far off
+// In two passes, over a clock that published runs have set:
 //
-// The clock is that of a machine as it is reached: factors are fitted on published runs (published.csv),
-// and each series of runs is predicted without having been seen.
+//     every legal layout     closed forms of what a rank holds and how long a step takes: microseconds each
+//     the best of them       a dry run of one block, in one process that stands for all ranks
+//     published runs         fit eight factors: the share of a GPU's peaks that real programs reach
+//
+// How far to trust it: each series of published runs (published.csv) is predicted by factors fitted without
+// it, and the median error of these predictions stands beside the step's time.
 //
 // Bytes sent and memory per rank: the sums of the records' closed forms.
 // Run: build/08_mixed_precision/find_config --model llama-3-70b --gpus 512 --batch-tokens 4M --seq 8192
@@ -40,12 +42,12 @@ static Goal goal_of(const Config *c, int64_t gpus, const char *batch) {
     CHECK(tokens % c->seq == 0, "--batch-tokens %s is not divisible by --seq %ld: %lld would fit", batch,
           c->seq, (long long)((tokens / c->seq + 1) * c->seq));
     Goal goal = {.model = *c, .gpus = (int)gpus, .sequences = tokens / c->seq};
-    // The rest is the libraries' and the allocator's.
+    // 5% are left for libraries and the allocator.
     goal.memory = 0.95 * machine_find(c->machine)->memory_bytes;
     return goal;
 }
 
-// From here on the clock is that of the machine as it is reached.
+// From here on the model clock runs at the speed that real programs reach on this machine.
 static void reach(const char *machine) {
     static CostTable table;
     static Efficiency *rows;
@@ -85,11 +87,12 @@ int main(int argc, char **argv) {
     bool refit = false, agreement = false;
     int64_t gpus, per_node;
     Option own[] = {
-        {"gpus", OPTION_INT, &gpus, "64", 1, 65536, "", "of the cluster", false},
+        {"gpus", OPTION_INT, &gpus, "64", 1, 65536, "", "GPUs of the cluster", false},
         {"machine", OPTION_TEXT, &machine, "dgx-h100", 0, 0, "NAME",
-         "of its GPUs, of the model clock's table", false},
+         "what the GPUs are, by the model clock's table of machines", false},
         {"gpus-per-node", OPTION_INT, &per_node, "0", 0, 1024, "", "0: as many as the machine has", false},
-        {"batch-tokens", OPTION_TEXT, &batch, "4M", 0, 0, "TOKENS", "of a step: 4M is 4 x 2^20", false},
+        {"batch-tokens", OPTION_TEXT, &batch, "4M", 0, 0, "TOKENS", "tokens in a step: 4M is 4 x 2^20",
+         false},
         {"runs", OPTION_TEXT, &runs_path, NULL, 0, 0, "FILE.csv",
          "published runs, in the columns of published.csv: predicted beside published", false},
         {"fit", OPTION_FLAG, &refit, NULL, 0, 0, "", "with --runs: fit the factors on these runs anew",

@@ -66,14 +66,15 @@ static void draw_curves(const char *file, const Curve *curve) {
         fprintf(out,
                 "<line x1='60' x2='600' y1='%d' y2='%d' stroke='#ddd'/><text x='22' y='%d'>%d%%</text>\n",
                 310 - 50 * i, 310 - 50 * i, 314 - 50 * i, 20 * i);
-    for (int i = 0; i <= 10; i++) fprintf(out, "<text x='%d' y='328'>%d</text>\n", 54 + 54 * i, 1 << i);
+    for (int i = 0; i <= 10; i++)
+        fprintf(out, "<text x='%d' y='328' text-anchor='middle'>%d</text>\n", 60 + 54 * i, 1 << i);
     fprintf(out, "<text x='300' y='350'>degree</text>\n");
     for (int k = 0; k < CURVES; k++) {
         fprintf(out, "<polyline fill='none' stroke-width='2' stroke='%s' points='", color[k]);
         for (int i = 0; i < curve[k].points; i++)
             fprintf(out, "%.1f,%.1f ", 60 + 54 * log2(curve[k].degree[i]),
                     310 - 250 * curve[k].tokens[i] / curve[k].tokens[0]);
-        fprintf(out, "'/>\n<text x='470' y='%d' fill='%s'>%s</text>\n", 60 + 18 * k, color[k],
+        fprintf(out, "'/>\n<text x='480' y='%d' fill='%s'>%s</text>\n", 220 + 18 * k, color[k],
                 curve[k].name);
     }
     fprintf(out, "</svg>\n");
@@ -169,7 +170,7 @@ void heat_map(const char *file, const char *machine) {
     FILE *out = output_open("--heat-map", file);
     fprintf(out,
             "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 860 430' font-family='sans-serif' "
-            "font-size='12'>\n<rect width='860' height='430' fill='white'/>\n<text x='70' y='18'>fastest "
+            "font-size='11'>\n<rect width='860' height='430' fill='white'/>\n<text x='70' y='18'>fastest "
             "layouts, "
             "1M tokens a step, s = 4096, %s; predicted, median error %.0f%% on runs not seen</text>\n",
             machine, 100 * FITTED_ERROR);

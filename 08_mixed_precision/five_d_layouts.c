@@ -1,16 +1,16 @@
 // five_d_layouts.c: the records of all chapters, in plug order. Playbook: "5D parallelism in a nutshell".
 //
-// A record is one line here. Its second column says when it is on, where its own chapter has it on always,
-// or where two records are two ways to do the same:
+// Each record has one line here. The second column says when it is on, if it is always on in its own
+// chapter or if two records are two ways to do the same:
 //
 //     ZeRO-3      gathers weights for each pass, or, under a pipeline, once a step
 //     attention   the four ways of --cp; flash attention where a rank has all tokens of a sequence
 //     pipeline    from two stages on
 //     recipes     by --dtype
 //
-// Order: what an earlier record has put into a socket, a later one may wrap (Technique.wraps). Shards are
-// made from the last to the first, so that ZeRO deals out what stages, experts and tensor parallelism leave
-// on a rank. This file has no main.
+// Order: what an earlier record has put into a socket, a later one may wrap (Technique.wraps). Weights are
+// sharded from the last record to the first, so that ZeRO shards what stages, experts and tensor
+// parallelism leave on a rank. This file has no main.
 #include <string.h>
 
 #include "five_d.h"
@@ -148,9 +148,10 @@ void five_d_check_typed(const Config *c) {
 
 const Option five_d_options[FIVE_D_OPTIONS] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3|hybrid",
-     "what --dp x --cp share out: optimizer state, gradients, weights; hybrid: inside nodes", false},
+     "sharded over --dp x --cp: 1 optimizer state, 2 and gradients, 3 and weights; hybrid: 3 inside nodes",
+     false},
     {"context", OPTION_CHOICE, NULL, "ring", 0, 0, "ring|zigzag|all-gather|ulysses",
      "how ranks of --cp bring keys and values together", false},
     {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|16-bit",
-     "of gradients over micro-batches and ranks, with --dtype bf16 or f16", false},
+     "in which gradients add up over micro-batches and ranks, with --dtype bf16 or f16", false},
 };

@@ -1,14 +1,14 @@
 // five_d_methods.c: what each method shards, and its price. Playbook: "5D parallelism in a nutshell", its
 // table of ZeRO-3 beside pipeline parallelism, and its overview of all methods.
 //
-// One model, 8 sequences in a step, 8 ranks, one method at a time, and three of them together: every figure
-// is counted by the records of the chapters in a dry step, and none is typed in here. A share of 1/8 says
-// that the method shards it; 1, that every rank has all of it.
+// One model, 8 sequences in a step, 8 ranks, one method at a time, and three of them together. Every figure
+// is counted by the chapters' records in a dry step; none is typed in here. A share of 1/8 says that the
+// method shards this kind of memory over 8 ranks; 1, that every rank has all of it.
 //
-//     ZeRO-3      a rank stores a part of every layer    weights are in flight, as often as passes use them
-//     pipeline    a rank stores some layers whole        activations are in flight, once a micro-batch
+//     ZeRO-3      a rank stores a part of every layer    sends weights, each time that a pass uses them
+//     pipeline    a rank stores some layers whole        sends activations, once a micro-batch
 //
-// With data parallelism a rank has fewer micro-batches, and one of them is as large as ever.
+// Data parallelism leaves a rank fewer micro-batches, but not smaller ones: its activations stay at 1.
 //
 // Run: build/08_mixed_precision/five_d_methods   (--lengths: from 1k to 128k tokens; --svg FILE: a picture)
 // Last line: PASS five_d_methods: each method shards what its chapter says …
@@ -29,7 +29,7 @@ typedef struct Method {
     const char *name;
     int dp, pp, cp, tp, ep, zero;  // ep 0: a dense model
     bool sp;
-    const char *states, *kept;  // of weights, gradients and optimizer, and of activations: what a rank has
+    const char *states, *kept;  // how much a rank has of weights, gradients, optimizer; of activations
 } Method;
 
 // As the chapters say it: "all" on every rank, or "part".

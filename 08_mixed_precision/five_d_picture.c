@@ -1,6 +1,6 @@
 // five_d_picture.c: the playbook's overview as a picture: rows are methods, columns are lengths of
-// sequences; in each cell three bars, without recomputation, selective, full. Playbook: "5D parallelism in a
-// nutshell".
+// sequences; in each cell three bars, without recomputation, selective, full. Playbook: "5D parallelism in
+// a nutshell".
 //
 //                 1k      2k      …     128k
 //     DP          ===|==  ===|===       ===|========>      | what a device has; > the bar goes on
@@ -18,7 +18,7 @@ static const char *const kind_name[PICTURE_KINDS] = {"weights", "gradients", "op
 static const char *const color[PICTURE_KINDS] = {"#4269d0", "#efb118", "#ff725c", "#6cc5b0"};
 static const char *const level_name[PICTURE_LEVELS] = {"none", "selective", "full"};
 
-enum { LEFT = 158, TOP = 84, CELL = 108, BAR = 12, ROW = 50, BARS = 64, BOTTOM = 34 };
+enum { LEFT = 184, TOP = 84, CELL = 108, BAR = 12, ROW = 50, BARS = 64, BOTTOM = 34 };
 static const double SHOWN = 2;  // a cell is as wide as twice what a device has
 
 static void draw_bar(FILE *svg, const Need *need, double x, double y, double room) {

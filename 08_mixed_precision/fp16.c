@@ -1,29 +1,29 @@
 // fp16.c: training in float16, which takes three tricks. Playbook: "FP16 and BF16 training"; Micikevicius
 // et al. 2018.
 //
-// Against 00_single_gpu: float16 ends at 65504 and at 2^-24, so that what trains in bfloat16 breaks here.
-// Each trick is a switch, and mends one thing:
+// Against bf16.c: the largest float16 is 65504 and the smallest 2^-24, so that what trains in bfloat16
+// breaks here. Each trick is a switch, and mends one thing:
 //
-//     --master f32       weights that are stepped are f32: updates below half a step do not vanish
-//     --loss-scale       the loss times a scale, and so every gradient on its way back; the optimizer
-//     divides:
-//                        what would be below 2^-24 is not zero
+//     --master f32       the optimizer steps f32 weights: small updates do not vanish, as in bf16.c
+//     --loss-scale       the loss is multiplied by a scale, and so is every gradient; the optimizer divides
+//                        by it. Gradients that would be below 2^-24, and so zero, are kept
 //     --sum f32          gradients of micro-batches and ranks add up in f32: the sum may go beyond 65504
 //
-// And --moments f32: the square of a gradient below 2^-12 is 0 in float16, AdamW divides by its root, and
-// float16 alone diverges.
+// The moments stay in f32, too (--moments): in float16 the square of a gradient below 2^-12 is 0, AdamW
+// divides by its root, and training diverges.
 //
-//     dynamic:   any gradient not finite      scale / 2, and no step
-//                --scale-interval sound ones  scale x 2
+// With --loss-scale dynamic the scale follows the gradients:
 //
-// Whether a gradient overflowed is known by the gradient's norm, which all ranks have: they all skip or
-// all step, and their scales stay equal without a message. Losses and norms are shown without the scale.
-// Where the scale stands is in checkpoints.
+//     a gradient is not finite                 scale / 2, and this step is skipped
+//     --scale-interval steps without one       scale x 2
+//
+// An overflow shows in the norm of all gradients, which every rank has: so all ranks skip or all step, and
+// their scales stay equal without a message. Losses and norms are printed without the scale; checkpoints
+// hold it.
 //
 // Memory per parameter: as bf16.c. Bytes sent: nothing more.
-// Run: build/08_mixed_precision/fp16        (--loss-scale none, --sum f16, --zero 3, --scale 1e9
-// --no-check …) Last line: PASS fp16: ranks together make the step of one device, and each trick mends
-// what it should …
+// Run: build/08_mixed_precision/fp16        (--loss-scale none, --sum f16, --zero 3, --moments f16 …)
+// Last line: PASS fp16: ranks together make the step of one device, and each trick mends what it should …
 #include <math.h>
 #include <stdlib.h>
 
@@ -89,15 +89,15 @@ static void unplug(Model *m, void *context) {
 
 static const Option options[] = {
     {"master", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|none",
-     "what the optimizer steps: f32, or the weights", false},
-    {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|f16", "of gradients over micro-batches and ranks",
-     false},
+     "what the optimizer steps: f32 master weights, or the weights themselves", false},
+    {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|f16",
+     "in which gradients add up over micro-batches and ranks", false},
     {"moments", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|f16", "AdamW's m and v", false},
     {"loss-scale", OPTION_CHOICE, NULL, "dynamic", 0, 0, "none|static|dynamic",
-     "what the loss is scaled with", false},
-    {"scale", OPTION_REAL, NULL, "65536", 1, 1e30, "", "that it is scaled with at the start", false},
+     "whether the loss is scaled, and whether the scale changes", false},
+    {"scale", OPTION_REAL, NULL, "65536", 1, 1e30, "", "scale of the loss at the start", false},
     {"scale-interval", OPTION_INT, NULL, "2000", 1, 1e9, "steps",
-     "without overflow, after which it doubles", false},
+     "steps without an overflow after which the scale doubles", false},
 };
 
 const Technique fp16_recipe = {.name = "fp16",

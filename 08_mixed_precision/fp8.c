@@ -1,25 +1,27 @@
 // fp8.c: training in 8 bits, by six recipes. Playbook: "FP8 pretraining"; Micikevicius et al. 2022, Peng
 // et al. 2023 (FP8-LM), DeepSeek-V3 2024, OCP Microscaling Formats 2023.
 //
-// Against bf16.c: the linears of all blocks multiply codes of 8 bits, whose products are exact, and whose
-// range is so short that each tensor, or each tile of it, has a scale:
+// Against bf16.c: the linears of all blocks multiply 8-bit codes. Their range is so short that each tensor,
+// or each tile of it, has a scale, which follows from its largest magnitude, amax:
 //
 //     x = code * scale,    scale = amax / 448 (e4m3)  or  amax / 57344 (e5m2)
 //
-//                 codes        scales                          sums of products
-//     te-delayed  e4m3, e5m2   of tensors, by the last 16 steps  f32
-//     te-current  e4m3, e5m2   of tensors                      f32
-//     fp8-lm      e4m3, e5m2   of tensors                      f32                     8-bit m, 16-bit v
-//     deepseek    e4m3         1 x 128, W 128 x 128            to f32 every 128        bf16 m and v
-//     nanotron    e4m3, e5m2   of tensors                      f32                     8-bit m and v
-//     mxfp8       e4m3         1 x 32, powers of two           f32
+//     --fp8       codes         a scale for each                 sums of products    AdamW's moments
+//     te-delayed  e4m3, d e5m2  tensor, by amax of 16 steps      f32                 f32
+//     te-current  e4m3, d e5m2  tensor                           f32                 f32
+//     fp8-lm      e4m3, d e5m2  tensor                           f32                 8-bit m, 16-bit v
+//     deepseek    e4m3          1 x 128; weights 128 x 128       to f32 every 128    bf16
+//     nanotron    e4m3, d e5m2  tensor                           f32                 8-bit
+//     mxfp8       e4m3          1 x 32, a power of two           f32                 f32
+//     d: codes of gradients
 //
-// The arithmetic is exact on a CPU. Bytes sent: a message of 3 numbers for each weight (te-delayed), or
-// one number for each cast of what ranks share (per tensor, current); tiles send nothing. With --fp8-wire
-// weights of ZeRO-3 and rows of --sp go in 8 bits and a scale for each 128.
+// A CPU multiplies codes without error: the casts and the sums are what a recipe changes.
+// Bytes sent: a message of 3 numbers for each weight (te-delayed); one number for each cast of a tensor
+// that ranks share (other scales of tensors); nothing (tiles). With --fp8-wire ZeRO-3's weights and --sp's
+// rows are sent in 8 bits, with a scale for each 128.
 // Memory per parameter: two casts of 1 byte; what the optimizer stores, by recipe.
-// Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 --fp8-wire
-// …) Last line: PASS fp8: ranks together make the step of one device …
+// Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 --fp8-wire …)
+// Last line: PASS fp8: ranks together make the step of one device …
 #include <stdlib.h>
 #include <string.h>
 
@@ -52,7 +54,7 @@ static int64_t tile_of(const Config *c, const Fp8Recipe *r) {
 
 // ---- the technique ----
 
-// Of f64 nothing is stored in less: a run in f64 proves which ranks share a scale.
+// With --dtype f64 nothing is stored in fewer bits: such a run proves which ranks share a scale.
 static void recipe(Recipe *recipe, const Config *c) {
     const Fp8Recipe *r = fp8_recipe_of(c);
     if (r && r->master != F64 && c->dtype != F64) {
@@ -132,7 +134,7 @@ static const Option options[] = {
     {"fp8", OPTION_CHOICE, NULL, "none", 0, 0, "none|te-delayed|te-current|fp8-lm|deepseek|nanotron|mxfp8",
      "recipe of 8-bit multiplies", false},
     {"fp8-tile", OPTION_INT, NULL, "0", 0, 1 << 20, "elements",
-     "that share a scale in deepseek and mxfp8; 0: 128 and 32", false},
+     "elements that share a scale; 0: 128 in deepseek, 32 in mxfp8", false},
     {"fp8-wire", OPTION_FLAG, NULL, NULL, 0, 0, "", "send ZeRO-3's weights and --sp's rows in 8 bits",
      false},
 };

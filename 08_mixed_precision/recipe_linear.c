@@ -9,14 +9,13 @@
 //
 //     of each tile     the tile's own amax; tiles of x and dy lie along the inner dimension
 //     current          of the whole tensor: the largest of all ranks that have a part of it (tp, cp)
-//     delayed          of the whole tensor: the largest of the last steps, on any rank. One message a
-//     step,
-//                      and no tensor is read twice
+//     delayed          of the whole tensor: the largest amax of the last steps, on any rank. One message a
+//                      step, and no tensor is read twice
 //
-// A history takes the largest of a step's micro-batches, which W finds: W runs once for each, where
-// forward runs again for recomputation, and for held-out losses. Weights are cast once for each step of
-// the optimizer. The linears of blocks and experts are in 8 bits; embedding, router, norms, attention and
-// head are not.
+// The history of a delayed scale has one amax a step, the largest of its micro-batches. It is noted in W
+// (dW's multiply), which runs once for each micro-batch: forward also runs for recomputation and held-out
+// losses. Weights are cast once for each step of the optimizer. The linears of blocks and experts are in 8
+// bits; embedding, router, norms, attention and head are not.
 //
 // This file has no main: fp8.c runs it.
 #include <math.h>

@@ -1,15 +1,14 @@
 // recipe_state.c: what the optimizer keeps in 8 and 16 bits. Playbook: "FP8 pretraining"; Peng et al. 2023
 // (FP8-LM).
 //
-//     8 bits     codes and a scale for each 128 elements: m in e4m3, v, whose square range is twice as
-//     long,
-//                in e5m2 or in 16 bits
-//     float16    the elements over a power of two, that of a rank's part of a weight, so that v, which is
-//                the square of a gradient, is not below float16's least number
+//     8 bits     codes, and a scale for each 128 elements: m in e4m3; v, a mean of squares, whose range is
+//                twice as wide, in e5m2 or in 16 bits
+//     float16    the elements divided by a power of two, one for a rank's part of a weight, so that v is
+//                not below float16's smallest number
 //     bfloat16   as they are
 //
-// The optimizer reads them, steps in f32, and stores them again. Scales are of a rank's own part: other
-// ranks lose other bits, as much. This file has no main: fp8.c runs it.
+// The optimizer reads them, steps in f32, and stores them again. Scales belong to a rank's own part: on
+// other ranks rounding differs, but is no worse. This file has no main: fp8.c runs it.
 #include <math.h>
 #include <stdlib.h>
 

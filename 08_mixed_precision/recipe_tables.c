@@ -2,12 +2,12 @@
 // DeepSeek-V3 2024, sections 3.3.1 and 3.3.2.
 //
 // Outliers: one element in 4,096 of x is up to a million times as large as the others. A scale of the whole
-// tensor then pushes all others to the lower end of the codes; one of a tile, those of its tile alone.
+// tensor then pushes all others to the lower end of the codes; a tile's scale only those of its tile.
 //
-// Long sums: Hopper's tensor core adds products of 8 bits with about 14 bits of the sum (DeepSeek-V3), so
-// that what is small beside the sum is lost, and more of it the longer the sum is. Here: after every 32
-// products the sum is cut off to 14 bits, which is a model of it. Sums that go to f32 every 128 do not
-// grow so long.
+// Long sums: Hopper's tensor cores keep about 14 bits of a sum of 8-bit products (DeepSeek-V3), so that
+// products that are small beside the sum are lost, the more the longer the sum is. This is modelled by
+// truncating the sum to 14 bits after every 32 products. Sums that are moved to f32 every 128 products stay
+// short.
 //
 // This file has no main: fp8.c runs it.
 #include <math.h>

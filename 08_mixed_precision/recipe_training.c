@@ -1,5 +1,5 @@
-// recipe_training.c: how far the recipes of fp8.c come beside bfloat16, how often they cast, what ZeRO-3
-// sends in 8 bits, and growing learning rates. Playbook: "FP8 pretraining".
+// recipe_training.c: the losses of fp8.c's recipes beside bfloat16's, also with growing learning rates; how
+// often they cast; what ZeRO-3 sends in 8 bits. Playbook: "FP8 pretraining".
 //
 // This file has no main: fp8.c runs it.
 #include <math.h>
@@ -10,7 +10,7 @@
 
 const Technique *const fp8_one_device[] = {&fp8_recipe, &recompute, NULL};
 
-// recipe 0: none, plain bf16
+// recipe 0: none, which is bf16
 Config fp8_small(int recipe, const char *more) {
     char *text = format_text(
         "layers=1 hidden=32 heads=4 kv-heads=4 ffn=96 seq=32 micro-batch=8 dtype=bf16 optimizer=adamw "

@@ -1,8 +1,8 @@
 // train_5d.c: everything at once: data, pipeline, context, tensor and expert parallelism, ZeRO,
 // recomputation. Playbook: "5D parallelism in a nutshell".
 //
-// Against 00_single_gpu: nothing that an earlier chapter has not shown. A layout is a list of records
-// (five_d_layouts.c); this file holds neither a technique nor a call to another rank:
+// Against 00_single_gpu: nothing that an earlier chapter has not shown. A layout is a list of the chapters'
+// records (five_d_layouts.c); this file holds no technique and sends nothing. Each flag shards (x) its own:
 //
 //                          batch     sequence    layers    width     experts
 //     --dp --zero 0…3        x                                              weights, gradients, state too
@@ -11,9 +11,9 @@
 //     --tp --sp                      (x)                      x
 //     --ep                                                               x
 //
-// First a plan: who has what, what each rank holds and sends in a step, how long it takes on the model
-// clock. Then the proof against one device, some steps of real text beside it, and one more step, held
-// against the plan, rank by rank.
+// First it prints a plan from a dry run: who has what, what each rank holds and sends in a step, and how
+// long that takes on the model clock. Then the proof against one device, --shown steps of real text beside
+// one device's, and one more step, whose counts must be the plan's, rank by rank.
 //
 // Bytes sent, memory per rank: the sums of the records' closed forms.
 // Run: build/08_mixed_precision/train_5d    (--no-check trains for real: held-out loss, sample …)
@@ -37,7 +37,7 @@ static void plan(Mesh mesh, const Config *config) {
 
 enum { SHOWN = 5 };
 
-// Trains --shown steps on these ranks, and on one device; the losses, side by side.
+// Trains --shown steps on these ranks and on one device, and prints some losses of both.
 static void show_steps(Mesh mesh, const Config *config) {
     Config c = *config, whole = *config;
     c.steps = whole.steps = (int64_t)config_number(config, "shown");
@@ -79,7 +79,8 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 static const Option shown_option = {
-    "shown", OPTION_INT, NULL, "200", 0, 1e6, "steps", "on real text, beside one device; 0: none", false};
+    "shown", OPTION_INT, NULL, "200", 0, 1e6, "steps",
+    "steps on real text, shown beside those of one device; 0: none", false};
 
 int main(int argc, char **argv) {
     Option option[FIVE_D_OPTIONS + 1] = {shown_option};

@@ -13,7 +13,8 @@
 #include "comm.h"
 
 const char *line_name(Line line) {
-    static const char *const names[COMM_LINES] = {"world", "tp", "cp", "pp", "pp back", "dp", "ep", "dp across"};
+    static const char *const names[COMM_LINES] = {"world", "tp", "cp", "pp", "pp back",
+                                                  "dp",    "ep", "dp across"};
     return names[line];
 }
 

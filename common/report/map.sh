@@ -32,13 +32,12 @@ if [ "$1" = core ]; then
     exit
 fi
 
-echo '| program | concept | lines |'
-echo '|---|---|---|'
+echo '| chapter | program | concept | lines |'
+echo '|---|---|---|---|'
 for chapter in 0[0-9]_*; do
     page=$chapter/README.md
     title=${chapter//_/ }
     [ ! -e "$page" ] || title="[$title]($page)"
-    echo "| **$title** | | |"
     for source in $(grep -slE '^int main\b' "$chapter"/*.c "$chapter"/*.cu); do
         name=$(basename "$source")
         place=$(grep -nF -m 1 "]($name)" "$page" 2>/dev/null | cut -d: -f1)
@@ -47,6 +46,7 @@ for chapter in 0[0-9]_*; do
         echo "${place:-9999} ${column:-0} $source"
     done | sort -n -k 1,1 -k 2,2 | while read -r _ _ source; do
         concept=$(sentence "$source")
-        echo "| [\`$(basename "${source%.*}")\`]($source) | ${concept%%. Playbook:*} | $(wc -l <"$source") |"
+        echo "| $title | [\`$(basename "${source%.*}")\`]($source) | ${concept%%. Playbook:*} | $(wc -l <"$source") |"
+        title=''  # stands at the chapter's first program
     done
 done

@@ -248,9 +248,9 @@ common/report/tour.sh "$build" >"$work/tour" || { cat "$work/tour"; exit 1; }
 {
     echo "\$ make run   # $(machine)"
     grep -m 1 '^L=' "$work/tour"
-    grep 'held-out loss' "$work/tour"
-    grep -E '^PASS (recompute|ddp_overlap|zero3|zigzag_ring_attention|one_f_one_b):' "$work/tour" |
-        sed 's/ (.*//; s/$/ …/'
+    grep 'held-out loss' "$work/tour" | tail -n 2
+    grep -E '^PASS (ddp_overlap|zero3|one_f_one_b|fp8|train_5d):' "$work/tour" |
+        sed 's/ (.*//; s/$/ …/' | uniq
     tail -n 1 "$work/tour"
 } | block | fill README.md tour
 

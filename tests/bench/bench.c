@@ -1,8 +1,8 @@
 // bench.c: the figures of merit of one device, each beside its target. `make bench` runs it.
 //
-// A share compares with OpenBLAS's SGEMM (2048 x 2048, f32, same kernel and threads), timed right before and
-// right after each step, since the speed of a shared machine drifts; what doubling a size does is measured on
-// steps that take turns. figures.h has the form of a line.
+// A share compares with OpenBLAS's SGEMM (2048 x 2048, f32, same kernel and threads), timed right before
+// and right after each step, since the speed of a shared machine drifts; what doubling a size does is
+// measured on steps that take turns. figures.h has the form of a line.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

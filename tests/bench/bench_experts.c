@@ -5,8 +5,8 @@
 
 enum { MODELS = 2 };
 #define SHAPE_OF_BOTH \
-    "layers=4 hidden=256 heads=4 kv-heads=4 vocab=256 seq=256 dtype=f32 warmup=1 steps=1000 micro-batch=4 " \
-    "grad-acc=2 "
+    "layers=4 hidden=256 heads=4 kv-heads=4 vocab=256 seq=256 dtype=f32 warmup=1 steps=1000 " \
+    "micro-batch=4 grad-acc=2 "
 
 int main(int argc, char **argv) {
     base_start(argc, argv);

@@ -124,7 +124,7 @@ refused "--top-k 4 is more than the 2 experts of --groups-kept 1 of --expert-gro
 refused "--ep 4 does not divide --experts 6" expert_parallel --ep 4 --experts 6
 refused "--ep 3 does not divide --dp 4" expert_parallel --ep 3 --experts 6
 refused "--seq 31 must be a multiple of 4" expert_parallel --cp 2
-refused "--ep 2 shares out experts: give --experts" expert_parallel --experts 0
+refused "--ep 2 shards experts: give --experts" expert_parallel --experts 0
 refused "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit" load_balance \
     --moe deepseek
 refused "a folder has no place for it" load_balance --save "$work/balanced"

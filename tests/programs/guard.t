@@ -9,8 +9,8 @@ export OMP_NUM_THREADS=1 ULTRASCALE_GUARD=1
 sharp=" train ddp_bucketed zero2 zero3 vocab_parallel async_tensor_parallel ulysses dualpipe "
 sharp+="expert_parallel "
 # On emulated GPUs, where each takes seconds: other pipelines run the same kernels in another order.
-# The matrix proves cells of train_5d; five_d_methods computes nothing.
-left_out=" matrix five_d_methods "
+# The matrix proves cells of train_5d; five_d_methods and find_config compute nothing.
+left_out=" matrix five_d_methods find_config "
 [[ $build != *-on-cpu ]] ||
     left_out+=" afab one_f_one_b interleaved zero_bubble zero_bubble_auto dualpipe_v "
 
@@ -40,6 +40,7 @@ for program in "$build"/0[0-9]_*/*; do
     ! has sample || flags+=(--sample 3)
     ! has shown || flags+=(--tp 1 --shown 2)
     [ $name != hybrid_zero ] || flags+=(--shard-ranks 1)
+    [ $name != overlapped_experts ] || flags+=(--ep "${RANKS:-2}")
     passes_at "$program" "${flags[@]}"
     # Other ways through the core: 16-bit storage with its f32 copies, tied weights, accumulation. Experts:
     # all of them for every token, as rounding would decide which.

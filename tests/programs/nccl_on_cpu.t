@@ -8,7 +8,7 @@
 export OMP_NUM_THREADS=1
 needs_fibers
 nccl=build-nccl-on-cpu build=build-nccl-on-cpu/01_data_parallel
-builds OPS=cuda-on-cpu COMM=nccl OBJECTS=build-cuda-on-cpu KERNELS=build-cuda-on-cpu/lib \
+builds OPS=cuda-on-cpu COMM=nccl BUILD=$nccl OBJECTS=build-cuda-on-cpu KERNELS=build-cuda-on-cpu/lib \
     $nccl/{tests/test_{comm,lines,streams},corpus.txt} \
     $build/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed}
 
