@@ -26,7 +26,7 @@ constexpr int64_t tile_bytes(int d, int rows, int scores) {
     return 4 * (int64_t)TILE * (rows * (d + 4) + scores * SCORE_PITCH);
 }
 
-__device__ static inline int thread_y() { return threadIdx.x / SIDE; }
+__device__ static inline int thread_y() { return threadIdx.x % THREADS / SIDE; }
 __device__ static inline int thread_x() { return threadIdx.x % SIDE; }
 
 __device__ static inline bool sees(const Heads &shape, int64_t query, int64_t key) {
@@ -39,13 +39,14 @@ __device__ static inline bool sees_all(const Heads &shape, int64_t query0, int64
 
 // ---- tiles ----
 
-// tile (=) rows first ... of one head; rows are `stride` words apart, and those from `end` on are zero.
-template <int D>
+// tile (=) rows first ... of one head, by T threads; rows are `stride` words apart, and those from `end` on
+// are zero.
+template <int D, int T = THREADS>
 __device__ static inline void load_rows(float *tile, const float *head, int64_t first, int64_t end,
                                         int64_t stride) {
     constexpr int PACKS = D / 4;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < TILE * PACKS; i += THREADS) {
+    for (int i = threadIdx.x; i < TILE * PACKS; i += T) {
         const int row = i / PACKS, column = i % PACKS * 4;
         float4 pack = make_float4(0, 0, 0, 0);
         if (first + row < end)
@@ -142,6 +143,45 @@ static inline void add_tiles(Work *w, double tiles, double d) {
     w->shared_passes += tiles * d;
 }
 
+// What forward does for each pair of tiles: two products of 32 x 32 x d.
+static inline void add_products(Work *w, double pairs, double d) {
+    w->flops += pairs * (2 * 2 * TILE * TILE * d + TILE * TILE);  // and the scale
+    w->flop_instructions += pairs * (2 * TILE * TILE * d + TILE * TILE) / 32;
+    w->shared_passes += pairs * (16 * d + 8 * d + 256);
+}
+
+// Words of q, o, k and v.
+static inline double words_of_forward(const Heads &shape, double d) {
+    return 2 * (double)(shape.b * shape.s) * d * (double)(shape.a + shape.kv);
+}
+// Pairs of a tile of queries and one of keys: with a mask those on and below the diagonal.
+static inline double pairs_of(const Heads &shape) {
+    const double tiles = (double)shape.s / TILE;
+    return (double)(shape.b * shape.a) * (shape.causal ? tiles * (tiles + 1) / 2 : tiles * tiles);
+}
+
+// flash_attention_1.cu; s a multiple of 32.
+static inline Work work_of_flash_1(const Heads &shape, double d) {
+    const double s = (double)shape.s, heads = (double)(shape.b * shape.a), pairs = pairs_of(shape);
+    const double again = shape.causal || shape.s == TILE ? s - TILE : s;  // rows of o that come back
+    const double first = heads * s / TILE;
+    Work w = {};
+    add_products(&w, pairs, d);
+    add_tiles(&w, pairs + 2 * first, d);
+    w.load_requests += (pairs - first) * (d + 8);
+    w.load_sectors += (pairs - first) * (4 * d + 8);
+    w.store_requests = pairs * (d + 8);
+    w.store_sectors = pairs * (4 * d + 8);
+    w.memory_sectors = (words_of_forward(shape, d) + heads * (s + again * (d + 1))) / 8;
+    w.shared_passes += pairs * 32;
+    // maximum, difference and sum of scores; of each row; of o
+    w.flops += pairs * (1792 + 1024 + 1792 + 256 * 8 + 96 * d);
+    w.flop_instructions += pairs * (56 + 32 + 56 + 56 + 2 * d);
+    w.special_instructions = pairs * (32 + 8 * 4);
+    w.barriers = 2 * pairs;
+    return w;
+}
+
 // ---- attention on the CPU, in f64, or in f32 for the error that its roundings make ----
 
 template <class T>
@@ -203,5 +243,35 @@ struct Proof {
         if (count && !(e * bound <= error * b)) error = e, bound = b;
     }
 };
+
+// Forward by launch(version, o, lse, scores, q, k, v, shape), over lengths that fill no tile; lse too,
+// where there is one.
+template <class Launch>
+Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version) {
+    Proof proof = {0, 1};
+    const struct {
+        int64_t b, s, a, kv;
+        double scale;
+    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 67, 3, 3, 1}};
+    for (auto &n : cases) {
+        const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf((float)d), causal};
+        const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.s * n.kv * d, rows = n.b * n.a * n.s;
+        float *q = kernels_numbers(queries, n.scale, 1), *k = kernels_numbers(keys, 1, 2);
+        float *v = kernels_numbers(keys, 1, 3);
+        Array<float> d_q(q, queries), d_k(k, keys), d_v(v, keys), o(queries), lse(rows), scores(rows * n.s);
+        launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
+        const Attention<float> cpu = attention_on_cpu<float>(shape, d, q, k, v, NULL);
+        const Attention<double> right = attention_on_cpu<double>(shape, d, q, k, v, NULL);
+        const std::vector<float> once = o.host();
+        proof.hold(once, cpu.o, right.o);
+        if (has_lse) proof.hold(lse.host(), cpu.lse, right.lse);
+        launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
+        report_that(o.host() == once, "two runs with %lld tokens differ", (long long)n.s);
+        free(q);
+        free(k);
+        free(v);
+    }
+    return proof;
+}
 
 #endif

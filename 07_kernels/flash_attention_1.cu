@@ -191,43 +191,19 @@ static void launch(int version, float *o, float *lse, float *scores, const float
     LAUNCH(weigh_values<D>, rows, THREADS, (size_t)tile_bytes(D, 1, 1), 0, o, scores, v, shape);
 }
 
-// What both do for each pair of tiles: two products of 32 x 32 x d.
-static void add_products(Work *w, double pairs, double d) {
-    w->flops += pairs * (2 * 2 * TILE * TILE * d + TILE * TILE);  // and the scale
-    w->flop_instructions += pairs * (2 * TILE * TILE * d + TILE * TILE) / 32;
-    w->shared_passes += pairs * (16 * d + 8 * d + 256);
-}
-
 // s a multiple of 32.
 static Work formula(int version, const Heads &shape, double d) {
+    if (version == FLASH) return work_of_flash_1(shape, d);
     const double s = (double)shape.s, heads = (double)(shape.b * shape.a), tiles = s / TILE;
-    const double compulsory = s * d * (double)shape.b * (2 * (double)shape.a + 2 * (double)shape.kv) / 8;
-    const double again = shape.causal ? s - TILE : tiles > 1 ? s : 0;  // rows of o that come back
-    double pairs = heads * (version == FLASH && shape.causal ? tiles * (tiles + 1) / 2 : tiles * tiles);
-    const double first = heads * tiles, squares = heads * s * s;
+    const double pairs = heads * tiles * tiles, squares = heads * s * s;
     Work w = {};
     add_products(&w, pairs, d);
-    if (version == FLASH) {
-        add_tiles(&w, pairs + 2 * first, d);
-        w.load_requests += (pairs - first) * (d + 8);
-        w.load_sectors += (pairs - first) * (4 * d + 8);
-        w.store_requests = pairs * (d + 8);
-        w.store_sectors = pairs * (4 * d + 8);
-        w.memory_sectors = compulsory + heads * (s + again * (d + 1)) / 8;
-        w.shared_passes += pairs * 32;
-        // maximum, difference and sum of scores; of each row; of o
-        w.flops += pairs * (1792 + 1024 + 1792 + 256 * 8 + 96 * d);
-        w.flop_instructions += pairs * (56 + 32 + 56 + 56 + 2 * d);
-        w.special_instructions = pairs * (32 + 8 * 4);
-        w.barriers = 2 * pairs;
-        return w;
-    }
     add_tiles(&w, 3 * pairs, d);
     w.load_requests += 2 * squares / 32;
     w.load_sectors += 2 * squares / 8;
     w.store_requests = 2 * squares / 32 + heads * s * d / 32;
     w.store_sectors = 2 * squares / 8 + heads * s * d / 8;
-    w.memory_sectors = compulsory + 4 * squares / 8;
+    w.memory_sectors = words_of_forward(shape, d) / 8 + 4 * squares / 8;
     // a row in shared memory is written twice and read twice, and once more as a tile
     w.shared_passes += 5 * squares / 32;
     w.flops += 4 * squares + heads * s * 32 * 10;
@@ -235,34 +211,6 @@ static Work formula(int version, const Heads &shape, double d) {
     w.special_instructions = squares / 32 + heads * s;
     w.barriers = pairs + 2 * pairs;
     return w;
-}
-
-template <int D>
-static Proof check(int version, bool causal) {
-    Proof proof = {0, 1};
-    const struct {
-        int64_t b, s, a, kv;
-        double scale;
-    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 67, 3, 3, 1}};
-    for (auto &n : cases) {
-        const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf(D), causal};
-        const int64_t queries = n.b * n.s * n.a * D, keys = n.b * n.s * n.kv * D, rows = n.b * n.a * n.s;
-        float *q = kernels_numbers(queries, n.scale, 1), *k = kernels_numbers(keys, 1, 2);
-        float *v = kernels_numbers(keys, 1, 3);
-        Array<float> d_q(q, queries), d_k(k, keys), d_v(v, keys), o(queries), lse(rows), scores(rows * n.s);
-        launch<D>(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
-        const Attention<float> cpu = attention_on_cpu<float>(shape, D, q, k, v, NULL);
-        const Attention<double> right = attention_on_cpu<double>(shape, D, q, k, v, NULL);
-        const std::vector<float> once = o.host();
-        proof.hold(once, cpu.o, right.o);
-        if (version == FLASH) proof.hold(lse.host(), cpu.lse, right.lse);
-        launch<D>(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
-        report_that(o.host() == once, "two runs with %lld tokens differ", (long long)n.s);
-        free(q);
-        free(k);
-        free(v);
-    }
-    return proof;
 }
 
 // Registers of a thread: of the kernel that needs the most.
@@ -288,7 +236,7 @@ static void row(int version, const char *name, const Heads &at_size) {
     };
     Work work = counted([&] { run(small); });
     const Work predicted = formula(version, small, D), sized = formula(version, at_size, D);
-    const Proof proof = check<D>(version, at_size.causal);
+    const Proof proof = prove_forward(D, at_size.causal, version == FLASH, launch<D>, version);
     const double seconds = measured([&] { run(at_size); });
     const KernelVersion v_row = describe<D>(version, name);
     kernels_version(&v_row, ON_GPU ? NULL : &work, &predicted, &sized, seconds, proof.error, proof.bound);

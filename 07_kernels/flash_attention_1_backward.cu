@@ -87,7 +87,7 @@ __device__ static inline void store_rows(float *head, const float (&sum)[EACH][D
 
 // Block (K/V head, sample).
 template <int D>
-__global__ void __launch_bounds__(THREADS) attention_backward(Gradients grad, Operands in, Heads shape) {
+__global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad, Operands in, Heads shape) {
     DYNAMIC_SHARED(float, tile_q);
     float *tile_k = tile_q + TILE * PITCH<D>, *tile_v = tile_k + TILE * PITCH<D>;
     float *tile_do = tile_v + TILE * PITCH<D>, *tile_p = tile_do + TILE * PITCH<D>;
@@ -224,7 +224,7 @@ static void row(const char *name, const Heads &at_size) {
     const Work predicted = formula(small, D), sized = formula(at_size, D);
     const Proof proof = check<D>(at_size.causal);
     const double seconds = measured([&] { launch<D>(grad, in, at_size); });
-    const KernelVersion version = {name, THREADS, D == 64 ? 168 : 246, tile_bytes(D, 4, 2)};
+    const KernelVersion version = {name, THREADS, D == 64 ? 210 : 248, tile_bytes(D, 4, 2)};
     kernels_version(&version, ON_GPU ? NULL : &work, &predicted, &sized, seconds, proof.error, proof.bound);
 }
 

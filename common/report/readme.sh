@@ -224,6 +224,8 @@ row() {
     row 36 'FlashAttention never stores S or P: memory linear in s' flash_attention_1 '' '^flash .*MB .*MB'
     row 36 '… where stored scores are quadratic' flash_attention_1 '' '^scores stored .*GB .*[0-9]\.[0-9]+ +[0-9.]+$'
     row 36 '… and backward computes them again' flash_attention_1_backward '' '^kept of forward'
+    row 36 '… FlashAttention-2: fewer exponentials, other FLOPs and bytes' flash_attention_2 '' \
+        '^flash 2 .*GB .*MB'
     row 37 '7 numbers between 1 and 2 in e4m3' formats '' '^e4m3 +0.125 +7'
     row 37 '3 in e5m2' formats '' '^e5m2 +0.25 +3'
     row 37 'epsilon: 1.19e-7 in float32, about 10^-3 in float16 …' formats '' '^float16 +0.000977'
@@ -247,7 +249,7 @@ common/report/tour.sh "$build" >"$work/tour" || { cat "$work/tour"; exit 1; }
     echo "\$ make run   # $(machine)"
     grep -m 1 '^L=' "$work/tour"
     grep 'held-out loss' "$work/tour" | tail -n 2
-    grep -E '^PASS (ddp_overlap|zero3|one_f_one_b|fp8|train_5d):' "$work/tour" |
+    grep -E '^PASS (ddp_overlap|zero3|one_f_one_b|train_5d):' "$work/tour" |
         sed 's/ (.*//; s/$/ …/' | uniq
     tail -n 1 "$work/tour"
 } | block | fill README.md tour

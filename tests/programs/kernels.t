@@ -5,7 +5,8 @@
 # needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
-# needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy
+# needs: build/07_kernels/flash_attention_2 build/07_kernels/fused_norm
+# needs: build/07_kernels/fused_cross_entropy
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 
