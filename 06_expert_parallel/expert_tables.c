@@ -123,8 +123,8 @@ static void mixtral_block(Mesh mesh, const Config *config) {
     bool was_dry = device_is_dry_run();
     device_dry_run(true);
     clock_push("Mixtral 8x7B");
-    say("\nA block of Mixtral 8x7B, %ld tokens a rank, ep %d, equally many rows to each expert:\n", c.seq / c.cp,
-        ep);
+    say("\nA block of Mixtral 8x7B, %ld tokens a rank, ep %d, equally many rows to each expert:\n",
+        c.seq / c.cp, ep);
     say("  %-26s %14s %16s %12s", "", "all-to-alls", "all-to-all, ms", "block, ms");
     for (int apart = 0; apart < 2; apart++) {
         clock_set_cluster(apart ? 1 : ep, config->compute_efficiency, config->network_efficiency);

@@ -9,8 +9,8 @@
 //     dS = scale P (dP - rowsum(dO O))            dQ += dS K
 //
 //                    queries ->  of all query heads that share this head of K/V, one head after another
-//     keys     K V   ■ ■ ■ ■         K, V, dK, dV    once for each tile of keys: the sums dK and dV stay
-//       |      K V   . ■ ■ ■                         in registers, and need no atomics
+//     keys     K V   ■ ■ ■ ■         K, V, dK, dV    once for each tile of keys: dK and dV add up in
+//       |      K V   . ■ ■ ■                         registers, and need no atomics
 //       v      K V   . . ■ ■         Q, dO, O, lse   in for each pair of tiles
 //              K V   . . . ■         dQ              out for each pair and, after the first, in
 //

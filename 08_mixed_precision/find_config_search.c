@@ -185,8 +185,9 @@ const char *found_limit(const Goal *goal, const Found *f) {
         {t->exposed_tp_cp / t->step, "exposed tp, cp: a lower degree, or async-tp"},
         {t->exposed_dp / t->step, "exposed dp: larger micro-batches, or pp in place of dp"},
         {f->recompute == RECOMPUTE_FULL ? 0.25 : 0, "memory: recomputes, a larger tp or pp would not"},
-        {1 - clock_efficiency(WORK_MATMUL, q), f->tp > 1 ? "small multiplies: a lower tp, larger micro-batches"
-                                                         : "small multiplies: larger micro-batches"}};
+        {1 - clock_efficiency(WORK_MATMUL, q),
+         f->tp > 1 ? "small multiplies: a lower tp, larger micro-batches"
+                   : "small multiplies: larger micro-batches"}};
     int most = 0;
     for (int i = 1; i < 5; i++)
         if (cost[i].share > cost[most].share) most = i;

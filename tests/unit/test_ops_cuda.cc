@@ -523,8 +523,8 @@ static void codes_match(void **state) {
         kernel_tile_amax(dtype, amax, stored.data(), rows, columns, turned, tile);
         kernel_tile_scale(scale, amax, kind, rule, scales);
         kernel_encode(kind, codes, dtype, stored.data(), scale, rows, columns, turned, tile);
-        Device from(dtype, x), most(F32, Doubles((size_t)scales, 0)), scaling(F32, scales), to(kind, ROWS * COLUMNS),
-            back(F64, ROWS * COLUMNS);
+        Device from(dtype, x), most(F32, Doubles((size_t)scales, 0)), scaling(F32, scales);
+        Device to(kind, ROWS * COLUMNS), back(F64, ROWS * COLUMNS);
         cuda_kernel_tile_amax(dtype, (float *)most.at, from.at, rows, columns, turned, tile);
         cuda_kernel_tile_scale((float *)scaling.at, (const float *)most.at, kind, rule, scales);
         cuda_kernel_encode(kind, (uint8_t *)to.at, dtype, from.at, (const float *)scaling.at, rows, columns,
