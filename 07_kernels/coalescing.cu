@@ -110,66 +110,39 @@ static Work formula(int version, double n) {
     return w;
 }
 
-struct Errors {
-    double worst, bound;
-};
-
-// Of copies, words that differ.
-static Errors check_copy(int version, int64_t n) {
+// Of copies, words that differ; of products, their error.
+static void check_copy(Proof *proof, int version, int64_t n) {
     float *x = kernels_numbers(n * STRIDE, 1e30, 1);
     Array<float> d_x(x, n * STRIDE), d_y(n);
     launch(version, d_y.at, d_x.at, NULL, n);
     std::vector<float> y = d_y.host();
     double wrong = 0;
-    for (int64_t i = 0; i < n; i++) wrong += y[(size_t)i] != x[version == STRIDED ? i * STRIDE : i];
+    for (int64_t i = 0; i < n; i++) wrong += !(y[(size_t)i] == x[version == STRIDED ? i * STRIDE : i]);
     free(x);
-    return {wrong, 0};
+    if (wrong > 0) *proof = {wrong, 0};
 }
 
-static Errors check_matmul(int version, int64_t n) {
-    float *a = kernels_numbers(n * n, 1, 2), *b = kernels_numbers(n * n, 100, 3);
-    Array<float> d_a(a, n * n), d_b(b, n * n), d_c(n * n);
-    launch(version, d_c.at, d_a.at, d_b.at, n);
-    std::vector<float> c = d_c.host(), library((size_t)(n * n));
-    std::vector<double> right((size_t)(n * n));
-    kernels_matmul_f64(right.data(), a, b, n, n, n);
-    kernels_matmul_library(library.data(), a, b, n, n, n);
-    free(a);
-    free(b);
-    double error = kernels_error(c.data(), right.data(), n * n);
-    return {error, 4 * kernels_error(library.data(), right.data(), n * n)};
-}
-
-// The worst of several sizes, as a share of its bound.
-static Errors check(int version) {
-    Errors worst = {0, 0};
-    for (int64_t n : {(int64_t)0, (int64_t)(version == VECTORISED ? 4 : 1), (int64_t)52, (int64_t)68}) {
-        Errors e = version <= VECTORISED ? check_copy(version, n) : check_matmul(version, n | (n > 1));
-        if (!(e.worst <= e.bound)) return e;
-        if (e.worst > worst.worst) worst = e;
-    }
-    return worst;
-}
-
-static double time_on_gpu(int version, int64_t n) {
-    if (!ON_GPU) return 0;
-    int64_t count = version <= VECTORISED ? n * STRIDE : n * n;
-    float *numbers = kernels_numbers(count, 1, 4);
-    Array<float> a(numbers, count), b(numbers, count), y(count);
-    free(numbers);
-    return measured([&] { launch(version, y.at, a.at, b.at, n); });
+static Proof check(int version) {
+    Proof proof;
+    if (version <= VECTORISED)
+        for (int64_t n : {0, version == VECTORISED ? 4 : 1, 52, 68}) check_copy(&proof, version, n);
+    else
+        for (int64_t size : {0, 1, 53, 69})
+            prove_matmul(&proof, size, false, [&](float *c, const float *a, const float *b, int64_t n) {
+                launch(version, c, a, b, n);
+            });
+    return proof;
 }
 
 static void row(int version, int64_t n, int64_t small) {
-    int64_t count = version <= VECTORISED ? small * STRIDE : small * small;
+    const int64_t most = ON_GPU ? n : small, count = version <= VECTORISED ? most * STRIDE : most * most;
     float *numbers = kernels_numbers(count, 1, 5);
     Array<float> a(numbers, count), b(numbers, count), y(count);
     free(numbers);
-    Work work = counted([&] { launch(version, y.at, a.at, b.at, small); });
-    Work predicted = formula(version, (double)small), at_size = formula(version, (double)n);
-    Errors e = check(version);
-    kernels_version(&versions[version], ON_GPU ? NULL : &work, &predicted, &at_size,
-                    time_on_gpu(version, n), e.worst, e.bound);
+    show_version(
+        versions[version], check(version), small, n,
+        [&](int64_t size) { launch(version, y.at, a.at, b.at, size); },
+        [&](int64_t size) { return formula(version, (double)size); });
 }
 
 int main(int argc, char **argv) {

@@ -138,22 +138,13 @@ static Work formula(int version, double n) {
     return w;
 }
 
-static double check(int version, double *bound) {
-    double worst = *bound = 0;
-    for (int64_t n : {(int64_t)0, (int64_t)1, (int64_t)37, (int64_t)67}) {
-        float *a = kernels_numbers(n * n, 1, 1), *b = kernels_numbers(n * n, 100, 2);
-        Array<float> d_a(a, n * n), d_b(b, n * n), d_c(n * n);
-        launch(version, d_c.at, d_a.at, d_b.at, n);
-        std::vector<float> c = d_c.host(), library((size_t)(n * n));
-        std::vector<double> right((size_t)(n * n));
-        kernels_matmul_f64(right.data(), a, b, n, n, n);
-        kernels_matmul_library(library.data(), a, b, n, n, n);
-        worst = fmax(worst, kernels_error(c.data(), right.data(), n * n));
-        *bound = fmax(*bound, 4 * kernels_error(library.data(), right.data(), n * n));
-        free(a);
-        free(b);
-    }
-    return worst;
+static Proof check(int version) {
+    Proof proof;
+    for (int64_t size : {0, 1, 37, 67})
+        prove_matmul(&proof, size, false, [&](float *c, const float *a, const float *b, int64_t n) {
+            launch(version, c, a, b, n);
+        });
+    return proof;
 }
 
 static void row(int version, int64_t n) {
@@ -161,11 +152,10 @@ static void row(int version, int64_t n) {
     float *numbers = kernels_numbers(most * most, 1, 3);
     Array<float> a(numbers, most * most), b(numbers, most * most), c(most * most);
     free(numbers);
-    Work work = counted([&] { launch(version, c.at, a.at, b.at, small); });
-    Work predicted = formula(version, (double)small), at_size = formula(version, (double)n);
-    double bound, error = check(version, &bound);
-    double seconds = measured([&] { launch(version, c.at, a.at, b.at, n); });
-    kernels_version(&versions[version], ON_GPU ? NULL : &work, &predicted, &at_size, seconds, error, bound);
+    show_version(
+        versions[version], check(version), small, n,
+        [&](int64_t size) { launch(version, c.at, a.at, b.at, size); },
+        [&](int64_t size) { return formula(version, (double)size); });
 }
 
 int main(int argc, char **argv) {

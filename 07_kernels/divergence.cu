@@ -129,24 +129,22 @@ static double exactly(int version, double x, int64_t i) {
     return sum;
 }
 
-// The worst error of several sizes, and what it may be.
-static double check(int version, double *bound) {
-    double worst = *bound = 0;
-    for (int64_t n : {(int64_t)0, (int64_t)1, (int64_t)1031}) {
+static Proof check(int version) {
+    Proof proof;
+    for (int64_t n : {0, 1, 1031}) {
         float *x = kernels_numbers(n, 0.25, 1);
         Array<float> d_x(x, n), d_y(n);
         launch(version, d_y.at, d_x.at, n);
-        std::vector<float> y = d_y.host(), cpu((size_t)n);
+        std::vector<float> cpu((size_t)n);
         std::vector<double> right((size_t)n);
         for (int64_t i = 0; i < n; i++) {
             cpu[(size_t)i] = on_cpu(version, x[i], i);
             right[(size_t)i] = exactly(version, x[i], i);
         }
         free(x);
-        worst = fmax(worst, kernels_error(y.data(), right.data(), n));
-        *bound = fmax(*bound, 4 * kernels_error(cpu.data(), right.data(), n));
+        proof.hold(d_y.host(), cpu, right);
     }
-    return worst;
+    return proof;
 }
 
 static void row(int version, int64_t n) {
@@ -154,11 +152,10 @@ static void row(int version, int64_t n) {
     float *numbers = kernels_numbers(most, 0.25, 2);
     Array<float> x(numbers, most), y(most);
     free(numbers);
-    Work work = counted([&] { launch(version, y.at, x.at, small); });
-    Work predicted = formula(version, (double)small), at_size = formula(version, (double)n);
-    double bound, error = check(version, &bound);
-    double seconds = measured([&] { launch(version, y.at, x.at, n); });
-    kernels_version(&versions[version], ON_GPU ? NULL : &work, &predicted, &at_size, seconds, error, bound);
+    show_version(
+        versions[version], check(version), small, n,
+        [&](int64_t size) { launch(version, y.at, x.at, size); },
+        [&](int64_t size) { return formula(version, (double)size); });
 }
 
 int main(int argc, char **argv) {

@@ -231,24 +231,11 @@ Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float
     return out;
 }
 
-// The comparison that came closest to its bound, 4 times the error of f32 on the CPU; {0, 1} before any.
-struct Proof {
-    double error, bound;
-
-    void hold(const std::vector<float> &made, const std::vector<float> &cpu,
-              const std::vector<double> &right) {
-        const int64_t count = (int64_t)right.size();
-        const double e = kernels_error(made.data(), right.data(), count);
-        const double b = 4 * kernels_error(cpu.data(), right.data(), count);
-        if (count && !(e * bound <= error * b)) error = e, bound = b;
-    }
-};
-
 // Forward by launch(version, o, lse, scores, q, k, v, shape), over lengths that fill no tile; lse too,
 // where there is one.
 template <class Launch>
 Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version) {
-    Proof proof = {0, 1};
+    Proof proof;
     const struct {
         int64_t b, s, a, kv;
         double scale;
@@ -272,6 +259,41 @@ Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version
         free(v);
     }
     return proof;
+}
+
+// ---- the tables ----
+
+// The shape that the tables show, of d elements a head; tokens a multiple of `multiple`.
+static inline Heads flash_options(int argc, char **argv, const char *purpose, int64_t multiple,
+                                  KernelsOptions *options, int *d) {
+    int64_t n;
+    int wide;
+    Option table[] = {
+        {"size", OPTION_INT, &n, "4096", 64, 32768, "", "tokens of the table's sequence", false},
+        {"head-size", OPTION_CHOICE, &wide, "128", 0, 0, "64|128", "elements of a head", false},
+        KERNELS_OPTIONS(*options),
+    };
+    options_parse(argc, argv, purpose, table, sizeof table / sizeof *table);
+    *d = wide ? 128 : 64;
+    return {1, n - n % multiple, 32, 8, 1 / sqrtf((float)*d), 0};
+}
+
+// A table without a mask and one with it, whose rows are rows(shape). passes: 1 of forward; 2 of backward,
+// which moves and computes at least twice as much.
+template <class Rows>
+void flash_tables(const KernelsOptions *options, Heads shape, int d, int passes, Rows rows) {
+    for (int causal = 0; causal < 2; causal++) {
+        shape.causal = causal;
+        const double s = (double)shape.s, pairs = s * (causal ? (s + 1) / 2 : s);
+        char *size = format_text(
+            "%s%s of %lld tokens, %d heads of %d, %d of K/V", passes == 2 ? "backward of " : "",
+            causal ? "causal attention" : "attention", (long long)shape.s, (int)shape.a, d, (int)shape.kv);
+        kernels_begin(options, size,
+                      kernels_limit(options, passes * 4 * words_of_forward(shape, d),
+                                    passes * 4 * pairs * d * (double)shape.a, 0));
+        rows(shape);
+        free(size);
+    }
 }
 
 #endif

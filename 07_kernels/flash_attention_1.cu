@@ -234,48 +234,30 @@ static void row(int version, const char *name, const Heads &at_size) {
     auto run = [&](const Heads &shape) {
         launch<D>(version, o.at, lse.at, scores.at, q.at, k.at, v.at, shape);
     };
-    Work work = counted([&] { run(small); });
-    const Work predicted = formula(version, small, D), sized = formula(version, at_size, D);
     const Proof proof = prove_forward(D, at_size.causal, version == FLASH, launch<D>, version);
-    const double seconds = measured([&] { run(at_size); });
-    const KernelVersion v_row = describe<D>(version, name);
-    kernels_version(&v_row, ON_GPU ? NULL : &work, &predicted, &sized, seconds, proof.error, proof.bound);
+    show_version(describe<D>(version, name), proof, small, at_size, run,
+                 [&](const Heads &shape) { return formula(version, shape, D); });
 }
 
 template <int D>
-static void show(const KernelsOptions *options, Heads shape) {
-    for (int causal = 0; causal < 2; causal++) {
-        shape.causal = causal, shape.scale = 1 / sqrtf(D);
-        const double s = (double)shape.s, pairs = s * (causal ? (s + 1) / 2 : s);
-        char *size = format_text("%s of %lld tokens, %d heads of %d, %d of K/V",
-                                 causal ? "causal attention" : "attention", (long long)shape.s,
-                                 (int)shape.a, D, (int)shape.kv);
-        const double words = 2 * s * D * (double)(shape.a + shape.kv);
-        kernels_begin(options, size, kernels_limit(options, 4 * words, 4 * pairs * D * (double)shape.a, 0));
+static void show(const KernelsOptions *options, const Heads &shape) {
+    flash_tables(options, shape, D, 1, [](const Heads &shape) {
         row<D>(STORED, "scores stored", shape);
-        row<D>(FLASH, causal ? "flash, causal" : "flash", shape);
-        free(size);
-    }
+        row<D>(FLASH, shape.causal ? "flash, causal" : "flash", shape);
+    });
 }
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
     KernelsOptions options = {};
-    int64_t n;
-    int wide;
-    Option table[] = {
-        {"size", OPTION_INT, &n, "4096", 64, 32768, "", "tokens of the table's sequence", false},
-        {"head-size", OPTION_CHOICE, &wide, "128", 0, 0, "64|128", "elements of a head", false},
-        KERNELS_OPTIONS(options),
-    };
-    options_parse(argc, argv,
-                  "FlashAttention, forward: tiles and a running softmax, beside scores that are stored.\n"
-                  "  flash_attention_1 --head-size 64",
-                  table, sizeof table / sizeof *table);
-    n -= n % TILE;
-    const Heads shape = {1, n, 32, 8, 1, 0};
-    const double d = wide ? 128 : 64, s = (double)n;
-    if (wide) show<128>(&options, shape);
+    int head;
+    const Heads shape = flash_options(
+        argc, argv,
+        "FlashAttention, forward: tiles and a running softmax, beside scores that are stored.\n"
+        "  flash_attention_1 --head-size 64",
+        TILE, &options, &head);
+    const double d = head, s = (double)shape.s;
+    if (head == 128) show<128>(&options, shape);
     else show<64>(&options, shape);
     say("%-14s  %9s  %12s  %16s  %19s", "", "stores", "memory moves", "special / score",
         "other FLOPs / score");

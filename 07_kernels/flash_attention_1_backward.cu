@@ -173,7 +173,7 @@ static Work formula(const Heads &shape, double d) {
 
 template <int D>
 static Proof check(bool causal) {
-    Proof proof = {0, 1};
+    Proof proof;
     const struct {
         int64_t b, s, a, kv;
         double scale;
@@ -220,51 +220,32 @@ static void row(const char *name, const Heads &at_size) {
     free(numbers);
     const Gradients grad = {dq.at, dk.at, dv.at};
     const Operands in = {q.at, k.at, v.at, o.at, lse.at, grad_o.at};
-    Work work = counted([&] { launch<D>(grad, in, small); });
-    const Work predicted = formula(small, D), sized = formula(at_size, D);
-    const Proof proof = check<D>(at_size.causal);
-    const double seconds = measured([&] { launch<D>(grad, in, at_size); });
     const KernelVersion version = {name, THREADS, D == 64 ? 210 : 248, tile_bytes(D, 4, 2)};
-    kernels_version(&version, ON_GPU ? NULL : &work, &predicted, &sized, seconds, proof.error, proof.bound);
+    show_version(
+        version, check<D>(at_size.causal), small, at_size,
+        [&](const Heads &shape) { launch<D>(grad, in, shape); },
+        [](const Heads &shape) { return formula(shape, D); });
 }
 
 template <int D>
-static void show(const KernelsOptions *options, Heads shape) {
-    for (int causal = 0; causal < 2; causal++) {
-        shape.causal = causal, shape.scale = 1 / sqrtf(D);
-        const double s = (double)shape.s, pairs = s * (causal ? (s + 1) / 2 : s);
-        char *size = format_text("backward of %s of %lld tokens, %d heads of %d, %d of K/V",
-                                 causal ? "causal attention" : "attention", (long long)shape.s,
-                                 (int)shape.a, D, (int)shape.kv);
-        const double words = 4 * s * D * (double)(shape.a + shape.kv);
-        kernels_begin(options, size,
-                      kernels_limit(options, 4 * words, 4 * 2 * pairs * D * (double)shape.a, 0));
-        row<D>(causal ? "flash, causal" : "flash", shape);
-        free(size);
-    }
+static void show(const KernelsOptions *options, const Heads &shape) {
+    flash_tables(options, shape, D, 2,
+                 [](const Heads &shape) { row<D>(shape.causal ? "flash, causal" : "flash", shape); });
 }
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
     KernelsOptions options = {};
-    int64_t n;
-    int wide;
-    Option table[] = {
-        {"size", OPTION_INT, &n, "4096", 64, 32768, "", "tokens of the table's sequence", false},
-        {"head-size", OPTION_CHOICE, &wide, "128", 0, 0, "64|128", "elements of a head", false},
-        KERNELS_OPTIONS(options),
-    };
-    options_parse(argc, argv,
-                  "FlashAttention, backward: scores computed again, tile by tile.\n"
-                  "  flash_attention_1_backward --head-size 64",
-                  table, sizeof table / sizeof *table);
-    n -= n % TILE;
-    const Heads shape = {1, n, 32, 8, 1, 0};
-    if (wide) show<128>(&options, shape);
+    int head;
+    const Heads shape = flash_options(argc, argv,
+                                      "FlashAttention, backward: scores computed again, tile by tile.\n"
+                                      "  flash_attention_1_backward --head-size 64",
+                                      TILE, &options, &head);
+    if (head == 128) show<128>(&options, shape);
     else show<64>(&options, shape);
-    const double kept = 4 * (double)shape.a * (double)n;
+    const double s = (double)shape.s, kept = 4 * (double)shape.a * s;
     say("kept of forward beside q, k, v and o: lse, %s; stored probabilities would be %s", bytes_text(kept),
-        bytes_text(kept * (double)n));
+        bytes_text(kept * s));
     say("a pair of tiles takes 5 products; with stored probabilities it would take 4");
-    return report_verdict("it keeps %.0f times less of forward, for 5 products in place of 4", (double)n);
+    return report_verdict("it keeps %.0f times less of forward, for 5 products in place of 4", s);
 }

@@ -146,48 +146,28 @@ static void row(const char *name, const Heads &at_size) {
     Array<float> q(numbers, queries), k(numbers, keys), v(numbers, keys), o(queries), lse(queries / D);
     free(numbers);
     auto run = [&](const Heads &shape) { launch<D>(0, o.at, lse.at, NULL, q.at, k.at, v.at, shape); };
-    Work work = counted([&] { run(small); });
-    const Work predicted = formula(small, D), sized = formula(at_size, D);
     const Proof proof = prove_forward(D, at_size.causal, true, launch<D>, 0);
-    const double seconds = measured([&] { run(at_size); });
     const KernelVersion version = {name, BLOCK, D == 64 ? 128 : 168, tile_bytes(D, TILES + 2, TILES)};
-    kernels_version(&version, ON_GPU ? NULL : &work, &predicted, &sized, seconds, proof.error, proof.bound);
+    show_version(version, proof, small, at_size, run, [](const Heads &shape) { return formula(shape, D); });
 }
 
 template <int D>
-static void show(const KernelsOptions *options, Heads shape) {
-    for (int causal = 0; causal < 2; causal++) {
-        shape.causal = causal, shape.scale = 1 / sqrtf(D);
-        const double s = (double)shape.s, pairs = s * (causal ? (s + 1) / 2 : s);
-        char *size = format_text("%s of %lld tokens, %d heads of %d, %d of K/V",
-                                 causal ? "causal attention" : "attention", (long long)shape.s,
-                                 (int)shape.a, D, (int)shape.kv);
-        kernels_begin(
-            options, size,
-            kernels_limit(options, 4 * words_of_forward(shape, D), 4 * pairs * D * (double)shape.a, 0));
-        row<D>(causal ? "flash 2, causal" : "flash 2", shape);
-        free(size);
-    }
+static void show(const KernelsOptions *options, const Heads &shape) {
+    flash_tables(options, shape, D, 1,
+                 [](const Heads &shape) { row<D>(shape.causal ? "flash 2, causal" : "flash 2", shape); });
 }
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
     KernelsOptions options = {};
-    int64_t n;
-    int wide;
-    Option table[] = {
-        {"size", OPTION_INT, &n, "4096", 64, 32768, "", "tokens of the table's sequence", false},
-        {"head-size", OPTION_CHOICE, &wide, "128", 0, 0, "64|128", "elements of a head", false},
-        KERNELS_OPTIONS(options),
-    };
-    options_parse(argc, argv,
-                  "FlashAttention-2, forward: queries outside, keys inside, normalised once.\n"
-                  "  flash_attention_2 --head-size 64",
-                  table, sizeof table / sizeof *table);
-    n -= n % (TILES * TILE);
-    const Heads shape = {1, n, 32, 8, 1, 0};
-    const double d = wide ? 128 : 64, scores = (double)shape.a * (double)n * (double)n;
-    if (wide) show<128>(&options, shape);
+    int head;
+    const Heads shape =
+        flash_options(argc, argv,
+                      "FlashAttention-2, forward: queries outside, keys inside, normalised once.\n"
+                      "  flash_attention_2 --head-size 64",
+                      TILES * TILE, &options, &head);
+    const double d = head, s = (double)shape.s, scores = (double)shape.a * s * s;
+    if (head == 128) show<128>(&options, shape);
     else show<64>(&options, shape);
     const Work works[] = {work_of_flash_1(shape, d), formula(shape, d)};
     say("%-8s  %9s  %12s  %16s  %19s  %9s", "", "L2 moves", "memory moves", "special / score",
@@ -196,7 +176,7 @@ int main(int argc, char **argv) {
         say("flash %d   %9s  %12s  %16.2f  %19.2f  %9lld", i + 1,
             bytes_text(32 * (works[i].load_sectors + works[i].store_sectors)),
             bytes_text(32 * works[i].memory_sectors), 32 * works[i].special_instructions / scores,
-            works[i].flops / scores - 4 * d, (long long)(shape.a * (i ? n / (TILES * TILE) : 1)));
+            works[i].flops / scores - 4 * d, (long long)(shape.a * (i ? shape.s / (TILES * TILE) : 1)));
     const double traffic[] = {works[0].load_sectors + works[0].store_sectors,
                               works[1].load_sectors + works[1].store_sectors};
     return report_verdict("%.2f of the first version's traffic to L2 and %.2f of its special functions",

@@ -190,24 +190,14 @@ struct LossOnCpu {
     }
 };
 
-// Holds one result to 4 times the error of f32 on the CPU; what is left is the one closest to its bound.
-static void hold(double *error, double *bound, const std::vector<float> &made,
-                 const std::vector<float> &cpu, const std::vector<double> &right) {
-    const int64_t count = (int64_t)right.size();
-    const double e = kernels_error(made.data(), right.data(), count);
-    const double b = 4 * kernels_error(cpu.data(), right.data(), count);
-    if (!(e * *bound <= *error * b)) *error = e, *bound = b;
-}
-
 static std::vector<int> targets_of(int64_t n, int64_t v) {
     std::vector<int> targets((size_t)n);
     for (int64_t i = 0; i < n; i++) targets[(size_t)i] = (int)((i * 7 + v - 1) % v);
     return targets;
 }
 
-static double check(int version, double *bound) {
-    double error = 0;
-    *bound = 1;
+static Proof check(int version) {
+    Proof proof;
     const struct {
         int64_t n, v;
         double scale;
@@ -229,11 +219,11 @@ static double check(int version, double *bound) {
             if (turn) report_that(made == once, "two runs with %lld logits differ", (long long)c.v);
             once = made;
         }
-        hold(&error, bound, loss.host(), cpu.loss, right.loss);
-        hold(&error, bound, once, cpu.grad, right.grad);
+        proof.hold(loss.host(), cpu.loss, right.loss);
+        proof.hold(once, cpu.grad, right.grad);
         free(x);
     }
-    return error;
+    return proof;
 }
 
 static void row(int version, int64_t n, int64_t v) {
@@ -245,12 +235,10 @@ static void row(int version, int64_t n, int64_t v) {
     Array<int> d_targets(targets.data(), small_n);
     free(numbers);
     const Rows rows = {logits.at, log_p.at, grad.at, loss.at, lse.at, d_targets.at};
-    Work work = counted([&] { launch(version, rows, small_n, small_v); });
-    Work predicted = formula(version, (double)small_n, (double)small_v);
-    Work at_size = formula(version, (double)n, (double)v);
-    double bound, error = check(version, &bound);
-    double seconds = measured([&] { launch(version, rows, n, v); });
-    kernels_version(&versions[version], ON_GPU ? NULL : &work, &predicted, &at_size, seconds, error, bound);
+    const struct Size { int64_t n, v; } small = {small_n, small_v}, size = {n, v};
+    show_version(
+        versions[version], check(version), small, size, [&](Size at) { launch(version, rows, at.n, at.v); },
+        [&](Size at) { return formula(version, (double)at.n, (double)at.v); });
 }
 
 int main(int argc, char **argv) {

@@ -222,18 +222,8 @@ struct Arrays {
     }
 };
 
-// Holds one result to 4 times the error of f32 on the CPU; what is left is the one closest to its bound.
-static void hold(double *error, double *bound, const std::vector<float> &made,
-                 const std::vector<float> &cpu, const std::vector<double> &right) {
-    const int64_t count = (int64_t)right.size();
-    const double e = kernels_error(made.data(), right.data(), count);
-    const double b = 4 * kernels_error(cpu.data(), right.data(), count);
-    if (count && !(e * *bound <= *error * b)) *error = e, *bound = b;
-}
-
-static double check(int version, double *bound) {
-    double error = 0;
-    *bound = 1;
+static Proof check(int version) {
+    Proof proof;
     const struct {
         int64_t n;
         int h;
@@ -250,17 +240,17 @@ static double check(int version, double *bound) {
         launch(version, arrays.at(), c.n, c.h);
         if (c.n == 0) continue;
         if (version < BACKWARD) {
-            hold(&error, bound, arrays.x_new.host(), cpu.x, right.x);
-            hold(&error, bound, arrays.y.host(), cpu.y, right.y);
+            proof.hold(arrays.x_new.host(), cpu.x, right.x);
+            proof.hold(arrays.y.host(), cpu.y, right.y);
             continue;
         }
         const std::vector<float> once = arrays.dw.host();
-        hold(&error, bound, once, cpu.dw, right.dw);
-        hold(&error, bound, arrays.dx.host(), cpu.dx, right.dx);
+        proof.hold(once, cpu.dw, right.dw);
+        proof.hold(arrays.dx.host(), cpu.dx, right.dx);
         launch(version, arrays.at(), c.n, c.h);
         report_that(arrays.dw.host() == once, "two runs with %lld rows differ", (long long)c.n);
     }
-    return error;
+    return proof;
 }
 
 static void row(int version, const char *name, int registers, int64_t n, int h) {
@@ -269,14 +259,15 @@ static void row(int version, const char *name, int registers, int64_t n, int h) 
     const Numbers numbers(small_rows, small_h, 1);
     const Arrays arrays(numbers, small_rows, small_h);
     launch(version % 2, arrays.at(), small_rows, small_h);  // backward reads what forward has made
-    Work work = counted([&] { launch(version, arrays.at(), small_rows, small_h); });
-    Work predicted = formula(version, (double)small_rows, small_h),
-         at_size = formula(version, (double)n, h);
-    double bound, error = check(version, &bound);
-    double seconds = measured([&] { launch(version, arrays.at(), n, h); });
     const KernelVersion v = {name, BLOCK, registers,
                              (version >= BACKWARD ? 12 : 4) * (int64_t)h + 4 * WARPS};
-    kernels_version(&v, ON_GPU ? NULL : &work, &predicted, &at_size, seconds, error, bound);
+    const struct Size {
+        int64_t rows;
+        int h;
+    } small = {small_rows, small_h}, size = {n, h};
+    show_version(
+        v, check(version), small, size, [&](Size at) { launch(version, arrays.at(), at.rows, at.h); },
+        [&](Size at) { return formula(version, (double)at.rows, at.h); });
 }
 
 int main(int argc, char **argv) {

@@ -1,7 +1,9 @@
-// launch.h: what kernels.h needs of the compiler that reads the kernels: arrays on the device, and one
-// launch counted by the emulator or measured on a GPU.
+// launch.h: what kernels.h needs of the compiler that reads the kernels: arrays on the device, one launch
+// counted by the emulator or measured on a GPU, and what a kernel has made held against the CPU.
 #ifndef LAUNCH_H
 #define LAUNCH_H
+
+#include <stdlib.h>
 
 #include <vector>
 
@@ -93,4 +95,50 @@ double measured(F) {
 }
 
 #endif
+
+// ---- a version's proof, and its row ----
+
+// The comparison that came closest to its bound, 4 times the error of f32 on the CPU; {0, 1} before any.
+struct Proof {
+    double error = 0, bound = 1;
+
+    void hold(const std::vector<float> &made, const std::vector<float> &cpu,
+              const std::vector<double> &right) {
+        if (!(error <= bound)) return;  // what is beyond its bound, or no number, stays
+        const int64_t count = (int64_t)right.size();
+        const double e = kernels_error(made.data(), right.data(), count);
+        const double b = 4 * kernels_error(cpu.data(), right.data(), count);
+        if (!(e * bound <= error * b)) error = e, bound = b;
+    }
+};
+
+// A product of n x n matrices by multiply(c, a, b, n), of b or, if so, of its transpose.
+template <class Multiply>
+void prove_matmul(Proof *proof, int64_t n, bool transposed, Multiply multiply) {
+    const int64_t count = n * n;
+    float *a = kernels_numbers(count, 1, 1), *b = kernels_numbers(count, 100, 2);
+    std::vector<float> given(b, b + count), library((size_t)count);
+    std::vector<double> right((size_t)count);
+    for (int64_t i = 0; i < count && transposed; i++) given[(size_t)(i % n * n + i / n)] = b[i];
+    Array<float> d_a(a, count), d_b(given.data(), count), d_c(count);
+    multiply(d_c.at, d_a.at, d_b.at, n);
+    kernels_matmul_f64(right.data(), a, b, n, n, n);
+    kernels_matmul_library(library.data(), a, b, n, n, n);
+    proof->hold(d_c.host(), library, right);
+    free(a);
+    free(b);
+}
+
+// run(size) launches the version, and formula(size) is its work: at `small`, where it is counted, and at
+// the size of the table, which only a GPU runs.
+template <class Size, class Run, class Formula>
+void show_version(const KernelVersion &version, const Proof &proof, const Size &small, const Size &size,
+                  Run run, Formula formula) {
+    const Work work = counted([&] { run(small); });
+    const Work predicted = formula(small), at_size = formula(size);
+    const double seconds = measured([&] { run(size); });
+    kernels_version(&version, ON_GPU ? NULL : &work, &predicted, &at_size, seconds, proof.error,
+                    proof.bound);
+}
+
 #endif
