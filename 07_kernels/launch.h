@@ -124,7 +124,7 @@ void prove_matmul(Proof *proof, int64_t n, bool transposed, Multiply multiply) {
     Array<float> d_a(a, count), d_b(given.data(), count), d_c(count);
     multiply(d_c.at, d_a.at, d_b.at, n);
     kernels_matmul_f64(right.data(), a, b, n, n, n);
-    kernels_matmul_library(library.data(), a, b, n, n, n);
+    kernels_matmul_library(F32, library.data(), a, b, n, n, n);
     proof->hold(d_c.host(), library, right);
     free(a);
     free(b);
