@@ -5,8 +5,8 @@
 # needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
-# needs: build/07_kernels/flash_attention_2 build/07_kernels/fused_norm
-# needs: build/07_kernels/fused_cross_entropy
+# needs: build/07_kernels/flash_attention_2 build/07_kernels/flash_attention_2_backward
+# needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 
@@ -17,6 +17,8 @@ done
 passes "on an A100" 07_kernels/vector_add --gpu a100
 passes "heads of 64" 07_kernels/flash_attention_1 --head-size 64
 passes "backward of heads of 64" 07_kernels/flash_attention_1_backward --head-size 64
+passes "heads of 64, second version" 07_kernels/flash_attention_2 --head-size 64
+passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu" 07_kernels/vector_add --gpu abacus
 
 # shows NAME PROGRAM PATTERN: a line of its table.
