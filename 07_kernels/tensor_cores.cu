@@ -24,7 +24,8 @@
 //     copy     0 1 2     3     4     5         before a product wait_group 2: of the groups committed so far,
 //     mma            0     1     2     3       one for each step, all but the last two have arrived
 //
-// The model lets nothing wait, so that stages take no time off in it; on a GPU they hide the way to memory.
+// The model lets nothing wait, so that stages take no time off in it; on a GPU they hide the latency of
+// memory. It also grants mma the full rate of the tensor cores, which on an H100 only wgmma reaches.
 //
 // Proof: C within 4 times the error of the library's product of the same dtype on the CPU, each against f64,
 // at sizes that fill no tile, and at odd ones, whose rows cp.async cannot copy; counts are the formulas'.
