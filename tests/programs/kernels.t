@@ -5,9 +5,14 @@
 # needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
+<<<<<<< HEAD
 # needs: build/07_kernels/flash_attention_2 build/07_kernels/fused_norm
 # needs: build/07_kernels/fused_cross_entropy build/07_kernels/fused_swiglu build/07_kernels/fused_adamw
 # needs: build/07_kernels/tensor_cores
+=======
+# needs: build/07_kernels/flash_attention_2 build/07_kernels/flash_attention_2_backward
+# needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy
+>>>>>>> green/flash
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 
@@ -18,6 +23,8 @@ done
 passes "on an A100" 07_kernels/vector_add --gpu a100
 passes "heads of 64" 07_kernels/flash_attention_1 --head-size 64
 passes "backward of heads of 64" 07_kernels/flash_attention_1_backward --head-size 64
+passes "heads of 64, second version" 07_kernels/flash_attention_2 --head-size 64
+passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu" 07_kernels/vector_add --gpu abacus
 
 # shows NAME PROGRAM PATTERN: a line of its table.
