@@ -143,7 +143,7 @@ bench-collectives: $(BUILD)/tests/bench_comm
 matrix: $(BUILD)/08_mixed_precision/matrix $(corpus)
 	@tests/matrix $(or $(MATRIX),1/1)
 
-faults: $(BUILD)/01_data_parallel/ddp_bucketed $(corpus)
+faults: $(BUILD)/01_data_parallel/ddp_bucketed $(BUILD)/08_mixed_precision/train_5d $(corpus)
 	@tests/faults $(or $(N),1000) $(or $(SEED),1)
 
 threads:
