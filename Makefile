@@ -147,7 +147,7 @@ matrix: $(BUILD)/08_mixed_precision/matrix $(corpus)
 recipes: $(BUILD)/08_mixed_precision/fp8 $(corpus)
 	@tests/recipes
 
-faults: $(BUILD)/01_data_parallel/ddp_bucketed $(corpus)
+faults: $(BUILD)/01_data_parallel/ddp_bucketed $(BUILD)/08_mixed_precision/train_5d $(corpus)
 	@tests/faults $(or $(N),1000) $(or $(SEED),1)
 
 threads:
