@@ -17,7 +17,8 @@ our @EXPORT = qw(grade unfit prepare can_build compiled linked proof some);
 our $build = $ENV{BUILD} // 'build';
 my $most_seconds = 25;         # of one run
 my $all_seconds = 55;          # of all runs of an exercise
-our $wait_seconds = 6;         # that a rank waits for others, before it is a deadlock
+our $wait_seconds;             # that a rank waits for others, before it is a deadlock; unset: see proof
+our $first_is_enough = 0;      # end a run as soon as one row of its table has failed
 my $most_output = 1 << 20;     # bytes that are read of what a run has printed
 our %command;                  # how make compiles and links
 
@@ -94,7 +95,7 @@ sub run_limited {
     while (!defined $status) {
         $status = $? if waitpid($pid, WNOHANG) == $pid;
         last if defined $status;
-        if (time > $until) {
+        if (time > $until || ($first_is_enough && some("$folder/out") =~ /\bFAIL\b/)) {
             kill 'TERM', $pid;    # a launcher ends its ranks, and clears up
             sleep 0.5;
             $status = -1;
@@ -212,6 +213,9 @@ my @advice = (
         'The numbers are right, by other operations: a product and a sum are one fmaf, and what does not '
         . 'change in a loop is computed before it.'],
     [qr/(?:requests|sectors|passes|conflicts|barriers): predicted/, 'counts', undef],
+    [qr/called (send|receive)\(.* where rank \d+ called \1\(/, 'hang',
+        'Each waits for the other, which waits, too: one sends while the other receives, or both start both '
+        . 'and wait for both afterwards (comm_send_receive).'],
     [qr/called .* where rank/, 'order',
         'Every rank of a group makes the same calls, '
         . 'with the same sizes, in the same order. Which of yours depends on the rank?'],
@@ -292,8 +296,8 @@ sub first_wrong {
     }
     return sprintf 'it was stopped after %.0f s', $seconds if $status == -1 && $err !~ /^\Q$program\E: /m;
     my @said = $err =~ /^\Q$program\E: (.*)$/mg;
-    # Of a deadlock every rank says where it waits; the one that gave up says so last.
-    return join('; ', grep { /waits/ } @said) if @said > 1 && grep { /--timeout/ } @said;
+    # Of a deadlock every rank says where it waits, and one of them for how long.
+    return join('; ', sort grep { /waits/ } @said) if @said > 1 && grep { /--timeout/ } @said;
     my ($best) = (grep({ !/has died/ } @said), @said);
     return $best if defined $best;
     return 'it ends by signal ' . ($status - 128) if $status > 128;
@@ -377,7 +381,7 @@ sub one_micro_batch {
 sub proof {
     my ($e, $folder, $run, $seconds, $program) = @_;
     my @flags = split ' ', $run;
-    push @flags, '--timeout', $wait_seconds * patience() if $run =~ /--ranks/;
+    push @flags, '--timeout', $wait_seconds // 6 * patience() if $run =~ /--ranks/;
     unlink "$folder/out", "$folder/err";
     $seconds //= $most_seconds;
     $seconds = $e->{seconds} if $e->{seconds} && $e->{seconds} < $seconds;
