@@ -2,7 +2,8 @@
 # exercises.t: the exercises of tests/exercises.txt, what the grader says of typical wrong answers, and its
 # limits. TAP. Of every exercise the stub is "not done" and compiles, its body comes back to the letter, an
 # empty body fails the first run, and the original passes it.
-# needs: programs build/tests/test_flash_model build/tests/test_transformer
+# needs: programs build/tests/test_flash_model build/tests/test_transformer build/tests/test_cost
+# needs: build/tests/test_delayed_scaling
 . "$(dirname "$0")/tap.sh"
 limit=580
 export BUILD=$build
