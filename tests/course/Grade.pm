@@ -9,7 +9,7 @@ use Cwd 'abs_path';
 use Exporter 'import';
 use File::Basename;
 use File::Path 'make_path';
-use POSIX ':sys_wait_h';
+use POSIX qw(:sys_wait_h :signal_h);
 use Source;
 use Time::HiRes qw(sleep time);
 our @EXPORT = qw(grade unfit prepare can_build compiled linked proof some);
@@ -35,7 +35,8 @@ sub prepare {
     die "make course-commands does not say how to compile\n" if !$command{compile} || !$command{libraries};
     my %proof = map { ("$build/$_->{proof}" => 1) } grep { can_build($_) } @exercises;
     return if defined $ENV{MUTANT};
-    print STDERR "building what the proofs need; the first time takes minutes\n" if grep { !-e } keys %proof;
+    print STDERR "building what the proofs need; the first time takes minutes\n"
+        if grep { !-e } keys %proof;
     system(@make, '-j' . (0 + `nproc` || 1), sort keys %proof, "$build/corpus.txt") == 0
         or die "the sources themselves do not build; see above\n";
 }
@@ -74,9 +75,9 @@ sub end_all {
 }
 
 # Runs a command in a folder; its output goes to files `out` and `err` there. Returns the exit status, or -1
-# where it took too long.
+# where it took too long: the command by the clock, or one of its processes in processor seconds.
 sub run_limited {
-    my ($folder, $seconds, @command) = @_;
+    my ($folder, $seconds, $processor_seconds, @command) = @_;
     my $pid = fork // die "fork: $!\n";
     if (!$pid) {
         POSIX::setsid();
@@ -87,7 +88,8 @@ sub run_limited {
         open STDOUT, '>', 'out' or POSIX::_exit(127);
         open STDERR, '>', 'err' or POSIX::_exit(127);
         # processor seconds, blocks of files, no core, KiB of memory: of each process
-        my $limits = 'ulimit -t 60; ulimit -c 0; ulimit -f 2097152; ulimit -v 16777216; exec "$@"';
+        my $limits = "ulimit -t $processor_seconds; "
+            . 'ulimit -c 0; ulimit -f 2097152; ulimit -v 16777216; exec "$@"';
         exec 'sh', '-c', $limits, 'sh', @command or POSIX::_exit(127);
     }
     my $until = time + $seconds;
@@ -103,7 +105,9 @@ sub run_limited {
         sleep 0.02;
     }
     end_all('KILL');
-    return $status < 0 ? -1 : $status & 127 ? 128 + ($status & 127) : $status >> 8;
+    my $signal = $status & 127;
+    return -1 if $status < 0 || $signal == SIGKILL || $signal == SIGXCPU;
+    return $signal ? 128 + $signal : $status >> 8;
 }
 
 # The first so many bytes of a file, without what is no text.
@@ -127,8 +131,8 @@ sub quoted { my $text = shift; $text =~ s/'/'\\''/g; return "'$text'" }
 # Whether the exercise can be built here: kernels need what the emulator is made of.
 sub can_build { return !is_cuda($_[0]) || defined $command{'compile-cu'} }
 
-# Compiles a file in place of that of the exercise. Returns what the compiler says first, or ''. @more: flags
-# behind make's.
+# Compiles a file in place of that of the exercise. Returns what the compiler says first, or ''. @more:
+# flags behind make's.
 sub compiled {
     my ($e, $file, $folder, @more) = @_;
     my $chapter = dirname($e->{file});
@@ -203,19 +207,20 @@ my @advice = (
         'Threads meet in this place with no barrier between them: who must have written, or read, before '
         . 'whom?'],
     [qr/^kernel .*(?:at byte \d+ of|out of bounds|before the start|not memory of)/, 'bounds',
-        'An index goes beyond an array: what of the last block and the last tile, which sizes do not fill?'],
+        'An index goes beyond an array: what of the last block and the last tile, which sizes do not '
+        . 'fill?'],
     [qr/^kernel .*(?:stands at|waits at|the value of lane|with the mask)/, 'barrier',
         'Not all threads come here: it stands in a branch, or behind a return, that some of them take.'],
     [qr/ is off by .*, and may be by/, 'numbers',
-        'Which elements are wrong? The proof begins with one row, goes on with sizes that fill no tile, and '
-        . 'has large magnitudes.'],
+        'Which elements are wrong? The proof begins with one row, goes on with sizes that fill no tile, '
+        . 'and has large magnitudes.'],
     [qr/(?:FLOPs|instr[.a-z]*): predicted/, 'counts',
         'The numbers are right, by other operations: a product and a sum are one fmaf, and what does not '
         . 'change in a loop is computed before it.'],
     [qr/(?:requests|sectors|passes|conflicts|barriers): predicted/, 'counts', undef],
     [qr/called (send|receive)\(.* where rank \d+ called \1\(/, 'hang',
-        'Each waits for the other, which waits, too: one sends while the other receives, or both start both '
-        . 'and wait for both afterwards (comm_send_receive).'],
+        'Each waits for the other, which waits, too: one sends while the other receives, or both start '
+        . 'both and wait for both afterwards (comm_send_receive).'],
     [qr/called .* where rank/, 'order',
         'Every rank of a group makes the same calls, '
         . 'with the same sizes, in the same order. Which of yours depends on the rank?'],
@@ -253,12 +258,12 @@ sub of_count {
     ($measured, $predicted) = $text =~ /: ([\d.e+-]+), by its formula ([\d.e+-]+)/ if !defined $predicted;
     return '' if !defined $predicted;
     my $more = $measured > $predicted;
-    return 'Memory is above the formula: something is not freed, freed too late, or whole where a shard would '
-        . 'do.'
+    return 'Memory is above the formula: something is not freed, freed too late, or whole where a shard '
+        . 'would do.'
         if $what eq 'memory' && $more;
     return 'Memory is below the formula: something is freed too early, or never made.' if $what eq 'memory';
-    return $more ? 'The numbers are right, and cost more: what is read or written twice, or by lanes that are no '
-        . 'neighbours? --verbose shows all counts.'
+    return $more ? 'The numbers are right, and cost more: what is read or written twice, or by lanes that '
+        . 'are no neighbours? --verbose shows all counts.'
         : 'The numbers are right, and this costs less than the formula says: is it done elsewhere?'
         if $what eq 'counts';
     return $more ? "Too many $what: is something sent twice, too early, or whole where a part would do?"
@@ -385,8 +390,9 @@ sub proof {
     unlink "$folder/out", "$folder/err";
     $seconds //= $most_seconds;
     $seconds = $e->{seconds} if $e->{seconds} && $e->{seconds} < $seconds;
-    $seconds *= patience();
-    my $status = run_limited($folder, $seconds, $program // program_of($e, $folder), @flags);
+    my $busy = int($run =~ /--ranks/ ? 60 : 1 + $seconds);    # ranks that wait are busy, too
+    my $command = $program // program_of($e, $folder);
+    my $status = run_limited($folder, $seconds * patience(), $busy, $command, @flags);
     my $wrong = first_wrong($e, $folder, $status, $seconds);
     my $out = some("$folder/out");
     return ('', "numbers are right, no count is more than $e->{within}% above its formula")

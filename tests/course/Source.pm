@@ -6,8 +6,8 @@ package Source;
 use strict;
 use warnings;
 use Exporter 'import';
-our @EXPORT = qw(content store words exercises exercise_named file_of is_cuda find_function stub_of with_body
-    between code_of);
+our @EXPORT = qw(content store words exercises exercise_named file_of is_cuda find_function stub_of
+    with_body between code_of);
 
 sub content {
     my ($file) = @_;

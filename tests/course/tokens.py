@@ -5,8 +5,8 @@
     tests/course/tokens.py roneneldan/TinyStories gpt2 stories.bin --split train[:1%]
     build/00_single_gpu/train --data stories.bin --vocab 50257 --documents 50256
 
-The dataset may be a folder or a file here: *.txt, a document a line, or *.jsonl, *.csv, *.parquet. So may the
-tokenizer: a folder with its tokenizer.json.
+The dataset may be a folder or a file here: *.txt, a document a line, or *.jsonl, *.csv, *.parquet. So may
+the tokenizer: a folder with its tokenizer.json.
 """
 import argparse
 import array
@@ -37,7 +37,9 @@ def rows_of(dataset, split):
 
     readers = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
     reader = readers.get(os.path.splitext(dataset)[1]) if os.path.isfile(dataset) else None
-    return load_dataset(reader, data_files=dataset, split=split) if reader else load_dataset(dataset, split=split)
+    if reader:
+        return load_dataset(reader, data_files=dataset, split=split)
+    return load_dataset(dataset, split=split)
 
 
 def main():
@@ -55,11 +57,13 @@ def main():
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows = rows_of(chosen.dataset, chosen.split)
     if chosen.column not in rows.column_names:
-        sys.exit(f"tokens.py: --column {chosen.column}: {chosen.dataset} has {', '.join(rows.column_names)}")
+        columns = ", ".join(rows.column_names)
+        sys.exit(f"tokens.py: --column {chosen.column}: {chosen.dataset} has {columns}")
     documents = (tokenizer.encode(row[chosen.column], add_special_tokens=False) + end for row in rows)
     count = write_tokens(chosen.file, documents, len(tokenizer))
-    flags = "".join(f" --documents {token}" for token in end)
-    print(f"{count} tokens in {chosen.file}; train with --data {chosen.file} --vocab {len(tokenizer)}{flags}")
+    flags = f"--data {chosen.file} --vocab {len(tokenizer)}"
+    flags += "".join(f" --documents {token}" for token in end)
+    print(f"{count} tokens in {chosen.file}; train with {flags}")
 
 
 if __name__ == "__main__":

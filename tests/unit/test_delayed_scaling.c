@@ -1,5 +1,6 @@
 // test_delayed_scaling.c: what FP8's delayed scaling remembers, and what scales follow from it. The text is
-// one letter over and over and the learning rate next to nothing, so that steps differ by their scales alone.
+// one letter over and over and the learning rate next to nothing, so that steps differ by their scales
+// alone.
 #include <math.h>
 #include <stdlib.h>
 #include <unistd.h>
