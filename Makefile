@@ -177,6 +177,11 @@ course-commands:
 	@echo 'compile $(CC) $(ALL_CFLAGS)'
 	@echo 'link $(LINK) $(LDFLAGS)'
 	@echo 'libraries $(LDLIBS)'
+ifneq ($(cu_programs),)
+	@echo 'compile-cu $(compile_cu)'
+	@echo 'link-cu $(CXX) $(LDFLAGS) $(cu_emulator)'
+	@echo 'libraries-cu $(LDLIBS) $(if $(filter cpu,$(OPS)),-lboost_context)'
+endif
 
 readme: programs $(benches)
 	@BUILD=$(BUILD) common/report/readme.sh
