@@ -3,7 +3,8 @@
 //
 // Against moe.c, whose router learns from the loss alone, and may send most tokens to a few experts:
 //
-//     --aux-loss A      adds A (sum over experts i of f_i P_i) to the loss, for each sequence and block: f_i
+//     --aux-loss A      adds A (sum over experts i of f_i P_i) to the loss, for each block and sequence (as
+//                       DeepSeek-V3; Switch takes a batch): f_i
 //                       is e times the share of the sequence's choices that fell on expert i, and P_i the
 //                       mean of its scores, through which alone the gradient flows
 //     --z-loss Z        adds Z times the mean of lse(logits)^2: keeps logits small, balances nothing itself
@@ -148,7 +149,7 @@ static void price(Price *p, const Model *m, const void *context) {
 
 static const Option options[] = {
     {"aux-loss", OPTION_REAL, NULL, "0", 0, 1e3, "",
-     "weight of Switch's auxiliary loss, which asks each sequence for balance", false},
+     "weight of the auxiliary loss, Switch's sum of f P over each sequence", false},
     {"z-loss", OPTION_REAL, NULL, "0", 0, 1e3, "",
      "weight of the z-loss, which keeps the router's logits small", false},
     {"balance-bias", OPTION_REAL, NULL, "0", 0, 1e3, "",

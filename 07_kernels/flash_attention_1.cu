@@ -12,7 +12,7 @@
 //     O = e^(lse - M) / L O + e^(m - M) / L e^(S - m) V   lse = M + log L
 //
 //                    queries ->  T tiles of 32, and as many of keys: with a causal mask only the pairs
-//     keys     K V   ■ ■ ■ ■     above the diagonal, T (T + 1) / 2, else T^2. In words, for a head:
+//     keys     K V   ■ ■ ■ ■     from the diagonal on, T (T + 1) / 2, else T^2. In words, for a head:
 //       |      K V   . ■ ■ ■         K and V    2 x 32 d       once for each tile of keys
 //       v      K V   . . ■ ■         Q          32 d           for each pair
 //              K V   . . . ■         O, lse     32 d + 32      for each pair, out and, after the first, in
@@ -157,13 +157,7 @@ __global__ void __launch_bounds__(THREADS)
         scores_by_rows<D>(sum, tile_p, tile_v);
         __syncthreads();
     }
-#pragma unroll
-    for (int i = 0; i < EACH; i++)
-#pragma unroll
-        for (int c = 0; c < D / SIDE; c++) {
-            const int64_t row = query0 + thread_y() + i * SIDE;
-            if (row < end) o[row * stride + thread_x() + c * SIDE] = sum[i][c];
-        }
+    store_rows<D>(o, sum, query0, end, stride);
 }
 
 // ---- host code ----

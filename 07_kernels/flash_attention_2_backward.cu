@@ -3,23 +3,27 @@
 //
 // The first version gives all tiles of a head to one block, since dQ adds up over keys while dK and dV add
 // up over queries. Here each block has two tiles of keys and takes the queries past. dQ is then a sum over
-// blocks; atomics would take its terms in any order. So each tile of dQ has a turn, and blocks add to it in
-// the order of their keys:
+// blocks. The paper adds with atomics, in any order; here each tile of dQ has a turn, and blocks add to it
+// in a fixed order, the last keys first:
 //
-//                   queries ->                          time ->
-//     block 0  K V  ■ ■ ■ ■ ■ ■ ■ ■         block 0     0 1 2 3 4 5 6 7    tile of dQ that it adds to
-//     block 1  K V  . . ■ ■ ■ ■ ■ ■         block 1         2 3 4 5 6 7    after block 0 has
-//     block 2  K V  . . . . ■ ■ ■ ■         block 2             4 5 6 7    after block 1 has
+//                   queries ->                        time ->
+//     block 2  K V  . . . . ■ ■ ■ ■         block 2   4 5 6 7             tile of dQ that it adds to
+//     block 1  K V  . . ■ ■ ■ ■ ■ ■         block 1   2 3 4 5 6 7         a tile after block 2 has
+//     block 0  K V  ■ ■ ■ ■ ■ ■ ■ ■         block 0   0 1 2 3 4 5 6 7     a tile after block 1 has
 //
-// A block is what its ticket says: it waits for lower tickets alone, which are of blocks that run already,
-// so that nobody waits for a block that has no multiprocessor yet.
+// With a causal mask nobody waits: a block begins at the diagonal, and is past a tile when the next block
+// comes there. Without a mask each block is a tile behind the one before it.
+//
+// A block takes its keys by a ticket when it starts, and waits only for lower tickets. Their blocks run
+// already, so that no block waits for one that has no multiprocessor yet.
 //
 //     for each pair of tiles       first version                second
 //     words between L2 and block   160 d: Q, dO, O, dQ, dQ      64 d: the same but O, for two tiles of keys
 //     rowsum(dO O)                 64 d FLOPs                   once for each row, by a kernel of its own
 //     scale                        of S and dS                  of S; of dQ and dK where they are stored
 //
-// Exponentials and the five products stay. Memory besides: one word a row, one for each tile and each head.
+// The exponentials and the five products stay the same. Extra memory: delta, a word for each row and head; a
+// turn for each tile of queries and head; a ticket counter for each K/V head.
 //
 // Proof: dQ, dK, dV within 4 times the error of the same steps in f32 on the CPU, each against f64, on odd
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude; the same bits
@@ -33,7 +37,7 @@ enum { TILES = 2, BLOCK = TILES * THREADS };
 // Zero before the launch.
 struct Order {
     unsigned *tickets;  // (b, kv) handed out
-    unsigned *turns;    // (b, a, tiles of queries): the block that adds next
+    unsigned *turns;    // (b, a, tiles of queries): how many blocks have added
 };
 
 // Block (tile of queries, head, sample), eight lanes a row: delta (b, a, s) = rowsum(dO O).
@@ -105,8 +109,8 @@ __device__ static inline void pass_on(unsigned *turn) {
     atomicAdd(turn, 1u);
 }
 
-// Block (tiles of keys, K/V head, sample), of which its ticket chooses the first. Each pair of warps has a
-// tile of keys with its dK and dV; Q and dO serve both.
+// Block (tiles of keys, K/V head, sample); a ticket says which tiles of keys. Each pair of warps has a tile
+// of keys with its dK and dV; Q and dO serve both.
 template <int D>
 __global__ void __launch_bounds__(BLOCK, 1)
     attention_backward(Gradients grad, Operands in, const float *delta, Order order, Heads shape) {
@@ -119,7 +123,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ unsigned ticket;
     if (threadIdx.x == 0) ticket = atomicAdd(&order.tickets[blockIdx.z * shape.kv + blockIdx.y], 1u);
     __syncthreads();
-    const unsigned block = ticket;
+    const unsigned block = gridDim.x - 1 - ticket;  // the last keys first
     const int64_t end = shape.s, first = blockIdx.z * end, group = shape.a / shape.kv;
     const int64_t stride = shape.a * D, key_stride = shape.kv * D;
     const int64_t key_head = first * key_stride + blockIdx.y * D;
@@ -152,10 +156,11 @@ __global__ void __launch_bounds__(BLOCK, 1)
                 scores_by_rows<D, true>(dv, tile_p, tile_do);
                 scores_by_rows<D, true>(dk, tile_ds, tile_q);
             }
-            if (threadIdx.x == 0) wait_for_turn(&turns[query0 / TILE], block);
+            const unsigned last = shape.causal ? (unsigned)(query0 / (TILES * TILE)) : gridDim.x - 1;
+            if (threadIdx.x == 0) wait_for_turn(&turns[query0 / TILE], last - block);
             __syncthreads();  // it is this block's turn
             const int tiles = shape.causal && query0 == first_key ? 1 : TILES;
-            add_dq<D>(grad.dq + base, tiles_ds, tiles_k, tiles, shape.scale, block == 0, query0, end,
+            add_dq<D>(grad.dq + base, tiles_ds, tiles_k, tiles, shape.scale, block == last, query0, end,
                       stride);
             __syncthreads();  // everybody has read the tiles, and added
             if (threadIdx.x == 0) pass_on(&turns[query0 / TILE]);

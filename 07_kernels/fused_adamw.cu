@@ -32,9 +32,6 @@
 
 enum { BLOCK = 256 };
 
-// Element of this thread; the last block may reach beyond n.
-__device__ static inline int64_t element() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
-
 // What the elements of one step have in common.
 struct Step {
     float beta1, beta2, fresh1, fresh2, rate, widen, eps, keep;

@@ -25,9 +25,6 @@
 enum { BLOCK = 256 };
 #define ALPHA 1.25f
 
-// Element of this thread; the last block may reach beyond n.
-__device__ static inline int64_t element() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
-
 // ---- five kernels ----
 
 __global__ void __launch_bounds__(BLOCK) exponential(float *y, const float *x, int64_t n) {

@@ -26,9 +26,6 @@
 
 enum { BLOCK = 256 };
 
-// Element of this thread; the last block may reach beyond n.
-__device__ static inline int64_t element() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
-
 // e^-g is infinite below about -88, and s then 0, as it should be.
 __device__ static inline float sigmoid(float g) { return 1 / (1 + expf(-g)); }
 // d silu(g) / dg

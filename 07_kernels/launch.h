@@ -5,6 +5,7 @@
 
 #include <stdlib.h>
 
+#include <utility>
 #include <vector>
 
 #include "cuda/gpu.h"
@@ -33,6 +34,9 @@ struct Array {
     }
 };
 
+// Element of this thread; the last block may reach beyond the end.
+__device__ static inline int64_t element() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
+
 #ifdef __CUDACC__
 
 constexpr bool ON_GPU = true;
@@ -45,14 +49,14 @@ Work counted(F launch) {
     return Work{};
 }
 
-// The median of ten launches, after two to warm up.
+// The median of eleven launches, after two to warm up.
 template <class F>
 double measured(F launch) {
     std::vector<float> times;
     cudaEvent_t from, to;
     CUDA_CHECK(cudaEventCreate(&from));
     CUDA_CHECK(cudaEventCreate(&to));
-    for (int i = 0; i < 12; i++) {
+    for (int i = 0; i < 13; i++) {
         float milliseconds;
         CUDA_CHECK(cudaEventRecord(from));
         launch();

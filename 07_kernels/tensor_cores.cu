@@ -304,7 +304,7 @@ int main(int argc, char **argv) {
     row<__half>(RING_F16, F16, n);
     if (ON_GPU) say("%-20s %10.4g  measured", "cuBLAS, bf16", kernels_matmul_seconds(BF16, n) * 1e3);
     free(size);
-    say("in f32, without tensor cores, no version can take less than %.4g ms", f32 * 1e3);
+    say("in f32, without tensor cores, the model's limit is %.4g ms", f32 * 1e3);
     return report_verdict("4 stages in bf16 take %.2f of the least that f32 without tensor cores can",
                           kernels_seconds(RING) / f32);
 }

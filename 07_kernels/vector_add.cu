@@ -9,10 +9,11 @@
 //
 // Four ways to deal out the elements. A warp of 32 threads, its lanes, loads with one request, for as many
 // sectors of 32 bytes as they touch. All four move the same 12 n bytes between memory and L2, each once;
-// they differ in requests, and the last also in what goes from L2 to the warps, which then sets its time:
+// they differ in requests, and the last also in what goes from L2 to the warps, which sets its time
+// where nothing hits L1, as in the model:
 //
 //     one a thread            c[i] = a[i] + b[i]                   3 n / 32 requests of 4 sectors
-//     grid-stride loop        the same, with only as many blocks as fit on the GPU at once
+//     grid-stride loop        the same, with at most 1024 blocks
 //     pack of 4               one request for 16 bytes a lane      3 n / 128 requests of 16 sectors
 //     four neighbours         a loop over 4 elements that lie together: lanes are 16 bytes apart, so each
 //                             request takes 16 sectors, and each sector is asked for four times
@@ -22,7 +23,8 @@
 // Last line: PASS vector_add: four ways to add, and every bit is the CPU's …
 #include "launch.h"
 
-enum { BLOCK = 256, FEW_BLOCKS = 4 };
+// FEW_BLOCKS: what goes about once onto a GPU; in the emulator few, so that their threads loop there as well.
+enum { BLOCK = 256, FEW_BLOCKS = ON_GPU ? 1024 : 4 };
 
 // ---- device code ----
 
@@ -75,7 +77,7 @@ static void launch(int version, float *c, const float *a, const float *b, int64_
                       : version == PACK                   ? n / 4 + n % 4
                                                           : ceil_div(n, 4);
     unsigned blocks = (unsigned)ceil_div(threads, BLOCK);
-    if (version == STRIDE && blocks > FEW_BLOCKS) blocks = ON_GPU ? 1024 : FEW_BLOCKS;
+    if (version == STRIDE && blocks > FEW_BLOCKS) blocks = FEW_BLOCKS;
     if (version == ONE) LAUNCH(one_a_thread, blocks, BLOCK, 0, 0, c, a, b, n);
     if (version == STRIDE) LAUNCH(grid_stride, blocks, BLOCK, 0, 0, c, a, b, n);
     if (version == PACK) LAUNCH(pack_of_4, blocks, BLOCK, 0, 0, c, a, b, n);

@@ -74,7 +74,7 @@ static void more(Mesh mesh, const Config *config) {
     bool quiet = report_quiet(!config->verbose);
     five_d_plan_compare(planned, run, mesh, config);
     report_quiet(quiet);
-    say("\nThe same of a step that was computed (here three of them took %.2f s)", seconds);
+    say("\nThe same of a step that was computed (two steps and their set-up took %.2f s here)", seconds);
     five_d_plan_print(run, mesh, config);
     free(run);
 }

@@ -1,4 +1,4 @@
-// gpu.h: what every .cu file includes, and the one place that asks which compiler reads it. nvcc builds for
+// gpu.h: what every .cu file includes, and the main place that asks which compiler reads it. nvcc builds for
 // a GPU; g++ builds the same sources against cuda_on_cpu.h, which runs each kernel on the CPU and watches
 // every access that it makes.
 //
