@@ -24,8 +24,8 @@ passes "moe, DeepSeek" moe --moe deepseek --shared-experts 1 --expert-ffn 24 --r
 passes "moe, DeepSeek in groups" moe --moe deepseek --experts 12 --expert-groups 4 --groups-kept 2 \
     --top-k 4 $quick
 passes "moe, capacity" moe --capacity 0.7 --seq 29 $quick
-passes "moe, capacity, DeepSeek, shared experts, full" moe --capacity 0.4 --moe deepseek --shared-experts 1 \
-    --expert-groups 2 --recompute full $quick
+passes "moe, capacity, DeepSeek, shared experts, full" moe --capacity 0.4 --moe deepseek \
+    --shared-experts 1 --expert-groups 2 --recompute full $quick
 passes "moe, recompute selective, flags in f32" moe --recompute selective --dtype f32 $quick
 if wanted "moe, trained for real"; then
     run "$build/moe" --no-check --steps 12 --sample 5 --dtype f32 &&

@@ -50,7 +50,8 @@ passes "zero 3, tp 2, dp 4, sp, vocab, tied" vocab_parallel --ranks 8 --tp 2 --z
 passes "zero 3, tp 2, dp 2, sp, full" sequence_parallel --tp 2 --zero 3 --recompute full $quick
 passes "zero 3, tp 2, dp 2, bf16" tensor_parallel --tp 2 --zero 3 --dtype bf16 --layers 1 --steps 1
 
-odd="--layers 1 --hidden 54 --heads 9 --kv-heads 3 --ffn 57 --vocab 259 --seq 17 --micro-batch 1 --grad-acc 3 --steps 2"
+odd="--layers 1 --hidden 54 --heads 9 --kv-heads 3 --ffn 57 --vocab 259 --seq 17 --micro-batch 1"
+odd+=" --grad-acc 3 --steps 2"
 passes "odd, tp 3, dp 2" tensor_parallel --ranks 6 --tp 3 $odd
 passes "odd, sp 3, dp 2, vocab, tied, zero 2" sequence_parallel --ranks 6 --tp 3 --vocab-parallel --tied \
     --zero 2 $odd
