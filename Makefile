@@ -72,6 +72,10 @@ OBJECTS   ?= $(BUILD)
 programs  := $(with_main:%.c=$(BUILD)/%)
 tests     := $(test_sources:tests/unit/%.c=$(BUILD)/tests/%)
 fuzzers   := $(fuzz_sources:tests/fuzz/%.c=$(BUILD)/tests/%)
+# All that the fuzzed parsers call.
+fuzzed    := $(addprefix common/,base files tensor/dtype tensor/rng train/data train/safetensors) \
+             $(addprefix 05_pipeline_parallel/,schedule schedule_clock schedule_picture schedule_text \
+             schedule_verify)
 benches   := $(bench_sources:tests/bench/%.c=$(BUILD)/tests/%)
 parts     := $(common_sources:%.c=$(OBJECTS)/lib/%.o) $(chapter_sources:%.c=$(OBJECTS)/lib/%.o)
 archive   := $(BUILD)/libultrascale.a
@@ -83,6 +87,8 @@ Q := @
 compile = @echo '  $(CC)  $<';
 link    = @echo '  link  $@';
 endif
+# The end of a link: what an interrupted one leaves has another name, or make would take it as up to date.
+whole = -o $@.part && mv $@.part $@
 
 include common/cuda/cuda.mk
 
@@ -223,19 +229,19 @@ $(archive): $(parts) $(BUILD)/flags-link
 
 $(filter-out $(cu_programs),$(programs)): $(BUILD)/%: $(OBJECTS)/main/%.o $(archive)
 	@mkdir -p $(@D)
-	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) $(whole)
 
-$(BUILD)/tests/fuzz_%: $(OBJECTS)/main/tests/fuzz/fuzz_%.o $(archive)
+$(BUILD)/tests/fuzz_%: $(OBJECTS)/main/tests/fuzz/fuzz_%.o $(fuzzed:%=$(OBJECTS)/lib/%.o)
 	@mkdir -p $(@D)
-	$(link) $(LINK) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) $(whole)
 
 $(benches): $(BUILD)/tests/%: $(OBJECTS)/main/tests/bench/%.o $(archive)
 	@mkdir -p $(@D)
-	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) $(whole)
 
 $(BUILD)/tests/test_%: $(OBJECTS)/main/tests/unit/test_%.o $(archive)
 	@mkdir -p $(@D)
-	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) $(whole)
 
 # What the model reads when it is given no other text: this book itself.
 $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*.h common/*/*.c \

@@ -59,18 +59,21 @@ static void begin_pass(unsigned low, unsigned high) {
     setcontext(o->done[1 - me] ? &o->caller : &o->pass[1 - me]);
 }
 
+static void prepare(Overlap *o, int pass) {
+    uintptr_t self = (uintptr_t)o;
+    ucontext_t *context = &o->pass[pass];
+    CHECK(getcontext(context) == 0, "a micro-batch has no place to run");
+    context->uc_stack.ss_sp = o->stack[pass];
+    context->uc_stack.ss_size = STACK;
+    context->uc_link = NULL;
+    o->done[pass] = false;
+    makecontext(context, (void (*)(void))begin_pass, 2, (unsigned)self, (unsigned)(self >> 32));
+}
+
 // Runs passes 0 and 1 of the work; the first one begins.
 static void run_both(Overlap *o, Work work) {
-    uintptr_t self = (uintptr_t)o;
     o->work = work;
-    for (int i = 0; i < 2; i++) {
-        CHECK(getcontext(&o->pass[i]) == 0, "a micro-batch has no place to run");
-        o->pass[i].uc_stack.ss_sp = o->stack[i];
-        o->pass[i].uc_stack.ss_size = STACK;
-        o->pass[i].uc_link = NULL;
-        o->done[i] = false;
-        makecontext(&o->pass[i], (void (*)(void))begin_pass, 2, (unsigned)self, (unsigned)(self >> 32));
-    }
+    for (int i = 0; i < 2; i++) prepare(o, i);
     o->now = 0;
     o->running = true;
     CHECK(swapcontext(&o->caller, &o->pass[0]) == 0, "a micro-batch has no place to run");

@@ -25,6 +25,7 @@ need libboost-context-dev file '/usr/include/boost/context/*'
 if [ "$1" = test ]; then
     need libcmocka-dev file /usr/include/cmocka.h
     need perl program prove
+    need python3 program python3
     # Without these, the checks that need them are left out by name.
     want clang program clang
     want iproute2 program ip

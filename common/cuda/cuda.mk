@@ -152,7 +152,7 @@ $(BUILD)/libcuda_on_cpu.a: $(emulator)
 $(filter-out %/test_ops_cuda,$(cc_tests)): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o \
     $(BUILD)/libcuda_on_cpu.a
 	@mkdir -p $(@D)
-	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) $(whole)
 
 # test_ops_cuda compares both back ends in one program: in copies of the CUDA objects, what kernels.h and
 # device.h declare is named cuda_kernel_* and cuda_backend_*. The plain names are the CPU's.
@@ -168,7 +168,7 @@ $(both): $(BUILD)/both/%: $(KERNELS)/% $(BUILD)/both/names
 
 $(BUILD)/tests/test_ops_cuda: $(BUILD)/main/tests/unit/test_ops_cuda.cc.o $(both) $(cpu_parts) $(archive)
 	@mkdir -p $(@D)
-	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) -o $@
+	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) $(whole)
 
 # ---- the chapters' programs in CUDA: main, archive, and where there is no GPU the emulator ----
 # They are made for GPUs, and once without: in the usual build. One with sanitizers leaves them out, since the
@@ -181,4 +181,4 @@ cu_emulator := $(if $(filter cpu,$(OPS)),$(emulator_sources:%=$(KERNELS)/%.o))
 
 $(cu_programs): $(BUILD)/%: $(KERNELS)/%.cu.o $(cu_emulator) $(archive)
 	@mkdir -p $(@D)
-	$(link) $(CXX) $(LDFLAGS) $^ $(LDLIBS) $(if $(filter cpu,$(OPS)),-lboost_context) -o $@
+	$(link) $(CXX) $(LDFLAGS) $^ $(LDLIBS) $(if $(filter cpu,$(OPS)),-lboost_context) $(whole)

@@ -6,8 +6,8 @@
 comm=$build/tests/test_comm
 limit=60  # seconds, after which it hangs
 
-# ends SCENARIO STATUS PATTERN [FLAGS…]: 4 ranks end, long before a hang, with that status (-: any but 0), after one
-# line on stderr, which matches.
+# ends SCENARIO STATUS PATTERN [FLAGS…]: 4 ranks end, long before a hang, with that status (-: any but 0),
+# after one line on stderr, which matches.
 ends() {
     local name=$1 expected=$2 pattern=$3 status; shift 3
     wanted "$name" || return
@@ -18,7 +18,8 @@ ends() {
     report $? "$name: $(head -n 1 "$err")"
 }
 
-ends kind 2 'rank 2 called all_gather\(4096 f32\) where rank [013] called all_reduce\(1024 f32\), in group world|rank 3 called all_reduce\(1024 f32\) where rank 2 called all_gather\(4096 f32\), in group world'
+reduce='called all_reduce\(1024 f32\)' gather='called all_gather\(4096 f32\)'
+ends kind 2 "rank 2 $gather where rank [013] $reduce, in group world|rank 3 $reduce where rank 2 $gather, in group"
 ends root 2 'broadcast\(1024 f32 from rank 1\)'
 ends op 2 'all_reduce\(1024 f32 max\)'
 ends dtype 2 'all_reduce\(1024 bf16\)'
@@ -27,22 +28,27 @@ ends parts 2 'split in other parts'
 ends all-to-all 2 'all_to_all\('
 ends order 2 'in group (red|blue) where rank . called all_reduce\(.*\) in group (red|blue)'
 ends skipped 2 'rank 2 called barrier\(\) where|where rank 2 called barrier\(\)'
-ends sends 2 'rank (1|3) called send\(1024 f32 to rank .\) where rank . called send\(1024 f32 to rank (1|3)\)'
+ends sends 2 \
+    'rank (1|3) called send\(1024 f32 to rank .\) where rank . called send\(1024 f32 to rank (1|3)\)'
 ends receives 2 'called receive\(.*where rank . called receive\('
-ends send-size 2 'rank 1 called receive\(1000 f32 from rank 0\) where rank 0 called send\(1024 f32 to rank 1\)'
+ends send-size 2 \
+    'rank 1 called receive\(1000 f32 from rank 0\) where rank 0 called send\(1024 f32 to rank 1\)'
 ends send-all 2 'called all_reduce\(1024 f32\) where rank 0 called send\(1024 f32 to rank 1\)'
 ends lost 2 'rank 2: comm_finish: nobody waited for all_reduce\(1024 f32\) in group single'
 ends killed - 'rank 2 has died'
 ends killed-in-work - 'rank 2 has died'
 ends exits-at-once - 'rank 2 has died'
-ends exits 2 'rank 2 called comm_finish, or left the program, where|where rank 2 called comm_finish, or left'
-ends finishes 2 'rank 2 called comm_finish, or left the program, where|where rank 2 called comm_finish, or left'
+ends exits 2 \
+    'rank 2 called comm_finish, or left the program, where|where rank 2 called comm_finish, or left'
+ends finishes 2 \
+    'rank 2 called comm_finish, or left the program, where|where rank 2 called comm_finish, or left'
 ends fatal-one 2 '^test_comm: rank 2: something broke$'
 ends fatal-all 2 '^test_comm: rank 0: something broke$'
 ends root-9 2 'broadcast: there is no root 9 in group world of 4'
 ends stranger 2 'barrier: rank [23] is not a member of group pair'
 ends grid 2 '--dp 3 x --tp 2 needs 6 ranks, and there are 4: --ranks 6 would fit, or --dp 2'
-ends grid-tp 2 '--dp 1 x --tp 3 needs 3 ranks, and there are 4: --ranks 3 would fit; with 4 ranks --tp 3 does not'
+ends grid-tp 2 \
+    '--dp 1 x --tp 3 needs 3 ranks, and there are 4: --ranks 3 would fit; with 4 ranks --tp 3 does not'
 ends grid-ep 2 '--ep 3 does not divide --dp 4: 1, 2, 4 would'
 
 # Each rank that waits says where, and the first to give up ends all.

@@ -5,7 +5,7 @@
 export OMP_NUM_THREADS=1
 build=$build/01_data_parallel
 
-for ranks in 1 2 4 6 8; do
+for ranks in 1 4 8; do
     for program in ddp_naive ddp_overlap ddp_bucketed ddp_no_sync; do
         passes "$program, $ranks ranks" $program --ranks $ranks --layers 2 --steps 2
     done

@@ -28,21 +28,23 @@ layout "tp 2, ep 4, DeepSeek, shared experts" --tp 2 --sp --ep 4 --moe deepseek 
 layout "zero 3, ep 2" --zero 3
 layout "zero 3, ep 4, full, tied, 3 micro-batches" --zero 3 --ep 4 --recompute full --tied --grad-acc 3
 layout "zero 3, tp 2, ep 2, AdamW" --zero 3 --ranks 8 --tp 2 --sp --optimizer adamw --lr 0.001
-layout "zero 3, cp 2, ep 4" --zero 3 --cp 2 --ep 4 --context all-gather
 # ---- stages ----
 layout "pp 2, ep 2" --pp 2
 layout "pp 4, ep 2, tied, 4 layers, full" --ranks 8 --pp 4 --layers 4 --tied --recompute full --grad-acc 4
-layout "pp 2, zero 3, ep 2 of dp 4" --ranks 8 --pp 2 --zero 3 --grad-acc 3
 layout "pp 2, tp 2, ep 4, zero 1" --ranks 8 --pp 2 --tp 2 --sp --ep 4 --zero 1 --grad-acc 3
 layout "pp 2, cp 2, ep 4, zero 2, zero bubble" --ranks 8 --pp 2 --cp 2 --ep 4 --zero 2 --schedule zb_h1
 layout "DualPipe, ep 2" --pp 2 --schedule dualpipe --grad-acc 4
 layout "DualPipe, tp 2, ep 2, zero 3" --ranks 8 --pp 2 --tp 2 --sp --schedule dualpipe --grad-acc 4 --zero 3
-layout "interleaved, ep 3 of 6 ranks" --ranks 6 --pp 2 --ep 3 --experts 6 --layers 4 --schedule interleaved \
-    --grad-acc 2
+layout "interleaved, ep 3 of 6 ranks" --ranks 6 --pp 2 --ep 3 --experts 6 --layers 4 \
+    --schedule interleaved --grad-acc 2
 
 # ---- two micro-batches in flight ----
 verdict='two micro-batches in flight change no bit'
-overlapped() { local name=$1; shift; passes "$name" overlapped_experts --proof-only --steps 2 --seq 24 "$@"; }
+overlapped() {
+    local name=$1
+    shift
+    passes "$name" overlapped_experts --proof-only --steps 2 --seq 24 "$@"
+}
 overlapped "overlapped, ep 2, zero 2, full" --layers 2 --ep 2 --zero 2 --recompute full
 overlapped "overlapped, tied, 1 rank" --layers 1 --ranks 1 --ep 1 --tied
 overlapped "overlapped pairs of DualPipe, tp 2, ep 4, zero 3" --layers 2 --ranks 8 --pp 2 --tp 2 --sp \

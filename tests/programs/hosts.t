@@ -3,7 +3,8 @@
 # cables, and mpirun reaches them by an agent that enters them; what crosses goes over TCP, what does not
 # through shared memory. Groups within the hosts and across them, against one device. TAP. Passed over where
 # there are no namespaces.
-# needs: build/01_data_parallel/ddp_bucketed build/02_zero/zero3 build/03_tensor_parallel/sequence_parallel build/03_tensor_parallel/async_tensor_parallel build/01_data_parallel/collectives
+# needs: build/01_data_parallel/ddp_bucketed build/01_data_parallel/collectives build/02_zero/zero3
+# needs: build/03_tensor_parallel/sequence_parallel build/03_tensor_parallel/async_tensor_parallel
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 if ! command -v ip >/dev/null || ! unshare -m --propagation private true 2>/dev/null; then
@@ -11,7 +12,11 @@ if ! command -v ip >/dev/null || ! unshare -m --propagation private true 2>/dev/
     exit 0
 fi
 id=us$$ net=10.$((RANDOM % 100 + 100)).$((RANDOM % 250))
-trap 'for i in 1 2; do ip netns pids $id-$i 2>/dev/null | xargs -r kill -9; ip netns del $id-$i; done 2>/dev/null; rm -rf "$work"' EXIT
+leave() {
+    for i in 1 2; do ip netns pids $id-$i | xargs -r kill -9; ip netns del $id-$i; done 2>/dev/null
+    rm -rf "$work"
+}
+trap leave EXIT
 ip netns add $id-1 2>"$err" && ip netns add $id-2 && ip link add name cable netns $id-1 type veth peer \
     name cable netns $id-2 || {
     echo "1..0 # SKIP no network namespaces here: $(head -n 1 "$err")"
@@ -23,8 +28,8 @@ for i in 1 2; do
     mkdir -p "$work/etc" && echo "$net.$i host$i" >>"$work/hosts"
 done
 
-# The agent that mpirun calls as it would ssh: AGENT HOST COMMAND…. The other host's name, and the same list
-# of hosts.
+# The agent that mpirun calls as it would ssh: AGENT HOST COMMAND…. The other host's name, and the same
+# list of hosts.
 cat >"$work/agent" <<AGENT
 #!/bin/bash
 host=\$1 && shift
@@ -34,12 +39,13 @@ AGENT
 chmod +x "$work/agent"
 
 # on_hosts PROGRAM FLAGS…: two ranks on each of them.
-settings="--mca plm_rsh_agent $work/agent --mca btl_tcp_if_include $net.0/24 --mca oob_tcp_if_include $net.0/24 --mca btl self,vader,tcp --mca mpi_yield_when_idle 1"
+settings="--mca plm_rsh_agent $work/agent --mca btl self,vader,tcp --mca mpi_yield_when_idle 1"
+settings+=" --mca btl_tcp_if_include $net.0/24 --mca oob_tcp_if_include $net.0/24"
 on_hosts() {
     local program=$1
     shift
-    run "$work/agent" host1 "cd $PWD && mpirun --quiet --allow-run-as-root --oversubscribe --bind-to none $settings \
-        -H host1:2,host2:2 -n 4 $PWD/$build/$program $*"
+    run "$work/agent" host1 "cd $PWD && mpirun --quiet --allow-run-as-root --oversubscribe \
+        --bind-to none $settings -H host1:2,host2:2 -n 4 $PWD/$build/$program $*"
 }
 crosses() {  # crosses NAME PROGRAM FLAGS…
     local name=$1

@@ -8,10 +8,10 @@ export OMP_NUM_THREADS=1
 build=$build/02_zero
 
 passes "1 rank" hybrid_zero --ranks 1 --shard-ranks 0 --layers 1 --steps 2
-passes "2 nodes of 2, AdamW, tied" hybrid_zero --ranks 4 --shard-ranks 2 --optimizer adamw --lr 0.001 --tied \
-    --layers 2
-passes "3 nodes of 2, 3 micro-batches, full recomputation" hybrid_zero --ranks 6 --shard-ranks 2 --grad-acc 3 \
-    --layers 2 --recompute full --steps 2
+passes "2 nodes of 2, AdamW, tied" hybrid_zero --ranks 4 --shard-ranks 2 --optimizer adamw --lr 0.001 \
+    --tied --layers 2
+passes "3 nodes of 2, 3 micro-batches, full recomputation" hybrid_zero --ranks 6 --shard-ranks 2 \
+    --grad-acc 3 --layers 2 --recompute full --steps 2
 passes "2 nodes of 3, some of which own nothing of the head" hybrid_zero --ranks 6 --shard-ranks 3 --tied \
     --hidden 4 --heads 2 --kv-heads 1 --ffn 3 --layers 1 --seq 7 --steps 2
 passes "replicas alone, bf16" hybrid_zero --ranks 3 --shard-ranks 1 --dtype bf16 --layers 1 --steps 2

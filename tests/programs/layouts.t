@@ -23,20 +23,17 @@ passes "tp 2, dp 3, 3 micro-batches" tensor_parallel --ranks 6 --tp 2 --grad-acc
 passes "tp 4, selective" tensor_parallel --recompute selective $quick
 passes "tp 2, dp 2, full, copies" tensor_parallel --tp 2 --kv-heads 1 --recompute full $quick
 passes "tp 2, f32" tensor_parallel --ranks 2 --dtype f32 $quick
-passes "tp 4, bf16" tensor_parallel --dtype bf16 --layers 1 --steps 1
 
 passes "sp 1" sequence_parallel --ranks 1 $quick
 passes "sp 2, dp 2, tied" sequence_parallel --tp 2 --tied $quick
 passes "sp 3, uneven rows" sequence_parallel --ranks 3 $three $quick
 passes "sp 4, even rows, full, copies" sequence_parallel --seq 32 --recompute full $quick
 passes "sp 8, fewer rows than ranks" sequence_parallel --ranks 8 --seq 5 --micro-batch 1 $quick
-passes "sp 2, dp 4" sequence_parallel --ranks 8 --tp 2 $quick
-passes "sp 2, f32" sequence_parallel --ranks 2 --dtype f32 $quick
 passes "sp 2, bf16" sequence_parallel --ranks 2 --dtype bf16 --layers 1 --steps 1
 
-wide="--hidden 512 --seq 16 --layers 1 --steps 1 --grad-acc 1"  # the most is held within a block
-passes "peak, sp 4, narrow MLP" sequence_parallel $wide --ffn 16
-passes "peak, tp 4, wide MLP" tensor_parallel $wide --ffn 1600
+wide="--hidden 256 --seq 16 --layers 1 --steps 1 --grad-acc 1"  # the most is held within a block
+passes "peak, sp 4, narrow MLP" sequence_parallel $wide --ffn 8
+passes "peak, tp 4, wide MLP" tensor_parallel $wide --ffn 800
 
 passes "vocab 4, padded" vocab_parallel $quick
 passes "vocab 3, sp, tied, uneven rows" vocab_parallel --ranks 3 $three --sp --tied $quick
@@ -50,15 +47,14 @@ passes "zero 1, tp 2, dp 2, copies, AdamW" tensor_parallel --tp 2 --kv-heads 1 -
 passes "zero 2, tp 2, dp 3, tied" tensor_parallel --ranks 6 --tp 2 --zero 2 --tied $quick
 passes "zero 2, async 2, dp 2, vocab" async_tensor_parallel --tp 2 --zero 2 --vocab-parallel $quick
 passes "zero 3, tp 2, dp 4, sp, vocab, tied" vocab_parallel --ranks 8 --tp 2 --zero 3 --sp --tied $quick
-passes "zero 3, tp 4, dp 2, copies" tensor_parallel --ranks 8 --tp 4 --zero 3 $quick
 passes "zero 3, tp 2, dp 2, sp, full" sequence_parallel --tp 2 --zero 3 --recompute full $quick
 passes "zero 3, tp 2, dp 2, bf16" tensor_parallel --tp 2 --zero 3 --dtype bf16 --layers 1 --steps 1
 
-odd="--layers 1 --hidden 54 --heads 9 --kv-heads 3 --ffn 57 --vocab 259 --seq 17 --micro-batch 1 --grad-acc 3 --steps 2"
+odd="--layers 1 --hidden 54 --heads 9 --kv-heads 3 --ffn 57 --vocab 259 --seq 17 --micro-batch 1"
+odd+=" --grad-acc 3 --steps 2"
 passes "odd, tp 3, dp 2" tensor_parallel --ranks 6 --tp 3 $odd
 passes "odd, sp 3, dp 2, vocab, tied, zero 2" sequence_parallel --ranks 6 --tp 3 --vocab-parallel --tied \
     --zero 2 $odd
-passes "odd, sp 3, dp 2, zero 3, full" sequence_parallel --ranks 6 --tp 3 --zero 3 --recompute full $odd
 
 if wanted "resumed"; then
     shape="--layers 2 --hidden 48 --heads 8 --kv-heads 2 --ffn 88 --vocab 256"

@@ -56,7 +56,8 @@ fi
 # page's figures.
 across='^From one node|GPUs, ms|^  (pp|tp), m|the bubble alone'
 if wanted "from one node to two"; then
-    run "$build/one_f_one_b" --ranks 16 --layers 16 --steps 1 && grep -q '^PASS' "$out" &&
+    run "$build/one_f_one_b" --ranks 16 --layers 16 --steps 1 --hidden 8 --heads 2 --kv-heads 1 --ffn 8 \
+        --seq 4 --micro-batch 1 && grep -q '^PASS' "$out" &&
         [ "$(grep -E "$across" "$out")" = \
             "$(sed -n 's/^    //p' 05_pipeline_parallel/README.md | grep -E "$across")" ] &&
         [ "$(grep -cE "$across" "$out")" = 5 ]
@@ -65,38 +66,27 @@ fi
 
 exactly "afab, p 1" afab --ranks 1 --grad-acc 3 $quick
 exactly "afab, p 2, m 1: the naive pipeline" afab --ranks 2 --grad-acc 1 $quick
-exactly "afab, p 4, m 5" afab --grad-acc 5 $quick
 exactly "1f1b, p 1" one_f_one_b --ranks 1 --grad-acc 2 $quick
 exactly "1f1b, p 2, m 8, as many layers as stages" one_f_one_b --ranks 2 --layers 2 --steps 3
 exactly "1f1b, p 3, m 2" one_f_one_b --ranks 3 --grad-acc 2 $quick
-exactly "1f1b, p 4, m 1" one_f_one_b --grad-acc 1 $quick
 exactly "1f1b, p 4, m 16" one_f_one_b --grad-acc 16 $quick
-exactly "1f1b, p 6, m 6, 11 layers" one_f_one_b --ranks 6 --grad-acc 6 --layers 11 --steps 1
 exactly "1f1b, p 8, m 7, ends without a layer" one_f_one_b --ranks 8 --grad-acc 7 \
     --stage-layers 0,2,1,1,1,1,1,0 $quick
 exactly "interleaved, p 1, v 3" interleaved --ranks 1 --chunks 3 --grad-acc 2 $quick
-exactly "interleaved, p 2, v 1, m 3" interleaved --ranks 2 --chunks 1 --grad-acc 3 $quick
 exactly "interleaved, p 2, v 3, m 4" interleaved --ranks 2 --chunks 3 --grad-acc 4 $quick
 exactly "interleaved, p 3, v 2, m 4, which 3 does not divide" interleaved --ranks 3 --grad-acc 4 $quick
-exactly "interleaved, p 4, v 3, m 3, 13 layers" interleaved --chunks 3 --grad-acc 3 --layers 13 --steps 1
 exactly "zb_h1, p 2, m 2" zero_bubble --ranks 2 --grad-acc 2 $quick
 exactly "zb_h1, p 4, m 3" zero_bubble --grad-acc 3 $quick
 exactly "zb_h2, p 3, m 1" zero_bubble --schedule zb_h2 --ranks 3 --grad-acc 1 $quick
 exactly "zb_v, p 1" zero_bubble_v --ranks 1 --grad-acc 2 $quick
 exactly "zb_v, p 3, m 6" zero_bubble_v --ranks 3 --grad-acc 6 $quick
-exactly "zb_v, p 4, m 5, 11 layers" zero_bubble_v --grad-acc 5 --layers 11 --steps 1
-exactly "zb_auto, p 4, m 4" zero_bubble_auto --grad-acc 4 $quick
 nearly "dualpipe, p 2, m 4" dualpipe --ranks 2 --grad-acc 4 $quick
-nearly "dualpipe, p 4, m 5" dualpipe --grad-acc 5 $quick
 nearly "dualpipe, p 6, m 3" dualpipe --ranks 6 --grad-acc 3 $quick
-exactly "dualpipe_v, p 3, m 6" dualpipe_v --ranks 3 --grad-acc 6 $quick
 exactly "dualpipe_v, p 4, m 1, 11 layers" dualpipe_v --grad-acc 1 --layers 11 --steps 1
 
 exactly "1f1b, AdamW" one_f_one_b --ranks 2 --grad-acc 2 --optimizer adamw --lr 0.001 $quick
 exactly "zb_v, full" zero_bubble_v --ranks 2 --grad-acc 2 --recompute full $quick
 exactly "zb_h1, selective" zero_bubble --ranks 3 --grad-acc 3 --recompute selective $quick
-exactly "interleaved, f32" interleaved --ranks 2 --grad-acc 2 --dtype f32 $quick
-exactly "zb_h1, bf16" zero_bubble --ranks 2 --grad-acc 2 --dtype bf16 $quick
 nearly "1f1b, tied" one_f_one_b --ranks 3 --grad-acc 3 --tied $quick
 nearly "zb_v, tied, both ends on one rank" zero_bubble_v --ranks 2 --grad-acc 2 --tied $quick
 nearly "interleaved, tied, all stages on one rank" interleaved --ranks 1 --grad-acc 3 --tied $quick
@@ -106,37 +96,26 @@ nearly "dualpipe, tied, AdamW" dualpipe --grad-acc 4 --tied --optimizer adamw --
 few="--layers 5 --steps 1 --grad-acc 2"
 nearly "afab, pp 2, dp 2" afab --pp 2 $few
 nearly "1f1b, pp 4, dp 2, zero 1" one_f_one_b --ranks 8 --pp 4 --zero 1 --layers 5 --steps 2
-nearly "1f1b, pp 2, dp 2, zero 2" one_f_one_b --pp 2 --zero 2 $few
 nearly "1f1b, pp 2, dp 3, zero 1, tied, AdamW" one_f_one_b --ranks 6 --pp 2 --zero 1 --tied \
     --optimizer adamw --lr 0.001 $few
-nearly "1f1b, pp 2, tp 2" one_f_one_b --pp 2 --tp 2 $few
 nearly "1f1b, pp 2, tp 2, dp 2, sp, vocab, zero 1" one_f_one_b --ranks 8 --pp 2 --tp 2 --sp \
     --vocab-parallel --zero 1 $few
-nearly "interleaved, pp 2, dp 2, zero 1" interleaved --pp 2 --zero 1 $few
 nearly "interleaved, pp 2, dp 2, zero 2, v 3" interleaved --pp 2 --zero 2 --chunks 3 --layers 7 --steps 2 \
     --grad-acc 3
 nearly "interleaved, pp 2, tp 2, sp, full" interleaved --pp 2 --tp 2 --sp --recompute full $few
 nearly "zb_h1, pp 2, dp 2" zero_bubble --pp 2 $few
-nearly "zb_h1, pp 2, dp 2, zero 2, full" zero_bubble --pp 2 --zero 2 --recompute full $few
 nearly "zb_h1, pp 2, tp 2, sp, vocab, tied" zero_bubble --pp 2 --tp 2 --sp --vocab-parallel --tied $few
 nearly "zb_h2, pp 4, tp 2, selective" zero_bubble --schedule zb_h2 --ranks 8 --pp 4 --tp 2 \
     --recompute selective $few
-nearly "zb_v, pp 2, dp 2, zero 1" zero_bubble_v --pp 2 --zero 1 $few
 nearly "zb_v, pp 2, dp 2, zero 2, tied" zero_bubble_v --pp 2 --zero 2 --tied $few
-nearly "zb_v, pp 2, tp 2, vocab" zero_bubble_v --pp 2 --tp 2 --vocab-parallel $few
 nearly "zb_v, pp 2, tp 3, sp, uneven rows" zero_bubble_v --ranks 6 --pp 2 --tp 3 --kv-heads 3 --ffn 39 \
     --sp $few
-nearly "zb_auto, pp 2, dp 2, zero 1" zero_bubble_auto --pp 2 --zero 1 $few
 nearly "zb_auto, pp 2, tp 2, sp, selective" zero_bubble_auto --pp 2 --tp 2 --sp --recompute selective $few
 nearly "dualpipe, pp 2, dp 2, one direction has nothing to do" dualpipe --pp 2 --layers 5 --steps 2 \
     --grad-acc 1
-nearly "dualpipe, pp 2, dp 2, zero 1" dualpipe --pp 2 --zero 1 $few
-nearly "dualpipe, pp 2, dp 2, zero 2, m 3" dualpipe --pp 2 --zero 2 --layers 5 --steps 1 --grad-acc 3
 nearly "dualpipe, pp 2, dp 2, zero 2, tied, one direction has nothing to do" dualpipe --pp 2 --zero 2 \
     --tied --layers 5 --steps 2 --grad-acc 1
 nearly "dualpipe, pp 4, tp 2, sp, full" dualpipe --ranks 8 --pp 4 --tp 2 --sp --recompute full $few
-nearly "dualpipe, pp 2, tp 2, vocab, tied" dualpipe --pp 2 --tp 2 --vocab-parallel --tied $few
-nearly "dualpipe_v, pp 2, dp 2, zero 1" dualpipe_v --pp 2 --zero 1 $few
 nearly "dualpipe_v, pp 2, dp 2, zero 2, selective" dualpipe_v --pp 2 --zero 2 --recompute selective $few
 nearly "dualpipe_v, pp 2, tp 2, dp 2, sp, zero 2" dualpipe_v --ranks 8 --pp 2 --tp 2 --sp --zero 2 $few
 nearly "without a pipeline, zero 3, dp 2" one_f_one_b --ranks 2 --pp 1 --zero 3 $few

@@ -98,7 +98,8 @@ refuses() {
     report $? "$name"
 }
 
-# ranks_of LAUNCHER COUNT: process numbers of so many ranks that a program's mpirun has started, as soon as they are there.
+# ranks_of LAUNCHER COUNT: process numbers of so many ranks that a program's mpirun has started, as soon as
+# they are there.
 ranks_of() {
     local mpirun ranks i
     for i in $(seq 100); do

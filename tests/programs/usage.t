@@ -11,9 +11,13 @@ is_refused() {
     one_line $? -F "$words" && grep -q "^${program##*/}: " "$err"
 }
 
-declare -A tried
+# Under the sanitizers, which start slowly, one of each chapter: the parser is the same.
+declare -A tried seen
 for program in "$build"/0[0-9]_*/*; do
     [ -f "$program" ] && [ -x "$program" ] || continue
+    chapter=${program%/*}
+    [[ $build != *-asan ]] || [ -z "${seen[$chapter]}" ] || continue
+    seen[$chapter]=yes
     name=$(basename "$program")
     run "$program" --help && [ ! -s "$err" ] && grep -q "^$name: " "$out"
     report $? "$name --help says what it is, and is a success"

@@ -42,6 +42,8 @@ passes "and goes on with 2 ranks as with one device" vocab_parallel --ranks 2 --
     --optimizer adamw --lr 0.001 --steps 4
 
 run "$build/vocab_parallel" --ranks 4
-awk '/^  maxima and sums/ { own = $4 * ($5 == "kB" ? 1e3 : 1) } /^  gathered logits/ { all = $3 * ($4 == "GB" ? 1e9 : 1) } END { exit !(own > 0 && all > 1000 * own) }' "$out"
+awk '/^  maxima and sums/ { own = $4 * ($5 == "kB" ? 1e3 : 1) }
+    /^  gathered logits/ { all = $3 * ($4 == "GB" ? 1e9 : 1) }
+    END { exit !(own > 0 && all > 1000 * own) }' "$out"
 report $? "the loss of Llama 3 8B sends less than a thousandth of its logits"
 finish

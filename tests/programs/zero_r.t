@@ -8,7 +8,8 @@ verdict='.*11 counts as predicted'
 small="--layers 2 --steps 2 --vocab 600"
 
 passes "as it stands" zero_r
-awk '/most held/ { seen = 1 } seen && $NF ~ /%$/ { hole[++n] = $NF + 0 } END { exit !(n == 3 && hole[1] > 20 && hole[3] < 1) }' "$out"
+awk '/most held/ { seen = 1 } seen && $NF ~ /%$/ { hole[++n] = $NF + 0 }
+    END { exit !(n == 3 && hole[1] > 20 && hole[3] < 1) }' "$out"
 report $? "and a fifth of the heap, or more, is in holes where checkpoints stand anywhere"
 for ranks in 1 2 3 6; do passes "$ranks ranks" zero_r $small --ranks $ranks; done
 for dtype in f32 bf16 f16; do passes "in $dtype, tied, AdamW" zero_r $small --ranks 2 --dtype $dtype \

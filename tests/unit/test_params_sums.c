@@ -193,7 +193,8 @@ static void the_norm_of_whole_weights_is_that_of_one_device(void) {
 
 // Nobody sends anything where every rank has every gradient.
 static void the_norm_of_replicas_takes_no_message(void) {
-    Layout l = {.mesh = mesh_new((MeshShape){.dp = n}), .shape = {n, 1, 1, 1, 1}, .heads = 1};
+    MeshShape shape = {.dp = n, .tp = 1};
+    Layout l = {.mesh = mesh_new(shape), .shape = shape, .heads = 1};
     for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++) {
         Params p = allocated(table(l.mesh, 1, 1), sharding, F64);
         SAME(params_norm_group(&p).size, sharding == SHARD_NOTHING ? 1 : n);

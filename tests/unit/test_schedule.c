@@ -12,10 +12,10 @@
 
 typedef void Each(ScheduleKind kind, const ScheduleWish *wish, const Schedule *s);
 
-// Every kind of every size of the chapter; under sanitizers, which take fifteen times as long, of up to 4
+// Every kind of every size of the chapter; under sanitizers, which take fifteen times as long, of up to 3
 // ranks.
 #ifdef __SANITIZE_ADDRESS__
-enum { SIZES = 4 };
+enum { SIZES = 3 };
 #else
 enum { SIZES = 6 };
 #endif
