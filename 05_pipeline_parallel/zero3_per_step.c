@@ -75,7 +75,7 @@ static void add_up(Model *m, int unit) {
         u->accumulated = tensor_new(MEMORY_GRADIENT, m->params.recipe.sum, SHAPE(u->count));
         op_fill(u->accumulated, 0);
     }
-    op_accumulate(u->accumulated, u->grads);
+    unit_widen_grads(&m->params, u, u->accumulated, 1);
     unit_free_grads(u);
 }
 
