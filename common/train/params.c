@@ -15,8 +15,12 @@ static const Group alone = {.size = 1, .name = "one"};
 Recipe recipe_standard(DType dtype) {
     // 16-bit sums lose small addends, and 16-bit weights small steps.
     DType wide = dtype_size(dtype) < 4 ? F32 : dtype;
-    return (Recipe){
-        .weight = dtype, .gradient = dtype, .sum = wide, .master = wide, .moment = wide, .second = wide};
+    return (Recipe){.weight = dtype,
+                    .gradient = dtype,
+                    .sum = wide,
+                    .master = wide,
+                    .moment = wide,
+                    .second = wide};
 }
 
 void params_begin(Params *params, const Mesh *mesh) {

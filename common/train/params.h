@@ -47,7 +47,7 @@ struct Param {
     Group parts;       // those of them whose gradients are parts that add up; this one where all are whole
     bool decays;
     double init_std;
-    bool apart;             // its gradient has a row of its own in the proof's table (routers)
+    bool apart;  // its gradient has a row of its own in the proof's table (routers)
     int64_t offset, count;  // elements within the unit's flat tensors; count is 0 where it is not here
 };
 
