@@ -63,7 +63,7 @@ static const Baseline *baseline_of(const Config *config) {
 static void check(const void *context) {
     const Config *config = context;
     Config c = *config;
-    layout_check(&c, comm_ranks(), five_d_layouts());
+    layout_check(&c, (int)(c.dp * c.pp * c.cp * c.tp), five_d_layouts());
 }
 
 // Of one shape all cells share the groups.
@@ -157,34 +157,53 @@ static void count_refusal(Refused *refused, int *count, const char *sentence) {
     int i = 0;
     while (i < *count && strcmp(refused[i].sentence, sentence) != 0) i++;
     if (i == MOST_REFUSALS) return;
-    if (i == *count) snprintf(refused[(*count)++].sentence, sizeof refused->sentence, "%s", sentence);
+    if (i == *count) {
+        snprintf(refused[i].sentence, sizeof refused->sentence, "%s", sentence);
+        refused[i].cells = 0;
+        ++*count;
+    }
     refused[i].cells++;
 }
 
-// Of this number of ranks: those that are not refused first; returns how many these are.
-static int64_t accepted_cells(Cell *cell, int64_t *all, Refused *refused, int *refusals) {
-    int64_t accepted = 0;
-    *all = 0;
+// Those of so many ranks that are not refused; the caller frees them.
+static CellList accepted_cells(int ranks, int64_t *all, Refused *refused, int *refusals) {
+    CellList accepted = {host_alloc((size_t)matrix_cells() * sizeof(Cell)), 0};
+    *all = *refusals = 0;
     for (int64_t number = 0; number < matrix_cells(); number++) {
         Cell here = matrix_cell(number);
-        if (matrix_ranks(&here) != comm_ranks()) continue;
+        if (matrix_ranks(&here) != ranks) continue;
         ++*all;
         Config c = matrix_config(&here);
         const char *sentence = refusal(check, &c);
         if (sentence) count_refusal(refused, refusals, sentence);
-        else cell[accepted++] = here;
+        else accepted.cell[accepted.count++] = here;
     }
     return accepted;
 }
 
 // Every n-th of them, from the i-th on, for "i/n".
-static int64_t part_of(Cell *cell, int64_t cells, const char *part) {
+static int64_t part_of(CellList cells, const char *part) {
     int index, parts;
     CHECK(sscanf(part, "%d/%d", &index, &parts) == 2 && index >= 1 && index <= parts,
           "--part %s: which of how many, as in 3/20", part);
     int64_t count = 0;
-    for (int64_t i = index - 1; i < cells; i += parts) cell[count++] = cell[i];
+    for (int64_t i = index - 1; i < cells.count; i += parts) cells.cell[count++] = cells.cell[i];
     return count;
+}
+
+// As few as make all pairs meet that do not meet in those of `met_on` ranks.
+static int64_t pairwise(CellList cells, int met_on, uint64_t seed) {
+    int64_t all;
+    int refusals;
+    Refused *refused = host_alloc(MOST_REFUSALS * sizeof *refused);
+    CellList none = {NULL, 0}, elsewhere = accepted_cells(met_on, &all, refused, &refusals);
+    elsewhere.count = matrix_pairwise(elsewhere, none, seed);
+    int64_t chosen = matrix_pairwise(cells, elsewhere, seed);
+    report_equal("pairs of choices that do not meet", 0,
+                 (double)matrix_missing_pairs(cells, chosen, elsewhere), "");
+    free(elsewhere.cell);
+    free(refused);
+    return chosen;
 }
 
 static void walk(const Cell *cell, int64_t cells, Table *table, bool verbose) {
@@ -208,7 +227,7 @@ static const char *const purpose =
 
 int main(int argc, char **argv) {
     const char *part, *path;
-    int64_t one, seed;
+    int64_t one, seed, met_on;
     bool verbose, list;
     Option options[] = {
         {"part", OPTION_TEXT, &part, NULL, 0, 0, "3/20",
@@ -218,47 +237,42 @@ int main(int argc, char **argv) {
          "the file of results, cell by cell; a run goes on after those that it has", false},
         {"pairs-seed", OPTION_INT, &seed, "1", 0, 1e9, "", "draws the cells in which all pairs meet",
          false},
+        {"met-on", OPTION_INT, &met_on, "0", 0, 64, "ranks",
+         "pairs that meet in the cells of so many ranks need not meet; 0: all do", false},
         {"list", OPTION_FLAG, &list, NULL, 0, 0, "", "shows which cells would be proven, and proves none",
          false},
         {"verbose", OPTION_FLAG, &verbose, NULL, 0, 0, "", "shows every cell, and its rows", false},
     };
     base_start(argc, argv);
-    Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options, 6);
+    Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options, 7);
     comm_start(argc, argv, 4);
     report_json(c.json);
     double start = wall_seconds();
-    int64_t numbers = matrix_cells(), all;
-    int refusals = 0;
-    Cell *cell = host_alloc((size_t)numbers * sizeof *cell);
+    int64_t all, chosen = 1;
+    int refusals;
     Refused *refused = host_alloc(MOST_REFUSALS * sizeof *refused);
-    memset(refused, 0, MOST_REFUSALS * sizeof *refused);
-    int64_t accepted = accepted_cells(cell, &all, refused, &refusals), chosen = accepted;
-    if (one >= 0) {
-        cell[0] = matrix_cell(one), chosen = 1;
-    } else if (part) {
-        chosen = part_of(cell, accepted, part);
-    } else {
-        chosen = matrix_pairwise(cell, accepted, (uint64_t)seed);
-        report_equal("pairs of choices that do not meet", 0,
-                     (double)matrix_missing_pairs(cell, chosen, accepted), "");
-    }
+    CellList cells = accepted_cells(comm_ranks(), &all, refused, &refusals);
+    Cell *cell = cells.cell;
+    if (one >= 0) cell[0] = matrix_cell(one);
+    else if (part) chosen = part_of(cells, part);
+    else chosen = pairwise(cells, (int)met_on, (uint64_t)seed);
     say("%lld combinations of %d ranks", (long long)all, comm_ranks());
     for (int i = 0; i < refusals; i++)
         say("  %6lld refused: %s", (long long)refused[i].cells, refused[i].sentence);
-    say("  %6lld can be, of which these are proven now: %lld", (long long)accepted, (long long)chosen);
+    say("  %6lld can be, of which these are proven now: %lld", (long long)cells.count, (long long)chosen);
     for (int64_t i = 0; i < chosen && list; i++)
         say("%8lld  %s", (long long)cell[i].number, matrix_text(&cell[i]));
     if (list) chosen = 0;
-    Table table = table_open(path, numbers);
+    Table table = table_open(path, matrix_cells());
     walk(cell, chosen, &table, verbose);
     report_number("matrix", "cells", (double)all, "");
     report_number("matrix", "proven", (double)table.proven, "");
-    report_number("matrix", "refused", (double)(all - accepted), "");
+    report_number("matrix", "refused", (double)(all - cells.count), "");
     say("%.1f s", wall_seconds() - start);
     report_that(table.failed == 0, "%lld cells fail", (long long)table.failed);
-    int status =
-        report_verdict("%lld combinations on %d ranks proven, %lld of %lld refused",
-                       (long long)table.proven, comm_ranks(), (long long)(all - accepted), (long long)all);
+    int status = report_verdict("%lld combinations on %d ranks proven, %lld of %lld refused",
+                                (long long)table.proven, comm_ranks(), (long long)(all - cells.count),
+                                (long long)all);
     if (table.file) fclose(table.file);
     free(table.done);
     free(cell);

@@ -35,10 +35,14 @@ int matrix_ranks(const Cell *cell);
 Config matrix_config(const Cell *cell);
 // "--dp 2 --pp 2 --zero 3 --dtype bf16": the flags of train_5d, those at rest left out. Static buffer.
 const char *matrix_text(const Cell *cell);
-// Of these cells, some in which every pair of choices meets that meets in any; returns how many, first in
-// the array.
-int64_t matrix_pairwise(Cell *cell, int64_t cells, uint64_t seed);
-// Pairs of all these cells that meet in none of the first `chosen`.
-int64_t matrix_missing_pairs(const Cell *cell, int64_t chosen, int64_t cells);
+typedef struct CellList {
+    Cell *cell;
+    int64_t count;
+} CellList;
+// Of these cells, some in which every pair of choices meets that meets in any, but in none of `elsewhere`;
+// returns how many, first in the list.
+int64_t matrix_pairwise(CellList cells, CellList elsewhere, uint64_t seed);
+// Pairs of all these cells that meet in none of the first `chosen`, nor elsewhere.
+int64_t matrix_missing_pairs(CellList cells, int64_t chosen, CellList elsewhere);
 
 #endif

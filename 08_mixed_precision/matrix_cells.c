@@ -159,9 +159,17 @@ static int new_pairs(const Cell *cell, Pairs met, bool meet) {
     return count;
 }
 
-int64_t matrix_pairwise(Cell *cell, int64_t cells, uint64_t seed) {
+static void *pairs_of(CellList cells) {
     bool(*met)[MOST_VALUES] = calloc(1, sizeof(Pairs));
-    CHECK(met, "out of host memory for the pairs of %lld cells", (long long)cells);
+    CHECK(met, "out of host memory for the pairs of %lld cells", (long long)cells.count);
+    for (int64_t i = 0; i < cells.count; i++) new_pairs(&cells.cell[i], met, true);
+    return met;
+}
+
+int64_t matrix_pairwise(CellList list, CellList elsewhere, uint64_t seed) {
+    Cell *cell = list.cell;
+    int64_t cells = list.count;
+    bool(*met)[MOST_VALUES] = pairs_of(elsewhere);
     int64_t chosen = 0, first = 0;  // all cells before the first have nothing new
     for (uint64_t draws = 0; chosen < cells;) {
         int64_t best = -1;
@@ -186,12 +194,11 @@ int64_t matrix_pairwise(Cell *cell, int64_t cells, uint64_t seed) {
     return chosen;
 }
 
-int64_t matrix_missing_pairs(const Cell *cell, int64_t chosen, int64_t cells) {
-    bool(*met)[MOST_VALUES] = calloc(1, sizeof(Pairs));
-    CHECK(met, "out of host memory for the pairs of %lld cells", (long long)cells);
+int64_t matrix_missing_pairs(CellList cells, int64_t chosen, CellList elsewhere) {
+    bool(*met)[MOST_VALUES] = pairs_of(elsewhere);
     int64_t missing = 0;
-    for (int64_t i = 0; i < cells; i++) {
-        int count = new_pairs(&cell[i], met, true);
+    for (int64_t i = 0; i < cells.count; i++) {
+        int count = new_pairs(&cells.cell[i], met, true);
         if (i >= chosen) missing += count;
     }
     free(met);

@@ -30,7 +30,7 @@ refused "--chunks is an option of pipeline, which these flags do not ask for" tr
 refused "--gather is an option of zero1, which these flags do not ask for" train_5d --zero 2 --gather step
 refused "--context says how ranks of --cp bring keys together" train_5d --context ulysses
 refused "--tp 3 does not divide --heads 4" train_5d --tp 3 --ranks 6 --pp 1
-refused "--shard-ranks with --experts 4" train_5d --tp 1 --zero hybrid --experts 4
+refused "--zero hybrid with --experts 4" train_5d --tp 1 --zero hybrid --experts 4
 
 # ---- killed and resumed ----
 
