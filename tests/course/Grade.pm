@@ -92,12 +92,15 @@ sub run_limited {
             . 'ulimit -c 0; ulimit -f 2097152; ulimit -v 16777216; exec "$@"';
         exec 'sh', '-c', $limits, 'sh', @command or POSIX::_exit(127);
     }
-    my $until = time + $seconds;
-    my $status;
+    my ($until, $seen) = (time + $seconds, 0);
+    my ($status, $red);
     while (!defined $status) {
         $status = $? if waitpid($pid, WNOHANG) == $pid;
         last if defined $status;
-        if (time > $until || ($first_is_enough && some("$folder/out") =~ /\bFAIL\b/)) {
+        my $printed = $first_is_enough && -s "$folder/out" || 0;
+        $red = some("$folder/out") =~ /\bFAIL\b/ if $printed > $seen;
+        $seen = $printed;
+        if (time > $until || $red) {
             kill 'TERM', $pid;    # a launcher ends its ranks, and clears up
             sleep 0.5;
             $status = -1;
