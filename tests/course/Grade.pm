@@ -92,12 +92,15 @@ sub run_limited {
             . 'ulimit -c 0; ulimit -f 2097152; ulimit -v 16777216; exec "$@"';
         exec 'sh', '-c', $limits, 'sh', @command or POSIX::_exit(127);
     }
-    my $until = time + $seconds;
-    my $status;
+    my ($until, $seen) = (time + $seconds, 0);
+    my ($status, $red);
     while (!defined $status) {
         $status = $? if waitpid($pid, WNOHANG) == $pid;
         last if defined $status;
-        if (time > $until || ($first_is_enough && some("$folder/out") =~ /\bFAIL\b/)) {
+        my $printed = $first_is_enough && -s "$folder/out" || 0;
+        $red = some("$folder/out") =~ /\bFAIL\b/ if $printed > $seen;
+        $seen = $printed;
+        if (time > $until || $red) {
             kill 'TERM', $pid;    # a launcher ends its ranks, and clears up
             sleep 0.5;
             $status = -1;
@@ -296,6 +299,8 @@ sub first_wrong {
     } else {
         return '' if $status == 0 && $out =~ /^PASS \Q$program\E: /m;
         my ($fail) = $out =~ /^FAIL \Q$program\E: (.*)$/m;
+        # A kernel's counts come first; where its numbers are wrong, too, these matter more.
+        $fail = $1 if defined $fail && $out =~ /^ +FAIL: (.* is off by .*, and may be by .*)$/m;
         $fail =~ s/: usually .*// if defined $fail && $e->{predicts};    # it speaks of what was measured
         return $fail if defined $fail;
     }
@@ -343,12 +348,12 @@ sub grade {
     my $began = time;
     my ($run, $seconds) = ('', sub { 0 + sprintf '%.1f', time - $began });
     my $end = sub { return { %{ record($e, $file, @_) }, run => $run, seconds => $seconds->() } };
-    my $error = compiled($e, $file, $folder) || linked($e, $folder);
     my $short = $folder =~ s{^.*?(?=\Q$build\E/grade)}{}r;
+    my $error = compiled($e, $file, $folder) || linked($e, $folder);
     return $end->('fail', 'compile', $error, "All of it is in $short/build.log.") if length $error;
     my $passed = '';
     for (@{ $e->{run} }) {
-        $run = join ' ', $e->{proof}, split ' ';
+        $run = join ' ', program_of($e, $short), split ' ';
         my $left = $all_seconds - $seconds->() / patience();
         my ($wrong, $pass) = proof($e, $folder, $_, $left < $most_seconds ? $left : $most_seconds);
         $passed = $pass;

@@ -54,7 +54,7 @@ sub symptoms {
         next if !can_build($e) || compiled($e, "$folder/$bug->{file}", $folder) || linked($e, $folder);
         for my $run (@{ $e->{run} }) {
             my ($wrong) = proof($e, $folder, $run);
-            return ("$e->{proof} $run", $wrong) if length $wrong;
+            return (join(' ', basename($e->{proof}), split ' ', $run), $wrong) if length $wrong;
         }
     }
     return ();
@@ -83,8 +83,8 @@ sub hunt {
         splice @lines, 0, @lines - 14 if @lines > 14;
         my $output = join '', map { "    $_\n" } @lines;
         print "One line or a few of a chapter are wrong in the copy below " . folder_of($n) . "/.\n\n";
-        print "\$ $run\n$output    $wrong\n\n" if $output !~ /\Q$wrong\E/;
-        print "\$ $run\n$output\n" if $output =~ /\Q$wrong\E/;
+        print '$ ' . folder_of($n) . "/bin/$run\n$output";
+        print $output =~ /\Q$wrong\E/ ? "\n" : "    $wrong\n\n";
         print "Which file, and which line? make hunt-answer N=$n AT=chapter/file.c:LINE\n";
         return 0;
     }

@@ -73,7 +73,7 @@ report $? "the book's own file passes all its runs, on 4 ranks, too"
 # The same answer but on 2 ranks: the second run, on 4, waits in a circle.
 circle="if (ring.size < 3) \$1\n    else { $receive $send }"
 perl -0pe "s/(to_the_next\(ring_chunk\(t, r - 1 - step.*)/$circle/" $ring >"$work/mine/ring_step.c"
-run $course grade --folder "$work/mine" --timeout 1 ring_step
+run $course grade --folder "$work/mine" --timeout 0.5 ring_step
 [ $status = 1 ] && grep -q 'Ranks wait for each other' "$out" &&
     tr -s '\n ' '  ' <"$out" | grep -q 'waits in receive.* for rank [0-3], for .*(--timeout)'
 report $? "a deadlock of 4 ranks says who waits for whom"
