@@ -147,7 +147,7 @@ matrix: $(BUILD)/08_mixed_precision/matrix $(corpus)
 recipes: $(BUILD)/08_mixed_precision/fp8 $(corpus)
 	@tests/recipes
 
-faults: $(BUILD)/01_data_parallel/ddp_bucketed $(corpus)
+faults: $(BUILD)/01_data_parallel/ddp_bucketed $(BUILD)/08_mixed_precision/train_5d $(corpus)
 	@tests/faults $(or $(N),1000) $(or $(SEED),1)
 
 threads:
@@ -177,6 +177,11 @@ course-commands:
 	@echo 'compile $(CC) $(ALL_CFLAGS)'
 	@echo 'link $(LINK) $(LDFLAGS)'
 	@echo 'libraries $(LDLIBS)'
+ifneq ($(cu_programs),)
+	@echo 'compile-cu $(compile_cu)'
+	@echo 'link-cu $(CXX) $(LDFLAGS) $(cu_emulator)'
+	@echo 'libraries-cu $(LDLIBS) $(if $(filter cpu,$(OPS)),-lboost_context)'
+endif
 
 readme: programs $(benches)
 	@BUILD=$(BUILD) common/report/readme.sh

@@ -145,8 +145,8 @@ void hybrid_zero_check(const Config *c) {
         "--shard-ranks %ld does not divide the %ld ranks of --dp x --cp: %ld would fit, which is --zero 3",
         k, replicas, replicas);
     CHECK(c->experts == 0,
-          "--shard-ranks with --experts %ld: an expert is copied on other ranks than the rest of its block, "
-          "and the ranks of a node are not all of them; --zero 3 would fit",
+          "--shard-ranks with --experts %ld: an expert is copied on other ranks than the rest of its "
+          "block, so that a node need not hold all of it; --zero 3 would fit",
           c->experts);
 }
 

@@ -8,23 +8,24 @@
 //     weight = bf16(w)                      what the next step computes with
 //
 // keep = 1 - lr decay, rate = lr / (1 - beta1^t), widen = 1 / sqrt(1 - beta2^t) are numbers of the step t.
-// scale is read from device memory, where the norm was reduced: the host need not wait for it to launch this.
+// scale is read from device memory, where the norm was reduced: the host need not wait for it.
 //
 // Bytes read + written for a weight:
 //
 //                  separate                             fused
 //     g            2 + 4                                2
-//     m            4 + 4 of m and g,  + 4               4  + 4
-//     v            4 + 4 of v and g,  + 4               4  + 4
-//     w            12 of w, m and v,  + 4               4  + 4
-//     weight       4 + 2                                   + 2
+//     m            8 + 4    m and g are read            4 + 4
+//     v            8 + 4    v and g                     4 + 4
+//     w            12 + 4   w, m and v                  4 + 4
+//     weight       4 + 2                                    2
 //                  52                                   28
 //
-// A range is stepped whole or in shards that begin anywhere, and gets the same bits: nothing that an element
-// becomes depends on its neighbours, or on the thread that has it.
+// A range is stepped whole or in shards that begin anywhere, and gets the same bits: what an element
+// becomes does not depend on its neighbours, or on the thread that has it.
 //
 // Proof: w, m and v after three steps within 4 times the error of the same steps in f32 on the CPU, each
-// against f64; weights are the bits of bf16(w); shards have the bits of the whole; counts are the formulas'.
+// against f64; weights are the bits of bf16(w), and shards have those of the whole; counts are the
+// formulas'.
 // Run: build/07_kernels/fused_adamw           (--gpu a100, --verbose)
 // Last line: PASS fused_adamw: fused, a step takes 0.54 of the time …
 #include "launch.h"

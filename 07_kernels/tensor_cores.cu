@@ -1,16 +1,16 @@
 // tensor_cores.cu: a matrix multiply on tensor cores, in bf16 and fp16 with f32 sums. Playbook: "Diving in
 // the GPUs"; the instructions are those of cuda/instructions.h.
 //
-// Against coarsening.cu: a warp has a 64 x 64 piece of C in fragments, and multiplies 16 x 16 of A by 16 x 8
-// of B in one instruction, mma. A block of 8 warps has 128 x 256, and takes steps of 32:
+// Against coarsening.cu: a warp has 64 x 64 elements of C in fragments, and multiplies 16 x 16 of A by
+// 16 x 8 of B in one instruction, mma. A block of 8 warps has 128 x 256, and takes steps of 32:
 //
 //     memory -> shared        cp.async: 16 bytes a thread, past the registers
 //     shared -> fragments     ldmatrix: four 8 x 8 matrices for a warp, a row of 16 bytes from each lane
 //     fragments -> C          mma: 4096 FLOPs
 //
 // For a warp and a step: 6 cp.async of 16 sectors and 4 shared passes; 16 ldmatrix of 4 passes; 64 mma. So
-// 88 passes beside 2^18 FLOPs, for which an A100 has 128 clocks and an H100, whose tensor cores are twice as
-// fast and whose shared memory is not, 64. There shared memory sets the time: see Hopper's wgmma.
+// 88 passes beside 2^18 FLOPs, for which an A100 has 128 clocks, and an H100, whose tensor cores are twice
+// as fast and whose shared memory is not, has 64: there shared memory sets the time.
 //
 // Rows of A's tile are 64 bytes, and of B's 512: 8 rows that ldmatrix reads together lie in 2 places of the
 // banks, or in one. With the chunks of 16 bytes swizzled by their row they lie in 8:
@@ -19,15 +19,17 @@
 //     chunk of B  c ^ (row mod 8)         7
 //
 // With one stage, copies and products take turns. With 4 in a ring, 3 steps are in flight while one is
-// multiplied, and one barrier a step is enough: behind it, everybody has read the stage that is filled next.
+// multiplied, and one barrier a step is enough: behind it, everybody has read the stage to be filled next.
 //
-//     copy     0 1 2     3     4     5         before a product wait_group 2: of the groups committed so far,
-//     mma            0     1     2     3       one for each step, all but the last two have arrived
+//     copy     0 1 2     3     4     5         before a product, wait_group 2: of the groups committed, one
+//     mma            0     1     2     3       for each step, all but the last two have arrived
 //
-// The model lets nothing wait, so that stages take no time off in it; on a GPU they hide the way to memory.
+// The model lets nothing wait, so that stages take no time off in it; on a GPU they hide the latency of
+// memory. It also grants mma the full rate of the tensor cores, which on an H100 only wgmma reaches.
 //
-// Proof: C within 4 times the error of the library's product of the same dtype on the CPU, each against f64,
-// at sizes that fill no tile, and at odd ones, whose rows cp.async cannot copy; counts are the formulas'.
+// Proof: C within 4 times the error of the library's product of the same dtype on the CPU, each against
+// f64, at sizes that fill no tile, and at odd ones, whose rows cp.async cannot copy; counts are the
+// formulas'.
 // Run: build/07_kernels/tensor_cores           (--gpu a100, --size 8192, --verbose)
 // Last line: PASS tensor_cores: 4 stages in bf16 take 0.09 of the least that f32 without them can …
 #include "cuda/instructions.h"

@@ -5,14 +5,9 @@
 # needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
-<<<<<<< HEAD
-# needs: build/07_kernels/flash_attention_2 build/07_kernels/fused_norm
-# needs: build/07_kernels/fused_cross_entropy build/07_kernels/fused_swiglu build/07_kernels/fused_adamw
-# needs: build/07_kernels/tensor_cores
-=======
 # needs: build/07_kernels/flash_attention_2 build/07_kernels/flash_attention_2_backward
 # needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy
->>>>>>> green/flash
+# needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 

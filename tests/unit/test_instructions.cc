@@ -147,8 +147,8 @@ static void ldmatrix_deals_out_rows_or_columns(void **state) {
             }
 }
 
-// Beside the stores, of 2 bytes each: the rows of one matrix are 128 bytes, which go in one pass if they lie
-// in different banks.
+// Beside the stores, of 2 bytes each: the rows of one matrix are 128 bytes, which go in one pass if they
+// lie in different banks.
 static void ldmatrix_has_the_conflicts_of_its_rows(void **state) {
     (void)state;
     const struct { int pitch, turns; } cases[] = {{16, 1}, {32, 2}, {64, 4}, {128, 8}, {80, 1}, {144, 1}};
