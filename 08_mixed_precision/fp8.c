@@ -165,8 +165,8 @@ static bool pipeline_on(const Config *c) { return c->pp > 1; }
 static void more(Mesh mesh, const Config *config) {
     if (config_number(config, "proof-only")) return;
     fp8_tables();
-    fp8_outliers();
     fp8_training(mesh, config);
+    fp8_outliers();
 }
 
 int main(int argc, char **argv) {
