@@ -32,7 +32,7 @@ static Tensor gather(void *context, MoeKept *kept, Tensor x) {
 }
 static Tensor combine(void *context, MoeKept *kept, Tensor made) {
     (void)context;
-    kept->out = pairs_padded(&kept->pairs, made);
+    kept->out = tensor_share(made);
     return pairs_combine(&kept->pairs, kept->out, kept->weights);
 }
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
@@ -152,9 +152,14 @@ static MoeKept *kept_new(Moe *moe, MicroBatch *micro, int layer) {
     return kept;
 }
 
-static void hold(Moe *moe, const MoeKept *kept, int64_t rows) {
+// What is kept for each row that has come here, and for each row whose weighted sum is made here.
+static void hold(Moe *moe, MoeKept *kept) {
     if (!kept->training) return;
-    moe->held += rows;
+    const Config *c = &moe->model->config;
+    int64_t h = c->hidden, each = (int64_t)dtype_size(c->dtype);
+    kept->held = kept->m * (h + 3 * config_expert_width(c)) * each + tensor_rows(kept->out) * h * each;
+    kept->held += kept->held_by_dispatch;
+    moe->held += kept->held;
     if (moe->held > moe->most_held) moe->most_held = moe->held;
 }
 
@@ -166,12 +171,12 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     moe_order(moe, kept);
     kept->rows = moe->dispatch.to_experts(moe->dispatch.context, kept, x);
     tensor_free(&kept->pairs.tokens);
-    hold(moe, kept, kept->m);
     sockets->parameters.acquire(sockets->parameters.context, m, unit_of(m, layer), FORWARD);
     Tensor made = experts_forward(moe, layer, kept);
     sockets->parameters.release(sockets->parameters.context, m, unit_of(m, layer), FORWARD);
     Tensor y = moe->dispatch.combine(moe->dispatch.context, kept, made);
     tensor_free(&made);
+    hold(moe, kept);
     if (!m->config.shared_experts) return y;
     Tensor shared = moe->dense.mlp.forward(moe->dense.mlp.context, m, micro, layer, x);
     op_add(y, y, shared);
@@ -222,7 +227,7 @@ static void drop(void *context, MlpKept *mlp) {
     const Sockets *sockets = &moe->model->sockets;
     for (int64_t i = 0; i < 2 * moe->here; i++)
         sockets->linear.drop(sockets->linear.context, &kept->linear[i]);
-    hold(moe, kept, -kept->m);
+    moe->held -= kept->held;
     moe->dispatch.drop(moe->dispatch.context, kept);
     pair_rows_free(&kept->pairs);
     Tensor *const all[] = {&kept->logits, &kept->weights, &kept->chosen,  &kept->rows,
@@ -270,9 +275,10 @@ static void check(const Config *c) {
           "--tp %ld with --experts: experts are not sharded over tp, and ranks that have the same tokens "
           "would route them twice; add --sp, with which each has its own",
           c->tp);
-    CHECK(config_number(c, "capacity") == 0 || (c->cp == 1 && c->tp == 1),
-          "--capacity is room for rows of a whole sequence, which --%s %ld splits: leave out one of the two",
-          c->cp > 1 ? "cp" : "sp, --tp", c->cp > 1 ? c->cp : c->tp);
+    CHECK(
+        config_number(c, "capacity") == 0 || (c->cp == 1 && c->tp == 1),
+        "--capacity is room for rows of a whole sequence, which --%s %ld splits: leave out one of the two",
+        c->cp > 1 ? "cp" : "sp, --tp", c->cp > 1 ? c->cp : c->tp);
     CHECK(c->micro_batch * c->seq % c->tp == 0,
           "--tp %ld with --experts: --micro-batch %ld x --seq %ld must be a multiple of it, so that all "
           "ranks route as many tokens",
@@ -296,10 +302,9 @@ static void price(Price *p, const Model *m, const void *context) {
     bool all = moe->here == c->experts && moe->capacity == 0;
     keep(p->block, &p->block_rows, "router logits, weights", wide * n * ((double)c->experts + k), m);
     keep(p->block, &p->block_rows, "chosen, place", 2 * 4 * n * k, m);
-    keep(p->block, &p->block_rows, "out of experts", e * n * k * h, m);
     // Of all blocks: where other ranks' tokens come, or some are dropped, as many as came.
-    double rows = all ? n * k * p->blocks : (double)moe->most_held;
-    keep(p->end, &p->end_rows, "rows, gate, up, act of experts", e * rows * (h + 3 * f), m);
+    double rows = all ? e * n * k * (2 * h + 3 * f) * p->blocks : (double)moe->most_held;
+    keep(p->end, &p->end_rows, "rows, gate, up, act, out of experts", rows, m);
     p->peak_counted = true;
     p->peak_by_data = !all;  // expert_tables.c has it from the ledger
     // Which units meet, a dry run knows.
