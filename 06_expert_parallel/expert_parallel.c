@@ -37,8 +37,8 @@ static Request *exchange_counts(const ExpertParallel *x, Tensor theirs, const Mo
     return request;
 }
 
-static void wait_meanwhile(const Moe *moe, Request *request) {
-    moe->in_flight(moe->in_flight_context);
+static void wait_meanwhile(const Moe *moe, Request *request, Moment moment) {
+    moe_at(moe, moment);
     comm_wait(request);
 }
 
@@ -56,7 +56,7 @@ static void add_to_table(ExpertParallel *x, const RowExchange *exchange, int64_t
 void expert_counts(ExpertParallel *x, MoeKept *kept) {
     int64_t e = x->moe->model->config.experts, here = x->moe->here;
     Tensor theirs = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(e));
-    wait_meanwhile(x->moe, exchange_counts(x, theirs, kept));
+    wait_meanwhile(x->moe, exchange_counts(x, theirs, kept), WAITS_FOR_COUNTS);
     RowExchange *exchange = host_alloc(sizeof *exchange);
     *exchange = (RowExchange){kept->own, host_alloc(e * sizeof(int64_t))};
     moe_read_counts(x->moe, kept->training, exchange->received, theirs, 0);
@@ -109,28 +109,29 @@ static void regroup(const ExpertParallel *x, const int64_t *received, Tensor by_
     }
 }
 
-static Tensor exchanged(const ExpertParallel *x, Tensor in, const int64_t *to, const int64_t *from) {
+static Tensor exchanged(const ExpertParallel *x, Tensor in, const int64_t *to, const int64_t *from,
+                        Moment wait) {
     int64_t h = tensor_columns(in), *sent = elements(x, to, h), *received = elements(x, from, h), rows = 0;
     for (int64_t i = 0; i < x->ep.size * x->moe->here; i++) rows += from[i];
     Tensor out = tensor_new(MEMORY_COMMUNICATION, in.dtype, SHAPE(rows, h));
-    wait_meanwhile(x->moe, comm_all_to_all(out, received, in, sent, x->ep));
+    wait_meanwhile(x->moe, comm_all_to_all(out, received, in, sent, x->ep), wait);
     free(sent);
     free(received);
     return out;
 }
 
-Tensor experts_there(const ExpertParallel *x, const RowExchange *exchange, Tensor own) {
-    Tensor arrived = exchanged(x, own, exchange->sent, exchange->received);
+Tensor experts_there(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait) {
+    Tensor arrived = exchanged(x, own, exchange->sent, exchange->received, wait);
     Tensor rows = tensor_new(MEMORY_ACTIVATION, own.dtype, arrived.dims, arrived.shape);
     regroup(x, exchange->received, rows, arrived, true);
     tensor_free(&arrived);
     return rows;
 }
 
-Tensor experts_back(const ExpertParallel *x, const RowExchange *exchange, Tensor made) {
+Tensor experts_back(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait) {
     Tensor leaving = tensor_like(MEMORY_COMMUNICATION, made);
     regroup(x, exchange->received, made, leaving, false);
-    Tensor came = exchanged(x, leaving, exchange->received, exchange->sent);
+    Tensor came = exchanged(x, leaving, exchange->received, exchange->sent, wait);
     Tensor own = tensor_new(MEMORY_ACTIVATION, made.dtype, came.dims, came.shape);
     op_copy(own, came);
     tensor_free(&came);
@@ -140,26 +141,27 @@ Tensor experts_back(const ExpertParallel *x, const RowExchange *exchange, Tensor
 
 static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     expert_counts(context, kept);
-    Tensor own = pairs_gather(&kept->pairs, x), rows = experts_there(context, kept->exchange, own);
+    Tensor own = pairs_gather(&kept->pairs, x),
+           rows = experts_there(context, kept->exchange, own, WAITS_TO_COMPUTE);
     tensor_free(&own);
     return rows;
 }
 
 static Tensor combine(void *context, MoeKept *kept, Tensor made) {
-    kept->out = experts_back(context, kept->exchange, made);
+    kept->out = experts_back(context, kept->exchange, made, WAITS_TO_COMPUTE);
     return pairs_combine(&kept->pairs, kept->out, kept->weights);
 }
 
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
     Tensor own = pairs_combine_backward(&kept->pairs, dy, dweights, kept->out, kept->weights);
     tensor_free(&kept->out);
-    Tensor dout = experts_there(context, kept->exchange, own);
+    Tensor dout = experts_there(context, kept->exchange, own, WAITS_TO_COMPUTE);
     tensor_free(&own);
     return dout;
 }
 
 static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
-    Tensor own = experts_back(context, kept->exchange, drows),
+    Tensor own = experts_back(context, kept->exchange, drows, WAITS_TO_COMPUTE),
            dx = pairs_gather_backward(&kept->pairs, own);
     tensor_free(&own);
     return dx;

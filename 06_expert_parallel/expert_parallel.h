@@ -73,6 +73,13 @@ typedef struct Ledger {
     bool replay;
 } Ledger;
 
+// What a pass of a block comes to, for who has two of them under way (overlapped_experts.c): it waits for
+// counts, for rows inside a node, or for rows across nodes, and then sends again; it waits for rows to
+// compute with; it begins, is amid, or ends a stretch of computing.
+typedef enum Moment {
+    WAITS_FOR_COUNTS, WAITS_INSIDE, WAITS_ACROSS, WAITS_TO_COMPUTE, BEGINS, AMID, ENDS
+} Moment;
+
 struct Moe {
     Model *model;
     Sockets dense;  // as they were: the MLP of the shared experts
@@ -82,11 +89,12 @@ struct Moe {
     Dispatch dispatch;
     Balance balance;
     Ledger ledger;
-    // While bytes are in flight, of which what follows has need: somebody may compute something else.
-    void (*in_flight)(void *context);
-    void *in_flight_context;
+    void (*at)(void *context, Moment moment);  // somebody may compute, or send, something else
+    void *at_context;
     int64_t held, most_held;  // MoeKept.held of all blocks that are kept now, and at most, in training
 };
+
+void moe_at(const Moe *moe, Moment moment);
 
 // router.c. Sets logits, weights and chosen; dx += dlogits Wrouter, dlogits being left to W; and the
 // router's gradient += dlogits^T x.
@@ -142,9 +150,9 @@ typedef struct RowExchange {
 // Sets kept->exchange, count and m: ranks tell each other how many rows will come.
 void expert_counts(ExpertParallel *x, MoeKept *kept);
 // New: rows that come, in the order of the experts here, for this rank's own (in the order of all experts);
-// and the other way back.
-Tensor experts_there(const ExpertParallel *x, const RowExchange *exchange, Tensor own);
-Tensor experts_back(const ExpertParallel *x, const RowExchange *exchange, Tensor made);
+// and the other way back. wait: what follows.
+Tensor experts_there(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait);
+Tensor experts_back(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait);
 
 // What the programs of this chapter list (expert_layouts.c): moe, data parallelism, ZeRO's stages, sequence
 // and vocabulary parallelism, expert_parallel, the four methods of context parallelism, with --pp the

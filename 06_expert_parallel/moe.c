@@ -44,7 +44,8 @@ static Tensor gather_backward(void *context, MoeKept *kept, Tensor drows) {
     return pairs_gather_backward(&kept->pairs, drows);
 }
 static void nothing_exchanged(void *context, MoeKept *kept) { (void)context, (void)kept; }
-static void nothing_meanwhile(void *context) { (void)context; }
+static void nothing_meanwhile(void *context, Moment moment) { (void)context, (void)moment; }
+void moe_at(const Moe *moe, Moment moment) { moe->at(moe->at_context, moment); }
 
 static Tensor no_bias(void *context, int layer) {
     (void)context, (void)layer;
@@ -93,14 +94,17 @@ static Tensor experts_forward(const Moe *moe, int layer, MoeKept *kept) {
     kept->up = tensor_like(MEMORY_ACTIVATION, kept->gate);
     kept->act = tensor_like(MEMORY_ACTIVATION, kept->gate);
     Tensor out = tensor_like(MEMORY_ACTIVATION, kept->rows);
+    moe_at(moe, BEGINS);
     EACH_RUN(in, false)
     sockets->linear.forward(sockets->linear.context, m, 2, in.weight,
                             (Tensor[]){run_of(kept->gate, &in), run_of(kept->up, &in)},
                             run_of(kept->rows, &in), in.linear);
+    moe_at(moe, AMID);
     op_swiglu_forward(kept->act, kept->gate, kept->up);
     EACH_RUN(down, true)
     sockets->linear.forward(sockets->linear.context, m, 1, down.weight, (Tensor[]){run_of(out, &down)},
                             run_of(kept->act, &down), down.linear);
+    moe_at(moe, ENDS);
     return out;
 }
 
@@ -110,9 +114,11 @@ static Tensor experts_backward_input(const Moe *moe, int layer, MoeKept *kept) {
     const Sockets *sockets = &m->sockets;
     Tensor dact = tensor_like(MEMORY_ACTIVATION, kept->act),
            drows = tensor_like(MEMORY_ACTIVATION, kept->rows);
+    moe_at(moe, BEGINS);
     EACH_RUN(down, true)
     sockets->linear.backward_input(sockets->linear.context, m, 1, down.weight, run_of(dact, &down),
                                    (Tensor[]){run_of(kept->dout, &down)}, down.linear);
+    moe_at(moe, AMID);
     op_swiglu_backward(kept->gate, kept->up, dact, kept->gate, kept->up);
     tensor_free(&dact);
     kept->dgate = kept->gate, kept->dup = kept->up;
@@ -120,6 +126,7 @@ static Tensor experts_backward_input(const Moe *moe, int layer, MoeKept *kept) {
     EACH_RUN(in, false)
     sockets->linear.backward_input(sockets->linear.context, m, 2, in.weight, run_of(drows, &in),
                                    (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)}, in.linear);
+    moe_at(moe, ENDS);
     return drows;
 }
 
@@ -167,6 +174,7 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     Moe *moe = context;
     const Sockets *sockets = &m->sockets;
     MoeKept *kept = kept_new(moe, micro, layer);
+    moe_at(moe, ENDS);
     router_forward(moe, layer, kept, x);
     moe_order(moe, kept);
     kept->rows = moe->dispatch.to_experts(moe->dispatch.context, kept, x);
@@ -189,6 +197,7 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
     const Sockets *sockets = &m->sockets;
     MoeKept *kept = micro->block[layer].mlp.more;
     Tensor dweights = tensor_like(MEMORY_ACTIVATION, kept->weights);
+    moe_at(moe, ENDS);
     kept->dout = moe->dispatch.combine_backward(moe->dispatch.context, kept, dy, dweights);
     tensor_free(&kept->out);
     sockets->parameters.acquire(sockets->parameters.context, m, unit_of(m, layer), BACKWARD);
@@ -248,7 +257,7 @@ static void *plug(Model *model) {
                  .here = model->config.experts,
                  .dispatch = {NULL, gather, combine, combine_backward, gather_backward, nothing_exchanged},
                  .balance = {NULL, no_bias, no_balance},
-                 .in_flight = nothing_meanwhile};
+                 .at = nothing_meanwhile};
     model->sockets.mlp.context = moe;
     model->sockets.mlp.forward = forward;
     model->sockets.mlp.backward_input = backward_input;

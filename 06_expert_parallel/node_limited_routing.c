@@ -58,22 +58,19 @@ static Request *cross(const NodeLimited *l, Tensor out, const int64_t *from, Ten
     return comm_all_to_all(out, take, in, give, l->across);
 }
 
-static void wait_meanwhile(const Moe *moe, Request *request) {
-    moe->in_flight(moe->in_flight_context);
-    comm_wait(request);
-}
-
-static Tensor crossed(const NodeLimited *l, int64_t rows, const int64_t *from, Tensor in,
-                      const int64_t *to) {
+static Tensor crossed(const NodeLimited *l, int64_t rows, const int64_t *from, Tensor in, const int64_t *to,
+                      Moment wait) {
     Tensor out = tensor_new(MEMORY_COMMUNICATION, in.dtype, SHAPE(rows, tensor_columns(in)));
-    wait_meanwhile(l->plain->moe, cross(l, out, from, in, to));
+    Request *request = cross(l, out, from, in, to);
+    moe_at(l->plain->moe, wait);
+    comm_wait(request);
     return out;
 }
 static Tensor crossed_there(const NodeLimited *l, const Hops *hops, Tensor own) {
-    return crossed(l, hops->come, hops->from, own, hops->to);
+    return crossed(l, hops->come, hops->from, own, hops->to, WAITS_ACROSS);
 }
 static Tensor crossed_back(const NodeLimited *l, const Hops *hops, Tensor sums) {
-    return crossed(l, hops->nodes.real, hops->to, sums, hops->from);
+    return crossed(l, hops->nodes.real, hops->to, sums, hops->from, WAITS_TO_COMPUTE);
 }
 
 // ---- who goes where ----
@@ -125,7 +122,7 @@ static Tensor tokens_there(const NodeLimited *l, MoeKept *kept, Hops *hops, Tens
         request[i] = cross(l, out[i], hops->from, in[i], hops->to);
         tensor_free(&in[i]);
     }
-    l->plain->moe->in_flight(l->plain->moe->in_flight_context);
+    moe_at(l->plain->moe, WAITS_ACROSS);
     comm_wait_all(request, 3);
     *chosen = out[1];
     hops->weights = out[2];
@@ -184,7 +181,7 @@ static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     Tensor own = pairs_gather(&hops->experts, come);
     tensor_free(&hops->experts.tokens);
     tensor_free(&come);
-    Tensor rows = experts_there(&l->inside, &hops->inside, own);
+    Tensor rows = experts_there(&l->inside, &hops->inside, own, WAITS_TO_COMPUTE);
     tensor_free(&own);
     kept->held_by_dispatch = 8 * tensor_count(hops->nodes.place) + 4 * tensor_count(hops->experts.place) +
                              tensor_bytes(hops->weights);
@@ -195,7 +192,7 @@ static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
 static Tensor combine(void *context, MoeKept *kept, Tensor made) {
     const NodeLimited *l = context;
     const Hops *hops = kept->exchange;
-    kept->out = experts_back(&l->inside, &hops->inside, made);
+    kept->out = experts_back(&l->inside, &hops->inside, made, WAITS_INSIDE);
     Tensor sums = pairs_combine(&hops->experts, kept->out, hops->weights);
     Tensor came = crossed_back(l, hops, sums), y = pairs_combine(&hops->nodes, came, (Tensor){0});
     tensor_free(&sums);
@@ -217,7 +214,7 @@ static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor d
     Tensor parts =
         tensor_new(MEMORY_COMMUNICATION, part.dtype, SHAPE(hops->nodes.real, tensor_columns(part)));
     Request *request = cross(l, parts, hops->to, part, hops->from);
-    Tensor dout = experts_there(&l->inside, &hops->inside, drows);
+    Tensor dout = experts_there(&l->inside, &hops->inside, drows, WAITS_TO_COMPUTE);
     comm_wait(request);
     op_combine_forward(dweights, parts, hops->nodes.place, (Tensor){0});
     tensor_free(&parts);
@@ -229,7 +226,7 @@ static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor d
 static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
     const NodeLimited *l = context;
     const Hops *hops = kept->exchange;
-    Tensor own = experts_back(&l->inside, &hops->inside, drows);
+    Tensor own = experts_back(&l->inside, &hops->inside, drows, WAITS_INSIDE);
     Tensor sums = pairs_gather_backward(&hops->experts, own);
     tensor_free(&own);
     Tensor came = crossed_back(l, hops, sums), dx = pairs_gather_backward(&hops->nodes, came);

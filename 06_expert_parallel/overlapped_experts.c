@@ -34,25 +34,39 @@ typedef struct Overlap {
     ucontext_t caller, pass[2];
     char *stack[2];
     Work work;
-    bool running, done[2];
-    int now;  // the pass that runs
+    bool running, begun[2], done[2];
+    Moment waits[2];  // for what, a pass that has given way
+    int now;          // the pass that runs
+    Sockets before;
 } Overlap;
 
 // ---- two coroutines ----
 
-// Called where a pass would wait: the other one goes on, if it is not done.
-static void let_other(void *context) {
+static void go_on_with(Overlap *o, int pass) {
+    int me = o->now;
+    o->now = pass;
+    CHECK(swapcontext(&o->pass[me], &o->pass[pass]) == 0, "a micro-batch cannot give way to another");
+}
+
+// Where a pass would wait, the other one goes on, if it is not done. Where a pass computes, it lets the
+// other one send again, as soon as what that waits for may have come: counts at once, rows inside a node
+// after half a stretch of computing, rows across nodes at its end. The other then waits, and this one goes
+// on. No clock is asked, so that all ranks switch at the same calls.
+static void at(void *context, Moment moment) {
     Overlap *o = context;
-    int me = o->now, other = 1 - me;
+    int other = 1 - o->now;
     if (!o->running || o->done[other]) return;
-    o->now = other;
-    CHECK(swapcontext(&o->pass[me], &o->pass[other]) == 0, "a micro-batch cannot give way to another");
+    if (moment <= WAITS_TO_COMPUTE) o->waits[o->now] = moment;
+    else if (!o->begun[other] || o->waits[other] > moment - BEGINS + WAITS_FOR_COUNTS) return;
+    go_on_with(o, other);
+    o->waits[o->now] = WAITS_TO_COMPUTE;
 }
 
 // makecontext can pass only ints: the pointer comes in two halves.
 static void begin_pass(unsigned low, unsigned high) {
     Overlap *o = (Overlap *)((uintptr_t)high << 32 | low);
     int me = o->now;
+    o->begun[me] = true;
     o->work.run(o->work.context, me);
     o->done[me] = true;
     o->now = 1 - me;
@@ -68,7 +82,7 @@ static void run_both(Overlap *o, Work work) {
         o->pass[i].uc_stack.ss_sp = o->stack[i];
         o->pass[i].uc_stack.ss_size = STACK;
         o->pass[i].uc_link = NULL;
-        o->done[i] = false;
+        o->begun[i] = o->done[i] = false;
         makecontext(&o->pass[i], (void (*)(void))begin_pass, 2, (unsigned)self, (unsigned)(self >> 32));
     }
     o->now = 0;
@@ -143,6 +157,31 @@ static void together(void *context, Pipeline *pipeline, Model *m, const Action *
     run_both(context, (Work){compute_of, &pair});
 }
 
+// ---- amid a block: before attention's own multiplies ----
+
+static void attention_forward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept,
+                              Tensor q, Tensor k, Tensor v, AttentionShape shape) {
+    const Sockets *before = &((Overlap *)context)->before;
+    at(context, AMID);
+    before->attention.forward(before->attention.context, micro, o, kept, q, k, v, shape);
+}
+static void attention_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv,
+                               Tensor d_o, AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o,
+                               AttentionShape shape) {
+    const Sockets *before = &((Overlap *)context)->before;
+    at(context, AMID);
+    before->attention.backward(before->attention.context, micro, dq, dk, dv, d_o, kept, q, k, v, o, shape);
+}
+static void attention_drop(void *context, AttentionKept *kept) {
+    const Sockets *before = &((Overlap *)context)->before;
+    before->attention.drop(before->attention.context, kept);
+}
+static void attention_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
+                            Tensor v, AttentionShape shape) {
+    const Sockets *before = &((Overlap *)context)->before;
+    before->attention.again(before->attention.context, micro, kept, q, k, v, shape);
+}
+
 // ---- the technique ----
 
 static void *plug(Model *m) {
@@ -150,8 +189,14 @@ static void *plug(Model *m) {
     *o = (Overlap){.running = false};
     for (int i = 0; i < 2; i++) o->stack[i] = host_alloc(STACK);
     Moe *routed = m->sockets.mlp.context;
-    routed->in_flight = let_other;
-    routed->in_flight_context = o;
+    routed->at = at;
+    routed->at_context = o;
+    o->before = m->sockets;
+    m->sockets.attention.context = o;
+    m->sockets.attention.forward = attention_forward;
+    m->sockets.attention.backward = attention_backward;
+    m->sockets.attention.drop = attention_drop;
+    m->sockets.attention.again = attention_again;
     if (m->config.pp > 1) {
         Pipeline *pipeline = m->sockets.schedule.context;
         pipeline->together = together;
@@ -188,7 +233,7 @@ static bool enabled(const Config *c) { return c->experts > 0; }
 const Technique overlapped_experts = {.name = "overlapped_experts",
                                       .axes = 1u << AXIS_EP,
                                       .brings = CONFIG_EXPERTS,
-                                      .wraps = 1u << SOCKET_SCHEDULE,
+                                      .wraps = 1u << SOCKET_SCHEDULE | 1u << SOCKET_ATTENTION,
                                       .enabled = enabled,
                                       .check = check,
                                       .plug = plug,
