@@ -142,26 +142,26 @@ Tensor experts_back(const ExpertParallel *x, const RowExchange *exchange, Tensor
 static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     expert_counts(context, kept);
     Tensor own = pairs_gather(&kept->pairs, x),
-           rows = experts_there(context, kept->exchange, own, WAITS_TO_COMPUTE);
+           rows = experts_there(context, kept->exchange, own, WAITS_ACROSS_TO_COMPUTE);
     tensor_free(&own);
     return rows;
 }
 
 static Tensor combine(void *context, MoeKept *kept, Tensor made) {
-    kept->out = experts_back(context, kept->exchange, made, WAITS_TO_COMPUTE);
+    kept->out = experts_back(context, kept->exchange, made, WAITS_ACROSS_TO_COMPUTE);
     return pairs_combine(&kept->pairs, kept->out, kept->weights);
 }
 
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
     Tensor own = pairs_combine_backward(&kept->pairs, dy, dweights, kept->out, kept->weights);
     tensor_free(&kept->out);
-    Tensor dout = experts_there(context, kept->exchange, own, WAITS_TO_COMPUTE);
+    Tensor dout = experts_there(context, kept->exchange, own, WAITS_ACROSS_TO_COMPUTE);
     tensor_free(&own);
     return dout;
 }
 
 static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
-    Tensor own = experts_back(context, kept->exchange, drows, WAITS_TO_COMPUTE),
+    Tensor own = experts_back(context, kept->exchange, drows, WAITS_ACROSS_TO_COMPUTE),
            dx = pairs_gather_backward(&kept->pairs, own);
     tensor_free(&own);
     return dx;

@@ -74,10 +74,11 @@ typedef struct Ledger {
 } Ledger;
 
 // What a pass of a block comes to, for who has two of them under way (overlapped_experts.c): it waits for
-// counts, for rows inside a node, or for rows across nodes, and then sends again; it waits for rows to
-// compute with; it begins, is amid, or ends a stretch of computing.
+// counts, for rows inside a node, or for rows across nodes, and then sends again; it waits for rows from
+// either to compute with; it begins, is amid, or ends a stretch of computing.
 typedef enum Moment {
-    WAITS_FOR_COUNTS, WAITS_INSIDE, WAITS_ACROSS, WAITS_TO_COMPUTE, BEGINS, AMID, ENDS
+    WAITS_FOR_COUNTS, WAITS_INSIDE, WAITS_ACROSS, WAITS_INSIDE_TO_COMPUTE, WAITS_ACROSS_TO_COMPUTE,
+    BEGINS, AMID, ENDS
 } Moment;
 
 struct Moe {

@@ -40,7 +40,9 @@ typedef struct Hops {
     PairRows experts;    // the tokens that have come and their experts in this node
     Tensor weights;      // (come, k)
     RowExchange inside;
-    int64_t *sent;  // inside.sent
+    int64_t *sent;           // inside.sent
+    Request *request;        // in backward: of the weights' gradients …
+    Tensor parts, dweights;  // … (tokens x nodes, k), and their sums (n, k)
 } Hops;
 
 // ---- the hop across ----
@@ -70,7 +72,7 @@ static Tensor crossed_there(const NodeLimited *l, const Hops *hops, Tensor own) 
     return crossed(l, hops->come, hops->from, own, hops->to, WAITS_ACROSS);
 }
 static Tensor crossed_back(const NodeLimited *l, const Hops *hops, Tensor sums) {
-    return crossed(l, hops->nodes.real, hops->to, sums, hops->from, WAITS_TO_COMPUTE);
+    return crossed(l, hops->nodes.real, hops->to, sums, hops->from, WAITS_ACROSS_TO_COMPUTE);
 }
 
 // ---- who goes where ----
@@ -181,7 +183,7 @@ static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     Tensor own = pairs_gather(&hops->experts, come);
     tensor_free(&hops->experts.tokens);
     tensor_free(&come);
-    Tensor rows = experts_there(&l->inside, &hops->inside, own, WAITS_TO_COMPUTE);
+    Tensor rows = experts_there(&l->inside, &hops->inside, own, WAITS_INSIDE_TO_COMPUTE);
     tensor_free(&own);
     kept->held_by_dispatch = 8 * tensor_count(hops->nodes.place) + 4 * tensor_count(hops->experts.place) +
                              tensor_bytes(hops->weights);
@@ -200,38 +202,41 @@ static Tensor combine(void *context, MoeKept *kept, Tensor made) {
     return y;
 }
 
-// dout_j = weight_j dy, dweight_j = <dy, out_j>: where the sum was made. A weight's gradient is in the row
-// of its node, and zero in those of the others.
+// dout_j = weight_j dy, dweight_j = <dy, out_j>: where the sum was made. The gradients of weights cross back
+// while the experts compute: whoever waits for them earlier waits for what crosses before them, too.
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
     const NodeLimited *l = context;
-    const Hops *hops = kept->exchange;
+    Hops *hops = kept->exchange;
     Tensor own = pairs_gather(&hops->nodes, dy), dsums = crossed_there(l, hops, own);
     tensor_free(&own);
     Tensor part = tensor_like(MEMORY_ACTIVATION, hops->weights);
     Tensor drows = pairs_combine_backward(&hops->experts, dsums, part, kept->out, hops->weights);
     tensor_free(&kept->out);
     tensor_free(&dsums);
-    Tensor parts =
+    hops->dweights = tensor_share(dweights);
+    hops->parts =
         tensor_new(MEMORY_COMMUNICATION, part.dtype, SHAPE(hops->nodes.real, tensor_columns(part)));
-    Request *request = cross(l, parts, hops->to, part, hops->from);
-    Tensor dout = experts_there(&l->inside, &hops->inside, drows, WAITS_TO_COMPUTE);
-    comm_wait(request);
-    op_combine_forward(dweights, parts, hops->nodes.place, (Tensor){0});
-    tensor_free(&parts);
+    hops->request = cross(l, hops->parts, hops->to, part, hops->from);
     tensor_free(&part);
+    Tensor dout = experts_there(&l->inside, &hops->inside, drows, WAITS_INSIDE_TO_COMPUTE);
     tensor_free(&drows);
     return dout;
 }
 
+// A weight's gradient is in the row of its node, and zero in those of the others.
 static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
     const NodeLimited *l = context;
-    const Hops *hops = kept->exchange;
+    Hops *hops = kept->exchange;
     Tensor own = experts_back(&l->inside, &hops->inside, drows, WAITS_INSIDE);
     Tensor sums = pairs_gather_backward(&hops->experts, own);
     tensor_free(&own);
     Tensor came = crossed_back(l, hops, sums), dx = pairs_gather_backward(&hops->nodes, came);
     tensor_free(&sums);
     tensor_free(&came);
+    comm_wait(hops->request);
+    op_combine_forward(hops->dweights, hops->parts, hops->nodes.place, (Tensor){0});
+    tensor_free(&hops->parts);
+    tensor_free(&hops->dweights);
     return dx;
 }
 
