@@ -131,25 +131,32 @@ static Tensor tokens_there(const NodeLimited *l, MoeKept *kept, Hops *hops, Tens
     return out[0];
 }
 
+static void all_deal_alike(const NodeLimited *l, MoeKept *kept, Hops *hops) {
+    int64_t here = l->plain->moe->here, ranks = l->inside.ep.size;
+    const int64_t *own = hops->sent + l->inside.ep.rank * here;
+    for (int64_t i = 0; i < ranks * here; i++) hops->inside.received[i] = own[i % here];
+    kept->m = 0;
+    for (int64_t i = 0; i < here; i++) kept->m += kept->count[i] = ranks * own[i];
+}
+
 // Rows for the experts of this node, by the choice of the tokens that have come. How many rows the others
 // of the node send here follows from the counts of all ranks: each forwards those of its place.
-static void choose_experts(const NodeLimited *l, const MoeKept *kept, Hops *hops, Tensor chosen) {
+static void choose_experts(const NodeLimited *l, MoeKept *kept, Hops *hops, Tensor chosen) {
     Moe *moe = l->plain->moe;
-    int64_t ranks = l->inside.ep.size, nodes = l->across.size, here = moe->here, each = ranks * here;
-    int64_t first = l->across.rank * each, dealt = 0;
+    int64_t ranks = l->inside.ep.size, nodes = l->across.size, each = ranks * moe->here;
+    int64_t dealt = hops->come * tensor_columns(chosen) / tensor_columns(hops->nodes.place);
     Tensor numbers = tensor_like(MEMORY_ACTIVATION, chosen);
-    op_route_within(numbers, chosen, first, each);
+    op_route_within(numbers, chosen, l->across.rank * each, each);
     hops->inside.sent = hops->sent = host_alloc(each * sizeof *hops->sent);
-    for (int64_t i = 0; i < each; i++) dealt += nodes * kept->own[first + i];
     hops->experts = pair_rows_new(moe, kept->training, hops->sent, numbers, each, dealt);
     tensor_free(&numbers);
     hops->inside.received = host_alloc(each * sizeof *hops->inside.received);
     for (int64_t i = 0; i < each; i++) {
-        if (device_is_dry_run() && !moe->ledger.replay) hops->sent[i] = nodes * kept->own[first + i];
         hops->inside.received[i] = 0;
         for (int64_t node = 0; node < nodes; node++)
             hops->inside.received[i] += hops->plain->received[node * each + i];
     }
+    if (device_is_dry_run() && !moe->ledger.replay) all_deal_alike(l, kept, hops);
 }
 
 static void add_to_table(NodeLimited *l, const MoeKept *kept, const Hops *hops) {

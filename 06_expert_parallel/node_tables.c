@@ -8,7 +8,8 @@
 //     two hops   across   (4 h e + 4 k + 2 w k) (tokens x other nodes of their experts)
 //
 // once in each pass and each way; inside, 4 h e for each row that goes to another rank of a node; and the
-// counts of every forward. This file has no main: node_limited_routing.c runs it.
+// counts of every forward. Then all tokens are sent to one node, and two micro-batches are in flight. This
+// file has no main: node_limited_routing.c runs it.
 #include <stdlib.h>
 
 #include "expert_parallel.h"
@@ -93,10 +94,24 @@ static void all_to_one_node(Mesh mesh, Config c) {
     record_free(&baseline);
 }
 
+// Two micro-batches in flight, whose hops take turns on the same links.
+static void two_in_flight(Mesh mesh, Config c) {
+    c.steps = 1;
+    Record both = program_record(&c, mesh, node_limited_overlapped, false, false, "two in flight"),
+           single = program_record(&c, mesh, node_limited_layouts, false, false, "one after the other");
+    bool quiet = report_quiet(!c.verbose);
+    report_compare(&both, &single, PROOF_EXACT, 0);
+    report_quiet(quiet);
+    record_free(&both);
+    record_free(&single);
+}
+
 void node_tables(Mesh mesh, const Config *config) {
     int ranks = (int)(config->gpus_per_node ? config->gpus_per_node : clock_machine()->gpus_per_node);
     if (config_number(config, "proof-only")) return;
     if (config->dtype == F64) all_to_one_node(mesh, *config);
+    if (!config->tied && config_number(config, "zero") < 3 && comm_sums_in_rank_order())
+        two_in_flight(mesh, *config);
     if (mesh.ep.size > ranks && mesh.cp.size == 1 && mesh.pp.size == 1)
         beside_plain(mesh, *config, ranks, config->verbose);
 }
