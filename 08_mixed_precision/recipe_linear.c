@@ -197,7 +197,9 @@ static void backward_weight(void *context, Model *m, int count, Param *const *we
     for (int i = 0; i < count; i++) {
         Codes gradient = new_codes(f, m, weight[i], OPERAND_DY, dy[i], true);
         note_amax(f, m, weight[i], OPERAND_DY, dy[i]);
-        op_matmul_codes(param_grad(&m->params, weight[i]), gradient, input, f->recipe->sum, 1);
+        Tensor grad = param_grad_begin(&m->params, weight[i]);
+        op_matmul_codes(grad, gradient, input, f->recipe->sum, 1);
+        param_grad_end(&m->params, weight[i], grad);
         free_codes(&gradient);
     }
     free_codes(&input);

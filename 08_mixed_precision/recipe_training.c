@@ -10,7 +10,15 @@
 
 const Technique *const fp8_one_device[] = {&fp8_recipe, &recompute, NULL};
 
+enum { MOST_SEEDS = 4 };  // of --long
+
 // recipe 0: none, which is bf16
+static void set_recipe(Config *c, int recipe) {
+    config_set(c, "fp8", recipe);
+    config_set(c, "fp8-tile", 0);
+    config_set(c, "fp8-wire", 0);
+}
+
 Config fp8_small(int recipe, const char *more) {
     char *text = format_text(
         "layers=1 hidden=32 heads=4 kv-heads=4 ffn=96 seq=32 micro-batch=8 dtype=bf16 optimizer=adamw "
@@ -19,9 +27,7 @@ Config fp8_small(int recipe, const char *more) {
         more);
     Config c = config_default(text);
     free(text);
-    config_set(&c, "fp8", recipe);
-    config_set(&c, "fp8-tile", 0);
-    config_set(&c, "fp8-wire", 0);
+    set_recipe(&c, recipe);
     return c;
 }
 
@@ -142,10 +148,43 @@ static void show_rates(const char *file) {
     if (base_rank() == 0) draw_rates(file, last, fp8_recipe_count + 1, fmin(ceil(highest), 12));
 }
 
+// The default model as long as a small run of it takes to settle, seed by seed: what seeds change is the
+// yardstick of what recipes change.
+static void show_long(int64_t seeds) {
+    enum { STEPS = 500 };
+    double bf16[MOST_SEEDS], least = INFINITY, most = 0;
+    say("\n%d steps of the default model, mean of the last %d losses, by --seed:\n", STEPS, STEPS / 10);
+    for (int i = 0; i <= fp8_recipe_count; i++) {
+        char *row = format_text("  %-12s", i ? fp8_recipes[i - 1].name : "bf16");
+        double off = 0;
+        for (int64_t seed = 0; seed < seeds; seed++) {
+            Config c = config_default("dtype=bf16 steps=500");
+            c.seed = seed + 1;
+            set_recipe(&c, i);
+            Run run = run_of(&c, fp8_one_device);
+            if (i == 0) bf16[seed] = run.last, least = fmin(least, run.last), most = fmax(most, run.last);
+            off += (run.last / bf16[seed] - 1) / (double)seeds;
+            char *longer = format_text("%s %10.4f", row, run.last);
+            free(row);
+            row = longer;
+            run_free(&run);
+        }
+        say("%s %+10.2f%%", row, 100 * off);
+        report_number("500 steps, of bf16's", i ? fp8_recipes[i - 1].name : "bf16", off, "");
+        if (i)
+            report_that(fabs(off) < 0.01, "%s: 500 steps end %+.2f%% off", fp8_recipes[i - 1].name,
+                        100 * off);
+        free(row);
+    }
+    say("  seeds of bf16 are %.2f%% apart", 100 * (most / least - 1));
+}
+
 void fp8_training(Mesh mesh, const Config *config) {
     const char *curves = config_text(config, "curves");
+    int64_t seeds = (int64_t)config_number(config, "long");
     show_casts();
     show_losses();
     show_wire(mesh);
     if (curves) show_rates(curves);
+    if (seeds) show_long(seeds);
 }

@@ -8,7 +8,7 @@ build=$build/08_mixed_precision
 limit=500  # many runs in one
 
 passes "every pair on 8 ranks" matrix --ranks 8
-grep -q ' 6456 of 11520 refused' "$out"
+grep -q ' 6228 of 11520 refused' "$out"
 report $? "and no combination more is refused than those that cannot be"
 passes "every pair on 6 ranks" matrix --ranks 6
 passes "list: every pair on 12 ranks meets in some cell" matrix --ranks 12 --list

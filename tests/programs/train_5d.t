@@ -17,8 +17,8 @@ passes "experts: dp 2, pp 2, tp 2, ep 4, ZeRO-3, sequence parallelism, interleav
     --experts 4 --top-k 2 --ep 4 --zero 3 --schedule interleaved --recompute selective
 passes "experts: a stage with the head alone" train_5d $quick --layers 3 --dp 2 --pp 4 --tp 1 --experts 4 --top-k 2 \
     --ep 2 --optimizer sgd --lr 0.1
-passes "dp 2, pp 2, cp 2, zb_v, full recomputation, ZeRO-2" train_5d $quick --cp 2 --tp 1 --context zigzag \
-    --schedule zb_v --recompute full --zero 2 --optimizer sgd --lr 0.1
+passes "dp 2, pp 2, cp 2, zb_v, full recomputation, hybrid sharding" train_5d $quick --cp 2 --tp 1 --context zigzag \
+    --schedule zb_v --recompute full --zero hybrid --shard-ranks 2 --optimizer sgd --lr 0.1
 passes "dp 4, tp 2, hybrid sharding, asynchronous rows, flash attention" train_5d $quick --pp 1 --sp --async-tp \
     --vocab-parallel --zero hybrid --shard-ranks 2 --attention flash
 passes "trains for real" train_5d --no-check --dtype f32 --steps 30 --lr 0.003 --sample 20 --eval-every 15
@@ -30,7 +30,7 @@ refused "--chunks is an option of pipeline, which these flags do not ask for" tr
 refused "--gather is an option of zero1, which these flags do not ask for" train_5d --zero 2 --gather step
 refused "--context says how ranks of --cp bring keys together" train_5d --context ulysses
 refused "--tp 3 does not divide --heads 4" train_5d --tp 3 --ranks 6 --pp 1
-refused "--shard-ranks gathers weights for each pass of a dense model" train_5d --zero hybrid
+refused "--shard-ranks with --experts 4" train_5d --tp 1 --zero hybrid --experts 4
 
 # ---- killed and resumed ----
 
