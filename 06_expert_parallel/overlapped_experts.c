@@ -121,8 +121,7 @@ static void pass_of(void *context, int which) {
     else model_forward(two->model, two->micro[which]);
 }
 
-// Those of the two that there are: a step may have a single micro-batch. What the data decides of kept
-// activations counts when a forward has ended, as the rest of them does.
+// A step may have a single micro-batch. Activations count as kept when a forward has ended.
 static void run_two(Overlap *o, Two two, const char *mark) {
     Moe *routed = two.model->sockets.mlp.context;
     int64_t most = routed->most_held;
@@ -157,8 +156,8 @@ static void end_micro_batch(Model *m, MicroBatch *micro, const StepInput *input)
 
 //     F0 F1 | B0 F2 | B1 F3 | … | B(m - 2) B(m - 1)       B: with W
 static void run(void *context, Model *m, const StepInput *input) {
-    MicroBatch alive[ALIVE], *first = begin_micro_batch(alive, m, input, 0);
-    MicroBatch *second = begin_micro_batch(alive, m, input, 1);
+    MicroBatch alive[ALIVE], *first = begin_micro_batch(alive, m, input, 0),
+                             *second = begin_micro_batch(alive, m, input, 1);
     model_begin_step(m, input->micro_batches);
     run_two(context, (Two){m, {first, second}, {false, false}}, "forward");
     after_forward(input);
@@ -211,8 +210,8 @@ static void attention_backward(void *context, const MicroBatch *micro, Tensor dq
     before->attention.backward(before->attention.context, micro, dq, dk, dv, d_o, kept, q, k, v, o, shape);
 }
 static void attention_drop(void *context, AttentionKept *kept) {
-    const Sockets *before = &((Overlap *)context)->before;
-    before->attention.drop(before->attention.context, kept);
+    const Overlap *o = context;
+    o->before.attention.drop(o->before.attention.context, kept);
 }
 static void attention_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
                             Tensor v, AttentionShape shape) {
@@ -286,16 +285,15 @@ typedef struct Exposed {
     double sent, exposed, computed, step;  // seconds
 } Exposed;
 
-// Nothing is sent but what experts send, and a pipeline: sums of gradients would take their turns on the
-// same links.
+// Nothing is sent but what experts send, and a pipeline: sums of gradients would use the same links.
 static Exposed exposed_by(Mesh mesh, const Config *c, Techniques techniques, const char *title) {
     mesh.dp = mesh.dp_cp = mesh.expert_dp = mesh_single().dp;
     clock_push(title);
     StepCost cost = program_cost(c, mesh, techniques);
     CommCount all_to_all = comm_count("all_to_all");
-    clock_pop();
     Exposed e = {all_to_all.model_seconds, all_to_all.exposed_seconds,
                  cost.step_seconds - cost.comm.exposed_seconds, cost.step_seconds};
+    clock_pop();
     say("  %-32s %16.3f %12.3f %12.3f", title, 1e3 * e.sent, 1e3 * e.exposed, 1e3 * e.step);
     return e;
 }
@@ -314,7 +312,7 @@ static Config deepseek(const Config *config, Mesh mesh) {
     return c;
 }
 
-// What can be hidden: all that is sent, but no more than there is to compute meanwhile.
+// Can be: all that is sent, but no more than there is to compute meanwhile.
 static double hidden_of(const Exposed *before, const Exposed *after, const char *what) {
     double most = fmin(before->exposed, before->computed), hidden = before->exposed - after->exposed;
     say("  compute at hand can hide %.3f ms of it, and %.1f%% of that are hidden", 1e3 * most,

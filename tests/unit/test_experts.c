@@ -309,7 +309,8 @@ static void a_token_goes_to_each_node_once(void **state) {
     (void)state;
     const int64_t n = 50, k = 4, each = 3, count = 4;
     Array chosen = choices(n, k, each * count, 1), nodes = array_new(I32, n, k, -1),
-          within = array_new(I32, n, k, -1), row = array_new(I32, 1, k, -1), second = array_new(I32, 1, 1, 1);
+          within = array_new(I32, n, k, -1), row = array_new(I32, 1, k, -1),
+          second = array_new(I32, 1, 1, 1);
     op_route_nodes(nodes.t, chosen.t, each, count);
     op_route_within(within.t, chosen.t, 2 * each, each);
     op_gather_rows(row.t, chosen.t, second.t);
