@@ -1,10 +1,10 @@
 // node_limited_routing.c: each token goes to few nodes, and crosses to each of them once. Playbook: "Expert
 // parallelism"; DeepSeek-V3 (2024), sections 2.1.2 and 3.2.2.
 //
-// Against expert_parallel.c, where a token crosses the network once for each of its experts in another node:
-// the ep ranks stand in N nodes of K. The router keeps a token's M best nodes, and chooses its experts there
-// (--expert-groups N --groups-kept M; a node is as good as its two best experts together). Its hidden state
-// then makes two hops:
+// Against expert_parallel.c, where a token crosses the network once for each of its experts in another
+// node: the ep ranks stand in N nodes of K. The router keeps a token's M best nodes, and chooses its experts
+// there (--expert-groups N --groups-kept M; a node is as good as its two best experts together). Its hidden
+// state then makes two hops:
 //
 //                   node 0          node 1
 //                   rank 0  1       rank 2        3           a token of rank 0, experts on ranks 2 and 3
@@ -14,18 +14,18 @@
 //     inside                        E2(x) <------ E3(x)
 //     across        y <------------ w2 E2(x) + w3 E3(x)       summed before it crosses
 //
-// Across, a node is what an expert is in expert_parallel.c, with a weight of 1; inside, the tokens that have
-// come are routed as if they were this rank's own. So the weights travel with the tokens, and their
+// Across, a node is what an expert is in expert_parallel.c, with a weight of 1; inside, the tokens that
+// have come are routed as if they were this rank's own. So the weights travel with the tokens, and their
 // gradients back. Backward takes the same hops in the other order.
 //
-// Bytes sent per rank, block and micro-batch, e bytes an element and w a weight; T tokens x nodes go to other
+// Bytes sent per rank, block and micro-batch, e bytes an element, w a weight; T tokens x nodes go to other
 // nodes and T' come from there, R rows go to other ranks of the node and R' come:
 //     across   forward (h e + 4 k + w k) T + h e T',  backward h e T + (h e + w k) T'
 //     inside   h e (R + R') in each pass
 // and forward 4 (N - 1) of counts besides those of expert_parallel.c, which sends h e across for each row:
 // k (N - 1) / N of a token. T is M (N - 1) / N of it at most: of DeepSeek-V3's 8 experts in 4 nodes, half.
 // Memory per rank: as expert_parallel.c; 4 k + w k for each token that comes.
-// Run: build/06_expert_parallel/node_limited_routing   (--ranks 8 --ep 8 --gpus-per-node 2 --expert-groups 4 …)
+// Run: build/06_expert_parallel/node_limited_routing   (--gpus-per-node 4 --expert-groups 2, --zero 2 …)
 // Last line: PASS node_limited_routing: in two hops, the tokens make the step of one device …
 #include <stdlib.h>
 
