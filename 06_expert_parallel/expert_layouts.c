@@ -61,12 +61,16 @@ static const Technique zero3_of_stages = {.name = "zero3_per_step",
 
 // ---- the lists ----
 
-#define ALL_BUT_THE_LAST                                                                          \
-    &moe, &ddp_no_sync, &zero1, &zero2, &zero3_per_use, &zero3_of_stages, &sequence_parallel,     \
-        &vocab_parallel, &expert_parallel, &ring_attention, &zigzag_ring_attention,               \
-        &all_gather_attention, &ulysses, &stages
-const Technique *const expert_layouts[] = {ALL_BUT_THE_LAST, &recompute, NULL};
-const Technique *const overlapped_layouts[] = {ALL_BUT_THE_LAST, &overlapped_experts, &recompute, NULL};
+#define ALL_BUT_THE_LAST(dispatch)                                                                  \
+    &moe, &ddp_no_sync, &zero1, &zero2, &zero3_per_use, &zero3_of_stages, &sequence_parallel,       \
+        &vocab_parallel, &dispatch, &ring_attention, &zigzag_ring_attention, &all_gather_attention, \
+        &ulysses, &stages
+const Technique *const expert_layouts[] = {ALL_BUT_THE_LAST(expert_parallel), &recompute, NULL};
+const Technique *const overlapped_layouts[] = {ALL_BUT_THE_LAST(expert_parallel), &overlapped_experts,
+                                               &recompute, NULL};
+const Technique *const node_limited_layouts[] = {ALL_BUT_THE_LAST(node_limited_routing), &recompute, NULL};
+const Technique *const node_limited_overlapped[] = {ALL_BUT_THE_LAST(node_limited_routing),
+                                                    &overlapped_experts, &recompute, NULL};
 const Technique *const expert_baseline[] = {&moe, &recompute, NULL};
 const Option expert_layout_options[EXPERT_LAYOUT_OPTIONS] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",

@@ -23,12 +23,6 @@
 
 #include <stdlib.h>
 
-// How many rows go to which expert, on which rank.
-typedef struct Exchange {
-    const int64_t *sent;  // (e) of this rank's tokens
-    int64_t *received;    // (ep, e / ep) from each rank, for each expert here
-} Exchange;
-
 // ---- the technique: counts first ----
 
 static Request *exchange_counts(const ExpertParallel *x, Tensor theirs, const MoeKept *kept) {
@@ -43,12 +37,12 @@ static Request *exchange_counts(const ExpertParallel *x, Tensor theirs, const Mo
     return request;
 }
 
-static void wait_meanwhile(const Moe *moe, Request *request) {
-    moe->in_flight(moe->in_flight_context);
+static void wait_meanwhile(const Moe *moe, Request *request, Moment moment) {
+    moe_at(moe, moment);
     comm_wait(request);
 }
 
-static void add_to_table(ExpertParallel *x, const Exchange *exchange, int64_t e) {
+static void add_to_table(ExpertParallel *x, const RowExchange *exchange, int64_t e) {
     x->passes++;
     for (int64_t i = 0, here = x->moe->here; i < e; i++) {
         bool at_home = i / here == x->ep.rank;
@@ -59,12 +53,12 @@ static void add_to_table(ExpertParallel *x, const Exchange *exchange, int64_t e)
 }
 
 // Sets count and m from what all ranks of ep have for the experts here.
-static void count(ExpertParallel *x, MoeKept *kept) {
+void expert_counts(ExpertParallel *x, MoeKept *kept) {
     int64_t e = x->moe->model->config.experts, here = x->moe->here;
     Tensor theirs = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(e));
-    wait_meanwhile(x->moe, exchange_counts(x, theirs, kept));
-    Exchange *exchange = host_alloc(sizeof *exchange);
-    *exchange = (Exchange){kept->own, host_alloc(e * sizeof(int64_t))};
+    wait_meanwhile(x->moe, exchange_counts(x, theirs, kept), WAITS_FOR_COUNTS);
+    RowExchange *exchange = host_alloc(sizeof *exchange);
+    *exchange = (RowExchange){kept->own, host_alloc(e * sizeof(int64_t))};
     moe_read_counts(x->moe, kept->training, exchange->received, theirs, 0);
     for (int64_t i = 0; i < e && device_is_dry_run() && !x->moe->ledger.replay; i++)  // all deal alike
         exchange->received[i] = exchange->sent[x->moe->first + i % here];
@@ -79,7 +73,7 @@ static void count(ExpertParallel *x, MoeKept *kept) {
 
 static void drop(void *context, MoeKept *kept) {
     (void)context;
-    Exchange *exchange = kept->exchange;
+    RowExchange *exchange = kept->exchange;
     if (!exchange) return;
     free(kept->count);
     free(exchange->received);
@@ -115,30 +109,29 @@ static void regroup(const ExpertParallel *x, const int64_t *received, Tensor by_
     }
 }
 
-static Tensor exchanged(const ExpertParallel *x, int64_t rows, Tensor in, const int64_t *to,
-                        const int64_t *from) {
-    int64_t h = tensor_columns(in), *sent = elements(x, to, h), *received = elements(x, from, h);
+static Tensor exchanged(const ExpertParallel *x, Tensor in, const int64_t *to, const int64_t *from,
+                        Moment wait) {
+    int64_t h = tensor_columns(in), *sent = elements(x, to, h), *received = elements(x, from, h), rows = 0;
+    for (int64_t i = 0; i < x->ep.size * x->moe->here; i++) rows += from[i];
     Tensor out = tensor_new(MEMORY_COMMUNICATION, in.dtype, SHAPE(rows, h));
-    wait_meanwhile(x->moe, comm_all_to_all(out, received, in, sent, x->ep));
+    wait_meanwhile(x->moe, comm_all_to_all(out, received, in, sent, x->ep), wait);
     free(sent);
     free(received);
     return out;
 }
 
-static Tensor there(const ExpertParallel *x, const MoeKept *kept, Tensor own) {
-    const Exchange *e = kept->exchange;
-    Tensor arrived = exchanged(x, kept->m, own, e->sent, e->received);
+Tensor experts_there(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait) {
+    Tensor arrived = exchanged(x, own, exchange->sent, exchange->received, wait);
     Tensor rows = tensor_new(MEMORY_ACTIVATION, own.dtype, arrived.dims, arrived.shape);
-    regroup(x, e->received, rows, arrived, true);
+    regroup(x, exchange->received, rows, arrived, true);
     tensor_free(&arrived);
     return rows;
 }
 
-static Tensor back(const ExpertParallel *x, const MoeKept *kept, Tensor made) {
-    const Exchange *e = kept->exchange;
+Tensor experts_back(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait) {
     Tensor leaving = tensor_like(MEMORY_COMMUNICATION, made);
-    regroup(x, e->received, made, leaving, false);
-    Tensor came = exchanged(x, kept->pairs.real, leaving, e->received, e->sent);
+    regroup(x, exchange->received, made, leaving, false);
+    Tensor came = exchanged(x, leaving, exchange->received, exchange->sent, wait);
     Tensor own = tensor_new(MEMORY_ACTIVATION, made.dtype, came.dims, came.shape);
     op_copy(own, came);
     tensor_free(&came);
@@ -147,29 +140,29 @@ static Tensor back(const ExpertParallel *x, const MoeKept *kept, Tensor made) {
 }
 
 static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
-    count(context, kept);
-    Tensor own = pairs_gather(&kept->pairs, x), rows = there(context, kept, own);
+    expert_counts(context, kept);
+    Tensor own = pairs_gather(&kept->pairs, x),
+           rows = experts_there(context, kept->exchange, own, WAITS_ACROSS_TO_COMPUTE);
     tensor_free(&own);
     return rows;
 }
 
 static Tensor combine(void *context, MoeKept *kept, Tensor made) {
-    Tensor own = back(context, kept, made);
-    kept->out = pairs_padded(&kept->pairs, own);
-    tensor_free(&own);
+    kept->out = experts_back(context, kept->exchange, made, WAITS_ACROSS_TO_COMPUTE);
     return pairs_combine(&kept->pairs, kept->out, kept->weights);
 }
 
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
     Tensor own = pairs_combine_backward(&kept->pairs, dy, dweights, kept->out, kept->weights);
     tensor_free(&kept->out);
-    Tensor dout = there(context, kept, own);
+    Tensor dout = experts_there(context, kept->exchange, own, WAITS_ACROSS_TO_COMPUTE);
     tensor_free(&own);
     return dout;
 }
 
 static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
-    Tensor own = back(context, kept, drows), dx = pairs_gather_backward(&kept->pairs, own);
+    Tensor own = experts_back(context, kept->exchange, drows, WAITS_ACROSS_TO_COMPUTE),
+           dx = pairs_gather_backward(&kept->pairs, own);
     tensor_free(&own);
     return dx;
 }

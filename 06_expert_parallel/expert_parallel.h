@@ -29,12 +29,13 @@ typedef struct MoeKept {
     PairRows pairs;          // of this rank's tokens and their experts
     Tensor rows;             // (m, h) what the experts here have read, in the order of experts
     Tensor gate, up, act;    // (m, f)
-    Tensor out;              // (n k, h) what this rank's tokens have got from their experts
+    Tensor out;              // (real, h) what experts have made of the rows that are summed here
     // What B leaves to W.
     Tensor dlogits, dgate, dup, dout;  // (n, e), (m, f) twice, (m, h)
     int64_t *own;                      // (e) rows of this rank's tokens, by expert
     int64_t *count;                    // (experts here) rows of each
     int64_t m, s;                      // s: tokens of a sequence
+    int64_t held, held_by_dispatch;    // bytes of it that the data decides; those of `exchange` among them
     bool training;
     void **linear;   // (experts here, 2) the linear socket's own
     void *exchange;  // the dispatch's own
@@ -72,6 +73,14 @@ typedef struct Ledger {
     bool replay;
 } Ledger;
 
+// What a pass of a block comes to, for who has two of them under way (overlapped_experts.c): it waits for
+// counts, for rows inside a node, or for rows across nodes, and then sends again; it waits for rows from
+// either to compute with; it begins, is amid, or ends a stretch of computing.
+typedef enum Moment {
+    WAITS_FOR_COUNTS, WAITS_INSIDE, WAITS_ACROSS, WAITS_INSIDE_TO_COMPUTE, WAITS_ACROSS_TO_COMPUTE,
+    BEGINS, AMID, ENDS
+} Moment;
+
 struct Moe {
     Model *model;
     Sockets dense;  // as they were: the MLP of the shared experts
@@ -81,11 +90,12 @@ struct Moe {
     Dispatch dispatch;
     Balance balance;
     Ledger ledger;
-    // While bytes are in flight, of which what follows has need: somebody may compute something else.
-    void (*in_flight)(void *context);
-    void *in_flight_context;
-    int64_t held, most_held;  // rows of all blocks that are kept now, and were at most, in training
+    void (*at)(void *context, Moment moment);  // somebody may compute, or send, something else
+    void *at_context;
+    int64_t held, most_held;  // MoeKept.held of all blocks that are kept now, and at most, in training
 };
+
+void moe_at(const Moe *moe, Moment moment);
 
 // router.c. Sets logits, weights and chosen; dx += dlogits Wrouter, dlogits being left to W; and the
 // router's gradient += dlogits^T x.
@@ -111,9 +121,7 @@ void moe_order(Moe *moe, MoeKept *kept);
 // New: (real, h), the rows of x (n, h); and its gradient from theirs.
 Tensor pairs_gather(const PairRows *pairs, Tensor x);
 Tensor pairs_gather_backward(const PairRows *pairs, Tensor drows);
-// New: (n k, h), rows as they are and zeros behind them; the rows themselves, shared, where all are real.
-Tensor pairs_padded(const PairRows *pairs, Tensor rows);
-// New: y (n, h), the sum of the weighted rows z (n k, h); and dz (real, h), with dweights (n, k) set.
+// New: y (n, h), the sum of the weighted rows z (real, h); and dz (real, h), with dweights (n, k) set.
 Tensor pairs_combine(const PairRows *pairs, Tensor z, Tensor weights);
 Tensor pairs_combine_backward(const PairRows *pairs, Tensor dy, Tensor dweights, Tensor z, Tensor weights);
 
@@ -125,16 +133,6 @@ Tensor pairs_combine_backward(const PairRows *pairs, Tensor dy, Tensor dweights,
 // and after what deals out weights (ZeRO): a rank's experts come first.
 extern const Technique expert_parallel;
 
-// What the programs of this chapter list (expert_layouts.c): moe, data parallelism, ZeRO's stages, sequence
-// and vocabulary parallelism, expert_parallel, the four methods of context parallelism, with --pp the
-// pipeline, recomputation. A longer list puts moe first and expert_parallel behind tensor parallelism.
-extern const Technique *const expert_layouts[];
-extern const Technique *const overlapped_layouts[];  // and overlapped_experts
-// And what one device has, with which they are compared.
-extern const Technique *const expert_baseline[];
-extern const Option expert_layout_options[];  // --zero, and --proof-only
-enum { EXPERT_LAYOUT_OPTIONS = 2 };
-
 typedef struct ExpertParallel {
     Moe *moe;
     Group ep;
@@ -144,9 +142,57 @@ typedef struct ExpertParallel {
     double *to;          // (ep) rows of this rank's tokens by the rank that they went to, in training
 } ExpertParallel;
 
+// How many rows go to which expert, on which rank.
+typedef struct RowExchange {
+    const int64_t *sent;  // (e) of this rank's tokens
+    int64_t *received;    // (ep, e / ep) from each rank, for each expert here
+} RowExchange;
+
+// Sets kept->exchange, count and m: ranks tell each other how many rows will come.
+void expert_counts(ExpertParallel *x, MoeKept *kept);
+// New: rows that come, in the order of the experts here, for this rank's own (in the order of all experts);
+// and the other way back. wait: what follows.
+Tensor experts_there(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait);
+Tensor experts_back(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait);
+
+// What the programs of this chapter list (expert_layouts.c): moe, data parallelism, ZeRO's stages, sequence
+// and vocabulary parallelism, expert_parallel, the four methods of context parallelism, with --pp the
+// pipeline, recomputation. A longer list puts moe first and expert_parallel behind tensor parallelism.
+extern const Technique *const expert_layouts[];
+extern const Technique *const overlapped_layouts[];  // and overlapped_experts
+// The same with node_limited_routing in place of expert_parallel.
+extern const Technique *const node_limited_layouts[], *const node_limited_overlapped[];
+// And what one device has, with which they are compared.
+extern const Technique *const expert_baseline[];
+extern const Option expert_layout_options[];  // --zero, and --proof-only
+enum { EXPERT_LAYOUT_OPTIONS = 2 };
+
 // expert_tables.c: who computed whose rows; all tokens to the first experts; peaks of activations by the
 // rows that have come; a block of Mixtral 8x7B, dry, on the model clock.
 void expert_tables(Mesh mesh, const Config *config);
+// Its part: trained for config's steps, what was sent and kept held against the formulas; from routers of
+// zeros, if `equal`: then all tokens take the first experts.
+Record experts_trained(const Config *config, Mesh mesh, Techniques techniques, bool equal);
+
+// ======================================================================================================
+// node_limited_routing.c: each token to few nodes, and to each of them once
+// ======================================================================================================
+
+// In place of expert_parallel; the nodes are those of --gpus-per-node.
+extern const Technique node_limited_routing;
+
+typedef struct NodeLimited {
+    ExpertParallel *plain;  // over all of ep: counts of rows, and what it would send
+    ExpertParallel inside;  // over the ranks of this node
+    Group across;           // the ranks of this rank's place in all nodes
+    Dispatch dispatch;      // of plain
+    // In training, by the routing tables, forward: tokens to and from other nodes, and rows to and from
+    // other ranks of this node.
+    double tokens_sent, tokens_served, rows_sent, rows_served;
+} NodeLimited;
+
+// node_tables.c: bytes across nodes and inside, beside plain dispatch; all tokens to one node.
+void node_tables(Mesh mesh, const Config *config);
 
 // ======================================================================================================
 // overlapped_experts.c: two micro-batches in flight

@@ -67,7 +67,7 @@ static void print_rows(const ExpertParallel *x, Mesh mesh) {
 }
 
 // Trained from routers of zeros, if so: all logits are equal, and every token takes the first experts.
-static Record trained(const Config *config, Mesh mesh, Techniques techniques, bool equal) {
+Record experts_trained(const Config *config, Mesh mesh, Techniques techniques, bool equal) {
     Trainer *t = trainer_new(config, mesh, techniques);
     double *zeros = calloc((size_t)(config->experts * config->hidden), sizeof *zeros);
     CHECK(zeros, "out of host memory for a router");
@@ -148,13 +148,13 @@ void expert_tables(Mesh mesh, const Config *config) {
     c.steps = whole.steps = 1;
     whole.grad_acc *= mesh.dp.size, whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
     say("\nRows by the rank that has the token, and the rank whose experts it takes (columns):\n");
-    Record routed = trained(&c, mesh, expert_layouts, false);
+    Record routed = experts_trained(&c, mesh, expert_layouts, false);
     record_free(&routed);
     mixtral_block(mesh, config);
     if (config->dtype != F64) return;
     say("\nThe same where all logits are equal, and every token takes the first %ld experts:\n", c.top_k);
-    Record all = trained(&c, mesh, expert_layouts, true);
-    Record baseline = trained(&whole, mesh_single(), expert_baseline, true);
+    Record all = experts_trained(&c, mesh, expert_layouts, true);
+    Record baseline = experts_trained(&whole, mesh_single(), expert_baseline, true);
     bool quiet = report_quiet(!config->verbose);
     report_compare(&all, &baseline, PROOF_REASSOCIATED, 1e-10);
     report_quiet(quiet);

@@ -199,25 +199,28 @@ static char *plant_corpus(void) {
     return path;
 }
 
-// Of the last steps: the mean loss, and the busiest expert of a block beside the mean, averaged over
-// blocks.
+enum { SHOWN = 6 };
+static const int64_t shown[SHOWN] = {1, 5, 10, 20, 40, STEPS};
+
+// The busiest expert of a block beside the mean, averaged over blocks; of the last steps together, and of
+// single steps; and the mean loss of the last ones.
 typedef struct Load {
-    double loss, busiest;
+    double loss, busiest, at[SHOWN];
 } Load;
 
-static Load load_of(const LoadBalance *b, double loss) {
-    const Config *c = &b->moe->model->config;
-    Load load = {loss, 0};
+// load (L, e)
+static double busiest_of(const double *load, const Config *c) {
+    double busiest = 0;
     for (int64_t layer = 0; layer < c->layers; layer++) {
         double sum = 0, most = 0;
         for (int64_t i = 0; i < c->experts; i++) {
-            double taken = b->load[layer * c->experts + i];
+            double taken = load[layer * c->experts + i];
             sum += taken;
             most = taken > most ? taken : most;
         }
-        load.busiest += most / (sum / (double)c->experts) / (double)c->layers;
+        busiest += most / (sum / (double)c->experts) / (double)c->layers;
     }
-    return load;
+    return busiest;
 }
 
 static Load train_with(Config c, double auxiliary, double z, double bias) {
@@ -226,15 +229,33 @@ static Load train_with(Config c, double auxiliary, double z, double bias) {
     config_set(&c, "balance-bias", bias);
     Trainer *t = trainer_new(&c, mesh_single(), one_device);
     LoadBalance *b = trainer_context(t, &load_balance);
-    double loss = 0;
+    Load load = {.loss = 0};
+    int64_t count = c.layers * c.experts;
+    double *last = calloc((size_t)count, sizeof *last);
+    CHECK(last, "out of host memory for the experts' counts");
     for (int64_t step = 0; step < STEPS; step++) {
-        for (int64_t i = 0; i < c.layers * c.experts && step == STEPS - LAST; i++) b->load[i] = 0;
+        for (int64_t i = 0; i < count; i++) b->load[i] = 0;
         train_step(t, NULL);
-        if (step >= STEPS - LAST) loss += t->loss / LAST;
+        for (int i = 0; i < SHOWN; i++)
+            if (step + 1 == shown[i]) load.at[i] = busiest_of(b->load, &c);
+        if (step < STEPS - LAST) continue;
+        load.loss += t->loss / LAST;
+        for (int64_t i = 0; i < count; i++) last[i] += b->load[i];
     }
-    Load load = load_of(b, loss);
+    load.busiest = busiest_of(last, &c);
+    free(last);
     trainer_free(t);
     return load;
+}
+
+// at NULL: the numbers of the steps.
+static void say_steps(const char *name, const double *at) {
+    char line[128];
+    int used = snprintf(line, sizeof line, "  %-20s", name);
+    for (int i = 0; i < SHOWN; i++)
+        used += at ? snprintf(line + used, sizeof line - (size_t)used, " %8.2f", at[i])
+                   : snprintf(line + used, sizeof line - (size_t)used, " %8ld", (long)shown[i]);
+    say("%s", line);
 }
 
 static void compare(Mesh mesh, const Config *config) {
@@ -258,16 +279,20 @@ static void compare(Mesh mesh, const Config *config) {
     c.data = corpus;
     say("\nOn a planted corpus of few tokens, one device, %d steps; of the last %d:\n", STEPS, LAST);
     say("  %-20s %28s %8s", "", "busiest expert of the mean", "loss");
-    double none = 0;
-    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
-        Load load = train_with(c, ways[i].auxiliary, ways[i].z, ways[i].bias);
-        if (i == 0) none = load.loss;
-        say("  %-20s %28.2f %8.3f  (%+.3f)", ways[i].name, load.busiest, load.loss, load.loss - none);
+    enum { WAYS = sizeof ways / sizeof *ways };
+    Load all[WAYS];
+    for (size_t i = 0; i < WAYS; i++) {
+        Load load = all[i] = train_with(c, ways[i].auxiliary, ways[i].z, ways[i].bias);
+        say("  %-20s %28.2f %8.3f  (%+.3f)", ways[i].name, load.busiest, load.loss,
+            load.loss - all[0].loss);
         report_number(ways[i].name, "busiest expert of the mean", load.busiest, "");
         report_number(ways[i].name, "loss", load.loss, "nats");
         report_that((load.busiest < 1.3) == ways[i].balances,
                     "%s: the busiest expert has %.2f times the mean", ways[i].name, load.busiest);
     }
+    say("\nThe same in single steps:\n");
+    say_steps("step", NULL);
+    for (size_t i = 0; i < WAYS; i++) say_steps(ways[i].name, all[i].at);
     CHECK(remove(corpus) == 0, "%s cannot be removed", corpus);
     free(corpus);
 }

@@ -32,7 +32,7 @@ static Tensor gather(void *context, MoeKept *kept, Tensor x) {
 }
 static Tensor combine(void *context, MoeKept *kept, Tensor made) {
     (void)context;
-    kept->out = pairs_padded(&kept->pairs, made);
+    kept->out = tensor_share(made);
     return pairs_combine(&kept->pairs, kept->out, kept->weights);
 }
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
@@ -44,7 +44,8 @@ static Tensor gather_backward(void *context, MoeKept *kept, Tensor drows) {
     return pairs_gather_backward(&kept->pairs, drows);
 }
 static void nothing_exchanged(void *context, MoeKept *kept) { (void)context, (void)kept; }
-static void nothing_meanwhile(void *context) { (void)context; }
+static void nothing_meanwhile(void *context, Moment moment) { (void)context, (void)moment; }
+void moe_at(const Moe *moe, Moment moment) { moe->at(moe->at_context, moment); }
 
 static Tensor no_bias(void *context, int layer) {
     (void)context, (void)layer;
@@ -93,14 +94,17 @@ static Tensor experts_forward(const Moe *moe, int layer, MoeKept *kept) {
     kept->up = tensor_like(MEMORY_ACTIVATION, kept->gate);
     kept->act = tensor_like(MEMORY_ACTIVATION, kept->gate);
     Tensor out = tensor_like(MEMORY_ACTIVATION, kept->rows);
+    moe_at(moe, BEGINS);
     EACH_RUN(in, false)
     sockets->linear.forward(sockets->linear.context, m, 2, in.weight,
                             (Tensor[]){run_of(kept->gate, &in), run_of(kept->up, &in)},
                             run_of(kept->rows, &in), in.linear);
+    moe_at(moe, AMID);
     op_swiglu_forward(kept->act, kept->gate, kept->up);
     EACH_RUN(down, true)
     sockets->linear.forward(sockets->linear.context, m, 1, down.weight, (Tensor[]){run_of(out, &down)},
                             run_of(kept->act, &down), down.linear);
+    moe_at(moe, ENDS);
     return out;
 }
 
@@ -110,9 +114,11 @@ static Tensor experts_backward_input(const Moe *moe, int layer, MoeKept *kept) {
     const Sockets *sockets = &m->sockets;
     Tensor dact = tensor_like(MEMORY_ACTIVATION, kept->act),
            drows = tensor_like(MEMORY_ACTIVATION, kept->rows);
+    moe_at(moe, BEGINS);
     EACH_RUN(down, true)
     sockets->linear.backward_input(sockets->linear.context, m, 1, down.weight, run_of(dact, &down),
                                    (Tensor[]){run_of(kept->dout, &down)}, down.linear);
+    moe_at(moe, AMID);
     op_swiglu_backward(kept->gate, kept->up, dact, kept->gate, kept->up);
     tensor_free(&dact);
     kept->dgate = kept->gate, kept->dup = kept->up;
@@ -120,6 +126,7 @@ static Tensor experts_backward_input(const Moe *moe, int layer, MoeKept *kept) {
     EACH_RUN(in, false)
     sockets->linear.backward_input(sockets->linear.context, m, 2, in.weight, run_of(drows, &in),
                                    (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)}, in.linear);
+    moe_at(moe, ENDS);
     return drows;
 }
 
@@ -152,9 +159,14 @@ static MoeKept *kept_new(Moe *moe, MicroBatch *micro, int layer) {
     return kept;
 }
 
-static void hold(Moe *moe, const MoeKept *kept, int64_t rows) {
+// What is kept for each row that has come here, and for each row whose weighted sum is made here.
+static void hold(Moe *moe, MoeKept *kept) {
     if (!kept->training) return;
-    moe->held += rows;
+    const Config *c = &moe->model->config;
+    int64_t h = c->hidden, each = (int64_t)dtype_size(c->dtype);
+    kept->held = kept->m * (h + 3 * config_expert_width(c)) * each + tensor_rows(kept->out) * h * each;
+    kept->held += kept->held_by_dispatch;
+    moe->held += kept->held;
     if (moe->held > moe->most_held) moe->most_held = moe->held;
 }
 
@@ -162,16 +174,17 @@ static Tensor forward(void *context, Model *m, MicroBatch *micro, int layer, Ten
     Moe *moe = context;
     const Sockets *sockets = &m->sockets;
     MoeKept *kept = kept_new(moe, micro, layer);
+    moe_at(moe, ENDS);
     router_forward(moe, layer, kept, x);
     moe_order(moe, kept);
     kept->rows = moe->dispatch.to_experts(moe->dispatch.context, kept, x);
     tensor_free(&kept->pairs.tokens);
-    hold(moe, kept, kept->m);
     sockets->parameters.acquire(sockets->parameters.context, m, unit_of(m, layer), FORWARD);
     Tensor made = experts_forward(moe, layer, kept);
     sockets->parameters.release(sockets->parameters.context, m, unit_of(m, layer), FORWARD);
     Tensor y = moe->dispatch.combine(moe->dispatch.context, kept, made);
     tensor_free(&made);
+    hold(moe, kept);
     if (!m->config.shared_experts) return y;
     Tensor shared = moe->dense.mlp.forward(moe->dense.mlp.context, m, micro, layer, x);
     op_add(y, y, shared);
@@ -184,6 +197,7 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
     const Sockets *sockets = &m->sockets;
     MoeKept *kept = micro->block[layer].mlp.more;
     Tensor dweights = tensor_like(MEMORY_ACTIVATION, kept->weights);
+    moe_at(moe, ENDS);
     kept->dout = moe->dispatch.combine_backward(moe->dispatch.context, kept, dy, dweights);
     tensor_free(&kept->out);
     sockets->parameters.acquire(sockets->parameters.context, m, unit_of(m, layer), BACKWARD);
@@ -222,7 +236,7 @@ static void drop(void *context, MlpKept *mlp) {
     const Sockets *sockets = &moe->model->sockets;
     for (int64_t i = 0; i < 2 * moe->here; i++)
         sockets->linear.drop(sockets->linear.context, &kept->linear[i]);
-    hold(moe, kept, -kept->m);
+    moe->held -= kept->held;
     moe->dispatch.drop(moe->dispatch.context, kept);
     pair_rows_free(&kept->pairs);
     Tensor *const all[] = {&kept->logits, &kept->weights, &kept->chosen,  &kept->rows,
@@ -243,7 +257,7 @@ static void *plug(Model *model) {
                  .here = model->config.experts,
                  .dispatch = {NULL, gather, combine, combine_backward, gather_backward, nothing_exchanged},
                  .balance = {NULL, no_bias, no_balance},
-                 .in_flight = nothing_meanwhile};
+                 .at = nothing_meanwhile};
     model->sockets.mlp.context = moe;
     model->sockets.mlp.forward = forward;
     model->sockets.mlp.backward_input = backward_input;
@@ -270,9 +284,10 @@ static void check(const Config *c) {
           "--tp %ld with --experts: experts are not sharded over tp, and ranks that have the same tokens "
           "would route them twice; add --sp, with which each has its own",
           c->tp);
-    CHECK(config_number(c, "capacity") == 0 || (c->cp == 1 && c->tp == 1),
-          "--capacity is room for rows of a whole sequence, which --%s %ld splits: leave out one of the two",
-          c->cp > 1 ? "cp" : "sp, --tp", c->cp > 1 ? c->cp : c->tp);
+    CHECK(
+        config_number(c, "capacity") == 0 || (c->cp == 1 && c->tp == 1),
+        "--capacity is room for rows of a whole sequence, which --%s %ld splits: leave out one of the two",
+        c->cp > 1 ? "cp" : "sp, --tp", c->cp > 1 ? c->cp : c->tp);
     CHECK(c->micro_batch * c->seq % c->tp == 0,
           "--tp %ld with --experts: --micro-batch %ld x --seq %ld must be a multiple of it, so that all "
           "ranks route as many tokens",
@@ -296,10 +311,9 @@ static void price(Price *p, const Model *m, const void *context) {
     bool all = moe->here == c->experts && moe->capacity == 0;
     keep(p->block, &p->block_rows, "router logits, weights", wide * n * ((double)c->experts + k), m);
     keep(p->block, &p->block_rows, "chosen, place", 2 * 4 * n * k, m);
-    keep(p->block, &p->block_rows, "out of experts", e * n * k * h, m);
     // Of all blocks: where other ranks' tokens come, or some are dropped, as many as came.
-    double rows = all ? n * k * p->blocks : (double)moe->most_held;
-    keep(p->end, &p->end_rows, "rows, gate, up, act of experts", e * rows * (h + 3 * f), m);
+    double rows = all ? e * n * k * (2 * h + 3 * f) * p->blocks : (double)moe->most_held;
+    keep(p->end, &p->end_rows, "rows, gate, up, act, out of experts", rows, m);
     p->peak_counted = true;
     p->peak_by_data = !all;  // expert_tables.c has it from the ledger
     // Which units meet, a dry run knows.

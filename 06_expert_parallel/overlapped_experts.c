@@ -8,8 +8,9 @@
 //     compute   |attn a|attn b|experts a|experts b|attn a|attn b|          a, b: micro-batches
 //     network          |disp a|disp b   |comb a   |comb b|disp a|
 //
-// Without a pipeline the step's micro-batches are taken two by two: F of both, then B and W of both. With
-// one, the two are DualPipe's pairs, the F of one micro-batch beside the BW of another (F&B in the paper).
+// The two are the B of one micro-batch beside the F of the next but one (F&B in the paper), since a forward
+// alone has little to compute meanwhile; but for the first two F and the last two B. In a pipeline they are
+// DualPipe's pairs, the F of one micro-batch beside the BW of another.
 // Each weight's gradient adds up in the same order as without overlap: no bit changes. Passes give way at
 // calls of all-to-all and nowhere else, so all ranks switch at the same calls.
 //
@@ -34,19 +35,48 @@ typedef struct Overlap {
     ucontext_t caller, pass[2];
     char *stack[2];
     Work work;
-    bool running, done[2];
-    int now;  // the pass that runs
+    bool running, done[2], waiting[2];
+    Moment waits[2];  // for what, a pass that is waiting,
+    int passed[2];    // and moments of the other one's computing since
+    int now;          // the pass that runs
+    Sockets before;
 } Overlap;
 
 // ---- two coroutines ----
 
-// Called where a pass would wait: the other one goes on, if it is not done.
-static void let_other(void *context) {
+static void go_on_with(Overlap *o, int pass) {
+    int me = o->now;
+    o->now = pass;
+    CHECK(swapcontext(&o->pass[me], &o->pass[pass]) == 0, "a micro-batch cannot give way to another");
+}
+
+// How much computing hides what a pass waits for, in moments.
+static int length_of(Moment wait) {
+    return wait == WAITS_FOR_COUNTS ? 0 : wait == WAITS_INSIDE || wait == WAITS_INSIDE_TO_COMPUTE ? 1 : 2;
+}
+
+// Where a pass would wait, the other one goes on, unless that waits for something longer that has hardly
+// begun. Where a pass computes, it lets the other one send again: after counts at once, and after rows from
+// inside the node amid a stretch of computing; the other then waits, and this one goes on. No clock is
+// asked, so that all ranks switch at the same calls.
+static void at(void *context, Moment moment) {
     Overlap *o = context;
     int me = o->now, other = 1 - me;
     if (!o->running || o->done[other]) return;
-    o->now = other;
-    CHECK(swapcontext(&o->pass[me], &o->pass[other]) == 0, "a micro-batch cannot give way to another");
+    if (moment < BEGINS) {
+        bool come = !o->waiting[other] || o->passed[other] >= length_of(o->waits[other]);
+        if (!come && length_of(moment) < length_of(o->waits[other])) return;
+        o->waits[me] = moment;
+        o->passed[me] = 0;
+    } else {
+        o->passed[other]++;
+        bool sends = o->waiting[other] && (o->waits[other] == WAITS_FOR_COUNTS ||
+                                           (o->waits[other] == WAITS_INSIDE && moment == AMID));
+        if (!sends) return;
+    }
+    o->waiting[me] = moment < BEGINS;
+    go_on_with(o, other);
+    o->waiting[me] = false;
 }
 
 // makecontext can pass only ints: the pointer comes in two halves.
@@ -66,7 +96,7 @@ static void prepare(Overlap *o, int pass) {
     context->uc_stack.ss_sp = o->stack[pass];
     context->uc_stack.ss_size = STACK;
     context->uc_link = NULL;
-    o->done[pass] = false;
+    o->waiting[pass] = o->done[pass] = false;
     makecontext(context, (void (*)(void))begin_pass, 2, (unsigned)self, (unsigned)(self >> 32));
 }
 
@@ -80,51 +110,69 @@ static void run_both(Overlap *o, Work work) {
     o->running = false;
 }
 
-// ---- a step's micro-batches, two by two ----
+// ---- a step's passes, two by two ----
 
 typedef struct Two {
     Model *model;
-    MicroBatch micro[2];
+    MicroBatch *micro[2];
+    bool backward[2];
 } Two;
 
-static void forward_of(void *context, int which) {
-    Two *two = context;
-    model_forward(two->model, &two->micro[which]);
-}
-static void backward_of(void *context, int which) {
-    Two *two = context;
-    model_backward(two->model, &two->micro[which]);
+static void pass_of(void *context, int which) {
+    const Two *two = context;
+    if (two->backward[which]) model_backward(two->model, two->micro[which]);
+    else model_forward(two->model, two->micro[which]);
 }
 
-// One alone, the last of an odd number, has nobody beside it.
-static void run_of(Overlap *o, Two *two, int count, void (*run)(void *context, int which)) {
-    if (count == 2) run_both(o, (Work){run, two});
-    else run(two, 0);
+// A step may have a single micro-batch. Activations count as kept when a forward has ended.
+static void run_two(Overlap *o, Two two, const char *mark) {
+    Moe *routed = two.model->sockets.mlp.context;
+    int64_t most = routed->most_held;
+    clock_push(mark);
+    if (two.micro[1]) run_both(o, (Work){pass_of, &two});
+    else pass_of(&two, 0);
+    clock_pop();
+    routed->most_held = routed->held > most ? routed->held : most;
 }
 
-static void run(void *context, Model *m, const StepInput *input) {
+enum { ALIVE = 3 };  // micro-batch i stands at i % ALIVE
+
+static MicroBatch *begin_micro_batch(MicroBatch *micro, const Model *m, const StepInput *input, int64_t i) {
     int64_t tokens = input->b * m->config.seq;
+    if (i >= input->micro_batches) return NULL;
+    micro[i % ALIVE] = micro_batch_new(m, i, input->b, input->tokens + i * tokens,
+                                       input->targets + i * tokens, input->loss_scale[i]);
+    return &micro[i % ALIVE];
+}
+
+static void after_forward(const StepInput *input) {
+    int64_t kept = memory_account().now[MEMORY_ACTIVATION];
+    if (input->kept_bytes && kept > *input->kept_bytes) *input->kept_bytes = kept;
+}
+
+static void end_micro_batch(Model *m, MicroBatch *micro, const StepInput *input) {
+    bool last = micro->index + 1 == input->micro_batches;
+    op_accumulate(input->loss, micro->loss);
+    m->sockets.gradients.micro_batch_ready(m->sockets.gradients.context, m, last);
+    micro_batch_free(m, micro);
+}
+
+//     F0 F1 | B0 F2 | B1 F3 | … | B(m - 2) B(m - 1)       B: with W
+static void run(void *context, Model *m, const StepInput *input) {
+    MicroBatch alive[ALIVE], *first = begin_micro_batch(alive, m, input, 0),
+                             *second = begin_micro_batch(alive, m, input, 1);
     model_begin_step(m, input->micro_batches);
-    for (int64_t first = 0; first < input->micro_batches; first += 2) {
-        Two two = {.model = m};
-        int count = first + 1 < input->micro_batches ? 2 : 1;
-        for (int64_t i = first; i < first + count; i++)
-            two.micro[i - first] = micro_batch_new(m, i, input->b, input->tokens + i * tokens,
-                                                   input->targets + i * tokens, input->loss_scale[i]);
-        clock_push("forward");
-        run_of(context, &two, count, forward_of);
-        clock_pop();
-        int64_t kept = memory_account().now[MEMORY_ACTIVATION];
-        if (input->kept_bytes && kept > *input->kept_bytes) *input->kept_bytes = kept;
-        for (int i = 0; i < count; i++) op_accumulate(input->loss, two.micro[i].loss);
-        clock_push("backward");
-        run_of(context, &two, count, backward_of);
-        clock_pop();
-        for (int i = 0; i < count; i++) {
-            m->sockets.gradients.micro_batch_ready(m->sockets.gradients.context, m,
-                                                   first + i + 1 == input->micro_batches);
-            micro_batch_free(m, &two.micro[i]);
-        }
+    run_two(context, (Two){m, {first, second}, {false, false}}, "forward");
+    after_forward(input);
+    while (first) {
+        MicroBatch *next = begin_micro_batch(alive, m, input, first->index + 2);
+        Two two = {m, {first, next ? next : second}, {true, !next}};
+        run_two(context, two, next ? "backward and forward" : "backward");
+        end_micro_batch(m, first, input);
+        if (next) after_forward(input);
+        else if (second) end_micro_batch(m, second, input);
+        first = next ? second : NULL;
+        second = next;
     }
 }
 
@@ -136,14 +184,42 @@ typedef struct PairOfPasses {
     const Action *action;
 } PairOfPasses;
 
+// The backward goes first: it computes longest, and begins with what it sends.
 static void compute_of(void *context, int which) {
     const PairOfPasses *pair = context;
-    pipeline_compute(pair->pipeline, pair->model, pair->action->pass[which]);
+    bool backward_is_first = pair->action->pass[0].kind != PASS_F;
+    pipeline_compute(pair->pipeline, pair->model,
+                     pair->action->pass[backward_is_first ? which : 1 - which]);
 }
 
 static void together(void *context, Pipeline *pipeline, Model *m, const Action *action) {
     PairOfPasses pair = {pipeline, m, action};
     run_both(context, (Work){compute_of, &pair});
+}
+
+// ---- amid a block: before attention's own multiplies ----
+
+static void attention_forward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept,
+                              Tensor q, Tensor k, Tensor v, AttentionShape shape) {
+    const Sockets *before = &((Overlap *)context)->before;
+    at(context, AMID);
+    before->attention.forward(before->attention.context, micro, o, kept, q, k, v, shape);
+}
+static void attention_backward(void *context, const MicroBatch *micro, Tensor dq, Tensor dk, Tensor dv,
+                               Tensor d_o, AttentionKept *kept, Tensor q, Tensor k, Tensor v, Tensor o,
+                               AttentionShape shape) {
+    const Sockets *before = &((Overlap *)context)->before;
+    at(context, AMID);
+    before->attention.backward(before->attention.context, micro, dq, dk, dv, d_o, kept, q, k, v, o, shape);
+}
+static void attention_drop(void *context, AttentionKept *kept) {
+    const Overlap *o = context;
+    o->before.attention.drop(o->before.attention.context, kept);
+}
+static void attention_again(void *context, const MicroBatch *micro, AttentionKept *kept, Tensor q, Tensor k,
+                            Tensor v, AttentionShape shape) {
+    const Sockets *before = &((Overlap *)context)->before;
+    before->attention.again(before->attention.context, micro, kept, q, k, v, shape);
 }
 
 // ---- the technique ----
@@ -153,8 +229,14 @@ static void *plug(Model *m) {
     *o = (Overlap){.running = false};
     for (int i = 0; i < 2; i++) o->stack[i] = host_alloc(STACK);
     Moe *routed = m->sockets.mlp.context;
-    routed->in_flight = let_other;
-    routed->in_flight_context = o;
+    routed->at = at;
+    routed->at_context = o;
+    o->before = m->sockets;
+    m->sockets.attention.context = o;
+    m->sockets.attention.forward = attention_forward;
+    m->sockets.attention.backward = attention_backward;
+    m->sockets.attention.drop = attention_drop;
+    m->sockets.attention.again = attention_again;
     if (m->config.pp > 1) {
         Pipeline *pipeline = m->sockets.schedule.context;
         pipeline->together = together;
@@ -191,7 +273,7 @@ static bool enabled(const Config *c) { return c->experts > 0; }
 const Technique overlapped_experts = {.name = "overlapped_experts",
                                       .axes = 1u << AXIS_EP,
                                       .brings = CONFIG_EXPERTS,
-                                      .wraps = 1u << SOCKET_SCHEDULE,
+                                      .wraps = 1u << SOCKET_SCHEDULE | 1u << SOCKET_ATTENTION,
                                       .enabled = enabled,
                                       .check = check,
                                       .plug = plug,
@@ -200,55 +282,95 @@ const Technique overlapped_experts = {.name = "overlapped_experts",
 
 #ifndef NO_MAIN
 
-// ---- what it hides: two blocks of DeepSeek-V3 on the model clock ----
+// ---- what it hides: blocks of DeepSeek-V3 on the model clock ----
 
 typedef struct Exposed {
     double sent, exposed, computed, step;  // seconds
 } Exposed;
 
-// Nothing is sent but what experts send: sums of gradients would take their turns on the same links.
+// Nothing is sent but what experts send, and a pipeline: sums of gradients would use the same links.
 static Exposed exposed_by(Mesh mesh, const Config *c, Techniques techniques, const char *title) {
     mesh.dp = mesh.dp_cp = mesh.expert_dp = mesh_single().dp;
     clock_push(title);
     StepCost cost = program_cost(c, mesh, techniques);
     CommCount all_to_all = comm_count("all_to_all");
+    Exposed e = {all_to_all.model_seconds, all_to_all.exposed_seconds,
+                 cost.step_seconds - cost.comm.exposed_seconds, cost.step_seconds};
     clock_pop();
-    return (Exposed){all_to_all.model_seconds, all_to_all.exposed_seconds,
-                     cost.step_seconds - cost.comm.exposed_seconds, cost.step_seconds};
+    say("  %-32s %16.3f %12.3f %12.3f", title, 1e3 * e.sent, 1e3 * e.exposed, 1e3 * e.step);
+    return e;
 }
 
-// What can be hidden: all that is sent, but no more than there is to compute meanwhile.
-static void compare(Mesh mesh, const Config *config) {
-    if (config_number(config, "proof-only") || mesh.pp.size > 1 || mesh.ep.size == 1) return;
-    enum { LAYERS = 2, MICRO_BATCHES = 2 };
+static Config deepseek(const Config *config, Mesh mesh) {
     Config c = config_default(
         "hidden=7168 heads=128 kv-heads=8 head-size=128 ffn=18432 vocab=1024 seq=4096 dtype=bf16 "
-        "micro-batch=1 experts=256 top-k=8 expert-ffn=2048 shared-experts=1 moe=deepseek expert-groups=8 "
-        "groups-kept=4 routed-scale=2.5 steps=2");
-    c.layers = LAYERS, c.grad_acc = MICRO_BATCHES;
-    c.ep = mesh.ep.size, c.dp = mesh.dp.size, c.cp = mesh.cp.size, c.tp = mesh.tp.size;
-    if (256 % c.ep || c.cp * c.tp > 1) return;
+        "layers=2 grad-acc=32 micro-batch=1 experts=256 top-k=8 expert-ffn=2048 shared-experts=1 "
+        "moe=deepseek expert-groups=8 groups-kept=4 routed-scale=2.5 steps=2");
+    c.ep = mesh.ep.size, c.dp = mesh.dp.size, c.pp = mesh.pp.size;
+    c.layers *= c.pp;
     config_set(&c, "zero", 0);
-    bool was_dry = device_is_dry_run();
-    device_dry_run(true);
-    say("\n%d blocks of DeepSeek-V3, %d micro-batches of %ld tokens a rank, ep %ld in a node:\n", LAYERS,
-        MICRO_BATCHES, c.seq, c.ep);
-    clock_set_cluster((int)c.ep, config->compute_efficiency, config->network_efficiency);
-    Exposed before = exposed_by(mesh, &c, expert_layouts, "one after the other"),
-            after = exposed_by(mesh, &c, overlapped_layouts, "two in flight");
-    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
-    device_dry_run(was_dry);
-    double most = fmin(before.exposed, before.computed), hidden = before.exposed - after.exposed;
-    say("  %-22s %16s %12s %12s", "", "all-to-alls, ms", "exposed, ms", "step, ms");
-    say("  %-22s %16.3f %12.3f %12.3f", "one after the other", 1e3 * before.sent, 1e3 * before.exposed,
-        1e3 * before.step);
-    say("  %-22s %16.3f %12.3f %12.3f", "two in flight", 1e3 * after.sent, 1e3 * after.exposed,
-        1e3 * after.step);
+    if (c.pp == 1) return c;
+    c.grad_acc = config->grad_acc;
+    config_set(&c, "schedule", config_number(config, "schedule"));
+    return c;
+}
+
+// Can be: all that is sent, but no more than there is to compute meanwhile.
+static double hidden_of(const Exposed *before, const Exposed *after, const char *what) {
+    double most = fmin(before->exposed, before->computed), hidden = before->exposed - after->exposed;
     say("  compute at hand can hide %.3f ms of it, and %.1f%% of that are hidden", 1e3 * most,
         100 * hidden / most);
-    report_number("two in flight", "hidden share of what can be", hidden / most, "");
-    report_that(hidden >= 0.85 * most, "%.1f%% of the all-to-alls that compute can hide are hidden",
-                100 * hidden / most);
+    report_number(what, "hidden share of what can be", hidden / most, "");
+    return hidden / most;
+}
+
+static void head(const Config *c, const char *where) {
+    say("\n%ld blocks of DeepSeek-V3, %ld micro-batches of %ld tokens a rank, ep %ld %s:\n", c->layers,
+        c->grad_acc, c->seq, c->ep, where);
+    say("  %-32s %16s %12s %12s", "", "all-to-alls, ms", "exposed, ms", "step, ms");
+}
+
+static void in_a_node(Mesh mesh, const Config *config) {
+    Config c = deepseek(config, mesh);
+    if (mesh.ep.size == 1 || 256 % c.ep || mesh.cp.size * mesh.tp.size > 1) return;
+    clock_set_cluster((int)c.ep, config->compute_efficiency, config->network_efficiency);
+    head(&c, c.pp > 1 ? "in a node, a stage on each" : "in a node");
+    Exposed before = exposed_by(mesh, &c, expert_layouts, "one after the other"),
+            after = exposed_by(mesh, &c, overlapped_layouts, c.pp > 1 ? "pairs together" : "two in flight");
+    double hidden = hidden_of(&before, &after, c.pp > 1 ? "pairs together" : "two in flight");
+    if (c.pp > 1) say("  the rest is that of passes without a pair, at both ends of the step");
+    report_that(hidden >= (c.pp > 1 ? 0.5 : 0.85),
+                "%.1f%% of the all-to-alls that compute can hide are hidden", 100 * hidden);
+}
+
+// This process stands for a rank of 64.
+static void over_nodes(const Config *config) {
+    enum { RANKS = 64, NODE = 8 };
+    comm_stand_for_all(true);
+    Mesh mesh = mesh_standing_for_all((MeshShape){.dp = RANKS, .ep = RANKS, .ep_within_tp = true});
+    Config c = deepseek(config, mesh);
+    c.gpus_per_node = NODE;
+    clock_set_cluster(NODE, config->compute_efficiency, config->network_efficiency);
+    head(&c, "over 8 nodes");
+    exposed_by(mesh, &c, expert_layouts, "plain, one after the other");
+    exposed_by(mesh, &c, overlapped_layouts, "plain, two in flight");
+    Exposed before = exposed_by(mesh, &c, node_limited_layouts, "two hops, one after the other"),
+            after = exposed_by(mesh, &c, node_limited_overlapped, "two hops, two in flight");
+    double hidden = hidden_of(&before, &after, "two hops, two in flight");
+    report_that(hidden >= 0.85, "%.1f%% of what two hops send, and compute can hide, are hidden",
+                100 * hidden);
+    mesh_end(&mesh);
+    comm_stand_for_all(false);
+}
+
+static void compare(Mesh mesh, const Config *config) {
+    if (config_number(config, "proof-only")) return;
+    bool was_dry = device_is_dry_run();
+    device_dry_run(true);
+    in_a_node(mesh, config);
+    if (mesh.pp.size == 1) over_nodes(config);
+    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    device_dry_run(was_dry);
 }
 
 // Tied, the embedding's gradient adds up in another order: both heads' parts come before both lookups'.

@@ -94,15 +94,6 @@ Tensor pairs_gather(const PairRows *pairs, Tensor x) {
     return rows;
 }
 
-Tensor pairs_padded(const PairRows *pairs, Tensor rows) {
-    int64_t all = tensor_count(pairs->place);
-    if (pairs->real == all) return tensor_share(rows);
-    Tensor padded = tensor_new(MEMORY_ACTIVATION, rows.dtype, SHAPE(all, tensor_columns(rows)));
-    op_copy(tensor_rows_of(padded, 0, pairs->real), rows);
-    op_fill(tensor_rows_of(padded, pairs->real, all - pairs->real), 0);
-    return padded;
-}
-
 Tensor pairs_combine(const PairRows *pairs, Tensor z, Tensor weights) {
     Tensor y = tensor_new(MEMORY_ACTIVATION, z.dtype, SHAPE(tensor_rows(pairs->place), tensor_columns(z)));
     op_combine_forward(y, z, pairs->place, weights);
@@ -110,16 +101,11 @@ Tensor pairs_combine(const PairRows *pairs, Tensor z, Tensor weights) {
 }
 
 Tensor pairs_gather_backward(const PairRows *pairs, Tensor drows) {
-    Tensor padded = pairs_padded(pairs, drows), dx = pairs_combine(pairs, padded, (Tensor){0});
-    tensor_free(&padded);
-    return dx;
+    return pairs_combine(pairs, drows, (Tensor){0});
 }
 
 Tensor pairs_combine_backward(const PairRows *pairs, Tensor dy, Tensor dweights, Tensor z, Tensor weights) {
     Tensor dz = tensor_like(MEMORY_ACTIVATION, z);
     op_combine_backward(dz, dweights, dy, z, pairs->place, weights);
-    if (pairs->real == tensor_rows(z)) return dz;
-    Tensor real = tensor_share(tensor_rows_of(dz, 0, pairs->real));
-    tensor_free(&dz);
-    return real;
+    return dz;
 }

@@ -61,12 +61,12 @@ Group comm_group(const char *name, Line line, const int *members, int size) {
     int *copy = host_alloc(sizeof *copy * (size_t)size);
     CHECK(size >= 1, "group %s: a group has at least one member", name);
     for (int i = 0; i < size; i++) {
-        CHECK(members[i] >= 0 && members[i] < comm.ranks, "group %s: there is no rank %d among %d", name,
+        CHECK(members[i] >= 0 && (members[i] < comm.ranks || comm.for_all), "group %s: there is no rank %d among %d", name,
               members[i], comm.ranks);
         for (int j = 0; j < i; j++)
             CHECK(members[j] != members[i], "group %s: rank %d is in it twice", name, members[i]);
         copy[i] = members[i];
-        if (members[i] == comm.rank) group.rank = i;
+        if (members[i] == (comm.for_all ? 0 : comm.rank)) group.rank = i;
     }
     group.member = copy;
     group.name = format_text("%s", name);

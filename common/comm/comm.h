@@ -70,8 +70,8 @@ void comm_set_timeout(double seconds);
 void comm_set_check(bool on);
 // From now on this rank stands for all: the others of any group are taken to call the same at the same
 // moment of the model clock, and to have the same numbers. Only in a dry run; groups need not
-// have been made, so that one process clocks a rank of any cluster. What differs between ranks (stages of a
-// pipeline, who has more tokens) it cannot see.
+// have been made, and those that are made are rank 0's, so that one process clocks a rank of any cluster.
+// What differs between ranks (stages of a pipeline, who has more tokens) it cannot see.
 void comm_stand_for_all(bool on);
 // A group of these world ranks, in this order. All ranks must make their groups in the same sequence: the
 // n-th call of each rank makes the n-th group (of which there may be several that share no rank). Nobody
@@ -157,6 +157,7 @@ typedef struct CommCount {
     const char *name;
     int64_t calls;
     int64_t bytes;           // sent by this rank
+    int64_t across;          // of these to other nodes (clock_node); of all-to-alls alone
     double wall_seconds;     // inside start and wait
     double model_seconds;    // on the communication stream
     double exposed_seconds;  // model clock: the compute stream waited for it

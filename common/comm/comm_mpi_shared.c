@@ -13,7 +13,7 @@
 
 #include "comm_mpi.h"
 
-enum { MOST_SHARED = 32 << 20, MOST_SEGMENT = 64 << 10, LEAST_SEGMENT = 4 << 10 };
+enum { MOST_SHARED = 36 << 20, MOST_SEGMENT = 64 << 10, LEAST_SEGMENT = 4 << 10 };
 
 static struct {
     int ranks, here;

@@ -28,6 +28,7 @@ CommCount comm_total(void) {
     for (int i = 0; i < COLLECTIVE_KINDS; i++) {
         total.calls += counts_of_kinds[i].calls;
         total.bytes += counts_of_kinds[i].bytes;
+        total.across += counts_of_kinds[i].across;
         total.wall_seconds += counts_of_kinds[i].wall_seconds;
         total.model_seconds += counts_of_kinds[i].model_seconds;
         total.exposed_seconds += counts_of_kinds[i].exposed_seconds;
@@ -111,7 +112,8 @@ enum { PORT_NODE, PORT_NETWORK, PORTS };
 // Which of them leads to this member; -1: to myself.
 static int port_to(Group group, int member) {
     if (member == group.rank) return -1;
-    return clock_node(world_rank(group, member)) == clock_node(comm.rank) ? PORT_NODE : PORT_NETWORK;
+    int mine = clock_node(world_rank(group, group.rank));
+    return clock_node(world_rank(group, member)) == mine ? PORT_NODE : PORT_NETWORK;
 }
 
 // Which ports a call uses. A rank that only receives leaves it to the sender's port.
@@ -373,6 +375,7 @@ Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const
     Traffic traffic[2] = {0};
     for (int i = 0; i < n; i++) add_traffic(r, traffic, i, size * (double)give[i], size * (double)take[i]);
     r->seconds = clock_all_to_all_seconds(traffic[0], traffic[1]);
+    count_of(ALL_TO_ALL)->across += (int64_t)traffic[PORT_NETWORK].sent;
     return start(r, (r->total - give[me]) * (int64_t)size, 0);
 }
 

@@ -14,7 +14,7 @@
 
 const char *line_name(Line line) {
     static const char *const names[COMM_LINES] = {"world", "tp", "cp", "pp", "pp back",
-                                                  "dp",    "ep", "dp across"};
+                                                  "dp",    "ep", "dp across", "ep across"};
     return names[line];
 }
 

@@ -14,10 +14,11 @@ extern "C" {
 typedef enum Line {
     LINE_WORLD, LINE_TP, LINE_CP, LINE_PP_FORWARD, LINE_PP_BACKWARD, LINE_DP, LINE_EP,
     LINE_DP_ACROSS,  // of those ranks of dp that have the same part, in other nodes
+    LINE_EP_ACROSS,  // of those ranks of ep that have the same place in other nodes
     COMM_LINES
 } Line;
 
-const char *line_name(Line line);  // "world" "tp" "cp" "pp" "pp back" "dp" "ep" "dp across"
+const char *line_name(Line line);  // "world" "tp" "cp" "pp" "pp back" "dp" "ep" "dp across" "ep across"
 
 typedef struct Group {
     int size;           // members

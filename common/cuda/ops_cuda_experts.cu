@@ -196,27 +196,73 @@ void kernel_route_capacity(int32_t *left, const int32_t *chosen, int64_t n, int6
            check_index(e, "route_capacity: number %lld of the choices is %d, not in [0, %lld)"));
 }
 
+// ---- nodes: a thread for each token, or for each pair ----
+
+__global__ void route_nodes(int32_t *nodes, const int32_t *chosen, int64_t n, int64_t k, int64_t each,
+                            int64_t count, int64_t most, IndexCheck check) {
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    int32_t *own = nodes + i * most;
+    int64_t found = 0;
+    for (int64_t j = i * k; j < (i + 1) * k; j++) {
+        const int32_t node = (int32_t)(chosen[j] / each);
+        bool known = false;
+        for (int64_t f = 0; f < found; f++) known = known || own[f] == node;
+        if (known) continue;
+        if (found == most) {
+            check.tell((int32_t)most + 1, i);
+            return;
+        }
+        own[found++] = node;
+    }
+    while (found < most) own[found++] = (int32_t)count;
+}
+
+void kernel_route_nodes(int32_t *nodes, const int32_t *chosen, int64_t n, int64_t k, int64_t each,
+                        int64_t count, int64_t most) {
+    if (n == 0) return;
+    unsigned threads = threads_for(n), blocks = blocks_for("route_nodes", ceil_div(n, threads));
+    LAUNCH(route_nodes, blocks, threads, 0, stream(), nodes, chosen, n, k, each, count, most,
+           check_index(most, "route_nodes: token %lld goes to %d nodes, and %lld would fit"));
+}
+
+__global__ void route_within(int32_t *left, const int32_t *chosen, int64_t pairs, int64_t first,
+                             int64_t count) {
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= pairs) return;
+    const int64_t number = chosen[i] - first;
+    left[i] = (int32_t)(number >= 0 && number < count ? number : count);
+}
+
+void kernel_route_within(int32_t *left, const int32_t *chosen, int64_t pairs, int64_t first,
+                         int64_t count) {
+    if (pairs == 0) return;
+    unsigned threads = threads_for(pairs), blocks = blocks_for("route_within", ceil_div(pairs, threads));
+    LAUNCH(route_within, blocks, threads, 0, stream(), left, chosen, pairs, first, count);
+}
+
 // ---- rows together ----
 
 template <class T>
 __global__ void combine_forward(T *y, const T *z, const int32_t *place, const Arithmetic<T> *weights,
-                                int64_t k, int64_t h, IndexCheck check) {
+                                int64_t k, int64_t rows, int64_t h, IndexCheck check) {
     const int64_t row = blockIdx.x;
     if (!row_holds(place, row, k, check)) return;
     for (int64_t c = threadIdx.x; c < h; c += blockDim.x) {
         Arithmetic<T> sum = 0;
         for (int64_t j = row * k; j < (row + 1) * k; j++)
-            sum += (weights ? weights[j] : 1) * wide(z[place[j] * h + c]);
+            if (place[j] < rows) sum += (weights ? weights[j] : 1) * wide(z[place[j] * h + c]);
         y[row * h + c] = narrow<T>(sum);
     }
 }
 
 template <class T>
 __global__ void combine_backward(T *dz, Arithmetic<T> *dweights, const T *dy, const T *z,
-                                 const int32_t *place, const Arithmetic<T> *weights, int64_t k, int64_t h,
-                                 IndexCheck check) {
+                                 const int32_t *place, const Arithmetic<T> *weights, int64_t k,
+                                 int64_t rows, int64_t h, IndexCheck check) {
     const int64_t j = blockIdx.x;  // a pair
-    if (!row_holds(place, j, 1, check)) return;
+    if (threadIdx.x == 0) dweights[j] = 0;
+    if (!row_holds(place, j, 1, check) || place[j] >= rows) return;
     const T *from = dy + j / k * h, *value = z + place[j] * h;
     Arithmetic<T> sum = 0;
     for (int64_t c = threadIdx.x; c < h; c += blockDim.x) {
@@ -228,26 +274,27 @@ __global__ void combine_backward(T *dz, Arithmetic<T> *dweights, const T *dy, co
 }
 
 void kernel_combine_forward(DType dtype, void *y, const void *z, const int32_t *place, const void *weights,
-                            int64_t n, int64_t k, int64_t h) {
+                            int64_t n, int64_t k, int64_t rows, int64_t h) {
     if (n == 0 || h == 0) return;
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         LAUNCH((combine_forward<T>), blocks_for("combine_forward", n), threads_for(h), 0, stream(),
                static_cast<T *>(y), static_cast<const T *>(z), place,
-               static_cast<const Arithmetic<T> *>(weights), k, h,
+               static_cast<const Arithmetic<T> *>(weights), k, rows, h,
                check_index(n * k, "combine_forward: number %lld of the choices is %d, not in [0, %lld)"));
     });
 }
 
 void kernel_combine_backward(DType dtype, void *dz, void *dweights, const void *dy, const void *z,
-                             const int32_t *place, const void *weights, int64_t n, int64_t k, int64_t h) {
+                             const int32_t *place, const void *weights, int64_t n, int64_t k, int64_t rows,
+                             int64_t h) {
     if (n * k == 0) return;
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
         using A = Arithmetic<T>;
         LAUNCH((combine_backward<T>), blocks_for("combine_backward", n * k), threads_for(h), 0, stream(),
                static_cast<T *>(dz), static_cast<A *>(dweights), static_cast<const T *>(dy),
-               static_cast<const T *>(z), place, static_cast<const A *>(weights), k, h,
+               static_cast<const T *>(z), place, static_cast<const A *>(weights), k, rows, h,
                check_index(n * k, "combine_backward: number %lld of the choices is %d, not in [0, %lld)"));
     });
 }

@@ -199,8 +199,10 @@ row() {
     row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel \
         '--ranks 8 --ep 8' 'k hidden states of a token'
     row 30 'auxiliary loss and bias balance the experts' load_balance '--ranks 2' '^ *bias 0.02'
-    row 30 'EP: k hidden states of a token, both ways, both passes, by all-to-all' expert_parallel \
-        '--ranks 8 --ep 8' 'k hidden states of a token'
+    row 30 'at most M nodes a token, DeepSeek-V3 on 64 ranks: sent without the limit …' overlapped_experts \
+        '--ranks 8 --ep 8 --layers 1 --steps 1' '^ *plain, two in flight'
+    row 30 '… and in two hops' overlapped_experts '--ranks 8 --ep 8 --layers 1 --steps 1' \
+        '^ *two hops, two in flight'
     row 30 'Mixtral 8x7B: 46.7B parameters …' moe '--model mixtral-8x7b --dtype bf16 --dry-run' '46.70 B'
     row 30 '… of which a token passes 12.9B' moe '--model mixtral-8x7b --dtype bf16 --dry-run' \
         'a token passes 12.88 B'

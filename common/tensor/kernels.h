@@ -126,11 +126,16 @@ void kernel_route_capacity(int32_t *left, const int32_t *chosen, int64_t n, int6
 // tokens (n k), counts (e)
 void kernel_route_order(int32_t *tokens, int32_t *place, int32_t *counts, const int32_t *chosen, int64_t n,
                         int64_t k, int64_t e);
-// y, dy (n, h), z, dz (n k, h); weights f32 or f64, or NULL
+// nodes (n, most), chosen (n, k); left, chosen (pairs)
+void kernel_route_nodes(int32_t *nodes, const int32_t *chosen, int64_t n, int64_t k, int64_t each,
+                        int64_t count, int64_t most);
+void kernel_route_within(int32_t *left, const int32_t *chosen, int64_t pairs, int64_t first, int64_t count);
+// y, dy (n, h), z, dz (rows, h), rows <= n k; weights f32 or f64, or NULL
 void kernel_combine_forward(DType dtype, void *y, const void *z, const int32_t *place, const void *weights,
-                            int64_t n, int64_t k, int64_t h);
+                            int64_t n, int64_t k, int64_t rows, int64_t h);
 void kernel_combine_backward(DType dtype, void *dz, void *dweights, const void *dy, const void *z,
-                             const int32_t *place, const void *weights, int64_t n, int64_t k, int64_t h);
+                             const int32_t *place, const void *weights, int64_t n, int64_t k, int64_t rows,
+                             int64_t h);
 
 // y (count) bf16 codes, x f32
 void kernel_round_stochastic(uint16_t *y, const float *x, RandomPlace place, int64_t count);

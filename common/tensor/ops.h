@@ -191,11 +191,16 @@ void op_route_balance(Tensor losses, Tensor dlogits, Tensor logits, Tensor chose
 void op_route_capacity(Tensor left, Tensor chosen, int64_t s, int64_t e, int64_t room);
 // tokens (n k) i32: of each row; place (n, k) i32: the row of each pair; counts (e) i32: rows of each one
 void op_route_order(Tensor tokens, Tensor place, Tensor counts, Tensor chosen);
-void op_gather_rows(Tensor y, Tensor x, Tensor index);  // y[i] = x[index[i]]
+// Of e experts the first `each` are in node 0, the next ones in node 1, …; nodes (n, m) i32: those of
+// chosen (n, k), each once, in the order of first use; behind them `count`, of which there are.
+void op_route_nodes(Tensor nodes, Tensor chosen, int64_t each, int64_t count);
+// Of chosen (n, k) those of the experts first … first + count - 1, counted from 0; `count` for the others.
+void op_route_within(Tensor left, Tensor chosen, int64_t first, int64_t count);
+void op_gather_rows(Tensor y, Tensor x, Tensor index);  // y[i] = x[index[i]]; x may be i32
 // y[i] = sum over j, in order, of weights[i, j] z[place[i, j]]; weights {0}: of z alone, the inverse of
-// gathering rows by `tokens`
+// gathering rows by `tokens`. z may have fewer rows than place has numbers: those beyond count as zeros.
 void op_combine_forward(Tensor y, Tensor z, Tensor place, Tensor weights);
-// dz[place[i, j]] = weights[i, j] dy[i];  dweights[i, j] = <dy[i], z[place[i, j]]>
+// dz[place[i, j]] = weights[i, j] dy[i];  dweights[i, j] = <dy[i], z[place[i, j]]>, 0 beyond the rows of z
 void op_combine_backward(Tensor dz, Tensor dweights, Tensor dy, Tensor z, Tensor place, Tensor weights);
 
 // ---- fewer bits: random rounding, and 8-bit codes with scales (Micikevicius et al. 2022) ----

@@ -303,15 +303,48 @@ static void an_expert_takes_the_first_of_each_sequence(void **state) {
         }
 }
 
+// Each node of a token's experts stands once, and `count` behind; an expert of another node is no number of
+// this one.
+static void a_token_goes_to_each_node_once(void **state) {
+    (void)state;
+    const int64_t n = 50, k = 4, each = 3, count = 4;
+    Array chosen = choices(n, k, each * count, 1), nodes = array_new(I32, n, k, -1),
+          within = array_new(I32, n, k, -1), row = array_new(I32, 1, k, -1),
+          second = array_new(I32, 1, 1, 1);
+    op_route_nodes(nodes.t, chosen.t, each, count);
+    op_route_within(within.t, chosen.t, 2 * each, each);
+    op_gather_rows(row.t, chosen.t, second.t);
+    array_read(&nodes);
+    array_read(&within);
+    array_read(&row);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t told[5] = {0}, has[5] = {0}, last = 0;
+        for (int64_t j = i * k; j < (i + 1) * k; j++) {
+            int64_t node = (int64_t)chosen.x[j] / each, expert = (int64_t)chosen.x[j] - 2 * each;
+            has[node] = 1;
+            told[(int64_t)nodes.x[j]]++;
+            assert_true(last <= (int64_t)nodes.x[j] / count);  // none but `count` behind the first of them
+            last = (int64_t)nodes.x[j] / count;
+            assert_int_equal((int64_t)within.x[j], node == 2 ? expert : each);
+        }
+        for (int64_t node = 0; node < count; node++) assert_int_equal(told[node], has[node]);
+    }
+    for (int64_t j = 0; j < k; j++) assert_int_equal((int64_t)row.x[j], (int64_t)chosen.x[k + j]);
+    free(chosen.x);
+    tensor_free(&chosen.t);
+    FREE(&nodes, &within, &row, &second);
+}
+
 // ---- to the experts and back ----
 
-static void check_rows(DType dtype, int64_t n, int64_t k, int64_t e, int64_t h) {
+// Of n k pairs the first `real` have a row, and the others count as zeros.
+static void check_rows(DType dtype, int64_t n, int64_t k, int64_t e, int64_t h, int64_t real) {
     Array chosen = choices(n, k, e, 2), tokens = array_new(I32, n * k, 1, -1);
     Array place = array_new(I32, n, k, -1), counts = array_new(I32, e, 1, -1);
-    Array x = random_array(dtype, n, h, 1), z = random_array(dtype, n * k, h, 2),
+    Array x = random_array(dtype, n, h, 1), z = random_array(dtype, real, h, 2),
           dy = random_array(dtype, n, h, 3);
     Array weights = random_array(full(dtype), n, k, 4), rows = poisoned(dtype, n * k, h);
-    Array y = poisoned(dtype, n, h), sum = poisoned(dtype, n, h), dz = poisoned(dtype, n * k, h);
+    Array y = poisoned(dtype, n, h), sum = poisoned(dtype, n, h), dz = poisoned(dtype, real, h);
     Array dweights = poisoned(full(dtype), n, k);
     op_route_order(tokens.t, place.t, counts.t, chosen.t);
     op_gather_rows(rows.t, x.t, tokens.t);
@@ -321,11 +354,12 @@ static void check_rows(DType dtype, int64_t n, int64_t k, int64_t e, int64_t h) 
     Array *const read[] = {&place, &rows, &y, &sum, &dz, &dweights};
     for (int i = 0; i < 6; i++) array_read(read[i]);
     double *want_rows = zeros(n * k * h), *want_y = zeros(n * h), *want_sum = zeros(n * h);
-    double *want_dz = zeros(n * k * h), *want_dweights = zeros(n * k);
+    double *want_dz = zeros(real * h), *want_dweights = zeros(n * k);
     for (int64_t i = 0; i < n * k; i++)
         for (int64_t c = 0; c < h; c++) {
             int64_t at = (int64_t)place.x[i] * h + c, token = i / k * h + c;
             want_rows[at] = x.x[token];
+            if (place.x[i] >= real) continue;
             want_y[token] += weights.x[i] * z.x[at];
             want_sum[token] += z.x[at];
             want_dz[at] = weights.x[i] * dy.x[token];
@@ -346,9 +380,9 @@ static void check_rows(DType dtype, int64_t n, int64_t k, int64_t e, int64_t h) 
 static void rows_go_to_experts_and_come_back(void **state) {
     (void)state;
     for (int type = 0; type < 4; type++) {
-        check_rows(all_dtypes[type], 1, 1, 1, 1);
-        check_rows(all_dtypes[type], 37, 2, 8, 33);
-        check_rows(all_dtypes[type], 200, 3, 5, 70);
+        check_rows(all_dtypes[type], 1, 1, 1, 1, 1);
+        check_rows(all_dtypes[type], 37, 2, 8, 33, 50);
+        check_rows(all_dtypes[type], 200, 3, 5, 70, 600);
     }
 }
 
@@ -376,6 +410,12 @@ static void no_such_expert(void) {
     chosen.x[5] = 4;
     array_write(&chosen);
     op_route_order(tokens.t, place.t, counts.t, chosen.t);
+}
+static void too_many_nodes(void) {
+    Array chosen = array_new(I32, 1, 3, 0);
+    int32_t numbers[] = {0, 2, 5};
+    tensor_from_host(chosen.t, numbers);
+    op_route_nodes(tensor(I32, 1, 2), chosen.t, 2, 3);
 }
 static void no_such_row(void) {
     Array place = array_new(I32, 3, 2, 1);
@@ -414,6 +454,7 @@ static void wrong_choices_are_refused(void **state) {
     assert_refused(narrow_logits, "route_forward: logits is (3, 4) bf16; routing is in f32 or f64");
     assert_refused(groups_that_do_not_divide, "in 2 of 3 groups of equal size");
     assert_refused(no_such_expert, "route_order: number 5 of the choices is 4, not in [0, 4)");
+    assert_refused(too_many_nodes, "route_nodes: token 0 goes to 3 nodes, and fewer would fit");
     assert_refused(no_such_row, "combine_forward: number 4 of the choices is -1, not in [0, 6)");
 }
 
@@ -430,6 +471,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(balance_is_asked_of_each_sequence),
         cmocka_unit_test(rows_stand_in_the_order_of_experts_and_of_tokens),
         cmocka_unit_test(an_expert_takes_the_first_of_each_sequence),
+        cmocka_unit_test(a_token_goes_to_each_node_once),
         cmocka_unit_test(rows_go_to_experts_and_come_back),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

@@ -336,7 +336,7 @@ static double a_run(int seed) {
             if (line == 3) comm_wait_all(request, 2);
         }
         for (int i = 0; i < COMM_LINES; i++) {
-            int which = (i * 3 + 1) % COMM_LINES;
+            int which = (i * 5 + 1) % COMM_LINES;
             nap(seed + step * 10 + i + 500);
             comm_wait_all(&request[which], 1);
         }

@@ -62,6 +62,8 @@ CUDA(kernel_route_backward)
 CUDA(kernel_route_balance)
 CUDA(kernel_route_capacity)
 CUDA(kernel_route_order)
+CUDA(kernel_route_nodes)
+CUDA(kernel_route_within)
 CUDA(kernel_combine_forward)
 CUDA(kernel_combine_backward)
 CUDA(kernel_adamw)
@@ -274,16 +276,21 @@ static void wrong_indices_are_told(void **state) {
     assert_true(said.find("route_order" + choice + "7)") != std::string::npos);
     said = said_by([](const Device &index) {
         Device y(F32, 2 * 5), z(F32, 4 * 5);
-        cuda_kernel_combine_forward(F32, y.at, z.at, index.indices(), NULL, 2, 2, 5);
+        cuda_kernel_combine_forward(F32, y.at, z.at, index.indices(), NULL, 2, 2, 4, 5);
     });
     assert_true(said.find("combine_forward: number 2 of the choices is 5, not in [0, 4)") !=
                 std::string::npos);
     said = said_by([](const Device &index) {
         Device dz(F32, 4 * 5), dy(F32, 2 * 5), weights(F32, 4), dweights(F32, 4);
         cuda_kernel_combine_backward(F32, dz.at, dweights.at, dy.at, dz.at, index.indices(), weights.at, 2,
-                                     2, 5);
+                                     2, 4, 5);
     });
     assert_true(said.find("combine_backward: number ") != std::string::npos);
+    said = said_by([](const Device &index) {
+        Device nodes(I32, Doubles(2));
+        cuda_kernel_route_nodes(nodes.indices(), index.indices(), 1, 4, 1, 8, 2);
+    });
+    assert_true(said.find("route_nodes: token 0 goes to 3 nodes, and 2 would fit") != std::string::npos);
     said = said_by([](const Device &index) {
         Device logits(F32, 2 * 7), weights(F32, 4);
         cuda_kernel_route_backward(F32, logits.at, weights.at, weights.at, index.indices(), logits.at, 2, 7,
@@ -849,6 +856,11 @@ static void routing_matches(void **state) {
             std::vector<int32_t> left[2] = {chosen, chosen};
             for (int i = 0; i < 2; i++)
                 kernel_route_capacity(left[i].data(), chosen.data(), s.n, lengths[i], s.e, s.k, room);
+            // Pairs of experts in a node, and those of the second node.
+            const int64_t each = s.e % 2 ? 1 : 2;
+            std::vector<int32_t> nodes = chosen, within = chosen;
+            kernel_route_nodes(nodes.data(), chosen.data(), s.n, s.k, each, s.e / each, s.k);
+            kernel_route_within(within.data(), chosen.data(), pairs, each, each);
             in_every_way("route", [&](int shift) {
                 Device l(dtype, logits, shift), b(dtype, bias, shift), dw(dtype, dweights, shift);
                 Device w(dtype, pairs, shift), dl(dtype, s.n * s.e, shift),
@@ -871,6 +883,11 @@ static void routing_matches(void **state) {
                     cuda_kernel_route_capacity(few.indices(), c.indices(), s.n, lengths[i], s.e, s.k, room);
                     assert_same("route_capacity", few, numbers(left[i]));
                 }
+                Device at(I32, Doubles((size_t)pairs, -1)), in(I32, Doubles((size_t)pairs, -1));
+                cuda_kernel_route_nodes(at.indices(), c.indices(), s.n, s.k, each, s.e / each, s.k);
+                assert_same("route_nodes", at, numbers(nodes));
+                cuda_kernel_route_within(in.indices(), c.indices(), pairs, each, each);
+                assert_same("route_within", in, numbers(within));
                 std::vector<unsigned char> bits = w.stored("route_forward");
                 add_bytes(&bits, "route_backward", dl);
                 return bits;
@@ -909,27 +926,31 @@ static void combining_matches(void **state) {
     (void)state;
     for (const ExpertSizes &s : expert_sizes)
         for (DType dtype : dtypes) {
-            const int64_t pairs = s.n * s.k, count = pairs * s.h;
+            // With fewer rows than pairs, those beyond count as zeros.
+            const int64_t pairs = s.n * s.k, rows = s.n == 33 ? 40 : pairs, count = rows * s.h;
             const std::vector<int32_t> chosen = indices(whole_numbers(pairs, s.e, 1));
             std::vector<int32_t> tokens((size_t)pairs), place((size_t)pairs), counts((size_t)s.e);
             kernel_route_order(tokens.data(), place.data(), counts.data(), chosen.data(), s.n, s.k, s.e);
             const Doubles z = random_numbers(dtype, count, 2), dy = random_numbers(dtype, s.n * s.h, 3);
             const Doubles weights = random_numbers(full(dtype), pairs, 4);
             Doubles y((size_t)(s.n * s.h)), sum = y, dz((size_t)count), dweights((size_t)pairs);
-            kernel_combine_forward(F64, y.data(), z.data(), place.data(), weights.data(), s.n, s.k, s.h);
-            kernel_combine_forward(F64, sum.data(), z.data(), place.data(), NULL, s.n, s.k, s.h);
+            kernel_combine_forward(F64, y.data(), z.data(), place.data(), weights.data(), s.n, s.k, rows,
+                                   s.h);
+            kernel_combine_forward(F64, sum.data(), z.data(), place.data(), NULL, s.n, s.k, rows, s.h);
             kernel_combine_backward(F64, dz.data(), dweights.data(), dy.data(), z.data(), place.data(),
-                                    weights.data(), s.n, s.k, s.h);
+                                    weights.data(), s.n, s.k, rows, s.h);
             in_every_way("combine", [&](int shift) {
                 Device zs(dtype, z, shift), dys(dtype, dy, shift), w(full(dtype), weights, shift);
                 Device ys(dtype, s.n * s.h, shift), sums(dtype, s.n * s.h, shift), dzs(dtype, count, shift);
                 Device dw(full(dtype), pairs, shift), p(I32, numbers(place));
-                cuda_kernel_combine_forward(dtype, ys.at, zs.at, p.indices(), w.at, s.n, s.k, s.h);
+                cuda_kernel_combine_forward(dtype, ys.at, zs.at, p.indices(), w.at, s.n, s.k, rows,
+                                            s.h);
                 assert_close("combine_forward", ys, y, 2 * (double)s.k);
-                cuda_kernel_combine_forward(dtype, sums.at, zs.at, p.indices(), NULL, s.n, s.k, s.h);
+                cuda_kernel_combine_forward(dtype, sums.at, zs.at, p.indices(), NULL, s.n, s.k, rows,
+                                            s.h);
                 assert_close("combine_forward without weights", sums, sum, (double)s.k);
                 cuda_kernel_combine_backward(dtype, dzs.at, dw.at, dys.at, zs.at, p.indices(), w.at, s.n,
-                                             s.k, s.h);
+                                             s.k, rows, s.h);
                 assert_close("combine_backward's dz", dzs, dz, 1);
                 assert_close("combine_backward's dweights", dw, dweights, 2 * (double)s.h);
                 std::vector<unsigned char> bits = ys.stored("combine_forward");

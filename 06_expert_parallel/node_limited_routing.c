@@ -1,0 +1,372 @@
+// node_limited_routing.c: each token goes to few nodes, and crosses to each of them once. Playbook: "Expert
+// parallelism"; DeepSeek-V3 (2024), sections 2.1.2 and 3.2.2.
+//
+// Against expert_parallel.c, where a token crosses the network once for each of its experts in another
+// node: the ep ranks stand in N nodes of K. The router keeps a token's M best nodes, and chooses its experts
+// there (--expert-groups N --groups-kept M; a node is as good as its two best experts together). Its hidden
+// state then makes two hops:
+//
+//                   node 0          node 1
+//                   rank 0  1       rank 2        3           a token of rank 0, experts on ranks 2 and 3
+//     across        x ------------> x                         once for a node, to the rank of its own place
+//     inside                        x ----------> x           once for an expert
+//                   experts compute
+//     inside                        E2(x) <------ E3(x)
+//     across        y <------------ w2 E2(x) + w3 E3(x)       summed before it crosses
+//
+// Across, a node is what an expert is in expert_parallel.c, with a weight of 1; inside, the tokens that
+// have come are routed as if they were this rank's own. So the weights travel with the tokens, and their
+// gradients back. Backward takes the same hops in the other order.
+//
+// Bytes sent per rank, block and micro-batch, e bytes an element, w a weight; T tokens x nodes go to other
+// nodes and T' come from there, R rows go to other ranks of the node and R' come:
+//     across   forward (h e + 4 k + w k) T + h e T',  backward h e T + (h e + w k) T'
+//     inside   h e (R + R') in each pass
+// and forward 4 (N - 1) of counts besides those of expert_parallel.c, which sends h e across for each row:
+// k (N - 1) / N of a token. T is M (N - 1) / N of it at most: of DeepSeek-V3's 8 experts in 4 nodes, half.
+// Memory per rank: as expert_parallel.c; 4 k + w k for each token that comes.
+// Run: build/06_expert_parallel/node_limited_routing   (--gpus-per-node 4 --expert-groups 2, --zero 2 …)
+// Last line: PASS node_limited_routing: in two hops, the tokens make the step of one device …
+#include <stdlib.h>
+
+#include "expert_parallel.h"
+
+// What a block keeps of a micro-batch's two hops.
+typedef struct Hops {
+    RowExchange *plain;  // which counts the rows for the experts here
+    PairRows nodes;      // this rank's tokens and their nodes
+    int64_t *to, *from;  // (N) tokens that go to each node, and come from it
+    int64_t come;        // from all of them
+    PairRows experts;    // the tokens that have come and their experts in this node
+    Tensor weights;      // (come, k)
+    RowExchange inside;
+    int64_t *sent;           // inside.sent
+    Request *request;        // in backward: of the weights' gradients …
+    Tensor parts, dweights;  // … (tokens x nodes, k), and their sums (n, k)
+} Hops;
+
+// ---- the hop across ----
+
+static void scaled(int64_t *count, const int64_t *rows, int64_t columns, int nodes) {
+    for (int i = 0; i < nodes; i++) count[i] = rows[i] * columns;
+}
+
+// Starts it: rows of `in`, to[i] to node i; out gets from[i] of node i.
+static Request *cross(const NodeLimited *l, Tensor out, const int64_t *from, Tensor in, const int64_t *to) {
+    int nodes = l->across.size;
+    int64_t give[nodes], take[nodes];
+    scaled(give, to, tensor_columns(in), nodes);
+    scaled(take, from, tensor_columns(in), nodes);
+    return comm_all_to_all(out, take, in, give, l->across);
+}
+
+static Tensor crossed(const NodeLimited *l, int64_t rows, const int64_t *from, Tensor in, const int64_t *to,
+                      Moment wait) {
+    Tensor out = tensor_new(MEMORY_COMMUNICATION, in.dtype, SHAPE(rows, tensor_columns(in)));
+    Request *request = cross(l, out, from, in, to);
+    moe_at(l->plain->moe, wait);
+    comm_wait(request);
+    return out;
+}
+static Tensor crossed_there(const NodeLimited *l, const Hops *hops, Tensor own) {
+    return crossed(l, hops->come, hops->from, own, hops->to, WAITS_ACROSS);
+}
+static Tensor crossed_back(const NodeLimited *l, const Hops *hops, Tensor sums) {
+    return crossed(l, hops->nodes.real, hops->to, sums, hops->from, WAITS_ACROSS_TO_COMPUTE);
+}
+
+// ---- who goes where ----
+
+// Of M nodes at most; a dry run deals M to each token.
+static void choose_nodes(const NodeLimited *l, MoeKept *kept, Hops *hops) {
+    const Config *c = &l->plain->moe->model->config;
+    int64_t n = tensor_rows(kept->chosen), nodes = l->across.size;
+    int64_t most = c->groups_kept < nodes ? c->groups_kept : nodes;
+    Tensor numbers = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n, most));
+    op_route_nodes(numbers, kept->chosen, c->experts / nodes, nodes);
+    hops->to = host_alloc(nodes * sizeof *hops->to);
+    hops->nodes = pair_rows_new(l->plain->moe, kept->training, hops->to, numbers, nodes, n * most);
+    tensor_free(&numbers);
+}
+
+// Counts of tokens across, and meanwhile those of rows, among all.
+static void count(NodeLimited *l, MoeKept *kept, Hops *hops) {
+    Moe *moe = l->plain->moe;
+    int nodes = l->across.size;
+    int32_t own[nodes];
+    for (int i = 0; i < nodes; i++) own[i] = (int32_t)hops->to[i];
+    Tensor ours = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(nodes)),
+           theirs = tensor_like(MEMORY_COMMUNICATION, ours);
+    tensor_from_host(ours, own);
+    Request *request = comm_all_to_all(theirs, NULL, ours, NULL, l->across);
+    expert_counts(l->plain, kept);
+    hops->plain = kept->exchange;
+    comm_wait(request);
+    hops->from = host_alloc(nodes * sizeof *hops->from);
+    moe_read_counts(moe, kept->training, hops->from, theirs, 0);
+    for (int i = 0; i < nodes; i++) {
+        if (device_is_dry_run() && !moe->ledger.replay) hops->from[i] = hops->to[l->across.rank];
+        hops->come += hops->from[i];
+    }
+    tensor_free(&ours);
+    tensor_free(&theirs);
+}
+
+// Tokens, their experts and weights: all that this rank needs to send them on, and to add up what they get.
+static Tensor tokens_there(const NodeLimited *l, MoeKept *kept, Hops *hops, Tensor x, Tensor *chosen) {
+    Tensor in[] = {pairs_gather(&hops->nodes, x), pairs_gather(&hops->nodes, kept->chosen),
+                   pairs_gather(&hops->nodes, kept->weights)};
+    Tensor out[3];
+    Request *request[3];
+    for (int i = 0; i < 3; i++) {
+        MemoryKind kind = i == 0 ? MEMORY_COMMUNICATION : MEMORY_ACTIVATION;
+        out[i] = tensor_new(kind, in[i].dtype, SHAPE(hops->come, tensor_columns(in[i])));
+        request[i] = cross(l, out[i], hops->from, in[i], hops->to);
+        tensor_free(&in[i]);
+    }
+    moe_at(l->plain->moe, WAITS_ACROSS);
+    comm_wait_all(request, 3);
+    *chosen = out[1];
+    hops->weights = out[2];
+    return out[0];
+}
+
+static void all_deal_alike(const NodeLimited *l, MoeKept *kept, Hops *hops) {
+    int64_t here = l->plain->moe->here, ranks = l->inside.ep.size;
+    const int64_t *own = hops->sent + l->inside.ep.rank * here;
+    for (int64_t i = 0; i < ranks * here; i++) hops->inside.received[i] = own[i % here];
+    kept->m = 0;
+    for (int64_t i = 0; i < here; i++) kept->m += kept->count[i] = ranks * own[i];
+}
+
+// Rows for the experts of this node, by the choice of the tokens that have come. How many rows the others
+// of the node send here follows from the counts of all ranks: each forwards those of its place.
+static void choose_experts(const NodeLimited *l, MoeKept *kept, Hops *hops, Tensor chosen) {
+    Moe *moe = l->plain->moe;
+    int64_t ranks = l->inside.ep.size, nodes = l->across.size, each = ranks * moe->here;
+    int64_t dealt = hops->come * tensor_columns(chosen) / tensor_columns(hops->nodes.place);
+    Tensor numbers = tensor_like(MEMORY_ACTIVATION, chosen);
+    op_route_within(numbers, chosen, l->across.rank * each, each);
+    hops->inside.sent = hops->sent = host_alloc(each * sizeof *hops->sent);
+    hops->experts = pair_rows_new(moe, kept->training, hops->sent, numbers, each, dealt);
+    tensor_free(&numbers);
+    hops->inside.received = host_alloc(each * sizeof *hops->inside.received);
+    for (int64_t i = 0; i < each; i++) {
+        hops->inside.received[i] = 0;
+        for (int64_t node = 0; node < nodes; node++)
+            hops->inside.received[i] += hops->plain->received[node * each + i];
+    }
+    if (device_is_dry_run() && !moe->ledger.replay) all_deal_alike(l, kept, hops);
+}
+
+static void add_to_table(NodeLimited *l, const MoeKept *kept, const Hops *hops) {
+    if (!kept->training) return;
+    int64_t here = l->plain->moe->here;
+    for (int i = 0; i < l->across.size; i++) {
+        bool at_home = i == l->across.rank;
+        l->tokens_sent += at_home ? 0 : (double)hops->to[i];
+        l->tokens_served += at_home ? 0 : (double)hops->from[i];
+    }
+    for (int64_t i = 0; i < l->inside.ep.size * here; i++) {
+        bool at_home = i / here == l->inside.ep.rank;
+        l->rows_sent += at_home ? 0 : (double)hops->sent[i];
+        l->rows_served += at_home ? 0 : (double)hops->inside.received[i];
+    }
+}
+
+// ---- the technique: two hops there, and two back ----
+
+static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
+    NodeLimited *l = context;
+    Hops *hops = calloc(1, sizeof *hops);
+    CHECK(hops, "out of host memory for a block's experts");
+    choose_nodes(l, kept, hops);
+    count(l, kept, hops);
+    kept->exchange = hops;
+    Tensor chosen, come = tokens_there(l, kept, hops, x, &chosen);
+    choose_experts(l, kept, hops, chosen);
+    tensor_free(&chosen);
+    add_to_table(l, kept, hops);
+    Tensor own = pairs_gather(&hops->experts, come);
+    tensor_free(&hops->experts.tokens);
+    tensor_free(&come);
+    Tensor rows = experts_there(&l->inside, &hops->inside, own, WAITS_INSIDE_TO_COMPUTE);
+    tensor_free(&own);
+    kept->held_by_dispatch = 8 * tensor_count(hops->nodes.place) + 4 * tensor_count(hops->experts.place) +
+                             tensor_bytes(hops->weights);
+    return rows;
+}
+
+// y = sum over nodes of (sum over experts there of weight_j out_j)
+static Tensor combine(void *context, MoeKept *kept, Tensor made) {
+    const NodeLimited *l = context;
+    const Hops *hops = kept->exchange;
+    kept->out = experts_back(&l->inside, &hops->inside, made, WAITS_INSIDE);
+    Tensor sums = pairs_combine(&hops->experts, kept->out, hops->weights);
+    Tensor came = crossed_back(l, hops, sums), y = pairs_combine(&hops->nodes, came, (Tensor){0});
+    tensor_free(&sums);
+    tensor_free(&came);
+    return y;
+}
+
+// dout_j = weight_j dy, dweight_j = <dy, out_j>: where the sum was made. The gradients of weights cross back
+// while the experts compute: whoever waits for them earlier waits for what crosses before them, too.
+static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
+    const NodeLimited *l = context;
+    Hops *hops = kept->exchange;
+    Tensor own = pairs_gather(&hops->nodes, dy), dsums = crossed_there(l, hops, own);
+    tensor_free(&own);
+    Tensor part = tensor_like(MEMORY_ACTIVATION, hops->weights);
+    Tensor drows = pairs_combine_backward(&hops->experts, dsums, part, kept->out, hops->weights);
+    tensor_free(&kept->out);
+    tensor_free(&dsums);
+    hops->dweights = tensor_share(dweights);
+    hops->parts =
+        tensor_new(MEMORY_COMMUNICATION, part.dtype, SHAPE(hops->nodes.real, tensor_columns(part)));
+    hops->request = cross(l, hops->parts, hops->to, part, hops->from);
+    tensor_free(&part);
+    Tensor dout = experts_there(&l->inside, &hops->inside, drows, WAITS_INSIDE_TO_COMPUTE);
+    tensor_free(&drows);
+    return dout;
+}
+
+// A weight's gradient is in the row of its node, and zero in those of the others.
+static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
+    const NodeLimited *l = context;
+    Hops *hops = kept->exchange;
+    Tensor own = experts_back(&l->inside, &hops->inside, drows, WAITS_INSIDE);
+    Tensor sums = pairs_gather_backward(&hops->experts, own);
+    tensor_free(&own);
+    Tensor came = crossed_back(l, hops, sums), dx = pairs_gather_backward(&hops->nodes, came);
+    tensor_free(&sums);
+    tensor_free(&came);
+    comm_wait(hops->request);
+    op_combine_forward(hops->dweights, hops->parts, hops->nodes.place, (Tensor){0});
+    tensor_free(&hops->parts);
+    tensor_free(&hops->dweights);
+    return dx;
+}
+
+static void drop(void *context, MoeKept *kept) {
+    const NodeLimited *l = context;
+    Hops *hops = kept->exchange;
+    if (!hops) return;
+    kept->exchange = hops->plain;
+    l->dispatch.drop(l->plain, kept);
+    pair_rows_free(&hops->nodes);
+    pair_rows_free(&hops->experts);
+    tensor_free(&hops->weights);
+    free(hops->to);
+    free(hops->from);
+    free(hops->sent);
+    free(hops->inside.received);
+    free(hops);
+}
+
+// ---- nodes ----
+
+// Ranks of ep in a node: neighbours, as ranks fill the nodes in order.
+static int64_t ranks_in_node(const Config *c) {
+    int64_t ranks = c->gpus_per_node ? c->gpus_per_node : clock_machine()->gpus_per_node;
+    return c->ep < ranks ? c->ep : ranks;
+}
+
+// Of the ranks of ep those of this node; or those of this rank's place in every node.
+static Group part_of(Group ep, int ranks, bool inside) {
+    int count = inside ? ranks : ep.size / ranks, member[count];
+    if (ep.size == 1) return ep;
+    for (int i = 0; i < count; i++)
+        member[i] =
+            inside ? ep.member[ep.rank / ranks * ranks + i] : ep.member[ep.rank % ranks + i * ranks];
+    return inside ? comm_group("ep inside", LINE_EP, member, count)
+                  : comm_group("ep across", LINE_EP_ACROSS, member, count);
+}
+
+static void shard(Model *m) { expert_parallel.shard(m); }
+
+static void *plug(Model *m) {
+    NodeLimited *l = host_alloc(sizeof *l);
+    Moe *moe = m->sockets.mlp.context;
+    int ranks = (int)ranks_in_node(&m->config);
+    *l = (NodeLimited){.plain = expert_parallel.plug(m), .dispatch = moe->dispatch};
+    l->inside = (ExpertParallel){.moe = moe, .ep = part_of(m->mesh.ep, ranks, true)};
+    l->across = part_of(m->mesh.ep, ranks, false);
+    l->dispatch = moe->dispatch;
+    moe->dispatch = (Dispatch){l, to_experts, combine, combine_backward, to_experts_backward, drop};
+    return l;
+}
+
+static void unplug(Model *m, void *context) {
+    NodeLimited *l = context;
+    expert_parallel.unplug(m, l->plain);
+    free(l);
+}
+
+// ---- the record ----
+
+static void check(const Config *c) {
+    expert_parallel.check(c);
+    int64_t ranks = ranks_in_node(c), nodes = c->ep / ranks;
+    int64_t whole = c->gpus_per_node ? c->gpus_per_node : clock_machine()->gpus_per_node;
+    CHECK(c->ep % ranks == 0 && whole % ranks == 0,
+          "--ep %ld in nodes of --gpus-per-node %ld: some nodes would have fewer of its ranks; one of the "
+          "two "
+          "must divide the other",
+          c->ep, whole);
+    CHECK(c->expert_groups % nodes == 0,
+          "--expert-groups %ld are no parts of %ld nodes (--ep %ld, --gpus-per-node %ld): --moe deepseek "
+          "--expert-groups %ld would fit",
+          c->expert_groups, nodes, c->ep, whole, nodes);
+    CHECK(config_number(c, "capacity") == 0,
+          "--capacity drops rows, and here tokens are sent: leave it out, or take expert_parallel");
+}
+
+static void price(Price *p, const Model *m, const void *context) {
+    const NodeLimited *l = context;
+    const ExpertParallel *x = l->plain;
+    const Config *c = &m->config;
+    double forwards = p->forwards * (double)c->layers, backwards = p->backwards * (double)c->layers;
+    // What plain dispatch would add for its rows is none of it.
+    ExpertParallel counts = *x;
+    counts.rows_sent = counts.rows_served = 0;
+    expert_parallel.price(p, m, &counts);
+    if (forwards == 0) return;  // a stage with the head alone
+    double e = (double)dtype_size(c->dtype), row = (double)c->hidden * e, w = c->dtype == F64 ? 8 : 4;
+    double k = (double)c->top_k, steps = x->passes / forwards, again = backwards / forwards;
+    double across = (row + (4 + w) * k + again * row) * l->tokens_sent +
+                    (row + again * (row + w * k)) * l->tokens_served;
+    double inside = (1 + again) * row * (l->rows_sent + l->rows_served);
+    price_sent(p, "all_to_all", 5 * forwards + 3 * backwards,
+               forwards * 4 * (l->across.size - 1) + (steps > 0 ? (across + inside) / steps : 0));
+}
+
+static bool enabled(const Config *c) { return c->experts > 0 || c->ep > 1; }
+
+const Technique node_limited_routing = {.name = "node_limited_routing",
+                                        .axes = 1u << AXIS_EP,
+                                        .brings = CONFIG_EXPERTS,
+                                        .enabled = enabled,
+                                        .check = check,
+                                        .shard = shard,
+                                        .plug = plug,
+                                        .unplug = unplug,
+                                        .price = price};
+
+#ifndef NO_MAIN
+int main(int argc, char **argv) {
+    const Program program = {
+        .purpose = "Experts on several nodes: a token crosses to few nodes, and to each of them once.",
+        .claim = "in two hops, the tokens make the step of one device",
+        .defaults =
+            "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=16 top-k=4 moe=deepseek "
+            "expert-groups=4 groups-kept=2 ep=8 gpus-per-node=2",
+        .natural = 8,
+        .techniques = node_limited_layouts,
+        .option = expert_layout_options,
+        .options = EXPERT_LAYOUT_OPTIONS,
+        .baseline = expert_baseline,
+        .more = node_tables};
+    return program_main(argc, argv, &program);
+}
+#endif

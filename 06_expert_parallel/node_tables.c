@@ -1,0 +1,117 @@
+// node_tables.c: what two hops send across nodes and inside, beside plain dispatch. Playbook: "Expert
+// parallelism"; DeepSeek-V3 (2024), section 3.2.2.
+//
+// The same step is made with expert_parallel.c and with node_limited_routing.c, and comm counts what of
+// their all-to-alls leaves a node. What the routing tables say, over all ranks, in bytes:
+//
+//     plain      across   4 h e (rows whose expert is in another node)
+//     two hops   across   (4 h e + 4 k + 2 w k) (tokens x other nodes of their experts)
+//
+// once in each pass and each way; inside, 4 h e for each row that goes to another rank of a node; and the
+// counts of every forward. Then all tokens are sent to one node, and two micro-batches are in flight. This
+// file has no main: node_limited_routing.c runs it.
+#include <stdlib.h>
+
+#include "expert_parallel.h"
+
+// Of all ranks in a step.
+typedef struct Hidden {
+    double crossings, rows;           // forward: to other nodes, and to other ranks of the node
+    double across, inside;            // bytes by the routing tables
+    double sent_across, sent_inside;  // and as counted
+    double passes;                    // forwards of a block, on all ranks
+} Hidden;
+
+static double in_other_nodes(const ExpertParallel *x, int ranks) {
+    double rows = 0;
+    for (int i = 0; i < x->ep.size; i++) rows += i / ranks == x->ep.rank / ranks ? 0 : x->to[i];
+    return rows;
+}
+
+static Hidden step_with(Mesh mesh, const Config *c, Techniques techniques, int ranks) {
+    Trainer *t = trainer_new(c, mesh, techniques);
+    Record record = train_record(t, "bytes across nodes");
+    CommCount sent = comm_count("all_to_all");
+    const ExpertParallel *plain = trainer_context(t, &expert_parallel);
+    const NodeLimited *l = trainer_context(t, &node_limited_routing);
+    if (l) plain = l->plain;
+    double crossings = in_other_nodes(plain, ranks), rows = plain->rows_sent - crossings;
+    Hidden sums = {.crossings = comm_sum(l ? l->tokens_sent : crossings, mesh.world),
+                   .rows = comm_sum(l ? l->rows_sent : rows, mesh.world),
+                   .sent_across = comm_sum((double)sent.across, mesh.world),
+                   .sent_inside = comm_sum((double)(sent.bytes - sent.across), mesh.world),
+                   .passes = comm_sum(plain->passes, mesh.world)};
+    double row = (double)(c->hidden * (int64_t)dtype_size(c->dtype)), w = c->dtype == F64 ? 8 : 4;
+    double counts = 4.0 * (double)c->experts / (double)c->ep * sums.passes, n = (double)(c->ep / ranks);
+    sums.across = (4 * row + (l ? (4 + 2 * w) * (double)c->top_k : 0)) * sums.crossings +
+                  counts * (double)(c->ep - ranks) + (l ? 4 * (n - 1) * sums.passes : 0);
+    sums.inside = 4 * row * sums.rows + counts * (ranks - 1);
+    record_free(&record);
+    trainer_free(t);
+    return sums;
+}
+
+static void print_step(const char *name, const Hidden *sums, double tokens, bool verbose) {
+    say("  %-16s %20.2f %16s %16s", name, sums->crossings / tokens, bytes_text(sums->sent_across),
+        bytes_text(sums->sent_inside));
+    report_number(name, "hidden states of a token across nodes, one way", sums->crossings / tokens, "");
+    report_number(name, "bytes across nodes", sums->sent_across, "B");
+    bool quiet = report_quiet(!verbose);
+    report_equal("across nodes, by the routing tables", sums->across, sums->sent_across, "B");
+    report_equal("inside nodes, by the routing tables", sums->inside, sums->sent_inside, "B");
+    report_quiet(quiet);
+}
+
+static void beside_plain(Mesh mesh, Config c, int ranks, bool verbose) {
+    c.steps = 1;
+    c.recompute = RECOMPUTE_NONE;
+    int nodes = (int)c.ep / ranks, most = (int)(c.groups_kept < nodes ? c.groups_kept : nodes);
+    Hidden plain = step_with(mesh, &c, expert_layouts, ranks),
+           hops = step_with(mesh, &c, node_limited_layouts, ranks);
+    double tokens = hops.passes * (double)(c.micro_batch * c.seq / c.tp);
+    say("\nA step of all ranks, %d nodes of %d; a token takes %ld experts in at most %d nodes:\n", nodes,
+        ranks, c.top_k, most);
+    say("  %-16s %20s %16s %16s", "", "sent across, a token", "bytes across", "bytes inside");
+    print_step("plain dispatch", &plain, tokens, verbose);
+    print_step("two hops", &hops, tokens, verbose);
+    int bound = most < nodes - 1 ? most : nodes - 1;
+    report_that(hops.crossings <= bound * tokens && hops.crossings <= plain.crossings,
+                "a token crosses %.2f times in two hops, at most %d, and %.2f times in plain dispatch",
+                hops.crossings / tokens, bound, plain.crossings / tokens);
+}
+
+// All logits are equal: every token takes the first experts, in the first node, and the others get none.
+static void all_to_one_node(Mesh mesh, Config c) {
+    Config whole = c;
+    c.steps = whole.steps = 1;
+    whole.grad_acc *= mesh.dp.size, whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
+    bool quiet = report_quiet(!c.verbose);
+    Record all = experts_trained(&c, mesh, node_limited_layouts, true),
+           baseline = experts_trained(&whole, mesh_single(), expert_baseline, true);
+    report_compare(&all, &baseline, PROOF_REASSOCIATED, 1e-10);
+    report_quiet(quiet);
+    record_free(&all);
+    record_free(&baseline);
+}
+
+// Two micro-batches in flight, whose hops take turns on the same links.
+static void two_in_flight(Mesh mesh, Config c) {
+    c.steps = 1;
+    Record both = program_record(&c, mesh, node_limited_overlapped, false, false, "two in flight"),
+           single = program_record(&c, mesh, node_limited_layouts, false, false, "one after the other");
+    bool quiet = report_quiet(!c.verbose);
+    report_compare(&both, &single, PROOF_EXACT, 0);
+    report_quiet(quiet);
+    record_free(&both);
+    record_free(&single);
+}
+
+void node_tables(Mesh mesh, const Config *config) {
+    int ranks = (int)(config->gpus_per_node ? config->gpus_per_node : clock_machine()->gpus_per_node);
+    if (config_number(config, "proof-only")) return;
+    if (config->dtype == F64) all_to_one_node(mesh, *config);
+    if (!config->tied && config_number(config, "zero") < 3 && comm_sums_in_rank_order())
+        two_in_flight(mesh, *config);
+    if (mesh.ep.size > ranks && mesh.cp.size == 1 && mesh.pp.size == 1)
+        beside_plain(mesh, *config, ranks, config->verbose);
+}
