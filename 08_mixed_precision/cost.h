@@ -30,10 +30,9 @@ typedef struct Factors {
 } Factors;
 extern const struct FactorRange {
     const char *name, *what;
-    double low, high, guess, fitted;  // guess: what one would say without any run
+    double low, high, guess;  // guess: what one would say without any run
 } factor_range[FACTORS];
-#define FITTED_ERROR 0.038     // the median error of series left out of the fit, as --fit prints it
-Factors factors_fitted(void);  // on published.csv
+Factors factors_fitted(void);  // on published.csv: fitted.h, which find_config --fitted writes
 Factors factors_guessed(void);
 
 // A machine as it is reached, and the efficiencies by size of what it does: the clock takes both. `power`
@@ -74,11 +73,10 @@ typedef struct CostHabits {
     bool hides_tp, hides_dp, hides_pp, hides_ep;
     bool flash;              // attention without stored scores, and without those that the mask hides
     double gradient_bytes;   // of an element that is reduced
-    bool regathers;          // sequence parallelism all-gathers once more for W
     double attention_again;  // backward of attention, in forwards
     double attention_slow;   // FlashAttention-2 on Hopper: seconds, in those of kernels written for it
     double bubble;           // of the schedule, in that of 1F1B
-    bool delayed_scales;     // of 8-bit multiplies: those of the steps before
+    double cast_bytes;  // of an element that is cast to 8 bits: read for its scale, read again, written
     bool one_ring;  // a collective over nodes passes one port of a node, whatever its members there
 } CostHabits;
 

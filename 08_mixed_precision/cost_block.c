@@ -49,11 +49,11 @@ static void multiply(const Pricing *p, Passes *sum, double m, double k, double n
     sum->forward.multiply += one;
     sum->backward.multiply += 2 * one;
     if (!narrow || !p->layout->fp8) return;
-    // What goes in is cast to 8 bits, each operand once in a pass: read and written, and with scales of the
-    // moment read before for its largest element.
-    double cast = p->habits->delayed_scales ? 3 : 5;
-    sum->forward.memory += memory_seconds(p, cast * (m * k + k * n));
-    sum->backward.memory += memory_seconds(p, cast * m * n + 2 * (m * k + k * n));
+    // What goes in is cast to 8 bits, each operand once in a pass; weights that are gathered in 8 bits come
+    // so.
+    double cast = p->habits->cast_bytes, weights = p->layout->gather_fp8 ? 0 : k * n;
+    sum->forward.memory += memory_seconds(p, cast * (m * k + weights));
+    sum->backward.memory += memory_seconds(p, cast * m * n + 2 * (m * k + weights));
 }
 
 static void move(const Pricing *p, Passes *sum, double forward, double backward) {
@@ -178,6 +178,9 @@ static void experts(const Pricing *p, Passes *sum, const Sizes *z) {
     if (m->shared > 0) mlp(p, sum, z->n, z->h, m->shared * m->expert_ffn / l->tp);
 }
 
+// Rows that are cast before they are gathered go as 8 bits.
+static double gathered(const CostLayout *l) { return l->gather_fp8 ? 0.5 : 1; }
+
 Passes cost_block(const Pricing *p, bool dense) {
     const CostModel *m = p->model;
     const CostLayout *l = p->layout;
@@ -192,9 +195,11 @@ Passes cost_block(const Pricing *p, bool dense) {
     else mlp(p, &sum, z.n, z.h, m->ffn / l->tp);
     // Into and out of each region: an all-gather and a reduce-scatter, or an all-reduce where they leave.
     double region = cost_collective(p, l->sp ? "all_gather" : "all_reduce", ELEMENT * z.n * z.h, l->tp, 1);
-    double regions = routed && m->shared == 0 ? 1 : 2, halves = l->sp ? 2 : 1;
+    double regions = routed && m->shared == 0 ? 1 : 2, halves = l->sp ? 1 + gathered(l) : 1;
     sum.forward.tp += regions * halves * region;
-    sum.backward.tp += regions * (halves + (l->sp && p->habits->regathers)) * region;
+    // W needs the rows again; a block that is recomputed has just gathered them.
+    bool regathers = l->sp && l->recompute != RECOMPUTE_FULL;
+    sum.backward.tp += regions * (halves + regathers * gathered(l)) * region;
     // W adds to the gradients of a micro-batch, and these to their sums.
     sum.backward.memory += memory_seconds(p, 8 * cost_block_weights(m, l, dense));
     return sum;

@@ -170,33 +170,77 @@ static double one_stage(const Config *c, LoneMemory *memory) {
     return continued(&step, L, m);
 }
 
-// The walk through a schedule: each pass of a stage takes what that stage's takes.
-static double walked(const Config *c, const LoneParts *p, const Stages *s) {
+// How much later than its multiplies say a stage's last message leaves: each block's gradients are reduced
+// when they are final, and what passes the same port then waits, the message behind them as the collectives
+// with which the next block's backward begins.
+static double reducing_at_end(const Config *c, const LoneParts *p, int layers) {
+    int replicas = (int)(c->dp * c->cp), stride = (int)(c->tp * c->cp * c->dp);
+    if (replicas == 1) return 0;
+    bool near = clock_node(0) == clock_node((int)c->tp), far = clock_node(0) != clock_node(stride - 1);
+    bool hop_near = clock_node(0) == clock_node(stride), shared = hop_near ? near : far;
+    Exchange block = exchange_of(c, p->count[BLOCK]);
+    double seconds = block.sums + (config_number(c, "zero") == 0 ? block.weights : 0);
+    if (config_number(c, "sp") && near) return (layers - 1 + shared) * seconds;
+    return shared ? seconds + (layers - 1) * fmax(seconds - p->backward[BLOCK], 0) : 0;
+}
+
+// A rank's clock on the walk, and until when the port to the next stage is busy.
+typedef struct WalkRank {
+    double now, port;
+} WalkRank;
+
+typedef struct Walk {
+    const Config *config;
+    const LoneParts *parts;
+    const Stages *stages;
+    const Schedule *schedule;
+    double *arrives;  // of each slot: when its output is at the rank that needs it
+    bool gathers;     // each pass begins with a collective on the port of the messages
+} Walk;
+
+static double pass_seconds(const Walk *w, StagePass pass) {
+    double apart = w->parts->input[BLOCK] / w->parts->backward[BLOCK];
+    if (pass.kind == PASS_F) return w->stages->forward[pass.stage];
+    double part = pass.kind == PASS_B ? apart : pass.kind == PASS_W ? 1 - apart : 1;
+    return part * w->stages->backward[pass.stage];
+}
+
+// Its output is sent when it ends, or when the port is free.
+static void send_from(const Walk *w, WalkRank *rank, StagePass pass) {
+    const Schedule *s = w->schedule;
+    if (schedule_sends_to(s, pass) == NO_RANK) return;
+    bool last = pass.kind == PASS_BW && pass.micro_batch == s->micro_batches - 1;
+    int layers = (int)(w->config->layers / w->stages->count);
+    double free_at = rank->now + (last ? reducing_at_end(w->config, w->parts, layers) : 0);
+    rank->port = fmax(rank->port, free_at) + w->stages->hop;
+    w->arrives[schedule_slot(s, pass)] = rank->port;
+}
+
+// The walk through a schedule: each pass of a stage takes what that stage's takes, and messages and the
+// collectives of a region wait for each other where they pass one port.
+static double walked(const Config *c, const LoneParts *p, const Stages *stages) {
     Schedule schedule = pipeline_schedule(c);
-    double *ended = host_alloc(schedule_slots(&schedule) * sizeof *ended), now[RANKS_MOST] = {0}, last = 0;
+    Walk w = {c, p, stages, &schedule, host_alloc(schedule_slots(&schedule) * sizeof(double)),
+              config_number(c, "sp") && clock_node(0) == clock_node((int)(c->tp * c->cp * c->dp))};
+    WalkRank ranks[RANKS_MOST] = {{0, 0}};
+    double last = 0;
     ScheduleWalk walk = schedule_walk(&schedule);
     while (schedule_walk_next(&walk)) {
         const Action *action = &schedule.list[walk.rank].action[walk.position];
-        double begin = now[walk.rank], seconds = 0;
+        WalkRank *rank = &ranks[walk.rank];
         for (int i = 0; i < action->passes; i++) {
             StagePass pass = action->pass[i], needed;
-            double apart = p->input[BLOCK] / p->backward[BLOCK], part = 1;
-            if (pass.kind == PASS_B) part = apart;
-            if (pass.kind == PASS_W) part = 1 - apart;
-            seconds += pass.kind == PASS_F ? s->forward[pass.stage] : part * s->backward[pass.stage];
-            if (!schedule_needs(&schedule, pass, &needed)) continue;
-            double there = ended[schedule_slot(&schedule, needed)];
-            if (schedule_receives_from(&schedule, pass) != NO_RANK) there += s->hop;
-            begin = fmax(begin, there);
+            if (schedule_receives_from(&schedule, pass) != NO_RANK && schedule_needs(&schedule, pass, &needed))
+                rank->now = fmax(rank->now, w.arrives[schedule_slot(&schedule, needed)]);
+            if (w.gathers && pass.kind != PASS_W) rank->now = fmax(rank->now, rank->port);
+            rank->now += pass_seconds(&w, pass);
+            send_from(&w, rank, pass);
         }
-        now[walk.rank] = begin + seconds;
-        last = fmax(last, now[walk.rank]);
-        for (int i = 0; i < action->passes; i++)
-            ended[schedule_slot(&schedule, action->pass[i])] = now[walk.rank];
+        last = fmax(last, rank->now);
     }
     schedule_walk_end(&walk);
     schedule_free(&schedule);
-    free(ended);
+    free(w.arrives);
     return last;
 }
 

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 
 #include "cost.h"
+#include "fitted.h"
 
 // Speed falls with power more slowly than in proportion: near its limit a GPU pays for each step of its
 // clock with voltage, too.
@@ -19,21 +20,19 @@
 
 // clang-format off
 const struct FactorRange factor_range[FACTORS] = {
-    {"matmul, A100",    "of the 16-bit peak, by large multiplies",           0.4,   1,    0.75, 0.7351},
-    {"matmul, H100",    "likewise",                                          0.4,   1,    0.68, 0.6599},
-    {"matmul, 8 bits",  "of twice that",                                     0.4,   1,    0.8,  1.0000},
-    {"small multiplies", "TFLOP of one that reaches half of what large ones do", 0.0005, 0.1, 0.01, 0.0043},
-    {"attention",       "of what large multiplies reach",                    0.2,   1,    0.6,  0.4732},
-    {"memory",          "of memory bandwidth",                               0.4,   1,    0.9,  1.0000},
-    {"links",           "of the bandwidth of NVLink and network",            0.2,   1,    0.6,  0.6355},
-    {"hidden",          "of communication that a program overlaps",          0.3,   0.95, 0.8,  0.8121},
+    {"matmul, A100",    "of the 16-bit peak, by large multiplies",           0.4,   1,    0.75},
+    {"matmul, H100",    "likewise",                                          0.4,   1,    0.68},
+    {"matmul, 8 bits",  "of twice that",                                     0.4,   1,    0.8},
+    {"small multiplies", "TFLOP of one that reaches half of what large ones do", 0.0005, 0.1, 0.01},
+    {"attention",       "of what large multiplies reach",                    0.2,   1,    0.6},
+    {"memory",          "of memory bandwidth",                               0.4,   1,    0.9},
+    {"links",           "of the bandwidth of NVLink and network",            0.2,   1,    0.6},
+    {"hidden",          "of communication that a program overlaps",          0.3,   0.95, 0.8},
 };
 // clang-format on
 
 Factors factors_fitted(void) {
-    Factors f;
-    for (int i = 0; i < FACTORS; i++) f.value[i] = factor_range[i].fitted;
-    return f;
+    return (Factors){FITTED_FACTORS};
 }
 
 Factors factors_guessed(void) {

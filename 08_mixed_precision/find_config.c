@@ -70,7 +70,7 @@ static int show_search(const Goal *goal) {
         "1024 = 2 x "
         "128 x 4\n= 2 x 512 x 1)",
         (long long)(goal->sequences * goal->model.seq), (long long)goal->sequences, goal->model.seq);
-    search_print(goal, &found, FITTED_ERROR);
+    search_print(goal, &found);
     say("\nmeasured here: %.1f s of one core for %lld layouts", seconds, (long long)found.legal);
     report_that(found.count > 0, "no layout of %d GPUs fits: --gpus %d would double the memory", goal->gpus,
                 2 * goal->gpus);
@@ -83,7 +83,7 @@ static int show_search(const Goal *goal) {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const char *runs_path = NULL, *json = NULL, *batch = NULL, *machine = NULL, *map = NULL,
-               *curves_file = NULL;
+               *curves_file = NULL, *fitted = NULL;
     bool refit = false, agreement = false;
     int64_t gpus, per_node;
     Option own[] = {
@@ -97,6 +97,8 @@ int main(int argc, char **argv) {
          "published runs, in the columns of published.csv: predicted beside published", false},
         {"fit", OPTION_FLAG, &refit, NULL, 0, 0, "", "with --runs: fit the factors on these runs anew",
          false},
+        {"fitted", OPTION_OUTPUT, &fitted, NULL, 0, 0, "FILE.h",
+         "with --runs: write the factors and their errors as the header that the next build reads", false},
         {"agree", OPTION_FLAG, &agreement, NULL, 0, 0, "",
          "layouts of 8 GPUs beside dry runs on 8 ranks: bytes, peaks, seconds", false},
         {"heat-map", OPTION_OUTPUT, &map, NULL, 0, 0, "FILE.svg",
@@ -121,7 +123,7 @@ int main(int argc, char **argv) {
     int status;
     if (runs_path) {
         Runs runs = runs_read(runs_path);
-        runs_report(&runs, refit);
+        runs_report(&runs, refit, fitted);
         free(runs.run);
         status = report_verdict("published runs are predicted");
         return comm_finish(status);

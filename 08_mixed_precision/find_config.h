@@ -4,6 +4,7 @@
 
 #include "cost.h"
 #include "cost_lone.h"
+#include "fitted.h"
 
 // ---- find_config_runs.c: runs that somebody has published, one row of a table each ----
 
@@ -39,8 +40,9 @@ void fit(Factors *factors, Runs *runs, const char *without);
 // ---- find_config_published.c ----
 
 // Predicted beside published, of each run; errors of the fit, with each series left out, and by kind.
-// refit: on these runs; else with the factors fitted on published.csv.
-void runs_report(Runs *runs, bool refit);
+// refit: on these runs; else with the factors fitted on published.csv. fitted: NULL, or the file that takes
+// the factors and their errors for the next build (fitted.h).
+void runs_report(Runs *runs, bool refit, const char *fitted);
 
 // ---- find_config_search.c: all legal layouts, the best of them clocked ----
 
@@ -69,7 +71,7 @@ Search search(const Goal *goal, int wanted);  // the caller frees best
 Config found_config(const Goal *goal, const Found *found);
 double found_mfu(const Goal *goal, const Found *found);
 const char *found_limit(const Goal *goal, const Found *found);  // what costs most, and what to try
-void search_print(const Goal *goal, const Search *search, double error);
+void search_print(const Goal *goal, const Search *search);
 
 // ---- find_config_agree.c: beside dry runs on as many ranks ----
 void agree(void);

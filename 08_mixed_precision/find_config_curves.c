@@ -173,7 +173,7 @@ void heat_map(const char *file, const char *machine) {
             "font-size='11'>\n<rect width='860' height='430' fill='white'/>\n<text x='70' y='18'>fastest "
             "layouts, "
             "1M tokens a step, s = 4096, %s; predicted, median error %.0f%% on runs not seen</text>\n",
-            machine, 100 * FITTED_ERROR);
+            machine, 100 * FITTED_MEDIAN);
     for (int column = 0; column < NODES; column++)
         fprintf(out, "<text x='%d' y='42'>%d node%s</text>\n", 90 + 110 * column, 1 << column,
                 column ? "s" : "");

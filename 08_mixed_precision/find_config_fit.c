@@ -46,8 +46,15 @@ static bool improve(Factors *factors, double *best, Runs *runs, const char *with
     return better;
 }
 
+// To four digits: what is printed is what is used.
+static double rounded(double value) {
+    double unit = pow(10, floor(log10(value)) - 3);
+    return round(value / unit) * unit;
+}
+
 void fit(Factors *factors, Runs *runs, const char *without) {
     double best = loss(factors, runs, without);
     for (double step = 0.16; step > 0.002; step /= 2)
         while (improve(factors, &best, runs, without, step)) continue;
+    for (int i = 0; i < FACTORS; i++) factors->value[i] = rounded(factors->value[i]);
 }

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "files.h"
 #include "find_config.h"
 #include "report/report.h"
 
@@ -185,7 +186,19 @@ static void print_factors(const Factors *fitted) {
     }
 }
 
-void runs_report(Runs *runs, bool refit) {
+static void write_fitted(const char *file, const Factors *fitted, Summary left_out) {
+    FILE *out = output_open("--fitted", file);
+    fprintf(out, "// fitted.h: the factors of cost_table.c, and how far off they are on runs that they have not\n"
+                 "// seen, as find_config has written it:\n"
+                 "//     find_config --runs 08_mixed_precision/published.csv --fit --fitted FILE\n"
+                 "#ifndef FITTED_H\n#define FITTED_H\n\n#define FITTED_FACTORS {");
+    for (int i = 0; i < FACTORS; i++) fprintf(out, "%s%.4g", i ? ", " : "", fitted->value[i]);
+    fprintf(out, "}\n#define FITTED_RUNS %d\n#define FITTED_MEDIAN %.3f  // errors of a step's seconds\n"
+                 "#define FITTED_WORST %.3f\n\n#endif\n", left_out.count, left_out.median, left_out.worst);
+    output_close(out, "--fitted", file);
+}
+
+void runs_report(Runs *runs, bool refit, const char *fitted_file) {
     Factors fitted = refit ? factors_guessed() : factors_fitted();
     if (refit) fit(&fitted, runs, NULL);
     print_factors(&fitted);
@@ -201,7 +214,9 @@ void runs_report(Runs *runs, bool refit) {
     say("\n  %-34s %3s %9s %9s %12s", "", "", "median", "worst", "within 20%");
     print_summary(refit ? "fitted on these" : "as fitted on published.csv",
                   summary_of(errors, runs->count));
-    print_summary("its series left out of the fit", summary_of(errors + runs->count, runs->count));
+    Summary left_out = summary_of(errors + runs->count, runs->count);
+    print_summary("its series left out of the fit", left_out);
+    if (fitted_file) write_fitted(fitted_file, &fitted, left_out);
     print_summary("constant share of a GPU's peak", summary_of(errors + 2 * runs->count, runs->count));
     print_summary("ratios of partners", ratios);
     print_kinds(runs, judged);

@@ -264,12 +264,12 @@ static void report_found(const Goal *goal, const Found *f, int place) {
     free(group);
 }
 
-void search_print(const Goal *goal, const Search *s, double error) {
+void search_print(const Goal *goal, const Search *s) {
     static const char *const again[] = {"none", "attn", "full"};
     say("\n%lld legal layouts, %lld of them fit into %s of a GPU; the best, clocked (step +- %.0f%%, the "
         "median "
         "error of\nunseen published runs):\n",
-        (long long)s->legal, (long long)s->fit, bytes_text(goal->memory), 100 * error);
+        (long long)s->legal, (long long)s->fit, bytes_text(goal->memory), 100 * FITTED_MEDIAN);
     say("  %3s %3s %3s %4s %3s %4s %4s %5s %-13s %-5s %8s %9s %5s  %s", "tp", "cp", "pp", "dp", "ep",
         "zero", "mbs", "m", "schedule", "again", "memory", "step", "MFU",
         "what costs most, and what to try");

@@ -96,7 +96,9 @@ static double pairs_of_sample(const AttentionPositions *q, const AttentionPositi
     double pairs = 0;
     for (int64_t j = 0; j < k->s; j++)
         places[j] = place(k->document[sample * k->s + j], k->position[sample * k->s + j]);
-    qsort(places, (size_t)k->s, sizeof *places, by_place);
+    bool sorted = true;
+    for (int64_t j = 1; j < k->s && sorted; j++) sorted = places[j - 1] <= places[j];
+    if (!sorted) qsort(places, (size_t)k->s, sizeof *places, by_place);
     for (int64_t i = sample * q->s; i < (sample + 1) * q->s; i++) {
         int64_t document = place(q->document[i], INT32_MIN);
         pairs += (double)(count_up_to(places, k->s, place(q->document[i], q->position[i])) -
@@ -120,23 +122,46 @@ static MaskShape shape_of(const AttentionMask *mask) {
     return q == k && in_order(q) ? MASK_CAUSAL : MASK_ANY;
 }
 
+// Counts of one sample's queries and keys are added to mask.
+static void add_sample(AttentionMask *mask, int64_t sample, int64_t *places) {
+    const AttentionPositions *q = mask->queries, *k = mask->keys;
+    mask->pairs += pairs_of_sample(q, k, sample, places);
+    for (int64_t i = 0; i < q->tiles; i++)
+        for (int64_t j = 0; j < k->tiles; j++) {
+            TileState state =
+                attention_tile(q->bound[sample * q->tiles + i], k->bound[sample * k->tiles + j]);
+            if (state == TILE_EMPTY) continue;
+            mask->tiles++;
+            mask->full += state == TILE_FULL;
+            mask->entries += (double)(least(ATTENTION_TILE, q->s - i * ATTENTION_TILE) *
+                                      least(ATTENTION_TILE, k->s - j * ATTENTION_TILE));
+        }
+}
+
+// Whether a sample's tokens have the positions and documents of the sample before it.
+static bool repeats(const AttentionPositions *p, int64_t sample) {
+    if (sample == 0) return false;
+    const int64_t at = sample * p->s, before = at - p->s;
+    const size_t bytes = (size_t)p->s * sizeof *p->position;
+    return !memcmp(p->position + at, p->position + before, bytes) &&
+           !memcmp(p->document + at, p->document + before, bytes);
+}
+
 AttentionMask attention_mask(const AttentionPositions *q, const AttentionPositions *k) {
-    AttentionMask mask = {.queries = q, .keys = k};
+    const AttentionMask none = {.queries = q, .keys = k};
+    AttentionMask mask = none, one = none;
     CHECK(q->b == k->b, "attention_mask: queries of %lld samples, keys of %lld", (long long)q->b,
           (long long)k->b);
     int64_t *places = host_alloc((size_t)k->s * sizeof *places);
     for (int64_t sample = 0; sample < q->b; sample++) {
-        mask.pairs += pairs_of_sample(q, k, sample, places);
-        for (int64_t i = 0; i < q->tiles; i++)
-            for (int64_t j = 0; j < k->tiles; j++) {
-                TileState state =
-                    attention_tile(q->bound[sample * q->tiles + i], k->bound[sample * k->tiles + j]);
-                if (state == TILE_EMPTY) continue;
-                mask.tiles++;
-                mask.full += state == TILE_FULL;
-                mask.entries += (double)(least(ATTENTION_TILE, q->s - i * ATTENTION_TILE) *
-                                         least(ATTENTION_TILE, k->s - j * ATTENTION_TILE));
-            }
+        if (!repeats(q, sample) || !repeats(k, sample)) {  // samples without documents are all alike
+            one = none;
+            add_sample(&one, sample, places);
+        }
+        mask.pairs += one.pairs;
+        mask.entries += one.entries;
+        mask.tiles += one.tiles;
+        mask.full += one.full;
     }
     free(places);
     mask.shape = shape_of(&mask);

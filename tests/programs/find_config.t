@@ -15,13 +15,16 @@ holds() {
     report $? "$1"
 }
 
-passes "published runs" $program --runs $csv --json "$work/runs.json"
-fitted=$(figure 'as fitted on published' 1) left=$(figure 'its series left out' 1)
+passes "published runs" $program --runs $csv --fit --fitted "$work/fitted.h" --json "$work/runs.json"
+fitted=$(figure 'fitted on these' 1) left=$(figure 'its series left out' 1)
 holds "published runs: the fit is within 4% in the median" "\"$fitted\" != \"\" && $fitted + 0 <= 4"
 holds "published runs: left out, within 5%" "\"$left\" != \"\" && $left + 0 <= 5 && $left > $fitted"
 holds "published runs: left out, none beyond 40%" "$(figure 'its series left out' 2) + 0 <= 40"
 holds "published runs: left out, nine of ten within 20%" "$(figure 'its series left out' 3) + 0 >= 90"
 holds "published runs: a constant share is worse" "$(figure 'constant share' 1) > 2 * $left"
+holds "published runs: no ratio of partners is off by more than 15%" "$(figure 'ratios of partners' 2) + 0 <= 15"
+cmp -s "$work/fitted.h" 08_mixed_precision/fitted.h
+report $? "published runs: the factors and errors in the source are those that this fit has written"
 passes "24 layouts of 8 GPUs beside dry runs on 8 ranks" $program --agree
 passes "a search" $program --model llama-3.2-1b --gpus 8 --batch-tokens 256K --seq 4096 \
     --curves "$work/curves.svg" --json "$work/search.json"
