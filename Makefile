@@ -17,7 +17,7 @@ ifeq ($(folder-$(OPS)-$(COMM)),)
 $(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, or nccl but with OPS=cpu)
 endif
 # C files of common/ that only one choice has; common/cuda/cuda.mk adds the others
-of-cpu  := common/tensor/device_cpu.c common/tensor/ops_cpu.c
+of-cpu  := common/tensor/device_cpu.c common/tensor/ops_cpu.c common/tensor/kernel_table_cpu.c
 of-mpi  := $(wildcard common/comm/comm_mpi*.c) common/comm/comm_staged.c
 of-nccl :=
 

@@ -30,6 +30,31 @@ static Option heading(const char *text) {
     return (Option){text, OPTION_HEADING, NULL, NULL, 0, 0, "", "", false};
 }
 
+enum { MOST_LISTED = 2 * MOST_TECHNIQUES };
+
+// The list with what any program may have: attention without stored scores, before recomputation, unless
+// its techniques decide themselves how tokens attend; and, if `kernels`, the choice of kernels. NULL stays.
+static Techniques extended(Techniques list, bool kernels, const Technique *room[MOST_LISTED]) {
+    int count = 0, end = 0;
+    bool attends = false;
+    if (!list) return NULL;
+    for (; list[end]; end++)
+        for (int j = 0; j < list[end]->options; j++)
+            attends = attends || !strcmp(list[end]->option[j].name, "attention") ||
+                      !strcmp(list[end]->option[j].name, "documents");
+    CHECK(end + 3 < MOST_LISTED, "a program lists more than %d techniques", MOST_LISTED - 4);
+    if (kernels) room[count++] = &kernel_choice;
+    for (int i = 0; i <= end; i++) {
+        if (!attends && (i == end || !strcmp(list[i]->name, recompute.name))) {
+            room[count++] = &flash_attention;
+            attends = true;
+        }
+        if (i < end) room[count++] = list[i];
+    }
+    room[count] = NULL;
+    return room;
+}
+
 // Flags that the program takes besides: its own, its techniques', and those of real training.
 static int own_options(Option *own, const Program *program, bool *dry_run) {
     int count = 0;
@@ -147,8 +172,15 @@ static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) 
     return report_verdict("%s", program->claim);
 }
 
-int program_main(int argc, char **argv, const Program *program) {
+int program_main(int argc, char **argv, const Program *own_program) {
     base_start(argc, argv);
+    const Technique *lists[4][MOST_LISTED];
+    Program whole = *own_program;
+    const Program *program = &whole;
+    whole.techniques = extended(whole.techniques, true, lists[0]);
+    whole.twin_techniques = extended(whole.twin_techniques, true, lists[1]);
+    whole.baseline = extended(whole.baseline, false, lists[2]);
+    whole.before.techniques = extended(whole.before.techniques, false, lists[3]);
     bool dry_run;
     Option own[MOST_OPTIONS];
     int options = own_options(own, program, &dry_run);
@@ -189,6 +221,7 @@ int program_main(int argc, char **argv, const Program *program) {
     device_dry_run(dry_run);
     name_sizes(&config);
     underflow_warn(&config);
+    if (kernel_choice.enabled(&config)) whole.exact = NULL;  // other kernels sum in another order
     int status = run(&config, mesh, program, dry_run);
     if (program->trains && config.trace) clock_trace_write(config.trace);
     if (!program->trains) timeline_finish(&config, mesh.world);

@@ -166,8 +166,8 @@ void underflow_begin(Trainer *trainer);
 void underflow_tell(
     const Trainer *trainer);  // at the end, collective: their share, as a figure and in the verdict
 
-// ---- recompute.c, flash.c: what a run on one device may have ----
-extern const Technique recompute, flash_attention;
+// ---- recompute.c, flash.c: what a run on one device may have; kernel_choice.c: what any program may ----
+extern const Technique recompute, flash_attention, kernel_choice;
 // FLOPs that a step over `sequences` samples computes a second time, by config->recompute.
 double recompute_extra_flops(const Config *config, int64_t sequences);
 

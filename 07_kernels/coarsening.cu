@@ -50,8 +50,10 @@ struct Places {
     __device__ static int place(int thread, int i) { return pack(thread, i / V) + i % V; }
 };
 
-template <int TM, int TN>
-__global__ void __launch_bounds__(THREADS) matmul(float *c, const float *a, const float *b, int64_t n) {
+// C (m, n) = A (m, s) B (s, n). TRANSPOSED: A is stored as (s, m), and B as (n, s).
+template <int TM, int TN, bool TRANSPOSED_A = false, bool TRANSPOSED_B = false>
+__global__ void __launch_bounds__(THREADS)
+    matmul(float *c, const float *a, const float *b, int64_t m, int64_t n, int64_t s) {
     typedef Places<TM> Rows;
     typedef Places<TN> Columns;
     __shared__ __align__(16) float tile_a[K][Rows::TILE + PAD];
@@ -59,16 +61,19 @@ __global__ void __launch_bounds__(THREADS) matmul(float *c, const float *a, cons
     const int t = threadIdx.x, ty = t / SIDE, tx = t % SIDE;
     const int64_t row0 = (int64_t)blockIdx.y * Rows::TILE, column0 = (int64_t)blockIdx.x * Columns::TILE;
     float sum[TM][TN] = {};
-    for (int64_t k0 = 0; k0 < n; k0 += K) {
+    for (int64_t k0 = 0; k0 < s; k0 += K) {
 #pragma unroll
         for (int i = 0; i < TM; i++) {  // lanes go along k, in which A's rows are stored
             const int k = t % K, row = t / K + i * (THREADS / K);
-            tile_a[k][row] = row0 + row < n && k0 + k < n ? a[(row0 + row) * n + k0 + k] : 0;
+            const int64_t from = TRANSPOSED_A ? (k0 + k) * m + row0 + row : (row0 + row) * s + k0 + k;
+            tile_a[k][row] = row0 + row < m && k0 + k < s ? a[from] : 0;
         }
 #pragma unroll
         for (int i = 0; i < TN; i++) {
             const int k = (t + i * THREADS) / Columns::TILE, column = (t + i * THREADS) % Columns::TILE;
-            tile_b[k][column] = k0 + k < n && column0 + column < n ? b[(k0 + k) * n + column0 + column] : 0;
+            const int64_t from =
+                TRANSPOSED_B ? (column0 + column) * s + k0 + k : (k0 + k) * n + column0 + column;
+            tile_b[k][column] = k0 + k < s && column0 + column < n ? b[from] : 0;
         }
         __syncthreads();
 #pragma unroll
@@ -93,18 +98,20 @@ __global__ void __launch_bounds__(THREADS) matmul(float *c, const float *a, cons
 #pragma unroll
         for (int j = 0; j < TN; j++) {
             const int64_t row = row0 + Rows::place(ty, i), column = column0 + Columns::place(tx, j);
-            if (row < n && column < n) c[row * n + column] = sum[i][j];
+            if (row < m && column < n) c[row * n + column] = sum[i][j];
         }
 }
 
 // ---- host code ----
+
+#ifndef NO_MAIN
 
 enum { ONE, FOUR, SIXTEEN, SIXTY_FOUR, VERSIONS };
 static const struct { int tm, tn; } outputs[VERSIONS] = {{1, 1}, {4, 1}, {4, 4}, {8, 8}};
 static const KernelVersion versions[VERSIONS] = {
     {"1 output a thread", THREADS, 32, K *(16 + PAD + 16) * 4},
     {"4 x 1", THREADS, 48, K *(64 + PAD + 16) * 4},
-    {"4 x 4", THREADS, 67, K *(64 + PAD + 64) * 4},
+    {"4 x 4", THREADS, 79, K *(64 + PAD + 64) * 4},
     {"8 x 8", THREADS, 128, K *(128 + PAD + 128) * 4},
 };
 
@@ -112,10 +119,10 @@ static void launch(int version, float *c, const float *a, const float *b, int64_
     if (n == 0) return;
     const int64_t rows = SIDE * outputs[version].tm, columns = SIDE * outputs[version].tn;
     const dim3 grid((unsigned)((n + columns - 1) / columns), (unsigned)((n + rows - 1) / rows));
-    if (version == ONE) LAUNCH((matmul<1, 1>), grid, THREADS, 0, 0, c, a, b, n);
-    if (version == FOUR) LAUNCH((matmul<4, 1>), grid, THREADS, 0, 0, c, a, b, n);
-    if (version == SIXTEEN) LAUNCH((matmul<4, 4>), grid, THREADS, 0, 0, c, a, b, n);
-    if (version == SIXTY_FOUR) LAUNCH((matmul<8, 8>), grid, THREADS, 0, 0, c, a, b, n);
+    if (version == ONE) LAUNCH((matmul<1, 1>), grid, THREADS, 0, 0, c, a, b, n, n, n);
+    if (version == FOUR) LAUNCH((matmul<4, 1>), grid, THREADS, 0, 0, c, a, b, n, n, n);
+    if (version == SIXTEEN) LAUNCH((matmul<4, 4>), grid, THREADS, 0, 0, c, a, b, n, n, n);
+    if (version == SIXTY_FOUR) LAUNCH((matmul<8, 8>), grid, THREADS, 0, 0, c, a, b, n, n, n);
 }
 
 // n a multiple of the tile's sides.
@@ -179,3 +186,4 @@ int main(int argc, char **argv) {
     return report_verdict("8 x 8 outputs a thread take %.2f of the time of one",
                           kernels_seconds(SIXTY_FOUR) / kernels_seconds(ONE));
 }
+#endif

@@ -24,7 +24,7 @@
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude.
 // Run: build/07_kernels/flash_attention_2           (--gpu a100, --head-size 64, --size 4096, --verbose)
 // Last line: PASS flash_attention_2: 0.33 of the first version's traffic to L2 …
-#include "attention_reference.h"
+#include "flash_tiles.h"
 
 enum { TILES = 2, BLOCK = TILES * THREADS };
 
@@ -106,14 +106,23 @@ __global__ void __launch_bounds__(BLOCK)
 // ---- host code ----
 
 template <int D>
-static void launch(int, float *o, float *lse, float *, const float *q, const float *k, const float *v,
-                   const Heads &shape) {
+static void launch_on(cudaStream_t stream, float *o, float *lse, const float *q, const float *k,
+                      const float *v, const Heads &shape) {
     if (shape.s == 0) return;
     const size_t bytes = (size_t)tile_bytes(D, TILES + 2, TILES);
     CUDA_CHECK(cudaFuncSetAttribute(attention<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     const dim3 grid((unsigned)((shape.s + TILES * TILE - 1) / (TILES * TILE)), (unsigned)shape.a,
                     (unsigned)shape.b);
-    LAUNCH(attention<D>, grid, BLOCK, bytes, 0, o, lse, q, k, v, shape);
+    LAUNCH(attention<D>, grid, BLOCK, bytes, stream, o, lse, q, k, v, shape);
+}
+
+#ifndef NO_MAIN
+#include "attention_reference.h"
+
+template <int D>
+static void launch(int, float *o, float *lse, float *, const float *q, const float *k, const float *v,
+                   const Heads &shape) {
+    launch_on<D>(0, o, lse, q, k, v, shape);
 }
 
 // s a multiple of 64.
@@ -183,3 +192,4 @@ int main(int argc, char **argv) {
                           traffic[1] / traffic[0],
                           works[1].special_instructions / works[0].special_instructions);
 }
+#endif

@@ -30,7 +30,7 @@
 // when blocks run in another order.
 // Run: build/07_kernels/flash_attention_2_backward           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_2_backward: 0.41 of the first version's traffic to L2 …
-#include "attention_reference.h"
+#include "flash_tiles.h"
 
 enum { TILES = 2, BLOCK = TILES * THREADS };
 
@@ -176,23 +176,31 @@ __global__ void __launch_bounds__(BLOCK, 1)
 
 // ---- host code ----
 
+// The gradients from delta; counters: b (a tiles + kv) words of scratch.
+template <int D>
+static void launch_on(cudaStream_t stream, const Gradients &grad, const Operands &in, const float *delta,
+                      float *counters, const Heads &shape) {
+    const int64_t tiles = (shape.s + TILE - 1) / TILE, bytes = tile_bytes(D, 2 * TILES + 2, 2 * TILES);
+    unsigned *turns = reinterpret_cast<unsigned *>(counters);
+    const Order order = {turns + shape.b * shape.a * tiles, turns};
+    const size_t count = (size_t)(shape.b * (shape.a * tiles + shape.kv));
+    CUDA_CHECK(cudaMemsetAsync(turns, 0, count * sizeof *turns, stream));
+    CUDA_CHECK(cudaFuncSetAttribute(attention_backward<D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    (int)bytes));
+    const dim3 grid((unsigned)((tiles + TILES - 1) / TILES), (unsigned)shape.kv, (unsigned)shape.b);
+    LAUNCH(attention_backward<D>, grid, BLOCK, (size_t)bytes, stream, grad, in, delta, order, shape);
+}
+
+#ifndef NO_MAIN
+#include "attention_reference.h"
+
 // room: backward_room(shape) words.
 template <int D>
 static void launch(const Gradients &grad, const Operands &in, float *room, const Heads &shape) {
     if (shape.s == 0) return;
-    const int64_t tiles = (shape.s + TILE - 1) / TILE, rows = shape.b * shape.a * shape.s;
-    unsigned *turns = reinterpret_cast<unsigned *>(room + rows);
-    unsigned *tickets = turns + shape.b * shape.a * tiles;
-    const size_t counters = (size_t)(shape.b * (shape.a * tiles + shape.kv));
-    CUDA_CHECK(cudaMemsetAsync(turns, 0, counters * sizeof *turns, 0));
-    const int64_t bytes = tile_bytes(D, 2 * TILES + 2, 2 * TILES);
-    CUDA_CHECK(cudaFuncSetAttribute(attention_backward<D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)bytes));
-    const dim3 of_queries((unsigned)tiles, (unsigned)shape.a, (unsigned)shape.b);
-    const dim3 of_keys((unsigned)((tiles + TILES - 1) / TILES), (unsigned)shape.kv, (unsigned)shape.b);
-    LAUNCH(row_products<D>, of_queries, TILE * SIDE, 0, 0, room, in.o, in.grad_o, shape);
-    LAUNCH(attention_backward<D>, of_keys, BLOCK, (size_t)bytes, 0, grad, in, room, (Order{tickets, turns}),
-           shape);
+    const dim3 grid((unsigned)((shape.s + TILE - 1) / TILE), (unsigned)shape.a, (unsigned)shape.b);
+    LAUNCH(row_products<D>, grid, TILE * SIDE, 0, 0, room, in.o, in.grad_o, shape);
+    launch_on<D>(0, grad, in, room, room + shape.b * shape.a * shape.s, shape);
 }
 
 // s a multiple of 64.
@@ -266,3 +274,4 @@ int main(int argc, char **argv) {
     return report_verdict("%.2f of the first version's traffic to L2 and %.2f of its other FLOPs",
                           traffic[1] / traffic[0], other[1] / other[0]);
 }
+#endif

@@ -79,7 +79,7 @@ __device__ static inline Running join(Running a, Running b) {
     return {most, fmaf(a.sum, expf(a.most - base), b.sum * expf(b.most - base))};
 }
 
-// Block (row).
+// Block (row). Rows without a target, -1, have neither loss nor gradient.
 __global__ void __launch_bounds__(BLOCK)
     cross_entropy(float *loss, float *lse, const float *logits, const int *targets, int64_t v) {
     __shared__ float2 warps[WARPS];
@@ -107,19 +107,22 @@ __global__ void __launch_bounds__(BLOCK)
     for (int i = 0; i < WARPS; i++) all = join(all, {warps[i].x, warps[i].y});
     const float sum = all.most + logf(all.sum);
     lse[blockIdx.x] = sum;
-    loss[blockIdx.x] = sum - row[targets[blockIdx.x]];
+    const int target = targets[blockIdx.x];
+    loss[blockIdx.x] = target < 0 ? 0 : sum - row[target];
 }
 
 // Block (row). logits (=) their gradient.
 __global__ void __launch_bounds__(BLOCK)
     cross_entropy_backward(float *logits, const float *lse, const int *targets, int64_t v, float scale) {
     const int64_t first = blockIdx.x * v, target = targets[blockIdx.x];
-    const float sum = lse[blockIdx.x];
+    const float sum = lse[blockIdx.x], factor = target < 0 ? 0 : scale;
     for (int64_t i = threadIdx.x; i < v; i += BLOCK)
-        logits[first + i] = scale * (expf(logits[first + i] - sum) - (float)(i == target));
+        logits[first + i] = factor * (expf(logits[first + i] - sum) - (float)(i == target));
 }
 
 // ---- host code ----
+
+#ifndef NO_MAIN
 
 enum { STORED, FUSED, VERSIONS };
 static const KernelVersion versions[VERSIONS] = {{"stored", BLOCK, 31, 8 * WARPS},
@@ -265,3 +268,4 @@ int main(int argc, char **argv) {
     return report_verdict("fused, it takes %.2f of the time, and a third of the memory",
                           kernels_seconds(FUSED) / kernels_seconds(STORED));
 }
+#endif

@@ -25,7 +25,7 @@
 
 enum { BLOCK = 256, WARPS = BLOCK / 32 };
 constexpr int64_t MOST_BLOCKS = 264;  // two for each multiprocessor of an H100
-#define EPSILON 1e-5f
+constexpr float EPSILON = 1e-5f;
 
 // The sum over the block, for every thread. A barrier must come before the next call.
 __device__ static inline float over_block(float x) {
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(BLOCK) add(float *y, const float *a, const flo
 // Block (row). x (=) x + r where there is an r to add.
 template <bool FUSED>
 __global__ void __launch_bounds__(BLOCK) norm(float *y, float *rstd, float *x_new, const float *x,
-                                              const float *r, const float *w, int h, float inverse_h) {
+                                              const float *r, const float *w, int h, float inverse_h,
+                                              float epsilon) {
     DYNAMIC_SHARED(float, row);
     const int64_t first = (int64_t)blockIdx.x * h;
     float sum = 0;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(BLOCK) norm(float *y, float *rstd, float *x_ne
         row[i] = v;
         sum = fmaf(v, v, sum);
     }
-    const float scale = rsqrtf(fmaf(over_block(sum), inverse_h, EPSILON));
+    const float scale = rsqrtf(fmaf(over_block(sum), inverse_h, epsilon));
     for (int i = threadIdx.x; i < h; i += BLOCK) y[first + i] = row[i] * scale * w[i];
     if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
 }
@@ -99,6 +100,8 @@ __global__ void __launch_bounds__(BLOCK) add_parts(float *dw, const float *parts
 
 // ---- host code ----
 
+#ifndef NO_MAIN
+
 enum { FORWARD, FORWARD_FUSED, BACKWARD, BACKWARD_FUSED, VERSIONS };
 
 // x, r, y, x_new, dy, dx_new, dx, between (n, h); w, dw (h); rstd (n); parts (MOST_BLOCKS, h)
@@ -120,10 +123,12 @@ static void launch(int version, const Norm &t, int64_t n, int h) {
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)rows_bytes));
     if (version == FORWARD) {
         LAUNCH(add, elements, BLOCK, 0, 0, t.x_new, t.x, t.r, n * h);
-        LAUNCH(norm<false>, rows, BLOCK, row_bytes, 0, t.y, t.rstd, NULL, t.x_new, NULL, t.w, h, inverse);
+        LAUNCH(norm<false>, rows, BLOCK, row_bytes, 0, t.y, t.rstd, NULL, t.x_new, NULL, t.w, h, inverse,
+               EPSILON);
     }
     if (version == FORWARD_FUSED)
-        LAUNCH(norm<true>, rows, BLOCK, row_bytes, 0, t.y, t.rstd, t.x_new, t.x, t.r, t.w, h, inverse);
+        LAUNCH(norm<true>, rows, BLOCK, row_bytes, 0, t.y, t.rstd, t.x_new, t.x, t.r, t.w, h, inverse,
+               EPSILON);
     if (version == BACKWARD) {
         LAUNCH(norm_backward<false>, blocks, BLOCK, rows_bytes, 0, t.between, t.parts, t.dy, t.x_new,
                t.rstd, t.w, NULL, n, h, inverse);
@@ -296,3 +301,4 @@ int main(int argc, char **argv) {
                           kernels_seconds(FORWARD_FUSED) / kernels_seconds(FORWARD),
                           kernels_seconds(BACKWARD_FUSED) / kernels_seconds(BACKWARD));
 }
+#endif

@@ -20,7 +20,8 @@ CXX := g++
 endif
 ifneq ($(OPS),cpu)
 LINK := $(CXX)
-cuda_sources := common/cuda/device_cuda.cu $(sort $(wildcard common/cuda/ops_cuda*.cu))
+cuda_sources := common/cuda/device_cuda.cu $(sort $(wildcard common/cuda/ops_cuda*.cu)) \
+                07_kernels/book_kernels.cu
 endif
 # Where the objects of *.cu lie: builds that differ elsewhere may share them, since nvcc takes long.
 KERNELS ?= $(BUILD)/lib
@@ -174,7 +175,7 @@ $(BUILD)/tests/test_ops_cuda: $(BUILD)/main/tests/unit/test_ops_cuda.cc.o $(both
 # They are made for GPUs, and once without: in the usual build. One with sanitizers leaves them out, since the
 # emulator takes the place of one, and so does a machine without Boost.Context.
 ifneq ($(filter cuda-nccl cuda-mpi cpu-mpiyes,$(OPS)-$(COMM)$(if $(SANITIZE),,$(fibers))),)
-cu_programs := $(patsubst %.cu,$(BUILD)/%,$(sort $(wildcard 0*_*/*.cu)))
+cu_programs := $(patsubst %.cu,$(BUILD)/%,$(shell grep -lE '^int main\b' $(sort $(wildcard 0*_*/*.cu))))
 programs    += $(cu_programs)
 endif
 cu_emulator := $(if $(filter cpu,$(OPS)),$(emulator_sources:%=$(KERNELS)/%.o))

@@ -107,6 +107,21 @@ static double pairs_of_sample(const AttentionPositions *q, const AttentionPositi
     return pairs;
 }
 
+// Whether each sample's tokens are neighbours of one document, in order.
+static bool in_order(const AttentionPositions *p) {
+    for (int64_t i = 1; i < p->b * p->s; i++)
+        if (i % p->s && (p->position[i] != p->position[i - 1] + 1 || p->document[i] != p->document[i - 1]))
+            return false;
+    return true;
+}
+
+static MaskShape shape_of(const AttentionMask *mask) {
+    const AttentionPositions *q = mask->queries, *k = mask->keys;
+    if (q->s != k->s) return MASK_ANY;
+    if (mask->full == q->b * q->tiles * k->tiles) return MASK_FULL;
+    return q == k && in_order(q) ? MASK_CAUSAL : MASK_ANY;
+}
+
 // Counts of one sample's queries and keys are added to mask.
 static void add_sample(AttentionMask *mask, int64_t sample, int64_t *places) {
     const AttentionPositions *q = mask->queries, *k = mask->keys;
@@ -149,5 +164,6 @@ AttentionMask attention_mask(const AttentionPositions *q, const AttentionPositio
         mask.full += one.full;
     }
     free(places);
+    mask.shape = shape_of(&mask);
     return mask;
 }

@@ -55,6 +55,10 @@ static inline TileState attention_tile(TileBounds q, TileBounds k) {
     return one_document && q.first_position >= k.last_position ? TILE_FULL : TILE_PARTIAL;
 }
 
+// What a kernel without tables of positions can compute: every query sees every key, or token i of the keys
+// is that of the queries and sees those up to itself.
+typedef enum MaskShape { MASK_ANY, MASK_FULL, MASK_CAUSAL } MaskShape;
+
 // Queries against one chunk of keys, and the work that this is. Counts are those of one head, all samples
 // together. Borrows both sides, which must outlive it; make it once and use it in every layer.
 typedef struct AttentionMask {
@@ -63,6 +67,7 @@ typedef struct AttentionMask {
     double entries;  // score entries in the tiles that are computed: pairs, and what the mask throws away
     int64_t tiles;   // computed
     int64_t full;    // of which need no mask
+    MaskShape shape;
 } AttentionMask;
 
 // Exact, in any order of tokens: O(b s log s), and the tiles.

@@ -5,8 +5,8 @@
 // every floating array of the call unless another stands beside its pointer. Meaning, aliasing, "=" and
 // "+=" are as ops.h says of the operation of the same name. A kernel may return before the device is done,
 // except those that return a number.
-#ifndef KERNELS_H
-#define KERNELS_H
+#ifndef TENSOR_KERNELS_H
+#define TENSOR_KERNELS_H
 
 #include "ops.h"
 
@@ -61,6 +61,7 @@ typedef struct ChunkTokens {
 typedef struct AttentionChunk {
     int64_t b, heads, kv_heads, head_size;
     ChunkTokens queries, keys;
+    MaskShape shape;
 } AttentionChunk;
 // o, lse, dots, dq, dk, dv f32 or f64; the o of dots in o_dtype, that or dtype. dtype: of the others
 void kernel_attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k,

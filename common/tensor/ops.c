@@ -8,7 +8,7 @@
 
 #include "device.h"
 #include "in_flight.h"
-#include "kernels.h"
+#include "kernel_table.h"
 #include "clock.h"
 
 // ---- the table of an operation's arguments ----
@@ -114,6 +114,32 @@ static bool begin(const char *function, DType dtype, double flops, int count, co
 
 static void *at(Tensor t) { return tensor_address(t); }
 
+// ---- kernels that take the place of the back end's ----
+
+static struct {
+    const KernelTable *table;
+    KernelCalls calls;
+} replaced;
+
+void ops_use_kernels(const KernelTable *table) {
+    replaced.table = table;
+    replaced.calls = (KernelCalls){0};
+}
+
+KernelCalls ops_kernel_calls(void) { return replaced.calls; }
+
+static bool took(bool it) {
+    replaced.calls.all++;
+    replaced.calls.taken += it;
+    return it;
+}
+
+// The kernel of this name: the table's, where it has one and that serves the call, else the back end's.
+#define RUN(name, ...)                                                                               \
+    do {                                                                                             \
+        if (!replaced.table || !took(replaced.table->name(__VA_ARGS__))) kernel_##name(__VA_ARGS__); \
+    } while (0)
+
 // ---- elementwise ----
 
 void op_fill(Tensor y, double value) {
@@ -201,7 +227,7 @@ void op_matmul(Tensor c, Tensor a, Tensor b, bool transpose_a, bool transpose_b,
     if (BEGIN("matmul", c.dtype, 2.0 * (double)m * (double)n * (double)k, to[beta == 1],
               IN(a, c.dtype, transpose_a ? k : m, transpose_a ? m : k),
               IN(b, c.dtype, transpose_b ? n : k, transpose_b ? k : n)))
-        kernel_matmul(c.dtype, at(c), at(a), at(b), m, n, k, transpose_a, transpose_b, beta);
+        RUN(matmul, c.dtype, at(c), at(a), at(b), m, n, k, transpose_a, transpose_b, beta);
     clock_end();
 }
 
@@ -235,7 +261,7 @@ void op_rmsnorm_forward(Tensor y, Tensor rstd, Tensor x, Tensor weight, double e
     int64_t n = rows_of(x), h = columns_of(x);
     if (BEGIN("rmsnorm_forward", type, 0, OUT(y, type, n, h), OUT(rstd, full(type), FLAT(n)),
               IN(x, type, n, h), IN(weight, type, FLAT(h))))
-        kernel_rmsnorm_forward(type, at(y), at(rstd), at(x), at(weight), n, h, eps);
+        RUN(rmsnorm_forward, type, at(y), at(rstd), at(x), at(weight), n, h, eps);
     clock_end();
 }
 
@@ -247,7 +273,7 @@ void op_rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dresidual, Tensor dy,
     if (BEGIN("rmsnorm_backward", type, 0, OUT_OVER("dresidual dy", dx, type, n, h),
               INOUT(dweight, type, FLAT(h)), OPTIONAL(READ, dresidual, type, n, h), IN(dy, type, n, h),
               IN(x, type, n, h), IN(weight, type, FLAT(h)), IN(rstd, full(type), FLAT(n))))
-        kernel_rmsnorm_backward(type, at(dx), at(dweight), at(dresidual), at(dy), at(x), at(weight),
+        RUN(rmsnorm_backward, type, at(dx), at(dweight), at(dresidual), at(dy), at(x), at(weight),
                                 at(rstd), n, h);
     clock_end();
 }
@@ -350,7 +376,7 @@ void op_cross_entropy_forward(Tensor losses, Tensor lse, Tensor logits, Tensor t
     int64_t n = rows_of(logits), v = columns_of(logits);
     if (BEGIN("cross_entropy_forward", type, 0, OUT(losses, full(type), FLAT(n)),
               OUT(lse, full(type), FLAT(n)), IN(logits, type, n, v), IN(targets, I32, FLAT(n))))
-        kernel_cross_entropy_forward(type, at(losses), at(lse), at(logits), at(targets), n, v);
+        RUN(cross_entropy_forward, type, at(losses), at(lse), at(logits), at(targets), n, v);
     clock_end();
 }
 
@@ -365,7 +391,7 @@ void op_cross_entropy_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor
     int64_t n = rows_of(logits), v = columns_of(logits);
     if (BEGIN("cross_entropy_backward", type, 0, OUT_OVER("logits", dlogits, type, n, v),
               IN(logits, type, n, v), IN(lse, full(type), FLAT(n)), IN(targets, I32, FLAT(n))))
-        kernel_cross_entropy_backward(type, at(dlogits), at(logits), at(lse), at(targets), scale, n, v);
+        RUN(cross_entropy_backward, type, at(dlogits), at(logits), at(lse), at(targets), scale, n, v);
     clock_end();
 }
 

@@ -6,12 +6,12 @@
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
 # needs: build/07_kernels/flash_attention_2 build/07_kernels/flash_attention_2_backward
-# needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy
+# needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy build/00_single_gpu/train
 # needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 
-for source in 07_kernels/*.cu; do
+for source in $(grep -l '^int main' 07_kernels/*.cu); do
     name=$(basename "$source" .cu)
     passes "$name" 07_kernels/"$name" --json "$work/$name.json"
 done
@@ -21,6 +21,7 @@ passes "backward of heads of 64" 07_kernels/flash_attention_1_backward --head-si
 passes "heads of 64, second version" 07_kernels/flash_attention_2 --head-size 64
 passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu" 07_kernels/vector_add --gpu abacus
+refused "this build computes on the CPU and has no CUDA kernels" 00_single_gpu/train --kernels book
 
 # shows NAME PROGRAM PATTERN: a line of its table.
 shows() {
@@ -46,7 +47,7 @@ if [ -z "$nvcc" ]; then
     finish
 fi
 # ptxas counts the registers of each kernel; the most of a program, on either GPU, is what its table says.
-for source in 07_kernels/*.cu; do
+for source in $(grep -l '^int main' 07_kernels/*.cu); do
     name=$(basename "$source" .cu)
     wanted "$name: registers are as it says, and none spills" || continue
     "$nvcc" -std=c++17 -O3 -Xcompiler -Wall,-Wextra --Werror all-warnings -Icommon -I. -Xptxas -v \

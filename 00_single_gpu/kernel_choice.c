@@ -1,0 +1,51 @@
+// kernel_choice.c: --kernels book: operations that run on chapter 07's kernels in place of the library's.
+//
+// Against 00_single_gpu/train.c nothing changes but who computes: the same operations, counted as before,
+// with sums in another order. The kernels are CUDA, in f32; what they do not serve the back end's own do,
+// and a line at the end says how many calls that was. One device, which the proof compares with, stays with
+// the library. Bytes sent and memory kept: none besides. This file has no main.
+#include "tensor/kernel_table.h"
+#include "training.h"
+
+static bool enabled(const Config *config) { return config_number(config, "kernels") == 1; }
+
+static void check(const Config *config) {
+    CHECK(kernel_table_linked(),
+          "--kernels book: this build computes on the CPU and has no CUDA kernels; one with OPS=cuda, or "
+          "on a machine without a GPU OPS=cuda-on-cpu, has them");
+    CHECK(config->dtype == F32,
+          "--kernels book: chapter 07's kernels compute in f32; --dtype f32 would fit");
+    CHECK(config_number(config, "attention") != 1 || config_head_size(config) == 64 ||
+              config_head_size(config) == 128,
+          "--kernels book --attention flash: heads have %lld elements, and chapter 07's flash attention "
+          "takes 64 or 128; --head-size 64 would fit",
+          (long long)config_head_size(config));
+}
+
+static void *plug(Model *model) {
+    (void)model;
+    ops_use_kernels(kernel_table_linked());
+    return NULL;
+}
+
+static void unplug(Model *model, void *context) {
+    (void)model;
+    (void)context;
+    const KernelCalls calls = ops_kernel_calls();
+    ops_use_kernels(NULL);
+    if (calls.all == 0) return;  // a dry run
+    say("kernels of the book took %lld of the %lld calls that they replace", (long long)calls.taken,
+        (long long)calls.all);
+}
+
+static const Option options[] = {
+    {"kernels", OPTION_CHOICE, NULL, "library", 0, 0, "library|book",
+     "what computes: the library and this build's kernels, or those of chapter 07", false}};
+
+const Technique kernel_choice = {.name = "kernel_choice",
+                                 .option = options,
+                                 .options = 1,
+                                 .enabled = enabled,
+                                 .check = check,
+                                 .plug = plug,
+                                 .unplug = unplug};

@@ -1,0 +1,46 @@
+// kernel_table.h: kernels that take the place of the back end's while a table of them is in use. The front
+// (ops.c) has checked and counted a call before either runs: a replaced one is priced like any other.
+#ifndef KERNEL_TABLE_H
+#define KERNEL_TABLE_H
+
+#include "kernels.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Each has the arguments of the function of its name in kernels.h. It returns false, having done nothing,
+// where it does not serve this dtype or size: the back end's own kernel runs then.
+typedef struct KernelTable {
+    bool (*matmul)(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
+                   bool transpose_a, bool transpose_b, double beta);
+    bool (*rmsnorm_forward)(DType dtype, void *y, void *rstd, const void *x, const void *weight, int64_t n,
+                            int64_t h, double eps);
+    bool (*rmsnorm_backward)(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
+                             const void *x, const void *weight, const void *rstd, int64_t n, int64_t h);
+    bool (*cross_entropy_forward)(DType dtype, void *losses, void *lse, const void *logits,
+                                  const int32_t *targets, int64_t n, int64_t v);
+    bool (*cross_entropy_backward)(DType dtype, void *dlogits, const void *logits, const void *lse,
+                                   const int32_t *targets, double scale, int64_t n, int64_t v);
+    bool (*attention_chunk_forward)(DType dtype, void *o, void *lse, const void *q, const void *k,
+                                    const void *v, AttentionChunk chunk);
+    bool (*attention_chunk_backward)(DType dtype, void *dq, void *dk, void *dv, const void *d_o,
+                                     const void *q, const void *k, const void *v, const void *lse,
+                                     const void *dots, AttentionChunk chunk);
+} KernelTable;
+
+// From now on these kernels come first; NULL: the back end's alone.
+void ops_use_kernels(const KernelTable *table);
+// Calls of operations that the table has, since it came into use, and those of them that its kernels took.
+typedef struct KernelCalls {
+    int64_t all, taken;
+} KernelCalls;
+KernelCalls ops_kernel_calls(void);
+
+// The table that is linked into this build: chapter 07's kernels where the back end is CUDA, else NULL.
+const KernelTable *kernel_table_linked(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

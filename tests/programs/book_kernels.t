@@ -1,0 +1,33 @@
+#!/bin/bash
+# book_kernels.t: training on chapter 07's kernels, on emulated GPUs, held against one device on the
+# library's. TAP.
+# needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu build-cuda-on-cpu/03_tensor_parallel/tensor_parallel
+# needs: build-cuda-on-cpu/00_single_gpu/train build-cuda-on-cpu/04_context_parallel/ring_attention
+. "$(dirname "$0")/tap.sh"
+export OMP_NUM_THREADS=1
+needs_fibers
+build=build-cuda-on-cpu
+builds OPS=cuda-on-cpu BUILD=$build $build/{00_single_gpu/train,corpus.txt} \
+    $build/{03_tensor_parallel/tensor_parallel,04_context_parallel/ring_attention}
+
+tiny="--layers 1 --hidden 64 --heads 2 --kv-heads 2 --head-size 64 --ffn 48 --micro-batch 1 --dtype f32"
+
+# all_taken: whatever the table replaces has run on its kernels.
+all_taken() {
+    grep -q '^kernels of the book took [1-9]' "$out" &&
+        ! grep '^kernels of the book' "$out" | grep -vqE 'took ([0-9]+) of the \1 calls'
+}
+
+passes "tensor_parallel on the book's kernels" 03_tensor_parallel/tensor_parallel --ranks 2 $tiny \
+    --steps 2 --seq 37 --grad-acc 1 --attention flash --kernels book
+all_taken
+report $? "tensor_parallel on the book's kernels: all calls"
+# Earlier keys in whole chunks, own ones in order: both come in here.
+passes "ring_attention on the book's kernels" 04_context_parallel/ring_attention --ranks 2 $tiny \
+    --steps 1 --seq 66 --kernels book
+all_taken
+report $? "ring_attention on the book's kernels: all calls"
+
+refused "chapter 07's kernels compute in f32" 00_single_gpu/train --kernels book --dtype bf16
+refused "--head-size 64 would fit" 00_single_gpu/train --kernels book --attention flash --head-size 16
+finish
