@@ -105,15 +105,16 @@ static void each_schedule(Space *s, Found f) {
         int stages = f.pp * f.chunks;
         if (stages > s->goal->model.layers || stages > STAGES_MOST) continue;
         if (f.chunks > 1 && (f.micro_batches % f.pp || s->goal->model.layers % stages)) continue;
-        if (f.schedule == ZB_H1 && f.micro_batches < f.pp) continue;
+        if (f.schedule == ZB_H1 && (f.micro_batches < f.pp || s->goal->model.experts)) continue;
         price_layout(s, &f);
     }
 }
 
 // The same ranks with each stage of ZeRO and each recomputation, rows of a region whole or shared.
 static void each_sharding(Space *s, Found f) {
+    bool experts = s->goal->model.experts > 0;
     for (f.recompute = RECOMPUTE_NONE; f.recompute <= RECOMPUTE_FULL; f.recompute++)
-        for (f.sp = 0; f.sp <= (f.tp > 1); f.sp++)
+        for (f.sp = experts && f.tp > 1; f.sp <= (f.tp > 1); f.sp++)
             for (f.zero = 0; f.zero <= (f.dp * f.cp > 1 ? 3 : 0); f.zero++) each_schedule(s, f);
 }
 
@@ -132,10 +133,9 @@ static void each_batch(Space *s, Found f) {
 
 static bool legal(const Goal *goal, const Found *f) {
     const Config *c = &goal->model;
-    bool experts = c->experts > 0;
     return c->kv_heads % f->tp == 0 && c->heads % f->tp == 0 && f->pp <= c->layers && f->pp <= RANKS_MOST &&
            f->cp <= 16 && c->seq % (2 * f->cp) == 0 && c->seq / f->cp >= 128 &&
-           (!experts || (f->tp == 1 && f->pp == 1));
+           f->dp * f->cp * f->tp % f->ep == 0;
 }
 
 static int by_seconds(const void *a, const void *b) {
@@ -159,7 +159,7 @@ Search search(const Goal *goal, int wanted) {
                 for (int ep = 1; ep <= experts; ep *= 2) {
                     if (goal->gpus % (tp * cp * pp)) continue;
                     Found f = {.tp = tp, .cp = cp, .pp = pp, .dp = goal->gpus / (tp * cp * pp), .ep = ep};
-                    if (legal(goal, &f) && f.dp * f.cp % ep == 0 && experts % ep == 0) each_batch(&s, f);
+                    if (legal(goal, &f) && experts % ep == 0) each_batch(&s, f);
                 }
     found.best = host_alloc((size_t)CLOCKED * sizeof *found.best);
     for (int i = 0; i < s.count; i++)
