@@ -20,6 +20,7 @@
 #include "five_d.h"
 
 enum { EMBEDDING, BLOCK, HEAD };
+#define BEFORE_ALL_REDUCE 0.4  // of a block is computed before the first all-reduce of a pass, about
 
 // ---- stages ----
 
@@ -92,19 +93,40 @@ static Exchange exchange_of(const Config *c, double elements, double experts) {
             over_replicas(few, "all_gather", weight * experts)};
 }
 
+// Whether the ranks of data parallelism have neighbours in the node, and so pass the port of tp.
+static bool replicas_near(const Config *c) {
+    return c->dp * c->cp > 1 && clock_node(0) == clock_node((int)c->tp);
+}
+
+// How much later than its multiplies say a stage's last message leaves: each block's gradients are reduced
+// when they are final, and what passes the same port then waits, the message behind them as the collectives
+// with which the next block's backward begins.
+static double reducing_at_end(const Config *c, const LoneParts *p, int layers) {
+    int stride = (int)(c->tp * c->cp * c->dp);
+    if (c->dp * c->cp == 1) return 0;
+    bool near = replicas_near(c), far = clock_node(0) != clock_node(stride - 1);
+    bool hop_near = clock_node(0) == clock_node(stride), shared = hop_near ? near : far;
+    Exchange block = exchange_of(c, p->count[BLOCK], p->experts);
+    double seconds = block.sums + (config_number(c, "zero") == 0 ? block.weights : 0);
+    if (config_number(c, "sp") && near) return (layers - 1 + shared) * seconds;
+    return shared ? seconds + (layers - 1) * fmax(seconds - p->backward[BLOCK], 0) : 0;
+}
+
 // What does not hide beside the blocks. ZeRO-3 gathers a unit while the one before computes, and reduces
-// while the one behind does, in each micro-batch; the others once a step.
+// while the one behind does, in each micro-batch; the others once a step. Where tp passes the same port,
+// they hide no longer than until a block's first collective, which then waits.
 static double exposed_of(const Config *c, const LoneParts *p, const Stages *s) {
     int zero = (int)config_number(c, "zero");
     bool whole = c->pp == 1;
     double ends = p->count[EMBEDDING] + (whole ? p->count[HEAD] : 0), L = s->layers,
            m = (double)c->grad_acc;
+    double beside = c->tp == 1 || !replicas_near(c) ? 1 : config_number(c, "sp") ? 0 : BEFORE_ALL_REDUCE;
+    double forward = beside * p->forward[BLOCK], backward = beside * p->backward[BLOCK];
     Exchange block = exchange_of(c, p->count[BLOCK], p->experts), end = exchange_of(c, ends, 0);
     if (zero == 3 && whole)
-        return m * (L * (fmax(block.weights - p->forward[BLOCK], 0) +
-                         fmax(block.weights + block.sums - p->backward[BLOCK], 0)) +
+        return m * (L * (fmax(block.weights - forward, 0) + fmax(block.weights + block.sums - backward, 0)) +
                     end.weights + 0.5 * end.sums);
-    double forward = L * p->forward[BLOCK], backward = L * p->backward[BLOCK];
+    forward *= L, backward *= L;
     double sums = L * block.sums + end.sums, weights = L * block.weights + end.weights;
     if (zero == 0) return fmax(sums + weights - backward, block.sums + block.weights);
     double times = zero == 2 && whole ? m : 1;
@@ -114,6 +136,7 @@ static double exposed_of(const Config *c, const LoneParts *p, const Stages *s) {
 LoneTime lone_time(const Config *c, const LoneParts *p) {
     Stages s = stages_of(c, p);
     double m = (double)c->grad_acc, makespan = pipelined(c, &s);
+    if (s.count > 1) makespan += (s.count - 1) * reducing_at_end(c, p, (int)(c->layers / s.count));
     double weights = s.layers * p->count[BLOCK] + p->count[EMBEDDING] + (c->pp == 1 ? p->count[HEAD] : 0);
     bool zero = config_number(c, "zero") > 0;
     double shards = zero ? lone_replicas(c, false).ranks : 1, few = zero ? lone_replicas(c, true).ranks : 1;
@@ -172,20 +195,6 @@ static double one_stage(const Config *c, LoneMemory *memory) {
     *memory = (LoneMemory){continued(&weights, L, m), continued(&gradients, L, m),
                            continued(&optimizer, L, m), continued(&kept, L, m), continued(&peak, L, m)};
     return continued(&step, L, m);
-}
-
-// How much later than its multiplies say a stage's last message leaves: each block's gradients are reduced
-// when they are final, and what passes the same port then waits, the message behind them as the collectives
-// with which the next block's backward begins.
-static double reducing_at_end(const Config *c, const LoneParts *p, int layers) {
-    int replicas = (int)(c->dp * c->cp), stride = (int)(c->tp * c->cp * c->dp);
-    if (replicas == 1) return 0;
-    bool near = clock_node(0) == clock_node((int)c->tp), far = clock_node(0) != clock_node(stride - 1);
-    bool hop_near = clock_node(0) == clock_node(stride), shared = hop_near ? near : far;
-    Exchange block = exchange_of(c, p->count[BLOCK], p->experts);
-    double seconds = block.sums + (config_number(c, "zero") == 0 ? block.weights : 0);
-    if (config_number(c, "sp") && near) return (layers - 1 + shared) * seconds;
-    return shared ? seconds + (layers - 1) * fmax(seconds - p->backward[BLOCK], 0) : 0;
 }
 
 // A rank's clock on the walk, and until when the port to the next stage is busy.

@@ -198,6 +198,12 @@ static void write_fitted(const char *file, const Factors *fitted, Summary left_o
     output_close(out, "--fitted", file);
 }
 
+void say_left_out(void) {
+    say("\nLeft out of the model: stragglers and jitter, which grow with the cluster; what communication kernels "
+        "take\nfrom computing ones; a clock that falls with temperature; the framework's own work on the host; "
+        "experts with\nmore tokens than others; input and checkpoints.");
+}
+
 void runs_report(Runs *runs, bool refit, const char *fitted_file) {
     Factors fitted = refit ? factors_guessed() : factors_fitted();
     if (refit) fit(&fitted, runs, NULL);
@@ -225,11 +231,7 @@ void runs_report(Runs *runs, bool refit, const char *fitted_file) {
     report_that(runs->count < 8 || model < constant,
                 "the model is off by %.3f in the median, and a constant share of the peak by %.3f", model,
                 constant);
-    say("\nLeft out of the model: stragglers and jitter, which grow with the cluster; what communication "
-        "kernels "
-        "take\nfrom computing ones; a clock that falls with temperature; the framework's own work on the "
-        "host; "
-        "experts with\nmore tokens than others; input and checkpoints.");
+    say_left_out();
     free(errors);
     free(judged);
 }
