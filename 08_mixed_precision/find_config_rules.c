@@ -114,8 +114,8 @@ static void many_gpus(void) {
 }
 
 static void special_models(void) {
-    say("\n  8B, 64 GPUs, 4M tokens of 131072");
-    Goal g = goal_of(LLAMA_8B, 64, 4 * M, 128 * K);
+    say("\n  8B, 64 GPUs, 4M tokens of 65536");
+    Goal g = goal_of(LLAMA_8B, 64, 4 * M, 64 * K);
     Found all = fastest(g, "all layouts", NULL), none = fastest(g, "without cp", without_cp);
     rule(all.cp > 1 && all.time.step < 0.9 * none.time.step, "very long sequences want cp");
     say("\n  Mixtral 8x7B, 64 GPUs, 4M tokens of 4096");
