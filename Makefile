@@ -87,7 +87,7 @@ endif
 include common/cuda/cuda.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help run test matrix faults threads gpu-check bench bench-collectives readme all objects programs \
+.PHONY: help run test matrix recipes faults threads gpu-check bench bench-collectives readme all objects programs \
         tests fuzzers clean mutants FORCE exercises hint grade hunt hunt-answer course-commands
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -101,6 +101,7 @@ help:
 	@echo '                minutes'
 	@echo 'make matrix     every combination of techniques on up to 8 ranks, and some on 12 and 16: proven, or'
 	@echo '                refused with a sentence; MATRIX=3/20: a part of them; goes on where it was broken off'
+	@echo 'make recipes    every FP8 recipe with each axis, stage of ZeRO, recomputation and resumption'
 	@echo 'make faults     1,000 runs in which a rank, a launcher or a disk fails, and how each kind ended;'
 	@echo '                N=40 SEED=2: others'
 	@echo 'make threads    programs of many ranks under ThreadSanitizer'
@@ -143,7 +144,10 @@ bench-collectives: $(BUILD)/tests/bench_comm
 matrix: $(BUILD)/08_mixed_precision/matrix $(corpus)
 	@tests/matrix $(or $(MATRIX),1/1)
 
-faults: $(BUILD)/01_data_parallel/ddp_bucketed $(corpus)
+recipes: $(BUILD)/08_mixed_precision/fp8 $(corpus)
+	@tests/recipes
+
+faults: $(BUILD)/01_data_parallel/ddp_bucketed $(BUILD)/08_mixed_precision/train_5d $(corpus)
 	@tests/faults $(or $(N),1000) $(or $(SEED),1)
 
 threads:
@@ -173,6 +177,11 @@ course-commands:
 	@echo 'compile $(CC) $(ALL_CFLAGS)'
 	@echo 'link $(LINK) $(LDFLAGS)'
 	@echo 'libraries $(LDLIBS)'
+ifneq ($(cu_programs),)
+	@echo 'compile-cu $(compile_cu)'
+	@echo 'link-cu $(CXX) $(LDFLAGS) $(cu_emulator)'
+	@echo 'libraries-cu $(LDLIBS) $(if $(filter cpu,$(OPS)),-lboost_context)'
+endif
 
 readme: programs $(benches)
 	@BUILD=$(BUILD) common/report/readme.sh

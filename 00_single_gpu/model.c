@@ -150,6 +150,7 @@ Model *model_new(const Config *config, Mesh mesh) {
     m->norm = &p->param[p->unit[m->head_unit].first_param];
     m->head = config->tied ? m->embedding : m->norm + 1;
     m->ready_left = host_alloc(p->units * sizeof *m->ready_left);
+    for (int i = 0; i < p->units; i++) m->ready_left[i] = 0;  // between steps
     return m;
 }
 

@@ -110,7 +110,11 @@ static void linear_backward_input(void *context, Model *m, int count, Param *con
 static void linear_backward_weight(void *context, Model *m, int count, Param *const *weight,
                                    const Tensor *dy, Tensor x, void **kept) {
     (void)context, (void)kept;
-    for (int i = 0; i < count; i++) op_matmul(param_grad(&m->params, weight[i]), dy[i], x, true, false, 1);
+    for (int i = 0; i < count; i++) {
+        Tensor grad = param_grad_begin(&m->params, weight[i]);
+        op_matmul(grad, dy[i], x, true, false, 1);
+        param_grad_end(&m->params, weight[i], grad);
+    }
 }
 
 static void nothing_kept(void *context, void **kept) { (void)context, (void)kept; }

@@ -177,7 +177,7 @@ static void explain_bad_loss(Trainer *t, const StepInput *input) {
         const char *bad = isfinite(loss) ? NULL : micro_batch_first_bad(m, &micro);
         int first = world.size - (int)comm_max(bad ? world.size - world.rank : 0, world);
         CHECK(first != world.rank, "the loss of micro-batch %lld is %g; the first bad tensor is: %s",
-              (long long)i, loss, bad);
+              (long long)i, isnan(loss) ? NAN : loss, bad);
         if (first < world.size) comm_wait(comm_barrier(world));  // until that rank has ended all
         micro_batch_free(m, &micro);
         complete_weights(t);
@@ -192,7 +192,8 @@ static void optimizer_steps(Trainer *t, double grad_scale) {
     const Sockets *sockets = &t->model->sockets;
     const Param *bad = isfinite(t->grad_norm) ? NULL : params_first_bad_grad(params);
     CHECK(isfinite(t->grad_norm), "the gradient norm is %g; the first bad tensor is the gradient of %s",
-          t->grad_norm, bad ? bad->name : "no single weight: the sum over all overflows");
+          isnan(t->grad_norm) ? NAN : t->grad_norm,
+          bad ? bad->name : "no single weight: the sum over all overflows");
     t->lr = learning_rate(c, t->progress.step);
     double factor = clip_scale(t->grad_norm, c->clip) / grad_scale;
     optimizer_begin(&t->optimizer, params);

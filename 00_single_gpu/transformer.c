@@ -113,7 +113,9 @@ static void gradient_ready(Model *m, int unit) {
 }
 // What B has found of a norm's gradient.
 static void add_norm_gradient(Model *m, Param *weight, Tensor *dweight) {
-    op_accumulate(param_grad(&m->params, weight), *dweight);
+    Tensor grad = param_grad_begin(&m->params, weight);
+    op_accumulate(grad, *dweight);
+    param_grad_end(&m->params, weight, grad);
     tensor_free(dweight);
 }
 
@@ -251,8 +253,9 @@ static void embedding_part_ready(Model *m, MicroBatch *micro) {
 // Tokens have no gradient, so there is no B.
 static void embedding_backward_weight(Model *m, MicroBatch *micro) {
     begin_gradient(m, m->embedding_unit);
-    m->sockets.vocabulary.lookup_backward(m->sockets.vocabulary.context, micro,
-                                          param_grad(&m->params, m->embedding), micro->dx);
+    Tensor grad = param_grad_begin(&m->params, m->embedding);
+    m->sockets.vocabulary.lookup_backward(m->sockets.vocabulary.context, micro, grad, micro->dx);
+    param_grad_end(&m->params, m->embedding, grad);
     tensor_free(&micro->dx);
     embedding_part_ready(m, micro);
 }

@@ -28,11 +28,12 @@
 #include "zero.h"
 
 typedef struct Hybrid {
-    Zero *zero;         // of zero3.c, among the ranks inside
-    Sockets inside;     // what it has plugged
-    Group across;       // the ranks that have the same part
-    Request **sharing;  // (units) its all-reduce, started and not yet waited for; else NULL
-    bool *last;         // (units) its gradient of the step's last micro-batch is being reduced inside
+    const Technique *record;  // ZeRO-3 …
+    Zero *zero;               // … among the ranks inside …
+    Sockets inside;           // … and what it has plugged
+    Group across;             // the ranks that have the same part
+    Request **sharing;        // (units) its all-reduce, started and not yet waited for; else NULL
+    bool *last;               // (units) its gradient of the step's last micro-batch is being reduced inside
 } Hybrid;
 
 // ---- the technique: who shards a replica, and who holds the same shard ----
@@ -53,7 +54,7 @@ static Group part_of(Group replicas, int k, bool inside) {
 }
 
 // Replicas across have the same elements: the first one's count in the gradients' norm.
-static void shard(Model *m) {
+void hybrid_zero_shard(Model *m) {
     Params *p = &m->params;
     Group all = m->mesh.dp_cp;
     if (all.size == 1) {
@@ -67,7 +68,7 @@ static void shard(Model *m) {
     for (int i = 0; i < p->units && all.rank >= k; i++) p->unit[i].counted_count = 0;
 }
 
-// ---- gradients: inside as in zero2.c, then across ----
+// ---- gradients: inside as ZeRO-3 does, then across ----
 
 static void begin(void *context, Model *m, int unit) {
     const Hybrid *h = context;
@@ -86,7 +87,7 @@ static void ready(void *context, Model *m, int unit, bool last) {
     int before = h->zero->reducing;
     h->inside.gradients.ready(h->zero, m, unit, last);
     h->last[unit] = last;
-    if (before != unit) share(h, m, before);
+    if (before != h->zero->reducing) share(h, m, before);
 }
 
 // All reductions must finish before the optimizer step.
@@ -100,10 +101,10 @@ static void finish(void *context, Model *m) {
 
 // ---- the record ----
 
-static void *plug(Model *m) {
+void *hybrid_zero_plug(Model *m, const Technique *inside) {
     size_t units = (size_t)m->params.units;
     Hybrid *h = host_alloc(sizeof *h);
-    *h = (Hybrid){.zero = zero3.plug(m), .across = {.size = 1, .name = "one"}};
+    *h = (Hybrid){.record = inside, .zero = inside->plug(m), .across = {.size = 1, .name = "one"}};
     if (m->mesh.dp_cp.size > 1) h->across = part_of(m->mesh.dp_cp, shard_ranks(&m->config), false);
     h->inside = m->sockets;
     h->sharing = calloc(units, sizeof(Request *));
@@ -116,36 +117,40 @@ static void *plug(Model *m) {
     return h;
 }
 
-static void unplug(Model *m, void *context) {
+void hybrid_zero_unplug(Model *m, void *context) {
     Hybrid *h = context;
     for (int i = 0; i < m->params.units; i++) zero_wait(&h->sharing[i]);
-    zero3.unplug(m, h->zero);
+    h->record->unplug(m, h->zero);
     free(h->sharing);
     free(h->last);
     free(h);
 }
 
-static void price(Price *price, const Model *m, const void *context) {
+void hybrid_zero_price(Price *price, const Model *m, const void *context) {
     const Hybrid *h = context;
-    zero3.price(price, m, h->zero);
+    h->record->price(price, m, h->zero);
     for (int i = 0; i < m->params.units; i++)
-        price_all_reduce(price, 1, m->params.unit[i].own_count, m->params.recipe.sum, h->across);
+        if (m->params.unit[i].count > 0)  // else another stage's
+            price_all_reduce(price, 1, m->params.unit[i].own_count, m->params.recipe.sum, h->across);
 }
 
-static bool enabled(const Config *c) { return zero_on(c, 4); }
+static void *plug(Model *m) { return hybrid_zero_plug(m, &zero3); }
 
-static void check(const Config *c) {
+bool hybrid_zero_enabled(const Config *c) { return zero_on(c, 4); }
+
+void hybrid_zero_check(const Config *c) {
     int64_t replicas = c->dp * c->cp, k = shard_ranks(c);
     CHECK(
         replicas % k == 0,
         "--shard-ranks %ld does not divide the %ld ranks of --dp x --cp: %ld would fit, which is --zero 3",
         k, replicas, replicas);
-    CHECK(c->experts == 0 && c->pp == 1,
-          "--shard-ranks gathers weights for each pass of a dense model: leave out --experts and --pp, or "
-          "give --zero 1");
+    CHECK(c->experts == 0,
+          "--shard-ranks with --experts %ld: an expert is copied on other ranks than the rest of its "
+          "block, so that a node need not hold all of it; --zero 3 would fit",
+          c->experts);
 }
 
-static const Option shard_option = {
+const Option hybrid_zero_option = {
     "shard-ranks",
     OPTION_INT,
     NULL,
@@ -157,15 +162,15 @@ static const Option shard_option = {
     false};
 
 const Technique hybrid_zero = {.name = "hybrid_zero",
-                               .option = &shard_option,
+                               .option = &hybrid_zero_option,
                                .options = 1,
                                .axes = 1u << AXIS_DP,
-                               .enabled = enabled,
-                               .check = check,
-                               .shard = shard,
+                               .enabled = hybrid_zero_enabled,
+                               .check = hybrid_zero_check,
+                               .shard = hybrid_zero_shard,
                                .plug = plug,
-                               .unplug = unplug,
-                               .price = price};
+                               .unplug = hybrid_zero_unplug,
+                               .price = hybrid_zero_price};
 
 #ifndef NO_MAIN
 

@@ -9,6 +9,14 @@
 extern const Technique zero1, zero2, zero3;
 // hybrid_zero.c: zero3 among --shard-ranks neighbours, replicas across; the fifth choice of --zero.
 extern const Technique hybrid_zero;
+// Its parts, for a record of ZeRO-3 that gathers at other times, which it takes as `inside`.
+extern const Option hybrid_zero_option;
+bool hybrid_zero_enabled(const Config *config);
+void hybrid_zero_check(const Config *config);
+void hybrid_zero_shard(Model *model);
+void *hybrid_zero_plug(Model *model, const Technique *inside);
+void hybrid_zero_unplug(Model *model, void *hybrid);
+void hybrid_zero_price(Price *price, const Model *model, const void *hybrid);
 // --zero 0|1|2|3, for programs that list several stages; one that lists a single stage has it on.
 extern const Option zero_option;
 

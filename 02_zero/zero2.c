@@ -40,7 +40,7 @@ static Tensor take_gradient(Params *params, Unit *unit) {
         return whole;
     }
     whole = tensor_new(MEMORY_GRADIENT, params->recipe.sum, SHAPE(unit->count));
-    op_copy(whole, unit->grads);
+    unit_widen_grads(params, unit, whole, 0);
     unit_free_grads(unit);
     return whole;
 }

@@ -28,7 +28,7 @@ static void sum_over_ranks(void *context, Model *model, int unit, bool last) {
     RanksFirst *twin = context;
     Unit *u = &model->params.unit[unit];
     Tensor sum = tensor_new(MEMORY_COMMUNICATION, model->params.recipe.sum, SHAPE(u->count));
-    op_copy(sum, u->grads);
+    unit_widen_grads(&model->params, u, sum, 0);
     op_fill(u->grads, 0);
     comm_wait(comm_all_reduce(sum, REDUCE_SUM, u->replicas));
     if (!tensor_exists(twin->total[unit])) {

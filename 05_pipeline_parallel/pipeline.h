@@ -12,8 +12,8 @@ extern const Option pipeline_options[];  // --schedule, --chunks, --stage-layers
 enum { PIPELINE_OPTIONS = 4 };
 
 // --zero 3 under a pipeline (zero3_per_step.c): a stage's weights are gathered once a step, and its
-// gradients reduced once.
-extern const Technique zero3_per_step;
+// gradients reduced once; --zero hybrid likewise, for a list that has it.
+extern const Technique zero3_per_step, hybrid_zero_per_step;
 
 // What the programs of this chapter list (pipeline_layouts.c): data parallelism, ZeRO's stages, tensor,
 // sequence and vocabulary parallelism, --async-tp, the four methods of context parallelism, the pipeline,

@@ -75,7 +75,7 @@ static void add_up(Model *m, int unit) {
         u->accumulated = tensor_new(MEMORY_GRADIENT, m->params.recipe.sum, SHAPE(u->count));
         op_fill(u->accumulated, 0);
     }
-    op_accumulate(u->accumulated, u->grads);
+    unit_widen_grads(&m->params, u, u->accumulated, 1);
     unit_free_grads(u);
 }
 
@@ -229,3 +229,19 @@ const Technique zero3_per_step = {.name = "zero3_per_step",
                                   .plug = plug,
                                   .unplug = zero_unplug,
                                   .price = price};
+
+// ---- the same inside a node, replicas across (hybrid_zero.c) ----
+
+// A stage's gradients go across once a step, each behind its reduction inside.
+static void *hybrid_plug(Model *m) { return hybrid_zero_plug(m, &zero3_per_step); }
+
+const Technique hybrid_zero_per_step = {.name = "hybrid_zero_per_step",
+                                        .option = &hybrid_zero_option,
+                                        .options = 1,
+                                        .axes = 1u << AXIS_DP,
+                                        .enabled = hybrid_zero_enabled,
+                                        .check = hybrid_zero_check,
+                                        .shard = hybrid_zero_shard,
+                                        .plug = hybrid_plug,
+                                        .unplug = hybrid_zero_unplug,
+                                        .price = hybrid_zero_price};

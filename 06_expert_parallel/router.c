@@ -59,10 +59,13 @@ void router_backward(const Moe *moe, const MicroBatch *micro, int layer, MoeKept
 }
 
 void router_gradient(const Moe *moe, int layer, const MoeKept *kept, Tensor x) {
-    Tensor grad = param_grad(&moe->model->params, moe->model->block[layer].router);
+    const Params *params = &moe->model->params;
+    const Param *router = moe->model->block[layer].router;
+    Tensor grad = param_grad_begin(params, router);
     Tensor wide = widened(x), part = routing(x.dtype, tensor_rows(grad), tensor_columns(grad));
     op_matmul(part, kept->dlogits, wide, true, false, 0);
     op_accumulate(grad, part);
+    param_grad_end(params, router, grad);
     tensor_free(&part);
     tensor_free(&wide);
 }

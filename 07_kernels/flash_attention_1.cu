@@ -24,7 +24,7 @@
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude.
 // Run: build/07_kernels/flash_attention_1           (--gpu a100, --head-size 64, --size 4096, --verbose)
 // Last line: PASS flash_attention_1: it stores 32.7 times less …
-#include "flash.h"
+#include "attention_reference.h"
 
 // ---- FlashAttention ----
 

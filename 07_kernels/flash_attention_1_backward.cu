@@ -21,14 +21,7 @@
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude.
 // Run: build/07_kernels/flash_attention_1_backward           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_1_backward: it keeps 4096 times less of forward …
-#include "flash.h"
-
-struct Operands {
-    const float *q, *k, *v, *o, *lse, *grad_o;
-};
-struct Gradients {
-    float *dq, *dk, *dv;
-};
+#include "attention_reference.h"
 
 // rowsum(dO O), for each of the thread's rows; dO from its tile.
 template <int D>
@@ -70,18 +63,6 @@ __device__ static inline void add_dq(float *dq, const float *tile_ds, const floa
                 *out = (first ? 0 : *out) + sum[i][c];
             }
         }
-    }
-}
-
-template <int D>
-__device__ static inline void store_rows(float *head, const float (&sum)[EACH][D / SIDE], int64_t row0,
-                                         int64_t end, int64_t stride) {
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int64_t row = row0 + thread_y() + i * SIDE;
-        if (row >= end) continue;
-#pragma unroll
-        for (int c = 0; c < D / SIDE; c++) head[row * stride + thread_x() + c * SIDE] = sum[i][c];
     }
 }
 
@@ -137,7 +118,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad,
 // ---- host code ----
 
 template <int D>
-static void launch(const Gradients &grad, const Operands &in, const Heads &shape) {
+static void launch(const Gradients &grad, const Operands &in, float *, const Heads &shape) {
     if (shape.s == 0) return;
     const int64_t bytes = tile_bytes(D, 4, 2);
     CUDA_CHECK(cudaFuncSetAttribute(attention_backward<D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -146,85 +127,10 @@ static void launch(const Gradients &grad, const Operands &in, const Heads &shape
     LAUNCH(attention_backward<D>, grid, THREADS, (size_t)bytes, 0, grad, in, shape);
 }
 
-// s a multiple of 32.
-static Work formula(const Heads &shape, double d) {
-    const double s = (double)shape.s, heads = (double)(shape.b * shape.a), tiles = s / TILE;
-    const double key_heads = (double)(shape.b * shape.kv), scores = TILE * TILE;
-    const double pairs = heads * (shape.causal ? tiles * (tiles + 1) / 2 : tiles * tiles);
-    const double first = heads * tiles, key_tiles = key_heads * tiles;
-    const double again = shape.causal ? s - TILE : tiles > 1 ? s : 0;  // rows of dq that come back
-    Work w = {};
-    add_tiles(&w, 2 * pairs + 2 * key_tiles, d);
-    w.load_requests += pairs * (d / 4 + 8) + (pairs - first) * d;
-    w.load_sectors += pairs * (4 * d + 8) + (pairs - first) * 4 * d;
-    w.store_requests = (pairs + 2 * key_tiles) * d;
-    w.store_sectors = 4 * w.store_requests;
-    // q, o, dO, dq of the query heads, and k, v, dk, dv
-    w.memory_sectors = (4 * heads + 4 * key_heads) * s * d / 8 + heads * (s + again * d) / 8;
-    // S and dP; P and dS stored; dO of the row products; dV and dK; dQ, 64 columns at a time
-    w.shared_passes += pairs * (2 * 16 * d + 2 * 32 + d + 2 * (256 + 8 * d) + 256 * d / 64 + 8 * d);
-    // five products; scale, exponent, dP - delta, p, scale; row products; dq
-    w.flops = pairs * (5 * 2 * scores * d + 5 * scores + 64 * d + 3 * 256 + 32 * d);
-    w.flop_instructions = pairs * (5 * scores * d / 32 + 5 * scores / 32 + d + 24 + d);
-    w.special_instructions = pairs * scores / 32;
-    w.barriers = 3 * pairs;
-    return w;
-}
-
-template <int D>
-static Proof check(bool causal) {
-    Proof proof;
-    const struct {
-        int64_t b, s, a, kv;
-        double scale;
-    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 67, 2, 2, 1}};
-    for (auto &n : cases) {
-        const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf(D), causal};
-        const int64_t queries = n.b * n.s * n.a * D, keys = n.b * n.s * n.kv * D;
-        float *q = kernels_numbers(queries, n.scale, 1), *k = kernels_numbers(keys, 1, 2);
-        float *v = kernels_numbers(keys, 1, 3), *grad_o = kernels_numbers(queries, 1, 5);
-        const Attention<float> cpu = attention_on_cpu<float>(shape, D, q, k, v, grad_o);
-        const Attention<double> right = attention_on_cpu<double>(shape, D, q, k, v, grad_o);
-        Array<float> d_q(q, queries), d_k(k, keys), d_v(v, keys), d_do(grad_o, queries);
-        Array<float> o(cpu.o.data(), queries), lse(cpu.lse.data(), n.b * n.a * n.s);
-        Array<float> dq(queries), dk(keys), dv(keys);
-        const Gradients grad = {dq.at, dk.at, dv.at};
-        const Operands in = {d_q.at, d_k.at, d_v.at, o.at, lse.at, d_do.at};
-        launch<D>(grad, in, shape);
-        const std::vector<float> once = dq.host();
-        proof.hold(dv.host(), cpu.dv, right.dv);
-        if (n.s > 1) {  // one key has all the weight, whatever its score
-            proof.hold(once, cpu.dq, right.dq);
-            proof.hold(dk.host(), cpu.dk, right.dk);
-        }
-        launch<D>(grad, in, shape);
-        report_that(dq.host() == once, "two runs with %lld tokens differ", (long long)n.s);
-        free(q);
-        free(k);
-        free(v);
-        free(grad_o);
-    }
-    return proof;
-}
-
 template <int D>
 static void row(const char *name, const Heads &at_size) {
-    Heads small = at_size;
-    small.b = 1, small.s = 64, small.a = 2, small.kv = 1;
-    const Heads most = ON_GPU ? at_size : small;
-    const int64_t queries = most.b * most.s * most.a * D, keys = most.b * most.s * most.kv * D;
-    const int64_t rows = most.b * most.a * most.s;
-    float *numbers = kernels_numbers(queries, 1, 4);
-    Array<float> q(numbers, queries), k(numbers, keys), v(numbers, keys), o(numbers, queries);
-    Array<float> grad_o(numbers, queries), lse(numbers, rows), dq(queries), dk(keys), dv(keys);
-    free(numbers);
-    const Gradients grad = {dq.at, dk.at, dv.at};
-    const Operands in = {q.at, k.at, v.at, o.at, lse.at, grad_o.at};
     const KernelVersion version = {name, THREADS, D == 64 ? 210 : 248, tile_bytes(D, 4, 2)};
-    show_version(
-        version, check<D>(at_size.causal), small, at_size,
-        [&](const Heads &shape) { launch<D>(grad, in, shape); },
-        [](const Heads &shape) { return formula(shape, D); });
+    backward_version(version, at_size, D, TILE, launch<D>, work_of_flash_1_backward);
 }
 
 template <int D>

@@ -24,7 +24,7 @@
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude.
 // Run: build/07_kernels/flash_attention_2           (--gpu a100, --head-size 64, --size 4096, --verbose)
 // Last line: PASS flash_attention_2: 0.33 of the first version's traffic to L2 …
-#include "flash.h"
+#include "attention_reference.h"
 
 enum { TILES = 2, BLOCK = TILES * THREADS };
 

@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "tensor/device.h"
 #include "tensor/ops.h"
 #include "tensor/rng.h"
 
@@ -135,15 +136,45 @@ void kernels_matmul_f64(double *c, const float *a, const float *b, int64_t m, in
         }
 }
 
-void kernels_matmul_library(float *c, const float *a, const float *b, int64_t m, int64_t n, int64_t k) {
-    Tensor A = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(m, k)),
-           B = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(k, n));
-    Tensor C = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(m, n));
-    tensor_from_host(A, a);
-    tensor_from_host(B, b);
+// In the dtype; `host` has f32.
+static Tensor matrix(DType dtype, const float *host, int64_t rows, int64_t columns) {
+    Tensor x = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(rows, columns));
+    void *narrow = host_alloc((size_t)(rows * columns + 1) * sizeof *host);
+    dtype_convert(narrow, dtype, host, F32, rows * columns);
+    tensor_from_host(x, narrow);
+    free(narrow);
+    return x;
+}
+
+void kernels_matmul_library(DType dtype, float *c, const float *a, const float *b, int64_t m, int64_t n,
+                            int64_t k) {
+    Tensor A = matrix(dtype, a, m, k), B = matrix(dtype, b, k, n);
+    Tensor C = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(m, n));
+    void *narrow = host_alloc((size_t)(m * n + 1) * sizeof *c);
     op_matmul(C, A, B, false, false, 0);
-    tensor_to_host(c, C);
+    tensor_to_host(narrow, C);
+    dtype_convert(c, F32, narrow, dtype, m * n);
+    free(narrow);
     tensor_free(&A);
     tensor_free(&B);
     tensor_free(&C);
+}
+
+double kernels_matmul_seconds(DType dtype, int64_t n) {
+    enum { WARM_UP = 3, TIMES = 20 };
+    float *numbers = kernels_numbers(n * n, 1, 3);
+    Tensor A = matrix(dtype, numbers, n, n), B = matrix(dtype, numbers, n, n);
+    Tensor C = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(n, n));
+    double start = 0;
+    for (int i = 0; i < WARM_UP + TIMES; i++) {
+        if (i == WARM_UP) backend_wait(), start = wall_seconds();
+        op_matmul(C, A, B, false, false, 0);
+    }
+    backend_wait();
+    const double seconds = (wall_seconds() - start) / TIMES;
+    free(numbers);
+    tensor_free(&A);
+    tensor_free(&B);
+    tensor_free(&C);
+    return seconds;
 }

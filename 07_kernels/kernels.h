@@ -9,6 +9,7 @@
 
 #include "cuda/gpu_model.h"
 #include "report/report.h"
+#include "tensor/tensor.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -64,9 +65,13 @@ double kernels_seconds(int version);
 float *kernels_numbers(int64_t count, double scale, int stream);
 // Relative error (L2) of what a kernel made; where all of `right` is zero, the largest difference.
 double kernels_error(const float *made, const double *right, int64_t count);
-// C (m, n) = A (m, k) B (k, n), all row-major, in f64 and by the library in f32.
+// C (m, n) = A (m, k) B (k, n), all row-major, in f64 and by the library in the dtype, to which a and b are
+// rounded.
 void kernels_matmul_f64(double *c, const float *a, const float *b, int64_t m, int64_t n, int64_t k);
-void kernels_matmul_library(float *c, const float *a, const float *b, int64_t m, int64_t n, int64_t k);
+void kernels_matmul_library(DType dtype, float *c, const float *a, const float *b, int64_t m, int64_t n,
+                            int64_t k);
+// How long the library takes for n x n matrices, on average.
+double kernels_matmul_seconds(DType dtype, int64_t n);
 
 #ifdef __cplusplus
 }

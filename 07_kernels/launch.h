@@ -84,6 +84,7 @@ Work counted(F launch) {
     w.shared_passes = (double)c.shared_passes, w.shared_conflicts = (double)c.shared_conflicts;
     w.flops = (double)c.flops, w.flop_instructions = (double)c.flop_instructions;
     w.special_instructions = (double)c.special_instructions;
+    w.tensor_flops = (double)c.tensor_flops;
     w.barriers = (double)c.barriers;
     w.lane_steps = (double)c.lane_steps, w.warp_steps = (double)c.warp_steps;
     return w;
@@ -123,7 +124,7 @@ void prove_matmul(Proof *proof, int64_t n, bool transposed, Multiply multiply) {
     Array<float> d_a(a, count), d_b(given.data(), count), d_c(count);
     multiply(d_c.at, d_a.at, d_b.at, n);
     kernels_matmul_f64(right.data(), a, b, n, n, n);
-    kernels_matmul_library(library.data(), a, b, n, n, n);
+    kernels_matmul_library(F32, library.data(), a, b, n, n, n);
     proof->hold(d_c.host(), library, right);
     free(a);
     free(b);

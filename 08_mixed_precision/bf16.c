@@ -54,7 +54,7 @@ static void store(void *context, Tensor stored, Tensor wide, StatePart part) {
     op_round_stochastic(stored, wide, place);
 }
 
-static const Rounding by_chance = {NULL, load, store};
+static const Rounding by_chance = {.load = load, .store = store};
 
 static void recipe(Recipe *r, const Config *c) {
     if (!on(c)) return;

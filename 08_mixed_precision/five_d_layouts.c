@@ -3,7 +3,7 @@
 // Each record has one line here. The second column says when it is on, if it is always on in its own
 // chapter or if two records are two ways to do the same:
 //
-//     ZeRO-3      gathers weights for each pass, or, under a pipeline, once a step
+//     ZeRO-3      gathers weights for each pass, or, under a pipeline, once a step; likewise hybrid
 //     attention   the four ways of --cp; flash attention where a rank has all tokens of a sequence
 //     pipeline    from two stages on
 //     recipes     by --dtype
@@ -25,6 +25,8 @@ static bool balanced(const Config *c) {
 }
 static bool gathered_for_passes(const Config *c) { return c->pp == 1 && zero3.enabled(c); }
 static bool gathered_for_steps(const Config *c) { return c->pp > 1 && zero3.enabled(c); }
+static bool hybrid_for_passes(const Config *c) { return c->pp == 1 && hybrid_zero_enabled(c); }
+static bool hybrid_for_steps(const Config *c) { return c->pp > 1 && hybrid_zero_enabled(c); }
 static bool columns(const Config *c) { return c->tp > 1 && tensor_parallel.enabled(c); }
 static bool staged(const Config *c) { return c->pp > 1; }
 static bool ring(const Config *c) { return c->cp > 1 && ring_attention.enabled(c); }
@@ -77,7 +79,8 @@ static const Entry entries[] = {
     {.record = &zero2},
     {.record = &zero3, .enabled = gathered_for_passes},
     {.record = &zero3_per_step, .enabled = gathered_for_steps},
-    {.record = &hybrid_zero},
+    {.record = &hybrid_zero, .enabled = hybrid_for_passes},
+    {.record = &hybrid_zero_per_step, .enabled = hybrid_for_steps},
     {.record = &tensor_parallel, .enabled = columns},
     {.record = &sequence_parallel, .check = rows_check},
     {.record = &vocab_parallel, .check = vocabulary_check},

@@ -31,14 +31,14 @@
 
 // ---- the recipes ----
 
-#define STANDARD F64, F64, F64, F64
+#define STANDARD F64, F64, F64, F64, F64
 const Fp8Recipe fp8_recipes[] = {
-    {"te-delayed", E4M3, E5M2, false, false, SCALE_REAL, 16, {0, 0}, STANDARD, 16, false, true},
-    {"te-current", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, STANDARD, 16, false, true},
-    {"fp8-lm", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, F16, F16, E4M3, F16, 9, true, true},
-    {"deepseek", E4M3, E4M3, true, true, SCALE_REAL, 0, {0, 128}, F32, F32, BF16, BF16, 15, false, true},
-    {"nanotron", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, BF16, F32, E4M3, E5M2, 10, true, false},
-    {"mxfp8", E4M3, E4M3, true, false, SCALE_POWER_OF_TWO, 0, {0, 0}, STANDARD, 0, false, true},
+    {"te-delayed", E4M3, E5M2, false, false, SCALE_REAL, 16, {0, 0}, STANDARD, 16, true},
+    {"te-current", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, STANDARD, 16, true},
+    {"fp8-lm", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, F16, F16, E4M3, F16, E4M3, 9, true},
+    {"deepseek", E4M3, E4M3, true, true, SCALE_REAL, 0, {0, 128}, F32, F32, BF16, BF16, BF16, 15, true},
+    {"nanotron", E4M3, E5M2, false, false, SCALE_REAL, 0, {0, 0}, BF16, F32, E4M3, E5M2, E4M3, 10, false},
+    {"mxfp8", E4M3, E4M3, true, false, SCALE_POWER_OF_TWO, 0, {0, 0}, STANDARD, 0, true},
 };
 const int fp8_recipe_count = sizeof fp8_recipes / sizeof *fp8_recipes;
 
@@ -62,6 +62,7 @@ static void recipe(Recipe *recipe, const Config *c) {
         recipe->sum = r->add;
         recipe->moment = r->moment;
         recipe->second = r->second;
+        recipe->gradient = r->gradient;
     }
     if (!config_number(c, "fp8-wire")) return;
     recipe->send_weights = recipe->send_rows = &fp8_codec;
@@ -75,11 +76,6 @@ static void check(const Config *c) {
           "--fp8 %s finds the largest element of what all ranks of --tp and --cp hold at each cast, and "
           "ranks "
           "of --ep cast other experts: --fp8 te-delayed or deepseek would fit",
-          r->name);
-    CHECK(r->moment != E4M3 || !(c->save || c->resume),
-          "--fp8 %s has moments of 8 bits, whose scales are of each rank's part and in no folder: leave "
-          "out --save "
-          "and --resume",
           r->name);
     CHECK(r->moment == F64 || c->dtype == F64 || c->dtype == BF16,
           "--fp8 %s stores what the optimizer steps beside weights of bf16: --dtype bf16 would fit",
@@ -116,16 +112,23 @@ static void unplug(Model *m, void *context) {
     free(f);
 }
 
+// Bytes of the scales of moments and of gradients, on this rank.
+static double state_bytes(const Model *m, const Fp8 *f) {
+    Tensor grad_scale = m->params.grad_scale;
+    return (f->state ? fp8_state_bytes(f->state) : 0) +
+           (tensor_exists(grad_scale) ? (double)tensor_bytes(grad_scale) : 0);
+}
+
 static void price(Price *price, const Model *m, const void *context) {
     const Fp8 *f = context;
     if (!f) return;
     fp8_linear_price(price, m, f->linear);
-    if (f->state) price->values_at_work += fp8_state_bytes(f->state);
+    price->values_at_work += state_bytes(m, f);
 }
 
 double fp8_extra_bytes(const Trainer *t) {
     const Fp8 *f = trainer_context(t, &fp8_recipe);
-    return fp8_linear_bytes(t->model, f->linear) + (f->state ? fp8_state_bytes(f->state) : 0);
+    return fp8_linear_bytes(t->model, f->linear) + state_bytes(t->model, f);
 }
 
 Fp8Linear *fp8_linear_of(const Trainer *t) { return ((Fp8 *)trainer_context(t, &fp8_recipe))->linear; }
@@ -162,6 +165,7 @@ static bool pipeline_on(const Config *c) { return c->pp > 1; }
 static void more(Mesh mesh, const Config *config) {
     if (config_number(config, "proof-only")) return;
     fp8_tables();
+    fp8_outliers();
     fp8_training(mesh, config);
 }
 
@@ -170,7 +174,9 @@ int main(int argc, char **argv) {
         zero_option,
         {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false},
         {"curves", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
-         "draw the losses of all recipes as learning rates grow", false}};
+         "draw the losses of all recipes as learning rates grow", false},
+        {"long", OPTION_INT, NULL, "0", 0, 4, "seeds",
+         "also train the default model 500 steps by each recipe, from so many seeds", false}};
     Technique tensor = tensor_parallel, ring = ring_attention, stages = pipeline;
     tensor.enabled = tensor_parallel_on;
     ring.enabled = ring_attention_on;

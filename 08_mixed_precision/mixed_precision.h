@@ -31,9 +31,9 @@ typedef struct Fp8Recipe {
     CodesSum sum;
     // What the optimizer stores; F64: as the standard recipe of the run's dtype
     DType master, add, moment, second;
-    double playbook;        // bytes per parameter in the playbook's table; 0: no row
-    bool narrow_gradients;  // there a micro-batch's gradient has 8 bits; here it leaves the multiply in 16
-    bool trains;            // to within 1.5% of bf16's loss on the small model
+    DType gradient;   // of one micro-batch, as it is stored
+    double playbook;  // bytes per parameter in the playbook's table; 0: no row
+    bool trains;      // to within 1.5% of bf16's loss on the small model
 } Fp8Recipe;
 
 // Of --fp8, by number.
@@ -68,6 +68,8 @@ void fp8_tables(void);
 // recipe_training.c: losses, casts, 8 bits in flight, learning rates
 void fp8_training(Mesh mesh, const Config *config);
 Config fp8_small(int recipe, const char *more);  // a small model in bf16; recipe: NO_FP8 …
+// recipe_outliers.c: an outlier that grows while the model trains
+void fp8_outliers(void);
 extern const Technique *const fp8_one_device[];
 extern const Fp8Recipe fp8_recipes[];
 extern const int fp8_recipe_count;

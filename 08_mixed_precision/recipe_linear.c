@@ -29,7 +29,7 @@ typedef enum Operand { OPERAND_X, OPERAND_W, OPERAND_DY, OPERANDS } Operand;
 // A weight's casts, from its first use behind a step to the next step.
 typedef struct Cast {
     Codes plain, turned;
-    bool valid;
+    bool valid, in_step;  // in_step: and not for held-out losses, between steps
 } Cast;
 
 struct Fp8Linear {
@@ -132,10 +132,13 @@ static void drop_cast(Cast *cast) {
     cast->valid = false;
 }
 
-// One scale of a whole tensor serves its transpose, too.
+// One scale of a whole tensor serves its transpose, too. A step casts what held-out losses have cast before
+// it once more, so that all steps send the same.
 static Cast *cast_of(Fp8Linear *f, Model *m, const Param *p) {
     Cast *cast = &f->cast[p - m->params.param];
-    if (cast->valid) return cast;
+    bool in_step = m->ready_left[p->unit] > 0;
+    if (cast->valid && (cast->in_step || !in_step)) return cast;
+    drop_cast(cast);
     Tensor w = param_value(&m->params, p);
     cast->plain = new_codes(f, m, p, OPERAND_W, w, false);
     Tensor scale =
@@ -143,6 +146,7 @@ static Cast *cast_of(Fp8Linear *f, Model *m, const Param *p) {
     cast->turned = scaled_codes(f, OPERAND_W, scale, w, true);
     note_amax(f, m, p, OPERAND_W, w);
     cast->valid = true;
+    cast->in_step = in_step;
     f->casts++;
     return cast;
 }
@@ -197,7 +201,9 @@ static void backward_weight(void *context, Model *m, int count, Param *const *we
     for (int i = 0; i < count; i++) {
         Codes gradient = new_codes(f, m, weight[i], OPERAND_DY, dy[i], true);
         note_amax(f, m, weight[i], OPERAND_DY, dy[i]);
-        op_matmul_codes(param_grad(&m->params, weight[i]), gradient, input, f->recipe->sum, 1);
+        Tensor grad = param_grad_begin(&m->params, weight[i]);
+        op_matmul_codes(grad, gradient, input, f->recipe->sum, 1);
+        param_grad_end(&m->params, weight[i], grad);
         free_codes(&gradient);
     }
     free_codes(&input);

@@ -8,7 +8,9 @@
 //     bfloat16   as they are
 //
 // The optimizer reads them, steps in f32, and stores them again. Scales belong to a rank's own part: on
-// other ranks rounding differs, but is no worse. This file has no main: fp8.c runs it.
+// other ranks rounding differs, but is no worse. Scales have few bits themselves, so that what is stored
+// is exact in f32, and stored once more is the same: checkpoints have it in f32, any layout goes on with it,
+// and the one that has written it does so bit for bit. This file has no main: fp8.c runs it.
 #include <math.h>
 #include <stdlib.h>
 
@@ -40,7 +42,8 @@ static void load(void *context, Tensor wide, Tensor stored, StatePart part) {
     if ((int)part.kind < KINDS && s->divisor[at] != 1) op_scale(wide, s->divisor[at]);
 }
 
-// The power of two that brings the largest element to between 2^14 and 2^15: float16 ends at 2^16.
+// The power of two that brings the largest element to above 2^14, and to 2^15 at most, also once it is
+// rounded: float16 ends at 2^16.
 static double divisor_of(Tensor wide) {
     double most;
     int power;
@@ -49,8 +52,16 @@ static double divisor_of(Tensor wide) {
     op_tile_amax(amax, in_a_row(wide), false, (Tile){0, 0});
     tensor_to_doubles(&most, amax);
     tensor_free(&amax);
-    frexp(most, &power);
+    if (frexp(most, &power) == 0.5) power--;
     return most > 0 && isfinite(most) ? ldexp(1, power - 15) : 1;
+}
+
+// To bfloat16's 8 bits: then f32 has code x scale exactly, and finds the scale again in the largest of them.
+static void shorten(Tensor scale) {
+    Tensor narrow = tensor_new(MEMORY_OPTIMIZER, BF16, SHAPE(1, tensor_count(scale)));
+    op_copy(narrow, scale);
+    op_copy(scale, narrow);
+    tensor_free(&narrow);
 }
 
 static void store(void *context, Tensor stored, Tensor wide, StatePart part) {
@@ -60,6 +71,7 @@ static void store(void *context, Tensor stored, Tensor wide, StatePart part) {
         op_fill(s->scale[at], 0);
         op_tile_amax(s->scale[at], in_a_row(wide), false, tile);
         op_tile_scale(s->scale[at], s->scale[at], stored.dtype, SCALE_REAL);
+        shorten(s->scale[at]);
         op_encode(in_a_row(stored), in_a_row(wide), s->scale[at], false, tile);
         return;
     }
@@ -75,7 +87,7 @@ Fp8State *fp8_state_plug(Model *m) {
     const DType dtype[] = {
         [STATE_M] = p->recipe.moment, [STATE_V] = p->recipe.second, [STATE_MASTER] = F32};
     Fp8State *s = host_alloc(sizeof *s);
-    *s = (Fp8State){.rounding = {s, load, store}, .first = p->param, .count = p->count};
+    *s = (Fp8State){.rounding = {s, true, load, store}, .first = p->param, .count = p->count};
     s->scale = calloc((size_t)(p->count * KINDS), sizeof *s->scale);
     s->divisor = host_alloc((size_t)(p->count * KINDS) * sizeof *s->divisor);
     CHECK(s->scale, "out of host memory for the scales of moments");

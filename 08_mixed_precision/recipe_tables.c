@@ -220,8 +220,8 @@ static void show_row(const char *name, const Config *c, Techniques techniques, c
                           memory.peak[MEMORY_OPTIMIZER]),
                  "B");
     report_quiet(quiet);
-    report_that(total == playbook + (r && r->narrow_gradients),
-                "%s: %g bytes per parameter, the playbook has %g", name, total, playbook);
+    report_that(total == playbook, "%s: %g bytes per parameter, the playbook has %g", name, total,
+                playbook);
     report_number("bytes per parameter", name, total, "B");
     free(what);
     trainer_free(t);
@@ -248,8 +248,7 @@ static void show_bytes(void) {
     }
     say("  (besides, in all: two casts of 1 byte, of which one is the weights above, scales, and a copy in "
         "bf16\n"
-        "  that the emulation casts from; gradients of fp8-lm and nanotron leave the multiply in bf16 "
-        "here)");
+        "  that the emulation casts from)");
 }
 
 void fp8_tables(void) {

@@ -71,6 +71,7 @@ static void fiber(transfer_t from) {
     static_cast<Thread *>(from.data)->context = from.fctx;
     for (;;) {
         now.launch->run(now.launch);
+        memory_leave();
         now.thread->state = LEFT;
         left++;
         run_next();
@@ -214,7 +215,8 @@ static uint32_t lanes_of_warp(int warp) {
 static const char *op_name(int op) {
     static const char *const names[] = {"__syncwarp",       "__shfl_sync",     "__shfl_up_sync",
                                         "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync",
-                                        "__any_sync",       "__all_sync"};
+                                        "__any_sync",       "__all_sync",      "ldmatrix",
+                                        "mma"};
     return names[op];
 }
 
@@ -273,6 +275,8 @@ static void meet(int warp, int lane, uint32_t mask) {
     Warp *w = &warps[warp];
     int op = w->op[lane], width = w->width[lane];
     if (op == WARP_SYNC) return order_lanes(w, mask);
+    if (op == WARP_LDMATRIX) return exchange_rows(w, w->argument[lane] != 0);
+    if (op == WARP_MMA) return multiply_fragments(w);
     if (op >= WARP_BALLOT) {
         uint32_t ballot = 0;
         for (uint32_t rest = mask; rest; rest &= rest - 1)
@@ -358,47 +362,6 @@ bool told_by_fence(uint32_t time) {
 
 // ---- launches ----
 
-static void check_launch(const CudaLaunch *l) {
-    const dim3 &g = l->grid, &b = l->block;
-    int64_t count = (int64_t)b.x * b.y * b.z;
-    CHECK(
-        count >= 1 && count <= MAX_THREADS && b.z <= 64,
-        "the kernel %s could not start (%s:%d): a block of (%u, %u, %u) threads; 1 to %d are possible, and "
-        "z up to 64",
-        l->name, l->file, l->line, b.x, b.y, b.z, (int)MAX_THREADS);
-    CHECK(g.x >= 1 && g.y >= 1 && g.z >= 1 && g.x <= 0x7fffffff && g.y <= 65535 && g.z <= 65535,
-          "the kernel %s could not start (%s:%d): a grid of (%u, %u, %u) blocks; each number is at least "
-          "1, x "
-          "is below 2^31, y and z are below 65536",
-          l->name, l->file, l->line, g.x, g.y, g.z);
-}
-
-// Bytes of dynamic shared memory beyond 48 kB must be asked for, as on a GPU.
-enum { SHARED_WITHOUT_ASKING = 48 << 10, SHARED_MOST = 227 << 10 };
-struct Allowed {
-    const void *kernel;
-    size_t bytes;
-};
-static List<Allowed> allowed;
-
-cudaError_t cuda_allow_shared(const void *kernel, size_t bytes) {
-    if (bytes > SHARED_MOST) return cudaErrorInvalidValue;
-    for (size_t i = 0; i < allowed.count; i++)
-        if (allowed.items[i].kernel == kernel) return allowed.items[i].bytes = bytes, cudaSuccess;
-    allowed.add({kernel, bytes});
-    return cudaSuccess;
-}
-
-static void check_shared(const CudaLaunch *l) {
-    size_t most = SHARED_WITHOUT_ASKING;
-    for (size_t i = 0; i < allowed.count; i++)
-        if (allowed.items[i].kernel == l->kernel) most = std::max(most, allowed.items[i].bytes);
-    CHECK(l->shared_bytes <= most,
-          "the kernel %s could not start (%s:%d): %zu bytes of dynamic shared memory; beyond %zu "
-          "cudaFuncSetAttribute must ask for them, and there are %d at most",
-          l->name, l->file, l->line, l->shared_bytes, most, (int)SHARED_MOST);
-}
-
 static void run_block(const CudaLaunch *launch, uint64_t *state) {
     now.block_start = ++now.time;
     left = arrived = 0;
@@ -428,7 +391,6 @@ void cuda_run(const CudaLaunch *launch) {
           launch->name, launch->file, launch->line);
     CHECK(now.time < 0xf0000000, "CUDA on the CPU has run as many blocks and barriers as one process can");
     check_launch(launch);
-    check_shared(launch);
     const dim3 &g = launch->grid, &b = launch->block;
     now.threads = (int)(b.x * b.y * b.z);
     for (int i = 0; i < now.threads; i++) {

@@ -17,12 +17,14 @@
 //   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts
 //     as missing, even where a GPU would let the others go on
 //   - local memory beyond 60 kB a thread
+//   - an access to what a cp.async copies, before its thread has waited for it; a kernel that ends before
+//     one of its copies has arrived
 //   - host code of a .cu file that dereferences device memory, or copies beyond an allocation
 // Memory is full of 0xff bytes (NaN in every floating format) before its first use.
 //
 // Not here: several devices, real asynchrony (all calls finish before they return), printf ordering,
-// __device__ variables, textures, cooperative groups, PTX. Values are those of the CPU's libm, which may
-// differ from a GPU's in the last bit.
+// __device__ variables, textures, cooperative groups, PTX but that of cuda/instructions.h. Values are those
+// of the CPU's libm, which may differ from a GPU's in the last bit.
 //
 // How an access is seen: g++ -fsanitize=thread calls __tsan_read4(address) and its kin before each load and
 // store; cuda_on_cpu_memory.cc defines these functions in place of that sanitizer's library. A .cu file is
@@ -351,8 +353,9 @@ struct CudaCounts {
     // lanes active.
     int64_t flops, special;
     int64_t flop_instructions, special_instructions;
-    int64_t barriers;  // __syncthreads, per block
-    int64_t atomics;   // of lanes, global and shared
+    int64_t tensor_flops;  // of tensor cores (mma)
+    int64_t barriers;      // __syncthreads, per block
+    int64_t atomics;       // of lanes, global and shared
 };
 void cuda_count_begin(void);
 CudaCounts cuda_count_end(void);
@@ -372,7 +375,8 @@ void __threadfence_system(void);
 // All lanes of the warp that have not left the kernel.
 unsigned __activemask(void);
 
-enum CudaWarpOp { WARP_SYNC, WARP_SHFL, WARP_UP, WARP_DOWN, WARP_XOR, WARP_BALLOT, WARP_ANY, WARP_ALL };
+enum CudaWarpOp { WARP_SYNC, WARP_SHFL, WARP_UP, WARP_DOWN, WARP_XOR, WARP_BALLOT, WARP_ANY, WARP_ALL,
+                  WARP_LDMATRIX, WARP_MMA };
 uint64_t cuda_warp_op(CudaWarpOp op, unsigned mask, uint64_t value, int argument, int width,
                       const char *file, int line);
 

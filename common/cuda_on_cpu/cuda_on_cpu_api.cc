@@ -274,3 +274,51 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEven
     *milliseconds = (float)((to->seconds - from->seconds) * 1e3);
     return cudaSuccess;
 }
+
+// ---- launches that a GPU would refuse ----
+
+static void check_sizes(const CudaLaunch *l) {
+    const dim3 &g = l->grid, &b = l->block;
+    int64_t count = (int64_t)b.x * b.y * b.z;
+    CHECK(
+        count >= 1 && count <= MAX_THREADS && b.z <= 64,
+        "the kernel %s could not start (%s:%d): a block of (%u, %u, %u) threads; 1 to %d are possible, and "
+        "z up to 64",
+        l->name, l->file, l->line, b.x, b.y, b.z, (int)MAX_THREADS);
+    CHECK(g.x >= 1 && g.y >= 1 && g.z >= 1 && g.x <= 0x7fffffff && g.y <= 65535 && g.z <= 65535,
+          "the kernel %s could not start (%s:%d): a grid of (%u, %u, %u) blocks; each number is at least "
+          "1, x "
+          "is below 2^31, y and z are below 65536",
+          l->name, l->file, l->line, g.x, g.y, g.z);
+}
+
+// Bytes of dynamic shared memory beyond 48 kB must be asked for, as on a GPU.
+enum { SHARED_WITHOUT_ASKING = 48 << 10, SHARED_MOST = 227 << 10 };
+struct Allowed {
+    const void *kernel;
+    size_t bytes;
+};
+static List<Allowed> allowed;
+
+cudaError_t cuda_allow_shared(const void *kernel, size_t bytes) {
+    if (bytes > SHARED_MOST) return cudaErrorInvalidValue;
+    for (size_t i = 0; i < allowed.count; i++)
+        if (allowed.items[i].kernel == kernel) return allowed.items[i].bytes = bytes, cudaSuccess;
+    allowed.add({kernel, bytes});
+    return cudaSuccess;
+}
+
+static void check_shared(const CudaLaunch *l) {
+    size_t most = SHARED_WITHOUT_ASKING;
+    for (size_t i = 0; i < allowed.count; i++)
+        if (allowed.items[i].kernel == l->kernel) most = std::max(most, allowed.items[i].bytes);
+    CHECK(l->shared_bytes <= most,
+          "the kernel %s could not start (%s:%d): %zu bytes of dynamic shared memory; beyond %zu "
+          "cudaFuncSetAttribute must ask for them, and there are %d at most",
+          l->name, l->file, l->line, l->shared_bytes, most, (int)SHARED_MOST);
+}
+
+void check_launch(const CudaLaunch *l) {
+    check_sizes(l);
+    check_shared(l);
+}

@@ -2,6 +2,7 @@
 //
 //   cuda_on_cpu.cc         threads as fibers, barriers, warps, launches
 //   cuda_on_cpu_memory.cc  allocations, shared memory, and the check of every access
+//   cuda_on_cpu_tensor.cc  mma and ldmatrix
 //   cuda_on_cpu_report.cc  the sentence that tells what went wrong
 //   cuda_on_cpu_counts.cc  sectors, bank conflicts, divergent branches
 //   cuda_on_cpu_units.cc   what the machine code of a basic block computes
@@ -100,6 +101,13 @@ void asked_by_atomic(void);
 // Ends the program with the sentence; for threads.
 void fail(const char *sentence) NO_RETURN;
 
+// Ends the program unless a GPU could start it (cuda_on_cpu_api.cc).
+void check_launch(const CudaLaunch *launch);
+
+// ---- fragments (cuda_on_cpu_tensor.cc): all lanes of the warp have come ----
+void exchange_rows(Warp *warp, bool transposed);
+void multiply_fragments(Warp *warp);
+
 // ---- what is said (cuda_on_cpu_report.cc) ----
 // Ends the program: "kernel k, block b, thread t, <line of the site>: <what the thread did>". The site is a
 // return address in the kernel, or NULL. Host code has no more to tell than its line.
@@ -122,6 +130,13 @@ void each_symbol(void (*visit)(void *context, const char *name, int type, uintpt
                  void *context);
 
 // ---- memory (cuda_on_cpu_memory.cc) ----
+enum AccessKind { LOAD, STORE, ATOMIC };
+// One access of the current thread, as if an instruction of its kernel had made it.
+void memory_access(AccessKind kind, const void *address, size_t size, const void *site);
+// Ends the program unless the address, of which `what` tells, is in the block's shared memory.
+void memory_need_shared(const char *what, const void *address, const void *site);
+// The current thread has left the kernel.
+void memory_leave(void);
 void memory_start_block(const CudaLaunch *launch);
 // The stacks of the threads, whose accesses nobody watches.
 void memory_set_stacks(void *stacks, size_t bytes);
@@ -139,9 +154,9 @@ void memory_check_host(const char *call, const void *address, size_t bytes, cons
 
 // ---- counts (cuda_on_cpu_counts.cc) ----
 enum Space { GLOBAL, SHARED };
-enum AccessKind { LOAD, STORE, ATOMIC };
 void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site);
 void count_barrier(void);
+void count_tensor(int64_t flops);
 void count_block_end(void);
 void count_launch_end(void);
 

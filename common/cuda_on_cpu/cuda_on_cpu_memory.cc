@@ -24,7 +24,7 @@ struct Note {
     uint16_t stamp;  // of __syncwarp calls that the lanes had passed
     uint8_t warp, flags;
 };
-enum { BY_ATOMIC = 1, MANY_WARPS = 2, OTHER_BLOCK = 4 };
+enum { BY_ATOMIC = 1, MANY_WARPS = 2, OTHER_BLOCK = 4, IN_FLIGHT = 8 };  // of cp.async: the last
 
 struct Word {
     Note write, read;
@@ -432,70 +432,7 @@ void *cuda_memset(void *to, int value, size_t bytes) {
     return memset(to, value, bytes);
 }
 
-// ---- what g++ -fsanitize=thread calls ----
+// ---- copies that are in flight, and what the compiler calls ----
 
-extern "C" {
-
-#define HOOK(name, kind, size) \
-    void name(void *address) { check(kind, (uintptr_t)address, size, __builtin_return_address(0)); }
-#define HOOKS(size)                               \
-    HOOK(__tsan_read##size, LOAD, size)           \
-    HOOK(__tsan_write##size, STORE, size)         \
-    HOOK(__tsan_unaligned_read##size, LOAD, size) \
-    HOOK(__tsan_unaligned_write##size, STORE, size)
-HOOKS(1)
-HOOKS(2)
-HOOKS(4)
-HOOKS(8)
-HOOKS(16)
-
-void __tsan_read_range(void *address, size_t size) {
-    check_range(LOAD, (uintptr_t)address, size, __builtin_return_address(0));
-}
-void __tsan_write_range(void *address, size_t size) {
-    check_range(STORE, (uintptr_t)address, size, __builtin_return_address(0));
-}
-
-void __tsan_init(void) {}
-void __tsan_func_entry(void *) {}
-void __tsan_func_exit(void) {}
-void __tsan_vptr_read(void **) {}
-void __tsan_vptr_update(void **, void *) {}
-
-// Atomics of C++ in host code; kernels have those of CUDA.
-#define ATOMIC_HOOKS(bits)                                                                              \
-    uint##bits##_t __tsan_atomic##bits##_load(const volatile uint##bits##_t *a, int) {                  \
-        return __atomic_load_n(a, __ATOMIC_SEQ_CST);                                                    \
-    }                                                                                                   \
-    void __tsan_atomic##bits##_store(volatile uint##bits##_t *a, uint##bits##_t v, int) {               \
-        __atomic_store_n(a, v, __ATOMIC_SEQ_CST);                                                       \
-    }                                                                                                   \
-    uint##bits##_t __tsan_atomic##bits##_fetch_add(volatile uint##bits##_t *a, uint##bits##_t v, int) { \
-        return __atomic_fetch_add(a, v, __ATOMIC_SEQ_CST);                                              \
-    }                                                                                                   \
-    uint##bits##_t __tsan_atomic##bits##_exchange(volatile uint##bits##_t *a, uint##bits##_t v, int) {  \
-        return __atomic_exchange_n(a, v, __ATOMIC_SEQ_CST);                                             \
-    }
-ATOMIC_HOOKS(8)
-ATOMIC_HOOKS(32)
-ATOMIC_HOOKS(64)
-
-// -fsanitize=bounds-strict: an index beyond the bound in the array's declaration. The handler gets what the
-// compiler wrote down, and goes on if it returns.
-struct BoundsPlace {
-    const char *file;
-    uint32_t line, column;
-    const struct BoundsType {
-        uint16_t kind, info;  // info: of an integer, 2 * log2(bits) + signed
-        char name[1];
-    } * array, *index;
-};
-
-void __ubsan_handle_out_of_bounds(BoundsPlace *place, uintptr_t index) {
-    int bits = 1 << (place->index->info >> 1);
-    long long value = (long long)index;
-    if (place->index->info & 1 && bits < 64) value = value << (64 - bits) >> (64 - bits);
-    broken(NULL, "%s:%u: index %lld is out of bounds of %s", place->file, place->line, value,
-           place->array->name);
-}
-}
+#include "cuda_on_cpu_async.inc"
+#include "cuda_on_cpu_hooks.inc"

@@ -252,7 +252,7 @@ common/report/tour.sh "$build" >"$work/tour" || { cat "$work/tour"; exit 1; }
     grep -m 1 '^L=' "$work/tour"
     grep 'held-out loss' "$work/tour" | tail -n 2
     grep -E '^PASS (ddp_overlap|zero3|one_f_one_b|train_5d):' "$work/tour" |
-        sed 's/ (.*//; s/$/ …/' | uniq
+        sed 's/ (.*//; s/$/ …/'
     tail -n 1 "$work/tour"
 } | block | fill README.md tour
 

@@ -25,7 +25,7 @@ take() {
     verdict=$(grep -E '^(PASS|FAIL|UNPROVEN) ' "$log" | tail -n 1)
     count=$((count + 1))
     if [ $status = 0 ] && [ "${verdict%% *}" = PASS ]; then
-        printf '%s\n' "$verdict"
+        printf '%s\n' "${verdict/:/${2:+ ${*:2}}:}"
     else
         failed=$((failed + 1))
         : "${verdict:=FAIL $(basename "$1"): it ended without a verdict}"

@@ -50,10 +50,11 @@ enum { STATES = 3 };
 static const char *const state_names[STATES] = {"m", "v", "master"};
 static const char *const kept_name = "recipe";  // what the recipe knows from step to step (params.h)
 
-// {0} where this optimizer keeps no such state, or none yet.
-static Tensor state_of(const Optimizer *optimizer, int unit, int which) {
+// Without a tensor where this optimizer keeps no such state, or none yet.
+static StateTensor state_of(const Optimizer *optimizer, int unit, int which) {
     const UnitState *state = &optimizer->unit[unit];
-    return (const Tensor[STATES]){state->m, state->v, state->master}[which];
+    return (StateTensor){(StateKind)which,
+                         (const Tensor[STATES]){state->m, state->v, state->master}[which]};
 }
 
 // A safetensors file about to be written, and the whole tensors that fill it. All ranks make the same one,
@@ -62,7 +63,7 @@ typedef struct Contents {
     SafeTensors file;
     const Params *params;
     const Param **param;  // of each tensor; NULL: what the recipe keeps
-    Tensor *state;        // of that parameter's unit; {0}: the weight
+    StateTensor *state;   // of that parameter's unit; without a tensor: the weight
 } Contents;
 
 static Contents contents_new(const Params *params, int tensors, int keys) {
@@ -76,11 +77,10 @@ static Contents contents_new(const Params *params, int tensors, int keys) {
 }
 
 // Takes over name.
-static void contents_add(Contents *c, char *name, const Param *param, Tensor state) {
+static void contents_add(Contents *c, char *name, const Param *param, StateTensor state) {
     SafeTensor *tensor = &c->file.tensor[c->file.count];
-    *tensor = (SafeTensor){.name = name,
-                           .dtype = tensor_exists(state) ? state.dtype : c->params->recipe.weight,
-                           .dims = param->dims};
+    *tensor =
+        (SafeTensor){.name = name, .dtype = optimizer_saved_dtype(c->params, state), .dims = param->dims};
     memcpy(tensor->shape, param->full, sizeof param->full);
     c->param[c->file.count] = param;
     c->state[c->file.count++] = state;
@@ -92,7 +92,7 @@ static void contents_add_kept(Contents *c) {
     *tensor = (SafeTensor){.name = format_text("%s", kept_name), .dtype = F64, .dims = 1};
     tensor->shape[0] = c->params->kept_count;
     c->param[c->file.count] = NULL;
-    c->state[c->file.count++] = (Tensor){0};
+    c->state[c->file.count++] = (StateTensor){0};
 }
 
 static void contents_say(Contents *c, const char *key, char *value) {
@@ -104,8 +104,8 @@ static void read_source(void *context, int tensor, uint8_t *bytes) {
     const Contents *c = context;
     if (!c->param[tensor])
         memcpy(bytes, c->params->kept, (size_t)c->params->kept_count * sizeof *c->params->kept);
-    else if (tensor_exists(c->state[tensor]))
-        param_gather_own(c->params, c->param[tensor], c->state[tensor], bytes);
+    else if (tensor_exists(c->state[tensor].flat))
+        optimizer_gather(c->params, c->param[tensor], c->state[tensor], bytes);
     else param_gather(c->params, c->param[tensor], PARAM_VALUE, bytes);
 }
 
@@ -146,7 +146,7 @@ static const char *write_model(const char *dir, const Params *params, Progress p
     contents_say(&c, "format", format_text("pt"));  // transformers refuses a file that does not say so
     contents_say_run(&c, progress);
     for (int i = 0; i < params->count; i++)
-        contents_add(&c, format_text("%s", params->param[i].name), &params->param[i], (Tensor){0});
+        contents_add(&c, format_text("%s", params->param[i].name), &params->param[i], (StateTensor){0});
     return contents_write(&c, dir, model_name);
 }
 
@@ -166,8 +166,8 @@ static const char *write_optimizer(const char *dir, const Config *config, const 
     for (int i = 0; i < params->count; i++)
         for (int j = 0; j < STATES; j++) {
             const Param *param = &params->param[i];
-            Tensor state = state_of(optimizer, param->unit, j);
-            if (tensor_exists(state))
+            StateTensor state = state_of(optimizer, param->unit, j);
+            if (tensor_exists(state.flat))
                 contents_add(&c, format_text("%s.%s", param->name, state_names[j]), param, state);
         }
     contents_add_kept(&c);
@@ -440,12 +440,12 @@ void checkpoint_check_run(const char *dir, const Config *config, Progress ours) 
 // Puts the whole tensor NAME.ENDING, converted, into the rank's own part of a flat tensor, or with {0} into
 // the weight.
 static void load_state(const char *path, const SafeTensors *file, Params *params, const Param *param,
-                       const char *ending, Tensor flat) {
+                       const char *ending, StateTensor state) {
     char *name = format_text("%s.%s", param->name, ending);
-    bool weight = !tensor_exists(flat);
-    void *whole = load_tensor(path, file, name, param, weight ? params->recipe.weight : flat.dtype);
+    bool weight = !tensor_exists(state.flat);
+    void *whole = load_tensor(path, file, name, param, optimizer_saved_dtype(params, state));
     if (weight) param_set_value(params, param, whole);
-    else param_scatter_own(params, param, flat, whole);
+    else optimizer_scatter(params, param, state, whole);
     free(whole);
     free(name);
 }
@@ -485,9 +485,9 @@ Progress checkpoint_load_optimizer(const char *dir, Params *params, Optimizer *o
     for (int i = 0; i < params->count && !untouched; i++)
         for (int j = 0; j < STATES; j++) {
             const Param *param = &params->param[i];
-            Tensor state = state_of(optimizer, param->unit, j);
-            bool to_weight = j == STATE_MASTER && masters && !tensor_exists(state);
-            if (!tensor_exists(state) && !to_weight) continue;
+            StateTensor state = state_of(optimizer, param->unit, j);
+            bool to_weight = j == STATE_MASTER && masters && !tensor_exists(state.flat);
+            if (!tensor_exists(state.flat) && !to_weight) continue;
             load_state(path, &file, params, param, state_names[j], state);
             expected++;
         }

@@ -81,8 +81,7 @@ static void step_part(const Optimizer *optimizer, Part p, const Param *param, do
 
 static Tensor widened(const Recipe *r, Tensor stored, StatePart at) {
     if (!tensor_exists(stored)) return stored;
-    Tensor wide =
-        tensor_new(MEMORY_OPTIMIZER, r->weight == F64 ? F64 : F32, SHAPE(tensor_count(stored)));
+    Tensor wide = tensor_new(MEMORY_OPTIMIZER, r->weight == F64 ? F64 : F32, SHAPE(tensor_count(stored)));
     if (r->rounding) r->rounding->load(r->rounding->context, wide, stored, at);
     else op_copy(wide, stored);
     return wide;
@@ -156,6 +155,59 @@ void optimizer_step(Optimizer *optimizer, Params *params, double lr, double grad
     optimizer_begin(optimizer, params);
     for (int unit = 0; unit < params->units; unit++)
         optimizer_step_unit(optimizer, params, unit, lr, grad_scale);
+}
+
+// ---- for checkpoints ----
+
+static bool is_scaled(const Params *params) {
+    return params->recipe.rounding && params->recipe.rounding->scaled;
+}
+
+DType optimizer_saved_dtype(const Params *params, StateTensor state) {
+    if (!tensor_exists(state.flat)) return params->recipe.weight;
+    return is_scaled(params) ? F32 : state.flat.dtype;
+}
+
+// The parameter's range of the unit's own part, in both tensors. False if this rank has nothing of it.
+static bool own_views(const Params *params, const Param *param, Tensor *a, Tensor *b) {
+    const Unit *unit = &params->unit[param->unit];
+    int64_t from, count;
+    if (!param_overlap(param, unit->own_first, unit->own_count, &from, &count)) return false;
+    *a = tensor_view(*a, from - unit->own_first, SHAPE(count));
+    *b = tensor_view(*b, from - unit->own_first, SHAPE(count));
+    return true;
+}
+
+void optimizer_gather(const Params *params, const Param *param, StateTensor state, void *whole) {
+    if (!is_scaled(params)) {
+        param_gather_own(params, param, state.flat, whole);
+        return;
+    }
+    const Rounding *r = params->recipe.rounding;
+    Memory before = memory_account();
+    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(tensor_count(state.flat)));
+    Tensor to = wide, from = state.flat;
+    if (own_views(params, param, &to, &from))
+        r->load(r->context, to, from, (StatePart){.param = param, .kind = state.kind});
+    param_gather_own(params, param, wide, whole);
+    tensor_free(&wide);
+    memory_restore_peak(&before);
+}
+
+void optimizer_scatter(const Params *params, const Param *param, StateTensor state, const void *whole) {
+    if (!is_scaled(params)) {
+        param_scatter_own(params, param, state.flat, whole);
+        return;
+    }
+    const Rounding *r = params->recipe.rounding;
+    Memory before = memory_account();
+    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(tensor_count(state.flat)));
+    Tensor from = wide, to = state.flat;
+    param_scatter_own(params, param, wide, whole);
+    if (own_views(params, param, &from, &to))
+        r->store(r->context, to, from, (StatePart){.param = param, .kind = state.kind});
+    tensor_free(&wide);
+    memory_restore_peak(&before);
 }
 
 double learning_rate(const Config *config, int64_t step) {

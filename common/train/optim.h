@@ -37,6 +37,18 @@ void optimizer_step_unit(Optimizer *optimizer, Params *params, int unit, double 
 // All units.
 void optimizer_step(Optimizer *optimizer, Params *params, double lr, double grad_scale);
 
+// What of a parameter's state a checkpoint has: m, v or the master, in the unit's flat tensor. {0}: the
+// weight itself.
+typedef struct StateTensor {
+    StateKind kind;
+    Tensor flat;
+} StateTensor;
+DType optimizer_saved_dtype(const Params *params, StateTensor state);
+// Between ranks' own parts and the whole, as param_gather_own and param_scatter_own do; `whole` in the dtype
+// above.
+void optimizer_gather(const Params *params, const Param *param, StateTensor state, void *whole);
+void optimizer_scatter(const Params *params, const Param *param, StateTensor state, const void *whole);
+
 // Linear warm-up to config->lr over config->warmup steps, then a cosine from it to its tenth at the last
 // step. step counts from 0. SGD keeps config->lr.
 double learning_rate(const Config *config, int64_t step);

@@ -170,6 +170,8 @@ static void draw(Tensor values, const Param *param, int64_t from, int64_t count,
 
 // ---- storage ----
 
+static bool is_coded(DType dtype) { return dtype == E4M3 || dtype == E5M2; }
+
 static Tensor part_of(Tensor flat, int64_t first, int64_t count) {
     return tensor_exists(flat) ? tensor_view(flat, first, SHAPE(count)) : (Tensor){0};
 }
@@ -212,6 +214,11 @@ static void allocate_units(Params *params) {
     int64_t all = params_elements(params), own = 0, own_first = 0;
     Sharding sharding = params->sharding;
     Recipe r = params->recipe;
+    if (is_coded(r.gradient)) {
+        CHECK(recipe_has_accumulators(r), "gradients in %s need a wider sum", dtype_name(r.gradient));
+        params->grad_scale = tensor_new(MEMORY_PARAMETER, F32, SHAPE(params->count));
+        op_fill(params->grad_scale, 1);
+    }
     for (int i = 0; i < params->units; i++) own += params->unit[i].own_count;
     if (sharding < SHARD_VALUES) params->values = tensor_new(MEMORY_PARAMETER, r.weight, SHAPE(all));
     else params->own_values = tensor_new(MEMORY_PARAMETER, r.weight, SHAPE(own));
@@ -267,6 +274,7 @@ void params_free(Params *params) {
     tensor_free(&params->accumulated);
     tensor_free(&params->own_values);
     tensor_free(&params->own_grads);
+    tensor_free(&params->grad_scale);
     for (int i = 0; i < params->units; i++) free(params->unit[i].holder);
     free(params->param);
     free(params->unit);
@@ -290,6 +298,54 @@ Tensor param_value(const Params *params, const Param *param) {
 
 Tensor param_grad(const Params *params, const Param *param) {
     return view_of(params->unit[param->unit].grads, param);
+}
+
+// ---- gradients as 8-bit codes: a scale for each weight's ----
+
+static const Tile whole_tensor = {0, 0};
+
+static Tensor in_a_row(Tensor t) { return tensor_view(t, 0, SHAPE(1, tensor_count(t))); }
+static Tensor scale_of(const Params *params, const Param *param) {
+    return tensor_view(params->grad_scale, param - params->param, SHAPE(1, 1));
+}
+
+Tensor param_grad_begin(const Params *params, const Param *param) {
+    Tensor stored = param_grad(params, param);
+    if (!is_coded(stored.dtype)) return stored;
+    Tensor wide = tensor_new(MEMORY_ACTIVATION, params->recipe.weight, param->dims, param->shape);
+    if (param->count) op_decode(in_a_row(wide), in_a_row(stored), scale_of(params, param), whole_tensor);
+    return wide;
+}
+
+void param_grad_end(const Params *params, const Param *param, Tensor grad) {
+    Tensor stored = param_grad(params, param);
+    if (!is_coded(stored.dtype)) return;
+    if (param->count) {
+        Tensor scale = scale_of(params, param);
+        op_fill(scale, 0);
+        op_tile_amax(scale, in_a_row(grad), false, whole_tensor);
+        op_tile_scale(scale, scale, stored.dtype, SCALE_REAL);
+        op_encode(in_a_row(stored), in_a_row(grad), scale, false, whole_tensor);
+    }
+    tensor_free(&grad);
+}
+
+void unit_widen_grads(const Params *params, const Unit *unit, Tensor to, double beta) {
+    if (!is_coded(unit->grads.dtype)) {
+        if (beta == 1) op_accumulate(to, unit->grads);
+        else op_copy(to, unit->grads);
+        return;
+    }
+    for (int i = unit->first_param; i < unit->first_param + unit->params; i++) {
+        const Param *param = &params->param[i];
+        if (!param->here || !param->count) continue;
+        Tensor part = tensor_view(to, param->offset, SHAPE(1, param->count));
+        Tensor wide = beta == 1 ? tensor_like(MEMORY_ACTIVATION, part) : part;
+        op_decode(wide, in_a_row(param_grad(params, param)), scale_of(params, param), whole_tensor);
+        if (beta != 1) continue;
+        op_accumulate(part, wide);
+        tensor_free(&wide);
+    }
 }
 
 Tensor unit_total_grad(const Unit *unit) {
@@ -340,6 +396,6 @@ void params_zero_grads(Params *params) {
 void params_accumulate(Params *params, int unit) {
     Unit *u = &params->unit[unit];
     if (!tensor_exists(u->accumulated)) return;
-    op_accumulate(u->accumulated, u->grads);
+    unit_widen_grads(params, u, u->accumulated, 1);
     op_fill(u->grads, 0);
 }

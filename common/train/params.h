@@ -93,6 +93,8 @@ typedef struct Params {
     Group replicas;             // of the units that are added from here on
     Group joined[JOINED_MOST];  // of copies across stages
     int joined_count;
+    // Where gradients of a micro-batch are stored as 8-bit codes: (count) f32, a scale for each weight's.
+    Tensor grad_scale;
     // Where all units stand one after another, consecutive units being one contiguous range. {0} where a
     // unit's own part is all that is stored …
     Tensor values, grads, accumulated;
@@ -132,6 +134,12 @@ Param *params_find(const Params *params, const char *name);  // NULL if there is
 // Borrowed views in the parameter's own shape, of tensors that exist whole.
 Tensor param_value(const Params *params, const Param *param);
 Tensor param_grad(const Params *params, const Param *param);
+// What a micro-batch adds to the gradient of a weight, it adds between these two: to the view above, or,
+// where that has 8-bit codes, to a copy in the dtype of weights, which is stored with a new scale.
+Tensor param_grad_begin(const Params *params, const Param *param);
+void param_grad_end(const Params *params, const Param *param, Tensor grad);
+// to (count) = beta to + the unit's gradient of one micro-batch, in to's dtype; beta is 0 or 1.
+void unit_widen_grads(const Params *params, const Unit *unit, Tensor to, double beta);
 // The unit's gradient summed over micro-batches so far: accumulated where it exists, else grads.
 Tensor unit_total_grad(const Unit *unit);
 Tensor param_total_grad(const Params *params, const Param *param);  // of one parameter

@@ -25,6 +25,9 @@ typedef struct StatePart {
 // rounding, or as codes with a scale. The optimizer computes with `wide`, f32 or f64.
 typedef struct Rounding {
     void *context;
+    // m, v and masters are codes, with scales of a rank's own part: checkpoints have what load makes of
+    // them, in f32. What load has made, store keeps to the bit, so that a resumed run goes on with it.
+    bool scaled;
     void (*load)(void *context, Tensor wide, Tensor stored, StatePart part);
     void (*store)(void *context, Tensor stored, Tensor wide, StatePart part);
 } Rounding;

@@ -51,7 +51,7 @@ sub symptoms {
     system('cp', '-r', 'common', glob('0*_*'), $folder) == 0 or die "the copy cannot be made\n";
     system('tests/mutants/run', '--plant', $bug->{name}, $folder) == 0 or die "$bug->{name} does not fit\n";
     for my $e (@{ $bug->{exercises} }) {
-        next if compiled($e, "$folder/$bug->{file}", $folder);
+        next if !can_build($e) || compiled($e, "$folder/$bug->{file}", $folder) || linked($e, $folder);
         for my $run (@{ $e->{run} }) {
             my ($wrong) = proof($e, $folder, $run);
             return ("$e->{proof} $run", $wrong) if length $wrong;

@@ -6,7 +6,8 @@ package Source;
 use strict;
 use warnings;
 use Exporter 'import';
-our @EXPORT = qw(content store words exercises exercise_named find_function stub_of with_body between code_of);
+our @EXPORT = qw(content store words exercises exercise_named file_of is_cuda find_function stub_of
+    with_body between code_of);
 
 sub content {
     my ($file) = @_;
@@ -38,7 +39,7 @@ sub words {
 # ---- the table ----
 
 my @fields = qw(file function minutes task hint read reach);
-my @optional = qw(proof predicts seconds);
+my @optional = qw(proof predicts seconds within);
 
 # Exercises in the order of the table: name, the fields, proof (a program below build/) and run (its flags,
 # one run after the other).
@@ -61,7 +62,7 @@ sub exercises {
         my @lacks = grep { !defined $e->{$_} } @fields;
         die "$table: $e->{name} lacks @lacks\n" if @lacks;
         die "$table: $e->{name} stands there twice\n" if $seen{ $e->{name} }++;
-        ($e->{proof} = $e->{file}) =~ s/\.c$// if !$e->{proof};
+        ($e->{proof} = $e->{file}) =~ s/\.cu?$// if !$e->{proof};
         push @{ $e->{run} }, '' if !@{ $e->{run} };
     }
     return @all;
@@ -76,7 +77,12 @@ sub exercise_named {
         ". `make exercises` lists all.\n";
 }
 
-# ---- C ----
+sub is_cuda { return $_[0]->{file} =~ /\.cu$/ }
+
+# What a student's file is called: the suffix is the chapter's file's.
+sub file_of { return $_[0]->{name} . (is_cuda($_[0]) ? '.cu' : '.c') }
+
+# ---- C, and C++ as kernels are written in ----
 
 # The text with all but code blanked, at the same places.
 sub code_of {
@@ -99,7 +105,8 @@ sub find_function {
         next if $depth;
         if ($1 eq '}' && substr($code, $begin, $open - $begin) =~ /^(\s*)(.*?)\b\Q$name\E\s*\(.*\)\s*$/s) {
             my ($space, $type) = ($1, $2);
-            $type =~ s/\b(static|inline|extern)\b//g;
+            $type =~ s/\btemplate\s*<[^<>]*>|\b__launch_bounds__\s*\([^()]*\)//g;
+            $type =~ s/\b(static|inline|extern|constexpr|__(global|device|host)__)(?=\s|$)//g;
             $type =~ s/^\s+|\s+$//g;
             $type =~ s/\s+/ /g;
             return { begin => $begin + length $space, open => $open, close => $at, type => $type }

@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <unistd.h>
 
-_Noreturn static inline void todo(const char *function, const char *task) {
+__attribute__((noreturn)) static inline void todo(const char *function, const char *task) {
     fprintf(stderr, "TODO in %s: %s\n", function, task);
     _exit(1);
 }

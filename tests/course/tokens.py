@@ -2,11 +2,15 @@
 """From a dataset and a tokenizer of Hugging Face to a token file that --data reads (llm.c's format).
 
     pip install datasets transformers
-    tests/course/tokens.py roneneldan/TinyStories gpt2 stories.bin --split train[:1%] --column text
-    build/00_single_gpu/train --data stories.bin --vocab 50257 --documents 50256 …
+    tests/course/tokens.py roneneldan/TinyStories gpt2 stories.bin --split train[:1%]
+    build/00_single_gpu/train --data stories.bin --vocab 50257 --documents 50256
+
+The dataset may be a folder or a file here: *.txt, a document a line, or *.jsonl, *.csv, *.parquet. So may
+the tokenizer: a folder with its tokenizer.json.
 """
 import argparse
 import array
+import os
 import sys
 
 
@@ -28,24 +32,38 @@ def write_tokens(path, documents, vocabulary):
     return count
 
 
+def rows_of(dataset, split):
+    from datasets import load_dataset
+
+    readers = {".txt": "text", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    reader = readers.get(os.path.splitext(dataset)[1]) if os.path.isfile(dataset) else None
+    if reader:
+        return load_dataset(reader, data_files=dataset, split=split)
+    return load_dataset(dataset, split=split)
+
+
 def main():
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
-    parser.add_argument("dataset")
-    parser.add_argument("tokenizer")
-    parser.add_argument("file")
+    parser.add_argument("dataset", help="its name on the hub, or a folder or file here")
+    parser.add_argument("tokenizer", help="likewise, or a folder here")
+    parser.add_argument("file", help="the token file to write")
     parser.add_argument("--split", default="train")
-    parser.add_argument("--column", default="text")
+    parser.add_argument("--column", default="text", help="which has the documents")
     chosen = parser.parse_args()
-    from datasets import load_dataset
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(chosen.tokenizer)
-    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    rows = load_dataset(chosen.dataset, split=chosen.split)
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rows = rows_of(chosen.dataset, chosen.split)
+    if chosen.column not in rows.column_names:
+        columns = ", ".join(rows.column_names)
+        sys.exit(f"tokens.py: --column {chosen.column}: {chosen.dataset} has {columns}")
     documents = (tokenizer.encode(row[chosen.column], add_special_tokens=False) + end for row in rows)
     count = write_tokens(chosen.file, documents, len(tokenizer))
-    print(f"{count} tokens in {chosen.file}; train with --vocab {len(tokenizer)}")
+    flags = f"--data {chosen.file} --vocab {len(tokenizer)}"
+    flags += "".join(f" --documents {token}" for token in end)
+    print(f"{count} tokens in {chosen.file}; train with {flags}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/bin/bash
 # faults.t: a sample of the runs of `make faults`, in which ranks, launchers and disks fail. TAP.
-# needs: build/01_data_parallel/ddp_bucketed
+# needs: build/01_data_parallel/ddp_bucketed build/08_mixed_precision/train_5d
 . "$(dirname "$0")/tap.sh"
 for seed in 1 2 3 4; do tests/faults 10 $seed >"$work/$seed" 2>&1 & running[seed]=$!; done
 for seed in 1 2 3 4; do

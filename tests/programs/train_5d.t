@@ -17,8 +17,8 @@ passes "experts: dp 2, pp 2, tp 2, ep 4, ZeRO-3, sequence parallelism, interleav
     --experts 4 --top-k 2 --ep 4 --zero 3 --schedule interleaved --recompute selective
 passes "experts: a stage with the head alone" train_5d $quick --layers 3 --dp 2 --pp 4 --tp 1 --experts 4 --top-k 2 \
     --ep 2 --optimizer sgd --lr 0.1
-passes "dp 2, pp 2, cp 2, zb_v, full recomputation, ZeRO-2" train_5d $quick --cp 2 --tp 1 --context zigzag \
-    --schedule zb_v --recompute full --zero 2 --optimizer sgd --lr 0.1
+passes "dp 2, pp 2, cp 2, zb_v, full recomputation, hybrid sharding" train_5d $quick --cp 2 --tp 1 --context zigzag \
+    --schedule zb_v --recompute full --zero hybrid --shard-ranks 2 --optimizer sgd --lr 0.1
 passes "dp 4, tp 2, hybrid sharding, asynchronous rows, flash attention" train_5d $quick --pp 1 --sp --async-tp \
     --vocab-parallel --zero hybrid --shard-ranks 2 --attention flash
 passes "trains for real" train_5d --no-check --dtype f32 --steps 30 --lr 0.003 --sample 20 --eval-every 15
@@ -30,14 +30,14 @@ refused "--chunks is an option of pipeline, which these flags do not ask for" tr
 refused "--gather is an option of zero1, which these flags do not ask for" train_5d --zero 2 --gather step
 refused "--context says how ranks of --cp bring keys together" train_5d --context ulysses
 refused "--tp 3 does not divide --heads 4" train_5d --tp 3 --ranks 6 --pp 1
-refused "--shard-ranks gathers weights for each pass of a dense model" train_5d --zero hybrid
+refused "--shard-ranks with --experts 4" train_5d --tp 1 --zero hybrid --experts 4
 
 # ---- killed and resumed ----
 
 RANDOM=${SEED:-1}
 dense=("--ranks 8 --dp 2 --pp 2 --tp 2 --grad-acc 2 --zero 1" "--ranks 4 --dp 2 --pp 1 --tp 2 --sp --grad-acc 2 --zero 3"
     "--ranks 4 --dp 1 --pp 4 --tp 1 --grad-acc 4 --schedule zb_h1 --zero 0" "--ranks 6 --dp 1 --pp 2 --tp 1 --cp 3 --grad-acc 4"
-    "--ranks 4 --dp 4 --pp 1 --tp 1 --grad-acc 1 --zero hybrid --shard-ranks 2" "--ranks 1 --dp 1 --pp 1 --tp 1 --grad-acc 4")
+    "--ranks 8 --dp 4 --pp 2 --tp 1 --grad-acc 1 --zero hybrid --shard-ranks 2" "--ranks 1 --dp 1 --pp 1 --tp 1 --grad-acc 4")
 experts=("--ranks 8 --dp 2 --pp 2 --tp 2 --sp --ep 4 --grad-acc 2 --zero 3" "--ranks 4 --dp 4 --pp 1 --tp 1 --ep 2 --grad-acc 1 --zero 2"
     "--ranks 2 --dp 1 --pp 2 --tp 1 --grad-acc 4 --schedule zb_v" "--ranks 1 --dp 1 --pp 1 --tp 1 --grad-acc 4")
 shape="--layers 4 --hidden 24 --heads 6 --kv-heads 2 --ffn 40"
@@ -45,16 +45,17 @@ rest="--no-check --seq 12 --sample 0 --eval-every 0 --steps 12"
 
 loss() { tr -d '\n\t ' <"$1" | sed 's/.*"loss":\[\([^]]*\)\].*/\1/' | tr ',' '\n' | tail -n 1; }
 
-# killed_and_resumed NUMBER SHAPE STRAIGHT LAYOUT…: draws two layouts and a step; the last loss must be STRAIGHT.
+# killed_and_resumed NUMBER SHAPE STRAIGHT LAYOUT…: draws two layouts, one to be killed on that is not the last,
+# and a step; the last loss must be STRAIGHT. `make faults` has more of these.
 killed_and_resumed() {
-    local number=$1 shape=$2 straight=$3 from=$((RANDOM % ($# - 3))) step=$((1 + RANDOM % 8)) first then name pid
+    local number=$1 shape=$2 straight=$3 from=$((RANDOM % ($# - 4))) step=$((1 + RANDOM % 8)) first then name pid
     shift 3
     first=${@:from + 1:1} then=${@:(from + 1 + RANDOM % ($# - 1)) % $# + 1:1}
     name="killed $number: in step $step or later on ($first), resumed on ($then)"
     "$build/train_5d" $first $shape $rest --save "$work/$number" --save-every 1 >"$out" 2>"$err" &
     pid=$!
     until [ -e "$work/$number/step-00000$step" ] || ! kill -0 $pid 2>/dev/null; do sleep 0.02; done
-    kill -9 $(ranks_of $pid 1) $pid 2>/dev/null
+    kill -9 $(ranks_of $pid "$(awk '{ print $2 }' <<<"$first")") $pid 2>/dev/null
     wait $pid 2>/dev/null
     rm -rf "$work/$number/step-000012"  # if it was faster
     run "$build/train_5d" $then $rest --resume "$work/$number" --json "$work/$number.json" &&
@@ -64,10 +65,10 @@ killed_and_resumed() {
 }
 
 if wanted "killed"; then
-    run "$build/train_5d" ${dense[0]} $shape $rest --json "$work/dense.json"
-    for number in 1 2; do killed_and_resumed $number "$shape" "$(loss "$work/dense.json")" "${dense[@]}"; done
+    run "$build/train_5d" ${dense[-1]} $shape $rest --json "$work/dense.json"
+    killed_and_resumed dense "$shape" "$(loss "$work/dense.json")" "${dense[@]}"
     shape+=" --experts 4 --top-k 2"
-    run "$build/train_5d" ${experts[0]} $shape $rest --json "$work/experts.json"
+    run "$build/train_5d" ${experts[-1]} $shape $rest --json "$work/experts.json"
     killed_and_resumed experts "$shape" "$(loss "$work/experts.json")" "${experts[@]}"
 fi
 finish

@@ -5,7 +5,6 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdlib.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <utility>
@@ -15,71 +14,13 @@
 extern "C" {
 #include <cmocka.h>
 }
-
-// ---- a child that runs one case ----
-
-typedef void Case(void);
-
-// The exit status; what it wrote on stderr goes into `text`.
-static int run_child(Case *run, char *text, size_t size) {
-    int ends[2];
-    assert_int_equal(pipe(ends), 0);
-    fflush(NULL);
-    pid_t child = fork();
-    assert_true(child >= 0);
-    if (child == 0) {
-        dup2(ends[1], STDERR_FILENO);
-        run();
-        _exit(0);
-    }
-    close(ends[1]);
-    size_t length = 0;
-    ssize_t n;
-    while ((n = read(ends[0], text + length, size - 1 - length)) > 0) length += (size_t)n;
-    text[length] = '\0';
-    close(ends[0]);
-    int status;
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-}
-
-// Ends with the sentence, which has these parts.
-static void expect_found(const char *name, Case *run, const char *const parts[], int count) {
-    char text[4096];
-    int status = run_child(run, text, sizeof text);
-    if (status != STATUS_USAGE) fail_msg("%s: status %d, stderr \"%s\"", name, status, text);
-    for (int i = 0; i < count; i++)
-        if (!strstr(text, parts[i])) fail_msg("%s: \"%s\" lacks \"%s\"", name, text, parts[i]);
-    const char *newline = strchr(text, '\n');
-    if (!newline || newline[1]) fail_msg("%s: \"%s\" is not one line", name, text);
-}
-
-static void expect_sound(const char *name, Case *run) {
-    char text[4096];
-    int status = run_child(run, text, sizeof text);
-    if (status != 0 || *text) fail_msg("%s: status %d, stderr \"%s\"", name, status, text);
-}
-
-#define FOUND(run, ...)                                                     \
-    do {                                                                    \
-        const char *const parts[] = {__VA_ARGS__};                          \
-        expect_found(                                                       \
-            #run, [] { run; }, parts, (int)(sizeof parts / sizeof *parts)); \
-    } while (0)
-#define SOUND(run) expect_sound(#run, [] { run; })
+#include "found.h"
 
 // "tests/unit/test_cuda_on_cpu_finds.cc:12: "
 static const char *at(int line) {
     static char text[64];
     snprintf(text, sizeof text, "tests/unit/test_cuda_on_cpu_finds.cc:%d: ", line);
     return text;
-}
-
-static float *floats(size_t count) {
-    float *memory;
-    CUDA_CHECK(cudaMalloc(&memory, count * sizeof(float)));
-    CUDA_CHECK(cudaMemset(memory, 0, count * sizeof(float)));
-    return memory;
 }
 
 // ---- global memory ----

@@ -1,12 +1,12 @@
-// flash.h: what the files of FlashAttention share: a tile of rows in shared memory, the products of tiles,
-// and attention on the CPU to hold the kernels against.
+// flash_tiles.h: what the files of FlashAttention share: tiles of rows in shared memory, their products,
+// and what that work is.
 //
 // A block of 64 threads works on tiles of 32 queries and 32 keys. Thread (y, x) of 8 x 8 has rows y + 8 i
 // and columns x + 8 j of every product, so that a warp has four rows of eight lanes, which shuffles join.
 // Rows in shared memory are padded: by 4 words, so that eight of them lie in different banks and packs of
 // four words stay aligned; by 8 words in the tile of scores, where a warp stores four rows of eight.
-#ifndef FLASH_H
-#define FLASH_H
+#ifndef FLASH_TILES_H
+#define FLASH_TILES_H
 
 #include "launch.h"
 
@@ -18,6 +18,16 @@ struct Heads {
     float scale;
     int causal;
 };
+
+// Of backward; gradients have the shapes of what they are of.
+struct Operands {
+    const float *q, *k, *v, *o, *lse, *grad_o;
+};
+struct Gradients {
+    float *dq, *dk, *dv;
+};
+// Words of scratch that any version of backward can do with.
+static inline int64_t backward_room(const Heads &n) { return 3 * n.b * n.a * n.s; }
 
 template <int D>
 constexpr int PITCH = D + 4;
@@ -52,6 +62,19 @@ __device__ static inline void load_rows(float *tile, const float *head, int64_t 
         if (first + row < end)
             pack = *reinterpret_cast<const float4 *>(head + (first + row) * stride + column);
         *reinterpret_cast<float4 *>(tile + row * PITCH<D> + column) = pack;
+    }
+}
+
+// Rows row0 ... of one head (=) what the threads have summed; none from `end` on.
+template <int D>
+__device__ static inline void store_rows(float *head, const float (&sum)[EACH][D / SIDE], int64_t row0,
+                                         int64_t end, int64_t stride) {
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int64_t row = row0 + thread_y() + i * SIDE;
+        if (row >= end) continue;
+#pragma unroll
+        for (int c = 0; c < D / SIDE; c++) head[row * stride + thread_x() + c * SIDE] = sum[i][c];
     }
 }
 
@@ -182,118 +205,29 @@ static inline Work work_of_flash_1(const Heads &shape, double d) {
     return w;
 }
 
-// ---- attention on the CPU, in f64, or in f32 for the error that its roundings make ----
-
-template <class T>
-struct Attention {
-    std::vector<T> o, lse, dq, dk, dv;
-};
-
-// Each query by itself: all its scores, their softmax, and with dO the gradients, from lse.
-// Scores are summed in the kernels' order: in f32 they have the same bits, and so fit this lse as well.
-//   P = softmax(S), S = scale Q K', O = P V:   dV = P' dO   dS = P (dO V' - rowsum(dO O))   dQ = scale dS K
-template <class T>
-Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float *k, const float *v,
-                              const float *grad_o) {
-    const size_t queries = (size_t)(n.b * n.s * n.a * d), keys = (size_t)(n.b * n.s * n.kv * d);
-    Attention<T> out = {std::vector<T>(queries), std::vector<T>((size_t)(n.b * n.a * n.s)),
-                        std::vector<T>(queries), std::vector<T>(keys), std::vector<T>(keys)};
-    std::vector<T> p((size_t)n.s);
-    for (int64_t row = 0; row < n.b * n.s * n.a; row++) {
-        const int64_t h = row % n.a, query = row / n.a % n.s, sample = row / n.a / n.s;
-        const int64_t end = n.causal ? query + 1 : n.s;
-        auto key_at = [&](int64_t key) { return ((sample * n.s + key) * n.kv + h / (n.a / n.kv)) * d; };
-        T most = -INFINITY, sum = 0, delta = 0;
-        for (int64_t j = 0; j < end; j++) {
-            T dot = 0;
-            for (int c = 0; c < d; c++) dot = std::fma((T)q[row * d + c], (T)k[key_at(j) + c], dot);
-            p[(size_t)j] = dot * (T)n.scale;
-            most = p[(size_t)j] > most ? p[(size_t)j] : most;
-        }
-        for (int64_t j = 0; j < end; j++) sum += std::exp(p[(size_t)j] - most);
-        const T lse = out.lse[(size_t)((sample * n.a + h) * n.s + query)] = most + std::log(sum);
-        for (int64_t j = 0; j < end; j++)
-            for (int c = 0; c < d; c++)
-                out.o[(size_t)(row * d + c)] += std::exp(p[(size_t)j] - most) / sum * (T)v[key_at(j) + c];
-        for (int c = 0; grad_o && c < d; c++)
-            delta += (T)grad_o[row * d + c] * out.o[(size_t)(row * d + c)];
-        for (int64_t j = 0; grad_o && j < end; j++) {
-            T dp = 0;
-            for (int c = 0; c < d; c++) dp += (T)grad_o[row * d + c] * (T)v[key_at(j) + c];
-            const T weight = std::exp(p[(size_t)j] - lse), ds = weight * (dp - delta) * (T)n.scale;
-            for (int c = 0; c < d; c++) {
-                out.dv[(size_t)(key_at(j) + c)] += weight * (T)grad_o[row * d + c];
-                out.dq[(size_t)(row * d + c)] += ds * (T)k[key_at(j) + c];
-                out.dk[(size_t)(key_at(j) + c)] += ds * (T)q[row * d + c];
-            }
-        }
-    }
-    return out;
-}
-
-// Forward by launch(version, o, lse, scores, q, k, v, shape), over lengths that fill no tile; lse too,
-// where there is one.
-template <class Launch>
-Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version) {
-    Proof proof;
-    const struct {
-        int64_t b, s, a, kv;
-        double scale;
-    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 67, 3, 3, 1}};
-    for (auto &n : cases) {
-        const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf((float)d), causal};
-        const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.s * n.kv * d, rows = n.b * n.a * n.s;
-        float *q = kernels_numbers(queries, n.scale, 1), *k = kernels_numbers(keys, 1, 2);
-        float *v = kernels_numbers(keys, 1, 3);
-        Array<float> d_q(q, queries), d_k(k, keys), d_v(v, keys), o(queries), lse(rows), scores(rows * n.s);
-        launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
-        const Attention<float> cpu = attention_on_cpu<float>(shape, d, q, k, v, NULL);
-        const Attention<double> right = attention_on_cpu<double>(shape, d, q, k, v, NULL);
-        const std::vector<float> once = o.host();
-        proof.hold(once, cpu.o, right.o);
-        if (has_lse) proof.hold(lse.host(), cpu.lse, right.lse);
-        launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
-        report_that(o.host() == once, "two runs with %lld tokens differ", (long long)n.s);
-        free(q);
-        free(k);
-        free(v);
-    }
-    return proof;
-}
-
-// ---- the tables ----
-
-// The shape that the tables show, of d elements a head; tokens a multiple of `multiple`.
-static inline Heads flash_options(int argc, char **argv, const char *purpose, int64_t multiple,
-                                  KernelsOptions *options, int *d) {
-    int64_t n;
-    int wide;
-    Option table[] = {
-        {"size", OPTION_INT, &n, "4096", 64, 32768, "", "tokens of the table's sequence", false},
-        {"head-size", OPTION_CHOICE, &wide, "128", 0, 0, "64|128", "elements of a head", false},
-        KERNELS_OPTIONS(*options),
-    };
-    options_parse(argc, argv, purpose, table, sizeof table / sizeof *table);
-    *d = wide ? 128 : 64;
-    return {1, n - n % multiple, 32, 8, 1 / sqrtf((float)*d), 0};
-}
-
-// A table without a mask and one with it, whose rows are rows(shape). passes: 1 of forward; 2 of backward,
-// which moves and computes at least twice as much.
-template <class Rows>
-void flash_tables(const KernelsOptions *options, Heads shape, int d, int passes, Rows rows) {
-    for (int causal = 0; causal < 2; causal++) {
-        shape.causal = causal;
-        const double s = (double)shape.s, pairs = s * (causal ? (s + 1) / 2 : s);
-        char *size = format_text(
-            "%s%s of %lld tokens, %d heads of %d, %d of K/V", passes == 2 ? "backward of " : "",
-            causal ? "causal attention" : "attention", (long long)shape.s, (int)shape.a, d, (int)shape.kv);
-        kernels_begin(options, size,
-                      kernels_limit(options, passes * 4 * words_of_forward(shape, d),
-                                    passes * 4 * pairs * d * (double)shape.a, 0));
-        rows(shape);
-        free(size);
-    }
+// flash_attention_1_backward.cu; s a multiple of 32.
+static inline Work work_of_flash_1_backward(const Heads &shape, double d) {
+    const double s = (double)shape.s, heads = (double)(shape.b * shape.a), tiles = s / TILE;
+    const double key_heads = (double)(shape.b * shape.kv), scores = TILE * TILE;
+    const double pairs = pairs_of(shape);
+    const double first = heads * tiles, key_tiles = key_heads * tiles;
+    const double again = shape.causal ? s - TILE : tiles > 1 ? s : 0;  // rows of dq that come back
+    Work w = {};
+    add_tiles(&w, 2 * pairs + 2 * key_tiles, d);
+    w.load_requests += pairs * (d / 4 + 8) + (pairs - first) * d;
+    w.load_sectors += pairs * (4 * d + 8) + (pairs - first) * 4 * d;
+    w.store_requests = (pairs + 2 * key_tiles) * d;
+    w.store_sectors = 4 * w.store_requests;
+    // q, o, dO, dq of the query heads, and k, v, dk, dv
+    w.memory_sectors = (4 * heads + 4 * key_heads) * s * d / 8 + heads * (s + again * d) / 8;
+    // S and dP; P and dS stored; dO of the row products; dV and dK; dQ, 64 columns at a time
+    w.shared_passes += pairs * (2 * 16 * d + 2 * 32 + d + 2 * (256 + 8 * d) + 256 * d / 64 + 8 * d);
+    // five products; scale, exponent, dP - delta, p, scale; row products; dq
+    w.flops = pairs * (5 * 2 * scores * d + 5 * scores + 64 * d + 3 * 256 + 32 * d);
+    w.flop_instructions = pairs * (5 * scores * d / 32 + 5 * scores / 32 + d + 24 + d);
+    w.special_instructions = pairs * scores / 32;
+    w.barriers = 3 * pairs;
+    return w;
 }
 
 #endif

@@ -1,0 +1,310 @@
+// tensor_cores.cu: a matrix multiply on tensor cores, in bf16 and fp16 with f32 sums. Playbook: "Diving in
+// the GPUs"; the instructions are those of cuda/instructions.h.
+//
+// Against coarsening.cu: a warp has 64 x 64 elements of C in fragments, and multiplies 16 x 16 of A by
+// 16 x 8 of B in one instruction, mma. A block of 8 warps has 128 x 256, and takes steps of 32:
+//
+//     memory -> shared        cp.async: 16 bytes a thread, past the registers
+//     shared -> fragments     ldmatrix: four 8 x 8 matrices for a warp, a row of 16 bytes from each lane
+//     fragments -> C          mma: 4096 FLOPs
+//
+// For a warp and a step: 6 cp.async of 16 sectors and 4 shared passes; 16 ldmatrix of 4 passes; 64 mma. So
+// 88 passes beside 2^18 FLOPs, for which an A100 has 128 clocks, and an H100, whose tensor cores are twice
+// as fast and whose shared memory is not, has 64: there shared memory sets the time.
+//
+// Rows of A's tile are 64 bytes, and of B's 512: 8 rows that ldmatrix reads together lie in 2 places of the
+// banks, or in one. With the chunks of 16 bytes swizzled by their row they lie in 8:
+//
+//     chunk of A  c ^ (row / 2 mod 4)     3 passes more without it, for each of 4 matrices
+//     chunk of B  c ^ (row mod 8)         7
+//
+// With one stage, copies and products take turns. With 4 in a ring, 3 steps are in flight while one is
+// multiplied, and one barrier a step is enough: behind it, everybody has read the stage to be filled next.
+//
+//     copy     0 1 2     3     4     5         before a product, wait_group 2: of the groups committed, one
+//     mma            0     1     2     3       for each step, all but the last two have arrived
+//
+// The model lets nothing wait, so that stages take no time off in it; on a GPU they hide the latency of
+// memory. It also grants mma the full rate of the tensor cores, which on an H100 only wgmma reaches.
+//
+// Proof: C within 4 times the error of the library's product of the same dtype on the CPU, each against
+// f64, at sizes that fill no tile, and at odd ones, whose rows cp.async cannot copy; counts are the
+// formulas'.
+// Run: build/07_kernels/tensor_cores           (--gpu a100, --size 8192, --verbose)
+// Last line: PASS tensor_cores: 4 stages in bf16 take 0.09 of the least that f32 without them can …
+#include "cuda/instructions.h"
+#include "launch.h"
+
+enum { M = 128, N = 256, K = 32, STAGES = 4 };  // of a block: its piece of C, a step, steps in the ring
+enum { SIDE = 64, WARPS = M / SIDE * (N / SIDE), THREADS = 32 * WARPS };
+enum { CHUNK = 8, A_CHUNKS = M * K / CHUNK, B_CHUNKS = K * N / CHUNK };  // of 16 bytes; in a tile
+enum { ROWS = SIDE / 16, COLUMNS = SIDE / 8 };                           // fragments of a warp
+
+// Where a chunk is in a tile of A (M, K), and of B (K, N).
+template <bool SWIZZLED>
+__device__ static inline int place_a(int row, int chunk) {
+    return row * K + (SWIZZLED ? chunk ^ row / 2 % 4 : chunk) * CHUNK;
+}
+template <bool SWIZZLED>
+__device__ static inline int place_b(int row, int chunk) {
+    return row * N + (SWIZZLED ? chunk ^ row % 8 : chunk) * CHUNK;
+}
+
+// ---- memory to shared ----
+
+// Beyond the edges of an n x n matrix all is zero. WIDE: rows begin at multiples of 16 bytes; others are
+// copied by numbers, and have arrived when this returns.
+template <bool WIDE, class T>
+__device__ static inline void copy_chunk(T *to, const T *x, int row, int column, int n) {
+    if (WIDE) {
+        cp_async(to, x + row * n + column, row < n && column < n);
+        return;
+    }
+    const uint16_t *from = reinterpret_cast<const uint16_t *>(x + row * n + column);
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const bool first = row < n && column + 2 * i < n, second = row < n && column + 2 * i + 1 < n;
+        words[i] = (first ? from[2 * i] : 0) | (uint32_t)(second ? from[2 * i + 1] : 0) << 16;
+    }
+    *reinterpret_cast<uint4 *>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// The tile of A from row0 on, and behind it that of B from column0 on, of step k0.
+template <bool SWIZZLED, bool WIDE, class T>
+__device__ static inline void copy_stage(T *stage, const T *a, const T *b, int row0, int column0, int k0,
+                                         int n) {
+#pragma unroll
+    for (int i = 0; i < A_CHUNKS / THREADS; i++) {
+        const int at = (int)threadIdx.x + i * THREADS, row = at / (K / CHUNK), chunk = at % (K / CHUNK);
+        copy_chunk<WIDE>(stage + place_a<SWIZZLED>(row, chunk), a, row0 + row, k0 + chunk * CHUNK, n);
+    }
+#pragma unroll
+    for (int i = 0; i < B_CHUNKS / THREADS; i++) {
+        const int at = (int)threadIdx.x + i * THREADS, row = at / (N / CHUNK), chunk = at % (N / CHUNK);
+        copy_chunk<WIDE>(stage + M * K + place_b<SWIZZLED>(row, chunk), b, k0 + row,
+                         column0 + chunk * CHUNK, n);
+    }
+}
+
+// ---- shared to fragments, and to sums ----
+
+// sum += the warp's rows of A times its columns of B.
+template <bool SWIZZLED, class T>
+__device__ static inline void multiply_stage(float (&sum)[ROWS][COLUMNS][4], const T *stage, int row,
+                                             int column) {
+    // lanes 0 to 15 point to 16 rows of the left chunk, and the others to those of the right one
+    const int lane = (int)threadIdx.x % 32, lane_row = lane % 16, lane_chunk = lane / 16;
+#pragma unroll
+    for (int k = 0; k < K; k += 16) {
+        uint32_t left[ROWS][4];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+            ldmatrix_x4(left[i],
+                        stage + place_a<SWIZZLED>(row + i * 16 + lane_row, k / CHUNK + lane_chunk));
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j += 2) {
+            uint32_t right[4];  // two fragments: 16 x 8 each
+            ldmatrix_x4_trans(
+                right, stage + M * K + place_b<SWIZZLED>(k + lane_row, column / CHUNK + j + lane_chunk));
+            const uint32_t first[2] = {right[0], right[1]}, second[2] = {right[2], right[3]};
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) {
+                mma_m16n8k16<T>(sum[i][j], left[i], first);
+                mma_m16n8k16<T>(sum[i][j + 1], left[i], second);
+            }
+        }
+    }
+}
+
+// ---- sums to memory ----
+
+__device__ static inline void narrow(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
+__device__ static inline void narrow(__half *to, float x) { *to = __float2half_rn(x); }
+__device__ static inline void narrow(__nv_bfloat16 *to, float x, float y) {
+    *reinterpret_cast<__nv_bfloat162 *>(to) = __floats2bfloat162_rn(x, y);
+}
+__device__ static inline void narrow(__half *to, float x, float y) {
+    *reinterpret_cast<__half2 *>(to) = __floats2half2_rn(x, y);
+}
+
+template <bool WIDE, class T>
+__device__ static inline void store(T *c, const float (&sum)[ROWS][COLUMNS][4], int row0, int column0,
+                                    int n) {
+    const int lane = (int)threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float x = sum[i][j][2 * half], y = sum[i][j][2 * half + 1];
+                const int row = row0 + i * 16 + half * 8 + lane / 4,
+                          column = column0 + j * 8 + lane % 4 * 2;
+                T *to = c + row * n + column;
+                if (row >= n || column >= n) continue;
+                if (WIDE) {
+                    narrow(to, x, y);
+                    continue;
+                }
+                narrow(to, x);
+                if (column + 1 < n) narrow(to + 1, y);
+            }
+}
+
+// ---- the kernel ----
+
+// n up to 32768: places in a matrix are ints.
+template <class T, int DEPTH, bool SWIZZLED, bool WIDE>
+__global__ void __launch_bounds__(THREADS) matmul(T *c, const T *a, const T *b, int n) {
+    DYNAMIC_SHARED(T, stages);
+    constexpr int STAGE = (M + N) * K, AHEAD = DEPTH - 1, PENDING = AHEAD > 1 ? AHEAD - 1 : 0;
+    const int warp = (int)threadIdx.x / 32, row = warp / (N / SIDE) * SIDE,
+              column = warp % (N / SIDE) * SIDE;
+    const int row0 = (int)blockIdx.y * M, column0 = (int)blockIdx.x * N;
+    const int steps = (n + K - 1) / K;
+    const auto copy = [&](int step) {  // a group for each step, empty beyond the last
+        if (step < steps)
+            copy_stage<SWIZZLED, WIDE>(stages + step % DEPTH * STAGE, a, b, row0, column0, step * K, n);
+        cp_async_commit();
+    };
+    float sum[ROWS][COLUMNS][4] = {};
+    for (int step = 0; step < AHEAD; step++) copy(step);
+    for (int step = 0; step < steps; step++) {
+        if (AHEAD == 0) {
+            __syncthreads();  // everybody has read the stage
+            copy(step);
+        }
+        cp_async_wait<PENDING>();
+        __syncthreads();  // the stage is whole, and everybody has read the one before
+        if (AHEAD > 0) copy(step + AHEAD);
+        multiply_stage<SWIZZLED>(sum, stages + step % DEPTH * STAGE, row, column);
+    }
+    store<WIDE>(c, sum, row0 + row, column0 + column, n);
+}
+
+// ---- host code ----
+
+enum { ONE, SWIZZLE, RING, RING_F16, VERSIONS };
+enum { STAGE_BYTES = (M + N) * K * 2 };
+static const KernelVersion versions[VERSIONS] = {
+    {"one stage", THREADS, 220, STAGE_BYTES},
+    {"one, swizzled", THREADS, 230, STAGE_BYTES},
+    {"4 stages", THREADS, 243, STAGES *STAGE_BYTES},
+    {"4 stages, fp16", THREADS, 243, STAGES *STAGE_BYTES},
+};
+
+template <class T, int DEPTH, bool SWIZZLED>
+static void launch_as(T *c, const T *a, const T *b, int64_t n) {
+    const dim3 grid((unsigned)((n + N - 1) / N), (unsigned)((n + M - 1) / M));
+    const size_t bytes = DEPTH * STAGE_BYTES;
+    void (*kernel)(T *, const T *, const T *, int) = matmul<T, DEPTH, SWIZZLED, false>;
+    if (n % CHUNK == 0) kernel = matmul<T, DEPTH, SWIZZLED, true>;
+    if (n == 0) return;
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    LAUNCH(kernel, grid, THREADS, bytes, 0, c, a, b, (int)n);
+}
+
+static void launch(int version, __nv_bfloat16 *c, const __nv_bfloat16 *a, const __nv_bfloat16 *b,
+                   int64_t n) {
+    if (version == ONE) launch_as<__nv_bfloat16, 1, false>(c, a, b, n);
+    if (version == SWIZZLE) launch_as<__nv_bfloat16, 1, true>(c, a, b, n);
+    if (version == RING) launch_as<__nv_bfloat16, STAGES, true>(c, a, b, n);
+}
+static void launch(int, __half *c, const __half *a, const __half *b, int64_t n) {
+    launch_as<__half, STAGES, true>(c, a, b, n);
+}
+
+// n a multiple of N.
+static Work formula(int version, double n) {
+    const double warps = n * n / (SIDE * SIDE), steps = n / K, warp_steps = warps * steps;
+    const double copies = (A_CHUNKS + B_CHUNKS) / THREADS;  // of a lane
+    Work w = {};
+    w.load_requests = copies * warp_steps, w.load_sectors = 16 * w.load_requests;
+    w.store_requests = warps * ROWS * COLUMNS * 2;
+    w.store_sectors = 8 * w.store_requests;  // half of each: 16 bytes of 8 rows
+    w.memory_sectors = 3 * n * n / 16;
+    const double matrices = 4.0 * (ROWS + COLUMNS / 2) * (K / 16);  // of ldmatrix, 4 each time
+    w.shared_passes = warp_steps * (4 * copies + matrices);
+    w.shared_conflicts = version == ONE ? warp_steps * matrices * (3 + 7) / 2 : 0;  // half are A's
+    w.tensor_flops = 2 * n * n * n;
+    w.barriers = warps / WARPS * steps * (version < RING ? 2 : 1);
+    return w;
+}
+
+// ---- proof ----
+
+__host__ static inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+__host__ static inline float wide(__half x) { return __half2float(x); }
+static inline void from_float(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
+static inline void from_float(__half *to, float x) { *to = __float2half_rn(x); }
+
+// Numbers of T, and the same in f32.
+template <class T>
+struct Numbers {
+    std::vector<T> narrow;
+    std::vector<float> exact;
+
+    Numbers(int64_t count, int stream) : narrow((size_t)count), exact((size_t)count) {
+        float *x = kernels_numbers(count, 1, stream);
+        for (size_t i = 0; i < exact.size(); i++) {
+            from_float(&narrow[i], x[i]);
+            exact[i] = wide(narrow[i]);
+        }
+        free(x);
+    }
+};
+
+template <class T>
+static Proof check(int version, DType dtype) {
+    Proof proof;
+    for (int64_t n : {0, 1, 37, 131, 200}) {
+        const Numbers<T> a(n * n, 1), b(n * n, 2);
+        Array<T> d_a(a.narrow.data(), n * n), d_b(b.narrow.data(), n * n), d_c(n * n);
+        std::vector<float> made, library((size_t)(n * n));
+        std::vector<double> right((size_t)(n * n));
+        launch(version, d_c.at, d_a.at, d_b.at, n);
+        for (T x : d_c.host()) made.push_back(wide(x));
+        kernels_matmul_f64(right.data(), a.exact.data(), b.exact.data(), n, n, n);
+        kernels_matmul_library(dtype, library.data(), a.exact.data(), b.exact.data(), n, n, n);
+        proof.hold(made, library, right);
+    }
+    return proof;
+}
+
+template <class T>
+static void row(int version, DType dtype, int64_t n) {
+    const int64_t small = N, most = ON_GPU ? n : small;
+    const Numbers<T> numbers(most * most, 3);
+    Array<T> a(numbers.narrow.data(), most * most), b(numbers.narrow.data(), most * most), c(most * most);
+    show_version(
+        versions[version], check<T>(version, dtype), small, n,
+        [&](int64_t size) { launch(version, c.at, a.at, b.at, size); },
+        [&](int64_t size) { return formula(version, (double)size); });
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    KernelsOptions options = {};
+    int64_t n;
+    Option table[] = {
+        {"size", OPTION_INT, &n, "4096", N, 32768, "", "rows and columns of the table's matrices", false},
+        KERNELS_OPTIONS(options),
+    };
+    options_parse(argc, argv,
+                  "A matrix multiply on tensor cores, whose tiles are swizzled and in flight ahead of it.\n"
+                  "  tensor_cores --gpu a100",
+                  table, sizeof table / sizeof *table);
+    n -= n % N;
+    char *size = format_text("C = A B of %lld x %lld matrices, 16 bits", (long long)n, (long long)n);
+    const double square = (double)n * (double)n, flops = 2 * square * (double)n;
+    const double f32 = kernels_limit(&options, 12 * square, flops, 0);
+    kernels_begin(&options, size, kernels_limit(&options, 6 * square, 0, flops));
+    for (int v = ONE; v <= RING; v++) row<__nv_bfloat16>(v, BF16, n);
+    row<__half>(RING_F16, F16, n);
+    if (ON_GPU) say("%-20s %10.4g  measured", "cuBLAS, bf16", kernels_matmul_seconds(BF16, n) * 1e3);
+    free(size);
+    say("in f32, without tensor cores, no version can take less than %.4g ms", f32 * 1e3);
+    return report_verdict("4 stages in bf16 take %.2f of the least that f32 without tensor cores can",
+                          kernels_seconds(RING) / f32);
+}

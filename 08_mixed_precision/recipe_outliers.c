@@ -1,0 +1,97 @@
+// recipe_outliers.c: training with an outlier in the activations. Playbook: "FP8 pretraining"; Fishman et
+// al. 2024, "Scaling FP8 training to trillion-token LLMs"; Dettmers et al. 2022.
+//
+// Large models grow outliers: a few channels of what enters the linears are so large that a scale of the
+// whole tensor leaves nothing for the others, and training in FP8 diverges, with SwiGLU after 200 billion
+// tokens. A small model grows none. So one is planted, in a way that changes nothing else:
+//
+//     W (norm(x) * gain)      element j of the gain times 2^k, column j of W by 2^k
+//
+// is the same function for each k, and in bf16 the same bits. Both stay as they are: AdamW would step the
+// column by much more than it is.
+//
+// This file has no main: fp8.c runs it.
+#include <math.h>
+#include <stdlib.h>
+
+#include "mixed_precision.h"
+
+enum { CHANNEL = 5, STEPS = 240 };
+
+static bool is_gain(const Param *p) { return p->role == ROLE_NORM1 || p->role == ROLE_NORM2; }
+static bool reads_norm(const Param *p) {
+    return p->role == ROLE_Q || p->role == ROLE_K || p->role == ROLE_V || p->role == ROLE_GATE ||
+           p->role == ROLE_UP;
+}
+
+// Of a gain the element, of a matrix the column.
+static void scale_channel(const Param *p, Tensor t, double factor) {
+    int64_t count = tensor_count(t), apart = is_gain(p) ? count : p->shape[1];
+    double *x = host_alloc((size_t)count * sizeof *x);
+    tensor_to_doubles(x, t);
+    for (int64_t i = CHANNEL; i < count; i += apart) x[i] *= factor;
+    tensor_from_doubles(t, x);
+    free(x);
+}
+
+// The optimizer does not see the channel.
+static bool accept(void *context, Model *m, double grad_norm) {
+    const Sockets *before = context;
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *p = &m->params.param[i];
+        if (is_gain(p) || reads_norm(p)) scale_channel(p, param_total_grad(&m->params, p), 0);
+    }
+    return before->step.accept(before->step.context, m, grad_norm);
+}
+
+static void *plug(Model *m) {
+    Sockets *before = host_alloc(sizeof *before);
+    *before = m->sockets;
+    double factor = ldexp(1, (int)config_number(&m->config, "outlier"));
+    for (int i = 0; i < m->params.count; i++) {
+        const Param *p = &m->params.param[i];
+        if (is_gain(p)) scale_channel(p, param_value(&m->params, p), factor);
+        if (reads_norm(p)) scale_channel(p, param_value(&m->params, p), 1 / factor);
+    }
+    m->sockets.step.context = before;
+    m->sockets.step.accept = accept;
+    return before;
+}
+
+static void unplug(Model *m, void *context) {
+    (void)m;
+    free(context);
+}
+
+static const Technique planted = {
+    .name = "planted outlier", .wraps = 1u << SOCKET_STEP, .plug = plug, .unplug = unplug};
+
+// As wide as four tiles.
+static double last_loss(int recipe, int power) {
+    Config c = fp8_small(recipe, "lr=0.003 hidden=64 ffn=96 clip=0");
+    c.steps = STEPS;
+    if (recipe) config_set(&c, "fp8-tile", 16);
+    config_set(&c, "outlier", power);
+    Run run = run_of(&c, (const Technique *[]){&fp8_recipe, &planted, NULL});
+    double last = run.last;
+    run_free(&run);
+    return last;
+}
+
+void fp8_outliers(void) {
+    static const int shown[] = {NO_FP8, TE_DELAYED, TE_CURRENT, DEEPSEEK, MXFP8};
+    say("\n%d steps with one channel of each norm's output so many times as large, its weights as much "
+        "smaller:\n",
+        STEPS);
+    say("  %-12s %12s %12s", "last losses", "1", "2^20");
+    for (size_t i = 0; i < sizeof shown / sizeof *shown; i++) {
+        const Fp8Recipe *r = shown[i] ? &fp8_recipes[shown[i] - 1] : NULL;
+        const char *name = r ? r->name : "bf16";
+        double without = last_loss(shown[i], 0), with = last_loss(shown[i], 20), off = with / without - 1;
+        say("  %-12s %12.4f %12.4f %+9.2f%%", name, without, with, 100 * off);
+        report_number("an outlier of 2^20", name, off, "");
+        if (!r) report_that(off == 0, "%s: an outlier changes its loss by %g", name, off);
+        else if (r->tile) report_that(fabs(off) < 0.01, "%s: an outlier changes its loss by %g", name, off);
+        else report_that(off > 0.02, "%s: an outlier changes its loss by only %g", name, off);
+    }
+}

@@ -1,0 +1,116 @@
+// instructions.h: tensor cores and asynchronous copies, for which CUDA C++ has no words: PTX under nvcc
+// (compute capability 8.0 and later), and under g++ the same by the tables of the PTX ISA
+// (cuda_on_cpu_tensor.cc, cuda_on_cpu_async.inc).
+//
+// Matrices lie in fragments: each lane of a warp has a few elements. Lane l of m16n8k16 has, with the two
+// 16-bit numbers of a register side by side, the one on the left in its lower half,
+//
+//     a[0]  row l / 4        columns 2 (l % 4), + 1        A (16, 16)
+//     a[1]  row l / 4 + 8    columns 2 (l % 4), + 1
+//     a[2]  row l / 4        columns 2 (l % 4) + 8, + 9
+//     a[3]  row l / 4 + 8    columns 2 (l % 4) + 8, + 9
+//     b[0]  rows 2 (l % 4), + 1        column l / 4        B (16, 8)
+//     b[1]  rows 2 (l % 4) + 8, + 9    column l / 4
+//     d[0], d[1]  row l / 4        columns 2 (l % 4), + 1  D (16, 8), f32
+//     d[2], d[3]  row l / 4 + 8    columns 2 (l % 4), + 1
+//
+// All lanes of the warp must call mma and ldmatrix together.
+#ifndef INSTRUCTIONS_H
+#define INSTRUCTIONS_H
+
+#include <stdint.h>
+
+#include <type_traits>
+
+#include "cuda/gpu.h"
+
+#ifdef __CUDACC__
+
+// d += A B, with A and B of T: __nv_bfloat16 or __half. 4096 FLOPs.
+template <class T>
+__device__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+
+#define MMA(T, type)                                                                                       \
+    template <>                                                                                            \
+    __device__ __forceinline__ void mma_m16n8k16<T>(float(&d)[4], const uint32_t(&a)[4],                   \
+                                                    const uint32_t(&b)[2]) {                               \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                \
+                     ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                      \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                  \
+    }
+MMA(__nv_bfloat16, "bf16")
+MMA(__half, "f16")
+#undef MMA
+
+__device__ __forceinline__ uint32_t shared_address(const void *pointer) {
+    return (uint32_t)__cvta_generic_to_shared(pointer);
+}
+
+// Four 8 x 8 matrices of 16-bit numbers from shared memory: lanes 8 m to 8 m + 7 each point to one row of
+// matrix m, 16 bytes aligned to 16, and to[m] becomes the lane's fragment of it: row l / 4, columns
+// 2 (l % 4) and + 1. Matrices 0 to 3 at rows 0, 8, 0, 8 and columns 0, 0, 8, 8 make an A.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// The same of the transposed matrices: rows 2 (l % 4) and + 1, column l / 4 of what is stored. So a B that
+// is stored by rows becomes fragments.
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&to)[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// Begins to copy 16 bytes from device to shared memory, both aligned to 16, past the registers; zeros where
+// the source does not exist, which then is not read. They are in flight until the thread has committed them
+// to a group and waited for it; other threads may read them after a barrier behind that.
+__device__ __forceinline__ void cp_async(void *shared, const void *global, bool exists) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(shared_address(shared)), "l"(__cvta_generic_to_global(global)), "r"(exists ? 16 : 0)
+                 : "memory");
+}
+// What the thread has begun to copy since its last commit becomes a group, which may be empty.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all of the thread's groups but the PENDING that it has committed last.
+template <int PENDING>
+__device__ __forceinline__ void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+#else
+
+void cuda_mma(float *d, const uint32_t *a, const uint32_t *b, float (*widen)(uint16_t), const char *file,
+              int line);
+void cuda_ldmatrix(uint32_t *to, const void *row, bool transposed, const char *file, int line);
+void cuda_cp_async(void *to, const void *from, bool exists);
+void cuda_cp_async_commit(void);
+void cuda_cp_async_wait(uint32_t pending);
+
+template <class T>
+__forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                  CUDA_HERE) {
+    cuda_mma(d, a, b, std::is_same<T, __half>::value ? f32_from_f16 : f32_from_bf16, file, line);
+}
+static __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], const void *row, CUDA_HERE) {
+    cuda_ldmatrix(to, row, false, file, line);
+}
+static __forceinline__ void ldmatrix_x4_trans(uint32_t (&to)[4], const void *row, CUDA_HERE) {
+    cuda_ldmatrix(to, row, true, file, line);
+}
+static __forceinline__ void cp_async(void *shared, const void *global, bool exists) {
+    cuda_cp_async(shared, global, exists);
+}
+static __forceinline__ void cp_async_commit() { cuda_cp_async_commit(); }
+template <int PENDING>
+__forceinline__ void cp_async_wait() {
+    cuda_cp_async_wait(PENDING);
+}
+
+#endif
+#endif

@@ -1,0 +1,49 @@
+// bench_fp8.c: what the emulation of 8-bit multiplies costs a CPU: a training step by each recipe, its time
+// over that of a step in f32 of the same model, which takes turns with it. `make bench` runs it.
+//
+// Fewer is better. What a CPU does beside f32's work: codes out of numbers and numbers out of codes, each
+// operand twice, and a scale for each tile.
+#include "08_mixed_precision/mixed_precision.h"
+#include "figures.h"
+
+enum { PAIRS = 9 };
+
+static double step_seconds(Trainer *t) {
+    double start = wall_seconds();
+    train_step(t, NULL);
+    return wall_seconds() - start;
+}
+
+static Trainer *trainer_of(const char *dtype, int recipe) {
+    char *text = format_text(
+        "layers=2 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=4 warmup=1 "
+        "steps=1000 dtype=%s",
+        dtype);
+    Config c = config_default(text);
+    free(text);
+    config_set(&c, "fp8", recipe);
+    config_set(&c, "fp8-tile", 0);
+    config_set(&c, "fp8-wire", 0);
+    return trainer_new(&c, mesh_single(), fp8_one_device);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    Trainer *f32 = trainer_of("f32", NO_FP8);
+    step_seconds(f32);
+    for (int recipe = TE_DELAYED; recipe <= MXFP8; recipe++) {
+        Trainer *fp8 = trainer_of("bf16", recipe);
+        double times[PAIRS];
+        step_seconds(fp8);
+        for (int i = 0; i < PAIRS; i++) {
+            double before = step_seconds(f32), narrow = step_seconds(fp8);
+            times[i] = 2 * narrow / (before + step_seconds(f32));
+        }
+        char *name = format_text("fp8-%s", fp8_recipes[recipe - 1].name);
+        figure_line(name, times, PAIRS, "x f32's time", 3, median(times, PAIRS) <= 3);
+        free(name);
+        trainer_free(fp8);
+    }
+    trainer_free(f32);
+    return 0;
+}

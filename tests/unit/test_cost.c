@@ -1,0 +1,86 @@
+// test_cost.c: what the cost model counts in a model, against the sizes that the models themselves have.
+#include <math.h>
+
+#include "08_mixed_precision/cost_block.h"
+#include "train/config.h"
+
+// cmocka.h needs these before it
+// clang-format off
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <cmocka.h>
+// clang-format on
+
+static const CostLayout alone = {.tp = 1, .cp = 1, .pp = 1, .dp = 1, .ep = 1, .etp = 1};
+
+static void near(double counted, double right, double within) {
+    if (!(fabs(counted - right) <= within)) fail_msg("%.0f weights, and should be %.0f", counted, right);
+}
+
+static Config config_of(const char *name) {
+    char *argv[] = {"test_cost", "--model", (char *)name, NULL};
+    return config_parse(3, argv, "Tests.", CONFIG_MODEL | CONFIG_EXPERTS, NULL, NULL, 0);
+}
+
+static CostModel model_of(const char *name) {
+    Config c = config_of(name);
+    return cost_model(&c);
+}
+
+static void models_have_their_parameters(void **state) {
+    (void)state;
+    static const char *const name[] = {"llama-3.2-1b", "llama-3-8b", "llama-3-405b", "mixtral-8x7b",
+                                       "deepseek-v3"};
+    for (size_t i = 0; i < sizeof name / sizeof *name; i++) {
+        Config c = config_of(name[i]);
+        CostModel m = cost_model(&c);
+        near(cost_parameters(&m), (double)config_parameters(&c), 0.5);
+    }
+}
+
+// DeepSeek-V3 with its own attention and its three dense blocks: 671 billion, 37 of which a token meets.
+static void deepseek_v3_has_the_published_sizes(void **state) {
+    (void)state;
+    CostModel m = model_of("deepseek-v3");
+    m.layers = 61, m.dense_layers = 3, m.q_rank = 1536, m.kv_rank = 512, m.rope_size = 64;
+    near(cost_parameters(&m), 671e9, 1e9);
+    near(cost_active_parameters(&m), 37e9, 1e9);
+}
+
+// What ranks of tp store together: the matrices once, the norms and the router each.
+static void shards_add_up(void **state) {
+    (void)state;
+    CostModel m = model_of("llama-3-8b"), experts = model_of("mixtral-8x7b");
+    CostLayout tp = alone, ep = alone;
+    tp.tp = tp.etp = 4, ep.ep = 8;
+    double norms = 2 * m.hidden, router = experts.experts * experts.hidden;
+    near(4 * cost_block_weights(&m, &tp, true), cost_block_weights(&m, &alone, true) + 3 * norms, 0.5);
+    near(4 * cost_block_weights(&experts, &tp, false),
+         cost_block_weights(&experts, &alone, false) + 3 * (norms + router), 0.5);
+    near(cost_block_weights(&experts, &alone, false) - cost_block_weights(&experts, &ep, false),
+         cost_expert_weights(&experts, &alone) * 7 / 8, 0.5);
+}
+
+// More ranks than heads of K and V: each stores one head, a copy.
+static void heads_of_k_and_v_are_copied(void **state) {
+    (void)state;
+    CostModel m = model_of("llama-3-8b");
+    CostLayout eight = alone, sixteen = alone;
+    eight.tp = 8, sixteen.tp = 16;
+    double norms = 2 * m.hidden, head = 2 * m.hidden * m.head_size;
+    double rest8 = cost_block_weights(&m, &eight, true) - norms - head;
+    near(cost_block_weights(&m, &sixteen, true) - norms - head, rest8 / 2, 0.5);
+}
+
+int main(int argc, char **argv) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(models_have_their_parameters),
+        cmocka_unit_test(deepseek_v3_has_the_published_sizes),
+        cmocka_unit_test(shards_add_up),
+        cmocka_unit_test(heads_of_k_and_v_are_copied),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
