@@ -34,8 +34,8 @@ static void note_bytes(LoneParts *parts, const Trainer *t) {
     parts->block = bytes_named(price.block, price.block_rows, NULL) + parts->expert_rows;
     parts->tokens = bytes_named(price.end, price.end_rows, "tokens, targets, positions");
     parts->always = bytes_named(price.end, price.end_rows, "positions");
-    parts->head = bytes_named(price.end, price.end_rows, NULL) - parts->tokens - parts->always -
-                  parts->expert_rows;
+    parts->head =
+        bytes_named(price.end, price.end_rows, NULL) - parts->tokens - parts->always - parts->expert_rows;
     parts->message = bytes_named(price.end, price.end_rows, "x");
     const int units[] = {m->embedding_unit, m->first_block_unit, m->head_unit};
     for (int i = 0; i < 3; i++) parts->count[i] = (double)m->params.unit[units[i]].count;

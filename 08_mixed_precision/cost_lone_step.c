@@ -87,10 +87,10 @@ typedef struct Exchange {
 static Exchange exchange_of(const Config *c, double elements, double experts) {
     double weight = config_number(c, "zero") == 0 ? 4 : 2;  // an all-reduce gathers sums
     Replicas all = lone_replicas(c, false), few = lone_replicas(c, true);
-    return (Exchange){
-        over_replicas(all, "reduce_scatter", 4 * elements) + over_replicas(few, "reduce_scatter", 4 * experts),
-        over_replicas(all, "all_gather", weight * elements) +
-            over_replicas(few, "all_gather", weight * experts)};
+    return (Exchange){over_replicas(all, "reduce_scatter", 4 * elements) +
+                          over_replicas(few, "reduce_scatter", 4 * experts),
+                      over_replicas(all, "all_gather", weight * elements) +
+                          over_replicas(few, "all_gather", weight * experts)};
 }
 
 // Whether the ranks of data parallelism have neighbours in the node, and so pass the port of tp.
@@ -124,8 +124,9 @@ static double exposed_of(const Config *c, const LoneParts *p, const Stages *s) {
     double forward = beside * p->forward[BLOCK], backward = beside * p->backward[BLOCK];
     Exchange block = exchange_of(c, p->count[BLOCK], p->experts), end = exchange_of(c, ends, 0);
     if (zero == 3 && whole)
-        return m * (L * (fmax(block.weights - forward, 0) + fmax(block.weights + block.sums - backward, 0)) +
-                    end.weights + 0.5 * end.sums);
+        return m *
+               (L * (fmax(block.weights - forward, 0) + fmax(block.weights + block.sums - backward, 0)) +
+                end.weights + 0.5 * end.sums);
     forward *= L, backward *= L;
     double sums = L * block.sums + end.sums, weights = L * block.weights + end.weights;
     if (zero == 0) return fmax(sums + weights - backward, block.sums + block.weights);
@@ -233,7 +234,11 @@ static void send_from(const Walk *w, WalkRank *rank, StagePass pass) {
 // collectives of a region wait for each other where they pass one port.
 static double walked(const Config *c, const LoneParts *p, const Stages *stages) {
     Schedule schedule = pipeline_schedule(c);
-    Walk w = {c, p, stages, &schedule, host_alloc(schedule_slots(&schedule) * sizeof(double)),
+    Walk w = {c,
+              p,
+              stages,
+              &schedule,
+              host_alloc(schedule_slots(&schedule) * sizeof(double)),
               config_number(c, "sp") && clock_node(0) == clock_node((int)(c->tp * c->cp * c->dp))};
     WalkRank ranks[RANKS_MOST] = {{0, 0}};
     double last = 0;
@@ -243,7 +248,8 @@ static double walked(const Config *c, const LoneParts *p, const Stages *stages) 
         WalkRank *rank = &ranks[walk.rank];
         for (int i = 0; i < action->passes; i++) {
             StagePass pass = action->pass[i], needed;
-            if (schedule_receives_from(&schedule, pass) != NO_RANK && schedule_needs(&schedule, pass, &needed))
+            if (schedule_receives_from(&schedule, pass) != NO_RANK &&
+                schedule_needs(&schedule, pass, &needed))
                 rank->now = fmax(rank->now, w.arrives[schedule_slot(&schedule, needed)]);
             if (w.gathers && pass.kind != PASS_W) rank->now = fmax(rank->now, rank->port);
             rank->now += pass_seconds(&w, pass);

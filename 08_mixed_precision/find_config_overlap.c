@@ -25,17 +25,25 @@ static Config config_of(int N, int zero, int64_t tokens) {
     Goal goal = {.model = config_default("layers=8 hidden=4096 heads=32 kv-heads=32 ffn=16384 vocab=4096 "
                                          "seq=1024 dtype=bf16 optimizer=adamw")};
     goal.model.seq = tokens;
-    Found f = {.tp = 1, .cp = 1, .pp = 1, .dp = N, .ep = 1, .zero = zero, .schedule = ONE_F_ONE_B,
-               .chunks = 1, .micro_batch = 1, .micro_batches = 1};
+    Found f = {.tp = 1,
+               .cp = 1,
+               .pp = 1,
+               .dp = N,
+               .ep = 1,
+               .zero = zero,
+               .schedule = ONE_F_ONE_B,
+               .chunks = 1,
+               .micro_batch = 1,
+               .micro_batches = 1};
     return found_config(&goal, &f);
 }
 
 // Bytes/s at which a ring of N passes: all ports of a node together, or one GPU's to the others in it.
 static double bandwidth(int N) {
     const Machine *m = clock_machine();
-    return N <= m->gpus_per_node ? m->node_bytes_per_second
-                                 : fmin(m->node_bytes_per_second,
-                                        m->gpus_per_node * m->network_bytes_per_second);
+    return N <= m->gpus_per_node
+               ? m->node_bytes_per_second
+               : fmin(m->node_bytes_per_second, m->gpus_per_node * m->network_bytes_per_second);
 }
 
 static double flops(void) { return clock_machine()->flops[BF16]; }
@@ -46,7 +54,8 @@ static double ratio(int N, int zero, int64_t tokens) {
     LoneParts parts = lone_parts(&c);
     int here = N < clock_machine()->gpus_per_node ? N : clock_machine()->gpus_per_node;
     double weights = parts.count[BLOCK];
-    if (zero == 3) return clock_collective_seconds("all_gather", 2 * weights, N, here) / parts.forward[BLOCK];
+    if (zero == 3)
+        return clock_collective_seconds("all_gather", 2 * weights, N, here) / parts.forward[BLOCK];
     return clock_collective_seconds("all_reduce", 4 * weights, N, here) / parts.backward[BLOCK];
 }
 
@@ -74,15 +83,15 @@ static void data_row(const char *what, int N, int zero) {
     double e = zero == 3 ? 2 : 4, formula = e / 2 * (N - 1) / N * flops() / bandwidth(N);
     int64_t border = clock_border(N, zero);
     double below = exposed(N, zero, border / 2), above = exposed(N, zero, 2 * border);
-    say("  %-28s %-8s %8.0f %8lld %13.1f%% %8.1f%%", what, "tokens", formula, (long long)border, 100 * below,
-        100 * above);
+    say("  %-28s %-8s %8.0f %8lld %13.1f%% %8.1f%%", what, "tokens", formula, (long long)border,
+        100 * below, 100 * above);
     report_number(what, "formula", formula, "tokens");
     report_number(what, "clock", (double)border, "tokens");
     report_that(formula < 2 * (double)border && (double)border < 2 * formula,
                 "%s hides from %.0f tokens on by A3, and from %lld by the clock", what, formula,
                 (long long)border);
-    report_that(below > 3 * above, "%s exposes %.3f of a step below its border, and %.3f above", what, below,
-                above);
+    report_that(below > 3 * above, "%s exposes %.3f of a step below its border, and %.3f above", what,
+                below, above);
 }
 
 // A product with a (h, h / t) weight beside the all-gather of its rows.
@@ -101,8 +110,10 @@ static void tensor_row(int t) {
     }
     char *what = format_text("TP %d, a column linear", t);
     say("  %-28s %-8s %8.0f %8.0f", what, "h", formula, high);
-    report_that(formula < 2 * high && high < 2 * formula, "%s hides from h = %.0f on by A3, and from %.0f by "
-                "the clock", what, formula, high);
+    report_that(formula < 2 * high && high < 2 * formula,
+                "%s hides from h = %.0f on by A3, and from %.0f by "
+                "the clock",
+                what, formula, high);
     free(what);
 }
 
@@ -121,9 +132,12 @@ static void stage_row(void) {
 void overlap(void) {
     device_dry_run(true);
     comm_stand_for_all(true);
-    say("\nFrom where on communication hides (A3): blocks of 16 h^2 weights, h = %d, FLOP/s and bytes/s as they "
-        "are\nreached; the last columns: exposed, of a dry step of %d blocks with half and twice the clock's "
-        "tokens\n\n  %-28s %-8s %8s %8s %14s %9s", HIDDEN, BLOCKS, "", "hides from", "A3", "clock", "half", "twice");
+    say("\nFrom where on communication hides (A3): blocks of 16 h^2 weights, h = %d, FLOP/s and bytes/s as "
+        "they "
+        "are\nreached; the last columns: exposed, of a dry step of %d blocks with half and twice the "
+        "clock's "
+        "tokens\n\n  %-28s %-8s %8s %8s %14s %9s",
+        HIDDEN, BLOCKS, "", "hides from", "A3", "clock", "half", "twice");
     data_row("DP 8, gradients in f32", 8, 0);
     data_row("DP 64", 64, 0);
     data_row("ZeRO-3 over 8, gathers", 8, 3);

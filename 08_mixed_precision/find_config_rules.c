@@ -37,9 +37,9 @@ static bool pairs(const Found *f) { return data_alone(f) && f->micro_batch == 2;
 
 // ---- examples ----
 
-#define LLAMA_8B "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256"
-#define LLAMA_70B "layers=80 hidden=8192 heads=64 kv-heads=8 ffn=28672 vocab=128256"
-#define MHA_80B "layers=80 hidden=8192 heads=64 kv-heads=64 ffn=28672 vocab=131072"
+#define LLAMA_8B     "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256"
+#define LLAMA_70B    "layers=80 hidden=8192 heads=64 kv-heads=8 ffn=28672 vocab=128256"
+#define MHA_80B      "layers=80 hidden=8192 heads=64 kv-heads=64 ffn=28672 vocab=131072"
 #define MIXTRAL_8X7B "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=32000 experts=8 top-k=2"
 
 enum { K = 1 << 10, M = 1 << 20 };  // tokens
@@ -89,7 +89,8 @@ static void one_instance(void) {
          "few GPUs: full recomputation trades time for memory ...");
     Goal large = goal_of(LLAMA_8B, 8, 8 * M, 4 * K);
     Found more = fastest(large, "8 times the batch", small_whole);
-    rule(more.memory.peak == whole.memory.peak, "... and accumulation makes a batch larger in the same memory");
+    rule(more.memory.peak == whole.memory.peak,
+         "... and accumulation makes a batch larger in the same memory");
 }
 
 static void many_gpus(void) {
@@ -150,15 +151,18 @@ static void throughput(void) {
     say("\n  8B, 1M tokens of 2048");
     Found few = fastest(goal_of(LLAMA_8B, 64, M, 2 * K), "64 GPUs", NULL);
     Found many = fastest(goal_of(LLAMA_8B, 512, M, 2 * K), "512 GPUs", NULL);
-    rule(few.pp == 1 && few.dp == 64 && many.pp > 1, "where dp's communication is the limit, pp takes over");
+    rule(few.pp == 1 && few.dp == 64 && many.pp > 1,
+         "where dp's communication is the limit, pp takes over");
     Found one = fastest(goal_of(LLAMA_8B, 64, M, 2 * K), "64 GPUs, ZeRO-3, mbs 1", small_whole);
-    rule(few.micro_batch > 1 && one.time.step > few.time.step, "the best micro-batch is to be searched for");
+    rule(few.micro_batch > 1 && one.time.step > few.time.step,
+         "the best micro-batch is to be searched for");
 }
 
 void rules(void) {
     device_dry_run(true);
     comm_stand_for_all(true);
-    say("\nThe playbook's rules, asked of the search: the fastest layout that fits 76 GB of an H100, of all and "
+    say("\nThe playbook's rules, asked of the search: the fastest layout that fits 76 GB of an H100, of "
+        "all and "
         "of families\n(step +- %.0f%%; mbs x micro-batches last)\n\nStep 1: fitting a step in memory",
         100 * FITTED_MEDIAN);
     one_instance();

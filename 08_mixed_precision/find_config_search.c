@@ -181,13 +181,13 @@ const char *found_limit(const Goal *goal, const Found *f) {
     struct {
         double share;
         const char *what;
-    } cost[] = {
-        {t->bubble / t->step, "bubble: more micro-batches"},
-        {t->exposed_tp_cp / t->step, f->ep > 1 ? "exposed tp, cp, ep: less of it" : "exposed tp, cp: less of it"},
-        {t->exposed_dp / t->step, "exposed dp: larger mbs, or pp"},
-        {f->recompute == RECOMPUTE_FULL ? 0.25 : 0, "recomputes: tp or pp for memory"},
-        {1 - clock_efficiency(WORK_MATMUL, q),
-         f->tp > 1 ? "small multiplies: less tp" : "small multiplies: larger mbs"}};
+    } cost[] = {{t->bubble / t->step, "bubble: more micro-batches"},
+                {t->exposed_tp_cp / t->step,
+                 f->ep > 1 ? "exposed tp, cp, ep: less of it" : "exposed tp, cp: less of it"},
+                {t->exposed_dp / t->step, "exposed dp: larger mbs, or pp"},
+                {f->recompute == RECOMPUTE_FULL ? 0.25 : 0, "recomputes: tp or pp for memory"},
+                {1 - clock_efficiency(WORK_MATMUL, q),
+                 f->tp > 1 ? "small multiplies: less tp" : "small multiplies: larger mbs"}};
     int most = 0;
     for (int i = 1; i < 5; i++)
         if (cost[i].share > cost[most].share) most = i;
@@ -273,9 +273,8 @@ void search_print(const Goal *goal, const Search *s) {
         100 * FITTED_WORST);
     report_number("errors", "median", FITTED_MEDIAN, "");
     report_number("errors", "worst", FITTED_WORST, "");
-    say("  %3s %3s %3s %4s %3s %4s %4s %5s %-8s %-5s %8s %9s %5s  %s", "tp", "cp", "pp", "dp", "ep",
-        "zero", "mbs", "m", "schedule", "again", "memory", "step", "MFU",
-        "costs most: try");
+    say("  %3s %3s %3s %4s %3s %4s %4s %5s %-8s %-5s %8s %9s %5s  %s", "tp", "cp", "pp", "dp", "ep", "zero",
+        "mbs", "m", "schedule", "again", "memory", "step", "MFU", "costs most: try");
     for (int i = 0; i < s->count; i++) {
         const Found *f = &s->best[i];
         say("  %2d%s %3d %3d %4d %3d %4d %4ld %5ld %-8s %-5s %8s %7.3f s %4.1f%%  %s", f->tp,
@@ -286,7 +285,8 @@ void search_print(const Goal *goal, const Search *s) {
     }
     if (s->count > 0) print_command(goal, &s->best[0]);
     if (goal->model.experts)
-        say("\nExperts are whole on a rank (etp = 1), and with tp beside sequence parallelism alone, as the "
+        say("\nExperts are whole on a rank (etp = 1), and with tp beside sequence parallelism alone, as "
+            "the "
             "programs have\nthem; all take the same number of tokens.");
     say_left_out();
 }
