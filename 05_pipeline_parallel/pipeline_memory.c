@@ -46,7 +46,8 @@ static double left_of_block(const Model *m, double rows) {
     for (int64_t layer = 0; layer < m->config.layers; layer++) {
         const BlockParams *w = &m->block[layer];
         if (!w->q->here) continue;
-        double q = (double)w->q->shape[0], kv = (double)w->k->shape[0], f = (double)w->gate->shape[0];
+        double q = (double)w->q->shape[0], kv = (double)w->k->shape[0];
+        double f = m->config.experts ? 0 : (double)w->gate->shape[0];  // experts: those of a run (moe.c)
         return e * (2 * rows * h + n * (2 * q + 2 * kv + 3 * f) + 2 * n * h + 2 * h);
     }
     return 0;

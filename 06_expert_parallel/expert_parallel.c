@@ -99,9 +99,10 @@ static void regroup(const ExpertParallel *x, const int64_t *received, Tensor by_
     for (int64_t expert = 0; expert < here; expert++) {
         int64_t arrived = 0;
         for (int64_t i = 0; i < x->ep.size * here; i++) {
-            Tensor from = tensor_rows_of(by_rank, arrived, received[i]);
+            int64_t first = arrived;
             arrived += received[i];
             if (i % here != expert || received[i] == 0) continue;
+            Tensor from = tensor_rows_of(by_rank, first, received[i]);
             Tensor to = tensor_rows_of(by_expert, grouped, received[i]);
             grouped += received[i];
             op_copy(to_experts ? to : from, to_experts ? from : to);

@@ -30,13 +30,16 @@ static double bytes_named(const PriceKept *rows, int count, const char *name) {
 static void note_bytes(LoneParts *parts, const Trainer *t) {
     const Model *m = t->model;
     Price price = trainer_price(t);
-    for (int i = 0; i < price.block_rows; i++) parts->block += price.block[i].bytes;
+    parts->expert_rows = bytes_named(price.end, price.end_rows, "rows, gate, up, act of experts");
+    parts->block = bytes_named(price.block, price.block_rows, NULL) + parts->expert_rows;
     parts->tokens = bytes_named(price.end, price.end_rows, "tokens, targets, positions");
     parts->always = bytes_named(price.end, price.end_rows, "positions");
-    parts->head = bytes_named(price.end, price.end_rows, NULL) - parts->tokens - parts->always;
+    parts->head =
+        bytes_named(price.end, price.end_rows, NULL) - parts->tokens - parts->always - parts->expert_rows;
     parts->message = bytes_named(price.end, price.end_rows, "x");
     const int units[] = {m->embedding_unit, m->first_block_unit, m->head_unit};
     for (int i = 0; i < 3; i++) parts->count[i] = (double)m->params.unit[units[i]].count;
+    if (m->config.experts) parts->experts = (double)m->params.unit[m->first_expert_unit].count;
 }
 
 // Runs one micro-batch through an embedding, a block and a head, and notes the seconds of each. Without the
@@ -71,18 +74,18 @@ static void note_seconds(LoneParts *parts, const Trainer *t) {
 
 LoneParts lone_parts(const Config *config) {
     Config c = *config;
-    c.layers = 1, c.grad_acc = MICRO_BATCHES, c.dp = c.pp = 1;
-    if (!c.experts) c.ep = 1;
+    int64_t rows = c.cp * c.tp;
+    c.layers = 1, c.grad_acc = MICRO_BATCHES, c.pp = 1;
+    c.dp = c.ep > rows ? c.ep / rows : 1;  // as few as the experts take
     config_set(&c, "zero", 0);
-    Mesh mesh = mesh_standing_for_all(
-        (MeshShape){.dp = 1, .pp = 1, .cp = (int)c.cp, .tp = (int)c.tp, .ep = (int)c.ep});
+    Mesh mesh = mesh_standing_for_all(layout_shape(&c));
     Trainer *t = trainer_new(&c, mesh, five_d_layouts());
     LoneParts parts = {.tokens = 0};
-    note_bytes(&parts, t);
     model_begin_step(t->model, 1000);
     int64_t before = memory_account().now[MEMORY_ACTIVATION];
     memory_reset_peak();
     note_seconds(&parts, t);
+    note_bytes(&parts, t);  // behind: how many rows come to the experts here, a run knows
     double most = (double)(memory_account().peak[MEMORY_ACTIVATION] - before);
     parts.extra = fmax(most - parts.tokens - parts.always - parts.block - parts.head, 0);
     trainer_free(t);
@@ -91,6 +94,18 @@ LoneParts lone_parts(const Config *config) {
 }
 
 // ---- memory ----
+
+// Experts are spread over ep neighbours within dp x cp x tp, on each of which rows of their own are.
+Replicas lone_replicas(const Config *c, bool experts) {
+    int all = (int)(c->dp * c->cp), tp = (int)c->tp, ep = (int)c->ep;
+    return experts ? (Replicas){all * tp / ep, ep} : (Replicas){all, tp};
+}
+
+// Elements of a unit whose shard is the largest one.
+static double shard_of(double elements, int ranks) {
+    int64_t first;
+    return (double)zero_part((int64_t)elements, 0, ranks, &first);
+}
 
 // Layers of a rank, and what it has besides, of the pipeline's first and last.
 static double layers_of(const Config *c, double chunks) {
@@ -111,20 +126,21 @@ static double held_of(const Config *c, int rank) {
 }
 
 static LoneMemory memory_of(const Config *c, const LoneParts *p, bool first, bool last) {
-    double layers = layers_of(c, chunks_of(c)), shards = (double)(c->dp * c->cp);
-    int zero = (int)config_number(c, "zero");
+    double layers = layers_of(c, chunks_of(c));
+    int zero = (int)config_number(c, "zero"), shards = lone_replicas(c, false).ranks;
     const double units[] = {first ? 1 : 0, layers, last ? 1 : 0};
-    double whole = 0, own = 0, largest = 0;
+    double block = p->count[BLOCK] + p->experts;
+    double whole = layers * p->experts, largest = block, own = 0;
+    if (p->experts > 0) own = layers * shard_of(p->experts, lone_replicas(c, true).ranks);
     for (int i = 0; i < 3; i++) {
-        int64_t ignored;
         whole += units[i] * p->count[i];
-        own += units[i] * (double)zero_part((int64_t)p->count[i], 0, (int)shards, &ignored);
+        own += units[i] * shard_of(p->count[i], shards);
         if (units[i] > 0) largest = fmax(largest, p->count[i]);
     }
     // bf16 weights and gradients, f32 sums, masters and moments; ZeRO-2 and -3 hold a unit whole at work,
     // a pipeline's ZeRO-3 the whole stage.
     bool staged = c->pp > 1;
-    double at_work = fmin(largest + p->count[BLOCK], whole);
+    double at_work = fmin(largest + block, whole);
     LoneMemory m = {
         .weights = 2 * (zero < 3 ? whole : own + (staged ? whole : at_work)),
         .gradients =

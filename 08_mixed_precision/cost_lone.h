@@ -13,9 +13,9 @@
 // for all degrees of dp and pp, for all schedules and stages of ZeRO.
 typedef struct LoneParts {
     double forward[3], backward[3], input[3];  // seconds: embedding, block, head; B and W, and B of them
-    double count[3];                           // elements of a unit
+    double count[3], experts;                  // elements of a unit; of a block's experts here
     double tokens, always, block, head;        // bytes kept: of a micro-batch, of masks; a block, the head
-    double left_block, left_head, message;     // from B to W; of (n, h) between stages
+    double expert_rows, message;               // of `block`, at its experts; (n, h) between stages
     double extra;                              // beyond what is kept, at the peak of activations
     double waits;  // seconds of a block that its communication is exposed, in both passes
 } LoneParts;
@@ -27,6 +27,13 @@ typedef struct LoneMemory {
     double kept;                           // activations at the end of an F, at most
     double peak;                           // of all
 } LoneMemory;
+// Ranks that share a block's weights, and those that have the same experts; their neighbours are so many
+// ranks apart.
+typedef struct Replicas {
+    int ranks, stride;
+} Replicas;
+Replicas lone_replicas(const Config *config, bool experts);
+
 LoneMemory lone_memory(const Config *config, const LoneParts *parts);
 
 typedef struct LoneTime {

@@ -20,6 +20,7 @@
 #include "five_d.h"
 
 enum { EMBEDDING, BLOCK, HEAD };
+#define BEFORE_ALL_REDUCE 0.4  // of a block is computed before the first all-reduce of a pass, about
 
 // ---- stages ----
 
@@ -71,11 +72,11 @@ static double pipelined(const Config *c, const Stages *s) {
     return m * s->slowest + (p - 1) * mean / chunks + 2 * (p * chunks - 1) * s->hop;
 }
 
-static double over_replicas(const Config *c, const char *name, double bytes) {
-    int n = (int)(c->dp * c->cp), stride = (int)c->tp, node = clock_machine()->gpus_per_node;
-    if (n == 1) return 0;
-    int here = stride >= node ? 1 : node / stride;
-    return clock_collective_seconds(name, bytes, n, here < n ? here : n);
+static double over_replicas(Replicas r, const char *name, double bytes) {
+    int node = clock_machine()->gpus_per_node;
+    if (r.ranks == 1 || !(bytes > 0)) return 0;
+    int here = r.stride >= node ? 1 : node / r.stride;
+    return clock_collective_seconds(name, bytes, r.ranks, here < r.ranks ? here : r.ranks);
 }
 
 // Seconds of a unit's gradients and of its weights between the ranks that share them.
@@ -83,25 +84,50 @@ typedef struct Exchange {
     double sums, weights;
 } Exchange;
 
-static Exchange exchange_of(const Config *c, double elements) {
-    bool all_reduce = config_number(c, "zero") == 0;
-    return (Exchange){over_replicas(c, "reduce_scatter", 4 * elements),
-                      over_replicas(c, "all_gather", (all_reduce ? 4 : 2) * elements)};
+static Exchange exchange_of(const Config *c, double elements, double experts) {
+    double weight = config_number(c, "zero") == 0 ? 4 : 2;  // an all-reduce gathers sums
+    Replicas all = lone_replicas(c, false), few = lone_replicas(c, true);
+    return (Exchange){over_replicas(all, "reduce_scatter", 4 * elements) +
+                          over_replicas(few, "reduce_scatter", 4 * experts),
+                      over_replicas(all, "all_gather", weight * elements) +
+                          over_replicas(few, "all_gather", weight * experts)};
+}
+
+// Whether the ranks of data parallelism have neighbours in the node, and so pass the port of tp.
+static bool replicas_near(const Config *c) {
+    return c->dp * c->cp > 1 && clock_node(0) == clock_node((int)c->tp);
+}
+
+// How much later than its multiplies say a stage's last message leaves: each block's gradients are reduced
+// when they are final, and what passes the same port then waits, the message behind them as the collectives
+// with which the next block's backward begins.
+static double reducing_at_end(const Config *c, const LoneParts *p, int layers) {
+    int stride = (int)(c->tp * c->cp * c->dp);
+    if (c->dp * c->cp == 1) return 0;
+    bool near = replicas_near(c), far = clock_node(0) != clock_node(stride - 1);
+    bool hop_near = clock_node(0) == clock_node(stride), shared = hop_near ? near : far;
+    Exchange block = exchange_of(c, p->count[BLOCK], p->experts);
+    double seconds = block.sums + (config_number(c, "zero") == 0 ? block.weights : 0);
+    if (config_number(c, "sp") && near) return (layers - 1 + shared) * seconds;
+    return shared ? seconds + (layers - 1) * fmax(seconds - p->backward[BLOCK], 0) : 0;
 }
 
 // What does not hide beside the blocks. ZeRO-3 gathers a unit while the one before computes, and reduces
-// while the one behind does, in each micro-batch; the others once a step.
+// while the one behind does, in each micro-batch; the others once a step. Where tp passes the same port,
+// they hide no longer than until a block's first collective, which then waits.
 static double exposed_of(const Config *c, const LoneParts *p, const Stages *s) {
     int zero = (int)config_number(c, "zero");
     bool whole = c->pp == 1;
     double ends = p->count[EMBEDDING] + (whole ? p->count[HEAD] : 0), L = s->layers,
            m = (double)c->grad_acc;
-    Exchange block = exchange_of(c, p->count[BLOCK]), end = exchange_of(c, ends);
+    double beside = c->tp == 1 || !replicas_near(c) ? 1 : config_number(c, "sp") ? 0 : BEFORE_ALL_REDUCE;
+    double forward = beside * p->forward[BLOCK], backward = beside * p->backward[BLOCK];
+    Exchange block = exchange_of(c, p->count[BLOCK], p->experts), end = exchange_of(c, ends, 0);
     if (zero == 3 && whole)
-        return m * (L * (fmax(block.weights - p->forward[BLOCK], 0) +
-                         fmax(block.weights + block.sums - p->backward[BLOCK], 0)) +
-                    end.weights + 0.5 * end.sums);
-    double forward = L * p->forward[BLOCK], backward = L * p->backward[BLOCK];
+        return m *
+               (L * (fmax(block.weights - forward, 0) + fmax(block.weights + block.sums - backward, 0)) +
+                end.weights + 0.5 * end.sums);
+    forward *= L, backward *= L;
     double sums = L * block.sums + end.sums, weights = L * block.weights + end.weights;
     if (zero == 0) return fmax(sums + weights - backward, block.sums + block.weights);
     double times = zero == 2 && whole ? m : 1;
@@ -111,14 +137,17 @@ static double exposed_of(const Config *c, const LoneParts *p, const Stages *s) {
 LoneTime lone_time(const Config *c, const LoneParts *p) {
     Stages s = stages_of(c, p);
     double m = (double)c->grad_acc, makespan = pipelined(c, &s);
+    if (s.count > 1) makespan += (s.count - 1) * reducing_at_end(c, p, (int)(c->layers / s.count));
     double weights = s.layers * p->count[BLOCK] + p->count[EMBEDDING] + (c->pp == 1 ? p->count[HEAD] : 0);
-    double shards = config_number(c, "zero") > 0 ? (double)(c->dp * c->cp) : 1;
+    bool zero = config_number(c, "zero") > 0;
+    double shards = zero ? lone_replicas(c, false).ranks : 1, few = zero ? lone_replicas(c, true).ranks : 1;
+    double experts = s.layers * p->experts, own = weights / shards + experts / few;
     double rate = clock_machine()->memory_bytes_per_second;
     LoneTime time = {.computed = m * s.slowest,
                      .bubble = makespan - m * s.slowest,
                      .exposed_tp_cp = m * s.layers * p->waits,
                      .exposed_dp = exposed_of(c, p, &s),
-                     .optimizer = ((30 + 4) * weights / shards + 4 * weights) / rate};
+                     .optimizer = ((30 + 4) * own + 4 * (weights + experts)) / rate};
     time.step = makespan + time.exposed_dp + time.optimizer;
     return time;
 }
@@ -129,8 +158,7 @@ LoneTime lone_time(const Config *c, const LoneParts *p) {
 static StepCost dry_step(const Config *config, int64_t layers, int64_t micro_batches, bool tied) {
     Config c = *config;
     c.layers = layers, c.grad_acc = micro_batches, c.pp = 1, c.tied = tied;
-    Mesh mesh = mesh_standing_for_all(
-        (MeshShape){.dp = (int)c.dp, .pp = 1, .cp = (int)c.cp, .tp = (int)c.tp, .ep = (int)c.ep});
+    Mesh mesh = mesh_standing_for_all(layout_shape(&c));
     StepCost cost = program_cost(&c, mesh, five_d_layouts());
     mesh_end(&mesh);
     return cost;
@@ -170,20 +198,6 @@ static double one_stage(const Config *c, LoneMemory *memory) {
     return continued(&step, L, m);
 }
 
-// How much later than its multiplies say a stage's last message leaves: each block's gradients are reduced
-// when they are final, and what passes the same port then waits, the message behind them as the collectives
-// with which the next block's backward begins.
-static double reducing_at_end(const Config *c, const LoneParts *p, int layers) {
-    int replicas = (int)(c->dp * c->cp), stride = (int)(c->tp * c->cp * c->dp);
-    if (replicas == 1) return 0;
-    bool near = clock_node(0) == clock_node((int)c->tp), far = clock_node(0) != clock_node(stride - 1);
-    bool hop_near = clock_node(0) == clock_node(stride), shared = hop_near ? near : far;
-    Exchange block = exchange_of(c, p->count[BLOCK]);
-    double seconds = block.sums + (config_number(c, "zero") == 0 ? block.weights : 0);
-    if (config_number(c, "sp") && near) return (layers - 1 + shared) * seconds;
-    return shared ? seconds + (layers - 1) * fmax(seconds - p->backward[BLOCK], 0) : 0;
-}
-
 // A rank's clock on the walk, and until when the port to the next stage is busy.
 typedef struct WalkRank {
     double now, port;
@@ -220,7 +234,11 @@ static void send_from(const Walk *w, WalkRank *rank, StagePass pass) {
 // collectives of a region wait for each other where they pass one port.
 static double walked(const Config *c, const LoneParts *p, const Stages *stages) {
     Schedule schedule = pipeline_schedule(c);
-    Walk w = {c, p, stages, &schedule, host_alloc(schedule_slots(&schedule) * sizeof(double)),
+    Walk w = {c,
+              p,
+              stages,
+              &schedule,
+              host_alloc(schedule_slots(&schedule) * sizeof(double)),
               config_number(c, "sp") && clock_node(0) == clock_node((int)(c->tp * c->cp * c->dp))};
     WalkRank ranks[RANKS_MOST] = {{0, 0}};
     double last = 0;
@@ -230,7 +248,8 @@ static double walked(const Config *c, const LoneParts *p, const Stages *stages) 
         WalkRank *rank = &ranks[walk.rank];
         for (int i = 0; i < action->passes; i++) {
             StagePass pass = action->pass[i], needed;
-            if (schedule_receives_from(&schedule, pass) != NO_RANK && schedule_needs(&schedule, pass, &needed))
+            if (schedule_receives_from(&schedule, pass) != NO_RANK &&
+                schedule_needs(&schedule, pass, &needed))
                 rank->now = fmax(rank->now, w.arrives[schedule_slot(&schedule, needed)]);
             if (w.gathers && pass.kind != PASS_W) rank->now = fmax(rank->now, rank->port);
             rank->now += pass_seconds(&w, pass);
@@ -245,16 +264,21 @@ static double walked(const Config *c, const LoneParts *p, const Stages *stages) 
 }
 
 // What a rank of a pipeline holds, by the records' closed forms: rank 0.
-static void staged_memory(const Config *c, const LoneParts *p, LoneMemory *memory) {
-    Mesh mesh = mesh_standing_for_all((MeshShape){
-        .dp = (int)c->dp, .pp = (int)c->pp, .cp = (int)c->cp, .tp = (int)c->tp, .ep = (int)c->ep});
+static void staged_memory(const Config *c, const LoneParts *p, int layers, LoneMemory *memory) {
+    Mesh mesh = mesh_standing_for_all(layout_shape(c));
     Trainer *t = trainer_new(c, mesh, five_d_layouts());
     Price price = trainer_price(t);
     LoneMemory first = {.weights = price_states(&price, t->model, MEMORY_PARAMETER),
                         .gradients = price_states(&price, t->model, MEMORY_GRADIENT),
                         .optimizer = price_states(&price, t->model, MEMORY_OPTIMIZER),
                         .kept = pipeline_held_bytes(t)};
-    if (isnan(first.gradients)) first.gradients = memory->gradients;  // ZeRO-2: the dry run's alone
+    if (p->expert_rows > 0) {
+        const Pipeline *pipe = trainer_context(t, &pipeline);
+        first.kept += schedule_costs(&pipe->schedule, 0).held_to_b * layers * p->expert_rows;
+    }
+    // What works at once with ZeRO-2, or with experts, only a run says: the closed form's then.
+    if (isnan(first.gradients)) first.gradients = memory->gradients;
+    if (isnan(first.weights)) first.weights = memory->weights;
     first.peak = first.weights + first.gradients + first.optimizer + first.kept + p->extra;
     *memory = first;
     trainer_free(t);
@@ -281,7 +305,7 @@ LoneTime lone_step(const Config *c, const LoneParts *p, LoneMemory *memory) {
         return time;
     }
     double makespan = walked(c, p, &s), behind = behind_micro_batch(c, p, s.layers);
-    staged_memory(c, p, memory);
+    staged_memory(c, p, s.layers, memory);
     time.bubble = makespan - time.computed;
     time.exposed_dp = fmax(behind - time.optimizer, 0);
     time.step = makespan + behind;

@@ -31,9 +31,7 @@ const struct FactorRange factor_range[FACTORS] = {
 };
 // clang-format on
 
-Factors factors_fitted(void) {
-    return (Factors){FITTED_FACTORS};
-}
+Factors factors_fitted(void) { return (Factors){FITTED_FACTORS}; }
 
 Factors factors_guessed(void) {
     Factors f;

@@ -66,9 +66,7 @@ static int show_search(const Goal *goal) {
     clock_t began = clock();
     Search found = search(goal, 10);
     double seconds = (double)(clock() - began) / CLOCKS_PER_SEC;
-    say("\n%lld tokens a step are %lld sequences of %ld: micro-batch x dp x micro-batches (4M of 4096: "
-        "1024 = 2 x "
-        "128 x 4\n= 2 x 512 x 1)",
+    say("\n%lld tokens a step are %lld sequences of %ld: micro-batch x dp x micro-batches",
         (long long)(goal->sequences * goal->model.seq), (long long)goal->sequences, goal->model.seq);
     search_print(goal, &found);
     say("\nmeasured here: %.1f s of one core for %lld layouts", seconds, (long long)found.legal);
@@ -84,7 +82,7 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     const char *runs_path = NULL, *json = NULL, *batch = NULL, *machine = NULL, *map = NULL,
                *curves_file = NULL, *fitted = NULL;
-    bool refit = false, agreement = false;
+    bool refit = false, agreement = false, asks_rules = false;
     int64_t gpus, per_node;
     Option own[] = {
         {"gpus", OPTION_INT, &gpus, "64", 1, 65536, "", "GPUs of the cluster", false},
@@ -101,6 +99,9 @@ int main(int argc, char **argv) {
          "with --runs: write the factors and their errors as the header that the next build reads", false},
         {"agree", OPTION_FLAG, &agreement, NULL, 0, 0, "",
          "layouts of 8 GPUs beside dry runs on 8 ranks: bytes, peaks, seconds", false},
+        {"rules", OPTION_FLAG, &asks_rules, NULL, 0, 0, "",
+         "when communication hides, throughput by degree, and the playbook's rules asked of the search",
+         false},
         {"heat-map", OPTION_OUTPUT, &map, NULL, 0, 0, "FILE.svg",
          "the best layouts of four model sizes on 1 to 64 nodes, 1M tokens a step", false},
         {"curves", OPTION_OUTPUT, &curves_file, NULL, 0, 0, "FILE.svg",
@@ -134,7 +135,13 @@ int main(int argc, char **argv) {
         agree();
         return comm_finish(report_verdict("layouts cost what their dry runs do"));
     }
-    curves(curves_file);
+    if (asks_rules) {
+        overlap();
+        curves(curves_file);
+        rules();
+        return comm_finish(report_verdict("the search obeys the playbook's rules"));
+    }
+    if (curves_file) curves(curves_file);
     if (map) heat_map(map, machine);
     return comm_finish(show_search(&goal));
 }

@@ -43,24 +43,27 @@ void fit(Factors *factors, Runs *runs, const char *without);
 // refit: on these runs; else with the factors fitted on published.csv. fitted: NULL, or the file that takes
 // the factors and their errors for the next build (fitted.h).
 void runs_report(Runs *runs, bool refit, const char *fitted);
+void say_left_out(void);  // what no figure of the model has in it
 
 // ---- find_config_search.c: all legal layouts, the best of them clocked ----
 
+typedef struct Found Found;
 typedef struct Goal {
     Config model;  // shape, seq; what is no layout
     int gpus;
     int64_t sequences;  // of a step
     double memory;      // bytes of a GPU
+    bool (*family)(const Found *);  // the layouts to search; NULL: all
 } Goal;
 
-typedef struct Found {
+struct Found {
     int tp, cp, pp, dp, ep, zero, schedule, chunks, recompute, sp;
     int64_t micro_batch, micro_batches;
     double quick, peak;  // closed forms
     LoneTime time;       // clocked
     LoneMemory memory;
     LoneParts parts;
-} Found;
+};
 
 typedef struct Search {
     Found *best;
@@ -72,6 +75,12 @@ Config found_config(const Goal *goal, const Found *found);
 double found_mfu(const Goal *goal, const Found *found);
 const char *found_limit(const Goal *goal, const Found *found);  // what costs most, and what to try
 void search_print(const Goal *goal, const Search *search);
+
+// ---- find_config_rules.c: the playbook's rules, asked of the search ----
+void rules(void);
+
+// ---- find_config_overlap.c: when communication hides, by appendix A3 and by the clock ----
+void overlap(void);
 
 // ---- find_config_agree.c: beside dry runs on as many ranks ----
 void agree(void);

@@ -10,25 +10,45 @@
 #include "five_d.h"
 #include "report/report.h"
 
-enum { RANKS = 8 };
+enum { RANKS = 8, EXPERTS = 8 };
 
 typedef struct Row {
     int dp, cp, tp, pp, zero, schedule, chunks, recompute;
     int64_t micro_batch, micro_batches;
+    int ep;  // 0: no experts
 } Row;
 static const Row rows[] = {
-    {8, 1, 1, 1, 0, ONE_F_ONE_B, 1, 0, 1, 2},  {8, 1, 1, 1, 1, ONE_F_ONE_B, 1, 0, 1, 2},
-    {8, 1, 1, 1, 2, ONE_F_ONE_B, 1, 0, 1, 3},  {8, 1, 1, 1, 3, ONE_F_ONE_B, 1, 0, 1, 2},
-    {8, 1, 1, 1, 3, ONE_F_ONE_B, 1, 2, 2, 5},  {4, 1, 2, 1, 0, ONE_F_ONE_B, 1, 0, 1, 4},
-    {4, 1, 2, 1, 1, ONE_F_ONE_B, 1, 2, 2, 4},  {2, 1, 4, 1, 1, ONE_F_ONE_B, 1, 0, 2, 4},
-    {2, 1, 4, 1, 3, ONE_F_ONE_B, 1, 0, 2, 4},  {1, 1, 8, 1, 0, ONE_F_ONE_B, 1, 0, 4, 6},
-    {1, 1, 8, 1, 0, ONE_F_ONE_B, 1, 1, 4, 6},  {4, 2, 1, 1, 1, ONE_F_ONE_B, 1, 0, 1, 4},
-    {2, 2, 2, 1, 1, ONE_F_ONE_B, 1, 0, 1, 4},  {2, 2, 2, 1, 3, ONE_F_ONE_B, 1, 2, 1, 4},
-    {1, 1, 1, 8, 0, ONE_F_ONE_B, 1, 0, 1, 16}, {1, 1, 1, 8, 0, AFAB, 1, 0, 1, 16},
-    {2, 1, 1, 4, 1, ONE_F_ONE_B, 1, 0, 1, 16}, {2, 1, 2, 2, 1, ONE_F_ONE_B, 1, 0, 2, 8},
-    {1, 1, 4, 2, 0, ONE_F_ONE_B, 1, 0, 1, 8},  {1, 1, 2, 4, 0, INTERLEAVED, 2, 0, 1, 8},
-    {1, 2, 2, 2, 1, ONE_F_ONE_B, 1, 0, 1, 8},  {2, 1, 1, 4, 0, ZB_H1, 1, 0, 1, 16},
-    {1, 1, 2, 4, 0, INTERLEAVED, 4, 2, 1, 8},  {1, 1, 2, 4, 0, ONE_F_ONE_B, 1, 2, 1, 12},
+    {8, 1, 1, 1, 0, ONE_F_ONE_B, 1, 0, 1, 2, 0},
+    {8, 1, 1, 1, 1, ONE_F_ONE_B, 1, 0, 1, 2, 0},
+    {8, 1, 1, 1, 2, ONE_F_ONE_B, 1, 0, 1, 3, 0},
+    {8, 1, 1, 1, 3, ONE_F_ONE_B, 1, 0, 1, 2, 0},
+    {8, 1, 1, 1, 3, ONE_F_ONE_B, 1, 2, 2, 5, 0},
+    {4, 1, 2, 1, 0, ONE_F_ONE_B, 1, 0, 1, 4, 0},
+    {4, 1, 2, 1, 1, ONE_F_ONE_B, 1, 2, 2, 4, 0},
+    {2, 1, 4, 1, 1, ONE_F_ONE_B, 1, 0, 2, 4, 0},
+    {2, 1, 4, 1, 3, ONE_F_ONE_B, 1, 0, 2, 4, 0},
+    {1, 1, 8, 1, 0, ONE_F_ONE_B, 1, 0, 4, 6, 0},
+    {1, 1, 8, 1, 0, ONE_F_ONE_B, 1, 1, 4, 6, 0},
+    {4, 2, 1, 1, 1, ONE_F_ONE_B, 1, 0, 1, 4, 0},
+    {2, 2, 2, 1, 1, ONE_F_ONE_B, 1, 0, 1, 4, 0},
+    {2, 2, 2, 1, 3, ONE_F_ONE_B, 1, 2, 1, 4, 0},
+    {1, 1, 1, 8, 0, ONE_F_ONE_B, 1, 0, 1, 16, 0},
+    {1, 1, 1, 8, 0, AFAB, 1, 0, 1, 16, 0},
+    {2, 1, 1, 4, 1, ONE_F_ONE_B, 1, 0, 1, 16, 0},
+    {2, 1, 2, 2, 1, ONE_F_ONE_B, 1, 0, 2, 8, 0},
+    {1, 1, 4, 2, 0, ONE_F_ONE_B, 1, 0, 1, 8, 0},
+    {1, 1, 2, 4, 0, INTERLEAVED, 2, 0, 1, 8, 0},
+    {1, 2, 2, 2, 1, ONE_F_ONE_B, 1, 0, 1, 8, 0},
+    {2, 1, 1, 4, 0, ZB_H1, 1, 0, 1, 16, 0},
+    {1, 1, 2, 4, 0, INTERLEAVED, 4, 2, 1, 8, 0},
+    {1, 1, 2, 4, 0, ONE_F_ONE_B, 1, 2, 1, 12, 0},
+    // experts over dp, dp x tp, within tp, dp x cp x tp, and behind a pipeline
+    {8, 1, 1, 1, 1, ONE_F_ONE_B, 1, 0, 1, 2, 8},
+    {4, 1, 2, 1, 1, ONE_F_ONE_B, 1, 0, 1, 3, 8},
+    {2, 1, 4, 1, 3, ONE_F_ONE_B, 1, 0, 1, 2, 4},
+    {2, 2, 2, 1, 2, ONE_F_ONE_B, 1, 2, 1, 2, 4},
+    {2, 1, 2, 2, 1, ONE_F_ONE_B, 1, 0, 1, 8, 4},
+    {2, 1, 1, 4, 1, ONE_F_ONE_B, 1, 0, 1, 8, 2},
 };
 enum { ROWS = sizeof rows / sizeof *rows };
 
@@ -41,7 +61,7 @@ static Config config_of(const Row *r) {
                .cp = r->cp,
                .pp = r->pp,
                .dp = r->dp,
-               .ep = 1,
+               .ep = r->ep ? r->ep : 1,
                .zero = r->zero,
                .schedule = r->schedule,
                .chunks = r->chunks,
@@ -49,6 +69,7 @@ static Config config_of(const Row *r) {
                .sp = r->tp > 1,
                .micro_batch = r->micro_batch,
                .micro_batches = r->micro_batches};
+    goal.model.experts = r->ep ? EXPERTS : 0;
     return found_config(&goal, &f);
 }
 
@@ -58,9 +79,9 @@ static void beside(const Row *r, LoneTime time, LoneMemory memory, const StepCos
     double states = memory.weights - (double)run->memory.peak[MEMORY_PARAMETER] + memory.gradients -
                     (double)run->memory.peak[MEMORY_GRADIENT] + memory.optimizer -
                     (double)run->memory.peak[MEMORY_OPTIMIZER];
-    say("  %3d %3d %3d %3d %4d %4ld %4ld %9.2f ms %+7.2f%% %+8.2f%% %+7.0f B %+7.0f B", r->dp, r->cp, r->tp,
-        r->pp, r->zero, r->micro_batch, r->micro_batches, 1e3 * run->step_seconds, 100 * step, 100 * peak,
-        kept, states);
+    say("  %3d %3d %3d %3d %2d %4d %4ld %4ld %9.2f ms %+7.2f%% %+8.2f%% %+7.0f B %+7.0f B", r->dp, r->cp,
+        r->tp, r->pp, r->ep, r->zero, r->micro_batch, r->micro_batches, 1e3 * run->step_seconds, 100 * step,
+        100 * peak, kept, states);
     report_that(
         fabs(step) <= 0.01 && fabs(peak) <= 0.03 && kept == 0 && states == 0,
         "dp %d, cp %d, tp %d, pp %d, zero %d: step %+.2f%%, peak %+.2f%%, kept %+.0f B, states %+.0f B off "
@@ -81,14 +102,14 @@ void agree(void) {
           comm_ranks());
     device_dry_run(true);
     say("\n%d layouts beside their dry runs on %d ranks, 16 layers of Llama 3 8B:\n", ROWS, RANKS);
-    say("  %3s %3s %3s %3s %4s %4s %4s %12s %8s %9s %9s %9s", "dp", "cp", "tp", "pp", "zero", "mbs", "m",
-        "dry run", "step", "peak", "kept", "states");
+    say("  %3s %3s %3s %3s %2s %4s %4s %4s %12s %8s %9s %9s %9s", "dp", "cp", "tp", "pp", "ep", "zero",
+        "mbs", "m", "dry run", "step", "peak", "kept", "states");
     for (int i = 0; i < ROWS; i++) {
         const Row *r = &rows[i];
         Config c = config_of(r);
         LoneMemory memory = {0};
         LoneTime time = comm_rank() == 0 ? priced(&c, &memory) : (LoneTime){0};
-        Mesh mesh = mesh_new((MeshShape){.dp = r->dp, .pp = r->pp, .cp = r->cp, .tp = r->tp, .ep = 1});
+        Mesh mesh = mesh_new(layout_shape(&c));
         StepCost run = program_cost(&c, mesh, five_d_layouts());
         if (comm_rank() == 0) beside(r, time, memory, &run);
     }

@@ -188,14 +188,26 @@ static void print_factors(const Factors *fitted) {
 
 static void write_fitted(const char *file, const Factors *fitted, Summary left_out) {
     FILE *out = output_open("--fitted", file);
-    fprintf(out, "// fitted.h: the factors of cost_table.c, and how far off they are on runs that they have not\n"
-                 "// seen, as find_config has written it:\n"
-                 "//     find_config --runs 08_mixed_precision/published.csv --fit --fitted FILE\n"
-                 "#ifndef FITTED_H\n#define FITTED_H\n\n#define FITTED_FACTORS {");
+    fprintf(
+        out,
+        "// fitted.h: the factors of cost_table.c, and how far off they are on runs that they have not\n"
+        "// seen, as find_config has written it:\n"
+        "//     find_config --runs 08_mixed_precision/published.csv --fit --fitted FILE\n"
+        "#ifndef FITTED_H\n#define FITTED_H\n\n#define FITTED_FACTORS {");
     for (int i = 0; i < FACTORS; i++) fprintf(out, "%s%.4g", i ? ", " : "", fitted->value[i]);
-    fprintf(out, "}\n#define FITTED_RUNS %d\n#define FITTED_MEDIAN %.3f  // errors of a step's seconds\n"
-                 "#define FITTED_WORST %.3f\n\n#endif\n", left_out.count, left_out.median, left_out.worst);
+    fprintf(out,
+            "}\n#define FITTED_RUNS %d\n#define FITTED_MEDIAN %.3f  // errors of a step's seconds\n"
+            "#define FITTED_WORST %.3f\n\n#endif\n",
+            left_out.count, left_out.median, left_out.worst);
     output_close(out, "--fitted", file);
+}
+
+void say_left_out(void) {
+    say("\nLeft out of the model: stragglers and jitter, which grow with the cluster; what communication "
+        "kernels "
+        "take\nfrom computing ones; a clock that falls with temperature; the framework's own work on the "
+        "host; "
+        "experts with\nmore tokens than others; input and checkpoints.");
 }
 
 void runs_report(Runs *runs, bool refit, const char *fitted_file) {
@@ -225,11 +237,7 @@ void runs_report(Runs *runs, bool refit, const char *fitted_file) {
     report_that(runs->count < 8 || model < constant,
                 "the model is off by %.3f in the median, and a constant share of the peak by %.3f", model,
                 constant);
-    say("\nLeft out of the model: stragglers and jitter, which grow with the cluster; what communication "
-        "kernels "
-        "take\nfrom computing ones; a clock that falls with temperature; the framework's own work on the "
-        "host; "
-        "experts with\nmore tokens than others; input and checkpoints.");
+    say_left_out();
     free(errors);
     free(judged);
 }

@@ -158,7 +158,9 @@ static double bubble_of(const char *schedule) {
 
 // A scale of the steps before lets the kernel that makes a tensor write its 8 bits; one of the moment has
 // the largest element looked for first, which a compiler fuses with what made it.
-static double cast_bytes_of(bool delayed_scale, bool compiled) { return delayed_scale ? 1 : compiled ? 3 : 5; }
+static double cast_bytes_of(bool delayed_scale, bool compiled) {
+    return delayed_scale ? 1 : compiled ? 3 : 5;
+}
 
 static CostHabits habits_of(const Table *t, bool hopper, bool half_gradients, int zero) {
     const char *framework = text_of(t, "framework"), *detail = text_of(t, "precision_detail"),
@@ -168,17 +170,18 @@ static CostHabits habits_of(const Table *t, bool hopper, bool half_gradients, in
     bool core = hopper && (has(framework, "Megatron") || has(framework, "NeMo"));
     bool nanotron = has(framework, "nanotron");
     bool async = has(detail, "async TP") || has(schedule, "async TP");
-    return (CostHabits){.hides_tp = core || async,
-                        .hides_dp = zero >= 2 || (!old && !nanotron),
-                        .hides_pp = !old,
-                        .hides_ep = has(schedule, "DualPipe"),
-                        .attention_slow = hopper && !core ? 1.5 : 1,
-                        .bubble = bubble_of(schedule),
-                        .flash = flash,
-                        .gradient_bytes = half_gradients ? 2 : 4,
-                        .cast_bytes = cast_bytes_of(core || has(detail, "delayed"), has(framework, "compile")),
-                        .one_ring = !hopper && zero >= 3 && has(framework, "DeepSpeed"),
-                        .attention_again = 2.5};
+    return (CostHabits){
+        .hides_tp = core || async,
+        .hides_dp = zero >= 2 || (!old && !nanotron),
+        .hides_pp = !old,
+        .hides_ep = has(schedule, "DualPipe"),
+        .attention_slow = hopper && !core ? 1.5 : 1,
+        .bubble = bubble_of(schedule),
+        .flash = flash,
+        .gradient_bytes = half_gradients ? 2 : 4,
+        .cast_bytes = cast_bytes_of(core || has(detail, "delayed"), has(framework, "compile")),
+        .one_ring = !hopper && zero >= 3 && has(framework, "DeepSpeed"),
+        .attention_again = 2.5};
 }
 
 static void recompute_of(const Table *t, Published *r) {

@@ -114,6 +114,8 @@ figure 03_tensor_parallel/split.svg 03_tensor_parallel/tensor_parallel --ranks 4
 figure 03_tensor_parallel/timeline.svg 03_tensor_parallel/async_tensor_parallel --ranks 8 --timeline-svg
 figure 04_context_parallel/timeline.svg 04_context_parallel/zigzag_ring_attention --timeline-svg
 figure 08_mixed_precision/five_d.svg 08_mixed_precision/five_d_methods --svg
+figure 08_mixed_precision/curves.svg 08_mixed_precision/find_config --curves
+figure 08_mixed_precision/heat_map.svg 08_mixed_precision/find_config --heat-map
 figure 08_mixed_precision/points.svg 08_mixed_precision/formats --svg
 for schedule in afab one_f_one_b interleaved zb_h1 zb_h2 zb_v zb_auto dualpipe dualpipe_v; do
     figure 05_pipeline_parallel/$schedule.svg 05_pipeline_parallel/schedule \

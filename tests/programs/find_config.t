@@ -25,7 +25,10 @@ holds "published runs: a constant share is worse" "$(figure 'constant share' 1) 
 holds "published runs: no ratio of partners is off by more than 15%" "$(figure 'ratios of partners' 2) + 0 <= 15"
 cmp -s "$work/fitted.h" 08_mixed_precision/fitted.h
 report $? "published runs: the factors and errors in the source are those that this fit has written"
-passes "24 layouts of 8 GPUs beside dry runs on 8 ranks" $program --agree
+passes "30 layouts of 8 GPUs beside dry runs on 8 ranks" $program --agree
+passes "the playbook's rules and appendix A3" $program --rules
+[ "$(grep -c '^  holds: ' "$out")" = 13 ]
+report $? "the playbook's rules: all 13 are asked"
 passes "a search" $program --model llama-3.2-1b --gpus 8 --batch-tokens 256K --seq 4096 \
     --curves "$work/curves.svg" --json "$work/search.json"
 grep -q 'train_5d --no-check --model llama-3.2-1b .*--ranks 8 ' "$out" && grep -q '</svg>' "$work/curves.svg" &&
