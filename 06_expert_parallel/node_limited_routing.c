@@ -1,5 +1,5 @@
-// node_limited_routing.c: each token goes to few nodes, and crosses to each of them once. Playbook: "Expert
-// parallelism"; DeepSeek-V3 (2024), sections 2.1.2 and 3.2.2.
+// node_limited_routing.c: each token goes to few nodes, and crosses to each of them once. Playbook:
+// "Expert parallelism"; DeepSeek-V3 (2024), sections 2.1.2 and 3.2.2.
 //
 // Against expert_parallel.c, where a token crosses the network once for each of its experts in another
 // node: the ep ranks stand in N nodes of K. The router keeps a token's M best nodes, and chooses its experts
@@ -209,8 +209,8 @@ static Tensor combine(void *context, MoeKept *kept, Tensor made) {
     return y;
 }
 
-// dout_j = weight_j dy, dweight_j = <dy, out_j>: where the sum was made. The gradients of weights cross back
-// while the experts compute: whoever waits for them earlier waits for what crosses before them, too.
+// dout_j = weight_j dy, dweight_j = <dy, out_j>: where the sum was made. The gradients of weights cross
+// back while the experts compute: whoever waits for them earlier waits for what crosses before them, too.
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
     const NodeLimited *l = context;
     Hops *hops = kept->exchange;

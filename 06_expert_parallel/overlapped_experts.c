@@ -325,8 +325,9 @@ static double hidden_of(const Exposed *before, const Exposed *after, const char 
 }
 
 static void head(const Config *c, const char *where) {
-    say("\n%ld blocks of DeepSeek-V3, %ld micro-batches of %ld tokens a rank, ep %ld %s:\n", c->layers,
-        c->grad_acc, c->seq, c->ep, where);
+    say("\n%ld blocks of DeepSeek-V3 (8 K/V heads for MLA), %ld micro-batches of %ld tokens a rank, ep %ld "
+        "%s:\n",
+        c->layers, c->grad_acc, c->seq, c->ep, where);
     say("  %-32s %16s %12s %12s", "", "all-to-alls, ms", "exposed, ms", "step, ms");
 }
 

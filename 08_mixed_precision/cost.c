@@ -4,9 +4,10 @@
 //     step  =  m t  +  (p - 1) / v  t'  +  exposed  +  optimizer        t of the slowest stage, t' of all
 //
 // t is a micro-batch forward and backward with what its communication leaves exposed. Gradients are reduced
-// while the last micro-batch goes backward, or ZeRO-3's weights gathered while the block before computes:
+// while the last micro-batch goes backward, and ZeRO-3's weights are gathered while the block before
+// computes:
 //
-//     exposed  =  max(0, communication - hidden x computing beside it)
+//     exposed  =  max(communication - computing beside it, (1 - hidden) communication)
 //
 // This file has no main: find_config.c uses it.
 #include <math.h>

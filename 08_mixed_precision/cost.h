@@ -20,7 +20,7 @@ typedef enum Factor {
     FACTOR_MATMUL_FP8,   // of the 8-bit peak, on top of the 16-bit share
     FACTOR_SMALL,        // TFLOP of a multiply that reaches half of what a large one does
     FACTOR_ATTENTION,    // of what multiplies reach
-    FACTOR_MEMORY,       // of memory bandwidth, beyond 1 where kernels are fused
+    FACTOR_MEMORY,       // of memory bandwidth
     FACTOR_LINKS,        // of NVLink's and the network's bandwidth
     FACTOR_HIDDEN,       // of communication that a program overlaps
     FACTORS
@@ -36,7 +36,7 @@ Factors factors_fitted(void);  // on published.csv: fitted.h, which find_config 
 Factors factors_guessed(void);
 
 // A machine as it is reached, and the efficiencies by size of what it does: the clock takes both. `power`
-// is the share of the standard power that its GPUs may draw; gpu in 0 (A100) or 1 (H100 and its like).
+// is the share of the standard power that its GPUs may draw.
 enum { EFFICIENCY_STEPS = 41, EFFICIENCY_FIRST = 24 };  // from 2^24 on, in half powers
 typedef struct CostTable {
     Machine machine;

@@ -147,8 +147,6 @@ static void mlp(const Pricing *p, Passes *sum, double rows, double h, double f) 
     move(p, sum, ELEMENT * rows * f * (gate + 1), ELEMENT * rows * f * (2 * gate + 1));
 }
 
-// Each token's row goes to k experts, whose ranks are neighbours within tp where experts are not sharded,
-// and a tp apart where they are.
 // A token crosses to each node once, and is copied to its experts there: of k experts on N nodes it goes to
 // N (1 - (1 - 1 / N)^k) nodes.
 static double copies_sent(const Pricing *p, double k) {
@@ -158,6 +156,8 @@ static double copies_sent(const Pricing *p, double k) {
     return nodes > 1 ? nodes * (1 - pow(1 - 1 / nodes, k)) : k;
 }
 
+// Each token's row goes to k experts, whose ranks are neighbours within tp where experts are not sharded,
+// and a tp apart where they are.
 static void experts(const Pricing *p, Passes *sum, const Sizes *z) {
     const CostModel *m = p->model;
     const CostLayout *l = p->layout;

@@ -30,7 +30,7 @@ static double bytes_named(const PriceKept *rows, int count, const char *name) {
 static void note_bytes(LoneParts *parts, const Trainer *t) {
     const Model *m = t->model;
     Price price = trainer_price(t);
-    parts->expert_rows = bytes_named(price.end, price.end_rows, "rows, gate, up, act of experts");
+    parts->expert_rows = bytes_named(price.end, price.end_rows, "rows, gate, up, act, out of experts");
     parts->block = bytes_named(price.block, price.block_rows, NULL) + parts->expert_rows;
     parts->tokens = bytes_named(price.end, price.end_rows, "tokens, targets, positions");
     parts->always = bytes_named(price.end, price.end_rows, "positions");

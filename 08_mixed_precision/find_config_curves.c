@@ -6,7 +6,7 @@
 //     pp        32 micro-batches whatever the degree: the bubble grows, messages hide
 //     ZeRO-3    one sequence on each GPU: gathers take as long at any degree, but for a latency a rank
 //
-// Bytes sent: dry runs', none. This file has no main: find_config.c shows it.
+// Bytes sent: none, these are dry runs. This file has no main: find_config.c shows it.
 #include <math.h>
 #include <stdlib.h>
 

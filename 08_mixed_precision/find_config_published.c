@@ -61,7 +61,7 @@ static Judged *judge(Runs *runs, const Factors *fitted) {
     for (int i = 0; i < runs->count; i++) {
         Published *r = &runs->run[i];
         int first = first_of_series(runs, i);
-        without[i] = first < i ? without[first] : *fitted;
+        without[i] = first < i ? without[first] : factors_guessed();
         if (first == i && series > FACTORS) fit(&without[i], runs, r->series);
         double seconds = run_predict(r, &without[i]).step;
         judged[i].left_out = series > FACTORS ? seconds / r->seconds - 1 : NAN;

@@ -115,7 +115,7 @@ static double node_of(const char *text, double standard) {
     return number > 0 ? 25e9 * number : standard;
 }
 
-// "…; 500W cap": the watts before the last W that follows a digit.
+// "…; 500W cap": the first number that a W follows.
 static double watts_of(const char *text, double standard) {
     for (const char *c = text; *c; c++)
         if (isdigit((unsigned char)*c) && (c == text || !isdigit((unsigned char)c[-1]))) {
@@ -150,7 +150,8 @@ static CostModel model_of(const Table *t) {
     return m;
 }
 
-// Zero-bubble schedules leave a part of 1F1B's bubble: a third at its memory, nothing at twice that.
+// Zero-bubble schedules leave a part of 1F1B's bubble: ZB-H1 about a third at the same memory; ZB-H2 none
+// at twice the activations; ZB-V none at the same. DualPipe is taken as a third.
 static double bubble_of(const char *schedule) {
     if (has(schedule, "ZB-2p") || has(schedule, "ZB-H2") || has(schedule, "ZB-V")) return 0;
     return has(schedule, "ZB-1p") || has(schedule, "ZB-H1") || has(schedule, "DualPipe") ? 1.0 / 3 : 1;
@@ -181,7 +182,7 @@ static CostHabits habits_of(const Table *t, bool hopper, bool half_gradients, in
         .gradient_bytes = half_gradients ? 2 : 4,
         .cast_bytes = cast_bytes_of(core || has(detail, "delayed"), has(framework, "compile")),
         .one_ring = !hopper && zero >= 3 && has(framework, "DeepSpeed"),
-        .attention_again = 2.5};
+        .attention_again = flash ? 2.5 : 2};
 }
 
 static void recompute_of(const Table *t, Published *r) {

@@ -161,7 +161,8 @@ static void print_methods(const Config *config) {
 
 enum { ZERO3 = 3, PIPELINE = 6 };
 
-// Exposed time as a share of the step, of the rank that waits least: a stage without the head waits for it.
+// Exposed time as a share of the step, on the rank where it is least: stages without the head also wait for
+// the one that has it.
 static double exposed_share(int method, int64_t seq, int64_t micro_batches) {
     Config c = model_of(&methods[method], seq, RECOMPUTE_NONE, true);
     c.grad_acc = micro_batches;
@@ -169,7 +170,7 @@ static double exposed_share(int method, int64_t seq, int64_t micro_batches) {
     return -comm_max(-cost.comm.exposed_seconds / cost.step_seconds, comm_world());
 }
 
-// What a rank stores of the model's layers: of how many anything, and how much of such a one.
+// The number of layers of which the rank stores anything (returned), and the share that it stores of those.
 static double stored_layers(int method, double *part) {
     Config c = model_of(&methods[method], 4096, RECOMPUTE_NONE, true);
     Trainer *t = trainer_new(&c, mesh_new(layout_shape(&c)), five_d_layouts());

@@ -33,7 +33,8 @@ int64_t matrix_cells(void);  // numbers below this
 Cell matrix_cell(int64_t number);
 int matrix_ranks(const Cell *cell);
 Config matrix_config(const Cell *cell);
-// "--dp 2 --pp 2 --zero 3 --dtype bf16": the flags of train_5d, those at rest left out. Static buffer.
+// "--dp 2 --pp 2 --zero 3 --dtype bf16": the flags of train_5d without those at their default. Static
+// buffer.
 const char *matrix_text(const Cell *cell);
 typedef struct CellList {
     Cell *cell;

@@ -12,7 +12,7 @@
 // ---- what may be chosen; a further recipe, schedule or method is one more word ----
 
 typedef struct Values {
-    const char *flag, *value[12];  // value[0]: at rest
+    const char *flag, *value[12];  // value[0]: the default
 } Values;
 
 static const Values values[FACTORS] = {
@@ -79,7 +79,7 @@ int matrix_ranks(const Cell *cell) {
 
 // ---- as a run ----
 
-// Stages beyond one a rank need a layer each, but for the last, which has the head.
+// Each stage needs a layer, except the last, which has the head.
 static int64_t layers_of(const Cell *cell) {
     ScheduleKind kind = schedules[cell->choice[FACTOR_SCHEDULE]];
     int64_t pp = cell->choice[FACTOR_PP] + 1;

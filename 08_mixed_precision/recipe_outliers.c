@@ -95,7 +95,7 @@ void fp8_outliers(void) {
         else report_that(off == 0, "%s: an outlier changes its loss by %g", name, off);
     }
     // Runs that differ in rounding end a percent or two apart.
-    report_that(costs[0] > 0.02 && costs[0] > 2 * costs[1],
+    report_that(costs[0] > 0.02 && costs[0] > 1.25 * costs[1],
                 "an outlier costs scales of a tensor %g of the loss, and scales of a tile %g", costs[0],
                 costs[1]);
 }

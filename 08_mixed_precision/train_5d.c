@@ -55,7 +55,7 @@ static void show_steps(Mesh mesh, const Config *config) {
                 one.loss[step]);
         }
         bool quiet = report_quiet(true);
-        // What a step rounds, all later ones carry on: of so many, the bound is wider.
+        // Later steps carry on what a step rounds: of so many steps, the bound is 100 times that of one.
         double bound = 100 * train_bound_with(&whole, five_d_one_device(), false, &one);
         report_compare(&run, &one, PROOF_REASSOCIATED, bound);
         report_quiet(quiet);
