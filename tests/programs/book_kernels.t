@@ -2,7 +2,8 @@
 # book_kernels.t: training on chapter 07's kernels, on emulated GPUs, held against one device on the
 # library's. TAP.
 # needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu build-cuda-on-cpu/03_tensor_parallel/tensor_parallel
-# needs: build-cuda-on-cpu/00_single_gpu/train build-cuda-on-cpu/04_context_parallel/ring_attention
+# needs: build-cuda-on-cpu/corpus.txt build-cuda-on-cpu/00_single_gpu/train
+# needs: build-cuda-on-cpu/04_context_parallel/ring_attention
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 needs_fibers
@@ -10,7 +11,7 @@ build=build-cuda-on-cpu
 builds OPS=cuda-on-cpu BUILD=$build $build/{00_single_gpu/train,corpus.txt} \
     $build/{03_tensor_parallel/tensor_parallel,04_context_parallel/ring_attention}
 
-tiny="--layers 1 --hidden 64 --heads 2 --kv-heads 2 --head-size 64 --ffn 48 --micro-batch 1 --dtype f32"
+tiny="--layers 1 --hidden 32 --heads 2 --kv-heads 2 --head-size 64 --ffn 24 --micro-batch 1 --dtype f32"
 
 # all_taken: whatever the table replaces has run on its kernels.
 all_taken() {
