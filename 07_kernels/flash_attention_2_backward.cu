@@ -239,7 +239,7 @@ static Work formula(const Heads &shape, double d) {
 template <int D>
 static void row(const char *name, const Heads &at_size) {
     const int64_t bytes = tile_bytes(D, 2 * TILES + 2, 2 * TILES);
-    const KernelVersion version = {name, BLOCK, D == 64 ? 194 : 252, bytes};
+    const KernelVersion version = {name, BLOCK, D == 64 ? 196 : 254, bytes};
     backward_version(version, at_size, D, TILES * TILE, launch<D>, formula);
 }
 
