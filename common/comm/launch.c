@@ -204,7 +204,9 @@ int launch(char *const *words) {
     int end_status = wait_for_end();
     int status = WIFEXITED(end_status) ? WEXITSTATUS(end_status) : 128 + WTERMSIG(end_status);
     if (WIFSIGNALED(end_status)) clear_shared();
-    if (hung) status = STATUS_USAGE;
+    // mpirun that fell over ranks it could not end (Open MPI 4.1.4), after one of them had said why.
+    bool fell = WIFSIGNALED(end_status) && WTERMSIG(end_status) == SIGSEGV && spoken;
+    if (hung || fell) status = STATUS_USAGE;
     say_what_nobody_said(status);
     _exit(ended_by ? 128 + ended_by : status);
 }

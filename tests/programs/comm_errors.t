@@ -168,7 +168,7 @@ wait $launcher
 status=$?
 [ $status = 2 ] && grep -qE \
     'rank [013]: (the ranks have not met in 21 s \(--timeout, and 20 s to start\): one is stopped|waits in)' "$err"
-report $? "a rank stopped while they start: $(tail -n 1 "$err")"
+report $? "a rank stopped while they start: $(head -n 1 "$err")"
 
 if unshare -m --propagation private true 2>/dev/null; then
     run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh

@@ -38,15 +38,15 @@ ends() {
     done
 }
 # Where the first of a rank's two calls has met its other end already, only the second can be named.
-met='rank [0-3] called all_reduce\(.*\) in group (tp|dp) before another call that it shares with rank'
+met='rank [0-3] called (all_reduce|send|receive)\(.*\) in group (tp|dp) before another call that it shares with rank'
 order=': what two ranks share, both start in one order'
 ends crossed "rank 2 called all_reduce\(2048 f32\) in group dp where rank [01] called all_reduce\(1024 f32\) in group tp$order|rank 3 called all_reduce\(1024 f32\) in group tp where rank 2 called all_reduce\(2048 f32\) in group dp$order|$met"
 ends crossed-late "rank [123] called all_reduce\(2048 f32\) in group dp where rank 0 called all_reduce\(1024 f32\) in group tp$order|$met"
 ends crossed-waits "called all_reduce\((1024|2048) f32\) in group (tp|dp) where rank . called all_reduce\((1024|2048) f32\) in group (tp|dp)$order|$met"
 ends crossed-receives \
-    "rank 1 called receive\(2048 f32 from rank 0\) in group tp where rank 0 called receive\(1024 f32 from rank 1\) in group dp$order"
+    "rank 1 called receive\(2048 f32 from rank 0\) in group tp where rank 0 called receive\(1024 f32 from rank 1\) in group dp$order|$met"
 ends crossed-transfers \
-    "rank 1 called send\(2048 f32 to rank 0\) in group dp where rank 0 called send\(1024 f32 to rank 1\) in group tp$order"
+    "rank 1 called send\(2048 f32 to rank 0\) in group dp where rank 0 called send\(1024 f32 to rank 1\) in group tp$order|$met"
 ends crossed-host "rank 1 called all_reduce\(1 f64 on the host\) in group tp where rank 0 called all_reduce\(2048 f32\) in group dp$order|rank [23] called all_reduce\(2048 f32\) in group dp where rank 1 called all_reduce\(1 f64 on the host\) in group tp$order|$met"
 first=': comm_wait comes first'
 ends written-while-read \
