@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(BLOCK)
     copy_rows<KEYS, D, BLOCK>(tile_k, k, 0, end, key_stride);
     cp_async_commit();
     for (int key0 = 0; key0 < last_key; key0 += KEYS) {
-        const bool seen = !shape.causal || key0 < query0 + OWN;  // else no query of this warp sees these keys
+        const bool seen = !shape.causal || key0 < query0 + OWN;  // else nothing is for this warp
         uint32_t p[ROWS][KEYS / 16][4] = {};
         cp_async_wait<0>();
         __syncthreads();  // the keys are there, and everybody has read the values before
