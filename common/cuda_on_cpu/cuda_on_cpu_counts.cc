@@ -138,7 +138,7 @@ struct Site {
     int lane;
 };
 
-// Events of different lanes are one instruction if all these lanes are at one site for the same time. A warp
+// Events of different lanes are one instruction if these lanes are at one site for the same time. A warp
 // has a million of them: they are dealt out by the number of their group, and not sorted.
 static void count_warp(int begin, int end) {
     std::unordered_map<uint64_t, Site> sites;

@@ -26,7 +26,7 @@ passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_ba
 refused "--gpu" 07_kernels/vector_add --gpu abacus
 refused "this build computes on the CPU and has no CUDA kernels" 00_single_gpu/train --kernels book
 
-# shows NAME PROGRAM PATTERN: a line of its table. Emulation is slow, so a program runs once for all of them.
+# shows NAME PROGRAM PATTERN: a line of its table. Emulation is slow: a program runs once for all of them.
 shows() {
     wanted "$1" || return 0
     [ -e "$work/$2.txt" ] || { run "$build/07_kernels/$2" --verbose && cp "$out" "$work/$2.txt"; }
@@ -52,7 +52,7 @@ if [ -z "$nvcc" ]; then
     finish
 fi
 # ptxas counts the registers of each kernel; the most of a program, on either GPU, is what its table says.
-# Net 1 compiles these files whole: here the device's part is enough.
+# nvcc.t compiles these files whole: here the device's part is enough.
 for source in $(grep -l '^int main' 07_kernels/*.cu); do
     name=$(basename "$source" .cu)
     wanted "$name: registers are as it says, and none spills" || continue
