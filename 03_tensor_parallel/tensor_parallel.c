@@ -223,7 +223,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
         free(name);
         before = rate, last = tp;
     }
-    // Of a machine whose links are slow within the node, too, every row falls by nearly half.
+    // On a machine whose links are slow within the node, too, every row falls by nearly half.
     if (leaving > 0 && config->network_efficiency == 1)
         report_that(leaving > most_within,
                     "throughput falls by %.3f within a node, and by %.3f where it ends", most_within,

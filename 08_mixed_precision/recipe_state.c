@@ -9,8 +9,8 @@
 //
 // The optimizer reads them, steps in f32, and stores them again. Scales belong to a rank's own part: on
 // other ranks rounding differs, but is no worse. Scales have few bits themselves, so that what is stored
-// is exact in f32, and stored once more is the same: checkpoints have it in f32, any layout goes on with it,
-// and the one that has written it does so bit for bit. This file has no main: fp8.c runs it.
+// is exact in f32, and stored once more is the same: checkpoints have it in f32, any layout goes on with
+// it, and the one that has written it does so bit for bit. This file has no main: fp8.c runs it.
 #include <math.h>
 #include <stdlib.h>
 
@@ -56,7 +56,7 @@ static double divisor_of(Tensor wide) {
     return most > 0 && isfinite(most) ? ldexp(1, power - 15) : 1;
 }
 
-// To bfloat16's 8 bits: then f32 has code x scale exactly, and finds the scale again in the largest of them.
+// To bfloat16's 8 bits: then f32 has code x scale exactly, and the largest of them tells the scale again.
 static void shorten(Tensor scale) {
     Tensor narrow = tensor_new(MEMORY_OPTIMIZER, BF16, SHAPE(1, tensor_count(scale)));
     op_copy(narrow, scale);
