@@ -8,10 +8,11 @@
 //     bfloat16   as they are
 //
 // The optimizer reads them, steps in f32, and stores them again. Scales belong to a rank's own part: on
-// other ranks rounding differs, but is no worse. What is read in f32 and stored once more has the same codes
-// and the same scales: the largest code times a scale, rounded, gives that scale again, whichever of f32's
-// 2^23 fractions the amax had (tests/unit/test_codes.c). So checkpoints have moments in f32, any layout goes
-// on with them, and the one that has written them does so bit for bit. This file has no main: fp8.c runs it.
+// other ranks rounding differs, but is no worse. What is read in f32 and stored once more has the same
+// codes and scales: the largest code times a scale, rounded, gives that scale again, whichever of f32's
+// 2^23 fractions the amax had (tests/unit/test_codes.c). So checkpoints have moments in f32, any layout
+// goes on with them, and the one that has written them does so bit for bit. This file has no main: fp8.c
+// runs it.
 #include <math.h>
 #include <stdlib.h>
 
