@@ -1,10 +1,10 @@
 // bench_experts.c: a mixture of experts with 2 ranks of one thread beside the dense model of the same
 // active FLOPs on the same ranks. `make bench` runs it; yardstick.h has the measure.
 //
-// What is measured is how fast experts compute and tokens are sent, not how well a router has learned to deal
-// them out: left alone, it sends one rank twice the mean within a few steps, and the other rank waits. So
-// the load is balanced by load_balance's bias in the choice, for SETTLE steps before the first that counts,
-// and weights stand still. What the busier rank still has above the mean is printed.
+// What is measured is how fast experts compute and tokens are sent, not how well a router has learned to
+// deal them out: left alone, it sends one rank twice the mean within a few steps, and the other rank waits.
+// So the load is balanced by load_balance's bias in the choice, for SETTLE steps before the first that
+// counts, and weights stay as they are. What the busier rank still has above the mean is printed.
 #include "06_expert_parallel/expert_parallel.h"
 #include "yardstick.h"
 
