@@ -2,7 +2,7 @@
 // "Expert parallelism"; DeepSeek-V3 (2024), sections 2.1.2 and 3.2.2.
 //
 // Against expert_parallel.c, where a token crosses the network once for each of its experts in another
-// node: the ep ranks stand in N nodes of K. The router keeps a token's M best nodes, and chooses its experts
+// node: the ep ranks are N nodes of K. The router keeps a token's M best nodes, and chooses its experts
 // there (--expert-groups N --groups-kept M; a node is as good as its two best experts together). Its hidden
 // state then makes two hops:
 //

@@ -1,5 +1,5 @@
-// test_comm_requests.c [--ranks N] [PATTERN]: many requests at once, of several groups and on one tensor, and
-// which ranks are in which group. TAP, on all ranks at once; comm.t runs it with 1 to 8.
+// test_comm_requests.c [--ranks N] [PATTERN]: many requests at once, of several groups and on one tensor,
+// and which ranks are in which group. TAP, on all ranks at once; comm.t runs it with 1 to 8.
 #include "comm_values.h"
 
 static void requests_of_several_groups_stand_open_at_once(void) {

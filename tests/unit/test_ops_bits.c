@@ -1,5 +1,5 @@
-// test_ops_bits.c: every operation gives the same bits again, and, but for the matrix multiply, on any number
-// of threads.
+// test_ops_bits.c: every operation gives the same bits again, and, but for the matrix multiply, on any
+// number of threads.
 #include <omp.h>
 #include <setjmp.h>
 #include <stdarg.h>

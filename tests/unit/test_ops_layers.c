@@ -1,6 +1,6 @@
 // test_ops_layers.c: embedding, RMSNorm, RoPE, SwiGLU and cross-entropy against plain references in f64, in
-// all four dtypes, at sizes that fit no vector; and every backward one against finite differences. Attention
-// is in test_attention.c.
+// all four dtypes, at sizes that fit no vector; and every backward one against finite differences.
+// Attention is in test_attention.c.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>

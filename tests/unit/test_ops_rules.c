@@ -1,5 +1,5 @@
-// test_ops_rules.c: what holds for all operations alike: NaN that shows, empty tensors, and one clear sentence
-// for wrong arguments.
+// test_ops_rules.c: what holds for all operations alike: NaN that shows, empty tensors, and one clear
+// sentence for wrong arguments.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
