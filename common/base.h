@@ -59,6 +59,11 @@ void fatal_context(const char *format, ...) PRINTF_LIKE(1, 2);
 // Host memory that is never NULL. The caller frees it with free(). Fatal where the machine, or the control
 // group, has not so much left: Linux would promise it and kill the program that believes it.
 void *host_alloc(size_t bytes);
+// Bytes that the machine, or this process's control group, has left, without the files that it keeps in
+// memory; INFINITY where that is not known.
+double host_memory_left(void);
+// Bytes of this process that it has written to: memory that was only asked for is not there yet.
+double host_memory_written(void);
 // A formatted string of its own. The caller frees it.
 char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
 
