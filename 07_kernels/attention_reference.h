@@ -14,6 +14,30 @@ static inline void emulator_order(uint64_t seed) {
 #endif
 }
 
+// Numbers for a kernel that takes T, and the same in f32 for the CPU.
+template <class T>
+struct Given {
+    std::vector<T> narrow;
+    std::vector<float> exact;
+
+    Given(int64_t count, double scale, int stream) {
+        float *x = kernels_numbers(count, scale, stream);
+        for (int64_t i = 0; i < count; i++) {
+            narrow.push_back(static_cast<T>(x[i]));
+            exact.push_back(static_cast<float>(narrow.back()));
+        }
+        free(x);
+    }
+};
+
+// What a kernel has made, in f32.
+template <class T>
+std::vector<float> made(const Array<T> &x) {
+    std::vector<float> wide;
+    for (T number : x.host()) wide.push_back(static_cast<float>(number));
+    return wide;
+}
+
 // ---- attention in f64, or in f32 for the error that its roundings make ----
 
 template <class T>
@@ -21,10 +45,17 @@ struct Attention {
     std::vector<T> o, lse, dq, dk, dv;
 };
 
-// Each query by itself: all its scores, their softmax, and with dO the gradients, from lse.
+// x in the type that a kernel has it in, where that is narrower.
+template <class Stored, class T>
+T rounded(T x) {
+    return std::is_same<Stored, T>::value ? x : static_cast<T>(static_cast<Stored>(static_cast<float>(x)));
+}
+
+// Each query by itself: all its scores, their softmax, and with dO the gradients, from lse. Stored: the type
+// of what is made, and of the operands of products.
 // Scores are summed in the kernels' order: in f32 they have the same bits, and so fit this lse as well.
 //   P = softmax(S), S = scale Q K', O = P V:   dV = P' dO   dS = P (dO V' - rowsum(dO O))   dQ = scale dS K
-template <class T>
+template <class T, class Stored = T>
 Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float *k, const float *v,
                               const float *grad_o) {
     const size_t queries = (size_t)(n.b * n.s * n.a * d), keys = (size_t)(n.b * n.s * n.kv * d);
@@ -49,9 +80,10 @@ Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float
         for (int64_t j = 0; j < end; j++) sum += std::exp(p[j] - most);
         const T lse = out.lse[(size_t)((sample * n.a + h) * n.s + query)] = most + std::log(sum);
         for (int64_t j = 0; j < end; j++) {
-            const T weight = std::exp(p[j] - most) / sum;
+            const T weight = rounded<Stored>(std::exp(p[j] - most) / sum);
             for (int c = 0; c < d; c++) o[c] += weight * (T)v[key_head + j * step + c];
         }
+        for (int c = 0; c < d; c++) o[c] = rounded<Stored>(o[c]);
         for (int c = 0; grad_o && c < d; c++) delta += (T)grad_row[c] * o[c];
         for (int64_t j = 0; grad_o && j < end; j++) {
             const int64_t key = key_head + j * step;
@@ -69,33 +101,34 @@ Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float
     return out;
 }
 
-// Forward by launch(version, o, lse, scores, q, k, v, shape), over lengths that fill no tile; lse too,
-// where there is one.
-template <class Launch>
+// Forward by launch(version, o, lse, scores, q, k, v, shape), in T, over lengths that fill no tile and, the
+// longest, no block. lse too, where there is one; it is f32 for every T, and so held apart.
+template <class T = float, class Launch>
 Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version) {
-    Proof proof;
+    Proof proof, logs;
     const struct {
         int64_t b, s, a, kv;
         double scale;
-    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 67, 3, 3, 1}};
+    } cases[] = {
+        {1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, sizeof(T) == 2 ? 131 : 67, 3, 3, 1}};
     for (auto &n : cases) {
         const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf((float)d), causal};
         const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.s * n.kv * d, rows = n.b * n.a * n.s;
-        float *q = kernels_numbers(queries, n.scale, 1), *k = kernels_numbers(keys, 1, 2);
-        float *v = kernels_numbers(keys, 1, 3);
-        Array<float> d_q(q, queries), d_k(k, keys), d_v(v, keys), o(queries), lse(rows), scores(rows * n.s);
+        const Given<T> q(queries, n.scale, 1), k(keys, 1, 2), v(keys, 1, 3);
+        Array<T> d_q(q.narrow.data(), queries), d_k(k.narrow.data(), keys), d_v(v.narrow.data(), keys);
+        Array<T> o(queries);
+        Array<float> lse(rows), scores(rows * n.s);
         launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
-        const Attention<float> cpu = attention_on_cpu<float>(shape, d, q, k, v, NULL);
-        const Attention<double> right = attention_on_cpu<double>(shape, d, q, k, v, NULL);
-        const std::vector<float> once = o.host();
+        const float *in[] = {q.exact.data(), k.exact.data(), v.exact.data()};
+        const auto cpu = attention_on_cpu<float, T>(shape, d, in[0], in[1], in[2], NULL);
+        const auto right = attention_on_cpu<double>(shape, d, in[0], in[1], in[2], NULL);
+        const std::vector<float> once = made(o);
         proof.hold(once, cpu.o, right.o);
-        if (has_lse) proof.hold(lse.host(), cpu.lse, right.lse);
+        if (has_lse) logs.hold(lse.host(), cpu.lse, right.lse);
         launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
-        report_that(o.host() == once, "two runs with %lld tokens differ", (long long)n.s);
-        free(q);
-        free(k);
-        free(v);
+        report_that(made(o) == once, "two runs with %lld tokens differ", (long long)n.s);
     }
+    report_that(logs.error <= logs.bound, "lse is off by %.1e, and may be by %.1e", logs.error, logs.bound);
     return proof;
 }
 
@@ -180,18 +213,19 @@ static inline Heads flash_options(int argc, char **argv, const char *purpose, in
 }
 
 // A table without a mask and one with it, whose rows are rows(shape). passes: 1 of forward; 2 of backward,
-// which moves and computes at least twice as much.
+// which moves and computes at least twice as much. tensor: in 16 bits on tensor cores.
 template <class Rows>
-void flash_tables(const KernelsOptions *options, Heads shape, int d, int passes, Rows rows) {
+void flash_tables(const KernelsOptions *options, Heads shape, int d, int passes, Rows rows,
+                  bool tensor = false) {
     for (int causal = 0; causal < 2; causal++) {
         shape.causal = causal;
         const double s = (double)shape.s, pairs = s * (causal ? (s + 1) / 2 : s);
         char *size = format_text(
             "%s%s of %lld tokens, %d heads of %d, %d of K/V", passes == 2 ? "backward of " : "",
             causal ? "causal attention" : "attention", (long long)shape.s, (int)shape.a, d, (int)shape.kv);
-        kernels_begin(options, size,
-                      kernels_limit(options, passes * 4 * words_of_forward(shape, d),
-                                    passes * 4 * pairs * d * (double)shape.a, 0));
+        const double bytes = passes * (tensor ? 2 : 4) * words_of_forward(shape, d);
+        const double flops = passes * 4 * pairs * d * (double)shape.a;
+        kernels_begin(options, size, kernels_limit(options, bytes, tensor ? 0 : flops, tensor ? flops : 0));
         rows(shape);
         free(size);
     }

@@ -19,6 +19,7 @@ static List<Event> events[MAX_THREADS];  // of this block, by thread
 static uint32_t last_block[MAX_THREADS];
 static CudaCounts counts;
 static std::unordered_set<uintptr_t> loaded, stored;  // sectors of this launch
+static List<uintptr_t> copied;                         // those that TMA loaded
 
 void cuda_count_begin(void) {
     counts = CudaCounts();
@@ -37,6 +38,23 @@ void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, 
     events[now.thread->number].add(
         {site, 0, (uint8_t)now.thread->lane, (uint8_t)size, (uint8_t)space, (uint8_t)kind, address});
     if (kind == ATOMIC) counts.atomics++;
+}
+
+void count_passes(int64_t passes) {
+    counts.shared_accesses++;
+    counts.shared_passes += passes;
+}
+
+void count_copy(const uintptr_t *rows, const size_t *bytes, int count) {
+    counts.global_loads++;
+    for (int i = 0; i < count; i++) {
+        counts.global_load_bytes += (int64_t)bytes[i];
+        for (uintptr_t s = rows[i] / 32; bytes[i] && s <= (rows[i] + bytes[i] - 1) / 32; s++) {
+            counts.global_load_sectors++;
+            copied.add(s);
+        }
+    }
+    count_passes(count);
 }
 
 static void step(const Thread *t, uint32_t to) {
@@ -144,6 +162,8 @@ void count_block_end(void) {
 }
 
 void count_launch_end(void) {
+    loaded.insert(copied.items, copied.items + copied.count);
+    copied.count = 0;
     counts.distinct_load_sectors += (int64_t)loaded.size();
     counts.distinct_store_sectors += (int64_t)stored.size();
     loaded.clear();

@@ -6,6 +6,7 @@
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
 # needs: build/07_kernels/flash_attention_2 build/07_kernels/flash_attention_2_backward
+# needs: build/07_kernels/flash_attention_2_tensor
 # needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy build/00_single_gpu/train
 # needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
 . "$(dirname "$0")/tap.sh"
@@ -19,6 +20,7 @@ passes "on an A100" 07_kernels/vector_add --gpu a100
 passes "heads of 64" 07_kernels/flash_attention_1 --head-size 64
 passes "backward of heads of 64" 07_kernels/flash_attention_1_backward --head-size 64
 passes "heads of 64, second version" 07_kernels/flash_attention_2 --head-size 64
+passes "heads of 64, on tensor cores" 07_kernels/flash_attention_2_tensor --head-size 64
 passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu" 07_kernels/vector_add --gpu abacus
 refused "this build computes on the CPU and has no CUDA kernels" 00_single_gpu/train --kernels book
@@ -38,6 +40,7 @@ shows "a swizzle has no bank conflicts" tiling '^A B., swizzled .* 0% '
 shows "half of the lanes wait at a branch" divergence '^branch by lane .* 50% '
 shows "8 x 8 outputs reach nine tenths of the limit" coarsening '^8 x 8 .* 91\.4% '
 shows "on an H100, shared memory limits mma" tensor_cores '^4 stages +0\.191 +shared +72\.7% '
+shows "so they do for flash attention" flash_attention_2_tensor '^bf16 +0\.42 +shared +66\.1% '
 shows "fused, AdamW moves 28 bytes a weight" fused_adamw '^fused .* 1\.95 GB '
 shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
 

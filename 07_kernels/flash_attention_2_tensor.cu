@@ -1,0 +1,298 @@
+// flash_attention_2_tensor.cu: FlashAttention-2 on tensor cores, forward, in bf16 and fp16 with f32 sums.
+// Playbook: "Flash Attention 1-3"; Dao, "FlashAttention-2", 2023, Algorithm 1 and section 3.3.
+//
+// Against flash_attention_2.cu: the loops and the running softmax stay; both products are mma. A block of 4
+// warps has 128 queries, and takes 64 keys at a time. A warp has 32 of the queries, in two fragments of 16
+// rows. What a lane gets of the first product is what it needs as left operand of the second:
+//
+//     S = Q K'   d[0], d[1]  row l / 4       keys 8 j + 2 (l % 4), + 1      j: 8 fragments of 16 x 8
+//                d[2], d[3]  row l / 4 + 8
+//     O += P V   a[0], a[2]  row l / 4       d[0], d[1] of j and of j + 1, exponentials in 16 bits
+//                a[1], a[3]  row l / 4 + 8   d[2], d[3] of j and of j + 1
+//
+// So P stays in registers: there is no tile of scores, and two shuffles join a row's four lanes.
+//
+// Shared memory has one tile of K and one of V. While one is multiplied, the other is in flight:
+//
+//     copy      K0   V0               K1      V1               K2           each waited for, with a
+//     compute        Q K0', softmax   P V0    Q K1', softmax   P V1         barrier, before its use
+//
+// What a warp asks of a multiprocessor for 64 keys, with heads of 128, in clocks:
+//
+//     mma        4 x 32 x 64 x 128 FLOPs                              512 on an A100, 256 on an H100
+//     shared     ldmatrix: Q 64, K 128, V 128 passes; cp.async: 64    384
+//     special    for a lane, 64 exponentials, and 4 of its rows       136
+//     FMA        2^(c S - c m), c = scale log2 e; rows, O             86
+//
+// An A100 is busy with products. On an H100, whose tensor cores are twice as fast, shared memory sets the
+// time: mma takes both operands from registers, and ldmatrix must fill them.
+//
+// Proof: O within 4 times the error of the same steps with P and O in 16 bits on the CPU, lse in f32, each
+// against f64, on odd lengths, with and without a mask, for shared K/V heads and for large scores.
+// Run: build/07_kernels/flash_attention_2_tensor           (--gpu a100, --head-size 64, --verbose)
+// Last line: PASS flash_attention_2_tensor: bf16 takes 0.09 of the least that f32 without tensor cores …
+#include "flash_fragments.h"
+
+enum { WARPS = 4, BLOCK = 32 * WARPS, KEYS = 64 };
+enum { ROWS = 2, OWN = 16 * ROWS, QUERIES = WARPS * OWN };  // fragments, and queries, of a warp; of a block
+enum { FRAGMENTS = KEYS / 8 };                              // of a row of scores
+
+// A row's maximum so far, before the scale, and this lane's part of its sum.
+struct RunningRow {
+    float most, sum;
+};
+
+// s (=) the warp's queries by the tile of keys.
+template <int D, class T>
+__device__ static inline void scores_of(float (&s)[ROWS][FRAGMENTS][4], const T *tile_q, const T *tile_k) {
+#pragma unroll 2  // addresses for all steps would take registers that the sums need
+    for (int k = 0; k < D; k += 16) {
+        uint32_t left[ROWS][4];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) load_left<D>(left[i], tile_q, i * 16, k);
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS; j += 2) {
+            uint32_t right[4];
+            load_right_transposed<D>(right, tile_k, j * 8, k);
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) multiply_pair<T>(s[i][j], s[i][j + 1], left[i], right);
+        }
+    }
+}
+
+// What a query does not see is -inf.
+__device__ static inline void mask(float (&s)[ROWS][FRAGMENTS][4], const Heads &shape, int query0,
+                                   int key0) {
+    const int first = key0 + own_lane() % 4 * 2, last = (int)shape.s - 1;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int query = query0 + i * 16 + half * 8 + own_lane() / 4;
+            const int keys = (shape.causal ? min(query, last) : last) - first;  // beyond this lane's first
+#pragma unroll
+            for (int j = 0; j < FRAGMENTS; j++)
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+                    if (j * 8 + e > keys) s[i][j][2 * half + e] = -INFINITY;
+        }
+}
+
+// s: scores (in), and their exponentials (out), of one of the two rows that a lane has in its fragments.
+// What the sums so far count for in the new ones (return). Each row has seen a key: most is finite.
+__device__ static inline float update_row(float (&s)[FRAGMENTS][4], int half, float c, RunningRow *row) {
+    float most = row->most;
+#pragma unroll
+    for (int j = 0; j < FRAGMENTS; j++) most = fmaxf(most, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
+    most = quad_max(most);
+    const float keep = exp2f((row->most - most) * c), shift = most * c;
+    row->most = most, row->sum *= keep;
+#pragma unroll
+    for (int j = 0; j < FRAGMENTS; j++)
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; e++) row->sum += s[j][e] = exp2f(fmaf(s[j][e], c, -shift));
+    return keep;
+}
+
+// p (=) exponentials of the scores s, in 16 bits; what is summed takes the scale of the new maximum.
+template <int D, class T>
+__device__ static inline void soften(uint32_t (&p)[ROWS][KEYS / 16][4], float (&sum)[ROWS][D / 8][4],
+                                     RunningRow (&row)[ROWS][2], float (&s)[ROWS][FRAGMENTS][4], float c) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float keep = update_row(s[i], half, c, &row[i][half]);
+#pragma unroll
+            for (int j = 0; j < D / 8; j++) sum[i][j][2 * half] *= keep, sum[i][j][2 * half + 1] *= keep;
+        }
+#pragma unroll
+        for (int j = 0; j < FRAGMENTS; j += 2) to_left<T>(p[i][j / 2], s[i][j], s[i][j + 1]);
+    }
+}
+
+// sum += p times the tile of values.
+template <int D, class T>
+__device__ static inline void weigh(float (&sum)[ROWS][D / 8][4], const uint32_t (&p)[ROWS][KEYS / 16][4],
+                                    const T *tile_v) {
+#pragma unroll
+    for (int k = 0; k < KEYS; k += 16)
+#pragma unroll
+        for (int c = 0; c < D / 8; c += 2) {
+            uint32_t right[4];
+            load_right<D>(right, tile_v, k, c * 8);
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) multiply_pair<T>(sum[i][c], sum[i][c + 1], p[i][k / 16], right);
+        }
+}
+
+// The warp's rows of o and lse (=), by way of its part of the tile of queries, from which it then stores
+// whole chunks.
+template <int D, class T>
+__device__ static inline void finish(T *o, float *lse, T *tile, const float (&sum)[ROWS][D / 8][4],
+                                     const RunningRow (&row)[ROWS][2], float scale, int query0, int end,
+                                     int64_t stride) {
+    const int lane = own_lane();
+#pragma unroll
+    for (int i = 0; i < ROWS; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int own = i * 16 + half * 8 + lane / 4;
+            const float total = quad_sum(row[i][half].sum), inverse = 1 / total;
+            const float log_sum = fmaf(row[i][half].most, scale, logf(total));
+            if (lane % 4 == 0 && query0 + own < end) lse[query0 + own] = log_sum;
+#pragma unroll
+            for (int c = 0; c < D / 8; c++)
+                *reinterpret_cast<uint32_t *>(tile + place<D>(own, c) + lane % 4 * 2) =
+                    packed<T>(sum[i][c][2 * half] * inverse, sum[i][c][2 * half + 1] * inverse);
+        }
+    __syncwarp();
+#pragma unroll
+    for (int at = lane; at < OWN * D / CHUNK; at += 32) {
+        const int own = at / (D / CHUNK), chunk = at % (D / CHUNK);
+        if (query0 + own < end)
+            *reinterpret_cast<uint4 *>(o + (query0 + own) * stride + chunk * CHUNK) =
+                *reinterpret_cast<const uint4 *>(tile + place<D>(own, chunk));
+    }
+}
+
+// Block (queries, head, sample), those with the most keys first.
+template <class T, int D>
+__global__ void __launch_bounds__(BLOCK)
+    attention(T *o, float *lse, const T *q, const T *k, const T *v, Heads shape) {
+    DYNAMIC_SHARED(T, tile_q);
+    T *tile_k = tile_q + QUERIES * D, *tile_v = tile_k + KEYS * D, *own_q = tile_q + own_warp() * OWN * D;
+    const int64_t head = blockIdx.y, first = blockIdx.z * shape.s;
+    const int64_t stride = shape.a * D, key_stride = shape.kv * D;
+    const int64_t key_head = first * key_stride + head / (shape.a / shape.kv) * D;
+    const int first_query = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES, end = (int)shape.s;
+    const int query0 = first_query + own_warp() * OWN;
+    const int last_key = shape.causal ? min(first_query + QUERIES, end) : end;
+    const float c = shape.scale * 1.44269504f;  // log2(e)
+    q += first * stride + head * D, o += first * stride + head * D;
+    k += key_head, v += key_head, lse += (blockIdx.z * shape.a + head) * end;
+    RunningRow row[ROWS][2];
+    float sum[ROWS][D / 8][4] = {};
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) row[i][0] = row[i][1] = {-INFINITY, 0};
+    copy_rows<QUERIES, D, BLOCK>(tile_q, q, first_query, end, stride);
+    copy_rows<KEYS, D, BLOCK>(tile_k, k, 0, end, key_stride);
+    cp_async_commit();
+    for (int key0 = 0; key0 < last_key; key0 += KEYS) {
+        const bool seen = !shape.causal || key0 < query0 + OWN;  // else nothing is for this warp
+        uint32_t p[ROWS][KEYS / 16][4] = {};
+        cp_async_wait<0>();
+        __syncthreads();  // the keys are there, and everybody has read the values before
+        copy_rows<KEYS, D, BLOCK>(tile_v, v, key0, end, key_stride);
+        cp_async_commit();
+        if (seen) {
+            float s[ROWS][FRAGMENTS][4] = {};
+            scores_of<D>(s, own_q, tile_k);
+            if (!sees(shape, query0, key0 + KEYS - 1)) mask(s, shape, query0, key0);
+            soften<D, T>(p, sum, row, s, c);
+        }
+        cp_async_wait<0>();
+        __syncthreads();  // the values are there, and everybody has read the keys
+        if (key0 + KEYS < last_key) copy_rows<KEYS, D, BLOCK>(tile_k, k, key0 + KEYS, end, key_stride);
+        cp_async_commit();
+        if (seen) weigh<D>(sum, p, tile_v);
+    }
+    finish<D>(o, lse, own_q, sum, row, shape.scale, query0, end, stride);
+}
+
+// ---- host code ----
+
+constexpr int64_t shared_bytes(int d) { return 2 * (int64_t)d * (QUERIES + 2 * KEYS); }
+
+template <class T, int D>
+static void launch_on(cudaStream_t stream, T *o, float *lse, const T *q, const T *k, const T *v,
+                      const Heads &shape) {
+    if (shape.s == 0) return;
+    const int64_t bytes = shared_bytes(D);
+    CUDA_CHECK(cudaFuncSetAttribute(attention<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    (int)bytes));
+    const dim3 grid((unsigned)((shape.s + QUERIES - 1) / QUERIES), (unsigned)shape.a, (unsigned)shape.b);
+    LAUNCH((attention<T, D>), grid, BLOCK, (size_t)bytes, stream, o, lse, q, k, v, shape);
+}
+
+#ifndef NO_MAIN
+#include "attention_reference.h"
+
+template <class T, int D>
+static void launch(int, T *o, float *lse, float *, const T *q, const T *k, const T *v, const Heads &shape) {
+    launch_on<T, D>(0, o, lse, q, k, v, shape);
+}
+
+// s a multiple of 128.
+static Work formula(const Heads &shape, double d) {
+    const double heads = (double)(shape.b * shape.a), n = (double)shape.s / QUERIES, blocks = heads * n;
+    // tiles of keys that blocks take, two for each block of queries; and those that their warps do
+    const double key_tiles = heads * (shape.causal ? n * n + n : 2 * n * n);
+    const double pairs = heads * (shape.causal ? 4 * n * n + 2 * n : 8 * n * n);
+    const double copies = (blocks + key_tiles) * d / 2;  // 128 rows each: Q, and K with V
+    const double scores = OWN * KEYS / 32;               // of a lane
+    Work w = {};
+    w.load_requests = copies, w.load_sectors = 16 * copies;
+    w.store_requests = blocks * WARPS * (d / 8 + 2 * ROWS);
+    w.store_sectors = blocks * WARPS * (16 * d / 8 + 2 * ROWS);
+    w.memory_sectors = words_of_forward(shape, d) / 16 + heads * (double)shape.s / 8;
+    // ldmatrix: Q and K, V; o, which is stored in words and read in chunks
+    w.shared_passes = 4 * copies + pairs * 4 * d / 16 * (ROWS + KEYS / 16 + KEYS / 16) + blocks * WARPS * d;
+    // maximum, scale and sum of scores; of each row; of o. c; at the end: sum, lse, o
+    w.flops = pairs * 32 * (4 * scores + 2 * ROWS * 6 + d) + blocks * WARPS * 32 * (2 * ROWS * 2.5 + d + 1);
+    w.flop_instructions =
+        pairs * (3 * scores + 2 * ROWS * 6 + d) + blocks * WARPS * (2 * ROWS * 3 + d + 1);
+    w.special_instructions = pairs * (scores + 2 * ROWS) + blocks * WARPS * 2 * ROWS * 2;
+    w.tensor_flops = pairs * 4 * OWN * KEYS * d;
+    w.barriers = 2 * key_tiles;
+    return w;
+}
+
+template <class T, int D>
+static void row(const char *name, const Heads &at_size) {
+    Heads small = at_size;
+    small.b = 1, small.s = 2 * QUERIES, small.a = 1, small.kv = 1;
+    const Heads most = ON_GPU ? at_size : small;
+    const int64_t queries = most.b * most.s * most.a * D, keys = most.b * most.s * most.kv * D;
+    const Given<T> numbers(queries, 1, 4);
+    Array<T> q(numbers.narrow.data(), queries), k(numbers.narrow.data(), keys);
+    Array<T> v(numbers.narrow.data(), keys), o(queries);
+    Array<float> lse(queries / D);
+    auto run = [&](const Heads &shape) { launch_on<T, D>(0, o.at, lse.at, q.at, k.at, v.at, shape); };
+    const Proof proof = prove_forward<T>(D, at_size.causal, true, launch<T, D>, 0);
+    const KernelVersion version = {name, BLOCK, D == 64 ? 207 : 255, shared_bytes(D)};
+    show_version(version, proof, small, at_size, run, [](const Heads &shape) { return formula(shape, D); });
+}
+
+template <int D>
+static void show(const KernelsOptions *options, const Heads &shape) {
+    flash_tables(
+        options, shape, D, 1,
+        [](const Heads &shape) {
+            row<__nv_bfloat16, D>(shape.causal ? "bf16, causal" : "bf16", shape);
+            row<__half, D>(shape.causal ? "fp16, causal" : "fp16", shape);
+        },
+        true);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    KernelsOptions options = {};
+    int head;
+    const Heads shape = flash_options(argc, argv,
+                                      "FlashAttention-2 on tensor cores, forward, in 16 bits.\n"
+                                      "  flash_attention_2_tensor --head-size 64",
+                                      QUERIES, &options, &head);
+    const double d = head, scores = (double)shape.a * (double)shape.s * (double)shape.s;
+    if (head == 128) show<128>(&options, shape);
+    else show<64>(&options, shape);
+    const Work work = formula(shape, d);
+    say("L2 moves %s; %.2f special functions and %.2f FLOPs besides the products for each score",
+        bytes_text(32 * (work.load_sectors + work.store_sectors)), 32 * work.special_instructions / scores,
+        work.flops / scores);
+    const double f32 = kernels_limit(&options, 4 * words_of_forward(shape, d), 4 * scores * d, 0);
+    say("in f32, without tensor cores, the model's limit is %.4g ms", f32 * 1e3);
+    return report_verdict("bf16 takes %.2f of the least that f32 without tensor cores can",
+                          kernels_seconds(0) / f32);
+}
+#endif

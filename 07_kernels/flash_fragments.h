@@ -1,0 +1,103 @@
+// flash_fragments.h: what the files of FlashAttention on tensor cores share: tiles of 16-bit rows in shared
+// memory, and their products in fragments of a warp (cuda/instructions.h).
+//
+// A tile has rows of D numbers, in chunks of 16 bytes that are swizzled by their row, chunk c at c ^ (row
+// mod 8): the eight rows that ldmatrix reads together lie in all banks. Since a row has a power of two of
+// chunks, 16 columns further is the place XOR 16. In a fragment of 16 rows lane l has numbers of rows l / 4
+// and l / 4 + 8, so that four lanes share a row.
+#ifndef FLASH_FRAGMENTS_H
+#define FLASH_FRAGMENTS_H
+
+#include "cuda/instructions.h"
+#include "flash_tiles.h"
+
+enum { CHUNK = 8 };  // numbers in 16 bytes
+
+template <int D>
+__device__ static inline int place(int row, int chunk) {
+    return row * D + (chunk ^ row % 8) * CHUNK;
+}
+
+__device__ static inline int own_lane() { return (int)threadIdx.x % 32; }
+__device__ static inline int own_warp() { return (int)threadIdx.x / 32; }
+
+// Begins to copy rows first ... of one head to a tile, by T threads; rows are `stride` numbers apart, and
+// those from `end` on are zero. A thread's rows are multiples of 8 apart, and so swizzled alike.
+template <int ROWS, int D, int T, class Number>
+__device__ static inline void copy_rows(Number *tile, const Number *head, int first, int end,
+                                        int64_t stride) {
+    constexpr int CHUNKS = D / CHUNK, STEP = T / CHUNKS;
+    static_assert(STEP % 8 == 0, "rows of one thread");
+    const int own = (int)threadIdx.x / CHUNKS, chunk = (int)threadIdx.x % CHUNKS;
+    Number *to = tile + place<D>(own, chunk);
+    const Number *from = head + (first + own) * stride + chunk * CHUNK;
+    const int rows = end - first - own;
+#pragma unroll
+    for (int i = 0; i < ROWS; i += STEP) cp_async(to + i * D, from + i * stride, i < rows);
+}
+
+// ---- fragments ----
+
+// Rows row0 to row0 + 15 and columns column0 to column0 + 15 of a tile, as an A.
+template <int D, class T>
+__device__ static inline void load_left(uint32_t (&a)[4], const T *tile, int row0, int column0) {
+    const int lane = own_lane();
+    ldmatrix_x4(a, tile + row0 * D + (place<D>(lane % 16, lane / 16) ^ column0));
+}
+
+// Two B of 16 x 8, side by side, in b[0], b[1] and b[2], b[3]: of the transposed tile, whose columns are
+// rows row0 to row0 + 15 of what is stored; and of the tile itself.
+template <int D, class T>
+__device__ static inline void load_right_transposed(uint32_t (&b)[4], const T *tile, int row0,
+                                                    int column0) {
+    const int lane = own_lane();
+    ldmatrix_x4(b, tile + row0 * D + (place<D>(lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ column0));
+}
+template <int D, class T>
+__device__ static inline void load_right(uint32_t (&b)[4], const T *tile, int row0, int column0) {
+    const int lane = own_lane();
+    ldmatrix_x4_trans(b, tile + row0 * D + (place<D>(lane % 16, lane / 16) ^ column0));
+}
+
+// left += a right, over two B side by side.
+template <class T>
+__device__ static inline void multiply_pair(float (&left)[4], float (&right)[4], const uint32_t (&a)[4],
+                                            const uint32_t (&b)[4]) {
+    const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+    mma_m16n8k16<T>(left, a, first);
+    mma_m16n8k16<T>(right, a, second);
+}
+
+// Two numbers of T in a register, x in its lower half.
+template <class T>
+__device__ uint32_t packed(float x, float y);
+template <>
+__device__ inline uint32_t packed<__nv_bfloat16>(float x, float y) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+    return (uint32_t)__bfloat16_as_ushort(both.x) | (uint32_t)__bfloat16_as_ushort(both.y) << 16;
+}
+template <>
+__device__ inline uint32_t packed<__half>(float x, float y) {
+    const __half2 both = __floats2half2_rn(x, y);
+    return (uint32_t)__half_as_ushort(both.x) | (uint32_t)__half_as_ushort(both.y) << 16;
+}
+
+// Two fragments side by side that a product has left, 16 x 8 each, as the A of the next: what lane l has
+// of a product is what it needs of the left operand.
+template <class T>
+__device__ static inline void to_left(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
+    a[0] = packed<T>(left[0], left[1]), a[1] = packed<T>(left[2], left[3]);
+    a[2] = packed<T>(right[0], right[1]), a[3] = packed<T>(right[2], right[3]);
+}
+
+// Over the four lanes that share a row.
+__device__ static inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ static inline float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+#endif
