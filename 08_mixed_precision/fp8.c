@@ -20,7 +20,7 @@
 // that ranks share (other scales of tensors); nothing (tiles). With --fp8-wire ZeRO-3's weights and --sp's
 // rows are sent in 8 bits, with a scale for each 128.
 // Memory per parameter: two casts of 1 byte; what the optimizer stores, by recipe.
-// Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 --fp8-wire …)
+// Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 …)
 // Last line: PASS fp8: ranks together make the step of one device …
 #include <stdlib.h>
 #include <string.h>
@@ -71,6 +71,10 @@ static void recipe(Recipe *recipe, const Config *c) {
 
 static void check(const Config *c) {
     const Fp8Recipe *r = fp8_recipe_of(c);
+    CHECK(!config_number(c, "fp8-wire") || c->dtype == BF16 || c->dtype == F16,
+          "--fp8-wire with --dtype %s: what arrives in 8 bits is far from what that dtype has on one device; "
+          "--dtype bf16 would fit",
+          dtype_name((DType)c->dtype));
     if (!r) return;
     CHECK(r->tile || r->history || !c->experts || (c->tp == 1 && c->cp == 1),
           "--fp8 %s finds the largest element of what all ranks of --tp and --cp hold at each cast, and "

@@ -1,14 +1,14 @@
 // bench_experts.c: a mixture of experts with 2 ranks of one thread beside the dense model of the same
 // active FLOPs on the same ranks. `make bench` runs it; yardstick.h has the measure.
 //
-// What is measured is how fast experts compute and tokens travel, not how well a router has learned to deal
+// What is measured is how fast experts compute and tokens are sent, not how well a router has learned to deal
 // them out: left alone, it sends one rank twice the mean within a few steps, and the other rank waits. So
 // the load is balanced by load_balance's bias in the choice, for SETTLE steps before the first that counts,
 // and weights stand still. What the busier rank still has above the mean is printed.
 #include "06_expert_parallel/expert_parallel.h"
 #include "yardstick.h"
 
-enum { MODELS = 2, SETTLE = 30 };
+enum { MODELS = 2, SETTLE = 64 };
 #define SHAPE_OF_BOTH \
     "layers=4 hidden=256 heads=4 kv-heads=4 vocab=256 seq=256 dtype=f32 warmup=1 steps=1000 lr=0 " \
     "micro-batch=4 grad-acc=2 "
@@ -37,7 +37,7 @@ int main(int argc, char **argv) {
         c.dp = mesh.dp.size;
         c.ep = i ? 1 : mesh.ep.size;
         config_set(&c, "zero", 0);
-        config_set(&c, "balance-bias", i ? 0 : 0.02);
+        config_set(&c, "balance-bias", i ? 0 : 0.005);
         trainer[i] = trainer_new(&c, mesh, i ? tensor_layouts : balanced);
     }
     for (int step = 0; step < SETTLE; step++) train_step(trainer[0], NULL);
