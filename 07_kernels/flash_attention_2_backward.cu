@@ -22,8 +22,8 @@
 //     rowsum(dO O)                 64 d FLOPs                   once for each row, by a kernel of its own
 //     scale                        of S and dS                  of S; of dQ and dK where they are stored
 //
-// The exponentials and the five products stay the same. Extra memory: delta, a word for each row and head; a
-// turn for each tile of queries and head; a ticket counter for each K/V head.
+// The exponentials and the five products stay the same. Extra memory: delta, a word for each row and head;
+// a turn for each tile of queries and head; a ticket counter for each K/V head.
 //
 // Proof: dQ, dK, dV within 4 times the error of the same steps in f32 on the CPU, each against f64, on odd
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude; the same bits

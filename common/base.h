@@ -71,7 +71,9 @@ char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
 // most 99 letters. Rotates over 4 static buffers.
 const char *printable(const char *text);
 
-// ---- start ---- First call of every main. Remembers the program's name for messages, tunes malloc for
+// ---- start ----
+
+// First call of every main. Remembers the program's name for messages, tunes malloc for
 // large reused buffers, picks the thread count (OMP_NUM_THREADS, else all cores), and makes sure that the
 // BLAS runs its best kernel for this processor: OpenBLAS chooses when it is loaded, so when it chose below
 // what the processor has and nobody pinned it, the program starts itself once more with OPENBLAS_CORETYPE

@@ -20,7 +20,8 @@ done
 if unshare -m --propagation private true 2>/dev/null; then
     printf 'MemTotal: 24000000 kB\nMemAvailable: 180000 kB\n' >"$work/meminfo"
     with_180_MB() {
-        run unshare -m --propagation private bash -c "mount --bind '$work/meminfo' /proc/meminfo && $build/$*"
+        run unshare -m --propagation private bash -c \
+            "mount --bind '$work/meminfo' /proc/meminfo && $build/$*"
     }
     wide="--no-check --layers 1 --hidden 64 --heads 2 --kv-heads 2 --ffn 64 --vocab 30000 --seq 8 --steps 1"
     wide+=" --micro-batch 1 --sample 0 --eval-every 0"
