@@ -23,8 +23,8 @@
 // of 8 warps reads all of Q and dO, once as rows and once transposed, for 16 keys of its own.
 //
 // Proof: dQ, dK, dV within 4 times the error of the same steps with P, dS and results in 16 bits on the
-// CPU, each against f64, on odd lengths, with and without a mask, for shared K/V heads and large scores; the
-// same bits when blocks run in another order.
+// CPU, each against f64, on odd lengths, with and without a mask, for shared K/V heads and large scores;
+// the same bits when blocks run in another order.
 // Run: build/07_kernels/flash_attention_2_tensor_backward           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_2_tensor_backward: bf16 takes 0.20 of the least that f32 without …
 #include "flash_fragments.h"
