@@ -6,10 +6,10 @@
 #include "training.h"
 
 // --documents: the token that ends a document. Tokens see their own document alone.
-#define DOCUMENT_OPTION                                                                          \
-    {                                                                                            \
-        "documents", OPTION_INT, NULL, "-1", -1, 1e9, "token",                                   \
-            "that ends a document; tokens attend to their own document alone; -1: none", false   \
+#define DOCUMENT_OPTION                                                                      \
+    {                                                                                        \
+        "documents", OPTION_INT, NULL, "-1", -1, 1e9, "token",                               \
+            "which token ends a document; tokens attend to their own alone; -1: none", false \
     }
 
 DType flash_sum_dtype(DType storage);  // of what gathers over chunks: f32, or f64
@@ -17,7 +17,7 @@ AttentionHeads flash_heads(AttentionShape shape);
 
 // A sum over chunks, 0: t itself, or in 16-bit storage an f32 tensor that flash_round rounds into t once.
 Tensor flash_sum(Tensor t);
-void flash_round(Tensor t, Tensor *sum);  // ends sum
+void flash_round(Tensor t, Tensor *sum);  // frees sum
 
 // The log-sum-exp of each query's scores, all that attention keeps besides o.
 Tensor flash_new_lse(AttentionKept *kept, DType storage, int64_t rows, int64_t heads);  // -infinity

@@ -61,8 +61,9 @@ static Record run_in_parts(const Config *whole, bool masked, int64_t parts) {
     char *title = format_text("%lld x %lld samples", (long long)parts, (long long)config.micro_batch);
     Record record = train_record(trainer, title);
     free(title);
-    report_equal("activations kept", (double)kept_activation_bytes(&config), (double)record.kept_bytes,
-                 "B");
+    title = format_text("activations kept, %lld x %lld", (long long)parts, (long long)config.micro_batch);
+    report_equal(title, (double)kept_activation_bytes(&config), (double)record.kept_bytes, "B");
+    free(title);
     trainer_free(trainer);
     return record;
 }
@@ -105,7 +106,7 @@ static void show_mean_of_means(const Config *whole) {
 
 static void compare_parts(const Config *config, bool masked) {
     say("\n%s\n", masked ? "With ignored labels (a part of each sample, as a prompt, is not trained on):"
-                         : "Every token is a label:");
+                         : "Micro-batches x samples of each; every token is a label:");
     Record baseline = run_in_parts(config, masked, 1);
     double bound = train_bound(config, masked, &baseline);
     for (int64_t parts = 2; parts <= config->micro_batch; parts++) {

@@ -165,7 +165,7 @@ static void check_memory(const Config *config, const MemoryHistory *history, int
     while (i < history->count - 1 && history->moment[i].now[MEMORY_OPTIMIZER] == 0) i++;
     report_that(i > history->first[0] && i <= history->first[1],
                 "optimizer state does not appear in step 1");
-    report_equal("activations when it appears", 0, (double)history->moment[i].now[MEMORY_ACTIVATION], "B");
+    report_equal("activations at that moment", 0, (double)history->moment[i].now[MEMORY_ACTIVATION], "B");
     for (int64_t step = 0; step < history->steps; step++) {
         double late = step ? need.optimizer + activations : fmax(need.optimizer, activations);
         check_step(history, step, need.optimizer, activations, states + late);

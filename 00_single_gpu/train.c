@@ -3,15 +3,15 @@
 //
 //     step:  zero gradients;  grad_acc x (forward, backward);  clip by the global norm;  AdamW
 //
-// What a later chapter changes, it changes in a socket (transformer.c). Batches
-// are a function of the sample's global index, weights of their global element index, so that any layout of
-// ranks can repeat this run.
+// What a later chapter changes, it changes in a socket (transformer.h). Batches are a function of the
+// sample's global index, weights of their global element index, so that any layout of ranks can repeat this
+// run.
 //
 // FLOPs: 6 per weight of a matrix multiply and token (2 forward, 4 backward), plus causal attention.
 // Memory per parameter: f32 4 + 4 + 8 bytes; bf16 2 + 2 + 4 (f32 accumulators) + 12 (master weights,
 // moments). Bytes sent: none.
 // Run: build/00_single_gpu/train  (--data FILE, --init DIR, --save DIR, --resume DIR, --dry-run …)
-// Last line: PASS train: held-out loss 5.571 -> 1.990 nats in 300 steps …
+// Last line: PASS train: held-out loss … -> … nats in 300 steps …
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -8,8 +8,8 @@
 //     units    head  block 3  block 2  block 1  block 0  embedding       in the order of backward
 //     buckets  [------------] [---------------] [----------------]
 //
-// After every micro-batch the sums so far are made equal on all ranks, as PyTorch's DDP does outside of
-// no_sync; what the next one adds must not count them N times, so each rank keeps its N-th part of them.
+// Buckets are reduced after every micro-batch, as PyTorch's DDP does outside of no_sync. The next one adds
+// to sums over all ranks, and its all-reduce would count these N times: so they are scaled by 1 / N first.
 //
 // Bytes sent per rank: 2 (N - 1) / N K for each of the grad_acc micro-batches. Memory per rank: as on one
 // device.
@@ -64,7 +64,7 @@ void ddp_bucketed_ready(void *context, Model *model, int unit, bool last) {
                         model->params.unit[unit].replicas);
 }
 
-// The next micro-batch adds to sums that every rank has: with an N-th of them each, they count once.
+// The next micro-batch adds to sums that every rank has. Scaled by 1 / N, its all-reduce counts them once.
 static void before_more(void *context, Model *model, int unit) {
     Buckets *b = context;
     int bucket = b->of_unit[unit];
@@ -160,7 +160,7 @@ static const Technique *const techniques[] = {&ddp_bucketed, &recompute, NULL};
 //
 // (The playbook's last line keeps a num_params that cancels, and has g = 1.) Here g = 4: 16-bit gradients
 // are summed in f32. The formula leaves out latency, attention (below 1% of these short sequences) and all
-// memory traffic, of which backward has much: so the real clock hides from fewer tokens on.
+// memory traffic, of which backward has much: so on the model clock fewer tokens are enough.
 static double tokens_by_formula(const Machine *machine, int n, double bandwidth) {
     return 4 / 2.0 * (n - 1) / n * machine_peak_flops(machine, BF16) / bandwidth;
 }
@@ -204,7 +204,7 @@ static void overlap_condition(Mesh mesh, const Config *config) {
     int n = mesh.dp.size;
     if (n == 1) return;
     const Machine *machine = machine_find(config->machine);
-    Machine free_memory = *machine;  // what the formula thinks of
+    Machine free_memory = *machine;  // what the formula assumes
     free_memory.memory_bytes_per_second = INFINITY;
     device_dry_run(true);
     clock_push("overlap condition");

@@ -8,11 +8,11 @@
 //     step        AdamW             of that part alone: its moments, its master weights
 //     forward     all-gather        the stepped parts of all, in place, each unit's before it is used
 //
-// Three ways to bring the weights back (--gather): after the step; in the step, behind that of the units
-// that follow; and from there on in the next forward, which waits for a unit when it comes to it.
+// Three moments for the all-gather (--gather): after the step; in the step, each unit's while later units
+// are stepped; or in the next forward as well, which waits for a unit only when it comes to it.
 //
-// Bytes sent per rank: (N - 1) / N (g Psi + e Psi). Memory per rank: e Psi, g Psi, k Psi / N (zero.c has
-// the letters).
+// Psi parameters, N ranks; e bytes a weight, g a gradient, k of optimizer state. Bytes sent per rank:
+// (N - 1) / N (g Psi + e Psi). Memory per rank: e Psi, g Psi, k Psi / N.
 // Run: build/02_zero/zero1           (--ranks 3, --tied, --dtype bf16, --optimizer sgd, --grad-acc 4 …)
 // Last line: PASS zero1: optimizer state is sharded over the ranks, and no bit changes …
 #include <stdlib.h>
@@ -60,8 +60,7 @@ static void reduce_scatter(void *context, Model *model, int unit, bool last) {
     params_accumulate(&model->params, unit);
     if (!last) return;  // the sum over ranks takes all micro-batches at once, as in ddp_no_sync
     int64_t *counts = zero_part_counts(u);
-    // The sum stands in this rank's own part; the rest of the unit's gradient is this rank's alone, and of
-    // no use.
+    // Only this rank's own part is a sum over ranks now; the rest of its gradient is not used again.
     zero->reduction[unit] =
         comm_reduce_scatter(u->own_grads, unit_total_grad(u), counts, REDUCE_SUM, u->replicas);
     free(counts);
@@ -96,7 +95,7 @@ static void stepped(void *context, Model *model, int unit) {
     complete(zero, model);
 }
 
-// Who reads the unit's weights first in the next forward waits for them.
+// The next forward waits here before its first use of the unit's weights.
 static void acquire(void *context, Model *model, int unit, Pass pass) {
     (void)model, (void)pass;
     Zero *zero = context;
@@ -147,7 +146,7 @@ const Technique zero1 = {.name = "zero1",
 
 #ifndef NO_MAIN
 
-// ---- three ways to bring the weights back ----
+// ---- when the stepped weights are gathered ----
 
 static const Technique *const techniques[] = {&zero1, &recompute, NULL};
 
@@ -159,7 +158,7 @@ static void compare_gathers(Mesh mesh, const Config *config) {
     enum { WAYS = sizeof ways / sizeof *ways };
     Record record[WAYS];
     Config same = *config;
-    say("\nThree ways to bring the weights back, of which each must make the same bits:\n");
+    say("\nStepped weights, gathered after the step, in it, or in the next forward: no bit may change\n");
     bool quiet = report_quiet(!config->verbose);
     for (int i = 0; i < WAYS; i++) {
         config_set(&same, "gather", ways[i].value);
@@ -173,8 +172,7 @@ static void compare_gathers(Mesh mesh, const Config *config) {
     zero_compare(mesh, ways, WAYS, cost);
     for (int i = 1; i < WAYS; i++)
         report_that(cost[i].step_seconds < cost[i - 1].step_seconds,
-                    "weights that come back %s make no shorter step than %s", ways[i].name,
-                    ways[i - 1].name);
+                    "weights gathered %s make no shorter step than %s", ways[i].name, ways[i - 1].name);
 }
 
 int main(int argc, char **argv) {

@@ -8,11 +8,12 @@
 //     compute       E   B0  B1  H    |  H    B1      B0          E, H: embedding and head
 //     network    E  B0  B1  H        |  B1   rsH B0  rsB1  rsB0 rsE      rs: reduce-scatter, as in zero2
 //
-// Each unit twice, and the last once (the playbook's 2 L - 1): forward ends and backward begins with the
-// head, so it stays. Nor does the embedding's backward read weights: 2 U - 2 gathers for U = L + 2 units.
-// Tied, the head uses the embedding again: 2 U - 1.
+// Each unit is gathered twice, but the head once: forward ends and backward begins with it, so it stays
+// (the playbook's 2 L - 1). And the embedding once, whose backward reads no weights: 2 U - 2 gathers for
+// U = L + 2 units. Tied, the head reads the embedding again: 2 U - 1.
 //
-// Bytes sent per rank and micro-batch: (N - 1) / N (g Psi + 2 e Psi - e (E + H)).
+// Letters as in zero1.c, E and H for the parameters of embedding and head. Bytes sent per rank and
+// micro-batch: (N - 1) / N (g Psi + 2 e Psi - e (E + H)).
 // Memory per rank: e Psi / N and two units, g Psi / N and two units, k Psi / N.
 // Run: build/02_zero/zero3           (--ranks 3, --tied, --dtype bf16, --recompute full, --grad-acc 4 …)
 // Last line: PASS zero3: weights are sharded over the ranks, and no bit changes …
@@ -141,9 +142,9 @@ static const Stage stages[] = {
 };
 enum { STAGES = sizeof stages / sizeof *stages };
 
-// The playbook's formulas beside what a rank holds at its peak and sends in a step. Held beyond the formula
-// are the units at work; ZeRO-2 and -3 do without 16-bit gradients of their own part (2 Psi / N), as these
-// exist at work alone.
+// The playbook's formulas beside what a rank holds at its peak and sends in a step. It holds more than the
+// formula by the whole units in use, and with ZeRO-2 and -3 less by 2 Psi / N: 16-bit gradients exist only
+// of units in use, and not of the rank's own part.
 static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
     double n = mesh.dp.size, all = (double)config_parameters(c),
            ends = 2.0 * (double)(c->vocab * c->hidden);

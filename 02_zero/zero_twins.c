@@ -83,7 +83,7 @@ Config zero_compare(Mesh mesh, const ZeroVariant *variants, int count, StepCost 
     say("\n%s, on the model clock:\n", title);
     timeline_title(title);
     free(title);
-    say("  %-28s %10s %18s %12s %9s %12s\n", "", "step, ms", "communication, ms", "exposed, ms", "of it",
+    say("  %-28s %10s %18s %12s %9s %14s\n", "", "step, ms", "communication, ms", "exposed, ms", "share",
         "rank 0 sends");
     for (int i = 0; i < count; i++) {
         const ZeroVariant *v = &variants[i];
@@ -94,7 +94,7 @@ Config zero_compare(Mesh mesh, const ZeroVariant *variants, int count, StepCost 
         clock_pop();
         timeline_keep(v->name);
         const CommCount *comm = &cost[i].comm;
-        say("  %-28s %10.2f %18.2f %12.2f %8.1f%% %12s\n", v->name, 1e3 * cost[i].step_seconds,
+        say("  %-28s %10.2f %18.2f %12.2f %8.1f%% %14s\n", v->name, 1e3 * cost[i].step_seconds,
             1e3 * comm->model_seconds, 1e3 * comm->exposed_seconds,
             comm->model_seconds > 0 ? 100 * comm->exposed_seconds / comm->model_seconds : 0,
             bytes_text((double)comm->bytes));

@@ -220,7 +220,7 @@ static void compare_calls(Mesh mesh, const Config *config) {
         } row[] = {{"all-gathers", again ? 4 : 2, both.all_gather.calls, ""},
                    {"reduce-scatters", 2, both.reduce_scatter.calls, ""},
                    {"all-reduces", 0, both.all_reduce.calls, ""},
-                   {again ? "bytes of both (x 1.5: W)" : "bytes of both",
+                   {again ? "bytes, W gathers too" : "bytes of both",
                     alone.all_reduce.bytes * (again ? 1.5 : 1),
                     both.all_gather.bytes + both.reduce_scatter.bytes, "B"}};
         for (size_t i = 0; i < sizeof row / sizeof *row; i++) {

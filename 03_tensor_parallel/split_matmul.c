@@ -13,8 +13,7 @@
 //
 // By columns and then by rows, nothing is sent in between: rank i holds just the columns that it multiplies
 // next, and an activation function works on each element alone. By rows and then by columns, the function
-// needs the sum first. (The model stores a weight as (out, in): sharded by columns here is CUT_ROWS in
-// params.h.)
+// needs the sum first. (The model stores a weight as (out, in): the columns of W here are rows there.)
 //
 // Bytes sent: those of each collective, below. Memory per rank: W / N.
 // Run: build/03_tensor_parallel/split_matmul              (--ranks 3 …)

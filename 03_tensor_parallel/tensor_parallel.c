@@ -204,7 +204,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
     clock_set_cluster(node, config->compute_efficiency, config->network_efficiency);
     say("\nTwo blocks of Llama 3 8B, 4,096 tokens, %d GPU%s per node, on the model clock:\n", node,
         node > 1 ? "s" : "");
-    say("  %-6s %12s %16s %10s %14s %12s\n", "tp", "step, ms", "tokens/s a GPU", "of tp 1", "to last row",
+    say("  %-6s %12s %16s %10s %14s %12s\n", "tp", "step, ms", "tokens/s a GPU", "of tp 1", "vs row above",
         "exposed, ms");
     double alone = 0, before = 0, most_within = 0, leaving = 0;
     for (int tp = 1, last = 1; tp <= ranks; tp++) {
@@ -223,7 +223,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
         free(name);
         before = rate, last = tp;
     }
-    // Of a machine whose links are slow within the node, too, every row falls by nearly half.
+    // On a machine whose links are slow within the node, too, every row falls by nearly half.
     if (leaving > 0 && config->network_efficiency == 1)
         report_that(leaving > most_within,
                     "throughput falls by %.3f within a node, and by %.3f where it ends", most_within,

@@ -207,7 +207,7 @@ bool context_fits(int cp, ContextMethod method) {
 }
 
 static void compare_attention(Mesh mesh) {
-    say("  %-12s %10s %9s %10s %10s %12s %12s %12s\n", "", "ms", "of ring", "busiest", "idlest", "exposed",
+    say("  %-12s %10s %9s %10s %10s %12s %12s %12s\n", "", "ms", "vs ring", "busiest", "idlest", "exposed",
         "K/V, forw.", "backward");
     double ring = 0;
     for (ContextMethod method = 0; method < CONTEXT_METHODS; method++)
@@ -258,7 +258,7 @@ static void step_row(Mesh mesh, const char *name, ContextMethod method, int cp, 
 
 static void compare_steps(Mesh mesh) {
     int n = mesh.cp.size;
-    say("  %-16s %10s %9s %12s %14s %14s\n", "", "step, s", "of ring", "exposed, s", "activations",
+    say("  %-16s %10s %9s %12s %14s %14s\n", "", "step, s", "vs ring", "exposed, s", "activations",
         "memory");
     char *title = format_text("Four layers of Llama 3 8B, s = 131,072, cp %d, one GPU per node: rank 0", n);
     timeline_title(title);

@@ -3,15 +3,15 @@
 //
 // Against 00_single_gpu/flash.c: a rank has the queries, keys and values of its own tokens. In hop h it
 // computes with the keys and values of rank r - h, which it passes on to rank r + 1 at the same time, and
-// merges the result into o by log-sum-exp. After N hops each query has seen all keys; nobody ever held them
-// all:
+// merges the result into o by log-sum-exp. After N hops each query has seen all keys, and no rank ever held
+// them all:
 //
 //     forward     hop 0      hop 1      hop 2      hop 3        (whose K/V; N = 4)
 //       rank 0    0          3          2          1            compute, and in flight: the next hop's K/V
 //       rank 1    1          0          3          2
-//     backward    K/V hop again; dK/dV of rank j begin on rank j + 1 in hop 1, gather on the way in f32:
-//       rank 0    dkv 0      dkv 3 ->   dkv 2 ->   dkv 1 ->     the last hop brings home what others found;
-//       rank 1    dkv 1      dkv 0 ->   dkv 3 ->   dkv 2 ->     one's own share, hop 0, has stayed there
+//     backward    K/V hop again; dK/dV of rank j start on rank j + 1 in hop 1 and add up on the way in f32:
+//       rank 0    dkv 0      dkv 3 ->   dkv 2 ->   dkv 1 ->     the last hop ends on rank j, which adds its
+//       rank 1    dkv 1      dkv 0 ->   dkv 3 ->   dkv 2 ->     own share, of hop 0
 //
 // Contiguous tokens and a causal mask: rank 0 computes in hop 0 alone, rank N - 1 in each
 // (zigzag_ring_attention.c balances that).
@@ -74,14 +74,14 @@ static void ring_forward(void *context, const MicroBatch *micro, Tensor o, Atten
     flash_round(o, &sum);
 }
 
-// dK/dV that gather on their way: those that this rank has added to last, and those of the rank before,
-// which come.
+// dK/dV in flight: those that this rank has just added to, on to the next, and those that the rank before
+// sends.
 typedef struct Returning {
     KeysValues sent, coming;
     Request *request;
 } Returning;
 
-// The gradients of the rank before have come: += into `sums`.
+// Waits for the gradients that the rank before has sent: sums +=.
 static void add_returned(KeysValues sums, Returning *returning) {
     comm_wait(returning->request);
     op_accumulate(sums.k, returning->coming.k);
@@ -156,7 +156,7 @@ void ring_price(Price *price, const Model *m, const void *context) {
     double e = (double)dtype_size((DType)config->dtype),
            sum = (double)dtype_size(flash_sum_dtype(config->dtype));
     double column = (double)(2 * context_key_columns(m)) * (double)config->micro_batch;  // K/V of a token
-    // K/V: all chunks but the one that ends here, the next rank's. dK/dV: all but one's own.
+    // K/V: all chunks but the one that ends here, the next rank's. dK/dV: all but its own.
     double keys = (double)(c->s - c->layout->count(c->s, cp.size, (cp.rank + 1) % cp.size)) * column;
     double gradients = (double)(c->s - c->own) * column;
     price_sent(price, "transfers", (forwards + 2 * backwards) * (cp.size - 1),

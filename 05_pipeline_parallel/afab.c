@@ -4,7 +4,7 @@
 // Stage r is on rank r. With one micro-batch it is the naive pipeline, in which one rank works and the
 // others wait.
 //
-//     rank r:  F(0) … F(m-1)  BW(0) … BW(m-1)
+//     rank r:  F(0) … F(m-1)  BW(0) … BW(m-1)           drawn below as F and D; dots: the bubble
 //
 //     rank 0  |F0--F1--F2--F3--....................................D0------D1------D2------D3------
 //     rank 1  |....F0--F1--F2--F3--........................D0------D1------D2------D3------........

@@ -5,18 +5,18 @@
 // rank of the next stage, gradients to that of the stage before:
 //
 //     for each action of my list
-//         receive what others will have sent by the time that it ends      (in flight while it computes)
+//         start the receives of what others send before it ends             (in flight while it computes)
 //         wait for its own input
 //         F: chunk_forward    B: chunk_backward_input    W: chunk_backward_weight    BW: both
 //         send its output
 //
 // Nothing can deadlock: the messages of a step have one order, that of a clock on which every pass takes
-// one unit, and each rank starts its part of them in this order. The first message that is not done yet
-// then has both its ends: its sender needed only earlier ones to come to it, and its receiver, too.
+// one unit, and each rank starts its own in this order. Take the first message that is not done: whatever
+// its sender and its receiver had to wait for before it is done, so both have started it, and it ends.
 //
 // Sums do not depend on the schedule: W runs in the order of micro-batches on every stage, so losses,
 // gradients and the step are those of one device to the last bit. Where two copies of a weight add up
-// (tied embeddings, DualPipe) they are so but for the order of that one sum.
+// (tied embeddings, DualPipe), that one sum has another order.
 //
 // Bytes sent per rank and micro-batch: n h e for each stage whose neighbour is on another rank, each way.
 // Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches
@@ -61,7 +61,7 @@ static MicroBatch *begin_micro_batch(Pipeline *p, Model *m, int index) {
     return micro;
 }
 
-// Starts those of this rank's messages that come before `until`: what others send by then.
+// Starts this rank's receives of all messages before place `until` in the order.
 static void start_receives(Pipeline *p, Model *m, int until) {
     for (; p->next < until; p->next++) {
         const Message *message = &p->message[p->next];
@@ -112,8 +112,8 @@ static void send_output(Pipeline *p, Model *m, StagePass pass, Tensor *output) {
     tensor_free(output);
 }
 
-// A chunk layer by layer, its ends with the first and the last one: in between, what is in flight goes on.
-// (A message is longer than what a host takes at once, and others wait for the rest of it.)
+// A chunk layer by layer, embedding and head with the first and the last one: in between, messages in
+// flight make progress. (MPI sends a long one in pieces, and its receiver waits for the last of them.)
 static void run_chunk(void (*run)(Model *, MicroBatch *, Chunk), Model *m, MicroBatch *micro, Chunk chunk,
                       Pass pass) {
     int first = chunk.first_layer, end = chunk.end_layer;
@@ -139,7 +139,7 @@ void pipeline_compute(Pipeline *p, Model *m, StagePass pass) {
     clock_pop();
 }
 
-// Its output leaves, and with its last pass here the micro-batch.
+// Sends the pass's output; after the last pass of a micro-batch on this rank, frees what it kept.
 static void end_pass(Pipeline *p, Model *m, StagePass pass) {
     MicroBatch *micro = &p->micro[pass.micro_batch];
     if (pass.kind == PASS_F) {
@@ -158,7 +158,7 @@ static void end_pass(Pipeline *p, Model *m, StagePass pass) {
     m->sockets.gradients.micro_batch_ready(m->sockets.gradients.context, m, last);
 }
 
-// Both passes of a pair at once, if somebody overlaps them; their outputs leave in the order of the list.
+// Both passes of a pair at once, if a technique overlaps them; outputs are sent in the order of the list.
 static void run_action(Pipeline *p, Model *m, const Action *action) {
     bool pair = action->passes == 2 && p->together;
     if (pair) p->together(p->together_context, p, m, action);
@@ -168,8 +168,8 @@ static void run_action(Pipeline *p, Model *m, const Action *action) {
     }
 }
 
-// A copy of a unit that has no micro-batch in this step (DualPipe's other direction, where there is one
-// alone) joins in what its replicas do with weights and gradients: its part of the sum is zero.
+// A copy of a unit may have no micro-batch in a step (with DualPipe and a single one, in the other
+// direction). It still joins its replicas' collectives of weights and gradients, and adds zero.
 static void pass_idle_unit(Model *m, int unit) {
     const Sockets *sockets = &m->sockets;
     sockets->parameters.acquire(sockets->parameters.context, m, unit, FORWARD);
@@ -207,7 +207,7 @@ static void run(void *context, Model *m, const StepInput *input) {
     if (m->mesh.pp.size > 1) comm_wait(comm_all_reduce(input->loss, REDUCE_SUM, m->mesh.pp));
 }
 
-// Of one micro-batch that is not trained on: one stage after another, and the loss for all.
+// One micro-batch that is not trained on goes through all stages; every rank gets the loss.
 static double evaluate(void *context, Model *m, MicroBatch *micro) {
     Pipeline *p = context;
     const Schedule *s = &p->schedule;

@@ -4,8 +4,8 @@
 // The model is a chain of `stages`. A pass is the work of one stage on one micro-batch:
 //
 //         what                                  needs                    sends
-//     F   forward                               F of the stage before    activations to the stage behind
-//     B   backward for the inputs               B of the stage behind    gradients to the stage before
+//     F   forward                               F of the stage before    activations to the stage after
+//     B   backward for the inputs               B of the stage after     gradients to the stage before
 //     W   backward for the weights              B of the same stage      nothing
 //     BW  both at once, the usual backward      as B                     as B
 //
@@ -112,7 +112,7 @@ typedef enum ScheduleRule {
     RULE_B_MISSING,
     RULE_W_MISSING,     // no W is left at the end of the step
     RULE_F_AFTER_F,     // on one rank: F after the F of the stage before
-    RULE_B_AFTER_B,     // on one rank: B after the B of the stage behind
+    RULE_B_AFTER_B,     // on one rank: B after the B of the next stage
     RULE_B_AFTER_F,     // B after F of the same stage
     RULE_W_AFTER_B,     // W after B of the same stage
     RULE_DEADLOCK,      // lists that run in order come to their ends

@@ -22,8 +22,8 @@ double cost_memory(const CostModel *m, const CostLayout *l, const CostHabits *ha
     double shared = 12 + 2 * (l->zero >= 3) + habits->gradient_bytes * (l->zero >= 2);
     if (l->zero == 0) whole += 12, shared = 0;
     double states = whole * (plain + experts) + shared * (plain / shards + experts / expert_shards);
-    // Rows without dropout's masks, stored scores with them: 2 + 1 + 2 bytes. p micro-batches are in flight,
-    // and interleaving adds a share.
+    // Rows without dropout's masks, stored scores with them: 2 + 1 + 2 bytes. p micro-batches are in
+    // flight, and interleaving adds a share.
     double n = (double)l->micro_batch * m->seq / l->cp, h = m->hidden, t = l->tp;
     double f = m->experts > 0 ? m->top_k * m->expert_ffn + m->shared * m->expert_ffn : m->ffn;
     double q = m->heads * m->head_size, kv = m->kv_heads * m->head_size;

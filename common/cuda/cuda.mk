@@ -58,7 +58,7 @@ NVCCFLAGS    := -std=c++17 -O3 -lineinfo -ccbin $(CXX) -Xcompiler -Wall,-Wextra 
                 $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
 compile_cu   := $(NVCC) $(NVCCFLAGS)
 compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon -I. $(call includes,$(CUDA_HOME))
-cc_tests     := $(wildcard tests/unit/test_ops_cuda.cc)
+cc_tests     := $(sort $(wildcard tests/unit/test_ops_cuda*.cc))
 endif
 
 ifneq ($(OPS),cuda)
@@ -150,12 +150,13 @@ $(BUILD)/libcuda_on_cpu.a: $(emulator)
 	@rm -f $@
 	$(Q)ar rcs $@ $^
 
-$(filter-out %/test_ops_cuda,$(cc_tests)): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o \
+of_both   := $(filter $(BUILD)/tests/test_ops_cuda%,$(cc_tests))
+$(filter-out $(of_both),$(cc_tests)): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o \
     $(BUILD)/libcuda_on_cpu.a
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) $(whole)
 
-# test_ops_cuda compares both back ends in one program: in copies of the CUDA objects, what kernels.h and
+# test_ops_cuda* compare both back ends in one program: in copies of the CUDA objects, what kernels.h and
 # device.h declare is named cuda_kernel_* and cuda_backend_*. The plain names are the CPU's.
 both := $(cuda_parts:$(KERNELS)/%=$(BUILD)/both/%)
 
@@ -167,7 +168,7 @@ $(both): $(BUILD)/both/%: $(KERNELS)/% $(BUILD)/both/names
 	@mkdir -p $(@D)
 	@objcopy --redefine-syms=$(BUILD)/both/names $< $@
 
-$(BUILD)/tests/test_ops_cuda: $(BUILD)/main/tests/unit/test_ops_cuda.cc.o $(both) $(cpu_parts) $(archive)
+$(of_both): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o $(both) $(cpu_parts) $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) $(whole)
 

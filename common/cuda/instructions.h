@@ -1,6 +1,6 @@
 // instructions.h: tensor cores and asynchronous copies, for which CUDA C++ has no words: PTX under nvcc
 // (compute capability 8.0 and later), and under g++ the same by the tables of the PTX ISA
-// (cuda_on_cpu_tensor.cc, cuda_on_cpu_async.inc).
+// (cuda_on_cpu_tensor.cc, cuda_on_cpu_async.inc). What 9.0 adds is in instructions_hopper.h.
 //
 // Matrices lie in fragments: each lane of a warp has a few elements. Lane l of m16n8k16 has, with the two
 // 16-bit numbers of a register side by side, the one on the left in its lower half,

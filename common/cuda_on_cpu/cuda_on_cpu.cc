@@ -61,19 +61,30 @@ static void explain_deadlock(void) NO_RETURN;
 
 static int left;  // threads of this block that have ended
 
+// Copies are as slow as can be: none arrives before all threads wait.
 static void run_next(void) {
+    while (ring_head == ring_tail && left < now.threads && copy_arrives()) {}
     if (ring_head != ring_tail) switch_to(&threads[ring[ring_head++ % RING]]);
     else if (left == now.threads) switch_to(&host);
     else explain_deadlock();
+}
+
+void wake(Thread *t) { ready_last(t); }
+
+void wait_at_mbarrier(const char *file, int line) {
+    now.thread->state = AT_MBARRIER;
+    now.thread->file = file, now.thread->line = line;
+    run_next();
 }
 
 static void fiber(transfer_t from) {
     static_cast<Thread *>(from.data)->context = from.fctx;
     for (;;) {
         now.launch->run(now.launch);
-        memory_leave();
+        wgmma_leave();
         now.thread->state = LEFT;
         left++;
+        memory_leave(left == now.threads);
         run_next();
     }
 }
@@ -216,7 +227,8 @@ static const char *op_name(int op) {
     static const char *const names[] = {"__syncwarp",       "__shfl_sync",     "__shfl_up_sync",
                                         "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync",
                                         "__any_sync",       "__all_sync",      "ldmatrix",
-                                        "mma"};
+                                        "mma",              "wgmma",           "wgmma_fence",
+                                        "wgmma_commit",     "wgmma_wait"};
     return names[op];
 }
 
@@ -268,6 +280,7 @@ static void order_lanes(Warp *w, uint32_t mask) {
     }
     for (uint32_t rest = mask; rest; rest &= rest - 1)
         memcpy(w->known[__builtin_ctz(rest)], joined, sizeof joined);
+    clocks_join(w, mask);
 }
 
 // All lanes of the mask stand here, and `lane` is one of them: computes what each gets.
@@ -277,6 +290,7 @@ static void meet(int warp, int lane, uint32_t mask) {
     if (op == WARP_SYNC) return order_lanes(w, mask);
     if (op == WARP_LDMATRIX) return exchange_rows(w, w->argument[lane] != 0);
     if (op == WARP_MMA) return multiply_fragments(w);
+    if (op >= WARP_WGMMA) return wgmma_meet(w, op);
     if (op >= WARP_BALLOT) {
         uint32_t ballot = 0;
         for (uint32_t rest = mask; rest; rest &= rest - 1)
@@ -440,6 +454,7 @@ static void explain_deadlock(void) {
             if (other->state == LEFT)
                 broken(NULL, "waits at %s (%s:%d) for %s, which has left the kernel", op, t->file, t->line,
                        thread_text(other));
+            if (other->state == AT_MBARRIER) explain_mbarrier(&threads[other->number]);
             if (other->state == AT_BARRIER)
                 broken(NULL, "waits at %s (%s:%d) for %s, which stands at __syncthreads() (%s:%d)", op,
                        t->file, t->line, thread_text(other), other->file, other->line);
@@ -451,6 +466,8 @@ static void explain_deadlock(void) {
                        op_name(w->op[other->lane]), w->mask[other->lane], other->file, other->line);
         }
     }
+    for (int i = 0; i < now.threads; i++)
+        if (threads[i].state == AT_MBARRIER) explain_mbarrier(&threads[i]);
     Thread *waits = NULL;
     const Thread *gone = NULL;
     for (int i = now.threads; i-- > 0;) {

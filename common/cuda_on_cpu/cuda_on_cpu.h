@@ -17,8 +17,10 @@
 //   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts
 //     as missing, even where a GPU would let the others go on
 //   - local memory beyond 60 kB a thread
-//   - an access to what a cp.async copies, before its thread has waited for it; a kernel that ends before
-//     one of its copies has arrived
+//   - an access to what a cp.async or TMA copies, before the thread has waited for it; a kernel that ends
+//     before one of its copies has arrived
+//   - an mbarrier whose phase can never end; a wgmma without its fence, commit or wait, or whose tiles are
+//     written while it reads them (mbarriers order threads as __syncthreads does)
 //   - host code of a .cu file that dereferences device memory, or copies beyond an allocation
 // Memory is full of 0xff bytes (NaN in every floating format) before its first use.
 //
@@ -47,6 +49,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
+#define __grid_constant__
 #define __constant__ __attribute__((section("cuda_constant")))
 
 // Shared arrays become thread-local variables of the one thread: a segment of their own in the program,
@@ -340,7 +343,8 @@ struct CudaCounts {
     // Shared memory: accesses of a warp, the passes (wavefronts) that the width of the data alone asks for,
     // and the passes beyond them that 32 banks of 4 bytes need: lanes that want different words of one bank
     // take turns, lanes that want the same word do not. Accesses of 8 and 16 bytes go by half and quarter
-    // warps, each with a pass of its own.
+    // warps, each with a pass of its own. A copy by TMA is one global load, and has a pass for each of its
+    // 128 bytes; wgmma has one for each 128 bytes of its operands, of which the four warps share B.
     int64_t shared_accesses, shared_passes, shared_conflicts;
     // A branch of a warp is divergent when the lanes that leave one basic block together do not all enter
     // the same next one. g++ has decided what is a branch: short ones became selects, as they do in nvcc.
@@ -353,7 +357,7 @@ struct CudaCounts {
     // lanes active.
     int64_t flops, special;
     int64_t flop_instructions, special_instructions;
-    int64_t tensor_flops;  // of tensor cores (mma)
+    int64_t tensor_flops;  // of tensor cores (mma, wgmma)
     int64_t barriers;      // __syncthreads, per block
     int64_t atomics;       // of lanes, global and shared
 };
@@ -376,7 +380,8 @@ void __threadfence_system(void);
 unsigned __activemask(void);
 
 enum CudaWarpOp { WARP_SYNC, WARP_SHFL, WARP_UP, WARP_DOWN, WARP_XOR, WARP_BALLOT, WARP_ANY, WARP_ALL,
-                  WARP_LDMATRIX, WARP_MMA };
+                  WARP_LDMATRIX, WARP_MMA,
+                  WARP_WGMMA, WARP_WGMMA_FENCE, WARP_WGMMA_COMMIT, WARP_WGMMA_WAIT };
 uint64_t cuda_warp_op(CudaWarpOp op, unsigned mask, uint64_t value, int argument, int width,
                       const char *file, int line);
 

@@ -3,6 +3,7 @@
 //   cuda_on_cpu.cc         threads as fibers, barriers, warps, launches
 //   cuda_on_cpu_memory.cc  allocations, shared memory, and the check of every access
 //   cuda_on_cpu_tensor.cc  mma and ldmatrix
+//   cuda_on_cpu_wgmma.cc   wgmma
 //   cuda_on_cpu_report.cc  the sentence that tells what went wrong
 //   cuda_on_cpu_counts.cc  sectors, bank conflicts, divergent branches
 //   cuda_on_cpu_units.cc   what the machine code of a basic block computes
@@ -39,7 +40,7 @@ struct List {
 enum { LANES = 32, MAX_THREADS = 1024, MAX_WARPS = MAX_THREADS / LANES };
 
 // ---- threads (cuda_on_cpu.cc) ----
-enum ThreadState { READY, AT_BARRIER, AT_WARP_OP, LEFT };
+enum ThreadState { READY, AT_BARRIER, AT_WARP_OP, AT_MBARRIER, LEFT };
 
 struct Thread {
     void *context;  // where it goes on
@@ -63,6 +64,14 @@ struct Warp {
     uint16_t known[LANES][LANES];
 };
 
+// What touches memory beside threads: the tensor cores for a warp (wgmma), and copies (TMA) to an mbarrier.
+// They stand where notes on memory name a warp, each with one lane.
+enum { TENSOR_CORES = MAX_WARPS, COPIES = 2 * MAX_WARPS, MOST_MBARRIERS = 128 };
+struct Agent {
+    int warp;
+    uint16_t stamp;
+};
+
 // What runs now. Time counts intervals: it moves on at each block's start and at each of its barriers.
 struct Now {
     const CudaLaunch *launch;  // NULL: host code runs
@@ -70,12 +79,13 @@ struct Now {
     uint32_t time, launch_start, block_start;
     int threads;  // of a block
     bool counting;
+    const Agent *agent;  // for which the thread touches memory; NULL: for itself
 };
 extern Now now;
 extern Thread threads[MAX_THREADS];
 extern Warp warps[MAX_WARPS];
 
-// The number of __syncwarp calls that the thread passed in this interval.
+// The number of __syncwarp calls that the thread passed in this interval, and of its arrivals at mbarriers.
 static inline uint16_t passed(const Thread *t) {
     const Warp *w = &warps[t->warp];
     return w->time == now.time ? w->known[t->lane][t->lane] : 0;
@@ -93,6 +103,18 @@ static inline bool comes_before(uint32_t lanes, uint16_t stamp) {
     return true;
 }
 
+// ---- order between warps (cuda_on_cpu_clocks.inc, cuda_on_cpu_mbarrier.inc) ----
+// Lanes of the warp know what any of them knows of other warps.
+void clocks_join(const Warp *warp, uint32_t lanes);
+// The lanes of the warp know what its tensor cores have read before `stamp`.
+void clocks_know_tensor_cores(const Warp *warp, uint16_t stamp);
+// A copy that somebody waits for arrives; false: there is none.
+bool copy_arrives(void);
+// Ends the program: what the thread, which waits at an mbarrier for ever, waits for.
+void explain_mbarrier(Thread *thread) NO_RETURN;
+void wait_at_mbarrier(const char *file, int line);
+void wake(Thread *thread);
+
 // Whether the block that ran at `time` of this launch called __threadfence then or later, and the current
 // block has since asked by an atomic; time 0: whether any block did.
 bool told_by_fence(uint32_t time);
@@ -107,6 +129,15 @@ void check_launch(const CudaLaunch *launch);
 // ---- fragments (cuda_on_cpu_tensor.cc): all lanes of the warp have come ----
 void exchange_rows(Warp *warp, bool transposed);
 void multiply_fragments(Warp *warp);
+
+// ---- wgmma (cuda_on_cpu_wgmma.cc) ----
+void wgmma_meet(Warp *warp, int op);
+// The current thread has left the kernel.
+void wgmma_leave(void);
+// Products that are not waited for, of the block; and whether one reads these bytes of shared memory: then
+// it ends the program.
+extern int wgmma_in_flight;
+void wgmma_need_unread(uintptr_t address, size_t size, const void *site);
 
 // ---- what is said (cuda_on_cpu_report.cc) ----
 // Ends the program: "kernel k, block b, thread t, <line of the site>: <what the thread did>". The site is a
@@ -135,8 +166,13 @@ enum AccessKind { LOAD, STORE, ATOMIC };
 void memory_access(AccessKind kind, const void *address, size_t size, const void *site);
 // Ends the program unless the address, of which `what` tells, is in the block's shared memory.
 void memory_need_shared(const char *what, const void *address, const void *site);
-// The current thread has left the kernel.
-void memory_leave(void);
+// The tensor cores read shared memory for the current thread.
+void memory_async_load(const void *address, size_t size, const void *site);
+// The same address as shared memory's instructions have it, in 18 bits; and back. bit 18: it is static.
+uint32_t memory_shared_number(const void *address, const void *site);
+char *memory_shared_at(uint32_t number);
+// The current thread has left the kernel; last: so have all others of the block.
+void memory_leave(bool last);
 void memory_start_block(const CudaLaunch *launch);
 // The stacks of the threads, whose accesses nobody watches.
 void memory_set_stacks(void *stacks, size_t bytes);
@@ -157,6 +193,10 @@ enum Space { GLOBAL, SHARED };
 void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site);
 void count_barrier(void);
 void count_tensor(int64_t flops);
+// A copy by TMA: rows of a box, of so many bytes from `address` on; one request, and passes of shared
+// memory.
+void count_copy(const uintptr_t *rows, const size_t *bytes, int count);
+void count_passes(int64_t passes);
 void count_block_end(void);
 void count_launch_end(void);
 

@@ -24,7 +24,8 @@ struct Note {
     uint16_t stamp;  // of __syncwarp calls that the lanes had passed
     uint8_t warp, flags;
 };
-enum { BY_ATOMIC = 1, MANY_WARPS = 2, OTHER_BLOCK = 4, IN_FLIGHT = 8 };  // of cp.async: the last
+// IN_FLIGHT: by cp.async or TMA. CROWD: of MANY_WARPS, `lanes` is the first of a list (clocks.inc).
+enum { BY_ATOMIC = 1, MANY_WARPS = 2, OTHER_BLOCK = 4, IN_FLIGHT = 8, CROWD = 16 };
 
 struct Word {
     Note write, read;
@@ -236,6 +237,8 @@ static int by_address(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
+static void clocks_start_block(void);
+
 static void find_shared(void) {
     dl_iterate_phdr(find_segment, NULL);
     each_symbol(add_shared, NULL);
@@ -260,11 +263,13 @@ static void find_shared(void) {
     }
     void *range = reserve(DYNAMIC_MOST + 2 * DYNAMIC_RED_ZONE);
     CHECK(range, "out of host memory");
-    dynamic_shared.start = (uintptr_t)range + DYNAMIC_RED_ZONE;
+    // aligned to 16 and no further, as behind the static arrays of a GPU
+    dynamic_shared.start = (uintptr_t)range + DYNAMIC_RED_ZONE + 16;
 }
 
 void memory_start_block(const CudaLaunch *launch) {
     if (!dynamic_shared.start) find_shared();
+    clocks_start_block();
     if (dynamic_shared.size != launch->shared_bytes) {
         drop_words(&dynamic_shared);
         dynamic_shared.size = launch->shared_bytes;
@@ -276,6 +281,7 @@ void *cuda_dynamic_shared(void) { return reinterpret_cast<void *>(dynamic_shared
 
 // ---- races ----
 
+#include "cuda_on_cpu_clocks.inc"
 #include "cuda_on_cpu_races.inc"
 
 // ---- the check of one access ----
@@ -358,6 +364,8 @@ static inline __attribute__((always_inline)) void check(AccessKind kind, uintptr
         memset(reinterpret_cast<void *>(r->start), POISON, r->size);
         r->block = now.block_start;
     }
+    if (__builtin_expect(wgmma_in_flight && kind != LOAD && r->shared, 0))
+        wgmma_need_unread(address, size, site);
     size_t offset = address - r->start;
     if (__builtin_expect(((offset | size) & (((size_t)1 << r->grain) - 1)) != 0, 0))
         refine(r, (uint8_t)__builtin_ctzl(offset | size));
@@ -435,4 +443,5 @@ void *cuda_memset(void *to, int value, size_t bytes) {
 // ---- copies that are in flight, and what the compiler calls ----
 
 #include "cuda_on_cpu_async.inc"
+#include "cuda_on_cpu_mbarrier.inc"
 #include "cuda_on_cpu_hooks.inc"

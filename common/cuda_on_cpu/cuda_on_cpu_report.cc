@@ -125,7 +125,9 @@ const char *line_text(const void *site) {
     FILE *answer = popen(command, "r");
     while (answer && fgets(line, sizeof line, answer)) {
         line[strcspn(line, " \n")] = 0;  // "file:12 (discriminator 3)"
-        if (line[0] == '?' || strstr(line, "cuda_on_cpu.h:") || strstr(line, "instructions.h:")) continue;
+        if (line[0] == '?' || strstr(line, "cuda_on_cpu.h:") || strstr(line, "instructions.h:") ||
+            strstr(line, "instructions_hopper.h:"))
+            continue;
         // The sources' folder is "." (cuda.mk: -fdebug-prefix-map).
         snprintf(text, 256, "%.255s", line + (strncmp(line, "./", 2) == 0 ? 2 : 0));
         break;

@@ -45,6 +45,7 @@ passes "rows of --sp go in 8 bits" $program --no-check --fp8 deepseek --fp8-wire
     --tp 2 --sp --optimizer adamw --lr 0.003
 passes "8-bit moments on 2 ranks" $program --fp8 nanotron --zero 2 --dtype bf16 --optimizer adamw --lr 0.001 \
     --proof-only
+refused "dtype bf16 would fit" $program --zero 3 --fp8-wire
 refused "--fp8-tile 128 would fit" $program --fp8 deepseek --fp8-tile 256
 refused "te-delayed or deepseek would fit" $program --fp8 te-current --ranks 4 \
     --tp 2 --sp --experts 4 --ep 2

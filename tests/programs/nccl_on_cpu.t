@@ -2,20 +2,22 @@
 # nccl_on_cpu.t: comm_nccl.cu on emulated GPUs, over nccl_on_cpu.cc, which refuses what NCCL would refuse.
 # TAP.
 # needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu KERNELS=build-cuda-on-cpu/lib
-# needs: build-nccl-on-cpu/tests/test_comm build-nccl-on-cpu/tests/test_lines
-# A pattern chooses among the tests of test_comm, or of test_lines.
+# needs: build-nccl-on-cpu/tests/test_comm build-nccl-on-cpu/tests/test_comm_requests
+# needs: build-nccl-on-cpu/tests/test_comm_clock build-nccl-on-cpu/tests/test_lines
+# A pattern chooses among the tests of these programs.
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 needs_fibers
 nccl=build-nccl-on-cpu build=build-nccl-on-cpu/01_data_parallel
 builds OPS=cuda-on-cpu COMM=nccl BUILD=$nccl OBJECTS=build-cuda-on-cpu KERNELS=build-cuda-on-cpu/lib \
-    $nccl/{tests/test_{comm,lines,streams},corpus.txt} \
+    $nccl/{tests/test_{comm,comm_requests,comm_clock,lines,streams},corpus.txt} \
     $build/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed}
 
-programs="test_comm test_lines"
+programs="test_comm test_comm_requests test_comm_clock test_lines"
 if [ $# != 0 ]; then
-    programs=test_lines
-    grep -qE "^static void ${1//\*/.*}\(" tests/unit/test_comm.c && programs=test_comm
+    for program in $programs; do
+        grep -qE "^static void ${1//\*/.*}\(" tests/unit/$program.c && programs=$program
+    done
 fi
 # On 3 ranks in all dtypes, on others in three of them: emulated GPUs are slow.
 for program in $programs; do

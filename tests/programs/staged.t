@@ -8,7 +8,7 @@ export OMP_NUM_THREADS=1 ULTRASCALE_GUARD=1
 needs_fibers
 build=build-cuda-on-cpu
 builds OPS=cuda-on-cpu BUILD=$build \
-    $build/{tests/test_{comm,lines,streams},01_data_parallel/{collectives,ring_all_reduce,ddp_{naive,bucketed}},corpus.txt}
+    $build/{tests/test_{comm,comm_requests,comm_clock,lines,streams},01_data_parallel/{collectives,ring_all_reduce,ddp_{naive,bucketed}},corpus.txt}
 
 # On 3 ranks in all dtypes, on others in three of them: emulated GPUs are slow.
 while read -r ranks types; do
@@ -21,8 +21,10 @@ done <<'RANKS'
 1 --types 3
 RANKS
 [ $# = 0 ] || finish
-all_tests $build/tests/test_lines --ranks 3 --timeout 20
-report $? "every test of test_lines on 3 ranks"
+for program in test_lines test_comm_requests test_comm_clock; do
+    all_tests $build/tests/$program --ranks 3 --timeout 20
+    report $? "every test of $program on 3 ranks"
+done
 run $build/tests/test_streams --ranks 2 && ! grep -q '^not ok' "$out"
 report $? "streams keep the order of the calls"
 build=$build/01_data_parallel

@@ -23,8 +23,12 @@ static inline void array_write(Array *a) {
     array_read(a);
 }
 
+static inline Tensor new_tensor(DType dtype, int64_t rows, int64_t columns) {
+    return tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(rows, columns));
+}
+
 static inline Array array_new(DType dtype, int64_t rows, int64_t columns, double value) {
-    Array a = {.t = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(rows, columns)), .count = rows * columns};
+    Array a = {.t = new_tensor(dtype, rows, columns), .count = rows * columns};
     a.x = host_alloc((size_t)a.count * sizeof *a.x + 1);
     for (int64_t i = 0; i < a.count; i++) a.x[i] = value;
     array_write(&a);

@@ -52,6 +52,14 @@ static void expect_sound(const char *name, Case *run) {
     if (status != 0 || *text) fail_msg("%s: status %d, stderr \"%s\"", name, status, text);
 }
 
+// How a sentence begins that names a line of the test: "tests/unit/test_x.cc:12: ".
+static inline const char *at_line(const char *file, int line) {
+    static char text[80];
+    snprintf(text, sizeof text, "%s:%d: ", file, line);
+    return text;
+}
+#define AT(line) at_line(__FILE__, line)
+
 #define FOUND(run, ...)                                                     \
     do {                                                                    \
         const char *const parts[] = {__VA_ARGS__};                          \

@@ -1,6 +1,7 @@
 // What CUDA on the CPU finds: each fault is planted in a kernel, and must end the program with a sentence
-// that names it; its sound neighbour must run to its end. A kernel stands on one line where its line is
-// asked for.
+// that names it; its sound neighbour must run to its end. Here memory, launches and host code; what threads
+// of a block do to each other is in test_cuda_on_cpu_blocks.cc. A kernel stands on one line where its line
+// is asked for.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -15,13 +16,6 @@ extern "C" {
 #include <cmocka.h>
 }
 #include "found.h"
-
-// "tests/unit/test_cuda_on_cpu_finds.cc:12: "
-static const char *at(int line) {
-    static char text[64];
-    snprintf(text, sizeof text, "tests/unit/test_cuda_on_cpu_finds.cc:%d: ", line);
-    return text;
-}
 
 // ---- global memory ----
 
@@ -43,7 +37,7 @@ static void global_accesses_out_of_bounds(void **state) {
     (void)state;
     SOUND(LAUNCH(store_if_below, 4, 32, 0, 0, floats(100), 100));
     FOUND(LAUNCH(store_if_below, 4, 32, 0, 0, floats(100), 101),
-          "kernel store_if_below, block 3, thread 4, ", at(STORE_LINE),
+          "kernel store_if_below, block 3, thread 4, ", AT(STORE_LINE),
           ": writes 4 bytes at byte 400 of 400 bytes of device memory");
     SOUND(LAUNCH(store<float>, 1, 32, 0, 0, floats(32), 0));
     FOUND(LAUNCH(store<float>, 1, 32, 0, 0, floats(32), -1), "kernel store<float>, block 0, thread 0, ",
@@ -199,266 +193,6 @@ static void races_on_global_memory(void **state) {
           "writes byte 0 of device memory, which thread 0 wrote (");
 }
 
-// ---- shared memory ----
-
-template <int N>
-__global__ void static_array(float *y, int index, int column) {
-    __shared__ float before[N];
-    __shared__ float tile[N][N];
-    __shared__ float after[N];
-    before[0] = after[0] = 1;
-    float *flat = &tile[0][0];  // hides the bound from the compiler
-    if (column < 0) flat[index] = 1;
-    else tile[index][column] = 1;
-    y[0] = before[0] + after[0];
-}
-enum { FLAT_LINE = __LINE__ - 4, TILE_LINE = FLAT_LINE + 1 };
-
-__global__ void dynamic_array(float *y, int index) {
-    DYNAMIC_SHARED(float, array);
-    array[index] = 1;
-    y[0] = array[index];
-}
-
-static void shared_accesses_out_of_bounds(void **state) {
-    (void)state;
-    SOUND(LAUNCH(static_array<8>, 1, 1, 0, 0, floats(1), 63, -1));
-    SOUND(LAUNCH(static_array<8>, 1, 1, 0, 0, floats(1), 7, 7));
-    FOUND(LAUNCH(static_array<8>, 1, 1, 0, 0, floats(1), 64, -1),
-          "kernel static_array<8>, block 0, thread 0, ", at(FLAT_LINE),
-          "writes 4 bytes at byte 256 of 256 bytes of tile");
-    FOUND(LAUNCH(static_array<8>, 1, 1, 0, 0, floats(1), -1, -1), "writes 4 bytes");
-    FOUND(LAUNCH(static_array<8>, 1, 1, 0, 0, floats(1), 8, 0), at(TILE_LINE),
-          "index 8 is out of bounds of 'float [8][8]'");
-    FOUND(LAUNCH(static_array<8>, 1, 1, 0, 0, floats(1), 0, 8), "index 8 is out of bounds of 'float [8]'");
-    SOUND(LAUNCH(dynamic_array, 1, 1, 40, 0, floats(1), 9));
-    FOUND(LAUNCH(dynamic_array, 1, 1, 40, 0, floats(1), 10),
-          "writes 4 bytes at byte 40 of 40 bytes of dynamic shared memory");
-    FOUND(LAUNCH(dynamic_array, 1, 1, 40, 0, floats(1), -1),
-          "4 before the start of 40 bytes of dynamic shared memory");
-    FOUND(LAUNCH(dynamic_array, 1, 1, 0, 0, floats(1), 0), "at byte 0 of 0 bytes of dynamic shared memory");
-    // the larger launch before has left nothing behind
-    FOUND(LAUNCH(dynamic_array, 1, 1, 80, 0, floats(1), 10);
-          LAUNCH(dynamic_array, 1, 1, 40, 0, floats(1), 10), "at byte 40 of 40 bytes");
-}
-
-template <int CASE>
-__global__ void unwritten(float *y) {
-    __shared__ float array[64];
-    DYNAMIC_SHARED(float, more);
-    if (CASE == 0 || threadIdx.x < 32) array[threadIdx.x] = 1;
-    if (CASE == 2 && blockIdx.x == 0) more[threadIdx.x] = 1;
-    __syncthreads();
-    y[blockIdx.x * 64 + threadIdx.x] = CASE == 2 ? more[threadIdx.x] : array[63 - threadIdx.x];
-}
-
-__global__ void count_from_anything(float *y) {
-    __shared__ unsigned counter;
-    y[threadIdx.x] = (float)atomicAdd(&counter, 1u);
-}
-
-static void reads_of_shared_memory_that_nobody_wrote(void **state) {
-    (void)state;
-    SOUND(LAUNCH(unwritten<0>, 2, 64, 256, 0, floats(128)));
-    FOUND(LAUNCH(unwritten<1>, 2, 64, 256, 0, floats(128)), "block 0, thread 0, ",
-          "reads byte 252 of array, which no thread of this block has written yet");
-    FOUND(LAUNCH(count_from_anything, 1, 64, 0, 0, floats(64)),
-          "atomically changes byte 0 of counter, which no thread of this block has written yet");
-    // the block before wrote it
-    FOUND(LAUNCH(unwritten<2>, 2, 64, 256, 0, floats(128)), "block 1, thread ",
-          " of dynamic shared memory, which no thread of this block has written");
-}
-
-// Thread t writes word t and reads a neighbour's, with what stands between.
-enum Between { NOTHING, BLOCK, WARP, SHUFFLE, HALF_WARP };
-template <int BETWEEN>
-__global__ void neighbours(float *y, int distance) {
-    __shared__ float word[64];
-    unsigned t = threadIdx.x;
-    word[t] = 0;
-    __syncthreads();
-    word[t] = 1;
-    if (BETWEEN == BLOCK) __syncthreads();
-    if (BETWEEN == WARP) __syncwarp();
-    if (BETWEEN == SHUFFLE) y[t] = __shfl_xor_sync(0xffffffff, 1.f, 1);
-    if (BETWEEN == HALF_WARP) __syncwarp(t % 32 < 16 ? 0xffff : 0xffff0000);
-    y[t] = word[t ^ distance];
-}
-
-static void races_on_shared_memory(void **state) {
-    (void)state;
-    FOUND(LAUNCH(neighbours<NOTHING>, 1, 64, 0, 0, floats(64), 1), "kernel neighbours<0>, block 0, thread ",
-          " of word, which thread ", " (tests/unit/test_cuda_on_cpu_finds.cc:", "no __syncwarp() between");
-    FOUND(LAUNCH(neighbours<NOTHING>, 1, 64, 0, 0, floats(64), 32), "of word, which thread ",
-          "no __syncthreads() between");
-    SOUND(LAUNCH(neighbours<NOTHING>, 1, 64, 0, 0, floats(64), 0));
-    SOUND(LAUNCH(neighbours<BLOCK>, 1, 64, 0, 0, floats(64), 1));
-    SOUND(LAUNCH(neighbours<BLOCK>, 1, 64, 0, 0, floats(64), 32));
-    // __syncwarp orders the lanes of a warp, not two warps
-    SOUND(LAUNCH(neighbours<WARP>, 1, 64, 0, 0, floats(64), 1));
-    FOUND(LAUNCH(neighbours<WARP>, 1, 64, 0, 0, floats(64), 32), "no __syncthreads() between");
-    // shuffles order nothing
-    FOUND(LAUNCH(neighbours<SHUFFLE>, 1, 64, 0, 0, floats(64), 1), "no __syncwarp() between");
-    // and a part of the lanes only themselves
-    SOUND(LAUNCH(neighbours<HALF_WARP>, 1, 64, 0, 0, floats(64), 8));
-    FOUND(LAUNCH(neighbours<HALF_WARP>, 1, 64, 0, 0, floats(64), 16), "no __syncwarp() between");
-}
-
-// Reads before a write, through one barrier or the lack of it.
-template <int CASE>
-__global__ void readers_then_writer(float *y) {
-    __shared__ float word;
-    __shared__ int count;
-    unsigned t = threadIdx.x;
-    if (t == 0) word = 1, count = 0;
-    __syncthreads();
-    y[t] = word;  // all threads read
-    if (CASE == 1) __syncthreads();
-    if (CASE == 2 || CASE == 3) __syncwarp();
-    if (CASE < 3 && t == 0) word = 2;
-    if (CASE == 4) atomicAdd(&count, 1);
-    if (CASE == 5) {
-        atomicAdd(&count, 1);
-        __syncthreads();
-        y[t] = count;
-    }
-    if (CASE == 6) {
-        atomicAdd(&count, 1);
-        y[t] = count;
-    }
-    if (CASE == 7) {
-        if (t == 1) count = 5;
-        atomicAdd(&count, 1);
-    }
-}
-
-static void readers_and_a_writer(void **state) {
-    (void)state;
-    FOUND(LAUNCH(readers_then_writer<0>, 1, 64, 0, 0, floats(64)), "writes byte 0 of word, which ",
-          " read (");
-    SOUND(LAUNCH(readers_then_writer<1>, 1, 64, 0, 0, floats(64)));
-    SOUND(LAUNCH(readers_then_writer<2>, 1, 32, 0, 0, floats(64)));  // one warp
-    FOUND(LAUNCH(readers_then_writer<2>, 1, 64, 0, 0, floats(64)), "writes byte 0 of word, which ",
-          " read (");
-    // the natural order has thread 0 write first; in another it comes last
-    FOUND(cuda_on_cpu_order(3); LAUNCH(readers_then_writer<0>, 1, 32, 0, 0, floats(64)), "of word, which ");
-    SOUND(LAUNCH(readers_then_writer<3>, 1, 64, 0, 0, floats(64)));
-}
-
-static void atomics_race_with_plain_accesses_alone(void **state) {
-    (void)state;
-    SOUND(LAUNCH(readers_then_writer<4>, 1, 64, 0, 0, floats(64)));
-    SOUND(LAUNCH(readers_then_writer<5>, 1, 64, 0, 0, floats(64)));
-    FOUND(LAUNCH(readers_then_writer<6>, 1, 64, 0, 0, floats(64)), "of count, which thread ");
-    FOUND(LAUNCH(readers_then_writer<7>, 1, 64, 0, 0, floats(64)), " of count, which thread ");
-}
-
-// What lane 0 tells lane 1 and lane 1 tells lane 2, lane 0 has told lane 2.
-template <int CASE>
-__global__ void chain(float *y) {
-    __shared__ float word;
-    unsigned t = threadIdx.x;
-    if (t == 0) word = 1;
-    if (t < 2) __syncwarp(3);
-    if (CASE == 0 && (t == 1 || t == 2)) __syncwarp(6);
-    if (t == 2) y[0] = word;
-}
-
-static void order_is_passed_on(void **state) {
-    (void)state;
-    SOUND(LAUNCH(chain<0>, 1, 32, 0, 0, floats(1)));
-    FOUND(LAUNCH(chain<1>, 1, 32, 0, 0, floats(1)), "thread 2, ",
-          "reads byte 0 of word, which thread 0 wrote (");
-}
-
-// A missing barrier must be found whatever the order in which the threads run.
-template <int FORGOTTEN>
-__global__ void reduce(float *y) {
-    __shared__ float part[64];
-    unsigned t = threadIdx.x;
-    part[t] = 0;
-    __syncthreads();
-    part[t] = (float)t;
-    for (unsigned half = 32; half > 0; half /= 2) {
-        if (half != FORGOTTEN) __syncthreads();
-        if (t < half) part[t] += part[t + half];
-    }
-    if (t == 0) y[0] = part[0];
-}
-
-static void a_missing_barrier_in_every_order(void **state) {
-    (void)state;
-    static uint64_t seed;
-    for (seed = 0; seed < 8; seed++) {
-        SOUND(cuda_on_cpu_order(seed); LAUNCH(reduce<0>, 1, 64, 0, 0, floats(1)));
-        FOUND(cuda_on_cpu_order(seed); LAUNCH(reduce<32>, 1, 64, 0, 0, floats(1)),
-                                       " of part, which thread ", "no __syncthreads() between");
-        FOUND(cuda_on_cpu_order(seed); LAUNCH(reduce<4>, 1, 64, 0, 0, floats(1)), " of part, which thread ",
-                                       "no __syncwarp() between");
-    }
-}
-
-// ---- barriers, shuffles and votes that not all reach ----
-
-template <int CASE>
-__global__ void unequal(float *y, unsigned n) {
-    unsigned t = threadIdx.x, lane = t % 32;
-    if (CASE == 0) {
-        if (t >= n) return;
-        __syncthreads();
-    }
-    if (CASE == 1) {
-        if (t < n) __syncthreads();
-        else __syncthreads();
-    }
-    if (CASE == 2 && t < n) y[t] = __shfl_down_sync(0xffffffff, y[t], 1);
-    if (CASE == 3) {
-        if (t < n) y[t] = (float)__any_sync(0xffffffff, 1);
-        __syncthreads();
-    }
-    if (CASE == 4) {
-        if (lane < 16) y[t] = (float)__any_sync(0xffffffff, 1);
-        else y[t] = (float)__any_sync(0xffff0000 | n, 1);
-    }
-    if (CASE == 5) y[t] = __shfl_sync(0x0000ffff, y[t], 0);
-    if (CASE == 6 && lane < 16) y[t] = __shfl_sync(0x0000ffff, y[t], (int)n);
-    if (CASE == 7) y[t] = __shfl_down_sync(0xffffffff, y[t], n);
-    if (CASE == 8)
-        for (unsigned i = 0; i < (t < n ? 2 : 1); i++) __syncthreads();
-}
-
-static void unequal_arrival(void **state) {
-    (void)state;
-    SOUND(LAUNCH(unequal<0>, 1, 64, 0, 0, floats(64), 64));
-    FOUND(LAUNCH(unequal<0>, 1, 64, 0, 0, floats(64), 40), "kernel unequal<0>, block 0, thread 0: ",
-          "waits at __syncthreads() (tests/unit/test_cuda_on_cpu_finds.cc:",
-          "with 40 of the block's 64 threads; thread 40 has left the kernel");
-    SOUND(LAUNCH(unequal<1>, 1, 64, 0, 0, floats(64), 64));
-    FOUND(LAUNCH(unequal<1>, 1, 64, 0, 0, floats(64), 40), "thread 40", "stands at __syncthreads() of ",
-          "while thread 0 stands at that of ");
-    SOUND(LAUNCH(unequal<2>, 1, 64, 0, 0, floats(64), 32));
-    FOUND(LAUNCH(unequal<2>, 1, 64, 0, 0, floats(64), 40), "thread 32: waits at __shfl_down_sync (",
-          "for thread 40, which has left the kernel");
-    SOUND(LAUNCH(unequal<3>, 1, 64, 0, 0, floats(64), 32));
-    FOUND(LAUNCH(unequal<3>, 1, 64, 0, 0, floats(64), 40), "thread 32: waits at __any_sync (",
-          "for thread 40, which stands at __syncthreads() (");
-    FOUND(LAUNCH(unequal<4>, 1, 32, 0, 0, floats(64), 1),
-          "thread 0: waits at __any_sync with the mask 0xffffffff (",
-          "for thread 16, which stands at __any_sync with the mask 0xffff0001 (");
-    FOUND(LAUNCH(unequal<5>, 1, 32, 0, 0, floats(64), 0), "thread 16: calls __shfl_sync (",
-          "with the mask 0x0000ffff, which lacks its own lane 16");
-    SOUND(LAUNCH(unequal<6>, 1, 32, 0, 0, floats(64), 15));
-    FOUND(LAUNCH(unequal<6>, 1, 32, 0, 0, floats(64), 16),
-          "gives thread 0 the value of lane 16, which does not take part");
-    // a last warp of 8 lanes: nobody may ask the lanes that do not exist
-    SOUND(LAUNCH(unequal<7>, 1, 64, 0, 0, floats(64), 8));
-    FOUND(LAUNCH(unequal<7>, 1, 40, 0, 0, floats(64), 8),
-          "gives thread 32 the value of lane 8, which does not take part");
-    SOUND(LAUNCH(unequal<8>, 1, 64, 0, 0, floats(64), 64));
-    FOUND(LAUNCH(unequal<8>, 1, 64, 0, 0, floats(64), 63),
-          "with 63 of the block's 64 threads; thread 63 has left");
-}
-
 // ---- local memory ----
 
 template <int BYTES>
@@ -501,7 +235,7 @@ static void wrong_launches(void **state) {
 
 static void host_code_and_device_memory(void **state) {
     (void)state;
-    FOUND(float *x = floats(4); x[1] = 1, at(__LINE__), "host code writes 4 bytes of device memory");
+    FOUND(float *x = floats(4); x[1] = 1, AT(__LINE__), "host code writes 4 bytes of device memory");
     FOUND(volatile float *x = floats(4);
           if (x[1] == 1) abort(), "host code reads 4 bytes of device memory");
     FOUND(static int host[8]; CUDA_CHECK(cudaMemcpy(host, floats(4), 20, cudaMemcpyDeviceToHost)),
@@ -544,14 +278,6 @@ int main(int argc, char **argv) {
         cmocka_unit_test(use_after_free),
         cmocka_unit_test(misaligned_accesses),
         cmocka_unit_test(races_on_global_memory),
-        cmocka_unit_test(shared_accesses_out_of_bounds),
-        cmocka_unit_test(reads_of_shared_memory_that_nobody_wrote),
-        cmocka_unit_test(races_on_shared_memory),
-        cmocka_unit_test(readers_and_a_writer),
-        cmocka_unit_test(atomics_race_with_plain_accesses_alone),
-        cmocka_unit_test(order_is_passed_on),
-        cmocka_unit_test(a_missing_barrier_in_every_order),
-        cmocka_unit_test(unequal_arrival),
         cmocka_unit_test(local_memory_has_an_end),
         cmocka_unit_test(wrong_launches),
         cmocka_unit_test(host_code_and_device_memory),

@@ -1,5 +1,5 @@
-// test_recipes.c: what recipes store in fewer bits: sums of float16 gradients, gradients as 8-bit codes, and
-// moments, which a checkpoint takes out and puts back to the bit. TAP.
+// test_recipes.c: what recipes store in fewer bits: sums of float16 gradients, gradients as 8-bit codes,
+// and moments, which a checkpoint takes out and puts back to the bit. TAP.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>

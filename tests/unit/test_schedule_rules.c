@@ -148,7 +148,8 @@ static void random_changes_are_refused_or_still_run(void **context) {
         sound += verdict, broken += !verdict;
         schedule_free(&s);
     }
-    assert_true(sound > CHANGED / 10 && broken > CHANGED / 10);  // both happen, or the test would show little
+    // Both happen, or the test would show little.
+    assert_true(sound > CHANGED / 10 && broken > CHANGED / 10);
 }
 
 // ---- text ----

@@ -1,0 +1,353 @@
+// cuda_on_cpu_wgmma.cc: products of a warpgroup, by the PTX ISA: "Asynchronous Warpgroup Level Matrix
+// Multiply-Accumulate Instructions". Each warp has its rows of a product, which is computed when the warp
+// waits for it: until then its sums are 0xff (NaN), as in registers that nobody may read, and its tiles are
+// looked at twice, when it is issued and when it is done. Sums are f32, one product after another; a tensor
+// core may add in another order, and round less carefully.
+//
+// A group must begin with wgmma_fence, also where the ISA does not ask for one because the sums were not
+// touched since the last.
+#include "cuda/instructions_hopper.h"
+#include "cuda_on_cpu_inside.h"
+
+enum { WARPS = 4, WARP_ROWS = 16, K = 16, MOST_N = 256 };
+
+namespace {
+// One warp's part of a product.
+struct Product {
+    CudaWgmma of_lane[LANES];
+    uint32_t a[LANES][4];  // A's registers, as they were
+    uint32_t group;
+    const char *file;
+    int line;
+    const void *site;
+};
+
+// What the registers `d` of the lanes will be.
+struct Sums {
+    float *d[LANES];
+    int count;
+    float at[LANES][MOST_N / 2];
+};
+
+struct Cores {
+    uint32_t block;  // the block_start of which this tells
+    List<Product> products;
+    List<Sums> sums;
+    uint32_t committed, issued;
+    uint16_t waits;
+    bool fenced;
+};
+
+// The first warp's of each product of a warpgroup, with which the others must agree.
+struct Issue {
+    uint64_t a, b;
+    const char *file;
+    int line;
+};
+struct Group {
+    uint32_t block;
+    List<Issue> issues;
+};
+}  // namespace
+
+static Cores cores[MAX_WARPS];
+static Group groups[MAX_WARPS / WARPS];
+int wgmma_in_flight;
+
+static Cores *cores_of(int warp) {
+    Cores *c = &cores[warp];
+    if (c->block == now.block_start) return c;
+    c->block = now.block_start;
+    c->products.count = c->sums.count = 0;
+    c->committed = c->issued = c->waits = 0, c->fenced = false;
+    return c;
+}
+
+static List<Issue> *issues_of(int warp) {
+    Group *g = &groups[warp / WARPS];
+    if (g->block != now.block_start) g->block = now.block_start, g->issues.count = 0;
+    return &g->issues;
+}
+
+// ---- operands in shared memory ----
+
+// bits 0 to 13: where it starts; 16 to 29, 32 to 45: from one tile, or 8 rows of it, to the next, all in
+// units of 16 bytes; 49 to 51: where the swizzle begins; 62, 63: which. On the CPU bit 15 says that it is
+// in a static array.
+uint64_t cuda_wgmma_operand(const void *at, uint32_t next) {
+    const uint32_t number = memory_shared_number(at, __builtin_return_address(0));
+    return (uint64_t)(number >> 4 & 0x3fff) | (uint64_t)(number >> 18) << 15 |
+           (uint64_t)(next >> 4 & 0x3fff) << 16 | (uint64_t)(TILE_ALIGNMENT >> 4) << 32 | 1ull << 62;
+}
+
+// Where 16 bytes are that begin with element (row, k) of A, or (column, k) of B.
+static const char *chunk_at(uint64_t operand, Major major, int row, int k) {
+    const uint32_t start = ((uint32_t)operand & 0x3fff) << 4, next = ((uint32_t)(operand >> 16) & 0x3fff)
+                                                                     << 4;
+    const uint32_t stride = ((uint32_t)(operand >> 32) & 0x3fff) << 4, r = (uint32_t)row, c = (uint32_t)k;
+    uint32_t at =
+        start + (major == K_MAJOR ? r / 8 * stride + r % 8 * TILE_ROW + c * 2
+                                  : r / 64 * next + r % 64 * 2 + c / 8 * stride + c % 8 * TILE_ROW);
+    at ^= (at / TILE_ROW % 8) << 4;
+    return memory_shared_at(at | (uint32_t)(operand >> 15 & 1) << 18);
+}
+
+// Calls f(16 bytes, row, k) for rows `first` on of an operand.
+template <class F>
+static void each_chunk(uint64_t operand, Major major, int first, int rows, F f) {
+    for (int row = first; row < first + rows; row += major == K_MAJOR ? 1 : 8)
+        for (int k = 0; k < K; k += major == K_MAJOR ? 8 : 1) f(chunk_at(operand, major, row, k), row, k);
+}
+
+// The same for all that a warp reads.
+template <class F>
+static void each_chunk_of(const Product &p, int warp, F f) {
+    const CudaWgmma &x = p.of_lane[0];
+    if (!x.a) each_chunk(x.operand_a, x.major_a, warp % WARPS * WARP_ROWS, WARP_ROWS, f);
+    each_chunk(x.operand_b, x.major_b, 0, x.n, f);
+}
+
+void wgmma_need_unread(uintptr_t address, size_t size, const void *site) {
+    for (int w = 0; w * LANES < now.threads; w++) {
+        const Cores *c = cores_of(w);
+        for (size_t i = 0; i < c->products.count; i++)
+            each_chunk_of(c->products.items[i], w, [&](const char *chunk, int, int) {
+                if (address < (uintptr_t)chunk + 16 && (uintptr_t)chunk < address + size)
+                    broken(
+                        site,
+                        "writes to a tile that a wgmma of warp %d (%s:%d) reads, for which that warp has "
+                        "not waited",
+                        w, c->products.items[i].file, c->products.items[i].line);
+            });
+    }
+}
+
+// Each byte must have been written, in order before this thread, and be no longer in flight.
+static void look(const Product &p, int warp, uint16_t stamp) {
+    const Agent agent = {TENSOR_CORES + warp, stamp};
+    now.agent = &agent;
+    each_chunk_of(p, warp, [&](const char *chunk, int, int) { memory_async_load(chunk, 16, p.site); });
+    now.agent = NULL;
+}
+
+// ---- issue ----
+
+static void need_operand(const Product &p, uint64_t operand) {
+    if (operand >> 62 != 1)
+        broken(p.site, "has wgmma read an operand of swizzle mode %d; here there is the 128-byte one, 1",
+               (int)(operand >> 62));
+    if (operand >> 49 & 7) broken(p.site, "has wgmma read an operand whose swizzle begins elsewhere");
+}
+
+static void need_agreement(const Product &p, int warp, Cores *c) {
+    const CudaWgmma &x = p.of_lane[0];
+    for (int l = 1; l < LANES; l++) {
+        const CudaWgmma &y = p.of_lane[l];
+        if (y.operand_a != x.operand_a || y.operand_b != x.operand_b || y.add != x.add || y.n != x.n)
+            broken(p.site, "calls wgmma with other operands than lane 0 of its warp");
+    }
+    List<Issue> *group = issues_of(warp);
+    if (c->issued == group->count) group->add({x.operand_a, x.operand_b, p.file, p.line});
+    const Issue &first = group->items[c->issued++];
+    if (first.a != x.operand_a || first.b != x.operand_b || first.line != p.line)
+        broken(p.site,
+               "calls wgmma with other operands than the warps beside it (%s:%d): a warpgroup multiplies "
+               "together",
+               first.file, first.line);
+}
+
+static Sums *sums_at(Cores *c, const float *d) {
+    for (size_t i = 0; i < c->sums.count; i++)
+        if (c->sums.items[i].d[0] == d) return &c->sums.items[i];
+    return NULL;
+}
+
+static void take_sums(Cores *c, const Product &p) {
+    const int count = p.of_lane[0].n / 2;
+    if (Sums *s = sums_at(c, p.of_lane[0].d)) {
+        if (s->count != count) broken(p.site, "has wgmma add to sums of another shape, in flight");
+        return;
+    }
+    c->sums.add(Sums());
+    Sums *s = &c->sums.items[c->sums.count - 1];
+    s->count = count;
+    for (int l = 0; l < LANES; l++) {
+        s->d[l] = p.of_lane[l].d;
+        memcpy(s->at[l], s->d[l], (size_t)count * sizeof(float));
+        memset(s->d[l], 0xff, (size_t)count * sizeof(float));
+    }
+}
+
+static void issue(Warp *w, int warp, Cores *c) {
+    Product p;
+    for (int l = 0; l < LANES; l++) {
+        p.of_lane[l] = *reinterpret_cast<const CudaWgmma *>(w->value[l]);
+        if (p.of_lane[l].a) memcpy(p.a[l], p.of_lane[l].a, sizeof p.a[l]);
+    }
+    p.group = c->committed, p.file = now.thread->file, p.line = now.thread->line;
+    p.site = p.of_lane[0].site;
+    const CudaWgmma &x = p.of_lane[0];
+    if (now.threads < (warp / WARPS + 1) * WARPS * LANES)
+        broken(p.site, "calls wgmma in a warpgroup of %d threads; it takes all %d",
+               now.threads - warp / WARPS * WARPS * LANES, WARPS * LANES);
+    if (!c->fenced) broken(p.site, "begins a group of wgmma with no wgmma_fence() before it");
+    if (!x.a) need_operand(p, x.operand_a);
+    need_operand(p, x.operand_b);
+    need_agreement(p, warp, c);
+    look(p, warp, c->waits);
+    take_sums(c, p);
+    c->products.add(p);
+    wgmma_in_flight++;
+    if (!now.counting) return;
+    count_tensor(2 * WARP_ROWS * x.n * K);
+    const int64_t passes_a = x.a ? 0 : WARP_ROWS * K * 2 / 128, passes_b = x.n * K * 2 / 128;
+    count_passes(passes_a + (warp % WARPS == 0 ? passes_b : 0));
+}
+
+// ---- wait ----
+
+// Row and column of the i-th of a lane's sums.
+struct Place {
+    int row, column;
+};
+static Place place_d(int lane, int i) {
+    return {lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2};
+}
+
+static float left[WARP_ROWS][K], right[K][MOST_N];
+
+static void read_left(const Product &p, int warp) {
+    const CudaWgmma &x = p.of_lane[0];
+    const int row0 = warp % WARPS * WARP_ROWS;
+    uint16_t numbers[8];
+    for (int l = 0; l < LANES && x.a; l++)
+        for (int i = 0; i < 8; i++)
+            left[l / 4 + i / 2 % 2 * 8][l % 4 * 2 + i % 2 + i / 4 * 8] =
+                x.widen((uint16_t)(p.a[l][i / 2] >> i % 2 * 16));
+    if (x.a) return;
+    each_chunk(x.operand_a, x.major_a, row0, WARP_ROWS, [&](const char *chunk, int row, int k) {
+        memcpy(numbers, chunk, sizeof numbers);
+        for (int i = 0; i < 8; i++)
+            *(x.major_a == K_MAJOR ? &left[row - row0][k + i] : &left[row - row0 + i][k]) =
+                x.widen(numbers[i]);
+    });
+}
+
+static void read_right(const CudaWgmma &x) {
+    uint16_t numbers[8];
+    each_chunk(x.operand_b, x.major_b, 0, x.n, [&](const char *chunk, int column, int k) {
+        memcpy(numbers, chunk, sizeof numbers);
+        for (int i = 0; i < 8; i++)
+            *(x.major_b == K_MAJOR ? &right[k + i][column] : &right[k][column + i]) = x.widen(numbers[i]);
+    });
+}
+
+static void multiply(const Product &p, int warp, Sums *s) {
+    static float sum[WARP_ROWS][MOST_N];
+    const CudaWgmma &x = p.of_lane[0];
+    read_left(p, warp);
+    read_right(x);
+    for (int l = 0; l < LANES; l++)
+        for (int i = 0; i < s->count; i++) {
+            const Place d = place_d(l, i);
+            sum[d.row][d.column] = x.add ? s->at[l][i] : 0;
+        }
+    for (int row = 0; row < WARP_ROWS; row++)
+        for (int k = 0; k < K; k++)
+            for (int column = 0; column < x.n; column++)
+                sum[row][column] += left[row][k] * right[k][column];
+    for (int l = 0; l < LANES; l++)
+        for (int i = 0; i < s->count; i++) {
+            const Place d = place_d(l, i);
+            s->at[l][i] = sum[d.row][d.column];
+        }
+}
+
+static void need_untouched(const Product &p, const Sums *s) {
+    for (int l = 0; l < LANES; l++) {
+        const CudaWgmma &x = p.of_lane[l];
+        if (x.a && memcmp(x.a, p.a[l], sizeof p.a[l]) != 0)
+            broken(p.site, "changes the registers of A before it has waited for this wgmma");
+        for (int i = 0; i < s->count; i++) {
+            uint32_t bits;
+            memcpy(&bits, &s->d[l][i], sizeof bits);
+            if (bits != 0xffffffff)
+                broken(p.site, "changes the registers of D before it has waited for this wgmma");
+        }
+    }
+}
+
+static void give_sums(Cores *c) {
+    size_t kept = 0;
+    for (size_t i = 0; i < c->sums.count; i++) {
+        Sums *s = &c->sums.items[i];
+        bool in_flight = false;
+        for (size_t j = 0; j < c->products.count; j++)
+            in_flight |= c->products.items[j].of_lane[0].d == s->d[0];
+        if (!in_flight)
+            for (int l = 0; l < LANES; l++) memcpy(s->d[l], s->at[l], (size_t)s->count * sizeof(float));
+        else c->sums.items[kept++] = *s;
+    }
+    c->sums.count = kept;
+}
+
+static void wait(Warp *w, int warp, Cores *c, uint32_t pending) {
+    size_t done = 0, count = c->products.count;
+    if (count && c->products.items[count - 1].group == c->committed)
+        broken(c->products.items[count - 1].site,
+               "waits with this wgmma in no group: wgmma_commit() is missing");
+    for (; done < count && c->products.items[done].group + pending < c->committed; done++) {
+        const Product &p = c->products.items[done];
+        Sums *s = sums_at(c, p.of_lane[0].d);
+        need_untouched(p, s);
+        look(p, warp, c->waits);
+        multiply(p, warp, s);
+    }
+    c->products.count -= done;
+    memmove(static_cast<void *>(c->products.items), c->products.items + done,
+            c->products.count * sizeof(Product));
+    wgmma_in_flight -= (int)done;
+    give_sums(c);
+    clocks_know_tensor_cores(w, ++c->waits);
+}
+
+void wgmma_meet(Warp *w, int op) {
+    const int warp = (int)(w - warps);
+    Cores *c = cores_of(warp);
+    if (op == WARP_WGMMA) return issue(w, warp, c);
+    if (op == WARP_WGMMA_WAIT) wait(w, warp, c, (uint32_t)w->value[now.thread->lane]);
+    if (op == WARP_WGMMA_COMMIT) c->committed++;
+    c->fenced = op == WARP_WGMMA_FENCE;
+}
+
+void wgmma_leave(void) {
+    const int warp = now.thread->warp;
+    const Cores *c = cores_of(warp);
+    if (c->products.count)
+        broken(c->products.items[0].site, "leaves the kernel with this wgmma in flight: a wait is missing");
+    if (c->issued < issues_of(warp)->count) {
+        const Issue &next = issues_of(warp)->items[c->issued];
+        broken(NULL, "leaves the kernel without the wgmma (%s:%d) of the warps beside it", next.file,
+               next.line);
+    }
+}
+
+// ---- what kernels call ----
+
+static uint64_t together(CudaWarpOp op, uint64_t value, const char *file, int line) {
+    const int lanes = now.threads - now.thread->warp * LANES;
+    if (lanes < LANES)
+        broken(NULL, "calls wgmma (%s:%d) in a warp of %d lanes; it takes all %d", file, line, lanes,
+               (int)LANES);
+    return cuda_warp_op(op, ~0u, value, 0, LANES, file, line);
+}
+
+void cuda_wgmma(CudaWgmma *product, const char *file, int line) {
+    product->site = __builtin_return_address(0);
+    together(WARP_WGMMA, (uint64_t)product, file, line);
+}
+void cuda_wgmma_fence(const char *file, int line) { together(WARP_WGMMA_FENCE, 0, file, line); }
+void cuda_wgmma_commit(const char *file, int line) { together(WARP_WGMMA_COMMIT, 0, file, line); }
+void cuda_wgmma_wait(uint32_t pending, const char *file, int line) {
+    together(WARP_WGMMA_WAIT, pending, file, line);
+}

@@ -1,0 +1,183 @@
+// config.json of a checkpoint folder: what it says is read, kept, or refused by the key at fault.
+#include "checkpoints.h"
+
+// ---- folders that are not ours to train ----
+
+typedef struct ConfigCase {
+    const char *remove;  // a line of a sound config.json
+    const char *add;     // what stands there instead; NULL: nothing
+    const char *part;    // of the sentence; NULL: sound
+    double rope_theta;   // if sound and not 0
+} ConfigCase;
+
+static const char *const LINES[] = {
+    "\"architectures\": [\"LlamaForCausalLM\"]",
+    "\"model_type\": \"llama\"",
+    "\"hidden_size\": 24",
+    "\"intermediate_size\": 40",
+    "\"num_hidden_layers\": 2",
+    "\"num_attention_heads\": 6",
+    "\"num_key_value_heads\": 2",
+    "\"vocab_size\": 61",
+    "\"rms_norm_eps\": 1e-05",
+    "\"rope_theta\": 500000.0",
+    "\"rope_scaling\": null",
+    "\"tie_word_embeddings\": true",
+    "\"hidden_act\": \"silu\"",
+    "\"attention_bias\": false",
+    "\"mlp_bias\": false",
+    "\"head_dim\": 4",
+    "\"use_cache\": true",
+};
+
+static void write_config(const char *remove, const char *add) {
+    char text[4096] = "{";
+    bool found = !*remove;
+    for (size_t i = 0; i < sizeof LINES / sizeof *LINES; i++) {
+        bool this_one = *remove && strstr(LINES[i], remove);
+        found |= this_one;
+        const char *line = this_one ? add : LINES[i];
+        if (line) snprintf(text + strlen(text), sizeof text - strlen(text), "%s\n  %s", i ? "," : "", line);
+    }
+    if (!found) fail_msg("no line has %s", remove);
+    strcat(text, "\n}\n");
+    write_text("config.json", text, strlen(text));
+}
+
+static void read_config(void *config) { checkpoint_config(folder, config); }
+
+#define LLAMA3(low, high)                                                                      \
+    "\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0, \"low_freq_factor\": " low \
+    ", \"high_freq_factor\": " high ", \"original_max_position_embeddings\": 8192}"
+
+static void configs_are_read_or_refused_by_key(void **state) {
+    (void)state;
+    static const ConfigCase cases[] = {
+        {"", "", NULL, 500000},
+        {"num_key_value_heads", NULL, NULL, 0},
+        {"hidden_act", NULL, NULL, 0},
+        {"tie_word", NULL, NULL, 0},
+        {"rope_theta", NULL, NULL, 10000},
+        {"rope_theta", "\"rope_parameters\": {\"rope_theta\": 700.0, \"rope_type\": \"default\"}", NULL,
+         700},
+        {"rope_scaling", "\"rope_scaling\": {\"type\": \"default\"}", NULL, 500000},
+        {"head_dim", "\"head_dim\": null", NULL, 0},
+        {"head_dim", "\"attention_dropout\": 0.0", NULL, 0},
+        {"model_type", NULL, "does not say \"model_type\"", 0},
+        {"model_type", "\"model_type\": \"mistral\"", "\"model_type\" is \"mistral\"", 0},
+        {"architectures", "\"architectures\": [\"LlamaForSequenceClassification\"]", "\"architectures\" is",
+         0},
+        {"architectures", "\"architectures\": []", "\"architectures\"", 0},
+        {"hidden_act", "\"hidden_act\": \"gelu\"", "\"hidden_act\" is \"gelu\"", 0},
+        {"attention_bias", "\"attention_bias\": true", "\"attention_bias\" is true", 0},
+        {"mlp_bias", "\"mlp_bias\": true", "\"mlp_bias\" is true", 0},
+        {"use_cache", "\"attention_dropout\": 0.1", "\"attention_dropout\" is 0.1", 0},
+        {"use_cache", "\"quantization_config\": {\"bits\": 4}", "\"quantization_config\"", 0},
+        {"rope_scaling", "\"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8.0}",
+         "a RoPE of type \"llama3\" does not say \"low_freq_factor\"", 0},
+        {"rope_scaling", LLAMA3("4.0", "1.0"), "\"low_freq_factor\" 4 is not below \"high_freq_factor\" 1",
+         0},
+        {"rope_scaling", LLAMA3("1.0", "4.0"), NULL, 500000},
+        {"rope_scaling", "\"rope_scaling\": 2", "\"rope_scaling\"", 0},
+        {"rope_theta", "\"rope_parameters\": {\"rope_theta\": 7.0, \"rope_type\": \"yarn\"}",
+         "\"rope_parameters\"", 0},
+        {"rope_theta", "\"rope_parameters\": {\"partial_rotary_factor\": 0.5}", "\"partial_rotary_factor\"",
+         0},
+        {"rope_theta", "\"rope_theta\": -1", "\"rope_theta\" is no positive number", 0},
+        {"rms_norm_eps", "\"rms_norm_eps\": \"1e-5\"", "\"rms_norm_eps\" is no positive number", 0},
+        {"head_dim", "\"head_dim\": 8", NULL, 0},
+        {"head_dim", "\"head_dim\": 7", "a head of 7 is odd, and RoPE turns pairs", 0},
+        {"head_dim", "\"head_dim\": 0", "\"head_dim\" is no whole number", 0},
+        {"hidden_size", NULL, "does not say \"hidden_size\"", 0},
+        {"hidden_size", "\"hidden_size\": 25", "\"hidden_size\" 25 is not divisible", 0},
+        {"num_key_value_heads", "\"num_key_value_heads\": 4", "\"num_key_value_heads\" 4", 0},
+        {"num_hidden_layers", "\"num_hidden_layers\": 0", "\"num_hidden_layers\" is no whole number", 0},
+        {"num_hidden_layers", "\"num_hidden_layers\": 2.5", "\"num_hidden_layers\" is no whole number", 0},
+        {"vocab_size", "\"vocab_size\": 1e12", "\"vocab_size\" is no whole number", 0},
+        {"vocab_size", "\"vocab_size\": \"61\"", "\"vocab_size\" is no whole number", 0},
+        {"hidden_act", "\"hidden_act\": \"swish\"", NULL, 0},
+        {"use_cache", "\"hidden_size\": 24", "\"hidden_size\" stands there twice", 0},
+        {"rope_scaling", "\"rope_scaling\": {\"type\": \"default\", \"type\": \"yarn\"}",
+         "\"type\" stands there twice", 0},
+        {"tie_word", "\"tie_word_embeddings\": 1", "\"tie_word_embeddings\" is neither", 0},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const ConfigCase *one = &cases[i];
+        write_config(one->remove, one->add);
+        Config c = config_default("");
+        if (one->part) {
+            expect_fatal(read_config, &c, one->part);
+            continue;
+        }
+        checkpoint_config(folder, &c);
+        assert_int_equal(c.hidden, 24);
+        assert_int_equal(c.kv_heads, !strcmp(one->remove, "num_key_value_heads") ? 6 : 2);
+        bool wide = one->add && strstr(one->add, "head_dim\": 8"),
+             stretched = one->add && strstr(one->add, "llama3");
+        assert_int_equal(config_head_size(&c), wide ? 8 : 4);
+        assert_true(stretched ? c.rope.factor == 8 && c.rope.low == 1 && c.rope.high == 4 &&
+                                    c.rope.original == 8192
+                              : c.rope.factor == 0);
+        assert_true(c.tied == (strcmp(one->remove, "tie_word") != 0));
+        if (one->rope_theta != 0 && c.rope.theta != one->rope_theta)
+            fail_msg("case %zu: rope_theta is %g, not %g", i, c.rope.theta, one->rope_theta);
+    }
+}
+
+static void a_config_that_is_no_json_is_refused(void **state) {
+    (void)state;
+    Config c = config_default("");
+    expect_fatal(read_config, &c, "cannot open");
+    static const char *const texts[] = {"", "[]", "{", "{} trailing"};
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        write_text("config.json", texts[i], strlen(texts[i]));
+        expect_fatal(read_config, &c, "no JSON object");
+    }
+}
+
+// What the folder that was loaded says beyond the shape goes into the folders that are saved.
+static void saving_keeps_what_the_loaded_folder_had(void **state) {
+    (void)state;
+    static const char config[] =
+        "{\"model_type\": \"llama\", \"hidden_size\": 12, \"intermediate_size\": 5, \"num_hidden_layers\": "
+        "2, "
+        "\"num_attention_heads\": 6, \"num_key_value_heads\": 2, \"vocab_size\": 11, \"hidden_act\": "
+        "\"swish\", "
+        "\"max_position_embeddings\": 4096, \"eos_token_id\": [7, 9], \"dtype\": \"float16\"}";
+    static const char generation[] = "{\"temperature\": 0.6}\n";
+    write_text("config.json", config, strlen(config));
+    write_text("generation_config.json", generation, strlen(generation));
+    Run run = run_new("");
+    checkpoint_config(folder, &run.config);
+    run_save(&run, "out");
+    size_t size;
+    char *saved = read_text("out/step-000000/config.json", &size);
+    static const char *const parts[] = {"\"max_position_embeddings\": 4096", "\"eos_token_id\": [7,9]",
+                                        "\"torch_dtype\": \"float32\"", "\"hidden_act\": \"silu\""};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+        if (!strstr(saved, parts[i])) fail_msg("%s is not in %s", parts[i], saved);
+    assert_null(strstr(saved, "float16"));
+    free(saved);
+    saved = read_text("out/step-000000/generation_config.json", &size);
+    assert_string_equal(saved, generation);
+    free(saved);
+    run_save(&run, "out");  // which replaces that, too
+    char *path = format_text("%s/generation_config.json", folder);
+    assert_int_equal(unlink(path), 0);
+    free(path);
+    checkpoint_config(folder, &run.config);  // and forgets it with the folder that had it
+    run_free(&run);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    omp_set_num_threads(1);  // the children of expect_fatal do not inherit a team of threads
+    const struct CMUnitTest tests[] = {
+        IN_A_FOLDER(configs_are_read_or_refused_by_key),
+        IN_A_FOLDER(a_config_that_is_no_json_is_refused),
+        IN_A_FOLDER(saving_keeps_what_the_loaded_folder_had),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

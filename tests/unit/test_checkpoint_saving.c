@@ -1,0 +1,246 @@
+// Checkpoint folders: a save that fails harms nothing, and what is not ours to replace is left alone.
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+
+#include "checkpoints.h"
+
+// ---- the calls that make a checkpoint last: watched, and made to fail ----
+
+static char calls[4096];  // "fsync model.safetensors, rename, …" since watching began
+static bool watching, no_exchange;
+static int fsync_fails = -1;  // so many succeed first; -1: all
+
+static void note(const char *call, const char *path) {
+    const char *name = strrchr(path, '/') ? strrchr(path, '/') + 1 : path;
+    size_t used = strlen(calls);
+    if (watching) snprintf(calls + used, sizeof calls - used, "%s %s, ", call, name);
+}
+
+// These take the place of the C library's in this program.
+int fsync(int file) {
+    char link[64], path[512] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    if (readlink(link, path, sizeof path - 1) > 0) note("fsync", path);
+    if (fsync_fails == 0) {
+        errno = EIO;
+        return -1;
+    }
+    if (fsync_fails > 0) fsync_fails--;
+    return (int)syscall(SYS_fsync, file);
+}
+
+int rename(const char *from, const char *to) {
+    note("rename to", to);
+    return (int)syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, 0);
+}
+
+int renameat2(int from_dir, const char *from, int to_dir, const char *to, unsigned flags) {
+    note("exchange with", to);
+    if (no_exchange) {
+        errno = EINVAL;
+        return -1;
+    }
+    return (int)syscall(SYS_renameat2, from_dir, from, to_dir, to, flags);
+}
+
+static bool exists(const char *name) {
+    char *path = format_text("%s/%s", folder, name);
+    bool is = access(path, F_OK) == 0;
+    free(path);
+    return is;
+}
+
+// ---- saving, whole or not at all ----
+
+static void save_again(void *run) { run_save(run, "out"); }
+
+// Files, then their folder, then the name, then the folder that holds the name.
+static void all_is_on_the_disk_before_it_has_a_name(void **state) {
+    (void)state;
+    Run run = run_new("");
+    run_step(&run);
+    run_save(&run, "out");
+    run_step(&run);
+    calls[0] = '\0';
+    watching = true;
+    run_save(&run, "out");
+    watching = false;
+    const char *renamed = strstr(calls, "rename to step-000002");
+    static const char *const before[] = {"fsync config.json", "fsync model.safetensors",
+                                         "fsync optimizer.safetensors", "fsync .step-000002.tmp"};
+    assert_non_null(renamed);
+    for (size_t i = 0; i < sizeof before / sizeof *before; i++) {
+        const char *call = strstr(calls, before[i]);
+        if (!call || call > renamed) fail_msg("no \"%s\" before the rename: %s", before[i], calls);
+    }
+    const char *folder_flush = strstr(calls, "fsync .step"), *file_flush = strstr(calls, "fsync optimizer");
+    assert_true(folder_flush > file_flush);
+    if (!strstr(renamed, "fsync out")) fail_msg("the new name is not flushed: %s", calls);
+    run_free(&run);
+}
+
+static void assert_only_step(const char *step, const Run *run) {
+    char *command = format_text("[ \"$(ls -A %s/out)\" = %s ] && [ $(ls %s/out/%s | wc -l) = 3 ]", folder,
+                                step, folder, step);
+    if (system(command) != 0) fail_msg("the folder holds something else than %s", step);
+    free(command);
+    Run loaded = run_resume("out", "dtype=bf16");
+    assert_same_run(run, &loaded);
+    run_free(&loaded);
+}
+
+// A limit on file sizes stands in for a full disk, which fails at any byte.
+static void limited_save(void *context) {
+    struct rlimit limit = {.rlim_cur = *(rlim_t *)context, .rlim_max = RLIM_INFINITY};
+    Run run = run_resume("out", "dtype=bf16");
+    run_step(&run);
+    // The limit would also cut the sentence, were stderr a file; here it is a pipe.
+    if (setrlimit(RLIMIT_FSIZE, &limit) == 0) run_save(&run, "out");
+}
+
+static void a_full_disk_leaves_older_checkpoints_intact(void **state) {
+    (void)state;
+    Run run = run_new("dtype=bf16");
+    run_step(&run);
+    run_save(&run, "out");
+    size_t model, optimizer;
+    free(read_text("out/step-000001/model.safetensors", &model));
+    free(read_text("out/step-000001/optimizer.safetensors", &optimizer));
+    assert_true(optimizer > model);
+    // none, in a header, in the weights, in the optimizer's state
+    rlim_t limits[] = {0, 100, model - 1, model, optimizer - 1};
+    for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
+        expect_fatal(limited_save, &limits[i], "File too large; the checkpoint of step 2 is not saved");
+        assert_only_step("step-000001", &run);
+    }
+    run_free(&run);
+}
+
+// At each flush in turn: three files and the folder.
+static void a_flush_that_fails_leaves_older_checkpoints_intact(void **state) {
+    (void)state;
+    Run run = run_new("dtype=bf16");
+    run_step(&run);
+    run_save(&run, "out");
+    Run next = run_resume("out", "dtype=bf16");
+    run_step(&next);
+    for (int i = 0; i < 4; i++) {
+        fsync_fails = i;
+        expect_fatal(save_again, &next, "Input/output error; the checkpoint of step 2 is not saved");
+        fsync_fails = -1;
+        assert_only_step("step-000001", &run);
+    }
+    fsync_fails = 4;  // the parent: too late to take it back
+    expect_fatal(save_again, &next, "is complete, but may not outlast a power cut");
+    fsync_fails = -1;
+    run_free(&run);
+    run_free(&next);
+}
+
+// Where there is one of that name, it is replaced: in one exchange, or, on file systems that have none, in
+// two steps. One that holds a file that is not ours is left alone.
+static void a_checkpoint_of_the_same_step_is_replaced(void **state) {
+    (void)state;
+    for (int without = 0; without < 2; without++) {
+        no_exchange = without;
+        Run old = run_new("dtype=bf16"), new = run_new("dtype=bf16");
+        old.progress.sample = 600;  // other gradients
+        run_step(&old);
+        run_step(&new);
+        run_save(&old, "out");
+        calls[0] = '\0';
+        watching = true;
+        run_save(&new, "out");
+        watching = false;
+        assert_non_null(strstr(calls, "exchange with step-000001"));
+        if (without) assert_non_null(strstr(calls, "rename to .step-000001.old"));
+        assert_only_step("step-000001", &new);
+
+        write_text("out/step-000001/notes.txt", "mine", 4);
+        expect_fatal(save_again, &old, "out/step-000001 holds notes.txt, which is no part of a checkpoint");
+        assert_true(exists("out/step-000001/notes.txt"));
+        char *command = format_text("rm -r %s/out", folder);
+        assert_int_equal(system(command), 0);
+        free(command);
+        run_free(&old);
+        run_free(&new);
+    }
+    no_exchange = false;
+}
+
+static void start_in_out(void *run) {
+    char *dir = format_text("%s/out", folder);
+    checkpoint_check_place_is_ours(dir, &((Run *)run)->config, ((Run *)run)->progress);
+    free(dir);
+}
+
+static void a_folder_of_another_run_is_left_alone(void **state) {
+    (void)state;
+    Run run = run_new("dtype=bf16");
+    run_step(&run);
+    start_in_out(&run);  // nothing there yet
+    run_save(&run, "out");
+    start_in_out(&run);  // begun again
+    static const char *const others[] = {"dtype=bf16 seed=3", "dtype=bf16 steps=21",
+                                         "dtype=bf16 optimizer=sgd"};
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        Run other = run_new(others[i]);
+        run_step(&other);
+        expect_fatal(start_in_out, &other,
+                     "out/step-000001 is a checkpoint of another run: choose another folder");
+        expect_fatal(save_again, &other, "out/step-000001 is a checkpoint of another run");
+        assert_only_step("step-000001", &run);
+        run_free(&other);
+    }
+    // A run that goes on with other rates is still that run.
+    Run resumed = run_resume("out", "dtype=bf16");
+    resumed.config.lr *= 2;
+    start_in_out(&resumed);
+    run_step(&resumed);
+    run_save(&resumed, "out");
+    run_free(&run);
+    run_free(&resumed);
+}
+
+// What a killed run left behind stands in nobody's way.
+static void leftovers_of_a_killed_run_are_replaced(void **state) {
+    (void)state;
+    Run run = run_new("dtype=bf16");
+    run_step(&run);
+    char *command = format_text(
+        "mkdir -p %s/out/.step-000001.tmp && echo half >%s/out/.step-000001.tmp/model.safetensors", folder,
+        folder);
+    assert_int_equal(system(command), 0);
+    free(command);
+    run_save(&run, "out");
+    assert_only_step("step-000001", &run);
+    run_free(&run);
+}
+
+static void a_place_that_cannot_be_written_is_told(void **state) {
+    (void)state;
+    write_text("out", "a file", 6);
+    Run run = run_new("");
+    expect_fatal(save_again, &run, "the checkpoint of step 0 is not saved");
+    run_free(&run);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    omp_set_num_threads(1);  // the children of expect_fatal do not inherit a team of threads
+    const struct CMUnitTest tests[] = {
+        IN_A_FOLDER(all_is_on_the_disk_before_it_has_a_name),
+        IN_A_FOLDER(a_full_disk_leaves_older_checkpoints_intact),
+        IN_A_FOLDER(a_flush_that_fails_leaves_older_checkpoints_intact),
+        IN_A_FOLDER(a_checkpoint_of_the_same_step_is_replaced),
+        IN_A_FOLDER(a_folder_of_another_run_is_left_alone),
+        IN_A_FOLDER(leftovers_of_a_killed_run_are_replaced),
+        IN_A_FOLDER(a_place_that_cannot_be_written_is_told),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,227 @@
+// test_comm_clock.c [--ranks N] [PATTERN]: what calls count, and what they take on the model clock. TAP, on
+// all ranks at once; comm.t runs it with 1 to 8, and its --scenario clock: one run, and how long it took.
+#include "comm_values.h"
+
+// ---- counts ----
+
+static CommCount count_of(const char *name) {
+    const CommCount *counts;
+    int kinds = comm_counts(&counts);
+    for (int i = 0; i < kinds; i++)
+        if (!strcmp(counts[i].name, name)) return counts[i];
+    note("nothing counts %s", name);
+    return (CommCount){0};
+}
+
+// calls and bytes of one kind since the last clock_reset.
+static void expect_count(const char *name, int64_t calls, int64_t bytes) {
+    CommCount count = count_of(name);
+    if (count.calls != calls || count.bytes != bytes)
+        note("%s: %lld calls and %lld bytes, expected %lld and %lld", name, (long long)count.calls,
+             (long long)count.bytes, (long long)calls, (long long)bytes);
+}
+
+static void bytes_are_those_of_the_formulas(void) {
+    const int64_t count = 1009 * 3;
+    int64_t piece = (count + n - 1) / n, k = count - piece * me;
+    k = 4 * (k < 0 ? 0 : k < piece ? k : piece);
+    int64_t counts[n], total = parts(counts, 1009), K = 4 * count;
+    int root = n - 1;
+    clock_reset();
+    Tensor t = tensor_of(F32, me, count), whole = tensor_of(F32, me, total),
+           part = tensor_of(F32, me, counts[me]);
+    comm_wait(comm_all_reduce(t, REDUCE_SUM, world));
+    expect_count("all_reduce", 1, K - k + (n - 1) * k);
+    comm_wait(comm_reduce(t, REDUCE_SUM, root, world));
+    expect_count("reduce", 1, K - k + (me == root ? 0 : k));
+    comm_wait(comm_reduce_scatter(part, whole, counts, REDUCE_SUM, world));
+    expect_count("reduce_scatter", 1, 4 * (total - counts[me]));
+    comm_wait(comm_all_gather(whole, part, counts, world));
+    expect_count("all_gather", 1, 4 * (n - 1) * counts[me]);
+    comm_wait(comm_gather(whole, part, counts, root, world));
+    expect_count("gather", 1, me == root ? 0 : 4 * counts[me]);
+    comm_wait(comm_scatter(part, whole, counts, root, world));
+    expect_count("scatter", 1, me == root ? 4 * (total - counts[me]) : 0);
+    comm_wait(comm_broadcast(t, root, world));
+    expect_count("broadcast", 1, me == root ? (n - 1) * K : 0);
+    Tensor all = tensor_of(F32, me, 50 * n), all_out = empty(F32, 50 * n);
+    comm_wait(comm_all_to_all(all_out, NULL, all, NULL, world));
+    expect_count("all_to_all", 1, 4 * 50 * (n - 1));
+    comm_wait(comm_barrier(world));
+    expect_count("barrier", 1, 0);
+    comm_wait(comm_send_receive(all, (me + 1) % n, all_out, (me + n - 1) % n, world));
+    expect_count("transfers", 1, n > 1 ? 4 * 50 * n : 0);
+    comm_sum(1, world);
+    expect_count("all_reduce", 2, K - k + (n - 1) * k + (n == 1 ? 0 : me == 0 ? 8 * (n - 1) : 8));
+    SAME(comm_total().calls, 11);
+    // Together an all-reduce sends 2 (n - 1) K: the sum over ranks of its formula.
+    clock_reset();
+    SAME(comm_total().calls, 0);
+    comm_wait(comm_all_reduce(t, REDUCE_SUM, world));
+    double sent = (double)count_of("all_reduce").bytes;
+    SAME(comm_sum(sent, world), 2.0 * (n - 1) * (double)K);
+    Tensor *tensors[] = {&t, &whole, &part, &all, &all_out};
+    for (int i = 0; i < 5; i++) tensor_free(tensors[i]);
+}
+
+// ---- the model clock ----
+
+// An operation of this many seconds on the compute stream of an H100.
+static void compute(double seconds) {
+    clock_begin("work", BF16, seconds * 989e12, 0);
+    clock_end();
+}
+
+static void collectives_start_when_the_last_is_ready(void) {
+    for (int turn = 0; turn < 3; turn++) {
+        nap(turn);
+        comm_wait(comm_barrier(world));  // all clocks on one time
+        double zero = comm_max(clock_model_now(), world);
+        zero = clock_model_now();
+        SAME(zero, comm_max(zero, world));
+        zero = clock_model_now();
+        Tensor t = tensor_of(F32, me, 1 << 18);
+        compute(1e-3 * (me + 1));
+        double last = comm_rank() == n - 1 ? clock_model_now() : 0,
+               cost = clock_collective_seconds("all_reduce", 4 << 18, n, n < 8 ? n : 8);
+        double mine = clock_model_now();
+        clock_reset();
+        Request *request = comm_all_reduce(t, REDUCE_SUM, world);
+        nap(turn + 5);
+        compute(0.5e-3);
+        double before = clock_model_now();
+        comm_wait(request);
+        double end = clock_model_now();
+        // The last rank's compute stream had come to its call at `last`.
+        last = comm_max(last, world);
+        double expected = last + cost > before ? last + cost : before;
+        SAME(end, expected);
+        CommCount count = count_of("all_reduce");
+        double exposed = expected > before ? expected - before : 0;
+        if (!(fabs(count.exposed_seconds - (clock_model_now() - end) - exposed) < 1e-12))
+            note("%.17g s are exposed, expected %.17g", count.exposed_seconds, exposed);
+        if (mine > before) note("the clock ran back");
+        tensor_free(&t);
+    }
+}
+
+static void requests_queue_on_the_communication_stream(void) {
+    comm_wait(comm_barrier(world));
+    double zero = clock_model_now(), cost = clock_collective_seconds("all_reduce", 4000, n, n);
+    Tensor t[4];
+    Request *request[4];
+    for (int i = 0; i < 4; i++)
+        request[i] = comm_all_reduce(t[i] = tensor_of(F32, me, 1000), REDUCE_SUM, world);
+    double end = zero;
+    for (int i = 0; i < 4; i++) {
+        comm_wait(request[i]);
+        end += cost;
+        SAME(clock_model_now(), end);
+        tensor_free(&t[i]);
+    }
+}
+
+// A run that uses everything, with sleeps by `seed`: returns its model time.
+static double a_run(int seed) {
+    Mesh mesh = mesh_new(a_grid());
+    comm_wait(comm_barrier(world));
+    double zero = clock_model_now();
+    Tensor big = tensor_of(F32, me, 100003), small = tensor_of(BF16, me, 1009), in = empty(BF16, 1009);
+    Tensor other = tensor_of(BF16, me, 1009);
+    for (int step = 0; step < 5; step++) {
+        compute(1e-6 * (double)(mix((uint64_t)(me * 31 + step)) % 100));
+        nap(seed + step);
+        Request *a = comm_all_reduce(big, REDUCE_SUM, mesh.dp);
+        compute(1e-6 * (double)(mix((uint64_t)(me * 57 + step)) % 50));
+        nap(seed + step + 30);
+        Request *b = comm_send_receive(small, (mesh.dp.rank + 1) % mesh.dp.size, in,
+                                       (mesh.dp.rank + mesh.dp.size - 1) % mesh.dp.size, mesh.dp);
+        Request *c = comm_broadcast(other, 0, mesh.tp);
+        comm_wait(c);
+        comm_wait(a);
+        nap(seed + step + 60);
+        comm_wait(b);
+        comm_sum(1, world);
+    }
+    tensor_free(&big);
+    tensor_free(&small);
+    tensor_free(&other);
+    tensor_free(&in);
+    return clock_model_now() - zero;
+}
+
+static void the_model_clock_knows_no_load(void) {
+    double wall[4], first = 0;
+    for (int turn = 0; turn < 4; turn++) {
+        // From the same start, so that not even rounding differs.
+        clock_model_wait(turn + 1 > clock_model_now() ? turn + 1 : clock_model_now());
+        wall[turn] = a_run(turn * 1000);
+        if (turn == 0) first = wall[0];
+        if (!(fabs(wall[turn] - first) < 1e-12))
+            note("run %d took %.17g, the first %.17g", turn, wall[turn], first);
+    }
+    if (!(first > 0)) note("no time passed");
+}
+
+static void expect_near(const char *what, double got, double expected) {
+    if (!(fabs(got - expected) <= 1e-14 * expected))
+        note("%s: %.17g s, expected %.17g", what, got, expected);
+}
+
+static void costs_follow_their_formulas(void) {
+    const double K = 1e9, near = 3.4e-6, far = 9.6e-6;
+    expect_near("all-reduce in a node", clock_collective_seconds("all_reduce", K, 8, 8),
+                14 * near + 2 * 7 * K / 8 / 450e9);
+    expect_near("reduce-scatter in a node", clock_collective_seconds("reduce_scatter", K, 8, 8),
+                7 * near + 7 * K / 8 / 450e9);
+    // Two nodes of 8 have 8 ports each: 400 GB/s are less than NVLink's 450.
+    expect_near("all-gather across nodes", clock_collective_seconds("all_gather", K, 16, 8),
+                14 * near + far + 15 * K / 16 / 400e9);
+    // One member a node: one port.
+    expect_near("all-reduce, one member a node", clock_collective_seconds("all_reduce", K, 4, 1),
+                6 * far + 2 * 3 * K / 4 / 50e9);
+    expect_near("broadcast", clock_collective_seconds("broadcast", K, 8, 8), 7 * near + K / 450e9);
+    expect_near("barrier", clock_collective_seconds("barrier", 0, 8, 8), 14 * near);
+    // In an all-to-all each GPU's own port carries what leaves the node.
+    expect_near("all-to-all across nodes", clock_collective_seconds("all_to_all", K, 16, 8),
+                7 * near + 8 * far + 8 * K / 16 / 50e9);
+    expect_near("all-to-all in a node", clock_collective_seconds("all_to_all", K, 8, 8),
+                7 * near + 7 * K / 8 / 450e9);
+    expect_near("transfers in a node", clock_transfers_seconds((Traffic){2, K, 2 * K}, (Traffic){0}),
+                near + 2 * K / 450e9);
+    expect_near("transfers across", clock_transfers_seconds((Traffic){1, K, 0}, (Traffic){1, 0, K}),
+                far + K / 50e9);
+    SAME(clock_collective_seconds("all_reduce", K, 1, 1), 0);
+    clock_set_machine(machine_find("dgx-a100"));
+    expect_near("A100", clock_collective_seconds("all_gather", K, 16, 8),
+                14 * near + far + 15 * K / 16 / 200e9);
+    clock_set_cluster(4, 0.5, 0.8);
+    expect_near("at 80 %", clock_collective_seconds("reduce", K, 4, 4), 3 * near + K / 240e9);
+    SAME(clock_node(7), 1);
+    double now = clock_model_now();
+    clock_begin("work", BF16, 312e12, 0);
+    clock_end();
+    expect_near("compute at 50 %", clock_model_now() - now, 2 + 0 * now);
+    clock_set_machine(machine_find("dgx-h100"));
+    clock_set_cluster(0, 1, 1);
+    comm_wait(comm_barrier(world));
+}
+
+static const RankTest tests[] = {
+    TEST(bytes_are_those_of_the_formulas),
+    TEST(collectives_start_when_the_last_is_ready),
+    TEST(requests_queue_on_the_communication_stream),
+    TEST(the_model_clock_knows_no_load),
+    TEST(costs_follow_their_formulas),
+};
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    bool one_run = false;
+    for (int i = 1; i < argc; i++) one_run |= !strcmp(argv[i], "--scenario");
+    const char *pattern = ranks_start(argc, argv, 4);
+    if (!one_run) return ranks_run(tests, sizeof tests / sizeof *tests, pattern);
+    double seconds = a_run(1);
+    say("model clock %.17g s, %lld bytes", comm_max(seconds, world), (long long)comm_total().bytes);
+    return comm_finish(0);
+}

@@ -1,0 +1,313 @@
+// TMA, mbarrier and wgmma on the CPU, held against the figures of the PTX ISA, "Swizzling Modes" and
+// "Register Fragments for wgmma.mma_async.m64nNk16": where a tile has an element, and which lane. What is
+// wrong with a ring of tiles is named.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+
+#include "cuda/instructions_hopper.h"
+// needs those above, and to be told that it is C
+extern "C" {
+#include <cmocka.h>
+}
+#include "found.h"
+
+template <class T>
+static T *on_device(const T *host, size_t count) {
+    T *memory;
+    CUDA_CHECK(cudaMalloc(&memory, count * sizeof(T)));
+    CUDA_CHECK(cudaMemcpy(memory, host, count * sizeof(T), cudaMemcpyHostToDevice));
+    return memory;
+}
+
+// ---- TMA ----
+
+// The chunk of 16 bytes that is in each place of 8 rows.
+static const int swizzle[8][8] = {
+    {0, 1, 2, 3, 4, 5, 6, 7}, {1, 0, 3, 2, 5, 4, 7, 6}, {2, 3, 0, 1, 6, 7, 4, 5}, {3, 2, 1, 0, 7, 6, 5, 4},
+    {4, 5, 6, 7, 0, 1, 2, 3}, {5, 4, 7, 6, 1, 0, 3, 2}, {6, 7, 4, 5, 2, 3, 0, 1}, {7, 6, 5, 4, 3, 2, 1, 0}};
+
+// The box at (row, column), as it lies in shared memory.
+__global__ void copy_box(uint16_t *y, const __grid_constant__ TensorMap map, int row, int column) {
+    __shared__ __align__(TILE_ALIGNMENT) uint16_t tile[16 * 64];
+    __shared__ Mbarrier full;
+    const int t = (int)threadIdx.x;
+    if (t == 0) {
+        mbarrier_init(&full, 1);
+        fence_proxy_async();
+    }
+    __syncthreads();
+    if (t == 0) {
+        mbarrier_arrive_expect(&full, sizeof tile);
+        tma_load(tile, &map, row, column, &full);
+    }
+    mbarrier_wait(&full, 0);
+    for (int i = t; i < 16 * 64; i += 32) y[i] = tile[i];
+}
+
+static void a_box_is_swizzled_and_zero_outside(void **state) {
+    (void)state;
+    enum { ROWS = 21, COLUMNS = 75, PITCH = 80 };
+    static uint16_t x[ROWS][PITCH], y[16][64];
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < PITCH; c++) x[r][c] = (uint16_t)(r * PITCH + c + 1);
+    const uint16_t *on_gpu = on_device(&x[0][0], ROWS * PITCH);
+    uint16_t *made = on_device(&y[0][0], 16 * 64);
+    const struct {
+        int row, column, sectors;
+    } cases[] = {{0, 0, 64}, {5, 8, 80}, {10, 32, 33}, {-3, -5, 52}};
+    for (auto &c : cases) {
+        cuda_count_begin();
+        LAUNCH(copy_box, 1, 32, 0, 0, made,
+               tensor_map(reinterpret_cast<const __half *>(on_gpu), ROWS, COLUMNS, PITCH, 16), c.row,
+               c.column);
+        const CudaCounts counts = cuda_count_end();
+        CUDA_CHECK(cudaMemcpy(y, made, sizeof y, cudaMemcpyDeviceToHost));
+        for (int r = 0; r < 16; r++)
+            for (int i = 0; i < 64; i++) {
+                const int row = c.row + r, column = c.column + swizzle[r % 8][i / 8] * 8 + i % 8;
+                const bool exists = row >= 0 && row < ROWS && column >= 0 && column < COLUMNS;
+                assert_int_equal(y[r][i], exists ? x[row][column] : 0);
+            }
+        assert_int_equal(counts.global_loads, 1);
+        assert_int_equal(counts.global_load_sectors, c.sectors);
+        assert_int_equal(counts.shared_passes, 16 + 16 * 64 / 32);
+    }
+}
+
+// ---- wgmma ----
+
+// Lanes of D's pairs, of a warp's 16 rows and each 8 columns. A lane has two, one in each half of the rows.
+static const int lane_d[16][4] = {{0, 1, 2, 3},     {4, 5, 6, 7},     {8, 9, 10, 11},   {12, 13, 14, 15},
+                                  {16, 17, 18, 19}, {20, 21, 22, 23}, {24, 25, 26, 27}, {28, 29, 30, 31},
+                                  {0, 1, 2, 3},     {4, 5, 6, 7},     {8, 9, 10, 11},   {12, 13, 14, 15},
+                                  {16, 17, 18, 19}, {20, 21, 22, 23}, {24, 25, 26, 27}, {28, 29, 30, 31}};
+
+// No two rows and no two columns alike.
+static int left(int row, int k) { return (row * 7 + k * k * 3) % 13 - 6; }
+static int right(int k, int column) { return (k * 5 + column * column * 3) % 11 - 5; }
+
+// d of a lane: A (64, 64) B (64, N), 16 of k after 16.
+template <class T, int N, Major A, Major B, bool REGISTERS>
+__global__ void multiply_tiles(float *y, const __grid_constant__ TensorMap a,
+                               const __grid_constant__ TensorMap b) {
+    __shared__ __align__(TILE_ALIGNMENT) char left[64 * TILE_ROW];
+    __shared__ __align__(TILE_ALIGNMENT) char right[N * TILE_ROW];
+    __shared__ Mbarrier full;
+    const int t = (int)threadIdx.x, lane = t % 32;
+    if (t == 0) {
+        mbarrier_init(&full, 1);
+        fence_proxy_async();
+    }
+    __syncthreads();
+    if (t == 0) {
+        mbarrier_arrive_expect(&full, sizeof left + sizeof right);
+        tma_load(left, &a, 0, 0, &full);
+        for (int i = 0; i < N / 64; i++)
+            tma_load(right + i * 64 * TILE_ROW, &b, B == K_MAJOR ? i * 64 : 0, B == K_MAJOR ? 0 : i * 64,
+                     &full);
+    }
+    mbarrier_wait(&full, 0);
+    float d[N / 2];
+    uint32_t of_a[4][4];
+    for (int i = 0; i < N / 2; i++) d[i] = 1000;
+    for (int k = 0; k < 4 && REGISTERS; k++)
+        for (int i = 0; i < 4; i++) {
+            const int row = t / 32 * 16 + lane / 4 + i % 2 * 8, chunk = 2 * k + i / 2;
+            of_a[k][i] = *reinterpret_cast<uint32_t *>(left + row * TILE_ROW + (chunk ^ row % 8) * 16 +
+                                                       lane % 4 * 4);
+        }
+    wgmma_fence();
+    for (int k = 0; k < 4; k++) {
+        const uint64_t b16 = wgmma_operand(right + k * (B == K_MAJOR ? 32 : 16 * TILE_ROW), 64 * TILE_ROW);
+        if (REGISTERS) wgmma<T, B>(d, of_a[k], b16, true);
+        else wgmma<T, A, B>(d, wgmma_operand(left + k * (A == K_MAJOR ? 32 : 16 * TILE_ROW), 0), b16, true);
+    }
+    wgmma_commit();
+    y[t] = d[0];  // too early
+    wgmma_wait<0>(d);
+    for (int i = 0; i < N / 2; i++) y[128 + t * (N / 2) + i] = d[i];
+}
+
+template <class T, int N, Major A, Major B, bool REGISTERS = false>
+static void products(uint16_t (*code)(float)) {
+    static uint16_t a[64][64], b[N][64];
+    static float d[N / 2 + 1][128];
+    for (int row = 0; row < 64; row++)
+        for (int k = 0; k < 64; k++) (A == K_MAJOR ? a[row][k] : a[k][row]) = code((float)left(row, k));
+    uint16_t *flat = &b[0][0];
+    for (int column = 0; column < N; column++)
+        for (int k = 0; k < 64; k++)
+            flat[B == K_MAJOR ? column * 64 + k : k * N + column] = code((float)right(k, column));
+    float *y = floats(128 + 128 * (N / 2));
+    const T *on_gpu_a = reinterpret_cast<const T *>(on_device(&a[0][0], 64 * 64));
+    const T *on_gpu_b = reinterpret_cast<const T *>(on_device(flat, N * 64));
+    cuda_count_begin();
+    LAUNCH((multiply_tiles<T, N, A, B, REGISTERS>), 1, 128, 0, 0, y, tensor_map(on_gpu_a, 64, 64, 64, 64),
+           tensor_map(on_gpu_b, B == K_MAJOR ? N : 64, B == K_MAJOR ? 64 : N, B == K_MAJOR ? 64 : N, 64));
+    const CudaCounts counts = cuda_count_end();
+    CUDA_CHECK(cudaMemcpy(d, y, sizeof d, cudaMemcpyDeviceToHost));
+    for (int t = 0; t < 128; t++) assert_true(isnan(d[0][t]));
+    for (int row = 0; row < 64; row++)
+        for (int column = 0; column < N; column++) {
+            int sum = 1000;
+            for (int k = 0; k < 64; k++) sum += left(row, k) * right(k, column);
+            const int t = row / 16 * 32 + lane_d[row % 16][column % 8 / 2];
+            const int i = column / 8 * 4 + row % 16 / 8 * 2 + column % 2;
+            assert_int_equal((int)(&d[1][0])[t * (N / 2) + i], sum);
+        }
+    assert_int_equal(counts.tensor_flops, 2 * 64 * 64 * N);
+    // Rows that TMA writes; A's 2 kB and B's, once for the four warps, of each 16 of k. A lane's registers
+    // of A take as many passes.
+    assert_int_equal(counts.shared_passes, 64 + N + 4 * (16 + N / 4));
+    assert_int_equal(counts.shared_conflicts, 0);
+}
+
+static void products_of_a_warpgroup(void **state) {
+    (void)state;
+    products<__nv_bfloat16, 64, K_MAJOR, K_MAJOR>(bf16_from_f32);
+    products<__half, 128, K_MAJOR, MN_MAJOR>(f16_from_f32);
+    products<__nv_bfloat16, 256, MN_MAJOR, MN_MAJOR>(bf16_from_f32);
+    products<__half, 64, MN_MAJOR, K_MAJOR>(f16_from_f32);
+    products<__nv_bfloat16, 128, K_MAJOR, MN_MAJOR, true>(bf16_from_f32);
+}
+
+// ---- a ring of tiles, and what can be wrong with it ----
+
+enum Fault {
+    NONE,
+    PHASE_OF_FULL,
+    PHASE_OF_EMPTY,
+    FEW_BYTES,
+    MANY_BYTES,
+    NO_BYTES,
+    NO_FENCE,
+    NO_SYNC,
+    NO_EMPTY,
+    NO_WGMMA_FENCE,
+    NO_COMMIT,
+    NO_WAIT,
+    EARLY_RELEASE,
+    LATE_GROUP,
+    FLAT_OPERAND,
+    OTHER_OPERAND,
+    PLAIN_STORE,
+    TWO_ARRIVALS,
+    TOUCHED,
+    UNALIGNED
+};
+
+enum { DEEP = 2, STEPS = 5, TILE = 64 * TILE_ROW };
+
+// Four warps multiply what a fifth has copied; y: A's tile times B's, STEPS times.
+template <Fault FAULT>
+__global__ void ring(float *y, const __grid_constant__ TensorMap map) {
+    DYNAMIC_SHARED(char, memory);
+    __shared__ Mbarrier full[DEEP];
+    __shared__ Mbarrier empty[DEEP];
+    char *tiles = first_tile(memory) + (FAULT == UNALIGNED) * 128;
+    const int t = (int)threadIdx.x;
+    if (t == 0) {
+        for (int s = 0; s < DEEP; s++) mbarrier_init(&full[s], 1), mbarrier_init(&empty[s], 4);
+        if (FAULT != NO_FENCE) fence_proxy_async();
+    }
+    if (FAULT != NO_SYNC) __syncthreads();
+    if (t / 32 == 4) {
+        for (int step = 0; step < STEPS && t % 32 == 0; step++) {
+            const int s = step % DEEP;
+            if (FAULT != NO_EMPTY)
+                mbarrier_wait(&empty[s], (uint32_t)(step / DEEP + (FAULT != PHASE_OF_EMPTY)) & 1);
+            if (FAULT == NO_BYTES) mbarrier_arrive(&full[s]);
+            else
+                mbarrier_arrive_expect(&full[s],
+                                       2 * TILE + (FAULT == MANY_BYTES) * 16 - (FAULT == FEW_BYTES) * 16);
+            tma_load(tiles + s * 2 * TILE, &map, 0, 0, &full[s]);
+            tma_load(tiles + s * 2 * TILE + TILE, &map, 64, 0, &full[s]);
+        }
+        return;
+    }
+    float d[32] = {};
+    for (int step = 0; step < STEPS; step++) {
+        const int s = step % DEEP;
+        char *stage = tiles + s * 2 * TILE;
+        mbarrier_wait(&full[s], (uint32_t)(step / DEEP + (FAULT == PHASE_OF_FULL)) & 1);
+        if (FAULT == PLAIN_STORE) {
+            reinterpret_cast<uint32_t *>(stage)[t] = 0;
+            named_barrier(1, 128);
+        }
+        if (FAULT != NO_WGMMA_FENCE) wgmma_fence();
+        for (int k = 0; k < 4; k++) {
+            uint64_t a = wgmma_operand(stage + 32 * k, 0);
+            if (FAULT == FLAT_OPERAND) a &= ~(3ull << 62);
+            if (FAULT == OTHER_OPERAND && t / 32 == 2) a = wgmma_operand(stage, 0);
+            wgmma<__half, K_MAJOR, K_MAJOR>(d, a, wgmma_operand(stage + TILE + 32 * k, 0), true);
+        }
+        if (FAULT != NO_COMMIT) wgmma_commit();
+        if (FAULT == TOUCHED) d[5] = 1;
+        if (FAULT == EARLY_RELEASE && t % 32 == 0) mbarrier_arrive(&empty[s]);
+        if (FAULT == LATE_GROUP) wgmma_wait<1>();
+        else if (FAULT != NO_WAIT) wgmma_wait<0>();
+        if (FAULT != EARLY_RELEASE && t % 32 == 0) mbarrier_arrive(&empty[s]);
+        if (FAULT == TWO_ARRIVALS && t == 0) mbarrier_arrive(&empty[s]);
+    }
+    for (int i = 0; i < 32; i++) y[t * 32 + i] = d[i];
+}
+
+template <Fault FAULT>
+static void turn() {
+    static uint16_t x[128][64];
+    for (int i = 0; i < 128 * 64; i++) x[i / 64][i % 64] = f16_from_f32((float)(i % 3));
+    float *y = floats(128 * 32), d[32];
+    LAUNCH(ring<FAULT>, 1, 160, (size_t)DEEP * 2 * TILE + TILE_ALIGNMENT, 0, y,
+           tensor_map(reinterpret_cast<const __half *>(on_device(&x[0][0], 128 * 64)), 128, 64, 64, 64));
+    CUDA_CHECK(cudaMemcpy(d, y, sizeof d, cudaMemcpyDeviceToHost));
+    float sum = 0;  // of row 0 and column 0, which begin at elements 0 and 64 * 64
+    for (int k = 0; k < 64; k++) sum += (float)(k % 3 * ((64 * 64 + k) % 3) * STEPS);
+    if (d[0] != sum) abort();
+}
+
+static void a_ring_of_tiles(void **state) {
+    (void)state;
+    SOUND(turn<NONE>());
+    SOUND(cuda_on_cpu_order(7); turn<NONE>());
+    FOUND(turn<PHASE_OF_FULL>(),
+          "reads byte 1008 of dynamic shared memory, which no thread of this block has written");
+    FOUND(turn<PHASE_OF_EMPTY>(), "waits for ever at full[0] (",
+          "): phase 0, of parity 0, lacks 1 of 1 arrivals and 0", "; and thread 128 at empty[0] (",
+          "): phase 0, of parity 0, lacks 4 of 4 arrivals");
+    FOUND(turn<FEW_BYTES>(), "waits for ever at full[0] (",
+          "): 16 bytes more have come than it was told to expect");
+    FOUND(turn<MANY_BYTES>(), "waits for ever at full[0] (", "lacks 0 of 1 arrivals and 16 bytes");
+    FOUND(turn<NO_BYTES>(), "byte 1008 of dynamic shared memory, to which TMA copies (",
+          "full[0] has not been waited");
+    FOUND(turn<NO_FENCE>(),
+          "copies to full[0], which thread 0 has initialised with no fence_proxy_async()");
+    FOUND(turn<NO_SYNC>(), "full[0], which thread 0 has initialised with no __syncthreads() between");
+    FOUND(turn<NO_EMPTY>(), "arrives at full[0] (", "), whose phase has its 1 arrivals already");
+    FOUND(turn<NO_WGMMA_FENCE>(), "begins a group of wgmma with no wgmma_fence() before it");
+    FOUND(turn<NO_COMMIT>(), "waits with this wgmma in no group: wgmma_commit() is missing");
+    FOUND(turn<NO_WAIT>(), "writes to a tile that a wgmma of warp 0 (");
+    FOUND(turn<EARLY_RELEASE>(), "which the tensor cores for warp 0 read (",
+          "with no __syncthreads() or mbarrier");
+    FOUND(turn<LATE_GROUP>(), "writes to a tile that a wgmma of warp 0 (");
+    FOUND(turn<FLAT_OPERAND>(), "has wgmma read an operand of swizzle mode 0");
+    FOUND(turn<OTHER_OPERAND>(), "calls wgmma with other operands than the warps beside it (");
+    FOUND(turn<PLAIN_STORE>(), "which thread 0 has written (", "with no fence_proxy_async() behind it");
+    FOUND(turn<TWO_ARRIVALS>(), "which the tensor cores for warp 3 read (");
+    FOUND(turn<TOUCHED>(), "changes the registers of D before it has waited for this wgmma");
+    FOUND(turn<UNALIGNED>(), "copies a swizzled tile to 0x", "which is no multiple of 1024");
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    cuda_on_cpu_order(0);  // the sentences name threads
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_box_is_swizzled_and_zero_outside),
+        cmocka_unit_test(products_of_a_warpgroup),
+        cmocka_unit_test(a_ring_of_tiles),
+    };
+    return cmocka_run_group_tests_name("instructions_hopper", tests, NULL, NULL);
+}
