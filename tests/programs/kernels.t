@@ -6,7 +6,7 @@
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
 # needs: build/07_kernels/flash_attention_2 build/07_kernels/flash_attention_2_backward
-# needs: build/07_kernels/flash_attention_2_tensor
+# needs: build/07_kernels/flash_attention_2_tensor build/07_kernels/flash_attention_2_tensor_backward
 # needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy build/00_single_gpu/train
 # needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
 # needs: build/07_kernels/hopper
@@ -23,6 +23,7 @@ passes "heads of 64" 07_kernels/flash_attention_1 --head-size 64
 passes "backward of heads of 64" 07_kernels/flash_attention_1_backward --head-size 64
 passes "heads of 64, second version" 07_kernels/flash_attention_2 --head-size 64
 passes "heads of 64, on tensor cores" 07_kernels/flash_attention_2_tensor --head-size 64
+passes "backward of heads of 64, tensor cores" 07_kernels/flash_attention_2_tensor_backward --head-size 64
 passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu a100 has neither TMA nor wgmma" 07_kernels/hopper --gpu a100
 refused "--gpu" 07_kernels/vector_add --gpu abacus
