@@ -94,8 +94,8 @@ static void check(const Config *c) {
     long inner = c->experts ? keys : c->ffn / c->tp;  // ranks of tp hold experts whole
     while (fits > 1 && (keys % fits || inner % fits)) fits--;
     CHECK(!r->tile || c->tp == 1 || fits == tile,
-          "--fp8 %s with --tp %ld: a rank's %ld columns of keys and %ld of the MLP do not divide into tiles "
-          "of %ld; --fp8-tile %ld would fit",
+          "--fp8 %s with --tp %ld: a rank's %ld columns of keys and %ld of the MLP do not divide into "
+          "tiles of %ld; --fp8-tile %ld would fit",
           r->name, c->tp, keys, inner, tile, fits);
     CHECK(!r->tile || !r->sum.promote || tile_of(c, r) <= r->sum.promote,
           "--fp8-tile %ld: --fp8 %s promotes sums after %ld products; --fp8-tile %ld would fit",
