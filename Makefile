@@ -93,8 +93,8 @@ whole = -o $@.part && mv $@.part $@
 include common/cuda/cuda.mk
 
 .DEFAULT_GOAL := help
-.PHONY: help run test matrix recipes faults threads gpu-check bench bench-collectives readme all objects programs \
-        tests fuzzers clean mutants FORCE exercises hint grade hunt hunt-answer course-commands
+.PHONY: help run test matrix recipes faults threads gpu-check bench bench-collectives readme all objects \
+        programs tests fuzzers clean mutants FORCE exercises hint grade hunt hunt-answer course-commands
 .DELETE_ON_ERROR:
 .SECONDARY:
 
@@ -106,7 +106,7 @@ help:
 	@echo 'make gpu-check  the tests on a GPU, and what is reached there; PART=suite: one part, of under 10'
 	@echo '                minutes'
 	@echo 'make matrix     every combination of techniques on up to 8 ranks, and some on 12 and 16: proven, or'
-	@echo '                refused with a sentence; MATRIX=3/20: a part of them; goes on where it was broken off'
+	@echo '                refused with a sentence; MATRIX=3/20: a part; goes on where it was broken off'
 	@echo 'make recipes    every FP8 recipe with each axis, stage of ZeRO, recomputation and resumption'
 	@echo 'make faults     1,000 runs in which a rank, a launcher or a disk fails, and how each kind ended;'
 	@echo '                N=40 SEED=2: others'

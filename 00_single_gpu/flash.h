@@ -17,7 +17,7 @@ AttentionHeads flash_heads(AttentionShape shape);
 
 // A sum over chunks, 0: t itself, or in 16-bit storage an f32 tensor that flash_round rounds into t once.
 Tensor flash_sum(Tensor t);
-void flash_round(Tensor t, Tensor *sum);  // ends sum
+void flash_round(Tensor t, Tensor *sum);  // frees sum
 
 // The log-sum-exp of each query's scores, all that attention keeps besides o.
 Tensor flash_new_lse(AttentionKept *kept, DType storage, int64_t rows, int64_t heads);  // -infinity

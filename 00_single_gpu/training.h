@@ -26,8 +26,8 @@ typedef struct PriceKept {
 
 enum { MOST_KEPT = 24, MOST_CALLS = 16 };
 
-// Begins as what one device does. Each technique's price() changes what it changes, from the last plugged
-// to the first: who calls a socket has said so before the owner of the socket prices the calls.
+// Begins with what one device does. Each technique's price() changes its part of it, from the last plugged
+// to the first: how often a socket is called is known before the technique that fills it prices the calls.
 typedef struct Price {
     // Calls of the region socket in a step, each on (n, h); of these leaves and leaves_backward, a
     // lookup's.

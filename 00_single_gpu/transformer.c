@@ -46,13 +46,13 @@ static void release(Model *m, int unit, Pass pass) {
 static Tensor enter(Model *m, const MicroBatch *micro, Tensor x) {
     return m->sockets.region.enter(m->sockets.region.context, micro, x);
 }
-// Ends `partial`.
+// Frees `partial`.
 static Tensor leave(Model *m, const MicroBatch *micro, Tensor partial) {
     Tensor y = m->sockets.region.leave(m->sockets.region.context, micro, partial);
     tensor_free(&partial);
     return y;
 }
-// Ends `dinside`.
+// Frees `dinside`.
 static Tensor enter_backward(Model *m, const MicroBatch *micro, Tensor dinside) {
     Tensor dx = m->sockets.region.enter_backward(m->sockets.region.context, micro, dinside);
     tensor_free(&dinside);

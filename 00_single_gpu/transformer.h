@@ -261,7 +261,7 @@ int64_t config_document_end(const Config *config);
 MicroBatch micro_batch_new(const Model *model, int64_t index, int64_t b, const int32_t *tokens,
                            const int32_t *targets, double loss_scale);
 void micro_batch_free(Model *model, MicroBatch *micro);
-// A loss of 0: (1) f64 on the device, where it stays until somebody has to know it.
+// A loss of 0: (1) f64 on the device, where it stays until the host needs it.
 Tensor loss_new(void);
 double loss_value(Tensor loss);  // waits for the device
 // The first tensor, in the order of forward, that holds a NaN or an infinity: "weight model.norm.weight",

@@ -64,7 +64,7 @@ void ddp_bucketed_ready(void *context, Model *model, int unit, bool last) {
                         model->params.unit[unit].replicas);
 }
 
-// The next micro-batch adds to sums that every rank has: with an N-th of them each, they count once.
+// The next micro-batch adds to sums that every rank has. Scaled by 1 / N, its all-reduce counts them once.
 static void before_more(void *context, Model *model, int unit) {
     Buckets *b = context;
     int bucket = b->of_unit[unit];

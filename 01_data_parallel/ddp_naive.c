@@ -27,8 +27,8 @@ static void all_reduce_after_backward(void *context, Model *model, bool last) {
             comm_wait(
                 comm_all_reduce(param_total_grad(p, param), REDUCE_SUM, p->unit[param->unit].replicas));
     }
-    // These sums are on every rank now: with an N-th of them each, the next sum over ranks counts them
-    // once.
+    // Every rank has these sums now, and the next all-reduce would count them N times: so they are scaled
+    // by 1 / N.
     for (int i = 0; i < p->units && !last; i++)
         op_scale(unit_total_grad(&p->unit[i]), 1.0 / p->unit[i].replicas.size);
 }

@@ -44,7 +44,7 @@ static bool wait_for_unit(Overlap *overlap, const Unit *u) {
     return waited;
 }
 
-// The next micro-batch adds to sums that every rank has: with an N-th of them each, they count once.
+// The next micro-batch adds to sums that every rank has. Scaled by 1 / N, its all-reduce counts them once.
 static void before_more(void *context, Model *model, int unit) {
     const Unit *u = &model->params.unit[unit];
     if (wait_for_unit(context, u)) op_scale(unit_total_grad(u), 1.0 / u->replicas.size);

@@ -9,10 +9,10 @@
 //     ZeRO-2  e Psi      g Psi / N  k Psi / N  (N - 1) (m g Psi + e Psi)
 //     ZeRO-3  e Psi / N  g Psi / N  k Psi / N  (N - 1) m (g Psi + 2 e Psi - …)  all-gather twice
 //
-// In elements, with one micro-batch: 2 Psi, 2 Psi, 2 Psi, 3 Psi. (Beside 16-bit weights g is 4, as sums are
-// f32, and what stays whole is held in both.) To these come the units at work, one or two at a time: whole
-// gradients (ZeRO-2) and weights (ZeRO-3). Parts need not be equal: a rank's is what zero_part deals it, or
-// nothing.
+// In elements, with one micro-batch: 2 Psi, 2 Psi, 2 Psi, 3 Psi. (With 16-bit weights g is 4, as sums are
+// f32; gradients that stay whole are held in 16 bits, too.) Units in use come on top, one or two at a time:
+// their whole gradients (ZeRO-2) and weights (ZeRO-3). Parts need not be equal: zero_part says which
+// elements a rank has, if any.
 //
 // Proof: no bit differs from DDP on the same ranks in the same order of sums (zero_twins.c). This file has
 // no main.

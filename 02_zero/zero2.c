@@ -2,7 +2,7 @@
 // Partitioning".
 //
 // Against zero1.c: a unit's whole gradient exists from the moment that backward begins to fill it until its
-// reduce-scatter has ended; then only the sum of the own part is kept:
+// reduce-scatter has ended; then only the sum of the rank's own part is kept:
 //
 //     unit        head   block 1    block 0    embedding      one micro-batch's backward
 //     whole       [=========]

@@ -45,8 +45,8 @@ static Tensor new_checkpoint(const ZeroR *z, const MicroBatch *micro, DType dtyp
     return tensor_share(tensor_view(z->arena, layer * z->part, SHAPE(count)));
 }
 
-// What flows from block to block outlives what made it, so it moves to a place of its own, unless somebody
-// still holds what came there before: a W that has not run yet.
+// What flows from block to block outlives what made it, so it moves to a place of its own, unless a W that
+// has not run yet still holds what was there before.
 static void move_to_own_place(const ZeroR *z, Tensor *flowing) {
     if (!z->contiguous || z->flowing.storage->references > 1) return;
     Tensor place = tensor_view(z->flowing, 0, flowing->dims, flowing->shape);

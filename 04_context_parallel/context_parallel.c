@@ -6,7 +6,7 @@
 // to a query's own:
 //
 //                  who has which tokens   what is sent in attention                 keys and values held
-//     ring         contiguous             K/V hop to the next rank, N - 1 times      2 chunks and one's own
+//     ring         contiguous             K/V hop to the next rank, N - 1 times      2 chunks and its own
 //     zigzag       zig-zag                the same                                   the same
 //     all-gather   zig-zag                all K/V at once                            all N chunks
 //     ulysses      contiguous             Q, K, V from tokens to heads, o back       all, 1 / N of heads

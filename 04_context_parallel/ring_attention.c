@@ -156,7 +156,7 @@ void ring_price(Price *price, const Model *m, const void *context) {
     double e = (double)dtype_size((DType)config->dtype),
            sum = (double)dtype_size(flash_sum_dtype(config->dtype));
     double column = (double)(2 * context_key_columns(m)) * (double)config->micro_batch;  // K/V of a token
-    // K/V: all chunks but the one that ends here, the next rank's. dK/dV: all but one's own.
+    // K/V: all chunks but the one that ends here, the next rank's. dK/dV: all but its own.
     double keys = (double)(c->s - c->layout->count(c->s, cp.size, (cp.rank + 1) % cp.size)) * column;
     double gradients = (double)(c->s - c->own) * column;
     price_sent(price, "transfers", (forwards + 2 * backwards) * (cp.size - 1),

@@ -8,14 +8,14 @@
 //
 // All ranks compute the same, whoever has which tokens: causal masks need no balance. But N must divide the
 // heads. Key/value heads fewer than ranks go to several of them; each serves other query heads, and the
-// parts of dK and dV add up in f32 where they come home. Backward sends q, k and v again rather than keep
-// them twice, and beside d_o one number for each token and head: sum(o d_o).
+// parts of dK and dV add up in f32 on the rank that has the tokens. Backward sends q, k and v again rather
+// than keep them twice, and beside d_o one number for each token and head: sum(o d_o).
 //
 // Bytes sent per rank, layer and micro-batch, n = b s / N tokens, kv' = max(kv, N), every tensor but its
 // N-th:
 //     forward     (N - 1) / N n d e (2 a + 2 kv')
 //     backward    (N - 1) / N n (d e (3 a + 4 kv') + 4 a), and 2 d (4 - e) kv' more where heads have copies
-// A constant of N, where the ring's (N - 1) n 2 kv d e grows with it.
+// With n tokens a rank about the same for any N; the ring's (N - 1) n 2 kv d e grows with N.
 // Memory per rank: q, k, v and o a second time while they are computed with.
 // Run: build/04_context_parallel/ulysses     (--ranks 2, --heads 8 --kv-heads 2, --tp 2, --documents 10 …)
 // Last line: PASS ulysses: ranks that deal out the heads make the step of one device …

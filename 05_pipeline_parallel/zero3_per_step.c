@@ -4,7 +4,7 @@
 // Against zero3.c: a rank's layers are used m times in a step, once for each micro-batch. Gathered anew for
 // each pass, a stage would send its weights 2 m times, and m is large, to hide the bubble. So a stage's
 // weights are gathered before its first F and stay until its last W; its gradients add up whole, and are
-// reduced once, behind the W after which they are final:
+// reduced once, after the W that makes them final:
 //
 //     compute    F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 W0 … B6 W3 W4 W5 W6
 //     network    all-gather of the units, in order …         rs rs rs    rs: reduce-scatter, unit by unit

@@ -37,6 +37,7 @@ static Request *exchange_counts(const ExpertParallel *x, Tensor theirs, const Mo
     return request;
 }
 
+// Before the wait another micro-batch may go on (overlapped_experts.c).
 static void wait_meanwhile(const Moe *moe, Request *request, Moment moment) {
     moe_at(moe, moment);
     comm_wait(request);
@@ -60,7 +61,7 @@ void expert_counts(ExpertParallel *x, MoeKept *kept) {
     RowExchange *exchange = host_alloc(sizeof *exchange);
     *exchange = (RowExchange){kept->own, host_alloc(e * sizeof(int64_t))};
     moe_read_counts(x->moe, kept->training, exchange->received, theirs, 0);
-    for (int64_t i = 0; i < e && device_is_dry_run() && !x->moe->ledger.replay; i++)  // all deal alike
+    for (int64_t i = 0; i < e && device_is_dry_run() && !x->moe->ledger.replay; i++)  // all send the same
         exchange->received[i] = exchange->sent[x->moe->first + i % here];
     tensor_free(&theirs);
     kept->exchange = exchange;
@@ -92,7 +93,8 @@ static int64_t *elements(const ExpertParallel *x, const int64_t *rows, int64_t c
 
 // ---- then one all-to-all each way ----
 
-// by_rank (m, h): rank after rank, of each expert after expert; by_expert: the other way round.
+// Rows (m, h) that have arrived: by_rank, by sender and then by expert; by_expert, by expert and then by
+// sender.
 static void regroup(const ExpertParallel *x, const int64_t *received, Tensor by_expert, Tensor by_rank,
                     bool to_experts) {
     int64_t here = x->moe->here, grouped = 0;
@@ -210,7 +212,8 @@ static void check(const Config *c) {
           "--cp %ld with experts: --seq %ld must be a multiple of %ld, so that all ranks route as many "
           "tokens",
           c->cp, c->seq, 2 * c->cp);
-    CHECK(c->experts % c->ep == 0, "--ep %ld does not divide --experts %ld", c->ep, c->experts);
+    CHECK(c->experts % c->ep == 0, "--ep %ld does not divide --experts %ld: --experts %ld would fit", c->ep,
+          c->experts, (c->experts / c->ep + 1) * c->ep);
 }
 
 static void price(Price *p, const Model *m, const void *context) {

@@ -90,7 +90,7 @@ struct Moe {
     Dispatch dispatch;
     Balance balance;
     Ledger ledger;
-    void (*at)(void *context, Moment moment);  // somebody may compute, or send, something else
+    void (*at)(void *context, Moment moment);  // another micro-batch may compute, or send
     void *at_context;
     int64_t held, most_held;  // MoeKept.held of all blocks that are kept now, and at most, in training
 };

@@ -15,7 +15,7 @@
 //     across        y <------------ w2 E2(x) + w3 E3(x)       summed before it crosses
 //
 // Across, a node is what an expert is in expert_parallel.c, with a weight of 1; inside, the tokens that
-// have come are routed as if they were this rank's own. So the weights travel with the tokens, and their
+// have come are routed as if they were this rank's own. So the weights are sent with the tokens, and their
 // gradients back. Backward takes the same hops in the other order.
 //
 // Bytes sent per rank, block and micro-batch, e bytes an element, w a weight; T tokens x nodes go to other
@@ -210,7 +210,7 @@ static Tensor combine(void *context, MoeKept *kept, Tensor made) {
 }
 
 // dout_j = weight_j dy, dweight_j = <dy, out_j>: where the sum was made. The gradients of weights cross
-// back while the experts compute: whoever waits for them earlier waits for what crosses before them, too.
+// back while the experts compute: to wait for them earlier is to wait for all that crosses before them.
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
     const NodeLimited *l = context;
     Hops *hops = kept->exchange;

@@ -51,9 +51,9 @@ T rounded(T x) {
     return std::is_same<Stored, T>::value ? x : static_cast<T>(static_cast<Stored>(static_cast<float>(x)));
 }
 
-// Each query by itself: all its scores, their softmax, and with dO the gradients, from lse. Stored: the type
-// of what is made, and of the operands of products.
-// Scores are summed in the kernels' order: in f32 they have the same bits, and so fit this lse as well.
+// Each query by itself: all its scores, their softmax, and with dO the gradients, from lse. Stored: the
+// type of what is made, and of the operands of products. Scores are summed in the kernels' order: in f32
+// they have the same bits, and so fit this lse as well.
 //   P = softmax(S), S = scale Q K', O = P V:   dV = P' dO   dS = P (dO V' - rowsum(dO O))   dQ = scale dS K
 template <class T, class Stored = T>
 Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float *k, const float *v,

@@ -4,6 +4,7 @@
 //     operation                      kernel of                        where it serves
 //     matmul                         coarsening: 8 x 8 or 4 x 4       f32
 //     rmsnorm, forward, backward     fused_norm                       f32, rows of up to 16384
+//     swiglu, forward, backward      fused_swiglu                     f32
 //     cross_entropy, both            fused_cross_entropy              f32
 //     attention_chunk, forward       flash_attention_2                f32, heads of 64 or 128, all keys or
 //     and backward                   flash_attention_2_backward       those up to the query
@@ -24,6 +25,9 @@ namespace coarsening {
 }
 namespace fused_norm {
 #include "fused_norm.cu"
+}
+namespace fused_swiglu {
+#include "fused_swiglu.cu"
 }
 namespace fused_cross_entropy {
 #include "fused_cross_entropy.cu"
@@ -95,6 +99,25 @@ static bool rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *d
     LAUNCH(fused_norm::add_parts, (unsigned)divided_up(h, fused_norm::BLOCK), fused_norm::BLOCK, 0,
            stream(), dw, parts, (int)blocks, (int)h);
     kernel_accumulate(F32, dweight, F32, dw, h);
+    return true;
+}
+
+// ---- SwiGLU ----
+
+static bool swiglu_forward(DType dtype, void *act, const void *gate, const void *up, int64_t count) {
+    if (dtype != F32 || count == 0) return false;
+    LAUNCH(fused_swiglu::swiglu, (unsigned)divided_up(count, fused_swiglu::BLOCK), fused_swiglu::BLOCK, 0,
+           stream(), (float *)act, (const float *)gate, (const float *)up, count);
+    return true;
+}
+
+// An element is read whole before its gradients are written, which may be where gate and up are.
+static bool swiglu_backward(DType dtype, void *dgate, void *dup, const void *dact, const void *gate,
+                            const void *up, int64_t count) {
+    if (dtype != F32 || count == 0) return false;
+    LAUNCH(fused_swiglu::swiglu_backward, (unsigned)divided_up(count, fused_swiglu::BLOCK),
+           fused_swiglu::BLOCK, 0, stream(), (float *)dgate, (float *)dup, (const float *)dact,
+           (const float *)gate, (const float *)up, count);
     return true;
 }
 
@@ -204,6 +227,8 @@ const KernelTable *kernel_table_linked(void) {
     static const KernelTable table = {matmul,
                                       rmsnorm_forward,
                                       rmsnorm_backward,
+                                      swiglu_forward,
+                                      swiglu_backward,
                                       cross_entropy_forward,
                                       cross_entropy_backward,
                                       attention_chunk_forward,

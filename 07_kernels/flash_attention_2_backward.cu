@@ -22,8 +22,8 @@
 //     rowsum(dO O)                 64 d FLOPs                   once for each row, by a kernel of its own
 //     scale                        of S and dS                  of S; of dQ and dK where they are stored
 //
-// The exponentials and the five products stay the same. Extra memory: delta, a word for each row and head; a
-// turn for each tile of queries and head; a ticket counter for each K/V head.
+// The exponentials and the five products stay the same. Extra memory: delta, a word for each row and head;
+// a turn for each tile of queries and head; a ticket counter for each K/V head.
 //
 // Proof: dQ, dK, dV within 4 times the error of the same steps in f32 on the CPU, each against f64, on odd
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude; the same bits
@@ -98,7 +98,9 @@ __device__ static inline void add_dq(float *dq, const float *tile_ds, const floa
 }
 
 // By one thread, between barriers of its block: what earlier blocks have written can be read after wait,
-// and what this one has written is there for the next after pass_on.
+// and what this one has written is there for the next after pass_on. In PTX's memory model a fence behind a
+// relaxed atomic that reads is an acquire pattern, and one before an atomic that writes a release pattern;
+// the block's barriers make them those of all its threads. A volatile load and no fence would order nothing.
 __device__ static inline void wait_for_turn(unsigned *turn, unsigned mine) {
     while (atomicAdd(turn, 0u) != mine) {
     }

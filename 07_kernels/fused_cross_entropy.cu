@@ -28,20 +28,6 @@ enum { BLOCK = 256, WARPS = BLOCK / 32, EACH = 4 };
 
 // ---- log-probabilities stored ----
 
-__device__ static inline float larger(float a, float b) { return fmaxf(a, b); }
-__device__ static inline float sum(float a, float b) { return a + b; }
-
-// x of all threads, joined in a fixed order; sums (WARPS) in shared memory.
-template <float JOIN(float, float)>
-__device__ static inline float over_block(float x, float none, float *sums) {
-    for (int lanes = 16; lanes > 0; lanes /= 2) x = JOIN(x, __shfl_xor_sync(~0u, x, lanes));
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = none;
-    for (int i = 0; i < WARPS; i++) x = JOIN(x, sums[i]);
-    return x;
-}
-
 // Block (row).
 __global__ void __launch_bounds__(BLOCK)
     log_softmax(float *log_p, float *loss, const float *logits, const int *targets, int64_t v) {
@@ -50,9 +36,9 @@ __global__ void __launch_bounds__(BLOCK)
     const float *x = logits + blockIdx.x * v;
     float most = -INFINITY, total = 0;
     for (int64_t i = threadIdx.x; i < v; i += BLOCK) most = fmaxf(most, x[i]);
-    most = over_block<larger>(most, -INFINITY, maxima);
+    most = over_block<larger, WARPS>(most, -INFINITY, maxima);
     for (int64_t i = threadIdx.x; i < v; i += BLOCK) total += expf(x[i] - most);
-    const float lse = most + logf(over_block<sum>(total, 0, sums));
+    const float lse = most + logf(over_block<added, WARPS>(total, 0, sums));
     for (int64_t i = threadIdx.x; i < v; i += BLOCK) log_p[blockIdx.x * v + i] = x[i] - lse;
     if (threadIdx.x == 0) loss[blockIdx.x] = lse - x[targets[blockIdx.x]];
 }

@@ -27,17 +27,6 @@ enum { BLOCK = 256, WARPS = BLOCK / 32 };
 constexpr int64_t MOST_BLOCKS = 264;  // two for each multiprocessor of an H100
 constexpr float EPSILON = 1e-5f;
 
-// The sum over the block, for every thread. A barrier must come before the next call.
-__device__ static inline float over_block(float x) {
-    __shared__ float sums[WARPS];
-    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
-    __syncthreads();  // every warp has left its sum
-    float total = 0;
-    for (int i = 0; i < WARPS; i++) total += sums[i];
-    return total;
-}
-
 __global__ void __launch_bounds__(BLOCK) add(float *y, const float *a, const float *b, int64_t n) {
     const int64_t i = (int64_t)blockIdx.x * BLOCK + threadIdx.x;
     if (i < n) y[i] = a[i] + b[i];
@@ -49,6 +38,7 @@ __global__ void __launch_bounds__(BLOCK) norm(float *y, float *rstd, float *x_ne
                                               const float *r, const float *w, int h, float inverse_h,
                                               float epsilon) {
     DYNAMIC_SHARED(float, row);
+    __shared__ float sums[WARPS];
     const int64_t first = (int64_t)blockIdx.x * h;
     float sum = 0;
     for (int i = threadIdx.x; i < h; i += BLOCK) {
@@ -57,7 +47,7 @@ __global__ void __launch_bounds__(BLOCK) norm(float *y, float *rstd, float *x_ne
         row[i] = v;
         sum = fmaf(v, v, sum);
     }
-    const float scale = rsqrtf(fmaf(over_block(sum), inverse_h, epsilon));
+    const float scale = rsqrtf(fmaf(over_block<added, WARPS>(sum, 0, sums), inverse_h, epsilon));
     for (int i = threadIdx.x; i < h; i += BLOCK) y[first + i] = row[i] * scale * w[i];
     if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
 }
@@ -68,6 +58,7 @@ __global__ void __launch_bounds__(BLOCK)
     norm_backward(float *dx, float *dw_parts, const float *dy, const float *x, const float *rstd,
                   const float *w, const float *dx_new, int64_t rows, int h, float inverse_h) {
     DYNAMIC_SHARED(float, g);
+    __shared__ float sums[WARPS];
     float *u = g + h, *dw = u + h;
     for (int i = threadIdx.x; i < h; i += BLOCK) dw[i] = 0;
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -79,7 +70,7 @@ __global__ void __launch_bounds__(BLOCK)
             dw[i] = fmaf(d, unit, dw[i]);
             sum = fmaf(unit, scaled, sum);
         }
-        const float mean = over_block(sum) * inverse_h;
+        const float mean = over_block<added, WARPS>(sum, 0, sums) * inverse_h;
         for (int i = threadIdx.x; i < h; i += BLOCK) {
             const float d = fmaf(-u[i], mean, g[i]);
             dx[row * h + i] = FUSED ? fmaf(scale, d, dx_new[row * h + i]) : scale * d;

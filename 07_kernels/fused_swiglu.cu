@@ -64,6 +64,8 @@ __global__ void __launch_bounds__(BLOCK)
 
 // ---- host code ----
 
+#ifndef NO_MAIN
+
 enum { FORWARD, FORWARD_FUSED, BACKWARD, BACKWARD_FUSED, VERSIONS };
 static const KernelVersion versions[VERSIONS] = {
     {"two kernels", BLOCK, 16, 0},
@@ -202,3 +204,4 @@ int main(int argc, char **argv) {
                           kernels_seconds(FORWARD_FUSED) / kernels_seconds(FORWARD),
                           kernels_seconds(BACKWARD_FUSED) / kernels_seconds(BACKWARD));
 }
+#endif

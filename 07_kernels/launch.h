@@ -18,7 +18,15 @@ struct Array {
     int64_t count;
 
     explicit Array(int64_t count) : count(count) {
-        CUDA_CHECK(cudaMalloc(&at, (size_t)(count + 1) * sizeof(T)));
+        const size_t bytes = (size_t)(count + 1) * sizeof(T);
+        size_t available = 0, all = 0;
+        CUDA_CHECK(cudaMemGetInfo(&available, &all));
+        const cudaError_t error = cudaMalloc(&at, bytes);
+        CHECK(error != cudaErrorMemoryAllocation,
+              "--size: an array of %s does not fit into this GPU's memory, of which %s are free; a smaller "
+              "--size would fit",
+              bytes_text((double)bytes), bytes_text((double)available));
+        CUDA_CHECK(error);
     }
     Array(const T *host, int64_t count) : Array(count) {
         CUDA_CHECK(cudaMemcpy(at, host, (size_t)count * sizeof(T), cudaMemcpyHostToDevice));
@@ -33,6 +41,21 @@ struct Array {
         return copy;
     }
 };
+
+__device__ static inline float added(float a, float b) { return a + b; }
+__device__ static inline float larger(float a, float b) { return fmaxf(a, b); }
+
+// x of all threads of a block of so many warps, joined in a fixed order, for every thread; parts (WARPS) in
+// shared memory, where a barrier must come before their next use.
+template <float JOIN(float, float), int WARPS>
+__device__ static inline float over_block(float x, float none, float *parts) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x = JOIN(x, __shfl_xor_sync(~0u, x, lanes));
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+    __syncthreads();  // every warp has left its part
+    x = none;
+    for (int i = 0; i < WARPS; i++) x = JOIN(x, parts[i]);
+    return x;
+}
 
 // Element of this thread; the last block may reach beyond the end.
 __device__ static inline int64_t element() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }

@@ -33,7 +33,7 @@
 // Run: build/07_kernels/tensor_cores           (--gpu a100, --size 8192, --verbose)
 // Last line: PASS tensor_cores: 4 stages in bf16 take 0.09 of the least that f32 without them can …
 #include "cuda/instructions.h"
-#include "launch.h"
+#include "sixteen_bits.h"
 
 enum { M = 128, N = 256, K = 32, STAGES = 4 };  // of a block: its piece of C, a step, steps in the ring
 enum { SIDE = 64, WARPS = M / SIDE * (N / SIDE), THREADS = 32 * WARPS };
@@ -118,15 +118,6 @@ __device__ static inline void multiply_stage(float (&sum)[ROWS][COLUMNS][4], con
 }
 
 // ---- sums to memory ----
-
-__device__ static inline void narrow(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
-__device__ static inline void narrow(__half *to, float x) { *to = __float2half_rn(x); }
-__device__ static inline void narrow(__nv_bfloat16 *to, float x, float y) {
-    *reinterpret_cast<__nv_bfloat162 *>(to) = __floats2bfloat162_rn(x, y);
-}
-__device__ static inline void narrow(__half *to, float x, float y) {
-    *reinterpret_cast<__half2 *>(to) = __floats2half2_rn(x, y);
-}
 
 template <bool WIDE, class T>
 __device__ static inline void store(T *c, const float (&sum)[ROWS][COLUMNS][4], int row0, int column0,
@@ -233,27 +224,6 @@ static Work formula(int version, double n) {
 }
 
 // ---- proof ----
-
-__host__ static inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
-__host__ static inline float wide(__half x) { return __half2float(x); }
-static inline void from_float(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
-static inline void from_float(__half *to, float x) { *to = __float2half_rn(x); }
-
-// Numbers of T, and the same in f32.
-template <class T>
-struct Numbers {
-    std::vector<T> narrow;
-    std::vector<float> exact;
-
-    Numbers(int64_t count, int stream) : narrow((size_t)count), exact((size_t)count) {
-        float *x = kernels_numbers(count, 1, stream);
-        for (size_t i = 0; i < exact.size(); i++) {
-            from_float(&narrow[i], x[i]);
-            exact[i] = wide(narrow[i]);
-        }
-        free(x);
-    }
-};
 
 template <class T>
 static Proof check(int version, DType dtype) {

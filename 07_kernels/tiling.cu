@@ -16,8 +16,8 @@
 // so requests fall by a factor of T, and sectors from 160 to 8 at T = 32; then shared memory sets the time.
 //
 // Shared memory has 32 banks of 4 bytes, and lanes that want different words of one bank take turns: each
-// turn is a pass. Here all lanes read one word of A, and 32 neighbours of B: one pass each. But in C = A B',
-// with B' stored (n, k) as weights are, lanes read a column of the tile, 32 words of one bank:
+// turn is a pass. Here all lanes read one word of A, and 32 neighbours of B: one pass each. But in C = A
+// B', with B' stored (n, k) as weights are, lanes read a column of the tile, 32 words of one bank:
 //
 //     tile[32][32]        bank of [column][i] is i               32 passes
 //     padded [32][33]     (column + i) mod 32                     1, for 128 bytes more

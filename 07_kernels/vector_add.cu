@@ -23,7 +23,8 @@
 // Last line: PASS vector_add: four ways to add, and every bit is the CPU's …
 #include "launch.h"
 
-// FEW_BLOCKS: what goes about once onto a GPU; in the emulator few, so that their threads loop there as well.
+// FEW_BLOCKS: what goes about once onto a GPU; in the emulator few, so that their threads loop there as
+// well.
 enum { BLOCK = 256, FEW_BLOCKS = ON_GPU ? 1024 : 4 };
 
 // ---- device code ----

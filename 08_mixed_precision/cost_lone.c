@@ -93,6 +93,26 @@ LoneParts lone_parts(const Config *config) {
     return parts;
 }
 
+// ---- what a rank has ----
+
+// Layers of the rank that has the most.
+static double layers_of(const Config *c, double chunks) {
+    return fmin(ceil((double)c->layers / ((double)c->pp * chunks)) * chunks, (double)c->layers);
+}
+
+static double chunks_of(const Config *c) {
+    return c->pp > 1 && config_number(c, "schedule") == INTERLEAVED ? config_number(c, "chunks") : 1;
+}
+
+// Backward of a block that drops activations, less that of one that keeps them all.
+double lone_recomputes(const Config *config, const LoneParts *parts) {
+    if (config->recompute == RECOMPUTE_NONE) return 0;
+    Config keeps = *config;
+    keeps.recompute = RECOMPUTE_NONE;
+    double again = parts->backward[BLOCK] - lone_parts(&keeps).backward[BLOCK];
+    return (double)config->grad_acc * layers_of(config, chunks_of(config)) * again;
+}
+
 // ---- memory ----
 
 // Experts are spread over ep neighbours within dp x cp x tp, on each of which rows of their own are.
@@ -105,15 +125,6 @@ Replicas lone_replicas(const Config *c, bool experts) {
 static double shard_of(double elements, int ranks) {
     int64_t first;
     return (double)zero_part((int64_t)elements, 0, ranks, &first);
-}
-
-// Layers of a rank, and what it has besides, of the pipeline's first and last.
-static double layers_of(const Config *c, double chunks) {
-    return fmin(ceil((double)c->layers / ((double)c->pp * chunks)) * chunks, (double)c->layers);
-}
-
-static double chunks_of(const Config *c) {
-    return c->pp > 1 && config_number(c, "schedule") == INTERLEAVED ? config_number(c, "chunks") : 1;
 }
 
 // Micro-batches of a stage that a rank holds at once.

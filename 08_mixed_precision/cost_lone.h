@@ -20,6 +20,8 @@ typedef struct LoneParts {
     double waits;  // seconds of a block that its communication is exposed, in both passes
 } LoneParts;
 LoneParts lone_parts(const Config *config);
+// Seconds of a step that a rank with the most blocks spends on recomputation, its collectives included.
+double lone_recomputes(const Config *config, const LoneParts *parts);
 
 // Bytes of the fullest rank.
 typedef struct LoneMemory {

@@ -3,7 +3,8 @@
 //
 // The dry run has a process for each rank, and a clock that travels with the messages; the search has one
 // process that stands for all. States and kept activations of rank 0 must be the same to the byte, its peak
-// within 3% and the step within 1%. This file has no main: find_config.c shows it.
+// within 3% and the step within 1%; recomputation takes about the share of the time that it has of FLOPs.
+// This file has no main: find_config.c shows it.
 #include <math.h>
 
 #include "find_config.h"
@@ -89,10 +90,22 @@ static void beside(const Row *r, LoneTime time, LoneMemory memory, const StepCos
         r->dp, r->cp, r->tp, r->pp, r->zero, 100 * step, 100 * peak, kept, states);
 }
 
+// What full recomputation takes of the clock, beside its FLOPs: collectives and the loss take time without
+// any, and a step recomputes a fifth or a quarter.
+static void beside_flops(const Config *c, const LoneParts *parts, double computed) {
+    int64_t sequences = c->micro_batch * c->grad_acc * c->dp;
+    double again = recompute_extra_flops(c, sequences), all = config_step_flops(c, sequences) + again;
+    double share = lone_recomputes(c, parts) / computed;
+    report_that(fabs(share - again / all) < 0.05,
+                "recomputation takes %.1f%% of the time and %.1f%% of FLOPs", 100 * share,
+                100 * again / all);
+}
+
 static LoneTime priced(const Config *c, LoneMemory *memory) {
     comm_stand_for_all(true);
     LoneParts parts = lone_parts(c);
     LoneTime time = lone_step(c, &parts, memory);
+    if (c->recompute == RECOMPUTE_FULL) beside_flops(c, &parts, time.computed);
     comm_stand_for_all(false);
     return time;
 }

@@ -173,25 +173,27 @@ Search search(const Goal *goal, int wanted) {
 
 // ---- why, and what next ----
 
+// Shares of the step's time.
 const char *found_limit(const Goal *goal, const Found *f) {
     static char text[160];
     const LoneTime *t = &f->time;
+    Config c = found_config(goal, f);
     double rows = (double)(f->micro_batch * goal->model.seq) / f->cp;
     double q = 2 * rows * (double)goal->model.hidden * (double)goal->model.hidden / f->tp;
     struct {
-        double share;
+        double seconds;
         const char *what;
-    } cost[] = {{t->bubble / t->step, "bubble: more micro-batches"},
-                {t->exposed_tp_cp / t->step,
+    } cost[] = {{t->bubble, "bubble: more micro-batches"},
+                {t->exposed_tp_cp,
                  f->ep > 1 ? "exposed tp, cp, ep: less of it" : "exposed tp, cp: less of it"},
-                {t->exposed_dp / t->step, "exposed dp: larger mbs, or pp"},
-                {f->recompute == RECOMPUTE_FULL ? 0.25 : 0, "recomputes: tp or pp for memory"},
-                {1 - clock_efficiency(WORK_MATMUL, q),
+                {t->exposed_dp, "exposed dp: larger mbs, or pp"},
+                {lone_recomputes(&c, &f->parts), "recomputes: tp or pp for memory"},
+                {(1 - clock_efficiency(WORK_MATMUL, q)) * (t->computed - t->exposed_tp_cp),
                  f->tp > 1 ? "small multiplies: less tp" : "small multiplies: larger mbs"}};
     int most = 0;
     for (int i = 1; i < 5; i++)
-        if (cost[i].share > cost[most].share) most = i;
-    snprintf(text, sizeof text, "%2.0f%% %s", 100 * cost[most].share, cost[most].what);
+        if (cost[i].seconds > cost[most].seconds) most = i;
+    snprintf(text, sizeof text, "%2.0f%% %s", 100 * cost[most].seconds / t->step, cost[most].what);
     return text;
 }
 

@@ -37,16 +37,6 @@ static bool flash(const Config *c) { return c->cp == 1 && flash_attention.enable
 
 // ---- what does not go together, and no record knows by itself ----
 
-// A copy of a key/value head has the gradient of its own queries alone: rounded parts do not add up to what
-// one device rounds.
-static void fp8_check(const Config *c) {
-    CHECK(
-        !config_number(c, "fp8") || c->tp <= c->kv_heads,
-        "--fp8 with --tp %ld and --kv-heads %ld: ranks that copy a head would each round their part of its "
-        "gradient; --tp %ld would fit",
-        c->tp, c->kv_heads, c->kv_heads);
-    fp8_recipe.check(c);
-}
 static void rows_check(const Config *c) {
     CHECK(c->tp > 1,
           "--sp shards rows over the ranks of --tp, and there is one: leave it out, or give --tp 2");
@@ -72,7 +62,7 @@ static const Entry entries[] = {
     {.record = &moe, .one_device = true},
     {.record = &bf16_recipe, .enabled = in_bf16, .one_device = true},
     {.record = &fp16_recipe, .enabled = in_f16, .one_device = true},
-    {.record = &fp8_recipe, .check = fp8_check, .one_device = true},
+    {.record = &fp8_recipe, .one_device = true},
     {.record = &load_balance, .enabled = balanced, .one_device = true},
     {.record = &ddp_no_sync},
     {.record = &zero1},

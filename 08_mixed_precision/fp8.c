@@ -20,7 +20,7 @@
 // that ranks share (other scales of tensors); nothing (tiles). With --fp8-wire ZeRO-3's weights and --sp's
 // rows are sent in 8 bits, with a scale for each 128.
 // Memory per parameter: two casts of 1 byte; what the optimizer stores, by recipe.
-// Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 --fp8-wire …)
+// Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 …)
 // Last line: PASS fp8: ranks together make the step of one device …
 #include <stdlib.h>
 #include <string.h>
@@ -71,12 +71,21 @@ static void recipe(Recipe *recipe, const Config *c) {
 
 static void check(const Config *c) {
     const Fp8Recipe *r = fp8_recipe_of(c);
+    CHECK(!config_number(c, "fp8-wire") || c->dtype == BF16 || c->dtype == F16,
+          "--fp8-wire with --dtype %s: what arrives in 8 bits is far from what that dtype has on one device; "
+          "--dtype bf16 would fit",
+          dtype_name((DType)c->dtype));
     if (!r) return;
     CHECK(r->tile || r->history || !c->experts || (c->tp == 1 && c->cp == 1),
           "--fp8 %s finds the largest element of what all ranks of --tp and --cp hold at each cast, and "
-          "ranks "
-          "of --ep cast other experts: --fp8 te-delayed or deepseek would fit",
+          "ranks of --ep cast other experts: --fp8 te-delayed or deepseek would fit",
           r->name);
+    // A copy of a key/value head has the gradient of its own queries alone, and rounded parts do not add up
+    // to what one device rounds.
+    CHECK(c->tp <= c->kv_heads,
+          "--fp8 with --tp %ld and --kv-heads %ld: ranks that copy a head would each round their part of "
+          "its gradient; --tp %ld would fit",
+          c->tp, c->kv_heads, c->kv_heads);
     CHECK(r->moment == F64 || c->dtype == F64 || c->dtype == BF16,
           "--fp8 %s stores what the optimizer steps beside weights of bf16: --dtype bf16 would fit",
           r->name);
@@ -159,7 +168,10 @@ static const Technique *const one_device[] = {&moe, &fp8_recipe, &recompute, NUL
 
 // What others leave on with a group of one is priced without experts, and computes attention otherwise.
 static bool tensor_parallel_on(const Config *c) { return c->tp > 1 && tensor_parallel.enabled(c); }
-static bool ring_attention_on(const Config *c) { return c->cp > 1 && ring_attention.enabled(c); }
+static bool ring_on(const Config *c) { return c->cp > 1 && ring_attention.enabled(c); }
+static bool zigzag_on(const Config *c) { return c->cp > 1 && zigzag_ring_attention.enabled(c); }
+static bool gathered_keys_on(const Config *c) { return c->cp > 1 && all_gather_attention.enabled(c); }
+static bool ulysses_on(const Config *c) { return c->cp > 1 && ulysses.enabled(c); }
 static bool pipeline_on(const Config *c) { return c->pp > 1; }
 
 static void more(Mesh mesh, const Config *config) {
@@ -177,9 +189,13 @@ int main(int argc, char **argv) {
          "draw the losses of all recipes as learning rates grow", false},
         {"long", OPTION_INT, NULL, "0", 0, 4, "seeds",
          "also train the default model 500 steps by each recipe, from so many seeds", false}};
-    Technique tensor = tensor_parallel, ring = ring_attention, stages = pipeline;
+    Technique tensor = tensor_parallel, ring = ring_attention, zigzag = zigzag_ring_attention,
+              gathered_keys = all_gather_attention, heads = ulysses, stages = pipeline;
     tensor.enabled = tensor_parallel_on;
-    ring.enabled = ring_attention_on;
+    ring.enabled = ring_on;
+    zigzag.enabled = zigzag_on;
+    gathered_keys.enabled = gathered_keys_on;
+    heads.enabled = ulysses_on;
     stages.enabled = pipeline_on;
     const Technique *const techniques[] = {&moe,
                                            &fp8_recipe,
@@ -192,7 +208,9 @@ int main(int argc, char **argv) {
                                            &vocab_parallel,
                                            &expert_parallel,
                                            &ring,
-                                           &ulysses,
+                                           &zigzag,
+                                           &gathered_keys,
+                                           &heads,
                                            &stages,
                                            &recompute,
                                            NULL};

@@ -8,9 +8,11 @@
 //     bfloat16   as they are
 //
 // The optimizer reads them, steps in f32, and stores them again. Scales belong to a rank's own part: on
-// other ranks rounding differs, but is no worse. Scales have few bits themselves, so that what is stored
-// is exact in f32, and stored once more is the same: checkpoints have it in f32, any layout goes on with
-// it, and the one that has written it does so bit for bit. This file has no main: fp8.c runs it.
+// other ranks rounding differs, but is no worse. What is read in f32 and stored once more has the same
+// codes and scales: the largest code times a scale, rounded, gives that scale again, whichever of f32's
+// 2^23 fractions the amax had (tests/unit/test_codes.c). So checkpoints have moments in f32, any layout
+// goes on with them, and the one that has written them does so bit for bit. This file has no main: fp8.c
+// runs it.
 #include <math.h>
 #include <stdlib.h>
 
@@ -56,14 +58,6 @@ static double divisor_of(Tensor wide) {
     return most > 0 && isfinite(most) ? ldexp(1, power - 15) : 1;
 }
 
-// To bfloat16's 8 bits: then f32 has code x scale exactly, and the largest of them tells the scale again.
-static void shorten(Tensor scale) {
-    Tensor narrow = tensor_new(MEMORY_OPTIMIZER, BF16, SHAPE(1, tensor_count(scale)));
-    op_copy(narrow, scale);
-    op_copy(scale, narrow);
-    tensor_free(&narrow);
-}
-
 static void store(void *context, Tensor stored, Tensor wide, StatePart part) {
     Fp8State *s = context;
     int64_t at = (part.param - s->first) * KINDS + part.kind;
@@ -71,7 +65,6 @@ static void store(void *context, Tensor stored, Tensor wide, StatePart part) {
         op_fill(s->scale[at], 0);
         op_tile_amax(s->scale[at], in_a_row(wide), false, tile);
         op_tile_scale(s->scale[at], s->scale[at], stored.dtype, SCALE_REAL);
-        shorten(s->scale[at]);
         op_encode(in_a_row(stored), in_a_row(wide), s->scale[at], false, tile);
         return;
     }

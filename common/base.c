@@ -113,8 +113,7 @@ static double number_in(const char *path, const char *key) {
     return number;
 }
 
-// What the machine, or this process's control group, has left, without the files that it keeps in memory.
-static double host_memory_left(void) {
+double host_memory_left(void) {
     double left = 1024 * number_in("/proc/meminfo", "MemAvailable:");
     double most = number_in("/sys/fs/cgroup/memory.max", ""),
            used = number_in("/sys/fs/cgroup/memory.current", "");
@@ -123,6 +122,8 @@ static double host_memory_left(void) {
         left = most - used + fmax(files, 0);
     return left < 0 ? INFINITY : left;
 }
+
+double host_memory_written(void) { return fmax(0, 1024 * number_in("/proc/self/status", "RssAnon:")); }
 
 // Looks at large requests, and whenever small ones have come to as much: they are written to right after.
 static void check_host_memory(size_t bytes) {

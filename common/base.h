@@ -59,6 +59,11 @@ void fatal_context(const char *format, ...) PRINTF_LIKE(1, 2);
 // Host memory that is never NULL. The caller frees it with free(). Fatal where the machine, or the control
 // group, has not so much left: Linux would promise it and kill the program that believes it.
 void *host_alloc(size_t bytes);
+// Bytes that the machine, or this process's control group, has left, without the files that it keeps in
+// memory; INFINITY where that is not known.
+double host_memory_left(void);
+// Bytes of this process that it has written to: memory that was only asked for is not there yet.
+double host_memory_written(void);
 // A formatted string of its own. The caller frees it.
 char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
 
@@ -66,7 +71,9 @@ char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
 // most 99 letters. Rotates over 4 static buffers.
 const char *printable(const char *text);
 
-// ---- start ---- First call of every main. Remembers the program's name for messages, tunes malloc for
+// ---- start ----
+
+// First call of every main. Remembers the program's name for messages, tunes malloc for
 // large reused buffers, picks the thread count (OMP_NUM_THREADS, else all cores), and makes sure that the
 // BLAS runs its best kernel for this processor: OpenBLAS chooses when it is loaded, so when it chose below
 // what the processor has and nobody pinned it, the program starts itself once more with OPENBLAS_CORETYPE

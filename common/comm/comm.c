@@ -61,8 +61,8 @@ Group comm_group(const char *name, Line line, const int *members, int size) {
     int *copy = host_alloc(sizeof *copy * (size_t)size);
     CHECK(size >= 1, "group %s: a group has at least one member", name);
     for (int i = 0; i < size; i++) {
-        CHECK(members[i] >= 0 && (members[i] < comm.ranks || comm.for_all), "group %s: there is no rank %d among %d", name,
-              members[i], comm.ranks);
+        CHECK(members[i] >= 0 && (members[i] < comm.ranks || comm.for_all),
+              "group %s: there is no rank %d among %d", name, members[i], comm.ranks);
         for (int j = 0; j < i; j++)
             CHECK(members[j] != members[i], "group %s: rank %d is in it twice", name, members[i]);
         copy[i] = members[i];

@@ -42,6 +42,9 @@ static void tune(bool oversubscribed) {
     // Looking for no network halves the time to start.
     setenv("OMPI_MCA_pml", "ob1", 0);
     setenv("OMPI_MCA_btl", "self,vader", 0);
+    // Nor for devices: each rank and mpirun would read the PCI bus, and load plug-ins for displays.
+    setenv("HWLOC_COMPONENTS", "-linuxio,-pci", 0);
+    setenv("HWLOC_PLUGINS_BLACKLIST", "hwloc_pci.so,hwloc_gl.so,hwloc_opencl.so", 0);
     // Copying twice through shared memory is faster than letting the kernel copy once, up to 16 MB.
     setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0);
     // Without this, a rank that waits keeps the core of the rank that it waits for.

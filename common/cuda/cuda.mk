@@ -173,8 +173,8 @@ $(of_both): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o $(both) $(cpu_part
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) $(whole)
 
 # ---- the chapters' programs in CUDA: main, archive, and where there is no GPU the emulator ----
-# They are made for GPUs, and once without: in the usual build. One with sanitizers leaves them out, since the
-# emulator takes the place of one, and so does a machine without Boost.Context.
+# They are made for GPUs, and once without: in the usual build. One with sanitizers leaves them out, since
+# the emulator takes the place of one, and so does a machine without Boost.Context.
 ifneq ($(filter cuda-nccl cuda-mpi cpu-mpiyes,$(OPS)-$(COMM)$(if $(SANITIZE),,$(fibers))),)
 cu_programs := $(patsubst %.cu,$(BUILD)/%,$(shell grep -lE '^int main\b' $(sort $(wildcard 0*_*/*.cu))))
 programs    += $(cu_programs)

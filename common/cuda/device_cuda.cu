@@ -203,12 +203,15 @@ void backend_free(void *memory) {
     if (memory) CUDA_CHECK(cudaFreeAsync(memory, state.stream));
 }
 
-int64_t backend_capacity(void) {
+// What was there at the start: what is freed stays in a pool of this process's own.
+int64_t backend_room(int64_t held) {
+    static size_t available, total;
     start();
-    size_t available, total;
-    CUDA_CHECK(cudaMemGetInfo(&available, &total));
-    return (int64_t)available;
+    if (!total) CUDA_CHECK(cudaMemGetInfo(&available, &total));
+    return (int64_t)available - held;
 }
+
+int backend_sharers(void) { return 1; }
 
 void *device_scratch(size_t bytes) {
     start();

@@ -1,6 +1,6 @@
-// gpu.h: what every .cu file includes, and the main place that asks which compiler reads it. nvcc builds for
-// a GPU; g++ builds the same sources against cuda_on_cpu.h, which runs each kernel on the CPU and watches
-// every access that it makes.
+// gpu.h: what every .cu file includes, and the main place that asks which compiler reads it. nvcc builds
+// for a GPU; g++ builds the same sources against cuda_on_cpu.h, which runs each kernel on the CPU and
+// watches every access that it makes.
 //
 // Kernels are plain CUDA but for three words, because g++ knows neither <<< >>> nor an array of shared
 // memory without a size:

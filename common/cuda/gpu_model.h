@@ -2,11 +2,11 @@
 // part of the GPU that the work occupies, and the warps that fit on it.
 //
 // The model's assumptions, most of them in favour of the GPU: the work is spread evenly over all
-// multiprocessors; each part runs at its peak, and all of them beside each other, so that the time is that of
-// the busiest; nothing waits for an answer. Not counted are address arithmetic and control flow, and launches.
-// Device memory moves each distinct sector of a launch once, as if L2 held all of them. Two are against it:
-// no load hits L1, every sector that a warp asks for comes from L2; and the clock of an H100 is that of its
-// tensor cores' peak. So a time from here is "modelled", an estimate and not a bound.
+// multiprocessors; each part runs at its peak, and all of them beside each other, so that the time is that
+// of the busiest; nothing waits for an answer. Not counted are address arithmetic and control flow, and
+// launches. Device memory moves each distinct sector of a launch once, as if L2 held all of them. Two are
+// against it: no load hits L1, every sector that a warp asks for comes from L2; and the clock of an H100 is
+// that of its tensor cores' peak. So a time from here is "modelled", an estimate and not a bound.
 #ifndef GPU_MODEL_H
 #define GPU_MODEL_H
 

@@ -3,13 +3,14 @@
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "cuda_on_cpu_inside.h"
 
 // One access, or one step from a basic block to the next (of a branch: address is where it went).
 struct Event {
-    uint32_t site, turn;  // the turn-th time that this lane is at this site
+    uint32_t site, together;  // the number of the events of other lanes that it is one instruction with
     uint8_t lane, size, space, kind;
     uintptr_t address;
 };
@@ -130,34 +131,57 @@ static void count_step(const Event *first, const Event *end) {
         }
 }
 
-void count_block_end(void) {
-    std::vector<Event> together;
-    std::unordered_map<uint64_t, uint32_t> turns;
-    for (int begin = 0; begin < now.threads; begin += LANES) {
-        together.clear();
-        for (int i = begin; i < std::min(begin + LANES, now.threads); i++) {
-            step(&threads[i], 0);  // its last block leaves the kernel
-            turns.clear();
-            for (size_t n = 0; n < events[i].count; n++) {
-                Event e = events[i].items[n];
-                e.turn = turns[(uint64_t)e.site << 8 | e.space << 4 | e.kind]++;
-                together.push_back(e);
+// What a warp's lanes do at one site in the same way.
+struct Site {
+    std::vector<uint32_t> groups;  // of the events that are one instruction, by turn
+    size_t turn;                   // how often this lane was here
+    int lane;
+};
+
+// Events of different lanes are one instruction if these lanes are at one site for the same time. A warp
+// has a million of them: they are dealt out by the number of their group, and not sorted.
+static void count_warp(int begin, int end) {
+    std::unordered_map<uint64_t, Site> sites;
+    std::vector<size_t> at;  // of each group: how many events, where the next one goes, where they end
+    for (int i = begin; i < end; i++)
+        for (size_t n = 0; n < events[i].count; n++) {
+            Event &e = events[i].items[n];
+            Site &site = sites[(uint64_t)e.site << 8 | e.space << 4 | e.kind];
+            if (site.lane != e.lane) site.turn = 0;
+            site.lane = e.lane;
+            if (site.turn == site.groups.size()) {
+                site.groups.push_back((uint32_t)at.size());
+                at.push_back(0);
             }
-            events[i].count = 0;
-            counts.threads++;
+            e.together = site.groups[site.turn++];
+            at[e.together]++;
         }
+    size_t total = 0;
+    for (size_t &first : at) total += std::exchange(first, total);
+    static std::vector<Event> together;  // keeps its memory from warp to warp
+    together.resize(total);
+    for (int i = begin; i < end; i++) {
+        for (size_t n = 0; n < events[i].count; n++)
+            together[at[events[i].items[n].together]++] = events[i].items[n];
+        events[i].count = 0;
+    }
+    const Event *first = together.data();
+    for (size_t group = 0; group < at.size(); group++) {
+        const Event *last = together.data() + at[group];
+        if (first->space == GLOBAL) count_global(first, last);
+        else if (first->space == SHARED) count_shared(first, last);
+        else count_step(first, last);
+        first = last;
+    }
+}
+
+void count_block_end(void) {
+    for (int begin = 0; begin < now.threads; begin += LANES) {
+        int end = std::min(begin + LANES, now.threads);
+        for (int i = begin; i < end; i++) step(&threads[i], 0);  // its last block leaves the kernel
+        count_warp(begin, end);
+        counts.threads += end - begin;
         counts.warps++;
-        auto key = [](const Event &e) { return std::make_tuple(e.space, e.kind, e.site, e.turn); };
-        std::sort(together.begin(), together.end(), [&](const Event &a, const Event &b) {
-            return key(a) != key(b) ? key(a) < key(b) : a.lane < b.lane;
-        });
-        for (size_t first = 0, end; first < together.size(); first = end) {
-            for (end = first; end < together.size() && key(together[end]) == key(together[first]);) end++;
-            const Event *from = &together[first], *to = &together[0] + end;
-            if (from->space == GLOBAL) count_global(from, to);
-            else if (from->space == SHARED) count_shared(from, to);
-            else count_step(from, to);
-        }
     }
 }
 

@@ -15,7 +15,8 @@ namespace {
 // One warp's part of a product.
 struct Product {
     CudaWgmma of_lane[LANES];
-    uint32_t a[LANES][4];  // A's registers, as they were
+    uint32_t a[LANES][4];       // A's registers, as they were
+    uintptr_t low[2], high[2];  // between which its operands lie, A and B
     uint32_t group;
     const char *file;
     int line;
@@ -110,15 +111,20 @@ static void each_chunk_of(const Product &p, int warp, F f) {
 void wgmma_need_unread(uintptr_t address, size_t size, const void *site) {
     for (int w = 0; w * LANES < now.threads; w++) {
         const Cores *c = cores_of(w);
-        for (size_t i = 0; i < c->products.count; i++)
-            each_chunk_of(c->products.items[i], w, [&](const char *chunk, int, int) {
+        for (size_t i = 0; i < c->products.count; i++) {
+            const Product &p = c->products.items[i];
+            if ((address + size <= p.low[0] || p.high[0] <= address) &&
+                (address + size <= p.low[1] || p.high[1] <= address))
+                continue;
+            each_chunk_of(p, w, [&](const char *chunk, int, int) {
                 if (address < (uintptr_t)chunk + 16 && (uintptr_t)chunk < address + size)
                     broken(
                         site,
                         "writes to a tile that a wgmma of warp %d (%s:%d) reads, for which that warp has "
                         "not waited",
-                        w, c->products.items[i].file, c->products.items[i].line);
+                        w, p.file, p.line);
             });
+        }
     }
 }
 
@@ -131,6 +137,14 @@ static void look(const Product &p, int warp, uint16_t stamp) {
 }
 
 // ---- issue ----
+
+static void find_range(Product *p, int operand, uint64_t descriptor, Major major, int first, int rows) {
+    p->low[operand] = UINTPTR_MAX, p->high[operand] = 0;
+    each_chunk(descriptor, major, first, rows, [&](const char *chunk, int, int) {
+        if (p->low[operand] > (uintptr_t)chunk) p->low[operand] = (uintptr_t)chunk;
+        if (p->high[operand] < (uintptr_t)chunk + 16) p->high[operand] = (uintptr_t)chunk + 16;
+    });
+}
 
 static void need_operand(const Product &p, uint64_t operand) {
     if (operand >> 62 != 1)
@@ -194,6 +208,8 @@ static void issue(Warp *w, int warp, Cores *c) {
     if (!x.a) need_operand(p, x.operand_a);
     need_operand(p, x.operand_b);
     need_agreement(p, warp, c);
+    find_range(&p, 0, x.operand_a, x.major_a, warp % WARPS * WARP_ROWS, x.a ? 0 : WARP_ROWS);
+    find_range(&p, 1, x.operand_b, x.major_b, 0, x.n);
     look(p, warp, c->waits);
     take_sums(c, p);
     c->products.add(p);

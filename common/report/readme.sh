@@ -2,11 +2,11 @@
 # readme.sh [map | chapters | pages]: writes what the pages show of programs, sources and tests, so that
 # nothing of it is typed by hand. `make readme` calls it. A block stands between two markers:
 #
-#     <!-- run COMMAND | from PATTERN -->       what COMMAND prints from PATTERN on, its verdict left out: counts and
-#     <!-- /run -->                             the model clock, which are the same on every machine
-#     <!-- dated COMMAND -->                    the same for what the wall clock or the text to train on decides: with
-#     <!-- /dated -->                           the date and the machine
-#     <!-- map --> … <!-- /map -->              and other names: made below
+#     <!-- run COMMAND | from PATTERN -->  what COMMAND prints from PATTERN on, its verdict left out:
+#     <!-- /run -->                        counts and the model clock, which are the same on every machine
+#     <!-- dated COMMAND -->               the same for what the wall clock or the text to train on
+#     <!-- /dated -->                      decides: with the date and the machine
+#     <!-- map --> … <!-- /map -->         and other names: made below
 #
 # `map` renews what needs no run: the map, the files of the core, the number of mutants; `chapters` these,
 # the blocks above and the claims; `pages` all but the benchmarks. PAGES is a folder with copies of the
@@ -32,7 +32,9 @@ fill() {
 }
 
 block() { sed "s|$PWD/||g; s/^/    /; s/ *\$//"; }  # as preformatted text, without this machine's folders
-machine() { echo "$(date +%F), $(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1), $(nproc) cores"; }
+machine() {
+    echo "$(date +%F), $(sed -n 's/^model name.*: //p' /proc/cpuinfo | head -n 1), $(nproc) cores"
+}
 
 # Filters of a block's command.
 from() { sed -n "/$1/,\$p"; }
@@ -208,7 +210,8 @@ row() {
     row 30 'Mixtral 8x7B: 46.7B parameters …' moe '--model mixtral-8x7b --dtype bf16 --dry-run' '46.70 B'
     row 30 '… of which a token passes 12.9B' moe '--model mixtral-8x7b --dtype bf16 --dry-run' \
         'a token passes 12.88 B'
-    row 31 'ZeRO-3 stores a part of every layer, a pipeline some layers whole …' five_d_methods '' '^ *a rank stores'
+    row 31 'ZeRO-3 stores a part of every layer, a pipeline some layers whole …' five_d_methods '' \
+        '^ *a rank stores'
     row 31 '… one has weights in flight …' five_d_methods '' '^ *weights and gradients sent'
     row 31 '… the other activations' five_d_methods '' '^ *activations and their'
     row 31 'what each method shards: TP weights and activations …' five_d_methods '' '^ *TP, SP'
@@ -226,7 +229,8 @@ row() {
     row 35 '… of the residual and RMSNorm, both ways' fused_norm '' '^PASS'
     row 35 '… and of the logits, of which there is no copy' fused_cross_entropy '' '^kept'
     row 36 'FlashAttention never stores S or P: memory linear in s' flash_attention_1 '' '^flash .*MB .*MB'
-    row 36 '… where stored scores are quadratic' flash_attention_1 '' '^scores stored .*GB .*[0-9]\.[0-9]+ +[0-9.]+$'
+    row 36 '… where stored scores are quadratic' flash_attention_1 '' \
+        '^scores stored .*GB .*[0-9]\.[0-9]+ +[0-9.]+$'
     row 36 '… and backward computes them again' flash_attention_1_backward '' '^kept of forward'
     row 36 '… FlashAttention-2: fewer exponentials, other FLOPs and bytes' flash_attention_2 '' \
         '^flash 2 .*GB .*MB'

@@ -36,7 +36,8 @@ take() {
 
 last=$build/08_mixed_precision/train_5d
 for program in "$build"/0[0-9]_*/*; do
-    [ -f "$program" ] && [ -x "$program" ] && [ "$program" != "$train" ] && [ "$program" != "$last" ] || continue
+    [ -f "$program" ] && [ -x "$program" ] || continue
+    [ "$program" != "$train" ] && [ "$program" != "$last" ] || continue
     take "$program"
 done
 if [ -x "$last" ]; then

@@ -25,9 +25,10 @@ int64_t backend_waits(void);
 // Uninitialised bytes, aligned to 64; NULL when there is no more.
 void *backend_alloc(size_t bytes);
 void backend_free(void *memory);
-// Bytes that this device can give in all, as far as it can be known; asked once, before the first
-// allocation.
-int64_t backend_capacity(void);
+// Bytes that this device has for this rank beside those that it holds, as far as it can be known.
+int64_t backend_room(int64_t held);
+// How many ranks share its memory, each of which may ask for as much as this one.
+int backend_sharers(void);
 // Does not wait for the device, but for a megabyte and more; the host may write to `from` at once.
 void backend_from_host(void *to, const void *from, size_t bytes);
 void backend_to_host(void *to, const void *from, size_t bytes);

@@ -1,6 +1,6 @@
 // device_cpu.c: the CPU as a device. Its memory is the host's, but the rules are those of a GPU: only
 // operations touch it.
-#include <stdio.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,7 +8,12 @@
 #include "device.h"
 #include "guard.h"
 
-void backend_start(int local_rank, int ranks_here) { (void)local_rank, (void)ranks_here; }
+static int sharers = 1;
+
+void backend_start(int local_rank, int ranks_here) {
+    (void)local_rank;
+    sharers = ranks_here;
+}
 
 const char *backend_text(void) { return base_blas_name(); }
 
@@ -38,20 +43,12 @@ void backend_from_host(void *to, const void *from, size_t bytes) { memcpy(to, fr
 
 void backend_to_host(void *to, const void *from, size_t bytes) { memcpy(to, from, bytes); }
 
-// Linux promises more memory than it has and kills the process that believes it, without a word. So the
-// limit is what is available now, within the control group's own.
-int64_t backend_capacity(void) {
-    int64_t capacity = INT64_MAX;
-    char line[128];
-    FILE *file = fopen("/proc/meminfo", "r");
-    while (file && fgets(line, sizeof line, file)) {
-        long long kilobytes;
-        if (sscanf(line, "MemAvailable: %lld kB", &kilobytes) == 1) capacity = kilobytes * 1024;
-    }
-    if (file) fclose(file);
-    file = fopen("/sys/fs/cgroup/memory.max", "r");
-    long long most;
-    if (file && fscanf(file, "%lld", &most) == 1 && most < capacity) capacity = most;
-    if (file) fclose(file);
-    return capacity;
+// Linux promises more memory than it has, and kills the process that believes it without a word. So all
+// ranks of this machine share what is left now, and what they were given and have not written to yet is not
+// left: of that this rank knows its own, and takes the others' as equal.
+int64_t backend_room(int64_t held) {
+    double room = host_memory_left() / sharers - fmax(0, (double)held - host_memory_written());
+    return room < 0x1p62 ? (int64_t)room : INT64_MAX;
 }
+
+int backend_sharers(void) { return sharers; }

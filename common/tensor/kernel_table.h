@@ -18,6 +18,9 @@ typedef struct KernelTable {
                             int64_t h, double eps);
     bool (*rmsnorm_backward)(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
                              const void *x, const void *weight, const void *rstd, int64_t n, int64_t h);
+    bool (*swiglu_forward)(DType dtype, void *act, const void *gate, const void *up, int64_t count);
+    bool (*swiglu_backward)(DType dtype, void *dgate, void *dup, const void *dact, const void *gate,
+                            const void *up, int64_t count);
     bool (*cross_entropy_forward)(DType dtype, void *losses, void *lse, const void *logits,
                                   const int32_t *targets, int64_t n, int64_t v);
     bool (*cross_entropy_backward)(DType dtype, void *dlogits, const void *logits, const void *lse,

@@ -353,7 +353,7 @@ void op_swiglu_forward(Tensor act, Tensor gate, Tensor up) {
     const DType type = act.dtype;
     int64_t n = rows_of(act), f = columns_of(act);
     if (BEGIN("swiglu_forward", type, 0, OUT(act, type, n, f), IN(gate, type, n, f), IN(up, type, n, f)))
-        kernel_swiglu_forward(type, at(act), at(gate), at(up), n * f);
+        RUN(swiglu_forward, type, at(act), at(gate), at(up), n * f);
     clock_end();
 }
 
@@ -364,7 +364,7 @@ void op_swiglu_backward(Tensor dgate, Tensor dup, Tensor dact, Tensor gate, Tens
     if (BEGIN("swiglu_backward", type, 0, OUT_OVER("gate", dgate, type, n, f),
               OUT_OVER("up", dup, type, n, f), IN(dact, type, n, f), IN(gate, type, n, f),
               IN(up, type, n, f)))
-        kernel_swiglu_backward(type, at(dgate), at(dup), at(dact), at(gate), at(up), n * f);
+        RUN(swiglu_backward, type, at(dgate), at(dup), at(dact), at(gate), at(up), n * f);
     clock_end();
 }
 

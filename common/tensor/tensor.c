@@ -64,15 +64,32 @@ void device_dry_run(bool on) { dry_run = on; }
 
 bool device_is_dry_run(void) { return dry_run; }
 
+static void out_of_memory(MemoryKind kind, size_t bytes, int64_t room) {
+    char each[64] = "";
+    if (!dry_run && backend_sharers() > 1)
+        snprintf(each, sizeof each, " to each of the %d ranks of this machine", backend_sharers());
+    fatal("out of device memory: %s more for %s do not fit in the %s that are left%s; held now: %s",
+          bytes_text((double)bytes), memory_kind_name(kind), bytes_text(room > 0 ? (double)room : 0), each,
+          memory_text());
+}
+
+// How much there is, is asked whenever this rank holds more than ever, in large steps.
+static int64_t room_for(size_t bytes) {
+    enum { STEP = 64 << 20 };
+    static int64_t most;  // held so far, or known to fit
+    int64_t after = account.now_total + (int64_t)bytes, room = most - account.now_total;
+    if (after <= most) return room;
+    room = backend_room(account.now_total);
+    if ((int64_t)bytes <= room) most = after + (room - (int64_t)bytes < STEP ? 0 : STEP);
+    return room;
+}
+
 void *device_alloc(MemoryKind kind, size_t bytes) {
-    static int64_t capacity;
-    if (!capacity && !dry_run) capacity = backend_capacity();
-    int64_t most = dry_run ? INT64_MAX : capacity;
-    bool fits = bytes <= INT64_MAX && (int64_t)bytes <= most - account.now_total;
+    int64_t most = INT64_MAX - account.now_total, room = most;
+    if (!dry_run && bytes <= (size_t)most) room = room_for(bytes);
+    bool fits = bytes <= (size_t)most && (int64_t)bytes <= room;
     void *memory = fits && !dry_run ? backend_alloc(bytes) : NULL;
-    if (!fits || (!dry_run && !memory))
-        fatal("out of device memory: %s more for %s do not fit in %s; held now: %s",
-              bytes_text((double)bytes), memory_kind_name(kind), bytes_text((double)most), memory_text());
+    if (!fits || (!dry_run && !memory)) out_of_memory(kind, bytes, room);
     account_change(kind, (int64_t)bytes, memory);
     if (guard.on) guard_name(memory, memory_kind_name(kind));
     return memory;

@@ -331,8 +331,9 @@ static void check_experts(const Config *c) {
     CHECK(c->top_k <= c->experts, "--top-k %ld is more than --experts %ld", c->top_k, c->experts);
     CHECK(c->moe == MOE_DEEPSEEK || (c->expert_groups == 1 && c->routed_scale == 1),
           "--expert-groups and --routed-scale are those of --moe deepseek");
-    CHECK(c->experts % c->expert_groups == 0, "--expert-groups %ld does not divide --experts %ld",
-          c->expert_groups, c->experts);
+    CHECK(c->experts % c->expert_groups == 0,
+          "--expert-groups %ld does not divide --experts %ld: --experts %ld would fit", c->expert_groups,
+          c->experts, (c->experts / c->expert_groups + 1) * c->expert_groups);
     CHECK(c->groups_kept <= c->expert_groups, "--groups-kept %ld is more than --expert-groups %ld",
           c->groups_kept, c->expert_groups);
     CHECK(c->top_k <= reachable,

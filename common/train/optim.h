@@ -44,8 +44,8 @@ typedef struct StateTensor {
     Tensor flat;
 } StateTensor;
 DType optimizer_saved_dtype(const Params *params, StateTensor state);
-// Between ranks' own parts and the whole, as param_gather_own and param_scatter_own do; `whole` in the dtype
-// above.
+// Between ranks' own parts and the whole, as param_gather_own and param_scatter_own do; `whole` in the
+// dtype above.
 void optimizer_gather(const Params *params, const Param *param, StateTensor state, void *whole);
 void optimizer_scatter(const Params *params, const Param *param, StateTensor state, const void *whole);
 

@@ -15,4 +15,22 @@ for program in ddp_naive ddp_overlap ddp_bucketed ddp_no_sync; do
     # a factor.
     passes "$program, 2 ranks, bf16" $program --ranks 2 --dtype bf16 --layers 1 --steps 1
 done
+
+# On a machine that says it has 180 MB left: 62 MB for each of 2 ranks fit, and for each of 4 they do not.
+if unshare -m --propagation private true 2>/dev/null; then
+    printf 'MemTotal: 24000000 kB\nMemAvailable: 180000 kB\n' >"$work/meminfo"
+    with_180_MB() {
+        run unshare -m --propagation private bash -c \
+            "mount --bind '$work/meminfo' /proc/meminfo && $build/$*"
+    }
+    wide="--no-check --layers 1 --hidden 64 --heads 2 --kv-heads 2 --ffn 64 --vocab 30000 --seq 8 --steps 1"
+    wide+=" --micro-batch 1 --sample 0 --eval-every 0"
+    wanted "ranks share memory" && with_180_MB ddp_naive --ranks 2 $wide
+    report $? "ranks share memory: what 2 of them need is there"
+    wanted "ranks share memory" && with_180_MB ddp_naive --ranks 4 $wide
+    one_line $? -F 'left to each of the 4 ranks of this machine; held now: parameters 31.0 MB'
+    report $? "ranks share memory: 4 are told before the system kills one: $(cat "$err")"
+else
+    echo "# not checked: how ranks share memory: no private mounts here"
+fi
 finish

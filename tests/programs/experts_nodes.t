@@ -1,6 +1,6 @@
 #!/bin/bash
-# experts_nodes.t: tokens in two hops, across nodes and inside, against one device: 4, 6 and 8 ranks in 1 to 4
-# nodes, and with what else shares rows, layers or what is stored. TAP. A pattern chooses among the tests.
+# experts_nodes.t: tokens in two hops, across nodes and inside, against one device: 4, 6 and 8 ranks in 1 to
+# 4 nodes, and with what else shares rows, layers or what is stored. TAP. A pattern chooses among the tests.
 # needs: build/06_expert_parallel/node_limited_routing
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
@@ -10,12 +10,14 @@ verdict='in two hops, the tokens make the step of one device'
 passes "4 nodes of 2; bytes; one node gets all; two in flight" node_limited_routing --layers 1 --steps 1
 hops() { local name=$1; shift; passes "$name" node_limited_routing --proof-only --layers 2 --steps 2 "$@"; }
 of_2="--ep 4 --expert-groups 2"  # nodes of 2
-hops "2 nodes of 2, one for each token, AdamW, tied" --ranks 4 $of_2 --groups-kept 1 --optimizer adamw --lr 0.001 --tied
+hops "2 nodes of 2, one for each token, AdamW, tied" --ranks 4 $of_2 --groups-kept 1 --optimizer adamw \
+    --lr 0.001 --tied
 hops "3 nodes of 2, 6 ranks" --ranks 6 --ep 6 --experts 12 --expert-groups 3 --grad-acc 1
 hops "2 nodes of 3, full" --ranks 6 --ep 6 --gpus-per-node 3 --experts 12 --expert-groups 2 --recompute full
 hops "4 nodes of 1, experts without a token" --ranks 4 --ep 4 --gpus-per-node 1 --experts 64 --top-k 2 \
     --seq 9 --micro-batch 1 --groups-kept 2
-hops "one node, two copies, shared experts" --ranks 4 --ep 2 --shared-experts 1 --routed-scale 2.5 --grad-acc 1
+hops "one node, two copies, shared experts" --ranks 4 --ep 2 --shared-experts 1 --routed-scale 2.5 \
+    --grad-acc 1
 hops "2 nodes, two copies, zero 2, full" --ranks 8 $of_2 --zero 2 --recompute full --grad-acc 3
 hops "tp 2, ep 8, zero 1" --tp 2 --sp --seq 24 --zero 1
 hops "cp 2, zero 3" --ranks 4 $of_2 --cp 2 --seq 32 --zero 3 --context all-gather

@@ -22,7 +22,8 @@ holds "published runs: left out, within 5%" "\"$left\" != \"\" && $left + 0 <= 5
 holds "published runs: left out, none beyond 40%" "$(figure 'its series left out' 2) + 0 <= 40"
 holds "published runs: left out, nine of ten within 20%" "$(figure 'its series left out' 3) + 0 >= 90"
 holds "published runs: a constant share is worse" "$(figure 'constant share' 1) > 2 * $left"
-holds "published runs: no ratio of partners is off by more than 15%" "$(figure 'ratios of partners' 2) + 0 <= 15"
+holds "published runs: no ratio of partners is off by more than 15%" \
+    "$(figure 'ratios of partners' 2) + 0 <= 15"
 cmp -s "$work/fitted.h" 08_mixed_precision/fitted.h
 report $? "published runs: the factors and errors in the source are those that this fit has written"
 passes "30 layouts of 8 GPUs beside dry runs on 8 ranks" $program --agree
@@ -31,7 +32,8 @@ passes "the playbook's rules and appendix A3" $program --rules
 report $? "the playbook's rules: all 13 are asked"
 passes "a search" $program --model llama-3.2-1b --gpus 8 --batch-tokens 256K --seq 4096 \
     --curves "$work/curves.svg" --json "$work/search.json"
-grep -q 'train_5d --no-check --model llama-3.2-1b .*--ranks 8 ' "$out" && grep -q '</svg>' "$work/curves.svg" &&
+grep -q 'train_5d --no-check --model llama-3.2-1b .*--ranks 8 ' "$out" && grep -q '</svg>' \
+    "$work/curves.svg" &&
     grep -q '"layout 10"' "$work/search.json"
 report $? "a search prints the best one's command line, and ten layouts in --json"
 refused "--batch-tokens 4X" $program --batch-tokens 4X

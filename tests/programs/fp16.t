@@ -15,7 +15,8 @@ passes "3 ranks, tied, recomputed" $program --ranks 3 --tied --recompute full --
 real="--no-check --ranks 1 --hidden 32 --heads 4 --kv-heads 2 --ffn 80 --seq 32 --micro-batch 8 --grad-acc 1
     --clip 1 --sample 0 --eval-every 0 --lr 0.05 --steps 40"
 passes "with its tricks float16 trains" $program $real
-refuses "float16 alone diverges" 'step [0-9]+: the loss of micro-batch 0 is' $program $real --loss-scale none \
+refuses "float16 alone diverges" 'step [0-9]+: the loss of micro-batch 0 is' $program $real \
+    --loss-scale none \
     --master none --sum f16 --moments f16
 
 run_of() { run "$build/$program" --no-check --steps 8 --scale 3e7 --scale-interval 3 --ranks 2 --lr 0.01 "$@"; }
@@ -23,8 +24,10 @@ run_of --save "$work/straight" --save-every 6 &&
     run_of --save "$work/again" --resume "$work/straight/step-000006" &&
     cmp "$work/straight/step-000008/optimizer.safetensors" "$work/again/step-000008/optimizer.safetensors" \
         >"$out" 2>&1 &&
-    cmp "$work/straight/step-000008/model.safetensors" "$work/again/step-000008/model.safetensors" >"$out" 2>&1
+    cmp "$work/straight/step-000008/model.safetensors" "$work/again/step-000008/model.safetensors" \
+        >"$out" 2>&1
 report $? "8 steps, of which some overflow, are 6, a resumption and 2, bit for bit"
-refuses "another recipe does not go on with it" 'whose recipe keeps 2 numbers .*, and this one keeps 0' $program \
+refuses "another recipe does not go on with it" 'whose recipe keeps 2 numbers .*, and this one keeps 0' \
+    $program \
     --no-check --steps 8 --loss-scale none --resume "$work/straight/step-000006"
 finish

@@ -1,7 +1,7 @@
 #!/bin/bash
-# fp8.t: multiplies in 8 bits: each recipe on ranks against one device, on every axis and with recomputation;
-# histories through a checkpoint; outliers, long sums, losses. In f64 nothing but a wrong scale can be off.
-# TAP.
+# fp8.t: multiplies in 8 bits: each recipe on ranks against one device, on every axis and with
+# recomputation; histories through a checkpoint; outliers, long sums, losses. In f64 nothing but a wrong
+# scale can be off. TAP.
 # needs: build/08_mixed_precision/fp8
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
@@ -12,14 +12,16 @@ verdict='.*reassociated'
 passes "the tables of one device" $program
 passes "delayed: tp 2 x dp 2, --sp, recomputed" $program $one --ranks 4 --tp 2 --sp --recompute full
 passes "delayed: cp 2 x dp 2" $program $one --ranks 4 --cp 2
-passes "delayed: ep 2 x dp 2, recomputed" $program $one --ranks 4 --ep 2 --experts 4 --top-k 2 --recompute full
+passes "delayed: ep 2 x dp 2, recomputed" $program $one --ranks 4 --ep 2 --experts 4 --top-k 2 \
+    --recompute full
 passes "delayed: pp 2 x dp 2, zero bubble" $program --proof-only --ranks 4 --pp 2 --schedule zb_h1
 passes "current: pp 2 x tp 2, recomputed" $program --proof-only --ranks 4 --pp 2 --tp 2 --fp8 te-current \
     --recompute full
 passes "delayed: ZeRO-3, whose casts are not kept" $program $one --zero 3
 passes "current: tp 2 x cp 2" $program $one --ranks 4 --tp 2 --cp 2 --fp8 te-current
 passes "current: ZeRO-3 x tp 2, --sp" $program $one --ranks 4 --zero 3 --tp 2 --sp --fp8 te-current
-passes "deepseek: tp 2 x dp 2, --sp, whole tiles on each rank" $program $one --ranks 4 --tp 2 --sp --hidden 64 \
+passes "deepseek: tp 2 x dp 2, --sp, whole tiles on each rank" $program $one --ranks 4 --tp 2 --sp \
+    --hidden 64 \
     --heads 4 --kv-heads 4 --fp8 deepseek --fp8-tile 16
 passes "deepseek: 3 ranks, ZeRO-2" $program $one --ranks 3 --zero 2 --fp8 deepseek
 passes "mxfp8: 2 ranks, ZeRO-1, AdamW" $program $one --zero 1 --fp8 mxfp8 --optimizer adamw --lr 0.001
@@ -29,22 +31,28 @@ run_of --steps 4 --save "$work/straight" --save-every 2 --eval-every 0 &&
     run_of --steps 4 --save "$work/again" --resume "$work/straight/step-000002" --eval-every 1 &&
     cmp "$work/straight/step-000004/optimizer.safetensors" "$work/again/step-000004/optimizer.safetensors" \
         >"$out" 2>&1 &&
-    cmp "$work/straight/step-000004/model.safetensors" "$work/again/step-000004/model.safetensors" >"$out" 2>&1
+    cmp "$work/straight/step-000004/model.safetensors" "$work/again/step-000004/model.safetensors" \
+        >"$out" 2>&1
 report $? "4 steps are 2, a resumption and 2, bit for bit, and a look at held-out losses leaves no trace"
 verdict=
 narrow="--fp8 nanotron"
 run_of $narrow --zero 1 --steps 4 --save "$work/moments" --save-every 2 &&
     run_of $narrow --zero 1 --steps 4 --save "$work/moments2" --resume "$work/moments/step-000002" &&
-    cmp "$work/moments/step-000004/optimizer.safetensors" "$work/moments2/step-000004/optimizer.safetensors" \
+    cmp "$work/moments/step-000004/optimizer.safetensors" \
+        "$work/moments2/step-000004/optimizer.safetensors" \
         >"$out" 2>&1 &&
     run_of $narrow --tp 2 --grad-acc 4 --steps 3 --resume "$work/moments/step-000002"
 report $? "8-bit moments are resumed bit for bit, and on another layout"
-passes "another layout goes on with the histories" $program --dtype bf16 --optimizer adamw --lr 0.003 --steps 4 \
+passes "another layout goes on with the histories" $program --dtype bf16 --optimizer adamw --lr 0.003 \
+    --steps 4 \
     --ranks 4 --tp 2 --no-check --resume "$work/straight/step-000002"
-passes "rows of --sp go in 8 bits" $program --no-check --fp8 deepseek --fp8-wire --dtype bf16 --steps 2 --ranks 2 \
+passes "rows of --sp go in 8 bits" $program --no-check --fp8 deepseek --fp8-wire --dtype bf16 --steps 2 \
+    --ranks 2 \
     --tp 2 --sp --optimizer adamw --lr 0.003
-passes "8-bit moments on 2 ranks" $program --fp8 nanotron --zero 2 --dtype bf16 --optimizer adamw --lr 0.001 \
+passes "8-bit moments on 2 ranks" $program --fp8 nanotron --zero 2 --dtype bf16 --optimizer adamw \
+    --lr 0.001 \
     --proof-only
+refused "dtype bf16 would fit" $program --zero 3 --fp8-wire
 refused "--fp8-tile 128 would fit" $program --fp8 deepseek --fp8-tile 256
 refused "te-delayed or deepseek would fit" $program --fp8 te-current --ranks 4 \
     --tp 2 --sp --experts 4 --ep 2

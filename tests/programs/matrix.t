@@ -17,14 +17,16 @@ if [ -e "$work/table" ]; then
     cp "$work/table" "$work/whole"
     sed -i '$d' "$work/table"
 fi
-passes "parts: a run that was broken off goes on with its last cell" matrix --ranks 2 --part 2/250 --table "$work/table"
+passes "parts: a run that was broken off goes on with its last cell" matrix --ranks 2 --part 2/250 --table \
+    "$work/table"
 cmp -s <(grep proven "$work/table" 2>/dev/null) <(grep proven "$work/whole" 2>/dev/null)
 report $? "parts: which is proven once"
 if wanted "parts: a cell that ended the program twice has failed"; then
     number=$(sed -n 's/ proven .*//p' "$work/whole" | head -n 1)
     printf '%s begun\n%s begun\n' "$number" "$number" >"$work/dead"
     run "$build/matrix" --ranks 2 --part 2/250 --table "$work/dead"
-    [ $status = 1 ] && grep -q "^$number failed .*it ends the program" "$work/dead" && grep -q '^FAIL matrix: 1 cells fail' "$out"
+    [ $status = 1 ] && grep -q "^$number failed .*it ends the program" "$work/dead" && grep -q \
+        '^FAIL matrix: 1 cells fail' "$out"
     report $? "parts: a cell that ended the program twice has failed"
 fi
 refused "--part 0/3: which of how many" matrix --ranks 2 --part 0/3

@@ -9,17 +9,22 @@ export OMP_NUM_THREADS=1
 build=$build/08_mixed_precision
 quick="--shown 0 --steps 2"
 
-passes "the plan of dp 2, pp 2, tp 2, ZeRO-1, AdamW, then 20 steps beside one device" train_5d --shown 20 --steps 2 \
+passes "the plan of dp 2, pp 2, tp 2, ZeRO-1, AdamW, then 20 steps beside one device" train_5d --shown 20 \
+    --steps 2 \
     --trace "$work/trace.json" --verbose
-grep -q '^  rank 7: transfers, a step .*equal$' "$out" && grep -q '"communication, pp back"' "$work/trace.json"
+grep -q '^  rank 7: transfers, a step .*equal$' "$out" && grep -q '"communication, pp back"' \
+    "$work/trace.json"
 report $? "the plan is held against the run rank by rank, and the trace has all lines"
 passes "experts: dp 2, pp 2, tp 2, ep 4, ZeRO-3, sequence parallelism, interleaved" train_5d $quick --sp \
     --experts 4 --top-k 2 --ep 4 --zero 3 --schedule interleaved --recompute selective
-passes "experts: a stage with the head alone" train_5d $quick --layers 3 --dp 2 --pp 4 --tp 1 --experts 4 --top-k 2 \
+passes "experts: a stage with the head alone" train_5d $quick --layers 3 --dp 2 --pp 4 --tp 1 --experts 4 \
+    --top-k 2 \
     --ep 2 --optimizer sgd --lr 0.1
-passes "dp 2, pp 2, cp 2, zb_v, full recomputation, hybrid sharding" train_5d $quick --cp 2 --tp 1 --context zigzag \
+passes "dp 2, pp 2, cp 2, zb_v, full recomputation, hybrid sharding" train_5d $quick --cp 2 --tp 1 \
+    --context zigzag \
     --schedule zb_v --recompute full --zero hybrid --shard-ranks 2 --optimizer sgd --lr 0.1
-passes "dp 4, tp 2, hybrid sharding, asynchronous rows, flash attention" train_5d $quick --pp 1 --sp --async-tp \
+passes "dp 4, tp 2, hybrid sharding, asynchronous rows, flash attention" train_5d $quick --pp 1 --sp \
+    --async-tp \
     --vocab-parallel --zero hybrid --shard-ranks 2 --attention flash
 passes "trains for real" train_5d --no-check --dtype f32 --steps 30 --lr 0.003 --sample 20 --eval-every 15
 grep -q '^step 15  held-out loss' "$out" && grep -q '^sample' "$out" && grep -q '^The plan' "$out"
@@ -36,19 +41,23 @@ refused "--zero hybrid with --experts 4" train_5d --tp 1 --zero hybrid --experts
 
 RANDOM=${SEED:-1}
 dense=("--ranks 8 --dp 2 --pp 2 --tp 2 --grad-acc 2 --zero 1" "--ranks 4 --dp 2 --pp 1 --tp 2 --sp --grad-acc 2 --zero 3"
-    "--ranks 4 --dp 1 --pp 4 --tp 1 --grad-acc 4 --schedule zb_h1 --zero 0" "--ranks 6 --dp 1 --pp 2 --tp 1 --cp 3 --grad-acc 4"
-    "--ranks 8 --dp 4 --pp 2 --tp 1 --grad-acc 1 --zero hybrid --shard-ranks 2" "--ranks 1 --dp 1 --pp 1 --tp 1 --grad-acc 4")
+    "--ranks 4 --dp 1 --pp 4 --tp 1 --grad-acc 4 --schedule zb_h1 --zero 0" \
+        "--ranks 6 --dp 1 --pp 2 --tp 1 --cp 3 --grad-acc 4"
+    "--ranks 8 --dp 4 --pp 2 --tp 1 --grad-acc 1 --zero hybrid --shard-ranks 2" \
+        "--ranks 1 --dp 1 --pp 1 --tp 1 --grad-acc 4")
 experts=("--ranks 8 --dp 2 --pp 2 --tp 2 --sp --ep 4 --grad-acc 2 --zero 3" "--ranks 4 --dp 4 --pp 1 --tp 1 --ep 2 --grad-acc 1 --zero 2"
-    "--ranks 2 --dp 1 --pp 2 --tp 1 --grad-acc 4 --schedule zb_v" "--ranks 1 --dp 1 --pp 1 --tp 1 --grad-acc 4")
+    "--ranks 2 --dp 1 --pp 2 --tp 1 --grad-acc 4 --schedule zb_v" \
+        "--ranks 1 --dp 1 --pp 1 --tp 1 --grad-acc 4")
 shape="--layers 4 --hidden 24 --heads 6 --kv-heads 2 --ffn 40"
 rest="--no-check --seq 12 --sample 0 --eval-every 0 --steps 12"
 
 loss() { tr -d '\n\t ' <"$1" | sed 's/.*"loss":\[\([^]]*\)\].*/\1/' | tr ',' '\n' | tail -n 1; }
 
-# killed_and_resumed NUMBER SHAPE STRAIGHT LAYOUT…: draws two layouts, one to be killed on that is not the last,
-# and a step; the last loss must be STRAIGHT. `make faults` has more of these.
+# killed_and_resumed NUMBER SHAPE STRAIGHT LAYOUT…: draws two layouts, one to be killed on that is not the
+# last, and a step; the last loss must be STRAIGHT. `make faults` has more of these.
 killed_and_resumed() {
-    local number=$1 shape=$2 straight=$3 from=$((RANDOM % ($# - 4))) step=$((1 + RANDOM % 8)) first then name pid
+    local number=$1 shape=$2 straight=$3 from=$((RANDOM % ($# - 4))) step=$((1 + RANDOM % 8)) first then \
+        name pid
     shift 3
     first=${@:from + 1:1} then=${@:(from + 1 + RANDOM % ($# - 1)) % $# + 1:1}
     name="killed $number: in step $step or later on ($first), resumed on ($then)"

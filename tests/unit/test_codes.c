@@ -131,6 +131,33 @@ static void products_are_exact(void **state) {
     }
 }
 
+// The largest of a tile is stored as the largest code. Times its scale, rounded to f32, it gives that scale
+// again, for each amax that f32 has between two powers of two: what is decoded may be encoded once more.
+static void scales_are_found_again(void **state) {
+    (void)state;
+#ifdef __SANITIZE_ADDRESS__
+    enum { EVERY = 61 };
+#else
+    enum { EVERY = 1 };
+#endif
+    enum { PART = 1 << 16 };
+    static double x[PART], scale[PART], again[PART];
+    Tensor amax = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(1, PART));
+    for (int64_t first = 0; first < 1 << 23; first += (int64_t)PART * EVERY)
+        for (DType dtype = E4M3; dtype <= E5M2; dtype++) {
+            for (int i = 0; i < PART; i++) x[i] = 1 + ldexp((double)(first + i), -23);
+            tensor_from_doubles(amax, x);
+            op_tile_scale(amax, amax, dtype, SCALE_REAL);
+            tensor_to_doubles(scale, amax);
+            for (int i = 0; i < PART; i++) x[i] = (float)(largest_code(dtype) * scale[i]);
+            tensor_from_doubles(amax, x);
+            op_tile_scale(amax, amax, dtype, SCALE_REAL);
+            tensor_to_doubles(again, amax);
+            assert_memory_equal(again, scale, sizeof scale);
+        }
+    tensor_free(&amax);
+}
+
 // What has no scale of its own gets 1; what is too large for a scale that others have chosen saturates.
 static void zeros_infinities_and_saturation(void **state) {
     (void)state;
@@ -203,6 +230,7 @@ int main(int argc, char **argv) {
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(products_are_exact),
+        cmocka_unit_test(scales_are_found_again),
         cmocka_unit_test(zeros_infinities_and_saturation),
         cmocka_unit_test(random_rounding_knows_places),
     };
