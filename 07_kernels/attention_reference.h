@@ -105,15 +105,15 @@ Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float
 }
 
 // Forward by launch(version, o, lse, scores, q, k, v, shape), in T, over lengths that fill no tile and, the
-// longest, no block. lse too, where there is one; it is f32 for every T, and so held apart.
+// `longest`, no block. lse too, where there is one; it is f32 for every T, and so held apart.
 template <class T = float, class Launch>
-Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version) {
+Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version,
+                    int64_t longest = sizeof(T) == 2 ? 131 : 67) {
     Proof proof, logs;
     const struct {
         int64_t b, s, a, kv;
         double scale;
-    } cases[] = {
-        {1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, sizeof(T) == 2 ? 131 : 67, 3, 3, 1}};
+    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, longest, 3, 3, 1}};
     for (auto &n : cases) {
         const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf((float)d), causal};
         const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.s * n.kv * d, rows = n.b * n.a * n.s;

@@ -1,0 +1,400 @@
+// flash_attention_3.cu: FlashAttention-3, forward, in bf16 and fp16 with f32 sums, by TMA and wgmma (H100).
+// Playbook: "Flash Attention 1-3"; Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2.
+//
+// Against flash_attention_2_tensor.cu: as many bytes, the same products and the same softmax, overlapped. A
+// block has three warpgroups. The producer, one thread of a warpgroup that gives its registers back, asks
+// for tiles of 128 keys (TMA), which land in a ring of four: K, V, K, V. Two consumers of 64 queries each
+// multiply by wgmma: Q, K and V come from shared memory, P from registers, where softmax left it.
+//
+//     producer    wait empty[t], parity 1 - turn;   expect bytes at full[t];   copy to t
+//     consumer    wait full[t], parity turn;   multiply;   when that is done, arrive at empty[t]
+//
+// Exponentials are slow: for a tile and heads of 128, an H100's tensor cores are busy for 2048 clocks, and
+// its special functions for 1056. A warpgroup needs one before the other, so two take turns (ping-pong):
+//
+//     warpgroup 0    Q K1', P0 V0   softmax 1      Q K2', P1 V1   softmax 2
+//     warpgroup 1    softmax 0      Q K1', P0 V0   softmax 1      Q K2', P1 V1
+//
+// The tensor cores always have work, and softmax hides under the other's products. The turn, an mbarrier,
+// is passed on as soon as these are issued. P0 V0 is in flight while softmax 1 begins; then O is rescaled.
+//
+// wgmma reads K and V once for four warps, mma for each: shared memory takes 0.88 of the tensor cores'
+// clocks, and not 1.5 times as many. A tile on the diagonal is 128 keys wide, not 64: with a causal mask,
+// 1.5% more products. The emulator names a barrier that is waited for in vain, and what is touched in
+// flight. It does not model overlap: its time is that of the busiest part, with turns and without. What
+// turns can hide is in the last lines; what they do hide, a GPU must show.
+//
+// Proof: as for flash_attention_2_tensor.cu, up to three tiles of keys, for which the ring comes round.
+// Run: build/07_kernels/flash_attention_3           (--head-size 64, --size 8192, --verbose)
+// Last line: PASS flash_attention_3: the busiest part takes 0.66 of products and exponentials one by one …
+#include "cuda/instructions_hopper.h"
+#include "flash_fragments.h"
+
+enum { WARPGROUP = 128, GROUPS = 2, BLOCK = (GROUPS + 1) * WARPGROUP };  // the last one produces
+enum { ROWS = 128, COLUMNS = 64, BOX = ROWS * TILE_ROW, STAGES = 4 };    // of a copy; of the ring
+enum { QUERIES = ROWS, OWN = QUERIES / GROUPS, KEYS = ROWS };  // of a block, a warpgroup; of a tile
+
+template <int D>
+constexpr int TILE_BYTES = D / COLUMNS *BOX;
+
+// What the roles of a block share; they take as many tiles of keys as of values.
+struct Shared {
+    char *q, *ring;
+    Mbarrier *full, *empty, *turn;
+    int tiles;
+};
+
+__device__ static inline int own_group() { return (int)threadIdx.x / WARPGROUP; }
+
+// ---- the producer ----
+
+template <int D>
+__device__ static inline void copy_tile(char *tile, const TensorMap *map, int row, int column,
+                                        Mbarrier *full) {
+    mbarrier_arrive_expect(full, TILE_BYTES<D>);
+    for (int i = 0; i < D / COLUMNS; i++) tma_load(tile + i * BOX, map, row, column + i * COLUMNS, full);
+}
+
+// One head's K and V in turn. Rows behind the last key, zeros or the next sample's, are seen by no query.
+template <int D>
+__device__ static inline void produce(const Shared &m, const TensorMap *k, const TensorMap *v,
+                                      int first_row, int column) {
+    for (int t = 0; t < 2 * m.tiles; t++) {
+        mbarrier_wait(&m.empty[t % STAGES], 1 - t / STAGES % 2);
+        copy_tile<D>(m.ring + t % STAGES * TILE_BYTES<D>, t % 2 ? v : k, first_row + t / 2 * KEYS, column,
+                     &m.full[t % STAGES]);
+    }
+}
+
+// ---- products ----
+
+// Tile t of the ring: 2 i are the keys and 2 i + 1 the values of step i.
+__device__ static inline void await(const Shared &m, int t) {
+    mbarrier_wait(&m.full[t % STAGES], t / STAGES % 2);
+}
+__device__ static inline void release(const Shared &m, int t) {
+    if (own_lane() == 0) mbarrier_arrive(&m.empty[t % STAGES]);
+}
+
+// s (=) the warpgroup's queries by tile i of the keys: a group of wgmma, in flight.
+template <class T, int D>
+__device__ static inline void issue_scores(float (&s)[KEYS / 2], const Shared &m, int i) {
+    const char *q = m.q + own_group() * OWN * TILE_ROW;
+    const char *k = m.ring + 2 * i % STAGES * TILE_BYTES<D>;
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < D / 16; x++) {
+        const int at = x / 4 * BOX + x % 4 * 32;
+        wgmma<T, K_MAJOR, K_MAJOR>(s, wgmma_operand(q + at, 0), wgmma_operand(k + at, 0), x > 0);
+    }
+    wgmma_commit();
+}
+
+// sum += p times tile i of the values: a group, in flight.
+template <class T, int D>
+__device__ static inline void issue_values(float (&sum)[D / 2], const uint32_t (&p)[KEYS / 16][4],
+                                           const Shared &m, int i) {
+    const char *v = m.ring + (2 * i + 1) % STAGES * TILE_BYTES<D>;
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < KEYS / 16; x++)
+        wgmma<T, MN_MAJOR>(sum, p[x], wgmma_operand(v + x * 16 * TILE_ROW, BOX), true);
+    wgmma_commit();
+}
+
+// ---- softmax, in registers ----
+
+// Of a lane's two rows: the maximum so far, before the scale; this lane's part of the sum; and what earlier
+// sums count for in it. c: scale log2(e).
+struct Softmax {
+    float c, most[2], sum[2], keep[2];
+    int query0;  // of the warp
+};
+
+// What a query does not see is -inf.
+__device__ static inline void mask(float (&s)[KEYS / 2], const Heads &shape, int query0, int key0) {
+    const int first = key0 + own_lane() % 4 * 2, last = (int)shape.s - 1;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int query = query0 + half * 8 + own_lane() / 4;
+        const int keys = (shape.causal ? min(query, last) : last) - first;  // beyond this lane's first
+#pragma unroll
+        for (int j = 0; j < KEYS / 4; j++)
+            if (j / 2 * 8 + j % 2 > keys) s[j / 2 * 4 + 2 * half + j % 2] = -INFINITY;
+    }
+}
+
+// s: scores (in), their exponentials (out). Each row has seen a key: most is finite.
+__device__ static inline void soften(float (&s)[KEYS / 2], Softmax *x, const Heads &shape, int key0) {
+    if (!sees(shape, x->query0, key0 + KEYS - 1)) mask(s, shape, x->query0, key0);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most = x->most[half];
+#pragma unroll
+        for (int j = 2 * half; j < KEYS / 2; j += 4) most = fmaxf(most, fmaxf(s[j], s[j + 1]));
+        most = quad_max(most);
+        const float keep = exp2f((x->most[half] - most) * x->c), shift = most * x->c;
+        x->most[half] = most, x->sum[half] *= keep, x->keep[half] = keep;
+#pragma unroll
+        for (int j = 2 * half; j < KEYS / 2; j += 4)
+#pragma unroll
+            for (int e = j; e < j + 2; e++) x->sum[half] += s[e] = exp2f(fmaf(s[e], x->c, -shift));
+    }
+}
+
+template <int D>
+__device__ static inline void rescale(float (&sum)[D / 2], const Softmax &x) {
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) sum[i] *= x.keep[i / 2 % 2];
+}
+
+// What a lane has of the scores is what it needs of the left operand: p (=) s in 16 bits.
+template <class T>
+__device__ static inline void pack(uint32_t (&p)[KEYS / 16][4], const float (&s)[KEYS / 2]) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 4; i++) p[i / 4][i % 4] = packed<T>(s[2 * i], s[2 * i + 1]);
+}
+
+// ---- the consumers ----
+
+// Without turns: one step after another.
+template <class T, int D>
+__device__ static inline void consume(float (&sum)[D / 2], Softmax *x, const Shared &m,
+                                      const Heads &shape) {
+    float s[KEYS / 2];
+    uint32_t p[KEYS / 16][4];
+    for (int i = 0; i < m.tiles; i++) {
+        await(m, 2 * i);
+        issue_scores<T, D>(s, m, i);
+        wgmma_wait<0>(s);
+        release(m, 2 * i);
+        soften(s, x, shape, i * KEYS);
+        rescale<D>(sum, *x);
+        pack<T>(p, s);
+        await(m, 2 * i + 1);
+        issue_values<T, D>(sum, p, m, i);
+        wgmma_wait<0>(sum);
+        release(m, 2 * i + 1);
+    }
+}
+
+// Turn i of a warpgroup: the first one's comes behind the other's before.
+__device__ static inline void take_turn(const Shared &m, int i) {
+    mbarrier_wait(&m.turn[own_group()], own_group() == 0 ? 1 - i % 2 : i % 2);
+}
+__device__ static inline void pass_turn(const Shared &m) {
+    if (own_lane() == 0) mbarrier_arrive(&m.turn[1 - own_group()]);
+}
+
+// In turn i it multiplies for the scores of tile i and with those of tile i - 1.
+template <class T, int D>
+__device__ static inline void consume_in_turns(float (&sum)[D / 2], Softmax *x, const Shared &m,
+                                               const Heads &shape) {
+    float s[KEYS / 2];
+    uint32_t p[KEYS / 16][4];
+    await(m, 0);
+    take_turn(m, 0);
+    issue_scores<T, D>(s, m, 0);
+    pass_turn(m);
+    wgmma_wait<0>(s);
+    release(m, 0);
+    soften(s, x, shape, 0);
+    pack<T>(p, s);
+    for (int i = 1; i < m.tiles; i++) {
+        await(m, 2 * i);
+        await(m, 2 * i - 1);
+        take_turn(m, i);
+        issue_scores<T, D>(s, m, i);
+        issue_values<T, D>(sum, p, m, i - 1);
+        pass_turn(m);
+        wgmma_wait<1>(s);
+        release(m, 2 * i);
+        soften(s, x, shape, i * KEYS);
+        wgmma_wait<0>(sum);
+        release(m, 2 * i - 1);
+        rescale<D>(sum, *x);
+        pack<T>(p, s);
+    }
+    await(m, 2 * m.tiles - 1);
+    take_turn(m, m.tiles);
+    issue_values<T, D>(sum, p, m, m.tiles - 1);
+    pass_turn(m);
+    wgmma_wait<0>(sum);
+}
+
+// The warp's rows of o and lse (=): o by way of where its queries were, to store whole chunks.
+template <int D, class T>
+__device__ static inline void finish(T *o, float *lse, T *tile, const float (&sum)[D / 2], const Softmax &x,
+                                     float scale, int end, int64_t stride) {
+    const int lane = own_lane(), row0 = own_warp() * 16, query0 = x.query0;
+    const auto place = [&](int own, int chunk) {
+        return chunk / 8 * ROWS * COLUMNS + (row0 + own) * COLUMNS + (chunk % 8 ^ own % 8) * CHUNK;
+    };
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int own = half * 8 + lane / 4;
+        const float total = quad_sum(x.sum[half]), inverse = 1 / total;
+        const float log_sum = fmaf(x.most[half], scale, logf(total));
+        if (lane % 4 == 0 && query0 + own < end) lse[query0 + own] = log_sum;
+#pragma unroll
+        for (int c = 0; c < D / 8; c++)
+            *reinterpret_cast<uint32_t *>(tile + place(own, c) + lane % 4 * 2) =
+                packed<T>(sum[4 * c + 2 * half] * inverse, sum[4 * c + 2 * half + 1] * inverse);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int at = lane; at < 16 * D / CHUNK; at += 32) {
+        const int own = at / (D / CHUNK), chunk = at % (D / CHUNK);
+        if (query0 + own < end)
+            *reinterpret_cast<uint4 *>(o + (query0 + own) * stride + chunk * CHUNK) =
+                *reinterpret_cast<const uint4 *>(tile + place(own, chunk));
+    }
+}
+
+// Block (queries, head, sample), those with the most keys first. Of a multiprocessor's 65536 registers, a
+// producer's thread keeps 24, and a consumer's has 240.
+template <class T, int D, bool TURNS>
+__global__ void __launch_bounds__(BLOCK, 1)
+    attention(T *o, float *lse, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+              const __grid_constant__ TensorMap v, Heads shape) {
+    DYNAMIC_SHARED(char, memory);
+    __shared__ Mbarrier q_full;
+    __shared__ Mbarrier full[STAGES];
+    __shared__ Mbarrier empty[STAGES];
+    __shared__ Mbarrier turn[GROUPS];
+    if (threadIdx.x == 0) {
+        mbarrier_init(&q_full, 1);
+        for (int t = 0; t < STAGES; t++) mbarrier_init(&full[t], 1), mbarrier_init(&empty[t], GROUPS * 4);
+        for (int g = 0; g < GROUPS; g++) mbarrier_init(&turn[g], 4);  // a lane of each warp
+        fence_proxy_async();
+    }
+    __syncthreads();
+    const int head = (int)blockIdx.y, sample = (int)blockIdx.z, end = (int)shape.s;
+    const int first_query = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES;
+    const int last_key = shape.causal ? min(first_query + QUERIES, end) : end;
+    char *tiles = first_tile(memory);
+    const Shared m = {tiles, tiles + TILE_BYTES<D>, full, empty, turn, (last_key + KEYS - 1) / KEYS};
+    if (own_group() == GROUPS) {
+        registers_give<24>();
+        if (threadIdx.x == GROUPS * WARPGROUP) {
+            copy_tile<D>(m.q, &q, sample * end + first_query, head * D, &q_full);
+            produce<D>(m, &k, &v, sample * end, head / (int)(shape.a / shape.kv) * D);
+        }
+    } else {
+        registers_take<240>();
+        Softmax x = {
+            shape.scale * 1.44269504f, {-INFINITY, -INFINITY}, {}, {}, first_query + own_warp() * 16};
+        float sum[D / 2] = {};
+        mbarrier_wait(&q_full, 0);
+        if (TURNS) consume_in_turns<T, D>(sum, &x, m, shape);
+        else consume<T, D>(sum, &x, m, shape);
+        named_barrier(1 + own_group(), WARPGROUP);  // nobody needs its queries any more
+        const int64_t stride = shape.a * D;
+        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end,
+                  reinterpret_cast<T *>(m.q), sum, x, shape.scale, end, stride);
+    }
+}
+
+// ---- host code ----
+
+enum { SERIAL, PING_PONG };
+
+constexpr int64_t shared_bytes(int d) { return (1 + STAGES) * (int64_t)d * ROWS * 2 + TILE_ALIGNMENT; }
+
+template <class T, int D>
+static void launch(int version, T *o, float *lse, float *, const T *q, const T *k, const T *v,
+                   const Heads &shape) {
+    if (shape.s == 0) return;
+    const auto kernel = version == SERIAL ? attention<T, D, false> : attention<T, D, true>;
+    const int bytes = (int)shared_bytes(D);
+    const int64_t rows = shape.b * shape.s, columns = shape.a * D, key_columns = shape.kv * D;
+    const dim3 grid((unsigned)((shape.s + QUERIES - 1) / QUERIES), (unsigned)shape.a, (unsigned)shape.b);
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, o, lse, tensor_map(q, rows, columns, columns, ROWS),
+           tensor_map(k, rows, key_columns, key_columns, ROWS),
+           tensor_map(v, rows, key_columns, key_columns, ROWS), shape);
+}
+
+// s a multiple of 128.
+static Work formula(int version, const Heads &shape, double d) {
+    const double heads = (double)(shape.b * shape.a), n = (double)shape.s / QUERIES, blocks = heads * n;
+    const double pairs = heads * (shape.causal ? (n * n + n) / 2 : n * n);  // of a block and a tile of keys
+    const double rescaled = version == SERIAL ? pairs : pairs - blocks;     // the first one has nothing to
+    const double boxes = (blocks + 2 * pairs) * d / COLUMNS, warps = QUERIES / 16;
+    const double scores = 16 * KEYS / 32;  // of a lane, for a tile
+    Work w = {};
+    w.load_requests = boxes, w.load_sectors = boxes * BOX / 32;
+    w.store_requests = blocks * warps * (d / 16 + 2), w.store_sectors = blocks * warps * (d + 2);
+    w.memory_sectors = words_of_forward(shape, d) / 16 + heads * (double)shape.s / 8;
+    // TMA; Q and K; V; o, which is stored in words and read in chunks
+    w.shared_passes = boxes * ROWS + pairs * GROUPS * (d / 16 * (OWN + KEYS) / 4 + KEYS / 16 * d / 4) +
+                      blocks * warps * d / 2;
+    // maximum, scale and sum of scores; of each row. O; c; at the end: sum, lse, o
+    const double all = rescaled * d / 2 + blocks * (d / 2 + 1);
+    w.flops = 32 * warps * (pairs * (4 * scores + 12) + blocks * 5 + all);
+    w.flop_instructions = warps * (pairs * (3 * scores + 12) + blocks * 6 + all);
+    w.special_instructions = warps * (pairs * (scores + 2) + blocks * 2 * 2);
+    w.tensor_flops = pairs * 4 * QUERIES * KEYS * d;
+    w.barriers = blocks;
+    return w;
+}
+
+#ifndef NO_MAIN
+#include "attention_reference.h"
+
+template <class T, int D>
+static void row(int version, const char *name, const Heads &at_size) {
+    Heads small = at_size;
+    small.b = 1, small.s = 2 * QUERIES, small.a = 1, small.kv = 1;
+    const Heads most = ON_GPU ? at_size : small;
+    const int64_t queries = most.b * most.s * most.a * D, keys = most.b * most.s * most.kv * D;
+    const Given<T> numbers(queries, 1, 4);
+    Array<T> q(numbers.narrow.data(), queries), k(numbers.narrow.data(), keys);
+    Array<T> v(numbers.narrow.data(), keys), o(queries);
+    Array<float> lse(queries / D);
+    show_version(
+        KernelVersion{name, BLOCK, 168, shared_bytes(D)},
+        prove_forward<T>(D, at_size.causal, true, launch<T, D>, version, 2 * KEYS + 7), small, at_size,
+        [&](const Heads &shape) { launch<T, D>(version, o.at, lse.at, NULL, q.at, k.at, v.at, shape); },
+        [&](const Heads &shape) { return formula(version, shape, D); });
+}
+
+template <int D>
+static void show(const KernelsOptions *options, const Heads &shape) {
+    flash_tables(
+        options, shape, D, 1,
+        [](const Heads &shape) {
+            row<__nv_bfloat16, D>(SERIAL, shape.causal ? "serial, causal" : "serial", shape);
+            row<__nv_bfloat16, D>(PING_PONG, shape.causal ? "ping-pong, causal" : "ping-pong", shape);
+            row<__half, D>(PING_PONG, shape.causal ? "fp16, causal" : "fp16", shape);
+        },
+        true);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    KernelsOptions options = {};
+    int head;
+    const Heads shape = flash_options(argc, argv,
+                                      "FlashAttention-3 by TMA and wgmma, forward, in 16 bits.\n"
+                                      "  flash_attention_3 --head-size 64",
+                                      QUERIES, &options, &head);
+    CHECK(options.gpu == 1,
+          "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3 is made: h100 has them");
+    cudaDeviceProp device;
+    CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
+    CHECK(device.major == 9, "flash_attention_3 needs TMA and wgmma: an H100 or H200, not this %s",
+          device.name);
+    if (head == 128) show<128>(&options, shape);
+    else show<64>(&options, shape);
+    const Work work = formula(PING_PONG, shape, head);
+    const GpuTime time = gpu_time(kernels_gpu(), &work);
+    const double apart = time.part[PART_TENSOR] + time.part[PART_SPECIAL];
+    say("L2 moves %s, as in flash_attention_2_tensor",
+        bytes_text(32 * (work.load_sectors + work.store_sectors)));
+    say("the tensor cores take %.4g ms, the exponentials %.4g ms; one after the other, %.4g ms",
+        time.part[PART_TENSOR] * 1e3, time.part[PART_SPECIAL] * 1e3, apart * 1e3);
+    return report_verdict("the busiest part takes %.2f of products and exponentials one by one",
+                          time.seconds / apart);
+}
+#endif
