@@ -89,7 +89,8 @@ Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float
             const int64_t key = key_head + j * step;
             T dp = 0;
             for (int c = 0; c < d; c++) dp += (T)grad_row[c] * (T)v[key + c];
-            const T weight = std::exp(p[j] - lse), ds = weight * (dp - delta) * (T)n.scale;
+            const T p_exact = std::exp(p[j] - lse), weight = rounded<Stored>(p_exact);
+            const T ds = rounded<Stored>(p_exact * (dp - delta) * (T)n.scale);
             T *dk = out.dk.data() + key, *dv = out.dv.data() + key;
             for (int c = 0; c < d; c++) {
                 dv[c] += weight * (T)grad_row[c];
@@ -98,6 +99,8 @@ Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float
             }
         }
     }
+    for (std::vector<T> *gradient : {&out.dq, &out.dk, &out.dv})
+        for (T &x : *gradient) x = rounded<Stored>(x);
     return out;
 }
 
@@ -132,9 +135,10 @@ Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version
     return proof;
 }
 
-// Backward by launch(gradients, operands, room, shape), of o and lse that are the CPU's, over lengths that
-// fill no tile; twice, the second time in another order of blocks and threads where the emulator runs them.
-template <class Launch>
+// Backward by launch(gradients, operands, room, shape), in T, of o and lse that are the CPU's, over lengths
+// that fill no tile; twice, the second time in another order of blocks and threads where the emulator runs
+// them.
+template <class T = float, class Launch>
 Proof prove_backward(int d, bool causal, Launch launch) {
     Proof proof;
     const struct {
@@ -144,17 +148,19 @@ Proof prove_backward(int d, bool causal, Launch launch) {
     for (auto &n : cases) {
         const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf((float)d), causal};
         const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.s * n.kv * d, rows = n.b * n.a * n.s;
-        float *q = kernels_numbers(queries, n.scale, 1), *k = kernels_numbers(keys, 1, 2);
-        float *v = kernels_numbers(keys, 1, 3), *grad_o = kernels_numbers(queries, 1, 5);
-        const Attention<float> cpu = attention_on_cpu<float>(shape, d, q, k, v, grad_o);
-        const Attention<double> right = attention_on_cpu<double>(shape, d, q, k, v, grad_o);
-        Array<float> d_q(q, queries), d_k(k, keys), d_v(v, keys), d_do(grad_o, queries);
-        Array<float> o(cpu.o.data(), queries), lse(cpu.lse.data(), rows), room(backward_room(shape));
-        Array<float> dq(queries), dk(keys), dv(keys);
-        const Gradients grad = {dq.at, dk.at, dv.at};
-        const Operands in = {d_q.at, d_k.at, d_v.at, o.at, lse.at, d_do.at};
+        const Given<T> q(queries, n.scale, 1), k(keys, 1, 2), v(keys, 1, 3), grad_o(queries, 1, 5);
+        const float *x[] = {q.exact.data(), k.exact.data(), v.exact.data(), grad_o.exact.data()};
+        const auto cpu = attention_on_cpu<float, T>(shape, d, x[0], x[1], x[2], x[3]);
+        const auto right = attention_on_cpu<double>(shape, d, x[0], x[1], x[2], x[3]);
+        const std::vector<T> narrow_o(cpu.o.begin(), cpu.o.end());
+        Array<T> d_q(q.narrow.data(), queries), d_k(k.narrow.data(), keys), d_v(v.narrow.data(), keys);
+        Array<T> d_do(grad_o.narrow.data(), queries), o(narrow_o.data(), queries);
+        Array<float> lse(cpu.lse.data(), rows), room(backward_room(shape, d));
+        Array<T> dq(queries), dk(keys), dv(keys);
+        const GradientsIn<T> grad = {dq.at, dk.at, dv.at};
+        const OperandsIn<T> in = {d_q.at, d_k.at, d_v.at, o.at, lse.at, d_do.at};
         launch(grad, in, room.at, shape);
-        const std::vector<float> once[] = {dq.host(), dk.host(), dv.host()};
+        const std::vector<float> once[] = {made(dq), made(dk), made(dv)};
         proof.hold(once[2], cpu.dv, right.dv);
         if (n.s > 1) {  // one key has all the weight, whatever its score
             proof.hold(once[0], cpu.dq, right.dq);
@@ -163,12 +169,8 @@ Proof prove_backward(int d, bool causal, Launch launch) {
         emulator_order(7);
         launch(grad, in, room.at, shape);
         emulator_order(0);
-        report_that(dq.host() == once[0] && dk.host() == once[1] && dv.host() == once[2],
+        report_that(made(dq) == once[0] && made(dk) == once[1] && made(dv) == once[2],
                     "two runs with %lld tokens differ", (long long)n.s);
-        free(q);
-        free(k);
-        free(v);
-        free(grad_o);
     }
     return proof;
 }
@@ -176,26 +178,25 @@ Proof prove_backward(int d, bool causal, Launch launch) {
 // ---- the tables ----
 
 // A version of backward, counted with `multiple` tokens twice.
-template <class Launch>
+template <class T = float, class Launch>
 void backward_version(const KernelVersion &version, const Heads &at_size, int d, int64_t multiple,
                       Launch launch, Work (*formula)(const Heads &, double)) {
     Heads small = at_size;
     small.b = 1, small.s = 2 * multiple, small.a = 2, small.kv = 1;
     const Heads most = ON_GPU ? at_size : small;
     const int64_t queries = most.b * most.s * most.a * d, keys = most.b * most.s * most.kv * d;
-    float *numbers = kernels_numbers(queries, 1, 4);
-    Array<float> q(numbers, queries), k(numbers, keys), v(numbers, keys), o(numbers, queries);
-    Array<float> grad_o(numbers, queries), lse(numbers, most.b * most.a * most.s);
-    Array<float> dq(queries), dk(keys), dv(keys), room(backward_room(most));
-    free(numbers);
-    const Gradients grad = {dq.at, dk.at, dv.at};
-    const Operands in = {q.at, k.at, v.at, o.at, lse.at, grad_o.at};
+    const Given<T> numbers(queries, 1, 4);
+    const T *x = numbers.narrow.data();
+    Array<T> q(x, queries), k(x, keys), v(x, keys), o(x, queries), grad_o(x, queries);
+    Array<float> lse(numbers.exact.data(), most.b * most.a * most.s), room(backward_room(most, d));
+    Array<T> dq(queries), dk(keys), dv(keys);
+    const GradientsIn<T> grad = {dq.at, dk.at, dv.at};
+    const OperandsIn<T> in = {q.at, k.at, v.at, o.at, lse.at, grad_o.at};
     show_version(
-        version, prove_backward(d, at_size.causal, launch), small, at_size,
+        version, prove_backward<T>(d, at_size.causal, launch), small, at_size,
         [&](const Heads &shape) { launch(grad, in, room.at, shape); },
         [&](const Heads &shape) { return formula(shape, d); });
 }
-
 
 // The shape that the tables show, of d elements a head; tokens a multiple of `multiple`.
 static inline Heads flash_options(int argc, char **argv, const char *purpose, int64_t multiple,

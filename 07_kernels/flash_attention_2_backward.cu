@@ -34,12 +34,6 @@
 
 enum { TILES = 2, BLOCK = TILES * THREADS };
 
-// Zero before the launch.
-struct Order {
-    unsigned *tickets;  // (b, kv) handed out
-    unsigned *turns;    // (b, a, tiles of queries): how many blocks have added
-};
-
 // Block (tile of queries, head, sample), eight lanes a row: delta (b, a, s) = rowsum(dO O).
 template <int D>
 __global__ void __launch_bounds__(TILE *SIDE)
@@ -95,20 +89,6 @@ __device__ static inline void add_dq(float *dq, const float *tile_ds, const floa
             *out = fmaf(scale, sum[i][c], first ? 0 : *out);
         }
     }
-}
-
-// By one thread, between barriers of its block: what earlier blocks have written can be read after wait,
-// and what this one has written is there for the next after pass_on. In PTX's memory model a fence behind a
-// relaxed atomic that reads is an acquire pattern, and one before an atomic that writes a release pattern;
-// the block's barriers make them those of all its threads. A volatile load and no fence would order nothing.
-__device__ static inline void wait_for_turn(unsigned *turn, unsigned mine) {
-    while (atomicAdd(turn, 0u) != mine) {
-    }
-    __threadfence();
-}
-__device__ static inline void pass_on(unsigned *turn) {
-    __threadfence();
-    atomicAdd(turn, 1u);
 }
 
 // Block (tiles of keys, K/V head, sample); a ticket says which tiles of keys. Each pair of warps has a tile

@@ -134,26 +134,20 @@ __device__ static inline void finish(T *o, float *lse, T *tile, const float (&su
                                      int64_t stride) {
     const int lane = own_lane();
 #pragma unroll
-    for (int i = 0; i < ROWS; i++)
+    for (int i = 0; i < ROWS; i++) {
+        float inverse[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int own = i * 16 + half * 8 + lane / 4;
-            const float total = quad_sum(row[i][half].sum), inverse = 1 / total;
+            const int query = query0 + i * 16 + half * 8 + lane / 4;
+            const float total = quad_sum(row[i][half].sum);
             const float log_sum = fmaf(row[i][half].most, scale, logf(total));
-            if (lane % 4 == 0 && query0 + own < end) lse[query0 + own] = log_sum;
-#pragma unroll
-            for (int c = 0; c < D / 8; c++)
-                *reinterpret_cast<uint32_t *>(tile + place<D>(own, c) + lane % 4 * 2) =
-                    packed<T>(sum[i][c][2 * half] * inverse, sum[i][c][2 * half + 1] * inverse);
+            if (lane % 4 == 0 && query < end) lse[query] = log_sum;
+            inverse[half] = 1 / total;
         }
-    __syncwarp();
-#pragma unroll
-    for (int at = lane; at < OWN * D / CHUNK; at += 32) {
-        const int own = at / (D / CHUNK), chunk = at % (D / CHUNK);
-        if (query0 + own < end)
-            *reinterpret_cast<uint4 *>(o + (query0 + own) * stride + chunk * CHUNK) =
-                *reinterpret_cast<const uint4 *>(tile + place<D>(own, chunk));
+        put_rows<D>(tile + i * 16 * D, sum[i], inverse[0], inverse[1]);
     }
+    __syncwarp();
+    store_tile<OWN, D>(o, tile, query0, end, stride);
 }
 
 // Block (queries, head, sample), those with the most keys first.

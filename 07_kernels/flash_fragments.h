@@ -59,6 +59,14 @@ __device__ static inline void load_right(uint32_t (&b)[4], const T *tile, int ro
     ldmatrix_x4_trans(b, tile + row0 * D + (place<D>(lane % 16, lane / 16) ^ column0));
 }
 
+// As an A, rows row0 to row0 + 15 and columns column0 to column0 + 15 of the transposed tile: its columns
+// are rows of what is stored.
+template <int D, class T>
+__device__ static inline void load_left_transposed(uint32_t (&a)[4], const T *tile, int row0, int column0) {
+    const int lane = own_lane();
+    ldmatrix_x4_trans(a, tile + column0 * D + (place<D>(lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ row0));
+}
+
 // left += a right, over two B side by side.
 template <class T>
 __device__ static inline void multiply_pair(float (&left)[4], float (&right)[4], const uint32_t (&a)[4],
@@ -82,12 +90,50 @@ __device__ inline uint32_t packed<__half>(float x, float y) {
     return (uint32_t)__half_as_ushort(both.x) | (uint32_t)__half_as_ushort(both.y) << 16;
 }
 
+template <class T>
+__device__ float2 unpacked(uint32_t both);
+template <>
+__device__ inline float2 unpacked<__nv_bfloat16>(uint32_t both) {
+    return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u));
+}
+template <>
+__device__ inline float2 unpacked<__half>(uint32_t both) {
+    return make_float2(__half2float(__ushort_as_half((unsigned short)both)),
+                       __half2float(__ushort_as_half((unsigned short)(both >> 16))));
+}
+
 // Two fragments side by side that a product has left, 16 x 8 each, as the A of the next: what lane l has
 // of a product is what it needs of the left operand.
 template <class T>
 __device__ static inline void to_left(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
     a[0] = packed<T>(left[0], left[1]), a[1] = packed<T>(left[2], left[3]);
     a[2] = packed<T>(right[0], right[1]), a[3] = packed<T>(right[2], right[3]);
+}
+
+// 16 rows of a tile (=) fragments side by side: those of rows l / 4 times `upper`, and l / 4 + 8 `lower`.
+template <int D, class T>
+__device__ static inline void put_rows(T *tile, const float (&sum)[D / 8][4], float upper, float lower) {
+    const int row = own_lane() / 4, column = own_lane() % 4 * 2;
+#pragma unroll
+    for (int c = 0; c < D / 8; c++) {
+        *reinterpret_cast<uint32_t *>(tile + place<D>(row, c) + column) =
+            packed<T>(sum[c][0] * upper, sum[c][1] * upper);
+        *reinterpret_cast<uint32_t *>(tile + place<D>(row + 8, c) + column) =
+            packed<T>(sum[c][2] * lower, sum[c][3] * lower);
+    }
+}
+
+// Rows first ... of one head (=) the first ROWS rows of a tile, by a warp, in chunks; none from `end` on.
+template <int ROWS, int D, class T>
+__device__ static inline void store_tile(T *head, const T *tile, int first, int end, int64_t stride) {
+    constexpr int CHUNKS = D / CHUNK;
+#pragma unroll
+    for (int at = 0; at < ROWS * CHUNKS; at += 32) {
+        const int row = (at + own_lane()) / CHUNKS, chunk = (at + own_lane()) % CHUNKS;
+        if (first + row < end)
+            *reinterpret_cast<uint4 *>(head + (first + row) * stride + chunk * CHUNK) =
+                *reinterpret_cast<const uint4 *>(tile + place<D>(row, chunk));
+    }
 }
 
 // Over the four lanes that share a row.

@@ -20,14 +20,20 @@ struct Heads {
 };
 
 // Of backward; gradients have the shapes of what they are of.
-struct Operands {
-    const float *q, *k, *v, *o, *lse, *grad_o;
+template <class T>
+struct OperandsIn {
+    const T *q, *k, *v, *o;
+    const float *lse;
+    const T *grad_o;
 };
-struct Gradients {
-    float *dq, *dk, *dv;
+template <class T>
+struct GradientsIn {
+    T *dq, *dk, *dv;
 };
-// Words of scratch that any version of backward can do with.
-static inline int64_t backward_room(const Heads &n) { return 3 * n.b * n.a * n.s; }
+typedef OperandsIn<float> Operands;
+typedef GradientsIn<float> Gradients;
+// Words of scratch that any version of backward can do with: in 16 bits dq adds up in f32.
+static inline int64_t backward_room(const Heads &n, int d) { return n.b * n.a * n.s * (d + 3); }
 
 template <int D>
 constexpr int PITCH = D + 4;
@@ -155,6 +161,28 @@ __device__ static inline float row_max(float x) {
 __device__ static inline float row_sum(float x) {
     for (int lanes = SIDE / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
     return x;
+}
+
+// ---- turns, in which blocks add to the same sums ----
+
+// Zero before the launch.
+struct Order {
+    unsigned *tickets;  // (b, kv) handed out
+    unsigned *turns;    // (b, a, tiles of queries): how many blocks have added
+};
+
+// By one thread, between barriers of its block: what earlier blocks have written can be read after wait,
+// and what this one has written is there for the next after pass_on. In PTX's memory model a fence behind a
+// relaxed atomic that reads is an acquire pattern, and one before an atomic that writes a release pattern;
+// the block's barriers make them those of all its threads. A volatile load and no fence would order nothing.
+__device__ static inline void wait_for_turn(unsigned *turn, unsigned mine) {
+    while (atomicAdd(turn, 0u) != mine) {
+    }
+    __threadfence();
+}
+__device__ static inline void pass_on(unsigned *turn) {
+    __threadfence();
+    atomicAdd(turn, 1u);
 }
 
 // ---- what the work of tiles is ----

@@ -4,8 +4,8 @@
 // Against tensor_cores.cu: no thread copies, and none loads fragments. One asks for a whole tile (TMA),
 // which comes swizzled; a warpgroup multiplies 64 x 16 of A by 16 x 256 of B in one instruction (wgmma),
 // which reads both from shared memory. A block has 128 x 256 of C, a warpgroup 64 of its rows, and takes
-// steps of 64. For a step, TMA writes 384 rows of 128 bytes; each of 4 wgmma of 2 warpgroups reads 2 kB of A
-// and 8 kB of B, once for its four warps. So 1024 passes of shared memory beside 2^22 FLOPs, for which an
+// steps of 64. For a step, TMA writes 384 rows of 128 bytes; each of 4 wgmma of 2 warpgroups reads 2 kB of
+// A and 8 kB of B, once for its four warps. So 1024 passes of shared memory beside 2^22 FLOPs, for which an
 // H100 has 1024 clocks; mma, of which each warp reads its own B, would have 1408 passes.
 //
 // A tile is whole when its mbarrier has counted its bytes. In a ring of stages all wait for one another at

@@ -72,8 +72,8 @@ static void recipe(Recipe *recipe, const Config *c) {
 static void check(const Config *c) {
     const Fp8Recipe *r = fp8_recipe_of(c);
     CHECK(!config_number(c, "fp8-wire") || c->dtype == BF16 || c->dtype == F16,
-          "--fp8-wire with --dtype %s: what arrives in 8 bits is far from what that dtype has on one device; "
-          "--dtype bf16 would fit",
+          "--fp8-wire with --dtype %s: what arrives in 8 bits is far from what that dtype has on one "
+          "device; --dtype bf16 would fit",
           dtype_name((DType)c->dtype));
     if (!r) return;
     CHECK(r->tile || r->history || !c->experts || (c->tp == 1 && c->cp == 1),
@@ -89,6 +89,14 @@ static void check(const Config *c) {
     CHECK(r->moment == F64 || c->dtype == F64 || c->dtype == BF16,
           "--fp8 %s stores what the optimizer steps beside weights of bf16: --dtype bf16 would fit",
           r->name);
+    // A tile that reached into the next rank's columns would have an amax of its own on each.
+    long keys = c->kv_heads * config_head_size(c) / c->tp, tile = tile_of(c, r), fits = tile;
+    long inner = c->experts ? keys : c->ffn / c->tp;  // ranks of tp hold experts whole
+    while (fits > 1 && (keys % fits || inner % fits)) fits--;
+    CHECK(!r->tile || c->tp == 1 || fits == tile,
+          "--fp8 %s with --tp %ld: a rank's %ld columns of keys and %ld of the MLP do not divide into "
+          "tiles of %ld; --fp8-tile %ld would fit",
+          r->name, c->tp, keys, inner, tile, fits);
     CHECK(!r->tile || !r->sum.promote || tile_of(c, r) <= r->sum.promote,
           "--fp8-tile %ld: --fp8 %s promotes sums after %ld products; --fp8-tile %ld would fit",
           tile_of(c, r), r->name, r->sum.promote, r->sum.promote);

@@ -21,8 +21,7 @@ passes "delayed: ZeRO-3, whose casts are not kept" $program $one --zero 3
 passes "current: tp 2 x cp 2" $program $one --ranks 4 --tp 2 --cp 2 --fp8 te-current
 passes "current: ZeRO-3 x tp 2, --sp" $program $one --ranks 4 --zero 3 --tp 2 --sp --fp8 te-current
 passes "deepseek: tp 2 x dp 2, --sp, whole tiles on each rank" $program $one --ranks 4 --tp 2 --sp \
-    --hidden 64 \
-    --heads 4 --kv-heads 4 --fp8 deepseek --fp8-tile 16
+    --hidden 64 --heads 4 --kv-heads 4 --fp8 deepseek --fp8-tile 16
 passes "deepseek: 3 ranks, ZeRO-2" $program $one --ranks 3 --zero 2 --fp8 deepseek
 passes "mxfp8: 2 ranks, ZeRO-1, AdamW" $program $one --zero 1 --fp8 mxfp8 --optimizer adamw --lr 0.001
 
@@ -44,15 +43,14 @@ run_of $narrow --zero 1 --steps 4 --save "$work/moments" --save-every 2 &&
     run_of $narrow --tp 2 --grad-acc 4 --steps 3 --resume "$work/moments/step-000002"
 report $? "8-bit moments are resumed bit for bit, and on another layout"
 passes "another layout goes on with the histories" $program --dtype bf16 --optimizer adamw --lr 0.003 \
-    --steps 4 \
-    --ranks 4 --tp 2 --no-check --resume "$work/straight/step-000002"
+    --steps 4 --ranks 4 --tp 2 --no-check --resume "$work/straight/step-000002"
 passes "rows of --sp go in 8 bits" $program --no-check --fp8 deepseek --fp8-wire --dtype bf16 --steps 2 \
-    --ranks 2 \
-    --tp 2 --sp --optimizer adamw --lr 0.003
+    --fp8-tile 8 --ranks 2 --tp 2 --sp --optimizer adamw --lr 0.003
 passes "8-bit moments on 2 ranks" $program --fp8 nanotron --zero 2 --dtype bf16 --optimizer adamw \
     --lr 0.001 \
     --proof-only
 refused "dtype bf16 would fit" $program --zero 3 --fp8-wire
+refused "--fp8-tile 8 would fit" $program --fp8 deepseek --tp 2
 refused "--fp8-tile 128 would fit" $program --fp8 deepseek --fp8-tile 256
 refused "te-delayed or deepseek would fit" $program --fp8 te-current --ranks 4 \
     --tp 2 --sp --experts 4 --ep 2

@@ -1,0 +1,358 @@
+// flash_attention_2_tensor_backward.cu: the gradients of FlashAttention-2 on tensor cores, in bf16 and fp16
+// with f32 sums. Playbook: "Flash Attention 1-3"; Dao, "FlashAttention-2", 2023, Algorithm 2.
+//
+// Against flash_attention_2_backward.cu: tickets, turns and the order of sums stay; the five products are
+// mma. A block of 8 warps has 128 keys, 16 a warp, and takes 64 queries at a time. Scores are computed with
+// keys as rows: S' and dP', whose fragments are then left operands of what adds up over queries:
+//
+//     S'  = K Q'     P'  = 2^(c S' - log2e lse)      dV += P' dO      P', dS' in 16 bits, from registers
+//     dP' = V dO'    dS' = P' (dP' - delta)          dK += dS' Q
+//                                                    dQ += dS K       by way of shared memory
+//
+// Only dQ adds up over keys, and so over warps: they leave dS' in shared memory, from where ldmatrix takes
+// it transposed, and each warp has 32 queries and a quarter of the columns of the product.
+//
+//     tile of queries    t                                       t + 1
+//     copies             Q, dO of t + 1 in flight                Q, dO of t + 2 …
+//     warps              S', dP', dV, dK | dS there, its turn | dQ | S', dP', …       |: a barrier
+//
+// dQ adds up in f32, in memory, a block after another; a last kernel scales it and rounds it to 16 bits.
+// Extra memory: that sum, 4 d bytes for a row and head; delta, turns and tickets as before.
+//
+// A warp and 64 queries, with heads of 128, take 320 clocks of mma on an H100 and 820 shared passes: each
+// of 8 warps reads all of Q and dO, once as rows and once transposed, for 16 keys of its own.
+//
+// Proof: dQ, dK, dV within 4 times the error of the same steps with P, dS and results in 16 bits on the
+// CPU, each against f64, on odd lengths, with and without a mask, for shared K/V heads and large scores;
+// the same bits when blocks run in another order.
+// Run: build/07_kernels/flash_attention_2_tensor_backward           (--gpu a100, --head-size 64, --verbose)
+// Last line: PASS flash_attention_2_tensor_backward: bf16 takes 0.20 of the least that f32 without …
+#include "flash_fragments.h"
+
+enum { WARPS = 8, BLOCK = 32 * WARPS, QUERIES = 64, OWN = 16, KEYS = WARPS * OWN };
+enum { FRAGMENTS = QUERIES / 8, HALF = FRAGMENTS / 2 };  // of a warp's rows of S'
+enum { ROWS = 2, QUARTERS = 4 };                         // of dQ: fragments of a warp, its share of columns
+constexpr float LOG2E = 1.44269504f;
+
+// Block (rows, head, sample), eight lanes a row: delta (b, a, s) = rowsum(dO O).
+template <class T, int D>
+__global__ void __launch_bounds__(TILE *SIDE)
+    row_products(float *delta, const T *o, const T *grad_o, Heads shape) {
+    const int64_t row = blockIdx.x * TILE + threadIdx.x / SIDE;
+    const int64_t from = ((blockIdx.z * shape.s + row) * shape.a + blockIdx.y) * D;
+    float sum = 0;
+    for (int column = thread_x() * 2; column < D && row < shape.s; column += SIDE * 2) {
+        const float2 x = unpacked<T>(*reinterpret_cast<const uint32_t *>(o + from + column));
+        const float2 y = unpacked<T>(*reinterpret_cast<const uint32_t *>(grad_o + from + column));
+        sum = fmaf(x.x, y.x, sum), sum = fmaf(x.y, y.y, sum);
+    }
+    sum = row_sum(sum);
+    if (row < shape.s && thread_x() == 0) delta[(blockIdx.z * shape.a + blockIdx.y) * shape.s + row] = sum;
+}
+
+// to (=) scale from, two numbers a thread.
+template <class T>
+__global__ void __launch_bounds__(BLOCK) narrow(T *to, const float *from, float scale, int64_t pairs) {
+    if (element() >= pairs) return;
+    const float2 x = reinterpret_cast<const float2 *>(from)[element()];
+    reinterpret_cast<uint32_t *>(to)[element()] = packed<T>(x.x * scale, x.y * scale);
+}
+
+// sum (=) the warp's 16 rows of `left` by 8 N rows of a tile of queries, transposed.
+template <int D, int N, class T>
+__device__ static inline void keys_by_queries(float (&sum)[N][4], const T *left, const T *tile) {
+#pragma unroll
+    for (int j = 0; j < N; j++) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 0;
+#pragma unroll 2  // addresses for all steps would take registers that the sums need
+    for (int k = 0; k < D; k += 16) {
+        uint32_t a[4], b[4];
+        load_left<D>(a, left, 0, k);
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            load_right_transposed<D>(b, tile, j * 8, k);
+            multiply_pair<T>(sum[j], sum[j + 1], a, b);
+        }
+    }
+}
+
+// sum += p times the tile of queries.
+template <int D, class T>
+__device__ static inline void keys_by_columns(float (&sum)[D / 8][4], const uint32_t (&p)[QUERIES / 16][4],
+                                              const T *tile) {
+#pragma unroll
+    for (int k = 0; k < QUERIES; k += 16)
+#pragma unroll
+        for (int c = 0; c < D / 8; c += 2) {
+            uint32_t b[4];
+            load_right<D>(b, tile, k, c * 8);
+            multiply_pair<T>(sum[c], sum[c + 1], p[k / 16], b);
+        }
+}
+
+// Half of a tile of queries: s: scores (in), P' (out); ds: dP' (in), dS' without its scale (out), beginning
+// with fragment `half`. rows: of each query log2e lse and, QUERIES words behind it, delta.
+__device__ static inline void to_gradients(float (&s)[HALF][4], float (&ds)[FRAGMENTS][4], int half,
+                                           const float *rows, const Heads &shape, int query0, int key0) {
+    const int own = own_lane() % 4 * 2, key = key0 + own_lane() / 4, end = (int)shape.s;
+    const float c = shape.scale * LOG2E;
+    // of this lane's queries, the first that sees each of its two keys
+    const int none = 2 * QUERIES, seen = shape.causal ? key - query0 - own : 0;
+    const int from[2] = {key < end ? seen : none, key + 8 < end ? seen + 8 * shape.causal : none};
+#pragma unroll
+    for (int j = 0; j < HALF; j++) {
+        const float2 sum = *reinterpret_cast<const float2 *>(rows + j * 8 + own);
+        const float2 delta = *reinterpret_cast<const float2 *>(rows + QUERIES + j * 8 + own);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float score = j * 8 + e % 2 < from[e / 2] ? -INFINITY : s[j][e];
+            const float p = s[j][e] = exp2f(fmaf(score, c, -(e % 2 ? sum.y : sum.x)));
+            ds[half + j][e] = p * (ds[half + j][e] - (e % 2 ? delta.y : delta.x));
+        }
+    }
+}
+
+// dq (= by the first block, += by others) dS K over so many keys: a warp has 32 of the queries, and a
+// quarter of the columns.
+template <int D, class T>
+__device__ static inline void add_dq(float *dq, const T *tile_ds, const T *tile_k, int keys, bool first,
+                                     int query0, int end, int64_t stride) {
+    constexpr int C = D / QUARTERS;
+    const int part = own_warp() % QUARTERS * C, row0 = own_warp() / QUARTERS * ROWS * 16;
+    float sum[ROWS][C / 8][4] = {};
+#pragma unroll 1
+    for (int k = 0; k < keys; k += 16) {
+        uint32_t a[ROWS][4], b[4];
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) load_left_transposed<QUERIES>(a[i], tile_ds, row0 + i * 16, k);
+#pragma unroll
+        for (int c = 0; c < C / 8; c += 2) {
+            load_right<D>(b, tile_k, k, part + c * 8);
+#pragma unroll
+            for (int i = 0; i < ROWS; i++) multiply_pair<T>(sum[i][c], sum[i][c + 1], a[i], b);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS * 2; i++) {
+        const int row = query0 + row0 + i * 8 + own_lane() / 4;
+        if (row >= end) continue;
+        float *out = dq + row * stride + part + own_lane() % 4 * 2;
+#pragma unroll
+        for (int c = 0; c < C / 8; c++) {
+            float2 x = first ? make_float2(0, 0) : *reinterpret_cast<float2 *>(out + c * 8);
+            x.x += sum[i / 2][c][i % 2 * 2], x.y += sum[i / 2][c][i % 2 * 2 + 1];
+            *reinterpret_cast<float2 *>(out + c * 8) = x;
+        }
+    }
+}
+
+// Begins to copy a tile of queries and their dO, and takes what belongs to their rows.
+template <int D, class T>
+__device__ static inline void copy_queries(T *tile, float *rows, const T *q, const T *grad_o,
+                                           const float *lse, const float *delta, int query0, int end,
+                                           int64_t stride) {
+    copy_rows<QUERIES, D, BLOCK>(tile, q, query0, end, stride);
+    copy_rows<QUERIES, D, BLOCK>(tile + QUERIES * D, grad_o, query0, end, stride);
+    cp_async_commit();
+    const int row = query0 + (int)threadIdx.x % QUERIES;
+    if (threadIdx.x < QUERIES) rows[threadIdx.x] = row < end ? lse[row] * LOG2E : INFINITY;  // no weight
+    else if (threadIdx.x < 2 * QUERIES) rows[threadIdx.x] = row < end ? delta[row] : 0;
+}
+
+// Block (keys, K/V head, sample); a ticket says which keys. dq: f32, without its scale.
+template <class T, int D>
+__global__ void __launch_bounds__(BLOCK, 1)
+    attention_backward(float *dq, GradientsIn<T> grad, OperandsIn<T> in, const float *delta, Order order,
+                       Heads shape) {
+    DYNAMIC_SHARED(T, tile_k);
+    T *tile_v = tile_k + KEYS * D, *tiles = tile_v + KEYS * D, *tile_ds = tiles + 4 * QUERIES * D;
+    __shared__ float rows[2][2 * QUERIES];
+    __shared__ unsigned ticket;
+    if (threadIdx.x == 0) ticket = atomicAdd(&order.tickets[blockIdx.z * shape.kv + blockIdx.y], 1u);
+    __syncthreads();
+    const unsigned block = gridDim.x - 1 - ticket;  // the last keys first
+    const int end = (int)shape.s, first_key = (int)block * KEYS, own = own_warp() * OWN;
+    const int key0 = first_key + own, query_tiles = (end + QUERIES - 1) / QUERIES;
+    const int64_t first = blockIdx.z * shape.s, stride = shape.a * D, key_stride = shape.kv * D;
+    const int64_t key_head = first * key_stride + blockIdx.y * D;
+    // tiles of queries that see these keys, of all heads that share them, one head after another
+    const int group = (int)(shape.a / shape.kv), first_tile = shape.causal ? first_key / QUERIES : 0;
+    const auto copy = [&](int stage, int64_t head, int tile) {
+        const int64_t base = first * stride + head * D, row = (blockIdx.z * shape.a + head) * shape.s;
+        copy_queries<D>(tiles + stage * 2 * QUERIES * D, rows[stage], in.q + base, in.grad_o + base,
+                        in.lse + row, delta + row, tile * QUERIES, end, stride);
+    };
+    copy_rows<KEYS, D, BLOCK>(tile_k, in.k + key_head, first_key, end, key_stride);
+    copy_rows<KEYS, D, BLOCK>(tile_v, in.v + key_head, first_key, end, key_stride);
+    copy(0, blockIdx.y * group, first_tile);
+    cp_async_wait<0>();
+    __syncthreads();  // the tiles are there
+    float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+    int head = (int)blockIdx.y * group, tile = first_tile, stage = 0;
+    for (const int last_head = head + group; head < last_head; stage ^= 1) {
+        const T *tile_q = tiles + stage * 2 * QUERIES * D, *tile_do = tile_q + QUERIES * D;
+        const int query0 = tile * QUERIES, next = tile + 1 < query_tiles ? tile + 1 : first_tile;
+        const int next_head = next == first_tile ? head + 1 : head;
+        if (next_head < last_head) copy(stage ^ 1, next_head, next);
+        if (!shape.causal || key0 < query0 + QUERIES) {  // else no query of the tile sees these keys
+            float ds[FRAGMENTS][4];
+            uint32_t p[QUERIES / 16][4];
+            keys_by_queries<D>(ds, tile_v + own * D, tile_do);
+#pragma unroll
+            for (int half = 0; half < FRAGMENTS; half += HALF) {  // all of S' would not fit into registers
+                float s[HALF][4];
+                keys_by_queries<D>(s, tile_k + own * D, tile_q + half * 8 * D);
+                to_gradients(s, ds, half, rows[stage] + half * 8, shape, query0 + half * 8, key0);
+#pragma unroll
+                for (int j = 0; j < HALF; j += 2) to_left<T>(p[(half + j) / 2], s[j], s[j + 1]);
+            }
+            keys_by_columns<D>(dv, p, tile_do);
+#pragma unroll
+            for (int j = 0; j < FRAGMENTS; j += 2) to_left<T>(p[j / 2], ds[j], ds[j + 1]);
+            put_rows<QUERIES>(tile_ds + own * QUERIES, ds, 1, 1);
+            keys_by_columns<D>(dk, p, tile_q);
+        }
+        const unsigned last = shape.causal ? (unsigned)(query0 / KEYS) : gridDim.x - 1;
+        unsigned *turn = order.turns + (blockIdx.z * shape.a + head) * query_tiles + tile;
+        if (threadIdx.x == 0) wait_for_turn(turn, last - block);
+        __syncthreads();  // dS is whole, and it is this block's turn
+        const int keys = shape.causal ? min(KEYS, query0 + QUERIES - first_key) : KEYS;
+        add_dq<D>(dq + first * stride + (int64_t)head * D, tile_ds, tile_k, keys, block == last, query0,
+                  end, stride);
+        cp_async_wait<0>();
+        __syncthreads();  // everybody has added, and read the tiles; the next ones are there
+        if (threadIdx.x == 0) pass_on(turn);
+        head = next_head, tile = next;
+    }
+    put_rows<D>(tile_k + own * D, dk, shape.scale, shape.scale);
+    put_rows<D>(tile_v + own * D, dv, 1, 1);
+    __syncwarp();
+    store_tile<OWN, D>(grad.dk + key_head, tile_k + own * D, key0, end, key_stride);
+    store_tile<OWN, D>(grad.dv + key_head, tile_v + own * D, key0, end, key_stride);
+}
+
+// ---- host code ----
+
+constexpr int64_t shared_bytes(int d) {
+    return 2 * (int64_t)(2 * KEYS * d + 4 * QUERIES * d + KEYS * QUERIES);
+}
+
+// The gradients from delta; room: b a s d words for the sum of dQ, and b (a tiles + kv) counters.
+template <class T, int D>
+static void launch_on(cudaStream_t stream, const GradientsIn<T> &grad, const OperandsIn<T> &in,
+                      const float *delta, float *room, const Heads &shape) {
+    const int64_t count = shape.b * shape.s * shape.a * D, bytes = shared_bytes(D);
+    const int64_t tiles = (shape.s + QUERIES - 1) / QUERIES;
+    unsigned *turns = reinterpret_cast<unsigned *>(room + count);
+    const Order order = {turns + shape.b * shape.a * tiles, turns};
+    const size_t counters = (size_t)(shape.b * (shape.a * tiles + shape.kv));
+    CUDA_CHECK(cudaMemsetAsync(turns, 0, counters * sizeof *turns, stream));
+    CUDA_CHECK(cudaFuncSetAttribute(attention_backward<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    (int)bytes));
+    const dim3 grid((unsigned)((shape.s + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
+    LAUNCH((attention_backward<T, D>), grid, BLOCK, (size_t)bytes, stream, room, grad, in, delta, order,
+           shape);
+    LAUNCH((narrow<T>), (unsigned)((count / 2 + BLOCK - 1) / BLOCK), BLOCK, 0, stream, grad.dq, room,
+           shape.scale, count / 2);
+}
+
+#ifndef NO_MAIN
+#include "attention_reference.h"
+
+// room: backward_room(shape, D) words.
+template <class T, int D>
+static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *room, const Heads &shape) {
+    if (shape.s == 0) return;
+    float *delta = room + shape.b * shape.a * shape.s * (D + 2);
+    const dim3 grid((unsigned)((shape.s + TILE - 1) / TILE), (unsigned)shape.a, (unsigned)shape.b);
+    LAUNCH((row_products<T, D>), grid, TILE * SIDE, 0, 0, delta, in.o, in.grad_o, shape);
+    launch_on<T, D>(0, grad, in, delta, room, shape);
+}
+
+// Of the kernels before and behind: rows of delta, numbers of dq.
+static void add_row_products_and_narrow(Work *w, double rows, double d) {
+    const double pairs = rows * d / 2;
+    w->load_requests += rows * d / 32 + pairs / 32;
+    w->load_sectors += rows * d / 8 + pairs / 4;
+    w->store_requests += rows / 4 + pairs / 32;
+    w->store_sectors += rows / 4 + pairs / 8;
+    w->memory_sectors += rows * d / 8 + rows / 8 + pairs / 4 + pairs / 8;
+    w->flops += rows * (2 * d + 24) + 2 * pairs;
+    w->flop_instructions += rows / 4 * (d / 8 + 3) + 2 * pairs / 32;
+}
+
+// s a multiple of 128.
+static Work formula(const Heads &shape, double d) {
+    const double s = (double)shape.s, n = s / KEYS, heads = (double)(shape.b * shape.a), rows = heads * s;
+    const double key_heads = (double)(shape.b * shape.kv), blocks = key_heads * n;
+    // tiles of queries that pass blocks of keys, and those that pass the first; on the diagonal half of the
+    // warps see nothing
+    const double steps = heads * (shape.causal ? n * n + n : 2 * n * n), first = heads * 2 * n;
+    const double unseen = shape.causal ? heads * n * WARPS / 2 : 0, pairs = steps * WARPS - unseen;
+    const double products = 8 * pairs;                         // steps of 16 keys of the warps' dQ
+    const double scores = OWN * QUERIES / 32;                  // of a lane
+    const double copies = (blocks + steps / 2) * d;            // requests: K and V; Q and dO
+    const double again = shape.causal ? s - KEYS : n > 1 ? s : 0;  // rows of a head's dq that come back
+    const double left = d / 16 * 4, tile = QUERIES / 16 * left;    // passes of ldmatrix
+    Work w = {};
+    add_row_products_and_narrow(&w, rows, d);
+    // lse and delta; dq
+    w.load_requests += copies + steps * 4 + (steps - first) * d;
+    w.load_sectors += 16 * copies + steps * 16 + (steps - first) * 8 * d;
+    // dq; turns, asked and passed on; dk and dv; tickets
+    w.store_requests += steps * (d + 2) + blocks * (d + 1);
+    w.store_sectors += steps * (8 * d + 2) + blocks * (16 * d + 1);
+    // q, dO, k, v, dk, dv; dq in f32, and what comes back of it; lse and delta; counters
+    w.memory_sectors += (2 * rows + 4 * key_heads * s) * d / 16 + (rows + heads * again) * d / 8 +
+                        2 * rows / 8 + ceil(first / 8) + ceil(key_heads / 8);
+    // V, and K twice; dP' and S', dV and dK; lse and delta; dS. dQ. Copies; rows; dk and dv; the ticket
+    w.shared_passes = pairs * (3 * left + 4 * tile + FRAGMENTS * 4 + FRAGMENTS * 2) +
+                      products * 4 * (ROWS + d / QUARTERS / 16) + 4 * copies + steps * 4 +
+                      blocks * (WARPS * d + 1 + WARPS);
+    // scale, exponent, dP - delta, P; c, twice; lse; dq; dk
+    w.flops += pairs * 32 * (4 * scores + 2) + steps * (64 + QUERIES * d) + blocks * KEYS * d;
+    w.flop_instructions +=
+        pairs * (3 * scores + 2) + steps * (2 + QUERIES * d / 32) + blocks * KEYS * d / 32;
+    w.special_instructions = pairs * scores;
+    w.tensor_flops = pairs * 5 * 2 * OWN * QUERIES * d;
+    w.barriers = 2 * steps + 2 * blocks;
+    return w;
+}
+
+template <class T, int D>
+static void row(const char *name, const Heads &at_size) {
+    const KernelVersion version = {name, BLOCK, D == 64 ? 238 : 255, shared_bytes(D)};
+    backward_version<T>(version, at_size, D, KEYS, launch<T, D>, formula);
+}
+
+template <int D>
+static void show(const KernelsOptions *options, const Heads &shape) {
+    flash_tables(
+        options, shape, D, 2,
+        [](const Heads &shape) {
+            row<__nv_bfloat16, D>(shape.causal ? "bf16, causal" : "bf16", shape);
+            row<__half, D>(shape.causal ? "fp16, causal" : "fp16", shape);
+        },
+        true);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    KernelsOptions options = {};
+    int head;
+    const Heads shape = flash_options(argc, argv,
+                                      "FlashAttention-2 on tensor cores, backward, in 16 bits.\n"
+                                      "  flash_attention_2_tensor_backward --head-size 64",
+                                      KEYS, &options, &head);
+    const double d = head, scores = (double)shape.a * (double)shape.s * (double)shape.s;
+    if (head == 128) show<128>(&options, shape);
+    else show<64>(&options, shape);
+    const Work work = formula(shape, d);
+    say("L2 moves %s; %.2f special functions and %.2f FLOPs besides the products for each score",
+        bytes_text(32 * (work.load_sectors + work.store_sectors)), 32 * work.special_instructions / scores,
+        work.flops / scores);
+    const double f32 = kernels_limit(&options, 8 * words_of_forward(shape, d), 8 * scores * d, 0);
+    say("in f32, without tensor cores, the model's limit is %.4g ms", f32 * 1e3);
+    return report_verdict("bf16 takes %.2f of the least that f32 without tensor cores can",
+                          kernels_seconds(0) / f32);
+}
+#endif
