@@ -140,7 +140,7 @@ static void tokens_per_second(char *text, int64_t steps) {
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
-    char *only;
+    char *only = NULL;
     int64_t steps;
     Option options[] = {
         {"tokens-per-second", OPTION_TEXT, &only, NULL, 0, 0, "SHAPE",
