@@ -226,7 +226,7 @@ static const char *const purpose =
     "The composition matrix: every combination of techniques, proven against one device or refused.";
 
 int main(int argc, char **argv) {
-    const char *part, *path;
+    const char *part = NULL, *path = NULL;
     int64_t one, seed, met_on;
     bool verbose, list;
     Option options[] = {
