@@ -257,7 +257,7 @@ static void print_memory(const Config *config, const char *svg) {
 }
 
 int main(int argc, char **argv) {
-    const char *svg;
+    const char *svg = NULL;
     bool lengths;
     Option options[] = {
         {"lengths", OPTION_FLAG, &lengths, NULL, 0, 0, "",
