@@ -201,6 +201,9 @@ void node_tables(Mesh mesh, const Config *config);
 // Behind the pipeline: DualPipe's pairs then overlap; without one, the micro-batches of a step, two by two.
 extern const Technique overlapped_experts;
 
+// overlap_tables.c: how much of the all-to-alls it hides, at DeepSeek-V3's shape.
+void overlap_tables(Mesh mesh, const Config *config);
+
 // ======================================================================================================
 // load_balance.c: auxiliary loss, z-loss, and a bias in the choice
 // ======================================================================================================

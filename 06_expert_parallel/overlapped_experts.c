@@ -17,7 +17,6 @@
 // Bytes sent: as in expert_parallel.c. Memory per rank: activations of two micro-batches.
 // Run: build/06_expert_parallel/overlapped_experts   (--ranks 8 --pp 2 --schedule dualpipe --grad-acc 4 …)
 // Last line: PASS overlapped_experts: two micro-batches in flight change no bit …
-#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <ucontext.h>
@@ -281,99 +280,6 @@ const Technique overlapped_experts = {.name = "overlapped_experts",
                                       .price = price};
 
 #ifndef NO_MAIN
-
-// ---- what it hides: blocks of DeepSeek-V3 on the model clock ----
-
-typedef struct Exposed {
-    double sent, exposed, computed, step;  // seconds
-} Exposed;
-
-// Nothing is sent but what experts send, and a pipeline: sums of gradients would use the same links.
-static Exposed exposed_by(Mesh mesh, const Config *c, Techniques techniques, const char *title) {
-    mesh.dp = mesh.dp_cp = mesh.expert_dp = mesh_single().dp;
-    clock_push(title);
-    StepCost cost = program_cost(c, mesh, techniques);
-    CommCount all_to_all = comm_count("all_to_all");
-    Exposed e = {all_to_all.model_seconds, all_to_all.exposed_seconds,
-                 cost.step_seconds - cost.comm.exposed_seconds, cost.step_seconds};
-    clock_pop();
-    say("  %-32s %16.3f %12.3f %12.3f", title, 1e3 * e.sent, 1e3 * e.exposed, 1e3 * e.step);
-    return e;
-}
-
-static Config deepseek(const Config *config, Mesh mesh) {
-    Config c = config_default(
-        "hidden=7168 heads=128 kv-heads=8 head-size=128 ffn=18432 vocab=1024 seq=4096 dtype=bf16 "
-        "layers=2 grad-acc=32 micro-batch=1 experts=256 top-k=8 expert-ffn=2048 shared-experts=1 "
-        "moe=deepseek expert-groups=8 groups-kept=4 routed-scale=2.5 steps=2");
-    c.ep = mesh.ep.size, c.dp = mesh.dp.size, c.pp = mesh.pp.size;
-    c.layers *= c.pp;
-    config_set(&c, "zero", 0);
-    if (c.pp == 1) return c;
-    c.grad_acc = config->grad_acc;
-    config_set(&c, "schedule", config_number(config, "schedule"));
-    return c;
-}
-
-// Can be: all that is sent, but no more than there is to compute meanwhile.
-static double hidden_of(const Exposed *before, const Exposed *after, const char *what) {
-    double most = fmin(before->exposed, before->computed), hidden = before->exposed - after->exposed;
-    say("  compute at hand can hide %.3f ms of it, and %.1f%% of that are hidden", 1e3 * most,
-        100 * hidden / most);
-    report_number(what, "hidden share of what can be", hidden / most, "");
-    return hidden / most;
-}
-
-static void head(const Config *c, const char *where) {
-    say("\n%ld blocks of DeepSeek-V3 (8 K/V heads for MLA), %ld micro-batches of %ld tokens a rank, ep %ld "
-        "%s:\n",
-        c->layers, c->grad_acc, c->seq, c->ep, where);
-    say("  %-32s %16s %12s %12s", "", "all-to-alls, ms", "exposed, ms", "step, ms");
-}
-
-static void in_a_node(Mesh mesh, const Config *config) {
-    Config c = deepseek(config, mesh);
-    if (mesh.ep.size == 1 || 256 % c.ep || mesh.cp.size * mesh.tp.size > 1) return;
-    clock_set_cluster((int)c.ep, config->compute_efficiency, config->network_efficiency);
-    head(&c, c.pp > 1 ? "in a node, a stage on each" : "in a node");
-    Exposed before = exposed_by(mesh, &c, expert_layouts, "one after the other"),
-            after = exposed_by(mesh, &c, overlapped_layouts, c.pp > 1 ? "pairs together" : "two in flight");
-    double hidden = hidden_of(&before, &after, c.pp > 1 ? "pairs together" : "two in flight");
-    if (c.pp > 1) say("  the rest is that of passes without a pair, at both ends of the step");
-    report_that(hidden >= (c.pp > 1 ? 0.5 : 0.85),
-                "%.1f%% of the all-to-alls that compute can hide are hidden", 100 * hidden);
-}
-
-// This process stands for a rank of 64.
-static void over_nodes(const Config *config) {
-    enum { RANKS = 64, NODE = 8 };
-    comm_stand_for_all(true);
-    Mesh mesh = mesh_standing_for_all((MeshShape){.dp = RANKS, .ep = RANKS, .ep_within_tp = true});
-    Config c = deepseek(config, mesh);
-    c.gpus_per_node = NODE;
-    clock_set_cluster(NODE, config->compute_efficiency, config->network_efficiency);
-    head(&c, "over 8 nodes");
-    exposed_by(mesh, &c, expert_layouts, "plain, one after the other");
-    exposed_by(mesh, &c, overlapped_layouts, "plain, two in flight");
-    Exposed before = exposed_by(mesh, &c, node_limited_layouts, "two hops, one after the other"),
-            after = exposed_by(mesh, &c, node_limited_overlapped, "two hops, two in flight");
-    double hidden = hidden_of(&before, &after, "two hops, two in flight");
-    report_that(hidden >= 0.85, "%.1f%% of what two hops send, and compute can hide, are hidden",
-                100 * hidden);
-    mesh_end(&mesh);
-    comm_stand_for_all(false);
-}
-
-static void compare(Mesh mesh, const Config *config) {
-    if (config_number(config, "proof-only")) return;
-    bool was_dry = device_is_dry_run();
-    device_dry_run(true);
-    in_a_node(mesh, config);
-    if (mesh.pp.size == 1) over_nodes(config);
-    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
-    device_dry_run(was_dry);
-}
-
 // Tied, the embedding's gradient adds up in another order: both heads' parts come before both lookups'.
 static void check_bits(Mesh mesh, const Config *config) {
     Record both = program_record(config, mesh, overlapped_layouts, false, false, "two in flight"),
@@ -387,7 +293,7 @@ static void check_bits(Mesh mesh, const Config *config) {
 
 static void more(Mesh mesh, const Config *config) {
     if (!config->tied && comm_sums_in_rank_order()) check_bits(mesh, config);
-    compare(mesh, config);
+    if (!config_number(config, "proof-only")) overlap_tables(mesh, config);
 }
 
 int main(int argc, char **argv) {

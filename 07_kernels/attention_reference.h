@@ -232,4 +232,19 @@ void flash_tables(const KernelsOptions *options, Heads shape, int d, int passes,
     }
 }
 
+// The last lines of attention in 16 bits: what it moves and computes for a score, and the table's first row
+// beside the least that f32 takes. work: without a mask.
+static inline int tensor_verdict(const KernelsOptions *options, const Heads &shape, int d, int passes,
+                                 const Work &work) {
+    const double scores = (double)shape.a * (double)shape.s * (double)shape.s;
+    say("L2 moves %s; %.2f special functions and %.2f FLOPs besides the products for each score",
+        bytes_text(32 * (work.load_sectors + work.store_sectors)), 32 * work.special_instructions / scores,
+        work.flops / scores);
+    const double f32 =
+        kernels_limit(options, 4 * passes * words_of_forward(shape, d), 4 * passes * scores * d, 0);
+    say("in f32, without tensor cores, the model's limit is %.4g ms", f32 * 1e3);
+    return report_verdict("bf16 takes %.2f of the least that f32 without tensor cores can",
+                          kernels_seconds(0) / f32);
+}
+
 #endif

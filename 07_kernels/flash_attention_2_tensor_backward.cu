@@ -343,16 +343,8 @@ int main(int argc, char **argv) {
                                       "FlashAttention-2 on tensor cores, backward, in 16 bits.\n"
                                       "  flash_attention_2_tensor_backward --head-size 64",
                                       KEYS, &options, &head);
-    const double d = head, scores = (double)shape.a * (double)shape.s * (double)shape.s;
     if (head == 128) show<128>(&options, shape);
     else show<64>(&options, shape);
-    const Work work = formula(shape, d);
-    say("L2 moves %s; %.2f special functions and %.2f FLOPs besides the products for each score",
-        bytes_text(32 * (work.load_sectors + work.store_sectors)), 32 * work.special_instructions / scores,
-        work.flops / scores);
-    const double f32 = kernels_limit(&options, 8 * words_of_forward(shape, d), 8 * scores * d, 0);
-    say("in f32, without tensor cores, the model's limit is %.4g ms", f32 * 1e3);
-    return report_verdict("bf16 takes %.2f of the least that f32 without tensor cores can",
-                          kernels_seconds(0) / f32);
+    return tensor_verdict(&options, shape, head, 2, formula(shape, head));
 }
 #endif

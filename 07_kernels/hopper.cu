@@ -307,12 +307,9 @@ static Proof check(int version, DType dtype) {
 
 template <class T>
 static void row(int version, DType dtype, int64_t n) {
-    const int64_t small = 2 * N, most = ON_GPU ? n : small;
-    const Numbers<T> numbers(most * most, 3);
-    Array<T> a(numbers.narrow.data(), most * most), b(numbers.narrow.data(), most * most), c(most * most);
-    show_version(
-        versions[version], check<T>(version, dtype), small, n,
-        [&](int64_t size) { launch(version, c.at, a.at, b.at, size); },
+    matmul_row<T>(
+        versions[version], check<T>(version, dtype), 2 * N, n,
+        [&](T *c, const T *a, const T *b, int64_t size) { launch(version, c, a, b, size); },
         [&](int64_t size) { return formula(version, (double)size); });
 }
 

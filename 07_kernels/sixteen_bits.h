@@ -35,4 +35,15 @@ struct Numbers {
     }
 };
 
+// A row of a table of C = A B with n rows and columns; the emulator counts at `small`.
+template <class T, class Launch, class Formula>
+void matmul_row(const KernelVersion &version, const Proof &proof, int64_t small, int64_t n, Launch launch,
+                Formula formula) {
+    const int64_t most = ON_GPU ? n : small, count = most * most;
+    const Numbers<T> numbers(count, 3);
+    Array<T> a(numbers.narrow.data(), count), b(numbers.narrow.data(), count), c(count);
+    show_version(
+        version, proof, small, n, [&](int64_t size) { launch(c.at, a.at, b.at, size); }, formula);
+}
+
 #endif

@@ -32,9 +32,9 @@ typedef struct KernelTable {
                                      const void *dots, AttentionChunk chunk);
 } KernelTable;
 
-// From now on these kernels come first; NULL: the back end's alone.
-void ops_use_kernels(const KernelTable *table);
-// Calls of operations that the table has, since it came into use, and those of them that its kernels took.
+// From now on these kernels come first; NULL: the back end's alone. Returns what has come first so far.
+const KernelTable *ops_use_kernels(const KernelTable *table);
+// Calls so far of operations that a table in use has, and those of them that its kernels took.
 typedef struct KernelCalls {
     int64_t all, taken;
 } KernelCalls;

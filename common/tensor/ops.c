@@ -121,9 +121,10 @@ static struct {
     KernelCalls calls;
 } replaced;
 
-void ops_use_kernels(const KernelTable *table) {
+const KernelTable *ops_use_kernels(const KernelTable *table) {
+    const KernelTable *before = replaced.table;
     replaced.table = table;
-    replaced.calls = (KernelCalls){0};
+    return before;
 }
 
 KernelCalls ops_kernel_calls(void) { return replaced.calls; }
