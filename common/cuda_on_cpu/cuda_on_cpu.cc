@@ -188,6 +188,8 @@ static int barrier(int predicate, const char *file, int line) {
         broken(NULL, "stands at __syncthreads() of %s:%d while %s stands at that of %s:%d", file, line,
                thread_text(first), first->file, first->line);
     votes += predicate != 0;
+    tape_arrive(BLOCK_BARRIER, now.time - now.block_start);
+    tape_await(BLOCK_BARRIER, now.time - now.block_start);
     if (++arrived < now.threads) {
         me->state = AT_BARRIER;
         run_next();
@@ -418,7 +420,7 @@ void cuda_run(const CudaLaunch *launch) {
     now.thread = &host;
     now.launch_start = now.time + 1;
     fences.count = 0;
-    uint64_t blocks = (uint64_t)g.x * g.y * g.z, state = order_seed;
+    uint64_t blocks = now.recording ? 1 : (uint64_t)g.x * g.y * g.z, state = order_seed;
     // A step that shares no factor with the number of blocks visits each of them once.
     uint64_t first = order_seed ? draw(&state) % blocks : 0, step = order_seed ? draw(&state) % blocks : 1;
     while (std::gcd(step, blocks) != 1) step++;

@@ -50,6 +50,7 @@ shows "8 x 8 outputs reach nine tenths of the limit" coarsening '^8 x 8 .* 91\.4
 shows "on an H100, shared memory limits mma" tensor_cores '^4 stages +0\.191 +shared +72\.7% '
 shows "so they do for flash attention" flash_attention_2_tensor '^bf16 +0\.42 +shared +66\.1% '
 shows "not so with wgmma, which leaves the tensor cores" flash_attention_3 '^ping-pong +0\.2778 +tensor +100'
+shows "turns keep tensor cores at work" flash_attention_3 '^timeline of ping-pong +by issue .* busy +85%'
 shows "on an H100, L2 limits wgmma" hopper '^persistent +0\.1791 +L2 +77\.6% '
 shows "fused, AdamW moves 28 bytes a weight" fused_adamw '^fused .* 1\.95 GB '
 shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
