@@ -7,7 +7,7 @@
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
 # needs: build/07_kernels/flash_attention_2 build/07_kernels/flash_attention_2_backward
 # needs: build/07_kernels/flash_attention_2_tensor build/07_kernels/flash_attention_2_tensor_backward
-# needs: build/07_kernels/flash_attention_3
+# needs: build/07_kernels/flash_attention_3 build/07_kernels/flash_attention_3_backward
 # needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy build/00_single_gpu/train
 # needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
 # needs: build/07_kernels/hopper
@@ -26,6 +26,7 @@ passes "heads of 64, second version" 07_kernels/flash_attention_2 --head-size 64
 passes "heads of 64, on tensor cores" 07_kernels/flash_attention_2_tensor --head-size 64
 passes "backward of heads of 64, tensor cores" 07_kernels/flash_attention_2_tensor_backward --head-size 64
 passes "heads of 64, third version" 07_kernels/flash_attention_3 --head-size 64
+passes "backward of heads of 64, third version" 07_kernels/flash_attention_3_backward --head-size 64
 passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu a100 has neither TMA nor wgmma" 07_kernels/hopper --gpu a100
 refused "--gpu" 07_kernels/vector_add --gpu abacus
@@ -51,6 +52,7 @@ shows "on an H100, shared memory limits mma" tensor_cores '^4 stages +0\.191 +sh
 shows "so they do for flash attention" flash_attention_2_tensor '^bf16 +0\.42 +shared +66\.1% '
 shows "not so with wgmma, which leaves the tensor cores" flash_attention_3 '^ping-pong +0\.2778 +tensor +100'
 shows "turns keep tensor cores at work" flash_attention_3 '^timeline of ping-pong +by issue .* busy +85%'
+shows "backward takes 0.41 of the time of mma" flash_attention_3_backward '^bf16 +0\.732 +shared +75\.9% '
 shows "on an H100, L2 limits wgmma" hopper '^persistent +0\.1791 +L2 +77\.6% '
 shows "fused, AdamW moves 28 bytes a weight" fused_adamw '^fused .* 1\.95 GB '
 shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
