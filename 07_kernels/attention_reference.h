@@ -3,6 +3,8 @@
 #ifndef ATTENTION_REFERENCE_H
 #define ATTENTION_REFERENCE_H
 
+#include <algorithm>
+
 #include "flash_tiles.h"
 
 // The order in which the emulator runs blocks and threads from now on; 0: the natural one.
@@ -104,8 +106,17 @@ Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float
     return out;
 }
 
+// Makes the second half of an array NaN.
+template <class T>
+void spoil(const Array<T> &x) {
+    const std::vector<T> none((size_t)(x.count - x.count / 2), static_cast<T>(NAN));
+    CUDA_CHECK(cudaMemcpy(x.at + x.count / 2, none.data(), none.size() * sizeof(T),
+                          cudaMemcpyHostToDevice));
+}
+
 // Forward by launch(version, o, lse, scores, q, k, v, shape), in T, over lengths that fill no tile and, the
-// `longest`, no block. lse too, where there is one; it is f32 for every T, and so held apart.
+// `longest`, no block. lse too, where there is one; it is f32 for every T, and so held apart. What a sample
+// is given reaches no other one: not even NaN, which a weight of 0 would not stop.
 template <class T = float, class Launch>
 Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version,
                     int64_t longest = sizeof(T) == 2 ? 131 : 67) {
@@ -130,6 +141,12 @@ Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version
         if (has_lse) logs.hold(lse.host(), cpu.lse, right.lse);
         launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
         report_that(made(o) == once, "two runs with %lld tokens differ", (long long)n.s);
+        if (n.b == 1) continue;
+        for (const Array<T> *x : {&d_q, &d_k, &d_v}) spoil(*x);
+        launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
+        const std::vector<float> beside = made(o);
+        report_that(std::equal(once.begin(), once.begin() + queries / 2, beside.begin()),
+                    "NaN in the second sample reaches the first");
     }
     report_that(logs.error <= logs.bound, "lse is off by %.1e, and may be by %.1e", logs.error, logs.bound);
     return proof;
