@@ -45,11 +45,11 @@ struct Maps {
     TensorMap q, k, v, grad_o, rows;
 };
 
-// What the roles of a block share; first_row, first_head: of its sample.
+// What the roles of a block share; first_head: of its sample.
 struct Shared {
     char *k, *v, *stages, *ds;
     Mbarrier *full, *empty, *come, *added;
-    int block, first_row, first_head;
+    int block, sample, first_head;
 };
 
 // The tiles of queries that see a block's keys, of all heads that share them, one head after another.
@@ -83,27 +83,28 @@ __global__ void __launch_bounds__(TILE *SIDE) prepare_rows(float *rows, Operands
 
 template <int D>
 __device__ static inline void copy_keys(const Shared &m, const Maps &maps, int column, Mbarrier *full) {
-    const int row = m.first_row + m.block * KEYS;
+    const int row = m.block * KEYS;
     mbarrier_arrive_expect(full, 2 * D / COLUMNS * BOX);
     for (int c = 0; c < D / COLUMNS; c++) {
-        tma_load(m.k + c * BOX, &maps.k, row, column + c * COLUMNS, full);
-        tma_load(m.v + c * BOX, &maps.v, row, column + c * COLUMNS, full);
+        tma_load(m.k + c * BOX, &maps.k, m.sample, row, column + c * COLUMNS, full);
+        tma_load(m.v + c * BOX, &maps.v, m.sample, row, column + c * COLUMNS, full);
     }
 }
 
-// Rows behind the last query, zeros or the next sample's, have no weight.
+// Rows behind the sample's last query are zeros, whatever the next sample has, and have no weight.
 template <int D>
 __device__ static inline void produce(const Shared &m, const Maps &maps, Walk w) {
     constexpr int LINES = QUERIES<D> * 8 / TILE_ROW;  // of lse and delta, as rows of a box
     for (int i = 0; more(w); i++, step(&w)) {
         char *stage = m.stages + i % STAGES * STAGE;
         Mbarrier *full = &m.full[i % STAGES];
-        const int row = m.first_row + w.tile * QUERIES<D>, column = w.head * D;
+        const int row = w.tile * QUERIES<D>, column = w.head * D;
         mbarrier_wait(&m.empty[i % STAGES], 1 - i / STAGES % 2);
         mbarrier_arrive_expect(full, 2 * TILE_BYTES + LINES * TILE_ROW);
         for (int c = 0; c < D / COLUMNS; c++) {
-            tma_load(stage + c * QUERY_BOX<D>, &maps.q, row, column + c * COLUMNS, full);
-            tma_load(stage + TILE_BYTES + c * QUERY_BOX<D>, &maps.grad_o, row, column + c * COLUMNS, full);
+            tma_load(stage + c * QUERY_BOX<D>, &maps.q, m.sample, row, column + c * COLUMNS, full);
+            tma_load(stage + TILE_BYTES + c * QUERY_BOX<D>, &maps.grad_o, m.sample, row, column + c * COLUMNS,
+                     full);
         }
         tma_load(stage + 2 * TILE_BYTES, &maps.rows, (int)number(m, w) * LINES, 0, full);
     }
@@ -307,7 +308,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const Walk walk = {head, head + group, from, from, (end + QUERIES<D> - 1) / QUERIES<D>};
     char *k = first_tile(memory), *v = k + D / COLUMNS * BOX, *stages = v + D / COLUMNS * BOX;
     const Shared m = {k,      v,     stages,       stages + STAGES * STAGE, full, empty, &come,
-                      &added, block, sample * end, sample * (int)shape.a};
+                      &added, block, sample, sample * (int)shape.a};
     if (own_group() == GROUPS) {
         registers_give<40>();
         if (threadIdx.x == GROUPS * WARPGROUP) {
@@ -319,10 +320,10 @@ __global__ void __launch_bounds__(BLOCK, 1)
     } else {
         registers_take<232>();
         const int64_t stride = shape.kv * D, key0 = block * KEYS + own_warp() * 16;
-        const int64_t rows = (m.first_row + key0) * stride + blockIdx.y * D;
+        const int64_t first_row = (int64_t)sample * end, rows = (first_row + key0) * stride + blockIdx.y * D;
         float dk[D / 2] = {}, dv[D / 2] = {};
         mbarrier_wait(&keys, 0);
-        consume<T, D>(dk, dv, m, walk, grad.dq + m.first_row * shape.a * D, sums, shape);
+        consume<T, D>(dk, dv, m, walk, grad.dq + first_row * shape.a * D, sums, shape);
         named_barrier(1, GROUPS * WARPGROUP);  // nobody needs the keys any more
         store_by_tile<D>(grad.dk + rows, k, dk, shape.scale, end - (int)key0, stride);
         store_by_tile<D>(grad.dv + rows, v, dv, 1, end - (int)key0, stride);
@@ -344,16 +345,17 @@ template <class T, int D>
 static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *room, const Heads &shape) {
     if (shape.s == 0) return;
     const auto kernel = attention_backward<T, D>;
-    const int64_t n = shape.b * shape.s, heads = shape.b * shape.a, stride = shape.a * D;
+    const int64_t heads = shape.b * shape.a, stride = shape.a * D;
     const int64_t tiles = (shape.s + QUERIES<D> - 1) / QUERIES<D>, key_stride = shape.kv * D;
     const int lines = QUERIES<D> * 8 / TILE_ROW, bytes = (int)shared_bytes(D);
     float *rows = room + heads * tiles * NUMBERS;
     unsigned *turns = reinterpret_cast<unsigned *>(rows + heads * tiles * QUERIES<D> * 2);
     const Order order = {turns + heads * tiles, turns};
     const Maps maps = {
-        tensor_map(in.q, n, stride, stride, QUERIES<D>), tensor_map(in.k, n, key_stride, key_stride, KEYS),
-        tensor_map(in.v, n, key_stride, key_stride, KEYS),
-        tensor_map(in.grad_o, n, stride, stride, QUERIES<D>),
+        tensor_map(in.q, shape.s, stride, stride, QUERIES<D>, shape.b),
+        tensor_map(in.k, shape.s, key_stride, key_stride, KEYS, shape.b),
+        tensor_map(in.v, shape.s, key_stride, key_stride, KEYS, shape.b),
+        tensor_map(in.grad_o, shape.s, stride, stride, QUERIES<D>, shape.b),
         tensor_map(reinterpret_cast<const T *>(rows), heads * tiles * lines, COLUMNS, COLUMNS, lines)};
     const dim3 each_row((unsigned)(tiles * QUERIES<D> / TILE), (unsigned)shape.a, (unsigned)shape.b);
     const dim3 grid((unsigned)((shape.s + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
