@@ -116,11 +116,6 @@ void explain_mbarrier(Thread *thread) NO_RETURN;
 void wait_at_mbarrier(const char *file, int line);
 void wake(Thread *thread);
 
-// Whether the block that ran at `time` of this launch called __threadfence then or later, and the current
-// block has since asked by an atomic; time 0: whether any block did.
-bool told_by_fence(uint32_t time);
-void asked_by_atomic(void);
-
 // Ends the program with the sentence; for threads.
 void fail(const char *sentence) NO_RETURN;
 
