@@ -67,25 +67,28 @@ if wanted "flash_attention_3 loads what the second loads"; then
     report $? "flash_attention_3 loads what the second loads"
 fi
 
-nvcc=$(PATH=$PATH:/usr/local/cuda/bin command -v nvcc)
+. tests/programs/nvcc.sh
 if [ -z "$nvcc" ]; then
     report 0 "registers # SKIP nvcc is not installed"
     finish
 fi
 # ptxas counts the registers of each kernel; the most of a program, on either GPU, is what its table says.
-# nvcc.t compiles these files whole: here the device's part is enough.
+# nvcc.t, beside this, compiles the same files: whoever comes second waits for them.
+built=''
 for source in $(grep -l '^int main' 07_kernels/*.cu); do
     name=$(basename "$source" .cu)
     wanted "$name: registers are as it says, and none spills" || continue
-    "$nvcc" -std=c++17 -O3 --Werror all-warnings -Icommon -I. -Xptxas -v \
-        -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90a,code=sm_90a \
-        -fatbin "$source" -o "$work/kernels.fatbin" >"$out" 2>&1
-    status=$?
+    if [ -z "$built" ]; then
+        with_nvcc COMM=mpi BUILD=build-nvcc/mpi \
+            $(grep -l '^int main' 07_kernels/*.cu | sed 's|.*|build-nvcc/kernels/&.o|') >"$out"
+        built=$?
+    fi
+    of_ptxas "$source" >"$out"
     used=$(sed -n 's/.*Used \([0-9]*\) registers.*/\1/p' "$out" | sort -n | tail -n 1)
     said=$(grep -A 1 '"registers"' "$work/$name.json" | sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' |
         sort -n | tail -n 1)
-    [ $status = 0 ] && grep -q ' 0 bytes spill stores' "$out" && [ -n "$used" ] && [ "$used" = "$said" ] &&
-        ! grep -qE '[1-9][0-9]* bytes (spill|stack)|wgmma.*serialized' "$out"
+    [ $built = 0 ] && grep -q ' 0 bytes spill stores' "$out" && [ -n "$used" ] && [ "$used" = "$said" ] &&
+        ! grep -qE '[1-9][0-9]* bytes (spill|stack)|wgmma.*serialized|warning[: ]' "$out"
     report $? "$name: registers are as it says, and none spills"
 done
 finish
