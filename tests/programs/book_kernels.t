@@ -29,8 +29,8 @@ passes "ring_attention on the book's kernels" 04_context_parallel/ring_attention
 all_taken
 report $? "ring_attention on the book's kernels: all calls"
 
-# In 16 bits the library's kernels do 3 norms, SwiGLU and cross-entropy, forward and backward, of each of two
-# micro-batches.
+# In 16 bits the library's kernels do 3 norms, SwiGLU and cross-entropy, forward and backward, of each of
+# two micro-batches.
 all_but() {
     grep -qE "^kernels of the book took $(($1 - $2)) of the $1 calls" "$out"
 }
