@@ -111,7 +111,7 @@ Work counted(F launch) {
     w.shared_passes = (double)c.shared_passes, w.shared_conflicts = (double)c.shared_conflicts;
     w.flops = (double)c.flops, w.flop_instructions = (double)c.flop_instructions;
     w.special_instructions = (double)c.special_instructions;
-    w.tensor_flops = (double)c.tensor_flops;
+    w.tensor_flops = (double)c.tensor_flops, w.tensor_8_flops = (double)c.tensor_8_flops;
     w.barriers = (double)c.barriers;
     w.lane_steps = (double)c.lane_steps, w.warp_steps = (double)c.warp_steps;
     return w;

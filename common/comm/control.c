@@ -106,8 +106,7 @@ void control_check_shared(double bytes, int ranks) {
     double left = (double)shared.f_bavail * (double)shared.f_frsize;
     CHECK(left >= bytes,
           "/dev/shm has %s left, and what the %d ranks of this machine share there takes %s: mount it "
-          "larger (docker "
-          "run --shm-size), or start fewer ranks",
+          "larger (docker run --shm-size), or start fewer ranks",
           bytes_text(left), ranks, bytes_text(bytes));
 }
 

@@ -33,7 +33,9 @@ CudaCounts cuda_count_end(void) {
 }
 
 void count_barrier(void) { counts.barriers++; }
-void count_tensor(int64_t flops) { counts.tensor_flops += flops; }
+void count_tensor(int64_t flops, int bits) {
+    (bits == 8 ? counts.tensor_8_flops : counts.tensor_flops) += flops;
+}
 
 void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site) {
     if (now.recording) return tape_access(space, size);

@@ -193,7 +193,7 @@ void memory_check_host(const char *call, const void *address, size_t bytes, cons
 enum Space { GLOBAL, SHARED };
 void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site);
 void count_barrier(void);
-void count_tensor(int64_t flops);
+void count_tensor(int64_t flops, int bits);
 // A copy by TMA: rows of a box, of so many bytes from `address` on; one request, and passes of shared
 // memory.
 void count_copy(const uintptr_t *rows, const size_t *bytes, int count);

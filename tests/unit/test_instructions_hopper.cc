@@ -88,7 +88,7 @@ static const int lane_d[16][4] = {{0, 1, 2, 3},     {4, 5, 6, 7},     {8, 9, 10,
 static int left(int row, int k) { return (row * 7 + k * k * 3) % 13 - 6; }
 static int right(int k, int column) { return (k * 5 + column * column * 3) % 11 - 5; }
 
-// d of a lane: A (64, 64) B (64, N), 16 of k after 16.
+// d of a lane: A (64, K) B (K, N), one product after another; K: 64, or 128 of 8 bits.
 template <class T, int N, Major A, Major B, bool REGISTERS>
 __global__ void multiply_tiles(float *y, const __grid_constant__ TensorMap a,
                                const __grid_constant__ TensorMap b) {
@@ -131,34 +131,35 @@ __global__ void multiply_tiles(float *y, const __grid_constant__ TensorMap a,
 }
 
 template <class T, int N, Major A, Major B, bool REGISTERS = false>
-static void products(uint16_t (*code)(float)) {
-    static uint16_t a[64][64], b[N][64];
+static void products() {
+    enum { K = TILE_ROW / sizeof(T) };
+    static T a[64][K], b[N][K];
     static float d[N / 2 + 1][128];
     for (int row = 0; row < 64; row++)
-        for (int k = 0; k < 64; k++) (A == K_MAJOR ? a[row][k] : a[k][row]) = code((float)left(row, k));
-    uint16_t *flat = &b[0][0];
+        for (int k = 0; k < K; k++) (A == K_MAJOR ? a[row][k] : a[k][row]) = T((float)left(row, k));
+    T *flat = &b[0][0];
     for (int column = 0; column < N; column++)
-        for (int k = 0; k < 64; k++)
-            flat[B == K_MAJOR ? column * 64 + k : k * N + column] = code((float)right(k, column));
+        for (int k = 0; k < K; k++)
+            flat[B == K_MAJOR ? column * K + k : k * N + column] = T((float)right(k, column));
     float *y = floats(128 + 128 * (N / 2));
-    const T *on_gpu_a = reinterpret_cast<const T *>(on_device(&a[0][0], 64 * 64));
-    const T *on_gpu_b = reinterpret_cast<const T *>(on_device(flat, N * 64));
+    const T *on_gpu_a = on_device(&a[0][0], 64 * K), *on_gpu_b = on_device(flat, N * K);
     cuda_count_begin();
-    LAUNCH((multiply_tiles<T, N, A, B, REGISTERS>), 1, 128, 0, 0, y, tensor_map(on_gpu_a, 64, 64, 64, 64),
-           tensor_map(on_gpu_b, B == K_MAJOR ? N : 64, B == K_MAJOR ? 64 : N, B == K_MAJOR ? 64 : N, 64));
+    LAUNCH((multiply_tiles<T, N, A, B, REGISTERS>), 1, 128, 0, 0, y, tensor_map(on_gpu_a, 64, K, K, 64),
+           tensor_map(on_gpu_b, B == K_MAJOR ? N : 64, B == K_MAJOR ? K : N, B == K_MAJOR ? K : N, 64));
     const CudaCounts counts = cuda_count_end();
     CUDA_CHECK(cudaMemcpy(d, y, sizeof d, cudaMemcpyDeviceToHost));
     for (int t = 0; t < 128; t++) assert_true(isnan(d[0][t]));
     for (int row = 0; row < 64; row++)
         for (int column = 0; column < N; column++) {
             int sum = 1000;
-            for (int k = 0; k < 64; k++) sum += left(row, k) * right(k, column);
+            for (int k = 0; k < K; k++) sum += left(row, k) * right(k, column);
             const int t = row / 16 * 32 + lane_d[row % 16][column % 8 / 2];
             const int i = column / 8 * 4 + row % 16 / 8 * 2 + column % 2;
             assert_int_equal((int)(&d[1][0])[t * (N / 2) + i], sum);
         }
-    assert_int_equal(counts.tensor_flops, 2 * 64 * 64 * N);
-    // Rows that TMA writes; A's 2 kB and B's, once for the four warps, of each 16 of k. A lane's registers
+    assert_int_equal(counts.tensor_flops, sizeof(T) == 2 ? 2 * 64 * K * N : 0);
+    assert_int_equal(counts.tensor_8_flops, sizeof(T) == 1 ? 2 * 64 * K * N : 0);
+    // Rows that TMA writes; A's 2 kB and B's, once for the four warps, of each product. A lane's registers
     // of A take as many passes.
     assert_int_equal(counts.shared_passes, 64 + N + 4 * (16 + N / 4));
     assert_int_equal(counts.shared_conflicts, 0);
@@ -166,11 +167,36 @@ static void products(uint16_t (*code)(float)) {
 
 static void products_of_a_warpgroup(void **state) {
     (void)state;
-    products<__nv_bfloat16, 64, K_MAJOR, K_MAJOR>(bf16_from_f32);
-    products<__half, 128, K_MAJOR, MN_MAJOR>(f16_from_f32);
-    products<__nv_bfloat16, 256, MN_MAJOR, MN_MAJOR>(bf16_from_f32);
-    products<__half, 64, MN_MAJOR, K_MAJOR>(f16_from_f32);
-    products<__nv_bfloat16, 128, K_MAJOR, MN_MAJOR, true>(bf16_from_f32);
+    products<__nv_bfloat16, 64, K_MAJOR, K_MAJOR>();
+    products<__half, 128, K_MAJOR, MN_MAJOR>();
+    products<__nv_bfloat16, 256, MN_MAJOR, MN_MAJOR>();
+    products<__half, 64, MN_MAJOR, K_MAJOR>();
+    products<__nv_bfloat16, 128, K_MAJOR, MN_MAJOR, true>();
+    products<__nv_fp8_e4m3, 64, K_MAJOR, K_MAJOR>();
+    products<__nv_fp8_e4m3, 128, K_MAJOR, K_MAJOR, true>();
+}
+
+// 1000 + 448 * 448 is 12606.5 * 16, and below 2^18: 14 bits of it end with 16.
+static void sums_of_8_bits_are_cut_off(void **state) {
+    (void)state;
+    typedef __nv_fp8_e4m3 T;
+    enum { K = 128, N = 64 };
+    static T a[64][K], b[N][K];
+    static float d[N / 2 + 1][128];
+    for (int i = 0; i < 64; i++) {
+        a[i][0] = b[i][0] = T(448.f);
+        a[i][32] = T(1.f), b[i][32] = T((float)(i % 33 - 16));  // of the second product
+    }
+    float *y = floats(128 + 128 * (N / 2));
+    LAUNCH((multiply_tiles<T, N, K_MAJOR, K_MAJOR, false>), 1, 128, 0, 0, y,
+           tensor_map(on_device(&a[0][0], 64 * K), 64, K, K, 64),
+           tensor_map(on_device(&b[0][0], N * K), N, K, K, 64));
+    CUDA_CHECK(cudaMemcpy(d, y, sizeof d, cudaMemcpyDeviceToHost));
+    for (int column = 0; column < 8; column++)  // of row 0: -16 to -9 have come to its sums
+        assert_int_equal((int)(&d[1][0])[column / 2 * (N / 2) + column % 2], 201680);
+    for (int column = 16; column < 32; column++)  // 0 to 15
+        assert_int_equal((int)(&d[1][0])[column % 8 / 2 * (N / 2) + column / 8 * 4 + column % 2], 201696);
+    assert_int_equal((int)(&d[1][0])[16], 201712);  // column 32, with 16
 }
 
 // ---- a ring of tiles, and what can be wrong with it ----
@@ -307,6 +333,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_box_is_swizzled_and_zero_outside),
         cmocka_unit_test(products_of_a_warpgroup),
+        cmocka_unit_test(sums_of_8_bits_are_cut_off),
         cmocka_unit_test(a_ring_of_tiles),
     };
     return cmocka_run_group_tests_name("instructions_hopper", tests, NULL, NULL);
