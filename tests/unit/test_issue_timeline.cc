@@ -195,6 +195,7 @@ __global__ void one_product(float *y, const __grid_constant__ TensorMap map) {
         wgmma_wait<0>(d);
     }
     named_barrier(1, 256);
+    mbarrier_wait(&full, 0);  // which has ended
     y[blockIdx.x * 256 + threadIdx.x] = d[0] + expf(y[blockIdx.x * 256 + threadIdx.x]);
 }
 
@@ -208,6 +209,18 @@ static void expect_kinds(const IssueTape &tape, int warp, std::vector<IssueKind>
     assert_int_equal(at, kinds.size());
 }
 
+// Whom a warp waits for: somebody arrives in the very phase.
+static void expect_arrivals(const IssueTape &tape) {
+    for (int64_t i = 0; i < tape.count; i++) {
+        if (tape.steps[i].kind != ISSUE_AWAIT) continue;
+        int arrivals = 0;
+        for (int64_t j = 0; j < tape.count; j++)
+            arrivals += tape.steps[j].phase == tape.steps[i].phase &&
+                        (tape.steps[j].kind == ISSUE_ARRIVE || tape.steps[j].kind == ISSUE_COPY);
+        assert_in_range(arrivals, 1, 8);
+    }
+}
+
 static void a_tape_has_what_each_warp_does(void **state) {
     (void)state;
     float *y = floats(512);
@@ -218,14 +231,16 @@ static void a_tape_has_what_each_warp_does(void **state) {
     LAUNCH(one_product, 2, 256, 0, 0, y, tensor_map(numbers, 64, 64, 64, 64));
     const IssueTape tape = cuda_tape_end();
     // __syncthreads; the copy; the product; arithmetic, told where its basic block begins; the named
-    // barrier. Of the first block alone.
+    // barrier, and the mbarrier again. Of the first block alone.
     expect_kinds(tape, 0,
                  {ISSUE_ARRIVE, ISSUE_AWAIT, ISSUE_ARRIVE, ISSUE_COPY, ISSUE_AWAIT, ISSUE_PRODUCT,
-                  ISSUE_COMMIT, ISSUE_FINISH, ISSUE_WORK, ISSUE_ARRIVE, ISSUE_AWAIT});
+                  ISSUE_COMMIT, ISSUE_FINISH, ISSUE_WORK, ISSUE_ARRIVE, ISSUE_AWAIT, ISSUE_AWAIT});
     expect_kinds(tape, 3,
                  {ISSUE_ARRIVE, ISSUE_AWAIT, ISSUE_AWAIT, ISSUE_PRODUCT, ISSUE_COMMIT, ISSUE_FINISH,
-                  ISSUE_WORK, ISSUE_ARRIVE, ISSUE_AWAIT});
-    expect_kinds(tape, 7, {ISSUE_ARRIVE, ISSUE_AWAIT, ISSUE_WORK, ISSUE_ARRIVE, ISSUE_AWAIT});
+                  ISSUE_WORK, ISSUE_ARRIVE, ISSUE_AWAIT, ISSUE_AWAIT});
+    expect_kinds(tape, 7,
+                 {ISSUE_ARRIVE, ISSUE_AWAIT, ISSUE_WORK, ISSUE_ARRIVE, ISSUE_AWAIT, ISSUE_AWAIT});
+    expect_arrivals(tape);
     int special = 0, fma = 0;
     for (int64_t i = 0; i < tape.count; i++) special += tape.steps[i].special, fma += tape.steps[i].fma;
     assert_int_equal(special, 8);
