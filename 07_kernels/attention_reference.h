@@ -110,8 +110,8 @@ Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float
 template <class T>
 void spoil(const Array<T> &x) {
     const std::vector<T> none((size_t)(x.count - x.count / 2), static_cast<T>(NAN));
-    CUDA_CHECK(cudaMemcpy(x.at + x.count / 2, none.data(), none.size() * sizeof(T),
-                          cudaMemcpyHostToDevice));
+    CUDA_CHECK(
+        cudaMemcpy(x.at + x.count / 2, none.data(), none.size() * sizeof(T), cudaMemcpyHostToDevice));
 }
 
 // Forward by launch(version, o, lse, scores, q, k, v, shape), in T, over lengths that fill no tile and, the
@@ -239,19 +239,20 @@ static inline Heads flash_options(int argc, char **argv, const char *purpose, in
 }
 
 // A table without a mask and one with it, whose rows are rows(shape). passes: 1 of forward; 2 of backward,
-// which moves and computes at least twice as much. tensor: in 16 bits on tensor cores.
+// which moves and computes at least twice as much. bits: of the numbers; 16 and 8 on tensor cores.
 template <class Rows>
-void flash_tables(const KernelsOptions *options, Heads shape, int d, int passes, Rows rows,
-                  bool tensor = false) {
+void flash_tables(const KernelsOptions *options, Heads shape, int d, int passes, Rows rows, int bits = 32) {
     for (int causal = 0; causal < 2; causal++) {
         shape.causal = causal;
         const double s = (double)shape.s, pairs = s * (causal ? (s + 1) / 2 : s);
         char *size = format_text(
             "%s%s of %lld tokens, %d heads of %d, %d of K/V", passes == 2 ? "backward of " : "",
             causal ? "causal attention" : "attention", (long long)shape.s, (int)shape.a, d, (int)shape.kv);
-        const double bytes = passes * (tensor ? 2 : 4) * words_of_forward(shape, d);
+        const double bytes = passes * bits / 8 * words_of_forward(shape, d);
         const double flops = passes * 4 * pairs * d * (double)shape.a;
-        kernels_begin(options, size, kernels_limit(options, bytes, tensor ? 0 : flops, tensor ? flops : 0));
+        kernels_begin(
+            options, size,
+            kernels_limit(options, bytes, bits == 32 ? flops : 0, bits == 32 ? 0 : flops * bits / 16));
         rows(shape);
         free(size);
     }

@@ -27,13 +27,16 @@
 // Last line: PASS flash_attention_3: the busiest part takes 0.66 of products and exponentials one by one …
 #include "flash_warpgroups.h"
 
+template <int D>
+constexpr int BOXES = D / COLUMNS;  // of a tile
+
 // ---- products ----
 
 // s (=) the warpgroup's queries by tile i of the keys: a group of wgmma, in flight.
 template <class T, int D>
 __device__ static inline void issue_scores(float (&s)[KEYS / 2], const Shared &m, int i) {
     const char *q = m.q + own_group() * OWN * TILE_ROW;
-    const char *k = m.ring + 2 * i % STAGES * TILE_BYTES<D>;
+    const char *k = m.ring + 2 * i % STAGES * BOXES<D> * BOX;
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D / 16; x++) {
@@ -47,7 +50,7 @@ __device__ static inline void issue_scores(float (&s)[KEYS / 2], const Shared &m
 template <class T, int D>
 __device__ static inline void issue_values(float (&sum)[D / 2], const uint32_t (&p)[KEYS / 16][4],
                                            const Shared &m, int i) {
-    const char *v = m.ring + (2 * i + 1) % STAGES * TILE_BYTES<D>;
+    const char *v = m.ring + (2 * i + 1) % STAGES * BOXES<D> * BOX;
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < KEYS / 16; x++)
@@ -143,12 +146,12 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const int first_query = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES;
     const int last_key = shape.causal ? min(first_query + QUERIES, end) : end;
     char *tiles = first_tile(memory);
-    const Shared m = {tiles, tiles + TILE_BYTES<D>, full, empty, turn, (last_key + KEYS - 1) / KEYS};
+    const Shared m = {tiles, tiles + BOXES<D> * BOX, full, empty, turn, (last_key + KEYS - 1) / KEYS};
     if (own_group() == GROUPS) {
         registers_give<24>();
         if (threadIdx.x == GROUPS * WARPGROUP) {
-            copy_tile<D>(m.q, &q, sample, first_query, head * D, &q_full);
-            produce<D>(m, &k, &v, sample, head / (int)(shape.a / shape.kv) * D);
+            copy_tile<BOXES<D>>(m.q, &q, sample, first_query, head * D, &q_full);
+            produce<BOXES<D>>(m, &k, &v, sample, head / (int)(shape.a / shape.kv) * D);
         }
     } else {
         registers_take<240>();
@@ -161,7 +164,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         named_barrier(1 + own_group(), WARPGROUP);  // nobody needs its queries any more
         const int64_t stride = shape.a * D;
         finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end,
-                  reinterpret_cast<T *>(m.q), sum, x, end, stride);
+                  reinterpret_cast<T *>(m.q), sum, x, 1, end, stride);
     }
 }
 
@@ -240,7 +243,7 @@ static void show(const KernelsOptions *options, const Heads &shape) {
             row<__nv_bfloat16, D>(PING_PONG, shape.causal ? "ping-pong, causal" : "ping-pong", shape);
             row<__half, D>(PING_PONG, shape.causal ? "fp16, causal" : "fp16", shape);
         },
-        true);
+        16);
     flash_timelines<__nv_bfloat16, D>("serial", "ping-pong", KEYS, launch<__nv_bfloat16, D>);
 }
 

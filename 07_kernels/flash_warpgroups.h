@@ -10,9 +10,6 @@ enum { WARPGROUP = 128, GROUPS = 2, BLOCK = (GROUPS + 1) * WARPGROUP };  // the 
 enum { ROWS = 128, COLUMNS = 64, BOX = ROWS * TILE_ROW, STAGES = 4 };    // of a copy; of the ring
 enum { QUERIES = ROWS, OWN = QUERIES / GROUPS, KEYS = ROWS };  // of a block, a warpgroup; of a tile
 
-template <int D>
-constexpr int TILE_BYTES = D / COLUMNS *BOX;
-
 // What the roles of a block share; they take as many tiles of keys as of values.
 struct Shared {
     char *q, *ring;
@@ -25,22 +22,21 @@ __device__ static inline int own_group() { return (int)threadIdx.x / WARPGROUP; 
 // ---- the producer ----
 
 // Rows of one sample and head; those behind its last are zeros, whatever the next sample has.
-template <int D>
+template <int BOXES>
 __device__ static inline void copy_tile(char *tile, const TensorMap *map, int sample, int row, int column,
                                         Mbarrier *full) {
-    mbarrier_arrive_expect(full, TILE_BYTES<D>);
-    for (int i = 0; i < D / COLUMNS; i++)
-        tma_load(tile + i * BOX, map, sample, row, column + i * COLUMNS, full);
+    mbarrier_arrive_expect(full, BOXES * BOX);
+    for (int i = 0; i < BOXES; i++) tma_load(tile + i * BOX, map, sample, row, column + i * COLUMNS, full);
 }
 
 // One head's K and V in turn.
-template <int D>
+template <int BOXES>
 __device__ static inline void produce(const Shared &m, const TensorMap *k, const TensorMap *v, int sample,
                                       int column) {
     for (int t = 0; t < 2 * m.tiles; t++) {
         mbarrier_wait(&m.empty[t % STAGES], 1 - t / STAGES % 2);
-        copy_tile<D>(m.ring + t % STAGES * TILE_BYTES<D>, t % 2 ? v : k, sample, t / 2 * KEYS, column,
-                     &m.full[t % STAGES]);
+        copy_tile<BOXES>(m.ring + t % STAGES * BOXES * BOX, t % 2 ? v : k, sample, t / 2 * KEYS, column,
+                         &m.full[t % STAGES]);
     }
 }
 
@@ -84,7 +80,9 @@ __device__ static inline void mask(float (&s)[KEYS / 2], const Heads &shape, int
     }
 }
 
-// s: scores (in), their exponentials (out). Each row has seen a key: most is finite.
+// s: scores (in), their exponentials (out), of which a row's largest so far is 2^TOP. Each row has seen a
+// key: most is finite.
+template <int TOP = 0>
 __device__ static inline void soften(float (&s)[KEYS / 2], Softmax *x, const Heads &shape, int key0) {
     if (!sees(shape, x->query0, key0 + KEYS - 1)) mask(s, shape, x->query0, key0);
 #pragma unroll
@@ -92,7 +90,8 @@ __device__ static inline void soften(float (&s)[KEYS / 2], Softmax *x, const Hea
         float most = -INFINITY;
 #pragma unroll
         for (int j = 2 * half; j < KEYS / 2; j += 4) most = fmaxf(most, fmaxf(s[j], s[j + 1]));
-        most = fmaxf(x->most[half], quad_max(most) * x->c);
+        most = quad_max(most);
+        most = fmaxf(x->most[half], TOP ? fmaf(most, x->c, -TOP) : most * x->c);
         const float keep = exp2f(x->most[half] - most);
         x->most[half] = most, x->sum[half] *= keep, x->keep[half] = keep;
 #pragma unroll
@@ -108,10 +107,11 @@ __device__ static inline void rescale(float (&sum)[D / 2], const Softmax &x) {
     for (int i = 0; i < D / 2; i++) sum[i] *= x.keep[i / 2 % 2];
 }
 
-// The warp's rows of o and lse (=): o by way of where its queries were, to store whole chunks.
+// The warp's rows of o, whose sums are multiples of `unit`, and lse (=): o by way of where its queries
+// were, to store whole chunks.
 template <int D, class T>
 __device__ static inline void finish(T *o, float *lse, T *tile, const float (&sum)[D / 2], const Softmax &x,
-                                     int end, int64_t stride) {
+                                     float unit, int end, int64_t stride) {
     const int lane = own_lane(), row0 = own_warp() * 16, query0 = x.query0;
     const auto place = [&](int own, int chunk) {
         return chunk / 8 * ROWS * COLUMNS + (row0 + own) * COLUMNS + (chunk % 8 ^ own % 8) * CHUNK;
@@ -119,7 +119,7 @@ __device__ static inline void finish(T *o, float *lse, T *tile, const float (&su
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int own = half * 8 + lane / 4;
-        const float total = quad_sum(x.sum[half]), inverse = 1 / total;
+        const float total = quad_sum(x.sum[half]), inverse = unit / total;
         const float log_sum = fmaf(x.most[half], 0.69314718f, logf(total));  // ln 2
         if (lane % 4 == 0 && query0 + own < end) lse[query0 + own] = log_sum;
 #pragma unroll

@@ -325,7 +325,7 @@ __forceinline__ void wgmma_wait(float (&)[COUNT], CUDA_HERE) {
 static __forceinline__ uint64_t wgmma_operand(const void *at, uint32_t next) {
     return cuda_wgmma_operand(at, next);
 }
-static inline float cuda_widen_e4m3(uint16_t code) { return f32_from_e4m3((uint8_t)code); }
+float cuda_widen_e4m3(uint16_t code);
 template <class T>
 __forceinline__ float (*cuda_widening())(uint16_t) {
     return sizeof(T) == 1 ? cuda_widen_e4m3 : std::is_same<T, __half>::value ? f32_from_f16 : f32_from_bf16;

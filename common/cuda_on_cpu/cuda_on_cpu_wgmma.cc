@@ -265,6 +265,9 @@ static void read_right(const CudaWgmma &x) {
     });
 }
 
+// Not in the header: what is compiled with a kernel is counted as its work.
+float cuda_widen_e4m3(uint16_t code) { return f32_from_e4m3((uint8_t)code); }
+
 // sum += 32 products of 8-bit numbers, cut off.
 static void multiply_8_bits(float (*sum)[MOST_N], int n) {
     for (int row = 0; row < WARP_ROWS; row++)

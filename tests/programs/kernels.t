@@ -8,6 +8,7 @@
 # needs: build/07_kernels/flash_attention_2 build/07_kernels/flash_attention_2_backward
 # needs: build/07_kernels/flash_attention_2_tensor build/07_kernels/flash_attention_2_tensor_backward
 # needs: build/07_kernels/flash_attention_3 build/07_kernels/flash_attention_3_backward
+# needs: build/07_kernels/flash_attention_3_fp8
 # needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy build/00_single_gpu/train
 # needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
 # needs: build/07_kernels/hopper
@@ -31,6 +32,7 @@ passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_ba
 refused "--gpu a100 has neither TMA nor wgmma" 07_kernels/hopper --gpu a100
 refused "--gpu" 07_kernels/vector_add --gpu abacus
 refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 --gpu a100
+refused "--head-size 64 a row of codes is a row of a tile" 07_kernels/flash_attention_3_fp8 --head-size 64
 refused "this build computes on the CPU and has no CUDA kernels" 00_single_gpu/train --kernels book
 
 # shows NAME PROGRAM PATTERN: a line of its table. Emulation is slow: a program runs once for all of them.
@@ -53,6 +55,7 @@ shows "so they do for flash attention" flash_attention_2_tensor '^bf16 +0\.42 +s
 shows "not so with wgmma, which leaves the tensor cores" flash_attention_3 '^ping-pong +0\.2778 +tensor +100'
 shows "turns keep tensor cores at work" flash_attention_3 '^timeline of ping-pong +by issue .* busy +85%'
 shows "backward takes 0.41 of the time of mma" flash_attention_3_backward '^bf16 +0\.732 +shared +75\.9% '
+shows "with 8 bits shared memory and exponentials do" flash_attention_3_fp8 '^ping-pong +0\.159 +shared +87\.4%'
 shows "on an H100, L2 limits wgmma" hopper '^persistent +0\.1791 +L2 +77\.6% '
 shows "fused, AdamW moves 28 bytes a weight" fused_adamw '^fused .* 1\.95 GB '
 shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
