@@ -9,6 +9,9 @@
 //     attention_chunk, forward       flash_attention_2                f32, heads of 64 or 128, all keys or
 //     and backward                   flash_attention_2_backward       those up to the query
 //
+// and, without being asked for, as the CUDA back end's own: hopper_fp8 multiplies 8-bit codes with block
+// scales on an H100.
+//
 // The kernels are those of the programs: each file stands here without its main, in a namespace of its own.
 // What this file adds is what an operation asks beyond them: chunks of keys that are merged, gradients that
 // add to what is there, and the order (b, s, a) of what belongs to rows, which the programs have as
@@ -16,7 +19,9 @@
 #include <math.h>
 
 #include "cuda/device_cuda.h"
+#include "cuda/instructions_hopper.h"
 #include "flash_tiles.h"
+#include "sixteen_bits.h"
 #include "tensor/kernel_table.h"
 
 #define NO_MAIN
@@ -31,6 +36,9 @@ namespace fused_swiglu {
 }
 namespace fused_cross_entropy {
 #include "fused_cross_entropy.cu"
+}
+namespace hopper_fp8 {
+#include "hopper_fp8.cu"
 }
 namespace forward {
 #include "flash_attention_2.cu"
@@ -144,12 +152,8 @@ static bool cross_entropy_backward(DType dtype, void *dlogits, const void *logit
 
 // Whether the kernels serve this chunk, and as what.
 static bool heads_of(Heads *heads, DType dtype, const AttentionChunk &at) {
-    *heads = {at.b,
-              at.queries.s,
-              at.heads,
-              at.kv_heads,
-              1 / sqrtf((float)at.head_size),
-              at.shape == MASK_CAUSAL};
+    *heads = {
+        at.b, at.queries.s, at.heads, at.kv_heads, 1 / sqrtf((float)at.head_size), at.shape == MASK_CAUSAL};
     return dtype == F32 && at.shape != MASK_ANY && (at.head_size == 64 || at.head_size == 128) &&
            at.b > 0 && at.queries.s > 0 && at.b <= 65535 && at.heads <= 65535;
 }
@@ -215,9 +219,52 @@ static bool attention_chunk_backward(DType dtype, void *dq, void *dk, void *dv, 
     Heads heads;
     if (!heads_of(&heads, dtype, at)) return false;
     const Gradients to = {(float *)dq, (float *)dk, (float *)dv};
-    const Operands in = {(const float *)q, (const float *)k,   (const float *)v,
-                         NULL,             (const float *)lse, (const float *)d_o};
+    const Operands in = {(const float *)q,   (const float *)k,  (const float *)v, NULL,
+                         (const float *)lse, (const float *)d_o};
     (at.head_size == 64 ? flash_backward<64> : flash_backward<128>)(to, in, (const float *)dots, heads);
+    return true;
+}
+
+// ---- 8-bit codes with block scales ----
+
+// Whether this GPU runs code for sm_90a, and this build has some: what other GPUs have traps.
+__global__ void find_hopper(int *found) {
+#if defined __CUDACC__ && !defined __CUDA_ARCH_FEAT_SM90_ALL
+    *found = 0;
+#else
+    *found = 1;
+#endif
+}
+
+static bool has_hopper() {
+    static int has = -1;
+    if (has >= 0) return has;
+    int *found = static_cast<int *>(device_scratch(sizeof *found));
+    LAUNCH(find_hopper, 1, 1, 0, stream(), found);
+    CUDA_CHECK(cudaMemcpyAsync(&has, found, sizeof has, cudaMemcpyDeviceToHost, stream()));
+    CUDA_CHECK(cudaStreamSynchronize(stream()));
+    return has;
+}
+
+template <hopper_fp8::Version VERSION>
+static void multiply_codes(DType dtype, void *c, const hopper_fp8::Operands &in, int64_t m, int64_t n,
+                           int64_t k) {
+    if (dtype == F32) hopper_fp8::launch_on<VERSION>(stream(), static_cast<float *>(c), in, m, n, k);
+    else hopper_fp8::launch_on<VERSION>(stream(), static_cast<__nv_bfloat16 *>(c), in, m, n, k);
+}
+
+bool matmul_codes_linked(DType dtype, void *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n,
+                         int64_t k, int64_t segment, int bits, double beta) {
+    constexpr int64_t TILE = hopper_fp8::K, MOST = INT32_MAX - TILE;
+    const bool tiles = a.rows == 1 && (b.rows == 1 || b.rows == TILE) && a.tile_columns == TILE &&
+                       b.tile_columns == TILE && segment == TILE && !bits;
+    if (!tiles || a.dtype != E4M3 || b.dtype != E4M3 || (dtype != F32 && dtype != BF16) || k == 0 ||
+        k % 16 || ((uintptr_t)a.codes | (uintptr_t)b.codes) % 16 || m > MOST || n > MOST || k > MOST ||
+        !has_hopper())
+        return false;
+    const hopper_fp8::Operands in = {a.codes, b.codes, a.scale, b.scale, beta != 0};
+    if (b.rows == 1) multiply_codes<hopper_fp8::ROWS>(dtype, c, in, m, n, k);
+    else multiply_codes<hopper_fp8::BLOCKS>(dtype, c, in, m, n, k);
     return true;
 }
 

@@ -10,7 +10,7 @@
 # needs: build/07_kernels/flash_attention_3
 # needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy build/00_single_gpu/train
 # needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
-# needs: build/07_kernels/hopper
+# needs: build/07_kernels/hopper build/07_kernels/hopper_fp8
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 
@@ -28,6 +28,7 @@ passes "backward of heads of 64, tensor cores" 07_kernels/flash_attention_2_tens
 passes "heads of 64, third version" 07_kernels/flash_attention_3 --head-size 64
 passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu a100 has neither TMA nor wgmma" 07_kernels/hopper --gpu a100
+refused "--gpu a100 has neither TMA nor wgmma, of which hopper_fp8" 07_kernels/hopper_fp8 --gpu a100
 refused "--gpu" 07_kernels/vector_add --gpu abacus
 refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 --gpu a100
 refused "this build computes on the CPU and has no CUDA kernels" 00_single_gpu/train --kernels book
@@ -51,6 +52,8 @@ shows "on an H100, shared memory limits mma" tensor_cores '^4 stages +0\.191 +sh
 shows "so they do for flash attention" flash_attention_2_tensor '^bf16 +0\.42 +shared +66\.1% '
 shows "not so with wgmma, which leaves the tensor cores" flash_attention_3 '^ping-pong +0\.2778 +tensor +100'
 shows "on an H100, L2 limits wgmma" hopper '^persistent +0\.1791 +L2 +77\.6% '
+shows "promotion to f32 takes no time beside L2" hopper_fp8 '^promoted +0\.129 +L2 +53\.8% '
+shows "scales of blocks are loaded, too" hopper_fp8 '^block scales +0\.1441 +L2 +48\.2% '
 shows "fused, AdamW moves 28 bytes a weight" fused_adamw '^fused .* 1\.95 GB '
 shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
 
