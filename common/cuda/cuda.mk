@@ -55,9 +55,11 @@ NVCCFLAGS    := -std=c++17 -O3 -lineinfo -ccbin $(CXX) -Xcompiler -Wall,-Wextra 
                 $(call includes,$(filter-out $(CUDA_HOME),$(CUBLAS_HOME))) \
                 $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
                 $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
-compile_cu   := $(NVCC) $(NVCCFLAGS)
+compile_cu   := $(NVCC) $(NVCCFLAGS) $(NVCC_SAYS)
 compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon -I. $(call includes,$(CUDA_HOME))
 cc_tests     := $(sort $(wildcard tests/unit/test_ops_cuda*.cc))
+# Flags of a test that compiles and does not run: NVCC_SAYS for all, NVCC_BACK_END for what OPS=cuda needs.
+$(KERNELS)/common/%.o $(KERNELS)/07_kernels/book_kernels.cu.o: private compile_cu += $(NVCC_BACK_END)
 endif
 
 ifneq ($(OPS),cuda)
