@@ -45,6 +45,11 @@ KernelCalls ops_kernel_calls(void);
 // The table that is linked into this build: chapter 07's kernels where the back end is CUDA, else NULL.
 const KernelTable *kernel_table_linked(void);
 
+// Beside the table, of a CUDA back end alone, which asks first: 8-bit codes with scales of 128 of k, by
+// chapter 07's kernel for Hopper. False, having done nothing, where it does not serve.
+bool matmul_codes_linked(DType dtype, void *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n,
+                         int64_t k, int64_t segment, int bits, double beta);
+
 #ifdef __cplusplus
 }
 #endif

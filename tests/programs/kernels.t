@@ -11,7 +11,7 @@
 # needs: build/07_kernels/flash_attention_3_fp8
 # needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy build/00_single_gpu/train
 # needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
-# needs: build/07_kernels/hopper
+# needs: build/07_kernels/hopper build/07_kernels/hopper_fp8
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 
@@ -30,6 +30,7 @@ passes "heads of 64, third version" 07_kernels/flash_attention_3 --head-size 64
 passes "backward of heads of 64, third version" 07_kernels/flash_attention_3_backward --head-size 64
 passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu a100 has neither TMA nor wgmma" 07_kernels/hopper --gpu a100
+refused "--gpu a100 has neither TMA nor wgmma, of which hopper_fp8" 07_kernels/hopper_fp8 --gpu a100
 refused "--gpu" 07_kernels/vector_add --gpu abacus
 refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 --gpu a100
 refused "--head-size 64: a row of codes is a row of a tile" 07_kernels/flash_attention_3_fp8 --head-size 64
@@ -57,6 +58,8 @@ shows "turns keep tensor cores at work" flash_attention_3 '^timeline of ping-pon
 shows "backward takes 0.41 of the time of mma" flash_attention_3_backward '^bf16 +0\.732 +shared +75\.9% '
 shows "with 8 bits shared memory and exponentials do" flash_attention_3_fp8 '^ping-pong +0\.159 +shared +87\.4%'
 shows "on an H100, L2 limits wgmma" hopper '^persistent +0\.1791 +L2 +77\.6% '
+shows "promotion to f32 takes no time beside L2" hopper_fp8 '^promoted +0\.129 +L2 +53\.8% '
+shows "scales of blocks are loaded, too" hopper_fp8 '^block scales +0\.1441 +L2 +48\.2% '
 shows "fused, AdamW moves 28 bytes a weight" fused_adamw '^fused .* 1\.95 GB '
 shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
 

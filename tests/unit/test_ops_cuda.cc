@@ -7,6 +7,7 @@
 
 #include "both_backends.h"
 #include "cuda/gemm.h"
+#include "tensor/kernel_table.h"
 
 // ---- wrong indices ----
 
@@ -391,6 +392,36 @@ static void codes_match_by_cublaslt(void **state) {
     }
 }
 
+// Scales of (1, 128) and, of b, of (128, 128) or (1, 128), by chapter 07's kernel; k ends within a tile.
+static void codes_match_by_hopper(void **state) {
+    (void)state;
+    constexpr int64_t M = 21, N = 131, K = 144, ACROSS = 2;
+    for (int how = 0; how < 4; how++) {
+        const DType dtype = how % 2 ? BF16 : F32;
+        const int64_t rows = how < 2 ? 128 : 1, tall = (N + rows - 1) / rows;
+        const Doubles a = rounded(E4M3, random_numbers(F32, M * K, 1));
+        const Doubles b = rounded(E4M3, random_numbers(F32, N * K, 2));
+        const Doubles scale_a = whole_numbers(M * ACROSS, 8, 3),
+                      scale_b = whole_numbers(tall * ACROSS, 8, 4);
+        const Device from_a(E4M3, a), from_b(E4M3, b), d_a(F32, scale_a), d_b(F32, scale_b);
+        Doubles want = random_numbers(dtype, M * N, 5);
+        const Device c(dtype, want);
+        const KernelCodes left = {E4M3, static_cast<uint8_t *>(from_a.at), static_cast<float *>(d_a.at), 1,
+                                  128};
+        const KernelCodes right = {E4M3, static_cast<uint8_t *>(from_b.at), static_cast<float *>(d_b.at),
+                                   rows, 128};
+        for (int64_t i = 0; i < M * N; i++)
+            for (int64_t k = 0; k < K; k++)
+                want[(size_t)i] += a[(size_t)(i / N * K + k)] * b[(size_t)(i % N * K + k)] *
+                                   scale_a[(size_t)(i / N * ACROSS + k / 128)] *
+                                   scale_b[(size_t)(i % N / rows * ACROSS + k / 128)];
+        if (cuda_on_cpu_order)
+            assert_true(matmul_codes_linked(dtype, c.at, left, right, M, N, K, 128, 0, 1));
+        else cuda_kernel_matmul_codes(dtype, c.at, left, right, M, N, K, 128, 0, false, 1);
+        assert_close("matmul_codes", c, want, 5 << 11);  // sums of 14 bits, of 5 products
+    }
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     cmocka_set_message_output(CM_OUTPUT_TAP);
@@ -407,6 +438,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(random_rounding_matches),
         cmocka_unit_test(codes_match),
         cmocka_unit_test(codes_match_by_cublaslt),
+        cmocka_unit_test(codes_match_by_hopper),
     };
     return cmocka_run_group_tests_name("ops_cuda", tests, NULL, NULL);
 }
