@@ -29,7 +29,8 @@ passes "heads of 64, third version" 07_kernels/flash_attention_3 --head-size 64
 passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu a100 has neither TMA nor wgmma" 07_kernels/hopper --gpu a100
 refused "--gpu" 07_kernels/vector_add --gpu abacus
-refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 --gpu a100
+refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 \
+    --gpu a100
 refused "this build computes on the CPU and has no CUDA kernels" 00_single_gpu/train --kernels book
 
 # shows NAME PROGRAM PATTERN: a line of its table. Emulation is slow: a program runs once for all of them.
@@ -49,14 +50,16 @@ shows "half of the lanes wait at a branch" divergence '^branch by lane .* 50% '
 shows "8 x 8 outputs reach nine tenths of the limit" coarsening '^8 x 8 .* 91\.4% '
 shows "on an H100, shared memory limits mma" tensor_cores '^4 stages +0\.191 +shared +72\.7% '
 shows "so they do for flash attention" flash_attention_2_tensor '^bf16 +0\.42 +shared +66\.1% '
-shows "not so with wgmma, which leaves the tensor cores" flash_attention_3 '^ping-pong +0\.2778 +tensor +100'
+shows "not so with wgmma, which leaves the tensor cores" flash_attention_3 \
+    '^ping-pong +0\.2778 +tensor +100'
 shows "on an H100, L2 limits wgmma" hopper '^persistent +0\.1791 +L2 +77\.6% '
 shows "fused, AdamW moves 28 bytes a weight" fused_adamw '^fused .* 1\.95 GB '
 shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
 
 # The sectors that the versions of a program load.
 loaded() {
-    grep -A 1 '"load_sectors"' "$work/$1.json" | sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' | sort -u
+    grep -A 1 '"load_sectors"' "$work/$1.json" |
+        sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' | sort -u
 }
 if wanted "flash_attention_3 loads what the second loads"; then
     second=$(loaded flash_attention_2_tensor)
