@@ -309,9 +309,8 @@ static void check(const Config *c) {
     int64_t ranks = ranks_in_node(c), nodes = c->ep / ranks;
     int64_t whole = c->gpus_per_node ? c->gpus_per_node : clock_machine()->gpus_per_node;
     CHECK(c->ep % ranks == 0 && whole % ranks == 0,
-          "--ep %ld in nodes of --gpus-per-node %ld: some nodes would have fewer of its ranks; one of the "
-          "two "
-          "must divide the other",
+          "--ep %ld in nodes of --gpus-per-node %ld: some nodes would have fewer of its ranks; one of "
+          "the two must divide the other",
           c->ep, whole);
     CHECK(c->expert_groups % nodes == 0,
           "--expert-groups %ld are no parts of %ld nodes (--ep %ld, --gpus-per-node %ld): --moe deepseek "

@@ -65,6 +65,7 @@ static void hold_all(const char *name, const Work *predicted, const Work *counte
     hold(name, "FP instructions", predicted->flop_instructions, counted->flop_instructions);
     hold(name, "special instr.", predicted->special_instructions, counted->special_instructions);
     hold(name, "tensor FLOPs", predicted->tensor_flops, counted->tensor_flops);
+    hold(name, "8-bit FLOPs", predicted->tensor_8_flops, counted->tensor_8_flops);
     hold(name, "barriers", predicted->barriers, counted->barriers);
 }
 

@@ -111,7 +111,7 @@ Work counted(F launch) {
     w.shared_passes = (double)c.shared_passes, w.shared_conflicts = (double)c.shared_conflicts;
     w.flops = (double)c.flops, w.flop_instructions = (double)c.flop_instructions;
     w.special_instructions = (double)c.special_instructions;
-    w.tensor_flops = (double)c.tensor_flops;
+    w.tensor_flops = (double)c.tensor_flops, w.tensor_8_flops = (double)c.tensor_8_flops;
     w.barriers = (double)c.barriers;
     w.lane_steps = (double)c.lane_steps, w.warp_steps = (double)c.warp_steps;
     return w;
@@ -134,9 +134,11 @@ struct Proof {
               const std::vector<double> &right) {
         if (!(error <= bound)) return;  // what is beyond its bound, or no number, stays
         const int64_t count = (int64_t)right.size();
-        const double e = kernels_error(made.data(), right.data(), count);
-        const double b = 4 * kernels_error(cpu.data(), right.data(), count);
-        if (!(e * bound <= error * b)) error = e, bound = b;
+        closer(kernels_error(made.data(), right.data(), count),
+               4 * kernels_error(cpu.data(), right.data(), count));
+    }
+    void closer(double e, double b) {
+        if (error <= bound && !(e * bound <= error * b)) error = e, bound = b;
     }
 };
 

@@ -73,7 +73,7 @@ GpuTime gpu_time(const Gpu *gpu, const Work *work) {
         (work->shared_passes + work->shared_conflicts) * pass / (gpu->shared_bytes * clocks);
     time.part[PART_FLOPS] = work->flop_instructions * WARP / (gpu->flop_lanes * clocks);
     time.part[PART_SPECIAL] = work->special_instructions * WARP / (gpu->special_lanes * clocks);
-    time.part[PART_TENSOR] = work->tensor_flops / (gpu->tensor_flops * clocks);
+    time.part[PART_TENSOR] = (work->tensor_flops + work->tensor_8_flops / 2) / (gpu->tensor_flops * clocks);
     for (int p = 1; p < PARTS; p++)
         if (time.part[p] > time.part[time.busiest]) time.busiest = (Part)p;
     time.seconds = time.part[time.busiest];

@@ -24,7 +24,7 @@ typedef struct Gpu {
     double memory_bytes, l2_bytes;          // a second
     double shared_bytes;                    // a clock and multiprocessor, as all below
     double flop_lanes, special_lanes;       // f32 instructions of one lane
-    double tensor_flops;                    // bf16 and f16, dense
+    double tensor_flops;                    // bf16 and f16, dense; twice as many of 8 bits
     int warps, blocks, registers;           // that a multiprocessor holds; registers of 4 bytes
     int shared_capacity, shared_per_block;  // bytes
     const char *source;
@@ -52,9 +52,9 @@ typedef struct Work {
     double store_requests, store_sectors;  // atomics, too
     double memory_sectors;                 // distinct ones of each launch, loaded and stored
     double shared_passes, shared_conflicts;
-    double flops, flop_instructions;  // of lanes; of warps
-    double special_instructions;      // of warps
-    double tensor_flops;
+    double flops, flop_instructions;      // of lanes; of warps
+    double special_instructions;          // of warps
+    double tensor_flops, tensor_8_flops;  // of numbers of 16 bits; of 8
     double barriers;
     double lane_steps, warp_steps;  // lanes in basic blocks of warps, and these blocks; they take no time
 } Work;

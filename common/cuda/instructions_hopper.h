@@ -10,13 +10,20 @@
 //
 // so that 8 rows, or 8 chunks of a row, lie in different banks. Tiles begin at multiples of 1024 bytes.
 //
-// wgmma multiplies A (64, 16) by B (16, N) for the four warps of a warpgroup; the first warp's number is a
-// multiple of 4. Warp w has rows 16 w to 16 w + 15 of D; of these, lane l has, for each 8 columns j,
+// wgmma multiplies A (64, K) by B (K, N) for the four warps of a warpgroup; the first warp's number is a
+// multiple of 4. K numbers are 32 bytes: 16 of 16 bits, or 32 of e4m3. Warp w has rows 16 w to 16 w + 15 of
+// D; of these, lane l has, for each 8 columns j,
 //
 //     d[4 j], d[4 j + 1]        row l / 4        columns 8 j + 2 (l % 4), + 1
 //     d[4 j + 2], d[4 j + 3]    row l / 4 + 8    the same
 //
-// and of A, where it comes from registers, the a[0] to a[3] of mma_m16n8k16 (instructions.h).
+// and of A, where it comes from registers, the a[0] to a[3] of mma_m16n8k16 (instructions.h); of e4m3, four
+// to a register, the first in its lowest byte,
+//
+//     a[0], a[2]    row l / 4        columns 4 (l % 4) to + 3, and 16 further
+//     a[1], a[3]    row l / 4 + 8    the same
+//
+// so that what a lane has of D is not what it needs of the A of the next product, as it is with 16 bits.
 #ifndef INSTRUCTIONS_HOPPER_H
 #define INSTRUCTIONS_HOPPER_H
 
@@ -27,10 +34,12 @@ enum { TILE_ROW = 128, TILE_ALIGNMENT = 1024 };  // bytes
 // In shared memory, for mbarrier_* alone.
 typedef uint64_t Mbarrier;
 
-// How an operand of wgmma lies in its tile. K_MAJOR: a row of the tile has 64 numbers of k, and there is
-// one for each row of A or column of B. MN_MAJOR: a row of the tile has 64 rows of A or columns of B, and
-// there is one for each k; what is wider is several tiles.
+// How an operand of wgmma lies in its tile. K_MAJOR: a row of the tile has 128 bytes of numbers of k, and
+// there is one for each row of A or column of B. MN_MAJOR: a row of the tile has 64 rows of A or columns of
+// B, and there is one for each k; what is wider is several tiles. Numbers of 8 bits must be K_MAJOR.
 enum Major { K_MAJOR, MN_MAJOR };
+#define NEED_MAJORS(T, A, B) \
+    static_assert(sizeof(T) == 2 || (A == K_MAJOR && B == K_MAJOR), "8-bit operands have rows along k")
 
 // Where tiles can begin in dynamic shared memory, of which up to TILE_ALIGNMENT - 16 bytes are left out.
 __device__ static inline char *first_tile(char *memory) {
@@ -108,6 +117,15 @@ __device__ __forceinline__ void tma_load(void *tile, const TensorMap *map, int r
         "l"(map), "r"(column), "r"(row), "r"(shared_address(b))
         : "memory");
 }
+// The same of one sample, of a map that has several. Rows of the next sample are not there: zeros.
+__device__ __forceinline__ void tma_load(void *tile, const TensorMap *map, int sample, int row, int column,
+                                         Mbarrier *b) {
+    HOPPER_ASM(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(tile)),
+        "l"(map), "r"(column), "r"(row), "r"(sample), "r"(shared_address(b))
+        : "memory");
+}
 
 // ---- registers ----
 
@@ -146,15 +164,15 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[COUNT]) {
 }
 
 // An operand that begins at `at`, in a tile with the 128-byte swizzle. Of MN_MAJOR, `next` bytes lie
-// between tiles of 64 columns; of K_MAJOR, it has no meaning. In a tile, 16 further along k are 32 bytes of
-// K_MAJOR, and 16 rows of MN_MAJOR.
+// between tiles of 64 columns; of K_MAJOR, it has no meaning. In a tile, the next product's part begins
+// 32 bytes further of K_MAJOR, and 16 rows of MN_MAJOR.
 __device__ __forceinline__ uint64_t wgmma_operand(const void *at, uint32_t next) {
     return (uint64_t)(shared_address(at) >> 4 & 0x3fff) | (uint64_t)(next >> 4) << 16 |
            (uint64_t)(TILE_ALIGNMENT >> 4) << 32 | 1ull << 62;
 }
 
-// d = A B, or d += A B if `add`: of A and B of T (__nv_bfloat16, __half), both in shared memory, or A in
-// registers. N: 64, 128 or 256. 2048 N FLOPs.
+// d = A B, or d += A B if `add`: of A and B of T (__nv_bfloat16, __half, __nv_fp8_e4m3), both in shared
+// memory, or A in registers. N: 64, 128 or 256. 2048 N FLOPs, of 8-bit numbers twice as many.
 template <class T, int N, Major A, Major B>
 struct Wgmma;
 
@@ -175,16 +193,16 @@ struct Wgmma;
 #define SUMS_64    SUMS_32, SUMS_16(32), SUMS_16(48)
 #define SUMS_128   SUMS_64, SUMS_16(64), SUMS_16(80), SUMS_16(96), SUMS_16(112)
 
-// A0 on: the numbers of the operands behind the sums.
-#define WGMMA(T, type, N, COUNT, A0, A1, A2, A3, A4, A5, A6)                                              \
+// A0 on: the numbers of the operands behind the sums; MAJORS, MAJOR_B: which of them are majors.
+#define WGMMA_OF(T, type, K, N, COUNT, A0, A1, A2, A3, A4, A5, A6, MAJORS, MAJOR_B)                       \
     template <Major A, Major B>                                                                           \
     struct Wgmma<T, N, A, B> {                                                                            \
         static __device__ __forceinline__ void shared(float (&d)[COUNT], uint64_t a, uint64_t b,          \
                                                       bool add) {                                         \
             HOPPER_ASM("{\n.reg .pred add;\nsetp.ne.b32 add, %" #A2                                       \
                        ", 0;\n"                                                                           \
-                       "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type                    \
-                       " {" NUMBERS_##COUNT "}, %" #A0 ", %" #A1 ", add, 1, 1, %" #A3 ", %" #A4 ";\n}"    \
+                       "wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." type "." type                \
+                       " {" NUMBERS_##COUNT "}, %" #A0 ", %" #A1 ", add, 1, 1" MAJORS ";\n}"              \
                        : SUMS_##COUNT                                                                     \
                        : "l"(a), "l"(b), "r"((int)add), "n"((int)A), "n"((int)B));                        \
         }                                                                                                 \
@@ -193,27 +211,38 @@ struct Wgmma;
             static_assert(A == K_MAJOR, "registers have one order");                                      \
             HOPPER_ASM("{\n.reg .pred add;\nsetp.ne.b32 add, %" #A5                                       \
                        ", 0;\n"                                                                           \
-                       "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." type "." type                    \
+                       "wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." type "." type                \
                        " {" NUMBERS_##COUNT "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #A4          \
-                                            ", add, 1, 1, %" #A6 ";\n}"                                   \
+                                            ", add, 1, 1" MAJOR_B ";\n}"                                  \
                        : SUMS_##COUNT                                                                     \
                        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"((int)B)); \
         }                                                                                                 \
     };
+#define WGMMA(T, type, N, COUNT, A0, A1, A2, A3, A4, A5, A6) \
+    WGMMA_OF(T, type, 16, N, COUNT, A0, A1, A2, A3, A4, A5, A6, ", %" #A3 ", %" #A4, ", %" #A6)
+#define WGMMA_8(T, type, N, COUNT, A0, A1, A2, A3, A4, A5, A6) \
+    WGMMA_OF(T, type, 32, N, COUNT, A0, A1, A2, A3, A4, A5, A6, "", "")
 WGMMA(__nv_bfloat16, "bf16", 64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(__half, "f16", 64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(__nv_bfloat16, "bf16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(__half, "f16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(__nv_bfloat16, "bf16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 WGMMA(__half, "f16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
+WGMMA_8(__nv_fp8_e4m3, "e4m3", 64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA_8(__nv_fp8_e4m3, "e4m3", 128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA_8(__nv_fp8_e4m3, "e4m3", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA
+#undef WGMMA_8
+#undef WGMMA_OF
 
 template <class T, Major A, Major B, int COUNT>
 __device__ __forceinline__ void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, bool add) {
+    NEED_MAJORS(T, A, B);
     Wgmma<T, 2 * COUNT, A, B>::shared(d, a, b, add);
 }
 template <class T, Major B, int COUNT>
 __device__ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, bool add) {
+    NEED_MAJORS(T, K_MAJOR, B);
     Wgmma<T, 2 * COUNT, K_MAJOR, B>::registers(d, a, b, add);
 }
 
@@ -224,6 +253,7 @@ struct TensorMap {
     const char *matrix;
     int64_t rows, row_bytes, pitch;  // bytes of a row, and from one to the next
     int box_rows, element;           // bytes of an element
+    int samples;                     // matrices one behind the other; 0: one, of two dimensions
 };
 
 void cuda_mbarrier_init(Mbarrier *b, uint32_t arrivals, const char *file, int line);
@@ -231,8 +261,9 @@ void cuda_mbarrier_arrive(Mbarrier *b, uint32_t bytes, const char *file, int lin
 void cuda_mbarrier_wait(Mbarrier *b, uint32_t parity, const char *file, int line);
 void cuda_named_barrier(int id, int threads, const char *file, int line);
 void cuda_fence_proxy_async(void);
-void cuda_tma_load(void *tile, const TensorMap *map, int row, int column, Mbarrier *b, const char *file,
-                   int line);
+enum { NO_SAMPLE = INT32_MIN };  // of a map of two dimensions
+void cuda_tma_load(void *tile, const TensorMap *map, int sample, int row, int column, Mbarrier *b,
+                   const char *file, int line);
 
 // What a warp multiplies; a: NULL where A comes from shared memory.
 struct CudaWgmma {
@@ -243,6 +274,7 @@ struct CudaWgmma {
     Major major_a, major_b;
     bool add;
     float (*widen)(uint16_t);
+    int bytes;  // of a number
     const void *site;
 };
 uint64_t cuda_wgmma_operand(const void *at, uint32_t next);
@@ -269,7 +301,11 @@ static __forceinline__ void named_barrier(int id, int threads, CUDA_HERE) {
 }
 static __forceinline__ void tma_load(void *tile, const TensorMap *map, int row, int column, Mbarrier *b,
                                      CUDA_HERE) {
-    cuda_tma_load(tile, map, row, column, b, file, line);
+    cuda_tma_load(tile, map, NO_SAMPLE, row, column, b, file, line);
+}
+static __forceinline__ void tma_load(void *tile, const TensorMap *map, int sample, int row, int column,
+                                     Mbarrier *b, CUDA_HERE) {
+    cuda_tma_load(tile, map, sample, row, column, b, file, line);
 }
 template <int REGISTERS>
 __forceinline__ void registers_give() {}
@@ -289,18 +325,21 @@ __forceinline__ void wgmma_wait(float (&)[COUNT], CUDA_HERE) {
 static __forceinline__ uint64_t wgmma_operand(const void *at, uint32_t next) {
     return cuda_wgmma_operand(at, next);
 }
+float cuda_widen_e4m3(uint16_t code);
 template <class T>
 __forceinline__ float (*cuda_widening())(uint16_t) {
-    return std::is_same<T, __half>::value ? f32_from_f16 : f32_from_bf16;
+    return sizeof(T) == 1 ? cuda_widen_e4m3 : std::is_same<T, __half>::value ? f32_from_f16 : f32_from_bf16;
 }
 template <class T, Major A, Major B, int COUNT>
 __forceinline__ void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, bool add, CUDA_HERE) {
-    CudaWgmma product = {d, NULL, a, b, 2 * COUNT, A, B, add, cuda_widening<T>(), NULL};
+    NEED_MAJORS(T, A, B);
+    CudaWgmma product = {d, NULL, a, b, 2 * COUNT, A, B, add, cuda_widening<T>(), sizeof(T), NULL};
     cuda_wgmma(&product, file, line);
 }
 template <class T, Major B, int COUNT>
 __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, bool add, CUDA_HERE) {
-    CudaWgmma product = {d, a, 0, b, 2 * COUNT, K_MAJOR, B, add, cuda_widening<T>(), NULL};
+    NEED_MAJORS(T, K_MAJOR, B);
+    CudaWgmma product = {d, a, 0, b, 2 * COUNT, K_MAJOR, B, add, cuda_widening<T>(), sizeof(T), NULL};
     cuda_wgmma(&product, file, line);
 }
 
@@ -309,9 +348,11 @@ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b
 // ---- host code ----
 
 // A matrix of T, rows by columns, whose rows are `pitch` elements apart, for boxes of box_rows rows and as
-// many columns as 128 bytes hold. A kernel takes it as a `const __grid_constant__ TensorMap`.
+// many columns as 128 bytes hold. A kernel takes it as a `const __grid_constant__ TensorMap`. With samples,
+// there are so many such matrices, one behind the other.
 template <class T>
-TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pitch, int box_rows) {
+TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pitch, int box_rows,
+                     int64_t samples = 0) {
     const int64_t bytes = pitch * (int64_t)sizeof(T);
     CHECK((uintptr_t)matrix % 16 == 0 && bytes % 16 == 0,
           "a tensor map needs rows that begin at multiples of 16 bytes; these are %lld bytes apart",
@@ -321,6 +362,8 @@ TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pit
         "a tensor map of %lld x %lld elements, %lld apart: there is at least one, and rows do not overlap",
         (long long)rows, (long long)columns, (long long)pitch);
     CHECK(box_rows > 0 && box_rows <= 256, "a box of a tensor map has 1 to 256 rows, not %d", box_rows);
+    CHECK(samples >= 0 && samples <= INT32_MAX, "a tensor map of %lld samples: there is at least one",
+          (long long)samples);
 #ifdef __CUDACC__
     static_assert(sizeof(T) <= 2, "tiles are of 16 or 8 bits");
     void *encode;
@@ -332,12 +375,14 @@ TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pit
     const CUtensorMapDataType type = std::is_same<T, __half>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                      : sizeof(T) == 1               ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const cuuint64_t sizes[] = {(cuuint64_t)columns, (cuuint64_t)rows}, strides[] = {(cuuint64_t)bytes};
-    const cuuint32_t box[] = {TILE_ROW / sizeof(T), (cuuint32_t)box_rows}, steps[] = {1, 1};
+    const cuuint64_t sizes[] = {(cuuint64_t)columns, (cuuint64_t)rows, (cuuint64_t)samples};
+    const cuuint64_t strides[] = {(cuuint64_t)bytes, (cuuint64_t)(rows * bytes)};
+    const cuuint32_t box[] = {TILE_ROW / sizeof(T), (cuuint32_t)box_rows, 1}, steps[] = {1, 1, 1};
     TensorMap map;
     const CUresult result = ((PFN_cuTensorMapEncodeTiled_v12000)encode)(
-        &map, type, 2, const_cast<T *>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        &map, type, samples ? 3 : 2, const_cast<T *>(matrix), sizes, strides, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refused a matrix of %lld x %lld: error %d",
           (long long)rows, (long long)columns, (int)result);
     return map;
@@ -347,7 +392,8 @@ TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pit
                      columns * (int64_t)sizeof(T),
                      bytes,
                      box_rows,
-                     (int)sizeof(T)};
+                     (int)sizeof(T),
+                     (int)samples};
 #endif
 }
 

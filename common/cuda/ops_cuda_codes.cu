@@ -1,8 +1,10 @@
-// ops_cuda_codes.cu: random rounding, and 8-bit codes with scales, on a GPU. The multiply is the plain
-// one, a thread for each element of the product, with the partial sums that ops.h promises: it says what
-// is right, and is not fast.
+// ops_cuda_codes.cu: random rounding, and 8-bit codes with scales, on a GPU. Codes whose matrix has one
+// scale are multiplied by cuBLASLt. Others, and what cuBLASLt does not serve, are by the plain kernel, a
+// thread for each element of the product, with the partial sums that ops.h promises: it says what is right,
+// and is not fast.
 #include <math.h>
 
+#include "gemm.h"
 #include "ops_cuda.h"
 
 static unsigned blocks_of(int64_t count) {
@@ -192,9 +194,38 @@ __global__ void multiply_codes(T *c, KernelCodes a, KernelCodes b, int64_t m, in
     }
 }
 
+static bool has_one_scale(const KernelCodes &x, int64_t rows, int64_t k) {
+    return x.rows >= rows && x.tile_columns >= k;
+}
+
+// Once in a run: training goes on, and is slow.
+static void say_why_plain(const char *lacks, int64_t m, int64_t n, int64_t k) {
+    static bool said = false;
+    if (!said)
+        say("8-bit codes (%lld, %lld) by (%lld, %lld), and maybe others, go to a plain kernel, which is "
+            "slow: %s",
+            (long long)m, (long long)k, (long long)n, (long long)k, lacks);
+    said = true;
+}
+
+// f64, which proofs are in, and sums of so many bits have no other kernel: nothing is said of them.
+static bool multiplied_by_cublaslt(DType dtype, void *c, const KernelCodes &a, const KernelCodes &b,
+                                   int64_t m, int64_t n, int64_t k, int64_t segment, int bits, bool fast,
+                                   double beta) {
+    if (dtype == F64 || bits || segment < k || !has_one_scale(a, m, k) || !has_one_scale(b, n, k))
+        return false;
+    const CodesGemm g = {a.dtype, b.dtype, dtype,   m,       n,    k,   a.codes,
+                         b.codes, c,       a.scale, b.scale, fast, beta};
+    const char *lacks = gemm_codes_lacks(&g);
+    if (lacks) say_why_plain(lacks, m, n, k);
+    else gemm_codes(&g);
+    return !lacks;
+}
+
 void kernel_matmul_codes(DType dtype, void *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n,
-                         int64_t k, int64_t segment, int bits, double beta) {
+                         int64_t k, int64_t segment, int bits, bool fast, double beta) {
     if (m * n == 0) return;
+    if (multiplied_by_cublaslt(dtype, c, a, b, m, n, k, segment, bits, fast, beta)) return;
     by_dtype(dtype, [&](auto type) {
         by_code(a.dtype, [&](auto code_a) {
             by_code(b.dtype, [&](auto code_b) {

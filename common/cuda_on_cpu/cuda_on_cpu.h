@@ -357,7 +357,7 @@ struct CudaCounts {
     // lanes active.
     int64_t flops, special;
     int64_t flop_instructions, special_instructions;
-    int64_t tensor_flops;  // of tensor cores (mma, wgmma)
+    int64_t tensor_flops, tensor_8_flops;  // of tensor cores (mma, wgmma): of 16 bits; of 8
     int64_t barriers;      // __syncthreads, per block
     int64_t atomics;       // of lanes, global and shared
 };

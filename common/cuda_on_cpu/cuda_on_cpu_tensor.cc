@@ -91,7 +91,7 @@ void multiply_fragments(Warp *w) {
             float *sum = &reinterpret_cast<const LaneMma *>(w->value[lane])->d[i];
             for (int k = 0; k < K; k++) *sum += a[p.row][k] * b[k][p.column];
         }
-    if (now.counting) count_tensor(2 * M * N * K);
+    if (now.counting) count_tensor(2 * M * N * K, 16);
 }
 
 void cuda_mma(float *d, const uint32_t *a, const uint32_t *b, float (*widen)(uint16_t), const char *file,

@@ -2,14 +2,15 @@
 // Multiply-Accumulate Instructions". Each warp has its rows of a product, which is computed when the warp
 // waits for it: until then its sums are 0xff (NaN), as in registers that nobody may read, and its tiles are
 // looked at twice, when it is issued and when it is done. Sums are f32, one product after another; a tensor
-// core may add in another order, and round less carefully.
+// core may add in another order, and round less carefully. Of 8-bit numbers, Hopper's keep about 14 bits of
+// a sum (DeepSeek-V3, 2024, section 3.3.2), to which it is cut off here after each product of 32 numbers.
 //
 // A group must begin with wgmma_fence, also where the ISA does not ask for one because the sums were not
 // touched since the last.
 #include "cuda/instructions_hopper.h"
 #include "cuda_on_cpu_inside.h"
 
-enum { WARPS = 4, WARP_ROWS = 16, K = 16, MOST_N = 256 };
+enum { WARPS = 4, WARP_ROWS = 16, K_BYTES = 32, MOST_K = 32, MOST_N = 256, BITS_OF_8_BIT_SUM = 14 };
 
 namespace {
 // One warp's part of a product.
@@ -81,31 +82,33 @@ uint64_t cuda_wgmma_operand(const void *at, uint32_t next) {
            (uint64_t)(next >> 4 & 0x3fff) << 16 | (uint64_t)(TILE_ALIGNMENT >> 4) << 32 | 1ull << 62;
 }
 
-// Where 16 bytes are that begin with element (row, k) of A, or (column, k) of B.
+// Where 16 bytes are that begin with element (row, k) of A, or (column, k) of B; K_MAJOR: with byte k.
 static const char *chunk_at(uint64_t operand, Major major, int row, int k) {
     const uint32_t start = ((uint32_t)operand & 0x3fff) << 4, next = ((uint32_t)(operand >> 16) & 0x3fff)
                                                                      << 4;
     const uint32_t stride = ((uint32_t)(operand >> 32) & 0x3fff) << 4, r = (uint32_t)row, c = (uint32_t)k;
     uint32_t at =
-        start + (major == K_MAJOR ? r / 8 * stride + r % 8 * TILE_ROW + c * 2
+        start + (major == K_MAJOR ? r / 8 * stride + r % 8 * TILE_ROW + c
                                   : r / 64 * next + r % 64 * 2 + c / 8 * stride + c % 8 * TILE_ROW);
     at ^= (at / TILE_ROW % 8) << 4;
     return memory_shared_at(at | (uint32_t)(operand >> 15 & 1) << 18);
 }
 
-// Calls f(16 bytes, row, k) for rows `first` on of an operand.
+// Calls f(16 bytes, row, k) for rows `first` on of an operand, whose numbers take so many bytes.
 template <class F>
-static void each_chunk(uint64_t operand, Major major, int first, int rows, F f) {
-    for (int row = first; row < first + rows; row += major == K_MAJOR ? 1 : 8)
-        for (int k = 0; k < K; k += major == K_MAJOR ? 8 : 1) f(chunk_at(operand, major, row, k), row, k);
+static void each_chunk(uint64_t operand, Major major, int bytes, int first, int rows, F f) {
+    for (int row = first; row < first + rows && major == K_MAJOR; row++)
+        for (int at = 0; at < K_BYTES; at += 16) f(chunk_at(operand, major, row, at), row, at / bytes);
+    for (int row = first; row < first + rows && major == MN_MAJOR; row += 8)
+        for (int k = 0; k < K_BYTES / bytes; k++) f(chunk_at(operand, major, row, k), row, k);
 }
 
 // The same for all that a warp reads.
 template <class F>
 static void each_chunk_of(const Product &p, int warp, F f) {
     const CudaWgmma &x = p.of_lane[0];
-    if (!x.a) each_chunk(x.operand_a, x.major_a, warp % WARPS * WARP_ROWS, WARP_ROWS, f);
-    each_chunk(x.operand_b, x.major_b, 0, x.n, f);
+    if (!x.a) each_chunk(x.operand_a, x.major_a, x.bytes, warp % WARPS * WARP_ROWS, WARP_ROWS, f);
+    each_chunk(x.operand_b, x.major_b, x.bytes, 0, x.n, f);
 }
 
 void wgmma_need_unread(uintptr_t address, size_t size, const void *site) {
@@ -140,7 +143,7 @@ static void look(const Product &p, int warp, uint16_t stamp) {
 
 static void find_range(Product *p, int operand, uint64_t descriptor, Major major, int first, int rows) {
     p->low[operand] = UINTPTR_MAX, p->high[operand] = 0;
-    each_chunk(descriptor, major, first, rows, [&](const char *chunk, int, int) {
+    each_chunk(descriptor, major, p->of_lane[0].bytes, first, rows, [&](const char *chunk, int, int) {
         if (p->low[operand] > (uintptr_t)chunk) p->low[operand] = (uintptr_t)chunk;
         if (p->high[operand] < (uintptr_t)chunk + 16) p->high[operand] = (uintptr_t)chunk + 16;
     });
@@ -215,9 +218,10 @@ static void issue(Warp *w, int warp, Cores *c) {
     c->products.add(p);
     wgmma_in_flight++;
     if (!now.counting) return;
-    count_tensor(2 * WARP_ROWS * x.n * K);
-    const int64_t passes_a = x.a ? 0 : WARP_ROWS * K * 2 / 128, passes_b = x.n * K * 2 / 128;
+    count_tensor(2 * WARP_ROWS * x.n * (K_BYTES / x.bytes), 8 * x.bytes);
+    const int64_t passes_a = x.a ? 0 : WARP_ROWS * K_BYTES / 128, passes_b = x.n * K_BYTES / 128;
     count_passes(passes_a + (warp % WARPS == 0 ? passes_b : 0));
+    tape_product(warp, WARP_ROWS * x.n * 32, passes_a + (warp % WARPS == 0 ? passes_b : 0), p.line);
 }
 
 // ---- wait ----
@@ -230,32 +234,48 @@ static Place place_d(int lane, int i) {
     return {lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2};
 }
 
-static float left[WARP_ROWS][K], right[K][MOST_N];
+static float left[WARP_ROWS][MOST_K], right[MOST_K][MOST_N];
+
+// The i-th number of some, two or four to a register, the lowest bits first.
+static float number(const CudaWgmma &x, const void *numbers, int i) {
+    uint16_t code = 0;
+    memcpy(&code, static_cast<const char *>(numbers) + i * x.bytes, (size_t)x.bytes);
+    return x.widen(code);
+}
 
 static void read_left(const Product &p, int warp) {
     const CudaWgmma &x = p.of_lane[0];
-    const int row0 = warp % WARPS * WARP_ROWS;
-    uint16_t numbers[8];
+    const int row0 = warp % WARPS * WARP_ROWS, each = 4 / x.bytes;  // of a register
     for (int l = 0; l < LANES && x.a; l++)
-        for (int i = 0; i < 8; i++)
-            left[l / 4 + i / 2 % 2 * 8][l % 4 * 2 + i % 2 + i / 4 * 8] =
-                x.widen((uint16_t)(p.a[l][i / 2] >> i % 2 * 16));
+        for (int i = 0; i < 4 * each; i++)
+            left[l / 4 + i / each % 2 * 8][l % 4 * each + i % each + i / each / 2 * 4 * each] =
+                number(x, p.a[l], i);
     if (x.a) return;
-    each_chunk(x.operand_a, x.major_a, row0, WARP_ROWS, [&](const char *chunk, int row, int k) {
-        memcpy(numbers, chunk, sizeof numbers);
-        for (int i = 0; i < 8; i++)
+    each_chunk(x.operand_a, x.major_a, x.bytes, row0, WARP_ROWS, [&](const char *chunk, int row, int k) {
+        for (int i = 0; i < 16 / x.bytes; i++)
             *(x.major_a == K_MAJOR ? &left[row - row0][k + i] : &left[row - row0 + i][k]) =
-                x.widen(numbers[i]);
+                number(x, chunk, i);
     });
 }
 
 static void read_right(const CudaWgmma &x) {
-    uint16_t numbers[8];
-    each_chunk(x.operand_b, x.major_b, 0, x.n, [&](const char *chunk, int column, int k) {
-        memcpy(numbers, chunk, sizeof numbers);
-        for (int i = 0; i < 8; i++)
-            *(x.major_b == K_MAJOR ? &right[k + i][column] : &right[k][column + i]) = x.widen(numbers[i]);
+    each_chunk(x.operand_b, x.major_b, x.bytes, 0, x.n, [&](const char *chunk, int column, int k) {
+        for (int i = 0; i < 16 / x.bytes; i++)
+            *(x.major_b == K_MAJOR ? &right[k + i][column] : &right[k][column + i]) = number(x, chunk, i);
     });
+}
+
+// Not in the header: what is compiled with a kernel is counted as its work.
+float cuda_widen_e4m3(uint16_t code) { return f32_from_e4m3((uint8_t)code); }
+
+// sum += 32 products of 8-bit numbers, cut off.
+static void multiply_8_bits(float (*sum)[MOST_N], int n) {
+    for (int row = 0; row < WARP_ROWS; row++)
+        for (int column = 0; column < n; column++) {
+            double step = sum[row][column];  // no rounding: 32 products of 8 bits
+            for (int k = 0; k < MOST_K; k++) step += (double)left[row][k] * right[k][column];
+            sum[row][column] = (float)cut_to_bits(step, BITS_OF_8_BIT_SUM);
+        }
 }
 
 static void multiply(const Product &p, int warp, Sums *s) {
@@ -268,8 +288,9 @@ static void multiply(const Product &p, int warp, Sums *s) {
             const Place d = place_d(l, i);
             sum[d.row][d.column] = x.add ? s->at[l][i] : 0;
         }
-    for (int row = 0; row < WARP_ROWS; row++)
-        for (int k = 0; k < K; k++)
+    if (x.bytes == 1) multiply_8_bits(sum, x.n);
+    for (int row = 0; row < WARP_ROWS && x.bytes == 2; row++)
+        for (int k = 0; k < K_BYTES / 2; k++)
             for (int column = 0; column < x.n; column++)
                 sum[row][column] += left[row][k] * right[k][column];
     for (int l = 0; l < LANES; l++)
@@ -331,8 +352,11 @@ void wgmma_meet(Warp *w, int op) {
     const int warp = (int)(w - warps);
     Cores *c = cores_of(warp);
     if (op == WARP_WGMMA) return issue(w, warp, c);
-    if (op == WARP_WGMMA_WAIT) wait(w, warp, c, (uint32_t)w->value[now.thread->lane]);
-    if (op == WARP_WGMMA_COMMIT) c->committed++;
+    if (op == WARP_WGMMA_WAIT) {
+        tape_finish(warp, (uint32_t)w->value[now.thread->lane]);
+        wait(w, warp, c, (uint32_t)w->value[now.thread->lane]);
+    }
+    if (op == WARP_WGMMA_COMMIT) c->committed++, tape_commit(warp);
     c->fenced = op == WARP_WGMMA_FENCE;
 }
 

@@ -157,6 +157,12 @@ float f32_from_e4m3(uint8_t code) { return of_e4m3(code); }
 uint8_t e5m2_from_f32(float x) { return to_e5m2(x); }
 float f32_from_e5m2(uint8_t code) { return of_e5m2(code); }
 
+double cut_to_bits(double x, int bits) {
+    int power = 0;
+    const double fraction = frexp(x, &power);
+    return ldexp(trunc(ldexp(fraction, bits)), power - bits);
+}
+
 // ---- many values ----
 
 typedef void Loop(void *to, const void *from, int64_t count);

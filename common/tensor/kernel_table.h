@@ -30,6 +30,8 @@ typedef struct KernelTable {
     bool (*attention_chunk_backward)(DType dtype, void *dq, void *dk, void *dv, const void *d_o,
                                      const void *q, const void *k, const void *v, const void *lse,
                                      const void *dots, AttentionChunk chunk);
+    bool (*adamw)(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,
+                  const void *grad, AdamW hyper, int64_t count);
 } KernelTable;
 
 // From now on these kernels come first; NULL: the back end's alone. Returns what has come first so far.

@@ -30,6 +30,9 @@ float f32_from_e4m3(uint8_t code);
 uint8_t e5m2_from_f32(float x);
 float f32_from_e5m2(uint8_t code);
 
+// x cut off to so many significant bits, towards zero, as a Hopper cuts sums of 8-bit products.
+double cut_to_bits(double x, int bits);
+
 // count elements of host memory from one dtype to another; f64 to a 16- or 8-bit type goes through f32.
 void dtype_convert(void *to, DType to_dtype, const void *from, DType from_dtype, int64_t count);
 

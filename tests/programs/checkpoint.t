@@ -130,6 +130,21 @@ refuses "a dry run that would save" 'dry-run computes no weights to save or begi
 [ ! -e "$work/dry" ]
 report $? "and makes no folder for it"
 
+# Rank 1 has another file system in the folder's place, as on another host.
+if unshare -m --propagation private true 2>/dev/null; then
+    mkdir "$work/apart"
+    on_two_hosts='[ $OMPI_COMM_WORLD_RANK = 0 ] || mount -t tmpfs tmpfs "$0" && exec "$@"'
+    run mpirun --quiet --oversubscribe --allow-run-as-root -n 2 unshare -m --propagation private \
+        sh -c "$on_two_hosts" "$work/apart" "$build/../02_zero/zero3" $shape $run --steps 1 --no-check \
+        --save "$work/apart"
+    one_line $status -F "rank 1: this rank does not see $work/apart/.step-000001.tmp" &&
+        grep -q 'a folder that all hosts share; the checkpoint of step 1 is not saved' "$err" &&
+        [ -z "$(ls -A "$work/apart")" ]
+    report $? "a folder that one rank does not see: its sentence, and nothing is left"
+else
+    echo "# SKIP a folder that one rank does not see: no mount namespaces here"
+fi
+
 refuses "a folder without a checkpoint" "$work holds no checkpoint" train --resume "$work" $to20
 refuses "a folder that is not there" 'no/such/folder' train --resume "$work/no/such/folder" $to20
 refuses "weights alone cannot be resumed" 'init takes its weights alone' train \

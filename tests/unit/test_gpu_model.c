@@ -84,6 +84,8 @@ static void each_part_has_its_roof(void **state) {
          312e12 / (2048 * 108 * 1.41e9));
     Work both = {.memory_sectors = 3.35e12 / 32, .tensor_flops = 8192 * clocks};
     near(gpu_time(h100, &both).seconds, 2);
+    both.tensor_8_flops = 2 * 8192 * clocks;  // twice as many in a second, of the same tensor cores
+    near(gpu_time(h100, &both).seconds, 4);
     assert_string_equal(part_name(gpu_time(h100, &both).busiest), "tensor");
 }
 

@@ -28,8 +28,9 @@ static const int swizzle[8][8] = {
     {0, 1, 2, 3, 4, 5, 6, 7}, {1, 0, 3, 2, 5, 4, 7, 6}, {2, 3, 0, 1, 6, 7, 4, 5}, {3, 2, 1, 0, 7, 6, 5, 4},
     {4, 5, 6, 7, 0, 1, 2, 3}, {5, 4, 7, 6, 1, 0, 3, 2}, {6, 7, 4, 5, 2, 3, 0, 1}, {7, 6, 5, 4, 3, 2, 1, 0}};
 
-// The box at (row, column), as it lies in shared memory.
-__global__ void copy_box(uint16_t *y, const __grid_constant__ TensorMap map, int row, int column) {
+// The box at (row, column), of a sample or of the only one, as it lies in shared memory.
+__global__ void copy_box(uint16_t *y, const __grid_constant__ TensorMap map, int sample, int row,
+                         int column) {
     __shared__ __align__(TILE_ALIGNMENT) uint16_t tile[16 * 64];
     __shared__ Mbarrier full;
     const int t = (int)threadIdx.x;
@@ -40,7 +41,8 @@ __global__ void copy_box(uint16_t *y, const __grid_constant__ TensorMap map, int
     __syncthreads();
     if (t == 0) {
         mbarrier_arrive_expect(&full, sizeof tile);
-        tma_load(tile, &map, row, column, &full);
+        if (sample == NO_SAMPLE) tma_load(tile, &map, row, column, &full);
+        else tma_load(tile, &map, sample, row, column, &full);
     }
     mbarrier_wait(&full, 0);
     for (int i = t; i < 16 * 64; i += 32) y[i] = tile[i];
@@ -48,27 +50,33 @@ __global__ void copy_box(uint16_t *y, const __grid_constant__ TensorMap map, int
 
 static void a_box_is_swizzled_and_zero_outside(void **state) {
     (void)state;
-    enum { ROWS = 21, COLUMNS = 75, PITCH = 80 };
+    enum { ROWS = 21, COLUMNS = 75, PITCH = 80, SAMPLES = 3 };
     static uint16_t x[ROWS][PITCH], y[16][64];
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < PITCH; c++) x[r][c] = (uint16_t)(r * PITCH + c + 1);
     const uint16_t *on_gpu = on_device(&x[0][0], ROWS * PITCH);
     uint16_t *made = on_device(&y[0][0], 16 * 64);
     const struct {
-        int row, column, sectors;
-    } cases[] = {{0, 0, 64}, {5, 8, 80}, {10, 32, 33}, {-3, -5, 52}};
+        int sample, row, column, sectors;
+    } cases[] = {{NO_SAMPLE, 0, 0, 64},   {NO_SAMPLE, 5, 8, 80}, {NO_SAMPLE, 10, 32, 33},
+                 {NO_SAMPLE, -3, -5, 52}, {1, 0, 0, 28},         {2, -3, 0, 28},
+                 {SAMPLES, 0, 0, 0},      {-1, 0, 0, 0}};
     for (auto &c : cases) {
+        const bool one = c.sample == NO_SAMPLE;
+        const int rows = one ? ROWS : ROWS / SAMPLES, first = one ? 0 : c.sample * rows;
         cuda_count_begin();
         LAUNCH(copy_box, 1, 32, 0, 0, made,
-               tensor_map(reinterpret_cast<const __half *>(on_gpu), ROWS, COLUMNS, PITCH, 16), c.row,
-               c.column);
+               tensor_map(reinterpret_cast<const __half *>(on_gpu), rows, COLUMNS, PITCH, 16,
+                          one ? 0 : SAMPLES),
+               c.sample, c.row, c.column);
         const CudaCounts counts = cuda_count_end();
         CUDA_CHECK(cudaMemcpy(y, made, sizeof y, cudaMemcpyDeviceToHost));
         for (int r = 0; r < 16; r++)
             for (int i = 0; i < 64; i++) {
                 const int row = c.row + r, column = c.column + swizzle[r % 8][i / 8] * 8 + i % 8;
-                const bool exists = row >= 0 && row < ROWS && column >= 0 && column < COLUMNS;
-                assert_int_equal(y[r][i], exists ? x[row][column] : 0);
+                const bool exists = row >= 0 && row < rows && column >= 0 && column < COLUMNS &&
+                                    (one || (c.sample >= 0 && c.sample < SAMPLES));
+                assert_int_equal(y[r][i], exists ? x[first + row][column] : 0);
             }
         assert_int_equal(counts.global_loads, 1);
         assert_int_equal(counts.global_load_sectors, c.sectors);
@@ -88,7 +96,7 @@ static const int lane_d[16][4] = {{0, 1, 2, 3},     {4, 5, 6, 7},     {8, 9, 10,
 static int left(int row, int k) { return (row * 7 + k * k * 3) % 13 - 6; }
 static int right(int k, int column) { return (k * 5 + column * column * 3) % 11 - 5; }
 
-// d of a lane: A (64, 64) B (64, N), 16 of k after 16.
+// d of a lane: A (64, K) B (K, N), one product after another; K: 64, or 128 of 8 bits.
 template <class T, int N, Major A, Major B, bool REGISTERS>
 __global__ void multiply_tiles(float *y, const __grid_constant__ TensorMap a,
                                const __grid_constant__ TensorMap b) {
@@ -131,34 +139,35 @@ __global__ void multiply_tiles(float *y, const __grid_constant__ TensorMap a,
 }
 
 template <class T, int N, Major A, Major B, bool REGISTERS = false>
-static void products(uint16_t (*code)(float)) {
-    static uint16_t a[64][64], b[N][64];
+static void products() {
+    enum { K = TILE_ROW / sizeof(T) };
+    static T a[64][K], b[N][K];
     static float d[N / 2 + 1][128];
     for (int row = 0; row < 64; row++)
-        for (int k = 0; k < 64; k++) (A == K_MAJOR ? a[row][k] : a[k][row]) = code((float)left(row, k));
-    uint16_t *flat = &b[0][0];
+        for (int k = 0; k < K; k++) (A == K_MAJOR ? a[row][k] : a[k][row]) = T((float)left(row, k));
+    T *flat = &b[0][0];
     for (int column = 0; column < N; column++)
-        for (int k = 0; k < 64; k++)
-            flat[B == K_MAJOR ? column * 64 + k : k * N + column] = code((float)right(k, column));
+        for (int k = 0; k < K; k++)
+            flat[B == K_MAJOR ? column * K + k : k * N + column] = T((float)right(k, column));
     float *y = floats(128 + 128 * (N / 2));
-    const T *on_gpu_a = reinterpret_cast<const T *>(on_device(&a[0][0], 64 * 64));
-    const T *on_gpu_b = reinterpret_cast<const T *>(on_device(flat, N * 64));
+    const T *on_gpu_a = on_device(&a[0][0], 64 * K), *on_gpu_b = on_device(flat, N * K);
     cuda_count_begin();
-    LAUNCH((multiply_tiles<T, N, A, B, REGISTERS>), 1, 128, 0, 0, y, tensor_map(on_gpu_a, 64, 64, 64, 64),
-           tensor_map(on_gpu_b, B == K_MAJOR ? N : 64, B == K_MAJOR ? 64 : N, B == K_MAJOR ? 64 : N, 64));
+    LAUNCH((multiply_tiles<T, N, A, B, REGISTERS>), 1, 128, 0, 0, y, tensor_map(on_gpu_a, 64, K, K, 64),
+           tensor_map(on_gpu_b, B == K_MAJOR ? N : 64, B == K_MAJOR ? K : N, B == K_MAJOR ? K : N, 64));
     const CudaCounts counts = cuda_count_end();
     CUDA_CHECK(cudaMemcpy(d, y, sizeof d, cudaMemcpyDeviceToHost));
     for (int t = 0; t < 128; t++) assert_true(isnan(d[0][t]));
     for (int row = 0; row < 64; row++)
         for (int column = 0; column < N; column++) {
             int sum = 1000;
-            for (int k = 0; k < 64; k++) sum += left(row, k) * right(k, column);
+            for (int k = 0; k < K; k++) sum += left(row, k) * right(k, column);
             const int t = row / 16 * 32 + lane_d[row % 16][column % 8 / 2];
             const int i = column / 8 * 4 + row % 16 / 8 * 2 + column % 2;
             assert_int_equal((int)(&d[1][0])[t * (N / 2) + i], sum);
         }
-    assert_int_equal(counts.tensor_flops, 2 * 64 * 64 * N);
-    // Rows that TMA writes; A's 2 kB and B's, once for the four warps, of each 16 of k. A lane's registers
+    assert_int_equal(counts.tensor_flops, sizeof(T) == 2 ? 2 * 64 * K * N : 0);
+    assert_int_equal(counts.tensor_8_flops, sizeof(T) == 1 ? 2 * 64 * K * N : 0);
+    // Rows that TMA writes; A's 2 kB and B's, once for the four warps, of each product. A lane's registers
     // of A take as many passes.
     assert_int_equal(counts.shared_passes, 64 + N + 4 * (16 + N / 4));
     assert_int_equal(counts.shared_conflicts, 0);
@@ -166,11 +175,36 @@ static void products(uint16_t (*code)(float)) {
 
 static void products_of_a_warpgroup(void **state) {
     (void)state;
-    products<__nv_bfloat16, 64, K_MAJOR, K_MAJOR>(bf16_from_f32);
-    products<__half, 128, K_MAJOR, MN_MAJOR>(f16_from_f32);
-    products<__nv_bfloat16, 256, MN_MAJOR, MN_MAJOR>(bf16_from_f32);
-    products<__half, 64, MN_MAJOR, K_MAJOR>(f16_from_f32);
-    products<__nv_bfloat16, 128, K_MAJOR, MN_MAJOR, true>(bf16_from_f32);
+    products<__nv_bfloat16, 64, K_MAJOR, K_MAJOR>();
+    products<__half, 128, K_MAJOR, MN_MAJOR>();
+    products<__nv_bfloat16, 256, MN_MAJOR, MN_MAJOR>();
+    products<__half, 64, MN_MAJOR, K_MAJOR>();
+    products<__nv_bfloat16, 128, K_MAJOR, MN_MAJOR, true>();
+    products<__nv_fp8_e4m3, 64, K_MAJOR, K_MAJOR>();
+    products<__nv_fp8_e4m3, 128, K_MAJOR, K_MAJOR, true>();
+}
+
+// 1000 + 448 * 448 is 12606.5 * 16, and below 2^18: 14 bits of it end with 16.
+static void sums_of_8_bits_are_cut_off(void **state) {
+    (void)state;
+    typedef __nv_fp8_e4m3 T;
+    enum { K = 128, N = 64 };
+    static T a[64][K], b[N][K];
+    static float d[N / 2 + 1][128];
+    for (int i = 0; i < 64; i++) {
+        a[i][0] = b[i][0] = T(448.f);
+        a[i][32] = T(1.f), b[i][32] = T((float)(i % 33 - 16));  // of the second product
+    }
+    float *y = floats(128 + 128 * (N / 2));
+    LAUNCH((multiply_tiles<T, N, K_MAJOR, K_MAJOR, false>), 1, 128, 0, 0, y,
+           tensor_map(on_device(&a[0][0], 64 * K), 64, K, K, 64),
+           tensor_map(on_device(&b[0][0], N * K), N, K, K, 64));
+    CUDA_CHECK(cudaMemcpy(d, y, sizeof d, cudaMemcpyDeviceToHost));
+    for (int column = 0; column < 8; column++)  // of row 0: -16 to -9 have come to its sums
+        assert_int_equal((int)(&d[1][0])[column / 2 * (N / 2) + column % 2], 201680);
+    for (int column = 16; column < 32; column++)  // 0 to 15
+        assert_int_equal((int)(&d[1][0])[column % 8 / 2 * (N / 2) + column / 8 * 4 + column % 2], 201696);
+    assert_int_equal((int)(&d[1][0])[16], 201712);  // column 32, with 16
 }
 
 // ---- a ring of tiles, and what can be wrong with it ----
@@ -195,7 +229,8 @@ enum Fault {
     PLAIN_STORE,
     TWO_ARRIVALS,
     TOUCHED,
-    UNALIGNED
+    UNALIGNED,
+    OTHER_MAP
 };
 
 enum { DEEP = 2, STEPS = 5, TILE = 64 * TILE_ROW };
@@ -222,6 +257,7 @@ __global__ void ring(float *y, const __grid_constant__ TensorMap map) {
             else
                 mbarrier_arrive_expect(&full[s],
                                        2 * TILE + (FAULT == MANY_BYTES) * 16 - (FAULT == FEW_BYTES) * 16);
+            if (FAULT == OTHER_MAP) tma_load(tiles + s * 2 * TILE, &map, 0, 0, 0, &full[s]);
             tma_load(tiles + s * 2 * TILE, &map, 0, 0, &full[s]);
             tma_load(tiles + s * 2 * TILE + TILE, &map, 64, 0, &full[s]);
         }
@@ -296,6 +332,7 @@ static void a_ring_of_tiles(void **state) {
     FOUND(turn<PLAIN_STORE>(), "which thread 0 has written (", "with no fence_proxy_async() behind it");
     FOUND(turn<TWO_ARRIVALS>(), "which the tensor cores for warp 3 read (");
     FOUND(turn<TOUCHED>(), "changes the registers of D before it has waited for this wgmma");
+    FOUND(turn<OTHER_MAP>(), "copies of a sample by a map without samples");
     FOUND(turn<UNALIGNED>(), "copies a swizzled tile to 0x", "which is no multiple of 1024");
 }
 
@@ -307,6 +344,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_box_is_swizzled_and_zero_outside),
         cmocka_unit_test(products_of_a_warpgroup),
+        cmocka_unit_test(sums_of_8_bits_are_cut_off),
         cmocka_unit_test(a_ring_of_tiles),
     };
     return cmocka_run_group_tests_name("instructions_hopper", tests, NULL, NULL);
