@@ -174,9 +174,19 @@ static inline float exp_f32(float x) {
     return result;
 }
 
+// ---- AVX-512, where the processor has it ----
+
+#if defined __AVX512F__ && defined __AVX512BW__ && defined __AVX512VL__
+#define TILES 1
+#include "ops_cpu_tiles.inc"
+#else
+#define TILES 0
+#endif
+
 // ---- the same code for f32 and f64 ----
 
 #define REAL    float
+#define IN_REGISTERS TILES  // 16 x 16 are transposed there
 #define F(name) name##_f32
 #define EXP     exp_f32
 #define LOG     logf
@@ -189,6 +199,7 @@ static inline float exp_f32(float x) {
 #include "ops_cpu_experts.inc"
 #include "ops_cpu_codes.inc"
 #undef REAL
+#undef IN_REGISTERS
 #undef F
 #undef EXP
 #undef LOG
@@ -200,6 +211,7 @@ static inline float exp_f32(float x) {
 #pragma clang diagnostic ignored "-Wpass-failed"  // exp of f64 is no vector code
 #endif
 #define REAL    double
+#define IN_REGISTERS 0
 #define F(name) name##_f64
 #define EXP     exp
 #define LOG     log
@@ -213,13 +225,6 @@ static inline float exp_f32(float x) {
 #include "ops_cpu_codes.inc"
 
 #define CALL(dtype, name, ...) ((dtype) == F64 ? name##_f64(__VA_ARGS__) : name##_f32(__VA_ARGS__))
-
-#if defined __AVX512F__ && defined __AVX512BW__ && defined __AVX512VL__
-#include "ops_cpu_tiles.inc"
-#define TILES 1
-#else
-#define TILES 0
-#endif
 
 // ---- elementwise ----
 
@@ -312,8 +317,8 @@ void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
     scratch_begin();
     void *wide_c = beta ? widen(dtype, c, m * n) : wide_output(dtype, c, m * n);
 #if TILES
-    if (is_thin(dtype, transpose_a, n, k)) {
-        matmul_tiles(wide_c, dtype, a, b, m, n, k, transpose_b, beta != 0);
+    if (is_thin(dtype, transpose_a, m, n, k)) {
+        matmul_tiles(wide_c, dtype, a, b, m, n, k, transpose_a, transpose_b, beta != 0);
         narrow(dtype, c, wide_c, m * n);
         return;
     }
