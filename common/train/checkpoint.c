@@ -204,10 +204,24 @@ static void saving_end(Saving *s) {
     free(s->aside);
 }
 
+// The first rank that has failed, or the number of all. By two calls that training does not use.
+static int first_to_fail(Group world, bool failed) {
+    double first = failed ? -world.rank : -world.size;
+    Memory before = memory_account();
+    Tensor t = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(1));
+    tensor_from_doubles(t, &first);
+    comm_wait(comm_reduce(t, REDUCE_MAX, 0, world));
+    comm_wait(comm_broadcast(t, 0, world));
+    tensor_to_doubles(&first, t);
+    tensor_free(&t);
+    memory_restore_peak(&before);
+    return (int)-first;
+}
+
 // Where all ranks meet: fatal if one of them has failed, and says the first one's fault.
 static void all_are_well(const Saving *s, const char *wrong) {
     Group world = s->params->world;
-    int first = world.size - (int)comm_max(wrong ? world.size - world.rank : 0, world);
+    int first = first_to_fail(world, wrong != NULL);
     if (first == world.size) return;
     if (world.rank == 0) folder_remove_checkpoint(s->temporary);
     comm_wait(comm_barrier(world));
@@ -230,10 +244,8 @@ static const char *make_files(const char *dir, const Config *config, const Savin
 // This rank's part of all files.
 static const char *fill_files(Saving *s) {
     if (access(s->temporary, F_OK) != 0)
-        return format_text(
-            "this rank does not see %s, which rank 0 has made: each rank writes its own part, "
-            "so that --save takes a folder that all hosts share",
-            s->temporary);
+        return format_text("this rank does not see %s: --save takes a folder that all hosts share",
+                           s->temporary);
     const char *wrong = NULL;
     for (int i = 0; i < s->files && !wrong; i++)
         wrong = safetensors_fill(s->path[i], &s->contents[i].file, give, &s->contents[i]);

@@ -139,7 +139,7 @@ if unshare -m --propagation private true 2>/dev/null; then
         sh -c "$on_two_hosts" "$work/apart" "$build/../02_zero/zero3" $shape $run --steps 1 --no-check \
         --save "$work/apart"
     one_line $status -F "rank 1: this rank does not see $work/apart/.step-000001.tmp" &&
-        grep -q 'a folder that all hosts share; the checkpoint of step 1 is not saved' "$err" &&
+        grep -q "folder that all hosts share; the checkpoint of step 1 is not saved" "$err" &&
         [ -z "$(ls -A "$work/apart")" ]
     report $? "a folder that one rank does not see: its sentence, and nothing is left"
 else
