@@ -3,6 +3,8 @@
 #ifndef ATTENTION_REFERENCE_H
 #define ATTENTION_REFERENCE_H
 
+#include <algorithm>
+
 #include "flash_tiles.h"
 
 // The order in which the emulator runs blocks and threads from now on; 0: the natural one.
@@ -104,8 +106,17 @@ Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float
     return out;
 }
 
+// Makes the second half of an array NaN.
+template <class T>
+void spoil(const Array<T> &x) {
+    const std::vector<T> none((size_t)(x.count - x.count / 2), static_cast<T>(NAN));
+    CUDA_CHECK(
+        cudaMemcpy(x.at + x.count / 2, none.data(), none.size() * sizeof(T), cudaMemcpyHostToDevice));
+}
+
 // Forward by launch(version, o, lse, scores, q, k, v, shape), in T, over lengths that fill no tile and, the
-// `longest`, no block. lse too, where there is one; it is f32 for every T, and so held apart.
+// `longest`, no block. lse too, where there is one; it is f32 for every T, and so held apart. What a sample
+// is given reaches no other one: not even NaN, which a weight of 0 would not stop.
 template <class T = float, class Launch>
 Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version,
                     int64_t longest = sizeof(T) == 2 ? 131 : 67) {
@@ -130,6 +141,12 @@ Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version
         if (has_lse) logs.hold(lse.host(), cpu.lse, right.lse);
         launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
         report_that(made(o) == once, "two runs with %lld tokens differ", (long long)n.s);
+        if (n.b == 1) continue;
+        for (const Array<T> *x : {&d_q, &d_k, &d_v}) spoil(*x);
+        launch(version, o.at, lse.at, scores.at, d_q.at, d_k.at, d_v.at, shape);
+        const std::vector<float> beside = made(o);
+        report_that(std::equal(once.begin(), once.begin() + queries / 2, beside.begin()),
+                    "NaN in the second sample reaches the first");
     }
     report_that(logs.error <= logs.bound, "lse is off by %.1e, and may be by %.1e", logs.error, logs.bound);
     return proof;
@@ -144,7 +161,7 @@ Proof prove_backward(int d, bool causal, Launch launch) {
     const struct {
         int64_t b, s, a, kv;
         double scale;
-    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 131, 1, 1, 1}};
+    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {2, 33, 4, 2, 30}, {1, 131, 1, 1, 1}};
     for (auto &n : cases) {
         const Heads shape = {n.b, n.s, n.a, n.kv, 1 / sqrtf((float)d), causal};
         const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.s * n.kv * d, rows = n.b * n.a * n.s;
@@ -171,6 +188,14 @@ Proof prove_backward(int d, bool causal, Launch launch) {
         emulator_order(0);
         report_that(made(dq) == once[0] && made(dk) == once[1] && made(dv) == once[2],
                     "two runs with %lld tokens differ", (long long)n.s);
+        if (n.b == 1) continue;
+        for (const Array<T> *y : {&d_q, &d_k, &d_v, &o, &d_do}) spoil(*y);
+        launch(grad, in, room.at, shape);
+        const std::vector<float> beside[] = {made(dq), made(dk), made(dv)};
+        for (int i = 0; i < 3; i++)
+            report_that(std::equal(once[i].begin(), once[i].begin() + (ptrdiff_t)once[i].size() / 2,
+                                   beside[i].begin()),
+                        "NaN in the second sample reaches gradients of the first");
     }
     return proof;
 }
@@ -214,19 +239,20 @@ static inline Heads flash_options(int argc, char **argv, const char *purpose, in
 }
 
 // A table without a mask and one with it, whose rows are rows(shape). passes: 1 of forward; 2 of backward,
-// which moves and computes at least twice as much. tensor: in 16 bits on tensor cores.
+// which moves and computes at least twice as much. bits: of the numbers; 16 and 8 on tensor cores.
 template <class Rows>
-void flash_tables(const KernelsOptions *options, Heads shape, int d, int passes, Rows rows,
-                  bool tensor = false) {
+void flash_tables(const KernelsOptions *options, Heads shape, int d, int passes, Rows rows, int bits = 32) {
     for (int causal = 0; causal < 2; causal++) {
         shape.causal = causal;
         const double s = (double)shape.s, pairs = s * (causal ? (s + 1) / 2 : s);
         char *size = format_text(
             "%s%s of %lld tokens, %d heads of %d, %d of K/V", passes == 2 ? "backward of " : "",
             causal ? "causal attention" : "attention", (long long)shape.s, (int)shape.a, d, (int)shape.kv);
-        const double bytes = passes * (tensor ? 2 : 4) * words_of_forward(shape, d);
+        const double bytes = passes * bits / 8 * words_of_forward(shape, d);
         const double flops = passes * 4 * pairs * d * (double)shape.a;
-        kernels_begin(options, size, kernels_limit(options, bytes, tensor ? 0 : flops, tensor ? flops : 0));
+        kernels_begin(
+            options, size,
+            kernels_limit(options, bytes, bits == 32 ? flops : 0, bits == 32 ? 0 : flops * bits / 16));
         rows(shape);
         free(size);
     }

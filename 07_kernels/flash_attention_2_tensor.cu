@@ -266,7 +266,7 @@ static void show(const KernelsOptions *options, const Heads &shape) {
             row<__nv_bfloat16, D>(shape.causal ? "bf16, causal" : "bf16", shape);
             row<__half, D>(shape.causal ? "fp16, causal" : "fp16", shape);
         },
-        true);
+        16);
 }
 
 int main(int argc, char **argv) {

@@ -20,67 +20,23 @@
 //
 // wgmma reads K and V once for four warps, mma for each: shared memory takes 0.88 of the tensor cores'
 // clocks, and not 1.5 times as many. A tile on the diagonal is 128 keys wide, not 64: with a causal mask,
-// 1.5% more products. The emulator names a barrier that is waited for in vain, and what is touched in
-// flight. It does not model overlap: its time is that of the busiest part, with turns and without. What
-// turns can hide is in the last lines; what they do hide, a GPU must show.
+// 1.5% more products. The table's time is that of the busiest part, with turns and without.
 //
 // Proof: as for flash_attention_2_tensor.cu, up to three tiles of keys, for which the ring comes round.
 // Run: build/07_kernels/flash_attention_3           (--head-size 64, --size 8192, --verbose)
 // Last line: PASS flash_attention_3: the busiest part takes 0.66 of products and exponentials one by one …
-#include "cuda/instructions_hopper.h"
-#include "flash_fragments.h"
-
-enum { WARPGROUP = 128, GROUPS = 2, BLOCK = (GROUPS + 1) * WARPGROUP };  // the last one produces
-enum { ROWS = 128, COLUMNS = 64, BOX = ROWS * TILE_ROW, STAGES = 4 };    // of a copy; of the ring
-enum { QUERIES = ROWS, OWN = QUERIES / GROUPS, KEYS = ROWS };  // of a block, a warpgroup; of a tile
+#include "flash_warpgroups.h"
 
 template <int D>
-constexpr int TILE_BYTES = D / COLUMNS *BOX;
-
-// What the roles of a block share; they take as many tiles of keys as of values.
-struct Shared {
-    char *q, *ring;
-    Mbarrier *full, *empty, *turn;
-    int tiles;
-};
-
-__device__ static inline int own_group() { return (int)threadIdx.x / WARPGROUP; }
-
-// ---- the producer ----
-
-template <int D>
-__device__ static inline void copy_tile(char *tile, const TensorMap *map, int row, int column,
-                                        Mbarrier *full) {
-    mbarrier_arrive_expect(full, TILE_BYTES<D>);
-    for (int i = 0; i < D / COLUMNS; i++) tma_load(tile + i * BOX, map, row, column + i * COLUMNS, full);
-}
-
-// One head's K and V in turn. Rows behind the last key, zeros or the next sample's, are seen by no query.
-template <int D>
-__device__ static inline void produce(const Shared &m, const TensorMap *k, const TensorMap *v,
-                                      int first_row, int column) {
-    for (int t = 0; t < 2 * m.tiles; t++) {
-        mbarrier_wait(&m.empty[t % STAGES], 1 - t / STAGES % 2);
-        copy_tile<D>(m.ring + t % STAGES * TILE_BYTES<D>, t % 2 ? v : k, first_row + t / 2 * KEYS, column,
-                     &m.full[t % STAGES]);
-    }
-}
+constexpr int BOXES = D / COLUMNS;  // of a tile
 
 // ---- products ----
-
-// Tile t of the ring: 2 i are the keys and 2 i + 1 the values of step i.
-__device__ static inline void await(const Shared &m, int t) {
-    mbarrier_wait(&m.full[t % STAGES], t / STAGES % 2);
-}
-__device__ static inline void release(const Shared &m, int t) {
-    if (own_lane() == 0) mbarrier_arrive(&m.empty[t % STAGES]);
-}
 
 // s (=) the warpgroup's queries by tile i of the keys: a group of wgmma, in flight.
 template <class T, int D>
 __device__ static inline void issue_scores(float (&s)[KEYS / 2], const Shared &m, int i) {
     const char *q = m.q + own_group() * OWN * TILE_ROW;
-    const char *k = m.ring + 2 * i % STAGES * TILE_BYTES<D>;
+    const char *k = m.ring + 2 * i % STAGES * BOXES<D> * BOX;
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < D / 16; x++) {
@@ -94,58 +50,12 @@ __device__ static inline void issue_scores(float (&s)[KEYS / 2], const Shared &m
 template <class T, int D>
 __device__ static inline void issue_values(float (&sum)[D / 2], const uint32_t (&p)[KEYS / 16][4],
                                            const Shared &m, int i) {
-    const char *v = m.ring + (2 * i + 1) % STAGES * TILE_BYTES<D>;
+    const char *v = m.ring + (2 * i + 1) % STAGES * BOXES<D> * BOX;
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < KEYS / 16; x++)
         wgmma<T, MN_MAJOR>(sum, p[x], wgmma_operand(v + x * 16 * TILE_ROW, BOX), true);
     wgmma_commit();
-}
-
-// ---- softmax, in registers ----
-
-// Of a lane's two rows: the maximum so far, before the scale; this lane's part of the sum; and what earlier
-// sums count for in it. c: scale log2(e).
-struct Softmax {
-    float c, most[2], sum[2], keep[2];
-    int query0;  // of the warp
-};
-
-// What a query does not see is -inf.
-__device__ static inline void mask(float (&s)[KEYS / 2], const Heads &shape, int query0, int key0) {
-    const int first = key0 + own_lane() % 4 * 2, last = (int)shape.s - 1;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int query = query0 + half * 8 + own_lane() / 4;
-        const int keys = (shape.causal ? min(query, last) : last) - first;  // beyond this lane's first
-#pragma unroll
-        for (int j = 0; j < KEYS / 4; j++)
-            if (j / 2 * 8 + j % 2 > keys) s[j / 2 * 4 + 2 * half + j % 2] = -INFINITY;
-    }
-}
-
-// s: scores (in), their exponentials (out). Each row has seen a key: most is finite.
-__device__ static inline void soften(float (&s)[KEYS / 2], Softmax *x, const Heads &shape, int key0) {
-    if (!sees(shape, x->query0, key0 + KEYS - 1)) mask(s, shape, x->query0, key0);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float most = x->most[half];
-#pragma unroll
-        for (int j = 2 * half; j < KEYS / 2; j += 4) most = fmaxf(most, fmaxf(s[j], s[j + 1]));
-        most = quad_max(most);
-        const float keep = exp2f((x->most[half] - most) * x->c), shift = most * x->c;
-        x->most[half] = most, x->sum[half] *= keep, x->keep[half] = keep;
-#pragma unroll
-        for (int j = 2 * half; j < KEYS / 2; j += 4)
-#pragma unroll
-            for (int e = j; e < j + 2; e++) x->sum[half] += s[e] = exp2f(fmaf(s[e], x->c, -shift));
-    }
-}
-
-template <int D>
-__device__ static inline void rescale(float (&sum)[D / 2], const Softmax &x) {
-#pragma unroll
-    for (int i = 0; i < D / 2; i++) sum[i] *= x.keep[i / 2 % 2];
 }
 
 // What a lane has of the scores is what it needs of the left operand: p (=) s in 16 bits.
@@ -176,14 +86,6 @@ __device__ static inline void consume(float (&sum)[D / 2], Softmax *x, const Sha
         wgmma_wait<0>(sum);
         release(m, 2 * i + 1);
     }
-}
-
-// Turn i of a warpgroup: the first one's comes behind the other's before.
-__device__ static inline void take_turn(const Shared &m, int i) {
-    mbarrier_wait(&m.turn[own_group()], own_group() == 0 ? 1 - i % 2 : i % 2);
-}
-__device__ static inline void pass_turn(const Shared &m) {
-    if (own_lane() == 0) mbarrier_arrive(&m.turn[1 - own_group()]);
 }
 
 // In turn i it multiplies for the scores of tile i and with those of tile i - 1.
@@ -222,35 +124,6 @@ __device__ static inline void consume_in_turns(float (&sum)[D / 2], Softmax *x, 
     wgmma_wait<0>(sum);
 }
 
-// The warp's rows of o and lse (=): o by way of where its queries were, to store whole chunks.
-template <int D, class T>
-__device__ static inline void finish(T *o, float *lse, T *tile, const float (&sum)[D / 2], const Softmax &x,
-                                     float scale, int end, int64_t stride) {
-    const int lane = own_lane(), row0 = own_warp() * 16, query0 = x.query0;
-    const auto place = [&](int own, int chunk) {
-        return chunk / 8 * ROWS * COLUMNS + (row0 + own) * COLUMNS + (chunk % 8 ^ own % 8) * CHUNK;
-    };
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const int own = half * 8 + lane / 4;
-        const float total = quad_sum(x.sum[half]), inverse = 1 / total;
-        const float log_sum = fmaf(x.most[half], scale, logf(total));
-        if (lane % 4 == 0 && query0 + own < end) lse[query0 + own] = log_sum;
-#pragma unroll
-        for (int c = 0; c < D / 8; c++)
-            *reinterpret_cast<uint32_t *>(tile + place(own, c) + lane % 4 * 2) =
-                packed<T>(sum[4 * c + 2 * half] * inverse, sum[4 * c + 2 * half + 1] * inverse);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int at = lane; at < 16 * D / CHUNK; at += 32) {
-        const int own = at / (D / CHUNK), chunk = at % (D / CHUNK);
-        if (query0 + own < end)
-            *reinterpret_cast<uint4 *>(o + (query0 + own) * stride + chunk * CHUNK) =
-                *reinterpret_cast<const uint4 *>(tile + place(own, chunk));
-    }
-}
-
 // Block (queries, head, sample), those with the most keys first. Of a multiprocessor's 65536 registers, a
 // producer's thread keeps 24, and a consumer's has 240.
 template <class T, int D, bool TURNS>
@@ -273,12 +146,12 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const int first_query = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES;
     const int last_key = shape.causal ? min(first_query + QUERIES, end) : end;
     char *tiles = first_tile(memory);
-    const Shared m = {tiles, tiles + TILE_BYTES<D>, full, empty, turn, (last_key + KEYS - 1) / KEYS};
+    const Shared m = {tiles, tiles + BOXES<D> * BOX, full, empty, turn, (last_key + KEYS - 1) / KEYS};
     if (own_group() == GROUPS) {
         registers_give<24>();
         if (threadIdx.x == GROUPS * WARPGROUP) {
-            copy_tile<D>(m.q, &q, sample * end + first_query, head * D, &q_full);
-            produce<D>(m, &k, &v, sample * end, head / (int)(shape.a / shape.kv) * D);
+            copy_tile<BOXES<D>>(m.q, &q, sample, first_query, head * D, &q_full);
+            produce<BOXES<D>>(m, &k, &v, sample, head / (int)(shape.a / shape.kv) * D);
         }
     } else {
         registers_take<240>();
@@ -291,7 +164,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         named_barrier(1 + own_group(), WARPGROUP);  // nobody needs its queries any more
         const int64_t stride = shape.a * D;
         finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end,
-                  reinterpret_cast<T *>(m.q), sum, x, shape.scale, end, stride);
+                  reinterpret_cast<T *>(m.q), sum, x, 1, end, stride);
     }
 }
 
@@ -307,12 +180,13 @@ static void launch(int version, T *o, float *lse, float *, const T *q, const T *
     if (shape.s == 0) return;
     const auto kernel = version == SERIAL ? attention<T, D, false> : attention<T, D, true>;
     const int bytes = (int)shared_bytes(D);
-    const int64_t rows = shape.b * shape.s, columns = shape.a * D, key_columns = shape.kv * D;
+    const int64_t columns = shape.a * D, key_columns = shape.kv * D;
     const dim3 grid((unsigned)((shape.s + QUERIES - 1) / QUERIES), (unsigned)shape.a, (unsigned)shape.b);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, o, lse, tensor_map(q, rows, columns, columns, ROWS),
-           tensor_map(k, rows, key_columns, key_columns, ROWS),
-           tensor_map(v, rows, key_columns, key_columns, ROWS), shape);
+    LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, o, lse,
+           tensor_map(q, shape.s, columns, columns, ROWS, shape.b),
+           tensor_map(k, shape.s, key_columns, key_columns, ROWS, shape.b),
+           tensor_map(v, shape.s, key_columns, key_columns, ROWS, shape.b), shape);
 }
 
 // s a multiple of 128.
@@ -341,6 +215,7 @@ static Work formula(int version, const Heads &shape, double d) {
 
 #ifndef NO_MAIN
 #include "attention_reference.h"
+#include "flash_timeline.h"
 
 template <class T, int D>
 static void row(int version, const char *name, const Heads &at_size) {
@@ -368,7 +243,8 @@ static void show(const KernelsOptions *options, const Heads &shape) {
             row<__nv_bfloat16, D>(PING_PONG, shape.causal ? "ping-pong, causal" : "ping-pong", shape);
             row<__half, D>(PING_PONG, shape.causal ? "fp16, causal" : "fp16", shape);
         },
-        true);
+        16);
+    flash_timelines<__nv_bfloat16, D>("serial", "ping-pong", KEYS, launch<__nv_bfloat16, D>);
 }
 
 int main(int argc, char **argv) {

@@ -134,9 +134,11 @@ struct Proof {
               const std::vector<double> &right) {
         if (!(error <= bound)) return;  // what is beyond its bound, or no number, stays
         const int64_t count = (int64_t)right.size();
-        const double e = kernels_error(made.data(), right.data(), count);
-        const double b = 4 * kernels_error(cpu.data(), right.data(), count);
-        if (!(e * bound <= error * b)) error = e, bound = b;
+        closer(kernels_error(made.data(), right.data(), count),
+               4 * kernels_error(cpu.data(), right.data(), count));
+    }
+    void closer(double e, double b) {
+        if (error <= bound && !(e * bound <= error * b)) error = e, bound = b;
     }
 };
 

@@ -117,6 +117,15 @@ __device__ __forceinline__ void tma_load(void *tile, const TensorMap *map, int r
         "l"(map), "r"(column), "r"(row), "r"(shared_address(b))
         : "memory");
 }
+// The same of one sample, of a map that has several. Rows of the next sample are not there: zeros.
+__device__ __forceinline__ void tma_load(void *tile, const TensorMap *map, int sample, int row, int column,
+                                         Mbarrier *b) {
+    HOPPER_ASM(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(tile)),
+        "l"(map), "r"(column), "r"(row), "r"(sample), "r"(shared_address(b))
+        : "memory");
+}
 
 // ---- registers ----
 
@@ -244,6 +253,7 @@ struct TensorMap {
     const char *matrix;
     int64_t rows, row_bytes, pitch;  // bytes of a row, and from one to the next
     int box_rows, element;           // bytes of an element
+    int samples;                     // matrices one behind the other; 0: one, of two dimensions
 };
 
 void cuda_mbarrier_init(Mbarrier *b, uint32_t arrivals, const char *file, int line);
@@ -251,8 +261,9 @@ void cuda_mbarrier_arrive(Mbarrier *b, uint32_t bytes, const char *file, int lin
 void cuda_mbarrier_wait(Mbarrier *b, uint32_t parity, const char *file, int line);
 void cuda_named_barrier(int id, int threads, const char *file, int line);
 void cuda_fence_proxy_async(void);
-void cuda_tma_load(void *tile, const TensorMap *map, int row, int column, Mbarrier *b, const char *file,
-                   int line);
+enum { NO_SAMPLE = INT32_MIN };  // of a map of two dimensions
+void cuda_tma_load(void *tile, const TensorMap *map, int sample, int row, int column, Mbarrier *b,
+                   const char *file, int line);
 
 // What a warp multiplies; a: NULL where A comes from shared memory.
 struct CudaWgmma {
@@ -290,7 +301,11 @@ static __forceinline__ void named_barrier(int id, int threads, CUDA_HERE) {
 }
 static __forceinline__ void tma_load(void *tile, const TensorMap *map, int row, int column, Mbarrier *b,
                                      CUDA_HERE) {
-    cuda_tma_load(tile, map, row, column, b, file, line);
+    cuda_tma_load(tile, map, NO_SAMPLE, row, column, b, file, line);
+}
+static __forceinline__ void tma_load(void *tile, const TensorMap *map, int sample, int row, int column,
+                                     Mbarrier *b, CUDA_HERE) {
+    cuda_tma_load(tile, map, sample, row, column, b, file, line);
 }
 template <int REGISTERS>
 __forceinline__ void registers_give() {}
@@ -310,7 +325,7 @@ __forceinline__ void wgmma_wait(float (&)[COUNT], CUDA_HERE) {
 static __forceinline__ uint64_t wgmma_operand(const void *at, uint32_t next) {
     return cuda_wgmma_operand(at, next);
 }
-static inline float cuda_widen_e4m3(uint16_t code) { return f32_from_e4m3((uint8_t)code); }
+float cuda_widen_e4m3(uint16_t code);
 template <class T>
 __forceinline__ float (*cuda_widening())(uint16_t) {
     return sizeof(T) == 1 ? cuda_widen_e4m3 : std::is_same<T, __half>::value ? f32_from_f16 : f32_from_bf16;
@@ -333,9 +348,11 @@ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b
 // ---- host code ----
 
 // A matrix of T, rows by columns, whose rows are `pitch` elements apart, for boxes of box_rows rows and as
-// many columns as 128 bytes hold. A kernel takes it as a `const __grid_constant__ TensorMap`.
+// many columns as 128 bytes hold. A kernel takes it as a `const __grid_constant__ TensorMap`. With samples,
+// there are so many such matrices, one behind the other.
 template <class T>
-TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pitch, int box_rows) {
+TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pitch, int box_rows,
+                     int64_t samples = 0) {
     const int64_t bytes = pitch * (int64_t)sizeof(T);
     CHECK((uintptr_t)matrix % 16 == 0 && bytes % 16 == 0,
           "a tensor map needs rows that begin at multiples of 16 bytes; these are %lld bytes apart",
@@ -345,6 +362,8 @@ TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pit
         "a tensor map of %lld x %lld elements, %lld apart: there is at least one, and rows do not overlap",
         (long long)rows, (long long)columns, (long long)pitch);
     CHECK(box_rows > 0 && box_rows <= 256, "a box of a tensor map has 1 to 256 rows, not %d", box_rows);
+    CHECK(samples >= 0 && samples <= INT32_MAX, "a tensor map of %lld samples: there is at least one",
+          (long long)samples);
 #ifdef __CUDACC__
     static_assert(sizeof(T) <= 2, "tiles are of 16 or 8 bits");
     void *encode;
@@ -356,12 +375,14 @@ TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pit
     const CUtensorMapDataType type = std::is_same<T, __half>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                      : sizeof(T) == 1               ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    const cuuint64_t sizes[] = {(cuuint64_t)columns, (cuuint64_t)rows}, strides[] = {(cuuint64_t)bytes};
-    const cuuint32_t box[] = {TILE_ROW / sizeof(T), (cuuint32_t)box_rows}, steps[] = {1, 1};
+    const cuuint64_t sizes[] = {(cuuint64_t)columns, (cuuint64_t)rows, (cuuint64_t)samples};
+    const cuuint64_t strides[] = {(cuuint64_t)bytes, (cuuint64_t)(rows * bytes)};
+    const cuuint32_t box[] = {TILE_ROW / sizeof(T), (cuuint32_t)box_rows, 1}, steps[] = {1, 1, 1};
     TensorMap map;
     const CUresult result = ((PFN_cuTensorMapEncodeTiled_v12000)encode)(
-        &map, type, 2, const_cast<T *>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        &map, type, samples ? 3 : 2, const_cast<T *>(matrix), sizes, strides, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refused a matrix of %lld x %lld: error %d",
           (long long)rows, (long long)columns, (int)result);
     return map;
@@ -371,7 +392,8 @@ TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pit
                      columns * (int64_t)sizeof(T),
                      bytes,
                      box_rows,
-                     (int)sizeof(T)};
+                     (int)sizeof(T),
+                     (int)samples};
 #endif
 }
 

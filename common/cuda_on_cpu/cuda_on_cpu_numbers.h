@@ -59,6 +59,14 @@ CUDA_MATH int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 CUDA_MATH int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
 CUDA_MATH int __ffs(int x) { return __builtin_ffs(x); }
 CUDA_MATH int __ffsll(long long x) { return __builtin_ffsll(x); }
+// Byte i of the result is the one of x (0 to 3) and y (4 to 7) that digit i of the selector names.
+CUDA_MATH unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const uint64_t both = (uint64_t)y << 32 | x;
+    const auto byte = [&](int i) {
+        return (unsigned)(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    };
+    return byte(0) | byte(1) | byte(2) | byte(3);
+}
 CUDA_MATH unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((uint64_t)x * y >> 32); }
 CUDA_MATH unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
     return (unsigned long long)((unsigned __int128)x * y >> 64);
@@ -142,6 +150,7 @@ CUDA_MATH float __low2float(__nv_bfloat162 v) { return v.x; }
 CUDA_MATH float __high2float(__nv_bfloat162 v) { return v.y; }
 
 typedef uint8_t __nv_fp8_storage_t;
+typedef uint16_t __nv_fp8x2_storage_t;
 enum __nv_saturation_t { __NV_NOSAT, __NV_SATFINITE };
 enum __nv_fp8_interpretation_t { __NV_E4M3, __NV_E5M2 };
 struct __nv_fp8_e4m3 {
@@ -162,6 +171,11 @@ struct __nv_fp8_e5m2 {
 CUDA_MATH __nv_fp8_storage_t __nv_cvt_float_to_fp8(float x, __nv_saturation_t,
                                                    __nv_fp8_interpretation_t kind) {
     return kind == __NV_E4M3 ? e4m3_from_f32(x) : e5m2_from_f32(x);
+}
+CUDA_MATH __nv_fp8x2_storage_t __nv_cvt_float2_to_fp8x2(float2 v, __nv_saturation_t saturation,
+                                                        __nv_fp8_interpretation_t kind) {
+    return (__nv_fp8x2_storage_t)(__nv_cvt_float_to_fp8(v.x, saturation, kind) |
+                                  __nv_cvt_float_to_fp8(v.y, saturation, kind) << 8);
 }
 
 #endif

@@ -221,6 +221,7 @@ static void issue(Warp *w, int warp, Cores *c) {
     count_tensor(2 * WARP_ROWS * x.n * (K_BYTES / x.bytes), 8 * x.bytes);
     const int64_t passes_a = x.a ? 0 : WARP_ROWS * K_BYTES / 128, passes_b = x.n * K_BYTES / 128;
     count_passes(passes_a + (warp % WARPS == 0 ? passes_b : 0));
+    tape_product(warp, WARP_ROWS * x.n * 32, passes_a + (warp % WARPS == 0 ? passes_b : 0), p.line);
 }
 
 // ---- wait ----
@@ -263,6 +264,9 @@ static void read_right(const CudaWgmma &x) {
             *(x.major_b == K_MAJOR ? &right[k + i][column] : &right[k][column + i]) = number(x, chunk, i);
     });
 }
+
+// Not in the header: what is compiled with a kernel is counted as its work.
+float cuda_widen_e4m3(uint16_t code) { return f32_from_e4m3((uint8_t)code); }
 
 // sum += 32 products of 8-bit numbers, cut off.
 static void multiply_8_bits(float (*sum)[MOST_N], int n) {
@@ -348,8 +352,11 @@ void wgmma_meet(Warp *w, int op) {
     const int warp = (int)(w - warps);
     Cores *c = cores_of(warp);
     if (op == WARP_WGMMA) return issue(w, warp, c);
-    if (op == WARP_WGMMA_WAIT) wait(w, warp, c, (uint32_t)w->value[now.thread->lane]);
-    if (op == WARP_WGMMA_COMMIT) c->committed++;
+    if (op == WARP_WGMMA_WAIT) {
+        tape_finish(warp, (uint32_t)w->value[now.thread->lane]);
+        wait(w, warp, c, (uint32_t)w->value[now.thread->lane]);
+    }
+    if (op == WARP_WGMMA_COMMIT) c->committed++, tape_commit(warp);
     c->fenced = op == WARP_WGMMA_FENCE;
 }
 

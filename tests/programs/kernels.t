@@ -7,10 +7,11 @@
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
 # needs: build/07_kernels/flash_attention_2 build/07_kernels/flash_attention_2_backward
 # needs: build/07_kernels/flash_attention_2_tensor build/07_kernels/flash_attention_2_tensor_backward
-# needs: build/07_kernels/flash_attention_3
+# needs: build/07_kernels/flash_attention_3 build/07_kernels/flash_attention_3_backward
+# needs: build/07_kernels/flash_attention_3_fp8
 # needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy build/00_single_gpu/train
 # needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
-# needs: build/07_kernels/hopper
+# needs: build/07_kernels/hopper build/07_kernels/hopper_fp8
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 export ULTRASCALE_GUARD=1  # device memory is closed to them but in kernels and copies
@@ -27,10 +28,14 @@ passes "heads of 64, second version" 07_kernels/flash_attention_2 --head-size 64
 passes "heads of 64, on tensor cores" 07_kernels/flash_attention_2_tensor --head-size 64
 passes "backward of heads of 64, tensor cores" 07_kernels/flash_attention_2_tensor_backward --head-size 64
 passes "heads of 64, third version" 07_kernels/flash_attention_3 --head-size 64
+passes "backward of heads of 64, third version" 07_kernels/flash_attention_3_backward --head-size 64
 passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu a100 has neither TMA nor wgmma" 07_kernels/hopper --gpu a100
+refused "--gpu a100 has neither TMA nor wgmma, of which hopper_fp8" 07_kernels/hopper_fp8 --gpu a100
 refused "--gpu" 07_kernels/vector_add --gpu abacus
-refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 --gpu a100
+refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 \
+    --gpu a100
+refused "--head-size 64: a row of codes is a row of a tile" 07_kernels/flash_attention_3_fp8 --head-size 64
 refused "this build computes on the CPU and has no CUDA kernels" 00_single_gpu/train --kernels book
 
 # shows NAME PROGRAM PATTERN: a line of its table. Emulation is slow: a program runs once for all of them.
@@ -50,14 +55,22 @@ shows "half of the lanes wait at a branch" divergence '^branch by lane .* 50% '
 shows "8 x 8 outputs reach nine tenths of the limit" coarsening '^8 x 8 .* 91\.4% '
 shows "on an H100, shared memory limits mma" tensor_cores '^4 stages +0\.191 +shared +72\.7% '
 shows "so they do for flash attention" flash_attention_2_tensor '^bf16 +0\.42 +shared +66\.1% '
-shows "not so with wgmma, which leaves the tensor cores" flash_attention_3 '^ping-pong +0\.2778 +tensor +100'
+shows "not so with wgmma, which leaves the tensor cores" flash_attention_3 \
+    '^ping-pong +0\.2778 +tensor +100'
+shows "turns keep tensor cores at work" flash_attention_3 '^timeline of ping-pong +by issue .* busy +85%'
+shows "backward takes 0.41 of the time of mma" flash_attention_3_backward '^bf16 +0\.732 +shared +75\.9% '
+shows "with 8 bits shared memory and exponentials do" flash_attention_3_fp8 \
+    '^ping-pong +0\.159 +shared +87\.4%'
 shows "on an H100, L2 limits wgmma" hopper '^persistent +0\.1791 +L2 +77\.6% '
+shows "promotion to f32 takes no time beside L2" hopper_fp8 '^promoted +0\.129 +L2 +53\.8% '
+shows "scales of blocks are loaded, too" hopper_fp8 '^block scales +0\.1441 +L2 +48\.2% '
 shows "fused, AdamW moves 28 bytes a weight" fused_adamw '^fused .* 1\.95 GB '
 shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
 
 # The sectors that the versions of a program load.
 loaded() {
-    grep -A 1 '"load_sectors"' "$work/$1.json" | sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' | sort -u
+    grep -A 1 '"load_sectors"' "$work/$1.json" |
+        sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' | sort -u
 }
 if wanted "flash_attention_3 loads what the second loads"; then
     second=$(loaded flash_attention_2_tensor)

@@ -28,8 +28,9 @@ static const int swizzle[8][8] = {
     {0, 1, 2, 3, 4, 5, 6, 7}, {1, 0, 3, 2, 5, 4, 7, 6}, {2, 3, 0, 1, 6, 7, 4, 5}, {3, 2, 1, 0, 7, 6, 5, 4},
     {4, 5, 6, 7, 0, 1, 2, 3}, {5, 4, 7, 6, 1, 0, 3, 2}, {6, 7, 4, 5, 2, 3, 0, 1}, {7, 6, 5, 4, 3, 2, 1, 0}};
 
-// The box at (row, column), as it lies in shared memory.
-__global__ void copy_box(uint16_t *y, const __grid_constant__ TensorMap map, int row, int column) {
+// The box at (row, column), of a sample or of the only one, as it lies in shared memory.
+__global__ void copy_box(uint16_t *y, const __grid_constant__ TensorMap map, int sample, int row,
+                         int column) {
     __shared__ __align__(TILE_ALIGNMENT) uint16_t tile[16 * 64];
     __shared__ Mbarrier full;
     const int t = (int)threadIdx.x;
@@ -40,7 +41,8 @@ __global__ void copy_box(uint16_t *y, const __grid_constant__ TensorMap map, int
     __syncthreads();
     if (t == 0) {
         mbarrier_arrive_expect(&full, sizeof tile);
-        tma_load(tile, &map, row, column, &full);
+        if (sample == NO_SAMPLE) tma_load(tile, &map, row, column, &full);
+        else tma_load(tile, &map, sample, row, column, &full);
     }
     mbarrier_wait(&full, 0);
     for (int i = t; i < 16 * 64; i += 32) y[i] = tile[i];
@@ -48,27 +50,33 @@ __global__ void copy_box(uint16_t *y, const __grid_constant__ TensorMap map, int
 
 static void a_box_is_swizzled_and_zero_outside(void **state) {
     (void)state;
-    enum { ROWS = 21, COLUMNS = 75, PITCH = 80 };
+    enum { ROWS = 21, COLUMNS = 75, PITCH = 80, SAMPLES = 3 };
     static uint16_t x[ROWS][PITCH], y[16][64];
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < PITCH; c++) x[r][c] = (uint16_t)(r * PITCH + c + 1);
     const uint16_t *on_gpu = on_device(&x[0][0], ROWS * PITCH);
     uint16_t *made = on_device(&y[0][0], 16 * 64);
     const struct {
-        int row, column, sectors;
-    } cases[] = {{0, 0, 64}, {5, 8, 80}, {10, 32, 33}, {-3, -5, 52}};
+        int sample, row, column, sectors;
+    } cases[] = {{NO_SAMPLE, 0, 0, 64},   {NO_SAMPLE, 5, 8, 80}, {NO_SAMPLE, 10, 32, 33},
+                 {NO_SAMPLE, -3, -5, 52}, {1, 0, 0, 28},         {2, -3, 0, 28},
+                 {SAMPLES, 0, 0, 0},      {-1, 0, 0, 0}};
     for (auto &c : cases) {
+        const bool one = c.sample == NO_SAMPLE;
+        const int rows = one ? ROWS : ROWS / SAMPLES, first = one ? 0 : c.sample * rows;
         cuda_count_begin();
         LAUNCH(copy_box, 1, 32, 0, 0, made,
-               tensor_map(reinterpret_cast<const __half *>(on_gpu), ROWS, COLUMNS, PITCH, 16), c.row,
-               c.column);
+               tensor_map(reinterpret_cast<const __half *>(on_gpu), rows, COLUMNS, PITCH, 16,
+                          one ? 0 : SAMPLES),
+               c.sample, c.row, c.column);
         const CudaCounts counts = cuda_count_end();
         CUDA_CHECK(cudaMemcpy(y, made, sizeof y, cudaMemcpyDeviceToHost));
         for (int r = 0; r < 16; r++)
             for (int i = 0; i < 64; i++) {
                 const int row = c.row + r, column = c.column + swizzle[r % 8][i / 8] * 8 + i % 8;
-                const bool exists = row >= 0 && row < ROWS && column >= 0 && column < COLUMNS;
-                assert_int_equal(y[r][i], exists ? x[row][column] : 0);
+                const bool exists = row >= 0 && row < rows && column >= 0 && column < COLUMNS &&
+                                    (one || (c.sample >= 0 && c.sample < SAMPLES));
+                assert_int_equal(y[r][i], exists ? x[first + row][column] : 0);
             }
         assert_int_equal(counts.global_loads, 1);
         assert_int_equal(counts.global_load_sectors, c.sectors);
@@ -221,7 +229,8 @@ enum Fault {
     PLAIN_STORE,
     TWO_ARRIVALS,
     TOUCHED,
-    UNALIGNED
+    UNALIGNED,
+    OTHER_MAP
 };
 
 enum { DEEP = 2, STEPS = 5, TILE = 64 * TILE_ROW };
@@ -248,6 +257,7 @@ __global__ void ring(float *y, const __grid_constant__ TensorMap map) {
             else
                 mbarrier_arrive_expect(&full[s],
                                        2 * TILE + (FAULT == MANY_BYTES) * 16 - (FAULT == FEW_BYTES) * 16);
+            if (FAULT == OTHER_MAP) tma_load(tiles + s * 2 * TILE, &map, 0, 0, 0, &full[s]);
             tma_load(tiles + s * 2 * TILE, &map, 0, 0, &full[s]);
             tma_load(tiles + s * 2 * TILE + TILE, &map, 64, 0, &full[s]);
         }
@@ -322,6 +332,7 @@ static void a_ring_of_tiles(void **state) {
     FOUND(turn<PLAIN_STORE>(), "which thread 0 has written (", "with no fence_proxy_async() behind it");
     FOUND(turn<TWO_ARRIVALS>(), "which the tensor cores for warp 3 read (");
     FOUND(turn<TOUCHED>(), "changes the registers of D before it has waited for this wgmma");
+    FOUND(turn<OTHER_MAP>(), "copies of a sample by a map without samples");
     FOUND(turn<UNALIGNED>(), "copies a swizzled tile to 0x", "which is no multiple of 1024");
 }
 

@@ -1,0 +1,332 @@
+// flash_attention_3_fp8.cu: FlashAttention-3, forward, of 8-bit numbers (e4m3) with a scale for each tile.
+// Playbook: "Flash Attention 1-3", "FP8 pretraining"; Shah et al., "FlashAttention-3", 2024, section 3.3.
+//
+// Against flash_attention_3.cu: tensor cores multiply twice as many in a clock, and Q, K and V take half of
+// the bytes. A kernel before encodes them, x = scale * code, for each tile of 128 rows of a head. Scales of Q
+// and K go into softmax's, and the scale of V into the factor that O takes between tiles: no more work.
+// Heads are of 128, a row of a tile. Two things are as the paper says:
+//
+//   - Operands of 8 bits must have their k in rows. V has the columns of O there, so two warps beside the
+//     producer transpose each tile in shared memory: ldmatrix gives a lane two keys of two columns, twice,
+//     byte permutes make of that four keys of each column, and a word goes to V' (transposed).
+//   - What a lane has of S is not what it needs of P (cuda/instructions_hopper.h): it has keys 2 q, 2 q + 1
+//     and 8 further where 4 q to 4 q + 3 are wanted, with q = lane % 4. A sum over keys has no order, so V'
+//     lists them as they come: no lane asks another.
+//
+//     producer      K0  V0           K1  V1           K2 …     a ring of four, as with 16 bits
+//     transposers            V0 -> V0'        V1 -> V1'        two more tiles
+//     consumers         Q K0'          Q K1', P0 V0'           in turns
+//
+// P is 2^8 exp(S - max), so that e4m3 keeps its small numbers longer. Of a sum, which O is over all tiles,
+// Hopper keeps 14 bits (chapter 08): with 4096 keys O is cut off 128 times, less than P's rounding takes.
+//
+// Proof: every code and scale, bit for bit; then each row of O against f64 on the decoded numbers. P is
+// rounded to nearest: off by at most e = 2^-4 of itself, e / sqrt(3) on average, independently. Sums of
+// scores, cut off four times, are off by up to d = 2^-11 sum|q k|; O, for n keys, by c = 2^-13 n / 32 of
+// itself. So a row's error is about
+//     sqrt(sum over columns of (O c)^2 + sum over keys of (P V)^2 (e^2 / 3 + d^2)), and may be twice it.
+// Run: build/07_kernels/flash_attention_3_fp8           (--size 8192, --verbose)
+// Last line: PASS flash_attention_3_fp8: the busiest part, shared, takes 0.57 of what products take …
+#include "flash_codes.h"
+
+enum { DEPTH = 32 };                   // k of a product
+enum { TRANSPOSERS = 2, VALUES = 2 };  // warps; tiles of V'
+enum { TOP = 8 };                      // P's largest is 2^TOP
+
+// ---- V transposed ----
+
+// Of tiles of the ring, in turn. whole, used: a tile is transposed, and has been read.
+struct Values {
+    char *tiles;
+    Mbarrier *whole, *used;
+};
+
+// Keys 16 g to 16 g + 15 of a tile, as 16 neighbours of each row of `to`. Half of the lanes store their odd
+// column first: so a warp's words lie in different banks.
+__device__ static inline void transpose_keys(char *to, const char *tile, int g) {
+    const int lane = own_lane(), q = lane % 4, r = lane / 4;
+#pragma unroll 1  // who copies and transposes has few registers
+    for (int chunk = 0; chunk < D / 16; chunk += 2) {
+        const int key = 16 * g + lane % 16, from = (chunk + lane / 16) ^ key % 8;
+        uint32_t x[4];
+        ldmatrix_x4_trans(x, tile + key * TILE_ROW + from * 16);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int odd = e ^ r / 4, row = (chunk + half) * 16 + 2 * r + odd;
+                *reinterpret_cast<uint32_t *>(to + row * TILE_ROW + (g ^ row % 8) * 16 + q * 4) =
+                    __byte_perm(x[2 * half], x[2 * half + 1], odd ? 0x7531 : 0x6420);
+            }
+    }
+}
+
+__device__ static inline void transpose(const Shared &m, const Values &v, int part) {
+    for (int i = 0; i < m.tiles; i++) {
+        await(m, 2 * i + 1);
+        mbarrier_wait(&v.used[i % VALUES], 1 - i / VALUES % 2);
+        for (int g = part; g < KEYS / 16; g += TRANSPOSERS)
+            transpose_keys(v.tiles + i % VALUES * BOX, m.ring + (2 * i + 1) % STAGES * BOX, g);
+        fence_proxy_async();
+        __syncwarp();
+        release(m, 2 * i + 1);
+        if (own_lane() == 0) mbarrier_arrive(&v.whole[i % VALUES]);
+    }
+}
+
+// ---- the consumers ----
+
+// s (=) the warpgroup's queries by tile i of the keys: a group of wgmma, in flight.
+__device__ static inline void issue_scores(float (&s)[KEYS / 2], const Shared &m, int i) {
+    const char *q = m.q + own_group() * OWN * TILE_ROW, *k = m.ring + 2 * i % STAGES * BOX;
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < D; x += DEPTH)
+        wgmma<Code, K_MAJOR, K_MAJOR>(s, wgmma_operand(q + x, 0), wgmma_operand(k + x, 0), x > 0);
+    wgmma_commit();
+}
+
+// sum += p times tile i of the values: a group, in flight.
+__device__ static inline void issue_values(float (&sum)[D / 2], const uint32_t (&p)[KEYS / DEPTH][4],
+                                           const Values &v, int i) {
+    const char *tile = v.tiles + i % VALUES * BOX;
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < KEYS / DEPTH; x++)
+        wgmma<Code, K_MAJOR>(sum, p[x], wgmma_operand(tile + x * DEPTH, 0), true);
+    wgmma_commit();
+}
+
+// p (=) s as codes, with the keys of 16 in the order of V'.
+__device__ static inline void pack(uint32_t (&p)[KEYS / DEPTH][4], const float (&s)[KEYS / 2]) {
+#pragma unroll
+    for (int i = 0; i < KEYS / 8; i++) {
+        const float *x = &s[i / 2 * 8 + i % 2 * 2];  // of row l / 4, or l / 4 + 8, and 8 keys further
+        p[i / 4][i % 4] = codes(x[0], x[1], x[4], x[5]);
+    }
+}
+
+// Scales of this block's tiles.
+struct Scales {
+    const float *q, *k, *v;
+};
+
+// As consume_in_turns of flash_attention_3.cu: in turn i, the scores of tile i and P V of tile i - 1. sum:
+// in units of the scale of V's last tile (return).
+__device__ static inline float consume(float (&sum)[D / 2], Softmax *x, const Shared &m, const Values &v,
+                                       const Scales &scales, const Heads &shape) {
+    float s[KEYS / 2];
+    uint32_t p[KEYS / DEPTH][4];
+    const float c = x->c;
+    float unit = scales.v[0];
+    await(m, 0);
+    take_turn(m, 0);
+    issue_scores(s, m, 0);
+    pass_turn(m);
+    wgmma_wait<0>(s);
+    release(m, 0);
+    x->c = c * scales.k[0];
+    soften<TOP>(s, x, shape, 0);
+    pack(p, s);
+    for (int i = 1; i < m.tiles; i++) {
+        await(m, 2 * i);
+        mbarrier_wait(&v.whole[(i - 1) % VALUES], (i - 1) / VALUES % 2);
+        take_turn(m, i);
+        issue_scores(s, m, i);
+        issue_values(sum, p, v, i - 1);
+        pass_turn(m);
+        wgmma_wait<1>(s);
+        release(m, 2 * i);
+        x->c = c * scales.k[i];
+        soften<TOP>(s, x, shape, i * KEYS);
+        const float next = scales.v[i], units = unit / next;
+        x->keep[0] *= units, x->keep[1] *= units, unit = next;
+        wgmma_wait<0>(sum);
+        if (own_lane() == 0) mbarrier_arrive(&v.used[(i - 1) % VALUES]);
+        rescale<D>(sum, *x);
+        pack(p, s);
+    }
+    const int last = m.tiles - 1;
+    mbarrier_wait(&v.whole[last % VALUES], last / VALUES % 2);
+    take_turn(m, m.tiles);
+    issue_values(sum, p, v, last);
+    pass_turn(m);
+    wgmma_wait<0>(sum);
+    return unit;
+}
+
+// Block (queries, head, sample), those with the most keys first.
+template <class T>
+__global__ void __launch_bounds__(BLOCK, 1)
+    attention(T *o, float *lse, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+              const __grid_constant__ TensorMap v, Scales scales, Heads shape) {
+    DYNAMIC_SHARED(char, memory);
+    __shared__ Mbarrier q_full;
+    __shared__ Mbarrier full[STAGES];
+    __shared__ Mbarrier empty[STAGES];
+    __shared__ Mbarrier turn[GROUPS];
+    __shared__ Mbarrier whole[VALUES];
+    __shared__ Mbarrier used[VALUES];
+    if (threadIdx.x == 0) {
+        mbarrier_init(&q_full, 1);
+        for (int t = 0; t < STAGES; t++) mbarrier_init(&full[t], 1);
+        for (int t = 0; t < STAGES; t++) mbarrier_init(&empty[t], t % 2 ? TRANSPOSERS : GROUPS * 4);
+        for (int g = 0; g < GROUPS; g++) mbarrier_init(&turn[g], 4);
+        for (int i = 0; i < VALUES; i++) mbarrier_init(&whole[i], TRANSPOSERS);
+        for (int i = 0; i < VALUES; i++) mbarrier_init(&used[i], GROUPS * 4);
+        fence_proxy_async();
+    }
+    __syncthreads();
+    const int head = (int)blockIdx.y, sample = (int)blockIdx.z, end = (int)shape.s;
+    const int key_head = head / (int)(shape.a / shape.kv), block = (int)(gridDim.x - 1 - blockIdx.x);
+    const int first_query = block * QUERIES,
+              last_key = shape.causal ? min(first_query + QUERIES, end) : end;
+    char *tiles = first_tile(memory);  // the queries' takes 16-bit numbers at the end
+    const Shared m = {tiles, tiles + 2 * BOX, full, empty, turn, (last_key + KEYS - 1) / KEYS};
+    const Values values = {m.ring + STAGES * BOX, whole, used};
+    const int of_keys = (sample * (int)shape.kv + key_head) * (int)gridDim.x;
+    if (own_group() == GROUPS) {
+        registers_give<40>();
+        if (threadIdx.x == GROUPS * WARPGROUP) {
+            copy_tile<1>(m.q, &q, sample, first_query, head * D, &q_full);
+            produce<1>(m, &k, &v, sample, key_head * D);
+        }
+        const int part = own_warp() - GROUPS * 4 - 1;
+        if (part >= 0 && part < TRANSPOSERS) transpose(m, values, part);
+    } else {
+        registers_take<232>();
+        const float of_q = scales.q[(sample * shape.a + head) * gridDim.x + block];
+        const Scales own = {NULL, scales.k + of_keys, scales.v + of_keys};
+        Softmax x = {shape.scale * 1.44269504f * of_q,
+                     {-INFINITY, -INFINITY},
+                     {},
+                     {},
+                     first_query + own_warp() * 16};
+        float sum[D / 2] = {};
+        mbarrier_wait(&q_full, 0);
+        const float unit = consume(sum, &x, m, values, own, shape);
+        named_barrier(1 + own_group(), WARPGROUP);  // nobody needs its queries any more
+        const int64_t stride = shape.a * D;
+        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end,
+                  reinterpret_cast<T *>(m.q), sum, x, unit, end, stride);
+    }
+}
+
+// ---- host code ----
+
+constexpr int64_t SHARED_BYTES = (2 + STAGES + VALUES) * (int64_t)BOX + TILE_ALIGNMENT;
+
+#ifndef NO_MAIN
+#include "flash_codes_reference.h"
+
+template <class T>
+static void attend(T *o, float *lse, const Operands8 &in, const Heads &n) {
+    if (n.s == 0) return;
+    const auto map = [&](const Coded &x) {
+        return tensor_map(x.codes.at, n.s, x.heads * D, x.heads * D, ROWS, n.b);
+    };
+    const dim3 grid((unsigned)tiles_of_rows(n.s), (unsigned)n.a, (unsigned)n.b);
+    CUDA_CHECK(
+        cudaFuncSetAttribute(attention<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)SHARED_BYTES));
+    LAUNCH(attention<T>, grid, BLOCK, (size_t)SHARED_BYTES, 0, o, lse, map(in.q), map(in.k), map(in.v),
+           Scales{in.q.scales.at, in.k.scales.at, in.v.scales.at}, n);
+}
+
+// ---- the table ----
+
+// s a multiple of 128.
+static Work formula(const Heads &shape) {
+    const double heads = (double)(shape.b * shape.a), n = (double)shape.s / QUERIES, blocks = heads * n;
+    const double pairs = heads * (shape.causal ? (n * n + n) / 2 : n * n), again = pairs - blocks;
+    const double boxes = blocks + 2 * pairs, warps = QUERIES / 16, scores = 16 * KEYS / 32;
+    const double scales = warps * (blocks + 2 * pairs);  // of Q; K and V
+    const double tokens = (double)(shape.b * shape.s), groups = (double)(shape.b * shape.kv);
+    Work w = {};
+    w.load_requests = boxes + scales, w.load_sectors = boxes * BOX / 32 + scales;
+    w.store_requests = blocks * warps * (D / 16 + 2), w.store_sectors = blocks * warps * (D + 2);
+    // codes, and o in 16 bits; lse; scales
+    w.memory_sectors = tokens * D / 32 * (double)(3 * shape.a + 2 * shape.kv) +
+                       tokens * (double)shape.a / 8 + ceil(blocks / 8) + 2 * ceil(groups * n / 8);
+    // TMA; V transposed; Q and K; V'; o, which is stored in words and read in chunks
+    w.shared_passes = boxes * ROWS + pairs * 2 * BOX / 128 +
+                      pairs * GROUPS * (D / DEPTH * (OWN + KEYS) / 4 + KEYS / DEPTH * D / 4) +
+                      blocks * warps * D / 2;
+    // maximum, scale and sum of scores; c; of each row. V's scale; O. c; at the end: sum, lse, o
+    w.flops = 32 * warps * (pairs * (4 * scores + 14 + 1) + again * (2 + D / 2) + blocks * (5 + D / 2 + 2));
+    w.flop_instructions =
+        warps * (pairs * (3 * scores + 12 + 1) + again * (2 + D / 2) + blocks * (6 + D / 2 + 2));
+    w.special_instructions = warps * (pairs * (scores + 2) + again + blocks * 2 * 2);
+    w.tensor_8_flops = pairs * 4 * QUERIES * KEYS * D;
+    w.barriers = blocks;
+    return w;
+}
+
+// Operands of random numbers, at `small` or, on a GPU, at the size of the table.
+struct Room {
+    typedef __nv_bfloat16 T;
+    Heads small, most;
+    Given<T> numbers;
+    Array<T> q, k, v;
+    Operands8 coded;
+
+    explicit Room(const Heads &n)
+        : small{1, 2 * QUERIES, 1, 1, n.scale, n.causal},
+          most(ON_GPU ? n : small),
+          numbers(most.b * most.s * most.a * D, 1, 4),
+          q(numbers.narrow.data(), most.b * most.s * most.a * D),
+          k(numbers.narrow.data(), most.b * most.s * most.kv * D),
+          v(numbers.narrow.data(), most.b * most.s * most.kv * D),
+          coded(most) {}
+    void encode(const Heads &n) const { encode_all(coded, q.at, k.at, v.at, n); }
+};
+
+static void table_of_codes(const KernelsOptions *options, const Heads &n) {
+    const Room room(n);
+    const double bytes = 3 * D * (double)(n.b * n.s * (n.a + 2 * n.kv));
+    kernels_begin(options, "codes of Q, K and V", kernels_limit(options, bytes, 0, 0));
+    show_version(
+        KernelVersion{"from 16 bits", ENCODER, 78, ENCODER / 8}, Proof(), room.small, n,
+        [&](const Heads &size) { room.encode(size); }, formula_of_codes);
+}
+
+static void row(const Heads &n) {
+    const Room room(n);
+    Array<Room::T> o(room.q.count);
+    Array<float> lse(room.q.count / D);
+    room.encode(room.most);
+    show_version(
+        KernelVersion{n.causal ? "ping-pong, causal" : "ping-pong", BLOCK, 168, SHARED_BYTES},
+        prove_codes<Room::T>(n.causal, attend<Room::T>), room.small, n,
+        [&](const Heads &size) { attend(o.at, lse.at, room.coded, size); }, formula);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    KernelsOptions options = {};
+    int head;
+    const Heads shape = flash_options(argc, argv,
+                                      "FlashAttention-3, forward, on codes of 8 bits with a scale a tile.\n"
+                                      "  flash_attention_3_fp8 --size 8192",
+                                      QUERIES, &options, &head);
+    CHECK(options.gpu == 1,
+          "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3_fp8 is made: h100 has them");
+    CHECK(head == D, "--head-size 64: a row of codes is a row of a tile, and has 128");
+    cudaDeviceProp device;
+    CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
+    CHECK(device.major == 9, "flash_attention_3_fp8 needs TMA and wgmma: an H100 or H200, not this %s",
+          device.name);
+    table_of_codes(&options, shape);
+    flash_tables(&options, shape, D, 1, row, 8);
+    const Work work = formula(shape);
+    const GpuTime time = gpu_time(kernels_gpu(), &work);
+    Work wide = work;
+    wide.tensor_flops = work.tensor_8_flops, wide.tensor_8_flops = 0;
+    const double before = gpu_time(kernels_gpu(), &wide).part[PART_TENSOR];
+    say("the tensor cores take %.4g ms, with 16 bits %.4g ms; the exponentials %.4g ms, shared memory %.4g "
+        "ms",
+        time.part[PART_TENSOR] * 1e3, before * 1e3, time.part[PART_SPECIAL] * 1e3,
+        time.part[PART_SHARED] * 1e3);
+    return report_verdict("the busiest part, %s, takes %.2f of what products take with 16 bits",
+                          part_name(time.busiest), time.seconds / before);
+}
+#endif

@@ -1,0 +1,140 @@
+// flash_warpgroups.h: what the files of FlashAttention-3 share: the roles of a block's warpgroups, the ring
+// of tiles between them, and softmax in the registers of wgmma's sums (cuda/instructions_hopper.h).
+#ifndef FLASH_WARPGROUPS_H
+#define FLASH_WARPGROUPS_H
+
+#include "cuda/instructions_hopper.h"
+#include "flash_fragments.h"
+
+enum { WARPGROUP = 128, GROUPS = 2, BLOCK = (GROUPS + 1) * WARPGROUP };  // the last one produces
+enum { ROWS = 128, COLUMNS = 64, BOX = ROWS * TILE_ROW, STAGES = 4 };    // of a copy; of the ring
+enum { QUERIES = ROWS, OWN = QUERIES / GROUPS, KEYS = ROWS };  // of a block, a warpgroup; of a tile
+
+// What the roles of a block share; they take as many tiles of keys as of values.
+struct Shared {
+    char *q, *ring;
+    Mbarrier *full, *empty, *turn;
+    int tiles;
+};
+
+__device__ static inline int own_group() { return (int)threadIdx.x / WARPGROUP; }
+
+// ---- the producer ----
+
+// Rows of one sample and head; those behind its last are zeros, whatever the next sample has.
+template <int BOXES>
+__device__ static inline void copy_tile(char *tile, const TensorMap *map, int sample, int row, int column,
+                                        Mbarrier *full) {
+    mbarrier_arrive_expect(full, BOXES * BOX);
+    for (int i = 0; i < BOXES; i++) tma_load(tile + i * BOX, map, sample, row, column + i * COLUMNS, full);
+}
+
+// One head's K and V in turn.
+template <int BOXES>
+__device__ static inline void produce(const Shared &m, const TensorMap *k, const TensorMap *v, int sample,
+                                      int column) {
+    for (int t = 0; t < 2 * m.tiles; t++) {
+        mbarrier_wait(&m.empty[t % STAGES], 1 - t / STAGES % 2);
+        copy_tile<BOXES>(m.ring + t % STAGES * BOXES * BOX, t % 2 ? v : k, sample, t / 2 * KEYS, column,
+                         &m.full[t % STAGES]);
+    }
+}
+
+// ---- the ring, and turns ----
+
+// Tile t of the ring: 2 i are the keys and 2 i + 1 the values of step i.
+__device__ static inline void await(const Shared &m, int t) {
+    mbarrier_wait(&m.full[t % STAGES], t / STAGES % 2);
+}
+__device__ static inline void release(const Shared &m, int t) {
+    if (own_lane() == 0) mbarrier_arrive(&m.empty[t % STAGES]);
+}
+
+// Turn i of a warpgroup: the first one's comes behind the other's before.
+__device__ static inline void take_turn(const Shared &m, int i) {
+    mbarrier_wait(&m.turn[own_group()], own_group() == 0 ? 1 - i % 2 : i % 2);
+}
+__device__ static inline void pass_turn(const Shared &m) {
+    if (own_lane() == 0) mbarrier_arrive(&m.turn[1 - own_group()]);
+}
+
+// ---- softmax, in registers ----
+
+// Of a lane's two rows: the maximum so far, as a power of 2; this lane's part of the sum; and what earlier
+// sums count for in it. c: what makes a score a power of 2, scale log2(e).
+struct Softmax {
+    float c, most[2], sum[2], keep[2];
+    int query0;  // of the warp
+};
+
+// What a query does not see is -inf.
+__device__ static inline void mask(float (&s)[KEYS / 2], const Heads &shape, int query0, int key0) {
+    const int first = key0 + own_lane() % 4 * 2, last = (int)shape.s - 1;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int query = query0 + half * 8 + own_lane() / 4;
+        const int keys = (shape.causal ? min(query, last) : last) - first;  // beyond this lane's first
+#pragma unroll
+        for (int j = 0; j < KEYS / 4; j++)
+            if (j / 2 * 8 + j % 2 > keys) s[j / 2 * 4 + 2 * half + j % 2] = -INFINITY;
+    }
+}
+
+// s: scores (in), their exponentials (out), of which a row's largest so far is 2^TOP. Each row has seen a
+// key: most is finite.
+template <int TOP = 0>
+__device__ static inline void soften(float (&s)[KEYS / 2], Softmax *x, const Heads &shape, int key0) {
+    if (!sees(shape, x->query0, key0 + KEYS - 1)) mask(s, shape, x->query0, key0);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float most = -INFINITY;
+#pragma unroll
+        for (int j = 2 * half; j < KEYS / 2; j += 4) most = fmaxf(most, fmaxf(s[j], s[j + 1]));
+        most = quad_max(most);
+        most = fmaxf(x->most[half], TOP ? fmaf(most, x->c, -TOP) : most * x->c);
+        const float keep = exp2f(x->most[half] - most);
+        x->most[half] = most, x->sum[half] *= keep, x->keep[half] = keep;
+#pragma unroll
+        for (int j = 2 * half; j < KEYS / 2; j += 4)
+#pragma unroll
+            for (int e = j; e < j + 2; e++) x->sum[half] += s[e] = exp2f(fmaf(s[e], x->c, -most));
+    }
+}
+
+template <int D>
+__device__ static inline void rescale(float (&sum)[D / 2], const Softmax &x) {
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) sum[i] *= x.keep[i / 2 % 2];
+}
+
+// The warp's rows of o, whose sums are multiples of `unit`, and lse (=): o by way of where its queries
+// were, to store whole chunks.
+template <int D, class T>
+__device__ static inline void finish(T *o, float *lse, T *tile, const float (&sum)[D / 2], const Softmax &x,
+                                     float unit, int end, int64_t stride) {
+    const int lane = own_lane(), row0 = own_warp() * 16, query0 = x.query0;
+    const auto place = [&](int own, int chunk) {
+        return chunk / 8 * ROWS * COLUMNS + (row0 + own) * COLUMNS + (chunk % 8 ^ own % 8) * CHUNK;
+    };
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int own = half * 8 + lane / 4;
+        const float total = quad_sum(x.sum[half]), inverse = unit / total;
+        const float log_sum = fmaf(x.most[half], 0.69314718f, logf(total));  // ln 2
+        if (lane % 4 == 0 && query0 + own < end) lse[query0 + own] = log_sum;
+#pragma unroll
+        for (int c = 0; c < D / 8; c++)
+            *reinterpret_cast<uint32_t *>(tile + place(own, c) + lane % 4 * 2) =
+                packed<T>(sum[4 * c + 2 * half] * inverse, sum[4 * c + 2 * half + 1] * inverse);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int at = lane; at < 16 * D / CHUNK; at += 32) {
+        const int own = at / (D / CHUNK), chunk = at % (D / CHUNK);
+        if (query0 + own < end)
+            *reinterpret_cast<uint4 *>(o + (query0 + own) * stride + chunk * CHUNK) =
+                *reinterpret_cast<const uint4 *>(tile + place(own, chunk));
+    }
+}
+
+#endif
