@@ -240,7 +240,7 @@ static double most_memory(void) {
 // One weight of 64 MB, of which each of n ranks has its n-th: what it writes of it, and reads, is copied
 // once in host memory, beside the pages of the file.
 static void a_rank_has_no_whole_weight_while_it_saves_and_resumes(void) {
-    if (n == 1) return;
+    if (n < 3) return;  // a part and its pages are as much as the whole
     const Layout zero3 = {.name = "large", .mesh = mesh_new((MeshShape){.dp = n})};
     const double whole = 64 << 20;
     Model model = {.config = config_of(&zero3, ""), .mesh = zero3.mesh};
@@ -260,7 +260,7 @@ static void a_rank_has_no_whole_weight_while_it_saves_and_resumes(void) {
     before = most_memory();
     checkpoint_load_weights(saved, &model.params);
     double resuming = most_memory() - before;
-    if (!(resuming < 1.2 * whole)) note("resuming takes %.0f bytes beside the weights", resuming);
+    if (!(resuming < 0.9 * whole)) note("resuming takes %.0f bytes beside the weights", resuming);
     if (op_sum_squares(model.params.own_values) != (double)tensor_count(model.params.own_values))
         note("the weights are not those that were saved");
     params_free(&model.params);
