@@ -13,7 +13,7 @@ needs_fibers
 builds OPS=cuda-on-cpu BUILD=build-cuda-on-cpu build-cuda-on-cpu/08_mixed_precision/fp8
 builds OPS=cpu BUILD=build build/08_mixed_precision/fp8
 
-head -c 300 LICENSE >"$work/text"
+head -c 350 LICENSE >"$work/text"
 
 # trained RUN BUILD FLAGS…
 trained() {
