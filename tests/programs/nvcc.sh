@@ -2,7 +2,7 @@
 # none.
 nvcc=$(PATH=$PATH:/usr/local/cuda/bin command -v nvcc)
 
-# with_nvcc ARGUMENTS OF MAKE…: one build at a time, which finds what the one before has made. What computes is
+# with_nvcc ARGUMENTS OF MAKE…: one build at a time, which finds what others have made. What computes is
 # nothing to C: its objects are those of the usual build. The back end's kernels are optimized little, where
 # nvcc knows how; the book's as for use, since their registers are counted: what ptxas says of each file
 # stays in build-nvcc/ptxas.txt, behind its name.
