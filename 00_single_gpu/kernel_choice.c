@@ -1,8 +1,8 @@
 // kernel_choice.c: --kernels book: operations that run on chapter 07's kernels in place of the library's.
 //
 // Against 00_single_gpu/train.c nothing changes but who computes: the same operations, counted as before,
-// with sums in another order. The kernels are CUDA, in f32; what they do not serve the back end's own do,
-// and a line at the end says how many calls that was. One device, which the proof compares with, stays with
+// with sums in another order. The kernels are CUDA, most of them in f32; what they do not serve the back
+// end's own do, and a line at the end says how many calls that was. One device, which the proof compares with, stays with
 // the library. Bytes sent and memory kept: none besides. This file has no main.
 #include <stdlib.h>
 
@@ -15,8 +15,8 @@ static void check(const Config *config) {
     CHECK(kernel_table_linked(),
           "--kernels book: this build computes on the CPU and has no CUDA kernels; one with OPS=cuda, or "
           "on a machine without a GPU OPS=cuda-on-cpu, has them");
-    CHECK(config->dtype == F32,
-          "--kernels book: chapter 07's kernels compute in f32; --dtype f32 would fit");
+    CHECK(config->dtype != F64,
+          "--kernels book: chapter 07's kernels compute in f32, bf16 and f16; --dtype f32 would fit");
     CHECK(config_number(config, "attention") != 1 || config_head_size(config) == 64 ||
               config_head_size(config) == 128,
           "--kernels book --attention flash: heads have %lld elements, and chapter 07's flash attention "

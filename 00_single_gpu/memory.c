@@ -273,8 +273,7 @@ int main(int argc, char **argv) {
         {"micro-batch", OPTION_INT, &micro_batch, "1", 1, 1e6, "sequences", "computed at once, b", false},
         {"block", OPTION_CHOICE, &block, NULL, 0, 0, "llama|gpt",
          "this book's, or GPT's of the playbook's formulas (LayerNorm, biases, dropout, GELU, tied); "
-         "without "
-         "it: what --model is",
+         "without it: what --model is",
          false},
         {"no-f32-gradients", OPTION_FLAG, &bf16_gradients, NULL, 0, 0, "",
          "16-bit gradients are summed in 16 bits: 16 bytes a parameter in place of 20", false},

@@ -1,7 +1,7 @@
 // proof.c: a run with its techniques, the same on one device, and what is compared.
 //
-// Trains with the techniques on all ranks and without on one device (each rank on its own, with the whole
-// batch), and compares losses, raw gradients and parameters. Twice: every token a label, and with ignored
+// Trains with the techniques on all ranks and without on one device (rank 0 alone, with the whole batch,
+// for all), and compares losses, raw gradients and parameters. Twice: every token a label, and with ignored
 // labels, where ranks have unequal counts. Sums run in another order than on one device: class
 // reassociated. A program may name a twin, the same ranks by another road, whose very bits must come out:
 // class exact. What ranks have sent and stored is held against the sum of the techniques' prices;
@@ -236,6 +236,22 @@ static void compare_twin(const Config *config, Mesh mesh, const char *twin, Tech
     record_free(&other);
 }
 
+// The run on one device, which rank 0 makes for all, and how close to it this layout must come: what the
+// others would repeat takes the cores from it. They wait however long it takes.
+static Record one_device(const Config *whole, Mesh mesh, Techniques alone, bool masked, double *bound) {
+    Record record = {0};
+    *bound = 0;
+    double timeout = comm_set_timeout(INFINITY);
+    if (mesh.world.rank == 0) {
+        record = program_record(whole, mesh_single(), alone, masked, false, "one device");
+        *bound = train_bound_with(whole, alone, masked, &record);
+    }
+    *bound = comm_sum(*bound, mesh.world);
+    record_share(&record, 0, mesh.world);
+    comm_set_timeout(timeout);
+    return record;
+}
+
 // `program` (may be NULL) has the lesson's columns; who gives none sees the proof alone.
 static void prove(const Config *config, Mesh mesh, Techniques techniques, Techniques alone,
                   const char *twin, Techniques twin_techniques, bool exact, bool masked,
@@ -257,7 +273,8 @@ static void prove(const Config *config, Mesh mesh, Techniques techniques, Techni
         check_peak(mesh, &cost, &record, counted.peak_by_data);
     }
     Config whole = on_one_device(config, mesh);
-    Record baseline = program_record(&whole, mesh_single(), alone, masked, false, "one device");
+    double bound;
+    Record baseline = one_device(&whole, mesh, alone, masked, &bound);
     if (program) {
         int columns = columns_before(column, config, mesh, program);
         column[columns++] = column_of_run(base_program(), &counted, &cost);
@@ -265,7 +282,6 @@ static void prove(const Config *config, Mesh mesh, Techniques techniques, Techni
         lesson_print(config, column, columns);
         lesson_print_losses(&record, &baseline);
     }
-    double bound = train_bound_with(&whole, alone, masked, &baseline);
     if (twin) compare_twin(config, mesh, twin, twin_techniques, masked, &record, bound);
     report_compare(&record, &baseline, exact ? PROOF_EXACT : PROOF_REASSOCIATED, exact ? 0 : bound);
     record_free(&baseline);

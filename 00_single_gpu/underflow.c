@@ -24,8 +24,7 @@ void underflow_begin(Trainer *t) {
 void underflow_warn(const Config *config) {
     if (counts(config))
         say("float16 without loss scaling: gradients up to 3.0e-8 become zero, and the verdict says how "
-            "many; "
-            "--dtype bf16 keeps them");
+            "many; --dtype bf16 keeps them");
 }
 
 void underflow_tell(const Trainer *t) {

@@ -309,8 +309,7 @@ static void overlap_condition(Mesh mesh, const Config *config) {
     clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
     double clock = 64.0 * (double)hidden, expected = formula * n / (n - 1);
     say("\nRows that enter hide behind a product with one (h, h) weight from h = %.0f on by formula A3, "
-        "from "
-        "%.0f by the clock\n",
+        "from %.0f by the clock\n",
         formula, clock);
     report_number("hidden size from which rows hide", "formula", formula, "");
     report_number("hidden size from which rows hide", "model clock", clock, "");

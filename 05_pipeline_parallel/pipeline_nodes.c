@@ -59,8 +59,7 @@ void pipeline_across_nodes(Mesh mesh, const Config *config) {
     say("  the bubble alone takes %.0f%% of a pipeline", 100 * bubble);
     report_that(way[0].lost > bubble && way[0].lost < way[1].lost / 2,
                 "across nodes a GPU loses %.2f of its throughput by a pipeline, whose bubble takes %.2f, "
-                "and %.2f by "
-                "tensor parallelism",
+                "and %.2f by tensor parallelism",
                 way[0].lost, bubble, way[1].lost);
     clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
     device_dry_run(false);

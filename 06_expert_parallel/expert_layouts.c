@@ -6,7 +6,7 @@
 //
 //     --tp          only with --sp: each rank of tp routes the rows that it has between regions
 //     --ep          takes its ranks within dp x cp x tp, neighbours first: it may exceed dp
-//     --zero        deals each expert to the ranks that hold copies of it, all else to dp x cp
+//     --zero        shards each expert over the ranks that hold copies of it, all else over dp x cp
 //
 // A run without --pp has no pipeline, and --zero 3 gathers a unit for each of its uses; with --pp it
 // gathers once a step. This file has no main.

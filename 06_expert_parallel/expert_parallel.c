@@ -123,7 +123,7 @@ static Tensor exchanged(const ExpertParallel *x, Tensor in, const int64_t *to, c
     return out;
 }
 
-Tensor experts_there(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait) {
+Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait) {
     Tensor arrived = exchanged(x, own, exchange->sent, exchange->received, wait);
     Tensor rows = tensor_new(MEMORY_ACTIVATION, own.dtype, arrived.dims, arrived.shape);
     regroup(x, exchange->received, rows, arrived, true);
@@ -131,7 +131,7 @@ Tensor experts_there(const ExpertParallel *x, const RowExchange *exchange, Tenso
     return rows;
 }
 
-Tensor experts_back(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait) {
+Tensor combine_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait) {
     Tensor leaving = tensor_like(MEMORY_COMMUNICATION, made);
     regroup(x, exchange->received, made, leaving, false);
     Tensor came = exchanged(x, leaving, exchange->received, exchange->sent, wait);
@@ -145,26 +145,26 @@ Tensor experts_back(const ExpertParallel *x, const RowExchange *exchange, Tensor
 static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     expert_counts(context, kept);
     Tensor own = pairs_gather(&kept->pairs, x),
-           rows = experts_there(context, kept->exchange, own, WAITS_ACROSS_TO_COMPUTE);
+           rows = dispatch_rows(context, kept->exchange, own, WAITS_ACROSS_TO_COMPUTE);
     tensor_free(&own);
     return rows;
 }
 
 static Tensor combine(void *context, MoeKept *kept, Tensor made) {
-    kept->out = experts_back(context, kept->exchange, made, WAITS_ACROSS_TO_COMPUTE);
+    kept->out = combine_rows(context, kept->exchange, made, WAITS_ACROSS_TO_COMPUTE);
     return pairs_combine(&kept->pairs, kept->out, kept->weights);
 }
 
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
     Tensor own = pairs_combine_backward(&kept->pairs, dy, dweights, kept->out, kept->weights);
     tensor_free(&kept->out);
-    Tensor dout = experts_there(context, kept->exchange, own, WAITS_ACROSS_TO_COMPUTE);
+    Tensor dout = dispatch_rows(context, kept->exchange, own, WAITS_ACROSS_TO_COMPUTE);
     tensor_free(&own);
     return dout;
 }
 
 static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
-    Tensor own = experts_back(context, kept->exchange, drows, WAITS_ACROSS_TO_COMPUTE),
+    Tensor own = combine_rows(context, kept->exchange, drows, WAITS_ACROSS_TO_COMPUTE),
            dx = pairs_gather_backward(&kept->pairs, own);
     tensor_free(&own);
     return dx;

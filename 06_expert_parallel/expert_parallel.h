@@ -67,7 +67,7 @@ typedef struct Balance {
 } Balance;
 
 // Every count of rows that training has read, in order. A dry run, which routes nothing, reads them again
-// from the ledger of a run that did, if it is given one, and else deals rows evenly.
+// from the ledger of a run that did, if it is given one, and else routes evenly.
 typedef struct Ledger {
     int64_t *number, count, next;
     bool replay;
@@ -107,10 +107,10 @@ void router_gradient(const Moe *moe, int layer, const MoeKept *kept, Tensor x);
 
 // ---- token_rows.c: pairs of tokens and experts, and the rows that they stand in ----
 
-// Counts of rows on the host, from the device; a dry run deals `rows` of them, if its ledger has none.
+// Counts of rows on the host, from the device; in a dry run whose ledger has none, `rows` of them evenly.
 void moe_read_counts(Moe *moe, bool training, int64_t *count, Tensor counts, int64_t rows);
 // The pairs of chosen (n, k), whose numbers are 0 … numbers - 1, or `numbers` for none. count (numbers) is
-// set; a dry run deals `real` rows.
+// set; a dry run has `real` rows, evenly.
 PairRows pair_rows_new(Moe *moe, bool training, int64_t *count, Tensor chosen, int64_t numbers,
                        int64_t real);
 void pair_rows_free(PairRows *pairs);
@@ -130,7 +130,7 @@ Tensor pairs_combine_backward(const PairRows *pairs, Tensor dy, Tensor dweights,
 // ======================================================================================================
 
 // Each rank of mesh.ep holds its part of the experts, and the tokens of all of them come there. After moe,
-// and after what deals out weights (ZeRO): a rank's experts come first.
+// and after what shards all weights (ZeRO): a rank's experts come first.
 extern const Technique expert_parallel;
 
 typedef struct ExpertParallel {
@@ -150,10 +150,10 @@ typedef struct RowExchange {
 
 // Sets kept->exchange, count and m: ranks tell each other how many rows will come.
 void expert_counts(ExpertParallel *x, MoeKept *kept);
-// New: rows that come, in the order of the experts here, for this rank's own (in the order of all experts);
-// and the other way back. wait: what follows.
-Tensor experts_there(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait);
-Tensor experts_back(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait);
+// Dispatch: new, the rows that come, in the order of the experts here, for this rank's own (in the order of
+// all experts); and combine: the other way back. wait: what follows.
+Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait);
+Tensor combine_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait);
 
 // What the programs of this chapter list (expert_layouts.c): moe, data parallelism, ZeRO's stages, sequence
 // and vocabulary parallelism, expert_parallel, the four methods of context parallelism, with --pp the

@@ -20,16 +20,17 @@ static void check_peak(const Trainer *t, const Config *config, Mesh mesh, Techni
     device_dry_run(true);
     clock_push("peak");
     Trainer *dry = trainer_new(config, mesh, techniques);
-    Moe *dealt = trainer_context(dry, &moe);
-    Ledger own = dealt->ledger;
-    dealt->ledger = (Ledger){routed->ledger.number, routed->ledger.count, 0, true};
+    Moe *replayed = trainer_context(dry, &moe);
+    Ledger own = replayed->ledger;
+    replayed->ledger = (Ledger){routed->ledger.number, routed->ledger.count, 0, true};
     memory_reset_peak();
     int64_t before = memory_account().now[MEMORY_ACTIVATION];
     for (int64_t step = 0; step < config->steps; step++) train_step(dry, NULL);
     double predicted = (double)(memory_account().peak[MEMORY_ACTIVATION] - before);
-    report_that(dealt->ledger.next == dealt->ledger.count, "a dry run reads %lld of %lld counts of rows",
-                (long long)dealt->ledger.next, (long long)dealt->ledger.count);
-    dealt->ledger = own;
+    report_that(replayed->ledger.next == replayed->ledger.count,
+                "a dry run reads %lld of %lld counts of rows", (long long)replayed->ledger.next,
+                (long long)replayed->ledger.count);
+    replayed->ledger = own;
     trainer_free(dry);
     clock_pop();
     device_dry_run(was_dry);

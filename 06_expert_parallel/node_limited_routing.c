@@ -68,16 +68,16 @@ static Tensor crossed(const NodeLimited *l, int64_t rows, const int64_t *from, T
     comm_wait(request);
     return out;
 }
-static Tensor crossed_there(const NodeLimited *l, const Hops *hops, Tensor own) {
+static Tensor dispatch_across(const NodeLimited *l, const Hops *hops, Tensor own) {
     return crossed(l, hops->come, hops->from, own, hops->to, WAITS_ACROSS);
 }
-static Tensor crossed_back(const NodeLimited *l, const Hops *hops, Tensor sums) {
+static Tensor combine_across(const NodeLimited *l, const Hops *hops, Tensor sums) {
     return crossed(l, hops->nodes.real, hops->to, sums, hops->from, WAITS_ACROSS_TO_COMPUTE);
 }
 
 // ---- who goes where ----
 
-// Of M nodes at most; a dry run deals M to each token.
+// Of M nodes at most; a dry run sends each token to M.
 static void choose_nodes(const NodeLimited *l, MoeKept *kept, Hops *hops) {
     const Config *c = &l->plain->moe->model->config;
     int64_t n = tensor_rows(kept->chosen), nodes = l->across.size;
@@ -113,7 +113,7 @@ static void count(NodeLimited *l, MoeKept *kept, Hops *hops) {
 }
 
 // Tokens, their experts and weights: all that this rank needs to send them on, and to add up what they get.
-static Tensor tokens_there(const NodeLimited *l, MoeKept *kept, Hops *hops, Tensor x, Tensor *chosen) {
+static Tensor dispatch_tokens(const NodeLimited *l, MoeKept *kept, Hops *hops, Tensor x, Tensor *chosen) {
     Tensor in[] = {pairs_gather(&hops->nodes, x), pairs_gather(&hops->nodes, kept->chosen),
                    pairs_gather(&hops->nodes, kept->weights)};
     Tensor out[3];
@@ -131,7 +131,7 @@ static Tensor tokens_there(const NodeLimited *l, MoeKept *kept, Hops *hops, Tens
     return out[0];
 }
 
-static void all_deal_alike(const NodeLimited *l, MoeKept *kept, Hops *hops) {
+static void all_route_alike(const NodeLimited *l, MoeKept *kept, Hops *hops) {
     int64_t here = l->plain->moe->here, ranks = l->inside.ep.size;
     const int64_t *own = hops->sent + l->inside.ep.rank * here;
     for (int64_t i = 0; i < ranks * here; i++) hops->inside.received[i] = own[i % here];
@@ -144,11 +144,11 @@ static void all_deal_alike(const NodeLimited *l, MoeKept *kept, Hops *hops) {
 static void choose_experts(const NodeLimited *l, MoeKept *kept, Hops *hops, Tensor chosen) {
     Moe *moe = l->plain->moe;
     int64_t ranks = l->inside.ep.size, nodes = l->across.size, each = ranks * moe->here;
-    int64_t dealt = hops->come * tensor_columns(chosen) / tensor_columns(hops->nodes.place);
+    int64_t evenly = hops->come * tensor_columns(chosen) / tensor_columns(hops->nodes.place);
     Tensor numbers = tensor_like(MEMORY_ACTIVATION, chosen);
     op_route_within(numbers, chosen, l->across.rank * each, each);
     hops->inside.sent = hops->sent = host_alloc(each * sizeof *hops->sent);
-    hops->experts = pair_rows_new(moe, kept->training, hops->sent, numbers, each, dealt);
+    hops->experts = pair_rows_new(moe, kept->training, hops->sent, numbers, each, evenly);
     tensor_free(&numbers);
     hops->inside.received = host_alloc(each * sizeof *hops->inside.received);
     for (int64_t i = 0; i < each; i++) {
@@ -156,7 +156,7 @@ static void choose_experts(const NodeLimited *l, MoeKept *kept, Hops *hops, Tens
         for (int64_t node = 0; node < nodes; node++)
             hops->inside.received[i] += hops->plain->received[node * each + i];
     }
-    if (device_is_dry_run() && !moe->ledger.replay) all_deal_alike(l, kept, hops);
+    if (device_is_dry_run() && !moe->ledger.replay) all_route_alike(l, kept, hops);
 }
 
 static void add_to_table(NodeLimited *l, const MoeKept *kept, const Hops *hops) {
@@ -183,14 +183,14 @@ static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
     choose_nodes(l, kept, hops);
     count(l, kept, hops);
     kept->exchange = hops;
-    Tensor chosen, come = tokens_there(l, kept, hops, x, &chosen);
+    Tensor chosen, come = dispatch_tokens(l, kept, hops, x, &chosen);
     choose_experts(l, kept, hops, chosen);
     tensor_free(&chosen);
     add_to_table(l, kept, hops);
     Tensor own = pairs_gather(&hops->experts, come);
     tensor_free(&hops->experts.tokens);
     tensor_free(&come);
-    Tensor rows = experts_there(&l->inside, &hops->inside, own, WAITS_INSIDE_TO_COMPUTE);
+    Tensor rows = dispatch_rows(&l->inside, &hops->inside, own, WAITS_INSIDE_TO_COMPUTE);
     tensor_free(&own);
     kept->held_by_dispatch = 8 * tensor_count(hops->nodes.place) + 4 * tensor_count(hops->experts.place) +
                              tensor_bytes(hops->weights);
@@ -201,9 +201,9 @@ static Tensor to_experts(void *context, MoeKept *kept, Tensor x) {
 static Tensor combine(void *context, MoeKept *kept, Tensor made) {
     const NodeLimited *l = context;
     const Hops *hops = kept->exchange;
-    kept->out = experts_back(&l->inside, &hops->inside, made, WAITS_INSIDE);
+    kept->out = combine_rows(&l->inside, &hops->inside, made, WAITS_INSIDE);
     Tensor sums = pairs_combine(&hops->experts, kept->out, hops->weights);
-    Tensor came = crossed_back(l, hops, sums), y = pairs_combine(&hops->nodes, came, (Tensor){0});
+    Tensor came = combine_across(l, hops, sums), y = pairs_combine(&hops->nodes, came, (Tensor){0});
     tensor_free(&sums);
     tensor_free(&came);
     return y;
@@ -214,7 +214,7 @@ static Tensor combine(void *context, MoeKept *kept, Tensor made) {
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
     const NodeLimited *l = context;
     Hops *hops = kept->exchange;
-    Tensor own = pairs_gather(&hops->nodes, dy), dsums = crossed_there(l, hops, own);
+    Tensor own = pairs_gather(&hops->nodes, dy), dsums = dispatch_across(l, hops, own);
     tensor_free(&own);
     Tensor part = tensor_like(MEMORY_ACTIVATION, hops->weights);
     Tensor drows = pairs_combine_backward(&hops->experts, dsums, part, kept->out, hops->weights);
@@ -225,7 +225,7 @@ static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor d
         tensor_new(MEMORY_COMMUNICATION, part.dtype, SHAPE(hops->nodes.real, tensor_columns(part)));
     hops->request = cross(l, hops->parts, hops->to, part, hops->from);
     tensor_free(&part);
-    Tensor dout = experts_there(&l->inside, &hops->inside, drows, WAITS_INSIDE_TO_COMPUTE);
+    Tensor dout = dispatch_rows(&l->inside, &hops->inside, drows, WAITS_INSIDE_TO_COMPUTE);
     tensor_free(&drows);
     return dout;
 }
@@ -234,10 +234,10 @@ static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor d
 static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
     const NodeLimited *l = context;
     Hops *hops = kept->exchange;
-    Tensor own = experts_back(&l->inside, &hops->inside, drows, WAITS_INSIDE);
+    Tensor own = combine_rows(&l->inside, &hops->inside, drows, WAITS_INSIDE);
     Tensor sums = pairs_gather_backward(&hops->experts, own);
     tensor_free(&own);
-    Tensor came = crossed_back(l, hops, sums), dx = pairs_gather_backward(&hops->nodes, came);
+    Tensor came = combine_across(l, hops, sums), dx = pairs_gather_backward(&hops->nodes, came);
     tensor_free(&sums);
     tensor_free(&came);
     comm_wait(hops->request);
@@ -309,9 +309,8 @@ static void check(const Config *c) {
     int64_t ranks = ranks_in_node(c), nodes = c->ep / ranks;
     int64_t whole = c->gpus_per_node ? c->gpus_per_node : clock_machine()->gpus_per_node;
     CHECK(c->ep % ranks == 0 && whole % ranks == 0,
-          "--ep %ld in nodes of --gpus-per-node %ld: some nodes would have fewer of its ranks; one of the "
-          "two "
-          "must divide the other",
+          "--ep %ld in nodes of --gpus-per-node %ld: some nodes would have fewer of its ranks; one of "
+          "the two must divide the other",
           c->ep, whole);
     CHECK(c->expert_groups % nodes == 0,
           "--expert-groups %ld are no parts of %ld nodes (--ep %ld, --gpus-per-node %ld): --moe deepseek "

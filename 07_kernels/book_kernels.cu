@@ -3,25 +3,36 @@
 //
 //     operation                      kernel of                        where it serves
 //     matmul                         coarsening: 8 x 8 or 4 x 4       f32
+//                                    tensor_cores: a ring of stages   bf16, f16
 //     rmsnorm, forward, backward     fused_norm                       f32, rows of up to 16384
 //     swiglu, forward, backward      fused_swiglu                     f32
 //     cross_entropy, both            fused_cross_entropy              f32
 //     attention_chunk, forward       flash_attention_2                f32, heads of 64 or 128, all keys or
 //     and backward                   flash_attention_2_backward       those up to the query
+//                                    flash_attention_2_tensor,        bf16, f16, the same heads and keys
+//                                    flash_attention_2_tensor_backward
+//     adamw                          fused_adamw                      f32; bf16, f16 with a master
 //
 // The kernels are those of the programs: each file stands here without its main, in a namespace of its own.
 // What this file adds is what an operation asks beyond them: chunks of keys that are merged, gradients that
-// add to what is there, and the order (b, s, a) of what belongs to rows, which the programs have as
-// (b, a, s). Scratch is the back end's, and all runs on its stream.
+// add to what is there, transposed operands, and the order (b, s, a) of what belongs to rows, which the
+// programs have as (b, a, s). Scratch is the back end's, and all runs on its stream.
 #include <math.h>
 
 #include "cuda/device_cuda.h"
-#include "flash_tiles.h"
+#include "flash_fragments.h"
+#include "sixteen_bits.h"
 #include "tensor/kernel_table.h"
 
 #define NO_MAIN
 namespace coarsening {
 #include "coarsening.cu"
+}
+namespace tensor_cores {
+#include "tensor_cores.cu"
+}
+namespace fused_adamw {
+#include "fused_adamw.cu"
 }
 namespace fused_norm {
 #include "fused_norm.cu"
@@ -38,6 +49,12 @@ namespace forward {
 namespace backward {
 #include "flash_attention_2_backward.cu"
 }
+namespace forward_16 {
+#include "flash_attention_2_tensor.cu"
+}
+namespace backward_16 {
+#include "flash_attention_2_tensor_backward.cu"
+}
 
 static cudaStream_t stream() { return static_cast<cudaStream_t>(device_stream()); }
 static int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
@@ -52,9 +69,55 @@ static void multiply(float *c, const float *a, const float *b, int64_t m, int64_
            stream(), c, a, b, m, n, k);
 }
 
+// y (columns, rows) = the transpose of x; block (32, 8): a tile of 32 x 32.
+__global__ void __launch_bounds__(256) transpose(uint16_t *y, const uint16_t *x, int rows, int columns) {
+    __shared__ uint16_t tile[32][34];  // rows of 17 words: those of a column lie in different banks
+    const int row0 = (int)blockIdx.y * 32, column0 = (int)blockIdx.x * 32, lane = (int)threadIdx.x;
+    for (int i = (int)threadIdx.y; i < 32; i += 8)
+        if (row0 + i < rows && column0 + lane < columns)
+            tile[i][lane] = x[(row0 + i) * columns + column0 + lane];
+    __syncthreads();  // the tile is whole
+    for (int i = (int)threadIdx.y; i < 32; i += 8)
+        if (column0 + i < columns && row0 + lane < rows)
+            y[(column0 + i) * rows + row0 + lane] = tile[lane][i];
+}
+
+// x (rows, columns), or its transpose, which is so stored, in `room`; the operand (rows, columns) for sure.
+template <class T>
+static const T *untransposed(T *room, const T *x, bool transposed, int64_t rows, int64_t columns) {
+    if (!transposed || !rows || !columns) return x;
+    const dim3 grid((unsigned)divided_up(rows, 32), (unsigned)divided_up(columns, 32)), block(32, 8);
+    LAUNCH(transpose, grid, block, 0, stream(), reinterpret_cast<uint16_t *>(room),
+           reinterpret_cast<const uint16_t *>(x), (int)columns, (int)rows);
+    return room;
+}
+
+// On tensor cores. A product that is added to c is rounded first.
+template <class T>
+static bool multiply_16(DType dtype, T *c, const T *a, const T *b, int64_t m, int64_t n, int64_t k,
+                        bool transpose_a, bool transpose_b, double beta) {
+    if (m * n > INT32_MAX || m * k > INT32_MAX || k * n > INT32_MAX) return false;
+    // each from a multiple of 16 bytes on
+    const int64_t of_a = divided_up(m * k, 8) * 8, of_b = divided_up(k * n, 8) * 8;
+    T *room = static_cast<T *>(device_scratch((size_t)(of_a + of_b + m * n) * sizeof *room));
+    T *product = beta != 0 ? room + of_a + of_b : c;
+    tensor_cores::launch_on<T, tensor_cores::STAGES, true>(
+        stream(), product, untransposed(room, a, transpose_a, m, k),
+        untransposed(room + of_a, b, transpose_b, k, n), {(int)m, (int)n, (int)k});
+    if (beta != 0) kernel_accumulate(dtype, c, dtype, product, m * n);
+    return true;
+}
+
 static bool matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
                    bool transpose_a, bool transpose_b, double beta) {
-    if (dtype != F32 || m == 0 || n == 0) return false;
+    if (m == 0 || n == 0) return false;
+    if (dtype == BF16)
+        return multiply_16(dtype, (__nv_bfloat16 *)c, (const __nv_bfloat16 *)a, (const __nv_bfloat16 *)b, m,
+                           n, k, transpose_a, transpose_b, beta);
+    if (dtype == F16)
+        return multiply_16(dtype, (__half *)c, (const __half *)a, (const __half *)b, m, n, k, transpose_a,
+                           transpose_b, beta);
+    if (dtype != F32) return false;
     // by size, A transposed, B transposed
     static void (*const run[2][2][2])(float *, const float *, const float *, int64_t, int64_t, int64_t) = {
         {{multiply<4, false, false>, multiply<4, false, true>},
@@ -150,18 +213,40 @@ static bool heads_of(Heads *heads, DType dtype, const AttentionChunk &at) {
               at.kv_heads,
               1 / sqrtf((float)at.head_size),
               at.shape == MASK_CAUSAL};
-    return dtype == F32 && at.shape != MASK_ANY && (at.head_size == 64 || at.head_size == 128) &&
+    return dtype != F64 && at.shape != MASK_ANY && (at.head_size == 64 || at.head_size == 128) &&
            at.b > 0 && at.queries.s > 0 && at.b <= 65535 && at.heads <= 65535;
+}
+
+// The kernels of each type.
+template <int D>
+static void forward_of(float *o, float *lse, const float *q, const float *k, const float *v,
+                       const Heads &n) {
+    forward::launch_on<D>(stream(), o, lse, q, k, v, n);
+}
+template <int D, class T>
+static void forward_of(T *o, float *lse, const T *q, const T *k, const T *v, const Heads &n) {
+    forward_16::launch_on<T, D>(stream(), o, lse, q, k, v, n);
+}
+template <int D>
+static void backward_of(const Gradients &to, const Operands &in, const float *delta, float *room,
+                        const Heads &n) {
+    backward::launch_on<D>(stream(), to, in, delta, room, n);
+}
+template <int D, class T>
+static void backward_of(const GradientsIn<T> &to, const OperandsIn<T> &in, const float *delta, float *room,
+                        const Heads &n) {
+    backward_16::launch_on<T, D>(stream(), to, in, delta, room, n);
 }
 
 // Block (row: sample, token, head), a thread for each element: o and lse of the keys before take in
 // what this chunk has given. Softmax over both is a mean, weighted by the sums of exponentials.
-__global__ void merge_rows(float *o, float *lse, const float *more, const float *more_lse, Heads n) {
+template <class T>
+__global__ void merge_rows(float *o, float *lse, const T *more, const float *more_lse, Heads n) {
     const int64_t row = blockIdx.x, head = row % n.a, token = row / n.a % n.s, sample = row / n.a / n.s;
     const int64_t at = row * blockDim.x + threadIdx.x;
     const float before = lse[row], added = more_lse[(sample * n.a + head) * n.s + token];
     const float top = fmaxf(before, added), keep = expf(before - top), gain = expf(added - top);
-    o[at] = (keep * o[at] + gain * more[at]) / (keep + gain);
+    o[at] = (keep * o[at] + gain * static_cast<float>(more[at])) / (keep + gain);
     __syncthreads();  // everybody has read lse
     if (threadIdx.x == 0) lse[row] = top + logf(keep + gain);
 }
@@ -174,39 +259,66 @@ __global__ void by_heads(float *out, const float *in, Heads n) {
     out[(sample * n.a + head) * n.s + token] = in[i];
 }
 
-template <int D>
-static void flash_forward(float *o, float *lse, const float *q, const float *k, const float *v,
-                          const Heads &n) {
+template <int D, class T>
+static void flash_forward(void *o, void *lse, const T *q, const T *k, const T *v, const Heads &n) {
     const int64_t rows = n.b * n.s * n.a;
-    float *more = static_cast<float *>(device_scratch((size_t)(rows * (D + 1)) * 4));
-    float *more_lse = more + rows * D;
-    forward::launch_on<D>(stream(), more, more_lse, q, k, v, n);
-    LAUNCH(merge_rows, (unsigned)rows, D, 0, stream(), o, lse, more, more_lse, n);
+    T *more = static_cast<T *>(device_scratch((size_t)rows * (D * sizeof(T) + 4)));
+    float *more_lse = reinterpret_cast<float *>(more + rows * D);
+    forward_of<D>(more, more_lse, q, k, v, n);
+    LAUNCH((merge_rows<T>), (unsigned)rows, D, 0, stream(), (float *)o, (float *)lse, more, more_lse, n);
+}
+
+template <class T>
+static void chunk_forward(void *o, void *lse, const void *q, const void *k, const void *v,
+                          int64_t head_size, const Heads &n) {
+    auto run = head_size == 64 ? flash_forward<64, T> : flash_forward<128, T>;
+    run(o, lse, (const T *)q, (const T *)k, (const T *)v, n);
 }
 
 static bool attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k,
                                     const void *v, AttentionChunk at) {
     Heads heads;
     if (!heads_of(&heads, dtype, at)) return false;
-    auto run = at.head_size == 64 ? flash_forward<64> : flash_forward<128>;
-    run((float *)o, (float *)lse, (const float *)q, (const float *)k, (const float *)v, heads);
+    auto run = dtype == F32    ? chunk_forward<float>
+               : dtype == BF16 ? chunk_forward<__nv_bfloat16>
+                               : chunk_forward<__half>;
+    run(o, lse, q, k, v, at.head_size, heads);
     return true;
 }
 
-template <int D>
-static void flash_backward(const Gradients &to, const Operands &in, const float *dots, const Heads &n) {
+// What a gradient gets in f32, from scratch.
+struct ChunkGradients {
+    DType dtype;
+    void *dq, *dk, *dv;
+};
+
+template <int D, class T>
+static void flash_backward(const ChunkGradients &to, const OperandsIn<T> &in, const float *dots,
+                           const Heads &n) {
     const int64_t rows = n.b * n.s * n.a, queries = rows * D, keys = n.b * n.s * n.kv * D;
-    float *dq = static_cast<float *>(device_scratch((size_t)(queries + 2 * keys + 4 * rows) * 4));
-    float *dk = dq + queries, *dv = dk + keys, *lse = dv + keys, *delta = lse + rows;
+    const int64_t room = backward_room(n, D);
+    T *dq = static_cast<T *>(
+        device_scratch((size_t)(queries + 2 * keys) * sizeof(T) + (size_t)(room + 2 * rows) * 4));
+    T *dk = dq + queries, *dv = dk + keys;
+    float *words = reinterpret_cast<float *>(dv + keys), *lse = words + room, *delta = lse + rows;
     const unsigned blocks = (unsigned)divided_up(rows, 256);
-    Operands own = in;
+    OperandsIn<T> own = in;
     own.lse = lse;
     LAUNCH(by_heads, blocks, 256, 0, stream(), lse, in.lse, n);
     LAUNCH(by_heads, blocks, 256, 0, stream(), delta, dots, n);
-    backward::launch_on<D>(stream(), {dq, dk, dv}, own, delta, delta + rows, n);
-    kernel_accumulate(F32, to.dq, F32, dq, queries);
-    kernel_accumulate(F32, to.dk, F32, dk, keys);
-    kernel_accumulate(F32, to.dv, F32, dv, keys);
+    backward_of<D>({dq, dk, dv}, own, delta, words, n);
+    kernel_accumulate(F32, to.dq, to.dtype, dq, queries);
+    kernel_accumulate(F32, to.dk, to.dtype, dk, keys);
+    kernel_accumulate(F32, to.dv, to.dtype, dv, keys);
+}
+
+template <class T>
+static void chunk_backward(const ChunkGradients &to, const void *const in[4], const void *lse,
+                           const void *dots, int64_t head_size, const Heads &n) {
+    const OperandsIn<T> own = {(const T *)in[0],   (const T *)in[1], (const T *)in[2], NULL,
+                               (const float *)lse, (const T *)in[3]};
+    auto run = head_size == 64 ? flash_backward<64, T> : flash_backward<128, T>;
+    run(to, own, (const float *)dots, n);
 }
 
 static bool attention_chunk_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o,
@@ -214,11 +326,51 @@ static bool attention_chunk_backward(DType dtype, void *dq, void *dk, void *dv, 
                                      const void *dots, AttentionChunk at) {
     Heads heads;
     if (!heads_of(&heads, dtype, at)) return false;
-    const Gradients to = {(float *)dq, (float *)dk, (float *)dv};
-    const Operands in = {(const float *)q, (const float *)k,   (const float *)v,
-                         NULL,             (const float *)lse, (const float *)d_o};
-    (at.head_size == 64 ? flash_backward<64> : flash_backward<128>)(to, in, (const float *)dots, heads);
+    const void *const in[] = {q, k, v, d_o};
+    auto run = dtype == F32    ? chunk_backward<float>
+               : dtype == BF16 ? chunk_backward<__nv_bfloat16>
+                               : chunk_backward<__half>;
+    run({dtype, dq, dk, dv}, in, lse, dots, at.head_size, heads);
     return true;
+}
+
+// ---- AdamW ----
+
+// The factor of the gradient goes to device memory, where a run that clips on a GPU would have it.
+template <class T, class G>
+static bool step(T *value, float *master, float *m, float *v, const G *grad, const AdamW &h,
+                 int64_t count) {
+    if ((sizeof(T) == 2) != (master != NULL)) return false;
+    float *scale = static_cast<float *>(device_scratch(sizeof *scale));
+    const fused_adamw::Step c = {(float)h.beta1,
+                                 (float)h.beta2,
+                                 (float)(1 - h.beta1),
+                                 (float)(1 - h.beta2),
+                                 (float)(h.lr / (1 - pow(h.beta1, (double)h.step))),
+                                 (float)(1 / sqrt(1 - pow(h.beta2, (double)h.step))),
+                                 (float)h.eps,
+                                 (float)(1 - h.lr * h.weight_decay)};
+    kernel_fill(F32, scale, h.grad_scale, 1);
+    LAUNCH((fused_adamw::adamw<T, G>), (unsigned)divided_up(count, fused_adamw::BLOCK), fused_adamw::BLOCK,
+           0, stream(), value, master ? master : reinterpret_cast<float *>(value), m, v, grad, scale, c,
+           count);
+    return true;
+}
+
+template <class T>
+static bool step_of(DType dtype, DType grad_dtype, void *value, void *master, void *m, void *v,
+                    const void *grad, const AdamW &hyper, int64_t count) {
+    T *to = (T *)value;
+    float *w = (float *)master, *m1 = (float *)m, *m2 = (float *)v;
+    if (grad_dtype == F32) return step(to, w, m1, m2, (const float *)grad, hyper, count);
+    return grad_dtype == dtype && step(to, w, m1, m2, (const T *)grad, hyper, count);
+}
+
+static bool adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,
+                  const void *grad, AdamW hyper, int64_t count) {
+    if (dtype == F64 || count == 0) return false;
+    auto run = dtype == F32 ? step_of<float> : dtype == BF16 ? step_of<__nv_bfloat16> : step_of<__half>;
+    return run(dtype, grad_dtype, value, master, m, v, grad, hyper, count);
 }
 
 // ---- the table ----
@@ -232,6 +384,7 @@ const KernelTable *kernel_table_linked(void) {
                                       cross_entropy_forward,
                                       cross_entropy_backward,
                                       attention_chunk_forward,
-                                      attention_chunk_backward};
+                                      attention_chunk_backward,
+                                      adamw};
     return &table;
 }

@@ -40,13 +40,7 @@ __global__ void __launch_bounds__(TILE *SIDE)
     row_products(float *delta, const T *o, const T *grad_o, Heads shape) {
     const int64_t row = blockIdx.x * TILE + threadIdx.x / SIDE;
     const int64_t from = ((blockIdx.z * shape.s + row) * shape.a + blockIdx.y) * D;
-    float sum = 0;
-    for (int column = thread_x() * 2; column < D && row < shape.s; column += SIDE * 2) {
-        const float2 x = unpacked<T>(*reinterpret_cast<const uint32_t *>(o + from + column));
-        const float2 y = unpacked<T>(*reinterpret_cast<const uint32_t *>(grad_o + from + column));
-        sum = fmaf(x.x, y.x, sum), sum = fmaf(x.y, y.y, sum);
-    }
-    sum = row_sum(sum);
+    const float sum = row_product<T, D>(o + from, grad_o + from, row < shape.s);
     if (row < shape.s && thread_x() == 0) delta[(blockIdx.z * shape.a + blockIdx.y) * shape.s + row] = sum;
 }
 
@@ -257,6 +251,7 @@ static void launch_on(cudaStream_t stream, const GradientsIn<T> &grad, const Ope
 
 #ifndef NO_MAIN
 #include "attention_reference.h"
+#include "flash_work.h"
 
 // room: backward_room(shape, D) words.
 template <class T, int D>
@@ -268,60 +263,10 @@ static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *r
     launch_on<T, D>(0, grad, in, delta, room, shape);
 }
 
-// Of the kernels before and behind: rows of delta, numbers of dq.
-static void add_row_products_and_narrow(Work *w, double rows, double d) {
-    const double pairs = rows * d / 2;
-    w->load_requests += rows * d / 32 + pairs / 32;
-    w->load_sectors += rows * d / 8 + pairs / 4;
-    w->store_requests += rows / 4 + pairs / 32;
-    w->store_sectors += rows / 4 + pairs / 8;
-    w->memory_sectors += rows * d / 8 + rows / 8 + pairs / 4 + pairs / 8;
-    w->flops += rows * (2 * d + 24) + 2 * pairs;
-    w->flop_instructions += rows / 4 * (d / 8 + 3) + 2 * pairs / 32;
-}
-
-// s a multiple of 128.
-static Work formula(const Heads &shape, double d) {
-    const double s = (double)shape.s, n = s / KEYS, heads = (double)(shape.b * shape.a), rows = heads * s;
-    const double key_heads = (double)(shape.b * shape.kv), blocks = key_heads * n;
-    // tiles of queries that pass blocks of keys, and those that pass the first; on the diagonal half of the
-    // warps see nothing
-    const double steps = heads * (shape.causal ? n * n + n : 2 * n * n), first = heads * 2 * n;
-    const double unseen = shape.causal ? heads * n * WARPS / 2 : 0, pairs = steps * WARPS - unseen;
-    const double products = 8 * pairs;                         // steps of 16 keys of the warps' dQ
-    const double scores = OWN * QUERIES / 32;                  // of a lane
-    const double copies = (blocks + steps / 2) * d;            // requests: K and V; Q and dO
-    const double again = shape.causal ? s - KEYS : n > 1 ? s : 0;  // rows of a head's dq that come back
-    const double left = d / 16 * 4, tile = QUERIES / 16 * left;    // passes of ldmatrix
-    Work w = {};
-    add_row_products_and_narrow(&w, rows, d);
-    // lse and delta; dq
-    w.load_requests += copies + steps * 4 + (steps - first) * d;
-    w.load_sectors += 16 * copies + steps * 16 + (steps - first) * 8 * d;
-    // dq; turns, asked and passed on; dk and dv; tickets
-    w.store_requests += steps * (d + 2) + blocks * (d + 1);
-    w.store_sectors += steps * (8 * d + 2) + blocks * (16 * d + 1);
-    // q, dO, k, v, dk, dv; dq in f32, and what comes back of it; lse and delta; counters
-    w.memory_sectors += (2 * rows + 4 * key_heads * s) * d / 16 + (rows + heads * again) * d / 8 +
-                        2 * rows / 8 + ceil(first / 8) + ceil(key_heads / 8);
-    // V, and K twice; dP' and S', dV and dK; lse and delta; dS. dQ. Copies; rows; dk and dv; the ticket
-    w.shared_passes = pairs * (3 * left + 4 * tile + FRAGMENTS * 4 + FRAGMENTS * 2) +
-                      products * 4 * (ROWS + d / QUARTERS / 16) + 4 * copies + steps * 4 +
-                      blocks * (WARPS * d + 1 + WARPS);
-    // scale, exponent, dP - delta, P; c, twice; lse; dq; dk
-    w.flops += pairs * 32 * (4 * scores + 2) + steps * (64 + QUERIES * d) + blocks * KEYS * d;
-    w.flop_instructions +=
-        pairs * (3 * scores + 2) + steps * (2 + QUERIES * d / 32) + blocks * KEYS * d / 32;
-    w.special_instructions = pairs * scores;
-    w.tensor_flops = pairs * 5 * 2 * OWN * QUERIES * d;
-    w.barriers = 2 * steps + 2 * blocks;
-    return w;
-}
-
 template <class T, int D>
 static void row(const char *name, const Heads &at_size) {
     const KernelVersion version = {name, BLOCK, D == 64 ? 238 : 255, shared_bytes(D)};
-    backward_version<T>(version, at_size, D, KEYS, launch<T, D>, formula);
+    backward_version<T>(version, at_size, D, KEYS, launch<T, D>, work_of_tensor_backward);
 }
 
 template <int D>
@@ -345,6 +290,6 @@ int main(int argc, char **argv) {
                                       KEYS, &options, &head);
     if (head == 128) show<128>(&options, shape);
     else show<64>(&options, shape);
-    return tensor_verdict(&options, shape, head, 2, formula(shape, head));
+    return tensor_verdict(&options, shape, head, 2, work_of_tensor_backward(shape, head));
 }
 #endif

@@ -20,9 +20,7 @@
 //
 // wgmma reads K and V once for four warps, mma for each: shared memory takes 0.88 of the tensor cores'
 // clocks, and not 1.5 times as many. A tile on the diagonal is 128 keys wide, not 64: with a causal mask,
-// 1.5% more products. The emulator names a barrier that is waited for in vain, and what is touched in
-// flight. It does not model overlap: its time is that of the busiest part, with turns and without. What
-// turns can hide is in the last lines; what they do hide, a GPU must show.
+// 1.5% more products. The table's time is that of the busiest part, with turns and without.
 //
 // Proof: as for flash_attention_2_tensor.cu, up to three tiles of keys, for which the ring comes round.
 // Run: build/07_kernels/flash_attention_3           (--head-size 64, --size 8192, --verbose)
@@ -217,6 +215,7 @@ static Work formula(int version, const Heads &shape, double d) {
 
 #ifndef NO_MAIN
 #include "attention_reference.h"
+#include "flash_timeline.h"
 
 template <class T, int D>
 static void row(int version, const char *name, const Heads &at_size) {
@@ -245,6 +244,7 @@ static void show(const KernelsOptions *options, const Heads &shape) {
             row<__half, D>(PING_PONG, shape.causal ? "fp16, causal" : "fp16", shape);
         },
         16);
+    flash_timelines<__nv_bfloat16, D>("serial", "ping-pong", KEYS, launch<__nv_bfloat16, D>);
 }
 
 int main(int argc, char **argv) {

@@ -136,6 +136,19 @@ __device__ static inline void store_tile(T *head, const T *tile, int first, int 
     }
 }
 
+// Of a row of o and its gradient, by eight lanes: their product, of which delta is made; 0 of a row that
+// does not exist.
+template <class T, int D>
+__device__ static inline float row_product(const T *o, const T *grad_o, bool exists) {
+    float sum = 0;
+    for (int column = thread_x() * 2; column < D && exists; column += SIDE * 2) {
+        const float2 x = unpacked<T>(*reinterpret_cast<const uint32_t *>(o + column));
+        const float2 y = unpacked<T>(*reinterpret_cast<const uint32_t *>(grad_o + column));
+        sum = fmaf(x.x, y.x, sum), sum = fmaf(x.y, y.y, sum);
+    }
+    return row_sum(sum);
+}
+
 // Over the four lanes that share a row.
 __device__ static inline float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));

@@ -32,8 +32,11 @@ struct GradientsIn {
 };
 typedef OperandsIn<float> Operands;
 typedef GradientsIn<float> Gradients;
-// Words of scratch that any version of backward can do with: in 16 bits dq adds up in f32.
-static inline int64_t backward_room(const Heads &n, int d) { return n.b * n.a * n.s * (d + 3); }
+// Words of scratch that any version of backward can do with: in 16 bits dq adds up in f32, by tiles of up
+// to 128 rows.
+static inline int64_t backward_room(const Heads &n, int d) {
+    return n.b * n.a * ((n.s + 127) / 128 * 128) * (d + 3);
+}
 
 template <int D>
 constexpr int PITCH = D + 4;

@@ -37,19 +37,6 @@ struct Step {
     float beta1, beta2, fresh1, fresh2, rate, widen, eps, keep;
 };
 
-// t counts from 1.
-static Step step_of(int t) {
-    const double b1 = 0.9, b2 = 0.95, lr = 1e-3, decay = 0.1;
-    return {(float)b1,
-            (float)b2,
-            (float)(1 - b1),
-            (float)(1 - b2),
-            (float)(lr / (1 - pow(b1, t))),
-            (float)(1 / sqrt(1 - pow(b2, t))),
-            1e-8f,
-            (float)(1 - lr * decay)};
-}
-
 __device__ static inline float first_moment(float m, float g, const Step &c) {
     return fmaf(c.beta1, m, c.fresh1 * g);
 }
@@ -82,19 +69,35 @@ __global__ void __launch_bounds__(BLOCK) narrow(__nv_bfloat16 *weight, const flo
 
 // ---- one ----
 
+// Of 16-bit weights, or f32 ones, of which w is the only copy; gradients may be of another type.
+template <class T, class G>
 __global__ void __launch_bounds__(BLOCK)
-    adamw(__nv_bfloat16 *weight, float *w, float *m, float *v, const __nv_bfloat16 *dw, const float *scale,
-          Step c, int64_t n) {
+    adamw(T *weight, float *w, float *m, float *v, const G *dw, const float *scale, Step c, int64_t n) {
     const int64_t i = element();
     if (i >= n) return;
-    const float g = *scale * __bfloat162float(dw[i]);
+    const float g = *scale * static_cast<float>(dw[i]);
     const float m_new = first_moment(m[i], g, c), v_new = second_moment(v[i], g, c);
     const float w_new = weight_after(w[i], m_new, v_new, c);
     m[i] = m_new, v[i] = v_new, w[i] = w_new;
-    weight[i] = __float2bfloat16_rn(w_new);
+    if (sizeof(T) == 2) weight[i] = static_cast<T>(w_new);
 }
 
 // ---- host code ----
+
+#ifndef NO_MAIN
+
+// t counts from 1.
+static Step step_of(int t) {
+    const double b1 = 0.9, b2 = 0.95, lr = 1e-3, decay = 0.1;
+    return {(float)b1,
+            (float)b2,
+            (float)(1 - b1),
+            (float)(1 - b2),
+            (float)(lr / (1 - pow(b1, t))),
+            (float)(1 / sqrt(1 - pow(b2, t))),
+            1e-8f,
+            (float)(1 - lr * decay)};
+}
 
 enum { SEPARATE, FUSED, VERSIONS };
 static const KernelVersion versions[VERSIONS] = {{"five kernels", BLOCK, 18, 0}, {"fused", BLOCK, 24, 0}};
@@ -115,7 +118,8 @@ static void launch(int version, const State &s, const Step &step, int64_t n) {
     const unsigned blocks = (unsigned)((n + BLOCK - 1) / BLOCK);
     if (n == 0) return;
     if (version == FUSED) {
-        LAUNCH(adamw, blocks, BLOCK, 0, 0, s.weight, s.w, s.m, s.v, s.dw, s.scale, step, n);
+        LAUNCH((adamw<__nv_bfloat16, __nv_bfloat16>), blocks, BLOCK, 0, 0, s.weight, s.w, s.m, s.v, s.dw,
+               s.scale, step, n);
         return;
     }
     LAUNCH(clip, blocks, BLOCK, 0, 0, s.g, s.dw, s.scale, n);
@@ -259,3 +263,4 @@ int main(int argc, char **argv) {
     return report_verdict("fused, a step takes %.2f of the time",
                           kernels_seconds(FUSED) / kernels_seconds(SEPARATE));
 }
+#endif

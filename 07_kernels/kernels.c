@@ -5,7 +5,6 @@
 #include <stdlib.h>
 
 #include "tensor/device.h"
-#include "tensor/ops.h"
 #include "tensor/rng.h"
 
 // ---- the table ----
@@ -159,6 +158,27 @@ void kernels_matmul_library(DType dtype, float *c, const float *a, const float *
     tensor_free(&A);
     tensor_free(&B);
     tensor_free(&C);
+}
+
+static Codes codes_of(const KernelsCodes *x, int64_t rows, int64_t k) {
+    Codes made = {.tile = x->tile};
+    made.codes = tensor_new(MEMORY_ACTIVATION, E4M3, SHAPE(rows, k));
+    made.scale = tensor_new(MEMORY_ACTIVATION, F32,
+                            SHAPE(tiles_of(rows, x->tile.rows), tiles_of(k, x->tile.columns)));
+    tensor_from_host(made.codes, x->codes);
+    tensor_from_host(made.scale, x->scale);
+    return made;
+}
+
+void kernels_matmul_codes(float *c, const KernelsCodes *a, const KernelsCodes *b, CodesSum sum, int64_t m,
+                          int64_t n, int64_t k) {
+    Codes left = codes_of(a, m, k), right = codes_of(b, n, k);
+    Tensor made = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(m, n));
+    op_matmul_codes(made, left, right, sum, 0);
+    tensor_to_host(c, made);
+    tensor_free(&made);
+    tensor_free(&left.codes), tensor_free(&left.scale);
+    tensor_free(&right.codes), tensor_free(&right.scale);
 }
 
 double kernels_matmul_seconds(DType dtype, int64_t n) {

@@ -9,7 +9,7 @@
 
 #include "cuda/gpu_model.h"
 #include "report/report.h"
-#include "tensor/tensor.h"
+#include "tensor/ops.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -70,6 +70,14 @@ double kernels_error(const float *made, const double *right, int64_t count);
 void kernels_matmul_f64(double *c, const float *a, const float *b, int64_t m, int64_t n, int64_t k);
 void kernels_matmul_library(DType dtype, float *c, const float *a, const float *b, int64_t m, int64_t n,
                             int64_t k);
+// C (m, n) = A (m, k) B^T of e4m3 codes, by the library (op_matmul_codes).
+typedef struct KernelsCodes {
+    const uint8_t *codes;
+    const float *scale;
+    Tile tile;
+} KernelsCodes;
+void kernels_matmul_codes(float *c, const KernelsCodes *a, const KernelsCodes *b, CodesSum sum, int64_t m,
+                          int64_t n, int64_t k);
 // How long the library takes for n x n matrices, on average.
 double kernels_matmul_seconds(DType dtype, int64_t n);
 

@@ -40,6 +40,11 @@ enum { SIDE = 64, WARPS = M / SIDE * (N / SIDE), THREADS = 32 * WARPS };
 enum { CHUNK = 8, A_CHUNKS = M * K / CHUNK, B_CHUNKS = K * N / CHUNK };  // of 16 bytes; in a tile
 enum { ROWS = SIDE / 16, COLUMNS = SIDE / 8 };                           // fragments of a warp
 
+// A (m, k), B (k, n), C (m, n). Places in a matrix are ints: it has less than 2^31 elements.
+struct Sizes {
+    int m, n, k;
+};
+
 // Where a chunk is in a tile of A (M, K), and of B (K, N).
 template <bool SWIZZLED>
 __device__ static inline int place_a(int row, int chunk) {
@@ -52,19 +57,20 @@ __device__ static inline int place_b(int row, int chunk) {
 
 // ---- memory to shared ----
 
-// Beyond the edges of an n x n matrix all is zero. WIDE: rows begin at multiples of 16 bytes; others are
-// copied by numbers, and have arrived when this returns.
+// Beyond the edges of the matrix x (rows, columns) all is zero. WIDE: rows begin at multiples of 16 bytes;
+// others are copied by numbers, and have arrived when this returns.
 template <bool WIDE, class T>
-__device__ static inline void copy_chunk(T *to, const T *x, int row, int column, int n) {
+__device__ static inline void copy_chunk(T *to, const T *x, int row, int column, int rows, int columns) {
     if (WIDE) {
-        cp_async(to, x + row * n + column, row < n && column < n);
+        cp_async(to, x + row * columns + column, row < rows && column < columns);
         return;
     }
-    const uint16_t *from = reinterpret_cast<const uint16_t *>(x + row * n + column);
+    const uint16_t *from = reinterpret_cast<const uint16_t *>(x + row * columns + column);
+    const int end = row < rows ? columns - column : 0;
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const bool first = row < n && column + 2 * i < n, second = row < n && column + 2 * i + 1 < n;
+        const bool first = 2 * i < end, second = 2 * i + 1 < end;
         words[i] = (first ? from[2 * i] : 0) | (uint32_t)(second ? from[2 * i + 1] : 0) << 16;
     }
     *reinterpret_cast<uint4 *>(to) = make_uint4(words[0], words[1], words[2], words[3]);
@@ -73,17 +79,18 @@ __device__ static inline void copy_chunk(T *to, const T *x, int row, int column,
 // The tile of A from row0 on, and behind it that of B from column0 on, of step k0.
 template <bool SWIZZLED, bool WIDE, class T>
 __device__ static inline void copy_stage(T *stage, const T *a, const T *b, int row0, int column0, int k0,
-                                         int n) {
+                                         const Sizes &size) {
 #pragma unroll
     for (int i = 0; i < A_CHUNKS / THREADS; i++) {
         const int at = (int)threadIdx.x + i * THREADS, row = at / (K / CHUNK), chunk = at % (K / CHUNK);
-        copy_chunk<WIDE>(stage + place_a<SWIZZLED>(row, chunk), a, row0 + row, k0 + chunk * CHUNK, n);
+        copy_chunk<WIDE>(stage + place_a<SWIZZLED>(row, chunk), a, row0 + row, k0 + chunk * CHUNK, size.m,
+                         size.k);
     }
 #pragma unroll
     for (int i = 0; i < B_CHUNKS / THREADS; i++) {
         const int at = (int)threadIdx.x + i * THREADS, row = at / (N / CHUNK), chunk = at % (N / CHUNK);
         copy_chunk<WIDE>(stage + M * K + place_b<SWIZZLED>(row, chunk), b, k0 + row,
-                         column0 + chunk * CHUNK, n);
+                         column0 + chunk * CHUNK, size.k, size.n);
     }
 }
 
@@ -121,7 +128,7 @@ __device__ static inline void multiply_stage(float (&sum)[ROWS][COLUMNS][4], con
 
 template <bool WIDE, class T>
 __device__ static inline void store(T *c, const float (&sum)[ROWS][COLUMNS][4], int row0, int column0,
-                                    int n) {
+                                    int m, int n) {
     const int lane = (int)threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
@@ -133,7 +140,7 @@ __device__ static inline void store(T *c, const float (&sum)[ROWS][COLUMNS][4], 
                 const int row = row0 + i * 16 + half * 8 + lane / 4,
                           column = column0 + j * 8 + lane % 4 * 2;
                 T *to = c + row * n + column;
-                if (row >= n || column >= n) continue;
+                if (row >= m || column >= n) continue;
                 if (WIDE) {
                     narrow(to, x, y);
                     continue;
@@ -145,18 +152,17 @@ __device__ static inline void store(T *c, const float (&sum)[ROWS][COLUMNS][4], 
 
 // ---- the kernel ----
 
-// n up to 32768: places in a matrix are ints.
 template <class T, int DEPTH, bool SWIZZLED, bool WIDE>
-__global__ void __launch_bounds__(THREADS) matmul(T *c, const T *a, const T *b, int n) {
+__global__ void __launch_bounds__(THREADS) matmul(T *c, const T *a, const T *b, Sizes size) {
     DYNAMIC_SHARED(T, stages);
     constexpr int STAGE = (M + N) * K, AHEAD = DEPTH - 1, PENDING = AHEAD > 1 ? AHEAD - 1 : 0;
     const int warp = (int)threadIdx.x / 32, row = warp / (N / SIDE) * SIDE,
               column = warp % (N / SIDE) * SIDE;
     const int row0 = (int)blockIdx.y * M, column0 = (int)blockIdx.x * N;
-    const int steps = (n + K - 1) / K;
+    const int steps = (size.k + K - 1) / K;
     const auto copy = [&](int step) {  // a group for each step, empty beyond the last
         if (step < steps)
-            copy_stage<SWIZZLED, WIDE>(stages + step % DEPTH * STAGE, a, b, row0, column0, step * K, n);
+            copy_stage<SWIZZLED, WIDE>(stages + step % DEPTH * STAGE, a, b, row0, column0, step * K, size);
         cp_async_commit();
     };
     float sum[ROWS][COLUMNS][4] = {};
@@ -171,39 +177,42 @@ __global__ void __launch_bounds__(THREADS) matmul(T *c, const T *a, const T *b, 
         if (AHEAD > 0) copy(step + AHEAD);
         multiply_stage<SWIZZLED>(sum, stages + step % DEPTH * STAGE, row, column);
     }
-    store<WIDE>(c, sum, row0 + row, column0 + column, n);
+    store<WIDE>(c, sum, row0 + row, column0 + column, size.m, size.n);
 }
 
 // ---- host code ----
 
-enum { ONE, SWIZZLE, RING, RING_F16, VERSIONS };
 enum { STAGE_BYTES = (M + N) * K * 2 };
-static const KernelVersion versions[VERSIONS] = {
-    {"one stage", THREADS, 220, STAGE_BYTES},
-    {"one, swizzled", THREADS, 230, STAGE_BYTES},
-    {"4 stages", THREADS, 243, STAGES *STAGE_BYTES},
-    {"4 stages, fp16", THREADS, 243, STAGES *STAGE_BYTES},
-};
 
 template <class T, int DEPTH, bool SWIZZLED>
-static void launch_as(T *c, const T *a, const T *b, int64_t n) {
-    const dim3 grid((unsigned)((n + N - 1) / N), (unsigned)((n + M - 1) / M));
+static void launch_on(cudaStream_t stream, T *c, const T *a, const T *b, Sizes size) {
+    const dim3 grid((unsigned)((size.n + N - 1) / N), (unsigned)((size.m + M - 1) / M));
     const size_t bytes = DEPTH * STAGE_BYTES;
-    void (*kernel)(T *, const T *, const T *, int) = matmul<T, DEPTH, SWIZZLED, false>;
-    if (n % CHUNK == 0) kernel = matmul<T, DEPTH, SWIZZLED, true>;
-    if (n == 0) return;
+    void (*kernel)(T *, const T *, const T *, Sizes) = matmul<T, DEPTH, SWIZZLED, false>;
+    if (size.n % CHUNK == 0 && size.k % CHUNK == 0) kernel = matmul<T, DEPTH, SWIZZLED, true>;
+    if (size.m == 0 || size.n == 0) return;
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    LAUNCH(kernel, grid, THREADS, bytes, 0, c, a, b, (int)n);
+    LAUNCH(kernel, grid, THREADS, bytes, stream, c, a, b, size);
 }
 
+#ifndef NO_MAIN
+
+enum { ONE, SWIZZLE, RING, RING_F16, VERSIONS };
+static const KernelVersion versions[VERSIONS] = {
+    {"one stage", THREADS, 215, STAGE_BYTES},
+    {"one, swizzled", THREADS, 229, STAGE_BYTES},
+    {"4 stages", THREADS, 240, STAGES *STAGE_BYTES},
+    {"4 stages, fp16", THREADS, 240, STAGES *STAGE_BYTES},
+};
+
 static void launch(int version, __nv_bfloat16 *c, const __nv_bfloat16 *a, const __nv_bfloat16 *b,
-                   int64_t n) {
-    if (version == ONE) launch_as<__nv_bfloat16, 1, false>(c, a, b, n);
-    if (version == SWIZZLE) launch_as<__nv_bfloat16, 1, true>(c, a, b, n);
-    if (version == RING) launch_as<__nv_bfloat16, STAGES, true>(c, a, b, n);
+                   Sizes size) {
+    if (version == ONE) launch_on<__nv_bfloat16, 1, false>(0, c, a, b, size);
+    if (version == SWIZZLE) launch_on<__nv_bfloat16, 1, true>(0, c, a, b, size);
+    if (version == RING) launch_on<__nv_bfloat16, STAGES, true>(0, c, a, b, size);
 }
-static void launch(int, __half *c, const __half *a, const __half *b, int64_t n) {
-    launch_as<__half, STAGES, true>(c, a, b, n);
+static void launch(int, __half *c, const __half *a, const __half *b, Sizes size) {
+    launch_on<__half, STAGES, true>(0, c, a, b, size);
 }
 
 // n a multiple of N.
@@ -228,15 +237,15 @@ static Work formula(int version, double n) {
 template <class T>
 static Proof check(int version, DType dtype) {
     Proof proof;
-    for (int64_t n : {0, 1, 37, 131, 200}) {
-        const Numbers<T> a(n * n, 1), b(n * n, 2);
-        Array<T> d_a(a.narrow.data(), n * n), d_b(b.narrow.data(), n * n), d_c(n * n);
-        std::vector<float> made, library((size_t)(n * n));
-        std::vector<double> right((size_t)(n * n));
-        launch(version, d_c.at, d_a.at, d_b.at, n);
+    for (const Sizes &s : {Sizes{0, 0, 0}, {1, 1, 1}, {37, 64, 37}, {131, 131, 131}, {200, 264, 40}}) {
+        const Numbers<T> a(s.m * s.k, 1), b(s.k * s.n, 2);
+        Array<T> d_a(a.narrow.data(), s.m * s.k), d_b(b.narrow.data(), s.k * s.n), d_c(s.m * s.n);
+        std::vector<float> made, library((size_t)(s.m * s.n));
+        std::vector<double> right((size_t)(s.m * s.n));
+        launch(version, d_c.at, d_a.at, d_b.at, s);
         for (T x : d_c.host()) made.push_back(wide(x));
-        kernels_matmul_f64(right.data(), a.exact.data(), b.exact.data(), n, n, n);
-        kernels_matmul_library(dtype, library.data(), a.exact.data(), b.exact.data(), n, n, n);
+        kernels_matmul_f64(right.data(), a.exact.data(), b.exact.data(), s.m, s.n, s.k);
+        kernels_matmul_library(dtype, library.data(), a.exact.data(), b.exact.data(), s.m, s.n, s.k);
         proof.hold(made, library, right);
     }
     return proof;
@@ -246,7 +255,7 @@ template <class T>
 static void row(int version, DType dtype, int64_t n) {
     matmul_row<T>(
         versions[version], check<T>(version, dtype), N, n,
-        [&](T *c, const T *a, const T *b, int64_t size) { launch(version, c, a, b, size); },
+        [&](T *c, const T *a, const T *b, int size) { launch(version, c, a, b, {size, size, size}); },
         [&](int64_t size) { return formula(version, (double)size); });
 }
 
@@ -275,3 +284,4 @@ int main(int argc, char **argv) {
     return report_verdict("4 stages in bf16 take %.2f of the least that f32 without tensor cores can",
                           kernels_seconds(RING) / f32);
 }
+#endif

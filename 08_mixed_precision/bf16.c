@@ -67,8 +67,7 @@ static void recipe(Recipe *r, const Config *c) {
 static void check(const Config *c) {
     CHECK(!config_number(c, "rounding") || without_masters(c),
           "--rounding stochastic rounds the weights that are stepped, and those are f32 masters: add "
-          "--master "
-          "none");
+          "--master none");
 }
 
 static const Option options[] = {

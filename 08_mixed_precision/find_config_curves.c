@@ -60,8 +60,8 @@ static void draw_curves(const char *file, const Curve *curve) {
         "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 640 360' font-family='sans-serif' "
         "font-size='12'>\n<rect width='640' height='360' fill='white'/>\n"
         "<text x='60' y='24'>throughput of a GPU, in that of the first point; the dashed line is the end "
-        "of "
-        "a node</text>\n<line x1='228' y1='40' x2='228' y2='310' stroke='#999' stroke-dasharray='4'/>\n");
+        "of a node</text>\n<line x1='228' y1='40' x2='228' y2='310' stroke='#999' "
+        "stroke-dasharray='4'/>\n");
     for (int i = 0; i <= 5; i++)
         fprintf(out,
                 "<line x1='60' x2='600' y1='%d' y2='%d' stroke='#ddd'/><text x='22' y='%d'>%d%%</text>\n",
@@ -171,8 +171,8 @@ void heat_map(const char *file, const char *machine) {
     fprintf(out,
             "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 860 430' font-family='sans-serif' "
             "font-size='11'>\n<rect width='860' height='430' fill='white'/>\n<text x='70' y='18'>fastest "
-            "layouts, "
-            "1M tokens a step, s = 4096, %s; predicted, median error %.0f%% on runs not seen</text>\n",
+            "layouts, 1M tokens a step, s = 4096, %s; predicted, median error %.0f%% on runs not "
+            "seen</text>\n",
             machine, 100 * FITTED_MEDIAN);
     for (int column = 0; column < NODES; column++)
         fprintf(out, "<text x='%d' y='42'>%d node%s</text>\n", 90 + 110 * column, 1 << column,

@@ -132,11 +132,9 @@ static void stage_row(void) {
 void overlap(void) {
     device_dry_run(true);
     comm_stand_for_all(true);
-    say("\nFrom where on communication hides (A3): blocks of 16 h^2 weights, h = %d, FLOP/s and bytes/s as "
-        "they "
-        "are\nreached; the last columns: exposed, of a dry step of %d blocks with half and twice the "
-        "clock's "
-        "tokens\n\n  %-28s %-8s %8s %8s %14s %9s",
+    say("\nFrom where on communication hides (A3): blocks of 16 h^2 weights, h = %d, FLOP/s and bytes/s "
+        "as they are\nreached; the last columns: exposed, of a dry step of %d blocks with half and twice "
+        "the clock's tokens\n\n  %-28s %-8s %8s %8s %14s %9s",
         HIDDEN, BLOCKS, "", "hides from", "A3", "clock", "half", "twice");
     data_row("DP 8, gradients in f32", 8, 0);
     data_row("DP 64", 64, 0);

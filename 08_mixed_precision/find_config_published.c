@@ -204,10 +204,8 @@ static void write_fitted(const char *file, const Factors *fitted, Summary left_o
 
 void say_left_out(void) {
     say("\nLeft out of the model: stragglers and jitter, which grow with the cluster; what communication "
-        "kernels "
-        "take\nfrom computing ones; a clock that falls with temperature; the framework's own work on the "
-        "host; "
-        "experts with\nmore tokens than others; input and checkpoints.");
+        "kernels take\nfrom computing ones; a clock that falls with temperature; the framework's own "
+        "work on the host; experts with\nmore tokens than others; input and checkpoints.");
 }
 
 void runs_report(Runs *runs, bool refit, const char *fitted_file) {

@@ -235,8 +235,7 @@ static void print_command(const Goal *goal, const Found *f) {
     const Config *c = &goal->model;
     char *shape = shape_flags(c);
     say("\nThe best of them:\n  build/08_mixed_precision/train_5d --no-check %s --dtype bf16 --optimizer "
-        "adamw "
-        "--seq %ld --ranks %d --dp %d%s --micro-batch %ld --grad-acc %ld",
+        "adamw --seq %ld --ranks %d --dp %d%s --micro-batch %ld --grad-acc %ld",
         shape, c->seq, goal->gpus, f->dp, more, f->micro_batch, f->micro_batches);
     free(shape);
 }
@@ -288,7 +287,6 @@ void search_print(const Goal *goal, const Search *s) {
     if (s->count > 0) print_command(goal, &s->best[0]);
     if (goal->model.experts)
         say("\nExperts are whole on a rank (etp = 1), and with tp beside sequence parallelism alone, as "
-            "the "
-            "programs have\nthem; all take the same number of tokens.");
+            "the programs have\nthem; all take the same number of tokens.");
     say_left_out();
 }

@@ -37,9 +37,8 @@ static void draw_bar(FILE *svg, const Need *need, double x, double y, double roo
 
 static void draw_heading(FILE *svg, const Machine *machine, int width) {
     fprintf(svg,
-            "<text class='title' x='10' y='22'>Llama 3 8B in bf16, 8 sequences on 8 ranks: the most that a "
-            "rank "
-            "holds; bars: recomputation %s, %s, %s</text>\n",
+            "<text class='title' x='10' y='22'>Llama 3 8B in bf16, 8 sequences on 8 ranks: the most that "
+            "a rank holds; bars: recomputation %s, %s, %s</text>\n",
             level_name[0], level_name[1], level_name[2]);
     for (int kind = 0; kind < PICTURE_KINDS; kind++) {
         int x = LEFT + kind * 140;

@@ -183,6 +183,8 @@ static bool ulysses_on(const Config *c) { return c->cp > 1 && ulysses.enabled(c)
 static bool pipeline_on(const Config *c) { return c->pp > 1; }
 
 static void more(Mesh mesh, const Config *config) {
+    CHECK(config_number(config, "long") != 1,
+          "--long 1: what is chance shows between seeds; --long 2 would fit");
     if (config_number(config, "proof-only")) return;
     fp8_tables();
     fp8_training(mesh, config);
@@ -196,7 +198,7 @@ int main(int argc, char **argv) {
         {"curves", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
          "draw the losses of all recipes as learning rates grow", false},
         {"long", OPTION_INT, NULL, "0", 0, 4, "seeds",
-         "also train the default model 500 steps by each recipe, from so many seeds", false}};
+         "also train the default model 500 steps by each recipe, from 2 to 4 seeds", false}};
     Technique tensor = tensor_parallel, ring = ring_attention, zigzag = zigzag_ring_attention,
               gathered_keys = all_gather_attention, heads = ulysses, stages = pipeline;
     tensor.enabled = tensor_parallel_on;

@@ -68,6 +68,12 @@ void fp8_tables(void);
 // recipe_training.c: losses, casts, 8 bits in flight, learning rates
 void fp8_training(Mesh mesh, const Config *config);
 Config fp8_small(int recipe, const char *more);  // a small model in bf16; recipe: NO_FP8 …
+void fp8_set(Config *config, int recipe);        // --fp8, with its standard tiles, sent in 16 bits
+// recipe_convergence.c: --long: 500 steps from random and from trained weights
+void fp8_convergence(Mesh mesh, const Config *config);
+// Deviation of x (rows, columns) from sums of a row's and a column's value, with (rows - 1) (columns - 1)
+// degrees of freedom.
+double fp8_chance(const double *x, int rows, int columns);
 // recipe_outliers.c: an outlier that grows while the model trains
 void fp8_outliers(void);
 extern const Technique *const fp8_one_device[];

@@ -157,6 +157,14 @@ static void after_use(Fp8Linear *f, Cast *cast) {
 
 // ---- the linear socket ----
 
+// On a GPU, forward may leave sums that need no promotion in the tensor cores, as Transformer Engine does;
+// those of gradients go to f32.
+static CodesSum sum_of_forward(const Fp8Linear *f) {
+    CodesSum sum = f->recipe->sum;
+    if (!sum.promote) sum.promote = SUMMED_FAST;
+    return sum;
+}
+
 static void forward(void *context, Model *m, int count, Param *const *weight, const Tensor *y, Tensor x,
                     void **kept) {
     Fp8Linear *f = context;
@@ -167,7 +175,7 @@ static void forward(void *context, Model *m, int count, Param *const *weight, co
     Codes input = new_codes(f, m, weight[0], OPERAND_X, x, false);
     for (int i = 0; i < count; i++) {
         Cast *cast = cast_of(f, m, weight[i]);
-        op_matmul_codes(y[i], input, cast->plain, f->recipe->sum, 0);
+        op_matmul_codes(y[i], input, cast->plain, sum_of_forward(f), 0);
         after_use(f, cast);
     }
     free_codes(&input);

@@ -10,10 +10,7 @@
 
 const Technique *const fp8_one_device[] = {&fp8_recipe, &recompute, NULL};
 
-enum { MOST_SEEDS = 4 };  // of --long
-
-// recipe 0: none, which is bf16
-static void set_recipe(Config *c, int recipe) {
+void fp8_set(Config *c, int recipe) {
     config_set(c, "fp8", recipe);
     config_set(c, "fp8-tile", 0);
     config_set(c, "fp8-wire", 0);
@@ -22,12 +19,11 @@ static void set_recipe(Config *c, int recipe) {
 Config fp8_small(int recipe, const char *more) {
     char *text = format_text(
         "layers=1 hidden=32 heads=4 kv-heads=4 ffn=96 seq=32 micro-batch=8 dtype=bf16 optimizer=adamw "
-        "warmup=0 "
-        "clip=1 weight-decay=0 %s",
+        "warmup=0 clip=1 weight-decay=0 %s",
         more);
     Config c = config_default(text);
     free(text);
-    set_recipe(&c, recipe);
+    fp8_set(&c, recipe);
     return c;
 }
 
@@ -148,47 +144,11 @@ static void show_rates(const char *file) {
     if (base_rank() == 0) draw_rates(file, last, fp8_recipe_count + 1, fmin(ceil(highest), 12));
 }
 
-static Run long_run(int recipe, int64_t seed) {
-    Config c = config_default("dtype=bf16 steps=500");
-    c.seed = seed;
-    set_recipe(&c, recipe);
-    return run_of(&c, fp8_one_device);
-}
-
-// The default model by each recipe, from one or several seeds. What bf16 changes with its seed is the
-// yardstick of what a recipe changes.
-static void show_long(int64_t seeds) {
-    double bf16[MOST_SEEDS], least = INFINITY, most = 0;
-    int64_t of_bf16 = seeds > 2 ? seeds : 2;
-    say("\n500 steps of the default model, mean of the last 50 losses, by --seed:\n");
-    for (int i = 0; i <= fp8_recipe_count; i++) {
-        char *row = format_text("  %-12s", i ? fp8_recipes[i - 1].name : "bf16");
-        double off = 0;
-        for (int64_t seed = 0; seed < (i ? seeds : of_bf16); seed++) {
-            Run run = long_run(i, seed + 1);
-            if (i == 0) bf16[seed] = run.last, least = fmin(least, run.last), most = fmax(most, run.last);
-            else off += (run.last / bf16[seed] - 1) / (double)seeds;
-            char *longer = format_text("%s %10.4f", row, run.last);
-            free(row);
-            row = longer;
-            run_free(&run);
-        }
-        if (i == 0) say("%s  %.2f%% apart", row, 100 * (most / least - 1));
-        else say("%s  %+.2f%% of bf16's", row, 100 * off);
-        free(row);
-        if (i == 0) continue;
-        report_number("500 steps, of bf16's", fp8_recipes[i - 1].name, off, "");
-        report_that(fabs(off) < 0.01 || !fp8_recipes[i - 1].trains, "%s: its loss is %+.2f%% off bf16's",
-                    fp8_recipes[i - 1].name, 100 * off);
-    }
-}
-
 void fp8_training(Mesh mesh, const Config *config) {
     const char *curves = config_text(config, "curves");
-    int64_t seeds = (int64_t)config_number(config, "long");
     show_casts();
     show_losses();
     show_wire(mesh);
     if (curves) show_rates(curves);
-    if (seeds) show_long(seeds);
+    if (config_number(config, "long")) fp8_convergence(mesh, config);
 }

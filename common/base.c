@@ -10,6 +10,7 @@
 #include <omp.h>
 #include <poll.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -254,8 +255,15 @@ static int pipe_to_reader(void) {
     return open(path, O_WRONLY | O_NONBLOCK | O_CLOEXEC);
 }
 
-static void *wait_for_reader_to_leave(void *pipe) {
-    struct pollfd end = {.fd = (int)(intptr_t)pipe};
+typedef struct Watch {
+    int pipe;
+    sem_t begun;
+} Watch;
+
+static void *wait_for_reader_to_leave(void *context) {
+    Watch *watch = context;
+    struct pollfd end = {.fd = watch->pipe};
+    sem_post(&watch->begun);
     while (poll(&end, 1, -1) < 0) {
     }
     if (!(end.revents & POLLERR) || rank > 0) return NULL;
@@ -263,16 +271,21 @@ static void *wait_for_reader_to_leave(void *pipe) {
     _exit(STATUS_UNREAD);
 }
 
-// `| head` ends a long run at once, and not when it next has something to print.
+// `| head` ends a long run at once, and not when it next has something to print. Returns when the watcher is
+// at work: a fork while a thread starts would leave the child with locks that nobody opens.
 static void watch_reader(void) {
-    int pipe = rank == 0 ? pipe_to_reader() : -1;
-    if (pipe < 0) return;
+    static Watch watch;
+    watch.pipe = rank == 0 ? pipe_to_reader() : -1;
+    if (watch.pipe < 0 || sem_init(&watch.begun, 0, 0) != 0) return;
     pthread_t watcher;
     sigset_t all, before;
     sigfillset(&all);  // signals are for the thread that works
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    if (pthread_create(&watcher, NULL, wait_for_reader_to_leave, (void *)(intptr_t)pipe) == 0)
+    if (pthread_create(&watcher, NULL, wait_for_reader_to_leave, &watch) == 0) {
         pthread_detach(watcher);
+        while (sem_wait(&watch.begun) != 0) {
+        }
+    }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 

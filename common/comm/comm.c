@@ -19,7 +19,11 @@ const char *comm_carrier(void) { return transport_text(); }
 int comm_ranks(void) { return comm.ranks; }
 int comm_rank(void) { return comm.rank; }
 const char *comm_host(int rank) { return comm.identity ? comm.identity[rank].host : "this machine"; }
-void comm_set_timeout(double seconds) { comm.timeout = seconds; }
+double comm_set_timeout(double seconds) {
+    double before = comm.timeout;
+    comm.timeout = seconds;
+    return before;
+}
 
 void comm_set_check(bool on) {
     comm.check = on;
@@ -295,6 +299,7 @@ void comm_start(int argc, char **argv, int natural) {
               control_launch(argc, argv, ranks));
     }
     control_start(&comm.rank, &comm.ranks, comm.timeout);
+    comm.crowded = control_crowded();
     base_set_rank(comm.rank, comm.ranks, end_all);
     CHECK(wanted == 0 || (int)wanted == comm.ranks,
           "--ranks %d, but mpirun has started %d: leave --ranks out, or start as many", (int)wanted,
@@ -329,13 +334,14 @@ int comm_finish(int status) {
     comm.peer[comm.rank].ended_status = status;
     double began = wall_seconds();
     int worst = 0;
+    bool slept = false;
     for (int r = 0, turn = 1; r < comm.ranks; r += comm.peer[r].ended) {
-        int dead = ++turn % 4096 == 0 ? find_dead() : -1;
+        int dead = ++turn % (slept ? 64 : 4096) == 0 ? find_dead() : -1;
         notices_take();  // what a process sent before it ended has come now
         for (int line = 0; line < COMM_LINES; line++)
             if (comm.peer[r].inbox[line].count)
                 notice_mismatch(comm.rank, &mine, r, &comm.peer[r].inbox[line].notice[0], "");
-        if (turn % 64 == 0) sched_yield();
+        if (slept || turn % 16 == 0) slept = wait_rest(wall_seconds() - began);
         CHECK(dead < 0 || comm.peer[dead].ended, "rank %d has died; all ranks end", dead);
         CHECK(wall_seconds() - began < comm.timeout,
               "comm_finish: rank %d has not come in %.3g s (--timeout)", r, comm.timeout);

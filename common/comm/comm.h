@@ -63,8 +63,9 @@ const char *comm_host(int rank);
 const char *comm_carrier(void);
 // Whether sums of f32 and f64 are those of the promise above to the bit.
 bool comm_sums_in_rank_order(void);
-// How long a wait may last before it is taken for a deadlock (--timeout); default 300 s.
-void comm_set_timeout(double seconds);
+// How long a wait may last before it is taken for a deadlock (--timeout); default 300 s. Returns
+// what it was.
+double comm_set_timeout(double seconds);
 // Whether members compare roots, dtypes, operations and sizes; on by default in groups of up to 64. Set it
 // alike on all ranks. Who meets whom in what order is always checked.
 void comm_set_check(bool on);

@@ -29,6 +29,7 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "comm_inside.h"
 #include "tensor/clock.h"
@@ -378,17 +379,28 @@ void look_after_all(void) {
           seconds);
 }
 
-// One turn of a loop that waits since `began`.
-static void wait_turn(double began, int64_t turn) {
-    lines_push();
-    if (turn % 64) return;
-    double seconds = wall_seconds() - began;
-    // A short wait is a few cache lines long; who waits longer lets others run. (With more ranks than cores
-    // MPI yields at every turn.)
+// What a rank does between two looks, after so many seconds of waiting. A short wait is a few cache lines
+// long; who waits longer lets others run. Where ranks share cores MPI yields at every look, but all that
+// wait take turns at that, and each turn is a switch: who waits long sleeps, for an eighth of what it has
+// waited. Returns whether it has slept.
+bool wait_rest(double seconds) {
+    const double patience = 2e-3, longest = 2e-3;
+    if (comm.crowded && seconds > patience)
+        return usleep((useconds_t)(1e6 * (seconds / 8 < longest ? seconds / 8 : longest))) == 0;
     if (seconds > 1e-3) sched_yield();
-    if (turn % 4096) return;
+    return false;
+}
+
+// One turn of a loop that waits since `began`; returns whether it has slept.
+static bool wait_turn(double began, int64_t turn, bool slept) {
+    lines_push();
+    if (!slept && turn % 16) return false;
+    double seconds = wall_seconds() - began;
+    slept = wait_rest(seconds);
+    if (turn % (slept ? 64 : 4096)) return slept;
     if (seconds > comm.timeout) deadlock(seconds);
     look_after_all();
+    return slept;
 }
 
 void request_await(Request *r) {
@@ -396,7 +408,8 @@ void request_await(Request *r) {
     comm.waiting = r;
     device_open();  // once, not at each of many thousand turns
     lines_push();
-    for (int64_t turn = 1; !r->done; turn++) wait_turn(began, turn);
+    bool slept = false;
+    for (int64_t turn = 1; !r->done; turn++) slept = wait_turn(began, turn, slept);
     device_close();
     comm.waiting = NULL;
     r->waited = wall_seconds();

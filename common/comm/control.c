@@ -42,9 +42,14 @@ static void tune(bool oversubscribed) {
     // Looking for no network halves the time to start.
     setenv("OMPI_MCA_pml", "ob1", 0);
     setenv("OMPI_MCA_btl", "self,vader", 0);
-    // Nor for devices: each rank and mpirun would read the PCI bus, and load plug-ins for displays.
+    // Nor for what it would not take anyhow, plug-in by plug-in.
+    setenv("OMPI_MCA_coll", "^sm,adapt,han,monitoring,sync", 0);
+    setenv("OMPI_MCA_osc", "sm", 0);
+    // Nor for devices: each rank and mpirun would read the PCI bus, and load plug-ins for displays; and one
+    // for XML, with a library and its tables, where hwloc reads XML itself.
     setenv("HWLOC_COMPONENTS", "-linuxio,-pci", 0);
-    setenv("HWLOC_PLUGINS_BLACKLIST", "hwloc_pci.so,hwloc_gl.so,hwloc_opencl.so", 0);
+    setenv("HWLOC_PLUGINS_BLACKLIST", "hwloc_pci.so,hwloc_gl.so,hwloc_opencl.so,hwloc_xml_libxml.so",
+           0);
     // Copying twice through shared memory is faster than letting the kernel copy once, up to 16 MB.
     setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0);
     // Without this, a rank that waits keeps the core of the rank that it waits for.
@@ -106,8 +111,7 @@ void control_check_shared(double bytes, int ranks) {
     double left = (double)shared.f_bavail * (double)shared.f_frsize;
     CHECK(left >= bytes,
           "/dev/shm has %s left, and what the %d ranks of this machine share there takes %s: mount it "
-          "larger (docker "
-          "run --shm-size), or start fewer ranks",
+          "larger (docker run --shm-size), or start fewer ranks",
           bytes_text(left), ranks, bytes_text(bytes));
 }
 
@@ -130,6 +134,8 @@ void control_start(int *rank, int *ranks, double timeout) {
           "srun started %d tasks that do not find each other; try srun --mpi=pmix", tasks);
     state.notice_request = MPI_REQUEST_NULL;
 }
+
+bool control_crowded(void) { return environment_int("OMPI_MCA_mpi_yield_when_idle") != 0; }
 
 void control_share(const void *mine, void *all, size_t bytes) {
     MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);

@@ -20,8 +20,8 @@ CXX := g++
 endif
 ifneq ($(OPS),cpu)
 LINK := $(CXX)
-cuda_sources := common/cuda/device_cuda.cu $(sort $(wildcard common/cuda/ops_cuda*.cu)) \
-                07_kernels/book_kernels.cu
+cuda_sources := common/cuda/device_cuda.cu common/cuda/gemm_cublaslt.cu \
+                $(sort $(wildcard common/cuda/ops_cuda*.cu)) 07_kernels/book_kernels.cu
 endif
 # Where the objects of *.cu lie: builds that differ elsewhere may share them, since nvcc takes long.
 KERNELS ?= $(BUILD)/lib
@@ -49,16 +49,17 @@ ifeq ($(cublasLt),)
 $(call refuse,OPS=cuda needs cuBLAS and $(CUBLAS_HOME) has no libcublasLt: \
     name the folder that has it in lib/ with CUBLAS_HOME=)
 endif
-cuda_sources += common/cuda/gemm_cublaslt.cu
 cuda_libs    := $(cudart) $(cublasLt)
 NVCCFLAGS    := -std=c++17 -O3 -lineinfo -ccbin $(CXX) -Xcompiler -Wall,-Wextra --Werror all-warnings \
                 -Icommon -I. \
                 $(call includes,$(filter-out $(CUDA_HOME),$(CUBLAS_HOME))) \
                 $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
                 $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
-compile_cu   := $(NVCC) $(NVCCFLAGS)
+compile_cu   := $(NVCC) $(NVCCFLAGS) $(NVCC_SAYS)
 compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon -I. $(call includes,$(CUDA_HOME))
 cc_tests     := $(sort $(wildcard tests/unit/test_ops_cuda*.cc))
+# Flags of a test that compiles and does not run: NVCC_SAYS for all, NVCC_BACK_END for what OPS=cuda needs.
+$(KERNELS)/common/%.o $(KERNELS)/07_kernels/book_kernels.cu.o: private compile_cu += $(NVCC_BACK_END)
 endif
 
 ifneq ($(OPS),cuda)
@@ -78,8 +79,7 @@ fibers            := $(shell printf '\043include <boost/context/detail/fcontext.
 endif
 
 ifeq ($(OPS),cuda-on-cpu)
-cuda_sources      += common/cuda/gemm_on_cpu.cc $(emulator_sources) \
-                     $(sort $(wildcard tests/emulation/*.cc))
+cuda_sources      += $(emulator_sources) $(sort $(wildcard tests/emulation/*.cc))
 compile_test      := $(compile_cu)
 cc_tests          := $(sort $(wildcard tests/unit/test_*.cc))
 LDLIBS            += -lboost_context
@@ -144,7 +144,7 @@ $(BUILD)/main/tests/%.cc.o: tests/%.cc $(KERNELS)/flags-cuda
 # Tests of CUDA on the CPU do not wait for the back end's kernels: a change of its header would compile them
 # all.
 cpu_parts := $(OBJECTS)/lib/common/tensor/ops_cpu.o $(OBJECTS)/lib/common/tensor/device_cpu.o
-emulator  := $(filter %.cc.o,$(filter-out %/gemm_on_cpu.cc.o,$(cuda_parts))) \
+emulator  := $(filter %.cc.o,$(cuda_parts)) \
              $(filter $(OBJECTS)/lib/common/%.o,$(filter-out %.cu.o %.cc.o,$(parts))) $(cpu_parts)
 $(BUILD)/libcuda_on_cpu.a: $(emulator)
 	@rm -f $@

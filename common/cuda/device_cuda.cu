@@ -57,8 +57,7 @@ static void count_devices() {
     if (status == cudaSuccess || status == cudaErrorNoDevice)
         fatal(
             "no GPU is visible: see whether nvidia-smi lists one and CUDA_VISIBLE_DEVICES does not hide "
-            "it; "
-            "`make` without OPS=cuda builds for the CPU");
+            "it; `make` without OPS=cuda builds for the CPU");
     if (status == cudaErrorInsufficientDriver && driver == 0)
         fatal(
             "no NVIDIA driver is loaded: install one for CUDA %s or later; `make` without OPS=cuda builds "
@@ -67,8 +66,7 @@ static void count_devices() {
     if (status == cudaErrorInsufficientDriver)
         fatal(
             "the NVIDIA driver is for CUDA %s and this program for %s: install a newer driver, or build "
-            "with an "
-            "older toolkit, CUDA_HOME=...",
+            "with an older toolkit, CUDA_HOME=...",
             version_text(driver), version_text(runtime));
     fatal("CUDA does not start (%s): see whether nvidia-smi works", cudaGetErrorString(status));
 }

@@ -1,5 +1,4 @@
-// gemm.h: the one matrix multiply behind ops_cuda*.cu: gemm_cublaslt.cu on a GPU, gemm_on_cpu.cc where
-// there is none.
+// gemm.h: the matrix multiplies behind ops_cuda*.cu, by cuBLASLt (gemm_cublaslt.cu).
 #ifndef GEMM_H
 #define GEMM_H
 
@@ -28,29 +27,23 @@ typedef struct Gemm {
 // On the compute stream.
 void gemm(const Gemm *g);
 
-// BLAS libraries count by columns: they see a row-major matrix as its transpose. So they are asked for
-// c^T = b^T a^T, in which b comes first and nothing else changes: what is stored as rows of b they take
-// as columns of b^T, transposed exactly where b was.
-typedef struct ColumnMajorGemm {
-    int64_t m, n, k;  // of the product as the library sees it
-    bool transpose_first, transpose_second;
-    const void *first, *second;
-    int64_t first_rows, first_columns, second_rows, second_columns;  // as stored, by columns
-    int64_t first_ld, second_ld, first_step, second_step;
-} ColumnMajorGemm;
+// c (m, n) = scale_a scale_b a b^T + beta c of 8-bit codes a (m, k) and b (n, k): tensor cores of Ada and
+// Hopper take both operands with k in rows, so that whoever needs another product casts a transposed copy.
+// One scale for each matrix, in device memory. Sums are f32; `fast`: a tensor core may keep the sum over
+// all of k, in fewer bits.
+typedef struct CodesGemm {
+    DType a_dtype, b_dtype, c_dtype;  // e4m3 and e5m2, not both e5m2; f32, bf16 or f16
+    int64_t m, n, k;
+    const uint8_t *a, *b;
+    void *c;
+    const float *scale_a, *scale_b;
+    bool fast;
+    double beta;
+} CodesGemm;
 
-static inline ColumnMajorGemm column_major(const Gemm *g) {
-    ColumnMajorGemm by_columns = {};
-    by_columns.m = g->n, by_columns.n = g->m, by_columns.k = g->k;
-    by_columns.transpose_first = g->transpose_b, by_columns.transpose_second = g->transpose_a;
-    by_columns.first = g->b, by_columns.second = g->a;
-    by_columns.first_rows = g->transpose_b ? g->k : g->n,
-    by_columns.first_columns = g->transpose_b ? g->n : g->k;
-    by_columns.second_rows = g->transpose_a ? g->m : g->k,
-    by_columns.second_columns = g->transpose_a ? g->k : g->m;
-    by_columns.first_ld = g->b_columns, by_columns.second_ld = g->a_columns;
-    by_columns.first_step = g->b_step, by_columns.second_step = g->a_step;
-    return by_columns;
-}
+// NULL, or why cuBLASLt does not multiply these: a part of a sentence.
+const char *gemm_codes_lacks(const CodesGemm *g);
+// On the compute stream; nothing is lacking.
+void gemm_codes(const CodesGemm *g);
 
 #endif

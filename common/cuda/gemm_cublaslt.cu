@@ -1,14 +1,22 @@
-// gemm_cublaslt.cu: the matrix multiply of gemm.h by cuBLASLt.
+// gemm_cublaslt.cu: the matrix multiplies of gemm.h by cuBLASLt.
 //
 // cuBLASLt has many kernels for one multiply and chooses among them by a heuristic, which takes longer
 // than small multiplies do. So its choice is kept for each kind of multiply: sizes, layout, dtypes, and
 // how the pointers are aligned, since a view may begin at any element. Choices follow from these alone,
 // and so do the bits.
-#include <cublasLt.h>
+//
+// BLAS libraries count by columns: they see a row-major matrix as its transpose. So they are asked for
+// c^T = b^T a^T, in which b comes first and nothing else changes: what is stored as rows of b they take
+// as columns of b^T, transposed exactly where b was.
 #include <string.h>
 
 #include "gemm.h"
 #include "gpu.h"
+#ifdef __CUDACC__
+#include <cublasLt.h>
+#else
+#include "tests/emulation/cublaslt_on_cpu.h"
+#endif
 
 constexpr size_t WORKSPACE_BYTES = 32 << 20;  // what NVIDIA advises for Hopper
 constexpr size_t PLANS = 4096;                // kept; a model has some dozens
@@ -20,12 +28,20 @@ constexpr size_t PLANS = 4096;                // kept; a model has some dozens
               __LINE__, cublasLtGetStatusString(status_));                                          \
     } while (0)
 
-// What a plan depends on. Filled from zeros, so that two can be compared byte by byte.
+// What a plan depends on: the product as the library sees it. Filled from zeros, so that two can be
+// compared byte by byte.
 struct Kind {
-    DType dtype, c_dtype;
-    int transpose_first, transpose_second, add;
+    DType first_dtype, second_dtype, c_dtype;
+    int transpose_first, transpose_second, add, fast;
     int alignment_first, alignment_second, alignment_c;
     int64_t m, n, k, first_ld, second_ld, c_ld, batch, first_step, second_step, c_step;
+};
+
+// ... and what it does not.
+struct Addresses {
+    const void *first, *second;
+    void *c;
+    const float *first_scale, *second_scale;  // of 8-bit codes
 };
 
 struct Plan {
@@ -53,8 +69,12 @@ static cudaDataType_t type_of(DType dtype) {
             return CUDA_R_16BF;
         case F16:
             return CUDA_R_16F;
+        case E4M3:
+            return CUDA_R_8F_E4M3;
+        case E5M2:
+            return CUDA_R_8F_E5M2;
         default:
-            fatal("matrix multiplies are of f64, f32, bf16 and f16, not of %s", dtype_name(dtype));
+            fatal("matrix multiplies are of numbers, not of %s", dtype_name(dtype));
     }
 }
 
@@ -73,19 +93,33 @@ static int alignment_of(const void *address, int64_t step, int64_t batch, DType 
     return (int)(bits & -bits);
 }
 
-static Kind kind_of(const Gemm *g, const ColumnMajorGemm *by) {
+static Kind kind_of(const Gemm *g) {
     Kind kind;
     memset(&kind, 0, sizeof kind);
-    kind.dtype = g->dtype, kind.c_dtype = g->c_dtype;
-    kind.transpose_first = by->transpose_first, kind.transpose_second = by->transpose_second;
+    kind.first_dtype = kind.second_dtype = g->dtype, kind.c_dtype = g->c_dtype;
+    kind.transpose_first = g->transpose_b, kind.transpose_second = g->transpose_a;
     kind.add = g->beta != 0;
-    kind.m = by->m, kind.n = by->n, kind.k = by->k;
-    kind.first_ld = by->first_ld, kind.second_ld = by->second_ld, kind.c_ld = g->c_columns;
+    kind.m = g->n, kind.n = g->m, kind.k = g->k;
+    kind.first_ld = g->b_columns, kind.second_ld = g->a_columns, kind.c_ld = g->c_columns;
     kind.batch = g->batch;
-    kind.first_step = by->first_step, kind.second_step = by->second_step, kind.c_step = g->c_step;
-    kind.alignment_first = alignment_of(by->first, by->first_step, g->batch, g->dtype);
-    kind.alignment_second = alignment_of(by->second, by->second_step, g->batch, g->dtype);
+    kind.first_step = g->b_step, kind.second_step = g->a_step, kind.c_step = g->c_step;
+    kind.alignment_first = alignment_of(g->b, g->b_step, g->batch, g->dtype);
+    kind.alignment_second = alignment_of(g->a, g->a_step, g->batch, g->dtype);
     kind.alignment_c = alignment_of(g->c, g->c_step, g->batch, g->c_dtype);
+    return kind;
+}
+
+// "TN": b has k in rows, which the library sees as columns, and takes transposed.
+static Kind kind_of(const CodesGemm *g) {
+    Kind kind;
+    memset(&kind, 0, sizeof kind);
+    kind.first_dtype = g->b_dtype, kind.second_dtype = g->a_dtype, kind.c_dtype = g->c_dtype;
+    kind.transpose_first = true;
+    kind.add = g->beta != 0, kind.fast = g->fast;
+    kind.m = g->n, kind.n = g->m, kind.k = g->k;
+    kind.first_ld = kind.second_ld = g->k, kind.c_ld = g->n;
+    kind.batch = 1;
+    kind.alignment_first = kind.alignment_second = kind.alignment_c = 16;
     return kind;
 }
 
@@ -106,22 +140,37 @@ static cublasLtMatrixLayout_t layout(DType dtype, int64_t rows, int64_t columns,
     return made;
 }
 
-static void make_plan(Plan *plan, const Kind *kind, const Gemm *g, const ColumnMajorGemm *by) {
-    plan->kind = *kind;
+template <class T>
+static void set(const Plan *plan, cublasLtMatmulDescAttributes_t attribute, T value) {
+    BLAS_CHECK(cublasLtMatmulDescSetAttribute(plan->multiply, attribute, &value, sizeof value));
+}
+
+// The library reads the numbers when the GPU multiplies.
+static void set_scales(const Plan *plan, const Addresses &at) {
+    set(plan, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, (const void *)at.first_scale);
+    set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, (const void *)at.second_scale);
+}
+
+static void make_plan(Plan *plan, const Kind &kind, const Addresses &at) {
+    plan->kind = kind;
     plan->used = true;
-    const cublasOperation_t first = by->transpose_first ? CUBLAS_OP_T : CUBLAS_OP_N;
-    const cublasOperation_t second = by->transpose_second ? CUBLAS_OP_T : CUBLAS_OP_N;
-    BLAS_CHECK(cublasLtMatmulDescCreate(&plan->multiply, compute_of(g->dtype),
-                                        type_of(g->dtype == F64 ? F64 : F32)));
-    BLAS_CHECK(
-        cublasLtMatmulDescSetAttribute(plan->multiply, CUBLASLT_MATMUL_DESC_TRANSA, &first, sizeof first));
-    BLAS_CHECK(cublasLtMatmulDescSetAttribute(plan->multiply, CUBLASLT_MATMUL_DESC_TRANSB, &second,
-                                              sizeof second));
+    BLAS_CHECK(cublasLtMatmulDescCreate(&plan->multiply, compute_of(kind.first_dtype),
+                                        type_of(kind.first_dtype == F64 ? F64 : F32)));
+    set(plan, CUBLASLT_MATMUL_DESC_TRANSA, (int32_t)(kind.transpose_first ? CUBLAS_OP_T : CUBLAS_OP_N));
+    set(plan, CUBLASLT_MATMUL_DESC_TRANSB, (int32_t)(kind.transpose_second ? CUBLAS_OP_T : CUBLAS_OP_N));
+    if (at.first_scale) {
+        set(plan, CUBLASLT_MATMUL_DESC_FAST_ACCUM, (int8_t)kind.fast);
+        set_scales(plan, at);
+    }
     plan->first =
-        layout(g->dtype, by->first_rows, by->first_columns, by->first_ld, g->batch, by->first_step);
+        kind.transpose_first
+            ? layout(kind.first_dtype, kind.k, kind.m, kind.first_ld, kind.batch, kind.first_step)
+            : layout(kind.first_dtype, kind.m, kind.k, kind.first_ld, kind.batch, kind.first_step);
     plan->second =
-        layout(g->dtype, by->second_rows, by->second_columns, by->second_ld, g->batch, by->second_step);
-    plan->c = layout(g->c_dtype, by->m, by->n, g->c_columns, g->batch, g->c_step);
+        kind.transpose_second
+            ? layout(kind.second_dtype, kind.n, kind.k, kind.second_ld, kind.batch, kind.second_step)
+            : layout(kind.second_dtype, kind.k, kind.n, kind.second_ld, kind.batch, kind.second_step);
+    plan->c = layout(kind.c_dtype, kind.m, kind.n, kind.c_ld, kind.batch, kind.c_step);
 
     cublasLtMatmulPreference_t preference;
     uint64_t workspace = WORKSPACE_BYTES;
@@ -130,10 +179,10 @@ static void make_plan(Plan *plan, const Kind *kind, const Gemm *g, const ColumnM
                                                     &workspace, sizeof workspace));
     // Parts of a sum over k may be added up in f32 alone: in c's dtype each would be rounded.
     set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)kind->alignment_first);
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)kind->alignment_second);
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)kind->alignment_c);
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)kind->alignment_c);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)kind.alignment_first);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)kind.alignment_second);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)kind.alignment_c);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)kind.alignment_c);
     cublasLtMatmulHeuristicResult_t best;
     int found = 0;
     cublasStatus_t status =
@@ -141,8 +190,8 @@ static void make_plan(Plan *plan, const Kind *kind, const Gemm *g, const ColumnM
                                        plan->c, preference, 1, &best, &found);
     cublasLtMatmulPreferenceDestroy(preference);
     CHECK(status == CUBLAS_STATUS_SUCCESS && found == 1 && best.state == CUBLAS_STATUS_SUCCESS,
-          "cuBLASLt has no kernel for a (%lld, %lld) by (%lld, %lld) multiply of %s: %s", (long long)g->m,
-          (long long)g->k, (long long)g->k, (long long)g->n, dtype_name(g->dtype),
+          "cuBLASLt has no kernel for a (%lld, %lld) by (%lld, %lld) multiply of %s: %s", (long long)kind.n,
+          (long long)kind.k, (long long)kind.k, (long long)kind.m, dtype_name(kind.second_dtype),
           cublasLtGetStatusString(status == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : status));
     plan->algorithm = best.algo;
 }
@@ -161,20 +210,19 @@ static void forget_plans() {
 
 // The plan of this kind, made if there is none: a hash table, in which the next free place takes a
 // second comer.
-static const Plan *plan_of(const Gemm *g, const ColumnMajorGemm *by) {
-    const Kind kind = kind_of(g, by);
+static const Plan *plan_of(const Kind &kind, const Addresses &at) {
     uint64_t hash = 0xcbf29ce484222325;
     for (size_t i = 0; i < sizeof kind; i++)
         hash = (hash ^ reinterpret_cast<const uint8_t *>(&kind)[i]) * 0x100000001b3;
     if (state.count == PLANS / 2) forget_plans();
-    size_t at = hash % PLANS;
-    while (state.plans[at].used && memcmp(&state.plans[at].kind, &kind, sizeof kind) != 0)
-        at = (at + 1) % PLANS;
-    if (!state.plans[at].used) {
-        make_plan(&state.plans[at], &kind, g, by);
+    size_t place = hash % PLANS;
+    while (state.plans[place].used && memcmp(&state.plans[place].kind, &kind, sizeof kind) != 0)
+        place = (place + 1) % PLANS;
+    if (!state.plans[place].used) {
+        make_plan(&state.plans[place], kind, at);
         state.count++;
     }
-    return &state.plans[at];
+    return &state.plans[place];
 }
 
 static void start() {
@@ -188,14 +236,47 @@ static void start() {
     memset(static_cast<void *>(state.plans), 0, PLANS * sizeof *state.plans);
 }
 
-void gemm(const Gemm *g) {
+static void multiply(const Kind &kind, const Addresses &at, double alpha, double beta) {
     if (!state.handle) start();
-    const ColumnMajorGemm by = column_major(g);
-    const Plan *plan = plan_of(g, &by);
-    const float alpha = (float)g->alpha, beta = (float)g->beta;
-    const bool is_f64 = g->dtype == F64;
+    const Plan *plan = plan_of(kind, at);
+    const float narrow_alpha = (float)alpha, narrow_beta = (float)beta;
+    const bool is_f64 = kind.first_dtype == F64;
+    if (at.first_scale) set_scales(plan, at);
     BLAS_CHECK(cublasLtMatmul(
-        state.handle, plan->multiply, is_f64 ? (const void *)&g->alpha : &alpha, by.first, plan->first,
-        by.second, plan->second, is_f64 ? (const void *)&g->beta : &beta, g->c, plan->c, g->c, plan->c,
+        state.handle, plan->multiply, is_f64 ? (const void *)&alpha : &narrow_alpha, at.first, plan->first,
+        at.second, plan->second, is_f64 ? (const void *)&beta : &narrow_beta, at.c, plan->c, at.c, plan->c,
         &plan->algorithm, state.workspace, WORKSPACE_BYTES, static_cast<cudaStream_t>(device_stream())));
+}
+
+void gemm(const Gemm *g) { multiply(kind_of(g), {g->b, g->a, g->c, NULL, NULL}, g->alpha, g->beta); }
+
+// ---- 8-bit codes ----
+
+// Tensor cores for 8 bits: compute capability 8.9 (Ada), 9.0 (Hopper) and later.
+static bool has_8_bit_tensor_cores() {
+    static int capability = 0;
+    if (!capability) {
+        int device, major, minor;
+        device_stream();  // the GPU first
+        CUDA_CHECK(cudaGetDevice(&device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+        capability = 10 * major + minor;
+    }
+    return capability >= 89;
+}
+
+const char *gemm_codes_lacks(const CodesGemm *g) {
+    const auto whole = [](int64_t size) { return size > 0 && size % 16 == 0; };
+    if (!has_8_bit_tensor_cores()) return "this GPU has no tensor cores for 8 bits";
+    if (g->a_dtype == E5M2 && g->b_dtype == E5M2) return "cuBLASLt multiplies no e5m2 by e5m2";
+    if (!whole(g->m) || !whole(g->n) || !whole(g->k))
+        return "cuBLASLt wants sizes that are multiples of 16";
+    if (((uintptr_t)g->a | (uintptr_t)g->b | (uintptr_t)g->c) % 16)
+        return "cuBLASLt wants matrices that begin at multiples of 16 bytes";
+    return NULL;
+}
+
+void gemm_codes(const CodesGemm *g) {
+    multiply(kind_of(g), {g->b, g->a, g->c, g->scale_b, g->scale_a}, 1, g->beta);
 }

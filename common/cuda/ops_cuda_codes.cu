@@ -1,9 +1,12 @@
-// ops_cuda_codes.cu: random rounding, and 8-bit codes with scales, on a GPU. The multiply is the plain
-// one, a thread for each element of the product, with the partial sums that ops.h promises: it says what
-// is right, and is not fast.
+// ops_cuda_codes.cu: random rounding, and 8-bit codes with scales, on a GPU. Codes whose matrix has one
+// scale are multiplied by cuBLASLt, and those with scales of 128 of k by chapter 07's kernel for Hopper.
+// Others, and what these do not serve, are by the plain kernel, a thread for each element of the product,
+// with the partial sums that ops.h promises: it says what is right, and is not fast.
 #include <math.h>
 
+#include "gemm.h"
 #include "ops_cuda.h"
+#include "tensor/kernel_table.h"
 
 static unsigned blocks_of(int64_t count) {
     return (unsigned)least(ceil_div(count, MOST_THREADS), MOST_BLOCKS);
@@ -192,9 +195,47 @@ __global__ void multiply_codes(T *c, KernelCodes a, KernelCodes b, int64_t m, in
     }
 }
 
+static bool has_one_scale(const KernelCodes &x, int64_t rows, int64_t k) {
+    return x.rows >= rows && x.tile_columns >= k;
+}
+
+// Once in a run: training goes on, and is slow.
+static void say_why_plain(const char *lacks, int64_t m, int64_t n, int64_t k) {
+    static bool said = false;
+    if (!said)
+        say("8-bit codes (%lld, %lld) by (%lld, %lld), and maybe others, go to a plain kernel, which is "
+            "slow: %s",
+            (long long)m, (long long)k, (long long)n, (long long)k, lacks);
+    said = true;
+}
+
+// Where cuBLASLt takes these, whose matrices have one scale each.
+static bool multiplied_by_cublaslt(const CodesGemm &g) {
+    const char *lacks = gemm_codes_lacks(&g);
+    if (lacks) say_why_plain(lacks, g.m, g.n, g.k);
+    else gemm_codes(&g);
+    return !lacks;
+}
+
+// f64, which proofs are in, and sums of so many bits have no other kernel than the plain one: nothing is
+// said of them.
+static bool multiplied_fast(DType dtype, void *c, const KernelCodes &a, const KernelCodes &b, int64_t m,
+                            int64_t n, int64_t k, int64_t segment, int bits, bool fast, double beta) {
+    if (dtype == F64 || bits) return false;
+    if (segment >= k && has_one_scale(a, m, k) && has_one_scale(b, n, k))
+        return multiplied_by_cublaslt(
+            {a.dtype, b.dtype, dtype, m, n, k, a.codes, b.codes, c, a.scale, b.scale, fast, beta});
+    if (matmul_codes_linked(dtype, c, a, b, m, n, k, segment, bits, beta)) return true;
+    say_why_plain(
+        "with scales of tiles, the fast one is for Hopper: of e4m3, tiles of 128, and sizes along "
+        "them that are multiples of 16",
+        m, n, k);
+    return false;
+}
+
 void kernel_matmul_codes(DType dtype, void *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n,
-                         int64_t k, int64_t segment, int bits, double beta) {
-    if (m * n == 0) return;
+                         int64_t k, int64_t segment, int bits, bool fast, double beta) {
+    if (m * n == 0 || multiplied_fast(dtype, c, a, b, m, n, k, segment, bits, fast, beta)) return;
     by_dtype(dtype, [&](auto type) {
         by_code(a.dtype, [&](auto code_a) {
             by_code(b.dtype, [&](auto code_b) {

@@ -188,6 +188,8 @@ static int barrier(int predicate, const char *file, int line) {
         broken(NULL, "stands at __syncthreads() of %s:%d while %s stands at that of %s:%d", file, line,
                thread_text(first), first->file, first->line);
     votes += predicate != 0;
+    tape_arrive(BLOCK_BARRIER, now.time - now.block_start);
+    tape_await(BLOCK_BARRIER, now.time - now.block_start);
     if (++arrived < now.threads) {
         me->state = AT_BARRIER;
         run_next();
@@ -348,39 +350,12 @@ void __syncwarp(unsigned mask, const char *file, int line) {
     cuda_warp_op(WARP_SYNC, mask, 0, 0, LANES, file, line);
 }
 
-// ---- fences ----
-
-// Of this launch: when a thread last called __threadfence, by block, in the order in which blocks run.
-struct Fence {
-    uint32_t block_start, time;
-};
-static List<Fence> fences;
-static bool block_asked;
-
-void __threadfence_block(void) {}
-void __threadfence_system(void) { __threadfence(); }
-void __threadfence(void) {
-    if (fences.count == 0 || fences.items[fences.count - 1].block_start != now.block_start)
-        fences.add({now.block_start, now.time});
-    fences.items[fences.count - 1].time = now.time;
-}
-
-void asked_by_atomic(void) { block_asked = true; }
-
-bool told_by_fence(uint32_t time) {
-    if (!block_asked || time == 0) return block_asked && fences.count > 0;
-    for (size_t i = fences.count; i-- > 0;)
-        if (fences.items[i].block_start <= time) return fences.items[i].time >= time;
-    return false;
-}
-
 // ---- launches ----
 
 static void run_block(const CudaLaunch *launch, uint64_t *state) {
     now.block_start = ++now.time;
     left = arrived = 0;
     for (int w = 0; w * LANES < now.threads; w++) warps[w].waiting = 0;
-    block_asked = false;
     memory_start_block(launch);
     order_threads(state);
     for (int i = 0; i < now.threads; i++) ready_last(&threads[turns[i]]);
@@ -417,8 +392,7 @@ void cuda_run(const CudaLaunch *launch) {
     cuda_grid_dim = uint3{g.x, g.y, g.z};
     now.thread = &host;
     now.launch_start = now.time + 1;
-    fences.count = 0;
-    uint64_t blocks = (uint64_t)g.x * g.y * g.z, state = order_seed;
+    uint64_t blocks = now.recording ? 1 : (uint64_t)g.x * g.y * g.z, state = order_seed;
     // A step that shares no factor with the number of blocks visits each of them once.
     uint64_t first = order_seed ? draw(&state) % blocks : 0, step = order_seed ? draw(&state) % blocks : 1;
     while (std::gcd(step, blocks) != 1) step++;

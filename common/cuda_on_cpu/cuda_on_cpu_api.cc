@@ -287,8 +287,7 @@ static void check_sizes(const CudaLaunch *l) {
         l->name, l->file, l->line, b.x, b.y, b.z, (int)MAX_THREADS);
     CHECK(g.x >= 1 && g.y >= 1 && g.z >= 1 && g.x <= 0x7fffffff && g.y <= 65535 && g.z <= 65535,
           "the kernel %s could not start (%s:%d): a grid of (%u, %u, %u) blocks; each number is at least "
-          "1, x "
-          "is below 2^31, y and z are below 65536",
+          "1, x is below 2^31, y and z are below 65536",
           l->name, l->file, l->line, g.x, g.y, g.z);
 }
 

@@ -38,6 +38,7 @@ void count_tensor(int64_t flops, int bits) {
 }
 
 void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site) {
+    if (now.recording) return tape_access(space, size);
     events[now.thread->number].add(
         {site, 0, (uint8_t)now.thread->lane, (uint8_t)size, (uint8_t)space, (uint8_t)kind, address});
     if (kind == ATOMIC) counts.atomics++;
@@ -69,7 +70,9 @@ static void step(const Thread *t, uint32_t to) {
 // g++ -fsanitize-coverage=trace-pc calls this at the start of each basic block.
 extern "C" void __sanitizer_cov_trace_pc(void) {
     if (__builtin_expect(!now.counting || !now.launch, 1)) return;
-    step(now.thread, site_number(__builtin_return_address(0)));
+    const uint32_t site = site_number(__builtin_return_address(0));
+    if (now.recording) tape_block(site);
+    else step(now.thread, site);
 }
 
 // ---- one instruction of a warp: events [first, end), of different lanes ----

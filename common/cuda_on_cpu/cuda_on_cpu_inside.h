@@ -6,6 +6,7 @@
 //   cuda_on_cpu_wgmma.cc   wgmma
 //   cuda_on_cpu_report.cc  the sentence that tells what went wrong
 //   cuda_on_cpu_counts.cc  sectors, bank conflicts, divergent branches
+//   cuda_on_cpu_tape.cc    the steps of each warp of one block, for a timeline
 //   cuda_on_cpu_units.cc   what the machine code of a basic block computes
 //   cuda_on_cpu_api.cc     the runtime API
 #ifndef CUDA_ON_CPU_INSIDE_H
@@ -78,7 +79,7 @@ struct Now {
     Thread *thread;
     uint32_t time, launch_start, block_start;
     int threads;  // of a block
-    bool counting;
+    bool counting, recording;  // recording: counting, too, but of accesses and basic blocks
     const Agent *agent;  // for which the thread touches memory; NULL: for itself
 };
 extern Now now;
@@ -114,11 +115,6 @@ bool copy_arrives(void);
 void explain_mbarrier(Thread *thread) NO_RETURN;
 void wait_at_mbarrier(const char *file, int line);
 void wake(Thread *thread);
-
-// Whether the block that ran at `time` of this launch called __threadfence then or later, and the current
-// block has since asked by an atomic; time 0: whether any block did.
-bool told_by_fence(uint32_t time);
-void asked_by_atomic(void);
 
 // Ends the program with the sentence; for threads.
 void fail(const char *sentence) NO_RETURN;
@@ -199,6 +195,19 @@ void count_copy(const uintptr_t *rows, const size_t *bytes, int count);
 void count_passes(int64_t passes);
 void count_block_end(void);
 void count_launch_end(void);
+
+// ---- steps of warps, of which lane 0 tells (cuda_on_cpu_tape.cc); nothing unless `recording` ----
+void tape_block(uint32_t site);
+void tape_access(Space space, size_t size);
+// flops: of 16 bits, or as many as take the same time.
+void tape_product(int warp, int flops, int64_t passes, int line);
+void tape_commit(int warp);
+void tape_finish(int warp, uint32_t pending);
+// The phase of the block's barriers: mbarriers and named ones, or BLOCK_BARRIER for __syncthreads.
+enum { BLOCK_BARRIER = MOST_MBARRIERS };
+void tape_arrive(int64_t barrier, uint32_t phase);
+void tape_await(int64_t barrier, uint32_t phase);
+void tape_copy(int64_t barrier, uint32_t phase, size_t bytes);
 
 // ---- units (cuda_on_cpu_units.cc) ----
 // What one lane computes in a basic block.

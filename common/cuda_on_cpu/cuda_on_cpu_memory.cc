@@ -426,7 +426,7 @@ void memory_check_host(const char *call, const void *address, size_t bytes, cons
 
 void cuda_atomic(const void *address, size_t bytes) {
     check(ATOMIC, (uintptr_t)address, bytes, __builtin_return_address(0));
-    if (memory_is_device(address)) asked_by_atomic();
+    if (memory_is_device(address)) ask_and_tell((uintptr_t)address);
 }
 
 void *cuda_memcpy(void *to, const void *from, size_t bytes) {

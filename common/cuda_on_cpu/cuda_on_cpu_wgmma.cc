@@ -221,6 +221,7 @@ static void issue(Warp *w, int warp, Cores *c) {
     count_tensor(2 * WARP_ROWS * x.n * (K_BYTES / x.bytes), 8 * x.bytes);
     const int64_t passes_a = x.a ? 0 : WARP_ROWS * K_BYTES / 128, passes_b = x.n * K_BYTES / 128;
     count_passes(passes_a + (warp % WARPS == 0 ? passes_b : 0));
+    tape_product(warp, WARP_ROWS * x.n * 32, passes_a + (warp % WARPS == 0 ? passes_b : 0), p.line);
 }
 
 // ---- wait ----
@@ -351,8 +352,11 @@ void wgmma_meet(Warp *w, int op) {
     const int warp = (int)(w - warps);
     Cores *c = cores_of(warp);
     if (op == WARP_WGMMA) return issue(w, warp, c);
-    if (op == WARP_WGMMA_WAIT) wait(w, warp, c, (uint32_t)w->value[now.thread->lane]);
-    if (op == WARP_WGMMA_COMMIT) c->committed++;
+    if (op == WARP_WGMMA_WAIT) {
+        tape_finish(warp, (uint32_t)w->value[now.thread->lane]);
+        wait(w, warp, c, (uint32_t)w->value[now.thread->lane]);
+    }
+    if (op == WARP_WGMMA_COMMIT) c->committed++, tape_commit(warp);
     c->fenced = op == WARP_WGMMA_FENCE;
 }
 

@@ -1,7 +1,9 @@
 // record.c: what one training run leaves behind, in host memory (report.h).
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
+#include "comm/comm.h"
 #include "report.h"
 
 Record record_new(const char *title, int64_t steps, const Params *params) {
@@ -83,4 +85,63 @@ Record record_apart(const Record *record) {
         part.grad[part.tensors++] = record->grad[i];
     }
     return part;
+}
+
+// ---- one rank's record for all ----
+
+// Walked over three times: for its size, into bytes, and on the other ranks out of them.
+typedef struct Parcel {
+    enum { MEASURE, PACK, UNPACK } step;
+    char *bytes;
+    size_t size;  // so far
+} Parcel;
+
+static void item(Parcel *p, void *data, size_t size) {
+    if (p->step == PACK) memcpy(p->bytes + p->size, data, size);
+    if (p->step == UNPACK) memcpy(data, p->bytes + p->size, size);
+    p->size += size;
+}
+
+// What the record owns. An address that has just been unpacked is the other rank's.
+static void *owned(Parcel *p, void *data, size_t size) {
+    if (!data) return NULL;
+    if (p->step == UNPACK) data = host_alloc(size);
+    item(p, data, size);
+    return data;
+}
+
+static void walk(Parcel *p, Record *r) {
+    item(p, r, sizeof *r);
+    size_t n = (size_t)r->tensors, steps = (size_t)r->steps;
+    r->loss = owned(p, r->loss, steps * sizeof *r->loss);
+    r->grad_norm = owned(p, r->grad_norm, steps * sizeof *r->grad_norm);
+    r->count = owned(p, r->count, n * sizeof *r->count);
+    r->apart = owned(p, r->apart, n * sizeof *r->apart);
+    r->name = owned(p, r->name, n * sizeof *r->name);
+    r->grad = owned(p, r->grad, n * sizeof *r->grad);
+    r->param = owned(p, r->param, n * sizeof *r->param);
+    for (size_t i = 0; i < n; i++) {
+        size_t length = p->step == UNPACK ? 0 : strlen(r->name[i]) + 1;
+        item(p, &length, sizeof length);
+        r->name[i] = owned(p, r->name[i], length);
+        r->grad[i] = owned(p, r->grad[i], (size_t)r->count[i] * sizeof **r->grad);
+        r->param[i] = owned(p, r->param[i], (size_t)r->count[i] * sizeof **r->param);
+    }
+}
+
+void record_share(Record *record, int root, Group group) {
+    bool mine = group.rank == root;
+    Parcel parcel = {.step = MEASURE};
+    if (group.size == 1) return;
+    if (mine) walk(&parcel, record);
+    int64_t words = (int64_t)comm_max(ceil((double)parcel.size / sizeof(double)), group);
+    Tensor all = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(words));
+    parcel = (Parcel){.step = mine ? PACK : UNPACK, .bytes = host_alloc((size_t)words * sizeof(double))};
+    if (mine) walk(&parcel, record);
+    if (mine) tensor_from_host(all, parcel.bytes);
+    comm_wait(comm_broadcast(all, root, group));
+    if (!mine) tensor_to_host(parcel.bytes, all);
+    if (!mine) walk(&parcel, record);
+    free(parcel.bytes);
+    tensor_free(&all);
 }

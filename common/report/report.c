@@ -241,8 +241,7 @@ static void note_coarse(double bound) {
     if (*report.coarse) return;
     snprintf(report.coarse, sizeof report.coarse,
              "this dtype is too coarse for this size: its own error makes a bound of %.2e, which lets a "
-             "factor of "
-             "two pass; a larger model or a wider --dtype can be judged",
+             "factor of two pass; a larger model or a wider --dtype can be judged",
              bound);
     say("  %s", report.coarse);
 }

@@ -35,6 +35,8 @@ Record record_new(const char *title, int64_t steps, const Params *params);
 void record_grads(Record *record, const Params *params, double factor);
 void record_params(Record *record, const Params *params);
 void record_free(Record *record);
+// The root's, which has trained alone, for the other members too: they free theirs as well.
+void record_share(Record *record, int root, Group group);
 // Those of its tensors that are apart: borrowed, and the caller frees name, count and grad.
 Record record_apart(const Record *record);
 

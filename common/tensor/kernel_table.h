@@ -30,6 +30,8 @@ typedef struct KernelTable {
     bool (*attention_chunk_backward)(DType dtype, void *dq, void *dk, void *dv, const void *d_o,
                                      const void *q, const void *k, const void *v, const void *lse,
                                      const void *dots, AttentionChunk chunk);
+    bool (*adamw)(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,
+                  const void *grad, AdamW hyper, int64_t count);
 } KernelTable;
 
 // From now on these kernels come first; NULL: the back end's alone. Returns what has come first so far.
@@ -42,6 +44,11 @@ KernelCalls ops_kernel_calls(void);
 
 // The table that is linked into this build: chapter 07's kernels where the back end is CUDA, else NULL.
 const KernelTable *kernel_table_linked(void);
+
+// Beside the table, of a CUDA back end alone, which asks first: 8-bit codes with scales of 128 of k, by
+// chapter 07's kernel for Hopper. False, having done nothing, where it does not serve.
+bool matmul_codes_linked(DType dtype, void *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n,
+                         int64_t k, int64_t segment, int bits, double beta);
 
 #ifdef __cplusplus
 }

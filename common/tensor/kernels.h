@@ -149,7 +149,7 @@ void kernel_encode(DType codes_dtype, uint8_t *codes, DType dtype, const void *x
 // y, codes (rows, columns)
 void kernel_decode(DType dtype, void *y, DType codes_dtype, const uint8_t *codes, const float *scale,
                    int64_t rows, int64_t columns, Tile tile);
-// c (m, n), codes (m, k) and (n, k). `segment`: products of a partial sum at most
+// c (m, n), codes (m, k) and (n, k). `segment`: products of a partial sum at most; `fast`: SUMMED_FAST
 typedef struct KernelCodes {
     DType dtype;
     const uint8_t *codes;
@@ -157,7 +157,7 @@ typedef struct KernelCodes {
     int64_t rows, tile_columns;  // of a tile, never 0
 } KernelCodes;
 void kernel_matmul_codes(DType dtype, void *c, KernelCodes a, KernelCodes b, int64_t m, int64_t n,
-                         int64_t k, int64_t segment, int bits, double beta);
+                         int64_t k, int64_t segment, int bits, bool fast, double beta);
 
 // master may be NULL; it, m and v are f32 or f64
 void kernel_adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,

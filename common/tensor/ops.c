@@ -447,7 +447,7 @@ void op_adamw(Tensor value, Tensor master, Tensor m, Tensor v, Tensor grad, Adam
     if (BEGIN("adamw", type, 0, to[tensor_exists(master)],
               OPTIONAL(UPDATED, master, full(type), FLAT(count)), INOUT(m, full(type), FLAT(count)),
               INOUT(v, full(type), FLAT(count)), IN(grad, grad.dtype, FLAT(count))))
-        kernel_adamw(type, at(value), at(master), at(m), at(v), grad.dtype, at(grad), hyper, count);
+        RUN(adamw, type, at(value), at(master), at(m), at(v), grad.dtype, at(grad), hyper, count);
     clock_end();
 }
 

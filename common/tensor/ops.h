@@ -233,8 +233,11 @@ void op_decode(Tensor y, Tensor codes, Tensor scale, Tile tile);  // y = codes *
 // each tile, is scaled, and is added in f32 (f64 for f64 c).
 typedef struct CodesSum {
     int bits;         // of a partial sum, cut off after every 32 products as on a Hopper; 0: f32
-    int64_t promote;  // products after which a partial sum goes to f32 at the latest; 0: k
+    int64_t promote;  // products after which a partial sum goes to f32 at the latest; 0: k, in f32
 } CodesSum;
+// A `promote`: k, and tensor cores may keep the sum in what they have, the "fast accumulation" that
+// Transformer Engine uses forward; f32 on a CPU.
+enum { SUMMED_FAST = -1 };
 typedef struct Codes {
     Tensor codes, scale;
     Tile tile;

@@ -6,7 +6,8 @@
 //
 // A run may die at any moment, and the disk may be full. So a checkpoint grows in DIR/.step-000123.tmp,
 // every file of it is on the disk before its name counts, and one rename makes it real: flush files, flush
-// folder, rename, flush the parent. Whoever looks at DIR sees the old state or the new one.
+// folder, rename, flush the parent. Whoever looks at DIR sees the old state or the new one. No rank ever
+// holds more of a weight than it trains with: each writes its own ranges of the files, and reads them.
 #include "checkpoint.h"
 
 #include <errno.h>
@@ -18,10 +19,8 @@
 
 #include "comm/comm.h"
 
-static const char *const config_name = "config.json";
 static const char *const model_name = "model.safetensors";
 static const char *const optimizer_name = "optimizer.safetensors";
-static const char *const generation_name = "generation_config.json";
 
 static const char *const optimizer_names[] = {"adamw", "sgd"};
 
@@ -57,8 +56,7 @@ static StateTensor state_of(const Optimizer *optimizer, int unit, int which) {
                          (const Tensor[STATES]){state->m, state->v, state->master}[which]};
 }
 
-// A safetensors file about to be written, and the whole tensors that fill it. All ranks make the same one,
-// and ask for its tensors in the same order, each giving what it stores of them; the first writes.
+// A safetensors file of whole tensors, about to be written: the same on all ranks.
 typedef struct Contents {
     SafeTensors file;
     const Params *params;
@@ -100,38 +98,37 @@ static void contents_say(Contents *c, const char *key, char *value) {
     c->file.value[c->file.keys++] = value;
 }
 
-static void read_source(void *context, int tensor, uint8_t *bytes) {
+typedef struct Place {  // of a tensor that is written
+    SafeWriter *to;
+    int64_t size;  // of an element
+} Place;
+
+static void put_elements(void *context, int64_t first, int64_t count, void *bytes) {
+    const Place *p = context;
+    safetensors_put(p->to, first * p->size, bytes, count * p->size);
+}
+
+// What this rank writes of a tensor.
+static void give(void *context, int tensor, SafeWriter *to) {
     const Contents *c = context;
-    if (!c->param[tensor])
-        memcpy(bytes, c->params->kept, (size_t)c->params->kept_count * sizeof *c->params->kept);
-    else if (tensor_exists(c->state[tensor].flat))
-        optimizer_gather(c->params, c->param[tensor], c->state[tensor], bytes);
-    else param_gather(c->params, c->param[tensor], PARAM_VALUE, bytes);
-}
-
-static int64_t whole_bytes(const SafeTensor *t) {
-    int64_t count = 1;
-    for (int i = 0; i < t->dims; i++) count *= t->shape[i];
-    return count * (int64_t)dtype_size(t->dtype);
-}
-
-static const char *contents_write(Contents *c, const char *dir, const char *name) {
-    const char *wrong = NULL;
-    if (dir) {
-        char *path = path_in(dir, name);
-        wrong = safetensors_write(path, &c->file, read_source, c);
-        free(path);
-    } else {
-        for (int i = 0; i < c->file.count; i++) {
-            uint8_t *bytes = host_alloc(whole_bytes(&c->file.tensor[i]));
-            read_source(c, i, bytes);
-            free(bytes);
-        }
+    const Params *params = c->params;
+    const Param *param = c->param[tensor];
+    Place place = {to, (int64_t)dtype_size(c->file.tensor[tensor].dtype)};
+    int64_t from;
+    if (param && tensor_exists(c->state[tensor].flat)) {
+        optimizer_write(params, param, c->state[tensor], put_elements, &place);
+    } else if (param) {
+        Tensor part = param_own_value(params, param, &from);
+        param_write_part(params, param, part, from, put_elements, &place);
+    } else if (params->world.rank == 0) {
+        safetensors_put(to, 0, params->kept, params->kept_count * place.size);
     }
+}
+
+static void contents_free(Contents *c) {
     safetensors_close(&c->file);
     free(c->param);
     free(c->state);
-    return wrong;
 }
 
 // Whose a file is, so that it is not taken for another's.
@@ -140,18 +137,17 @@ static void contents_say_run(Contents *c, Progress progress) {
     contents_say(c, "step", format_text("%lld", (long long)progress.step));
 }
 
-// dir is NULL on ranks that give and do not write.
-static const char *write_model(const char *dir, const Params *params, Progress progress) {
+static Contents model_contents(const Params *params, Progress progress) {
     Contents c = contents_new(params, params->count, 3);
     contents_say(&c, "format", format_text("pt"));  // transformers refuses a file that does not say so
     contents_say_run(&c, progress);
     for (int i = 0; i < params->count; i++)
         contents_add(&c, format_text("%s", params->param[i].name), &params->param[i], (StateTensor){0});
-    return contents_write(&c, dir, model_name);
+    return c;
 }
 
-static const char *write_optimizer(const char *dir, const Config *config, const Params *params,
-                                   const Optimizer *optimizer, Progress progress) {
+static Contents optimizer_contents(const Config *config, const Params *params, const Optimizer *optimizer,
+                                   Progress progress) {
     Contents c = contents_new(params, STATES * params->count + 1, 10 + COURSE);
     contents_say_run(&c, progress);
     contents_say(&c, "sample", format_text("%lld", (long long)progress.sample));
@@ -171,88 +167,95 @@ static const char *write_optimizer(const char *dir, const Config *config, const 
                 contents_add(&c, format_text("%s.%s", param->name, state_names[j]), param, state);
         }
     contents_add_kept(&c);
-    return contents_write(&c, dir, optimizer_name);
+    return c;
 }
 
 // ---- folders to be ----
 
-// Removes a checkpoint folder, but nothing in it that is not a checkpoint's.
-static void remove_checkpoint(const char *folder) {
-    const char *const names[] = {config_name, model_name, optimizer_name, generation_name};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        char *path = path_in(folder, names[i]);
-        unlink(path);
-        free(path);
-    }
-    rmdir(folder);
+typedef struct Saving {
+    const Params *params;
+    Contents contents[2];
+    char *path[2];  // of these files
+    int files;
+    char *final, *temporary, *aside;
+    int64_t step;
+} Saving;
+
+static Saving saving_begin(const char *dir, const Config *config, const Params *params,
+                           const Optimizer *optimizer, Progress progress) {
+    Saving s = {.params = params, .step = progress.step, .files = optimizer ? 2 : 1};
+    s.final = format_text("%s/step-%06lld", dir, (long long)s.step);
+    // The leading dot keeps them from being taken for checkpoints. The names do not vary, so that what a
+    // killed run left behind does not pile up.
+    s.temporary = format_text("%s/.step-%06lld.tmp", dir, (long long)s.step);
+    s.aside = format_text("%s/.step-%06lld.old", dir, (long long)s.step);
+    s.contents[0] = model_contents(params, progress);
+    if (optimizer) s.contents[1] = optimizer_contents(config, params, optimizer, progress);
+    s.path[0] = path_in(s.temporary, model_name);
+    s.path[1] = path_in(s.temporary, optimizer_name);
+    return s;
 }
 
-// Gives the finished folder its name. One that has it already changes places with it in one step, or, where
-// the file system cannot do that, steps aside first.
-static const char *put_in_place(const char *temporary, const char *final, const char *aside) {
-    if (rename(temporary, final) == 0) return NULL;
-    if (errno != ENOTEMPTY && errno != EEXIST) return file_fault("create", final);
-    if (renameat2(AT_FDCWD, temporary, AT_FDCWD, final, RENAME_EXCHANGE) == 0) {
-        remove_checkpoint(temporary);
-        return NULL;
-    }
-    if (rename(final, aside) != 0) return file_fault("replace", final);
-    if (rename(temporary, final) != 0) {
-        const char *wrong = file_fault("replace", final);
-        rename(aside, final);
-        return wrong;
-    }
-    remove_checkpoint(aside);
-    return NULL;
+static void saving_end(Saving *s) {
+    for (int i = 0; i < s->files; i++) contents_free(&s->contents[i]);
+    for (int i = 0; i < 2; i++) free(s->path[i]);
+    free(s->final);
+    free(s->temporary);
+    free(s->aside);
 }
 
-void checkpoint_check_place(const char *dir) {
-    if (base_rank() > 0) return;
+// Where all ranks meet: fatal if one of them has failed, and says the first one's fault.
+static void all_are_well(const Saving *s, const char *wrong) {
+    Group world = s->params->world;
+    int first = world.size - (int)comm_max(wrong ? world.size - world.rank : 0, world);
+    if (first == world.size) return;
+    if (world.rank == 0) folder_remove_checkpoint(s->temporary);
+    comm_wait(comm_barrier(world));
+    if (first != world.rank) comm_wait(comm_barrier(world));  // which the fault ends
+    fatal("%s; the checkpoint of step %lld is not saved, older ones are as they were", wrong,
+          (long long)s->step);
+}
+
+// Files without their tensors, but all the room for these.
+static const char *make_files(const char *dir, const Config *config, const Saving *s) {
     const char *wrong = folder_make(dir);
-    CHECK(!wrong, "--save %s: %s", dir, wrong);
-    char *trial = path_in(dir, ".trial");
-    CHECK(mkdir(trial, 0777) == 0 || errno == EEXIST, "--save %s: %s", dir, file_fault("create", trial));
-    rmdir(trial);
-    free(trial);
+    if (wrong) return wrong;
+    folder_remove_checkpoint(s->temporary);
+    if (mkdir(s->temporary, 0777) != 0 && errno != EEXIST) return file_fault("create", s->temporary);
+    for (int i = 0; i < s->files && !wrong; i++)
+        wrong = safetensors_create(s->path[i], &s->contents[i].file);
+    return wrong ? wrong : checkpoint_write_config(s->temporary, config, s->params->recipe.weight);
+}
+
+// This rank's part of all files.
+static const char *fill_files(Saving *s) {
+    if (access(s->temporary, F_OK) != 0)
+        return format_text(
+            "this rank does not see %s, which rank 0 has made: each rank writes its own part, "
+            "so that --save takes a folder that all hosts share",
+            s->temporary);
+    const char *wrong = NULL;
+    for (int i = 0; i < s->files && !wrong; i++)
+        wrong = safetensors_fill(s->path[i], &s->contents[i].file, give, &s->contents[i]);
+    return wrong;
 }
 
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress) {
     CHECK(!device_is_dry_run(), "a dry run computes no weights that --save could write");
     if (!progress.run) progress.run = checkpoint_identity(config, progress);
-    if (params->world.rank > 0) {
-        write_model(NULL, params, progress);
-        if (optimizer) write_optimizer(NULL, config, params, optimizer, progress);
-        comm_wait(comm_barrier(params->world));
-        return;
-    }
-    char *final = format_text("%s/step-%06lld", dir, (long long)progress.step);
-    // The leading dot keeps them from being taken for checkpoints. The names do not vary, so that what a
-    // killed run left behind does not pile up.
-    char *temporary = format_text("%s/.step-%06lld.tmp", dir, (long long)progress.step);
-    char *aside = format_text("%s/.step-%06lld.old", dir, (long long)progress.step);
-    checkpoint_check_owner(final, progress.run, config->resume != NULL);
-    const char *wrong = folder_make(dir);
-    if (!wrong) remove_checkpoint(temporary);
-    if (!wrong && mkdir(temporary, 0777) != 0 && errno != EEXIST) wrong = file_fault("create", temporary);
-    if (!wrong) wrong = write_model(temporary, params, progress);
-    if (!wrong && optimizer) wrong = write_optimizer(temporary, config, params, optimizer, progress);
-    if (!wrong) wrong = checkpoint_write_config(temporary, config, params->recipe.weight);
-    if (!wrong) wrong = folder_flush(temporary);
-    if (!wrong) wrong = put_in_place(temporary, final, aside);
-    if (wrong) {
-        remove_checkpoint(temporary);
-        fatal("%s; the checkpoint of step %lld is not saved, older ones are as they were", wrong,
-              (long long)progress.step);
-    }
-    wrong = folder_flush(dir);
-    CHECK(!wrong, "%s; %s is complete, but may not outlast a power cut", wrong, final);
-
-    free(final);
-    free(temporary);
-    free(aside);
-    // Whoever reads it next finds it whole.
-    if (params->world.size > 1) comm_wait(comm_barrier(params->world));
+    Saving s = saving_begin(dir, config, params, optimizer, progress);
+    bool first = params->world.rank == 0;
+    if (first) checkpoint_check_owner(s.final, progress.run, config->resume != NULL);
+    all_are_well(&s, first ? make_files(dir, config, &s) : NULL);
+    all_are_well(&s, fill_files(&s));
+    const char *wrong = NULL;
+    if (first) wrong = folder_flush(s.temporary);
+    if (first && !wrong) wrong = folder_put_in_place(s.temporary, s.final, s.aside);
+    all_are_well(&s, wrong);  // and whoever reads it next finds it whole
+    wrong = first ? folder_flush(dir) : NULL;
+    CHECK(!wrong, "%s; %s is complete, but may not outlast a power cut", wrong, s.final);
+    saving_end(&s);
 }
 
 // ---- reading ----
@@ -270,9 +273,13 @@ static char *shape_text(int dims, const int64_t *shape) {
     return whole;
 }
 
-// The whole tensor of this name, of a parameter's shape and converted. The caller frees it.
-static void *load_tensor(const char *path, const SafeTensors *file, const char *name, const Param *param,
-                         DType dtype) {
+typedef struct Source {  // of a parameter's elements
+    const SafeTensor *from;
+    DType to;
+} Source;
+
+static Source source_of(const char *path, const SafeTensors *file, const char *name, const Param *param,
+                        DType to) {
     const SafeTensor *from = safetensors_find(file, name);
     CHECK(from, "%s lacks the tensor %s", path, name);
     if (from->dims != param->dims ||
@@ -282,32 +289,20 @@ static void *load_tensor(const char *path, const SafeTensors *file, const char *
     CHECK(from->dtype == F64 || from->dtype == F32 || from->dtype == BF16 || from->dtype == F16,
           "%s: %s is stored as %s; weights are read from f64, f32, bf16 and f16", path, name,
           dtype_name(from->dtype));
-    // A file's tensors begin at any byte; ours need their dtype's alignment.
-    int64_t count = param->full[0] * param->full[1];
-    void *aligned = host_alloc(from->bytes), *converted = host_alloc(count * dtype_size(dtype));
-    memcpy(aligned, from->data, from->bytes);
-    dtype_convert(converted, dtype, aligned, from->dtype, count);
-    free(aligned);
-    return converted;
+    return (Source){from, to};
 }
 
-static bool ends_with(const char *text, const char *end) {
-    size_t length = strlen(text), tail = strlen(end);
-    return length >= tail && !strcmp(text + length - tail, end);
-}
-
-// A tensor that is no weight of the model is a sign of another model, but for two that say nothing new.
-static void check_surplus(const char *path, const WeightFiles *files, const SafeTensor *surplus) {
-    // older files keep RoPE's frequencies, which rope_theta determines
-    if (ends_with(surplus->name, ".rotary_emb.inv_freq")) return;
-    CHECK(!strcmp(surplus->name, "lm_head.weight"), "%s holds %s, which this model has not", path,
-          printable(surplus->name));
-    // tied: the head is the embedding
-    const char *name = "model.embed_tokens.weight";
-    const SafeTensor *embedding = safetensors_find(&files->file[weights_find(files, name)], name);
-    CHECK(surplus->dtype == embedding->dtype && surplus->bytes == embedding->bytes &&
-              !memcmp(surplus->data, embedding->data, embedding->bytes),
-          "%s: lm_head.weight differs from model.embed_tokens.weight, though config.json ties them", path);
+// A file's tensors begin at any byte; what is converted needs its dtype's alignment.
+static void take_elements(void *context, int64_t first, int64_t count, void *bytes) {
+    enum { PIECE = 4096 };
+    double aligned[PIECE];
+    const Source *s = context;
+    int64_t size = (int64_t)dtype_size(s->from->dtype), wide = (int64_t)dtype_size(s->to);
+    for (int64_t done = 0, piece; done < count; done += piece) {
+        piece = count - done < PIECE ? count - done : PIECE;
+        memcpy(aligned, s->from->data + (first + done) * size, (size_t)(piece * size));
+        dtype_convert((char *)bytes + done * wide, s->to, aligned, s->from->dtype, piece);
+    }
 }
 
 void checkpoint_load_weights(const char *dir, Params *params) {
@@ -316,16 +311,11 @@ void checkpoint_load_weights(const char *dir, Params *params) {
         const Param *param = &params->param[i];
         int which = weights_find(&files, param->name);
         CHECK(which >= 0, "%s lacks the tensor %s", files.name, param->name);
-        void *whole =
-            load_tensor(files.path[which], &files.file[which], param->name, param, params->recipe.weight);
-        param_set_value(params, param, whole);
-        free(whole);
+        Source source =
+            source_of(files.path[which], &files.file[which], param->name, param, params->recipe.weight);
+        param_read_value(params, param, take_elements, &source);
     }
-    for (int f = 0; f < files.count; f++)
-        for (int i = 0; i < files.file[f].count; i++) {
-            const SafeTensor *tensor = &files.file[f].tensor[i];
-            if (!params_find(params, tensor->name)) check_surplus(files.path[f], &files, tensor);
-        }
+    weights_check_surplus(&files, params);
     weights_close(&files);
 }
 
@@ -437,16 +427,14 @@ void checkpoint_check_run(const char *dir, const Config *config, Progress ours) 
     free(path);
 }
 
-// Puts the whole tensor NAME.ENDING, converted, into the rank's own part of a flat tensor, or with {0} into
-// the weight.
+// Reads this rank's own part of the tensor NAME.ENDING, converted, into a flat tensor, or with {0} into the
+// weight.
 static void load_state(const char *path, const SafeTensors *file, Params *params, const Param *param,
                        const char *ending, StateTensor state) {
     char *name = format_text("%s.%s", param->name, ending);
-    bool weight = !tensor_exists(state.flat);
-    void *whole = load_tensor(path, file, name, param, optimizer_saved_dtype(params, state));
-    if (weight) param_set_value(params, param, whole);
-    else optimizer_scatter(params, param, state, whole);
-    free(whole);
+    Source source = source_of(path, file, name, param, optimizer_saved_dtype(params, state));
+    if (tensor_exists(state.flat)) optimizer_read(params, param, state, take_elements, &source);
+    else param_read_value(params, param, take_elements, &source);
     free(name);
 }
 

@@ -47,13 +47,19 @@ void safetensors_close(SafeTensors *file);
 // The first of `count` names that stands there twice, or NULL.
 const char *name_twice(char *const *names, int count);
 
-// Puts the bytes of tensor number `tensor` into host memory.
-typedef void (*SafeTensorRead)(void *context, int tensor, uint8_t *bytes);
-// Writes a file of these tensors (name, dtype and shape; `data` is not looked at) and this metadata, and
-// flushes it to the disk. Only one tensor at a time is held in host memory. Returns NULL, or the sentence
+// A file is written by all ranks at once, each its own ranges. They describe it alike: tensors (name, dtype
+// and shape; `data` and `bytes` are not looked at) and metadata. Both functions return NULL, or the sentence
 // that says what failed (static buffer); what is in the file then is worth nothing.
-const char *safetensors_write(const char *path, const SafeTensors *contents, SafeTensorRead read,
-                              void *context);
+//
+// First one of them makes it, at its full size, so that a disk without room for it is found out here.
+const char *safetensors_create(const char *path, const SafeTensors *contents);
+// Then each is asked in turn for what it gives of each tensor, and flushes that to the disk.
+typedef struct SafeWriter SafeWriter;
+typedef void (*SafeTensorsGive)(void *context, int tensor, SafeWriter *to);
+const char *safetensors_fill(const char *path, const SafeTensors *contents, SafeTensorsGive give,
+                             void *context);
+// Gives bytes `first` to `first + size - 1` of the tensor that is asked for.
+void safetensors_put(SafeWriter *to, int64_t first, const void *bytes, int64_t size);
 
 // Closes a file that was written, after flushing it to the disk. Returns NULL, or the sentence that says
 // what failed now or in a write before (static buffer).
@@ -64,6 +70,11 @@ const char *file_fault(const char *verb, const char *path);
 // is on the disk.
 const char *folder_flush(const char *path);
 const char *folder_make(const char *path);  // and every folder on the way to it
+// Gives a finished checkpoint folder its name. One that has it already changes places with it in one step,
+// or, where the file system cannot do that, steps aside first.
+const char *folder_put_in_place(const char *temporary, const char *final, const char *aside);
+// Removes a checkpoint folder, but nothing in it that is not a checkpoint's.
+void folder_remove_checkpoint(const char *folder);
 
 // ---- a folder's weights, in one file or in several ----
 typedef struct WeightFiles {
@@ -76,6 +87,9 @@ typedef struct WeightFiles {
 // Fatal where there are none, an index and its parts disagree, or a tensor stands in two parts.
 WeightFiles weights_open(const char *dir);
 int weights_find(const WeightFiles *weights, const char *name);  // the file that has it; -1: none
+// Fatal where a tensor is no weight of this model, but for two that say nothing new: RoPE's frequencies, and
+// a tied head that is a copy of the embedding.
+void weights_check_surplus(const WeightFiles *weights, const Params *params);
 void weights_close(WeightFiles *weights);
 
 // ---- folders ----
@@ -87,10 +101,11 @@ typedef struct Progress {  // where a run stands
     uint64_t run;          // whose it is: of a run that goes on, what its files say; 0: a new one
 } Progress;
 
-// Collective over all ranks that hold the model, however they share it; the first writes. Makes
-// DIR/step-000123 whole or not at all: in a temporary folder beside it, each file flushed to the disk,
-// then renamed; a folder of that name is replaced. On any fault (a full disk) it is fatal, removes the
-// temporary folder, and leaves older checkpoints alone. optimizer may be NULL: weights alone.
+// Collective over all ranks, each of which writes what it stores: DIR lies where all of them see it. Makes
+// DIR/step-000123 whole or not at all: in a temporary folder beside it, each file at its full size from the
+// start and flushed to the disk by all, then renamed; a folder of that name is replaced. On any fault (a
+// full disk) of any rank it is fatal, removes the temporary folder, and leaves older checkpoints alone.
+// optimizer may be NULL: weights alone.
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress);
 // At the start of a run that will save: makes DIR. Fatal, naming --save, where no checkpoint can be made
@@ -114,9 +129,9 @@ void checkpoint_config(const char *dir, Config *config);
 // Writes DIR/config.json for weights of this dtype, flushed to the disk. Returns NULL, or the sentence
 // that says what failed (static buffer).
 const char *checkpoint_write_config(const char *dir, const Config *config, DType dtype);
-// Weights from DIR/model.safetensors, or its parts, F64, F32, BF16 or F16 converted to the table's dtype.
-// Fatal on missing, unknown or wrongly shaped tensors. A tied file may leave lm_head.weight out; a copy of
-// the embedding under that name is let pass, other values are not.
+// Weights from DIR/model.safetensors, or its parts, F64, F32, BF16 or F16 converted to the table's dtype; of
+// each, what this rank stores is read. Fatal on missing, unknown or wrongly shaped tensors. A tied file may
+// leave lm_head.weight out; a copy of the embedding under that name is let pass, other values are not.
 void checkpoint_load_weights(const char *dir, Params *params);
 // Whether the run that was saved can go on as this one, which has made no step and has ours.batch and
 // ours.data. Fatal where the steps to come would mean something else: no optimizer state, another

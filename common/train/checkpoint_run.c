@@ -1,4 +1,4 @@
-// checkpoint_run.c: whose a checkpoint is, and which is the newest. A run has an identity, 64 bits made of
+// checkpoint_run.c: checkpoint folders on the disk: whose each is, and which is the newest. A run has an identity, 64 bits made of
 // all that makes its course; every file of weights or state carries it and the step, so that files of two
 // runs or steps are not taken for one, and no run writes among the checkpoints of another.
 #include <dirent.h>
@@ -31,6 +31,46 @@ const char *folder_make(const char *path) {
     }
     free(part);
     return wrong;
+}
+
+static const char *const files_of_a_checkpoint[] = {"config.json", "generation_config.json",
+                                                    "model.safetensors", "optimizer.safetensors"};
+enum { FILES_OF_A_CHECKPOINT = sizeof files_of_a_checkpoint / sizeof *files_of_a_checkpoint };
+
+void folder_remove_checkpoint(const char *folder) {
+    for (int i = 0; i < FILES_OF_A_CHECKPOINT; i++) {
+        char *path = format_text("%s/%s", folder, files_of_a_checkpoint[i]);
+        unlink(path);
+        free(path);
+    }
+    rmdir(folder);
+}
+
+const char *folder_put_in_place(const char *temporary, const char *final, const char *aside) {
+    if (rename(temporary, final) == 0) return NULL;
+    if (errno != ENOTEMPTY && errno != EEXIST) return file_fault("create", final);
+    if (renameat2(AT_FDCWD, temporary, AT_FDCWD, final, RENAME_EXCHANGE) == 0) {
+        folder_remove_checkpoint(temporary);
+        return NULL;
+    }
+    if (rename(final, aside) != 0) return file_fault("replace", final);
+    if (rename(temporary, final) != 0) {
+        const char *wrong = file_fault("replace", final);
+        rename(aside, final);
+        return wrong;
+    }
+    folder_remove_checkpoint(aside);
+    return NULL;
+}
+
+void checkpoint_check_place(const char *dir) {
+    if (base_rank() > 0) return;
+    const char *wrong = folder_make(dir);
+    CHECK(!wrong, "--save %s: %s", dir, wrong);
+    char *trial = format_text("%s/.trial", dir);
+    CHECK(mkdir(trial, 0777) == 0 || errno == EEXIST, "--save %s: %s", dir, file_fault("create", trial));
+    rmdir(trial);
+    free(trial);
 }
 
 // ---- whose they are ----
@@ -74,14 +114,13 @@ static uint64_t run_of(const char *folder) {
 }
 
 void checkpoint_check_owner(const char *folder, uint64_t run, bool older_fits) {
-    static const char *const ours[] = {
-        ".", "..", "config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors"};
     DIR *entries = opendir(folder);
     if (!entries) return;
     int files = 0;
     for (struct dirent *entry; (entry = readdir(entries)); files++) {
-        bool known = false;
-        for (size_t i = 0; i < sizeof ours / sizeof *ours; i++) known |= !strcmp(entry->d_name, ours[i]);
+        bool known = !strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..");
+        for (int i = 0; i < FILES_OF_A_CHECKPOINT; i++)
+            known |= !strcmp(entry->d_name, files_of_a_checkpoint[i]);
         CHECK(known,
               "--save: %s holds %s, which is no part of a checkpoint, and would be replaced: choose "
               "another folder",

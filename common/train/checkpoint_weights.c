@@ -68,8 +68,7 @@ WeightFiles weights_open(const char *dir) {
     CHECK(parts || is_there(dir, "model.safetensors") ||
               !(is_there(dir, "pytorch_model.bin") || is_there(dir, "pytorch_model.bin.index.json")),
           "%s has its weights as pytorch_model.bin alone, which is Python's own format; write them as "
-          "safetensors: "
-          "python3 -c 'from transformers import AutoModelForCausalLM as M; "
+          "safetensors: python3 -c 'from transformers import AutoModelForCausalLM as M; "
           "M.from_pretrained(\"%s\").save_pretrained(\"%s\")'",
           dir, dir, dir);
     if (parts) open_parts(&w, dir);
@@ -81,6 +80,33 @@ int weights_find(const WeightFiles *w, const char *name) {
     for (int i = 0; i < w->count; i++)
         if (safetensors_find(&w->file[i], name)) return i;
     return -1;
+}
+
+static bool ends_with(const char *text, const char *end) {
+    size_t length = strlen(text), tail = strlen(end);
+    return length >= tail && !strcmp(text + length - tail, end);
+}
+
+// A tensor that is no weight of the model is a sign of another model, but for two that say nothing new.
+static void check_surplus(const char *path, const WeightFiles *files, const SafeTensor *surplus) {
+    // older files keep RoPE's frequencies, which rope_theta determines
+    if (ends_with(surplus->name, ".rotary_emb.inv_freq")) return;
+    CHECK(!strcmp(surplus->name, "lm_head.weight"), "%s holds %s, which this model has not", path,
+          printable(surplus->name));
+    // tied: the head is the embedding
+    const char *name = "model.embed_tokens.weight";
+    const SafeTensor *embedding = safetensors_find(&files->file[weights_find(files, name)], name);
+    CHECK(surplus->dtype == embedding->dtype && surplus->bytes == embedding->bytes &&
+              !memcmp(surplus->data, embedding->data, embedding->bytes),
+          "%s: lm_head.weight differs from model.embed_tokens.weight, though config.json ties them", path);
+}
+
+void weights_check_surplus(const WeightFiles *w, const Params *params) {
+    for (int f = 0; f < w->count; f++)
+        for (int i = 0; i < w->file[f].count; i++) {
+            const SafeTensor *tensor = &w->file[f].tensor[i];
+            if (!params_find(params, tensor->name)) check_surplus(w->path[f], w, tensor);
+        }
 }
 
 void weights_close(WeightFiles *w) {

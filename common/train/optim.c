@@ -168,44 +168,38 @@ DType optimizer_saved_dtype(const Params *params, StateTensor state) {
     return is_scaled(params) ? F32 : state.flat.dtype;
 }
 
-// The parameter's range of the unit's own part, in both tensors. False if this rank has nothing of it.
-static bool own_views(const Params *params, const Param *param, Tensor *a, Tensor *b) {
-    const Unit *unit = &params->unit[param->unit];
-    int64_t from, count;
-    if (!param_overlap(param, unit->own_first, unit->own_count, &from, &count)) return false;
-    *a = tensor_view(*a, from - unit->own_first, SHAPE(count));
-    *b = tensor_view(*b, from - unit->own_first, SHAPE(count));
-    return true;
-}
-
-void optimizer_gather(const Params *params, const Param *param, StateTensor state, void *whole) {
+void optimizer_write(const Params *params, const Param *param, StateTensor state, ParamRange write,
+                     void *context) {
+    int64_t from;
+    Tensor part = param_own_part(params, param, state.flat, &from);
+    if (!tensor_exists(part)) return;
     if (!is_scaled(params)) {
-        param_gather_own(params, param, state.flat, whole);
+        param_write_part(params, param, part, from, write, context);
         return;
     }
     const Rounding *r = params->recipe.rounding;
     Memory before = memory_account();
-    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(tensor_count(state.flat)));
-    Tensor to = wide, from = state.flat;
-    if (own_views(params, param, &to, &from))
-        r->load(r->context, to, from, (StatePart){.param = param, .kind = state.kind});
-    param_gather_own(params, param, wide, whole);
+    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(tensor_count(part)));
+    r->load(r->context, wide, part, (StatePart){.param = param, .kind = state.kind});
+    param_write_part(params, param, wide, from, write, context);
     tensor_free(&wide);
     memory_restore_peak(&before);
 }
 
-void optimizer_scatter(const Params *params, const Param *param, StateTensor state, const void *whole) {
+void optimizer_read(const Params *params, const Param *param, StateTensor state, ParamRange read,
+                    void *context) {
+    int64_t from;
+    Tensor part = param_own_part(params, param, state.flat, &from);
+    if (!tensor_exists(part)) return;
     if (!is_scaled(params)) {
-        param_scatter_own(params, param, state.flat, whole);
+        param_read_part(param, part, from, read, context);
         return;
     }
     const Rounding *r = params->recipe.rounding;
     Memory before = memory_account();
-    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(tensor_count(state.flat)));
-    Tensor from = wide, to = state.flat;
-    param_scatter_own(params, param, wide, whole);
-    if (own_views(params, param, &from, &to))
-        r->store(r->context, to, from, (StatePart){.param = param, .kind = state.kind});
+    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(tensor_count(part)));
+    param_read_part(param, wide, from, read, context);
+    r->store(r->context, part, wide, (StatePart){.param = param, .kind = state.kind});
     tensor_free(&wide);
     memory_restore_peak(&before);
 }

@@ -44,10 +44,12 @@ typedef struct StateTensor {
     Tensor flat;
 } StateTensor;
 DType optimizer_saved_dtype(const Params *params, StateTensor state);
-// Between ranks' own parts and the whole, as param_gather_own and param_scatter_own do; `whole` in the
-// dtype above.
-void optimizer_gather(const Params *params, const Param *param, StateTensor state, void *whole);
-void optimizer_scatter(const Params *params, const Param *param, StateTensor state, const void *whole);
+// Between this rank's own part and ranges of the whole, in the dtype above: what is its to write, as
+// param_write_part, and all of it from a file, as param_read_part.
+void optimizer_write(const Params *params, const Param *param, StateTensor state, ParamRange write,
+                     void *context);
+void optimizer_read(const Params *params, const Param *param, StateTensor state, ParamRange read,
+                    void *context);
 
 // Linear warm-up to config->lr over config->warmup steps, then a cosine from it to its tenth at the last
 // step. step counts from 0. SGD keeps config->lr.

@@ -366,22 +366,23 @@ int64_t params_elements(const Params *params) {
     return count;
 }
 
-// The elements of the unit-flat range [first, first + count(part)) that the parameter has.
-static Tensor own_part(const Param *param, Tensor part, int64_t first, int64_t *within) {
-    int64_t from, count;
-    if (!param_overlap(param, first, tensor_count(part), &from, &count)) return (Tensor){0};
-    if (within) *within = from - param->offset;
-    return tensor_view(part, from - first, SHAPE(count));
+Tensor param_part(const Param *param, Tensor held, int64_t first, int64_t *from) {
+    int64_t begin, count;
+    if (!param_overlap(param, first, tensor_count(held), &begin, &count)) return (Tensor){0};
+    if (from) *from = begin - param->offset;
+    return tensor_view(held, begin - first, SHAPE(count));
+}
+
+Tensor param_own_part(const Params *params, const Param *param, Tensor flat, int64_t *from) {
+    return param_part(param, flat, params->unit[param->unit].own_first, from);
 }
 
 Tensor param_own_value(const Params *params, const Param *param, int64_t *from) {
-    const Unit *unit = &params->unit[param->unit];
-    return own_part(param, unit->own_values, unit->own_first, from);
+    return param_own_part(params, param, params->unit[param->unit].own_values, from);
 }
 
 Tensor param_own_grad(const Params *params, const Param *param, int64_t *from) {
-    const Unit *unit = &params->unit[param->unit];
-    return own_part(param, unit->own_grads, unit->own_first, from);
+    return param_own_part(params, param, params->unit[param->unit].own_grads, from);
 }
 
 void params_zero_grads(Params *params) {

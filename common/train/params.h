@@ -152,8 +152,12 @@ void unit_free_grads(Unit *unit);
 // The elements that a range of the unit, [first, first + count), shares with a parameter, as a range of
 // the unit. False if there are none.
 bool param_overlap(const Param *param, int64_t first, int64_t count, int64_t *from, int64_t *shared);
-// Of this rank's own parts: {0} if it owns nothing of the parameter. *from (may be NULL) is the first
-// element within the parameter.
+// What a flat tensor, which has the unit's elements from `first` on, has of a parameter; {0}: nothing.
+// *from (may be NULL) is the first such element within the parameter.
+Tensor param_part(const Param *param, Tensor held, int64_t first, int64_t *from);
+// The same of flat tensors that have one element for each of the unit's own part: any (optimizer state),
+// the weights and the gradients.
+Tensor param_own_part(const Params *params, const Param *param, Tensor flat, int64_t *from);
 Tensor param_own_value(const Params *params, const Param *param, int64_t *from);
 Tensor param_own_grad(const Params *params, const Param *param, int64_t *from);
 
@@ -190,12 +194,19 @@ typedef enum ParamTensor { PARAM_VALUE, PARAM_GRAD } ParamTensor;
 // never sums. Counted as a reduce and a broadcast, which training does not use; memory peaks stay as they
 // were.
 void param_gather(const Params *params, const Param *param, ParamTensor which, void *whole);
-// The same of any flat tensor that has one element for each of the unit's own part: optimizer state.
-void param_gather_own(const Params *params, const Param *param, Tensor flat, void *whole);
-// The other way: this rank's elements of `whole` into the flat tensor. Not collective.
-void param_scatter_own(const Params *params, const Param *param, Tensor flat, const void *whole);
-// Weights from whole to where this rank stores them.
+// Weights from whole to where this rank stores them. Not collective.
 void param_set_value(const Params *params, const Param *param, const void *whole);
+
+// Elements first … first + count - 1 of a whole weight are put into `bytes`, or taken from there: a file's
+// ranges, so that no rank holds more of a weight than it stores.
+typedef void (*ParamRange)(void *context, int64_t first, int64_t count, void *bytes);
+// Reads what this rank stores of a weight.
+void param_read_value(const Params *params, const Param *param, ParamRange read, void *context);
+// Reads `part`, elements `from` on of what this rank stores (param_own_part); nothing of {0}.
+void param_read_part(const Param *param, Tensor part, int64_t from, ParamRange read, void *context);
+// Writes of this rank's own part of a weight what is its to write: over all ranks, each element once.
+void param_write_part(const Params *params, const Param *param, Tensor part, int64_t from, ParamRange write,
+                      void *context);
 
 // A run of elements of a parameter that lie side by side both in what this rank stores and in the whole.
 typedef struct ParamRun {

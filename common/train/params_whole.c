@@ -5,21 +5,65 @@
 #include "comm/comm.h"
 #include "params.h"
 
-// Copies the parameter's elements that `held` has, which is the range of its unit from `first` on, between
-// a whole weight and held's host copy.
-static void copy_runs(const Param *param, int64_t first, int64_t held_count, char *held, char *whole,
-                      size_t size, bool to_whole) {
-    int64_t from, count;
-    if (!param_overlap(param, first, held_count, &from, &count)) return;
-    int64_t begin = from - param->offset, end = begin + count;
-    for (int64_t i = begin; i < end;) {
+// Calls `act` for each run of elements that lie side by side in the whole, too, of the parameter's stored
+// elements from … from + count - 1, of which `held` is a host copy. Padding is passed over.
+static void each_run(const Param *param, int64_t from, int64_t count, char *held, size_t size,
+                     ParamRange act, void *context) {
+    for (int64_t i = from, end = from + count; i < end;) {
         ParamRun run = param_run(param, i, end);
-        char *here = held + (size_t)(i - begin) * size, *there = whole + (size_t)run.whole * size;
-        if (run.whole >= 0 && to_whole) memcpy(there, here, (size_t)run.count * size);
-        if (run.whole >= 0 && !to_whole) memcpy(here, there, (size_t)run.count * size);
-        if (run.whole < 0 && !to_whole) memset(here, 0, (size_t)run.count * size);
+        for (bool more = run.whole >= 0; more && i + run.count < end;) {  // where whole rows are stored
+            ParamRun next = param_run(param, i + run.count, end);
+            more = next.whole == run.whole + run.count;
+            if (more) run.count += next.count;
+        }
+        if (run.whole >= 0) act(context, run.whole, run.count, held + (size_t)(i - from) * size);
         i += run.count;
     }
+}
+
+void param_read_part(const Param *param, Tensor part, int64_t from, ParamRange read, void *context) {
+    if (!tensor_exists(part)) return;
+    char *host = host_alloc(tensor_bytes(part));
+    memset(host, 0, tensor_bytes(part));  // padding
+    each_run(param, from, tensor_count(part), host, dtype_size(part.dtype), read, context);
+    tensor_from_host(part, host);
+    free(host);
+}
+
+static void write_part(const Param *param, Tensor part, int64_t from, ParamRange write, void *context) {
+    char *host = host_alloc(tensor_bytes(part));
+    tensor_to_host(host, part);
+    each_run(param, from, tensor_count(part), host, dtype_size(part.dtype), write, context);
+    free(host);
+}
+
+// Whoever counts an element in the gradients' norm gives it, and where every replica does, the first.
+void param_write_part(const Params *params, const Param *param, Tensor part, int64_t from, ParamRange write,
+                      void *context) {
+    const Unit *unit = &params->unit[param->unit];
+    int64_t first, count;
+    bool one_of_many = param->copies.rank > 0 || (!params->counted && unit->replicas.rank > 0);
+    if (!tensor_exists(part) || one_of_many) return;
+    if (!param_overlap(param, unit->counted_first, unit->counted_count, &first, &count)) return;
+    first -= param->offset;
+    write_part(param, tensor_view(part, first - from, SHAPE(count)), first, write, context);
+}
+
+// ---- a whole weight in host memory ----
+
+typedef struct Whole {
+    char *bytes;
+    size_t size;  // of an element
+} Whole;
+
+static void to_whole(void *context, int64_t first, int64_t count, void *bytes) {
+    const Whole *w = context;
+    memcpy(w->bytes + (size_t)first * w->size, bytes, (size_t)count * w->size);
+}
+
+static void from_whole(void *context, int64_t first, int64_t count, void *bytes) {
+    const Whole *w = context;
+    memcpy(bytes, w->bytes + (size_t)first * w->size, (size_t)count * w->size);
 }
 
 // What one member has not, its bytes are zero; so sums of words, read as integers, put the bytes together.
@@ -35,13 +79,6 @@ static void merge(void *bytes, int64_t words, Group group) {
     memory_restore_peak(&before);
 }
 
-static Tensor stored_part(const Param *param, Tensor held, int64_t first) {
-    int64_t from, count;
-    return param_overlap(param, first, tensor_count(held), &from, &count)
-               ? tensor_view(held, from - first, SHAPE(count))
-               : (Tensor){0};
-}
-
 // held is the range of the unit from `first` on; parts: other replicas have the rest of it.
 static void gather(const Params *params, const Param *param, Tensor held, int64_t first, bool parts,
                    void *whole) {
@@ -52,14 +89,11 @@ static void gather(const Params *params, const Param *param, Tensor held, int64_
     bool everywhere = param->here && !param->sharded && param->copies.size == spread.size;
     char *merged = host_alloc(words * 4);
     memset(merged, 0, words * 4);
-    Tensor mine = stored_part(param, held, first);
+    int64_t from;
+    Tensor mine = param_part(param, held, first, &from);
     // Of copies, the first one's elements count.
-    if (tensor_exists(mine) && (everywhere || param->copies.rank == 0)) {
-        char *host = host_alloc(tensor_bytes(mine));
-        tensor_to_host(host, mine);
-        copy_runs(param, first, tensor_count(held), host, merged, size, true);
-        free(host);
-    }
+    if (tensor_exists(mine) && (everywhere || param->copies.rank == 0))
+        write_part(param, mine, from, to_whole, &(Whole){merged, size});
     if (parts) merge(merged, words, params->unit[param->unit].replicas);
     if (!everywhere) merge(merged, words, spread);
     memcpy(whole, merged, bytes);
@@ -75,26 +109,15 @@ void param_gather(const Params *params, const Param *param, ParamTensor which, v
     else gather(params, param, grad ? unit->own_grads : unit->own_values, unit->own_first, parts, whole);
 }
 
-void param_gather_own(const Params *params, const Param *param, Tensor flat, void *whole) {
+void param_read_value(const Params *params, const Param *param, ParamRange read, void *context) {
     const Unit *unit = &params->unit[param->unit];
-    gather(params, param, flat, unit->own_first, params->sharding != SHARD_NOTHING, whole);
-}
-
-static void scatter(const Param *param, Tensor held, int64_t first, const void *whole) {
-    Tensor mine = stored_part(param, held, first);
-    if (!tensor_exists(mine)) return;
-    char *host = host_alloc(tensor_bytes(mine));
-    copy_runs(param, first, tensor_count(held), host, (char *)whole, dtype_size(held.dtype), false);
-    tensor_from_host(mine, host);
-    free(host);
-}
-
-void param_scatter_own(const Params *params, const Param *param, Tensor flat, const void *whole) {
-    scatter(param, flat, params->unit[param->unit].own_first, whole);
+    bool own = params->sharding == SHARD_VALUES;
+    int64_t from;
+    Tensor part = own ? param_own_value(params, param, &from) : param_part(param, unit->values, 0, &from);
+    param_read_part(param, part, from, read, context);
 }
 
 void param_set_value(const Params *params, const Param *param, const void *whole) {
-    const Unit *unit = &params->unit[param->unit];
-    if (params->sharding == SHARD_VALUES) scatter(param, unit->own_values, unit->own_first, whole);
-    else scatter(param, unit->values, 0, whole);
+    Whole from = {(char *)whole, dtype_size(params->recipe.weight)};
+    param_read_value(params, param, from_whole, &from);
 }

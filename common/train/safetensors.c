@@ -9,6 +9,7 @@
 // shape says, nothing is believed: no length, no offset, no product of dimensions.
 #include <cjson/cJSON.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -323,20 +324,58 @@ const char *file_close_flushed(FILE *file, const char *path) {
     return flushed && closed ? NULL : file_fault("write", path);
 }
 
-const char *safetensors_write(const char *path, const SafeTensors *contents, SafeTensorRead read,
-                              void *context) {
-    FILE *file = fopen(path, "wb");
-    if (!file) return file_fault("create", path);
+// Where the first tensor's bytes begin.
+static int64_t data_begins(const char *header) { return LENGTH_BYTES + (int64_t)strlen(header); }
+
+// All of these bytes, also where the system takes fewer at a time. errno says why not.
+static bool put_all(int file, const void *bytes, int64_t size, int64_t at) {
+    const char *next = bytes;
+    for (ssize_t put; size > 0; next += put, at += put, size -= put) {
+        put = pwrite(file, next, (size_t)size, at);
+        if (put < 0 && errno != EINTR) return false;
+        if (put < 0) put = 0;
+    }
+    return true;
+}
+
+const char *safetensors_create(const char *path, const SafeTensors *contents) {
+    int file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (file < 0) return file_fault("create", path);
     char *header = header_text(contents);
     uint64_t length = strlen(header);
-    bool whole = fwrite(&length, LENGTH_BYTES, 1, file) == 1 && fwrite(header, length, 1, file) == 1;
+    int64_t size = data_begins(header);
+    for (int i = 0; i < contents->count; i++) size += tensor_size(&contents->tensor[i]);
+    do errno = posix_fallocate(file, 0, size);
+    while (errno == EINTR);
+    bool whole = errno == 0 && put_all(file, &length, LENGTH_BYTES, 0) &&
+                 put_all(file, header, (int64_t)length, LENGTH_BYTES);
+    int error = errno;
     free(header);
-    for (int i = 0; i < contents->count && whole; i++) {
-        size_t size = (size_t)tensor_size(&contents->tensor[i]);
-        uint8_t *bytes = host_alloc(size);
-        read(context, i, bytes);
-        whole = fwrite(bytes, 1, size, file) == size;
-        free(bytes);
-    }
-    return file_close_flushed(file, path);
+    if (close(file) != 0 && whole) whole = false, error = errno;
+    errno = error;
+    return whole ? NULL : file_fault("write", path);
+}
+
+struct SafeWriter {
+    int file;
+    int64_t at;  // where the tensor begins that is asked for
+    int error;   // errno of the first write that failed; 0: none has
+};
+
+void safetensors_put(SafeWriter *to, int64_t first, const void *bytes, int64_t size) {
+    if (!to->error && !put_all(to->file, bytes, size, to->at + first)) to->error = errno;
+}
+
+const char *safetensors_fill(const char *path, const SafeTensors *contents, SafeTensorsGive give,
+                             void *context) {
+    char *header = header_text(contents);
+    SafeWriter to = {.file = open(path, O_WRONLY | O_CLOEXEC), .at = data_begins(header)};
+    free(header);
+    if (to.file < 0) return file_fault("open", path);
+    for (int i = 0; i < contents->count; to.at += tensor_size(&contents->tensor[i++]))
+        give(context, i, &to);
+    if (!to.error && fsync(to.file) != 0) to.error = errno;
+    if (close(to.file) != 0 && !to.error) to.error = errno;  // some file systems report a full disk here
+    errno = to.error;
+    return to.error ? file_fault("write", path) : NULL;
 }

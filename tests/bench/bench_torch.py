@@ -2,8 +2,9 @@
 
 It is the yardstick of `make gpu-check`.
 
-Same shape, same batch, same arithmetic: bf16 weights and activations, f32 gradients' sums, master weights and AdamW,
-one norm for clipping, the loss read every step. Prints the median over the steps after the first three:
+Same shape, same batch, same arithmetic: bf16 weights and activations, f32 gradients' sums, master weights
+and AdamW, one norm for clipping, the loss read every step. Prints the median over the steps after the
+first three:
     bench torch-train <tokens per second> tokens/s
 """
 import argparse
@@ -30,7 +31,8 @@ class Block(torch.nn.Module):
         self.a, self.kv, self.d = a, kv, h // a
         self.norm1, self.norm2 = torch.nn.Parameter(torch.ones(h)), torch.nn.Parameter(torch.ones(h))
         linear = lambda rows, columns: torch.nn.Linear(columns, rows, bias=False)
-        self.q, self.k, self.v, self.o = linear(h, h), linear(kv * self.d, h), linear(kv * self.d, h), linear(h, h)
+        self.q, self.k, self.v = linear(h, h), linear(kv * self.d, h), linear(kv * self.d, h)
+        self.o = linear(h, h)
         self.gate, self.up, self.down = linear(f, h), linear(f, h), linear(h, f)
 
     def forward(self, x, cos, sin):
@@ -48,7 +50,8 @@ class Llama(torch.nn.Module):
     def __init__(self, o):
         super().__init__()
         self.embedding = torch.nn.Embedding(o.vocab, o.hidden)
-        self.blocks = torch.nn.ModuleList(Block(o.hidden, o.heads, o.kv_heads, o.ffn) for _ in range(o.layers))
+        self.blocks = torch.nn.ModuleList(
+            Block(o.hidden, o.heads, o.kv_heads, o.ffn) for _ in range(o.layers))
         self.norm = torch.nn.Parameter(torch.ones(o.hidden))
         self.head = torch.nn.Linear(o.hidden, o.vocab, bias=False)
         for p in self.parameters():
@@ -81,8 +84,8 @@ def main():
     for master in masters:
         master.grad = torch.zeros_like(master)
     matrices, norms = [m for m in masters if m.dim() > 1], [m for m in masters if m.dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
-                                  lr=3e-4, betas=(0.9, 0.95), fused=device == "cuda")
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=device == "cuda")
     parameters = sum(p.numel() for p in values)
     seconds, loss = [], math.nan
     for step in range(o.steps):
@@ -101,8 +104,9 @@ def main():
         seconds.append(time.perf_counter() - start)
     tokens = o.micro_batch * o.seq / statistics.median(seconds[3:] or seconds)
     memory = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0
-    print(f"torch {torch.__version__} on {torch.cuda.get_device_name() if device == 'cuda' else 'the CPU'}, "
-          f"{parameters / 1e9:.3f} B parameters, loss {loss:.3f}, peak {memory:.1f} GB")
+    where = torch.cuda.get_device_name() if device == "cuda" else "the CPU"
+    print(f"torch {torch.__version__} on {where}, {parameters / 1e9:.3f} B parameters, "
+          f"loss {loss:.3f}, peak {memory:.1f} GB")
     print(f"bench torch-train {tokens:.6g} tokens/s")
     if not math.isfinite(loss):
         raise SystemExit("the loss is not finite")

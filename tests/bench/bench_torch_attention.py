@@ -1,6 +1,7 @@
-"""PyTorch's fused attention, in bf16: what `make gpu-check PART=kernels` holds chapter 07's attention against.
+"""PyTorch's fused attention, in bf16, beside which `make gpu-check PART=kernels` puts chapter 07's.
 
-Prints, for each implementation that this PyTorch has for the shape, the median of eleven calls by CUDA's events:
+Prints, for each implementation that this PyTorch has for the shape, the median of eleven calls by CUDA's
+events:
     bench torch-attention <flash|cudnn> <full|causal> <forward|backward> <milliseconds> ms
 """
 import argparse

@@ -1,8 +1,8 @@
 """Training steps of 00_single_gpu/train beside PyTorch's on the CPU, same shapes, f32, in turns.
 
 PyTorch with what makes it fast: scaled_dot_product_attention, q k v in one product and gate up in another,
-fused AdamW. `make bench` runs it where PyTorch is installed. A round is some steps of the one and then of the
-other; the median over rounds of the ratio of tokens per second is printed:
+fused AdamW. `make bench` runs it where PyTorch is installed. A round is some steps of the one and then of
+the other; the median over rounds of the ratio of tokens per second is printed:
     bench torch-<shape> <ratio> x-torch target <value> ok|short   quartiles <low> <high>
 """
 import argparse
@@ -113,7 +113,8 @@ def main():
             ratios.append(ours(build, shape, threads) / theirs)
         ratios.sort()
         ratio = statistics.median(ratios)
-        print(f"bench torch-{name} {ratio:.4g} x-torch target {target} {'ok' if ratio >= target else 'short'}"
+        verdict = "ok" if ratio >= target else "short"
+        print(f"bench torch-{name} {ratio:.4g} x-torch target {target} {verdict}"
               f"   quartiles {ratios[ROUNDS // 4]:.4g} {ratios[-1 - ROUNDS // 4]:.4g}")
         print(f"  PyTorch: {statistics.median(rates):.0f} tokens/s", flush=True)
 

@@ -40,8 +40,7 @@ static ncclResult_t compare(ncclComm_t c, const Op &op) {
         if (memcmp(&theirs, &op.header, sizeof theirs))
             return refuse(ncclInvalidUsage,
                           "rank %d: %s of %lld, type %d, operation %d, root %d, where rank %d has %s of "
-                          "%lld, type %d, "
-                          "operation %d, root %d",
+                          "%lld, type %d, operation %d, root %d",
                           r, call_names[theirs.call], (long long)theirs.count, theirs.type, theirs.op,
                           theirs.root, c->rank, call_names[op.header.call], (long long)op.header.count,
                           op.header.type, op.header.op, op.header.root);

@@ -95,8 +95,9 @@ report $? "bytes for the weights of another vocabulary are warned of"
 {
     printf '\x88\xd8\x34\x01\x01\x00\x00\x00\xa0\x0f\x00\x00'; head -c 1012 /dev/zero
     for _ in $(seq 160); do
-        printf '\x00\x00\x01\x00\x02\x00\x03\x00\x04\x00\x05\x00\x06\x00\x07\x00\x08\x00\x09\x00\x0a\x00\x0b\x00\x0c\x00'
-        printf '\x0d\x00\x0e\x00\x0f\x00\x10\x00\x11\x00\x12\x00\x13\x00\x14\x00\x15\x00\x16\x00\x17\x00\x18\x00'
+        printf '\x00\x00\x01\x00\x02\x00\x03\x00\x04\x00\x05\x00\x06\x00\x07\x00\x08\x00\x09\x00'
+        printf '\x0a\x00\x0b\x00\x0c\x00\x0d\x00\x0e\x00\x0f\x00\x10\x00\x11\x00\x12\x00\x13\x00'
+        printf '\x14\x00\x15\x00\x16\x00\x17\x00\x18\x00'
     done
 } >"$work/tokens.bin"
 for folder in llama_untied_f32 llama_tied_bf16; do
@@ -129,6 +130,21 @@ refuses "a dry run that would save" 'dry-run computes no weights to save or begi
     --steps 2 --save "$work/dry" --dry-run
 [ ! -e "$work/dry" ]
 report $? "and makes no folder for it"
+
+# Rank 1 has another file system in the folder's place, as on another host.
+if unshare -m --propagation private true 2>/dev/null; then
+    mkdir "$work/apart"
+    on_two_hosts='[ $OMPI_COMM_WORLD_RANK = 0 ] || mount -t tmpfs tmpfs "$0" && exec "$@"'
+    run mpirun --quiet --oversubscribe --allow-run-as-root -n 2 unshare -m --propagation private \
+        sh -c "$on_two_hosts" "$work/apart" "$build/../02_zero/zero3" $shape $run --steps 1 --no-check \
+        --save "$work/apart"
+    one_line $status -F "rank 1: this rank does not see $work/apart/.step-000001.tmp" &&
+        grep -q 'a folder that all hosts share; the checkpoint of step 1 is not saved' "$err" &&
+        [ -z "$(ls -A "$work/apart")" ]
+    report $? "a folder that one rank does not see: its sentence, and nothing is left"
+else
+    echo "# SKIP a folder that one rank does not see: no mount namespaces here"
+fi
 
 refuses "a folder without a checkpoint" "$work holds no checkpoint" train --resume "$work" $to20
 refuses "a folder that is not there" 'no/such/folder' train --resume "$work/no/such/folder" $to20

@@ -23,7 +23,7 @@ awk '$1 ~ /^(naive|overlap|bucketed|no_sync)$/ {
          if (n++ && $2 + 0 >= last && !same) bad = 1
          last = $2 + 0; calls = $4 }
      END { exit bad || n != 4 }' "$out"
-report $? "each optimization makes the step of Llama 3 8B shorter on the model clock, or its messages fewer by far"
+report $? "each optimization makes the step of Llama 3 8B shorter, or its messages fewer by far"
 cp "$out" "$work/first"
 run "$build/ddp_no_sync" --ranks 4
 cmp -s "$work/first" "$out"

@@ -35,8 +35,9 @@ passes "trains them on, and saves" 00_single_gpu/train --init $scaled $data --st
     --save "$work/saved"
 if [ "$only" = '*' ]; then
     config=$work/saved/step-000003/config.json
-    grep -q '"rope_scaling": {"rope_type":"llama3","factor":8.0,"low_freq_factor":0.45,"high_freq_factor":3.0,"original_max_position_embeddings":20}' \
-        "$config" && grep -q '"head_dim": 10' "$config" &&
+    rope='"rope_type":"llama3","factor":8.0,"low_freq_factor":0.45,"high_freq_factor":3.0'
+    grep -qF "\"rope_scaling\": {$rope,\"original_max_position_embeddings\":20}" "$config" &&
+            grep -q '"head_dim": 10' "$config" &&
             grep -q '"max_position_embeddings": 29' "$config" &&
         ! grep -q rope_parameters "$config"
     report $? "what was saved says its RoPE and its heads"

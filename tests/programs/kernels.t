@@ -7,12 +7,14 @@
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
 # needs: build/07_kernels/flash_attention_2 build/07_kernels/flash_attention_2_backward
 # needs: build/07_kernels/flash_attention_2_tensor build/07_kernels/flash_attention_2_tensor_backward
-# needs: build/07_kernels/flash_attention_3 build/07_kernels/flash_attention_3_fp8
+# needs: build/07_kernels/flash_attention_3 build/07_kernels/flash_attention_3_backward
+# needs: build/07_kernels/flash_attention_3_fp8
 # needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy build/00_single_gpu/train
 # needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
-# needs: build/07_kernels/hopper
+# needs: build/07_kernels/hopper build/07_kernels/hopper_fp8
 . "$(dirname "$0")/tap.sh"
 needs_fibers
+export ULTRASCALE_GUARD=1  # device memory is closed to them but in kernels and copies
 
 for source in $(grep -l '^int main' 07_kernels/*.cu); do
     name=$(basename "$source" .cu)
@@ -26,11 +28,14 @@ passes "heads of 64, second version" 07_kernels/flash_attention_2 --head-size 64
 passes "heads of 64, on tensor cores" 07_kernels/flash_attention_2_tensor --head-size 64
 passes "backward of heads of 64, tensor cores" 07_kernels/flash_attention_2_tensor_backward --head-size 64
 passes "heads of 64, third version" 07_kernels/flash_attention_3 --head-size 64
+passes "backward of heads of 64, third version" 07_kernels/flash_attention_3_backward --head-size 64
 passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu a100 has neither TMA nor wgmma" 07_kernels/hopper --gpu a100
+refused "--gpu a100 has neither TMA nor wgmma, of which hopper_fp8" 07_kernels/hopper_fp8 --gpu a100
 refused "--gpu" 07_kernels/vector_add --gpu abacus
-refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 --gpu a100
-refused "--head-size 64 a row of codes is a row of a tile" 07_kernels/flash_attention_3_fp8 --head-size 64
+refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 \
+    --gpu a100
+refused "--head-size 64: a row of codes is a row of a tile" 07_kernels/flash_attention_3_fp8 --head-size 64
 refused "this build computes on the CPU and has no CUDA kernels" 00_single_gpu/train --kernels book
 
 # shows NAME PROGRAM PATTERN: a line of its table. Emulation is slow: a program runs once for all of them.
@@ -50,15 +55,22 @@ shows "half of the lanes wait at a branch" divergence '^branch by lane .* 50% '
 shows "8 x 8 outputs reach nine tenths of the limit" coarsening '^8 x 8 .* 91\.4% '
 shows "on an H100, shared memory limits mma" tensor_cores '^4 stages +0\.191 +shared +72\.7% '
 shows "so they do for flash attention" flash_attention_2_tensor '^bf16 +0\.42 +shared +66\.1% '
-shows "not so with wgmma, which leaves the tensor cores" flash_attention_3 '^ping-pong +0\.2778 +tensor +100'
-shows "with 8 bits shared memory and exponentials do" flash_attention_3_fp8 '^ping-pong +0\.159 +shared +87\.4%'
+shows "not so with wgmma, which leaves the tensor cores" flash_attention_3 \
+    '^ping-pong +0\.2778 +tensor +100'
+shows "turns keep tensor cores at work" flash_attention_3 '^timeline of ping-pong +by issue .* busy +85%'
+shows "backward takes 0.41 of the time of mma" flash_attention_3_backward '^bf16 +0\.732 +shared +75\.9% '
+shows "with 8 bits shared memory and exponentials do" flash_attention_3_fp8 \
+    '^ping-pong +0\.159 +shared +87\.4%'
 shows "on an H100, L2 limits wgmma" hopper '^persistent +0\.1791 +L2 +77\.6% '
+shows "promotion to f32 takes no time beside L2" hopper_fp8 '^promoted +0\.129 +L2 +53\.8% '
+shows "scales of blocks are loaded, too" hopper_fp8 '^block scales +0\.1441 +L2 +48\.2% '
 shows "fused, AdamW moves 28 bytes a weight" fused_adamw '^fused .* 1\.95 GB '
 shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
 
 # The sectors that the versions of a program load.
 loaded() {
-    grep -A 1 '"load_sectors"' "$work/$1.json" | sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' | sort -u
+    grep -A 1 '"load_sectors"' "$work/$1.json" |
+        sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' | sort -u
 }
 if wanted "flash_attention_3 loads what the second loads"; then
     second=$(loaded flash_attention_2_tensor)
@@ -66,25 +78,28 @@ if wanted "flash_attention_3 loads what the second loads"; then
     report $? "flash_attention_3 loads what the second loads"
 fi
 
-nvcc=$(PATH=$PATH:/usr/local/cuda/bin command -v nvcc)
+. tests/programs/nvcc.sh
 if [ -z "$nvcc" ]; then
     report 0 "registers # SKIP nvcc is not installed"
     finish
 fi
 # ptxas counts the registers of each kernel; the most of a program, on either GPU, is what its table says.
-# nvcc.t compiles these files whole: here the device's part is enough.
+# nvcc.t, beside this, compiles the same files: whoever comes second waits for them.
+built=''
 for source in $(grep -l '^int main' 07_kernels/*.cu); do
     name=$(basename "$source" .cu)
     wanted "$name: registers are as it says, and none spills" || continue
-    "$nvcc" -std=c++17 -O3 --Werror all-warnings -Icommon -I. -Xptxas -v \
-        -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90a,code=sm_90a \
-        -fatbin "$source" -o "$work/kernels.fatbin" >"$out" 2>&1
-    status=$?
+    if [ -z "$built" ]; then
+        with_nvcc COMM=mpi BUILD=build-nvcc/mpi \
+            $(grep -l '^int main' 07_kernels/*.cu | sed 's|.*|build-nvcc/kernels/&.o|') >"$out"
+        built=$?
+    fi
+    of_ptxas "$source" >"$out"
     used=$(sed -n 's/.*Used \([0-9]*\) registers.*/\1/p' "$out" | sort -n | tail -n 1)
     said=$(grep -A 1 '"registers"' "$work/$name.json" | sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' |
         sort -n | tail -n 1)
-    [ $status = 0 ] && grep -q ' 0 bytes spill stores' "$out" && [ -n "$used" ] && [ "$used" = "$said" ] &&
-        ! grep -qE '[1-9][0-9]* bytes (spill|stack)|wgmma.*serialized' "$out"
+    [ $built = 0 ] && grep -q ' 0 bytes spill stores' "$out" && [ -n "$used" ] && [ "$used" = "$said" ] &&
+        ! grep -qE '[1-9][0-9]* bytes (spill|stack)|wgmma.*serialized|warning[: ]' "$out"
     report $? "$name: registers are as it says, and none spills"
 done
 finish

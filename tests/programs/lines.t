@@ -38,25 +38,32 @@ ends() {
     done
 }
 # Where the first of a rank's two calls has met its other end already, only the second can be named.
-met='rank [0-3] called (all_reduce|send|receive)\(.*\) in group (tp|dp) before another call that it shares with rank'
+met='rank [0-3] called (all_reduce|send|receive)\(.*\) in group (tp|dp) before another call that it shares'
+met="$met with rank"
 order=': what two ranks share, both start in one order'
-ends crossed "rank 2 called all_reduce\(2048 f32\) in group dp where rank [01] called all_reduce\(1024 f32\) in group tp$order|rank 3 called all_reduce\(1024 f32\) in group tp where rank 2 called all_reduce\(2048 f32\) in group dp$order|$met"
-ends crossed-late "rank [123] called all_reduce\(2048 f32\) in group dp where rank 0 called all_reduce\(1024 f32\) in group tp$order|$met"
-ends crossed-waits "called all_reduce\((1024|2048) f32\) in group (tp|dp) where rank . called all_reduce\((1024|2048) f32\) in group (tp|dp)$order|$met"
+tp='called all_reduce\(1024 f32\) in group tp' dp='called all_reduce\(2048 f32\) in group dp'
+ends crossed "rank 2 $dp where rank [01] $tp$order|rank 3 $tp where rank 2 $dp$order|$met"
+ends crossed-late "rank [123] $dp where rank 0 $tp$order|$met"
+either='called all_reduce\((1024|2048) f32\) in group (tp|dp)'
+ends crossed-waits "$either where rank . $either$order|$met"
 ends crossed-receives \
-    "rank 1 called receive\(2048 f32 from rank 0\) in group tp where rank 0 called receive\(1024 f32 from rank 1\) in group dp$order|$met"
+    "rank 1 called receive\(2048 f32 from rank 0\) in group tp where rank 0 called receive\(1024 f32 from \
+rank 1\) in group dp$order|$met"
 ends crossed-transfers \
-    "rank 1 called send\(2048 f32 to rank 0\) in group dp where rank 0 called send\(1024 f32 to rank 1\) in group tp$order|$met"
-ends crossed-host "rank 1 called all_reduce\(1 f64 on the host\) in group tp where rank 0 called all_reduce\(2048 f32\) in group dp$order|rank [23] called all_reduce\(2048 f32\) in group dp where rank 1 called all_reduce\(1 f64 on the host\) in group tp$order|$met"
+    "rank 1 called send\(2048 f32 to rank 0\) in group dp where rank 0 called send\(1024 f32 to rank 1\) \
+in group tp$order|$met"
+host='called all_reduce\(1 f64 on the host\) in group tp'
+ends crossed-host "rank 1 $host where rank 0 $dp$order|rank [23] $dp where rank 1 $host$order|$met"
 first=': comm_wait comes first'
-ends written-while-read \
-    "op_add writes 'activations' \[bytes 0\.\.4096\), which all_gather, call 1 in group dp, is still reading$first"
+first_4k="'activations' \[bytes 0\.\.4096\)" still='call 1 in group dp, is still'
+ends written-while-read "op_add writes $first_4k, which all_gather, $still reading$first"
 ends read-while-written \
-    "op_copy reads 'activations' \[bytes 4000\.\.8096\), which all_reduce, call 1 in group dp, is still writing$first"
-ends host-reads "tensor_to_host reads 'activations' \[bytes 0\.\.8192\), which all_reduce, call 1 in group dp, is still writing$first"
-ends host-writes "tensor_from_host writes 'activations' \[bytes 0\.\.4096\), which transfers, call 1 in group dp, is still reading$first"
-ends two-lines "broadcast (reads|writes) 'activations' \[bytes 0\.\.4096\), which all_reduce, call 1 in group dp, is still (reading|writing)$first"
-ends root-writes "rank 1: op_scale writes 'activations' \[bytes 0\.\.4096\), which reduce, call 1 in group dp, is still reading$first|is still writing$first"
+    "op_copy reads 'activations' \[bytes 4000\.\.8096\), which all_reduce, $still writing$first"
+ends host-reads \
+    "tensor_to_host reads 'activations' \[bytes 0\.\.8192\), which all_reduce, $still writing$first"
+ends host-writes "tensor_from_host writes $first_4k, which transfers, $still reading$first"
+ends two-lines "broadcast (reads|writes) $first_4k, which all_reduce, $still (reading|writing)$first"
+ends root-writes "rank 1: op_scale writes $first_4k, which reduce, $still reading$first|is still writing$first"
 
 echo "1..$count"
 exit $failed

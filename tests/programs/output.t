@@ -41,7 +41,8 @@ for program in "$naive" "$zero3"; do
     flags=$(grep -oE '^  --[a-z-]+' "$out")
     [ "$sections" -ge 7 ] && ! grep -qE -- '^  --(tp|cp|pp|sp)$' <<<"$flags" &&
         [ -z "$(sort <<<"$flags" | uniq -d)" ]
-    report $? "$(basename "$program") --help: $(wc -l <<<"$flags") flags in $sections groups, no other chapter's"
+    name=$(basename "$program")
+    report $? "$name --help: $(wc -l <<<"$flags") flags in $sections groups, no other chapter's"
 done
 
 # Each flag that has a default, with that.

@@ -29,7 +29,8 @@ nearly() { of_class reassociated, "$@"; }
 quick="--layers 7 --steps 1"
 # Every schedule on 4 ranks with 8 micro-batches; its row in the page's table is what the program prints.
 row() {
-    awk -v name="$1" '/own clock  /{ own = $(NF - 3) } /^  run /{ run = $2; bubble = $NF } /^  most passes held/{ held = $(NF - 1) }
+    awk -v name="$1" '/own clock  /{ own = $(NF - 3) } /^  run /{ run = $2; bubble = $NF }
+        /^  most passes held/{ held = $(NF - 1) }
         END { print "| " name " | " own " | " run " | " bubble " | " held " |" }' "$out"
 }
 rows=''
@@ -175,7 +176,7 @@ if wanted "resumed"; then
         run "$top/00_single_gpu/train" --resume "$work/tp" $rest --grad-acc 4 --steps 6 --sample 0 \
             --save "$work/one" &&
         run "$build/interleaved" --resume "$work/one" $rest --grad-acc 4 --ranks 2 --steps 7
-    report $? "resumed from pp 2 x dp 2 folded on 2 ranks, on DualPipe's 4, by tensor parallelism, on one device and interleaved"
+    report $? "resumed from pp 2 x dp 2 folded on 2, on DualPipe's 4, by tp, on one device and interleaved"
 fi
 
 # Real training: the losses, the held-out losses and the text are those of one device.

@@ -27,7 +27,8 @@ done
 report $? "every file that a page links exists${missing:+, but not$missing}"
 
 missing=''
-names='(build/0[0-9]_[a-z_]+/[a-z0-9_]+|(common|tests|0[0-9]_[a-z_]+)/[A-Za-z0-9_/]+\.(c|cc|cu|h|md|sh|t|txt))\b'
+sources='(common|tests|0[0-9]_[a-z_]+)/[A-Za-z0-9_/]+\.(c|cc|cu|h|md|sh|t|txt)'
+names="(build/0[0-9]_[a-z_]+/[a-z0-9_]+|$sources)\b"
 for path in $(grep -ohE "$names" $all | sort -u); do
     [ -e "$path" ] || [ -e "${path#build/}.c" ] || [ -e "${path#build/}.cu" ] || missing="$missing $path"
 done
@@ -52,7 +53,8 @@ report $? "every command of a chapter's page has flags that its program takes${b
 # Of each block of counts the command stands above what it has printed.
 bad=''
 for page in $(ls 0[0-9]_*/README.md); do
-    empty=$(awk '/^<!-- (run|dated) / { getline line; if (line !~ /^    \$ build\//) print FILENAME ": " $0 }' "$page")
+    empty=$(awk '/^<!-- (run|dated) / {
+        getline line; if (line !~ /^    \$ build\//) print FILENAME ": " $0 }' "$page")
     bad="$bad$empty"
 done
 [ -z "$bad" ]

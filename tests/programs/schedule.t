@@ -84,7 +84,8 @@ done
 
 run --schedule one_f_one_b --stages 4 --micro-batches 8 --dump
 [ "$(head -n 4 "$work/out" | tail -n 1)" = \
-    "rank 0: F0.0.0 F0.1.0 F0.2.0 F0.3.0 BW0.0.0 F0.4.0 BW0.1.0 F0.5.0 BW0.2.0 F0.6.0 BW0.3.0 F0.7.0 BW0.4.0 BW0.5.0 BW0.6.0 BW0.7.0" ]
+    "rank 0: F0.0.0 F0.1.0 F0.2.0 F0.3.0 BW0.0.0 F0.4.0 BW0.1.0 F0.5.0 BW0.2.0 F0.6.0 BW0.3.0 F0.7.0 \
+BW0.4.0 BW0.5.0 BW0.6.0 BW0.7.0" ]
 report $? "1F1B is what it is called"
 run --schedule afab --stages 4 --micro-batches 1
 grep -q 'bubble 90 (300% of the work)' "$work/out"
@@ -107,9 +108,9 @@ report $? "one queue for a pair of ranks misorders DualPipe, and is told so"
 # A sound schedule with its first B taken before its F; with its last W taken out; and a rank that waits for
 # ever.
 sed 's/^rank 3: F3.0.0 BW3.0.0/rank 3: BW3.0.0 F3.0.0/' "$work/one_f_one_b.txt" >"$work/order.txt"
+rule='rank 3, position 0 (BW3.0.0) breaks the rule "B after its F": F3.0.0 stands at position 1'
 run --load "$work/order.txt"
-[ $? = 1 ] && grep -q \
-    '^FAIL schedule: .*rank 3, position 0 (BW3.0.0) breaks the rule "B after its F": F3.0.0 stands at position 1' "$work/out"
+[ $? = 1 ] && grep -q "^FAIL schedule: .*$rule" "$work/out"
 report $? "a broken order is refused with rank, position, action and rule"
 sed 's/ W3.7.0$//' "$work/zb_h1.txt" >"$work/w.txt"
 run --load "$work/w.txt"
@@ -117,9 +118,9 @@ run --load "$work/w.txt"
 report $? "a W that is left out is refused"
 printf '%s\n' '# pp-schedule name=stuck p=2 m=2 stages=2 dirs=1' 'place 0: 0 1' 'mbs 0: 0 1' \
     'rank 0: F0.0.0 BW0.0.0 F0.1.0 BW0.1.0' 'rank 1: F1.0.0 F1.1.0 BW1.0.0 BW1.1.0' >"$work/stuck.txt"
+waits='waits for B1.0.0 at position 2 of rank 1, which waits itself at position 1 (F1.1.0)'
 run --load "$work/stuck.txt"
-[ $? = 1 ] && grep -q \
-    'rank 0, position 1 (BW0.0.0) .*waits for B1.0.0 at position 2 of rank 1, which waits itself at position 1 (F1.1.0)' "$work/out"
+[ $? = 1 ] && grep -q "rank 0, position 1 (BW0.0.0) .*$waits" "$work/out"
 report $? "a deadlock is told, and not run into"
 
 # What the chapter's page shows is what the program prints.

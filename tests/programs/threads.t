@@ -22,7 +22,8 @@ build=build-tsan
 # the sanitizer, which sees the two accesses and not what lies between them.
 printf 'race:%s\n' mca_ libpmix libopen- libmpi libevent >"$work/of-mpi"
 export TSAN_OPTIONS="suppressions=$work/of-mpi exitcode=66"
-races() {  # races PROGRAM FLAGS…: no race in any rank; what it prints goes to a pipe, which a thread watches
+# races PROGRAM FLAGS…: no race in any rank; what it prints goes to a pipe, which a thread watches.
+races() {
     wanted "$1" || return
     timeout -k 5 $limit "$build/$@" 2>"$err" | cat >"$out"
     status=${PIPESTATUS[0]}

@@ -40,12 +40,14 @@ refused "--zero hybrid with --experts 4" train_5d --tp 1 --zero hybrid --experts
 # ---- killed and resumed ----
 
 RANDOM=${SEED:-1}
-dense=("--ranks 8 --dp 2 --pp 2 --tp 2 --grad-acc 2 --zero 1" "--ranks 4 --dp 2 --pp 1 --tp 2 --sp --grad-acc 2 --zero 3"
+dense=("--ranks 8 --dp 2 --pp 2 --tp 2 --grad-acc 2 --zero 1"
+    "--ranks 4 --dp 2 --pp 1 --tp 2 --sp --grad-acc 2 --zero 3"
     "--ranks 4 --dp 1 --pp 4 --tp 1 --grad-acc 4 --schedule zb_h1 --zero 0" \
         "--ranks 6 --dp 1 --pp 2 --tp 1 --cp 3 --grad-acc 4"
     "--ranks 8 --dp 4 --pp 2 --tp 1 --grad-acc 1 --zero hybrid --shard-ranks 2" \
         "--ranks 1 --dp 1 --pp 1 --tp 1 --grad-acc 4")
-experts=("--ranks 8 --dp 2 --pp 2 --tp 2 --sp --ep 4 --grad-acc 2 --zero 3" "--ranks 4 --dp 4 --pp 1 --tp 1 --ep 2 --grad-acc 1 --zero 2"
+experts=("--ranks 8 --dp 2 --pp 2 --tp 2 --sp --ep 4 --grad-acc 2 --zero 3"
+    "--ranks 4 --dp 4 --pp 1 --tp 1 --ep 2 --grad-acc 1 --zero 2"
     "--ranks 2 --dp 1 --pp 2 --tp 1 --grad-acc 4 --schedule zb_v" \
         "--ranks 1 --dp 1 --pp 1 --tp 1 --grad-acc 4")
 shape="--layers 4 --hidden 24 --heads 6 --kv-heads 2 --ffn 40"

@@ -1,24 +1,19 @@
-// checkpoints.h: for tests of checkpoint folders: a folder for each test, how a program gives up, and a run
-// without a model, whose checkpoints are saved and loaded there.
+// checkpoints.h: for tests of checkpoint folders: a folder for each test, and a run without a model, whose
+// checkpoints are saved and loaded there.
 #ifndef CHECKPOINTS_H
 #define CHECKPOINTS_H
 
 #include <omp.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "00_single_gpu/training.h"
+#include "fatal.h"
 #include "tensor/rng.h"
-// needs those above
-#include <cmocka.h>
 
-// ---- a folder for each test, and what a program says when it gives up ----
+// ---- a folder for each test ----
 
 static char *folder;
 
@@ -57,30 +52,6 @@ static inline char *read_text(const char *name, size_t *size) {
     fclose(file);
     free(path);
     return text;
-}
-
-// Runs `act` in a process of its own, which must end with STATUS_USAGE and one sentence that has `part`.
-static inline void expect_fatal(void (*act)(void *), void *context, const char *part) {
-    int ends[2];
-    assert_int_equal(pipe(ends), 0);
-    fflush(NULL);
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(ends[1], STDERR_FILENO);
-        act(context);
-        _exit(0);
-    }
-    close(ends[1]);
-    char said[2000] = "";
-    size_t size = 0;
-    for (ssize_t got; (got = read(ends[0], said + size, sizeof said - 1 - size)) > 0;) size += (size_t)got;
-    close(ends[0]);
-    int status;
-    assert_int_equal(waitpid(child, &status, 0), child);
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE)
-        fail_msg("status %x instead of a sentence with \"%s\"; said \"%s\"", (unsigned)status, part, said);
-    if (!strstr(said, part) || strchr(said, '\n') != said + size - 1)
-        fail_msg("said \"%s\" instead of one sentence with \"%s\"", said, part);
 }
 
 // ---- a run without a model: gradients that depend on weights and sample ----

@@ -46,7 +46,7 @@ static void expect_found(const char *name, Case *run, const char *const parts[],
     if (!newline || newline[1]) fail_msg("%s: \"%s\" is not one line", name, text);
 }
 
-static void expect_sound(const char *name, Case *run) {
+static inline void expect_sound(const char *name, Case *run) {
     char text[4096];
     int status = run_child(run, text, sizeof text);
     if (status != 0 || *text) fail_msg("%s: status %d, stderr \"%s\"", name, status, text);

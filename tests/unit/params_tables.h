@@ -172,13 +172,64 @@ static inline Params staged(const Layout *l, int block, int head) {
     return params;
 }
 
+// A whole weight in host memory, of which ranges are read.
+typedef struct WholeWeight {
+    const char *bytes;
+    size_t size;  // of an element
+} WholeWeight;
+
+static inline void read_whole(void *context, int64_t first, int64_t count, void *bytes) {
+    const WholeWeight *w = context;
+    memcpy(bytes, w->bytes + (size_t)first * w->size, (size_t)count * w->size);
+}
+
+// This rank's elements of it into a flat tensor that has one for each of the unit's own part.
+static inline void set_own_part(const Params *p, const Param *param, Tensor flat, const void *whole) {
+    int64_t from = 0;
+    Tensor part = param_own_part(p, param, flat, &from);
+    param_read_part(param, part, from, read_whole, &(WholeWeight){whole, dtype_size(flat.dtype)});
+}
+
+// What ranks write of a whole weight.
+typedef struct Written {
+    WholeWeight given;
+    int32_t *times;  // each element has been written by this rank
+    bool wrong;      // other bits than were given
+} Written;
+
+static inline void note_written(void *context, int64_t first, int64_t count, void *bytes) {
+    Written *w = context;
+    if (memcmp(bytes, w->given.bytes + (size_t)first * w->given.size, (size_t)count * w->given.size))
+        w->wrong = true;
+    for (int64_t i = 0; i < count; i++) w->times[first + i]++;
+}
+
+// Adds up over all ranks how often each element was written. The end of *w.
+static inline bool all_once(Written *w, int64_t count, Group world) {
+    Tensor sums = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(count));
+    tensor_from_host(sums, w->times);
+    comm_wait(comm_all_reduce(sums, REDUCE_SUM, world));
+    tensor_to_host(w->times, sums);
+    bool once = true;
+    for (int64_t i = 0; i < count; i++) once = once && w->times[i] == 1;
+    tensor_free(&sums);
+    free(w->times);
+    return once;
+}
+
+static inline Written written_of(const void *given, int64_t count, DType dtype) {
+    Written w = {.given = {given, dtype_size(dtype)}, .times = host_alloc(count * sizeof *w.times)};
+    memset(w.times, 0, (size_t)count * sizeof *w.times);
+    return w;
+}
+
 // Gives every rank its part of this gradient of the whole; what padding holds must not matter.
 static inline void set_gradients(Params *p, const Params *whole, double padding) {
     for (int i = 0; i < p->count; i++) {
         const Param *param = &p->param[i];
         const Unit *unit = &p->unit[param->unit];
         void *given = host_copy(param_total_grad(whole, &whole->param[i]));
-        param_scatter_own(p, param, unit->own_grads, given);
+        set_own_part(p, param, unit->own_grads, given);
         free(given);
         int64_t from;
         Tensor own = param_own_grad(p, param, &from);

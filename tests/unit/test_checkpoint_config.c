@@ -139,11 +139,10 @@ static void a_config_that_is_no_json_is_refused(void **state) {
 static void saving_keeps_what_the_loaded_folder_had(void **state) {
     (void)state;
     static const char config[] =
-        "{\"model_type\": \"llama\", \"hidden_size\": 12, \"intermediate_size\": 5, \"num_hidden_layers\": "
-        "2, "
-        "\"num_attention_heads\": 6, \"num_key_value_heads\": 2, \"vocab_size\": 11, \"hidden_act\": "
-        "\"swish\", "
-        "\"max_position_embeddings\": 4096, \"eos_token_id\": [7, 9], \"dtype\": \"float16\"}";
+        "{\"model_type\": \"llama\", \"hidden_size\": 12, \"intermediate_size\": 5, "
+        "\"num_hidden_layers\": 2, \"num_attention_heads\": 6, \"num_key_value_heads\": 2, "
+        "\"vocab_size\": 11, \"hidden_act\": \"swish\", \"max_position_embeddings\": 4096, "
+        "\"eos_token_id\": [7, 9], \"dtype\": \"float16\"}";
     static const char generation[] = "{\"temperature\": 0.6}\n";
     write_text("config.json", config, strlen(config));
     write_text("generation_config.json", generation, strlen(generation));

@@ -1,6 +1,7 @@
 // Weights of a checkpoint folder: those of another model, in several files, damaged, or in a format that is
 // not ours.
 #include "checkpoints.h"
+#include "safetensors_whole.h"
 
 // ---- weights that do not fit ----
 
@@ -73,7 +74,7 @@ static void write_weights(const Run *run, const SafeTensor *more, const char *be
     assert_int_equal(system(path), 0);
     free(path);
     path = format_text("%s/%s/step-000000/model.safetensors", folder, below);
-    assert_null(safetensors_write(path, &file, read_zeros, &file));
+    assert_null(write_whole(path, &file, read_zeros, &file));
     free(path);
     free(file.tensor);
 }
@@ -121,7 +122,7 @@ static void write_parts(const char *below, const Run *run, const char *map) {
         }
         char *path =
             format_text("%s/%s/step-000000/model-0000%d-of-00002.safetensors", folder, below, part + 1);
-        assert_null(safetensors_write(path, &file, read_zeros, &file));
+        assert_null(write_whole(path, &file, read_zeros, &file));
         free(path);
         free(file.tensor);
     }

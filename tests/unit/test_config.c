@@ -1,18 +1,9 @@
 // test_config.c: where a run's values come from, sizes that do not fit, and what the sizes cost.
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
+#include "fatal.h"
 #include "train/config.h"
-
-// cmocka.h needs these before it
-// clang-format off
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <cmocka.h>
-// clang-format on
 
 enum {
     EVERY_GROUP = 127,
@@ -191,26 +182,22 @@ static void step_flops_are_those_of_the_products(void **state) {
 
 // ---- wrong use ----
 
+typedef struct Wrong {
+    const char *line, *defaults;
+    unsigned groups;
+    int ranks;  // 0: degrees are not looked at
+} Wrong;
+
+static void parse_and_check(void *context) {
+    const Wrong *wrong = context;
+    Config c = parse(wrong->line, wrong->groups, wrong->defaults);
+    if (wrong->ranks) config_check_degrees(&c, wrong->ranks);
+}
+
 // Parses the line, and with ranks checks its degrees on so many.
 static void expect_refused(const char *line, unsigned groups, const char *defaults, int ranks,
                            const char *sentence) {
-    FILE *err = tmpfile();
-    fflush(NULL);
-    pid_t pid = fork();
-    if (pid == 0) {
-        dup2(fileno(err), STDERR_FILENO);
-        Config c = parse(line, groups, defaults);
-        if (ranks) config_check_degrees(&c, ranks);
-        _exit(0);
-    }
-    int status;
-    assert_int_equal(waitpid(pid, &status, 0), pid);
-    char text[1024];
-    rewind(err);
-    text[fread(text, 1, sizeof text - 1, err)] = '\0';
-    fclose(err);
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE || !strstr(text, sentence))
-        fail_msg("\"%s\": wait status %d, stderr \"%s\"; expected \"%s\"", line, status, text, sentence);
+    expect_fatal(parse_and_check, &(Wrong){line, defaults, groups, ranks}, sentence);
 }
 
 static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
@@ -290,16 +277,7 @@ static void degrees_that_do_not_fit_are_refused_with_what_would(void **state) {
 
 static void flags_of_groups_that_a_program_lacks_are_refused(void **state) {
     (void)state;
-    fflush(NULL);
-    pid_t pid = fork();
-    if (pid == 0) {
-        assert_non_null(freopen("/dev/null", "w", stderr));
-        parse("--layers 3", CONFIG_BATCH, NULL);
-        _exit(0);
-    }
-    int status;
-    assert_int_equal(waitpid(pid, &status, 0), pid);
-    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == STATUS_USAGE);
+    expect_refused("--layers 3", CONFIG_BATCH, NULL, 0, "--layers");
 }
 
 int main(int argc, char **argv) {

@@ -10,7 +10,7 @@
 
 #include <utility>
 
-#include "cuda/gpu.h"
+#include "cuda/instructions_hopper.h"
 // needs those above, and to be told that it is C
 extern "C" {
 #include <cmocka.h>
@@ -131,6 +131,48 @@ static void accesses_of_host_memory_from_kernels(void **state) {
           LAUNCH(load<float>, 1, 1, 0, 0, floats(1), &local, 0), "not memory of the device");
     FOUND(float *pinned; CUDA_CHECK(cudaMallocHost(&pinned, 64));
           LAUNCH(store<float>, 1, 1, 0, 0, pinned, 0), "writes 4 bytes at 0x", "not memory of the device");
+}
+
+// Blocks that add to the same words, one after another: a thread waits for the turn, and passes it on.
+enum Turns { IN_TURN, BY_MBARRIERS, NO_BARRIER_BEFORE, NO_FENCE, OTHER_TURN, NOT_AWAITED };
+
+template <Turns HOW>
+__global__ void add_in_turn(float *sums, unsigned *turn) {
+    __shared__ Mbarrier come;
+    __shared__ Mbarrier added;
+    const bool keeps = threadIdx.x == 0;
+    if (keeps) mbarrier_init(&come, 1), mbarrier_init(&added, 64);
+    __syncthreads();
+    if (keeps)
+        while (atomicAdd(&turn[HOW == OTHER_TURN && blockIdx.x], 0u) != blockIdx.x && HOW != OTHER_TURN) {
+        }
+    if (keeps) mbarrier_arrive(&come);
+    if (HOW != NOT_AWAITED || keeps) mbarrier_wait(&come, 0);
+    sums[threadIdx.x] += 1;
+    if (HOW == IN_TURN) __syncthreads();
+    else if (HOW != NO_BARRIER_BEFORE) mbarrier_arrive(&added);
+    if (keeps && HOW != IN_TURN && HOW != NO_BARRIER_BEFORE) mbarrier_wait(&added, 0);
+    if (keeps && HOW != NO_FENCE) __threadfence();
+    if (keeps) atomicAdd(turn, 1u);
+}
+
+template <Turns HOW>
+static void run_in_turn(void) {
+    float *sums = floats(64);
+    unsigned *turn = reinterpret_cast<unsigned *>(floats(2));
+    CUDA_CHECK(cudaMemset(sums, 0, 64 * sizeof *sums));
+    CUDA_CHECK(cudaMemset(turn, 0, 2 * sizeof *turn));
+    LAUNCH(add_in_turn<HOW>, 3, 64, 0, 0, sums, turn);
+}
+
+static void blocks_that_take_turns(void **state) {
+    (void)state;
+    SOUND(run_in_turn<IN_TURN>());
+    SOUND(run_in_turn<BY_MBARRIERS>());
+    FOUND(run_in_turn<NO_BARRIER_BEFORE>(), "which another block of this launch wrote");
+    FOUND(run_in_turn<NO_FENCE>(), "which another block of this launch wrote");
+    FOUND(run_in_turn<OTHER_TURN>(), "which another block of this launch wrote");
+    FOUND(run_in_turn<NOT_AWAITED>(), "which another block of this launch wrote");
 }
 
 static void use_after_free(void **state) {
@@ -275,6 +317,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(global_accesses_out_of_bounds),
         cmocka_unit_test(every_form_of_access_is_seen),
         cmocka_unit_test(accesses_of_host_memory_from_kernels),
+        cmocka_unit_test(blocks_that_take_turns),
         cmocka_unit_test(use_after_free),
         cmocka_unit_test(misaligned_accesses),
         cmocka_unit_test(races_on_global_memory),

@@ -3,12 +3,11 @@
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
-#include <sys/wait.h>
-#include <unistd.h>
 // cmocka wants the headers above first.
 #include <cmocka.h>
 
 #include "arrays.h"
+#include "fatal.h"
 #include "tensor/ops.h"
 
 static const RouteRule softmax = {false, 1, 1, 1}, sigmoids = {true, 1, 1, 2.5};
@@ -424,28 +423,14 @@ static void no_such_row(void) {
     op_combine_forward(tensor(F32, 3, 7), tensor(F32, 6, 7), place.t, (Tensor){0});
 }
 
-// Runs `wrong` in a process of its own, which must end with this sentence.
+static void call_and_wait(void *call) {
+    call_function(call);
+    tensor_to_host(&(float){0}, tensor(F32, 1, 1));  // what only a GPU has seen comes out when one waits
+}
+
+// `wrong`, in a process of its own, ends with this sentence.
 static void assert_refused(void (*wrong)(void), const char *sentence) {
-    int ends[2], status;
-    assert_int_equal(pipe(ends), 0);
-    fflush(NULL);
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(ends[1], STDERR_FILENO);
-        wrong();
-        tensor_to_host(&(float){0},
-                       tensor(F32, 1, 1));  // what only a GPU has seen comes out when one waits
-        _exit(0);
-    }
-    close(ends[1]);
-    char said[1024] = "";
-    size_t length = 0;
-    for (ssize_t got; (got = read(ends[0], said + length, sizeof said - 1 - length)) > 0;)
-        length += (size_t)got;
-    close(ends[0]);
-    waitpid(child, &status, 0);
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE || !strstr(said, sentence))
-        fail_msg("expected \"%s\", got \"%s\"", sentence, said);
+    expect_fatal(call_and_wait, &(Call){wrong}, sentence);
 }
 
 static void wrong_choices_are_refused(void **state) {

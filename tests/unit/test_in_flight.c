@@ -5,12 +5,11 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 // cmocka wants the headers above first.
 #include <cmocka.h>
 
 #include "arrays.h"
+#include "fatal.h"
 #include "tensor/in_flight.h"
 #include "tensor/ops.h"
 
@@ -158,25 +157,19 @@ static void tear_down(void) {
 
 static const char *text(const void *request) { return request ? request : "a request"; }
 
+static void call_dry(void *call) {
+    device_dry_run(true);  // a child has no threads to compute with
+    call_function(call);
+}
+
 // Whether the operation is refused, in a process of its own; its sentence comes to `sentence`.
 static bool is_refused(void (*call)(void), char *sentence, size_t size) {
-    int pipes[2];
-    assert_int_equal(pipe(pipes), 0);
-    fflush(NULL);
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(pipes[1], STDERR_FILENO);
-        device_dry_run(true);  // a child has no threads to compute with
-        call();
-        _exit(0);
-    }
-    close(pipes[1]);
-    ssize_t length = read(pipes[0], sentence, size - 1);
-    sentence[length > 0 ? length : 0] = 0;
-    close(pipes[0]);
-    int status;
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) && WEXITSTATUS(status) != 0;
+    Ended ended = run_apart(call_dry, &(Call){call});
+    strncpy(sentence, ended.said, size - 1);
+    sentence[size - 1] = 0;
+    if (ended.status && !is_one_sentence(&ended))
+        fail_msg("status %x, and \"%s\" instead of one sentence", (unsigned)ended.status, ended.said);
+    return ended.status != 0;
 }
 
 static void every_operation_leaves_alone_what_is_in_flight(void **context) {

@@ -6,6 +6,8 @@
 #include <string>
 
 #include "both_backends.h"
+#include "cuda/gemm.h"
+#include "tensor/kernel_table.h"
 
 // ---- wrong indices ----
 
@@ -349,9 +351,74 @@ static void codes_match(void **state) {
         KernelCodes on_gpu = on_cpu;
         on_gpu.codes = (const uint8_t *)a.at, on_gpu.scale = (const float *)scaling.at;
         const int cut = how == 11 ? 14 : 0;
-        kernel_matmul_codes(F64, product.data(), on_cpu, on_cpu, ROWS, OTHER, COLUMNS, segment, cut, 1);
-        cuda_kernel_matmul_codes(F32, c.at, on_gpu, on_gpu, ROWS, OTHER, COLUMNS, segment, cut, 1);
+        kernel_matmul_codes(F64, product.data(), on_cpu, on_cpu, ROWS, OTHER, COLUMNS, segment, cut, false,
+                            1);
+        cuda_kernel_matmul_codes(F32, c.at, on_gpu, on_gpu, ROWS, OTHER, COLUMNS, segment, cut, false, 1);
         assert_close("matmul_codes", c, product, cut ? 1 << 11 : COLUMNS + 3);
+    }
+}
+
+// Of matrices with one scale each, c (M, N), by cuBLASLt or, from an address that it does not take, by the
+// plain kernel; a scale that is left out, taken twice, or of the call before, shows as a power of ten.
+static void codes_match_by_cublaslt(void **state) {
+    (void)state;
+    constexpr int64_t M = 48, N = 32, K = 80;
+    const float scales[] = {1e-3f, 0.1f, 1e-2f, 10};
+    const Device device_scales(F32, Doubles(scales, scales + 4));
+    for (int how = 0; how < 36; how++) {
+        const DType kind_a = how % 2 ? E5M2 : E4M3, kind_b = how % 4 == 2 ? E5M2 : E4M3;
+        const DType dtype = dtypes[1 + how % 3];
+        const int call = how / 12, shift = call == 2;
+        const bool add = how % 12 >= 6, fast = how % 4 == 0;
+        const float *scale = static_cast<float *>(device_scales.at) + 2 * (call % 2);
+        const Doubles a = rounded(kind_a, random_numbers(F32, M * K, 1));
+        const Doubles b = rounded(kind_b, random_numbers(F32, N * K, 2));
+        const Doubles before = random_numbers(dtype, M * N, 3);
+        const Device from_a(kind_a, a), from_b(kind_b, b), c(dtype, before, shift);
+        const KernelCodes left = {kind_a, static_cast<uint8_t *>(from_a.at), scale, M + 1, K + 1};
+        const KernelCodes right = {kind_b, static_cast<uint8_t *>(from_b.at), scale + 1, N + 1, K + 1};
+        const CodesGemm g = {kind_a,      kind_b, dtype, M,         N,    K,          left.codes,
+                             right.codes, c.at,   scale, scale + 1, fast, (double)add};
+        if (cuda_on_cpu_order) assert_int_equal(gemm_codes_lacks(&g) == NULL, !shift);
+        cuda_kernel_matmul_codes(dtype, c.at, left, right, M, N, K, K, 0, fast, add);
+        Doubles want(M * N);
+        for (size_t i = 0; i < want.size(); i++) {
+            for (size_t k = 0; k < K; k++) want[i] += a[i / N * K + k] * b[i % N * K + k];
+            want[i] *= (double)scales[2 * (call % 2)] * scales[2 * (call % 2) + 1];
+            if (add) want[i] += before[i];
+        }
+        // a GPU's tensor cores keep 14 bits of some sums
+        assert_close("matmul_codes", c, want, cuda_on_cpu_order ? K + 3 : 1 << 12);
+    }
+}
+
+// Scales of (1, 128) and, of b, of (128, 128) or (1, 128), by chapter 07's kernel; k ends within a tile.
+static void codes_match_by_hopper(void **state) {
+    (void)state;
+    constexpr int64_t M = 21, N = 131, K = 144, ACROSS = 2;
+    for (int how = 0; how < 4; how++) {
+        const DType dtype = how % 2 ? BF16 : F32;
+        const int64_t rows = how < 2 ? 128 : 1, tall = (N + rows - 1) / rows;
+        const Doubles a = rounded(E4M3, random_numbers(F32, M * K, 1));
+        const Doubles b = rounded(E4M3, random_numbers(F32, N * K, 2));
+        const Doubles scale_a = whole_numbers(M * ACROSS, 8, 3),
+                      scale_b = whole_numbers(tall * ACROSS, 8, 4);
+        const Device from_a(E4M3, a), from_b(E4M3, b), d_a(F32, scale_a), d_b(F32, scale_b);
+        Doubles want = random_numbers(dtype, M * N, 5);
+        const Device c(dtype, want);
+        const KernelCodes left = {E4M3, static_cast<uint8_t *>(from_a.at), static_cast<float *>(d_a.at), 1,
+                                  128};
+        const KernelCodes right = {E4M3, static_cast<uint8_t *>(from_b.at), static_cast<float *>(d_b.at),
+                                   rows, 128};
+        for (int64_t i = 0; i < M * N; i++)
+            for (int64_t k = 0; k < K; k++)
+                want[(size_t)i] += a[(size_t)(i / N * K + k)] * b[(size_t)(i % N * K + k)] *
+                                   scale_a[(size_t)(i / N * ACROSS + k / 128)] *
+                                   scale_b[(size_t)(i % N / rows * ACROSS + k / 128)];
+        if (cuda_on_cpu_order)
+            assert_true(matmul_codes_linked(dtype, c.at, left, right, M, N, K, 128, 0, 1));
+        else cuda_kernel_matmul_codes(dtype, c.at, left, right, M, N, K, 128, 0, false, 1);
+        assert_close("matmul_codes", c, want, 5 << 11);  // sums of 14 bits, of 5 products
     }
 }
 
@@ -370,6 +437,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(matmul_matches),
         cmocka_unit_test(random_rounding_matches),
         cmocka_unit_test(codes_match),
+        cmocka_unit_test(codes_match_by_cublaslt),
+        cmocka_unit_test(codes_match_by_hopper),
     };
     return cmocka_run_group_tests_name("ops_cuda", tests, NULL, NULL);
 }

@@ -4,12 +4,11 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 // cmocka wants the headers above first.
 #include <cmocka.h>
 
 #include "arrays.h"
+#include "fatal.h"
 #include "tensor/ops.h"
 
 // ---- NaN, infinity, nothing ----
@@ -125,29 +124,15 @@ static void empty_tensors_are_fine(void **state) {
 
 // ---- wrong arguments ----
 
-// Runs `wrong` in a process of its own, and holds how it ends against what it must say.
+static void call_and_wait(void *call) {
+    call_function(call);
+    tensor_to_host(&(float){0},
+                   new_tensor(F32, 1, 1));  // what only a GPU has seen comes out when one waits
+}
+
+// `wrong`, in a process of its own, ends with this sentence.
 static void assert_refused(void (*wrong)(void), const char *sentence) {
-    int ends[2], status;
-    assert_int_equal(pipe(ends), 0);
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(ends[1], STDERR_FILENO);
-        wrong();
-        tensor_to_host(&(float){0},
-                       new_tensor(F32, 1, 1));  // what only a GPU has seen comes out when one waits
-        _exit(0);
-    }
-    close(ends[1]);
-    char said[1024];
-    size_t length = 0;
-    for (ssize_t got; (got = read(ends[0], said + length, sizeof said - 1 - length)) > 0;)
-        length += (size_t)got;
-    said[length] = 0;
-    close(ends[0]);
-    waitpid(child, &status, 0);
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE || !strstr(said, sentence))
-        fail_msg("expected status %d and \"%s\"; got status %d and \"%s\"", STATUS_USAGE, sentence,
-                 WEXITSTATUS(status), said);
+    expect_fatal(call_and_wait, &(Call){wrong}, sentence);
 }
 
 static void inner_dimensions_differ(void) {

@@ -357,7 +357,7 @@ static void a_weight_comes_back_bit_for_bit(void) {
 }
 
 // A flat tensor beside the weights, as the optimizer's state is: this rank's own parts.
-static void any_flat_tensor_comes_back_bit_for_bit(void) {
+static void ranks_write_each_element_once_as_it_was_read(void) {
     Layout layout[MAX_LAYOUTS];
     for (int l = layouts(layout) - 1; l >= 0; l--)
         for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++) {
@@ -365,18 +365,18 @@ static void any_flat_tensor_comes_back_bit_for_bit(void) {
             for (int d = 0; d < DTYPES; d++)
                 for (int i = 0; i < p.count && !leaves_out(sharding, (DType)d); i++) {
                     const Param *param = &p.param[i];
-                    const Unit *unit = &p.unit[param->unit];
-                    size_t bytes = (size_t)whole_count(param) * dtype_size((DType)d);
-                    void *given = random_bits(whole_count(param), (DType)d, (uint64_t)i),
-                         *back = host_alloc(bytes);
-                    Tensor flat = tensor_new(MEMORY_OPTIMIZER, (DType)d, SHAPE(unit->own_count));
-                    memset(back, 0x5a, bytes);
-                    param_scatter_own(&p, param, flat, given);
-                    param_gather_own(&p, param, flat, back);
-                    if (memcmp(given, back, bytes)) note_bits("flat tensor", &p, param, (DType)d);
+                    int64_t from = 0, count = whole_count(param);
+                    void *given = random_bits(count, (DType)d, (uint64_t)i);
+                    Tensor flat =
+                        tensor_new(MEMORY_OPTIMIZER, (DType)d, SHAPE(p.unit[param->unit].own_count));
+                    set_own_part(&p, param, flat, given);
+                    Written w = written_of(given, count, (DType)d);
+                    Tensor part = param_own_part(&p, param, flat, &from);
+                    param_write_part(&p, param, part, from, note_written, &w);
+                    if (!all_once(&w, count, p.world) || w.wrong)
+                        note_bits("flat tensor", &p, param, (DType)d);
                     tensor_free(&flat);
                     free(given);
-                    free(back);
                 }
             params_free(&p);
         }
@@ -418,6 +418,12 @@ static void a_weight_of_another_stage_comes_to_all(void) {
                     param_gather(&p, &p.param[i], PARAM_VALUE, back);
                     if (memcmp(back, born, bytes))
                         note("%s, stages %d: another weight", p.param[i].name, at);
+                    int64_t from = 0;
+                    Written w = written_of(born, whole_count(&p.param[i]), F32);
+                    Tensor part = param_own_value(&p, &p.param[i], &from);
+                    param_write_part(&p, &p.param[i], part, from, note_written, &w);
+                    if (!all_once(&w, whole_count(&p.param[i]), p.world) || w.wrong)
+                        note("%s, stages %d: written otherwise", p.param[i].name, at);
                     free(born);
                     free(back);
                 }
@@ -453,7 +459,7 @@ static const RankTest tests[] = {
     TEST(ranks_beyond_the_heads_store_copies),
     TEST(a_unit_left_out_takes_no_room),
     TEST(a_weight_comes_back_bit_for_bit),
-    TEST(any_flat_tensor_comes_back_bit_for_bit),
+    TEST(ranks_write_each_element_once_as_it_was_read),
     TEST(a_gradient_comes_back_bit_for_bit),
     TEST(a_weight_of_another_stage_comes_to_all),
     TEST(a_look_leaves_the_peaks),

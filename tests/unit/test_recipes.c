@@ -1,5 +1,5 @@
 // test_recipes.c: what recipes store in fewer bits: sums of float16 gradients, gradients as 8-bit codes,
-// and moments, which a checkpoint takes out and puts back to the bit. TAP.
+// and moments, which a checkpoint takes out and puts back to the bit; what of their losses is chance. TAP.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -128,6 +128,19 @@ static void state_stored_again_is_the_same(void **state) {
     }
 }
 
+// Runs and seeds may differ as they like; what a run does with one seed and not with another is chance.
+static void chance_is_what_rows_and_columns_leave(void **state) {
+    (void)state;
+    const double sums[] = {1.5, 2, 4, 0.5, 1, 3, -2.5, -2, 0};  // {1, 0, -3} + {0.5, 1, 3}
+    assert_true(fp8_chance(sums, 3, 3) < 1e-12);
+    double x[9];  // four of 0.2, and (3 - 1) (3 - 1) degrees of freedom
+    for (int i = 0; i < 9; i++) {
+        int row = i / 3, column = i % 3;
+        x[i] = sums[i] + (row == 1 || column == 1 ? 0 : row == column ? 0.2 : -0.2);
+    }
+    assert_true(fabs(fp8_chance(x, 3, 3) - 0.2) < 1e-12);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     cmocka_set_message_output(CM_OUTPUT_TAP);
@@ -136,6 +149,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(float16_gradients_add_up_in_f32),
         cmocka_unit_test(gradients_as_codes_have_a_scale_for_each_weight),
         cmocka_unit_test(state_stored_again_is_the_same),
+        cmocka_unit_test(chance_is_what_rows_and_columns_leave),
     };
     return cmocka_run_group_tests_name("recipes", tests, NULL, NULL);
 }

@@ -223,10 +223,56 @@ static void a_resumed_run_is_measured_by_a_resumed_one(void) {
     free(dir);
 }
 
+// ---- memory ----
+
+// The most bytes of memory that this process has had since it was last asked for.
+static double most_memory(void) {
+    double kilobytes = 0;
+    char line[128];
+    FILE *file = fopen("/proc/self/status", "r");
+    while (file && fgets(line, sizeof line, file)) sscanf(line, "VmHWM: %lf", &kilobytes);
+    if (file) fclose(file);
+    file = fopen("/proc/self/clear_refs", "w");
+    if (!file || fputs("5", file) < 0 || fclose(file) != 0) note("/proc/self/clear_refs is closed");
+    return 1024 * kilobytes;
+}
+
+// One weight of 64 MB, of which each of n ranks has its n-th: what it writes of it, and reads, is copied
+// once in host memory, beside the pages of the file.
+static void a_rank_has_no_whole_weight_while_it_saves_and_resumes(void) {
+    if (n == 1) return;
+    const Layout zero3 = {.name = "large", .mesh = mesh_new((MeshShape){.dp = n})};
+    const double whole = 64 << 20;
+    Model model = {.config = config_of(&zero3, ""), .mesh = zero3.mesh};
+    params_begin(&model.params, &zero3.mesh);
+    params_add_unit(&model.params, "embedding");
+    params_add(&model.params, &(ParamSpec){.name = "large", .out = 1 << 24});
+    params_measure(&model.params);
+    zero_shard(&model, SHARD_VALUES);
+    params_allocate(&model.params, recipe_standard(F32), 7);
+    char *dir = folder_of(&zero3, 0), *saved = format_text("%s/step-000000", dir);
+    most_memory();
+    double before = most_memory();
+    checkpoint_save(dir, &model.config, &model.params, NULL, (Progress){0});
+    double saving = most_memory() - before;
+    if (!(saving < 0.9 * whole)) note("saving takes %.0f bytes beside the weights", saving);
+    op_fill(model.params.own_values, 0);
+    before = most_memory();
+    checkpoint_load_weights(saved, &model.params);
+    double resuming = most_memory() - before;
+    if (!(resuming < 1.2 * whole)) note("resuming takes %.0f bytes beside the weights", resuming);
+    if (op_sum_squares(model.params.own_values) != (double)tensor_count(model.params.own_values))
+        note("the weights are not those that were saved");
+    params_free(&model.params);
+    free(dir);
+    free(saved);
+}
+
 static const RankTest tests[] = {
     TEST(any_layout_goes_on_from_any_other),
     TEST(the_same_layout_goes_on_bit_for_bit),
     TEST(a_resumed_run_is_measured_by_a_resumed_one),
+    TEST(a_rank_has_no_whole_weight_while_it_saves_and_resumes),
 };
 
 int main(int argc, char **argv) {

@@ -9,8 +9,8 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include "safetensors_whole.h"
 #include "tensor/rng.h"
-#include "train/checkpoint.h"
 // needs those above
 #include <cmocka.h>
 
@@ -351,7 +351,7 @@ static void what_is_written_reads_back(void **state) {
     char *key[] = {"format", "line"}, *value[] = {"pt", "one\ntwo \"three\""};
     SafeTensors contents = {.tensor = tensor, .count = 5, .key = key, .value = value, .keys = 2};
     char *path = format_text("%s/all.safetensors", folder);
-    const char *wrong = safetensors_write(path, &contents, read_random, &contents);
+    const char *wrong = write_whole(path, &contents, read_random, &contents);
     if (wrong) fail_msg("%s", wrong);
 
     SafeTensors read = safetensors_open(path);
@@ -390,13 +390,13 @@ static void a_write_that_fails_is_told(void **state) {
     for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
         low = (struct rlimit){.rlim_cur = limits[i], .rlim_max = old.rlim_max};
         assert_int_equal(setrlimit(RLIMIT_FSIZE, &low), 0);
-        const char *wrong = safetensors_write(path, &contents, read_random, &contents);
+        const char *wrong = write_whole(path, &contents, read_random, &contents);
         setrlimit(RLIMIT_FSIZE, &old);
         if (!wrong) fail_msg("no fault at %lu bytes", (unsigned long)limits[i]);
         if (!strstr(wrong, "File too large")) fail_msg("said \"%s\"", wrong);
     }
-    assert_null(safetensors_write(path, &contents, read_random, &contents));
-    const char *wrong = safetensors_write(nowhere, &contents, read_random, &contents);
+    assert_null(write_whole(path, &contents, read_random, &contents));
+    const char *wrong = write_whole(nowhere, &contents, read_random, &contents);
     assert_non_null(wrong);
     assert_non_null(strstr(wrong, "No such file or directory"));
     free(path);

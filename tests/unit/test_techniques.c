@@ -1,39 +1,13 @@
 // test_techniques.c: what a list of techniques must not be, and what each technique demands of the flags.
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "03_tensor_parallel/tensor_parallel.h"
-// needs those above
-#include <cmocka.h>
+#include "fatal.h"
 
 static const char *const SMALL =
     "layers=1 hidden=16 heads=8 kv-heads=2 ffn=88 vocab=256 seq=4 micro-batch=1 steps=1";
-
-// Runs `act` in a process of its own, which must end with STATUS_USAGE and one sentence that is `sentence`.
-static void expect_fatal(void (*act)(const void *), const void *context, const char *sentence) {
-    int ends[2], status;
-    assert_int_equal(pipe(ends), 0);
-    fflush(NULL);
-    pid_t child = fork();
-    if (child == 0) {
-        dup2(ends[1], STDERR_FILENO);
-        act(context);
-        _exit(0);
-    }
-    close(ends[1]);
-    char said[2000] = "";
-    size_t size = 0;
-    for (ssize_t got; (got = read(ends[0], said + size, sizeof said - 1 - size)) > 0;) size += (size_t)got;
-    close(ends[0]);
-    assert_int_equal(waitpid(child, &status, 0), child);
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != STATUS_USAGE || !strstr(said, sentence))
-        fail_msg("status %x, said \"%s\", expected \"%s\"", (unsigned)status, said, sentence);
-}
 
 // ---- whose place a plug may take ----
 
@@ -43,7 +17,7 @@ typedef struct Order {
     const char *sentence;  // NULL: these fit
 } Order;
 
-static void plug_all(const void *context) {
+static void plug_all(void *context) {
     const Order *order = context;
     Config c = config_default(SMALL);
     config_set(&c, "sp", order->sp);
@@ -111,7 +85,7 @@ static void a_plug_in_anothers_place_is_fatal_and_names_both(void **state) {
     };
     for (size_t i = 0; i < sizeof orders / sizeof *orders; i++) {
         if (orders[i].sentence) expect_fatal(plug_all, &orders[i], orders[i].sentence);
-        else plug_all(&orders[i]);
+        else plug_all((void *)&orders[i]);
         device_dry_run(false);
     }
 }
@@ -139,7 +113,7 @@ typedef struct Demand {
     const char *more, *sentence;
 } Demand;
 
-static void check_demand(const void *context) {
+static void check_demand(void *context) {
     const Demand *demand = context;
     char *text = format_text("%s %s", SMALL, demand->more);
     Config c = config_default(text);

@@ -1,0 +1,398 @@
+// flash_attention_3_backward.cu: the gradients of FlashAttention-3, in bf16 and fp16 with f32 sums, by TMA
+// and wgmma (H100). Playbook: "Flash Attention 1-3"; Shah et al., "FlashAttention-3", 2024, appendix B.1.
+//
+// Against flash_attention_2_tensor_backward.cu: the same five products, tickets, turns and order of sums.
+// A block has 128 keys, and each of two consumer warpgroups 64 of them; it takes 64 queries at a time, or
+// 128 where heads are of 64. Scores are computed with keys as rows:
+//
+//     S'  = K Q'     P'  = 2^(c S' - log2e lse)      dV += P' dO      P', dS' in 16 bits, from registers
+//     dP' = V dO'    dS' = P' (dP' - delta)          dK += dS' Q
+//                                                    dQ  = dS K       by way of shared memory
+//
+// wgmma reads Q, dO and K as rows or as columns, and dS', whose rows are keys, transposed. Of dQ, a sum
+// over all keys, each warpgroup computes half: 64 of the columns, or 64 of the queries. The roles:
+//
+//     producer       wait empty[t];  copy Q, dO, lse, delta of the next tile to stage t, bytes at full[t]
+//     consumers      wait full[t];  S', dP';  P' while dP' is in flight;  dS', stored |  dV, dK, dQ;
+//                    arrive at empty[t];  wait come;  add dQ;  arrive at added
+//     turn keeper    wait for this block's turn;  arrive at come;  wait added;  fence, pass the turn on
+//
+// |: a barrier of the consumers, the only one of a step, since dS has two places. No consumer fences or
+// asks for a turn. dQ adds up in f32 in memory, in the order of fragments, so that a warp adds 128 bytes at
+// a time: the first block stores, others add and read nothing (red), and the last rounds to 16 bits, for
+// which the second version has a kernel. So L2 moves two thirds of the bytes.
+//
+// A step, 2^13 numbers of Q, takes 2560 clocks of an H100's tensor cores and 2692 of its shared memory, 2824
+// with heads of 64: 256 or 512 of them for lse and delta. By mma it takes 6532. What overlaps, only a GPU
+// can show. Extra memory: the sums, 4 d bytes for a row and head; lse and delta; turns and tickets.
+//
+// Proof: as for the second version; flash_work.h has the formulas of both.
+// Run: build/07_kernels/flash_attention_3_backward           (--head-size 64, --size 8192, --verbose)
+// Last line: PASS flash_attention_3_backward: wgmma takes 0.41 of the modelled time of mma, and 0.68 of …
+#include "flash_hopper.h"
+
+enum { GROUPS = 2, OWN = 64, KEYS = GROUPS * OWN, BLOCK = (GROUPS + 1) * WARPGROUP };
+enum { NUMBERS = 8192, TILE_BYTES = 2 * NUMBERS, STAGE = 2 * TILE_BYTES + 1024, STAGES = 2 };  // of Q, dO
+constexpr float LOG2E = 1.44269504f;
+
+template <int D>
+constexpr int QUERIES = NUMBERS / D;
+template <int D>
+constexpr int QUERY_BOX = QUERIES<D> *TILE_ROW;
+
+// What one copy or another takes; rows: lse and delta.
+struct Maps {
+    TensorMap q, k, v, grad_o, rows;
+};
+
+// What the roles of a block share; first_head: of its sample.
+struct Shared {
+    char *k, *v, *stages, *ds;
+    Mbarrier *full, *empty, *come, *added;
+    int block, sample, first_head;
+};
+
+// The tiles of queries that see a block's keys, of all heads that share them, one head after another.
+struct Walk {
+    int head, last_head, tile, first_tile, tiles;
+};
+__device__ static inline bool more(const Walk &w) { return w.head < w.last_head; }
+__device__ static inline void step(Walk *w) {
+    if (++w->tile == w->tiles) w->tile = w->first_tile, w->head++;
+}
+// The place of a tile among those of all heads and samples.
+__device__ static inline int64_t number(const Shared &m, const Walk &w) {
+    return (int64_t)(m.first_head + w.head) * w.tiles + w.tile;
+}
+
+// Block (rows, head, sample), eight lanes a row: by tiles of queries, log2e lse of their rows and, behind
+// these, delta = rowsum(dO O). A row behind the last query has no weight.
+template <class T, int D>
+__global__ void __launch_bounds__(TILE *SIDE) prepare_rows(float *rows, OperandsIn<T> in, Heads shape) {
+    const int64_t row = blockIdx.x * TILE + threadIdx.x / SIDE, head = blockIdx.z * shape.a + blockIdx.y;
+    const int64_t from = ((blockIdx.z * shape.s + row) * shape.a + blockIdx.y) * D;
+    const bool exists = row < shape.s;
+    const float delta = row_product<T, D>(in.o + from, in.grad_o + from, exists);
+    float *to = rows + (head * gridDim.x * TILE + row) * 2 - row % QUERIES<D>;
+    if (thread_x() != 0) return;
+    to[0] = exists ? in.lse[head * shape.s + row] * LOG2E : INFINITY;
+    to[QUERIES<D>] = delta;
+}
+
+// ---- the producer ----
+
+template <int D>
+__device__ static inline void copy_keys(const Shared &m, const Maps &maps, int column, Mbarrier *full) {
+    const int row = m.block * KEYS;
+    mbarrier_arrive_expect(full, 2 * D / COLUMNS * BOX);
+    for (int c = 0; c < D / COLUMNS; c++) {
+        tma_load(m.k + c * BOX, &maps.k, m.sample, row, column + c * COLUMNS, full);
+        tma_load(m.v + c * BOX, &maps.v, m.sample, row, column + c * COLUMNS, full);
+    }
+}
+
+// Rows behind the sample's last query are zeros, whatever the next sample has, and have no weight.
+template <int D>
+__device__ static inline void produce(const Shared &m, const Maps &maps, Walk w) {
+    constexpr int LINES = QUERIES<D> * 8 / TILE_ROW;  // of lse and delta, as rows of a box
+    for (int i = 0; more(w); i++, step(&w)) {
+        char *stage = m.stages + i % STAGES * STAGE;
+        Mbarrier *full = &m.full[i % STAGES];
+        const int row = w.tile * QUERIES<D>, column = w.head * D;
+        mbarrier_wait(&m.empty[i % STAGES], 1 - i / STAGES % 2);
+        mbarrier_arrive_expect(full, 2 * TILE_BYTES + LINES * TILE_ROW);
+        for (int c = 0; c < D / COLUMNS; c++) {
+            tma_load(stage + c * QUERY_BOX<D>, &maps.q, m.sample, row, column + c * COLUMNS, full);
+            tma_load(stage + TILE_BYTES + c * QUERY_BOX<D>, &maps.grad_o, m.sample, row, column + c * COLUMNS,
+                     full);
+        }
+        tma_load(stage + 2 * TILE_BYTES, &maps.rows, (int)number(m, w) * LINES, 0, full);
+    }
+}
+
+// ---- the turn keeper ----
+
+// The block that adds to a tile of queries first: with a mask the one on the diagonal.
+template <int D>
+__device__ static inline int first_to_add(const Heads &shape, int tile) {
+    return shape.causal ? tile * QUERIES<D> / KEYS : (int)gridDim.x - 1;
+}
+
+template <int D>
+__device__ static inline void keep_turns(const Shared &m, unsigned *turns, Walk w, const Heads &shape) {
+    for (int i = 0; more(w); i++, step(&w)) {
+        wait_for_turn(&turns[number(m, w)], (unsigned)(first_to_add<D>(shape, w.tile) - m.block));
+        mbarrier_arrive(m.come);
+        mbarrier_wait(m.added, i % 2);
+        pass_on(&turns[number(m, w)]);
+    }
+}
+
+// ---- products: groups of wgmma, in flight ----
+
+// s (=) the warpgroup's rows of K or V by a tile of Q or dO.
+template <class T, int D>
+__device__ static inline void issue_scores(float (&s)[QUERIES<D> / 2], const char *keys, const char *tile) {
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < D / 16; x++)
+        wgmma<T, K_MAJOR, K_MAJOR>(s, wgmma_operand(keys + x / 4 * BOX + x % 4 * 32, 0),
+                                   wgmma_operand(tile + x / 4 * QUERY_BOX<D> + x % 4 * 32, 0), x > 0);
+    wgmma_commit();
+}
+
+// sum += p times a tile of Q or dO.
+template <class T, int D>
+__device__ static inline void issue_columns(float (&sum)[D / 2], const uint32_t (&p)[QUERIES<D> / 16][4],
+                                            const char *tile) {
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < QUERIES<D> / 16; x++)
+        wgmma<T, MN_MAJOR>(sum, p[x], wgmma_operand(tile + x * 16 * TILE_ROW, QUERY_BOX<D>), true);
+    wgmma_commit();
+}
+
+// share (=) 64 queries of dS by 64 columns of K, of all keys.
+template <class T>
+__device__ static inline void issue_dq(float (&share)[32], const char *ds, const char *k) {
+    wgmma_fence();
+#pragma unroll
+    for (int x = 0; x < KEYS / 16; x++)
+        wgmma<T, MN_MAJOR, MN_MAJOR>(share, wgmma_operand(ds + x * 16 * TILE_ROW, 0),
+                                     wgmma_operand(k + x * 16 * TILE_ROW, 0), x > 0);
+    wgmma_commit();
+}
+
+// ---- between the products, in registers ----
+
+// This lane's pair of every eight, the j-th, of what TMA has copied for rows, and swizzled.
+__device__ static inline float2 pair_of(const char *rows, int j) {
+    return *reinterpret_cast<const float2 *>(rows + (own_lane() % 4 * 8 ^ j * 32 ^ j / 4 % 8 * 16));
+}
+
+// s: scores (in), P' (out); what a query does not see has no weight. key0: of the warp.
+template <int D>
+__device__ static inline void to_weights(float (&s)[QUERIES<D> / 2], const char *rows, const Heads &shape,
+                                         int query0, int key0) {
+    if (!sees(shape, query0, key0 + 15)) {
+        const int key = key0 + own_lane() / 4, end = (int)shape.s, none = 2 * KEYS;
+        // of this lane's queries, the first that sees each of its two keys
+        const int seen = shape.causal ? key - query0 - own_lane() % 4 * 2 : 0;
+        const int from[2] = {key < end ? seen : none, key + 8 < end ? seen + 8 * shape.causal : none};
+#pragma unroll
+        for (int i = 0; i < QUERIES<D> / 2; i++)
+            if (i / 4 * 8 + i % 2 < from[i / 2 % 2]) s[i] = -INFINITY;
+    }
+    const float c = shape.scale * LOG2E;
+#pragma unroll
+    for (int j = 0; j < QUERIES<D> / 8; j++) {
+        const float2 sum = pair_of(rows, j);
+#pragma unroll
+        for (int i = 4 * j; i < 4 * j + 4; i++) s[i] = exp2f(fmaf(s[i], c, -(i % 2 ? sum.y : sum.x)));
+    }
+}
+
+// What a lane has of scores is what it needs of left operands: p (=) P', ds (=) dS' without its scale.
+template <class T, int D>
+__device__ static inline void to_gradients(uint32_t (&p)[QUERIES<D> / 16][4],
+                                           uint32_t (&ds)[QUERIES<D> / 16][4],
+                                           const float (&s)[QUERIES<D> / 2],
+                                           const float (&dp)[QUERIES<D> / 2], const char *rows) {
+#pragma unroll
+    for (int j = 0; j < QUERIES<D> / 8; j++) {
+        const float2 delta = pair_of(rows, QUERIES<D> / 8 + j);
+#pragma unroll
+        for (int i = 2 * j; i < 2 * j + 2; i++) {
+            const float x = s[2 * i] * (dp[2 * i] - delta.x), y = s[2 * i + 1] * (dp[2 * i + 1] - delta.y);
+            p[i / 4][i % 4] = packed<T>(s[2 * i], s[2 * i + 1]), ds[i / 4][i % 4] = packed<T>(x, y);
+        }
+    }
+}
+
+// ---- dQ, in memory ----
+
+// The block's share of a tile of dQ: sums (=), if it adds first, or (+=), in the order of fragments.
+__device__ static inline void add_dq(float *sums, const float (&share)[32], bool first) {
+#pragma unroll
+    for (int i = 0; i < 32; i++)
+        if (first) sums[i * 32] = share[i];
+        else atomicAdd(&sums[i * 32], share[i]);
+}
+
+// The last one to add: rows of dq (=) scale times all. query0: of the warp.
+template <class T>
+__device__ static inline void finish_dq(T *dq, const float *sums, float (&share)[32], bool first,
+                                        const Heads &shape, int query0, int64_t stride) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) share[i] = (share[i] + (first ? 0 : sums[i * 32])) * shape.scale;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const int query = query0 + i % 2 * 8 + own_lane() / 4;
+        if (query < shape.s)
+            *reinterpret_cast<uint32_t *>(dq + query * stride + i / 2 * 8 + own_lane() % 4 * 2) =
+                packed<T>(share[2 * i], share[2 * i + 1]);
+    }
+}
+
+// ---- the consumers ----
+
+// Adds up dk and dv. dq: of the sample; sums: of all tiles.
+template <class T, int D>
+__device__ static inline void consume(float (&dk)[D / 2], float (&dv)[D / 2], const Shared &m, Walk w,
+                                      T *dq, float *sums, const Heads &shape) {
+    // Operands of wgmma lie in registers of a warp, and so must be seen to be the same for all lanes.
+    const int group = __shfl_sync(~0u, own_group(), 0), own = group * OWN * TILE_ROW;
+    const int part = group % (QUERIES<D> / 64);  // of the queries; where there is one, of the columns of K
+    const int key0 = m.block * KEYS + own_warp() * 16;
+    for (int i = 0; more(w); i++, step(&w)) {
+        float s[QUERIES<D> / 2], dp[QUERIES<D> / 2], share[32];
+        uint32_t p[QUERIES<D> / 16][4], ds[QUERIES<D> / 16][4];
+        const char *tile_q = m.stages + i % STAGES * STAGE, *tile_do = tile_q + TILE_BYTES;
+        const char *rows = tile_do + TILE_BYTES;
+        char *tile_ds = m.ds + i % 2 * (QUERIES<D> / 64) * BOX;
+        mbarrier_wait(&m.full[i % STAGES], i / STAGES % 2);
+        issue_scores<T, D>(s, m.k + own, tile_q);
+        issue_scores<T, D>(dp, m.v + own, tile_do);
+        wgmma_wait<1>(s);
+        to_weights<D>(s, rows, shape, w.tile * QUERIES<D>, key0);
+        wgmma_wait<0>(dp);
+        to_gradients<T, D>(p, ds, s, dp, rows);
+#pragma unroll
+        for (int x = 0; x < QUERIES<D> / 4; x++) *pair_of_rows(tile_ds, x) = ds[x / 4][x % 4];
+        fence_proxy_async();
+        issue_columns<T, D>(dv, p, tile_do);
+        issue_columns<T, D>(dk, ds, tile_q);
+        named_barrier(1, GROUPS * WARPGROUP);  // dS is whole, and the one before it has been read
+        issue_dq<T>(share, tile_ds + part * BOX, m.k + (group - part) * BOX);
+        wgmma_wait<1>();  // dV and dK have read the stage
+        if (own_lane() == 0) mbarrier_arrive(&m.empty[i % STAGES]);
+        wgmma_wait<0>(share);
+        mbarrier_wait(m.come, i % 2);
+        const bool first = m.block == first_to_add<D>(shape, w.tile);
+        const int query0 = w.tile * QUERIES<D> + part * 64 + own_warp() % 4 * 16;
+        float *own_sums = sums + number(m, w) * NUMBERS + own_warp() * 32 * 32 + own_lane();
+        if (m.block > 0) add_dq(own_sums, share, first);
+        else
+            finish_dq(dq + w.head * D + (group - part) * COLUMNS, own_sums, share, first, shape, query0,
+                      shape.a * D);
+        __syncwarp();
+        if (own_lane() == 0) mbarrier_arrive(m.added);
+    }
+    wgmma_wait<0>(dk);
+    wgmma_wait<0>(dv);
+}
+
+// Block (keys, K/V head, sample); a ticket says which keys. Of the 168 registers of a thread, a producer
+// keeps 40, and a consumer has 232.
+template <class T, int D>
+__global__ void __launch_bounds__(BLOCK, 1)
+    attention_backward(GradientsIn<T> grad, float *sums, Order order, const __grid_constant__ Maps maps,
+                       Heads shape) {
+    DYNAMIC_SHARED(char, memory);
+    __shared__ Mbarrier keys;
+    __shared__ Mbarrier full[STAGES];
+    __shared__ Mbarrier empty[STAGES];
+    __shared__ Mbarrier come;
+    __shared__ Mbarrier added;
+    __shared__ int ticket;
+    if (threadIdx.x == 0) {
+        mbarrier_init(&keys, 1), mbarrier_init(&come, 1), mbarrier_init(&added, GROUPS * 4);
+        for (int t = 0; t < STAGES; t++) mbarrier_init(&full[t], 1), mbarrier_init(&empty[t], GROUPS * 4);
+        fence_proxy_async();
+        ticket = (int)atomicAdd(&order.tickets[blockIdx.z * shape.kv + blockIdx.y], 1u);
+    }
+    __syncthreads();
+    const int block = (int)gridDim.x - 1 - ticket, end = (int)shape.s;  // the last keys first
+    const int group = (int)(shape.a / shape.kv), head = (int)blockIdx.y * group, sample = (int)blockIdx.z;
+    const int from = shape.causal ? block * KEYS / QUERIES<D> : 0;
+    const Walk walk = {head, head + group, from, from, (end + QUERIES<D> - 1) / QUERIES<D>};
+    char *k = first_tile(memory), *v = k + D / COLUMNS * BOX, *stages = v + D / COLUMNS * BOX;
+    const Shared m = {k,      v,     stages,       stages + STAGES * STAGE, full, empty, &come,
+                      &added, block, sample, sample * (int)shape.a};
+    if (own_group() == GROUPS) {
+        registers_give<40>();
+        if (threadIdx.x == GROUPS * WARPGROUP) {
+            copy_keys<D>(m, maps, (int)blockIdx.y * D, &keys);
+            produce<D>(m, maps, walk);
+        } else if (threadIdx.x == GROUPS * WARPGROUP + 32) {
+            keep_turns<D>(m, order.turns, walk, shape);
+        }
+    } else {
+        registers_take<232>();
+        const int64_t stride = shape.kv * D, key0 = block * KEYS + own_warp() * 16;
+        const int64_t first_row = (int64_t)sample * end, rows = (first_row + key0) * stride + blockIdx.y * D;
+        float dk[D / 2] = {}, dv[D / 2] = {};
+        mbarrier_wait(&keys, 0);
+        consume<T, D>(dk, dv, m, walk, grad.dq + first_row * shape.a * D, sums, shape);
+        named_barrier(1, GROUPS * WARPGROUP);  // nobody needs the keys any more
+        store_by_tile<D>(grad.dk + rows, k, dk, shape.scale, end - (int)key0, stride);
+        store_by_tile<D>(grad.dv + rows, v, dv, 1, end - (int)key0, stride);
+    }
+}
+
+// ---- host code ----
+
+constexpr int64_t shared_bytes(int d) {  // K and V, the stages, dS twice
+    return 2 * KEYS * (2 * (int64_t)d + 2 * NUMBERS / d) + STAGES * STAGE + TILE_ALIGNMENT;
+}
+
+#ifndef NO_MAIN
+#include "attention_reference.h"
+#include "flash_work.h"
+
+// room: backward_room(shape, D) words.
+template <class T, int D>
+static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *room, const Heads &shape) {
+    if (shape.s == 0) return;
+    const auto kernel = attention_backward<T, D>;
+    const int64_t heads = shape.b * shape.a, stride = shape.a * D;
+    const int64_t tiles = (shape.s + QUERIES<D> - 1) / QUERIES<D>, key_stride = shape.kv * D;
+    const int lines = QUERIES<D> * 8 / TILE_ROW, bytes = (int)shared_bytes(D);
+    float *rows = room + heads * tiles * NUMBERS;
+    unsigned *turns = reinterpret_cast<unsigned *>(rows + heads * tiles * QUERIES<D> * 2);
+    const Order order = {turns + heads * tiles, turns};
+    const Maps maps = {
+        tensor_map(in.q, shape.s, stride, stride, QUERIES<D>, shape.b),
+        tensor_map(in.k, shape.s, key_stride, key_stride, KEYS, shape.b),
+        tensor_map(in.v, shape.s, key_stride, key_stride, KEYS, shape.b),
+        tensor_map(in.grad_o, shape.s, stride, stride, QUERIES<D>, shape.b),
+        tensor_map(reinterpret_cast<const T *>(rows), heads * tiles * lines, COLUMNS, COLUMNS, lines)};
+    const dim3 each_row((unsigned)(tiles * QUERIES<D> / TILE), (unsigned)shape.a, (unsigned)shape.b);
+    const dim3 grid((unsigned)((shape.s + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
+    CUDA_CHECK(cudaMemsetAsync(turns, 0, (size_t)(heads * tiles + shape.b * shape.kv) * sizeof *turns, 0));
+    LAUNCH((prepare_rows<T, D>), each_row, TILE * SIDE, 0, 0, rows, in, shape);
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, grad, room, order, maps, shape);
+}
+
+template <class T, int D>
+static void row(const char *name, const Heads &at_size) {
+    const KernelVersion version = {name, BLOCK, 168, shared_bytes(D)};
+    backward_version<T>(version, at_size, D, KEYS, launch<T, D>, work_of_hopper_backward);
+}
+
+template <int D>
+static void show(const KernelsOptions *options, const Heads &shape) {
+    flash_tables(
+        options, shape, D, 2,
+        [](const Heads &shape) {
+            row<__nv_bfloat16, D>(shape.causal ? "bf16, causal" : "bf16", shape);
+            row<__half, D>(shape.causal ? "fp16, causal" : "fp16", shape);
+        },
+        16);
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    KernelsOptions options = {};
+    int head;
+    const Heads shape = flash_options(argc, argv,
+                                      "FlashAttention-3 by TMA and wgmma, backward, in 16 bits.\n"
+                                      "  flash_attention_3_backward --head-size 64",
+                                      KEYS, &options, &head);
+    flash_hopper_check(&options, "flash_attention_3_backward");
+    if (head == 128) show<128>(&options, shape);
+    else show<64>(&options, shape);
+    return hopper_backward_verdict(shape, head);
+}
+#endif

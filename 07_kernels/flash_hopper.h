@@ -1,0 +1,50 @@
+// flash_hopper.h: what files of FlashAttention by TMA and wgmma share: tiles of 128 rows of 16-bit numbers,
+// as TMA leaves them and wgmma reads them. Where a row has more than 64 numbers, boxes of 64 columns lie
+// behind one another. A warp has 16 of a tile's rows.
+#ifndef FLASH_HOPPER_H
+#define FLASH_HOPPER_H
+
+#include "cuda/instructions_hopper.h"
+#include "flash_fragments.h"
+
+enum { WARPGROUP = 128, COLUMNS = 64, BOX = 128 * TILE_ROW };  // columns and bytes of a box
+
+__device__ static inline int own_group() { return (int)threadIdx.x / WARPGROUP; }
+
+// Where a tile has a chunk of row `own` of the warp's 16.
+__device__ static inline char *chunk_of(char *tile, int own, int chunk) {
+    return tile + chunk / 8 * BOX + (own_warp() * 16 + own) * TILE_ROW + (chunk % 8 ^ own % 8) * 16;
+}
+
+// Where this lane's i-th pair of numbers belongs there, of 2 i and 2 i + 1 in its registers.
+__device__ static inline uint32_t *pair_of_rows(char *tile, int i) {
+    return reinterpret_cast<uint32_t *>(chunk_of(tile, i % 2 * 8 + own_lane() / 4, i / 2)) + own_lane() % 4;
+}
+
+// The warp's rows of `out` (=) scale sum, the first `rows` of them: by way of the tile, to store chunks.
+template <int D, class T>
+__device__ static inline void store_by_tile(T *out, char *tile, const float (&sum)[D / 2], float scale,
+                                            int rows, int64_t stride) {
+#pragma unroll
+    for (int i = 0; i < D / 4; i++)
+        *pair_of_rows(tile, i) = packed<T>(sum[2 * i] * scale, sum[2 * i + 1] * scale);
+    __syncwarp();
+#pragma unroll
+    for (int at = own_lane(); at < 16 * D / CHUNK; at += 32) {
+        const int own = at / (D / CHUNK), chunk = at % (D / CHUNK);
+        if (own < rows)
+            *reinterpret_cast<uint4 *>(out + own * stride + chunk * CHUNK) =
+                *reinterpret_cast<const uint4 *>(chunk_of(tile, own, chunk));
+    }
+}
+
+// Of the host: the program `name` has a GPU with these instructions.
+static inline void flash_hopper_check(const KernelsOptions *options, const char *name) {
+    CHECK(options->gpu == 1, "--gpu a100 has neither TMA nor wgmma, of which %s is made: h100 has them",
+          name);
+    cudaDeviceProp device;
+    CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
+    CHECK(device.major == 9, "%s needs TMA and wgmma: an H100 or H200, not this %s", name, device.name);
+}
+
+#endif

@@ -1,0 +1,31 @@
+# nvcc.sh: what nvcc.t and kernels.t share: a build with nvcc, in build-nvcc/. $nvcc is empty where there is
+# none.
+nvcc=$(PATH=$PATH:/usr/local/cuda/bin command -v nvcc)
+
+# with_nvcc ARGUMENTS OF MAKE…: one build at a time, which finds what the one before has made. What computes is
+# nothing to C: its objects are those of the usual build. The back end's kernels are optimized little, where
+# nvcc knows how; the book's as for use, since their registers are counted: what ptxas says of each file
+# stays in build-nvcc/ptxas.txt, behind its name.
+with_nvcc() {
+    local newest quick='' log=build-nvcc/ptxas.txt source
+    newest=$("$nvcc" --list-gpu-arch | sed 's/.*_//' | sort -n | tail -n 1)
+    "$nvcc" --help | grep -q -e '-Ofast-compile' && quick='-Ofc mid'
+    mkdir -p build-nvcc
+    (
+        flock 9
+        touch $log
+        for source in common/*/*.cu 07_kernels/*.cu; do  # of a build that was broken off
+            grep -q " $source\$" $log || rm -f "build-nvcc/kernels/$source.o"
+        done
+        timeout -k 5 1500 make -O -j"$(nproc)" --no-print-directory OPS=cuda "CUDA_ARCH=80 90a" \
+            CUDA_PTX="$newest" NVCC_SAYS='-Xptxas -v' NVCC_BACK_END="$quick" OBJECTS=build \
+            KERNELS=build-nvcc/kernels "$@" 2>&1 | tee -a $log
+        exit "${PIPESTATUS[0]}"
+    ) 9>build-nvcc/lock
+}
+
+# of_ptxas SOURCE: what ptxas said of it last.
+of_ptxas() {
+    awk -v source="$1" '/^  [^ ]+  [^ ]+$/ { mine = $2 == source; if (mine) said = "" }
+        mine { said = said $0 "\n" } END { printf "%s", said }' build-nvcc/ptxas.txt
+}

@@ -1,0 +1,64 @@
+// fatal.h: for tests of what must end its process with one sentence.
+#ifndef FATAL_H
+#define FATAL_H
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base.h"
+// needs those above
+#include <cmocka.h>
+
+// How a process ended, as waitpid tells it, and what it had written on stderr.
+typedef struct Ended {
+    int status;
+    char said[4096];
+} Ended;
+
+// Runs `act` in a process of its own. A child of fork has no threads but one: what computes in it must not
+// have been computing with several before.
+static inline Ended run_apart(void (*act)(void *context), const void *context) {
+    Ended ended = {0};
+    int ends[2];
+    assert_int_equal(pipe(ends), 0);
+    fflush(NULL);
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        dup2(ends[1], STDERR_FILENO);
+        act((void *)context);
+        _exit(STATUS_PASS);
+    }
+    close(ends[1]);
+    size_t size = 0, most = sizeof ended.said - 1;
+    for (ssize_t got; (got = read(ends[0], ended.said + size, most - size)) > 0;) size += (size_t)got;
+    close(ends[0]);
+    assert_int_equal(waitpid(child, &ended.status, 0), child);
+    return ended;
+}
+
+static inline bool is_one_sentence(const Ended *ended) {
+    const char *end = strchr(ended->said, '\n');
+    return WIFEXITED(ended->status) && WEXITSTATUS(ended->status) == STATUS_USAGE && end && !end[1];
+}
+
+// Ends with STATUS_USAGE and one sentence on stderr, which has `part`.
+static inline void expect_fatal(void (*act)(void *context), const void *context, const char *part) {
+    Ended ended = run_apart(act, context);
+    if (!is_one_sentence(&ended) || !strstr(ended.said, part))
+        fail_msg("status %x, and \"%s\" instead of one sentence with \"%s\"", (unsigned)ended.status,
+                 ended.said, part);
+}
+
+// The same of a function without a context.
+typedef struct Call {
+    void (*function)(void);
+} Call;
+
+static inline void call_function(void *call) { ((const Call *)call)->function(); }
+
+#endif
