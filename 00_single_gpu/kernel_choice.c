@@ -2,8 +2,8 @@
 //
 // Against 00_single_gpu/train.c nothing changes but who computes: the same operations, counted as before,
 // with sums in another order. The kernels are CUDA, most of them in f32; what they do not serve the back
-// end's own do, and a line at the end says how many calls that was. One device, which the proof compares with, stays with
-// the library. Bytes sent and memory kept: none besides. This file has no main.
+// end's own do, and a line at the end says how many calls that was. One device, which the proof compares
+// with, stays with the library. Bytes sent and memory kept: none besides. This file has no main.
 #include <stdlib.h>
 
 #include "tensor/kernel_table.h"

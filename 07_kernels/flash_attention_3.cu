@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
         else consume<T, D>(sum, &x, m, shape);
         named_barrier(1 + own_group(), WARPGROUP);  // nobody needs its queries any more
         const int64_t stride = shape.a * D;
-        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end,
-                  reinterpret_cast<T *>(m.q), sum, x, 1, end, stride);
+        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end, m.q,
+                  sum, x, 1, end, stride);
     }
 }
 
@@ -255,12 +255,7 @@ int main(int argc, char **argv) {
                                       "FlashAttention-3 by TMA and wgmma, forward, in 16 bits.\n"
                                       "  flash_attention_3 --head-size 64",
                                       QUERIES, &options, &head);
-    CHECK(options.gpu == 1,
-          "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3 is made: h100 has them");
-    cudaDeviceProp device;
-    CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
-    CHECK(device.major == 9, "flash_attention_3 needs TMA and wgmma: an H100 or H200, not this %s",
-          device.name);
+    flash_hopper_check(&options, "flash_attention_3");
     if (head == 128) show<128>(&options, shape);
     else show<64>(&options, shape);
     const Work work = formula(PING_PONG, shape, head);

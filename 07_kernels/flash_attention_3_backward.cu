@@ -22,9 +22,9 @@
 // a time: the first block stores, others add and read nothing (red), and the last rounds to 16 bits, for
 // which the second version has a kernel. So L2 moves two thirds of the bytes.
 //
-// A step, 2^13 numbers of Q, takes 2560 clocks of an H100's tensor cores and 2692 of its shared memory, 2824
-// with heads of 64: 256 or 512 of them for lse and delta. By mma it takes 6532. What overlaps, only a GPU
-// can show. Extra memory: the sums, 4 d bytes for a row and head; lse and delta; turns and tickets.
+// A step, 2^13 numbers of Q, takes 2560 clocks of an H100's tensor cores and 2692 of its shared memory,
+// 2824 with heads of 64: 256 or 512 of them for lse and delta. By mma it takes 6532. What overlaps, only a
+// GPU can show. Extra memory: the sums, 4 d bytes for a row and head; lse and delta; turns and tickets.
 //
 // Proof: as for the second version; flash_work.h has the formulas of both.
 // Run: build/07_kernels/flash_attention_3_backward           (--head-size 64, --size 8192, --verbose)
@@ -103,8 +103,8 @@ __device__ static inline void produce(const Shared &m, const Maps &maps, Walk w)
         mbarrier_arrive_expect(full, 2 * TILE_BYTES + LINES * TILE_ROW);
         for (int c = 0; c < D / COLUMNS; c++) {
             tma_load(stage + c * QUERY_BOX<D>, &maps.q, m.sample, row, column + c * COLUMNS, full);
-            tma_load(stage + TILE_BYTES + c * QUERY_BOX<D>, &maps.grad_o, m.sample, row, column + c * COLUMNS,
-                     full);
+            tma_load(stage + TILE_BYTES + c * QUERY_BOX<D>, &maps.grad_o, m.sample, row,
+                     column + c * COLUMNS, full);
         }
         tma_load(stage + 2 * TILE_BYTES, &maps.rows, (int)number(m, w) * LINES, 0, full);
     }
@@ -320,7 +320,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     } else {
         registers_take<232>();
         const int64_t stride = shape.kv * D, key0 = block * KEYS + own_warp() * 16;
-        const int64_t first_row = (int64_t)sample * end, rows = (first_row + key0) * stride + blockIdx.y * D;
+        const int64_t first_row = (int64_t)sample * end;
+        const int64_t rows = (first_row + key0) * stride + blockIdx.y * D;
         float dk[D / 2] = {}, dv[D / 2] = {};
         mbarrier_wait(&keys, 0);
         consume<T, D>(dk, dv, m, walk, grad.dq + first_row * shape.a * D, sums, shape);

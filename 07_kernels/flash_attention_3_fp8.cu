@@ -2,8 +2,8 @@
 // Playbook: "Flash Attention 1-3", "FP8 pretraining"; Shah et al., "FlashAttention-3", 2024, section 3.3.
 //
 // Against flash_attention_3.cu: tensor cores multiply twice as many in a clock, and Q, K and V take half of
-// the bytes. A kernel before encodes them, x = scale * code, for each tile of 128 rows of a head. Scales of Q
-// and K go into softmax's, and the scale of V into the factor that O takes between tiles: no more work.
+// the bytes. A kernel before encodes them, x = scale * code, for each tile of 128 rows of a head. Scales of
+// Q and K go into softmax's, and the scale of V into the factor that O takes between tiles: no more work.
 // Heads are of 128, a row of a tile. Two things are as the paper says:
 //
 //   - Operands of 8 bits must have their k in rows. V has the columns of O there, so two warps beside the
@@ -207,8 +207,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
         const float unit = consume(sum, &x, m, values, own, shape);
         named_barrier(1 + own_group(), WARPGROUP);  // nobody needs its queries any more
         const int64_t stride = shape.a * D;
-        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end,
-                  reinterpret_cast<T *>(m.q), sum, x, unit, end, stride);
+        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end, m.q,
+                  sum, x, unit, end, stride);
     }
 }
 
@@ -308,13 +308,8 @@ int main(int argc, char **argv) {
                                       "FlashAttention-3, forward, on codes of 8 bits with a scale a tile.\n"
                                       "  flash_attention_3_fp8 --size 8192",
                                       QUERIES, &options, &head);
-    CHECK(options.gpu == 1,
-          "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3_fp8 is made: h100 has them");
+    flash_hopper_check(&options, "flash_attention_3_fp8");
     CHECK(head == D, "--head-size 64: a row of codes is a row of a tile, and has 128");
-    cudaDeviceProp device;
-    CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
-    CHECK(device.major == 9, "flash_attention_3_fp8 needs TMA and wgmma: an H100 or H200, not this %s",
-          device.name);
     table_of_codes(&options, shape);
     flash_tables(&options, shape, D, 1, row, 8);
     const Work work = formula(shape);

@@ -21,13 +21,9 @@ __device__ static inline uint32_t *pair_of_rows(char *tile, int i) {
     return reinterpret_cast<uint32_t *>(chunk_of(tile, i % 2 * 8 + own_lane() / 4, i / 2)) + own_lane() % 4;
 }
 
-// The warp's rows of `out` (=) scale sum, the first `rows` of them: by way of the tile, to store chunks.
+// The warp's rows of `out` (=) those of a tile of T, the first `rows` of them, by chunks.
 template <int D, class T>
-__device__ static inline void store_by_tile(T *out, char *tile, const float (&sum)[D / 2], float scale,
-                                            int rows, int64_t stride) {
-#pragma unroll
-    for (int i = 0; i < D / 4; i++)
-        *pair_of_rows(tile, i) = packed<T>(sum[2 * i] * scale, sum[2 * i + 1] * scale);
+__device__ static inline void store_chunks(T *out, char *tile, int rows, int64_t stride) {
     __syncwarp();
 #pragma unroll
     for (int at = own_lane(); at < 16 * D / CHUNK; at += 32) {
@@ -36,6 +32,16 @@ __device__ static inline void store_by_tile(T *out, char *tile, const float (&su
             *reinterpret_cast<uint4 *>(out + own * stride + chunk * CHUNK) =
                 *reinterpret_cast<const uint4 *>(chunk_of(tile, own, chunk));
     }
+}
+
+// The warp's rows of `out` (=) scale sum, the first `rows` of them, by way of the tile.
+template <int D, class T>
+__device__ static inline void store_by_tile(T *out, char *tile, const float (&sum)[D / 2], float scale,
+                                            int rows, int64_t stride) {
+#pragma unroll
+    for (int i = 0; i < D / 4; i++)
+        *pair_of_rows(tile, i) = packed<T>(sum[2 * i] * scale, sum[2 * i + 1] * scale);
+    store_chunks<D>(out, tile, rows, stride);
 }
 
 // Of the host: the program `name` has a GPU with these instructions.

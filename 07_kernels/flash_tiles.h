@@ -177,7 +177,8 @@ struct Order {
 // By one thread, between barriers of its block: what earlier blocks have written can be read after wait,
 // and what this one has written is there for the next after pass_on. In PTX's memory model a fence behind a
 // relaxed atomic that reads is an acquire pattern, and one before an atomic that writes a release pattern;
-// the block's barriers make them those of all its threads. A volatile load and no fence would order nothing.
+// the block's barriers make them those of all its threads. A volatile load without a fence would order
+// nothing.
 __device__ static inline void wait_for_turn(unsigned *turn, unsigned mine) {
     while (atomicAdd(turn, 0u) != mine) {
     }

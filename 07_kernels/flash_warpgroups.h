@@ -3,11 +3,10 @@
 #ifndef FLASH_WARPGROUPS_H
 #define FLASH_WARPGROUPS_H
 
-#include "cuda/instructions_hopper.h"
-#include "flash_fragments.h"
+#include "flash_hopper.h"
 
-enum { WARPGROUP = 128, GROUPS = 2, BLOCK = (GROUPS + 1) * WARPGROUP };  // the last one produces
-enum { ROWS = 128, COLUMNS = 64, BOX = ROWS * TILE_ROW, STAGES = 4 };    // of a copy; of the ring
+enum { GROUPS = 2, BLOCK = (GROUPS + 1) * WARPGROUP };  // the last one produces
+enum { ROWS = 128, STAGES = 4 };                        // of a copy; of the ring
 enum { QUERIES = ROWS, OWN = QUERIES / GROUPS, KEYS = ROWS };  // of a block, a warpgroup; of a tile
 
 // What the roles of a block share; they take as many tiles of keys as of values.
@@ -16,8 +15,6 @@ struct Shared {
     Mbarrier *full, *empty, *turn;
     int tiles;
 };
-
-__device__ static inline int own_group() { return (int)threadIdx.x / WARPGROUP; }
 
 // ---- the producer ----
 
@@ -110,31 +107,20 @@ __device__ static inline void rescale(float (&sum)[D / 2], const Softmax &x) {
 // The warp's rows of o, whose sums are multiples of `unit`, and lse (=): o by way of where its queries
 // were, to store whole chunks.
 template <int D, class T>
-__device__ static inline void finish(T *o, float *lse, T *tile, const float (&sum)[D / 2], const Softmax &x,
-                                     float unit, int end, int64_t stride) {
-    const int lane = own_lane(), row0 = own_warp() * 16, query0 = x.query0;
-    const auto place = [&](int own, int chunk) {
-        return chunk / 8 * ROWS * COLUMNS + (row0 + own) * COLUMNS + (chunk % 8 ^ own % 8) * CHUNK;
-    };
+__device__ static inline void finish(T *o, float *lse, char *tile, const float (&sum)[D / 2],
+                                     const Softmax &x, float unit, int end, int64_t stride) {
+    const int query0 = x.query0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int own = half * 8 + lane / 4;
+        const int own = half * 8 + own_lane() / 4;
         const float total = quad_sum(x.sum[half]), inverse = unit / total;
         const float log_sum = fmaf(x.most[half], 0.69314718f, logf(total));  // ln 2
-        if (lane % 4 == 0 && query0 + own < end) lse[query0 + own] = log_sum;
+        if (own_lane() % 4 == 0 && query0 + own < end) lse[query0 + own] = log_sum;
 #pragma unroll
-        for (int c = 0; c < D / 8; c++)
-            *reinterpret_cast<uint32_t *>(tile + place(own, c) + lane % 4 * 2) =
-                packed<T>(sum[4 * c + 2 * half] * inverse, sum[4 * c + 2 * half + 1] * inverse);
+        for (int i = half; i < D / 4; i += 2)
+            *pair_of_rows(tile, i) = packed<T>(sum[2 * i] * inverse, sum[2 * i + 1] * inverse);
     }
-    __syncwarp();
-#pragma unroll
-    for (int at = lane; at < 16 * D / CHUNK; at += 32) {
-        const int own = at / (D / CHUNK), chunk = at % (D / CHUNK);
-        if (query0 + own < end)
-            *reinterpret_cast<uint4 *>(o + (query0 + own) * stride + chunk * CHUNK) =
-                *reinterpret_cast<const uint4 *>(tile + place(own, chunk));
-    }
+    store_chunks<D>(o + query0 * stride, tile, end - query0, stride);
 }
 
 #endif

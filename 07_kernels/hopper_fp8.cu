@@ -2,8 +2,8 @@
 // instructions of an H100. Playbook: "FP8 pretraining"; DeepSeek-V3 2024, sections 3.3.1 and 3.3.2.
 //
 // Against hopper.cu: wgmma takes 32 of k at once, at twice the FLOPs a clock. It reads 8-bit operands with
-// k in rows alone, so that B comes as (n, k); a step is 128 of k, a row of a tile. And Hopper's tensor cores
-// keep some 14 bits of a sum of 8-bit products, so that what is small beside the sum is lost:
+// k in rows alone, so that B comes as (n, k); a step is 128 of k, a row of a tile. Its tensor cores keep
+// some 14 bits of a sum of 8-bit products, so that what is small beside the sum is lost:
 //
 //     limited     a sum over all of k in the tensor cores
 //     promoted    a sum over 128 of k, then added to sums in registers, in f32

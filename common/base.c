@@ -271,8 +271,8 @@ static void *wait_for_reader_to_leave(void *context) {
     _exit(STATUS_UNREAD);
 }
 
-// `| head` ends a long run at once, and not when it next has something to print. Returns when the watcher is
-// at work: a fork while a thread starts would leave the child with locks that nobody opens.
+// `| head` ends a long run at once, and not when it next has something to print. Returns when the watcher
+// is at work: a fork while a thread starts would leave the child with locks that nobody opens.
 static void watch_reader(void) {
     static Watch watch;
     watch.pipe = rank == 0 ? pipe_to_reader() : -1;

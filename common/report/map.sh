@@ -1,7 +1,7 @@
 #!/bin/bash
 # map.sh: the map of this book as a table in Markdown: the chapters, and in each the programs in the order
 # in which its page names them. A program's concept is the first line of its source; a file without a main
-# is no row, and X_backward, X_tensor and X_tensor_backward share X's.
+# is no row, and X_backward, X_tensor, X_tensor_backward and X_fp8 share X's.
 #
 # map.sh core: the files of common/ instead, each with the first sentence of its purpose comment.
 
@@ -45,12 +45,12 @@ for chapter in 0[0-9]_*; do
             awk -v name="]($name)" '{ print index($0, name) }')
         echo "${place:-9999} ${column:-0} $source"
     done | sort -n -k 1,1 -k 2,2 | while read -r _ _ source; do
-        [[ $source != *_@(backward|tensor).* ]] || continue
+        [[ $source != *_@(backward|tensor).* && $source != 07_kernels/*_fp8.* ]] || continue
         concept=$(sentence "$source")
         concept=${concept%%. Playbook:*}
         program="[\`$(basename "${source%.*}")\`]($source)"
         lines=$(wc -l <"$source")
-        for part in _backward _tensor _tensor_backward; do
+        for part in _backward _tensor _tensor_backward _fp8; do
             other=${source%.*}$part.${source##*.}
             [ -e "$other" ] || continue
             program+=", [\`$part\`]($other)"

@@ -48,8 +48,8 @@ void safetensors_close(SafeTensors *file);
 const char *name_twice(char *const *names, int count);
 
 // A file is written by all ranks at once, each its own ranges. They describe it alike: tensors (name, dtype
-// and shape; `data` and `bytes` are not looked at) and metadata. Both functions return NULL, or the sentence
-// that says what failed (static buffer); what is in the file then is worth nothing.
+// and shape; `data` and `bytes` are not looked at) and metadata. Both functions return NULL, or the
+// sentence that says what failed (static buffer); what is in the file then is worth nothing.
 //
 // First one of them makes it, at its full size, so that a disk without room for it is found out here.
 const char *safetensors_create(const char *path, const SafeTensors *contents);
@@ -87,8 +87,8 @@ typedef struct WeightFiles {
 // Fatal where there are none, an index and its parts disagree, or a tensor stands in two parts.
 WeightFiles weights_open(const char *dir);
 int weights_find(const WeightFiles *weights, const char *name);  // the file that has it; -1: none
-// Fatal where a tensor is no weight of this model, but for two that say nothing new: RoPE's frequencies, and
-// a tied head that is a copy of the embedding.
+// Fatal where a tensor is no weight of this model, but for two that say nothing new: RoPE's frequencies,
+// and a tied head that is a copy of the embedding.
 void weights_check_surplus(const WeightFiles *weights, const Params *params);
 void weights_close(WeightFiles *weights);
 
@@ -129,9 +129,9 @@ void checkpoint_config(const char *dir, Config *config);
 // Writes DIR/config.json for weights of this dtype, flushed to the disk. Returns NULL, or the sentence
 // that says what failed (static buffer).
 const char *checkpoint_write_config(const char *dir, const Config *config, DType dtype);
-// Weights from DIR/model.safetensors, or its parts, F64, F32, BF16 or F16 converted to the table's dtype; of
-// each, what this rank stores is read. Fatal on missing, unknown or wrongly shaped tensors. A tied file may
-// leave lm_head.weight out; a copy of the embedding under that name is let pass, other values are not.
+// Weights from DIR/model.safetensors, or its parts, F64, F32, BF16 or F16 in the table's dtype; of
+// each, what this rank stores is read. Fatal on missing, unknown or wrongly shaped tensors. A tied file
+// may leave lm_head.weight out; a copy of the embedding under that name is let pass, other values are not.
 void checkpoint_load_weights(const char *dir, Params *params);
 // Whether the run that was saved can go on as this one, which has made no step and has ours.batch and
 // ours.data. Fatal where the steps to come would mean something else: no optimizer state, another

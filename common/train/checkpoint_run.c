@@ -1,6 +1,7 @@
-// checkpoint_run.c: checkpoint folders on the disk: whose each is, and which is the newest. A run has an identity, 64 bits made of
-// all that makes its course; every file of weights or state carries it and the step, so that files of two
-// runs or steps are not taken for one, and no run writes among the checkpoints of another.
+// checkpoint_run.c: checkpoint folders on the disk: whose each is, and which is the newest.
+// A run has an identity, 64 bits made of all that makes its course; every file of weights or state carries
+// it and the step, so that files of two runs or steps are not taken for one, and no run writes among the
+// checkpoints of another.
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -182,7 +182,8 @@ if unshare -m --propagation private true 2>/dev/null; then
         run unshare -m --propagation private bash -c \
             "mount -t tmpfs -o size=$size tmpfs /dev/shm && exec $comm --scenario status"
         [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] &&
-            grep -q '/dev/shm has .* left, and what the 4 ranks .* share there takes .*: mount it larger' "$err"
+            grep -q '/dev/shm has .* left, and what the 4 ranks .* share there takes .*: mount it larger' \
+                "$err"
         report $? "a /dev/shm of $size: $(cat "$err")"
     done
 else

@@ -39,7 +39,8 @@ sub numbers {    # the losses, or the weights behind the first step
 sub distance { my ($x, $y) = @_; my $s = 0; $s += ($x->[$_] - $y->[$_])**2 for 0 .. $#$x; sqrt $s }
 my ($gpu, $right, $other) = map { [numbers($_)] } @runs;
 my ($error, $its) = (distance($gpu, $right), distance($other, $right));
-printf "FAIL unless below %g: %s are off by %.2g, %.2g of the other's\n", $most, $what, $error, $error / $its;
+printf "FAIL unless below %g: %s are off by %.2g, %.2g of the other's\n", $most, $what, $error,
+    $error / $its;
 exit !(@$gpu == @$right && @$other == @$right && $error > 0 && $error <= $most * $its);
 END
 compare() { run perl "$work/compare" "$1" "$2" "$work/gpu" "$work/right" "$work/other"; }
@@ -50,7 +51,8 @@ served() { trained gpu build-cuda-on-cpu --fp8 "$@" && ! grep -q 'plain kernel' 
 for recipe in te-current te-delayed; do
     wanted "$recipe, by cuBLASLt" || continue
     steps="--steps 3 --lr 0.1"
-    trained other build --dtype f64 --fp8 none $steps && trained right build --dtype f64 --fp8 $recipe $steps &&
+    trained other build --dtype f64 --fp8 none $steps &&
+        trained right build --dtype f64 --fp8 $recipe $steps &&
         served $recipe --dtype f32 $steps && compare losses 0.0136 && compare weights 0.0136
     report $? "$recipe, by cuBLASLt"
 done

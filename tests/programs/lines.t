@@ -63,7 +63,8 @@ ends host-reads \
     "tensor_to_host reads 'activations' \[bytes 0\.\.8192\), which all_reduce, $still writing$first"
 ends host-writes "tensor_from_host writes $first_4k, which transfers, $still reading$first"
 ends two-lines "broadcast (reads|writes) $first_4k, which all_reduce, $still (reading|writing)$first"
-ends root-writes "rank 1: op_scale writes $first_4k, which reduce, $still reading$first|is still writing$first"
+ends root-writes \
+    "rank 1: op_scale writes $first_4k, which reduce, $still reading$first|is still writing$first"
 
 echo "1..$count"
 exit $failed
