@@ -59,7 +59,10 @@ static void a_table_stays_in_use_beside_a_dry_run(void **state) {
     expect_calls(start, 3, 2);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    base_start(argc, argv);
     const struct CMUnitTest tests[] = {cmocka_unit_test(a_table_stays_in_use_beside_a_dry_run)};
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
