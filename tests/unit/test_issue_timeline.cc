@@ -254,7 +254,9 @@ static void a_tape_has_what_each_warp_does(void **state) {
     free(tape.steps);
 }
 
-int main(void) {
+int main(int argc, char **argv) {
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_warp_waits_for_its_units),
         cmocka_unit_test(products_are_in_flight_until_waited_for),
@@ -264,5 +266,5 @@ int main(void) {
         cmocka_unit_test(who_waits_for_ever_is_named),
         cmocka_unit_test(a_tape_has_what_each_warp_does),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests_name("issue_timeline", tests, NULL, NULL);
 }
