@@ -151,6 +151,14 @@ static void set_scales(const Plan *plan, const Addresses &at) {
     set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, (const void *)at.second_scale);
 }
 
+static void need_workspace() {
+    if (state.workspace) return;
+    cudaError_t status = cudaMalloc(&state.workspace, WORKSPACE_BYTES);
+    CHECK(status == cudaSuccess,
+          "out of device memory: %s of workspace for cuBLASLt do not fit; held now: %s",
+          bytes_text((double)WORKSPACE_BYTES), memory_text());
+}
+
 static void make_plan(Plan *plan, const Kind &kind, const Addresses &at) {
     plan->kind = kind;
     plan->used = true;
@@ -194,6 +202,7 @@ static void make_plan(Plan *plan, const Kind &kind, const Addresses &at) {
           (long long)kind.k, (long long)kind.k, (long long)kind.m, dtype_name(kind.second_dtype),
           cublasLtGetStatusString(status == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : status));
     plan->algorithm = best.algo;
+    if (best.workspaceSize > 0) need_workspace();
 }
 
 static void forget_plans() {
@@ -228,10 +237,6 @@ static const Plan *plan_of(const Kind &kind, const Addresses &at) {
 static void start() {
     device_stream();  // the GPU first
     BLAS_CHECK(cublasLtCreate(&state.handle));
-    cudaError_t status = cudaMalloc(&state.workspace, WORKSPACE_BYTES);
-    CHECK(status == cudaSuccess,
-          "out of device memory: %s of workspace for cuBLASLt do not fit; held now: %s",
-          bytes_text((double)WORKSPACE_BYTES), memory_text());
     state.plans = static_cast<Plan *>(host_alloc(PLANS * sizeof *state.plans));
     memset(static_cast<void *>(state.plans), 0, PLANS * sizeof *state.plans);
 }
@@ -245,7 +250,8 @@ static void multiply(const Kind &kind, const Addresses &at, double alpha, double
     BLAS_CHECK(cublasLtMatmul(
         state.handle, plan->multiply, is_f64 ? (const void *)&alpha : &narrow_alpha, at.first, plan->first,
         at.second, plan->second, is_f64 ? (const void *)&beta : &narrow_beta, at.c, plan->c, at.c, plan->c,
-        &plan->algorithm, state.workspace, WORKSPACE_BYTES, static_cast<cudaStream_t>(device_stream())));
+        &plan->algorithm, state.workspace, state.workspace ? WORKSPACE_BYTES : 0,
+        static_cast<cudaStream_t>(device_stream())));
 }
 
 void gemm(const Gemm *g) { multiply(kind_of(g), {g->b, g->a, g->c, NULL, NULL}, g->alpha, g->beta); }

@@ -295,7 +295,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t x, const vo
                               cublasLtMatrixLayout_t a_layout, const void *b,
                               cublasLtMatrixLayout_t b_layout, const void *beta, const void *c,
                               cublasLtMatrixLayout_t c_layout, void *d, cublasLtMatrixLayout_t d_layout,
-                              const cublasLtMatmulAlgo_t *algo, void *workspace, size_t, cudaStream_t) {
+                              const cublasLtMatmulAlgo_t *algo, void *workspace, size_t workspace_bytes,
+                              cudaStream_t) {
     const cublasLtMatrixLayout_t m[MATRICES] = {a_layout, b_layout, c_layout, d_layout};
     const void *const at[MATRICES] = {a, b, c, d};
     const cublasStatus_t status = need(*x, m);
@@ -306,7 +307,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t x, const vo
         NEED(NOT_SUPPORTED, (uintptr_t)at[i] % algo->data[i] == 0,
              "an address is less aligned than the heuristic was told");
     NEED(INVALID_VALUE, c == d, "here D is where C is");
-    NEED(INVALID_VALUE, memory_is_device(workspace), "the workspace is not in device memory");
+    NEED(INVALID_VALUE, workspace_bytes == 0 || memory_is_device(workspace),
+         "the workspace is not in device memory");
     Span left = read_span(a, m[A]), right = read_span(b, m[B]), result = read_span(d, m[D]);
     multiply(*x, m, left, right, result, alpha, beta);
     write_span(&result);

@@ -25,7 +25,7 @@ all_taken
 report $? "tensor_parallel on the book's kernels: all calls"
 # Earlier keys in whole chunks, own ones in order: both come in here.
 passes "ring_attention on the book's kernels" 04_context_parallel/ring_attention --ranks 2 $tiny \
-    --dtype f32 --steps 1 --seq 66 --kernels book
+    --dtype f32 --steps 1 --seq 66 --kernels book --optimizer adamw --lr 0.01
 all_taken
 report $? "ring_attention on the book's kernels: all calls"
 
