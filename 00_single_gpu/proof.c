@@ -247,8 +247,8 @@ static Record one_device(const Config *whole, Mesh mesh, Techniques alone, bool 
         *bound = train_bound_with(whole, alone, masked, &record);
     }
     *bound = comm_sum(*bound, mesh.world);
-    record_share(&record, 0, mesh.world);
     comm_set_timeout(timeout);
+    record_share(&record, 0, mesh.world);
     return record;
 }
 

@@ -341,7 +341,7 @@ int comm_finish(int status) {
         for (int line = 0; line < COMM_LINES; line++)
             if (comm.peer[r].inbox[line].count)
                 notice_mismatch(comm.rank, &mine, r, &comm.peer[r].inbox[line].notice[0], "");
-        if (slept || turn % 16 == 0) slept = wait_rest(wall_seconds() - began);
+        if (slept || turn % 64 == 0) slept = wait_rest(wall_seconds() - began);
         CHECK(dead < 0 || comm.peer[dead].ended, "rank %d has died; all ranks end", dead);
         CHECK(wall_seconds() - began < comm.timeout,
               "comm_finish: rank %d has not come in %.3g s (--timeout)", r, comm.timeout);

@@ -26,6 +26,7 @@
 //
 // Only longer circles, over three ranks, are left to the timeout. Nothing runs in the background: every
 // call into comm pushes all lines on.
+#include <math.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -381,11 +382,12 @@ void look_after_all(void) {
 
 // What a rank does between two looks, after so many seconds of waiting. A short wait is a few cache lines
 // long; who waits longer lets others run. Where ranks share cores MPI yields at every look, but all that
-// wait take turns at that, and each turn is a switch: who waits long sleeps, for an eighth of what it has
-// waited. Returns whether it has slept.
+// wait take turns at that, and each turn is a switch: who waits without a limit, while another rank computes
+// alone, sleeps for an eighth of what it has waited. (In a step it must not: a long message comes in parts,
+// each of which has to be taken.) Returns whether it has slept.
 bool wait_rest(double seconds) {
     const double patience = 2e-3, longest = 2e-3;
-    if (comm.crowded && seconds > patience)
+    if (comm.crowded && isinf(comm.timeout) && seconds > patience)
         return usleep((useconds_t)(1e6 * (seconds / 8 < longest ? seconds / 8 : longest))) == 0;
     if (seconds > 1e-3) sched_yield();
     return false;
@@ -394,7 +396,7 @@ bool wait_rest(double seconds) {
 // One turn of a loop that waits since `began`; returns whether it has slept.
 static bool wait_turn(double began, int64_t turn, bool slept) {
     lines_push();
-    if (!slept && turn % 16) return false;
+    if (!slept && turn % 64) return false;
     double seconds = wall_seconds() - began;
     slept = wait_rest(seconds);
     if (turn % (slept ? 64 : 4096)) return slept;
