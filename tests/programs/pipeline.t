@@ -74,6 +74,7 @@ exactly "1f1b, p 4, m 16" one_f_one_b --grad-acc 16 $quick
 exactly "1f1b, p 8, m 7, ends without a layer" one_f_one_b --ranks 8 --grad-acc 7 \
     --stage-layers 0,2,1,1,1,1,1,0 $quick
 exactly "interleaved, p 1, v 3" interleaved --ranks 1 --chunks 3 --grad-acc 2 $quick
+exactly "interleaved, p 2, v 1, m 3" interleaved --ranks 2 --chunks 1 --grad-acc 3 $quick
 exactly "interleaved, p 2, v 3, m 4" interleaved --ranks 2 --chunks 3 --grad-acc 4 $quick
 exactly "interleaved, p 3, v 2, m 4, which 3 does not divide" interleaved --ranks 3 --grad-acc 4 $quick
 exactly "zb_h1, p 2, m 2" zero_bubble --ranks 2 --grad-acc 2 $quick
