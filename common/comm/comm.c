@@ -299,7 +299,6 @@ void comm_start(int argc, char **argv, int natural) {
               control_launch(argc, argv, ranks));
     }
     control_start(&comm.rank, &comm.ranks, comm.timeout);
-    comm.crowded = control_crowded();
     base_set_rank(comm.rank, comm.ranks, end_all);
     CHECK(wanted == 0 || (int)wanted == comm.ranks,
           "--ranks %d, but mpirun has started %d: leave --ranks out, or start as many", (int)wanted,
@@ -334,14 +333,13 @@ int comm_finish(int status) {
     comm.peer[comm.rank].ended_status = status;
     double began = wall_seconds();
     int worst = 0;
-    bool slept = false;
     for (int r = 0, turn = 1; r < comm.ranks; r += comm.peer[r].ended) {
-        int dead = ++turn % (slept ? 64 : 4096) == 0 ? find_dead() : -1;
+        int dead = ++turn % 4096 == 0 ? find_dead() : -1;
         notices_take();  // what a process sent before it ended has come now
         for (int line = 0; line < COMM_LINES; line++)
             if (comm.peer[r].inbox[line].count)
                 notice_mismatch(comm.rank, &mine, r, &comm.peer[r].inbox[line].notice[0], "");
-        if (slept || turn % 64 == 0) slept = wait_rest(wall_seconds() - began);
+        if (turn % 64 == 0) sched_yield();
         CHECK(dead < 0 || comm.peer[dead].ended, "rank %d has died; all ranks end", dead);
         CHECK(wall_seconds() - began < comm.timeout,
               "comm_finish: rank %d has not come in %.3g s (--timeout)", r, comm.timeout);

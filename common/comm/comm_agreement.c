@@ -26,11 +26,9 @@
 //
 // Only longer circles, over three ranks, are left to the timeout. Nothing runs in the background: every
 // call into comm pushes all lines on.
-#include <math.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "comm_inside.h"
 #include "tensor/clock.h"
@@ -380,29 +378,17 @@ void look_after_all(void) {
           seconds);
 }
 
-// What a rank does between two looks, after so many seconds of waiting. A short wait is a few cache lines
-// long; who waits longer lets others run. Where ranks share cores MPI yields at every look, but all that
-// wait take turns at that, and each turn is a switch: who waits without a limit, while another rank computes
-// alone, sleeps for an eighth of what it has waited. (In a step it must not: a long message comes in parts,
-// each of which has to be taken.) Returns whether it has slept.
-bool wait_rest(double seconds) {
-    const double patience = 2e-3, longest = 2e-3;
-    if (comm.crowded && isinf(comm.timeout) && seconds > patience)
-        return usleep((useconds_t)(1e6 * (seconds / 8 < longest ? seconds / 8 : longest))) == 0;
-    if (seconds > 1e-3) sched_yield();
-    return false;
-}
-
-// One turn of a loop that waits since `began`; returns whether it has slept.
-static bool wait_turn(double began, int64_t turn, bool slept) {
+// One turn of a loop that waits since `began`.
+static void wait_turn(double began, int64_t turn) {
     lines_push();
-    if (!slept && turn % 64) return false;
+    if (turn % 64) return;
     double seconds = wall_seconds() - began;
-    slept = wait_rest(seconds);
-    if (turn % (slept ? 64 : 4096)) return slept;
+    // A short wait is a few cache lines long; who waits longer lets others run. (With more ranks than cores
+    // MPI yields at every turn.)
+    if (seconds > 1e-3) sched_yield();
+    if (turn % 4096) return;
     if (seconds > comm.timeout) deadlock(seconds);
     look_after_all();
-    return slept;
 }
 
 void request_await(Request *r) {
@@ -410,8 +396,7 @@ void request_await(Request *r) {
     comm.waiting = r;
     device_open();  // once, not at each of many thousand turns
     lines_push();
-    bool slept = false;
-    for (int64_t turn = 1; !r->done; turn++) slept = wait_turn(began, turn, slept);
+    for (int64_t turn = 1; !r->done; turn++) wait_turn(began, turn);
     device_close();
     comm.waiting = NULL;
     r->waited = wall_seconds();

@@ -63,7 +63,6 @@ extern struct Comm {
     double timeout;
     bool check, check_given;
     bool for_all;  // comm_stand_for_all
-    bool crowded;  // control_crowded
     Identity *identity;  // of each rank
     Peer *peer;          // each rank
     Group *group;        // all that were made, by handle - 1
@@ -112,7 +111,6 @@ void line_append(Request *r);
 void lines_push(void);
 // Ends all if a rank or what moves the bytes has failed.
 void look_after_all(void);
-bool wait_rest(double seconds);
 // Returns when the request is done.
 void request_await(Request *r);
 

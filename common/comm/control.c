@@ -135,8 +135,6 @@ void control_start(int *rank, int *ranks, double timeout) {
     state.notice_request = MPI_REQUEST_NULL;
 }
 
-bool control_crowded(void) { return environment_int("OMPI_MCA_mpi_yield_when_idle") != 0; }
-
 void control_share(const void *mine, void *all, size_t bytes) {
     MPI_Allgather(mine, (int)bytes, MPI_BYTE, all, (int)bytes, MPI_BYTE, MPI_COMM_WORLD);
 }

@@ -51,8 +51,6 @@ const char *control_launch(int argc, char **argv, int ranks);
 // control_met.
 void control_start(int *rank, int *ranks, double timeout);
 void control_met(void);
-// Whether ranks share cores, with each other or with other programs (OMPI_MCA_mpi_yield_when_idle).
-bool control_crowded(void);
 // Fatal where the memory that so many ranks of this machine share does not take so many bytes more.
 void control_check_shared(double bytes, int ranks);
 // Bytes of each rank (all of one size) into all[rank]. Only for the start: it waits.
