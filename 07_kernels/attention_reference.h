@@ -258,6 +258,19 @@ void flash_tables(const KernelsOptions *options, Heads shape, int d, int passes,
     }
 }
 
+// The same of a program that has 16 bits alone: a row for each of the two types.
+static inline void flash_tables_16(const KernelsOptions *options, const Heads &shape, int d, int passes,
+                                   void (*bf16)(const char *name, const Heads &at_size),
+                                   void (*fp16)(const char *name, const Heads &at_size)) {
+    flash_tables(
+        options, shape, d, passes,
+        [&](const Heads &at_size) {
+            bf16(at_size.causal ? "bf16, causal" : "bf16", at_size);
+            fp16(at_size.causal ? "fp16, causal" : "fp16", at_size);
+        },
+        16);
+}
+
 // The last lines of attention in 16 bits: what it moves and computes for a score, and the table's first row
 // beside the least that f32 takes. work: without a mask.
 static inline int tensor_verdict(const KernelsOptions *options, const Heads &shape, int d, int passes,

@@ -260,13 +260,7 @@ static void row(const char *name, const Heads &at_size) {
 
 template <int D>
 static void show(const KernelsOptions *options, const Heads &shape) {
-    flash_tables(
-        options, shape, D, 1,
-        [](const Heads &shape) {
-            row<__nv_bfloat16, D>(shape.causal ? "bf16, causal" : "bf16", shape);
-            row<__half, D>(shape.causal ? "fp16, causal" : "fp16", shape);
-        },
-        16);
+    flash_tables_16(options, shape, D, 1, row<__nv_bfloat16, D>, row<__half, D>);
 }
 
 int main(int argc, char **argv) {

@@ -255,7 +255,7 @@ int main(int argc, char **argv) {
                                       "FlashAttention-3 by TMA and wgmma, forward, in 16 bits.\n"
                                       "  flash_attention_3 --head-size 64",
                                       QUERIES, &options, &head);
-    flash_hopper_check(&options, "flash_attention_3");
+    need_hopper(&options, "flash_attention_3");
     if (head == 128) show<128>(&options, shape);
     else show<64>(&options, shape);
     const Work work = formula(PING_PONG, shape, head);

@@ -374,13 +374,7 @@ static void row(const char *name, const Heads &at_size) {
 
 template <int D>
 static void show(const KernelsOptions *options, const Heads &shape) {
-    flash_tables(
-        options, shape, D, 2,
-        [](const Heads &shape) {
-            row<__nv_bfloat16, D>(shape.causal ? "bf16, causal" : "bf16", shape);
-            row<__half, D>(shape.causal ? "fp16, causal" : "fp16", shape);
-        },
-        16);
+    flash_tables_16(options, shape, D, 2, row<__nv_bfloat16, D>, row<__half, D>);
 }
 
 int main(int argc, char **argv) {
@@ -391,7 +385,7 @@ int main(int argc, char **argv) {
                                       "FlashAttention-3 by TMA and wgmma, backward, in 16 bits.\n"
                                       "  flash_attention_3_backward --head-size 64",
                                       KEYS, &options, &head);
-    flash_hopper_check(&options, "flash_attention_3_backward");
+    need_hopper(&options, "flash_attention_3_backward");
     if (head == 128) show<128>(&options, shape);
     else show<64>(&options, shape);
     return hopper_backward_verdict(shape, head);

@@ -308,7 +308,7 @@ int main(int argc, char **argv) {
                                       "FlashAttention-3, forward, on codes of 8 bits with a scale a tile.\n"
                                       "  flash_attention_3_fp8 --size 8192",
                                       QUERIES, &options, &head);
-    flash_hopper_check(&options, "flash_attention_3_fp8");
+    need_hopper(&options, "flash_attention_3_fp8");
     CHECK(head == D, "--head-size 64: a row of codes is a row of a tile, and has 128");
     table_of_codes(&options, shape);
     flash_tables(&options, shape, D, 1, row, 8);

@@ -44,13 +44,4 @@ __device__ static inline void store_by_tile(T *out, char *tile, const float (&su
     store_chunks<D>(out, tile, rows, stride);
 }
 
-// Of the host: the program `name` has a GPU with these instructions.
-static inline void flash_hopper_check(const KernelsOptions *options, const char *name) {
-    CHECK(options->gpu == 1, "--gpu a100 has neither TMA nor wgmma, of which %s is made: h100 has them",
-          name);
-    cudaDeviceProp device;
-    CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
-    CHECK(device.major == 9, "%s needs TMA and wgmma: an H100 or H200, not this %s", name, device.name);
-}
-
 #endif

@@ -210,9 +210,6 @@ static int64_t pitch_of(int64_t n) { return (n + 7) / 8 * 8; }
 static int multiprocessors(void) {
     cudaDeviceProp device;
     CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
-    CHECK(device.major == 9,
-          "hopper needs TMA and wgmma of compute capability 9.0 (H100, H200), which this %s of %d.%d lacks",
-          device.name, device.major, device.minor);
     return device.multiProcessorCount;
 }
 
@@ -326,8 +323,7 @@ int main(int argc, char **argv) {
                   "A matrix multiply by TMA and wgmma, whose warps have roles.\n"
                   "  hopper --size 8192",
                   table, sizeof table / sizeof *table);
-    CHECK(options.gpu == 1, "--gpu a100 has neither TMA nor wgmma, of which hopper is made: h100 has them");
-    multiprocessors();
+    need_hopper(&options, "hopper");
     n -= n % N;
     char *size = format_text("C = A B of %lld x %lld matrices, 16 bits", (long long)n, (long long)n);
     const double square = (double)n * (double)n, flops = 2 * square * (double)n;

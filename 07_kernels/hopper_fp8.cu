@@ -215,25 +215,25 @@ struct Operands {
     bool add;
 };
 
-static int attribute(cudaDeviceAttr what) {
-    int device, value;
+static int multiprocessors(void) {
+    int device, count;
     CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&value, what, device));
-    return value;
+    CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
 }
 
 // k a multiple of 16, as TMA needs it; a, b begin at multiples of 16 bytes.
 template <Version VERSION, class T>
 static void launch_on(cudaStream_t stream, T *c, const Operands &in, int64_t m, int64_t n, int64_t k) {
-    const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
     const int row_pieces = (int)((m + M - 1) / M), pieces = row_pieces * (int)((n + N - 1) / N);
+    const int most = multiprocessors();
     const Problem p = {(int)m,     (int)n,    (int)((k + K - 1) / K), row_pieces, pieces, in.add,
                        in.scale_a, in.scale_b};
     const TensorMap a = tensor_map(in.a, m, k, k, M), b = tensor_map(in.b, n, k, k, N);
     void (*kernel)(T *, TensorMap, TensorMap, Problem) = matmul<VERSION, T>;
     CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)SHARED_BYTES));
-    LAUNCH(kernel, pieces < multiprocessors ? pieces : multiprocessors, (int)THREADS, (size_t)SHARED_BYTES,
+    LAUNCH(kernel, pieces < most ? pieces : most, (int)THREADS, (size_t)SHARED_BYTES,
            stream, c, a, b, p);
 }
 
@@ -268,7 +268,7 @@ static Work formula(int version, const Size &size) {
     w.shared_passes = all * (M + N + CONSUMERS * K / 32 * (GROUP_ROWS + N) / 4);
     w.store_requests = pieces * sums, w.store_sectors = 8 * w.store_requests;
     w.tensor_8_flops = 2 * m * n * k;
-    w.barriers = fmin(pieces, attribute(cudaDevAttrMultiProcessorCount));
+    w.barriers = fmin(pieces, multiprocessors());
     if (version <= PROMOTED) {  // two numbers; once a product of both with all sums
         w.load_requests += pieces * warps * 2, w.load_sectors += pieces * warps * 2;
         w.memory_sectors += 2;
@@ -379,10 +379,7 @@ int main(int argc, char **argv) {
                   "A multiply of 8-bit codes by TMA and wgmma, whose sums are promoted and scaled.\n"
                   "  hopper_fp8 --size 8192",
                   table, sizeof table / sizeof *table);
-    CHECK(options.gpu == 1,
-          "--gpu a100 has neither TMA nor wgmma, of which hopper_fp8 is made: h100 has them");
-    CHECK(attribute(cudaDevAttrComputeCapabilityMajor) == 9,
-          "hopper_fp8 needs TMA and wgmma of compute capability 9.0 (H100, H200), which this GPU lacks");
+    need_hopper(&options, "hopper_fp8");
     n -= n % (8 * K);
     char *size = format_text("C = A B^T of %lld x %lld matrices, e4m3", (long long)n, (long long)n);
     const double square = (double)n * (double)n;

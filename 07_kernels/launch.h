@@ -171,4 +171,15 @@ void show_version(const KernelVersion &version, const Proof &proof, const Size &
                     proof.bound);
 }
 
+// The program `name` is of instructions that an H100 was the first to have.
+static inline void need_hopper(const KernelsOptions *options, const char *name) {
+    CHECK(options->gpu == 1, "--gpu a100 has neither TMA nor wgmma, of which %s is made: h100 has them",
+          name);
+    cudaDeviceProp device;
+    CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
+    CHECK(device.major == 9,
+          "%s needs TMA and wgmma of compute capability 9.0 (H100, H200), which this %s of %d.%d lacks",
+          name, device.name, device.major, device.minor);
+}
+
 #endif

@@ -22,7 +22,8 @@ typedef struct Ended {
 // Runs `act` in a process of its own. A child of fork has no threads but one: what computes in it must not
 // have been computing with several before.
 static inline Ended run_apart(void (*act)(void *context), const void *context) {
-    Ended ended = {0};
+    Ended ended;
+    memset(&ended, 0, sizeof ended);
     int ends[2];
     assert_int_equal(pipe(ends), 0);
     fflush(NULL);

@@ -3,10 +3,8 @@
 #ifndef FOUND_H
 #define FOUND_H
 
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include "cuda/gpu.h"
+#include "fatal.h"
 
 // ---- a child that runs one case ----
 
@@ -14,25 +12,10 @@ typedef void Case(void);
 
 // The exit status; what it wrote on stderr goes into `text`.
 static int run_child(Case *run, char *text, size_t size) {
-    int ends[2];
-    assert_int_equal(pipe(ends), 0);
-    fflush(NULL);
-    pid_t child = fork();
-    assert_true(child >= 0);
-    if (child == 0) {
-        dup2(ends[1], STDERR_FILENO);
-        run();
-        _exit(0);
-    }
-    close(ends[1]);
-    size_t length = 0;
-    ssize_t n;
-    while ((n = read(ends[0], text + length, size - 1 - length)) > 0) length += (size_t)n;
-    text[length] = '\0';
-    close(ends[0]);
-    int status;
-    waitpid(child, &status, 0);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+    const Call call = {run};
+    const Ended ended = run_apart(call_function, &call);
+    snprintf(text, size, "%s", ended.said);
+    return WIFEXITED(ended.status) ? WEXITSTATUS(ended.status) : 128 + WTERMSIG(ended.status);
 }
 
 // Ends with the sentence, which has these parts.
