@@ -156,7 +156,8 @@ void price_all_gather_coded(Price *price, double calls, int64_t own, DType dtype
                             Group group);
 void price_reduce_scatter(Price *price, double calls, int64_t elements, int64_t own, DType dtype,
                           Group group);
-void price_sent(Price *price, const char *call, double calls, double bytes);  // any other
+// any other
+void price_sent(Price *price, const char *call, double calls, double bytes, Group group);
 // What is left on this rank of all that is split so: numerator of denominator equal parts.
 void price_scale_kept(Price *price, Split split, double numerator, double denominator);
 

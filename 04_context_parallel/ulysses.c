@@ -213,7 +213,8 @@ static void price(Price *price, const Model *m, const void *context) {
     price_sent(price, "all_to_all", b * (4 * forwards + 8 * backwards),
                forwards * d * e * (out * (heads + 2 * kv) + back * heads) +
                    backwards * (out * (d * e * (2 * heads + 2 * kv) + heads * (double)dtype_size(sum)) +
-                                back * d * (heads * e + 2 * kv * (copies ? (double)dtype_size(sum) : e))));
+                                back * d * (heads * e + 2 * kv * (copies ? (double)dtype_size(sum) : e))),
+               c->cp);
     context_price_kept(price, m, c);
     // lse: of all tokens for this rank's heads, not of all heads for its tokens.
     for (int i = 0; i < price->block_rows; i++)

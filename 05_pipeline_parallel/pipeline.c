@@ -345,8 +345,8 @@ static void price(Price *price, const Model *m, const void *context) {
         sends += p->message[i].from == rank;
     }
     price_sent(price, "transfers", calls,
-               sends * (double)(rows * c->hidden) * (double)dtype_size(m->params.recipe.weight));
-    if (m->mesh.pp.size > 1) price_all_reduce(price, 1, 1, F64, m->mesh.pp);
+               sends * (double)(rows * c->hidden) * (double)dtype_size(m->params.recipe.weight), m->mesh.pp);
+    price_all_reduce(price, 1, 1, F64, m->mesh.pp);
 }
 
 const Option pipeline_options[PIPELINE_OPTIONS] = {

@@ -208,6 +208,10 @@ dump dual --schedule dualpipe --stages 2 --micro-batches 4
 dump split --schedule one_f_one_b --split --stages 2 --micro-batches 4
 loads="--ranks 2 --grad-acc 4 $quick --load"
 exactly "loaded: interleaved, breadth-first" one_f_one_b $loads "$work/wide.txt"
+if wanted "loaded: interleaved, breadth-first, on the clock"; then
+    grep -q '^interleaved on 2 ranks, 4 micro-batches' "$out" && grep -q '^  most passes held .* 7 .* 7 ' "$out"
+    report $? "loaded: interleaved, breadth-first, on the clock"
+fi
 exactly "loaded: 1F1B with B and W apart" afab $loads "$work/split.txt"
 nearly "loaded: dualpipe" one_f_one_b $loads "$work/dual.txt"
 sed 's/BW0.0.0/BX0.0.0/' "$work/wide.txt" >"$work/bad.txt"
