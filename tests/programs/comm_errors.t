@@ -61,6 +61,7 @@ waits() {  # waits SCENARIO LINES PATTERN
     report $? "$1: $(tail -n 1 "$err")"
 }
 waits late 3 'waits in barrier\(\), its call 1, in group world, for rank 2'
+waits late-busy 3 'waits in barrier\(\), its call 1, in group world, for rank 2'
 waits circle 4 'waits in send\(1024 f32 to rank .\), its call 1, in group world, for rank .'
 
 if wanted status; then
