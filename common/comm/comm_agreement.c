@@ -368,6 +368,16 @@ static void deadlock(double seconds) {
     fatal("%s, for %.3g s (--timeout)", text, seconds);
 }
 
+// A turn of a loop that waits takes a microsecond or, where many processes share a core, many milliseconds:
+// so what costs system calls is due by the clock, and not by the number of turns.
+bool look_is_due(double now) {
+    static const double EVERY = 0.02;  // seconds
+    static double next;
+    bool due = now >= next;
+    if (due) next = now + EVERY;
+    return due;
+}
+
 void look_after_all(void) {
     int dead = comm.alone ? -1 : find_dead();
     CHECK(dead < 0, "rank %d has died; all ranks end", dead);
@@ -382,11 +392,11 @@ void look_after_all(void) {
 static void wait_turn(double began, int64_t turn) {
     lines_push();
     if (turn % 64) return;
-    double seconds = wall_seconds() - began;
+    double now = wall_seconds(), seconds = now - began;
     // A short wait is a few cache lines long; who waits longer lets others run. (With more ranks than cores
     // MPI yields at every turn.)
     if (seconds > 1e-3) sched_yield();
-    if (turn % 4096) return;
+    if (!look_is_due(now)) return;
     if (seconds > comm.timeout) deadlock(seconds);
     look_after_all();
 }

@@ -109,6 +109,8 @@ void notices_take(void);
 void line_append(Request *r);
 // Everything on as far as it goes without waiting.
 void lines_push(void);
+// Whether the time has come to look_after_all again.
+bool look_is_due(double now);
 // Ends all if a rank or what moves the bytes has failed.
 void look_after_all(void);
 // Returns when the request is done.

@@ -255,12 +255,12 @@ static void a_rank_has_no_whole_weight_while_it_saves_and_resumes(void) {
     double before = most_memory();
     checkpoint_save(dir, &model.config, &model.params, NULL, (Progress){0});
     double saving = most_memory() - before;
-    if (!(saving < 0.9 * whole)) note("saving takes %.0f bytes beside the weights", saving);
+    if (!(saving < 0.6 * whole)) note("saving takes %.0f bytes beside the weights", saving);
     op_fill(model.params.own_values, 0);
     before = most_memory();
     checkpoint_load_weights(saved, &model.params);
     double resuming = most_memory() - before;
-    if (!(resuming < 0.9 * whole)) note("resuming takes %.0f bytes beside the weights", resuming);
+    if (!(resuming < 0.6 * whole)) note("resuming takes %.0f bytes beside the weights", resuming);
     if (op_sum_squares(model.params.own_values) != (double)tensor_count(model.params.own_values))
         note("the weights are not those that were saved");
     params_free(&model.params);
