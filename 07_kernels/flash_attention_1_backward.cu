@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad,
 #pragma unroll
                 for (int i = 0; i < EACH; i++) {
                     const int64_t row = query0 + thread_y() + i * SIDE;
-                    const float sum =
-                        row < end ? log_sum_of<Shape>(lse[row]) : INFINITY;  // no weight beyond the end
+                    // no weight beyond the end
+                    const float sum = row < end ? log_sum_of<Shape>(lse[row]) : INFINITY;
 #pragma unroll
                     for (int j = 0; j < EACH; j++) {
                         p[i][j] = expf(p[i][j] - sum);
