@@ -21,8 +21,7 @@ endif
 ifneq ($(OPS),cpu)
 LINK := $(CXX)
 cuda_sources := common/cuda/device_cuda.cu common/cuda/gemm_cublaslt.cu \
-                $(sort $(wildcard common/cuda/ops_cuda*.cu)) 07_kernels/book_kernels.cu \
-                07_kernels/book_codes.cu
+                $(sort $(wildcard common/cuda/ops_cuda*.cu 07_kernels/book_*.cu))
 endif
 # Where the objects of *.cu lie: builds that differ elsewhere may share them, since nvcc takes long.
 KERNELS ?= $(BUILD)/lib
@@ -62,8 +61,7 @@ compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon -I. $(call in
 cc_tests     := $(sort $(wildcard tests/unit/test_ops_cuda*.cc))
 # Flags of a test that compiles and does not run: NVCC_SAYS for all, NVCC_BACK_END for what OPS=cuda needs,
 # NVCC_OPT for the host's code.
-$(KERNELS)/common/%.o $(KERNELS)/07_kernels/book_kernels.cu.o \
-    $(KERNELS)/07_kernels/book_codes.cu.o: private compile_cu += $(NVCC_BACK_END)
+$(KERNELS)/common/%.o $(KERNELS)/07_kernels/book_%.cu.o: private compile_cu += $(NVCC_BACK_END)
 endif
 
 ifneq ($(OPS),cuda)
