@@ -87,6 +87,10 @@ fi
 PATH=/nonexistent "$comm" >"$out" 2>"$err"
 [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q '4 ranks need mpirun.*openmpi-bin' "$err"
 report $? "without mpirun: $(cat "$err")"
+mkdir "$work/bin" && printf '#!/bin/sh\nexit 1\n' >"$work/bin/mpirun" && chmod +x "$work/bin/mpirun"
+PATH=$work/bin:$PATH run "$comm"
+one_line $? -F 'mpirun has ended with status 1, and no rank has said why'
+report $? "an mpirun that fails by itself has no verdict: $(cat "$err")"
 PATH=/nonexistent "$comm" --ranks 1 'a_ring*' >"$out" 2>"$err"
 report $? "one rank needs no mpirun"
 run "$comm" --ranks 2.5
