@@ -62,6 +62,11 @@ waits() {  # waits SCENARIO LINES PATTERN
 }
 waits late 3 'waits in barrier\(\), its call 1, in group world, for rank 2'
 waits late-busy 3 'waits in barrier\(\), its call 1, in group world, for rank 2'
+if wanted late-starved; then
+    OMPI_MCA_mpi_yield_when_idle=1 run "$comm" --scenario late-starved --timeout 4
+    [ $? = 0 ] && [ ! -s "$err" ]
+    report $? "late-starved: who had no core to look has not waited in vain"
+fi
 waits circle 4 'waits in send\(1024 f32 to rank .\), its call 1, in group world, for rank .'
 
 if wanted status; then
