@@ -4,7 +4,7 @@
 // Against flash_attention_3.cu: tensor cores multiply twice as many in a clock, and Q, K and V take half of
 // the bytes. A kernel before encodes them, x = scale * code, for each tile of 128 rows of a head. Scales of
 // Q and K go into softmax's, and the scale of V into the factor that O takes between tiles: no more work.
-// Heads are of 128, a row of a tile. Two things are as the paper says:
+// Two things are as the paper says:
 //
 //   - Operands of 8 bits must have their k in rows. V has the columns of O there, so two warps beside the
 //     producer transpose each tile in shared memory: ldmatrix gives a lane two keys of two columns, twice,
@@ -17,6 +17,9 @@
 //     transposers            V0 -> V0'        V1 -> V1'        two more tiles
 //     consumers         Q K0'          Q K1', P0 V0'           in turns
 //
+// Heads of 64 would leave half of each line of 128 bytes empty: two rows share one (flash_codes.h). wgmma
+// takes either half of the lines as it takes them whole, and the scores of a tile are two products.
+//
 // P is 2^8 exp(S - max), so that e4m3 keeps its small numbers longer. Of a sum, which O is over all tiles,
 // Hopper keeps 14 bits (chapter 08): with 4096 keys O is cut off 128 times, less than P's rounding takes.
 //
@@ -25,7 +28,7 @@
 // scores, cut off four times, are off by up to d = 2^-11 sum|q k|; O, for n keys, by c = 2^-13 n / 32 of
 // itself. So a row's error is about
 //     sqrt(sum over columns of (O c)^2 + sum over keys of (P V)^2 (e^2 / 3 + d^2)), and may be twice it.
-// Run: build/07_kernels/flash_attention_3_fp8           (--size 8192, --verbose)
+// Run: build/07_kernels/flash_attention_3_fp8           (--head-size 64, --size 8192, --verbose)
 // Last line: PASS flash_attention_3_fp8: the busiest part, shared, takes 0.57 of what products take …
 #include "flash_codes.h"
 
@@ -43,13 +46,15 @@ struct Values {
 
 // Keys 16 g to 16 g + 15 of a tile, as 16 neighbours of each row of `to`. Half of the lanes store their odd
 // column first: so a warp's words lie in different banks.
+template <int D>
 __device__ static inline void transpose_keys(char *to, const char *tile, int g) {
     const int lane = own_lane(), q = lane % 4, r = lane / 4;
 #pragma unroll 1  // who copies and transposes has few registers
     for (int chunk = 0; chunk < D / 16; chunk += 2) {
-        const int key = 16 * g + lane % 16, from = (chunk + lane / 16) ^ key % 8;
+        const int key = 16 * g + lane % 16, line = key % D;
+        const int from = (key / D * (D / 16) + chunk + lane / 16) ^ line % 8;
         uint32_t x[4];
-        ldmatrix_x4_trans(x, tile + key * TILE_ROW + from * 16);
+        ldmatrix_x4_trans(x, tile + line * TILE_ROW + from * 16);
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -61,12 +66,14 @@ __device__ static inline void transpose_keys(char *to, const char *tile, int g) 
     }
 }
 
+template <int D>
 __device__ static inline void transpose(const Shared &m, const Values &v, int part) {
     for (int i = 0; i < m.tiles; i++) {
         await(m, 2 * i + 1);
         mbarrier_wait(&v.used[i % VALUES], 1 - i / VALUES % 2);
         for (int g = part; g < KEYS / 16; g += TRANSPOSERS)
-            transpose_keys(v.tiles + i % VALUES * BOX, m.ring + (2 * i + 1) % STAGES * BOX, g);
+            transpose_keys<D>(v.tiles + i % VALUES * TILE_OF_CODES<D>,
+                              m.ring + (2 * i + 1) % STAGES * TILE_OF_CODES<D>, g);
         fence_proxy_async();
         __syncwarp();
         release(m, 2 * i + 1);
@@ -76,20 +83,29 @@ __device__ static inline void transpose(const Shared &m, const Values &v, int pa
 
 // ---- the consumers ----
 
-// s (=) the warpgroup's queries by tile i of the keys: a group of wgmma, in flight.
+// s (=) the warpgroup's queries by tile i of the keys: a group of wgmma, in flight. Where a line has two
+// rows, the warpgroup's queries are one half of the lines, and the keys of either are a product.
+template <int D>
 __device__ static inline void issue_scores(float (&s)[KEYS / 2], const Shared &m, int i) {
-    const char *q = m.q + own_group() * OWN * TILE_ROW, *k = m.ring + 2 * i % STAGES * BOX;
+    constexpr int OF_HALF = D / 2;  // of s, or, with heads of 128, all of it
+    const char *q = m.q + own_group() * (D == TILE_ROW ? OWN * TILE_ROW : D);
+    const char *k = m.ring + 2 * i % STAGES * TILE_OF_CODES<D>;
     wgmma_fence();
 #pragma unroll
-    for (int x = 0; x < D; x += DEPTH)
-        wgmma<Code, K_MAJOR, K_MAJOR>(s, wgmma_operand(q + x, 0), wgmma_operand(k + x, 0), x > 0);
+    for (int half = 0; half < TILE_ROW / D; half++)
+#pragma unroll
+        for (int x = 0; x < D; x += DEPTH)
+            wgmma<Code, K_MAJOR, K_MAJOR>(reinterpret_cast<float(&)[OF_HALF]>(s[half * OF_HALF]),
+                                          wgmma_operand(q + x, 0), wgmma_operand(k + half * D + x, 0),
+                                          x > 0);
     wgmma_commit();
 }
 
 // sum += p times tile i of the values: a group, in flight.
+template <int D>
 __device__ static inline void issue_values(float (&sum)[D / 2], const uint32_t (&p)[KEYS / DEPTH][4],
                                            const Values &v, int i) {
-    const char *tile = v.tiles + i % VALUES * BOX;
+    const char *tile = v.tiles + i % VALUES * TILE_OF_CODES<D>;
     wgmma_fence();
 #pragma unroll
     for (int x = 0; x < KEYS / DEPTH; x++)
@@ -113,6 +129,7 @@ struct Scales {
 
 // As consume_in_turns of flash_attention_3.cu: in turn i, the scores of tile i and P V of tile i - 1. sum:
 // in units of the scale of V's last tile (return).
+template <int D>
 __device__ static inline float consume(float (&sum)[D / 2], Softmax *x, const Shared &m, const Values &v,
                                        const Scales &scales, const Heads &shape) {
     float s[KEYS / 2];
@@ -121,7 +138,7 @@ __device__ static inline float consume(float (&sum)[D / 2], Softmax *x, const Sh
     float unit = scales.v[0];
     await(m, 0);
     take_turn(m, 0);
-    issue_scores(s, m, 0);
+    issue_scores<D>(s, m, 0);
     pass_turn(m);
     wgmma_wait<0>(s);
     release(m, 0);
@@ -132,8 +149,8 @@ __device__ static inline float consume(float (&sum)[D / 2], Softmax *x, const Sh
         await(m, 2 * i);
         mbarrier_wait(&v.whole[(i - 1) % VALUES], (i - 1) / VALUES % 2);
         take_turn(m, i);
-        issue_scores(s, m, i);
-        issue_values(sum, p, v, i - 1);
+        issue_scores<D>(s, m, i);
+        issue_values<D>(sum, p, v, i - 1);
         pass_turn(m);
         wgmma_wait<1>(s);
         release(m, 2 * i);
@@ -149,14 +166,19 @@ __device__ static inline float consume(float (&sum)[D / 2], Softmax *x, const Sh
     const int last = m.tiles - 1;
     mbarrier_wait(&v.whole[last % VALUES], last / VALUES % 2);
     take_turn(m, m.tiles);
-    issue_values(sum, p, v, last);
+    issue_values<D>(sum, p, v, last);
     pass_turn(m);
     wgmma_wait<0>(sum);
     return unit;
 }
 
+// Tiles of codes that queries have, and the numbers of o, of 16 bits, which take two of them at the end:
+// their own, or, where a line has queries of both warpgroups, others.
+template <int D>
+constexpr int Q_TILES = D == TILE_ROW ? 2 : 3;
+
 // Block (queries, head, sample), those with the most keys first.
-template <class T>
+template <class T, int D>
 __global__ void __launch_bounds__(BLOCK, 1)
     attention(T *o, float *lse, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
               const __grid_constant__ TensorMap v, Scales scales, Heads shape) {
@@ -181,18 +203,19 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const int key_head = head / (int)(shape.a / shape.kv), block = (int)(gridDim.x - 1 - blockIdx.x);
     const int first_query = block * QUERIES,
               last_key = shape.causal ? min(first_query + QUERIES, end) : end;
-    char *tiles = first_tile(memory);  // the queries' takes 16-bit numbers at the end
-    const Shared m = {tiles, tiles + 2 * BOX, full, empty, turn, (last_key + KEYS - 1) / KEYS};
-    const Values values = {m.ring + STAGES * BOX, whole, used};
+    char *tiles = first_tile(memory), *out = tiles + (Q_TILES<D> - 2) * TILE_OF_CODES<D>;
+    const Shared m = {tiles, tiles + Q_TILES<D> * TILE_OF_CODES<D>, full, empty,
+                      turn,  (last_key + KEYS - 1) / KEYS};
+    const Values values = {m.ring + STAGES * TILE_OF_CODES<D>, whole, used};
     const int of_keys = (sample * (int)shape.kv + key_head) * (int)gridDim.x;
     if (own_group() == GROUPS) {
         registers_give<40>();
         if (threadIdx.x == GROUPS * WARPGROUP) {
-            copy_tile<1>(m.q, &q, sample, first_query, head * D, &q_full);
-            produce<1>(m, &k, &v, sample, key_head * D);
+            copy_tile<1, D>(m.q, &q, sample, block * D, head * TILE_ROW, &q_full);
+            produce<1, D>(m, &k, &v, sample, key_head * TILE_ROW);
         }
         const int part = own_warp() - GROUPS * 4 - 1;
-        if (part >= 0 && part < TRANSPOSERS) transpose(m, values, part);
+        if (part >= 0 && part < TRANSPOSERS) transpose<D>(m, values, part);
     } else {
         registers_take<232>();
         const float of_q = scales.q[(sample * shape.a + head) * gridDim.x + block];
@@ -204,70 +227,75 @@ __global__ void __launch_bounds__(BLOCK, 1)
                      first_query + own_warp() * 16};
         float sum[D / 2] = {};
         mbarrier_wait(&q_full, 0);
-        const float unit = consume(sum, &x, m, values, own, shape);
+        const float unit = consume<D>(sum, &x, m, values, own, shape);
         named_barrier(1 + own_group(), WARPGROUP);  // nobody needs its queries any more
         const int64_t stride = shape.a * D;
-        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end, m.q,
-                  sum, x, unit, end, stride);
+        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end, out, sum, x,
+                  unit, end, stride);
     }
 }
 
 // ---- host code ----
 
-constexpr int64_t SHARED_BYTES = (2 + STAGES + VALUES) * (int64_t)BOX + TILE_ALIGNMENT;
+template <int D>
+constexpr int64_t SHARED_BYTES =
+    (Q_TILES<D> + STAGES + VALUES) * (int64_t)TILE_OF_CODES<D> + TILE_ALIGNMENT;
 
 #ifndef NO_MAIN
 #include "flash_codes_reference.h"
 
-template <class T>
-static void attend(T *o, float *lse, const Operands8 &in, const Heads &n) {
+template <class T, int D>
+static void attend(T *o, float *lse, const Operands8<D> &in, const Heads &n) {
     if (n.s == 0) return;
-    const auto map = [&](const Coded &x) {
-        return tensor_map(x.codes.at, n.s, x.heads * D, x.heads * D, ROWS, n.b);
+    const auto kernel = attention<T, D>;
+    const int64_t lines = lines_of_rows<D>(n.s), bytes = SHARED_BYTES<D>;
+    const auto map = [&](const Coded<D> &x) {
+        return tensor_map(x.codes.at, lines, x.heads * TILE_ROW, x.heads * TILE_ROW, D, n.b);
     };
     const dim3 grid((unsigned)tiles_of_rows(n.s), (unsigned)n.a, (unsigned)n.b);
-    CUDA_CHECK(
-        cudaFuncSetAttribute(attention<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)SHARED_BYTES));
-    LAUNCH(attention<T>, grid, BLOCK, (size_t)SHARED_BYTES, 0, o, lse, map(in.q), map(in.k), map(in.v),
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, o, lse, map(in.q), map(in.k), map(in.v),
            Scales{in.q.scales.at, in.k.scales.at, in.v.scales.at}, n);
 }
 
 // ---- the table ----
 
 // s a multiple of 128.
-static Work formula(const Heads &shape) {
+static Work formula(const Heads &shape, double d) {
     const double heads = (double)(shape.b * shape.a), n = (double)shape.s / QUERIES, blocks = heads * n;
     const double pairs = heads * (shape.causal ? (n * n + n) / 2 : n * n), again = pairs - blocks;
-    const double boxes = blocks + 2 * pairs, warps = QUERIES / 16, scores = 16 * KEYS / 32;
+    const double tiles = blocks + 2 * pairs, warps = QUERIES / 16, scores = 16 * KEYS / 32;
+    const double products = TILE_ROW / d;                // that a tile's scores are
     const double scales = warps * (blocks + 2 * pairs);  // of Q; K and V
     const double tokens = (double)(shape.b * shape.s), groups = (double)(shape.b * shape.kv);
     Work w = {};
-    w.load_requests = boxes + scales, w.load_sectors = boxes * BOX / 32 + scales;
-    w.store_requests = blocks * warps * (D / 16 + 2), w.store_sectors = blocks * warps * (D + 2);
+    w.load_requests = tiles + scales, w.load_sectors = tiles * d * TILE_ROW / 32 + scales;
+    w.store_requests = blocks * warps * (d / 16 + 2), w.store_sectors = blocks * warps * (d + 2);
     // codes, and o in 16 bits; lse; scales
-    w.memory_sectors = tokens * D / 32 * (double)(3 * shape.a + 2 * shape.kv) +
+    w.memory_sectors = tokens * d / 32 * (double)(3 * shape.a + 2 * shape.kv) +
                        tokens * (double)shape.a / 8 + ceil(blocks / 8) + 2 * ceil(groups * n / 8);
     // TMA; V transposed; Q and K; V'; o, which is stored in words and read in chunks
-    w.shared_passes = boxes * ROWS + pairs * 2 * BOX / 128 +
-                      pairs * GROUPS * (D / DEPTH * (OWN + KEYS) / 4 + KEYS / DEPTH * D / 4) +
-                      blocks * warps * D / 2;
+    w.shared_passes = tiles * d + pairs * 2 * d +
+                      pairs * GROUPS * (d / DEPTH * (products * OWN + KEYS) / 4 + KEYS / DEPTH * d / 4) +
+                      blocks * warps * d / 2;
     // maximum, scale and sum of scores; c; of each row. V's scale; O. c; at the end: sum, lse, o
-    w.flops = 32 * warps * (pairs * (4 * scores + 14 + 1) + again * (2 + D / 2) + blocks * (5 + D / 2 + 2));
+    w.flops = 32 * warps * (pairs * (4 * scores + 14 + 1) + again * (2 + d / 2) + blocks * (5 + d / 2 + 2));
     w.flop_instructions =
-        warps * (pairs * (3 * scores + 12 + 1) + again * (2 + D / 2) + blocks * (6 + D / 2 + 2));
+        warps * (pairs * (3 * scores + 12 + 1) + again * (2 + d / 2) + blocks * (6 + d / 2 + 2));
     w.special_instructions = warps * (pairs * (scores + 2) + again + blocks * 2 * 2);
-    w.tensor_8_flops = pairs * 4 * QUERIES * KEYS * D;
+    w.tensor_8_flops = pairs * 4 * QUERIES * KEYS * d;
     w.barriers = blocks;
     return w;
 }
 
 // Operands of random numbers, at `small` or, on a GPU, at the size of the table.
+template <int D>
 struct Room {
     typedef __nv_bfloat16 T;
     Heads small, most;
     Given<T> numbers;
     Array<T> q, k, v;
-    Operands8 coded;
+    Operands8<D> coded;
 
     explicit Room(const Heads &n)
         : small{1, 2 * QUERIES, 1, 1, n.scale, n.causal},
@@ -280,24 +308,35 @@ struct Room {
     void encode(const Heads &n) const { encode_all(coded, q.at, k.at, v.at, n); }
 };
 
+template <int D>
 static void table_of_codes(const KernelsOptions *options, const Heads &n) {
-    const Room room(n);
+    const Room<D> room(n);
     const double bytes = 3 * D * (double)(n.b * n.s * (n.a + 2 * n.kv));
     kernels_begin(options, "codes of Q, K and V", kernels_limit(options, bytes, 0, 0));
     show_version(
         KernelVersion{"from 16 bits", ENCODER, 78, ENCODER / 8}, Proof(), room.small, n,
-        [&](const Heads &size) { room.encode(size); }, formula_of_codes);
+        [&](const Heads &size) { room.encode(size); },
+        [](const Heads &size) { return formula_of_codes(size, D); });
 }
 
+template <int D>
 static void row(const Heads &n) {
-    const Room room(n);
-    Array<Room::T> o(room.q.count);
+    typedef typename Room<D>::T T;
+    const Room<D> room(n);
+    Array<T> o(room.q.count);
     Array<float> lse(room.q.count / D);
     room.encode(room.most);
     show_version(
-        KernelVersion{n.causal ? "ping-pong, causal" : "ping-pong", BLOCK, 168, SHARED_BYTES},
-        prove_codes<Room::T>(n.causal, attend<Room::T>), room.small, n,
-        [&](const Heads &size) { attend(o.at, lse.at, room.coded, size); }, formula);
+        KernelVersion{n.causal ? "ping-pong, causal" : "ping-pong", BLOCK, 168, SHARED_BYTES<D>},
+        prove_codes<T, D>(n.causal, attend<T, D>), room.small, n,
+        [&](const Heads &size) { attend(o.at, lse.at, room.coded, size); },
+        [](const Heads &size) { return formula(size, D); });
+}
+
+template <int D>
+static void show(const KernelsOptions *options, const Heads &shape) {
+    table_of_codes<D>(options, shape);
+    flash_tables(options, shape, D, 1, row<D>, 8);
 }
 
 int main(int argc, char **argv) {
@@ -306,13 +345,12 @@ int main(int argc, char **argv) {
     int head;
     const Heads shape = flash_options(argc, argv,
                                       "FlashAttention-3, forward, on codes of 8 bits with a scale a tile.\n"
-                                      "  flash_attention_3_fp8 --size 8192",
+                                      "  flash_attention_3_fp8 --head-size 64",
                                       QUERIES, &options, &head);
     need_hopper(&options, "flash_attention_3_fp8");
-    CHECK(head == D, "--head-size 64: a row of codes is a row of a tile, and has 128");
-    table_of_codes(&options, shape);
-    flash_tables(&options, shape, D, 1, row, 8);
-    const Work work = formula(shape);
+    if (head == 128) show<128>(&options, shape);
+    else show<64>(&options, shape);
+    const Work work = formula(shape, head);
     const GpuTime time = gpu_time(kernels_gpu(), &work);
     Work wide = work;
     wide.tensor_flops = work.tensor_8_flops, wide.tensor_8_flops = 0;

@@ -8,11 +8,12 @@
 
 // What the codes stand for. Each scale is its tile's largest number by that of e4m3, and each code the
 // number divided by it, rounded to nearest: the same bits.
-static std::vector<float> decoded(const Coded &x, const std::vector<float> &from, const Heads &n) {
+template <int D>
+static std::vector<float> decoded(const Coded<D> &x, const std::vector<float> &from, const Heads &n) {
     const std::vector<Code> codes = x.codes.host();
     const std::vector<float> scales = x.scales.host();
     const int64_t heads = x.heads, tiles = tiles_of_rows(n.s), stride = heads * D;
-    std::vector<float> wide(codes.size());
+    std::vector<float> wide(from.size());
     int64_t wrong = 0;
     for (int64_t unit = 0; unit < n.b * heads * tiles; unit++) {
         const int64_t tile = unit % tiles, head = unit / tiles % heads, sample = unit / tiles / heads;
@@ -24,8 +25,10 @@ static std::vector<float> decoded(const Coded &x, const std::vector<float> &from
         wrong += scales[(size_t)unit] != most / LARGEST;
         for (int64_t i = 0; i < rows * D; i++) {
             const size_t at = (size_t)(first + i / D * stride + i % D);
-            wide[at] = static_cast<float>(codes[at]) * scales[(size_t)unit];
-            wrong += static_cast<float>(codes[at]) != static_cast<float>(Code(from[at] * (LARGEST / most)));
+            const int64_t row = i / D, line = sample * lines_of_rows<D>(n.s) + tile * D + row % D;
+            const Code code = codes[(size_t)((line * heads + head) * TILE_ROW + row / D * D + i % D)];
+            wide[at] = static_cast<float>(code) * scales[(size_t)unit];
+            wrong += static_cast<float>(code) != static_cast<float>(Code(from[at] * (LARGEST / most)));
         }
     }
     report_that(wrong == 0, "%lld codes or scales are not those of e4m3", (long long)wrong);
@@ -36,8 +39,9 @@ static std::vector<float> decoded(const Coded &x, const std::vector<float> &from
 struct RowError {
     double error, bound, size, log_error, log_bound;
 };
-static RowError row_error(const Heads &n, int64_t row, const float *o, float lse, const float *q,
-                          const float *k, const float *v) {
+template <int D>
+RowError row_error(const Heads &n, int64_t row, const float *o, float lse, const float *q, const float *k,
+                   const float *v) {
     const int64_t h = row % n.a, query = row / n.a % n.s, sample = row / n.a / n.s, step = n.kv * D;
     const int64_t key_head = sample * n.s * step + h / (n.a / n.kv) * D, end = n.causal ? query + 1 : n.s;
     std::vector<double> p((size_t)end), off((size_t)end);
@@ -67,7 +71,7 @@ static RowError row_error(const Heads &n, int64_t row, const float *o, float lse
 }
 
 // Each row within its bound; the error of all, which is relative to the size of o.
-template <class T, class Attend>
+template <class T, int D, class Attend>
 Proof prove_codes(bool causal, Attend attend) {
     Proof proof;
     const struct {
@@ -81,7 +85,7 @@ Proof prove_codes(bool causal, Attend attend) {
         Array<T> d_q(q.narrow.data(), rows * D), d_k(k.narrow.data(), keys), d_v(v.narrow.data(), keys);
         Array<T> o(rows * D);
         Array<float> lse(rows);
-        const Operands8 coded(shape);
+        const Operands8<D> coded(shape);
         encode_all(coded, d_q.at, d_k.at, d_v.at, shape);
         attend(o.at, lse.at, coded, shape);
         const std::vector<float> once = made(o), logs = lse.host();
@@ -91,8 +95,8 @@ Proof prove_codes(bool causal, Attend attend) {
         int64_t wrong = 0;
         for (int64_t row = 0; row < rows; row++) {
             const int64_t at = (row / n.a / n.s * n.a + row % n.a) * n.s + row / n.a % n.s;
-            const RowError r =
-                row_error(shape, row, once.data(), logs[(size_t)at], x[0].data(), x[1].data(), x[2].data());
+            const RowError r = row_error<D>(shape, row, once.data(), logs[(size_t)at], x[0].data(),
+                                            x[1].data(), x[2].data());
             wrong += !(r.error <= r.bound && r.log_error <= r.log_bound);
             error += r.error, bound += r.bound, size += r.size;
         }

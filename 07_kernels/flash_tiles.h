@@ -8,16 +8,9 @@
 #ifndef FLASH_TILES_H
 #define FLASH_TILES_H
 
-#include "launch.h"
+#include "flash_mask.h"
 
 enum { TILE = 32, THREADS = 64, SIDE = 8, EACH = TILE / SIDE, SCORE_PITCH = TILE + 8 };
-
-// q, o (b, s, a, d); k, v (b, s, kv, d), of which query head h reads h / (a / kv); lse (b, a, s).
-struct Heads {
-    int64_t b, s, a, kv;
-    float scale;
-    int causal;
-};
 
 // Of backward; gradients have the shapes of what they are of.
 template <class T>
@@ -47,14 +40,6 @@ constexpr int64_t tile_bytes(int d, int rows, int scores) {
 
 __device__ static inline int thread_y() { return threadIdx.x % THREADS / SIDE; }
 __device__ static inline int thread_x() { return threadIdx.x % SIDE; }
-
-__device__ static inline bool sees(const Heads &shape, int64_t query, int64_t key) {
-    return key < shape.s && (!shape.causal || key <= query);
-}
-// Whether each query of a tile sees each key of another: nothing to mask.
-__device__ static inline bool sees_all(const Heads &shape, int64_t query0, int64_t key0) {
-    return sees(shape, query0, key0 + TILE - 1);
-}
 
 // ---- tiles ----
 
@@ -129,23 +114,29 @@ __device__ static inline void scores_by_rows(float (&sum)[EACH][C], const float 
 }
 
 // Scores (=) of a tile; what a query does not see is -inf.
-template <int D>
+template <int D, class Shape>
 __device__ static inline void scores_of(float (&s)[EACH][EACH], const float *tile_q, const float *tile_k,
-                                        const Heads &shape, int64_t query0, int64_t key0) {
+                                        const Shape &shape, int64_t sample, int64_t query0, int64_t key0) {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
 #pragma unroll
         for (int j = 0; j < EACH; j++) s[i][j] = 0;
     rows_by_rows<D>(s, tile_q, tile_k);
-    const bool all = sees_all(shape, query0, key0);
 #pragma unroll
     for (int i = 0; i < EACH; i++)
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            s[i][j] *= shape.scale;
-            if (!all && !sees(shape, query0 + thread_y() + i * SIDE, key0 + thread_x() + j * SIDE))
-                s[i][j] = -INFINITY;
-        }
+        for (int j = 0; j < EACH; j++) s[i][j] *= shape.scale;
+    if (tile_state<TILE, TILE>(shape, sample, query0, key0) == TILE_FULL) return;
+    decltype(query_at(shape, sample, query0)) query[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) query[i] = query_at(shape, sample, query0 + thread_y() + i * SIDE);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const auto key = key_at(shape, sample, key0 + thread_x() + j * SIDE);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (!sees(shape, query[i], key)) s[i][j] = -INFINITY;
+    }
 }
 
 __device__ static inline void store_scores(float *tile, const float (&p)[EACH][EACH]) {
@@ -188,6 +179,11 @@ __device__ static inline void pass_on(unsigned *turn) {
     __threadfence();
     atomicAdd(turn, 1u);
 }
+// The same; what the turn is now.
+__device__ static inline void leave_turn(unsigned *turn, unsigned now) {
+    __threadfence();
+    atomicExch(turn, now);
+}
 
 // ---- what the work of tiles is ----
 
@@ -209,15 +205,18 @@ static inline void add_products(Work *w, double pairs, double d) {
 static inline double words_of_forward(const Heads &shape, double d) {
     return 2 * (double)(shape.b * shape.s) * d * (double)(shape.a + shape.kv);
 }
-// Pairs of a tile of queries and one of keys: with a mask those on and below the diagonal.
-static inline double pairs_of(const Heads &shape) {
+// Pairs of a tile of queries and one of keys: with a causal mask those on and below the diagonal; by
+// tokens, where such a mask is given, those of its tiles, each 2 x 2 pairs.
+static inline double pairs_of(const Heads &shape, const AttentionMask *mask = NULL) {
+    constexpr double SPLIT = ATTENTION_TILE / TILE;
+    if (mask) return (double)(shape.a * mask->tiles) * SPLIT * SPLIT;
     const double tiles = (double)shape.s / TILE;
     return (double)(shape.b * shape.a) * (shape.causal ? tiles * (tiles + 1) / 2 : tiles * tiles);
 }
 
 // flash_attention_1.cu; s a multiple of 32.
-static inline Work work_of_flash_1(const Heads &shape, double d) {
-    const double s = (double)shape.s, heads = (double)(shape.b * shape.a), pairs = pairs_of(shape);
+static inline Work work_of_flash_1(const Heads &shape, double d, const AttentionMask *mask = NULL) {
+    const double s = (double)shape.s, heads = (double)(shape.b * shape.a), pairs = pairs_of(shape, mask);
     const double again = shape.causal || shape.s == TILE ? s - TILE : s;  // rows of o that come back
     const double first = heads * s / TILE;
     Work w = {};
@@ -238,10 +237,11 @@ static inline Work work_of_flash_1(const Heads &shape, double d) {
 }
 
 // flash_attention_1_backward.cu; s a multiple of 32.
-static inline Work work_of_flash_1_backward(const Heads &shape, double d) {
+static inline Work work_of_flash_1_backward(const Heads &shape, double d,
+                                            const AttentionMask *mask = NULL) {
     const double s = (double)shape.s, heads = (double)(shape.b * shape.a), tiles = s / TILE;
     const double key_heads = (double)(shape.b * shape.kv), scores = TILE * TILE;
-    const double pairs = pairs_of(shape);
+    const double pairs = pairs_of(shape, mask);
     const double first = heads * tiles, key_tiles = key_heads * tiles;
     const double again = shape.causal ? s - TILE : tiles > 1 ? s : 0;  // rows of dq that come back
     Work w = {};

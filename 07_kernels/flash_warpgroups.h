@@ -5,8 +5,8 @@
 
 #include "flash_hopper.h"
 
-enum { GROUPS = 2, BLOCK = (GROUPS + 1) * WARPGROUP };  // the last one produces
-enum { ROWS = 128, STAGES = 4 };                        // of a copy; of the ring
+enum { GROUPS = 2, BLOCK = (GROUPS + 1) * WARPGROUP };         // the last one produces
+enum { ROWS = 128, STAGES = 4 };                               // of a copy; of the ring
 enum { QUERIES = ROWS, OWN = QUERIES / GROUPS, KEYS = ROWS };  // of a block, a warpgroup; of a tile
 
 // What the roles of a block share; they take as many tiles of keys as of values.
@@ -18,22 +18,23 @@ struct Shared {
 
 // ---- the producer ----
 
-// Rows of one sample and head; those behind its last are zeros, whatever the next sample has.
-template <int BOXES>
+// Rows of one sample and head, in so many lines of a tile; those behind its last are zeros, whatever the
+// next sample has.
+template <int BOXES, int LINES = ROWS>
 __device__ static inline void copy_tile(char *tile, const TensorMap *map, int sample, int row, int column,
                                         Mbarrier *full) {
-    mbarrier_arrive_expect(full, BOXES * BOX);
+    mbarrier_arrive_expect(full, BOXES * LINES * TILE_ROW);
     for (int i = 0; i < BOXES; i++) tma_load(tile + i * BOX, map, sample, row, column + i * COLUMNS, full);
 }
 
 // One head's K and V in turn.
-template <int BOXES>
+template <int BOXES, int LINES = ROWS>
 __device__ static inline void produce(const Shared &m, const TensorMap *k, const TensorMap *v, int sample,
                                       int column) {
     for (int t = 0; t < 2 * m.tiles; t++) {
         mbarrier_wait(&m.empty[t % STAGES], 1 - t / STAGES % 2);
-        copy_tile<BOXES>(m.ring + t % STAGES * BOXES * BOX, t % 2 ? v : k, sample, t / 2 * KEYS, column,
-                         &m.full[t % STAGES]);
+        copy_tile<BOXES, LINES>(m.ring + t % STAGES * BOXES * LINES * TILE_ROW, t % 2 ? v : k, sample,
+                                t / 2 * LINES, column, &m.full[t % STAGES]);
     }
 }
 

@@ -238,7 +238,7 @@ static int draw_legend(FILE *svg, const Timeline *row, int rows, const char *tit
         if (k < KINDS && !has_letter(row, rows, kinds[k].letter)) continue;
         const char *name = k < KINDS ? kinds[k].meaning : "exposed: compute waits for the network";
         int length = (int)strlen(name);
-        if (x + 18 + 11 * length / 2 > WIDTH) x = LEFT, down += 20;  // a letter is 5.5 wide or less
+        if (x + 18 + 13 * length / 2 > WIDTH) x = LEFT, down += 20;  // a letter is 6.5 wide or less
         if (svg) {
             fprintf(svg, "<rect fill='%s' x='%d' y='%d' width='12' height='12' rx='2'/>\n",
                     k < KINDS ? kinds[k].color : "url(#wait)", x, 36 + down);

@@ -28,6 +28,7 @@ passes "heads of 64, second version" 07_kernels/flash_attention_2 --head-size 64
 passes "heads of 64, on tensor cores" 07_kernels/flash_attention_2_tensor --head-size 64
 passes "backward of heads of 64, tensor cores" 07_kernels/flash_attention_2_tensor_backward --head-size 64
 passes "heads of 64, third version" 07_kernels/flash_attention_3 --head-size 64
+passes "heads of 64, 8 bits" 07_kernels/flash_attention_3_fp8 --head-size 64
 passes "backward of heads of 64, third version" 07_kernels/flash_attention_3_backward --head-size 64
 passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_backward --head-size 64
 refused "--gpu a100 has neither TMA nor wgmma" 07_kernels/hopper --gpu a100
@@ -35,7 +36,6 @@ refused "--gpu a100 has neither TMA nor wgmma, of which hopper_fp8" 07_kernels/h
 refused "--gpu" 07_kernels/vector_add --gpu abacus
 refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 \
     --gpu a100
-refused "--head-size 64: a row of codes is a row of a tile" 07_kernels/flash_attention_3_fp8 --head-size 64
 refused "this build computes on the CPU and has no CUDA kernels" 00_single_gpu/train --kernels book
 
 # shows NAME PROGRAM PATTERN: a line of its table. Emulation is slow: a program runs once for all of them.

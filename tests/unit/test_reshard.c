@@ -73,8 +73,8 @@ static char *folder_of(const Layout *l, int rank) {
     return l->dp ? format_text("%s/%s", folder, l->name) : format_text("%s/%s %d", folder, l->name, rank);
 }
 
-// Two samples a rank in a step, however they are dealt. No number of ranks divides the vocabulary's 257
-// rows.
+// Two samples a rank in a step, however they are distributed. No number of ranks divides the vocabulary's
+// 257 rows.
 static Config config_of(const Layout *l, const char *more) {
     char *text = format_text(
         "layers=%d hidden=48 heads=24 kv-heads=%d ffn=48 vocab=257 seq=12 micro-batch=1 steps=4 lr=3e-3 "
