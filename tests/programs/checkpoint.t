@@ -152,6 +152,9 @@ launcher=$!
 ranks=$(ranks_of $launcher 2)
 for i in $(seq 1200); do [ -e "$work/short/step-000020" ] && break; sleep 0.1; done
 prlimit --fsize=0 --pid ${ranks#* }
+enough=$(($(ls "$work/short" | wc -l) + 3))  # one may have been under way
+while kill -0 $launcher 2>/dev/null && [ "$(ls "$work/short" | wc -l)" -lt $enough ]; do sleep 0.1; done
+kill $launcher 2>/dev/null
 wait $launcher
 one_line $? -E 'rank 1: cannot write .*: File too large; the checkpoint of step [0-9]* is not saved' &&
     [ "$(ls -A "$work/short" | grep -vc '^step-')" = 0 ]
