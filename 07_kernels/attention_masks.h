@@ -139,6 +139,13 @@ int64_t spoil_unseen(const Array<T> &x, const AttentionMask &mask, int64_t tile)
     return unseen;
 }
 
+// So that what a kernel leaves out shows.
+template <class T>
+void fill_with_nan(const Array<T> &x) {
+    const std::vector<T> none((size_t)x.count, static_cast<T>(NAN));
+    CUDA_CHECK(cudaMemcpy(x.at, none.data(), none.size() * sizeof(T), cudaMemcpyHostToDevice));
+}
+
 // -inf, of rows without a key, as 0: so that the others can be compared.
 template <class T>
 std::vector<T> without_infinity(std::vector<T> x) {
@@ -160,6 +167,7 @@ Proof prove_masked_forward(int d, int64_t tile, Launch launch) {
         Array<T> d_q(q.narrow.data(), queries), d_k(k.narrow.data(), keys), d_v(v.narrow.data(), keys);
         Array<T> o(queries);
         Array<float> lse(n.b * n.a * n.s);
+        fill_with_nan(o), fill_with_nan(lse);
         launch(o.at, lse.at, d_q.at, d_k.at, d_v.at, n);
         const float *in[] = {q.exact.data(), k.exact.data(), v.exact.data()};
         const auto cpu = attention_on_cpu<float, T>(n, d, in[0], in[1], in[2], NULL, &it.mask);
@@ -201,6 +209,7 @@ Proof prove_masked_backward(int d, int64_t tile, Launch launch) {
         Array<T> dq(queries), dk(keys), dv(keys);
         const GradientsIn<T> grad = {dq.at, dk.at, dv.at};
         const OperandsIn<T> in = {d_q.at, d_k.at, d_v.at, o.at, lse.at, d_do.at};
+        fill_with_nan(dq), fill_with_nan(dk), fill_with_nan(dv);
         launch(grad, in, room.at, n);
         const std::vector<float> once[] = {made(dq), made(dk), made(dv)};
         proof.hold(once[0], cpu.dq, right.dq);
