@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
         else consume<T, D>(sum, &x, m, shape);
         named_barrier(1 + own_group(), WARPGROUP);  // nobody needs its queries any more
         const int64_t stride = shape.a * D;
-        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end, m.q,
-                  sum, x, 1, end, stride);
+        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end, m.q, sum, x,
+                  1, end, stride);
     }
 }
 
@@ -235,7 +235,7 @@ static void row(int version, const char *name, const Heads &at_size) {
 }
 
 template <int D>
-static void show(const KernelsOptions *options, const Heads &shape) {
+static void show(const KernelsOptions *options, const Heads &shape, const char *svg) {
     flash_tables(
         options, shape, D, 1,
         [](const Heads &shape) {
@@ -244,20 +244,21 @@ static void show(const KernelsOptions *options, const Heads &shape) {
             row<__half, D>(PING_PONG, shape.causal ? "fp16, causal" : "fp16", shape);
         },
         16);
-    flash_timelines<__nv_bfloat16, D>("serial", "ping-pong", KEYS, launch<__nv_bfloat16, D>);
+    flash_timelines<__nv_bfloat16, D>("serial", "ping-pong", KEYS, launch<__nv_bfloat16, D>, svg);
 }
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
     KernelsOptions options = {};
+    const char *svg = NULL;
     int head;
     const Heads shape = flash_options(argc, argv,
                                       "FlashAttention-3 by TMA and wgmma, forward, in 16 bits.\n"
                                       "  flash_attention_3 --head-size 64",
-                                      QUERIES, &options, &head);
+                                      QUERIES, &options, &head, &svg);
     need_hopper(&options, "flash_attention_3");
-    if (head == 128) show<128>(&options, shape);
-    else show<64>(&options, shape);
+    if (head == 128) show<128>(&options, shape, svg);
+    else show<64>(&options, shape, svg);
     const Work work = formula(PING_PONG, shape, head);
     const GpuTime time = gpu_time(kernels_gpu(), &work);
     const double apart = time.part[PART_TENSOR] + time.part[PART_SPECIAL];

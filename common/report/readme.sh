@@ -115,6 +115,7 @@ figure 02_zero/timeline.svg 02_zero/zero3 --ranks 8 --timeline-svg
 figure 03_tensor_parallel/split.svg 03_tensor_parallel/tensor_parallel --ranks 4 --svg
 figure 03_tensor_parallel/timeline.svg 03_tensor_parallel/async_tensor_parallel --ranks 8 --timeline-svg
 figure 04_context_parallel/timeline.svg 04_context_parallel/zigzag_ring_attention --timeline-svg
+figure 07_kernels/timeline.svg 07_kernels/flash_attention_3 --timeline-svg
 figure 08_mixed_precision/five_d.svg 08_mixed_precision/five_d_methods --svg
 figure 08_mixed_precision/curves.svg 08_mixed_precision/find_config --curves
 figure 08_mixed_precision/heat_map.svg 08_mixed_precision/find_config --heat-map
