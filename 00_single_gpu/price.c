@@ -13,7 +13,8 @@
 
 // ---- what a step sends ----
 
-void price_sent(Price *p, const char *call, double calls, double bytes) {
+void price_sent(Price *p, const char *call, double calls, double bytes, Group group) {
+    if (group.size == 1) return;
     int i = 0;
     while (i < p->kinds && strcmp(p->sent[i].call, call) != 0) i++;
     CHECK(i < MOST_CALLS, "more than %d kinds of calls are priced", MOST_CALLS);
@@ -31,11 +32,13 @@ static double piece(int64_t elements, Group group) {
 void price_all_reduce(Price *p, double calls, int64_t elements, DType dtype, Group group) {
     double own = piece(elements, group);
     price_sent(p, "all_reduce", calls,
-               calls * (double)dtype_size(dtype) * ((double)elements - own + (group.size - 1) * own));
+               calls * (double)dtype_size(dtype) * ((double)elements - own + (group.size - 1) * own),
+               group);
 }
 
 void price_all_gather(Price *p, double calls, int64_t own, DType dtype, Group group) {
-    price_sent(p, "all_gather", calls, calls * (double)dtype_size(dtype) * (double)own * (group.size - 1));
+    price_sent(p, "all_gather", calls, calls * (double)dtype_size(dtype) * (double)own * (group.size - 1),
+               group);
 }
 
 void price_all_gather_coded(Price *p, double calls, int64_t own, DType dtype, const Codec *codec,
@@ -48,8 +51,8 @@ void price_all_gather_coded(Price *p, double calls, int64_t own, DType dtype, co
 }
 
 void price_reduce_scatter(Price *p, double calls, int64_t elements, int64_t own, DType dtype, Group group) {
-    (void)group;
-    price_sent(p, "reduce_scatter", calls, calls * (double)dtype_size(dtype) * (double)(elements - own));
+    price_sent(p, "reduce_scatter", calls, calls * (double)dtype_size(dtype) * (double)(elements - own),
+               group);
 }
 
 // ---- what a rank stores ----

@@ -125,7 +125,7 @@ void trainer_save(Trainer *trainer);
 // takes the raw gradients of the run's first step. Fatal, naming step and tensor, when a loss or gradient
 // is not finite.
 void train_step(Trainer *trainer, Record *record);
-// Mean loss over the first `samples` held-out samples, dealt to the ranks of dp; the same on every rank.
+// Mean loss over the first `samples` held-out samples, split over the ranks of dp; the same on every rank.
 double held_out_loss(Trainer *trainer, int64_t samples);
 // Runs config.steps steps (fewer after a resumption) and records them; --save saves. The caller ends it
 // with record_free.
@@ -156,7 +156,8 @@ void price_all_gather_coded(Price *price, double calls, int64_t own, DType dtype
                             Group group);
 void price_reduce_scatter(Price *price, double calls, int64_t elements, int64_t own, DType dtype,
                           Group group);
-void price_sent(Price *price, const char *call, double calls, double bytes);  // any other
+// any other
+void price_sent(Price *price, const char *call, double calls, double bytes, Group group);
 // What is left on this rank of all that is split so: numerator of denominator equal parts.
 void price_scale_kept(Price *price, Split split, double numerator, double denominator);
 

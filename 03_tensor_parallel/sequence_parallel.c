@@ -163,7 +163,7 @@ static void price(Price *price, const Model *m, const void *context) {
         double sent = (gathers - price->lookups) * (double)(rows * h * (tp.size - 1)) +
                       (scatters - price->lookups) * (double)((n - rows) * h);
         price_sent(price, "transfers", (gathers + scatters - 2 * price->lookups) * (tp.size - 1),
-                   (double)dtype_size(dtype) * sent);
+                   (double)dtype_size(dtype) * sent, tp);
         enters = 0, leaves = scatters = price->lookups;
     }
     price_all_gather_coded(price, enters, rows * h, dtype, recipe->send_rows, tp);
@@ -213,12 +213,13 @@ static void compare_calls(Mesh mesh, const Config *config) {
         Sends alone = tp.pass[pass], both = sp.pass[pass];
         const char *name = pass == FORWARD ? "forward" : "backward";
         bool again = pass == BACKWARD;  // W's all-gathers
+        double calls = mesh.tp.size > 1 ? 2 : 0;
         const struct {
             const char *what;
             double predicted, measured;
             const char *unit;
-        } row[] = {{"all-gathers", again ? 4 : 2, both.all_gather.calls, ""},
-                   {"reduce-scatters", 2, both.reduce_scatter.calls, ""},
+        } row[] = {{"all-gathers", again ? 2 * calls : calls, both.all_gather.calls, ""},
+                   {"reduce-scatters", calls, both.reduce_scatter.calls, ""},
                    {"all-reduces", 0, both.all_reduce.calls, ""},
                    {again ? "bytes, W gathers too" : "bytes of both",
                     alone.all_reduce.bytes * (again ? 1.5 : 1),

@@ -223,7 +223,7 @@ static void columns_then_rows(const TwoLayers *two, Group g) {
     comm_wait(comm_all_reduce(dX, REDUCE_SUM, g));
     double backward = (double)comm_total().calls;
     example_end(&e, dX, copy_of(two->dX), all_reduce_bytes(2 * 2 * n, g), NULL);
-    report_equal("collectives, forward and backward", 2, forward + backward, "");
+    report_equal("collectives, forward and backward", n > 1 ? 2 : 0, forward + backward, "");
     Tensor *const all[] = {&A, &B, &Y, &H, &dY};
     for (size_t j = 0; j < sizeof all / sizeof *all; j++) tensor_free(all[j]);
 }
@@ -241,7 +241,7 @@ static void rows_then_columns(const TwoLayers *two, Group g) {
     comm_wait(comm_all_gather(all, Z, NULL, g));
     calls += (double)comm_total().calls;
     example_end(&e, all, columns_in_order(two->Z, n), (double)((n - 1) * tensor_bytes(Z)), NULL);
-    report_equal("collectives, forward alone", 2, calls, "");
+    report_equal("collectives, forward alone", n > 1 ? 2 : 0, calls, "");
     Tensor *const mine[] = {&X, &A, &B, &Y, &H, &Z};
     for (size_t j = 0; j < sizeof mine / sizeof *mine; j++) tensor_free(mine[j]);
 }

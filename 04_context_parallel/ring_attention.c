@@ -160,7 +160,7 @@ void ring_price(Price *price, const Model *m, const void *context) {
     double keys = (double)(c->s - c->layout->count(c->s, cp.size, (cp.rank + 1) % cp.size)) * column;
     double gradients = (double)(c->s - c->own) * column;
     price_sent(price, "transfers", (forwards + 2 * backwards) * (cp.size - 1),
-               (forwards + backwards) * keys * e + backwards * gradients * sum);
+               (forwards + backwards) * keys * e + backwards * gradients * sum, cp);
     context_price_kept(price, m, c);
     context_price_positions(price, m, c);
 }

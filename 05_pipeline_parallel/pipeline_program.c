@@ -26,6 +26,7 @@ static Config layers_of_8b(const Config *config, int stages, int micro_batches) 
     config_set(&c, "context", CONTEXT_METHODS);
     config_set(&c, "schedule", config_number(config, "schedule"));
     config_set(&c, "chunks", config_number(config, "chunks"));
+    config_set_text(&c, "load", config_text(config, "load"));
     return c;
 }
 

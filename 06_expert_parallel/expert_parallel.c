@@ -216,22 +216,26 @@ static void check(const Config *c) {
           c->experts, (c->experts / c->ep + 1) * c->ep);
 }
 
-static void price(Price *p, const Model *m, const void *context) {
-    const ExpertParallel *x = context;
+void expert_price(Price *p, const Model *m, const ExpertParallel *x, Group exchanges) {
     const Config *c = &m->config;
     double e = (double)dtype_size(c->dtype), h = (double)c->hidden, ep = x->ep.size;
     double forwards = p->forwards * (double)c->layers, backwards = p->backwards * (double)c->layers;
     if (forwards == 0) return;  // a stage with the head alone
     // What the routing tables of all steps say, for one of them.
     double steps = x->passes / forwards, rows = steps > 0 ? (x->rows_sent + x->rows_served) / steps : 0;
-    price_sent(
-        p, "all_to_all", 3 * forwards + 2 * backwards,
-        forwards * 4 * (double)c->experts * (ep - 1) / ep + rows * h * e * (1 + backwards / forwards));
+    price_sent(p, "all_to_all", forwards, forwards * 4 * (double)c->experts * (ep - 1) / ep, x->ep);
+    price_sent(p, "all_to_all", 2 * (forwards + backwards), rows * h * e * (1 + backwards / forwards),
+               exchanges);
     for (int role = ROLE_EXPERT_GATE; role <= ROLE_EXPERT_DOWN; role++) p->elements[role] /= ep;
     // Of a block's two regions experts enter none: their tokens are those outside of it.
     double regions = c->shared_experts ? 1 : 0.5;
     p->enters *= regions, p->leaves *= regions;
     p->enters_backward *= regions, p->leaves_backward *= regions;
+}
+
+static void price(Price *p, const Model *m, const void *context) {
+    const ExpertParallel *x = context;
+    expert_price(p, m, x, x->ep);
 }
 
 static bool enabled(const Config *c) { return c->experts > 0 || c->ep > 1; }

@@ -154,6 +154,8 @@ void expert_counts(ExpertParallel *x, MoeKept *kept);
 // all experts); and combine: the other way back. wait: what follows.
 Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait);
 Tensor combine_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait);
+// Adds what a step exchanges: counts within x->ep, and rows within `exchanges`.
+void expert_price(Price *price, const Model *m, const ExpertParallel *x, Group exchanges);
 
 // What the programs of this chapter list (expert_layouts.c): moe, data parallelism, ZeRO's stages, sequence
 // and vocabulary parallelism, expert_parallel, the four methods of context parallelism, with --pp the

@@ -325,18 +325,17 @@ static void price(Price *p, const Model *m, const void *context) {
     const ExpertParallel *x = l->plain;
     const Config *c = &m->config;
     double forwards = p->forwards * (double)c->layers, backwards = p->backwards * (double)c->layers;
-    // What plain dispatch would add for its rows is none of it.
-    ExpertParallel counts = *x;
-    counts.rows_sent = counts.rows_served = 0;
-    expert_parallel.price(p, m, &counts);
+    // Plain dispatch, but for rows that go no further than this node.
+    ExpertParallel plain = *x;
+    plain.rows_sent = l->rows_sent, plain.rows_served = l->rows_served;
+    expert_price(p, m, &plain, l->inside.ep);
     if (forwards == 0) return;  // a stage with the head alone
     double e = (double)dtype_size(c->dtype), row = (double)c->hidden * e, w = c->dtype == F64 ? 8 : 4;
     double k = (double)c->top_k, steps = x->passes / forwards, again = backwards / forwards;
     double across = (row + (4 + w) * k + again * row) * l->tokens_sent +
                     (row + again * (row + w * k)) * l->tokens_served;
-    double inside = (1 + again) * row * (l->rows_sent + l->rows_served);
     price_sent(p, "all_to_all", 5 * forwards + 3 * backwards,
-               forwards * 4 * (l->across.size - 1) + (steps > 0 ? (across + inside) / steps : 0));
+               forwards * 4 * (l->across.size - 1) + (steps > 0 ? across / steps : 0), l->across);
 }
 
 static bool enabled(const Config *c) { return c->experts > 0 || c->ep > 1; }

@@ -4,25 +4,22 @@
 //     operation                      kernel of                        where it serves
 //     matmul                         coarsening: 8 x 8 or 4 x 4       f32
 //                                    tensor_cores: a ring of stages   bf16, f16
-//     rmsnorm, forward, backward     fused_norm                       f32, rows of up to 16384
-//     swiglu, forward, backward      fused_swiglu                     f32
-//     cross_entropy, both            fused_cross_entropy              f32
-//     attention_chunk, forward       flash_attention_2                f32, heads of 64 or 128, all keys or
-//     and backward                   flash_attention_2_backward       those up to the query
-//                                    flash_attention_2_tensor,        bf16, f16, the same heads and keys
-//                                    flash_attention_2_tensor_backward
+//     rmsnorm, forward, backward     fused_norm                       f32, bf16, f16; a row three times in
+//                                                                     shared memory
+//     swiglu, forward, backward      fused_swiglu                     f32, bf16, f16
+//     cross_entropy, both            fused_cross_entropy              f32, bf16, f16
+//     attention_chunk, both          those of book_attention.cu
 //     adamw                          fused_adamw                      f32; bf16, f16 with a master
 //
 // The kernels are those of the programs: each file stands here without its main, in a namespace of its own.
-// What this file adds is what an operation asks beyond them: chunks of keys that are merged, gradients that
-// add to what is there, transposed operands, and the order (b, s, a) of what belongs to rows, which the
-// programs have as (b, a, s). Scratch is the back end's, and all runs on its stream.
+// What this file adds is what an operation asks beyond them: transposed operands, and gradients that add to
+// what is there. Scratch is the back end's, and all runs on its stream.
+#include "book_kernels.h"
+
 #include <math.h>
 
-#include "cuda/device_cuda.h"
-#include "flash_fragments.h"
+#include "cuda/instructions.h"
 #include "sixteen_bits.h"
-#include "tensor/kernel_table.h"
 
 #define NO_MAIN
 namespace coarsening {
@@ -43,21 +40,6 @@ namespace fused_swiglu {
 namespace fused_cross_entropy {
 #include "fused_cross_entropy.cu"
 }
-namespace forward {
-#include "flash_attention_2.cu"
-}
-namespace backward {
-#include "flash_attention_2_backward.cu"
-}
-namespace forward_16 {
-#include "flash_attention_2_tensor.cu"
-}
-namespace backward_16 {
-#include "flash_attention_2_tensor_backward.cu"
-}
-
-static cudaStream_t stream() { return static_cast<cudaStream_t>(device_stream()); }
-static int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
 // ---- matmul ----
 
@@ -132,206 +114,92 @@ static bool matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
     return true;
 }
 
+// Calls run with a value of the type that dtype names; f64 has none here.
+template <class Run>
+static bool in_type(DType dtype, Run run) {
+    if (dtype == F32) run(float());
+    if (dtype == BF16) run(__nv_bfloat16());
+    if (dtype == F16) run(__half());
+    return dtype != F64;
+}
+
 // ---- RMSNorm ----
 
-constexpr int64_t MOST_WIDTH = 16384;  // three rows in shared memory
+// Whether a block of this GPU may have what backward needs of shared memory for a row, and for its sums.
+static bool fits(int64_t h) {
+    const size_t bytes = fused_norm::backward_bytes(h) + sizeof(float) * fused_norm::WARPS;
+    int device, most;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return bytes <= (size_t)most;
+}
 
 static bool rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, const void *weight, int64_t n,
                             int64_t h, double eps) {
-    if (dtype != F32 || n == 0 || h > MOST_WIDTH) return false;
-    CUDA_CHECK(cudaFuncSetAttribute(fused_norm::norm<false>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)(4 * MOST_WIDTH)));
-    LAUNCH(fused_norm::norm<false>, (unsigned)n, fused_norm::BLOCK, (size_t)h * 4, stream(), (float *)y,
-           (float *)rstd, NULL, (const float *)x, NULL, (const float *)weight, (int)h, 1 / (float)h,
-           (float)eps);
-    return true;
+    if (n == 0 || !fits(h)) return false;
+    return in_type(dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        fused_norm::Norm<T> t = {};
+        t.y = (T *)y, t.rstd = (float *)rstd, t.x = (const T *)x, t.w = (const T *)weight;
+        fused_norm::launch_forward(stream(), t, n, (int)h, (float)eps);
+    });
 }
 
 static bool rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
                              const void *x, const void *weight, const void *rstd, int64_t n, int64_t h) {
-    if (dtype != F32 || n == 0 || h > MOST_WIDTH) return false;
-    const int64_t blocks = n < fused_norm::MOST_BLOCKS ? n : fused_norm::MOST_BLOCKS;
-    float *parts = static_cast<float *>(device_scratch((size_t)((blocks + 1) * h) * 4));
-    float *dw = parts + blocks * h;
-    auto kernel = dresidual ? fused_norm::norm_backward<true> : fused_norm::norm_backward<false>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)(3 * 4 * MOST_WIDTH)));
-    LAUNCH(kernel, (unsigned)blocks, fused_norm::BLOCK, (size_t)(3 * h) * 4, stream(), (float *)dx, parts,
-           (const float *)dy, (const float *)x, (const float *)rstd, (const float *)weight,
-           (const float *)dresidual, n, (int)h, 1 / (float)h);
-    LAUNCH(fused_norm::add_parts, (unsigned)divided_up(h, fused_norm::BLOCK), fused_norm::BLOCK, 0,
-           stream(), dw, parts, (int)blocks, (int)h);
-    kernel_accumulate(F32, dweight, F32, dw, h);
-    return true;
+    if (n == 0 || !fits(h)) return false;
+    return in_type(dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        const int64_t parts = fused_norm::blocks_of(n) * h;
+        fused_norm::Norm<T> t = {};
+        t.parts = static_cast<float *>(device_scratch((size_t)(parts + h) * 4)), t.dw = t.parts + parts;
+        t.dx = (T *)dx, t.dx_new = (const T *)dresidual, t.dy = (const T *)dy;
+        t.x = (const T *)x, t.w = (const T *)weight, t.rstd = (float *)rstd;
+        fused_norm::launch_backward(stream(), t, n, (int)h);
+        kernel_accumulate(dtype, dweight, F32, t.dw, h);
+    });
 }
 
 // ---- SwiGLU ----
 
 static bool swiglu_forward(DType dtype, void *act, const void *gate, const void *up, int64_t count) {
-    if (dtype != F32 || count == 0) return false;
-    LAUNCH(fused_swiglu::swiglu, (unsigned)divided_up(count, fused_swiglu::BLOCK), fused_swiglu::BLOCK, 0,
-           stream(), (float *)act, (const float *)gate, (const float *)up, count);
-    return true;
+    return count > 0 && in_type(dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        fused_swiglu::launch_forward(stream(), (T *)act, (const T *)gate, (const T *)up, count);
+    });
 }
 
-// An element is read whole before its gradients are written, which may be where gate and up are.
 static bool swiglu_backward(DType dtype, void *dgate, void *dup, const void *dact, const void *gate,
                             const void *up, int64_t count) {
-    if (dtype != F32 || count == 0) return false;
-    LAUNCH(fused_swiglu::swiglu_backward, (unsigned)divided_up(count, fused_swiglu::BLOCK),
-           fused_swiglu::BLOCK, 0, stream(), (float *)dgate, (float *)dup, (const float *)dact,
-           (const float *)gate, (const float *)up, count);
-    return true;
+    return count > 0 && in_type(dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        fused_swiglu::launch_backward(stream(), (T *)dgate, (T *)dup, (const T *)dact, (const T *)gate,
+                                      (const T *)up, count);
+    });
 }
 
 // ---- cross-entropy ----
 
 static bool cross_entropy_forward(DType dtype, void *losses, void *lse, const void *logits,
                                   const int32_t *targets, int64_t n, int64_t v) {
-    if (dtype != F32 || n == 0) return false;
-    LAUNCH(fused_cross_entropy::cross_entropy, (unsigned)n, fused_cross_entropy::BLOCK, 0, stream(),
-           (float *)losses, (float *)lse, (const float *)logits, targets, v);
-    return true;
+    return n > 0 && in_type(dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        fused_cross_entropy::launch_forward(stream(), (float *)losses, (float *)lse, (const T *)logits,
+                                            targets, n, v);
+    });
 }
 
+// Where the library counts what f16 has lost (kernel_underflows), so does the book.
 static bool cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
                                    const int32_t *targets, double scale, int64_t n, int64_t v) {
-    if (dtype != F32 || n == 0) return false;
-    if (dlogits != logits) kernel_copy(F32, dlogits, F32, logits, n * v);  // the kernel works in place
-    LAUNCH(fused_cross_entropy::cross_entropy_backward, (unsigned)n, fused_cross_entropy::BLOCK, 0,
-           stream(), (float *)dlogits, (const float *)lse, targets, v, (float)scale);
-    return true;
-}
-
-// ---- attention ----
-
-// Whether the kernels serve this chunk, and as what.
-static bool heads_of(Heads *heads, DType dtype, const AttentionChunk &at) {
-    *heads = {at.b,
-              at.queries.s,
-              at.heads,
-              at.kv_heads,
-              1 / sqrtf((float)at.head_size),
-              at.shape == MASK_CAUSAL};
-    return dtype != F64 && at.shape != MASK_ANY && (at.head_size == 64 || at.head_size == 128) &&
-           at.b > 0 && at.queries.s > 0 && at.b <= 65535 && at.heads <= 65535;
-}
-
-// The kernels of each type.
-template <int D>
-static void forward_of(float *o, float *lse, const float *q, const float *k, const float *v,
-                       const Heads &n) {
-    forward::launch_on<D>(stream(), o, lse, q, k, v, n);
-}
-template <int D, class T>
-static void forward_of(T *o, float *lse, const T *q, const T *k, const T *v, const Heads &n) {
-    forward_16::launch_on<T, D>(stream(), o, lse, q, k, v, n);
-}
-template <int D>
-static void backward_of(const Gradients &to, const Operands &in, const float *delta, float *room,
-                        const Heads &n) {
-    backward::launch_on<D>(stream(), to, in, delta, room, n);
-}
-template <int D, class T>
-static void backward_of(const GradientsIn<T> &to, const OperandsIn<T> &in, const float *delta, float *room,
-                        const Heads &n) {
-    backward_16::launch_on<T, D>(stream(), to, in, delta, room, n);
-}
-
-// Block (row: sample, token, head), a thread for each element: o and lse of the keys before take in
-// what this chunk has given. Softmax over both is a mean, weighted by the sums of exponentials.
-template <class T>
-__global__ void merge_rows(float *o, float *lse, const T *more, const float *more_lse, Heads n) {
-    const int64_t row = blockIdx.x, head = row % n.a, token = row / n.a % n.s, sample = row / n.a / n.s;
-    const int64_t at = row * blockDim.x + threadIdx.x;
-    const float before = lse[row], added = more_lse[(sample * n.a + head) * n.s + token];
-    const float top = fmaxf(before, added), keep = expf(before - top), gain = expf(added - top);
-    o[at] = (keep * o[at] + gain * static_cast<float>(more[at])) / (keep + gain);
-    __syncthreads();  // everybody has read lse
-    if (threadIdx.x == 0) lse[row] = top + logf(keep + gain);
-}
-
-// out (b, a, s) = in (b, s, a)
-__global__ void by_heads(float *out, const float *in, Heads n) {
-    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n.b * n.s * n.a) return;
-    const int64_t head = i % n.a, token = i / n.a % n.s, sample = i / n.a / n.s;
-    out[(sample * n.a + head) * n.s + token] = in[i];
-}
-
-template <int D, class T>
-static void flash_forward(void *o, void *lse, const T *q, const T *k, const T *v, const Heads &n) {
-    const int64_t rows = n.b * n.s * n.a;
-    T *more = static_cast<T *>(device_scratch((size_t)rows * (D * sizeof(T) + 4)));
-    float *more_lse = reinterpret_cast<float *>(more + rows * D);
-    forward_of<D>(more, more_lse, q, k, v, n);
-    LAUNCH((merge_rows<T>), (unsigned)rows, D, 0, stream(), (float *)o, (float *)lse, more, more_lse, n);
-}
-
-template <class T>
-static void chunk_forward(void *o, void *lse, const void *q, const void *k, const void *v,
-                          int64_t head_size, const Heads &n) {
-    auto run = head_size == 64 ? flash_forward<64, T> : flash_forward<128, T>;
-    run(o, lse, (const T *)q, (const T *)k, (const T *)v, n);
-}
-
-static bool attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k,
-                                    const void *v, AttentionChunk at) {
-    Heads heads;
-    if (!heads_of(&heads, dtype, at)) return false;
-    auto run = dtype == F32    ? chunk_forward<float>
-               : dtype == BF16 ? chunk_forward<__nv_bfloat16>
-                               : chunk_forward<__half>;
-    run(o, lse, q, k, v, at.head_size, heads);
-    return true;
-}
-
-// What a gradient gets in f32, from scratch.
-struct ChunkGradients {
-    DType dtype;
-    void *dq, *dk, *dv;
-};
-
-template <int D, class T>
-static void flash_backward(const ChunkGradients &to, const OperandsIn<T> &in, const float *dots,
-                           const Heads &n) {
-    const int64_t rows = n.b * n.s * n.a, queries = rows * D, keys = n.b * n.s * n.kv * D;
-    const int64_t room = backward_room(n, D);
-    T *dq = static_cast<T *>(
-        device_scratch((size_t)(queries + 2 * keys) * sizeof(T) + (size_t)(room + 2 * rows) * 4));
-    T *dk = dq + queries, *dv = dk + keys;
-    float *words = reinterpret_cast<float *>(dv + keys), *lse = words + room, *delta = lse + rows;
-    const unsigned blocks = (unsigned)divided_up(rows, 256);
-    OperandsIn<T> own = in;
-    own.lse = lse;
-    LAUNCH(by_heads, blocks, 256, 0, stream(), lse, in.lse, n);
-    LAUNCH(by_heads, blocks, 256, 0, stream(), delta, dots, n);
-    backward_of<D>({dq, dk, dv}, own, delta, words, n);
-    kernel_accumulate(F32, to.dq, to.dtype, dq, queries);
-    kernel_accumulate(F32, to.dk, to.dtype, dk, keys);
-    kernel_accumulate(F32, to.dv, to.dtype, dv, keys);
-}
-
-template <class T>
-static void chunk_backward(const ChunkGradients &to, const void *const in[4], const void *lse,
-                           const void *dots, int64_t head_size, const Heads &n) {
-    const OperandsIn<T> own = {(const T *)in[0],   (const T *)in[1], (const T *)in[2], NULL,
-                               (const float *)lse, (const T *)in[3]};
-    auto run = head_size == 64 ? flash_backward<64, T> : flash_backward<128, T>;
-    run(to, own, (const float *)dots, n);
-}
-
-static bool attention_chunk_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o,
-                                     const void *q, const void *k, const void *v, const void *lse,
-                                     const void *dots, AttentionChunk at) {
-    Heads heads;
-    if (!heads_of(&heads, dtype, at)) return false;
-    const void *const in[] = {q, k, v, d_o};
-    auto run = dtype == F32    ? chunk_backward<float>
-               : dtype == BF16 ? chunk_backward<__nv_bfloat16>
-                               : chunk_backward<__half>;
-    run({dtype, dq, dk, dv}, in, lse, dots, at.head_size, heads);
-    return true;
+    if (n > 0 && dlogits != logits && dtype != F64)
+        kernel_copy(dtype, dlogits, dtype, logits, n * v);  // the kernel works in place
+    return n > 0 && in_type(dtype, [&](auto zero) {
+        Mailbox *mailbox = device_mailbox();
+        fused_cross_entropy::launch_backward(stream(), (decltype(zero) *)dlogits, (const float *)lse,
+                                             targets, n, v, (float)scale,
+                                             {&mailbox->rounded, &mailbox->underflows});
+    });
 }
 
 // ---- AdamW ----

@@ -153,7 +153,7 @@ void comm_sum_all(double *values, int count, Group group);
 
 // What this rank has sent since the last clock_reset, by kind of call: "all_reduce" "reduce"
 // "reduce_scatter" "all_gather" "gather" "scatter" "broadcast" "all_to_all" "barrier" "transfers". Calls
-// and bytes count when a call starts, seconds when it is waited for.
+// and bytes count when a call starts, seconds when it is waited for. In a group of one nobody is called.
 typedef struct CommCount {
     const char *name;
     int64_t calls;

@@ -227,7 +227,7 @@ static Request *start(Request *r, int64_t bytes, double model_bytes) {
                                               members_per_node(c->group));
     r->called = pass_ports(r, clock_model_now());
     CommCount *count = count_of(c->kind);
-    count->calls++;
+    count->calls += c->group.size > 1;
     count->bytes += bytes;
     comm.calls++;
     line_append(r);

@@ -93,7 +93,7 @@ static int draw_legend(const Plot *plot, const SpansPicture *p) {
     for (int k = 0; k < p->kinds; k++) {
         const char *name = p->kind[k].meaning;
         int length = (int)strlen(name);
-        if (x + 18 + 11 * length / 2 > WIDTH) x = plot->left, down += 20;  // a letter is 5.5 wide or less
+        if (x + 18 + 13 * length / 2 > WIDTH) x = plot->left, down += 20;  // a letter is 6.5 wide or less
         if (plot->svg) {
             fprintf(plot->svg, "<rect fill='%s' x='%d' y='%d' width='12' height='12' rx='2'/>\n",
                     p->kind[k].color, x, 36 + down);

@@ -397,15 +397,19 @@ const char *config_text(const Config *c, const char *name) {
     return setting ? setting->text : NULL;
 }
 
-void config_set(Config *c, const char *name, double number) {
+static Setting *setting_of(Config *c, const char *name) {
     Setting *setting = (Setting *)find_setting(c, name);
     if (!setting) {
         CHECK(c->settings < MAX_SETTINGS, "--%s: more than %d options of techniques", name, MAX_SETTINGS);
         setting = &c->setting[c->settings++];
         *setting = (Setting){.name = name};
     }
-    setting->number = number;
+    return setting;
 }
+
+void config_set(Config *c, const char *name, double number) { setting_of(c, name)->number = number; }
+
+void config_set_text(Config *c, const char *name, const char *text) { setting_of(c, name)->text = text; }
 
 // ---- degrees of the mesh ----
 

@@ -99,6 +99,7 @@ bool config_has(const Config *config, const char *name);
 double config_number(const Config *config, const char *name);
 const char *config_text(const Config *config, const char *name);
 void config_set(Config *config, const char *name, double number);
+void config_set_text(Config *config, const char *name, const char *text);  // borrowed
 
 // Fatal, naming the flags, when the sizes do not fit together.
 void config_check(const Config *config);

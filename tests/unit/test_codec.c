@@ -98,7 +98,7 @@ static void try_gather(const Codec *codec, DType dtype) {
     op_fill(in, NAN);  // it was encoded at once
     comm_wait(request);
     CommCount sent = comm_count("all_gather");
-    SAME(sent.calls, codec->tensors);
+    SAME(sent.calls, n > 1 ? codec->tensors : 0);
     SAME(sent.bytes, (n - 1) * (own + (own && codec->tensors == 2 ? 4 : 0)));
     double *got = doubles_of(out);
     for (int rank = 0; rank < n; rank++)
@@ -200,6 +200,7 @@ static void expect_sent(Trainer *t, double calls, double bytes) {
     clock_reset();
     train_step(t, NULL);
     CommCount sent = comm_count("all_gather");
+    if (n == 1) calls = 0;
     SAME(sent.calls, calls);
     SAME(sent.bytes, bytes);
     for (int i = 0; i < price.kinds; i++) {

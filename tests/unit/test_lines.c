@@ -177,7 +177,7 @@ static void many_values_are_added_in_one_call(void) {
         int64_t piece = (count + n - 1) / n, k = count - piece * me;
         k = k < 0 ? 0 : k < piece ? k : piece;
         CommCount counted = comm_count("all_reduce");
-        SAME(counted.calls, 1);
+        SAME(counted.calls, n > 1);
         SAME(counted.bytes, 8 * (count - k + (n - 1) * k));
     }
 }
