@@ -237,17 +237,19 @@ void backward_version(const KernelVersion &version, const Heads &at_size, int d,
         [&](const Heads &shape) { return formula(shape, d); });
 }
 
-// The shape that the tables show, of d elements a head; tokens a multiple of `multiple`.
+// The shape that the tables show, of d elements a head; tokens a multiple of `multiple`. svg: of a program
+// that draws its timeline.
 static inline Heads flash_options(int argc, char **argv, const char *purpose, int64_t multiple,
-                                  KernelsOptions *options, int *d) {
+                                  KernelsOptions *options, int *d, const char **svg = NULL) {
     int64_t n;
     int wide;
     Option table[] = {
         {"size", OPTION_INT, &n, "4096", 64, 32768, "", "tokens of the table's sequence", false},
         {"head-size", OPTION_CHOICE, &wide, "128", 0, 0, "64|128", "elements of a head", false},
         KERNELS_OPTIONS(*options),
+        {"timeline-svg", OPTION_OUTPUT, svg, NULL, 0, 0, "FILE", "the timelines as a picture", false},
     };
-    options_parse(argc, argv, purpose, table, sizeof table / sizeof *table);
+    options_parse(argc, argv, purpose, table, sizeof table / sizeof *table - !svg);
     *d = wide ? 128 : 64;
     return {1, n - n % multiple, 32, 8, 1 / sqrtf((float)*d), 0};
 }

@@ -22,7 +22,8 @@
 // clocks, and not 1.5 times as many. A tile on the diagonal is 128 keys wide, not 64: with a causal mask,
 // 1.5% more products. The table's time is that of the busiest part, with turns and without.
 //
-// Proof: as for flash_attention_2_tensor.cu, up to three tiles of keys, for which the ring comes round.
+// Proof: as for flash_attention_2_tensor.cu, up to three tiles of keys, for which the ring comes round. Masks
+// by tokens (flash_mask.h): empty tiles are neither copied nor multiplied, full ones look at no token.
 // Run: build/07_kernels/flash_attention_3           (--head-size 64, --size 8192, --verbose)
 // Last line: PASS flash_attention_3: the busiest part takes 0.66 of products and exponentials one by one …
 #include "flash_warpgroups.h"
@@ -68,17 +69,18 @@ __device__ static inline void pack(uint32_t (&p)[KEYS / 16][4], const float (&s)
 // ---- the consumers ----
 
 // Without turns: one step after another.
-template <class T, int D>
-__device__ static inline void consume(float (&sum)[D / 2], Softmax *x, const Shared &m,
-                                      const Heads &shape) {
+template <class T, int D, class Shape>
+__device__ static inline void consume(float (&sum)[D / 2], Softmax *x, const Shared &m, const Shape &shape,
+                                      int block_query) {
     float s[KEYS / 2];
     uint32_t p[KEYS / 16][4];
-    for (int i = 0; i < m.tiles; i++) {
+    auto w = keys_seen(shape, x->sample, block_query);
+    for (int i = 0; more(w); i++, step(&w, shape, x->sample, block_query)) {
         await(m, 2 * i);
         issue_scores<T, D>(s, m, i);
         wgmma_wait<0>(s);
         release(m, 2 * i);
-        soften(s, x, shape, i * KEYS);
+        soften(s, x, shape, w);
         rescale<D>(sum, *x);
         pack<T>(p, s);
         await(m, 2 * i + 1);
@@ -89,20 +91,24 @@ __device__ static inline void consume(float (&sum)[D / 2], Softmax *x, const Sha
 }
 
 // In turn i it multiplies for the scores of tile i and with those of tile i - 1.
-template <class T, int D>
+template <class T, int D, class Shape>
 __device__ static inline void consume_in_turns(float (&sum)[D / 2], Softmax *x, const Shared &m,
-                                               const Heads &shape) {
+                                               const Shape &shape, int block_query) {
     float s[KEYS / 2];
     uint32_t p[KEYS / 16][4];
+    auto w = keys_seen(shape, x->sample, block_query);
+    if (Shape::EMPTY_ROWS && !more(w)) return;
     await(m, 0);
     take_turn(m, 0);
     issue_scores<T, D>(s, m, 0);
     pass_turn(m);
     wgmma_wait<0>(s);
     release(m, 0);
-    soften(s, x, shape, 0);
+    soften(s, x, shape, w);
     pack<T>(p, s);
-    for (int i = 1; i < m.tiles; i++) {
+    step(&w, shape, x->sample, block_query);
+    int i = 1;
+    for (; more(w); i++, step(&w, shape, x->sample, block_query)) {
         await(m, 2 * i);
         await(m, 2 * i - 1);
         take_turn(m, i);
@@ -111,25 +117,25 @@ __device__ static inline void consume_in_turns(float (&sum)[D / 2], Softmax *x, 
         pass_turn(m);
         wgmma_wait<1>(s);
         release(m, 2 * i);
-        soften(s, x, shape, i * KEYS);
+        soften(s, x, shape, w);
         wgmma_wait<0>(sum);
         release(m, 2 * i - 1);
         rescale<D>(sum, *x);
         pack<T>(p, s);
     }
-    await(m, 2 * m.tiles - 1);
-    take_turn(m, m.tiles);
-    issue_values<T, D>(sum, p, m, m.tiles - 1);
+    await(m, 2 * i - 1);
+    take_turn(m, i);
+    issue_values<T, D>(sum, p, m, i - 1);
     pass_turn(m);
     wgmma_wait<0>(sum);
 }
 
 // Block (queries, head, sample), those with the most keys first. Of a multiprocessor's 65536 registers, a
-// producer's thread keeps 24, and a consumer's has 240.
-template <class T, int D, bool TURNS>
+// producer's thread keeps 24, and a consumer's has 240; to look at tokens it needs more.
+template <class T, int D, bool TURNS, class Shape>
 __global__ void __launch_bounds__(BLOCK, 1)
     attention(T *o, float *lse, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-              const __grid_constant__ TensorMap v, Heads shape) {
+              const __grid_constant__ TensorMap v, Shape shape) {
     DYNAMIC_SHARED(char, memory);
     __shared__ Mbarrier q_full;
     __shared__ Mbarrier full[STAGES];
@@ -144,27 +150,30 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __syncthreads();
     const int head = (int)blockIdx.y, sample = (int)blockIdx.z, end = (int)shape.s;
     const int first_query = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES;
-    const int last_key = shape.causal ? min(first_query + QUERIES, end) : end;
     char *tiles = first_tile(memory);
-    const Shared m = {tiles, tiles + BOXES<D> * BOX, full, empty, turn, (last_key + KEYS - 1) / KEYS};
+    const Shared m = {tiles, tiles + BOXES<D> * BOX, full, empty, turn};
     if (own_group() == GROUPS) {
-        registers_give<24>();
-        if (threadIdx.x == GROUPS * WARPGROUP) {
+        registers_give<Shape::EMPTY_ROWS ? 40 : 24>();
+        if (threadIdx.x == GROUPS * WARPGROUP)
             copy_tile<BOXES<D>>(m.q, &q, sample, first_query, head * D, &q_full);
-            produce<BOXES<D>>(m, &k, &v, sample, head / (int)(shape.a / shape.kv) * D);
-        }
+        if (own_warp() == GROUPS * 4)
+            produce<BOXES<D>>(m, &k, &v, shape, sample, first_query, head / (int)(shape.a / shape.kv) * D);
     } else {
-        registers_take<240>();
-        Softmax x = {
-            shape.scale * 1.44269504f, {-INFINITY, -INFINITY}, {}, {}, first_query + own_warp() * 16};
+        registers_take<Shape::EMPTY_ROWS ? 232 : 240>();
+        Softmax x = {shape.scale * 1.44269504f,
+                     {-INFINITY, -INFINITY},
+                     {},
+                     {},
+                     first_query + own_warp() * 16,
+                     sample};
         float sum[D / 2] = {};
         mbarrier_wait(&q_full, 0);
-        if (TURNS) consume_in_turns<T, D>(sum, &x, m, shape);
-        else consume<T, D>(sum, &x, m, shape);
+        if (TURNS) consume_in_turns<T, D>(sum, &x, m, shape, first_query);
+        else consume<T, D>(sum, &x, m, shape, first_query);
         named_barrier(1 + own_group(), WARPGROUP);  // nobody needs its queries any more
         const int64_t stride = shape.a * D;
-        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end, m.q,
-                  sum, x, 1, end, stride);
+        finish<Shape, D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end, m.q,
+                         sum, x, 1, end, stride);
     }
 }
 
@@ -174,26 +183,31 @@ enum { SERIAL, PING_PONG };
 
 constexpr int64_t shared_bytes(int d) { return (1 + STAGES) * (int64_t)d * ROWS * 2 + TILE_ALIGNMENT; }
 
-template <class T, int D>
-static void launch(int version, T *o, float *lse, float *, const T *q, const T *k, const T *v,
-                   const Heads &shape) {
+template <class T, int D, class Shape>
+static void launch_on(int version, T *o, float *lse, const T *q, const T *k, const T *v,
+                      const Shape &shape) {
     if (shape.s == 0) return;
-    const auto kernel = version == SERIAL ? attention<T, D, false> : attention<T, D, true>;
+    const auto kernel = version == SERIAL ? attention<T, D, false, Shape> : attention<T, D, true, Shape>;
     const int bytes = (int)shared_bytes(D);
-    const int64_t columns = shape.a * D, key_columns = shape.kv * D;
+    const int64_t columns = shape.a * D, key_columns = shape.kv * D, keys = keys_of(shape);
     const dim3 grid((unsigned)((shape.s + QUERIES - 1) / QUERIES), (unsigned)shape.a, (unsigned)shape.b);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, o, lse,
            tensor_map(q, shape.s, columns, columns, ROWS, shape.b),
-           tensor_map(k, shape.s, key_columns, key_columns, ROWS, shape.b),
-           tensor_map(v, shape.s, key_columns, key_columns, ROWS, shape.b), shape);
+           tensor_map(k, keys, key_columns, key_columns, ROWS, shape.b),
+           tensor_map(v, keys, key_columns, key_columns, ROWS, shape.b), shape);
 }
 
-// s a multiple of 128.
-static Work formula(int version, const Heads &shape, double d) {
+template <class T, int D>
+static void launch(int version, T *o, float *lse, float *, const T *q, const T *k, const T *v,
+                   const Heads &shape) {
+    launch_on<T, D>(version, o, lse, q, k, v, shape);
+}
+
+// s a multiple of 128; pairs: of a block and a tile of keys.
+static Work work_of_pairs(int version, const Heads &shape, double d, double pairs) {
     const double heads = (double)(shape.b * shape.a), n = (double)shape.s / QUERIES, blocks = heads * n;
-    const double pairs = heads * (shape.causal ? (n * n + n) / 2 : n * n);  // of a block and a tile of keys
-    const double rescaled = version == SERIAL ? pairs : pairs - blocks;     // the first one has nothing to
+    const double rescaled = version == SERIAL ? pairs : pairs - blocks;  // the first one has nothing to
     const double boxes = (blocks + 2 * pairs) * d / COLUMNS, warps = QUERIES / 16;
     const double scores = 16 * KEYS / 32;  // of a lane, for a tile
     Work w = {};
@@ -213,9 +227,36 @@ static Work formula(int version, const Heads &shape, double d) {
     return w;
 }
 
+static Work formula(int version, const Heads &shape, double d) {
+    const double n = (double)shape.s / QUERIES, pairs = shape.causal ? (n * n + n) / 2 : n * n;
+    return work_of_pairs(version, shape, d, (double)(shape.b * shape.a) * pairs);
+}
+
 #ifndef NO_MAIN
-#include "attention_reference.h"
+#include "attention_tiles.h"
 #include "flash_timeline.h"
+
+// With masks by tokens.
+template <class T, int D>
+static void prove_masks(int version, const char *name) {
+    const int64_t most = 4 * QUERIES * 2 * D;  // numbers of what these two take
+    const Given<T> x(most, 1, 4), y(most, 1, 6);
+    Array<T> q(x.narrow.data(), most), kv(y.narrow.data(), most), o(most);
+    Array<float> lse(most / D);
+    const auto run = [&](const auto &shape) {
+        launch_on<T, D>(version, o.at, lse.at, q.at, kv.at, kv.at, shape);
+        std::vector<float> all = made(o), logs = lse.host();
+        all.resize((size_t)(shape.s * shape.a * D));
+        all.insert(all.end(), logs.begin(), logs.begin() + shape.s * shape.a);
+        return all;
+    };
+    prove_empty_tiles(name, KEYS, D, run, [&](const Heads &shape, double pairs) {
+        return work_of_pairs(version, shape, D, pairs);
+    });
+    prove_full_tiles(name, KEYS, D, run);
+    hold_masked(name, prove_masked_forward<T>(
+                          D, KEYS, [=](auto... operands) { launch_on<T, D>(version, operands...); }));
+}
 
 template <class T, int D>
 static void row(int version, const char *name, const Heads &at_size) {
@@ -235,7 +276,7 @@ static void row(int version, const char *name, const Heads &at_size) {
 }
 
 template <int D>
-static void show(const KernelsOptions *options, const Heads &shape) {
+static void show(const KernelsOptions *options, const Heads &shape, const char *svg) {
     flash_tables(
         options, shape, D, 1,
         [](const Heads &shape) {
@@ -244,20 +285,23 @@ static void show(const KernelsOptions *options, const Heads &shape) {
             row<__half, D>(PING_PONG, shape.causal ? "fp16, causal" : "fp16", shape);
         },
         16);
-    flash_timelines<__nv_bfloat16, D>("serial", "ping-pong", KEYS, launch<__nv_bfloat16, D>);
+    prove_masks<__nv_bfloat16, D>(SERIAL, "serial");
+    prove_masks<__nv_bfloat16, D>(PING_PONG, "ping-pong");
+    flash_timelines<__nv_bfloat16, D>("serial", "ping-pong", KEYS, launch<__nv_bfloat16, D>, svg);
 }
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
     KernelsOptions options = {};
+    const char *svg = NULL;
     int head;
     const Heads shape = flash_options(argc, argv,
                                       "FlashAttention-3 by TMA and wgmma, forward, in 16 bits.\n"
                                       "  flash_attention_3 --head-size 64",
-                                      QUERIES, &options, &head);
+                                      QUERIES, &options, &head, &svg);
     need_hopper(&options, "flash_attention_3");
-    if (head == 128) show<128>(&options, shape);
-    else show<64>(&options, shape);
+    if (head == 128) show<128>(&options, shape, svg);
+    else show<64>(&options, shape, svg);
     const Work work = formula(PING_PONG, shape, head);
     const GpuTime time = gpu_time(kernels_gpu(), &work);
     const double apart = time.part[PART_TENSOR] + time.part[PART_SPECIAL];

@@ -26,106 +26,28 @@
 // 2824 with heads of 64: 256 or 512 of them for lse and delta. By mma it takes 6532. What overlaps, only a
 // GPU can show. Extra memory: the sums, 4 d bytes for a row and head; lse and delta; turns and tickets.
 //
+// By tokens (flash_mask.h), blocks and tiles that do not see each other take no step: the turn keeper looks
+// up which block comes before this one, and tells the consumers who is first and last.
+//
 // Proof: as for the second version; flash_work.h has the formulas of both.
 // Run: build/07_kernels/flash_attention_3_backward           (--head-size 64, --size 8192, --verbose)
 // Last line: PASS flash_attention_3_backward: wgmma takes 0.41 of the modelled time of mma, and 0.68 of …
-#include "flash_hopper.h"
+#include "flash_backward_roles.h"
 
-enum { GROUPS = 2, OWN = 64, KEYS = GROUPS * OWN, BLOCK = (GROUPS + 1) * WARPGROUP };
-enum { NUMBERS = 8192, TILE_BYTES = 2 * NUMBERS, STAGE = 2 * TILE_BYTES + 1024, STAGES = 2 };  // of Q, dO
 constexpr float LOG2E = 1.44269504f;
-
-template <int D>
-constexpr int QUERIES = NUMBERS / D;
-template <int D>
-constexpr int QUERY_BOX = QUERIES<D> *TILE_ROW;
-
-// What one copy or another takes; rows: lse and delta.
-struct Maps {
-    TensorMap q, k, v, grad_o, rows;
-};
-
-// What the roles of a block share; first_head: of its sample.
-struct Shared {
-    char *k, *v, *stages, *ds;
-    Mbarrier *full, *empty, *come, *added;
-    int block, sample, first_head;
-};
-
-// The tiles of queries that see a block's keys, of all heads that share them, one head after another.
-struct Walk {
-    int head, last_head, tile, first_tile, tiles;
-};
-__device__ static inline bool more(const Walk &w) { return w.head < w.last_head; }
-__device__ static inline void step(Walk *w) {
-    if (++w->tile == w->tiles) w->tile = w->first_tile, w->head++;
-}
-// The place of a tile among those of all heads and samples.
-__device__ static inline int64_t number(const Shared &m, const Walk &w) {
-    return (int64_t)(m.first_head + w.head) * w.tiles + w.tile;
-}
 
 // Block (rows, head, sample), eight lanes a row: by tiles of queries, log2e lse of their rows and, behind
 // these, delta = rowsum(dO O). A row behind the last query has no weight.
-template <class T, int D>
-__global__ void __launch_bounds__(TILE *SIDE) prepare_rows(float *rows, OperandsIn<T> in, Heads shape) {
+template <class T, int D, class Shape>
+__global__ void __launch_bounds__(TILE *SIDE) prepare_rows(float *rows, OperandsIn<T> in, Shape shape) {
     const int64_t row = blockIdx.x * TILE + threadIdx.x / SIDE, head = blockIdx.z * shape.a + blockIdx.y;
     const int64_t from = ((blockIdx.z * shape.s + row) * shape.a + blockIdx.y) * D;
     const bool exists = row < shape.s;
     const float delta = row_product<T, D>(in.o + from, in.grad_o + from, exists);
     float *to = rows + (head * gridDim.x * TILE + row) * 2 - row % QUERIES<D>;
     if (thread_x() != 0) return;
-    to[0] = exists ? in.lse[head * shape.s + row] * LOG2E : INFINITY;
+    to[0] = exists ? log_sum_of<Shape>(in.lse[head * shape.s + row]) * LOG2E : INFINITY;
     to[QUERIES<D>] = delta;
-}
-
-// ---- the producer ----
-
-template <int D>
-__device__ static inline void copy_keys(const Shared &m, const Maps &maps, int column, Mbarrier *full) {
-    const int row = m.block * KEYS;
-    mbarrier_arrive_expect(full, 2 * D / COLUMNS * BOX);
-    for (int c = 0; c < D / COLUMNS; c++) {
-        tma_load(m.k + c * BOX, &maps.k, m.sample, row, column + c * COLUMNS, full);
-        tma_load(m.v + c * BOX, &maps.v, m.sample, row, column + c * COLUMNS, full);
-    }
-}
-
-// Rows behind the sample's last query are zeros, whatever the next sample has, and have no weight.
-template <int D>
-__device__ static inline void produce(const Shared &m, const Maps &maps, Walk w) {
-    constexpr int LINES = QUERIES<D> * 8 / TILE_ROW;  // of lse and delta, as rows of a box
-    for (int i = 0; more(w); i++, step(&w)) {
-        char *stage = m.stages + i % STAGES * STAGE;
-        Mbarrier *full = &m.full[i % STAGES];
-        const int row = w.tile * QUERIES<D>, column = w.head * D;
-        mbarrier_wait(&m.empty[i % STAGES], 1 - i / STAGES % 2);
-        mbarrier_arrive_expect(full, 2 * TILE_BYTES + LINES * TILE_ROW);
-        for (int c = 0; c < D / COLUMNS; c++) {
-            tma_load(stage + c * QUERY_BOX<D>, &maps.q, m.sample, row, column + c * COLUMNS, full);
-            tma_load(stage + TILE_BYTES + c * QUERY_BOX<D>, &maps.grad_o, m.sample, row,
-                     column + c * COLUMNS, full);
-        }
-        tma_load(stage + 2 * TILE_BYTES, &maps.rows, (int)number(m, w) * LINES, 0, full);
-    }
-}
-
-// ---- the turn keeper ----
-
-// The block that adds to a tile of queries first: with a mask the one on the diagonal.
-template <int D>
-__device__ static inline int first_to_add(const Heads &shape, int tile) {
-    return shape.causal ? tile * QUERIES<D> / KEYS : (int)gridDim.x - 1;
-}
-
-template <int D>
-__device__ static inline void keep_turns(const Shared &m, unsigned *turns, Walk w, const Heads &shape) {
-    for (int i = 0; more(w); i++, step(&w)) {
-        wait_for_turn(&turns[number(m, w)], (unsigned)(first_to_add<D>(shape, w.tile) - m.block));
-        mbarrier_arrive(m.come);
-        mbarrier_wait(m.added, i % 2);
-        pass_on(&turns[number(m, w)]);
-    }
 }
 
 // ---- products: groups of wgmma, in flight ----
@@ -170,20 +92,36 @@ __device__ static inline float2 pair_of(const char *rows, int j) {
     return *reinterpret_cast<const float2 *>(rows + (own_lane() % 4 * 8 ^ j * 32 ^ j / 4 % 8 * 16));
 }
 
-// s: scores (in), P' (out); what a query does not see has no weight. key0: of the warp.
+// What a query does not see is -inf, of a warp's 16 keys from key0 on.
 template <int D>
-__device__ static inline void to_weights(float (&s)[QUERIES<D> / 2], const char *rows, const Heads &shape,
-                                         int query0, int key0) {
-    if (!sees(shape, query0, key0 + 15)) {
-        const int key = key0 + own_lane() / 4, end = (int)shape.s, none = 2 * KEYS;
-        // of this lane's queries, the first that sees each of its two keys
-        const int seen = shape.causal ? key - query0 - own_lane() % 4 * 2 : 0;
-        const int from[2] = {key < end ? seen : none, key + 8 < end ? seen + 8 * shape.causal : none};
+__device__ static inline void mask(float (&s)[QUERIES<D> / 2], const Heads &shape, int, int query0,
+                                   int key0) {
+    const int key = key0 + own_lane() / 4, end = (int)shape.s, none = 2 * KEYS;
+    // of this lane's queries, the first that sees each of its two keys
+    const int seen = shape.causal ? key - query0 - own_lane() % 4 * 2 : 0;
+    const int from[2] = {key < end ? seen : none, key + 8 < end ? seen + 8 * shape.causal : none};
 #pragma unroll
-        for (int i = 0; i < QUERIES<D> / 2; i++)
-            if (i / 4 * 8 + i % 2 < from[i / 2 % 2]) s[i] = -INFINITY;
+    for (int i = 0; i < QUERIES<D> / 2; i++)
+        if (i / 4 * 8 + i % 2 < from[i / 2 % 2]) s[i] = -INFINITY;
+}
+template <int D>
+__device__ static inline void mask(float (&s)[QUERIES<D> / 2], const TokenHeads &shape, int sample,
+                                   int query0, int key0) {
+    const int key = key0 + own_lane() / 4, first = query0 + own_lane() % 4 * 2;
+    const Token keys[2] = {key_at(shape, sample, key), key_at(shape, sample, key + 8)};
+#pragma unroll
+    for (int j = 0; j < QUERIES<D> / 4; j++) {
+        const Token query = query_at(shape, sample, first + j / 2 * 8 + j % 2);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (!sees(shape, query, keys[half])) s[j / 2 * 4 + 2 * half + j % 2] = -INFINITY;
     }
-    const float c = shape.scale * LOG2E;
+}
+
+// s: scores (in), P' (out); what a query does not see has no weight.
+template <int D>
+__device__ static inline void to_weights(float (&s)[QUERIES<D> / 2], const char *rows, float scale) {
+    const float c = scale * LOG2E;
 #pragma unroll
     for (int j = 0; j < QUERIES<D> / 8; j++) {
         const float2 sum = pair_of(rows, j);
@@ -237,14 +175,15 @@ __device__ static inline void finish_dq(T *dq, const float *sums, float (&share)
 // ---- the consumers ----
 
 // Adds up dk and dv. dq: of the sample; sums: of all tiles.
-template <class T, int D>
-__device__ static inline void consume(float (&dk)[D / 2], float (&dv)[D / 2], const Shared &m, Walk w,
-                                      T *dq, float *sums, const Heads &shape) {
+template <class T, int D, class Shape>
+__device__ static inline void consume(float (&dk)[D / 2], float (&dv)[D / 2], const Shared &m, T *dq,
+                                      float *sums, const Shape &shape) {
     // Operands of wgmma lie in registers of a warp, and so must be seen to be the same for all lanes.
     const int group = __shfl_sync(~0u, own_group(), 0), own = group * OWN * TILE_ROW;
     const int part = group % (QUERIES<D> / 64);  // of the queries; where there is one, of the columns of K
     const int key0 = m.block * KEYS + own_warp() * 16;
-    for (int i = 0; more(w); i++, step(&w)) {
+    auto w = steps_of<D>(m, shape);
+    for (int i = 0; more(w); i++, step<D>(&w, m, shape)) {
         float s[QUERIES<D> / 2], dp[QUERIES<D> / 2], share[32];
         uint32_t p[QUERIES<D> / 16][4], ds[QUERIES<D> / 16][4];
         const char *tile_q = m.stages + i % STAGES * STAGE, *tile_do = tile_q + TILE_BYTES;
@@ -254,7 +193,8 @@ __device__ static inline void consume(float (&dk)[D / 2], float (&dv)[D / 2], co
         issue_scores<T, D>(s, m.k + own, tile_q);
         issue_scores<T, D>(dp, m.v + own, tile_do);
         wgmma_wait<1>(s);
-        to_weights<D>(s, rows, shape, w.tile * QUERIES<D>, key0);
+        if (needs_mask(shape, w.tiles, w.tiles.at, key0, 16)) mask<D>(s, shape, m.sample, w.tiles.at, key0);
+        to_weights<D>(s, rows, shape.scale);
         wgmma_wait<0>(dp);
         to_gradients<T, D>(p, ds, s, dp, rows);
 #pragma unroll
@@ -268,13 +208,13 @@ __device__ static inline void consume(float (&dk)[D / 2], float (&dv)[D / 2], co
         if (own_lane() == 0) mbarrier_arrive(&m.empty[i % STAGES]);
         wgmma_wait<0>(share);
         mbarrier_wait(m.come, i % 2);
-        const bool first = m.block == first_to_add<D>(shape, w.tile);
-        const int query0 = w.tile * QUERIES<D> + part * 64 + own_warp() % 4 * 16;
-        float *own_sums = sums + number(m, w) * NUMBERS + own_warp() * 32 * 32 + own_lane();
-        if (m.block > 0) add_dq(own_sums, share, first);
+        const Adder adder = adder_of<D>(m, shape, w.tiles.at);
+        const int query0 = w.tiles.at + part * 64 + own_warp() % 4 * 16;
+        float *own_sums = sums + number<D>(m, w) * NUMBERS + own_warp() * 32 * 32 + own_lane();
+        if (!adder.last) add_dq(own_sums, share, adder.first);
         else
-            finish_dq(dq + w.head * D + (group - part) * COLUMNS, own_sums, share, first, shape, query0,
-                      shape.a * D);
+            finish_dq(dq + w.head * D + (group - part) * COLUMNS, own_sums, share, adder.first, shape,
+                      query0, shape.a * D);
         __syncwarp();
         if (own_lane() == 0) mbarrier_arrive(m.added);
     }
@@ -284,16 +224,17 @@ __device__ static inline void consume(float (&dk)[D / 2], float (&dv)[D / 2], co
 
 // Block (keys, K/V head, sample); a ticket says which keys. Of the 168 registers of a thread, a producer
 // keeps 40, and a consumer has 232.
-template <class T, int D>
+template <class T, int D, class Shape>
 __global__ void __launch_bounds__(BLOCK, 1)
     attention_backward(GradientsIn<T> grad, float *sums, Order order, const __grid_constant__ Maps maps,
-                       Heads shape) {
+                       Shape shape) {
     DYNAMIC_SHARED(char, memory);
     __shared__ Mbarrier keys;
     __shared__ Mbarrier full[STAGES];
     __shared__ Mbarrier empty[STAGES];
     __shared__ Mbarrier come;
     __shared__ Mbarrier added;
+    __shared__ Adder adder;
     __shared__ int ticket;
     if (threadIdx.x == 0) {
         mbarrier_init(&keys, 1), mbarrier_init(&come, 1), mbarrier_init(&added, GROUPS * 4);
@@ -302,29 +243,34 @@ __global__ void __launch_bounds__(BLOCK, 1)
         ticket = (int)atomicAdd(&order.tickets[blockIdx.z * shape.kv + blockIdx.y], 1u);
     }
     __syncthreads();
-    const int block = (int)gridDim.x - 1 - ticket, end = (int)shape.s;  // the last keys first
-    const int group = (int)(shape.a / shape.kv), head = (int)blockIdx.y * group, sample = (int)blockIdx.z;
-    const int from = shape.causal ? block * KEYS / QUERIES<D> : 0;
-    const Walk walk = {head, head + group, from, from, (end + QUERIES<D> - 1) / QUERIES<D>};
+    const int block = (int)gridDim.x - 1 - ticket, end = (int)keys_of(shape);  // the last keys first
+    const int group = (int)(shape.a / shape.kv), sample = (int)blockIdx.z;
     char *k = first_tile(memory), *v = k + D / COLUMNS * BOX, *stages = v + D / COLUMNS * BOX;
-    const Shared m = {k,      v,     stages,       stages + STAGES * STAGE, full, empty, &come,
-                      &added, block, sample, sample * (int)shape.a};
+    const Shared m = {k,
+                      v,
+                      stages,
+                      stages + STAGES * STAGE,
+                      full,
+                      empty,
+                      &come,
+                      &added,
+                      &adder,
+                      block,
+                      sample,
+                      group,
+                      ((int)shape.s + QUERIES<D> - 1) / QUERIES<D>};
     if (own_group() == GROUPS) {
         registers_give<40>();
-        if (threadIdx.x == GROUPS * WARPGROUP) {
-            copy_keys<D>(m, maps, (int)blockIdx.y * D, &keys);
-            produce<D>(m, maps, walk);
-        } else if (threadIdx.x == GROUPS * WARPGROUP + 32) {
-            keep_turns<D>(m, order.turns, walk, shape);
-        }
+        if (threadIdx.x == GROUPS * WARPGROUP) copy_keys<D>(m, maps, (int)blockIdx.y * D, &keys);
+        if (own_warp() == GROUPS * 4) produce<D>(m, maps, shape);
+        else if (own_warp() == GROUPS * 4 + 1) keep_turns<D>(m, order.turns, shape);
     } else {
         registers_take<232>();
         const int64_t stride = shape.kv * D, key0 = block * KEYS + own_warp() * 16;
-        const int64_t first_row = (int64_t)sample * end;
-        const int64_t rows = (first_row + key0) * stride + blockIdx.y * D;
+        const int64_t rows = ((int64_t)sample * end + key0) * stride + blockIdx.y * D;
         float dk[D / 2] = {}, dv[D / 2] = {};
         mbarrier_wait(&keys, 0);
-        consume<T, D>(dk, dv, m, walk, grad.dq + first_row * shape.a * D, sums, shape);
+        consume<T, D>(dk, dv, m, grad.dq + sample * shape.s * shape.a * D, sums, shape);
         named_barrier(1, GROUPS * WARPGROUP);  // nobody needs the keys any more
         store_by_tile<D>(grad.dk + rows, k, dk, shape.scale, end - (int)key0, stride);
         store_by_tile<D>(grad.dv + rows, v, dv, 1, end - (int)key0, stride);
@@ -338,43 +284,68 @@ constexpr int64_t shared_bytes(int d) {  // K and V, the stages, dS twice
 }
 
 #ifndef NO_MAIN
-#include "attention_reference.h"
+#include "attention_tiles.h"
 #include "flash_work.h"
 
 // room: backward_room(shape, D) words.
-template <class T, int D>
-static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *room, const Heads &shape) {
+template <class T, int D, class Shape>
+static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *room, const Shape &shape) {
     if (shape.s == 0) return;
-    const auto kernel = attention_backward<T, D>;
+    const auto kernel = attention_backward<T, D, Shape>;
     const int64_t heads = shape.b * shape.a, stride = shape.a * D;
-    const int64_t tiles = (shape.s + QUERIES<D> - 1) / QUERIES<D>, key_stride = shape.kv * D;
+    const int64_t tiles = (shape.s + QUERIES<D> - 1) / QUERIES<D>;
+    const int64_t keys = keys_of(shape), key_stride = shape.kv * D;
     const int lines = QUERIES<D> * 8 / TILE_ROW, bytes = (int)shared_bytes(D);
     float *rows = room + heads * tiles * NUMBERS;
     unsigned *turns = reinterpret_cast<unsigned *>(rows + heads * tiles * QUERIES<D> * 2);
     const Order order = {turns + heads * tiles, turns};
     const Maps maps = {
         tensor_map(in.q, shape.s, stride, stride, QUERIES<D>, shape.b),
-        tensor_map(in.k, shape.s, key_stride, key_stride, KEYS, shape.b),
-        tensor_map(in.v, shape.s, key_stride, key_stride, KEYS, shape.b),
+        tensor_map(in.k, keys, key_stride, key_stride, KEYS, shape.b),
+        tensor_map(in.v, keys, key_stride, key_stride, KEYS, shape.b),
         tensor_map(in.grad_o, shape.s, stride, stride, QUERIES<D>, shape.b),
         tensor_map(reinterpret_cast<const T *>(rows), heads * tiles * lines, COLUMNS, COLUMNS, lines)};
     const dim3 each_row((unsigned)(tiles * QUERIES<D> / TILE), (unsigned)shape.a, (unsigned)shape.b);
-    const dim3 grid((unsigned)((shape.s + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
+    const dim3 grid((unsigned)((keys + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
     CUDA_CHECK(cudaMemsetAsync(turns, 0, (size_t)(heads * tiles + shape.b * shape.kv) * sizeof *turns, 0));
-    LAUNCH((prepare_rows<T, D>), each_row, TILE * SIDE, 0, 0, rows, in, shape);
+    if (Shape::EMPTY_ROWS)  // nobody adds to queries that see no key
+        CUDA_CHECK(cudaMemsetAsync(grad.dq, 0, (size_t)(shape.b * shape.s * stride) * sizeof(T), 0));
+    LAUNCH((prepare_rows<T, D, Shape>), each_row, TILE * SIDE, 0, 0, rows, in, shape);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, grad, room, order, maps, shape);
+}
+
+// With masks by tokens.
+template <class T, int D>
+static void prove_masks() {
+    const int64_t most = 4 * KEYS * 2 * D;  // numbers of what these two take
+    const Given<T> x(most, 1, 4);
+    Array<T> numbers(x.narrow.data(), most), dq(most), dk(most / 2), dv(most / 2);
+    Array<float> lse(x.exact.data(), most / D), room(backward_room({1, 4 * KEYS, 2, 1, 1, 0}, D));
+    const auto run = [&](const auto &shape) {
+        const T *in = numbers.at;
+        launch<T, D>({dq.at, dk.at, dv.at}, {in, in, in, in, lse.at, in}, room.at, shape);
+        std::vector<float> all = made(dq);
+        all.resize((size_t)(shape.s * shape.a * D));
+        for (const auto &gradient : {made(dk), made(dv)})
+            all.insert(all.end(), gradient.begin(), gradient.begin() + shape.s * D);
+        return all;
+    };
+    prove_full_tiles("backward", KEYS, D, run);
+    hold_masked("backward", prove_masked_backward<T>(D, KEYS, launch<T, D, TokenHeads>));
 }
 
 template <class T, int D>
 static void row(const char *name, const Heads &at_size) {
     const KernelVersion version = {name, BLOCK, 168, shared_bytes(D)};
-    backward_version<T>(version, at_size, D, KEYS, launch<T, D>, work_of_hopper_backward);
+    backward_version<T>(version, at_size, D, KEYS, launch<T, D, Heads>, work_of_hopper_backward);
 }
 
 template <int D>
 static void show(const KernelsOptions *options, const Heads &shape) {
     flash_tables_16(options, shape, D, 2, row<__nv_bfloat16, D>, row<__half, D>);
+    prove_masks<__nv_bfloat16, D>();
+    prove_masks<__half, D>();
 }
 
 int main(int argc, char **argv) {

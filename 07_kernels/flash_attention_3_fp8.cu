@@ -66,9 +66,11 @@ __device__ static inline void transpose_keys(char *to, const char *tile, int g) 
     }
 }
 
-template <int D>
-__device__ static inline void transpose(const Shared &m, const Values &v, int part) {
-    for (int i = 0; i < m.tiles; i++) {
+template <int D, class Shape>
+__device__ static inline void transpose(const Shared &m, const Values &v, int part, const Shape &shape,
+                                        int sample, int query0) {
+    auto w = keys_seen(shape, sample, query0);
+    for (int i = 0; more(w); i++, step(&w, shape, sample, query0)) {
         await(m, 2 * i + 1);
         mbarrier_wait(&v.used[i % VALUES], 1 - i / VALUES % 2);
         for (int g = part; g < KEYS / 16; g += TRANSPOSERS)
@@ -129,23 +131,27 @@ struct Scales {
 
 // As consume_in_turns of flash_attention_3.cu: in turn i, the scores of tile i and P V of tile i - 1. sum:
 // in units of the scale of V's last tile (return).
-template <int D>
+template <int D, class Shape>
 __device__ static inline float consume(float (&sum)[D / 2], Softmax *x, const Shared &m, const Values &v,
-                                       const Scales &scales, const Heads &shape) {
+                                       const Scales &scales, const Shape &shape, int block_query) {
     float s[KEYS / 2];
     uint32_t p[KEYS / DEPTH][4];
     const float c = x->c;
-    float unit = scales.v[0];
+    auto w = keys_seen(shape, x->sample, block_query);
+    if (Shape::EMPTY_ROWS && !more(w)) return 0;
+    float unit = scales.v[w.at / KEYS];
     await(m, 0);
     take_turn(m, 0);
     issue_scores<D>(s, m, 0);
     pass_turn(m);
     wgmma_wait<0>(s);
     release(m, 0);
-    x->c = c * scales.k[0];
-    soften<TOP>(s, x, shape, 0);
+    x->c = c * scales.k[w.at / KEYS];
+    soften<TOP>(s, x, shape, w);
     pack(p, s);
-    for (int i = 1; i < m.tiles; i++) {
+    step(&w, shape, x->sample, block_query);
+    int i = 1;
+    for (; more(w); i++, step(&w, shape, x->sample, block_query)) {
         await(m, 2 * i);
         mbarrier_wait(&v.whole[(i - 1) % VALUES], (i - 1) / VALUES % 2);
         take_turn(m, i);
@@ -154,19 +160,18 @@ __device__ static inline float consume(float (&sum)[D / 2], Softmax *x, const Sh
         pass_turn(m);
         wgmma_wait<1>(s);
         release(m, 2 * i);
-        x->c = c * scales.k[i];
-        soften<TOP>(s, x, shape, i * KEYS);
-        const float next = scales.v[i], units = unit / next;
+        x->c = c * scales.k[w.at / KEYS];
+        soften<TOP>(s, x, shape, w);
+        const float next = scales.v[w.at / KEYS], units = unit / next;
         x->keep[0] *= units, x->keep[1] *= units, unit = next;
         wgmma_wait<0>(sum);
         if (own_lane() == 0) mbarrier_arrive(&v.used[(i - 1) % VALUES]);
         rescale<D>(sum, *x);
         pack(p, s);
     }
-    const int last = m.tiles - 1;
-    mbarrier_wait(&v.whole[last % VALUES], last / VALUES % 2);
-    take_turn(m, m.tiles);
-    issue_values<D>(sum, p, v, last);
+    mbarrier_wait(&v.whole[(i - 1) % VALUES], (i - 1) / VALUES % 2);
+    take_turn(m, i);
+    issue_values<D>(sum, p, v, i - 1);
     pass_turn(m);
     wgmma_wait<0>(sum);
     return unit;
@@ -178,10 +183,10 @@ template <int D>
 constexpr int Q_TILES = D == TILE_ROW ? 2 : 3;
 
 // Block (queries, head, sample), those with the most keys first.
-template <class T, int D>
+template <class T, int D, class Shape>
 __global__ void __launch_bounds__(BLOCK, 1)
     attention(T *o, float *lse, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
-              const __grid_constant__ TensorMap v, Scales scales, Heads shape) {
+              const __grid_constant__ TensorMap v, Scales scales, Shape shape) {
     DYNAMIC_SHARED(char, memory);
     __shared__ Mbarrier q_full;
     __shared__ Mbarrier full[STAGES];
@@ -201,21 +206,18 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __syncthreads();
     const int head = (int)blockIdx.y, sample = (int)blockIdx.z, end = (int)shape.s;
     const int key_head = head / (int)(shape.a / shape.kv), block = (int)(gridDim.x - 1 - blockIdx.x);
-    const int first_query = block * QUERIES,
-              last_key = shape.causal ? min(first_query + QUERIES, end) : end;
+    const int first_query = block * QUERIES;
     char *tiles = first_tile(memory), *out = tiles + (Q_TILES<D> - 2) * TILE_OF_CODES<D>;
-    const Shared m = {tiles, tiles + Q_TILES<D> * TILE_OF_CODES<D>, full, empty,
-                      turn,  (last_key + KEYS - 1) / KEYS};
+    const Shared m = {tiles, tiles + Q_TILES<D> * TILE_OF_CODES<D>, full, empty, turn};
     const Values values = {m.ring + STAGES * TILE_OF_CODES<D>, whole, used};
-    const int of_keys = (sample * (int)shape.kv + key_head) * (int)gridDim.x;
+    const int of_keys = (sample * (int)shape.kv + key_head) * (int)((keys_of(shape) + KEYS - 1) / KEYS);
     if (own_group() == GROUPS) {
         registers_give<40>();
-        if (threadIdx.x == GROUPS * WARPGROUP) {
-            copy_tile<1, D>(m.q, &q, sample, block * D, head * TILE_ROW, &q_full);
-            produce<1, D>(m, &k, &v, sample, key_head * TILE_ROW);
-        }
         const int part = own_warp() - GROUPS * 4 - 1;
-        if (part >= 0 && part < TRANSPOSERS) transpose<D>(m, values, part);
+        if (threadIdx.x == GROUPS * WARPGROUP)
+            copy_tile<1, D>(m.q, &q, sample, block * D, head * TILE_ROW, &q_full);
+        if (part < 0) produce<1, D>(m, &k, &v, shape, sample, first_query, key_head * TILE_ROW);
+        else if (part < TRANSPOSERS) transpose<D>(m, values, part, shape, sample, first_query);
     } else {
         registers_take<232>();
         const float of_q = scales.q[(sample * shape.a + head) * gridDim.x + block];
@@ -224,14 +226,15 @@ __global__ void __launch_bounds__(BLOCK, 1)
                      {-INFINITY, -INFINITY},
                      {},
                      {},
-                     first_query + own_warp() * 16};
+                     first_query + own_warp() * 16,
+                     sample};
         float sum[D / 2] = {};
         mbarrier_wait(&q_full, 0);
-        const float unit = consume<D>(sum, &x, m, values, own, shape);
+        const float unit = consume<D>(sum, &x, m, values, own, shape, first_query);
         named_barrier(1 + own_group(), WARPGROUP);  // nobody needs its queries any more
         const int64_t stride = shape.a * D;
-        finish<D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end, out, sum, x,
-                  unit, end, stride);
+        finish<Shape, D>(o + sample * end * stride + head * D, lse + (sample * shape.a + head) * end, out,
+                         sum, x, unit, end, stride);
     }
 }
 
@@ -244,26 +247,26 @@ constexpr int64_t SHARED_BYTES =
 #ifndef NO_MAIN
 #include "flash_codes_reference.h"
 
-template <class T, int D>
-static void attend(T *o, float *lse, const Operands8<D> &in, const Heads &n) {
+template <class T, int D, class Shape>
+static void attend(T *o, float *lse, const Operands8<D> &in, const Shape &n) {
     if (n.s == 0) return;
-    const auto kernel = attention<T, D>;
-    const int64_t lines = lines_of_rows<D>(n.s), bytes = SHARED_BYTES<D>;
-    const auto map = [&](const Coded<D> &x) {
-        return tensor_map(x.codes.at, lines, x.heads * TILE_ROW, x.heads * TILE_ROW, D, n.b);
+    const auto kernel = attention<T, D, Shape>;
+    const int64_t bytes = SHARED_BYTES<D>;
+    const auto map = [&](const Coded<D> &x, int64_t s) {
+        return tensor_map(x.codes.at, lines_of_rows<D>(s), x.heads * TILE_ROW, x.heads * TILE_ROW, D, n.b);
     };
     const dim3 grid((unsigned)tiles_of_rows(n.s), (unsigned)n.a, (unsigned)n.b);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, o, lse, map(in.q), map(in.k), map(in.v),
-           Scales{in.q.scales.at, in.k.scales.at, in.v.scales.at}, n);
+    LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, o, lse, map(in.q, n.s), map(in.k, keys_of(n)),
+           map(in.v, keys_of(n)), Scales{in.q.scales.at, in.k.scales.at, in.v.scales.at}, n);
 }
 
 // ---- the table ----
 
-// s a multiple of 128.
-static Work formula(const Heads &shape, double d) {
+// s a multiple of 128; pairs: of a block and a tile of keys.
+static Work work_of_pairs(const Heads &shape, double d, double pairs) {
     const double heads = (double)(shape.b * shape.a), n = (double)shape.s / QUERIES, blocks = heads * n;
-    const double pairs = heads * (shape.causal ? (n * n + n) / 2 : n * n), again = pairs - blocks;
+    const double again = pairs - blocks;
     const double tiles = blocks + 2 * pairs, warps = QUERIES / 16, scores = 16 * KEYS / 32;
     const double products = TILE_ROW / d;                // that a tile's scores are
     const double scales = warps * (blocks + 2 * pairs);  // of Q; K and V
@@ -286,6 +289,33 @@ static Work formula(const Heads &shape, double d) {
     w.tensor_8_flops = pairs * 4 * QUERIES * KEYS * d;
     w.barriers = blocks;
     return w;
+}
+
+static Work formula(const Heads &shape, double d) {
+    const double n = (double)shape.s / QUERIES, pairs = shape.causal ? (n * n + n) / 2 : n * n;
+    return work_of_pairs(shape, d, (double)(shape.b * shape.a) * pairs);
+}
+
+// With masks by tokens. What encodes is no part of the counts.
+template <class T, int D>
+static void prove_masks(const char *name) {
+    const int64_t most = 4 * QUERIES * 2 * D;  // numbers of what these two take
+    const Given<T> x(most, 1, 4);
+    Array<T> numbers(x.narrow.data(), most), o(most);
+    Array<float> lse(most / D);
+    const Operands8<D> coded(Heads{1, 4 * QUERIES, 2, 1, 1, 0});
+    const auto run = [&](const auto &shape) {
+        attend(o.at, lse.at, coded, shape);
+        std::vector<float> all = made(o);
+        all.resize((size_t)(shape.s * shape.a * D));
+        return all;
+    };
+    encode_all(coded, numbers.at, numbers.at, numbers.at, Heads{1, 4 * QUERIES, 2, 1, 1, 0});
+    prove_empty_tiles(name, KEYS, D, run,
+                      [](const Heads &shape, double pairs) { return work_of_pairs(shape, D, pairs); });
+    encode_all(coded, numbers.at, numbers.at, numbers.at, Heads{1, 2 * QUERIES, 2, 1, 1, 0});
+    prove_full_tiles(name, KEYS, D, run);
+    hold_masked(name, prove_masked_codes<T, D>(attend<T, D, TokenHeads>));
 }
 
 // Operands of random numbers, at `small` or, on a GPU, at the size of the table.
@@ -328,7 +358,7 @@ static void row(const Heads &n) {
     room.encode(room.most);
     show_version(
         KernelVersion{n.causal ? "ping-pong, causal" : "ping-pong", BLOCK, 168, SHARED_BYTES<D>},
-        prove_codes<T, D>(n.causal, attend<T, D>), room.small, n,
+        prove_codes<T, D>(n.causal, attend<T, D, Heads>), room.small, n,
         [&](const Heads &size) { attend(o.at, lse.at, room.coded, size); },
         [](const Heads &size) { return formula(size, D); });
 }
@@ -337,6 +367,7 @@ template <int D>
 static void show(const KernelsOptions *options, const Heads &shape) {
     table_of_codes<D>(options, shape);
     flash_tables(options, shape, D, 1, row<D>, 8);
+    prove_masks<__nv_bfloat16, D>("ping-pong");
 }
 
 int main(int argc, char **argv) {

@@ -73,27 +73,31 @@ struct Coded {
     Array<Code> codes;
     Array<float> scales;
 
-    Coded(const Heads &n, int64_t heads)
+    Coded(int64_t b, int64_t s, int64_t heads)
         : heads(heads),
-          codes(n.b * lines_of_rows<D>(n.s) * heads * TILE_ROW),
-          scales(n.b * heads * tiles_of_rows(n.s)) {}
+          codes(b * lines_of_rows<D>(s) * heads * TILE_ROW),
+          scales(b * heads * tiles_of_rows(s)) {}
 };
 template <int D>
 struct Operands8 {
     Coded<D> q, k, v;
 
-    explicit Operands8(const Heads &n) : q(n, n.a), k(n, n.kv), v(n, n.kv) {}
+    template <class Shape>
+    explicit Operands8(const Shape &n)
+        : q(n.b, n.s, n.a), k(n.b, keys_of(n), n.kv), v(n.b, keys_of(n), n.kv) {}
 };
 
+// x: b samples of s rows.
 template <class T, int D>
-static void encode_one(const Coded<D> &to, const T *x, const Heads &n) {
-    const dim3 grid((unsigned)tiles_of_rows(n.s), (unsigned)to.heads, (unsigned)n.b);
-    if (n.s) LAUNCH((encode<T, D>), grid, ENCODER, 0, 0, to.codes.at, to.scales.at, x, (int)n.s);
+static void encode_one(const Coded<D> &to, const T *x, int64_t b, int64_t s) {
+    const dim3 grid((unsigned)tiles_of_rows(s), (unsigned)to.heads, (unsigned)b);
+    if (s) LAUNCH((encode<T, D>), grid, ENCODER, 0, 0, to.codes.at, to.scales.at, x, (int)s);
 }
 
-template <class T, int D>
-static void encode_all(const Operands8<D> &to, const T *q, const T *k, const T *v, const Heads &n) {
-    encode_one(to.q, q, n), encode_one(to.k, k, n), encode_one(to.v, v, n);
+template <class T, int D, class Shape>
+static void encode_all(const Operands8<D> &to, const T *q, const T *k, const T *v, const Shape &n) {
+    encode_one(to.q, q, n.b, n.s);
+    encode_one(to.k, k, n.b, keys_of(n)), encode_one(to.v, v, n.b, keys_of(n));
 }
 
 // Of Q, K and V; s a multiple of 128.

@@ -21,6 +21,45 @@ __device__ static inline uint32_t *pair_of_rows(char *tile, int i) {
     return reinterpret_cast<uint32_t *>(chunk_of(tile, i % 2 * 8 + own_lane() / 4, i / 2)) + own_lane() % 4;
 }
 
+// ---- the tiles that a block takes ----
+
+// Tiles of so many tokens, from `at` on, in their order: each role of a block walks the same. What it does
+// with them counts steps, not places. By order, all of them to the end ...
+struct Walk {
+    int at, end;
+};
+__device__ static inline bool more(const Walk &w) { return w.at < w.end; }
+__device__ static inline bool needs_mask(const Heads &shape, const Walk &, int query0, int key0, int keys) {
+    return !sees(shape, query0, key0 + keys - 1);
+}
+
+// ... and by tokens, those that are not empty. A warp looks at 32 of them at a time, each lane at one:
+// `next` is the first of those that it will look at, seen and full are bits of those that it has.
+struct TokenWalk {
+    int at, next;  // at: -1 behind the last
+    unsigned seen, full;
+    bool partial;  // the tile at `at`
+};
+__device__ static inline bool more(const TokenWalk &w) { return w.at >= 0; }
+__device__ static inline bool needs_mask(const TokenHeads &, const TokenWalk &w, int, int, int) {
+    return w.partial;
+}
+
+// The next tile of STEP of `end` tokens, of which state(first token) tells. By a whole warp.
+template <int STEP, class State>
+__device__ static inline void find_tile(TokenWalk *w, int end, State state) {
+    for (; !w->seen && w->next < end; w->next += 32 * STEP) {
+        const TileState own = state(w->next + own_lane() * STEP);
+        w->seen = __ballot_sync(~0u, own != TILE_EMPTY), w->full = __ballot_sync(~0u, own == TILE_FULL);
+    }
+    const int place = __ffs((int)w->seen) - 1;
+    w->at = w->seen ? w->next + (place - 32) * STEP : -1;
+    w->partial = !(w->full >> (place & 31) & 1);
+    w->seen &= w->seen - 1;
+}
+
+// ---- rows that leave ----
+
 // The warp's rows of `out` (=) those of a tile of T, the first `rows` of them, by chunks.
 template <int D, class T>
 __device__ static inline void store_chunks(T *out, char *tile, int rows, int64_t stride) {

@@ -9,12 +9,26 @@ enum { GROUPS = 2, BLOCK = (GROUPS + 1) * WARPGROUP };         // the last one p
 enum { ROWS = 128, STAGES = 4 };                               // of a copy; of the ring
 enum { QUERIES = ROWS, OWN = QUERIES / GROUPS, KEYS = ROWS };  // of a block, a warpgroup; of a tile
 
-// What the roles of a block share; they take as many tiles of keys as of values.
+// What the roles of a block share.
 struct Shared {
     char *q, *ring;
     Mbarrier *full, *empty, *turn;
-    int tiles;
 };
+
+// The tiles of keys that a block of queries sees.
+__device__ static inline Walk keys_seen(const Heads &shape, int, int query0) {
+    return {0, (int)end_of_keys<QUERIES>(shape, query0)};
+}
+__device__ static inline void step(Walk *w, const Heads &, int, int) { w->at += KEYS; }
+__device__ static inline void step(TokenWalk *w, const TokenHeads &shape, int sample, int query0) {
+    find_tile<KEYS>(w, (int)shape.keys.s,
+                    [&](int key0) { return tile_state<QUERIES, KEYS>(shape, sample, query0, key0); });
+}
+__device__ static inline TokenWalk keys_seen(const TokenHeads &shape, int sample, int query0) {
+    TokenWalk w = {0, 0, 0, 0, false};
+    step(&w, shape, sample, query0);
+    return w;
+}
 
 // ---- the producer ----
 
@@ -27,15 +41,18 @@ __device__ static inline void copy_tile(char *tile, const TensorMap *map, int sa
     for (int i = 0; i < BOXES; i++) tma_load(tile + i * BOX, map, sample, row, column + i * COLUMNS, full);
 }
 
-// One head's K and V in turn.
-template <int BOXES, int LINES = ROWS>
-__device__ static inline void produce(const Shared &m, const TensorMap *k, const TensorMap *v, int sample,
-                                      int column) {
-    for (int t = 0; t < 2 * m.tiles; t++) {
-        mbarrier_wait(&m.empty[t % STAGES], 1 - t / STAGES % 2);
-        copy_tile<BOXES, LINES>(m.ring + t % STAGES * BOXES * LINES * TILE_ROW, t % 2 ? v : k, sample,
-                                t / 2 * LINES, column, &m.full[t % STAGES]);
-    }
+// One head's K and V in turn, for these queries, by a warp.
+template <int BOXES, int LINES = ROWS, class Shape>
+__device__ static inline void produce(const Shared &m, const TensorMap *k, const TensorMap *v,
+                                      const Shape &shape, int sample, int query0, int column) {
+    auto w = keys_seen(shape, sample, query0);
+    for (int t = 0; more(w); step(&w, shape, sample, query0))
+        for (const int end = t + 2; t < end; t++) {
+            if (own_lane() != 0) continue;
+            mbarrier_wait(&m.empty[t % STAGES], 1 - t / STAGES % 2);
+            copy_tile<BOXES, LINES>(m.ring + t % STAGES * BOXES * LINES * TILE_ROW, t % 2 ? v : k, sample,
+                                    w.at / KEYS * LINES, column, &m.full[t % STAGES]);
+        }
 }
 
 // ---- the ring, and turns ----
@@ -62,11 +79,11 @@ __device__ static inline void pass_turn(const Shared &m) {
 // sums count for in it. c: what makes a score a power of 2, scale log2(e).
 struct Softmax {
     float c, most[2], sum[2], keep[2];
-    int query0;  // of the warp
+    int query0, sample;  // of the warp
 };
 
 // What a query does not see is -inf.
-__device__ static inline void mask(float (&s)[KEYS / 2], const Heads &shape, int query0, int key0) {
+__device__ static inline void mask(float (&s)[KEYS / 2], const Heads &shape, int, int query0, int key0) {
     const int first = key0 + own_lane() % 4 * 2, last = (int)shape.s - 1;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -78,11 +95,23 @@ __device__ static inline void mask(float (&s)[KEYS / 2], const Heads &shape, int
     }
 }
 
-// s: scores (in), their exponentials (out), of which a row's largest so far is 2^TOP. Each row has seen a
-// key: most is finite.
-template <int TOP = 0>
-__device__ static inline void soften(float (&s)[KEYS / 2], Softmax *x, const Heads &shape, int key0) {
-    if (!sees(shape, x->query0, key0 + KEYS - 1)) mask(s, shape, x->query0, key0);
+__device__ static inline void mask(float (&s)[KEYS / 2], const TokenHeads &shape, int sample, int query0,
+                                   int key0) {
+    const int query = query0 + own_lane() / 4, first = key0 + own_lane() % 4 * 2;
+    const Token rows[2] = {query_at(shape, sample, query), query_at(shape, sample, query + 8)};
+#pragma unroll
+    for (int j = 0; j < KEYS / 4; j++) {
+        const Token key = key_at(shape, sample, first + j / 2 * 8 + j % 2);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            if (!sees(shape, rows[half], key)) s[j / 2 * 4 + 2 * half + j % 2] = -INFINITY;
+    }
+}
+
+// s: scores (in), their exponentials (out), of which a row's largest so far is 2^TOP.
+template <int TOP = 0, class Shape, class Tiles>
+__device__ static inline void soften(float (&s)[KEYS / 2], Softmax *x, const Shape &shape, const Tiles &w) {
+    if (needs_mask(shape, w, x->query0, w.at, KEYS)) mask(s, shape, x->sample, x->query0, w.at);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float most = -INFINITY;
@@ -90,12 +119,12 @@ __device__ static inline void soften(float (&s)[KEYS / 2], Softmax *x, const Hea
         for (int j = 2 * half; j < KEYS / 2; j += 4) most = fmaxf(most, fmaxf(s[j], s[j + 1]));
         most = quad_max(most);
         most = fmaxf(x->most[half], TOP ? fmaf(most, x->c, -TOP) : most * x->c);
-        const float keep = exp2f(x->most[half] - most);
+        const float shift = shift_of<Shape>(most), keep = exp2f(x->most[half] - shift);
         x->most[half] = most, x->sum[half] *= keep, x->keep[half] = keep;
 #pragma unroll
         for (int j = 2 * half; j < KEYS / 2; j += 4)
 #pragma unroll
-            for (int e = j; e < j + 2; e++) x->sum[half] += s[e] = exp2f(fmaf(s[e], x->c, -most));
+            for (int e = j; e < j + 2; e++) x->sum[half] += s[e] = exp2f(fmaf(s[e], x->c, -shift));
     }
 }
 
@@ -107,14 +136,15 @@ __device__ static inline void rescale(float (&sum)[D / 2], const Softmax &x) {
 
 // The warp's rows of o, whose sums are multiples of `unit`, and lse (=): o by way of where its queries
 // were, to store whole chunks.
-template <int D, class T>
+template <class Shape, int D, class T>
 __device__ static inline void finish(T *o, float *lse, char *tile, const float (&sum)[D / 2],
                                      const Softmax &x, float unit, int end, int64_t stride) {
     const int query0 = x.query0;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int own = half * 8 + own_lane() / 4;
-        const float total = quad_sum(x.sum[half]), inverse = unit / total;
+        const float total = quad_sum(x.sum[half]);
+        const float inverse = Shape::EMPTY_ROWS && total == 0 ? 0 : unit / total;
         const float log_sum = fmaf(x.most[half], 0.69314718f, logf(total));  // ln 2
         if (own_lane() % 4 == 0 && query0 + own < end) lse[query0 + own] = log_sum;
 #pragma unroll

@@ -337,3 +337,43 @@ char *issue_timeline_text(const IssueTimeline *t, int64_t from, int64_t to, int 
     fclose(out);
     return text;
 }
+
+enum { SVG_COLUMNS = 420, SVG_LINE = 13 };  // of a row; pixels of a line
+
+// Returns how many spans there are, one for neighbours of the same letter.
+static int64_t spans_of_line(Span *span, const IssueRow *row, int line, int64_t clocks) {
+    const double step = (double)clocks / SVG_COLUMNS;
+    int64_t count = 0;
+    for (int c = 0; c < SVG_COLUMNS; c++) {
+        const double begin = c * step, end = (c + 1) * step;
+        const char letter =
+            column_letter(row->timeline, line, row->from + (int64_t)begin, row->from + (int64_t)end);
+        if (letter == '.') continue;
+        if (count && span[count - 1].letter == letter && span[count - 1].end > begin - step / 2)
+            span[count - 1].end = end;
+        else span[count++] = (Span){begin, end, letter};
+    }
+    return count;
+}
+
+void issue_timeline_svg(const IssueRow *row, int rows, int64_t clocks, const SpanKind *kind, int kinds,
+                        const char *title, const char *flag, const char *file) {
+    SpanRow *drawn = zeros(rows, sizeof *drawn);
+    Span *span = zeros(rows * ISSUE_LINES * SVG_COLUMNS, sizeof *span), *next = span;
+    for (int r = 0; r < rows; r++) {
+        SpanRow *to = &drawn[r];
+        to->title = row[r].title, to->note = row[r].note;
+        for (int line = 0; line < ISSUE_LINES; line++) {
+            if (!shows(row[r].timeline, line)) continue;
+            SpanLine *made = &to->line[to->lines++];
+            snprintf(made->name, sizeof made->name, "%s", line_title(line));
+            made->span = next, made->height = SVG_LINE;
+            made->count = spans_of_line(next, &row[r], line, clocks);
+            next += made->count;
+        }
+    }
+    const SpansPicture picture = {title, "clocks", (double)clocks, kind, kinds, drawn, rows, ""};
+    spans_svg(&picture, flag, file);
+    free(drawn);
+    free(span);
+}

@@ -21,6 +21,7 @@
 #define ISSUE_TIMELINE_H
 
 #include "cuda/gpu_model.h"
+#include "report/spans_picture.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -79,6 +80,16 @@ void issue_timeline_free(IssueTimeline *timeline);
 // Clocks [from, to) in so many columns: the lines that have something to show, and an axis. A column has
 // the letter of most of its busy time, or a dot if that is less than a quarter. The caller frees the text.
 char *issue_timeline_text(const IssueTimeline *timeline, int64_t from, int64_t to, int columns);
+
+// The same of several timelines in one picture, so many clocks of each.
+typedef struct IssueRow {
+    const char *title, *note;
+    const IssueTimeline *timeline;
+    int64_t from;
+} IssueRow;
+// kind: what letters mean, and their colours. Fatal, naming the flag, when the file cannot be written.
+void issue_timeline_svg(const IssueRow *row, int rows, int64_t clocks, const SpanKind *kind, int kinds,
+                        const char *title, const char *flag, const char *file);
 
 #ifdef __cplusplus
 }

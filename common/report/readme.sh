@@ -117,6 +117,7 @@ figure 03_tensor_parallel/timeline.svg 03_tensor_parallel/async_tensor_parallel 
 figure 04_context_parallel/timeline.svg 04_context_parallel/zigzag_ring_attention --timeline-svg
 figure 06_expert_parallel/timeline.svg 06_expert_parallel/overlapped_experts --ranks 8 --ep 8 --layers 1 \
     --steps 1 --timeline-svg
+figure 07_kernels/timeline.svg 07_kernels/flash_attention_3 --timeline-svg
 figure 08_mixed_precision/five_d.svg 08_mixed_precision/five_d_methods --svg
 figure 08_mixed_precision/curves.svg 08_mixed_precision/find_config --curves
 figure 08_mixed_precision/heat_map.svg 08_mixed_precision/find_config --heat-map

@@ -11,8 +11,9 @@
 #ifndef TIMELINE_H
 #define TIMELINE_H
 
-#include "tensor/clock.h"
 #include "comm/mesh.h"
+#include "report/spans_picture.h"
+#include "tensor/clock.h"
 #include "train/config.h"
 
 #ifdef __cplusplus
@@ -32,11 +33,8 @@ void timeline_finish(const Config *config, Group world);
 
 // ---- what they are made of ----
 
-typedef struct Span {
-    double begin, end;  // seconds after the step began
-    char letter;        // compute: F forward, B backward, S optimizer, + other; communication: A, R, G …
-} Span;
-
+// Of spans, in seconds after the step began, the letters are: of compute, F forward, B backward, S
+// optimizer, + other; of communication, A, R, G …
 typedef struct Timeline {  // one rank in one step
     char *title;
     double seconds;  // from begin to end of the step

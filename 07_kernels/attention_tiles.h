@@ -1,0 +1,51 @@
+// attention_tiles.h: what kernels with masks by tokens read and multiply, held against the tiles that the
+// mask leaves: by counts, and by arrays that are not there.
+#ifndef ATTENTION_TILES_H
+#define ATTENTION_TILES_H
+
+#include "attention_masks.h"
+
+// The table's errors are those without tokens.
+static inline void hold_masked(const char *name, const Proof &proof) {
+    report_that(proof.error <= proof.bound, "%s: masked by tokens, it is off by %.1e, and may be by %.1e",
+                name, proof.error, proof.bound);
+}
+
+// run(shape) counts what formula(shape, pairs of tiles, of all heads) says: what is empty is neither copied
+// nor multiplied. Loads are left out, since those of tokens and of bounds are among them. A tile has `tile`
+// queries and as many keys.
+template <class Run, class Formula>
+void prove_empty_tiles(const char *name, int64_t tile, int d, Run run, Formula formula) {
+    const std::vector<Token> tokens = packed_tokens(4 * tile, tile, 25);
+    const MaskedCase it(positions_of(1, tokens), positions_of(1, tokens));
+    const TokenHeads n = it.shape(2, 1, d);
+    const int64_t pairs = pairs_seen(it.mask, tile, tile), causal = 4 * 5 / 2;
+    const Work right = formula(n, (double)(n.a * pairs)), work = counted([&] { run(n); });
+    report_that(pairs < causal, "%s: with documents %lld tiles are not empty, and with a causal mask %lld",
+                name, (long long)pairs, (long long)causal);
+    const struct {
+        const char *what;
+        double counted, right;
+    } counts[] = {{"passes of shared memory", work.shared_passes, right.shared_passes},
+                  {"FLOPs of tensor cores", work.tensor_flops + work.tensor_8_flops,
+                   right.tensor_flops + right.tensor_8_flops},
+                  {"special instructions", work.special_instructions, right.special_instructions}};
+    for (auto &c : counts)
+        report_that(ON_GPU || c.counted == c.right, "%s: %.0f %s; the tiles that are not empty take %.0f",
+                    name, c.counted, c.what, c.right);
+}
+
+// What run(shape) makes, where every query sees every key and looks at no token, is what it makes without a
+// mask, bit for bit.
+template <class Run>
+void prove_full_tiles(const char *name, int64_t tile, int d, Run run) {
+    std::vector<Token> keys, queries;
+    for (int i = 0; i < 2 * tile; i++) keys.push_back({i, 0}), queries.push_back({i + 2 * (int)tile, 0});
+    const MaskedCase it(positions_of(1, queries), positions_of(1, keys));
+    TokenHeads n = it.shape(2, 1, d);
+    n.queries.positions = n.queries.documents = n.keys.positions = n.keys.documents = NULL;
+    report_that(run(n) == run(static_cast<const Heads &>(n)),
+                "%s: a mask by tokens that leaves nothing out makes other bits than none", name);
+}
+
+#endif
