@@ -28,8 +28,8 @@
 // time: mma takes both operands from registers, and ldmatrix must fill them.
 //
 // Proof: O within 4 times the error of the same steps with P and O in 16 bits on the CPU, lse in f32, each
-// against f64, on odd lengths, with and without a mask, for shared K/V heads and for large scores. By tokens
-// (flash_mask.h): packed documents, zig-zag chunks, any order; tiles that nobody sees may be NaN.
+// against f64, on odd lengths, with and without a mask, for shared K/V heads and for large scores. By
+// tokens (flash_mask.h): packed documents, zig-zag chunks, any order; tiles that nobody sees may be NaN.
 // Run: build/07_kernels/flash_attention_2_tensor           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_2_tensor: bf16 takes 0.09 of the least that f32 without tensor cores …
 #include "flash_fragments.h"

@@ -16,8 +16,8 @@
 //     copies             Q, dO of t + 1 in flight                Q, dO of t + 2 …
 //     warps              S', dP', dV, dK | dS there, its turn | dQ | S', dP', …       |: a barrier
 //
-// By tokens (flash_mask.h) a block leaves out tiles of queries that see none of its keys. Its turn at a tile
-// is how many blocks of later keys those queries see, so that it waits for no block that never comes.
+// By tokens (flash_mask.h) a block leaves out tiles of queries that see none of its keys. Its turn at a
+// tile is how many blocks of later keys those queries see, so that it waits for no block that never comes.
 //
 // dQ adds up in f32, in memory, a block after another; a last kernel scales it and rounds it to 16 bits.
 // Extra memory: that sum, 4 d bytes for a row and head; delta, turns and tickets as before.
