@@ -53,41 +53,55 @@ T rounded(T x) {
     return std::is_same<Stored, T>::value ? x : static_cast<T>(static_cast<Stored>(static_cast<float>(x)));
 }
 
+// The keys that a query sees, in their order; by the mask, or if there is none by the shape.
+static inline std::vector<int64_t> keys_seen(const Heads &n, const AttentionMask *mask, int64_t sample,
+                                             int64_t query) {
+    std::vector<int64_t> seen;
+    const int64_t count = mask ? mask->keys->s : n.causal ? query + 1 : n.s;
+    for (int64_t j = 0; j < count; j++)
+        if (!mask ||
+            (mask->keys->document[sample * count + j] == mask->queries->document[sample * n.s + query] &&
+             mask->keys->position[sample * count + j] <= mask->queries->position[sample * n.s + query]))
+            seen.push_back(j);
+    return seen;
+}
+
 // Each query by itself: all its scores, their softmax, and with dO the gradients, from lse. Stored: the
 // type of what is made, and of the operands of products. Scores are summed in the kernels' order: in f32
-// they have the same bits, and so fit this lse as well.
+// they have the same bits, and so fit this lse as well. Without a key o is 0, and lse -inf.
 //   P = softmax(S), S = scale Q K', O = P V:   dV = P' dO   dS = P (dO V' - rowsum(dO O))   dQ = scale dS K
 template <class T, class Stored = T>
 Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float *k, const float *v,
-                              const float *grad_o) {
-    const size_t queries = (size_t)(n.b * n.s * n.a * d), keys = (size_t)(n.b * n.s * n.kv * d);
+                              const float *grad_o, const AttentionMask *mask = NULL) {
+    const int64_t key_count = mask ? mask->keys->s : n.s, step = n.kv * d;
+    const size_t queries = (size_t)(n.b * n.s * n.a * d), keys = (size_t)(n.b * key_count * step);
     Attention<T> out = {std::vector<T>(queries), std::vector<T>((size_t)(n.b * n.a * n.s)),
                         std::vector<T>(queries), std::vector<T>(keys), std::vector<T>(keys)};
-    std::vector<T> scores((size_t)n.s);
+    std::vector<T> scores((size_t)key_count);
     T *p = scores.data();
     for (int64_t row = 0; row < n.b * n.s * n.a; row++) {
         const int64_t h = row % n.a, query = row / n.a % n.s, sample = row / n.a / n.s;
-        const int64_t end = n.causal ? query + 1 : n.s, step = n.kv * d;
-        const int64_t key_head = sample * n.s * step + h / (n.a / n.kv) * d;
+        const std::vector<int64_t> seen = keys_seen(n, mask, sample, query);
+        const int64_t key_head = sample * key_count * step + h / (n.a / n.kv) * d;
         const float *q_row = q + row * d, *grad_row = grad_o ? grad_o + row * d : NULL;
         T *o = out.o.data() + row * d, *dq = out.dq.data() + row * d;
         T most = -INFINITY, sum = 0, delta = 0;
-        for (int64_t j = 0; j < end; j++) {
+        for (int64_t j : seen) {
             T dot = 0;
             for (int c = 0; c < d; c++)
                 dot = __builtin_fma((T)q_row[c], (T)k[key_head + j * step + c], dot);
             p[j] = dot * (T)n.scale;
             most = p[j] > most ? p[j] : most;
         }
-        for (int64_t j = 0; j < end; j++) sum += std::exp(p[j] - most);
+        for (int64_t j : seen) sum += std::exp(p[j] - most);
         const T lse = out.lse[(size_t)((sample * n.a + h) * n.s + query)] = most + std::log(sum);
-        for (int64_t j = 0; j < end; j++) {
+        for (int64_t j : seen) {
             const T weight = rounded<Stored>(std::exp(p[j] - most) / sum);
             for (int c = 0; c < d; c++) o[c] += weight * (T)v[key_head + j * step + c];
         }
         for (int c = 0; c < d; c++) o[c] = rounded<Stored>(o[c]);
         for (int c = 0; grad_o && c < d; c++) delta += (T)grad_row[c] * o[c];
-        for (int64_t j = 0; grad_o && j < end; j++) {
+        for (int64_t j : grad_o ? seen : std::vector<int64_t>()) {
             const int64_t key = key_head + j * step;
             T dp = 0;
             for (int c = 0; c < d; c++) dp += (T)grad_row[c] * (T)v[key + c];

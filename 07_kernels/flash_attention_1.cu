@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(THREADS)
                 row[i].lse = key0 && row0 + i * SIDE < end ? lse[row0 + i * SIDE] : -INFINITY;
             __syncthreads();  // the tiles are whole
             float p[EACH][EACH], sum[EACH][D / SIDE] = {};
-            scores_of<D>(p, tile_q, tile_k, shape, query0, key0);
+            scores_of<D>(p, tile_q, tile_k, shape, 0, query0, key0);
 #pragma unroll
             for (int i = 0; i < EACH; i++) row[i] = update_row(p[i], row[i].lse);
             store_scores(tile_p, p);
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(THREADS)
     load_rows<D>(tile_k, k + key_head, key0, shape.s, key_stride);
     __syncthreads();
     float s[EACH][EACH];
-    scores_of<D>(s, tile_q, tile_k, shape, query0, key0);
+    scores_of<D>(s, tile_q, tile_k, shape, 0, query0, key0);
 #pragma unroll
     for (int i = 0; i < EACH; i++)
 #pragma unroll

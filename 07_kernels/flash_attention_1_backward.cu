@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad,
                 __syncthreads();  // the tiles are whole
                 float p[EACH][EACH], ds[EACH][EACH] = {}, delta[EACH];
                 row_products<D>(delta, tile_do, in.o + base, query0, end, stride);
-                scores_of<D>(p, tile_q, tile_k, shape, query0, key0);
+                scores_of<D>(p, tile_q, tile_k, shape, 0, query0, key0);
                 rows_by_rows<D>(ds, tile_do, tile_v);
 #pragma unroll
                 for (int i = 0; i < EACH; i++) {

@@ -26,7 +26,7 @@
 // Last line: PASS flash_attention_2: 0.33 of the first version's traffic to L2 …
 #include "flash_tiles.h"
 
-enum { TILES = 2, BLOCK = TILES * THREADS };
+enum { TILES = 2, BLOCK = TILES * THREADS, QUERIES = TILES * TILE };
 
 // A row's maximum so far, and this lane's part of its sum.
 struct RunningRow {
@@ -34,15 +34,15 @@ struct RunningRow {
 };
 
 // p: scores (in), and their exponentials (out). What the sums so far count for in the new ones (return).
-// Each row has seen a key, so that most is finite.
+template <class Shape>
 __device__ static inline float update_row(float (&p)[EACH], RunningRow *row) {
     float most = row->most;
 #pragma unroll
     for (int j = 0; j < EACH; j++) most = fmaxf(most, p[j]);
     most = row_max(most);
-    const float keep = expf(row->most - most);
+    const float shift = shift_of<Shape>(most), keep = expf(row->most - shift);
 #pragma unroll
-    for (int j = 0; j < EACH; j++) p[j] = expf(p[j] - most);
+    for (int j = 0; j < EACH; j++) p[j] = expf(p[j] - shift);
     row->sum = fmaf(row->sum, keep, p[0]);
 #pragma unroll
     for (int j = 1; j < EACH; j++) row->sum += p[j];
@@ -52,37 +52,37 @@ __device__ static inline float update_row(float (&p)[EACH], RunningRow *row) {
 
 // Block (tiles of queries, head, sample). Each pair of warps has a tile of queries, with o, p and a part of
 // tile_p of its own; K and V serve them all.
-template <int D>
+template <int D, class Shape>
 __global__ void __launch_bounds__(BLOCK)
-    attention(float *o, float *lse, const float *q, const float *k, const float *v, Heads shape) {
+    attention(float *o, float *lse, const float *q, const float *k, const float *v, Shape shape) {
     DYNAMIC_SHARED(float, tile_q);
     float *tile_k = tile_q + TILES * TILE * PITCH<D>, *tile_v = tile_k + TILE * PITCH<D>;
     const int own = threadIdx.x / THREADS;
     float *tile_p = tile_v + TILE * PITCH<D> + own * TILE * SCORE_PITCH;
-    const int64_t head = blockIdx.y, first = blockIdx.z * shape.s, end = shape.s;
+    const int64_t head = blockIdx.y, sample = blockIdx.z, end = shape.s, keys = keys_of(shape);
     const int64_t stride = shape.a * D, key_stride = shape.kv * D;
-    const int64_t key_head = first * key_stride + head / (shape.a / shape.kv) * D;
-    const int64_t first_query = (int64_t)(gridDim.x - 1 - blockIdx.x) * TILES * TILE;
-    const int64_t query0 = first_query + own * TILE;
-    const int64_t last_key = shape.causal ? min(first_query + TILES * TILE, end) : end;
-    q += first * stride + head * D, o += first * stride + head * D;
-    lse += (blockIdx.z * shape.a + head) * end;
+    const int64_t key_head = sample * keys * key_stride + head / (shape.a / shape.kv) * D;
+    const int64_t first_query = (int64_t)(gridDim.x - 1 - blockIdx.x) * QUERIES;
+    const int64_t query0 = first_query + own * TILE, last_key = end_of_keys<QUERIES>(shape, first_query);
+    q += sample * end * stride + head * D, o += sample * end * stride + head * D;
+    lse += (sample * shape.a + head) * end;
     RunningRow row[EACH];
     float sum[EACH][D / SIDE] = {};
 #pragma unroll
     for (int i = 0; i < EACH; i++) row[i] = {-INFINITY, 0};
     for (int i = 0; i < TILES; i++)
         load_rows<D, BLOCK>(tile_q + i * TILE * PITCH<D>, q, first_query + i * TILE, end, stride);
-    for (int64_t key0 = 0; key0 < last_key; key0 += TILE) {
-        load_rows<D, BLOCK>(tile_k, k + key_head, key0, end, key_stride);
-        load_rows<D, BLOCK>(tile_v, v + key_head, key0, end, key_stride);
-        __syncthreads();                        // the tiles are whole
-        if (!shape.causal || key0 <= query0) {  // else no query of this tile sees these keys
+    for (int64_t key0 = first_keys<QUERIES, TILE>(shape, sample, first_query); key0 < last_key;
+         key0 = next_keys<QUERIES, TILE>(shape, sample, first_query, key0)) {
+        load_rows<D, BLOCK>(tile_k, k + key_head, key0, keys, key_stride);
+        load_rows<D, BLOCK>(tile_v, v + key_head, key0, keys, key_stride);
+        __syncthreads();  // the tiles are whole
+        if (tile_state<TILE, TILE>(shape, sample, query0, key0) != TILE_EMPTY) {
             float p[EACH][EACH];
-            scores_of<D>(p, tile_q + own * TILE * PITCH<D>, tile_k, shape, query0, key0);
+            scores_of<D>(p, tile_q + own * TILE * PITCH<D>, tile_k, shape, sample, query0, key0);
 #pragma unroll
             for (int i = 0; i < EACH; i++) {
-                const float keep = update_row(p[i], &row[i]);
+                const float keep = update_row<Shape>(p[i], &row[i]);
 #pragma unroll
                 for (int c = 0; c < D / SIDE; c++) sum[i][c] *= keep;
             }
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(BLOCK)
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const int64_t at = query0 + thread_y() + i * SIDE;
-        const float total = row_sum(row[i].sum), inverse = 1 / total, log_sum = row[i].most + logf(total);
+        const float total = row_sum(row[i].sum), inverse = inverse_of<Shape>(total);
+        const float log_sum = row[i].most + logf(total);
         if (at >= end) continue;
 #pragma unroll
         for (int c = 0; c < D / SIDE; c++) o[at * stride + thread_x() + c * SIDE] = sum[i][c] * inverse;
@@ -105,19 +106,19 @@ __global__ void __launch_bounds__(BLOCK)
 
 // ---- host code ----
 
-template <int D>
+template <int D, class Shape>
 static void launch_on(cudaStream_t stream, float *o, float *lse, const float *q, const float *k,
-                      const float *v, const Heads &shape) {
+                      const float *v, const Shape &shape) {
     if (shape.s == 0) return;
+    const auto kernel = attention<D, Shape>;
     const size_t bytes = (size_t)tile_bytes(D, TILES + 2, TILES);
-    CUDA_CHECK(cudaFuncSetAttribute(attention<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-    const dim3 grid((unsigned)((shape.s + TILES * TILE - 1) / (TILES * TILE)), (unsigned)shape.a,
-                    (unsigned)shape.b);
-    LAUNCH(attention<D>, grid, BLOCK, bytes, stream, o, lse, q, k, v, shape);
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    const dim3 grid((unsigned)((shape.s + QUERIES - 1) / QUERIES), (unsigned)shape.a, (unsigned)shape.b);
+    LAUNCH(kernel, grid, BLOCK, bytes, stream, o, lse, q, k, v, shape);
 }
 
 #ifndef NO_MAIN
-#include "attention_reference.h"
+#include "attention_masks.h"
 
 template <int D>
 static void launch(int, float *o, float *lse, float *, const float *q, const float *k, const float *v,
@@ -155,7 +156,12 @@ static void row(const char *name, const Heads &at_size) {
     Array<float> q(numbers, queries), k(numbers, keys), v(numbers, keys), o(queries), lse(queries / D);
     free(numbers);
     auto run = [&](const Heads &shape) { launch<D>(0, o.at, lse.at, NULL, q.at, k.at, v.at, shape); };
-    const Proof proof = prove_forward(D, at_size.causal, true, launch<D>, 0);
+    Proof proof = prove_forward(D, at_size.causal, true, launch<D>, 0);
+    if (at_size.causal) {
+        const Proof masked =
+            prove_masked_forward(D, QUERIES, [](auto... arguments) { launch_on<D>(0, arguments...); });
+        proof.closer(masked.error, masked.bound);
+    }
     const KernelVersion version = {name, BLOCK, D == 64 ? 128 : 168, tile_bytes(D, TILES + 2, TILES)};
     show_version(version, proof, small, at_size, run, [](const Heads &shape) { return formula(shape, D); });
 }

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
             __syncthreads();  // the tiles are whole
             if (seen) {
                 float p[EACH][EACH], ds[EACH][EACH] = {};
-                scores_of<D>(p, tile_q, tile_k, shape, query0, key0);
+                scores_of<D>(p, tile_q, tile_k, shape, 0, query0, key0);
                 rows_by_rows<D>(ds, tile_do, tile_v);
                 to_gradients(p, ds, in.lse + row, delta + row, query0, end);
                 store_scores(tile_p, p);

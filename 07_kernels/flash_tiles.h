@@ -8,16 +8,9 @@
 #ifndef FLASH_TILES_H
 #define FLASH_TILES_H
 
-#include "launch.h"
+#include "flash_mask.h"
 
 enum { TILE = 32, THREADS = 64, SIDE = 8, EACH = TILE / SIDE, SCORE_PITCH = TILE + 8 };
-
-// q, o (b, s, a, d); k, v (b, s, kv, d), of which query head h reads h / (a / kv); lse (b, a, s).
-struct Heads {
-    int64_t b, s, a, kv;
-    float scale;
-    int causal;
-};
 
 // Of backward; gradients have the shapes of what they are of.
 template <class T>
@@ -47,14 +40,6 @@ constexpr int64_t tile_bytes(int d, int rows, int scores) {
 
 __device__ static inline int thread_y() { return threadIdx.x % THREADS / SIDE; }
 __device__ static inline int thread_x() { return threadIdx.x % SIDE; }
-
-__device__ static inline bool sees(const Heads &shape, int64_t query, int64_t key) {
-    return key < shape.s && (!shape.causal || key <= query);
-}
-// Whether each query of a tile sees each key of another: nothing to mask.
-__device__ static inline bool sees_all(const Heads &shape, int64_t query0, int64_t key0) {
-    return sees(shape, query0, key0 + TILE - 1);
-}
 
 // ---- tiles ----
 
@@ -129,23 +114,27 @@ __device__ static inline void scores_by_rows(float (&sum)[EACH][C], const float 
 }
 
 // Scores (=) of a tile; what a query does not see is -inf.
-template <int D>
+template <int D, class Shape>
 __device__ static inline void scores_of(float (&s)[EACH][EACH], const float *tile_q, const float *tile_k,
-                                        const Heads &shape, int64_t query0, int64_t key0) {
+                                        const Shape &shape, int64_t sample, int64_t query0, int64_t key0) {
 #pragma unroll
     for (int i = 0; i < EACH; i++)
 #pragma unroll
         for (int j = 0; j < EACH; j++) s[i][j] = 0;
     rows_by_rows<D>(s, tile_q, tile_k);
-    const bool all = sees_all(shape, query0, key0);
 #pragma unroll
     for (int i = 0; i < EACH; i++)
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            s[i][j] *= shape.scale;
-            if (!all && !sees(shape, query0 + thread_y() + i * SIDE, key0 + thread_x() + j * SIDE))
+        for (int j = 0; j < EACH; j++) s[i][j] *= shape.scale;
+    if (tile_state<TILE, TILE>(shape, sample, query0, key0) == TILE_FULL) return;
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const auto key = key_at(shape, sample, key0 + thread_x() + j * SIDE);
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            if (!sees(shape, query_at(shape, sample, query0 + thread_y() + i * SIDE), key))
                 s[i][j] = -INFINITY;
-        }
+    }
 }
 
 __device__ static inline void store_scores(float *tile, const float (&p)[EACH][EACH]) {
@@ -187,6 +176,11 @@ __device__ static inline void wait_for_turn(unsigned *turn, unsigned mine) {
 __device__ static inline void pass_on(unsigned *turn) {
     __threadfence();
     atomicAdd(turn, 1u);
+}
+// The same; what the turn is now.
+__device__ static inline void leave_turn(unsigned *turn, unsigned now) {
+    __threadfence();
+    atomicExch(turn, now);
 }
 
 // ---- what the work of tiles is ----

@@ -1,0 +1,220 @@
+// attention_masks.h: masks by tokens, what holds the kernels of FlashAttention with them against the CPU,
+// and what they save.
+//
+//     PACKED     documents of random lengths, one after another; queries and keys are the same tokens
+//     ZIG_ZAG    of four chunks of such a sequence, queries are the second and third, as rank 1 of zig-zag
+//                has them, and keys the first and, but for its end, the last: rank 0's. No query sees the
+//                last, and those of documents that begin later do not see the first
+//     SHUFFLED   queries and keys in two random orders, and more keys than queries
+//
+// Lengths fill no tile of 64 tokens, nor a larger one of the kernel, `tile`.
+#ifndef ATTENTION_MASKS_H
+#define ATTENTION_MASKS_H
+
+#include "attention_reference.h"
+
+enum { PACKED, ZIG_ZAG, SHUFFLED, MASKS };
+
+// One side of a mask, on the host and on the device.
+struct TokenSide {
+    AttentionPositions host;
+    Array<int32_t> positions, documents;
+    Array<TileBounds> bounds;
+
+    explicit TokenSide(const AttentionPositions &p)
+        : host(p),
+          positions(p.position, p.b * p.s),
+          documents(p.document, p.b * p.s),
+          bounds(p.bound, p.b * p.tiles) {}
+    ~TokenSide() { attention_positions_free(&host); }
+    ChunkTokens tokens() const { return {host.s, host.tiles, positions.at, documents.at, bounds.at}; }
+};
+
+// b samples of as many tokens, one after another.
+static inline AttentionPositions positions_of(int64_t b, const std::vector<Token> &tokens) {
+    std::vector<int32_t> position, document;
+    for (Token t : tokens) position.push_back(t.position), document.push_back(t.document);
+    return attention_positions_new(b, (int64_t)tokens.size() / b, position.data(), document.data());
+}
+
+// A sequence of documents whose lengths are random, about `length` on average.
+static inline std::vector<Token> packed_tokens(int64_t count, int64_t length, int stream) {
+    std::vector<Token> tokens;
+    float *random = kernels_numbers(count, 1.25 * (double)length, stream);
+    for (int document = 0; (int64_t)tokens.size() < count; document++)
+        for (int64_t left = 1 + (int64_t)fabsf(random[document]); left && (int64_t)tokens.size() < count;
+             left--)
+            tokens.push_back({(int32_t)tokens.size(), document});
+    free(random);
+    return tokens;
+}
+
+static inline void shuffle(std::vector<Token> *tokens, int stream) {
+    float *random = kernels_numbers((int64_t)tokens->size(), 1, stream);
+    std::vector<std::pair<float, Token>> order;
+    for (size_t i = 0; i < tokens->size(); i++) order.push_back({random[i], (*tokens)[i]});
+    std::sort(order.begin(), order.end(), [](const auto &x, const auto &y) { return x.first < y.first; });
+    for (size_t i = 0; i < tokens->size(); i++) (*tokens)[i] = order[i].second;
+    free(random);
+}
+
+static inline std::vector<Token> tokens_of_sample(int mask, bool keys, int64_t tile, int sample) {
+    const int64_t chunk = tile + 3;
+    std::vector<Token> all = packed_tokens(4 * chunk, tile, 20 + sample);
+    if (mask == ZIG_ZAG) {
+        std::vector<Token> own;
+        for (int64_t c : {keys ? 0 : 1, keys ? 3 : 2})
+            own.insert(own.end(), all.begin() + c * chunk, all.begin() + (c + 1) * chunk);
+        all.swap(own);
+    } else if (mask == SHUFFLED) {
+        shuffle(&all, 30 + 2 * sample + keys);
+    }
+    all.resize((size_t)(mask == PACKED              ? 2 * tile + 3
+                        : mask == SHUFFLED && !keys ? chunk
+                                                    : 2 * chunk - 5 * keys));
+    return all;
+}
+
+struct MaskedCase {
+    TokenSide queries, keys;
+    AttentionMask mask;
+
+    MaskedCase(const AttentionPositions &q, const AttentionPositions &k)
+        : queries(q), keys(k), mask(attention_mask(&queries.host, &keys.host)) {}
+    TokenHeads shape(int64_t a, int64_t kv, int d) const {
+        return {{queries.host.b, queries.host.s, a, kv, 1 / sqrtf((float)d), 0},
+                queries.tokens(),
+                keys.tokens()};
+    }
+};
+
+static inline AttentionPositions side_of(int mask, bool keys, int64_t tile) {
+    std::vector<Token> tokens = tokens_of_sample(mask, keys, tile, 0);
+    const std::vector<Token> more = tokens_of_sample(mask, keys, tile, 1);
+    tokens.insert(tokens.end(), more.begin(), more.end());
+    return positions_of(2, tokens);
+}
+
+// Of count tokens from `first` on, of the sample.
+static inline TileBounds bounds_on_host(const AttentionPositions &p, int64_t sample, int64_t first,
+                                        int64_t count) {
+    const int32_t *position = p.position + sample * p.s, *document = p.document + sample * p.s;
+    const int64_t end = std::min(first + count, p.s);
+    const auto x = std::minmax_element(position + first, position + end);
+    const auto y = std::minmax_element(document + first, document + end);
+    return {*x.first, *x.second, *y.first, *y.second};
+}
+
+// Pairs of so many queries and keys, of all samples, that a kernel with such tiles has to compute; for 64
+// of both they are mask.tiles.
+static inline int64_t pairs_seen(const AttentionMask &mask, int64_t queries, int64_t keys) {
+    int64_t pairs = 0;
+    for (int64_t sample = 0; sample < mask.queries->b; sample++)
+        for (int64_t i = 0; i < mask.queries->s; i += queries)
+            for (int64_t j = 0; j < mask.keys->s; j += keys)
+                pairs += attention_tile(bounds_on_host(*mask.queries, sample, i, queries),
+                                        bounds_on_host(*mask.keys, sample, j, keys)) != TILE_EMPTY;
+    return pairs;
+}
+
+// Makes the keys NaN that lie in tiles which no query sees. How many there are.
+template <class T>
+int64_t spoil_unseen(const Array<T> &x, const AttentionMask &mask, int64_t tile) {
+    const AttentionPositions &q = *mask.queries, &k = *mask.keys;
+    const int64_t width = x.count / (k.b * k.s);
+    int64_t unseen = 0;
+    for (int64_t sample = 0; sample < k.b; sample++)
+        for (int64_t j = 0; j < k.s; j += tile) {
+            const TileBounds bounds = bounds_on_host(k, sample, j, tile);
+            bool seen = false;
+            for (int64_t i = 0; i < q.s; i += tile)
+                seen |= attention_tile(bounds_on_host(q, sample, i, tile), bounds) != TILE_EMPTY;
+            if (seen) continue;
+            const int64_t count = std::min(tile, k.s - j);
+            const std::vector<T> none((size_t)(count * width), static_cast<T>(NAN));
+            CUDA_CHECK(cudaMemcpy(x.at + (sample * k.s + j) * width, none.data(), none.size() * sizeof(T),
+                                  cudaMemcpyHostToDevice));
+            unseen += count;
+        }
+    return unseen;
+}
+
+// -inf, of rows without a key, as 0: so that the others can be compared.
+template <class T>
+std::vector<T> without_infinity(std::vector<T> x) {
+    for (T &y : x)
+        if (y == -(T)INFINITY) y = 0;
+    return x;
+}
+
+// Forward by launch(o, lse, q, k, v, shape), in T, for each mask; twice, the second time in another order
+// of blocks and threads where the emulator runs them, and with NaN in keys that nobody sees.
+template <class T = float, class Launch>
+Proof prove_masked_forward(int d, int64_t tile, Launch launch) {
+    Proof proof, logs;
+    for (int m = 0; m < MASKS; m++) {
+        const MaskedCase it(side_of(m, false, tile), side_of(m, true, tile));
+        const TokenHeads n = it.shape(2, 1, d);
+        const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.keys.s * n.kv * d;
+        const Given<T> q(queries, 4, 1), k(keys, 1, 2), v(keys, 1, 3);
+        Array<T> d_q(q.narrow.data(), queries), d_k(k.narrow.data(), keys), d_v(v.narrow.data(), keys);
+        Array<T> o(queries);
+        Array<float> lse(n.b * n.a * n.s);
+        launch(o.at, lse.at, d_q.at, d_k.at, d_v.at, n);
+        const float *in[] = {q.exact.data(), k.exact.data(), v.exact.data()};
+        const auto cpu = attention_on_cpu<float, T>(n, d, in[0], in[1], in[2], NULL, &it.mask);
+        const auto right = attention_on_cpu<double>(n, d, in[0], in[1], in[2], NULL, &it.mask);
+        const std::vector<float> once = made(o), once_lse = lse.host();
+        proof.hold(once, cpu.o, right.o);
+        logs.hold(without_infinity(once_lse), without_infinity(cpu.lse), without_infinity(right.lse));
+        const int64_t unseen = spoil_unseen(d_k, it.mask, tile);
+        spoil_unseen(d_v, it.mask, tile);
+        report_that(m != ZIG_ZAG || unseen, "no key is unseen, so that NaN proves nothing");
+        emulator_order(7);
+        launch(o.at, lse.at, d_q.at, d_k.at, d_v.at, n);
+        emulator_order(0);
+        report_that(made(o) == once && lse.host() == once_lse,
+                    "mask %d: two runs differ, the second with NaN in %lld keys that nobody sees", m,
+                    (long long)unseen);
+    }
+    report_that(logs.error <= logs.bound, "masked: lse is off by %.1e, and may be by %.1e", logs.error,
+                logs.bound);
+    return proof;
+}
+
+// Backward by launch(gradients, operands, room, shape), in T, of o and lse that are the CPU's; as forward.
+template <class T = float, class Launch>
+Proof prove_masked_backward(int d, int64_t tile, Launch launch) {
+    Proof proof;
+    for (int m = 0; m < MASKS; m++) {
+        const MaskedCase it(side_of(m, false, tile), side_of(m, true, tile));
+        const TokenHeads n = it.shape(2, 1, d);
+        const int64_t queries = n.b * n.s * n.a * d, keys = n.b * n.keys.s * n.kv * d;
+        const Given<T> q(queries, 4, 1), k(keys, 1, 2), v(keys, 1, 3), grad_o(queries, 1, 5);
+        const float *x[] = {q.exact.data(), k.exact.data(), v.exact.data(), grad_o.exact.data()};
+        const auto cpu = attention_on_cpu<float, T>(n, d, x[0], x[1], x[2], x[3], &it.mask);
+        const auto right = attention_on_cpu<double>(n, d, x[0], x[1], x[2], x[3], &it.mask);
+        const std::vector<T> narrow_o(cpu.o.begin(), cpu.o.end());
+        Array<T> d_q(q.narrow.data(), queries), d_k(k.narrow.data(), keys), d_v(v.narrow.data(), keys);
+        Array<T> d_do(grad_o.narrow.data(), queries), o(narrow_o.data(), queries);
+        Array<float> lse(cpu.lse.data(), n.b * n.a * n.s), room(backward_room(n, d));
+        Array<T> dq(queries), dk(keys), dv(keys);
+        const GradientsIn<T> grad = {dq.at, dk.at, dv.at};
+        const OperandsIn<T> in = {d_q.at, d_k.at, d_v.at, o.at, lse.at, d_do.at};
+        launch(grad, in, room.at, n);
+        const std::vector<float> once[] = {made(dq), made(dk), made(dv)};
+        proof.hold(once[0], cpu.dq, right.dq);
+        proof.hold(once[1], cpu.dk, right.dk);
+        proof.hold(once[2], cpu.dv, right.dv);
+        spoil_unseen(d_k, it.mask, tile);
+        spoil_unseen(d_v, it.mask, tile);
+        emulator_order(7);
+        launch(grad, in, room.at, n);
+        emulator_order(0);
+        report_that(made(dq) == once[0] && made(dk) == once[1] && made(dv) == once[2],
+                    "mask %d: two runs differ, the second with NaN in keys that nobody sees", m);
+    }
+    return proof;
+}
+
+#endif

@@ -1,0 +1,227 @@
+// flash_mask.h: which keys a query sees, as a type that the kernels of FlashAttention take for a parameter.
+//
+//     Heads        by order     every query sees every key, or the keys up to its own place: closed forms
+//     TokenHeads   by tokens    keys of its own document, at its own position and before; queries and keys
+//                               are different tokens, in any order and number (tensor/attention_mask.h)
+//
+// A kernel asks both the same, first about tiles of so many queries and keys, then, where it must, about
+// tokens. By tokens, what is known of a tile comes from the least and the greatest position and document of
+// each 64 tokens, which tiles of 128 join and tiles of 32 share:
+//
+//     keys ->
+//     o / . .      o FULL:     no entry is masked
+//     o o / .      / PARTIAL:  each entry is masked by sees(shape, query, key)
+//     o o o /      . EMPTY:    first_keys, next_keys and first_queries, next_queries leave it out, so that
+//     o o o o                  nothing of it is read
+//
+//     for (int64_t key0 = first_keys<QUERIES, KEYS>(shape, sample, query0);
+//          key0 < end_of_keys<QUERIES>(shape, query0);
+//          key0 = next_keys<QUERIES, KEYS>(shape, sample, query0, key0))
+//
+// These four are for whole warps: each lane looks at a tile, 32 of them at a time.
+//
+// By tokens a query may see no key at all: its row of o is 0, lse is -inf, and it has no part in gradients.
+// NaN in an empty tile reaches nobody; in a partial one it does, since 0 times NaN is NaN.
+#ifndef FLASH_MASK_H
+#define FLASH_MASK_H
+
+#include "launch.h"
+#include "tensor/kernels.h"
+
+// q, o (b, s, a, d); k, v (b, s, kv, d), of which query head h reads h / (a / kv); lse (b, a, s).
+struct Heads {
+    int64_t b, s, a, kv;
+    float scale;
+    int causal;
+    static constexpr bool EMPTY_ROWS = false;  // whether a query may see no key
+};
+// The same, but for k and v (b, keys.s, kv, d). s is queries.s; causal means nothing.
+struct TokenHeads : Heads {
+    ChunkTokens queries, keys;
+    static constexpr bool EMPTY_ROWS = true;
+};
+
+// ---- by order ----
+
+__host__ __device__ static inline int64_t keys_of(const Heads &shape) { return shape.s; }
+
+// What sees asks about a query or a key of a sample: its place.
+__device__ static inline int64_t query_at(const Heads &, int64_t, int64_t query) { return query; }
+__device__ static inline int64_t key_at(const Heads &, int64_t, int64_t key) { return key; }
+__device__ static inline bool sees(const Heads &shape, int64_t query, int64_t key) {
+    return key < shape.s && (!shape.causal || key <= query);
+}
+
+// Of queries from query0 on, and keys from key0 on.
+template <int QUERIES, int KEYS>
+__device__ static inline TileState tile_state(const Heads &shape, int64_t, int64_t query0, int64_t key0) {
+    if (shape.causal && key0 >= query0 + QUERIES) return TILE_EMPTY;
+    return sees(shape, query0, key0 + KEYS - 1) ? TILE_FULL : TILE_PARTIAL;
+}
+
+// The tiles of keys that these queries see ...
+template <int QUERIES, int KEYS>
+__device__ static inline int64_t first_keys(const Heads &, int64_t, int64_t) {
+    return 0;
+}
+template <int QUERIES, int KEYS>
+__device__ static inline int64_t next_keys(const Heads &, int64_t, int64_t, int64_t key0) {
+    return key0 + KEYS;
+}
+template <int QUERIES>
+__device__ static inline int64_t end_of_keys(const Heads &shape, int64_t query0) {
+    return shape.causal ? min(query0 + QUERIES, shape.s) : shape.s;
+}
+// ... and the tiles of queries, up to shape.s, that see these keys.
+template <int QUERIES, int KEYS>
+__device__ static inline int64_t first_queries(const Heads &shape, int64_t, int64_t key0) {
+    return shape.causal ? key0 / QUERIES * QUERIES : 0;
+}
+template <int QUERIES, int KEYS>
+__device__ static inline int64_t next_queries(const Heads &, int64_t, int64_t query0, int64_t) {
+    return query0 + QUERIES;
+}
+
+// Blocks of KEYS keys each add to the same tile of queries, the last keys first. The turn that block waits
+// for (wait_for_turn, flash_tiles.h): the one that the block before it leaves, blocks - its number; 0, the
+// turn that nobody leaves, for the first.
+template <int QUERIES, int KEYS>
+__device__ static inline unsigned turn_before(const Heads &shape, int64_t, int64_t query0, unsigned block,
+                                              unsigned blocks) {
+    const unsigned last = shape.causal ? (unsigned)((query0 + QUERIES - 1) / KEYS) : blocks - 1;
+    return block == last ? 0 : blocks - block - 1;
+}
+
+// ---- by tokens ----
+
+__host__ __device__ static inline int64_t keys_of(const TokenHeads &shape) { return shape.keys.s; }
+
+struct Token {
+    int32_t position, document;
+};
+// Documents count from 0: a token beyond the end is of none, and of another none than those on the other
+// side.
+__device__ static inline Token token_at(const ChunkTokens &side, int64_t sample, int64_t i, int32_t none) {
+    if (i >= side.s) return {0, none};
+    return {side.positions[sample * side.s + i], side.documents[sample * side.s + i]};
+}
+__device__ static inline Token query_at(const TokenHeads &shape, int64_t sample, int64_t query) {
+    return token_at(shape.queries, sample, query, -1);
+}
+__device__ static inline Token key_at(const TokenHeads &shape, int64_t sample, int64_t key) {
+    return token_at(shape.keys, sample, key, -2);
+}
+__device__ static inline bool sees(const TokenHeads &, Token query, Token key) {
+    return key.position <= query.position && key.document == query.document;
+}
+
+// Of up to COUNT tokens from `first` on, which is below side.s.
+template <int COUNT>
+__device__ static inline TileBounds bounds_of(const ChunkTokens &side, int64_t sample, int64_t first) {
+    static_assert(ATTENTION_TILE % COUNT == 0 || COUNT % ATTENTION_TILE == 0, "tiles of bounds, or parts");
+    const TileBounds *at = side.bounds + sample * side.tiles;
+    TileBounds all = at[first / ATTENTION_TILE];
+#pragma unroll
+    for (int i = 1; i < COUNT / ATTENTION_TILE; i++) {
+        if (first / ATTENTION_TILE + i >= side.tiles) break;
+        const TileBounds more = at[first / ATTENTION_TILE + i];
+        all.first_position = min(all.first_position, more.first_position);
+        all.last_position = max(all.last_position, more.last_position);
+        all.first_document = min(all.first_document, more.first_document);
+        all.last_document = max(all.last_document, more.last_document);
+    }
+    return all;
+}
+
+// As attention_tile (tensor/attention_mask.h). Rows beyond the last key are in no full tile.
+template <int QUERIES, int KEYS>
+__device__ static inline TileState tile_state(const TokenHeads &shape, int64_t sample, int64_t query0,
+                                              int64_t key0) {
+    if (query0 >= shape.queries.s || key0 >= shape.keys.s) return TILE_EMPTY;
+    const TileBounds q = bounds_of<QUERIES>(shape.queries, sample, query0);
+    const TileBounds k = bounds_of<KEYS>(shape.keys, sample, key0);
+    if (q.last_position < k.first_position || q.last_document < k.first_document ||
+        k.last_document < q.first_document)
+        return TILE_EMPTY;
+    const bool one_document = q.first_document == q.last_document && k.first_document == k.last_document;
+    const bool whole = key0 + KEYS <= shape.keys.s;
+    return whole && one_document && q.first_position >= k.last_position ? TILE_FULL : TILE_PARTIAL;
+}
+
+// The first of the places from, from + STEP ... below `end` of which `filled` is true; else one not below.
+template <int STEP, class Filled>
+__device__ static inline int64_t first_filled(int64_t from, int64_t end, Filled filled) {
+    const int lane = (int)(threadIdx.x % 32);
+    for (; from < end; from += 32 * STEP) {
+        const int64_t place = from + lane * STEP;
+        const unsigned lanes = __ballot_sync(~0u, place < end && filled(place));
+        if (lanes) return from + (__ffs((int)lanes) - 1) * STEP;
+    }
+    return from;
+}
+
+template <int QUERIES, int KEYS>
+__device__ static inline int64_t keys_from(const TokenHeads &shape, int64_t sample, int64_t query0,
+                                           int64_t from) {
+    return first_filled<KEYS>(from, shape.keys.s, [&](int64_t key0) {
+        return tile_state<QUERIES, KEYS>(shape, sample, query0, key0) != TILE_EMPTY;
+    });
+}
+template <int QUERIES, int KEYS>
+__device__ static inline int64_t first_keys(const TokenHeads &shape, int64_t sample, int64_t query0) {
+    return keys_from<QUERIES, KEYS>(shape, sample, query0, 0);
+}
+template <int QUERIES, int KEYS>
+__device__ static inline int64_t next_keys(const TokenHeads &shape, int64_t sample, int64_t query0,
+                                           int64_t key0) {
+    return keys_from<QUERIES, KEYS>(shape, sample, query0, key0 + KEYS);
+}
+template <int QUERIES>
+__device__ static inline int64_t end_of_keys(const TokenHeads &shape, int64_t) {
+    return shape.keys.s;
+}
+
+template <int QUERIES, int KEYS>
+__device__ static inline int64_t queries_from(const TokenHeads &shape, int64_t sample, int64_t from,
+                                              int64_t key0) {
+    return first_filled<QUERIES>(from, shape.queries.s, [&](int64_t query0) {
+        return tile_state<QUERIES, KEYS>(shape, sample, query0, key0) != TILE_EMPTY;
+    });
+}
+template <int QUERIES, int KEYS>
+__device__ static inline int64_t first_queries(const TokenHeads &shape, int64_t sample, int64_t key0) {
+    return queries_from<QUERIES, KEYS>(shape, sample, 0, key0);
+}
+template <int QUERIES, int KEYS>
+__device__ static inline int64_t next_queries(const TokenHeads &shape, int64_t sample, int64_t query0,
+                                              int64_t key0) {
+    return queries_from<QUERIES, KEYS>(shape, sample, query0 + QUERIES, key0);
+}
+
+// The block before it is the next one that these queries see. By a whole warp.
+template <int QUERIES, int KEYS>
+__device__ static inline unsigned turn_before(const TokenHeads &shape, int64_t sample, int64_t query0,
+                                              unsigned block, unsigned blocks) {
+    const int64_t before = next_keys<QUERIES, KEYS>(shape, sample, query0, (int64_t)block * KEYS);
+    return before < shape.keys.s ? blocks - (unsigned)(before / KEYS) : 0;
+}
+
+// ---- of rows ----
+
+// What is subtracted from a row's scores: their maximum so far, or anything finite where there is none yet.
+template <class Shape>
+__device__ static inline float shift_of(float most) {
+    return Shape::EMPTY_ROWS && most == -INFINITY ? 0 : most;
+}
+// 1 / the sum of a row's exponentials; a row without a key stays 0.
+template <class Shape>
+__device__ static inline float inverse_of(float sum) {
+    return Shape::EMPTY_ROWS && sum == 0 ? 0 : 1 / sum;
+}
+// What backward subtracts from a row's scores: lse, or where there is none what leaves no weight.
+template <class Shape>
+__device__ static inline float log_sum_of(float lse) {
+    return Shape::EMPTY_ROWS && lse == -INFINITY ? INFINITY : lse;
+}
+
+#endif
