@@ -83,38 +83,68 @@ __device__ static inline void keys_by_columns(float (&sum)[D / 8][4], const uint
         }
 }
 
-// Half of a tile of queries: s: scores (in), P' (out); ds: dP' (in), dS' without its scale (out), beginning
-// with fragment `half`. rows: of each query log2e lse and, QUERIES words behind it, delta.
-__device__ static inline void to_gradients(float (&s)[HALF][4], float (&ds)[FRAGMENTS][4], int half,
-                                           const float *rows, const Heads &shape, int query0, int key0) {
+// Half of a tile of queries: what of their scores is not seen is -inf: by order, ...
+__device__ static inline void mask(float (&s)[HALF][4], const Heads &shape, int, int query0, int key0) {
     const int own = own_lane() % 4 * 2, key = key0 + own_lane() / 4, end = (int)shape.s;
-    const float c = shape.scale * LOG2E;
     // of this lane's queries, the first that sees each of its two keys
     const int none = 2 * QUERIES, seen = shape.causal ? key - query0 - own : 0;
     const int from[2] = {key < end ? seen : none, key + 8 < end ? seen + 8 * shape.causal : none};
+#pragma unroll
+    for (int j = 0; j < HALF; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (j * 8 + e % 2 < from[e / 2]) s[j][e] = -INFINITY;
+}
+// ... or by tokens.
+__device__ static inline void mask(float (&s)[HALF][4], const TokenHeads &shape, int sample, int query0,
+                                   int key0) {
+    if (tile_state<8 * HALF, OWN>(shape, sample, query0, key0) == TILE_FULL) return;
+    mask_tokens<false>(s, shape.keys, key0, shape.queries, query0, sample);
+}
+
+// The same half: s: scores (in), P' (out); ds: dP' (in), dS' without its scale (out), beginning with
+// fragment `half`. rows: of each query log2e lse and, QUERIES words behind it, delta. c: scale log2e.
+__device__ static inline void to_gradients(float (&s)[HALF][4], float (&ds)[FRAGMENTS][4], int half,
+                                           const float *rows, float c) {
+    const int own = own_lane() % 4 * 2;
 #pragma unroll
     for (int j = 0; j < HALF; j++) {
         const float2 sum = *reinterpret_cast<const float2 *>(rows + j * 8 + own);
         const float2 delta = *reinterpret_cast<const float2 *>(rows + QUERIES + j * 8 + own);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const float score = j * 8 + e % 2 < from[e / 2] ? -INFINITY : s[j][e];
-            const float p = s[j][e] = exp2f(fmaf(score, c, -(e % 2 ? sum.y : sum.x)));
+            const float p = s[j][e] = exp2f(fmaf(s[j][e], c, -(e % 2 ? sum.y : sum.x)));
             ds[half + j][e] = p * (ds[half + j][e] - (e % 2 ? delta.y : delta.x));
         }
     }
 }
 
-// dq (= by the first block, += by others) dS K over so many keys: a warp has 32 of the queries, and a
-// quarter of the columns.
+// Keys of a block, from `from` up to `to`, multiples of 16, that a tile of queries sees some of: those that
+// warps have computed dS of.
+struct Seen {
+    int from, to;
+};
+__device__ static inline Seen seen_keys(const Heads &shape, int, int query0, int key0) {
+    return {0, shape.causal ? min(KEYS, query0 + QUERIES - key0) : KEYS};
+}
+__device__ static inline Seen seen_keys(const TokenHeads &shape, int sample, int query0, int key0) {
+    constexpr int HALF = ATTENTION_TILE;
+    const bool lower = tile_state<QUERIES, HALF>(shape, sample, query0, key0) != TILE_EMPTY;
+    const bool upper = tile_state<QUERIES, HALF>(shape, sample, query0, key0 + HALF) != TILE_EMPTY;
+    const int exist = ((int)shape.keys.s - key0 + OWN - 1) / OWN * OWN;
+    return {lower ? 0 : HALF, min(upper ? KEYS : HALF, exist)};
+}
+
+// dq (= by the first block, += by others) dS K over these keys: a warp has 32 of the queries, and a quarter
+// of the columns.
 template <int D, class T>
-__device__ static inline void add_dq(float *dq, const T *tile_ds, const T *tile_k, int keys, bool first,
+__device__ static inline void add_dq(float *dq, const T *tile_ds, const T *tile_k, Seen keys, bool first,
                                      int query0, int end, int64_t stride) {
     constexpr int C = D / QUARTERS;
     const int part = own_warp() % QUARTERS * C, row0 = own_warp() / QUARTERS * ROWS * 16;
     float sum[ROWS][C / 8][4] = {};
 #pragma unroll 1
-    for (int k = 0; k < keys; k += 16) {
+    for (int k = keys.from; k < keys.to; k += 16) {
         uint32_t a[ROWS][4], b[4];
 #pragma unroll
         for (int i = 0; i < ROWS; i++) load_left_transposed<QUERIES>(a[i], tile_ds, row0 + i * 16, k);
@@ -140,7 +170,7 @@ __device__ static inline void add_dq(float *dq, const T *tile_ds, const T *tile_
 }
 
 // Begins to copy a tile of queries and their dO, and takes what belongs to their rows.
-template <int D, class T>
+template <class Shape, int D, class T>
 __device__ static inline void copy_queries(T *tile, float *rows, const T *q, const T *grad_o,
                                            const float *lse, const float *delta, int query0, int end,
                                            int64_t stride) {
@@ -148,15 +178,16 @@ __device__ static inline void copy_queries(T *tile, float *rows, const T *q, con
     copy_rows<QUERIES, D, BLOCK>(tile + QUERIES * D, grad_o, query0, end, stride);
     cp_async_commit();
     const int row = query0 + (int)threadIdx.x % QUERIES;
-    if (threadIdx.x < QUERIES) rows[threadIdx.x] = row < end ? lse[row] * LOG2E : INFINITY;  // no weight
+    if (threadIdx.x < QUERIES)  // no weight beyond the end
+        rows[threadIdx.x] = row < end ? log_sum_of<Shape>(lse[row]) * LOG2E : INFINITY;
     else if (threadIdx.x < 2 * QUERIES) rows[threadIdx.x] = row < end ? delta[row] : 0;
 }
 
 // Block (keys, K/V head, sample); a ticket says which keys. dq: f32, without its scale.
-template <class T, int D>
+template <class T, int D, class Shape>
 __global__ void __launch_bounds__(BLOCK, 1)
     attention_backward(float *dq, GradientsIn<T> grad, OperandsIn<T> in, const float *delta, Order order,
-                       Heads shape) {
+                       Shape shape) {
     DYNAMIC_SHARED(T, tile_k);
     T *tile_v = tile_k + KEYS * D, *tiles = tile_v + KEYS * D, *tile_ds = tiles + 4 * QUERIES * D;
     __shared__ float rows[2][2 * QUERIES];
@@ -164,30 +195,33 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (threadIdx.x == 0) ticket = atomicAdd(&order.tickets[blockIdx.z * shape.kv + blockIdx.y], 1u);
     __syncthreads();
     const unsigned block = gridDim.x - 1 - ticket;  // the last keys first
-    const int end = (int)shape.s, first_key = (int)block * KEYS, own = own_warp() * OWN;
-    const int key0 = first_key + own, query_tiles = (end + QUERIES - 1) / QUERIES;
+    const int end = (int)shape.s, key_end = (int)keys_of(shape), sample = (int)blockIdx.z;
+    const int first_key = (int)block * KEYS, own = own_warp() * OWN, key0 = first_key + own;
+    const int query_tiles = (end + QUERIES - 1) / QUERIES;
     const int64_t first = blockIdx.z * shape.s, stride = shape.a * D, key_stride = shape.kv * D;
-    const int64_t key_head = first * key_stride + blockIdx.y * D;
+    const int64_t key_head = blockIdx.z * keys_of(shape) * key_stride + blockIdx.y * D;
     // tiles of queries that see these keys, of all heads that share them, one head after another
-    const int group = (int)(shape.a / shape.kv), first_tile = shape.causal ? first_key / QUERIES : 0;
-    const auto copy = [&](int stage, int64_t head, int tile) {
+    const int group = (int)(shape.a / shape.kv);
+    const int first_query = (int)first_queries<QUERIES, KEYS>(shape, sample, first_key);
+    const auto copy = [&](int stage, int64_t head, int query0) {
         const int64_t base = first * stride + head * D, row = (blockIdx.z * shape.a + head) * shape.s;
-        copy_queries<D>(tiles + stage * 2 * QUERIES * D, rows[stage], in.q + base, in.grad_o + base,
-                        in.lse + row, delta + row, tile * QUERIES, end, stride);
+        copy_queries<Shape, D>(tiles + stage * 2 * QUERIES * D, rows[stage], in.q + base, in.grad_o + base,
+                               in.lse + row, delta + row, query0, end, stride);
     };
-    copy_rows<KEYS, D, BLOCK>(tile_k, in.k + key_head, first_key, end, key_stride);
-    copy_rows<KEYS, D, BLOCK>(tile_v, in.v + key_head, first_key, end, key_stride);
-    copy(0, blockIdx.y * group, first_tile);
+    copy_rows<KEYS, D, BLOCK>(tile_k, in.k + key_head, first_key, key_end, key_stride);
+    copy_rows<KEYS, D, BLOCK>(tile_v, in.v + key_head, first_key, key_end, key_stride);
+    copy(0, blockIdx.y * group, first_query);
     cp_async_wait<0>();
     __syncthreads();  // the tiles are there
     float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-    int head = (int)blockIdx.y * group, tile = first_tile, stage = 0;
-    for (const int last_head = head + group; head < last_head; stage ^= 1) {
+    int head = (int)blockIdx.y * group, query0 = first_query, stage = 0;
+    for (const int last_head = first_query < end ? head + group : head; head < last_head; stage ^= 1) {
         const T *tile_q = tiles + stage * 2 * QUERIES * D, *tile_do = tile_q + QUERIES * D;
-        const int query0 = tile * QUERIES, next = tile + 1 < query_tiles ? tile + 1 : first_tile;
-        const int next_head = next == first_tile ? head + 1 : head;
+        int next = (int)next_queries<QUERIES, KEYS>(shape, sample, query0, first_key);
+        if (next >= end) next = first_query;
+        const int next_head = next == first_query ? head + 1 : head;
         if (next_head < last_head) copy(stage ^ 1, next_head, next);
-        if (!shape.causal || key0 < query0 + QUERIES) {  // else no query of the tile sees these keys
+        if (tile_state<QUERIES, OWN>(shape, sample, query0, key0) != TILE_EMPTY) {  // else no query of the tile sees these keys
             float ds[FRAGMENTS][4];
             uint32_t p[QUERIES / 16][4];
             keys_by_queries<D>(ds, tile_v + own * D, tile_do);
@@ -195,7 +229,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
             for (int half = 0; half < FRAGMENTS; half += HALF) {  // all of S' would not fit into registers
                 float s[HALF][4];
                 keys_by_queries<D>(s, tile_k + own * D, tile_q + half * 8 * D);
-                to_gradients(s, ds, half, rows[stage] + half * 8, shape, query0 + half * 8, key0);
+                mask(s, shape, sample, query0 + half * 8, key0);
+                to_gradients(s, ds, half, rows[stage] + half * 8, shape.scale * LOG2E);
 #pragma unroll
                 for (int j = 0; j < HALF; j += 2) to_left<T>(p[(half + j) / 2], s[j], s[j + 1]);
             }
@@ -205,23 +240,22 @@ __global__ void __launch_bounds__(BLOCK, 1)
             put_rows<QUERIES>(tile_ds + own * QUERIES, ds, 1, 1);
             keys_by_columns<D>(dk, p, tile_q);
         }
-        const unsigned last = shape.causal ? (unsigned)(query0 / KEYS) : gridDim.x - 1;
-        unsigned *turn = order.turns + (blockIdx.z * shape.a + head) * query_tiles + tile;
-        if (threadIdx.x == 0) wait_for_turn(turn, last - block);
+        const unsigned before = turn_before<QUERIES, KEYS>(shape, sample, query0, block, gridDim.x);
+        unsigned *turn = order.turns + (blockIdx.z * shape.a + head) * query_tiles + query0 / QUERIES;
+        if (threadIdx.x == 0) wait_for_turn(turn, before);
         __syncthreads();  // dS is whole, and it is this block's turn
-        const int keys = shape.causal ? min(KEYS, query0 + QUERIES - first_key) : KEYS;
-        add_dq<D>(dq + first * stride + (int64_t)head * D, tile_ds, tile_k, keys, block == last, query0,
-                  end, stride);
+        add_dq<D>(dq + first * stride + (int64_t)head * D, tile_ds, tile_k,
+                  seen_keys(shape, sample, query0, first_key), before == 0, query0, end, stride);
         cp_async_wait<0>();
         __syncthreads();  // everybody has added, and read the tiles; the next ones are there
-        if (threadIdx.x == 0) pass_on(turn);
-        head = next_head, tile = next;
+        if (threadIdx.x == 0) leave_turn(turn, gridDim.x - block);
+        head = next_head, query0 = next;
     }
     put_rows<D>(tile_k + own * D, dk, shape.scale, shape.scale);
     put_rows<D>(tile_v + own * D, dv, 1, 1);
     __syncwarp();
-    store_tile<OWN, D>(grad.dk + key_head, tile_k + own * D, key0, end, key_stride);
-    store_tile<OWN, D>(grad.dv + key_head, tile_v + own * D, key0, end, key_stride);
+    store_tile<OWN, D>(grad.dk + key_head, tile_k + own * D, key0, key_end, key_stride);
+    store_tile<OWN, D>(grad.dv + key_head, tile_v + own * D, key0, key_end, key_stride);
 }
 
 // ---- host code ----
@@ -231,31 +265,32 @@ constexpr int64_t shared_bytes(int d) {
 }
 
 // The gradients from delta; room: b a s d words for the sum of dQ, and b (a tiles + kv) counters.
-template <class T, int D>
+template <class T, int D, class Shape>
 static void launch_on(cudaStream_t stream, const GradientsIn<T> &grad, const OperandsIn<T> &in,
-                      const float *delta, float *room, const Heads &shape) {
+                      const float *delta, float *room, const Shape &shape) {
     const int64_t count = shape.b * shape.s * shape.a * D, bytes = shared_bytes(D);
-    const int64_t tiles = (shape.s + QUERIES - 1) / QUERIES;
+    const int64_t tiles = (shape.s + QUERIES - 1) / QUERIES, keys = keys_of(shape);
+    const auto kernel = attention_backward<T, D, Shape>;
     unsigned *turns = reinterpret_cast<unsigned *>(room + count);
     const Order order = {turns + shape.b * shape.a * tiles, turns};
     const size_t counters = (size_t)(shape.b * (shape.a * tiles + shape.kv));
     CUDA_CHECK(cudaMemsetAsync(turns, 0, counters * sizeof *turns, stream));
-    CUDA_CHECK(cudaFuncSetAttribute(attention_backward<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)bytes));
-    const dim3 grid((unsigned)((shape.s + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
-    LAUNCH((attention_backward<T, D>), grid, BLOCK, (size_t)bytes, stream, room, grad, in, delta, order,
-           shape);
+    if (Shape::EMPTY_ROWS)  // no block comes to queries that see no key
+        CUDA_CHECK(cudaMemsetAsync(room, 0, (size_t)count * sizeof *room, stream));
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    const dim3 grid((unsigned)((keys + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
+    LAUNCH(kernel, grid, BLOCK, (size_t)bytes, stream, room, grad, in, delta, order, shape);
     LAUNCH((narrow<T>), (unsigned)((count / 2 + BLOCK - 1) / BLOCK), BLOCK, 0, stream, grad.dq, room,
            shape.scale, count / 2);
 }
 
 #ifndef NO_MAIN
-#include "attention_reference.h"
+#include "attention_masks.h"
 #include "flash_work.h"
 
 // room: backward_room(shape, D) words.
-template <class T, int D>
-static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *room, const Heads &shape) {
+template <class T, int D, class Shape>
+static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *room, const Shape &shape) {
     if (shape.s == 0) return;
     float *delta = room + shape.b * shape.a * shape.s * (D + 2);
     const dim3 grid((unsigned)((shape.s + TILE - 1) / TILE), (unsigned)shape.a, (unsigned)shape.b);
@@ -265,8 +300,9 @@ static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *r
 
 template <class T, int D>
 static void row(const char *name, const Heads &at_size) {
+    if (at_size.causal) masks_hold(name, prove_masked_backward<T>(D, KEYS, launch<T, D, TokenHeads>));
     const KernelVersion version = {name, BLOCK, D == 64 ? 238 : 255, shared_bytes(D)};
-    backward_version<T>(version, at_size, D, KEYS, launch<T, D>, work_of_tensor_backward);
+    backward_version<T>(version, at_size, D, KEYS, launch<T, D, Heads>, work_of_tensor_backward);
 }
 
 template <int D>

@@ -112,7 +112,7 @@ __device__ static inline void to_left(uint32_t (&a)[4], const float (&left)[4], 
 
 // 16 rows of a tile (=) fragments side by side: those of rows l / 4 times `upper`, and l / 4 + 8 `lower`.
 template <int D, class T>
-__device__ static inline void put_rows(T *tile, const float (&sum)[D / 8][4], float upper, float lower) {
+__device__ static __forceinline__ void put_rows(T *tile, const float (&sum)[D / 8][4], float upper, float lower) {
     const int row = own_lane() / 4, column = own_lane() % 4 * 2;
 #pragma unroll
     for (int c = 0; c < D / 8; c++) {
@@ -134,6 +134,31 @@ __device__ static inline void store_tile(T *head, const T *tile, int first, int 
             *reinterpret_cast<uint4 *>(head + (first + row) * stride + chunk * CHUNK) =
                 *reinterpret_cast<const uint4 *>(tile + place<D>(row, chunk));
     }
+}
+
+// Of a product of queries and keys in fragments side by side: rows from row0 on by 8 N columns from column0
+// on, of a sample's tokens. Entries of tokens that do not see one another are -inf.
+template <bool ROWS_ARE_QUERIES, int N>
+__device__ static inline void mask_tokens(float (&s)[N][4], const ChunkTokens &rows, int row0,
+                                          const ChunkTokens &columns, int column0, int64_t sample) {
+    const int row = row0 + own_lane() / 4, column = column0 + own_lane() % 4 * 2;
+    const Token own[2] = {token_at(rows, sample, row, -1), token_at(rows, sample, row + 8, -1)};
+    uint32_t seen = 0;  // a bit for each entry: what is found in a loop has no place in registers
+#pragma unroll 2
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const Token other = token_at(columns, sample, column + 8 * j + e % 2, -2);
+            const bool both = other.document == own[e / 2].document &&
+                              (ROWS_ARE_QUERIES ? other.position <= own[e / 2].position
+                                                : own[e / 2].position <= other.position);
+            seen |= (uint32_t)both << (4 * j + e);
+        }
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (!(seen >> (4 * j + e) & 1)) s[j][e] = -INFINITY;
 }
 
 // Of a row of o and its gradient, by eight lanes: their product, of which delta is made; 0 of a row that
