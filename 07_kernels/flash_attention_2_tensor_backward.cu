@@ -135,6 +135,23 @@ __device__ static inline Seen seen_keys(const TokenHeads &shape, int sample, int
     return {lower ? 0 : HALF, min(upper ? KEYS : HALF, exist)};
 }
 
+// How many blocks add to a tile of dQ before this one: those of later keys that its queries see. As a count
+// it is passed on without the block's own number, for which there is no register.
+__device__ static inline unsigned adders_before(const Heads &shape, int, int query0, unsigned block) {
+    return (shape.causal ? (unsigned)(query0 / KEYS) : gridDim.x - 1) - block;
+}
+__device__ static inline unsigned adders_before(const TokenHeads &shape, int sample, int query0,
+                                                unsigned block) {
+    unsigned adders = 0;
+    for (unsigned others = block + 1; others < gridDim.x; others += 32) {
+        const unsigned other = others + (unsigned)own_lane();
+        const bool adds = other < gridDim.x && tile_state<QUERIES, KEYS>(shape, sample, query0,
+                                                                         (int)other * KEYS) != TILE_EMPTY;
+        adders += (unsigned)__popc(__ballot_sync(~0u, adds));
+    }
+    return adders;
+}
+
 // dq (= by the first block, += by others) dS K over these keys: a warp has 32 of the queries, and a quarter
 // of the columns.
 template <int D, class T>
@@ -240,7 +257,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
             put_rows<QUERIES>(tile_ds + own * QUERIES, ds, 1, 1);
             keys_by_columns<D>(dk, p, tile_q);
         }
-        const unsigned before = turn_before<QUERIES, KEYS>(shape, sample, query0, block, gridDim.x);
+        const unsigned before = adders_before(shape, sample, query0, block);
         unsigned *turn = order.turns + (blockIdx.z * shape.a + head) * query_tiles + query0 / QUERIES;
         if (threadIdx.x == 0) wait_for_turn(turn, before);
         __syncthreads();  // dS is whole, and it is this block's turn
@@ -248,7 +265,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
                   seen_keys(shape, sample, query0, first_key), before == 0, query0, end, stride);
         cp_async_wait<0>();
         __syncthreads();  // everybody has added, and read the tiles; the next ones are there
-        if (threadIdx.x == 0) leave_turn(turn, gridDim.x - block);
+        if (threadIdx.x == 0) pass_on(turn);
         head = next_head, query0 = next;
     }
     put_rows<D>(tile_k + own * D, dk, shape.scale, shape.scale);

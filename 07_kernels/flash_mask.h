@@ -134,9 +134,9 @@ __device__ static inline TileState tile_state(const TokenHeads &shape, int64_t s
     const TileBounds *q = shape.queries.bounds + sample * shape.queries.tiles;
     const TileBounds *k = shape.keys.bounds + sample * shape.keys.tiles;
     bool empty = true, full = key0 + KEYS <= shape.keys.s;
-#pragma unroll
+#pragma unroll 1
     for (Int i = query0; i < query0 + QUERIES; i += ATTENTION_TILE)
-#pragma unroll
+#pragma unroll 1
         for (Int j = key0; j < key0 + KEYS; j += ATTENTION_TILE) {
             if (i >= shape.queries.s || j >= shape.keys.s) continue;
             const TileState state = state_of(q[i / ATTENTION_TILE], k[j / ATTENTION_TILE]);
