@@ -217,4 +217,76 @@ Proof prove_masked_backward(int d, int64_t tile, Launch launch) {
     return proof;
 }
 
+// ---- what a mask saves ----
+
+// Eight documents one after another, in one sample of `count` tokens.
+static inline AttentionPositions eight_documents(int64_t count) {
+    std::vector<Token> tokens;
+    for (int64_t i = 0; i < count; i++) tokens.push_back({(int32_t)i, (int32_t)(i * 8 / count)});
+    return positions_of(1, tokens);
+}
+
+// One line: the modelled time of formula(shape, mask) for eight documents beside that of a causal mask.
+// counted: the kernel's work for random documents, `it`, which the same formula must tell but for the loads
+// of the mask itself: what is done, and what is copied to shared memory, is of tiles that are not empty.
+template <class Formula>
+void show_masked(const Heads &at_size, const Proof &proof, const MaskedCase &it, const TokenHeads &small,
+                 const Work &counted, int registers, Formula formula) {
+    report_that(proof.error <= proof.bound, "masked: off by %.1e, and may be by %.1e", proof.error,
+                proof.bound);
+    const Work tiles = formula(small, it.mask);
+    const double made[] = {counted.flops,        counted.special_instructions,
+                           counted.tensor_flops, counted.shared_passes,
+                           counted.barriers,     counted.store_requests};
+    const double right[] = {tiles.flops,        tiles.special_instructions,
+                            tiles.tensor_flops, tiles.shared_passes,
+                            tiles.barriers,     tiles.store_requests};
+    for (int i = 0; i < 6 && !ON_GPU; i++)
+        report_that(made[i] == right[i], "masked: count %d is %.0f, and of tiles that are seen %.0f", i,
+                    made[i], right[i]);
+    Heads causal = at_size;
+    causal.causal = 1, causal.b = 1;
+    const MaskedCase eight(eight_documents(causal.s), eight_documents(causal.s));
+    const MaskedCase one(attention_positions_whole(1, causal.s), attention_positions_whole(1, causal.s));
+    const Work work = formula(causal, eight.mask), all = formula(causal, one.mask);
+    say("8 documents of %lld tokens, masked: %.4g ms in place of %.4g; the mask reads %.2f of what tiles "
+        "do",
+        (long long)causal.s / 8, 1e3 * gpu_time(kernels_gpu(), &work).seconds,
+        1e3 * gpu_time(kernels_gpu(), &all).seconds,
+        ON_GPU ? 0 : counted.load_sectors / tiles.load_sectors - 1);
+    report_number("masked", "registers", registers, "");
+}
+
+// In T; launch and tile as in prove_masked_forward.
+template <class T = float, class Launch, class Formula>
+void show_masked_forward(const Heads &at_size, int d, int64_t tile, int registers, Launch launch,
+                         Formula formula) {
+    const Proof proof = prove_masked_forward<T>(d, tile, launch);
+    const std::vector<Token> tokens = packed_tokens(4 * tile, tile, 40);
+    const MaskedCase it(positions_of(1, tokens), positions_of(1, tokens));
+    const TokenHeads small = it.shape(1, 1, d);
+    const Given<T> numbers(small.s * d, 1, 4);
+    Array<T> x(numbers.narrow.data(), small.s * d), o(small.s * d);
+    Array<float> lse(small.s);
+    const Work work = counted([&] { launch(o.at, lse.at, x.at, x.at, x.at, small); });
+    show_masked(at_size, proof, it, small, work, registers, formula);
+}
+
+// In T; launch and tile as in prove_masked_backward.
+template <class T = float, class Launch, class Formula>
+void show_masked_backward(const Heads &at_size, int d, int64_t tile, int registers, Launch launch,
+                          Formula formula) {
+    const Proof proof = prove_masked_backward<T>(d, tile, launch);
+    const std::vector<Token> tokens = packed_tokens(4 * tile, tile, 40);
+    const MaskedCase it(positions_of(1, tokens), positions_of(1, tokens));
+    const TokenHeads small = it.shape(1, 1, d);
+    const Given<T> numbers(small.s * d, 1, 4);
+    Array<T> x(numbers.narrow.data(), small.s * d), dq(x.count), dk(x.count), dv(x.count);
+    Array<float> lse(numbers.exact.data(), small.s), room(backward_room(small, d));
+    const Work work = counted([&] {
+        launch({dq.at, dk.at, dv.at}, {x.at, x.at, x.at, x.at, lse.at, x.at}, room.at, small);
+    });
+    show_masked(at_size, proof, it, small, work, registers, formula);
+}
+
 #endif

@@ -25,56 +25,73 @@
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude.
 // Run: build/07_kernels/flash_attention_1           (--gpu a100, --head-size 64, --size 4096, --verbose)
 // Last line: PASS flash_attention_1: it stores 32.7 times less …
-#include "attention_reference.h"
+#include "attention_masks.h"
 
 // ---- FlashAttention ----
 
 // What a row so far and this tile's part of it count for in the new one: o = keep o + gain (e^(S - m) V).
-// p: scores (in), and their exponentials (out). Each row has seen a key, so that max is finite.
+// p: scores (in), and their exponentials (out).
 struct RowUpdate {
     float keep, gain, lse;
 };
+template <class Shape>
 __device__ static inline RowUpdate update_row(float (&p)[EACH], float lse) {
     float most = -INFINITY, sum = 0;
 #pragma unroll
     for (int j = 0; j < EACH; j++) most = fmaxf(most, p[j]);
-    most = row_max(most);
+    most = shift_of<Shape>(row_max(most));
 #pragma unroll
     for (int j = 0; j < EACH; j++) sum += p[j] = expf(p[j] - most);
     sum = row_sum(sum);
     const float top = fmaxf(most, lse), keep = expf(lse - top), gain = expf(most - top);
-    const float total = fmaf(gain, sum, keep), inverse = 1 / total;
+    const float total = fmaf(gain, sum, keep), inverse = inverse_of<Shape>(total);
     return {keep * inverse, gain * inverse, top + logf(total)};
 }
 
+// Rows (=) of queries that see no tile of keys, which the loop over keys does not come to.
+template <int D, class Shape>
+__device__ static inline void store_empty_rows(float *o, float *lse, const Shape &shape, int64_t sample,
+                                               int64_t stride) {
+    const float none[EACH][D / SIDE] = {};
+    for (int64_t query0 = 0; query0 < shape.s; query0 += TILE) {
+        if (first_keys<TILE, TILE>(shape, sample, query0) < keys_of(shape)) continue;
+        store_rows<D>(o, none, query0, shape.s, stride);
+        if (threadIdx.x < TILE && query0 + threadIdx.x < shape.s) lse[query0 + threadIdx.x] = -INFINITY;
+    }
+}
+
 // Block (head, sample).
-template <int D>
+template <int D, class Shape>
 __global__ void __launch_bounds__(THREADS)
-    attention(float *o, float *lse, const float *q, const float *k, const float *v, Heads shape) {
+    attention(float *o, float *lse, const float *q, const float *k, const float *v, Shape shape) {
     DYNAMIC_SHARED(float, tile_q);
     float *tile_k = tile_q + TILE * PITCH<D>, *tile_v = tile_k + TILE * PITCH<D>;
     float *tile_p = tile_v + TILE * PITCH<D>;
-    const int64_t head = blockIdx.x, first = blockIdx.y * shape.s, end = shape.s;
+    const int64_t head = blockIdx.x, sample = blockIdx.y, end = shape.s, keys = keys_of(shape);
     const int64_t stride = shape.a * D, key_stride = shape.kv * D;
-    const int64_t key_head = first * key_stride + head / (shape.a / shape.kv) * D;
-    q += first * stride + head * D, o += first * stride + head * D;
+    const int64_t key_head = sample * keys * key_stride + head / (shape.a / shape.kv) * D;
+    q += sample * end * stride + head * D, o += sample * end * stride + head * D;
     k += key_head, v += key_head;
-    lse += (blockIdx.y * shape.a + head) * shape.s;
-    for (int64_t key0 = 0; key0 < end; key0 += TILE) {
-        load_rows<D>(tile_k, k, key0, end, key_stride);
-        load_rows<D>(tile_v, v, key0, end, key_stride);
-        for (int64_t query0 = shape.causal ? key0 : 0; query0 < end; query0 += TILE) {
+    lse += (sample * shape.a + head) * end;
+    if (Shape::EMPTY_ROWS) store_empty_rows<D>(o, lse, shape, sample, stride);
+    for (int64_t key0 = 0; key0 < keys; key0 += TILE) {
+        if (Shape::EMPTY_ROWS && first_queries<TILE, TILE>(shape, sample, key0) >= end) continue;
+        load_rows<D>(tile_k, k, key0, keys, key_stride);
+        load_rows<D>(tile_v, v, key0, keys, key_stride);
+        for (int64_t query0 = first_queries<TILE, TILE>(shape, sample, key0); query0 < end;
+             query0 = next_queries<TILE, TILE>(shape, sample, query0, key0)) {
             const int64_t row0 = query0 + thread_y();
+            const bool first = first_keys<TILE, TILE>(shape, sample, query0) == key0;
             RowUpdate row[EACH];
             load_rows<D>(tile_q, q, query0, end, stride);
 #pragma unroll
             for (int i = 0; i < EACH; i++)
-                row[i].lse = key0 && row0 + i * SIDE < end ? lse[row0 + i * SIDE] : -INFINITY;
+                row[i].lse = !first && row0 + i * SIDE < end ? lse[row0 + i * SIDE] : -INFINITY;
             __syncthreads();  // the tiles are whole
             float p[EACH][EACH], sum[EACH][D / SIDE] = {};
-            scores_of<D>(p, tile_q, tile_k, shape, 0, query0, key0);
+            scores_of<D>(p, tile_q, tile_k, shape, sample, query0, key0);
 #pragma unroll
-            for (int i = 0; i < EACH; i++) row[i] = update_row(p[i], row[i].lse);
+            for (int i = 0; i < EACH; i++) row[i] = update_row<Shape>(p[i], row[i].lse);
             store_scores(tile_p, p);
             __syncwarp();  // a row's eight lanes are of one warp
             scores_by_rows<D>(sum, tile_p, tile_v);
@@ -85,7 +102,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
                 for (int c = 0; c < D / SIDE; c++) {
                     float *out = &o[at * stride + thread_x() + c * SIDE];
-                    *out = fmaf(row[i].keep, key0 ? *out : 0, row[i].gain * sum[i][c]);
+                    *out = fmaf(row[i].keep, first ? 0 : *out, row[i].gain * sum[i][c]);
                 }
                 if (thread_x() == 0) lse[at] = row[i].lse;
             }
@@ -110,7 +127,7 @@ __global__ void __launch_bounds__(THREADS)
     load_rows<D>(tile_k, k + key_head, key0, shape.s, key_stride);
     __syncthreads();
     float s[EACH][EACH];
-    scores_of<D>(s, tile_q, tile_k, shape, 0, query0, key0);
+    scores_of<D>(s, tile_q, tile_k, shape, sample, query0, key0);
 #pragma unroll
     for (int i = 0; i < EACH; i++)
 #pragma unroll
@@ -166,19 +183,22 @@ __global__ void __launch_bounds__(THREADS)
 
 enum { STORED, FLASH, VERSIONS };
 
+template <int D, class Shape>
+static void launch_flash(float *o, float *lse, const float *q, const float *k, const float *v,
+                         const Shape &shape) {
+    const auto kernel = attention<D, Shape>;
+    const size_t bytes = (size_t)tile_bytes(D, 3, 1);
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    const dim3 grid((unsigned)shape.a, (unsigned)shape.b);
+    LAUNCH(kernel, grid, THREADS, bytes, 0, o, lse, q, k, v, shape);
+}
+
 template <int D>
 static void launch(int version, float *o, float *lse, float *scores, const float *q, const float *k,
                    const float *v, const Heads &shape) {
     if (shape.s == 0) return;
     const unsigned tiles = (unsigned)((shape.s + TILE - 1) / TILE), heads = (unsigned)(shape.b * shape.a);
-    if (version == FLASH) {
-        const size_t bytes = (size_t)tile_bytes(D, 3, 1);
-        CUDA_CHECK(
-            cudaFuncSetAttribute(attention<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
-        const dim3 grid((unsigned)shape.a, (unsigned)shape.b);
-        LAUNCH(attention<D>, grid, THREADS, bytes, 0, o, lse, q, k, v, shape);
-        return;
-    }
+    if (version == FLASH) return launch_flash<D>(o, lse, q, k, v, shape);
     const dim3 squares(tiles, tiles, heads), rows(tiles, heads);
     const size_t row_bytes = (size_t)shape.s * 4;
     CUDA_CHECK(cudaFuncSetAttribute(softmax, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)row_bytes));
@@ -241,6 +261,9 @@ static void show(const KernelsOptions *options, const Heads &shape) {
         row<D>(STORED, "scores stored", shape);
         row<D>(FLASH, shape.causal ? "flash, causal" : "flash", shape);
     });
+    show_masked_forward(
+        shape, D, ATTENTION_TILE, D == 64 ? 117 : 149, launch_flash<D, TokenHeads>,
+        [](const Heads &shape, const AttentionMask &mask) { return work_of_flash_1(shape, D, &mask); });
 }
 
 int main(int argc, char **argv) {

@@ -21,7 +21,7 @@
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude.
 // Run: build/07_kernels/flash_attention_1_backward           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_1_backward: it keeps 4096 times less of forward …
-#include "attention_reference.h"
+#include "attention_masks.h"
 
 // rowsum(dO O), for each of the thread's rows; dO from its tile.
 template <int D>
@@ -67,34 +67,36 @@ __device__ static inline void add_dq(float *dq, const float *tile_ds, const floa
 }
 
 // Block (K/V head, sample).
-template <int D>
-__global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad, Operands in, Heads shape) {
+template <int D, class Shape>
+__global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad, Operands in, Shape shape) {
     DYNAMIC_SHARED(float, tile_q);
     float *tile_k = tile_q + TILE * PITCH<D>, *tile_v = tile_k + TILE * PITCH<D>;
     float *tile_do = tile_v + TILE * PITCH<D>, *tile_p = tile_do + TILE * PITCH<D>;
     float *tile_ds = tile_p + TILE * SCORE_PITCH;
-    const int64_t end = shape.s, first = blockIdx.y * end, group = shape.a / shape.kv;
+    const int64_t end = shape.s, keys = keys_of(shape), group = shape.a / shape.kv, sample = blockIdx.y;
     const int64_t stride = shape.a * D, key_stride = shape.kv * D;
-    const int64_t key_head = first * key_stride + blockIdx.x * D;
-    for (int64_t key0 = 0; key0 < end; key0 += TILE) {
-        load_rows<D>(tile_k, in.k + key_head, key0, end, key_stride);
-        load_rows<D>(tile_v, in.v + key_head, key0, end, key_stride);
+    const int64_t key_head = sample * keys * key_stride + blockIdx.x * D;
+    for (int64_t key0 = 0; key0 < keys; key0 += TILE) {
+        load_rows<D>(tile_k, in.k + key_head, key0, keys, key_stride);
+        load_rows<D>(tile_v, in.v + key_head, key0, keys, key_stride);
         float dk[EACH][D / SIDE] = {}, dv[EACH][D / SIDE] = {};
         for (int64_t head = blockIdx.x * group; head < (blockIdx.x + 1) * group; head++) {
-            const int64_t base = first * stride + head * D;
-            const float *lse = in.lse + (blockIdx.y * shape.a + head) * end;
-            for (int64_t query0 = shape.causal ? key0 : 0; query0 < end; query0 += TILE) {
+            const int64_t base = sample * end * stride + head * D;
+            const float *lse = in.lse + (sample * shape.a + head) * end;
+            for (int64_t query0 = first_queries<TILE, TILE>(shape, sample, key0); query0 < end;
+                 query0 = next_queries<TILE, TILE>(shape, sample, query0, key0)) {
                 load_rows<D>(tile_q, in.q + base, query0, end, stride);
                 load_rows<D>(tile_do, in.grad_o + base, query0, end, stride);
                 __syncthreads();  // the tiles are whole
                 float p[EACH][EACH], ds[EACH][EACH] = {}, delta[EACH];
                 row_products<D>(delta, tile_do, in.o + base, query0, end, stride);
-                scores_of<D>(p, tile_q, tile_k, shape, 0, query0, key0);
+                scores_of<D>(p, tile_q, tile_k, shape, sample, query0, key0);
                 rows_by_rows<D>(ds, tile_do, tile_v);
 #pragma unroll
                 for (int i = 0; i < EACH; i++) {
                     const int64_t row = query0 + thread_y() + i * SIDE;
-                    const float sum = row < end ? lse[row] : INFINITY;  // no weight beyond the end
+                    const float sum =
+                        row < end ? log_sum_of<Shape>(lse[row]) : INFINITY;  // no weight beyond the end
 #pragma unroll
                     for (int j = 0; j < EACH; j++) {
                         p[i][j] = expf(p[i][j] - sum);
@@ -106,37 +108,45 @@ __global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad,
                 __syncthreads();  // the columns of P and dS are whole
                 scores_by_rows<D, true>(dv, tile_p, tile_do);
                 scores_by_rows<D, true>(dk, tile_ds, tile_q);
-                add_dq<D>(grad.dq + base, tile_ds, tile_k, key0 == 0, query0, end, stride);
+                const bool first = first_keys<TILE, TILE>(shape, sample, query0) == key0;
+                add_dq<D>(grad.dq + base, tile_ds, tile_k, first, query0, end, stride);
                 __syncthreads();  // everybody has read the tiles
             }
         }
-        store_rows<D>(grad.dk + key_head, dk, key0, end, key_stride);
-        store_rows<D>(grad.dv + key_head, dv, key0, end, key_stride);
+        store_rows<D>(grad.dk + key_head, dk, key0, keys, key_stride);
+        store_rows<D>(grad.dv + key_head, dv, key0, keys, key_stride);
     }
 }
 
 // ---- host code ----
 
-template <int D>
-static void launch(const Gradients &grad, const Operands &in, float *, const Heads &shape) {
+template <int D, class Shape>
+static void launch(const Gradients &grad, const Operands &in, float *, const Shape &shape) {
     if (shape.s == 0) return;
+    const auto kernel = attention_backward<D, Shape>;
     const int64_t bytes = tile_bytes(D, 4, 2);
-    CUDA_CHECK(cudaFuncSetAttribute(attention_backward<D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)bytes));
+    if (Shape::EMPTY_ROWS)  // no tile of keys comes to queries that see none
+        CUDA_CHECK(cudaMemset(grad.dq, 0, (size_t)(shape.b * shape.s * shape.a * D) * 4));
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     const dim3 grid((unsigned)shape.kv, (unsigned)shape.b);
-    LAUNCH(attention_backward<D>, grid, THREADS, (size_t)bytes, 0, grad, in, shape);
+    LAUNCH(kernel, grid, THREADS, (size_t)bytes, 0, grad, in, shape);
 }
 
 template <int D>
 static void row(const char *name, const Heads &at_size) {
     const KernelVersion version = {name, THREADS, D == 64 ? 210 : 248, tile_bytes(D, 4, 2)};
-    backward_version(version, at_size, D, TILE, launch<D>, work_of_flash_1_backward);
+    backward_version(version, at_size, D, TILE, launch<D, Heads>,
+                     [](const Heads &shape, double d) { return work_of_flash_1_backward(shape, d); });
 }
 
 template <int D>
 static void show(const KernelsOptions *options, const Heads &shape) {
     flash_tables(options, shape, D, 2,
                  [](const Heads &shape) { row<D>(shape.causal ? "flash, causal" : "flash", shape); });
+    show_masked_backward(shape, D, ATTENTION_TILE, D == 64 ? 210 : 248, launch<D, TokenHeads>,
+                         [](const Heads &shape, const AttentionMask &mask) {
+                             return work_of_flash_1_backward(shape, D, &mask);
+                         });
 }
 
 int main(int argc, char **argv) {

@@ -126,11 +126,14 @@ static void launch(int, float *o, float *lse, float *, const float *q, const flo
     launch_on<D>(0, o, lse, q, k, v, shape);
 }
 
-// s a multiple of 64.
-static Work formula(const Heads &shape, double d) {
+// s a multiple of 64. mask: by tokens, where it is given.
+static Work formula(const Heads &shape, double d, const AttentionMask *mask = NULL) {
     const double heads = (double)(shape.b * shape.a), first = heads * (double)shape.s / TILE;
-    const double pairs = pairs_of(shape), blocks = (double)shape.s / (TILES * TILE);
-    const double key_tiles = heads * TILES * (shape.causal ? blocks * (blocks + 1) / 2 : blocks * blocks);
+    const double blocks = (double)shape.s / QUERIES;
+    const double squares = mask           ? (double)(shape.a * mask->tiles)
+                           : shape.causal ? heads * blocks * (blocks + 1) / 2
+                                          : heads * blocks * blocks;
+    const double pairs = pairs_of(shape, mask), key_tiles = TILES * squares;
     Work w = {};
     add_products(&w, pairs, d);
     add_tiles(&w, first + 2 * key_tiles, d);
@@ -156,12 +159,7 @@ static void row(const char *name, const Heads &at_size) {
     Array<float> q(numbers, queries), k(numbers, keys), v(numbers, keys), o(queries), lse(queries / D);
     free(numbers);
     auto run = [&](const Heads &shape) { launch<D>(0, o.at, lse.at, NULL, q.at, k.at, v.at, shape); };
-    Proof proof = prove_forward(D, at_size.causal, true, launch<D>, 0);
-    if (at_size.causal) {
-        const Proof masked =
-            prove_masked_forward(D, QUERIES, [](auto... arguments) { launch_on<D>(0, arguments...); });
-        proof.closer(masked.error, masked.bound);
-    }
+    const Proof proof = prove_forward(D, at_size.causal, true, launch<D>, 0);
     const KernelVersion version = {name, BLOCK, D == 64 ? 128 : 168, tile_bytes(D, TILES + 2, TILES)};
     show_version(version, proof, small, at_size, run, [](const Heads &shape) { return formula(shape, D); });
 }
@@ -170,6 +168,9 @@ template <int D>
 static void show(const KernelsOptions *options, const Heads &shape) {
     flash_tables(options, shape, D, 1,
                  [](const Heads &shape) { row<D>(shape.causal ? "flash 2, causal" : "flash 2", shape); });
+    show_masked_forward(
+        shape, D, QUERIES, D == 64 ? 128 : 168, [](auto... arguments) { launch_on<D>(0, arguments...); },
+        [](const Heads &shape, const AttentionMask &mask) { return formula(shape, D, &mask); });
 }
 
 int main(int argc, char **argv) {

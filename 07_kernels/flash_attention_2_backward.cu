@@ -32,7 +32,7 @@
 // Last line: PASS flash_attention_2_backward: 0.41 of the first version's traffic to L2 …
 #include "flash_tiles.h"
 
-enum { TILES = 2, BLOCK = TILES * THREADS };
+enum { TILES = 2, BLOCK = TILES * THREADS, KEYS = TILES * TILE };
 
 // Block (tile of queries, head, sample), eight lanes a row: delta (b, a, s) = rowsum(dO O).
 template <int D>
@@ -52,13 +52,14 @@ __global__ void __launch_bounds__(TILE *SIDE)
 }
 
 // p: scores (in), P (out); ds: dP (in), dS without its scale (out). lse, delta: of one head.
+template <class Shape>
 __device__ static inline void to_gradients(float (&p)[EACH][EACH], float (&ds)[EACH][EACH],
                                            const float *lse, const float *delta, int64_t row0,
                                            int64_t end) {
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const int64_t row = row0 + thread_y() + i * SIDE;
-        const float sum = row < end ? lse[row] : INFINITY;  // no weight beyond the end
+        const float sum = row < end ? log_sum_of<Shape>(lse[row]) : INFINITY;  // no weight beyond the end
         const float dot = row < end ? delta[row] : 0;
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
@@ -93,9 +94,9 @@ __device__ static inline void add_dq(float *dq, const float *tile_ds, const floa
 
 // Block (tiles of keys, K/V head, sample); a ticket says which tiles of keys. Each pair of warps has a tile
 // of keys with its dK and dV; Q and dO serve both.
-template <int D>
+template <int D, class Shape>
 __global__ void __launch_bounds__(BLOCK, 1)
-    attention_backward(Gradients grad, Operands in, const float *delta, Order order, Heads shape) {
+    attention_backward(Gradients grad, Operands in, const float *delta, Order order, Shape shape) {
     DYNAMIC_SHARED(float, tiles_k);
     float *tiles_v = tiles_k + TILES * TILE * PITCH<D>, *tile_q = tiles_v + TILES * TILE * PITCH<D>;
     float *tile_do = tile_q + TILE * PITCH<D>, *tiles_ds = tile_do + TILE * PITCH<D>;
@@ -106,30 +107,31 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (threadIdx.x == 0) ticket = atomicAdd(&order.tickets[blockIdx.z * shape.kv + blockIdx.y], 1u);
     __syncthreads();
     const unsigned block = gridDim.x - 1 - ticket;  // the last keys first
-    const int64_t end = shape.s, first = blockIdx.z * end, group = shape.a / shape.kv;
+    const int64_t end = shape.s, keys = keys_of(shape), group = shape.a / shape.kv, sample = blockIdx.z;
     const int64_t stride = shape.a * D, key_stride = shape.kv * D;
-    const int64_t key_head = first * key_stride + blockIdx.y * D;
-    const int64_t first_key = (int64_t)block * TILES * TILE, key0 = first_key + own * TILE;
+    const int64_t key_head = sample * keys * key_stride + blockIdx.y * D;
+    const int64_t first_key = (int64_t)block * KEYS, key0 = first_key + own * TILE;
     for (int t = 0; t < TILES; t++) {
-        load_rows<D, BLOCK>(tiles_k + t * TILE * PITCH<D>, in.k + key_head, first_key + t * TILE, end,
+        load_rows<D, BLOCK>(tiles_k + t * TILE * PITCH<D>, in.k + key_head, first_key + t * TILE, keys,
                             key_stride);
-        load_rows<D, BLOCK>(tiles_v + t * TILE * PITCH<D>, in.v + key_head, first_key + t * TILE, end,
+        load_rows<D, BLOCK>(tiles_v + t * TILE * PITCH<D>, in.v + key_head, first_key + t * TILE, keys,
                             key_stride);
     }
     float dk[EACH][D / SIDE] = {}, dv[EACH][D / SIDE] = {};
     for (int64_t head = blockIdx.y * group; head < (blockIdx.y + 1) * group; head++) {
-        const int64_t base = first * stride + head * D, row = (blockIdx.z * shape.a + head) * end;
-        unsigned *turns = order.turns + (blockIdx.z * shape.a + head) * ((end + TILE - 1) / TILE);
-        for (int64_t query0 = shape.causal ? first_key : 0; query0 < end; query0 += TILE) {
-            const bool seen = !shape.causal || key0 <= query0;  // else no query of the tile sees these keys
+        const int64_t base = sample * end * stride + head * D, row = (sample * shape.a + head) * end;
+        unsigned *turns = order.turns + (sample * shape.a + head) * ((end + TILE - 1) / TILE);
+        for (int64_t query0 = first_queries<TILE, KEYS>(shape, sample, first_key); query0 < end;
+             query0 = next_queries<TILE, KEYS>(shape, sample, query0, first_key)) {
+            const bool seen = tile_state<TILE, TILE>(shape, sample, query0, key0) != TILE_EMPTY;
             load_rows<D, BLOCK>(tile_q, in.q + base, query0, end, stride);
             load_rows<D, BLOCK>(tile_do, in.grad_o + base, query0, end, stride);
             __syncthreads();  // the tiles are whole
             if (seen) {
                 float p[EACH][EACH], ds[EACH][EACH] = {};
-                scores_of<D>(p, tile_q, tile_k, shape, 0, query0, key0);
+                scores_of<D>(p, tile_q, tile_k, shape, sample, query0, key0);
                 rows_by_rows<D>(ds, tile_do, tile_v);
-                to_gradients(p, ds, in.lse + row, delta + row, query0, end);
+                to_gradients<Shape>(p, ds, in.lse + row, delta + row, query0, end);
                 store_scores(tile_p, p);
                 store_scores(tile_ds, ds);
             }
@@ -138,62 +140,67 @@ __global__ void __launch_bounds__(BLOCK, 1)
                 scores_by_rows<D, true>(dv, tile_p, tile_do);
                 scores_by_rows<D, true>(dk, tile_ds, tile_q);
             }
-            const unsigned last = shape.causal ? (unsigned)(query0 / (TILES * TILE)) : gridDim.x - 1;
-            if (threadIdx.x == 0) wait_for_turn(&turns[query0 / TILE], last - block);
+            const unsigned before = turn_before<TILE, KEYS>(shape, sample, query0, block, gridDim.x);
+            if (threadIdx.x == 0) wait_for_turn(&turns[query0 / TILE], before);
             __syncthreads();  // it is this block's turn
-            const int tiles = shape.causal && query0 == first_key ? 1 : TILES;
-            add_dq<D>(grad.dq + base, tiles_ds, tiles_k, tiles, shape.scale, block == last, query0, end,
-                      stride);
+            // those of the first tile alone, where no query sees the second
+            const bool both = tile_state<TILE, TILE>(shape, sample, query0, first_key + TILE) != TILE_EMPTY;
+            add_dq<D>(grad.dq + base, tiles_ds, tiles_k, both ? TILES : 1, shape.scale, before == 0, query0,
+                      end, stride);
             __syncthreads();  // everybody has read the tiles, and added
-            if (threadIdx.x == 0) pass_on(&turns[query0 / TILE]);
+            if (threadIdx.x == 0) leave_turn(&turns[query0 / TILE], gridDim.x - block);
         }
     }
 #pragma unroll
     for (int i = 0; i < EACH; i++)
 #pragma unroll
         for (int c = 0; c < D / SIDE; c++) dk[i][c] *= shape.scale;
-    store_rows<D>(grad.dk + key_head, dk, key0, end, key_stride);
-    store_rows<D>(grad.dv + key_head, dv, key0, end, key_stride);
+    store_rows<D>(grad.dk + key_head, dk, key0, keys, key_stride);
+    store_rows<D>(grad.dv + key_head, dv, key0, keys, key_stride);
 }
 
 // ---- host code ----
 
 // The gradients from delta; counters: b (a tiles + kv) words of scratch.
-template <int D>
+template <int D, class Shape>
 static void launch_on(cudaStream_t stream, const Gradients &grad, const Operands &in, const float *delta,
-                      float *counters, const Heads &shape) {
+                      float *counters, const Shape &shape) {
+    const auto kernel = attention_backward<D, Shape>;
     const int64_t tiles = (shape.s + TILE - 1) / TILE, bytes = tile_bytes(D, 2 * TILES + 2, 2 * TILES);
     unsigned *turns = reinterpret_cast<unsigned *>(counters);
     const Order order = {turns + shape.b * shape.a * tiles, turns};
     const size_t count = (size_t)(shape.b * (shape.a * tiles + shape.kv));
     CUDA_CHECK(cudaMemsetAsync(turns, 0, count * sizeof *turns, stream));
-    CUDA_CHECK(cudaFuncSetAttribute(attention_backward<D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)bytes));
-    const dim3 grid((unsigned)((tiles + TILES - 1) / TILES), (unsigned)shape.kv, (unsigned)shape.b);
-    LAUNCH(attention_backward<D>, grid, BLOCK, (size_t)bytes, stream, grad, in, delta, order, shape);
+    if (Shape::EMPTY_ROWS)  // no block comes to tiles of queries that see no key
+        CUDA_CHECK(cudaMemsetAsync(grad.dq, 0, (size_t)(shape.b * shape.s * shape.a * D) * 4, stream));
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    const dim3 grid((unsigned)((keys_of(shape) + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
+    LAUNCH(kernel, grid, BLOCK, (size_t)bytes, stream, grad, in, delta, order, shape);
 }
 
 #ifndef NO_MAIN
-#include "attention_reference.h"
+#include "attention_masks.h"
 
 // room: backward_room(shape) words.
-template <int D>
-static void launch(const Gradients &grad, const Operands &in, float *room, const Heads &shape) {
+template <int D, class Shape>
+static void launch(const Gradients &grad, const Operands &in, float *room, const Shape &shape) {
     if (shape.s == 0) return;
     const dim3 grid((unsigned)((shape.s + TILE - 1) / TILE), (unsigned)shape.a, (unsigned)shape.b);
-    LAUNCH(row_products<D>, grid, TILE * SIDE, 0, 0, room, in.o, in.grad_o, shape);
+    LAUNCH(row_products<D>, grid, TILE * SIDE, 0, 0, room, in.o, in.grad_o, (const Heads &)shape);
     launch_on<D>(0, grad, in, room, room + shape.b * shape.a * shape.s, shape);
 }
 
-// s a multiple of 64.
-static Work formula(const Heads &shape, double d) {
+// s a multiple of 64. mask: by tokens, where it is given.
+static Work formula(const Heads &shape, double d, const AttentionMask *mask) {
     const double s = (double)shape.s, heads = (double)(shape.b * shape.a), scores = TILE * TILE;
-    const double key_heads = (double)(shape.b * shape.kv), pairs = pairs_of(shape);
-    const double blocks = s / (TILES * TILE), tiles = s / TILE;
+    const double key_heads = (double)(shape.b * shape.kv), blocks = s / KEYS, tiles = s / TILE;
     // tiles of queries that pass the blocks of a head's keys; and those that pass the first of them
-    const double steps = heads * TILES * (shape.causal ? blocks * (blocks + 1) / 2 : blocks * blocks);
+    const double steps = TILES * (mask           ? (double)(shape.a * mask->tiles)
+                                  : shape.causal ? heads * blocks * (blocks + 1) / 2
+                                                 : heads * blocks * blocks);
+    const double pairs = pairs_of(shape, mask);
     const double first = heads * tiles, key_tiles = key_heads * tiles, all_blocks = key_heads * blocks;
-    const double again = shape.causal ? s - TILES * TILE : blocks > 1 ? s : 0;  // rows of dq that come back
+    const double again = shape.causal ? s - KEYS : blocks > 1 ? s : 0;  // rows of dq that come back
     Work w = {};
     add_tiles(&w, 2 * steps + 2 * key_tiles, d);
     // lse and delta; dq; dO and O of the row products
@@ -222,13 +229,17 @@ template <int D>
 static void row(const char *name, const Heads &at_size) {
     const int64_t bytes = tile_bytes(D, 2 * TILES + 2, 2 * TILES);
     const KernelVersion version = {name, BLOCK, D == 64 ? 196 : 254, bytes};
-    backward_version(version, at_size, D, TILES * TILE, launch<D>, formula);
+    backward_version(version, at_size, D, KEYS, launch<D, Heads>,
+                     [](const Heads &shape, double d) { return formula(shape, d, NULL); });
 }
 
 template <int D>
 static void show(const KernelsOptions *options, const Heads &shape) {
     flash_tables(options, shape, D, 2,
                  [](const Heads &shape) { row<D>(shape.causal ? "flash 2, causal" : "flash 2", shape); });
+    show_masked_backward(
+        shape, D, KEYS, D == 64 ? 230 : 255, launch<D, TokenHeads>,
+        [](const Heads &shape, const AttentionMask &mask) { return formula(shape, D, &mask); });
 }
 
 int main(int argc, char **argv) {
@@ -238,18 +249,18 @@ int main(int argc, char **argv) {
     const Heads shape = flash_options(argc, argv,
                                       "FlashAttention-2, backward: many blocks a head, sums in order.\n"
                                       "  flash_attention_2_backward --head-size 64",
-                                      TILES * TILE, &options, &head);
+                                      KEYS, &options, &head);
     const double d = head, s = (double)shape.s, scores = (double)shape.a * s * s;
     if (head == 128) show<128>(&options, shape);
     else show<64>(&options, shape);
-    const Work works[] = {work_of_flash_1_backward(shape, d), formula(shape, d)};
+    const Work works[] = {work_of_flash_1_backward(shape, d), formula(shape, d, NULL)};
     say("%-8s  %9s  %12s  %11s  %19s  %9s", "", "L2 moves", "memory moves", "exp / score",
         "other FLOPs / score", "blocks");
     for (int i = 0; i < 2; i++)
         say("flash %d   %9s  %12s  %11.2f  %19.2f  %9lld", i + 1,
             bytes_text(32 * (works[i].load_sectors + works[i].store_sectors)),
             bytes_text(32 * works[i].memory_sectors), 32 * works[i].special_instructions / scores,
-            works[i].flops / scores - 10 * d, (long long)(shape.kv * (i ? shape.s / (TILES * TILE) : 1)));
+            works[i].flops / scores - 10 * d, (long long)(shape.kv * (i ? shape.s / KEYS : 1)));
     const double traffic[] = {works[0].load_sectors + works[0].store_sectors,
                               works[1].load_sectors + works[1].store_sectors};
     const double other[] = {works[0].flops / scores - 10 * d, works[1].flops / scores - 10 * d};

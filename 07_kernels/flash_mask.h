@@ -75,7 +75,7 @@ __device__ static inline int64_t end_of_keys(const Heads &shape, int64_t query0)
 // ... and the tiles of queries, up to shape.s, that see these keys.
 template <int QUERIES, int KEYS>
 __device__ static inline int64_t first_queries(const Heads &shape, int64_t, int64_t key0) {
-    return shape.causal ? key0 / QUERIES * QUERIES : 0;
+    return !shape.causal ? 0 : KEYS % QUERIES == 0 ? key0 : key0 / QUERIES * QUERIES;
 }
 template <int QUERIES, int KEYS>
 __device__ static inline int64_t next_queries(const Heads &, int64_t, int64_t query0, int64_t) {
@@ -88,7 +88,8 @@ __device__ static inline int64_t next_queries(const Heads &, int64_t, int64_t qu
 template <int QUERIES, int KEYS>
 __device__ static inline unsigned turn_before(const Heads &shape, int64_t, int64_t query0, unsigned block,
                                               unsigned blocks) {
-    const unsigned last = shape.causal ? (unsigned)((query0 + QUERIES - 1) / KEYS) : blocks - 1;
+    const unsigned last =
+        shape.causal ? (unsigned)((query0 + (QUERIES > KEYS ? QUERIES - 1 : 0)) / KEYS) : blocks - 1;
     return block == last ? 0 : blocks - block - 1;
 }
 
@@ -115,16 +116,22 @@ __device__ static inline bool sees(const TokenHeads &, Token query, Token key) {
     return key.position <= query.position && key.document == query.document;
 }
 
+// In one pack: an array of bounds begins where any array in device memory may.
+__device__ static inline TileBounds load_bounds(const TileBounds *at) {
+    const int4 x = *reinterpret_cast<const int4 *>(at);
+    return {x.x, x.y, x.z, x.w};
+}
+
 // Of up to COUNT tokens from `first` on, which is below side.s.
 template <int COUNT>
 __device__ static inline TileBounds bounds_of(const ChunkTokens &side, int64_t sample, int64_t first) {
     static_assert(ATTENTION_TILE % COUNT == 0 || COUNT % ATTENTION_TILE == 0, "tiles of bounds, or parts");
-    const TileBounds *at = side.bounds + sample * side.tiles;
-    TileBounds all = at[first / ATTENTION_TILE];
+    const TileBounds *at = side.bounds + sample * side.tiles + first / ATTENTION_TILE;
+    TileBounds all = load_bounds(at);
 #pragma unroll
     for (int i = 1; i < COUNT / ATTENTION_TILE; i++) {
         if (first / ATTENTION_TILE + i >= side.tiles) break;
-        const TileBounds more = at[first / ATTENTION_TILE + i];
+        const TileBounds more = load_bounds(at + i);
         all.first_position = min(all.first_position, more.first_position);
         all.last_position = max(all.last_position, more.last_position);
         all.first_document = min(all.first_document, more.first_document);

@@ -127,13 +127,15 @@ __device__ static inline void scores_of(float (&s)[EACH][EACH], const float *til
 #pragma unroll
         for (int j = 0; j < EACH; j++) s[i][j] *= shape.scale;
     if (tile_state<TILE, TILE>(shape, sample, query0, key0) == TILE_FULL) return;
+    decltype(query_at(shape, sample, query0)) query[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) query[i] = query_at(shape, sample, query0 + thread_y() + i * SIDE);
 #pragma unroll
     for (int j = 0; j < EACH; j++) {
         const auto key = key_at(shape, sample, key0 + thread_x() + j * SIDE);
 #pragma unroll
         for (int i = 0; i < EACH; i++)
-            if (!sees(shape, query_at(shape, sample, query0 + thread_y() + i * SIDE), key))
-                s[i][j] = -INFINITY;
+            if (!sees(shape, query[i], key)) s[i][j] = -INFINITY;
     }
 }
 
@@ -203,15 +205,18 @@ static inline void add_products(Work *w, double pairs, double d) {
 static inline double words_of_forward(const Heads &shape, double d) {
     return 2 * (double)(shape.b * shape.s) * d * (double)(shape.a + shape.kv);
 }
-// Pairs of a tile of queries and one of keys: with a mask those on and below the diagonal.
-static inline double pairs_of(const Heads &shape) {
+// Pairs of a tile of queries and one of keys: with a causal mask those on and below the diagonal; by
+// tokens, where such a mask is given, those of its tiles, each 2 x 2 pairs.
+static inline double pairs_of(const Heads &shape, const AttentionMask *mask = NULL) {
+    constexpr double SPLIT = ATTENTION_TILE / TILE;
+    if (mask) return (double)(shape.a * mask->tiles) * SPLIT * SPLIT;
     const double tiles = (double)shape.s / TILE;
     return (double)(shape.b * shape.a) * (shape.causal ? tiles * (tiles + 1) / 2 : tiles * tiles);
 }
 
 // flash_attention_1.cu; s a multiple of 32.
-static inline Work work_of_flash_1(const Heads &shape, double d) {
-    const double s = (double)shape.s, heads = (double)(shape.b * shape.a), pairs = pairs_of(shape);
+static inline Work work_of_flash_1(const Heads &shape, double d, const AttentionMask *mask = NULL) {
+    const double s = (double)shape.s, heads = (double)(shape.b * shape.a), pairs = pairs_of(shape, mask);
     const double again = shape.causal || shape.s == TILE ? s - TILE : s;  // rows of o that come back
     const double first = heads * s / TILE;
     Work w = {};
@@ -232,10 +237,11 @@ static inline Work work_of_flash_1(const Heads &shape, double d) {
 }
 
 // flash_attention_1_backward.cu; s a multiple of 32.
-static inline Work work_of_flash_1_backward(const Heads &shape, double d) {
+static inline Work work_of_flash_1_backward(const Heads &shape, double d,
+                                            const AttentionMask *mask = NULL) {
     const double s = (double)shape.s, heads = (double)(shape.b * shape.a), tiles = s / TILE;
     const double key_heads = (double)(shape.b * shape.kv), scores = TILE * TILE;
-    const double pairs = pairs_of(shape);
+    const double pairs = pairs_of(shape, mask);
     const double first = heads * tiles, key_tiles = key_heads * tiles;
     const double again = shape.causal ? s - TILE : tiles > 1 ? s : 0;  // rows of dq that come back
     Work w = {};
