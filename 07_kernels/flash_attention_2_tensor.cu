@@ -60,31 +60,57 @@ __device__ static inline void scores_of(float (&s)[ROWS][FRAGMENTS][4], const T 
     }
 }
 
-// What a query does not see is -inf: by order, ...
-__device__ static inline void mask(float (&s)[ROWS][FRAGMENTS][4], const Heads &shape, int, int query0,
-                                   int key0) {
-    const int first = key0 + own_lane() % 4 * 2, last = (int)shape.s - 1;
+// The tiles of keys that a block of queries sees, and what its warps see of them: by order, ...
+template <class Shape>
+struct KeysSeen {
+    const Heads &shape;
+    int query0, end;  // the warp's first; a key behind the block's last
+
+    __device__ KeysSeen(const Heads &shape, void *, int first_query)
+        : shape(shape), query0(first_query + own_warp() * OWN),
+          end((int)end_of_keys<QUERIES>(shape, first_query)) {}
+    __device__ int first() const { return 0; }
+    __device__ int after(int key0) const { return key0 + KEYS; }
+    __device__ bool any(int key0) const { return !shape.causal || key0 < query0 + OWN; }
+    // What a query does not see is -inf.
+    __device__ void mask(float (&s)[ROWS][FRAGMENTS][4], int key0) const {
+        if (sees(shape, query0, key0 + KEYS - 1)) return;
+        const int first = key0 + own_lane() % 4 * 2, last = (int)shape.s - 1;
 #pragma unroll
-    for (int i = 0; i < ROWS; i++)
+        for (int i = 0; i < ROWS; i++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int query = query0 + i * 16 + half * 8 + own_lane() / 4;
-            const int keys = (shape.causal ? min(query, last) : last) - first;  // beyond this lane's first
+            for (int half = 0; half < 2; half++) {
+                const int query = query0 + i * 16 + half * 8 + own_lane() / 4;
+                const int keys = (shape.causal ? min(query, last) : last) - first;  // beyond this lane's first
 #pragma unroll
-            for (int j = 0; j < FRAGMENTS; j++)
+                for (int j = 0; j < FRAGMENTS; j++)
 #pragma unroll
-                for (int e = 0; e < 2; e++)
-                    if (j * 8 + e > keys) s[i][j][2 * half + e] = -INFINITY;
-        }
-}
+                    for (int e = 0; e < 2; e++)
+                        if (j * 8 + e > keys) s[i][j][2 * half + e] = -INFINITY;
+            }
+    }
+};
 
 // ... or by tokens.
-__device__ static inline void mask(float (&s)[ROWS][FRAGMENTS][4], const TokenHeads &shape, int sample,
-                                   int query0, int key0) {
+template <>
+struct KeysSeen<TokenHeads> {
+    TokenPlan<true> plan;
+    int end;
+
+    __device__ KeysSeen(const TokenHeads &shape, void *room, int first_query)
+        : plan(shape, room, first_query), end((int)shape.keys.s) {
+        __syncthreads();  // the plan is whole
+    }
+    __device__ int first() const { return plan.next(0) * KEYS; }
+    __device__ int after(int key0) const { return plan.next(key0 / KEYS + 1) * KEYS; }
+    __device__ TileState state(int key0) const { return plan.state(key0 / KEYS, own_warp() * OWN / OWN_HALF); }
+    __device__ bool any(int key0) const { return state(key0) != TILE_EMPTY; }
+    __device__ void mask(float (&s)[ROWS][FRAGMENTS][4], int key0) const {
+        if (state(key0) == TILE_FULL) return;
 #pragma unroll
-    for (int i = 0; i < ROWS; i++)
-        mask_tokens<true>(s[i], shape.queries, query0 + i * 16, shape.keys, key0, sample);
-}
+        for (int i = 0; i < ROWS; i++) plan.mask(s[i], own_warp() * OWN + i * 16, key0);
+    }
+};
 
 // s: scores (in), and their exponentials (out), of one of the two rows that a lane has in its fragments.
 // What the sums so far count for in the new ones (return).
@@ -168,9 +194,9 @@ __global__ void __launch_bounds__(BLOCK)
     const int64_t head = blockIdx.y, first = blockIdx.z * shape.s;
     const int64_t stride = shape.a * D, key_stride = shape.kv * D;
     const int64_t key_head = blockIdx.z * keys_of(shape) * key_stride + head / (shape.a / shape.kv) * D;
-    const int first_query = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES, sample = (int)blockIdx.z;
+    const int first_query = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES;
     const int query0 = first_query + own_warp() * OWN, end = (int)shape.s, keys = (int)keys_of(shape);
-    const int last_key = (int)end_of_keys<QUERIES>(shape, first_query);
+    const KeysSeen<Shape> seen(shape, tile_v + KEYS * D, first_query);
     const float c = shape.scale * 1.44269504f;  // log2(e)
     q += first * stride + head * D, o += first * stride + head * D;
     k += key_head, v += key_head, lse += (blockIdx.z * shape.a + head) * end;
@@ -178,29 +204,29 @@ __global__ void __launch_bounds__(BLOCK)
     float sum[ROWS][D / 8][4] = {};
 #pragma unroll
     for (int i = 0; i < ROWS; i++) row[i][0] = row[i][1] = {-INFINITY, 0};
-    int key0 = (int)first_keys<QUERIES, KEYS>(shape, sample, first_query);
+    int key0 = seen.first();
     copy_rows<QUERIES, D, BLOCK>(tile_q, q, first_query, end, stride);
     copy_rows<KEYS, D, BLOCK>(tile_k, k, key0, keys, key_stride);
     cp_async_commit();
-    while (key0 < last_key) {
-        const TileState state = tile_state<OWN, KEYS>(shape, sample, query0, key0);
+    while (key0 < seen.end) {
+        const bool any = seen.any(key0);  // else nothing is for this warp
         uint32_t p[ROWS][KEYS / 16][4] = {};
         cp_async_wait<0>();
         __syncthreads();  // the keys are there, and everybody has read the values before
         copy_rows<KEYS, D, BLOCK>(tile_v, v, key0, keys, key_stride);
         cp_async_commit();
-        if (state != TILE_EMPTY) {  // else nothing is for this warp
+        if (any) {
             float s[ROWS][FRAGMENTS][4] = {};
             scores_of<D>(s, own_q, tile_k);
-            if (state == TILE_PARTIAL) mask(s, shape, sample, query0, key0);
+            seen.mask(s, key0);
             soften<Shape, D, T>(p, sum, row, s, c);
         }
         cp_async_wait<0>();
         __syncthreads();  // the values are there, and everybody has read the keys
-        key0 = (int)next_keys<QUERIES, KEYS>(shape, sample, first_query, key0);
-        if (key0 < last_key) copy_rows<KEYS, D, BLOCK>(tile_k, k, key0, keys, key_stride);
+        key0 = seen.after(key0);
+        if (key0 < seen.end) copy_rows<KEYS, D, BLOCK>(tile_k, k, key0, keys, key_stride);
         cp_async_commit();
-        if (state != TILE_EMPTY) weigh<D>(sum, p, tile_v);
+        if (any) weigh<D>(sum, p, tile_v);
     }
     cp_async_wait<0>();
     finish<Shape, D>(o, lse, own_q, sum, row, shape.scale, query0, end, stride);
@@ -215,7 +241,7 @@ static void launch_on(cudaStream_t stream, T *o, float *lse, const T *q, const T
                       const Shape &shape) {
     if (shape.s == 0) return;
     const auto kernel = attention<T, D, Shape>;
-    const int64_t bytes = shared_bytes(D);
+    const int64_t bytes = shared_bytes(D) + plan_bytes(shape, (keys_of(shape) + KEYS - 1) / KEYS);
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     const dim3 grid((unsigned)((shape.s + QUERIES - 1) / QUERIES), (unsigned)shape.a, (unsigned)shape.b);
     LAUNCH(kernel, grid, BLOCK, (size_t)bytes, stream, o, lse, q, k, v, shape);

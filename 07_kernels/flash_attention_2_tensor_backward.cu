@@ -83,26 +83,79 @@ __device__ static inline void keys_by_columns(float (&sum)[D / 8][4], const uint
         }
 }
 
-// Half of a tile of queries: what of their scores is not seen is -inf: by order, ...
-__device__ static inline void mask(float (&s)[HALF][4], const Heads &shape, int, int query0, int key0) {
-    const int own = own_lane() % 4 * 2, key = key0 + own_lane() / 4, end = (int)shape.s;
-    // of this lane's queries, the first that sees each of its two keys
-    const int none = 2 * QUERIES, seen = shape.causal ? key - query0 - own : 0;
-    const int from[2] = {key < end ? seen : none, key + 8 < end ? seen + 8 * shape.causal : none};
-#pragma unroll
-    for (int j = 0; j < HALF; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            if (j * 8 + e % 2 < from[e / 2]) s[j][e] = -INFINITY;
-}
-// ... or by tokens.
-__device__ static inline void mask(float (&s)[HALF][4], const TokenHeads &shape, int sample, int query0,
-                                   int key0) {
-    if (tile_state<8 * HALF, OWN>(shape, sample, query0, key0) == TILE_FULL) return;
-    mask_tokens<false>(s, shape.keys, key0, shape.queries, query0, sample);
-}
+// Keys of a block, from `from` up to `to`, multiples of 16, that warps have computed dS of.
+struct KeyRange {
+    int from, to;
+};
 
-// The same half: s: scores (in), P' (out); ds: dP' (in), dS' without its scale (out), beginning with
+// The tiles of queries that see a block's keys, and what they see of them: by order, ...
+template <class Shape>
+struct QueriesSeen {
+    const Heads &shape;
+    int first_key;
+    unsigned block;
+
+    __device__ QueriesSeen(const Heads &shape, void *, unsigned block)
+        : shape(shape), first_key((int)block * KEYS), block(block) {}
+    __device__ int first() const { return shape.causal ? first_key / QUERIES : 0; }
+    __device__ int after(int tile) const { return tile + 1; }
+    __device__ bool any(int tile) const {  // by this warp
+        return !shape.causal || first_key + own_warp() * OWN < (tile + 1) * QUERIES;
+    }
+    __device__ KeyRange keys(int tile) const {
+        return {0, shape.causal ? min(KEYS, (tile + 1) * QUERIES - first_key) : KEYS};
+    }
+    // Blocks that add to the tile's dQ before this one: those of later keys.
+    __device__ unsigned before(int tile) const {
+        return (shape.causal ? (unsigned)(tile * QUERIES / KEYS) : gridDim.x - 1) - block;
+    }
+    // Scores of half a tile, from fragment `half` on, that are not seen are -inf.
+    __device__ void mask(float (&s)[HALF][4], int tile, int half) const {
+        const int own = own_lane() % 4 * 2, key = first_key + own_warp() * OWN + own_lane() / 4;
+        const int query0 = tile * QUERIES + half * 8, end = (int)shape.s;
+        // of this lane's queries, the first that sees each of its two keys
+        const int none = 2 * QUERIES, seen = shape.causal ? key - query0 - own : 0;
+        const int from[2] = {key < end ? seen : none, key + 8 < end ? seen + 8 * shape.causal : none};
+#pragma unroll
+        for (int j = 0; j < HALF; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (j * 8 + e % 2 < from[e / 2]) s[j][e] = -INFINITY;
+    }
+};
+
+// ... or by tokens. The plan has `before` as well, above the states.
+template <>
+struct QueriesSeen<TokenHeads> {
+    TokenPlan<false> plan;
+    int first_key;
+
+    __device__ QueriesSeen(const TokenHeads &shape, void *room, unsigned block)
+        : plan(shape, room, (int)block * KEYS), first_key((int)block * KEYS) {
+        for (int tile = (int)threadIdx.x; tile < plan.count(); tile += BLOCK) {
+            unsigned before = 0;
+            for (int later = first_key + KEYS; later < shape.keys.s; later += KEYS)
+                before += tile_state<QUERIES, KEYS>(shape, blockIdx.z, tile * QUERIES, later) != TILE_EMPTY;
+            plan.tiles[tile] |= before << 4;
+        }
+        __syncthreads();  // the plan is whole
+    }
+    __device__ int first() const { return plan.next(0); }
+    __device__ int after(int tile) const { return plan.next(tile + 1); }
+    __device__ TileState state(int tile) const { return plan.state(tile, own_warp() * OWN / OWN_HALF); }
+    __device__ bool any(int tile) const { return state(tile) != TILE_EMPTY; }
+    __device__ KeyRange keys(int tile) const {
+        const int exist = ((int)plan.shape.keys.s - first_key + OWN - 1) / OWN * OWN;
+        return {plan.state(tile, 0) == TILE_EMPTY ? (int)OWN_HALF : 0,
+                min(plan.state(tile, 1) == TILE_EMPTY ? (int)OWN_HALF : (int)KEYS, exist)};
+    }
+    __device__ unsigned before(int tile) const { return plan.tiles[tile] >> 4; }
+    __device__ void mask(float (&s)[HALF][4], int tile, int half) const {
+        if (state(tile) == TILE_PARTIAL) plan.mask(s, own_warp() * OWN, tile * QUERIES + half * 8);
+    }
+};
+
+// Half of a tile of queries: s: scores (in), P' (out); ds: dP' (in), dS' without its scale (out), beginning with
 // fragment `half`. rows: of each query log2e lse and, QUERIES words behind it, delta. c: scale log2e.
 __device__ static inline void to_gradients(float (&s)[HALF][4], float (&ds)[FRAGMENTS][4], int half,
                                            const float *rows, float c) {
@@ -119,44 +172,11 @@ __device__ static inline void to_gradients(float (&s)[HALF][4], float (&ds)[FRAG
     }
 }
 
-// Keys of a block, from `from` up to `to`, multiples of 16, that a tile of queries sees some of: those that
-// warps have computed dS of.
-struct Seen {
-    int from, to;
-};
-__device__ static inline Seen seen_keys(const Heads &shape, int, int query0, int key0) {
-    return {0, shape.causal ? min(KEYS, query0 + QUERIES - key0) : KEYS};
-}
-__device__ static inline Seen seen_keys(const TokenHeads &shape, int sample, int query0, int key0) {
-    constexpr int HALF = ATTENTION_TILE;
-    const bool lower = tile_state<QUERIES, HALF>(shape, sample, query0, key0) != TILE_EMPTY;
-    const bool upper = tile_state<QUERIES, HALF>(shape, sample, query0, key0 + HALF) != TILE_EMPTY;
-    const int exist = ((int)shape.keys.s - key0 + OWN - 1) / OWN * OWN;
-    return {lower ? 0 : HALF, min(upper ? KEYS : HALF, exist)};
-}
-
-// How many blocks add to a tile of dQ before this one: those of later keys that its queries see. As a count
-// it is passed on without the block's own number, for which there is no register.
-__device__ static inline unsigned adders_before(const Heads &shape, int, int query0, unsigned block) {
-    return (shape.causal ? (unsigned)(query0 / KEYS) : gridDim.x - 1) - block;
-}
-__device__ static inline unsigned adders_before(const TokenHeads &shape, int sample, int query0,
-                                                unsigned block) {
-    unsigned adders = 0;
-    for (unsigned others = block + 1; others < gridDim.x; others += 32) {
-        const unsigned other = others + (unsigned)own_lane();
-        const bool adds = other < gridDim.x && tile_state<QUERIES, KEYS>(shape, sample, query0,
-                                                                         (int)other * KEYS) != TILE_EMPTY;
-        adders += (unsigned)__popc(__ballot_sync(~0u, adds));
-    }
-    return adders;
-}
-
 // dq (= by the first block, += by others) dS K over these keys: a warp has 32 of the queries, and a quarter
 // of the columns.
 template <int D, class T>
-__device__ static inline void add_dq(float *dq, const T *tile_ds, const T *tile_k, Seen keys, bool first,
-                                     int query0, int end, int64_t stride) {
+__device__ static inline void add_dq(float *dq, const T *tile_ds, const T *tile_k, KeyRange keys,
+                                     bool first, int query0, int end, int64_t stride) {
     constexpr int C = D / QUARTERS;
     const int part = own_warp() % QUARTERS * C, row0 = own_warp() / QUARTERS * ROWS * 16;
     float sum[ROWS][C / 8][4] = {};
@@ -212,33 +232,31 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (threadIdx.x == 0) ticket = atomicAdd(&order.tickets[blockIdx.z * shape.kv + blockIdx.y], 1u);
     __syncthreads();
     const unsigned block = gridDim.x - 1 - ticket;  // the last keys first
-    const int end = (int)shape.s, key_end = (int)keys_of(shape), sample = (int)blockIdx.z;
-    const int first_key = (int)block * KEYS, own = own_warp() * OWN, key0 = first_key + own;
-    const int query_tiles = (end + QUERIES - 1) / QUERIES;
+    const int end = (int)shape.s, key_end = (int)keys_of(shape), query_tiles = (end + QUERIES - 1) / QUERIES;
+    const int first_key = (int)block * KEYS, own = own_warp() * OWN;
     const int64_t first = blockIdx.z * shape.s, stride = shape.a * D, key_stride = shape.kv * D;
     const int64_t key_head = blockIdx.z * keys_of(shape) * key_stride + blockIdx.y * D;
     // tiles of queries that see these keys, of all heads that share them, one head after another
-    const int group = (int)(shape.a / shape.kv);
-    const int first_query = (int)first_queries<QUERIES, KEYS>(shape, sample, first_key);
-    const auto copy = [&](int stage, int64_t head, int query0) {
+    const QueriesSeen<Shape> seen(shape, tile_ds + KEYS * QUERIES, block);
+    const int group = (int)(shape.a / shape.kv), first_tile = seen.first();
+    const auto copy = [&](int stage, int64_t head, int tile) {
         const int64_t base = first * stride + head * D, row = (blockIdx.z * shape.a + head) * shape.s;
         copy_queries<Shape, D>(tiles + stage * 2 * QUERIES * D, rows[stage], in.q + base, in.grad_o + base,
-                               in.lse + row, delta + row, query0, end, stride);
+                               in.lse + row, delta + row, tile * QUERIES, end, stride);
     };
     copy_rows<KEYS, D, BLOCK>(tile_k, in.k + key_head, first_key, key_end, key_stride);
     copy_rows<KEYS, D, BLOCK>(tile_v, in.v + key_head, first_key, key_end, key_stride);
-    copy(0, blockIdx.y * group, first_query);
+    copy(0, blockIdx.y * group, first_tile);
     cp_async_wait<0>();
     __syncthreads();  // the tiles are there
     float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-    int head = (int)blockIdx.y * group, query0 = first_query, stage = 0;
-    for (const int last_head = first_query < end ? head + group : head; head < last_head; stage ^= 1) {
+    int head = (int)blockIdx.y * group, tile = first_tile, stage = 0;
+    for (const int last_head = first_tile < query_tiles ? head + group : head; head < last_head; stage ^= 1) {
         const T *tile_q = tiles + stage * 2 * QUERIES * D, *tile_do = tile_q + QUERIES * D;
-        int next = (int)next_queries<QUERIES, KEYS>(shape, sample, query0, first_key);
-        if (next >= end) next = first_query;
-        const int next_head = next == first_query ? head + 1 : head;
+        const int after = seen.after(tile), next = after < query_tiles ? after : first_tile;
+        const int next_head = next == first_tile ? head + 1 : head;
         if (next_head < last_head) copy(stage ^ 1, next_head, next);
-        if (tile_state<QUERIES, OWN>(shape, sample, query0, key0) != TILE_EMPTY) {  // else no query of the tile sees these keys
+        if (seen.any(tile)) {  // else no query of the tile sees these keys
             float ds[FRAGMENTS][4];
             uint32_t p[QUERIES / 16][4];
             keys_by_queries<D>(ds, tile_v + own * D, tile_do);
@@ -246,7 +264,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
             for (int half = 0; half < FRAGMENTS; half += HALF) {  // all of S' would not fit into registers
                 float s[HALF][4];
                 keys_by_queries<D>(s, tile_k + own * D, tile_q + half * 8 * D);
-                mask(s, shape, sample, query0 + half * 8, key0);
+                seen.mask(s, tile, half);
                 to_gradients(s, ds, half, rows[stage] + half * 8, shape.scale * LOG2E);
 #pragma unroll
                 for (int j = 0; j < HALF; j += 2) to_left<T>(p[(half + j) / 2], s[j], s[j + 1]);
@@ -257,22 +275,22 @@ __global__ void __launch_bounds__(BLOCK, 1)
             put_rows<QUERIES>(tile_ds + own * QUERIES, ds, 1, 1);
             keys_by_columns<D>(dk, p, tile_q);
         }
-        const unsigned before = adders_before(shape, sample, query0, block);
-        unsigned *turn = order.turns + (blockIdx.z * shape.a + head) * query_tiles + query0 / QUERIES;
+        const unsigned before = seen.before(tile);
+        unsigned *turn = order.turns + (blockIdx.z * shape.a + head) * query_tiles + tile;
         if (threadIdx.x == 0) wait_for_turn(turn, before);
         __syncthreads();  // dS is whole, and it is this block's turn
-        add_dq<D>(dq + first * stride + (int64_t)head * D, tile_ds, tile_k,
-                  seen_keys(shape, sample, query0, first_key), before == 0, query0, end, stride);
+        add_dq<D>(dq + first * stride + (int64_t)head * D, tile_ds, tile_k, seen.keys(tile), before == 0,
+                  tile * QUERIES, end, stride);
         cp_async_wait<0>();
         __syncthreads();  // everybody has added, and read the tiles; the next ones are there
         if (threadIdx.x == 0) pass_on(turn);
-        head = next_head, query0 = next;
+        head = next_head, tile = next;
     }
     put_rows<D>(tile_k + own * D, dk, shape.scale, shape.scale);
     put_rows<D>(tile_v + own * D, dv, 1, 1);
     __syncwarp();
-    store_tile<OWN, D>(grad.dk + key_head, tile_k + own * D, key0, key_end, key_stride);
-    store_tile<OWN, D>(grad.dv + key_head, tile_v + own * D, key0, key_end, key_stride);
+    store_tile<OWN, D>(grad.dk + key_head, tile_k + own * D, first_key + own, key_end, key_stride);
+    store_tile<OWN, D>(grad.dv + key_head, tile_v + own * D, first_key + own, key_end, key_stride);
 }
 
 // ---- host code ----
@@ -285,8 +303,9 @@ constexpr int64_t shared_bytes(int d) {
 template <class T, int D, class Shape>
 static void launch_on(cudaStream_t stream, const GradientsIn<T> &grad, const OperandsIn<T> &in,
                       const float *delta, float *room, const Shape &shape) {
-    const int64_t count = shape.b * shape.s * shape.a * D, bytes = shared_bytes(D);
-    const int64_t tiles = (shape.s + QUERIES - 1) / QUERIES, keys = keys_of(shape);
+    const int64_t count = shape.b * shape.s * shape.a * D, keys = keys_of(shape);
+    const int64_t tiles = (shape.s + QUERIES - 1) / QUERIES;
+    const int64_t bytes = shared_bytes(D) + plan_bytes(shape, tiles);
     const auto kernel = attention_backward<T, D, Shape>;
     unsigned *turns = reinterpret_cast<unsigned *>(room + count);
     const Order order = {turns + shape.b * shape.a * tiles, turns};

@@ -136,29 +136,69 @@ __device__ static inline void store_tile(T *head, const T *tile, int first, int 
     }
 }
 
-// Of a product of queries and keys in fragments side by side: rows from row0 on by 8 N columns from column0
-// on, of a sample's tokens. Entries of tokens that do not see one another are -inf.
-template <bool ROWS_ARE_QUERIES, int N>
-__device__ static inline void mask_tokens(float (&s)[N][4], const ChunkTokens &rows, int row0,
-                                          const ChunkTokens &columns, int column0, int64_t sample) {
-    const int row = row0 + own_lane() / 4, column = column0 + own_lane() % 4 * 2;
-    const Token own[2] = {token_at(rows, sample, row, -1), token_at(rows, sample, row + 8, -1)};
-    uint32_t seen = 0;  // a bit for each entry: what is found in a loop has no place in registers
+// ---- masks by tokens ----
+
+enum { OWN_TOKENS = 128, OWN_HALF = ATTENTION_TILE };
+
+// What a block's 128 queries, or keys, have to do with each tile of 64 on the other side of their sample.
+// Bounds are asked once, ahead of the loop, and answers kept in shared memory: products leave no registers
+// for more. A word of 4 bytes is little beside a tile of scores of 64 x 128.
+template <bool OWN_ARE_QUERIES>
+struct TokenPlan {
+    const TokenHeads &shape;
+    Token *own;       // the block's tokens
+    uint32_t *tiles;  // of each tile: 2 bits, its state to the first half of them; 2 bits, to the other
+
+    // By the whole block; before a barrier. room: plan_bytes.
+    __device__ TokenPlan(const TokenHeads &shape, void *room, int own0)
+        : shape(shape), own(static_cast<Token *>(room)), tiles(reinterpret_cast<uint32_t *>(own + OWN_TOKENS)) {
+        for (int i = (int)threadIdx.x; i < OWN_TOKENS; i += (int)blockDim.x)
+            own[i] = OWN_ARE_QUERIES ? query_at(shape, blockIdx.z, own0 + i)
+                                     : key_at(shape, blockIdx.z, own0 + i);
+        for (int i = (int)threadIdx.x; i < count(); i += (int)blockDim.x)
+            tiles[i] = (uint32_t)state_of(own0, i) | (uint32_t)state_of(own0 + OWN_HALF, i) << 2;
+    }
+    __device__ TileState state_of(int own0, int tile) const {
+        const int other0 = tile * ATTENTION_TILE;
+        return tile_state<OWN_HALF, ATTENTION_TILE>(shape, blockIdx.z, OWN_ARE_QUERIES ? own0 : other0,
+                                                    OWN_ARE_QUERIES ? other0 : own0);
+    }
+    __device__ int count() const { return (int)(OWN_ARE_QUERIES ? shape.keys : shape.queries).tiles; }
+    __device__ TileState state(int tile, int half) const {
+        return static_cast<TileState>(tiles[tile] >> 2 * half & 3);
+    }
+    // The first tile from `tile` on that is not empty; count(): none. By a whole warp.
+    __device__ int next(int tile) const {
+        while (tile < count() && !(tiles[tile] & 15)) tile++;
+        return tile;
+    }
+    // Entries of a product of own tokens, 16 from `row0` on, and of 8 N of the others, from column0 on, that
+    // do not see one another are -inf.
+    template <int N>
+    __device__ void mask(float (&s)[N][4], int row0, int column0) const {
+        const Token row[2] = {own[row0 + own_lane() / 4], own[row0 + own_lane() / 4 + 8]};
+        uint32_t seen = 0;  // a bit for each entry: a loop has no registers by number
 #pragma unroll 2
-    for (int j = 0; j < N; j++)
+        for (int j = 0; j < N; j++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const Token other = token_at(columns, sample, column + 8 * j + e % 2, -2);
-            const bool both = other.document == own[e / 2].document &&
-                              (ROWS_ARE_QUERIES ? other.position <= own[e / 2].position
-                                                : own[e / 2].position <= other.position);
-            seen |= (uint32_t)both << (4 * j + e);
-        }
+            for (int e = 0; e < 4; e++) {
+                const int column = column0 + own_lane() % 4 * 2 + 8 * j + e % 2;
+                seen |= (uint32_t)(OWN_ARE_QUERIES
+                                       ? sees(shape, row[e / 2], key_at(shape, blockIdx.z, column))
+                                       : sees(shape, query_at(shape, blockIdx.z, column), row[e / 2]))
+                        << (4 * j + e);
+            }
 #pragma unroll
-    for (int j = 0; j < N; j++)
+        for (int j = 0; j < N; j++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            if (!(seen >> (4 * j + e) & 1)) s[j][e] = -INFINITY;
+            for (int e = 0; e < 4; e++)
+                if (!(seen >> (4 * j + e) & 1)) s[j][e] = -INFINITY;
+    }
+};
+// Nothing by order.
+static inline int64_t plan_bytes(const Heads &, int64_t) { return 0; }
+static inline int64_t plan_bytes(const TokenHeads &, int64_t tiles) {
+    return OWN_TOKENS * (int64_t)sizeof(Token) + tiles * (int64_t)sizeof(uint32_t);
 }
 
 // Of a row of o and its gradient, by eight lanes: their product, of which delta is made; 0 of a row that
