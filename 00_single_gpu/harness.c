@@ -218,6 +218,9 @@ int program_main(int argc, char **argv, const Program *own_program) {
         mesh_print(&mesh, shape);
     }
     config_print(&config);
+    if (from)
+        say("begins with the weights%s of %s%s", config.resume ? " and the optimizer" : "", from,
+            config.resume ? "" : ", at step 0");
     device_dry_run(dry_run);
     name_sizes(&config);
     underflow_warn(&config);

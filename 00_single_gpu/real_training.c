@@ -231,19 +231,12 @@ static OpCount run_steps(Trainer *t, double *series[SERIES], Counted *counted) {
     return sum;
 }
 
-// What the run begins with, and a text that its weights cannot have been trained on.
-static void say_beginning(const Trainer *t) {
+// What the run learns from, and a text that its weights cannot have been trained on.
+static void say_data(const Trainer *t) {
     const Config *c = &t->config;
-    const char *folder = c->resume ? c->resume : c->init;
-    if (folder) {
-        char *from = checkpoint_newest(folder);
-        say("begins with the weights%s of %s%s", c->resume ? " and the optimizer" : "", from,
-            c->resume ? "" : ", at step 0");
-        free(from);
-    }
     say("data: %s, %lld tokens for training, %lld held out", t->data.path, (long long)t->data.train_count,
         (long long)(t->data.count - t->data.train_count));
-    if (folder && t->data.tokens.width == 1 && c->vocab != 256)
+    if ((c->resume || c->init) && t->data.tokens.width == 1 && c->vocab != 256)
         say("WARNING: --data %s is read as bytes, and the weights know %ld tokens of a tokenizer: what "
             "it makes of the text, as 16- or 32-bit numbers, would fit",
             t->data.path, c->vocab);
@@ -253,7 +246,7 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techn
     Trainer *t = trainer_new(config, mesh, techniques);
     bool dry = device_is_dry_run(), alone = mesh.world.size == 1;
     trainer_load(t);
-    if (!dry) say_beginning(t);
+    if (!dry) say_data(t);
     double before = dry ? 0 : held_out_loss(t, EVAL_SAMPLES), after = 0;
     int64_t steps = config->steps - t->progress.step;
     double *series[SERIES];

@@ -50,7 +50,7 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     }
     for (int i = 0; i < count; i++)
         if (enabled[i]->recipe) enabled[i]->recipe(&t->model->params.recipe, config);
-    // The shards nearest to the multiply come first: ZeRO deals out what tensor parallelism has left here.
+    // The shards nearest to the multiply come first: ZeRO shards what tensor parallelism has left here.
     for (int i = count - 1; i >= 0; i--) {
         if (enabled[i]->shard) enabled[i]->shard(t->model);
         params_measure(&t->model->params);

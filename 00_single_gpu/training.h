@@ -125,7 +125,7 @@ void trainer_save(Trainer *trainer);
 // takes the raw gradients of the run's first step. Fatal, naming step and tensor, when a loss or gradient
 // is not finite.
 void train_step(Trainer *trainer, Record *record);
-// Mean loss over the first `samples` held-out samples, dealt to the ranks of dp; the same on every rank.
+// Mean loss over the first `samples` held-out samples, split over the ranks of dp; the same on every rank.
 double held_out_loss(Trainer *trainer, int64_t samples);
 // Runs config.steps steps (fewer after a resumption) and records them; --save saves. The caller ends it
 // with record_free.

@@ -41,7 +41,7 @@ int64_t *zero_part_counts(const Unit *unit) {
 void zero_shard(Model *model, Sharding stage) {
     Params *p = &model->params;
     p->sharding = stage;
-    p->dealt = p->counted = true;
+    p->sharded = p->counted = true;
     for (int i = 0; i < p->units; i++) {
         Unit *u = &p->unit[i];
         u->own_count = zero_part(u->count, u->replicas.rank, u->replicas.size, &u->own_first);

@@ -12,7 +12,7 @@
 // Counts the norm part by part, as ZeRO does, and shards nothing.
 static void count_in_parts(Model *model) {
     zero_shard(model, SHARD_NOTHING);
-    model->params.dealt = false;
+    model->params.sharded = false;
     for (int i = 0; i < model->params.units; i++) model->params.unit[i].own_first = 0;
 }
 

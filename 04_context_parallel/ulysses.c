@@ -18,7 +18,7 @@
 // With n tokens a rank about the same for any N; the ring's (N - 1) n 2 kv d e grows with N.
 // Memory per rank: q, k, v and o a second time while they are computed with.
 // Run: build/04_context_parallel/ulysses     (--ranks 2, --heads 8 --kv-heads 2, --tp 2, --documents 10 …)
-// Last line: PASS ulysses: ranks that deal out the heads make the step of one device …
+// Last line: PASS ulysses: ranks that split the heads make the step of one device …
 #include <stdlib.h>
 #include <string.h>
 
@@ -185,7 +185,7 @@ static void check(const Config *c) {
     context_check(c);
     int64_t kv = c->kv_heads >= c->tp ? c->kv_heads / c->tp : 1, heads = c->heads / c->tp;
     CHECK(heads % c->cp == 0,
-          "--context ulysses deals out heads: --cp %ld x --tp %ld must divide --heads %ld; --context ring "
+          "--context ulysses splits the heads: --cp %ld x --tp %ld must divide --heads %ld; --context ring "
           "would fit",
           c->cp, c->tp, c->heads);
     CHECK(
@@ -258,7 +258,7 @@ int main(int argc, char **argv) {
         argc, argv,
         (Program){
             .purpose = "Ulysses: all-to-alls turn a part of the tokens into a part of the heads, and back.",
-            .claim = "ranks that deal out the heads make the step of one device",
+            .claim = "ranks that split the heads make the step of one device",
             .defaults = CONTEXT_MODEL "heads=8 seq=61 context=ulysses",
             .natural = 4,
             .before = {"all_gather_attention", NULL, "context", CONTEXT_ALL_GATHER},

@@ -256,7 +256,7 @@ static void *plug(Model *m) {
         .schedule = pipeline_schedule(&m->config), .forward = m->mesh.pp, .backward = m->mesh.pp_backward};
     size_t slots = schedule_slots(&p->schedule), micros = (size_t)p->schedule.micro_batches;
     p->chunk = host_alloc((size_t)p->schedule.stages * sizeof *p->chunk);
-    pipeline_deal_layers(&m->config, p->chunk, p->schedule.stages);
+    pipeline_split_layers(&m->config, p->chunk, p->schedule.stages);
     p->message = pipeline_messages(&p->schedule, &p->messages);
     p->micro = calloc(micros, sizeof *p->micro);
     p->passes_left = calloc(micros, sizeof *p->passes_left);
@@ -345,7 +345,8 @@ static void price(Price *price, const Model *m, const void *context) {
         sends += p->message[i].from == rank;
     }
     price_sent(price, "transfers", calls,
-               sends * (double)(rows * c->hidden) * (double)dtype_size(m->params.recipe.weight), m->mesh.pp);
+               sends * (double)(rows * c->hidden) * (double)dtype_size(m->params.recipe.weight),
+               m->mesh.pp);
     price_all_reduce(price, 1, 1, F64, m->mesh.pp);
 }
 

@@ -29,7 +29,7 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
 ScheduleWish pipeline_wish(const Config *config);
 Schedule pipeline_schedule(const Config *config);  // that the flags ask for; the caller frees it
 // The layers of each stage, by --stage-layers, or L / stages each and one more for the first L % stages.
-void pipeline_deal_layers(const Config *config, Chunk *chunk, int stages);
+void pipeline_split_layers(const Config *config, Chunk *chunk, int stages);
 bool pipeline_in_chunk(const Model *model, const Chunk *chunk, int unit);
 void pipeline_shard(Model *model);
 

@@ -16,7 +16,7 @@
 // ---- which layers a stage has ----
 
 // "5,4,4,3"; without it L / stages each, and one more for the first L % stages.
-void pipeline_deal_layers(const Config *c, Chunk *chunk, int stages) {
+void pipeline_split_layers(const Config *c, Chunk *chunk, int stages) {
     const char *text = config_text(c, "stage-layers");
     int64_t first = 0;
     for (int i = 0; i < stages; i++) {
@@ -91,7 +91,7 @@ void pipeline_shard(Model *m) {
     if (pp.size == 1) return;
     Schedule s = pipeline_schedule(&m->config);
     Chunk chunk[STAGES_MOST];
-    pipeline_deal_layers(&m->config, chunk, s.stages);
+    pipeline_split_layers(&m->config, chunk, s.stages);
     for (int unit = 0; unit < m->params.units; unit++) {
         int holder[RANKS_MOST], holders = 0;
         for (int rank = 0; rank < pp.size; rank++)

@@ -29,7 +29,8 @@ static Exposed exposed_by(Mesh mesh, const Config *c, Techniques techniques, con
 }
 
 // The same, and a row of the picture: of a few micro-batches, since of more one would see none.
-static Exposed drawn(Mesh mesh, const Config *c, Techniques techniques, const char *title, const char *row) {
+static Exposed drawn(Mesh mesh, const Config *c, Techniques techniques, const char *title,
+                     const char *row) {
     Exposed e = exposed_by(mesh, c, techniques, title);
     Config few = *c;
     few.grad_acc = 4;

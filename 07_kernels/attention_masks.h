@@ -255,11 +255,11 @@ void show_masked(const Heads &at_size, const Proof &proof, const MaskedCase &it,
     const MaskedCase eight(eight_documents(causal.s), eight_documents(causal.s));
     const MaskedCase one(attention_positions_whole(1, causal.s), attention_positions_whole(1, causal.s));
     const Work work = formula(causal, eight.mask), all = formula(causal, one.mask);
-    say("8 documents of %lld tokens, masked: %.4g ms in place of %.4g; the mask reads %.2f of what tiles "
-        "do",
+    say("8 documents of %lld tokens, masked: %.4g ms in place of %.4g; the mask adds %.0f%% to what is "
+        "loaded",
         (long long)causal.s / 8, 1e3 * gpu_time(kernels_gpu(), &work).seconds,
         1e3 * gpu_time(kernels_gpu(), &all).seconds,
-        ON_GPU ? 0 : counted.load_sectors / tiles.load_sectors - 1);
+        ON_GPU ? 0 : 100 * (counted.load_sectors / tiles.load_sectors - 1));
     report_number("masked", "registers", registers, "");
 }
 

@@ -6,9 +6,10 @@
 //     attention_chunk_backward       flash_attention_2_backward           f32
 //                                    flash_attention_2_tensor_backward    bf16, f16
 //
-// with heads of 64 or 128, over all keys or those up to the query. What this file adds is what the
-// operations ask beyond the programs: chunks of keys that are merged, gradients that add to what is there,
-// and the order (b, s, a) of what belongs to rows, which the programs have as (b, a, s).
+// with heads of 64 or 128; in f32 under any mask, in 16 bits over all keys or those up to the query. A mask
+// that needs tables of tokens runs as TokenHeads, the others as Heads (flash_mask.h). What this file adds is
+// what the operations ask beyond the programs: chunks of keys that are merged, gradients that add to what is
+// there, and the order (b, s, a) of what belongs to rows, which the programs have as (b, a, s).
 #include <math.h>
 
 #include "book_kernels.h"
@@ -29,49 +30,51 @@ namespace backward_16 {
 }
 
 // Whether the kernels serve this chunk, and as what.
-static bool heads_of(Heads *heads, DType dtype, const AttentionChunk &at) {
-    *heads = {at.b,
-              at.queries.s,
-              at.heads,
-              at.kv_heads,
-              1 / sqrtf((float)at.head_size),
-              at.shape == MASK_CAUSAL};
-    return dtype != F64 && at.shape != MASK_ANY && (at.head_size == 64 || at.head_size == 128) &&
-           at.b > 0 && at.queries.s > 0 && at.b <= 65535 && at.heads <= 65535;
+static bool heads_of(TokenHeads *shape, DType dtype, const AttentionChunk &at) {
+    const float scale = 1 / sqrtf((float)at.head_size);
+    *shape = {
+        {at.b, at.queries.s, at.heads, at.kv_heads, scale, at.shape == MASK_CAUSAL}, at.queries, at.keys};
+    return dtype != F64 && (dtype == F32 || at.shape != MASK_ANY) &&
+           (at.head_size == 64 || at.head_size == 128) && at.b > 0 && at.queries.s > 0 && at.keys.s > 0 &&
+           at.b <= 65535 && at.heads <= 65535;
 }
 
 // The kernels of each type.
-template <int D>
+template <int D, class Shape>
 static void forward_of(float *o, float *lse, const float *q, const float *k, const float *v,
-                       const Heads &n) {
+                       const Shape &n) {
     forward::launch_on<D>(stream(), o, lse, q, k, v, n);
 }
-template <int D, class T>
-static void forward_of(T *o, float *lse, const T *q, const T *k, const T *v, const Heads &n) {
+template <int D, class T, class Shape>
+static void forward_of(T *o, float *lse, const T *q, const T *k, const T *v, const Shape &n) {
+    static_assert(!Shape::EMPTY_ROWS, "in 16 bits the kernels have no tables of tokens");
     forward_16::launch_on<T, D>(stream(), o, lse, q, k, v, n);
 }
-template <int D>
+template <int D, class Shape>
 static void backward_of(const Gradients &to, const Operands &in, const float *delta, float *room,
-                        const Heads &n) {
+                        const Shape &n) {
     backward::launch_on<D>(stream(), to, in, delta, room, n);
 }
-template <int D, class T>
+template <int D, class T, class Shape>
 static void backward_of(const GradientsIn<T> &to, const OperandsIn<T> &in, const float *delta, float *room,
-                        const Heads &n) {
+                        const Shape &n) {
+    static_assert(!Shape::EMPTY_ROWS, "in 16 bits the kernels have no tables of tokens");
     backward_16::launch_on<T, D>(stream(), to, in, delta, room, n);
 }
 
 // Block (row: sample, token, head), a thread for each element: o and lse of the keys before take in
-// what this chunk has given. Softmax over both is a mean, weighted by the sums of exponentials.
+// what this chunk has given. Softmax over both is a mean, weighted by the sums of exponentials. A row that
+// has seen no key yet keeps o = 0 and lse = -inf.
 template <class T>
 __global__ void merge_rows(float *o, float *lse, const T *more, const float *more_lse, Heads n) {
     const int64_t row = blockIdx.x, head = row % n.a, token = row / n.a % n.s, sample = row / n.a / n.s;
     const int64_t at = row * blockDim.x + threadIdx.x;
     const float before = lse[row], added = more_lse[(sample * n.a + head) * n.s + token];
-    const float top = fmaxf(before, added), keep = expf(before - top), gain = expf(added - top);
-    o[at] = (keep * o[at] + gain * static_cast<float>(more[at])) / (keep + gain);
+    const float top = shift_of<TokenHeads>(fmaxf(before, added)), keep = expf(before - top);
+    const float gain = expf(added - top), total = keep + gain;
+    o[at] = total == 0 ? 0 : (keep * o[at] + gain * static_cast<float>(more[at])) / total;
     __syncthreads();  // everybody has read lse
-    if (threadIdx.x == 0) lse[row] = top + logf(keep + gain);
+    if (threadIdx.x == 0) lse[row] = top + logf(total);
 }
 
 // out (b, a, s) = in (b, s, a)
@@ -82,29 +85,35 @@ __global__ void by_heads(float *out, const float *in, Heads n) {
     out[(sample * n.a + head) * n.s + token] = in[i];
 }
 
-template <int D, class T>
-static void flash_forward(void *o, void *lse, const T *q, const T *k, const T *v, const Heads &n) {
+template <int D, class T, class Shape>
+static void flash_forward(void *o, void *lse, const T *q, const T *k, const T *v, const Shape &n) {
     const int64_t rows = n.b * n.s * n.a;
     T *more = static_cast<T *>(device_scratch((size_t)rows * (D * sizeof(T) + 4)));
     float *more_lse = reinterpret_cast<float *>(more + rows * D);
     forward_of<D>(more, more_lse, q, k, v, n);
-    LAUNCH((merge_rows<T>), (unsigned)rows, D, 0, stream(), (float *)o, (float *)lse, more, more_lse, n);
+    LAUNCH((merge_rows<T>), (unsigned)rows, D, 0, stream(), (float *)o, (float *)lse, more, more_lse,
+           (const Heads &)n);
 }
 
-template <class T>
+template <class T, class Shape>
 static void chunk_forward(void *o, void *lse, const void *q, const void *k, const void *v,
-                          int64_t head_size, const Heads &n) {
-    auto run = head_size == 64 ? flash_forward<64, T> : flash_forward<128, T>;
+                          int64_t head_size, const Shape &n) {
+    auto run = head_size == 64 ? flash_forward<64, T, Shape> : flash_forward<128, T, Shape>;
     run(o, lse, (const T *)q, (const T *)k, (const T *)v, n);
 }
 
-bool attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k,
-                                    const void *v, AttentionChunk at) {
-    Heads heads;
-    if (!heads_of(&heads, dtype, at)) return false;
-    auto run = dtype == F32    ? chunk_forward<float>
-               : dtype == BF16 ? chunk_forward<__nv_bfloat16>
-                               : chunk_forward<__half>;
+bool attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k, const void *v,
+                             AttentionChunk at) {
+    TokenHeads shape;
+    if (!heads_of(&shape, dtype, at)) return false;
+    const Heads &heads = shape;
+    if (at.shape == MASK_ANY) {
+        chunk_forward<float>(o, lse, q, k, v, at.head_size, shape);
+        return true;
+    }
+    auto run = dtype == F32    ? chunk_forward<float, Heads>
+               : dtype == BF16 ? chunk_forward<__nv_bfloat16, Heads>
+                               : chunk_forward<__half, Heads>;
     run(o, lse, q, k, v, at.head_size, heads);
     return true;
 }
@@ -115,10 +124,10 @@ struct ChunkGradients {
     void *dq, *dk, *dv;
 };
 
-template <int D, class T>
+template <int D, class T, class Shape>
 static void flash_backward(const ChunkGradients &to, const OperandsIn<T> &in, const float *dots,
-                           const Heads &n) {
-    const int64_t rows = n.b * n.s * n.a, queries = rows * D, keys = n.b * n.s * n.kv * D;
+                           const Shape &n) {
+    const int64_t rows = n.b * n.s * n.a, queries = rows * D, keys = n.b * keys_of(n) * n.kv * D;
     const int64_t room = backward_room(n, D);
     T *dq = static_cast<T *>(
         device_scratch((size_t)(queries + 2 * keys) * sizeof(T) + (size_t)(room + 2 * rows) * 4));
@@ -127,32 +136,38 @@ static void flash_backward(const ChunkGradients &to, const OperandsIn<T> &in, co
     const unsigned blocks = (unsigned)divided_up(rows, 256);
     OperandsIn<T> own = in;
     own.lse = lse;
-    LAUNCH(by_heads, blocks, 256, 0, stream(), lse, in.lse, n);
-    LAUNCH(by_heads, blocks, 256, 0, stream(), delta, dots, n);
-    backward_of<D>({dq, dk, dv}, own, delta, words, n);
+    LAUNCH(by_heads, blocks, 256, 0, stream(), lse, in.lse, (const Heads &)n);
+    LAUNCH(by_heads, blocks, 256, 0, stream(), delta, dots, (const Heads &)n);
+    backward_of<D>(GradientsIn<T>{dq, dk, dv}, own, delta, words, n);
     kernel_accumulate(F32, to.dq, to.dtype, dq, queries);
     kernel_accumulate(F32, to.dk, to.dtype, dk, keys);
     kernel_accumulate(F32, to.dv, to.dtype, dv, keys);
 }
 
-template <class T>
+template <class T, class Shape>
 static void chunk_backward(const ChunkGradients &to, const void *const in[4], const void *lse,
-                           const void *dots, int64_t head_size, const Heads &n) {
+                           const void *dots, int64_t head_size, const Shape &n) {
     const OperandsIn<T> own = {(const T *)in[0],   (const T *)in[1], (const T *)in[2], NULL,
                                (const float *)lse, (const T *)in[3]};
-    auto run = head_size == 64 ? flash_backward<64, T> : flash_backward<128, T>;
+    auto run = head_size == 64 ? flash_backward<64, T, Shape> : flash_backward<128, T, Shape>;
     run(to, own, (const float *)dots, n);
 }
 
-bool attention_chunk_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o,
-                                     const void *q, const void *k, const void *v, const void *lse,
-                                     const void *dots, AttentionChunk at) {
-    Heads heads;
-    if (!heads_of(&heads, dtype, at)) return false;
+bool attention_chunk_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o, const void *q,
+                              const void *k, const void *v, const void *lse, const void *dots,
+                              AttentionChunk at) {
+    TokenHeads shape;
+    if (!heads_of(&shape, dtype, at)) return false;
+    const Heads &heads = shape;
     const void *const in[] = {q, k, v, d_o};
-    auto run = dtype == F32    ? chunk_backward<float>
-               : dtype == BF16 ? chunk_backward<__nv_bfloat16>
-                               : chunk_backward<__half>;
-    run({dtype, dq, dk, dv}, in, lse, dots, at.head_size, heads);
+    const ChunkGradients to = {dtype, dq, dk, dv};
+    if (at.shape == MASK_ANY) {
+        chunk_backward<float>(to, in, lse, dots, at.head_size, shape);
+        return true;
+    }
+    auto run = dtype == F32    ? chunk_backward<float, Heads>
+               : dtype == BF16 ? chunk_backward<__nv_bfloat16, Heads>
+                               : chunk_backward<__half, Heads>;
+    run(to, in, lse, dots, at.head_size, heads);
     return true;
 }

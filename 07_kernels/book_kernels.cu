@@ -4,10 +4,11 @@
 //     operation                      kernel of                        where it serves
 //     matmul                         coarsening: 8 x 8 or 4 x 4       f32
 //                                    tensor_cores: a ring of stages   bf16, f16
-//     rmsnorm, forward, backward     fused_norm                       f32, rows of up to 16384
-//     swiglu, forward, backward      fused_swiglu                     f32
-//     cross_entropy, both            fused_cross_entropy              f32
-//     attention_chunk, both          book_attention.cu has them
+//     rmsnorm, forward, backward     fused_norm                       f32, bf16, f16; a row three times in
+//                                                                     shared memory
+//     swiglu, forward, backward      fused_swiglu                     f32, bf16, f16
+//     cross_entropy, both            fused_cross_entropy              f32, bf16, f16
+//     attention_chunk, both          those of book_attention.cu
 //     adamw                          fused_adamw                      f32; bf16, f16 with a master
 //
 // The kernels are those of the programs: each file stands here without its main, in a namespace of its own.
@@ -113,75 +114,91 @@ static bool matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
     return true;
 }
 
+// Calls run with a value of the type that dtype names; f64 has none here.
+template <class Run>
+static bool in_type(DType dtype, Run run) {
+    if (dtype == F32) run(float());
+    if (dtype == BF16) run(__nv_bfloat16());
+    if (dtype == F16) run(__half());
+    return dtype != F64;
+}
+
 // ---- RMSNorm ----
 
-constexpr int64_t MOST_WIDTH = 16384;  // three rows in shared memory
+// Whether a block of this GPU may have so much shared memory, beside what a kernel declares.
+static bool fits(size_t bytes) {
+    int device, most;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return bytes + 1024 <= (size_t)most;
+}
 
 static bool rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, const void *weight, int64_t n,
                             int64_t h, double eps) {
-    if (dtype != F32 || n == 0 || h > MOST_WIDTH) return false;
-    CUDA_CHECK(cudaFuncSetAttribute(fused_norm::norm<false>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)(4 * MOST_WIDTH)));
-    LAUNCH(fused_norm::norm<false>, (unsigned)n, fused_norm::BLOCK, (size_t)h * 4, stream(), (float *)y,
-           (float *)rstd, NULL, (const float *)x, NULL, (const float *)weight, (int)h, 1 / (float)h,
-           (float)eps);
-    return true;
+    if (n == 0 || !fits(fused_norm::backward_bytes(h))) return false;
+    return in_type(dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        fused_norm::Norm<T> t = {};
+        t.y = (T *)y, t.rstd = (float *)rstd, t.x = (const T *)x, t.w = (const T *)weight;
+        fused_norm::launch_forward(stream(), t, n, (int)h, (float)eps);
+    });
 }
 
 static bool rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
                              const void *x, const void *weight, const void *rstd, int64_t n, int64_t h) {
-    if (dtype != F32 || n == 0 || h > MOST_WIDTH) return false;
-    const int64_t blocks = n < fused_norm::MOST_BLOCKS ? n : fused_norm::MOST_BLOCKS;
-    float *parts = static_cast<float *>(device_scratch((size_t)((blocks + 1) * h) * 4));
-    float *dw = parts + blocks * h;
-    auto kernel = dresidual ? fused_norm::norm_backward<true> : fused_norm::norm_backward<false>;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)(3 * 4 * MOST_WIDTH)));
-    LAUNCH(kernel, (unsigned)blocks, fused_norm::BLOCK, (size_t)(3 * h) * 4, stream(), (float *)dx, parts,
-           (const float *)dy, (const float *)x, (const float *)rstd, (const float *)weight,
-           (const float *)dresidual, n, (int)h, 1 / (float)h);
-    LAUNCH(fused_norm::add_parts, (unsigned)divided_up(h, fused_norm::BLOCK), fused_norm::BLOCK, 0,
-           stream(), dw, parts, (int)blocks, (int)h);
-    kernel_accumulate(F32, dweight, F32, dw, h);
-    return true;
+    if (n == 0 || !fits(fused_norm::backward_bytes(h))) return false;
+    return in_type(dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        const int64_t parts = fused_norm::blocks_of(n) * h;
+        fused_norm::Norm<T> t = {};
+        t.parts = static_cast<float *>(device_scratch((size_t)(parts + h) * 4)), t.dw = t.parts + parts;
+        t.dx = (T *)dx, t.dx_new = (const T *)dresidual, t.dy = (const T *)dy;
+        t.x = (const T *)x, t.w = (const T *)weight, t.rstd = (float *)rstd;
+        fused_norm::launch_backward(stream(), t, n, (int)h);
+        kernel_accumulate(dtype, dweight, F32, t.dw, h);
+    });
 }
 
 // ---- SwiGLU ----
 
 static bool swiglu_forward(DType dtype, void *act, const void *gate, const void *up, int64_t count) {
-    if (dtype != F32 || count == 0) return false;
-    LAUNCH(fused_swiglu::swiglu, (unsigned)divided_up(count, fused_swiglu::BLOCK), fused_swiglu::BLOCK, 0,
-           stream(), (float *)act, (const float *)gate, (const float *)up, count);
-    return true;
+    return count > 0 && in_type(dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        fused_swiglu::launch_forward(stream(), (T *)act, (const T *)gate, (const T *)up, count);
+    });
 }
 
-// An element is read whole before its gradients are written, which may be where gate and up are.
 static bool swiglu_backward(DType dtype, void *dgate, void *dup, const void *dact, const void *gate,
                             const void *up, int64_t count) {
-    if (dtype != F32 || count == 0) return false;
-    LAUNCH(fused_swiglu::swiglu_backward, (unsigned)divided_up(count, fused_swiglu::BLOCK),
-           fused_swiglu::BLOCK, 0, stream(), (float *)dgate, (float *)dup, (const float *)dact,
-           (const float *)gate, (const float *)up, count);
-    return true;
+    return count > 0 && in_type(dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        fused_swiglu::launch_backward(stream(), (T *)dgate, (T *)dup, (const T *)dact, (const T *)gate,
+                                      (const T *)up, count);
+    });
 }
 
 // ---- cross-entropy ----
 
 static bool cross_entropy_forward(DType dtype, void *losses, void *lse, const void *logits,
                                   const int32_t *targets, int64_t n, int64_t v) {
-    if (dtype != F32 || n == 0) return false;
-    LAUNCH(fused_cross_entropy::cross_entropy, (unsigned)n, fused_cross_entropy::BLOCK, 0, stream(),
-           (float *)losses, (float *)lse, (const float *)logits, targets, v);
-    return true;
+    return n > 0 && in_type(dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        fused_cross_entropy::launch_forward(stream(), (float *)losses, (float *)lse, (const T *)logits,
+                                            targets, n, v);
+    });
 }
 
+// Where the library counts what f16 has lost (kernel_underflows), so does the book.
 static bool cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
                                    const int32_t *targets, double scale, int64_t n, int64_t v) {
-    if (dtype != F32 || n == 0) return false;
-    if (dlogits != logits) kernel_copy(F32, dlogits, F32, logits, n * v);  // the kernel works in place
-    LAUNCH(fused_cross_entropy::cross_entropy_backward, (unsigned)n, fused_cross_entropy::BLOCK, 0,
-           stream(), (float *)dlogits, (const float *)lse, targets, v, (float)scale);
-    return true;
+    if (n > 0 && dlogits != logits && dtype != F64)
+        kernel_copy(dtype, dlogits, dtype, logits, n * v);  // the kernel works in place
+    return n > 0 && in_type(dtype, [&](auto zero) {
+        Mailbox *mailbox = device_mailbox();
+        fused_cross_entropy::launch_backward(stream(), (decltype(zero) *)dlogits, (const float *)lse,
+                                             targets, n, v, (float)scale,
+                                             {&mailbox->rounded, &mailbox->underflows});
+    });
 }
 
 // ---- AdamW ----

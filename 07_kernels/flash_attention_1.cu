@@ -262,7 +262,7 @@ static void show(const KernelsOptions *options, const Heads &shape) {
         row<D>(FLASH, shape.causal ? "flash, causal" : "flash", shape);
     });
     show_masked_forward(
-        shape, D, ATTENTION_TILE, D == 64 ? 117 : 149, launch_flash<D, TokenHeads>,
+        shape, D, ATTENTION_TILE, D == 64 ? 128 : 168, launch_flash<D, TokenHeads>,
         [](const Heads &shape, const AttentionMask &mask) { return work_of_flash_1(shape, D, &mask); });
 }
 

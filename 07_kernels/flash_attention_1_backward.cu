@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad,
     float *tile_k = tile_q + TILE * PITCH<D>, *tile_v = tile_k + TILE * PITCH<D>;
     float *tile_do = tile_v + TILE * PITCH<D>, *tile_p = tile_do + TILE * PITCH<D>;
     float *tile_ds = tile_p + TILE * SCORE_PITCH;
-    const int64_t end = shape.s, keys = keys_of(shape), group = shape.a / shape.kv, sample = blockIdx.y;
+    const int64_t sample = blockIdx.y, keys = keys_of(shape), group = shape.a / shape.kv;
+    const int64_t end = shape.s, first = sample * end;
     const int64_t stride = shape.a * D, key_stride = shape.kv * D;
     const int64_t key_head = sample * keys * key_stride + blockIdx.x * D;
     for (int64_t key0 = 0; key0 < keys; key0 += TILE) {
@@ -81,8 +82,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad,
         load_rows<D>(tile_v, in.v + key_head, key0, keys, key_stride);
         float dk[EACH][D / SIDE] = {}, dv[EACH][D / SIDE] = {};
         for (int64_t head = blockIdx.x * group; head < (blockIdx.x + 1) * group; head++) {
-            const int64_t base = sample * end * stride + head * D;
-            const float *lse = in.lse + (sample * shape.a + head) * end;
+            const int64_t base = first * stride + head * D;
+            const float *lse = in.lse + (blockIdx.y * shape.a + head) * end;
             for (int64_t query0 = first_queries<TILE, TILE>(shape, sample, key0); query0 < end;
                  query0 = next_queries<TILE, TILE>(shape, sample, query0, key0)) {
                 load_rows<D>(tile_q, in.q + base, query0, end, stride);
@@ -95,8 +96,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad,
 #pragma unroll
                 for (int i = 0; i < EACH; i++) {
                     const int64_t row = query0 + thread_y() + i * SIDE;
-                    const float sum =
-                        row < end ? log_sum_of<Shape>(lse[row]) : INFINITY;  // no weight beyond the end
+                    // no weight beyond the end
+                    const float sum = row < end ? log_sum_of<Shape>(lse[row]) : INFINITY;
 #pragma unroll
                     for (int j = 0; j < EACH; j++) {
                         p[i][j] = expf(p[i][j] - sum);
@@ -108,8 +109,8 @@ __global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad,
                 __syncthreads();  // the columns of P and dS are whole
                 scores_by_rows<D, true>(dv, tile_p, tile_do);
                 scores_by_rows<D, true>(dk, tile_ds, tile_q);
-                const bool first = first_keys<TILE, TILE>(shape, sample, query0) == key0;
-                add_dq<D>(grad.dq + base, tile_ds, tile_k, first, query0, end, stride);
+                add_dq<D>(grad.dq + base, tile_ds, tile_k,
+                          first_keys<TILE, TILE>(shape, sample, query0) == key0, query0, end, stride);
                 __syncthreads();  // everybody has read the tiles
             }
         }
@@ -143,7 +144,7 @@ template <int D>
 static void show(const KernelsOptions *options, const Heads &shape) {
     flash_tables(options, shape, D, 2,
                  [](const Heads &shape) { row<D>(shape.causal ? "flash, causal" : "flash", shape); });
-    show_masked_backward(shape, D, ATTENTION_TILE, D == 64 ? 210 : 248, launch<D, TokenHeads>,
+    show_masked_backward(shape, D, ATTENTION_TILE, D == 64 ? 218 : 255, launch<D, TokenHeads>,
                          [](const Heads &shape, const AttentionMask &mask) {
                              return work_of_flash_1_backward(shape, D, &mask);
                          });

@@ -238,7 +238,7 @@ static void show(const KernelsOptions *options, const Heads &shape) {
     flash_tables(options, shape, D, 2,
                  [](const Heads &shape) { row<D>(shape.causal ? "flash 2, causal" : "flash 2", shape); });
     show_masked_backward(
-        shape, D, KEYS, D == 64 ? 230 : 255, launch<D, TokenHeads>,
+        shape, D, KEYS, D == 64 ? 208 : 255, launch<D, TokenHeads>,
         [](const Heads &shape, const AttentionMask &mask) { return formula(shape, D, &mask); });
 }
 

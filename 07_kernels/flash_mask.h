@@ -220,7 +220,7 @@ __device__ static inline float shift_of(float most) {
 // 1 / the sum of a row's exponentials; a row without a key stays 0.
 template <class Shape>
 __device__ static inline float inverse_of(float sum) {
-    return Shape::EMPTY_ROWS && sum == 0 ? 0 : 1 / sum;
+    return 1 / (Shape::EMPTY_ROWS && sum == 0 ? INFINITY : sum);
 }
 // What backward subtracts from a row's scores: lse, or where there is none what leaves no weight.
 template <class Shape>

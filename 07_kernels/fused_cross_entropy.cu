@@ -18,13 +18,20 @@
 // The gradient replaces the logits, of which there is no copy: at 8192 tokens they alone are 4.29 GB. The
 // model grants the stored version that a row stays in L2 from its first read to its third.
 //
-// Proof: loss and gradient within 4 times the error of the same steps in f32 on the CPU, each against f64,
-// on odd and prime vocabularies, with logits of large magnitude and of -inf; twice the same bits.
+// Of logits of 16 bits a thread takes eight at once; arithmetic, loss and lse are in f32. What a gradient
+// in f16 loses, by numbers that are rounded to zero, is counted.
+//
+// Proof: loss and gradient within 4 times the error of the same steps in f32 on the CPU, the gradient
+// rounded where the kernel's is, each against f64, on odd and prime vocabularies, with logits of large
+// magnitude and of -inf; twice the same bits.
 // Run: build/07_kernels/fused_cross_entropy           (--gpu a100, --vocabulary 32768, --verbose)
 // Last line: PASS fused_cross_entropy: fused, it takes 0.75 of the time, and a third of the memory …
-#include "launch.h"
+#include "sixteen_bits.h"
 
-enum { BLOCK = 256, WARPS = BLOCK / 32, EACH = 4 };
+enum { BLOCK = 256, WARPS = BLOCK / 32 };
+// Logits that a thread takes between two rescalings: a pack, or four that lie BLOCK apart.
+template <int N>
+constexpr int EACH = N == 1 ? 4 : N;
 
 // ---- log-probabilities stored ----
 
@@ -66,22 +73,24 @@ __device__ static inline Running join(Running a, Running b) {
 }
 
 // Block (row). Rows without a target, -1, have neither loss nor gradient.
+template <class T, int N>
 __global__ void __launch_bounds__(BLOCK)
-    cross_entropy(float *loss, float *lse, const float *logits, const int *targets, int64_t v) {
+    cross_entropy(float *loss, float *lse, const T *logits, const int *targets, int64_t v) {
     __shared__ float2 warps[WARPS];
-    const float *row = logits + blockIdx.x * v;
+    const T *row = logits + blockIdx.x * v;
     Running all = {-INFINITY, 0};
-    for (int64_t i = threadIdx.x; i < v; i += EACH * BLOCK) {
-        float x[EACH], most = all.most;
+    for (int64_t i = threadIdx.x * N; i < v; i += EACH<N> * BLOCK) {
+        float x[EACH<N>], most = all.most;
+        if constexpr (N > 1) load_pack(x, row + i);
 #pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            x[j] = i + j * BLOCK < v ? row[i + j * BLOCK] : -INFINITY;
+        for (int j = 0; j < EACH<N>; j++) {
+            if (N == 1) x[j] = i + j * BLOCK < v ? static_cast<float>(row[i + j * BLOCK]) : -INFINITY;
             most = fmaxf(most, x[j]);
         }
         const float base = base_of(most);
         all.sum = fmaf(all.sum, expf(all.most - base), expf(x[0] - base));
 #pragma unroll
-        for (int j = 1; j < EACH; j++) all.sum += expf(x[j] - base);
+        for (int j = 1; j < EACH<N>; j++) all.sum += expf(x[j] - base);
         all.most = most;
     }
     for (int lanes = 16; lanes > 0; lanes /= 2)
@@ -94,56 +103,99 @@ __global__ void __launch_bounds__(BLOCK)
     const float sum = all.most + logf(all.sum);
     lse[blockIdx.x] = sum;
     const int target = targets[blockIdx.x];
-    loss[blockIdx.x] = target < 0 ? 0 : sum - row[target];
+    loss[blockIdx.x] = target < 0 ? 0 : sum - static_cast<float>(row[target]);
 }
 
+// *total (+=) x of all threads of a warp.
+__device__ static inline void add_to(unsigned long long *total, unsigned x) {
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
+    if (threadIdx.x % 32 == 0) atomicAdd(total, (unsigned long long)x);
+}
+
+// What a run in f16 wants to know, where it does: of the elements that were not zero before they were
+// rounded, and of those that were zero behind.
+struct Underflows {
+    unsigned long long *rounded, *lost;
+};
+
 // Block (row). logits (=) their gradient.
+template <class T, int N>
 __global__ void __launch_bounds__(BLOCK)
-    cross_entropy_backward(float *logits, const float *lse, const int *targets, int64_t v, float scale) {
+    cross_entropy_backward(T *logits, const float *lse, const int *targets, int64_t v, float scale,
+                           Underflows underflows) {
+    constexpr bool COUNTS = std::is_same<T, __half>::value;
     const int64_t first = blockIdx.x * v, target = targets[blockIdx.x];
     const float sum = lse[blockIdx.x], factor = target < 0 ? 0 : scale;
-    for (int64_t i = threadIdx.x; i < v; i += BLOCK)
-        logits[first + i] = factor * (expf(logits[first + i] - sum) - (float)(i == target));
+    unsigned rounded = 0, lost = 0;
+    float x[N];
+    for (int64_t i = threadIdx.x * N; i < v; i += BLOCK * N) {
+        load_pack(x, logits + first + i);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            x[j] = factor * (expf(x[j] - sum) - (float)(i + j == target));
+            if (COUNTS && x[j] != 0) rounded++, lost += stored<T>(x[j]) == 0;
+        }
+        store_pack(logits + first + i, x);
+    }
+    if (COUNTS && underflows.lost) add_to(underflows.rounded, rounded), add_to(underflows.lost, lost);
 }
 
 // ---- host code ----
 
+template <class T>
+static void launch_forward(cudaStream_t stream, float *loss, float *lse, const T *logits,
+                           const int *targets, int64_t n, int64_t v) {
+    auto kernel = in_packs<T>(v, logits) ? cross_entropy<T, PACK<T>> : cross_entropy<T, 1>;
+    LAUNCH(kernel, (unsigned)n, BLOCK, 0, stream, loss, lse, logits, targets, v);
+}
+template <class T>
+static void launch_backward(cudaStream_t stream, T *logits, const float *lse, const int *targets, int64_t n,
+                            int64_t v, float scale, Underflows underflows) {
+    auto kernel =
+        in_packs<T>(v, logits) ? cross_entropy_backward<T, PACK<T>> : cross_entropy_backward<T, 1>;
+    LAUNCH(kernel, (unsigned)n, BLOCK, 0, stream, logits, lse, targets, v, scale, underflows);
+}
+
 #ifndef NO_MAIN
 
-enum { STORED, FUSED, VERSIONS };
-static const KernelVersion versions[VERSIONS] = {{"stored", BLOCK, 31, 8 * WARPS},
-                                                 {"fused", BLOCK, 32, 8 * WARPS}};
+enum Version { STORED, FUSED, VERSIONS };
 
 // logits, log_p, grad (n, v), of which the fused version has the first alone; targets, loss, lse (n)
+template <class T>
 struct Rows {
-    float *logits, *log_p, *grad, *loss, *lse;
+    T *logits;
+    float *log_p, *grad, *loss, *lse;
     const int *targets;
+    Underflows underflows;
 };
 
-static void launch(int version, const Rows &t, int64_t n, int64_t v) {
-    const unsigned rows = (unsigned)n;
+template <class T>
+static void launch(Version version, const Rows<T> &t, int64_t n, int64_t v) {
     const float scale = 1 / (float)n;  // of a mean
     if (n == 0) return;
     if (version == FUSED) {
-        LAUNCH(cross_entropy, rows, BLOCK, 0, 0, t.loss, t.lse, t.logits, t.targets, v);
-        LAUNCH(cross_entropy_backward, rows, BLOCK, 0, 0, t.logits, t.lse, t.targets, v, scale);
-        return;
+        launch_forward(0, t.loss, t.lse, t.logits, t.targets, n, v);
+        launch_backward(0, t.logits, t.lse, t.targets, n, v, scale, t.underflows);
+    } else if constexpr (sizeof(T) == 4) {
+        const unsigned rows = (unsigned)n;
+        LAUNCH(log_softmax, rows, BLOCK, 0, 0, t.log_p, t.loss, t.logits, t.targets, v);
+        LAUNCH(log_softmax_backward, rows, BLOCK, 0, 0, t.grad, t.log_p, t.targets, v, scale);
     }
-    LAUNCH(log_softmax, rows, BLOCK, 0, 0, t.log_p, t.loss, t.logits, t.targets, v);
-    LAUNCH(log_softmax_backward, rows, BLOCK, 0, 0, t.grad, t.log_p, t.targets, v, scale);
 }
 
-// n a multiple of 8, v of 1024: a warp's words are 4 sectors.
-static Work formula(int version, double n, double v) {
-    const double warps = n * v / 32, loads = version == FUSED ? 2 : 4, stores = version == FUSED ? 1 : 2;
+// n a multiple of 8, v of 1024: a warp's load is 4 sectors, or 16 of eight logits of 2 bytes to a lane.
+template <class T>
+static Work formula(Version version, double n, double v) {
+    const double loads = version == FUSED ? 2 : 4, stores = version == FUSED ? 1 : 2;
+    const double warps = n * v / 32, requests = warps / PACK<T>, sectors = n * v * sizeof(T) / 32;
     const double scalars =
         version == FUSED ? 16 : 8;  // of a row, backward: each warp loads target, and lse
     Work w = {};
-    w.load_requests = loads * warps + n * (2 + scalars);
-    w.load_sectors = 4 * loads * warps + n * (2 + scalars);
-    w.store_requests = stores * warps + n * (version == FUSED ? 2 : 1);
-    w.store_sectors = 4 * stores * warps + n * (version == FUSED ? 2 : 1);
-    w.memory_sectors = n * (version == FUSED ? 3 * v + 5 : 4 * v + 3) / 8;
+    w.load_requests = loads * requests + n * (2 + scalars);
+    w.load_sectors = loads * sectors + n * (2 + scalars);
+    w.store_requests = stores * requests + n * (version == FUSED ? 2 : 1);
+    w.store_sectors = stores * sectors + n * (version == FUSED ? 2 : 1);
+    w.memory_sectors = n * (version == FUSED ? 3 * v * sizeof(T) + 5 * 4 : 4 * (4 * v + 3)) / 32;
     w.barriers = n * (version == FUSED ? 1 : 2);
     if (version == STORED) {
         w.shared_passes = 2 * n * (WARPS + WARPS * WARPS);
@@ -152,29 +204,38 @@ static Work formula(int version, double n, double v) {
         w.special_instructions = 2 * warps + n * WARPS;
         return w;
     }
-    // a join: a maximum, two differences, a product and a fused one, two exponentials
+    // a join: a maximum, two differences, a product and a fused one, two exponentials; `each` logits: as
+    // many maxima, a difference more, a fused product, and a sum less
+    const double each = EACH<PACK<T>>;
     w.shared_passes = n * (WARPS + 2 * WARPS);
-    w.flops = n * (14 * v / EACH + 6 * (5 * BLOCK + WARPS) + 2) + 3 * n * v;
-    w.flop_instructions = 13 * warps / EACH + n * (5 * (5 * WARPS + WARPS) + 2) + 3 * warps;
-    w.special_instructions = (EACH + 1) * warps / EACH + n * (2 * (5 * WARPS + WARPS) + 1) + warps;
+    w.flops = n * ((3 * each + 2) * v / each + 6 * (5 * BLOCK + WARPS) + 2) + 3 * n * v;
+    w.flop_instructions = (3 * each + 1) * warps / each + n * (5 * (5 * WARPS + WARPS) + 2) + 3 * warps;
+    w.special_instructions = (each + 1) * warps / each + n * (2 * (5 * WARPS + WARPS) + 1) + warps;
     return w;
 }
 
-template <class T>
+// ---- proof ----
+
+// In C, of logits that are T in memory.
+template <class C, class T>
 struct LossOnCpu {
-    std::vector<T> loss, grad;
+    std::vector<C> loss, lse, grad;
+    double rounded = 0, lost = 0;  // of grad: not zero before it is rounded, and zero behind
 
     LossOnCpu(const float *logits, const int *targets, int64_t n, int64_t v)
-        : loss((size_t)n), grad((size_t)(n * v)) {
+        : loss((size_t)n), lse((size_t)n), grad((size_t)(n * v)) {
         for (int64_t row = 0; row < n; row++) {
             const float *x = logits + row * v;
-            T most = -INFINITY, sum = 0;
-            for (int64_t i = 0; i < v; i++) most = x[i] > most ? (T)x[i] : most;
+            C most = -INFINITY, sum = 0;
+            for (int64_t i = 0; i < v; i++) most = x[i] > most ? (C)x[i] : most;
             for (int64_t i = 0; i < v; i++) sum += std::exp(x[i] - most);
-            const T lse = most + std::log(sum);
-            loss[(size_t)row] = lse - x[targets[row]];
-            for (int64_t i = 0; i < v; i++)
-                grad[(size_t)(row * v + i)] = (std::exp(x[i] - lse) - (T)(i == targets[row])) / (T)n;
+            const C log_sum = lse[(size_t)row] = most + std::log(sum);
+            loss[(size_t)row] = log_sum - x[targets[row]];
+            for (int64_t i = 0; i < v; i++) {
+                const C d = (std::exp(x[i] - log_sum) - (C)(i == targets[row])) / (C)n;
+                grad[(size_t)(row * v + i)] = made<T>(d);
+                rounded += d != 0, lost += d != 0 && stored<T>((float)d) == 0;
+            }
         }
     }
 };
@@ -185,49 +246,73 @@ static std::vector<int> targets_of(int64_t n, int64_t v) {
     return targets;
 }
 
-static Proof check(int version) {
-    Proof proof;
+template <class T>
+static Proof check(Version version) {
+    Proof proof, sums;
+    Proof *of_loss = sizeof(T) == 4 ? &proof : &sums;  // which is f32 in any case
     const struct {
         int64_t n, v;
         double scale;
-    } cases[] = {{0, 5, 1}, {1, 1, 1}, {3, 37, 100}, {2, 5003, 1}};
+    } cases[] = {{0, 5, 1}, {1, 1, 1}, {3, 37, 100}, {2, 5003, 1}, {3, 4104, 10}};
     for (auto &c : cases) {
-        float *x = kernels_numbers(c.n * c.v, c.scale, 1);
+        if (c.v % 8 == 0 && PACK<T> == 1) continue;  // packs, of which a block has more than threads
+        Numbers<T> x(c.n * c.v, 1, c.scale);
         const std::vector<int> targets = targets_of(c.n, c.v);
         for (int64_t i = 0; i < c.n * c.v; i += 11)  // masked: for some threads all that they have
-            if (c.v > 1 && i % c.v != targets[(size_t)(i / c.v)]) x[i] = -INFINITY;
-        const LossOnCpu<float> cpu(x, targets.data(), c.n, c.v);
-        const LossOnCpu<double> right(x, targets.data(), c.n, c.v);
+            if (c.v > 1 && i % c.v != targets[(size_t)(i / c.v)]) x.set((size_t)i, -INFINITY);
+        const LossOnCpu<float, T> cpu(x.exact.data(), targets.data(), c.n, c.v);
+        const LossOnCpu<double, T> right(x.exact.data(), targets.data(), c.n, c.v);
+        const unsigned long long none[2] = {};
         Array<float> log_p(c.n * c.v), grad(c.n * c.v), loss(c.n), lse(c.n);
         Array<int> d_targets(targets.data(), c.n);
+        Array<unsigned long long> counts(none, 2);
         std::vector<float> once;
         for (int turn = 0; turn < 2; turn++) {
-            Array<float> logits(x, c.n * c.v);
-            launch(version, {logits.at, log_p.at, grad.at, loss.at, lse.at, d_targets.at}, c.n, c.v);
-            const std::vector<float> made = version == FUSED ? logits.host() : grad.host();
-            if (turn) report_that(made == once, "two runs with %lld logits differ", (long long)c.v);
-            once = made;
+            Array<T> logits(x.narrow.data(), c.n * c.v);
+            launch<T>(version, {logits.at, log_p.at, grad.at, loss.at, lse.at, d_targets.at,
+                                {counts.at, turn ? counts.at + 1 : NULL}},
+                      c.n, c.v);
+            const std::vector<float> now = version == FUSED ? in_f32(logits) : grad.host();
+            if (turn) report_that(now == once, "two runs with %lld logits differ", (long long)c.v);
+            once = now;
         }
-        proof.hold(loss.host(), cpu.loss, right.loss);
+        const double rounded = (double)counts.host()[0], lost = (double)counts.host()[1];
+        if (std::is_same<T, __half>::value)  // a few may lie so near to a bound that an exponential decides
+            report_that(fabs(rounded - cpu.rounded) <= 0.01 * cpu.rounded &&
+                            fabs(lost - cpu.lost) <= 0.01 * cpu.lost,
+                        "f16 made %.0f gradients of %.0f zero, and not %.0f of %.0f", cpu.lost, cpu.rounded,
+                        lost, rounded);
+        of_loss->hold(loss.host(), cpu.loss, right.loss);
         proof.hold(once, cpu.grad, right.grad);
-        free(x);
     }
+    report_that(sums.error <= sums.bound, "losses are off by %.1e, and may be by %.1e", sums.error,
+                sums.bound);
     return proof;
 }
 
-static void row(int version, int64_t n, int64_t v) {
+template <class T>
+static void row(Version version, const char *name, int registers, int64_t n, int64_t v) {
     const int64_t small_n = ON_GPU ? n : 8, small_v = ON_GPU ? v : 2048;
-    float *numbers = kernels_numbers(small_n * small_v, 1, 2);
+    const Numbers<T> numbers(small_n * small_v, 2);
     const std::vector<int> targets = targets_of(small_n, small_v);
-    Array<float> logits(numbers, small_n * small_v), loss(small_n), lse(small_n);
+    Array<T> logits(numbers.narrow.data(), small_n * small_v);
+    Array<float> loss(small_n), lse(small_n);
     Array<float> log_p(version == STORED ? small_n * small_v : 0), grad(log_p.count);
     Array<int> d_targets(targets.data(), small_n);
-    free(numbers);
-    const Rows rows = {logits.at, log_p.at, grad.at, loss.at, lse.at, d_targets.at};
+    const Rows<T> rows = {logits.at, log_p.at, grad.at, loss.at, lse.at, d_targets.at, {}};
     const struct Size { int64_t n, v; } small = {small_n, small_v}, size = {n, v};
     show_version(
-        versions[version], check(version), small, size, [&](Size at) { launch(version, rows, at.n, at.v); },
-        [&](Size at) { return formula(version, (double)at.n, (double)at.v); });
+        KernelVersion{name, BLOCK, registers, 8 * WARPS}, check<T>(version), small, size,
+        [&](Size at) { launch(version, rows, at.n, at.v); },
+        [&](Size at) { return formula<T>(version, (double)at.n, (double)at.v); });
+}
+
+// Of numbers of so many bits.
+static void begin(const KernelsOptions *options, int bits, int64_t n, int64_t v) {
+    char *size = format_text("loss and gradient of %lld tokens, vocabulary of %lld%s", (long long)n,
+                             (long long)v, bits == 16 ? ", 16 bits" : "");
+    kernels_begin(options, size, kernels_limit(options, bits / 8.0 * 3 * (double)n * (double)v, 0, 0));
+    free(size);
 }
 
 int main(int argc, char **argv) {
@@ -243,14 +328,15 @@ int main(int argc, char **argv) {
                   "Cross-entropy: one pass over the logits, and the gradient in their place.\n"
                   "  fused_cross_entropy --vocabulary 32768",
                   table, sizeof table / sizeof *table);
-    n -= n % 8, v -= v % (EACH * BLOCK);
+    n -= n % 8, v -= v % 1024;
     const double logits = (double)n * (double)v;
-    char *size =
-        format_text("loss and gradient of %lld tokens, vocabulary of %lld", (long long)n, (long long)v);
-    kernels_begin(&options, size, kernels_limit(&options, 4 * 3 * logits, 0, 0));
-    for (int version = 0; version < VERSIONS; version++) row(version, n, v);
-    free(size);
+    begin(&options, 32, n, v);
+    row<float>(STORED, "stored", 31, n, v);
+    row<float>(FUSED, "fused", 32, n, v);
     say("kept: stored %s, fused %s", bytes_text(4 * 3 * logits), bytes_text(4 * logits));
+    begin(&options, 16, n, v);
+    row<__nv_bfloat16>(FUSED, "fused, bf16", 32, n, v);
+    row<__half>(FUSED, "fused, fp16", 32, n, v);
     return report_verdict("fused, it takes %.2f of the time, and a third of the memory",
                           kernels_seconds(FUSED) / kernels_seconds(STORED));
 }

@@ -1,9 +1,11 @@
-// sixteen_bits.h: what programs whose numbers are __nv_bfloat16 or __half write alike for both.
+// sixteen_bits.h: what programs whose numbers are __nv_bfloat16 or __half write alike for both, and for f32
+// where they have that, too.
 #ifndef SIXTEEN_BITS_H
 #define SIXTEEN_BITS_H
 
 #include "launch.h"
 
+__device__ static inline void narrow(float *to, float x) { *to = x; }
 __device__ static inline void narrow(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
 __device__ static inline void narrow(__half *to, float x) { *to = __float2half_rn(x); }
 // Two neighbours, of which the first has an even place.
@@ -14,10 +16,82 @@ __device__ static inline void narrow(__half *to, float x, float y) {
     *reinterpret_cast<__half2 *>(to) = __floats2half2_rn(x, y);
 }
 
+__host__ static inline float wide(float x) { return x; }
 __host__ static inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
 __host__ static inline float wide(__half x) { return __half2float(x); }
+static inline void from_float(float *to, float x) { *to = x; }
 static inline void from_float(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
 static inline void from_float(__half *to, float x) { *to = __float2half_rn(x); }
+
+// x as an array of T gives it back.
+template <class T>
+__host__ __device__ static inline float stored(float x) {
+    return static_cast<float>(static_cast<T>(x));
+}
+
+// ---- packs: numbers that a thread moves at once, and has in f32 ----
+
+// Eight numbers of 16 bits are 16 bytes, the most that one load takes: a warp's is 16 sectors. f32 goes one
+// by one, 4 sectors a warp, and so do rows of 16 bits that do not all begin at a multiple of 16 bytes.
+template <class T>
+constexpr int PACK = sizeof(T) == 2 ? 8 : 1;
+
+// Whether rows of h numbers in these arrays, each of T or NULL, are whole packs.
+template <class T, class... Arrays>
+static inline bool in_packs(int64_t h, const Arrays *...arrays) {
+    return ((h * (int64_t)sizeof(T)) | ... | (int64_t)(intptr_t)arrays) % 16 == 0;
+}
+
+template <int N, class T>
+__device__ static inline void load_pack(float (&x)[N], const T *from) {
+    if constexpr (N == 1) {
+        x[0] = static_cast<float>(*from);
+    } else {
+        const uint4 pack = *reinterpret_cast<const uint4 *>(from);
+        const T *numbers = reinterpret_cast<const T *>(&pack);
+#pragma unroll
+        for (int j = 0; j < N; j++) x[j] = static_cast<float>(numbers[j]);
+    }
+}
+
+template <int N, class T>
+__device__ static inline void store_pack(T *to, const float (&x)[N]) {
+    if constexpr (N == 1) {
+        narrow(to, x[0]);
+    } else {
+        uint4 pack;
+#pragma unroll
+        for (int j = 0; j < N; j += 2) narrow(reinterpret_cast<T *>(&pack) + j, x[j], x[j + 1]);
+        *reinterpret_cast<uint4 *>(to) = pack;
+    }
+}
+
+// The same of an array that ends after `left` numbers, beyond which are zeros.
+template <int N, class T>
+__device__ static inline void load_pack(float (&x)[N], const T *from, int64_t left) {
+    if constexpr (N > 1) {
+        if (left < N) {
+#pragma unroll
+            for (int j = 0; j < N; j++) x[j] = j < left ? static_cast<float>(from[j]) : 0;
+            return;
+        }
+    }
+    load_pack(x, from);
+}
+template <int N, class T>
+__device__ static inline void store_pack(T *to, const float (&x)[N], int64_t left) {
+    if constexpr (N > 1) {
+        if (left < N) {
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if (j < left) narrow(to + j, x[j]);
+            return;
+        }
+    }
+    store_pack(to, x);
+}
+
+// ---- host code ----
 
 // Numbers of T, and the same in f32.
 template <class T>
@@ -25,15 +99,34 @@ struct Numbers {
     std::vector<T> narrow;
     std::vector<float> exact;
 
-    Numbers(int64_t count, int stream) : narrow((size_t)count), exact((size_t)count) {
-        float *x = kernels_numbers(count, 1, stream);
-        for (size_t i = 0; i < exact.size(); i++) {
-            from_float(&narrow[i], x[i]);
-            exact[i] = wide(narrow[i]);
-        }
+    Numbers(int64_t count, int stream, double scale = 1) : narrow((size_t)count), exact((size_t)count) {
+        float *x = kernels_numbers(count, scale, stream);
+        for (size_t i = 0; i < exact.size(); i++) set(i, x[i]);
         free(x);
     }
+    void set(size_t i, float x) {
+        from_float(&narrow[i], x);
+        exact[i] = wide(narrow[i]);
+    }
 };
+
+// What a kernel has made.
+template <class T>
+static std::vector<float> in_f32(const Array<T> &x) {
+    std::vector<float> all;
+    for (T number : x.host()) all.push_back(wide(number));
+    return all;
+}
+
+// What the CPU makes in f32, as an array of T gives it back; in f64 it makes what is right.
+template <class T>
+static float made(float x) {
+    return stored<T>(x);
+}
+template <class T>
+static double made(double x) {
+    return x;
+}
 
 // A row of a table of C = A B with n rows and columns; the emulator counts at `small`.
 template <class T, class Launch, class Formula>

@@ -7,9 +7,9 @@
 //     [thread 0 … 255]        [thread 0 … 255]        …     [thread 0 … |  beyond n: idle]
 //     element 0 … 255         element 256 … 511
 //
-// Four ways to deal out the elements. A warp of 32 threads, its lanes, loads with one request, for as many
-// sectors of 32 bytes as they touch. All four move the same 12 n bytes between memory and L2, each once;
-// they differ in requests, and the last also in what goes from L2 to the warps, which sets its time
+// Four ways to distribute the elements. A warp of 32 threads, its lanes, loads with one request, for as
+// many sectors of 32 bytes as they touch. All four move the same 12 n bytes between memory and L2, each
+// once; they differ in requests, and the last also in what goes from L2 to the warps, which sets its time
 // where nothing hits L1, as in the model:
 //
 //     one a thread            c[i] = a[i] + b[i]                   3 n / 32 requests of 4 sectors

@@ -188,7 +188,7 @@ static void more(Mesh mesh, const Config *config) {
     if (config_number(config, "proof-only")) return;
     fp8_tables();
     fp8_training(mesh, config);
-    fp8_outliers();
+    fp8_outliers(mesh.world);
 }
 
 int main(int argc, char **argv) {

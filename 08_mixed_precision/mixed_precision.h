@@ -75,7 +75,7 @@ void fp8_convergence(Mesh mesh, const Config *config);
 // degrees of freedom.
 double fp8_chance(const double *x, int rows, int columns);
 // recipe_outliers.c: an outlier that grows while the model trains
-void fp8_outliers(void);
+void fp8_outliers(Group ranks);
 extern const Technique *const fp8_one_device[];
 extern const Fp8Recipe fp8_recipes[];
 extern const int fp8_recipe_count;

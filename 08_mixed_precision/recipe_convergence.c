@@ -14,7 +14,7 @@
 // and column is chance: its deviation gives each row's standard error. bf16 is the mean of the first two
 // rows.
 //
-// Seeds are dealt to the ranks, each of which trains on one device. This file has no main: fp8.c runs it.
+// Seeds are split over the ranks, each of which trains on one device. This file has no main: fp8.c runs it.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

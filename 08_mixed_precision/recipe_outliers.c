@@ -78,17 +78,22 @@ static double last_loss(int recipe, int power) {
     return last;
 }
 
-void fp8_outliers(void) {
+void fp8_outliers(Group ranks) {
     static const int shown[] = {NO_FP8, TE_DELAYED, TE_CURRENT, DEEPSEEK, MXFP8};
+    enum { SHOWN = sizeof shown / sizeof *shown };
+    double last[2 * SHOWN] = {0};  // without and with; the ranks share the runs
+    for (int i = ranks.rank; i < 2 * SHOWN; i += ranks.size)
+        last[i] = last_loss(shown[i / 2], i % 2 ? 20 : 0);
+    comm_sum_all(last, 2 * SHOWN, ranks);
     say("\n%d steps with one channel of each norm's output so many times as large, its weights as much "
         "smaller:\n",
         STEPS);
     say("  %-12s %12s %12s", "last losses", "1", "2^20");
     double costs[2] = {0, 0};  // of scales of a tensor, and of a tile: the mean of two recipes each
-    for (size_t i = 0; i < sizeof shown / sizeof *shown; i++) {
+    for (int i = 0; i < SHOWN; i++) {
         const Fp8Recipe *r = shown[i] ? &fp8_recipes[shown[i] - 1] : NULL;
         const char *name = r ? r->name : "bf16";
-        double without = last_loss(shown[i], 0), with = last_loss(shown[i], 20), off = with / without - 1;
+        double without = last[2 * i], with = last[2 * i + 1], off = with / without - 1;
         say("  %-12s %12.4f %12.4f %+9.2f%%", name, without, with, 100 * off);
         report_number("an outlier of 2^20", name, off, "");
         if (r) costs[r->tile > 0] += off / 2;

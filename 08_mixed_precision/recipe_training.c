@@ -41,22 +41,28 @@ static void show_casts(void) {
     trainer_free(t);
 }
 
-// How far each recipe comes beside bf16.
-static void show_losses(void) {
-    double bf16 = 0;
+enum { MOST = 8 };  // recipes and bf16
+
+// How far each recipe comes beside bf16. The ranks share the runs.
+static void show_losses(Group ranks) {
+    double last[MOST] = {0}, bf16;
+    for (int i = ranks.rank; i <= fp8_recipe_count; i += ranks.size) {
+        Config c = fp8_small(i, "steps=160 lr=0.003");
+        Run run = run_of(&c, fp8_one_device);
+        last[i] = run.last;
+        run_free(&run);
+    }
+    comm_sum_all(last, MOST, ranks);
+    bf16 = last[0];
     say("\n160 steps of a small model, --lr 0.003 that falls to its tenth:\n");
     say("  %-12s %12s %12s", "", "last losses", "of bf16's");
     for (int i = 0; i <= fp8_recipe_count; i++) {
-        Config c = fp8_small(i, "steps=160 lr=0.003");
         const char *name = i ? fp8_recipes[i - 1].name : "bf16";
-        Run run = run_of(&c, fp8_one_device);
-        if (i == 0) bf16 = run.last;
-        say("  %-12s %12.4f %+11.2f%%", name, run.last, 100 * (run.last / bf16 - 1));
-        report_number("last losses", name, run.last, "nats");
-        bool close = fabs(run.last / bf16 - 1) < 0.015;
+        say("  %-12s %12.4f %+11.2f%%", name, last[i], 100 * (last[i] / bf16 - 1));
+        report_number("last losses", name, last[i], "nats");
+        bool close = fabs(last[i] / bf16 - 1) < 0.015;
         report_that(close == (i == 0 || fp8_recipes[i - 1].trains), "%s: its loss is %s 1.5%% of bf16's",
                     name, close ? "within" : "not within");
-        run_free(&run);
     }
 }
 
@@ -126,7 +132,6 @@ static void draw_rates(const char *file, double (*last)[RATES], int rows, double
 
 // Where each recipe leaves bf16 as the learning rate grows. Without a warm-up, and hardly clipped.
 static void show_rates(const char *file) {
-    enum { MOST = 8 };
     double last[MOST][RATES], highest = 0;
     say("\nMean of the last 10 of 100 losses as --lr grows, not clipped\n");
     say("  %-12s %10g %10g %10g %10g %10g", "", rates[0], rates[1], rates[2], rates[3], rates[4]);
@@ -147,7 +152,7 @@ static void show_rates(const char *file) {
 void fp8_training(Mesh mesh, const Config *config) {
     const char *curves = config_text(config, "curves");
     show_casts();
-    show_losses();
+    show_losses(mesh.world);
     show_wire(mesh);
     if (curves) show_rates(curves);
     if (config_number(config, "long")) fp8_convergence(mesh, config);

@@ -215,7 +215,7 @@ static void look_from_device(void) {
     static int64_t turn;
     if (comm.alone || ++turn % 64) return;
     if (!comm.pushing && !comm.finished) lines_push();
-    if (turn % 4096 == 0) look_after_all();
+    if (look_is_due(wall_seconds())) look_after_all();
 }
 
 // ---- start and end ----
@@ -334,7 +334,7 @@ int comm_finish(int status) {
     double began = wall_seconds();
     int worst = 0;
     for (int r = 0, turn = 1; r < comm.ranks; r += comm.peer[r].ended) {
-        int dead = ++turn % 4096 == 0 ? find_dead() : -1;
+        int dead = ++turn % 64 == 0 && look_is_due(wall_seconds()) ? find_dead() : -1;
         notices_take();  // what a process sent before it ended has come now
         for (int line = 0; line < COMM_LINES; line++)
             if (comm.peer[r].inbox[line].count)

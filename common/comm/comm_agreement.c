@@ -79,7 +79,7 @@ Notice notice_of(const Request *r, int i) {
 static const Request *oldest_unmet(int rank, int *item) {
     const Request *oldest = NULL;
     for (const Request *r = comm.live; r; r = r->live_after)
-        for (int i = 0; i < notices_of(r) && !r->settled; i++)
+        for (int i = 0; i < notices_of(r) && !r->agreed; i++)
             if (!r->met[i] && notice_rank(r, i) == rank) {
                 oldest = r;
                 *item = i;
@@ -274,13 +274,13 @@ static bool is_group(const Request *r) { return (int)r->call.kind == GROUP; }
 
 static void move(Request *r) {
     if (r->launched && !r->operation) {
-        r->done = r->settled;
+        r->done = r->agreed;
         return;
     }
     if (!r->operation) r->operation = is_group(r) ? group_operation(r) : transport_run(&r->call);
     r->launched = !r->operation || transport_test(r->operation);
     if (!r->operation) r->done = true;  // a group that needs nothing
-    if (r->done || !r->launched || !r->settled) return;
+    if (r->done || !r->launched || !r->agreed) return;
     CHECK(is_group(r) || transport_bytes(r->operation) == r->bytes,
           "%s sent %lld bytes, and its formula says %lld", kind_names[r->call.kind],
           (long long)transport_bytes(r->operation), (long long)r->bytes);
@@ -308,7 +308,7 @@ static bool must_follow(const Request *r) {
 // A batch of transfers need not wait for its last notice: what it has with one peer may be what this peer
 // waits for before it comes to the rest.
 static bool may_move(const Request *r) {
-    return (r->settled || (r->call.kind == TRANSFERS && r->given)) && (r->operation || !must_follow(r));
+    return (r->agreed || (r->call.kind == TRANSFERS && r->given)) && (r->operation || !must_follow(r));
 }
 
 static void push_line(Line line) {
@@ -316,7 +316,7 @@ static void push_line(Line line) {
         if (!r->given) give_notices(r);
         if (r->missing) meet_notices(r);
         if (r->missing) break;
-        r->settled = true;
+        r->agreed = true;
         r->end += r->seconds;
         if (!is_group(r)) comm.line[line].end = r->end;
     }
@@ -368,6 +368,16 @@ static void deadlock(double seconds) {
     fatal("%s, for %.3g s (--timeout)", text, seconds);
 }
 
+// A turn of a loop that waits takes a microsecond or, where many processes share a core, many milliseconds:
+// so what costs system calls is due by the clock, and not by the number of turns.
+bool look_is_due(double now) {
+    static const double EVERY = 0.02;  // seconds
+    static double next;
+    bool due = now >= next;
+    if (due) next = now + EVERY;
+    return due;
+}
+
 void look_after_all(void) {
     int dead = comm.alone ? -1 : find_dead();
     CHECK(dead < 0, "rank %d has died; all ranks end", dead);
@@ -382,11 +392,11 @@ void look_after_all(void) {
 static void wait_turn(double began, int64_t turn) {
     lines_push();
     if (turn % 64) return;
-    double seconds = wall_seconds() - began;
+    double now = wall_seconds(), seconds = now - began;
     // A short wait is a few cache lines long; who waits longer lets others run. (With more ranks than cores
     // MPI yields at every turn.)
     if (seconds > 1e-3) sched_yield();
-    if (turn % 4096) return;
+    if (!look_is_due(now)) return;
     if (seconds > comm.timeout) deadlock(seconds);
     look_after_all();
 }

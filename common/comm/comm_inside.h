@@ -23,7 +23,7 @@ struct Request {
     double *values;   // sums on the host, the making of a group: everyone's, (members, value_count)
     int *got;         // values that have come, by member
     int value_count;
-    bool host, given, settled, done;
+    bool host, given, agreed, done;
     bool launched;                       // the transport has all of it, or gets nothing
     int64_t order, index, total;         // n-th request, n-th call of this rank; elements
     uint64_t parts;                      // hash of unequal counts
@@ -69,7 +69,7 @@ extern struct Comm {
     int groups;
     struct {
         Request *last, *noticing, *moving;
-        double end;  // model clock: of the last settled request
+        double end;  // model clock: of the last agreed request
     } line[COMM_LINES];
     Request *live;
     const Request *waiting;  // what comm_wait stands in
@@ -109,6 +109,8 @@ void notices_take(void);
 void line_append(Request *r);
 // Everything on as far as it goes without waiting.
 void lines_push(void);
+// Whether the time has come to look_after_all again.
+bool look_is_due(double now);
 // Ends all if a rank or what moves the bytes has failed.
 void look_after_all(void);
 // Returns when the request is done.

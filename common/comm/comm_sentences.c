@@ -78,11 +78,11 @@ void describe_wait(char *text, size_t size) {
     else if (comm.line[line_of(r)].moving) r = comm.line[line_of(r)].moving;
     const Collective *c = &r->call;
     int first = 0;
-    while (!r->settled && first < notices_of(r) - 1 && r->met[first]) first++;
+    while (!r->agreed && first < notices_of(r) - 1 && r->met[first]) first++;
     Notice mine = notice_of(r, first);
     int used = snprintf(text, size, "waits in %s, its call %lld, in group %s", notice_text(&mine),
                         (long long)r->index, c->group.name ? c->group.name : "of one");
-    if (r->settled) {
+    if (r->agreed) {
         snprintf(text + used, size - (size_t)used, ", for data");
         return;
     }

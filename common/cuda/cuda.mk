@@ -36,6 +36,7 @@ CUBLAS_HOME ?= $(CUDA_HOME)
 NVCC        ?= $(CUDA_HOME)/bin/nvcc
 CUDA_ARCH   ?= 80 90a
 CUDA_PTX    ?= 90
+NVCC_OPT    ?= -O3
 cudart      := $(call library,$(CUDA_HOME) /usr,libcudart)
 cublasLt    := $(call library,$(CUBLAS_HOME) $(if $(filter $(CUDA_HOME),$(CUBLAS_HOME)),/usr),libcublasLt)
 ifeq ($(call first,$(NVCC)),)
@@ -50,15 +51,16 @@ $(call refuse,OPS=cuda needs cuBLAS and $(CUBLAS_HOME) has no libcublasLt: \
     name the folder that has it in lib/ with CUBLAS_HOME=)
 endif
 cuda_libs    := $(cudart) $(cublasLt)
-NVCCFLAGS    := -std=c++17 -O3 -lineinfo -ccbin $(CXX) -Xcompiler -Wall,-Wextra --Werror all-warnings \
-                -Icommon -I. \
+NVCCFLAGS    := -std=c++17 $(NVCC_OPT) -lineinfo -ccbin $(CXX) -Xcompiler -Wall,-Wextra \
+                --Werror all-warnings -Icommon -I. \
                 $(call includes,$(filter-out $(CUDA_HOME),$(CUBLAS_HOME))) \
                 $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
                 $(foreach arch,$(CUDA_PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
 compile_cu   := $(NVCC) $(NVCCFLAGS) $(NVCC_SAYS)
 compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon -I. $(call includes,$(CUDA_HOME))
 cc_tests     := $(sort $(wildcard tests/unit/test_ops_cuda*.cc))
-# Flags of a test that compiles and does not run: NVCC_SAYS for all, NVCC_BACK_END for what OPS=cuda needs.
+# Flags of a test that compiles and does not run: NVCC_SAYS for all, NVCC_BACK_END for what OPS=cuda needs,
+# NVCC_OPT for the host's code.
 $(KERNELS)/common/%.o $(KERNELS)/07_kernels/book_%.cu.o: private compile_cu += $(NVCC_BACK_END)
 endif
 
@@ -67,9 +69,10 @@ ifneq ($(OPS),cuda)
 # -fsanitize=thread reports each access to memory to cuda_on_cpu.cc, which is compiled without it. The
 # sanitizer's own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an
 # array declares, -fsanitize-coverage reports each basic block, for divergence, and -fstack-clash-protection
-# has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses.
+# has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses. The emulator, which
+# hears of each access, has -O3; of OPT neither takes notice, so that builds can share them.
 emulator_sources  := $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc))
-ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -Wall -Wextra \
+ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE -O3 -march=native -fno-math-errno -Wall -Wextra \
                      -Wno-unknown-pragmas -g '-fdebug-prefix-map=$(CURDIR)=.' -Icommon -I. $(BLAS_CFLAGS)
 CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-exceptions -fsanitize=thread -fsanitize=bounds-strict \
                      -fsanitize-coverage=trace-pc -fstack-clash-protection

@@ -11,7 +11,7 @@ typedef struct Warp {
     const IssueStep **step;  // its own, in order
     int64_t count, at;
     IssueStep work;   // what is left of the current step
-    int64_t settled;  // when what it has issued is done
+    int64_t done_at;  // when what it has issued is done
     // Products, in order: how many were issued, and when; those that began, and when they end. Groups: the
     // number of products so far.
     const IssueStep **product;
@@ -124,7 +124,7 @@ static bool can_issue(const Machine *m, int warp) {
     const Warp *w = &m->warp[warp];
     if (w->work.fma) return m->fma_free[warp % SCHEDULERS] <= m->now;
     if (w->work.special) return m->special_free[warp % SCHEDULERS] <= m->now;
-    return w->at < w->count && w->step[w->at]->kind == ISSUE_PRODUCT && w->settled <= m->now;
+    return w->at < w->count && w->step[w->at]->kind == ISSUE_PRODUCT && w->done_at <= m->now;
 }
 
 static void issue(Machine *m, int scheduler) {
@@ -140,7 +140,7 @@ static void issue(Machine *m, int scheduler) {
     const int64_t end =
         fma ? occupy(&m->fma_free[scheduler], m->now, m->fma_clocks, &m->fma_busy)
             : occupy(&m->special_free[scheduler], m->now, m->special_clocks, &m->special_busy);
-    w->settled = later(w->settled, end);
+    w->done_at = later(w->done_at, end);
     draw_warp(m, m->issued_last[scheduler], OTHER_LINE, m->now, end, fma ? '+' : 'e');
 }
 
@@ -174,10 +174,10 @@ static bool step(Machine *m, Warp *w, const IssueStep *s) {
     if (s->kind == ISSUE_FINISH) return finished(m, w, s->pending);
     if (s->kind == ISSUE_WORK) {
         w->work = *s;
-        if (s->passes) w->settled = later(w->settled, pass_shared(m, s->passes));
+        if (s->passes) w->done_at = later(w->done_at, pass_shared(m, s->passes));
         return true;
     }
-    if (s->kind == ISSUE_PRODUCT || w->settled > m->now) return false;
+    if (s->kind == ISSUE_PRODUCT || w->done_at > m->now) return false;
     if (s->kind == ISSUE_COMMIT) w->group_end[w->groups++] = w->issued;
     if (s->kind == ISSUE_ARRIVE) m->missing[s->phase]--;
     if (s->kind == ISSUE_COPY)
@@ -196,7 +196,7 @@ static void go_on(Machine *m) {
 }
 
 static bool done(const Machine *m, const Warp *w) {
-    return w->at == w->count && !works(w) && w->settled <= m->now &&
+    return w->at == w->count && !works(w) && w->done_at <= m->now &&
            w->begun == w->issued && (w->begun == 0 || w->end_of[w->begun - 1] <= m->now);
 }
 

@@ -173,7 +173,7 @@ void kernel_sum_parts(DType dtype, void *y, const void *x, int64_t parts, int64_
     });
 }
 
-// ---- columns dealt to ranks, and back: whole (n, groups w), parts (groups, copies, n, w) ----
+// ---- columns split over ranks, and back: whole (n, groups w), parts (groups, copies, n, w) ----
 
 template <class T>
 __global__ void split_columns(T *parts, const T *whole, int64_t groups, int64_t copies, int64_t n,

@@ -144,7 +144,7 @@ struct Site {
 };
 
 // Events of different lanes are one instruction if these lanes are at one site for the same time. A warp
-// has a million of them: they are dealt out by the number of their group, and not sorted.
+// has a million of them: they are bucketed by the number of their group, and not sorted.
 static void count_warp(int begin, int end) {
     std::unordered_map<uint64_t, Site> sites;
     std::vector<size_t> at;  // of each group: how many events, where the next one goes, where they end

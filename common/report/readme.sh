@@ -121,6 +121,7 @@ figure 08_mixed_precision/five_d.svg 08_mixed_precision/five_d_methods --svg
 figure 08_mixed_precision/curves.svg 08_mixed_precision/find_config --curves
 figure 08_mixed_precision/heat_map.svg 08_mixed_precision/find_config --heat-map
 figure 08_mixed_precision/points.svg 08_mixed_precision/formats --svg
+figure 08_mixed_precision/rates.svg 08_mixed_precision/fp8 --ranks 1 --curves
 for schedule in afab one_f_one_b interleaved zb_h1 zb_h2 zb_v zb_auto dualpipe dualpipe_v; do
     figure 05_pipeline_parallel/$schedule.svg 05_pipeline_parallel/schedule \
         --schedule $schedule --stages 4 --micro-batches 8 --svg
@@ -159,6 +160,8 @@ row() {
     row 11 'ring all-reduce moves 2 (N - 1) / N K per rank' ring_all_reduce '' \
         'both, 2 .*360132|both, 2 .*720264'
     row 12 'the outputs of the collectives of appendix A0' collectives '' '^PASS'
+    row 13 '4M tokens of 4096: 1024 = mbs 2 x 128 GPUs x 4 = mbs 2 x 512 x 1' find_config '--rules' \
+        '^ *1024 = '
     row 14 '7.5B on 64 ranks: 120, 31.4, 16.6, 1.9 GB' memory --claims 'k = 12, ZeRO-3'
     row 14 '(2 + 2 + 12) Psi / N bytes; 6 for 2 with f32 gradients' zero3 '--ranks 8' '^ *ZeRO-3 .*3 Psi'
     row 15 'ZeRO-2 sends 2 Psi elements, as DDP does' zero3 '--ranks 8' '^ *ZeRO-2 .*2 Psi'
@@ -167,6 +170,7 @@ row() {
     row 17 "ZeRO-1's all-gather hides in the step …" zero1 '--ranks 8' '^ *in step +[0-9]'
     row 17 '… or in the next forward' zero1 '--ranks 8' '^ *in forward +[0-9]'
     row 17 'ZeRO-3 hides until DP is about 512' zero3 '--ranks 8' 'hides until DP = '
+    row 17 '… and a GPU loses throughput from then on' find_config '--rules' 'ZeRO-3 has lost'
     row 18 'ZeRO-R: checkpoints sharded over tp, and no holes' zero_r '' \
         '^ *sharded, all in one tensor +[0-9]'
     row 19 'TP: 2 all-reduces a block in forward, and 2 in backward' tensor_parallel '' \
@@ -180,6 +184,8 @@ row() {
     row 22 'shapes of TP and of TP with SP' sequence_parallel '' '^ *exit TP: out'
     row 23 'TP: throughput a GPU falls where the node ends' tensor_parallel '--ranks 8 --gpus-per-node 4' \
         'beyond the node'
+    row 23 '… 43% from one node to two, where pp loses 14% (claim 29)' find_config '--rules' \
+        'from one node to two: tp'
     row 24 'async TP hides part of what TP exposes' async_tensor_parallel '--ranks 8' \
         'exposes .* of what tp does'
     row 25 'ring: cp - 1 hops, a chunk of K/V in flight and one received' ring_attention '--ranks 4' \
@@ -218,6 +224,23 @@ row() {
     row 31 '… the other activations' five_d_methods '' '^ *activations and their'
     row 31 'what each method shards: TP weights and activations …' five_d_methods '' '^ *TP, SP'
     row 31 '… CP activations' five_d_methods '' '^ *CP '
+    row 32 'below 10B: a single technique on 8 GPUs' find_config '--rules' 'holds: below 10B'
+    row 32 '10B to 100B: TP=8 with PP, TP=8 with ZeRO-3, or ZeRO-3 alone' find_config '--rules' \
+        'holds: 10B to 100B'
+    row 32 'from 512 GPUs on combine ZeRO-3 with TP or PP' find_config '--rules' 'holds: at 512 GPUs'
+    row 32 'from 1024 on TP=8, ZeRO-2 and PP' find_config '--rules' 'holds: at 1024 GPUs'
+    row 32 'very long sequences: CP …' find_config '--rules' 'holds: very long sequences'
+    row 32 '… experts: EP' find_config '--rules' 'holds: experts want ep'
+    row 32 'few GPUs: full recomputation …' find_config '--rules' 'holds: few GPUs'
+    row 32 '… gradient accumulation' find_config '--rules' 'holds: ... and accumulation'
+    row 32 'a smaller batch: less DP, in favour of others' find_config '--rules' 'holds: a smaller batch'
+    row 32 "TP up to the node's size" find_config '--rules' 'holds: tp up to'
+    row 32 "where DP's communication is the bottleneck, PP" find_config '--rules' 'holds: where dp'
+    row 33 'A3: when the gradients of DP hide, by formula and by the clock' find_config '--rules' \
+        '^ *DP 8, gradients'
+    row 33 '… the gathers of ZeRO-3, over nodes' find_config '--rules' '^ *ZeRO-3 over 64'
+    row 33 "… a column linear's of TP" find_config '--rules' '^ *TP 8, a column linear'
+    row 33 '… a message of PP' find_config '--rules' '^ *PP, a message across'
     row 33 'A3: ZeRO-3 hides from tokens >= (N - 1) / N peak_flops / peak_bw' zero3 '--ranks 8 --verbose' \
         'forward, all in one node'
     row 33 'a column linear hides its all-gather if (TP - 1) / (2 h) peak_flops / peak_bw <= 1' \

@@ -8,7 +8,7 @@
 #include "timeline.h"
 
 static struct {
-    bool on;
+    bool tracing;
     Timeline *row;
     int rows;
     char *title;
@@ -96,15 +96,15 @@ static bool wanted(const Config *config) {
 }
 
 void timeline_start(const Config *config, Group world) {
-    state.on = wanted(config);
-    if (!state.on) return;
+    state.tracing = wanted(config);
+    if (!state.tracing) return;
     // From here on a second of one rank is the same second of every other.
     comm_wait(comm_barrier(world));
     clock_trace_start();
 }
 
 void timeline_keep(const char *title) {
-    if (!state.on) return;
+    if (!state.tracing) return;
     Timeline t = timeline_of_step(false, title);
     CHECK(t.title, "a time line begins with a step's mark, and there is none");
     state.row = realloc(state.row, sizeof *state.row * (size_t)(state.rows + 1));
@@ -136,8 +136,8 @@ static void show(const Config *config, Group world) {
 }
 
 void timeline_finish(const Config *config, Group world) {
-    if (!state.on) return;
-    state.on = false;
+    if (!state.tracing) return;
+    state.tracing = false;
     bool dry = device_is_dry_run();
     device_dry_run(false);
     if (config->trace) write_trace(config->trace, world);

@@ -396,7 +396,7 @@ void op_cross_entropy_backward(Tensor dlogits, Tensor logits, Tensor lse, Tensor
     clock_end();
 }
 
-// ---- sums of parts, and columns that are dealt ----
+// ---- sums of parts, and columns that are split ----
 
 void op_sum_parts(Tensor y, Tensor x, int64_t parts) {
     need_floating("sum_parts", "y", y);

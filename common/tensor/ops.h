@@ -151,7 +151,7 @@ void op_cross_entropy_part_backward(Tensor dlogits, Tensor logits, Tensor lse, T
 // ---- what several ranks have sent: y (…) = x[0] + x[1] + …, x (parts, …), in order, rounded once ----
 void op_sum_parts(Tensor y, Tensor x, int64_t parts);
 
-// ---- columns, as heads, dealt to ranks ----
+// ---- columns, as heads, split over ranks ----
 
 // Groups of w columns of (n, c), each to parts / (c / w) parts in a row:
 // y (parts, n, w): part i = columns [g w, g w + w) of x (n, c),  g = i (c / w) / parts

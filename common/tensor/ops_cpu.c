@@ -449,7 +449,7 @@ void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
     narrow(dtype, dup, wide_dup, count);
 }
 
-// ---- sums of parts, and columns that are dealt ----
+// ---- sums of parts, and columns that are split ----
 
 void kernel_sum_parts(DType dtype, void *y, const void *x, int64_t parts, int64_t count) {
     scratch_begin();

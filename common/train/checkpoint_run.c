@@ -152,9 +152,9 @@ void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progr
 
 static bool is_checkpoint(const char *dir) {
     char *path = format_text("%s/config.json", dir);
-    bool is = access(path, F_OK) == 0;
+    bool exists = access(path, F_OK) == 0;
     free(path);
-    return is;
+    return exists;
 }
 
 // The number of "step-NUMBER", or -1.

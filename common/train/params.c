@@ -205,7 +205,7 @@ static void own_all(Params *params) {
     bool alone = params_norm_group(params).size == 1;
     for (int i = 0; i < params->units; i++) {
         Unit *unit = &params->unit[i];
-        if (!params->dealt) unit->own_count = unit->count;
+        if (!params->sharded) unit->own_count = unit->count;
         if (!params->counted && (alone || unit->replicas.rank == 0)) unit->counted_count = unit->count;
     }
 }

@@ -7,7 +7,7 @@
 //
 // Two kinds of shards meet. A rank may store some rows or columns of a weight, or none of it: tensor
 // parallelism, pipeline stages (Param.here, shape, first). And the flat elements of a unit, as this rank
-// has them, may be dealt to the ranks that train copies of the unit on other samples: ZeRO
+// has them, may be sharded over the ranks that train copies of the unit on other samples: ZeRO
 // (Unit.own_first, own_count, and what Params.sharding leaves on a rank). The table only carries out what
 // the techniques say: between params_add and params_allocate they call the functions under "sharding".
 #ifndef PARAMS_H
@@ -83,7 +83,7 @@ typedef struct Params {
     double *kept;
     int kept_count;
     Sharding sharding;
-    bool dealt;    // a technique has set own_first and own_count of each unit
+    bool sharded;    // a technique has set own_first and own_count of each unit
     bool counted;  // and counted_first and counted_count
     Group world;
     // Ranks that together store one replica of the model, other elements or copies: of the units that are

@@ -4,12 +4,15 @@
 # needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu build-cuda-on-cpu/03_tensor_parallel/tensor_parallel
 # needs: build-cuda-on-cpu/corpus.txt build-cuda-on-cpu/00_single_gpu/train
 # needs: build-cuda-on-cpu/04_context_parallel/ring_attention
+# needs: build-cuda-on-cpu/04_context_parallel/zigzag_ring_attention
+# needs: build-cuda-on-cpu/04_context_parallel/all_gather_attention
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 needs_fibers
 build=build-cuda-on-cpu
 builds OPS=cuda-on-cpu BUILD=$build $build/{00_single_gpu/train,corpus.txt} \
-    $build/{03_tensor_parallel/tensor_parallel,04_context_parallel/ring_attention}
+    $build/03_tensor_parallel/tensor_parallel \
+    $build/04_context_parallel/{ring_attention,zigzag_ring_attention,all_gather_attention}
 
 tiny="--layers 1 --hidden 32 --heads 2 --kv-heads 2 --head-size 64 --ffn 24 --micro-batch 1"
 
@@ -29,19 +32,23 @@ passes "ring_attention on the book's kernels" 04_context_parallel/ring_attention
 all_taken
 report $? "ring_attention on the book's kernels: all calls"
 
-# In 16 bits the library's kernels do 3 norms, SwiGLU and cross-entropy, forward and backward, of each of
-# two micro-batches.
-all_but() {
-    grep -qE "^kernels of the book took $(($1 - $2)) of the $1 calls" "$out"
-}
+# Positions and documents: two chunks a rank, of which some queries see none of another rank's keys; and
+# queries beside all keys. A space ends a document.
+for program in zigzag_ring_attention all_gather_attention; do
+    passes "$program on the book's kernels" 04_context_parallel/$program --ranks 2 $tiny --dtype f32 \
+        --steps 1 --seq 68 --documents 32 --kernels book
+    all_taken
+    report $? "$program on the book's kernels: all calls"
+done
+
 passes "in bf16" 03_tensor_parallel/tensor_parallel --ranks 2 $tiny --dtype bf16 --steps 2 --seq 37 \
     --grad-acc 1 --attention flash --kernels book
-all_but 72 20
-report $? "in bf16: products, attention and AdamW"
+all_taken
+report $? "in bf16: all calls"
 passes "in fp16, heads of 128" 04_context_parallel/ring_attention --ranks 2 \
     ${tiny/size 64/size 128} --dtype f16 --steps 1 --seq 66 --kernels book
-all_but 72 20
-report $? "in fp16: products, attention and AdamW"
+all_taken
+report $? "in fp16: all calls"
 
 refused "chapter 07's kernels compute in f32, bf16 and f16" 00_single_gpu/train --kernels book --dtype f64
 refused "--head-size 64 would fit" 00_single_gpu/train --kernels book --attention flash --head-size 16

@@ -61,6 +61,7 @@ waits() {  # waits SCENARIO LINES PATTERN
     report $? "$1: $(tail -n 1 "$err")"
 }
 waits late 3 'waits in barrier\(\), its call 1, in group world, for rank 2'
+waits late-busy 3 'waits in barrier\(\), its call 1, in group world, for rank 2'
 waits circle 4 'waits in send\(1024 f32 to rank .\), its call 1, in group world, for rank .'
 
 if wanted status; then
@@ -120,11 +121,22 @@ done
 [ "$(echo "$ranks" | wc -w)" = 4 ] && [ $alive = 0 ]
 report $? "ranks end with their launcher"
 
+# know_each_other RANKS…: from then on they catch SIGTERM (signal 15, bit 14).
+know_each_other() {
+    local rank i
+    for rank; do
+        for i in $(seq 600); do
+            (($(sed -n 's/^SigCgt:\t*/0x/p' /proc/$rank/status) & 1 << 14)) && break
+            sleep 0.1
+        done
+    done
+}
+
 # A rank that is told to end says so; nobody takes it for dead.
 "$comm" --scenario late >"$out" 2>"$err" &
 launcher=$!
 ranks=$(ranks_of $launcher 4)
-sleep 0.5
+know_each_other $ranks
 kill -TERM $(awk '{ print $NF }' <<<"$ranks")
 wait $launcher
 [ $? != 0 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'rank [0-3] was ended by SIGTERM; all ranks end' "$err"

@@ -3,6 +3,7 @@
 # recomputation; histories through a checkpoint; outliers, long sums, losses. In f64 nothing but a wrong
 # scale can be off. TAP.
 # needs: build/08_mixed_precision/fp8
+# slow: the tables*
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 program=08_mixed_precision/fp8

@@ -11,7 +11,9 @@
 export OMP_NUM_THREADS=1
 needs_fibers
 builds OPS=cuda-on-cpu BUILD=build-cuda-on-cpu build-cuda-on-cpu/08_mixed_precision/fp8
-builds OPS=cpu BUILD=build build/08_mixed_precision/fp8
+# The CPU's program is made of the same objects: build/ may hold others.
+cpu=build-cuda-on-cpu/cpu
+builds OPS=cpu BUILD=$cpu OBJECTS=build-cuda-on-cpu $cpu/08_mixed_precision/fp8
 
 head -c 350 LICENSE >"$work/text"
 
@@ -51,16 +53,16 @@ served() { trained gpu build-cuda-on-cpu --fp8 "$@" && ! grep -q 'plain kernel' 
 for recipe in te-current te-delayed; do
     wanted "$recipe, by cuBLASLt" || continue
     steps="--steps 3 --lr 0.1"
-    trained other build --dtype f64 --fp8 none $steps &&
-        trained right build --dtype f64 --fp8 $recipe $steps &&
+    trained other $cpu --dtype f64 --fp8 none $steps &&
+        trained right $cpu --dtype f64 --fp8 $recipe $steps &&
         served $recipe --dtype f32 $steps && compare losses 0.0136 && compare weights 0.0136
     report $? "$recipe, by cuBLASLt"
 done
 if wanted "deepseek, by the book's kernel"; then
     # a step so long that the weights behind it are the gradient; sizes end within a tile of 128
     shape="--steps 1 --lr 1000 --grad-acc 1 --micro-batch 1 --seq 16"
-    trained other build --dtype bf16 --fp8 deepseek $shape &&
-        trained right build --dtype f64 --fp8 deepseek $shape &&
+    trained other $cpu --dtype bf16 --fp8 deepseek $shape &&
+        trained right $cpu --dtype f64 --fp8 deepseek $shape &&
         served deepseek --dtype bf16 $shape && compare weights 4
     report $? "deepseek, by the book's kernel"
 fi

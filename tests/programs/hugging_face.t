@@ -31,6 +31,8 @@ for program in 01_data_parallel/ddp_bucketed 03_tensor_parallel/tensor_parallel 
     05_pipeline_parallel/afab; do
     passes "begins with Llama 3.1's weights: $program" $program --init $scaled $data --ranks 2 --steps 2
 done
+grep -q "^begins with the weights of $scaled, at step 0" "$out"
+report $? "begins with Llama 3.1's weights, and says so"
 passes "trains them on, and saves" 00_single_gpu/train --init $scaled $data --steps 3 --sample 0 \
     --save "$work/saved"
 if [ "$only" = '*' ]; then

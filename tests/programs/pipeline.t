@@ -142,7 +142,7 @@ nearly "dualpipe, pp 2, cp 2, tp 2, all-gather, sp, zero 2" dualpipe --ranks 8 -
 nearly "1f1b, pp 2, cp 2, ulysses, zero 1" one_f_one_b --pp 2 --cp 2 --context ulysses --zero 1 $few
 nearly "zb_v, pp 2, cp 2, tp 2, ulysses" zero_bubble_v --ranks 8 --pp 2 --cp 2 --tp 2 --context ulysses \
     --heads 8 --hidden 32 $few
-refused "--context ulysses deals out heads" one_f_one_b --ranks 8 --pp 2 --cp 4 --context ulysses
+refused "--context ulysses splits the heads" one_f_one_b --ranks 8 --pp 2 --cp 4 --context ulysses
 
 nearly "zb_v, pp 2, tp 2, async" zero_bubble_v --pp 2 --tp 2 --sp --async-tp $few
 nearly "dualpipe, pp 2, tp 2, dp 2, async, vocab, zero 3" dualpipe --ranks 8 --pp 2 --tp 2 --sp --async-tp \
@@ -209,7 +209,8 @@ dump split --schedule one_f_one_b --split --stages 2 --micro-batches 4
 loads="--ranks 2 --grad-acc 4 $quick --load"
 exactly "loaded: interleaved, breadth-first" one_f_one_b $loads "$work/wide.txt"
 if wanted "loaded: interleaved, breadth-first, on the clock"; then
-    grep -q '^interleaved on 2 ranks, 4 micro-batches' "$out" && grep -q '^  most passes held .* 7 .* 7 ' "$out"
+    grep -q '^interleaved on 2 ranks, 4 micro-batches' "$out" &&
+        grep -q '^  most passes held .* 7 .* 7 ' "$out"
     report $? "loaded: interleaved, breadth-first, on the clock"
 fi
 exactly "loaded: 1F1B with B and W apart" afab $loads "$work/split.txt"

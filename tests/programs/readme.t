@@ -26,6 +26,22 @@ done
 [ -z "$missing" ]
 report $? "every file that a page links exists${missing:+, but not$missing}"
 
+# `make readme` draws every figure and writes every row of the claims.
+script=common/report/readme.sh
+missing=''
+for page in $all; do
+    for figure in $(grep -oE '\]\([a-z_0-9]+\.svg\)' $page | tr -d '])('); do
+        figure=$(dirname $page)/$figure
+        grep -qF "$figure " $script $page || grep -qF "$(dirname $figure)/\$schedule.svg" $script ||
+            missing="$missing $figure"
+    done
+done
+[ -z "$missing" ]
+report $? "every figure of a page is one that readme.sh draws${missing:+, but not$missing}"
+rows=$(sed -n '/^<!-- claims -->/,/^<!-- .claims -->/p' tests/CLAIMS.md | grep -c '^| [0-9]')
+[ "$rows" = "$(grep -cE '^    row [0-9]' $script)" ]
+report $? "the table of claims has as many rows as readme.sh writes"
+
 missing=''
 sources='(common|tests|0[0-9]_[a-z_]+)/[A-Za-z0-9_/]+\.(c|cc|cu|h|md|sh|t|txt)'
 names="(build/0[0-9]_[a-z_]+/[a-z0-9_]+|$sources)\b"

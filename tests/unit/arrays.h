@@ -7,8 +7,18 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "tensor/device.h"
 #include "tensor/rng.h"
 #include "tensor/tensor.h"
+
+// Emulated kernels and sanitizers take ten times as long.
+static inline bool is_slow(void) {
+#ifdef __SANITIZE_ADDRESS__
+    return true;
+#else
+    return strstr(backend_text(), "on the CPU") != NULL;
+#endif
+}
 
 typedef struct Array {
     Tensor t;

@@ -11,7 +11,7 @@
 
 static char calls[4096];  // "fsync model.safetensors, rename, …" since watching began
 static bool watching, no_exchange;
-static int fsync_fails = -1;  // so many succeed first; -1: all
+static int fsync_fails = -1;  // so many succeed before one fails; -1: none does
 
 static void note(const char *call, const char *path) {
     const char *name = strrchr(path, '/') ? strrchr(path, '/') + 1 : path;
@@ -24,11 +24,10 @@ int fsync(int file) {
     char link[64], path[512] = "";
     snprintf(link, sizeof link, "/proc/self/fd/%d", file);
     if (readlink(link, path, sizeof path - 1) > 0) note("fsync", path);
-    if (fsync_fails == 0) {
+    if (fsync_fails >= 0 && fsync_fails-- == 0) {
         errno = EIO;
         return -1;
     }
-    if (fsync_fails > 0) fsync_fails--;
     return (int)syscall(SYS_fsync, file);
 }
 

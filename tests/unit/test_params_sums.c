@@ -148,7 +148,7 @@ static void expect_norm(const Layout *l, DType dtype, uint64_t key) {
         // Every stage adds up the same parts.
         if (sharding == SHARD_STATE) in_parts = norm;
         if (sharding >= SHARD_STATE) expect_bits("a stage of ZeRO", &p, norm, in_parts);
-        else expect_bits("nothing dealt", &p, norm, norm);
+        else expect_bits("nothing sharded", &p, norm, norm);
         params_free(&p);
     }
     // DDP that counts in ZeRO's parts is the twin whose bits ZeRO must have.

@@ -73,8 +73,8 @@ static char *folder_of(const Layout *l, int rank) {
     return l->dp ? format_text("%s/%s", folder, l->name) : format_text("%s/%s %d", folder, l->name, rank);
 }
 
-// Two samples a rank in a step, however they are dealt. No number of ranks divides the vocabulary's 257
-// rows.
+// Two samples a rank in a step, however they are distributed. No number of ranks divides the vocabulary's
+// 257 rows.
 static Config config_of(const Layout *l, const char *more) {
     char *text = format_text(
         "layers=%d hidden=48 heads=24 kv-heads=%d ffn=48 vocab=257 seq=12 micro-batch=1 steps=4 lr=3e-3 "
@@ -255,12 +255,12 @@ static void a_rank_has_no_whole_weight_while_it_saves_and_resumes(void) {
     double before = most_memory();
     checkpoint_save(dir, &model.config, &model.params, NULL, (Progress){0});
     double saving = most_memory() - before;
-    if (!(saving < 0.9 * whole)) note("saving takes %.0f bytes beside the weights", saving);
+    if (!(saving < 0.6 * whole)) note("saving takes %.0f bytes beside the weights", saving);
     op_fill(model.params.own_values, 0);
     before = most_memory();
     checkpoint_load_weights(saved, &model.params);
     double resuming = most_memory() - before;
-    if (!(resuming < 0.9 * whole)) note("resuming takes %.0f bytes beside the weights", resuming);
+    if (!(resuming < 0.6 * whole)) note("resuming takes %.0f bytes beside the weights", resuming);
     if (op_sum_squares(model.params.own_values) != (double)tensor_count(model.params.own_values))
         note("the weights are not those that were saved");
     params_free(&model.params);

@@ -300,19 +300,19 @@ static void sum_parts_matches_reference(void **state) {
             }
 }
 
-// ---- columns dealt to ranks, and back ----
+// ---- columns split over ranks, and back ----
 
 // Of (n, groups w): part i has the columns of group i / copies; the way back adds the copies up, rounded
 // once.
-static void columns_dealt(DType dtype, int64_t n, int64_t groups, int64_t copies, int64_t w) {
+static void columns_split(DType dtype, int64_t n, int64_t groups, int64_t copies, int64_t w) {
     int64_t parts = groups * copies, count = parts * n * w;
-    Array whole = random_array(dtype, n, groups * w, 1), dealt = poisoned(dtype, parts * n, w);
-    op_split_columns(tensor_view(dealt.t, 0, SHAPE(parts, n, w)), whole.t);
-    array_read(&dealt);
+    Array whole = random_array(dtype, n, groups * w, 1), split = poisoned(dtype, parts * n, w);
+    op_split_columns(tensor_view(split.t, 0, SHAPE(parts, n, w)), whole.t);
+    array_read(&split);
     double *want = zeros(count);
     for (int64_t i = 0; i < count; i++)
         want[i] = whole.x[(i / w % n * groups + i / w / n / copies) * w + i % w];
-    assert_exact("split_columns", &dealt, want);
+    assert_exact("split_columns", &split, want);
 
     Array back = random_array(dtype, parts * n, w, 2), joined = poisoned(dtype, n, groups * w);
     op_join_columns(joined.t, tensor_view(back.t, 0, SHAPE(parts, n, w)));
@@ -330,7 +330,7 @@ static void columns_dealt(DType dtype, int64_t n, int64_t groups, int64_t copies
     array_write(&rounded);
     assert_exact("join_columns", &joined, rounded.x);
     free(want);
-    FREE(&whole, &dealt, &back, &joined, &rounded);
+    FREE(&whole, &split, &back, &joined, &rounded);
 }
 
 static void columns_go_to_parts_and_back(void **state) {
@@ -338,8 +338,8 @@ static void columns_go_to_parts_and_back(void **state) {
     for (int type = 0; type < 4; type++)
         for (int64_t groups = 1; groups <= 3; groups++)
             for (int64_t copies = 1; copies <= 3; copies++) {
-                columns_dealt(all_dtypes[type], 1, groups, copies, 1);
-                columns_dealt(all_dtypes[type], 37, groups, copies, 5);
+                columns_split(all_dtypes[type], 1, groups, copies, 1);
+                columns_split(all_dtypes[type], 37, groups, copies, 5);
             }
 }
 
