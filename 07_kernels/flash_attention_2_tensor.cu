@@ -28,7 +28,8 @@
 // time: mma takes both operands from registers, and ldmatrix must fill them.
 //
 // Proof: O within 4 times the error of the same steps with P and O in 16 bits on the CPU, lse in f32, each
-// against f64, on odd lengths, with and without a mask, for shared K/V heads and for large scores.
+// against f64, on odd lengths, with and without a mask, for shared K/V heads and for large scores. By tokens
+// (flash_mask.h): packed documents, zig-zag chunks, any order; tiles that nobody sees may be NaN.
 // Run: build/07_kernels/flash_attention_2_tensor           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_2_tensor: bf16 takes 0.09 of the least that f32 without tensor cores …
 #include "flash_fragments.h"
@@ -81,7 +82,8 @@ struct KeysSeen {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int query = query0 + i * 16 + half * 8 + own_lane() / 4;
-                const int keys = (shape.causal ? min(query, last) : last) - first;  // beyond this lane's first
+                // beyond this lane's first
+                const int keys = (shape.causal ? min(query, last) : last) - first;
 #pragma unroll
                 for (int j = 0; j < FRAGMENTS; j++)
 #pragma unroll
@@ -103,7 +105,9 @@ struct KeysSeen<TokenHeads> {
     }
     __device__ int first() const { return plan.next(0) * KEYS; }
     __device__ int after(int key0) const { return plan.next(key0 / KEYS + 1) * KEYS; }
-    __device__ TileState state(int key0) const { return plan.state(key0 / KEYS, own_warp() * OWN / OWN_HALF); }
+    __device__ TileState state(int key0) const {
+        return plan.state(key0 / KEYS, own_warp() * OWN / OWN_HALF);
+    }
     __device__ bool any(int key0) const { return state(key0) != TILE_EMPTY; }
     __device__ void mask(float (&s)[ROWS][FRAGMENTS][4], int key0) const {
         if (state(key0) == TILE_FULL) return;
@@ -293,7 +297,8 @@ static void row(const char *name, const Heads &at_size) {
     auto run = [&](const Heads &shape) { launch_on<T, D>(0, o.at, lse.at, q.at, k.at, v.at, shape); };
     const Proof proof = prove_forward<T>(D, at_size.causal, true, launch<T, D>, 0);
     if (at_size.causal)
-        masks_hold(name, prove_masked_forward<T>(D, QUERIES, [](auto... in) { launch_on<T, D>(0, in...); }));
+        masks_hold(name,
+                   prove_masked_forward<T>(D, QUERIES, [](auto... in) { launch_on<T, D>(0, in...); }));
     const KernelVersion version = {name, BLOCK, D == 64 ? 207 : 255, shared_bytes(D)};
     show_version(version, proof, small, at_size, run, [](const Heads &shape) { return formula(shape, D); });
 }

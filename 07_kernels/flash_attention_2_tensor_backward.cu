@@ -16,6 +16,9 @@
 //     copies             Q, dO of t + 1 in flight                Q, dO of t + 2 …
 //     warps              S', dP', dV, dK | dS there, its turn | dQ | S', dP', …       |: a barrier
 //
+// By tokens (flash_mask.h) a block leaves out tiles of queries that see none of its keys. Its turn at a tile
+// is how many blocks of later keys those queries see, so that it waits for no block that never comes.
+//
 // dQ adds up in f32, in memory, a block after another; a last kernel scales it and rounds it to 16 bits.
 // Extra memory: that sum, 4 d bytes for a row and head; delta, turns and tickets as before.
 //
@@ -24,7 +27,7 @@
 //
 // Proof: dQ, dK, dV within 4 times the error of the same steps with P, dS and results in 16 bits on the
 // CPU, each against f64, on odd lengths, with and without a mask, for shared K/V heads and large scores;
-// the same bits when blocks run in another order.
+// the same bits when blocks run in another order. By tokens: packed documents, zig-zag chunks, any order.
 // Run: build/07_kernels/flash_attention_2_tensor_backward           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_2_tensor_backward: bf16 takes 0.20 of the least that f32 without …
 #include "flash_fragments.h"
@@ -155,8 +158,8 @@ struct QueriesSeen<TokenHeads> {
     }
 };
 
-// Half of a tile of queries: s: scores (in), P' (out); ds: dP' (in), dS' without its scale (out), beginning with
-// fragment `half`. rows: of each query log2e lse and, QUERIES words behind it, delta. c: scale log2e.
+// Half of a tile of queries: s: scores (in), P' (out); ds: dP' (in), dS' without its scale (out), beginning
+// with fragment `half`. rows: of each query log2e lse and, QUERIES words behind it, delta. c: scale log2e.
 __device__ static inline void to_gradients(float (&s)[HALF][4], float (&ds)[FRAGMENTS][4], int half,
                                            const float *rows, float c) {
     const int own = own_lane() % 4 * 2;
@@ -232,7 +235,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (threadIdx.x == 0) ticket = atomicAdd(&order.tickets[blockIdx.z * shape.kv + blockIdx.y], 1u);
     __syncthreads();
     const unsigned block = gridDim.x - 1 - ticket;  // the last keys first
-    const int end = (int)shape.s, key_end = (int)keys_of(shape), query_tiles = (end + QUERIES - 1) / QUERIES;
+    const int end = (int)shape.s, key_end = (int)keys_of(shape);
+    const int query_tiles = (end + QUERIES - 1) / QUERIES;
     const int first_key = (int)block * KEYS, own = own_warp() * OWN;
     const int64_t first = blockIdx.z * shape.s, stride = shape.a * D, key_stride = shape.kv * D;
     const int64_t key_head = blockIdx.z * keys_of(shape) * key_stride + blockIdx.y * D;
@@ -251,7 +255,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __syncthreads();  // the tiles are there
     float dk[D / 8][4] = {}, dv[D / 8][4] = {};
     int head = (int)blockIdx.y * group, tile = first_tile, stage = 0;
-    for (const int last_head = first_tile < query_tiles ? head + group : head; head < last_head; stage ^= 1) {
+    const int last_head = first_tile < query_tiles ? head + group : head;  // by tokens, there may be none
+    for (; head < last_head; stage ^= 1) {
         const T *tile_q = tiles + stage * 2 * QUERIES * D, *tile_do = tile_q + QUERIES * D;
         const int after = seen.after(tile), next = after < query_tiles ? after : first_tile;
         const int next_head = next == first_tile ? head + 1 : head;
@@ -337,7 +342,7 @@ static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *r
 template <class T, int D>
 static void row(const char *name, const Heads &at_size) {
     if (at_size.causal) masks_hold(name, prove_masked_backward<T>(D, KEYS, launch<T, D, TokenHeads>));
-    const KernelVersion version = {name, BLOCK, D == 64 ? 238 : 255, shared_bytes(D)};
+    const KernelVersion version = {name, BLOCK, D == 64 ? 239 : 255, shared_bytes(D)};
     backward_version<T>(version, at_size, D, KEYS, launch<T, D, Heads>, work_of_tensor_backward);
 }
 

@@ -112,7 +112,8 @@ __device__ static inline void to_left(uint32_t (&a)[4], const float (&left)[4], 
 
 // 16 rows of a tile (=) fragments side by side: those of rows l / 4 times `upper`, and l / 4 + 8 `lower`.
 template <int D, class T>
-__device__ static __forceinline__ void put_rows(T *tile, const float (&sum)[D / 8][4], float upper, float lower) {
+__device__ static __forceinline__ void put_rows(T *tile, const float (&sum)[D / 8][4], float upper,
+                                               float lower) {
     const int row = own_lane() / 4, column = own_lane() % 4 * 2;
 #pragma unroll
     for (int c = 0; c < D / 8; c++) {
@@ -151,7 +152,9 @@ struct TokenPlan {
 
     // By the whole block; before a barrier. room: plan_bytes.
     __device__ TokenPlan(const TokenHeads &shape, void *room, int own0)
-        : shape(shape), own(static_cast<Token *>(room)), tiles(reinterpret_cast<uint32_t *>(own + OWN_TOKENS)) {
+        : shape(shape),
+          own(static_cast<Token *>(room)),
+          tiles(reinterpret_cast<uint32_t *>(own + OWN_TOKENS)) {
         for (int i = (int)threadIdx.x; i < OWN_TOKENS; i += (int)blockDim.x)
             own[i] = OWN_ARE_QUERIES ? query_at(shape, blockIdx.z, own0 + i)
                                      : key_at(shape, blockIdx.z, own0 + i);

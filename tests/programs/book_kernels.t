@@ -50,6 +50,11 @@ passes "in fp16, heads of 128" 04_context_parallel/ring_attention --ranks 2 \
 all_taken
 report $? "in fp16: all calls"
 
+passes "in bf16, zig-zag and documents" 04_context_parallel/zigzag_ring_attention --ranks 2 $tiny \
+    --dtype bf16 --steps 1 --seq 68 --documents 32 --kernels book
+all_taken
+report $? "in bf16, zig-zag and documents: all calls"
+
 refused "chapter 07's kernels compute in f32, bf16 and f16" 00_single_gpu/train --kernels book --dtype f64
 refused "--head-size 64 would fit" 00_single_gpu/train --kernels book --attention flash --head-size 16
 finish
