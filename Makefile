@@ -51,7 +51,7 @@ endif
 # twice as fast.
 CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) -march=native -fno-math-errno -fopenmp $(WARNINGS) -g \
             -Icommon -I. $(BLAS_CFLAGS) $(MPI_CFLAGS)
-LDFLAGS  := -fopenmp
+LDFLAGS  := -fopenmp $(LDFLAGS_EXTRA)
 LDLIBS   := -lcjson $(BLAS_LIBS) $(MPI_LIBS) -lm
 ifneq ($(SANITIZE),)
 CFLAGS  += -fsanitize=$(SANITIZE) -fno-sanitize-recover=all -fno-omit-frame-pointer

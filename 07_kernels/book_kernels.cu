@@ -125,17 +125,18 @@ static bool in_type(DType dtype, Run run) {
 
 // ---- RMSNorm ----
 
-// Whether a block of this GPU may have so much shared memory, beside what a kernel declares.
-static bool fits(size_t bytes) {
+// Whether a block of this GPU may have what backward needs of shared memory for a row, and for its sums.
+static bool fits(int64_t h) {
+    const size_t bytes = fused_norm::backward_bytes(h) + sizeof(float) * fused_norm::WARPS;
     int device, most;
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    return bytes + 1024 <= (size_t)most;
+    return bytes <= (size_t)most;
 }
 
 static bool rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, const void *weight, int64_t n,
                             int64_t h, double eps) {
-    if (n == 0 || !fits(fused_norm::backward_bytes(h))) return false;
+    if (n == 0 || !fits(h)) return false;
     return in_type(dtype, [&](auto zero) {
         typedef decltype(zero) T;
         fused_norm::Norm<T> t = {};
@@ -146,7 +147,7 @@ static bool rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, con
 
 static bool rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
                              const void *x, const void *weight, const void *rstd, int64_t n, int64_t h) {
-    if (n == 0 || !fits(fused_norm::backward_bytes(h))) return false;
+    if (n == 0 || !fits(h)) return false;
     return in_type(dtype, [&](auto zero) {
         typedef decltype(zero) T;
         const int64_t parts = fused_norm::blocks_of(n) * h;

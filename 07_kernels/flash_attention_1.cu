@@ -18,11 +18,15 @@
 //       v      K V   . . ■ ■         Q          32 d           for each pair
 //              K V   . . . ■         O, lse     32 d + 32      for each pair, out and, after the first, in
 //
+// Under a mask by position and document the pairs are those of tiles of which a query sees a key, wherever
+// they lie (flash_mask.h).
+//
 // Tiles cost L2 about 3 s^2 d / 32 words a head in either case. What is stored is s d + s words here, and
 // s d + s^2 there; no array of this kernel is quadratic in s.
 //
 // Proof: within 4 times the error of the same steps in f32 on the CPU, each against f64, lse too, on odd
-// lengths, with and without a mask, for shared K/V heads and for scores of large magnitude.
+// lengths, with and without a mask, for shared K/V heads and for scores of large magnitude; the same under
+// masks by position and document (attention_masks.h).
 // Run: build/07_kernels/flash_attention_1           (--gpu a100, --head-size 64, --size 4096, --verbose)
 // Last line: PASS flash_attention_1: it stores 32.7 times less …
 #include "attention_masks.h"

@@ -14,11 +14,14 @@
 //       v      K V   . . ■ ■         Q, dO, O, lse   in for each pair of tiles
 //              K V   . . . ■         dQ              out for each pair and, after the first, in
 //
-// A block has all tiles of its heads, so that the order of every sum is fixed: two runs agree in every bit.
-// The price is that only b kv blocks run at once. Memory beside the operands and the gradients: none.
+// Under a mask by position and document the pairs are those of tiles of which a query sees a key
+// (flash_mask.h). A block has all tiles of its heads, so that the order of every sum is fixed: two runs
+// agree in every bit. The price is that only b kv blocks run at once. Memory beside the operands and the
+// gradients: none.
 //
 // Proof: dQ, dK, dV within 4 times the error of the same steps in f32 on the CPU, each against f64, on odd
-// lengths, with and without a mask, for shared K/V heads and for scores of large magnitude.
+// lengths, with and without a mask, for shared K/V heads and for scores of large magnitude; the same under
+// masks by position and document (attention_masks.h).
 // Run: build/07_kernels/flash_attention_1_backward           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_1_backward: it keeps 4096 times less of forward …
 #include "attention_masks.h"

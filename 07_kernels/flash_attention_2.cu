@@ -18,10 +18,12 @@
 // O, m and l stay in registers; each lane adds up its own part of l, and lanes join once, at the end. Warps
 // split a block's queries and share its K and V. Tiles of queries do not wait for one another: b a s / 64
 // blocks in place of b a, which leave most of a GPU idle (the model does not see that: it spreads any work
-// evenly). Those with the most keys begin.
+// evenly). Those with the most keys begin. Keys that a mask hides from all of a block's queries are not
+// read, wherever they lie (flash_mask.h).
 //
 // Proof: within 4 times the error of the same steps in f32 on the CPU, each against f64, lse too, on odd
-// lengths, with and without a mask, for shared K/V heads and for scores of large magnitude.
+// lengths, with and without a mask, for shared K/V heads and for scores of large magnitude; the same under
+// masks by position and document (attention_masks.h).
 // Run: build/07_kernels/flash_attention_2           (--gpu a100, --head-size 64, --size 4096, --verbose)
 // Last line: PASS flash_attention_2: 0.33 of the first version's traffic to L2 …
 #include "flash_tiles.h"

@@ -15,7 +15,8 @@
 // comes there. Without a mask each block is a tile behind the one before it.
 //
 // A block takes its keys by a ticket when it starts, and waits only for lower tickets. Their blocks run
-// already, so that no block waits for one that has no multiprocessor yet.
+// already, so that no block waits for one that has no multiprocessor yet. Under a mask by position and
+// document the block before it is the next one that sees the tile of queries (turn_before, flash_mask.h).
 //
 //     for each pair of tiles       first version                second
 //     words between L2 and block   160 d: Q, dO, O, dQ, dQ      64 d: the same but O, for two tiles of keys
@@ -27,7 +28,7 @@
 //
 // Proof: dQ, dK, dV within 4 times the error of the same steps in f32 on the CPU, each against f64, on odd
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude; the same bits
-// when blocks run in another order.
+// when blocks run in another order; all this under masks by position and document, too.
 // Run: build/07_kernels/flash_attention_2_backward           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_2_backward: 0.41 of the first version's traffic to L2 …
 #include "flash_tiles.h"

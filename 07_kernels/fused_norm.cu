@@ -181,28 +181,29 @@ static void launch_backward(cudaStream_t stream, const Norm<T> &t, int64_t n, in
 
 enum Version { FORWARD, FORWARD_FUSED, BACKWARD, BACKWARD_FUSED, VERSIONS };
 
-// between (n, h): what the separate kernels of backward hand on
+// A kernel for each step, which are shown in f32 alone. between (n, h): what those of backward hand on.
+static void launch_separate(Version version, const Norm<float> &t, float *between, int64_t n, int h) {
+    const unsigned elements = (unsigned)((n * h + BLOCK - 1) / BLOCK);
+    Norm<float> alone = t;
+    alone.x = t.x_new, alone.r = alone.dx_new = NULL;
+    if (version == FORWARD) {
+        LAUNCH(add, elements, BLOCK, 0, 0, t.x_new, t.x, t.r, n * h);
+        launch_forward(0, alone, n, h, EPSILON);
+    }
+    if (version == BACKWARD) {
+        alone.dx = between;
+        launch_backward(0, alone, n, h);
+        LAUNCH(add, elements, BLOCK, 0, 0, t.dx, t.dx_new, between, n * h);
+    }
+}
+
 template <class T>
 static void launch(Version version, Norm<T> t, T *between, int64_t n, int h) {
-    const unsigned elements = (unsigned)((n * h + BLOCK - 1) / BLOCK);
     if (n == 0) return;
+    if constexpr (sizeof(T) == 4) launch_separate(version, t, between, n, h);
     if (version == FORWARD_FUSED) launch_forward(0, t, n, h, EPSILON);
-    const T *r = t.r, *x = t.x, *dx_new = t.dx_new;
-    T *dx = t.dx;
     t.x = t.x_new;
     if (version == BACKWARD_FUSED) launch_backward(0, t, n, h);
-    t.r = t.dx_new = NULL;
-    if constexpr (sizeof(T) == 4) {  // the separate ones are shown in f32 alone
-        if (version == FORWARD) {
-            LAUNCH(add, elements, BLOCK, 0, 0, t.x_new, x, r, n * h);
-            launch_forward(0, t, n, h, EPSILON);
-        }
-        if (version == BACKWARD) {
-            t.dx = between;
-            launch_backward(0, t, n, h);
-            LAUNCH(add, elements, BLOCK, 0, 0, dx, dx_new, between, n * h);
-        }
-    }
 }
 
 // Vectors of n h words that a version reads, w not among them, and writes.
@@ -318,7 +319,7 @@ static Proof check(Version version) {
         const Arrays<T> arrays(operands, c.n, c.h);
         const NormOnCpu<float, T> cpu(operands, c.n, c.h);
         const NormOnCpu<double, T> right(operands, c.n, c.h);
-        arrays.run((Version)(FORWARD_FUSED - (version % 2 == 0)), c.n, c.h);
+        arrays.run((Version)(version % 2), c.n, c.h);
         arrays.run(version, c.n, c.h);
         if (c.n == 0) continue;
         if (version < BACKWARD) {
@@ -344,8 +345,7 @@ static void row(Version version, const char *name, int registers, int64_t n, int
     const int small_h = ON_GPU ? h : 512;
     const Operands<T> operands(small_rows, small_h, 1);
     const Arrays<T> arrays(operands, small_rows, small_h);
-    // backward reads what forward has made
-    arrays.run((Version)(FORWARD_FUSED - (version % 2 == 0)), small_rows, small_h);
+    arrays.run((Version)(version % 2), small_rows, small_h);  // backward reads what forward has made
     const size_t bytes = version >= BACKWARD ? backward_bytes(h) : forward_bytes<T>(h);
     const KernelVersion v = {name, BLOCK, registers, (int64_t)bytes + 4 * WARPS};
     const struct Size {

@@ -3,7 +3,7 @@
 # library's. TAP.
 # needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu build-cuda-on-cpu/03_tensor_parallel/tensor_parallel
 # needs: build-cuda-on-cpu/corpus.txt build-cuda-on-cpu/00_single_gpu/train
-# needs: build-cuda-on-cpu/04_context_parallel/ring_attention
+# needs: build-cuda-on-cpu/04_context_parallel/ring_attention build-cuda-on-cpu/tests/test_ops_layers
 # needs: build-cuda-on-cpu/04_context_parallel/zigzag_ring_attention
 # needs: build-cuda-on-cpu/04_context_parallel/all_gather_attention
 . "$(dirname "$0")/tap.sh"
@@ -11,7 +11,7 @@ export OMP_NUM_THREADS=1
 needs_fibers
 build=build-cuda-on-cpu
 builds OPS=cuda-on-cpu BUILD=$build $build/{00_single_gpu/train,corpus.txt} \
-    $build/03_tensor_parallel/tensor_parallel \
+    $build/{03_tensor_parallel/tensor_parallel,tests/test_ops_layers} \
     $build/04_context_parallel/{ring_attention,zigzag_ring_attention,all_gather_attention}
 
 tiny="--layers 1 --hidden 32 --heads 2 --kv-heads 2 --head-size 64 --ffn 24 --micro-batch 1"
@@ -49,6 +49,16 @@ passes "in fp16, heads of 128" 04_context_parallel/ring_attention --ranks 2 \
     ${tiny/size 64/size 128} --dtype f16 --steps 1 --seq 66 --kernels book
 all_taken
 report $? "in fp16: all calls"
+passes "in bf16, zig-zag and documents" 04_context_parallel/zigzag_ring_attention --ranks 2 $tiny \
+    --dtype bf16 --steps 1 --seq 68 --documents 32 --kernels book
+all_taken
+report $? "in bf16, zig-zag and documents: all calls"
+
+# What the library is held to, in all dtypes: sizes that fit no pack, ignored labels, what f16 loses.
+if wanted "operations on the book's kernels"; then
+    all_tests $build/tests/test_ops_layers '*' book
+    report $? "operations on the book's kernels"
+fi
 
 passes "in bf16, zig-zag and documents" 04_context_parallel/zigzag_ring_attention --ranks 2 $tiny \
     --dtype bf16 --steps 1 --seq 68 --documents 32 --kernels book

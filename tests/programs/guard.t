@@ -9,8 +9,9 @@ export OMP_NUM_THREADS=1 ULTRASCALE_GUARD=1
 sharp=" train ddp_bucketed zero2 zero3 vocab_parallel async_tensor_parallel ulysses dualpipe "
 sharp+="expert_parallel "
 # On emulated GPUs, where each takes seconds: other pipelines run the same kernels in another order.
-# The matrix proves cells of train_5d; five_d_methods and find_config compute nothing.
-left_out=" matrix five_d_methods find_config "
+# The matrix proves cells of train_5d; five_d_methods and find_config compute nothing, and formats has no
+# tensors.
+left_out=" matrix five_d_methods find_config formats "
 # Programs of chapter 07 have their memory closed to them in kernels.t.
 [[ $build != *-on-cpu ]] ||
     left_out+=" afab one_f_one_b interleaved zero_bubble zero_bubble_auto dualpipe_v "
