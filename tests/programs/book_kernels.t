@@ -60,11 +60,6 @@ if wanted "operations on the book's kernels"; then
     report $? "operations on the book's kernels"
 fi
 
-passes "in bf16, zig-zag and documents" 04_context_parallel/zigzag_ring_attention --ranks 2 $tiny \
-    --dtype bf16 --steps 1 --seq 68 --documents 32 --kernels book
-all_taken
-report $? "in bf16, zig-zag and documents: all calls"
-
 refused "chapter 07's kernels compute in f32, bf16 and f16" 00_single_gpu/train --kernels book --dtype f64
 refused "--head-size 64 would fit" 00_single_gpu/train --kernels book --attention flash --head-size 16
 finish
