@@ -233,6 +233,30 @@ static inline void masks_hold(const char *name, const Proof &masked) {
                 name, masked.error, masked.bound);
 }
 
+enum { UNSEEING = 128 };  // queries before the first key
+
+// Tensor cores multiply tiles that are not empty, and no other: launch(x, out, lse, room, shape) takes its
+// operands from x, and has `products` of 64 x 64 x d for each tile. out begins with o, or dq: 0 of queries
+// that see no key.
+template <class T, class Launch>
+void products_of_tiles(const char *name, int d, int products, Launch launch) {
+    const std::vector<Token> tokens = packed_tokens(512, 100, 40);
+    const std::vector<Token> later(tokens.begin() + UNSEEING, tokens.end());
+    const MaskedCase it(positions_of(1, tokens), positions_of(1, later));
+    const TokenHeads n = it.shape(1, 1, d);
+    const Given<T> numbers(n.s * d, 1, 4);
+    Array<T> x(numbers.narrow.data(), n.s * d), out(3 * n.s * d);
+    Array<float> lse(numbers.exact.data(), n.s), room(backward_room(n, d));
+    const Work work = counted([&] { launch(x.at, out.at, lse.at, room.at, n); });
+    const double flops = 2.0 * products * ATTENTION_TILE * ATTENTION_TILE * d * (double)it.mask.tiles;
+    report_that(ON_GPU || work.tensor_flops == flops,
+                "%s: with documents the tensor cores do %.0f FLOPs, and %.0f for the tiles that are seen",
+                name, work.tensor_flops, flops);
+    const std::vector<float> first = made(out);
+    report_that(std::all_of(first.begin(), first.begin() + UNSEEING * d, [](float y) { return y == 0; }),
+                "%s: queries that see no key have other than 0", name);
+}
+
 // ---- what a mask saves ----
 
 // Eight documents one after another, in one sample of `count` tokens.

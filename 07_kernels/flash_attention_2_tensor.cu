@@ -233,6 +233,7 @@ __global__ void __launch_bounds__(BLOCK)
         if (any) weigh<D>(sum, p, tile_v);
     }
     cp_async_wait<0>();
+    if (Shape::EMPTY_ROWS) __syncthreads();  // a block that sees no key comes here with queries in flight
     finish<Shape, D>(o, lse, own_q, sum, row, shape.scale, query0, end, stride);
 }
 
@@ -296,9 +297,13 @@ static void row(const char *name, const Heads &at_size) {
     Array<float> lse(queries / D);
     auto run = [&](const Heads &shape) { launch_on<T, D>(0, o.at, lse.at, q.at, k.at, v.at, shape); };
     const Proof proof = prove_forward<T>(D, at_size.causal, true, launch<T, D>, 0);
-    if (at_size.causal)
+    if (at_size.causal) {
         masks_hold(name,
                    prove_masked_forward<T>(D, QUERIES, [](auto... in) { launch_on<T, D>(0, in...); }));
+        products_of_tiles<T>(name, D, 2, [](T *x, T *o, float *lse, float *, const TokenHeads &shape) {
+            launch_on<T, D>(0, o, lse, x, x, x, shape);
+        });
+    }
     const KernelVersion version = {name, BLOCK, D == 64 ? 207 : 255, shared_bytes(D)};
     show_version(version, proof, small, at_size, run, [](const Heads &shape) { return formula(shape, D); });
 }

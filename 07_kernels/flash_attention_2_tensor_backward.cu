@@ -341,7 +341,13 @@ static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *r
 
 template <class T, int D>
 static void row(const char *name, const Heads &at_size) {
-    if (at_size.causal) masks_hold(name, prove_masked_backward<T>(D, KEYS, launch<T, D, TokenHeads>));
+    if (at_size.causal) {
+        masks_hold(name, prove_masked_backward<T>(D, KEYS, launch<T, D, TokenHeads>));
+        products_of_tiles<T>(name, D, 5, [](T *x, T *dx, float *lse, float *room, const TokenHeads &shape) {
+            const int64_t count = shape.s * D;
+            launch<T, D>({dx, dx + count, dx + 2 * count}, {x, x, x, x, lse, x}, room, shape);
+        });
+    }
     const KernelVersion version = {name, BLOCK, D == 64 ? 239 : 255, shared_bytes(D)};
     backward_version<T>(version, at_size, D, KEYS, launch<T, D, Heads>, work_of_tensor_backward);
 }
