@@ -4,7 +4,8 @@
 //     PACKED     documents of random lengths, one after another; queries and keys are the same tokens
 //     ZIG_ZAG    of four chunks of such a sequence, queries are the second and third, as rank 1 of zig-zag
 //                has them, and keys the first and, but for its end, the last: rank 0's. No query sees the
-//                last, and those of documents that begin later do not see the first
+//                last, and those of documents that begin later do not see the first. In the second sample
+//                the ranks change places: the first queries see no key
 //     SHUFFLED   queries and keys in two random orders, and more keys than queries
 //
 // Lengths fill no tile of 64 tokens, nor a larger one of the kernel, `tile`.
@@ -63,7 +64,7 @@ static inline std::vector<Token> tokens_of_sample(int mask, bool keys, int64_t t
     std::vector<Token> all = packed_tokens(4 * chunk, tile, 20 + sample);
     if (mask == ZIG_ZAG) {
         std::vector<Token> own;
-        for (int64_t c : {keys ? 0 : 1, keys ? 3 : 2})
+        for (int64_t c : {keys == !sample ? 0 : 1, keys == !sample ? 3 : 2})
             own.insert(own.end(), all.begin() + c * chunk, all.begin() + (c + 1) * chunk);
         all.swap(own);
     } else if (mask == SHUFFLED) {
