@@ -104,7 +104,7 @@ static void check_techniques(const Config *config, Techniques techniques, int ra
         served |= technique->axes;
         if (technique->check) technique->check(config);
     }
-    CHECK(served || ranks == 1, "this program trains on one device: start one of it, and not %d", ranks);
+    CHECK(served || ranks == 1, "this program is for one device: start one of it, and not %d", ranks);
     for (size_t i = 0; i < sizeof axis / sizeof *axis; i++)
         CHECK(axis[i].degree == 1 || (served & axis[i].axis),
               "--%s %ld: no technique of this program shares work over it; --%s 1 would fit", axis[i].flag,

@@ -259,7 +259,6 @@ static void say_steps(const char *name, const double *at) {
 }
 
 static void compare(Mesh mesh, const Config *config) {
-    (void)mesh;
     if (config_number(config, "proof-only")) return;
     static const struct {
         const char *name;
@@ -280,9 +279,13 @@ static void compare(Mesh mesh, const Config *config) {
     say("\nOn a planted corpus of few tokens, one device, %d steps; of the last %d:\n", STEPS, LAST);
     say("  %-20s %28s %8s", "", "busiest expert of the mean", "loss");
     enum { WAYS = sizeof ways / sizeof *ways };
-    Load all[WAYS];
+    Load all[WAYS] = {{.loss = 0}};  // the ranks share the runs
+    for (int i = mesh.world.rank; i < WAYS; i += mesh.world.size)
+        all[i] = train_with(c, ways[i].auxiliary, ways[i].z, ways[i].bias);
+    for (int i = 0; i < WAYS; i++)
+        comm_sum_all((double *)&all[i], sizeof *all / sizeof(double), mesh.world);
     for (size_t i = 0; i < WAYS; i++) {
-        Load load = all[i] = train_with(c, ways[i].auxiliary, ways[i].z, ways[i].bias);
+        Load load = all[i];
         say("  %-20s %28.2f %8.3f  (%+.3f)", ways[i].name, load.busiest, load.loss,
             load.loss - all[0].loss);
         report_number(ways[i].name, "busiest expert of the mean", load.busiest, "");

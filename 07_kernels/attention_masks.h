@@ -217,6 +217,12 @@ Proof prove_masked_backward(int d, int64_t tile, Launch launch) {
     return proof;
 }
 
+// What such a proof says of the version `name`, whose row shows another one.
+static inline void masks_hold(const char *name, const Proof &masked) {
+    report_that(masked.error <= masked.bound, "%s: with masks by tokens the error is %.1e, and may be %.1e",
+                name, masked.error, masked.bound);
+}
+
 // ---- what a mask saves ----
 
 // Eight documents one after another, in one sample of `count` tokens.

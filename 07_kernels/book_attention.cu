@@ -6,10 +6,10 @@
 //     attention_chunk_backward       flash_attention_2_backward           f32
 //                                    flash_attention_2_tensor_backward    bf16, f16
 //
-// with heads of 64 or 128; in f32 under any mask, in 16 bits over all keys or those up to the query. A mask
-// that needs tables of tokens runs as TokenHeads, the others as Heads (flash_mask.h). What this file adds is
-// what the operations ask beyond the programs: chunks of keys that are merged, gradients that add to what is
-// there, and the order (b, s, a) of what belongs to rows, which the programs have as (b, a, s).
+// with heads of 64 or 128, under any mask: one that needs tables of tokens runs as TokenHeads, the others as
+// Heads (flash_mask.h). What this file adds is what the operations ask beyond the programs: chunks of keys
+// that are merged, gradients that add to what is there, and the order (b, s, a) of what belongs to rows,
+// which the programs have as (b, a, s).
 #include <math.h>
 
 #include "book_kernels.h"
@@ -34,9 +34,8 @@ static bool heads_of(TokenHeads *shape, DType dtype, const AttentionChunk &at) {
     const float scale = 1 / sqrtf((float)at.head_size);
     *shape = {
         {at.b, at.queries.s, at.heads, at.kv_heads, scale, at.shape == MASK_CAUSAL}, at.queries, at.keys};
-    return dtype != F64 && (dtype == F32 || at.shape != MASK_ANY) &&
-           (at.head_size == 64 || at.head_size == 128) && at.b > 0 && at.queries.s > 0 && at.keys.s > 0 &&
-           at.b <= 65535 && at.heads <= 65535;
+    return dtype != F64 && (at.head_size == 64 || at.head_size == 128) && at.b > 0 && at.queries.s > 0 &&
+           at.keys.s > 0 && at.b <= 65535 && at.heads <= 65535;
 }
 
 // The kernels of each type.
@@ -47,7 +46,6 @@ static void forward_of(float *o, float *lse, const float *q, const float *k, con
 }
 template <int D, class T, class Shape>
 static void forward_of(T *o, float *lse, const T *q, const T *k, const T *v, const Shape &n) {
-    static_assert(!Shape::EMPTY_ROWS, "in 16 bits the kernels have no tables of tokens");
     forward_16::launch_on<T, D>(stream(), o, lse, q, k, v, n);
 }
 template <int D, class Shape>
@@ -58,7 +56,6 @@ static void backward_of(const Gradients &to, const Operands &in, const float *de
 template <int D, class T, class Shape>
 static void backward_of(const GradientsIn<T> &to, const OperandsIn<T> &in, const float *delta, float *room,
                         const Shape &n) {
-    static_assert(!Shape::EMPTY_ROWS, "in 16 bits the kernels have no tables of tokens");
     backward_16::launch_on<T, D>(stream(), to, in, delta, room, n);
 }
 
@@ -102,19 +99,21 @@ static void chunk_forward(void *o, void *lse, const void *q, const void *k, cons
     run(o, lse, (const T *)q, (const T *)k, (const T *)v, n);
 }
 
+template <class Shape>
+static void forward_in(DType dtype, void *o, void *lse, const void *q, const void *k, const void *v,
+                       int64_t head_size, const Shape &n) {
+    auto run = dtype == F32    ? chunk_forward<float, Shape>
+               : dtype == BF16 ? chunk_forward<__nv_bfloat16, Shape>
+                               : chunk_forward<__half, Shape>;
+    run(o, lse, q, k, v, head_size, n);
+}
+
 bool attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k, const void *v,
                              AttentionChunk at) {
     TokenHeads shape;
     if (!heads_of(&shape, dtype, at)) return false;
-    const Heads &heads = shape;
-    if (at.shape == MASK_ANY) {
-        chunk_forward<float>(o, lse, q, k, v, at.head_size, shape);
-        return true;
-    }
-    auto run = dtype == F32    ? chunk_forward<float, Heads>
-               : dtype == BF16 ? chunk_forward<__nv_bfloat16, Heads>
-                               : chunk_forward<__half, Heads>;
-    run(o, lse, q, k, v, at.head_size, heads);
+    if (at.shape == MASK_ANY) forward_in(dtype, o, lse, q, k, v, at.head_size, shape);
+    else forward_in<Heads>(dtype, o, lse, q, k, v, at.head_size, shape);
     return true;
 }
 
@@ -153,21 +152,23 @@ static void chunk_backward(const ChunkGradients &to, const void *const in[4], co
     run(to, own, (const float *)dots, n);
 }
 
+template <class Shape>
+static void backward_in(DType dtype, const ChunkGradients &to, const void *const in[4], const void *lse,
+                        const void *dots, int64_t head_size, const Shape &n) {
+    auto run = dtype == F32    ? chunk_backward<float, Shape>
+               : dtype == BF16 ? chunk_backward<__nv_bfloat16, Shape>
+                               : chunk_backward<__half, Shape>;
+    run(to, in, lse, dots, head_size, n);
+}
+
 bool attention_chunk_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o, const void *q,
                               const void *k, const void *v, const void *lse, const void *dots,
                               AttentionChunk at) {
     TokenHeads shape;
     if (!heads_of(&shape, dtype, at)) return false;
-    const Heads &heads = shape;
     const void *const in[] = {q, k, v, d_o};
     const ChunkGradients to = {dtype, dq, dk, dv};
-    if (at.shape == MASK_ANY) {
-        chunk_backward<float>(to, in, lse, dots, at.head_size, shape);
-        return true;
-    }
-    auto run = dtype == F32    ? chunk_backward<float, Heads>
-               : dtype == BF16 ? chunk_backward<__nv_bfloat16, Heads>
-                               : chunk_backward<__half, Heads>;
-    run(to, in, lse, dots, at.head_size, heads);
+    if (at.shape == MASK_ANY) backward_in(dtype, to, in, lse, dots, at.head_size, shape);
+    else backward_in<Heads>(dtype, to, in, lse, dots, at.head_size, shape);
     return true;
 }

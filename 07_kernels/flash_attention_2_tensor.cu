@@ -28,7 +28,8 @@
 // time: mma takes both operands from registers, and ldmatrix must fill them.
 //
 // Proof: O within 4 times the error of the same steps with P and O in 16 bits on the CPU, lse in f32, each
-// against f64, on odd lengths, with and without a mask, for shared K/V heads and for large scores.
+// against f64, on odd lengths, with and without a mask, for shared K/V heads and for large scores. By tokens
+// (flash_mask.h): packed documents, zig-zag chunks, any order; tiles that nobody sees may be NaN.
 // Run: build/07_kernels/flash_attention_2_tensor           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_2_tensor: bf16 takes 0.09 of the least that f32 without tensor cores …
 #include "flash_fragments.h"
@@ -60,32 +61,70 @@ __device__ static inline void scores_of(float (&s)[ROWS][FRAGMENTS][4], const T 
     }
 }
 
-// What a query does not see is -inf.
-__device__ static inline void mask(float (&s)[ROWS][FRAGMENTS][4], const Heads &shape, int query0,
-                                   int key0) {
-    const int first = key0 + own_lane() % 4 * 2, last = (int)shape.s - 1;
+// The tiles of keys that a block of queries sees, and what its warps see of them: by order, ...
+template <class Shape>
+struct KeysSeen {
+    const Heads &shape;
+    int query0, end;  // the warp's first; a key behind the block's last
+
+    __device__ KeysSeen(const Heads &shape, void *, int first_query)
+        : shape(shape), query0(first_query + own_warp() * OWN),
+          end((int)end_of_keys<QUERIES>(shape, first_query)) {}
+    __device__ int first() const { return 0; }
+    __device__ int after(int key0) const { return key0 + KEYS; }
+    __device__ bool any(int key0) const { return !shape.causal || key0 < query0 + OWN; }
+    // What a query does not see is -inf.
+    __device__ void mask(float (&s)[ROWS][FRAGMENTS][4], int key0) const {
+        if (sees(shape, query0, key0 + KEYS - 1)) return;
+        const int first = key0 + own_lane() % 4 * 2, last = (int)shape.s - 1;
 #pragma unroll
-    for (int i = 0; i < ROWS; i++)
+        for (int i = 0; i < ROWS; i++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int query = query0 + i * 16 + half * 8 + own_lane() / 4;
-            const int keys = (shape.causal ? min(query, last) : last) - first;  // beyond this lane's first
+            for (int half = 0; half < 2; half++) {
+                const int query = query0 + i * 16 + half * 8 + own_lane() / 4;
+                // beyond this lane's first
+                const int keys = (shape.causal ? min(query, last) : last) - first;
 #pragma unroll
-            for (int j = 0; j < FRAGMENTS; j++)
+                for (int j = 0; j < FRAGMENTS; j++)
 #pragma unroll
-                for (int e = 0; e < 2; e++)
-                    if (j * 8 + e > keys) s[i][j][2 * half + e] = -INFINITY;
-        }
-}
+                    for (int e = 0; e < 2; e++)
+                        if (j * 8 + e > keys) s[i][j][2 * half + e] = -INFINITY;
+            }
+    }
+};
+
+// ... or by tokens.
+template <>
+struct KeysSeen<TokenHeads> {
+    TokenPlan<true> plan;
+    int end;
+
+    __device__ KeysSeen(const TokenHeads &shape, void *room, int first_query)
+        : plan(shape, room, first_query), end((int)shape.keys.s) {
+        __syncthreads();  // the plan is whole
+    }
+    __device__ int first() const { return plan.next(0) * KEYS; }
+    __device__ int after(int key0) const { return plan.next(key0 / KEYS + 1) * KEYS; }
+    __device__ TileState state(int key0) const {
+        return plan.state(key0 / KEYS, own_warp() * OWN / OWN_HALF);
+    }
+    __device__ bool any(int key0) const { return state(key0) != TILE_EMPTY; }
+    __device__ void mask(float (&s)[ROWS][FRAGMENTS][4], int key0) const {
+        if (state(key0) == TILE_FULL) return;
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) plan.mask(s[i], own_warp() * OWN + i * 16, key0);
+    }
+};
 
 // s: scores (in), and their exponentials (out), of one of the two rows that a lane has in its fragments.
-// What the sums so far count for in the new ones (return). Each row has seen a key: most is finite.
+// What the sums so far count for in the new ones (return).
+template <class Shape>
 __device__ static inline float update_row(float (&s)[FRAGMENTS][4], int half, float c, RunningRow *row) {
     float most = row->most;
 #pragma unroll
     for (int j = 0; j < FRAGMENTS; j++) most = fmaxf(most, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
     most = quad_max(most);
-    const float keep = exp2f((row->most - most) * c), shift = most * c;
+    const float zero = shift_of<Shape>(most), keep = exp2f((row->most - zero) * c), shift = zero * c;
     row->most = most, row->sum *= keep;
 #pragma unroll
     for (int j = 0; j < FRAGMENTS; j++)
@@ -95,14 +134,14 @@ __device__ static inline float update_row(float (&s)[FRAGMENTS][4], int half, fl
 }
 
 // p (=) exponentials of the scores s, in 16 bits; what is summed takes the scale of the new maximum.
-template <int D, class T>
+template <class Shape, int D, class T>
 __device__ static inline void soften(uint32_t (&p)[ROWS][KEYS / 16][4], float (&sum)[ROWS][D / 8][4],
                                      RunningRow (&row)[ROWS][2], float (&s)[ROWS][FRAGMENTS][4], float c) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float keep = update_row(s[i], half, c, &row[i][half]);
+            const float keep = update_row<Shape>(s[i], half, c, &row[i][half]);
 #pragma unroll
             for (int j = 0; j < D / 8; j++) sum[i][j][2 * half] *= keep, sum[i][j][2 * half + 1] *= keep;
         }
@@ -128,7 +167,7 @@ __device__ static inline void weigh(float (&sum)[ROWS][D / 8][4], const uint32_t
 
 // The warp's rows of o and lse (=), by way of its part of the tile of queries, from which it then stores
 // whole chunks.
-template <int D, class T>
+template <class Shape, int D, class T>
 __device__ static inline void finish(T *o, float *lse, T *tile, const float (&sum)[ROWS][D / 8][4],
                                      const RunningRow (&row)[ROWS][2], float scale, int query0, int end,
                                      int64_t stride) {
@@ -142,7 +181,7 @@ __device__ static inline void finish(T *o, float *lse, T *tile, const float (&su
             const float total = quad_sum(row[i][half].sum);
             const float log_sum = fmaf(row[i][half].most, scale, logf(total));
             if (lane % 4 == 0 && query < end) lse[query] = log_sum;
-            inverse[half] = 1 / total;
+            inverse[half] = inverse_of<Shape>(total);
         }
         put_rows<D>(tile + i * 16 * D, sum[i], inverse[0], inverse[1]);
     }
@@ -151,17 +190,17 @@ __device__ static inline void finish(T *o, float *lse, T *tile, const float (&su
 }
 
 // Block (queries, head, sample), those with the most keys first.
-template <class T, int D>
+template <class T, int D, class Shape>
 __global__ void __launch_bounds__(BLOCK)
-    attention(T *o, float *lse, const T *q, const T *k, const T *v, Heads shape) {
+    attention(T *o, float *lse, const T *q, const T *k, const T *v, Shape shape) {
     DYNAMIC_SHARED(T, tile_q);
     T *tile_k = tile_q + QUERIES * D, *tile_v = tile_k + KEYS * D, *own_q = tile_q + own_warp() * OWN * D;
     const int64_t head = blockIdx.y, first = blockIdx.z * shape.s;
     const int64_t stride = shape.a * D, key_stride = shape.kv * D;
-    const int64_t key_head = first * key_stride + head / (shape.a / shape.kv) * D;
-    const int first_query = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES, end = (int)shape.s;
-    const int query0 = first_query + own_warp() * OWN;
-    const int last_key = shape.causal ? min(first_query + QUERIES, end) : end;
+    const int64_t key_head = blockIdx.z * keys_of(shape) * key_stride + head / (shape.a / shape.kv) * D;
+    const int first_query = (int)(gridDim.x - 1 - blockIdx.x) * QUERIES;
+    const int query0 = first_query + own_warp() * OWN, end = (int)shape.s, keys = (int)keys_of(shape);
+    const KeysSeen<Shape> seen(shape, tile_v + KEYS * D, first_query);
     const float c = shape.scale * 1.44269504f;  // log2(e)
     q += first * stride + head * D, o += first * stride + head * D;
     k += key_head, v += key_head, lse += (blockIdx.z * shape.a + head) * end;
@@ -169,48 +208,51 @@ __global__ void __launch_bounds__(BLOCK)
     float sum[ROWS][D / 8][4] = {};
 #pragma unroll
     for (int i = 0; i < ROWS; i++) row[i][0] = row[i][1] = {-INFINITY, 0};
+    int key0 = seen.first();
     copy_rows<QUERIES, D, BLOCK>(tile_q, q, first_query, end, stride);
-    copy_rows<KEYS, D, BLOCK>(tile_k, k, 0, end, key_stride);
+    copy_rows<KEYS, D, BLOCK>(tile_k, k, key0, keys, key_stride);
     cp_async_commit();
-    for (int key0 = 0; key0 < last_key; key0 += KEYS) {
-        const bool seen = !shape.causal || key0 < query0 + OWN;  // else nothing is for this warp
+    while (key0 < seen.end) {
+        const bool any = seen.any(key0);  // else nothing is for this warp
         uint32_t p[ROWS][KEYS / 16][4] = {};
         cp_async_wait<0>();
         __syncthreads();  // the keys are there, and everybody has read the values before
-        copy_rows<KEYS, D, BLOCK>(tile_v, v, key0, end, key_stride);
+        copy_rows<KEYS, D, BLOCK>(tile_v, v, key0, keys, key_stride);
         cp_async_commit();
-        if (seen) {
+        if (any) {
             float s[ROWS][FRAGMENTS][4] = {};
             scores_of<D>(s, own_q, tile_k);
-            if (!sees(shape, query0, key0 + KEYS - 1)) mask(s, shape, query0, key0);
-            soften<D, T>(p, sum, row, s, c);
+            seen.mask(s, key0);
+            soften<Shape, D, T>(p, sum, row, s, c);
         }
         cp_async_wait<0>();
         __syncthreads();  // the values are there, and everybody has read the keys
-        if (key0 + KEYS < last_key) copy_rows<KEYS, D, BLOCK>(tile_k, k, key0 + KEYS, end, key_stride);
+        key0 = seen.after(key0);
+        if (key0 < seen.end) copy_rows<KEYS, D, BLOCK>(tile_k, k, key0, keys, key_stride);
         cp_async_commit();
-        if (seen) weigh<D>(sum, p, tile_v);
+        if (any) weigh<D>(sum, p, tile_v);
     }
-    finish<D>(o, lse, own_q, sum, row, shape.scale, query0, end, stride);
+    cp_async_wait<0>();
+    finish<Shape, D>(o, lse, own_q, sum, row, shape.scale, query0, end, stride);
 }
 
 // ---- host code ----
 
 constexpr int64_t shared_bytes(int d) { return 2 * (int64_t)d * (QUERIES + 2 * KEYS); }
 
-template <class T, int D>
+template <class T, int D, class Shape>
 static void launch_on(cudaStream_t stream, T *o, float *lse, const T *q, const T *k, const T *v,
-                      const Heads &shape) {
+                      const Shape &shape) {
     if (shape.s == 0) return;
-    const int64_t bytes = shared_bytes(D);
-    CUDA_CHECK(cudaFuncSetAttribute(attention<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)bytes));
+    const auto kernel = attention<T, D, Shape>;
+    const int64_t bytes = shared_bytes(D) + plan_bytes(shape, (keys_of(shape) + KEYS - 1) / KEYS);
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
     const dim3 grid((unsigned)((shape.s + QUERIES - 1) / QUERIES), (unsigned)shape.a, (unsigned)shape.b);
-    LAUNCH((attention<T, D>), grid, BLOCK, (size_t)bytes, stream, o, lse, q, k, v, shape);
+    LAUNCH(kernel, grid, BLOCK, (size_t)bytes, stream, o, lse, q, k, v, shape);
 }
 
 #ifndef NO_MAIN
-#include "attention_reference.h"
+#include "attention_masks.h"
 
 template <class T, int D>
 static void launch(int, T *o, float *lse, float *, const T *q, const T *k, const T *v, const Heads &shape) {
@@ -254,6 +296,9 @@ static void row(const char *name, const Heads &at_size) {
     Array<float> lse(queries / D);
     auto run = [&](const Heads &shape) { launch_on<T, D>(0, o.at, lse.at, q.at, k.at, v.at, shape); };
     const Proof proof = prove_forward<T>(D, at_size.causal, true, launch<T, D>, 0);
+    if (at_size.causal)
+        masks_hold(name,
+                   prove_masked_forward<T>(D, QUERIES, [](auto... in) { launch_on<T, D>(0, in...); }));
     const KernelVersion version = {name, BLOCK, D == 64 ? 207 : 255, shared_bytes(D)};
     show_version(version, proof, small, at_size, run, [](const Heads &shape) { return formula(shape, D); });
 }

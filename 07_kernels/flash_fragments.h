@@ -112,7 +112,8 @@ __device__ static inline void to_left(uint32_t (&a)[4], const float (&left)[4], 
 
 // 16 rows of a tile (=) fragments side by side: those of rows l / 4 times `upper`, and l / 4 + 8 `lower`.
 template <int D, class T>
-__device__ static inline void put_rows(T *tile, const float (&sum)[D / 8][4], float upper, float lower) {
+__device__ static __forceinline__ void put_rows(T *tile, const float (&sum)[D / 8][4], float upper,
+                                               float lower) {
     const int row = own_lane() / 4, column = own_lane() % 4 * 2;
 #pragma unroll
     for (int c = 0; c < D / 8; c++) {
@@ -134,6 +135,73 @@ __device__ static inline void store_tile(T *head, const T *tile, int first, int 
             *reinterpret_cast<uint4 *>(head + (first + row) * stride + chunk * CHUNK) =
                 *reinterpret_cast<const uint4 *>(tile + place<D>(row, chunk));
     }
+}
+
+// ---- masks by tokens ----
+
+enum { OWN_TOKENS = 128, OWN_HALF = ATTENTION_TILE };
+
+// What a block's 128 queries, or keys, have to do with each tile of 64 on the other side of their sample.
+// Bounds are asked once, ahead of the loop, and answers kept in shared memory: products leave no registers
+// for more. A word of 4 bytes is little beside a tile of scores of 64 x 128.
+template <bool OWN_ARE_QUERIES>
+struct TokenPlan {
+    const TokenHeads &shape;
+    Token *own;       // the block's tokens
+    uint32_t *tiles;  // of each tile: 2 bits, its state to the first half of them; 2 bits, to the other
+
+    // By the whole block; before a barrier. room: plan_bytes.
+    __device__ TokenPlan(const TokenHeads &shape, void *room, int own0)
+        : shape(shape),
+          own(static_cast<Token *>(room)),
+          tiles(reinterpret_cast<uint32_t *>(own + OWN_TOKENS)) {
+        for (int i = (int)threadIdx.x; i < OWN_TOKENS; i += (int)blockDim.x)
+            own[i] = OWN_ARE_QUERIES ? query_at(shape, blockIdx.z, own0 + i)
+                                     : key_at(shape, blockIdx.z, own0 + i);
+        for (int i = (int)threadIdx.x; i < count(); i += (int)blockDim.x)
+            tiles[i] = (uint32_t)state_of(own0, i) | (uint32_t)state_of(own0 + OWN_HALF, i) << 2;
+    }
+    __device__ TileState state_of(int own0, int tile) const {
+        const int other0 = tile * ATTENTION_TILE;
+        return tile_state<OWN_HALF, ATTENTION_TILE>(shape, blockIdx.z, OWN_ARE_QUERIES ? own0 : other0,
+                                                    OWN_ARE_QUERIES ? other0 : own0);
+    }
+    __device__ int count() const { return (int)(OWN_ARE_QUERIES ? shape.keys : shape.queries).tiles; }
+    __device__ TileState state(int tile, int half) const {
+        return static_cast<TileState>(tiles[tile] >> 2 * half & 3);
+    }
+    // The first tile from `tile` on that is not empty; count(): none. By a whole warp.
+    __device__ int next(int tile) const {
+        while (tile < count() && !(tiles[tile] & 15)) tile++;
+        return tile;
+    }
+    // Entries of a product of own tokens, 16 from `row0` on, and of 8 N of the others, from column0 on, that
+    // do not see one another are -inf.
+    template <int N>
+    __device__ void mask(float (&s)[N][4], int row0, int column0) const {
+        const Token row[2] = {own[row0 + own_lane() / 4], own[row0 + own_lane() / 4 + 8]};
+        uint32_t seen = 0;  // a bit for each entry: a loop has no registers by number
+#pragma unroll 2
+        for (int j = 0; j < N; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int column = column0 + own_lane() % 4 * 2 + 8 * j + e % 2;
+                seen |= (uint32_t)(OWN_ARE_QUERIES
+                                       ? sees(shape, row[e / 2], key_at(shape, blockIdx.z, column))
+                                       : sees(shape, query_at(shape, blockIdx.z, column), row[e / 2]))
+                        << (4 * j + e);
+            }
+#pragma unroll
+        for (int j = 0; j < N; j++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (!(seen >> (4 * j + e) & 1)) s[j][e] = -INFINITY;
+    }
+};
+// Nothing by order.
+static inline int64_t plan_bytes(const Heads &, int64_t) { return 0; }
+static inline int64_t plan_bytes(const TokenHeads &, int64_t tiles) {
+    return OWN_TOKENS * (int64_t)sizeof(Token) + tiles * (int64_t)sizeof(uint32_t);
 }
 
 // Of a row of o and its gradient, by eight lanes: their product, of which delta is made; 0 of a row that

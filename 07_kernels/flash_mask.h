@@ -6,7 +6,7 @@
 //
 // A kernel asks both the same, first about tiles of so many queries and keys, then, where it must, about
 // tokens. By tokens, what is known of a tile comes from the least and the greatest position and document of
-// each 64 tokens, which tiles of 128 join and tiles of 32 share:
+// each 64 tokens, two of which a tile of 128 asks and a tile of 32 shares:
 //
 //     keys ->
 //     o / . .      o FULL:     no entry is masked
@@ -53,8 +53,8 @@ __device__ static inline bool sees(const Heads &shape, int64_t query, int64_t ke
 }
 
 // Of queries from query0 on, and keys from key0 on.
-template <int QUERIES, int KEYS>
-__device__ static inline TileState tile_state(const Heads &shape, int64_t, int64_t query0, int64_t key0) {
+template <int QUERIES, int KEYS, class Int>
+__device__ static inline TileState tile_state(const Heads &shape, int64_t, Int query0, Int key0) {
     if (shape.causal && key0 >= query0 + QUERIES) return TILE_EMPTY;
     return sees(shape, query0, key0 + KEYS - 1) ? TILE_FULL : TILE_PARTIAL;
 }
@@ -122,37 +122,34 @@ __device__ static inline TileBounds load_bounds(const TileBounds *at) {
     return {x.x, x.y, x.z, x.w};
 }
 
-// Of up to COUNT tokens from `first` on, which is below side.s.
-template <int COUNT>
-__device__ static inline TileBounds bounds_of(const ChunkTokens &side, int64_t sample, int64_t first) {
-    static_assert(ATTENTION_TILE % COUNT == 0 || COUNT % ATTENTION_TILE == 0, "tiles of bounds, or parts");
-    const TileBounds *at = side.bounds + sample * side.tiles + first / ATTENTION_TILE;
-    TileBounds all = load_bounds(at);
-#pragma unroll
-    for (int i = 1; i < COUNT / ATTENTION_TILE; i++) {
-        if (first / ATTENTION_TILE + i >= side.tiles) break;
-        const TileBounds more = load_bounds(at + i);
-        all.first_position = min(all.first_position, more.first_position);
-        all.last_position = max(all.last_position, more.last_position);
-        all.first_document = min(all.first_document, more.first_document);
-        all.last_document = max(all.last_document, more.last_document);
-    }
-    return all;
-}
-
-// As attention_tile (tensor/attention_mask.h). Rows beyond the last key are in no full tile.
-template <int QUERIES, int KEYS>
-__device__ static inline TileState tile_state(const TokenHeads &shape, int64_t sample, int64_t query0,
-                                              int64_t key0) {
-    if (query0 >= shape.queries.s || key0 >= shape.keys.s) return TILE_EMPTY;
-    const TileBounds q = bounds_of<QUERIES>(shape.queries, sample, query0);
-    const TileBounds k = bounds_of<KEYS>(shape.keys, sample, key0);
+// As attention_tile (tensor/attention_mask.h).
+__device__ static inline TileState state_of(const TileBounds &q, const TileBounds &k) {
     if (q.last_position < k.first_position || q.last_document < k.first_document ||
         k.last_document < q.first_document)
         return TILE_EMPTY;
     const bool one_document = q.first_document == q.last_document && k.first_document == k.last_document;
-    const bool whole = key0 + KEYS <= shape.keys.s;
-    return whole && one_document && q.first_position >= k.last_position ? TILE_FULL : TILE_PARTIAL;
+    return one_document && q.first_position >= k.last_position ? TILE_FULL : TILE_PARTIAL;
+}
+
+// Rows beyond the last key are in no full tile. Of 128 tokens both tiles are asked: they may be far apart,
+// as the two chunks of zig-zag are, and what lies between them is seen by neither.
+template <int QUERIES, int KEYS, class Int>
+__device__ static inline TileState tile_state(const TokenHeads &shape, int64_t sample, Int query0,
+                                              Int key0) {
+    static_assert(ATTENTION_TILE % QUERIES == 0 || QUERIES % ATTENTION_TILE == 0, "tiles, or parts of one");
+    static_assert(ATTENTION_TILE % KEYS == 0 || KEYS % ATTENTION_TILE == 0, "tiles, or parts of one");
+    const TileBounds *q = shape.queries.bounds + sample * shape.queries.tiles;
+    const TileBounds *k = shape.keys.bounds + sample * shape.keys.tiles;
+    bool empty = true, full = key0 + KEYS <= shape.keys.s;
+#pragma unroll 1  // no registers for several bounds
+    for (Int i = query0; i < query0 + QUERIES && i < shape.queries.s; i += ATTENTION_TILE)
+#pragma unroll 1
+        for (Int j = key0; j < key0 + KEYS && j < shape.keys.s; j += ATTENTION_TILE) {
+            const TileState state = state_of(load_bounds(&q[i / ATTENTION_TILE]),
+                                             load_bounds(&k[j / ATTENTION_TILE]));
+            empty = empty && state == TILE_EMPTY, full = full && state == TILE_FULL;
+        }
+    return empty ? TILE_EMPTY : full ? TILE_FULL : TILE_PARTIAL;
 }
 
 // The first of the places from, from + STEP ... below `end` of which `filled` is true; else one not below.

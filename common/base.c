@@ -47,6 +47,12 @@ static int launched_rank(void) {
     return 0;
 }
 
+int base_launched(void) {
+    const char *ranks_of_mpirun = getenv("OMPI_COMM_WORLD_SIZE"), *tasks = getenv("SLURM_STEP_NUM_TASKS");
+    int count = ranks_of_mpirun ? atoi(ranks_of_mpirun) : tasks ? atoi(tasks) : 1;
+    return count > 1 ? count : 1;
+}
+
 // ---- errors ----
 
 static char context[64];
@@ -95,7 +101,7 @@ void fatal(const char *format, ...) {
     fflush(stdout);
     if (end_all) end_all(sentence, STATUS_USAGE);
     // Ranks that fail alike before they know each other: rank 0 speaks, and its end is the others' end.
-    if (rank > 0) usleep(300000);
+    if (rank > 0) usleep(3000000);
     fputs(sentence, stderr);
     fflush(NULL);
     // No atexit handlers: other threads may be at work, and what they hold is not ours to take apart.

@@ -41,6 +41,8 @@ void fatal(const char *format, ...) PRINTF_LIKE(1, 2) NO_RETURN;
 // it is silent where it should be.
 void base_set_rank(int rank, int ranks, void (*end)(const char *sentence, int status));
 int base_rank(void);
+// Of how many processes mpirun or srun has started this one: 1 without them.
+int base_launched(void);
 
 // Whether `act` would end the program: the sentence, without the program's name, or NULL where it returns.
 // For checks that own nothing: what act holds when it is fatal, nobody frees. Static buffer.

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "comm_inside.h"
+#include "launch.h"
 #include "tensor/device.h"
 
 struct Comm comm = {.alone = true, .ranks = 1, .timeout = 300, .check = true};
@@ -348,6 +349,7 @@ int comm_finish(int status) {
     // From here on nobody is missed. mpirun may end the others when the first leaves with a status that is
     // not 0.
     signal(SIGTERM, SIG_IGN);
+    if (comm.rank == 0 && worst) launcher_hears();
     transport_finish();
     control_finish();
     return worst;

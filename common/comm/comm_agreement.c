@@ -388,25 +388,33 @@ void look_after_all(void) {
           seconds);
 }
 
-// One turn of a loop that waits since `began`.
-static void wait_turn(double began, int64_t turn) {
+typedef struct Wait {
+    double began, looked, waited;  // waited: the seconds that count
+} Wait;
+
+// One turn of a loop that waits. Of the time between two looks at most a second counts: a rank that was
+// stopped, or that others kept from its core, has not looked in vain meanwhile.
+static void wait_turn(Wait *wait, int64_t turn) {
     lines_push();
     if (turn % 64) return;
-    double now = wall_seconds(), seconds = now - began;
+    double now = wall_seconds();
     // A short wait is a few cache lines long; who waits longer lets others run. (With more ranks than cores
     // MPI yields at every turn.)
-    if (seconds > 1e-3) sched_yield();
+    if (now - wait->began > 1e-3) sched_yield();
+    wait->waited += now - wait->looked < 1 ? now - wait->looked : 1;
+    wait->looked = now;
     if (!look_is_due(now)) return;
-    if (seconds > comm.timeout) deadlock(seconds);
+    if (wait->waited > comm.timeout) deadlock(wait->waited);
     look_after_all();
 }
 
 void request_await(Request *r) {
     double began = wall_seconds();
+    Wait wait = {.began = began, .looked = began};
     comm.waiting = r;
     device_open();  // once, not at each of many thousand turns
     lines_push();
-    for (int64_t turn = 1; !r->done; turn++) wait_turn(began, turn);
+    for (int64_t turn = 1; !r->done; turn++) wait_turn(&wait, turn);
     device_close();
     comm.waiting = NULL;
     r->waited = wall_seconds();

@@ -156,14 +156,17 @@ static int wait_for_end(void) {
     }
 }
 
+// Ranks tell of their verdict (launcher_hears): without that, the status of one is mpirun's own.
+static bool nobodys_verdict(int status) {
+    return !spoken && (status == STATUS_FAIL || status == STATUS_UNPROVEN);
+}
+
 static void say_what_nobody_said(int status) {
     if (spoken || ended_by) return;
     if (hung)
         fprintf(stderr, "%s: a rank died while they started, and mpirun waited in vain for its end\n",
                 base_program());
-    static const int said[] = {STATUS_PASS, STATUS_FAIL, STATUS_USAGE, STATUS_UNPROVEN, STATUS_UNREAD};
-    for (size_t i = 0; i < sizeof said / sizeof *said; i++)
-        if (status == said[i]) return;
+    if (status == STATUS_PASS || status == STATUS_USAGE || status == STATUS_UNREAD) return;
     if (status > 128)
         fprintf(stderr, "%s: a rank was ended by signal %d (%s), and the others with it\n", base_program(),
                 status - 128, strsignal(status - 128));
@@ -208,5 +211,6 @@ int launch(char *const *words) {
     bool fell = WIFSIGNALED(end_status) && WTERMSIG(end_status) == SIGSEGV && spoken;
     if (hung || fell) status = STATUS_USAGE;
     say_what_nobody_said(status);
+    if (nobodys_verdict(status)) status = STATUS_USAGE;  // mpirun's own, when a rank crashes as it starts
     _exit(ended_by ? 128 + ended_by : status);
 }

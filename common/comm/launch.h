@@ -6,7 +6,7 @@
 // and the like where a signal has ended the run, so that an interrupted run is no failed check. Returns
 // only if mpirun could not be started, with errno.
 int launch(char *const *words);
-// In a rank: what must be said is being said by one of the ranks. Safe in a signal handler.
+// In a rank: the ranks have a verdict, or one of them says why they have none. Safe in a signal handler.
 void launcher_hears(void);
 
 #endif

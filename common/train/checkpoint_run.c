@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "checkpoint.h"
+#include "comm/comm.h"
 
 // ---- folders on the disk ----
 
@@ -65,12 +66,22 @@ const char *folder_put_in_place(const char *temporary, const char *final, const 
 }
 
 void checkpoint_check_place(const char *dir) {
-    if (base_rank() > 0) return;
-    const char *wrong = folder_make(dir);
-    CHECK(!wrong, "--save %s: %s", dir, wrong);
+    Group world = comm_world();
     char *trial = format_text("%s/.trial", dir);
-    CHECK(mkdir(trial, 0777) == 0 || errno == EEXIST, "--save %s: %s", dir, file_fault("create", trial));
-    rmdir(trial);
+    if (world.rank == 0) {
+        const char *wrong = folder_make(dir);
+        CHECK(!wrong, "--save %s: %s", dir, wrong);
+        bool made = mkdir(trial, 0777) == 0 || errno == EEXIST;
+        CHECK(made, "--save %s: %s", dir, file_fault("create", trial));
+    }
+    comm_wait(comm_barrier(world));
+    bool seen = access(trial, F_OK) == 0;
+    int first = -(int)comm_max(seen ? -world.size : -world.rank, world);
+    if (world.rank == 0) rmdir(trial);
+    CHECK(first == world.size,
+          "--save %s: rank %d does not see what rank 0 makes there: a folder that all hosts share would "
+          "fit",
+          dir, first);
     free(trial);
 }
 

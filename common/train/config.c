@@ -290,6 +290,9 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
             table[count++] = shared[i].option;
         }
     options_parse(argc, argv, purpose, table, count);
+    bool takes_ranks = (groups & CONFIG_RANKS) || !(groups & CONFIG_REPORT);  // or is no program of its own
+    CHECK(takes_ranks || base_launched() == 1,
+          "this program is for one device: start one of it, and not %d", base_launched());
     for (int i = 0; i < own_count; i++) {
         own[i].given = table[first + i].given;
         if (!own[i].target && own[i].type != OPTION_HEADING) add_setting(&c, &own[i], &value[i]);

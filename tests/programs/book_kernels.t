@@ -49,6 +49,10 @@ passes "in fp16, heads of 128" 04_context_parallel/ring_attention --ranks 2 \
     ${tiny/size 64/size 128} --dtype f16 --steps 1 --seq 66 --kernels book
 all_taken
 report $? "in fp16: all calls"
+passes "in bf16, zig-zag and documents" 04_context_parallel/zigzag_ring_attention --ranks 2 $tiny \
+    --dtype bf16 --steps 1 --seq 68 --documents 32 --kernels book
+all_taken
+report $? "in bf16, zig-zag and documents: all calls"
 
 # What the library is held to, in all dtypes: sizes that fit no pack, ignored labels, what f16 loses.
 if wanted "operations on the book's kernels"; then

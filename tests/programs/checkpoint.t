@@ -138,13 +138,27 @@ if unshare -m --propagation private true 2>/dev/null; then
     run mpirun --quiet --oversubscribe --allow-run-as-root -n 2 unshare -m --propagation private \
         sh -c "$on_two_hosts" "$work/apart" "$build/../02_zero/zero3" $shape $run --steps 1 --no-check \
         --save "$work/apart"
-    one_line $status -F "rank 1: this rank does not see $work/apart/.step-000001.tmp" &&
-        grep -q "folder that all hosts share; the checkpoint of step 1 is not saved" "$err" &&
-        [ -z "$(ls -A "$work/apart")" ]
-    report $? "a folder that one rank does not see: its sentence, and nothing is left"
+    one_line $status -F "--save $work/apart: rank 1 does not see what rank 0 makes there: a folder" &&
+        ! grep -q '^step' "$out" && [ -z "$(ls -A "$work/apart")" ]
+    report $? "a folder that one rank does not see: its sentence before any step, and nothing is left"
 else
     echo "# SKIP a folder that one rank does not see: no mount namespaces here"
 fi
+
+# Rank 1 may write no more, once the first checkpoint is there.
+"$build/../02_zero/zero3" --ranks 2 $shape $run --steps 1000000 --save-every 20 --no-check --save \
+    "$work/short" >"$out" 2>"$err" </dev/null &
+launcher=$!
+ranks=$(ranks_of $launcher 2)
+for i in $(seq 1200); do [ -e "$work/short/step-000020" ] && break; sleep 0.1; done
+prlimit --fsize=0 --pid ${ranks#* }
+enough=$(($(ls "$work/short" | wc -l) + 3))  # one may have been under way
+while kill -0 $launcher 2>/dev/null && [ "$(ls "$work/short" | wc -l)" -lt $enough ]; do sleep 0.1; done
+kill $launcher 2>/dev/null
+wait $launcher
+one_line $? -E 'rank 1: cannot write .*: File too large; the checkpoint of step [0-9]* is not saved' &&
+    [ "$(ls -A "$work/short" | grep -vc '^step-')" = 0 ]
+report $? "a write that fails on one rank alone: its sentence, and nothing is left"
 
 refuses "a folder without a checkpoint" "$work holds no checkpoint" train --resume "$work" $to20
 refuses "a folder that is not there" 'no/such/folder' train --resume "$work/no/such/folder" $to20

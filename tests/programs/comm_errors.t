@@ -62,6 +62,11 @@ waits() {  # waits SCENARIO LINES PATTERN
 }
 waits late 3 'waits in barrier\(\), its call 1, in group world, for rank 2'
 waits late-busy 3 'waits in barrier\(\), its call 1, in group world, for rank 2'
+if wanted late-starved; then
+    OMPI_MCA_mpi_yield_when_idle=1 run "$comm" --scenario late-starved --timeout 4
+    [ $? = 0 ] && [ ! -s "$err" ]
+    report $? "late-starved: who had no core to look has not waited in vain"
+fi
 waits circle 4 'waits in send\(1024 f32 to rank .\), its call 1, in group world, for rank .'
 
 if wanted status; then
@@ -87,6 +92,10 @@ fi
 PATH=/nonexistent "$comm" >"$out" 2>"$err"
 [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q '4 ranks need mpirun.*openmpi-bin' "$err"
 report $? "without mpirun: $(cat "$err")"
+mkdir "$work/bin" && printf '#!/bin/sh\nexit 1\n' >"$work/bin/mpirun" && chmod +x "$work/bin/mpirun"
+PATH=$work/bin:$PATH run "$comm"
+one_line $? -F 'mpirun has ended with status 1, and no rank has said why'
+report $? "an mpirun that fails by itself has no verdict: $(cat "$err")"
 PATH=/nonexistent "$comm" --ranks 1 'a_ring*' >"$out" 2>"$err"
 report $? "one rank needs no mpirun"
 run "$comm" --ranks 2.5

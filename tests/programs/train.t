@@ -61,11 +61,12 @@ refuses "a token file that is truncated" "$work/cut.bin" train --data "$work/cut
 { cat "$work/cut.bin"; printf '\x10\x27'; } >"$work/big.bin"
 refuses "a token beyond the vocabulary" 'vocab' train --data "$work/big.bin"
 runs "trains on a token file" '^PASS' $small --vocab 10001 --data "$work/big.bin" --steps 5
-mpirun --quiet --oversubscribe --allow-run-as-root -n 2 "$train" $small --steps 2 \
-    --save "$work/shared" >"$out" 2>"$err"
-[ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'trains on one device: start one of it, and not 2' \
-    "$err" && ! grep -q '^step' "$out"
-report $? "several copies of a program for one device are refused"
+for program in "train $small --save $work/shared" "recompute --json $work/shared"; do
+    run mpirun --quiet --oversubscribe --allow-run-as-root -n 2 $build/$program
+    one_line $? -F 'is for one device: start one of it, and not 2' && [ ! -s "$out" ] &&
+        [ ! -e "$work/shared" ]
+    report $? "several copies of a program for one device are refused: ${program%% *}"
+done
 refuses "a decay that SGD has not" 'weight-decay is AdamW' train --optimizer sgd --weight-decay 0.3
 refuses "a warm-up that SGD has not" 'warmup is AdamW' train --optimizer sgd --warmup 3
 refuses "a file that --json cannot write" 'json' train $small --json "$work/no/such/folder.json"

@@ -303,14 +303,15 @@ static void host_sums_run_in_rank_order(void) {
 
 // ---- scenarios of wrong use, for comm.t: each ends the program, or says what it should not ----
 
-// In "late-busy" whoever gives its core away has it back after 5 ms, as where many processes want it; MPI
-// does so at every turn of a loop that waits. A timeout of a second is then 200 turns.
-static bool busy;
+// Whoever gives its core away has it back after so many microseconds, as where many processes want it; MPI
+// does so at every turn of a loop that waits. "late-busy": a timeout of a second is then 200 turns.
+// "late-starved": a look every 2.6 s, and seconds in between that nobody has waited in vain.
+static useconds_t away;
 
 int sched_yield(void) {
     static int turns;
-    if (busy && ++turns > 1000) _exit(STATUS_FAIL);
-    return busy ? usleep(5000) : 0;
+    if (away && ++turns > 1000) _exit(STATUS_FAIL);
+    return away ? usleep(away) : 0;
 }
 
 static void scenario(const char *name) {
@@ -359,8 +360,9 @@ static void scenario(const char *name) {
         comm_wait(comm_send(t, (me + 1) % n, world));
         comm_wait(comm_receive(wide, (me + n - 1) % n, world));
     }
-    busy = IS("late-busy");
-    if (IS("late") || busy) usleep(me == odd ? 60000000 : 0);
+    away = IS("late-busy") ? 5000 : IS("late-starved") ? 40000 : 0;
+    if (IS("late") || IS("late-busy")) usleep(me == odd ? 60000000 : 0);
+    if (IS("late-starved")) usleep(me == odd ? 6000000 : 0);
     if (IS("lost") && me == odd) comm_all_reduce(t, REDUCE_SUM, mesh_single().world);
     if (IS("killed") && me == odd) raise(SIGKILL);
     if (IS("killed-in-work")) {  // nobody waits, all compute
@@ -390,6 +392,7 @@ static void scenario(const char *name) {
     tensor_free(&t);
     tensor_free(&wide);
     comm_wait(comm_barrier(world));
+    away = 0;
 }
 
 // ---- all of them ----
