@@ -139,6 +139,13 @@ int64_t spoil_unseen(const Array<T> &x, const AttentionMask &mask, int64_t tile)
     return unseen;
 }
 
+// So that what a kernel leaves out shows.
+template <class T>
+void fill_with_nan(const Array<T> &x) {
+    const std::vector<T> none((size_t)x.count, static_cast<T>(NAN));
+    CUDA_CHECK(cudaMemcpy(x.at, none.data(), none.size() * sizeof(T), cudaMemcpyHostToDevice));
+}
+
 // -inf, of rows without a key, as 0: so that the others can be compared.
 template <class T>
 std::vector<T> without_infinity(std::vector<T> x) {
@@ -160,6 +167,7 @@ Proof prove_masked_forward(int d, int64_t tile, Launch launch) {
         Array<T> d_q(q.narrow.data(), queries), d_k(k.narrow.data(), keys), d_v(v.narrow.data(), keys);
         Array<T> o(queries);
         Array<float> lse(n.b * n.a * n.s);
+        fill_with_nan(o), fill_with_nan(lse);
         launch(o.at, lse.at, d_q.at, d_k.at, d_v.at, n);
         const float *in[] = {q.exact.data(), k.exact.data(), v.exact.data()};
         const auto cpu = attention_on_cpu<float, T>(n, d, in[0], in[1], in[2], NULL, &it.mask);
@@ -201,6 +209,7 @@ Proof prove_masked_backward(int d, int64_t tile, Launch launch) {
         Array<T> dq(queries), dk(keys), dv(keys);
         const GradientsIn<T> grad = {dq.at, dk.at, dv.at};
         const OperandsIn<T> in = {d_q.at, d_k.at, d_v.at, o.at, lse.at, d_do.at};
+        fill_with_nan(dq), fill_with_nan(dk), fill_with_nan(dv);
         launch(grad, in, room.at, n);
         const std::vector<float> once[] = {made(dq), made(dk), made(dv)};
         proof.hold(once[0], cpu.dq, right.dq);
@@ -221,6 +230,30 @@ Proof prove_masked_backward(int d, int64_t tile, Launch launch) {
 static inline void masks_hold(const char *name, const Proof &masked) {
     report_that(masked.error <= masked.bound, "%s: with masks by tokens the error is %.1e, and may be %.1e",
                 name, masked.error, masked.bound);
+}
+
+enum { UNSEEING = 128 };  // queries before the first key
+
+// Tensor cores multiply tiles that are not empty, and no other: launch(x, out, lse, room, shape) takes its
+// operands from x, and has `products` of 64 x 64 x d for each tile. out begins with o, or dq: 0 of queries
+// that see no key.
+template <class T, class Launch>
+void products_of_tiles(const char *name, int d, int products, Launch launch) {
+    const std::vector<Token> tokens = packed_tokens(512, 100, 40);
+    const std::vector<Token> later(tokens.begin() + UNSEEING, tokens.end());
+    const MaskedCase it(positions_of(1, tokens), positions_of(1, later));
+    const TokenHeads n = it.shape(1, 1, d);
+    const Given<T> numbers(n.s * d, 1, 4);
+    Array<T> x(numbers.narrow.data(), n.s * d), out(3 * n.s * d);
+    Array<float> lse(numbers.exact.data(), n.s), room(backward_room(n, d));
+    const Work work = counted([&] { launch(x.at, out.at, lse.at, room.at, n); });
+    const double flops = 2.0 * products * ATTENTION_TILE * ATTENTION_TILE * d * (double)it.mask.tiles;
+    report_that(ON_GPU || work.tensor_flops == flops,
+                "%s: with documents the tensor cores do %.0f FLOPs, and %.0f for the tiles that are seen",
+                name, work.tensor_flops, flops);
+    const std::vector<float> first = made(out);
+    report_that(std::all_of(first.begin(), first.begin() + UNSEEING * d, [](float y) { return y == 0; }),
+                "%s: queries that see no key have other than 0", name);
 }
 
 // ---- what a mask saves ----

@@ -16,8 +16,8 @@
 //     copies             Q, dO of t + 1 in flight                Q, dO of t + 2 …
 //     warps              S', dP', dV, dK | dS there, its turn | dQ | S', dP', …       |: a barrier
 //
-// By tokens (flash_mask.h) a block leaves out tiles of queries that see none of its keys. Its turn at a tile
-// is how many blocks of later keys those queries see, so that it waits for no block that never comes.
+// By tokens (flash_mask.h) a block leaves out tiles of queries that see none of its keys. Its turn at a
+// tile is how many blocks of later keys those queries see, so that it waits for no block that never comes.
 //
 // dQ adds up in f32, in memory, a block after another; a last kernel scales it and rounds it to 16 bits.
 // Extra memory: that sum, 4 d bytes for a row and head; delta, turns and tickets as before.
@@ -341,7 +341,13 @@ static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *r
 
 template <class T, int D>
 static void row(const char *name, const Heads &at_size) {
-    if (at_size.causal) masks_hold(name, prove_masked_backward<T>(D, KEYS, launch<T, D, TokenHeads>));
+    if (at_size.causal) {
+        masks_hold(name, prove_masked_backward<T>(D, KEYS, launch<T, D, TokenHeads>));
+        products_of_tiles<T>(name, D, 5, [](T *x, T *dx, float *lse, float *room, const TokenHeads &shape) {
+            const int64_t count = shape.s * D;
+            launch<T, D>({dx, dx + count, dx + 2 * count}, {x, x, x, x, lse, x}, room, shape);
+        });
+    }
     const KernelVersion version = {name, BLOCK, D == 64 ? 239 : 255, shared_bytes(D)};
     backward_version<T>(version, at_size, D, KEYS, launch<T, D, Heads>, work_of_tensor_backward);
 }

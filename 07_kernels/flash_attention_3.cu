@@ -22,8 +22,9 @@
 // clocks, and not 1.5 times as many. A tile on the diagonal is 128 keys wide, not 64: with a causal mask,
 // 1.5% more products. The table's time is that of the busiest part, with turns and without.
 //
-// Proof: as for flash_attention_2_tensor.cu, up to three tiles of keys, for which the ring comes round. Masks
-// by tokens (flash_mask.h): empty tiles are neither copied nor multiplied, full ones look at no token.
+// Proof: as for flash_attention_2_tensor.cu, up to three tiles of keys, for which the ring comes round.
+// Masks by tokens (flash_mask.h): empty tiles are neither copied nor multiplied, full ones look at no
+// token.
 // Run: build/07_kernels/flash_attention_3           (--head-size 64, --size 8192, --verbose)
 // Last line: PASS flash_attention_3: the busiest part takes 0.66 of products and exponentials one by one …
 #include "flash_warpgroups.h"

@@ -175,8 +175,8 @@ struct TokenPlan {
         while (tile < count() && !(tiles[tile] & 15)) tile++;
         return tile;
     }
-    // Entries of a product of own tokens, 16 from `row0` on, and of 8 N of the others, from column0 on, that
-    // do not see one another are -inf.
+    // Entries of a product of own tokens, 16 from `row0` on, and of 8 N of the others, from column0 on,
+    // that do not see one another are -inf.
     template <int N>
     __device__ void mask(float (&s)[N][4], int row0, int column0) const {
         const Token row[2] = {own[row0 + own_lane() / 4], own[row0 + own_lane() / 4 + 8]};

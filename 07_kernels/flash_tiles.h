@@ -171,7 +171,7 @@ struct Order {
 // the block's barriers make them those of all its threads. A volatile load without a fence would order
 // nothing.
 __device__ static inline void wait_for_turn(unsigned *turn, unsigned mine) {
-    while (atomicAdd(turn, 0u) != mine) {
+    while (atomicAdd(turn, 0u) < mine) {
     }
     __threadfence();
 }

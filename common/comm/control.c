@@ -117,8 +117,8 @@ void control_check_shared(double bytes, int ranks) {
 
 // Under AddressSanitizer: leaks are looked for while MPI still holds, and knows, what it forgets to free at
 // its end. Of a leak the function that asked for the memory is known and no more: to unwind whole stacks,
-// through libraries without frame pointers, takes as long as all tests. What MPI forgets in its start, where
-// libc asks for it, is therefore left out.
+// through libraries without frame pointers, takes as long as all tests. What MPI forgets in its start,
+// where libc asks for it, is therefore left out.
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/lsan_interface.h>
