@@ -252,15 +252,15 @@ static void a_rank_has_no_whole_weight_while_it_saves_and_resumes(void) {
     params_allocate(&model.params, recipe_standard(F32), 7);
     char *dir = folder_of(&zero3, 0), *saved = format_text("%s/step-000000", dir);
     most_memory();
-    double before = most_memory();
+    double before = most_memory(), most = (2.0 / n + 0.1) * whole;
     checkpoint_save(dir, &model.config, &model.params, NULL, (Progress){0});
     double saving = most_memory() - before;
-    if (!(saving < 0.6 * whole)) note("saving takes %.0f bytes beside the weights", saving);
+    if (!(saving < most)) note("saving takes %.0f bytes beside the weights", saving);
     op_fill(model.params.own_values, 0);
     before = most_memory();
     checkpoint_load_weights(saved, &model.params);
     double resuming = most_memory() - before;
-    if (!(resuming < 0.6 * whole)) note("resuming takes %.0f bytes beside the weights", resuming);
+    if (!(resuming < most)) note("resuming takes %.0f bytes beside the weights", resuming);
     if (op_sum_squares(model.params.own_values) != (double)tensor_count(model.params.own_values))
         note("the weights are not those that were saved");
     params_free(&model.params);
