@@ -233,6 +233,17 @@ static inline void masks_hold(const char *name, const Proof &masked) {
                 name, masked.error, masked.bound);
 }
 
+// What is counted of a launch, and what the tiles that are not empty take.
+struct TileCount {
+    const char *what;
+    double counted, right;
+};
+static inline void hold_tiles(const char *name, std::initializer_list<TileCount> counts) {
+    for (const TileCount &c : counts)
+        report_that(ON_GPU || c.counted == c.right, "%s: %.0f %s; the tiles that are not empty take %.0f",
+                    name, c.counted, c.what, c.right);
+}
+
 enum { UNSEEING = 128 };  // queries before the first key
 
 // Tensor cores multiply tiles that are not empty, and no other: launch(x, out, lse, room, shape) takes its
@@ -272,18 +283,15 @@ static inline AttentionPositions eight_documents(int64_t count) {
 template <class Formula>
 void show_masked(const Heads &at_size, const Proof &proof, const MaskedCase &it, const TokenHeads &small,
                  const Work &counted, int registers, Formula formula) {
-    report_that(proof.error <= proof.bound, "masked: off by %.1e, and may be by %.1e", proof.error,
-                proof.bound);
+    masks_hold("masked", proof);
     const Work tiles = formula(small, it.mask);
-    const double made[] = {counted.flops,        counted.special_instructions,
-                           counted.tensor_flops, counted.shared_passes,
-                           counted.barriers,     counted.store_requests};
-    const double right[] = {tiles.flops,        tiles.special_instructions,
-                            tiles.tensor_flops, tiles.shared_passes,
-                            tiles.barriers,     tiles.store_requests};
-    for (int i = 0; i < 6 && !ON_GPU; i++)
-        report_that(made[i] == right[i], "masked: count %d is %.0f, and of tiles that are seen %.0f", i,
-                    made[i], right[i]);
+    hold_tiles("masked", {{"FLOPs", counted.flops, tiles.flops},
+                          {"special instructions", counted.special_instructions,
+                           tiles.special_instructions},
+                          {"FLOPs of tensor cores", counted.tensor_flops, tiles.tensor_flops},
+                          {"passes of shared memory", counted.shared_passes, tiles.shared_passes},
+                          {"barriers", counted.barriers, tiles.barriers},
+                          {"store requests", counted.store_requests, tiles.store_requests}});
     Heads causal = at_size;
     causal.causal = 1, causal.b = 1;
     const MaskedCase eight(eight_documents(causal.s), eight_documents(causal.s));

@@ -5,12 +5,6 @@
 
 #include "attention_masks.h"
 
-// The table's errors are those without tokens.
-static inline void hold_masked(const char *name, const Proof &proof) {
-    report_that(proof.error <= proof.bound, "%s: masked by tokens, it is off by %.1e, and may be by %.1e",
-                name, proof.error, proof.bound);
-}
-
 // run(shape) counts what formula(shape, pairs of tiles, of all heads) says: what is empty is neither copied
 // nor multiplied. Loads are left out, since those of tokens and of bounds are among them. A tile has `tile`
 // queries and as many keys.
@@ -23,16 +17,10 @@ void prove_empty_tiles(const char *name, int64_t tile, int d, Run run, Formula f
     const Work right = formula(n, (double)(n.a * pairs)), work = counted([&] { run(n); });
     report_that(pairs < causal, "%s: with documents %lld tiles are not empty, and with a causal mask %lld",
                 name, (long long)pairs, (long long)causal);
-    const struct {
-        const char *what;
-        double counted, right;
-    } counts[] = {{"passes of shared memory", work.shared_passes, right.shared_passes},
-                  {"FLOPs of tensor cores", work.tensor_flops + work.tensor_8_flops,
-                   right.tensor_flops + right.tensor_8_flops},
-                  {"special instructions", work.special_instructions, right.special_instructions}};
-    for (auto &c : counts)
-        report_that(ON_GPU || c.counted == c.right, "%s: %.0f %s; the tiles that are not empty take %.0f",
-                    name, c.counted, c.what, c.right);
+    hold_tiles(name, {{"passes of shared memory", work.shared_passes, right.shared_passes},
+                      {"FLOPs of tensor cores", work.tensor_flops + work.tensor_8_flops,
+                       right.tensor_flops + right.tensor_8_flops},
+                      {"special instructions", work.special_instructions, right.special_instructions}});
 }
 
 // What run(shape) makes, where every query sees every key and looks at no token, is what it makes without a

@@ -255,7 +255,7 @@ static void prove_masks(int version, const char *name) {
         return work_of_pairs(version, shape, D, pairs);
     });
     prove_full_tiles(name, KEYS, D, run);
-    hold_masked(name, prove_masked_forward<T>(
+    masks_hold(name, prove_masked_forward<T>(
                           D, KEYS, [=](auto... operands) { launch_on<T, D>(version, operands...); }));
 }
 

@@ -332,7 +332,7 @@ static void prove_masks() {
         return all;
     };
     prove_full_tiles("backward", KEYS, D, run);
-    hold_masked("backward", prove_masked_backward<T>(D, KEYS, launch<T, D, TokenHeads>));
+    masks_hold("backward", prove_masked_backward<T>(D, KEYS, launch<T, D, TokenHeads>));
 }
 
 template <class T, int D>

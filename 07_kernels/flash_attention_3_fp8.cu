@@ -315,7 +315,7 @@ static void prove_masks(const char *name) {
                       [](const Heads &shape, double pairs) { return work_of_pairs(shape, D, pairs); });
     encode_all(coded, numbers.at, numbers.at, numbers.at, Heads{1, 2 * QUERIES, 2, 1, 1, 0});
     prove_full_tiles(name, KEYS, D, run);
-    hold_masked(name, prove_masked_codes<T, D>(attend<T, D, TokenHeads>));
+    masks_hold(name, prove_masked_codes<T, D>(attend<T, D, TokenHeads>));
 }
 
 // Operands of random numbers, at `small` or, on a GPU, at the size of the table.
