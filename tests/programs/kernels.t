@@ -22,8 +22,7 @@ for source in $(grep -l '^int main' 07_kernels/*.cu); do
     ! grep -q '^PASS' "$out" || cp "$out" "$work/$name.txt"
 done
 passes "on an A100" 07_kernels/vector_add --gpu a100
-passes "heads of 64" 07_kernels/flash_attention_1 --head-size 64
-passes "backward of heads of 64" 07_kernels/flash_attention_1_backward --head-size 64
+# The first version's heads of 64 are the runs of exercises, in which exercises.t demands that it passes.
 passes "heads of 64, second version" 07_kernels/flash_attention_2 --head-size 64
 passes "heads of 64, on tensor cores" 07_kernels/flash_attention_2_tensor --head-size 64
 passes "backward of heads of 64, tensor cores" 07_kernels/flash_attention_2_tensor_backward --head-size 64
