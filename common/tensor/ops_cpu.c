@@ -315,14 +315,13 @@ void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
           "matmul: of m, n, k = %lld, %lld, %lld one is more than the int of a CBLAS holds", (long long)m,
           (long long)n, (long long)k);
     scratch_begin();
-    void *wide_c = beta ? widen(dtype, c, m * n) : wide_output(dtype, c, m * n);
 #if TILES
-    if (is_thin(dtype, transpose_a, m, n, k)) {
-        matmul_tiles(wide_c, dtype, a, b, m, n, k, transpose_a, transpose_b, beta != 0);
-        narrow(dtype, c, wide_c, m * n);
+    if (tiles_are_faster(dtype, transpose_a, m, n, k)) {
+        matmul_tiles(dtype, c, a, b, m, n, k, transpose_a, transpose_b, beta != 0);
         return;
     }
 #endif
+    void *wide_c = beta ? widen(dtype, c, m * n) : wide_output(dtype, c, m * n);
     const void *wide_a = widen(dtype, a, m * k), *wide_b = widen(dtype, b, k * n);
     CALL(dtype, matmul, wide_c, wide_a, wide_b, m, n, k, transpose_a, transpose_b, beta != 0);
     narrow(dtype, c, wide_c, m * n);

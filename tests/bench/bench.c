@@ -12,7 +12,7 @@
 #include "figures.h"
 
 static Config shape(const char *text) {
-    char *all = format_text("%s dtype=f32 warmup=1 steps=1000", text);
+    char *all = format_text("dtype=f32 warmup=1 steps=1000 %s", text);
     Config c = config_default(all);
     free(all);
     return c;
