@@ -19,6 +19,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "device.h"
 #include "kernels.h"
 #include "rng.h"
 
@@ -181,6 +182,7 @@ static inline float exp_f32(float x) {
 #include "ops_cpu_tiles.inc"
 #else
 #define TILES 0
+static bool takes_pairs(DType dtype) { return dtype == BF16 && false; }
 #endif
 
 // ---- the same code for f32 and f64 ----
@@ -325,6 +327,14 @@ void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
     const void *wide_a = widen(dtype, a, m * k), *wide_b = widen(dtype, b, k * n);
     CALL(dtype, matmul, wide_c, wide_a, wide_b, m, n, k, transpose_a, transpose_b, beta != 0);
     narrow(dtype, c, wide_c, m * n);
+}
+
+// Of device.h: what multiplies.
+const char *backend_text(void) {
+    static char text[160];
+    const char *bf16 = takes_pairs(BF16) ? "by vdpbf16ps" : "as f32";
+    snprintf(text, sizeof text, "%s, bf16 %s", base_blas_name(), bf16);
+    return text;
 }
 
 // Tokens index memory, so a wrong one must not get further than here.

@@ -10,6 +10,7 @@
 
 #include "00_single_gpu/formulas.h"
 #include "figures.h"
+#include "tensor/device.h"
 
 static Config shape(const char *text) {
     char *all = format_text("dtype=f32 warmup=1 steps=1000 %s", text);
@@ -153,7 +154,7 @@ int main(int argc, char **argv) {
         tokens_per_second(only, steps);
         return 0;
     }
-    say("%s", base_blas_name());
+    say("%s", backend_text());
     memory_is_the_account();  // first: later cases would have raised the process's peak already
     share_of_sgemm("train-L6-h384",
                    "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=8", 15,
