@@ -1,4 +1,4 @@
-// test_ops_pairs.c: products of bf16 by vdpbf16ps, on the instruction itself, whether or not the processor
+// test_bf16_pairs.c: products of bf16 by vdpbf16ps, on the instruction itself, whether or not the processor
 // says that it has it and whether or not it is the faster way: against f64, element by element.
 #include <omp.h>
 #include <setjmp.h>
