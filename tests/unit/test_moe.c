@@ -14,8 +14,8 @@
 static const char *const kinds[] = {
     "experts=5 top-k=2",
     "experts=5 top-k=1 tied=1",
-    "experts=6 top-k=2 moe=deepseek expert-groups=3 groups-kept=2 shared-experts=2 expert-ffn=7 "
-    "routed-scale=2.5",
+    ("experts=6 top-k=2 moe=deepseek expert-groups=3 groups-kept=2 shared-experts=2 expert-ffn=7 "
+     "routed-scale=2.5"),
 };
 enum { KINDS = 3, MICRO_BATCHES = 2 };
 
