@@ -348,8 +348,7 @@ void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
 // Of device.h: what multiplies.
 const char *backend_text(void) {
     static char text[160];
-    const char *bf16 = takes_pairs(BF16) ? "by vdpbf16ps" : "as f32";
-    snprintf(text, sizeof text, "%s, bf16 %s", base_blas_name(), bf16);
+    snprintf(text, sizeof text, "%s%s", base_blas_name(), takes_pairs(BF16) ? ", bf16 by vdpbf16ps" : "");
     return text;
 }
 

@@ -181,9 +181,8 @@ static double subnormal_product(void) {
 static void multiply_as(void *way) {
     setenv("ULTRASCALE_BF16", way, 1);
     const bool pairs = strcmp(way, "f32");
-    const char *text = pairs ? "bf16 by vdpbf16ps" : "bf16 as f32";
-    CHECK(strstr(backend_text(), text), "%s is chosen, and the backend says %s", (char *)way,
-          backend_text());
+    CHECK(pairs == (strstr(backend_text(), "bf16 by vdpbf16ps") != NULL),
+          "%s is chosen, and the backend says %s", (char *)way, backend_text());
     CHECK(subnormal_product() == (pairs ? 0 : 0x1p-120), "%s is chosen, and 2^-130 2^10 = %g", (char *)way,
           subnormal_product());
 }
