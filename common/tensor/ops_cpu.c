@@ -273,8 +273,8 @@ void kernel_add(DType dtype, void *y, const void *a, const void *b, int64_t coun
 }
 
 void kernel_accumulate(DType y_dtype, void *y, DType x_dtype, const void *x, int64_t count) {
-    DType wide = y_dtype == F64 || x_dtype == F64 ? F64 : F32;
-    if (wide == F32) {
+    const DType wide = y_dtype == F64 || x_dtype == F64 ? F64 : F32;
+    if (wide == F32 && (is_narrow(y_dtype) || is_narrow(x_dtype))) {
         accumulate_narrow(y_dtype, y, x_dtype, x, count);
         return;
     }
@@ -348,8 +348,7 @@ void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
 // Of device.h: what multiplies.
 const char *backend_text(void) {
     static char text[160];
-    const char *bf16 = takes_pairs(BF16) ? "by vdpbf16ps" : "as f32";
-    snprintf(text, sizeof text, "%s, bf16 %s", base_blas_name(), bf16);
+    snprintf(text, sizeof text, "%s%s", base_blas_name(), takes_pairs(BF16) ? ", bf16 by vdpbf16ps" : "");
     return text;
 }
 
@@ -445,32 +444,6 @@ void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
     else CALL(dtype, swiglu_backward, dgate, dup, dact, gate, up, count);
 }
 
-// ---- sums of parts, and columns that are split ----
-
-void kernel_sum_parts(DType dtype, void *y, const void *x, int64_t parts, int64_t count) {
-    scratch_begin();
-    void *wide = wide_output(dtype, y, count);
-    CALL(dtype, sum_parts, wide, widen(dtype, x, parts * count), parts, count);
-    narrow(dtype, y, wide, count);
-}
-
-void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t groups, int64_t copies,
-                          int64_t n, int64_t w) {
-    const size_t run = (size_t)w * dtype_size(dtype);
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < groups * copies * n; i++)
-        memcpy((char *)parts + (size_t)i * run,
-               (const char *)whole + (size_t)(i % n * groups + i / n / copies) * run, run);
-}
-
-void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t groups, int64_t copies,
-                         int64_t n, int64_t w) {
-    scratch_begin();
-    void *wide = wide_output(dtype, whole, n * groups * w);
-    CALL(dtype, join_columns, wide, widen(dtype, parts, groups * copies * n * w), groups, copies, n, w);
-    narrow(dtype, whole, wide, n * groups * w);
-}
-
 // ---- optimizers ----
 
 void kernel_adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,
@@ -499,5 +472,6 @@ void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const 
 
 #include "ops_cpu_chunk_kernels.inc"
 #include "ops_cpu_vocabulary_kernels.inc"
+#include "ops_cpu_parts_kernels.inc"
 #include "ops_cpu_experts_kernels.inc"
 #include "ops_cpu_codes_kernels.inc"
