@@ -80,29 +80,29 @@ static int by_place(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-// How many of the sorted places are at most `limit`.
-static int64_t count_up_to(const int64_t *places, int64_t count, int64_t limit) {
-    int64_t low = 0, high = count;
-    while (low < high) {
-        int64_t middle = (low + high) / 2;
-        if (places[middle] <= limit) low = middle + 1;
-        else high = middle;
+// The places of a sample's tokens, in ascending order.
+static void sorted_places(int64_t *places, const AttentionPositions *p, int64_t sample) {
+    bool sorted = true;
+    for (int64_t i = 0; i < p->s; i++) {
+        places[i] = place(p->document[sample * p->s + i], p->position[sample * p->s + i]);
+        sorted = sorted && (i == 0 || places[i - 1] <= places[i]);
     }
-    return low;
+    if (!sorted) qsort(places, (size_t)p->s, sizeof *places, by_place);
 }
 
+// Both sides in order, so that the range of keys that a query sees only moves up: from the first one of its
+// document to the last one at its own place.
 static double pairs_of_sample(const AttentionPositions *q, const AttentionPositions *k, int64_t sample,
                               int64_t *places) {
+    int64_t *queries = places, *keys = places + q->s, first = 0, end = 0;
     double pairs = 0;
-    for (int64_t j = 0; j < k->s; j++)
-        places[j] = place(k->document[sample * k->s + j], k->position[sample * k->s + j]);
-    bool sorted = true;
-    for (int64_t j = 1; j < k->s && sorted; j++) sorted = places[j - 1] <= places[j];
-    if (!sorted) qsort(places, (size_t)k->s, sizeof *places, by_place);
-    for (int64_t i = sample * q->s; i < (sample + 1) * q->s; i++) {
-        int64_t document = place(q->document[i], INT32_MIN);
-        pairs += (double)(count_up_to(places, k->s, place(q->document[i], q->position[i])) -
-                          count_up_to(places, k->s, document - 1));
+    sorted_places(queries, q, sample);
+    sorted_places(keys, k, sample);
+    for (int64_t i = 0; i < q->s; i++) {
+        int64_t document = place((int32_t)(queries[i] >> 32), INT32_MIN);
+        while (first < k->s && keys[first] < document) first++;
+        while (end < k->s && keys[end] <= queries[i]) end++;
+        pairs += end > first ? (double)(end - first) : 0;
     }
     return pairs;
 }
@@ -152,7 +152,7 @@ AttentionMask attention_mask(const AttentionPositions *q, const AttentionPositio
     AttentionMask mask = none, one = none;
     CHECK(q->b == k->b, "attention_mask: queries of %lld samples, keys of %lld", (long long)q->b,
           (long long)k->b);
-    int64_t *places = host_alloc((size_t)k->s * sizeof *places);
+    int64_t *places = host_alloc((size_t)(q->s + k->s) * sizeof *places);
     for (int64_t sample = 0; sample < q->b; sample++) {
         if (!repeats(q, sample) || !repeats(k, sample)) {  // samples without documents are all alike
             one = none;
