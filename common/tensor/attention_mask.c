@@ -19,6 +19,15 @@ static TileBounds bounds_of(const int32_t *position, const int32_t *document, in
     return it;
 }
 
+// Whether a sample's tokens have the positions and documents of the sample before it.
+static bool repeats(const AttentionPositions *p, int64_t sample) {
+    if (sample == 0) return false;
+    const int64_t at = sample * p->s, before = at - p->s;
+    const size_t bytes = (size_t)p->s * sizeof *p->position;
+    return !memcmp(p->position + at, p->position + before, bytes) &&
+           !memcmp(p->document + at, p->document + before, bytes);
+}
+
 static Tensor on_device(const void *host, int64_t rows, int64_t columns) {
     Tensor t = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(rows, columns));
     tensor_from_host(t, host);
@@ -35,15 +44,19 @@ AttentionPositions attention_positions_new(int64_t b, int64_t s, const int32_t *
     if (bytes) memcpy(p.position, position, bytes);
     if (bytes && document) memcpy(p.document, document, bytes);
     else if (bytes) memset(p.document, 0, bytes);
-    for (int64_t i = 0; i < b * s; i++)
+    for (int64_t i = 0; i < b * s && document; i++)
         CHECK(p.document[i] >= 0, "attention_positions: token %lld is of document %d; they count from 0",
               (long long)i, (int)p.document[i]);
-    for (int64_t sample = 0; sample < b; sample++)
+    for (int64_t sample = 0; sample < b; sample++) {
+        TileBounds *bound = p.bound + sample * p.tiles;
+        bool again = repeats(&p, sample);
         for (int64_t tile = 0; tile < p.tiles; tile++) {
             int64_t first = tile * ATTENTION_TILE, at = sample * s + first;
-            p.bound[sample * p.tiles + tile] =
-                bounds_of(p.position + at, p.document + at, least(ATTENTION_TILE, s - first));
+            bound[tile] = again ? bound[tile - p.tiles]
+                                : bounds_of(p.position + at, p.document + at,
+                                            least(ATTENTION_TILE, s - first));
         }
+    }
     p.positions = on_device(p.position, b, s);
     p.documents = on_device(p.document, b, s);
     p.bounds = on_device(p.bound, b * p.tiles, sizeof *p.bound / sizeof(int32_t));
@@ -52,7 +65,8 @@ AttentionPositions attention_positions_new(int64_t b, int64_t s, const int32_t *
 
 AttentionPositions attention_positions_whole(int64_t b, int64_t s) {
     int32_t *position = host_alloc((size_t)(b * s) * sizeof *position);
-    for (int64_t i = 0; i < b * s; i++) position[i] = (int32_t)(i % s);
+    for (int64_t sample = 0, at = 0; sample < b; sample++)
+        for (int64_t i = 0; i < s; i++) position[at++] = (int32_t)i;
     AttentionPositions p = attention_positions_new(b, s, position, NULL);
     free(position);
     return p;
@@ -109,9 +123,12 @@ static double pairs_of_sample(const AttentionPositions *q, const AttentionPositi
 
 // Whether each sample's tokens are neighbours of one document, in order.
 static bool in_order(const AttentionPositions *p) {
-    for (int64_t i = 1; i < p->b * p->s; i++)
-        if (i % p->s && (p->position[i] != p->position[i - 1] + 1 || p->document[i] != p->document[i - 1]))
-            return false;
+    for (int64_t sample = 0; sample < p->b; sample++) {
+        if (repeats(p, sample)) continue;
+        const int32_t *position = p->position + sample * p->s, *document = p->document + sample * p->s;
+        for (int64_t i = 1; i < p->s; i++)
+            if (position[i] != position[i - 1] + 1 || document[i] != document[i - 1]) return false;
+    }
     return true;
 }
 
@@ -136,15 +153,6 @@ static void add_sample(AttentionMask *mask, int64_t sample, int64_t *places) {
             mask->entries += (double)(least(ATTENTION_TILE, q->s - i * ATTENTION_TILE) *
                                       least(ATTENTION_TILE, k->s - j * ATTENTION_TILE));
         }
-}
-
-// Whether a sample's tokens have the positions and documents of the sample before it.
-static bool repeats(const AttentionPositions *p, int64_t sample) {
-    if (sample == 0) return false;
-    const int64_t at = sample * p->s, before = at - p->s;
-    const size_t bytes = (size_t)p->s * sizeof *p->position;
-    return !memcmp(p->position + at, p->position + before, bytes) &&
-           !memcmp(p->document + at, p->document + before, bytes);
 }
 
 AttentionMask attention_mask(const AttentionPositions *q, const AttentionPositions *k) {
