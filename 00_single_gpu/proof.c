@@ -211,9 +211,9 @@ static int columns_before(Column *column, const Config *config, Mesh mesh, const
     Config whole = on_one_device(config, mesh), other = *config;
     // Of a large model nobody waits for a baseline that is the same device by a slower road.
     int columns = 0;
-    StepCost cost = {0};
-    if (program->natural > 1 || !device_is_dry_run()) {  // rank 0 alone prints it
-        if (mesh.world.rank == 0) cost = dry_cost(&whole, mesh_single(), program->baseline);
+    StepCost cost;
+    if (program->natural > 1 || !device_is_dry_run()) {
+        cost = dry_cost(&whole, mesh_single(), program->baseline);
         column[columns++] = column_of_cost("one device", &cost);
     }
     const Before *before = &program->before;
