@@ -306,8 +306,10 @@ void base_start(int argc, char **argv) {
     watch_reader();
     tell_columns();
     // Buffers of many megabytes come and go every step. By default each would be mapped, zeroed page by
-    // page by the kernel, and unmapped again; kept on the heap, the pages are touched once.
+    // page by the kernel, and unmapped again; kept on the heap, the pages are touched once. The heap grows
+    // by several pages of 2 MB at a time, where the device may ask for such.
     mallopt(M_MMAP_MAX, 0);
+    mallopt(M_TOP_PAD, 16 << 20);
     mallopt(M_TRIM_THRESHOLD, -1);
     setvbuf(stdout, NULL, _IOLBF, 0);  // a log shows lines as they come
 }
