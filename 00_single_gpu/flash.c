@@ -76,7 +76,8 @@ static const AttentionMask *mask_for(Flash *flash, const MicroBatch *micro, int6
     if (!mask_key_changes(&flash->key, micro, s)) return &flash->mask;
     attention_positions_free(&flash->positions);
     int32_t *position = host_alloc((size_t)(micro->b * s) * sizeof *position);
-    for (int64_t i = 0; i < micro->b * s; i++) position[i] = (int32_t)(i % s);
+    for (int64_t sample = 0, at = 0; sample < micro->b; sample++)
+        for (int64_t i = 0; i < s; i++) position[at++] = (int32_t)i;
     flash->positions = attention_positions_new(micro->b, s, position, micro->documents);
     flash->mask = attention_mask(&flash->positions, &flash->positions);
     free(position);

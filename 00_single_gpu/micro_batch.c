@@ -55,12 +55,13 @@ MicroBatch micro_batch_new(const Model *m, int64_t index, int64_t b, const int32
                         .documents = documents_new(&m->config, b, tokens),
                         .embedding_parts = m->config.tied ? 2 : 1};
     int32_t *own = host_alloc(3 * n * sizeof *own), *own_targets = own + n, *positions = own + 2 * n;
-    for (int64_t i = 0; i < n; i++) {
-        int64_t position = sockets->tokens.position(sockets->tokens.context, whole, i % s),
-                at = i / s * whole + position;
-        own[i] = tokens[at];
-        own_targets[i] = targets[at];
-        positions[i] = (int32_t)position;
+    for (int64_t i = 0; i < s && !device_is_dry_run(); i++) {  // which has no memory to copy to
+        int64_t position = sockets->tokens.position(sockets->tokens.context, whole, i);
+        for (int64_t to = i, at = position; to < n; to += s, at += whole) {
+            own[to] = tokens[at];
+            own_targets[to] = targets[at];
+            positions[to] = (int32_t)position;
+        }
     }
     micro.tokens = integers(n, own);
     micro.targets = integers(n, own_targets);

@@ -13,10 +13,12 @@
 // This file has no main: fp8.c runs it.
 #include <math.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "mixed_precision.h"
+#include "tensor/rng.h"
 
-enum { CHANNEL = 5, STEPS = 240 };
+enum { CHANNEL = 5, STEPS = 240, CORPUS = 200000, SYMBOLS = 64 };
 
 static bool is_gain(const Param *p) { return p->role == ROLE_NORM1 || p->role == ROLE_NORM2; }
 static bool reads_norm(const Param *p) {
@@ -66,10 +68,30 @@ static void unplug(Model *m, void *context) {
 static const Technique planted = {
     .name = "planted outlier", .wraps = 1u << SOCKET_STEP, .plug = plug, .unplug = unplug};
 
+// What an outlier costs is little more than chance, and another text has other chances: so these runs have
+// a text of their own, in which two of three symbols follow from those before them. Returns the file's
+// name, for the caller to remove and free.
+static char *plant_corpus(void) {
+    char *path = format_text("/tmp/fp8_outliers.XXXXXX"), *text = host_alloc(CORPUS);
+    int file = mkstemp(path);
+    CHECK(file >= 0, "%s cannot be made, and the planted corpus needs a place", path);
+    uint64_t symbol = 0, before = 0;
+    for (int i = 0; i < CORPUS; i++) {
+        uint64_t drawn = rng_bits(1, RNG_TEST, (uint64_t)i), next = (5 * symbol + before % 4) % SYMBOLS;
+        before = symbol;
+        symbol = drawn % 3 ? next : (drawn >> 32) % SYMBOLS;
+        text[i] = (char)(' ' + symbol);
+    }
+    CHECK(write(file, text, CORPUS) == CORPUS && close(file) == 0, "%s cannot be written", path);
+    free(text);
+    return path;
+}
+
 // As wide as four tiles.
-static double last_loss(int recipe, int power) {
+static double last_loss(const char *corpus, int recipe, int power) {
     Config c = fp8_small(recipe, "lr=0.003 hidden=64 ffn=96 clip=0");
     c.steps = STEPS;
+    c.data = corpus;
     if (recipe) config_set(&c, "fp8-tile", 16);
     config_set(&c, "outlier", power);
     Run run = run_of(&c, (const Technique *[]){&fp8_recipe, &planted, NULL});
@@ -82,8 +104,11 @@ void fp8_outliers(Group ranks) {
     static const int shown[] = {NO_FP8, TE_DELAYED, TE_CURRENT, DEEPSEEK, MXFP8};
     enum { SHOWN = sizeof shown / sizeof *shown };
     double last[2 * SHOWN] = {0};  // without and with; the ranks share the runs
+    char *corpus = plant_corpus();
     for (int i = ranks.rank; i < 2 * SHOWN; i += ranks.size)
-        last[i] = last_loss(shown[i / 2], i % 2 ? 20 : 0);
+        last[i] = last_loss(corpus, shown[i / 2], i % 2 ? 20 : 0);
+    CHECK(remove(corpus) == 0, "%s cannot be removed", corpus);
+    free(corpus);
     comm_sum_all(last, 2 * SHOWN, ranks);
     say("\n%d steps with one channel of each norm's output so many times as large, its weights as much "
         "smaller:\n",

@@ -52,6 +52,8 @@ static void tune(bool oversubscribed) {
     setenv("HWLOC_COMPONENTS", "-linuxio,-pci", 0);
     setenv("HWLOC_PLUGINS_BLACKLIST", "hwloc_pci.so,hwloc_gl.so,hwloc_opencl.so,hwloc_xml_libxml.so",
            0);
+    // PMIx tells each rank of the job by message: a table in files that all map is for thousands of ranks.
+    setenv("PMIX_MCA_gds", "hash", 0);
     // Copying twice through shared memory is faster than letting the kernel copy once, up to 16 MB.
     setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0);
     // Without this, a rank that waits keeps the core of the rank that it waits for.

@@ -118,9 +118,13 @@ static void clear_abandoned(void) {
     snprintf(pattern, sizeof pattern, "/dev/shm/vader_segment.%s*.%u.*", host, (unsigned)geteuid());
     if (glob(pattern, 0, NULL, &found) != 0) return;
     time_t before = time(NULL) - OLD;
-    for (size_t i = 0; i < found.gl_pathc; i++)
-        if (stat(found.gl_pathv[i], &status) || status.st_mtime > before) *found.gl_pathv[i] = '\0';
-    leave_out_mapped(&found);
+    bool old = false;
+    for (size_t i = 0; i < found.gl_pathc; i++) {
+        bool young = stat(found.gl_pathv[i], &status) || status.st_mtime > before;
+        if (young) *found.gl_pathv[i] = '\0';
+        old = old || !young;
+    }
+    if (old) leave_out_mapped(&found);  // it reads what every process of the machine maps
     for (size_t i = 0; i < found.gl_pathc; i++)
         if (*found.gl_pathv[i]) unlink(found.gl_pathv[i]);
     globfree(&found);

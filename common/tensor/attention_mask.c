@@ -19,6 +19,15 @@ static TileBounds bounds_of(const int32_t *position, const int32_t *document, in
     return it;
 }
 
+// Whether a sample's tokens have the positions and documents of the sample before it.
+static bool repeats(const AttentionPositions *p, int64_t sample) {
+    if (sample == 0) return false;
+    const int64_t at = sample * p->s, before = at - p->s;
+    const size_t bytes = (size_t)p->s * sizeof *p->position;
+    return !memcmp(p->position + at, p->position + before, bytes) &&
+           !memcmp(p->document + at, p->document + before, bytes);
+}
+
 static Tensor on_device(const void *host, int64_t rows, int64_t columns) {
     Tensor t = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(rows, columns));
     tensor_from_host(t, host);
@@ -35,15 +44,19 @@ AttentionPositions attention_positions_new(int64_t b, int64_t s, const int32_t *
     if (bytes) memcpy(p.position, position, bytes);
     if (bytes && document) memcpy(p.document, document, bytes);
     else if (bytes) memset(p.document, 0, bytes);
-    for (int64_t i = 0; i < b * s; i++)
+    for (int64_t i = 0; i < b * s && document; i++)
         CHECK(p.document[i] >= 0, "attention_positions: token %lld is of document %d; they count from 0",
               (long long)i, (int)p.document[i]);
-    for (int64_t sample = 0; sample < b; sample++)
+    for (int64_t sample = 0; sample < b; sample++) {
+        TileBounds *bound = p.bound + sample * p.tiles;
+        bool again = repeats(&p, sample);
         for (int64_t tile = 0; tile < p.tiles; tile++) {
             int64_t first = tile * ATTENTION_TILE, at = sample * s + first;
-            p.bound[sample * p.tiles + tile] =
-                bounds_of(p.position + at, p.document + at, least(ATTENTION_TILE, s - first));
+            bound[tile] = again ? bound[tile - p.tiles]
+                                : bounds_of(p.position + at, p.document + at,
+                                            least(ATTENTION_TILE, s - first));
         }
+    }
     p.positions = on_device(p.position, b, s);
     p.documents = on_device(p.document, b, s);
     p.bounds = on_device(p.bound, b * p.tiles, sizeof *p.bound / sizeof(int32_t));
@@ -52,7 +65,8 @@ AttentionPositions attention_positions_new(int64_t b, int64_t s, const int32_t *
 
 AttentionPositions attention_positions_whole(int64_t b, int64_t s) {
     int32_t *position = host_alloc((size_t)(b * s) * sizeof *position);
-    for (int64_t i = 0; i < b * s; i++) position[i] = (int32_t)(i % s);
+    for (int64_t sample = 0, at = 0; sample < b; sample++)
+        for (int64_t i = 0; i < s; i++) position[at++] = (int32_t)i;
     AttentionPositions p = attention_positions_new(b, s, position, NULL);
     free(position);
     return p;
@@ -80,45 +94,41 @@ static int by_place(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-// How many of the sorted places are at most `limit`.
-static int64_t count_up_to(const int64_t *places, int64_t count, int64_t limit) {
-    int64_t low = 0, high = count;
-    while (low < high) {
-        int64_t middle = (low + high) / 2;
-        if (places[middle] <= limit) low = middle + 1;
-        else high = middle;
+// The places of a sample's tokens, in ascending order.
+static void sorted_places(int64_t *places, const AttentionPositions *p, int64_t sample) {
+    bool sorted = true;
+    for (int64_t i = 0; i < p->s; i++) {
+        places[i] = place(p->document[sample * p->s + i], p->position[sample * p->s + i]);
+        sorted = sorted && (i == 0 || places[i - 1] <= places[i]);
     }
-    return low;
+    if (!sorted) qsort(places, (size_t)p->s, sizeof *places, by_place);
 }
 
+// Both sides in order, so that the range of keys that a query sees only moves up: from the first one of its
+// document to the last one at its own place.
 static double pairs_of_sample(const AttentionPositions *q, const AttentionPositions *k, int64_t sample,
                               int64_t *places) {
+    int64_t *queries = places, *keys = places + q->s, first = 0, end = 0;
     double pairs = 0;
-    for (int64_t j = 0; j < k->s; j++)
-        places[j] = place(k->document[sample * k->s + j], k->position[sample * k->s + j]);
-    bool sorted = true;
-    for (int64_t j = 1; j < k->s && sorted; j++) sorted = places[j - 1] <= places[j];
-    if (!sorted) qsort(places, (size_t)k->s, sizeof *places, by_place);
-    // Queries mostly ascend: then one goes on from where the one before it has ended.
-    const int64_t first = sample * q->s;
-    int64_t last = 0, until = 0, from = 0;
-    for (int64_t i = first; i < first + q->s; i++) {
-        int64_t limit = place(q->document[i], q->position[i]);
-        if (i == first || limit < last) until = count_up_to(places, k->s, limit);
-        while (until < k->s && places[until] <= limit) until++;
-        if (i == first || q->document[i] != q->document[i - 1])
-            from = count_up_to(places, k->s, place(q->document[i], INT32_MIN) - 1);
-        pairs += (double)(until - from);
-        last = limit;
+    sorted_places(queries, q, sample);
+    sorted_places(keys, k, sample);
+    for (int64_t i = 0; i < q->s; i++) {
+        int64_t document = place((int32_t)(queries[i] >> 32), INT32_MIN);
+        while (first < k->s && keys[first] < document) first++;
+        while (end < k->s && keys[end] <= queries[i]) end++;
+        pairs += end > first ? (double)(end - first) : 0;
     }
     return pairs;
 }
 
 // Whether each sample's tokens are neighbours of one document, in order.
 static bool in_order(const AttentionPositions *p) {
-    for (int64_t i = 1; i < p->b * p->s; i++)
-        if (i % p->s && (p->position[i] != p->position[i - 1] + 1 || p->document[i] != p->document[i - 1]))
-            return false;
+    for (int64_t sample = 0; sample < p->b; sample++) {
+        if (repeats(p, sample)) continue;
+        const int32_t *position = p->position + sample * p->s, *document = p->document + sample * p->s;
+        for (int64_t i = 1; i < p->s; i++)
+            if (position[i] != position[i - 1] + 1 || document[i] != document[i - 1]) return false;
+    }
     return true;
 }
 
@@ -145,21 +155,12 @@ static void add_sample(AttentionMask *mask, int64_t sample, int64_t *places) {
         }
 }
 
-// Whether a sample's tokens have the positions and documents of the sample before it.
-static bool repeats(const AttentionPositions *p, int64_t sample) {
-    if (sample == 0) return false;
-    const int64_t at = sample * p->s, before = at - p->s;
-    const size_t bytes = (size_t)p->s * sizeof *p->position;
-    return !memcmp(p->position + at, p->position + before, bytes) &&
-           !memcmp(p->document + at, p->document + before, bytes);
-}
-
 AttentionMask attention_mask(const AttentionPositions *q, const AttentionPositions *k) {
     const AttentionMask none = {.queries = q, .keys = k};
     AttentionMask mask = none, one = none;
     CHECK(q->b == k->b, "attention_mask: queries of %lld samples, keys of %lld", (long long)q->b,
           (long long)k->b);
-    int64_t *places = host_alloc((size_t)k->s * sizeof *places);
+    int64_t *places = host_alloc((size_t)(q->s + k->s) * sizeof *places);
     for (int64_t sample = 0; sample < q->b; sample++) {
         if (!repeats(q, sample) || !repeats(k, sample)) {  // samples without documents are all alike
             one = none;

@@ -138,12 +138,47 @@ ParamRun param_run(const Param *param, int64_t i, int64_t end) {
         .count = count < end - i ? count : end - i};
 }
 
+// A proof makes the same model several times, whole or in shards, and half of its start would be drawing.
+// So what has been drawn of a weight is remembered, place by place; 0 is not drawn yet. Of models that are
+// large, and made once, nothing is.
+typedef struct Drawn {
+    uint64_t seed, stream;
+    int64_t count;
+    double *normal;
+} Drawn;
+
+enum { DRAWN_MOST = 1 << 20 };  // numbers that are remembered in all
+
+static double *drawn_before(uint64_t seed, uint64_t stream, int64_t count) {
+    static Drawn *drawn;
+    static int weights;
+    static int64_t all;
+    for (int i = 0; i < weights; i++)
+        if (drawn[i].seed == seed && drawn[i].stream == stream && drawn[i].count == count)
+            return drawn[i].normal;
+    if (count > DRAWN_MOST - all) return NULL;
+    all += count;
+    drawn = realloc(drawn, (size_t)(weights + 1) * sizeof *drawn);
+    double *normal = calloc((size_t)count, sizeof *normal);
+    CHECK(drawn && normal, "out of host memory for the weights");
+    drawn[weights++] = (Drawn){seed, stream, count, normal};
+    return normal;
+}
+
+static double normal_at(double *drawn, uint64_t seed, uint64_t stream, int64_t i) {
+    if (!drawn) return rng_normal(seed, stream, i);
+    if (drawn[i] == 0) drawn[i] = rng_normal(seed, stream, i);
+    return drawn[i];
+}
+
 // Elements from … from + count - 1 of the parameter, as stored. Each one's number depends on its place in
 // the whole weight, not on who stores it.
 static void draw_piece(Tensor values, const Param *param, int64_t from, int64_t count, uint64_t seed) {
     double *host = host_alloc(count * sizeof *host);
     uint64_t stream = rng_stream(param->name);
     int64_t columns = param->shape[1], rows = (from + count + columns - 1) / columns;
+    double *drawn =
+        param->init_std > 0 ? drawn_before(seed, stream, param->full[0] * param->full[1]) : NULL;
 #pragma omp parallel for schedule(static)
     for (int64_t row = from / columns; row < rows; row++) {
         int64_t begin = row * columns < from ? from : row * columns;
@@ -151,7 +186,7 @@ static void draw_piece(Tensor values, const Param *param, int64_t from, int64_t 
         for (int64_t j = 0; j < run.count; j++)
             host[begin - from + j] = run.whole < 0 ? 0
                                      : param->init_std > 0
-                                         ? param->init_std * rng_normal(seed, stream, run.whole + j)
+                                         ? param->init_std * normal_at(drawn, seed, stream, run.whole + j)
                                          : 1;
     }
     tensor_from_doubles(values, host);

@@ -76,13 +76,14 @@ passes "ep 4, capacity, zero 1, 3 micro-batches" expert_parallel --ep 4 --capaci
     --grad-acc 3 --proof-only $quick
 passes "ep 2, f32" expert_parallel --dtype f32 $quick
 
-# ---- balance: what is asked of each sequence is the same on any ranks ----
+# ---- balance: what is asked of each sequence is the same on any ranks. What it does to a router is trained
+# once: flags of the run beside one device do not change it ----
 verdict='balanced over ranks'
 passes "balance, 4 ranks, SGD over 3 steps" load_balance
 passes "balance, 3 ranks, auxiliary loss alone, 1 micro-batch" load_balance --ranks 3 --ep 3 --experts 6 \
-    --z-loss 0 --balance-bias 0 --grad-acc 1 $quick
+    --z-loss 0 --balance-bias 0 --grad-acc 1 --proof-only $quick
 passes "balance, DeepSeek, full, zero 2" load_balance --ranks 2 --moe deepseek --z-loss 0 --aux-loss 0.1 \
-    --expert-groups 2 --zero 2 --recompute full --layers 1 --steps 3
+    --expert-groups 2 --zero 2 --recompute full --layers 1 --steps 3 --proof-only
 verdict='one step counted'
 passes "ep 8, a dry run of Mixtral 8x7B" expert_parallel --ranks 8 --ep 8 --model mixtral-8x7b \
     --dtype bf16 --seq 4096 --micro-batch 1 --zero 1 --dry-run
