@@ -17,8 +17,6 @@ void backend_start(int local_rank, int ranks_here) {
     sharers = ranks_here;
 }
 
-const char *backend_text(void) { return base_blas_name(); }
-
 void backend_wait(void) {}
 
 int64_t backend_waits(void) { return 0; }

@@ -1,8 +1,8 @@
 // ops_cpu.c: the operations on a CPU: readable C over a CBLAS and OpenMP.
 //
 // f32 and f64 are computed in place, by code that ops_cpu_rows.inc and ops_cpu_blas.inc hold once for
-// both. 16-bit storage is widened into f32 scratch, computed as f32, and every stored result is rounded
-// once on its way back.
+// both. 16-bit storage is widened to f32, computed as f32, and every stored result is rounded once on its
+// way back: block by block (ops_cpu_narrow.inc), or, where that would not pay, whole tensors in scratch.
 //
 // Three rules keep it reproducible: no atomics; no sum whose order depends on the number of threads; and
 // the BLAS is called single-threaded inside a parallel region, on slices that the shapes and the number of
@@ -19,6 +19,7 @@
 #include <emmintrin.h>
 #endif
 
+#include "device.h"
 #include "kernels.h"
 #include "rng.h"
 
@@ -181,6 +182,7 @@ static inline float exp_f32(float x) {
 #include "ops_cpu_tiles.inc"
 #else
 #define TILES 0
+static bool takes_pairs(DType dtype) { return dtype == BF16 && false; }
 #endif
 
 // ---- the same code for f32 and f64 ----
@@ -226,6 +228,8 @@ static inline float exp_f32(float x) {
 
 #define CALL(dtype, name, ...) ((dtype) == F64 ? name##_f64(__VA_ARGS__) : name##_f32(__VA_ARGS__))
 
+#include "ops_cpu_narrow.inc"
+
 // ---- elementwise ----
 
 void kernel_fill(DType dtype, void *y, double value, int64_t count) {
@@ -250,14 +254,16 @@ void kernel_copy(DType y_dtype, void *y, DType x_dtype, const void *x, int64_t c
 }
 
 void kernel_add(DType dtype, void *y, const void *a, const void *b, int64_t count) {
-    scratch_begin();
-    void *wide = wide_output(dtype, y, count);
-    CALL(dtype, add, wide, widen(dtype, a, count), widen(dtype, b, count), count);
-    narrow(dtype, y, wide, count);
+    if (is_narrow(dtype)) add_narrow(dtype, y, a, b, count);
+    else CALL(dtype, add, y, a, b, count);
 }
 
 void kernel_accumulate(DType y_dtype, void *y, DType x_dtype, const void *x, int64_t count) {
     DType wide = y_dtype == F64 || x_dtype == F64 ? F64 : F32;
+    if (wide == F32) {
+        accumulate_narrow(y_dtype, y, x_dtype, x, count);
+        return;
+    }
     scratch_begin();
     void *sum = widen_to(wide, y_dtype, y, count);
     CALL(wide, add, sum, sum, widen_to(wide, x_dtype, x, count), count);
@@ -265,10 +271,8 @@ void kernel_accumulate(DType y_dtype, void *y, DType x_dtype, const void *x, int
 }
 
 void kernel_scale(DType dtype, void *y, double factor, int64_t count) {
-    scratch_begin();
-    void *wide = widen(dtype, y, count);
-    CALL(dtype, scale, wide, factor, count);
-    narrow(dtype, y, wide, count);
+    if (is_narrow(dtype)) scale_narrow(dtype, y, factor, count);
+    else CALL(dtype, scale, y, factor, count);
 }
 
 // ---- reductions ----
@@ -315,17 +319,24 @@ void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
           "matmul: of m, n, k = %lld, %lld, %lld one is more than the int of a CBLAS holds", (long long)m,
           (long long)n, (long long)k);
     scratch_begin();
-    void *wide_c = beta ? widen(dtype, c, m * n) : wide_output(dtype, c, m * n);
 #if TILES
-    if (is_thin(dtype, transpose_a, m, n, k)) {
-        matmul_tiles(wide_c, dtype, a, b, m, n, k, transpose_a, transpose_b, beta != 0);
-        narrow(dtype, c, wide_c, m * n);
+    if (tiles_are_faster(dtype, transpose_a, m, n, k)) {
+        matmul_tiles(dtype, c, a, b, m, n, k, transpose_a, transpose_b, beta != 0);
         return;
     }
 #endif
+    void *wide_c = beta ? widen(dtype, c, m * n) : wide_output(dtype, c, m * n);
     const void *wide_a = widen(dtype, a, m * k), *wide_b = widen(dtype, b, k * n);
     CALL(dtype, matmul, wide_c, wide_a, wide_b, m, n, k, transpose_a, transpose_b, beta != 0);
     narrow(dtype, c, wide_c, m * n);
+}
+
+// Of device.h: what multiplies.
+const char *backend_text(void) {
+    static char text[160];
+    const char *bf16 = takes_pairs(BF16) ? "by vdpbf16ps" : "as f32";
+    snprintf(text, sizeof text, "%s, bf16 %s", base_blas_name(), bf16);
+    return text;
 }
 
 // Tokens index memory, so a wrong one must not get further than here.
@@ -341,21 +352,19 @@ static void check_tokens(const char *op, const int32_t *tokens, int64_t n, int64
 void kernel_rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, const void *weight, int64_t n,
                             int64_t h, double eps) {
     scratch_begin();
-    void *wide_y = wide_output(dtype, y, n * h);
-    CALL(dtype, rmsnorm_forward, wide_y, rstd, widen(dtype, x, n * h), widen(dtype, weight, h), n, h, eps);
-    narrow(dtype, y, wide_y, n * h);
+    if (is_narrow(dtype)) rmsnorm_forward_narrow(dtype, y, rstd, x, weight, n, h, eps);
+    else CALL(dtype, rmsnorm_forward, y, rstd, x, weight, n, h, eps);
 }
 
 void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
                              const void *x, const void *weight, const void *rstd, int64_t n, int64_t h) {
     scratch_begin();
-    void *wide_dx = wide_output(dtype, dx, n * h), *wide_dweight = widen(dtype, dweight, h);
-    const void *wide_dresidual = dresidual ? widen(dtype, dresidual, n * h) : NULL;
-    void *partials = scratch((size_t)((n + NORM_ROWS - 1) / NORM_ROWS * h) * dtype_size(arithmetic(dtype)));
-    CALL(dtype, rmsnorm_backward, wide_dx, wide_dweight, wide_dresidual, widen(dtype, dy, n * h),
-         widen(dtype, x, n * h), widen(dtype, weight, h), rstd, partials, n, h);
-    narrow(dtype, dx, wide_dx, n * h);
-    narrow(dtype, dweight, wide_dweight, h);
+    if (is_narrow(dtype)) {
+        rmsnorm_backward_narrow(dtype, dx, dweight, dresidual, dy, x, weight, rstd, n, h);
+        return;
+    }
+    void *partials = scratch((size_t)((n + NORM_ROWS - 1) / NORM_ROWS * h) * dtype_size(dtype));
+    CALL(dtype, rmsnorm_backward, dx, dweight, dresidual, dy, x, weight, rstd, partials, n, h);
 }
 
 // ---- RoPE ----
@@ -369,84 +378,57 @@ void kernel_rope(DType dtype, void *x, const int32_t *positions, int64_t n, int6
               (int)MAX_POSITIONS);
         if (positions[i] > last) last = positions[i];
     }
-    const int64_t count = n * heads * head_size;
     scratch_begin();
-    void *wide = widen(dtype, x, count);
-    if (dtype == F64)
-        rope_f64(wide, positions, rotation_table_f64(last + 1, head_size, rope), n, heads, head_size,
+    if (dtype == F64) {
+        rope_f64(x, positions, rotation_table_f64(last + 1, head_size, rope), n, heads, head_size,
                  direction);
-    else
-        rope_f32(wide, positions, rotation_table_f32(last + 1, head_size, rope), n, heads, head_size,
-                 direction);
-    narrow(dtype, x, wide, count);
+        return;
+    }
+    const float *turn = rotation_table_f32(last + 1, head_size, rope);
+    if (is_narrow(dtype)) rope_narrow(dtype, x, positions, turn, n, heads, head_size, direction);
+    else rope_f32(x, positions, turn, n, heads, head_size, direction);
 }
 
 // ---- attention ----
 
-// Elements of q, k (or v), and probs.
-static int64_t query_count(AttentionShape at) { return at.b * at.s * at.heads * at.head_size; }
-static int64_t key_count(AttentionShape at) { return at.b * at.s * at.kv_heads * at.head_size; }
-static int64_t probs_count(AttentionShape at) { return at.b * at.heads * at.s * at.s; }
-
 void kernel_attention_forward(DType dtype, void *o, void *probs, const void *q, const void *k,
                               const void *v, AttentionShape shape) {
     scratch_begin();
-    void *wide_o = wide_output(dtype, o, query_count(shape));
-    void *wide_probs = wide_output(dtype, probs, probs_count(shape));
-    CALL(dtype, attention_forward, wide_o, wide_probs, widen(dtype, q, query_count(shape)),
-         widen(dtype, k, key_count(shape)), widen(dtype, v, key_count(shape)),
-         scratch((size_t)(omp_get_max_threads() * shape.s * shape.head_size) *
-                 dtype_size(arithmetic(dtype))),
-         shape);
-    narrow(dtype, o, wide_o, query_count(shape));
-    narrow(dtype, probs, wide_probs, probs_count(shape));
+    if (is_narrow(dtype)) {
+        attention_forward_narrow(dtype, o, probs, q, k, v, shape);
+        return;
+    }
+    const size_t room = (size_t)(shape.s * shape.head_size) * dtype_size(dtype);
+    CALL(dtype, attention_forward, o, probs, q, k, v, scratch((size_t)omp_get_max_threads() * room), shape);
 }
 
 void kernel_attention_probs(DType dtype, void *probs, const void *q, const void *k, AttentionShape shape) {
-    scratch_begin();
-    void *wide_probs = wide_output(dtype, probs, probs_count(shape));
-    CALL(dtype, attention_forward, NULL, wide_probs, widen(dtype, q, query_count(shape)),
-         widen(dtype, k, key_count(shape)), NULL,
-         scratch((size_t)(omp_get_max_threads() * shape.s * shape.head_size) *
-                 dtype_size(arithmetic(dtype))),
-         shape);
-    narrow(dtype, probs, wide_probs, probs_count(shape));
+    kernel_attention_forward(dtype, NULL, probs, q, k, NULL, shape);
 }
 
 void kernel_attention_backward(DType dtype, void *dq, void *dk, void *dv, const void *d_o, const void *q,
                                const void *k, const void *v, const void *probs, AttentionShape shape) {
-    const size_t room =
-        (size_t)(shape.s * (QUERY_ROWS + 3 * shape.head_size)) * dtype_size(arithmetic(dtype));
     scratch_begin();
-    void *wide_dq = wide_output(dtype, dq, query_count(shape));
-    void *wide_dk = wide_output(dtype, dk, key_count(shape));
-    void *wide_dv = wide_output(dtype, dv, key_count(shape));
-    CALL(dtype, attention_backward, wide_dq, wide_dk, wide_dv, widen(dtype, d_o, query_count(shape)),
-         widen(dtype, q, query_count(shape)), widen(dtype, k, key_count(shape)),
-         widen(dtype, v, key_count(shape)), widen(dtype, probs, probs_count(shape)),
+    if (is_narrow(dtype)) {
+        attention_backward_narrow(dtype, dq, dk, dv, d_o, q, k, v, probs, shape);
+        return;
+    }
+    const size_t room = (size_t)(shape.s * (QUERY_ROWS + 3 * shape.head_size)) * dtype_size(dtype);
+    CALL(dtype, attention_backward, dq, dk, dv, d_o, q, k, v, probs,
          scratch((size_t)omp_get_max_threads() * room), shape);
-    narrow(dtype, dq, wide_dq, query_count(shape));
-    narrow(dtype, dk, wide_dk, key_count(shape));
-    narrow(dtype, dv, wide_dv, key_count(shape));
 }
 
 // ---- SwiGLU ----
 
 void kernel_swiglu_forward(DType dtype, void *act, const void *gate, const void *up, int64_t count) {
-    scratch_begin();
-    void *wide_act = wide_output(dtype, act, count);
-    CALL(dtype, swiglu_forward, wide_act, widen(dtype, gate, count), widen(dtype, up, count), count);
-    narrow(dtype, act, wide_act, count);
+    if (is_narrow(dtype)) swiglu_forward_narrow(dtype, act, gate, up, count);
+    else CALL(dtype, swiglu_forward, act, gate, up, count);
 }
 
 void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dact, const void *gate,
                             const void *up, int64_t count) {
-    scratch_begin();
-    void *wide_dgate = wide_output(dtype, dgate, count), *wide_dup = wide_output(dtype, dup, count);
-    CALL(dtype, swiglu_backward, wide_dgate, wide_dup, widen(dtype, dact, count), widen(dtype, gate, count),
-         widen(dtype, up, count), count);
-    narrow(dtype, dgate, wide_dgate, count);
-    narrow(dtype, dup, wide_dup, count);
+    if (is_narrow(dtype)) swiglu_backward_narrow(dtype, dgate, dup, dact, gate, up, count);
+    else CALL(dtype, swiglu_backward, dgate, dup, dact, gate, up, count);
 }
 
 // ---- sums of parts, and columns that are split ----
@@ -479,17 +461,25 @@ void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t gr
 
 void kernel_adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,
                   const void *grad, AdamW hyper, int64_t count) {
+    if (is_narrow(dtype)) {
+        adamw_narrow(dtype, value, master, m, v, grad_dtype, grad, hyper, count);
+        return;
+    }
     scratch_begin();
-    void *stepped = master ? master : widen(dtype, value, count);
-    CALL(dtype, adamw, stepped, m, v, widen_to(arithmetic(dtype), grad_dtype, grad, count), hyper, count);
+    void *stepped = master ? master : value;
+    CALL(dtype, adamw, stepped, m, v, widen_to(dtype, grad_dtype, grad, count), hyper, count);
     narrow(dtype, value, stepped, count);
 }
 
 void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const void *grad, double lr,
                 double grad_scale, int64_t count) {
+    if (is_narrow(dtype)) {
+        sgd_narrow(dtype, value, master, grad_dtype, grad, lr, grad_scale, count);
+        return;
+    }
     scratch_begin();
-    void *stepped = master ? master : widen(dtype, value, count);
-    CALL(dtype, sgd, stepped, widen_to(arithmetic(dtype), grad_dtype, grad, count), lr, grad_scale, count);
+    void *stepped = master ? master : value;
+    CALL(dtype, sgd, stepped, widen_to(dtype, grad_dtype, grad, count), lr, grad_scale, count);
     narrow(dtype, value, stepped, count);
 }
 

@@ -10,9 +10,10 @@
 
 #include "00_single_gpu/formulas.h"
 #include "figures.h"
+#include "tensor/device.h"
 
 static Config shape(const char *text) {
-    char *all = format_text("%s dtype=f32 warmup=1 steps=1000", text);
+    char *all = format_text("dtype=f32 warmup=1 steps=1000 %s", text);
     Config c = config_default(all);
     free(all);
     return c;
@@ -68,6 +69,63 @@ static double step_seconds(Trainer *t) {
     double start = wall_seconds();
     train_step(t, NULL);
     return wall_seconds() - start;
+}
+
+// What multiplies bf16, and how fast beside f32, at the size of a feed-forward layer's product.
+static void multiply_rates(const Config *c) {
+    enum { TIMES = 9 };
+    const int64_t m = c->micro_batch * c->seq, n = c->ffn, k = c->hidden;
+    double rates[2];
+    for (int i = 0; i < 2; i++) {
+        const DType dtype = i ? BF16 : F32;
+        Tensor a = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(m, k)),
+               b = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(n, k)),
+               y = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(m, n));
+        op_fill(a, 0.5);
+        op_fill(b, 0.25);
+        op_matmul(y, a, b, false, true, 0);
+        double measured[TIMES];
+        for (int j = 0; j < TIMES; j++) {
+            double start = wall_seconds();
+            op_matmul(y, a, b, false, true, 0);
+            measured[j] = 2e-9 * (double)m * (double)n * (double)k / (wall_seconds() - start);
+        }
+        rates[i] = median(measured, TIMES);
+        tensor_free(&a), tensor_free(&b), tensor_free(&y);
+    }
+    const bool own = strstr(backend_text(), "vdpbf16ps");
+    say("  multiplies bf16 %s: %.0f GFLOP/s, f32 %.0f GFLOP/s",
+        own ? "by vdpbf16ps" : "as f32, this processor having no faster way", rates[1], rates[0]);
+}
+
+// tokens/s in bf16 over those in f32, in turns. What is missing is what operations take beyond 1 / target of
+// their time in f32.
+static void bf16_beside_f32(const char *name, const char *text, int pairs, double target) {
+    char *bf16_text = format_text("%s dtype=bf16", text);
+    Config f32 = shape(text), bf16 = shape(bf16_text);
+    free(bf16_text);
+    Trainer *wide = trainer_new(&f32, mesh_single(), NULL),
+            *narrow = trainer_new(&bf16, mesh_single(), NULL);
+    double ratios[MOST_PAIRS], tokens[MOST_PAIRS];
+    Missing missing = {.operations = 0};
+    train_step(wide, NULL), train_step(narrow, NULL);
+    for (int i = 0; i < pairs; i++) {
+        double seconds[2];
+        for (int step = 0; step < 2; step++) {
+            clock_reset();
+            seconds[step] = step_seconds(step ? narrow : wide);
+            if (step) missing_add(&missing, seconds[1], INFINITY);
+            else missing_add_weighted(&missing, seconds[0], INFINITY, -1 / target);
+        }
+        ratios[i] = seconds[0] / seconds[1];
+        tokens[i] = (double)(f32.micro_batch * f32.seq) / seconds[1];
+    }
+    figure(name, ratios, pairs, "of-f32", target);
+    say("  %s: %.0f tokens/s in bf16", text, median(tokens, pairs));
+    multiply_rates(&f32);
+    if (median(ratios, pairs) < target) missing_say(&missing);
+    trainer_free(wide);
+    trainer_free(narrow);
 }
 
 // Steps of one shape beside steps of the same, doubled: time beside the formula's FLOPs, kept bytes beside
@@ -153,7 +211,7 @@ int main(int argc, char **argv) {
         tokens_per_second(only, steps);
         return 0;
     }
-    say("%s", base_blas_name());
+    say("%s", backend_text());
     memory_is_the_account();  // first: later cases would have raised the process's peak already
     share_of_sgemm("train-L6-h384",
                    "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=8", 15,
@@ -161,6 +219,8 @@ int main(int argc, char **argv) {
     share_of_sgemm("train-L12-h768",
                    "layers=12 hidden=768 heads=12 kv-heads=12 ffn=2048 vocab=32000 seq=256 micro-batch=4",
                    7, 0.9);
+    bf16_beside_f32("train-bf16-L6-h384",
+                    "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=8", 9, 1.4);
     growth();
     return 0;
 }

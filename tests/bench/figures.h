@@ -42,20 +42,25 @@ typedef struct Missing {
     double step, between;  // whole steps, and what of them is within no operation
 } Missing;
 
-// One step of this rank, from clock_reset to now; rate: FLOP/s of this rank alone.
-static inline void missing_add(Missing *missing, double step_seconds, double rate) {
+// The operations of one step of this rank, from clock_reset to now, each less its FLOPs at `rate`, FLOP/s of
+// this rank alone; times a weight, which is negative where this step is the yardstick of another.
+static inline void missing_add_weighted(Missing *missing, double step_seconds, double rate, double weight) {
     const OpCount *operation;
     int count = clock_operations(&operation);
-    missing->step += step_seconds;
-    missing->between += step_seconds;
+    missing->between += weight * step_seconds;
     for (int i = 0; i < count; i++) {
         int at = 0;
         while (at < missing->operations && strcmp(missing->name[at], operation[i].name)) at++;
         if (at == MOST_OPERATIONS) continue;
         if (at == missing->operations) missing->name[missing->operations++] = operation[i].name;
-        missing->seconds[at] += operation[i].wall_seconds - operation[i].flops / rate;
-        missing->between -= operation[i].wall_seconds;
+        missing->seconds[at] += weight * (operation[i].wall_seconds - operation[i].flops / rate);
+        missing->between -= weight * operation[i].wall_seconds;
     }
+}
+
+static inline void missing_add(Missing *missing, double step_seconds, double rate) {
+    missing->step += step_seconds;
+    missing_add_weighted(missing, step_seconds, rate, 1);
 }
 
 // The largest parts, as shares of the step.
