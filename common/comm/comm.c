@@ -3,12 +3,12 @@
 #include <errno.h>
 #include <math.h>
 #include <omp.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "doorbell.h"
 #include "comm_inside.h"
 #include "launch.h"
 #include "tensor/device.h"
@@ -335,12 +335,13 @@ int comm_finish(int status) {
     double began = wall_seconds();
     int worst = 0;
     for (int r = 0, turn = 1; r < comm.ranks; r += comm.peer[r].ended) {
+        uint32_t count = doorbell_count();
         int dead = ++turn % 64 == 0 && look_is_due(wall_seconds()) ? find_dead() : -1;
         notices_take();  // what a process sent before it ended has come now
         for (int line = 0; line < COMM_LINES; line++)
             if (comm.peer[r].inbox[line].count)
                 notice_mismatch(comm.rank, &mine, r, &comm.peer[r].inbox[line].notice[0], "");
-        if (turn % 64 == 0) sched_yield();
+        if (!comm.peer[r].ended && (control_crowded() || turn % 64 == 0)) doorbell_wait(count);
         CHECK(dead < 0 || comm.peer[dead].ended, "rank %d has died; all ranks end", dead);
         CHECK(wall_seconds() - began < comm.timeout,
               "comm_finish: rank %d has not come in %.3g s (--timeout)", r, comm.timeout);

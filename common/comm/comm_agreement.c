@@ -30,6 +30,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "doorbell.h"
 #include "comm_inside.h"
 #include "tensor/clock.h"
 #include "tensor/device.h"
@@ -395,12 +396,13 @@ typedef struct Wait {
 // One turn of a loop that waits. Of the time between two looks at most a second counts: a rank that was
 // stopped, or that others kept from its core, has not looked in vain meanwhile.
 static void wait_turn(Wait *wait, int64_t turn) {
+    uint32_t count = doorbell_count();
     lines_push();
-    if (turn % 64) return;
+    if (comm.waiting->done) return;
+    // A short wait is a few cache lines long: only with more ranks than cores is it too long.
+    if (!control_crowded() && turn % 64) return;
     double now = wall_seconds();
-    // A short wait is a few cache lines long; who waits longer lets others run. (With more ranks than cores
-    // MPI yields at every turn.)
-    if (now - wait->began > 1e-3) sched_yield();
+    if (control_crowded() || now - wait->began > 1e-3) doorbell_wait(count);
     wait->waited += now - wait->looked < 1 ? now - wait->looked : 1;
     wait->looked = now;
     if (!look_is_due(now)) return;

@@ -57,7 +57,7 @@ char *staging(Line line, size_t bytes) {
 void transport_start(Place place, void (*look)(void)) {
     (void)look;
     state.rank = place.rank;
-    share_memory(place.rank, place.ranks);
+    share_memory(place);
     state.segment = segment_size();
     state.given = calloc((size_t)place.ranks, sizeof *state.given);
     state.taken = calloc((size_t)place.ranks, sizeof *state.taken);
@@ -209,10 +209,12 @@ static bool reduce_next(Operation *o) {
     reduce_bytes(o->result + (o->result_ring ? segment % WINDOW : segment) * state.segment, source, n,
                  segment_bytes(o->piece_bytes, segment), o->call.dtype, o->call.op);
     o->reduced++;
-    for (int i = 0; i < n; i++)
-        if (o->taken[i] && o->taken[i]->channel)
-            atomic_store_explicit(&o->taken[i]->channel->taken, o->taken[i]->count + o->reduced,
-                                  memory_order_release);
+    for (int i = 0; i < n; i++) {
+        if (!o->taken[i] || !o->taken[i]->channel) continue;
+        atomic_store_explicit(&o->taken[i]->channel->taken, o->taken[i]->count + o->reduced,
+                              memory_order_release);
+        doorbell_ring(o->taken[i]->peer);
+    }
     return true;
 }
 
@@ -236,9 +238,11 @@ bool transport_test(Operation *o) {
     for (bool moved = true; moved;) {
         moved = false;
         for (int i = 0; i < o->flows; i++)
-            if (o->flow[i].channel)
-                moved |=
-                    o->flow[i].send ? push_shared_send(o, &o->flow[i]) : push_shared_receive(&o->flow[i]);
+            if (o->flow[i].channel && (o->flow[i].send ? push_shared_send(o, &o->flow[i])
+                                                       : push_shared_receive(&o->flow[i]))) {
+                doorbell_ring(o->flow[i].peer);
+                moved = true;
+            }
         if (o->messages) moved |= push_messages(o);
         // What was reduced goes out before the next is.
         if (o->reduces) moved |= reduce_next(o);

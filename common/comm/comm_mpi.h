@@ -8,6 +8,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "doorbell.h"
 #include "comm_staged.h"
 
 enum { WINDOW = 4 };                  // segments of a flow under way at once
@@ -23,7 +24,7 @@ typedef struct Channel {
     _Alignas(CACHE_LINE) _Atomic int64_t taken;
 } Channel;
 
-void share_memory(int rank, int ranks);
+void share_memory(Place place);
 void unshare_memory(void);
 int64_t segment_size(void);  // bytes
 bool shares_with(int rank);

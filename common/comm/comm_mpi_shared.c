@@ -20,12 +20,14 @@ static struct {
     int64_t segment;
     MPI_Win window;
     bool sharing;
-    char **area;  // of each rank of this machine, else NULL
+    char **area;  // of each rank of this machine, else NULL; it begins with the rank's doorbell
+    Doorbell **doorbell;
     int *local;   // its number among them
 } state;
 
+// An area begins with its rank's doorbell and its channels.
 static size_t channels_bytes(int ranks) {
-    return ((size_t)(ranks * COMM_LINES * TAGS) * sizeof(Channel) + 4095) / 4096 * 4096;
+    return (sizeof(Doorbell) + (size_t)(ranks * COMM_LINES * TAGS) * sizeof(Channel) + 4095) / 4096 * 4096;
 }
 
 int64_t segment_size(void) { return state.segment; }
@@ -33,7 +35,7 @@ int64_t segment_size(void) { return state.segment; }
 bool shares_with(int rank) { return state.sharing && state.area[rank]; }
 
 Channel *channel(int from, int to, Line line, int tag) {
-    return (Channel *)state.area[from] + (to * COMM_LINES + (int)line) * TAGS + tag;
+    return (Channel *)(state.area[from] + sizeof(Doorbell)) + (to * COMM_LINES + (int)line) * TAGS + tag;
 }
 
 char *slot(int from, int to, Line line, int64_t segment) {
@@ -42,7 +44,8 @@ char *slot(int from, int to, Line line, int64_t segment) {
            (row * WINDOW + segment % WINDOW) * state.segment;
 }
 
-void share_memory(int rank, int ranks) {
+void share_memory(Place place) {
+    const int rank = place.rank, ranks = place.ranks;
     MPI_Comm machine;
     MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &machine);
     int here, me;
@@ -54,7 +57,8 @@ void share_memory(int rank, int ranks) {
     MPI_Allreduce(&segment, &state.segment, 1, MPI_INT64_T, MPI_MIN, MPI_COMM_WORLD);
     state.area = calloc((size_t)ranks, sizeof *state.area);
     state.local = calloc((size_t)ranks, sizeof *state.local);
-    CHECK(state.area && state.local, "out of host memory for %d ranks", ranks);
+    state.doorbell = calloc((size_t)ranks, sizeof *state.doorbell);
+    CHECK(state.area && state.local && state.doorbell, "out of host memory for %d ranks", ranks);
     state.ranks = ranks;
     state.here = here;
     state.sharing = state.segment >= LEAST_SEGMENT && here > 1;
@@ -76,16 +80,21 @@ void share_memory(int rank, int ranks) {
         char *area;
         MPI_Win_shared_query(state.window, i, &bytes, &unit, &area);
         state.area[world[i]] = (char *)(((uintptr_t)area + CACHE_LINE - 1) / CACHE_LINE * CACHE_LINE);
+        state.doorbell[world[i]] = (Doorbell *)state.area[world[i]];
         state.local[world[i]] = i;
     }
     if (state.sharing) memset(state.area[rank], 0, channels_bytes(ranks));
     MPI_Barrier(machine);
+    // Messages from other machines ring no doorbell.
+    if (state.sharing && place.one_machine) doorbells_use(state.doorbell, rank);
     free(world);
     MPI_Comm_free(&machine);
 }
 
 void unshare_memory(void) {
+    doorbells_use(NULL, 0);
     if (state.sharing) MPI_Win_free(&state.window);
     free(state.area);
+    free(state.doorbell);
     free(state.local);
 }

@@ -11,12 +11,14 @@
 #include <sys/time.h>
 #include <unistd.h>
 
+#include "doorbell.h"
 #include "launch.h"
 #include "transport.h"
 
 enum { TAG_NOTICE = 1000 };  // comm_mpi.c's are small
 
 static struct {
+    bool crowded;
     char claim_file[512];  // "" where the launcher gave no folder
     Notice notice;         // the one receive that always stands open
     MPI_Request notice_request;
@@ -55,6 +57,8 @@ static void tune(bool oversubscribed) {
     // Without this, a rank that waits keeps the core of the rank that it waits for.
     if (oversubscribed) setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
 }
+
+bool control_crowded(void) { return state.crowded; }
 
 const char *control_launch(int argc, char **argv, int ranks) {
     static char self[4096], number[16];
@@ -141,6 +145,7 @@ void control_start(int *rank, int *ranks, double timeout) {
     if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
     if (environment_int("OMPI_COMM_WORLD_LOCAL_RANK") == 0)
         control_check_shared((double)MPI_SHARED * here, here);
+    state.crowded = environment_int("OMPI_MCA_mpi_yield_when_idle");
     expect_meeting(timeout);
     int provided;
     __lsan_disable();
@@ -178,6 +183,7 @@ void control_send(const Notice *notice, int rank) {
     }
     out->notice = *notice;
     MPI_Isend(&out->notice, sizeof out->notice, MPI_BYTE, rank, TAG_NOTICE, MPI_COMM_WORLD, &out->request);
+    doorbell_ring(rank);
 }
 
 bool control_receive(Notice *notice, int *rank) {

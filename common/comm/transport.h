@@ -47,6 +47,8 @@ bool control_launched(void);
 // Starts this program again as so many ranks under mpirun. Returns only if that was impossible, with the
 // reason in a sentence.
 const char *control_launch(int argc, char **argv, int ranks);
+// Whether there are more ranks here than cores, so that one that waits should let others run.
+bool control_crowded(void);
 // Joins the other ranks; waits for them, no longer than `timeout` and what a start takes, until
 // control_met.
 void control_start(int *rank, int *ranks, double timeout);

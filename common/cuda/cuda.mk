@@ -59,9 +59,10 @@ NVCCFLAGS    := -std=c++17 $(NVCC_OPT) -lineinfo -ccbin $(CXX) -Xcompiler -Wall,
 compile_cu   := $(NVCC) $(NVCCFLAGS) $(NVCC_SAYS)
 compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon -I. $(call includes,$(CUDA_HOME))
 cc_tests     := $(sort $(wildcard tests/unit/test_ops_cuda*.cc))
-# Flags of a test that compiles and does not run: NVCC_SAYS for all, NVCC_BACK_END for what OPS=cuda needs,
-# NVCC_OPT for the host's code.
-$(KERNELS)/common/%.o $(KERNELS)/07_kernels/book_%.cu.o: private compile_cu += $(NVCC_BACK_END)
+# Flags of a test that compiles and does not run: NVCC_SAYS for all, NVCC_BACK_END and NVCC_BOOK for what
+# OPS=cuda needs, the latter of chapter 07, NVCC_OPT for the host's code.
+$(KERNELS)/common/%.o: private compile_cu += $(NVCC_BACK_END)
+$(KERNELS)/07_kernels/book_%.cu.o: private compile_cu += $(NVCC_BOOK)
 endif
 
 ifneq ($(OPS),cuda)

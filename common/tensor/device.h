@@ -15,7 +15,7 @@ extern "C" {
 // only remembered: the device starts when it is first used, so a dry run needs none. Without this call:
 // rank 0 of 1.
 void backend_start(int local_rank, int ranks_here);
-// What computes, for the header of a program: "OpenBLAS 0.3.21 SkylakeX, 2 threads, bf16 as f32",
+// What computes, for the header of a program: "OpenBLAS 0.3.21 SkylakeX, 2 threads",
 // "NVIDIA H200 (sm_90), CUDA 13.0". Starts the device.
 const char *backend_text(void);
 // Returns when the device has done all that it was given.

@@ -23,6 +23,10 @@
 #include "kernels.h"
 #include "rng.h"
 
+#if defined __AVX512F__ && !defined __clang__
+#pragma GCC target "prefer-vector-width=512"  // where GCC would take half of it
+#endif
+
 enum {
     LANES = 16,        // partial sums side by side
     SUM_CHUNK = 4096,  // elements whose sum is one term of a tensor's sum
@@ -153,6 +157,15 @@ static void narrow(DType storage, void *y, const void *wide, int64_t count) {
 
 // ---- exponentials ----
 
+// a b + c, rounded once where that is one instruction. GCC keeps to two of them in C11.
+static inline float multiply_add(float a, float b, float c) {
+#ifdef FP_FAST_FMAF
+    return fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 // e^x in f32 for x <= 0 (softmax and sigmoid need no others; right up to 88), to about one unit in the last
 // place: x = n ln 2 + r, e^x = 2^n e^r, and for |r| <= ln(2) / 2 a polynomial does (coefficients: Moshier,
 // Cephes, expf). Below -87 it gives zero: subnormals would slow down every product that they enter. NaN
@@ -160,16 +173,17 @@ static void narrow(DType storage, void *y, const void *wide, int64_t count) {
 // become vector code.
 static inline float exp_f32(float x) {
     const float to_integer = 0x1.8p23f;  // a sum with this has its integer part in the low bits
-    float shifted = x * 1.44269504088896341f + to_integer;
+    float shifted = multiply_add(x, 1.44269504088896341f, to_integer);
     float n = shifted - to_integer;
-    float r = x - n * 0.693359375f - n * -2.12194440e-4f;  // ln 2 in two parts: n times the first is exact
+    // ln 2 in two parts: n times the first is exact
+    float r = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, x));
     float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1;
+    p = multiply_add(p, r, 1.3981999507e-3f);
+    p = multiply_add(p, r, 8.3334519073e-3f);
+    p = multiply_add(p, r, 4.1665795894e-2f);
+    p = multiply_add(p, r, 1.6666665459e-1f);
+    p = multiply_add(p, r, 5.0000001201e-1f);
+    p = multiply_add(p, r * r, r) + 1;
     uint32_t bits, keep = -(uint32_t) !(x < -87);
     memcpy(&bits, &shifted, sizeof bits);
     bits = (bits + 127) << 23;  // 2^n from its exponent bits
@@ -266,8 +280,8 @@ void kernel_add(DType dtype, void *y, const void *a, const void *b, int64_t coun
 }
 
 void kernel_accumulate(DType y_dtype, void *y, DType x_dtype, const void *x, int64_t count) {
-    DType wide = y_dtype == F64 || x_dtype == F64 ? F64 : F32;
-    if (wide == F32) {
+    const DType wide = y_dtype == F64 || x_dtype == F64 ? F64 : F32;
+    if (wide == F32 && (is_narrow(y_dtype) || is_narrow(x_dtype))) {
         accumulate_narrow(y_dtype, y, x_dtype, x, count);
         return;
     }
@@ -341,8 +355,7 @@ void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
 // Of device.h: what multiplies.
 const char *backend_text(void) {
     static char text[160];
-    const char *bf16 = takes_pairs(BF16) ? "by vdpbf16ps" : "as f32";
-    snprintf(text, sizeof text, "%s, bf16 %s", base_blas_name(), bf16);
+    snprintf(text, sizeof text, "%s%s", base_blas_name(), takes_pairs(BF16) ? ", bf16 by vdpbf16ps" : "");
     return text;
 }
 
@@ -438,32 +451,6 @@ void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
     else CALL(dtype, swiglu_backward, dgate, dup, dact, gate, up, count);
 }
 
-// ---- sums of parts, and columns that are split ----
-
-void kernel_sum_parts(DType dtype, void *y, const void *x, int64_t parts, int64_t count) {
-    scratch_begin();
-    void *wide = wide_output(dtype, y, count);
-    CALL(dtype, sum_parts, wide, widen(dtype, x, parts * count), parts, count);
-    narrow(dtype, y, wide, count);
-}
-
-void kernel_split_columns(DType dtype, void *parts, const void *whole, int64_t groups, int64_t copies,
-                          int64_t n, int64_t w) {
-    const size_t run = (size_t)w * dtype_size(dtype);
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < groups * copies * n; i++)
-        memcpy((char *)parts + (size_t)i * run,
-               (const char *)whole + (size_t)(i % n * groups + i / n / copies) * run, run);
-}
-
-void kernel_join_columns(DType dtype, void *whole, const void *parts, int64_t groups, int64_t copies,
-                         int64_t n, int64_t w) {
-    scratch_begin();
-    void *wide = wide_output(dtype, whole, n * groups * w);
-    CALL(dtype, join_columns, wide, widen(dtype, parts, groups * copies * n * w), groups, copies, n, w);
-    narrow(dtype, whole, wide, n * groups * w);
-}
-
 // ---- optimizers ----
 
 void kernel_adamw(DType dtype, void *value, void *master, void *m, void *v, DType grad_dtype,
@@ -492,5 +479,6 @@ void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const 
 
 #include "ops_cpu_chunk_kernels.inc"
 #include "ops_cpu_vocabulary_kernels.inc"
+#include "ops_cpu_parts_kernels.inc"
 #include "ops_cpu_experts_kernels.inc"
 #include "ops_cpu_codes_kernels.inc"

@@ -220,7 +220,8 @@ int main(int argc, char **argv) {
                    "layers=12 hidden=768 heads=12 kv-heads=12 ffn=2048 vocab=32000 seq=256 micro-batch=4",
                    7, 0.9);
     bf16_beside_f32("train-bf16-L6-h384",
-                    "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=8", 9, 1.4);
+                    "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=8", 9,
+                    1.4);
     growth();
     return 0;
 }

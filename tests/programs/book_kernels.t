@@ -1,7 +1,8 @@
 #!/bin/bash
 # book_kernels.t: training on chapter 07's kernels, on emulated GPUs, held against one device on the
 # library's. TAP.
-# needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu build-cuda-on-cpu/03_tensor_parallel/tensor_parallel
+# needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu OBJECTS=build
+# needs: build-cuda-on-cpu/03_tensor_parallel/tensor_parallel
 # needs: build-cuda-on-cpu/corpus.txt build-cuda-on-cpu/00_single_gpu/train
 # needs: build-cuda-on-cpu/04_context_parallel/ring_attention build-cuda-on-cpu/tests/test_ops_layers
 # needs: build-cuda-on-cpu/04_context_parallel/zigzag_ring_attention
@@ -10,7 +11,7 @@
 export OMP_NUM_THREADS=1
 needs_fibers
 build=build-cuda-on-cpu
-builds OPS=cuda-on-cpu BUILD=$build $build/{00_single_gpu/train,corpus.txt} \
+builds OPS=cuda-on-cpu BUILD=$build OBJECTS=build $build/{00_single_gpu/train,corpus.txt} \
     $build/{03_tensor_parallel/tensor_parallel,tests/test_ops_layers} \
     $build/04_context_parallel/{ring_attention,zigzag_ring_attention,all_gather_attention}
 

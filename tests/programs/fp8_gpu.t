@@ -6,14 +6,13 @@
 # step of 2^-4, while the recipe itself, against f64 without codes, has every number off by up to half a
 # step. So of the recipe's own error the difference is sqrt(12 / 2^16), 0.0136. In bf16, with f64 as the
 # judge: 4 times what the CPU's bf16 is off by.
-# needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu build-cuda-on-cpu/08_mixed_precision/fp8
+# needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu OBJECTS=build build-cuda-on-cpu/08_mixed_precision/fp8
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 needs_fibers
-builds OPS=cuda-on-cpu BUILD=build-cuda-on-cpu build-cuda-on-cpu/08_mixed_precision/fp8
-# The CPU's program is made of the same objects: build/ may hold others.
-cpu=build-cuda-on-cpu/cpu
-builds OPS=cpu BUILD=$cpu OBJECTS=build-cuda-on-cpu $cpu/08_mixed_precision/fp8
+builds OPS=cuda-on-cpu BUILD=build-cuda-on-cpu OBJECTS=build build-cuda-on-cpu/08_mixed_precision/fp8
+cpu=build-cuda-on-cpu/cpu  # the CPU's program, of the same objects, however build/ is linked
+builds OPS=cpu BUILD=$cpu OBJECTS=build $cpu/08_mixed_precision/fp8
 
 head -c 350 LICENSE >"$work/text"
 

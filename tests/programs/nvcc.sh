@@ -3,13 +3,17 @@
 nvcc=$(PATH=$PATH:/usr/local/cuda/bin command -v nvcc)
 
 # with_nvcc ARGUMENTS OF MAKE…: one build at a time, which finds what others have made. What computes is
-# nothing to C: its objects are those of the usual build. Host code and the back end's kernels are optimized
-# little, where nvcc knows how; the book's as for use, since their registers are counted: what ptxas says of
-# each file stays in build-nvcc/ptxas.txt, behind its name.
+# nothing to C: its objects are those of the usual build. Host code is not optimized, and the back end's
+# kernels as little as they compile fastest with (mid: beyond it no call is inlined, and code grows); those of
+# the programs are, as for use, since their registers are counted: what ptxas says of each file stays in
+# build-nvcc/ptxas.txt, behind its name. PTX of the newest GPUs is made of book_*.cu alone, since they take in
+# the programs' kernels and what asks for the kind of GPU, instructions*.h. What is linked runs nowhere, and
+# is linked without symbols, by the fastest linker there is.
 with_nvcc() {
-    local newest quick='' log=build-nvcc/ptxas.txt source
+    local newest back_end='' book='' link=-s log=build-nvcc/ptxas.txt source
     newest=$("$nvcc" --list-gpu-arch | sed 's/.*_//' | sort -n | tail -n 1)
-    "$nvcc" --help | grep -q -e '-Ofast-compile' && quick='-Ofc mid'
+    "$nvcc" --help | grep -q -e '-Ofast-compile' && back_end='-Ofc mid' book='-Ofc max'
+    ! gcc -fuse-ld=gold -Wl,--version >/dev/null 2>&1 || link+=' -fuse-ld=gold'
     mkdir -p build-nvcc
     (
         flock 9
@@ -18,8 +22,9 @@ with_nvcc() {
             grep -q " $source\$" $log || rm -f "build-nvcc/kernels/$source.o"
         done
         timeout -k 5 1500 make -O -j"$(nproc)" --no-print-directory OPS=cuda "CUDA_ARCH=80 90a" \
-            CUDA_PTX="$newest" NVCC_SAYS='-Xptxas -v' NVCC_BACK_END="$quick" NVCC_OPT=-O1 OBJECTS=build \
-            KERNELS=build-nvcc/kernels "$@" 2>&1 | tee -a $log
+            CUDA_PTX= NVCC_SAYS='-Xptxas -v' NVCC_OPT=-O0 OBJECTS=build KERNELS=build-nvcc/kernels \
+            NVCC_BACK_END="$back_end" LDFLAGS_EXTRA="$link" \
+            NVCC_BOOK="$book -gencode arch=compute_$newest,code=compute_$newest" "$@" 2>&1 | tee -a $log
         exit "${PIPESTATUS[0]}"
     ) 9>build-nvcc/lock
 }

@@ -1,14 +1,15 @@
 #!/bin/bash
 # staged.t: MPI between devices whose memory it cannot reach: everything goes through the host, and host
 # code that touches device memory is caught. On emulated GPUs. TAP.
-# needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu build-cuda-on-cpu/tests/test_comm
+# needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu OBJECTS=build build-cuda-on-cpu/tests/test_comm
 # A pattern chooses among the tests of test_comm.
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1 ULTRASCALE_GUARD=1
 needs_fibers
 build=build-cuda-on-cpu
-builds OPS=cuda-on-cpu BUILD=$build $build/tests/test_{comm,comm_requests,comm_clock,lines,streams} \
-    $build/01_data_parallel/{collectives,ring_all_reduce,ddp_{naive,bucketed}} $build/corpus.txt
+builds OPS=cuda-on-cpu BUILD=$build OBJECTS=build $build/corpus.txt \
+    $build/tests/test_{comm,comm_requests,comm_clock,lines,streams} \
+    $build/01_data_parallel/{collectives,ring_all_reduce,ddp_{naive,bucketed}}
 
 # On 3 ranks in all dtypes, on others in three of them: emulated GPUs are slow.
 while read -r ranks types; do

@@ -1,0 +1,36 @@
+// doorbell.h: a rank that waits sleeps until another rank of its machine rings.
+//
+// A rank that looks again and again, and yields in between, takes time in which the rank that it waits for
+// could compute: with more ranks than cores up to a third of all. So each rank has a doorbell, in the
+// memory that the ranks of a machine share. Whoever has written something that a rank may wait for (a
+// notice, a segment, a slot's return) rings that rank's; who waits sleeps on its own:
+//
+//     rank 0 waits                          rank 1
+//       count = doorbell_count()
+//       looks: nothing has come               sends a notice
+//       doorbell_wait(count)                  doorbell_ring(0)       rank 0 looks again
+//
+// A ring between the count and the sleep is not lost: doorbell_wait then returns at once. It returns after
+// a millisecond in any case, since nobody rings for a death, a signal or MPI's own affairs.
+#ifndef DOORBELL_H
+#define DOORBELL_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+typedef struct Doorbell {
+    _Alignas(64) _Atomic uint32_t rung;  // how often
+    _Atomic uint32_t asleep;             // whether its rank sleeps, or is about to
+} Doorbell;
+
+// of[r]: that of rank r; `mine` is this rank. The caller's. Without (NULL) ringing does nothing, and waiting
+// is a yield.
+void doorbells_use(Doorbell *const *of, int mine);
+// After the rank can see what it may be waiting for.
+void doorbell_ring(int rank);
+// How often this rank's has been rung.
+uint32_t doorbell_count(void);
+// Sleeps until it has been rung more often than that.
+void doorbell_wait(uint32_t count);
+
+#endif
