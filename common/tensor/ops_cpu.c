@@ -57,15 +57,22 @@ static void my_slice(int64_t size, int64_t *first, int64_t *end) {
     slice_of(size, omp_get_thread_num(), omp_get_num_threads(), first, end);
 }
 
-// The part-th of `parts` rectangles of an (m, n) matrix. A thread that multiplies into it packs its rows of
-// one operand and its columns of the other for itself, so the sum of both should be small.
-static void rectangle_of(int64_t m, int64_t n, int part, int parts, int64_t *row, int64_t *row_end,
-                         int64_t *column, int64_t *column_end) {
-    int best = 1;  // parts that share the rows; parts / best share the columns
+// Into how many parts the rows of an (m, n) matrix go when `parts` threads share it, each a rectangle; its
+// columns go into parts / that. A thread that multiplies into it packs its rows of one operand and its
+// columns of the other for itself, so the sum of both should be small.
+static int parts_of_rows(int64_t m, int64_t n, int parts) {
+    int best = 1;
     for (int rows = 2; rows <= parts; rows++)
         if (parts % rows == 0 && m / rows + n / (parts / rows) < m / best + n / (parts / best)) best = rows;
-    slice_of(m, part % best, best, row, row_end);
-    slice_of(n, part / best, parts / best, column, column_end);
+    return best;
+}
+
+// The part-th of `parts` such rectangles.
+static void rectangle_of(int64_t m, int64_t n, int part, int parts, int64_t *row, int64_t *row_end,
+                         int64_t *column, int64_t *column_end) {
+    const int down = parts_of_rows(m, n, parts);
+    slice_of(m, part % down, down, row, row_end);
+    slice_of(n, part / down, parts / down, column, column_end);
 }
 
 // Zeros into rows that lie `stride` bytes apart. Many of them go past the caches: a store that does not
