@@ -48,7 +48,7 @@
 
 #define DYNAMIC_SHARED(type, name) type *name = static_cast<type *>(cuda_dynamic_shared())
 
-#define UNWATCHED __attribute__((no_sanitize_thread, no_sanitize_coverage))
+#define UNWATCHED __attribute__((no_sanitize_thread))
 
 #endif
 
