@@ -71,8 +71,9 @@ static inline std::vector<int64_t> keys_seen(const Heads &n, const AttentionMask
 // they have the same bits, and so fit this lse as well. Without a key o is 0, and lse -inf.
 //   P = softmax(S), S = scale Q K', O = P V:   dV = P' dO   dS = P (dO V' - rowsum(dO O))   dQ = scale dS K
 template <class T, class Stored = T>
-Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float *k, const float *v,
-                              const float *grad_o, const AttentionMask *mask = NULL) {
+UNWATCHED Attention<T> attention_on_cpu(const Heads &n, int d, const float *q, const float *k,
+                                        const float *v, const float *grad_o,
+                                        const AttentionMask *mask = NULL) {
     const int64_t key_count = mask ? mask->keys->s : n.s, step = n.kv * d;
     const size_t queries = (size_t)(n.b * n.s * n.a * d), keys = (size_t)(n.b * key_count * step);
     Attention<T> out = {std::vector<T>(queries), std::vector<T>((size_t)(n.b * n.a * n.s)),

@@ -36,6 +36,9 @@
     extern __shared__ __align__(16) unsigned char cuda_shared[]; \
     type *name = reinterpret_cast<type *>(cuda_shared)
 
+// Before a function of the host that computes long, on its own memory: the emulator need not watch it.
+#define UNWATCHED
+
 #else
 
 #include "cuda_on_cpu/cuda_on_cpu.h"
@@ -44,6 +47,8 @@
     cuda_launch(kernel, #kernel, __FILE__, __LINE__, grid, block, shared_bytes, stream)(__VA_ARGS__)
 
 #define DYNAMIC_SHARED(type, name) type *name = static_cast<type *>(cuda_dynamic_shared())
+
+#define UNWATCHED __attribute__((no_sanitize_thread))
 
 #endif
 

@@ -327,10 +327,11 @@ void cuda_on_cpu_order(uint64_t seed);
 
 // ---- counting ----
 
-// Between begin and end every launch is counted. Lanes act together when they execute
-// the same instruction for the same time: the k-th access of one lane at a place in the code goes with the
-// k-th of its neighbours there. On a GPU that is so unless lanes that took different paths in earlier turns
-// of a loop have drifted apart. What the compiler keeps in registers is no access, here as there.
+// Between begin and end every launch is counted. Lanes act together when they execute the same instruction
+// for the same time: the k-th access of one lane at a place in the code, since the block's last barrier,
+// goes with the k-th of its neighbours there. On a GPU that is so unless lanes that took different paths in
+// earlier turns of a loop have drifted apart. What the compiler keeps in registers is no access, here as
+// there.
 struct CudaCounts {
     int64_t threads, warps;
     // Global memory: accesses of a warp (a GPU's requests), the bytes that its lanes ask for, and the

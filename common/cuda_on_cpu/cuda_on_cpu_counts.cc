@@ -16,7 +16,7 @@ struct Event {
 };
 enum { BRANCH = 2 };  // a space of its own
 
-static List<Event> events[MAX_THREADS];  // of this block, by thread
+static List<Event> events[MAX_THREADS];  // since the block's last barrier, by thread
 static uint32_t last_block[MAX_THREADS];
 static CudaCounts counts;
 static std::unordered_set<uintptr_t> loaded, stored;  // sectors of this launch
@@ -32,7 +32,6 @@ CudaCounts cuda_count_end(void) {
     return counts;
 }
 
-void count_barrier(void) { counts.barriers++; }
 void count_tensor(int64_t flops, int bits) {
     (bits == 8 ? counts.tensor_8_flops : counts.tensor_flops) += flops;
 }
@@ -138,9 +137,11 @@ static void count_step(const Event *first, const Event *end) {
 
 // What a warp's lanes do at one site in the same way.
 struct Site {
+    uint64_t name;
     std::vector<uint32_t> groups;  // of the events that are one instruction, by turn
     size_t turn;                   // how often this lane was here
     int lane;
+    Site *next;  // where the lane went from here the last time, and mostly goes
 };
 
 // Events of different lanes are one instruction if these lanes are at one site for the same time. A warp
@@ -148,10 +149,15 @@ struct Site {
 static void count_warp(int begin, int end) {
     std::unordered_map<uint64_t, Site> sites;
     std::vector<size_t> at;  // of each group: how many events, where the next one goes, where they end
+    Site none = {}, *before = &none;
     for (int i = begin; i < end; i++)
         for (size_t n = 0; n < events[i].count; n++) {
             Event &e = events[i].items[n];
-            Site &site = sites[(uint64_t)e.site << 8 | e.space << 4 | e.kind];
+            const uint64_t name = (uint64_t)e.site << 8 | e.space << 4 | e.kind;
+            if (!before->next || before->next->name != name) before->next = &sites[name];
+            Site &site = *before->next;
+            before = &site;
+            site.name = name;
             if (site.lane != e.lane) site.turn = 0;
             site.lane = e.lane;
             if (site.turn == site.groups.size()) {
@@ -180,14 +186,21 @@ static void count_warp(int begin, int end) {
     }
 }
 
+static void count_warps(void) {
+    for (int begin = 0; begin < now.threads; begin += LANES)
+        count_warp(begin, std::min(begin + LANES, now.threads));
+}
+
+void count_barrier(void) {
+    counts.barriers++;
+    count_warps();
+}
+
 void count_block_end(void) {
-    for (int begin = 0; begin < now.threads; begin += LANES) {
-        int end = std::min(begin + LANES, now.threads);
-        for (int i = begin; i < end; i++) step(&threads[i], 0);  // its last block leaves the kernel
-        count_warp(begin, end);
-        counts.threads += end - begin;
-        counts.warps++;
-    }
+    for (int i = 0; i < now.threads; i++) step(&threads[i], 0);  // its last block leaves the kernel
+    count_warps();
+    counts.threads += now.threads;
+    counts.warps += (now.threads + LANES - 1) / LANES;
 }
 
 void count_launch_end(void) {

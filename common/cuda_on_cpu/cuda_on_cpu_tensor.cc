@@ -85,11 +85,19 @@ void multiply_fragments(Warp *w) {
             b[p.row][p.column] = x->widen(number(x->b, i));
         }
     }
+    float d[M][N];
     for (int lane = 0; lane < LANES; lane++)
         for (int i = 0; i < 4; i++) {
             const Place p = place_d(lane, i);
-            float *sum = &reinterpret_cast<const LaneMma *>(w->value[lane])->d[i];
-            for (int k = 0; k < K; k++) *sum += a[p.row][k] * b[k][p.column];
+            d[p.row][p.column] = reinterpret_cast<const LaneMma *>(w->value[lane])->d[i];
+        }
+    for (int row = 0; row < M; row++)
+        for (int k = 0; k < K; k++)
+            for (int column = 0; column < N; column++) d[row][column] += a[row][k] * b[k][column];
+    for (int lane = 0; lane < LANES; lane++)
+        for (int i = 0; i < 4; i++) {
+            const Place p = place_d(lane, i);
+            reinterpret_cast<const LaneMma *>(w->value[lane])->d[i] = d[p.row][p.column];
         }
     if (now.counting) count_tensor(2 * M * N * K, 16);
 }

@@ -4,11 +4,11 @@ nvcc=$(PATH=$PATH:/usr/local/cuda/bin command -v nvcc)
 
 # with_nvcc ARGUMENTS OF MAKE…: one build at a time, which finds what others have made. What computes is
 # nothing to C: its objects are those of the usual build. Host code is not optimized, and the back end's
-# kernels as little as they compile fastest with (mid: beyond it no call is inlined, and code grows); those of
-# the programs are, as for use, since their registers are counted: what ptxas says of each file stays in
-# build-nvcc/ptxas.txt, behind its name. PTX of the newest GPUs is made of book_*.cu alone, since they take in
-# the programs' kernels and what asks for the kind of GPU, instructions*.h. What is linked runs nowhere, and
-# is linked without symbols, by the fastest linker there is.
+# kernels as they compile fastest (mid: beyond it no call is inlined, and code grows); those of the programs
+# are, as for use, since their registers are counted: what ptxas says of each file stays in
+# build-nvcc/ptxas.txt, behind its name. PTX of the newest GPUs is made of book_*.cu alone, since they take
+# in the programs' kernels and what asks for the kind of GPU, instructions*.h. What is linked runs nowhere:
+# it has no symbols, and the fastest linker there is.
 with_nvcc() {
     local newest back_end='' book='' link=-s log=build-nvcc/ptxas.txt source
     newest=$("$nvcc" --list-gpu-arch | sed 's/.*_//' | sort -n | tail -n 1)
