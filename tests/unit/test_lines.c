@@ -416,7 +416,8 @@ static void scenario(const char *name) {
     }
     if (IS("host-writes")) {
         float values[1024] = {0};
-        Request *request = comm_send_receive(a, (me + 1) % n, b, (me + n - 1) % n, blue);
+        Request *request =
+            comm_send_receive(a, (me + 1) % n, filled(1024, 0), (me + n - 1) % n, blue);
         tensor_from_host(a, values);
         comm_wait(request);
     }
