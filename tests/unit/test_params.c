@@ -132,6 +132,26 @@ static void a_large_weight_is_born_as_a_small_one(void) {
     params_free(&p);
 }
 
+// Numbers that were drawn once are remembered: of this seed, for this weight.
+static void a_seed_draws_its_own_numbers(void) {
+    const ParamSpec specs[] = {{"one", WHOLE, 3, 5, true, 1}, {"other", WHOLE, 3, 5, true, 1}};
+    for (uint64_t seed = 7; seed < 12; seed++) {
+        Mesh mesh = mesh_single();
+        Params p;
+        params_begin(&p, &mesh);
+        params_add_unit(&p, "all");
+        for (int i = 0; i < 2; i++) params_add(&p, &specs[i]);
+        params_allocate(&p, recipe_standard(F64), seed % 3);
+        for (int i = 0; i < 2; i++) {
+            double *born = host_copy(param_value(&p, &p.param[i]));
+            for (uint64_t j = 0; j < 15; j++)
+                SAME(born[j], rng_normal(seed % 3, rng_stream(specs[i].name), j));
+            free(born);
+        }
+        params_free(&p);
+    }
+}
+
 // Bytes of what stays, by stage: whole tensors above it, own parts from it on.
 static void each_stage_stores_its_own(void) {
     for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++)
@@ -454,6 +474,7 @@ static const RankTest tests[] = {
     TEST(shapes_are_those_of_the_shards),
     TEST(shards_are_born_as_slices),
     TEST(a_large_weight_is_born_as_a_small_one),
+    TEST(a_seed_draws_its_own_numbers),
     TEST(each_stage_stores_its_own),
     TEST(techniques_cover_each_weight),
     TEST(ranks_beyond_the_heads_store_copies),
