@@ -23,8 +23,8 @@ typedef struct Doorbell {
     _Atomic uint32_t asleep;             // whether its rank sleeps, or is about to
 } Doorbell;
 
-// of[r]: that of rank r; `mine` is this rank. The caller's. Without (NULL) ringing does nothing, and waiting
-// is a yield.
+// of[r]: that of rank r; `mine` is this rank. The caller's. Without (NULL) ringing does nothing, and a
+// rank that waits yields.
 void doorbells_use(Doorbell *const *of, int mine);
 // After the rank can see what it may be waiting for.
 void doorbell_ring(int rank);

@@ -98,8 +98,8 @@ static void multiply_rates(const Config *c) {
         own ? "by vdpbf16ps" : "as f32, this processor having no faster way", rates[1], rates[0]);
 }
 
-// tokens/s in bf16 over those in f32, in turns. What is missing is what operations take beyond 1 / target of
-// their time in f32.
+// tokens/s in bf16 over those in f32, in turns. What is missing is what operations take beyond
+// 1 / target of their time in f32.
 static void bf16_beside_f32(const char *name, const char *text, int pairs, double target) {
     char *bf16_text = format_text("%s dtype=bf16", text);
     Config f32 = shape(text), bf16 = shape(bf16_text);

@@ -42,8 +42,8 @@ typedef struct Missing {
     double step, between;  // whole steps, and what of them is within no operation
 } Missing;
 
-// The operations of one step of this rank, from clock_reset to now, each less its FLOPs at `rate`, FLOP/s of
-// this rank alone; times a weight, which is negative where this step is the yardstick of another.
+// The operations of one step of this rank, from clock_reset to now, each less its FLOPs at `rate`, FLOP/s
+// of this rank alone; times a weight, which is negative where this step is the yardstick of another.
 static inline void missing_add_weighted(Missing *missing, double step_seconds, double rate, double weight) {
     const OpCount *operation;
     int count = clock_operations(&operation);
