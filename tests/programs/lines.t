@@ -1,40 +1,25 @@
 #!/bin/bash
 # lines.t: communication lines on 1 to 8 ranks, and what a user sees when calls cross or collide. TAP.
 # needs: build/tests/test_lines
-# With an argument: only the scenarios whose names match it.
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
-lines=${BUILD:-build}/tests/test_lines
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-count=0 failed=0
-only=$1
-
-report() {  # report STATUS NAME
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then echo "ok $count - $2"; else echo "not ok $count - $2"; failed=1; tail -n 12 \
-        "$work/out" "$work/err" | sed 's/^/# /'; fi
-}
+. "$(dirname "$0")/tap.sh"
+lines=$build/tests/test_lines
+limit=60  # seconds, after which it hangs
 
 for ranks in 1 2 3 4 6 8; do
-    [ -z "$only" ] || continue
-    timeout 60 "$lines" --ranks $ranks >"$work/out" 2>"$work/err"
-    status=$?
-    sed -n 's/^not ok/# not ok/p' "$work/out"
-    [ $status = 0 ] && [ "$(grep -c '^ok' "$work/out")" = "$(sed -n 's/^1\.\.//p' "$work/out")" ]
+    wanted "every test of test_lines on $ranks ranks" || continue
+    all_tests "$lines" --ranks $ranks
     report $? "every test of test_lines on $ranks ranks"
 done
 
 # ends SCENARIO PATTERN: 4 ranks end with status 2 long before the timeout, after one line on stderr, which
 # matches. In a dry run, too.
 ends() {
-    [ -z "$only" ] || [[ $1 == $only ]] || return
-    local flags status
+    local flags
     for flags in '' --dry-run; do
-        timeout -k 5 20 "$lines" --scenario "$1" $flags >"$work/out" 2>"$work/err"
-        status=$?
-        [ $status = 2 ] && [ "$(wc -l <"$work/err")" = 1 ] && grep -qE -- "$2" "$work/err"
-        report $? "$1${flags:+, dry run}: $(head -n 1 "$work/err")"
+        wanted "$1" || return
+        run "$lines" --scenario "$1" $flags
+        one_line $? -E "$2"
+        report $? "$1${flags:+, dry run}: $(head -n 1 "$err")"
     done
 }
 # Where the first of a rank's two calls has met its other end already, only the second can be named.
@@ -66,5 +51,4 @@ ends two-lines "broadcast (reads|writes) $first_4k, which all_reduce, $still (re
 ends root-writes \
     "rank 1: op_scale writes $first_4k, which reduce, $still reading$first|is still writing$first"
 
-echo "1..$count"
-exit $failed
+finish

@@ -2,62 +2,42 @@
 # schedule.t: the schedules of pipelines from the command line: the table, each schedule, its picture, and
 # text that goes out and comes in again. TAP.
 # needs: build/05_pipeline_parallel/schedule
-cd "$(dirname "$0")/../.." || exit 2
-unset OPENBLAS_CORETYPE
-schedule=${BUILD:-build}/05_pipeline_parallel/schedule
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+. "$(dirname "$0")/tap.sh"
+program=05_pipeline_parallel/schedule
 names="afab one_f_one_b interleaved zb_h1 zb_h2 zb_v zb_auto dualpipe dualpipe_v"
-count=0 failed=0
 
-report() {  # report STATUS NAME
-    count=$((count + 1))
-    if [ "$1" = 0 ]; then
-        echo "ok $count - $2"
-    else
-        echo "not ok $count - $2"
-        failed=1
-        tail -n 12 "$work/out" | sed 's/^/#   /'
-    fi
+# schedule FLAGS…: what it says on stderr stands behind what it prints.
+schedule() {
+    run "$build/$program" "$@"
+    cat "$err" >>"$out"
+    return $status
 }
 
-run() { timeout -k 5 120 "$schedule" "$@" >"$work/out" 2>&1; }
-
-# refused WORDS FLAGS…: status 2 and one sentence that has WORDS.
-refused() {
-    local words=$1
-    shift
-    run "$@"
-    [ $? = 2 ] && [ "$(wc -l <"$work/out")" = 1 ] && grep -q '^schedule: ' "$work/out" &&
-        grep -qF -e "$words" "$work/out"
-    report $? "refused: $words"
-}
-
-run --json "$work/table.json" && [ "$(tail -n 1 "$work/out" | cut -c 1-15)" = "PASS schedule: " ] &&
-    ! grep -q FAIL "$work/out" && [ "$(grep -c ' equal$' "$work/out")" = 22 ]
+schedule --json "$work/table.json" && [ "$(tail -n 1 "$out" | cut -c 1-15)" = "PASS schedule: " ] &&
+    ! grep -q FAIL "$out" && [ "$(grep -c ' equal$' "$out")" = 22 ]
 report $? "the table of all schedules agrees with their formulas"
-[ "$(grep -c '^p = ' "$work/out")" = 6 ] && [ "$(grep -c ' exact ' "$work/out")" -ge 40 ]
+[ "$(grep -c '^p = ' "$out")" = 6 ] && [ "$(grep -c ' exact ' "$out")" -ge 40 ]
 report $? "for p = 4 and 8, m = p, 2 p and 4 p"
-grep -qE '^zb_h1 +3 +3 +3 +28 +28 +the best$' "$work/out" && grep -qE '^zb_v +3 +3 +3 +15 +12' "$work/out"
+grep -qE '^zb_h1 +3 +3 +3 +28 +28 +the best$' "$out" && grep -qE '^zb_v +3 +3 +3 +15 +12' "$out"
 report $? "and says how far each is from the best"
 python3 -c 'import json,sys; t=json.load(open(sys.argv[1])); assert t["verdict"]["status"] == "PASS"' \
-    "$work/table.json" 2>"$work/out"
+    "$work/table.json" 2>"$out"
 report $? "and writes it as JSON"
 
-cp "$work/out" "$work/before"
-run --forward 9 --backward 9 --weight 9 && ! grep -q FAIL "$work/out" &&
-    grep -q '^dualpipe_v .* exact ' "$work/out"
+cp "$out" "$work/before"
+schedule --forward 9 --backward 9 --weight 9 && ! grep -q FAIL "$out" &&
+    grep -q '^dualpipe_v .* exact ' "$out"
 report $? "for other durations, too"
-run --hop 3 && ! grep -q FAIL "$work/out" && ! grep -q ' exact ' "$work/out"
+schedule --hop 3 && ! grep -q FAIL "$out" && ! grep -q ' exact ' "$out"
 report $? "with a hop no formula is claimed"
 
 for name in $names; do
-    run --schedule "$name" --stages 4 --micro-batches 8 --svg "$work/$name.svg" &&
-        [ "$(grep -c '^rank [0-3]  |' "$work/out")" = 4 ] &&
-        grep -q "^PASS schedule: $name.* is sound" "$work/out" &&
-            grep -q '^in one for activations.*: in order$' "$work/out"
+    schedule --schedule "$name" --stages 4 --micro-batches 8 --svg "$work/$name.svg" &&
+        [ "$(grep -c '^rank [0-3]  |' "$out")" = 4 ] &&
+        grep -q "^PASS schedule: $name.* is sound" "$out" &&
+            grep -q '^in one for activations.*: in order$' "$out"
     report $? "$name is drawn"
-    python3 - "$work/$name.svg" >"$work/out" 2>&1 <<'PYTHON'
+    python3 - "$work/$name.svg" >"$out" 2>&1 <<'PYTHON'
 import sys, xml.etree.ElementTree as tree
 root = tree.parse(sys.argv[1]).getroot()
 width, height = float(root.get('width')), float(root.get('height'))
@@ -75,84 +55,84 @@ assert sum(t.text.startswith('rank ') for t in texts) == 4
 assert sum(t.get('class') in ('n', 'n w') for t in texts) >= 64, 'few numbers'
 PYTHON
     report $? "$name as an SVG stays inside its frame, with its numbers"
-    run --schedule "$name" --stages 4 --micro-batches 8 --dump && cp "$work/out" "$work/$name.txt" &&
-        run --load "$work/$name.txt" --dump && cmp -s "$work/out" "$work/$name.txt" &&
-            run --load "$work/$name.txt" &&
-        grep -q "^PASS schedule: $name" "$work/out"
+    schedule --schedule "$name" --stages 4 --micro-batches 8 --dump && cp "$out" "$work/$name.txt" &&
+        schedule --load "$work/$name.txt" --dump && cmp -s "$out" "$work/$name.txt" &&
+            schedule --load "$work/$name.txt" &&
+        grep -q "^PASS schedule: $name" "$out"
     report $? "$name is loaded as it was dumped"
 done
 
-run --schedule one_f_one_b --stages 4 --micro-batches 8 --dump
-[ "$(head -n 4 "$work/out" | tail -n 1)" = \
+schedule --schedule one_f_one_b --stages 4 --micro-batches 8 --dump
+[ "$(head -n 4 "$out" | tail -n 1)" = \
     "rank 0: F0.0.0 F0.1.0 F0.2.0 F0.3.0 BW0.0.0 F0.4.0 BW0.1.0 F0.5.0 BW0.2.0 F0.6.0 BW0.3.0 F0.7.0 \
 BW0.4.0 BW0.5.0 BW0.6.0 BW0.7.0" ]
 report $? "1F1B is what it is called"
-run --schedule afab --stages 4 --micro-batches 1
-grep -q 'bubble 90 (300% of the work)' "$work/out"
+schedule --schedule afab --stages 4 --micro-batches 1
+grep -q 'bubble 90 (300% of the work)' "$out"
 report $? "AFAB of one micro-batch is the naive pipeline"
-run --schedule one_f_one_b --stages 4 --micro-batches 8 --split &&
-    grep -q 'bubble 66, as a period 66' "$work/out"
+schedule --schedule one_f_one_b --stages 4 --micro-batches 8 --split &&
+    grep -q 'bubble 66, as a period 66' "$out"
 report $? "--split takes B and W apart"
-run --schedule interleaved --stages 4 --micro-batches 8 --group 8 &&
-    grep -qE '^rank 0 +7.5 +7.5' "$work/out" &&
-    run --schedule interleaved --stages 4 --micro-batches 8 && grep -qE '^rank 0 +5.5 +5.5' "$work/out"
+schedule --schedule interleaved --stages 4 --micro-batches 8 --group 8 &&
+    grep -qE '^rank 0 +7.5 +7.5' "$out" &&
+    schedule --schedule interleaved --stages 4 --micro-batches 8 && grep -qE '^rank 0 +5.5 +5.5' "$out"
 report $? "breadth-first holds more than depth-first"
-run --schedule zb_auto --stages 4 --micro-batches 16 --memory-limit 5 &&
-    grep -q 'bubble 34, .* 5 micro-batches held' "$work/out"
+schedule --schedule zb_auto --stages 4 --micro-batches 16 --memory-limit 5 &&
+    grep -q 'bubble 34, .* 5 micro-batches held' "$out"
 report $? "--memory-limit is kept"
-run --schedule dualpipe --stages 8 --micro-batches 16
+schedule --schedule dualpipe --stages 8 --micro-batches 16
 grep -q 'one queue for each pair of ranks: rank .* breaks the rule "messages are received in the order' \
-    "$work/out"
+    "$out"
 report $? "one queue for a pair of ranks misorders DualPipe, and is told so"
 
 # A sound schedule with its first B taken before its F; with its last W taken out; and a rank that waits for
 # ever.
 sed 's/^rank 3: F3.0.0 BW3.0.0/rank 3: BW3.0.0 F3.0.0/' "$work/one_f_one_b.txt" >"$work/order.txt"
 rule='rank 3, position 0 (BW3.0.0) breaks the rule "B after its F": F3.0.0 stands at position 1'
-run --load "$work/order.txt"
-[ $? = 1 ] && grep -q "^FAIL schedule: .*$rule" "$work/out"
+schedule --load "$work/order.txt"
+[ $? = 1 ] && grep -q "^FAIL schedule: .*$rule" "$out"
 report $? "a broken order is refused with rank, position, action and rule"
 sed 's/ W3.7.0$//' "$work/zb_h1.txt" >"$work/w.txt"
-run --load "$work/w.txt"
-[ $? = 1 ] && grep -q 'breaks the rule "no W is left at the end": W3.7.0 never runs' "$work/out"
+schedule --load "$work/w.txt"
+[ $? = 1 ] && grep -q 'breaks the rule "no W is left at the end": W3.7.0 never runs' "$out"
 report $? "a W that is left out is refused"
 printf '%s\n' '# pp-schedule name=stuck p=2 m=2 stages=2 dirs=1' 'place 0: 0 1' 'mbs 0: 0 1' \
     'rank 0: F0.0.0 BW0.0.0 F0.1.0 BW0.1.0' 'rank 1: F1.0.0 F1.1.0 BW1.0.0 BW1.1.0' >"$work/stuck.txt"
 waits='waits for B1.0.0 at position 2 of rank 1, which waits itself at position 1 (F1.1.0)'
-run --load "$work/stuck.txt"
-[ $? = 1 ] && grep -q "rank 0, position 1 (BW0.0.0) .*$waits" "$work/out"
+schedule --load "$work/stuck.txt"
+[ $? = 1 ] && grep -q "rank 0, position 1 (BW0.0.0) .*$waits" "$out"
 report $? "a deadlock is told, and not run into"
 
 # What the chapter's page shows is what the program prints.
 page=05_pipeline_parallel/README.md
-run && missing=$(grep -E '^    (afab|one_f|interleaved|zb_|dualpipe|p = )' $page | sed 's/^    //' |
+schedule && missing=$(grep -E '^    (afab|one_f|interleaved|zb_|dualpipe|p = )' $page | sed 's/^    //' |
     while IFS= read -r line; do
-    sed 's/ *$//' "$work/out" | grep -qxF -- "$line" || echo "$line"; done) && [ -z "$missing" ] &&
+    sed 's/ *$//' "$out" | grep -qxF -- "$line" || echo "$line"; done) && [ -z "$missing" ] &&
     [ "$(grep -cE '^    (afab|one_f|interleaved|zb_|dualpipe|p = )' $page)" -ge 18 ]
 report $? "the page's tables are those of the program"
 bad='' asked=0
 while read -r _ flags; do
     asked=$((asked + 1))
-    run $flags && grep -q '^PASS schedule: ' "$work/out" || bad="$bad $flags;"
+    schedule $flags && grep -q '^PASS schedule: ' "$out" || bad="$bad $flags;"
 done < <(grep -E '^ +build/05_pipeline_parallel/schedule --' $page)
 [ -z "$bad" ] && [ $asked = 10 ]
 report $? "every command of the page's questions runs${bad:+, but not$bad}"
 bad=''
 for picture in 05_pipeline_parallel/*.svg; do
-    run --schedule "$(basename "$picture" .svg)" --stages 4 --micro-batches 8 --svg "$work/again.svg"
+    schedule --schedule "$(basename "$picture" .svg)" --stages 4 --micro-batches 8 --svg "$work/again.svg"
     cmp -s "$picture" "$work/again.svg" && grep -qF "($(basename "$picture"))" $page || bad="$bad $picture"
 done
 [ -z "$bad" ]
 report $? "the page's pictures are those of the program${bad:+, but not$bad}"
 
-refused '--load' --load /no/such/file
-mkfifo "$work/fifo" && refused 'fifo is a pipe or a device' --load "$work/fifo"
+refused '--load' $program --load /no/such/file
+mkfifo "$work/fifo" && refused 'fifo is a pipe or a device' $program --load "$work/fifo"
 printf '# pp-schedule name=x p=2 m=1 stages=2 dirs=1\nplace 0: 0 2\n' >"$work/bad.txt"
-refused 'line 2: the rank of a stage is not a number from 0 to 1' --load "$work/bad.txt"
-refused '--schedule and --load are two schedules' --schedule afab --load "$work/w.txt"
-refused '--svg needs a schedule' --svg "$work/x.svg"
-refused '--stages 2, 4' --schedule dualpipe --stages 3
-refused '--group must be at least --stages' --schedule interleaved --group 3
-refused '--svg /no/such/folder/x.svg cannot be written' --schedule afab --svg /no/such/folder/x.svg
-echo "1..$count"
-exit $failed
+refused 'line 2: the rank of a stage is not a number from 0 to 1' $program --load "$work/bad.txt"
+refused '--schedule and --load are two schedules' $program --schedule afab --load "$work/w.txt"
+refused '--svg needs a schedule' $program --svg "$work/x.svg"
+refused '--stages 2, 4' $program --schedule dualpipe --stages 3
+refused '--group must be at least --stages' $program --schedule interleaved --group 3
+refused '--svg /no/such/folder/x.svg cannot be written' $program --schedule afab \
+    --svg /no/such/folder/x.svg
+finish
