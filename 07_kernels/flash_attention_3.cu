@@ -256,7 +256,7 @@ static void prove_masks(int version, const char *name) {
     });
     prove_full_tiles(name, KEYS, D, run);
     masks_hold(name, prove_masked_forward<T>(
-                          D, KEYS, [=](auto... operands) { launch_on<T, D>(version, operands...); }));
+                         D, KEYS, [=](auto... operands) { launch_on<T, D>(version, operands...); }));
 }
 
 template <class T, int D>
