@@ -99,7 +99,9 @@ static void attention_again(void *context, const MicroBatch *micro, AttentionKep
 static void linear_forward(void *context, Model *m, int count, Param *const *weight, const Tensor *y,
                            Tensor x, void **kept) {
     (void)context, (void)kept;
-    for (int i = 0; i < count; i++) op_matmul(y[i], x, param_value(&m->params, weight[i]), false, true, 0);
+    Tensor w[count];
+    for (int i = 0; i < count; i++) w[i] = param_value(&m->params, weight[i]);
+    op_matmuls(y, &x, 1, w, count, false, true, 0);
 }
 static void linear_backward_input(void *context, Model *m, int count, Param *const *weight, Tensor dx,
                                   const Tensor *dy, void **kept) {
@@ -110,11 +112,11 @@ static void linear_backward_input(void *context, Model *m, int count, Param *con
 static void linear_backward_weight(void *context, Model *m, int count, Param *const *weight,
                                    const Tensor *dy, Tensor x, void **kept) {
     (void)context, (void)kept;
-    for (int i = 0; i < count; i++) {
-        Tensor grad = param_grad_begin(&m->params, weight[i]);
-        op_matmul(grad, dy[i], x, true, false, 1);
-        param_grad_end(&m->params, weight[i], grad);
-    }
+    if (count < 1) return;
+    Tensor grad[count];
+    for (int i = 0; i < count; i++) grad[i] = param_grad_begin(&m->params, weight[i]);
+    op_matmuls(grad, dy, count, &x, 1, true, false, 1);
+    for (int i = 0; i < count; i++) param_grad_end(&m->params, weight[i], grad[i]);
 }
 
 static void nothing_kept(void *context, void **kept) { (void)context, (void)kept; }

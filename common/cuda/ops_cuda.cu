@@ -370,3 +370,9 @@ void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
     g.alpha = 1, g.beta = beta;
     gemm(&g);
 }
+
+void kernel_matmuls(DType dtype, int count, const KernelProduct *products, bool transpose_a,
+                    bool transpose_b, double beta) {
+    for (const KernelProduct *p = products; p < products + count; p++)
+        kernel_matmul(dtype, p->c, p->a, p->b, p->m, p->n, p->k, transpose_a, transpose_b, beta);
+}

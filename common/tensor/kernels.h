@@ -29,6 +29,15 @@ void kernel_add_sum_squares(DType dtype, double *y, const void *x, int64_t count
 void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
                    bool transpose_a, bool transpose_b, double beta);
 
+// Several of them, of one k, which share a, or b.
+typedef struct KernelProduct {
+    void *c;
+    const void *a, *b;
+    int64_t m, n, k;
+} KernelProduct;
+void kernel_matmuls(DType dtype, int count, const KernelProduct *products, bool transpose_a,
+                    bool transpose_b, double beta);
+
 // y, dy (n, h), tokens (n), weight, dweight (v, h)
 void kernel_embedding_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
                               int64_t v, int64_t h);

@@ -218,20 +218,6 @@ void op_add_sum_squares(Tensor y, Tensor x) {
     clock_end();
 }
 
-// ---- matrix multiply ----
-
-void op_matmul(Tensor c, Tensor a, Tensor b, bool transpose_a, bool transpose_b, double beta) {
-    need_floating("matmul", "c", c);
-    CHECK(beta == 0 || beta == 1, "matmul: beta is %g; it is 0 or 1", beta);
-    int64_t m = rows_of(c), n = columns_of(c), k = transpose_a ? rows_of(a) : columns_of(a);
-    Argument to[] = {OUT(c, c.dtype, m, n), INOUT(c, c.dtype, m, n)};
-    if (BEGIN("matmul", c.dtype, 2.0 * (double)m * (double)n * (double)k, to[beta == 1],
-              IN(a, c.dtype, transpose_a ? k : m, transpose_a ? m : k),
-              IN(b, c.dtype, transpose_b ? n : k, transpose_b ? k : n)))
-        RUN(matmul, c.dtype, at(c), at(a), at(b), m, n, k, transpose_a, transpose_b, beta);
-    clock_end();
-}
-
 // ---- embedding: of the table, only the rows of the tokens move ----
 
 void op_embedding_forward(Tensor y, Tensor tokens, Tensor weight) {
@@ -463,6 +449,7 @@ void op_sgd(Tensor value, Tensor master, Tensor grad, double lr, double grad_sca
     clock_end();
 }
 
+#include "ops_matmul.inc"
 #include "ops_attention_chunk.inc"
 #include "ops_vocabulary_part.inc"
 #include "ops_experts.inc"

@@ -46,6 +46,10 @@ void op_add_sum_squares(Tensor y, Tensor x);         // y += sum of x^2
 // ---- matrix multiply:  C (m, n) = A B + beta C,  A is (m, k), or (k, m) if transpose_a; B likewise ----
 void op_matmul(Tensor c, Tensor a, Tensor b, bool transpose_a, bool transpose_b,
                double beta);  // beta is 0 or 1
+// Several products of one form, of one a with several b, or of several a with one b: to the last bit what
+// op_matmul makes of each, and what they share is read once. No c lies over any operand.
+void op_matmuls(const Tensor *c, const Tensor *a, int as, const Tensor *b, int bs, bool transpose_a,
+                bool transpose_b, double beta);
 
 // ---- embedding: weight (v, h), tokens (n) i32 in [0, v) ----
 void op_embedding_forward(Tensor y, Tensor tokens, Tensor weight);  // y (n, h) = weight[tokens]

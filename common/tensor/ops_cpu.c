@@ -332,33 +332,6 @@ void kernel_add_sum_squares(DType dtype, double *y, const void *x, int64_t count
     *y += chunked_sum(dtype, x, count, true);
 }
 
-// ---- matrix multiply ----
-
-void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
-                   bool transpose_a, bool transpose_b, double beta) {
-    CHECK(m <= INT_MAX && n <= INT_MAX && k <= INT_MAX,
-          "matmul: of m, n, k = %lld, %lld, %lld one is more than the int of a CBLAS holds", (long long)m,
-          (long long)n, (long long)k);
-    scratch_begin();
-#if TILES
-    if (tiles_are_faster(dtype, transpose_a, m, n, k)) {
-        matmul_tiles(dtype, c, a, b, m, n, k, transpose_a, transpose_b, beta != 0);
-        return;
-    }
-#endif
-    void *wide_c = beta ? widen(dtype, c, m * n) : wide_output(dtype, c, m * n);
-    const void *wide_a = widen(dtype, a, m * k), *wide_b = widen(dtype, b, k * n);
-    CALL(dtype, matmul, wide_c, wide_a, wide_b, m, n, k, transpose_a, transpose_b, beta != 0);
-    narrow(dtype, c, wide_c, m * n);
-}
-
-// Of device.h: what multiplies.
-const char *backend_text(void) {
-    static char text[160];
-    snprintf(text, sizeof text, "%s%s", base_blas_name(), takes_pairs(BF16) ? ", bf16 by vdpbf16ps" : "");
-    return text;
-}
-
 // Tokens index memory, so a wrong one must not get further than here.
 static void check_tokens(const char *op, const int32_t *tokens, int64_t n, int64_t v, bool may_ignore) {
     for (int64_t i = 0; i < n; i++)
@@ -477,6 +450,7 @@ void kernel_sgd(DType dtype, void *value, void *master, DType grad_dtype, const 
     narrow(dtype, value, stepped, count);
 }
 
+#include "ops_cpu_matmul_kernels.inc"
 #include "ops_cpu_chunk_kernels.inc"
 #include "ops_cpu_vocabulary_kernels.inc"
 #include "ops_cpu_parts_kernels.inc"

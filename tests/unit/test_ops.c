@@ -167,6 +167,52 @@ static void matmul_matches_reference(void **state) {
             }
 }
 
+// Five products are more than go at once; pieces end within strips, and one has none.
+static void products_that_share_an_operand_are_the_same(void **state) {
+    (void)state;
+    enum { MOST = 5 };
+    static const struct {
+        int count;
+        int64_t shared, k, own[MOST];  // rows or columns of the shared operand, and of each other one
+    } shapes[] = {{1, 3, 5, {7}},
+                  {3, 37, 401, {17, 31, 33}},
+                  {3, 64, 16, {1, 14, 95}},
+                  {4, 29, 41, {32, 0, 1, 40}},
+                  {5, 3, 17, {2, 3, 4, 5, 6}},
+                  {2, 31, 0, {5, 6}},
+                  {2, 801, 33, {703, 130}}};
+    for (int shape = 0; shape < 7; shape++)
+        for (int how = 0; how < 16; how++)
+            for (int type = 0; type < 4; type++) {
+                if (shape == 6 && how % 4 != type) continue;
+                const DType dtype = all_dtypes[type];
+                const bool transpose_a = how & 1, transpose_b = how & 2, add = how & 4, shares_a = how & 8;
+                const int count = shapes[shape].count;
+                const int64_t k = shapes[shape].k;
+                Array a[MOST], b[MOST], want[MOST], got[MOST];
+                Tensor as[MOST], bs[MOST], cs[MOST];
+                for (int i = 0; i < count; i++) {
+                    const int64_t m = shares_a ? shapes[shape].shared : shapes[shape].own[i];
+                    const int64_t n = shares_a ? shapes[shape].own[i] : shapes[shape].shared;
+                    const uint64_t key = (uint64_t)(10 * i);
+                    a[i] = random_array(dtype, transpose_a ? k : m, transpose_a ? m : k, 1 + key);
+                    b[i] = random_array(dtype, transpose_b ? n : k, transpose_b ? k : n, 2 + key);
+                    want[i] = add ? random_array(dtype, m, n, 3 + key) : poisoned(dtype, m, n);
+                    got[i] = add ? random_array(dtype, m, n, 3 + key) : poisoned(dtype, m, n);
+                    as[i] = a[i].t, bs[i] = b[i].t, cs[i] = got[i].t;
+                    op_matmul(want[i].t, as[shares_a ? 0 : i], bs[shares_a ? i : 0], transpose_a,
+                              transpose_b, add);
+                }
+                op_matmuls(cs, as, shares_a ? 1 : count, bs, shares_a ? count : 1, transpose_a, transpose_b,
+                           add);
+                for (int i = 0; i < count; i++) {
+                    array_read(&want[i]), array_read(&got[i]);
+                    assert_exact("matmuls", &got[i], want[i].x);
+                    FREE(&a[i], &b[i], &want[i], &got[i]);
+                }
+            }
+}
+
 static void sums_of_whole_numbers_are_exact(void **state) {
     (void)state;
     // Products and sums of small whole numbers need no rounding in f32: only the one on the way to storage.
@@ -310,6 +356,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(add_scale_accumulate_match_reference),
         cmocka_unit_test(sums_match_reference),
         cmocka_unit_test(matmul_matches_reference),
+        cmocka_unit_test(products_that_share_an_operand_are_the_same),
         cmocka_unit_test(sums_of_whole_numbers_are_exact),
         cmocka_unit_test(matmul_backward_matches_finite_differences),
         cmocka_unit_test(adamw_matches_reference),

@@ -13,17 +13,20 @@
 
 // ---- counts ----
 
-// The one operation since the last reset.
-static void assert_count(const char *name, double flops, double bytes) {
+// Nothing but `calls` of one operation since the last reset.
+static void assert_counts(const char *name, int64_t calls, double flops, double bytes) {
     const OpCount *list;
     int count = clock_operations(&list);
-    if (count != 1 || strcmp(list[0].name, name) || list[0].calls != 1)
+    if (count != 1 || strcmp(list[0].name, name) || list[0].calls != calls)
         fail_msg("%d operations, the first %s; expected %s alone", count, count ? list[0].name : "none",
                  name);
     if (list[0].flops != flops || list[0].bytes != bytes)
         fail_msg("%s counts %.17g FLOPs and %.17g bytes, expected %.17g and %.17g", name, list[0].flops,
                  list[0].bytes, flops, bytes);
     clock_reset();
+}
+static void assert_count(const char *name, double flops, double bytes) {
+    assert_counts(name, 1, flops, bytes);
 }
 
 // 4 experts, of which each token takes 2.
@@ -99,6 +102,8 @@ static void count_all(DType type, int64_t n, int64_t h, int64_t f, int64_t v, At
     assert_count("matmul", 2 * nh * (double)f, (nf + nh + hf) * e);
     op_matmul(matrix, gate, x, true, false, 1);
     assert_count("matmul", 2 * nh * (double)f, (2 * hf + nf + nh) * e);
+    op_matmuls((Tensor[]){gate, up}, &x, 1, (Tensor[]){matrix, matrix}, 2, false, true, 0);
+    assert_counts("matmul", 2, 4 * nh * (double)f, 2 * (nf + nh + hf) * e);
 
     op_embedding_forward(y, tokens, table);
     assert_count("embedding_forward", 0, 2 * nh * e + 4 * (double)n);

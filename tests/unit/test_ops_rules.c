@@ -141,6 +141,16 @@ static void inner_dimensions_differ(void) {
 static void beta_is_a_half(void) {
     op_matmul(new_tensor(F32, 3, 4), new_tensor(F32, 3, 5), new_tensor(F32, 5, 4), false, false, 0.5);
 }
+static void products_share_nothing(void) {
+    Tensor x[4];
+    for (int i = 0; i < 4; i++) x[i] = new_tensor(F32, 4, 4);
+    op_matmuls(x, x + 2, 2, x + 2, 2, false, false, 0);
+}
+static void products_write_over_what_is_read(void) {
+    Tensor x[4];
+    for (int i = 0; i < 4; i++) x[i] = new_tensor(F32, 4, 4);
+    op_matmuls(x, x + 3, 1, (Tensor[]){x[2], x[0]}, 2, false, false, 0);
+}
 static void dtypes_differ(void) {
     op_add(new_tensor(F32, 3, 4), new_tensor(F32, 3, 4), new_tensor(BF16, 3, 4));
 }
@@ -221,6 +231,9 @@ static void wrong_arguments_are_named(void **state) {
     (void)state;
     assert_refused(inner_dimensions_differ, "matmul: b is (6, 4) f32 where (5, 4) f32 fits the others");
     assert_refused(beta_is_a_half, "matmul: beta is 0.5; it is 0 or 1");
+    assert_refused(products_share_nothing, "matmuls: 2 a and 2 b share nothing");
+    assert_refused(products_write_over_what_is_read,
+                   "matmuls: c (4, 4) f32 would overwrite b (4, 4) f32, with which it shares memory");
     assert_refused(dtypes_differ, "add: b is (3, 4) bf16 where 12 elements of f32 fit the others");
     assert_refused(dtype_is_no_number,
                    "scale: y is (3, 4) e4m3; operations compute with f64, f32, bf16 and f16");
