@@ -349,12 +349,12 @@ int main(int argc, char **argv) {
     Mesh mesh = mesh_new(shape);
     report_json(config.json);
     report_quiet(!config.verbose);
-    if (config.trace) clock_trace_start();
+    timeline_start(&config, mesh.world);
     mesh_print(&mesh, shape);
     config_print(&config);
     checkpoints(&config, mesh.world);
     buffers(&config, mesh, buffer_bytes);
-    if (config.trace) clock_trace_write(config.trace);
+    timeline_finish(&config, mesh.world);
     const char *proven = config.no_check ? "" : ", and no bit changes";
     return comm_finish(
         report_verdict("checkpoints are sharded, buffers do not grow, no hole is left%s", proven));

@@ -21,6 +21,9 @@ passes "a buffer larger than all gradients" zero_r $small --ranks 2 --buffer-byt
 passes "fewer elements than ranks" zero_r --ranks 8 --layers 1 --hidden 6 --heads 3 --kv-heads 1 --ffn 5 \
     --vocab 300 --seq 1 \
     --micro-batch 1 --steps 1
+run "$build/zero_r" $small --ranks 2 --trace "$work/t.json" &&
+    grep -q '"rank 0, model clock' "$work/t.json" && grep -q '"rank 1, model clock' "$work/t.json"
+report $? "one trace has both ranks"
 run "$build/zero_r" --ranks 2 --dtype f64 --buffer-bytes 7
 one_line $? -F '--buffer-bytes 7 is out of bounds'
 report $? "a buffer without room is refused"
