@@ -17,7 +17,8 @@
 
 // ---- states: parameters, gradients, optimizer ----
 
-// ZeRO-3 also holds the unit at work, gathered, for as long as it is used: that is not counted here.
+// Units in use come on top, and are not counted here: with ZeRO-2 and -3 their whole gradients, with ZeRO-3
+// their whole weights, too (02_zero/zero.c has them).
 MemoryNeed memory_states(const MemoryPlan *plan, double parameters) {
     double e = (double)dtype_size(plan->model.dtype), own = parameters / (double)plan->dp;
     bool narrow = e < 4;
@@ -35,7 +36,7 @@ double memory_states_bytes(const MemoryNeed *need) {
     return need->parameters + need->gradients + need->accumulators + need->optimizer;
 }
 
-// Width of all keys together, as tp ranks hold it: ranks beyond the K/V heads hold copies.
+// Width of all keys together, as tp ranks hold it: with fewer K/V heads than ranks, copies count.
 static double kv_width(const MemoryPlan *plan) {
     const Config *c = &plan->model;
     return (double)(c->kv_heads > plan->tp ? c->kv_heads : plan->tp) * (double)config_head_size(c);

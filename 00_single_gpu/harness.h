@@ -29,7 +29,7 @@ typedef struct Program {
     Before before;
     bool (*exact)(
         const Config *config);  // whether sums run as on one device: no bit may differ; NULL: they do not
-    bool trains;                // for real, unless --check asks for the proof: not the other way round
+    bool trains;                // always for real, and never the proof: train.c, the baseline itself
     void (*plan)(Mesh mesh, const Config *config);  // what it shows before it trains; may be NULL
     void (*more)(Mesh mesh, const Config *config);  // what else the program shows; may be NULL
 } Program;

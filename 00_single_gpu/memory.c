@@ -198,6 +198,9 @@ static void print_need(const MemoryPlan *plan) {
         say("  %-26s %10s", "at the peak, in backward", bytes_text(most));
         report_number("widget", "peak", most, "B");
     }
+    if (plan->zero >= 2)
+        say("  (without the units in use, whose whole gradients%s come on top)",
+            plan->zero >= 3 ? " and weights" : "");
     const Machine *machine = machine_find(c->machine);
     say("One %s has %s: this %s.", machine->device, bytes_text(machine->memory_bytes),
         most <= machine->memory_bytes ? "fits" : "does not fit");

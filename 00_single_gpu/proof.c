@@ -68,7 +68,7 @@ static void check_memory(const Trainer *t, const Price *price, const Counted *co
                          comm_sum(row[i].measured, m->mesh.world), "B");
 }
 
-// Elements of this rank's part of a weight whose bits differ from those of the first copy.
+// Whether this rank's part of a weight has other bits than the first copy.
 static bool differs(const Params *params, const Param *param) {
     Tensor mine = param_own_value(params, param, NULL);
     if (!tensor_exists(mine)) return false;

@@ -142,7 +142,8 @@ static void check_flops(const Config *c, double again, double counted, int64_t s
         report_that(counted <= most, "documents take more FLOPs, %.0f, than whole sequences, %.0f", counted,
                     most);
     double estimate = 6.0 * (double)config_active_parameters(c) * (double)(sequences * c->seq);
-    say("  the estimate 6 Psi n gives %s, %.2f of it\n", flops_text(estimate), estimate / model);
+    say("  the estimate 6 Psi n gives %s, %.2f of it%s\n", flops_text(estimate), estimate / model,
+        again > 0 ? " without what is computed again" : "");
 }
 
 static void print_model_clock(const Config *c, double again, double model_seconds, int64_t steps) {

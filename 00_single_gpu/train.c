@@ -185,7 +185,7 @@ static void explain_bad_loss(Trainer *t, const StepInput *input) {
     fatal("the loss is %g, of micro-batches whose losses are finite", t->loss);
 }
 
-// grad_scale: what the gradients are times.
+// grad_scale: the factor that the gradients still carry (loss scaling).
 static void optimizer_steps(Trainer *t, double grad_scale) {
     const Config *c = &t->config;
     Params *params = &t->model->params;

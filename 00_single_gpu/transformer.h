@@ -124,11 +124,14 @@ typedef struct Sockets {
         void (*stepped)(void *context, Model *model, int unit);
         void (*complete)(void *context, Model *model);
     } parameters;
-    // W is about to add to the unit's gradient; the unit's gradient of a micro-batch is final, and all of a
-    // micro-batch are (last: it was the step's last one); and all gradients of the step are.
+    // begin: W is about to add to the unit's gradient; called twice where weights are tied, as the embedding
+    // has two Ws then. ready: the unit's gradient is final for this micro-batch. On one device it adds
+    // 16-bit gradients to their f32 sums: a plug that fills `ready` calls params_accumulate itself, or takes
+    // the gradient over. micro_batch_ready: those of all units are final. `last`: of the step's last
+    // micro-batch. finish: on return all reductions have finished.
     struct {
         void *context;
-        void (*begin)(void *context, Model *model, int unit);  // again, maybe: tied weights have two Ws
+        void (*begin)(void *context, Model *model, int unit);
         void (*ready)(void *context, Model *model, int unit, bool last);
         void (*micro_batch_ready)(void *context, Model *model, bool last);
         void (*finish)(void *context, Model *model);
@@ -242,8 +245,8 @@ struct Model {
     int first_expert_unit;  // … and behind the head, the experts of each block; 0 without experts
     Sockets sockets;
     int64_t *ready_left;  // (units) how often in this step its gradient will still become final
-    double grad_scale;    // 1; of gradients from the loss to the optimizer, which divides by it. Losses and
-                          // norms are as without.
+    double grad_scale;    // 1; a factor on gradients from the loss to the optimizer, which divides by it.
+                          // Losses and norms do not have it.
 };
 
 // What the model's weights are, each stored whole on every rank: techniques change params.recipe and shard

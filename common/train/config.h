@@ -106,7 +106,7 @@ void config_check(const Config *config);
 // The same of the mesh's degrees on so many ranks, saying what would fit; sets dp or tp where it was left
 // to it.
 void config_check_degrees(Config *config, int ranks);
-// One header line: "L=4 h=128 a=4 kv=2 f=352 v=256 s=128 untied, f32, b=8 x 1, 0.92 M parameters"
+// One header line: "L=4 h=128 a=4 kv=2 f=352 v=256 s=128 untied, f32, b=8 x 1, 0.80 M parameters"
 void config_print(const Config *config);
 
 static inline int64_t config_head_size(const Config *c) {

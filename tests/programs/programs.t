@@ -18,6 +18,10 @@ done
 passes "train with tied embeddings, SGD and recomputation" train $small --tied --optimizer sgd --lr 0.1 \
     --steps 12 --recompute full --sample 0 --grad-acc 2
 passes "recompute without a comparison" recompute $small --no-check
+passes "memory of ZeRO-3, which leaves out units in use" memory --model llama-3-8b --dtype bf16 --dp 8 \
+    --zero 3
+grep -q '(without the units in use, whose whole gradients and weights come on top)' "$out"
+report $? "and says that it leaves them out"
 for program in train grad_accumulation recompute; do
     passes "$program writes --json and --trace" $program $small --steps 12 --json "$work/$program.json" \
         --trace "$work/$program.trace"

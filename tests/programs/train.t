@@ -27,6 +27,9 @@ report $? "counts what f16 loses, and says so at the start"
 runs "counts Llama 3 8B without computing it" 'FLOPs per step.*equal' --model llama-3-8b --dtype bf16 \
     --steps 1 \
     --micro-batch 1 --dry-run
+runs "holds its estimate against the FLOPs without recomputation, and says so" \
+    'the estimate 6 Psi n gives .* of it without what is computed again$' \
+    $small --steps 1 --recompute full --dry-run
 
 run "$train" $small --steps 6 --json "$work/a.json" && run "$train" $small --steps 6 --json "$work/b.json"
 series() { sed -n '/"loss"/,/]/p' "$1"; }
