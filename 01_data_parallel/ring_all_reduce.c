@@ -1,8 +1,8 @@
 // ring_all_reduce.c: all-reduce from sends to a neighbour. Playbook: "A quick focus on Ring AllReduce".
 //
-// Against comm_all_reduce, which ddp_*.c call: an algorithm inside. N ranks stand in a ring and split
-// a tensor of K bytes into N chunks. In each step rank r sends a chunk to r + 1 and receives one from r -
-// 1:
+// Against comm_all_reduce, which ddp_*.c call as a black box: one algorithm for it, from sends alone. N
+// ranks stand in a ring and split a tensor of K bytes into N chunks. In each step rank r sends a chunk to
+// rank r + 1 and receives one from rank r - 1:
 //
 //     reduce-scatter, step s = 0 … N - 2   send chunk r - 1 - s,  receive chunk r - 2 - s and add to it
 //     all-gather, step s = 0 … N - 2       send chunk r - s,      receive chunk r - 1 - s    (all modulo N)
