@@ -85,8 +85,8 @@ static void begin_leaving(Async *a, Tensor partial) {
 
 static Tensor scatter(void *context, const MicroBatch *micro, Tensor partial) {
     Async *a = context;
-    // What no linear has made, a lookup, goes the plain way.
-    if (!same(partial, a->leaving)) return a->before.region.leave(a->before.region.context, micro, partial);
+    (void)micro;
+    CHECK(same(partial, a->leaving), "rows leave a region, and no linear of it has made them");
     for (int step = 1; step < a->tp.size; step++) comm_wait(a->out[step]);
     Tensor own =
         tensor_new(MEMORY_ACTIVATION, partial.dtype, SHAPE(a->parts.shape[1], tensor_columns(partial)));
@@ -105,11 +105,11 @@ static void product(const Sockets *inner, Model *m, bool backward, int count, Pa
 }
 
 // y[i] = x W_i^T, or backward, where y and x stand for their gradients, x = sum over i of y[i] W_i. Into
-// weights sharded by rows x enters, and dx leaves; from one sharded by columns y leaves, and dy enters.
+// weights sharded by columns x enters, and dx leaves; from one sharded by rows y leaves, and dy enters.
 static void multiply(Async *a, Model *m, bool backward, int count, Param *const *weight, Tensor x,
                      const Tensor *y, void **kept) {
-    bool by_columns = is_row_parallel(weight[0]), comes = same(backward ? y[0] : x, a->coming);
-    bool leaves = backward ? !by_columns && weight[0]->sharded : by_columns;
+    bool by_rows = is_row_parallel(weight[0]), comes = same(backward ? y[0] : x, a->coming);
+    bool leaves = backward ? !by_rows && weight[0]->sharded : by_rows;
     if (!comes && !leaves) {
         product(&a->before, m, backward, count, weight, x, y, kept);
         return;
@@ -308,8 +308,8 @@ static void overlap_condition(Mesh mesh, const Config *config) {
     }
     clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
     double clock = 64.0 * (double)hidden, expected = formula * n / (n - 1);
-    say("\nRows that enter hide behind a product with one (h, h) weight from h = %.0f on by formula A3, "
-        "from %.0f by the clock\n",
+    say("\nRows that enter hide behind a product with one (h, h) weight from h = %.0f on by formula A3 in "
+        "bytes, from %.0f by the clock\n",
         formula, clock);
     report_number("hidden size from which rows hide", "formula", formula, "");
     report_number("hidden size from which rows hide", "model clock", clock, "");

@@ -12,8 +12,8 @@
 //     f        identity      all-reduce    every rank reads what enters, so gradients at it add up
 //     f*       all-reduce    identity      what leaves is a sum; the residual is added after it, once
 //
-// Ranks beyond the key/value heads store copies of them. Each copy serves other query heads, so its
-// gradient is a part: the sum of the parts, at the end of the step, keeps the copies equal.
+// With fewer key/value heads than ranks, N / kv ranks in a row store the same head. Each copy serves other
+// query heads, so its gradient is a part: the sum of the parts, at the end of the step, keeps them equal.
 //
 // Bytes sent per rank, block and micro-batch: 4 all-reduces of K = b s h e, 8 (N - 1) / N K. Memory per
 // rank: matrices / N; kept by a block: b s (e (4 h + (2 a d + 2 kv d + 3 f + a s) / N) + 2 statistics).
@@ -35,8 +35,8 @@ static Group heads_copies(const Model *m) {
     return comm_group("kv copies", tp.line, tp.member + tp.rank / copies * copies, copies);
 }
 
-// By outputs, between heads. Ranks beyond the heads store copies; each copy serves other query heads, so
-// its gradient is a part.
+// By outputs, between heads. With fewer heads than ranks, tp / heads ranks in a row store the same one;
+// each copy serves other query heads, so its gradient is a part.
 static void shard_heads(Model *m, Param *param, Group copies) {
     int64_t heads = m->config.kv_heads, d = config_head_size(&m->config), tp = m->mesh.tp.size;
     int64_t each = heads >= tp ? heads / tp : 1,

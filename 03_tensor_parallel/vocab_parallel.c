@@ -14,7 +14,8 @@
 // no sum and no gradient.
 //
 // Bytes sent per rank and micro-batch, with n = b s, K = n h e, statistics of w bytes: (t - 1) / t times
-// 4 K + 6 n w, or with sequence parallelism 5 K + 6 n w. To gather the logits: n v e.
+// 4 K + 6 n w, or with sequence parallelism 5 K + 6 n w. To gather the logits:
+// (t - 1) / t n v e.
 // Memory per rank: tables, their gradients and optimizer states / t; logits n v / t.
 // Run: build/03_tensor_parallel/vocab_parallel      (--sp, --tied, --ranks 8, --vocab 300, --dtype bf16 …)
 // Last line: PASS vocab_parallel: the loss needs no rank to see all logits …
