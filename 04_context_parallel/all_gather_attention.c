@@ -12,7 +12,7 @@
 //
 // Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements: forward (N - 1) C e, backward
 // (N - 1) C (e + 4) (f64: e + 8): the ring's, in 2 and 4 calls that nothing hides.
-// Memory per rank: N chunks of K/V, 2 of the ring's; in backward N of dK/dV in f32.
+// Memory per rank: N chunks of K/V, where a ring holds 2 besides its own; in backward N of dK/dV in f32.
 // Run: build/04_context_parallel/all_gather_attention   (--ranks 8 --memory-svg FILE, --tp 2 …)
 // Last line: PASS all_gather_attention: ranks that gather all keys make the step of one device …
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 // ulysses.c: from a part of the tokens to a part of the heads, and back. Jacobs et al. 2023 (DeepSpeed
-// Ulysses); the playbook's "Context Parallelism" in its other form.
+// Ulysses); not in the playbook.
 //
 // Against ring_attention.c: attention treats heads one by one. An all-to-all turns a rank's tokens of all
 // heads into all tokens of its heads, on which attention is that of one device; another one turns o back:
