@@ -13,8 +13,8 @@
 //
 // The first F reaches the last rank after p - 1 forwards, and the last BW comes back over p - 1 backwards:
 //     makespan (m + p - 1) (F + B + W),  bubble (p - 1) (F + B + W), for every m: (p - 1) / m of the work.
-// Activations held: those of all m micro-batches. Messages sent per rank: m forward, m backward, none at
-// the ends.
+// Activations held: those of all m micro-batches. Messages sent: m activations by every rank but the last,
+// m gradients by every rank but the first.
 // Run: build/05_pipeline_parallel/schedule --schedule afab --stages 4 --micro-batches 4  (naive: 1)
 #include "schedule.h"
 

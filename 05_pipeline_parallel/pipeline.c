@@ -11,8 +11,8 @@
 //         send its output
 //
 // Nothing can deadlock: the messages of a step have one order, that of a clock on which every pass takes
-// one unit, and each rank starts its own in this order. Take the first message that is not done: whatever
-// its sender and its receiver had to wait for before it is done, so both have started it, and it ends.
+// one unit, and each rank starts its own in this order. Take the first message that has not ended. All that
+// its sender and its receiver wait for before they start it has ended, so both start it, and it ends.
 //
 // Sums do not depend on the schedule: W runs in the order of micro-batches on every stage, so losses,
 // gradients and the step are those of one device to the last bit. Where two copies of a weight add up
@@ -189,20 +189,18 @@ static void run(void *context, Model *m, const StepInput *input) {
     const Schedule *s = &p->schedule;
     int rank = m->mesh.pp.rank;
     const ActionList *list = &s->list[rank];
-    ScheduleTimes times = schedule_times(s, pipeline_unit_times);
     p->input = input;
     p->next = p->finished = p->held = 0;
     begin_step(p, m);
     for (int i = 0; i < s->micro_batches; i++) p->passes_left[i] = -1;
     for (int i = 0; i < list->count; i++) {
-        start_receives(p, m, pipeline_messages_by(p, p->next, rank, times.end[rank][i]));
+        start_receives(p, m, pipeline_messages_by(p, p->next, rank, p->times.end[rank][i]));
         run_action(p, m, &list->action[i]);
     }
     for (int i = 0; i < 2; i++) {
         if (p->sending[i]) comm_wait(p->sending[i]);
         p->sending[i] = NULL;
     }
-    schedule_times_free(&times, s);
     // The ranks of the last stage have the loss.
     if (m->mesh.pp.size > 1) comm_wait(comm_all_reduce(input->loss, REDUCE_SUM, m->mesh.pp));
 }
@@ -257,7 +255,8 @@ static void *plug(Model *m) {
     size_t slots = schedule_slots(&p->schedule), micros = (size_t)p->schedule.micro_batches;
     p->chunk = host_alloc((size_t)p->schedule.stages * sizeof *p->chunk);
     pipeline_split_layers(&m->config, p->chunk, p->schedule.stages);
-    p->message = pipeline_messages(&p->schedule, &p->messages);
+    p->times = schedule_times(&p->schedule, pipeline_unit_times);
+    p->message = pipeline_messages(&p->schedule, &p->times, &p->messages);
     p->micro = calloc(micros, sizeof *p->micro);
     p->passes_left = calloc(micros, sizeof *p->passes_left);
     p->arrived = calloc(slots, sizeof *p->arrived);
@@ -275,6 +274,7 @@ static void *plug(Model *m) {
 static void unplug(Model *m, void *context) {
     (void)m;
     Pipeline *p = context;
+    schedule_times_free(&p->times, &p->schedule);
     schedule_free(&p->schedule);
     free(p->chunk);
     free(p->message);

@@ -43,13 +43,14 @@ typedef struct Message {
 } Message;
 extern const Durations pipeline_unit_times;  // every F, B and W takes 1
 // All of a step, in one order that every rank derives alike: by time, then by rank. The caller frees them.
-Message *pipeline_messages(const Schedule *schedule, int *count);
+Message *pipeline_messages(const Schedule *schedule, const ScheduleTimes *times, int *count);
 
 // ---- pipeline.c: the runtime ----
 typedef struct Pipeline Pipeline;
 struct Pipeline {
     Schedule schedule;
-    Chunk *chunk;  // (stages)
+    ScheduleTimes times;  // of unit times
+    Chunk *chunk;         // (stages)
     Message *message;
     int messages;
     int64_t *finals;          // (units) how often a step makes its gradient final here

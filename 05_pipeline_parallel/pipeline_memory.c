@@ -134,13 +134,11 @@ double pipeline_held_bytes(const Trainer *t) {
     Walk w = {.p = p, .size = sizes_of(t), .rank = t->model->mesh.pp.rank};
     w.ws_left = calloc((size_t)s->micro_batches, sizeof *w.ws_left);
     CHECK(w.ws_left, "out of host memory for %d micro-batches", s->micro_batches);
-    ScheduleTimes times = schedule_times(s, pipeline_unit_times);
     for (int i = 0; i < s->list[w.rank].count; i++) {
         const Action *action = &s->list[w.rank].action[i];
-        receive(&w, times.end[w.rank][i]);
+        receive(&w, p->times.end[w.rank][i]);
         for (int j = 0; j < action->passes; j++) run_pass(&w, action->pass[j]);
     }
-    schedule_times_free(&times, s);
     free(w.ws_left);
     return w.most > 0 ? w.most + w.size.always : 0;
 }

@@ -27,6 +27,9 @@ void pipeline_split_layers(const Config *c, Chunk *chunk, int stages) {
             CHECK(end > text && layers >= 0 && *end == (i + 1 < stages ? ',' : '\0'),
                   "--stage-layers %s: %d numbers of layers are needed, as in 5,4,4,3: one for each stage",
                   config_text(c, "stage-layers"), stages);
+            CHECK(layers <= c->layers,
+                  "--stage-layers %s: stage %d of %d would have %lld layers, and the model has %ld",
+                  config_text(c, "stage-layers"), i, stages, (long long)layers, c->layers);
             text = end + 1;
         }
         bool between = i > 0 && i < stages - 1;  // an end has the embedding or the head to do
@@ -112,8 +115,7 @@ static int by_time(const void *a, const void *b) {
     return x->order - y->order;
 }
 
-Message *pipeline_messages(const Schedule *s, int *count) {
-    ScheduleTimes times = schedule_times(s, pipeline_unit_times);
+Message *pipeline_messages(const Schedule *s, const ScheduleTimes *times, int *count) {
     Message *message = NULL;
     *count = 0;
     for (int rank = 0; rank < s->ranks; rank++)
@@ -124,10 +126,9 @@ Message *pipeline_messages(const Schedule *s, int *count) {
                 if (to == NO_RANK) continue;
                 message = realloc(message, (size_t)(*count + 1) * sizeof *message);
                 CHECK(message, "out of host memory for messages");
-                message[*count] = (Message){times.end[rank][i], rank, to, *count, pass};
+                message[*count] = (Message){times->end[rank][i], rank, to, *count, pass};
                 ++*count;
             }
     if (*count) qsort(message, (size_t)*count, sizeof *message, by_time);
-    schedule_times_free(&times, s);
     return message;
 }

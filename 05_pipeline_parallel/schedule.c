@@ -7,8 +7,8 @@
 // run, and what each rank holds and sends; schedule_clock.c how long they take; schedule_picture.c draws
 // them. The same lists drive the real training.
 //
-//     rank 0 |F0F1F2F3......D0----D1----D2----D3----|    D = BW, the whole backward
-//     rank 1 |..F0F1F2F3..D0----D1----D2----D3----..|    dots: the bubble
+//     rank 0 |F0F1F2F3......D0--D1--D2--D3--|    D = BW, the whole backward
+//     rank 1 |..F0F1F2F3D0--D1--D2--D3--....|    dots: the bubble
 //
 // The files of the schedules, in the order in which to read them: afab.c, one_f_one_b.c, interleaved.c,
 // zero_bubble.c, zero_bubble_v.c, zero_bubble_auto.c, dualpipe.c, dualpipe_v.c. Each is one function that

@@ -185,9 +185,9 @@ Schedule schedule_load(const char *path);
 
 // ---- how good it could be: schedule_search.c ----
 
-// The least makespan of any order of the same passes at the same places, of which no rank holds more than
-// the schedule's largest held_to_w: exhaustive, for a few ranks, micro-batches and stages, one direction,
-// no hop, and durations of few whole units.
+// The least makespan that F, B and W reach in any order at the same places (BW taken apart), where no rank
+// holds more than the schedule's largest held_to_w: exhaustive, for a few ranks, micro-batches and stages,
+// one direction, no hop, and durations of few whole units.
 double schedule_best_makespan(const Schedule *schedule, Durations durations);
 bool schedule_can_search(const Schedule *schedule, Durations durations);
 

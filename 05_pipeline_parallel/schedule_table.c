@@ -220,7 +220,7 @@ int schedule_table(Durations d) {
     for (int p = 4; p <= 8; p *= 2)
         for (int m = p; m <= 4 * p; m *= 2) table_of(p, m, d);
     prove_exact();
-    say("\nThe best that any order of the same passes reaches, at the same places and the same memory:\n"
+    say("\nThe best that F, B and W reach in any order (BW taken apart), at the same places and memory:\n"
         "%-14s %s %2s %9s %9s %10s",
         "", "p", "m", "held to W", "bubble", "best");
     for (int kind = 0; kind < SCHEDULE_KINDS; kind++)

@@ -1,5 +1,5 @@
-// zero_bubble_auto.c: a schedule made from measured times, by greedy choices. Playbook: "Zero Bubble and
-// DualPipe"; Qi, Wan, Huang, Lin 2023, section 3.
+// zero_bubble_auto.c: a schedule made for given times of F, B, W and a hop, by greedy choices. Playbook:
+// "Zero Bubble and DualPipe"; Qi, Wan, Huang, Lin 2023, section 3.
 //
 // ZB-H1 and ZB-H2 are drawn for F = B = W, no hop, and two sizes of memory. Here the ranks are played on
 // a clock, and a rank that is free decides what it does next, from what is there:
@@ -23,7 +23,8 @@
 //
 // Held: at most `limit` micro-batches from F to W. Bubble: never more than that of ZB-H1 or ZB-H2 where
 // they fit, and less where they do not suit: with a hop, with B or W much longer than F, or with memory
-// in between.
+// in between. In training every pass counts as 1 and the limit is p (pipeline_wish): give times to
+// `schedule` instead.
 // Run: build/05_pipeline_parallel/schedule --schedule zb_auto --micro-batches 7 --memory-limit 5
 #include <math.h>
 #include <stdlib.h>
@@ -161,7 +162,6 @@ Schedule schedule_zero_bubble_auto(int p, int m, Durations d, int limit) {
 #include "pipeline.h"
 
 int main(int argc, char **argv) {
-    return pipeline_program(argc, argv, "Zero bubble, scheduled from durations and a limit of memory.",
-                            "zb_auto");
+    return pipeline_program(argc, argv, "Zero bubble, scheduled by greedy choices.", "zb_auto");
 }
 #endif

@@ -229,6 +229,9 @@ refused "is for --pp 2 and --grad-acc 4, and this run has 4 and 4" one_f_one_b -
 refused "stage 2 of 4 would have no layer; --layers 4 or more would fit" one_f_one_b --layers 2
 refused "--stage-layers 5,0,2,2: stage 1 of 4 would have no layer" one_f_one_b --stage-layers 5,0,2,2
 refused "--stage-layers 3,3,3,1 add up to 10 layers, and the model has 9" one_f_one_b --stage-layers 3,3,3,1
+huge=9223372036854775807  # twice this is -2 in 64 bits
+refused "stage 1 of 4 would have $huge layers, and the model has 9" one_f_one_b \
+    --stage-layers 5,$huge,$huge,6
 refused "--stage-layers 3,3,3: 4 numbers of layers are needed" one_f_one_b --stage-layers 3,3,3
 refused "--stage-layers 3,3,x,3: 4 numbers of layers are needed" one_f_one_b --stage-layers 3,3,x,3
 refused "--schedule dualpipe needs an even --pp" dualpipe --ranks 3
