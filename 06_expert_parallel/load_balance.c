@@ -80,7 +80,9 @@ static void move_biases(LoadBalance *b) {
 static bool accept(void *context, Model *m, double grad_norm) {
     LoadBalance *b = context;
     int count = (int)(m->config.layers * m->config.experts);
-    comm_sum_all(b->taken, count, m->mesh.dp_cp);
+    // Of the world: DualPipe's two copies of a layer have counted other micro-batches. Who lacks a layer adds
+    // zeros.
+    comm_sum_all(b->taken, count, m->mesh.world);
     move_biases(b);
     for (int i = 0; i < count; i++) b->load[i] += b->taken[i], b->taken[i] = 0;
     return b->before.step.accept(b->before.step.context, m, grad_norm);
@@ -141,7 +143,7 @@ static void price(Price *p, const Model *m, const void *context) {
     const LoadBalance *b = context;
     const Config *c = &m->config;
     int64_t count = c->layers * c->experts;
-    price_all_reduce(p, 1, count, F64, m->mesh.dp_cp);
+    price_all_reduce(p, 1, count, F64, m->mesh.world);
     CHECK(p->end_rows < MOST_KEPT, "more than %d tensors outside blocks are priced", MOST_KEPT);
     double bytes = b->rate > 0 ? (c->dtype == F64 ? 8 : 4) * (double)count : 0;
     p->end[p->end_rows++] = (PriceKept){"biases of experts", bytes, EVERY_RANK, RECOMPUTE_FULL + 1};

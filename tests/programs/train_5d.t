@@ -20,6 +20,8 @@ passes "experts: dp 2, pp 2, tp 2, ep 4, ZeRO-3, sequence parallelism, interleav
 passes "experts: a stage with the head alone" train_5d $quick --layers 3 --dp 2 --pp 4 --tp 1 --experts 4 \
     --top-k 2 \
     --ep 2 --optimizer sgd --lr 0.1
+passes "experts: DualPipe's two copies of a layer have the same biases" train_5d $quick --layers 2 --pp 2 \
+    --ranks 2 --dp 1 --tp 1 --experts 2 --top-k 1 --schedule dualpipe --balance-bias 0.01
 passes "dp 2, pp 2, cp 2, zb_v, full recomputation, hybrid sharding" train_5d $quick --cp 2 --tp 1 \
     --context zigzag \
     --schedule zb_v --recompute full --zero hybrid --shard-ranks 2 --optimizer sgd --lr 0.1
