@@ -16,16 +16,19 @@ void five_d_check_typed(const Config *config);
 extern const Option five_d_options[];
 enum { FIVE_D_OPTIONS = 3 };
 
-// five_d_plan.c: what each rank has, holds and sends in a step.
+// five_d_plan.c: what each rank has, holds and sends in a step. Doubles, which ranks can add up; one has 52
+// bits of layers to the last.
+enum { PLAN_BITS = 52, PLAN_WORDS = 3, PLAN_LAYERS = PLAN_WORDS * PLAN_BITS };
 typedef struct RankPlan {
     double pp, dp, cp, tp, ep;             // its coordinates
-    double layers, embedding, head;        // bits of the layers that it stores, up to PLAN_LAYERS; 0 or 1
+    double layers[PLAN_WORDS];             // bits of the layers that it stores, up to PLAN_LAYERS
+    double embedding, head;                // 0 or 1
     double weights, gradients, optimizer;  // bytes at their peak …
     double activations, peak;              // … and of all kinds together
     double sent[MOST_CALLS];               // bytes in a step, by kind of call (comm_counts' order)
     double step_seconds, comm, exposed;    // on the model clock
 } RankPlan;
-enum { PLAN_LAYERS = 52, PLAN_NUMBERS = sizeof(RankPlan) / sizeof(double) };
+enum { PLAN_NUMBERS = sizeof(RankPlan) / sizeof(double) };
 
 // Of all ranks, the same on each: (world.size), the caller frees it. dry: nothing is computed.
 RankPlan *five_d_plan(Mesh mesh, const Config *config, bool dry);

@@ -19,7 +19,8 @@ static void stored(RankPlan *row, const Config *config, Mesh mesh) {
     row->embedding = m->params.unit[m->embedding_unit].count > 0;
     row->head = m->params.unit[m->head_unit].count > 0;
     for (int layer = 0; layer < config->layers && layer < PLAN_LAYERS; layer++)
-        if (m->params.unit[m->first_block_unit + layer].count) row->layers += ldexp(1, layer);
+        if (m->params.unit[m->first_block_unit + layer].count)
+            row->layers[layer / PLAN_BITS] += ldexp(1, layer % PLAN_BITS);
     trainer_free(t);
 }
 
@@ -63,18 +64,24 @@ RankPlan *five_d_plan(Mesh mesh, const Config *config, bool dry) {
 
 // ---- printed ----
 
-// "E 0-3", "4-7 H", "0 1 6 7".
+static bool has_layer(const RankPlan *row, int layer) {
+    return fmod(floor(row->layers[layer / PLAN_BITS] / ldexp(1, layer % PLAN_BITS)), 2) == 1;
+}
+
+// "E 0-3", "4-7 H", "0 1 6 7"; "0 2 4 …" where there is no room for more.
 static void layers_text(char text[static 64], const RankPlan *row, const Config *c) {
     int used = snprintf(text, 64, "%s", row->embedding ? "E" : "");
-    for (int first = 0; first < c->layers && first < PLAN_LAYERS && used < 40; first++) {
-        int end = first;
-        while (end < c->layers && end < PLAN_LAYERS && fmod(floor(row->layers / ldexp(1, end)), 2) == 1)
-            end++;
+    int known = c->layers < PLAN_LAYERS ? (int)c->layers : PLAN_LAYERS;
+    bool more = known < c->layers;
+    for (int first = 0, end; first < known; first = end + 1) {
+        for (end = first; end < known && has_layer(row, end);) end++;
         if (end == first) continue;
+        more = more || used >= 40;
+        if (used >= 40) break;
         used += snprintf(text + used, 64 - (size_t)used, end - first > 1 ? "%s%d-%d" : "%s%d",
                          used ? " " : "", first, end - 1);
-        first = end;
     }
+    if (more) used += snprintf(text + used, 64 - (size_t)used, " …");
     if (row->head) snprintf(text + used, 64 - (size_t)used, "%sH", used ? " " : "");
 }
 

@@ -28,6 +28,12 @@ passes "dp 2, pp 2, cp 2, zb_v, full recomputation, hybrid sharding" train_5d $q
 passes "dp 4, tp 2, hybrid sharding, asynchronous rows, flash attention" train_5d $quick --pp 1 --sp \
     --async-tp \
     --vocab-parallel --zero hybrid --shard-ranks 2 --attention flash
+passes "the plan of 80 layers" train_5d --dry-run --layers 80 --ranks 2 --dp 1 --pp 2 --tp 1
+grep -q ' E 0-39 ' "$out" && grep -q ' 40-79 H ' "$out"
+report $? "the plan of 80 layers: each of them is on a rank"
+passes "the plan of 160 layers" train_5d --dry-run --layers 160 --ranks 2 --dp 1 --pp 2 --tp 1
+grep -q ' 80-155 … H ' "$out"
+report $? "the plan of 160 layers: it says where it leaves some out"
 passes "trains for real" train_5d --no-check --dtype f32 --steps 30 --lr 0.003 --sample 20 --eval-every 15
 grep -q '^step 15  held-out loss' "$out" && grep -q '^sample' "$out" && grep -q '^The plan' "$out"
 report $? "with a plan, held-out losses and a sample"
