@@ -6,6 +6,7 @@
 // Each layout is priced by closed forms; the best of these are clocked (cost_lone_step.c), and sorted anew.
 // This file has no main: find_config.c uses it.
 #include <math.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -183,13 +184,13 @@ const char *found_limit(const Goal *goal, const Found *f) {
     struct {
         double seconds;
         const char *what;
-    } cost[] = {{t->bubble, "bubble: more micro-batches"},
-                {t->exposed_tp_cp,
-                 f->ep > 1 ? "exposed tp, cp, ep: less of it" : "exposed tp, cp: less of it"},
-                {t->exposed_dp, "exposed dp: larger mbs, or pp"},
-                {lone_recomputes(&c, &f->parts), "recomputes: tp or pp for memory"},
-                {(1 - clock_efficiency(WORK_MATMUL, q)) * (t->computed - t->exposed_tp_cp),
-                 f->tp > 1 ? "small multiplies: less tp" : "small multiplies: larger mbs"}};
+    } cost[] = {
+        {t->bubble, "bubble: more micro-batches"},
+        {t->exposed_tp_cp, f->ep > 1 ? "exposed tp, cp, ep: less of it" : "exposed tp, cp: less of it"},
+        {t->exposed_dp, "exposed dp: larger mbs, or pp"},
+        {lone_recomputes(&c, &f->parts), "recomputes: tp or pp for memory"},
+        {(1 - clock_efficiency(WORK_MATMUL, q)) * (t->computed - t->exposed_tp_cp),
+         f->tp > 1 ? "small multiplies: less tp" : "small multiplies: larger mbs"}};
     int most = 0;
     for (int i = 1; i < 5; i++)
         if (cost[i].seconds > cost[most].seconds) most = i;
@@ -205,39 +206,69 @@ static const char *schedule_text(const Found *f) {
     return text;
 }
 
-// --model, where it says all of the shape. The caller frees it.
-static char *shape_flags(const Config *c) {
-    char *arguments[] = {(char *)base_program(), "--model", (char *)c->model, NULL};
-    Config named = config_parse(3, arguments, "", CONFIG_MODEL | CONFIG_EXPERTS, NULL, NULL, 0);
-    if (named.layers == c->layers && config_parameters(&named) == config_parameters(c))
-        return format_text("--model %s", c->model);
-    return format_text("--layers %ld --hidden %ld --heads %ld --kv-heads %ld --ffn %ld --vocab %ld",
-                       c->layers, c->hidden, c->heads, c->kv_heads, c->ffn, c->vocab);
+// Words of a command line.
+typedef struct Words {
+    char text[1024];
+    size_t used;
+} Words;
+
+static void add(Words *w, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    w->used += (size_t)vsnprintf(w->text + w->used, sizeof w->text - w->used, format, values);
+    va_end(values);
+    CHECK(w->used < sizeof w->text, "the command line is longer than %zu bytes", sizeof w->text);
 }
 
-// The flags of train_5d.
+// --model, which has the last word over a program's own standards, and what the shape has otherwise.
+static void add_shape(Words *w, const Config *c) {
+    char *arguments[] = {(char *)base_program(), "--model", (char *)c->model, NULL};
+    Config named = config_parse(3, arguments, "", CONFIG_MODEL | CONFIG_EXPERTS, NULL, NULL, 0);
+    const struct {
+        const char *flag;
+        int64_t value, standard;
+    } size[] = {{"layers", c->layers, named.layers},
+                {"hidden", c->hidden, named.hidden},
+                {"heads", c->heads, named.heads},
+                {"kv-heads", c->kv_heads, named.kv_heads},
+                {"head-size", c->head_size, named.head_size},
+                {"ffn", c->ffn, named.ffn},
+                {"vocab", c->vocab, named.vocab},
+                {"experts", c->experts, named.experts},
+                {"top-k", c->top_k, named.top_k},
+                {"expert-ffn", c->expert_ffn, named.expert_ffn},
+                {"shared-experts", c->shared_experts, named.shared_experts},
+                {"expert-groups", c->expert_groups, named.expert_groups},
+                {"groups-kept", c->groups_kept, named.groups_kept}};
+    add(w, "--model %s", c->model);
+    for (size_t i = 0; i < sizeof size / sizeof *size; i++)
+        if (size[i].value != size[i].standard) add(w, " --%s %ld", size[i].flag, size[i].value);
+    if (c->moe != named.moe) add(w, " --moe %s", c->moe == MOE_DEEPSEEK ? "deepseek" : "mixtral");
+    if (c->routed_scale != named.routed_scale) add(w, " --routed-scale %.17g", c->routed_scale);
+    if (c->tied && !named.tied) add(w, " --tied");
+}
+
+// The flags of train_5d, whose own standards are --pp 2 --tp 2 --zero 1 --bucket-mb 0.1.
 static void print_command(const Goal *goal, const Found *f) {
     static const char *const schedules[] = {"afab", "one_f_one_b", "interleaved", "zb_h1"};
     static const char *const recomputes[] = {"none", "selective", "full"};
-    char more[256] = "";
-    size_t used = 0;
-#define ADD(...) used += (size_t)snprintf(more + used, sizeof more - used, __VA_ARGS__)
-    if (f->tp > 1) ADD(" --tp %d --vocab-parallel", f->tp);
-    if (f->sp) ADD(" --sp");
-    if (f->cp > 1) ADD(" --cp %d --context zigzag", f->cp);
-    if (f->cp == 1) ADD(" --attention flash");
-    if (f->pp > 1) ADD(" --pp %d --schedule %s", f->pp, schedules[f->schedule]);
-    if (f->chunks > 1) ADD(" --chunks %d", f->chunks);
-    if (f->ep > 1) ADD(" --ep %d", f->ep);
-    if (f->zero) ADD(" --zero %d", f->zero);
-    if (f->recompute) ADD(" --recompute %s", recomputes[f->recompute]);
-#undef ADD
     const Config *c = &goal->model;
-    char *shape = shape_flags(c);
-    say("\nThe best of them:\n  build/08_mixed_precision/train_5d --no-check %s --dtype bf16 --optimizer "
-        "adamw --seq %ld --ranks %d --dp %d%s --micro-batch %ld --grad-acc %ld",
-        shape, c->seq, goal->gpus, f->dp, more, f->micro_batch, f->micro_batches);
-    free(shape);
+    Words w = {.used = 0};
+    add_shape(&w, c);
+    add(&w, " --dtype bf16 --optimizer adamw --seq %ld --ranks %d --dp %d --pp %d --tp %d --zero %d",
+        c->seq, goal->gpus, f->dp, f->pp, f->tp, f->zero);
+    if (f->tp > 1) add(&w, " --vocab-parallel");
+    if (f->sp) add(&w, " --sp");
+    if (f->cp > 1) add(&w, " --cp %d --context zigzag", f->cp);
+    if (f->cp == 1) add(&w, " --attention flash");
+    if (f->pp > 1) add(&w, " --schedule %s", schedules[f->schedule]);
+    if (f->chunks > 1) add(&w, " --chunks %d", f->chunks);
+    if (f->ep > 1) add(&w, " --ep %d", f->ep);
+    if (f->recompute) add(&w, " --recompute %s", recomputes[f->recompute]);
+    if (f->zero == 0) add(&w, " --bucket-mb 25");  // ZeRO has none
+    say("\nThe best of them:\n  build/08_mixed_precision/train_5d --no-check %s --micro-batch %ld "
+        "--grad-acc %ld",
+        w.text, f->micro_batch, f->micro_batches);
 }
 
 static void report_found(const Goal *goal, const Found *f, int place) {

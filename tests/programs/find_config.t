@@ -1,7 +1,7 @@
 #!/bin/bash
 # find_config.t: published runs are predicted, layouts cost what their dry runs do, and a search prints what
 # its reader needs. TAP.
-# needs: build/08_mixed_precision/find_config
+# needs: build/08_mixed_precision/find_config build/08_mixed_precision/train_5d
 . "$(dirname "$0")/tap.sh"
 program=08_mixed_precision/find_config
 csv=08_mixed_precision/published.csv
@@ -36,6 +36,31 @@ grep -q 'train_5d --no-check --model llama-3.2-1b .*--ranks 8 ' "$out" && grep -
     "$work/curves.svg" &&
     grep -q '"layout 10"' "$work/search.json"
 report $? "a search prints the best one's command line, and ten layouts in --json"
+# same_layout NAME SHAPE FLAGS…: the command line that a search prints is a layout of the shape that was
+# searched, by the first line of its dry run, and of the memory that the search has said.
+same_layout() {
+    local name="the command of the best layout: $1" shape=$2 command memory
+    shift 2
+    wanted "$name" || return 0
+    run "$build/$program" "$@" &&
+        memory=$(awk '/^   tp  cp/ { getline; print $11, $12 }' "$out") &&
+        command=$(sed -n 's|^  build/\(08_mixed_precision/train_5d\) |\1 --dry-run |p' "$out") &&
+        run "$build"/${command:-no command} && grep -q "^$shape" "$out" &&
+        grep -q "^memory of rank 0 at its peak: $memory\$" "$out"
+    report $? "$name"
+}
+same_layout "a shape of one's own, experts, heads of their own size, tied" \
+    "L=2 h=64 a=4 kv=2 d=32 f=96 v=512 s=256 tied, bf16, .* 0.16 M" --layers 2 --hidden 64 --heads 4 \
+    --kv-heads 2 --ffn 96 --vocab 512 --seq 256 --gpus 2 --batch-tokens 2K --experts 4 --expert-ffn 48 \
+    --head-size 32 --tied
+grep -q '^4 experts of f=48, top 2' "$out"
+report $? "the command of the best layout: a shape of one's own, and its experts"
+same_layout "a preset that flags have changed" "L=2 h=4096 .* s=512 untied, bf16" \
+    --model mixtral-8x7b --layers 2 --top-k 1 --seq 512 --gpus 4 --batch-tokens 8K
+grep -q '^8 experts of f=14336, top 1' "$out"
+report $? "the command of the best layout: a preset that flags have changed, and its experts"
+same_layout "DeepSeek's" "L=2 h=7168" --model deepseek-v3 --layers 2 --experts 16 --routed-scale 1.5 \
+    --seq 512 --gpus 4 --batch-tokens 8K
 refused "--batch-tokens 4X" $program --batch-tokens 4X
 refused "--dtype f32" $program --dtype f32
 refused "--runs /nonexistent" $program --runs /nonexistent
