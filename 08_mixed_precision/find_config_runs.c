@@ -77,6 +77,13 @@ static double needed(const Table *t, const char *column) {
     CHECK(number > 0, "--runs %s, line %d: column %s must be above 0", t->path, t->line, column);
     return number;
 }
+static int64_t count_of(const Table *t, const char *column, double standard) {
+    double number = number_of(t, column, standard);
+    CHECK(number >= 1 && number <= 1e8 && number == floor(number),
+          "--runs %s, line %d: column %s must be a whole number from 1 to 1e8, and not \"%s\"", t->path,
+          t->line, column, text_of(t, column));
+    return (int64_t)number;
+}
 
 static bool has(const char *text, const char *part) { return strcasestr(text, part) != NULL; }
 
@@ -195,26 +202,27 @@ static void recompute_of(const Table *t, Published *r) {
 }
 
 static CostLayout layout_of(const Table *t) {
-    int tp = (int)number_of(t, "tp", 1);
+    int tp = (int)count_of(t, "tp", 1);
     return (CostLayout){.tp = tp,
-                        .cp = (int)number_of(t, "cp", 1),
-                        .pp = (int)number_of(t, "pp", 1),
-                        .dp = (int)needed(t, "dp"),
-                        .ep = (int)number_of(t, "ep", 1),
-                        .etp = (int)number_of(t, "etp", 1),
+                        .cp = (int)count_of(t, "cp", 1),
+                        .pp = (int)count_of(t, "pp", 1),
+                        .dp = (int)count_of(t, "dp", 0),
+                        .ep = (int)count_of(t, "ep", 1),
+                        .etp = (int)count_of(t, "etp", 1),
                         .sp = tp > 1 && has(text_of(t, "sp"), "yes"),
                         .fp8 = has(text_of(t, "precision"), "fp8"),
                         .gather_fp8 = has(text_of(t, "precision_detail"), "fp8 all-gather"),
                         .zero = (int)number_of(t, "zero", 1),
-                        .chunks = (int)number_of(t, "vpp", 1),
-                        .micro_batch = (int64_t)number_of(t, "mbs", 1)};
+                        .chunks = (int)count_of(t, "vpp", 1),
+                        .micro_batch = count_of(t, "mbs", 1)};
 }
 
 static void check_run(const Table *t, const Published *r) {
     const CostLayout *l = &r->layout;
-    int64_t ranks = (int64_t)l->tp * l->cp * l->pp * l->dp, shared = l->dp * l->micro_batch;
-    CHECK(ranks == r->cluster.gpus, "--runs %s, line %d: tp x cp x pp x dp is %lld, and n_gpus is %d",
-          t->path, t->line, (long long)ranks, r->cluster.gpus);
+    double ranks = (double)l->tp * l->cp * l->pp * l->dp;
+    int64_t shared = l->dp * l->micro_batch;
+    CHECK(ranks == r->cluster.gpus, "--runs %s, line %d: tp x cp x pp x dp is %.0f, and n_gpus is %d",
+          t->path, t->line, ranks, r->cluster.gpus);
     CHECK(r->sequences % shared == 0, "--runs %s, line %d: dp x mbs, %lld, does not divide gbs %lld",
           t->path, t->line, (long long)shared, (long long)r->sequences);
 }
@@ -231,7 +239,7 @@ static Published run_of(const Table *t) {
     copy_text(r.series, sizeof r.series, text_of(t, "series"));
     copy_text(r.framework, sizeof r.framework, text_of(t, "framework"));
     copy_text(r.gpu, sizeof r.gpu, gpu->name);
-    r.cluster = (Cluster){(int)needed(t, "n_gpus"), (int)number_of(t, "gpus_per_node", 8),
+    r.cluster = (Cluster){(int)count_of(t, "n_gpus", 0), (int)count_of(t, "gpus_per_node", 8),
                           number_of(t, "inter_gbps_per_gpu", 0) * 1e9 / 8};
     r.power = watts_of(text_of(t, "intra_link"), gpu->watts) / gpu->watts;
     r.peak = machine_peak_flops(&r.machine, BF16);
@@ -240,7 +248,7 @@ static Published run_of(const Table *t) {
     double standard = r.machine.memory_bytes_per_second;
     r.machine.memory_bytes_per_second = memory_of(text_of(t, "intra_link"), standard);
     r.memory = number_of(t, "gpu_mem_gb", 80) * 1e9;
-    r.sequences = (int64_t)needed(t, "gbs");
+    r.sequences = count_of(t, "gbs", 0);
     double tokens = (double)r.sequences * r.model.seq / r.cluster.gpus;
     r.seconds = number_of(t, "step_s", 0);
     if (r.seconds == 0) r.seconds = tokens / needed(t, "tok_s_gpu");

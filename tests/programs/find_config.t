@@ -68,4 +68,19 @@ head -n 1 $csv | sed 's/,gbs,/,batch,/' >"$work/a.csv" && sed -n 2p $csv >>"$wor
 refused "has no column gbs" $program --runs "$work/a.csv"
 sed -n 1,2p $csv | sed '2s/,3072,8,/,3071,8,/' >"$work/b.csv"
 refused "tp x cp x pp x dp is 3072" $program --runs "$work/b.csv"
+# cell COLUMN VALUE: refused where the first run of the table has this value in place of its own.
+cell() {
+    sed -n 1,2p $csv | awk -F, -v OFS=, -v name="$1" -v value="$2" '
+        NR == 1 { for (i = 1; i <= NF; i++) if ($i == name) at = i }
+        NR == 2 { $at = value }
+        1' >"$work/c.csv"
+    refuses "--runs refuses $2 in column $1" \
+        "c.csv, line 2: column $1 must be a whole number from 1 to 1e8, and not \"$2\"" $program --runs \
+        "$work/c.csv"
+}
+cell mbs 0
+cell ep 0
+cell etp 0
+cell gpus_per_node 0
+cell pp 63.5
 finish
