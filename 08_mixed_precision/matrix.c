@@ -246,6 +246,8 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options, 7);
     comm_start(argc, argv, 4);
+    CHECK(one < matrix_cells(), "--cell %lld: there are cells 0 to %lld", (long long)one,
+          (long long)matrix_cells() - 1);
     report_json(c.json);
     double start = wall_seconds();
     int64_t all, chosen = 1;

@@ -170,9 +170,9 @@ int64_t matrix_pairwise(CellList list, CellList elsewhere, uint64_t seed) {
     Cell *cell = list.cell;
     int64_t cells = list.count;
     bool(*met)[MOST_VALUES] = pairs_of(elsewhere);
-    int64_t chosen = 0, first = 0;  // all cells before the first have nothing new
+    int64_t chosen = 0;
     for (uint64_t draws = 0; chosen < cells;) {
-        int64_t best = -1;
+        int64_t best = -1, first = chosen;
         int most = 0;
         for (int i = 0; i < CANDIDATES; i++) {
             double drawn = rng_uniform(seed, RNG_TEST, draws++);
@@ -180,7 +180,6 @@ int64_t matrix_pairwise(CellList list, CellList elsewhere, uint64_t seed) {
             int count = new_pairs(&cell[at], met, false);
             if (count > most) best = at, most = count;
         }
-        if (first < chosen) first = chosen;
         while (best < 0 && first < cells && !new_pairs(&cell[first], met, false)) first++;
         if (best < 0 && first == cells) break;
         if (best < 0) best = first;
@@ -188,7 +187,6 @@ int64_t matrix_pairwise(CellList list, CellList elsewhere, uint64_t seed) {
         new_pairs(&next, met, true);
         cell[best] = cell[chosen];
         cell[chosen++] = next;
-        first = chosen;
     }
     free(met);
     return chosen;

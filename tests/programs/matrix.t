@@ -30,4 +30,5 @@ if wanted "parts: a cell that ended the program twice has failed"; then
     report $? "parts: a cell that ended the program twice has failed"
 fi
 refused "--part 0/3: which of how many" matrix --ranks 2 --part 0/3
+refused "--cell 999999999: there are cells 0 to " matrix --ranks 2 --cell 999999999
 finish
