@@ -97,9 +97,12 @@ static void check(const Config *c) {
           "--fp8 %s with --tp %ld: a rank's %ld columns of keys and %ld of the MLP do not divide into "
           "tiles of %ld; --fp8-tile %ld would fit",
           r->name, c->tp, keys, inner, tile, fits);
-    CHECK(!r->tile || !r->sum.promote || tile_of(c, r) <= r->sum.promote,
-          "--fp8-tile %ld: --fp8 %s promotes sums after %ld products; --fp8-tile %ld would fit",
-          tile_of(c, r), r->name, r->sum.promote, r->sum.promote);
+    long promote = r->sum.promote;
+    for (fits = tile < promote ? tile : promote; promote > 0 && promote % fits;) fits--;
+    CHECK(!r->tile || promote <= 0 || fits == tile,
+          "--fp8-tile %ld: --fp8 %s promotes sums after %ld products, at the end of a tile; --fp8-tile %ld "
+          "would fit",
+          tile, r->name, promote, fits);
 }
 
 typedef struct Fp8 {
@@ -207,23 +210,11 @@ int main(int argc, char **argv) {
     gathered_keys.enabled = gathered_keys_on;
     heads.enabled = ulysses_on;
     stages.enabled = pipeline_on;
-    const Technique *const techniques[] = {&moe,
-                                           &fp8_recipe,
-                                           &ddp_no_sync,
-                                           &zero1,
-                                           &zero2,
-                                           &zero3,
-                                           &tensor,
-                                           &sequence_parallel,
-                                           &vocab_parallel,
-                                           &expert_parallel,
-                                           &ring,
-                                           &zigzag,
-                                           &gathered_keys,
-                                           &heads,
-                                           &stages,
-                                           &recompute,
-                                           NULL};
+    const Technique *const techniques[] = {
+        &moe,       &fp8_recipe, &ddp_no_sync,       &zero1,          &zero2,
+        &zero3,     &tensor,     &sequence_parallel, &vocab_parallel, &expert_parallel,
+        &ring,      &zigzag,     &gathered_keys,     &heads,          &stages,
+        &recompute, NULL};
     const Program program = {
         .purpose = "FP8: six recipes of 8-bit multiplies and what they store.",
         .claim = "ranks together make the step of one device",

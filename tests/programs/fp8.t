@@ -54,6 +54,7 @@ refused "dtype bf16 would fit" $program --zero 3 --fp8-wire
 refused "--long 2 would fit" $program $one --ranks 1 --long 1
 refused "--fp8-tile 8 would fit" $program --fp8 deepseek --tp 2
 refused "--fp8-tile 128 would fit" $program --fp8 deepseek --fp8-tile 256
+refused "--fp8-tile 32 would fit" $program --fp8 deepseek --fp8-tile 48
 refused "te-delayed or deepseek would fit" $program --fp8 te-current --ranks 4 \
     --tp 2 --sp --experts 4 --ep 2
 finish
