@@ -5,7 +5,7 @@
 //
 //     every legal layout     closed forms of what a rank holds and how long a step takes: microseconds each
 //     the best of them       a dry run of one block, in one process that stands for all ranks
-//     published runs         fit eight factors: the share of a GPU's peaks that real programs reach
+//     published runs         fit eight factors: what real programs reach of a GPU's peaks, and hide
 //
 // How far to trust it: each series of published runs (published.csv) is predicted by factors fitted without
 // it, and the median error of these predictions stands beside the step's time.
@@ -78,6 +78,19 @@ static int show_search(const Goal *goal) {
     return report_verdict("the fastest of %lld layouts takes %.3f s a step", legal, step);
 }
 
+// Nothing that was typed is ignored. Files are NULL where they were not.
+static void check_typed(const char *runs, bool agreement, bool asks_rules, bool refit, const char *fitted,
+                        const char *map, const char *curves_file) {
+    const char *instead = runs ? "--runs" : agreement ? "--agree" : asks_rules ? "--rules" : NULL;
+    CHECK(runs || !refit, "--fit is of published runs: add --runs FILE");
+    CHECK(runs || !fitted, "--fitted is of published runs: add --runs FILE");
+    CHECK((runs != NULL) + agreement + asks_rules <= 1,
+          "--runs, --agree and --rules each take the place of the search: give one of them");
+    CHECK(!map || !instead, "--heat-map is drawn beside a search: leave out %s", instead);
+    CHECK(!curves_file || !instead || asks_rules,
+          "--curves is drawn beside a search or --rules: leave out %s", instead);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const char *runs_path = NULL, *json = NULL, *batch = NULL, *machine = NULL, *map = NULL,
@@ -116,6 +129,7 @@ int main(int argc, char **argv) {
                      "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 dtype=bf16 "
                      "optimizer=adamw",
                      own, sizeof own / sizeof *own);
+    check_typed(runs_path, agreement, asks_rules, refit, fitted, map, curves_file);
     c.machine = machine;
     machine_find(machine);
     Goal goal = goal_of(&c, gpus, batch);

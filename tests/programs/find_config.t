@@ -63,6 +63,13 @@ same_layout "DeepSeek's" "L=2 h=7168" --model deepseek-v3 --layers 2 --experts 1
     --seq 512 --gpus 4 --batch-tokens 8K
 refused "--batch-tokens 4X" $program --batch-tokens 4X
 refused "--dtype f32" $program --dtype f32
+refused "--fit is of published runs: add --runs FILE" $program --fit
+refused "--fitted is of published runs: add --runs FILE" $program --fitted "$work/a.h"
+refused "--runs, --agree and --rules each take the place of the search: give one of them" $program --rules --agree
+refused "--heat-map is drawn beside a search: leave out --rules" $program --rules --heat-map "$work/a.svg"
+refused "--heat-map is drawn beside a search: leave out --agree" $program --agree --heat-map "$work/a.svg"
+refused "--curves is drawn beside a search or --rules: leave out --runs" $program --runs $csv --curves \
+    "$work/a.svg"
 refused "--runs /nonexistent" $program --runs /nonexistent
 head -n 1 $csv | sed 's/,gbs,/,batch,/' >"$work/a.csv" && sed -n 2p $csv >>"$work/a.csv"
 refused "has no column gbs" $program --runs "$work/a.csv"
