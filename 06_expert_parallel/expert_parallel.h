@@ -13,9 +13,9 @@
 // On with --experts. First in a list of techniques: what it keeps, the others need not know.
 extern const Technique moe;
 
-// How n k pairs of a token and a number (an expert; or a node) stand in rows: in the order of numbers, and
-// for each of them of tokens. Pairs of the number behind the last stand behind all and are in no row that
-// is computed: tokens that an expert has no room for.
+// The n k pairs of a token and a number (its expert, or its node) as rows: sorted by number, and within a
+// number by token. Pairs that an expert has no room for carry the number behind the last one: they come
+// after all others, and nothing computes them.
 typedef struct PairRows {
     Tensor tokens, place;  // (n k) i32: of each row, freed after its last use; (n, k) i32: of each pair
     int64_t real;          // rows that are computed
@@ -73,9 +73,9 @@ typedef struct Ledger {
     bool replay;
 } Ledger;
 
-// What a pass of a block comes to, for who has two of them under way (overlapped_experts.c): it waits for
-// counts, for rows inside a node, or for rows across nodes, and then sends again; it waits for rows from
-// either to compute with; it begins, is amid, or ends a stretch of computing.
+// Where a pass of a block is, told to overlapped_experts.c. WAITS: it has started an all-to-all and needs
+// what arrives, of counts, or of rows inside a node or across nodes; behind it, it sends again, or it
+// computes (TO_COMPUTE). BEGINS, AMID, ENDS: of a stretch of computing.
 typedef enum Moment {
     WAITS_FOR_COUNTS, WAITS_INSIDE, WAITS_ACROSS, WAITS_INSIDE_TO_COMPUTE, WAITS_ACROSS_TO_COMPUTE,
     BEGINS, AMID, ENDS

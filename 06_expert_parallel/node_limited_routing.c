@@ -18,12 +18,13 @@
 // have come are routed as if they were this rank's own. So the weights are sent with the tokens, and their
 // gradients back. Backward takes the same hops in the other order.
 //
-// Bytes sent per rank, block and micro-batch, e bytes an element, w a weight; T tokens x nodes go to other
+// Bytes sent per rank, block and micro-batch, B bytes an element, w a weight; T tokens x nodes go to other
 // nodes and T' come from there, R rows go to other ranks of the node and R' come:
-//     across   forward (h e + 4 k + w k) T + h e T',  backward h e T + (h e + w k) T'
-//     inside   h e (R + R') in each pass
-// and forward 4 (N - 1) of counts besides those of expert_parallel.c, which sends h e across for each row:
-// k (N - 1) / N of a token. T is M (N - 1) / N of it at most: of DeepSeek-V3's 8 experts in 4 nodes, half.
+//     across   forward (h B + 4 k + w k) T + h B T',  backward h B T + (h B + w k) T'
+//     inside   h B (R + R') in each pass
+// and forward 4 (N - 1) of counts besides those of expert_parallel.c, which sends h B across for each row:
+// k (N - 1) / N of a token. T has a token min(M, N - 1) times at most, and M (N - 1) / N times in the mean
+// where nodes are chosen equally often: with 8 experts in 4 nodes, as in DeepSeek-V3, half as many.
 // Memory per rank: as expert_parallel.c; 4 k + w k for each token that comes.
 // Run: build/06_expert_parallel/node_limited_routing   (--gpus-per-node 4 --expert-groups 2, --zero 2 …)
 // Last line: PASS node_limited_routing: in two hops, the tokens make the step of one device …
@@ -288,7 +289,7 @@ static void *plug(Model *m) {
     NodeLimited *l = host_alloc(sizeof *l);
     Moe *moe = m->sockets.mlp.context;
     int ranks = (int)ranks_in_node(&m->config);
-    *l = (NodeLimited){.plain = expert_parallel.plug(m), .dispatch = moe->dispatch};
+    *l = (NodeLimited){.plain = expert_parallel.plug(m)};
     l->inside = (ExpertParallel){.moe = moe, .ep = part_of(m->mesh.ep, ranks, true)};
     l->across = part_of(m->mesh.ep, ranks, false);
     l->dispatch = moe->dispatch;

@@ -4,12 +4,12 @@
 // The same step is made with expert_parallel.c and with node_limited_routing.c, and comm counts what of
 // their all-to-alls leaves a node. What the routing tables say, over all ranks, in bytes:
 //
-//     plain      across   4 h e (rows whose expert is in another node)
-//     two hops   across   (4 h e + 4 k + 2 w k) (tokens x other nodes of their experts)
+//     plain      across   4 h B (rows whose expert is in another node)
+//     two hops   across   (4 h B + 4 k + 2 w k) (tokens x other nodes of their experts)
 //
-// once in each pass and each way; inside, 4 h e for each row that goes to another rank of a node; and the
-// counts of every forward. Then all tokens are sent to one node, and two micro-batches are in flight. This
-// file has no main: node_limited_routing.c runs it.
+// B bytes an element, once in each pass and each way; inside, 4 h B for each row that goes to another rank
+// of a node; and the counts of every forward. Then all tokens are sent to one node, and two micro-batches
+// are in flight. This file has no main: node_limited_routing.c runs it.
 #include <stdlib.h>
 
 #include "expert_parallel.h"

@@ -75,7 +75,7 @@ static void in_a_node(Mesh mesh, const Config *config) {
     Config c = deepseek(config, mesh);
     if (mesh.ep.size == 1 || 256 % c.ep || mesh.cp.size * mesh.tp.size > 1) return;
     clock_set_cluster((int)c.ep, config->compute_efficiency, config->network_efficiency);
-    head(&c, c.pp > 1 ? "in a node, a stage on each" : "in a node");
+    head(&c, c.pp > 1 ? "in a node, stages in other nodes" : "in a node");
     Exposed before = exposed_by(mesh, &c, expert_layouts, "one after the other"),
             after = exposed_by(mesh, &c, overlapped_layouts, c.pp > 1 ? "pairs together" : "two in flight");
     double hidden = hidden_of(&before, &after, c.pp > 1 ? "pairs together" : "two in flight");

@@ -11,8 +11,9 @@
 // The two are the B of one micro-batch beside the F of the next but one (F&B in the paper), since a forward
 // alone has little to compute meanwhile; but for the first two F and the last two B. In a pipeline they are
 // DualPipe's pairs, the F of one micro-batch beside the BW of another.
-// Each weight's gradient adds up in the same order as without overlap: no bit changes. Passes give way at
-// calls of all-to-all and nowhere else, so all ranks switch at the same calls.
+// Each weight's gradient adds up in the same order as without overlap: no bit changes. Passes give way
+// before they wait, and before, amid or after computing. Neither a clock nor a count of rows decides which
+// one goes on, so all ranks switch at the same calls.
 //
 // Bytes sent: as in expert_parallel.c. Memory per rank: activations of two micro-batches.
 // Run: build/06_expert_parallel/overlapped_experts   (--ranks 8 --pp 2 --schedule dualpipe --grad-acc 4 …)

@@ -1,7 +1,7 @@
 // cost.c: one step of training from the parts of its blocks: the pipeline, what is hidden behind what, and
 // the optimizer. Playbook: "Finding the Best Training Configuration", appendix A3.
 //
-//     step  =  m t  +  (p - 1) / v  t'  +  exposed  +  optimizer        t of the slowest stage, t' of all
+//     step  =  m t  +  (p - 1) / v  t'  +  exposed  +  optimizer     t: slowest stage, t': mean of all
 //
 // t is a micro-batch forward and backward with what its communication leaves exposed. Gradients are reduced
 // while the last micro-batch goes backward, and ZeRO-3's weights are gathered while the block before

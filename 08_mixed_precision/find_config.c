@@ -5,7 +5,9 @@
 //
 //     every legal layout     closed forms of what a rank holds and how long a step takes: microseconds each
 //     the best of them       a dry run of one block, in one process that stands for all ranks
-//     published runs         fit eight factors: what real programs reach of a GPU's peaks, and hide
+//     published runs         fit eight factors: six shares of peaks and bandwidths that real programs
+//                            reach, the size of a multiply that reaches half of its rate, and the share
+//                            of communication that is hidden
 //
 // How far to trust it: each series of published runs (published.csv) is predicted by factors fitted without
 // it, and the median error of these predictions stands beside the step's time.

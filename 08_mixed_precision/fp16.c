@@ -9,8 +9,8 @@
 //                        by it. Gradients that would be below 2^-24, and so zero, are kept
 //     --sum f32          gradients of micro-batches and ranks add up in f32: the sum may go beyond 65504
 //
-// The moments stay in f32, too (--moments): in float16 the square of a gradient below 2^-12 is 0, AdamW
-// divides by its root, and training diverges.
+// The moments stay in f32, too (--moments): in float16 v stays 0 where (1 - beta2) g^2 is below 2^-25 (with
+// beta2 = 0.95 for gradients below 2^-10.3), AdamW divides by its root, and training diverges.
 //
 // With --loss-scale dynamic the scale follows the gradients:
 //

@@ -5,7 +5,7 @@
 // whole tensor leaves nothing for the others, and training in FP8 diverges, with SwiGLU after 200 billion
 // tokens. A small model grows none. So one is planted, in a way that changes nothing else:
 //
-//     W (norm(x) * gain)      element j of the gain times 2^k, column j of W by 2^k
+//     W (norm(x) * gain)      element j of the gain times 2^k, column j of W divided by 2^k
 //
 // is the same function for each k, and in bf16 the same bits. Both stay as they are: AdamW would step the
 // column by much more than it is.

@@ -130,7 +130,7 @@ static void draw_rates(const char *file, double (*last)[RATES], int rows, double
     output_close(svg, "--curves", file);
 }
 
-// Where each recipe leaves bf16 as the learning rate grows. Without a warm-up, and hardly clipped.
+// Where each recipe leaves bf16 as the learning rate grows. Without a warm-up, and not clipped.
 static void show_rates(const char *file) {
     double last[MOST][RATES], highest = 0;
     say("\nMean of the last 10 of 100 losses as --lr grows, not clipped\n");
