@@ -4,6 +4,8 @@
 // Everything here but the matrix multiply is bound by memory: each array is read and written once.
 #include <math.h>
 
+#include <vector>
+
 #include "gemm.h"
 #include "ops_cuda.h"
 
@@ -285,20 +287,24 @@ void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
 
 constexpr int64_t SUM_CHUNK = 16384;  // elements, whatever the GPU: it decides the order of the sum
 
-// sums[chunk] = the chunk's sum; or y += factor * that of the only chunk
-template <class T, bool SQUARES, bool LAST>
-__global__ void sum_chunks(double *sums, const T *x, int64_t count, double factor, bool packs) {
+template <class T, bool SQUARES>
+__device__ double sum_of_chunk(const T *x, int64_t count, bool packs) {
     constexpr int N = pack_of<T>;
-    const int64_t first = (int64_t)blockIdx.x * SUM_CHUNK;
-    const int64_t here = count - first < SUM_CHUNK ? count - first : SUM_CHUNK;
     double sum = 0;
-    each_pack<N>(x + first, here, packs, narrow<T>(0.0f), [&](int64_t, const Pack<T, N> &pack) {
+    each_pack<N>(x, count, packs, narrow<T>(0.0f), [&](int64_t, const Pack<T, N> &pack) {
         for (int j = 0; j < N; j++) {
             double value = wide(pack.x[j]);
             sum += SQUARES ? value * value : value;
         }
     });
-    sum = over_block(sum, Add());
+    return over_block(sum, Add());
+}
+
+// sums[chunk] = the chunk's sum; or y += factor * that of the only chunk
+template <class T, bool SQUARES, bool LAST>
+__global__ void sum_chunks(double *sums, const T *x, int64_t count, double factor, bool packs) {
+    const int64_t first = (int64_t)blockIdx.x * SUM_CHUNK;
+    const double sum = sum_of_chunk<T, SQUARES>(x + first, least(SUM_CHUNK, count - first), packs);
     if (threadIdx.x > 0) return;
     if (LAST) *sums += factor * sum;
     else sums[blockIdx.x] = sum;
@@ -350,8 +356,56 @@ void kernel_add_sum(DType dtype, double *y, const void *x, int64_t count, double
     add_sum(dtype, y, x, count, false, factor);
 }
 
-void kernel_add_sum_squares(DType dtype, double *y, const void *x, int64_t count) {
-    add_sum(dtype, y, x, count, true, 1);
+// ---- squares of ranges: a block for each chunk of any range, then a block for each range ----
+
+struct ChunkedRange {
+    int64_t first, count, chunk;  // the range's first chunk, of those of all ranges
+};
+
+// Blocks have as many threads whatever the range, so that its bits depend on its own elements alone.
+template <class T>
+__global__ void square_chunks(double *sums, const T *x, const ChunkedRange *ranges, int64_t n) {
+    int64_t low = 0, high = n;  // the last range whose first chunk is this one or lies before it
+    while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        if (ranges[middle].chunk <= blockIdx.x) low = middle;
+        else high = middle;
+    }
+    const ChunkedRange range = ranges[low];
+    const int64_t done = (blockIdx.x - range.chunk) * SUM_CHUNK;
+    const T *from = x + range.first + done;
+    const double sum = sum_of_chunk<T, true>(from, least(SUM_CHUNK, range.count - done), is_aligned(from));
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+
+__global__ void sum_of_chunks(double *y, const double *sums, const ChunkedRange *ranges) {
+    const ChunkedRange range = ranges[blockIdx.x];
+    const double *from = sums + range.chunk;
+    const double sum =
+        sum_of_chunk<double, false>(from, ceil_div(range.count, SUM_CHUNK), is_aligned(from));
+    if (threadIdx.x == 0) y[blockIdx.x] = sum;
+}
+
+void kernel_squares_of_ranges(DType dtype, double *y, const void *x, const FlatRange *ranges, int64_t n) {
+    if (n == 0) return;
+    std::vector<ChunkedRange> host((size_t)n);
+    int64_t chunks = 0;
+    for (int64_t i = 0; i < n; i++) {
+        host[(size_t)i] = {ranges[i].first, ranges[i].count, chunks};
+        chunks += ceil_div(ranges[i].count, SUM_CHUNK);
+    }
+    const size_t bytes = host.size() * sizeof(ChunkedRange);
+    ChunkedRange *table =
+        static_cast<ChunkedRange *>(device_scratch(bytes + (size_t)chunks * sizeof(double)));
+    double *sums = reinterpret_cast<double *>(table + n);
+    backend_from_host(table, host.data(), bytes);
+    by_dtype(dtype, [&](auto type) {
+        using T = decltype(type);
+        if (chunks > 0)
+            LAUNCH((square_chunks<T>), blocks_for("squares_of_ranges", chunks), MOST_THREADS, 0, stream(),
+                   sums, (const T *)x, table, n);
+    });
+    LAUNCH(sum_of_chunks, blocks_for("squares_of_ranges", n), MOST_THREADS, 0, stream(), y, sums, table);
 }
 
 // ---- matrix multiply ----

@@ -158,7 +158,9 @@ __device__ inline void store(T *to, const Pack<T, N> &pack) {
     }
 }
 
-static inline bool is_aligned(const void *address) { return (uintptr_t)address % PACK_BYTES == 0; }
+__host__ __device__ static inline bool is_aligned(const void *address) {
+    return (uintptr_t)address % PACK_BYTES == 0;
+}
 // Whether all of these arrays can be read and written in packs; those that do not exist can.
 template <class... T>
 static inline bool all_aligned(T... arrays) {

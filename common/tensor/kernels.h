@@ -23,7 +23,8 @@ void kernel_scale(DType dtype, void *y, double factor, int64_t count);
 double kernel_sum(DType dtype, const void *x, int64_t count);
 double kernel_sum_squares(DType dtype, const void *x, int64_t count);
 void kernel_add_sum(DType dtype, double *y, const void *x, int64_t count, double factor);
-void kernel_add_sum_squares(DType dtype, double *y, const void *x, int64_t count);
+// y (n), ranges (n) in host memory
+void kernel_squares_of_ranges(DType dtype, double *y, const void *x, const FlatRange *ranges, int64_t n);
 
 // c (m, n), a (m, k) or its transpose (k, m) in memory, b (k, n) or (n, k)
 void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,

@@ -211,10 +211,20 @@ void op_add_sum(Tensor y, Tensor x, double factor) {
     clock_end();
 }
 
-void op_add_sum_squares(Tensor y, Tensor x) {
-    need_floating("add_sum_squares", "x", x);
-    if (BEGIN("add_sum_squares", x.dtype, 0, INOUT(y, F64, FLAT(1)), IN(x, x.dtype, FLAT(count_of(x)))))
-        kernel_add_sum_squares(x.dtype, at(y), at(x), count_of(x));
+void op_squares_of_ranges(Tensor y, Tensor x, const FlatRange *ranges) {
+    need_floating("squares_of_ranges", "x", x);
+    int64_t n = count_of(y), count = count_of(x), read = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const FlatRange r = ranges[i];
+        CHECK(r.first >= 0 && r.count >= 0 && r.first <= count && r.count <= count - r.first,
+              "squares_of_ranges: range %lld, %lld elements from %lld on, is not within x %s", (long long)i,
+              (long long)r.count, (long long)r.first, tensor_text(x));
+        read += r.count;
+    }
+    x = tensor_view(x, 0, SHAPE(count, 1));
+    if (BEGIN("squares_of_ranges", x.dtype, 0, OUT(y, F64, FLAT(n)),
+              ROWS(read, READ, x, x.dtype, count, 1)))
+        kernel_squares_of_ranges(x.dtype, at(y), at(x), ranges, n);
     clock_end();
 }
 

@@ -41,7 +41,12 @@ double op_sum_squares(Tensor x);  // in f64; NaN and infinity come through
 
 // ---- the same to a number on the device, for which nobody waits: y (1) f64 ----
 void op_add_sum(Tensor y, Tensor x, double factor);  // y += factor * sum of x, the sum in f64
-void op_add_sum_squares(Tensor y, Tensor x);         // y += sum of x^2
+// y (ranges) f64 = the sum of x^2 over each range of x, all in one pass; a range's bits depend on its own
+// elements alone.
+typedef struct FlatRange {
+    int64_t first, count;
+} FlatRange;
+void op_squares_of_ranges(Tensor y, Tensor x, const FlatRange *ranges);
 
 // ---- matrix multiply:  C (m, n) = A B + beta C,  A is (m, k), or (k, m) if transpose_a; B likewise ----
 void op_matmul(Tensor c, Tensor a, Tensor b, bool transpose_a, bool transpose_b,

@@ -298,39 +298,7 @@ void kernel_scale(DType dtype, void *y, double factor, int64_t count) {
 
 // ---- reductions ----
 
-static double chunked_sum(DType dtype, const void *x, int64_t count, bool squares) {
-    const int64_t chunks = (count + SUM_CHUNK - 1) / SUM_CHUNK;
-    scratch_begin();
-    double *partial = scratch((size_t)chunks * sizeof *partial), total = 0;
-#pragma omp parallel for schedule(static)
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        float wide[SUM_CHUNK];
-        int64_t first = chunk * SUM_CHUNK, length = least(SUM_CHUNK, count - first);
-        const void *at = (const char *)x + first * (int64_t)dtype_size(dtype);
-        if (dtype != arithmetic(dtype)) {
-            dtype_convert(wide, F32, at, dtype, length);
-            at = wide;
-        }
-        partial[chunk] =
-            squares ? CALL(dtype, chunk_sum_squares, at, length) : CALL(dtype, chunk_sum, at, length);
-    }
-    for (int64_t chunk = 0; chunk < chunks; chunk++) total += partial[chunk];
-    return total;
-}
-
-double kernel_sum(DType dtype, const void *x, int64_t count) { return chunked_sum(dtype, x, count, false); }
-
-double kernel_sum_squares(DType dtype, const void *x, int64_t count) {
-    return chunked_sum(dtype, x, count, true);
-}
-
-void kernel_add_sum(DType dtype, double *y, const void *x, int64_t count, double factor) {
-    *y += factor * chunked_sum(dtype, x, count, false);
-}
-
-void kernel_add_sum_squares(DType dtype, double *y, const void *x, int64_t count) {
-    *y += chunked_sum(dtype, x, count, true);
-}
+#include "ops_cpu_sums.inc"
 
 // Tokens index memory, so a wrong one must not get further than here.
 static void check_tokens(const char *op, const int32_t *tokens, int64_t n, int64_t v, bool may_ignore) {

@@ -61,31 +61,34 @@ static int64_t count_without_padding(const Param *param) {
     return rows > 0 ? rows * param->shape[1] : 0;
 }
 
-// *sum (1) += those of the elements that this rank counts. Of copies the first one counts, and padding not
-// at all.
-static void add_squares(Tensor sum, const Params *params, const Param *param) {
+// What this rank counts of a parameter, as a range of the flat gradient `all`. Of copies the first one counts,
+// and padding not at all.
+static FlatRange counted_range(const Params *params, const Param *param, Tensor all) {
     const Unit *unit = &params->unit[param->unit];
+    const FlatRange nothing = {0};
     int64_t from, shared, padding = param->offset + count_without_padding(param);
-    if (!param->here || param->copies.rank > 0) return;
-    if (!param_overlap(param, unit->counted_first, unit->counted_count, &from, &shared)) return;
+    if (!param->here || param->copies.rank > 0) return nothing;
+    if (!param_overlap(param, unit->counted_first, unit->counted_count, &from, &shared)) return nothing;
     if (shared > padding - from) shared = padding - from;
-    if (shared > 0)
-        op_add_sum_squares(sum, tensor_view(unit->own_grads, from - unit->own_first, SHAPE(shared)));
+    if (shared <= 0) return nothing;
+    return (FlatRange){unit->own_grads.offset - all.offset + from - unit->own_first, shared};
 }
 
 double params_grad_norm(const Params *params) {
     Group group = params_norm_group(params);
+    Tensor all = params->sharding < SHARD_GRADS ? params_total_grad(params) : params->own_grads;
     double *sums = host_alloc(params->count * sizeof *sums), total = 0;
+    FlatRange *ranges = host_alloc(params->count * sizeof *ranges);
+    for (int i = 0; i < params->count; i++) ranges[i] = counted_range(params, &params->param[i], all);
     Memory before = memory_account();
     Tensor squares = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(params->count));
-    op_fill(squares, 0);
-    for (int i = 0; i < params->count; i++)
-        add_squares(tensor_view(squares, i, SHAPE(1)), params, &params->param[i]);
+    op_squares_of_ranges(squares, all, ranges);
     if (group.size > 1) comm_wait(comm_all_reduce(squares, REDUCE_SUM, group));
     tensor_to_doubles(sums, squares);  // the one time that the host waits
     tensor_free(&squares);
     memory_restore_peak(&before);
     for (int i = 0; i < params->count; i++) total += sums[i];
+    free(ranges);
     free(sums);
     return sqrt(total);
 }

@@ -31,6 +31,9 @@ static void accumulate(void) { op_accumulate(t[0], t[1]); }
 static void scale(void) { op_scale(t[0], 3); }
 static void sum(void) { op_sum(t[0]); }
 static void sum_squares(void) { op_sum_squares(t[0]); }
+static void squares_of_ranges(void) {
+    op_squares_of_ranges(t[0], t[1], (FlatRange[]){{0, 1}, {1, 5}, {3, 2}, {0, 2}, {7, 1}, {9, 9}});
+}
 static void matmul(void) { op_matmul(t[0], t[1], t[2], false, true, 0); }
 static void matmul_adds(void) { op_matmul(t[0], t[1], t[2], false, true, 1); }
 static void embedding_forward(void) { op_embedding_forward(t[0], t[1], t[2]); }
@@ -78,7 +81,7 @@ static void to_host(void) {
 }
 
 // Shapes of the arguments: x (n, h), k (n, h/2), w (h), W (h, h), r (n), v (v, h), l (n, v), s (2, n),
-// p (a, n, n), i (n) of i32, b bf16 (n, h); q (n, 1), c (v, 1) of i32.
+// p (a, n, n), i (n) of i32, b bf16 (n, h), d f64 (n); q (n, 1), c (v, 1) of i32.
 static const struct {
     const char *name;
     void (*call)(void);
@@ -91,6 +94,7 @@ static const struct {
     {"scale", scale, "x"},
     {"sum", sum, "x"},
     {"sum_squares", sum_squares, "x"},
+    {"squares_of_ranges", squares_of_ranges, "dx"},
     {"matmul", matmul, "xxW"},
     {"matmul", matmul_adds, "xxW"},
     {"embedding_forward", embedding_forward, "xiv"},
@@ -135,13 +139,14 @@ static Tensor argument(char kind, int number) {
         int64_t rows, columns;
     } shapes[] = {{'x', N, H}, {'k', N, H / 2}, {'w', 1, H}, {'W', H, H}, {'r', 1, N},
                   {'v', V, H}, {'l', N, V},     {'s', 2, N}, {'i', 1, N}, {'p', 2 * N, N},
-                  {'b', N, H}, {'q', N, 1},     {'c', V, 1}};
+                  {'b', N, H}, {'q', N, 1},     {'c', V, 1}, {'d', 1, N}};
     int i = 0;
     while (shapes[i].kind != kind) i++;
     int64_t count = shapes[i].rows * shapes[i].columns;
-    Array a = strchr("ic", kind) ? random_tokens(count, V, (uint64_t)number)
-                                 : random_array(kind == 'b' ? BF16 : F32, shapes[i].rows, shapes[i].columns,
-                                                (uint64_t)(100 + number));
+    DType dtype = kind == 'b' ? BF16 : kind == 'd' ? F64 : F32;
+    Array a = strchr("ic", kind)
+                  ? random_tokens(count, V, (uint64_t)number)
+                  : random_array(dtype, shapes[i].rows, shapes[i].columns, (uint64_t)(100 + number));
     Tensor tensor = tensor_share(a.t);
     array_free(&a);
     return tensor;

@@ -110,14 +110,13 @@ static void sums_match_reference(void **state) {
             double bound = (double)(sizes[i] + 2) * rounding(F64);
             double got = op_sum(x.t), got_squares = op_sum_squares(x.t);
             // Added to a number on the device, the same bits, times a factor.
-            double numbers[2] = {3, 0.25};
-            Tensor y = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(2));
-            tensor_from_doubles(y, numbers);
-            op_add_sum(tensor_view(y, 0, SHAPE(1)), x.t, 0.5);
-            op_add_sum_squares(tensor_view(y, 1, SHAPE(1)), x.t);
-            tensor_to_doubles(numbers, y);
+            double number = 3;
+            Tensor y = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(1));
+            tensor_from_doubles(y, &number);
+            op_add_sum(y, x.t, 0.5);
+            tensor_to_doubles(&number, y);
             tensor_free(&y);
-            assert_true(numbers[0] == 3 + 0.5 * got && numbers[1] == 0.25 + got_squares);
+            assert_true(number == 3 + 0.5 * got);
             if (!(fabs(got - (double)sum) <= bound * (double)magnitude))
                 fail_msg("sum of %s is %.17g, expected %.17g", tensor_text(x.t), got, (double)sum);
             if (!(fabs(got_squares - (double)squares) <= bound * (double)squares))
@@ -125,6 +124,41 @@ static void sums_match_reference(void **state) {
                          (double)squares);
             FREE(&x);
         }
+}
+
+// Ranges that leave elements out, overlap, and are empty, shorter and longer than what is summed at once.
+// Of the same elements elsewhere, and beside other ranges, a sum has the same bits.
+static void squares_of_ranges_match_reference(void **state) {
+    (void)state;
+    enum { RANGES = 7 };
+    const FlatRange ranges[RANGES] = {{0, 17},    {20, 0},    {19, 4096}, {4115, 1},
+                                      {1, 50001}, {7, 16385}, {60000, 0}};
+    for (int type = 0; type < 4; type++) {
+        Array x = random_array(all_dtypes[type], 1, 60000, 1),
+              copy = array_new(all_dtypes[type], 1, 60000, 0);
+        Tensor y = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(RANGES));
+        double got[RANGES], alone;
+        op_fill(y, NAN);
+        op_squares_of_ranges(y, x.t, ranges);
+        tensor_to_doubles(got, y);
+        for (int i = 0; i < RANGES; i++) {
+            long double squares = 0;
+            for (int64_t j = ranges[i].first; j < ranges[i].first + ranges[i].count; j++)
+                squares += (long double)x.x[j] * x.x[j];
+            double bound = (double)(ranges[i].count + 2) * rounding(F64) * (double)squares;
+            if (!(fabs(got[i] - (double)squares) <= bound))
+                fail_msg("squares of range %d of %s are %.17g, expected %.17g", i, tensor_text(x.t), got[i],
+                         (double)squares);
+            // from an odd element on
+            Tensor there = tensor_view(copy.t, 3, SHAPE(ranges[i].count));
+            op_copy(there, tensor_view(x.t, ranges[i].first, SHAPE(ranges[i].count)));
+            op_squares_of_ranges(tensor_view(y, 0, SHAPE(1)), copy.t, &(FlatRange){3, ranges[i].count});
+            tensor_to_doubles(&alone, tensor_view(y, 0, SHAPE(1)));
+            assert_true(alone == got[i]);
+        }
+        tensor_free(&y);
+        FREE(&x, &copy);
+    }
 }
 
 // ---- matrix multiply ----
@@ -355,6 +389,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(copy_converts_between_all_dtypes),
         cmocka_unit_test(add_scale_accumulate_match_reference),
         cmocka_unit_test(sums_match_reference),
+        cmocka_unit_test(squares_of_ranges_match_reference),
         cmocka_unit_test(matmul_matches_reference),
         cmocka_unit_test(products_that_share_an_operand_are_the_same),
         cmocka_unit_test(sums_of_whole_numbers_are_exact),

@@ -96,6 +96,10 @@ static void count_all(DType type, int64_t n, int64_t h, int64_t f, int64_t v, At
     assert_count("sum", 0, nh * e);
     op_sum_squares(x);
     assert_count("sum_squares", 0, nh * e);
+    Tensor squares = new_tensor(F64, 2, 1);
+    op_squares_of_ranges(squares, x, (FlatRange[]){{0, 1}, {n * h / 2, n * h - n * h / 2}});
+    assert_count("squares_of_ranges", 0, (1 + (double)(n * h - n * h / 2)) * e + 2 * 8);
+    tensor_free(&squares);
 
     double hf = (double)h * (double)f;
     op_matmul(gate, x, matrix, false, true, 0);

@@ -253,15 +253,37 @@ static void sums_match_in_f64(void **state) {
                     fail_msg("sums of %lld %s are %.17g and %.17g, expected %.17g and %.17g",
                              (long long)count, dtype_name(dtype), got[0], got[1], (double)sum,
                              (double)squares);
-                Device sum_on(F64, Doubles(1, 3)), squares_on(F64, Doubles(1, 0.25));
+                Device sum_on(F64, Doubles(1, 3));
                 cuda_kernel_add_sum(dtype, static_cast<double *>(sum_on.at), of.at, count, 0.5);
-                cuda_kernel_add_sum_squares(dtype, static_cast<double *>(squares_on.at), of.at, count);
                 assert_true(sum_on.read("sum")[0] == 3 + 0.5 * got[0]);
-                assert_true(squares_on.read("squares")[0] == 0.25 + got[1]);
                 const unsigned char *bytes = reinterpret_cast<const unsigned char *>(got);
                 return std::vector<unsigned char>(bytes, bytes + sizeof got);
             });
         }
+}
+
+// Ranges that are empty, shorter and longer than a block sums: of one the CPU's sum, within what f64 rounds.
+static void squares_of_ranges_match(void **state) {
+    (void)state;
+    const FlatRange ranges[] = {{5, 0}, {0, 31}, {31, 16384}, {7, 33000}, {16415, 16385}, {70000, 0}};
+    const int n = sizeof ranges / sizeof *ranges;
+    for (DType dtype : dtypes) {
+        const Doubles x = random_numbers(dtype, 70000, 1);
+        Doubles want((size_t)n);
+        kernel_squares_of_ranges(F64, want.data(), x.data(), ranges, n);
+        in_every_way("squares of ranges", [&](int shift) {
+            Device of(dtype, x, shift), sums(F64, n);
+            const int64_t waits = cuda_backend_waits();
+            cuda_kernel_squares_of_ranges(dtype, static_cast<double *>(sums.at), of.at, ranges, n);
+            assert_int_equal(cuda_backend_waits(), waits);
+            const Doubles got = sums.read("squares");
+            for (size_t i = 0; i < got.size(); i++)
+                if (!(fabs(got[i] - want[i]) <= 1e-12 * want[i]))
+                    fail_msg("squares of range %zu of %s are %.17g, expected %.17g", i, dtype_name(dtype),
+                             got[i], want[i]);
+            return sums.stored("squares");
+        });
+    }
 }
 
 // ---- matrix multiply ----
@@ -434,6 +456,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(swiglu_matches),
         cmocka_unit_test(optimizers_match),
         cmocka_unit_test(sums_match_in_f64),
+        cmocka_unit_test(squares_of_ranges_match),
         cmocka_unit_test(matmul_matches),
         cmocka_unit_test(random_rounding_matches),
         cmocka_unit_test(codes_match),

@@ -79,6 +79,12 @@ static void empty_tensors_are_fine(void **state) {
         op_accumulate(y.t, x.t);
         op_scale(y.t, 2);
         assert_true(op_sum(x.t) == 0 && op_sum_squares(x.t) == 0);
+        Array squares = array_new(F64, 1, 2, 0), none_of_them = array_new(F64, 0, 1, 0);
+        op_squares_of_ranges(squares.t, x.t, (FlatRange[]){{0, 0}, {0, 0}});
+        op_squares_of_ranges(none_of_them.t, x.t, NULL);
+        array_read(&squares);
+        assert_true(squares.x[0] == 0 && squares.x[1] == 0);
+        FREE(&squares, &none_of_them);
         op_matmul(narrow.t, x.t, matrix.t, false, true, 0);
         op_matmul(out.t, narrow.t, x.t, true, false, 1);  // adds a sum over no tokens
         array_read(&out);
@@ -227,6 +233,13 @@ static void sum_over_its_parts(void) {
     op_sum_parts(tensor_rows_of(x, 0, 3), x, 2);
 }
 
+static void range_goes_too_far(void) {
+    op_squares_of_ranges(new_tensor(F64, 2, 1), new_tensor(F32, 3, 4), (FlatRange[]){{0, 12}, {5, 8}});
+}
+static void sums_of_ranges_are_narrow(void) {
+    op_squares_of_ranges(new_tensor(F32, 1, 1), new_tensor(F32, 3, 4), (FlatRange[]){{0, 12}});
+}
+
 static void wrong_arguments_are_named(void **state) {
     (void)state;
     assert_refused(inner_dimensions_differ, "matmul: b is (6, 4) f32 where (5, 4) f32 fits the others");
@@ -262,6 +275,10 @@ static void wrong_arguments_are_named(void **state) {
     assert_refused(target_of_no_part, "cross_entropy_part_backward: number 0 of the tokens is 20");
     assert_refused(sum_of_no_parts, "sum_parts: a sum of 0 parts");
     assert_refused(sum_over_its_parts, "sum_parts: y (3, 4) f32 would overwrite x (6, 4) f32");
+    assert_refused(range_goes_too_far,
+                   "squares_of_ranges: range 1, 8 elements from 5 on, is not within x (3, 4) f32");
+    assert_refused(sums_of_ranges_are_narrow,
+                   "squares_of_ranges: y is (1, 1) f32 where 1 elements of f64 fit the others");
     assert_refused(position_is_negative, "rope: number 0 of the positions is -1");
 }
 
