@@ -58,6 +58,10 @@ static Tensor part(Tensor flat, int64_t first, int64_t count) {
     return tensor_exists(flat) ? tensor_view(flat, first, SHAPE(count)) : flat;
 }
 
+static double decay_of(const Optimizer *optimizer, const Param *param) {
+    return optimizer->kind == OPTIMIZER_ADAMW && param->decays ? optimizer->weight_decay : 0;
+}
+
 // What an optimizer steps of one parameter: this rank's own part.
 typedef struct Part {
     Tensor value, master, m, v, grad;  // master, m, v {0} where there is none
@@ -73,7 +77,7 @@ static void step_part(const Optimizer *optimizer, Part p, const Param *param, do
                    .beta1 = optimizer->beta1,
                    .beta2 = optimizer->beta2,
                    .eps = optimizer->eps,
-                   .weight_decay = param->decays ? optimizer->weight_decay : 0,
+                   .weight_decay = decay_of(optimizer, param),
                    .grad_scale = grad_scale,
                    .step = optimizer->step};
     op_adamw(p.value, p.master, p.m, p.v, p.grad, hyper);
@@ -119,13 +123,19 @@ static void step_narrow(const Optimizer *optimizer, const Recipe *r, Part p, con
     memory_restore_peak(&before);
 }
 
-// Steps what this rank owns of one parameter.
+// Whether state is stored in fewer bits than it is computed in.
+static bool is_narrow(const Recipe *r) {
+    DType full = r->weight == F64 ? F64 : F32;
+    return r->rounding || (recipe_has_masters(*r) && r->master != full) || r->moment != full ||
+           r->second != full;
+}
+
+// Steps what this rank owns of one parameter, or of several that are joined.
 static void step_param(Optimizer *optimizer, const Params *params, const Param *param, double lr,
                        double grad_scale) {
     const Unit *unit = &params->unit[param->unit];
     const UnitState *state = &optimizer->unit[param->unit];
     const Recipe *r = &params->recipe;
-    DType full = r->weight == F64 ? F64 : F32;
     int64_t from, count;
     if (!param_overlap(param, unit->own_first, unit->own_count, &from, &count)) return;
     int64_t at = from - unit->own_first;
@@ -134,9 +144,7 @@ static void step_param(Optimizer *optimizer, const Params *params, const Param *
               .m = part(state->m, at, count),
               .v = part(state->v, at, count),
               .grad = part(unit->own_grads, at, count)};
-    bool narrow = r->rounding || (recipe_has_masters(*r) && r->master != full) || r->moment != full ||
-                  r->second != full;
-    if (narrow) step_narrow(optimizer, r, p, param, from - param->offset, lr, grad_scale);
+    if (is_narrow(r)) step_narrow(optimizer, r, p, param, from - param->offset, lr, grad_scale);
     else step_part(optimizer, p, param, lr, grad_scale);
 }
 
@@ -145,10 +153,19 @@ void optimizer_begin(Optimizer *optimizer, const Params *params) {
     optimizer->step++;
 }
 
+// Neighbours of equal decay are stepped in one pass, as if they were one weight. Narrow state is not: each
+// weight's has scales of its own, and takes a wide copy for the step.
 void optimizer_step_unit(Optimizer *optimizer, Params *params, int unit, double lr, double grad_scale) {
-    const Unit *u = &params->unit[unit];
-    for (int i = u->first_param; i < u->first_param + u->params; i++)
-        step_param(optimizer, params, &params->param[i], lr, grad_scale);
+    const Param *param = params->param + params->unit[unit].first_param;
+    const Param *end = param + params->unit[unit].params, *next;
+    for (; param < end; param = next) {
+        Param joined = *param;
+        for (next = param + 1; next < end && !is_narrow(&params->recipe) &&
+                               decay_of(optimizer, next) == decay_of(optimizer, param);
+             next++)
+            joined.count += next->count;
+        step_param(optimizer, params, next > param + 1 ? &joined : param, lr, grad_scale);
+    }
 }
 
 void optimizer_step(Optimizer *optimizer, Params *params, double lr, double grad_scale) {

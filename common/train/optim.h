@@ -31,7 +31,8 @@ void optimizer_free(Optimizer *optimizer);
 void optimizer_allocate(Optimizer *optimizer, const Params *params);
 // One step: the weights that this rank owns move by their total gradient times grad_scale, at rate lr.
 // Decay applies where the table says so. optimizer_begin once, and then each unit, so that what a unit's
-// new weights are needed for can begin while the others step.
+// new weights are needed for can begin while the others step. Weights that follow each other are stepped in
+// one operation where they decay alike; no bit depends on it.
 void optimizer_begin(Optimizer *optimizer, const Params *params);
 void optimizer_step_unit(Optimizer *optimizer, Params *params, int unit, double lr, double grad_scale);
 // All units.

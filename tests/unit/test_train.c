@@ -1,5 +1,5 @@
 // test_train.c: whole steps: accumulation, recomputation, determinism, the optimizer's rules, and what a
-// step counts.
+// step counts. What it asks of the device: test_step.c.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -248,20 +248,6 @@ static void each_step_starts_from_zero_and_sees_new_samples(void **state) {
     trainer_free(t);
 }
 
-// Between the batch that goes up and the step's end the device is never waited for: the loss is read once,
-// and once the squares of all gradients.
-static void a_step_reads_two_numbers(void **state) {
-    (void)state;
-    Config c = small_config("dtype=bf16 grad-acc=3 micro-batch=1");
-    Trainer *t = trainer_new(&c, mesh_single(), NULL);
-    for (int step = 0; step < 2; step++) {
-        int64_t before = device_reads();
-        train_step(t, NULL);
-        assert_int_equal(device_reads() - before, 2);
-    }
-    trainer_free(t);
-}
-
 // What gradients are scaled with on their way (a precision recipe's, in the step socket) changes nothing
 // else: neither losses nor norms nor what the optimizer does. A power of two does not round.
 static bool raise_scale(void *context, Model *m, double norm) {
@@ -408,7 +394,6 @@ int main(int argc, char **argv) {
         cmocka_unit_test(learning_rate_warms_up_and_decays),
         cmocka_unit_test(progress_counts_steps_and_samples),
         cmocka_unit_test(each_step_starts_from_zero_and_sees_new_samples),
-        cmocka_unit_test(a_step_reads_two_numbers),
         cmocka_unit_test(the_scale_of_gradients_changes_no_bit),
         cmocka_unit_test(a_refused_step_leaves_the_weights_alone),
         cmocka_unit_test(held_out_loss_is_the_mean_over_labels),

@@ -1,0 +1,138 @@
+// test_step.c: what a whole training step asks of its device beside computing: how often the host waits, in
+// how many operations gradients are measured and weights stepped, and whether memory is touched for the
+// first time. Runs on the CPU, and with the CUDA kernels on the emulator. TAP.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <unistd.h>
+// cmocka wants the headers above first.
+#include <cmocka.h>
+
+#include "00_single_gpu/training.h"
+#include "tensor/clock.h"
+#include "tensor/device.h"
+#include "tensor/guard.h"
+
+enum { LAYERS = 2 };
+static char text_file[] = "/tmp/test_step_XXXXXX";
+
+static int write_text(void **state) {
+    (void)state;
+    int file = mkstemp(text_file);
+    assert_true(file >= 0);
+    for (int i = 0; i < 400; i++) assert_int_equal(write(file, "a step.\n", 8), 8);
+    return close(file);
+}
+
+static int remove_text(void **state) {
+    (void)state;
+    return unlink(text_file);
+}
+
+static Trainer *trainer_of(const char *more) {
+    char *text = format_text(
+        "layers=%d hidden=16 heads=2 kv-heads=1 ffn=20 vocab=256 seq=9 micro-batch=1 grad-acc=2 steps=9 %s",
+        LAYERS, more);
+    Config c = config_default(text);
+    free(text);
+    c.data = text_file;
+    return trainer_new(&c, mesh_single(), NULL);
+}
+
+// Between the batch that goes up and the step's end the device is never waited for: the loss is read once,
+// and once the squares of all gradients. (A CPU is never waited for; the CUDA kernels on the emulator
+// count.)
+static void a_step_reads_two_numbers(void **state) {
+    (void)state;
+    Trainer *t = trainer_of("dtype=bf16");
+    train_step(t, NULL);  // what starts with the device is not what a step costs
+    for (int step = 0; step < 2; step++) {
+        int64_t reads = device_reads(), waits = backend_waits();
+        train_step(t, NULL);
+        assert_int_equal(device_reads() - reads, 2);
+        assert_int_equal(backend_waits() - waits, backend_is_host() ? 0 : 2);
+    }
+    trainer_free(t);
+}
+
+static OpCount operation(const char *name) {
+    const OpCount *list;
+    for (int i = clock_operations(&list) - 1; i >= 0; i--)
+        if (!strcmp(list[i].name, name)) return list[i];
+    return (OpCount){.name = name};
+}
+
+// Neighbours in a unit that are stepped alike are one range. Decay splits a block into norm | q k v o |
+// norm | gate up down, and the head into norm | head; without it a unit is one range.
+static void a_step_takes_few_operations(void **state) {
+    (void)state;
+    static const struct {
+        const char *settings, *optimizer;
+        int calls;
+    } cases[] = {{"dtype=f32 optimizer=adamw weight-decay=0.1", "adamw", 1 + 4 * LAYERS + 2},
+                 {"dtype=bf16 optimizer=adamw weight-decay=0.1", "adamw", 1 + 4 * LAYERS + 2},
+                 {"dtype=f32 optimizer=adamw weight-decay=0.1 tied=1", "adamw", 1 + 4 * LAYERS + 1},
+                 {"dtype=f32 optimizer=adamw weight-decay=0", "adamw", LAYERS + 2},
+                 {"dtype=f32 optimizer=sgd weight-decay=0.1", "sgd", LAYERS + 2}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        Trainer *t = trainer_of(cases[i].settings);
+        train_step(t, NULL);
+        clock_reset();
+        train_step(t, NULL);
+        assert_int_equal(operation(cases[i].optimizer).calls, cases[i].calls);
+        // The norm: one pass over all gradients, one sum for each weight.
+        const Params *p = &t->model->params;
+        double bytes = (double)tensor_bytes(params_total_grad(p)) + 8 * p->count;
+        assert_int_equal(operation("squares_of_ranges").calls, 1);
+        assert_true(operation("squares_of_ranges").bytes == bytes);
+        trainer_free(t);
+    }
+}
+
+// Guarded memory, and what a sanitizer frees, never comes back; nor does the emulator's.
+static bool memory_comes_back(void) {
+#ifdef __SANITIZE_ADDRESS__
+    return false;
+#endif
+    return !guard_asked() && backend_is_host();
+}
+
+// What a step frees the next one finds again, and touches no page for the first time. The logits make it
+// more than a heap keeps by default.
+static void a_step_faults_no_page(void **state) {
+    (void)state;
+    static const char *const settings[] = {"dtype=f32", "dtype=bf16", "dtype=bf16 recompute=full"};
+    for (int i = 0; i < 3 && memory_comes_back(); i++) {
+        char *text = format_text("vocab=8192 seq=256 micro-batch=2 %s", settings[i]);
+        Trainer *t = trainer_of(text);
+        free(text);
+        long faults = 0;
+        for (int step = 1; step <= 3; step++) {
+            struct rusage before, after;
+            getrusage(RUSAGE_SELF, &before);
+            train_step(t, NULL);
+            getrusage(RUSAGE_SELF, &after);
+            faults = after.ru_minflt - before.ru_minflt;
+            print_message("# step %d: %ld page faults\n", step, faults);
+        }
+        if (faults >= 100) fail_msg("%s: the third step touches %ld pages anew", settings[i], faults);
+        trainer_free(t);
+    }
+}
+
+int main(int argc, char **argv) {
+    base_start(argc, argv);
+    prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0);  // a page of 2 MB would be one fault
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_step_reads_two_numbers),
+        cmocka_unit_test(a_step_takes_few_operations),
+        cmocka_unit_test(a_step_faults_no_page),
+    };
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    return cmocka_run_group_tests(tests, write_text, remove_text);
+}
