@@ -210,11 +210,36 @@ static void skip_step(Trainer *t) {
         sockets->parameters.stepped(sockets->parameters.context, t->model, unit);
 }
 
-// The step's micro-batches forward and backward, until loss and gradients are those of all ranks.
-static void run_micro_batches(Trainer *t) {
-    const Config *c = &t->config;
+// The step's micro-batches forward and backward, until gradients are those of all ranks.
+static void run_micro_batches(Trainer *t, const StepInput *input) {
     const Sockets *sockets = &t->model->sockets;
     Params *params = &t->model->params;
+    params_zero_grads(params);
+    sockets->schedule.run(sockets->schedule.context, t->model, input);
+    // All reductions must finish before the optimizer steps: over replicas first, then over copies of a
+    // weight, which are then the same elements on each of their ranks.
+    sockets->gradients.finish(sockets->gradients.context, t->model);
+    params_sum_copies(params);
+}
+
+// A step's loss and norm come to the host together. Until here it has waited for nothing, and a GPU works
+// on what is queued.
+static void read_loss_and_norm(Trainer *t, StepInput *input, double grad_scale) {
+    const Params *params = &t->model->params;
+    double loss;
+    t->grad_norm = params_grad_norm(params, input->loss, &loss) / grad_scale;
+    tensor_free(&input->loss);
+    t->loss = comm_sum(loss, params->replicas);
+    if (!isfinite(t->loss)) explain_bad_loss(t, input);
+}
+
+void train_step(Trainer *t, Record *record) {
+    const Config *c = &t->config;
+    const Sockets *sockets = &t->model->sockets;
+    fatal_context("step %lld", (long long)t->progress.step + 1);
+    char *mark = format_text("step %lld", (long long)t->progress.step + 1);
+    clock_push(mark);
+    free(mark);
     read_ahead(t);  // the first step does it for itself
     Batch batch = t->ahead;
     t->ahead = (Batch){0};
@@ -222,40 +247,22 @@ static void run_micro_batches(Trainer *t) {
     for (int64_t i = 0; i < c->grad_acc; i++) loss_scale[i] = mean_loss_scale(t->labels_ahead);
     StepInput input = {c->grad_acc, c->micro_batch, batch.tokens,  batch.targets,
                        loss_scale,  loss_new(),     &t->kept_bytes};
-    params_zero_grads(params);
-    sockets->schedule.run(sockets->schedule.context, t->model, &input);
-    // All reductions must finish before the optimizer steps: over replicas first, then over copies of a
-    // weight, which are then the same elements on each of their ranks.
-    sockets->gradients.finish(sockets->gradients.context, t->model);
-    params_sum_copies(params);
-    t->loss = comm_sum(loss_value(input.loss), params->replicas);
-    if (!isfinite(t->loss)) explain_bad_loss(t, &input);
-    tensor_free(&input.loss);
-    free(loss_scale);
+    run_micro_batches(t, &input);
     t->progress.sample += batch.samples * t->model->mesh.dp.size;
-    batch_free(&batch);
     if (t->progress.step + 1 < c->steps) read_ahead(t);
-}
-
-void train_step(Trainer *t, Record *record) {
-    const Sockets *sockets = &t->model->sockets;
-    Params *params = &t->model->params;
-    fatal_context("step %lld", (long long)t->progress.step + 1);
-    char *mark = format_text("step %lld", (long long)t->progress.step + 1);
-    clock_push(mark);
-    free(mark);
-    run_micro_batches(t);
 
     clock_push("optimizer");
     double grad_scale = t->model->grad_scale;  // of this step; the step socket may change it
     bool recorded = record && !record->grad[0] && !device_is_dry_run();
-    if (recorded) record_grads(record, params, 1 / grad_scale);
-    t->grad_norm = params_grad_norm(params) / grad_scale;
+    if (recorded) record_grads(record, &t->model->params, 1 / grad_scale);
+    read_loss_and_norm(t, &input, grad_scale);
     int64_t steps = t->optimizer.step;
     if (sockets->step.accept(sockets->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);
     if (t->optimizer.step == steps) skip_step(t);
     clock_pop();
     clock_pop();
+    free(loss_scale);
+    batch_free(&batch);
     t->progress.step++;
     fatal_context(NULL);
 }

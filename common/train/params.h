@@ -47,7 +47,7 @@ struct Param {
     Group parts;       // those of them whose gradients are parts that add up; this one where all are whole
     bool decays;
     double init_std;
-    bool apart;  // its gradient has a row of its own in the proof's table (routers)
+    bool apart;             // its gradient has a row of its own in the proof's table (routers)
     int64_t offset, count;  // elements within the unit's flat tensors; count is 0 where it is not here
 };
 
@@ -83,7 +83,7 @@ typedef struct Params {
     double *kept;
     int kept_count;
     Sharding sharding;
-    bool sharded;    // a technique has set own_first and own_count of each unit
+    bool sharded;  // a technique has set own_first and own_count of each unit
     bool counted;  // and counted_first and counted_count
     Group world;
     // Ranks that together store one replica of the model, other elements or copies: of the units that are
@@ -177,8 +177,9 @@ void params_sum_copies(Params *params);
 int64_t params_partial_elements(const Params *params, int param);
 // L2 norm over all gradients, each element of the model counted once, NaN if one is. Squares add up weight
 // by weight in the order of the table, so that where whole weights lie does not change a bit; collective
-// over params_norm_group.
-double params_grad_norm(const Params *params);
+// over params_norm_group. The host waits for the device this once, and reads *value = number (1), f64, with
+// it; {0} and NULL: the norm alone.
+double params_grad_norm(const Params *params, Tensor number, double *value);
 // The ranks that the norm's sums are exchanged over: one alone where every rank has every gradient. A
 // message is as many f64 as there are weights.
 Group params_norm_group(const Params *params);

@@ -61,8 +61,8 @@ static int64_t count_without_padding(const Param *param) {
     return rows > 0 ? rows * param->shape[1] : 0;
 }
 
-// What this rank counts of a parameter, as a range of the flat gradient `all`. Of copies the first one counts,
-// and padding not at all.
+// What this rank counts of a parameter, as a range of the flat gradient `all`. Of copies the first one
+// counts, and padding not at all.
 static FlatRange counted_range(const Params *params, const Param *param, Tensor all) {
     const Unit *unit = &params->unit[param->unit];
     const FlatRange nothing = {0};
@@ -74,22 +74,26 @@ static FlatRange counted_range(const Params *params, const Param *param, Tensor 
     return (FlatRange){unit->own_grads.offset - all.offset + from - unit->own_first, shared};
 }
 
-double params_grad_norm(const Params *params) {
+double params_grad_norm(const Params *params, Tensor number, double *value) {
     Group group = params_norm_group(params);
     Tensor all = params->sharding < SHARD_GRADS ? params_total_grad(params) : params->own_grads;
-    double *sums = host_alloc(params->count * sizeof *sums), total = 0;
-    FlatRange *ranges = host_alloc(params->count * sizeof *ranges);
-    for (int i = 0; i < params->count; i++) ranges[i] = counted_range(params, &params->param[i], all);
+    int count = params->count;
+    double *host = host_alloc((count + 1) * sizeof *host), total = 0;
+    FlatRange *ranges = host_alloc(count * sizeof *ranges);
+    for (int i = 0; i < count; i++) ranges[i] = counted_range(params, &params->param[i], all);
     Memory before = memory_account();
-    Tensor squares = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(params->count));
+    Tensor read = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(tensor_exists(number) ? count + 1 : count));
+    Tensor squares = tensor_view(read, 0, SHAPE(count));
     op_squares_of_ranges(squares, all, ranges);
     if (group.size > 1) comm_wait(comm_all_reduce(squares, REDUCE_SUM, group));
-    tensor_to_doubles(sums, squares);  // the one time that the host waits
-    tensor_free(&squares);
+    if (tensor_exists(number)) op_copy(tensor_view(read, count, SHAPE(1)), number);
+    tensor_to_doubles(host, read);  // the one time that the host waits
+    tensor_free(&read);
     memory_restore_peak(&before);
-    for (int i = 0; i < params->count; i++) total += sums[i];
+    for (int i = 0; i < count; i++) total += host[i];
+    if (value) *value = host[count];
     free(ranges);
-    free(sums);
+    free(host);
     return sqrt(total);
 }
 

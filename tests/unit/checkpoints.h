@@ -96,7 +96,7 @@ static inline void run_step(Run *run) {
         tensor_from_doubles(grad, host);
         free(host);
     }
-    double scale = clip_scale(params_grad_norm(params), run->config.clip);
+    double scale = clip_scale(params_grad_norm(params, (Tensor){0}, NULL), run->config.clip);
     optimizer_step(&run->optimizer, params, learning_rate(&run->config, run->progress.step), scale);
     run->progress.step++;
     run->progress.sample += 6;

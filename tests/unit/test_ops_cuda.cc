@@ -262,7 +262,7 @@ static void sums_match_in_f64(void **state) {
         }
 }
 
-// Ranges that are empty, shorter and longer than a block sums: of one the CPU's sum, within what f64 rounds.
+// Ranges that are empty, shorter and longer than what a block sums, and overlap. Nobody waits.
 static void squares_of_ranges_match(void **state) {
     (void)state;
     const FlatRange ranges[] = {{5, 0}, {0, 31}, {31, 16384}, {7, 33000}, {16415, 16385}, {70000, 0}};

@@ -136,11 +136,11 @@ static void expect_bits(const char *what, const Params *p, double norm, double e
 
 static void expect_norm(const Layout *l, DType dtype, uint64_t key) {
     Params whole = whole_with_gradients(l, dtype, key);
-    double expected = params_grad_norm(&whole), in_parts = 0;
+    double expected = params_grad_norm(&whole, (Tensor){0}, NULL), in_parts = 0;
     for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++) {
         Params p = params_of(l, sharding, dtype);
         set_gradients(&p, &whole, 1e3);
-        double norm = params_grad_norm(&p);
+        double norm = params_grad_norm(&p, (Tensor){0}, NULL);
         if (!(fabs(norm - expected) <= 1e-14 * expected))
             note("dp %d x tp %d, %d heads, sharding %d, %s: norm %.17g, expected %.17g",
                  p.unit[0].replicas.size, p.spread.size, (int)l->heads, sharding, dtype_name(dtype), norm,
@@ -157,7 +157,7 @@ static void expect_norm(const Layout *l, DType dtype, uint64_t key) {
     zero_twin_of_1[0]->shard(&twin);
     params_allocate(&twin.params, recipe_standard(dtype), 7);
     set_gradients(&twin.params, &whole, 1e3);
-    expect_bits("the twin", &twin.params, params_grad_norm(&twin.params), in_parts);
+    expect_bits("the twin", &twin.params, params_grad_norm(&twin.params, (Tensor){0}, NULL), in_parts);
     params_free(&twin.params);
     params_free(&whole);
 }
@@ -177,15 +177,15 @@ static void the_norm_of_whole_weights_is_that_of_one_device(void) {
         for (uint64_t key = 0; key < 8; key++) {
             int stages = layout[l].shape.tp;
             Params whole = whole_with_gradients(&layout[l], F64, key);
-            double expected = params_grad_norm(&whole);
+            double expected = params_grad_norm(&whole, (Tensor){0}, NULL);
             Params p =
                 allocated(staged(&layout[l], (int)key % stages, (int)key / 2 % stages), SHARD_NOTHING, F64);
             set_gradients(&p, &whole, 0);
-            expect_bits("stages", &p, params_grad_norm(&p), expected);
+            expect_bits("stages", &p, params_grad_norm(&p, (Tensor){0}, NULL), expected);
             params_free(&p);
             p = allocated(table(layout[l].mesh, stages, layout[l].heads), SHARD_NOTHING, F64);
             set_gradients(&p, &whole, 0);
-            expect_bits("copies on every rank", &p, params_grad_norm(&p), expected);
+            expect_bits("copies on every rank", &p, params_grad_norm(&p, (Tensor){0}, NULL), expected);
             params_free(&p);
             params_free(&whole);
         }
@@ -199,7 +199,7 @@ static void the_norm_of_replicas_takes_no_message(void) {
         Params p = allocated(table(l.mesh, 1, 1), sharding, F64);
         SAME(params_norm_group(&p).size, sharding == SHARD_NOTHING ? 1 : n);
         clock_reset();
-        params_grad_norm(&p);
+        params_grad_norm(&p, (Tensor){0}, NULL);
         SAME(comm_total().calls, sharding != SHARD_NOTHING && n > 1);
         params_free(&p);
     }
@@ -222,7 +222,8 @@ static void the_first_bad_gradient_is_the_same_everywhere(void) {
                 set_gradients(&p, &whole, 0);
                 const Param *found = params_first_bad_grad(&p);
                 SAME(found ? found - p.param : -1, bad);
-                if ((bad < 0) != isfinite(params_grad_norm(&p))) note("the norm hides what is bad");
+                if ((bad < 0) != isfinite(params_grad_norm(&p, (Tensor){0}, NULL)))
+                    note("the norm hides what is bad");
             }
             params_free(&p);
             params_free(&whole);
