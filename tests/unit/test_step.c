@@ -94,7 +94,7 @@ static void a_step_takes_few_operations(void **state) {
     }
 }
 
-// State in fewer bits than it is stepped in may have scales, and is made wide for the step: weight by weight.
+// State in fewer bits than it is stepped in is widened for the step, and may have scales: weight by weight.
 static void narrow_moments(Recipe *recipe, const Config *config) {
     (void)config;
     recipe->moment = BF16;
