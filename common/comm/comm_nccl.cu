@@ -12,19 +12,22 @@
 // released in the order of the compute stream (device_cuda.h), that is after that end: a tensor freed
 // behind comm_wait outlives the transfer of its bytes.
 //
-// Every communicator is non-blocking: a call of NCCL that needs other ranks says ncclInProgress, and
-// transport_test asks again. So a rank that does not come is comm.c's to find, here as over MPI; and what
-// waits on the device is looked at by transport_poll.
-//
+// Communicators are blocking: a call returns when the device has been given the work, which takes
+// microseconds. (On a non-blocking one NCCL starts a thread for each group of calls, and for each call
+// outside a group.) But where communicators are made, and where a first call connects members, NCCL waits
+// for the other ranks, and nobody looks meanwhile. They have all given their notices by then, as a rule; if
+// one is lost nevertheless, a timer ends this rank after twice --timeout (call_begin), or mpirun ends it
+// when it hears of a death. What waits on the device is looked at by transport_poll.
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/time.h>
 #include <unistd.h>
 
 #include "comm_nccl.h"
 #include "tensor/device.h"
 
-// ncclCommSplit and non-blocking communicators.
+// ncclCommSplit.
 enum { LEAST_VERSION = NCCL_VERSION(2, 18, 1) };
 static_assert(NCCL_VERSION_CODE >= LEAST_VERSION,
               "NCCL 2.18 or later is needed: name its folder with NCCL_HOME=");
@@ -49,21 +52,12 @@ static struct {
 // ---- NCCL's answers ----
 
 void check_nccl(ncclResult_t result, const char *call) {
-    if (result == ncclSuccess || result == ncclInProgress) return;
+    if (result == ncclSuccess) return;
+    CHECK(result != ncclInProgress,
+          "NCCL's communicators are not to be non-blocking: unset NCCL_COMM_BLOCKING");
     const char *more = ncclGetLastError(NULL);
     fatal("NCCL failed in %.*s: %s%s%s; with NCCL_DEBUG=WARN it says more", (int)strcspn(call, "("), call,
           ncclGetErrorString(result), more && *more ? ": " : "", more ? more : "");
-}
-
-// Whether what was asked of NCCL is done.
-static bool is_ready(Operation *o) {
-    if (!o->asked) return true;
-    ncclResult_t result;
-    NCCL_CALL(ncclCommGetAsyncError(o->asked, &result));
-    check_nccl(result, "a call under way");
-    if (result == ncclInProgress) return false;
-    o->asked = NULL;
-    return true;
 }
 
 static const char *version_text(int version) {
@@ -71,6 +65,37 @@ static const char *version_text(int version) {
     snprintf(text, sizeof text, "%d.%d.%d", version / 10000, version / 100 % 100, version % 100);
     return text;
 }
+
+// ---- calls in which NCCL may wait for other ranks ----
+
+static char gone[256];  // for a signal handler
+
+static void give_up(int signal) {
+    (void)signal;
+    if (control_claim() && write(STDERR_FILENO, gone, strlen(gone)) < 0) _exit(STATUS_USAGE);
+    _exit(STATUS_USAGE);
+}
+
+static void set_timer(double seconds) {
+    struct itimerval timer = {};
+    timer.it_value.tv_sec = (time_t)seconds;
+    timer.it_value.tv_usec = (suseconds_t)((seconds - (double)timer.it_value.tv_sec) * 1e6);
+    setitimer(ITIMER_REAL, &timer, NULL);
+}
+
+void call_begin(void) {
+    double timeout = comm_set_timeout(0);
+    comm_set_timeout(timeout);
+    if (!*gone) {
+        snprintf(gone, sizeof gone,
+                 "%s: rank %d: NCCL waits for a rank that does not come (twice --timeout)\n",
+                 base_program(), base_rank());
+        signal(SIGALRM, give_up);
+    }
+    set_timer(2 * timeout);
+}
+
+void call_end(void) { set_timer(0); }
 
 // ---- events ----
 
@@ -197,21 +222,6 @@ static void choose_mode(void) {
     setenv("NCCL_IB_DISABLE", "1", 0);
 }
 
-// The communicator of all ranks, from which all others are split.
-static void join(Operation *o) {
-    ncclUniqueId mine = {}, *all = (ncclUniqueId *)host_alloc(sizeof mine * (size_t)state.place.ranks);
-    choose_mode();
-    if (state.place.rank == 0) NCCL_CALL(ncclGetUniqueId(&mine));
-    control_share(&mine, all, sizeof mine);
-    state.id = all[0];
-    free(all);
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    config.blocking = 0;
-    NCCL_CALL(ncclCommInitRankConfig(&o->child, state.place.ranks, state.id, state.place.rank, &config));
-    o->asked = o->child;
-    state.joined = true;
-}
-
 // ---- groups ----
 
 static void keep_communicator(int handle, Communicator *communicator) {
@@ -235,6 +245,24 @@ static Communicator *communicator_of(int handle) {
     return handle < state.groups ? state.of_group[handle] : NULL;
 }
 
+// The communicator of all ranks, from which all others are split.
+static void join(void) {
+    ncclComm_t nccl;
+    ncclUniqueId mine = {}, *all = (ncclUniqueId *)host_alloc(sizeof mine * (size_t)state.place.ranks);
+    choose_mode();
+    if (state.place.rank == 0) NCCL_CALL(ncclGetUniqueId(&mine));
+    control_share(&mine, all, sizeof mine);
+    state.id = all[0];
+    free(all);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 1;
+    call_begin();
+    NCCL_CALL(ncclCommInitRankConfig(&nccl, state.place.ranks, state.id, state.place.rank, &config));
+    call_end();
+    keep_communicator(0, communicator_new(nccl, state.place.ranks));
+    state.joined = true;
+}
+
 static Operation *operation_new(void) {
     Operation *o = (Operation *)host_alloc(sizeof *o);
     memset(o, 0, sizeof *o);
@@ -250,34 +278,22 @@ Operation *transport_group(Group group, int color, int as) {
     return o;
 }
 
+// NCCL wants nothing else under way on the parent of a split: so it may take several steps.
 static void next_of_group(Operation *o) {
     Group group = o->call.group;
-    switch (o->step++) {
-        case 0:
-            if (!state.joined) join(o);
-            break;
-        case 1:
-            if (o->child) keep_communicator(0, communicator_new(o->child, state.place.ranks));
-            o->child = NULL;
-            o->over = o->as >= 0;
-            if (o->over) keep_communicator(group.handle, communicator_of(o->as));
-            break;
-        case 2:  // NCCL wants nothing else under way on the parent
-            if (cudaStreamQuery(stream(LINE_WORLD)) == cudaSuccess) break;
-            cudaGetLastError();
-            o->step = 2;
-            break;
-        case 3:
-            o->asked = communicator_of(0)->nccl;
-            NCCL_CALL(ncclCommSplit(o->asked, o->color, group.rank, &o->child, NULL));
-            break;
-        case 4:  // the parent is ready and has named the child
-            o->asked = o->child;
-            break;
-        default:
-            if (o->child) keep_communicator(group.handle, communicator_new(o->child, group.size));
-            o->over = true;
+    if (!state.joined) join();
+    o->over = o->as >= 0;
+    if (o->over) return keep_communicator(group.handle, communicator_of(o->as));
+    if (cudaStreamQuery(stream(LINE_WORLD)) != cudaSuccess) {
+        cudaGetLastError();
+        return;
     }
+    ncclComm_t nccl = NULL;
+    call_begin();
+    NCCL_CALL(ncclCommSplit(communicator_of(0)->nccl, o->color, group.rank, &nccl, NULL));
+    call_end();
+    if (nccl) keep_communicator(group.handle, communicator_new(nccl, group.size));
+    o->over = true;
 }
 
 // ---- operations ----
@@ -319,11 +335,11 @@ static void take_off(Operation *o) {
 }
 
 bool transport_test(Operation *o) {
-    for (int64_t before = -1; !o->over && is_ready(o) && before != o->step;) {
+    for (int64_t before = -1; !o->over && before != o->step;) {
         before = o->step;
         next(o);
     }
-    if (!o->over || !is_ready(o)) return false;
+    if (!o->over) return false;
     if (o->flight && !o->flown) take_off(o);
     return true;
 }
@@ -382,11 +398,10 @@ void transport_finish(void) {
     if (!used) return;
     device_wait();
     for (Communicator *c = state.communicators, *next; c; c = next) {
-        Operation close = {};
+        call_begin();
         NCCL_CALL(ncclCommFinalize(c->nccl));
-        close.asked = c->nccl;
-        for (double until = wall_seconds() + 10; !is_ready(&close) && wall_seconds() < until;) usleep(100);
         NCCL_CALL(ncclCommDestroy(c->nccl));
+        call_end();
         next = c->next;
         free(c->met);
         free(c);

@@ -30,16 +30,15 @@ typedef struct Flight {
 struct Operation {
     Collective call;
     Communicator *comm;  // NULL in a group of one
-    ncclComm_t asked;    // has said ncclInProgress
     int64_t step, sent;
-    bool over, flown;  // NCCL has been given all of it; and has taken it
+    bool over, flown;  // the device has been given all of it; and the end is marked
     Flight *flight;
     bool direct;            // by members' pieces
     int64_t chunk, chunks;  // elements; how many of the longest piece
+    int64_t row;            // elements from one member's copy to the next
     // making a group
     bool is_group;
     int color, as;
-    ncclComm_t child;
 };
 
 #define NCCL_CALL(call) check_nccl(call, #call)
@@ -48,6 +47,9 @@ void check_nccl(ncclResult_t result, const char *call);
 // ---- comm_nccl.cu ----
 
 cudaStream_t stream_of(const Operation *o);
+// Around calls of NCCL that may wait for other ranks: one that waits for twice --timeout ends this rank.
+void call_begin(void);
+void call_end(void);
 // Device memory of the operation's line; it grows to the largest that was ever asked for.
 char *scratch(const Operation *o, size_t bytes);
 

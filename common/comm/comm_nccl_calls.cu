@@ -9,13 +9,16 @@
 //     3. and gives the result to who is to have it       grouped ncclSend, ncclRecv
 //
 // That sends the very bytes of a ring, 2 (n - 1) / n K for an all-reduce, in 2 steps instead of 2 (n -
-// 1); on several nodes it leaves out what a tree would save.
+// 1); on several nodes it leaves out what a tree would save. Long pieces go in chunks, all given to the
+// stream at once: it keeps their order, so that they share one scratch, and step 3 of a chunk goes in one
+// group with step 1 of the next.
 //
 // Bytes are those of comm.h, which is what the algorithms of this book are charged with; NCCL may choose a
 // tree, or the switch's own adders, and put other bytes on the wire.
 #include <string.h>
 
 #include "comm_nccl.h"
+#include "cuda/ops_cuda.h"
 
 enum { CHUNK_BYTES = 4 << 20 };  // of a piece, that a member reduces at once: n of these are its scratch
 
@@ -54,9 +57,10 @@ static void receive(Operation *o, void *to, int64_t bytes, int member) {
 
 static void group_begin(void) { NCCL_CALL(ncclGroupStart()); }
 
-static void group_end(Operation *o) {
+static void group_end(void) {
+    call_begin();
     NCCL_CALL(ncclGroupEnd());
-    o->asked = o->comm->nccl;
+    call_end();
 }
 
 // Parts of `in` to members, parts of `out` from them; NULL counts: nothing that way.
@@ -119,7 +123,7 @@ static void meet_new_peers(Operation *o) {
         NCCL_CALL(ncclRecv(byte + peer, 1, ncclInt8, peer, o->comm->nccl, stream_of(o)));
         o->comm->met[peer] = true;
     }
-    group_end(o);
+    group_end();
 }
 
 static void transfer_own(const Operation *o) {
@@ -158,7 +162,7 @@ static void next_of_transfers(Operation *o) {
             if (t->send) send(o, tensor_address(t->t), tensor_bytes(t->t), t->peer);
             else receive(o, tensor_address(t->t), tensor_bytes(t->t), t->peer);
         }
-        group_end(o);
+        group_end();
     }
     o->over = true;
 }
@@ -207,7 +211,7 @@ static void reduce_by_nccl(Operation *o) {
                 NCCL_CALL(ncclReduce(part_at(c, c->in, counts, i), i == me ? c->out : NULL,
                                      (size_t)counts[i], type, op, i, comm, stream_of(o)));
     }
-    group_end(o);
+    group_end();
 }
 
 static void all_gather(Operation *o) {
@@ -228,7 +232,7 @@ static void all_gather(Operation *o) {
                                         part_at(c, c->out, counts, i), (size_t)part_bytes(c, counts, i),
                                         ncclInt8, i, comm, stream_of(o)));
     }
-    group_end(o);
+    group_end();
 }
 
 static void broadcast(Operation *o) {
@@ -238,7 +242,7 @@ static void broadcast(Operation *o) {
     if (bytes == 0) return;
     group_begin();
     NCCL_CALL(ncclBroadcast(c->out, c->out, (size_t)bytes, ncclInt8, c->root, o->comm->nccl, stream_of(o)));
-    group_end(o);
+    group_end();
 }
 
 // ---- sums by members' pieces ----
@@ -252,29 +256,61 @@ struct SumOf<double> {
     typedef double Type;
 };
 
-// out[i] = the copies of all members, the first first; others (members, stride) holds all but mine.
+// Of N elements, out = the copies of all members, the first first; others (members, stride) holds all but
+// mine.
+template <int N, class T>
+__device__ static void reduce_pack(T *out, const T *own, const T *others, int64_t stride, int members,
+                                   int me, bool maximum) {
+    typedef typename SumOf<T>::Type Sum;
+    Sum sum[N] = {};
+    for (int j = 0; j < members; j++) {
+        const Pack<T, N> copy = load<N>(j == me ? own : others + j * stride);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const Sum x = (Sum)copy.x[i];
+            if (j == 0) sum[i] = x;
+            else if (!maximum) sum[i] += x;
+            else if (!(sum[i] >= x) && sum[i] == sum[i])
+                sum[i] = x;  // a NaN in sum stays, and one in x is taken
+        }
+    }
+    Pack<T, N> result;
+#pragma unroll
+    for (int i = 0; i < N; i++) result.x[i] = T(sum[i]);
+    store<N>(out, result);
+}
+
+// Packs from element `head` on, and the elements before and behind them one by one; head < 0: all so.
 template <class T>
 __global__ void reduce_members(T *out, const T *own, const T *others, int64_t stride, int members, int me,
-                               int64_t count, bool maximum) {
-    typedef typename SumOf<T>::Type Sum;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < count;
-         i += (int64_t)gridDim.x * blockDim.x) {
-        Sum sum = (Sum)(me == 0 ? own[i] : others[i]);
-        for (int j = 1; j < members; j++) {
-            Sum x = (Sum)(j == me ? own[i] : others[j * stride + i]);
-            if (!maximum) sum += x;
-            else if (!(sum >= x) && sum == sum) sum = x;  // a NaN in sum stays, and one in x is taken
-        }
-        out[i] = T(sum);
+                               int64_t count, int64_t head, bool maximum) {
+    constexpr int N = pack_of<T>;
+    const int64_t first = (int64_t)blockIdx.x * blockDim.x + threadIdx.x,
+                  all = (int64_t)gridDim.x * blockDim.x;
+    const int64_t packs = head < 0 || head > count ? 0 : (count - head) / N;
+    for (int64_t p = first; p < packs; p += all) {
+        const int64_t i = head + p * N;
+        reduce_pack<N>(out + i, own + i, others + i, stride, members, me, maximum);
+    }
+    for (int64_t rest = first; rest < count - packs * N; rest += all) {
+        const int64_t i = packs == 0 || rest < head ? rest : rest + packs * N;
+        reduce_pack<1>(out + i, own + i, others + i, stride, members, me, maximum);
     }
 }
+
+// Bytes by which an address lies beyond a multiple of 16.
+static int64_t beyond_pack(const void *address) { return (int64_t)((uintptr_t)address % PACK_BYTES); }
 
 template <class T>
 static void launch_reduction(const Operation *o, void *out, const char *own, const char *others,
                              int64_t count) {
-    int64_t blocks = (count + 8 * 256 - 1) / (8 * 256);  // about 8 elements a thread
-    LAUNCH((reduce_members<T>), (unsigned)blocks, 256, 0, stream_of(o), (T *)out, (const T *)own,
-           (const T *)others, o->chunk, o->call.group.size, o->call.group.rank, count,
+    const int64_t beyond = beyond_pack(own), size = (int64_t)sizeof(T);
+    // The copies lie as `own` does, and `out` is the same as a rule.
+    const bool packs = beyond_pack(out) == beyond && beyond_pack(others) == beyond;
+    const int64_t head = packs ? (PACK_BYTES - beyond) % PACK_BYTES / size : -1;
+    const int64_t blocks = ceil_div(count, pack_of<T> * MOST_THREADS);  // a pack a thread
+    LAUNCH((reduce_members<T>), (unsigned)blocks, MOST_THREADS, 0, stream_of(o), (T *)out, (const T *)own,
+           (const T *)others, o->row, o->call.group.size, o->call.group.rank, count, head,
            o->call.op == REDUCE_MAX);
 }
 
@@ -309,8 +345,8 @@ void prepare_call(Operation *o) {
     o->direct = true;
     o->chunk = longest < most ? longest : most;
     o->chunks = o->chunk ? (longest + o->chunk - 1) / o->chunk : 0;
-    o->over = o->chunks == 0;
-    scratch(o, (size_t)(n * o->chunk) * dtype_size(c->dtype));
+    o->row = ceil_div(o->chunk, PACK_BYTES) * PACK_BYTES;  // whole packs of every dtype
+    scratch(o, (size_t)(n * o->row) * dtype_size(c->dtype) + PACK_BYTES);
 }
 
 // Of member i's piece, in the chunk that begins at `first`: bytes, and where they stand in the whole.
@@ -325,32 +361,60 @@ static char *chunk_at(const Operation *o, int i, int64_t first) {
            first * (int64_t)dtype_size(c->dtype);
 }
 
-// Two steps a chunk: its copies are sent; they are reduced, and the result is sent.
-static void next_of_direct(Operation *o) {
+// Member i's copy in the scratch: where the pieces begin in it, they lie to multiples of 16 bytes as this
+// rank's own does.
+static char *copy_at(const Operation *o, int i, const char *own) {
+    return scratch(o, 0) + beyond_pack(own) + i * o->row * (int64_t)dtype_size(o->call.dtype);
+}
+
+static char *result_at(const Operation *o, int64_t first) {
     const Collective *c = &o->call;
-    int n = c->group.size, me = c->group.rank;
-    int64_t size = (int64_t)dtype_size(c->dtype), row = o->chunk * size, first = o->step / 2 * o->chunk;
-    int64_t mine = chunk_bytes(o, me, first);
-    bool copies = o->step % 2 == 0, back = !copies && c->kind != REDUCE_SCATTER;
-    char *result = chunk_at(o, me, first), *copies_at = scratch(o, 0);
-    if (c->kind == REDUCE_SCATTER) result = (char *)c->out + first * size;
-    if (c->kind == REDUCE && me != c->root)
-        result = copies_at + me * row;  // who is not the root keeps its own
-    if (!copies && mine) launch_by_dtype(o, result, chunk_at(o, me, first), copies_at, mine / size);
-    if (copies || back) group_begin();
+    char *own = chunk_at(o, c->group.rank, first);
+    if (c->kind == REDUCE_SCATTER) return (char *)c->out + first * (int64_t)dtype_size(c->dtype);
+    // Who is not the root keeps its own.
+    return c->kind == REDUCE && c->group.rank != c->root ? copy_at(o, c->group.rank, own) : own;
+}
+
+// The chunk that begins at `first` to the members whose pieces these are, and their copies of mine.
+static void exchange_copies(Operation *o, int64_t first) {
+    int n = o->call.group.size, me = o->call.group.rank;
+    const char *own = chunk_at(o, me, first);
     for (int i = 0; i < n; i++) {
         if (i == me) continue;
-        if (copies) {
-            send(o, chunk_at(o, i, first), chunk_bytes(o, i, first), i);
-            receive(o, copies_at + i * row, mine, i);
-        } else if (back) {
-            if (c->kind == ALL_REDUCE || i == c->root) send(o, result, mine, i);
-            if (c->kind == ALL_REDUCE || me == c->root)
-                receive(o, chunk_at(o, i, first), chunk_bytes(o, i, first), i);
-        }
+        send(o, chunk_at(o, i, first), chunk_bytes(o, i, first), i);
+        receive(o, copy_at(o, i, own), chunk_bytes(o, me, first), i);
     }
-    if (copies || back) group_end(o);
-    o->over = ++o->step == 2 * o->chunks;
+}
+
+// ... and back, reduced.
+static void exchange_results(Operation *o, int64_t first) {
+    const Collective *c = &o->call;
+    int n = c->group.size, me = c->group.rank;
+    for (int i = 0; i < n; i++) {
+        if (i == me) continue;
+        if (c->kind == ALL_REDUCE || i == c->root)
+            send(o, result_at(o, first), chunk_bytes(o, me, first), i);
+        if (c->kind == ALL_REDUCE || me == c->root)
+            receive(o, chunk_at(o, i, first), chunk_bytes(o, i, first), i);
+    }
+}
+
+static void reduce_directly(Operation *o) {
+    const Collective *c = &o->call;
+    int me = c->group.rank;
+    for (int64_t i = 0; i <= o->chunks; i++) {
+        int64_t first = i * o->chunk, before = first - o->chunk;
+        int64_t count = i > 0 ? chunk_bytes(o, me, before) / (int64_t)dtype_size(c->dtype) : 0;
+        if (count) {
+            const char *own = chunk_at(o, me, before);
+            launch_by_dtype(o, result_at(o, before), own, copy_at(o, 0, own), count);
+        }
+        if (i == o->chunks && c->kind == REDUCE_SCATTER) break;
+        group_begin();
+        if (i > 0 && c->kind != REDUCE_SCATTER) exchange_results(o, before);
+        if (i < o->chunks) exchange_copies(o, first);
+        group_end();
+    }
 }
 
 // ---- which ----
@@ -365,17 +429,17 @@ static void move_own(Operation *o) {
 
 void next_of_call(Operation *o) {
     const Collective *c = &o->call;
-    if (o->comm && o->direct) return next_of_direct(o);
     if (o->comm && c->kind == TRANSFERS) return next_of_transfers(o);
     o->over = true;
     if (!o->comm) return move_own(o);
+    if (o->direct) return reduce_directly(o);
     if (c->kind == ALL_GATHER) return all_gather(o);
     if (c->kind == BROADCAST) return broadcast(o);
     if (c->kind == ALL_TO_ALL || c->kind == GATHER || c->kind == SCATTER) {
         group_begin();
         if (c->kind == ALL_TO_ALL) exchange(o, c->in_counts, c->out_counts);
         else gather_or_scatter(o);
-        return group_end(o);
+        return group_end();
     }
     reduce_by_nccl(o);
 }

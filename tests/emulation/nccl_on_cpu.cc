@@ -1,8 +1,11 @@
 // nccl_on_cpu.cc: NCCL for the tests of comm_nccl.cu, between processes of one machine. It moves bytes
 // through shared memory, at nobody's best speed, and is as strict as NCCL, or more:
 //
-//   - every communicator is non-blocking: each call that needs others says ncclInProgress, moves on only
-//     when asked (ncclCommGetAsyncError), and a call on a communicator that is not ready is refused
+//   - a call on a blocking communicator returns when its bytes have been moved. NCCL's returns when the
+//     device has been given the work; but the first of a kind waits there, too, until all members have come
+//     and are connected
+//   - on one that is not, each call that needs others says ncclInProgress, moves on only when asked
+//     (ncclCommGetAsyncError), and a call on a communicator that is not ready is refused
 //   - the members of a collective must have called the same one, with equal counts, types, operations and
 //     roots; a receive must have the size of its send. NCCL would hang, or write beyond an array
 //   - all addresses are of device memory, whole
@@ -17,6 +20,8 @@
 // The emulated streams run everything at once, so an operation is done when its bytes have been copied.
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -28,7 +33,6 @@
 const char *const call_names[] = {
     "?",          "ncclSend",          "ncclBroadcast",     "ncclAllGather", "ncclAllReduce",
     "ncclReduce", "ncclReduceScatter", "the first transfer"};
-
 
 static char last_error[256];
 static char host_id[HOST];
@@ -68,9 +72,10 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
 
 // ---- start ----
 
-static ncclComm_t comm_new(const std::string &name, int ranks, int rank) {
+static ncclComm_t comm_new(const std::string &name, int ranks, int rank, bool blocking) {
     ncclComm_t c = new ncclComm;
     c->name = name;
+    c->blocking = blocking;
     c->ranks = ranks;
     c->rank = rank;
     c->out.resize(ranks);
@@ -118,16 +123,35 @@ static ncclResult_t open_comm(ncclComm_t c) {
     return ncclSuccess;
 }
 
+// What a call is answered that has put the communicator to work.
+static ncclResult_t started(ncclComm_t c) {
+    ncclResult_t result = ncclInProgress;
+    while (c->blocking && result == ncclInProgress) {
+        ncclCommGetAsyncError(c, &result);
+        sched_yield();
+    }
+    return result;
+}
+
+// A communicator is blocking unless it is asked to be none.
+static ncclResult_t check_config(const ncclConfig_t *config) {
+    if (config->magic != 0xcafebeef)
+        return refuse(ncclInvalidArgument, "ncclConfig_t argument not initialized");
+    if (config->blocking != INT_MIN && config->blocking != 0 && config->blocking != 1)
+        return refuse(ncclInvalidArgument, "Invalid config blocking attribute value %d", config->blocking);
+    return ncclSuccess;
+}
+
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank,
                                     ncclConfig_t *config) {
-    if (config->magic != 0xcafebeef || config->blocking != 0)
-        return refuse(ncclInvalidArgument, "communicators are non-blocking here");
+    if (check_config(config) != ncclSuccess) return ncclInvalidArgument;
     if (ranks < 1 || ranks > MOST_RANKS || rank < 0 || rank >= ranks)
         return refuse(ncclInvalidArgument, "rank %d of %d", rank, ranks);
     if (strncmp(id.internal, "/nccl-on-cpu-", 13))
         return refuse(ncclInvalidArgument, "this id was not made by ncclGetUniqueId");
-    *comm = comm_new(id.internal, ranks, rank);
-    return ncclInProgress;
+    const char *wanted = getenv("NCCL_COMM_BLOCKING");  // overrules the program
+    *comm = comm_new(id.internal, ranks, rank, wanted ? atoi(wanted) != 0 : config->blocking != 0);
+    return started(*comm);
 }
 
 static ncclResult_t check_ready(ncclComm_t c, const char *call) {
@@ -152,7 +176,8 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *chil
     me->splits = number;
     *child = NULL;
     comm->child = child;
-    return comm->state = ncclInProgress;
+    comm->state = ncclInProgress;
+    return started(comm);
 }
 
 static ncclResult_t push_split(ncclComm_t c) {
@@ -171,8 +196,8 @@ static ncclResult_t push_split(ncclComm_t c) {
                 rank +=
                     all[r].key[slot] < me->key[slot] || (all[r].key[slot] == me->key[slot] && r < c->rank);
             }
-        c->made =
-            comm_new(c->name + "-" + std::to_string(c->splits) + "-" + std::to_string(color), size, rank);
+        c->made = comm_new(c->name + "-" + std::to_string(c->splits) + "-" + std::to_string(color), size,
+                           rank, c->blocking);
     }
     ncclResult_t opened = open_comm(c->made);
     if (opened == ncclInProgress) return opened;
@@ -257,23 +282,32 @@ ncclResult_t ncclGroupStart(void) {
     return ncclSuccess;
 }
 
+// NCCL_ON_CPU_LOST=RANK:SIGNAL, for tests of what becomes of the others: this rank is ended or stopped in
+// its first call.
+static void lose(ncclComm_t c) {
+    int rank, signal;
+    const char *text = getenv("NCCL_ON_CPU_LOST");
+    if (text && sscanf(text, "%d:%d", &rank, &signal) == 2 && rank == c->rank) raise(signal);
+}
+
 ncclResult_t ncclGroupEnd(void) {
     if (depth == 0) return refuse(ncclInvalidUsage, "ncclGroupEnd without ncclGroupStart");
     if (--depth > 0 || grouped.empty()) return ncclSuccess;
     ncclComm_t c = grouped_on;
+    lose(c);
     connect(c);
     for (Op &op : grouped) c->ops.push_back(op);
     grouped.clear();
     number_launches(c);
     for (Op &op : c->ops) plan(c, &op);
-    return c->state = ncclInProgress;
+    c->state = ncclInProgress;
+    return started(c);
 }
 
 static ncclResult_t add(ncclComm_t c, Call call, const void *from, void *to, size_t count,
                         ncclDataType_t type, int op, int root, int peer) {
     ncclResult_t ready = check_ready(c, call_names[call]);
     if (ready != ncclSuccess) return ready;
-    if (depth == 0) return refuse(ncclInvalidUsage, "%s outside a group: not here", call_names[call]);
     if (grouped_on && grouped_on != c)
         return refuse(ncclInvalidUsage, "a group of calls on two communicators: not here");
     if (peer >= c->ranks || root >= c->ranks || peer == c->rank || root < 0)
@@ -291,33 +325,42 @@ static ncclResult_t add(ncclComm_t c, Call call, const void *from, void *to, siz
     return ncclSuccess;
 }
 
+// A call outside a group is a group of its own.
+static ncclResult_t enqueue(ncclComm_t c, Call call, const void *from, void *to, size_t count,
+                            ncclDataType_t type, int op, int root, int peer) {
+    if (depth > 0) return add(c, call, from, to, count, type, op, root, peer);
+    ncclGroupStart();
+    ncclResult_t added = add(c, call, from, to, count, type, op, root, peer), ended = ncclGroupEnd();
+    return added == ncclSuccess ? ended : added;
+}
+
 ncclResult_t ncclSend(const void *from, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                       cudaStream_t) {
-    return add(comm, SEND, from, nullptr, count, type, 0, 0, peer);
+    return enqueue(comm, SEND, from, nullptr, count, type, 0, 0, peer);
 }
 ncclResult_t ncclRecv(void *to, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
                       cudaStream_t) {
-    return add(comm, SEND, nullptr, to, count, type, 0, 0, peer);
+    return enqueue(comm, SEND, nullptr, to, count, type, 0, 0, peer);
 }
 ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, ncclDataType_t type, int root,
                            ncclComm_t comm, cudaStream_t) {
-    return add(comm, BROADCAST, from, to, count, type, 0, root, -1);
+    return enqueue(comm, BROADCAST, from, to, count, type, 0, root, -1);
 }
 ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t comm,
                            cudaStream_t) {
-    return add(comm, ALL_GATHER, from, to, count, type, 0, 0, -1);
+    return enqueue(comm, ALL_GATHER, from, to, count, type, 0, 0, -1);
 }
 ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t) {
-    return add(comm, ALL_REDUCE, from, to, count, type, op, 0, -1);
+    return enqueue(comm, ALL_REDUCE, from, to, count, type, op, 0, -1);
 }
 ncclResult_t ncclReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                         int root, ncclComm_t comm, cudaStream_t) {
-    return add(comm, REDUCE, from, to, count, type, op, root, -1);
+    return enqueue(comm, REDUCE, from, to, count, type, op, root, -1);
 }
 ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type,
                                ncclRedOp_t op, ncclComm_t comm, cudaStream_t) {
-    return add(comm, REDUCE_SCATTER, from, to, count, type, op, 0, -1);
+    return enqueue(comm, REDUCE_SCATTER, from, to, count, type, op, 0, -1);
 }
 
 // ---- moving on ----

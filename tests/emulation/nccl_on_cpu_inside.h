@@ -93,7 +93,7 @@ struct ncclComm {
     Shared *shared = nullptr;
     size_t mapped = 0;
     int rank = 0, ranks = 0;
-    bool opened = false, aborted = false, finalized = false;
+    bool blocking = true, opened = false, aborted = false, finalized = false;
     ncclResult_t state = ncclInProgress;
     std::vector<Op> ops;
     std::vector<std::deque<Message>> out;       // to each rank

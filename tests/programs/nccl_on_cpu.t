@@ -13,6 +13,16 @@ builds OPS=cuda-on-cpu COMM=nccl BUILD=$nccl OBJECTS=build KERNELS=build-cuda-on
     $nccl/{tests/test_{comm,comm_requests,comm_clock,lines,streams},corpus.txt} \
     $build/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed}
 
+# A rank that is lost where nobody looks: it has given its notice, and the other is inside NCCL.
+for lost in KILL STOP; do
+    wanted "a rank lost inside NCCL: SIG$lost" || continue
+    NCCL_ON_CPU_LOST=1:$(kill -l $lost) limit=20 run $nccl/tests/test_comm --ranks 2 --types 1 --timeout 1
+    [ $status != 0 ] && [ $status != 124 ] &&
+        one_line 2 -E 'rank 1 has died|rank 0: NCCL waits for a rank that does not come'
+    report $? "a rank lost inside NCCL: SIG$lost: $(cat "$err")"
+done
+[ $# = 0 ] || [ $count = 0 ] || finish
+
 programs="test_comm test_comm_requests test_comm_clock test_lines"
 if [ $# != 0 ]; then
     for program in $programs; do
@@ -47,6 +57,9 @@ passes "ddp_bucketed over NCCL, 2 ranks, bf16" ddp_bucketed --ranks 2 $small --d
 NCCL_ON_CPU_VERSION=21403 run $nccl/tests/test_comm --ranks 2
 one_line $? -F 'NCCL 2.14.3 is loaded, and this program needs 2.18 or later'
 report $? "an old NCCL: $(cat "$err")"
+NCCL_COMM_BLOCKING=0 run $nccl/tests/test_comm --ranks 2
+one_line $? -F 'unset NCCL_COMM_BLOCKING'
+report $? "an environment that makes each call of NCCL a thread: $(cat "$err")"
 blind='[ "$OMPI_COMM_WORLD_RANK" != 1 ] || export CUDA_VISIBLE_DEVICES=; exec "$0"'
 run mpirun --quiet --oversubscribe --allow-run-as-root -n 3 bash -c "$blind" $nccl/tests/test_comm
 one_line $? -F 'rank 1: no GPU is visible'

@@ -112,6 +112,44 @@ static void sound(void) {
     SAME(ncclCommDestroy(half), ncclSuccess);
 }
 
+// The same on blocking communicators, in no group where it is one call.
+static void sound_and_blocking(void) {
+    setenv("NCCL_HOSTID", rank ? "one" : "other", 1);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclComm_t comm, half;
+    SAME(ncclCommInitRankConfig(&comm, 2, id, rank, &config), ncclSuccess);
+    set(x, rank + 1);
+    SAME(ncclAllReduce(x, y, COUNT, ncclFloat32, ncclSum, comm, 0), ncclSuccess);
+    SAME(first_of(y), 3);
+    ncclGroupStart();
+    SAME(ncclSend(x, COUNT, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+    SAME(ncclRecv(y, COUNT, ncclFloat32, 1 - rank, comm, 0), ncclSuccess);
+    SAME(ncclGroupEnd(), ncclSuccess);
+    SAME(first_of(y), 2 - rank);
+    SAME(ncclCommSplit(comm, 7, 1 - rank, &half, NULL), ncclSuccess);
+    SAME(ncclBroadcast(x, y, COUNT, ncclFloat32, 0, half, 0), ncclSuccess);
+    SAME(first_of(y), 2);
+    SAME(ncclCommFinalize(half), ncclSuccess);
+    SAME(ncclCommDestroy(half), ncclSuccess);
+}
+
+static void no_configuration(void) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclComm_t comm;
+    config.blocking = 2;
+    SAME(ncclCommInitRankConfig(&comm, 2, id, rank, &config), ncclInvalidArgument);
+    config = {0, 1};
+    SAME(ncclCommInitRankConfig(&comm, 2, id, rank, &config), ncclInvalidArgument);
+}
+
+static void other_counts_and_blocking(void) {
+    setenv("NCCL_HOSTID", rank ? "one" : "other", 1);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclComm_t comm;
+    SAME(ncclCommInitRankConfig(&comm, 2, id, rank, &config), ncclSuccess);
+    SAME(ncclAllReduce(x, y, COUNT - rank, ncclFloat32, ncclSum, comm, 0), ncclInvalidUsage);
+}
+
 static void other_counts(void) {
     ncclComm_t comm = join();
     SAME(GROUPED(ncclAllReduce(x, y, COUNT - rank, ncclFloat32, ncclSum, comm, 0)), ncclInProgress);
@@ -145,10 +183,8 @@ static void other_connections(void) {
 
 static void too_early(void) {
     ncclComm_t comm = join();
-    SAME(GROUPED(ncclAllReduce(x, y, COUNT, ncclFloat32, ncclSum, comm, 0)), ncclInProgress);
-    ncclGroupStart();
+    SAME(ncclAllReduce(x, y, COUNT, ncclFloat32, ncclSum, comm, 0), ncclInProgress);
     SAME(ncclAllReduce(x, y, COUNT, ncclFloat32, ncclSum, comm, 0), ncclInvalidArgument);
-    ncclGroupEnd();
     ncclComm_t half;
     SAME(ncclCommSplit(comm, 0, rank, &half, NULL), ncclInvalidArgument);
     SAME(ncclCommDestroy(comm), ncclInvalidArgument);
@@ -203,10 +239,14 @@ static void host_memory(void) {
     if (rank == 0) GROUPED(ncclSend(here, COUNT, ncclFloat32, 1, comm, 0));
 }
 
-static void what_is_right_goes_through(void **) { on_two_ranks(sound, 0, 0); }
+static void what_is_right_goes_through(void **) {
+    on_two_ranks(sound, 0, 0);
+    on_two_ranks(sound_and_blocking, 0, 0);
+}
 
 static void calls_that_do_not_match_are_refused(void **) {
     on_two_ranks(other_counts, 0, 0);
+    on_two_ranks(other_counts_and_blocking, 0, 0);
     on_two_ranks(other_calls, 0, 0);
     on_two_ranks(other_sizes, 0, 0);
     on_two_ranks(other_connections, 0, 0);
@@ -220,6 +260,7 @@ static void calls_at_the_wrong_time_are_refused(void **) {
 static void calls_on_the_wrong_thing_are_refused(void **) {
     on_two_ranks(two_communicators, 0, 0);
     on_two_ranks(no_such_rank, 0, 0);
+    on_two_ranks(no_configuration, 0, 0);
     on_two_ranks(host_memory, STATUS_USAGE, 0);
 }
 
