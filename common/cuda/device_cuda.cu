@@ -12,9 +12,11 @@
 #include "tensor/device.h"
 #include "tensor/tensor.h"
 
-// What goes up is copied to pinned memory first, so that nobody waits: in STAGES pieces, of which one fills
-// while the stream still reads the others. What does not fit in a piece goes up the slow way.
-enum { STAGES = 4, STAGE_BYTES = 1 << 20 };
+// What goes up is copied to pinned memory first, in pieces, so that nobody waits: a ring of STAGES, of which
+// one fills while the stream still reads the others. Only where all are full does the host wait, for the
+// oldest.
+enum { STAGES = 4 };
+constexpr size_t STAGE_BYTES = 1 << 20;
 
 static struct {
     int local_rank = 0, ranks_here = 1;
@@ -128,11 +130,11 @@ void *device_stream(void) {
 
 void device_on_wait(void (*look)(void)) { state.look = look; }
 
-// Until the stream has come to the event; nullptr: to its end.
-static void poll(cudaEvent_t event) {
+// Until the stream has come to the event; nullptr: to its end. Whether that took a wait.
+static bool poll(cudaEvent_t event) {
     cudaError_t status;
-    for (unsigned turn = 1;
-         (status = event ? cudaEventQuery(event) : cudaStreamQuery(state.stream)) == cudaErrorNotReady;
+    unsigned turn = 1;
+    for (; (status = event ? cudaEventQuery(event) : cudaStreamQuery(state.stream)) == cudaErrorNotReady;
          turn++) {
         cudaGetLastError();  // else the check of the next launch takes "not ready" for an error
         if (state.look) state.look();
@@ -141,6 +143,7 @@ static void poll(cudaEvent_t event) {
     CHECK(status == cudaSuccess,
           "the GPU stopped with \"%s\"; compute-sanitizer in front of the command names the kernel",
           cudaGetErrorString(status));
+    return turn > 1;
 }
 
 Mailbox device_read_mailbox(void) {
@@ -224,15 +227,6 @@ void *device_scratch(size_t bytes) {
     return state.scratch;
 }
 
-// A copy from or to memory that is not pinned blocks inside the driver until the stream has come to it:
-// there no look could end it, so the wait comes first.
-static void copy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
-    if (bytes == 0) return;
-    device_wait();
-    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, kind, state.stream));
-    device_wait();
-}
-
 // Pinned memory that the stream no longer reads.
 static void *stage(size_t bytes) {
     bytes = (bytes + 255) / 256 * 256;
@@ -240,7 +234,7 @@ static void *stage(size_t bytes) {
         CUDA_CHECK(cudaEventRecord(state.read[state.filling], state.stream));
         state.filling = (state.filling + 1) % STAGES;
         state.filled = 0;
-        poll(state.read[state.filling]);  // of an event that was never recorded: at once
+        state.waits += poll(state.read[state.filling]);  // of an event that was never recorded: at once
     }
     state.filled += bytes;
     return state.stage[state.filling] + state.filled - bytes;
@@ -248,19 +242,23 @@ static void *stage(size_t bytes) {
 
 void backend_from_host(void *to, const void *from, size_t bytes) {
     start();
-    if (bytes == 0 || bytes > STAGE_BYTES) {
-        copy(to, from, bytes, cudaMemcpyHostToDevice);
-        return;
+    for (size_t at = 0, piece; at < bytes; at += piece) {
+        piece = bytes - at < STAGE_BYTES ? bytes - at : STAGE_BYTES;
+        void *pinned = stage(piece);
+        memcpy(pinned, (const char *)from + at, piece);
+        CUDA_CHECK(cudaMemcpyAsync((char *)to + at, pinned, piece, cudaMemcpyHostToDevice, state.stream));
     }
-    void *pinned = stage(bytes);
-    memcpy(pinned, from, bytes);
-    CUDA_CHECK(cudaMemcpyAsync(to, pinned, bytes, cudaMemcpyHostToDevice, state.stream));
 }
 
 void backend_to_host(void *to, const void *from, size_t bytes) {
     start();
-    if (bytes == 0 || bytes > STAGE_BYTES) {
-        copy(to, from, bytes, cudaMemcpyDeviceToHost);
+    if (bytes == 0) return;
+    if (bytes > STAGE_BYTES) {
+        // A copy to memory that is not pinned blocks inside the driver until the stream has come to it:
+        // there no look could end it, so the wait comes first.
+        device_wait();
+        CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, state.stream));
+        device_wait();
         return;
     }
     void *pinned = stage(bytes);

@@ -3,15 +3,19 @@
 // cuBLASLt has many kernels for one multiply and chooses among them by a heuristic, which takes longer
 // than small multiplies do. So its choice is kept for each kind of multiply: sizes, layout, dtypes, and
 // how the pointers are aligned, since a view may begin at any element. Choices follow from these alone,
-// and so do the bits.
+// and so do the bits. With ULTRASCALE_GEMM=timed (README.md) they do not: the heuristic's first few are
+// timed when a kind is first multiplied, and the fastest is kept.
 //
 // BLAS libraries count by columns: they see a row-major matrix as its transpose. So they are asked for
 // c^T = b^T a^T, in which b comes first and nothing else changes: what is stored as rows of b they take
 // as columns of b^T, transposed exactly where b was.
+#include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "gemm.h"
 #include "gpu.h"
+#include "tensor/device.h"
 #ifdef __CUDACC__
 #include <cublasLt.h>
 #else
@@ -20,6 +24,7 @@
 
 constexpr size_t WORKSPACE_BYTES = 32 << 20;  // what NVIDIA advises for Hopper
 constexpr size_t PLANS = 4096;                // kept; a model has some dozens
+constexpr int TIMED = 8;                      // algorithms, where they are timed
 
 #define BLAS_CHECK(call)                                                                            \
     do {                                                                                            \
@@ -57,6 +62,7 @@ static struct {
     void *workspace;
     Plan *plans;
     size_t count;
+    bool timed;
 } state;
 
 static cudaDataType_t type_of(DType dtype) {
@@ -159,6 +165,70 @@ static void need_workspace() {
           bytes_text((double)WORKSPACE_BYTES), memory_text());
 }
 
+// ---- one algorithm of several ----
+
+// alpha a b + beta c into d, which has the layout of c.
+static cublasStatus_t multiply_by(const Plan *plan, const cublasLtMatmulAlgo_t *algorithm,
+                                  const Addresses &at, double alpha, double beta, void *d) {
+    const float narrow_alpha = (float)alpha, narrow_beta = (float)beta;
+    const bool is_f64 = plan->kind.first_dtype == F64;
+    return cublasLtMatmul(state.handle, plan->multiply, is_f64 ? (const void *)&alpha : &narrow_alpha,
+                          at.first, plan->first, at.second, plan->second,
+                          is_f64 ? (const void *)&beta : &narrow_beta, at.c, plan->c, d, plan->c, algorithm,
+                          state.workspace, state.workspace ? WORKSPACE_BYTES : 0,
+                          static_cast<cudaStream_t>(device_stream()));
+}
+
+// Whether algorithms are timed, as ULTRASCALE_GEMM says. Of several ranks each would choose for itself:
+// what two compute alike would differ in bits, and go apart.
+static bool are_timed() {
+    const char *wanted = getenv("ULTRASCALE_GEMM");
+    if (!wanted || !strcmp(wanted, "first")) return false;
+    CHECK(!strcmp(wanted, "timed"), "ULTRASCALE_GEMM is %s; it is first (the heuristic's) or timed",
+          wanted);
+    CHECK(
+        base_launched() == 1,
+        "ULTRASCALE_GEMM=timed is for one rank: of several each would choose kernels for itself, and what "
+        "they compute alike would differ in bits");
+    return true;
+}
+
+// Milliseconds that this one takes when it runs the second time.
+static float time_of(const Plan *plan, const cublasLtMatmulAlgo_t *algorithm, const Addresses &at, void *d,
+                     const cudaEvent_t (&event)[2]) {
+    float milliseconds;
+    cudaStream_t stream = static_cast<cudaStream_t>(device_stream());
+    if (multiply_by(plan, algorithm, at, 1, plan->kind.add, d) != CUBLAS_STATUS_SUCCESS) return INFINITY;
+    CUDA_CHECK(cudaEventRecord(event[0], stream));
+    BLAS_CHECK(multiply_by(plan, algorithm, at, 1, plan->kind.add, d));
+    CUDA_CHECK(cudaEventRecord(event[1], stream));
+    device_wait();
+    CUDA_CHECK(cudaEventElapsedTime(&milliseconds, event[0], event[1]));
+    return milliseconds;
+}
+
+// The results go to memory of their own, since c may be added to only once. Where there is none, the first
+// is kept.
+static int fastest(const Plan *plan, const cublasLtMatmulHeuristicResult_t *found, int count,
+                   const Addresses &at) {
+    const Kind &kind = plan->kind;
+    const int64_t elements = (kind.batch - 1) * kind.c_step + (kind.n - 1) * kind.c_ld + kind.m;
+    void *d = count > 1 ? backend_alloc((size_t)elements * dtype_size(kind.c_dtype)) : NULL;
+    if (!d) return 0;
+    cudaEvent_t event[2];
+    for (cudaEvent_t &e : event) CUDA_CHECK(cudaEventCreate(&e));
+    int best = 0;
+    float least = INFINITY;
+    for (int i = 0; i < count; i++) {
+        if (found[i].state != CUBLAS_STATUS_SUCCESS) continue;
+        const float took = time_of(plan, &found[i].algo, at, d, event);
+        if (took < least) best = i, least = took;
+    }
+    for (cudaEvent_t e : event) CUDA_CHECK(cudaEventDestroy(e));
+    backend_free(d);
+    return best;
+}
+
 static void make_plan(Plan *plan, const Kind &kind, const Addresses &at) {
     plan->kind = kind;
     plan->used = true;
@@ -191,18 +261,19 @@ static void make_plan(Plan *plan, const Kind &kind, const Addresses &at) {
     set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)kind.alignment_second);
     set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)kind.alignment_c);
     set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)kind.alignment_c);
-    cublasLtMatmulHeuristicResult_t best;
-    int found = 0;
+    cublasLtMatmulHeuristicResult_t found[TIMED];
+    int count = 0;
     cublasStatus_t status =
         cublasLtMatmulAlgoGetHeuristic(state.handle, plan->multiply, plan->first, plan->second, plan->c,
-                                       plan->c, preference, 1, &best, &found);
+                                       plan->c, preference, state.timed ? TIMED : 1, found, &count);
     cublasLtMatmulPreferenceDestroy(preference);
-    CHECK(status == CUBLAS_STATUS_SUCCESS && found == 1 && best.state == CUBLAS_STATUS_SUCCESS,
+    CHECK(status == CUBLAS_STATUS_SUCCESS && count > 0 && found[0].state == CUBLAS_STATUS_SUCCESS,
           "cuBLASLt has no kernel for a (%lld, %lld) by (%lld, %lld) multiply of %s: %s", (long long)kind.n,
           (long long)kind.k, (long long)kind.k, (long long)kind.m, dtype_name(kind.second_dtype),
           cublasLtGetStatusString(status == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : status));
-    plan->algorithm = best.algo;
-    if (best.workspaceSize > 0) need_workspace();
+    for (int i = 0; i < count; i++)
+        if (found[i].workspaceSize > 0) need_workspace();
+    plan->algorithm = found[fastest(plan, found, count, at)].algo;
 }
 
 static void forget_plans() {
@@ -235,6 +306,7 @@ static const Plan *plan_of(const Kind &kind, const Addresses &at) {
 }
 
 static void start() {
+    state.timed = are_timed();
     device_stream();  // the GPU first
     BLAS_CHECK(cublasLtCreate(&state.handle));
     state.plans = static_cast<Plan *>(host_alloc(PLANS * sizeof *state.plans));
@@ -244,14 +316,8 @@ static void start() {
 static void multiply(const Kind &kind, const Addresses &at, double alpha, double beta) {
     if (!state.handle) start();
     const Plan *plan = plan_of(kind, at);
-    const float narrow_alpha = (float)alpha, narrow_beta = (float)beta;
-    const bool is_f64 = kind.first_dtype == F64;
     if (at.first_scale) set_scales(plan, at);
-    BLAS_CHECK(cublasLtMatmul(
-        state.handle, plan->multiply, is_f64 ? (const void *)&alpha : &narrow_alpha, at.first, plan->first,
-        at.second, plan->second, is_f64 ? (const void *)&beta : &narrow_beta, at.c, plan->c, at.c, plan->c,
-        &plan->algorithm, state.workspace, state.workspace ? WORKSPACE_BYTES : 0,
-        static_cast<cudaStream_t>(device_stream())));
+    BLAS_CHECK(multiply_by(plan, &plan->algorithm, at, alpha, beta, at.c));
 }
 
 void gemm(const Gemm *g) { multiply(kind_of(g), {g->b, g->a, g->c, NULL, NULL}, g->alpha, g->beta); }

@@ -184,6 +184,10 @@ void memory_close(void);
 bool memory_is_device(const void *address);
 void memory_check_host(const char *call, const void *address, size_t bytes, const void *site);
 
+// ---- the clock of events (cuda_on_cpu_api.cc) ----
+// Work that a device would be so long at, for who stands in for a library.
+void cuda_pass(double seconds);
+
 // ---- counts (cuda_on_cpu_counts.cc) ----
 enum Space { GLOBAL, SHARED };
 void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site);

@@ -29,7 +29,8 @@ void backend_free(void *memory);
 int64_t backend_room(int64_t held);
 // How many ranks share its memory, each of which may ask for as much as this one.
 int backend_sharers(void);
-// Does not wait for the device, but for a megabyte and more; the host may write to `from` at once.
+// Does not wait for the device, unless megabytes have gone up that it has not come to yet; the host may
+// write to `from` at once.
 void backend_from_host(void *to, const void *from, size_t bytes);
 void backend_to_host(void *to, const void *from, size_t bytes);
 // Of device_reads: for who reads by another way than device_to_host.

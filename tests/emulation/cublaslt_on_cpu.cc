@@ -7,9 +7,11 @@
 //   - of 8-bit operands, one at most is e5m2; A is transposed and B is not ("TN"); sums are f32; the result
 //     is f32 or has 16 bits; all sizes are multiples of 16, and addresses of 16 bytes
 //   - their scales are numbers in device memory, and nothing else has a scale
-//   - matrices are in device memory, whole
+//   - matrices are in device memory, whole; D is where C is, or apart from it
 //
 // Products of 8-bit numbers are exact; all but f64 is summed in f32, whether FAST_ACCUM is set or not.
+// There are three algorithms for each multiply, which compute the same. On the clock of the device's events
+// the second is the fastest, and the third the slowest.
 #include "cublaslt_on_cpu.h"
 
 #include <cblas.h>
@@ -18,7 +20,10 @@
 #include "cuda_on_cpu/cuda_on_cpu_inside.h"
 #include "tensor/tensor.h"
 
-enum { A, B, C, D, MATRICES, OPERANDS = 2 };
+enum { A, B, C, D, MATRICES, NUMBER, OPERANDS = 2, ALGORITHMS = 3 };
+
+int64_t cublaslt_on_cpu_used[ALGORITHMS];
+static const double seconds_of[ALGORITHMS] = {2000, 1000, 3000};
 
 struct cublasLtMatmulDescOpaque_t {
     cublasComputeType_t compute;
@@ -221,14 +226,16 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
     const cublasStatus_t status = need(*x, m);
     if (status != CUBLAS_STATUS_SUCCESS) return status;
     NEED(INVALID_VALUE, requested >= 1, "no algorithm is asked for");
-    *results = cublasLtMatmulHeuristicResult_t();
-    results->algo.data[MATRICES] = fingerprint(*x, m);
-    for (int i = 0; i < MATRICES; i++) {
-        if (is_8_bits(m[A]->type))
-            NEED(NOT_SUPPORTED, preference->alignment[i] >= 16, "FP8 wants addresses of 16 bytes");
-        results->algo.data[i] = preference->alignment[i];
+    for (int i = 0; i < MATRICES && is_8_bits(m[A]->type); i++)
+        NEED(NOT_SUPPORTED, preference->alignment[i] >= 16, "FP8 wants addresses of 16 bytes");
+    *returned = requested < ALGORITHMS ? requested : ALGORITHMS;
+    for (int number = 0; number < *returned; number++) {
+        results[number] = cublasLtMatmulHeuristicResult_t();
+        uint64_t *data = results[number].algo.data;
+        for (int i = 0; i < MATRICES; i++) data[i] = preference->alignment[i];
+        data[MATRICES] = fingerprint(*x, m);
+        data[NUMBER] = (uint64_t)number;
     }
-    *returned = 1;
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -241,10 +248,13 @@ struct Span {
     int64_t count;
 };
 
+static int64_t span_of(const cublasLtMatrixLayout_t m) {
+    return (m->batch - 1) * m->step + (m->columns - 1) * m->ld + m->rows;
+}
+
 static Span read_span(const void *device, const cublasLtMatrixLayout_t m) {
-    Span span = {dtype_of(m->type), F32, const_cast<void *>(device), NULL, 0};
+    Span span = {dtype_of(m->type), F32, const_cast<void *>(device), NULL, span_of(m)};
     if (span.dtype == F64) span.wide = F64;
-    span.count = (m->batch - 1) * m->step + (m->columns - 1) * m->ld + m->rows;
     void *stored = host_alloc((size_t)span.count * dtype_size(span.dtype));
     CHECK(cudaMemcpy(stored, device, (size_t)span.count * dtype_size(span.dtype), cudaMemcpyDeviceToHost) ==
               cudaSuccess,
@@ -306,10 +316,16 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t x, const vo
     for (int i = 0; i < MATRICES; i++)
         NEED(NOT_SUPPORTED, (uintptr_t)at[i] % algo->data[i] == 0,
              "an address is less aligned than the heuristic was told");
-    NEED(INVALID_VALUE, c == d, "here D is where C is");
+    const size_t bytes = (size_t)span_of(m[D]) * dtype_size(dtype_of(m[D]->type));
+    NEED(INVALID_VALUE,
+         c == d || static_cast<const char *>(c) + bytes <= d || static_cast<char *>(d) + bytes <= c,
+         "D overlaps C");
     NEED(INVALID_VALUE, workspace_bytes == 0 || memory_is_device(workspace),
          "the workspace is not in device memory");
-    Span left = read_span(a, m[A]), right = read_span(b, m[B]), result = read_span(d, m[D]);
+    cublaslt_on_cpu_used[algo->data[NUMBER]]++;
+    cuda_pass(seconds_of[algo->data[NUMBER]]);
+    Span left = read_span(a, m[A]), right = read_span(b, m[B]), result = read_span(c, m[C]);
+    result.device = d;
     multiply(*x, m, left, right, result, alpha, beta);
     write_span(&result);
     free(left.host), free(right.host), free(result.host);

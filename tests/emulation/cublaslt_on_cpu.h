@@ -60,6 +60,9 @@ typedef struct {
     float wavesCount;
 } cublasLtMatmulHeuristicResult_t;
 
+// Not cuBLASLt's: multiplies by each algorithm since the start.
+extern int64_t cublaslt_on_cpu_used[3];
+
 const char *cublasLtGetStatusString(cublasStatus_t status);
 cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle);
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *made, cublasComputeType_t compute,

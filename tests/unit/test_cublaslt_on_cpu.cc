@@ -5,6 +5,8 @@
 #include <stddef.h>
 #include <string.h>
 
+#include <initializer_list>
+
 #include "tests/emulation/cublaslt_on_cpu.h"
 // needs those above, and to be told that it is C
 extern "C" {
@@ -21,10 +23,11 @@ struct Problem {
     int64_t m = M, n = N, k = K;
     uint32_t told = 16;  // of all addresses
     int a_shift = 0;     // bytes
+    int d_shift = 0;     // from C
     bool host_scale = false, no_workspace = false, changed = false;
 };
 
-static char *device;  // a, b, c, a workspace, and two scales, ROOM bytes apart
+static char *device;  // a, b, c, a workspace, two scales, and another result, ROOM bytes apart
 static char *part(int i) { return device + i * ROOM; }
 static const float scale_a = 0.5f, scale_b = 3;
 
@@ -55,16 +58,18 @@ static const char *outcome(const Problem &p) {
             preference,
             (cublasLtMatmulPreferenceAttributes_t)(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES + i), &p.told,
             sizeof p.told));
-    cublasLtMatmulHeuristicResult_t best;
-    int found;
+    cublasLtMatmulHeuristicResult_t found[4];
+    int count;
     cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(handle, x, a, b, c, c, preference, 1, &best, &found);
+        cublasLtMatmulAlgoGetHeuristic(handle, x, a, b, c, c, preference, 4, found, &count);
+    if (status == CUBLAS_STATUS_SUCCESS) assert_int_equal(count, 3);
     const int8_t fast = 1;
     if (p.changed) OK(cublasLtMatmulDescSetAttribute(x, CUBLASLT_MATMUL_DESC_FAST_ACCUM, &fast, 1));
     const float alpha = 1, beta = 0;
     if (status == CUBLAS_STATUS_SUCCESS)
         status = cublasLtMatmul(handle, x, &alpha, part(0) + p.a_shift, a, part(1), b, &beta, part(2), c,
-                                part(2), c, &best.algo, p.no_workspace ? NULL : part(3), ROOM, 0);
+                                part(2) + p.d_shift, c, &found[2].algo, p.no_workspace ? NULL : part(3),
+                                ROOM, 0);
     OK(cublasLtMatmulDescDestroy(x));
     OK(cublasLtMatrixLayoutDestroy(a));
     OK(cublasLtMatrixLayoutDestroy(b));
@@ -80,10 +85,14 @@ static void refused(const char *words, const Problem &p) {
 
 static void a_right_one_is_multiplied(void **state) {
     (void)state;
-    assert_string_equal(outcome({}), "CUBLAS_STATUS_SUCCESS");
-    float c[M * N];
-    assert_int_equal(cudaMemcpy(c, part(2), sizeof c, cudaMemcpyDeviceToHost), cudaSuccess);
-    for (float x : c) assert_true(x == 2 * K * scale_a * scale_b);
+    for (int d_shift : {0, 4 * ROOM}) {
+        Problem p;
+        p.d_shift = d_shift;
+        assert_string_equal(outcome(p), "CUBLAS_STATUS_SUCCESS");
+        float c[M * N];
+        assert_int_equal(cudaMemcpy(c, part(2) + d_shift, sizeof c, cudaMemcpyDeviceToHost), cudaSuccess);
+        for (float x : c) assert_true(x == 2 * K * scale_a * scale_b);
+    }
 }
 
 static void wrong_ones_are_refused(void **state) {
@@ -100,6 +109,7 @@ static void wrong_ones_are_refused(void **state) {
     p = {}, p.k = 40, refused("multiples of 16", p);
     p = {}, p.told = 8, refused("addresses of 16 bytes", p);
     p = {}, p.a_shift = 8, refused("less aligned than the heuristic was told", p);
+    p = {}, p.d_shift = 16, refused("D overlaps C", p);
     p = {}, p.host_scale = true, refused("a scale is not in device memory", p);
     p = {}, p.no_workspace = true, refused("workspace is not in device memory", p);
     p = {}, p.changed = true, refused("chosen for another multiply", p);
@@ -108,8 +118,8 @@ static void wrong_ones_are_refused(void **state) {
 
 static int make_operands(void **state) {
     (void)state;
-    if (cudaMalloc(&device, 6 * ROOM) != cudaSuccess) return -1;
-    cudaMemset(device, 0, 6 * ROOM);
+    if (cudaMalloc(&device, 7 * ROOM) != cudaSuccess) return -1;
+    cudaMemset(device, 0, 7 * ROOM);
     cudaMemset(part(0), 0x38, ROOM);  // 1 in e4m3
     cudaMemset(part(1), 0x40, ROOM);  // 2 in e5m2
     cudaMemcpy(part(4), &scale_a, sizeof scale_a, cudaMemcpyHostToDevice);

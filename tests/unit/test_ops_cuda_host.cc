@@ -1,0 +1,117 @@
+// test_ops_cuda_host.cc: what the CUDA back end's host code decides: when it waits, and which kernels of
+// cuBLASLt multiply.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "both_backends.h"
+
+// Of cuBLASLt on the CPU: multiplies by each of its algorithms.
+extern int64_t cublaslt_on_cpu_used[3] __attribute__((weak));
+
+// ---- choices of kernels: each test in a process of its own, before this one starts a GPU ----
+
+static void in_a_child(void (*run)(void), int expected) {
+    fflush(NULL);
+    const pid_t child = fork();
+    if (child == 0) {
+        run();
+        _exit(0);
+    }
+    int status;
+    waitpid(child, &status, 0);
+    assert_true(WIFEXITED(status));
+    assert_int_equal(WEXITSTATUS(status), expected);
+}
+
+// Which algorithm has multiplied a second time, when all choices have been made: 3 on a GPU.
+static int multiply(DType dtype, bool add) {
+    const int64_t m = 33, n = 17, k = 65;
+    const Doubles a = random_numbers(dtype, m * k, 1), b = random_numbers(dtype, k * n, 2),
+                  c = random_numbers(dtype, m * n, 3);
+    int64_t before[3] = {};
+    for (int turn = 0; turn < 2; turn++) {
+        Doubles want = add ? c : Doubles(c.size());
+        Device x(dtype, a), y(dtype, b), z(dtype, c);
+        const int64_t waits = cuda_backend_waits();
+        kernel_matmul(F64, want.data(), a.data(), b.data(), m, n, k, false, false, 1);
+        cuda_kernel_matmul(dtype, z.at, x.at, y.at, m, n, k, false, false, add);
+        if (turn == 1) assert_int_equal(cuda_backend_waits(), waits);
+        assert_close("matmul", z, want, (double)k + 1);
+        for (int i = 0; i < 3 && turn == 0 && cublaslt_on_cpu_used; i++)
+            before[i] = cublaslt_on_cpu_used[i];
+    }
+    int used = 0;
+    while (used < 3 && (!cublaslt_on_cpu_used || cublaslt_on_cpu_used[used] == before[used])) used++;
+    return used;
+}
+
+// Cmocka's longjmp stays in its process.
+static void expect_algorithm(int expected) {
+    for (DType dtype : dtypes)
+        for (bool add : {false, true}) {
+            const int used = multiply(dtype, add);
+            if (used != 3 && used != expected) {
+                fprintf(stderr, "# %s: algorithm %d, expected %d\n", dtype_name(dtype), used, expected);
+                _exit(1);
+            }
+        }
+}
+
+// On the emulator the second of three is the fastest.
+static void first_ones(void) {
+    unsetenv("ULTRASCALE_GEMM");
+    expect_algorithm(0);
+    if (cublaslt_on_cpu_used && cublaslt_on_cpu_used[1] + cublaslt_on_cpu_used[2]) _exit(1);
+}
+
+static void timed_ones(void) {
+    setenv("ULTRASCALE_GEMM", "timed", 1);
+    expect_algorithm(1);
+}
+
+static void quietly(const char *value, const char *ranks) {
+    if (!freopen("/dev/null", "w", stderr)) _exit(1);
+    setenv("ULTRASCALE_GEMM", value, 1);
+    setenv("OMPI_COMM_WORLD_SIZE", ranks, 1);
+    multiply(F32, false);
+}
+static void timed_by_two(void) { quietly("timed", "2"); }
+static void another_word(void) { quietly("fast", "1"); }
+
+static void kernels_are_the_first_that_the_library_names(void **) { in_a_child(first_ones, 0); }
+static void timed_ones_are_the_fastest(void **) { in_a_child(timed_ones, 0); }
+static void several_ranks_time_nothing(void **) {
+    in_a_child(timed_by_two, STATUS_USAGE);
+    in_a_child(another_word, STATUS_USAGE);
+}
+
+// ---- uploads ----
+
+// In pieces, as long as it takes; on the emulator the stream has always read a piece when the next comes.
+static void uploads_wait_for_nobody(void **) {
+    for (size_t bytes : {(size_t)1, (size_t)4099, (size_t)(1 << 20), (size_t)(9 << 20) + 5}) {
+        std::vector<char> host(bytes), back(bytes);
+        for (size_t i = 0; i < bytes; i++) host[i] = (char)(i * 37 + i / 1021);
+        const std::vector<char> sent = host;
+        char *device = static_cast<char *>(cuda_backend_alloc(bytes));
+        const int64_t before = cuda_backend_waits();
+        cuda_backend_from_host(device, host.data(), bytes);
+        if (cuda_on_cpu_order) assert_int_equal(cuda_backend_waits(), before);
+        memset(host.data(), 0, bytes);  // the caller may
+        cuda_backend_to_host(back.data(), device, bytes);
+        assert_memory_equal(back.data(), sent.data(), bytes);
+        cuda_backend_free(device);
+    }
+}
+
+int main(int argc, char **argv) {
+    cmocka_set_message_output(CM_OUTPUT_TAP);
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(kernels_are_the_first_that_the_library_names),
+        cmocka_unit_test(timed_ones_are_the_fastest),
+        cmocka_unit_test(several_ranks_time_nothing),
+        cmocka_unit_test(uploads_wait_for_nobody),
+    };
+    return cmocka_run_group_tests_name("ops_cuda_host", tests, NULL, NULL);
+}
