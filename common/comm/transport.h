@@ -5,8 +5,9 @@
 // together. The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c,
 // or comm_nccl.cu between GPUs.
 //
-// Nothing here waits, but where it says so: transport_test pushes an operation on and says whether it is
-// done. So the front alone decides how long to wait, and what to say when it was too long.
+// Nothing here waits, but where it says so, and where NCCL connects ranks (comm_nccl.cu): transport_test
+// pushes an operation on and says whether it is done. So the front alone decides how long to wait, and what
+// to say when it was too long.
 #ifndef TRANSPORT_H
 #define TRANSPORT_H
 
