@@ -15,7 +15,7 @@ enum { HELP_WIDTH = 100, LONGEST_NAME = 40 };
 static const struct {
     const char *names, *where;
 } book_flags[] = {
-    {" ranks timeout gpus-per-node compute-efficiency network-efficiency timeline "
+    {" ranks timeout trust-calls gpus-per-node compute-efficiency network-efficiency timeline "
      "timeline-svg dp ",
      "it belongs to chapter 01, data parallelism"},
     {" zero ", "it belongs to chapter 02, ZeRO"},

@@ -26,9 +26,11 @@ double comm_set_timeout(double seconds) {
     return before;
 }
 
-void comm_set_check(bool on) {
+bool comm_set_check(bool on) {
+    bool before = comm.check;
     comm.check = on;
     comm.check_given = true;
+    return before;
 }
 
 // ---- hashes ----
@@ -287,6 +289,7 @@ void comm_start(int argc, char **argv, int natural) {
     double wanted = number(argc, argv, "--ranks", 0);
     CHECK(wanted == floor(wanted) && wanted <= 4096, "--ranks %g is not a whole number up to 4096", wanted);
     comm.timeout = number(argc, argv, "--timeout", comm.timeout);
+    if (argument(argc, argv, "--trust-calls")) comm_set_check(false);
     int ranks = wanted > 0 ? (int)wanted : natural;
     comm.started = true;
     comm.alone = !control_launched() && ranks == 1;

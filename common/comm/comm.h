@@ -49,9 +49,9 @@ extern "C" {
 // After base_start and the parsing of options, so that wrong use is told once. Under mpirun or srun:
 // joins the others. Else starts this program again under mpirun with `natural` ranks, or as many as
 // "--ranks N" in argv says, oversubscribed and as root if need be; one rank alone needs no mpirun. Reads
-// "--timeout SECONDS", too. Chooses the GPU of this rank, by its number among those of its machine. Checks
-// that all ranks run the same binary with the same arguments. On return, say() speaks on rank 0 alone, and
-// fatal() ends all ranks with one sentence.
+// "--timeout SECONDS" and "--trust-calls", too. Chooses the GPU of this rank, by its number among those of
+// its machine. Checks that all ranks run the same binary with the same arguments. On return, say() speaks
+// on rank 0 alone, and fatal() ends all ranks with one sentence.
 void comm_start(int argc, char **argv, int natural);
 // Last call of main: waits for all ranks and returns the worst of their exit statuses, the same on each. A
 // program that leaves main or calls exit() without it has called it with its status.
@@ -66,9 +66,12 @@ bool comm_sums_in_rank_order(void);
 // How long a wait may last before it is taken for a deadlock (--timeout); default 300 s. Returns
 // what it was.
 double comm_set_timeout(double seconds);
-// Whether members compare roots, dtypes, operations and sizes; on by default in groups of up to 64. Set it
-// alike on all ranks. Who meets whom in what order is always checked.
-void comm_set_check(bool on);
+// Whether calls are compared before they start; on by default (--trust-calls: off), roots, dtypes,
+// operations and sizes in groups of up to 64. Off, a call sends its data and nothing else, and starts at
+// once: members that call different things, or in another order, get wrong numbers or wait until --timeout,
+// and on the model clock a call starts when this rank is ready. Barriers, sums on the host and dry runs are
+// as ever. Set it alike on all ranks, between the same two calls. Returns what it was.
+bool comm_set_check(bool on);
 // From now on this rank stands for all: the others of any group are taken to call the same at the same
 // moment of the model clock, and to have the same numbers. Only in a dry run; groups need not
 // have been made, and those that are made are rank 0's, so that one process clocks a rank of any cluster.

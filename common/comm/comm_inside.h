@@ -24,6 +24,7 @@ struct Request {
     int *got;         // values that have come, by member
     int value_count;
     bool host, given, agreed, done;
+    bool trusted;                        // it gives no notices, and waits for none
     bool launched;                       // the transport has all of it, or gets nothing
     int64_t order, index, total;         // n-th request, n-th call of this rank; elements
     uint64_t parts;                      // hash of unequal counts

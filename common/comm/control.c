@@ -23,6 +23,7 @@ static struct {
     Notice notice;         // the one receive that always stands open
     MPI_Request notice_request;
     struct Outgoing *outgoing;
+    int64_t sent;
 } state;
 
 // ---- start ----
@@ -184,9 +185,12 @@ void control_send(const Notice *notice, int rank) {
         state.outgoing = out;
     }
     out->notice = *notice;
+    state.sent++;
     MPI_Isend(&out->notice, sizeof out->notice, MPI_BYTE, rank, TAG_NOTICE, MPI_COMM_WORLD, &out->request);
     doorbell_ring(rank);
 }
+
+int64_t control_sent(void) { return state.sent; }
 
 bool control_receive(Notice *notice, int *rank) {
     if (state.notice_request == MPI_REQUEST_NULL)

@@ -1,5 +1,5 @@
 // transport.h: what carries communication, in two planes; comm_requests.c has checked every argument and
-// comm_agreement.c has agreed with the other members before the data plane is called.
+// comm_agreement.c has agreed with the other members, or trusts them, before the data plane is called.
 //
 // The control plane (control.c, over Open MPI) joins the ranks, passes their notices, and ends them all
 // together. The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c,
@@ -60,6 +60,8 @@ void control_check_shared(double bytes, int ranks);
 void control_share(const void *mine, void *all, size_t bytes);
 // Does not wait: the notice is copied.
 void control_send(const Notice *notice, int rank);
+// How many notices this rank has sent.
+int64_t control_sent(void);
 // True if a notice has come. From each rank they come in the order in which it sent them.
 bool control_receive(Notice *notice, int *rank);
 // True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in

@@ -161,6 +161,8 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_EP, INT("ep", ep, "1", 1, 4096, "ranks", "expert parallelism, which shards the experts")},
         {CONFIG_RANKS,
          REAL("timeout", timeout, "300", 0.001, 1e9, "seconds until a wait counts as a deadlock")},
+        {CONFIG_RANKS, FLAG("trust-calls", trust_calls,
+                            "start calls at once; ranks that differ end at --timeout, if at all")},
         {CONFIG_REPORT | CONFIG_RANKS | CONFIG_TIMELINE, HEADING("the model clock")},
         {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
         {CONFIG_RANKS, INT("gpus-per-node", gpus_per_node, "0", 0, 1e6, "",

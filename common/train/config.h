@@ -60,9 +60,10 @@ typedef struct Config {
     // what the techniques of a program have options for, by name
     Setting setting[MAX_SETTINGS];
     int settings;
-    // many ranks; comm_start reads ranks and timeout from the command line itself
+    // many ranks; comm_start reads ranks, timeout and trust_calls from the command line itself
     int64_t ranks, gpus_per_node;  // 0: what is natural
     double timeout, compute_efficiency, network_efficiency;
+    bool trust_calls;
 } Config;
 
 // Groups of shared options that a program has.
@@ -75,7 +76,7 @@ enum {
     CONFIG_FILES = 16,      // --init --save --save-every --resume
     CONFIG_REPORT = 32,     // --json --trace --machine
     CONFIG_CHECK = 64,      // --no-check --verbose
-    CONFIG_RANKS = 128,     // --ranks --timeout --gpus-per-node and the efficiencies
+    CONFIG_RANKS = 128,     // --ranks --timeout --trust-calls --gpus-per-node and the efficiencies
     CONFIG_TIMELINE = 256,  // --timeline --timeline-svg, for who calls timeline_start
     CONFIG_DP = 512,        // --dp, and so on: the axes of the mesh that its techniques serve
     CONFIG_PP = 1024,

@@ -31,6 +31,7 @@ ends crossed "rank 2 $dp where rank [01] $tp$order|rank 3 $tp where rank 2 $dp$o
 ends crossed-late "rank [123] $dp where rank 0 $tp$order|$met"
 either='called all_reduce\((1024|2048) f32\) in group (tp|dp)'
 ends crossed-waits "$either where rank . $either$order|$met"
+ends crossed-behind-trusted "$either where rank . $either$order|$met"
 ends crossed-receives \
     "rank 1 called receive\(2048 f32 from rank 0\) in group tp where rank 0 called receive\(1024 f32 from \
 rank 1\) in group dp$order|$met"

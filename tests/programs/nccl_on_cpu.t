@@ -46,6 +46,10 @@ report $? "crossed orders of two communicators: $(cat "$err")"
 
 run $nccl/tests/test_streams --ranks 2 && ! grep -q '^not ok' "$out"
 report $? "streams keep the order of the calls"
+for program in test_comm test_comm_requests; do
+    all_tests $nccl/tests/$program --ranks 3 --types 3 --timeout 20 --trust-calls
+    report $? "every test of $program with trusted calls over NCCL"
+done
 small="--layers 1 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13 --steps 1"
 passes "collectives: every call holds its promise" collectives --sleep 0
 grep -q 'ranks on .*, NCCL 2\..* test mode: ranks share GPUs' "$out"
@@ -53,6 +57,7 @@ report $? "and the header tells of the test mode"
 passes "ring_all_reduce over NCCL" ring_all_reduce --ranks 4
 passes "ddp_naive over NCCL, 3 ranks" ddp_naive --ranks 3 $small
 passes "ddp_bucketed over NCCL, 2 ranks, bf16" ddp_bucketed --ranks 2 $small --dtype bf16
+passes "ddp_bucketed over NCCL, trusted calls" ddp_bucketed --ranks 2 $small --trust-calls
 
 NCCL_ON_CPU_VERSION=21403 run $nccl/tests/test_comm --ranks 2
 one_line $? -F 'NCCL 2.14.3 is loaded, and this program needs 2.18 or later'

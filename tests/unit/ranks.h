@@ -46,7 +46,7 @@ static const char *ranks_start(int argc, char **argv, int natural) {
     const char *pattern = "*";
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--dry-run")) device_dry_run(true);
-        else if (!strncmp(argv[i], "--", 2)) i++;
+        else if (!strncmp(argv[i], "--", 2)) i += strcmp(argv[i], "--trust-calls") != 0;
         else pattern = argv[i];
     }
 #ifdef __SANITIZE_ADDRESS__

@@ -1,5 +1,7 @@
 // test_comm_requests.c [--ranks N] [PATTERN]: many requests at once, of several groups and on one tensor,
-// and which ranks are in which group. TAP, on all ranks at once; comm.t runs it with 1 to 8.
+// with notices and without, the seconds that they take, and which ranks are in which group. TAP, on all
+// ranks at once; comm.t runs it with 1 to 8.
+#include "comm/transport.h"
 #include "comm_values.h"
 
 static void requests_of_several_groups_stand_open_at_once(void) {
@@ -138,6 +140,86 @@ static void the_grid_is_numbered_with_tp_fastest(void) {
     SAME(mesh.expert_dp.member[1], me % 2 + 2);
 }
 
+// Member 0 comes late, and the others wait for it.
+static void waiting_counts_as_communication(void) {
+    Tensor t = tensor_of(F32, me, 1009);
+    comm_wait(comm_barrier(world));
+    clock_reset();
+    if (me == 0) usleep(60000);
+    double start = wall_seconds();
+    comm_wait(comm_all_reduce(t, REDUCE_SUM, world));
+    double passed = wall_seconds() - start, counted = comm_total().wall_seconds;
+    if (counted > passed || (passed > 0.02 && counted < passed / 2))
+        note("a call took %g s, and %g s of communication are counted", passed, counted);
+    tensor_free(&t);
+}
+
+// ---- with and without notices ----
+
+// A call of each kind that moves bytes, all in flight at once. Returns all that has come here, which is
+// `values` numbers.
+enum { PART = 1009, CALLS = 10 };
+static double *one_of_each(int64_t values) {
+    int left = (me + n - 1) % n, right = (me + 1) % n, last = n - 1;
+    Tensor whole[6], part[4], in = tensor_of(F32, me, PART * n), none = {0};
+    for (int i = 0; i < 6; i++) whole[i] = tensor_of(i == 1 ? BF16 : F32, i + me, PART * n);
+    for (int i = 0; i < 4; i++) part[i] = tensor_of(F32, i + me, PART);
+    nap(me);
+    Request *requests[CALLS] = {
+        comm_all_reduce(whole[0], REDUCE_SUM, world),
+        comm_all_reduce(whole[1], REDUCE_SUM, world),
+        comm_reduce(whole[2], REDUCE_SUM, last, world),
+        comm_all_gather(whole[3], part[0], NULL, world),
+        comm_gather(me == last ? whole[4] : none, part[0], NULL, last, world),
+        comm_all_to_all(whole[5], NULL, in, NULL, world),
+        comm_reduce_scatter(part[1], in, NULL, REDUCE_SUM, world),
+        comm_scatter(part[2], me == 0 ? in : none, NULL, 0, world),
+        comm_send_receive(part[0], right, part[3], left, world),
+        comm_broadcast(part[0], 0, world),
+    };
+    comm_wait_all(requests, CALLS);
+    double *got = host_alloc(sizeof *got * (size_t)values), *at = got;
+    for (int i = 0; i < 6; at += PART * n, i++) tensor_to_doubles(at, whole[i]);
+    for (int i = 0; i < 4; at += PART, i++) tensor_to_doubles(at, part[i]);
+    for (int i = 0; i < 6; i++) tensor_free(&whole[i]);
+    for (int i = 0; i < 4; i++) tensor_free(&part[i]);
+    tensor_free(&in);
+    return got;
+}
+
+static void calls_without_checks_send_no_notices(void) {
+    int64_t values = (6 * n + 4) * PART, sent[2];
+    double *got[2];
+    bool before = comm_set_check(true);
+    for (int checked = 0; checked < 2; checked++) {
+        comm_set_check(checked);
+        sent[checked] = control_sent();
+        got[checked] = one_of_each(values);
+        sent[checked] = control_sent() - sent[checked];
+    }
+    // With checks one to each other member, or for each transfer.
+    SAME(sent[true], (CALLS - 1) * (n - 1) + (n > 1 ? 2 : 0));
+    SAME(sent[false], 0);
+    if (memcmp(got[true], got[false], sizeof **got * (size_t)values))
+        note("calls without checks give other values");
+    // A sum on the host is what its notices carry, and a barrier is nothing but notices.
+    comm_set_check(false);
+    sent[false] = control_sent();
+    SAME(comm_sum(me, world), n * (n - 1) / 2);
+    comm_wait(comm_barrier(world));
+    SAME(control_sent() - sent[false], 2 * (n - 1));
+    // The model clock of a dry run is exact in any case.
+    device_dry_run(true);
+    Tensor t = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(PART));
+    sent[false] = control_sent();
+    comm_wait(comm_all_reduce(t, REDUCE_SUM, world));
+    SAME(control_sent() - sent[false], n - 1);
+    tensor_free(&t);
+    device_dry_run(false);
+    comm_set_check(before);
+    for (int i = 0; i < 2; i++) free(got[i]);
+}
+
 static const RankTest tests[] = {
     TEST(requests_of_several_groups_stand_open_at_once),
     TEST(groups_keep_their_own_order),
@@ -145,6 +227,8 @@ static const RankTest tests[] = {
     TEST(a_tensor_freed_early_stays_until_the_wait),
     TEST(groups_of_one_take_the_same_road),
     TEST(the_grid_is_numbered_with_tp_fastest),
+    TEST(waiting_counts_as_communication),
+    TEST(calls_without_checks_send_no_notices),
 };
 
 int main(int argc, char **argv) {
