@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "base.h"
+#include "comm/comm.h"
 #include "tensor/clock.h"
 
 static inline int by_value(const void *a, const void *b) {
@@ -39,7 +40,8 @@ typedef struct Missing {
     const char *name[MOST_OPERATIONS];
     double seconds[MOST_OPERATIONS];  // over all steps
     int operations;
-    double step, between;  // whole steps, and what of them is within no operation
+    double step, between;  // whole steps, and what of them is within no operation and no call of comm
+    double communication;  // what is within its calls: waiting for others, copies, and sums
 } Missing;
 
 // The operations of one step of this rank, from clock_reset to now, each less its FLOPs at `rate`, FLOP/s
@@ -47,7 +49,9 @@ typedef struct Missing {
 static inline void missing_add_weighted(Missing *missing, double step_seconds, double rate, double weight) {
     const OpCount *operation;
     int count = clock_operations(&operation);
-    missing->between += weight * step_seconds;
+    double communication = comm_total().wall_seconds;
+    missing->communication += weight * communication;
+    missing->between += weight * (step_seconds - communication);
     for (int i = 0; i < count; i++) {
         int at = 0;
         while (at < missing->operations && strcmp(missing->name[at], operation[i].name)) at++;
@@ -72,6 +76,9 @@ static inline void missing_say(const Missing *missing) {
         if (missing->seconds[i] > least)
             used += snprintf(text + used, sizeof text - used, " %s %.3f,", missing->name[i],
                              missing->seconds[i] / missing->step);
+    if (missing->communication > least)
+        used += snprintf(text + used, sizeof text - used, " communication %.3f,",
+                         missing->communication / missing->step);
     say("  missing, as shares of the step:%s between operations %.3f", text,
         missing->between / missing->step);
 }

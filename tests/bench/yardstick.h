@@ -54,8 +54,9 @@ static inline double share_of_sgemm(const Yardstick *y, Trainer *t, Missing *mis
     clock_reset();
     double start = wall_seconds();
     train_step(t, NULL);
-    double mine = wall_seconds() - start, seconds = comm_max(mine, y->world);
+    double mine = wall_seconds() - start;
     missing_add(missing, mine, before / y->world.size);
+    double seconds = comm_max(mine, y->world);
     double flops = config_step_flops(c, c->micro_batch * c->grad_acc * t->model->mesh.dp.size);
     return flops / seconds / ((before + sgemm_rate(y)) / 2);
 }
