@@ -19,6 +19,10 @@
 
 #include "tensor.h"
 
+#if defined __AVX512F__ && !defined __clang__
+#pragma GCC target "prefer-vector-width=512"  // where GCC would take half of it
+#endif
+
 // Ends of the line, without the sign. e4m3 spends the codes that would be infinity on numbers.
 enum {
     BF16_NAN = 0x7fc0,
