@@ -113,7 +113,5 @@ void lesson_print_losses(const Record *run, const Record *one_device);
 // ---- real_training.c: training for real, and what it writes in the end ----
 // baseline: as in Program.
 int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techniques baseline);
-// FLOP/s of op_matmul on size x size matrices, best of five: the yardstick for this machine.
-double matmul_rate(DType dtype, int64_t size);
 
 #endif

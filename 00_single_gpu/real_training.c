@@ -9,11 +9,15 @@
 
 #include "formulas.h"
 #include "harness.h"
+#include "tensor/device.h"
 #include "tensor/rng.h"
 
 enum { EVAL_SAMPLES = 32 };  // held-out sequences of an evaluation
 
-double matmul_rate(DType dtype, int64_t size) {
+// ---- the yardstick ----
+
+// FLOP/s of op_matmul on size x size matrices, best of five.
+static double matmul_rate(DType dtype, int64_t size) {
     Tensor a = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(size, size)),
            b = tensor_like(MEMORY_ACTIVATION, a);
     Tensor c = tensor_like(MEMORY_ACTIVATION, a);
@@ -31,6 +35,25 @@ double matmul_rate(DType dtype, int64_t size) {
     tensor_free(&b);
     tensor_free(&c);
     return 2.0 * (double)size * (double)size * (double)size / best;
+}
+
+// FLOP/s of the multiply of the run's own dtype on its own device, of a size that fills it: doubled until
+// the rate stops growing, or the next product would take long, or half of the memory that is left.
+static double yardstick(DType dtype) {
+    const double most_seconds = 0.05, growth = 1.03;
+    int64_t size = 1024;
+    double rate = matmul_rate(dtype, size);
+    for (bool grows = true; grows;) {
+        double twice = 2.0 * (double)size, bytes = 3 * twice * twice * (double)dtype_size(dtype);
+        double room = (double)backend_room(memory_account().now_total);
+        if (2 * pow(twice, 3) / rate > most_seconds || bytes > room / 2) break;
+        double larger = matmul_rate(dtype, 2 * size);
+        grows = larger > growth * rate;
+        if (larger > rate) rate = larger, size *= 2;
+    }
+    say("matrix multiply in %s, %lld x %lld: %s/s", dtype_name(dtype), (long long)size, (long long)size,
+        flops_text(rate));
+    return rate;
 }
 
 // ---- a sample ----
@@ -207,8 +230,7 @@ static OpCount run_steps(Trainer *t, double *series[SERIES], Counted *counted) {
     const Config *c = &t->config;
     bool dry = device_is_dry_run();
     int64_t first = t->progress.step, every = (int64_t)config_number(c, "eval-every");
-    double rate = dry ? 0 : matmul_rate(c->dtype == F64 ? F64 : F32, 1024);
-    if (rate > 0) say("matrix multiply, 1024 x 1024: %s/s", flops_text(rate));
+    double rate = dry ? 0 : yardstick((DType)c->dtype);
     memory_reset_peak();
     OpCount sum = {0};
     for (int64_t step = first; step < c->steps; step++) {
