@@ -152,7 +152,7 @@ bench:
 
 # The whole sweep takes longer than all of bench.
 bench-collectives: $(BUILD)/tests/bench_comm
-	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks || exit 1; done
+	@for ranks in 2 4 8; do $(BUILD)/tests/bench_comm --ranks $$ranks --sweep || exit 1; done
 
 matrix: $(BUILD)/08_mixed_precision/matrix $(corpus)
 	@tests/matrix $(or $(MATRIX),1/1)

@@ -299,6 +299,7 @@ unset OPENBLAS_CORETYPE
 {
     echo "\$ make bench   # $(machine)"
     BUILD=$build tests/bench/run
+    echo
     echo "\$ make bench-collectives"
-    for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks; done
-} | grep -E '^(\$|OpenBLAS|[0-9]|bench|.*tokens/s|  missing)' | block | fill tests/bench/README.md bench
+    for ranks in 2 4 8; do "$build/tests/bench_comm" --ranks $ranks --sweep; done | grep '^bench'
+} | block | fill tests/bench/README.md bench

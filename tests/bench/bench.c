@@ -31,27 +31,38 @@ static double sgemm_rate(const Sgemm *g) {
     return 2.0 * SGEMM_SIZE * SGEMM_SIZE * SGEMM_SIZE / (wall_seconds() - start);
 }
 
-// Counted FLOPs of a training step over its time, as a share of SGEMM's rate around it.
-static void share_of_sgemm(const char *name, const char *text, int pairs, double target) {
-    Config c = shape(text);
+static Sgemm sgemm_new(void) {
     Sgemm g = {.a = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(SGEMM_SIZE, SGEMM_SIZE))};
     g.b = tensor_like(MEMORY_ACTIVATION, g.a);
     g.c = tensor_like(MEMORY_ACTIVATION, g.a);
     op_fill(g.a, 0.5);
     op_fill(g.b, 0.25);
+    return g;
+}
+static void sgemm_free(Sgemm *g) {
+    tensor_free(&g->a);
+    tensor_free(&g->b);
+    tensor_free(&g->c);
+}
+
+// Counted FLOPs of a training step over its time, as a share of SGEMM's rate around it.
+static void share_of_sgemm(const char *name, const char *text, int pairs, double target) {
+    Config c = shape(text);
+    Sgemm g = sgemm_new();
     Trainer *t = trainer_new(&c, mesh_single(), NULL);
     train_step(t, NULL);  // the first step also allocates
     sgemm_rate(&g);
-    double shares[MOST_PAIRS], tokens[MOST_PAIRS], rates[MOST_PAIRS];
+    double shares[MOST_PAIRS], tokens[MOST_PAIRS], rates[MOST_PAIRS], after = sgemm_rate(&g);
     Missing missing = {.operations = 0};
     for (int i = 0; i < pairs; i++) {
-        double before = sgemm_rate(&g);
+        const double before = after;
         clock_reset();
         double start = wall_seconds();
         train_step(t, NULL);
         double seconds = wall_seconds() - start, flops = clock_total().flops;
         missing_add(&missing, seconds, before);
-        rates[i] = (before + sgemm_rate(&g)) / 2;
+        after = sgemm_rate(&g);
+        rates[i] = (before + after) / 2;
         shares[i] = flops / seconds / rates[i];
         tokens[i] = (double)(c.micro_batch * c.seq) / seconds;
     }
@@ -60,9 +71,7 @@ static void share_of_sgemm(const char *name, const char *text, int pairs, double
         1e-9 * median(rates, pairs));
     if (median(shares, pairs) < target) missing_say(&missing);
     trainer_free(t);
-    tensor_free(&g.a);
-    tensor_free(&g.b);
-    tensor_free(&g.c);
+    sgemm_free(&g);
 }
 
 static double step_seconds(Trainer *t) {
@@ -133,11 +142,12 @@ static void bf16_beside_f32(const char *name, const char *text, int pairs, doubl
 static void doubling(const char *size, const Config *base, const Config *doubled) {
     enum { PAIRS = 9 };
     Trainer *one = trainer_new(base, mesh_single(), NULL), *two = trainer_new(doubled, mesh_single(), NULL);
-    double ratio[PAIRS];
     step_seconds(one), step_seconds(two);
+    double ratio[PAIRS], after = step_seconds(one);
     for (int i = 0; i < PAIRS; i++) {
-        double before = step_seconds(one), twice = step_seconds(two);
-        ratio[i] = 2 * twice / (before + step_seconds(one));
+        const double before = after, twice = step_seconds(two);
+        after = step_seconds(one);
+        ratio[i] = 2 * twice / (before + after);
     }
     char name[32];
     double flops =
@@ -182,33 +192,42 @@ static void memory_is_the_account(void) {
     trainer_free(t);
 }
 
-// What bench_torch_cpu.py asks for: the median step of a shape, by the clock of this process.
-static void tokens_per_second(char *text, int64_t steps) {
-    enum { MOST_STEPS = 100 };
+// What bench_torch_cpu.py asks for: a step of a shape for each line that comes in, and its tokens/s by the
+// clock of this process; at the end what is missing.
+static void tokens_per_second(char *text) {
     for (char *comma = text; (comma = strchr(comma, ',')); comma++) *comma = ' ';
     Config c = shape(text);
     c.kv_heads = c.heads;
+    Sgemm g = sgemm_new();
     Trainer *t = trainer_new(&c, mesh_single(), NULL);
-    double tokens[MOST_STEPS];
-    step_seconds(t);
-    for (int64_t i = 0; i < steps; i++) tokens[i] = (double)(c.micro_batch * c.seq) / step_seconds(t);
-    say("%.6g tokens/s", median(tokens, (int)steps));
+    Missing missing = {.operations = 0};
+    train_step(t, NULL);  // the first step also allocates
+    sgemm_rate(&g);
+    say("ready");
+    for (int letter; (letter = getchar()) != EOF;) {
+        if (letter != '\n') continue;
+        double rate = sgemm_rate(&g);
+        clock_reset();
+        double seconds = step_seconds(t);
+        missing_add(&missing, seconds, rate);
+        say("%.6g tokens/s", (double)(c.micro_batch * c.seq) / seconds);
+    }
+    missing_say(&missing);
     trainer_free(t);
+    sgemm_free(&g);
 }
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
     char *only = NULL;
-    int64_t steps;
     Option options[] = {
         {"tokens-per-second", OPTION_TEXT, &only, NULL, 0, 0, "SHAPE",
-         "nothing but that of a shape, as layers=6,hidden=384,…", false},
-        {"steps", OPTION_INT, &steps, "9", 1, 100, "", "of it", false},
+         "nothing but that of a shape, as layers=6,hidden=384,…: a step for each line of input", false},
     };
     options_parse(argc, argv, "One device's figures of merit, each beside its target.", options,
                   sizeof options / sizeof *options);
     if (only) {
-        tokens_per_second(only, steps);
+        tokens_per_second(only);
         return 0;
     }
     say("%s", backend_text());

@@ -1,10 +1,11 @@
 // bench_attention.c: attention with stored scores beside attention without (flash) on one device, forward
 // and backward: time and bytes. `make bench` runs it.
 //
-// The two take turns, and the medians of the pairs are printed. Bytes are the most that an attention takes
-// from the account beside q, k, v, o and their gradients: probs there, lse and dots here. Scratch of a
-// kernel is no part of it: on the CPU both copy keys and values, and have some scores for each thread.
-//     bench <name> <value> <unit>
+// The two take turns, there and back, and the medians of the pairs are printed. Bytes are the most that an
+// attention takes from the account beside q, k, v, o and their gradients: probs there, lse and dots here.
+// Scratch of a kernel is no part of it: on the CPU both copy keys and values, and have some scores for each
+// thread.
+//     bench <name> <value> <unit>   quartiles <low> <high>
 #include <math.h>
 #include <stdlib.h>
 
@@ -94,13 +95,17 @@ int main(int argc, char **argv) {
         Bench it;
         bench_start(&it, s);
         double seconds[2][2][MOST_PAIRS], ratio[2][MOST_PAIRS];
-        for (int i = -1; i < pairs; i++)  // the first warms up
-            for (int w = 0; w < 2; w++) {
-                double took[2];
-                way[w](&it, took);
-                for (int p = 0; p < 2 && i >= 0; p++) seconds[w][p][i] = took[p];
-                for (int p = 0; p < 2 && i >= 0 && w; p++) ratio[p][i] = took[p] / seconds[0][p][i];
+        for (int i = -1; i < pairs; i++) {  // the first warms up
+            double took[2][2];
+            for (int turn = 0; turn < 2; turn++) {
+                int w = i % 2 ? 1 - turn : turn;
+                way[w](&it, took[w]);
             }
+            for (int p = 0; p < 2 && i >= 0; p++) {
+                for (int w = 0; w < 2; w++) seconds[w][p][i] = took[w][p];
+                ratio[p][i] = took[1][p] / took[0][p];
+            }
+        }
         for (int p = 0; p < 2; p++) {
             double flops = (p ? 8.0 : 4.0) * HEADS * HEAD_SIZE * (double)s * (double)(s + 1) / 2;
             for (int w = 0; w < 2; w++) {
@@ -108,8 +113,9 @@ int main(int argc, char **argv) {
                 say("bench attention-%s-%s-s%lld %.4g ms (%.3g GFLOP/s)", name[w], pass[p], (long long)s,
                     took * 1e3, flops / took / 1e9);
             }
-            say("bench attention-flash-%s-s%lld %.3g of-stored-scores' time", pass[p], (long long)s,
-                median(ratio[p], pairs));
+            double middle = median(ratio[p], pairs);  // leaves them sorted
+            say("bench attention-flash-%s-s%lld %.4g of-stored-scores' time   quartiles %.4g %.4g", pass[p],
+                (long long)s, middle, ratio[p][pairs / 4], ratio[p][pairs - 1 - pairs / 4]);
         }
         for (int w = 0; w < 2; w++) {
             double took[2];

@@ -33,11 +33,12 @@ int main(int argc, char **argv) {
     step_seconds(f32);
     for (int recipe = TE_DELAYED; recipe <= MXFP8; recipe++) {
         Trainer *fp8 = trainer_of("bf16", recipe);
-        double times[PAIRS];
         step_seconds(fp8);
+        double times[PAIRS], after = step_seconds(f32);
         for (int i = 0; i < PAIRS; i++) {
-            double before = step_seconds(f32), narrow = step_seconds(fp8);
-            times[i] = 2 * narrow / (before + step_seconds(f32));
+            const double before = after, narrow = step_seconds(fp8);
+            after = step_seconds(f32);
+            times[i] = 2 * narrow / (before + after);
         }
         char *name = format_text("fp8-%s", fp8_recipes[recipe - 1].name);
         figure_line(name, times, PAIRS, "x f32's time", 3, median(times, PAIRS) <= 3);

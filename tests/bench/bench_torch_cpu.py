@@ -1,9 +1,10 @@
 """Training steps of 00_single_gpu/train beside PyTorch's on the CPU, same shapes, f32, in turns.
 
 PyTorch with what makes it fast: scaled_dot_product_attention, q k v in one product and gate up in another,
-fused AdamW. `make bench` runs it where PyTorch is installed. A round is some steps of the one and then of
-the other; the median over rounds of the ratio of tokens per second is printed:
+fused AdamW. `make bench` runs it where PyTorch is installed. A round is a step of each, and who is first
+alternates; the median over rounds of the ratio of tokens per second is printed:
     bench torch-<shape> <ratio> x-torch target <value> ok|short   quartiles <low> <high>
+and, where it is short, what our step takes beyond its FLOPs at SGEMM's rate (figures.h).
 """
 import argparse
 import os
@@ -18,11 +19,11 @@ import torch.nn.functional as F
 
 from bench_torch import rms_norm, rope
 
-SHAPES = (
-    ("L6-h384", 1.4, dict(layers=6, hidden=384, heads=6, ffn=1024, vocab=256, seq=256, micro_batch=8)),
-    ("L12-h768", 1.3, dict(layers=12, hidden=768, heads=12, ffn=2048, vocab=32000, seq=256, micro_batch=4)),
+SHAPES = (  # name, target, rounds
+    ("L6-h384", 1.4, 9, dict(layers=6, hidden=384, heads=6, ffn=1024, vocab=256, seq=256, micro_batch=8)),
+    ("L12-h768", 1.3, 5,
+     dict(layers=12, hidden=768, heads=12, ffn=2048, vocab=32000, seq=256, micro_batch=4)),
 )
-ROUNDS, STEPS = 3, 3
 
 
 class Block(torch.nn.Module):
@@ -72,29 +73,47 @@ class Torch:
         self.o, self.model = o, Llama(o)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
 
+        self.tokens_per_second()  # the first steps also allocate
+        self.tokens_per_second()
+
     def tokens_per_second(self):
-        o, seconds = self.o, []
-        for _ in range(STEPS):
-            text = torch.randint(0, o["vocab"], (o["micro_batch"], o["seq"] + 1))
-            start = time.perf_counter()
-            self.optimizer.zero_grad()
-            loss = self.model(text[:, :-1], text[:, 1:])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            loss.item()
-            seconds.append(time.perf_counter() - start)
-        return o["micro_batch"] * o["seq"] / statistics.median(seconds[1:])
+        o = self.o
+        text = torch.randint(0, o["vocab"], (o["micro_batch"], o["seq"] + 1))
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = self.model(text[:, :-1], text[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        loss.item()
+        return o["micro_batch"] * o["seq"] / (time.perf_counter() - start)
 
 
-def ours(build, o, threads):
-    shape = ",".join(f"{name.replace('_', '-')}={value}" for name, value in o.items())
-    out = subprocess.run([f"{build}/tests/bench", "--tokens-per-second", shape, "--steps", str(STEPS)],
-                         env=dict(os.environ, OMP_NUM_THREADS=str(threads)), capture_output=True, text=True)
-    found = re.search(r"([0-9.]+) tokens/s", out.stdout)
-    if out.returncode or not found:
-        sys.exit(f"{build}/tests/bench failed:\n{out.stdout}{out.stderr}")
-    return float(found.group(1))
+class Ours:
+    def __init__(self, build, o, threads):
+        shape = ",".join(f"{name.replace('_', '-')}={value}" for name, value in o.items())
+        self.process = subprocess.Popen([f"{build}/tests/bench", "--tokens-per-second", shape],
+                                        env=dict(os.environ, OMP_NUM_THREADS=str(threads)),
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.answer("ready")
+
+    def answer(self, pattern):
+        line = self.process.stdout.readline()
+        found = re.search(pattern, line)
+        if not found:
+            sys.exit(f"{' '.join(self.process.args)} says '{line.rstrip()}', not '{pattern}'")
+        return found
+
+    def tokens_per_second(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return float(self.answer("([0-9.e+]+) tokens/s").group(1))
+
+    def end(self):
+        self.process.stdin.close()
+        missing = self.answer("  missing.*").group()
+        self.process.wait()
+        return missing
 
 
 def main():
@@ -104,19 +123,24 @@ def main():
     torch.manual_seed(1)
     torch.set_num_threads(threads)
     print(f"PyTorch {torch.__version__}, {threads} threads")
-    for name, target, shape in SHAPES:
-        peer, ratios, rates = Torch(shape), [], []
-        peer.tokens_per_second()  # the first steps also allocate
-        for _ in range(ROUNDS):
-            theirs = peer.tokens_per_second()
+    for name, target, rounds, shape in SHAPES:
+        peer, book, ratios, rates = Torch(shape), Ours(build, shape, threads), [], []
+        for i in range(rounds):
+            if i % 2:
+                ours, theirs = book.tokens_per_second(), peer.tokens_per_second()
+            else:
+                theirs, ours = peer.tokens_per_second(), book.tokens_per_second()
             rates.append(theirs)
-            ratios.append(ours(build, shape, threads) / theirs)
+            ratios.append(ours / theirs)
+        missing = book.end()
         ratios.sort()
         ratio = statistics.median(ratios)
-        verdict = "ok" if ratio >= target else "short"
-        print(f"bench torch-{name} {ratio:.4g} x-torch target {target} {verdict}"
-              f"   quartiles {ratios[ROUNDS // 4]:.4g} {ratios[-1 - ROUNDS // 4]:.4g}")
+        short = ratio < target
+        print(f"bench torch-{name} {ratio:.4g} x-torch target {target} {'short' if short else 'ok'}"
+              f"   quartiles {ratios[rounds // 4]:.4g} {ratios[-1 - rounds // 4]:.4g}")
         print(f"  PyTorch: {statistics.median(rates):.0f} tokens/s", flush=True)
+        if short:
+            print(missing, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 // yardstick.h: what the benchmarks of several ranks share: a training step beside SGEMM on the same cores.
 //
 // The yardstick: SGEMM, 2048 x 2048 in f32, on all ranks at once, right before and right after each step,
-// since the speed of a shared machine drifts. Layouts take turns, so that all of them saw the same machine;
-// the median over the rounds is printed (figures.h). What a step that is short of its target misses is that
-// of rank 0; what lies between its operations is waiting for other ranks, messages and the host.
+// since the speed of a shared machine drifts; the one after a step is that before the next. Layouts take
+// turns, so that all of them saw the same machine; the median over the rounds is printed (figures.h). What
+// a step that is short of its target misses is that of rank 0; what lies between its operations is waiting
+// for other ranks, messages and the host.
 #ifndef YARDSTICK_H
 #define YARDSTICK_H
 
@@ -15,7 +16,7 @@
 #define BENCH_MODEL \
     "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 dtype=f32 warmup=1 steps=1000 "
 
-enum { SGEMM_SIZE = 2048, ROUNDS = 15 };
+enum { SGEMM_SIZE = 2048, ROUNDS = 9 };
 
 typedef struct Yardstick {
     Tensor product, a, b;
@@ -46,10 +47,11 @@ static inline void yardstick_free(Yardstick *y) {
     tensor_free(&y->product);
 }
 
-// FLOPs of a step of all ranks, by formula, over its time, as a share of SGEMM's rate around it.
-static inline double share_of_sgemm(const Yardstick *y, Trainer *t, Missing *missing) {
+// FLOPs of a step of all ranks, by formula, over its time, as a share of SGEMM's rate around it: *rate is
+// that before, and then that after.
+static inline double share_of_sgemm(const Yardstick *y, Trainer *t, Missing *missing, double *rate) {
     const Config *c = &t->config;
-    double before = sgemm_rate(y);
+    const double before = *rate;
     comm_wait(comm_barrier(y->world));
     clock_reset();
     double start = wall_seconds();
@@ -58,7 +60,8 @@ static inline double share_of_sgemm(const Yardstick *y, Trainer *t, Missing *mis
     missing_add(missing, mine, before / y->world.size);
     double seconds = comm_max(mine, y->world);
     double flops = config_step_flops(c, c->micro_batch * c->grad_acc * t->model->mesh.dp.size);
-    return flops / seconds / ((before + sgemm_rate(y)) / 2);
+    *rate = sgemm_rate(y);
+    return flops / seconds / ((before + *rate) / 2);
 }
 
 // Shares of trainers that take turns, there and back. Ends the trainers.
@@ -69,10 +72,11 @@ static inline void shares_of_sgemm(double share[][ROUNDS], Missing *missing, Tra
         missing[i] = (Missing){.operations = 0};
         for (int step = 0; step < 2; step++) train_step(trainer[i], NULL);  // the first step also allocates
     }
+    double rate = sgemm_rate(&y);
     for (int round = 0; round < ROUNDS; round++)
         for (int turn = 0; turn < layouts; turn++) {
             int i = round % 2 ? layouts - 1 - turn : turn;
-            share[i][round] = share_of_sgemm(&y, trainer[i], &missing[i]);
+            share[i][round] = share_of_sgemm(&y, trainer[i], &missing[i], &rate);
         }
     for (int i = 0; i < layouts; i++) trainer_free(trainer[i]);
     yardstick_free(&y);
