@@ -1,7 +1,8 @@
 #!/bin/bash
 # kernels.t: the programs of chapter 07 through the emulator: each reaches its verdict, which holds every
 # count to the formula in its header, and shows what the playbook says. With nvcc on the machine: no kernel
-# spills a register or waits for each wgmma, and none needs more registers than its program says. TAP.
+# spills a register, waits for each wgmma or keeps the registers that it should give, and none needs more than
+# its program says. TAP.
 # needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
@@ -98,7 +99,7 @@ for source in $(grep -l '^int main' 07_kernels/*.cu); do
     said=$(grep -A 1 '"registers"' "$work/$name.json" | sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' |
         sort -n | tail -n 1)
     [ $built = 0 ] && grep -q ' 0 bytes spill stores' "$out" && [ -n "$used" ] && [ "$used" = "$said" ] &&
-        ! grep -qE '[1-9][0-9]* bytes (spill|stack)|wgmma.*serialized|warning[: ]' "$out"
+        ! grep -qE '[1-9][0-9]* bytes (spill|stack)|wgmma.*serialized|Performance Loss|warning[: ]' "$out"
     report $? "$name: registers are as it says, and none spills"
 done
 finish
