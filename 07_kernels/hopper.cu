@@ -23,9 +23,9 @@
 // still does. Clusters of blocks that copy for one another would halve that; they are not in this book. The
 // model lets nothing wait, so that stages, roles and persistence take no time off in it.
 //
-// Proof: C within 4 times the error of the library's product of the same dtype on the CPU, each against
-// f64, at odd sizes, whose rows are padded to 16 bytes as TMA needs them; the same bits twice; counts are
-// the formulas'.
+// Proof: C within 4 times the error of the back end's product of the same dtype (on a GPU cuBLASLt's), each
+// against f64, at odd sizes, whose rows are padded to 16 bytes as TMA needs them; the same bits twice;
+// counts are the formulas'.
 // Run: build/07_kernels/hopper           (--size 8192, --verbose)
 // Last line: PASS hopper: two warpgroups that share B take 0.61 of the modelled time of one …
 #include "cuda/instructions_hopper.h"

@@ -17,14 +17,14 @@
 //
 // Scales of A are loaded by the lanes that have the rows, before the wait for the tiles. Those of B are one
 // number of a block, or, in rows, one of each column: a thread loads one, and all read them in shared
-// memory. A row's next scale lies beside this one, so that one takes a sector of 8.
+// memory. A row's scales of successive steps are neighbours: a load fetches a sector of eight and uses one.
 //
 // All blocks load 2 / 128 n^3 bytes of codes: L2 sets the model's time, as in hopper.cu. Where k ends, TMA
 // fills the rest of a tile with zeros.
 //
-// Proof: C within 4 times the error of the CPU's sums of as many bits (tensor/ops.h), each against f64, of
-// the same codes and scales, at odd m and n and where k ends within a tile; added to what is there; the
-// same bits twice; counts are the formulas'.
+// Proof: C within 4 times the error of the back end's sums of as many bits (tensor/ops.h), each against
+// f64, of the same codes and scales, at odd m and n and where k ends within a tile; added to what is there;
+// the same bits twice; counts are the formulas'.
 // Run: build/07_kernels/hopper_fp8           (--size 8192, --verbose)
 // Last line: PASS hopper_fp8: with block scales it takes 1.1 of the modelled time of limited sums …
 #include "cuda/instructions_hopper.h"

@@ -27,9 +27,9 @@
 // The model lets nothing wait, so that stages take no time off in it; on a GPU they hide the latency of
 // memory. It also grants mma the full rate of the tensor cores, which on an H100 only wgmma reaches.
 //
-// Proof: C within 4 times the error of the library's product of the same dtype on the CPU, each against
-// f64, at sizes that fill no tile, and at odd ones, whose rows cp.async cannot copy; counts are the
-// formulas'.
+// Proof: C within 4 times the error of the back end's product of the same dtype (on a GPU cuBLASLt's), each
+// against f64, at sizes that fill no tile, and at odd ones and arrays that begin anywhere, whose rows
+// cp.async cannot copy; counts are the formulas'.
 // Run: build/07_kernels/tensor_cores           (--gpu a100, --size 8192, --verbose)
 // Last line: PASS tensor_cores: 4 stages in bf16 take 0.09 of the least that f32 without them can …
 #include "cuda/instructions.h"

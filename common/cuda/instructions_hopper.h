@@ -130,7 +130,7 @@ __device__ __forceinline__ void tma_load(void *tile, const TensorMap *map, int s
 // ---- registers ----
 
 // A warpgroup gives registers back, or takes what others gave; each thread then has REGISTERS, a multiple
-// of 8 from 24 to 240. The kernel's __launch_bounds__ must say how many blocks fit.
+// of 8 from 24 to 256. The kernel's __launch_bounds__ must say how many blocks fit.
 template <int REGISTERS>
 __device__ __forceinline__ void registers_give() {
     HOPPER_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
