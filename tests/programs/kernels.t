@@ -1,8 +1,8 @@
 #!/bin/bash
 # kernels.t: the programs of chapter 07 through the emulator: each reaches its verdict, which holds every
 # count to the formula in its header, and shows what the playbook says. With nvcc on the machine: no kernel
-# spills a register, waits for each wgmma or keeps the registers that it should give, and none needs more than
-# its program says. TAP.
+# spills a register, waits for each wgmma or keeps the registers that it should give, and none needs more
+# than its program says. TAP.
 # needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
