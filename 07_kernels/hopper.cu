@@ -207,12 +207,6 @@ static const KernelVersion versions[VERSIONS] = {
 
 static int64_t pitch_of(int64_t n) { return (n + 7) / 8 * 8; }
 
-static int multiprocessors(void) {
-    cudaDeviceProp device;
-    CUDA_CHECK(cudaGetDeviceProperties(&device, 0));
-    return device.multiProcessorCount;
-}
-
 template <int GROUPS>
 static Problem problem_of(int64_t n) {
     const int rows = Piece<GROUPS>::ROWS, row_pieces = (int)((n + rows - 1) / rows);

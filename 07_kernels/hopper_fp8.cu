@@ -215,13 +215,6 @@ struct Operands {
     bool add;
 };
 
-static int multiprocessors(void) {
-    int device, count;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
-}
-
 // k a multiple of 16, as TMA needs it; a, b begin at multiples of 16 bytes.
 template <Version VERSION, class T>
 static void launch_on(cudaStream_t stream, T *c, const Operands &in, int64_t m, int64_t n, int64_t k) {
@@ -233,8 +226,7 @@ static void launch_on(cudaStream_t stream, T *c, const Operands &in, int64_t m, 
     void (*kernel)(T *, TensorMap, TensorMap, Problem) = matmul<VERSION, T>;
     CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)SHARED_BYTES));
-    LAUNCH(kernel, pieces < most ? pieces : most, (int)THREADS, (size_t)SHARED_BYTES,
-           stream, c, a, b, p);
+    LAUNCH(kernel, pieces < most ? pieces : most, (int)THREADS, (size_t)SHARED_BYTES, stream, c, a, b, p);
 }
 
 #ifndef NO_MAIN

@@ -5,7 +5,6 @@
 
 #include <stdlib.h>
 
-#include <utility>
 #include <vector>
 
 #include "cuda/gpu.h"
@@ -72,27 +71,24 @@ Work counted(F launch) {
     return Work{};
 }
 
-// The median of eleven launches, after two to warm up.
+// The mean of eleven launches in a row, after two to warm up: while one runs, the host prepares the next.
 template <class F>
 double measured(F launch) {
-    std::vector<float> times;
+    enum { WARM_UP = 2, TIMES = 11 };
+    float milliseconds;
     cudaEvent_t from, to;
     CUDA_CHECK(cudaEventCreate(&from));
     CUDA_CHECK(cudaEventCreate(&to));
-    for (int i = 0; i < 13; i++) {
-        float milliseconds;
-        CUDA_CHECK(cudaEventRecord(from));
+    for (int i = 0; i < WARM_UP + TIMES; i++) {
+        if (i == WARM_UP) CUDA_CHECK(cudaEventRecord(from));
         launch();
-        CUDA_CHECK(cudaEventRecord(to));
-        CUDA_CHECK(cudaEventSynchronize(to));
-        CUDA_CHECK(cudaEventElapsedTime(&milliseconds, from, to));
-        if (i >= 2) times.push_back(milliseconds);
     }
+    CUDA_CHECK(cudaEventRecord(to));
+    CUDA_CHECK(cudaEventSynchronize(to));
+    CUDA_CHECK(cudaEventElapsedTime(&milliseconds, from, to));
     CUDA_CHECK(cudaEventDestroy(from));
     CUDA_CHECK(cudaEventDestroy(to));
-    for (size_t i = 1; i < times.size(); i++)
-        for (size_t j = i; j > 0 && times[j] < times[j - 1]; j--) std::swap(times[j], times[j - 1]);
-    return times[times.size() / 2] / 1e3;
+    return milliseconds / 1e3 / TIMES;
 }
 
 #else
@@ -169,6 +165,14 @@ void show_version(const KernelVersion &version, const Proof &proof, const Size &
     const double seconds = measured([&] { run(size); });
     kernels_version(&version, ON_GPU ? NULL : &work, &predicted, &at_size, seconds, proof.error,
                     proof.bound);
+}
+
+// Of this GPU; cheap enough to ask at each launch.
+static inline int multiprocessors(void) {
+    int device, count;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
 }
 
 // The program `name` is of instructions that an H100 was the first to have.
