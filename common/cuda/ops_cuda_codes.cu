@@ -55,9 +55,12 @@ struct Tiling {
 
     static Tiling of(int64_t x_rows, int64_t x_columns, bool turned, Tile tile) {
         const int64_t rows = turned ? x_columns : x_rows, columns = turned ? x_rows : x_columns;
-        const int64_t tile_rows = tile.rows > 0 ? tile.rows : rows > 0 ? rows : 1;
-        const int64_t tile_columns = tile.columns > 0 ? tile.columns : columns > 0 ? columns : 1;
+        const int64_t tile_rows = side(tile.rows, rows), tile_columns = side(tile.columns, columns);
         return {rows, columns, tile_rows, tile_columns, ceil_div(columns, tile_columns), turned};
+    }
+    static int64_t side(int64_t of_tile, int64_t of_matrix) {
+        const int64_t all = of_matrix > 0 ? of_matrix : 1;
+        return of_tile > 0 ? least(of_tile, all) : all;
     }
     __device__ int64_t tile(int64_t i) const {
         return i / columns / tile_rows * across + i % columns / tile_columns;
@@ -66,12 +69,28 @@ struct Tiling {
     __device__ int64_t source(int64_t i) const { return transpose ? i % columns * rows + i / columns : i; }
 };
 
-// The larger of the bits of two numbers without their signs is the larger number, and NaN beats all.
+struct Larger {
+    __device__ unsigned operator()(unsigned a, unsigned b) const { return a < b ? b : a; }
+};
+
+// The larger of the bits of two numbers without their signs is the larger number, and NaN beats all. So
+// many blocks share a tile, and each has one atomic for it: those on one word wait for one another.
 template <class T>
-__global__ void find_amax(unsigned *most, const T *x, Tiling t) {
-    const int64_t all = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < t.rows * t.columns; i += all)
-        atomicMax(&most[t.tile(i)], __float_as_uint((float)wide(x[t.source(i)])) & 0x7fffffff);
+__global__ void find_amax(unsigned *most, const T *x, Tiling t, int64_t tiles, int64_t sharing) {
+    const int64_t size = t.tile_rows * t.tile_columns, step = sharing * blockDim.x;
+    for (int64_t at = blockIdx.x; at < tiles * sharing; at += gridDim.x) {
+        const int64_t tile = at / sharing;
+        const int64_t row0 = tile / t.across * t.tile_rows, column0 = tile % t.across * t.tile_columns;
+        unsigned largest = 0;
+        for (int64_t i = at % sharing * blockDim.x + threadIdx.x; i < size; i += step) {
+            const int64_t row = row0 + i / t.tile_columns, column = column0 + i % t.tile_columns;
+            if (row >= t.rows || column >= t.columns) continue;
+            const float number = (float)wide(x[t.source(row * t.columns + column)]);
+            largest = Larger()(largest, __float_as_uint(number) & 0x7fffffff);
+        }
+        largest = over_block(largest, Larger());
+        if (threadIdx.x == 0) atomicMax(&most[tile], largest);
+    }
 }
 
 __global__ void find_scale(float *scale, const float *amax, float largest, bool power_of_two,
@@ -111,10 +130,14 @@ void kernel_tile_amax(DType dtype, float *amax, const void *x, int64_t rows, int
                       bool transpose, Tile tile) {
     Tiling t = Tiling::of(rows, columns, transpose, tile);
     if (rows * columns == 0) return;
+    constexpr int64_t LEAST = 4, ENOUGH = 16, MOST_SHARING = 1024;  // elements of a thread; blocks
+    const int64_t size = t.tile_rows * t.tile_columns, tiles = ceil_div(t.rows, t.tile_rows) * t.across;
+    const unsigned threads = threads_for(ceil_div(size, LEAST));
+    const int64_t sharing = least(ceil_div(size, ENOUGH * threads), MOST_SHARING);
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        LAUNCH(find_amax<T>, blocks_of(rows * columns), MOST_THREADS, 0, stream(), (unsigned *)amax,
-               (const T *)x, t);
+        LAUNCH(find_amax<T>, (unsigned)least(tiles * sharing, INT_MAX), threads, 0, stream(),
+               (unsigned *)amax, (const T *)x, t, tiles, sharing);
     });
 }
 

@@ -365,6 +365,7 @@ struct CudaCounts {
 };
 void cuda_count_begin(void);
 CudaCounts cuda_count_end(void);
+int64_t cuda_count_end_atomics(void);  // these alone, for tests that know no CudaCounts
 
 // ---- inside kernels: barriers, warps, atomics ----
 #define CUDA_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()

@@ -32,6 +32,8 @@ CudaCounts cuda_count_end(void) {
     return counts;
 }
 
+int64_t cuda_count_end_atomics(void) { return cuda_count_end().atomics; }
+
 void count_tensor(int64_t flops, int bits) {
     (bits == 8 ? counts.tensor_8_flops : counts.tensor_flops) += flops;
 }

@@ -79,6 +79,8 @@ CUDA(kernel_matmul_codes)
 
 // Of CUDA on the CPU; a GPU has no such thing.
 void cuda_on_cpu_order(uint64_t seed) __attribute__((weak));
+void cuda_count_begin(void) __attribute__((weak));
+int64_t cuda_count_end_atomics(void) __attribute__((weak));
 
 // ---- arrays on both sides ----
 

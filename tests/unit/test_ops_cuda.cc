@@ -380,6 +380,31 @@ static void codes_match(void **state) {
     }
 }
 
+// Blocks that share a tile find its largest element wherever it stands, with an atomic each.
+static void amax_takes_few_atomics(void **state) {
+    (void)state;
+    constexpr int64_t ROWS = 129, COLUMNS = 130;
+    const struct {
+        Tile tile;
+        int64_t tiles, atomics;
+    } cases[] = {{{0, 0}, 1, 5}, {{1, 128}, ROWS * 2, ROWS * 2}, {{128, 128}, 4, 4 * 4}};
+    for (int how = 0; how < 6; how++) {
+        const bool turned = how & 1;
+        const auto &is = cases[how / 2];
+        const int64_t rows = turned ? COLUMNS : ROWS, columns = turned ? ROWS : COLUMNS;
+        Doubles x = random_numbers(BF16, ROWS * COLUMNS, 7);
+        std::vector<uint16_t> stored((size_t)(ROWS * COLUMNS));
+        dtype_convert(stored.data(), BF16, x.data(), F64, ROWS * COLUMNS);
+        std::vector<float> amax((size_t)is.tiles, 0);
+        kernel_tile_amax(BF16, amax.data(), stored.data(), rows, columns, turned, is.tile);
+        Device from(BF16, x), most(F32, Doubles((size_t)is.tiles, 0));
+        if (cuda_count_begin) cuda_count_begin();
+        cuda_kernel_tile_amax(BF16, (float *)most.at, from.at, rows, columns, turned, is.tile);
+        if (cuda_count_end_atomics) assert_int_equal(cuda_count_end_atomics(), is.atomics);
+        assert_same("tile_amax", most, Doubles(amax.begin(), amax.end()));
+    }
+}
+
 // Of matrices with one scale each, c (M, N), by cuBLASLt or, from an address that it does not take, by the
 // plain kernel; a scale that is left out, taken twice, or of the call before, shows as a power of ten.
 static void codes_match_by_cublaslt(void **state) {
@@ -460,6 +485,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(matmul_matches),
         cmocka_unit_test(random_rounding_matches),
         cmocka_unit_test(codes_match),
+        cmocka_unit_test(amax_takes_few_atomics),
         cmocka_unit_test(codes_match_by_cublaslt),
         cmocka_unit_test(codes_match_by_hopper),
     };
