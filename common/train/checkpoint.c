@@ -337,6 +337,7 @@ static void check_same_run(const char *dir, const SafeTensors *optimizer) {
                *their_step = safetensors_metadata(&weights.file[0], "step");
     CHECK(!run == !their_run && (!run || !strcmp(run, their_run)),
           "%s: %s and %s are of two runs, and do not belong together", dir, model_name, optimizer_name);
+    CHECK(!run || step, "%s: %s says its run, and does not say its step", dir, optimizer_name);
     CHECK(!run || !their_step || !strcmp(step, their_step),
           "%s: %s is of step %s and %s of step %s: they do not belong together", dir, model_name,
           printable(their_step), optimizer_name, printable(step));

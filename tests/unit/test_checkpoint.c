@@ -205,6 +205,23 @@ static void edit_state(const char *key, const char *value) {
     free(quoted);
 }
 
+// Another's file may say whose it is and not of which step.
+static void a_state_without_its_step_is_refused(void **state) {
+    (void)state;
+    Run run = run_new("dtype=bf16");
+    run_step(&run);
+    run_save(&run, "out");
+    size_t size;
+    char *text = read_text("out/step-000001/optimizer.safetensors", &size);
+    char *key = memmem(text, size, "\"step\":", 7);
+    assert_non_null(key);
+    memcpy(key, "\"stop\":", 7);
+    write_text("out/step-000001/optimizer.safetensors", text, size);
+    free(text);
+    expect_fatal(load_optimizer, &(Load){&run, "out"}, "does not say its step");
+    run_free(&run);
+}
+
 static void counts_that_would_overflow_are_refused(void **state) {
     (void)state;
     Run run = run_new("dtype=bf16");
@@ -275,6 +292,7 @@ int main(int argc, char **argv) {
         IN_A_FOLDER(newest_is_the_largest_step),
         IN_A_FOLDER(no_checkpoint_is_told),
         IN_A_FOLDER(weights_and_state_belong_together),
+        IN_A_FOLDER(a_state_without_its_step_is_refused),
         IN_A_FOLDER(counts_that_would_overflow_are_refused),
         IN_A_FOLDER(optimizer_state_of_another_run_is_refused),
     };
