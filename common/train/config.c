@@ -347,14 +347,15 @@ static void check_experts(const Config *c) {
 }
 
 void config_check(const Config *c) {
+    const int64_t experts = c->experts ? c->experts : 1;  // 0: the MLP
     // A checkpoint's config.json comes here without having passed the flags' bounds.
     const struct {
         const char *flag;
         int64_t value, most;
-    } bounds[] = {{"layers", c->layers, 100000}, {"hidden", c->hidden, 1000000},
-                  {"heads", c->heads, 100000},   {"kv-heads", c->kv_heads, 100000},
-                  {"ffn", c->ffn, 10000000},     {"vocab", c->vocab, 10000000},
-                  {"seq", c->seq, 100000000}};
+    } bounds[] = {
+        {"layers", c->layers, 100000},     {"hidden", c->hidden, 1000000}, {"heads", c->heads, 100000},
+        {"kv-heads", c->kv_heads, 100000}, {"ffn", c->ffn, 10000000},      {"vocab", c->vocab, 10000000},
+        {"seq", c->seq, 100000000},        {"top-k", c->top_k, 64},        {"experts", experts, 4096}};
     for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++)
         CHECK(bounds[i].value >= 1 && bounds[i].value <= bounds[i].most, "--%s %ld is not from 1 to %ld",
               bounds[i].flag, bounds[i].value, bounds[i].most);

@@ -230,6 +230,20 @@ static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
         expect_refused(wrong[i].line, EVERY_GROUP, NULL, 0, wrong[i].sentence);
 }
 
+static void check(void *config) { config_check(config); }
+
+// A checkpoint's config.json names them, too, and is read without the flags' bounds.
+static void experts_of_a_folder_have_the_bounds_of_the_flags(void **state) {
+    (void)state;
+    Config c = config_default("experts=4096 top-k=64");
+    config_check(&c);
+    c.experts = 4097;
+    expect_fatal(check, &c, "--experts 4097 is not from 1 to 4096");
+    c.experts = 4096;
+    c.top_k = 65;
+    expect_fatal(check, &c, "--top-k 65 is not from 1 to 64");
+}
+
 // ---- degrees of the mesh ----
 
 static void degrees_left_out_take_what_is_left(void **state) {
@@ -293,6 +307,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(parameters_of_published_models),
         cmocka_unit_test(step_flops_are_those_of_the_products),
         cmocka_unit_test(sizes_that_do_not_fit_are_refused_by_flag_and_number),
+        cmocka_unit_test(experts_of_a_folder_have_the_bounds_of_the_flags),
         cmocka_unit_test(degrees_left_out_take_what_is_left),
         cmocka_unit_test(degrees_that_do_not_fit_are_refused_with_what_would),
         cmocka_unit_test(flags_of_groups_that_a_program_lacks_are_refused),
