@@ -55,6 +55,7 @@ const char *folder_put_in_place(const char *temporary, const char *final, const 
         folder_remove_checkpoint(temporary);
         return NULL;
     }
+    folder_remove_checkpoint(aside);  // of a run that was killed in between
     if (rename(final, aside) != 0) return file_fault("replace", final);
     if (rename(temporary, final) != 0) {
         const char *wrong = file_fault("replace", final);
@@ -87,6 +88,31 @@ void checkpoint_check_place(const char *dir) {
 
 // ---- whose they are ----
 
+// Settings of techniques that change what a run computes, beyond its order of sums: a layout is none. 0 is
+// the standard recipe, as where a program has no such option. The last ones say nothing but to f16.
+static const char *const settings_of_a_run[] = {
+    "fp8",      "fp8-tile", "fp8-wire",     "master",     "sum",   "moments",       "rounding",
+    "aux-loss", "z-loss",   "balance-bias", "loss-scale", "scale", "scale-interval"};
+enum { SETTINGS_OF_A_RUN = sizeof settings_of_a_run / sizeof *settings_of_a_run, SETTINGS_OF_F16 = 3 };
+
+// Experts and these settings; "" for a dense model by the standard recipe. The caller frees it.
+static char *specials_text(const Config *c) {
+    char *text = c->experts
+                     ? format_text(" e %lld %lld %lld %lld moe %d %lld %lld %.17g", (long long)c->experts,
+                                   (long long)c->top_k, (long long)config_expert_width(c),
+                                   (long long)c->shared_experts, c->moe, (long long)c->expert_groups,
+                                   (long long)c->groups_kept, c->routed_scale)
+                     : format_text("%s", "");
+    for (int i = 0; i < SETTINGS_OF_A_RUN - (c->dtype == F16 ? 0 : SETTINGS_OF_F16); i++) {
+        double value = config_number(c, settings_of_a_run[i]);
+        if (value == 0) continue;
+        char *longer = format_text("%s %s %.17g", text, settings_of_a_run[i], value);
+        free(text);
+        text = longer;
+    }
+    return text;
+}
+
 // Equal for every layout, and for a run begun again with the same flags and data.
 uint64_t checkpoint_identity(const Config *c, Progress p) {
     const Rope *r = &c->rope;
@@ -95,15 +121,18 @@ uint64_t checkpoint_identity(const Config *c, Progress p) {
     char *stretch = r->factor != 0 ? format_text(" rope %.17g %.17g %.17g %.17g", r->factor, r->low,
                                                  r->high, r->original)
                                    : format_text("%s", "");
+    char *specials = specials_text(c);
     char *text = format_text(
         "%lld %lld %lld %lld %lld %lld %lld %d %d %d %lld %lld %lld %.17g %.17g %.17g %.17g %lld %016llx "
-        "%s%s%s",
+        "%s%s%s%s",
         (long long)c->layers, (long long)c->hidden, (long long)c->heads, (long long)c->kv_heads,
         (long long)c->ffn, (long long)c->vocab, (long long)c->seq, c->tied, c->dtype, c->optimizer,
         (long long)c->seed, (long long)c->steps, (long long)c->warmup, c->lr, c->weight_decay, c->clip,
-        r->theta, (long long)p.batch, (unsigned long long)p.data, c->init ? c->init : "", heads, stretch);
+        r->theta, (long long)p.batch, (unsigned long long)p.data, c->init ? c->init : "", heads, stretch,
+        specials);
     free(heads);
     free(stretch);
+    free(specials);
     uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
     for (const char *letter = text; *letter; letter++) hash = (hash ^ (uint8_t)*letter) * 0x100000001b3;
     free(text);

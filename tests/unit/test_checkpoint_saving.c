@@ -204,18 +204,60 @@ static void a_folder_of_another_run_is_left_alone(void **state) {
     run_free(&resumed);
 }
 
+// Two runs that differ in their experts, or in what a recipe does, are two; a layout makes no other run.
+static void experts_and_recipes_make_another_run(void **state) {
+    (void)state;
+    static const char *const experts[] = {
+        "",
+        "experts=8",
+        "experts=4",
+        "experts=8 top-k=3",
+        "experts=8 expert-ffn=7",
+        "experts=8 shared-experts=1",
+        "experts=8 moe=deepseek",
+        "experts=8 moe=deepseek expert-groups=2",
+        "experts=8 moe=deepseek expert-groups=2 groups-kept=2",
+        "experts=8 moe=deepseek expert-groups=2 groups-kept=2 routed-scale=2.5"};
+    static const struct {
+        const char *option;
+        double value;
+    } recipes[] = {{"fp8", 1},      {"fp8", 4}, {"fp8-tile", 16},  {"master", 1},
+                   {"rounding", 1}, {"sum", 1}, {"aux-loss", 0.01}};
+    enum { EXPERTS = sizeof experts / sizeof *experts, RECIPES = sizeof recipes / sizeof *recipes };
+    uint64_t run[EXPERTS + RECIPES];
+    const Progress progress = {.batch = 24};
+    for (int i = 0; i < EXPERTS + RECIPES; i++) {
+        Config c = config_default(i < EXPERTS ? experts[i] : "");
+        if (i >= EXPERTS) config_set(&c, recipes[i - EXPERTS].option, recipes[i - EXPERTS].value);
+        run[i] = checkpoint_identity(&c, progress);
+        for (int j = 0; j < i; j++)
+            if (run[i] == run[j]) fail_msg("cases %d and %d are one run", j, i);
+        c.tp = 2;
+        config_set(&c, "bucket-mb", 25);
+        config_set(&c, "fp8-wire", 0);
+        config_set(&c, "scale", 65536);
+        assert_true(checkpoint_identity(&c, progress) == run[i]);
+    }
+}
+
 // What a killed run left behind stands in nobody's way.
 static void leftovers_of_a_killed_run_are_replaced(void **state) {
     (void)state;
     Run run = run_new("dtype=bf16");
     run_step(&run);
-    char *command = format_text(
-        "mkdir -p %s/out/.step-000001.tmp && echo half >%s/out/.step-000001.tmp/model.safetensors", folder,
-        folder);
-    assert_int_equal(system(command), 0);
-    free(command);
-    run_save(&run, "out");
-    assert_only_step("step-000001", &run);
+    no_exchange = true;
+    static const char *const leftovers[] = {"tmp", "old"};
+    for (int i = 0; i < 2; i++) {
+        char *command = format_text(
+            "cd %s && mkdir -p out/.step-000001.%s && echo half >out/.step-000001.%s/"
+            "model.safetensors",
+            folder, leftovers[i], leftovers[i]);
+        assert_int_equal(system(command), 0);
+        free(command);
+        run_save(&run, "out");
+        assert_only_step("step-000001", &run);
+    }
+    no_exchange = false;
     run_free(&run);
 }
 
@@ -236,6 +278,7 @@ int main(int argc, char **argv) {
         IN_A_FOLDER(a_flush_that_fails_leaves_older_checkpoints_intact),
         IN_A_FOLDER(a_checkpoint_of_the_same_step_is_replaced),
         IN_A_FOLDER(a_folder_of_another_run_is_left_alone),
+        cmocka_unit_test(experts_and_recipes_make_another_run),
         IN_A_FOLDER(leftovers_of_a_killed_run_are_replaced),
         IN_A_FOLDER(a_place_that_cannot_be_written_is_told),
     };
