@@ -251,6 +251,26 @@ static void threads_do_not_race_for_a_row(void **state) {
     FREE(&dy, &tokens, &dweight);
 }
 
+// What carries out of a NaN's bits as it is rounded is lost. 1 + 2^-8 lies between two numbers of bf16, and
+// is rounded to the even one.
+static void a_nan_does_not_round_its_neighbour(void **state) {
+    (void)state;
+    enum { COUNT = 35 };
+    uint32_t x[COUNT];
+    uint16_t y[COUNT];
+    for (int i = 0; i < COUNT; i++) x[i] = i % 2 ? 0x3f808000 : 0xffffffff;
+    Tensor wide = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(COUNT));
+    Tensor sum = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(COUNT));
+    tensor_from_host(wide, x);
+    op_fill(sum, 0);
+    op_accumulate(sum, wide);
+    tensor_to_host(y, sum);
+    for (int i = 0; i < COUNT; i++)
+        if (i % 2 ? y[i] != 0x3f80 : (y[i] & 0x7fff) <= 0x7f80) fail_msg("element %d is %04x", i, y[i]);
+    tensor_free(&wide);
+    tensor_free(&sum);
+}
+
 static int two_threads(void **state) {
     (void)state;
     omp_set_num_threads(2);
@@ -263,6 +283,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test_setup(the_same_call_gives_the_same_bits, two_threads),
         cmocka_unit_test_setup(bits_do_not_depend_on_the_number_of_threads, two_threads),
         cmocka_unit_test_setup(threads_do_not_race_for_a_row, two_threads),
+        cmocka_unit_test(a_nan_does_not_round_its_neighbour),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
