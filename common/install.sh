@@ -46,9 +46,10 @@ fi
 echo "make $1 needs packages that this machine lacks: $packages"
 if [ "$as_root" != none ] && program apt-get >/dev/null; then
     echo "installing them: $as_root $install"
-    export DEBIAN_FRONTEND=noninteractive
-    # Package lists may be missing or old.
-    $as_root apt-get update -q && $as_root $install && exit 0
+    get="$as_root env DEBIAN_FRONTEND=noninteractive"  # sudo passes no variables on
+    # Package lists may be missing or old; where one of them cannot be had, the others may be enough.
+    $get apt-get update -q
+    $get $install && exit 0
 fi
 [ -n "$needed" ] || { echo "going on without: $(echo $optional)"; exit 0; }
 echo "They could not be installed from here. As root, this does it:" >&2
