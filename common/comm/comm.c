@@ -49,10 +49,9 @@ uint64_t hash_bytes(uint64_t h, const void *data, size_t bytes) {  // FNV-1a, ei
     return h;
 }
 
-static uint64_t hash_of_binary(void) {
-    uint64_t h = HASH_SEED;
-    FILE *file = fopen("/proc/self/exe", "rb");
-    CHECK(file, "/proc/self/exe cannot be read: %s", strerror(errno));
+static uint64_t hash_of_file(uint64_t h, const char *path) {
+    FILE *file = fopen(path, "rb");
+    CHECK(file, "%s cannot be read: %s", path, strerror(errno));
     static char buffer[1 << 16];
     for (size_t got; (got = fread(buffer, 1, sizeof buffer, file)) > 0;) h = hash_bytes(h, buffer, got);
     fclose(file);
@@ -149,7 +148,7 @@ Operation *group_operation(const Request *r) {
 int find_dead(void) {
     for (int r = 0; comm.identity && r < comm.ranks; r++)
         if (r != comm.rank && !comm.peer[r].ended &&
-            !strcmp(comm.identity[r].host, comm.identity[comm.rank].host) &&
+            comm.identity[r].machine == comm.identity[comm.rank].machine &&
             kill(comm.identity[r].pid, 0) < 0 && errno == ESRCH)
             return r;
     return -1;
@@ -253,10 +252,14 @@ static void share_cores(int ranks_here) {
 
 // Who else there is: all must run the same. Returns where this rank stands among them.
 static Place check_identities(int argc, char **argv) {
-    Identity mine = {.binary = hash_of_binary(), .arguments = HASH_SEED, .pid = (int32_t)getpid()};
+    Identity mine = {.binary = hash_of_file(HASH_SEED, "/proc/self/exe"),
+                     .arguments = HASH_SEED,
+                     .pid = (int32_t)getpid()};
     for (int i = 1; i < argc; i++)
         mine.arguments = hash_bytes(mine.arguments, argv[i], strlen(argv[i]) + 1);
     gethostname(mine.host, sizeof mine.host - 1);
+    mine.machine =
+        hash_of_file(hash_bytes(HASH_SEED, mine.host, sizeof mine.host), "/proc/sys/kernel/random/boot_id");
     Identity *all = host_alloc(sizeof mine * (size_t)comm.ranks);
     control_share(&mine, all, sizeof mine);
     comm.identity = all;
@@ -264,7 +267,7 @@ static Place check_identities(int argc, char **argv) {
     for (int r = 0; r < comm.ranks; r++) {
         const Identity *other = &comm.identity[r], *first = &comm.identity[0];
         if (r == comm.rank) local = here;
-        here += !strcmp(other->host, mine.host);
+        here += other->machine == mine.machine;
         CHECK(other->binary == first->binary,
               "rank %d on %s runs another build of this program than rank 0 on %s", r, other->host,
               first->host);

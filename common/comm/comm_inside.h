@@ -54,6 +54,7 @@ typedef struct Peer {
 
 typedef struct Identity {
     uint64_t binary, arguments;
+    uint64_t machine;  // of the host's name and of its start: two may have one name
     int32_t pid;
     char host[64];
 } Identity;

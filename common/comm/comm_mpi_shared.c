@@ -85,8 +85,8 @@ void share_memory(Place place) {
     }
     if (state.sharing) memset(state.area[rank], 0, channels_bytes(ranks));
     MPI_Barrier(machine);
-    // Messages from other machines ring no doorbell.
-    if (state.sharing && place.one_machine) doorbells_use(state.doorbell, rank);
+    // Messages of ranks that share no memory ring no doorbell.
+    if (state.sharing && here == ranks) doorbells_use(state.doorbell, rank);
     free(world);
     MPI_Comm_free(&machine);
 }

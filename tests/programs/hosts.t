@@ -44,9 +44,10 @@ settings+=" --mca btl_tcp_if_include $net.0/24 --mca oob_tcp_if_include $net.0/2
 on_hosts() {
     local program=$1
     shift
-    run "$work/agent" host1 "cd $PWD && mpirun --quiet --allow-run-as-root --oversubscribe \
-        --bind-to none $settings -H host1:2,host2:2 -n 4 $PWD/$build/$program $*"
+    run "$work/agent" host1 "cd ${PWD@Q} && mpirun --quiet --allow-run-as-root --oversubscribe \
+        --bind-to none $settings -H host1:$each,host2:$each -n $((2 * each)) $as ${PWD@Q}/$build/$program $*"
 }
+each=2 as=''
 crosses() {  # crosses NAME PROGRAM FLAGS…
     local name=$1
     shift
@@ -66,6 +67,21 @@ if [ "$only" = '*' ]; then
     [ "$sent" -gt 1000000 ]
     report $? "and it did cross: $sent bytes"
 fi
+
+# Two machines of one name: their kernels have started at different times, and a process of one has a number
+# that no process of the other has.
+cat >"$work/machine" <<MACHINE
+#!/bin/bash
+cat /proc/sys/kernel/random/uuid >$work/started\$\$
+mount --bind $work/started\$\$ /proc/sys/kernel/random/boot_id
+exec unshare -u -p -f bash -c 'hostname twin
+    for ((i = 0; i < 10 * OMPI_COMM_WORLD_RANK; i++)); do /bin/true; done
+    "\$@"; exit' twin "\$@"
+MACHINE
+chmod +x "$work/machine"
+as=$work/machine each=1
+crosses "two machines of one name" 01_data_parallel/ddp_bucketed --steps 2
+as='' each=2
 
 # With the link down, ranks say what they wait for, and end. mpirun then waits for its daemon on the other
 # host, half a minute or more; none of its settings was found to shorten that (oob_tcp_keepalive_* do not),
