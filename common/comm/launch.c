@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,14 +24,15 @@
 
 static volatile sig_atomic_t ended_by, spoken;
 static volatile pid_t mpirun;
-static bool hung;
+static bool hung, own_group;
 static unsigned long job;
 
-// From a terminal a signal reaches mpirun as well; from kill() it reaches us alone.
+// From a terminal a signal reaches mpirun as well, unless that has a group of its own; from kill() it
+// reaches us alone.
 static void on_end(int signal, siginfo_t *info, void *unused) {
     (void)unused;
     ended_by = signal;
-    if (info->si_code == SI_USER && mpirun > 0) kill(mpirun, signal);
+    if ((own_group || info->si_code == SI_USER) && mpirun > 0) kill(mpirun, signal);
 }
 
 static void on_word(int signal) {
@@ -145,8 +147,15 @@ static bool has_ranks(void) {
     return some;
 }
 
+// Whether what the ranks have printed finds its way: whoever reads it may pause (Ctrl-S, less).
+static bool output_flows(void) {
+    struct pollfd out[] = {{.fd = STDOUT_FILENO, .events = POLLOUT},
+                           {.fd = STDERR_FILENO, .events = POLLOUT}};
+    return poll(out, 2, 0) == 2;
+}
+
 // Its status as waitpid has it. When a rank dies in the first moments of a start, mpirun may wait for
-// itself for ever (Open MPI 4.1.4): one whose ranks have all ended does not last.
+// itself for ever (Open MPI 4.1.4): one whose ranks have all ended, and whose output flows, does not last.
 static int wait_for_end(void) {
     enum { PATIENCE = 5, LOOKS = 10 };  // seconds; looks in each
     bool had = false;
@@ -154,7 +163,7 @@ static int wait_for_end(void) {
         if (waitpid(mpirun, &status, WNOHANG) == mpirun) return status;
         bool some = has_ranks();
         had = had || some;
-        without = had && !some ? without + 1 : 0;
+        without = had && !some && output_flows() ? without + 1 : 0;
         if (without == PATIENCE * LOOKS) hung = kill(mpirun, SIGKILL) == 0;
         usleep(1000000 / LOOKS);
     }
@@ -179,6 +188,20 @@ static void say_what_nobody_said(int status) {
                 status);
 }
 
+enum { ENDS = 3 };
+
+// The signals that end a run. One that is ignored, as nohup has it, stays so; mpirun would catch it, and
+// gets a process group that a terminal does not reach.
+static int ends_that_count(int ends[ENDS]) {
+    static const int all[ENDS] = {SIGINT, SIGTERM, SIGHUP};
+    int count = 0;
+    for (int i = 0; i < ENDS; i++) {
+        struct sigaction now;
+        if (sigaction(all[i], NULL, &now) == 0 && now.sa_handler != SIG_IGN) ends[count++] = all[i];
+    }
+    return count;
+}
+
 int launch(char *const *words) {
     int report[2], error = 0;
     char number[16];
@@ -188,22 +211,30 @@ int launch(char *const *words) {
     clear_abandoned();
     base_set_rank(0, 1, leave_it_to_the_ranks);
     struct sigaction end = {.sa_sigaction = on_end, .sa_flags = SA_SIGINFO};
-    static const int ends[] = {SIGINT, SIGTERM, SIGHUP};
-    for (int i = 0; i < 3; i++) sigaction(ends[i], &end, NULL);
+    int ends[ENDS], count = ends_that_count(ends);
+    own_group = count < ENDS;
+    sigset_t blocked, before;  // until it is known to whom they are passed on
+    sigemptyset(&blocked);
+    for (int i = 0; i < count; i++) sigaddset(&blocked, ends[i]);
+    sigprocmask(SIG_BLOCK, &blocked, &before);
+    for (int i = 0; i < count; i++) sigaction(ends[i], &end, NULL);
     signal(SIGUSR1, on_word);
     signal(SIGCHLD, wake);
     pid_t parent = getpid(), child = fork();
     if (child == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        for (int i = 0; i < 3; i++) signal(ends[i], SIG_DFL);
+        if (own_group) setpgid(0, 0);
+        for (int i = 0; i < count; i++) signal(ends[i], SIG_DFL);
         signal(SIGUSR1, SIG_DFL);
+        sigprocmask(SIG_SETMASK, &before, NULL);
         if (getppid() == parent) execvp(words[0], words);
         error = errno;
         if (write(report[1], &error, sizeof error) < 0) error = 0;
         _exit(STATUS_USAGE);
     }
-    if (child < 0) return errno;
     mpirun = child;
+    sigprocmask(SIG_SETMASK, &before, NULL);
+    if (child < 0) return errno;
     close(report[1]);
     bool started = read(report[0], &error, sizeof error) <= 0;
     close(report[0]);

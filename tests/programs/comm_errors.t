@@ -92,6 +92,67 @@ if wanted "a killed launcher" && unshare -m --propagation private true 2>/dev/nu
     [ "$(grep -x '[0-9]*' "$out" | tr '\n' ' ')" = '8 4 ' ]
     report $? "a killed launcher's /dev/shm is cleared by the next; a run beside it keeps its own"
 fi
+# A signal's exit status is not that of a failed check, however it comes: to the launcher alone, to its
+# mpirun as well (Ctrl-C reaches the terminal's whole group), or from a rank that is killed before anybody
+# knows it.
+interrupts() {  # interrupts SIGNAL STATUS
+    wanted "interrupts $1" || return
+    # A shell without a terminal has what it starts in the background ignore SIGINT, and nohup SIGHUP.
+    perl -e '$SIG{$_} = "DEFAULT" for qw(INT TERM HUP); exec @ARGV' "$comm" --scenario late --timeout 60 \
+        >"$out" 2>"$err" &
+    launcher=$!
+    ranks_of $launcher 4 >/dev/null
+    sleep 0.5
+    kill -$1 $launcher
+    wait $launcher
+    status=$?
+    [ $status = $2 ] && [ ! -s "$err" ]
+    report $? "SIG$1 to the launcher is exit status $2"
+}
+interrupts INT 130
+interrupts TERM 143
+interrupts HUP 129
+
+# Under nohup, a terminal that is closed sends SIGHUP to its whole group and ends nothing; its Ctrl-C does.
+if wanted "nohup"; then
+    setsid perl -e '$SIG{HUP} = "IGNORE"; exec @ARGV' "$comm" --scenario late --timeout 60 >"$out" \
+        2>"$err" &
+    launcher=$!
+    ranks=$(ranks_of $launcher 4)
+    sleep 0.5
+    kill -HUP -- -$launcher
+    sleep 5  # mpirun, told so, takes 2.5 to end its ranks
+    kill -0 $ranks 2>"$work/gone"
+    alive=$?
+    kill -TERM $launcher
+    wait $launcher
+    status=$?
+    [ $alive = 0 ] && [ $status = 143 ] && [ ! -s "$err" ]
+    report $? "nohup keeps a run whose terminal is closed"
+fi
+if wanted "Ctrl-C under nohup"; then
+    cat >"$work/terminal" <<'PYTHON'
+import os, pty, signal, sys, time
+pid, terminal = pty.fork()
+if pid == 0:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.execv(sys.argv[1], sys.argv[1:])
+time.sleep(2)
+os.write(terminal, b"\x03")
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+PYTHON
+    run python3 "$work/terminal" "$comm" --scenario late --timeout 60
+    [ $? = 130 ]
+    report $? "Ctrl-C under nohup is exit status 130"
+fi
+
+# Whoever reads what is printed may pause (Ctrl-S, less): mpirun then outlives its ranks.
+if wanted "a reader that pauses"; then
+    timeout $limit "$comm" --scenario prints 2>"$err" | (sleep 8 && wc -l) >"$out"
+    status=${PIPESTATUS[0]}
+    [ $status = 0 ] && [ ! -s "$err" ] && [ "$(cat "$out")" = 3000 ]
+    report $? "a reader that pauses ends nothing: status $status, $(cat "$out") lines"
+fi
 [ "$only" = "*" ] || finish
 
 PATH=/nonexistent "$comm" >"$out" 2>"$err"
@@ -155,26 +216,6 @@ kill -TERM $(awk '{ print $NF }' <<<"$ranks")
 wait $launcher
 [ $? != 0 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'rank [0-3] was ended by SIGTERM; all ranks end' "$err"
 report $? "a rank that gets SIGTERM says so: $(cat "$err")"
-
-# A signal's exit status is not that of a failed check, however it comes: to the launcher alone, to its
-# mpirun as well (Ctrl-C reaches the terminal's whole group), or from a rank that is killed before anybody
-# knows it.
-interrupts() {  # interrupts SIGNAL STATUS
-    wanted "interrupts $1" || return
-    # A shell without a terminal has what it starts in the background ignore SIGINT.
-    perl -e '$SIG{INT} = "DEFAULT"; exec @ARGV' "$comm" --scenario late --timeout 60 >"$out" 2>"$err" &
-    launcher=$!
-    ranks_of $launcher 4 >/dev/null
-    sleep 0.5
-    kill -$1 $launcher
-    wait $launcher
-    status=$?
-    [ $status = $2 ] && [ ! -s "$err" ]
-    report $? "SIG$1 to the launcher is exit status $2"
-}
-interrupts INT 130
-interrupts TERM 143
-interrupts HUP 129
 
 "$comm" --scenario late --timeout 60 >"$out" 2>"$err" &
 launcher=$!

@@ -45,7 +45,8 @@ on_hosts() {
     local program=$1
     shift
     run "$work/agent" host1 "cd ${PWD@Q} && mpirun --quiet --allow-run-as-root --oversubscribe \
-        --bind-to none $settings -H host1:$each,host2:$each -n $((2 * each)) $as ${PWD@Q}/$build/$program $*"
+        --bind-to none $settings -H host1:$each,host2:$each -n $((2 * each)) $as \
+        ${PWD@Q}/$build/$program $*"
 }
 each=2 as=''
 crosses() {  # crosses NAME PROGRAM FLAGS…

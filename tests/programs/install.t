@@ -1,5 +1,5 @@
 #!/bin/bash
-# install.t: what make run and make test install, where apt-get is one that only writes what it was told. TAP.
+# install.t: what is installed, and how, where apt-get is one that only writes what it was told. TAP.
 # needs: build/corpus.txt
 . "$(dirname "$0")/tap.sh"
 bin=$work/bin

@@ -416,6 +416,7 @@ static void scenario(const char *name) {
     if (IS("grid-tp")) mesh_new((MeshShape){.dp = 1, .pp = 1, .cp = 1, .tp = 3, .ep = 1});
     if (IS("grid-ep")) mesh_new((MeshShape){.dp = 4, .pp = 1, .cp = 1, .tp = 1, .ep = 3});
     if (IS("status")) exit(comm_finish(me == odd ? STATUS_FAIL : STATUS_PASS));
+    for (int i = 0; IS("prints") && i < 3000; i++) say("%099d", i);  // more than a pipe holds
     if (IS("header")) {
         MeshShape shape = a_grid();
         Mesh mesh = mesh_new(shape);
