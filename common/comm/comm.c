@@ -299,7 +299,7 @@ void comm_start(int argc, char **argv, int natural) {
     if (comm.alone) return;
     if (!control_launched()) {
         char threads[16];
-        int share = (int)sysconf(_SC_NPROCESSORS_ONLN) / ranks;
+        int share = omp_get_num_procs() / ranks;
         snprintf(threads, sizeof threads, "%d", share > 1 ? share : 1);
         setenv("OMP_NUM_THREADS", threads, 0);
         fatal("%d ranks need mpirun: %s; --ranks 1 runs without it", ranks,
@@ -357,6 +357,7 @@ int comm_finish(int status) {
     // not 0.
     signal(SIGTERM, SIG_IGN);
     if (comm.rank == 0 && worst) launcher_hears();
+    control_part(comm.timeout);
     transport_finish();
     control_finish();
     return worst;

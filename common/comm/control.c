@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <mpi.h>
+#include <omp.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -76,34 +77,35 @@ const char *control_launch(int argc, char **argv, int ranks) {
     char **words = host_alloc(sizeof *words * (size_t)(BEFORE + argc));
     for (int i = 0; i < BEFORE; i++) words[i] = (char *)before[i];
     for (int i = 1; i <= argc; i++) words[BEFORE + i - 1] = argv[i];  // with the NULL at its end
-    tune(ranks > sysconf(_SC_NPROCESSORS_ONLN));
+    tune(ranks > omp_get_num_procs());  // of those that this process may use (docker --cpuset-cpus)
     int error = launch(words);
     free(words);
     return error == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(error);
 }
 
-// ---- the start of a rank: the others may be stopped, or gone before anybody knew them ----
+// ---- the start and the end of a rank: the others may be stopped, or gone, where nobody looks for them ----
 
 // What Open MPI itself maps of /dev/shm for each rank (btl_vader_segment_size, and what stands before it).
 enum { MPI_SHARED = (4 << 20) + (64 << 10), PATIENCE = 20 };  // seconds that a busy machine may take
 
 static char alone_too_long[160];
 
-static void on_no_meeting(int signal) {
+static void on_too_long(int signal) {
     (void)signal;
     if (control_claim() && write(STDERR_FILENO, alone_too_long, strlen(alone_too_long)) < 0)
         _exit(STATUS_USAGE);
     _exit(STATUS_USAGE);
 }
 
-// Waiting in MPI's own calls nobody looks for dead ranks, and no loop of ours counts the seconds.
-static void expect_meeting(double timeout) {
+// Waiting in MPI's own calls nobody looks for dead ranks, and no loop of ours counts the seconds. `done`:
+// what the others must have done by then, `to`: and what that is to a rank.
+static void expect_others(double timeout, const char *done, const char *to) {
     struct itimerval alarm = {.it_value = {.tv_sec = (time_t)timeout + PATIENCE}};
     snprintf(alone_too_long, sizeof alone_too_long,
-             "%s: rank %d: the ranks have not met in %.3g s (--timeout, and %d s to start): one is stopped "
+             "%s: rank %d: the ranks have not %s in %.3g s (--timeout, and %d s to %s): one is stopped "
              "or gone\n",
-             base_program(), base_rank(), timeout + PATIENCE, PATIENCE);
-    signal(SIGALRM, on_no_meeting);
+             base_program(), base_rank(), done, timeout + PATIENCE, PATIENCE, to);
+    signal(SIGALRM, on_too_long);
     setitimer(ITIMER_REAL, &alarm, NULL);
 }
 
@@ -149,7 +151,7 @@ void control_start(int *rank, int *ranks, double timeout) {
     if (environment_int("OMPI_COMM_WORLD_LOCAL_RANK") == 0)
         control_check_shared((double)MPI_SHARED * here, here);
     state.crowded = environment_int("OMPI_MCA_mpi_yield_when_idle");
-    expect_meeting(timeout);
+    expect_others(timeout, "met", "start");
     int provided;
     __lsan_disable();
     MPI_Init_thread(NULL, NULL, MPI_THREAD_FUNNELED, &provided);
@@ -221,6 +223,8 @@ void control_abort(int status) {
     _exit(status);
 }
 
+void control_part(double timeout) { expect_others(timeout, "left MPI", "end"); }
+
 void control_finish(void) {
     if (state.notice_request != MPI_REQUEST_NULL) {
         MPI_Cancel(&state.notice_request);
@@ -228,6 +232,7 @@ void control_finish(void) {
     }
     __lsan_do_leak_check();
     MPI_Finalize();
+    control_met();
     while (state.outgoing) {
         Outgoing *gone = state.outgoing;
         state.outgoing = gone->next;

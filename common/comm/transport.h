@@ -69,6 +69,8 @@ bool control_receive(Notice *notice, int *rank);
 bool control_claim(void);
 // Ends every rank now with this exit status. Does not return.
 void control_abort(int status);
+// Before the data plane's end and control_finish, which wait for the others: no longer than at the start.
+void control_part(double timeout);
 // The last call: nobody is missed afterwards.
 void control_finish(void);
 

@@ -2,6 +2,7 @@
 # comm_errors.t: what a user sees when ranks do not fit together, die or wait for each other. TAP.
 # needs: build/tests/test_comm
 # A pattern chooses among the scenarios.
+# slow: stops
 . "$(dirname "$0")/tap.sh"
 comm=$build/tests/test_comm
 limit=60  # seconds, after which it hangs
@@ -73,6 +74,20 @@ waits circle 4 'waits in send\(1024 f32 to rank .\), its call 1, in group world,
 
 waits skipped 4 'waits in (all_reduce\(1024 f32\), its call 1, .*for data|barrier.*for rank 0.*)' \
     --trust-calls
+
+# A container or a batch job may use a part of the machine's cores.
+if wanted "one core of several" && [ "$(getconf _NPROCESSORS_ONLN)" -gt 1 ]; then
+    env -u OMPI_MCA_mpi_yield_when_idle taskset -c "$(taskset -pc $$ | grep -o '[0-9]*$')" \
+        "$comm" --scenario killed-in-work --ranks 2 >"$out" 2>"$err" &  # none of the two is killed
+    launcher=$!
+    tr '\0' '\n' </proc/$(awk '{ print $1 }' <<<"$(ranks_of $launcher 2)")/environ >"$work/environ"
+    grep -q '^OMPI_MCA_mpi_yield_when_idle=1$' "$work/environ"
+    report $? "two ranks on one core of several let each other run"
+    kill -TERM $launcher
+    wait $launcher
+fi
+ends stops 2 'rank [013]: the ranks have not left MPI in 21 s \(--timeout, and 20 s to end\): one is stopped' \
+    --timeout 1
 
 if wanted status; then
     run "$comm" --scenario status

@@ -342,6 +342,15 @@ int sched_yield(void) {
     return away ? usleep(away) : (int)syscall(SYS_sched_yield);
 }
 
+// "stops": a rank is stopped when it has said that it leaves.
+static bool stops;
+int MPI_Finalize(void);
+int PMPI_Finalize(void);
+int MPI_Finalize(void) {
+    if (stops) raise(SIGSTOP);
+    return PMPI_Finalize();
+}
+
 static void scenario(const char *name) {
 #define IS(text) (!strcmp(name, text))
     Tensor t = tensor_of(F32, me, 1024), wide = tensor_of(F32, me, 1024 * n);
@@ -390,6 +399,7 @@ static void scenario(const char *name) {
     }
     away = IS("late-busy") ? 5000 : IS("late-starved") ? 2600000 : 0;
     if (IS("late") || IS("late-busy")) usleep(me == odd ? 60000000 : 0);
+    stops = IS("stops") && me == odd;
     if (IS("late-starved")) usleep(me == odd ? 6000000 : 0);
     if (IS("lost") && me == odd) comm_all_reduce(t, REDUCE_SUM, mesh_single().world);
     if (IS("killed") && me == odd) raise(SIGKILL);
