@@ -121,6 +121,8 @@ void checkpoint_check_owner(const char *folder, uint64_t run, bool older_fits);
 // The newest step-* folder in dir, or dir itself if it is a checkpoint; fatal if
 // neither. The caller frees it.
 char *checkpoint_newest(const char *dir);
+// The same, by all ranks at once; fatal unless they find the same.
+char *checkpoint_newest_of_all(const char *dir);
 // Reads the model's shape from DIR/config.json into *config (layers, hidden, … tied, rope, norm_eps),
 // and leaves the rest of *config, seq and dtype among it, alone; fatal, naming the key, on anything that
 // is not a Llama this program can train. What else the folder says (max positions, token ids,

@@ -227,3 +227,16 @@ char *checkpoint_newest(const char *dir) {
     CHECK(newest, "%s holds no checkpoint: neither config.json nor a folder step-* with one", dir);
     return newest;
 }
+
+// A run may be saving there, and a host may see an older state of a folder that it shares.
+char *checkpoint_newest_of_all(const char *dir) {
+    char *newest = checkpoint_newest(dir);
+    const char *name = strrchr(newest, '/');
+    double step = (double)step_of(name ? name + 1 : newest);
+    double most = comm_max(step, comm_world()), least = -comm_max(-step, comm_world());
+    CHECK(most == least,
+          "%s: step %.0f is the newest that one rank sees, and step %.0f that another sees: name one of "
+          "its folders, which no run is about to replace",
+          dir, most, least);
+    return newest;
+}

@@ -141,8 +141,16 @@ if unshare -m --propagation private true 2>/dev/null; then
     one_line $status -F "--save $work/apart: rank 1 does not see what rank 0 makes there: a folder" &&
         ! grep -q '^step' "$out" && [ -z "$(ls -A "$work/apart")" ]
     report $? "a folder that one rank does not see: its sentence before any step, and nothing is left"
+    mkdir "$work/earlier" && cp -r "$work/ours/deeper/step-000016" "$work/earlier/"
+    run mpirun --quiet --oversubscribe --allow-run-as-root -n 2 unshare -m --propagation private \
+        sh -c '[ $OMPI_COMM_WORLD_RANK = 0 ] || mount --bind "$0" "$1" && shift && exec "$@"' \
+        "$work/earlier" "$work/ours/deeper" "$build/../02_zero/zero3" --resume "$work/ours/deeper" \
+        ${to30/--grad-acc 2/--grad-acc 1} --dtype f32 --no-check
+    one_line $status -F 'deeper: step 20 is the newest that one rank sees, and step 16 that another sees' &&
+        ! grep -q '^step' "$out"
+    report $? "ranks that see other checkpoints: one sentence before any step"
 else
-    echo "# SKIP a folder that one rank does not see: no mount namespaces here"
+    echo "# SKIP folders that ranks do not see alike: no mount namespaces here"
 fi
 
 # Rank 1 may write no more, once the first checkpoint is there.
