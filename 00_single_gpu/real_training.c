@@ -148,9 +148,12 @@ static void show_sample(Trainer *t, Techniques baseline) {
     if (!length) return;
     bool alone = t->model->mesh.world.size == 1;
     Model *one = alone ? t->model : gather_model(t);
+    double timeout = comm_set_timeout(INFINITY);  // the others wait however long it takes
     if (alone) generate(t, one, length);
     else if (one) generate_with(t, one, baseline, length);
     if (one && !alone) model_free(one);
+    if (!alone) comm_wait(comm_barrier(t->model->mesh.world));
+    comm_set_timeout(timeout);
 }
 
 // ---- on one device: what it counted, by the closed formulas ----
