@@ -83,7 +83,7 @@ const char *control_launch(int argc, char **argv, int ranks) {
     return error == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(error);
 }
 
-// ---- the start and the end of a rank: the others may be stopped, or gone, where nobody looks for them ----
+// ---- the start and the end of a rank: the others may be stopped or gone, and nobody looks for them ----
 
 // What Open MPI itself maps of /dev/shm for each rank (btl_vader_segment_size, and what stands before it).
 enum { MPI_SHARED = (4 << 20) + (64 << 10), PATIENCE = 20 };  // seconds that a busy machine may take

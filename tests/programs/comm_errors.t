@@ -86,8 +86,12 @@ if wanted "one core of several" && [ "$(getconf _NPROCESSORS_ONLN)" -gt 1 ]; the
     kill -TERM $launcher
     wait $launcher
 fi
-ends stops 2 'rank [013]: the ranks have not left MPI in 21 s \(--timeout, and 20 s to end\): one is stopped' \
-    --timeout 1
+if wanted stops; then  # mpirun may fall over the rank that it has to end (Open MPI 4.1.4), and say so
+    run "$comm" --scenario stops --timeout 1
+    [ $? = 2 ] && head -n 1 "$err" | grep -q \
+        'the ranks have not left MPI in 21 s (--timeout, and 20 s to end): one is stopped or gone'
+    report $? "stops: $(head -n 1 "$err")"
+fi
 
 if wanted status; then
     run "$comm" --scenario status

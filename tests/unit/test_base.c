@@ -1,5 +1,4 @@
 // test_base.c: options, errors, progress, and the start on the right BLAS kernel.
-#include <fcntl.h>
 #include <pty.h>
 #include <stdlib.h>
 #include <string.h>
@@ -410,69 +409,6 @@ static void large_buffers_are_touched_once(void **state) {
         fail_msg("page faults: %ld, %ld, %ld", faults[0], faults[1], faults[2]);
 }
 
-// While `kernel` names a folder, files of the kernel's are those below it. It takes the place of the C
-// library's in this program.
-static const char *kernel;
-
-FILE *fopen(const char *path, const char *mode) {
-    char moved[512] = "";
-    if (kernel && (!strncmp(path, "/proc/", 6) || !strncmp(path, "/sys/", 5)))
-        snprintf(moved, sizeof moved, "%s%s", kernel, path);
-    int file =
-        open(*moved ? moved : path, strchr(mode, 'w') ? O_WRONLY | O_CREAT | O_TRUNC : O_RDONLY, 0666);
-    return file < 0 ? NULL : fdopen(file, mode);
-}
-
-// A kernel's file below the folder.
-static void kernel_says(const char *folder, const char *path, const char *text) {
-    char *command =
-        format_text("mkdir -p $(dirname %s%s) && printf '%s' >%s%s", folder, path, text, folder, path);
-    assert_int_equal(system(command), 0);
-    free(command);
-}
-
-// The least of what a process's cgroup and those around it leave counts, by either version's files. What a
-// container sees of its cgroups may begin below the path that the kernel names.
-static void memory_of_cgroups_is_counted(void **state) {
-    (void)state;
-    static const struct {
-        const char *file, *text;
-        double left;  // from then on
-    } said[] = {
-        {"/proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n", 8192000},
-        {"/proc/self/cgroup", "4:cpu,cpuacct:/\n3:memory:/job/step\n0::/user/run\n", 8192000},
-        {"/sys/fs/cgroup/memory.max", "max\n", 8192000},
-        {"/sys/fs/cgroup/memory.current", "7000000\n", 8192000},
-        {"/sys/fs/cgroup/user/memory.max", "5000000\n", 8192000},
-        {"/sys/fs/cgroup/user/memory.current", "1000000\n", 4000000},
-        {"/sys/fs/cgroup/user/memory.stat", "file 9\ninactive_file 500000\n", 4500000},
-        {"/sys/fs/cgroup/user/run/memory.current", "600000\n", 4500000},
-        {"/sys/fs/cgroup/user/run/memory.max", "4600000\n", 4000000},
-        {"/sys/fs/cgroup/memory/memory.usage_in_bytes", "1000000\n", 4000000},
-        {"/sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n", 4000000},
-        {"/sys/fs/cgroup/memory/memory.limit_in_bytes", "4500000\n", 3500000},
-        {"/sys/fs/cgroup/memory/job/step/memory.usage_in_bytes", "2000000\n", 3500000},
-        {"/sys/fs/cgroup/memory/job/step/memory.limit_in_bytes", "5000000\n", 3000000},
-        {"/sys/fs/cgroup/memory/job/step/memory.stat", "inactive_file 7000\ntotal_inactive_file 200000\n",
-         3200000},
-        {"/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2000000\n", 3200000},
-        {"/sys/fs/cgroup/memory/job/memory.usage_in_bytes", "2000000\n", 0},
-    };
-    char folder[] = "/tmp/test_base.XXXXXX";
-    assert_non_null(mkdtemp(folder));
-    for (size_t i = 0; i < sizeof said / sizeof *said; i++) {
-        kernel_says(folder, said[i].file, said[i].text);
-        kernel = folder;
-        double left = host_memory_left();
-        kernel = NULL;
-        if (left != said[i].left)
-            fail_msg("with %s %.0f bytes are left, not %.0f", said[i].file, left, said[i].left);
-    }
-    char *command = format_text("rm -r %s", folder);
-    assert_int_equal(system(command), 0);
-    free(command);
-}
-
 static void out_of_host_memory_is_said(void *context) {
     (void)context;
     free(host_alloc((size_t)1 << 62));
@@ -515,7 +451,6 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_pin_below_the_processor_is_obeyed_and_warned_of_once),
 #if !defined(__SANITIZE_ADDRESS__)
         cmocka_unit_test(large_buffers_are_touched_once),
-        cmocka_unit_test(memory_of_cgroups_is_counted),
         cmocka_unit_test(host_memory_is_never_null),
 #endif
     };
