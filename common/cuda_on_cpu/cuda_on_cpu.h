@@ -25,9 +25,8 @@
 // Memory is full of 0xff bytes (NaN in every floating format) before its first use.
 //
 // Not here: several devices, real asynchrony (all calls finish before they return), printf ordering,
-// __device__ variables, textures, cooperative groups, PTX but that of cuda/instructions.h and
-// cuda/instructions_hopper.h. Values are those of the CPU's libm, which may differ from a GPU's in the last
-// bit.
+// __device__ variables, textures, cooperative groups, PTX but that of cuda/instructions*.h. Values are those
+// of the CPU's libm, which may differ from a GPU's in the last bit.
 //
 // How an access is seen: g++ -fsanitize=thread calls __tsan_read4(address) and its kin before each load and
 // store; cuda_on_cpu_memory.cc defines these functions in place of that sanitizer's library. A .cu file is
