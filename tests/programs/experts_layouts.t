@@ -26,7 +26,7 @@ layout "tp 2, ep 4, DeepSeek, shared experts" --tp 2 --sp --ep 4 --moe deepseek 
     --expert-groups 4 --groups-kept 2 --recompute selective
 # ---- ZeRO-3: experts' weights come with their block's ----
 layout "zero 3, ep 2" --zero 3
-layout "zero 3, ep 4, full, tied, 3 micro-batches" --zero 3 --ep 4 --recompute full --tied --grad-acc 3
+layout "zero 3, ep 2, full, tied, 3 micro-batches" --zero 3 --ep 2 --recompute full --tied --grad-acc 3
 layout "zero 3, tp 2, ep 2, AdamW" --zero 3 --ranks 8 --tp 2 --sp --optimizer adamw --lr 0.001
 # ---- stages ----
 layout "pp 2, ep 2" --pp 2
