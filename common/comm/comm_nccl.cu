@@ -18,6 +18,7 @@
 // for the other ranks, and nobody looks meanwhile. They have all given their notices by then, as a rule; if
 // one is lost nevertheless, a timer ends this rank after twice --timeout (call_begin), or mpirun ends it
 // when it hears of a death. What waits on the device is looked at by transport_poll.
+#include <math.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -76,26 +77,29 @@ static void give_up(int signal) {
     _exit(STATUS_USAGE);
 }
 
-static void set_timer(double seconds) {
-    struct itimerval timer = {};
-    timer.it_value.tv_sec = (time_t)seconds;
-    timer.it_value.tv_usec = (suseconds_t)((seconds - (double)timer.it_value.tv_sec) * 1e6);
-    setitimer(ITIMER_REAL, &timer, NULL);
-}
+// What was watched before, and by whom: the end of a run is, around all of transport_finish (control_part).
+static struct itimerval watched;
+static void (*watcher)(int);
 
 void call_begin(void) {
     double timeout = comm_set_timeout(0);
     comm_set_timeout(timeout);
-    if (!*gone) {
+    if (!*gone)
         snprintf(gone, sizeof gone,
                  "%s: rank %d: NCCL waits for a rank that does not come (twice --timeout)\n",
                  base_program(), base_rank());
-        signal(SIGALRM, give_up);
-    }
-    set_timer(2 * timeout);
+    struct itimerval timer = {};
+    const double seconds = fmin(2 * timeout, 2e9);
+    timer.it_value.tv_sec = (time_t)seconds;
+    timer.it_value.tv_usec = (suseconds_t)((seconds - floor(seconds)) * 1e6);
+    watcher = signal(SIGALRM, give_up);
+    setitimer(ITIMER_REAL, &timer, &watched);
 }
 
-void call_end(void) { set_timer(0); }
+void call_end(void) {
+    setitimer(ITIMER_REAL, &watched, NULL);
+    signal(SIGALRM, watcher);
+}
 
 // ---- events ----
 

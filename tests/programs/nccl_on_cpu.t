@@ -21,6 +21,11 @@ for lost in KILL STOP; do
         one_line 2 -E 'rank 1 has died|rank 0: NCCL waits for a rank that does not come'
     report $? "a rank lost inside NCCL: SIG$lost: $(cat "$err")"
 done
+if wanted stops; then
+    run $nccl/tests/test_comm --scenario stops --timeout 1
+    [ $status != 0 ] && [ $status != 124 ] && head -n 1 "$err" | grep -q 'the ranks have not left MPI in 21 s'
+    report $? "stops: $(head -n 1 "$err")"
+fi
 [ $# = 0 ] || [ $count = 0 ] || finish
 
 programs="test_comm test_comm_requests test_comm_clock test_lines"
