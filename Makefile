@@ -119,7 +119,7 @@ help:
 	@echo '                N=40 SEED=2: others'
 	@echo 'make threads    programs of many ranks under ThreadSanitizer'
 	@echo 'make bench      the figures of merit of this machine, each beside its target: a table per chapter,'
-	@echo '                5 to 10 minutes; make bench-collectives: collectives beside MPI'"'"'s own, 1 kB to 64 MB'
+	@echo '                5 minutes; make bench-collectives: collectives beside MPI'"'"'s own, 1 kB to 64 MB'
 	@echo 'make all        programs and tests, not run; make programs, make tests: one of the two'
 	@echo 'make mutants    plants each known bug in a copy, and demands that a test turns red; M=zero3: those'
 	@echo '                of that name'

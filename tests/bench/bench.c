@@ -1,12 +1,17 @@
 // bench.c: the figures of merit of one device, each beside its target. `make bench` runs it.
 //
 // A share compares with OpenBLAS's SGEMM (2048 x 2048, f32, same kernel and threads), timed right before
-// and right after each step, since the speed of a shared machine drifts; what doubling a size does is
-// measured on steps that take turns. figures.h has the form of a line.
+// and right after each step, since the speed of a shared machine drifts. Whatever else is compared takes
+// turns, step by step: with PyTorch's steps, those in bf16, those of a doubled size. figures.h has the form
+// of a line, and says how many pairs a row takes.
 #include <math.h>
+#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "00_single_gpu/formulas.h"
 #include "figures.h"
@@ -23,12 +28,12 @@ typedef struct Sgemm {
     Tensor a, b, c;
 } Sgemm;
 
-enum { SGEMM_SIZE = 2048, MOST_PAIRS = 64 };
+enum { SGEMM_SIZE = 2048, PRODUCTS = 3 };
 
 static double sgemm_rate(const Sgemm *g) {
     double start = wall_seconds();
-    op_matmul(g->c, g->a, g->b, false, false, 0);
-    return 2.0 * SGEMM_SIZE * SGEMM_SIZE * SGEMM_SIZE / (wall_seconds() - start);
+    for (int i = 0; i < PRODUCTS; i++) op_matmul(g->c, g->a, g->b, false, false, 0);
+    return 2.0 * PRODUCTS * SGEMM_SIZE * SGEMM_SIZE * SGEMM_SIZE / (wall_seconds() - start);
 }
 
 static Sgemm sgemm_new(void) {
@@ -45,39 +50,113 @@ static void sgemm_free(Sgemm *g) {
     tensor_free(&g->c);
 }
 
-// Counted FLOPs of a training step over its time, as a share of SGEMM's rate around it.
-static void share_of_sgemm(const char *name, const char *text, int pairs, double target) {
-    Config c = shape(text);
-    Sgemm g = sgemm_new();
-    Trainer *t = trainer_new(&c, mesh_single(), NULL);
-    train_step(t, NULL);  // the first step also allocates
-    sgemm_rate(&g);
-    double shares[MOST_PAIRS], tokens[MOST_PAIRS], rates[MOST_PAIRS], after = sgemm_rate(&g);
-    Missing missing = {.operations = 0};
-    for (int i = 0; i < pairs; i++) {
-        const double before = after;
-        clock_reset();
-        double start = wall_seconds();
-        train_step(t, NULL);
-        double seconds = wall_seconds() - start, flops = clock_total().flops;
-        missing_add(&missing, seconds, before);
-        after = sgemm_rate(&g);
-        rates[i] = (before + after) / 2;
-        shares[i] = flops / seconds / rates[i];
-        tokens[i] = (double)(c.micro_batch * c.seq) / seconds;
-    }
-    figure(name, shares, pairs, "of-sgemm", target);
-    say("  %s: %.0f tokens/s, SGEMM %.0f GFLOP/s", text, median(tokens, pairs),
-        1e-9 * median(rates, pairs));
-    if (median(shares, pairs) < target) missing_say(&missing);
-    trainer_free(t);
-    sgemm_free(&g);
-}
-
 static double step_seconds(Trainer *t) {
     double start = wall_seconds();
     train_step(t, NULL);
     return wall_seconds() - start;
+}
+
+// ---- PyTorch, in a process of its own ----
+
+// bench_torch_cpu.py: for each line that it reads it makes a step, and answers with its tokens/s.
+typedef struct Torch {
+    int ask;
+    FILE *answer;
+    char line[128];
+    pid_t process;
+} Torch;
+
+static const char *torch_answer(Torch *torch) {
+    CHECK(fgets(torch->line, sizeof torch->line, torch->answer), "PyTorch has ended before its answer");
+    torch->line[strcspn(torch->line, "\n")] = '\0';
+    return torch->line;
+}
+
+static Torch torch_new(const char *script, const char *text) {
+    int ends[2];
+    char threads[16];
+    snprintf(threads, sizeof threads, "%d", omp_get_max_threads());
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "no socket for PyTorch");
+    Torch torch = {.ask = ends[0], .answer = fdopen(ends[0], "r"), .process = fork()};
+    CHECK(torch.process >= 0 && torch.answer, "no process for PyTorch");
+    if (torch.process == 0) {
+        dup2(ends[1], STDIN_FILENO), dup2(ends[1], STDOUT_FILENO);
+        unsetenv("OPENBLAS_CORETYPE");  // ours
+        execlp("python3", "python3", script, text, threads, NULL);
+        _exit(STATUS_USAGE);
+    }
+    close(ends[1]);
+    return torch;
+}
+
+// Threads that wait spin for some 15 ms before they sleep, ours as PyTorch's: who has the next turn finds
+// the cores idle.
+static void settle(void) { usleep(30000); }
+
+static double torch_tokens_per_second(Torch *torch) {
+    settle();
+    CHECK(send(torch->ask, "\n", 1, MSG_NOSIGNAL) == 1, "PyTorch has ended");
+    double tokens = atof(torch_answer(torch));
+    settle();
+    return tokens;
+}
+
+static void torch_free(Torch *torch) {
+    fclose(torch->answer);  // which is also the end of its input
+    waitpid(torch->process, NULL, 0);
+}
+
+// ---- rows ----
+
+// Counted FLOPs of a training step over its time, as a share of SGEMM's rate around it; with `script`, also
+// its tokens/s beside PyTorch's.
+static void training(const char *size, const char *text, double seconds, double target, const char *script,
+                     double torch_target) {
+    Config c = shape(text);
+    Torch torch = {.ask = -1};
+    if (script) torch = torch_new(script, text);  // prepares itself meanwhile
+    Sgemm g = sgemm_new();
+    Trainer *t = trainer_new(&c, mesh_single(), NULL);
+    train_step(t, NULL);  // the first step also allocates
+    sgemm_rate(&g);
+    char about[128] = "";
+    if (script) snprintf(about, sizeof about, "%s", torch_answer(&torch));
+    double shares[MOST_PAIRS], tokens[MOST_PAIRS], rates[MOST_PAIRS];
+    double ratios[MOST_PAIRS], torch_tokens[MOST_PAIRS];
+    Missing missing = {.operations = 0};
+    int pairs = 0;
+    const double start = wall_seconds();
+    for (bool more = true; more; pairs++) {
+        const bool torch_first = pairs % 2 == 0;
+        if (script && torch_first) torch_tokens[pairs] = torch_tokens_per_second(&torch);
+        const double before = sgemm_rate(&g);
+        clock_reset();
+        const double took = step_seconds(t), flops = clock_total().flops;
+        missing_add(&missing, took, before);
+        rates[pairs] = (before + sgemm_rate(&g)) / 2;
+        shares[pairs] = flops / took / rates[pairs];
+        tokens[pairs] = (double)(c.micro_batch * c.seq) / took;
+        if (script && !torch_first) torch_tokens[pairs] = torch_tokens_per_second(&torch);
+        if (script) ratios[pairs] = tokens[pairs] / torch_tokens[pairs];
+        const double passed = wall_seconds() - start;
+        more = !measured(shares, pairs + 1, passed, seconds) ||
+               (script && !measured(ratios, pairs + 1, passed, seconds));
+    }
+    char *name = format_text("train-%s", size), *beside = format_text("torch-%s", size);
+    figure(name, shares, pairs, "of-sgemm", target);
+    say("  %s: %.0f tokens/s, SGEMM %.0f GFLOP/s", text, median(tokens, pairs),
+        1e-9 * median(rates, pairs));
+    bool is_short = median(shares, pairs) < target;
+    if (script) {
+        figure(beside, ratios, pairs, "x-torch", torch_target);
+        say("  %s: %.0f tokens/s", about, median(torch_tokens, pairs));
+        is_short |= median(ratios, pairs) < torch_target;
+        torch_free(&torch);
+    }
+    if (is_short) missing_say(&missing);
+    free(name), free(beside);
+    trainer_free(t);
+    sgemm_free(&g);
 }
 
 // What multiplies bf16, and how fast beside f32, at the size of a feed-forward layer's product.
@@ -109,7 +188,7 @@ static void multiply_rates(const Config *c) {
 
 // tokens/s in bf16 over those in f32, in turns. What is missing is what operations take beyond
 // 1 / target of their time in f32.
-static void bf16_beside_f32(const char *name, const char *text, int pairs, double target) {
+static void bf16_beside_f32(const char *name, const char *text, double limit, double target) {
     char *bf16_text = format_text("%s dtype=bf16", text);
     Config f32 = shape(text), bf16 = shape(bf16_text);
     free(bf16_text);
@@ -118,16 +197,19 @@ static void bf16_beside_f32(const char *name, const char *text, int pairs, doubl
     double ratios[MOST_PAIRS], tokens[MOST_PAIRS];
     Missing missing = {.operations = 0};
     train_step(wide, NULL), train_step(narrow, NULL);
-    for (int i = 0; i < pairs; i++) {
+    int pairs = 0;
+    const double start = wall_seconds();
+    for (; !measured(ratios, pairs, wall_seconds() - start, limit); pairs++) {
         double seconds[2];
-        for (int step = 0; step < 2; step++) {
+        for (int turn = 0; turn < 2; turn++) {
+            const bool in_bf16 = turn != pairs % 2;
             clock_reset();
-            seconds[step] = step_seconds(step ? narrow : wide);
-            if (step) missing_add(&missing, seconds[1], INFINITY);
+            seconds[in_bf16] = step_seconds(in_bf16 ? narrow : wide);
+            if (in_bf16) missing_add(&missing, seconds[1], INFINITY);
             else missing_add_weighted(&missing, seconds[0], INFINITY, -1 / target);
         }
-        ratios[i] = seconds[0] / seconds[1];
-        tokens[i] = (double)(f32.micro_batch * f32.seq) / seconds[1];
+        ratios[pairs] = seconds[0] / seconds[1];
+        tokens[pairs] = (double)(f32.micro_batch * f32.seq) / seconds[1];
     }
     figure(name, ratios, pairs, "of-f32", target);
     say("  %s: %.0f tokens/s in bf16", text, median(tokens, pairs));
@@ -140,20 +222,22 @@ static void bf16_beside_f32(const char *name, const char *text, int pairs, doubl
 // Steps of one shape beside steps of the same, doubled: time beside the formula's FLOPs, kept bytes beside
 // the formula's bytes.
 static void doubling(const char *size, const Config *base, const Config *doubled) {
-    enum { PAIRS = 9 };
+    static const double LIMIT = 2;  // seconds
     Trainer *one = trainer_new(base, mesh_single(), NULL), *two = trainer_new(doubled, mesh_single(), NULL);
     step_seconds(one), step_seconds(two);
-    double ratio[PAIRS], after = step_seconds(one);
-    for (int i = 0; i < PAIRS; i++) {
+    double ratios[MOST_PAIRS], after = step_seconds(one);
+    int pairs = 0;
+    const double start = wall_seconds();
+    for (; !measured(ratios, pairs, wall_seconds() - start, LIMIT); pairs++) {
         const double before = after, twice = step_seconds(two);
         after = step_seconds(one);
-        ratio[i] = 2 * twice / (before + after);
+        ratios[pairs] = 2 * twice / (before + after);
     }
     char name[32];
     double flops =
         config_step_flops(doubled, doubled->micro_batch) / config_step_flops(base, base->micro_batch);
     snprintf(name, sizeof name, "double-%s-time", size);
-    figure_line(name, ratio, PAIRS, "x", flops, fabs(median(ratio, PAIRS) / flops - 1) < 0.25);
+    figure_line(name, ratios, pairs, "x", flops, fabs(median(ratios, pairs) / flops - 1) < 0.25);
     int64_t kept = kept_activation_bytes(base), kept_twice = kept_activation_bytes(doubled);
     double bytes = (double)two->kept_bytes / (double)one->kept_bytes;
     snprintf(name, sizeof name, "double-%s-kept-bytes", size);
@@ -175,8 +259,8 @@ static void growth(void) {
 }
 
 // The account beside what the kernel says that the process really holds.
-static void memory_is_the_account(void) {
-    Config c = shape("layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=8");
+static void memory_is_the_account(const char *text) {
+    Config c = shape(text);
     struct rusage before, after;
     getrusage(RUSAGE_SELF, &before);
     Trainer *t = trainer_new(&c, mesh_single(), NULL);
@@ -192,55 +276,24 @@ static void memory_is_the_account(void) {
     trainer_free(t);
 }
 
-// What bench_torch_cpu.py asks for: a step of a shape for each line that comes in, and its tokens/s by the
-// clock of this process; at the end what is missing.
-static void tokens_per_second(char *text) {
-    for (char *comma = text; (comma = strchr(comma, ',')); comma++) *comma = ' ';
-    Config c = shape(text);
-    c.kv_heads = c.heads;
-    Sgemm g = sgemm_new();
-    Trainer *t = trainer_new(&c, mesh_single(), NULL);
-    Missing missing = {.operations = 0};
-    train_step(t, NULL);  // the first step also allocates
-    sgemm_rate(&g);
-    say("ready");
-    for (int letter; (letter = getchar()) != EOF;) {
-        if (letter != '\n') continue;
-        double rate = sgemm_rate(&g);
-        clock_reset();
-        double seconds = step_seconds(t);
-        missing_add(&missing, seconds, rate);
-        say("%.6g tokens/s", (double)(c.micro_batch * c.seq) / seconds);
-    }
-    missing_say(&missing);
-    trainer_free(t);
-    sgemm_free(&g);
-}
-
 int main(int argc, char **argv) {
     base_start(argc, argv);
-    char *only = NULL;
+    const char *script = NULL;
     Option options[] = {
-        {"tokens-per-second", OPTION_TEXT, &only, NULL, 0, 0, "SHAPE",
-         "nothing but that of a shape, as layers=6,hidden=384,…: a step for each line of input", false},
+        {"torch", OPTION_TEXT, &script, NULL, 0, 0, "FILE", "bench_torch_cpu.py: PyTorch beside training",
+         false},
     };
     options_parse(argc, argv, "One device's figures of merit, each beside its target.", options,
                   sizeof options / sizeof *options);
-    if (only) {
-        tokens_per_second(only);
-        return 0;
-    }
+    static const char *const l6 =
+        "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=8";
+    static const char *const l12 =
+        "layers=12 hidden=768 heads=12 kv-heads=12 ffn=2048 vocab=32000 seq=256 micro-batch=4";
     say("%s", backend_text());
-    memory_is_the_account();  // first: later cases would have raised the process's peak already
-    share_of_sgemm("train-L6-h384",
-                   "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=8", 15,
-                   0.86);
-    share_of_sgemm("train-L12-h768",
-                   "layers=12 hidden=768 heads=12 kv-heads=12 ffn=2048 vocab=32000 seq=256 micro-batch=4",
-                   7, 0.9);
-    bf16_beside_f32("train-bf16-L6-h384",
-                    "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 micro-batch=8", 9,
-                    1.4);
+    memory_is_the_account(l6);  // first: later cases would have raised the process's peak already
+    training("L6-h384", l6, 15, 0.86, script, 1.4);
+    training("L12-h768", l12, 30, 0.9, script, 1.3);
+    bf16_beside_f32("train-bf16-L6-h384", l6, 8, 1.4);
     growth();
     return 0;
 }

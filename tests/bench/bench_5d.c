@@ -47,10 +47,11 @@ int main(int argc, char **argv) {
     int layouts = layouts_here(layout);
     Trainer *trainer[MOST_LAYOUTS];
     for (int i = 0; i < layouts; i++) trainer[i] = trainer_of(layout[i]);
-    double share[MOST_LAYOUTS][ROUNDS];
+    double share[MOST_LAYOUTS][MOST_PAIRS];
     Missing missing[MOST_LAYOUTS];
-    shares_of_sgemm(share, missing, trainer, layouts, comm_world());
+    const int rounds = shares_of_sgemm(share, missing, trainer, layouts, comm_world());
     for (int i = 0; i < layouts; i++)
-        bench_line(layout[i]->name, comm_ranks(), share[i], &missing[i], "of-sgemm", layout[i]->target);
+        bench_line(layout[i]->name, comm_ranks(), share[i], rounds, &missing[i], "of-sgemm",
+                   layout[i]->target);
     return comm_finish(0);
 }

@@ -14,7 +14,9 @@
 #include "tensor/ops.h"
 #include "tensor/rng.h"
 
-enum { HEADS = 6, HEAD_SIZE = 64, MOST_PAIRS = 15 };
+enum { HEADS = 6, HEAD_SIZE = 64 };
+
+static const double LIMIT = 1;  // seconds
 
 typedef struct Bench {
     AttentionShape at;
@@ -91,19 +93,29 @@ int main(int argc, char **argv) {
     static const int64_t lengths[] = {256, 1024, 4096};
     for (int length = 0; length < 3; length++) {
         const int64_t s = lengths[length];
-        const int pairs = s > 2000 ? 5 : MOST_PAIRS;
         Bench it;
         bench_start(&it, s);
+        double peak[2], warm[2];
+        for (int w = 0; w < 2; w++) {
+            const int64_t before = memory_account().now_total;
+            memory_reset_peak();
+            way[w](&it, warm);
+            peak[w] = (double)(memory_account().peak_total - before);
+        }
         double seconds[2][2][MOST_PAIRS], ratio[2][MOST_PAIRS];
-        for (int i = -1; i < pairs; i++) {  // the first warms up
+        int pairs = 0;
+        const double start = wall_seconds();
+        for (bool more = true; more; pairs++) {
             double took[2][2];
             for (int turn = 0; turn < 2; turn++) {
-                int w = i % 2 ? 1 - turn : turn;
+                int w = pairs % 2 ? 1 - turn : turn;
                 way[w](&it, took[w]);
             }
-            for (int p = 0; p < 2 && i >= 0; p++) {
-                for (int w = 0; w < 2; w++) seconds[w][p][i] = took[w][p];
-                ratio[p][i] = took[1][p] / took[0][p];
+            more = false;
+            for (int p = 0; p < 2; p++) {
+                for (int w = 0; w < 2; w++) seconds[w][p][pairs] = took[w][p];
+                ratio[p][pairs] = took[1][p] / took[0][p];
+                more |= !measured(ratio[p], pairs + 1, wall_seconds() - start, LIMIT);
             }
         }
         for (int p = 0; p < 2; p++) {
@@ -117,14 +129,8 @@ int main(int argc, char **argv) {
             say("bench attention-flash-%s-s%lld %.4g of-stored-scores' time   quartiles %.4g %.4g", pass[p],
                 (long long)s, middle, ratio[p][pairs / 4], ratio[p][pairs - 1 - pairs / 4]);
         }
-        for (int w = 0; w < 2; w++) {
-            double took[2];
-            int64_t before = memory_account().now_total;
-            memory_reset_peak();
-            way[w](&it, took);
-            say("bench attention-%s-peak-s%lld %s", name[w], (long long)s,
-                bytes_text((double)(memory_account().peak_total - before)));
-        }
+        for (int w = 0; w < 2; w++)
+            say("bench attention-%s-peak-s%lld %s", name[w], (long long)s, bytes_text(peak[w]));
         bench_free(&it);
     }
     return 0;

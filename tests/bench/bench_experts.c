@@ -4,12 +4,13 @@
 // What is measured is how fast experts compute and tokens are sent, not how well a router has learned to
 // deal them out: left alone, it sends one rank twice the mean within a few steps, and the other rank waits.
 // So the load is balanced by load_balance's bias in the choice, for SETTLE steps before the first that
-// counts, and weights stay as they are. What the busier rank still has above the mean is printed.
+// counts, and weights stay as they are: in a layer the busier rank then has some 7 % more rows than the
+// mean, at first 13 %. What it has above the mean over all layers is printed.
 #include "06_expert_parallel/expert_parallel.h"
 #include "yardstick.h"
 
-enum { MODELS = 2, SETTLE = 64 };
-#define SHAPE_OF_BOTH \
+enum { MODELS = 2, SETTLE = 10 };
+#define SHAPE_OF_BOTH                                                                              \
     "layers=4 hidden=256 heads=4 kv-heads=4 vocab=256 seq=256 dtype=f32 warmup=1 steps=1000 lr=0 " \
     "micro-batch=4 grad-acc=2 "
 
@@ -37,7 +38,7 @@ int main(int argc, char **argv) {
         c.dp = mesh.dp.size;
         c.ep = i ? 1 : mesh.ep.size;
         config_set(&c, "zero", 0);
-        config_set(&c, "balance-bias", i ? 0 : 0.005);
+        config_set(&c, "balance-bias", i ? 0 : 0.01);
         trainer[i] = trainer_new(&c, mesh, i ? tensor_layouts : balanced);
     }
     for (int step = 0; step < SETTLE; step++) train_step(trainer[0], NULL);
@@ -45,14 +46,14 @@ int main(int argc, char **argv) {
     for (int i = 0; i < x->ep.size; i++) x->to[i] = 0;
     train_step(trainer[0], NULL);
     double above = busier(x) - 1;  // of this one step
-    double share[MODELS][ROUNDS], ratio[ROUNDS], target = 0.85;
+    double share[MODELS][MOST_PAIRS], ratio[MOST_PAIRS], target = 0.85;
     Missing missing[MODELS];
-    shares_of_sgemm(share, missing, trainer, MODELS, mesh.world);
-    for (int i = 0; i < ROUNDS; i++) ratio[i] = share[0][i] / share[1][i];
+    const int rounds = shares_of_sgemm(share, missing, trainer, MODELS, mesh.world);
+    for (int i = 0; i < rounds; i++) ratio[i] = share[0][i] / share[1][i];
     char *name = format_text("experts-L4-h256-%d-ranks", mesh.ep.size);
-    figure(name, ratio, ROUNDS, "of-dense", target);
+    figure(name, ratio, rounds, "of-dense", target);
     free(name);
     say("  the busier rank computes %.1f %% more rows than the mean", 100 * above);
-    if (median(ratio, ROUNDS) < target) missing_say(&missing[0]);
+    if (median(ratio, rounds) < target) missing_say(&missing[0]);
     return comm_finish(0);
 }

@@ -1,12 +1,15 @@
-// bench_fp8.c: what the emulation of 8-bit multiplies costs a CPU: a training step by each recipe, its time
-// over that of a step in f32 of the same model, which takes turns with it. `make bench` runs it.
+// bench_fp8.c: what the emulation of 8-bit multiplies costs a CPU: a training step by each recipe in turn,
+// its time over that of a step in f32 of the same model right before and right after it. `make bench` runs
+// it.
 //
 // Fewer is better. What a CPU does beside f32's work: codes out of numbers and numbers out of codes, each
 // operand twice, and a scale for each tile.
 #include "08_mixed_precision/mixed_precision.h"
 #include "figures.h"
 
-enum { PAIRS = 9 };
+enum { RECIPES = MXFP8 - TE_DELAYED + 1 };
+
+static const double LIMIT = 10;  // seconds
 
 static double step_seconds(Trainer *t) {
     double start = wall_seconds();
@@ -29,21 +32,31 @@ static Trainer *trainer_of(const char *dtype, int recipe) {
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
-    Trainer *f32 = trainer_of("f32", NO_FP8);
+    Trainer *f32 = trainer_of("f32", NO_FP8), *fp8[RECIPES];
     step_seconds(f32);
-    for (int recipe = TE_DELAYED; recipe <= MXFP8; recipe++) {
-        Trainer *fp8 = trainer_of("bf16", recipe);
-        step_seconds(fp8);
-        double times[PAIRS], after = step_seconds(f32);
-        for (int i = 0; i < PAIRS; i++) {
-            const double before = after, narrow = step_seconds(fp8);
-            after = step_seconds(f32);
-            times[i] = 2 * narrow / (before + after);
+    for (int i = 0; i < RECIPES; i++) {
+        fp8[i] = trainer_of("bf16", TE_DELAYED + i);
+        step_seconds(fp8[i]);
+    }
+    double times[RECIPES][MOST_PAIRS], before = step_seconds(f32);
+    int rounds = 0;
+    const double start = wall_seconds();
+    for (bool more = true; more; rounds++) {
+        for (int turn = 0; turn < RECIPES; turn++) {
+            const int i = rounds % 2 ? RECIPES - 1 - turn : turn;
+            const double narrow = step_seconds(fp8[i]), after = step_seconds(f32);
+            times[i][rounds] = 2 * narrow / (before + after);
+            before = after;
         }
-        char *name = format_text("fp8-%s", fp8_recipes[recipe - 1].name);
-        figure_line(name, times, PAIRS, "x f32's time", 3, median(times, PAIRS) <= 3);
+        more = false;
+        for (int i = 0; i < RECIPES; i++)
+            more |= !measured(times[i], rounds + 1, wall_seconds() - start, LIMIT);
+    }
+    for (int i = 0; i < RECIPES; i++) {
+        char *name = format_text("fp8-%s", fp8_recipes[TE_DELAYED + i - 1].name);
+        figure_line(name, times[i], rounds, "x f32's time", 3, median(times[i], rounds) <= 3);
         free(name);
-        trainer_free(fp8);
+        trainer_free(fp8[i]);
     }
     trainer_free(f32);
     return 0;

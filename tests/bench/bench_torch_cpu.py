@@ -1,16 +1,11 @@
-"""Training steps of 00_single_gpu/train beside PyTorch's on the CPU, same shapes, f32, in turns.
+"""Training steps of a model like 00_single_gpu/train's in PyTorch on the CPU, in f32, when bench.c asks.
+
+    bench_torch_cpu.py "layers=6 hidden=384 heads=6 ..." THREADS
 
 PyTorch with what makes it fast: scaled_dot_product_attention, q k v in one product and gate up in another,
-fused AdamW. `make bench` runs it where PyTorch is installed. A round is a step of each, and who is first
-alternates; the median over rounds of the ratio of tokens per second is printed:
-    bench torch-<shape> <ratio> x-torch target <value> ok|short   quartiles <low> <high>
-and, where it is short, what our step takes beyond its FLOPs at SGEMM's rate (figures.h).
+fused AdamW. Answers with a line about itself once it is ready, and then with a step's tokens/s for each
+line of input.
 """
-import argparse
-import os
-import re
-import statistics
-import subprocess
 import sys
 import time
 
@@ -18,12 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from bench_torch import rms_norm, rope
-
-SHAPES = (  # name, target, rounds
-    ("L6-h384", 1.4, 9, dict(layers=6, hidden=384, heads=6, ffn=1024, vocab=256, seq=256, micro_batch=8)),
-    ("L12-h768", 1.3, 5,
-     dict(layers=12, hidden=768, heads=12, ffn=2048, vocab=32000, seq=256, micro_batch=4)),
-)
 
 
 class Block(torch.nn.Module):
@@ -68,79 +57,30 @@ class Llama(torch.nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
 
 
-class Torch:
-    def __init__(self, o):
-        self.o, self.model = o, Llama(o)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
-
-        self.tokens_per_second()  # the first steps also allocate
-        self.tokens_per_second()
-
-    def tokens_per_second(self):
-        o = self.o
-        text = torch.randint(0, o["vocab"], (o["micro_batch"], o["seq"] + 1))
-        start = time.perf_counter()
-        self.optimizer.zero_grad()
-        loss = self.model(text[:, :-1], text[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        loss.item()
-        return o["micro_batch"] * o["seq"] / (time.perf_counter() - start)
-
-
-class Ours:
-    def __init__(self, build, o, threads):
-        shape = ",".join(f"{name.replace('_', '-')}={value}" for name, value in o.items())
-        self.process = subprocess.Popen([f"{build}/tests/bench", "--tokens-per-second", shape],
-                                        env=dict(os.environ, OMP_NUM_THREADS=str(threads)),
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.answer("ready")
-
-    def answer(self, pattern):
-        line = self.process.stdout.readline()
-        found = re.search(pattern, line)
-        if not found:
-            sys.exit(f"{' '.join(self.process.args)} says '{line.rstrip()}', not '{pattern}'")
-        return found
-
-    def tokens_per_second(self):
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return float(self.answer("([0-9.e+]+) tokens/s").group(1))
-
-    def end(self):
-        self.process.stdin.close()
-        missing = self.answer("  missing.*").group()
-        self.process.wait()
-        return missing
+def step(model, optimizer, o):
+    text = torch.randint(0, o["vocab"], (o["micro-batch"], o["seq"] + 1))
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    loss = model(text[:, :-1], text[:, 1:])
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    loss.item()
+    return o["micro-batch"] * o["seq"] / (time.perf_counter() - start)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("build", help="the folder in which the benchmarks are built")
-    build, threads = parser.parse_args().build, len(os.sched_getaffinity(0))
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    o = {name: int(value) for name, value in (word.split("=") for word in sys.argv[1].split())}
     torch.manual_seed(1)
-    torch.set_num_threads(threads)
-    print(f"PyTorch {torch.__version__}, {threads} threads")
-    for name, target, rounds, shape in SHAPES:
-        peer, book, ratios, rates = Torch(shape), Ours(build, shape, threads), [], []
-        for i in range(rounds):
-            if i % 2:
-                ours, theirs = book.tokens_per_second(), peer.tokens_per_second()
-            else:
-                theirs, ours = peer.tokens_per_second(), book.tokens_per_second()
-            rates.append(theirs)
-            ratios.append(ours / theirs)
-        missing = book.end()
-        ratios.sort()
-        ratio = statistics.median(ratios)
-        short = ratio < target
-        print(f"bench torch-{name} {ratio:.4g} x-torch target {target} {'short' if short else 'ok'}"
-              f"   quartiles {ratios[rounds // 4]:.4g} {ratios[-1 - rounds // 4]:.4g}")
-        print(f"  PyTorch: {statistics.median(rates):.0f} tokens/s", flush=True)
-        if short:
-            print(missing, flush=True)
+    torch.set_num_threads(int(sys.argv[2]))
+    model = Llama(o)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+    step(model, optimizer, o)  # the first step also allocates
+    print(f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads", flush=True)
+    for _ in sys.stdin:
+        print(step(model, optimizer, o), flush=True)
 
 
 if __name__ == "__main__":

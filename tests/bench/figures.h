@@ -1,9 +1,11 @@
-// figures.h: what the benchmarks share: the median and spread of what they have measured, the line that a
-// figure is printed on, and where the time goes that a step is short of its yardstick.
+// figures.h: what the benchmarks share: how many pairs a row takes, the median and spread of what they have
+// measured, the line that a figure is printed on, and where the time goes that a step is short of its
+// yardstick.
 //     bench <name> <median> <unit> target <value> ok|short   quartiles <low> <high>
 #ifndef FIGURES_H
 #define FIGURES_H
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -30,6 +32,31 @@ static inline void figure_line(const char *name, double *values, int count, cons
 // Of shares and ratios: more is better.
 static inline void figure(const char *name, double *values, int count, const char *unit, double target) {
     figure_line(name, values, count, unit, target, median(values, count) >= target);
+}
+
+// ---- how many pairs a row takes ----
+//
+// At least LEAST_PAIRS. Then it ends as soon as its median is known to 1 %, or its seconds have passed: a
+// faster machine measures more pairs in the same time. The rule looks at the spread and at the clock, not
+// at the target, and so favors neither verdict.
+
+enum { LEAST_PAIRS = 5, MOST_PAIRS = 64 };
+
+// Half of the interval around the median that has the true one in it in about 95 of 100 cases, as a share
+// of the median: 1.96 standard errors, each of 1.25 standard deviations over the root of the count; the
+// quartiles are 1.35 standard deviations apart. The values keep their order.
+static inline double median_error(const double *values, int count) {
+    double sorted[MOST_PAIRS];
+    memcpy(sorted, values, (size_t)count * sizeof *sorted);
+    const double middle = median(sorted, count);
+    const double between_quartiles = sorted[count - 1 - count / 4] - sorted[count / 4];
+    return 1.96 * 1.253 / 1.349 * between_quartiles / sqrt(count) / fabs(middle);
+}
+
+// Whether these ratios are enough, `passed` seconds after the first was begun.
+static inline bool measured(const double *ratios, int pairs, double passed, double seconds) {
+    if (pairs < LEAST_PAIRS) return false;
+    return pairs == MOST_PAIRS || passed >= seconds || median_error(ratios, pairs) <= 0.01;
 }
 
 // ---- what is missing: a step's seconds beyond its FLOPs at the yardstick's rate, by operation ----
