@@ -1,7 +1,7 @@
 // bench.c: the figures of merit of one device, each beside its target. `make bench` runs it.
 //
-// A share compares with OpenBLAS's SGEMM (2048 x 2048, f32, same kernel and threads), timed right before
-// and right after each step, since the speed of a shared machine drifts. Whatever else is compared takes
+// A share compares with OpenBLAS's SGEMM (sgemm.h; same kernel and threads), timed right before and right
+// after each step, since the speed of a shared machine drifts. Whatever else is compared takes
 // turns, step by step: with PyTorch's steps, those in bf16, those of a doubled size. figures.h has the form
 // of a line, and says how many pairs a row takes.
 #include <math.h>
@@ -15,6 +15,7 @@
 
 #include "00_single_gpu/formulas.h"
 #include "figures.h"
+#include "sgemm.h"
 #include "tensor/device.h"
 
 static Config shape(const char *text) {
@@ -24,31 +25,7 @@ static Config shape(const char *text) {
     return c;
 }
 
-typedef struct Sgemm {
-    Tensor a, b, c;
-} Sgemm;
-
-enum { SGEMM_SIZE = 2048, PRODUCTS = 3 };
-
-static double sgemm_rate(const Sgemm *g) {
-    double start = wall_seconds();
-    for (int i = 0; i < PRODUCTS; i++) op_matmul(g->c, g->a, g->b, false, false, 0);
-    return 2.0 * PRODUCTS * SGEMM_SIZE * SGEMM_SIZE * SGEMM_SIZE / (wall_seconds() - start);
-}
-
-static Sgemm sgemm_new(void) {
-    Sgemm g = {.a = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(SGEMM_SIZE, SGEMM_SIZE))};
-    g.b = tensor_like(MEMORY_ACTIVATION, g.a);
-    g.c = tensor_like(MEMORY_ACTIVATION, g.a);
-    op_fill(g.a, 0.5);
-    op_fill(g.b, 0.25);
-    return g;
-}
-static void sgemm_free(Sgemm *g) {
-    tensor_free(&g->a);
-    tensor_free(&g->b);
-    tensor_free(&g->c);
-}
+enum { PRODUCTS = 3 };  // of SGEMM around a step
 
 static double step_seconds(Trainer *t) {
     double start = wall_seconds();
@@ -118,7 +95,6 @@ static void training(const char *size, const char *text, double seconds, double 
     Sgemm g = sgemm_new();
     Trainer *t = trainer_new(&c, mesh_single(), NULL);
     train_step(t, NULL);  // the first step also allocates
-    sgemm_rate(&g);
     char about[128] = "";
     if (script) snprintf(about, sizeof about, "%s", torch_answer(&torch));
     double shares[MOST_PAIRS], tokens[MOST_PAIRS], rates[MOST_PAIRS];
@@ -129,11 +105,11 @@ static void training(const char *size, const char *text, double seconds, double 
     for (bool more = true; more; pairs++) {
         const bool torch_first = pairs % 2 == 0;
         if (script && torch_first) torch_tokens[pairs] = torch_tokens_per_second(&torch);
-        const double before = sgemm_rate(&g);
+        const double before = sgemm_rate(&g, PRODUCTS);
         clock_reset();
         const double took = step_seconds(t), flops = clock_total().flops;
         missing_add(&missing, took, before);
-        rates[pairs] = (before + sgemm_rate(&g)) / 2;
+        rates[pairs] = (before + sgemm_rate(&g, PRODUCTS)) / 2;
         shares[pairs] = flops / took / rates[pairs];
         tokens[pairs] = (double)(c.micro_batch * c.seq) / took;
         if (script && !torch_first) torch_tokens[pairs] = torch_tokens_per_second(&torch);
@@ -258,6 +234,23 @@ static void growth(void) {
     for (int i = 0; i < 4; i++) doubling(names[i], &base, &doubled[i]);
 }
 
+// op_matmul beside SGEMM.
+static void multiply(void) {
+    Sgemm g = sgemm_new();
+    double ratios[MOST_PAIRS];
+    int pairs = 0;
+    const double start = wall_seconds();
+    for (bool more = true; more; pairs++) {
+        double seconds = -wall_seconds();
+        for (int i = 0; i < PRODUCTS; i++) op_matmul(g.c, g.a, g.b, false, false, 0);
+        seconds += wall_seconds();
+        ratios[pairs] = PRODUCTS * SGEMM_FLOPS / seconds / sgemm_rate(&g, PRODUCTS);
+        more = !measured(ratios, pairs + 1, wall_seconds() - start, 3);
+    }
+    figure("matmul-2048", ratios, pairs, "of-sgemm", 1);
+    sgemm_free(&g);
+}
+
 // The account beside what the kernel says that the process really holds.
 static void memory_is_the_account(const char *text) {
     Config c = shape(text);
@@ -291,6 +284,7 @@ int main(int argc, char **argv) {
         "layers=12 hidden=768 heads=12 kv-heads=12 ffn=2048 vocab=32000 seq=256 micro-batch=4";
     say("%s", backend_text());
     memory_is_the_account(l6);  // first: later cases would have raised the process's peak already
+    multiply();
     training("L6-h384", l6, 15, 0.86, script, 1.4);
     training("L12-h768", l12, 30, 0.9, script, 1.3);
     bf16_beside_f32("train-bf16-L6-h384", l6, 8, 1.4);
