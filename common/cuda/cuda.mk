@@ -59,9 +59,10 @@ NVCCFLAGS    := -std=c++17 $(NVCC_OPT) -lineinfo -ccbin $(CXX) -Xcompiler -Wall,
 compile_cu   := $(NVCC) $(NVCCFLAGS) $(NVCC_SAYS)
 compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon -I. $(call includes,$(CUDA_HOME))
 cc_tests     := $(sort $(wildcard tests/unit/test_ops_cuda*.cc))
-# Flags of a test that compiles and does not run: NVCC_SAYS for all, NVCC_BACK_END and NVCC_BOOK for what
-# OPS=cuda needs, the latter of chapter 07, NVCC_OPT for the host's code.
+# Flags of a test that compiles and does not run: NVCC_SAYS for all, NVCC_BACK_END for common/, NVCC_KERNELS
+# for chapter 07 and NVCC_BOOK for what the back end takes of it, NVCC_OPT for the host's code.
 $(KERNELS)/common/%.o: private compile_cu += $(NVCC_BACK_END)
+$(KERNELS)/07_kernels/%.o: private compile_cu += $(NVCC_KERNELS)
 $(KERNELS)/07_kernels/book_%.cu.o: private compile_cu += $(NVCC_BOOK)
 endif
 
@@ -74,7 +75,7 @@ ifneq ($(OPS),cuda)
 # hears of each access, has -O3; of OPT neither takes notice, so that builds can share them.
 emulator_sources  := $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc))
 ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE -O3 -march=native -fno-math-errno -Wall -Wextra \
-                     -Wno-unknown-pragmas -g '-fdebug-prefix-map=$(CURDIR)=.' -Icommon -I. $(BLAS_CFLAGS)
+                     -Wno-unknown-pragmas -g1 '-fdebug-prefix-map=$(CURDIR)=.' -Icommon -I. $(BLAS_CFLAGS)
 CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-exceptions -fsanitize=thread -fsanitize=bounds-strict \
                      -fsanitize-coverage=trace-pc -fstack-clash-protection
 compile_cu        := $(CXX) -x c++ $(CUDA_ON_CPU_FLAGS)
