@@ -36,7 +36,7 @@ CUBLAS_HOME ?= $(CUDA_HOME)
 NVCC        ?= $(CUDA_HOME)/bin/nvcc
 CUDA_ARCH   ?= 80 90a
 CUDA_PTX    ?= 90
-NVCC_OPT    ?= -O3
+NVCC_OPT    ?= -O3 -lineinfo
 cudart      := $(call library,$(CUDA_HOME) /usr,libcudart)
 cublasLt    := $(call library,$(CUBLAS_HOME) $(if $(filter $(CUDA_HOME),$(CUBLAS_HOME)),/usr),libcublasLt)
 ifeq ($(call first,$(NVCC)),)
@@ -51,7 +51,7 @@ $(call refuse,OPS=cuda needs cuBLAS and $(CUBLAS_HOME) has no libcublasLt: \
     name the folder that has it in lib/ with CUBLAS_HOME=)
 endif
 cuda_libs    := $(cudart) $(cublasLt)
-NVCCFLAGS    := -std=c++17 $(NVCC_OPT) -lineinfo -ccbin $(CXX) -Xcompiler -Wall,-Wextra \
+NVCCFLAGS    := -std=c++17 $(NVCC_OPT) -ccbin $(CXX) -Xcompiler -Wall,-Wextra \
                 --Werror all-warnings -Icommon -I. \
                 $(call includes,$(filter-out $(CUDA_HOME),$(CUBLAS_HOME))) \
                 $(foreach arch,$(CUDA_ARCH),-gencode arch=compute_$(arch),code=sm_$(arch)) \
@@ -60,7 +60,7 @@ compile_cu   := $(NVCC) $(NVCCFLAGS) $(NVCC_SAYS)
 compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon -I. $(call includes,$(CUDA_HOME))
 cc_tests     := $(sort $(wildcard tests/unit/test_ops_cuda*.cc))
 # Flags of a test that compiles and does not run: NVCC_SAYS for all, NVCC_BACK_END for common/, NVCC_KERNELS
-# for chapter 07 and NVCC_BOOK for what the back end takes of it, NVCC_OPT for the host's code.
+# for chapter 07 and NVCC_BOOK for what the back end takes of it, NVCC_OPT for the host's code and lines.
 $(KERNELS)/common/%.o: private compile_cu += $(NVCC_BACK_END)
 $(KERNELS)/07_kernels/%.o: private compile_cu += $(NVCC_KERNELS)
 $(KERNELS)/07_kernels/book_%.cu.o: private compile_cu += $(NVCC_BOOK)

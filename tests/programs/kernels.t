@@ -13,6 +13,8 @@
 # needs: build/07_kernels/fused_norm build/07_kernels/fused_cross_entropy build/00_single_gpu/train
 # needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
 # needs: build/07_kernels/hopper build/07_kernels/hopper_fp8
+# slow: flash_*
+# slow: *heads of 64*
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 export ULTRASCALE_GUARD=1  # device memory is closed to them but in kernels and copies

@@ -3,13 +3,13 @@
 nvcc=$(PATH=$PATH:/usr/local/cuda/bin command -v nvcc)
 
 # with_nvcc ARGUMENTS OF MAKE…: one build at a time, which finds what others have made. What computes is
-# nothing to C: its objects are those of the usual build. Host code is not optimized, and the back end's
-# kernels as they compile fastest (mid: beyond it no call is inlined, and code grows); those of the programs
-# are, as for use, since their registers are counted: what ptxas says of each file stays in
-# build-nvcc/ptxas.txt, behind its name. The back end asks for no kind of GPU, so that what compiles for the
-# oldest does for all: chapter 07 alone is compiled for sm_90a as well. PTX of the newest GPUs is made of
-# book_*.cu, since they take in the programs' kernels and what does ask, instructions*.h. What is linked runs
-# nowhere: it has no symbols, and the fastest linker there is.
+# nothing to C: its objects are those of the usual build. Host code is not optimized, no code names its
+# lines, and the back end's kernels are as they compile fastest (mid: beyond it no call is inlined, and code
+# grows); those of the programs are as for use, since their registers are counted: what ptxas says of each
+# file stays in build-nvcc/ptxas.txt, behind its name. The back end asks for no kind of GPU, so that what
+# compiles for the oldest does for all: chapter 07 alone is compiled for sm_90a as well. PTX of the newest
+# GPUs is made of book_*.cu, since they take in the programs' kernels and what does ask, instructions*.h.
+# What is linked runs nowhere: it has no symbols, and the fastest linker there is.
 with_nvcc() {
     local newest back_end='' book='' link=-s log=build-nvcc/ptxas.txt source
     newest=$("$nvcc" --list-gpu-arch | sed 's/.*_//' | sort -n | tail -n 1)
