@@ -280,6 +280,14 @@ static void tell_columns(void) {
     if (out > STDERR_FILENO) close(out);
 }
 
+// Libraries may catch SIGHUP before main, as UCX does, which comes with some Open MPI: what counts is
+// whether the user had it ignored (nohup). Functions of this section run before those of any library.
+static struct sigaction on_hangup;
+
+static void note_hangup(void) { sigaction(SIGHUP, NULL, &on_hangup); }
+
+__attribute__((section(".preinit_array"), used)) static void (*const before_libraries)(void) = note_hangup;
+
 static void open_standard_streams(void) {
     for (int stream = STDIN_FILENO; stream <= STDERR_FILENO; stream++)
         if (fcntl(stream, F_GETFD) < 0 && open("/dev/null", O_RDWR) < 0) _exit(STATUS_USAGE);
@@ -331,6 +339,7 @@ static void watch_reader(void) {
 
 void base_start(int argc, char **argv) {
     open_standard_streams();
+    sigaction(SIGHUP, &on_hangup, NULL);
     // What nobody reads, or is longer than a limit on files, is an error of the write and not our death.
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);

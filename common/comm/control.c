@@ -41,7 +41,8 @@ bool control_launched(void) {
            environment_int("SLURM_STEP_NUM_TASKS") > 1;
 }
 
-// Settings of Open MPI, for ranks of one machine; what the user has set stays.
+// Settings of Open MPI, for ranks of one machine; what the user has set stays. To Open MPI 5 vader is
+// another name of its sm; it ignores what it does not know.
 static void tune(bool oversubscribed) {
     // Looking for no network halves the time to start.
     setenv("OMPI_MCA_pml", "ob1", 0);
@@ -58,6 +59,8 @@ static void tune(bool oversubscribed) {
     setenv("PMIX_MCA_gds", "hash", 0);
     // Copying twice through shared memory is faster than letting the kernel copy once, up to 16 MB.
     setenv("OMPI_MCA_btl_vader_single_copy_mechanism", "none", 0);
+    setenv("OMPI_MCA_smsc", "^cma,knem,xpmem", 0);            // the same from Open MPI 5 on
+    setenv("OMPI_MCA_btl_vader_segment_size", "4194304", 0);  // what MPI_SHARED counts, below
     // Without this, a rank that waits keeps the core of the rank that it waits for.
     if (oversubscribed) setenv("OMPI_MCA_mpi_yield_when_idle", "1", 0);
 }
@@ -71,8 +74,7 @@ const char *control_launch(int argc, char **argv, int ranks) {
     self[length] = '\0';
     snprintf(number, sizeof number, "%d", ranks);
     const char *const before[] = {
-        "mpirun", "--quiet", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none", "-n",
-        number,   self};
+        "mpirun", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none", "-n", number, self};
     enum { BEFORE = sizeof before / sizeof *before };
     char **words = host_alloc(sizeof *words * (size_t)(BEFORE + argc));
     for (int i = 0; i < BEFORE; i++) words[i] = (char *)before[i];
@@ -146,7 +148,7 @@ void control_start(int *rank, int *ranks, double timeout) {
     int size = environment_int("OMPI_COMM_WORLD_SIZE");
     int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
     if (size && size == here) tune(here > sysconf(_SC_NPROCESSORS_ONLN));
-    const char *folder = environment("OMPI_MCA_orte_jobfam_session_dir");  // the launcher's, for this run
+    const char *folder = environment("PMIX_SERVER_TMPDIR");  // mpirun's, for this run
     if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
     if (environment_int("OMPI_COMM_WORLD_LOCAL_RANK") == 0)
         control_check_shared((double)MPI_SHARED * here, here);

@@ -5,6 +5,7 @@
 // SECONDS against that.
 #include "launch.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
@@ -12,20 +13,21 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "base.h"
 
 #define LAUNCHER "ULTRASCALE_LAUNCHER"  // its process's number, for the ranks
+#define FOLDERS  "/dev/shm/ultrascale."
 
 static volatile sig_atomic_t ended_by, spoken;
 static volatile pid_t mpirun;
 static bool hung, own_group;
-static unsigned long job;
+static char shared[64];  // the run's folder in /dev/shm; "" without one
 
 // From a terminal a signal reaches mpirun as well, unless that has a group of its own; from kill() it
 // reaches us alone.
@@ -63,73 +65,103 @@ static bool lives(int process) {
     return state != 'Z';
 }
 
-// The number of the job, by which Open MPI names what its ranks share; a rank's environment has it.
-static void note_job(int process) {
-    static const char name[] = "OMPI_MCA_ess_base_jobid=";
-    char path[64], *variable = NULL;
-    size_t room = 0;
-    snprintf(path, sizeof path, "/proc/%d/environ", process);
-    FILE *file = job ? NULL : fopen(path, "r");
-    while (file && !job && getdelim(&variable, &room, '\0', file) > 0)
-        if (!strncmp(variable, name, sizeof name - 1)) job = strtoul(variable + sizeof name - 1, NULL, 10);
-    if (file) fclose(file);
-    free(variable);
+// What ranks share in /dev/shm has a folder of its own for each run, which its launcher holds locked. One
+// that nobody holds is left of a run whose launcher was killed, and its mpirun and ranks with it.
+static void clear_folder(const char *path) {
+    DIR *folder = opendir(path);
+    for (struct dirent *entry; folder && (entry = readdir(folder));)
+        if (entry->d_name[0] != '.') unlinkat(dirfd(folder), entry->d_name, 0);
+    if (folder) closedir(folder);
+    rmdir(path);
 }
 
-// What mpirun would have removed from /dev/shm, had it not been killed.
-static void clear_shared(void) {
-    char pattern[64];
-    glob_t found;
-    snprintf(pattern, sizeof pattern, "/dev/shm/vader_segment.*.%lx.*", job);
-    usleep(200000);  // the ranks end with mpirun, but not before it
-    if (job && glob(pattern, 0, NULL, &found) == 0) {
-        for (size_t i = 0; i < found.gl_pathc; i++) unlink(found.gl_pathv[i]);
-        globfree(&found);
-    }
-}
-
-// Empties the names of those segments that a process maps.
-static void leave_out_mapped(glob_t *found) {
-    char *line = NULL;
-    size_t room = 0;
-    glob_t maps;
-    if (glob("/proc/[0-9]*/maps", 0, NULL, &maps) != 0) return;
-    for (size_t p = 0; p < maps.gl_pathc; p++) {
-        FILE *file = fopen(maps.gl_pathv[p], "r");
-        while (file && getline(&line, &room, file) > 0) {
-            const char *segment = strstr(line, "/dev/shm/vader_segment.");
-            line[strcspn(line, "\n")] = '\0';
-            for (size_t i = 0; segment && i < found->gl_pathc; i++)
-                if (!strcmp(found->gl_pathv[i], segment)) *found->gl_pathv[i] = '\0';
-        }
-        if (file) fclose(file);
-    }
-    free(line);
-    globfree(&maps);
-}
-
-// What a run left in /dev/shm whose launcher was killed, and its mpirun and ranks with it: segments of this
-// user on this host that no process maps, and that are too old to belong to a run that is just starting.
-static void clear_abandoned(void) {
-    enum { OLD = 10 };  // seconds
-    char host[64] = "", pattern[128];
-    glob_t found;
+static int lock_folder(const char *path, int how) {
+    int file = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     struct stat status;
-    gethostname(host, sizeof host - 1);
-    host[strcspn(host, ".")] = '\0';
-    snprintf(pattern, sizeof pattern, "/dev/shm/vader_segment.%s*.%u.*", host, (unsigned)geteuid());
-    if (glob(pattern, 0, NULL, &found) != 0) return;
-    time_t before = time(NULL) - OLD;
-    bool old = false;
+    bool mine = file >= 0 && fstat(file, &status) == 0 && status.st_uid == geteuid();
+    if (mine && flock(file, how) == 0 && fstat(file, &status) == 0 && status.st_nlink) return file;
+    if (file >= 0) close(file);
+    return -1;
+}
+
+static void clear_abandoned(void) {
+    glob_t found;
+    if (glob(FOLDERS "*", 0, NULL, &found) != 0) return;
     for (size_t i = 0; i < found.gl_pathc; i++) {
-        bool young = stat(found.gl_pathv[i], &status) || status.st_mtime > before;
-        if (young) *found.gl_pathv[i] = '\0';
-        old = old || !young;
+        int file = lock_folder(found.gl_pathv[i], LOCK_EX | LOCK_NB);
+        if (file < 0) continue;
+        clear_folder(found.gl_pathv[i]);
+        close(file);
     }
-    if (old) leave_out_mapped(&found);  // it reads what every process of the machine maps
-    for (size_t i = 0; i < found.gl_pathc; i++)
-        if (*found.gl_pathv[i]) unlink(found.gl_pathv[i]);
     globfree(&found);
+}
+
+// Without one, as where there is no /dev/shm, Open MPI chooses a place itself.
+static void make_folder(void) {
+    for (int attempt = 0; attempt < 3; attempt++) {
+        snprintf(shared, sizeof shared, "%s", FOLDERS "XXXXXX");
+        if (!mkdtemp(shared)) break;
+        if (lock_folder(shared, LOCK_EX) >= 0) {  // else another launcher took it for abandoned
+            setenv("OMPI_MCA_btl_vader_backing_directory", shared, 0);
+            return;
+        }
+        rmdir(shared);
+    }
+    *shared = '\0';
+}
+
+// ---- what mpirun says ----
+
+// mpirun's own words stand between lines of dashes; what else it writes to stderr is the ranks'. That of
+// Open MPI 4 may be told to be quiet, that of 5 may not: its words are kept, for when nobody else says why
+// a run has ended.
+enum { FRAME = 74, CHUNK = 4096 };
+
+static struct {
+    bool framed;
+    int dashes;  // of a line that has nothing else so far; else -1
+    size_t own_length, rest_length;
+    char own[CHUNK], rest[CHUNK + FRAME];
+} said;
+
+static void take(char c) {
+    if (!said.framed) said.rest[said.rest_length++] = c;
+    else if (said.own_length + 1 < sizeof said.own) said.own[said.own_length++] = c;
+}
+
+static void sort_out(const char *text, size_t length) {
+    for (size_t i = 0; i < length; i++) {
+        if (!text[i]) continue;  // with which it ends what it says
+        bool begins = said.dashes >= 0, ends = text[i] == '\n';
+        if (begins && text[i] == '-' && said.dashes < FRAME) {
+            said.dashes++;
+        } else if (ends && said.dashes == FRAME) {
+            said.framed = !said.framed;
+            said.dashes = 0;
+        } else {
+            for (; said.dashes > 0; said.dashes--) take('-');
+            take(text[i]);
+            said.dashes = ends ? 0 : -1;
+        }
+    }
+}
+
+// All that has come, as long as there is any; false at the end of the pipe.
+static bool pass_on(int pipe) {
+    char text[CHUNK];
+    for (ssize_t got; (got = read(pipe, text, sizeof text)) >= 0 || errno == EINTR;) {
+        if (got == 0) return false;
+        if (got < 0) continue;
+        said.rest_length = 0;
+        sort_out(text, (size_t)got);
+        // To a second signal, as `timeout` sends it, mpirun answers that it is ending already.
+        for (size_t done = 0; !ended_by && done < said.rest_length;) {
+            ssize_t written = write(STDERR_FILENO, said.rest + done, said.rest_length - done);
+            if (written < 0 && errno != EINTR) break;
+            if (written > 0) done += (size_t)written;
+        }
+    }
+    return true;
 }
 
 // Whether mpirun has ranks that run; who cannot look assumes so.
@@ -138,11 +170,8 @@ static bool has_ranks(void) {
     bool some = false;
     snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)mpirun, (int)mpirun);
     FILE *file = fopen(path, "r");
-    for (int child; file && !some && fscanf(file, "%d", &child) == 1;) {
-        some = lives(child);
-        if (some) note_job(child);
-    }
     if (!file) return true;
+    for (int child; !some && fscanf(file, "%d", &child) == 1;) some = lives(child);
     fclose(file);
     return some;
 }
@@ -156,16 +185,19 @@ static bool output_flows(void) {
 
 // Its status as waitpid has it. When a rank dies in the first moments of a start, mpirun may wait for
 // itself for ever (Open MPI 4.1.4): one whose ranks have all ended, and whose output flows, does not last.
-static int wait_for_end(void) {
+static int wait_for_end(int words) {
     enum { PATIENCE = 5, LOOKS = 10 };  // seconds; looks in each
     bool had = false;
+    struct pollfd come = {.fd = words, .events = POLLIN};
     for (int without = 0, status;;) {
-        if (waitpid(mpirun, &status, WNOHANG) == mpirun) return status;
+        bool ended = waitpid(mpirun, &status, WNOHANG) == mpirun;
+        if (come.fd >= 0 && !pass_on(words)) come.fd = -1;
+        if (ended) return status;
         bool some = has_ranks();
         had = had || some;
         without = had && !some && output_flows() ? without + 1 : 0;
         if (without == PATIENCE * LOOKS) hung = kill(mpirun, SIGKILL) == 0;
-        usleep(1000000 / LOOKS);
+        poll(&come, 1, 1000 / LOOKS);
     }
 }
 
@@ -179,11 +211,13 @@ static void say_what_nobody_said(int status) {
     if (hung)
         fprintf(stderr, "%s: a rank died while they started, and mpirun waited in vain for its end\n",
                 base_program());
-    if (status == STATUS_PASS || status == STATUS_USAGE || status == STATUS_UNREAD) return;
-    if (status > 128)
+    if (status == STATUS_USAGE || status == STATUS_UNREAD) return;
+    bool by_signal = status > 128 && status < 128 + NSIG;
+    if (!by_signal) fputs(said.own, stderr);
+    if (by_signal)
         fprintf(stderr, "%s: a rank was ended by signal %d (%s), and the others with it\n", base_program(),
                 status - 128, strsignal(status - 128));
-    else
+    else if (status != STATUS_PASS)
         fprintf(stderr, "%s: mpirun has ended with status %d, and no rank has said why\n", base_program(),
                 status);
 }
@@ -203,12 +237,15 @@ static int ends_that_count(int ends[ENDS]) {
 }
 
 int launch(char *const *words) {
-    int report[2], error = 0;
+    int report[2], errors[2], error = 0;
     char number[16];
-    if (pipe2(report, O_CLOEXEC) < 0) return errno;
+    if (pipe2(report, O_CLOEXEC) < 0 || pipe2(errors, O_CLOEXEC) < 0) return errno;
+    fcntl(errors[0], F_SETFL, O_NONBLOCK);
     snprintf(number, sizeof number, "%d", (int)getpid());
     setenv(LAUNCHER, number, 1);
+    setenv("OMPI_MCA_orte_execute_quiet", "1", 0);
     clear_abandoned();
+    make_folder();
     base_set_rank(0, 1, leave_it_to_the_ranks);
     struct sigaction end = {.sa_sigaction = on_end, .sa_flags = SA_SIGINFO};
     int ends[ENDS], count = ends_that_count(ends);
@@ -226,6 +263,7 @@ int launch(char *const *words) {
         if (own_group) setpgid(0, 0);
         for (int i = 0; i < count; i++) signal(ends[i], SIG_DFL);
         signal(SIGUSR1, SIG_DFL);
+        dup2(errors[1], STDERR_FILENO);
         sigprocmask(SIG_SETMASK, &before, NULL);
         if (getppid() == parent) execvp(words[0], words);
         error = errno;
@@ -234,14 +272,20 @@ int launch(char *const *words) {
     }
     mpirun = child;
     sigprocmask(SIG_SETMASK, &before, NULL);
-    if (child < 0) return errno;
+    if (child < 0) error = errno;
     close(report[1]);
-    bool started = read(report[0], &error, sizeof error) <= 0;
+    close(errors[1]);
+    bool started = child > 0 && read(report[0], &error, sizeof error) <= 0;
     close(report[0]);
-    if (!started) return waitpid(child, NULL, 0), error;
-    int end_status = wait_for_end();
+    if (!started) {
+        waitpid(child, NULL, 0);
+        if (*shared) clear_folder(shared);
+        return error;
+    }
+    int end_status = wait_for_end(errors[0]);
     int status = WIFEXITED(end_status) ? WEXITSTATUS(end_status) : 128 + WTERMSIG(end_status);
-    if (WIFSIGNALED(end_status)) clear_shared();
+    if (WIFSIGNALED(end_status)) usleep(200000);  // the ranks end with it, but not before it
+    if (*shared) clear_folder(shared);
     // mpirun that fell over ranks it could not end (Open MPI 4.1.4), after one of them had said why.
     bool fell = WIFSIGNALED(end_status) && WTERMSIG(end_status) == SIGSEGV && spoken;
     if (hung || fell) status = STATUS_USAGE;

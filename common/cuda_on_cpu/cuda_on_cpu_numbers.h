@@ -5,9 +5,8 @@
 // ---- mathematics ----
 // The quick approximations (__expf) are the exact functions here.
 #define CUDA_MATH static __forceinline__
-CUDA_MATH float rsqrtf(float x) { return 1 / sqrtf(x); }
-CUDA_MATH double rsqrt(double x) { return 1 / sqrt(x); }
-CUDA_MATH float rsqrt(float x) { return rsqrtf(x); }
+CUDA_MATH float cuda_rsqrt(float x) { return 1 / sqrtf(x); }
+CUDA_MATH double cuda_rsqrt(double x) { return 1 / sqrt(x); }
 CUDA_MATH float __fdividef(float x, float y) { return x / y; }
 CUDA_MATH float __fdiv_rn(float x, float y) { return x / y; }
 CUDA_MATH float __frcp_rn(float x) { return 1 / x; }
@@ -21,7 +20,10 @@ CUDA_MATH double __dmul_rn(double x, double y) { return x * y; }
 CUDA_MATH float __saturatef(float x) { return x >= 1 ? 1 : x > 0 ? x : 0; }  // NaN becomes 0
 CUDA_MATH void cuda_sincosf(float x, float *s, float *c) { *s = sinf(x), *c = cosf(x); }
 CUDA_MATH void cuda_sincos(double x, double *s, double *c) { *s = sin(x), *c = cos(x); }
-// As macros: the C library has functions of these names that mean something else.
+// As macros: the C library has functions of these names, which mean something else or round otherwise, and
+// rsqrt only from glibc 2.42 on.
+#define rsqrtf(x)          cuda_rsqrt((float)(x))
+#define rsqrt(x)           cuda_rsqrt(x)
 #define sincosf(x, s, c)   cuda_sincosf(x, s, c)
 #define sincos(x, s, c)    cuda_sincos(x, s, c)
 #define __sincosf(x, s, c) cuda_sincosf(x, s, c)

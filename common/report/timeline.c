@@ -48,16 +48,15 @@ static bool find_step(bool outermost, int64_t *first, int64_t *last) {
     const Event *event;
     int64_t count = clock_events(&event), open[64];
     int depth = 0;
-    bool found = false;
+    *first = *last = -1;
     for (int64_t i = 0; i < count; i++) {
         if (event[i].kind == EVENT_PUSH && depth < 64) open[depth++] = i;
         if (event[i].kind != EVENT_POP || depth == 0) continue;
         int64_t push = open[--depth];
         if (!is_step(event[push].name) || (outermost && depth > 0)) continue;
         *first = push, *last = i;
-        found = true;
     }
-    return found;
+    return *first >= 0;
 }
 
 // Requests are told in the order in which they were waited for, and ran in the order of their start.

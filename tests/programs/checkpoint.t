@@ -135,14 +135,14 @@ report $? "and makes no folder for it"
 if unshare -m --propagation private true 2>/dev/null; then
     mkdir "$work/apart"
     on_two_hosts='[ $OMPI_COMM_WORLD_RANK = 0 ] || mount -t tmpfs tmpfs "$0" && exec "$@"'
-    run mpirun --quiet --oversubscribe --allow-run-as-root -n 2 unshare -m --propagation private \
+    by_mpirun -n 2 unshare -m --propagation private \
         sh -c "$on_two_hosts" "$work/apart" "$build/../02_zero/zero3" $shape $run --steps 1 --no-check \
         --save "$work/apart"
     one_line $status -F "--save $work/apart: rank 1 does not see what rank 0 makes there: a folder" &&
         ! grep -q '^step' "$out" && [ -z "$(ls -A "$work/apart")" ]
     report $? "a folder that one rank does not see: its sentence before any step, and nothing is left"
     mkdir "$work/earlier" && cp -r "$work/ours/deeper/step-000016" "$work/earlier/"
-    run mpirun --quiet --oversubscribe --allow-run-as-root -n 2 unshare -m --propagation private \
+    by_mpirun -n 2 unshare -m --propagation private \
         sh -c '[ $OMPI_COMM_WORLD_RANK = 0 ] || mount --bind "$0" "$1" && shift && exec "$@"' \
         "$work/earlier" "$work/ours/deeper" "$build/../02_zero/zero3" --resume "$work/ours/deeper" \
         ${to30/--grad-acc 2/--grad-acc 1} --dtype f32 --no-check

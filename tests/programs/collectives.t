@@ -65,7 +65,7 @@ refuses "a size below none" '--elements -1' ring_all_reduce --elements -1
 refuses "a dtype that it cannot add" '--dtype' ring_all_reduce --dtype e4m3
 refuses "half a rank" '--ranks' collectives --ranks 2.5
 refuses "a sleep that is no time" '--sleep' collectives --sleep nan
-run mpirun --quiet --allow-run-as-root --oversubscribe -n 2 "$build/collectives" --ranks 3
+by_mpirun -n 2 "$build/collectives" --ranks 3
 one_line $? -F 'mpirun has started 2'
 report $? "other ranks than mpirun's"
 finish

@@ -17,7 +17,7 @@ for program in test_comm test_comm_requests; do
         report $? "every test of $program with trusted calls on $ranks ranks"
     done
 done
-run mpirun --oversubscribe --allow-run-as-root -n 3 "$comm" 'a_ring*' &&
+by_mpirun -n 3 "$comm" 'a_ring*' &&
     grep -q '^ok 1 .* on 3 ranks' "$out"
 report $? "takes the ranks that mpirun gives"
 

@@ -99,16 +99,16 @@ if wanted status; then
     report $? "one rank's FAIL is everyone's, without a word on stderr"
 fi
 # A launcher that is killed takes mpirun with it; the next start clears what they left, and nothing of a run
-# that is still there. Segments count as abandoned when they are old.
+# that is still there.
 if wanted "a killed launcher" && unshare -m --propagation private true 2>/dev/null; then
     run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh
         $comm --scenario late --timeout 60 2>&1 & killed=\$!; ranks=\$(ranks_of \$killed 4); sleep 1
         kill -9 \$killed; for i in \$(seq 50); do kill -0 \$ranks 2>&1 | grep -q . && break; sleep 0.1; done
+        ls /dev/shm/*/* | wc -l
         $comm --scenario late --timeout 60 2>&1 & lives=\$!; ranks_of \$lives 4 >/dev/null; sleep 1
-        ls /dev/shm/vader* | wc -l; touch -d '1 minute ago' /dev/shm/vader*
-        $comm --scenario status; ls /dev/shm/vader* | wc -l
+        ls /dev/shm/*/* | wc -l; $comm --scenario status; ls /dev/shm/*/* | wc -l; ls /dev/shm | wc -l
         kill -9 \$lives"
-    [ "$(grep -x '[0-9]*' "$out" | tr '\n' ' ')" = '8 4 ' ]
+    [ "$(grep -x '[0-9]*' "$out" | tr '\n' ' ')" = '4 4 4 1 ' ]
     report $? "a killed launcher's /dev/shm is cleared by the next; a run beside it keeps its own"
 fi
 # A signal's exit status is not that of a failed check, however it comes: to the launcher alone, to its
@@ -132,10 +132,13 @@ interrupts INT 130
 interrupts TERM 143
 interrupts HUP 129
 
-# Under nohup, a terminal that is closed sends SIGHUP to its whole group and ends nothing; its Ctrl-C does.
+# Under nohup, a terminal that is closed sends SIGHUP to its whole group and ends nothing, even where a
+# library has taken the signal before main; Ctrl-C does.
 if wanted "nohup"; then
-    setsid perl -e '$SIG{HUP} = "IGNORE"; exec @ARGV' "$comm" --scenario late --timeout 60 >"$out" \
-        2>"$err" &
+    printf '#include <signal.h>\n%s\n' '__attribute__((constructor)) static void take(void) {
+        signal(SIGHUP, SIG_DFL); }' | gcc -shared -fPIC -x c - -o "$work/takes.so"
+    LD_PRELOAD=$work/takes.so setsid perl -e '$SIG{HUP} = "IGNORE"; exec @ARGV' "$comm" --scenario late \
+        --timeout 60 >"$out" 2>"$err" &
     launcher=$!
     ranks=$(ranks_of $launcher 4)
     sleep 0.5
@@ -181,21 +184,33 @@ mkdir "$work/bin" && printf '#!/bin/sh\nexit 1\n' >"$work/bin/mpirun" && chmod +
 PATH=$work/bin:$PATH run "$comm"
 one_line $? -F 'mpirun has ended with status 1, and no rank has said why'
 report $? "an mpirun that fails by itself has no verdict: $(cat "$err")"
+# What mpirun says, between lines of dashes, counts as long as no rank has said anything (SIGUSR1).
+frame=$(printf -- '-%.0s' $(seq 74))
+printf '%s\n' '#!/bin/sh' "printf '%s\\n' $frame said $frame --- >&2" '$SPEAK; exit 4' >"$work/bin/mpirun"
+PATH=$work/bin:$PATH run "$comm"
+[ $? = 4 ] && [ "$(tr '\n' '|' <"$err")" = \
+    '---|said|test_comm: mpirun has ended with status 4, and no rank has said why|' ]
+report $? "what mpirun says is told where nobody else says why"
+SPEAK='kill -USR1 $PPID' && sed -i "s/\$SPEAK/$SPEAK/" "$work/bin/mpirun"
+PATH=$work/bin:$PATH run "$comm"
+[ $? = 4 ] && [ "$(cat "$err")" = --- ]
+report $? "what mpirun says is left out where a rank has said why"
 PATH=/nonexistent "$comm" --ranks 1 'a_ring*' >"$out" 2>"$err"
 report $? "one rank needs no mpirun"
 run "$comm" --ranks 2.5
 [ $? = 2 ] && grep -q -- '--ranks 2.5 is not a whole number' "$err"
 report $? "refuses --ranks 2.5"
-run mpirun --quiet --oversubscribe --allow-run-as-root -n 2 "$comm" --ranks 3
+by_mpirun -n 2 "$comm" --ranks 3
 [ $? = 2 ] && grep -q -- '--ranks 3, but mpirun has started 2' "$err"
 report $? "refuses --ranks that mpirun contradicts"
 
 cp "$comm" "$work/test_comm" && echo >>"$work/test_comm"
-run mpirun --quiet --oversubscribe --allow-run-as-root -n 1 "$comm" : -n 1 "$work/test_comm"
+each='[ "$OMPI_COMM_WORLD_RANK" = 0 ] || shift $(($# / 2)); exec $1'  # rank 0 the first, rank 1 the second
+by_mpirun -n 2 sh -c "$each" sh "$comm" "$work/test_comm"
 [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q \
     'rank 1 on .* runs another build of this program than rank 0' "$err"
 report $? "refuses ranks of another build"
-run mpirun --quiet --oversubscribe --allow-run-as-root -n 1 "$comm" x : -n 1 "$comm" y
+by_mpirun -n 2 sh -c "$each" sh "$comm x" "$comm y"
 [ $? = 2 ] && grep -q 'rank 1 was started with other arguments than rank 0' "$err"
 report $? "refuses ranks with other arguments"
 
@@ -260,8 +275,8 @@ report $? "a rank stopped while they start: $(head -n 1 "$err")"
 if unshare -m --propagation private true 2>/dev/null; then
     run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh
         $comm --scenario late --timeout 60 & launcher=\$!
-        ranks_of \$launcher 4 >/dev/null; sleep 1; ls /dev/shm/vader* | wc -l
-        kill -9 \$(cat /proc/\$launcher/task/*/children); wait \$launcher; ls /dev/shm/vader* | wc -l"
+        ranks_of \$launcher 4 >/dev/null; sleep 1; ls /dev/shm/*/* | wc -l
+        kill -9 \$(cat /proc/\$launcher/task/*/children); wait \$launcher; ls -A /dev/shm | wc -l"
     [ "$(tr '\n' ' ' <"$out")" = '4 0 ' ]
     report $? "an mpirun that is killed leaves nothing in /dev/shm"
     for size in 8M 20M; do

@@ -71,7 +71,7 @@ NCCL_COMM_BLOCKING=0 run $nccl/tests/test_comm --ranks 2
 one_line $? -F 'unset NCCL_COMM_BLOCKING'
 report $? "an environment that makes each call of NCCL a thread: $(cat "$err")"
 blind='[ "$OMPI_COMM_WORLD_RANK" != 1 ] || export CUDA_VISIBLE_DEVICES=; exec "$0"'
-run mpirun --quiet --oversubscribe --allow-run-as-root -n 3 bash -c "$blind" $nccl/tests/test_comm
+by_mpirun -n 3 bash -c "$blind" $nccl/tests/test_comm
 one_line $? -F 'rank 1: no GPU is visible'
 report $? "a rank whose GPU is missing: $(cat "$err")"
 for scenario in kind killed late; do

@@ -67,7 +67,7 @@ refuses "a token file that is truncated" "$work/cut.bin" train --data "$work/cut
 refuses "a token beyond the vocabulary" 'vocab' train --data "$work/big.bin"
 runs "trains on a token file" '^PASS' $small --vocab 10001 --data "$work/big.bin" --steps 5
 for program in "train $small --save $work/shared" "recompute --json $work/shared"; do
-    run mpirun --quiet --oversubscribe --allow-run-as-root -n 2 $build/$program
+    by_mpirun -n 2 $build/$program
     one_line $? -F 'is for one device: start one of it, and not 2' && [ ! -s "$out" ] &&
         [ ! -e "$work/shared" ]
     report $? "several copies of a program for one device are refused: ${program%% *}"

@@ -35,8 +35,10 @@ static inline Ended run_apart(void (*act)(void *context), const void *context) {
         _exit(STATUS_PASS);
     }
     close(ends[1]);
-    size_t size = 0, most = sizeof ended.said - 1;
-    for (ssize_t got; (got = read(ends[0], ended.said + size, most - size)) > 0;) size += (size_t)got;
+    const size_t most = sizeof ended.said - 1;
+    size_t size = 0;
+    for (ssize_t got; size < most && (got = read(ends[0], ended.said + size, most - size)) > 0;)
+        size += (size_t)got;
     close(ends[0]);
     assert_int_equal(waitpid(child, &ended.status, 0), child);
     return ended;

@@ -87,8 +87,8 @@ static void check_loads(void) {
         for (int64_t shift = 0; shift < n; shift++) {
             const CudaCounts c = reduction<T>(count, shift, shift);
             // By warps of packs, and at the edges less than a pack twice.
-            assert_in_range(c.global_loads, 0, MEMBERS * ((count / n + 31) / 32 + 2));
-            assert_in_range(c.global_stores, 0, (count / n + 31) / 32 + 2);
+            assert_true(c.global_loads <= MEMBERS * ((count / n + 31) / 32 + 2));
+            assert_true(c.global_stores <= (count / n + 31) / 32 + 2);
         }
     reduction<T>(1000 * n + 3, 1, 0);  // where no packs fit, it is right all the same
 }

@@ -38,7 +38,7 @@ static void one_owner(const SequenceLayout *layout, int64_t s, int cp) {
         int32_t *tokens = tokens_of(layout, s, cp, rank);
         int64_t count = layout->count(s, cp, rank);
         for (int64_t i = 0; i < count; i++) {
-            assert_in_range(tokens[i], 0, s - 1);
+            assert_true(tokens[i] >= 0 && tokens[i] < s);
             assert_true(i == 0 || tokens[i] > tokens[i - 1]);
             owners[tokens[i]]++;
         }

@@ -143,7 +143,7 @@ static void a_micro_batch_waits_for_its_loss_alone(void **state) {
     model_backward(m, &micro);
     assert_int_equal(backend_waits(), before);
     assert_true(isfinite(loss_value(micro.loss)));
-    assert_in_range(backend_waits() - before, 0, 1);
+    assert_true(backend_waits() - before <= 1);
     micro_batch_free(m, &micro);
     model_free(m);
 }
