@@ -49,7 +49,6 @@ static void tune(bool oversubscribed) {
     setenv("OMPI_MCA_btl", "self,vader", 0);
     // Nor for what it would not take anyhow, plug-in by plug-in.
     setenv("OMPI_MCA_coll", "^sm,adapt,han,monitoring,sync", 0);
-    setenv("OMPI_MCA_osc", "sm", 0);
     // Nor for devices: each rank and mpirun would read the PCI bus, and load plug-ins for displays; and one
     // for XML, with a library and its tables, where hwloc reads XML itself.
     setenv("HWLOC_COMPONENTS", "-linuxio,-pci", 0);
@@ -147,6 +146,7 @@ void control_start(int *rank, int *ranks, double timeout) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);  // ranks do not outlive their launcher
     int size = environment_int("OMPI_COMM_WORLD_SIZE");
     int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
+    setenv("OMPI_MCA_osc", "sm", 0);  // all that shares memory; UCX's would complain of what it lacks
     if (size && size == here) tune(here > sysconf(_SC_NPROCESSORS_ONLN));
     const char *folder = environment("PMIX_SERVER_TMPDIR");  // mpirun's, for this run
     if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);

@@ -44,9 +44,9 @@ settings+=" --mca btl_tcp_if_include $net.0/24 --mca oob_tcp_if_include $net.0/2
 on_hosts() {
     local program=$1
     shift
-    run "$work/agent" host1 "cd ${PWD@Q} && mpirun --quiet --allow-run-as-root --oversubscribe \
-        --bind-to none $settings -H host1:$each,host2:$each -n $((2 * each)) $as \
-        ${PWD@Q}/$build/$program $*"
+    run "$work/agent" host1 "cd ${PWD@Q} && OMPI_MCA_orte_execute_quiet=1 mpirun \
+        --allow-run-as-root --oversubscribe --bind-to none $settings -H host1:$each,host2:$each \
+        -n $((2 * each)) $as ${PWD@Q}/$build/$program $*"
 }
 each=2 as=''
 crosses() {  # crosses NAME PROGRAM FLAGS…
