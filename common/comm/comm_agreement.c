@@ -7,7 +7,8 @@
 //                  ready = max(compute stream and port at the call, end of the line's previous request)
 //              A request gives its notices when those of the one before it have all come: `ready` is exact.
 //              When all have come: start = the latest ready, end = start + what the machine needs.
-//     data     The transport moves the bytes, one request of a line after another.
+//     data     The transport moves the bytes, one request of a line after another. Where it can, it gives
+//              this rank's beside the notices; but it uses nobody's before all notices have come.
 //     done     comm_wait may return; it makes the compute stream wait for `end`.
 //
 // Within a line. A rank blocked in the notices of one request has sent none of the next. So whatever a peer
@@ -320,9 +321,10 @@ static bool must_follow(const Request *r) {
 }
 
 // A batch of transfers need not wait for its last notice: what it has with one peer may be what this peer
-// waits for before it comes to the rest.
+// waits for before it comes to the rest. What runs early gives its bytes beside its notices.
 static bool may_move(const Request *r) {
-    return (r->agreed || (r->call.kind == TRANSFERS && r->given)) && (r->operation || !must_follow(r));
+    bool early = r->given && (r->call.kind == TRANSFERS || r->call.agreed);
+    return (r->agreed || early) && (r->operation || !must_follow(r));
 }
 
 static void push_line(Line line) {
@@ -354,10 +356,14 @@ void line_append(Request *r) {
     r->index = comm.calls;
     r->launched = device_is_dry_run() || r->host || r->call.kind == BARRIER;
     r->trusted = !comm.check && !r->launched && !is_group(r);
-    r->met = calloc((size_t)notices_of(r) + 1, sizeof *r->met);
-    r->before = calloc((size_t)notices_of(r) + 1, sizeof *r->before);
-    r->got = calloc((size_t)notices_of(r) + 1, sizeof *r->got);
-    CHECK(r->met && r->before && r->got, "out of host memory for a request");
+    if (!r->launched && !r->trusted && !is_group(r) && r->call.kind != TRANSFERS &&
+        transport_runs_early(&r->call))
+        r->call.agreed = &r->agreed;
+    size_t notices = (size_t)notices_of(r),
+           bytes = notices * (sizeof *r->before + sizeof *r->got + sizeof *r->met);
+    r->before = memset(host_alloc(bytes), 0, bytes);
+    r->got = (int *)(r->before + notices);
+    r->met = (bool *)(r->got + notices);
     r->live_after = comm.live;
     if (comm.live) comm.live->live_before = r;
     comm.live = r;
@@ -410,11 +416,12 @@ typedef struct Wait {
 // One turn of a loop that waits. Of the time between two looks at most a second counts: a rank that was
 // stopped, or that others kept from its core, has not looked in vain meanwhile.
 static void wait_turn(Wait *wait, int64_t turn) {
-    uint32_t count = doorbell_count();
+    // A short wait is a few cache lines long: only with more ranks than cores is it too long. And who only
+    // looks leaves the doorbell in the cache of whoever rings.
+    bool may_sleep = control_crowded() || turn % 64 == 0;
+    uint32_t count = may_sleep ? doorbell_count() : 0;
     lines_push();
-    if (comm.waiting->done) return;
-    // A short wait is a few cache lines long: only with more ranks than cores is it too long.
-    if (!control_crowded() && turn % 64) return;
+    if (comm.waiting->done || !may_sleep) return;
     double now = wall_seconds();
     if (control_crowded() || now - wait->began > 1e-3) doorbell_wait(count);
     wait->waited += now - wait->looked < 1 ? now - wait->looked : 1;

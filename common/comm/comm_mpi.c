@@ -13,6 +13,10 @@
 //       3. and gives the sum to all                     returns piece 1 to members 0, 2
 //                                                       fetches pieces 0, 2 from members 0, 2
 //
+// If t fits in one segment, two members do with one exchange instead of two: each gives the other all of t,
+// and both add, member 0's copy first. The bytes and the bits are the same. (A larger t would stay in the
+// cache less well: both read and write all of it.)
+//
 // reduce_scatter is steps 1 and 2, all_gather is step 3, reduce has step 3 with the root alone; the rest
 // have no step 2. A segment is added as soon as all its copies are there, and is sent back while the next
 // ones come in: what waits to be added stays in the cache, and takes WINDOW segments per member, however
@@ -71,6 +75,14 @@ bool transport_sums_in_rank_order(void) { return true; }
 bool transport_prepares_groups(void) { return false; }
 
 bool transport_launches(void) { return false; }
+
+// In shared memory nobody sees what is given but who looks. A message that comes early may be too long for
+// the receive that it meets.
+bool transport_runs_early(const Collective *c) {
+    for (int i = 0; i < c->group.size; i++)
+        if (i != c->group.rank && !shares_with(c->group.member[i])) return false;
+    return backend_is_host();
+}
 
 Operation *transport_group(Group group, int color, int as) {
     return (void)group, (void)color, (void)as, NULL;
@@ -153,18 +165,19 @@ static void post_message(Operation *o, Flow *flow) {
 
 // All that has become possible in shared memory; true if something was.
 static bool push_shared_send(Operation *o, Flow *flow) {
-    int64_t taken = atomic_load_explicit(&flow->channel->taken, memory_order_acquire) - flow->count;
+    int64_t posted = flow->posted,
+            taken = atomic_load_explicit(&flow->channel->taken, memory_order_acquire) - flow->count;
     int64_t done = taken < flow->segments ? taken < 0 ? 0 : taken : flow->segments;
-    bool moved = done > flow->done;
+    bool moved = done > flow->done, full = false;
     flow->done = done;
     // Slots are counted along the channel: what stood WINDOW before must be taken.
     while (flow_may_post(flow) && flow->posted - taken < WINDOW) {
         int64_t segment = flow->posted, bytes = segment_bytes(flow->bytes, segment);
         if (!flow->cast || segment >= o->cast) {
             for (int i = 0; flow->cast && i < o->flows; i++)  // the slowest reader holds the slot
-                if (o->flow[i].cast && o->flow[i].send && o->flow[i].channel &&
-                    segment - o->flow[i].done >= WINDOW)
-                    return moved;
+                full |= o->flow[i].cast && o->flow[i].send && o->flow[i].channel &&
+                        segment - o->flow[i].done >= WINDOW;
+            if (full) break;
             memcpy(flow_slot(flow, segment),
                    flow->base + (in_ring(o, flow) ? segment % WINDOW : segment) * state.segment,
                    (size_t)bytes);
@@ -175,12 +188,23 @@ static bool push_shared_send(Operation *o, Flow *flow) {
         flow->posted++;
         o->sent += bytes;
         atomic_store_explicit(&flow->channel->given, flow->count + flow->posted, memory_order_release);
-        moved = true;
     }
-    return moved;
+    if (flow->posted > posted) doorbell_ring(flow->peer);
+    return moved || flow->posted > posted;
 }
 
-static bool push_shared_receive(Flow *flow) {
+// Gives the slots of so many segments back. Who gave them waits for that when it has no slot left, or, of
+// what is for all, until all is taken; else it need not be rung for. Should it fill its last slot just now,
+// it is rung for when the next segment is taken.
+static void give_back(const Flow *flow, int64_t segments) {
+    int64_t taken = flow->count + segments;
+    atomic_store_explicit(&flow->channel->taken, taken, memory_order_release);
+    int64_t given = atomic_load_explicit(&flow->channel->given, memory_order_relaxed);
+    if (flow->cast || given - taken >= WINDOW - 1) doorbell_ring(flow->peer);
+}
+
+static bool push_shared_receive(const Operation *o, Flow *flow) {
+    if (o->call.agreed && !*o->call.agreed) return false;
     int64_t given = atomic_load_explicit(&flow->channel->given, memory_order_acquire) - flow->count;
     bool moved = false;
     while (flow_may_post(flow) && flow->posted < given) {
@@ -190,9 +214,18 @@ static bool push_shared_receive(Flow *flow) {
         if (flow->held) continue;  // reduce_next gives it back
         memcpy(flow->base + segment * state.segment, flow_slot(flow, segment),
                (size_t)segment_bytes(flow->bytes, segment));
-        atomic_store_explicit(&flow->channel->taken, flow->count + flow->done, memory_order_release);
+        give_back(flow, flow->done);
     }
     return moved;
+}
+
+// Segments whose bytes a sender may overwrite: in shared memory those that stand in a slot.
+static int64_t flow_left(const Flow *flow) { return flow->channel ? flow->posted : flow->done; }
+
+// Whether an operation need not wait for this flow. Slots are counted along their channel, so those that
+// are still to be read bother no later operation; but the slots of what is for all are not.
+static bool flow_over(const Flow *flow) {
+    return (flow->send && !flow->cast ? flow_left(flow) : flow->done) == flow->segments;
 }
 
 // Adds the next segment of my piece, if all its copies are there and the result has room.
@@ -203,18 +236,15 @@ static bool reduce_next(Operation *o) {
     for (int i = 0; i < n; i++)
         if (o->taken[i] && o->taken[i]->done <= segment) return false;
     if (o->result_ring && segment - o->given_back->done >= WINDOW) return false;
+    if (o->leaves && flow_left(o->leaves) <= segment) return false;
     const char *source[n];
     for (int i = 0; i < n; i++)  // member 0 first: the order of every sum
         source[i] = o->taken[i] ? flow_held(o->taken[i], segment) : o->own + segment * state.segment;
     reduce_bytes(o->result + (o->result_ring ? segment % WINDOW : segment) * state.segment, source, n,
                  segment_bytes(o->piece_bytes, segment), o->call.dtype, o->call.op);
     o->reduced++;
-    for (int i = 0; i < n; i++) {
-        if (!o->taken[i] || !o->taken[i]->channel) continue;
-        atomic_store_explicit(&o->taken[i]->channel->taken, o->taken[i]->count + o->reduced,
-                              memory_order_release);
-        doorbell_ring(o->taken[i]->peer);
-    }
+    for (int i = 0; i < n; i++)
+        if (o->taken[i] && o->taken[i]->channel) give_back(o->taken[i], o->reduced);
     return true;
 }
 
@@ -238,17 +268,15 @@ bool transport_test(Operation *o) {
     for (bool moved = true; moved;) {
         moved = false;
         for (int i = 0; i < o->flows; i++)
-            if (o->flow[i].channel && (o->flow[i].send ? push_shared_send(o, &o->flow[i])
-                                                       : push_shared_receive(&o->flow[i]))) {
-                doorbell_ring(o->flow[i].peer);
-                moved = true;
-            }
+            if (o->flow[i].channel)
+                moved |= o->flow[i].send ? push_shared_send(o, &o->flow[i])
+                                         : push_shared_receive(o, &o->flow[i]);
         if (o->messages) moved |= push_messages(o);
         // What was reduced goes out before the next is.
         if (o->reduces) moved |= reduce_next(o);
     }
     for (int i = 0; i < o->flows; i++)
-        if (o->flow[i].done < o->flow[i].segments) return false;
+        if (!flow_over(&o->flow[i])) return false;
     if (o->reduces && o->reduced < o->segments) return false;
     if (o->stage) stage_end(o->stage);
     o->stage = NULL;
@@ -258,15 +286,15 @@ bool transport_test(Operation *o) {
 void *transport_mark(void) { return NULL; }
 
 Operation *transport_run(const Collective *collective) {
-    Operation *o = host_alloc(sizeof *o);
-    *o = (Operation){.call = *collective};
+    // One block, so small where members are few that the heap has it at hand.
+    size_t n = (size_t)collective->group.size,
+           most = collective->kind == TRANSFERS ? (size_t)collective->transfer_count : 4 * (n - 1);
+    Operation *o = host_alloc(sizeof *o + sizeof *o->flow * most + sizeof *o->taken * n);
+    *o = (Operation){.call = *collective, .flow = (Flow *)(o + 1)};
+    o->taken = memset(o->flow + most, 0, sizeof *o->taken * n);
     o->stage = stage_begin(&o->call);
-    const Collective *c = &o->call;
-    int n = c->group.size, most = c->kind == TRANSFERS ? c->transfer_count : 4 * n;
-    o->flow = host_alloc(sizeof *o->flow * (size_t)most);
-    o->taken = calloc((size_t)n, sizeof *o->taken);
-    CHECK(o->taken, "out of host memory for a collective");
     start_call(o);
+    if (!o->messages) return o;
     o->request = host_alloc(sizeof *o->request * (size_t)o->flows * WINDOW);
     o->indices = host_alloc(sizeof *o->indices * (size_t)o->flows * WINDOW);
     for (int i = 0; i < o->flows * WINDOW; i++) o->request[i] = MPI_REQUEST_NULL;
@@ -276,9 +304,7 @@ Operation *transport_run(const Collective *collective) {
 int64_t transport_bytes(const Operation *o) { return o->sent; }
 
 void transport_end(Operation *o) {
-    free(o->flow);
     free(o->request);
     free(o->indices);
-    free(o->taken);
     free(o);
 }

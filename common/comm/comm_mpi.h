@@ -66,7 +66,9 @@ struct Operation {
     char *keep;    // where they are to stand for me, too: copied while they are in the cache
     // the reduction of my piece, if there is one
     bool reduces;
-    char *result;  // where the sums go: the piece itself, or a ring
+    bool whole;          // it is all of the tensor, and the sum needs no way back
+    const Flow *leaves;  // whole: the sum stands where my copy stood, which must have left
+    char *result;        // where the sums go: the piece itself, or a ring
     bool result_ring;
     const char *own;         // my own copy of the piece
     Flow **taken;            // by member; NULL for me

@@ -12,18 +12,28 @@ static int64_t part_offset(const Collective *c, const int64_t *counts, int i) {
     return offset;
 }
 
+// The piece that member i adds, of a small all-reduce of two members all.
+static int64_t piece_bytes(const Operation *o, int i) {
+    const Collective *c = &o->call;
+    return o->whole ? part_offset(c, c->in_counts, 2) : part_bytes(c, c->in_counts, i);
+}
+
+static int64_t piece_offset(const Operation *o, int i) {
+    return o->whole ? 0 : part_offset(&o->call, o->call.in_counts, i);
+}
+
 // Steps 1 and 2: everyone's copies of my piece come to me and are added into `result`. Returns by member
 // the flows that give away my copies.
 static void start_reduction(Operation *o, const char *in, char *result, bool result_ring, Flow **given) {
     const Collective *c = &o->call;
     int n = c->group.size, me = c->group.rank;
-    o->own = in + part_offset(c, c->in_counts, me);
+    o->own = in + piece_offset(o, me);
     if (n == 1) {
-        copy_part(result, o->own, part_bytes(c, c->in_counts, me));
+        copy_part(result, o->own, piece_bytes(o, me));
         return;
     }
     o->reduces = true;
-    o->piece_bytes = part_bytes(c, c->in_counts, me);
+    o->piece_bytes = piece_bytes(o, me);
     o->segments = segments_of(o->piece_bytes);
     int64_t slots = o->segments < WINDOW ? o->segments : WINDOW;
     int messages = result_ring;
@@ -34,8 +44,7 @@ static void start_reduction(Operation *o, const char *in, char *result, bool res
     if (result_ring) ring += slots * segment_size();
     for (int i = 0; i < n; i++) {
         if (i == me) continue;
-        given[i] = flow_add(o, true, i, TAG_DATA, (char *)in + part_offset(c, c->in_counts, i),
-                            part_bytes(c, c->in_counts, i));
+        given[i] = flow_add(o, true, i, TAG_DATA, (char *)in + piece_offset(o, i), piece_bytes(o, i));
         o->taken[i] = flow_add(o, false, i, TAG_DATA, ring, o->piece_bytes);
         o->taken[i]->held = true;
         o->taken[i]->limit = &o->reduced;
@@ -49,8 +58,10 @@ static void start_all_reduce(Operation *o) {
     int n = c->group.size, me = c->group.rank;
     char *t = c->out;
     Flow *given[n];
-    start_reduction(o, t, t + part_offset(c, c->in_counts, me), false, given);
-    for (int i = 0; i < n; i++) {
+    o->whole = n == 2 && part_offset(c, c->in_counts, n) <= segment_size();
+    start_reduction(o, t, t + piece_offset(o, me), false, given);
+    if (o->whole) o->leaves = given[1 - me];
+    for (int i = 0; i < n && !o->whole; i++) {
         if (i == me) continue;
         Flow *back = flow_add(o, true, i, TAG_RESULT, o->result, o->piece_bytes);
         back->cast = true;

@@ -3,15 +3,17 @@
 // Each rank has an area that the others of its machine can read: for each line a row of WINDOW slots for
 // each of them, and, in the row that would be its own, what is for all. A writer fills a slot and counts it
 // as given; the reader uses it where it is, and counts it as taken, which frees it. All counts only grow.
-// An operation ends when all that it gave is taken, so the next one of its line finds every slot free. The
-// areas belong to the transport, as a GPU's channel buffers belong to NCCL: the account of device memory
-// knows only of what a tensor holds or staging() takes.
+// An operation ends when what it gave to all is taken, so the next one of its line finds those slots free;
+// the others are counted from operation to operation, and an operation ends when its last segment stands in
+// one. The areas belong to the transport, as a GPU's channel buffers belong to NCCL: the account of device
+// memory knows only of what a tensor holds or staging() takes.
 
 #include <mpi.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "comm_mpi.h"
+#include "mailbox.h"
 
 enum { MOST_SHARED = 36 << 20, MOST_SEGMENT = 64 << 10, LEAST_SEGMENT = 4 << 10 };
 
@@ -25,9 +27,16 @@ static struct {
     int *local;   // its number among them
 } state;
 
-// An area begins with its rank's doorbell and its channels.
-static size_t channels_bytes(int ranks) {
-    return (sizeof(Doorbell) + (size_t)(ranks * COMM_LINES * TAGS) * sizeof(Channel) + 4095) / 4096 * 4096;
+// An area begins with its rank's doorbell, its mailboxes to the others here, and its channels.
+static size_t mailboxes_end(void) { return sizeof(Doorbell) + (size_t)state.here * sizeof(Mailbox); }
+
+static size_t channels_bytes(void) {
+    return (mailboxes_end() + (size_t)(state.ranks * COMM_LINES * TAGS) * sizeof(Channel) + 4095) / 4096 *
+           4096;
+}
+
+static Mailbox *mailbox(int from, int to) {
+    return (Mailbox *)(state.area[from] + sizeof(Doorbell)) + state.local[to];
 }
 
 int64_t segment_size(void) { return state.segment; }
@@ -35,13 +44,12 @@ int64_t segment_size(void) { return state.segment; }
 bool shares_with(int rank) { return state.sharing && state.area[rank]; }
 
 Channel *channel(int from, int to, Line line, int tag) {
-    return (Channel *)(state.area[from] + sizeof(Doorbell)) + (to * COMM_LINES + (int)line) * TAGS + tag;
+    return (Channel *)(state.area[from] + mailboxes_end()) + (to * COMM_LINES + (int)line) * TAGS + tag;
 }
 
 char *slot(int from, int to, Line line, int64_t segment) {
     int row = (int)line * state.here + state.local[to == TO_ALL ? from : to];
-    return state.area[from] + channels_bytes(state.ranks) +
-           (row * WINDOW + segment % WINDOW) * state.segment;
+    return state.area[from] + channels_bytes() + (row * WINDOW + segment % WINDOW) * state.segment;
 }
 
 void share_memory(Place place) {
@@ -66,7 +74,7 @@ void share_memory(Place place) {
     int *world = host_alloc(sizeof *world * (size_t)here);
     MPI_Allgather(&rank, 1, MPI_INT, world, 1, MPI_INT, machine);
     if (state.sharing) {
-        size_t bytes = channels_bytes(ranks) + (size_t)(COMM_LINES * here * WINDOW * state.segment);
+        size_t bytes = channels_bytes() + (size_t)(COMM_LINES * here * WINDOW * state.segment);
         char *mine;
         control_check_shared((double)here * (double)bytes, here);
         MPI_Barrier(machine);  // looked at before the first takes its part
@@ -83,16 +91,20 @@ void share_memory(Place place) {
         state.doorbell[world[i]] = (Doorbell *)state.area[world[i]];
         state.local[world[i]] = i;
     }
-    if (state.sharing) memset(state.area[rank], 0, channels_bytes(ranks));
+    if (state.sharing) memset(state.area[rank], 0, channels_bytes());
     MPI_Barrier(machine);
     // Messages of ranks that share no memory ring no doorbell.
     if (state.sharing && here == ranks) doorbells_use(state.doorbell, rank);
+    mailboxes_use(ranks);
+    for (int r = 0; r < ranks; r++)
+        if (r != rank && shares_with(r)) mailbox_join(r, mailbox(rank, r), mailbox(r, rank));
     free(world);
     MPI_Comm_free(&machine);
 }
 
 void unshare_memory(void) {
     doorbells_use(NULL, 0);
+    mailboxes_use(0);
     if (state.sharing) MPI_Win_free(&state.window);
     free(state.area);
     free(state.doorbell);

@@ -13,12 +13,12 @@
 static CommCount counts_of_kinds[COLLECTIVE_KINDS];
 
 static CommCount *count_of(CollectiveKind kind) {
-    static int64_t resets;
+    static int64_t resets = -1;
     if (resets != clock_resets()) {
         memset(counts_of_kinds, 0, sizeof counts_of_kinds);
+        for (int i = 0; i < COLLECTIVE_KINDS; i++) counts_of_kinds[i].name = kind_names[i];
         resets = clock_resets();
     }
-    for (int i = 0; i < COLLECTIVE_KINDS; i++) counts_of_kinds[i].name = kind_names[i];
     return &counts_of_kinds[kind];
 }
 
@@ -66,9 +66,7 @@ void request_release(Request *r) {
     free(r->open);
     free((void *)r->call.in_counts);
     free((void *)r->call.out_counts);
-    free(r->met);
     free(r->before);
-    free(r->got);
     free(r->values);
     free(r);
 }
@@ -148,12 +146,11 @@ static int members_per_node(Group group) {
         int node = clock_node(world_rank(group, i));
         if (node >= nodes) nodes = node + 1;
     }
-    int *here = calloc((size_t)nodes, sizeof *here);
-    CHECK(here, "out of host memory for %d nodes", nodes);
+    int here[nodes];
+    memset(here, 0, sizeof here);
     for (int i = 0; i < group.size; i++) here[clock_node(world_rank(group, i))]++;
     for (int node = 0; node < nodes; node++)
         if (here[node] > 0 && here[node] < least) least = here[node];
-    free(here);
     return least;
 }
 
@@ -205,11 +202,13 @@ void request_claim(Request *r, Tensor t, bool writes) {
     in_flight_begin(t, writes, r->call.group.line, r, request_text);
 }
 
-// in_place: `out` is read, and written if `writes`.
+// in_place, where both are one: `out` is read, and written if `writes`.
 static void hold(Request *r, Tensor out, Tensor in, bool writes) {
     r->out = tensor_share(out);
     r->in = tensor_share(in);
-    if (tensor_exists(in)) request_claim(r, in, false);
+    bool in_place =
+        in.storage == out.storage && in.offset == out.offset && tensor_count(in) == tensor_count(out);
+    if (tensor_exists(in) && !(in_place && writes)) request_claim(r, in, false);
     if (tensor_exists(out) && writes) request_claim(r, out, true);
     r->call.out = tensor_exists(out) ? tensor_address(out) : NULL;
     r->call.in = tensor_exists(in) ? tensor_address(in) : NULL;

@@ -1,5 +1,6 @@
 // transport.h: what carries communication, in two planes; comm_requests.c has checked every argument and
-// comm_agreement.c has agreed with the other members, or trusts them, before the data plane is called.
+// comm_agreement.c has agreed with the other members, or trusts them, before the data plane uses what they
+// give.
 //
 // The control plane (control.c, over Open MPI) joins the ranks, passes their notices, and ends them all
 // together. The data plane moves the bytes of tensors. It is chosen when a program is linked: comm_mpi.c,
@@ -90,6 +91,7 @@ typedef struct Collective {
     const Transfer *transfers;
     const int64_t *open;  // per transfer: 0 as long as its other end has not come, then more than any count
     int transfer_count;
+    const bool *agreed;   // of a call that runs early (transport_runs_early), else NULL
     void *mark;           // of transport_mark
 } Collective;
 
@@ -122,6 +124,10 @@ bool transport_prepares_groups(void);
 // Whether operations are launched on a device, where two that the same two ranks share may wait for each
 // other. Then comm_agreement.c runs what two ranks share in the order in which they started it.
 bool transport_launches(void);
+
+// Whether this call, which is no batch of transfers, may run before the other members have agreed to it: it
+// then gives what it has, and uses nothing of theirs until *agreed.
+bool transport_runs_early(const Collective *collective);
 
 // Notes what the device has been given up to now: an operation with this mark reads and writes its
 // tensors only after that. One for each call, ended by transport_run.

@@ -1,8 +1,13 @@
 // test_comm_requests.c [--ranks N] [PATTERN]: many requests at once, of several groups and on one tensor,
-// with notices and without, the seconds that they take, and which ranks are in which group. TAP, on all
-// ranks at once; comm.t runs it with 1 to 8.
+// with notices and without, the seconds that they take, what they wait for, and which ranks are in which
+// group. TAP, on all ranks at once; comm.t runs it with 1 to 8.
+#include <mpi.h>
+#include <sched.h>
+
+#include "comm/doorbell.h"
 #include "comm/transport.h"
 #include "comm_values.h"
+#include "tensor/guard.h"
 
 static void requests_of_several_groups_stand_open_at_once(void) {
     Mesh mesh = mesh_new(a_grid());
@@ -220,6 +225,175 @@ static void calls_without_checks_send_no_notices(void) {
     for (int i = 0; i < 2; i++) free(got[i]);
 }
 
+// ---- what a call waits for ----
+
+// Messages that the core sends, and how often it asks for some.
+static int sends, asks;
+int MPI_Isend(const void *from, int count, MPI_Datatype type, int rank, int tag, MPI_Comm all,
+              MPI_Request *request) {
+    sends++;
+    return PMPI_Isend(from, count, type, rank, tag, all, request);
+}
+int MPI_Test(MPI_Request *request, int *come, MPI_Status *status) {
+    asks++;
+    return PMPI_Test(request, come, status);
+}
+
+// Whether the ranks are of one machine, and their tensors in its memory.
+static bool shares_memory(void) { return n > 1 && !*transport_text(); }
+
+// One rank tells another beside comm that it has come to some place.
+static void tell(int rank) { MPI_Send(NULL, 0, MPI_BYTE, rank, 0, MPI_COMM_WORLD); }
+static void hear(int rank) { MPI_Recv(NULL, 0, MPI_BYTE, rank, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE); }
+
+static void one_machine_needs_no_messages(void) {
+    Tensor t = tensor_of(F32, me, 1009);
+    sends = asks = 0;
+    for (int i = 0; i < 20; i++) {
+        comm_wait(comm_all_reduce(t, REDUCE_SUM, world));
+        comm_wait(comm_barrier(world));
+        comm_sum(me, world);
+    }
+    if (shares_memory() && (sends || asks))
+        note("notices and bytes took %d messages, and %d looks for more", sends, asks);
+    tensor_free(&t);
+}
+
+// Whoever waits sleeps, a millisecond at most: that nobody rings would only be slow. So rings are counted,
+// those of a last barrier perhaps not yet: of a notice, of a segment, and of a slot that comes back to who
+// has no other.
+static void what_has_come_rings(void) {
+    enum { TIMES = 64 };
+    Tensor t = tensor_of(F32, me, 1000);
+    uint32_t heard = doorbell_count();
+    doorbell_ring(me);
+    const bool rings = n > 1 && !strstr(transport_text(), "NCCL");
+    if (rings && doorbell_count() == heard) note("a rank has not heard its own doorbell");
+    doorbell_wait(heard);  // returns, although nobody rings any more
+    heard = doorbell_count();
+    for (int i = 0; i < TIMES; i++) comm_wait(comm_barrier(world));
+    int rung = (int)(doorbell_count() - heard), least = (TIMES - 1) * (n - 1);
+    if (rings && rung < least) note("%d barriers have rung %d times, and not %d", TIMES, rung, least);
+    heard = doorbell_count();
+    if (rings) MPI_Barrier(MPI_COMM_WORLD);
+    int64_t notices = control_sent();
+    for (int i = 0; i < TIMES && me < 2 && n > 1; i++)
+        comm_wait(me ? comm_receive(t, 0, world) : comm_send(t, 1, world));
+    least = (me ? TIMES : 0) + (int)(control_sent() - notices);  // segments, and notices if there are any
+    comm_wait(comm_barrier(world));
+    rung = (int)(doorbell_count() - heard);
+    if (rings && me < 2 && rung < least) note("%d transfers have rung %d times", TIMES, rung);
+    tensor_free(&t);
+    if (!rings) return;
+    t = tensor_of(F32, me, 1 << 20);  // more than all slots hold
+    const bool before = comm_set_check(false);
+    heard = doorbell_count();
+    Request *sent = me == 0 ? comm_send(t, 1, world) : NULL;
+    MPI_Barrier(MPI_COMM_WORLD);  // the slots are full
+    if (me == 1) comm_wait(comm_receive(t, 0, world));
+    comm_wait_all(&sent, 1);
+    if (me == 0 && doorbell_count() == heard) note("slots come back without a ring");
+    MPI_Barrier(MPI_COMM_WORLD);  // before others ring for what is next
+    comm_set_check(before);
+    tensor_free(&t);
+}
+
+// Many at once find no room for their notices, of 16 on the way from one rank to another.
+static void many_notices_come_in_order(void) {
+    enum { VALUES = 300, TRANSFERS_EACH_WAY = 40 };
+    double sums[VALUES];
+    for (int i = 0; i < VALUES; i++) sums[i] = value(F64, me, i);
+    comm_sum_all(sums, VALUES, world);
+    for (int i = 0; i < VALUES; i++) {
+        double sum = 0;
+        for (int r = 0; r < n; r++) sum += value(F64, r, i);
+        SAME(sums[i], sum);
+    }
+    Transfer transfers[2 * TRANSFERS_EACH_WAY];
+    int left = (me + n - 1) % n, right = (me + 1) % n;
+    for (int i = 0; i < TRANSFERS_EACH_WAY; i++) {
+        transfers[2 * i] = (Transfer){.send = true, .peer = right, .t = tensor_of(F32, me, i + 1)};
+        transfers[2 * i + 1] = (Transfer){.send = false, .peer = left, .t = empty(F32, i + 1)};
+    }
+    comm_wait(comm_transfers(transfers, 2 * TRANSFERS_EACH_WAY, world));
+    for (int i = 0; i < TRANSFERS_EACH_WAY; i++) {
+        expect_values("one of many", transfers[2 * i + 1].t, 0, left, 0, i + 1);
+        for (int j = 0; j < 2; j++) tensor_free(&transfers[2 * i + j].t);
+    }
+}
+
+// A small sum of two ranks is one exchange: rank 0 gives all that rank 1 needs when it starts, and does
+// nothing more before rank 1 has ended.
+static void one_exchange_adds_what_two_ranks_have(void) {
+    int two[2] = {0, 1};
+    if (!shares_memory()) return;
+    Group pair = comm_group("pair", LINE_TP, two, 2);
+    const bool before = comm_set_check(true);
+    for (int checked = 0; checked < 2 && me < 2; checked++) {
+        comm_set_check(checked);
+        Tensor t = tensor_of(F32, me, 1024);
+        if (me == 1) hear(0);
+        Request *sum = comm_all_reduce(t, REDUCE_SUM, pair);
+        if (me == 0) tell(1);
+        int ended = 0;
+        for (double until = wall_seconds() + 5; me == 0 && !ended && wall_seconds() < until; sched_yield())
+            MPI_Iprobe(1, 0, MPI_COMM_WORLD, &ended, MPI_STATUS_IGNORE);
+        if (me == 0 && !ended) note("rank 1 waits for more than what was given at the start");
+        comm_wait(sum);
+        if (me == 1) tell(0);
+        else hear(1);
+        expect_reduced("sum of two", t, REDUCE_SUM, pair, 0);
+        tensor_free(&t);
+    }
+    comm_set_check(before);
+}
+
+// The last rank comes when the others have seen each other's notices and bytes. None of these is where a
+// wrong call of the last one would leave it.
+static void nothing_is_used_before_all_agree(void) {
+    if (!shares_memory() || n < 3) return;
+    int others[n];
+    for (int i = 0; i < n; i++) others[i] = i;
+    Group early = comm_group("early", LINE_TP, others, n - 1);
+    const bool before = comm_set_check(true), last = me == n - 1;
+    Tensor in = tensor_of(F32, me, 1), out = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(n));
+    tensor_from_doubles(out, (double[8]){0});
+    for (int r = 0; r < n - 1 && last; r++) hear(r);
+    Request *gather = comm_all_gather(out, in, NULL, world);
+    if (!last) {
+        comm_wait(comm_barrier(early));
+        comm_progress();
+        device_open();
+        for (int r = 0; r < n - 1; r++)
+            if (r != me && ((const float *)tensor_address(out))[r] != 0)
+                note("what rank %d gave is used before rank %d has agreed", r, n - 1);
+        device_close();
+        tell(n - 1);
+    }
+    comm_wait(gather);
+    for (int r = 0; r < n; r++) expect_values("gathered", out, r, r, 0, 1);
+    comm_set_check(before);
+    tensor_free(&in);
+    tensor_free(&out);
+}
+
+// Member 0 has started both before anyone else comes, and what is for all stands once for all.
+static void what_is_for_all_stays_until_all_have_it(void) {
+    if (!shares_memory()) return;
+    const bool before = comm_set_check(false);
+    Tensor t[2] = {tensor_of(F32, me, 1009), tensor_of(F32, me + n, 1009)};
+    Request *request[2] = {NULL};
+    if (me) MPI_Barrier(MPI_COMM_WORLD);
+    for (int i = 0; i < 2; i++) request[i] = comm_broadcast(t[i], 0, world);
+    if (!me) MPI_Barrier(MPI_COMM_WORLD);
+    comm_wait_all(request, 2);
+    for (int i = 0; i < 2; i++) {
+        expect_values("broadcast", t[i], 0, i * n, 0, 1009);
+        tensor_free(&t[i]);
+    }
+    comm_set_check(before);
+}
+
 static const RankTest tests[] = {
     TEST(requests_of_several_groups_stand_open_at_once),
     TEST(groups_keep_their_own_order),
@@ -229,6 +403,12 @@ static const RankTest tests[] = {
     TEST(the_grid_is_numbered_with_tp_fastest),
     TEST(waiting_counts_as_communication),
     TEST(calls_without_checks_send_no_notices),
+    TEST(one_machine_needs_no_messages),
+    TEST(what_has_come_rings),
+    TEST(many_notices_come_in_order),
+    TEST(one_exchange_adds_what_two_ranks_have),
+    TEST(nothing_is_used_before_all_agree),
+    TEST(what_is_for_all_stays_until_all_have_it),
 };
 
 int main(int argc, char **argv) {
