@@ -359,11 +359,6 @@ void line_append(Request *r) {
     if (!r->launched && !r->trusted && !is_group(r) && r->call.kind != TRANSFERS &&
         transport_runs_early(&r->call))
         r->call.agreed = &r->agreed;
-    size_t notices = (size_t)notices_of(r),
-           bytes = notices * (sizeof *r->before + sizeof *r->got + sizeof *r->met);
-    r->before = memset(host_alloc(bytes), 0, bytes);
-    r->got = (int *)(r->before + notices);
-    r->met = (bool *)(r->got + notices);
     r->live_after = comm.live;
     if (comm.live) comm.live->live_before = r;
     comm.live = r;

@@ -17,9 +17,8 @@ struct Request {
     Tensor out, in;  // shares of the caller's: freed early, they stay until the request ends
     Transfer *transfers;
     int64_t *open;    // transfers whose other end has come
-    int64_t *before;  // by member or by transfer: calls that this rank shared with that one earlier, on
-                      // any line; `got` and `met` lie behind it in one block
-    bool *met;        // notices that have come, by the same
+    bool *met;        // notices that have come, by member or by transfer
+    int64_t *before;  // by the same: calls that this rank shared with that one earlier, on any line
     int missing;      // notices that have not come
     double *values;   // sums on the host, the making of a group: everyone's, (members, value_count)
     int *got;         // values that have come, by member

@@ -66,7 +66,6 @@ void request_release(Request *r) {
     free(r->open);
     free((void *)r->call.in_counts);
     free((void *)r->call.out_counts);
-    free(r->before);
     free(r->values);
     free(r);
 }
@@ -172,7 +171,8 @@ static const char *name_of(CollectiveKind kind) {
     return kind < COLLECTIVE_KINDS ? kind_names[kind] : "comm_group";
 }
 
-Request *request_new(CollectiveKind kind, Group group, int root, DType dtype) {
+// One block, with what is kept of each notice behind the request.
+static Request *request_of(CollectiveKind kind, Group group, int root, DType dtype, int notices) {
     CHECK(!comm.finished, "%s after comm_finish", name_of(kind));
     CHECK(group.size >= 1 && group.rank >= 0 && group.rank < group.size,
           "%s: rank %d is not a member of group %s", name_of(kind), comm.rank,
@@ -181,9 +181,17 @@ Request *request_new(CollectiveKind kind, Group group, int root, DType dtype) {
           group.name ? group.name : "?", group.size);
     CHECK(root >= 0 && root < group.size, "%s: there is no root %d in group %s of %d", name_of(kind), root,
           group.name ? group.name : "?", group.size);
-    Request *r = host_alloc(sizeof *r);
+    size_t each = sizeof *((Request *)0)->before + sizeof *((Request *)0)->got + sizeof *((Request *)0)->met;
+    Request *r = host_alloc(sizeof *r + (size_t)notices * each);
     *r = (Request){.call = {.kind = kind, .root = root, .dtype = dtype, .group = group}};
+    r->before = memset(r + 1, 0, (size_t)notices * each);
+    r->got = (int *)(r->before + notices);
+    r->met = (bool *)(r->got + notices);
     return r;
+}
+
+Request *request_new(CollectiveKind kind, Group group, int root, DType dtype) {
+    return request_of(kind, group, root, dtype, group.size);
 }
 
 // "all_reduce, call 12 in group dp"
@@ -381,7 +389,7 @@ Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const
 Request *comm_barrier(Group group) { return start(request_new(BARRIER, group, 0, F32), 0, 0); }
 
 Request *comm_transfers(const Transfer *transfers, int count, Group group) {
-    Request *r = request_new(TRANSFERS, group, 0, F32);
+    Request *r = request_of(TRANSFERS, group, 0, F32, count);
     r->transfers = host_alloc(sizeof *r->transfers * (size_t)count);
     r->call.transfers = r->transfers;
     r->call.open = r->open = calloc((size_t)count + 1, sizeof *r->open);

@@ -68,7 +68,7 @@ bool mailbox_send(const Notice *notice, int rank) {
 }
 
 bool mailbox_receive(Notice *notice, int *rank) {
-    put_late();
+    if (late) put_late();
     for (int r = 0; r < ranks; r++) {
         Way *w = &way[r];
         int slot = (int)(w->received % MAILBOX_SLOTS);
