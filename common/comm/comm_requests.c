@@ -181,7 +181,7 @@ static Request *request_of(CollectiveKind kind, Group group, int root, DType dty
           group.name ? group.name : "?", group.size);
     CHECK(root >= 0 && root < group.size, "%s: there is no root %d in group %s of %d", name_of(kind), root,
           group.name ? group.name : "?", group.size);
-    size_t each = sizeof *((Request *)0)->before + sizeof *((Request *)0)->got + sizeof *((Request *)0)->met;
+    size_t each = sizeof(int64_t) + sizeof(int) + sizeof(bool);
     Request *r = host_alloc(sizeof *r + (size_t)notices * each);
     *r = (Request){.call = {.kind = kind, .root = root, .dtype = dtype, .group = group}};
     r->before = memset(r + 1, 0, (size_t)notices * each);

@@ -2,7 +2,7 @@
 //
 // By MPI a notice takes as long as the sum of a small tensor. So from each rank to each other of its
 // machine there is a mailbox, a row of slots. The writer fills the next slot, and then numbers it. The
-// reader looks for the number that is next, copies the notice, and counts it as taken, which frees the slot:
+// reader looks for the number that is next, copies the notice, and counts it as taken: the slot is free.
 //
 //     rank 0 sends its 18th               slots, of 16       rank 1 has taken 16
 //       notice -> slot 1, number 18        17 [18] 3 4 …       finds 17 in slot 0, then 18 in slot 1
