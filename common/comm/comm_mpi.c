@@ -195,7 +195,7 @@ static bool push_shared_send(Operation *o, Flow *flow) {
 
 // Gives the slots of so many segments back. Who gave them waits for that when it has no slot left, or, of
 // what is for all, until all is taken; else it need not be rung for. Should it fill its last slot just now,
-// it is rung for when the next segment is taken.
+// it may sleep unrung, which is a millisecond at most (doorbell.h).
 static void give_back(const Flow *flow, int64_t segments) {
     int64_t taken = flow->count + segments;
     atomic_store_explicit(&flow->channel->taken, taken, memory_order_release);
