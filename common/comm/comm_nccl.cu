@@ -18,11 +18,9 @@
 // for the other ranks, and nobody looks meanwhile. They have all given their notices by then, as a rule; if
 // one is lost nevertheless, a timer ends this rank after twice --timeout (call_begin), or mpirun ends it
 // when it hears of a death. What waits on the device is looked at by transport_poll.
-#include <math.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/time.h>
 #include <unistd.h>
 
 #include "comm_nccl.h"
@@ -69,37 +67,21 @@ static const char *version_text(int version) {
 
 // ---- calls in which NCCL may wait for other ranks ----
 
-static char gone[256];  // for a signal handler
-
-static void give_up(int signal) {
-    (void)signal;
-    if (control_claim() && write(STDERR_FILENO, gone, strlen(gone)) < 0) _exit(STATUS_USAGE);
-    _exit(STATUS_USAGE);
-}
-
-// What was watched before, and by whom: the end of a run is, around all of transport_finish (control_part).
-static struct itimerval watched;
-static void (*watcher)(int);
+// What was watched before: the end of a run is, around all of transport_finish (control_part).
+static Watch before_call;
 
 void call_begin(void) {
+    static char sentence[256];
     double timeout = comm_set_timeout(0);
     comm_set_timeout(timeout);
-    if (!*gone)
-        snprintf(gone, sizeof gone,
+    if (!*sentence)
+        snprintf(sentence, sizeof sentence,
                  "%s: rank %d: NCCL waits for a rank that does not come (twice --timeout)\n",
                  base_program(), base_rank());
-    struct itimerval timer = {};
-    const double seconds = fmin(2 * timeout, 2e9);
-    timer.it_value.tv_sec = (time_t)seconds;
-    timer.it_value.tv_usec = (suseconds_t)((seconds - floor(seconds)) * 1e6);
-    watcher = signal(SIGALRM, give_up);
-    setitimer(ITIMER_REAL, &timer, &watched);
+    before_call = control_watch(2 * timeout, sentence);
 }
 
-void call_end(void) {
-    setitimer(ITIMER_REAL, &watched, NULL);
-    signal(SIGALRM, watcher);
-}
+void call_end(void) { control_watch_end(before_call); }
 
 // ---- events ----
 

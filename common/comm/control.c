@@ -3,6 +3,7 @@
 // other tags.
 #include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <mpi.h>
 #include <omp.h>
 #include <signal.h>
@@ -10,7 +11,6 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/statvfs.h>
-#include <sys/time.h>
 #include <unistd.h>
 
 #include "doorbell.h"
@@ -91,31 +91,40 @@ const char *control_launch(int argc, char **argv, int ranks) {
 // What Open MPI itself maps of /dev/shm for each rank (btl_vader_segment_size, and what stands before it).
 enum { MPI_SHARED = (4 << 20) + (64 << 10), PATIENCE = 20 };  // seconds that a busy machine may take
 
-static char alone_too_long[160];
+static const char *watched;  // what a signal handler says
 
 static void on_too_long(int signal) {
     (void)signal;
-    if (control_claim() && write(STDERR_FILENO, alone_too_long, strlen(alone_too_long)) < 0)
-        _exit(STATUS_USAGE);
+    if (control_claim() && write(STDERR_FILENO, watched, strlen(watched)) < 0) _exit(STATUS_USAGE);
     _exit(STATUS_USAGE);
 }
 
-// Waiting in MPI's own calls nobody looks for dead ranks, and no loop of ours counts the seconds. `done`:
-// what the others must have done by then, `to`: and what that is to a rank.
+Watch control_watch(double seconds, const char *sentence) {
+    const Watch before = {alarm(0), watched};
+    watched = sentence;
+    signal(SIGALRM, on_too_long);
+    alarm((unsigned)ceil(fmin(seconds, 2e9)));
+    return before;
+}
+
+void control_watch_end(Watch before) {
+    alarm(0);
+    watched = before.sentence;
+    if (before.seconds) alarm(before.seconds);
+    else signal(SIGALRM, SIG_DFL);
+}
+
+// `done`: what the others must have done by then, `to`: and what that is to a rank.
 static void expect_others(double timeout, const char *done, const char *to) {
-    struct itimerval alarm = {.it_value = {.tv_sec = (time_t)timeout + PATIENCE}};
-    snprintf(alone_too_long, sizeof alone_too_long,
+    static char sentence[160];
+    snprintf(sentence, sizeof sentence,
              "%s: rank %d: the ranks have not %s in %.3g s (--timeout, and %d s to %s): one is stopped "
              "or gone\n",
              base_program(), base_rank(), done, timeout + PATIENCE, PATIENCE, to);
-    signal(SIGALRM, on_too_long);
-    setitimer(ITIMER_REAL, &alarm, NULL);
+    control_watch(timeout + PATIENCE, sentence);
 }
 
-void control_met(void) {
-    setitimer(ITIMER_REAL, &(struct itimerval){{0, 0}, {0, 0}}, NULL);
-    signal(SIGALRM, SIG_DFL);
-}
+void control_met(void) { control_watch_end((Watch){0}); }
 
 void control_check_shared(double bytes, int ranks) {
     struct statvfs shared;

@@ -68,6 +68,15 @@ bool control_receive(Notice *notice, int *rank);
 // True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in
 // a signal handler.
 bool control_claim(void);
+// Around calls of MPI and NCCL that wait for other ranks: in them nobody looks for dead ones, and no loop of
+// ours counts the seconds. One that takes longer ends this rank with the sentence. What was watched before
+// goes on at the end.
+typedef struct Watch {
+    unsigned seconds;
+    const char *sentence;  // borrowed
+} Watch;
+Watch control_watch(double seconds, const char *sentence);
+void control_watch_end(Watch before);
 // Ends every rank now with this exit status. Does not return.
 void control_abort(int status);
 // Before the data plane's end and control_finish, which wait for the others: no longer than at the start.
