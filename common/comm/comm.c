@@ -12,6 +12,7 @@
 #include "comm_inside.h"
 #include "launch.h"
 #include "tensor/device.h"
+#include "tensor/in_flight.h"
 
 struct Comm comm = {.alone = true, .ranks = 1, .timeout = 300, .check = true};
 
@@ -208,15 +209,20 @@ static void end_all(const char *sentence, int status) {
     _exit(status);
 }
 
+// While this rank computes. (A push may itself wait for the device, and look.)
+static void push(void) {
+    if (!comm.pushing && !comm.finished) lines_push();
+}
+
 void comm_progress(void) {
-    if (!comm.alone && !comm.pushing && !comm.finished) lines_push();
+    if (!comm.alone) push();
 }
 
 // While the host waits for the device, which may itself wait for another rank's.
 static void look_from_device(void) {
     static int64_t turn;
     if (comm.alone || ++turn % 64) return;
-    if (!comm.pushing && !comm.finished) lines_push();
+    push();
     if (look_is_due(wall_seconds())) look_after_all();
 }
 
@@ -316,6 +322,7 @@ void comm_start(int argc, char **argv, int natural) {
     backend_start(place.local_rank, place.ranks_here);
     transport_start(place, look_from_device);
     control_met();
+    in_flight_push = push;
     struct sigaction terminate = {.sa_sigaction = on_terminate, .sa_flags = SA_SIGINFO};
     sigaction(SIGTERM, &terminate, NULL);
     on_exit(finish_at_exit, NULL);

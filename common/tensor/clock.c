@@ -8,6 +8,7 @@
 #include "device.h"
 #include "files.h"
 #include "guard.h"
+#include "in_flight.h"
 
 // ---- machines ----
 
@@ -274,6 +275,7 @@ void clock_end(void) {
     state.model_now += state.model_seconds;
     if (state.tracing) state.events[state.events_count - 1].wall_end = now;
     state.name = NULL;
+    if (in_flight_count) in_flight_push();
 }
 
 void clock_communication(const char *name, int line, const char *line_name, double wall, double wall_end,

@@ -12,7 +12,10 @@ typedef struct Range {
     const char *(*text)(const void *request);
 } Range;
 
+static void push_nothing(void) {}
+
 int in_flight_count;
+void (*in_flight_push)(void) = push_nothing;
 static Range *ranges;
 static int room;
 

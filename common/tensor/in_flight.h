@@ -29,6 +29,11 @@ static inline void in_flight_check(const char *who, Tensor t, bool writes, int l
     if (in_flight_count) in_flight_look(who, t, writes, line);
 }
 
+// Moves what is in flight as far as it goes without waiting; comm sets it. Nothing runs in the background:
+// if there are notes, each operation ends with this (clock.c), so that ranks which compute keep nobody
+// waiting.
+extern void (*in_flight_push)(void);
+
 #ifdef __cplusplus
 }
 #endif

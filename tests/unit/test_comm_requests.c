@@ -8,6 +8,7 @@
 #include "comm/transport.h"
 #include "comm_values.h"
 #include "tensor/guard.h"
+#include "tensor/ops.h"
 
 static void requests_of_several_groups_stand_open_at_once(void) {
     Mesh mesh = mesh_new(a_grid());
@@ -362,7 +363,7 @@ static void nothing_is_used_before_all_agree(void) {
     Request *gather = comm_all_gather(out, in, NULL, world);
     if (!last) {
         comm_wait(comm_barrier(early));
-        comm_progress();
+        op_sum(in);  // pushes at its end
         device_open();
         for (int r = 0; r < n - 1; r++)
             if (r != me && ((const float *)tensor_address(out))[r] != 0)
@@ -394,6 +395,43 @@ static void what_is_for_all_stays_until_all_have_it(void) {
     comm_set_check(before);
 }
 
+// Everyone computes, and calls nothing of comm, until all have all that is in flight: many times what
+// fits in the slots of shared memory, or in a window of messages, so that everyone takes part many times.
+static void what_is_in_flight_arrives_while_ranks_compute(void) {
+    enum { COUNT = 1 << 20, REQUESTS = 2 };
+    if (!shares_memory()) return;
+    int left = (me + n - 1) % n, right = (me + 1) % n, over = 0;
+    Tensor sum = tensor_of(F32, me, COUNT), out = tensor_of(F32, me, COUNT), in = empty(F32, COUNT);
+    Tensor other = empty(F32, 1009);
+    uint32_t *expected[REQUESTS] = {reduced(F32, REDUCE_SUM, world, 0, COUNT), values(F32, left, 0, COUNT)};
+    Request *request[REQUESTS] = {comm_all_reduce(sum, REDUCE_SUM, world),
+                                  comm_send_receive(out, right, in, left, world)};
+    const uint32_t *got[REQUESTS] = {tensor_address(sum), tensor_address(in)};
+    int64_t came[REQUESTS] = {0};  // of the elements, the first ones
+    MPI_Request all = MPI_REQUEST_NULL;
+    for (double until = wall_seconds() + 20; !over && wall_seconds() < until; sched_yield()) {
+        op_fill(other, 1);
+        device_open();
+        for (int i = 0; i < REQUESTS; i++)
+            while (came[i] < COUNT && got[i][came[i]] == expected[i][came[i]]) came[i]++;
+        device_close();
+        if (came[0] < COUNT || came[1] < COUNT) continue;
+        if (all == MPI_REQUEST_NULL) MPI_Ibarrier(MPI_COMM_WORLD, &all);
+        MPI_Test(&all, &over, MPI_STATUS_IGNORE);
+    }
+    if (!over)
+        note("of %d elements %lld were added and %lld sent while the ranks computed", COUNT,
+             (long long)came[0], (long long)came[1]);
+    comm_wait_all(request, REQUESTS);
+    if (!over && all == MPI_REQUEST_NULL) MPI_Ibarrier(MPI_COMM_WORLD, &all);
+    MPI_Wait(&all, MPI_STATUS_IGNORE);
+    expect_reduced("sum", sum, REDUCE_SUM, world, 0);
+    expect_values("from the left", in, 0, left, 0, COUNT);
+    Tensor *tensors[] = {&sum, &out, &in, &other};
+    for (int i = 0; i < 4; i++) tensor_free(tensors[i]);
+    for (int i = 0; i < REQUESTS; i++) free(expected[i]);
+}
+
 static const RankTest tests[] = {
     TEST(requests_of_several_groups_stand_open_at_once),
     TEST(groups_keep_their_own_order),
@@ -409,6 +447,7 @@ static const RankTest tests[] = {
     TEST(one_exchange_adds_what_two_ranks_have),
     TEST(nothing_is_used_before_all_agree),
     TEST(what_is_for_all_stays_until_all_have_it),
+    TEST(what_is_in_flight_arrives_while_ranks_compute),
 };
 
 int main(int argc, char **argv) {

@@ -1,6 +1,6 @@
 // What is in flight belongs to its request: every operation that would write what a request reads, or touch
 // what it writes, is refused. What an operation writes is not asked of its table but seen: its arguments
-// are compared before and after.
+// are compared before and after. And it goes on at the end of each operation.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -233,11 +233,38 @@ static void ranges_count_and_not_tensors(void **context) {
     tear_down();
 }
 
+static int pushes;
+static void count_push(void) { pushes++; }
+
+static void the_end_of_an_operation_pushes_what_is_in_flight(void **context) {
+    (void)context;
+    void (*before)(void) = in_flight_push;
+    const char *request = "request";
+    Tensor other = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(N, H));
+    in_flight_push = count_push;
+    pushes = 0;
+    set_up("x");
+    op_fill(t[0], 1);
+    assert_int_equal(pushes, 0);
+    in_flight_begin(other, true, 0, request, text);
+    op_fill(t[0], 1);
+    assert_int_equal(pushes, 1);
+    op_scale(t[0], 2);
+    assert_int_equal(pushes, 2);
+    in_flight_end(request);
+    op_fill(t[0], 1);
+    assert_int_equal(pushes, 2);
+    in_flight_push = before;
+    tear_down();
+    tensor_free(&other);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_operation_leaves_alone_what_is_in_flight),
         cmocka_unit_test(ranges_count_and_not_tensors),
+        cmocka_unit_test(the_end_of_an_operation_pushes_what_is_in_flight),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
