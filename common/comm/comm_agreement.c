@@ -26,8 +26,8 @@
 // which lies behind the other's begin of y, which lies behind the end of x: x does not overlap.)
 //
 // Only longer circles, over three ranks, are left to the timeout. Nothing runs in the background: every
-// call into comm pushes all lines on, and so does the end of every operation while requests are in flight
-// (tensor/in_flight.h). No bit and no model time depends on when that is.
+// call into comm pushes all lines on, and while requests are in flight so does the end of every operation
+// and, on a CPU, of each tile of a long one (tensor/in_flight.h). No bit and no model time depends on it.
 //
 // On a GPU, too, a call is launched when all notices have come, although NCCL would have it wait on the
 // device. So a kernel there waits only for ranks that have come to it and launch theirs, whatever their

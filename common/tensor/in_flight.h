@@ -30,8 +30,8 @@ static inline void in_flight_check(const char *who, Tensor t, bool writes, int l
 }
 
 // Moves what is in flight as far as it goes without waiting; comm sets it. Nothing runs in the background:
-// if there are notes, each operation ends with this (clock.c), so that ranks which compute keep nobody
-// waiting.
+// if there are notes, each operation ends with this (clock.c), and a CPU calls it between the tiles of a
+// long one, so that ranks which compute keep nobody waiting. For the first thread alone.
 extern void (*in_flight_push)(void);
 
 #ifdef __cplusplus

@@ -20,6 +20,7 @@
 #endif
 
 #include "device.h"
+#include "in_flight.h"
 #include "kernels.h"
 #include "rng.h"
 
@@ -73,6 +74,12 @@ static void rectangle_of(int64_t m, int64_t n, int part, int parts, int64_t *row
     const int down = parts_of_rows(m, n, parts);
     slice_of(m, part % down, down, row, row_end);
     slice_of(n, part / down, parts / down, column, column_end);
+}
+
+// Between the tiles of a long operation: what is in flight goes on there, too. MPI wants the first thread,
+// also where that is in a region within a region.
+static inline void push_between_tiles(void) {
+    if (in_flight_count && omp_get_ancestor_thread_num(1) <= 0) in_flight_push();
 }
 
 // Zeros into rows that lie `stride` bytes apart. Many of them go past the caches: a store that does not

@@ -395,10 +395,11 @@ static void what_is_for_all_stays_until_all_have_it(void) {
     comm_set_check(before);
 }
 
-// Everyone computes, and calls nothing of comm, until all have all that is in flight: many times what
-// fits in the slots of shared memory, or in a window of messages, so that everyone takes part many times.
+// Everyone computes, and calls nothing of comm, until all have all that is in flight: several times what
+// fits in the slots of shared memory, or in a window of messages, so that everyone takes part several
+// times. It stands still where nothing comes for 20 s.
 static void what_is_in_flight_arrives_while_ranks_compute(void) {
-    enum { COUNT = 1 << 20, REQUESTS = 2 };
+    enum { COUNT = 1 << 19, REQUESTS = 2 };
     if (!shares_memory()) return;
     int left = (me + n - 1) % n, right = (me + 1) % n, over = 0;
     Tensor sum = tensor_of(F32, me, COUNT), out = tensor_of(F32, me, COUNT), in = empty(F32, COUNT);
@@ -407,19 +408,22 @@ static void what_is_in_flight_arrives_while_ranks_compute(void) {
     Request *request[REQUESTS] = {comm_all_reduce(sum, REDUCE_SUM, world),
                                   comm_send_receive(out, right, in, left, world)};
     const uint32_t *got[REQUESTS] = {tensor_address(sum), tensor_address(in)};
-    int64_t came[REQUESTS] = {0};  // of the elements, the first ones
+    int64_t came[REQUESTS] = {0}, before = 0;  // of the elements, the first ones
     MPI_Request all = MPI_REQUEST_NULL;
+    MPI_Barrier(MPI_COMM_WORLD);
     for (double until = wall_seconds() + 20; !over && wall_seconds() < until; sched_yield()) {
         op_fill(other, 1);
         device_open();
         for (int i = 0; i < REQUESTS; i++)
             while (came[i] < COUNT && got[i][came[i]] == expected[i][came[i]]) came[i]++;
         device_close();
-        if (came[0] < COUNT || came[1] < COUNT) continue;
+        if (came[0] + came[1] > before) until = wall_seconds() + 20;
+        before = came[0] + came[1];
+        if (before < REQUESTS * COUNT) continue;
         if (all == MPI_REQUEST_NULL) MPI_Ibarrier(MPI_COMM_WORLD, &all);
         MPI_Test(&all, &over, MPI_STATUS_IGNORE);
     }
-    if (!over)
+    if (before < REQUESTS * COUNT)
         note("of %d elements %lld were added and %lld sent while the ranks computed", COUNT,
              (long long)came[0], (long long)came[1]);
     comm_wait_all(request, REQUESTS);

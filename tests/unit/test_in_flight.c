@@ -1,10 +1,15 @@
 // What is in flight belongs to its request: every operation that would write what a request reads, or touch
 // what it writes, is refused. What an operation writes is not asked of its table but seen: its arguments
-// are compared before and after. And it goes on at the end of each operation.
+// are compared before and after. And it goes on at the end of each operation, and between the tiles of a
+// long one.
+#include <ctype.h>
+#include <omp.h>
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <string.h>
+#include <unistd.h>
 // cmocka wants the headers above first.
 #include <cmocka.h>
 
@@ -233,8 +238,11 @@ static void ranges_count_and_not_tensors(void **context) {
     tear_down();
 }
 
-static int pushes;
-static void count_push(void) { pushes++; }
+static atomic_int pushes, strays;
+static void count_push(void) {
+    pushes++;
+    strays += gettid() != getpid();
+}
 
 static void the_end_of_an_operation_pushes_what_is_in_flight(void **context) {
     (void)context;
@@ -259,12 +267,106 @@ static void the_end_of_an_operation_pushes_what_is_in_flight(void **context) {
     tensor_free(&other);
 }
 
+// ---- long operations ----
+
+enum { LONG = 512, HEADS = 4, D = 32, WIDTH = HEADS * D, SQUARE = 1024 };
+static const AttentionShape long_shape = {1, LONG, HEADS, HEADS, D};
+static const AttentionHeads heads = {HEADS, HEADS, D};
+static AttentionPositions positions;
+static AttentionMask mask;
+
+static void long_matmul(void) { op_matmul(t[0], t[1], t[2], false, true, 0); }
+static void long_matmuls(void) { op_matmuls(t, &t[2], 1, &t[2], 2, true, false, 1); }
+static void long_forward(void) { op_attention_forward(t[0], t[1], t[2], t[3], t[4], long_shape); }
+static void long_backward(void) {
+    op_attention_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], long_shape);
+}
+static void long_chunk_forward(void) {
+    op_attention_chunk_forward(t[0], t[1], t[2], t[3], t[4], &mask, heads);
+}
+static void long_chunk_backward(void) {
+    op_attention_chunk_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], &mask, heads);
+}
+
+// 'm' square, 'x' rows of all heads, 'p' probs, 'r' a number for each row and head; capitals are f32 or f64.
+static const struct {
+    const char *name;
+    void (*call)(void);
+    const char *arguments;
+    int least;  // pushes, where one thread computes
+} long_operations[] = {
+    {"matmul", long_matmul, "mmm", 32},
+    {"matmuls", long_matmuls, "mmmm", 64},
+    {"attention_forward", long_forward, "xpxxx", HEADS *LONG / 32},
+    {"attention_backward", long_backward, "xxxxxxxp", HEADS *LONG / 32},
+    {"attention_chunk_forward", long_chunk_forward, "XRxxx", HEADS *LONG / 64},
+    {"attention_chunk_backward", long_chunk_backward, "XXXxxxxRR", HEADS *LONG / 64},
+};
+
+// Where the tiles are our own: a multiply of f64, or without AVX-512, is the BLAS's.
+static bool has_tiles(DType dtype, char kind) {
+#if defined __AVX512F__ && defined __AVX512BW__ && defined __AVX512VL__
+    return kind != 'm' || dtype != F64;
+#else
+    return kind != 'm';
+#endif
+}
+
+static Tensor long_argument(DType dtype, char kind) {
+    if (isupper(kind) && dtype != F64) dtype = F32;
+    int64_t rows = kind == 'm' ? SQUARE : kind == 'p' ? HEADS * LONG : LONG;
+    int64_t columns = kind == 'm' ? SQUARE : kind == 'p' ? LONG : toupper(kind) == 'R' ? HEADS : WIDTH;
+    Tensor tensor = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(rows, columns));
+    op_fill(tensor, 0.5);
+    return tensor;
+}
+
+// How often an operation has pushed, on so many threads.
+static int pushes_of(int o, DType dtype, int threads) {
+    const char *request = "request";
+    Tensor other = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(1));
+    for (int i = 0; long_operations[o].arguments[i]; i++)
+        t[i] = long_argument(dtype, long_operations[o].arguments[i]);
+    omp_set_num_threads(threads);
+    pushes = 0;
+    in_flight_begin(other, true, 0, request, text);
+    long_operations[o].call();
+    in_flight_end(request);
+    tear_down();
+    tensor_free(&other);
+    return pushes;
+}
+
+// MPI may be called by the first thread alone.
+static void tiles_of_long_operations_push_on_the_first_thread(void **context) {
+    (void)context;
+    void (*before)(void) = in_flight_push;
+    const int threads = omp_get_max_threads();
+    in_flight_push = count_push;
+    positions = attention_positions_whole(1, LONG);
+    mask = attention_mask(&positions, &positions);
+    for (size_t o = 0; o < sizeof long_operations / sizeof *long_operations; o++)
+        for (int i = 0; i < 3; i++) {
+            const DType dtype = (DType[]){F64, F32, BF16}[i];
+            const int got = pushes_of((int)o, dtype, 1);
+            if (has_tiles(dtype, long_operations[o].arguments[0]) && got < long_operations[o].least)
+                fail_msg("%s in %s pushes %d times, and not %d", long_operations[o].name, dtype_name(dtype),
+                         got, long_operations[o].least);
+            pushes_of((int)o, dtype, 2);
+            if (strays) fail_msg("%s pushes on another thread", long_operations[o].name);
+        }
+    omp_set_num_threads(threads);
+    attention_positions_free(&positions);
+    in_flight_push = before;
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_operation_leaves_alone_what_is_in_flight),
         cmocka_unit_test(ranges_count_and_not_tensors),
         cmocka_unit_test(the_end_of_an_operation_pushes_what_is_in_flight),
+        cmocka_unit_test(tiles_of_long_operations_push_on_the_first_thread),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
