@@ -112,30 +112,16 @@ static void send_output(Pipeline *p, Model *m, StagePass pass, Tensor *output) {
     tensor_free(output);
 }
 
-// A chunk layer by layer, embedding and head with the first and the last one: in between, messages in
-// flight make progress. (MPI sends a long one in pieces, and its receiver waits for the last of them.)
-static void run_chunk(void (*run)(Model *, MicroBatch *, Chunk), Model *m, MicroBatch *micro, Chunk chunk,
-                      Pass pass) {
-    int first = chunk.first_layer, end = chunk.end_layer;
-    if (first == end) run(m, micro, chunk);
-    for (int i = first; i < end; i++) {
-        int layer = pass == FORWARD ? i : first + end - 1 - i;
-        Chunk one = {layer, layer + 1, chunk.embedding && layer == first, chunk.head && layer + 1 == end};
-        run(m, micro, one);
-        comm_progress();
-    }
-}
-
 void pipeline_compute(Pipeline *p, Model *m, StagePass pass) {
     MicroBatch *micro = begin_micro_batch(p, m, pass.micro_batch);
     Chunk chunk = p->chunk[pass.stage];
     clock_push(pass.kind == PASS_F ? "forward" : "backward");
     if (pass.kind == PASS_F) take_input(p, pass, &micro->x);
     else if (pass.kind != PASS_W) take_input(p, pass, &micro->dx);
-    if (pass.kind == PASS_F) run_chunk(chunk_forward, m, micro, chunk, FORWARD);
-    if (pass.kind == PASS_B) run_chunk(chunk_backward_input, m, micro, chunk, BACKWARD);
-    if (pass.kind == PASS_W) run_chunk(chunk_backward_weight, m, micro, chunk, BACKWARD);
-    if (pass.kind == PASS_BW) run_chunk(chunk_backward, m, micro, chunk, BACKWARD);
+    if (pass.kind == PASS_F) chunk_forward(m, micro, chunk);
+    if (pass.kind == PASS_B) chunk_backward_input(m, micro, chunk);
+    if (pass.kind == PASS_W) chunk_backward_weight(m, micro, chunk);
+    if (pass.kind == PASS_BW) chunk_backward(m, micro, chunk);
     clock_pop();
 }
 

@@ -214,10 +214,6 @@ static void push(void) {
     if (!comm.pushing && !comm.finished) lines_push();
 }
 
-void comm_progress(void) {
-    if (!comm.alone) push();
-}
-
 // While the host waits for the device, which may itself wait for another rank's.
 static void look_from_device(void) {
     static int64_t turn;

@@ -6,7 +6,8 @@
 // starts at once and returns a request; comm_wait ends it. Until then its tensors belong to the request:
 // whoever reads an output or writes an input is fatal (tensor/in_flight.h). comm_wait(comm_all_reduce(…))
 // is both in one. Between GPUs comm_wait makes the device wait, not the host: what is computed after it
-// comes after the bytes.
+// comes after the bytes, which move by themselves. Between hosts they move while a rank waits, at the end
+// of each operation, and between the tiles of a long one.
 //
 // A group has a line (mesh.h). Requests of one line run one after another in the order in which they were
 // started, as on a communication stream of a GPU: ranks that share two groups of a line use them in the
@@ -91,11 +92,6 @@ typedef struct Request Request;
 // Ends the request. The request is gone afterwards; a request that is never waited for is fatal at
 // comm_finish.
 void comm_wait(Request *request);
-// Lets what is in flight go on, as far as it can without waiting. Nobody has to: comm_wait does, and
-// between GPUs it goes on by itself. Between hosts it stands still while they compute: so who has others
-// wait for what it has sent, and computes for long, calls this now and then. No bit and no clock depends
-// on it.
-void comm_progress(void);
 // Those that are not NULL, in order; sets them NULL.
 void comm_wait_all(Request **requests, int count);
 
