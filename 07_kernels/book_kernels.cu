@@ -3,7 +3,7 @@
 //
 //     operation                      kernel of                        where it serves
 //     matmul                         coarsening: 8 x 8 or 4 x 4       f32
-//                                    tensor_cores: a ring of stages   bf16, f16
+//                                    tensor_cores: a ring of stages   bf16, f16; into the same
 //     rmsnorm, forward, backward     fused_norm                       f32, bf16, f16; a row three times in
 //                                                                     shared memory
 //     swiglu, forward, backward      fused_swiglu                     f32, bf16, f16
@@ -90,9 +90,9 @@ static bool multiply_16(DType dtype, T *c, const T *a, const T *b, int64_t m, in
     return true;
 }
 
-static bool matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
-                   bool transpose_a, bool transpose_b, double beta) {
-    if (m == 0 || n == 0) return false;
+static bool matmul(DType dtype, DType c_dtype, void *c, const void *a, const void *b, int64_t m, int64_t n,
+                   int64_t k, bool transpose_a, bool transpose_b, double beta) {
+    if (m == 0 || n == 0 || c_dtype != dtype) return false;
     if (dtype == BF16)
         return multiply_16(dtype, (__nv_bfloat16 *)c, (const __nv_bfloat16 *)a, (const __nv_bfloat16 *)b, m,
                            n, k, transpose_a, transpose_b, beta);
@@ -145,8 +145,9 @@ static bool rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, con
     });
 }
 
-static bool rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
-                             const void *x, const void *weight, const void *rstd, int64_t n, int64_t h) {
+static bool rmsnorm_backward(DType dtype, void *dx, DType dweight_dtype, void *dweight,
+                             const void *dresidual, const void *dy, const void *x, const void *weight,
+                             const void *rstd, int64_t n, int64_t h) {
     if (n == 0 || !fits(h)) return false;
     return in_type(dtype, [&](auto zero) {
         typedef decltype(zero) T;
@@ -156,7 +157,7 @@ static bool rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *d
         t.dx = (T *)dx, t.dx_new = (const T *)dresidual, t.dy = (const T *)dy;
         t.x = (const T *)x, t.w = (const T *)weight, t.rstd = (float *)rstd;
         fused_norm::launch_backward(stream(), t, n, (int)h);
-        kernel_accumulate(dtype, dweight, F32, t.dw, h);
+        kernel_accumulate(dweight_dtype, dweight, F32, t.dw, h);
     });
 }
 

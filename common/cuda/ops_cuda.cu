@@ -410,12 +410,12 @@ void kernel_squares_of_ranges(DType dtype, double *y, const void *x, const FlatR
 
 // ---- matrix multiply ----
 
-void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
-                   bool transpose_a, bool transpose_b, double beta) {
-    if (k == 0 && beta == 0) kernel_fill(dtype, c, 0, m * n);
+void kernel_matmul(DType dtype, DType c_dtype, void *c, const void *a, const void *b, int64_t m, int64_t n,
+                   int64_t k, bool transpose_a, bool transpose_b, double beta) {
+    if (k == 0 && beta == 0) kernel_fill(c_dtype, c, 0, m * n);
     if (m == 0 || n == 0 || k == 0) return;
     Gemm g = {};
-    g.dtype = g.c_dtype = dtype;
+    g.dtype = dtype, g.c_dtype = c_dtype;
     g.m = m, g.n = n, g.k = k;
     g.transpose_a = transpose_a, g.transpose_b = transpose_b;
     g.a = a, g.b = b, g.c = c;
@@ -425,8 +425,8 @@ void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m
     gemm(&g);
 }
 
-void kernel_matmuls(DType dtype, int count, const KernelProduct *products, bool transpose_a,
+void kernel_matmuls(DType dtype, DType c_dtype, int count, const KernelProduct *products, bool transpose_a,
                     bool transpose_b, double beta) {
     for (const KernelProduct *p = products; p < products + count; p++)
-        kernel_matmul(dtype, p->c, p->a, p->b, p->m, p->n, p->k, transpose_a, transpose_b, beta);
+        kernel_matmul(dtype, c_dtype, p->c, p->a, p->b, p->m, p->n, p->k, transpose_a, transpose_b, beta);
 }

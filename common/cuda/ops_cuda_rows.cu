@@ -114,8 +114,9 @@ __global__ void add_partials(T *dweight, const Arithmetic<T> *partials, int64_t 
     dweight[column] = narrow<T>(wide(dweight[column]) + sum);
 }
 
-void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
-                             const void *x, const void *weight, const void *rstd, int64_t n, int64_t h) {
+void kernel_rmsnorm_backward(DType dtype, void *dx, DType dweight_dtype, void *dweight,
+                             const void *dresidual, const void *dy, const void *x, const void *weight,
+                             const void *rstd, int64_t n, int64_t h) {
     if (n == 0 || h == 0) return;
     const int64_t rows = ceil_div(n, NORM_GROUPS), groups = ceil_div(n, rows);
     by_dtype(dtype, [&](auto type) {
@@ -131,9 +132,11 @@ void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *d
                (const T *)dresidual, (const T *)dy, (const T *)x, (const T *)weight, (const A *)rstd, n, h,
                rows, sums_shared, room,
                all_aligned(dx, dresidual, dy, weight) && rows_aligned((const T *)x, h));
-        LAUNCH((add_partials<T>), (unsigned)ceil_div(h, WARP),
-               (unsigned)(least(groups, PARTIAL_SLICES) * WARP), 0, stream(), (T *)dweight, partials,
-               groups, h);
+        const unsigned blocks = (unsigned)ceil_div(h, WARP),
+                       threads = (unsigned)(least(groups, PARTIAL_SLICES) * WARP);
+        if (dweight_dtype == dtype)
+            LAUNCH((add_partials<T>), blocks, threads, 0, stream(), (T *)dweight, partials, groups, h);
+        else LAUNCH((add_partials<A>), blocks, threads, 0, stream(), (A *)dweight, partials, groups, h);
     });
 }
 

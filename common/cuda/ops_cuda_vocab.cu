@@ -91,19 +91,20 @@ __global__ void sort_tokens(int32_t *order, int32_t *run, const int32_t *tokens,
     run[smaller + same_before] = check.holds(mine) && same_before == 0 ? same : 0;
 }
 
-template <class T>
-__global__ void add_runs(T *dweight, const T *dy, const int32_t *tokens, const int32_t *order,
+template <class To, class T>
+__global__ void add_runs(To *dweight, const T *dy, const int32_t *tokens, const int32_t *order,
                          const int32_t *run, int64_t h, VocabularyPart part, bool packs) {
-    constexpr int N = pack_of<T>;
+    constexpr int N = pack_of<To, T>;
     constexpr int AHEAD = 8;  // rows under way at once
     const int32_t *rows = order + blockIdx.x;
     const int32_t count = run[blockIdx.x];
     if (count == 0) return;
     const int64_t token = tokens[rows[0]] - part.first;
     if (token < 0 || token >= part.count) return;
-    T *to = dweight + token * h;
+    To *to = dweight + token * h;
     for (int64_t i = threadIdx.x; i * N < h; i += blockDim.x) {
-        Pack<T, N> stored = load_of_row<N>(to, i, h, packs, narrow<T>(0.0f)), more[AHEAD];
+        Pack<To, N> stored = load_of_row<N>(to, i, h, packs, narrow<To>(0.0f));
+        Pack<T, N> more[AHEAD];
         Arithmetic<T> sum[N];
         for (int j = 0; j < N; j++) sum[j] = wide(stored.x[j]);
         for (int32_t first = 0; first < count; first += AHEAD) {
@@ -116,36 +117,43 @@ __global__ void add_runs(T *dweight, const T *dy, const int32_t *tokens, const i
                 for (int j = 0; j < N; j++)
                     if (first + k < count) sum[j] += wide(more[k].x[j]);
         }
-        for (int j = 0; j < N; j++) stored.x[j] = narrow<T>(sum[j]);
+        for (int j = 0; j < N; j++) stored.x[j] = narrow<To>(sum[j]);
         store_of_row<N>(to, i, h, packs, stored);
     }
 }
 
-static void add_rows(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
-                     int64_t h, VocabularyPart part, const char *wrong) {
+template <class To, class T>
+static void launch_runs(To *to, const T *from, const int32_t *tokens, const int32_t *order,
+                        const int32_t *run, int64_t n, int64_t h, VocabularyPart part) {
+    LAUNCH((add_runs<To, T>), blocks_for("embedding_backward", n), threads_for(ceil_div(h, pack_of<To, T>)),
+           0, stream(), to, from, tokens, order, run, h, part,
+           rows_aligned(to, h) && rows_aligned(from, h));
+}
+
+static void add_rows(DType dtype, DType dweight_dtype, void *dweight, const void *dy, const int32_t *tokens,
+                     int64_t n, int64_t h, VocabularyPart part, const char *wrong) {
     if (n == 0 || h == 0) return;
-    unsigned blocks = blocks_for("embedding_backward", n);
     int32_t *order = static_cast<int32_t *>(device_scratch((size_t)(2 * n) * sizeof(int32_t))),
             *run = order + n;
     LAUNCH(sort_tokens, (unsigned)ceil_div(n, WARP), SORT_SLICES * WARP, 0, stream(), order, run, tokens, n,
            is_aligned(tokens), check_index(part.whole, wrong));
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        T *to = (T *)dweight;
         const T *from = (const T *)dy;
-        LAUNCH((add_runs<T>), blocks, threads_for(ceil_div(h, pack_of<T>)), 0, stream(), to, from, tokens,
-               order, run, h, part, rows_aligned(to, h) && rows_aligned(from, h));
+        if (dweight_dtype == dtype) launch_runs((T *)dweight, from, tokens, order, run, n, h, part);
+        else launch_runs((Arithmetic<T> *)dweight, from, tokens, order, run, n, h, part);
     });
 }
 
-void kernel_embedding_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
-                               int64_t v, int64_t h) {
-    add_rows(dtype, dweight, dy, tokens, n, h, {v, 0, v}, "embedding_backward" WRONG_TOKEN);
+void kernel_embedding_backward(DType dtype, DType dweight_dtype, void *dweight, const void *dy,
+                               const int32_t *tokens, int64_t n, int64_t v, int64_t h) {
+    add_rows(dtype, dweight_dtype, dweight, dy, tokens, n, h, {v, 0, v}, "embedding_backward" WRONG_TOKEN);
 }
 
-void kernel_embedding_part_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens,
-                                    int64_t n, int64_t, int64_t h, VocabularyPart part) {
-    add_rows(dtype, dweight, dy, tokens, n, h, part, "embedding_part_backward" WRONG_TOKEN);
+void kernel_embedding_part_backward(DType dtype, DType dweight_dtype, void *dweight, const void *dy,
+                                    const int32_t *tokens, int64_t n, int64_t, int64_t h,
+                                    VocabularyPart part) {
+    add_rows(dtype, dweight_dtype, dweight, dy, tokens, n, h, part, "embedding_part_backward" WRONG_TOKEN);
 }
 
 // ---- cross-entropy ----

@@ -12,12 +12,13 @@ extern "C" {
 // Each has the arguments of the function of its name in kernels.h. It returns false, having done nothing,
 // where it does not serve this dtype or size: the back end's own kernel runs then.
 typedef struct KernelTable {
-    bool (*matmul)(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
-                   bool transpose_a, bool transpose_b, double beta);
+    bool (*matmul)(DType dtype, DType c_dtype, void *c, const void *a, const void *b, int64_t m, int64_t n,
+                   int64_t k, bool transpose_a, bool transpose_b, double beta);
     bool (*rmsnorm_forward)(DType dtype, void *y, void *rstd, const void *x, const void *weight, int64_t n,
                             int64_t h, double eps);
-    bool (*rmsnorm_backward)(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
-                             const void *x, const void *weight, const void *rstd, int64_t n, int64_t h);
+    bool (*rmsnorm_backward)(DType dtype, void *dx, DType dweight_dtype, void *dweight,
+                             const void *dresidual, const void *dy, const void *x, const void *weight,
+                             const void *rstd, int64_t n, int64_t h);
     bool (*swiglu_forward)(DType dtype, void *act, const void *gate, const void *up, int64_t count);
     bool (*swiglu_backward)(DType dtype, void *dgate, void *dup, const void *dact, const void *gate,
                             const void *up, int64_t count);

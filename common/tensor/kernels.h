@@ -26,9 +26,10 @@ void kernel_add_sum(DType dtype, double *y, const void *x, int64_t count, double
 // y (n), ranges (n) in host memory
 void kernel_squares_of_ranges(DType dtype, double *y, const void *x, const FlatRange *ranges, int64_t n);
 
-// c (m, n), a (m, k) or its transpose (k, m) in memory, b (k, n) or (n, k)
-void kernel_matmul(DType dtype, void *c, const void *a, const void *b, int64_t m, int64_t n, int64_t k,
-                   bool transpose_a, bool transpose_b, double beta);
+// c (m, n) in dtype, or f32 where that is of 16 bits; a (m, k) or its transpose (k, m) in memory, b (k, n)
+// or (n, k)
+void kernel_matmul(DType dtype, DType c_dtype, void *c, const void *a, const void *b, int64_t m, int64_t n,
+                   int64_t k, bool transpose_a, bool transpose_b, double beta);
 
 // Several of them, of one k, which share a, or b.
 typedef struct KernelProduct {
@@ -36,20 +37,22 @@ typedef struct KernelProduct {
     const void *a, *b;
     int64_t m, n, k;
 } KernelProduct;
-void kernel_matmuls(DType dtype, int count, const KernelProduct *products, bool transpose_a,
+void kernel_matmuls(DType dtype, DType c_dtype, int count, const KernelProduct *products, bool transpose_a,
                     bool transpose_b, double beta);
 
-// y, dy (n, h), tokens (n), weight, dweight (v, h)
+// y, dy (n, h), tokens (n), weight, dweight (v, h). Gradients of weights, here and below, may be f32 beside
+// 16 bits.
 void kernel_embedding_forward(DType dtype, void *y, const int32_t *tokens, const void *weight, int64_t n,
                               int64_t v, int64_t h);
-void kernel_embedding_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens, int64_t n,
-                               int64_t v, int64_t h);
+void kernel_embedding_backward(DType dtype, DType dweight_dtype, void *dweight, const void *dy,
+                               const int32_t *tokens, int64_t n, int64_t v, int64_t h);
 
 // x, y, dx, dy, dresidual (n, h), weight, dweight (h), rstd (n) f32 or f64; dresidual may be NULL
 void kernel_rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, const void *weight, int64_t n,
                             int64_t h, double eps);
-void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
-                             const void *x, const void *weight, const void *rstd, int64_t n, int64_t h);
+void kernel_rmsnorm_backward(DType dtype, void *dx, DType dweight_dtype, void *dweight,
+                             const void *dresidual, const void *dy, const void *x, const void *weight,
+                             const void *rstd, int64_t n, int64_t h);
 
 // x (n, heads * head_size), positions (n)
 void kernel_rope(DType dtype, void *x, const int32_t *positions, int64_t n, int64_t heads,
@@ -98,8 +101,9 @@ void kernel_cross_entropy_backward(DType dtype, void *dlogits, const void *logit
 // too; maxima, losses, lse (n) and sums (2, n) f32 or f64
 void kernel_embedding_part_forward(DType dtype, void *y, const int32_t *tokens, const void *weight,
                                    int64_t n, int64_t h, VocabularyPart part);
-void kernel_embedding_part_backward(DType dtype, void *dweight, const void *dy, const int32_t *tokens,
-                                    int64_t n, int64_t rows, int64_t h, VocabularyPart part);
+void kernel_embedding_part_backward(DType dtype, DType dweight_dtype, void *dweight, const void *dy,
+                                    const int32_t *tokens, int64_t n, int64_t rows, int64_t h,
+                                    VocabularyPart part);
 void kernel_cross_entropy_part_maxima(DType dtype, void *maxima, const void *logits, int64_t n,
                                       int64_t columns, VocabularyPart part);
 void kernel_cross_entropy_part_sums(DType dtype, void *sums, const void *logits, const void *maxima,

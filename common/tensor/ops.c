@@ -45,6 +45,11 @@ static int64_t count_of(Tensor t) { return tensor_exists(t) ? tensor_count(t) : 
 // Of statistics, losses and optimizer state beside storage of this dtype.
 static DType full(DType dtype) { return dtype == F64 ? F64 : F32; }
 
+// Of a weight's gradient beside storage of this dtype: the same, or f32 where it is of 16 bits.
+static DType gradient_of(DType dtype, Tensor gradient) {
+    return tensor_exists(gradient) && gradient.dtype == full(dtype) ? gradient.dtype : dtype;
+}
+
 // ---- rules ----
 
 static void need_floating(const char *op, const char *name, Tensor t) {
@@ -241,12 +246,12 @@ void op_embedding_forward(Tensor y, Tensor tokens, Tensor weight) {
 }
 
 void op_embedding_backward(Tensor dweight, Tensor dy, Tensor tokens) {
-    need_floating("embedding_backward", "dweight", dweight);
-    const DType type = dweight.dtype;
+    need_floating("embedding_backward", "dy", dy);
+    const DType type = dy.dtype, to = gradient_of(type, dweight);
     int64_t n = count_of(tokens), v = rows_of(dweight), h = columns_of(dweight);
-    if (BEGIN("embedding_backward", type, 0, ROWS(n, UPDATED, dweight, type, v, h), IN(dy, type, n, h),
+    if (BEGIN("embedding_backward", type, 0, ROWS(n, UPDATED, dweight, to, v, h), IN(dy, type, n, h),
               IN(tokens, I32, FLAT(n))))
-        kernel_embedding_backward(type, at(dweight), at(dy), at(tokens), n, v, h);
+        kernel_embedding_backward(type, to, at(dweight), at(dy), at(tokens), n, v, h);
     clock_end();
 }
 
@@ -265,13 +270,13 @@ void op_rmsnorm_forward(Tensor y, Tensor rstd, Tensor x, Tensor weight, double e
 void op_rmsnorm_backward(Tensor dx, Tensor dweight, Tensor dresidual, Tensor dy, Tensor x, Tensor weight,
                          Tensor rstd) {
     need_floating("rmsnorm_backward", "x", x);
-    const DType type = x.dtype;
+    const DType type = x.dtype, to = gradient_of(type, dweight);
     int64_t n = rows_of(x), h = columns_of(x);
     if (BEGIN("rmsnorm_backward", type, 0, OUT_OVER("dresidual dy", dx, type, n, h),
-              INOUT(dweight, type, FLAT(h)), OPTIONAL(READ, dresidual, type, n, h), IN(dy, type, n, h),
+              INOUT(dweight, to, FLAT(h)), OPTIONAL(READ, dresidual, type, n, h), IN(dy, type, n, h),
               IN(x, type, n, h), IN(weight, type, FLAT(h)), IN(rstd, full(type), FLAT(n))))
-        RUN(rmsnorm_backward, type, at(dx), at(dweight), at(dresidual), at(dy), at(x), at(weight),
-                                at(rstd), n, h);
+        RUN(rmsnorm_backward, type, at(dx), to, at(dweight), at(dresidual), at(dy), at(x), at(weight),
+            at(rstd), n, h);
     clock_end();
 }
 

@@ -3,7 +3,8 @@
 // ops.c is the one front: it checks shapes and dtypes, counts FLOPs and bytes (clock.h), and hands over
 // to the back end that is linked in (kernels.h: ops_cpu.c or ops_cuda.cu). A tensor of shape (..., c) is
 // seen as (rows, c). "=" means the output is set, "+=" that it is added to. Outputs do not alias inputs
-// unless said. All floating tensors of one call have one dtype unless said.
+// unless said. All floating tensors of one call have one dtype unless said; the gradient of a weight, and c
+// of a matrix multiply, may be f32 beside 16 bits: what is added to it is then rounded to f32 alone.
 //
 // Storage may be f64, f32, bf16 or f16; arithmetic is f64 for f64 storage and f32 for the others, each
 // stored result rounded once. In 16-bit attention a back end may also round probs, and the gradients of

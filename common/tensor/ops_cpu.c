@@ -324,11 +324,12 @@ void kernel_rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, con
     else CALL(dtype, rmsnorm_forward, y, rstd, x, weight, n, h, eps);
 }
 
-void kernel_rmsnorm_backward(DType dtype, void *dx, void *dweight, const void *dresidual, const void *dy,
-                             const void *x, const void *weight, const void *rstd, int64_t n, int64_t h) {
+void kernel_rmsnorm_backward(DType dtype, void *dx, DType dweight_dtype, void *dweight,
+                             const void *dresidual, const void *dy, const void *x, const void *weight,
+                             const void *rstd, int64_t n, int64_t h) {
     scratch_begin();
     if (is_narrow(dtype)) {
-        rmsnorm_backward_narrow(dtype, dx, dweight, dresidual, dy, x, weight, rstd, n, h);
+        rmsnorm_backward_narrow(dtype, dx, dweight_dtype, dweight, dresidual, dy, x, weight, rstd, n, h);
         return;
     }
     void *partials = scratch((size_t)((n + NORM_ROWS - 1) / NORM_ROWS * h) * dtype_size(dtype));

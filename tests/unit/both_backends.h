@@ -88,6 +88,9 @@ typedef std::vector<double> Doubles;
 
 static const DType dtypes[] = {F64, F32, BF16, F16};
 static inline DType full(DType dtype) { return dtype == F64 ? F64 : F32; }
+// A dtype, and one in which a weight's gradient may be beside it.
+static const DType gradient_dtypes[][2] = {{F64, F64}, {F32, F32},  {BF16, BF16},
+                                           {F16, F16}, {BF16, F32}, {F16, F32}};
 static inline bool is_narrow(DType dtype) { return dtype == BF16 || dtype == F16; }
 
 // What rounding to nearest may change, relative; in f16 also a little below its smallest normal number.

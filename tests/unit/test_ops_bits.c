@@ -51,13 +51,14 @@ static void assert_same_bits(Outputs *got, Outputs *want, const char *when) {
     got->count = 0;
 }
 
-static void run_row_operations(DType type, Outputs *outputs) {
+// `to`: of weights' gradients.
+static void run_row_operations(DType type, DType to, Outputs *outputs) {
     const int64_t n = 263, h = 306, v = 31;
     Array x = random_array(type, n, h, 1), dy = random_array(type, n, h, 2);
-    Array weight = random_array(type, 1, h, 3), dweight = random_array(type, 1, h, 4);
+    Array weight = random_array(type, 1, h, 3), dweight = random_array(to, 1, h, 4);
     Array y = poisoned(type, n, h), rstd = poisoned(full(type), 1, n);
     Array tokens = random_tokens(n, v, 5), table = random_array(type, v, h, 6);
-    Array logits = random_array(type, n, v, 7);
+    Array dtable = random_array(to, v, h, 6), logits = random_array(type, n, v, 7);
     Array losses = poisoned(full(type), 1, n), lse = poisoned(full(type), 1, n);
     double sums[2] = {op_sum(x.t), op_sum_squares(x.t)};
     keep_bytes(outputs, "sums", sums, sizeof sums);
@@ -68,8 +69,8 @@ static void run_row_operations(DType type, Outputs *outputs) {
     keep(outputs, "rmsnorm_backward's dweight", dweight.t);
     op_embedding_forward(y.t, tokens.t, table.t);
     keep(outputs, "embedding_forward", y.t);
-    op_embedding_backward(table.t, dy.t, tokens.t);
-    keep(outputs, "embedding_backward", table.t);
+    op_embedding_backward(dtable.t, dy.t, tokens.t);
+    keep(outputs, "embedding_backward", dtable.t);
     op_cross_entropy_forward(losses.t, lse.t, logits.t, tokens.t);
     keep(outputs, "cross_entropy_forward's losses", losses.t);
     keep(outputs, "cross_entropy_forward's lse", lse.t);
@@ -77,21 +78,21 @@ static void run_row_operations(DType type, Outputs *outputs) {
     keep(outputs, "cross_entropy_backward", logits.t);
     op_rope(y.t, tokens.t, 34, (Rope){.theta = 1e4}, 1);
     keep(outputs, "rope", y.t);
-    FREE(&x, &dy, &weight, &dweight, &y, &rstd, &tokens, &table, &logits, &losses, &lse);
+    FREE(&x, &dy, &weight, &dweight, &y, &rstd, &tokens, &table, &dtable, &logits, &losses, &lse);
 }
 
-static void run_part_operations(DType type, Outputs *outputs) {
+static void run_part_operations(DType type, DType to, Outputs *outputs) {
     const int64_t n = 263, h = 306, v = 61, columns = 37;
     const VocabularyPart part = {v, 30, 31};
     Array tokens = random_tokens(n, v, 1), table = random_array(type, columns, h, 2),
-          y = poisoned(type, n, h);
+          dtable = random_array(to, columns, h, 2), y = poisoned(type, n, h);
     Array logits = random_array(type, n, columns, 3), dy = random_array(type, n, h, 4);
     Array maxima = poisoned(full(type), 1, n), sums = poisoned(full(type), 2, n);
     Array losses = poisoned(full(type), 1, n), lse = poisoned(full(type), 1, n), sum = poisoned(type, 1, h);
     op_embedding_part_forward(y.t, tokens.t, table.t, part);
     keep(outputs, "embedding_part_forward", y.t);
-    op_embedding_part_backward(table.t, dy.t, tokens.t, part);
-    keep(outputs, "embedding_part_backward", table.t);
+    op_embedding_part_backward(dtable.t, dy.t, tokens.t, part);
+    keep(outputs, "embedding_part_backward", dtable.t);
     op_cross_entropy_part_maxima(maxima.t, logits.t, part);
     op_cross_entropy_part_sums(sums.t, logits.t, maxima.t, tokens.t, part);
     keep(outputs, "cross_entropy_part_maxima", maxima.t);
@@ -102,7 +103,7 @@ static void run_part_operations(DType type, Outputs *outputs) {
     keep(outputs, "cross_entropy_part_backward", logits.t);
     op_sum_parts(sum.t, y.t, n);
     keep(outputs, "sum_parts", sum.t);
-    FREE(&tokens, &table, &y, &logits, &dy, &maxima, &sums, &losses, &lse, &sum);
+    FREE(&tokens, &table, &dtable, &y, &logits, &dy, &maxima, &sums, &losses, &lse, &sum);
 }
 
 static void run_expert_operations(DType type, Outputs *outputs) {
@@ -167,9 +168,9 @@ static void run_attention(DType type, Outputs *outputs) {
     FREE(&q, &k, &v, &o, &probs);
 }
 
-static void run_matmuls(DType type, Outputs *outputs) {
+static void run_matmuls(DType type, DType to, Outputs *outputs) {
     Array a = random_array(type, 131, 521, 1), b = random_array(type, 131, 257, 2),
-          c = random_array(type, 521, 257, 3);
+          c = random_array(to, 521, 257, 3);
     op_matmul(c.t, a.t, b.t, true, false, 1);
     keep(outputs, "matmul", c.t);
     FREE(&a, &b, &c);
@@ -179,9 +180,10 @@ static void run_matmuls(DType type, Outputs *outputs) {
 static bool on_threads(void) { return strstr(backend_text(), "thread") != NULL; }
 
 // All but the matrix multiply.
-static void run_operations(DType type, Outputs *outputs) {
-    run_row_operations(type, outputs);
-    run_part_operations(type, outputs);
+static void run_operations(DType type, DType to, Outputs *outputs) {
+    run_row_operations(type, to, outputs);
+    run_part_operations(type, to, outputs);
+    if (to != type) return;
     run_elementwise_operations(type, outputs);
     run_expert_operations(type, outputs);
     run_attention(type, outputs);
@@ -196,14 +198,15 @@ enum { SANITIZED = false };
 
 static void the_same_call_gives_the_same_bits(void **state) {
     (void)state;
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < GRADIENT_DTYPES; i++)
         for (int threads = 1; threads <= (on_threads() ? 4 : 1); threads++) {
             Outputs first = {.count = 0}, again = {.count = 0};
+            const DType type = gradient_dtypes[i][0], to = gradient_dtypes[i][1];
             omp_set_num_threads(threads);
             for (int twice = 0; twice < 2; twice++) {
                 Outputs *outputs = twice ? &again : &first;
-                if (!SANITIZED || threads == 4) run_operations(all_dtypes[i], outputs);
-                run_matmuls(all_dtypes[i], outputs);
+                if (!SANITIZED || threads == 4) run_operations(type, to, outputs);
+                run_matmuls(type, to, outputs);
             }
             assert_same_bits(&again, &first, "the second time");
             for (int j = 0; j < first.count; j++) free(first.of[j].bytes);
@@ -214,12 +217,12 @@ static void the_same_call_gives_the_same_bits(void **state) {
 static void bits_do_not_depend_on_the_number_of_threads(void **state) {
     (void)state;
     if (!on_threads()) return;
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < GRADIENT_DTYPES; i++) {
         Outputs alone = {.count = 0}, together = {.count = 0};
         for (int threads = 1; threads <= 7; threads += threads < 3 ? 1 : 4) {
             Outputs *outputs = threads == 1 ? &alone : &together;
             omp_set_num_threads(threads);
-            run_operations(all_dtypes[i], outputs);
+            run_operations(gradient_dtypes[i][0], gradient_dtypes[i][1], outputs);
             char when[32];
             snprintf(when, sizeof when, "on %d threads", threads);
             if (threads > 1) assert_same_bits(&together, &alone, when);

@@ -64,23 +64,25 @@ static void count_experts(DType type, int64_t n, int64_t h) {
 }
 
 // Every operation once on tensors of these sizes in `type`; whether they compute is the caller's affair.
-static void count_all(DType type, int64_t n, int64_t h, int64_t f, int64_t v, AttentionShape at) {
+// `to`: of weights' gradients.
+static void count_all(DType type, DType to, int64_t n, int64_t h, int64_t f, int64_t v, AttentionShape at) {
     const double e = (double)dtype_size(type), w = (double)dtype_size(full(type)),
-                 nh = (double)n * (double)h;
+                 g = (double)dtype_size(to), nh = (double)n * (double)h;
     const double nf = (double)n * (double)f, nv = (double)n * (double)v;
     Tensor x = new_tensor(type, n, h), y = new_tensor(type, n, h), z = new_tensor(type, n, h);
     Tensor gate = new_tensor(type, n, f), up = new_tensor(type, n, f), act = new_tensor(type, n, f);
-    Tensor weight = new_tensor(type, 1, h), dweight = new_tensor(type, 1, h),
-           matrix = new_tensor(type, f, h);
+    Tensor weight = new_tensor(type, 1, h), dweight = new_tensor(to, 1, h), matrix = new_tensor(type, f, h),
+           dmatrix = new_tensor(to, f, h);
     Tensor row = new_tensor(full(type), n, 1), row2 = new_tensor(full(type), n, 1),
-           table = new_tensor(type, v, h);
+           table = new_tensor(type, v, h), dtable = new_tensor(to, v, h);
     Tensor wide = new_tensor(full(type), n, h), m = new_tensor(full(type), n, h),
            s = new_tensor(full(type), n, h);
     Tensor tokens = new_tensor(I32, n, 1), logits = new_tensor(type, n, v);
     clock_reset();
     op_fill(tokens, 0);
     assert_count("fill", 0, 4 * (double)n);
-    Tensor all[] = {x, y, z, gate, up, act, weight, dweight, matrix, row, row2, table, wide, m, s, logits};
+    Tensor all[] = {x,       y,   z,    gate,  up,     act,  weight, dweight, matrix,
+                    dmatrix, row, row2, table, dtable, wide, m,      s,       logits};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) op_fill(all[i], 0.5);
     clock_reset();
 
@@ -104,21 +106,21 @@ static void count_all(DType type, int64_t n, int64_t h, int64_t f, int64_t v, At
     double hf = (double)h * (double)f;
     op_matmul(gate, x, matrix, false, true, 0);
     assert_count("matmul", 2 * nh * (double)f, (nf + nh + hf) * e);
-    op_matmul(matrix, gate, x, true, false, 1);
-    assert_count("matmul", 2 * nh * (double)f, (2 * hf + nf + nh) * e);
+    op_matmul(dmatrix, gate, x, true, false, 1);
+    assert_count("matmul", 2 * nh * (double)f, 2 * hf * g + (nf + nh) * e);
     op_matmuls((Tensor[]){gate, up}, &x, 1, (Tensor[]){matrix, matrix}, 2, false, true, 0);
     assert_counts("matmul", 2, 4 * nh * (double)f, 2 * (nf + nh + hf) * e);
 
     op_embedding_forward(y, tokens, table);
     assert_count("embedding_forward", 0, 2 * nh * e + 4 * (double)n);
-    op_embedding_backward(table, y, tokens);
-    assert_count("embedding_backward", 0, 3 * nh * e + 4 * (double)n);
+    op_embedding_backward(dtable, y, tokens);
+    assert_count("embedding_backward", 0, nh * (2 * g + e) + 4 * (double)n);
     op_rmsnorm_forward(y, row, x, weight, 1e-5);
     assert_count("rmsnorm_forward", 0, (2 * nh + (double)h) * e + (double)n * w);
     op_rmsnorm_backward(y, dweight, (Tensor){0}, z, x, weight, row);
-    assert_count("rmsnorm_backward", 0, (3 * nh + 3 * (double)h) * e + (double)n * w);
+    assert_count("rmsnorm_backward", 0, (3 * nh + (double)h) * e + 2 * (double)h * g + (double)n * w);
     op_rmsnorm_backward(y, dweight, y, z, x, weight, row);
-    assert_count("rmsnorm_backward", 0, (4 * nh + 3 * (double)h) * e + (double)n * w);
+    assert_count("rmsnorm_backward", 0, (4 * nh + (double)h) * e + 2 * (double)h * g + (double)n * w);
     op_rope(x, tokens, h, (Rope){.theta = 1e4}, 1);
     assert_count("rope", 0, 2 * nh * e + 4 * (double)n);
     op_swiglu_forward(act, gate, up);
@@ -137,8 +139,8 @@ static void count_all(DType type, int64_t n, int64_t h, int64_t f, int64_t v, At
     clock_reset();
     op_embedding_part_forward(y, tokens, table, part);
     assert_count("embedding_part_forward", 0, (nh + share) * e + 4 * (double)n);
-    op_embedding_part_backward(table, y, tokens, part);
-    assert_count("embedding_part_backward", 0, 3 * share * e + 4 * (double)n);
+    op_embedding_part_backward(dtable, y, tokens, part);
+    assert_count("embedding_part_backward", 0, share * (2 * g + e) + 4 * (double)n);
     op_cross_entropy_part_maxima(row, logits, part);
     assert_count("cross_entropy_part_maxima", 0, nv * e + (double)n * w);
     op_cross_entropy_part_sums(sums, logits, row, tokens, part);
@@ -192,7 +194,9 @@ static void count_all(DType type, int64_t n, int64_t h, int64_t f, int64_t v, At
 
 static void counts_match_the_formulas(void **state) {
     (void)state;
-    for (int i = 0; i < 4; i++) count_all(all_dtypes[i], 7, 6, 11, 13, (AttentionShape){2, 5, 6, 3, 4});
+    for (int i = 0; i < GRADIENT_DTYPES; i++)
+        count_all(gradient_dtypes[i][0], gradient_dtypes[i][1], 7, 6, 11, 13,
+                  (AttentionShape){2, 5, 6, 3, 4});
 }
 
 // Sizes whose products pass 2^31, and some 2^63: of no tensor stands more behind than its shape.
@@ -200,8 +204,8 @@ static void counts_go_beyond_32_bits(void **state) {
     (void)state;
     device_dry_run(true);
     int64_t k = 1024;
-    count_all(BF16, 4096 * k, 16 * k, 52 * k, 128 * k, (AttentionShape){4, 1024 * k, 128, 8, 128});
-    count_all(F32, 65536 * k, 8 * k, 29 * k, 32 * k, (AttentionShape){1, 65536, 32, 8, 128});
+    count_all(BF16, F32, 4096 * k, 16 * k, 52 * k, 128 * k, (AttentionShape){4, 1024 * k, 128, 8, 128});
+    count_all(F32, F32, 65536 * k, 8 * k, 29 * k, 32 * k, (AttentionShape){1, 65536, 32, 8, 128});
     device_dry_run(false);
 }
 

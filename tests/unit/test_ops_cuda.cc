@@ -44,7 +44,7 @@ static void wrong_indices_are_told(void **state) {
     assert_true(said.find("embedding_forward" + told) != std::string::npos);
     said = said_by([](const Device &index) {
         Device dy(F32, 4 * 5), table(F32, 7 * 5);
-        cuda_kernel_embedding_backward(F32, table.at, dy.at, index.indices(), 4, 7, 5);
+        cuda_kernel_embedding_backward(F32, F32, table.at, dy.at, index.indices(), 4, 7, 5);
     });
     assert_true(said.find("embedding_backward" + told) != std::string::npos);
     said = said_by([](const Device &index) {
@@ -291,16 +291,17 @@ static void squares_of_ranges_match(void **state) {
 static void matmul_matches(void **state) {
     (void)state;
     const int64_t m = 33, n = 17, k = 65;
-    for (DType dtype : dtypes)
+    for (const DType(&type)[2] : gradient_dtypes)
         for (int how = 0; how < 16; how++) {
+            const DType dtype = type[0], to = type[1];
             const bool transpose_a = how & 1, transpose_b = how & 2, add = how & 4;
             const int shift = how >> 3;
             Doubles a = random_numbers(dtype, m * k, 1), b = random_numbers(dtype, k * n, 2);
-            Doubles c = add ? random_numbers(dtype, m * n, 3) : Doubles((size_t)(m * n), NAN), want = c;
-            Device x(dtype, a, shift), y(dtype, b, 2 * shift), z(dtype, c, shift);
+            Doubles c = add ? random_numbers(to, m * n, 3) : Doubles((size_t)(m * n), NAN), want = c;
+            Device x(dtype, a, shift), y(dtype, b, 2 * shift), z(to, c, shift);
             if (!add) std::fill(want.begin(), want.end(), 0);
-            kernel_matmul(F64, want.data(), a.data(), b.data(), m, n, k, transpose_a, transpose_b, 1);
-            cuda_kernel_matmul(dtype, z.at, x.at, y.at, m, n, k, transpose_a, transpose_b, add);
+            kernel_matmul(F64, F64, want.data(), a.data(), b.data(), m, n, k, transpose_a, transpose_b, 1);
+            cuda_kernel_matmul(dtype, to, z.at, x.at, y.at, m, n, k, transpose_a, transpose_b, add);
             assert_close("matmul", z, want, (double)k + 1);
         }
 }

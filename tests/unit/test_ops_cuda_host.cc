@@ -33,8 +33,8 @@ static int multiply(DType dtype, bool add) {
         Doubles want = add ? c : Doubles(c.size());
         Device x(dtype, a), y(dtype, b), z(dtype, c);
         const int64_t waits = cuda_backend_waits();
-        kernel_matmul(F64, want.data(), a.data(), b.data(), m, n, k, false, false, 1);
-        cuda_kernel_matmul(dtype, z.at, x.at, y.at, m, n, k, false, false, add);
+        kernel_matmul(F64, F64, want.data(), a.data(), b.data(), m, n, k, false, false, 1);
+        cuda_kernel_matmul(dtype, dtype, z.at, x.at, y.at, m, n, k, false, false, add);
         if (turn == 1) assert_int_equal(cuda_backend_waits(), waits);
         assert_close("matmul", z, want, (double)k + 1);
         for (int i = 0; i < 3 && turn == 0 && cublaslt_on_cpu_used; i++)

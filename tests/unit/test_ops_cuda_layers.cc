@@ -9,28 +9,29 @@ static void embedding_matches(void **state) {
     const int64_t sizes[][3] = {{1, 1, 1},        {33, 5, 31},   {1027, 3, 33},
                                 {129, 1031, 257}, {65, 1, 1025}, {70, 9, 4099}};
     for (const int64_t *size : sizes)
-        for (DType dtype : dtypes) {
+        for (const DType(&type)[2] : gradient_dtypes) {
+            const DType dtype = type[0], to = type[1];
             const int64_t n = size[0], v = size[1], h = size[2];
             const Doubles tokens = whole_numbers(n, v, 1), weight = random_numbers(dtype, v * h, 2);
-            const Doubles dy = random_numbers(dtype, n * h, 3);
+            const Doubles dy = random_numbers(dtype, n * h, 3), sum = random_numbers(to, v * h, 4);
             const std::vector<int32_t> ids = indices(tokens);
             Doubles y((size_t)(n * h));
             // In order of the rows, in f32 or f64, rounded once: the very bits of the CPU.
             std::vector<unsigned char> host((size_t)(v * h) * 8), from((size_t)(n * h) * 8);
             Doubles dweight((size_t)(v * h));
-            dtype_convert(host.data(), dtype, weight.data(), F64, v * h);
+            dtype_convert(host.data(), to, sum.data(), F64, v * h);
             dtype_convert(from.data(), dtype, dy.data(), F64, n * h);
             kernel_embedding_forward(F64, y.data(), ids.data(), weight.data(), n, v, h);
-            kernel_embedding_backward(dtype, host.data(), from.data(), ids.data(), n, v, h);
-            dtype_convert(dweight.data(), F64, host.data(), dtype, v * h);
+            kernel_embedding_backward(dtype, to, host.data(), from.data(), ids.data(), n, v, h);
+            dtype_convert(dweight.data(), F64, host.data(), to, v * h);
             in_every_way("embedding", [&](int shift) {
                 Device table(dtype, weight, shift), id(I32, tokens, shift), out(dtype, n * h, shift);
-                Device grad(dtype, dy, shift);
+                Device grad(dtype, dy, shift), dw(to, sum, shift);
                 cuda_kernel_embedding_forward(dtype, out.at, id.indices(), table.at, n, v, h);
                 assert_same("embedding_forward", out, y);
-                cuda_kernel_embedding_backward(dtype, table.at, grad.at, id.indices(), n, v, h);
-                assert_same("embedding_backward", table, dweight);
-                return table.stored("embedding_backward");
+                cuda_kernel_embedding_backward(dtype, to, dw.at, grad.at, id.indices(), n, v, h);
+                assert_same("embedding_backward", dw, dweight);
+                return dw.stored("embedding_backward");
             });
         }
 }
@@ -43,23 +44,24 @@ static void rmsnorm_matches(void **state) {
     // f32. Rows that share a block.
     const int64_t sizes[][2] = {{1, 1}, {3, 31}, {33, 33}, {5, 1025}, {1027, 67}, {2, 13001}, {1, 26000}};
     for (const int64_t *size : sizes)
-        for (DType dtype : dtypes) {
+        for (const DType(&type)[2] : gradient_dtypes) {
+            const DType dtype = type[0], to = type[1];
             const int64_t n = size[0], h = size[1];
             if (n > 1000 && is_narrow(dtype)) continue;
-            if (h > 2000 && dtype != F32 && dtype != BF16) continue;
+            if (h > 2000 && dtype != F32 && to != BF16) continue;
             const DType wide = full(dtype);
             const double eps = 0.75;
             Doubles x = random_numbers(dtype, n * h, 1), weight = random_numbers(dtype, h, 2);
             Doubles dy = random_numbers(dtype, n * h, 3), dresidual = random_numbers(dtype, n * h, 4);
-            Doubles sum = random_numbers(dtype, h, 5), y((size_t)(n * h)), rstd((size_t)n), dx = y,
+            Doubles sum = random_numbers(to, h, 5), y((size_t)(n * h)), rstd((size_t)n), dx = y,
                     dx_alone = y;
             Doubles dweight = sum, dweight_alone = sum;
             kernel_rmsnorm_forward(F64, y.data(), rstd.data(), x.data(), weight.data(), n, h, eps);
             Doubles r = rounded(wide, rstd);
-            kernel_rmsnorm_backward(F64, dx.data(), dweight.data(), dresidual.data(), dy.data(), x.data(),
-                                    weight.data(), r.data(), n, h);
-            kernel_rmsnorm_backward(F64, dx_alone.data(), dweight_alone.data(), NULL, dy.data(), x.data(),
-                                    weight.data(), r.data(), n, h);
+            kernel_rmsnorm_backward(F64, dx.data(), F64, dweight.data(), dresidual.data(), dy.data(),
+                                    x.data(), weight.data(), r.data(), n, h);
+            kernel_rmsnorm_backward(F64, dx_alone.data(), F64, dweight_alone.data(), NULL, dy.data(),
+                                    x.data(), weight.data(), r.data(), n, h);
             in_every_way("rmsnorm", [&](int shift) {
                 Device xs(dtype, x, shift), ws(dtype, weight, shift), out(dtype, n * h, shift),
                     rs(wide, n, shift);
@@ -67,8 +69,8 @@ static void rmsnorm_matches(void **state) {
                 assert_close("rmsnorm_forward's y", out, y, (double)h + 6);
                 assert_close("rmsnorm_forward's rstd", rs, rstd, (double)h + 4);
                 Device given(wide, r, shift), dys(dtype, dy, shift), residual(dtype, dresidual, shift);
-                Device dw(dtype, sum, shift), dw_alone(dtype, sum, shift), d(dtype, n * h, shift);
-                cuda_kernel_rmsnorm_backward(dtype, d.at, dw.at, residual.at, dys.at, xs.at, ws.at,
+                Device dw(to, sum, shift), dw_alone(to, sum, shift), d(dtype, n * h, shift);
+                cuda_kernel_rmsnorm_backward(dtype, d.at, to, dw.at, residual.at, dys.at, xs.at, ws.at,
                                              given.at, n, h);
                 // For h = 1 the two terms of dx are nearly equal: 1 - r^2 x^2 loses what they share.
                 assert_close("rmsnorm_backward's dx", d, dx, 8 * ((double)h + 8));
@@ -77,11 +79,11 @@ static void rmsnorm_matches(void **state) {
                 add_bytes(&bits, "rmsnorm_backward", d);
                 add_bytes(&bits, "rmsnorm_backward", dw);
                 // dx over dresidual, and without one over dy
-                cuda_kernel_rmsnorm_backward(dtype, residual.at, dw_alone.at, residual.at, dys.at, xs.at,
-                                             ws.at, given.at, n, h);
+                cuda_kernel_rmsnorm_backward(dtype, residual.at, to, dw_alone.at, residual.at, dys.at,
+                                             xs.at, ws.at, given.at, n, h);
                 assert_same("rmsnorm_backward over dresidual", residual, d.read("dx"));
                 assert_same("rmsnorm_backward's dweight", dw_alone, dw.read("dweight"));
-                cuda_kernel_rmsnorm_backward(dtype, dys.at, dw_alone.at, NULL, dys.at, xs.at, ws.at,
+                cuda_kernel_rmsnorm_backward(dtype, dys.at, to, dw_alone.at, NULL, dys.at, xs.at, ws.at,
                                              given.at, n, h);
                 assert_close("rmsnorm_backward over dy", dys, dx_alone, 8 * ((double)h + 8));
                 return bits;
@@ -332,8 +334,8 @@ static void nan_and_infinity_come_through(void **state) {
                 assert_true(isnan(y.read("dlogits")[(size_t)at]));
                 cuda_kernel_rmsnorm_forward(dtype, y.at, row.at, in.at, ones.at, 1, h, 1e-5);
                 assert_true(isnan(y.read("y")[(size_t)at]));
-                cuda_kernel_rmsnorm_backward(dtype, y.at, dw.at, NULL, in.at, ones.at, ones.at, row.at, 1,
-                                             h);
+                cuda_kernel_rmsnorm_backward(dtype, y.at, dtype, dw.at, NULL, in.at, ones.at, ones.at,
+                                             row.at, 1, h);
                 assert_true(isnan(y.read("dx")[(size_t)at]));
                 // a key that every query sees but the first
                 Device p(dtype, h * h), o(dtype, h), q(dtype, one);

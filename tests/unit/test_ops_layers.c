@@ -18,12 +18,12 @@ static void embedding_matches_reference(void **state) {
     (void)state;
     const int64_t sizes[][3] = {{1, 1, 1}, {3, 17, 31}, {257, 3, 17}, {31, 257, 3}, {257, 31, 257}};
     for (int size = 0; size < 5; size++)
-        for (int type = 0; type < 4; type++) {
-            DType dtype = all_dtypes[type];
+        for (int type = 0; type < GRADIENT_DTYPES; type++) {
+            const DType dtype = gradient_dtypes[type][0], to = gradient_dtypes[type][1];
             int64_t n = sizes[size][0], v = sizes[size][1], h = sizes[size][2];
             Array tokens = random_tokens(n, v, 1), weight = random_array(dtype, v, h, 2);
             Array y = poisoned(dtype, n, h), dy = random_array(dtype, n, h, 3);
-            Array dweight = random_array(dtype, v, h, 4);
+            Array dweight = random_array(to, v, h, 4);
             double *want = zeros(n * h), *dwant = zeros(v * h);
             memcpy(dwant, dweight.x, (size_t)(v * h) * sizeof *dwant);
             for (int64_t i = 0; i < n; i++)
@@ -94,8 +94,8 @@ static void rmsnorm_matches_reference(void **state) {
     (void)state;
     const int64_t sizes[][2] = {{1, 1}, {3, 17}, {31, 3}, {257, 31}, {33, 257}};
     for (int size = 0; size < 5; size++)
-        for (int type = 0; type < 4; type++) {
-            DType dtype = all_dtypes[type];
+        for (int type = 0; type < GRADIENT_DTYPES; type++) {
+            const DType dtype = gradient_dtypes[type][0], to = gradient_dtypes[type][1];
             int64_t n = sizes[size][0], h = sizes[size][1];
             // eps as large as the mean square, so that its place shows
             const double eps = 0.75;
@@ -112,7 +112,7 @@ static void rmsnorm_matches_reference(void **state) {
             // with and without a residual gradient; dx apart, over dy, over dresidual
             for (int how = 0; how < 4; how++) {
                 Array dy = random_array(dtype, n, h, 3), dresidual = random_array(dtype, n, h, 4);
-                Array dx = poisoned(dtype, n, h), dweight = random_array(dtype, 1, h, 5);
+                Array dx = poisoned(dtype, n, h), dweight = random_array(to, 1, h, 5);
                 double *want_dx = zeros(n * h), *want_dweight = zeros(h);
                 memcpy(want_dweight, dweight.x, (size_t)h * sizeof *want_dweight);
                 if (how) memcpy(want_dx, dresidual.x, (size_t)(n * h) * sizeof *want_dx);

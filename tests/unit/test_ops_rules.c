@@ -157,6 +157,17 @@ static void products_write_over_what_is_read(void) {
     for (int i = 0; i < 4; i++) x[i] = new_tensor(F32, 4, 4);
     op_matmuls(x, x + 3, 1, (Tensor[]){x[2], x[0]}, 2, false, false, 0);
 }
+static void product_is_wider_than_its_operands(void) {
+    op_matmul(new_tensor(F32, 3, 4), new_tensor(BF16, 3, 5), new_tensor(F32, 5, 4), false, false, 1);
+}
+static void product_is_narrower(void) {
+    op_matmul(new_tensor(BF16, 3, 4), new_tensor(F32, 3, 5), new_tensor(F32, 5, 4), false, false, 1);
+}
+static void products_of_two_dtypes(void) {
+    Tensor c[] = {new_tensor(F32, 3, 4), new_tensor(BF16, 3, 4)};
+    op_matmuls(c, (Tensor[]){new_tensor(BF16, 3, 5)}, 1,
+               (Tensor[]){new_tensor(BF16, 5, 4), new_tensor(BF16, 5, 4)}, 2, false, false, 1);
+}
 static void dtypes_differ(void) {
     op_add(new_tensor(F32, 3, 4), new_tensor(F32, 3, 4), new_tensor(BF16, 3, 4));
 }
@@ -193,6 +204,9 @@ static void dk_over_q(void) {
                           new_tensor(F32, 5, 5), (AttentionShape){1, 5, 1, 1, 4});
 }
 static Tensor with_token(double token) { return array_new(I32, 3, 1, token).t; }
+static void gradient_is_f64(void) {
+    op_embedding_backward(new_tensor(F64, 7, 4), new_tensor(F32, 3, 4), with_token(1));
+}
 static void token_beyond_vocabulary(void) {
     op_embedding_forward(new_tensor(F32, 3, 4), with_token(7), new_tensor(F32, 7, 4));
 }
@@ -247,6 +261,13 @@ static void wrong_arguments_are_named(void **state) {
     assert_refused(products_share_nothing, "matmuls: 2 a and 2 b share nothing");
     assert_refused(products_write_over_what_is_read,
                    "matmuls: c (4, 4) f32 would overwrite b (4, 4) f32, with which it shares memory");
+    assert_refused(product_is_wider_than_its_operands,
+                   "matmul: b is (5, 4) f32 where (5, 4) bf16 fits the others");
+    assert_refused(product_is_narrower, "matmul: c is (3, 4) bf16 where (3, 4) f32 fits the others");
+    assert_refused(products_of_two_dtypes,
+                   "matmuls: c is (3, 4) bf16 beside (3, 4) f32; those of one call have one dtype");
+    assert_refused(gradient_is_f64,
+                   "embedding_backward: dweight is (7, 4) f64 where (7, 4) f32 fits the others");
     assert_refused(dtypes_differ, "add: b is (3, 4) bf16 where 12 elements of f32 fit the others");
     assert_refused(dtype_is_no_number,
                    "scale: y is (3, 4) e4m3; operations compute with f64, f32, bf16 and f16");
