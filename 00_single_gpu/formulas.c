@@ -197,13 +197,14 @@ int64_t kept_activation_bytes(const Config *config) {
 //     in attention       dy, dx2, d_o, dq, dk, dv   x + 2 q + 2 kv - R    (x2 and rstd2 are gone)
 //
 // and, from the norm behind the MLP on, w bytes of that norm's gradient, which B leaves to W; at the head,
-// too.
-int64_t peak_activation_bytes(const Config *config) {
+// too. They are as wide as gradients of weights, and no narrower than activations.
+int64_t peak_activation_bytes(const Config *config, DType gradient) {
     const MemoryPlan plan = {.model = *config, .tp = 1, .dp = 1};
     MemoryPlan complete = plan;
     complete.model.recompute = RECOMPUTE_NONE;
     const Sizes z = sizes_of(&plan);
-    double w = (double)dtype_size(config->dtype) * (double)config->hidden, inputs = 3 * 4 * z.n;
+    double wide = fmax((double)dtype_size(config->dtype), (double)dtype_size(gradient));
+    double w = wide * (double)config->hidden, inputs = 3 * 4 * z.n;
     double L = (double)config->layers, block = memory_block_activations(&plan);
     double head = L * block + ends_activations(&plan) + z.x + w;
     double attention = z.x + 2 * z.q + 2 * z.kv - z.statistic + w;

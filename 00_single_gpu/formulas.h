@@ -38,7 +38,7 @@ int memory_end_rows(PriceKept rows[MOST_KEPT], const MemoryPlan *plan);
 // This book's model on one device, to the byte: the activations that one micro-batch holds between forward
 // and backward, and the most that it ever holds.
 int64_t kept_activation_bytes(const Config *config);
-int64_t peak_activation_bytes(const Config *config);
+int64_t peak_activation_bytes(const Config *config, DType gradient);  // of weights, as backward writes it
 
 // L=96 h=12288 a=96 s=2048 v=51200, one sequence in bf16: for the formulas alone, with .gpt = true.
 Config gpt3_175b(void);

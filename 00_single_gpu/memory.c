@@ -194,7 +194,7 @@ static void print_need(const MemoryPlan *plan) {
     report_number("widget", "total", total, "B");
     double most = total;
     if (!plan->gpt && plan->tp == 1) {  // backward's own tensors come on top of what is kept
-        most = memory_states_bytes(&need) + (double)peak_activation_bytes(c);
+        most = memory_states_bytes(&need) + (double)peak_activation_bytes(c, c->dtype);
         say("  %-26s %10s", "at the peak, in backward", bytes_text(most));
         report_number("widget", "peak", most, "B");
     }
@@ -248,7 +248,8 @@ static void measure(const MemoryPlan *plan, bool dry_run) {
                  "B");
     report_equal("optimizer bytes", need.optimizer, (double)account.now[MEMORY_OPTIMIZER], "B");
     report_equal("activations kept", need.blocks + need.ends, (double)trainer->kept_bytes, "B");
-    report_equal("activations at their peak", (double)peak_activation_bytes(&plan->model),
+    report_equal("activations at their peak",
+                 (double)peak_activation_bytes(&plan->model, plan->model.dtype),
                  (double)account.peak[MEMORY_ACTIVATION], "B");
     report_equal("activations after the step", 0, (double)account.now[MEMORY_ACTIVATION], "B");
     trainer_free(trainer);

@@ -153,7 +153,7 @@ static void check_memory(const Config *config, const MemoryHistory *history, int
     MemoryPlan plan = {.model = *config, .f32_gradients = true, .tp = 1, .dp = 1};
     MemoryNeed need = memory_states(&plan, (double)config_parameters(config));
     double gradients = need.gradients + need.accumulators, states = need.parameters + gradients;
-    double activations = (double)peak_activation_bytes(config);
+    double activations = (double)peak_activation_bytes(config, config->dtype);
     const Moment *start = &history->moment[history->first[0]];
     report_equal("parameters", need.parameters, (double)start->now[MEMORY_PARAMETER], "B");
     report_equal("gradients", gradients, (double)start->now[MEMORY_GRADIENT], "B");

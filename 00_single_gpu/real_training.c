@@ -203,7 +203,9 @@ static void check_memory(const Trainer *t, const Price *price, const Memory *mem
     for (int i = 0; i < 3; i++)
         report_equal(names[i], price_states(price, t->model, kinds[i]), (double)memory->peak[kinds[i]],
                      "B");
-    double predicted = price->peak_counted ? dry_peak(t) : (double)peak_activation_bytes(&t->config);
+    double predicted = price->peak_counted
+                           ? dry_peak(t)
+                           : (double)peak_activation_bytes(&t->config, t->model->params.recipe.gradient);
     report_equal("activations", predicted, (double)memory->peak[MEMORY_ACTIVATION], "B");
 }
 

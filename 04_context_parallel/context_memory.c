@@ -36,7 +36,7 @@ static double predicted_activations(const Growth *way, int cp, int64_t s) {
     Config own = context_llama(way->method, LAYERS, s / cp, 1);
     own.recompute = RECOMPUTE_FULL;
     // With stored scores a block that is computed again holds more than the head.
-    if (way->stored) return (double)peak_activation_bytes(&own);
+    if (way->stored) return (double)peak_activation_bytes(&own, own.dtype);
     double row = (double)own.hidden * (double)dtype_size(BF16);
     Price masks = {.blocks = 0};
     if (way->method == CONTEXT_ULYSSES) flash_price_positions(&masks, 1, s);

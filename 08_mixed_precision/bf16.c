@@ -10,6 +10,9 @@
 //     --rounding stochastic   without masters: up or down at random, right on average, but with noise
 //     --sum f32|bf16          gradients of micro-batches and ranks add up in f32; a sum in bf16 rounds at
 //                             each addition
+//     --gradient f32          the multiplies of backward add to the f32 sums themselves, in place of sums
+//                             of gradients that each micro-batch has rounded to bf16 (Megatron-LM's
+//                             gradient accumulation fusion)
 //
 // The gain of an RMSNorm begins at 1, where bf16's numbers are 2^-8 apart below and 2^-7 above. With --lr
 // 0.001 AdamW's update is about 0.001, a quarter of 2^-8: without a master the gain never moves.
@@ -17,7 +20,8 @@
 // The random number of an element is a function of the seed, the weight's name, the element's index in the
 // whole weight and the step: any layout rounds alike, and a resumed run needs no state of a generator.
 //
-// Memory per parameter: masters 4 bytes, sums in f32 4 bytes. Bytes sent: gradients in the dtype of sums.
+// Memory per parameter: masters 4 bytes, gradients 2 and their sums in f32 4, with --gradient f32 those
+// alone. Bytes sent: gradients in the dtype of sums, so with --gradient f32 no more.
 // Run: build/08_mixed_precision/bf16        (--master none --rounding stochastic, --sum bf16, --ranks 3 …)
 // Last line: PASS bf16: ranks together make the step of one device, and updates below half a step vanish …
 #include <math.h>
@@ -59,6 +63,7 @@ static const Rounding by_chance = {.load = load, .store = store};
 static void recipe(Recipe *r, const Config *c) {
     if (!on(c)) return;
     if (without_masters(c)) r->master = r->weight;
+    if (config_number(c, "gradient")) r->gradient = r->sum;
     if (config_number(c, "sum")) r->sum = r->gradient;
     r->seed = (uint64_t)c->seed;
     if (config_number(c, "rounding")) r->rounding = &by_chance;
@@ -68,6 +73,9 @@ static void check(const Config *c) {
     CHECK(!config_number(c, "rounding") || without_masters(c),
           "--rounding stochastic rounds the weights that are stepped, and those are f32 masters: add "
           "--master none");
+    CHECK(!config_number(c, "gradient") || !config_number(c, "sum"),
+          "--gradient f32 writes gradients where they add up, and with --sum bf16 that is in bf16: leave "
+          "one of them out");
 }
 
 static const Option options[] = {
@@ -75,6 +83,8 @@ static const Option options[] = {
      "what the optimizer steps: f32 master weights, or the weights themselves", false},
     {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|bf16",
      "in which gradients add up over micro-batches and ranks", false},
+    {"gradient", OPTION_CHOICE, NULL, "bf16", 0, 0, "bf16|f32",
+     "in which backward writes gradients: f32 is their sum over micro-batches, too", false},
     {"rounding", OPTION_CHOICE, NULL, "nearest", 0, 0, "nearest|stochastic",
      "how weights without masters are rounded", false},
 };
@@ -149,20 +159,24 @@ static void show_vanishing_updates(void) {
 // ---- sums that round ----
 
 static void show_sums(void) {
-    double error[2];
+    static const char *const way[] = {"in bf16", "in f32", "where they are written, in f32"};
+    double error[3];
     say("\nThe gradient of 256 samples in 64 micro-batches, its relative error against f64:\n");
-    for (int narrow = 0; narrow < 2; narrow++) {
+    for (int i = 0; i < 3; i++) {
         Config c = small("steps=1 micro-batch=4 grad-acc=64 seq=16");
         c.dtype = BF16;
-        config_set(&c, "master", 0);
-        config_set(&c, "sum", narrow);
-        config_set(&c, "rounding", 0);
-        error[narrow] = gradient_error(&c, one_device, NULL);
-        say("  sums in %-5s %8.4f", narrow ? "bf16" : "f32", error[narrow]);
-        report_number("sums of 64", narrow ? "bf16" : "f32", error[narrow], "");
+        config_set(&c, "sum", i == 0);
+        config_set(&c, "gradient", i == 2);
+        error[i] = gradient_error(&c, one_device, NULL);
+        say("  sums %-30s %8.4f", way[i], error[i]);
+        report_number("sums of 64", way[i], error[i], "");
     }
-    report_that(error[1] > 1.5 * error[0],
-                "sums in bf16 are off by %g, and in f32 by %g: no difference is shown", error[1], error[0]);
+    report_that(error[0] > 1.5 * error[1],
+                "sums in bf16 are off by %g, and in f32 by %g: no difference is shown", error[0], error[1]);
+    // What rounding each micro-batch's gradient adds drowns in what bf16 activations are off by.
+    report_that(fabs(error[2] / error[1] - 1) < 0.1,
+                "gradients written in f32 are off by %g, and rounded for each micro-batch by %g", error[2],
+                error[1]);
 }
 
 static void compare(Mesh mesh, const Config *config) {

@@ -86,6 +86,9 @@ static void check(const Config *c) {
           "--fp8 with --tp %ld and --kv-heads %ld: ranks that copy a head would each round their part of "
           "its gradient; --tp %ld would fit",
           c->tp, c->kv_heads, c->kv_heads);
+    CHECK(r->moment == F64 || c->dtype == F64 || !config_number(c, "gradient"),
+          "--fp8 %s says in what gradients are stored, %s: leave out --gradient f32", r->name,
+          dtype_name(r->gradient));
     CHECK(r->moment == F64 || c->dtype == F64 || c->dtype == BF16,
           "--fp8 %s stores what the optimizer steps beside weights of bf16: --dtype bf16 would fit",
           r->name);

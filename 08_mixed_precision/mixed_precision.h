@@ -4,7 +4,7 @@
 
 #include "02_zero/zero.h"
 
-// bf16.c: --master, --sum and --rounding; of no effect but with --dtype bf16.
+// bf16.c: --master, --sum, --gradient and --rounding; of no effect but with --dtype bf16.
 extern const Technique bf16_recipe;
 
 // fp16.c: --master, --sum and --loss-scale; of no effect but with --dtype f16. It fills the step socket:

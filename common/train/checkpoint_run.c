@@ -91,8 +91,8 @@ void checkpoint_check_place(const char *dir) {
 // Settings of techniques that change what a run computes, beyond its order of sums: a layout is none. 0 is
 // the standard recipe, as where a program has no such option. The last ones say nothing but to f16.
 static const char *const settings_of_a_run[] = {
-    "fp8",      "fp8-tile", "fp8-wire",     "master",     "sum",   "moments",       "rounding",
-    "aux-loss", "z-loss",   "balance-bias", "loss-scale", "scale", "scale-interval"};
+    "fp8",      "fp8-tile", "fp8-wire", "master",       "sum",        "moments", "rounding",
+    "gradient", "aux-loss", "z-loss",   "balance-bias", "loss-scale", "scale",   "scale-interval"};
 enum { SETTINGS_OF_A_RUN = sizeof settings_of_a_run / sizeof *settings_of_a_run, SETTINGS_OF_F16 = 3 };
 
 // Experts and these settings; "" for a dense model by the standard recipe. The caller frees it.

@@ -34,7 +34,7 @@ typedef struct Rounding {
 
 typedef struct Recipe {
     DType weight;    // what forward and backward multiply with; activations have it, too
-    DType gradient;  // of one micro-batch, as backward writes it
+    DType gradient;  // as backward writes it: of one micro-batch, or if it is `sum`, of all so far
     DType sum;       // of gradients over micro-batches and ranks; other than `gradient`: accumulators exist
     DType master;    // what the optimizer steps; other than `weight`: master weights exist
     DType moment;    // AdamW's m

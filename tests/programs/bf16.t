@@ -1,7 +1,7 @@
 #!/bin/bash
 # bf16.t: bfloat16 with and without masters: ranks against one device, random rounding on any layout and
-# through a checkpoint, and what vanishes. TAP.
-# needs: build/08_mixed_precision/bf16
+# through a checkpoint, what vanishes, and gradients that are written in f32. TAP.
+# needs: build/08_mixed_precision/bf16 build/08_mixed_precision/train_5d
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 program=08_mixed_precision/bf16
@@ -28,4 +28,48 @@ run "$build/$program" $random --no-check --steps 4 --save "$work/straight" --sav
     same_checkpoint "$work/straight/step-000004" "$work/again/step-000004"
 report $? "4 steps are 2, a resumption and 2, bit for bit; one rank goes on with it, too"
 refused "add --master none" $program --rounding stochastic
+
+# ---- gradients written in f32 ----
+
+f32="--gradient f32"
+passes "3 ranks, gradients in f32, tied, 3 micro-batches" $program $f32 --ranks 3 --tied --grad-acc 3 \
+    --proof-only
+grep -qE '^  gradients +125 kB +125 kB +125 kB$' "$out"
+report $? "3 ranks, gradients in f32: 4 bytes for each parameter"
+passes "gradients in f32, recomputed, updates rounded at random" $program $f32 $random --recompute full \
+    --proof-only
+refused "leave one of them out" $program $f32 --sum bf16
+
+all=08_mixed_precision/train_5d
+one="$f32 --dtype bf16 --layers 1 --steps 1 --shown 0"
+passes "gradients in f32, columns, rows and vocabulary on 2 ranks" $all $one --ranks 2 --pp 1 --tp 2 --sp \
+    --vocab-parallel
+passes "gradients in f32, hybrid sharding" $all $one --ranks 4 --pp 1 --tp 1 --zero hybrid --shard-ranks 2
+refused "deepseek says in what gradients are stored, bf16: leave out" $all $one --fp8 deepseek
+
+# The weights of several steps have the same bits on any layout that keeps the order of sums.
+small="--dtype bf16 --layers 2 --hidden 48 --heads 6 --kv-heads 2 --ffn 88 --seq 31 --micro-batch 2"
+small+=" --steps 2 --tied --optimizer adamw --lr 0.001 --clip 0 --no-check $f32"
+same_weights() {  # NAME FLAGS FLAGS…: each a layout
+    local name=$1 first='' bad=0 flags weights
+    wanted "$name" || return 0
+    shift
+    for flags in "$@"; do
+        run "$build/$all" $small $flags --save "$work/${flags// /}" || bad=1
+        weights=$work/${flags// /}/step-000002/model.safetensors
+        cmp "${first:=$weights}" "$weights" >"$work/differs" 2>&1 || bad=1
+    done
+    report $bad "$name"
+}
+flat="--pp 1 --tp 1 --grad-acc 3 --ranks 3"
+same_weights "gradients in f32: ZeRO-1, -2 and -3 make the weights of data parallelism" \
+    "$flat --zero 0" "$flat --zero 1" "$flat --zero 2" "$flat --zero 3"
+deep="--pp 2 --tp 1 --grad-acc 4"
+same_weights "gradients in f32: stages make the weights of one device" \
+    "--ranks 1 --pp 1 --tp 1 --grad-acc 4" "$deep --ranks 2" "$deep --ranks 2 --schedule zb_h1"
+same_weights "gradients in f32: ZeRO-3 within stages makes those of data parallelism" \
+    "$deep --ranks 4 --zero 0" "$deep --ranks 4 --zero 3"
+run "$build/$program" --no-check --steps 4 --save "$work/narrow" --save-every 2 &&
+    run "$build/$program" --no-check --steps 4 $f32 --save "$work/wide" --resume "$work/narrow/step-000002"
+report $? "a run goes on with gradients in f32"
 finish

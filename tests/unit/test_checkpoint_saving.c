@@ -221,8 +221,8 @@ static void experts_and_recipes_make_another_run(void **state) {
     static const struct {
         const char *option;
         double value;
-    } recipes[] = {{"fp8", 1},      {"fp8", 4}, {"fp8-tile", 16},  {"master", 1},
-                   {"rounding", 1}, {"sum", 1}, {"aux-loss", 0.01}};
+    } recipes[] = {{"fp8", 1},      {"fp8", 4}, {"fp8-tile", 16}, {"master", 1},
+                   {"rounding", 1}, {"sum", 1}, {"gradient", 1},  {"aux-loss", 0.01}};
     enum { EXPERTS = sizeof experts / sizeof *experts, RECIPES = sizeof recipes / sizeof *recipes };
     uint64_t run[EXPERTS + RECIPES];
     const Progress progress = {.batch = 24};

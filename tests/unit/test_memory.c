@@ -197,7 +197,7 @@ static void assert_step_is_predicted(const char *shape, Config c) {
     assert_bytes("optimizer bytes", shape, need.optimizer, account.now[MEMORY_OPTIMIZER]);
     assert_bytes("kept activations", shape, need.blocks + need.ends, trainer->kept_bytes);
     assert_bytes("kept_activation_bytes", shape, (double)kept_activation_bytes(&c), trainer->kept_bytes);
-    assert_bytes("peak activations", shape, (double)peak_activation_bytes(&c),
+    assert_bytes("peak activations", shape, (double)peak_activation_bytes(&c, c.dtype),
                  account.peak[MEMORY_ACTIVATION]);
     assert_bytes("activations after the step", shape, 0, account.now[MEMORY_ACTIVATION]);
     trainer_free(trainer);

@@ -1,5 +1,6 @@
-// test_recipes.c: what recipes store in fewer bits: sums of float16 gradients, gradients as 8-bit codes,
-// and moments, which a checkpoint takes out and puts back to the bit; what of their losses is chance. TAP.
+// test_recipes.c: what recipes store in fewer bits or in more: sums of float16 gradients, gradients in f32
+// and as 8-bit codes, and moments, which a checkpoint takes out and puts back to the bit; what of their
+// losses is chance. TAP.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -9,6 +10,7 @@
 // cmocka wants the headers above first.
 #include <cmocka.h>
 
+#include "06_expert_parallel/expert_parallel.h"
 #include "08_mixed_precision/mixed_precision.h"
 #include "tensor/rng.h"
 
@@ -49,6 +51,98 @@ static void float16_gradients_add_up_in_f32(void **state) {
         assert_true(narrow ? isinf(sum) : sum == 80000);
         tensor_free(&micro);
         model_free(m);
+    }
+}
+
+// ---- gradients that backward writes in f32 ----
+
+// Two matrices of whole batches beside f64: what each micro-batch's rounding to bf16 costs, and f32 does not.
+static void gradients_in_f32_add_up_as_they_are(void **state) {
+    (void)state;
+    enum { MICROS = 5, ROWS = 7 };
+    for (int wide = 0; wide < 2; wide++) {
+        Config c = config_default("layers=1 hidden=24 heads=2 kv-heads=2 ffn=40 vocab=30 seq=4 dtype=bf16");
+        config_set(&c, "gradient", wide);
+        Model *m = model_new(&c, mesh_single());
+        bf16_recipe.recipe(&m->params.recipe, &c);
+        model_allocate(m);
+        assert_true(recipe_has_accumulators(m->params.recipe) == !wide);
+        Param *weight[] = {params_find(&m->params, "model.layers.0.mlp.gate_proj.weight"),
+                           params_find(&m->params, "model.layers.0.mlp.up_proj.weight")};
+        const int64_t f = weight[0]->shape[0], h = weight[0]->shape[1];
+        double error = 0, norm = 0, want[2][2000] = {{0}}, dy[2][ROWS * 40], x[ROWS * 24], got[2000];
+        assert_true(f == 40 && h == 24);
+        for (int micro = 0; micro < MICROS; micro++) {
+            Tensor in = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(ROWS, h)), out[2];
+            for (int64_t i = 0; i < ROWS * h; i++)
+                x[i] = rng_normal(1, RNG_TEST, (uint64_t)(micro * 999 + i));
+            tensor_from_doubles(in, x);
+            tensor_to_doubles(x, in);
+            for (int w = 0; w < 2; w++) {
+                out[w] = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(ROWS, f));
+                for (int64_t i = 0; i < ROWS * f; i++)
+                    dy[w][i] = rng_normal(2 + (uint64_t)w, RNG_TEST, (uint64_t)(micro * 999 + i));
+                tensor_from_doubles(out[w], dy[w]);
+                tensor_to_doubles(dy[w], out[w]);
+                for (int64_t i = 0; i < ROWS * f * h; i++)
+                    want[w][i % (f * h)] +=
+                        dy[w][i / (f * h) * f + i % (f * h) / h] * x[i / (f * h) * h + i % (f * h) % h];
+            }
+            m->sockets.linear.backward_weight(m->sockets.linear.context, m, 2, weight, out, in, NULL);
+            params_accumulate(&m->params, weight[0]->unit);
+            tensor_free(&in), tensor_free(&out[0]), tensor_free(&out[1]);
+        }
+        for (int w = 0; w < 2; w++) {
+            tensor_to_doubles(got, param_total_grad(&m->params, weight[w]));
+            for (int64_t i = 0; i < f * h; i++) {
+                error += (got[i] - want[w][i]) * (got[i] - want[w][i]);
+                norm += want[w][i] * want[w][i];
+            }
+        }
+        error = sqrt(error / norm);
+        if (wide ? !(error < 1e-6) : !(error > 1e-4 && error < 0x1p-8))
+            fail_msg("gradients in %s are off by %g", wide ? "f32" : "bf16", error);
+        model_free(m);
+    }
+}
+
+static bool is_bf16(double x) {
+    uint16_t code;
+    double back;
+    dtype_convert(&code, BF16, &x, F64, 1);
+    dtype_convert(&back, F64, &code, BF16, 1);
+    return back == x;
+}
+
+// Of one micro-batch: embedding, norms, router, experts, head. Only what no token reaches is as it was.
+static void no_gradient_is_rounded_to_bf16(void **state) {
+    (void)state;
+    static const struct {
+        const char *shape;
+        const Technique *other;
+        int fp8;
+    } models[] = {
+        {"", NULL, 0}, {"tied=1", NULL, 0}, {"experts=2 top-k=2", &moe, 0}, {"", &fp8_recipe, TE_DELAYED}};
+    for (int i = 0; i < 8; i++) {
+        const bool wide = i >= 4;
+        char *text = format_text(
+            "layers=1 hidden=24 heads=2 kv-heads=2 ffn=40 seq=32 micro-batch=4 grad-acc=1 steps=1 "
+            "dtype=bf16 %s",
+            models[i % 4].shape);
+        Config c = config_default(text);
+        config_set(&c, "gradient", wide);
+        config_set(&c, "fp8", models[i % 4].fp8);
+        Trainer *t =
+            trainer_new(&c, mesh_single(), (const Technique *[]){&bf16_recipe, models[i % 4].other, NULL});
+        Record r = train_record(t, "gradients");
+        for (int w = 0; w < r.tensors; w++) {
+            bool rounded = true;
+            for (int64_t j = 0; j < r.count[w]; j++) rounded = rounded && is_bf16(r.grad[w][j]);
+            if (rounded == wide) fail_msg("%s: %s is %srounded", text, r.name[w], wide ? "" : "not ");
+        }
+        record_free(&r);
+        trainer_free(t);
+        free(text);
     }
 }
 
@@ -147,6 +241,8 @@ int main(int argc, char **argv) {
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(float16_gradients_add_up_in_f32),
+        cmocka_unit_test(gradients_in_f32_add_up_as_they_are),
+        cmocka_unit_test(no_gradient_is_rounded_to_bf16),
         cmocka_unit_test(gradients_as_codes_have_a_scale_for_each_weight),
         cmocka_unit_test(state_stored_again_is_the_same),
         cmocka_unit_test(chance_is_what_rows_and_columns_leave),
