@@ -6,14 +6,15 @@
 # needs: build-cuda-on-cpu/corpus.txt build-cuda-on-cpu/00_single_gpu/train
 # needs: build-cuda-on-cpu/04_context_parallel/ring_attention build-cuda-on-cpu/tests/test_ops_layers
 # needs: build-cuda-on-cpu/04_context_parallel/zigzag_ring_attention
-# needs: build-cuda-on-cpu/04_context_parallel/all_gather_attention
+# needs: build-cuda-on-cpu/04_context_parallel/all_gather_attention build-cuda-on-cpu/08_mixed_precision/bf16
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 needs_fibers
 build=build-cuda-on-cpu
 builds OPS=cuda-on-cpu BUILD=$build OBJECTS=build $build/{00_single_gpu/train,corpus.txt} \
     $build/{03_tensor_parallel/tensor_parallel,tests/test_ops_layers} \
-    $build/04_context_parallel/{ring_attention,zigzag_ring_attention,all_gather_attention}
+    $build/04_context_parallel/{ring_attention,zigzag_ring_attention,all_gather_attention} \
+    $build/08_mixed_precision/bf16
 
 tiny="--layers 1 --hidden 32 --heads 2 --kv-heads 2 --head-size 64 --ffn 24 --micro-batch 1"
 
@@ -54,6 +55,12 @@ passes "in bf16, zig-zag and documents" 04_context_parallel/zigzag_ring_attentio
     --dtype bf16 --steps 1 --seq 68 --documents 32 --kernels book
 all_taken
 report $? "in bf16, zig-zag and documents: all calls"
+
+# Products of bf16 go into f32 by the library alone, the gradients of norms by the book's kernels as well.
+passes "in bf16, gradients in f32" 08_mixed_precision/bf16 --ranks 2 $tiny --seq 33 --steps 1 --gradient f32 \
+    --kernels book --proof-only
+grep -q '^kernels of the book took [1-9]' "$out" && ! all_taken
+report $? "in bf16, gradients in f32: not all calls"
 
 # What the library is held to, in all dtypes: sizes that fit no pack, ignored labels, what f16 loses.
 if wanted "operations on the book's kernels"; then
