@@ -98,11 +98,10 @@ __global__ void __launch_bounds__(BLOCK)
     for (int i = 0; i < EACH; i++) {
         const int64_t at = query0 + thread_y() + i * SIDE;
         const float total = row_sum(row[i].sum), inverse = inverse_of<Shape>(total);
-        const float log_sum = row[i].most + logf(total);
         if (at >= end) continue;
 #pragma unroll
         for (int c = 0; c < D / SIDE; c++) o[at * stride + thread_x() + c * SIDE] = sum[i][c] * inverse;
-        if (thread_x() == 0) lse[at] = log_sum;
+        if (thread_x() == 0) lse[at] = row[i].most + logf(total);
     }
 }
 

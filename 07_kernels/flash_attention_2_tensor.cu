@@ -179,8 +179,7 @@ __device__ static inline void finish(T *o, float *lse, T *tile, const float (&su
         for (int half = 0; half < 2; half++) {
             const int query = query0 + i * 16 + half * 8 + lane / 4;
             const float total = quad_sum(row[i][half].sum);
-            const float log_sum = fmaf(row[i][half].most, scale, logf(total));
-            if (lane % 4 == 0 && query < end) lse[query] = log_sum;
+            if (lane % 4 == 0 && query < end) lse[query] = fmaf(row[i][half].most, scale, logf(total));
             inverse[half] = inverse_of<Shape>(total);
         }
         put_rows<D>(tile + i * 16 * D, sum[i], inverse[0], inverse[1]);

@@ -272,8 +272,10 @@ __global__ void __launch_bounds__(BLOCK, 1)
         mbarrier_wait(&keys, 0);
         consume<T, D>(dk, dv, m, grad.dq + sample * shape.s * shape.a * D, sums, shape);
         named_barrier(1, GROUPS * WARPGROUP);  // nobody needs the keys any more
-        store_by_tile<D>(grad.dk + rows, k, dk, shape.scale, end - (int)key0, stride);
-        store_by_tile<D>(grad.dv + rows, v, dv, 1, end - (int)key0, stride);
+#pragma unroll
+        for (int i = 0; i < D / 2; i++) dk[i] *= shape.scale;
+        store_by_tile<D>(grad.dk + rows, k, dk, end - (int)key0, stride);
+        store_by_tile<D>(grad.dv + rows, v, dv, end - (int)key0, stride);
     }
 }
 

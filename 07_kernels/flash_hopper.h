@@ -73,13 +73,12 @@ __device__ static inline void store_chunks(T *out, char *tile, int rows, int64_t
     }
 }
 
-// The warp's rows of `out` (=) scale sum, the first `rows` of them, by way of the tile.
+// The warp's rows of `out` (=) sum, the first `rows` of them, by way of the tile.
 template <int D, class T>
-__device__ static inline void store_by_tile(T *out, char *tile, const float (&sum)[D / 2], float scale,
-                                            int rows, int64_t stride) {
+__device__ static inline void store_by_tile(T *out, char *tile, const float (&sum)[D / 2], int rows,
+                                            int64_t stride) {
 #pragma unroll
-    for (int i = 0; i < D / 4; i++)
-        *pair_of_rows(tile, i) = packed<T>(sum[2 * i] * scale, sum[2 * i + 1] * scale);
+    for (int i = 0; i < D / 4; i++) *pair_of_rows(tile, i) = packed<T>(sum[2 * i], sum[2 * i + 1]);
     store_chunks<D>(out, tile, rows, stride);
 }
 

@@ -145,8 +145,8 @@ __device__ static inline void finish(T *o, float *lse, char *tile, const float (
         const int own = half * 8 + own_lane() / 4;
         const float total = quad_sum(x.sum[half]);
         const float inverse = Shape::EMPTY_ROWS && total == 0 ? 0 : unit / total;
-        const float log_sum = fmaf(x.most[half], 0.69314718f, logf(total));  // ln 2
-        if (own_lane() % 4 == 0 && query0 + own < end) lse[query0 + own] = log_sum;
+        if (own_lane() % 4 == 0 && query0 + own < end)
+            lse[query0 + own] = fmaf(x.most[half], 0.69314718f, logf(total));  // ln 2
 #pragma unroll
         for (int i = half; i < D / 4; i += 2)
             *pair_of_rows(tile, i) = packed<T>(sum[2 * i] * inverse, sum[2 * i + 1] * inverse);

@@ -105,10 +105,9 @@ static inline Work work_of_hopper_backward(const Heads &shape, double d) {
     w.shared_passes = steps * (2 * boxes * queries + queries / 16) + blocks * 2 * boxes * WORK_KEYS +
                       steps * (groups * products + warps * (queries / 2 + queries / 4)) +
                       blocks * (warps * d + 1 + 12);
-    // scale, exponent, dP - delta, P; c; dq; dk and dv
-    w.flops += 32 * (4 * scores + steps * warps) + 2 * tiles * sums + 2 * blocks * WORK_KEYS * d;
-    w.flop_instructions +=
-        3 * scores + steps * warps + 2 * tiles * sums / 32 + 2 * blocks * WORK_KEYS * d / 32;
+    // scale, exponent, dP - delta, P; c; dq; dk
+    w.flops += 32 * (4 * scores + steps * warps) + 2 * tiles * sums + blocks * WORK_KEYS * d;
+    w.flop_instructions += 3 * scores + steps * warps + 2 * tiles * sums / 32 + blocks * WORK_KEYS * d / 32;
     w.special_instructions = scores;
     w.tensor_flops = 32 * scores * 5 * 2 * d;
     w.barriers = blocks;

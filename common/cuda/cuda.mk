@@ -71,13 +71,15 @@ ifneq ($(OPS),cuda)
 # -fsanitize=thread reports each access to memory to cuda_on_cpu.cc, which is compiled without it. The
 # sanitizer's own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an
 # array declares, -fsanitize-coverage reports each basic block, for divergence, and -fstack-clash-protection
-# has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses. The emulator, which
-# hears of each access, has -O3; of OPT neither takes notice, so that builds can share them.
+# has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses. -fno-tree-sink:
+# whether g++ moves loads and arithmetic into the branch that needs them differs by version, and counts with
+# it; so the kernels say where they are. The emulator, which hears of each access, has -O3; of OPT neither
+# takes notice, so that builds can share them.
 emulator_sources  := $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc))
 ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE -O3 -march=native -fno-math-errno -Wall -Wextra \
                      -Wno-unknown-pragmas -g1 '-fdebug-prefix-map=$(CURDIR)=.' -Icommon -I. $(BLAS_CFLAGS)
-CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-exceptions -fsanitize=thread -fsanitize=bounds-strict \
-                     -fsanitize-coverage=trace-pc -fstack-clash-protection
+CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-tree-sink -fno-exceptions -fsanitize=thread \
+                     -fsanitize=bounds-strict -fsanitize-coverage=trace-pc -fstack-clash-protection
 compile_cu        := $(CXX) -x c++ $(CUDA_ON_CPU_FLAGS)
 fibers            := $(shell printf '\043include <boost/context/detail/fcontext.hpp>' | \
                      $(CXX) -fsyntax-only -x c++ - 2>/dev/null && echo yes)

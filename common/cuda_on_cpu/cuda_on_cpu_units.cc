@@ -1,11 +1,13 @@
 // cuda_on_cpu_units.cc: what the machine code of a basic block computes. Arithmetic cannot be watched as
-// accesses are, so it is read: objdump shows the function around a block, and what stands between the
-// block's call of __sanitizer_cov_trace_pc and the next one's is its work. Optimisation moves no arithmetic
-// across these calls, and -O1 makes no vectors. Whether g++ has fused a multiplication and an addition or
-// not, it is two operations.
+// accesses are, so it is read: objdump shows the function around a block, and what can be reached from the
+// block's call of __sanitizer_cov_trace_pc without another one is its work. It need not lie in one piece:
+// where a block checks a bound, g++ may put its rest elsewhere. Optimisation moves no arithmetic across
+// these calls, and -O1 makes no vectors. Whether g++ has fused a multiplication and an addition or not, it
+// is two operations.
 #include <unistd.h>
 
 #include <unordered_map>
+#include <vector>
 
 #include "cuda_on_cpu_inside.h"
 
@@ -77,27 +79,79 @@ static void is_around(void *context, const char *, int type, uintptr_t value, si
         f->start = value, f->end = value + size;
 }
 
-// Lines of objdump: "    12ab:\tvmulss %xmm0,%xmm1,%xmm2". A block begins behind its call.
+// A line of objdump: "    12ab:\tvmulss %xmm0,%xmm1,%xmm2".
+struct Line {
+    uint32_t address, target;  // where it jumps, or 0
+    bool begins, goes_on;      // it calls __sanitizer_cov_trace_pc; the next one may come after it
+    size_t block;              // that was the last to reach it
+    BlockWork work;
+};
+
+static bool is_one_of(const char *name, size_t length, std::initializer_list<const char *> names) {
+    for (const char *n : names)
+        if (strlen(n) == length && strncmp(n, name, length) == 0) return true;
+    return false;
+}
+
+// text: "jbe 12ab <f+0x1b>", "jmp *%rax", "cbz w0, 12ab <f+0x1b>", "ret"
+static void read_jump(const char *text, Line *line) {
+    const size_t length = strcspn(text, " \t\n");
+    const char *at = strchr(text, '<');
+    line->goes_on = !strstr(text, "<__stack_chk_fail") &&
+                    !is_one_of(text, length, {"jmp", "notrack", "ret", "b", "br"});
+    if (!at || (*text != 'j' && strncmp(text, "b.", 2) != 0 &&
+                !is_one_of(text, length, {"b", "cbz", "cbnz", "tbz", "tbnz"})))
+        return;
+    for (at--; at > text && at[-1] != ' ' && at[-1] != '\t';) at--;
+    line->target = (uint32_t)strtoul(at, NULL, 16);
+}
+
+// Adds up what follows lines[i], the call with which a block begins.
+static void read_block(std::vector<Line> *lines, const std::unordered_map<uint32_t, size_t> &at, size_t i) {
+    if (i + 1 == lines->size()) return;
+    BlockWork *work = &works[(*lines)[i + 1].address];
+    std::vector<size_t> next = {i + 1};
+    while (!next.empty()) {
+        const size_t n = next.back();
+        next.pop_back();
+        if (n == lines->size() || (*lines)[n].begins || (*lines)[n].block == i + 1) continue;
+        Line *line = &(*lines)[n];
+        line->block = i + 1;
+        work->flops += line->work.flops, work->special += line->work.special;
+        work->flop_instructions += line->work.flop_instructions;
+        work->special_instructions += line->work.special_instructions;
+        if (line->goes_on) next.push_back(n + 1);
+        auto target = at.find(line->target);
+        if (target != at.end()) next.push_back(target->second);
+    }
+}
+
 static void read_function(const Function &f) {
-    char command[256], line[1024];
+    char command[256], text[1024];
     snprintf(command, sizeof command,
              "objdump -d --no-show-raw-insn --start-address=0x%lx --stop-address=0x%lx /proc/%d/exe",
              f.start, f.end, (int)getpid());
     FILE *listing = popen(command, "r");
     CHECK(listing, "FLOPs are counted with objdump, which cannot be started");
-    BlockWork *block = NULL;
-    bool begins = false;
-    while (fgets(line, sizeof line, listing)) {
+    std::vector<Line> lines;
+    std::unordered_map<uint32_t, size_t> at;
+    while (fgets(text, sizeof text, listing)) {
         char *rest;
-        unsigned long address = strtoul(line, &rest, 16);
-        if (rest == line || *rest != ':') continue;
-        if (begins) block = &works[(uint32_t)address];
-        begins = strstr(rest, "<__sanitizer_cov_trace_pc") != NULL;
+        unsigned long address = strtoul(text, &rest, 16);
+        if (rest == text || *rest != ':') continue;
         rest += 1 + strspn(rest + 1, " \t");
-        if (block && !begins) read_instruction(rest, block);
+        Line line = {};
+        line.address = (uint32_t)address;
+        line.begins = strstr(rest, "<__sanitizer_cov_trace_pc") != NULL;
+        read_jump(rest, &line);
+        read_instruction(rest, &line.work);
+        at[line.address] = lines.size();
+        lines.push_back(line);
     }
     CHECK(pclose(listing) == 0,
           "FLOPs are counted with objdump (Debian's package binutils), which has failed");
+    for (size_t i = 0; i < lines.size(); i++)
+        if (lines[i].begins) read_block(&lines, at, i);
 }
 
 const BlockWork &block_work(uint32_t site) {
