@@ -14,8 +14,8 @@
 // sequence_parallel.c's if the BLAS gives a row the same ones in a product of few rows as in one of many.
 //
 // Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K, as there. Memory per rank: as there, and K
-// of parts, K = b s h e. What it gains, it gains on the model clock and on a GPU: on a CPU nothing is in
-// flight while the rank multiplies, and small products are slower than large ones.
+// of parts, K = b s h e. What it gains, it gains on the model clock and on a GPU: on a CPU the rank that
+// multiplies moves the bytes itself, and small products are slower than large ones.
 // Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
 // Last line: PASS async_tensor_parallel: rows are in flight behind products, and the step is that of one
 // device …
