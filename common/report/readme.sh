@@ -93,9 +93,9 @@ done
             *) program=$schedule ;;
         esac
         printed "build/05_pipeline_parallel/$program" | awk -v name=$schedule '
-            /own clock  / { own = $(NF - 3) }
+            /own clock  / { own = $6 }
             /^  run / { run = $2; bubble = $NF }
-            /^  most passes held/ { held = $(NF - 1) }
+            /^  most passes held/ { held = $11 }
             END { print "| " name " | " own " | " run " | " bubble " | " held " |" }'
     done
 } | fill 05_pipeline_parallel/README.md pipeline

@@ -29,8 +29,8 @@ nearly() { of_class reassociated, "$@"; }
 quick="--layers 7 --steps 1"
 # Every schedule on 4 ranks with 8 micro-batches; its row in the page's table is what the program prints.
 row() {
-    awk -v name="$1" '/own clock  /{ own = $(NF - 3) } /^  run /{ run = $2; bubble = $NF }
-        /^  most passes held/{ held = $(NF - 1) }
+    awk -v name="$1" '/own clock  /{ own = $6 } /^  run /{ run = $2; bubble = $NF }
+        /^  most passes held/{ held = $11 }
         END { print "| " name " | " own " | " run " | " bubble " | " held " |" }' "$out"
 }
 rows=''
