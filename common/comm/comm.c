@@ -211,7 +211,10 @@ static void end_all(const char *sentence, int status) {
 
 // While this rank computes. (A push may itself wait for the device, and look.)
 static void push(void) {
-    if (!comm.pushing && !comm.finished) lines_push();
+    if (comm.pushing || comm.finished) return;
+    double began = wall_seconds();
+    lines_push();
+    count_push(wall_seconds() - began);
 }
 
 // While the host waits for the device, which may itself wait for another rank's.

@@ -158,7 +158,7 @@ typedef struct CommCount {
     int64_t calls;
     int64_t bytes;           // sent by this rank
     int64_t across;          // of these to other nodes (clock_node); of all-to-alls alone
-    double wall_seconds;     // inside start and wait
+    double wall_seconds;     // inside start and wait; of the total also what moves while ranks compute
     double model_seconds;    // on the communication stream
     double exposed_seconds;  // model clock: the compute stream waited for it
 } CommCount;

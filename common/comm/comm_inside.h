@@ -132,6 +132,8 @@ void describe_wait(char *text, size_t size);
 
 // ---- comm_requests.c ----
 
+// Seconds of communication outside of its calls: bytes moved while this rank computes.
+void count_push(double seconds);
 // A call of a member; the caller fills in the rest.
 Request *request_new(CollectiveKind kind, Group group, int root, DType dtype);
 void request_release(Request *r);

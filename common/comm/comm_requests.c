@@ -11,20 +11,28 @@
 // ---- counts ----
 
 static CommCount counts_of_kinds[COLLECTIVE_KINDS];
+static double pushed_seconds;
 
 static CommCount *count_of(CollectiveKind kind) {
     static int64_t resets = -1;
     if (resets != clock_resets()) {
         memset(counts_of_kinds, 0, sizeof counts_of_kinds);
         for (int i = 0; i < COLLECTIVE_KINDS; i++) counts_of_kinds[i].name = kind_names[i];
+        pushed_seconds = 0;
         resets = clock_resets();
     }
     return &counts_of_kinds[kind];
 }
 
+void count_push(double seconds) {
+    count_of(ALL_REDUCE);
+    pushed_seconds += seconds;
+    clock_exclude(seconds);
+}
+
 CommCount comm_total(void) {
     count_of(ALL_REDUCE);
-    CommCount total = {.name = "total"};
+    CommCount total = {.name = "total", .wall_seconds = pushed_seconds};
     for (int i = 0; i < COLLECTIVE_KINDS; i++) {
         total.calls += counts_of_kinds[i].calls;
         total.bytes += counts_of_kinds[i].bytes;

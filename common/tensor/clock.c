@@ -74,7 +74,7 @@ static struct {
     // the operation under way
     const char *name;  // NULL between operations
     int operation;
-    double began, flops, bytes, model_seconds;
+    double began, excluded, flops, bytes, model_seconds;
     double model_now;  // model time since the start; clock_reset leaves it alone, so that traces go on
     OpCount *marks;    // by path
     int marks_count, marks_room;
@@ -260,8 +260,11 @@ void clock_begin(const char *name, DType dtype, double flops, double bytes) {
         event->model_end = event->model + state.model_seconds;
     }
     device_open();
+    state.excluded = 0;
     state.began = wall_seconds();
 }
+
+void clock_exclude(double seconds) { state.excluded += seconds; }
 
 void clock_end(void) {
     // Who watches single operations wants their own time, not that of giving them to a device.
@@ -269,9 +272,9 @@ void clock_end(void) {
     double now = wall_seconds();
     CHECK(state.name, "clock_end without clock_begin");
     device_close();
-    add(&state.operations[state.operation], state.flops, state.bytes, now - state.began,
-        state.model_seconds);
-    add(&state.total, state.flops, state.bytes, now - state.began, state.model_seconds);
+    double wall = now - state.began - state.excluded;
+    add(&state.operations[state.operation], state.flops, state.bytes, wall, state.model_seconds);
+    add(&state.total, state.flops, state.bytes, wall, state.model_seconds);
     state.model_now += state.model_seconds;
     if (state.tracing) state.events[state.events_count - 1].wall_end = now;
     state.name = NULL;

@@ -94,7 +94,7 @@ static void training(const char *size, const char *text, double seconds, double 
     if (script) torch = torch_new(script, text);  // prepares itself meanwhile
     Sgemm g = sgemm_new();
     Trainer *t = trainer_new(&c, mesh_single(), NULL);
-    train_step(t, NULL);  // the first step also allocates
+    warm_up(t);
     char about[128] = "";
     if (script) snprintf(about, sizeof about, "%s", torch_answer(&torch));
     double shares[MOST_PAIRS], tokens[MOST_PAIRS], rates[MOST_PAIRS];
@@ -172,7 +172,7 @@ static void bf16_beside_f32(const char *name, const char *text, double limit, do
             *narrow = trainer_new(&bf16, mesh_single(), NULL);
     double ratios[MOST_PAIRS], tokens[MOST_PAIRS];
     Missing missing = {.operations = 0};
-    train_step(wide, NULL), train_step(narrow, NULL);
+    warm_up(wide), warm_up(narrow);
     int pairs = 0;
     const double start = wall_seconds();
     for (; !measured(ratios, pairs, wall_seconds() - start, limit); pairs++) {
@@ -200,7 +200,7 @@ static void bf16_beside_f32(const char *name, const char *text, double limit, do
 static void doubling(const char *size, const Config *base, const Config *doubled) {
     static const double LIMIT = 2;  // seconds
     Trainer *one = trainer_new(base, mesh_single(), NULL), *two = trainer_new(doubled, mesh_single(), NULL);
-    step_seconds(one), step_seconds(two);
+    warm_up(one), warm_up(two);
     double ratios[MOST_PAIRS], after = step_seconds(one);
     int pairs = 0;
     const double start = wall_seconds();

@@ -33,10 +33,10 @@ static Trainer *trainer_of(const char *dtype, int recipe) {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     Trainer *f32 = trainer_of("f32", NO_FP8), *fp8[RECIPES];
-    step_seconds(f32);
+    warm_up(f32);
     for (int i = 0; i < RECIPES; i++) {
         fp8[i] = trainer_of("bf16", TE_DELAYED + i);
-        step_seconds(fp8[i]);
+        warm_up(fp8[i]);
     }
     double times[RECIPES][MOST_PAIRS], before = step_seconds(f32);
     int rounds = 0;

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "00_single_gpu/training.h"
 #include "base.h"
 #include "comm/comm.h"
 #include "tensor/clock.h"
@@ -32,6 +33,11 @@ static inline void figure_line(const char *name, double *values, int count, cons
 // Of shares and ratios: more is better.
 static inline void figure(const char *name, double *values, int count, const char *unit, double target) {
     figure_line(name, values, count, unit, target, median(values, count) >= target);
+}
+
+// The first step allocates. So does the second: what the first gave back has become the optimizer's state.
+static inline void warm_up(Trainer *t) {
+    for (int i = 0; i < 2; i++) train_step(t, NULL);
 }
 
 // ---- how many pairs a row takes ----
@@ -67,8 +73,8 @@ typedef struct Missing {
     const char *name[MOST_OPERATIONS];
     double seconds[MOST_OPERATIONS];  // over all steps
     int operations;
-    double step, between;  // whole steps, and what of them is within no operation and no call of comm
-    double communication;  // what is within its calls: waiting for others, copies, and sums
+    double step, between;  // whole steps, and what of them is within neither an operation nor comm
+    double communication;  // waiting for others, copies, and sums
 } Missing;
 
 // The operations of one step of this rank, from clock_reset to now, each less its FLOPs at `rate`, FLOP/s

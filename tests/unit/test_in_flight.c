@@ -15,6 +15,7 @@
 
 #include "arrays.h"
 #include "fatal.h"
+#include "tensor/clock.h"
 #include "tensor/in_flight.h"
 #include "tensor/ops.h"
 
@@ -267,6 +268,15 @@ static void the_end_of_an_operation_pushes_what_is_in_flight(void **context) {
     tensor_free(&other);
 }
 
+// For some microseconds, which belong to no operation.
+static double in_pushes;
+static void slow_push(void) {
+    double began = wall_seconds(), passed;
+    while ((passed = wall_seconds() - began) < 50e-6) continue;
+    clock_exclude(passed);
+    in_pushes += passed;
+}
+
 // ---- long operations ----
 
 enum { LONG = 512, HEADS = 4, D = 32, WIDTH = HEADS * D, SQUARE = 1024 };
@@ -360,12 +370,27 @@ static void tiles_of_long_operations_push_on_the_first_thread(void **context) {
     in_flight_push = before;
 }
 
+static void what_a_push_takes_is_not_the_operation_s(void **context) {
+    (void)context;
+    void (*before)(void) = in_flight_push;
+    in_flight_push = slow_push;
+    clock_reset();
+    in_pushes = 0;
+    double began = wall_seconds();
+    pushes_of(3, F32, 1);
+    double passed = wall_seconds() - began, counted = clock_total().wall_seconds;
+    if (counted > passed - in_pushes || counted <= 0)
+        fail_msg("operations took %g s of %g s, of which pushes took %g s", counted, passed, in_pushes);
+    in_flight_push = before;
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_operation_leaves_alone_what_is_in_flight),
         cmocka_unit_test(ranges_count_and_not_tensors),
         cmocka_unit_test(the_end_of_an_operation_pushes_what_is_in_flight),
+        cmocka_unit_test(what_a_push_takes_is_not_the_operation_s),
         cmocka_unit_test(tiles_of_long_operations_push_on_the_first_thread),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
