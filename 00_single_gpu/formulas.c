@@ -203,8 +203,8 @@ int64_t peak_activation_bytes(const Config *config, DType gradient) {
     MemoryPlan complete = plan;
     complete.model.recompute = RECOMPUTE_NONE;
     const Sizes z = sizes_of(&plan);
-    double wide = fmax((double)dtype_size(config->dtype), (double)dtype_size(gradient));
-    double w = wide * (double)config->hidden, inputs = 3 * 4 * z.n;
+    double w = (double)dtype_size(dtype_wider(config->dtype, gradient)) * (double)config->hidden;
+    double inputs = 3 * 4 * z.n;
     double L = (double)config->layers, block = memory_block_activations(&plan);
     double head = L * block + ends_activations(&plan) + z.x + w;
     double attention = z.x + 2 * z.q + 2 * z.kv - z.statistic + w;

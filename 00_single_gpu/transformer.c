@@ -97,9 +97,8 @@ static Tensor norm_forward(Model *m, Param *weight, Tensor x, Tensor *rstd) {
 // y = x + norm's branch:  dx = dy + norm'(dbranch), written over dbranch; *dweight (h) is new, and W's
 static Tensor norm_backward(Model *m, Param *weight, Tensor dy, Tensor dbranch, Tensor x, Tensor rstd,
                             Tensor *dweight) {
-    const DType stored = m->params.recipe.gradient;
-    *dweight = tensor_new(MEMORY_ACTIVATION, dtype_size(stored) > dtype_size(x.dtype) ? stored : x.dtype,
-                          SHAPE(tensor_columns(x)));
+    const DType dtype = dtype_wider(x.dtype, m->params.recipe.gradient);
+    *dweight = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(tensor_columns(x)));
     op_fill(*dweight, 0);
     op_rmsnorm_backward(dbranch, *dweight, dy, dbranch, x, param_value(&m->params, weight), rstd);
     return dbranch;

@@ -100,18 +100,16 @@ static void on_too_long(int signal) {
 }
 
 Watch control_watch(double seconds, const char *sentence) {
-    const Watch before = {alarm(0), watched};
+    const char *before = watched;
     watched = sentence;
     signal(SIGALRM, on_too_long);
-    alarm((unsigned)ceil(fmin(seconds, 2e9)));
-    return before;
+    return (Watch){alarm((unsigned)ceil(fmin(seconds, 2e9))), before};
 }
 
 void control_watch_end(Watch before) {
-    alarm(0);
+    alarm(before.seconds);
     watched = before.sentence;
-    if (before.seconds) alarm(before.seconds);
-    else signal(SIGALRM, SIG_DFL);
+    if (!before.seconds) signal(SIGALRM, SIG_DFL);
 }
 
 // `done`: what the others must have done by then, `to`: and what that is to a rank.

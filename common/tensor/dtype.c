@@ -42,6 +42,8 @@ size_t dtype_size(DType dtype) {
     return size[dtype];
 }
 
+DType dtype_wider(DType a, DType b) { return dtype_size(b) > dtype_size(a) ? b : a; }
+
 const char *dtype_name(DType dtype) {
     static const char *const name[DTYPES] = {"f64", "f32", "bf16", "f16", "e4m3", "e5m2", "i32"};
     CHECK((unsigned)dtype < DTYPES, "dtype_name: there is no dtype number %d", (int)dtype);

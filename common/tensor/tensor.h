@@ -15,6 +15,7 @@ extern "C" {
 typedef enum DType { F64, F32, BF16, F16, E4M3, E5M2, I32, DTYPES } DType;
 
 size_t dtype_size(DType dtype);       // bytes of one element: 8 4 2 2 1 1 4
+DType dtype_wider(DType a, DType b);  // of two; a, where both are as wide
 const char *dtype_name(DType dtype);  // "f64" "f32" "bf16" "f16" "e4m3" "e5m2" "i32"
 
 // Conversions of one value, exact where the target can hold it, else rounded to nearest, ties to even.
