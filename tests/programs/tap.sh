@@ -111,7 +111,7 @@ refuses() {
 # they are there.
 ranks_of() {
     local mpirun ranks i
-    for i in $(seq 100); do
+    for i in $(seq 600); do
         mpirun=$(cat /proc/$1/task/*/children 2>/dev/null)
         ranks=$([ -z "$mpirun" ] || cat /proc/${mpirun% }/task/*/children 2>/dev/null)
         [ "$(wc -w <<<"$ranks")" = "$2" ] && break
