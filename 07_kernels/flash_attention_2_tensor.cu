@@ -124,12 +124,13 @@ __device__ static inline float update_row(float (&s)[FRAGMENTS][4], int half, fl
 #pragma unroll
     for (int j = 0; j < FRAGMENTS; j++) most = fmaxf(most, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
     most = quad_max(most);
-    const float zero = shift_of<Shape>(most), keep = exp2f((row->most - zero) * c), shift = zero * c;
+    const float zero = shift_of<Shape>(most), keep = power_of_2((row->most - zero) * c), shift = zero * c;
     row->most = most, row->sum *= keep;
 #pragma unroll
     for (int j = 0; j < FRAGMENTS; j++)
 #pragma unroll
-        for (int e = 2 * half; e < 2 * half + 2; e++) row->sum += s[j][e] = exp2f(fmaf(s[j][e], c, -shift));
+        for (int e = 2 * half; e < 2 * half + 2; e++)
+            row->sum += s[j][e] = power_of_2(fmaf(s[j][e], c, -shift));
     return keep;
 }
 

@@ -169,7 +169,7 @@ __device__ static inline void to_gradients(float (&s)[HALF][4], float (&ds)[FRAG
         const float2 delta = *reinterpret_cast<const float2 *>(rows + QUERIES + j * 8 + own);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const float p = s[j][e] = exp2f(fmaf(s[j][e], c, -(e % 2 ? sum.y : sum.x)));
+            const float p = s[j][e] = power_of_2(fmaf(s[j][e], c, -(e % 2 ? sum.y : sum.x)));
             ds[half + j][e] = p * (ds[half + j][e] - (e % 2 ? delta.y : delta.x));
         }
     }
@@ -348,7 +348,7 @@ static void row(const char *name, const Heads &at_size) {
             launch<T, D>({dx, dx + count, dx + 2 * count}, {x, x, x, x, lse, x}, room, shape);
         });
     }
-    const KernelVersion version = {name, BLOCK, D == 64 ? 239 : 255, shared_bytes(D)};
+    const KernelVersion version = {name, BLOCK, D == 64 ? 237 : 255, shared_bytes(D)};
     backward_version<T>(version, at_size, D, KEYS, launch<T, D, Heads>, work_of_tensor_backward);
 }
 

@@ -126,7 +126,7 @@ __device__ static inline void to_weights(float (&s)[QUERIES<D> / 2], const char 
     for (int j = 0; j < QUERIES<D> / 8; j++) {
         const float2 sum = pair_of(rows, j);
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; i++) s[i] = exp2f(fmaf(s[i], c, -(i % 2 ? sum.y : sum.x)));
+        for (int i = 4 * j; i < 4 * j + 4; i++) s[i] = power_of_2(fmaf(s[i], c, -(i % 2 ? sum.y : sum.x)));
     }
 }
 

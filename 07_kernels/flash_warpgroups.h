@@ -119,12 +119,12 @@ __device__ static inline void soften(float (&s)[KEYS / 2], Softmax *x, const Sha
         for (int j = 2 * half; j < KEYS / 2; j += 4) most = fmaxf(most, fmaxf(s[j], s[j + 1]));
         most = quad_max(most);
         most = fmaxf(x->most[half], TOP ? fmaf(most, x->c, -TOP) : most * x->c);
-        const float shift = shift_of<Shape>(most), keep = exp2f(x->most[half] - shift);
+        const float shift = shift_of<Shape>(most), keep = power_of_2(x->most[half] - shift);
         x->most[half] = most, x->sum[half] *= keep, x->keep[half] = keep;
 #pragma unroll
         for (int j = 2 * half; j < KEYS / 2; j += 4)
 #pragma unroll
-            for (int e = j; e < j + 2; e++) x->sum[half] += s[e] = exp2f(fmaf(s[e], x->c, -shift));
+            for (int e = j; e < j + 2; e++) x->sum[half] += s[e] = power_of_2(fmaf(s[e], x->c, -shift));
     }
 }
 

@@ -15,6 +15,9 @@
 //     d[2], d[3]  row l / 4 + 8    columns 2 (l % 4), + 1
 //
 // All lanes of the warp must call mma and ldmatrix together.
+//
+// power_of_2 is 2^x as the special function unit has it, good to some 22 bits, in one instruction. exp2f
+// takes four: below -126 it halves x and squares the result, which else is 0.
 #ifndef INSTRUCTIONS_H
 #define INSTRUCTIONS_H
 
@@ -42,6 +45,12 @@ __device__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32
 MMA(__nv_bfloat16, "bf16")
 MMA(__half, "f16")
 #undef MMA
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
@@ -97,6 +106,7 @@ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const u
                                   CUDA_HERE) {
     cuda_mma(d, a, b, std::is_same<T, __half>::value ? f32_from_f16 : f32_from_bf16, file, line);
 }
+static __forceinline__ float power_of_2(float x) { return exp2f(x); }
 static __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], const void *row, CUDA_HERE) {
     cuda_ldmatrix(to, row, false, file, line);
 }
