@@ -5,6 +5,7 @@
 // keeps what it once had from the driver, so a training step after the first asks the driver for
 // nothing.
 #include <sched.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "device_cuda.h"
@@ -107,6 +108,11 @@ void backend_start(int local_rank, int ranks_here) {
     CHECK(!state.started, "backend_start comes after the first use of the GPU");
     state.local_rank = local_rank;
     state.ranks_here = ranks_here;
+    // A kernel of NCCL holds its place until the other ranks' has begun, and what keeps theirs back can keep
+    // all for ever: loading a kernel at its first call may wait for those that run (CUDA Programming Guide,
+    // "Lazy Loading", hazards), and streams that share one of 8 queues, the default, wait for each other.
+    setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 }
 
 const char *backend_text(void) {
