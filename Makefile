@@ -241,9 +241,12 @@ $(filter-out $(cu_programs),$(programs)): $(BUILD)/%: $(OBJECTS)/main/%.o $(arch
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) $(whole)
 
+# clang's own OpenMP, which OpenBLAS would start, leaks. The fuzzer is C++, whose library clang seeks beside
+# the newest gcc, of which perhaps only Fortran is there.
 $(BUILD)/tests/fuzz_%: $(OBJECTS)/main/tests/fuzz/fuzz_%.o $(fuzzed:%=$(OBJECTS)/lib/%.o)
 	@mkdir -p $(@D)
-	$(link) $(LINK) $(LDFLAGS) -fsanitize=fuzzer $^ $(LDLIBS) $(whole)
+	$(link) $(LINK) $(patsubst -fopenmp,-fopenmp=libgomp,$(LDFLAGS)) -fsanitize=fuzzer $^ $(LDLIBS) \
+	    -L$(dir $(shell gcc -print-file-name=libstdc++.so)) $(whole)
 
 $(benches): $(BUILD)/tests/%: $(OBJECTS)/main/tests/bench/%.o $(archive)
 	@mkdir -p $(@D)

@@ -9,7 +9,8 @@ want() { "$2" "$3" >/dev/null 2>&1 || optional="$optional $1"; }
 program() { command -v "$1"; }
 file() { for found in $1; do test -e "$found" && return; done; false; }
 fuzzer() { echo 'int LLVMFuzzerTestOneInput(void); int LLVMFuzzerTestOneInput(void) { return 0; }' |
-    clang -fsanitize=fuzzer,address -x c - -o /dev/null; }
+    clang -fsanitize=fuzzer,address -L"$(dirname "$(gcc -print-file-name=libstdc++.so)")" \
+        -x c - -o /dev/null; }
 
 need gcc program gcc
 need libc6-dev file /usr/include/stdio.h
