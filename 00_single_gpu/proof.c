@@ -224,12 +224,16 @@ static int columns_before(Column *column, const Config *config, Mesh mesh, const
     return columns;
 }
 
+// Runs to compare with stand in a mark of their own: --timeline shows the last step that stands in none.
+
 // The same layout by other techniques, whose very bits must come out.
 static void compare_twin(const Config *config, Mesh mesh, const char *twin, Techniques techniques,
                          bool masked, const Record *record, double bound) {
     Config same = *config;
     same.save = NULL;
+    clock_push(twin);
     Record other = program_record(&same, mesh, techniques, masked, false, twin);
+    clock_pop();
     // A twin sums over ranks by other calls; NCCL promises them no common order (comm.h).
     bool same_order = comm_sums_in_rank_order();
     report_compare(record, &other, same_order ? PROOF_EXACT : PROOF_REASSOCIATED, same_order ? 0 : bound);
@@ -243,8 +247,10 @@ static Record one_device(const Config *whole, Mesh mesh, Techniques alone, bool 
     *bound = 0;
     double timeout = comm_set_timeout(INFINITY);
     if (mesh.world.rank == 0) {
+        clock_push("one device");
         record = program_record(whole, mesh_single(), alone, masked, false, "one device");
         *bound = train_bound_with(whole, alone, masked, &record);
+        clock_pop();
     }
     *bound = comm_sum(*bound, mesh.world);
     comm_set_timeout(timeout);

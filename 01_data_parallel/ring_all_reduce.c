@@ -148,7 +148,7 @@ static void prove_steps(Group ring) {
         if (draw) show_step(title, t, ring);
         free(title);
     }
-    report_equal("chunks with another sum, all steps", 0, comm_sum(wrong, ring), "");
+    report_equal("chunks with another sum, all steps", 0, comm_sum(wrong, ring), "chunks");
     tensor_free(&room);
     tensor_free(&t);
 }

@@ -82,8 +82,9 @@ const char *diagnose_loss(double loss, double expected) {
 const char *diagnose_count(double measured, double expected, const char *unit) {
     text[0] = 0;
     bool bytes = !strcmp(unit, "B");
+    bool sent = bytes || !*unit;  // calls have no unit
     if (expected == 0)
-        return measured > 0 ? "usually a call that this technique replaces is still made" : "";
+        return measured > 0 && sent ? "usually a call that this technique replaces is still made" : "";
     if (measured == 0) return "usually a call that is never made, or a tensor that is never allocated";
     double ratio = measured / expected;
     for (int i = 0; i < count; i++) {

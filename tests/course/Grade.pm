@@ -181,12 +181,15 @@ sub said {
 # says.
 my @advice = (
     [qr/^TODO in/, 'not done', 'The function, or a branch of it, still says TODO.'],
+    [qr/^chunks with another sum/, 'sums',
+        'With --ranks 4 the program draws which ranks each chunk sums after each step: which is the '
+        . 'first that differs from the chapter\'s page?'],
     [qr/averaged twice/, 'scale',
         'The loss is divided by the labels of the whole batch already: sum, and divide by no N again.'],
     [qr/scaled twice/, 'scale', 'loss_scale has the division already: leave yours out.'],
     [qr/summed twice|summed, and not averaged/, 'scale',
         'A sum that every rank has is summed again: leave each rank an N-th of it before, or sum once.'],
-    [qr/one rank's share alone/, 'scale',
+    [qr/one rank's share alone/, 'share',
         'Is the sum over ranks made for this tensor, over the right group, and waited for?'],
     [qr/never written|cleared before/, 'scale',
         'Nothing adds to this gradient: is it called for each unit, and does it write where sums stand?'],
@@ -248,7 +251,7 @@ my @advice = (
     [qr/^gradients/, 'gradients',
         'The first step is wrong in this tensor: which elements does your code take '
         . 'from the wrong place, or leave out?'],
-    [qr/^loss/, 'loss', 'Forward differs: look there first.'],
+    [qr/^loss/, 'loss', 'Forward differs, or what each loss is divided by: look there first.'],
     [qr/^(?:gradient )?norm/, 'norm', 'Gradients are right, and their norm is not.'],
     [qr/^parameters/, 'parameters',
         'The gradients are right: do weights come back, and are they stepped once?'],
@@ -377,14 +380,15 @@ sub others {
 # Numbers that are wrong: whether they are so without accumulation, too, where a factor shows undisguised.
 sub one_micro_batch {
     my ($e, $folder, $run, $kind) = @_;
-    return () if $kind !~ /^(?:gradients|norm|parameters|loss)$/;
+    return () if $kind !~ /^(?:gradients|share|norm|parameters|loss)$/;
     return () if $run !~ /--ranks/ || $run =~ /--grad-acc 1\b/;
     $run =~ s/ --grad-acc \d+//;
     my ($wrong) = proof($e, $folder, "$run --grad-acc 1");
     return 'With one micro-batch (--grad-acc 1) it passes: look at what happens between micro-batches.'
         if !length $wrong;
-    return () if $wrong !~ /: (usually .*)/;
-    return "With one micro-batch (--grad-acc 1) it is a plain factor: $1.";
+    my ($usually) = $wrong =~ /: (usually .*)/ or return ();
+    return 'With one micro-batch (--grad-acc 1)'
+        . ($wrong =~ /by this factor/ ? ' it is a plain factor' : '') . ": $usually.";
 }
 
 # One run of the proof in a folder. Returns what is wrong first, or '', and what a pass has shown.

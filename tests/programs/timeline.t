@@ -1,7 +1,7 @@
 #!/bin/bash
 # timeline.t: the time line of several ranks is one trace, and pictures that are the same on every run. TAP.
 # needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap
-# needs: build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync
+# needs: build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync build/02_zero/zero2
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/01_data_parallel
@@ -52,6 +52,14 @@ run "$build"/ddp_naive --ranks 2 $llama --timeline && [ "$(share all exposed)" =
     "$(share all communication)" ] &&
     awk "BEGIN { exit !($(share all exposed) > 10) }"
 report $? "naive data parallelism hides nothing"
+
+# A proof trains on one device, too, and rank 0 alone does that; and with the technique's twin.
+run "$build"/ddp_naive --ranks 2 --steps 1 --timeline &&
+    [ "$(grep -A 1 '^rank [01] ' "$out" | grep -c '^           dp      [Aa]')" = 2 ]
+report $? "the picture shows the ranks' run, not the one on one device"
+run "$build"/../02_zero/zero2 --ranks 2 --steps 2 --timeline &&
+    [ "$(grep -c '^           dp      G.*R' "$out")" = 2 ]
+report $? "nor the twin's"
 
 variants="--steps 1 --timeline --timeline-svg"
 run "$build"/ddp_no_sync $variants "$work/1.svg"

@@ -89,6 +89,7 @@ static void a_count_that_is_off_by_a_factor_is_told_which(void **context) {
         {200, 100, "B", "or in a dtype of twice the width"},
         {50, 100, "B", "usually in a dtype of half the width"},
         {7, 0, "", "usually a call that this technique replaces"},
+        {7, 0, "chunks", ""},
         {0, 7, "", "usually a call that is never made"},
         {101, 100, "B", ""},
     };
