@@ -115,6 +115,9 @@ void layout_check(Config *config, int ranks, Techniques techniques) {
     config_check(config);
     config_check_degrees(config, ranks);
     check_techniques(config, techniques, ranks);
+    CHECK(config_document_end(config) < config->vocab,
+          "--documents %ld is no token of --vocab %ld: the last one is %ld", config_document_end(config),
+          config->vocab, config->vocab - 1);
     mesh_check(layout_shape(config), ranks);
 }
 
@@ -207,6 +210,9 @@ int program_main(int argc, char **argv, const Program *own_program) {
     if (from) checkpoint_config(from, &config);
     if (config.resume) config.resume = from;
     else config.init = from;
+    CHECK(config.experts || !program->defaults || !strstr(program->defaults, " experts="),
+          "%s shows what it does with experts, and %s has none: train_5d takes dense models",
+          base_program(), from ? from : "--experts 0");
     layout_check(&config, comm_ranks(), program->techniques);
     if (config.resume) resume_check(&config, (int)config.dp);
     MeshShape shape = layout_shape(&config);

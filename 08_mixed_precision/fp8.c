@@ -75,6 +75,9 @@ static void check(const Config *c) {
           "--fp8-wire with --dtype %s: what arrives in 8 bits is far from what that dtype has on one "
           "device; --dtype bf16 would fit",
           dtype_name((DType)c->dtype));
+    CHECK((r && r->tile) || !config_number(c, "fp8-tile"),
+          "--fp8-tile %.0f: --fp8 %s scales no tiles; --fp8 deepseek or mxfp8 would fit",
+          config_number(c, "fp8-tile"), r ? r->name : "none");
     if (!r) return;
     CHECK(r->tile || r->history || !c->experts || (c->tp == 1 && c->cp == 1),
           "--fp8 %s finds the largest element of what all ranks of --tp and --cp hold at each cast, and "

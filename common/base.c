@@ -337,6 +337,16 @@ static void watch_reader(void) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
+// What a full disk did not take is no success. A pipe's reader that has gone is watch_reader's.
+static void check_printed(void) {
+    struct stat stream;
+    bool whole = !fflush(stdout) && !ferror(stdout);
+    if (whole || fstat(STDOUT_FILENO, &stream) < 0 || S_ISFIFO(stream.st_mode) || S_ISSOCK(stream.st_mode))
+        return;
+    fprintf(stderr, "%s: stdout could not be written whole: is the disk full?\n", base_program());
+    _exit(STATUS_USAGE);
+}
+
 void base_start(int argc, char **argv) {
     open_standard_streams();
     sigaction(SIGHUP, &on_hangup, NULL);
@@ -345,6 +355,7 @@ void base_start(int argc, char **argv) {
     signal(SIGXFSZ, SIG_IGN);
     CHECK(argc > 0, "started without a program name");
     restart_on_best_kernel(argv);
+    atexit(check_printed);
     rank = launched_rank();
     watch_reader();
     tell_columns();

@@ -119,6 +119,8 @@ typedef struct Option {
 // purpose is one line of --help; further lines of it are shown as examples.
 void options_parse(int argc, char **argv, const char *purpose, Option *table, int count);
 bool option_given(const Option *table, int count, const char *name);
+// Refuses flags of " names like these " that were given and that nothing would read without the reader.
+void options_need(const Option *table, int count, const char *names, const char *reader);
 
 // ---- printing ----
 // One line, from one rank: rank 0 prints, the others are silent. The newline is added

@@ -260,9 +260,25 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
     // After all else is known to be right: before the run, and not after it.
     for (int i = 0; i < count; i++) {
         if (table[i].type != OPTION_OUTPUT || !table[i].given) continue;
+        const char *path = *(const char **)table[i].target;
+        for (int j = 0; j < i; j++)
+            CHECK(table[j].type != OPTION_OUTPUT || !table[j].given || !strncmp(path, "/dev/", 5) ||
+                      strcmp(path, *(const char **)table[j].target) != 0,
+                  "--%s and --%s would write the same file, %s: give each its own", table[j].name,
+                  table[i].name, path);
         char *flag = format_text("--%s", table[i].name);
-        output_check(flag, *(const char **)table[i].target);
+        output_check(flag, path);
         free(flag);
+    }
+}
+
+void options_need(const Option *table, int count, const char *names, const char *reader) {
+    for (int i = 0; i < count; i++) {
+        char *word = format_text(" %s ", table[i].name);
+        CHECK(table[i].type == OPTION_HEADING || !table[i].given || !strstr(names, word),
+              "--%s is read with %s alone: add that, or leave out --%s", table[i].name, reader,
+              table[i].name);
+        free(word);
     }
 }
 

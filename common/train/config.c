@@ -301,10 +301,10 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
                                         "ffn",   "vocab",  "tied",   "experts", "top-k",    "expert-ffn"};
     for (size_t i = 0; i < sizeof shape / sizeof *shape; i++)
         c.shape_given = c.shape_given || option_given(table, count, shape[i]);
-    static const char *const of_adamw[] = {"weight-decay", "warmup"};
-    for (size_t i = 0; i < sizeof of_adamw / sizeof *of_adamw; i++)
-        CHECK(c.optimizer == OPTIMIZER_ADAMW || !option_given(table, count, of_adamw[i]),
-              "--%s is AdamW's, and --optimizer sgd has none: leave one of the two out", of_adamw[i]);
+    const char *of_experts = " top-k expert-ffn shared-experts moe expert-groups groups-kept routed-scale ";
+    if (!c.experts && !c.init && !c.resume) options_need(table, count, of_experts, "--experts");
+    if (c.optimizer == OPTIMIZER_SGD)
+        options_need(table, count, " weight-decay warmup ", "--optimizer adamw");
     for (int i = 0; i < 3; i++) free(layer[i]);
 
     c.model = preset->name;

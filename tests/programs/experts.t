@@ -3,6 +3,7 @@
 # device: kinds of routing, 1 to 8 ranks, ZeRO, recomputation, experts without a token; what does not fit is
 # refused. TAP. With an argument: only the tests whose names match it.
 # needs: build/06_expert_parallel/moe build/06_expert_parallel/expert_parallel
+# needs: build/06_expert_parallel/node_limited_routing build/06_expert_parallel/overlapped_experts
 # needs: build/06_expert_parallel/load_balance build/00_single_gpu/train
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
@@ -120,7 +121,9 @@ refused "--top-k 4 is more than the 2 experts of --groups-kept 1 of --expert-gro
 refused "--ep 4 does not divide --experts 6" expert_parallel --ep 4 --experts 6
 refused "--ep 3 does not divide --dp 4" expert_parallel --ep 3 --experts 6
 refused "--seq 31 must be a multiple of 4" expert_parallel --cp 2
-refused "--ep 2 shards experts: give --experts" expert_parallel --experts 0
+for program in moe expert_parallel node_limited_routing load_balance overlapped_experts; do
+    refused "$program shows what it does with experts, and --experts 0 has none" $program --experts 0
+done
 refused "--z-loss is of a softmax, and --moe deepseek has sigmoids; --z-loss 0 would fit" load_balance \
     --moe deepseek
 refused "a folder has no place for it" load_balance --save "$work/balanced"

@@ -46,5 +46,8 @@ report $? "the picture is the same to the last byte with another number of threa
 run "$profile" $small --svg "$work/no/folder.svg" --trace "$work/t.json"
 one_line $? -F --svg
 report $? "a picture that cannot be written is named"
+run "$profile" $small --svg "$work/same" --trace "$work/same"
+one_line $? -F -- "--svg and --trace would write the same file"
+report $? "two flags that name one file are refused"
 
 finish

@@ -6,6 +6,12 @@
 program=05_pipeline_parallel/schedule
 names="afab one_f_one_b interleaved zb_h1 zb_h2 zb_v zb_auto dualpipe dualpipe_v"
 
+if wanted "a disk that is full"; then
+    "$build/$program" --schedule afab --dump >/dev/full 2>"$err"
+    one_line $? -F "stdout could not be written whole"
+    report $? "a disk that is full is told, and no success"
+fi
+
 # schedule FLAGS…: what it says on stderr stands behind what it prints.
 schedule() {
     run "$build/$program" "$@"

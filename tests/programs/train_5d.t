@@ -42,6 +42,10 @@ refused "--sp shards rows over the ranks of --tp, and there is one" train_5d --r
 refused "--chunks is an option of pipeline, which these flags do not ask for" train_5d --pp 1 --chunks 2
 refused "--gather is an option of zero1, which these flags do not ask for" train_5d --zero 2 --gather step
 refused "--context says how ranks of --cp bring keys together" train_5d --context ulysses
+refused "--ep 2 shards experts: give --experts" train_5d --ep 2
+refused "--top-k is read with --experts alone" train_5d --dry-run --top-k 2
+refused "--fp8-tile 32: --fp8 none scales no tiles" train_5d --dry-run --fp8-tile 32
+refused "--documents 256 is no token of --vocab 256: the last one is 255" train_5d --dry-run --documents 256
 refused "--tp 3 does not divide --heads 4" train_5d --tp 3 --ranks 6 --pp 1
 refused "--zero hybrid with --experts 4" train_5d --tp 1 --zero hybrid --experts 4
 
