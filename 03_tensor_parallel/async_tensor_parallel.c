@@ -341,8 +341,8 @@ int main(int argc, char **argv) {
         .natural = 4,
         .before = {"sequence_parallel", tensor_layouts, NULL, 0},
         .techniques = tensor_layouts_async,
-        .option = tensor_layout_options,
-        .options = TENSOR_LAYOUT_OPTIONS,
+        .option = &zero_option,
+        .options = 1,
         .more = more};
     return program_main(argc, argv, &program);
 }

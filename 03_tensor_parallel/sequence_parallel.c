@@ -10,10 +10,10 @@
 //     g        all-gather        reduce-scatter
 //     g*       reduce-scatter    all-gather        two halves of an all-reduce, and together its bytes
 //
-// What is kept for backward are rows as they were before g, so W gathers them again: an all-gather for each
-// region that the playbook does not count (Megatron-LM has it, too, behind dX). Gradients of norms, and of
-// an embedding and an output layer that stay whole, come from a rank's own rows: summed over tp after the
-// step.
+// What is kept for backward are rows as they were before g, so W, the part of backward that makes the
+// weights' gradients, gathers them again: an all-gather for each region that the playbook does not count
+// (Megatron-LM has it, too, behind dX). Gradients of norms, and of an embedding and an output layer that
+// stay whole, come from a rank's own rows: summed over tp after the step.
 //
 // Bytes sent per rank, block and micro-batch: 8 (N - 1) / N K for K = b s h e, as in tensor_parallel.c, and
 // 2 (N - 1) / N K for W. Memory per rank: what a block keeps is all sharded: an N-th of one device's.
@@ -388,8 +388,8 @@ int main(int argc, char **argv) {
         .natural = 4,
         .before = {"tensor_parallel", NULL, "sp", 0},
         .techniques = tensor_layouts,
-        .option = tensor_layout_options,
-        .options = TENSOR_LAYOUT_OPTIONS,
+        .option = &zero_option,
+        .options = 1,
         .more = more};
     return program_main(argc, argv, &program);
 }

@@ -239,13 +239,10 @@ static void more(Mesh mesh, const Config *config) {
     device_dry_run(false);
 }
 
-static const Option options[] = {
-    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-     "sharded over --dp: 1 optimizer state, 2 and gradients, 3 and weights", false},
-    {"svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE", "which rank has which part of a block, as a picture",
-     false}};
-
 int main(int argc, char **argv) {
+    const Option options[] = {zero_option,
+                              {"svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
+                               "which rank has which part of a block, as a picture", false}};
     const Program program = {
         .purpose = "Tensor parallelism: every block's matrices are sharded over ranks.",
         .claim = "ranks that share every matrix make the step of one device",

@@ -15,8 +15,6 @@ extern const Technique
 // What the programs of this chapter list: data parallelism and ZeRO's stages, these, recomputation; and the
 // same with async_tensor_parallel.
 extern const Technique *const tensor_layouts[], *const tensor_layouts_async[];
-extern const Option tensor_layout_options[];
-enum { TENSOR_LAYOUT_OPTIONS = 1 };
 
 typedef struct TensorParallel {
     Group tp;

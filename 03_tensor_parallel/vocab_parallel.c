@@ -286,8 +286,8 @@ int main(int argc, char **argv) {
         .natural = 4,
         .before = {"whole vocabulary", NULL, "vocab-parallel", 0},
         .techniques = tensor_layouts,
-        .option = tensor_layout_options,
-        .options = TENSOR_LAYOUT_OPTIONS,
+        .option = &zero_option,
+        .options = 1,
         .more = more};
     return program_main(argc, argv, &program);
 }

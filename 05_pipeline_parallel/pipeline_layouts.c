@@ -32,15 +32,15 @@ static const Option async_option = {
     false};
 
 const Technique async_tensor_parallel_by_flag = {.name = "async_tensor_parallel",
-                                .option = &async_option,
-                                .options = 1,
-                                .axes = 1u << AXIS_TP,
-                                .wraps = 1u << SOCKET_REGION | 1u << SOCKET_LINEAR,
-                                .enabled = async_on,
-                                .check = async_check,
-                                .plug = async_plug,
-                                .unplug = async_unplug,
-                                .price = async_price};
+                                                 .option = &async_option,
+                                                 .options = 1,
+                                                 .axes = 1u << AXIS_TP,
+                                                 .wraps = 1u << SOCKET_REGION | 1u << SOCKET_LINEAR,
+                                                 .enabled = async_on,
+                                                 .check = async_check,
+                                                 .plug = async_plug,
+                                                 .unplug = async_unplug,
+                                                 .price = async_price};
 
 // ---- ZeRO-R's partitioned checkpoints ----
 
@@ -90,15 +90,15 @@ static const Option zero_r_option = {
     false};
 
 const Technique zero_r_in_pipeline = {.name = "zero_r",
-                                 .option = &zero_r_option,
-                                 .options = 1,
-                                 .axes = 1u << AXIS_TP,
-                                 .wraps = 1u << SOCKET_ACTIVATIONS,
-                                 .enabled = zero_r_on,
-                                 .check = zero_r_check,
-                                 .plug = zero_r_plug_parts,
-                                 .unplug = zero_r_unplug_parts,
-                                 .price = zero_r_price};
+                                      .option = &zero_r_option,
+                                      .options = 1,
+                                      .axes = 1u << AXIS_TP,
+                                      .wraps = 1u << SOCKET_ACTIVATIONS,
+                                      .enabled = zero_r_on,
+                                      .check = zero_r_check,
+                                      .plug = zero_r_plug_parts,
+                                      .unplug = zero_r_unplug_parts,
+                                      .price = zero_r_price};
 
 const Technique *const pipeline_layouts[] = {&ddp_no_sync,
                                              &zero1,

@@ -1,9 +1,9 @@
 // recipe_linear.c: a linear in 8-bit codes: who casts what, with which scale, and when. Playbook: "FP8
 // pretraining"; Micikevicius et al. 2022, DeepSeek-V3 2024.
 //
-//     y  = x W^T     codes of x (n, in)    and W (out, in)          tensor cores take both operands
-//     dx = dy W      codes of dy (n, out)  and W^T (in, out)        with the inner dimension in rows,
-//     dW = dy^T x    codes of dy^T (out, n) and x^T (in, n)         hence two casts of everything
+//     y  = x W^T     codes of x (n, in)    and W (out, in)       Hopper's tensor cores take both operands
+//     dx = dy W      codes of dy (n, out)  and W^T (in, out)     with the inner dimension contiguous,
+//     dW = dy^T x    codes of dy^T (out, n) and x^T (in, n)      hence two casts of everything
 //
 // Three ways to a scale:
 //
