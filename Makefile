@@ -96,6 +96,9 @@ link    = @echo '  link  $@';
 endif
 # The end of a link: what an interrupted one leaves has another name, or make would take it as up to date.
 whole = -o $@.part && mv $@.part $@
+# Holds a command line in a file, so that another one makes again all that depends on it. Where several makes
+# run at once, as tests do, none takes the file away from another.
+hold = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 
 include common/cuda/cuda.mk
 
@@ -213,14 +216,10 @@ clean:
 
 # ---- how things are made ----
 
-# Hold the command lines, so that other flags compile, or link, everything again.
 $(OBJECTS)/flags: FORCE
-	@mkdir -p $(@D)
-	@echo '$(CC) $(ALL_CFLAGS)' | cmp -s - $@ || echo '$(CC) $(ALL_CFLAGS)' > $@
+	$(call hold,$(CC) $(ALL_CFLAGS))
 $(BUILD)/flags-link: FORCE
-	@mkdir -p $(@D)
-	@echo '$(LINK) $(LDFLAGS) $(LDLIBS)' > $@.new
-	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+	$(call hold,$(LINK) $(LDFLAGS) $(LDLIBS))
 FORCE:
 
 $(OBJECTS)/lib/%.o: %.c $(OBJECTS)/flags

@@ -132,9 +132,7 @@ endif
 cc_compile = $(if $(V),,@echo '  $(notdir $(firstword $(1)))  $<';) $(1) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 $(KERNELS)/flags-cuda: FORCE
-	@mkdir -p $(@D)
-	@echo '$(subst $(CURDIR),.,$(compile_cu))' > $@.new
-	@cmp -s $@.new $@ && rm $@.new || mv $@.new $@
+	$(call hold,$(subst $(CURDIR),.,$(compile_cu)))
 
 $(KERNELS)/%.cu.o: %.cu $(KERNELS)/flags-cuda
 	@mkdir -p $(@D)

@@ -57,6 +57,31 @@ if nvidia-smi -L >/dev/null 2>&1; then echo \
     report $? "make gpu-check without a GPU: $(head -n 1 "$err")"
 fi
 
+# Several builds look at once whether their command lines have changed, as tests do: none may take from
+# another what it compares. Slow comparisons let them meet.
+mkdir "$work/bin"
+cat >"$work/bin/cmp" <<END
+#!/bin/sh
+$(command -v cmp) "\$@"
+status=\$?
+sleep 0.5
+exit \$status
+END
+chmod +x "$work/bin/cmp"
+held=("$work"/held/{flags,flags-link,lib/flags-cuda})
+three_at_once() {
+    local builds=() pid status=0
+    make -s OPS=cuda-on-cpu BUILD="$work/held" "${held[@]}" && touch -d '1 minute ago' "${held[@]}" || return
+    for _ in 1 2 3; do
+        PATH=$work/bin:$PATH make -s OPS=cuda-on-cpu BUILD="$work/held" "${held[@]}" &
+        builds+=($!)
+    done
+    for pid in "${builds[@]}"; do wait "$pid" || status=1; done
+    [ -z "$(find "${held[@]}" -newermt '30 seconds ago')" ] && return $status
+}
+three_at_once >"$out" 2>"$err"
+report $? "builds with the same command lines run at once, and make nothing again"
+
 # What a chapter names: neither CUDA nor a library below the core, and no conditional but that of its main.
 sed 's|//.*||; s/"[^"]*"//g' 0[0-9]_*/*.c | grep -niE 'cuda|nccl|mpi_|cublas|cblas|<<<' >"$out"
 [ ! -s "$out" ]
