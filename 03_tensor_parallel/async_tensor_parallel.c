@@ -189,9 +189,19 @@ static void check(const Config *c) {
     CHECK(config_number(c, "sp"), "rows are in flight only where each rank has its own: add --sp");
 }
 
+static bool enabled(const Config *c) { return config_number(c, "async-tp") != 0; }
+
+static const Option async_option = {
+    "async-tp", OPTION_FLAG, NULL, NULL,
+    0,          0,           "",   "with --sp: rows of --tp are in flight while others are multiplied",
+    false};
+
 const Technique async_tensor_parallel = {.name = "async_tensor_parallel",
+                                         .option = &async_option,
+                                         .options = 1,
                                          .axes = 1u << AXIS_TP,
                                          .wraps = 1u << SOCKET_REGION | 1u << SOCKET_LINEAR,
+                                         .enabled = enabled,
                                          .check = check,
                                          .plug = plug,
                                          .unplug = unplug,
@@ -212,12 +222,11 @@ static Config llama_3_8b(void) {
 static void compare_layouts(Mesh mesh, const Config *config) {
     static const struct {
         const char *name;
-        bool data, sp;
-        Techniques techniques;
-    } row[] = {{"tp", false, false, tensor_layouts},
-               {"tp + sp", false, true, tensor_layouts},
-               {"async tp", false, true, tensor_layouts_async},
-               {"dp", true, false, tensor_layouts}};
+        bool data, sp, async;
+    } row[] = {{"tp", false, false, false},
+               {"tp + sp", false, true, false},
+               {"async tp", false, true, true},
+               {"dp", true, false, false}};
     enum { ASYNC = 2, ROWS = sizeof row / sizeof *row };
     int ranks = mesh.world.size;
     Mesh data = mesh_new((MeshShape){.dp = ranks, .pp = 1, .cp = 1, .tp = 1, .ep = 1});
@@ -237,9 +246,10 @@ static void compare_layouts(Mesh mesh, const Config *config) {
         c.tp = row[i].data ? 1 : ranks;
         config_set(&c, "zero", 0);
         config_set(&c, "sp", row[i].sp);
+        config_set(&c, "async-tp", row[i].async);
         config_set(&c, "vocab-parallel", !row[i].data);
         clock_push(row[i].name);
-        cost[i] = program_cost(&c, row[i].data ? data : mesh, row[i].techniques);
+        cost[i] = program_cost(&c, row[i].data ? data : mesh, tensor_layouts);
         double step = cost[i].step_seconds, exposed = cost[i].comm.exposed_seconds;
         say("  %-10s %10.3f %12.3f %12.3f %10.0f %14s\n", row[i].name, 1e3 * step,
             1e3 * cost[i].comm.model_seconds, 1e3 * exposed, (double)(c.dp * c.seq) / step,
@@ -247,7 +257,7 @@ static void compare_layouts(Mesh mesh, const Config *config) {
         report_number(row[i].name, "seconds per step", step, "s");
         report_number(row[i].name, "exposed seconds", exposed, "s");
         c.layers = 2, c.vocab = 256;  // for the picture: of more layers one would see none
-        program_cost(&c, row[i].data ? data : mesh, row[i].techniques);
+        program_cost(&c, row[i].data ? data : mesh, tensor_layouts);
         clock_pop();
         if (!row[i].data) timeline_keep(row[i].name);
     }
@@ -272,6 +282,7 @@ static double exposed_before_product(Mesh mesh, int64_t h) {
     c.hidden = c.ffn = h;
     c.tp = mesh.tp.size;
     config_set(&c, "sp", 1);
+    config_set(&c, "async-tp", 1);
     Trainer *t =
         trainer_new(&c, mesh, (const Technique *[]){&sequence_parallel, &async_tensor_parallel, NULL});
     Model *model = t->model;
@@ -337,10 +348,10 @@ int main(int argc, char **argv) {
         .claim = "rows are in flight behind products, and the step is that of one device",
         .defaults =
             "layers=3 hidden=48 heads=8 kv-heads=2 ffn=88 seq=31 micro-batch=2 grad-acc=2 steps=3 "
-            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 sp=1 bucket-mb=0.1",
+            "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 sp=1 async-tp=1 bucket-mb=0.1",
         .natural = 4,
-        .before = {"sequence_parallel", tensor_layouts, NULL, 0},
-        .techniques = tensor_layouts_async,
+        .before = {"sequence_parallel", NULL, "async-tp", 0},
+        .techniques = tensor_layouts,
         .option = &zero_option,
         .options = 1,
         .more = more};

@@ -2,11 +2,8 @@
 // stages, tensor parallelism in its forms, recomputation. This file has no main.
 #include "tensor_parallel.h"
 
-const Technique *const tensor_layouts[] = {&ddp_no_sync,    &zero1,           &zero2,
-                                           &zero3,          &tensor_parallel, &sequence_parallel,
-                                           &vocab_parallel, &recompute,       NULL};
-const Technique *const tensor_layouts_async[] = {&ddp_no_sync,     &zero1,
-                                                 &zero2,           &zero3,
-                                                 &tensor_parallel, &sequence_parallel,
-                                                 &vocab_parallel,  &async_tensor_parallel,
-                                                 &recompute,       NULL};
+const Technique *const tensor_layouts[] = {&ddp_no_sync,     &zero1,
+                                           &zero2,           &zero3,
+                                           &tensor_parallel, &sequence_parallel,
+                                           &vocab_parallel,  &async_tensor_parallel,
+                                           &recompute,       NULL};

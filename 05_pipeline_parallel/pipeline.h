@@ -15,12 +15,11 @@ enum { PIPELINE_OPTIONS = 4 };
 // gradients reduced once; --zero hybrid likewise, for a list that has it.
 extern const Technique zero3_per_step, hybrid_zero_per_step;
 
-// What the programs of this chapter list (pipeline_layouts.c): data parallelism, ZeRO's stages, tensor,
-// sequence and vocabulary parallelism, --async-tp, the four methods of context parallelism, the pipeline,
-// recomputation, --zero-r.
+// What the programs of this chapter list (pipeline_layouts.c): data parallelism, ZeRO's stages, chapter
+// 03's techniques, the four methods of context parallelism, the pipeline, recomputation, --zero-r.
 extern const Technique *const pipeline_layouts[];
 
-extern const Technique async_tensor_parallel_by_flag, zero_r_in_pipeline;
+extern const Technique zero_r_in_pipeline;
 
 // The main of a schedule's program: trains with this --schedule and proves it.
 int pipeline_program(int argc, char **argv, const char *purpose, const char *schedule);

@@ -2,9 +2,8 @@
 // "5D parallelism in a nutshell".
 //
 // A pipeline splits the model by layers and the batch in time; all else splits what is inside a layer, or
-// the samples, and does not notice. Two of them are other than in their own chapters:
+// the samples, and does not notice. One of them is other than in its own chapter:
 //
-//     --async-tp    asynchronous tensor parallelism: always on in its program, here by a flag
 //     --zero-r      with full recomputation a block keeps its input alone, the same on all ranks of tp: now
 //                   each keeps its part. A pipeline holds inputs of many micro-batches, so there is much to
 //                   save: all but n h e / tp of each, for an all-gather before its B.
@@ -15,32 +14,6 @@
 #include <string.h>
 
 #include "pipeline.h"
-
-// ---- asynchronous tensor parallelism, by a flag ----
-
-static bool async_on(const Config *c) { return config_number(c, "async-tp") != 0; }
-static void async_check(const Config *c) { async_tensor_parallel.check(c); }
-static void *async_plug(Model *m) { return async_tensor_parallel.plug(m); }
-static void async_unplug(Model *m, void *context) { async_tensor_parallel.unplug(m, context); }
-static void async_price(Price *price, const Model *m, const void *context) {
-    async_tensor_parallel.price(price, m, context);
-}
-
-static const Option async_option = {
-    "async-tp", OPTION_FLAG, NULL, NULL,
-    0,          0,           "",   "with --sp: rows of --tp are in flight while others are multiplied",
-    false};
-
-const Technique async_tensor_parallel_by_flag = {.name = "async_tensor_parallel",
-                                                 .option = &async_option,
-                                                 .options = 1,
-                                                 .axes = 1u << AXIS_TP,
-                                                 .wraps = 1u << SOCKET_REGION | 1u << SOCKET_LINEAR,
-                                                 .enabled = async_on,
-                                                 .check = async_check,
-                                                 .plug = async_plug,
-                                                 .unplug = async_unplug,
-                                                 .price = async_price};
 
 // ---- ZeRO-R's partitioned checkpoints ----
 
@@ -107,7 +80,7 @@ const Technique *const pipeline_layouts[] = {&ddp_no_sync,
                                              &tensor_parallel,
                                              &sequence_parallel,
                                              &vocab_parallel,
-                                             &async_tensor_parallel_by_flag,
+                                             &async_tensor_parallel,
                                              &ring_attention,
                                              &zigzag_ring_attention,
                                              &all_gather_attention,

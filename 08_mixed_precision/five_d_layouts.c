@@ -74,7 +74,7 @@ static const Entry entries[] = {
     {.record = &tensor_parallel, .enabled = columns},
     {.record = &sequence_parallel, .check = rows_check},
     {.record = &vocab_parallel, .check = vocabulary_check},
-    {.record = &async_tensor_parallel_by_flag},
+    {.record = &async_tensor_parallel},
     {.record = &expert_parallel},
     {.record = &ring_attention, .enabled = ring},
     {.record = &zigzag_ring_attention, .enabled = zigzag},

@@ -160,6 +160,7 @@ static Config config_of(const Case *one, const char *more) {
     c.dp = one->tp ? 1 : n;
     c.tp = one->tp ? n : 1;
     config_set(&c, "sp", one->sp);
+    config_set(&c, "async-tp", 1);
     config_set(&c, "vocab-parallel", 1);  // where the list has it
     config_set(&c, "no-prefetch", one->no_prefetch);
     config_set(&c, "bucket-mb", one->bucket_mb);

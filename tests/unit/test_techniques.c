@@ -21,6 +21,7 @@ static void plug_all(void *context) {
     const Order *order = context;
     Config c = config_default(SMALL);
     config_set(&c, "sp", order->sp);
+    config_set(&c, "async-tp", 1);
     config_set(&c, "vocab-parallel", 1);
     if (order->recompute) c.recompute = RECOMPUTE_FULL;
     Mesh mesh = mesh_single();
