@@ -10,8 +10,8 @@
 //     loss = lse - sum over ranks of (z_target where its column is, else 0)
 //     dz_j = exp(z_j - lse) - (1 if j is the target), of own columns
 //
-// m must be the maximum of all ranks before anyone takes an exponential. Padded columns are in no maximum,
-// no sum and no gradient.
+// Any m would do that all ranks share and that keeps the exponentials in range; this file takes the maximum
+// of all logits, by a first all-reduce. Padded columns are in no maximum, no sum and no gradient.
 //
 // Bytes sent per rank and micro-batch, with n = b s, K = n h e, statistics of w bytes: (t - 1) / t times
 // 4 K + 6 n w, or with sequence parallelism 5 K + 6 n w. To gather the logits:
