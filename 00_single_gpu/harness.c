@@ -126,8 +126,7 @@ MeshShape layout_shape(const Config *config) {
                        .pp = (int)config->pp,
                        .cp = (int)config->cp,
                        .tp = (int)config->tp,
-                       .ep = (int)config->ep,
-                       .ep_within_tp = true};  // experts ask of --tp that each rank has tokens of its own
+                       .ep = (int)config->ep};
 }
 
 static void print_cost(const Config *config, const StepCost *cost) {

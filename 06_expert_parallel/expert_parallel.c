@@ -1,10 +1,10 @@
 // expert_parallel.c: experts on several ranks, tokens to them and back. Playbook: "Expert parallelism";
 // GShard (Lepikhin et al. 2020).
 //
-// Against moe.c: each of the ep ranks holds e / ep of the experts. These ranks are neighbours in dp x cp,
-// and with --tp --sp in dp x cp x tp: each has tokens of its own, and routes them itself. Its rows, being
-// in the order of experts, are in the order of the ranks that hold them; so ranks first exchange counts of
-// rows, and one all-to-all sends them:
+// Against moe.c: each of the ep ranks holds e / ep of the experts. These ranks are neighbours in
+// dp x cp x tp (--tp with --sp): each has tokens of its own, and routes them itself. Its rows, being in the
+// order of experts, are in the order of the ranks that hold them; so ranks first exchange counts of rows,
+// and one all-to-all sends them:
 //
 //     rank 0   rows of experts 0 1 | 2 3        0 1 0 1   rank 0's, then rank 1's  ->  0 0 1 1   grouped
 //     rank 1   rows of experts 0 1 | 2 3        2 3 2 3                            ->  2 2 3 3
@@ -12,8 +12,8 @@
 //
 // A second all-to-all brings the experts' outputs back. Backward sends the gradients of outputs to the
 // experts, and those of inputs back. An expert's gradient already holds the tokens of all ep ranks, so it
-// is summed over its copies alone, dp cp / ep of them (with --tp dp cp tp / ep); every other gradient is
-// summed over all of dp x cp. None is divided: the loss has been, by the number of labels on all ranks.
+// is summed over its copies alone, dp cp tp / ep of them; every other gradient is summed over all of
+// dp x cp. None is divided: the loss has been, by the number of labels on all ranks.
 //
 // Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, and h elements for each
 // row that goes to another rank and for each that came from one; backward the same, without counts.

@@ -3,7 +3,7 @@
 //     rank = ((pp DP + dp) CP + cp) TP + tp
 //
 // An axis's group of a rank is the line through it along that digit. Digits side by side are one digit of
-// the product, which may be parted anew: dp and cp together into expert_dp and ep, ep the faster one.
+// the product, which may be parted anew: dp, cp and tp together into expert_dp and ep, ep the faster one.
 #include "mesh.h"
 
 #include <stddef.h>
@@ -46,7 +46,6 @@ typedef struct Digit {
 // The digit of an axis; tp x pp and ep x pp have a second, slower one.
 static Digit digit_of(MeshShape s, MeshAxis axis, Digit *second) {
     int replica = s.tp * s.cp * s.dp;  // the ranks of a stage
-    int first = s.ep_within_tp ? 1 : s.tp;
     *second = (Digit){0, 1};
     switch (axis) {
         case AXIS_WORLD:
@@ -64,11 +63,11 @@ static Digit digit_of(MeshShape s, MeshAxis axis, Digit *second) {
             return (Digit){s.tp, s.cp * s.dp};
         case AXIS_EP_PP:
             *second = (Digit){replica, s.pp};
-            return (Digit){first, s.ep};
+            return (Digit){1, s.ep};
         case AXIS_EP:
-            return (Digit){first, s.ep};
+            return (Digit){1, s.ep};
         case AXIS_EXPERT_DP:
-            return (Digit){first * s.ep, replica / first / s.ep};
+            return (Digit){s.ep, replica / s.ep};
         default:  // pp, both ways
             return (Digit){replica, s.pp};
     }
@@ -149,9 +148,9 @@ static void check_ranks(MeshShape s, int ranks) {
 }
 
 static void check_experts(MeshShape s) {
-    int within = s.dp * s.cp * (s.ep_within_tp ? s.tp : 1);
+    int within = s.dp * s.cp * s.tp;
     if (within % s.ep == 0) return;
-    MeshShape product = {.dp = s.dp, .pp = 1, .cp = s.cp, .tp = s.ep_within_tp ? s.tp : 1};
+    MeshShape product = {.dp = s.dp, .pp = 1, .cp = s.cp, .tp = s.tp};
     char fits[256] = "";
     for (int ep = 1, used = 0; ep <= within && used < (int)sizeof fits - 16; ep++)
         if (within % ep == 0)

@@ -3,8 +3,6 @@
 #ifndef MESH_H
 #define MESH_H
 
-#include <stdbool.h>
-
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -30,20 +28,19 @@ typedef struct Group {
 } Group;
 
 // pp has the same members twice: activations go forward on one line, gradients backward on the other.
-// The products: gradients add up over dp_cp, those of experts over expert_dp (the ranks of dp x cp that
-// hold the same experts); what one replica of the model stores is spread over tp_pp, and of experts over
-// ep_pp.
+// The products: gradients add up over dp_cp, those of experts over expert_dp (the ranks of dp x cp x tp
+// that hold the same experts); what one replica of the model stores is spread over tp_pp, and of experts
+// over ep_pp.
 typedef struct Mesh {
     Group world, dp, pp, pp_backward, cp, tp, ep;
     Group dp_cp, expert_dp, tp_pp, ep_pp;
 } Mesh;
 
 // Degrees of each axis, 1 where one is left out; the world's size is dp pp cp tp. ep takes its ranks within
-// dp x cp, neighbours first, so that tokens are dispatched within a node as far as it reaches. With
-// sequence parallelism each rank of tp has tokens of its own, and ep takes its ranks within dp x cp x tp.
+// dp x cp x tp, neighbours first, so that tokens are dispatched within a node as far as it reaches: beside
+// experts tp is sequence parallel, and each of its ranks has tokens of its own.
 typedef struct MeshShape {
     int dp, pp, cp, tp, ep;
-    bool ep_within_tp;
 } MeshShape;
 
 // As in Mesh.

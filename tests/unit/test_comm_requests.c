@@ -138,10 +138,10 @@ static void the_grid_is_numbered_with_tp_fastest(void) {
     SAME(mesh.pp.member[1], me % 4 + 4);
     SAME(mesh.pp.rank, me / 4);
     SAME(mesh.cp.size, 1);
-    SAME(mesh.ep.member[0], mesh.dp.member[0]);
+    SAME(mesh.ep.member[0], mesh.tp.member[0]);
     mesh = mesh_new((MeshShape){.dp = 4, .pp = 1, .cp = 2, .tp = 1, .ep = 2});
     SAME(mesh.cp.member[1], me - me % 2 + 1);
-    SAME(mesh.ep.member[0], me - me % 2);  // ep is the faster digit of dp x cp
+    SAME(mesh.ep.member[0], me - me % 2);  // ep is the faster digit of dp x cp x tp
     SAME(mesh.ep.rank, me % 2);
     SAME(mesh.expert_dp.member[1], me % 2 + 2);
 }
