@@ -160,18 +160,20 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const Option picture[] = {{"memory-svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
-                               "count the peak memory of all methods as sequences grow, and draw it",
-                               false}};
-    return context_main(
-        argc, argv,
-        (Program){.purpose = "All-gather attention: every rank has all keys and values while it computes.",
-                  .claim = "ranks that gather all keys make the step of one device",
-                  .defaults = CONTEXT_MODEL "heads=6 seq=61 context=all-gather",
-                  .natural = 4,
-                  .before = {"ring_attention", NULL, "context", CONTEXT_RING},
-                  .option = picture,
-                  .options = 1,
-                  .more = more});
+    const Option options[] = {
+        zero_option,
+        {"memory-svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
+         "count the peak memory of all methods as sequences grow, and draw it", false}};
+    const Program program = {
+        .purpose = "All-gather attention: every rank has all keys and values while it computes.",
+        .claim = "ranks that gather all keys make the step of one device",
+        .defaults = CONTEXT_MODEL "heads=6 seq=61 context=all-gather",
+        .natural = 4,
+        .before = {"ring_attention", NULL, "context", CONTEXT_RING},
+        .techniques = context_layouts,
+        .option = options,
+        .options = sizeof options / sizeof *options,
+        .more = more};
+    return program_main(argc, argv, &program);
 }
 #endif

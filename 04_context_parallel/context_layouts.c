@@ -15,15 +15,3 @@ const Technique *const context_layouts[] = {&ddp_no_sync,
                                             &ulysses,
                                             &recompute,
                                             NULL};
-
-int context_main(int argc, char **argv, Program program) {
-    Option option[2] = {{"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-                         "sharded over --dp x --cp: 1 optimizer state, 2 and gradients, 3 and weights",
-                         false}};
-    CHECK(program.options < 2, "a program of this chapter has %d options of its own", program.options);
-    if (program.options) option[1] = *program.option;
-    program.option = option;
-    program.options++;
-    program.techniques = context_layouts;
-    return program_main(argc, argv, &program);
-}

@@ -69,9 +69,6 @@ enum { CONTEXT_OPTIONS = 3 };
     "layers=3 hidden=48 kv-heads=2 ffn=88 micro-batch=2 grad-acc=2 steps=3 dtype=f64 optimizer=sgd " \
     "lr=0.1 "                                                                                        \
     "clip=0.5 cp=0 bucket-mb=0.1 "
-// A whole main, of a program that says what it shows, and may have one option of its own. It gets the list
-// above and --zero. Returns the exit status.
-int context_main(int argc, char **argv, Program program);
 
 typedef struct ContextParallel {
     Group cp;

@@ -273,14 +273,15 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    return context_main(
-        argc, argv,
-        (Program){
-            .purpose =
-                "Ring attention: keys and values hop from rank to rank, and no rank ever has them all.",
-            .claim = "ranks that share every sequence make the step of one device",
-            .defaults = CONTEXT_MODEL "heads=6 seq=61 context=ring",
-            .natural = 4,
-            .more = more});
+    const Program program = {
+        .purpose = "Ring attention: keys and values hop from rank to rank, and no rank ever has them all.",
+        .claim = "ranks that share every sequence make the step of one device",
+        .defaults = CONTEXT_MODEL "heads=6 seq=61 context=ring",
+        .natural = 4,
+        .techniques = context_layouts,
+        .option = &zero_option,
+        .options = 1,
+        .more = more};
+    return program_main(argc, argv, &program);
 }
 #endif

@@ -254,14 +254,16 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    return context_main(
-        argc, argv,
-        (Program){
-            .purpose = "Ulysses: all-to-alls turn a part of the tokens into a part of the heads, and back.",
-            .claim = "ranks that split the heads make the step of one device",
-            .defaults = CONTEXT_MODEL "heads=8 seq=61 context=ulysses",
-            .natural = 4,
-            .before = {"all_gather_attention", NULL, "context", CONTEXT_ALL_GATHER},
-            .more = more});
+    const Program program = {
+        .purpose = "Ulysses: all-to-alls turn a part of the tokens into a part of the heads, and back.",
+        .claim = "ranks that split the heads make the step of one device",
+        .defaults = CONTEXT_MODEL "heads=8 seq=61 context=ulysses",
+        .natural = 4,
+        .before = {"all_gather_attention", NULL, "context", CONTEXT_ALL_GATHER},
+        .techniques = context_layouts,
+        .option = &zero_option,
+        .options = 1,
+        .more = more};
+    return program_main(argc, argv, &program);
 }
 #endif

@@ -45,14 +45,16 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    return context_main(
-        argc, argv,
-        (Program){
-            .purpose = "Zig-zag ring attention: each rank has an early and a late part of every sequence.",
-            .claim = "balanced ranks make the step of one device",
-            .defaults = CONTEXT_MODEL "heads=6 seq=64 context=zigzag",
-            .natural = 8,
-            .before = {"ring_attention", NULL, "context", CONTEXT_RING},
-            .more = more});
+    const Program program = {
+        .purpose = "Zig-zag ring attention: each rank has an early and a late part of every sequence.",
+        .claim = "balanced ranks make the step of one device",
+        .defaults = CONTEXT_MODEL "heads=6 seq=64 context=zigzag",
+        .natural = 8,
+        .before = {"ring_attention", NULL, "context", CONTEXT_RING},
+        .techniques = context_layouts,
+        .option = &zero_option,
+        .options = 1,
+        .more = more};
+    return program_main(argc, argv, &program);
 }
 #endif

@@ -184,15 +184,6 @@ static bool exact(const Config *c) {
     return same && c->dp == 1 && c->tp == 1 && c->cp == 1;
 }
 
-// Those of its layouts, in the words of this chapter: without --context there is no context parallelism.
-static const Option options[] = {
-    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-     "sharded over --dp x --cp: 1 optimizer state, 2 and gradients, 3 and weights, gathered once a step",
-     false},
-    {"context", OPTION_CHOICE, NULL, "none", 0, 0, "ring|zigzag|all-gather|ulysses|none",
-     "how ranks of --cp bring keys and values together", false},
-};
-
 static void more(Mesh mesh, const Config *config) {
     pipeline_check_held_bytes(mesh, config);
     pipeline_costs(mesh, config);
@@ -207,6 +198,12 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
     bool first = !strcmp(schedule, "afab"), simple = !strcmp(schedule, "one_f_one_b");
     Before before_it = {simple ? "afab" : "one_f_one_b", NULL, "schedule", simple ? AFAB : ONE_F_ONE_B};
     if (first) before_it.name = NULL;
+    const Option options[] = {
+        zero_option,
+        // In place of chapter 04's: without --context there is no context parallelism.
+        {"context", OPTION_CHOICE, NULL, "none", 0, 0, "ring|zigzag|all-gather|ulysses|none",
+         "how ranks of --cp bring keys and values together", false},
+    };
     const Program program = {.purpose = purpose,
                              .claim = "stages on several ranks make the step of one device",
                              .defaults = defaults,

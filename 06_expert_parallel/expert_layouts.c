@@ -15,49 +15,21 @@
 // ---- with --pp, and without ----
 
 static bool has_stages(const Config *c) { return c->pp > 1; }
-static bool gathers_per_use(const Config *c) { return c->pp == 1 && zero_on(c, 3); }
-static bool gathers_per_step(const Config *c) { return c->pp > 1 && zero_on(c, 3); }
+static bool gathers_per_use(const Config *c) { return c->pp == 1 && zero3.enabled(c); }
+static bool gathers_per_step(const Config *c) { return c->pp > 1 && zero3.enabled(c); }
 
-static void stages_check(const Config *c) { pipeline.check(c); }
-static void *stages_plug(Model *m) { return pipeline.plug(m); }
-static void stages_unplug(Model *m, void *context) { pipeline.unplug(m, context); }
-static void stages_price(Price *p, const Model *m, const void *context) { pipeline.price(p, m, context); }
+// Copies of records, on under these conditions.
+static Technique stages, zero3_per_use, zero3_of_stages;
 
-static const Technique stages = {.name = "pipeline",
-                                 .option = pipeline_options,
-                                 .options = PIPELINE_OPTIONS,
-                                 .axes = 1u << AXIS_PP,
-                                 .enabled = has_stages,
-                                 .check = stages_check,
-                                 .shard = pipeline_shard,
-                                 .plug = stages_plug,
-                                 .unplug = stages_unplug,
-                                 .price = stages_price};
-
-static void zero3_shard(Model *m) { zero3.shard(m); }
-static void *zero3_plug(Model *m) { return zero3.plug(m); }
-static void zero3_price(Price *p, const Model *m, const void *context) { zero3.price(p, m, context); }
-
-static const Technique zero3_per_use = {.name = "zero3",
-                                        .axes = 1u << AXIS_DP,
-                                        .enabled = gathers_per_use,
-                                        .shard = zero3_shard,
-                                        .plug = zero3_plug,
-                                        .unplug = zero_unplug,
-                                        .price = zero3_price};
-
-static void *per_step_plug(Model *m) { return zero3_per_step.plug(m); }
-static void per_step_price(Price *p, const Model *m, const void *context) {
-    zero3_per_step.price(p, m, context);
+static Techniques with_copies(Techniques list) {
+    stages = pipeline;
+    stages.enabled = has_stages;
+    zero3_per_use = zero3;
+    zero3_per_use.enabled = gathers_per_use;
+    zero3_of_stages = zero3_per_step;
+    zero3_of_stages.enabled = gathers_per_step;
+    return list;
 }
-
-static const Technique zero3_of_stages = {.name = "zero3_per_step",
-                                          .axes = 1u << AXIS_DP,
-                                          .enabled = gathers_per_step,
-                                          .shard = zero3_shard,
-                                          .plug = per_step_plug,
-                                          .unplug = zero_unplug,
-                                          .price = per_step_price};
 
 // ---- the lists ----
 
@@ -65,15 +37,18 @@ static const Technique zero3_of_stages = {.name = "zero3_per_step",
     &moe, &ddp_no_sync, &zero1, &zero2, &zero3_per_use, &zero3_of_stages, &sequence_parallel,       \
         &vocab_parallel, &dispatch, &ring_attention, &zigzag_ring_attention, &all_gather_attention, \
         &ulysses, &stages
-const Technique *const expert_layouts[] = {ALL_BUT_THE_LAST(expert_parallel), &recompute, NULL};
-const Technique *const overlapped_layouts[] = {ALL_BUT_THE_LAST(expert_parallel), &overlapped_experts,
-                                               &recompute, NULL};
-const Technique *const node_limited_layouts[] = {ALL_BUT_THE_LAST(node_limited_routing), &recompute, NULL};
-const Technique *const node_limited_overlapped[] = {ALL_BUT_THE_LAST(node_limited_routing),
-                                                    &overlapped_experts, &recompute, NULL};
+static const Technique *const plain[] = {ALL_BUT_THE_LAST(expert_parallel), &recompute, NULL};
+static const Technique *const plain_overlapped[] = {ALL_BUT_THE_LAST(expert_parallel), &overlapped_experts,
+                                                    &recompute, NULL};
+static const Technique *const by_nodes[] = {ALL_BUT_THE_LAST(node_limited_routing), &recompute, NULL};
+static const Technique *const by_nodes_overlapped[] = {ALL_BUT_THE_LAST(node_limited_routing),
+                                                       &overlapped_experts, &recompute, NULL};
+
+Techniques expert_layouts(void) { return with_copies(plain); }
+Techniques overlapped_layouts(void) { return with_copies(plain_overlapped); }
+Techniques node_limited_layouts(void) { return with_copies(by_nodes); }
+Techniques node_limited_overlapped(void) { return with_copies(by_nodes_overlapped); }
 const Technique *const expert_baseline[] = {&moe, &recompute, NULL};
-const Option expert_layout_options[EXPERT_LAYOUT_OPTIONS] = {
-    {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3",
-     "sharded over dp: 1 optimizer state, 2 and gradients, 3 and weights", false},
-    {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables after the proof", false},
-};
+
+const Option proof_only_option = {
+    "proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables after the proof", false};

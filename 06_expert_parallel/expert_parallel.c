@@ -253,6 +253,7 @@ const Technique expert_parallel = {.name = "expert_parallel",
 
 #ifndef NO_MAIN
 int main(int argc, char **argv) {
+    const Option options[] = {zero_option, proof_only_option};
     const Program program = {
         .purpose = "Expert parallelism: ranks share the experts, and send each other's tokens to them.",
         .claim = "ranks that share the experts make the step of one device",
@@ -260,9 +261,9 @@ int main(int argc, char **argv) {
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=8 top-k=2 ep=2",
         .natural = 4,
-        .techniques = expert_layouts,
-        .option = expert_layout_options,
-        .options = EXPERT_LAYOUT_OPTIONS,
+        .techniques = expert_layouts(),
+        .option = options,
+        .options = sizeof options / sizeof *options,
         .baseline = expert_baseline,
         .more = expert_tables};
     return program_main(argc, argv, &program);

@@ -160,14 +160,13 @@ void expert_price(Price *price, const Model *m, const ExpertParallel *x, Group e
 // What the programs of this chapter list (expert_layouts.c): moe, data parallelism, ZeRO's stages, sequence
 // and vocabulary parallelism, expert_parallel, the four methods of context parallelism, with --pp the
 // pipeline, recomputation. A longer list puts moe first and expert_parallel behind tensor parallelism.
-extern const Technique *const expert_layouts[];
-extern const Technique *const overlapped_layouts[];  // and overlapped_experts
+Techniques expert_layouts(void);
+Techniques overlapped_layouts(void);  // and overlapped_experts
 // The same with node_limited_routing in place of expert_parallel.
-extern const Technique *const node_limited_layouts[], *const node_limited_overlapped[];
+Techniques node_limited_layouts(void), node_limited_overlapped(void);
 // And what one device has, with which they are compared.
 extern const Technique *const expert_baseline[];
-extern const Option expert_layout_options[];  // --zero, and --proof-only
-enum { EXPERT_LAYOUT_OPTIONS = 2 };
+extern const Option proof_only_option;  // of each of them, beside zero_option
 
 // expert_tables.c: who computed whose rows; all tokens to the first experts; peaks of activations by the
 // rows that have come; a block of Mixtral 8x7B, dry, on the model clock.

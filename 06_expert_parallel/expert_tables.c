@@ -100,7 +100,7 @@ static BlockSends block_sends(Mesh mesh, Config c) {
     BlockSends model[2];
     for (int i = 0; i < 2; i++) {
         c.layers = i + 1;
-        StepCost cost = program_cost(&c, mesh, expert_layouts);
+        StepCost cost = program_cost(&c, mesh, expert_layouts());
         CommCount all_to_all = comm_count("all_to_all");
         model[i] = (BlockSends){(double)all_to_all.calls, (double)all_to_all.bytes,
                                 all_to_all.model_seconds, cost.step_seconds};
@@ -149,12 +149,12 @@ void expert_tables(Mesh mesh, const Config *config) {
     c.steps = whole.steps = 1;
     whole.grad_acc *= mesh.dp.size, whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
     say("\nRows by the rank that has the token, and the rank whose experts it takes (columns):\n");
-    Record routed = experts_trained(&c, mesh, expert_layouts, false);
+    Record routed = experts_trained(&c, mesh, expert_layouts(), false);
     record_free(&routed);
     mixtral_block(mesh, config);
     if (config->dtype != F64) return;
     say("\nThe same where all logits are equal, and every token takes the first %ld experts:\n", c.top_k);
-    Record all = experts_trained(&c, mesh, expert_layouts, true);
+    Record all = experts_trained(&c, mesh, expert_layouts(), true);
     Record baseline = experts_trained(&whole, mesh_single(), expert_baseline, true);
     bool quiet = report_quiet(!config->verbose);
     report_compare(&all, &baseline, PROOF_REASSOCIATED, 1e-10);

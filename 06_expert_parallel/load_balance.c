@@ -303,6 +303,7 @@ static void compare(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
+    const Option options[] = {zero_option, proof_only_option};
     const Program program = {
         .purpose = "Load balance: auxiliary loss, z-loss, and a bias in the choice of experts.",
         .claim = "balanced over ranks as on one device",
@@ -312,8 +313,8 @@ int main(int argc, char **argv) {
             "z-loss=0.001 balance-bias=0.001",
         .natural = 4,
         .techniques = techniques,
-        .option = expert_layout_options,
-        .options = EXPERT_LAYOUT_OPTIONS,
+        .option = options,
+        .options = sizeof options / sizeof *options,
         .baseline = one_device,
         .more = compare};
     return program_main(argc, argv, &program);

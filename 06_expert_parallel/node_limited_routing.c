@@ -353,6 +353,7 @@ const Technique node_limited_routing = {.name = "node_limited_routing",
 
 #ifndef NO_MAIN
 int main(int argc, char **argv) {
+    const Option options[] = {zero_option, proof_only_option};
     const Program program = {
         .purpose = "Experts on several nodes: a token crosses to few nodes, and to each of them once.",
         .claim = "in two hops, the tokens make the step of one device",
@@ -361,9 +362,9 @@ int main(int argc, char **argv) {
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=16 top-k=4 moe=deepseek "
             "expert-groups=4 groups-kept=2 ep=8 gpus-per-node=2",
         .natural = 8,
-        .techniques = node_limited_layouts,
-        .option = expert_layout_options,
-        .options = EXPERT_LAYOUT_OPTIONS,
+        .techniques = node_limited_layouts(),
+        .option = options,
+        .options = sizeof options / sizeof *options,
         .baseline = expert_baseline,
         .more = node_tables};
     return program_main(argc, argv, &program);

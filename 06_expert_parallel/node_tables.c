@@ -66,8 +66,8 @@ static void beside_plain(Mesh mesh, Config c, int ranks, bool verbose) {
     c.steps = 1;
     c.recompute = RECOMPUTE_NONE;
     int nodes = (int)c.ep / ranks, most = (int)(c.groups_kept < nodes ? c.groups_kept : nodes);
-    Hidden plain = step_with(mesh, &c, expert_layouts, ranks),
-           hops = step_with(mesh, &c, node_limited_layouts, ranks);
+    Hidden plain = step_with(mesh, &c, expert_layouts(), ranks),
+           hops = step_with(mesh, &c, node_limited_layouts(), ranks);
     double tokens = hops.passes * (double)(c.micro_batch * c.seq / c.tp);
     say("\nA step of all ranks, %d nodes of %d; a token takes %ld experts in at most %d nodes:\n", nodes,
         ranks, c.top_k, most);
@@ -86,7 +86,7 @@ static void all_to_one_node(Mesh mesh, Config c) {
     c.steps = whole.steps = 1;
     whole.grad_acc *= mesh.dp.size, whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
     bool quiet = report_quiet(!c.verbose);
-    Record all = experts_trained(&c, mesh, node_limited_layouts, true),
+    Record all = experts_trained(&c, mesh, node_limited_layouts(), true),
            baseline = experts_trained(&whole, mesh_single(), expert_baseline, true);
     report_compare(&all, &baseline, PROOF_REASSOCIATED, 1e-10);
     report_quiet(quiet);
@@ -97,8 +97,8 @@ static void all_to_one_node(Mesh mesh, Config c) {
 // Two micro-batches in flight, whose hops take turns on the same links.
 static void two_in_flight(Mesh mesh, Config c) {
     c.steps = 1;
-    Record both = program_record(&c, mesh, node_limited_overlapped, false, false, "two in flight"),
-           single = program_record(&c, mesh, node_limited_layouts, false, false, "one after the other");
+    Record both = program_record(&c, mesh, node_limited_overlapped(), false, false, "two in flight"),
+           single = program_record(&c, mesh, node_limited_layouts(), false, false, "one after the other");
     bool quiet = report_quiet(!c.verbose);
     report_compare(&both, &single, PROOF_EXACT, 0);
     report_quiet(quiet);

@@ -76,8 +76,9 @@ static void in_a_node(Mesh mesh, const Config *config) {
     if (mesh.ep.size == 1 || 256 % c.ep || mesh.cp.size * mesh.tp.size > 1) return;
     clock_set_cluster((int)c.ep, config->compute_efficiency, config->network_efficiency);
     head(&c, c.pp > 1 ? "in a node, stages in other nodes" : "in a node");
-    Exposed before = exposed_by(mesh, &c, expert_layouts, "one after the other"),
-            after = exposed_by(mesh, &c, overlapped_layouts, c.pp > 1 ? "pairs together" : "two in flight");
+    Exposed before = exposed_by(mesh, &c, expert_layouts(), "one after the other"),
+            after =
+                exposed_by(mesh, &c, overlapped_layouts(), c.pp > 1 ? "pairs together" : "two in flight");
     double hidden = hidden_of(&before, &after, c.pp > 1 ? "pairs together" : "two in flight");
     if (c.pp > 1) say("  the rest is that of passes without a pair, at both ends of the step");
     report_that(hidden >= (c.pp > 1 ? 0.5 : 0.85),
@@ -94,10 +95,10 @@ static void over_nodes(const Config *config) {
     clock_set_cluster(NODE, config->compute_efficiency, config->network_efficiency);
     head(&c, "over 8 nodes");
     timeline_title("two blocks of DeepSeek-V3, ep 64 over 8 nodes, four micro-batches of 4096 tokens");
-    drawn(mesh, &c, expert_layouts, "plain, one after the other", "plain");
-    drawn(mesh, &c, overlapped_layouts, "plain, two in flight", "overlapped");
-    Exposed before = drawn(mesh, &c, node_limited_layouts, "two hops, one after the other", "two hops"),
-            after = drawn(mesh, &c, node_limited_overlapped, "two hops, two in flight", "both");
+    drawn(mesh, &c, expert_layouts(), "plain, one after the other", "plain");
+    drawn(mesh, &c, overlapped_layouts(), "plain, two in flight", "overlapped");
+    Exposed before = drawn(mesh, &c, node_limited_layouts(), "two hops, one after the other", "two hops"),
+            after = drawn(mesh, &c, node_limited_overlapped(), "two hops, two in flight", "both");
     double hidden = hidden_of(&before, &after, "two hops, two in flight");
     report_that(hidden >= 0.85, "%.1f%% of what two hops send, and compute can hide, are hidden",
                 100 * hidden);

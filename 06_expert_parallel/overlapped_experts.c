@@ -283,8 +283,8 @@ const Technique overlapped_experts = {.name = "overlapped_experts",
 #ifndef NO_MAIN
 // Tied, the embedding's gradient adds up in another order: both heads' parts come before both lookups'.
 static void check_bits(Mesh mesh, const Config *config) {
-    Record both = program_record(config, mesh, overlapped_layouts, false, false, "two in flight"),
-           single = program_record(config, mesh, expert_layouts, false, false, "one after the other");
+    Record both = program_record(config, mesh, overlapped_layouts(), false, false, "two in flight"),
+           single = program_record(config, mesh, expert_layouts(), false, false, "one after the other");
     bool quiet = report_quiet(!config->verbose);
     report_compare(&both, &single, PROOF_EXACT, 0);
     report_quiet(quiet);
@@ -298,6 +298,7 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
+    const Option options[] = {zero_option, proof_only_option};
     const Program program = {
         .purpose = "Experts with two micro-batches in flight: one computes while the other's are sent.",
         .claim = "two micro-batches in flight change no bit",
@@ -305,9 +306,9 @@ int main(int argc, char **argv) {
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=3 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=8 top-k=2 ep=4",
         .natural = 4,
-        .techniques = overlapped_layouts,
-        .option = expert_layout_options,
-        .options = EXPERT_LAYOUT_OPTIONS,
+        .techniques = overlapped_layouts(),
+        .option = options,
+        .options = sizeof options / sizeof *options,
         .baseline = expert_baseline,
         .more = more};
     return program_main(argc, argv, &program);

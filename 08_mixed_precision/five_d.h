@@ -12,9 +12,9 @@ Techniques five_d_one_device(void);
 // Fatal where a flag was typed that no record would read which is on: nothing is ignored in silence.
 void five_d_check_typed(const Config *config);
 
-// Options of the list as a whole, in words that fit all chapters: --zero, --context, --sum.
+// In place of single records' own: --zero also takes hybrid, and --sum goes with bf16 and f16.
 extern const Option five_d_options[];
-enum { FIVE_D_OPTIONS = 3 };
+enum { FIVE_D_OPTIONS = 2 };
 
 // five_d_plan.c: what each rank has, holds and sends in a step. Doubles, which ranks can add up; one has 52
 // bits of layers to the last.

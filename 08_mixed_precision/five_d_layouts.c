@@ -141,10 +141,9 @@ void five_d_check_typed(const Config *c) {
 
 const Option five_d_options[FIVE_D_OPTIONS] = {
     {"zero", OPTION_CHOICE, NULL, "0", 0, 0, "0|1|2|3|hybrid",
-     "sharded over --dp x --cp: 1 optimizer state, 2 and gradients, 3 and weights; hybrid: 3 inside nodes",
+     "sharded over data-parallel ranks: 1 optimizer state, 2 and gradients, 3 and weights; hybrid: 3 "
+     "inside nodes",
      false},
-    {"context", OPTION_CHOICE, NULL, "ring", 0, 0, "ring|zigzag|all-gather|ulysses",
-     "how ranks of --cp bring keys and values together", false},
     {"sum", OPTION_CHOICE, NULL, "f32", 0, 0, "f32|16-bit",
      "in which gradients add up over micro-batches and ranks, with --dtype bf16 or f16", false},
 };
