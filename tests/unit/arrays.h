@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "dtypes.h"
 #include "tensor/device.h"
 #include "tensor/rng.h"
 #include "tensor/tensor.h"
@@ -79,19 +80,6 @@ static inline void free_arrays(Array *const *arrays, int count) {
     free_arrays((Array *[]){__VA_ARGS__}, (int)(sizeof((Array *[]){__VA_ARGS__}) / sizeof(Array *)))
 
 // ---- how close ----
-
-static const DType all_dtypes[] = {F64, F32, BF16, F16};
-static inline DType full(DType dtype) { return dtype == F64 ? F64 : F32; }
-
-// A dtype, and one in which a weight's gradient may be beside it.
-enum { GRADIENT_DTYPES = 6 };
-static const DType gradient_dtypes[GRADIENT_DTYPES][2] = {{F64, F64}, {F32, F32},  {BF16, BF16},
-                                                          {F16, F16}, {BF16, F32}, {F16, F32}};
-
-// Half a unit in the last place of 1: what rounding to nearest may change, relative.
-static inline double rounding(DType dtype) {
-    return dtype == F64 ? 0x1p-53 : dtype == F32 ? 0x1p-24 : dtype == BF16 ? 0x1p-8 : 0x1p-11;
-}
 
 // The result is rounded once to its dtype, and was reached in `roundings` steps of the arithmetic, each of
 // which may shift it by its own rounding; the reference in f64 has as many. Both the largest error, against

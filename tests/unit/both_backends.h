@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "dtypes.h"
 #include "tensor/device.h"
 #include "tensor/kernels.h"
 // need those above, and to be told that they are C
@@ -86,17 +87,7 @@ int64_t cuda_count_end_atomics(void) __attribute__((weak));
 
 typedef std::vector<double> Doubles;
 
-static const DType dtypes[] = {F64, F32, BF16, F16};
-static inline DType full(DType dtype) { return dtype == F64 ? F64 : F32; }
-// A dtype, and one in which a weight's gradient may be beside it.
-static const DType gradient_dtypes[][2] = {{F64, F64}, {F32, F32},  {BF16, BF16},
-                                           {F16, F16}, {BF16, F32}, {F16, F32}};
 static inline bool is_narrow(DType dtype) { return dtype == BF16 || dtype == F16; }
-
-// What rounding to nearest may change, relative; in f16 also a little below its smallest normal number.
-static inline double rounding(DType dtype) {
-    return dtype == F64 ? 0x1p-53 : dtype == F32 ? 0x1p-24 : dtype == BF16 ? 0x1p-8 : 0x1p-11;
-}
 
 static inline Doubles rounded(DType dtype, const Doubles &x) {
     std::vector<unsigned char> stored(x.size() * dtype_size(dtype) + 1);

@@ -143,7 +143,7 @@ static void copy_converts_as_the_host_does(void **state) {
 
 static void sums_and_multiples_match(void **state) {
     (void)state;
-    for (DType dtype : dtypes)
+    for (DType dtype : all_dtypes)
         for (int64_t count : counts)
             for (int shift = 0; shift < 2; shift++) {
                 Doubles a = random_numbers(dtype, count, 1), b = random_numbers(dtype, count, 2), sum = a,
@@ -156,7 +156,7 @@ static void sums_and_multiples_match(void **state) {
                 assert_same("add in place", z, y.read("add"));
                 cuda_kernel_scale(dtype, x.at, -1.75, count);
                 assert_close("scale", x, twice, 1);
-                for (DType more : dtypes) {
+                for (DType more : all_dtypes) {
                     Doubles c = random_numbers(more, count, 3), all = a;
                     for (size_t i = 0; i < a.size(); i++) all[i] += c[i];
                     Device to(dtype, a, shift), from(more, c, shift);
@@ -168,7 +168,7 @@ static void sums_and_multiples_match(void **state) {
 
 static void swiglu_matches(void **state) {
     (void)state;
-    for (DType dtype : dtypes)
+    for (DType dtype : all_dtypes)
         for (int64_t count : {1, 33, 1025})
             for (int shift = 0; shift < 2; shift++) {
                 Doubles gate = random_numbers(dtype, count, 1), up = random_numbers(dtype, count, 2);
@@ -195,8 +195,8 @@ static void swiglu_matches(void **state) {
 static void optimizers_match(void **state) {
     (void)state;
     const AdamW hyper = {0.05, 0.9, 0.97, 0.3, 0.7, 0.6, 3};
-    for (DType dtype : dtypes)
-        for (DType grad_dtype : dtypes)
+    for (DType dtype : all_dtypes)
+        for (DType grad_dtype : all_dtypes)
             for (int with = 0; with < 2; with++)
                 for (int64_t count : {1, 259}) {
                     const DType wide = full(dtype);
@@ -238,7 +238,7 @@ static void optimizers_match(void **state) {
 
 static void sums_match_in_f64(void **state) {
     (void)state;
-    for (DType dtype : dtypes)
+    for (DType dtype : all_dtypes)
         for (int64_t count : {1, 31, 1025, 16384, 16385, 70001}) {
             Doubles x = random_numbers(dtype, count, 1);
             long double sum = 0, squares = 0, magnitude = 0;
@@ -267,7 +267,7 @@ static void squares_of_ranges_match(void **state) {
     (void)state;
     const FlatRange ranges[] = {{5, 0}, {0, 31}, {31, 16384}, {7, 33000}, {16415, 16385}, {70000, 0}};
     const int n = sizeof ranges / sizeof *ranges;
-    for (DType dtype : dtypes) {
+    for (DType dtype : all_dtypes) {
         const Doubles x = random_numbers(dtype, 70000, 1);
         Doubles want((size_t)n);
         kernel_squares_of_ranges(F64, want.data(), x.data(), ranges, n);
@@ -332,7 +332,7 @@ static void codes_match(void **state) {
     for (int how = 0; how < 12; how++) {
         const Tile tile = tiles[how % 3];
         const bool turned = how & 1;
-        const DType dtype = dtypes[how % 4], kind = how % 2 ? E5M2 : E4M3;
+        const DType dtype = all_dtypes[how % 4], kind = how % 2 ? E5M2 : E4M3;
         const ScaleRule rule = how < 6 ? SCALE_REAL : SCALE_POWER_OF_TWO;
         const int64_t rows = turned ? COLUMNS : ROWS, columns = turned ? ROWS : COLUMNS;
         Doubles x = random_numbers(dtype, ROWS * COLUMNS, 1);
@@ -415,7 +415,7 @@ static void codes_match_by_cublaslt(void **state) {
     const Device device_scales(F32, Doubles(scales, scales + 4));
     for (int how = 0; how < 36; how++) {
         const DType kind_a = how % 2 ? E5M2 : E4M3, kind_b = how % 4 == 2 ? E5M2 : E4M3;
-        const DType dtype = dtypes[1 + how % 3];
+        const DType dtype = all_dtypes[1 + how % 3];
         const int call = how / 12, shift = call == 2;
         const bool add = how % 12 >= 6, fast = how % 4 == 0;
         const float *scale = static_cast<float *>(device_scales.at) + 2 * (call % 2);

@@ -103,7 +103,7 @@ static void balance_matches(void **state) {
 static void combining_matches(void **state) {
     (void)state;
     for (const ExpertSizes &s : expert_sizes)
-        for (DType dtype : dtypes) {
+        for (DType dtype : all_dtypes) {
             // With fewer rows than pairs, those beyond count as zeros.
             const int64_t pairs = s.n * s.k, rows = s.n == 33 ? 40 : pairs, count = rows * s.h;
             const std::vector<int32_t> chosen = indices(whole_numbers(pairs, s.e, 1));

@@ -47,7 +47,7 @@ static int multiply(DType dtype, bool add) {
 
 // Cmocka's longjmp stays in its process.
 static void expect_algorithm(int expected) {
-    for (DType dtype : dtypes)
+    for (DType dtype : all_dtypes)
         for (bool add : {false, true}) {
             const int used = multiply(dtype, add);
             if (used != 3 && used != expected) {

@@ -97,7 +97,7 @@ static void rope_matches(void **state) {
     (void)state;
     const int64_t sizes[][3] = {{1, 1, 2}, {3, 5, 6}, {17, 3, 34}, {65, 9, 64}, {33, 2, 128}};
     for (const int64_t *size : sizes)
-        for (DType dtype : dtypes)
+        for (DType dtype : all_dtypes)
             for (int shift = 0; shift < 2; shift++) {
                 const int64_t n = size[0], heads = size[1], d = size[2];
                 Doubles x = random_numbers(dtype, n * heads * d, 1), positions = whole_numbers(n, 5003, 2),
@@ -118,7 +118,7 @@ static void attention_matches(void **state) {
     const AttentionShape shapes[] = {
         {1, 1, 1, 1, 1}, {2, 31, 6, 2, 17}, {1, 65, 3, 3, 64}, {1, 271, 2, 1, 8}};
     for (const AttentionShape &s : shapes)
-        for (DType dtype : dtypes) {
+        for (DType dtype : all_dtypes) {
             if (s.s > 100 && dtype != BF16 && dtype != F64) continue;
             const int64_t n = s.b * s.s, a = s.heads * s.head_size, kv = s.kv_heads * s.head_size;
             const int64_t pairs = s.b * s.heads * s.s * s.s;
@@ -209,7 +209,7 @@ static void attention_chunk_matches(void **state) {
         int64_t s_q, s_k, heads, kv_heads, d;
     } shapes[] = {{1, 1, 1, 1, 1}, {65, 33, 2, 1, 5}, {31, 129, 3, 3, 64}};
     for (const auto &shape : shapes)
-        for (DType dtype : dtypes) {
+        for (DType dtype : all_dtypes) {
             // Queries come in the middle of the keys: some see none of a tile, some all.
             const Side sq(shape.s_q, (int32_t)(shape.s_k / 2)), sk(shape.s_k, 0);
             const AttentionChunk at = {1, shape.heads, shape.kv_heads, shape.d, sq.on_host(), sk.on_host(),
@@ -269,7 +269,7 @@ static void cross_entropy_matches(void **state) {
     (void)state;
     const int64_t sizes[][2] = {{1, 1}, {33, 5}, {5, 1025}, {9, 10007}};
     for (const int64_t *size : sizes)
-        for (DType dtype : dtypes) {
+        for (DType dtype : all_dtypes) {
             const int64_t n = size[0], v = size[1];
             const double scale = 1.0 / 41;
             Doubles logits = random_numbers(dtype, n * v, 1), targets = whole_numbers(n, v, 2);
@@ -317,7 +317,7 @@ static void cross_entropy_matches(void **state) {
 
 static void nan_and_infinity_come_through(void **state) {
     (void)state;
-    for (DType dtype : dtypes)
+    for (DType dtype : all_dtypes)
         for (double bad : {(double)NAN, (double)INFINITY})
             for (int64_t at : {0, 33, 66}) {
                 const int64_t h = 67;
