@@ -229,7 +229,7 @@ static void compare_layouts(Mesh mesh, const Config *config) {
                {"dp", true, false, false}};
     enum { ASYNC = 2, ROWS = sizeof row / sizeof *row };
     int ranks = mesh.world.size;
-    Mesh data = mesh_new((MeshShape){.dp = ranks, .pp = 1, .cp = 1, .tp = 1, .ep = 1});
+    Mesh data = mesh_new((MeshShape){.dp = ranks});
     StepCost cost[ROWS];
     char *title =
         format_text("Llama 3 8B, %d ranks, micro-batches of 8192 tokens, vocabulary sharded", ranks);

@@ -125,15 +125,15 @@ void five_d_check_typed(const Config *c) {
         const Setting *setting = &c->setting[i];
         const Technique *owner = NULL;
         bool read = false;
-        for (int j = 0; j < ENTRIES && setting->given; j++) {
+        if (!setting->given) continue;
+        for (int j = 0; j < ENTRIES; j++) {
             if (!has_option(&record[j], setting->name)) continue;
             owner = &record[j];
             read = read || !record[j].enabled || record[j].enabled(c);
         }
-        CHECK(
-            !setting->given || strcmp(setting->name, "context") != 0 || c->cp > 1,
-            "--context says how ranks of --cp bring keys together, and there is one: leave it out, or give "
-            "--cp 2");
+        CHECK(strcmp(setting->name, "context") != 0 || c->cp > 1,
+              "--context says how ranks of --cp bring keys together, and there is one: leave it out, or "
+              "give --cp 2");
         CHECK(!owner || read, "--%s is an option of %s, which these flags do not ask for: leave it out",
               setting->name, owner->name);
     }
