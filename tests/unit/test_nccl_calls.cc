@@ -2,11 +2,10 @@
 // more groups than it takes, read in whole packs, and with the bits of a sum in rank order. On two ranks,
 // two processes, over NCCL on the CPU. TAP.
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "common/comm/comm_nccl_calls.cu"
 #include "on_device.h"
+#include "two_ranks.h"
 
 enum { MEMBERS = 3, MOST = 5000 };
 
@@ -102,8 +101,6 @@ static void reductions_load_whole_packs(void **) {
 
 // ---- a whole call, on two ranks ----
 
-static ncclUniqueId id;
-static int rank;
 static Communicator communicator;
 
 static bool run(CollectiveKind kind, int root, const int64_t *counts, int64_t chunk, int64_t shift) {
@@ -152,23 +149,13 @@ static bool all_calls(void) {
 }
 
 static void all_chunks_are_given_at_once(void **) {
-    ncclGetUniqueId(&id);
-    pid_t child[2];
-    fflush(NULL);
-    for (int r = 0; r < 2; r++)
-        if ((child[r] = fork()) == 0) {
-            rank = r;
-            alarm(60);
-            setenv("NCCL_HOSTID", r ? "one" : "other", 1);
-            ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-            check_nccl(ncclCommInitRankConfig(&communicator.nccl, 2, id, rank, &config), "init");
-            _exit(!all_calls());
-        }
-    for (int r = 0; r < 2; r++) {
-        int status;
-        waitpid(child[r], &status, 0);
-        if (status) fail_msg("rank %d ended with status %x", r, status);
-    }
+    const auto run = [] {
+        setenv("NCCL_HOSTID", rank ? "one" : "other", 1);
+        ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+        check_nccl(ncclCommInitRankConfig(&communicator.nccl, 2, id, rank, &config), "init");
+        return !all_calls();
+    };
+    on_two_ranks(run, 0, 0);
 }
 
 static int make_scratch(void **) {

@@ -8,18 +8,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include "tests/emulation/nccl_on_cpu.h"
 // needs those above, and to be told that it is C
 extern "C" {
 #include <cmocka.h>
 }
 
+#include "two_ranks.h"
+
 enum { COUNT = 1000 };
-static ncclUniqueId id;
-static int rank;
 static float *x, *y;  // device memory, of COUNT
 
 static void say(const char *what, int got, int expected) {
@@ -56,26 +52,14 @@ static ncclComm_t join(void) {
 #define GROUPED(call) (ncclGroupStart(), SAME(call, ncclSuccess), ncclGroupEnd())
 
 // Both ranks run the case, and both must exit with these statuses.
-static void on_two_ranks(void (*run)(void), int first, int second) {
-    ncclGetUniqueId(&id);
-    pid_t child[2];
-    fflush(NULL);
-    for (int r = 0; r < 2; r++)
-        if ((child[r] = fork()) == 0) {
-            rank = r;
-            alarm(20);
-            cudaMalloc(&x, COUNT * sizeof *x);
-            cudaMalloc(&y, COUNT * sizeof *y);
-            run();
-            _exit(0);
-        }
-    int expected[] = {first, second};
-    for (int r = 0; r < 2; r++) {
-        int status;
-        waitpid(child[r], &status, 0);
-        int got = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-        if (got != expected[r]) fail_msg("rank %d ended with %d, expected %d", r, got, expected[r]);
-    }
+static void expect_ends(void (*run)(void), int first, int second) {
+    const auto with_memory = [run] {
+        cudaMalloc(&x, COUNT * sizeof *x);
+        cudaMalloc(&y, COUNT * sizeof *y);
+        run();
+        return 0;
+    };
+    on_two_ranks(with_memory, first, second);
 }
 
 static void set(float *to, float value) {
@@ -240,48 +224,43 @@ static void host_memory(void) {
 }
 
 static void what_is_right_goes_through(void **) {
-    on_two_ranks(sound, 0, 0);
-    on_two_ranks(sound_and_blocking, 0, 0);
+    expect_ends(sound, 0, 0);
+    expect_ends(sound_and_blocking, 0, 0);
 }
 
 static void calls_that_do_not_match_are_refused(void **) {
-    on_two_ranks(other_counts, 0, 0);
-    on_two_ranks(other_counts_and_blocking, 0, 0);
-    on_two_ranks(other_calls, 0, 0);
-    on_two_ranks(other_sizes, 0, 0);
-    on_two_ranks(other_connections, 0, 0);
+    expect_ends(other_counts, 0, 0);
+    expect_ends(other_counts_and_blocking, 0, 0);
+    expect_ends(other_calls, 0, 0);
+    expect_ends(other_sizes, 0, 0);
+    expect_ends(other_connections, 0, 0);
 }
 
 static void calls_at_the_wrong_time_are_refused(void **) {
-    on_two_ranks(too_early, 0, 0);
-    on_two_ranks(too_late, 0, 0);
+    expect_ends(too_early, 0, 0);
+    expect_ends(too_late, 0, 0);
 }
 
 static void calls_on_the_wrong_thing_are_refused(void **) {
-    on_two_ranks(two_communicators, 0, 0);
-    on_two_ranks(no_such_rank, 0, 0);
-    on_two_ranks(no_configuration, 0, 0);
-    on_two_ranks(host_memory, STATUS_USAGE, 0);
+    expect_ends(two_communicators, 0, 0);
+    expect_ends(no_such_rank, 0, 0);
+    expect_ends(no_configuration, 0, 0);
+    expect_ends(host_memory, STATUS_USAGE, 0);
 }
 
-static void two_ranks_of_a_host_do_not_share_a_gpu(void **) { on_two_ranks(one_gpu, 0, 0); }
+static void two_ranks_of_a_host_do_not_share_a_gpu(void **) { expect_ends(one_gpu, 0, 0); }
 
 // The one that dies must be reaped before it is gone.
 static void a_death_is_an_error_of_the_other(void **) {
     signal(SIGCHLD, SIG_IGN);
-    ncclGetUniqueId(&id);
     pid_t child[2];
     int status = 1, ends[2];
     assert_int_equal(pipe(ends), 0);
-    fflush(NULL);
-    for (int r = 0; r < 2; r++)
-        if ((child[r] = fork()) == 0) {
-            rank = r;
-            alarm(20);
-            cudaMalloc(&y, COUNT * sizeof *y);
-            death();
-            _exit(write(ends[1], "", 1) != 1);
-        }
+    start_two_ranks(child, [ends] {
+        cudaMalloc(&y, COUNT * sizeof *y);
+        death();
+        return write(ends[1], "", 1) != 1;
+    });
     close(ends[1]);
     char byte = 1;
     status = read(ends[0], &byte, 1) == 1 ? byte : 1;

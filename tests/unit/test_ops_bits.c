@@ -21,7 +21,7 @@ typedef struct Output {
 } Output;
 
 typedef struct Outputs {
-    Output of[48];
+    Output of[80];
     int count;
 } Outputs;
 
@@ -168,6 +168,29 @@ static void run_attention(DType type, Outputs *outputs) {
     FREE(&q, &k, &v, &o, &probs);
 }
 
+// Of a matrix and its transpose: tiles of all of it, of rows, and square ones.
+static void run_codes(DType type, Outputs *outputs) {
+    const Tile tiles[] = {{0, 0}, {1, 16}, {16, 16}};
+    const int64_t n = 131, h = 77;
+    Array x = random_array(type, n, h, 1);
+    for (int how = 0; how < 6; how++) {
+        const bool turned = how & 1;
+        const Tile tile = tiles[how / 2];
+        const int64_t rows = turned ? h : n, columns = turned ? n : h;
+        Array scale = array_new(F32, tiles_of(rows, tile.rows), tiles_of(columns, tile.columns), 0);
+        Array codes = poisoned(E4M3, rows, columns), back = poisoned(type, rows, columns);
+        op_tile_amax(scale.t, x.t, turned, tile);
+        op_tile_scale(scale.t, scale.t, E4M3, SCALE_REAL);
+        op_encode(codes.t, x.t, scale.t, turned, tile);
+        op_decode(back.t, codes.t, scale.t, tile);
+        keep(outputs, "tile_scale", scale.t);
+        keep(outputs, "encode", codes.t);
+        keep(outputs, "decode", back.t);
+        FREE(&scale, &codes, &back);
+    }
+    FREE(&x);
+}
+
 static void run_matmuls(DType type, DType to, Outputs *outputs) {
     Array a = random_array(type, 131, 521, 1), b = random_array(type, 131, 257, 2),
           c = random_array(to, 521, 257, 3);
@@ -187,6 +210,7 @@ static void run_operations(DType type, DType to, Outputs *outputs) {
     run_elementwise_operations(type, outputs);
     run_expert_operations(type, outputs);
     run_attention(type, outputs);
+    run_codes(type, outputs);
 }
 
 // Sanitizers see all that others than the matrix multiply touch in the next test.
