@@ -16,7 +16,11 @@ enum { EVAL_SAMPLES = 32 };  // held-out sequences of an evaluation
 
 // ---- the yardstick ----
 
-// FLOP/s of op_matmul on size x size matrices, best of five.
+enum { MEASURES = 6, LEAST_SIZE = 128 };
+
+static double matmul_flops(int64_t size) { return 2.0 * (double)size * (double)size * (double)size; }
+
+// FLOP/s of op_matmul on size x size matrices, best of all but the first.
 static double matmul_rate(DType dtype, int64_t size) {
     Tensor a = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(size, size)),
            b = tensor_like(MEMORY_ACTIVATION, a);
@@ -25,7 +29,7 @@ static double matmul_rate(DType dtype, int64_t size) {
     op_fill(b, 0.25);
     Tensor row = tensor_rows_of(c, 0, 1);
     double best = INFINITY;
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < MEASURES; i++) {
         double start = wall_seconds();
         op_matmul(c, a, b, false, false, 0);
         op_sum(row);                                           // waits for the device
@@ -34,19 +38,21 @@ static double matmul_rate(DType dtype, int64_t size) {
     tensor_free(&a);
     tensor_free(&b);
     tensor_free(&c);
-    return 2.0 * (double)size * (double)size * (double)size / best;
+    return matmul_flops(size) / best;
 }
 
 // FLOP/s of the multiply of the run's own dtype on its own device, of a size that fills it: doubled until
-// the rate stops growing, or the next product would take long, or half of the memory that is left.
-static double yardstick(DType dtype) {
+// the rate stops growing, or the next product would take long, or half of the memory that is left. A short
+// run, of so many FLOPs, is not kept waiting: it takes smaller ones than 1024, which compute no more than it.
+static double yardstick(DType dtype, double run_flops) {
     const double most_seconds = 0.05, growth = 1.03;
     int64_t size = 1024;
+    while (size > LEAST_SIZE && MEASURES * matmul_flops(size) > run_flops) size /= 2;
     double rate = matmul_rate(dtype, size);
-    for (bool grows = true; grows;) {
+    for (bool grows = size == 1024; grows;) {
         double twice = 2.0 * (double)size, bytes = 3 * twice * twice * (double)dtype_size(dtype);
         double room = (double)backend_room(memory_account().now_total);
-        if (2 * pow(twice, 3) / rate > most_seconds || bytes > room / 2) break;
+        if (matmul_flops(2 * size) / rate > most_seconds || bytes > room / 2) break;
         double larger = matmul_rate(dtype, 2 * size);
         grows = larger > growth * rate;
         if (larger > rate) rate = larger, size *= 2;
@@ -235,7 +241,9 @@ static OpCount run_steps(Trainer *t, double *series[SERIES], Counted *counted) {
     const Config *c = &t->config;
     bool dry = device_is_dry_run();
     int64_t first = t->progress.step, every = (int64_t)config_number(c, "eval-every");
-    double rate = dry ? 0 : yardstick((DType)c->dtype);
+    double run_flops = config_step_flops(c, t->progress.batch) * (double)(c->steps - first) /
+                       (double)t->model->mesh.world.size;
+    double rate = dry ? 0 : yardstick((DType)c->dtype, run_flops);
     memory_reset_peak();
     OpCount sum = {0};
     for (int64_t step = first; step < c->steps; step++) {

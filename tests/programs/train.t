@@ -17,8 +17,8 @@ runs "learns this book's own sources" '^PASS train: held-out loss 5\.[0-9]+ -> [
     --layers 2 --seq 64
 runs "writes a sample" 'the prompt ends at \|' --steps 30 --layers 1 --sample 20 --temperature 0
 runs "trains in bf16" '^PASS' $small --steps 40 --dtype bf16
-grep -qE '^matrix multiply in bf16, ([0-9]+) x \1: [0-9.]+ .?FLOP/s$' "$out"
-report $? "trains in bf16, beside what its device multiplies in bf16"
+grep -qE '^matrix multiply in bf16, (128|256|512) x \1: [0-9.]+ .?FLOP/s$' "$out"
+report $? "trains in bf16, beside what its device multiplies in bf16, which takes no longer than the run"
 runs "trains in f64 with tied embeddings and accumulation" '^PASS' $small --steps 40 --dtype f64 --tied \
     --grad-acc 2
 runs "counts what f16 loses without loss scaling" \

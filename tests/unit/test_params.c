@@ -89,8 +89,9 @@ static void shapes_are_those_of_the_shards(void) {
     params_free(&p);
 }
 
+// Imagined places are shared among the ranks.
 static void shards_are_born_as_slices(void) {
-    for (int place_of = 0; place_of < 5 * 4; place_of++) {
+    for (int place_of = me; place_of < 5 * 4; place_of += n) {
         int dp = 1 + place_of / 4, tp = 1 + place_of % 4;
         int64_t heads[4];
         for (int h = heads_for(tp, heads) - 1; h >= 0; h--)
@@ -114,8 +115,9 @@ static void shards_are_born_as_slices(void) {
     }
 }
 
-// Numbers are drawn some millions at a time.
+// Numbers are drawn some millions at a time, by each rank for itself.
 static void a_large_weight_is_born_as_a_small_one(void) {
+    if (me) return;
     const int64_t rows = 3001, columns = 1433, all = rows * columns, piece = 1 << 22;
     const ParamSpec spec = {"large", WHOLE, rows, columns, true, 0.5};
     Mesh mesh = mesh_single();
@@ -239,7 +241,7 @@ static void expect_facts(const Shards *s, const Param *param, int holders) {
 // From every rank's place, of more heads than ranks: what the ranks own together is each element once, or
 // once on every replica, and all that stands anywhere is its slice of the whole.
 static void techniques_cover_each_weight(void) {
-    for (int place_of = 0; place_of < 3 * 4; place_of++)
+    for (int place_of = me; place_of < 3 * 4; place_of += n)
         for (int kind = 0; kind < SHARDS * 4; kind++) {
             static const int degrees[] = {2, 3, 4, 8};
             int dp = 1 + place_of / 4, tp = degrees[place_of % 4], stage = kind % 4;

@@ -79,7 +79,7 @@ static Config config_of(const Layout *l, const char *more) {
     char *text = format_text(
         "layers=%d hidden=48 heads=24 kv-heads=%d ffn=48 vocab=257 seq=12 micro-batch=1 steps=4 lr=3e-3 "
         "warmup=2 %s",
-        is_slow() ? 1 : 2, heads_of_keys(), more);
+        is_slow() || n > 4 ? 1 : 2, heads_of_keys(), more);
     Config c = config_default(text);
     free(text);
     int dp = l->dp ? l->dp : 1;
