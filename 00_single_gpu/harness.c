@@ -209,7 +209,11 @@ int program_main(int argc, char **argv, const Program *own_program) {
     if (from) checkpoint_config(from, &config);
     if (config.resume) config.resume = from;
     else config.init = from;
-    CHECK(config.experts || !program->defaults || !strstr(program->defaults, " experts="),
+    CHECK(!config.experts || (groups & CONFIG_EXPERTS),
+          "%s has experts, and this program computes dense layers alone: take a program of "
+          "06_expert_parallel",
+          from);
+    CHECK(config.experts || !program->experts,
           "%s shows what it does with experts, and %s has none: train_5d takes dense models",
           base_program(), from ? from : "--experts 0");
     layout_check(&config, comm_ranks(), program->techniques);

@@ -30,6 +30,7 @@ typedef struct Program {
     bool (*exact)(
         const Config *config);  // whether sums run as on one device: no bit may differ; NULL: they do not
     bool trains;                // always for real, and never the proof: train.c, the baseline itself
+    bool experts;               // it shows what it does with experts, and takes no dense model
     void (*plan)(Mesh mesh, const Config *config);  // what it shows before it trains; may be NULL
     void (*more)(Mesh mesh, const Config *config);  // what else the program shows; may be NULL
 } Program;

@@ -257,6 +257,9 @@ static void measure(const MemoryPlan *plan, bool dry_run) {
 
 static void check_cuts(const MemoryPlan *plan) {
     const Config *c = &plan->model;
+    CHECK(!plan->sp || plan->tp > 1, "--sp shards rows over the ranks of --tp, and there is one");
+    CHECK(!plan->zero || plan->dp > 1, "--zero %ld shards over the ranks of --dp, and there is one",
+          plan->zero);
     CHECK(c->heads % plan->tp == 0, "--heads %ld is not divisible by --tp %ld", c->heads, plan->tp);
     CHECK(c->kv_heads % plan->tp == 0 || plan->tp % c->kv_heads == 0,
           "--kv-heads %ld: neither it nor --tp %ld divides the other", c->kv_heads, plan->tp);

@@ -39,6 +39,7 @@ static double *watch_steps(Trainer *trainer, MemoryHistory *history) {
         double start = wall_seconds();
         train_step(trainer, NULL);
         seconds[step] = wall_seconds() - start;
+        progress_on_terminal(step + 1, steps, "steps watched");
     }
     memory_history_step(history);
     return seconds;

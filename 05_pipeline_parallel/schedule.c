@@ -274,6 +274,11 @@ int main(int argc, char **argv) {
     CHECK(!chosen || !file, "--schedule and --load are two schedules: one of them");
     CHECK(chosen || file || (!svg && !dump), "--%s needs a schedule: --schedule or --load",
           svg ? "svg" : "dump");
+    if (!chosen)
+        options_need(table, count, "stages micro-batches chunks group split memory-limit", "--schedule");
+    if (kind != INTERLEAVED) options_need(table, count, "chunks group", "--schedule interleaved");
+    if (kind != ONE_F_ONE_B) options_need(table, count, "split", "--schedule one_f_one_b");
+    if (kind != ZB_AUTO) options_need(table, count, "memory-limit", "--schedule zb_auto");
     CHECK(d.F + d.B + d.W > 0, "--forward, --backward and --weight are all 0: one of them must take time");
     if (d.pair <= 0) d.pair = d.F + d.B + d.W;
     report_json(base_rank() ? NULL : json);

@@ -311,6 +311,7 @@ int main(int argc, char **argv) {
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=8 top-k=2 ep=2 aux-loss=0.01 "
             "z-loss=0.001 balance-bias=0.001",
+        .experts = true,
         .natural = 4,
         .techniques = techniques,
         .option = options,

@@ -355,6 +355,7 @@ int main(int argc, char **argv) {
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 experts=8 top-k=2",
+        .experts = true,
         .natural = 1,
         .techniques = techniques,
         .baseline = plainly};

@@ -361,6 +361,7 @@ int main(int argc, char **argv) {
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=16 top-k=4 moe=deepseek "
             "expert-groups=4 groups-kept=2 ep=8 gpus-per-node=2",
+        .experts = true,
         .natural = 8,
         .techniques = node_limited_layouts(),
         .option = options,

@@ -305,6 +305,7 @@ int main(int argc, char **argv) {
         .defaults =
             "layers=3 hidden=48 heads=6 kv-heads=2 ffn=40 seq=31 micro-batch=2 grad-acc=3 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 experts=8 top-k=2 ep=4",
+        .experts = true,
         .natural = 4,
         .techniques = overlapped_layouts(),
         .option = options,

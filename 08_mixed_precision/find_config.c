@@ -18,10 +18,12 @@
 // Last line: PASS find_config: the fastest of … layouts takes … s a step …
 #include "find_config.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
+#include "00_single_gpu/formulas.h"
 #include "report/report.h"
 
 #ifndef NO_MAIN
@@ -62,6 +64,21 @@ static void reach(const char *machine) {
     clock_set_efficiency(rows, count);
 }
 
+// Sharded at best, the states of all GPUs are those of one model.
+static void report_none(const Goal *goal) {
+    MemoryPlan plan = {.model = goal->model, .f32_gradients = true, .tp = 1, .dp = 1};
+    MemoryNeed need = memory_states(&plan, (double)config_parameters(&goal->model));
+    double filled = ceil(memory_states_bytes(&need) / goal->memory);
+    const char *plural = goal->gpus == 1 ? "" : "s";
+    if (filled > goal->gpus)
+        report_that(false,
+                    "no layout of %d GPU%s fits: weights, gradients and optimizer state alone fill %.0f",
+                    goal->gpus, plural, filled);
+    else
+        report_that(false, "no layout of %d GPU%s fits: it takes more --gpus, or a shorter --seq",
+                    goal->gpus, plural);
+}
+
 static int show_search(const Goal *goal) {
     device_dry_run(true);
     comm_stand_for_all(true);
@@ -72,8 +89,7 @@ static int show_search(const Goal *goal) {
         (long long)(goal->sequences * goal->model.seq), (long long)goal->sequences, goal->model.seq);
     search_print(goal, &found);
     say("\nmeasured here: %.1f s of one core for %lld layouts", seconds, (long long)found.legal);
-    report_that(found.count > 0, "no layout of %d GPUs fits: --gpus %d would double the memory", goal->gpus,
-                2 * goal->gpus);
+    if (found.count == 0) report_none(goal);
     double step = found.count > 0 ? found.best[0].time.step : 0;
     long long legal = (long long)found.legal;
     free(found.best);
@@ -129,7 +145,7 @@ int main(int argc, char **argv) {
                      "trust them.",
                      CONFIG_MODEL | CONFIG_EXPERTS,
                      "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 dtype=bf16 "
-                     "optimizer=adamw",
+                     "optimizer=adamw micro-batch=1",
                      own, sizeof own / sizeof *own);
     check_typed(runs_path, agreement, asks_rules, refit, fitted, map, curves_file);
     c.machine = machine;

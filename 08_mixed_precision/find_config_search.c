@@ -155,17 +155,25 @@ Search search(const Goal *goal, int wanted) {
     Search found = {NULL, 0, 0, 0};
     Space s = {.goal = goal, .search = &found, .most = wanted > 1 ? CLOCKED : CLOCKED_FOR_ONE};
     int experts = goal->model.experts > 0 ? (int)goal->model.experts : 1;
+    int done = 0, all = s.most + 1;  // pairs of tp and cp, and layouts to clock
     for (int tp = 1; tp <= goal->gpus; tp *= 2)
-        for (int cp = 1; tp * cp <= goal->gpus; cp *= 2, s.kepts = 0)
+        for (int cp = 1; tp * cp <= goal->gpus; cp *= 2) all++;
+    for (int tp = 1; tp <= goal->gpus; tp *= 2)
+        for (int cp = 1; tp * cp <= goal->gpus; cp *= 2, s.kepts = 0) {
+            progress_on_terminal(++done, all, "layouts are priced");
             for (int pp = 1; tp * cp * pp <= goal->gpus; pp++)
                 for (int ep = 1; ep <= experts; ep *= 2) {
                     if (goal->gpus % (tp * cp * pp)) continue;
                     Found f = {.tp = tp, .cp = cp, .pp = pp, .dp = goal->gpus / (tp * cp * pp), .ep = ep};
                     if (legal(goal, &f) && experts % ep == 0) each_batch(&s, f);
                 }
+        }
     found.best = host_alloc((size_t)CLOCKED * sizeof *found.best);
-    for (int i = 0; i < s.count; i++)
+    for (int i = 0; i < s.count; i++) {
+        progress_on_terminal(++done, all, "the best are clocked");
         if (clocked(goal, &s.best[i])) found.best[found.count++] = s.best[i];
+    }
+    progress_on_terminal(all, all, "");
     qsort(found.best, (size_t)found.count, sizeof *found.best, by_seconds);
     if (found.count > wanted) found.count = wanted;
     free(s.kept);

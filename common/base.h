@@ -118,8 +118,9 @@ typedef struct Option {
 // other programs of this book have, and this one has not, is told so. Targets of TEXT point into argv.
 // purpose is one line of --help; further lines of it are shown as examples.
 void options_parse(int argc, char **argv, const char *purpose, Option *table, int count);
-bool option_given(const Option *table, int count, const char *name);
-// Refuses flags of " names like these " that were given and that nothing would read without the reader.
+// The first flag of the table that was typed and is one of these names ("dp tp"), or NULL.
+const char *option_given(const Option *table, int count, const char *names);
+// Refuses those of these flags that were typed: without the reader nothing would read them.
 void options_need(const Option *table, int count, const char *names, const char *reader);
 
 // ---- printing ----

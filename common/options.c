@@ -272,18 +272,21 @@ void options_parse(int argc, char **argv, const char *purpose, Option *table, in
     }
 }
 
-void options_need(const Option *table, int count, const char *names, const char *reader) {
-    for (int i = 0; i < count; i++) {
-        char *word = format_text(" %s ", table[i].name);
-        CHECK(table[i].type == OPTION_HEADING || !table[i].given || !strstr(names, word),
-              "--%s is read with %s alone: add that, or leave out --%s", table[i].name, reader,
-              table[i].name);
-        free(word);
-    }
+// Whether the word is one of the names, which have blanks between them.
+static bool is_among(const char *names, const char *word) {
+    size_t length = strlen(word);
+    for (const char *at = names; (at = strstr(at, word)); at++)
+        if ((at == names || at[-1] == ' ') && (at[length] == ' ' || !at[length])) return true;
+    return false;
 }
 
-bool option_given(const Option *table, int count, const char *name) {
+const char *option_given(const Option *table, int count, const char *names) {
     for (int i = 0; i < count; i++)
-        if (strcmp(table[i].name, name) == 0) return table[i].given;
-    return false;
+        if (table[i].given && is_among(names, table[i].name)) return table[i].name;
+    return NULL;
+}
+
+void options_need(const Option *table, int count, const char *names, const char *reader) {
+    const char *name = option_given(table, count, names);
+    CHECK(!name, "--%s is read with %s alone: add that, or leave out --%s", name, reader, name);
 }

@@ -276,7 +276,7 @@ void clock_end(void) {
     add(&state.operations[state.operation], state.flops, state.bytes, wall, state.model_seconds);
     add(&state.total, state.flops, state.bytes, wall, state.model_seconds);
     state.model_now += state.model_seconds;
-    if (state.tracing) state.events[state.events_count - 1].wall_end = now;
+    if (state.tracing) state.events[state.events_count - 1].wall_end = now - state.excluded;
     state.name = NULL;
     if (in_flight_count) in_flight_push();
 }

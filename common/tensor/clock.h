@@ -65,8 +65,8 @@ typedef struct OpCount {
 // The front of ops calls these around each operation; name is a string literal.
 void clock_begin(const char *name, DType dtype, double flops, double bytes);
 void clock_end(void);
-// Takes these off the wall seconds of the operation under way, if there is one: between its tiles they went
-// to messages (in_flight.h).
+// Takes these off the wall seconds of the operation under way, if there is one, and off its span in a trace:
+// between its tiles they went to messages (in_flight.h).
 void clock_exclude(double seconds);
 
 // Totals since the start or the last clock_reset; OpCount.name is "total".

@@ -19,8 +19,7 @@ typedef struct Preset {
 // Shapes as in each model's published config.json; seq is the context of its pre-training.
 static const Preset presets[] = {
     {"default", "layers=4 hidden=128 heads=4 kv-heads=2 ffn=352 vocab=256 seq=128 tied=0", 1e4, 1e-5},
-    // The playbook's widget has a "Llama 3 tiny" whose shape no text gives: this is 8B at a sixteenth of
-    // its width.
+    // The playbook's widget has one whose shape no text gives: this is 8B at a sixteenth of its width.
     {"llama-3-tiny", "layers=4 hidden=256 heads=8 kv-heads=2 ffn=896 vocab=128256 seq=512 tied=0", 5e5,
      1e-5},
     {"smollm-135m", "layers=30 hidden=576 heads=9 kv-heads=3 ffn=1536 vocab=49152 seq=2048 tied=1", 1e4,
@@ -42,15 +41,13 @@ static const Preset presets[] = {
     {"mixtral-8x7b",
      "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=32000 seq=32768 tied=0 experts=8 top-k=2",
      1e6, 1e-5},
-    // DeepSeek-V3's 58 blocks with experts (its first 3 are dense), to the parameter; attention is this
-    // book's.
+    // The 58 blocks with experts (its first 3 are dense), to the parameter; attention is this book's.
     {"deepseek-v3",
      "layers=58 hidden=7168 heads=128 kv-heads=8 head-size=128 ffn=18432 vocab=129280 seq=4096 tied=0 "
      "experts=256 top-k=8 expert-ffn=2048 shared-experts=1 moe=deepseek expert-groups=8 groups-kept=4 "
      "routed-scale=2.5",
      1e4, 1e-6},
-    // GPT-3's sizes, vocabulary padded as Megatron does, in this book's block; its own has biases, and no
-    // gate.
+    // Vocabulary padded as Megatron does, in this book's block; GPT-3's own has biases, and no gate.
     {"gpt-3-175b", "layers=96 hidden=12288 heads=96 kv-heads=96 ffn=49152 vocab=51200 seq=2048 tied=1", 1e4,
      1e-5},
 };
@@ -244,9 +241,7 @@ static void add_setting(Config *c, const Option *option, const Value *value) {
         case OPTION_FLAG:
             number = value->flag;
             break;
-        case OPTION_TEXT:
-        case OPTION_OUTPUT:
-        case OPTION_HEADING:
+        default:
             break;
     }
     config_set(c, option->name, number);
@@ -274,8 +269,7 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
                      format_text("%s", model ? preset->shape : "")};
     for (int i = 0; i < 3; i++) change_standards(shared, shared_count, owned, own_count, layer[i]);
 
-    // Every field gets its standard value, also where the program has no flag for it; then the flags that
-    // it has are read.
+    // Every field gets its standard value, also those without a flag here; then the program's flags.
     Option table[MAX_OPTIONS];
     for (int i = 0; i < shared_count; i++) table[i] = shared[i].option;
     char *no_flags[] = {(char *)base_program(), NULL};
@@ -297,14 +291,13 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
         own[i].given = table[first + i].given;
         if (!own[i].target && own[i].type != OPTION_HEADING) add_setting(&c, &own[i], &value[i]);
     }
-    static const char *const shape[] = {"model", "layers", "hidden", "heads",   "kv-heads", "head-size",
-                                        "ffn",   "vocab",  "tied",   "experts", "top-k",    "expert-ffn"};
-    for (size_t i = 0; i < sizeof shape / sizeof *shape; i++)
-        c.shape_given = c.shape_given || option_given(table, count, shape[i]);
-    const char *of_experts = " top-k expert-ffn shared-experts moe expert-groups groups-kept routed-scale ";
+    const char *shape =
+        "model layers hidden heads kv-heads head-size ffn vocab tied experts top-k expert-ffn";
+    c.shape_given = option_given(table, count, shape);
+    const char *of_experts = "top-k expert-ffn shared-experts moe expert-groups groups-kept routed-scale";
     if (!c.experts && !c.init && !c.resume) options_need(table, count, of_experts, "--experts");
     if (c.optimizer == OPTIMIZER_SGD)
-        options_need(table, count, " weight-decay warmup ", "--optimizer adamw");
+        options_need(table, count, "weight-decay warmup", "--optimizer adamw");
     for (int i = 0; i < 3; i++) free(layer[i]);
 
     c.model = preset->name;
@@ -372,8 +365,10 @@ void config_check(const Config *c) {
     CHECK(c->micro_batch <= INT32_MAX / c->seq,
           "--micro-batch %ld of --seq %ld are more than 2^31 - 1 tokens", c->micro_batch, c->seq);
     double scores = (double)c->micro_batch * (double)c->heads * (double)c->seq * (double)c->seq;
-    CHECK(scores < 0x1p60, "--micro-batch %ld x --heads %ld x --seq %ld squared are more than 2^60 scores",
-          c->micro_batch, c->heads, c->seq);
+    char batch[40] = "";  // of one sequence it is not what is too much
+    if (c->micro_batch > 1) snprintf(batch, sizeof batch, "--micro-batch %ld x ", c->micro_batch);
+    CHECK(scores < 0x1p60, "%s--heads %ld x --seq %ld squared are more than 2^60 scores", batch, c->heads,
+          c->seq);
     CHECK((double)c->micro_batch * (double)c->grad_acc * (double)c->steps < 0x1p53,
           "--micro-batch %ld x --grad-acc %ld x --steps %ld are more than 2^53 samples", c->micro_batch,
           c->grad_acc, c->steps);
@@ -390,6 +385,11 @@ static const Setting *find_setting(const Config *c, const char *name) {
 }
 
 bool config_has(const Config *c, const char *name) { return find_setting(c, name) != NULL; }
+
+bool config_given(const Config *c, const char *name) {
+    const Setting *setting = find_setting(c, name);
+    return setting && setting->given;
+}
 
 double config_number(const Config *c, const char *name) {
     const Setting *setting = find_setting(c, name);

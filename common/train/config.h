@@ -97,6 +97,7 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
 Config config_default(const char *defaults);
 // A setting's value; 0 or NULL where this program has no such option.
 bool config_has(const Config *config, const char *name);
+bool config_given(const Config *config, const char *name);  // it was typed
 double config_number(const Config *config, const char *name);
 const char *config_text(const Config *config, const char *name);
 void config_set(Config *config, const char *name, double number);

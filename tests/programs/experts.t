@@ -130,4 +130,6 @@ refused "a folder has no place for it" load_balance --save "$work/balanced"
 refused "which have no place for --moe deepseek" moe --moe deepseek --save "$work/deepseek"
 refused "--model mixtral-8x7b has experts, and this program computes dense layers alone" \
     ../00_single_gpu/train --model mixtral-8x7b
+refused "tests/fixtures/mixtral_tied_bf16 has experts, and this program computes dense layers alone" \
+    ../00_single_gpu/train --init tests/fixtures/mixtral_tied_bf16
 finish

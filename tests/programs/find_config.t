@@ -61,6 +61,13 @@ grep -q '^8 experts of f=14336, top 1' "$out"
 report $? "the command of the best layout: a preset that flags have changed, and its experts"
 same_layout "DeepSeek's" "L=2 h=7168" --model deepseek-v3 --layers 2 --experts 16 --routed-scale 1.5 \
     --seq 512 --gpus 4 --batch-tokens 8K
+on_terminal "$build/$program --gpus 1 --model llama-3-405b"
+grep -q 'find_config: no layout of 1 GPU fits: weights, .* state alone fill 107' "$out"
+report $? "a model that is too large: how many GPUs its states fill"
+grep -qE '\[-+\] +[0-9]+%: layouts are priced' "$out"
+report $? "a bar while it searches"
+refused ": --heads 128 x --seq 100000000 squared" $program --model llama-3-405b --seq 100000000 \
+    --batch-tokens 100000000
 refused "--batch-tokens 4X" $program --batch-tokens 4X
 refused "--dtype f32" $program --dtype f32
 refused "--fit is of published runs: add --runs FILE" $program --fit

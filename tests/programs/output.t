@@ -85,13 +85,11 @@ fails() {
 escape=$(printf '\033')
 run "$naive" --ranks 2 && ! grep -qF -e "$escape" -e "$(printf '\r')" "$out"
 report $? "no color and no bar in a log"
-shown() { (unset NO_COLOR; TERM=xterm script -qec "stty cols 100; $*" /dev/null </dev/null) >"$out" \
-    2>"$err"; }
-shown "$naive --ranks 2 --layers 6" && grep -qF "$escape[32mPASS$escape[0m ddp_naive" "$out"
+on_terminal "$naive --ranks 2 --layers 6" && grep -qF "$escape[32mPASS$escape[0m ddp_naive" "$out"
 report $? "a green verdict on a terminal, through mpirun, too"
 grep -qE '\[#+-*\] +[0-9]+%' "$out"
 report $? "a bar while it works"
-shown "NO_COLOR=1 $naive --ranks 2" && grep -q '^PASS ddp_naive' "$out"
+on_terminal "NO_COLOR=1 $naive --ranks 2" && grep -q '^PASS ddp_naive' "$out"
 report $? "no color where NO_COLOR asks for none"
 timeout 60 "$naive" --ranks 4 --steps 1000000 2>"$err" | head -n 1 >"$out"
 [ ${PIPESTATUS[0]} = 141 ] && [ ! -s "$err" ] && [ "$(wc -l <"$out")" = 1 ]

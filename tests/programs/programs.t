@@ -22,6 +22,11 @@ passes "memory of ZeRO-3, which leaves out units in use" memory --model llama-3-
     --zero 3
 grep -q '(without the units in use, whose whole gradients and weights come on top)' "$out"
 report $? "and says that it leaves them out"
+refused "--sp shards rows over the ranks of --tp, and there is one" memory --sp
+refused "--zero 1 shards over the ranks of --dp, and there is one" memory --measure --zero 1
+run "$build/train" $small --steps 1 --dry-run --temperature 1 &&
+    grep -q '^PASS train: 1 step counted, none computed' "$out"
+report $? "a dry run takes each flag of the run, and counts one step"
 for program in train grad_accumulation recompute; do
     passes "$program writes --json and --trace" $program $small --steps 12 --json "$work/$program.json" \
         --trace "$work/$program.trace"

@@ -137,6 +137,10 @@ printf '# pp-schedule name=x p=2 m=1 stages=2 dirs=1\nplace 0: 0 2\n' >"$work/ba
 refused 'line 2: the rank of a stage is not a number from 0 to 1' $program --load "$work/bad.txt"
 refused '--schedule and --load are two schedules' $program --schedule afab --load "$work/w.txt"
 refused '--svg needs a schedule' $program --svg "$work/x.svg"
+refused '--stages is read with --schedule alone' $program --stages 3
+refused '--chunks is read with --schedule interleaved alone' $program --schedule afab --chunks 3
+refused '--split is read with --schedule one_f_one_b alone' $program --schedule zb_v --split
+refused '--memory-limit is read with --schedule zb_auto alone' $program --schedule zb_v --memory-limit 3
 refused '--stages 2, 4' $program --schedule dualpipe --stages 3
 refused '--group must be at least --stages' $program --schedule interleaved --group 3
 refused '--svg /no/such/folder/x.svg cannot be written' $program --schedule afab \

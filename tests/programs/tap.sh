@@ -64,6 +64,10 @@ run() {
     return $status
 }
 
+# on_terminal COMMAND: the same on a terminal of 100 columns.
+on_terminal() { (unset NO_COLOR; TERM=xterm script -qec "stty cols 100; $*" /dev/null </dev/null) >"$out" \
+    2>"$err"; }
+
 # by_mpirun ARGUMENTS…: the same under mpirun, started by hand. What it says itself, between lines of
 # dashes, is left out of $err.
 by_mpirun() {

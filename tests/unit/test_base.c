@@ -123,7 +123,7 @@ static void defaults_fill_every_target(void **state) {
     assert_string_equal(got.file, "kept");  // it has no standard value
     assert_int_equal(got.kind, 1);
     assert_false(got.fast);
-    assert_false(option_given(table, OPTIONS, "count"));
+    assert_null(option_given(table, OPTIONS, "count"));
 }
 
 static void values_are_read_in_both_forms(void **state) {
@@ -134,11 +134,22 @@ static void values_are_read_in_both_forms(void **state) {
     assert_string_equal(got.file, "a=b");
     assert_int_equal(got.kind, 2);
     assert_true(got.fast);
-    assert_true(option_given(table, OPTIONS, "count"));
+    assert_string_equal(option_given(table, OPTIONS, "count"), "count");
     parse_words("--kind red");
     assert_int_equal(got.kind, 0);
     assert_false(got.fast);
-    assert_false(option_given(table, OPTIONS, "count"));
+    assert_null(option_given(table, OPTIONS, "count"));
+}
+
+// Whole names, wherever they stand among the others.
+static void flags_that_were_typed_are_found_by_name(void **state) {
+    (void)state;
+    parse_words("--kind red --rate=0");
+    assert_string_equal(option_given(table, OPTIONS, "kind count"), "kind");
+    assert_string_equal(option_given(table, OPTIONS, "count file rate fast"), "rate");
+    assert_string_equal(option_given(table, OPTIONS, "rates rate"), "rate");
+    assert_null(option_given(table, OPTIONS, "kinds light-kind rate-of count"));
+    assert_null(option_given(table, OPTIONS, ""));
 }
 
 static void bounds_are_inclusive(void **state) {
@@ -439,6 +450,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(defaults_fill_every_target),
         cmocka_unit_test(values_are_read_in_both_forms),
+        cmocka_unit_test(flags_that_were_typed_are_found_by_name),
         cmocka_unit_test(bounds_are_inclusive),
         cmocka_unit_test(wrong_use_is_one_sentence_that_names_the_flag),
         cmocka_unit_test(help_is_made_from_the_table),

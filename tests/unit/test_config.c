@@ -98,6 +98,7 @@ static void options_of_techniques_become_settings(void **state) {
     assert_true(config_number(&c, "parts") == 3);
     assert_string_equal(config_text(&c, "plan"), "x.txt");
     assert_true(own[1].given && own[3].given && !own[0].given && !own[2].given);
+    assert_true(config_given(&c, "zero") && !config_given(&c, "sp") && !config_given(&c, "gather"));
     assert_true(config_has(&c, "sp"));
     assert_false(config_has(&c, "gather"));
     assert_true(config_number(&c, "gather") == 0);
@@ -212,7 +213,10 @@ static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
         {"--hidden 0", "--hidden 0 is out of bounds"},
         {"--layers -1", "--layers -1 is out of bounds"},
         {"--micro-batch 100000 --seq 100000", "--micro-batch 100000 of --seq 100000 are more than 2^31"},
-        {"--micro-batch 20 --seq 100000000 --heads 64", "are more than 2^60 scores"},
+        {"--micro-batch 20 --seq 100000000 --heads 64",
+         "--micro-batch 20 x --heads 64 x --seq 100000000 squared are more than 2^60 scores"},
+        {"--micro-batch 1 --seq 100000000 --heads 128 --hidden 256",
+         ": --heads 128 x --seq 100000000 squared are more than 2^60 scores"},
         {"--steps 1000000000000 --grad-acc 100000", "are more than 2^53 samples"},
         {"--model llama-9", "--model llama-9 is not known; there are default, "},
         {"--model", "--model needs a value: NAME"},

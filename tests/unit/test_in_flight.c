@@ -382,12 +382,19 @@ static void what_a_push_takes_is_not_the_operation_s(void **context) {
     void (*before)(void) = in_flight_push;
     in_flight_push = slow_push;
     clock_reset();
+    clock_trace_start();
     in_pushes = 0;
     double began = wall_seconds();
     pushes_of(3, F32, 1);
     double passed = wall_seconds() - began, counted = clock_total().wall_seconds;
     if (counted > passed - in_pushes || counted <= 0)
         fail_msg("operations took %g s of %g s, of which pushes took %g s", counted, passed, in_pushes);
+    const Event *event;
+    double shown = 0;
+    for (int64_t i = clock_events(&event); i-- > 0;) shown += event[i].wall_end - event[i].wall;
+    if (shown > passed - in_pushes || shown < counted)
+        fail_msg("a trace shows %g s of operations, which took %g s of %g s, and pushes %g s", shown,
+                 counted, passed, in_pushes);
     in_flight_push = before;
 }
 
