@@ -51,7 +51,7 @@ report $? "crossed orders of two communicators: $(cat "$err")"
 
 run $nccl/tests/test_streams --ranks 2 && ! grep -q '^not ok' "$out"
 report $? "streams keep the order of the calls"
-all_tests $nccl/tests/test_waits --timeout 60
+limit=400 all_tests $nccl/tests/test_waits --timeout 60
 report $? "the host waits once a step, and for the counts of a mixture's rows"
 for program in test_comm test_comm_requests; do
     all_tests $nccl/tests/$program --ranks 3 --types 3 --timeout 20 --trust-calls
