@@ -222,8 +222,8 @@ static void run_micro_batches(Trainer *t, const StepInput *input) {
     params_sum_copies(params);
 }
 
-// A step's loss and norm come to the host together. Until here it has waited for nothing, and a GPU works
-// on what is queued.
+// A step's loss and norm come to the host together. Until here it has waited for nothing but a mixture's
+// counts of rows, and a GPU works on what is queued.
 static void read_loss_and_norm(Trainer *t, StepInput *input, double grad_scale) {
     const Params *params = &t->model->params;
     double loss;

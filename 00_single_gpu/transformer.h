@@ -208,7 +208,8 @@ typedef struct Sockets {
         void (*before_backward)(void *context, Model *model, MicroBatch *micro, int layer);
     } activations;
     // Who runs a step's micro-batches, and who evaluates; the caller has zeroed the gradients, and ends
-    // them. The host does not wait for the device in run: nobody reads a loss before the step's end.
+    // them. The host does not wait for the device in run, but for a mixture's counts of rows: nobody reads
+    // a loss before the step's end.
     struct {
         void *context;
         void (*run)(void *context, Model *model, const StepInput *input);

@@ -29,13 +29,14 @@ namespace backward_16 {
 #include "flash_attention_2_tensor_backward.cu"
 }
 
-// Whether the kernels serve this chunk, and as what.
-static bool heads_of(TokenHeads *shape, DType dtype, const AttentionChunk &at) {
+// Whether the kernels serve this chunk, and as what. They load rows in packs of 16 bytes.
+template <class... Arrays>
+static bool heads_of(TokenHeads *shape, DType dtype, const AttentionChunk &at, const Arrays *...arrays) {
     const float scale = 1 / sqrtf((float)at.head_size);
     *shape = {
         {at.b, at.queries.s, at.heads, at.kv_heads, scale, at.shape == MASK_CAUSAL}, at.queries, at.keys};
     return dtype != F64 && (at.head_size == 64 || at.head_size == 128) && at.b > 0 && at.queries.s > 0 &&
-           at.keys.s > 0 && at.b <= 65535 && at.heads <= 65535;
+           at.keys.s > 0 && at.b <= 65535 && at.heads <= 65535 && ((uintptr_t)arrays | ...) % 16 == 0;
 }
 
 // The kernels of each type.
@@ -111,7 +112,7 @@ static void forward_in(DType dtype, void *o, void *lse, const void *q, const voi
 bool attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k, const void *v,
                              AttentionChunk at) {
     TokenHeads shape;
-    if (!heads_of(&shape, dtype, at)) return false;
+    if (!heads_of(&shape, dtype, at, q, k, v)) return false;
     if (at.shape == MASK_ANY) forward_in(dtype, o, lse, q, k, v, at.head_size, shape);
     else forward_in<Heads>(dtype, o, lse, q, k, v, at.head_size, shape);
     return true;
@@ -165,7 +166,7 @@ bool attention_chunk_backward(DType dtype, void *dq, void *dk, void *dv, const v
                               const void *k, const void *v, const void *lse, const void *dots,
                               AttentionChunk at) {
     TokenHeads shape;
-    if (!heads_of(&shape, dtype, at)) return false;
+    if (!heads_of(&shape, dtype, at, q, k, v, d_o)) return false;
     const void *const in[] = {q, k, v, d_o};
     const ChunkGradients to = {dtype, dq, dk, dv};
     if (at.shape == MASK_ANY) backward_in(dtype, to, in, lse, dots, at.head_size, shape);

@@ -3,6 +3,7 @@
 #include "cuda/device_cuda.h"
 #include "cuda/instructions_hopper.h"
 #include "sixteen_bits.h"
+#include "tensor/device.h"
 #include "tensor/kernel_table.h"
 
 #define NO_MAIN
@@ -26,8 +27,7 @@ static bool has_hopper() {
     if (has >= 0) return has;
     int *found = static_cast<int *>(device_scratch(sizeof *found));
     LAUNCH(find_hopper, 1, 1, 0, stream(), found);
-    CUDA_CHECK(cudaMemcpyAsync(&has, found, sizeof has, cudaMemcpyDeviceToHost, stream()));
-    CUDA_CHECK(cudaStreamSynchronize(stream()));
+    backend_to_host(&has, found, sizeof has);  // looks for ranks that are gone while it waits
     return has;
 }
 

@@ -92,7 +92,8 @@ static bool multiply_16(DType dtype, T *c, const T *a, const T *b, int64_t m, in
 
 static bool matmul(DType dtype, DType c_dtype, void *c, const void *a, const void *b, int64_t m, int64_t n,
                    int64_t k, bool transpose_a, bool transpose_b, double beta) {
-    if (m == 0 || n == 0 || c_dtype != dtype) return false;
+    constexpr int64_t MOST = 65535 * 32;  // rows or columns: so many tiles does a grid have but along x
+    if (m == 0 || n == 0 || c_dtype != dtype || m > MOST || n > MOST || k > MOST) return false;
     if (dtype == BF16)
         return multiply_16(dtype, (__nv_bfloat16 *)c, (const __nv_bfloat16 *)a, (const __nv_bfloat16 *)b, m,
                            n, k, transpose_a, transpose_b, beta);

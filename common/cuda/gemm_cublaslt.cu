@@ -157,11 +157,11 @@ static void set_scales(const Plan *plan, const Addresses &at) {
     set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, (const void *)at.second_scale);
 }
 
+// Not by cudaMalloc, which may wait for kernels that run: NCCL's wait for other ranks, and those perhaps
+// for this host.
 static void need_workspace() {
-    if (state.workspace) return;
-    cudaError_t status = cudaMalloc(&state.workspace, WORKSPACE_BYTES);
-    CHECK(status == cudaSuccess,
-          "out of device memory: %s of workspace for cuBLASLt do not fit; held now: %s",
+    if (!state.workspace) state.workspace = backend_alloc(WORKSPACE_BYTES);
+    CHECK(state.workspace, "out of device memory: %s of workspace for cuBLASLt do not fit; held now: %s",
           bytes_text((double)WORKSPACE_BYTES), memory_text());
 }
 
@@ -229,6 +229,41 @@ static int fastest(const Plan *plan, const cublasLtMatmulHeuristicResult_t *foun
     return best;
 }
 
+// The heuristic's choices, of kernels that add up parts of a sum over k in these ways; how many there are.
+static cublasStatus_t choose(const Plan *plan, cublasLtReductionScheme_t schemes,
+                             cublasLtMatmulHeuristicResult_t (&found)[TIMED], int *count) {
+    const Kind &kind = plan->kind;
+    cublasLtMatmulPreference_t preference;
+    uint64_t workspace = WORKSPACE_BYTES;
+    BLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+    BLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                                    &workspace, sizeof workspace));
+    set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)kind.alignment_first);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)kind.alignment_second);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)kind.alignment_c);
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)kind.alignment_c);
+    cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(state.handle, plan->multiply, plan->first, plan->second, plan->c,
+                                       plan->c, preference, state.timed ? TIMED : 1, found, count);
+    cublasLtMatmulPreferenceDestroy(preference);
+    if (*count > 0 && (status != CUBLAS_STATUS_SUCCESS || found[0].state != CUBLAS_STATUS_SUCCESS))
+        *count = 0;
+    return status;
+}
+
+// Parts of a sum over k are to be added up in f32 alone: in c's dtype each is rounded. Where the library
+// has no such kernel, any is better than none. Once in a run: training goes on.
+static void say_parts_are_rounded(const Kind &kind) {
+    static bool said = false;
+    if (!said)
+        say("cuBLASLt has no kernel that sums (%lld, %lld) by (%lld, %lld) of %s in f32 alone, and maybe "
+            "others: parts of the sums are rounded to %s",
+            (long long)kind.n, (long long)kind.k, (long long)kind.k, (long long)kind.m,
+            dtype_name(kind.second_dtype), dtype_name(kind.c_dtype));
+    said = true;
+}
+
 static void make_plan(Plan *plan, const Kind &kind, const Addresses &at) {
     plan->kind = kind;
     plan->used = true;
@@ -250,26 +285,16 @@ static void make_plan(Plan *plan, const Kind &kind, const Addresses &at) {
             : layout(kind.second_dtype, kind.k, kind.n, kind.second_ld, kind.batch, kind.second_step);
     plan->c = layout(kind.c_dtype, kind.m, kind.n, kind.c_ld, kind.batch, kind.c_step);
 
-    cublasLtMatmulPreference_t preference;
-    uint64_t workspace = WORKSPACE_BYTES;
-    BLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-    BLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                    &workspace, sizeof workspace));
-    // Parts of a sum over k may be added up in f32 alone: in c's dtype each would be rounded.
-    set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, (uint32_t)kind.alignment_first);
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, (uint32_t)kind.alignment_second);
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, (uint32_t)kind.alignment_c);
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, (uint32_t)kind.alignment_c);
     cublasLtMatmulHeuristicResult_t found[TIMED];
     int count = 0;
-    cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(state.handle, plan->multiply, plan->first, plan->second, plan->c,
-                                       plan->c, preference, state.timed ? TIMED : 1, found, &count);
-    cublasLtMatmulPreferenceDestroy(preference);
-    CHECK(status == CUBLAS_STATUS_SUCCESS && count > 0 && found[0].state == CUBLAS_STATUS_SUCCESS,
-          "cuBLASLt has no kernel for a (%lld, %lld) by (%lld, %lld) multiply of %s: %s", (long long)kind.n,
-          (long long)kind.k, (long long)kind.k, (long long)kind.m, dtype_name(kind.second_dtype),
+    cublasStatus_t status = choose(plan, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, found, &count);
+    if (count == 0) {
+        status = choose(plan, CUBLASLT_REDUCTION_SCHEME_MASK, found, &count);
+        if (count > 0) say_parts_are_rounded(kind);
+    }
+    CHECK(count > 0, "cuBLASLt has no kernel for a (%lld, %lld) by (%lld, %lld) multiply of %s: %s",
+          (long long)kind.n, (long long)kind.k, (long long)kind.k, (long long)kind.m,
+          dtype_name(kind.second_dtype),
           cublasLtGetStatusString(status == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : status));
     for (int i = 0; i < count; i++)
         if (found[i].workspaceSize > 0) need_workspace();

@@ -16,8 +16,13 @@
 //
 // All lanes of the warp must call mma and ldmatrix together.
 //
-// power_of_2 is 2^x as the special function unit has it, good to some 22 bits, in one instruction. exp2f
-// takes four: below -126 it halves x and squares the result, which else is 0.
+// power_of_2 is 2^x as the special function unit has it, in one instruction. exp2f takes four: below -126
+// it halves x and squares the result, which else is 0. It is off by 2 units in the last place at most
+// (exp2f's bound, CUDA Programming Guide), 2^-22 of the result; 2^0 is 1, and 2^-inf is 0 (PTX ISA, ex2).
+// Attention in 16 bits can do with that: before P = 2^x, x <= 0, is multiplied, it is rounded by up to 2^-8
+// of itself, or 2^-11. In the sum of a row, in f32, it stands beside a 1, to which anything below 2^-126
+// adds nothing; and lse, the logarithm of that sum and more, is off by 2^-22 at most. The emulator's is as
+// far off, now to one side and now to the other: proofs hold with it.
 #ifndef INSTRUCTIONS_H
 #define INSTRUCTIONS_H
 
@@ -100,13 +105,14 @@ void cuda_ldmatrix(uint32_t *to, const void *row, bool transposed, const char *f
 void cuda_cp_async(void *to, const void *from, bool exists);
 void cuda_cp_async_commit(void);
 void cuda_cp_async_wait(uint32_t pending);
+extern "C" float cuda_power_of_2(float x);
 
 template <class T>
 __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                                   CUDA_HERE) {
     cuda_mma(d, a, b, std::is_same<T, __half>::value ? f32_from_f16 : f32_from_bf16, file, line);
 }
-static __forceinline__ float power_of_2(float x) { return exp2f(x); }
+static __forceinline__ float power_of_2(float x) { return cuda_power_of_2(x); }
 static __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], const void *row, CUDA_HERE) {
     cuda_ldmatrix(to, row, false, file, line);
 }

@@ -347,6 +347,20 @@ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b
 
 // ---- host code ----
 
+#ifdef __CUDACC__
+// The driver's own function, which no library links. It is asked for once: maps are made at each launch.
+static inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+    static void *encode = NULL;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSuccess;
+    if (!encode)
+        CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000,
+                                                    cudaEnableDefault, &found));
+    CHECK(encode && found == cudaDriverEntryPointSuccess,
+          "this driver knows no tensor maps: it is older than CUDA 12");
+    return (PFN_cuTensorMapEncodeTiled_v12000)encode;
+}
+#endif
+
 // A matrix of T, rows by columns, whose rows are `pitch` elements apart, for boxes of box_rows rows and as
 // many columns as 128 bytes hold. A kernel takes it as a `const __grid_constant__ TensorMap`. With samples,
 // there are so many such matrices, one behind the other.
@@ -366,12 +380,6 @@ TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pit
           (long long)samples);
 #ifdef __CUDACC__
     static_assert(sizeof(T) <= 2, "tiles are of 16 or 8 bits");
-    void *encode;
-    cudaDriverEntryPointQueryResult found;
-    CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault,
-                                                &found));
-    CHECK(found == cudaDriverEntryPointSuccess,
-          "this driver knows no tensor maps: it is older than CUDA 12");
     const CUtensorMapDataType type = std::is_same<T, __half>::value ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                      : sizeof(T) == 1               ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -379,10 +387,10 @@ TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pit
     const cuuint64_t strides[] = {(cuuint64_t)bytes, (cuuint64_t)(rows * bytes)};
     const cuuint32_t box[] = {TILE_ROW / sizeof(T), (cuuint32_t)box_rows, 1}, steps[] = {1, 1, 1};
     TensorMap map;
-    const CUresult result = ((PFN_cuTensorMapEncodeTiled_v12000)encode)(
-        &map, type, samples ? 3 : 2, const_cast<T *>(matrix), sizes, strides, box, steps,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        tensor_map_encoder()(&map, type, samples ? 3 : 2, const_cast<T *>(matrix), sizes, strides, box,
+                             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     CHECK(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refused a matrix of %lld x %lld: error %d",
           (long long)rows, (long long)columns, (int)result);
     return map;

@@ -124,17 +124,23 @@ void kernel_route_balance(DType dtype, void *losses, void *dlogits, const void *
 
 // The sum of x over the threads of lower number; *all gets that over the block.
 __device__ inline int32_t sum_below(int32_t x, int32_t *all) {
-    __shared__ int32_t of[MOST_THREADS];
-    __syncthreads();  // nobody still reads those of the last call
-    of[threadIdx.x] = x;
-    __syncthreads();
-    int32_t below = 0, sum = 0;
-    for (unsigned i = 0; i < blockDim.x; i++) {
-        below += i < threadIdx.x ? of[i] : 0;
-        sum += of[i];
+    __shared__ int32_t of_warp[MOST_THREADS / WARP];
+    const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int32_t sum = x;  // over the lanes up to this one
+    for (unsigned lanes = 1; lanes < WARP; lanes *= 2) {
+        const int32_t below = __shfl_up_sync(0xffffffff, sum, lanes);
+        sum += lane >= lanes ? below : 0;
     }
-    *all = sum;
-    return below;
+    __syncthreads();  // nobody still reads those of the last call
+    if (lane == WARP - 1) of_warp[warp] = sum;
+    __syncthreads();
+    int32_t before = sum - x, whole = 0;
+    for (unsigned i = 0; i < blockDim.x / WARP; i++) {
+        before += i < warp ? of_warp[i] : 0;
+        whole += of_warp[i];
+    }
+    *all = whole;
+    return before;
 }
 
 // Block b counts the pairs of expert b.

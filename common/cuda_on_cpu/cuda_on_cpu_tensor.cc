@@ -10,6 +10,15 @@ static void need_warp(const char *what, const char *file, int line) {
                now.threads - now.thread->warp * LANES, (int)LANES);
 }
 
+// ---- ex2.approx.ftz.f32 ----
+
+// Rounded, it is off by 2^-22; to which side, the bits of x say.
+extern "C" float cuda_power_of_2(float x) {
+    const double off = cuda_bits<uint32_t>(x) * 0x9e3779b9 >> 31 ? 0x1.7p-23 : -0x1.7p-23;
+    const float y = (float)(exp2((double)x) * (x == 0 ? 1 : 1 + off));
+    return y < 0x1p-126f ? 0 : y;
+}
+
 // ---- ldmatrix ----
 
 // What a lane brings, one row of 8 numbers, and where it gets its part of four matrices.

@@ -36,6 +36,7 @@ static const Instruction calls[] = {
     {"expf", 0, 1},  {"exp", 0, 1},  {"exp2f", 0, 1}, {"exp2", 0, 1}, {"logf", 0, 1},   {"log", 0, 1},
     {"log2f", 0, 1}, {"log2", 0, 1}, {"sinf", 0, 1},  {"cosf", 0, 1}, {"tanhf", 0, 1},  {"tanh", 0, 1},
     {"sqrtf", 0, 1}, {"sqrt", 0, 1}, {"powf", 0, 1},  {"erff", 0, 1}, {"expm1f", 0, 1},
+    {"cuda_power_of_2", 0, 1},
 };
 
 template <int N>

@@ -8,6 +8,7 @@
 //     is f32 or has 16 bits; all sizes are multiples of 16, and addresses of 16 bytes
 //   - their scales are numbers in device memory, and nothing else has a scale
 //   - matrices are in device memory, whole; D is where C is, or apart from it
+//   - so is the workspace, as large as the heuristic has said: long sums are added up in parts
 //
 // Products of 8-bit numbers are exact; all but f64 is summed in f32, whether FAST_ACCUM is set or not.
 // There are three algorithms for each multiply, which compute the same. On the clock of the device's events
@@ -20,9 +21,11 @@
 #include "cuda_on_cpu/cuda_on_cpu_inside.h"
 #include "tensor/tensor.h"
 
-enum { A, B, C, D, MATRICES, NUMBER, OPERANDS = 2, ALGORITHMS = 3 };
+enum { A, B, C, D, MATRICES, NUMBER, WORKSPACE, OPERANDS = 2, ALGORITHMS = 3 };
+enum { SHORT = 64 };  // a sum over so many of k and more is added up in parts, in a workspace
 
 int64_t cublaslt_on_cpu_used[ALGORITHMS];
+uint32_t cublaslt_on_cpu_needs, cublaslt_on_cpu_allowed;
 static const double seconds_of[ALGORITHMS] = {2000, 1000, 3000};
 
 struct cublasLtMatmulDescOpaque_t {
@@ -228,6 +231,12 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
     NEED(INVALID_VALUE, requested >= 1, "no algorithm is asked for");
     for (int i = 0; i < MATRICES && is_8_bits(m[A]->type); i++)
         NEED(NOT_SUPPORTED, preference->alignment[i] >= 16, "FP8 wants addresses of 16 bytes");
+    NEED(NOT_SUPPORTED,
+         !cublaslt_on_cpu_needs || bytes_of(m[D]->type) != 2 || preference->schemes & cublaslt_on_cpu_needs,
+         "no kernel adds up parts in these ways alone");
+    cublaslt_on_cpu_allowed = preference->schemes;
+    const int64_t k = x->transpose[A] ? m[A]->rows : m[A]->columns;
+    const uint64_t parts = k < SHORT ? 0 : (uint64_t)(m[D]->rows * m[D]->columns * m[D]->batch) * 4;
     *returned = requested < ALGORITHMS ? requested : ALGORITHMS;
     for (int number = 0; number < *returned; number++) {
         results[number] = cublasLtMatmulHeuristicResult_t();
@@ -235,6 +244,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
         for (int i = 0; i < MATRICES; i++) data[i] = preference->alignment[i];
         data[MATRICES] = fingerprint(*x, m);
         data[NUMBER] = (uint64_t)number;
+        results[number].workspaceSize = data[WORKSPACE] = parts < preference->workspace ? parts : 0;
     }
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -322,6 +332,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t x, const vo
          "D overlaps C");
     NEED(INVALID_VALUE, workspace_bytes == 0 || memory_is_device(workspace),
          "the workspace is not in device memory");
+    NEED(INVALID_VALUE, workspace_bytes >= algo->data[WORKSPACE], "the workspace is too small");
     cublaslt_on_cpu_used[algo->data[NUMBER]]++;
     cuda_pass(seconds_of[algo->data[NUMBER]]);
     Span left = read_span(a, m[A]), right = read_span(b, m[B]), result = read_span(c, m[C]);

@@ -44,7 +44,11 @@ typedef enum {
     CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES = 7,
     CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES = 8
 } cublasLtMatmulPreferenceAttributes_t;
-typedef enum { CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE = 2 } cublasLtReductionScheme_t;
+typedef enum {
+    CUBLASLT_REDUCTION_SCHEME_INPLACE = 1,
+    CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE = 2,
+    CUBLASLT_REDUCTION_SCHEME_MASK = 7
+} cublasLtReductionScheme_t;
 
 typedef struct cublasLtContext *cublasLtHandle_t;
 typedef struct cublasLtMatmulDescOpaque_t *cublasLtMatmulDesc_t;
@@ -62,6 +66,9 @@ typedef struct {
 
 // Not cuBLASLt's: multiplies by each algorithm since the start.
 extern int64_t cublaslt_on_cpu_used[3];
+// Nor these: reduction schemes of which a product into 16 bits needs one, for a test's sake (0: none); and
+// those that were allowed when an algorithm was last chosen.
+extern uint32_t cublaslt_on_cpu_needs, cublaslt_on_cpu_allowed;
 
 const char *cublasLtGetStatusString(cublasStatus_t status);
 cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle);

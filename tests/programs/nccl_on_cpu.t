@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=1
 needs_fibers
 nccl=build-nccl-on-cpu build=build-nccl-on-cpu/01_data_parallel
 builds OPS=cuda-on-cpu COMM=nccl BUILD=$nccl OBJECTS=build KERNELS=build-cuda-on-cpu/lib \
-    $nccl/{tests/test_{comm,comm_requests,comm_clock,lines,streams},corpus.txt} \
+    $nccl/{tests/test_{comm,comm_requests,comm_clock,lines,streams,waits},corpus.txt} \
     $build/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed}
 
 # A rank that is lost where nobody looks: it has given its notice, and the other is inside NCCL.
@@ -51,6 +51,8 @@ report $? "crossed orders of two communicators: $(cat "$err")"
 
 run $nccl/tests/test_streams --ranks 2 && ! grep -q '^not ok' "$out"
 report $? "streams keep the order of the calls"
+limit=400 all_tests $nccl/tests/test_waits --timeout 60
+report $? "the host waits once a step, and for the counts of a mixture's rows"
 for program in test_comm test_comm_requests; do
     all_tests $nccl/tests/$program --ranks 3 --types 3 --timeout 20 --trust-calls
     report $? "every test of $program with trusted calls over NCCL"

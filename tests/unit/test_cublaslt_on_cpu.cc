@@ -21,9 +21,10 @@ struct Problem {
     cublasOperation_t transpose_a = CUBLAS_OP_T, transpose_b = CUBLAS_OP_N;
     cublasComputeType_t compute = CUBLAS_COMPUTE_32F;
     int64_t m = M, n = N, k = K;
-    uint32_t told = 16;  // of all addresses
-    int a_shift = 0;     // bytes
-    int d_shift = 0;     // from C
+    uint32_t told = 16;    // of all addresses
+    int a_shift = 0;       // bytes
+    int d_shift = 0;       // from C
+    uint64_t room = ROOM;  // of the workspace, in bytes
     bool host_scale = false, no_workspace = false, changed = false;
 };
 
@@ -53,6 +54,9 @@ static const char *outcome(const Problem &p) {
                                   t_b ? p.n : p.k));
     OK(cublasLtMatrixLayoutCreate(&c, p.c, (uint64_t)p.m, (uint64_t)p.n, p.m));
     OK(cublasLtMatmulPreferenceCreate(&preference));
+    const uint64_t most = ROOM;
+    OK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &most,
+                                            sizeof most));
     for (int i = 0; i < 4; i++)
         OK(cublasLtMatmulPreferenceSetAttribute(
             preference,
@@ -69,7 +73,7 @@ static const char *outcome(const Problem &p) {
     if (status == CUBLAS_STATUS_SUCCESS)
         status = cublasLtMatmul(handle, x, &alpha, part(0) + p.a_shift, a, part(1), b, &beta, part(2), c,
                                 part(2) + p.d_shift, c, &found[2].algo, p.no_workspace ? NULL : part(3),
-                                ROOM, 0);
+                                p.room, 0);
     OK(cublasLtMatmulDescDestroy(x));
     OK(cublasLtMatrixLayoutDestroy(a));
     OK(cublasLtMatrixLayoutDestroy(b));
@@ -112,6 +116,7 @@ static void wrong_ones_are_refused(void **state) {
     p = {}, p.d_shift = 16, refused("D overlaps C", p);
     p = {}, p.host_scale = true, refused("a scale is not in device memory", p);
     p = {}, p.no_workspace = true, refused("workspace is not in device memory", p);
+    p = {}, p.k = 64, p.room = M * N * 4 - 1, refused("workspace is too small", p);
     p = {}, p.changed = true, refused("chosen for another multiply", p);
     p = {}, p.a = p.b = CUDA_R_32F, refused("only FP8 has scales", p);
 }

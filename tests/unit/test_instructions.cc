@@ -1,5 +1,7 @@
-// mma, ldmatrix and cp.async on the CPU. The first two are held against the figures of the PTX ISA, "Matrix
-// Fragments for mma.m16n8k16 with floating point type" and "ldmatrix": which lane has which element.
+// mma, ldmatrix, cp.async and ex2 on the CPU. The first two are held against the figures of the PTX ISA,
+// "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix": which lane has which
+// element.
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -232,6 +234,37 @@ static void copies_in_flight(void **state) {
           ", which is not shared memory of this block");
 }
 
+// ---- 2^x ----
+
+__global__ void powers(float *y, const float *x, int count) {
+    for (int i = (int)threadIdx.x; i < count; i += (int)blockDim.x) y[i] = power_of_2(x[i]);
+}
+
+static void powers_of_2_are_as_far_off_as_they_may(void **state) {
+    (void)state;
+    constexpr int COUNT = 4096, EXACT = 5;
+    static float x[COUNT] = {0, -INFINITY, INFINITY, -126.5f, -1e30f}, y[COUNT];
+    static const float exact[EXACT] = {1, 0, INFINITY, 0, 0};
+    float *device;
+    double most = 0, least = 0;
+    for (int i = EXACT; i < COUNT; i++) x[i] = -126 + 252 * (float)i / COUNT;
+    x[COUNT - 1] = NAN;
+    assert_int_equal(cudaMalloc(&device, 2 * sizeof x), cudaSuccess);
+    cudaMemcpy(device, x, sizeof x, cudaMemcpyHostToDevice);
+    LAUNCH(powers, 1, 32, 0, 0, device + COUNT, device, COUNT);
+    cudaMemcpy(y, device + COUNT, sizeof y, cudaMemcpyDeviceToHost);
+    cudaFree(device);
+    for (int i = 0; i < EXACT; i++) assert_true(y[i] == exact[i]);
+    assert_true(isnan(y[COUNT - 1]));
+    for (int i = EXACT; i + 1 < COUNT; i++) {
+        const double off = y[i] / exp2((double)x[i]) - 1;
+        most = off > most ? off : most, least = off < least ? off : least;
+    }
+    assert_true(most <= 0x1p-22 && least >= -0x1p-22);
+    // else proofs would rest on a better one than a GPU's
+    assert_true(most >= 0x1p-23 && least <= -0x1p-23);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     cuda_on_cpu_order(0);  // the sentences name threads
@@ -242,6 +275,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(ldmatrix_deals_out_rows_or_columns),
         cmocka_unit_test(ldmatrix_has_the_conflicts_of_its_rows),
         cmocka_unit_test(copies_in_flight),
+        cmocka_unit_test(powers_of_2_are_as_far_off_as_they_may),
     };
     return cmocka_run_group_tests_name("instructions", tests, NULL, NULL);
 }

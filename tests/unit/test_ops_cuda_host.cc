@@ -4,9 +4,13 @@
 #include <unistd.h>
 
 #include "both_backends.h"
+#include "tensor/kernel_table.h"
 
 // Of cuBLASLt on the CPU: multiplies by each of its algorithms.
 extern int64_t cublaslt_on_cpu_used[3] __attribute__((weak));
+// Of its reduction schemes (1 in place, 2 in f32, 4 in c's dtype) one that products into 16 bits shall
+// need; those that were allowed at the last choice.
+extern uint32_t cublaslt_on_cpu_needs __attribute__((weak)), cublaslt_on_cpu_allowed __attribute__((weak));
 
 // ---- choices of kernels: each test in a process of its own, before this one starts a GPU ----
 
@@ -61,6 +65,7 @@ static void expect_algorithm(int expected) {
 static void first_ones(void) {
     unsetenv("ULTRASCALE_GEMM");
     expect_algorithm(0);
+    if (&cublaslt_on_cpu_allowed && cublaslt_on_cpu_allowed != 2) _exit(1);
     if (cublaslt_on_cpu_used && cublaslt_on_cpu_used[1] + cublaslt_on_cpu_used[2]) _exit(1);
 }
 
@@ -83,6 +88,62 @@ static void timed_ones_are_the_fastest(void **) { in_a_child(timed_ones, 0); }
 static void several_ranks_time_nothing(void **) {
     in_a_child(timed_by_two, STATUS_USAGE);
     in_a_child(another_word, STATUS_USAGE);
+}
+
+// Where the library has no kernel for 16 bits that adds up parts in f32 alone, another one is taken, and
+// that is said once in a run.
+static void parts_in_16_bits(void) {
+    char file[] = "/tmp/test_ops_cuda_host_XXXXXX", text[4096] = "";
+    if (!&cublaslt_on_cpu_needs) return;  // on a GPU nothing lacks
+    if (close(mkstemp(file)) || !freopen(file, "w", stdout)) _exit(1);
+    unsetenv("ULTRASCALE_GEMM");
+    cublaslt_on_cpu_needs = 1;
+    for (DType dtype : dtypes)
+        for (bool add : {false, true}) {
+            multiply(dtype, add);
+            if (cublaslt_on_cpu_allowed != (dtype_size(dtype) == 2 ? 7 : 2)) _exit(2);
+        }
+    fflush(stdout);
+    FILE *said = fopen(file, "r");
+    if (!said || !fread(text, 1, sizeof text - 1, said)) _exit(3);
+    const char *const words = "cuBLASLt has no kernel", *once = strstr(text, words);
+    if (!once || strstr(once + 1, words)) _exit(4);
+    unlink(file);
+}
+
+static void nothing_serves(void) {
+    if (!&cublaslt_on_cpu_needs) _exit(STATUS_USAGE);
+    cublaslt_on_cpu_needs = 8;
+    quietly("first", "1");
+    multiply(BF16, false);
+}
+
+static void a_kernel_that_rounds_parts_is_better_than_none(void **) {
+    in_a_child(parts_in_16_bits, 0);
+    in_a_child(nothing_serves, STATUS_USAGE);
+}
+
+// Chapter 07's kernels load rows in packs of 16 bytes, and a grid has 65535 tiles along y: attention of
+// rows that begin anywhere, and products with more tiles, are the back end's.
+static void what_the_book_does_not_serve_is_the_back_ends(void **) {
+    constexpr int64_t D = 64, LONG = 65535 * 32 + 1;
+    const KernelTable *book = kernel_table_linked();
+    AttentionChunk at = {};
+    at.b = at.heads = at.kv_heads = at.queries.s = at.keys.s = 1, at.head_size = D, at.shape = MASK_CAUSAL;
+    for (DType dtype : {F32, BF16}) {
+        Device even(dtype, Doubles(D)), odd(dtype, Doubles(D), 1), o(F32, Doubles(D)), lse(F32, Doubles(1));
+        for (int which = 0; which < 4; which++) {
+            const auto x = [&](int i) { return i == which ? odd.at : even.at; };
+            assert_true(book->attention_chunk_forward(dtype, o.at, lse.at, x(0), x(1), x(2), at) ==
+                        (which == 3));
+            if (which < 3) continue;
+            assert_false(book->attention_chunk_backward(dtype, o.at, o.at, o.at, odd.at, even.at, even.at,
+                                                        even.at, lse.at, lse.at, at));
+        }
+        assert_false(book->matmul(dtype, dtype, o.at, even.at, even.at, 1, 1, LONG, true, false, 0));
+        assert_false(book->matmul(dtype, dtype, o.at, even.at, even.at, 1, LONG, 1, false, true, 0));
+        assert_false(book->matmul(dtype, dtype, o.at, even.at, even.at, LONG, 1, 1, false, false, 0));
+    }
 }
 
 // ---- uploads ----
@@ -111,6 +172,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(kernels_are_the_first_that_the_library_names),
         cmocka_unit_test(timed_ones_are_the_fastest),
         cmocka_unit_test(several_ranks_time_nothing),
+        cmocka_unit_test(a_kernel_that_rounds_parts_is_better_than_none),
+        cmocka_unit_test(what_the_book_does_not_serve_is_the_back_ends),
         cmocka_unit_test(uploads_wait_for_nobody),
     };
     return cmocka_run_group_tests_name("ops_cuda_host", tests, NULL, NULL);
