@@ -295,7 +295,8 @@ int main(int argc, char **argv) {
         {"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "", "--measure without memory behind the tensors",
          false},
         {"data", OPTION_TEXT, &data, NULL, 0, 0, "FILE", "the text of --measure's step", false},
-        {"machine", OPTION_TEXT, &machine, "dgx-h100", 0, 0, "NAME", "whose memory it must fit", false},
+        {"machine", OPTION_TEXT, &machine, "dgx-h100", 0, 0, machine_names(), "whose memory it must fit",
+         false},
         {"json", OPTION_OUTPUT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
     };
     bool no_flags = argc == 1;
