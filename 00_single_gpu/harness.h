@@ -23,7 +23,7 @@ typedef struct Program {
     Techniques techniques;  // in plug order; ends with NULL. Its last one is what the program is about.
     const Option *option;   // that choose among them, without targets
     int options;
-    // The same ranks by another road, which must give the same bits: other techniques. May be NULL.
+    // Other techniques on the same ranks, whose bits this program's must have. May be NULL.
     const char *twin;
     Techniques twin_techniques;
     Before before;

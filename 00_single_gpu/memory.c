@@ -1,5 +1,5 @@
 // memory.c: the playbook's memory widget in the terminal, from formulas.c.
-// Playbook: "High-level overview" (the widget), "Memory usage in Transformers", "ZeRO".
+// Playbook: "High level overview" (the widget), "Memory usage in Transformers", "ZeRO".
 //
 // Against train.c nothing changes: this predicts it, and --measure holds the prediction to the account of a
 // real step, to the byte. Every run checks the formulas on the playbook's figures; --claims shows them.
@@ -285,7 +285,7 @@ int main(int argc, char **argv) {
         {"no-f32-gradients", OPTION_FLAG, &bf16_gradients, NULL, 0, 0, "",
          "16-bit gradients are summed in 16 bits: 16 bytes a parameter in place of 20", false},
         {"k", OPTION_REAL, &plan.optimizer_bytes, "0", 0, 64, "bytes",
-         "of optimizer for a parameter; 0: AdamW's, 8, or 12 with master weights", false},
+         "of optimizer state per parameter; 0: AdamW's, 8, or 12 with master weights", false},
         {"zero", OPTION_INT, &plan.zero, "0", 0, 3, "", "ZeRO stage", false},
         {"dp", OPTION_INT, &plan.dp, "1", 1, 1e6, "ranks", "data parallelism", false},
         {"tp", OPTION_INT, &plan.tp, "1", 1, 1e4, "ranks", "tensor parallelism", false},
@@ -298,7 +298,8 @@ int main(int argc, char **argv) {
         {"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "", "--measure without memory behind the tensors",
          false},
         {"data", OPTION_TEXT, &data, NULL, 0, 0, "FILE", "the text of --measure's step", false},
-        {"machine", OPTION_TEXT, &machine, "dgx-h100", 0, 0, "NAME", "whose memory it must fit", false},
+        {"machine", OPTION_TEXT, &machine, "dgx-h100", 0, 0, machine_names(), "whose memory it must fit",
+         false},
         {"json", OPTION_OUTPUT, &json, NULL, 0, 0, "FILE", "write every figure at full precision", false},
     };
     bool no_flags = argc == 1;

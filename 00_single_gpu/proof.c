@@ -3,8 +3,8 @@
 // Trains with the techniques on all ranks and without on one device (rank 0 alone, with the whole batch,
 // for all), and compares losses, raw gradients and parameters. Twice: every token a label, and with ignored
 // labels, where ranks have unequal counts. Sums run in another order than on one device: class
-// reassociated. A program may name a twin, the same ranks by another road, whose very bits must come out:
-// class exact. What ranks have sent and stored is held against the sum of the techniques' prices;
+// reassociated. A program may name a twin, other techniques on the same ranks, whose bits the run must
+// have: class exact. What ranks have sent and stored is held against the sum of the techniques' prices;
 // activations at their peak against a dry run.
 //
 // This file has no main: harness.c calls it.
@@ -209,7 +209,8 @@ static void check_peak(Mesh mesh, const StepCost *cost, const Record *record, bo
 // The columns that stand before this program's own: one device, and the technique before.
 static int columns_before(Column *column, const Config *config, Mesh mesh, const Program *program) {
     Config whole = on_one_device(config, mesh), other = *config;
-    // Of a large model nobody waits for a baseline that is the same device by a slower road.
+    // The baseline of a program for one device is that device, only slower: no column of a dry run, whose
+    // model may be large.
     int columns = 0;
     StepCost cost;
     if (program->natural > 1 || !device_is_dry_run()) {
@@ -226,7 +227,7 @@ static int columns_before(Column *column, const Config *config, Mesh mesh, const
 
 // Runs to compare with stand in a mark of their own: --timeline shows the last step that stands in none.
 
-// The same layout by other techniques, whose very bits must come out.
+// The same layout with other techniques, whose bits the run must have.
 static void compare_twin(const Config *config, Mesh mesh, const char *twin, Techniques techniques,
                          bool masked, const Record *record, double bound) {
     Config same = *config;

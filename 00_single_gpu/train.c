@@ -22,7 +22,7 @@
 
 static const Technique *const one_device[] = {&flash_attention, &recompute, NULL};
 
-// A plug that takes another's place by mistake would drop what that one does in silence.
+// A plug that took another's place by mistake would silently drop what that one does.
 static void plug(Trainer *t, const Technique *technique, const Technique *taken[SOCKETS]) {
     Sockets before = t->model->sockets;
     if (technique->plug) t->context[t->techniques] = technique->plug(t->model);
@@ -163,9 +163,9 @@ static void read_ahead(Trainer *t) {
     t->labels_ahead = comm_sum((double)count_labels(t->ahead.targets, t->ahead.count), dp);
 }
 
-// The loss was read when the step was over; but weights are as they were, so that the same micro-batches,
-// forward again, show where it broke. Of the ranks that find something in the first bad one, the first
-// speaks.
+// The loss was read when the step's backward was over, but the weights are as they were: the same
+// micro-batches, forward again, show where it broke. Of the ranks that find a bad tensor in the first bad
+// micro-batch, the first one reports it.
 static void explain_bad_loss(Trainer *t, const StepInput *input) {
     Model *m = t->model;
     Group world = m->mesh.world;
@@ -203,7 +203,8 @@ static void optimizer_steps(Trainer *t, double grad_scale) {
     }
 }
 
-// Who gathers weights behind each step (ZeRO) does so behind this one, too: a step costs what a step costs.
+// A technique that gathers weights after each step (ZeRO) does so after this one, too: calls and bytes of a
+// step do not depend on whether it is skipped.
 static void skip_step(Trainer *t) {
     const Sockets *sockets = &t->model->sockets;
     for (int unit = 0; unit < t->model->params.units; unit++)

@@ -9,8 +9,8 @@
 //                        node 0              node 1
 //     shards of a unit   [0] [1] [2] [3]     [0] [1] [2] [3]
 //     every pass         <- all-gather ->    <- all-gather ->       and reduce-scatter, inside
-//     once a step         |   +---+---+-------|---+---+---+
-//                         +-------------------+                     all-reduce of shard 0 … 3, across
+//     once a step         0 <----------------> 0                    all-reduce across, of shard 0,
+//                             1 <----------------> 1   …            of shard 1, …
 //
 // A unit's all-reduce starts once its last reduce-scatter has ended, on a communication line of its
 // own, so that the gathers of the next units need not wait for it: a rank has one port inside its node and

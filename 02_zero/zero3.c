@@ -150,7 +150,7 @@ static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
            ends = 2.0 * (double)(c->vocab * c->hidden);
     say("\nWhat rank 0 holds at its peak, and sends; Psi = %.2f B parameters, N = %.0f ranks:\n",
         1e-9 * all, n);
-    say("  %-13s %-25s %8s %8s %9s %9s  %5s %8s %8s\n", "", "the playbook, bytes", "formula", "weights",
+    say("  %-13s %-26s %8s %8s %9s %9s  %5s %8s %8s\n", "", "the playbook, bytes", "formula", "weights",
         "gradients", "optimizer", "sends", "formula", "sent");
     for (int i = 0; i < STAGES; i++) {
         int stage = stages[i].zero;
@@ -162,7 +162,7 @@ static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
         // ends once.
         double elements = stage == 0 ? 8 * all : stage < 3 ? (4 + 2) * all : (4 + 2 + 2) * all - 2 * ends;
         double sends = elements * (n - 1) / n;
-        say("  %-13s %-25s %8s %8s %9s %9s  %5s %8s %8s\n", stages[i].variant.name, stages[i].memory,
+        say("  %-13s %-26s %8s %8s %9s %9s  %5s %8s %8s\n", stages[i].variant.name, stages[i].memory,
             bytes_text(memory_states_bytes(&need)), bytes_text((double)held[MEMORY_PARAMETER]),
             bytes_text((double)held[MEMORY_GRADIENT]), bytes_text((double)held[MEMORY_OPTIMIZER]),
             stages[i].sent, bytes_text(sends), bytes_text((double)cost[i].comm.bytes));

@@ -1,5 +1,5 @@
-// zero_r.c: what else fills memory: copies of checkpoints, buffers that grow, holes. Playbook: "ZeRO" (its
-// contents name ZeRO-R); Rajbhandari et al. 2020, sections 6 and 8.
+// zero_r.c: what else fills memory: copies of checkpoints, buffers that grow, holes. Playbook: "A3: ZeRO-R"
+// of its contents, which its text leaves out; Rajbhandari et al. 2020, sections 6 and 8.
 //
 // Three means beside the stages of ZeRO, each for a residue that they leave:
 //
@@ -18,8 +18,7 @@
 // micro-batch: (tp - 1) / tp n h e, which is a twelfth of what tensor parallelism sends when it recomputes
 // (6 all-reduces of n h e). With sequence parallelism x is sharded already, and there is nothing to do.
 // Run: build/02_zero/zero_r  (--ranks 3, --dtype bf16, --tied, --buffer-bytes 1000, --vocab 512 …)
-// Last line: PASS zero_r: checkpoints are sharded, buffers do not grow, no hole is left, and no bit changes
-// …
+// Last line: PASS zero_r: checkpoints are sharded, buffers do not grow, no hole is left …
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -128,7 +128,7 @@ static double both(const ContextCost *cost, Mesh mesh) {
 
 // ---- where the ring hides ----
 
-// Least tokens a rank, in steps of 16, from which nothing of a zig-zag ring's forward is exposed.
+// Fewest tokens a rank, in steps of 16, from which nothing of a zig-zag ring's forward is exposed.
 static int64_t tokens_by_clock(Mesh mesh) {
     int64_t exposed = 0, hidden = 2048;  // in 16 tokens
     while (hidden - exposed > 1) {

@@ -11,7 +11,7 @@
 //     zig-zag     0 1 14 15                  cp m^2 / 2 + m / 2               m^2 / 2 + m / 2
 //     striped     0 4 8 12                   cp m^2 / 2 + m (r + 1 - cp / 2)  m^2 / 2 + m / 2
 //
-// Contiguous, the last rank computes 2 cp - 1 times what the first one does. Zig-zag gives all ranks the
+// Contiguous, the last rank computes almost 2 cp - 1 times what the first does. Zig-zag gives all ranks the
 // same, to the entry, where 2 cp divides s. Striped comes close, but has a diagonal of tiles to mask in
 // every hop; zig-zag in hop 0 alone.
 #include <stdlib.h>

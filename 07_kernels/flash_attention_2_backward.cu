@@ -7,9 +7,9 @@
 // in a fixed order, the last keys first:
 //
 //                   queries ->               time ->
-//     block 2  K V  . . . . ■ ■ ■ ■     block 2  4 5 6 7           tile of dQ that it adds to
-//     block 1  K V  . . ■ ■ ■ ■ ■ ■     block 1  2 3 4 5 6 7       a tile after block 2 has
-//     block 0  K V  ■ ■ ■ ■ ■ ■ ■ ■     block 0  0 1 2 3 4 5 6 7   a tile after block 1 has
+//     block 2  K V  . . . . ■ ■ ■ ■     block 2  4 5 6 7           the tile of dQ that it adds to
+//     block 1  K V  . . ■ ■ ■ ■ ■ ■     block 1  2 3 4 5 6 7       to each after block 2 has
+//     block 0  K V  ■ ■ ■ ■ ■ ■ ■ ■     block 0  0 1 2 3 4 5 6 7   to each after block 1 has
 //
 // With a causal mask nobody waits: a block begins at the diagonal, and is past a tile when the next block
 // comes there. Without a mask each block is a tile behind the one before it.

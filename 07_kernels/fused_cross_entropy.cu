@@ -280,8 +280,8 @@ static Proof check(Version version) {
         if (std::is_same<T, __half>::value)  // a few may lie so near to a bound that an exponential decides
             report_that(fabs(rounded - cpu.rounded) <= 0.01 * cpu.rounded &&
                             fabs(lost - cpu.lost) <= 0.01 * cpu.lost,
-                        "f16 made %.0f gradients of %.0f zero, and not %.0f of %.0f", cpu.lost, cpu.rounded,
-                        lost, rounded);
+                        "f16 made %.0f gradients of %.0f zero, and not %.0f of %.0f", lost, rounded,
+                        cpu.lost, cpu.rounded);
         of_loss->hold(loss.host(), cpu.loss, right.loss);
         proof.hold(once, cpu.grad, right.grad);
     }

@@ -12,10 +12,10 @@
 //     forward      x, r -> x'     x' -> y            5      x, r -> x', y           4
 //     backward     dy, x' -> d    dx', d -> dx       6      dx', dy, x' -> dx       4
 //
-// and beside them h words of w, n of rstd; backward h for each of its B blocks, which each add up dw over
-// rows of their own, and which a second kernel reads: 2 B h + h. A block has a row at a time: between its
-// sum over the row and what is made of it the row stays in shared memory, where each thread has its own
-// words, and is not read twice. The order of every sum is fixed: two runs agree in every bit.
+// and beside them h words of w and n of rstd. In backward each of B blocks adds up dw over rows of its own
+// and writes h words, which a second kernel reads: 2 B h + h more. A block takes a row at a time, which
+// stays in shared memory from the sum over it to its second use and is not read twice; each thread has its
+// own words there. The order of every sum is fixed: two runs agree in every bit.
 //
 // In 16 bits the words are of 2 bytes, but for rstd and the parts of dw, and a thread loads eight at once.
 // All arithmetic is in f32. x' is rounded before its norm is taken: backward has no other.

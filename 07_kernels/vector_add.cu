@@ -23,7 +23,7 @@
 // Last line: PASS vector_add: four ways to add, and every bit is the CPU's …
 #include "launch.h"
 
-// FEW_BLOCKS: what goes about once onto a GPU; in the emulator few, so that their threads loop there as
+// FEW_BLOCKS: about as many as an H100 runs at once; fewer in the emulator, so that threads loop there as
 // well.
 enum { BLOCK = 256, FEW_BLOCKS = ON_GPU ? 1024 : 4 };
 

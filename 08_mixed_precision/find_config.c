@@ -117,7 +117,7 @@ int main(int argc, char **argv) {
     int64_t gpus, per_node;
     Option own[] = {
         {"gpus", OPTION_INT, &gpus, "64", 1, 65536, "", "GPUs of the cluster", false},
-        {"machine", OPTION_TEXT, &machine, "dgx-h100", 0, 0, "NAME",
+        {"machine", OPTION_TEXT, &machine, "dgx-h100", 0, 0, machine_names(),
          "what the GPUs are, by the model clock's table of machines", false},
         {"gpus-per-node", OPTION_INT, &per_node, "0", 0, 1024, "", "0: as many as the machine has", false},
         {"batch-tokens", OPTION_TEXT, &batch, "4M", 0, 0, "TOKENS", "tokens in a step: 4M is 4 x 2^20",

@@ -42,7 +42,7 @@ const char *machine_names(void) {
     static char names[256];
     names[0] = 0;
     for (int i = 0; i < MACHINES; i++) {
-        if (i) strcat(names, ", ");
+        if (i) strcat(names, "|");
         strcat(names, machines[i].name);
     }
     return names;

@@ -26,7 +26,7 @@ typedef struct Machine {
 } Machine;
 
 const Machine *machine_find(const char *name);  // fatal with the list of names when unknown
-const char *machine_names(void);                // "dgx-a100, dgx-h100, …"
+const char *machine_names(void);                // for --help: "dgx-a100|dgx-h100|…"
 
 // FLOP/s of a matrix multiply in this dtype: what MFU and HFU divide by.
 double machine_peak_flops(const Machine *machine, DType dtype);

@@ -362,15 +362,16 @@ static int64_t metadata_number(const char *path, const SafeTensors *file, const 
 
 static void check_same_number(const char *path, const SafeTensors *file, const char *key, int64_t ours) {
     int64_t theirs = metadata_number(path, file, key);
-    CHECK(theirs == ours, "%s is of a run with --%s %lld, and this one has %lld", path, key,
-          (long long)theirs, (long long)ours);
+    CHECK(theirs == ours, "%s is of a run with --%s %lld, and this one has %lld: --%s %lld would fit", path,
+          key, (long long)theirs, (long long)ours, key, (long long)theirs);
 }
 
 static void check_same_text(const char *path, const SafeTensors *file, const char *key, const char *ours) {
     const char *theirs = safetensors_metadata(file, key);
     CHECK(theirs, "%s does not say its %s: it is no optimizer state of this program", path, key);
-    CHECK(!strcmp(theirs, ours), "%s is of a run with --%s %s, and this one has %s", path, key,
-          printable(theirs), ours);
+    const char *shown = printable(theirs);
+    CHECK(!strcmp(theirs, ours), "%s is of a run with --%s %s, and this one has %s: --%s %s would fit",
+          path, key, shown, ours, key, shown);
 }
 
 // The caller closes the file and frees *path.

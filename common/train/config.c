@@ -159,7 +159,7 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_RANKS, REAL("timeout", timeout, "300", 0.001, 1e9, "seconds until a wait is a deadlock")},
         {CONFIG_RANKS, FLAG("trust-calls", trust_calls, "start calls unchecked (common/README.md)")},
         {CONFIG_REPORT | CONFIG_RANKS | CONFIG_TIMELINE, HEADING("the model clock")},
-        {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", "NAME", "the model clock's machine")},
+        {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", machine_names(), "the model clock's machine")},
         {CONFIG_RANKS, INT("gpus-per-node", gpus_per_node, "0", 0, 1e6, "",
                            "GPUs in a node of the model clock; 0: as --machine has")},
         {CONFIG_RANKS, REAL("compute-efficiency", compute_efficiency, "1", 0.001, 1,

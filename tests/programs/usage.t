@@ -68,6 +68,13 @@ for program in "$build"/0[0-9]_*/*; do
     if has machine; then
         is_refused abacus "$program" --machine abacus
         report $? "$name names an unknown machine"
+        machines=$(sed -n 's/.* one of //p' "$err") missing=''
+        run "$program" --help
+        for machine in ${machines//|/ }; do
+            grep -qw -e "$machine" "$out" || missing="$missing $machine"
+        done
+        [ -n "$machines" ] && [ -z "$missing" ]
+        report $? "$name --help lists the machines${missing:+, but not$missing}"
     fi
 done
 finish
