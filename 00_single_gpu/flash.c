@@ -162,6 +162,14 @@ static void price(Price *price, const Model *m, const void *context) {
     flash_price_positions(price, c->micro_batch, c->seq);
 }
 
+bool technique_attends(const Technique *technique) {
+    for (int i = 0; i < technique->options; i++)
+        if (!strcmp(technique->option[i].name, "attention") ||
+            !strcmp(technique->option[i].name, "documents"))
+            return true;
+    return false;
+}
+
 static bool enabled(const Config *config) {
     return config_number(config, "attention") == 1 || config_document_end(config) >= 0;
 }

@@ -38,10 +38,7 @@ static Techniques extended(Techniques list, bool kernels, const Technique *room[
     int count = 0, end = 0;
     bool attends = false;
     if (!list) return NULL;
-    for (; list[end]; end++)
-        for (int j = 0; j < list[end]->options; j++)
-            attends = attends || !strcmp(list[end]->option[j].name, "attention") ||
-                      !strcmp(list[end]->option[j].name, "documents");
+    for (; list[end]; end++) attends = attends || technique_attends(list[end]);
     CHECK(end + 3 < MOST_LISTED, "a program lists more than %d techniques", MOST_LISTED - 4);
     if (kernels) room[count++] = &kernel_choice;
     for (int i = 0; i <= end; i++) {

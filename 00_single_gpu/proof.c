@@ -116,6 +116,11 @@ static Record record_counted(const Config *config, Mesh mesh, Techniques techniq
     t->masked = masked;
     trainer_load(t);
     Record record = train_record(t, title);
+    bool compares = check && !device_is_dry_run();
+    CHECK(!compares || isfinite(record.grad_norm[0]),
+          "scaled by --scale, the gradients of step 1, which a proof compares, overflow %s: a smaller "
+          "--scale would fit, or --dtype bf16",
+          dtype_name((DType)config->dtype));
     *counted =
         (Counted){.steps = (double)record.steps, .memory = record.memory, .kept_bytes = record.kept_bytes};
     counted_add(counted);

@@ -36,6 +36,27 @@ static void plug(Trainer *t, const Technique *technique, const Technique *taken[
     t->technique[t->techniques++] = technique;
 }
 
+static bool is_on(const Technique *technique, const Config *config) {
+    return !technique->enabled || technique->enabled(config);
+}
+
+// Those of the list that are on. What decides how tokens attend may be off, as context parallelism is
+// with --cp 1; flash attention then heeds --documents and --attention in its place.
+static int techniques_on(const Config *config, Techniques list, const Technique *on[MOST_TECHNIQUES]) {
+    const Technique *flash = flash_attention.enabled(config) ? &flash_attention : NULL;
+    int count = 0;
+    for (int i = 0; list[i]; i++)
+        if (is_on(list[i], config) && technique_attends(list[i])) flash = NULL;
+    for (int i = 0; list[i]; i++) {
+        CHECK(count + (flash != NULL) < MOST_TECHNIQUES, "more than %d techniques at once",
+              MOST_TECHNIQUES);
+        if (flash && !strcmp(list[i]->name, recompute.name)) on[count++] = flash, flash = NULL;
+        if (is_on(list[i], config)) on[count++] = list[i];
+    }
+    if (flash) on[count++] = flash;
+    return count;
+}
+
 Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     Trainer *t = host_alloc(sizeof *t);
     *t = (Trainer){.config = *config};
@@ -43,11 +64,7 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     if (!device_is_dry_run()) t->data = data_open(config->data, config->vocab, config->seq);
     t->model = model_new(config, mesh);
     const Technique *enabled[MOST_TECHNIQUES], *taken[SOCKETS] = {NULL};
-    int count = 0;
-    for (int i = 0; techniques[i]; i++) {
-        CHECK(count < MOST_TECHNIQUES, "more than %d techniques at once", MOST_TECHNIQUES);
-        if (!techniques[i]->enabled || techniques[i]->enabled(config)) enabled[count++] = techniques[i];
-    }
+    int count = techniques_on(config, techniques, enabled);
     for (int i = 0; i < count; i++)
         if (enabled[i]->recipe) enabled[i]->recipe(&t->model->params.recipe, config);
     // The shards nearest to the multiply come first: ZeRO shards what tensor parallelism has left here.

@@ -169,6 +169,8 @@ void underflow_tell(
 
 // ---- recompute.c, flash.c: what a run on one device may have; kernel_choice.c: what any program may ----
 extern const Technique recompute, flash_attention, kernel_choice;
+// Whether it has flags that say how tokens attend.
+bool technique_attends(const Technique *technique);
 // FLOPs that a step over `sequences` samples computes a second time, by config->recompute.
 double recompute_extra_flops(const Config *config, int64_t sequences);
 

@@ -54,6 +54,7 @@ for ranks in 1 2 4 6 8; do
     passes "ep $ranks of $ranks ranks" expert_parallel --ranks $ranks --ep $ranks --experts 24 $one
 done
 passes "ep 2 of 4 ranks, SGD over 3 steps" expert_parallel
+passes "ep 2 of 2 ranks, documents" expert_parallel --ranks 2 --documents 32 $one
 passes "ep 1 of 2 ranks" expert_parallel --ranks 2 --ep 1 $quick
 passes "ep 3 of 6 ranks" expert_parallel --ranks 6 --ep 3 --experts 6 $quick
 passes "ep 4 of 8 ranks, one expert a rank and a token" expert_parallel --ranks 8 --ep 4 --experts 4 \

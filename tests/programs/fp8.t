@@ -19,6 +19,7 @@ passes "delayed: pp 2 x dp 2, zero bubble" $program --proof-only --ranks 4 --pp 
 passes "current: pp 2 x tp 2, recomputed" $program --proof-only --ranks 4 --pp 2 --tp 2 --fp8 te-current \
     --recompute full
 passes "delayed: ZeRO-3, whose casts are not kept" $program $one --zero 3
+passes "delayed: documents without context parallelism" $program $one --documents 32
 passes "current: tp 2 x cp 2" $program $one --ranks 4 --tp 2 --cp 2 --fp8 te-current
 passes "current: ZeRO-3 x tp 2, --sp" $program $one --ranks 4 --zero 3 --tp 2 --sp --fp8 te-current
 passes "deepseek: tp 2 x dp 2, --sp, whole tiles on each rank" $program $one --ranks 4 --tp 2 --sp \

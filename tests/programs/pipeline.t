@@ -68,6 +68,8 @@ fi
 exactly "afab, p 1" afab --ranks 1 --grad-acc 3 $quick
 exactly "afab, p 2, m 1: the naive pipeline" afab --ranks 2 --grad-acc 1 $quick
 exactly "1f1b, p 1" one_f_one_b --ranks 1 --grad-acc 2 $quick
+exactly "1f1b, p 2, m 2, documents without context parallelism" one_f_one_b --ranks 2 --grad-acc 2 \
+    --documents 32 $quick
 exactly "1f1b, p 2, m 8, as many layers as stages" one_f_one_b --ranks 2 --layers 2 --steps 3
 exactly "1f1b, p 3, m 2" one_f_one_b --ranks 3 --grad-acc 2 $quick
 exactly "1f1b, p 4, m 16" one_f_one_b --grad-acc 16 $quick
