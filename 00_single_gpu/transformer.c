@@ -110,7 +110,13 @@ static void begin_gradient(Model *m, int unit) {
     m->sockets.gradients.begin(m->sockets.gradients.context, m, unit);
 }
 static void gradient_ready(Model *m, int unit) {
+    Unit *u = &m->params.unit[unit];
+    u->waits = tensor_exists(u->accumulated);
     m->sockets.gradients.ready(m->sockets.gradients.context, m, unit, --m->ready_left[unit] == 0);
+    CHECK(!u->waits || !tensor_exists(u->grads),
+          "the gradient of %s stays in %s: after each micro-batch `ready` adds it to the sums "
+          "(params_accumulate)",
+          u->name, dtype_name(u->grads.dtype));
 }
 // What B has found of a norm's gradient.
 static void add_norm_gradient(Model *m, Param *weight, Tensor *dweight) {

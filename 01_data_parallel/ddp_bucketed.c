@@ -151,6 +151,28 @@ const Technique ddp_bucketed = {.name = "ddp_bucketed",
 #ifndef NO_MAIN
 static const Technique *const techniques[] = {&ddp_bucketed, &recompute, NULL};
 
+// ---- how full buckets are ----
+
+// --bucket-mb with the unit that came last, and not before: but for the last bucket, which has the rest.
+static void buckets_are_full(Mesh mesh, const Config *config) {
+    device_dry_run(true);
+    Trainer *t = trainer_new(config, mesh, techniques);
+    device_dry_run(false);
+    const Params *p = &t->model->params;
+    int64_t full = ddp_bucket_bytes(config);
+    int first_unit[p->units], buckets = ddp_bucket_starts(p, full, first_unit);
+    for (int i = 0, end = p->units; i < buckets; end = first_unit[i++]) {
+        int64_t bytes = tensor_bytes(range_of(p, first_unit[i], end)),
+                before = bytes - tensor_bytes(unit_total_grad(&p->unit[first_unit[i]]));
+        report_that(bytes >= full || i + 1 == buckets,
+                    "bucket %d of %d has %lld B of gradients, and goes before it has %lld", i, buckets,
+                    (long long)bytes, (long long)full);
+        report_that(before < full, "bucket %d of %d is full with %lld B of gradients, and goes with %lld",
+                    i, buckets, (long long)before, (long long)bytes);
+    }
+    trainer_free(t);
+}
+
 // ---- when it hides: appendix A3 of the playbook ----
 
 // A gradient of g bytes takes g 2 (N - 1) / N / peak_bw to reduce, and its parameter costs backward 4 FLOPs
@@ -201,6 +223,7 @@ static double tokens_by_clock(Mesh mesh) {
 }
 
 static void overlap_condition(Mesh mesh, const Config *config) {
+    buckets_are_full(mesh, config);
     int n = mesh.dp.size;
     if (n == 1) return;
     const Machine *machine = machine_find(config->machine);

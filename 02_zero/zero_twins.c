@@ -30,6 +30,7 @@ static void sum_over_ranks(void *context, Model *model, int unit, bool last) {
     Tensor sum = tensor_new(MEMORY_COMMUNICATION, model->params.recipe.sum, SHAPE(u->count));
     unit_widen_grads(&model->params, u, sum, 0);
     op_fill(u->grads, 0);
+    u->waits = false;  // summed here
     comm_wait(comm_all_reduce(sum, REDUCE_SUM, u->replicas));
     if (!tensor_exists(twin->total[unit])) {
         twin->total[unit] = tensor_like(MEMORY_COMMUNICATION, sum);

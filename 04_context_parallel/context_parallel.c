@@ -60,6 +60,11 @@ static void know_tokens(ContextParallel *c, int64_t s) {
     c->own = c->layout->count(s, c->cp.size, c->cp.rank);
     c->token = host_alloc((size_t)c->own * sizeof *c->token);
     c->layout->tokens(s, c->cp.size, c->cp.rank, c->token);
+    for (int64_t i = 0; i < c->own; i++)
+        CHECK(c->token[i] > (i ? c->token[i - 1] : -1) && c->token[i] < s,
+              "layout %s: the %lld tokens of a rank are not in ascending order: number %lld is token %d of "
+              "%lld",
+              c->layout->name, (long long)c->own, (long long)i, (int)c->token[i], (long long)s);
 }
 static int64_t count(void *context, int64_t s) {
     const ContextParallel *c = context;

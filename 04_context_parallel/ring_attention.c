@@ -267,8 +267,23 @@ static void error_of_16_bits(const Config *config) {
     free(many);
 }
 
+// With so many tokens computing takes longer than a hop, and where all ranks are equally busy none waits.
+static void hops_hide(const Config *config) {
+    enum { TOKENS = 16384 };
+    Mesh ring = mesh_new((MeshShape){.cp = comm_ranks()});
+    Config c = context_llama(CONTEXT_ZIGZAG, 1, (int64_t)TOKENS * ring.cp.size, ring.cp.size);
+    clock_set_cluster(ring.cp.size, 1, 1);  // all in one node
+    ContextCost cost = context_attention_cost(ring, &c);
+    clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
+    double exposed = comm_max(cost.exposed[FORWARD], ring.world);
+    report_that(exposed < 1e-9,
+                "the forward of a zig-zag ring exposes %g s of its hops with %d tokens on each rank",
+                exposed, TOKENS);
+}
+
 static void more(Mesh mesh, const Config *config) {
     context_check_cost(mesh, CONTEXT_RING, ring_formula);
+    hops_hide(config);
     error_of_16_bits(config);
 }
 

@@ -434,4 +434,5 @@ void params_accumulate(Params *params, int unit) {
     if (!tensor_exists(u->accumulated)) return;
     unit_widen_grads(params, u, u->accumulated, 1);
     op_fill(u->grads, 0);
+    u->waits = false;
 }

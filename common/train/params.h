@@ -60,6 +60,7 @@ typedef struct Unit {
     // Flat, (count); {0} while this rank stores its own part alone.
     Tensor values, grads;  // grads in the recipe's gradient dtype
     Tensor accumulated;    // sums over micro-batches; {0} where grads itself accumulates
+    bool waits;            // what is in grads is to be added to these sums, by params_accumulate
     // This rank's own part: elements own_first … own_first + own_count - 1, all of them unless ZeRO deals.
     int64_t own_first, own_count;
     Tensor own_values;  // (own_count) the weights that the optimizer steps: a view of values, or all

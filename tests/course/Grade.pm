@@ -184,6 +184,25 @@ my @advice = (
     [qr/^chunks with another sum/, 'sums',
         'With --ranks 4 the program draws which ranks each chunk sums after each step: which is the '
         . 'first that differs from the chapter\'s page?'],
+    [qr/and goes before it has|is full with/, 'buckets',
+        'A bucket ends with the unit that brings it to so many bytes: count those of the sums, in their '
+        . 'dtype.'],
+    [qr/stays in \w+: after each micro-batch/, 'accumulate',
+        'Rounded to 16 bits again with each addition, small gradients are lost: add each micro-batch to '
+        . 'the f32 sums at once, the last one before it is sent.'],
+    [qr/in and out are \w+ and \w+/, 'dtype',
+        'A message does not convert: which of the two is wide, a sum, and which is stored in 16 bits?'],
+    [qr/not in ascending order/, 'tokens', 'Which tokens does the rank have, from the first to the last?'],
+    [qr/does not lie within/, 'bounds',
+        'It begins or ends beyond the tensor. Are indices taken modulo N, and is a remainder of -1 meant?'],
+    [qr/ where .* fits the others/, 'shape',
+        'This operation got a tensor of another shape or dtype: another chunk or mask, storage in place of '
+        . 'a sum?'],
+    [qr/sends itself|would overwrite/, 'place',
+        'What is read and what is written are the same place, or the same rank: which of the two is '
+        . 'the other?'],
+    [qr/micro_batch_ready is called/, 'last',
+        'What sums gradients over ranks waits for this call, and for the last one of a step.'],
     [qr/averaged twice/, 'scale',
         'The loss is divided by the labels of the whole batch already: sum, and divide by no N again.'],
     [qr/scaled twice/, 'scale', 'loss_scale has the division already: leave yours out.'],
@@ -196,13 +215,14 @@ my @advice = (
     [qr/usually added twice/, 'scale', 'The same contribution is added twice.'],
     [qr/usually a sign/, 'sign', 'Something is subtracted that should be added.'],
     [qr/comm_wait comes first|is still (?:reading|writing)|was not waited for|never waited/, 'wait',
-        'A request is in flight, and its tensor is used or freed: wait for the request first.'],
+        'A request is in flight, and its tensor is used or freed: wait for the request first, or do '
+        . 'not start what nobody waits for.'],
     [qr/\(--timeout\)/, 'hang',
         'Ranks wait for each other. Read who waits for whom: a call is missing on one '
         . 'of them, comes in another order, or goes to the wrong neighbour.'],
     [qr/has \d+ elements, and its parts/, 'size',
         'The parts do not add up to the whole: where the ranks do not divide it, who has the rest?'],
-    [qr/no shorter|waits longer|exposes/, 'overlap',
+    [qr/no shorter|waits longer|exposes|neither faster|the clock hides/, 'overlap',
         'The numbers are right, and nothing hides: '
         . 'start it earlier, or wait for it later, and for no more than you must.'],
     [qr/^held to/, 'memory',
@@ -225,8 +245,9 @@ my @advice = (
         . 'change in a loop is computed before it.'],
     [qr/(?:requests|sectors|passes|conflicts|barriers): predicted/, 'counts', undef],
     [qr/called (send|receive)\(.* where rank \d+ called \1\(/, 'hang',
-        'Each waits for the other, which waits, too: one sends while the other receives, or both start '
-        . 'both and wait for both afterwards (comm_send_receive).'],
+        'Calls of two ranks are matched in the order in which they are started, and here both send, or '
+        . 'both receive: one begins with the other call, or both make one call of the two, '
+        . 'comm_send_receive.'],
     [qr/called .* where rank/, 'order',
         'Every rank of a group makes the same calls, '
         . 'with the same sizes, in the same order. Which of yours depends on the rank?'],
@@ -234,12 +255,24 @@ my @advice = (
     [qr/breaks the rule/, 'order', 'In the list of this rank something comes too early, twice, or never.'],
     [qr/\bn?no tensor\b|dimensions, not 0|has no storage/, 'tensor',
         'A tensor is used that was never made, never handed over, or freed already.'],
-    [qr/signal 11|signal 7|SIGSEGV|SIGBUS|signal 6|SIGABRT|has died/, 'crash',
+    [qr/signal 9\b|signal 24\b/, 'stopped',
+        'It was stopped for all the time, memory or output that it took: a loop does not end.'],
+    [qr/and no verdict|no rank has said why/, 'end',
+        'Something ends the program before its proof has: does the function call exit?'],
+    [qr/signal 11|signal 7|SIGSEGV|SIGBUS|signal 6|SIGABRT/, 'crash',
         'It uses a pointer or an index that is not valid. gdb shows where, on the program in bin/.'],
+    [qr/has died/, 'crash',
+        'This rank ended without a word: an invalid pointer or index (gdb shows where, on the program in '
+        . 'bin/), or it was stopped for all the time or memory that it took.'],
     [qr/\bnan\b/, 'nan', 'Numbers that nobody has written, or memory that was freed, take part.'],
+    [qr/^weights equal in all copies/, 'copies',
+        'Copies of a weight drift apart: do the ranks that store one take the same part of it, and does '
+        . 'the table know that their gradients add up?'],
     [qr/(?:peak of|kept|held|weights|memory|gradients, all|optimizer, all).*predicted/, 'memory', undef],
     [qr/(?:: calls of|all-reduces|all-gathers|times that).*predicted|^messages/, 'calls', undef],
     [qr/bytes.*predicted/, 'bytes', undef],
+    [qr/sent other than their formula/, 'bytes',
+        'Do the chunks together have every element, and each once?'],
     [qr/bubble|period|makespan/, 'bubble',
         'The order is sound, but ranks wait longer than they must, or less '
         . 'than they can. Draw it: build/05_pipeline_parallel/schedule --schedule NAME.'],
@@ -251,6 +284,11 @@ my @advice = (
     [qr/^gradients/, 'gradients',
         'The first step is wrong in this tensor: which elements does your code take '
         . 'from the wrong place, or leave out?'],
+    [qr/^the mean of means does not differ/, 'means',
+        'Is each micro-batch multiplied by its loss_scale[i]? It is 1 / labels of the whole batch.'],
+    [qr/^losses of .* with ignored labels: .*/, 'means',
+        'With every token a label it is right. Do micro-batches divide by their own labels? A mean of '
+        . 'means is another number: loss_scale[i] divides by the labels of the whole batch.'],
     [qr/^loss/, 'loss', 'Forward differs, or what each loss is divided by: look there first.'],
     [qr/^(?:gradient )?norm/, 'norm', 'Gradients are right, and their norm is not.'],
     [qr/^parameters/, 'parameters',
@@ -353,7 +391,8 @@ sub grade {
     my $end = sub { return { %{ record($e, $file, @_) }, run => $run, seconds => $seconds->() } };
     my $short = $folder =~ s{^.*?(?=\Q$build\E/grade)}{}r;
     my $error = compiled($e, $file, $folder) || linked($e, $folder);
-    return $end->('fail', 'compile', $error, "All of it is in $short/build.log.") if length $error;
+    my $open = $error =~ /invalid storage class|at end of input/ ? 'A brace is not closed. ' : '';
+    return $end->('fail', 'compile', $error, "${open}All of it is in $short/build.log.") if length $error;
     my $passed = '';
     for (@{ $e->{run} }) {
         $run = join ' ', program_of($e, $short), split ' ';
@@ -384,6 +423,9 @@ sub one_micro_batch {
     return () if $run !~ /--ranks/ || $run =~ /--grad-acc 1\b/;
     $run =~ s/ --grad-acc \d+//;
     my ($wrong) = proof($e, $folder, "$run --grad-acc 1");
+    # Of ZeRO, several follow.
+    my ($one) = some("$folder/out") =~ /^(.*?)^With \d+ micro-batches/ms;
+    $wrong = '' if defined $one && $one !~ /FAIL/;
     return 'With one micro-batch (--grad-acc 1) it passes: look at what happens between micro-batches.'
         if !length $wrong;
     my ($usually) = $wrong =~ /: (usually .*)/ or return ();

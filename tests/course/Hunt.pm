@@ -60,6 +60,22 @@ sub symptoms {
     return ();
 }
 
+# Of what a program has printed: the rows that are wrong first, below the heading of their table and the
+# titles of its columns; nothing if it has ended before it could compare.
+sub where_it_shows {
+    my @lines = split /\n/, $_[0];
+    my ($first) = grep { $lines[$_] =~ /^\s.*\bFAIL\b/ } 0 .. $#lines;
+    return () if !defined $first;
+    $first-- if $lines[$first] =~ /^\s+FAIL:/;    # of a kernel: what stands above it
+    my ($top, $end) = ($first, $first);
+    $top-- while $top && $lines[$top - 1] =~ /\S/;
+    $end++ while $end < $#lines && $end < $first + 7 && $lines[$end + 1] =~ /\S/;
+    my @above = map { $lines[$_] } $top .. $first - 1;
+    my ($heading) = grep { /^\S.*(?::$| against )/ } reverse @above;
+    my ($titles) = grep { /^\s{10}|^\s\D+$/ } reverse @above;
+    return (grep({ defined } $heading, $titles), @lines[$first .. $end]);
+}
+
 sub bug_numbered {
     my ($n, @all) = @_;
     die "hunt which bug? make hunt N=1, to N=" . @all . "\n"
@@ -79,13 +95,14 @@ sub hunt {
         my ($run, $wrong) = symptoms($bug, $folder) or next;
         my ($first, $last) = place_of($bug->{file}, $folder);
         store("$folder/.answer", join("\n", $bug->{name}, $bug->{file}, $first, $last, $bug->{bug}) . "\n");
-        my @lines = grep { length } split /\n/, some("$folder/out");
-        splice @lines, 0, @lines - 14 if @lines > 14;
-        my $output = join '', map { "    $_\n" } @lines;
-        print "One line or a few of a chapter are wrong in the copy below " . folder_of($n) . "/.\n\n";
-        print '$ ' . folder_of($n) . "/bin/$run\n$output";
-        print $output =~ /\Q$wrong\E/ ? "\n" : "    $wrong\n\n";
-        print "Which file, and which line? make hunt-answer N=$n AT=chapter/file.c:LINE\n";
+        print "One line or a few of a chapter are wrong in the copy below " . folder_of($n)
+            . "/. The book's own\nprogram passes this run; the copy's fails:\n\n";
+        print '$ ' . folder_of($n) . "/bin/$run\n";
+        print "    $_\n" for words($wrong, 100);
+        my @table = where_it_shows(some("$folder/out"));
+        print "\nWhere its output is wrong first:\n\n" if @table;
+        print "    $_\n" for @table;
+        print "\nWhich file, and which line? make hunt-answer N=$n AT=chapter/file.c:LINE\n";
         return 0;
     }
     die "none of ten bugs from $n on shows in the proofs' small runs\n";

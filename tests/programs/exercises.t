@@ -40,10 +40,15 @@ answer daemon ring_chunk $ring "s/(\n    i = \(i % ring.size)/\n    $daemon\$1/"
 receive='comm_wait(comm_receive(received, (r + ring.size - 1) % ring.size, ring));'
 send='comm_wait(comm_send(ring_chunk(t, r - 1 - step, ring), (r + 1) % ring.size, ring));'
 answer receives ring_step $ring "s/to_the_next\(ring_chunk\(t, r - 1 - step.*/$receive $send/"
+own='mean_loss_scale((double)count_labels(input->targets + i * tokens, tokens))'
+answer means grad_accumulation 00_single_gpu/grad_accumulation.c \
+    "s{input->loss_scale\[i\]\)}{$own / (double)input->micro_batches)}"
+answer narrow ddp_no_sync 01_data_parallel/ddp_no_sync.c 's/else params_accumulate.*//'
+answer full ddp_buckets 01_data_parallel/ddp_bucketed.c 's/bytes < bucket_bytes/bytes < 2 * bucket_bytes/'
 run $course grade --from "$work/class" --json "$work/class.json"
-[ $status = 1 ] && grep -q '^0 pass, 8 fail, 0 not done$\|^1 pass, 7 fail, 0 not done$' "$out" &&
+[ $status = 1 ] && grep -q '^0 pass, 11 fail, 0 not done$\|^1 pass, 10 fail, 0 not done$' "$out" &&
     perl -MJSON::PP -e 'local $/; my $all = decode_json(<>);
-        exit(@$all != 8 || grep { !$_->{student} } @$all)' "$work/class.json"
+        exit(@$all != 11 || grep { !$_->{student} } @$all)' "$work/class.json"
 report $? "a class is graded, with exit status and JSON"
 says() {  # says STUDENT WORDS: what stands below the student's line
     awk -v "who=$1," '/^[A-Z]/ { on = index($0, who) } on' "$out" | tr -s '\n ' '  ' | grep -q -e "$2"
@@ -52,10 +57,13 @@ says() {  # says STUDENT WORDS: what stands below the student's line
 says "m'ean" 'averaged twice over the 2 ranks of dp'
 says semicolon 'error: expected'
 says price 'Only all_reduce_after_backward is graded'
-says wait 'wait for the request first'
+says wait 'wait for the request first, or do not'
 says memory 'Memory is above the formula'
 says ahead 'this rank ends too early'
-says receives 'Each waits for the other'
+says receives 'both make one call of the two'
+says means 'A mean of means is another number'
+says narrow 'the last one before it is sent'
+says full 'A bucket ends with the unit that brings it'
 ! grep -lsa "471[3]" /proc/[0-9]*/cmdline >/dev/null
 report $? "what a submission has left behind is ended"
 
@@ -96,6 +104,14 @@ if wanted "a hunt shows symptoms, and knows the place"; then
         ! $course answer 1 Makefile:1 >>"$out"
     report $? "a hunt shows symptoms, and knows the place"
 fi
+
+# What a hunt shows of an output: the rows that are wrong first, their heading and the titles of columns.
+printf '%s\n' 'one against two: exact' '            bytes' '  right   1 equal' '  wrong   2 FAIL' \
+    '  next    3 equal' '' 'FAIL x: wrong' >"$work/table"
+perl -Itests/course -MHunt -e 'local $/; print map { "$_\n" } Hunt::where_it_shows(<>)' \
+    "$work/table" >"$out"
+sed -n '1,2p; 4,5p' "$work/table" | cmp -s - "$out"
+report $? "a hunt shows rows below their heading"
 
 # A token file as tokens.py writes it, in both widths; a folder in transformers, where that is installed.
 python3 - "$work" <<'PYTHON' >"$out" 2>&1

@@ -1,5 +1,6 @@
 // test_sockets.c: what a plug may count on: which micro-batch a call is about, when the feed-forward part
-// is called, whose last contribution a gradient was, and that what a linear keeps comes back to it.
+// is called, whose last contribution a gradient was, and that what a linear keeps comes back to it; and what
+// it must do: add up gradients of 16 bits.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -8,6 +9,7 @@
 #include <cmocka.h>
 
 #include "00_single_gpu/training.h"
+#include "fatal.h"
 
 enum { LAYERS = 2, MICROS = 3, STEPS = 2 };
 
@@ -173,6 +175,32 @@ static void gradients_are_told_of_the_last_contribution(void **state) {
     }
 }
 
+// ---- gradients: none stays in 16 bits ----
+
+static void sum_the_last_alone(void *context, Model *m, int unit, bool last) {
+    (void)context;
+    if (last) params_accumulate(&m->params, unit);
+}
+static void *plug_forgetful(Model *m) {
+    m->sockets.gradients.ready = sum_the_last_alone;
+    return NULL;
+}
+static const Technique forgetful = {.name = "forgetful", .plug = plug_forgetful};
+
+static void train_forgetfully(void *config) { train_with(config, &forgetful); }
+
+// What is left there is added in 16 bits to that of the next micro-batch, whose rounding no comparison of a
+// 16-bit run would tell from any other.
+static void every_micro_batch_adds_to_the_wider_sums(void **state) {
+    (void)state;
+    Config c = small_config("");
+    train_forgetfully(&c);
+    c.dtype = BF16;
+    expect_fatal(train_forgetfully, &c, "the gradient of head stays in bf16");
+    c.grad_acc = 1;
+    train_forgetfully(&c);
+}
+
 // ---- linears: what they keep ----
 
 typedef struct Kept {
@@ -247,6 +275,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(calls_name_their_micro_batch),
         cmocka_unit_test(gradients_are_told_of_the_last_contribution),
+        cmocka_unit_test(every_micro_batch_adds_to_the_wider_sums),
         cmocka_unit_test(what_a_linear_keeps_comes_back_to_it),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);

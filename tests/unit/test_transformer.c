@@ -92,9 +92,20 @@ static void check_direction(Model *m, Param *p) {
     free(grad);
 }
 
-static void check_all_gradients(bool tied) {
+static Tensor halved(void *context, const MicroBatch *micro, Tensor x) {
+    (void)context, (void)micro;
+    Tensor half = tensor_like(MEMORY_ACTIVATION, x);
+    op_copy(half, x);
+    op_scale(half, 0.5);
+    return half;
+}
+
+// Regions that halve what enters and what leaves: a gradient that goes round one is off.
+static void check_all_gradients(bool tied, bool regions) {
     Config c = small_config(tied);
     Model *m = rough_model(&c);
+    if (regions) m->sockets.region.enter = m->sockets.region.enter_backward = halved;
+    if (regions) m->sockets.region.leave = m->sockets.region.leave_backward = halved;
     MicroBatch micro = some_batch(m, 0);
     model_forward(m, &micro);
     model_backward(m, &micro);
@@ -105,12 +116,17 @@ static void check_all_gradients(bool tied) {
 
 static void gradients_match_finite_differences(void **state) {
     (void)state;
-    check_all_gradients(false);
+    check_all_gradients(false, false);
 }
 
 static void gradients_match_finite_differences_tied(void **state) {
     (void)state;
-    check_all_gradients(true);
+    check_all_gradients(true, false);
+}
+
+static void gradients_match_finite_differences_of_regions(void **state) {
+    (void)state;
+    check_all_gradients(false, true);
 }
 
 static void backward_frees_what_forward_kept(void **state) {
@@ -128,6 +144,30 @@ static void backward_frees_what_forward_kept(void **state) {
     assert_int_equal(memory_account().now[MEMORY_ACTIVATION], before);
     model_free(m);
     assert_int_equal(memory_account().now_total, 0);
+}
+
+// Between B and W, which may be far apart.
+static void input_gradients_free_what_weights_do_not_need(void **state) {
+    (void)state;
+    Config c = small_config(false);
+    Model *m = rough_model(&c);
+    MicroBatch micro = some_batch(m, 0);
+    model_begin_step(m, 1);
+    model_forward(m, &micro);
+    const Chunk whole = {0, (int)c.layers, true, true};
+    chunk_backward_input(m, &micro, whole);
+    for (int64_t i = 0; i < c.layers; i++) {
+        const BlockKept *kept = &micro.block[i];
+        const Tensor done[] = {kept->x, kept->rstd1, kept->q,     kept->k,
+                               kept->v, kept->x2,    kept->rstd2, kept->attention.probs};
+        static const char *const name[] = {"x", "rstd1", "q", "k", "v", "x2", "rstd2", "probs"};
+        for (size_t j = 0; j < sizeof done / sizeof *done; j++)
+            if (tensor_exists(done[j]))
+                fail_msg("%s of block %d is kept, and W needs none", name[j], (int)i);
+    }
+    chunk_backward_weight(m, &micro, whole);
+    micro_batch_free(m, &micro);
+    model_free(m);
 }
 
 // The batch goes up, forward and backward go into the device's queue, and the one number that comes back is
@@ -387,7 +427,9 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gradients_match_finite_differences),
         cmocka_unit_test(gradients_match_finite_differences_tied),
+        cmocka_unit_test(gradients_match_finite_differences_of_regions),
         cmocka_unit_test(backward_frees_what_forward_kept),
+        cmocka_unit_test(input_gradients_free_what_weights_do_not_need),
         cmocka_unit_test(a_micro_batch_waits_for_its_loss_alone),
         cmocka_unit_test(weight_gradients_may_come_late),
         cmocka_unit_test(later_tokens_do_not_change_earlier_logits),
