@@ -98,7 +98,7 @@ static void parts_in_16_bits(void) {
     if (close(mkstemp(file)) || !freopen(file, "w", stdout)) _exit(1);
     unsetenv("ULTRASCALE_GEMM");
     cublaslt_on_cpu_needs = 1;
-    for (DType dtype : dtypes)
+    for (DType dtype : all_dtypes)
         for (bool add : {false, true}) {
             multiply(dtype, add);
             if (cublaslt_on_cpu_allowed != (dtype_size(dtype) == 2 ? 7 : 2)) _exit(2);
