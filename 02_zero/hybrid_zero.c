@@ -203,6 +203,9 @@ static void across_nodes(Mesh mesh, const Config *config) {
     static const char *const name[] = {"ZeRO-3 over all", "ZeRO-3 inside"};
     int n = mesh.dp.size, k = shard_ranks(config);
     if (n == k || k == 1 || mesh.world.size != n) return;
+    Group inside = part_of(mesh.dp, k, true), across = part_of(mesh.dp, k, false);
+    report_that(inside.line != across.line,
+                "groups that have requests in flight at once share a line: one waits for the other");
     Config c = config_default(
         "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 dtype=bf16 "
         "micro-batch=1 grad-acc=4");

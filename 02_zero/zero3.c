@@ -229,8 +229,39 @@ static void held_out_between_steps(Mesh mesh, const Config *config) {
     report_quiet(quiet);
 }
 
+// With nothing gathered before: which weights are here or in flight while a unit computes. Tied, the head
+// reads the embedding, too.
+static void gathered_ahead(Mesh mesh, const Config *config) {
+    enum { E = 1, B0 = 2, B1 = 4, H = 8, UNITS = 4 };
+    static const int want[2][UNITS] = {{E | B0, B0 | B1, B1 | H, H}, {0, B0, B0 | B1, B1 | H}};
+    for (int tied = 0; tied < 2; tied++) {
+        Config c = *config;
+        c.layers = 2, c.tied = tied;
+        config_set(&c, "no-prefetch", 0);
+        Trainer *t = trainer_new(&c, mesh, techniques);
+        Model *m = t->model;
+        Zero *zero = trainer_context(t, &zero3);
+        for (int pass = FORWARD; pass <= BACKWARD; pass++)
+            for (int unit = pass == BACKWARD; unit < UNITS;
+                 unit++) {  // the embedding's backward needs none
+                int here = 0, ahead = pass == FORWARD && tied && unit == UNITS - 2 ? E : 0;
+                acquire(zero, m, unit, (Pass)pass);
+                for (int i = 0; i < UNITS; i++) here |= tensor_exists(m->params.unit[i].values) << i;
+                release(zero, m, unit, (Pass)pass);
+                free_gathered(zero, m);
+                report_that(here == (want[pass][unit] | ahead),
+                            "%s, while %s computes in %s, the units of bits %x are gathered, and not %x",
+                            tied ? "tied" : "untied", m->params.unit[unit].name,
+                            pass == FORWARD ? "forward" : "backward", (unsigned)here,
+                            (unsigned)(want[pass][unit] | ahead));
+            }
+        trainer_free(t);
+    }
+}
+
 static void show(Mesh mesh, const Config *config) {
     accumulate(mesh, config);
+    gathered_ahead(mesh, config);
     held_out_between_steps(mesh, config);
     if (mesh.dp.size == 1) return;
     ZeroVariant variants[STAGES];

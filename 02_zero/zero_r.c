@@ -294,6 +294,11 @@ static Record run_ddp(const Config *config, Mesh mesh) {
                           "all-reduce in place");
 }
 
+// Of all ranks in the run that has just ended. Above one rank's, parts of unequal size add up exactly.
+static double bytes_summed(Mesh mesh) {
+    return comm_sum((double)comm_count("all_reduce").bytes, mesh.world);
+}
+
 static int64_t buffer_bytes_of(const Record *record) { return record->memory.peak[MEMORY_COMMUNICATION]; }
 
 // Twice the blocks: a buffer that takes all gradients grows by those of the new ones, a constant one by
@@ -305,9 +310,11 @@ static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
     double one = g * (double)config_parameters(config), two = g * (double)config_parameters(&larger);
     if ((double)bytes > one) bytes = (int64_t)one;
     Record fused = run_buffered(config, mesh, INT64_MAX, "one buffer for all gradients");
+    double at_once = bytes_summed(mesh);
     Record fused_larger = run_buffered(&larger, mesh, INT64_MAX, "the same");
     Record constant = run_buffered(config, mesh, bytes, "a constant buffer");
     int64_t calls = comm_count("all_reduce").calls;
+    double in_turns = bytes_summed(mesh);
     Record constant_larger = run_buffered(&larger, mesh, bytes, "the same");
     Record in_place = run_ddp(config, mesh);
     say("\nThe buffer of gradients, and what it grows by when the model has %ld blocks instead of %ld:\n",
@@ -324,6 +331,10 @@ static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
     if (mesh.dp.size > 1)
         report_equal("times that it is filled", times, (double)calls / (double)config->steps - 2, "");
     report_quiet(quiet);
+    report_that(in_turns == at_once,
+                "through the buffer all ranks send %.0f B, and with all gradients at once %.0f: what the "
+                "last filling leaves free is not sent",
+                in_turns, at_once);
     if (!config->no_check) {
         report_compare(&constant, &in_place, PROOF_EXACT, 0);
         report_compare(&fused, &in_place, PROOF_EXACT, 0);

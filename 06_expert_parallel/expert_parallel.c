@@ -252,6 +252,24 @@ const Technique expert_parallel = {.name = "expert_parallel",
                                    .price = price};
 
 #ifndef NO_MAIN
+
+// The price divides the rows of the tables by the passes of training: an evaluation is none.
+static void tables_are_of_training(Mesh mesh, const Config *config) {
+    Trainer *t = trainer_new(config, mesh, expert_layouts());
+    const ExpertParallel *x = trainer_context(t, &expert_parallel);
+    held_out_loss(t, 1);
+    report_that(
+        x->passes + x->rows_sent + x->rows_served == 0,
+        "an evaluation has added %g passes to the table of training, with %g rows sent and %g served",
+        x->passes, x->rows_sent, x->rows_served);
+    trainer_free(t);
+}
+
+static void more(Mesh mesh, const Config *config) {
+    tables_are_of_training(mesh, config);
+    expert_tables(mesh, config);
+}
+
 int main(int argc, char **argv) {
     const Option options[] = {zero_option, proof_only_option};
     const Program program = {
@@ -266,7 +284,7 @@ int main(int argc, char **argv) {
         .option = options,
         .options = sizeof options / sizeof *options,
         .baseline = expert_baseline,
-        .more = expert_tables};
+        .more = more};
     return program_main(argc, argv, &program);
 }
 #endif

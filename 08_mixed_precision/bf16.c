@@ -100,6 +100,39 @@ const Technique bf16_recipe = {.name = "bf16",
 static const Technique *const techniques[] = {&bf16_recipe, &zero1, &recompute, NULL};
 static const Technique *const one_device[] = {&bf16_recipe, &recompute, NULL};
 
+// ---- a part is rounded as the same elements of the whole ----
+
+// Of a matrix (6, 8) rows 2 to 4 of columns 3 to 6, as tensor parallelism stores them, and of these the
+// elements from 1 on, as ZeRO deals them out.
+static void round_parts(void) {
+    enum { ROWS = 3, COLUMNS = 4, ROW = 2, COLUMN = 3, FULL_ROWS = 6, FULL = 8, FIRST = 1, STEP = 7 };
+    const Param whole = {.name = "weight", .full = {FULL_ROWS, FULL}, .shape = {FULL_ROWS, FULL}},
+                part = {.name = "weight",
+                        .full = {FULL_ROWS, FULL},
+                        .shape = {ROWS, COLUMNS},
+                        .first = {ROW, COLUMN}};
+    const int64_t count = ROWS * COLUMNS - FIRST;
+    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(FULL_ROWS * FULL)),
+           stored = tensor_new(MEMORY_OPTIMIZER, BF16, SHAPE(FULL_ROWS * FULL)),
+           some = tensor_view(wide, 0, SHAPE(count)), rounded = tensor_view(stored, 0, SHAPE(count));
+    double x[FULL_ROWS * FULL], want[FULL_ROWS * FULL], got[ROWS * COLUMNS];
+    for (int i = 0; i < FULL_ROWS * FULL; i++)
+        x[i] = 1 + 0x1p-8;  // halfway: up or down by the number alone
+    tensor_from_doubles(wide, x);
+    store(NULL, stored, wide, (StatePart){&whole, STATE_VALUE, 0, STEP, 1});
+    tensor_to_doubles(want, stored);
+    store(NULL, rounded, some, (StatePart){&part, STATE_VALUE, FIRST, STEP, 1});
+    tensor_to_doubles(got, rounded);
+    int wrong = 0;
+    for (int i = 0; i < count; i++) {
+        int row = ROW + (FIRST + i) / COLUMNS, column = COLUMN + (FIRST + i) % COLUMNS;
+        wrong += got[i] != want[row * FULL + column];
+    }
+    report_that(wrong == 0, "%d of %ld elements of a part are rounded otherwise than in the whole weight",
+                wrong, (long)count);
+    tensor_free(&wide), tensor_free(&stored);
+}
+
 // ---- updates that vanish ----
 
 typedef struct Way {
@@ -181,6 +214,7 @@ static void show_sums(void) {
 
 static void compare(Mesh mesh, const Config *config) {
     (void)mesh;
+    round_parts();
     if (config_number(config, "proof-only")) return;
     show_vanishing_updates();
     show_sums();

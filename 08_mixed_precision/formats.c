@@ -158,14 +158,14 @@ static void check_rounding(const Format *f) {
     report_that(wrong == 0, "%s: %ld numbers are stored as others than the nearest", f->name, (long)wrong);
 }
 
-// The mean over evenly spread random numbers is x itself, at every eighth of every step.
+// The mean over evenly spread random numbers is x itself, at every eighth of every step, on both sides of 0.
 static void check_unbiased(const Format *f) {
     enum { EVEN = 8 };
     uint64_t wrong = 0;
     for (uint32_t code = 0; code < largest_code(f); code += stride(f))
-        for (int eighth = 0; eighth < EVEN; eighth++) {
+        for (int eighth = -EVEN + 1; eighth < EVEN; eighth++) {
             double low = value_of(f, code), step = value_of(f, code + 1) - low, sum = 0;
-            double x = low + step * eighth / EVEN;
+            double x = copysign(low + step * abs(eighth) / EVEN, eighth);
             for (int i = 0; i < EVEN; i++) sum += round_stochastic(f, x, (i + 0.5) / EVEN);
             wrong += sum / EVEN != x;
         }
