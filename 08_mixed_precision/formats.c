@@ -158,7 +158,7 @@ static void check_rounding(const Format *f) {
     report_that(wrong == 0, "%s: %ld numbers are stored as others than the nearest", f->name, (long)wrong);
 }
 
-// The mean over evenly spread random numbers is x itself, at every eighth of every step, on both sides of 0.
+// The mean over evenly spread random numbers is x itself, at every eighth of a step, on both sides of 0.
 static void check_unbiased(const Format *f) {
     enum { EVEN = 8 };
     uint64_t wrong = 0;
