@@ -22,7 +22,7 @@
 #include "tests/emulation/cublaslt_on_cpu.h"
 #endif
 
-constexpr size_t WORKSPACE_BYTES = 32 << 20;  // what NVIDIA advises for Hopper
+constexpr size_t MOST_WORKSPACE_BYTES = 32 << 20;  // what NVIDIA advises for Hopper
 constexpr size_t PLANS = 4096;                // kept; a model has some dozens
 constexpr int TIMED = 8;                      // algorithms, where they are timed
 
@@ -59,7 +59,8 @@ struct Plan {
 
 static struct {
     cublasLtHandle_t handle;
-    void *workspace;
+    void *workspace;  // as large as one had to be yet
+    size_t workspace_bytes;
     Plan *plans;
     size_t count;
     bool timed;
@@ -159,10 +160,13 @@ static void set_scales(const Plan *plan, const Addresses &at) {
 
 // Not by cudaMalloc, which may wait for kernels that run: NCCL's wait for other ranks, and those perhaps
 // for this host.
-static void need_workspace() {
-    if (!state.workspace) state.workspace = backend_alloc(WORKSPACE_BYTES);
+static void need_workspace(size_t bytes) {
+    if (bytes <= state.workspace_bytes) return;
+    backend_free(state.workspace);
+    state.workspace = backend_alloc(bytes);
+    state.workspace_bytes = bytes;
     CHECK(state.workspace, "out of device memory: %s of workspace for cuBLASLt do not fit; held now: %s",
-          bytes_text((double)WORKSPACE_BYTES), memory_text());
+          bytes_text((double)bytes), memory_text());
 }
 
 // ---- one algorithm of several ----
@@ -175,7 +179,7 @@ static cublasStatus_t multiply_by(const Plan *plan, const cublasLtMatmulAlgo_t *
     return cublasLtMatmul(state.handle, plan->multiply, is_f64 ? (const void *)&alpha : &narrow_alpha,
                           at.first, plan->first, at.second, plan->second,
                           is_f64 ? (const void *)&beta : &narrow_beta, at.c, plan->c, d, plan->c, algorithm,
-                          state.workspace, state.workspace ? WORKSPACE_BYTES : 0,
+                          state.workspace, state.workspace_bytes,
                           static_cast<cudaStream_t>(device_stream()));
 }
 
@@ -234,7 +238,7 @@ static cublasStatus_t choose(const Plan *plan, cublasLtReductionScheme_t schemes
                              cublasLtMatmulHeuristicResult_t (&found)[TIMED], int *count) {
     const Kind &kind = plan->kind;
     cublasLtMatmulPreference_t preference;
-    uint64_t workspace = WORKSPACE_BYTES;
+    uint64_t workspace = MOST_WORKSPACE_BYTES;
     BLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     BLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                     &workspace, sizeof workspace));
@@ -296,8 +300,7 @@ static void make_plan(Plan *plan, const Kind &kind, const Addresses &at) {
           (long long)kind.n, (long long)kind.k, (long long)kind.k, (long long)kind.m,
           dtype_name(kind.second_dtype),
           cublasLtGetStatusString(status == CUBLAS_STATUS_SUCCESS ? CUBLAS_STATUS_NOT_SUPPORTED : status));
-    for (int i = 0; i < count; i++)
-        if (found[i].workspaceSize > 0) need_workspace();
+    for (int i = 0; i < count; i++) need_workspace(found[i].workspaceSize);
     plan->algorithm = found[fastest(plan, found, count, at)].algo;
 }
 
