@@ -59,7 +59,7 @@ struct Plan {
 
 static struct {
     cublasLtHandle_t handle;
-    void *workspace;  // as large as one had to be yet
+    void *workspace;  // of as many bytes as any kernel has asked for so far
     size_t workspace_bytes;
     Plan *plans;
     size_t count;
