@@ -10,7 +10,6 @@
 #include "formulas.h"
 #include "harness.h"
 #include "tensor/device.h"
-#include "tensor/rng.h"
 
 enum { EVAL_SAMPLES = 32 };  // held-out sequences of an evaluation
 
@@ -60,106 +59,6 @@ static double yardstick(DType dtype, double run_flops) {
     say("matrix multiply in %s, %lld x %lld: %s/s", dtype_name(dtype), (long long)size, (long long)size,
         flops_text(rate));
     return rate;
-}
-
-// ---- a sample ----
-
-// Draws the next token from softmax(logits / temperature); 0 takes the largest.
-static int32_t draw_token(const double *logits, int64_t vocab, double temperature, double uniform) {
-    int64_t best = 0;
-    for (int64_t i = 1; i < vocab; i++)
-        if (logits[i] > logits[best]) best = i;
-    if (temperature <= 0) return (int32_t)best;
-    double sum = 0, passed = 0;
-    for (int64_t i = 0; i < vocab; i++) sum += exp((logits[i] - logits[best]) / temperature);
-    for (int64_t i = 0; i < vocab; i++) {
-        passed += exp((logits[i] - logits[best]) / temperature);
-        if (passed > uniform * sum) return (int32_t)i;
-    }
-    return (int32_t)best;
-}
-
-// A model on one device with the trained weights, which all ranks bring together; NULL on all but the
-// first.
-static Model *gather_model(Trainer *t) {
-    const Sockets *sockets = &t->model->sockets;
-    bool first = t->model->mesh.world.rank == 0;
-    Model *one = first ? model_new(&t->config, mesh_single()) : NULL;
-    if (one) model_allocate(one);
-    sockets->parameters.complete(sockets->parameters.context, t->model);
-    for (int i = 0; i < t->model->params.count; i++) {
-        const Param *param = &t->model->params.param[i];
-        void *whole = host_alloc(param->full[0] * param->full[1] * (int64_t)sizeof(double));
-        param_gather(&t->model->params, param, PARAM_VALUE, whole);
-        if (one) param_set_value(&one->params, &one->params.param[i], whole);
-        free(whole);
-    }
-    return one;
-}
-
-static void print_sample(const Trainer *t, const int32_t *text, int64_t prompt, int64_t total) {
-    say("\nsample (temperature %g; the prompt ends at |):\n", config_number(&t->config, "temperature"));
-    char *shown = host_alloc(total * 12 + 2), *end = shown;
-    for (int64_t i = 0; i < total; i++) {
-        if (i == prompt) *end++ = '|';
-        bool printable = text[i] == '\n' || text[i] == '\t' || (text[i] >= 32 && text[i] < 127);
-        if (!t->data.text) end += sprintf(end, "%d ", text[i]);
-        else *end++ = printable ? (char)text[i] : '?';
-    }
-    *end = 0;
-    say("%s\n", shown);
-    free(shown);
-}
-
-// Continues the first held-out tokens. The window slides; each token costs one forward of seq positions.
-static void generate(const Trainer *t, Model *model, int64_t length) {
-    const Config *c = &t->config;
-    int64_t s = c->seq, v = c->vocab, prompt = s / 4 > 0 ? s / 4 : 1, total = prompt + length;
-    int32_t *text = host_alloc((total + s) * sizeof *text), *none = host_alloc(s * sizeof *none);
-    double *logits = host_alloc(v * sizeof *logits);
-    memset(text, 0, (total + s) * sizeof *text);
-    for (int64_t i = 0; i < s; i++) none[i] = IGNORED_LABEL;
-    data_copy(&t->data.tokens, t->data.train_count, prompt, text);
-    for (int64_t made = prompt; made < total; made++) {
-        int64_t first = made > s ? made - s : 0;
-        MicroBatch micro = micro_batch_new(model, -1, 1, text + first, none, 0);
-        model_forward(model, &micro);
-        tensor_to_doubles(logits, tensor_rows_of(micro.head.logits, made - 1 - first, 1));
-        micro_batch_free(model, &micro);
-        text[made] = draw_token(logits, v, config_number(c, "temperature"),
-                                rng_uniform((uint64_t)c->seed, RNG_SAMPLE, (uint64_t)made));
-    }
-    print_sample(t, text, prompt, total);
-    free(text);
-    free(none);
-    free(logits);
-}
-
-// What the model computes on one device may be a technique's, too.
-static void generate_with(const Trainer *t, Model *one, Techniques baseline, int64_t length) {
-    void *context[MOST_TECHNIQUES] = {NULL};
-    const Technique *enabled[MOST_TECHNIQUES];
-    int count = 0;
-    for (int i = 0; baseline && baseline[i]; i++)
-        if (!baseline[i]->enabled || baseline[i]->enabled(&t->config)) enabled[count++] = baseline[i];
-    for (int i = 0; i < count; i++)
-        if (enabled[i]->plug) context[i] = enabled[i]->plug(one);
-    generate(t, one, length);
-    for (int i = count - 1; i >= 0; i--)
-        if (enabled[i]->unplug) enabled[i]->unplug(one, context[i]);
-}
-
-static void show_sample(Trainer *t, Techniques baseline) {
-    int64_t length = (int64_t)config_number(&t->config, "sample");
-    if (!length) return;
-    bool alone = t->model->mesh.world.size == 1;
-    Model *one = alone ? t->model : gather_model(t);
-    double timeout = comm_set_timeout(INFINITY);  // the others wait however long it takes
-    if (alone) generate(t, one, length);
-    else if (one) generate_with(t, one, baseline, length);
-    if (one && !alone) model_free(one);
-    if (!alone) comm_wait(comm_barrier(t->model->mesh.world));
-    comm_set_timeout(timeout);
 }
 
 // ---- on one device: what it counted, by the closed formulas ----
@@ -292,7 +191,7 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techn
     counted.memory = memory_account();
     counted.kept_bytes = t->kept_bytes;
     if (!dry) after = held_out_loss(t, EVAL_SAMPLES);
-    if (!dry) show_sample(t, baseline);
+    if (!dry) sample_show(t, baseline);
     underflow_tell(t);
     if (alone) {
         Price price = trainer_price(t);
