@@ -8,6 +8,10 @@
 //     window    t t t t t t t . . . .    forward of the prompt: queries and keys of all its tokens
 //                           q            then of one token: a query, and the keys so far
 //
+// Positions count from the window's first token. When it is full its older half goes, and the tokens that
+// stay go through the model again: what they knew came from those that are gone, too. So a token goes
+// through about twice; were the window to move by one token each time, it would s times.
+//
 // Bytes sent: the weights of many ranks, to the first one, which writes alone. This file has no main:
 // real_training.c calls it.
 #include <math.h>
@@ -87,7 +91,10 @@ static void window_logits(Window *w, Model *m, const int32_t *tokens, const int3
 
 // ---- the text ----
 
-int64_t sample_window(int64_t token, int64_t s) { return token > s ? token - s : 0; }
+int64_t sample_window(int64_t token, int64_t s) {
+    const int64_t half = (s + 1) / 2;
+    return token > s ? (token - s + half - 1) / half * half : 0;
+}
 
 int32_t sample_draw(const double *logits, int64_t vocab, double temperature, double uniform) {
     int64_t best = 0;

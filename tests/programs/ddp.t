@@ -18,7 +18,7 @@ done
 
 # Rank 0 writes it alone, and takes longer than what counts as a deadlock.
 verdict='held-out loss'
-passes "a long sample" ddp_naive --ranks 2 --no-check --steps 2 --eval-every 0 --sample 2000 --timeout 2 \
+passes "a long sample" ddp_naive --ranks 2 --no-check --steps 2 --eval-every 0 --sample 30000 --timeout 2 \
     --layers 2 --hidden 64 --heads 4 --kv-heads 2 --ffn 128 --seq 128
 verdict=''
 
