@@ -121,6 +121,58 @@ static double pairs_of_sample(const AttentionPositions *q, const AttentionPositi
     return pairs;
 }
 
+// ---- tiles ----
+
+// Whether all are of one document, and no tile goes back to earlier tokens.
+static bool ascend(const TileBounds *bound, int64_t tiles) {
+    for (int64_t i = 0; i < tiles; i++) {
+        const TileBounds before = bound[i > 0 ? i - 1 : 0], now = bound[i];
+        if (now.first_document != bound->first_document || now.last_document != bound->first_document ||
+            now.first_position < before.first_position || now.last_position < before.last_position)
+            return false;
+    }
+    return true;
+}
+
+// Where tiles ascend on both sides, those that are full come first in a row, then the partial ones, then the
+// empty ones, and further down neither border goes back: O(tiles), and not their square.
+static void add_ascending(AttentionMask *mask, const TileBounds *query, const TileBounds *key) {
+    const AttentionPositions *q = mask->queries, *k = mask->keys;
+    int64_t full = 0, end = 0;
+    for (int64_t i = 0; i < q->tiles; i++) {
+        while (full < k->tiles && attention_tile(query[i], key[full]) == TILE_FULL) full++;
+        while (end < k->tiles && attention_tile(query[i], key[end]) != TILE_EMPTY) end++;
+        mask->full += full;
+        mask->tiles += end;
+        mask->entries +=
+            (double)(least(ATTENTION_TILE, q->s - i * ATTENTION_TILE) * least(end * ATTENTION_TILE, k->s));
+    }
+}
+
+static void add_in_any_order(AttentionMask *mask, const TileBounds *query, const TileBounds *key) {
+    const AttentionPositions *q = mask->queries, *k = mask->keys;
+    for (int64_t i = 0; i < q->tiles; i++)
+        for (int64_t j = 0; j < k->tiles; j++) {
+            TileState state = attention_tile(query[i], key[j]);
+            if (state == TILE_EMPTY) continue;
+            mask->tiles++;
+            mask->full += state == TILE_FULL;
+            mask->entries += (double)(least(ATTENTION_TILE, q->s - i * ATTENTION_TILE) *
+                                      least(ATTENTION_TILE, k->s - j * ATTENTION_TILE));
+        }
+}
+
+// Counts of one sample's queries and keys are added to mask.
+static void add_sample(AttentionMask *mask, int64_t sample, int64_t *places) {
+    const AttentionPositions *q = mask->queries, *k = mask->keys;
+    const TileBounds *query = q->bound + sample * q->tiles, *key = k->bound + sample * k->tiles;
+    mask->pairs += pairs_of_sample(q, k, sample, places);
+    if (ascend(query, q->tiles) && ascend(key, k->tiles)) add_ascending(mask, query, key);
+    else add_in_any_order(mask, query, key);
+}
+
+// ---- the mask ----
+
 // Whether each sample's tokens are neighbours of one document, in order.
 static bool in_order(const AttentionPositions *p) {
     for (int64_t sample = 0; sample < p->b; sample++) {
@@ -137,22 +189,6 @@ static MaskShape shape_of(const AttentionMask *mask) {
     if (q->s != k->s) return MASK_ANY;
     if (mask->full == q->b * q->tiles * k->tiles) return MASK_FULL;
     return q == k && in_order(q) ? MASK_CAUSAL : MASK_ANY;
-}
-
-// Counts of one sample's queries and keys are added to mask.
-static void add_sample(AttentionMask *mask, int64_t sample, int64_t *places) {
-    const AttentionPositions *q = mask->queries, *k = mask->keys;
-    mask->pairs += pairs_of_sample(q, k, sample, places);
-    for (int64_t i = 0; i < q->tiles; i++)
-        for (int64_t j = 0; j < k->tiles; j++) {
-            TileState state =
-                attention_tile(q->bound[sample * q->tiles + i], k->bound[sample * k->tiles + j]);
-            if (state == TILE_EMPTY) continue;
-            mask->tiles++;
-            mask->full += state == TILE_FULL;
-            mask->entries += (double)(least(ATTENTION_TILE, q->s - i * ATTENTION_TILE) *
-                                      least(ATTENTION_TILE, k->s - j * ATTENTION_TILE));
-        }
 }
 
 AttentionMask attention_mask(const AttentionPositions *q, const AttentionPositions *k) {

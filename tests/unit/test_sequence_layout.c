@@ -80,6 +80,60 @@ static void pairs_of_each_hop(const SequenceLayout *layout, int64_t s, int cp) {
     assert_true(all == (double)(s * (s + 1) / 2));
 }
 
+// What the mask of queries and keys counts, tile by tile.
+static void expect_tiles(const AttentionPositions *q, const AttentionPositions *k, const char *what) {
+    const AttentionMask mask = attention_mask(q, k);
+    int64_t computed = 0, full = 0, entries = 0;
+    for (int64_t i = 0; i < q->tiles; i++)
+        for (int64_t j = 0; j < k->tiles; j++) {
+            const TileState state = attention_tile(q->bound[i], k->bound[j]);
+            const int64_t rows = q->s - i * ATTENTION_TILE, columns = k->s - j * ATTENTION_TILE;
+            computed += state != TILE_EMPTY;
+            full += state == TILE_FULL;
+            entries += (state != TILE_EMPTY) * (rows < ATTENTION_TILE ? rows : ATTENTION_TILE) *
+                       (columns < ATTENTION_TILE ? columns : ATTENTION_TILE);
+        }
+    if (mask.tiles != computed || mask.full != full || mask.entries != (double)entries)
+        fail_msg("%s: %lld tiles, %lld full, %.0f entries; one by one %lld, %lld, %lld", what,
+                 (long long)mask.tiles, (long long)mask.full, mask.entries, (long long)computed,
+                 (long long)full, (long long)entries);
+}
+
+// Queries and keys of any two ranks, over many tiles.
+static void tiles_are_counted_as_one_by_one(void **state) {
+    (void)state;
+    static const int64_t long_ones[] = {64, 65, 127, 640, 1111};
+    for (int at = 0; at < LAYOUTS * 5 * 4; at++) {
+        const SequenceLayout *layout = layouts[at % LAYOUTS];
+        const int64_t s = long_ones[at / LAYOUTS % 5];
+        const int cp = at / LAYOUTS / 5 + 1;
+        AttentionPositions tokens[MOST_RANKS];
+        for (int rank = 0; rank < cp; rank++) {
+            int32_t *own = tokens_of(layout, s, cp, rank);
+            tokens[rank] = attention_positions_new(1, layout->count(s, cp, rank), own, NULL);
+            free(own);
+        }
+        for (int pair = 0; pair < cp * cp; pair++)
+            expect_tiles(&tokens[pair / cp], &tokens[pair % cp], layout->name);
+        for (int rank = 0; rank < cp; rank++) attention_positions_free(&tokens[rank]);
+    }
+}
+
+// Positions that run on from document to document; and a tile whose last token is a late one.
+static void tiles_that_do_not_ascend_are_counted_too(void **state) {
+    (void)state;
+    enum { LENGTH = 5 * ATTENTION_TILE };
+    int32_t position[LENGTH], document[LENGTH];
+    for (int i = 0; i < LENGTH; i++) position[i] = i, document[i] = i / (2 * ATTENTION_TILE);
+    AttentionPositions documents = attention_positions_new(1, LENGTH, position, document);
+    position[ATTENTION_TILE - 1] = LENGTH;
+    AttentionPositions late = attention_positions_new(1, LENGTH, position, NULL);
+    expect_tiles(&documents, &documents, "documents");
+    expect_tiles(&late, &late, "a late token in the first tile");
+    attention_positions_free(&documents);
+    attention_positions_free(&late);
+}
+
 // What a rank takes is where its tokens say, and goes back there.
 static void taken_and_put_back(const SequenceLayout *layout, int64_t s, int cp) {
     enum { SAMPLES = 3 };
@@ -153,9 +207,14 @@ static void zigzag_is_balanced(void **state) {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_token_has_one_owner),   cmocka_unit_test(closed_forms_count_every_pair),
-        cmocka_unit_test(rows_are_taken_and_put_back), cmocka_unit_test(layouts_are_the_playbooks),
-        cmocka_unit_test(keys_go_round_the_ring),      cmocka_unit_test(zigzag_is_balanced),
+        cmocka_unit_test(every_token_has_one_owner),
+        cmocka_unit_test(closed_forms_count_every_pair),
+        cmocka_unit_test(tiles_are_counted_as_one_by_one),
+        cmocka_unit_test(tiles_that_do_not_ascend_are_counted_too),
+        cmocka_unit_test(rows_are_taken_and_put_back),
+        cmocka_unit_test(layouts_are_the_playbooks),
+        cmocka_unit_test(keys_go_round_the_ring),
+        cmocka_unit_test(zigzag_is_balanced),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
