@@ -224,7 +224,7 @@ static void backward_weight(void *context, Model *m, MicroBatch *micro, int laye
         moe->dense.mlp.backward_weight(moe->dense.mlp.context, m, micro, layer, x);
     sockets->gradients.begin(sockets->gradients.context, m, unit);
     experts_backward_weight(moe, layer, kept);
-    sockets->gradients.ready(sockets->gradients.context, m, unit, --m->ready_left[unit] == 0);
+    model_gradient_ready(m, unit);
 }
 
 static void drop(void *context, MlpKept *mlp) {
