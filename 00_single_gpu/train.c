@@ -271,8 +271,11 @@ void train_step(Trainer *t, Record *record) {
 
     clock_push("optimizer");
     double grad_scale = t->model->grad_scale;  // of this step; the step socket may change it
-    bool recorded = record && !record->grad[0] && !device_is_dry_run();
-    if (recorded) record_grads(record, &t->model->params, 1 / grad_scale);
+    if (record && !record->grad[0] && !device_is_dry_run()) {
+        clock_push("recording");  // no part of the step: time lines leave it out
+        record_grads(record, &t->model->params, 1 / grad_scale);
+        clock_pop();
+    }
     read_loss_and_norm(t, &input, grad_scale);
     int64_t steps = t->optimizer.step;
     if (sockets->step.accept(sockets->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);
