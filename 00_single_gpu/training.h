@@ -78,6 +78,12 @@ typedef struct Technique {
     void (*price)(Price *price, const Model *model, const void *context);
 } Technique;
 
+// The same record, on where `enabled` says so.
+static inline Technique technique_when(Technique technique, bool (*enabled)(const Config *config)) {
+    technique.enabled = enabled;
+    return technique;
+}
+
 enum { MOST_TECHNIQUES = 16 };
 // A list ends with NULL.
 typedef const Technique *const *Techniques;

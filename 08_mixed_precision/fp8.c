@@ -208,14 +208,12 @@ int main(int argc, char **argv) {
          "draw the losses of all recipes as learning rates grow", false},
         {"long", OPTION_INT, NULL, "0", 0, 4, "seeds",
          "also train the default model 500 steps by each recipe, from 2 to 4 seeds", false}};
-    Technique tensor = tensor_parallel, ring = ring_attention, zigzag = zigzag_ring_attention,
-              gathered_keys = all_gather_attention, heads = ulysses, stages = pipeline;
-    tensor.enabled = tensor_parallel_on;
-    ring.enabled = ring_on;
-    zigzag.enabled = zigzag_on;
-    gathered_keys.enabled = gathered_keys_on;
-    heads.enabled = ulysses_on;
-    stages.enabled = pipeline_on;
+    const Technique tensor = technique_when(tensor_parallel, tensor_parallel_on),
+                    ring = technique_when(ring_attention, ring_on),
+                    zigzag = technique_when(zigzag_ring_attention, zigzag_on),
+                    gathered_keys = technique_when(all_gather_attention, gathered_keys_on),
+                    heads = technique_when(ulysses, ulysses_on),
+                    stages = technique_when(pipeline, pipeline_on);
     const Technique *const techniques[] = {
         &moe,       &fp8_recipe, &ddp_no_sync,       &zero1,          &zero2,
         &zero3,     &tensor,     &sequence_parallel, &vocab_parallel, &expert_parallel,
