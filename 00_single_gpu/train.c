@@ -40,9 +40,7 @@ static bool is_on(const Technique *technique, const Config *config) {
     return !technique->enabled || technique->enabled(config);
 }
 
-// Those of the list that are on. What decides how tokens attend may be off, as context parallelism is
-// with --cp 1; flash attention then heeds --documents and --attention in its place.
-static int techniques_on(const Config *config, Techniques list, const Technique *on[MOST_TECHNIQUES]) {
+int techniques_on(const Config *config, Techniques list, const Technique *on[MOST_TECHNIQUES]) {
     const Technique *flash = flash_attention.enabled(config) ? &flash_attention : NULL;
     int count = 0;
     for (int i = 0; list[i]; i++)
@@ -55,6 +53,12 @@ static int techniques_on(const Config *config, Techniques list, const Technique 
     }
     if (flash) on[count++] = flash;
     return count;
+}
+
+bool technique_has_option(const Technique *technique, const char *name) {
+    for (int i = 0; i < technique->options; i++)
+        if (!strcmp(technique->option[i].name, name)) return true;
+    return false;
 }
 
 Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {

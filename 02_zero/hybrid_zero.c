@@ -160,6 +160,7 @@ const Option hybrid_zero_option = {
 const Technique hybrid_zero = {.name = "hybrid_zero",
                                .option = &hybrid_zero_option,
                                .options = 1,
+                               .asked = "--zero hybrid",
                                .axes = 1u << AXIS_DP,
                                .enabled = hybrid_zero_enabled,
                                .check = hybrid_zero_check,

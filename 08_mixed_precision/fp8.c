@@ -75,6 +75,11 @@ static void check(const Config *c) {
           "--fp8-wire with --dtype %s: what arrives in 8 bits is far from what that dtype has on one "
           "device; --dtype bf16 would fit",
           dtype_name((DType)c->dtype));
+    CHECK(
+        !config_given(c, "fp8-wire") || config_number(c, "zero") >= 3 ||
+            (config_number(c, "sp") && c->tp > 1),
+        "--fp8-wire: neither ZeRO-3's weights nor --sp's rows are sent: leave it out, or give --zero 3 or "
+        "--tp 2 --sp");
     CHECK((r && r->tile) || !config_number(c, "fp8-tile"),
           "--fp8-tile %.0f: --fp8 %s scales no tiles; --fp8 deepseek or mxfp8 would fit",
           config_number(c, "fp8-tile"), r ? r->name : "none");
@@ -202,7 +207,6 @@ static void more(Mesh mesh, const Config *config) {
 
 int main(int argc, char **argv) {
     const Option options[] = {
-        zero_option,
         {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false},
         {"curves", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
          "draw the losses of all recipes as learning rates grow", false},
@@ -228,9 +232,11 @@ int main(int argc, char **argv) {
         .natural = 2,
         .baseline = one_device,
         .techniques = techniques,
-        .option = options,
-        .options = sizeof options / sizeof *options,
-        .more = more};
+        .option = &zero_option,
+        .options = 1,
+        .more = more,
+        .more_option = options,
+        .more_options = sizeof options / sizeof *options};
     return program_main(argc, argv, &program);
 }
 #endif
