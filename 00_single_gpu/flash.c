@@ -163,11 +163,7 @@ static void price(Price *price, const Model *m, const void *context) {
 }
 
 bool technique_attends(const Technique *technique) {
-    for (int i = 0; i < technique->options; i++)
-        if (!strcmp(technique->option[i].name, "attention") ||
-            !strcmp(technique->option[i].name, "documents"))
-            return true;
-    return false;
+    return technique_has_option(technique, "attention") || technique_has_option(technique, "documents");
 }
 
 static bool enabled(const Config *config) {

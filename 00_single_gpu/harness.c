@@ -57,6 +57,7 @@ static int own_options(Option *own, const Program *program, bool *dry_run) {
     int count = 0;
     own[count++] = heading("this program");
     for (int i = 0; i < program->options; i++) own[count++] = program->option[i];
+    for (int i = 0; i < program->more_options; i++) own[count++] = program->more_option[i];
     for (int i = 0; program->techniques[i]; i++)
         for (int j = 0; j < program->techniques[i]->options; j++) {
             const Option *option = &program->techniques[i]->option[j];
@@ -116,6 +117,69 @@ void layout_check(Config *config, int ranks, Techniques techniques) {
           "--documents %ld is no token of --vocab %ld: the last one is %ld", config_document_end(config),
           config->vocab, config->vocab - 1);
     mesh_check(layout_shape(config), ranks);
+}
+
+// ---- what was typed, and nobody would read ----
+
+// One over --tp or --cp alone shares nothing where all ranks are those of other axes. A single rank takes
+// the flags of many.
+static bool shares(const Technique *technique, const Config *c) {
+    unsigned alone = (c->tp == 1 ? 1u << AXIS_TP : 0) | (c->cp == 1 ? 1u << AXIS_CP : 0);
+    bool single = c->dp * c->pp * c->cp * c->tp == 1;
+    return single || !technique->axes || (technique->axes & ~alone);
+}
+
+// Whether a technique with this option is on; `works`: and has something to do.
+static bool option_on(const Config *c, Techniques list, const char *option, bool *works) {
+    const Technique *on[MOST_TECHNIQUES];
+    bool found = *works = false;
+    for (int i = 0, count = techniques_on(c, list, on); i < count; i++) {
+        if (!technique_has_option(on[i], option)) continue;
+        found = true;
+        *works = *works || shares(on[i], c) || technique_has_option(&flash_attention, option);
+    }
+    return found;
+}
+
+// An option that would turn its technique on has been read where it leaves it off: --attention stored.
+static bool is_switch(const Config *c, Techniques list, const Setting *setting) {
+    bool on = false, works;
+    for (int step = -1; step <= 1; step += 2) {
+        Config other = *c;
+        config_set(&other, setting->name, setting->number + step);
+        on = on || option_on(&other, list, setting->name, &works);
+    }
+    return on;
+}
+
+// Flags of a technique that is off.
+static void check_typed(const Config *c, Techniques list) {
+    for (int i = 0; i < c->settings; i++) {
+        const Setting *setting = &c->setting[i];
+        const Technique *owner = NULL;
+        for (int j = 0; list[j] && !owner; j++)
+            if (technique_has_option(list[j], setting->name)) owner = list[j];
+        if (!setting->given || !owner) continue;
+        bool works, on = option_on(c, list, setting->name, &works);
+        CHECK(on ? works : is_switch(c, list, setting),
+              "--%s is an option of %s, which has nothing to do here: leave it out%s%s", setting->name,
+              owner->name, owner->asked ? ", or give " : "", owner->asked ? owner->asked : "");
+    }
+}
+
+// Flags of real training while proving, and the other way round.
+static void check_typed_for(const Config *c, const Program *program, bool dry_run) {
+    static const char *const real[] = {"eval-every", "sample", "temperature"};
+    bool proves = !program->trains && !c->no_check;
+    for (size_t i = 0; i < sizeof real / sizeof *real; i++)
+        CHECK(!proves || !config_given(c, real[i]),
+              "--%s is read with --no-check alone: add that, or leave out --%s", real[i], real[i]);
+    CHECK(!config_given(c, "temperature") || config_number(c, "sample") > 0,
+          "--temperature is the sample's, and --sample 0 writes none: leave one of them out");
+    for (int i = 0; i < program->more_options; i++)
+        CHECK((proves && !dry_run) || !config_given(c, program->more_option[i].name),
+              "--%s says what is shown after the proof, and --%s leaves that out: leave one of them out",
+              program->more_option[i].name, c->no_check ? "no-check" : "dry-run");
 }
 
 MeshShape layout_shape(const Config *config) {
@@ -192,6 +256,7 @@ int program_main(int argc, char **argv, const Program *own_program) {
               (axes & 1u << AXIS_CP ? CONFIG_CP : 0) | (axes & 1u << AXIS_TP ? CONFIG_TP : 0) |
               (axes & 1u << AXIS_EP ? CONFIG_EP : 0);
     Config config = config_parse(argc, argv, program->purpose, groups, program->defaults, own, options);
+    check_typed_for(&config, program, dry_run);
     CHECK(!((config.init || config.resume) && config.shape_given),
           "--init and --resume take the model's shape from the folder's config.json: leave out --model, "
           "--layers, --hidden, --heads, --kv-heads, --head-size, --ffn, --vocab, --tied, --experts and "
@@ -214,6 +279,7 @@ int program_main(int argc, char **argv, const Program *own_program) {
           "%s shows what it does with experts, and %s has none: train_5d takes dense models",
           base_program(), from ? from : "--experts 0");
     layout_check(&config, comm_ranks(), program->techniques);
+    check_typed(&config, program->techniques);
     if (config.resume) resume_check(&config, (int)config.dp);
     MeshShape shape = layout_shape(&config);
     Mesh mesh = comm_ranks() > 1 || !program->trains ? mesh_new(shape) : mesh_single();

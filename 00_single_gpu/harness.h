@@ -33,6 +33,8 @@ typedef struct Program {
     bool experts;               // it shows what it does with experts, and takes no dense model
     void (*plan)(Mesh mesh, const Config *config);  // what it shows before it trains; may be NULL
     void (*more)(Mesh mesh, const Config *config);  // what else the program shows; may be NULL
+    const Option *more_option;                      // that it alone reads, without targets
+    int more_options;
 } Program;
 
 int program_main(int argc, char **argv, const Program *program);  // a whole main; the exit status

@@ -118,8 +118,8 @@ static Record record_counted(const Config *config, Mesh mesh, Techniques techniq
     Record record = train_record(t, title);
     bool compares = check && !device_is_dry_run();
     CHECK(!compares || isfinite(record.grad_norm[0]),
-          "scaled by --scale, the gradients of step 1, which a proof compares, overflow %s: a smaller "
-          "--scale would fit, or --dtype bf16",
+          "scaled as the loss is, the gradients of step 1, which a proof compares, overflow %s: a smaller "
+          "scale of the loss would fit, or --dtype bf16",
           dtype_name((DType)config->dtype));
     *counted =
         (Counted){.steps = (double)record.steps, .memory = record.memory, .kept_bytes = record.kept_bytes};

@@ -40,9 +40,7 @@ static bool is_on(const Technique *technique, const Config *config) {
     return !technique->enabled || technique->enabled(config);
 }
 
-// Those of the list that are on. What decides how tokens attend may be off, as context parallelism is
-// with --cp 1; flash attention then heeds --documents and --attention in its place.
-static int techniques_on(const Config *config, Techniques list, const Technique *on[MOST_TECHNIQUES]) {
+int techniques_on(const Config *config, Techniques list, const Technique *on[MOST_TECHNIQUES]) {
     const Technique *flash = flash_attention.enabled(config) ? &flash_attention : NULL;
     int count = 0;
     for (int i = 0; list[i]; i++)
@@ -55,6 +53,12 @@ static int techniques_on(const Config *config, Techniques list, const Technique 
     }
     if (flash) on[count++] = flash;
     return count;
+}
+
+bool technique_has_option(const Technique *technique, const char *name) {
+    for (int i = 0; i < technique->options; i++)
+        if (!strcmp(technique->option[i].name, name)) return true;
+    return false;
 }
 
 Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
@@ -271,8 +275,11 @@ void train_step(Trainer *t, Record *record) {
 
     clock_push("optimizer");
     double grad_scale = t->model->grad_scale;  // of this step; the step socket may change it
-    bool recorded = record && !record->grad[0] && !device_is_dry_run();
-    if (recorded) record_grads(record, &t->model->params, 1 / grad_scale);
+    if (record && !record->grad[0] && !device_is_dry_run()) {
+        clock_push("recording");  // no part of the step: time lines leave it out
+        record_grads(record, &t->model->params, 1 / grad_scale);
+        clock_pop();
+    }
     read_loss_and_norm(t, &input, grad_scale);
     int64_t steps = t->optimizer.step;
     if (sockets->step.accept(sockets->step.context, t->model, t->grad_norm)) optimizer_steps(t, grad_scale);

@@ -64,8 +64,9 @@ typedef struct Technique {
     const char *name;
     const Option *option;  // of its own, without targets: they become settings of the Config
     int options;
-    unsigned axes;    // of the mesh that it serves, 1 << AXIS_…
-    unsigned brings;  // groups of shared options, CONFIG_…, that programs with it have
+    const char *asked;  // what turns it on, for who has typed an option of it: "--pp 2"; NULL: it is on
+    unsigned axes;      // of the mesh that it serves, 1 << AXIS_…
+    unsigned brings;    // groups of shared options, CONFIG_…, that programs with it have
     unsigned wraps;  // sockets, 1 << SOCKET_…, in which it takes the place of an earlier plug, and calls it
     // Each may be NULL.
     bool (*enabled)(const Config *config);  // whether these flags ask for it; NULL: it is always on
@@ -77,6 +78,12 @@ typedef struct Technique {
     void (*unplug)(Model *model, void *context);
     void (*price)(Price *price, const Model *model, const void *context);
 } Technique;
+
+// The same record, on where `enabled` says so.
+static inline Technique technique_when(Technique technique, bool (*enabled)(const Config *config)) {
+    technique.enabled = enabled;
+    return technique;
+}
 
 enum { MOST_TECHNIQUES = 16 };
 // A list ends with NULL.
@@ -107,6 +114,10 @@ typedef struct Trainer {
     double underflows, rounded;  // op_underflows at the start, negative
 } Trainer;
 
+// Those of the list that are on; returns how many. What decides how tokens attend may be off, as context
+// parallelism is with --cp 1; flash attention then heeds --documents and --attention in its place.
+int techniques_on(const Config *config, Techniques list, const Technique *on[MOST_TECHNIQUES]);
+bool technique_has_option(const Technique *technique, const char *name);
 // NULL: those of one device, recomputation alone. Shards and plugs those that are on.
 Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques);
 void trainer_free(Trainer *trainer);

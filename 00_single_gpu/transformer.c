@@ -109,7 +109,7 @@ static Tensor norm_backward(Model *m, Param *weight, Tensor dy, Tensor dbranch, 
 static void begin_gradient(Model *m, int unit) {
     m->sockets.gradients.begin(m->sockets.gradients.context, m, unit);
 }
-static void gradient_ready(Model *m, int unit) {
+void model_gradient_ready(Model *m, int unit) {
     Unit *u = &m->params.unit[unit];
     u->waits = tensor_exists(u->accumulated);
     m->sockets.gradients.ready(m->sockets.gradients.context, m, unit, --m->ready_left[unit] == 0);
@@ -226,7 +226,7 @@ static void block_backward_weight(Model *m, MicroBatch *micro, int layer) {
     tensor_free(&inside);
     add_norm_gradient(m, w->norm1, &kept->dnorm1);
     block_drop(m, kept, false);
-    gradient_ready(m, unit);
+    model_gradient_ready(m, unit);
 }
 
 void block_drop(Model *m, BlockKept *kept, bool keep_input) {
@@ -254,7 +254,7 @@ static void embedding_forward(Model *m, MicroBatch *micro) {
 
 // Tied, the embedding's gradient of a micro-batch is final when both its ends have added to it.
 static void embedding_part_ready(Model *m, MicroBatch *micro) {
-    if (--micro->embedding_parts == 0) gradient_ready(m, m->embedding_unit);
+    if (--micro->embedding_parts == 0) model_gradient_ready(m, m->embedding_unit);
 }
 
 // Tokens have no gradient, so there is no B.
@@ -317,7 +317,7 @@ static void head_backward_weight(Model *m, MicroBatch *micro) {
     tensor_free(&kept->logits);
     tensor_free(&kept->norm);
     m->sockets.linear.drop(m->sockets.linear.context, &kept->linear);
-    gradient_ready(m, m->head_unit);
+    model_gradient_ready(m, m->head_unit);
     if (m->config.tied) embedding_part_ready(m, micro);
 }
 

@@ -288,6 +288,9 @@ void chunk_backward_input(Model *model, MicroBatch *micro, Chunk chunk);
 void chunk_backward_weight(Model *model, MicroBatch *micro, Chunk chunk);
 // B and W of each unit, one after the other: less is held in between.
 void chunk_backward(Model *model, MicroBatch *micro, Chunk chunk);
+// What is to be called when W has added to all gradients of a unit: tells the gradients socket, and is fatal
+// where that leaves a 16-bit gradient of this micro-batch in place of adding it to the sums.
+void model_gradient_ready(Model *model, int unit);
 // Before a step: every unit's gradient will be final so many times; then the last one is known.
 void model_begin_step(Model *model, int64_t micro_batches);
 

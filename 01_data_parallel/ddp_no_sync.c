@@ -37,6 +37,7 @@ static bool enabled(const Config *config) { return config_number(config, "zero")
 const Technique ddp_no_sync = {.name = "ddp_no_sync",
                                .option = &ddp_bucket_option,
                                .options = 1,
+                               .asked = "--zero 0",
                                .axes = 1u << AXIS_DP,
                                .enabled = enabled,
                                .plug = plug,

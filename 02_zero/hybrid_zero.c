@@ -2,24 +2,20 @@
 // "ZeRO-3: Adding Parameter Partitioning"; Zhang et al. 2022, "MiCS".
 //
 // Against zero3.c: the model is sharded over K neighbouring ranks (--shard-ranks) instead of all N, and
-// each of the N / K groups holds a replica. Weights are gathered and gradients reduced among K ranks, over
-// the fast links of a node. All that crosses nodes is one all-reduce a step of a K-th of the gradients,
-// among the N / K ranks that hold the same shard:
+// each of the N / K groups holds a replica. Weights are gathered and gradients reduced over the fast links
+// of a node. All that crosses nodes is an all-reduce a step of each shard, among the ranks that hold it:
 //
 //                        node 0              node 1
 //     shards of a unit   [0] [1] [2] [3]     [0] [1] [2] [3]
 //     every pass         <- all-gather ->    <- all-gather ->       and reduce-scatter, inside
 //     once a step         0 <----------------> 0                    all-reduce across, of shard 0,
 //                             1 <----------------> 1   …            of shard 1, …
-//
-// A unit's all-reduce starts once its last reduce-scatter has ended, on a communication line of its
-// own, so that the gathers of the next units need not wait for it: a rank has one port inside its node and
-// one across. Each micro-batch is reduced inside, as in ZeRO-2; across, all of them at once.
-//
+// It starts once the unit's last reduce-scatter has ended, on a communication line of its own, so that the
+// gathers of the next units need not wait for it: a rank has one port inside its node and one across.
 // Bytes sent per rank and step, m micro-batches, g bytes a gradient element and e a weight's, E and H the
-// embedding's and the head's elements: inside, m (K - 1) / K (g Psi + 2 e Psi - e (E + H)); across,
-// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of which (N - K) / (N - 1) across.
-// Memory per rank: that of zero3.c on K ranks.
+// embedding's and the head's elements: inside, m (K - 1) / K (g Psi + 2 e Psi - e (E + H)), as ZeRO-2
+// reduces each micro-batch; across, 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of
+// which (N - K) / (N - 1) across. Memory per rank: that of zero3.c on K ranks.
 // Run: build/02_zero/hybrid_zero     (--ranks 8 --shard-ranks 4, --grad-acc 2, --tied, --dtype bf16 …)
 // Last line: PASS hybrid_zero: each node shards a replica, and the step is that of one device …
 #include <math.h>
@@ -164,6 +160,7 @@ const Option hybrid_zero_option = {
 const Technique hybrid_zero = {.name = "hybrid_zero",
                                .option = &hybrid_zero_option,
                                .options = 1,
+                               .asked = "--zero hybrid",
                                .axes = 1u << AXIS_DP,
                                .enabled = hybrid_zero_enabled,
                                .check = hybrid_zero_check,

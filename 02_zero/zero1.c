@@ -137,6 +137,7 @@ static const Option gather_option = {
 const Technique zero1 = {.name = "zero1",
                          .option = &gather_option,
                          .options = 1,
+                         .asked = "--zero 1",
                          .axes = 1u << AXIS_DP,
                          .enabled = enabled,
                          .shard = shard,

@@ -113,6 +113,7 @@ static const Option prefetch_option = {"no-prefetch",
 const Technique zero3 = {.name = "zero3",
                          .option = &prefetch_option,
                          .options = 1,
+                         .asked = "--zero 3",
                          .axes = 1u << AXIS_DP,
                          .enabled = enabled,
                          .shard = shard,
@@ -295,11 +296,11 @@ int main(int argc, char **argv) {
         .natural = 4,
         .before = {"zero2", (const Technique *[]){&zero2, &recompute, NULL}, NULL, 0},
         .techniques = techniques,
-        .option = &picture_option,
-        .options = 1,
         .twin = "DDP in the same order of sums",
         .twin_techniques = zero_twin_of_2_and_3,
-        .more = show};
+        .more = show,
+        .more_option = &picture_option,
+        .more_options = 1};
     return program_main(argc, argv, &program);
 }
 #endif

@@ -10,9 +10,8 @@
 //   constant-size buffers     gradients go to the network in one buffer of a fixed size, whatever the
 //                             model's size: a tensor that is larger goes in pieces, small ones together
 //   no fragmentation          checkpoints, and what flows from block to block, live longer than what is
-//                             computed between them; mixed, they leave holes in which nothing fits. Copied,
-//                             as they are made, to one tensor that is allocated once, they leave none.
-//                             (Gradients stand in such a tensor: params.h.)
+//                             computed between them; mixed, they leave holes in which nothing fits. Copied
+//                             to one tensor that is allocated once (as gradients': params.h), they do not.
 //
 // Memory per rank and block: n h e / tp instead of n h e (e bytes a number). Bytes sent per rank, block and
 // micro-batch: (tp - 1) / tp n h e, which is a twelfth of what tensor parallelism sends when it recomputes

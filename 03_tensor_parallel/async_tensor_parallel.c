@@ -199,6 +199,7 @@ static const Option async_option = {
 const Technique async_tensor_parallel = {.name = "async_tensor_parallel",
                                          .option = &async_option,
                                          .options = 1,
+                                         .asked = "--tp 2",
                                          .axes = 1u << AXIS_TP,
                                          .wraps = 1u << SOCKET_REGION | 1u << SOCKET_LINEAR,
                                          .enabled = enabled,

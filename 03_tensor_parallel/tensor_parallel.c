@@ -239,10 +239,11 @@ static void more(Mesh mesh, const Config *config) {
     device_dry_run(false);
 }
 
+static const Option picture = {
+    "svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE", "which rank has which part of a block, as a picture",
+    false};
+
 int main(int argc, char **argv) {
-    const Option options[] = {zero_option,
-                              {"svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
-                               "which rank has which part of a block, as a picture", false}};
     const Program program = {
         .purpose = "Tensor parallelism: every block's matrices are sharded over ranks.",
         .claim = "ranks that share every matrix make the step of one device",
@@ -251,9 +252,11 @@ int main(int argc, char **argv) {
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 tp=0 bucket-mb=0.1",
         .natural = 4,
         .techniques = tensor_layouts,
-        .option = options,
-        .options = sizeof options / sizeof *options,
-        .more = more};
+        .option = &zero_option,
+        .options = 1,
+        .more = more,
+        .more_option = &picture,
+        .more_options = 1};
     return program_main(argc, argv, &program);
 }
 #endif

@@ -140,6 +140,7 @@ static bool enabled(const Config *config) { return context_on(config, CONTEXT_AL
 const Technique all_gather_attention = {.name = "all_gather_attention",
                                         .option = context_options,
                                         .options = CONTEXT_OPTIONS,
+                                        .asked = "--cp 2",
                                         .axes = 1u << AXIS_CP,
                                         .enabled = enabled,
                                         .check = context_check,
@@ -159,11 +160,17 @@ static void more(Mesh mesh, const Config *config) {
     context_memory(mesh, config);
 }
 
+static const Option picture = {"memory-svg",
+                               OPTION_OUTPUT,
+                               NULL,
+                               NULL,
+                               0,
+                               0,
+                               "FILE",
+                               "count the peak memory of all methods as sequences grow, and draw it",
+                               false};
+
 int main(int argc, char **argv) {
-    const Option options[] = {
-        zero_option,
-        {"memory-svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
-         "count the peak memory of all methods as sequences grow, and draw it", false}};
     const Program program = {
         .purpose = "All-gather attention: every rank has all keys and values while it computes.",
         .claim = "ranks that gather all keys make the step of one device",
@@ -171,9 +178,11 @@ int main(int argc, char **argv) {
         .natural = 4,
         .before = {"ring_attention", NULL, "context", CONTEXT_RING},
         .techniques = context_layouts,
-        .option = options,
-        .options = sizeof options / sizeof *options,
-        .more = more};
+        .option = &zero_option,
+        .options = 1,
+        .more = more,
+        .more_option = &picture,
+        .more_options = 1};
     return program_main(argc, argv, &program);
 }
 #endif

@@ -170,6 +170,7 @@ static bool enabled(const Config *config) { return context_on(config, CONTEXT_RI
 const Technique ring_attention = {.name = "ring_attention",
                                   .option = context_options,
                                   .options = CONTEXT_OPTIONS,
+                                  .asked = "--cp 2",
                                   .axes = 1u << AXIS_CP,
                                   .enabled = enabled,
                                   .check = context_check,

@@ -352,6 +352,7 @@ const Option pipeline_options[PIPELINE_OPTIONS] = {
 const Technique pipeline = {.name = "pipeline",
                             .option = pipeline_options,
                             .options = PIPELINE_OPTIONS,
+                            .asked = "--pp 2",
                             .axes = 1u << AXIS_PP,
                             .check = check,
                             .shard = pipeline_shard,

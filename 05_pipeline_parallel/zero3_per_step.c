@@ -238,6 +238,7 @@ static void *hybrid_plug(Model *m) { return hybrid_zero_plug(m, &zero3_per_step)
 const Technique hybrid_zero_per_step = {.name = "hybrid_zero_per_step",
                                         .option = &hybrid_zero_option,
                                         .options = 1,
+                                        .asked = "--zero hybrid",
                                         .axes = 1u << AXIS_DP,
                                         .enabled = hybrid_zero_enabled,
                                         .check = hybrid_zero_check,

@@ -22,12 +22,9 @@ static bool gathers_per_step(const Config *c) { return c->pp > 1 && zero3.enable
 static Technique stages, zero3_per_use, zero3_of_stages;
 
 static Techniques with_copies(Techniques list) {
-    stages = pipeline;
-    stages.enabled = has_stages;
-    zero3_per_use = zero3;
-    zero3_per_use.enabled = gathers_per_use;
-    zero3_of_stages = zero3_per_step;
-    zero3_of_stages.enabled = gathers_per_step;
+    stages = technique_when(pipeline, has_stages);
+    zero3_per_use = technique_when(zero3, gathers_per_use);
+    zero3_of_stages = technique_when(zero3_per_step, gathers_per_step);
     return list;
 }
 

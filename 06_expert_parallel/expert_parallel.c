@@ -271,7 +271,6 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const Option options[] = {zero_option, proof_only_option};
     const Program program = {
         .purpose = "Expert parallelism: ranks share the experts, and send each other's tokens to them.",
         .claim = "ranks that share the experts make the step of one device",
@@ -281,10 +280,12 @@ int main(int argc, char **argv) {
         .experts = true,
         .natural = 4,
         .techniques = expert_layouts(),
-        .option = options,
-        .options = sizeof options / sizeof *options,
+        .option = &zero_option,
+        .options = 1,
         .baseline = expert_baseline,
-        .more = more};
+        .more = more,
+        .more_option = &proof_only_option,
+        .more_options = 1};
     return program_main(argc, argv, &program);
 }
 #endif

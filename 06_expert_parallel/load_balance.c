@@ -163,6 +163,7 @@ static bool enabled(const Config *c) { return c->experts > 0; }
 const Technique load_balance = {.name = "load_balance",
                                 .option = options,
                                 .options = sizeof options / sizeof *options,
+                                .asked = "--experts 8",
                                 .brings = CONFIG_EXPERTS,
                                 .enabled = enabled,
                                 .check = check,
@@ -332,7 +333,6 @@ static void compare(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const Option options[] = {zero_option, proof_only_option};
     const Program program = {
         .purpose = "Load balance: auxiliary loss, z-loss, and a bias in the choice of experts.",
         .claim = "balanced over ranks as on one device",
@@ -343,10 +343,12 @@ int main(int argc, char **argv) {
         .experts = true,
         .natural = 4,
         .techniques = techniques,
-        .option = options,
-        .options = sizeof options / sizeof *options,
+        .option = &zero_option,
+        .options = 1,
         .baseline = one_device,
-        .more = compare};
+        .more = compare,
+        .more_option = &proof_only_option,
+        .more_options = 1};
     return program_main(argc, argv, &program);
 }
 #endif

@@ -224,7 +224,7 @@ static void backward_weight(void *context, Model *m, MicroBatch *micro, int laye
         moe->dense.mlp.backward_weight(moe->dense.mlp.context, m, micro, layer, x);
     sockets->gradients.begin(sockets->gradients.context, m, unit);
     experts_backward_weight(moe, layer, kept);
-    sockets->gradients.ready(sockets->gradients.context, m, unit, --m->ready_left[unit] == 0);
+    model_gradient_ready(m, unit);
 }
 
 static void drop(void *context, MlpKept *mlp) {
@@ -335,6 +335,7 @@ static const Option capacity = {"capacity",
 const Technique moe = {.name = "moe",
                        .option = &capacity,
                        .options = 1,
+                       .asked = "--experts 8",
                        .brings = CONFIG_EXPERTS,
                        .enabled = enabled,
                        .check = check,

@@ -353,7 +353,6 @@ const Technique node_limited_routing = {.name = "node_limited_routing",
 
 #ifndef NO_MAIN
 int main(int argc, char **argv) {
-    const Option options[] = {zero_option, proof_only_option};
     const Program program = {
         .purpose = "Experts on several nodes: a token crosses to few nodes, and to each of them once.",
         .claim = "in two hops, the tokens make the step of one device",
@@ -364,10 +363,12 @@ int main(int argc, char **argv) {
         .experts = true,
         .natural = 8,
         .techniques = node_limited_layouts(),
-        .option = options,
-        .options = sizeof options / sizeof *options,
+        .option = &zero_option,
+        .options = 1,
         .baseline = expert_baseline,
-        .more = node_tables};
+        .more = node_tables,
+        .more_option = &proof_only_option,
+        .more_options = 1};
     return program_main(argc, argv, &program);
 }
 #endif

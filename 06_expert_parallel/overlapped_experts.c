@@ -298,7 +298,6 @@ static void more(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const Option options[] = {zero_option, proof_only_option};
     const Program program = {
         .purpose = "Experts with two micro-batches in flight: one computes while the other's are sent.",
         .claim = "two micro-batches in flight change no bit",
@@ -308,10 +307,12 @@ int main(int argc, char **argv) {
         .experts = true,
         .natural = 4,
         .techniques = overlapped_layouts(),
-        .option = options,
-        .options = sizeof options / sizeof *options,
+        .option = &zero_option,
+        .options = 1,
         .baseline = expert_baseline,
-        .more = more};
+        .more = more,
+        .more_option = &proof_only_option,
+        .more_options = 1};
     return program_main(argc, argv, &program);
 }
 #endif

@@ -218,7 +218,7 @@ static void backward_weight(void *context, Model *m, MicroBatch *micro, int laye
         op_matmul(gradient_of(m, w->expert_gate, expert), row(p->dgate, i), row(x, i / k), true, false, 1);
         op_matmul(gradient_of(m, w->expert_up, expert), row(p->dup, i), row(x, i / k), true, false, 1);
     }
-    m->sockets.gradients.ready(m->sockets.gradients.context, m, unit, --m->ready_left[unit] == 0);
+    model_gradient_ready(m, unit);
 }
 
 static void drop(void *context, MlpKept *mlp) {

@@ -32,7 +32,7 @@
 
 // ---- the technique ----
 
-static bool on(const Config *c) { return c->dtype == BF16; }
+static bool enabled(const Config *c) { return c->dtype == BF16; }
 static bool without_masters(const Config *c) { return config_number(c, "master") != 0; }
 
 static void load(void *context, Tensor wide, Tensor stored, StatePart part) {
@@ -61,7 +61,6 @@ static void store(void *context, Tensor stored, Tensor wide, StatePart part) {
 static const Rounding by_chance = {.load = load, .store = store};
 
 static void recipe(Recipe *r, const Config *c) {
-    if (!on(c)) return;
     if (without_masters(c)) r->master = r->weight;
     if (config_number(c, "gradient")) r->gradient = r->sum;
     if (config_number(c, "sum")) r->sum = r->gradient;
@@ -92,6 +91,8 @@ static const Option options[] = {
 const Technique bf16_recipe = {.name = "bf16",
                                .option = options,
                                .options = sizeof options / sizeof *options,
+                               .asked = "--dtype bf16",
+                               .enabled = enabled,
                                .check = check,
                                .recipe = recipe};
 
@@ -234,11 +235,11 @@ int main(int argc, char **argv) {
         .natural = 2,
         .baseline = one_device,
         .techniques = techniques,
-        .option = &option,
-        .options = 1,
         .twin = "ddp_no_sync",
         .twin_techniques = twin,
-        .more = compare};
+        .more = compare,
+        .more_option = &option,
+        .more_options = 1};
     return program_main(argc, argv, &program);
 }
 #endif

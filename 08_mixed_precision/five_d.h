@@ -9,8 +9,6 @@
 // five_d_layouts.c: all of them in plug order, and those that one device has, too.
 Techniques five_d_layouts(void);
 Techniques five_d_one_device(void);
-// Fatal where a flag was typed that no record would read which is on: nothing is ignored in silence.
-void five_d_check_typed(const Config *config);
 
 // In place of single records' own: --zero also takes hybrid, and --sum goes with bf16 and f16.
 extern const Option five_d_options[];

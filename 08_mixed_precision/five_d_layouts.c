@@ -11,14 +11,10 @@
 // Order: what an earlier record has put into a socket, a later one may wrap (Technique.wraps). Weights are
 // sharded from the last record to the first, so that ZeRO shards what stages, experts and tensor
 // parallelism leave on a rank. This file has no main.
-#include <string.h>
-
 #include "five_d.h"
 
 // ---- which of two ways ----
 
-static bool in_bf16(const Config *c) { return c->dtype == BF16; }
-static bool in_f16(const Config *c) { return c->dtype == F16; }
 static bool balanced(const Config *c) {
     return c->experts && (config_number(c, "aux-loss") > 0 || config_number(c, "z-loss") > 0 ||
                           config_number(c, "balance-bias") > 0);
@@ -60,8 +56,8 @@ typedef struct Entry {
 
 static const Entry entries[] = {
     {.record = &moe, .one_device = true},
-    {.record = &bf16_recipe, .enabled = in_bf16, .one_device = true},
-    {.record = &fp16_recipe, .enabled = in_f16, .one_device = true},
+    {.record = &bf16_recipe, .one_device = true},
+    {.record = &fp16_recipe, .one_device = true},
     {.record = &fp8_recipe, .one_device = true},
     {.record = &load_balance, .enabled = balanced, .one_device = true},
     {.record = &ddp_no_sync},
@@ -109,34 +105,6 @@ Techniques five_d_layouts(void) {
 Techniques five_d_one_device(void) {
     make_lists();
     return one_device;
-}
-
-// ---- what was typed, and nobody would read ----
-
-static bool has_option(const Technique *technique, const char *name) {
-    for (int i = 0; i < technique->options; i++)
-        if (!strcmp(technique->option[i].name, name)) return true;
-    return false;
-}
-
-void five_d_check_typed(const Config *c) {
-    make_lists();
-    for (int i = 0; i < c->settings; i++) {
-        const Setting *setting = &c->setting[i];
-        const Technique *owner = NULL;
-        bool read = false;
-        if (!setting->given) continue;
-        for (int j = 0; j < ENTRIES; j++) {
-            if (!has_option(&record[j], setting->name)) continue;
-            owner = &record[j];
-            read = read || !record[j].enabled || record[j].enabled(c);
-        }
-        CHECK(strcmp(setting->name, "context") != 0 || c->cp > 1,
-              "--context says how ranks of --cp bring keys together, and there is one: leave it out, or "
-              "give --cp 2");
-        CHECK(!owner || read, "--%s is an option of %s, which these flags do not ask for: leave it out",
-              setting->name, owner->name);
-    }
 }
 
 const Option five_d_options[FIVE_D_OPTIONS] = {

@@ -34,8 +34,19 @@ enum { KEPT_SCALE, KEPT_GOOD, KEPT };              // in Params.kept
 
 // ---- the technique ----
 
+static bool enabled(const Config *c) { return c->dtype == F16; }
+
+static void check(const Config *c) {
+    double kind = config_number(c, "loss-scale");
+    CHECK(kind != SCALE_NONE || !config_given(c, "scale"),
+          "--scale is where --loss-scale static or dynamic begins, and it is none: leave one of them out");
+    CHECK(kind == SCALE_DYNAMIC || !config_given(c, "scale-interval"),
+          "--scale-interval is read with --loss-scale dynamic alone: leave one of them out");
+    CHECK(c->optimizer == OPTIMIZER_ADAMW || !config_number(c, "moments"),
+          "--moments f16 is of AdamW, and --optimizer sgd has none: leave one of them out");
+}
+
 static void recipe(Recipe *r, const Config *c) {
-    if (c->dtype != F16) return;
     if (config_number(c, "master")) r->master = r->weight;
     if (config_number(c, "sum")) r->sum = r->gradient;
     if (config_number(c, "moments")) r->moment = r->second = F16;
@@ -64,7 +75,7 @@ static bool accept(void *context, Model *m, double grad_norm) {
 static void *plug(Model *m) {
     const Config *c = &m->config;
     int kind = (int)config_number(c, "loss-scale");
-    if (c->dtype != F16 || kind == SCALE_NONE) return NULL;
+    if (kind == SCALE_NONE) return NULL;
     LossScaler *s = host_alloc(sizeof *s);
     *s = (LossScaler){.before = m->sockets,
                       .kept = {config_number(c, "scale"), 0},
@@ -103,7 +114,10 @@ static const Option options[] = {
 const Technique fp16_recipe = {.name = "fp16",
                                .option = options,
                                .options = sizeof options / sizeof *options,
+                               .asked = "--dtype f16",
                                .wraps = 1u << SOCKET_STEP,
+                               .enabled = enabled,
+                               .check = check,
                                .recipe = recipe,
                                .plug = plug,
                                .resumed = resumed,
@@ -283,9 +297,8 @@ static void compare(Mesh mesh, const Config *config) {
 }
 
 int main(int argc, char **argv) {
-    const Option options[] = {
-        zero_option,
-        {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false}};
+    const Option option = {
+        "proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false};
     const Program program = {
         .purpose = "float16: f32 master weights, loss scaling, and sums in f32.",
         .claim = "ranks together make the step of one device, and each trick mends what it should",
@@ -295,9 +308,11 @@ int main(int argc, char **argv) {
         .natural = 2,
         .baseline = one_device,
         .techniques = techniques,
-        .option = options,
-        .options = sizeof options / sizeof *options,
-        .more = compare};
+        .option = &zero_option,
+        .options = 1,
+        .more = compare,
+        .more_option = &option,
+        .more_options = 1};
     return program_main(argc, argv, &program);
 }
 #endif

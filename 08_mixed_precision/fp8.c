@@ -75,6 +75,11 @@ static void check(const Config *c) {
           "--fp8-wire with --dtype %s: what arrives in 8 bits is far from what that dtype has on one "
           "device; --dtype bf16 would fit",
           dtype_name((DType)c->dtype));
+    CHECK(
+        !config_given(c, "fp8-wire") || config_number(c, "zero") >= 3 ||
+            (config_number(c, "sp") && c->tp > 1),
+        "--fp8-wire: neither ZeRO-3's weights nor --sp's rows are sent: leave it out, or give --zero 3 or "
+        "--tp 2 --sp");
     CHECK((r && r->tile) || !config_number(c, "fp8-tile"),
           "--fp8-tile %.0f: --fp8 %s scales no tiles; --fp8 deepseek or mxfp8 would fit",
           config_number(c, "fp8-tile"), r ? r->name : "none");
@@ -202,20 +207,17 @@ static void more(Mesh mesh, const Config *config) {
 
 int main(int argc, char **argv) {
     const Option options[] = {
-        zero_option,
         {"proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false},
         {"curves", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
          "draw the losses of all recipes as learning rates grow", false},
         {"long", OPTION_INT, NULL, "0", 0, 4, "seeds",
          "also train the default model 500 steps by each recipe, from 2 to 4 seeds", false}};
-    Technique tensor = tensor_parallel, ring = ring_attention, zigzag = zigzag_ring_attention,
-              gathered_keys = all_gather_attention, heads = ulysses, stages = pipeline;
-    tensor.enabled = tensor_parallel_on;
-    ring.enabled = ring_on;
-    zigzag.enabled = zigzag_on;
-    gathered_keys.enabled = gathered_keys_on;
-    heads.enabled = ulysses_on;
-    stages.enabled = pipeline_on;
+    const Technique tensor = technique_when(tensor_parallel, tensor_parallel_on),
+                    ring = technique_when(ring_attention, ring_on),
+                    zigzag = technique_when(zigzag_ring_attention, zigzag_on),
+                    gathered_keys = technique_when(all_gather_attention, gathered_keys_on),
+                    heads = technique_when(ulysses, ulysses_on),
+                    stages = technique_when(pipeline, pipeline_on);
     const Technique *const techniques[] = {
         &moe,       &fp8_recipe, &ddp_no_sync,       &zero1,          &zero2,
         &zero3,     &tensor,     &sequence_parallel, &vocab_parallel, &expert_parallel,
@@ -230,9 +232,11 @@ int main(int argc, char **argv) {
         .natural = 2,
         .baseline = one_device,
         .techniques = techniques,
-        .option = options,
-        .options = sizeof options / sizeof *options,
-        .more = more};
+        .option = &zero_option,
+        .options = 1,
+        .more = more,
+        .more_option = options,
+        .more_options = sizeof options / sizeof *options};
     return program_main(argc, argv, &program);
 }
 #endif

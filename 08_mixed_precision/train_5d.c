@@ -27,7 +27,6 @@
 static RankPlan *planned;
 
 static void plan(Mesh mesh, const Config *config) {
-    five_d_check_typed(config);
     planned = five_d_plan(mesh, config, true);
     say("\nThe plan: who has what (E embedding, H head), what is held at its peak, and sent in a step");
     five_d_plan_print(planned, mesh, config);
@@ -84,8 +83,6 @@ static const Option shown_option = {
     "steps on real text, shown beside those of one device; 0: none", false};
 
 int main(int argc, char **argv) {
-    Option option[FIVE_D_OPTIONS + 1] = {shown_option};
-    for (int i = 0; i < FIVE_D_OPTIONS; i++) option[i + 1] = five_d_options[i];
     const Program program = {
         .purpose = "5D parallelism: every technique of this book at once, on dense models and on experts.",
         .claim = "all techniques together make the step of one device",
@@ -95,10 +92,12 @@ int main(int argc, char **argv) {
         .natural = 8,
         .baseline = five_d_one_device(),
         .techniques = five_d_layouts(),
-        .option = option,
-        .options = FIVE_D_OPTIONS + 1,
+        .option = five_d_options,
+        .options = FIVE_D_OPTIONS,
         .plan = plan,
-        .more = more};
+        .more = more,
+        .more_option = &shown_option,
+        .more_options = 1};
     int status = program_main(argc, argv, &program);
     free(planned);
     return status;

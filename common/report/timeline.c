@@ -65,6 +65,14 @@ static int by_begin(const void *a, const void *b) {
     return (x->begin > y->begin) - (x->begin < y->begin);
 }
 
+// The end of a "recording" that begins with this event; else -1. It is no part of the step: what a proof
+// compares is brought together while nothing else is in flight.
+static int64_t recording_end(const Event *event, int64_t i) {
+    if (event[i].kind != EVENT_PUSH || strcmp(event[i].name, "recording") != 0) return -1;
+    while (event[i].kind != EVENT_POP) i++;
+    return i;
+}
+
 Timeline timeline_of_step(bool outermost, const char *title) {
     Timeline t = {0};
     const Event *event;
@@ -73,10 +81,18 @@ Timeline timeline_of_step(bool outermost, const char *title) {
     double begin = event[first].model;
     t.title = format_text("%s", title);
     t.seconds = event[last].model - begin;
+    for (int64_t i = first + 1, end; i < last; i++)
+        if ((end = recording_end(event, i)) >= 0) t.seconds -= event[end].model - event[i].model;
     char letter[64] = "+";  // by depth: a mark without a letter has its parent's
     int depth = 0;
     for (int64_t i = first + 1; i < count; i++) {
         const Event *e = &event[i];
+        int64_t end = recording_end(event, i);
+        if (end >= 0) {  // what follows moves up to what was before
+            begin += event[end].model - e->model;
+            i = end;
+            continue;
+        }
         Span span = {e->model - begin, e->model_end - begin, letter[depth]};
         if (e->kind == EVENT_COMMUNICATION) {
             span.letter = LETTER_OF(of_communication, e->name, '?');

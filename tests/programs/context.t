@@ -107,6 +107,8 @@ if wanted flash; then
     done
 fi
 
+refused "--layout is an option of ring_attention, which has nothing to do here: leave it out, or give --cp 2" \
+    ring_attention --ranks 2 --cp 1 --layout striped
 refused "--context zigzag has the tokens of --layout zigzag" ring_attention --context zigzag \
     --layout striped
 refused "--cp 4 is more ranks than --seq 3 has tokens: --cp 3 would fit" ring_attention --seq 3

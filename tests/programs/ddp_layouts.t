@@ -31,5 +31,8 @@ report $? "two runs print the same digits"
 
 refused 'ranks' ddp_naive --ranks 0x3
 refused 'bucket-mb' ddp_bucketed --bucket-mb 0
+for flag in eval-every sample temperature; do
+    refused "--$flag is read with --no-check alone" ddp_naive --$flag 5
+done
 refused "is not one of ddp_naive's flags" ddp_naive --ranks 2 --tp 2
 finish

@@ -112,6 +112,15 @@ refused "--capacity is room for rows of a whole sequence, which --cp 2 splits" e
     --seq 32 --capacity 1
 refused "--capacity is room for rows of a whole sequence, which --sp, --tp 2 splits" expert_parallel \
     --tp 2 --sp --seq 32 --capacity 1
+# What is typed and would be ignored.
+shown='says what is shown after the proof'
+refused "--proof-only $shown, and --no-check leaves that out" load_balance --no-check --proof-only
+refused "--proof-only $shown, and --dry-run leaves that out" load_balance --dry-run --proof-only
+idle='which has nothing to do here: leave it out, or give'
+refused "--schedule is an option of pipeline, $idle --pp 2" expert_parallel --schedule zb_h1
+refused "--no-prefetch is an option of zero3, $idle --zero 3" expert_parallel --zero 2 --no-prefetch
+refused "--vocab-parallel is an option of vocab_parallel, $idle --tp 2" expert_parallel --vocab-parallel
+refused "--layout is an option of ring_attention, $idle --cp 2" expert_parallel --layout striped
 refused "--top-k 9 is more than --experts 8" moe --top-k 9
 refused "--expert-groups and --routed-scale are those of --moe deepseek" moe --expert-groups 2
 refused "--expert-groups 3 does not divide --experts 8" moe --moe deepseek --expert-groups 3

@@ -10,7 +10,11 @@ passes "each trick mends what it should" $program
 for zero in 0 1 3; do
     passes "ZeRO-$zero, and an overflow on one rank" $program --zero $zero --proof-only
 done
-refused "a smaller --scale would fit" $program --scale 1e9 --proof-only
+refused "a smaller scale of the loss would fit, or --dtype bf16" $program --scale 1e9 --proof-only
+refused "--scale is where --loss-scale static or dynamic begins" $program --loss-scale none --scale 8
+refused "--scale-interval is read with --loss-scale dynamic alone" $program --loss-scale static \
+    --scale-interval 8
+refused "--moments f16 is of AdamW" $program --moments f16 --optimizer sgd
 passes "3 ranks, tied, recomputed" $program --ranks 3 --tied --recompute full --proof-only
 
 real="--no-check --ranks 1 --hidden 32 --heads 4 --kv-heads 2 --ffn 80 --seq 32 --micro-batch 8 --grad-acc 1

@@ -39,7 +39,7 @@ for program in "$build"/0[0-9]_*/*; do
     ! has measure || flags+=(--measure)
     has ranks || [ -z "$RANKS" ] || continue
     ! has ranks || flags+=(--ranks "${RANKS:-2}")
-    ! has sample || flags+=(--sample 3)
+    ! has sample || has no-check || flags+=(--sample 3)
     ! has shown || flags+=(--tp 1 --shown 2)
     [ $name != hybrid_zero ] || flags+=(--shard-ranks 1)
     [ $name != overlapped_experts ] || flags+=(--ep "${RANKS:-2}")

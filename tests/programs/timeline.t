@@ -2,6 +2,7 @@
 # timeline.t: the time line of several ranks is one trace, and pictures that are the same on every run. TAP.
 # needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap
 # needs: build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync build/02_zero/zero2
+# needs: build/03_tensor_parallel/tensor_parallel
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/01_data_parallel
@@ -57,6 +58,12 @@ report $? "naive data parallelism hides nothing"
 run "$build"/ddp_naive --ranks 2 --steps 1 --timeline &&
     [ "$(grep -A 1 '^rank [01] ' "$out" | grep -c '^           dp      [Aa]')" = 2 ]
 report $? "the picture shows the ranks' run, not the one on one device"
+# Nor what is recorded of a run's first step.
+tensor=$build/../03_tensor_parallel/tensor_parallel
+run "$tensor" --ranks 2 --steps 1 --timeline && first=$(grep '^all ranks' "$out") &&
+    ! grep -q '^ *world .*[CcDd]' "$out" && run "$tensor" --ranks 2 --steps 2 --timeline &&
+    grep -qF "$first" "$out"
+report $? "a first step is drawn as the second, without its recording"
 run "$build"/../02_zero/zero2 --ranks 2 --steps 2 --timeline &&
     [ "$(grep -c '^           dp      G.*R' "$out")" = 2 ]
 report $? "nor the twin's"

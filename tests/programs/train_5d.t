@@ -39,9 +39,13 @@ grep -q '^step 15  held-out loss' "$out" && grep -q '^sample' "$out" && grep -q 
 report $? "with a plan, held-out losses and a sample"
 
 refused "--sp shards rows over the ranks of --tp, and there is one" train_5d --ranks 4 --tp 1 --sp
-refused "--chunks is an option of pipeline, which these flags do not ask for" train_5d --pp 1 --chunks 2
-refused "--gather is an option of zero1, which these flags do not ask for" train_5d --zero 2 --gather step
-refused "--context says how ranks of --cp bring keys together" train_5d --context ulysses
+idle='which has nothing to do here: leave it out, or give'
+refused "--chunks is an option of pipeline, $idle --pp 2" train_5d --pp 1 --chunks 2
+refused "--gather is an option of zero1, $idle --zero 1" train_5d --zero 2 --gather step
+refused "--context is an option of ring_attention, $idle --cp 2" train_5d --context ulysses
+refused "--master is an option of bf16, $idle --dtype bf16" train_5d --master none
+passes "flags that leave a technique off" train_5d --dry-run --sp --experts 4 --aux-loss 0 \
+    --attention stored --kernels library
 refused "--ep 2 shards experts: give --experts" train_5d --ep 2
 refused "--top-k is read with --experts alone" train_5d --dry-run --top-k 2
 refused "--fp8-tile 32: --fp8 none scales no tiles" train_5d --dry-run --fp8-tile 32

@@ -9,6 +9,7 @@
 #include <cmocka.h>
 
 #include "06_expert_parallel/expert_parallel.h"
+#include "fatal.h"
 #include "tensor/rng.h"
 
 static const char *const kinds[] = {
@@ -196,6 +197,26 @@ static void recomputation_routes_alike(void **state) {
     }
 }
 
+// ---- no gradient stays in 16 bits ----
+
+static void sum_all_but_experts(void *context, Model *m, int unit, bool last) {
+    (void)context, (void)last;
+    if (unit < m->first_expert_unit) params_accumulate(&m->params, unit);
+}
+
+static void backward(void *technique) {
+    int64_t count;
+    Case c = case_new("experts=5 top-k=2 dtype=bf16", technique, RECOMPUTE_NONE);
+    c.model->sockets.gradients.ready = sum_all_but_experts;
+    free(gradients(&c, false, &count));
+}
+
+static void experts_add_to_the_wider_sums(void **state) {
+    (void)state;
+    expect_fatal(backward, &moe, "the gradient of experts 1 stays in bf16");
+    expect_fatal(backward, &token_by_token, "the gradient of experts 1 stays in bf16");
+}
+
 // ---- counts ----
 
 static void parameters_are_counted(void **state) {
@@ -218,6 +239,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(grouped_is_as_token_by_token),
         cmocka_unit_test(weight_gradients_may_come_late),
         cmocka_unit_test(recomputation_routes_alike),
+        cmocka_unit_test(experts_add_to_the_wider_sums),
         cmocka_unit_test(parameters_are_counted),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
