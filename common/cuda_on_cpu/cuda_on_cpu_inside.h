@@ -125,6 +125,8 @@ void check_launch(const CudaLaunch *launch);
 // ---- fragments (cuda_on_cpu_tensor.cc): all lanes of the warp have come ----
 void exchange_rows(Warp *warp, bool transposed);
 void multiply_fragments(Warp *warp);
+// The values of all codes of a format, by the function that widens one.
+const float *values_of(float (*widen)(uint16_t));
 
 // ---- wgmma (cuda_on_cpu_wgmma.cc) ----
 void wgmma_meet(Warp *warp, int op);

@@ -76,6 +76,20 @@ static Place place_a(int lane, int i) {
 static Place place_b(int lane, int i) { return {lane % 4 * 2 + i % 2 + i / 2 * 8, lane / 4}; }
 static Place place_d(int lane, int i) { return {lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2}; }
 
+const float *values_of(float (*widen)(uint16_t)) {
+    struct Values {
+        float (*widen)(uint16_t);
+        float of_code[1 << 16];
+    };
+    static Values formats[4];
+    Values *v = formats;
+    while (v->widen && v->widen != widen) v++;
+    if (!v->widen)
+        for (int code = 0; code < 1 << 16; code++) v->of_code[code] = widen((uint16_t)code);
+    v->widen = widen;
+    return v->of_code;
+}
+
 // The i-th of 16-bit numbers, two a register, the lower half first.
 static uint16_t number(const uint32_t *registers, int i) {
     return (uint16_t)(registers[i / 2] >> i % 2 * 16);
@@ -85,13 +99,14 @@ void multiply_fragments(Warp *w) {
     float a[M][K], b[K][N];
     for (int lane = 0; lane < LANES; lane++) {
         const LaneMma *x = reinterpret_cast<const LaneMma *>(w->value[lane]);
+        const float *values = values_of(x->widen);
         for (int i = 0; i < 8; i++) {
             const Place p = place_a(lane, i);
-            a[p.row][p.column] = x->widen(number(x->a, i));
+            a[p.row][p.column] = values[number(x->a, i)];
         }
         for (int i = 0; i < 4; i++) {
             const Place p = place_b(lane, i);
-            b[p.row][p.column] = x->widen(number(x->b, i));
+            b[p.row][p.column] = values[number(x->b, i)];
         }
     }
     float d[M][N];

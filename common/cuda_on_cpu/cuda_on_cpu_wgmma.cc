@@ -82,25 +82,26 @@ uint64_t cuda_wgmma_operand(const void *at, uint32_t next) {
            (uint64_t)(next >> 4 & 0x3fff) << 16 | (uint64_t)(TILE_ALIGNMENT >> 4) << 32 | 1ull << 62;
 }
 
-// Where 16 bytes are that begin with element (row, k) of A, or (column, k) of B; K_MAJOR: with byte k.
-static const char *chunk_at(uint64_t operand, Major major, int row, int k) {
+// Calls f(16 bytes, row, k) for rows `first` on of an operand, whose numbers take so many bytes: they begin
+// with element (row, k) of A, or (column, k) of B.
+template <class F>
+static inline void each_chunk(uint64_t operand, Major major, int bytes, int first, int rows, F f) {
     const uint32_t start = ((uint32_t)operand & 0x3fff) << 4, next = ((uint32_t)(operand >> 16) & 0x3fff)
                                                                      << 4;
-    const uint32_t stride = ((uint32_t)(operand >> 32) & 0x3fff) << 4, r = (uint32_t)row, c = (uint32_t)k;
-    uint32_t at =
-        start + (major == K_MAJOR ? r / 8 * stride + r % 8 * TILE_ROW + c
-                                  : r / 64 * next + r % 64 * 2 + c / 8 * stride + c % 8 * TILE_ROW);
-    at ^= (at / TILE_ROW % 8) << 4;
-    return memory_shared_at(at | (uint32_t)(operand >> 15 & 1) << 18);
-}
-
-// Calls f(16 bytes, row, k) for rows `first` on of an operand, whose numbers take so many bytes.
-template <class F>
-static void each_chunk(uint64_t operand, Major major, int bytes, int first, int rows, F f) {
-    for (int row = first; row < first + rows && major == K_MAJOR; row++)
-        for (int at = 0; at < K_BYTES; at += 16) f(chunk_at(operand, major, row, at), row, at / bytes);
-    for (int row = first; row < first + rows && major == MN_MAJOR; row += 8)
-        for (int k = 0; k < K_BYTES / bytes; k++) f(chunk_at(operand, major, row, k), row, k);
+    const uint32_t stride = ((uint32_t)(operand >> 32) & 0x3fff) << 4;
+    const char *memory = memory_shared_at((uint32_t)(operand >> 15 & 1) << 18);
+    const auto swizzled = [&](uint32_t at) { return memory + (at ^ (at / TILE_ROW % 8) << 4); };
+    for (int row = first; row < first + rows && major == K_MAJOR; row++) {
+        const uint32_t r = (uint32_t)row;
+        for (uint32_t c = 0; c < K_BYTES; c += 16)
+            f(swizzled(start + r / 8 * stride + r % 8 * TILE_ROW + c), row, (int)c / bytes);
+    }
+    for (int row = first; row < first + rows && major == MN_MAJOR; row += 8) {
+        const uint32_t r = (uint32_t)row;
+        for (uint32_t k = 0; k < (uint32_t)(K_BYTES / bytes); k++)
+            f(swizzled(start + r / 64 * next + r % 64 * 2 + k / 8 * stride + k % 8 * TILE_ROW), row,
+              (int)k);
+    }
 }
 
 // The same for all that a warp reads.
@@ -237,31 +238,35 @@ static Place place_d(int lane, int i) {
 static float left[WARP_ROWS][MOST_K], right[MOST_K][MOST_N];
 
 // The i-th number of some, two or four to a register, the lowest bits first.
-static float number(const CudaWgmma &x, const void *numbers, int i) {
-    uint16_t code = 0;
-    memcpy(&code, static_cast<const char *>(numbers) + i * x.bytes, (size_t)x.bytes);
-    return x.widen(code);
+static inline float number(const CudaWgmma &x, const float *values, const void *numbers, int i) {
+    uint16_t code;
+    if (x.bytes == 1) return values[static_cast<const uint8_t *>(numbers)[i]];
+    memcpy(&code, static_cast<const char *>(numbers) + 2 * i, sizeof code);
+    return values[code];
 }
 
 static void read_left(const Product &p, int warp) {
     const CudaWgmma &x = p.of_lane[0];
+    const float *values = values_of(x.widen);
     const int row0 = warp % WARPS * WARP_ROWS, each = 4 / x.bytes;  // of a register
     for (int l = 0; l < LANES && x.a; l++)
         for (int i = 0; i < 4 * each; i++)
             left[l / 4 + i / each % 2 * 8][l % 4 * each + i % each + i / each / 2 * 4 * each] =
-                number(x, p.a[l], i);
+                number(x, values, p.a[l], i);
     if (x.a) return;
     each_chunk(x.operand_a, x.major_a, x.bytes, row0, WARP_ROWS, [&](const char *chunk, int row, int k) {
         for (int i = 0; i < 16 / x.bytes; i++)
             *(x.major_a == K_MAJOR ? &left[row - row0][k + i] : &left[row - row0 + i][k]) =
-                number(x, chunk, i);
+                number(x, values, chunk, i);
     });
 }
 
 static void read_right(const CudaWgmma &x) {
+    const float *values = values_of(x.widen);
     each_chunk(x.operand_b, x.major_b, x.bytes, 0, x.n, [&](const char *chunk, int column, int k) {
         for (int i = 0; i < 16 / x.bytes; i++)
-            *(x.major_b == K_MAJOR ? &right[k + i][column] : &right[k][column + i]) = number(x, chunk, i);
+            *(x.major_b == K_MAJOR ? &right[k + i][column] : &right[k][column + i]) =
+                number(x, values, chunk, i);
     });
 }
 
