@@ -310,19 +310,20 @@ static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
     double in_turns = bytes_summed(mesh);
     Record constant_larger = run_buffered(&larger, mesh, bytes, "the same");
     Record in_place = run_ddp(config, mesh);
-    say("\nThe buffer of gradients, and what it grows by when the model has %ld blocks instead of %ld:\n",
-        larger.layers, config->layers);
+    say("\nThe buffer that gradients are sent from, for a model of %ld blocks and one of %ld:\n",
+        config->layers, larger.layers);
     bool quiet = report_quiet(false);
     // Beside it stands what the transport may need of its own.
-    report_equal("constant", 0, (double)(buffer_bytes_of(&constant_larger) - buffer_bytes_of(&constant)),
-                 "B");
-    report_equal("one buffer for all gradients", two - one,
+    report_equal("a constant one grows by", 0,
+                 (double)(buffer_bytes_of(&constant_larger) - buffer_bytes_of(&constant)), "B");
+    report_equal("one for all gradients grows by", two - one,
                  (double)(buffer_bytes_of(&fused_larger) - buffer_bytes_of(&fused)), "B");
-    report_equal("which is larger than constant by", one - (double)(bytes / (int64_t)g) * g,
+    report_equal("and is larger than constant by", one - (double)(bytes / (int64_t)g) * g,
                  (double)(buffer_bytes_of(&fused) - buffer_bytes_of(&constant)), "B");
     double times = ceil(one / g / (double)(bytes / (int64_t)g));
     if (mesh.dp.size > 1)
-        report_equal("times that it is filled", times, (double)calls / (double)config->steps - 2, "");
+        report_equal("times a constant one is filled", times, (double)calls / (double)config->steps - 2,
+                     "");
     report_quiet(quiet);
     report_that(in_turns == at_once,
                 "through the buffer all ranks send %.0f B, and with all gradients at once %.0f: what the "
