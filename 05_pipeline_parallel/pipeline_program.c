@@ -195,9 +195,9 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
         "layers=9 hidden=24 heads=6 kv-heads=2 ffn=40 seq=15 micro-batch=2 grad-acc=8 steps=3 "
         "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 pp=0 schedule=%s",
         schedule);
-    bool first = !strcmp(schedule, "afab"), simple = !strcmp(schedule, "one_f_one_b");
-    Before before_it = {simple ? "afab" : "one_f_one_b", NULL, "schedule", simple ? AFAB : ONE_F_ONE_B};
-    if (first) before_it.name = NULL;
+    bool is_1f1b = !strcmp(schedule, "one_f_one_b");
+    Before before_it = {is_1f1b ? "afab" : "one_f_one_b", NULL, "schedule", is_1f1b ? AFAB : ONE_F_ONE_B};
+    if (!strcmp(schedule, "afab")) before_it.name = NULL;
     const Option options[] = {
         zero_option,
         // In place of chapter 04's: without --context there is no context parallelism.
