@@ -37,11 +37,11 @@ static double seconds_since(double *from) {
 }
 
 // F, B and W of one stage of a middle layer, and of a message to its neighbour, by the clock.
-static Durations durations_of(const Trainer *t, int stages) {
+static Durations durations_of(const Trainer *t) {
     Model *m = t->model;
     const Pipeline *p = trainer_context(t, &pipeline);
     Chunk chunk = p->chunk[0];
-    for (int i = 0; i < stages; i++)
+    for (int i = 0; i < p->schedule.stages; i++)
         if (p->schedule.place[i] == m->mesh.pp.rank) chunk = p->chunk[i];
     chunk.embedding = chunk.head = false;
     Batch batch = batch_new(t, 0);
@@ -120,7 +120,7 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     schedule_free(&s);
     clock_push("schedule");
     Trainer *t = trainer_new(&c, mesh, pipeline_layouts);
-    Durations d = durations_of(t, (int)c.layers);
+    Durations d = durations_of(t);
     const Pipeline *pipe = trainer_context(t, &pipeline);
     double measured = makespan_of(t), stages = (double)pipe->schedule.stages / p;
     // The schedule's durations are those of a p-th of the model.
