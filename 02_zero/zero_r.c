@@ -27,13 +27,6 @@
 
 // ---- partitioned activation checkpoints ----
 
-// The elements of x that member `rank` keeps: equal numbers, the last ones fewer.
-static int64_t part_of(int64_t count, Group tp, int rank, int64_t *first) {
-    int64_t each = (count + tp.size - 1) / tp.size;
-    *first = rank * each < count ? rank * each : count;
-    return count - *first < each ? count - *first : each;
-}
-
 // A place for what is kept of a block's input: in the arena, which has one for a micro-batch at a time, or
 // wherever the heap has one.
 static Tensor new_checkpoint(const ZeroR *z, const MicroBatch *micro, DType dtype, int64_t count,
@@ -57,7 +50,7 @@ static void keep_own_part(void *context, Model *m, MicroBatch *micro, int layer)
     const ZeroR *z = context;
     BlockKept *kept = &micro->block[layer];
     block_drop(m, kept, true);
-    int64_t first, count = part_of(tensor_count(kept->x), z->tp, z->tp.rank, &first);
+    int64_t first, count = zero_part(tensor_count(kept->x), z->tp.rank, z->tp.size, &first);
     Tensor own = new_checkpoint(z, micro, kept->x.dtype, count, layer);
     op_copy(own, tensor_view(kept->x, first, SHAPE(count)));
     tensor_free(&kept->x);
@@ -71,7 +64,7 @@ static void gather_and_compute(void *context, Model *m, MicroBatch *micro, int l
     move_to_own_place(z, &micro->dx);
     Tensor x = tensor_new(MEMORY_ACTIVATION, kept->x.dtype, SHAPE(micro->b * micro->s, m->config.hidden));
     int64_t first, counts[z->tp.size];
-    for (int i = 0; i < z->tp.size; i++) counts[i] = part_of(tensor_count(x), z->tp, i, &first);
+    for (int i = 0; i < z->tp.size; i++) counts[i] = zero_part(tensor_count(x), i, z->tp.size, &first);
     comm_wait(comm_all_gather(x, kept->x, counts, z->tp));
     if (z->contiguous && kept->x.storage == z->arena.storage) z->held[layer] = false;
     tensor_free(&kept->x);
@@ -83,7 +76,7 @@ static void gather_and_compute(void *context, Model *m, MicroBatch *micro, int l
 void zero_r_plug(Model *m, ZeroR *z) {
     const Config *c = &m->config;
     int64_t first, whole = c->micro_batch * c->seq * c->hidden;
-    z->part = part_of(whole, z->tp, 0, &first);
+    z->part = zero_part(whole, 0, z->tp.size, &first);
     if (z->contiguous) {
         z->arena = tensor_new(MEMORY_ACTIVATION, (DType)c->dtype, SHAPE(m->config.layers * z->part));
         z->flowing = tensor_new(MEMORY_ACTIVATION, (DType)c->dtype, SHAPE(whole));
@@ -221,7 +214,7 @@ static void run(Way *way, const Config *config, Group tp) {
 // Bytes of the inputs of all blocks that this rank keeps.
 static double checkpoint_bytes(const Config *c, const Way *way, Group tp) {
     int64_t first, count = c->micro_batch * c->seq * c->hidden;
-    if (way->sharded) count = part_of(count, tp, way->contiguous ? 0 : tp.rank, &first);
+    if (way->sharded) count = zero_part(count, way->contiguous ? 0 : tp.rank, tp.size, &first);
     return (double)(c->layers * count) * (double)dtype_size((DType)c->dtype);
 }
 
@@ -316,19 +309,20 @@ static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
     double in_turns = bytes_summed(mesh);
     Record constant_larger = run_buffered(&larger, mesh, bytes, "the same");
     Record in_place = run_ddp(config, mesh);
-    say("\nThe buffer of gradients, and what it grows by when the model has %ld blocks instead of %ld:\n",
-        larger.layers, config->layers);
+    say("\nThe buffer that gradients are sent from, for a model of %ld blocks and one of %ld:\n",
+        config->layers, larger.layers);
     bool quiet = report_quiet(false);
     // Beside it stands what the transport may need of its own.
-    report_equal("constant", 0, (double)(buffer_bytes_of(&constant_larger) - buffer_bytes_of(&constant)),
-                 "B");
-    report_equal("one buffer for all gradients", two - one,
+    report_equal("a constant one grows by", 0,
+                 (double)(buffer_bytes_of(&constant_larger) - buffer_bytes_of(&constant)), "B");
+    report_equal("one for all gradients grows by", two - one,
                  (double)(buffer_bytes_of(&fused_larger) - buffer_bytes_of(&fused)), "B");
-    report_equal("which is larger than constant by", one - (double)(bytes / (int64_t)g) * g,
+    report_equal("and is larger than constant by", one - (double)(bytes / (int64_t)g) * g,
                  (double)(buffer_bytes_of(&fused) - buffer_bytes_of(&constant)), "B");
     double times = ceil(one / g / (double)(bytes / (int64_t)g));
     if (mesh.dp.size > 1)
-        report_equal("times that it is filled", times, (double)calls / (double)config->steps - 2, "");
+        report_equal("times a constant one is filled", times, (double)calls / (double)config->steps - 2,
+                     "");
     report_quiet(quiet);
     report_that(in_turns == at_once,
                 "through the buffer all ranks send %.0f B, and with all gradients at once %.0f: what the "

@@ -13,8 +13,8 @@
 // the one before.) Parts are added in rank order and rounded once, as by a reduce-scatter: the bits are
 // sequence_parallel.c's if the BLAS gives a row the same ones in a product of few rows as in one of many.
 //
-// Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K, as there. Memory per rank: as there, and K
-// of parts, K = b s h e. What it gains, it gains on the model clock and on a GPU: on a CPU the rank that
+// Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K, K = b s h e, as there. Memory per rank: as
+// there, and K of parts. What it gains, it gains on the model clock and on a GPU: on a CPU the rank that
 // multiplies moves the bytes itself, and small products are slower than large ones.
 // Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
 // Last line: PASS async_tensor_parallel: rows are in flight behind products, and the step is that of one

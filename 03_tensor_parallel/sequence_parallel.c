@@ -15,8 +15,9 @@
 // (Megatron-LM has it, too, behind dX). Gradients of norms, and of an embedding and an output layer that
 // stay whole, come from a rank's own rows: summed over tp after the step.
 //
-// Bytes sent per rank, block and micro-batch: 8 (N - 1) / N K for K = b s h e, as in tensor_parallel.c, and
-// 2 (N - 1) / N K for W. Memory per rank: what a block keeps is all sharded: an N-th of one device's.
+// Bytes sent per rank, block and micro-batch (K = b s h e, e bytes an element): 8 (N - 1) / N K, as in
+// tensor_parallel.c, and 2 (N - 1) / N K for W. Memory per rank: what a block keeps is all sharded: an N-th
+// of one device's.
 // Run: build/03_tensor_parallel/sequence_parallel   (--ranks 3 --heads 6 --kv-heads 3 --ffn 39, --zero 2 …)
 // Last line: PASS sequence_parallel: rows are sharded between regions, and the step stays that of one
 // device …
@@ -159,7 +160,7 @@ static void price(Price *price, const Model *m, const void *context) {
     const Recipe *recipe = &m->params.recipe;
     double enters = price->enters, leaves = price->leaves_backward, gathers = enters + leaves,
            scatters = price->leaves + price->enters_backward;
-    if (price->messages) {
+    if (price->messages) {  // async_tensor_parallel sends the same rows, but those of a lookup, as messages
         double sent = (gathers - price->lookups) * (double)(rows * h * (tp.size - 1)) +
                       (scatters - price->lookups) * (double)((n - rows) * h);
         price_sent(price, "transfers", (gathers + scatters - 2 * price->lookups) * (tp.size - 1),
@@ -327,8 +328,7 @@ static void print_shapes(Mesh mesh, const Config *config) {
 
 // ---- activations that a block keeps: Llama 3 8B's shape, 16 bits ----
 
-static void compare_memory(Mesh mesh, const Config *config) {
-    (void)config;
+static void compare_memory(Mesh mesh) {
     int tp = mesh.tp.size;
     if (32 % tp || 14336 % tp) return;
     Config c = config_default(
@@ -373,7 +373,7 @@ static void more(Mesh mesh, const Config *config) {
     device_dry_run(true);
     compare_calls(mesh, config);
     print_shapes(mesh, config);
-    compare_memory(mesh, config);
+    compare_memory(mesh);
     device_dry_run(false);
 }
 

@@ -174,7 +174,7 @@ static void by_rows(const Whole *one, Group g) {
 
 static const double threshold = 90;
 
-static Tensor bend(Tensor y) {
+static Tensor activation(Tensor y) {
     double x[tensor_count(y)];
     tensor_to_doubles(x, y);
     for (int64_t i = 0; i < tensor_count(y); i++) x[i] = x[i] > threshold ? x[i] - threshold : 0;
@@ -183,8 +183,8 @@ static Tensor bend(Tensor y) {
     return h;
 }
 
-// dy = dh where the function rises; over dh
-static void bend_backward(Tensor dh, Tensor y) {
+// dh becomes dy: dh where the function rises, else 0.
+static void activation_backward(Tensor dh, Tensor y) {
     double x[tensor_count(y)], dx[tensor_count(y)];
     tensor_to_doubles(x, y);
     tensor_to_doubles(dx, dh);
@@ -198,10 +198,10 @@ typedef struct TwoLayers {
 
 static TwoLayers two_on_one_device(const Whole *one, int n) {
     TwoLayers two = {.X = one->X, .A = one->W, .Y = one->Y, .dZ = one->dY, .B = series(n, n, 1, n, 1)};
-    two.H = bend(two.Y);
+    two.H = activation(two.Y);
     two.Z = times(two.H, false, two.B, false);
     Tensor dY = times(two.dZ, false, two.B, true);
-    bend_backward(dY, two.Y);
+    activation_backward(dY, two.Y);
     two.dX = times(dY, false, two.A, true);
     tensor_free(&dY);
     return two;
@@ -210,14 +210,14 @@ static TwoLayers two_on_one_device(const Whole *one, int n) {
 static void columns_then_rows(const TwoLayers *two, Group g) {
     int n = g.size, i = g.rank;
     Tensor A = columns_of(two->A, i, n), B = rows_of(two->B, i, n);
-    Tensor Y = times(two->X, false, A, false), H = bend(Y), Z = times(H, false, B, false);
+    Tensor Y = times(two->X, false, A, false), H = activation(Y), Z = times(H, false, B, false);
     Example e = example_begin("all_reduce", "columns, then rows, forward: one sum at the end", Z, g);
     comm_wait(comm_all_reduce(Z, REDUCE_SUM, g));
     double forward = (double)comm_total().calls;
     example_end(&e, Z, copy_of(two->Z), all_reduce_bytes(2 * n, g), NULL);
 
     Tensor dY = times(two->dZ, false, B, true);
-    bend_backward(dY, Y);
+    activation_backward(dY, Y);
     Tensor dX = times(dY, false, A, true);
     e = example_begin("all_reduce", "columns, then rows, backward: one sum at the end", dX, g);
     comm_wait(comm_all_reduce(dX, REDUCE_SUM, g));
@@ -236,7 +236,7 @@ static void rows_then_columns(const TwoLayers *two, Group g) {
     comm_wait(comm_all_reduce(Y, REDUCE_SUM, g));
     double calls = (double)comm_total().calls;
     example_end(&e, tensor_share(Y), copy_of(two->Y), all_reduce_bytes(2 * n, g), NULL);
-    Tensor H = bend(Y), Z = times(H, false, B, false);
+    Tensor H = activation(Y), Z = times(H, false, B, false);
     e = example_begin("all_gather", "and columns of Z at the end", Z, g);
     comm_wait(comm_all_gather(all, Z, NULL, g));
     calls += (double)comm_total().calls;
@@ -260,11 +260,11 @@ int main(int argc, char **argv) {
     Group g = mesh.tp;
     Whole one = on_one_device(g.size);
     TwoLayers two = two_on_one_device(&one, g.size);
-    say("\non one device: Y = X W\n");
-    if (g.size <= 4) print("X", one.X), print("W", one.W), print("Y", one.Y);
+    say("\non one device: Y = X W, and dY with which backward begins\n");
+    if (g.size <= 4) print("X", one.X), print("W", one.W), print("Y", one.Y), print("dY", one.dY);
     by_columns(&one, g);
     by_rows(&one, g);
-    say("\non one device: Z = max(0, X A - %g) B\n", threshold);
+    say("\non one device: Z = max(0, X A - %g) B, and dZ = dY\n", threshold);
     if (g.size <= 4) print("A", two.A), print("B", two.B), print("Z", two.Z);
     columns_then_rows(&two, g);
     rows_then_columns(&two, g);

@@ -3,7 +3,7 @@
 //
 // Against 00_single_gpu: each of N ranks stores and computes an N-th of a block, its heads and its part of
 // the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup by columns, Wo Wdown by rows
-// (split_matmul.c):
+// (split_matmul.c). In the table of weights, which are (out, in), columns of W are rows:
 //
 //     x ─ norm1 ─[f]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[f*]─(+x)─ x2
 //     and the same around the MLP
@@ -15,8 +15,9 @@
 // With fewer key/value heads than ranks, N / kv ranks in a row store the same head. Each copy serves other
 // query heads, so its gradient is a part: the sum of the parts, at the end of the step, keeps them equal.
 //
-// Bytes sent per rank, block and micro-batch: 4 all-reduces of K = b s h e, 8 (N - 1) / N K. Memory per
-// rank: matrices / N; kept by a block: b s (e (4 h + (2 a d + 2 kv d + 3 f + a s) / N) + 2 statistics).
+// Bytes sent per rank, block and micro-batch: 4 all-reduces of K = b s h e, 8 (N - 1) / N K, for e bytes an
+// element. Memory per rank: matrices / N; kept by a block: b s (e (4 h + (2 a d + 2 kv d + 3 f + a s) / N)
+// + 2 statistics).
 // Run: build/03_tensor_parallel/tensor_parallel (--ranks 8 --gpus-per-node 4, --tp 2 --zero 1, --dry-run …)
 // Last line: PASS tensor_parallel: ranks that share every matrix make the step of one device …
 #include "tensor_parallel.h"
@@ -28,15 +29,14 @@
 
 // ---- the technique: whose rows and columns ----
 
-// The ranks of tp that share a key/value head with this one, where there are fewer heads than ranks.
-static Group heads_copies(const Model *m) {
+// The ranks of tp that store the same key/value head as this one, where there are fewer heads than ranks.
+static Group ranks_with_same_head(const Model *m) {
     Group tp = m->mesh.tp;
     int copies = tp.size / (int)m->config.kv_heads;
     return comm_group("kv copies", tp.line, tp.member + tp.rank / copies * copies, copies);
 }
 
-// By outputs, between heads. With fewer heads than ranks, tp / heads ranks in a row store the same one;
-// each copy serves other query heads, so its gradient is a part.
+// Wk or Wv: the rows of whole heads, or of one head that tp / heads ranks in a row store.
 static void shard_heads(Model *m, Param *param, Group copies) {
     int64_t heads = m->config.kv_heads, d = config_head_size(&m->config), tp = m->mesh.tp.size;
     int64_t each = heads >= tp ? heads / tp : 1,
@@ -49,14 +49,14 @@ void tensor_parallel_shard(Model *m) {
     Group tp = m->mesh.tp;
     if (tp.size == 1) return;
     Group copies = {0};
-    if (m->config.kv_heads < tp.size) copies = heads_copies(m);
+    if (m->config.kv_heads < tp.size) copies = ranks_with_same_head(m);
     for (int i = 0; i < m->params.count; i++) {
         Param *param = &m->params.param[i];
         int64_t rows = param->full[0] / tp.size, columns = param->full[1] / tp.size;
         switch (param->role) {
             case ROLE_Q:
             case ROLE_GATE:
-            case ROLE_UP:
+            case ROLE_UP:  // by columns of W: outputs, dimension 0
                 param_shard(param, 0, tp.rank * rows, rows);
                 break;
             case ROLE_K:
@@ -64,7 +64,7 @@ void tensor_parallel_shard(Model *m) {
                 shard_heads(m, param, copies);
                 break;
             case ROLE_O:
-            case ROLE_DOWN:
+            case ROLE_DOWN:  // by rows of W: inputs
                 param_shard(param, 1, tp.rank * columns, columns);
                 break;
             default:  // norms, embedding and output layer: every rank of tp stores a copy

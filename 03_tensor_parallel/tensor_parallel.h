@@ -17,18 +17,18 @@ extern const Technique *const tensor_layouts[];
 
 typedef struct TensorParallel {
     Group tp;
-    Sockets before;                       // as they were: what these plugs add to, they call
-    const Codec *send_rows, *send_drows;  // the recipe's; NULL: as they are
+    Sockets before;                       // sequence_parallel: as they were, for one's own rows
+    const Codec *send_rows, *send_drows;  // sequence_parallel: the recipe's; NULL: rows go as they are
 } TensorParallel;
 
 // tensor_parallel.c: which rows or columns of a block's matrices are this rank's, and what is left to store
 // and keep.
 void tensor_parallel_shard(Model *model);
-// split_picture.c: which rank has which part of a block, as an SVG. device_dry_run must be on.
-void tensor_parallel_picture(Mesh mesh, const char *file);
 void tensor_parallel_check(const Config *config);
 void tensor_parallel_price_kept(Price *price, const Model *model);
-// Wo and Wdown, whose inputs are sharded (Megatron's row-parallel; their rows here are columns).
+// split_picture.c: which rank has which part of a block, as an SVG. device_dry_run must be on.
+void tensor_parallel_picture(Mesh mesh, const char *file);
+// Wo and Wdown, whose inputs are sharded: Megatron's row-parallel, of a W that is (in, out).
 static inline bool is_row_parallel(const Param *param) {
     return param->role == ROLE_O || param->role == ROLE_DOWN;
 }

@@ -13,8 +13,8 @@
 // Any m would do that all ranks share and that keeps the exponentials in range; this file takes the maximum
 // of all logits, by a first all-reduce. Padded columns are in no maximum, no sum and no gradient.
 //
-// Bytes sent per rank and micro-batch, with n = b s, K = n h e, statistics of w bytes: (t - 1) / t times
-// 4 K + 6 n w, or with sequence parallelism 5 K + 6 n w. To gather the logits:
+// Bytes sent per rank and micro-batch, with n = b s, K = n h e, e bytes an element and w a statistic:
+// (t - 1) / t times 4 K + 6 n w, or with sequence parallelism 5 K + 6 n w. To gather the logits:
 // (t - 1) / t n v e.
 // Memory per rank: tables, their gradients and optimizer states / t; logits n v / t.
 // Run: build/03_tensor_parallel/vocab_parallel      (--sp, --tied, --ranks 8, --vocab 300, --dtype bf16 …)
@@ -140,17 +140,17 @@ static void price(Price *price, const Model *m, const void *context) {
     const Config *c = &m->config;
     Group tp = m->mesh.tp;
     int64_t n = model_tokens(m), rows = (c->vocab + tp.size - 1) / tp.size;
-    double heads = price->head_micros, lookups = price->lookup_micros;
+    double losses = price->head_micros, lookups = price->lookup_micros;
     DType statistics = c->dtype == F64 ? F64 : F32;
     // A lookup leaves the region, the output layer enters it, in W again.
     price->lookups += lookups;
     price->leaves += lookups;
     price->leaves_backward += lookups;
-    price->enters += 2 * heads;
-    price->enters_backward += heads;
+    price->enters += 2 * losses;
+    price->enters_backward += losses;
     price->losses = 0;  // the two sums below have it
-    price_all_reduce(price, heads, n, statistics, tp);
-    price_all_reduce(price, heads, 2 * n, statistics, tp);
+    price_all_reduce(price, losses, n, statistics, tp);
+    price_all_reduce(price, losses, 2 * n, statistics, tp);
     price->elements[ROLE_EMBEDDING] = price->elements[ROLE_EMBEDDING] / (double)c->vocab * (double)rows;
     price->elements[ROLE_HEAD] = price->elements[ROLE_HEAD] / (double)c->vocab * (double)rows;
     for (int i = 0; i < price->end_rows; i++) {

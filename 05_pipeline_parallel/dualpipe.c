@@ -13,17 +13,17 @@
 //     rank 3  |f4-f5-f6-F0-B0-W0-F1-f7+D1----...F2+d4----D2----...F3+d5----D3----b6-w6-b7-w7-
 //
 // Rank r and its mirror p - 1 - r do the same with the directions swapped. Let k = min(r, p - 1 - r) be
-// the distance to the nearer end of the pipeline, h = p / 2, and n the micro-batches of a direction; x'
+// the distance to the nearer end of the pipeline, half = p / 2, and n a direction's micro-batches; x'
 // is a pass of those from the far end, and each pass takes the next micro-batch of its kind and
 // direction:
-//     2 (h - k - 1) times     F                        fill
+//     2 (half - k - 1) times  F                        fill
 //     k + 1 times             F F'
-//     h - k - 1 times         B' W F'
-//     n - p + k + 1 times     F+BW' F'+BW              steady state: nothing but pairs (for k = h - 1 the
-//                                                      first is F, BW': others wait for this F)
-//     h - k - 1 times         BW' F'+BW
-//     k + 1 times             BW' BW                   from the middle on as B' B, which leaves W behind
-//     h - k - 1 times         W B                      drain
+//     half - k - 1 times      B' W' F'
+//     n - p + k + 1 times     F+BW' F'+BW              steady state: nothing but pairs (for k = half - 1
+//                                                      the first is F, BW': others wait for this F)
+//     half - k - 1 times      BW' F'+BW
+//     k + 1 times             BW' BW                   from the middle on as B' B, whose W waits
+//     half - k - 1 times      W B                      drain; W: that of the earliest B that waits
 //     k + 1 times             W
 // Bubble: (p/2 - 1) (F&B + BW - 3W) in DeepSeek-V3, where BW = B + W and F&B is the time of a pair: exact
 // for F = B >= W, m >= 2p, m even. With F a little shorter than B (up to 5F / 4, p <= 8), it is (p/2 - 1)
@@ -51,12 +51,12 @@ static int next(const DualChunk *chunk, int *count) {
     return i < chunk->count ? chunk->first + i : -1;
 }
 
-static void forward(Rank *r, int d) {
-    schedule_add(r->schedule, r->rank, PASS_F, r->chunk[d].stage, next(&r->chunk[d], &r->forwards[d]));
+static void forward(Rank *r, int c) {
+    schedule_add(r->schedule, r->rank, PASS_F, r->chunk[c].stage, next(&r->chunk[c], &r->forwards[c]));
 }
 
-static void backward(Rank *r, int d) {
-    schedule_add(r->schedule, r->rank, PASS_BW, r->chunk[d].stage, next(&r->chunk[d], &r->backwards[d]));
+static void backward(Rank *r, int c) {
+    schedule_add(r->schedule, r->rank, PASS_BW, r->chunk[c].stage, next(&r->chunk[c], &r->backwards[c]));
 }
 
 static void pair(Rank *r, int f, int b) {
@@ -65,10 +65,10 @@ static void pair(Rank *r, int f, int b) {
 }
 
 // B alone; its W waits.
-static void backward_input(Rank *r, int d) {
-    int i = next(&r->chunk[d], &r->backwards[d]);
-    schedule_add(r->schedule, r->rank, PASS_B, r->chunk[d].stage, i);
-    r->waiting[r->last].stage = r->chunk[d].stage;
+static void backward_input(Rank *r, int c) {
+    int i = next(&r->chunk[c], &r->backwards[c]);
+    schedule_add(r->schedule, r->rank, PASS_B, r->chunk[c].stage, i);
+    r->waiting[r->last].stage = r->chunk[c].stage;
     r->waiting[r->last++].micro_batch = i;
 }
 
@@ -105,7 +105,7 @@ void schedule_dual_rank(Schedule *s, int rank, int half, int k, const DualChunk 
         pair(&r, 1, 0);
     }
     for (int i = 0; i < 2 * (k + 1); i++) {
-        // every second one is of direction 1; from the middle on, W is left behind
+        // of chunks 1 and 0 by turns; from the middle on, W waits
         if (i <= k) backward(&r, i % 2 == 0);
         else backward_input(&r, i % 2 == 0);
     }

@@ -26,10 +26,10 @@
 // in every turn (p = 4, m = 16, v = 2, a hop of 1: bubble 85 in place of 59, for F = 10, B = 12, W = 8).
 //
 // A group's first micro-batch is back at rank 0 when its last has left it: so a group must be at least p
-// long. If group does not divide m, the last group is short, and ranks wait for forwards that others have
-// put behind backwards: with v = 2, p = 8 and m = 10 … 13 deadlock even with endless buffers, and p = 4
-// has a bubble of 100 at m = 9. Here the last group is planned whole, and the micro-batches that do not
-// exist are left out: every m runs, and that bubble is 75.
+// long. If group does not divide m and the last group is planned shorter, ranks wait for forwards that
+// others have put behind backwards: with v = 2, p = 8 deadlocks at m = 10 … 13, however many messages may
+// be in flight, and p = 4 has a bubble of 100 at m = 9. Here the last group is planned whole, and the
+// micro-batches that do not exist are left out: every m runs, and that bubble is 75.
 // Run: build/05_pipeline_parallel/schedule --schedule interleaved --stages 4 --micro-batches 4 --chunks 2
 #include "schedule.h"
 

@@ -18,7 +18,8 @@
 // gradients and the step are those of one device to the last bit. Where two copies of a weight add up
 // (tied embeddings, DualPipe), that one sum has another order.
 //
-// Bytes sent per rank and micro-batch: n h e for each stage whose neighbour is on another rank, each way.
+// Bytes sent per rank and micro-batch: n h e for each stage whose neighbour is on another rank, each way (e
+// bytes an element).
 // Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches
 // that the schedule holds at once. This file has no main: a program for each schedule runs it.
 #include "pipeline.h"
@@ -28,11 +29,9 @@
 
 // ---- a step ----
 
-// The pass on the other rank that takes what this one has made.
+// The pass on the other rank that takes what this one has made (B or BW: they have one slot).
 static StagePass taker_of(StagePass pass) {
-    bool forward = pass.kind == PASS_F;
-    pass.stage += forward ? 1 : -1;
-    pass.kind = forward ? PASS_F : PASS_B;  // BW stands in B's place
+    pass.stage += pass.kind == PASS_F ? 1 : -1;
     return pass;
 }
 
@@ -88,9 +87,7 @@ int pipeline_messages_by(const Pipeline *p, int first, int rank, double end) {
 
 // Waits for a pass's input, if another rank has sent it.
 static void take_input(Pipeline *p, StagePass pass, Tensor *input) {
-    StagePass as = pass;
-    if (as.kind == PASS_BW) as.kind = PASS_B;
-    size_t slot = schedule_slot(&p->schedule, as);
+    size_t slot = schedule_slot(&p->schedule, pass);
     if (!p->arriving[slot]) return;
     comm_wait(p->arriving[slot]);
     p->arriving[slot] = NULL;
@@ -297,7 +294,7 @@ static void price(Price *price, const Model *m, const void *context) {
     const Schedule *s = &p->schedule;
     const Config *c = &m->config;
     int rank = m->mesh.pp.rank;
-    double layers = 0, passes = 0, heads = 0, lookups = 0, head = 0, embedding = 0;
+    double layers = 0, passes = 0, head_micros = 0, lookup_micros = 0, head = 0, embedding = 0;
     for (int i = 0; i < s->directions * s->stages; i++) {
         if (s->place[i] != rank) continue;
         const Chunk *chunk = &p->chunk[i % s->stages];
@@ -305,8 +302,8 @@ static void price(Price *price, const Model *m, const void *context) {
         for (int j = 0; j < s->micro_batches; j++) micros += s->direction[j] == i / s->stages;
         layers += own;
         passes += own * micros;
-        heads += chunk->head ? micros : 0;
-        lookups += chunk->embedding ? micros : 0;
+        head_micros += chunk->head ? micros : 0;
+        lookup_micros += chunk->embedding ? micros : 0;
         head = fmax(head, chunk->head);
         embedding = fmax(embedding, chunk->embedding || (chunk->head && c->tied));
     }
@@ -315,8 +312,8 @@ static void price(Price *price, const Model *m, const void *context) {
     price->enters_backward *= share, price->leaves_backward *= share;
     price->forwards *= share, price->attentions *= share, price->backwards *= share;
     price->finals = p->finals;
-    price->head_micros = price->losses = heads;
-    price->lookup_micros = lookups;
+    price->head_micros = price->losses = head_micros;
+    price->lookup_micros = lookup_micros;
     for (Role role = ROLE_NORM1; role <= ROLE_DOWN; role++)
         price->elements[role] *= layers / (double)c->layers;
     for (Role role = ROLE_ROUTER; role <= ROLE_EXPERT_DOWN; role++)
@@ -339,7 +336,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price_all_reduce(price, 1, 1, F64, m->mesh.pp);
 }
 
-const Option pipeline_options[PIPELINE_OPTIONS] = {
+static const Option options[] = {
     {"schedule", OPTION_CHOICE, NULL, "one_f_one_b", 0, 0, SCHEDULE_NAMES,
      "in which order a rank's passes run", false},
     {"chunks", OPTION_INT, NULL, "2", 1, 64, "stages", "stages on each rank, with interleaved", false},
@@ -350,8 +347,8 @@ const Option pipeline_options[PIPELINE_OPTIONS] = {
 };
 
 const Technique pipeline = {.name = "pipeline",
-                            .option = pipeline_options,
-                            .options = PIPELINE_OPTIONS,
+                            .option = options,
+                            .options = sizeof options / sizeof *options,
                             .asked = "--pp 2",
                             .axes = 1u << AXIS_PP,
                             .check = check,

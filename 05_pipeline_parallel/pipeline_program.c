@@ -37,11 +37,11 @@ static double seconds_since(double *from) {
 }
 
 // F, B and W of one stage of a middle layer, and of a message to its neighbour, by the clock.
-static Durations durations_of(const Trainer *t, int stages) {
+static Durations durations_of(const Trainer *t) {
     Model *m = t->model;
     const Pipeline *p = trainer_context(t, &pipeline);
     Chunk chunk = p->chunk[0];
-    for (int i = 0; i < stages; i++)
+    for (int i = 0; i < p->schedule.stages; i++)
         if (p->schedule.place[i] == m->mesh.pp.rank) chunk = p->chunk[i];
     chunk.embedding = chunk.head = false;
     Batch batch = batch_new(t, 0);
@@ -120,7 +120,7 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     schedule_free(&s);
     clock_push("schedule");
     Trainer *t = trainer_new(&c, mesh, pipeline_layouts);
-    Durations d = durations_of(t, (int)c.layers);
+    Durations d = durations_of(t);
     const Pipeline *pipe = trainer_context(t, &pipeline);
     double measured = makespan_of(t), stages = (double)pipe->schedule.stages / p;
     // The schedule's durations are those of a p-th of the model.
@@ -195,9 +195,9 @@ int pipeline_program(int argc, char **argv, const char *purpose, const char *sch
         "layers=9 hidden=24 heads=6 kv-heads=2 ffn=40 seq=15 micro-batch=2 grad-acc=8 steps=3 "
         "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 pp=0 schedule=%s",
         schedule);
-    bool first = !strcmp(schedule, "afab"), simple = !strcmp(schedule, "one_f_one_b");
-    Before before_it = {simple ? "afab" : "one_f_one_b", NULL, "schedule", simple ? AFAB : ONE_F_ONE_B};
-    if (first) before_it.name = NULL;
+    bool is_1f1b = !strcmp(schedule, "one_f_one_b");
+    Before before_it = {is_1f1b ? "afab" : "one_f_one_b", NULL, "schedule", is_1f1b ? AFAB : ONE_F_ONE_B};
+    if (!strcmp(schedule, "afab")) before_it.name = NULL;
     const Option options[] = {
         zero_option,
         // In place of chapter 04's: without --context there is no context parallelism.

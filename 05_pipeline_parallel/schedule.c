@@ -212,6 +212,8 @@ static int show(const Schedule *s, Durations d, const char *svg) {
     if (svg && base_rank() == 0) schedule_svg(s, &times, title, svg);
     say("%s; F %g, B %g, W %g, F+BW %g, hop %g", title, d.F, d.B, d.W, d.pair, d.hop);
     say("%s", letters);
+    say("F forward, B backward for inputs, W for weights, D both; small: other stages of a rank; dots: "
+        "bubble");
     say("makespan %.6g = work %.6g + bubble %.6g (%.4g%% of the work)", times.makespan, work, times.bubble,
         100 * times.bubble / work);
     say("period   %.6g = work %.6g + bubble %.6g, if steps follow each other without a barrier",

@@ -19,7 +19,7 @@
 
 // A pass of 30 units at most, times 3 kinds, 6 stages and 3 micro-batches one after the other, ends
 // before MOST_TIME.
-enum { MOST_RANKS = 3, MOST_STAGES = 6, MOST_MICRO_BATCHES = 3, UNITS_MOST = 30, MOST_TIME = 2048 };
+enum { MOST_RANKS = 3, MOST_STAGES = 6, MOST_MICRO_BATCHES = 3, MOST_UNITS = 30, MOST_TIME = 2048 };
 
 typedef struct State {
     uint8_t begun[MOST_STAGES][3];                                  // F, B, W
@@ -50,7 +50,7 @@ bool schedule_can_search(const Schedule *s, Durations d) {
         unit = greatest_divisor(unit, (int)length[kind]);
         if (length[kind] > most) most = (int)length[kind];
     }
-    return most / unit <= UNITS_MOST && d.hop <= 0 && s->ranks <= MOST_RANKS && s->stages <= MOST_STAGES &&
+    return most / unit <= MOST_UNITS && d.hop <= 0 && s->ranks <= MOST_RANKS && s->stages <= MOST_STAGES &&
            s->micro_batches <= MOST_MICRO_BATCHES && s->directions == 1;
 }
 

@@ -1,7 +1,7 @@
 // zero_bubble.c: W waits until there is nothing better to do: ZB-H1 and ZB-H2. Playbook: "Zero Bubble and
 // DualPipe"; Qi, Wan, Huang, Lin 2023, section 2.
 //
-// Against one_f_one_b.c: backward is two passes. Only B is on the way of others; W may run any time
+// Against one_f_one_b.c: backward is two passes. Other ranks wait for B only; W may run any time
 // before the optimizer's step. Late ranks, which have the fewest forwards in flight, put W off:
 //
 //     rank r:  a = level (p - 1 - r) forwards ahead,  d = level r weight passes behind

@@ -35,7 +35,7 @@ typedef struct Habits {
     double lateness;  // of W: what comes next may wait so long for it
     bool turns;       // F and B by turns; or B whenever there is one
     bool makes_room;  // W before B where memory is full and an F could begin
-    int lead;         // forwards before the first B that are no more than p - r + lead
+    int lead;         // before its first B rank r has p - r + lead forwards at most
 } Habits;
 
 typedef struct Rank {
@@ -53,7 +53,7 @@ typedef struct Play {
     Rank rank[RANKS_MOST];
 } Play;
 
-// When the next F, the next B has its input; INFINITY: not known yet, or there is none.
+// When the input of the next F (or of the next B) is there; INFINITY: not known yet, or there is none.
 static double f_there(const Play *play, int r) {
     const Rank *me = &play->rank[r];
     if (me->f == play->m) return INFINITY;
@@ -66,8 +66,8 @@ static double b_there(const Play *play, int r) {
     const Rank *me = &play->rank[r];
     if (me->b == me->f) return INFINITY;
     if (r == play->p - 1) return me->f_end[me->b];
-    const Rank *behind = me + 1;
-    return me->b < behind->b ? behind->b_end[me->b] + play->d.hop : INFINITY;
+    const Rank *after = me + 1;
+    return me->b < after->b ? after->b_end[me->b] + play->d.hop : INFINITY;
 }
 
 typedef struct Choice {

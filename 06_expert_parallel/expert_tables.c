@@ -67,7 +67,6 @@ static void print_rows(const ExpertParallel *x, Mesh mesh) {
     free(rows);
 }
 
-// Trained from routers of zeros, if so: all logits are equal, and every token takes the first experts.
 Record experts_trained(const Config *config, Mesh mesh, Techniques techniques, bool equal) {
     Trainer *t = trainer_new(config, mesh, techniques);
     double *zeros = calloc((size_t)(config->experts * config->hidden), sizeof *zeros);
@@ -121,6 +120,7 @@ static void mixtral_block(Mesh mesh, const Config *config) {
     c.cp = mesh.cp.size;
     c.seq *= c.cp;
     double away = (ep - 1.0) / ep, row = 2.0 * (double)c.hidden, rows = (double)(c.top_k * c.seq / c.cp);
+    double bytes = 0;  // the same by either link
     bool was_dry = device_is_dry_run();
     device_dry_run(true);
     clock_push("Mixtral 8x7B");
@@ -134,10 +134,10 @@ static void mixtral_block(Mesh mesh, const Config *config) {
         say("  %-26s %14.0f %16.3f %12.3f", where, block.calls, 1e3 * block.seconds, 1e3 * block.step);
         report_number(where, "seconds of a block's all-to-alls", block.seconds, "s");
         report_number(where, "seconds of a block", block.step, "s");
-        if (!apart)
-            report_equal("k hidden states of a token, both ways, both passes; and counts",
-                         4 * away * rows * row + 4 * away * (double)c.experts, block.bytes, "B");
+        bytes = block.bytes;
     }
+    report_equal("k hidden states of a token, both ways, both passes; and counts",
+                 4 * away * rows * row + 4 * away * (double)c.experts, bytes, "B");
     clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
     clock_pop();
     device_dry_run(was_dry);

@@ -80,8 +80,8 @@ static void move_biases(LoadBalance *b) {
 static bool accept(void *context, Model *m, double grad_norm) {
     LoadBalance *b = context;
     int count = (int)(m->config.layers * m->config.experts);
-    // Of the world: DualPipe's two copies of a layer have counted other micro-batches. Who lacks a layer adds
-    // zeros.
+    // Over the world: DualPipe's two copies of a layer have counted other micro-batches. Who lacks a layer
+    // adds zeros.
     comm_sum_all(b->taken, count, m->mesh.world);
     move_biases(b);
     for (int i = 0; i < count; i++) b->load[i] += b->taken[i], b->taken[i] = 0;

@@ -14,7 +14,7 @@ typedef struct Plain {
     Tensor gate, up, act, out;  // (n k, …) in order of tokens, and of each its experts, best first
     Tensor dgate, dup, dout;
     Tensor dlogits;   // (n, e)
-    double *score;    // (n, e) logits
+    double *logit;    // (n, e)
     double *weight;   // (n, k)
     int32_t *chosen;  // (n, k)
     bool *dropped;    // (n, k) the expert has no room: the pair makes nothing
@@ -110,11 +110,11 @@ static void choose_all(const Model *m, int layer, Plain *p, Tensor x) {
     int64_t n = tensor_rows(x), e = c->experts, k = c->top_k;
     Tensor logits = tensor_new(MEMORY_ACTIVATION, x.dtype, SHAPE(n, e));
     op_matmul(logits, x, param_value(&m->params, m->block[layer].router), false, true, 0);
-    p->score = host_alloc(n * e * sizeof *p->score);
+    p->logit = host_alloc(n * e * sizeof *p->logit);
     p->weight = host_alloc(n * k * sizeof *p->weight);
     p->chosen = host_alloc(n * k * sizeof *p->chosen);
-    tensor_to_doubles(p->score, logits);
-    for (int64_t i = 0; i < n; i++) choose(c, p->chosen + i * k, p->weight + i * k, p->score + i * e);
+    tensor_to_doubles(p->logit, logits);
+    for (int64_t i = 0; i < n; i++) choose(c, p->chosen + i * k, p->weight + i * k, p->logit + i * e);
     tensor_free(&logits);
 }
 
@@ -189,7 +189,7 @@ static Tensor backward_input(void *context, Model *m, MicroBatch *micro, int lay
     }
     for (int64_t i = 0; i < n; i++)
         choose_backward(c, dlogit + i * e, dweight + i * k, p->chosen + i * k, p->weight + i * k,
-                        p->score + i * e);
+                        p->logit + i * e);
     tensor_from_doubles(p->dlogits, dlogit);
     op_matmul(dx, p->dlogits, param_value(&m->params, w->router), false, false, 1);
     tensor_free(&dact);
@@ -229,7 +229,7 @@ static void drop(void *context, MlpKept *mlp) {
     mlp->more = NULL;
     Tensor *const all[] = {&p->gate, &p->up, &p->act, &p->out, &p->dgate, &p->dup, &p->dout, &p->dlogits};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(all[i]);
-    free(p->score);
+    free(p->logit);
     free(p->weight);
     free(p->chosen);
     free(p->dropped);

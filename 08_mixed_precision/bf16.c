@@ -187,7 +187,6 @@ static void show_vanishing_updates(void) {
                 "with masters the loss is not within 1%% of f32's");
     report_that(ways[2].run.last > ways[3].run.last && ways[3].run.last < 1.02 * f32,
                 "stochastic rounding is no better than none, or not within 2%% of f32");
-    for (int i = 0; i < WAYS; i++) run_free(&ways[i].run);
 }
 
 // ---- sums that round ----

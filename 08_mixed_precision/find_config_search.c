@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "find_config.h"
+#include "five_d.h"
 #include "report/report.h"
 
 enum { CLOCKED = 48, CLOCKED_FOR_ONE = 12 };  // so many of the best are clocked
@@ -23,7 +24,7 @@ Config found_config(const Goal *goal, const Found *f) {
     c.micro_batch = f->micro_batch, c.grad_acc = f->micro_batches, c.recompute = f->recompute;
     config_set(&c, "sp", f->sp);
     config_set(&c, "vocab-parallel", f->tp > 1);
-    config_set(&c, "context", 1);  // zig-zag
+    config_set(&c, "context", CONTEXT_ZIGZAG);
     config_set(&c, "zero", f->zero);
     config_set(&c, "schedule", f->schedule);
     config_set(&c, "chunks", f->chunks);

@@ -163,7 +163,6 @@ static void show_masters(void) {
     report_that(run[1].moved > 0, "no gain moved with masters either: nothing is shown");
     report_that(fabs(run[1].last / run[0].last - 1) < 0.01,
                 "with masters the loss is not within 1%% of f32's");
-    for (int i = 0; i < 3; i++) run_free(&run[i]);
 }
 
 // A gradient at the logits is a probability over the number of labels: 2^-8 / 2^15 is 2^-23, of which

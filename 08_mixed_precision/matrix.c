@@ -244,7 +244,8 @@ int main(int argc, char **argv) {
         {"verbose", OPTION_FLAG, &verbose, NULL, 0, 0, "", "shows every cell, and its rows", false},
     };
     base_start(argc, argv);
-    Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options, 7);
+    Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options,
+                            sizeof options / sizeof *options);
     comm_start(argc, argv, 4);
     CHECK(one < matrix_cells(), "--cell %lld: there are cells 0 to %lld", (long long)one,
           (long long)matrix_cells() - 1);

@@ -11,8 +11,9 @@
 
 // ---- what may be chosen; a further recipe, schedule or method is one more word ----
 
+enum { MOST_CHOICES = 12 };
 typedef struct Values {
-    const char *flag, *value[12];  // value[0]: the default
+    const char *flag, *value[MOST_CHOICES];  // value[0]: the default
 } Values;
 
 static const Values values[FACTORS] = {
@@ -45,7 +46,7 @@ static const struct {
 
 static int choices(Factor factor) {
     int count = 0;
-    while (count < 12 && values[factor].value[count]) count++;
+    while (count < MOST_CHOICES && values[factor].value[count]) count++;
     return count;
 }
 
@@ -144,7 +145,7 @@ const char *matrix_text(const Cell *cell) {
 
 // ---- pairs ----
 
-enum { MOST_VALUES = FACTORS * 12, CANDIDATES = 64 };
+enum { MOST_VALUES = FACTORS * MOST_CHOICES, CANDIDATES = 64 };
 typedef bool Pairs[MOST_VALUES][MOST_VALUES];
 
 // Pairs of this cell that are not yet `met`; meets them if asked to.
@@ -152,7 +153,8 @@ static int new_pairs(const Cell *cell, Pairs met, bool meet) {
     int count = 0;
     for (Factor i = 0; i < FACTORS; i++)
         for (Factor j = 0; j < i; j++) {
-            bool *pair = &met[i * 12 + (unsigned)cell->choice[i]][j * 12 + (unsigned)cell->choice[j]];
+            bool *pair = &met[i * MOST_CHOICES + (unsigned)cell->choice[i]]
+                             [j * MOST_CHOICES + (unsigned)cell->choice[j]];
             count += !*pair;
             if (meet) *pair = true;
         }

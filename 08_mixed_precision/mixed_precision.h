@@ -36,8 +36,10 @@ typedef struct Fp8Recipe {
     bool trains;      // to within 1.5% of bf16's loss on the small model
 } Fp8Recipe;
 
-// Of --fp8, by number.
+// Of --fp8, by number; fp8_recipes has no entry for NO_FP8, and begins with TE_DELAYED.
 enum { NO_FP8, TE_DELAYED, TE_CURRENT, FP8_LM, DEEPSEEK, NANOTRON, MXFP8 };
+extern const Fp8Recipe fp8_recipes[];
+extern const int fp8_recipe_count;
 
 extern const Technique fp8_recipe;                     // --fp8, --fp8-tile, --fp8-wire
 const Fp8Recipe *fp8_recipe_of(const Config *config);  // NULL: none
@@ -67,30 +69,25 @@ extern const Codec fp8_codec, fp8_gradient_codec;  // e4m3 and e5m2, a scale for
 void fp8_tables(void);
 // recipe_training.c: losses, casts, 8 bits in flight, learning rates
 void fp8_training(Mesh mesh, const Config *config);
+extern const Technique *const fp8_one_device[];
 Config fp8_small(int recipe, const char *more);  // a small model in bf16; recipe: NO_FP8 …
 void fp8_set(Config *config, int recipe);        // --fp8, with its standard tiles, sent in 16 bits
+// recipe_outliers.c: training with an outlier in the activations
+void fp8_outliers(Group ranks);
 // recipe_convergence.c: --long: 500 steps from random and from trained weights
 void fp8_convergence(Mesh mesh, const Config *config);
 // Deviation of x (rows, columns) from sums of a row's and a column's value, with (rows - 1) (columns - 1)
 // degrees of freedom.
 double fp8_chance(const double *x, int rows, int columns);
-// recipe_outliers.c: an outlier that grows while the model trains
-void fp8_outliers(Group ranks);
-extern const Technique *const fp8_one_device[];
-extern const Fp8Recipe fp8_recipes[];
-extern const int fp8_recipe_count;
 
 // ---- recipe_runs.c: runs on one device, for the tables of this chapter ----
 
 typedef struct Run {
-    double *loss;  // (steps)
-    double last;   // mean of the last tenth of the steps
-    int64_t steps;
-    int64_t elements, gains, moved;  // of all weights; of the norms; those of them that are not 1 any more
+    double last;           // mean loss of the last tenth of the steps
+    int64_t gains, moved;  // elements of all norms' gains, and those of them that are not 1 any more
 } Run;
-// Trains on one device. The caller ends it with run_free.
+// Trains on one device.
 Run run_of(const Config *config, Techniques techniques);
-void run_free(Run *run);
 // Relative error in L2 of the first step's gradient against f64; *zero (may be NULL): the share of its
 // elements that are 0 and are not in f64.
 double gradient_error(const Config *config, Techniques techniques, double *zero);

@@ -95,10 +95,7 @@ static double last_loss(const char *corpus, int recipe, int power) {
     c.data = corpus;
     if (recipe) config_set(&c, "fp8-tile", 16);
     config_set(&c, "outlier", power);
-    Run run = run_of(&c, (const Technique *[]){&fp8_recipe, &planted, NULL});
-    double last = run.last;
-    run_free(&run);
-    return last;
+    return run_of(&c, (const Technique *[]){&fp8_recipe, &planted, NULL}).last;
 }
 
 void fp8_outliers(Group ranks) {

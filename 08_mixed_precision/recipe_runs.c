@@ -4,38 +4,28 @@
 // This file has no main: bf16.c, fp16.c and fp8.c call it.
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "files.h"
 #include "mixed_precision.h"
 
 Run run_of(const Config *config, Techniques techniques) {
     Trainer *t = trainer_new(config, mesh_single(), techniques);
-    Run run = {.steps = config->steps, .loss = host_alloc((size_t)config->steps * sizeof *run.loss)};
+    Run run = {.last = 0};
     int64_t last = (config->steps + 9) / 10;
     for (int64_t step = 0; step < config->steps; step++) {
         train_step(t, NULL);
-        run.loss[step] = t->loss;
         if (step >= config->steps - last) run.last += t->loss / (double)last;
     }
     const Params *p = &t->model->params;
-    int64_t all = 0, gains = 0, moved = 0;
     for (int i = 0; i < p->count; i++) {
         const Param *param = &p->param[i];
-        double *x = host_alloc((size_t)param->count * sizeof *x);
-        tensor_to_doubles(x, param_own_value(p, param, NULL));
-        for (int64_t j = 0; j < param->count && param->dims == 1; j++) gains++, moved += x[j] != 1;
-        all += param->count;
-        free(x);
+        if (param->dims > 1) continue;
+        double *gain = host_alloc((size_t)param->count * sizeof *gain);
+        tensor_to_doubles(gain, param_own_value(p, param, NULL));
+        for (int64_t j = 0; j < param->count; j++) run.gains++, run.moved += gain[j] != 1;
+        free(gain);
     }
-    run.elements = all, run.gains = gains, run.moved = moved;
     trainer_free(t);
     return run;
-}
-
-void run_free(Run *run) {
-    free(run->loss);
-    *run = (Run){0};
 }
 
 // ---- gradients ----

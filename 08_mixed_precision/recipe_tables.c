@@ -69,8 +69,8 @@ static double relative_error(Tensor got, Tensor want, double *bias) {
 
 // ---- outliers: of the product without the outliers' own rows nothing else would be seen ----
 
-// The error of x W^T in those rows of x that have no outlier: what a scale does to the innocent.
-static double innocent_error(Tensor got, Tensor want, Tensor x) {
+// The error of x W^T in those rows of x that have no outlier of their own.
+static double error_without_outliers(Tensor got, Tensor want, Tensor x) {
     int64_t rows = tensor_rows(x), columns = tensor_columns(x), out = tensor_columns(want);
     double *v = host_alloc((size_t)(rows * columns) * sizeof *v), error = 0, norm = 0;
     double *a = host_alloc((size_t)(rows * out) * sizeof *a),
@@ -102,7 +102,7 @@ static double outlier_error(const Fp8Recipe *r, double outlier) {
     Codes b = codes_of(w, r->forward, (Tile){r->square ? along : r->tile, along}, r->rule);
     op_matmul(want, x, w, false, true, 0);
     op_matmul_codes(got, a, b, r->sum, 0);
-    double error = innocent_error(got, want, x);
+    double error = error_without_outliers(got, want, x);
     free_codes(&a), free_codes(&b);
     tensor_free(&x), tensor_free(&w), tensor_free(&want), tensor_free(&got);
     return error;
@@ -150,7 +150,7 @@ static void show_sums(void) {
     } ways[] = {{"f32", {0, 0}}, {"14 bits", {14, 0}}, {"14 bits, to f32 every 128", {14, 128}}};
     static const int64_t lengths[] = {512, 4096, 16384};
     double error[3][3], bias[3][3];
-    say("\nSums of products of codes, and how much too small they are\n");
+    say("\nSums of products of codes: relative error, and by how much they are too small\n");
     say("  %-28s %16s %16s %16s", "", "K = 512", "4096", "16384");
     for (int i = 0; i < 3; i++) {
         for (int j = 0; j < 3; j++) error[i][j] = sum_error(lengths[j], ways[i].sum, &bias[i][j]);
@@ -233,7 +233,7 @@ static void show_bytes(void) {
     say("  %-20s %8s %8s %8s %10s %6s   %s %8s %10s", "", "master", "sums", "weights", "gradients", "m",
         "v", "here", "playbook");
     for (int narrow = 0; narrow < 2; narrow++) {
-        Config c = fp8_small(0, "steps=1");
+        Config c = fp8_small(NO_FP8, "steps=1");
         config_set(&c, "master", 0);
         config_set(&c, "sum", narrow);
         config_set(&c, "rounding", 0);

@@ -29,7 +29,7 @@ Config fp8_small(int recipe, const char *more) {
 
 // Weights are cast once in each step of the optimizer, whatever runs forward again.
 static void show_casts(void) {
-    Config c = fp8_small(1, "grad-acc=3 steps=2");
+    Config c = fp8_small(TE_DELAYED, "grad-acc=3 steps=2");
     c.recompute = RECOMPUTE_FULL;
     Trainer *t = trainer_new(&c, mesh_single(), fp8_one_device);
     int64_t weights = 0;
@@ -48,9 +48,7 @@ static void show_losses(Group ranks) {
     double last[MOST] = {0}, bf16;
     for (int i = ranks.rank; i <= fp8_recipe_count; i += ranks.size) {
         Config c = fp8_small(i, "steps=160 lr=0.003");
-        Run run = run_of(&c, fp8_one_device);
-        last[i] = run.last;
-        run_free(&run);
+        last[i] = run_of(&c, fp8_one_device).last;
     }
     comm_sum_all(last, MOST, ranks);
     bf16 = last[0];
@@ -76,8 +74,7 @@ static void show_wire(Mesh mesh) {
     say("\nZeRO-3 of deepseek on %d ranks, 60 steps\n", mesh.dp.size);
     say("  %-12s %22s %12s", "weights in", "all-gathered in a step", "last losses");
     for (int narrow = 0; narrow < 2; narrow++) {
-        Config c = fp8_small(0, "steps=60 lr=0.003 micro-batch=4");
-        config_set(&c, "fp8", DEEPSEEK);
+        Config c = fp8_small(DEEPSEEK, "steps=60 lr=0.003 micro-batch=4");
         config_set(&c, "fp8-wire", narrow);
         config_set(&c, "no-prefetch", 0);
         c.dp = mesh.dp.size;
@@ -139,9 +136,8 @@ static void show_rates(const char *file) {
         for (int j = 0; j < RATES; j++) {
             Config c = fp8_small(i, "steps=100 clip=0");
             c.lr = rates[j];
-            Run run = run_of(&c, fp8_one_device);
-            highest = fmax(highest, last[i][j] = run.last);
-            run_free(&run);
+            last[i][j] = run_of(&c, fp8_one_device).last;
+            highest = fmax(highest, last[i][j]);
         }
         say("  %-12s %10.3f %10.3f %10.3f %10.3f %10.3f", i ? fp8_recipes[i - 1].name : "bf16", last[i][0],
             last[i][1], last[i][2], last[i][3], last[i][4]);

@@ -84,7 +84,7 @@ done
 
 # Each schedule as the programs run it on 4 ranks, with a layer of Llama 3 8B a stage.
 {
-    echo '| | own clock | run | bubble | held |'
+    echo '| | own clock, ms | run, ms | bubble | held |'
     echo '|---|---|---|---|---|'
     for schedule in afab one_f_one_b interleaved zb_h1 zb_h2 zb_v zb_auto dualpipe dualpipe_v; do
         case $schedule in
