@@ -182,8 +182,27 @@ static bool swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
 
 // ---- cross-entropy ----
 
+// The first target that is neither in the vocabulary nor none: the host ends the run at its next wait, as it
+// does with the back end's own kernel.
+__global__ void check_targets(IndexFault *fault, const int32_t *targets, int64_t n, int64_t v,
+                              const char *sentence) {
+    const int64_t i = element();
+    if (i >= n) return;
+    const int32_t target = targets[i];
+    if ((target >= 0 && target < v) || target == IGNORED_LABEL) return;
+    if (atomicCAS(&fault->taken, 0, 1) != 0) return;
+    fault->value = target, fault->index = i, fault->bound = v, fault->sentence = sentence;
+}
+
 static bool cross_entropy_forward(DType dtype, void *losses, void *lse, const void *logits,
                                   const int32_t *targets, int64_t n, int64_t v) {
+    if (n > 0 && dtype != F64) {
+        LAUNCH(
+            check_targets, (unsigned)divided_up(n, 256), 256, 0, stream(), &device_mailbox()->fault,
+            targets, n, v,
+            "cross_entropy_forward: number %lld of the tokens is %d, which a vocabulary of %lld has not");
+        device_expect_fault();
+    }
     return n > 0 && in_type(dtype, [&](auto zero) {
         typedef decltype(zero) T;
         fused_cross_entropy::launch_forward(stream(), (float *)losses, (float *)lse, (const T *)logits,

@@ -72,7 +72,8 @@ __device__ static inline Running join(Running a, Running b) {
     return {most, fmaf(a.sum, expf(a.most - base), b.sum * expf(b.most - base))};
 }
 
-// Block (row). Rows without a target, -1, have neither loss nor gradient.
+// Block (row). Rows without a target, -1, have neither loss nor gradient; one beyond the logits, which would
+// be read from elsewhere, counts as none.
 template <class T, int N>
 __global__ void __launch_bounds__(BLOCK)
     cross_entropy(float *loss, float *lse, const T *logits, const int *targets, int64_t v) {
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(BLOCK)
     const float sum = all.most + logf(all.sum);
     lse[blockIdx.x] = sum;
     const int target = targets[blockIdx.x];
-    loss[blockIdx.x] = target < 0 ? 0 : sum - static_cast<float>(row[target]);
+    loss[blockIdx.x] = target < 0 || target >= v ? 0 : sum - static_cast<float>(row[target]);
 }
 
 // *total (+=) x of all threads of a warp.

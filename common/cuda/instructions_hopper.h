@@ -130,7 +130,8 @@ __device__ __forceinline__ void tma_load(void *tile, const TensorMap *map, int s
 // ---- registers ----
 
 // A warpgroup gives registers back, or takes what others gave; each thread then has REGISTERS, a multiple
-// of 8 from 24 to 256. The kernel's __launch_bounds__ must say how many blocks fit.
+// of 8 from 24 to 256. Who takes more than others give waits for ever. The kernel's __launch_bounds__ must
+// say how many blocks fit: one, to which all of a multiprocessor's registers belong.
 template <int REGISTERS>
 __device__ __forceinline__ void registers_give() {
     HOPPER_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -282,6 +283,7 @@ void cuda_wgmma(CudaWgmma *product, const char *file, int line);
 void cuda_wgmma_fence(const char *file, int line);
 void cuda_wgmma_commit(const char *file, int line);
 void cuda_wgmma_wait(uint32_t pending, const char *file, int line);
+void cuda_registers(int count, bool take, const char *file, int line);
 
 static __forceinline__ void mbarrier_init(Mbarrier *b, uint32_t arrivals, CUDA_HERE) {
     cuda_mbarrier_init(b, arrivals, file, line);
@@ -308,9 +310,13 @@ static __forceinline__ void tma_load(void *tile, const TensorMap *map, int sampl
     cuda_tma_load(tile, map, sample, row, column, b, file, line);
 }
 template <int REGISTERS>
-__forceinline__ void registers_give() {}
+__forceinline__ void registers_give(CUDA_HERE) {
+    cuda_registers(REGISTERS, false, file, line);
+}
 template <int REGISTERS>
-__forceinline__ void registers_take() {}
+__forceinline__ void registers_take(CUDA_HERE) {
+    cuda_registers(REGISTERS, true, file, line);
+}
 
 static __forceinline__ void wgmma_fence(CUDA_HERE) { cuda_wgmma_fence(file, line); }
 static __forceinline__ void wgmma_commit(CUDA_HERE) { cuda_wgmma_commit(file, line); }

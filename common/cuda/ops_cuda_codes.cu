@@ -47,8 +47,9 @@ void kernel_round_stochastic(uint16_t *y, const float *x, RandomPlace place, int
     if (count > 0) LAUNCH(round_randomly, blocks_of(count), MOST_THREADS, 0, stream(), y, x, place, count);
 }
 
-// ---- codes: a thread for each element of the matrix as the codes have it ----
+// ---- codes ----
 
+// A matrix as the codes have it, and its tiles.
 struct Tiling {
     int64_t rows, columns, tile_rows, tile_columns, across;
     bool transpose;
@@ -62,14 +63,19 @@ struct Tiling {
         const int64_t all = of_matrix > 0 ? of_matrix : 1;
         return of_tile > 0 ? least(of_tile, all) : all;
     }
-    __device__ int64_t tile(int64_t i) const {
-        return i / columns / tile_rows * across + i % columns / tile_columns;
+    __device__ int64_t tile(int64_t row, int64_t column) const {
+        return row / tile_rows * across + column / tile_columns;
     }
-    // Where x has this element of the matrix, and the one that the codes have at i.
+    __device__ int64_t tile(int64_t i) const { return tile(i / columns, i % columns); }
+    // Whether N that follow each other from a multiple of N on are of one tile.
+    bool holds_packs(int64_t n) const {
+        const bool one = tile_rows >= rows && tile_columns >= columns;
+        return one || (columns % n == 0 && tile_columns % n == 0);
+    }
+    // Where x has this element of the matrix.
     __device__ int64_t source(int64_t row, int64_t column) const {
         return transpose ? column * rows + row : row * columns + column;
     }
-    __device__ int64_t source(int64_t i) const { return transpose ? source(i / columns, i % columns) : i; }
 };
 
 struct Larger {
@@ -114,12 +120,55 @@ __global__ void find_scale(float *scale, const float *amax, float largest, bool 
     }
 }
 
+template <__nv_fp8_interpretation_t KIND, class A>
+__device__ inline uint8_t code_of(A x, float scale) {
+    return __nv_cvt_float_to_fp8((float)x / scale, __NV_SATFINITE, KIND);
+}
+
+// In packs that do not reach into another tile, so that one looks for its scale once.
 template <class T, __nv_fp8_interpretation_t KIND>
-__global__ void encode(uint8_t *codes, const T *x, const float *scale, Tiling t) {
-    const int64_t all = (int64_t)gridDim.x * blockDim.x;
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < t.rows * t.columns; i += all)
-        codes[i] =
-            __nv_cvt_float_to_fp8((float)wide(x[t.source(i)]) / scale[t.tile(i)], __NV_SATFINITE, KIND);
+struct Encode {
+    uint8_t *codes;
+    const T *x;
+    const float *scale;
+    Tiling t;
+    template <int N>
+    using In = Pack<T, N>;
+    template <int N>
+    __device__ In<N> read(int64_t first) const {
+        return load<N>(x + first);
+    }
+    template <int N>
+    __device__ void write(int64_t first, const In<N> &in) const {
+        const float by = scale[t.tile(first)];
+        Pack<uint8_t, N> out;
+        for (int j = 0; j < N; j++) out.x[j] = code_of<KIND>(wide(in.x[j]), by);
+        store<N>(codes + first, out);
+    }
+};
+
+// Codes of the transpose: a block turns a patch of 32 x 32, so that a warp reads neighbours of x and writes
+// neighbours among the codes.
+template <class T, __nv_fp8_interpretation_t KIND>
+__global__ void encode_turned(uint8_t *codes, const T *x, const float *scale, Tiling t) {
+    __shared__ Arithmetic<T> patch[WARP][WARP + 1];
+    constexpr int WARPS = MOST_THREADS / WARP, EACH = WARP / WARPS;
+    const int64_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, across = ceil_div(t.columns, WARP);
+    const int64_t row0 = blockIdx.x / across * WARP, column0 = blockIdx.x % across * WARP;
+#pragma unroll  // all loads are under way at once
+    for (int i = 0; i < EACH; i++) {
+        const int64_t row = row0 + lane, column = column0 + warp + i * WARPS;
+        if (row < t.rows && column < t.columns)
+            patch[warp + i * WARPS][lane] = wide(x[t.source(row, column)]);
+    }
+    __syncthreads();  // the patch is whole
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        const int64_t row = row0 + warp + i * WARPS, column = column0 + lane;
+        if (row < t.rows && column < t.columns)
+            codes[row * t.columns + column] =
+                code_of<KIND>(patch[lane][warp + i * WARPS], scale[t.tile(row, column)]);
+    }
 }
 
 template <class Code>
@@ -138,7 +187,9 @@ __global__ void decode(T *y, const uint8_t *codes, const float *scale, Tiling t)
 
 void kernel_tile_amax(DType dtype, float *amax, const void *x, int64_t rows, int64_t columns,
                       bool transpose, Tile tile) {
-    Tiling t = Tiling::of(rows, columns, transpose, tile);
+    // Of all of a matrix, the largest is that of the transpose as well.
+    const bool whole = tile.rows <= 0 && tile.columns <= 0;
+    Tiling t = Tiling::of(rows, columns, transpose && !whole, tile);
     if (rows * columns == 0) return;
     constexpr int64_t LEAST = 4, ENOUGH = 16, MOST_SHARING = 1024;  // elements of a thread; blocks
     const int64_t size = t.tile_rows * t.tile_columns, tiles = ceil_div(t.rows, t.tile_rows) * t.across;
@@ -157,18 +208,26 @@ void kernel_tile_scale(float *scale, const float *amax, DType codes, ScaleRule r
                codes == E4M3 ? 448.0f : 57344.0f, rule == SCALE_POWER_OF_TWO, count);
 }
 
+template <class T, __nv_fp8_interpretation_t KIND>
+static void encode(uint8_t *codes, const T *x, const float *scale, const Tiling &t) {
+    constexpr int N = pack_of<uint8_t>;
+    if (t.transpose)
+        LAUNCH((encode_turned<T, KIND>),
+               blocks_for("encode", ceil_div(t.rows, WARP) * ceil_div(t.columns, WARP)), MOST_THREADS, 0,
+               stream(), codes, x, scale, t);
+    else
+        for_each<N>(t.rows * t.columns, all_aligned(codes, x) && t.holds_packs(N),
+                    Encode<T, KIND>{codes, x, scale, t});
+}
+
 void kernel_encode(DType codes_dtype, uint8_t *codes, DType dtype, const void *x, const float *scale,
                    int64_t rows, int64_t columns, bool transpose, Tile tile) {
     Tiling t = Tiling::of(rows, columns, transpose, tile);
     if (rows * columns == 0) return;
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        if (codes_dtype == E4M3)
-            LAUNCH((encode<T, __NV_E4M3>), blocks_of(rows * columns), MOST_THREADS, 0, stream(), codes,
-                   (const T *)x, scale, t);
-        else
-            LAUNCH((encode<T, __NV_E5M2>), blocks_of(rows * columns), MOST_THREADS, 0, stream(), codes,
-                   (const T *)x, scale, t);
+        if (codes_dtype == E4M3) encode<T, __NV_E4M3>(codes, (const T *)x, scale, t);
+        else encode<T, __NV_E5M2>(codes, (const T *)x, scale, t);
     });
 }
 

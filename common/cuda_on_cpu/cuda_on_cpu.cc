@@ -81,9 +81,9 @@ static void fiber(transfer_t from) {
     static_cast<Thread *>(from.data)->context = from.fctx;
     for (;;) {
         now.launch->run(now.launch);
-        wgmma_leave();
         now.thread->state = LEFT;
         left++;
+        wgmma_leave(left == now.threads);
         memory_leave(left == now.threads);
         run_next();
     }
@@ -226,11 +226,10 @@ static uint32_t lanes_of_warp(int warp) {
 }
 
 static const char *op_name(int op) {
-    static const char *const names[] = {"__syncwarp",       "__shfl_sync",     "__shfl_up_sync",
-                                        "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync",
-                                        "__any_sync",       "__all_sync",      "ldmatrix",
-                                        "mma",              "wgmma",           "wgmma_fence",
-                                        "wgmma_commit",     "wgmma_wait"};
+    static const char *const names[] = {
+        "__syncwarp",    "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync",
+        "__ballot_sync", "__any_sync",  "__all_sync",     "ldmatrix",         "mma",
+        "wgmma",         "wgmma_fence", "wgmma_commit",   "wgmma_wait",       "registers_give or _take"};
     return names[op];
 }
 

@@ -21,6 +21,8 @@
 //     before one of its copies has arrived
 //   - an mbarrier whose phase can never end; a wgmma without its fence, commit or wait, or whose tiles are
 //     written while it reads them (mbarriers order threads as __syncthreads does)
+//   - a warpgroup that takes more registers than others of its block give back
+//   - a launch that a GPU would refuse, for its sizes or its shared memory, static and dynamic together
 //   - host code of a .cu file that dereferences device memory, or copies beyond an allocation
 // Memory is full of 0xff bytes (NaN in every floating format) before its first use.
 //
@@ -204,7 +206,6 @@ enum cudaFuncAttribute {
 };
 enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1 };
 enum { cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
-enum { cudaHostAllocDefault = 0, cudaHostAllocPortable = 1 };
 
 cudaError_t cudaGetDeviceCount(int *count);
 cudaError_t cudaSetDevice(int device);
@@ -232,10 +233,6 @@ cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream);
 cudaError_t cuda_malloc_host(void **memory, size_t bytes);
 template <class T>
 cudaError_t cudaMallocHost(T **memory, size_t bytes, unsigned = 0) {
-    return cuda_malloc_host(reinterpret_cast<void **>(memory), bytes);
-}
-template <class T>
-cudaError_t cudaHostAlloc(T **memory, size_t bytes, unsigned) {
     return cuda_malloc_host(reinterpret_cast<void **>(memory), bytes);
 }
 cudaError_t cudaFreeHost(void *memory);
@@ -364,7 +361,9 @@ struct CudaCounts {
 };
 void cuda_count_begin(void);
 CudaCounts cuda_count_end(void);
-int64_t cuda_count_end_atomics(void);  // these alone, for tests that know no CudaCounts
+// Some alone, for tests that know no CudaCounts: atomics; of global memory, requests and sectors both ways.
+int64_t cuda_count_end_atomics(void);
+void cuda_count_end_global(int64_t *requests, int64_t *sectors);
 
 // ---- inside kernels: barriers, warps, atomics ----
 #define CUDA_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
@@ -383,7 +382,7 @@ unsigned __activemask(void);
 
 enum CudaWarpOp { WARP_SYNC, WARP_SHFL, WARP_UP, WARP_DOWN, WARP_XOR, WARP_BALLOT, WARP_ANY, WARP_ALL,
                   WARP_LDMATRIX, WARP_MMA,
-                  WARP_WGMMA, WARP_WGMMA_FENCE, WARP_WGMMA_COMMIT, WARP_WGMMA_WAIT };
+                  WARP_WGMMA, WARP_WGMMA_FENCE, WARP_WGMMA_COMMIT, WARP_WGMMA_WAIT, WARP_REGISTERS };
 uint64_t cuda_warp_op(CudaWarpOp op, unsigned mask, uint64_t value, int argument, int width,
                       const char *file, int line);
 

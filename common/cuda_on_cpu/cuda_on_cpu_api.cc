@@ -293,7 +293,8 @@ static void check_sizes(const CudaLaunch *l) {
           l->name, l->file, l->line, g.x, g.y, g.z);
 }
 
-// Bytes of dynamic shared memory beyond 48 kB must be asked for, as on a GPU.
+// Bytes of shared memory beyond 48 kB, of static arrays and the dynamic one together, must be asked for by
+// the size of the dynamic one, as on a GPU. (CUDA Driver API, cuFuncSetAttribute.)
 enum { SHARED_WITHOUT_ASKING = 48 << 10, SHARED_MOST = 227 << 10 };
 struct Allowed {
     const void *kernel;
@@ -309,14 +310,31 @@ cudaError_t cuda_allow_shared(const void *kernel, size_t bytes) {
     return cudaSuccess;
 }
 
-static void check_shared(const CudaLaunch *l) {
-    size_t most = SHARED_WITHOUT_ASKING;
+// 0: nothing was asked for.
+static size_t asked_for(const CudaLaunch *l) {
     for (size_t i = 0; i < allowed.count; i++)
-        if (allowed.items[i].kernel == l->kernel) most = std::max(most, allowed.items[i].bytes);
+        if (allowed.items[i].kernel == l->kernel) return allowed.items[i].bytes;
+    return 0;
+}
+
+static void check_shared(const CudaLaunch *l) {
+    const size_t most = std::max((size_t)SHARED_WITHOUT_ASKING, asked_for(l));
     CHECK(l->shared_bytes <= most,
           "the kernel %s could not start (%s:%d): %zu bytes of dynamic shared memory; beyond %zu "
           "cudaFuncSetAttribute must ask for them, and there are %d at most",
           l->name, l->file, l->line, l->shared_bytes, most, (int)SHARED_MOST);
+}
+
+void check_static_shared(const CudaLaunch *l, size_t bytes) {
+    const size_t asked = asked_for(l), dynamic = std::max(asked, l->shared_bytes);
+    const size_t most = asked && l->shared_bytes <= asked ? SHARED_MOST : SHARED_WITHOUT_ASKING;
+    if (bytes + dynamic > most)
+        broken(
+            NULL,
+            "has at least %zu bytes of static shared arrays beside %zu of dynamic shared memory (%s:%d), "
+            "and %zu is the most of both%s",
+            bytes, dynamic, l->file, l->line, most,
+            asked ? "" : " unless cudaFuncSetAttribute asks for the dynamic ones");
 }
 
 void check_launch(const CudaLaunch *l) {

@@ -33,6 +33,11 @@ CudaCounts cuda_count_end(void) {
 }
 
 int64_t cuda_count_end_atomics(void) { return cuda_count_end().atomics; }
+void cuda_count_end_global(int64_t *requests, int64_t *sectors) {
+    const CudaCounts c = cuda_count_end();
+    *requests = c.global_loads + c.global_stores;
+    *sectors = c.global_load_sectors + c.global_store_sectors;
+}
 
 void count_tensor(int64_t flops, int bits) {
     (bits == 8 ? counts.tensor_8_flops : counts.tensor_flops) += flops;

@@ -121,6 +121,9 @@ void fail(const char *sentence) NO_RETURN;
 
 // Ends the program unless a GPU could start it (cuda_on_cpu_api.cc).
 void check_launch(const CudaLaunch *launch);
+// The same, of a kernel that has touched so many bytes of static shared arrays: it has them beside the
+// dynamic one.
+void check_static_shared(const CudaLaunch *launch, size_t bytes);
 
 // ---- fragments (cuda_on_cpu_tensor.cc): all lanes of the warp have come ----
 void exchange_rows(Warp *warp, bool transposed);
@@ -130,8 +133,8 @@ const float *values_of(float (*widen)(uint16_t));
 
 // ---- wgmma (cuda_on_cpu_wgmma.cc) ----
 void wgmma_meet(Warp *warp, int op);
-// The current thread has left the kernel.
-void wgmma_leave(void);
+// The current thread has left the kernel; last: so have all others of the block.
+void wgmma_leave(bool last);
 // Products that are not waited for, of the block; and whether one reads these bytes of shared memory: then
 // it ends the program.
 extern int wgmma_in_flight;

@@ -197,6 +197,7 @@ size_t memory_in_use(void) { return in_use; }
 // Static arrays are the thread-local variables of the program. What is where says the symbol table.
 static uintptr_t shared_start;  // of the static ones
 static size_t shared_size;
+static size_t shared_touched;  // bytes of those that this block has touched
 static List<Region> shared_regions;  // by address
 static Region **shared_table;        // by 8 bytes: what is not one array begins on such borders
 static Region dynamic_shared = {0, 0, NULL, 0, COARSEST, true, true, "dynamic shared memory"};
@@ -270,6 +271,7 @@ static void find_shared(void) {
 void memory_start_block(const CudaLaunch *launch) {
     if (!dynamic_shared.start) find_shared();
     clocks_start_block();
+    shared_touched = 0;
     if (dynamic_shared.size != launch->shared_bytes) {
         drop_words(&dynamic_shared);
         dynamic_shared.size = launch->shared_bytes;
@@ -363,6 +365,7 @@ static inline __attribute__((always_inline)) void check(AccessKind kind, uintptr
     if (r->shared && r->block != now.block_start) {
         memset(reinterpret_cast<void *>(r->start), POISON, r->size);
         r->block = now.block_start;
+        if (r != &dynamic_shared) check_static_shared(now.launch, shared_touched += r->size);
     }
     if (__builtin_expect(wgmma_in_flight && kind != LOAD && r->shared, 0))
         wgmma_need_unread(address, size, site);

@@ -353,19 +353,84 @@ static void wait(Warp *w, int warp, Cores *c, uint32_t pending) {
     clocks_know_tensor_cores(w, ++c->waits);
 }
 
+// ---- registers ----
+
+// "setmaxnreg": what a block gives back lies in a pool of its own, and who takes waits until there is enough.
+// No kernel takes before others can give, so that the sum at the end tells whether it waits for ever.
+enum { ALL_REGISTERS = 65536, MOST_REGISTERS = 256, LEAST_REGISTERS = 24, REGISTERS_AT_ONCE = 8 };
+
+namespace {
+struct Registers {  // of each of a warp's threads
+    uint32_t block;
+    int count, line;  // where it was changed last
+    const char *file;
+};
+}  // namespace
+static Registers registers[MAX_WARPS];
+static uint32_t registers_moved;  // the block_start of the last block that moves any
+
+// With one block on a multiprocessor.
+static int registers_at_launch(void) {
+    const int fit = ALL_REGISTERS / now.threads / REGISTERS_AT_ONCE * REGISTERS_AT_ONCE;
+    return fit < MOST_REGISTERS ? fit : MOST_REGISTERS;
+}
+
+static Registers *registers_of(int warp) {
+    Registers *r = &registers[warp];
+    if (r->block != now.block_start) *r = {now.block_start, registers_at_launch(), 0, NULL};
+    return r;
+}
+
+static void move_registers(int warp, int count, bool take) {
+    Registers *r = registers_of(warp);
+    const Thread *t = now.thread;
+    if (count < LEAST_REGISTERS || count > MOST_REGISTERS || count % REGISTERS_AT_ONCE)
+        broken(NULL, "asks for %d registers (%s:%d); possible are multiples of %d from %d to %d", count,
+               t->file, t->line, (int)REGISTERS_AT_ONCE, (int)LEAST_REGISTERS, (int)MOST_REGISTERS);
+    if (take ? count < r->count : count > r->count)
+        broken(NULL, "%s registers so that it has %d (%s:%d), and has %d", take ? "takes" : "gives back",
+               count, t->file, t->line, r->count);
+    *r = {now.block_start, count, t->line, t->file};
+    registers_moved = now.block_start;
+}
+
+static void need_registers(void) {
+    if (registers_moved != now.block_start) return;
+    Thread *me = now.thread;
+    int all = 0, taker = 0, count = 0;
+    for (; count * LANES < now.threads; count++) {
+        const Registers *r = registers_of(count), *first = registers_of(count / WARPS * WARPS);
+        now.thread = &threads[count * LANES];
+        if (r->count != first->count)
+            broken(NULL, "leaves the kernel with %d registers, and warp %d of its warpgroup with %d",
+                   r->count, count / WARPS * WARPS, first->count);
+        all += r->count;
+        if (r->count > registers_of(taker)->count) taker = count;
+    }
+    now.thread = &threads[taker * LANES];
+    if (all > registers_at_launch() * count)
+        broken(NULL,
+               "waits for ever in registers_take (%s:%d): the block's warps want %d registers a lane, and "
+               "have %d",
+               registers_of(taker)->file, registers_of(taker)->line, all, registers_at_launch() * count);
+    now.thread = me;
+}
+
 void wgmma_meet(Warp *w, int op) {
     const int warp = (int)(w - warps);
+    const uint64_t value = w->value[now.thread->lane];
+    if (op == WARP_REGISTERS) return move_registers(warp, (int)(value >> 1), value & 1);
     Cores *c = cores_of(warp);
     if (op == WARP_WGMMA) return issue(w, warp, c);
     if (op == WARP_WGMMA_WAIT) {
-        tape_finish(warp, (uint32_t)w->value[now.thread->lane]);
-        wait(w, warp, c, (uint32_t)w->value[now.thread->lane]);
+        tape_finish(warp, (uint32_t)value);
+        wait(w, warp, c, (uint32_t)value);
     }
     if (op == WARP_WGMMA_COMMIT) c->committed++, tape_commit(warp);
     c->fenced = op == WARP_WGMMA_FENCE;
 }
 
-void wgmma_leave(void) {
+void wgmma_leave(bool last) {
     const int warp = now.thread->warp;
     const Cores *c = cores_of(warp);
     if (c->products.count)
@@ -375,6 +440,7 @@ void wgmma_leave(void) {
         broken(NULL, "leaves the kernel without the wgmma (%s:%d) of the warps beside it", next.file,
                next.line);
     }
+    if (last) need_registers();
 }
 
 // ---- what kernels call ----
@@ -395,4 +461,7 @@ void cuda_wgmma_fence(const char *file, int line) { together(WARP_WGMMA_FENCE, 0
 void cuda_wgmma_commit(const char *file, int line) { together(WARP_WGMMA_COMMIT, 0, file, line); }
 void cuda_wgmma_wait(uint32_t pending, const char *file, int line) {
     together(WARP_WGMMA_WAIT, pending, file, line);
+}
+void cuda_registers(int count, bool take, const char *file, int line) {
+    together(WARP_REGISTERS, (uint64_t)count << 1 | take, file, line);
 }

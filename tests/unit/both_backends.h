@@ -82,6 +82,7 @@ CUDA(kernel_matmul_codes)
 void cuda_on_cpu_order(uint64_t seed) __attribute__((weak));
 void cuda_count_begin(void) __attribute__((weak));
 int64_t cuda_count_end_atomics(void) __attribute__((weak));
+void cuda_count_end_global(int64_t *requests, int64_t *sectors) __attribute__((weak));
 
 // ---- arrays on both sides ----
 

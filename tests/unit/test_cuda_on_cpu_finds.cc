@@ -273,6 +273,28 @@ static void wrong_launches(void **state) {
           "CUDA refused cudaFuncSetAttribute", "invalid argument");
 }
 
+__global__ void static_array(float *y) {
+    __shared__ float x[512];
+    x[threadIdx.x] = 1;
+    __syncthreads();
+    y[blockIdx.x * 32 + threadIdx.x] = x[31 - threadIdx.x];
+}
+
+static void static_and_dynamic_shared_memory(void **state) {
+    (void)state;
+    SOUND(LAUNCH(static_array, 2, 32, 47104, 0, floats(64)));
+    FOUND(LAUNCH(static_array, 1, 32, 47105, 0, floats(64)), "kernel static_array, ",
+          "at least 2048 bytes of static shared arrays beside 47105 of dynamic",
+          "and 49152 is the most of both unless cudaFuncSetAttribute asks for the dynamic ones");
+    SOUND(
+        CUDA_CHECK(cudaFuncSetAttribute(static_array, cudaFuncAttributeMaxDynamicSharedMemorySize, 230400));
+        LAUNCH(static_array, 1, 32, 47105, 0, floats(64)));
+    FOUND(
+        CUDA_CHECK(cudaFuncSetAttribute(static_array, cudaFuncAttributeMaxDynamicSharedMemorySize, 230401));
+        LAUNCH(static_array, 1, 32, 47105, 0, floats(64)),
+        "2048 bytes of static shared arrays beside 230401", "and 232448 is the most of both");
+}
+
 // ---- host code ----
 
 static void host_code_and_device_memory(void **state) {
@@ -323,6 +345,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(races_on_global_memory),
         cmocka_unit_test(local_memory_has_an_end),
         cmocka_unit_test(wrong_launches),
+        cmocka_unit_test(static_and_dynamic_shared_memory),
         cmocka_unit_test(host_code_and_device_memory),
         cmocka_unit_test(a_signal_from_outside_ends_the_program),
     };

@@ -336,6 +336,34 @@ static void a_ring_of_tiles(void **state) {
     FOUND(turn<UNALIGNED>(), "copies a swizzled tile to 0x", "which is no multiple of 1024");
 }
 
+// ---- registers ----
+
+// Three warpgroups have 168 registers a thread at launch. The first has GIVEN, the others TAKEN.
+template <int GIVEN, int TAKEN, int LATE>
+__global__ void move_registers() {
+    const int warp = (int)threadIdx.x / 32;
+    if (warp == LATE) return;
+    if (warp < 4) registers_give<GIVEN>();
+    else registers_take<TAKEN>();
+}
+
+static void registers_are_those_of_the_block(void **state) {
+    (void)state;
+    enum { NOBODY = -1 };
+    SOUND(LAUNCH((move_registers<24, 240, NOBODY>), 2, 384, 0, 0));
+    SOUND(LAUNCH((move_registers<40, 232, NOBODY>), 1, 384, 0, 0));
+    FOUND(LAUNCH((move_registers<40, 240, NOBODY>), 1, 384, 0, 0), "thread 128",
+          "waits for ever in registers_take (tests/unit/test_instructions_hopper.cc:",
+          "): the block's warps want 2080 registers a lane, and have 2016");
+    FOUND(LAUNCH((move_registers<24, 240, 2>), 1, 384, 0, 0), "thread 64",
+          "leaves the kernel with 168 registers, and warp 0 of its warpgroup with 24");
+    FOUND(LAUNCH((move_registers<176, 176, NOBODY>), 1, 384, 0, 0),
+          "gives back registers so that it has 176 (", "), and has 168");
+    FOUND(LAUNCH((move_registers<24, 160, NOBODY>), 1, 384, 0, 0), "takes registers so that it has 160 (",
+          "), and has 168");
+    FOUND(LAUNCH((move_registers<20, 240, NOBODY>), 1, 384, 0, 0), "asks for 20 registers (");
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     cuda_on_cpu_order(0);  // the sentences name threads
@@ -346,6 +374,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(products_of_a_warpgroup),
         cmocka_unit_test(sums_of_8_bits_are_cut_off),
         cmocka_unit_test(a_ring_of_tiles),
+        cmocka_unit_test(registers_are_those_of_the_block),
     };
     return cmocka_run_group_tests_name("instructions_hopper", tests, NULL, NULL);
 }

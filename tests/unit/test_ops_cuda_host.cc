@@ -1,5 +1,5 @@
-// test_ops_cuda_host.cc: what the CUDA back end's host code decides: when it waits, and which kernels of
-// cuBLASLt multiply.
+// test_ops_cuda_host.cc: what the CUDA back end's host code decides: when it waits, which kernels of
+// cuBLASLt multiply, and how codes are made.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -165,6 +165,50 @@ static void uploads_wait_for_nobody(void **) {
     }
 }
 
+// Codes (ROWS, COLUMNS) of bf16. As x lies, a thread takes a pack of 16: three requests for a warp's 512.
+// Turned, a warp takes 32 of a row of x, and stores 32 of a row of codes. So each sector moves once.
+static void codes_move_whole_sectors(void **) {
+    constexpr int64_t ROWS = 128, COLUMNS = 256, COUNT = ROWS * COLUMNS;
+    const struct {
+        Tile tile;
+        bool turned;
+        int64_t scales, requests;  // without those of the scales
+    } cases[] = {{{0, 0}, false, 1, COUNT / 16 / 32 * 3},
+                 {{1, 128}, false, ROWS * 2, COUNT / 16 / 32 * 3},
+                 {{1, 8}, false, ROWS * 32, COUNT / 32 * 2},  // no pack is of one tile
+                 {{0, 0}, true, 1, COUNT / 32 * 2},
+                 {{128, 128}, true, 2, COUNT / 32 * 2}};
+    const Doubles x = random_numbers(BF16, COUNT, 5);
+    std::vector<uint16_t> stored((size_t)COUNT);
+    dtype_convert(stored.data(), BF16, x.data(), F64, COUNT);
+    for (const auto &is : cases) {
+        const int64_t rows = is.turned ? COLUMNS : ROWS, columns = is.turned ? ROWS : COLUMNS;
+        Doubles scales((size_t)is.scales), want(COUNT);
+        for (size_t i = 0; i < scales.size(); i++) scales[i] = ldexp(1, (int)i % 5 - 9) * 1.25;
+        std::vector<float> scale(scales.begin(), scales.end());
+        std::vector<uint8_t> codes((size_t)COUNT);
+        kernel_encode(E4M3, codes.data(), BF16, stored.data(), scale.data(), rows, columns, is.turned,
+                      is.tile);
+        dtype_convert(want.data(), F64, codes.data(), E4M3, COUNT);
+        Device from(BF16, x), by(F32, scales), to(E4M3, COUNT);
+        int64_t requests = is.requests, sectors = COUNT * 3 / 32;
+        if (cuda_count_begin) cuda_count_begin();
+        cuda_kernel_encode(E4M3, (uint8_t *)to.at, BF16, from.at, (const float *)by.at, rows, columns,
+                           is.turned, is.tile);
+        if (cuda_count_end_global) cuda_count_end_global(&requests, &sectors);
+        assert_same("encode", to, want);
+        if (requests > is.requests * 3 / 2 || sectors > COUNT * 3 / 32 * 2)
+            fail_msg("%d x %d%s: %d requests, %d sectors", (int)is.tile.rows, (int)is.tile.columns,
+                     is.turned ? ", turned" : "", (int)requests, (int)sectors);
+        if (is.scales > 1) continue;
+        Device most(F32, Doubles{0});
+        if (cuda_count_begin) cuda_count_begin();
+        cuda_kernel_tile_amax(BF16, (float *)most.at, from.at, rows, columns, is.turned, is.tile);
+        if (cuda_count_end_global) cuda_count_end_global(&requests, &sectors);
+        if (sectors > COUNT * 2 / 32 * 3 / 2) fail_msg("the largest: %d sectors", (int)sectors);
+    }
+}
+
 int main(int argc, char **argv) {
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
@@ -175,6 +219,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(a_kernel_that_rounds_parts_is_better_than_none),
         cmocka_unit_test(what_the_book_does_not_serve_is_the_back_ends),
         cmocka_unit_test(uploads_wait_for_nobody),
+        cmocka_unit_test(codes_move_whole_sectors),
     };
     return cmocka_run_group_tests_name("ops_cuda_host", tests, NULL, NULL);
 }
