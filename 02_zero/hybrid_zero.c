@@ -188,7 +188,8 @@ static NodeBytes formula(const Config *c, double n, double k, bool hybrid) {
     return (NodeBytes){sent * (k - 1) / (n - 1), sent * (n - k) / (n - 1)};
 }
 
-// As counted: all-reduces are those across, but for the few numbers of every step.
+// The bytes in all are counted. With hybrid sharding those across are its all-reduces, but for the few
+// numbers of every step; over all ranks they are dealt by where the other ranks are, as in the formula.
 static NodeBytes counted(const StepCost *cost, double n, double k, bool hybrid) {
     double all = (double)cost->comm.bytes, reduced = (double)cost->all_reduce.bytes;
     if (hybrid) return (NodeBytes){all - reduced, reduced};

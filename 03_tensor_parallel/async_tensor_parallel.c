@@ -98,6 +98,11 @@ static Tensor scatter(void *context, const MicroBatch *micro, Tensor partial) {
 
 // ---- linears: what enters is known by its storage, what leaves by its weight's shard ----
 
+// Wo and Wdown: Megatron's row-parallel, of a W that is (in, out).
+static bool is_row_parallel(const Param *param) {
+    return param->role == ROLE_O || param->role == ROLE_DOWN;
+}
+
 static void product(const Sockets *inner, Model *m, bool backward, int count, Param *const *weight,
                     Tensor x, const Tensor *y, void **kept) {
     if (backward) inner->linear.backward_input(inner->linear.context, m, count, weight, x, y, kept);

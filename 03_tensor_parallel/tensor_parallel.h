@@ -28,16 +28,10 @@ void tensor_parallel_check(const Config *config);
 void tensor_parallel_price_kept(Price *price, const Model *model);
 // split_picture.c: which rank has which part of a block, as an SVG. device_dry_run must be on.
 void tensor_parallel_picture(Mesh mesh, const char *file);
-// Wo and Wdown, whose inputs are sharded: Megatron's row-parallel, of a W that is (in, out).
-static inline bool is_row_parallel(const Param *param) {
-    return param->role == ROLE_O || param->role == ROLE_DOWN;
-}
 
 // sequence_parallel.c. The rows of n that a rank has, [*first, *first + returned): contiguous runs, of
 // which the first n % size are a row longer.
 int64_t sequence_rows(int64_t n, int rank, int size, int64_t *first);
-// The elements of each rank's rows, as collectives take them. counts (size).
-void sequence_counts(int64_t n, int64_t columns, int size, int64_t *counts);
 
 // vocab_parallel.c
 typedef struct VocabParallel {

@@ -27,7 +27,8 @@
 //     k + 1 times             W
 // Bubble: (p/2 - 1) (F&B + BW - 3W) in DeepSeek-V3, where BW = B + W and F&B is the time of a pair: exact
 // for F = B >= W, m >= 2p, m even. With F a little shorter than B (up to 5F / 4, p <= 8), it is (p/2 - 1)
-// (F&B + F - 2W). With other m the lists are the same, with what does not exist left out.
+// (F&B + F - 2W). A pair may be shorter than F + BW: this is what the middle ranks idle then. With other m
+// the lists are the same, with what does not exist left out.
 // Held: p + 1 micro-batches on every rank (min(m, p + 1, n + 1 + k) for any m), and weights twice.
 // Messages: as many as 1F1B's, of both kinds to both neighbours.
 // Run: build/05_pipeline_parallel/schedule --schedule dualpipe --stages 4 --micro-batches 8

@@ -46,10 +46,11 @@ static void print_rows(const ExpertParallel *x, Mesh mesh) {
     double *rows = host_alloc(n * n * sizeof *rows), most = 0, all = 0;
     for (int i = 0; i < n * n; i++) rows[i] = mesh.world.rank < n && i / n == x->ep.rank ? x->to[i % n] : 0;
     comm_sum_all(rows, n * n, mesh.world);
-    for (int from = 0; from < n; from++) {
-        char *line = format_text("  tokens of rank %d", from);
+    for (int from = -1; from < n; from++) {  // first the heads of the columns
+        char *line =
+            from < 0 ? format_text("  experts of rank ") : format_text("  tokens of rank %d", from);
         for (int to = 0; to < n; to++) {
-            char *more = format_text("%s %8.0f", line, rows[from * n + to]);
+            char *more = format_text("%s %8.0f", line, from < 0 ? to : rows[from * n + to]);
             free(line);
             line = more;
         }
@@ -148,7 +149,7 @@ void expert_tables(Mesh mesh, const Config *config) {
     Config c = *config, whole = *config;
     c.steps = whole.steps = 1;
     whole.grad_acc *= mesh.dp.size, whole.dp = whole.pp = whole.cp = whole.tp = whole.ep = 1;
-    say("\nRows by the rank that has the token, and the rank whose experts it takes (columns):\n");
+    say("\nRows by the rank that has the token, and the rank whose experts it takes:\n");
     Record routed = experts_trained(&c, mesh, expert_layouts(), false);
     record_free(&routed);
     mixtral_block(mesh, config);

@@ -309,7 +309,7 @@ static void compare(Mesh mesh, const Config *config) {
     char *corpus = plant_corpus();
     c.data = corpus;
     say("\nOn a planted corpus of few tokens, one device, %d steps; of the last %d:\n", STEPS, LAST);
-    say("  %-20s %28s %8s", "", "busiest expert of the mean", "loss");
+    say("  %-20s %28s %8s", "", "busiest expert / mean", "loss");
     enum { WAYS = sizeof ways / sizeof *ways };
     Load all[WAYS] = {{.loss = 0}};  // the ranks share the runs
     for (int i = mesh.world.rank; i < WAYS; i += mesh.world.size)
@@ -320,12 +320,12 @@ static void compare(Mesh mesh, const Config *config) {
         Load load = all[i];
         say("  %-20s %28.2f %8.3f  (%+.3f)", ways[i].name, load.busiest, load.loss,
             load.loss - all[0].loss);
-        report_number(ways[i].name, "busiest expert of the mean", load.busiest, "");
+        report_number(ways[i].name, "busiest expert / mean", load.busiest, "");
         report_number(ways[i].name, "loss", load.loss, "nats");
         report_that((load.busiest < 1.3) == ways[i].balances,
                     "%s: the busiest expert has %.2f times the mean", ways[i].name, load.busiest);
     }
-    say("\nThe same in single steps:\n");
+    say("\nBusiest expert / mean in single steps:\n");
     say_steps("step", NULL);
     for (size_t i = 0; i < WAYS; i++) say_steps(ways[i].name, all[i].at);
     CHECK(remove(corpus) == 0, "%s cannot be removed", corpus);

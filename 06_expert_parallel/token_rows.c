@@ -68,7 +68,8 @@ void pair_rows_free(PairRows *pairs) {
     tensor_free(&pairs->place);
 }
 
-int64_t moe_room(const Config *c, int64_t s) {
+// Rows an expert takes of a sequence of s tokens at most.
+static int64_t room_of(const Config *c, int64_t s) {
     return (int64_t)ceil(config_number(c, "capacity") * (double)(s * c->top_k) / (double)c->experts);
 }
 
@@ -78,7 +79,7 @@ void moe_order(Moe *moe, MoeKept *kept) {
     if (moe->capacity > 0) {
         tensor_free(&chosen);
         chosen = tensor_like(MEMORY_ACTIVATION, kept->chosen);
-        op_route_capacity(chosen, kept->chosen, kept->s, c->experts, moe_room(c, kept->s));
+        op_route_capacity(chosen, kept->chosen, kept->s, c->experts, room_of(c, kept->s));
     }
     kept->own = host_alloc(c->experts * sizeof *kept->own);
     kept->pairs =

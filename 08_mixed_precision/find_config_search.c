@@ -183,8 +183,8 @@ Search search(const Goal *goal, int wanted) {
 
 // ---- why, and what next ----
 
-// Shares of the step's time.
-const char *found_limit(const Goal *goal, const Found *f) {
+// What costs most, as a share of the step's time, and what to try.
+static const char *found_limit(const Goal *goal, const Found *f) {
     static char text[160];
     const LoneTime *t = &f->time;
     Config c = found_config(goal, f);

@@ -42,7 +42,7 @@ const Fp8Recipe fp8_recipes[] = {
 };
 const int fp8_recipe_count = sizeof fp8_recipes / sizeof *fp8_recipes;
 
-const Fp8Recipe *fp8_recipe_of(const Config *c) {
+static const Fp8Recipe *recipe_of(const Config *c) {  // NULL: none
     int chosen = (int)config_number(c, "fp8");
     return chosen ? &fp8_recipes[chosen - 1] : NULL;
 }
@@ -56,7 +56,7 @@ static int64_t tile_of(const Config *c, const Fp8Recipe *r) {
 
 // With --dtype f64 nothing is stored in fewer bits: such a run proves which ranks share a scale.
 static void recipe(Recipe *recipe, const Config *c) {
-    const Fp8Recipe *r = fp8_recipe_of(c);
+    const Fp8Recipe *r = recipe_of(c);
     if (r && r->master != F64 && c->dtype != F64) {
         recipe->master = r->master;
         recipe->sum = r->add;
@@ -70,7 +70,7 @@ static void recipe(Recipe *recipe, const Config *c) {
 }
 
 static void check(const Config *c) {
-    const Fp8Recipe *r = fp8_recipe_of(c);
+    const Fp8Recipe *r = recipe_of(c);
     CHECK(!config_number(c, "fp8-wire") || c->dtype == BF16 || c->dtype == F16,
           "--fp8-wire with --dtype %s: what arrives in 8 bits is far from what that dtype has on one "
           "device; --dtype bf16 would fit",
@@ -122,7 +122,7 @@ typedef struct Fp8 {
 } Fp8;
 
 static void *plug(Model *m) {
-    const Fp8Recipe *r = fp8_recipe_of(&m->config);
+    const Fp8Recipe *r = recipe_of(&m->config);
     if (!r) return NULL;
     Fp8 *f = host_alloc(sizeof *f);
     bool narrow = r->moment != F64 && m->config.dtype != F64 && m->config.optimizer == OPTIMIZER_ADAMW;

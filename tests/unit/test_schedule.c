@@ -309,6 +309,21 @@ static void a_pair_takes_its_own_time_and_its_outputs_leave_at_its_end(void **co
     ASSERT_SAME(bubble_of(make(DUALPIPE, 4, 8), papers) - bubble_of(make(DUALPIPE, 4, 8), d), 24);
 }
 
+static void a_shorter_pair_leaves_the_middle_of_dualpipe_idle_by_the_formula(void **context) {
+    (void)context;
+    for (int p = 4; p <= 8; p += 2)
+        for (int pair = 20; pair <= 30; pair += 2)
+            for (int B = 10; B <= 12; B += 2) {
+                const Durations d = {10, B, 8, pair, 0};
+                Schedule s = make(DUALPIPE, p, 2 * p);
+                ScheduleTimes times = schedule_times(&s, d);
+                for (int r = p / 2 - 1; r <= p / 2; r++)
+                    ASSERT_SAME(times.idle[r], (p / 2 - 1) * (pair + d.F - 2 * d.W));
+                schedule_times_free(&times, &s);
+                schedule_free(&s);
+            }
+}
+
 // The same lists again and again, with new micro-batches.
 static Schedule repeated(const Schedule *s, int times) {
     Schedule all = schedule_new("repeated", s->ranks, s->micro_batches * times, s->stages, s->directions);
@@ -419,6 +434,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(the_greedy_scheduler_uses_all_memory_that_it_is_given),
         cmocka_unit_test(one_micro_batch_takes_the_sum_of_its_way),
         cmocka_unit_test(a_pair_takes_its_own_time_and_its_outputs_leave_at_its_end),
+        cmocka_unit_test(a_shorter_pair_leaves_the_middle_of_dualpipe_idle_by_the_formula),
         cmocka_unit_test(the_period_is_what_repeated_steps_cost),
         cmocka_unit_test(the_search_finds_what_trying_all_orders_finds),
         cmocka_unit_test(the_search_takes_stages_of_a_rank_one_after_the_other),
