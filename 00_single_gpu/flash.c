@@ -148,15 +148,19 @@ void flash_price_positions(Price *price, int64_t b, int64_t tokens) {
     price->end[price->end_rows++] = (PriceKept){"positions", bytes, EVERY_RANK, RECOMPUTE_FULL + 1};
 }
 
-static void price(Price *price, const Model *m, const void *context) {
-    (void)context;
-    const Config *c = &m->config;
+void flash_price_again(Price *price, const Config *c) {
     double s = (double)c->seq, pairs = s * (s + 1) / 2, samples = (double)(c->micro_batch * c->grad_acc);
     // Stored, backward reads the scores, and selective recomputation repeats these alone: 2 d FLOPs for
     // each pair.
     double products = c->recompute == RECOMPUTE_SELECTIVE ? 2 : 1;
     price->again +=
         products * 2 * (double)(c->heads * config_head_size(c)) * pairs * samples * (double)c->layers;
+}
+
+static void price(Price *price, const Model *m, const void *context) {
+    (void)context;
+    const Config *c = &m->config;
+    flash_price_again(price, c);
     price->peak_counted = true;
     flash_price_kept(price, (double)model_tokens(m), (double)c->heads, (DType)c->dtype);
     flash_price_positions(price, c->micro_batch, c->seq);

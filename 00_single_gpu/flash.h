@@ -31,8 +31,10 @@ typedef struct MaskKey {
 } MaskKey;
 bool mask_key_changes(MaskKey *key, const MicroBatch *micro, int64_t s);
 
-// For price(): in place of probs forward keeps a number for each of so many tokens and heads; and the
-// positions and documents of b samples of so many tokens are stored for masks.
+// For price(): backward computes scores again, and selective recomputation all of forward; in place of
+// probs forward keeps a number for each of so many tokens and heads; and the positions and documents of b
+// samples of so many tokens are stored for masks.
+void flash_price_again(Price *price, const Config *config);
 void flash_price_kept(Price *price, double tokens, double heads, DType storage);
 void flash_price_positions(Price *price, int64_t b, int64_t tokens);
 

@@ -114,14 +114,14 @@ void lesson_print(const Config *config, const Column *column, int columns);
 void lesson_print_losses(const Record *run, const Record *one_device);
 
 // ---- sample.c: the text that a run writes in the end ----
-// --sample tokens after the first held-out ones; all ranks bring their weights to the first. baseline: as in
-// Program.
+// --sample tokens after the first held-out ones; all ranks bring their weights to the first. baseline: as
+// in Program.
 void sample_show(Trainer *trainer, Techniques baseline);
-// Draws text[prompt] … text[total - 1] (host), each after a window of the text before it, with the draws of
-// config.seed.
+// Draws text[prompt] … text[total - 1] (host), each after a window of the text before it, by random numbers
+// of config.seed.
 void sample_continue(Model *model, int32_t *text, int64_t prompt, int64_t total, double temperature);
-// Where the window of up to s tokens begins from which this token of a text is drawn: at 0, and half a window
-// further each time that it is full.
+// Where the window of up to s tokens begins from which this token of a text is drawn: at 0, and half a
+// window further each time that it is full.
 int64_t sample_window(int64_t token, int64_t s);
 // The token that a uniform number in [0, 1) draws from softmax(logits / temperature); 0 takes the largest.
 int32_t sample_draw(const double *logits, int64_t vocab, double temperature, double uniform);

@@ -8,9 +8,9 @@
 //     window    t t t t t t t . . . .    forward of the prompt: queries and keys of all its tokens
 //                           q            then of one token: a query, and the keys so far
 //
-// Positions count from the window's first token. When it is full its older half goes, and the tokens that
-// stay go through the model again: what they knew came from those that are gone, too. So a token goes
-// through about twice; were the window to move by one token each time, it would s times.
+// Positions count from the window's first token. A full window drops its older half, and the tokens that
+// stay go through the model again: their keys and values were computed from those that are gone, too. So a
+// token goes through about twice. If the window moved by one token at a time, it would go through s times.
 //
 // Bytes sent: the weights of many ranks, to the first one, which writes alone. This file has no main:
 // real_training.c calls it.
@@ -124,7 +124,7 @@ void sample_continue(Model *m, int32_t *text, int64_t prompt, int64_t total, dou
     memset(tokens, 0, w.s * sizeof *tokens);
     for (int64_t i = 0; i < w.s; i++) no_labels[i] = IGNORED_LABEL;
     for (int64_t made = prompt, first = 0; made < total; made++) {
-        // Who has moved counts other positions, and its tokens have seen what is gone.
+        // After a move positions are others, and no key or value is valid.
         if (sample_window(made, w.s) != first) w.known = 0;
         first = sample_window(made, w.s);
         memcpy(tokens, text + first, (made - first) * sizeof *tokens);

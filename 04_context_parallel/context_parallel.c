@@ -146,6 +146,7 @@ int64_t context_key_columns(const Model *m) {
 
 void context_price_kept(Price *price, const Model *m, const ContextParallel *c) {
     double all = (double)(m->config.micro_batch * c->s), own = (double)(m->config.micro_batch * c->own);
+    flash_price_again(price, &m->config);
     flash_price_kept(price, all, (double)m->config.heads, (DType)m->config.dtype);
     for (Split split = EVERY_RANK; split <= BY_TENSOR; split++) price_scale_kept(price, split, own, all);
     price->peak_counted = true;

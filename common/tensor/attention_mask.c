@@ -134,8 +134,8 @@ static bool ascend(const TileBounds *bound, int64_t tiles) {
     return true;
 }
 
-// Where tiles ascend on both sides, those that are full come first in a row, then the partial ones, then the
-// empty ones, and further down neither border goes back: O(tiles), and not their square.
+// Where tiles ascend on both sides, those that are full come first in a row, then the partial ones, then
+// the empty ones, and further down neither border goes back: O(tiles), and not their square.
 static void add_ascending(AttentionMask *mask, const TileBounds *query, const TileBounds *key) {
     const AttentionPositions *q = mask->queries, *k = mask->keys;
     int64_t full = 0, end = 0;

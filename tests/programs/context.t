@@ -100,6 +100,10 @@ if wanted real; then
     run "$build/ring_attention" --no-check $small && [ -n "$alone" ] && [ "$alone" = "$(held_out)" ]
     report $? "trained for real: the held-out loss of one device, evaluated on 4 ranks"
 fi
+for program in ring_attention all_gather_attention ulysses; do
+    passes "one rank for real, by the FLOPs of one device: $program" $program --ranks 1 --no-check $one \
+        --seq 32 --recompute selective --sample 0 --eval-every 0
+done
 if wanted flash; then
     for flags in "" "--recompute selective" "--recompute full" "--documents 10"; do
         run "$build/../00_single_gpu/train" --attention flash --steps 2 --seq 64 --sample 0 $flags
