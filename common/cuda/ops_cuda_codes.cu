@@ -110,8 +110,8 @@ __global__ void find_amax(unsigned *most, const T *x, Tiling t, int64_t tiles, i
 constexpr int PATCH_WARPS = MOST_THREADS / WARP;  // of a block that takes 32 rows of the transpose
 constexpr int64_t PART = 128;                     // columns of a tile that share one
 
-// The same of the transpose. A lane has a row, so that a warp reads neighbours of x; each of a tile's `parts`
-// is a block's.
+// The same of the transpose. A lane has a row, so that a warp reads neighbours of x; a block has one of a
+// tile's `parts`.
 template <class T>
 __global__ void find_amax_turned(unsigned *most, const T *x, Tiling t, int64_t parts) {
     __shared__ unsigned of_warp[PATCH_WARPS][WARP];
