@@ -182,8 +182,8 @@ static bool swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
 
 // ---- cross-entropy ----
 
-// The first target that is neither in the vocabulary nor none: the host ends the run at its next wait, as it
-// does with the back end's own kernel.
+// The first target that is neither in the vocabulary nor none: the host ends the run at its next wait, as
+// with the back end's own kernel.
 __global__ void check_targets(IndexFault *fault, const int32_t *targets, int64_t n, int64_t v,
                               const char *sentence) {
     const int64_t i = element();

@@ -72,18 +72,19 @@ struct Tiling {
         const bool one = tile_rows >= rows && tile_columns >= columns;
         return one || (columns % n == 0 && tile_columns % n == 0);
     }
-    // Where x has this element of the matrix.
-    __device__ int64_t source(int64_t row, int64_t column) const {
-        return transpose ? column * rows + row : row * columns + column;
-    }
 };
 
+// The larger of the bits of two numbers without their signs is the larger number, and NaN beats all.
 struct Larger {
     __device__ unsigned operator()(unsigned a, unsigned b) const { return a < b ? b : a; }
 };
 
-// The larger of the bits of two numbers without their signs is the larger number, and NaN beats all. So
-// many blocks share a tile, and each has one atomic for it: those on one word wait for one another. Each
+template <class A>
+__device__ inline unsigned size_of(A number) {
+    return __float_as_uint((float)number) & 0x7fffffff;
+}
+
+// So many blocks share a tile, and each has one atomic for it: those on one word wait for one another. Each
 // thread counts on the row and column in which it stands: to divide for them takes longer than the memory.
 template <class T>
 __global__ void find_amax(unsigned *most, const T *x, Tiling t, int64_t tiles, int64_t sharing) {
@@ -97,16 +98,43 @@ __global__ void find_amax(unsigned *most, const T *x, Tiling t, int64_t tiles, i
         int64_t row = row0 + first / t.tile_columns, column = column0 + first % t.tile_columns;
         unsigned largest = 0;
         while (row < row_end) {
-            if (column < t.columns) {
-                const float number = (float)wide(x[t.source(row, column)]);
-                largest = Larger()(largest, __float_as_uint(number) & 0x7fffffff);
-            }
+            if (column < t.columns) largest = Larger()(largest, size_of(wide(x[row * t.columns + column])));
             row += down, column += right;
             if (column >= column_end) column -= t.tile_columns, row++;
         }
         largest = over_block(largest, Larger());
         if (threadIdx.x == 0) atomicMax(&most[tile], largest);
     }
+}
+
+constexpr int PATCH_WARPS = MOST_THREADS / WARP;  // of a block that takes 32 rows of the transpose
+constexpr int64_t PART = 128;                     // columns of a tile that share one
+
+// The same of the transpose. A lane has a row, so that a warp reads neighbours of x; a block has one of a
+// tile's `parts`.
+template <class T>
+__global__ void find_amax_turned(unsigned *most, const T *x, Tiling t, int64_t parts) {
+    __shared__ unsigned of_warp[PATCH_WARPS][WARP];
+    const int64_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, part = blockIdx.x % parts;
+    const int64_t across = blockIdx.x / parts % t.across, row0 = blockIdx.x / parts / t.across * WARP;
+    const int64_t column0 = across * t.tile_columns + part * PART, row = row0 + lane;
+    const int64_t tile_end = least((across + 1) * t.tile_columns, t.columns);
+    const int64_t end = row < t.rows ? least(column0 + PART, tile_end) : 0;
+    unsigned largest = 0;
+#pragma unroll 8
+    for (int64_t column = column0 + warp; column < end; column += PATCH_WARPS)
+        largest = Larger()(largest, size_of(wide(x[column * t.rows + row])));
+    of_warp[warp][lane] = largest;
+    __syncthreads();
+    if (warp > 0) return;
+    for (int i = 1; i < PATCH_WARPS; i++) largest = Larger()(largest, of_warp[i][lane]);
+    unsigned *to = &most[t.tile(row, across * t.tile_columns)];
+    if (row0 / t.tile_rows != (row0 + WARP - 1) / t.tile_rows) {
+        if (row < t.rows) atomicMax(to, largest);
+        return;
+    }
+    for (int lanes = 1; lanes < WARP; lanes *= 2) largest = Larger()(largest, from_lane(largest, lanes));
+    if (lane == 0) atomicMax(to, largest);
 }
 
 __global__ void find_scale(float *scale, const float *amax, float largest, bool power_of_two,
@@ -152,14 +180,14 @@ struct Encode {
 template <class T, __nv_fp8_interpretation_t KIND>
 __global__ void encode_turned(uint8_t *codes, const T *x, const float *scale, Tiling t) {
     __shared__ Arithmetic<T> patch[WARP][WARP + 1];
-    constexpr int WARPS = MOST_THREADS / WARP, EACH = WARP / WARPS;
+    constexpr int WARPS = PATCH_WARPS, EACH = WARP / WARPS;
     const int64_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, across = ceil_div(t.columns, WARP);
     const int64_t row0 = blockIdx.x / across * WARP, column0 = blockIdx.x % across * WARP;
 #pragma unroll  // all loads are under way at once
     for (int i = 0; i < EACH; i++) {
         const int64_t row = row0 + lane, column = column0 + warp + i * WARPS;
         if (row < t.rows && column < t.columns)
-            patch[warp + i * WARPS][lane] = wide(x[t.source(row, column)]);
+            patch[warp + i * WARPS][lane] = wide(x[column * t.rows + row]);
     }
     __syncthreads();  // the patch is whole
 #pragma unroll
@@ -197,8 +225,13 @@ void kernel_tile_amax(DType dtype, float *amax, const void *x, int64_t rows, int
     const int64_t sharing = least(ceil_div(size, ENOUGH * threads), MOST_SHARING);
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
-        LAUNCH(find_amax<T>, (unsigned)least(tiles * sharing, INT_MAX), threads, 0, stream(),
-               (unsigned *)amax, (const T *)x, t, tiles, sharing);
+        const int64_t patches = ceil_div(t.rows, WARP) * t.across, parts = ceil_div(t.tile_columns, PART);
+        if (t.transpose)
+            LAUNCH(find_amax_turned<T>, blocks_for("tile_amax", patches * parts), MOST_THREADS, 0, stream(),
+                   (unsigned *)amax, (const T *)x, t, parts);
+        else
+            LAUNCH(find_amax<T>, (unsigned)least(tiles * sharing, INT_MAX), threads, 0, stream(),
+                   (unsigned *)amax, (const T *)x, t, tiles, sharing);
     });
 }
 

@@ -355,8 +355,8 @@ static void wait(Warp *w, int warp, Cores *c, uint32_t pending) {
 
 // ---- registers ----
 
-// "setmaxnreg": what a block gives back lies in a pool of its own, and who takes waits until there is enough.
-// No kernel takes before others can give, so that the sum at the end tells whether it waits for ever.
+// "setmaxnreg": what a block gives back lies in a pool of its own, and who takes waits until there is
+// enough. No kernel takes before others can give: the sum at the end tells whether it waits for ever.
 enum { ALL_REGISTERS = 65536, MOST_REGISTERS = 256, LEAST_REGISTERS = 24, REGISTERS_AT_ONCE = 8 };
 
 namespace {

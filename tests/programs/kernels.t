@@ -64,8 +64,8 @@ shows "backward takes 0.41 of the time of mma" flash_attention_3_backward '^bf16
 shows "with 8 bits shared memory and exponentials do" flash_attention_3_fp8 \
     '^ping-pong +0\.159 +shared +87\.4%'
 shows "on an H100, L2 limits wgmma" hopper '^persistent +0\.1791 +L2 +77\.6% '
-shows "promotion to f32 takes no time beside L2" hopper_fp8 '^promoted +0\.129 +L2 +53\.8% '
-shows "scales of blocks are loaded, too" hopper_fp8 '^block scales +0\.1441 +L2 +48\.2% '
+shows "promotion to f32 takes no time beside L2" hopper_fp8 '^promoted +0\.1218 +L2 +57\.0% '
+shows "scales of blocks are loaded, too" hopper_fp8 '^block scales +0\.137 +L2 +50\.7% '
 shows "fused, AdamW moves 28 bytes a weight" fused_adamw '^fused .* 1\.95 GB '
 shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
 
