@@ -36,8 +36,6 @@ static inline bool is_row_parallel(const Param *param) {
 // sequence_parallel.c. The rows of n that a rank has, [*first, *first + returned): contiguous runs, of
 // which the first n % size are a row longer.
 int64_t sequence_rows(int64_t n, int rank, int size, int64_t *first);
-// The elements of each rank's rows, as collectives take them. counts (size).
-void sequence_counts(int64_t n, int64_t columns, int size, int64_t *counts);
 
 // vocab_parallel.c
 typedef struct VocabParallel {

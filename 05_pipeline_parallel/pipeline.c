@@ -339,7 +339,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price_all_reduce(price, 1, 1, F64, m->mesh.pp);
 }
 
-const Option pipeline_options[PIPELINE_OPTIONS] = {
+static const Option options[] = {
     {"schedule", OPTION_CHOICE, NULL, "one_f_one_b", 0, 0, SCHEDULE_NAMES,
      "in which order a rank's passes run", false},
     {"chunks", OPTION_INT, NULL, "2", 1, 64, "stages", "stages on each rank, with interleaved", false},
@@ -350,8 +350,8 @@ const Option pipeline_options[PIPELINE_OPTIONS] = {
 };
 
 const Technique pipeline = {.name = "pipeline",
-                            .option = pipeline_options,
-                            .options = PIPELINE_OPTIONS,
+                            .option = options,
+                            .options = sizeof options / sizeof *options,
                             .asked = "--pp 2",
                             .axes = 1u << AXIS_PP,
                             .check = check,

@@ -6,10 +6,8 @@
 #include "04_context_parallel/context_parallel.h"
 #include "schedule.h"
 
-// Micro-batches are --grad-acc.
+// --schedule, --chunks, --stage-layers, --load; micro-batches are --grad-acc.
 extern const Technique pipeline;
-extern const Option pipeline_options[];  // --schedule, --chunks, --stage-layers, --load
-enum { PIPELINE_OPTIONS = 4 };
 
 // --zero 3 under a pipeline (zero3_per_step.c): a stage's weights are gathered once a step, and its
 // gradients reduced once; --zero hybrid likewise, for a list that has it.

@@ -114,8 +114,6 @@ void moe_read_counts(Moe *moe, bool training, int64_t *count, Tensor counts, int
 PairRows pair_rows_new(Moe *moe, bool training, int64_t *count, Tensor chosen, int64_t numbers,
                        int64_t real);
 void pair_rows_free(PairRows *pairs);
-// Rows an expert takes of a sequence of s tokens at most: ceil(capacity s k / e).
-int64_t moe_room(const Config *config, int64_t s);
 // kept->own and kept->pairs from kept->chosen.
 void moe_order(Moe *moe, MoeKept *kept);
 // New: (real, h), the rows of x (n, h); and its gradient from theirs.

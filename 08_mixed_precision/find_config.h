@@ -73,7 +73,6 @@ typedef struct Search {
 Search search(const Goal *goal, int wanted);  // the caller frees best
 Config found_config(const Goal *goal, const Found *found);
 double found_mfu(const Goal *goal, const Found *found);
-const char *found_limit(const Goal *goal, const Found *found);  // what costs most, and what to try
 void search_print(const Goal *goal, const Search *search);
 
 // ---- find_config_rules.c: the playbook's rules, asked of the search ----

@@ -5,10 +5,8 @@
 //
 // Each layout is priced by closed forms; the best of these are clocked (cost_lone_step.c), and sorted anew.
 // This file has no main: find_config.c uses it.
-#include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "find_config.h"
 #include "report/report.h"
@@ -182,8 +180,8 @@ Search search(const Goal *goal, int wanted) {
 
 // ---- why, and what next ----
 
-// Shares of the step's time.
-const char *found_limit(const Goal *goal, const Found *f) {
+// What costs most, by shares of the step's time, and what to try.
+static const char *found_limit(const Goal *goal, const Found *f) {
     static char text[160];
     const LoneTime *t = &f->time;
     Config c = found_config(goal, f);

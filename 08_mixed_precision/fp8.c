@@ -23,7 +23,6 @@
 // Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 …)
 // Last line: PASS fp8: ranks together make the step of one device …
 #include <stdlib.h>
-#include <string.h>
 
 #include "05_pipeline_parallel/pipeline.h"
 #include "06_expert_parallel/expert_parallel.h"
@@ -42,7 +41,8 @@ const Fp8Recipe fp8_recipes[] = {
 };
 const int fp8_recipe_count = sizeof fp8_recipes / sizeof *fp8_recipes;
 
-const Fp8Recipe *fp8_recipe_of(const Config *c) {
+// NULL: none.
+static const Fp8Recipe *fp8_recipe_of(const Config *c) {
     int chosen = (int)config_number(c, "fp8");
     return chosen ? &fp8_recipes[chosen - 1] : NULL;
 }

@@ -39,8 +39,7 @@ typedef struct Fp8Recipe {
 // Of --fp8, by number.
 enum { NO_FP8, TE_DELAYED, TE_CURRENT, FP8_LM, DEEPSEEK, NANOTRON, MXFP8 };
 
-extern const Technique fp8_recipe;                     // --fp8, --fp8-tile, --fp8-wire
-const Fp8Recipe *fp8_recipe_of(const Config *config);  // NULL: none
+extern const Technique fp8_recipe;  // --fp8, --fp8-tile, --fp8-wire
 // Of a trainer with a recipe: its linear; bytes of casts and scales, on this rank.
 Fp8Linear *fp8_linear_of(const Trainer *trainer);
 double fp8_extra_bytes(const Trainer *trainer);

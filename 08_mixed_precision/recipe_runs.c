@@ -4,7 +4,6 @@
 // This file has no main: bf16.c, fp16.c and fp8.c call it.
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "files.h"
 #include "mixed_precision.h"
