@@ -10,7 +10,6 @@
 // --dry-run counts and clocks one step, and computes none. This file has no main.
 #include "harness.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 

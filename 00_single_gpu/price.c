@@ -6,7 +6,6 @@
 // how many all-reduces a step makes.
 //
 // Bytes sent: what it says. This file has no main: harness.c holds it against every run.
-#include <math.h>
 #include <string.h>
 
 #include "formulas.h"

@@ -13,9 +13,6 @@
 // Bytes sent: none. This file has no main: train.c runs it.
 #include "transformer.h"
 
-#include <math.h>
-#include <stdlib.h>
-
 // ---- small helpers ----
 
 static Tensor activation(DType dtype, int64_t rows, int64_t columns) {

@@ -22,11 +22,6 @@ extern const Technique ddp_overlap;   // each parameter as soon as its unit's gr
 extern const Technique ddp_bucketed;  // units together, until --bucket-mb are full
 extern const Technique ddp_no_sync;   // the same, after the last micro-batch alone
 
-// Buckets of consecutive units of one group of replicas, from the last unit of the model to the first one,
-// each of bucket_bytes or more of gradients; a unit is never split. Returns their number; first_unit[i] is
-// the first unit of bucket i.
-int ddp_bucket_starts(const Params *params, int64_t bucket_bytes, int *first_unit);
-
 // ---- before_after.c: what all ranks hold before and after a call ----
 typedef struct Held {  // a row for each rank; values on rank 0 alone
     int ranks;

@@ -22,7 +22,10 @@
 
 // ---- the technique ----
 
-int ddp_bucket_starts(const Params *params, int64_t bucket_bytes, int *first_unit) {
+// Buckets of consecutive units of one group of replicas, from the last unit of the model to the first one,
+// each of bucket_bytes or more of gradients; a unit is never split. Returns their number; first_unit[i] is
+// the first unit of bucket i.
+static int bucket_starts(const Params *params, int64_t bucket_bytes, int *first_unit) {
     int buckets = 0;
     int64_t bytes = 0;
     for (int unit = params->units - 1; unit >= 0; unit--) {
@@ -85,7 +88,8 @@ static void wait_for_all(void *context, Model *model) {
     for (int unit = 0; unit < model->params.units; unit++) b->ready[unit] = 0;
 }
 
-int64_t ddp_bucket_bytes(const Config *config) {
+// --bucket-mb; PyTorch's 25 MB where there is no such flag.
+static int64_t bucket_bytes_of(const Config *config) {
     double megabytes = config_number(config, "bucket-mb");
     return (int64_t)(1e6 * (megabytes > 0 ? megabytes : 25));
 }
@@ -101,7 +105,7 @@ void *ddp_bucketed_plug(Model *model) {
     b->of_unit = b->first_unit + 2 * units;
     b->ready = b->first_unit + 3 * units;
     b->sent = b->first_unit + 4 * units;
-    b->count = ddp_bucket_starts(p, ddp_bucket_bytes(&model->config), b->first_unit);
+    b->count = bucket_starts(p, bucket_bytes_of(&model->config), b->first_unit);
     for (int i = 0; i < b->count; i++) {
         b->end_unit[i] = i ? b->first_unit[i - 1] : units;
         for (int unit = b->first_unit[i]; unit < b->end_unit[i]; unit++) b->of_unit[unit] = i;
@@ -124,7 +128,7 @@ void ddp_bucketed_unplug(Model *model, void *context) {
 
 void ddp_bucketed_price(Price *price, const Model *model, double times) {
     const Params *p = &model->params;
-    int first_unit[p->units], buckets = ddp_bucket_starts(p, ddp_bucket_bytes(&model->config), first_unit);
+    int first_unit[p->units], buckets = bucket_starts(p, bucket_bytes_of(&model->config), first_unit);
     for (int i = 0; i < buckets; i++) {
         int end = i ? first_unit[i - 1] : p->units;
         price_all_reduce(price, times, tensor_count(range_of(p, first_unit[i], end)), p->recipe.sum,
@@ -159,8 +163,8 @@ static void buckets_are_full(Mesh mesh, const Config *config) {
     Trainer *t = trainer_new(config, mesh, techniques);
     device_dry_run(false);
     const Params *p = &t->model->params;
-    int64_t full = ddp_bucket_bytes(config);
-    int first_unit[p->units], buckets = ddp_bucket_starts(p, full, first_unit);
+    int64_t full = bucket_bytes_of(config);
+    int first_unit[p->units], buckets = bucket_starts(p, full, first_unit);
     for (int i = 0, end = p->units; i < buckets; end = first_unit[i++]) {
         int64_t bytes = tensor_bytes(range_of(p, first_unit[i], end)),
                 before = bytes - tensor_bytes(unit_total_grad(&p->unit[first_unit[i]]));

@@ -13,7 +13,6 @@ typedef struct Buckets {
 } Buckets;
 
 extern const Option ddp_bucket_option;
-int64_t ddp_bucket_bytes(const Config *config);  // --bucket-mb; PyTorch's 25 MB where there is no such flag
 void *ddp_bucketed_plug(Model *model);
 void ddp_bucketed_unplug(Model *model, void *context);
 void ddp_bucketed_ready(void *context, Model *model, int unit, bool last);

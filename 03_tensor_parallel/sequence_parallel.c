@@ -35,7 +35,7 @@ int64_t sequence_rows(int64_t n, int rank, int size, int64_t *first) {
     return each + (rank < more);
 }
 
-// The elements of each rank's rows, as collectives take them.
+// The elements of each rank's rows, as collectives take them. counts (size).
 static void sequence_counts(int64_t n, int64_t columns, int size, int64_t *counts) {
     int64_t first;
     for (int i = 0; i < size; i++) counts[i] = sequence_rows(n, i, size, &first) * columns;

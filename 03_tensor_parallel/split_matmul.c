@@ -18,8 +18,6 @@
 // Bytes sent: those of each collective, below. Memory per rank: W / N.
 // Run: build/03_tensor_parallel/split_matmul              (--ranks 3 …)
 // Last line: PASS split_matmul: columns and rows make the product of one device …
-#include <stdlib.h>
-
 #include "01_data_parallel/data_parallel.h"
 
 #ifndef NO_MAIN

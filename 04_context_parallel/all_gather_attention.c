@@ -160,15 +160,10 @@ static void more(Mesh mesh, const Config *config) {
     context_memory(mesh, config);
 }
 
-static const Option picture = {"memory-svg",
-                               OPTION_OUTPUT,
-                               NULL,
-                               NULL,
-                               0,
-                               0,
-                               "FILE",
-                               "count the peak memory of all methods as sequences grow, and draw it",
-                               false};
+static const Option pictures[] = {
+    {"memory-svg", OPTION_OUTPUT, NULL, NULL, 0, 0, "FILE",
+     "count the peak memory of all methods as sequences grow, and draw it", false},
+};
 
 int main(int argc, char **argv) {
     const Program program = {
@@ -181,7 +176,7 @@ int main(int argc, char **argv) {
         .option = &zero_option,
         .options = 1,
         .more = more,
-        .more_option = &picture,
+        .more_option = pictures,
         .more_options = 1};
     return program_main(argc, argv, &program);
 }

@@ -13,7 +13,6 @@
 // everything; the first is held against the formula, to the byte.
 //
 // Bytes sent: none. This file has no main: all_gather_attention.c shows it.
-#include <math.h>
 #include <stdlib.h>
 
 #include "00_single_gpu/formulas.h"

@@ -32,12 +32,10 @@ int hop_owner(int cp, int rank, int hop);
 // All that a head of rank `rank` computes in the cp hops of a sequence.
 double sequence_rank_pairs(const SequenceLayout *layout, int64_t s, int cp, int rank);
 
-// Rows of the rank's tokens, from those of the whole sequences and back: positions, tokens, labels (shifted
-// before). all (b, s), mine (b, count).
+// Rows of the rank's tokens, from those of the whole sequences: positions, tokens, labels (shifted before).
+// all (b, s), mine (b, count).
 void sequence_take(const SequenceLayout *layout, int cp, int rank, int64_t b, int64_t s, int32_t *mine,
                    const int32_t *all);
-void sequence_put(const SequenceLayout *layout, int cp, int rank, int64_t b, int64_t s, int32_t *all,
-                  const int32_t *mine);
 
 // ======================================================================================================
 // context_parallel.c: what the four methods share
@@ -82,7 +80,6 @@ typedef struct ContextParallel {
 
 bool context_on(const Config *config, ContextMethod method);
 void context_check(const Config *config);
-const SequenceLayout *context_layout(const Config *config);
 // Fills the tokens socket, and context and drop of the attention socket. The caller fills the rest.
 ContextParallel *context_plug(Model *model);
 void context_unplug(Model *model, void *context);

@@ -99,11 +99,3 @@ void sequence_take(const SequenceLayout *layout, int cp, int rank, int64_t b, in
     for (int64_t i = 0; i < b * count; i++) mine[i] = all[i / count * s + tokens[i % count]];
     free(tokens);
 }
-
-void sequence_put(const SequenceLayout *layout, int cp, int rank, int64_t b, int64_t s, int32_t *all,
-                  const int32_t *mine) {
-    const int64_t count = layout->count(s, cp, rank);
-    int32_t *tokens = tokens_of(layout, cp, rank, s);
-    for (int64_t i = 0; i < b * count; i++) all[i / count * s + tokens[i % count]] = mine[i];
-    free(tokens);
-}

@@ -9,7 +9,6 @@
 //
 // Bytes sent: none; the sums over copies are the step's (params_sum_copies). This file has no main.
 #include <stdlib.h>
-#include <string.h>
 
 #include "pipeline.h"
 

@@ -18,7 +18,6 @@
 // Last line: PASS schedule: every schedule is sound, and costs what its paper says …
 #include "schedule.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 

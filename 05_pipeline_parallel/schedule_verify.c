@@ -11,7 +11,6 @@
 // for gradients.
 #include <stdarg.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "schedule.h"
 

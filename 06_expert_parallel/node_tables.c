@@ -10,8 +10,6 @@
 // B bytes an element, once in each pass and each way; inside, 4 h B for each row that goes to another rank
 // of a node; and the counts of every forward. Then all tokens are sent to one node, and two micro-batches
 // are in flight. This file has no main: node_limited_routing.c runs it.
-#include <stdlib.h>
-
 #include "expert_parallel.h"
 
 // Of all ranks in a step.

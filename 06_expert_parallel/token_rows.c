@@ -68,7 +68,7 @@ void pair_rows_free(PairRows *pairs) {
     tensor_free(&pairs->place);
 }
 
-// Rows an expert takes of a sequence of s tokens at most.
+// Rows an expert takes of a sequence of s tokens at most: ceil(capacity s k / e).
 static int64_t room_of(const Config *c, int64_t s) {
     return (int64_t)ceil(config_number(c, "capacity") * (double)(s * c->top_k) / (double)c->experts);
 }

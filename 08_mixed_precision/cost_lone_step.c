@@ -13,7 +13,6 @@
 // This file has no main: find_config.c uses it.
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "05_pipeline_parallel/pipeline.h"
 #include "cost_lone.h"

@@ -9,7 +9,6 @@
 // draws no more. Attention keeps fewer of its units busy, and does not notice. This file has no main:
 // find_config.c uses it.
 #include <math.h>
-#include <stdlib.h>
 
 #include "cost.h"
 #include "fitted.h"

@@ -11,7 +11,6 @@
 // factor of which these runs say nothing at what one would guess. This file has no main: find_config.c uses
 // it.
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "find_config.h"

@@ -5,10 +5,8 @@
 //
 // Each layout is priced by closed forms; the best of these are clocked (cost_lone_step.c), and sorted anew.
 // This file has no main: find_config.c uses it.
-#include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "find_config.h"
 #include "five_d.h"

@@ -12,7 +12,6 @@
 //
 // Run: build/08_mixed_precision/five_d_methods   (--lengths: from 1k to 128k tokens; --svg FILE: a picture)
 // Last line: PASS five_d_methods: each method shards what its chapter says …
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 

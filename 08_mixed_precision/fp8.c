@@ -23,7 +23,6 @@
 // Run: build/08_mixed_precision/fp8      (--fp8 deepseek --fp8-tile 16, --tp 2 --sp, --zero 3 …)
 // Last line: PASS fp8: ranks together make the step of one device …
 #include <stdlib.h>
-#include <string.h>
 
 #include "05_pipeline_parallel/pipeline.h"
 #include "06_expert_parallel/expert_parallel.h"

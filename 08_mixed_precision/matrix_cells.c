@@ -4,7 +4,6 @@
 // sequence parallelism, recomputation, precision. Schedule, method of context parallelism, vocabulary
 // parallelism and tied embeddings take turns: they are drawn from the number. This file has no main.
 #include <stdlib.h>
-#include <string.h>
 
 #include "matrix.h"
 #include "tensor/rng.h"

@@ -17,7 +17,6 @@
 // Seeds are split over the ranks, each of which trains on one device. This file has no main: fp8.c runs it.
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "mixed_precision.h"
 #include "tensor/rng.h"

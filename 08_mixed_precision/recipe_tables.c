@@ -12,7 +12,6 @@
 // This file has no main: fp8.c runs it.
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "mixed_precision.h"
 #include "tensor/rng.h"

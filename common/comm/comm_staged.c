@@ -5,7 +5,6 @@
 #include "comm_staged.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "tensor/device.h"
 

@@ -31,7 +31,6 @@ typedef struct Gpu {
 } Gpu;
 
 const Gpu *gpu_find(const char *name);  // fatal with the list of names when unknown
-const char *gpu_names(void);            // "a100|h100"
 
 // ---- occupancy, by the rules of the CUDA occupancy calculator (compute capability 8.0 and 9.0) ----
 

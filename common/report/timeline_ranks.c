@@ -1,6 +1,5 @@
 // timeline_ranks.c: the time lines of all ranks, brought together on rank 0 and shown as --timeline,
 // --timeline-svg and --trace ask.
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -33,7 +33,7 @@ int backend_sharers(void);
 // write to `from` at once.
 void backend_from_host(void *to, const void *from, size_t bytes);
 void backend_to_host(void *to, const void *from, size_t bytes);
-// Of device_reads: for who reads by another way than device_to_host.
+// Of device_reads: for who reads by another way than tensor_to_host.
 void device_note_read(void);
 // Whether the host itself, and so MPI, can read and write device memory.
 bool backend_is_host(void);

@@ -100,7 +100,7 @@ void device_free(MemoryKind kind, void *memory, size_t bytes) {
     backend_free(memory);
 }
 
-void device_from_host(void *to, const void *from, size_t bytes) {
+static void device_from_host(void *to, const void *from, size_t bytes) {
     device_open();
     if (!dry_run) backend_from_host(to, from, bytes);
     device_close();
@@ -110,7 +110,7 @@ static int64_t reads;
 int64_t device_reads(void) { return reads; }
 void device_note_read(void) { reads++; }
 
-void device_to_host(void *to, const void *from, size_t bytes) {
+static void device_to_host(void *to, const void *from, size_t bytes) {
     device_note_read();
     device_open();
     if (dry_run) memset(to, 0, bytes);
@@ -187,10 +187,6 @@ int64_t tensor_rows(Tensor t) {
 }
 
 int64_t tensor_bytes(Tensor t) { return tensor_count(t) * (int64_t)dtype_size(t.dtype); }
-
-bool tensor_same_shape(Tensor a, Tensor b) {
-    return a.dims == b.dims && !memcmp(a.shape, b.shape, a.dims * sizeof *a.shape);
-}
 
 const char *tensor_text(Tensor t) {
     static char texts[8][112];

@@ -74,8 +74,6 @@ bool device_is_dry_run(void);
 // Bytes on the device, aligned to 64; out of memory is fatal, with the account. Accounted under `kind`.
 void *device_alloc(MemoryKind kind, size_t bytes);
 void device_free(MemoryKind kind, void *memory, size_t bytes);
-void device_from_host(void *to, const void *from, size_t bytes);
-void device_to_host(void *to, const void *from, size_t bytes);
 // How often the host has waited for the device since the start, to read a tensor or a sum.
 int64_t device_reads(void);
 
@@ -121,7 +119,6 @@ int64_t tensor_count(Tensor t);    // elements
 int64_t tensor_rows(Tensor t);     // product of all dimensions but the last
 int64_t tensor_columns(Tensor t);  // the last dimension
 int64_t tensor_bytes(Tensor t);
-bool tensor_same_shape(Tensor a, Tensor b);
 const char *tensor_text(Tensor t);  // "(8, 128) f32", rotating static buffers
 
 // For ops_*, comm_* and device_* alone: the device address of the first element.

@@ -2,7 +2,6 @@
 // of a weight, and the norm.
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "comm/comm.h"
 #include "params.h"

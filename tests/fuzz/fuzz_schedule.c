@@ -4,7 +4,6 @@
 //
 // Each input is read twice: as it is, and behind a sound header, so that the fuzzer need not find one by
 // chance.
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 

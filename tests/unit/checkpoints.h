@@ -131,7 +131,7 @@ static inline void assert_same_tensor(const char *what, Tensor a, Tensor b) {
     if (tensor_exists(a) != tensor_exists(b)) fail_msg("%s exists in one run only", what);
     if (!tensor_exists(a)) return;
     void *x = bytes_of(a), *y = bytes_of(b);
-    assert_true(a.dtype == b.dtype && tensor_same_shape(a, b));
+    assert_string_equal(tensor_text(a), tensor_text(b));
     if (memcmp(x, y, tensor_bytes(a)) != 0) fail_msg("%s differs", what);
     free(x);
     free(y);

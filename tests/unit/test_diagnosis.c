@@ -1,7 +1,6 @@
 // What a failure says last: a figure that is off by a whole factor is told from which size it comes, and a
 // figure that is off otherwise is told nothing.
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 

@@ -3,7 +3,6 @@
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
-#include <string.h>
 // cmocka wants the headers above first.
 #include <cmocka.h>
 

@@ -1,6 +1,5 @@
 // test_gpu_model.c: occupancy as the CUDA occupancy calculator has it, and the roofline of counted work.
 #include <math.h>
-#include <string.h>
 
 #include "cuda/gpu_model.h"
 

@@ -3,8 +3,6 @@
 // table is this file's own, so that no GPU is needed.
 #include <setjmp.h>
 #include <stdarg.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "00_single_gpu/training.h"
 #include "tensor/kernel_table.h"

@@ -5,8 +5,6 @@
 //
 // The model is split into one to three chunks, all of them on every rank; the order is drawn from a seed,
 // the same on all ranks, and run through the schedule socket as a pipeline would. orders.t starts it.
-#include <math.h>
-
 #include "03_tensor_parallel/tensor_parallel.h"
 #include "ranks.h"
 #include "tensor/rng.h"

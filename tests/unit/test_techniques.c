@@ -1,7 +1,5 @@
 // test_techniques.c: what a list of techniques must not be, and what each technique demands of the flags.
-#include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "03_tensor_parallel/tensor_parallel.h"
 #include "fatal.h"
