@@ -152,6 +152,7 @@ static StepCost cost_counted(const Config *config, Mesh mesh, Techniques techniq
     clock_reset();
     memory_reset_peak();
     double start = clock_model_now();
+    int64_t held = memory_account().now_total;
     train_step(t, NULL);
     StepCost cost = {.step_seconds = clock_model_now() - start,
                      .flops = clock_total().flops,
@@ -162,6 +163,9 @@ static StepCost cost_counted(const Config *config, Mesh mesh, Techniques techniq
     counted_add(&cost.counted);
     cost.counted.memory = cost.memory;
     Price price = trainer_price(t);
+    // Else the transport's own buffers grow with the largest message, which the data may decide.
+    double kept = device_is_dry_run() ? comm_sum((double)(cost.memory.now_total - held), mesh.world) : 0;
+    report_that(kept == 0, "a step ends with %.0f B more of device memory than it has begun with", kept);
     if (formula) {
         bool quiet = report_quiet(!config->verbose);
         *formula = column_of_price("formula", t, &price);

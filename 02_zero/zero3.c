@@ -260,9 +260,48 @@ static void gathered_ahead(Mesh mesh, const Config *config) {
     }
 }
 
+// A recipe says what goes in place of weights (recipe.h): here bf16, whatever their dtype is.
+static int64_t as_many(const void *context, int tensor, int64_t count) {
+    (void)context, (void)tensor;
+    return count;
+}
+static void narrow(void *context, const Tensor *coded, Tensor part, Group group) {
+    (void)context, (void)group;
+    op_copy(coded[0], part);
+}
+static void widen(void *context, Tensor part, const Tensor *coded) {
+    (void)context;
+    op_copy(part, coded[0]);
+}
+static void send_bf16(Recipe *recipe, const Config *config) {
+    static const Codec bf16 = {"bf16", NULL, 1, {BF16}, as_many, narrow, widen};
+    (void)config;
+    recipe->send_weights = &bf16;
+}
+
+static void gathers_are_coded(Mesh mesh, const Config *config) {
+    static const Technique coded = {.name = "weights in bf16", .recipe = send_bf16};
+    Config c = *config;
+    c.layers = 1;
+    config_set(&c, "no-prefetch", 1);
+    Trainer *t = trainer_new(&c, mesh, (const Technique *[]){&zero3, &coded, NULL});
+    Model *m = t->model;
+    Zero *zero = trainer_context(t, &zero3);
+    int block = m->first_block_unit;
+    double before = comm_count("all_gather").bytes;
+    acquire(zero, m, block, BACKWARD);
+    double sent = comm_sum(comm_count("all_gather").bytes - before, mesh.world),
+           right = 2.0 * (mesh.dp.size - 1) * (double)m->params.unit[block].count;
+    release(zero, m, block, BACKWARD);
+    report_that(sent == right, "a recipe sends weights in bf16, and gathering %s takes %.0f B, not %.0f",
+                m->params.unit[block].name, sent, right);
+    trainer_free(t);
+}
+
 static void show(Mesh mesh, const Config *config) {
     accumulate(mesh, config);
     gathered_ahead(mesh, config);
+    gathers_are_coded(mesh, config);
     held_out_between_steps(mesh, config);
     if (mesh.dp.size == 1) return;
     ZeroVariant variants[STAGES];

@@ -96,6 +96,23 @@ int schedule_messages_formula(ScheduleKind kind, const ScheduleWish *wish) {
     return 2 * wish->micro_batches * hops;
 }
 
+// F+BW of a rank at distance k from the nearer end, in a pipeline of 2 half ranks with n micro-batches each
+// way: two in each turn of the steady state, one in each behind it (dualpipe.c).
+static double pairs_formula(ScheduleKind kind, const ScheduleWish *wish, int rank) {
+    bool folded = kind == DUALPIPE_V;
+    if (kind != DUALPIPE && !folded) return 0;
+    int half = folded ? wish->ranks : wish->ranks / 2, n = wish->micro_batches / (folded ? 1 : 2);
+    int k = rank < half ? rank : wish->ranks - 1 - rank;
+    if (n < 2 * half || (!folded && wish->micro_batches % 2)) return NAN;
+    return 2 * (n - 2 * half + k + 1) - (k == half - 1) + half - k - 1;
+}
+
+static int pairs_of(const Schedule *s, int rank) {
+    int pairs = 0;
+    for (int i = 0; i < s->list[rank].count; i++) pairs += s->list[rank].action[i].passes == 2;
+    return pairs;
+}
+
 // ---- the table ----
 
 // Agrees with its formula, or has none.
@@ -108,6 +125,7 @@ static bool agrees(const char *what, const Schedule *s, double formula, double c
 static void table_row(ScheduleKind kind, const ScheduleWish *wish) {
     if (schedule_refusal(kind, wish)) return;
     Schedule s = schedule_make(kind, wish);
+    if (wish->group) snprintf(s.name, sizeof s.name, "breadth_first_%d", wish->chunks);
     ScheduleTimes t = schedule_times(&s, wish->durations);
     RankCosts most = schedule_most(&s);
     ScheduleFault fault;
@@ -118,7 +136,8 @@ static void table_row(ScheduleKind kind, const ScheduleWish *wish) {
         HeldFormula held = schedule_rank_held_formula(kind, wish, r);
         RankCosts costs = schedule_costs(&s, r);
         exact = agrees("held to B", &s, held.to_b, costs.held_to_b) &&
-                agrees("held to W", &s, held.to_w, costs.held_to_w) && exact;
+                agrees("held to W", &s, held.to_w, costs.held_to_w) &&
+                agrees("pairs F+BW", &s, pairs_formula(kind, wish, r), pairs_of(&s, r)) && exact;
         messages += costs.activations + costs.gradients;
     }
     exact = agrees("messages", &s, schedule_messages_formula(kind, wish), messages) && exact;
@@ -159,6 +178,8 @@ static void table_of(int p, int m, Durations d) {
     }
     wish.limit = 2 * p - 1;
     table_row(ZB_AUTO, &wish);
+    wish.chunks = 4, wish.group = m;
+    table_row(INTERLEAVED, &wish);
 }
 
 // ---- what the papers' durations give ----

@@ -253,15 +253,27 @@ const Technique expert_parallel = {.name = "expert_parallel",
 
 #ifndef NO_MAIN
 
-// The price divides the rows of the tables by the passes of training: an evaluation is none.
+static void note(void *context, Moment moment) { ((int *)context)[moment]++; }
+
+// The price divides the rows of the tables by the passes of training: an evaluation is none. Each of its
+// passes waits for counts once, when another micro-batch may go on.
 static void tables_are_of_training(Mesh mesh, const Config *config) {
     Trainer *t = trainer_new(config, mesh, expert_layouts());
     const ExpertParallel *x = trainer_context(t, &expert_parallel);
+    int told[ENDS + 1] = {0};
+    x->moe->at = note;
+    x->moe->at_context = told;
     held_out_loss(t, 1);
     report_that(
         x->passes + x->rows_sent + x->rows_served == 0,
         "an evaluation has added %g passes to the table of training, with %g rows sent and %g served",
         x->passes, x->rows_sent, x->rows_served);
+    report_that(x->moe->ledger.count == 0,
+                "an evaluation has added %lld counts to the ledger of training: kept->training says no",
+                (long long)x->moe->ledger.count);
+    report_that(told[WAITS_FOR_COUNTS] == told[BEGINS],
+                "%d passes begin to compute, and %d say before that they wait for counts", told[BEGINS],
+                told[WAITS_FOR_COUNTS]);
     trainer_free(t);
 }
 

@@ -179,11 +179,13 @@ static const Technique *const one_device[] = {&moe, &load_balance, &recompute, N
 
 // ---- the rule, by hand ----
 
-// Each layer's biases move by the rate, however far an expert is from the mean, and not at all at the mean.
+// Each layer's biases move by the rate, however far an expert is from the mean, and not at all at the mean:
+// 3.75 tokens in the first layer, and 4 in the second.
 static void move_by_hand(void) {
     enum { LAYERS = 2, EXPERTS = 4 };
-    static const double taken[LAYERS * EXPERTS] = {4, 1, 5, 6, 8, 4, 0, 4},
-                                       want[LAYERS * EXPERTS] = {0, 0.5, -0.5, -0.5, -0.5, 0, 0.5, 0};
+    static const double taken[LAYERS * EXPERTS] = {3, 1, 5, 6, 8, 4, 0, 4},
+                                       mean[LAYERS] = {3.75, 4},
+                                       want[LAYERS * EXPERTS] = {0.5, 0.5, -0.5, -0.5, -0.5, 0, 0.5, 0};
     Config c = config_default("layers=2 hidden=8 heads=2 kv-heads=1 ffn=8 seq=4 experts=4 top-k=2");
     config_set(&c, "balance-bias", 0.5);
     Trainer *t = trainer_new(&c, mesh_single(), one_device);
@@ -197,9 +199,10 @@ static void move_by_hand(void) {
             for (int i = 0; i < EXPERTS; i++)
                 report_that(
                     bias[i] == step * want[layer * EXPERTS + i],
-                    "step %d of rate 0.5: expert %d of layer %d got %g tokens, where the mean is 4, "
+                    "step %d of rate 0.5: expert %d of layer %d got %g tokens, where the mean is %g, "
                     "and its bias is %g, not %g",
-                    step, i, layer, taken[layer * EXPERTS + i], bias[i], step * want[layer * EXPERTS + i]);
+                    step, i, layer, taken[layer * EXPERTS + i], mean[layer], bias[i],
+                    step * want[layer * EXPERTS + i]);
         }
     }
     trainer_free(t);

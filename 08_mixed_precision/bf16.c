@@ -26,6 +26,7 @@
 // Last line: PASS bf16: ranks together make the step of one device, and updates below half a step vanish …
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "mixed_precision.h"
 #include "tensor/rng.h"
@@ -100,6 +101,37 @@ const Technique bf16_recipe = {.name = "bf16",
 
 static const Technique *const techniques[] = {&bf16_recipe, &zero1, &recompute, NULL};
 static const Technique *const one_device[] = {&bf16_recipe, &recompute, NULL};
+
+// ---- whose random numbers ----
+
+// Elements halfway between two numbers go up or down by the random number alone: other weights, seeds and
+// steps have others, and none are those that the weight was drawn with.
+static void round_halves(void) {
+    enum { COLUMNS = 48 };
+    const Param weight = {.name = "weight", .full = {1, COLUMNS}, .shape = {1, COLUMNS}};
+    const Param another = {.name = "another", .full = {1, COLUMNS}, .shape = {1, COLUMNS}};
+    static const char *const what[] = {"of another weight", "of another seed", "of another step",
+                                       "that it was drawn with"};
+    const StatePart part[] = {{&weight, STATE_VALUE, 0, 7, 1},
+                              {&another, STATE_VALUE, 0, 7, 1},
+                              {&weight, STATE_VALUE, 0, 7, 2},
+                              {&weight, STATE_VALUE, 0, 8, 1}};
+    enum { PARTS = sizeof part / sizeof *part };
+    Tensor wide = tensor_new(MEMORY_OPTIMIZER, F32, SHAPE(COLUMNS)),
+           stored = tensor_new(MEMORY_OPTIMIZER, BF16, SHAPE(COLUMNS));
+    double x[PARTS + 1][COLUMNS];
+    op_fill(wide, 1 + 0x1p-8);
+    for (int i = 0; i < PARTS; i++) {
+        store(NULL, stored, wide, part[i]);
+        tensor_to_doubles(x[i], stored);
+    }
+    op_round_stochastic(stored, wide, (RandomPlace){1, rng_stream("weight"), 7, 0, COLUMNS, 0, COLUMNS});
+    tensor_to_doubles(x[PARTS], stored);
+    for (int i = 1; i <= PARTS; i++)
+        report_that(memcmp(x[0], x[i], sizeof x[0]) != 0, "a weight is rounded by the random numbers %s",
+                    what[i - 1]);
+    tensor_free(&wide), tensor_free(&stored);
+}
 
 // ---- a part is rounded as the same elements of the whole ----
 
@@ -214,6 +246,7 @@ static void show_sums(void) {
 
 static void compare(Mesh mesh, const Config *config) {
     (void)mesh;
+    round_halves();
     round_parts();
     if (config_number(config, "proof-only")) return;
     show_vanishing_updates();

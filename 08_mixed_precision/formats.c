@@ -69,7 +69,7 @@ static double value_of(const Format *f, uint32_t code) {
 // that is none.
 static uint32_t largest_code(const Format *f) {
     uint32_t code = ((1u << f->exponent) - 1) << f->mantissa;  // the first with the highest exponent
-    while (isfinite(value_of(f, code))) code++;
+    while (code < 1u << (f->exponent + f->mantissa) && isfinite(value_of(f, code))) code++;
     return code - 1;
 }
 static double largest(const Format *f) { return value_of(f, largest_code(f)); }
@@ -125,26 +125,32 @@ static bool same(double x, double y) { return isnan(x) ? isnan(y) : x == y && si
 static uint32_t stride(const Format *f) { return f->dtype == F32 ? 99991 : 1; }
 
 static void check_codes(const Format *f) {
-    uint64_t codes = 1ull << (1 + f->exponent + f->mantissa), wrong = 0;
+    uint64_t codes = 1ull << (1 + f->exponent + f->mantissa), wrong = 0, first = 0;
     for (uint64_t code = 0; code < codes; code += stride(f)) {
         uint32_t c = (uint32_t)code;  // its low bytes are the code: the machine is little-endian
         double x;
         dtype_convert(&x, F64, &c, f->dtype, 1);
-        wrong += !same(x, value_of(f, c));
+        if (!same(x, value_of(f, c)) && wrong++ == 0) first = code;
     }
-    report_that(wrong == 0, "%s: %ld codes have another value than their fields say", f->name, (long)wrong);
+    report_that(wrong == 0, "%s: %ld codes have another value than their fields say; the first is %#lx, %g",
+                f->name, (long)wrong, (long)first, value_of(f, (uint32_t)first));
 }
 
 // Rounding never goes down where x goes up, so it is known when it is known at each border: at the numbers
 // themselves, halfway between two, and next to halfway on both sides.
 static void check_rounding(const Format *f) {
     uint64_t wrong = 0;
+    double first = 0;
     for (uint32_t code = 0; code < largest_code(f); code += stride(f)) {
         double low = value_of(f, code), high = value_of(f, code + 1), half = (low + high) / 2;
-        double near[] = {low, half, nextafterf((float)half, 0), nextafterf((float)half, INFINITY), high};
+        bool wide = f->dtype == F32;  // others are converted by way of f32
+        double below = wide ? nextafter(half, 0) : nextafterf((float)half, 0),
+               above = wide ? nextafter(half, INFINITY) : nextafterf((float)half, INFINITY),
+               near[] = {low, half, below, above, high};
         for (int i = 0; i < 5; i++)
             for (int sign = -1; sign <= 1; sign += 2)
-                wrong += !same(stored(f, sign * near[i]), round_to_nearest(f, sign * near[i]));
+                if (!same(stored(f, sign * near[i]), round_to_nearest(f, sign * near[i])) && wrong++ == 0)
+                    first = sign * near[i];
     }
     double top = largest(f), end[] = {top + 0.49 * step_at(f, top),
                                       top + 0.5 * step_at(f, top),
@@ -154,8 +160,11 @@ static void check_rounding(const Format *f) {
                                       0.0,
                                       -0.0};
     for (size_t i = 0; i < sizeof end / sizeof *end; i++)
-        wrong += !same(stored(f, end[i]), round_to_nearest(f, end[i]));
-    report_that(wrong == 0, "%s: %ld numbers are stored as others than the nearest", f->name, (long)wrong);
+        if (!same(stored(f, end[i]), round_to_nearest(f, end[i])) && wrong++ == 0) first = end[i];
+    report_that(wrong == 0,
+                "%s: %ld numbers are rounded to others than the nearest; the first is %.17g, to %.17g and "
+                "not %.17g",
+                f->name, (long)wrong, first, round_to_nearest(f, first), stored(f, first));
 }
 
 // The mean over evenly spread random numbers is x itself, at every eighth of a step, on both sides of 0.
@@ -169,6 +178,9 @@ static void check_unbiased(const Format *f) {
             for (int i = 0; i < EVEN; i++) sum += round_stochastic(f, x, (i + 0.5) / EVEN);
             wrong += sum / EVEN != x;
         }
+    double beyond = round_stochastic(f, 4 * largest(f), 0), end = bounded(f, 4 * largest(f));
+    report_that(beyond == end, "%s: what is beyond the largest number is rounded to %g, and not to %g",
+                f->name, beyond, end);
     report_that(wrong == 0, "%s: %ld numbers are rounded stochastically to another mean", f->name,
                 (long)wrong);
 }

@@ -225,11 +225,16 @@ my @advice = (
     [qr/no shorter|waits longer|exposes|neither faster|the clock hides/, 'overlap',
         'The numbers are right, and nothing hides: '
         . 'start it earlier, or wait for it later, and for no more than you must.'],
+    [qr/^held to W of zb|^held to W of .*split/, 'memory',
+        'Another number of micro-batches is between F and W than the formula says: how far behind its B '
+        . 'does W run?'],
     [qr/^held to/, 'memory',
         'Another number of micro-batches is between F and backward than the formula says: '
         . 'how far ahead do forwards run?'],
     [qr/^it was stopped/, 'hang', 'No rank waits for another: a loop does not end.'],
-    [qr/^kernel .*(?:with no __sync|has written yet|another block of this launch)/, 'race',
+    [qr/^kernel .*has written yet/, 'race',
+        'Is a barrier missing between who writes it and who reads it, or does nobody write it at all?'],
+    [qr/^kernel .*(?:with no __sync|another block of this launch)/, 'race',
         'Threads meet in this place with no barrier between them: who must have written, or read, before '
         . 'whom?'],
     [qr/^kernel .*(?:at byte \d+ of|out of bounds|before the start|not memory of)/, 'bounds',
@@ -273,6 +278,17 @@ my @advice = (
     [qr/bytes.*predicted/, 'bytes', undef],
     [qr/sent other than their formula/, 'bytes',
         'Do the chunks together have every element, and each once?'],
+    [qr/^--scale-interval \d+, norm/, 'scaler',
+        'This step is asked by hand: which way does it take through the function?'],
+    [qr/^pairs F\+BW/, 'pairs',
+        'The order is sound, and overlaps nothing there: F and BW that hide each other are one action, '
+        . 'schedule_add_pair.'],
+    [qr/is not stored on this rank/, 'place',
+        'Another rank has this weight: which stage, or which experts, does the call belong to?'],
+    [qr/^a step ends with .* more of device memory/, 'memory',
+        'Each step leaves something behind: what has the function made that nobody frees?'],
+    [qr/hold other bytes of activations than/, 'memory',
+        'Something that backward keeps is freed too early or too late: what does W need, behind its B?'],
     [qr/bubble|period|makespan/, 'bubble',
         'The order is sound, but ranks wait longer than they must, or less '
         . 'than they can. Draw it: build/05_pipeline_parallel/schedule --schedule NAME.'],
@@ -342,7 +358,8 @@ sub first_wrong {
         my ($fail) = $out =~ /^FAIL \Q$program\E: (.*)$/m;
         # A kernel's counts come first; where its numbers are wrong, too, these matter more.
         $fail = $1 if defined $fail && $out =~ /^ +FAIL: (.* is off by .*, and may be by .*)$/m;
-        $fail =~ s/: usually .*// if defined $fail && $e->{predicts};    # it speaks of what was measured
+        # It speaks of what was measured, and of calls.
+        $fail =~ s/: usually .*// if defined $fail && ($e->{predicts} || is_cuda($e));
         return $fail if defined $fail;
     }
     return sprintf 'it was stopped after %.0f s', $seconds if $status == -1 && $err !~ /^\Q$program\E: /m;

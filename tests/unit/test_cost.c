@@ -48,6 +48,23 @@ static void deepseek_v3_has_the_published_sizes(void **state) {
     near(cost_active_parameters(&m), 37e9, 1e9);
 }
 
+// A block of DeepSeek-V3 by the shapes of its files: the narrow products of latent attention are on every
+// rank of tp, as are norms and the router; the wide ones and the shared expert are split.
+static void latent_attention_is_split_behind_its_narrow_products(void **state) {
+    (void)state;
+    CostModel m = model_of("deepseek-v3");
+    m.q_rank = 1536, m.kv_rank = 512, m.rope_size = 64;
+    double narrow = 7168.0 * 1536 + 7168.0 * (512 + 64),
+           wide = 1536.0 * 128 * (128 + 64) + 512.0 * 128 * (128 + 128) + 128.0 * 128 * 7168,
+           norms = 2 * 7168.0, mlp = 3 * 7168.0 * 18432, router = 256 * 7168.0, expert = 3 * 7168.0 * 2048;
+    CostLayout tp = alone;
+    tp.tp = 4;
+    near(cost_block_weights(&m, &alone, true), narrow + wide + norms + mlp, 0.5);
+    near(cost_block_weights(&m, &tp, true), narrow + norms + (wide + mlp) / 4, 0.5);
+    near(cost_block_weights(&m, &tp, false),
+         narrow + norms + router + (wide + expert) / 4 + 256 * expert, 0.5);
+}
+
 // What ranks of tp store together: the matrices once, the norms and the router each.
 static void shards_add_up(void **state) {
     (void)state;
@@ -77,6 +94,7 @@ int main(int argc, char **argv) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(models_have_their_parameters),
         cmocka_unit_test(deepseek_v3_has_the_published_sizes),
+        cmocka_unit_test(latent_attention_is_split_behind_its_narrow_products),
         cmocka_unit_test(shards_add_up),
         cmocka_unit_test(heads_of_k_and_v_are_copied),
     };
