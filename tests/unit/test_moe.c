@@ -1,6 +1,7 @@
 // test_moe.c: a model whose blocks have experts: its gradients against finite differences, W that comes
 // late, recomputation that routes again, what is counted.
 #include <math.h>
+#include <omp.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -234,6 +235,7 @@ static void parameters_are_counted(void **state) {
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
+    omp_set_num_threads(1);  // the children of expect_fatal do not inherit a team of threads
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gradients_match_finite_differences),
         cmocka_unit_test(grouped_is_as_token_by_token),
