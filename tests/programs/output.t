@@ -51,7 +51,7 @@ given=$("$build/02_zero/zero1" --help | perl -0777 -ne 'while (/^  --(\S+)( .*?)
     $text =~ s/\s+/ /g;
     print "--$flag $1 " if $text =~ /default ([^),]+)\)/;
 }')
-run "$build/02_zero/zero1" $given --dry-run && [ "$(wc -w <<<"$given")" -gt 50 ]
+run "$build/02_zero/zero1" $given --dry-run --no-check && [ "$(wc -w <<<"$given")" -gt 50 ]
 report $? "zero1 takes each of the flags that it lists"
 
 # ---- a failure ----
