@@ -19,7 +19,6 @@
 // Last line: PASS moe: grouped by experts, the tokens make the step of one token after the other …
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "expert_parallel.h"
 
@@ -348,61 +347,6 @@ const Technique moe = {.name = "moe",
 static const Technique *const techniques[] = {&moe, &recompute, NULL};
 static const Technique *const plainly[] = {&token_by_token, &recompute, NULL};
 
-// ---- what experts go through: FP8 is in the linear socket, and overlapped_experts.c lives on moments ----
-
-typedef struct Watch {
-    Sockets before;
-    int64_t lost;
-    int moments;
-    char moment[32];
-} Watch;
-
-// Forward leaves its weight in the slot, where backward must find it.
-static void watched_forward(void *context, Model *m, int count, Param *const *weight, const Tensor *y,
-                            Tensor x, void **kept) {
-    const Sockets *before = &((Watch *)context)->before;
-    before->linear.forward(before->linear.context, m, count, weight, y, x, kept);
-    *kept = weight[0];
-}
-static void watched_backward_input(void *context, Model *m, int count, Param *const *weight, Tensor dx,
-                                   const Tensor *dy, void **kept) {
-    Watch *w = context;
-    w->lost += *kept != weight[0];
-    w->before.linear.backward_input(w->before.linear.context, m, count, weight, dx, dy, kept);
-}
-static void note(void *context, Moment moment) {
-    Watch *w = context;
-    char letter = moment == BEGINS ? 'B' : moment == AMID ? 'A' : moment == ENDS ? 'E' : 'W';
-    if (w->moments + 1 < (int)sizeof w->moment) w->moment[w->moments++] = letter;
-}
-
-static void watch_a_step(Mesh mesh, const Config *config) {
-    (void)mesh;
-    Config c = *config;
-    c.layers = c.grad_acc = 1;
-    c.recompute = RECOMPUTE_NONE;
-    c.save = c.resume = NULL;
-    Trainer *t = trainer_new(&c, mesh_single(), techniques);
-    Watch watch = {.before = t->model->sockets};
-    t->model->sockets.linear.context = &watch;
-    t->model->sockets.linear.forward = watched_forward;
-    t->model->sockets.linear.backward_input = watched_backward_input;
-    Moe *routed = trainer_context(t, &moe);
-    routed->at = note;
-    routed->at_context = &watch;
-    train_step(t, NULL);
-    report_that(
-        watch.lost == 0,
-        "%ld linears of backward do not find in their slot what the linear socket's forward has left "
-        "there: does forward call the socket, with each expert's own slot?",
-        (long)watch.lost);
-    report_that(!strcmp(watch.moment, "EBAEEBAE"),
-                "forward and backward tell moments %s, where E BAE of each is due (BEGINS, AMID, ENDS): "
-                "another micro-batch could not go on meanwhile",
-                watch.moment);
-    trainer_free(t);
-}
-
 int main(int argc, char **argv) {
     const Program program = {
         .purpose =
@@ -415,8 +359,7 @@ int main(int argc, char **argv) {
         .experts = true,
         .natural = 1,
         .techniques = techniques,
-        .baseline = plainly,
-        .more = watch_a_step};
+        .baseline = plainly};
     return program_main(argc, argv, &program);
 }
 #endif

@@ -1,5 +1,5 @@
 // test_moe.c: a model whose blocks have experts: its gradients against finite differences, W that comes
-// late, recomputation that routes again, what is counted.
+// late, recomputation that routes again, the sockets that experts' products go through, what is counted.
 #include <math.h>
 #include <omp.h>
 #include <setjmp.h>
@@ -198,6 +198,72 @@ static void recomputation_routes_alike(void **state) {
     }
 }
 
+// ---- what experts go through: FP8 is in the linear socket, and overlapped_experts.c lives on moments ----
+
+typedef struct Watch {
+    Sockets before;
+    int lost, moments;
+    char moment[32];
+} Watch;
+
+// Forward leaves its weight in the slot, where backward must find it.
+static void watched_forward(void *context, Model *m, int count, Param *const *weight, const Tensor *y,
+                            Tensor x, void **kept) {
+    const Sockets *before = &((Watch *)context)->before;
+    before->linear.forward(before->linear.context, m, count, weight, y, x, kept);
+    *kept = weight[0];
+}
+static void watched_backward_input(void *context, Model *m, int count, Param *const *weight, Tensor dx,
+                                   const Tensor *dy, void **kept) {
+    Watch *w = context;
+    w->lost += *kept != weight[0];
+    w->before.linear.backward_input(w->before.linear.context, m, count, weight, dx, dy, kept);
+}
+static void watched_backward_weight(void *context, Model *m, int count, Param *const *weight,
+                                    const Tensor *dy, Tensor x, void **kept) {
+    Watch *w = context;
+    w->lost += *kept != weight[0];
+    w->before.linear.backward_weight(w->before.linear.context, m, count, weight, dy, x, kept);
+}
+static void note(void *context, Moment moment) {
+    Watch *w = context;
+    char letter = moment == BEGINS ? 'B' : moment == AMID ? 'A' : moment == ENDS ? 'E' : 'W';
+    assert_true(w->moments + 1 < (int)sizeof w->moment);
+    w->moment[w->moments++] = letter;
+}
+
+static void experts_go_through_sockets(void **state) {
+    (void)state;
+    for (int i = 0; i < KINDS; i++) {
+        Case c = case_new(kinds[i], &moe, RECOMPUTE_NONE);
+        Watch watch = {.before = c.model->sockets};
+        c.model->sockets.linear.context = &watch;
+        c.model->sockets.linear.forward = watched_forward;
+        c.model->sockets.linear.backward_input = watched_backward_input;
+        c.model->sockets.linear.backward_weight = watched_backward_weight;
+        ((Moe *)c.plug)->at = note;
+        ((Moe *)c.plug)->at_context = &watch;
+        model_begin_step(c.model, 1);
+        MicroBatch micro = micro_batch(&c, 0);
+        model_forward(c.model, &micro);
+        model_backward(c.model, &micro);
+        c.model->sockets = watch.before;
+        micro_batch_free(c.model, &micro);
+        if (watch.lost)
+            fail_msg(
+                "%d linears of backward do not find in their slot what the linear socket's forward has "
+                "left there: does forward call the socket, with each expert's own slot?",
+                watch.lost);
+        // Of two layers, forward and back.
+        if (strcmp(watch.moment, "EBAEEBAEEBAEEBAE") != 0)
+            fail_msg(
+                "forward and backward tell moments %s, where EBAE of each is due (BEGINS, AMID, ENDS): "
+                "another micro-batch could not go on meanwhile",
+                watch.moment);
+        case_free(&c, &moe);
+    }
+}
+
 // ---- no gradient stays in 16 bits ----
 
 static void sum_all_but_experts(void *context, Model *m, int unit, bool last) {
@@ -241,6 +307,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(grouped_is_as_token_by_token),
         cmocka_unit_test(weight_gradients_may_come_late),
         cmocka_unit_test(recomputation_routes_alike),
+        cmocka_unit_test(experts_go_through_sockets),
         cmocka_unit_test(experts_add_to_the_wider_sums),
         cmocka_unit_test(parameters_are_counted),
     };
