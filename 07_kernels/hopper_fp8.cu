@@ -123,19 +123,18 @@ __device__ static inline void promote(float (&sum)[N / 2], const float (&partial
 
 // ---- sums to memory ----
 
-__device__ static inline void put(float *to, float x, bool add) { *to = add ? *to + x : x; }
-__device__ static inline void put(__nv_bfloat16 *to, float x, bool add) {
-    narrow(to, add ? __bfloat162float(*to) + x : x);
+template <class T>
+__device__ static inline void put(T *to, float x, bool add) {
+    narrow(to, add ? static_cast<float>(*to) + x : x);
 }
 // Two neighbours, of which the first has an even place.
-__device__ static inline void put(float *to, float x, float y, bool add) {
-    float2 *both = reinterpret_cast<float2 *>(to);
-    const float2 before = add ? *both : make_float2(0, 0);
-    *both = add ? make_float2(before.x + x, before.y + y) : make_float2(x, y);
-}
-__device__ static inline void put(__nv_bfloat16 *to, float x, float y, bool add) {
-    const uint32_t before = add ? *reinterpret_cast<const uint32_t *>(to) : 0;
-    if (add) x += __uint_as_float(before << 16), y += __uint_as_float(before & 0xffff0000u);
+template <class T>
+__device__ static inline void put(T *to, float x, float y, bool add) {
+    using Pair = std::conditional_t<sizeof(T) == sizeof(float), float2, __nv_bfloat162>;
+    if (add) {
+        const Pair before = *reinterpret_cast<const Pair *>(to);
+        x += static_cast<float>(before.x), y += static_cast<float>(before.y);
+    }
     narrow(to, x, y);
 }
 

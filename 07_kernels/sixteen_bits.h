@@ -9,6 +9,9 @@ __device__ static inline void narrow(float *to, float x) { *to = x; }
 __device__ static inline void narrow(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
 __device__ static inline void narrow(__half *to, float x) { *to = __float2half_rn(x); }
 // Two neighbours, of which the first has an even place.
+__device__ static inline void narrow(float *to, float x, float y) {
+    *reinterpret_cast<float2 *>(to) = make_float2(x, y);
+}
 __device__ static inline void narrow(__nv_bfloat16 *to, float x, float y) {
     *reinterpret_cast<__nv_bfloat162 *>(to) = __floats2bfloat162_rn(x, y);
 }
