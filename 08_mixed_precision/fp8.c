@@ -25,9 +25,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "05_pipeline_parallel/pipeline.h"
-#include "06_expert_parallel/expert_parallel.h"
-#include "mixed_precision.h"
+#include "five_d.h"
 
 // ---- the recipes ----
 
@@ -186,16 +184,6 @@ const Technique fp8_recipe = {.name = "fp8",
 
 #ifndef NO_MAIN
 
-static const Technique *const one_device[] = {&moe, &fp8_recipe, &recompute, NULL};
-
-// What others leave on with a group of one is priced without experts, and computes attention otherwise.
-static bool tensor_parallel_on(const Config *c) { return c->tp > 1 && tensor_parallel.enabled(c); }
-static bool ring_on(const Config *c) { return c->cp > 1 && ring_attention.enabled(c); }
-static bool zigzag_on(const Config *c) { return c->cp > 1 && zigzag_ring_attention.enabled(c); }
-static bool gathered_keys_on(const Config *c) { return c->cp > 1 && all_gather_attention.enabled(c); }
-static bool ulysses_on(const Config *c) { return c->cp > 1 && ulysses.enabled(c); }
-static bool pipeline_on(const Config *c) { return c->pp > 1; }
-
 // ---- what scales leave of small and of large numbers ----
 
 // dx = dy W, where three rows of dy have one number each: `most`, 16 times that, and a ten millionth of it,
@@ -258,17 +246,6 @@ int main(int argc, char **argv) {
          "draw the losses of all recipes as learning rates grow", false},
         {"long", OPTION_INT, NULL, "0", 0, 4, "seeds",
          "also train the default model 500 steps by each recipe, from 2 to 4 seeds", false}};
-    const Technique tensor = technique_when(tensor_parallel, tensor_parallel_on),
-                    ring = technique_when(ring_attention, ring_on),
-                    zigzag = technique_when(zigzag_ring_attention, zigzag_on),
-                    gathered_keys = technique_when(all_gather_attention, gathered_keys_on),
-                    heads = technique_when(ulysses, ulysses_on),
-                    stages = technique_when(pipeline, pipeline_on);
-    const Technique *const techniques[] = {
-        &moe,       &fp8_recipe, &ddp_no_sync,       &zero1,          &zero2,
-        &zero3,     &tensor,     &sequence_parallel, &vocab_parallel, &expert_parallel,
-        &ring,      &zigzag,     &gathered_keys,     &heads,          &stages,
-        &recompute, NULL};
     const Program program = {
         .purpose = "FP8: six recipes of 8-bit multiplies and what they store.",
         .claim = "ranks together make the step of one device",
@@ -276,10 +253,10 @@ int main(int argc, char **argv) {
             "layers=2 hidden=48 heads=6 kv-heads=2 ffn=96 seq=32 micro-batch=2 grad-acc=2 steps=3 "
             "dtype=f64 optimizer=sgd lr=0.1 clip=0.5 bucket-mb=0.1 fp8=te-delayed",
         .natural = 2,
-        .baseline = one_device,
-        .techniques = techniques,
-        .option = &zero_option,
-        .options = 1,
+        .baseline = five_d_one_device(),
+        .techniques = five_d_layouts(),
+        .option = five_d_options,
+        .options = FIVE_D_OPTIONS,
         .more = more,
         .more_option = options,
         .more_options = sizeof options / sizeof *options};
