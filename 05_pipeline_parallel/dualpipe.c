@@ -1,36 +1,22 @@
 // dualpipe.c: the pipeline runs in both directions at once. Playbook: "Zero Bubble and DualPipe";
 // DeepSeek-V3, section 3.2.1.
 //
-// Against zero_bubble.c: half of the micro-batches enter at rank 0 and half at rank p - 1 (p even). So
-// each rank has two stages, r and p - 1 - r, two copies of the model stand on the ranks, and every rank
-// has a forward and a backward of different micro-batches to do together: the pair F+BW, of which one
-// computes while the other communicates. Before the optimizer's one step, gradients of the mirrored
-// copies are added up. (Small letters: direction 1.)
+// Against zero_bubble.c: half of the micro-batches enter at rank 0 and half at rank p - 1 (p even). So each
+// rank has two stages, r and p - 1 - r, two copies of the model stand on the ranks, and every rank has a
+// forward and a backward of different micro-batches to do together: the pair F+BW, of which one computes
+// while the other communicates. Before the optimizer's one step, gradients of the mirrored copies are added
+// up. (Small letters: direction 1.)
 //
 //     rank 0  |F0-F1-F2-f4-b4-w4-f5-F3+d5----...f6+D0----d6----...f7+D1----d7----B2-W2-B3-W3-
 //     rank 1  |...F0-f4-F1-f5-F2-d4----f6+D0----F3+d5----f7+D1----d6----D2----...b7-B3-w7-W3-
 //     rank 2  |...f4-F0-f5-F1-f6-D0----F2+d4----f7+D1----F3+d5----D2----d6----...B3-b7-W3-w7-
 //     rank 3  |f4-f5-f6-F0-B0-W0-F1-f7+D1----...F2+d4----D2----...F3+d5----D3----b6-w6-b7-w7-
 //
-// Rank r and its mirror p - 1 - r do the same with the directions swapped. Let k = min(r, p - 1 - r) be
-// the distance to the nearer end of the pipeline, half = p / 2, and n a direction's micro-batches; x'
-// is a pass of those from the far end, and each pass takes the next micro-batch of its kind and
-// direction:
-//     2 (half - k - 1) times  F                        fill
-//     k + 1 times             F F'
-//     half - k - 1 times      B' W' F'
-//     n - p + k + 1 times     F+BW' F'+BW              steady state: nothing but pairs (for k = half - 1
-//                                                      the first is F, BW': others wait for this F)
-//     half - k - 1 times      BW' F'+BW
-//     k + 1 times             BW' BW                   from the middle on as B' B, whose W waits
-//     half - k - 1 times      W B                      drain; W: that of the earliest B that waits
-//     k + 1 times             W
 // Bubble: (p/2 - 1) (F&B + BW - 3W) in DeepSeek-V3, where BW = B + W and F&B is the time of a pair: exact
 // for F = B >= W, m >= 2p, m even. With F a little shorter than B (up to 5F / 4, p <= 8), it is (p/2 - 1)
-// (F&B + F - 2W). A pair may be shorter than F + BW: this is what the middle ranks idle then. With other m
-// the lists are the same, with what does not exist left out.
-// Held: p + 1 micro-batches on every rank (min(m, p + 1, n + 1 + k) for any m), and weights twice.
-// Messages: as many as 1F1B's, of both kinds to both neighbours.
+// (F&B + F - 2W). Messages: as many as 1F1B's, of both kinds to both neighbours.
+// Held: p + 1 micro-batches on every rank, and weights twice; for any m, min(m, p + 1, n + 1 + k), where n
+// micro-batches enter at the nearer end, k ranks away.
 // Run: build/05_pipeline_parallel/schedule --schedule dualpipe --stages 4 --micro-batches 8
 #include "schedule.h"
 
@@ -79,6 +65,22 @@ static void backward_weight(Rank *r) {
     r->first++;
 }
 
+// Rank r and its mirror p - 1 - r do the same with the directions swapped. Let k = min(r, p - 1 - r) be
+// the distance to the nearer end of the pipeline, half = p / 2, and n a direction's micro-batches; x' is a
+// pass of those from the far end, and each pass takes the next micro-batch of its kind and direction:
+//
+//     2 (half - k - 1) times  F                        fill
+//     k + 1 times             F F'
+//     half - k - 1 times      B' W' F'
+//     n - p + k + 1 times     F+BW' F'+BW              steady state: nothing but pairs (for k = half - 1
+//                                                      the first is F, BW': others wait for this F)
+//     half - k - 1 times      BW' F'+BW
+//     k + 1 times             BW' BW                   from the middle on as B' B, whose W waits
+//     half - k - 1 times      W B                      drain; W: that of the earliest B that waits
+//     k + 1 times             W
+//
+// A pair may be shorter than F + BW: this is what the middle ranks idle then. For m < 2p, or an odd m, the
+// list is the same, with what does not exist left out.
 void schedule_dual_rank(Schedule *s, int rank, int half, int k, const DualChunk chunk[2]) {
     int n = chunk[0].count > chunk[1].count ? chunk[0].count : chunk[1].count;
     Rank r = {.schedule = s, .rank = rank, .chunk = {chunk[0], chunk[1]}};
