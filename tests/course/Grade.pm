@@ -33,7 +33,8 @@ sub prepare {
     while (<$lines>) { $command{$1} = $2 if /^((?:compile|link|libraries)(?:-cu)?) (.*)$/ }
     close $lines;
     die "make course-commands does not say how to compile\n" if !$command{compile} || !$command{libraries};
-    my %proof = map { ("$build/$_->{proof}" => 1) } grep { can_build($_) } @exercises;
+    my @proofs = map { $_->{proof}, $_->{then} // () } grep { can_build($_) } @exercises;
+    my %proof = map { ("$build/$_" => 1) } @proofs;
     return if defined $ENV{MUTANT};
     print STDERR "building what the proofs need; the first time takes minutes\n"
         if grep { !-e } keys %proof;
@@ -421,6 +422,7 @@ sub grade {
         $words = join ' ', $words, others($folder, $wrong), one_micro_batch($e, $folder, $_, $kind);
         return $end->($kind eq 'not done' ? 'not done' : 'fail', $kind, $wrong, $words);
     }
+    return grade({ %$e, proof => $e->{then}, then => undef, run => [''] }, $file, $folder) if $e->{then};
     return $end->('pass', 'pass', $passed, '');
 }
 

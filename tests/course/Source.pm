@@ -39,10 +39,10 @@ sub words {
 # ---- the table ----
 
 my @fields = qw(file function minutes task hint read reach);
-my @optional = qw(proof predicts seconds within);
+my @optional = qw(proof then predicts seconds within);
 
-# Exercises in the order of the table: name, the fields, proof (a program below build/) and run (its flags,
-# one run after the other).
+# Exercises in the order of the table: name, the fields, proof (a program below build/), run (its flags, one
+# run after the other) and then (a unit test below build/).
 sub exercises {
     my ($table) = @_;
     my (@all, $last);
