@@ -113,18 +113,16 @@ void *trainer_context(const Trainer *t, const Technique *technique) {
 
 void resume_check(const Config *config, int dp) {
     if (base_rank() > 0) return;  // one looks for all
-    char *from = checkpoint_newest(config->resume);
     Data data = data_open(config->data, config->vocab, config->seq);
     Progress ours = {.batch = config->micro_batch * config->grad_acc * dp, .data = data_print(&data)};
-    checkpoint_check_run(from, config, ours);
+    checkpoint_check_run(config->resume, config, ours);
     data_close(&data);
-    free(from);
 }
 
 void trainer_load(Trainer *t) {
     const Config *c = &t->config;
     if (!c->resume && !c->init) return;
-    char *from = checkpoint_newest(c->resume ? c->resume : c->init);
+    const char *from = c->resume ? c->resume : c->init;
     checkpoint_load_weights(from, &t->model->params);
     if (c->resume) {
         Progress saved = checkpoint_load_optimizer(from, &t->model->params, &t->optimizer);
@@ -135,7 +133,6 @@ void trainer_load(Trainer *t) {
             if (t->technique[i]->resumed) t->technique[i]->resumed(t->model, t->context[i]);
         if (c->save) checkpoint_check_place_is_ours(c->save, c, t->progress);
     }
-    free(from);
 }
 
 void trainer_save(Trainer *t) {

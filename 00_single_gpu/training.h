@@ -127,8 +127,8 @@ void *trainer_context(const Trainer *trainer, const Technique *technique);
 // (checkpoint_config): whether its checkpoint can go on with these flags on so many ranks of dp, by
 // checkpoint_check_run.
 void resume_check(const Config *config, int dp);
-// Begins with the checkpoint of config.resume, whatever layout wrote it, or with config.init's weights, if
-// any.
+// Begins with the checkpoint that config.resume is, whatever layout wrote it, or with config.init's weights,
+// if any: of that very folder (checkpoint_newest), since a run may save newer ones in it.
 void trainer_load(Trainer *trainer);
 // After a step: writes a checkpoint if --save and --save-every want one of it. Collective.
 void trainer_save(Trainer *trainer);

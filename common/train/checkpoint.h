@@ -69,7 +69,7 @@ const char *file_fault(const char *verb, const char *path);
 // Both return NULL, or the sentence that says what failed. A new name lasts when the folder that holds it
 // is on the disk.
 const char *folder_flush(const char *path);
-const char *folder_make(const char *path);  // and every folder on the way to it
+const char *folder_make(const char *path);  // and every folder on the way to it; the new names last
 // Gives a finished checkpoint folder its name. One that has it already changes places with it in one step,
 // or, where the file system cannot do that, steps aside first.
 const char *folder_put_in_place(const char *temporary, const char *final, const char *aside);

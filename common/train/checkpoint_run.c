@@ -23,12 +23,22 @@ const char *folder_flush(const char *path) {
     return wrong;
 }
 
+// The folder that holds this one.
+static const char *flush_above(const char *path) {
+    char *above = format_text("%s/..", path);
+    const char *wrong = folder_flush(above);
+    free(above);
+    return wrong;
+}
+
 const char *folder_make(const char *path) {
     char *part = format_text("%s/", path);
     const char *wrong = NULL;
     for (char *slash = strchr(part + 1, '/'); slash && !wrong; slash = strchr(slash + 1, '/')) {
         *slash = '\0';
-        if (mkdir(part, 0777) != 0 && errno != EEXIST) wrong = file_fault("create", part);
+        bool made = mkdir(part, 0777) == 0;
+        if (!made && errno != EEXIST) wrong = file_fault("create", part);
+        if (made) wrong = flush_above(part);
         *slash = '/';
     }
     free(part);
@@ -89,10 +99,12 @@ void checkpoint_check_place(const char *dir) {
 // ---- whose they are ----
 
 // Settings of techniques that change what a run computes, beyond its order of sums: a layout is none. 0 is
-// the standard recipe, as where a program has no such option. The last ones say nothing but to f16.
-static const char *const settings_of_a_run[] = {
-    "fp8",      "fp8-tile", "fp8-wire", "master",       "sum",        "moments", "rounding",
-    "gradient", "aux-loss", "z-loss",   "balance-bias", "loss-scale", "scale",   "scale-interval"};
+// the standard recipe, as where a program has no such option; of documents, which 0 may end, it is -1. The
+// last ones say nothing but to f16.
+static const char *const settings_of_a_run[] = {"documents",    "capacity",   "fp8",      "fp8-tile",
+                                                "fp8-wire",     "master",     "sum",      "moments",
+                                                "rounding",     "gradient",   "aux-loss", "z-loss",
+                                                "balance-bias", "loss-scale", "scale",    "scale-interval"};
 enum { SETTINGS_OF_A_RUN = sizeof settings_of_a_run / sizeof *settings_of_a_run, SETTINGS_OF_F16 = 3 };
 
 // Experts and these settings; "" for a dense model by the standard recipe. The caller frees it.
@@ -104,8 +116,9 @@ static char *specials_text(const Config *c) {
                                    (long long)c->groups_kept, c->routed_scale)
                      : format_text("%s", "");
     for (int i = 0; i < SETTINGS_OF_A_RUN - (c->dtype == F16 ? 0 : SETTINGS_OF_F16); i++) {
+        const double standard = strcmp(settings_of_a_run[i], "documents") ? 0 : -1;
         double value = config_number(c, settings_of_a_run[i]);
-        if (value == 0) continue;
+        if (value == standard || !config_has(c, settings_of_a_run[i])) continue;
         char *longer = format_text("%s %s %.17g", text, settings_of_a_run[i], value);
         free(text);
         text = longer;

@@ -227,24 +227,12 @@ typedef union Value {
 } Value;
 
 static void add_setting(Config *c, const Option *option, const Value *value) {
-    double number = 0;
-    switch (option->type) {
-        case OPTION_INT:
-            number = (double)value->integer;
-            break;
-        case OPTION_REAL:
-            number = value->real;
-            break;
-        case OPTION_CHOICE:
-            number = value->choice;
-            break;
-        case OPTION_FLAG:
-            number = value->flag;
-            break;
-        default:
-            break;
-    }
-    config_set(c, option->name, number);
+    config_set(c, option->name,
+               option->type == OPTION_INT      ? (double)value->integer
+               : option->type == OPTION_REAL   ? value->real
+               : option->type == OPTION_CHOICE ? value->choice
+               : option->type == OPTION_FLAG   ? value->flag
+                                               : 0);
     Setting *setting = &c->setting[c->settings - 1];
     setting->given = option->given;
     if (option->type == OPTION_TEXT || option->type == OPTION_OUTPUT) setting->text = value->text;
@@ -337,6 +325,8 @@ static void check_experts(const Config *c) {
           reachable, c->groups_kept, c->expert_groups);
 }
 
+static int64_t block_matrices(const Config *c, int64_t experts);
+
 void config_check(const Config *c) {
     const int64_t experts = c->experts ? c->experts : 1;  // 0: the MLP
     // A checkpoint's config.json comes here without having passed the flags' bounds.
@@ -364,6 +354,8 @@ void config_check(const Config *c) {
     // Tokens of a micro-batch are counted in the 32-bit integers of the BLAS, elements in 64 bits.
     CHECK(c->micro_batch <= INT32_MAX / c->seq,
           "--micro-batch %ld of --seq %ld are more than 2^31 - 1 tokens", c->micro_batch, c->seq);
+    CHECK((double)c->layers * (double)block_matrices(c, c->experts) < 0x1p60,
+          "--layers %ld x --hidden %ld and so on are more than 2^60 parameters", c->layers, c->hidden);
     double scores = (double)c->micro_batch * (double)c->heads * (double)c->seq * (double)c->seq;
     char batch[40] = "";  // of one sequence it is not what is too much
     if (c->micro_batch > 1) snprintf(batch, sizeof batch, "--micro-batch %ld x ", c->micro_batch);

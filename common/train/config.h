@@ -126,8 +126,8 @@ static inline int64_t config_dense_width(const Config *c) {
 int64_t config_parameters(const Config *config);
 // Those that a token passes: top_k of the experts.
 int64_t config_active_parameters(const Config *config);
-// FLOPs of one step's forward and backward over `tokens` tokens, as the ops count them without
-// recomputation: six per parameter of a matrix multiply and token, and causal attention.
+// FLOPs of one step's forward and backward over so many sequences of seq tokens, as the ops count them
+// without recomputation: six per parameter of a matrix multiply and token, and causal attention.
 double config_step_flops(const Config *config, int64_t sequences);
 
 #ifdef __cplusplus

@@ -147,6 +147,26 @@ static void newest_is_the_largest_step(void **state) {
     run_free(&run);
 }
 
+// As it is when --init DIR has no step-* folder and --save is the same DIR: what is compared with a run
+// begins when that one has saved.
+static void a_run_begins_with_the_folder_given_whatever_is_saved_in_it(void **state) {
+    (void)state;
+    Run given = run_new("vocab=256"), later = run_new("vocab=256 seed=2");
+    run_save(&given, "");
+    later.progress.step = 1;
+    run_save(&later, "step-000000");
+    given.config.seed = 3;
+    char *init = format_text("%s/step-000000", folder);
+    given.config.init = init;
+    Trainer *t = trainer_new(&given.config, mesh_single(), NULL);
+    trainer_load(t);
+    assert_same_tensor("a weight", given.model->params.values, t->model->params.values);
+    free(init);
+    trainer_free(t);
+    run_free(&given);
+    run_free(&later);
+}
+
 static void find_newest(void *dir) { checkpoint_newest(dir); }
 
 static void no_checkpoint_is_told(void **state) {
@@ -290,6 +310,7 @@ int main(int argc, char **argv) {
         IN_A_FOLDER(weights_convert_to_the_dtype_of_the_run),
         IN_A_FOLDER(a_wider_run_goes_on_from_the_masters),
         IN_A_FOLDER(newest_is_the_largest_step),
+        IN_A_FOLDER(a_run_begins_with_the_folder_given_whatever_is_saved_in_it),
         IN_A_FOLDER(no_checkpoint_is_told),
         IN_A_FOLDER(weights_and_state_belong_together),
         IN_A_FOLDER(a_state_without_its_step_is_refused),

@@ -81,6 +81,28 @@ static void all_is_on_the_disk_before_it_has_a_name(void **state) {
     run_free(&run);
 }
 
+// With the whole way to --save, not only its end: each new folder's name is in the one above it.
+static void new_folders_are_on_the_disk(void **state) {
+    (void)state;
+    char *dir = format_text("%s/new/way/out", folder), *above = strrchr(folder, '/') + 1;
+    calls[0] = '\0';
+    watching = true;
+    assert_null(folder_make(dir));
+    watching = false;
+    char *expected = format_text("fsync %s, fsync new, fsync way, ", above);
+    assert_string_equal(calls, expected);
+    assert_null(folder_make(dir));  // all are there
+    fsync_fails = 0;
+    free(dir);
+    dir = format_text("%s/other", folder);
+    const char *wrong = folder_make(dir);
+    fsync_fails = -1;
+    if (!wrong || !strstr(wrong, "cannot flush"))
+        fail_msg("%s", wrong ? wrong : "a flush that fails is no fault");
+    free(expected);
+    free(dir);
+}
+
 static void assert_only_step(const char *step, const Run *run) {
     char *command = format_text("[ \"$(ls -A %s/out)\" = %s ] && [ $(ls %s/out/%s | wc -l) = 3 ]", folder,
                                 step, folder, step);
@@ -221,8 +243,9 @@ static void experts_and_recipes_make_another_run(void **state) {
     static const struct {
         const char *option;
         double value;
-    } recipes[] = {{"fp8", 1},      {"fp8", 4}, {"fp8-tile", 16}, {"master", 1},
-                   {"rounding", 1}, {"sum", 1}, {"gradient", 1},  {"aux-loss", 0.01}};
+    } recipes[] = {{"fp8", 1},      {"fp8", 4},       {"fp8-tile", 16}, {"master", 1},
+                   {"rounding", 1}, {"sum", 1},       {"gradient", 1},  {"aux-loss", 0.01},
+                   {"capacity", 2}, {"documents", 0}, {"documents", 10}};
     enum { EXPERTS = sizeof experts / sizeof *experts, RECIPES = sizeof recipes / sizeof *recipes };
     uint64_t run[EXPERTS + RECIPES];
     const Progress progress = {.batch = 24};
@@ -236,6 +259,7 @@ static void experts_and_recipes_make_another_run(void **state) {
         config_set(&c, "bucket-mb", 25);
         config_set(&c, "fp8-wire", 0);
         config_set(&c, "scale", 65536);
+        if (!config_has(&c, "documents")) config_set(&c, "documents", -1);  // none: whole sequences
         assert_true(checkpoint_identity(&c, progress) == run[i]);
     }
 }
@@ -274,6 +298,7 @@ int main(int argc, char **argv) {
     omp_set_num_threads(1);  // the children of expect_fatal do not inherit a team of threads
     const struct CMUnitTest tests[] = {
         IN_A_FOLDER(all_is_on_the_disk_before_it_has_a_name),
+        IN_A_FOLDER(new_folders_are_on_the_disk),
         IN_A_FOLDER(a_full_disk_leaves_older_checkpoints_intact),
         IN_A_FOLDER(a_flush_that_fails_leaves_older_checkpoints_intact),
         IN_A_FOLDER(a_checkpoint_of_the_same_step_is_replaced),

@@ -217,6 +217,8 @@ static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
          "--micro-batch 20 x --heads 64 x --seq 100000000 squared are more than 2^60 scores"},
         {"--micro-batch 1 --seq 100000000 --heads 128 --hidden 256",
          ": --heads 128 x --seq 100000000 squared are more than 2^60 scores"},
+        {"--layers 100000 --hidden 1000000 --heads 100000 --head-size 100000",
+         "--layers 100000 x --hidden 1000000 and so on are more than 2^60 parameters"},
         {"--steps 1000000000000 --grad-acc 100000", "are more than 2^53 samples"},
         {"--model llama-9", "--model llama-9 is not known; there are default, "},
         {"--model", "--model needs a value: NAME"},

@@ -423,6 +423,12 @@ static void no_such_row(void) {
     op_combine_forward(tensor(F32, 3, 7), tensor(F32, 6, 7), place.t, (Tensor){0});
 }
 
+static void more_rows_than_32_bits_count(void) {
+    const int64_t n = 1 << 29, k = 4;
+    device_dry_run(true);  // which has room for them
+    op_route_order(tensor(I32, 1, n * k), tensor(I32, n, k), tensor(I32, 1, 4), tensor(I32, n, k));
+}
+
 static void call_and_wait(void *call) {
     call_function(call);
     tensor_to_host(&(float){0}, tensor(F32, 1, 1));  // what only a GPU has seen comes out when one waits
@@ -439,6 +445,8 @@ static void wrong_choices_are_refused(void **state) {
     assert_refused(narrow_logits, "route_forward: logits is (3, 4) bf16; routing is in f32 or f64");
     assert_refused(groups_that_do_not_divide, "in 2 of 3 groups of equal size");
     assert_refused(no_such_expert, "route_order: number 5 of the choices is 4, not in [0, 4)");
+    assert_refused(more_rows_than_32_bits_count,
+                   "route_order: 536870912 tokens of 4 experts each are more than 2^31 - 1 rows");
     assert_refused(too_many_nodes, "route_nodes: token 0 goes to 3 nodes, and fewer would fit");
     assert_refused(no_such_row, "combine_forward: number 4 of the choices is -1, not in [0, 6)");
 }
