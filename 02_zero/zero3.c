@@ -260,6 +260,21 @@ static void gathered_ahead(Mesh mesh, const Config *config) {
     }
 }
 
+// A unit of another stage of a pipeline has no elements here, and is never gathered.
+static void other_stages(Mesh mesh, const Config *config) {
+    Config c = *config;
+    c.layers = 1;
+    Trainer *t = trainer_new(&c, mesh, techniques);
+    Zero *zero = trainer_context(t, &zero3);
+    Unit *u = &t->model->params.unit[t->model->first_block_unit], here = *u;
+    u->count = u->own_count = 0;
+    start_gather(t->model, zero, t->model->first_block_unit);
+    report_that(!tensor_exists(u->values) && !zero->gathering[t->model->first_block_unit],
+                "%s of another stage is gathered", u->name);
+    *u = here;
+    trainer_free(t);
+}
+
 // A recipe says what goes in place of weights (recipe.h): here bf16, whatever their dtype is.
 static int64_t as_many(const void *context, int tensor, int64_t count) {
     (void)context, (void)tensor;
@@ -291,7 +306,8 @@ static void gathers_are_coded(Mesh mesh, const Config *config) {
     double before = comm_count("all_gather").bytes;
     acquire(zero, m, block, BACKWARD);
     double sent = comm_sum(comm_count("all_gather").bytes - before, mesh.world),
-           right = 2.0 * (mesh.dp.size - 1) * (double)m->params.unit[block].count;
+           right = 2.0 * (mesh.dp.size - 1) * (double)m->params.unit[block].count * mesh.world.size /
+                   mesh.dp.size;
     release(zero, m, block, BACKWARD);
     report_that(sent == right, "a recipe sends weights in bf16, and gathering %s takes %.0f B, not %.0f",
                 m->params.unit[block].name, sent, right);
@@ -302,6 +318,10 @@ static void show(Mesh mesh, const Config *config) {
     accumulate(mesh, config);
     gathered_ahead(mesh, config);
     gathers_are_coded(mesh, config);
+    // Every other rank, as where two ranks of tensor parallelism share each replica.
+    int ranks = mesh.world.size;
+    if (ranks % 2 == 0) gathers_are_coded(mesh_new((MeshShape){.dp = ranks / 2, .tp = 2}), config);
+    other_stages(mesh, config);
     held_out_between_steps(mesh, config);
     if (mesh.dp.size == 1) return;
     ZeroVariant variants[STAGES];

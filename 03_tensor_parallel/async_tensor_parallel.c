@@ -282,8 +282,9 @@ static void compare_layouts(Mesh mesh, const Config *config) {
 
 // ---- when it hides: appendix A3 of the playbook ----
 
-// Seconds that compute waits when rows of width h enter a region for one weight of h outputs.
-static double exposed_before_product(Mesh mesh, int64_t h) {
+// Seconds that compute waits when rows of width h enter a region for one weight of h outputs, or leave it
+// from one of h inputs.
+static double exposed_by_product(Mesh mesh, int64_t h, bool leaves) {
     Config c = config_default("layers=1 heads=32 kv-heads=32 seq=65536 micro-batch=1 dtype=bf16");
     c.hidden = c.ffn = h;
     c.tp = mesh.tp.size;
@@ -294,14 +295,21 @@ static double exposed_before_product(Mesh mesh, int64_t h) {
     Model *model = t->model;
     Async *async = trainer_context(t, &async_tensor_parallel);
     MicroBatch micro = {.b = 1, .s = c.seq};
-    Tensor own = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(own_rows(async, c.seq), h));
-    Tensor y = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(c.seq, model->block[0].q->shape[0]));
+    Tensor outside = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(own_rows(async, c.seq), h)), whole;
+    Tensor part = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(c.seq, model->block[0].q->shape[0]));
     void *kept = NULL;
     clock_reset();
-    Tensor x = gather(async, &micro, own);
-    forward(async, model, 1, &model->block[0].q, &y, x, &kept);
+    if (leaves) {
+        tensor_free(&outside);
+        whole = tensor_new(MEMORY_ACTIVATION, BF16, SHAPE(c.seq, h));
+        forward(async, model, 1, &model->block[0].o, &whole, part, &kept);
+        outside = scatter(async, &micro, whole);
+    } else {
+        whole = gather(async, &micro, outside);
+        forward(async, model, 1, &model->block[0].q, &part, whole, &kept);
+    }
     double exposed = comm_total().exposed_seconds;
-    tensor_free(&own), tensor_free(&x), tensor_free(&y);
+    tensor_free(&outside), tensor_free(&whole), tensor_free(&part);
     trainer_free(t);
     return exposed;
 }
@@ -320,9 +328,14 @@ static void overlap_condition(Mesh mesh, const Config *config) {
     int64_t exposed = 0, hidden = 2048;  // in units of 64: heads of even size
     while (hidden - exposed > 1) {
         int64_t middle = (exposed + hidden) / 2;
-        if (exposed_before_product(mesh, 64 * middle) > 1e-9) exposed = middle;
+        if (exposed_by_product(mesh, 64 * middle, false) > 1e-9) exposed = middle;
         else hidden = middle;
     }
+    double left = exposed_by_product(mesh, 64 * hidden, true);
+    report_that(
+        left <= 1e-9,
+        "leaving a region exposes %g s behind products of h = %ld, behind which rows that enter hide", left,
+        64 * hidden);
     clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
     double clock = 64.0 * (double)hidden, expected = formula * n / (n - 1);
     say("\nRows that enter hide behind a product with one (h, h) weight from h = %.0f on by formula A3 in "

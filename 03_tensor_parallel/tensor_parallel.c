@@ -231,8 +231,17 @@ static void across_nodes(Mesh mesh, const Config *config) {
     clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
 }
 
+// f and f* sum where the parts stand: a copy would be a second (b s, h) for every region.
+static void sums_in_place(Mesh mesh) {
+    TensorParallel t = {.tp = mesh.tp};
+    Tensor partial = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(2, 3)), sum = all_reduce(&t, NULL, partial);
+    report_that(sum.storage == partial.storage, "an all-reduce of a region copies what it sums");
+    tensor_free(&partial), tensor_free(&sum);
+}
+
 static void more(Mesh mesh, const Config *config) {
     device_dry_run(true);
+    sums_in_place(mesh);
     count_a_block(mesh, config);
     across_nodes(mesh, config);
     if (config_text(config, "svg")) tensor_parallel_picture(mesh, config_text(config, "svg"));

@@ -273,7 +273,7 @@ static void loss_of_llama(Mesh mesh, const Config *config) {
 }
 
 // Logits around 1000, of which no exponential is a number but those of differences to the maximum: the loss
-// is that of the whole rows.
+// is that of the whole rows, and added to what is there.
 static void loss_of_large_logits(Mesh mesh) {
     Group tp = mesh.tp;
     const int64_t n = 3, v = 4 * tp.size - 1, columns = 4;  // the last column is padding
@@ -294,6 +294,7 @@ static void loss_of_large_logits(Mesh mesh) {
     tensor_from_doubles(own, part);
     op_fill(micro.targets, (double)(v - 1));  // the last rank's
     op_cross_entropy_forward(losses, want_lse, whole, micro.targets);
+    op_fill(micro.loss, 1), op_fill(want, 1);  // such as experts' auxiliary loss
     op_add_sum(want, losses, micro.loss_scale);
     loss(&vocab, &micro, &lse, own);
     double got = loss_value(micro.loss), right = loss_value(want);

@@ -223,7 +223,8 @@ my @advice = (
         . 'of them, comes in another order, or goes to the wrong neighbour.'],
     [qr/has \d+ elements, and its parts/, 'size',
         'The parts do not add up to the whole: where the ranks do not divide it, who has the rest?'],
-    [qr/no shorter|waits longer|exposes|neither faster|the clock hides/, 'overlap',
+    [qr/no shorter|waits longer|exposes|neither faster|clock hides|in flight(?:,| when)|not in flight/,
+        'overlap',
         'The numbers are right, and nothing hides: '
         . 'start it earlier, or wait for it later, and for no more than you must.'],
     [qr/^held to W of zb|^held to W of .*split/, 'memory',
