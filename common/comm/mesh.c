@@ -114,6 +114,7 @@ Mesh mesh_standing_for_all(MeshShape s) {
 }
 
 void mesh_end(Mesh *mesh) {
+    CHECK(!mesh->world.handle, "mesh_end: the groups of mesh_new live until comm_finish");
     for (int axis = 0; axis < MESH_AXES; axis++) free((int *)mesh_group(mesh, axis)->member);
     *mesh = mesh_single();
 }

@@ -98,6 +98,19 @@ if wanted status; then
     [ $? = 1 ] && [ ! -s "$err" ]
     report $? "one rank's FAIL is everyone's, without a word on stderr"
 fi
+# Also memory that has a name for a moment only: a run that is killed just then leaves it behind.
+if wanted "what ranks share"; then
+    "$comm" --scenario late --timeout 60 >"$out" 2>"$err" &
+    launcher=$!
+    ranks=$(ranks_of $launcher 4)
+    sleep 1
+    shared=$(for rank in $ranks; do cat /proc/$rank/maps; done |
+        sed -n 's|.* /dev/shm/\([a-z_]*\).*|\1|p' | sort -u)
+    kill -TERM $launcher
+    wait $launcher
+    [ "$shared" = ultrascale ]
+    report $? "what ranks share stands in their run's folder: ${shared//$'\n'/, }"
+fi
 # A launcher that is killed takes mpirun with it; the next start clears what they left, and nothing of a run
 # that is still there.
 if wanted "a killed launcher" && unshare -m --propagation private true 2>/dev/null; then
