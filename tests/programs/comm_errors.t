@@ -49,6 +49,9 @@ ends finishes 2 \
 ends fatal-one 2 '^test_comm: rank 2: something broke$'
 ends fatal-all 2 '^test_comm: rank 0: something broke$'
 ends root-9 2 'broadcast: there is no root 9 in group world of 4'
+ends in-is-out 2 'all_to_all: in and out overlap'
+ends part-of-another 2 'all_gather: in lies in out, and not where part 0 does'
+ends sent-and-overwritten 2 'transfers: 0 and 1 of the batch overlap, and one of them receives'
 ends stranger 2 'barrier: rank [23] is not a member of group pair'
 ends grid 2 '--dp 3 x --tp 2 needs 6 ranks, and there are 4: --ranks 6 would fit, or --dp 2'
 ends grid-tp 2 \
