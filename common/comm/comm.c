@@ -91,10 +91,8 @@ Group comm_world(void) {
         everyone = host_alloc(sizeof *everyone * (size_t)comm.ranks);
         for (int i = 0; i < comm.ranks; i++) everyone[i] = i;
     }
-    return (Group){.size = comm.ranks,
-                   .rank = comm.rank,
-                   .name = "world",
-                   .member = everyone ? everyone : alone};
+    return (Group){
+        .size = comm.ranks, .rank = comm.rank, .name = "world", .member = everyone ? everyone : alone};
 }
 
 void comm_stand_for_all(bool on) {
@@ -284,7 +282,7 @@ static Place check_identities(int argc, char **argv) {
               r);
     }
     share_cores(here);
-    return (Place){comm.rank, comm.ranks, local, here, here == comm.ranks};
+    return (Place){comm.rank, comm.ranks, local, here, here == comm.ranks, mine.machine};
 }
 
 static void finish_at_exit(int status, void *unused) {
