@@ -117,6 +117,17 @@ static void groups_live_until_the_end(void) {
     if (!why || !strstr(why, "until comm_finish")) note("mesh_end takes groups of mesh_new");
 }
 
+static void check_degrees(const void *shape) { mesh_check(*(const MeshShape *)shape, 4); }
+
+static void degrees_beyond_all_clusters_are_refused(void) {
+    MeshShape large = {.dp = 1 << 18, .pp = 1 << 18, .cp = 1 << 18, .tp = 1 << 18};
+    const char *why = refusal(check_degrees, &large);
+    if (!why || !strstr(why, "--dp 262144 is out of bounds")) note("2^72 ranks: %s", why ? why : "fit");
+    MeshShape longest = {.dp = 1 << 15, .pp = 1 << 15, .cp = 1 << 15, .tp = 1 << 15};
+    why = refusal(check_degrees, &longest);
+    if (!why || !strstr(why, "1152921504606846976 ranks")) note("2^60 ranks: %s", why ? why : "fit");
+}
+
 static Group before_start;
 
 static void the_world_grows_at_the_start(void) {
@@ -132,6 +143,7 @@ static const RankTest tests[] = {
     TEST(the_mesh_has_a_line_for_each_axis),
     TEST(groups_live_until_the_end),
     TEST(the_world_grows_at_the_start),
+    TEST(degrees_beyond_all_clusters_are_refused),
 };
 
 int main(int argc, char **argv) {
