@@ -1,4 +1,5 @@
-// How comm_nccl.cu makes groups: on a device that has failed, and where two machines have the same cards. TAP.
+// How comm_nccl.cu makes groups: on a device that has failed, and of cards in the same slots of two hosts.
+// TAP.
 #include <string.h>
 
 #include "common/comm/transport.h"
