@@ -85,12 +85,14 @@ Group comm_group(const char *name, Line line, const int *members, int size) {
 }
 
 Group comm_world(void) {
-    static int *everyone;
-    if (!everyone) {
+    static const int alone[] = {0};
+    static int *everyone;  // since the start
+    if (!everyone && comm.ranks > 1) {
         everyone = host_alloc(sizeof *everyone * (size_t)comm.ranks);
         for (int i = 0; i < comm.ranks; i++) everyone[i] = i;
     }
-    return (Group){.size = comm.ranks, .rank = comm.rank, .name = "world", .member = everyone};
+    return (Group){
+        .size = comm.ranks, .rank = comm.rank, .name = "world", .member = everyone ? everyone : alone};
 }
 
 void comm_stand_for_all(bool on) {
@@ -280,7 +282,7 @@ static Place check_identities(int argc, char **argv) {
               r);
     }
     share_cores(here);
-    return (Place){comm.rank, comm.ranks, local, here, here == comm.ranks};
+    return (Place){comm.rank, comm.ranks, local, here, here == comm.ranks, mine.machine};
 }
 
 static void finish_at_exit(int status, void *unused) {

@@ -354,7 +354,6 @@ void lines_push(void) {
 
 void line_append(Request *r) {
     r->order = ++comm.requests;
-    r->index = comm.calls;
     r->launched = device_is_dry_run() || r->host || r->call.kind == BARRIER;
     r->trusted = !comm.check && !r->launched && !is_group(r);
     if (!r->launched && !r->trusted && !is_group(r) && r->call.kind != TRANSFERS &&

@@ -101,12 +101,14 @@ static void event_free(cudaEvent_t event) {
     state.spare[state.spares++] = event;
 }
 
-static bool has_happened(cudaEvent_t event) {
-    cudaError_t status = cudaEventQuery(event);
+// Of the answer to a query: whether the device has come so far.
+static bool is_done(cudaError_t status) {
     if (status == cudaErrorNotReady) cudaGetLastError();  // no error; the next launch would take it for one
     else CUDA_CHECK(status);
     return status == cudaSuccess;
 }
+
+static bool has_happened(cudaEvent_t event) { return is_done(cudaEventQuery(event)); }
 
 static cudaStream_t compute_stream(void) { return (cudaStream_t)device_stream(); }
 
@@ -181,8 +183,11 @@ const char *transport_text(void) {
 }
 
 typedef struct Card {
-    char host[64], bus[32];
+    uint64_t machine;
+    char bus[32];  // its place in the machine
 } Card;
+
+static bool same_card(Card a, Card b) { return a.machine == b.machine && !strcmp(a.bus, b.bus); }
 
 // NCCL refuses two ranks of one host on one GPU. It tells hosts apart by NCCL_HOSTID; so ranks that share
 // a GPU say that each is a host of its own. All must be set before NCCL looks.
@@ -192,19 +197,19 @@ static void choose_mode(void) {
     compute_stream();
     CUDA_CHECK(cudaGetDevice(&device));
     CUDA_CHECK(cudaDeviceGetPCIBusId(mine.bus, sizeof mine.bus, device));
-    gethostname(mine.host, sizeof mine.host - 1);
+    mine.machine = state.place.machine;
     control_share(&mine, all, sizeof mine);
     bool here = false;
     for (int a = 0; a < ranks; a++)
         for (int b = 0; b < a; b++)
-            if (!strcmp(all[a].host, all[b].host) && !strcmp(all[a].bus, all[b].bus)) {
+            if (same_card(all[a], all[b])) {
                 state.sharing = true;
-                here = here || !strcmp(all[a].host, mine.host);
+                here = here || all[a].machine == mine.machine;
             }
     free(all);
     if (!here) return;
-    char name[96];
-    snprintf(name, sizeof name, "%s-%d", mine.host, state.place.rank);
+    char name[64];
+    snprintf(name, sizeof name, "%llx-%d", (unsigned long long)mine.machine, state.place.rank);
     setenv("NCCL_HOSTID", name, 1);
     setenv("NCCL_MNNVL_ENABLE", "0", 1);
     if (state.place.one_machine) setenv("NCCL_SOCKET_IFNAME", "lo", 0);
@@ -273,10 +278,7 @@ static void next_of_group(Operation *o) {
     if (!state.joined) join();
     o->over = o->as >= 0;
     if (o->over) return keep_communicator(group.handle, communicator_of(o->as));
-    if (cudaStreamQuery(stream(LINE_WORLD)) != cudaSuccess) {
-        cudaGetLastError();
-        return;
-    }
+    if (!is_done(cudaStreamQuery(stream(LINE_WORLD)))) return;
     ncclComm_t nccl = NULL;
     call_begin();
     NCCL_CALL(ncclCommSplit(communicator_of(0)->nccl, o->color, group.rank, &nccl, NULL));

@@ -191,7 +191,8 @@ static Request *request_of(CollectiveKind kind, Group group, int root, DType dty
           group.name ? group.name : "?", group.size);
     size_t each = sizeof(int64_t) + sizeof(int) + sizeof(bool);
     Request *r = host_alloc(sizeof *r + (size_t)notices * each);
-    *r = (Request){.call = {.kind = kind, .root = root, .dtype = dtype, .group = group}};
+    *r = (Request){.call = {.kind = kind, .root = root, .dtype = dtype, .group = group},
+                   .index = comm.calls + 1};
     r->before = memset(r + 1, 0, (size_t)notices * each);
     r->got = (int *)(r->before + notices);
     r->met = (bool *)(r->got + notices);
@@ -213,7 +214,6 @@ static const char *request_text(const void *request) {
 
 // One that was started before on the same line is done with the tensor when this one begins.
 void request_claim(Request *r, Tensor t, bool writes) {
-    r->index = comm.calls + 1;
     in_flight_check(kind_names[r->call.kind], t, writes, r->call.group.line);
     in_flight_begin(t, writes, r->call.group.line, r, request_text);
 }
@@ -290,6 +290,8 @@ static void check_parts(const Request *r, const int64_t *counts, Tensor whole, T
           name, part_name, (long long)tensor_count(part), c->group.rank, (long long)counts[c->group.rank]);
     CHECK(!tensor_exists(whole) || whole.dtype == part.dtype, "%s: in and out are %s and %s", name,
           dtype_name(whole.dtype), dtype_name(part.dtype));
+    CHECK(part.offset == whole.offset + sum_of(counts, c->group.rank) || !tensor_overlaps(whole, part),
+          "%s: %s lies in %s, and not where part %d does", name, part_name, whole_name, c->group.rank);
 }
 
 static uint64_t hash_parts(const int64_t *counts, int n) {
@@ -385,6 +387,7 @@ Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const
           (long long)give[me], (long long)take[me]);
     CHECK(in.dtype == out.dtype, "all_to_all: in and out are %s and %s", dtype_name(in.dtype),
           dtype_name(out.dtype));
+    CHECK(!tensor_overlaps(out, in), "all_to_all: in and out overlap");
     hold(r, out, in, true);
     double size = (double)dtype_size(in.dtype);
     Traffic traffic[2] = {0};
@@ -410,6 +413,9 @@ Request *comm_transfers(const Transfer *transfers, int count, Group group) {
         const Transfer *t = &transfers[i];
         CHECK(t->peer >= 0 && t->peer < group.size, "transfers: there is no peer %d in group %s of %d",
               t->peer, group.name ? group.name : "?", group.size);
+        for (int j = 0; j < i; j++)
+            CHECK((t->send && transfers[j].send) || !tensor_overlaps(t->t, transfers[j].t),
+                  "transfers: %d and %d of the batch overlap, and one of them receives", j, i);
         r->transfers[i] = (Transfer){.send = t->send, .peer = t->peer, .t = tensor_share(t->t)};
         request_claim(r, t->t, !t->send);
         double size = (double)tensor_bytes(t->t);

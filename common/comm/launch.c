@@ -103,6 +103,7 @@ static void make_folder(void) {
         if (!mkdtemp(shared)) break;
         if (lock_folder(shared, LOCK_EX) >= 0) {  // else another launcher took it for abandoned
             setenv("OMPI_MCA_btl_vader_backing_directory", shared, 0);
+            setenv("OMPI_MCA_osc_sm_backing_directory", shared, 0);
             return;
         }
         rmdir(shared);

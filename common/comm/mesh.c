@@ -114,6 +114,7 @@ Mesh mesh_standing_for_all(MeshShape s) {
 }
 
 void mesh_end(Mesh *mesh) {
+    CHECK(!mesh->world.handle, "mesh_end: the groups of mesh_new live until comm_finish");
     for (int axis = 0; axis < MESH_AXES; axis++) free((int *)mesh_group(mesh, axis)->member);
     *mesh = mesh_single();
 }
@@ -162,9 +163,10 @@ void mesh_check(MeshShape s, int ranks) {
     const char *const names[] = {"dp", "pp", "cp", "tp", "ep"};
     s = complete(s);
     int degrees[] = {s.dp, s.pp, s.cp, s.tp, s.ep};
+    enum { MOST = 1 << 15 };  // of four axes the product fits in 64 bits
     for (int i = 0; i < 5; i++)
-        CHECK(degrees[i] >= 1 && degrees[i] <= 1 << 20, "--%s %d is out of bounds: at least 1", names[i],
-              degrees[i]);
+        CHECK(degrees[i] >= 1 && degrees[i] <= MOST, "--%s %d is out of bounds: it is from 1 to %d",
+              names[i], degrees[i], MOST);
     check_ranks(s, ranks);
     check_experts(s);
 }

@@ -61,7 +61,7 @@ Mesh mesh_single(void);
 // when the degrees do not multiply up to the number of ranks.
 Mesh mesh_new(MeshShape shape);
 // The grid of a cluster of any size as its rank 0 sees it, for comm_stand_for_all: no group is made. The
-// caller ends it with mesh_end.
+// caller ends it with mesh_end, which is for no other grid: groups live until comm_finish.
 Mesh mesh_standing_for_all(MeshShape shape);
 void mesh_end(Mesh *mesh);
 void mesh_check(MeshShape shape, int ranks);  // fatal as mesh_new, which calls it; not collective

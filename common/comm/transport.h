@@ -68,9 +68,9 @@ bool control_receive(Notice *notice, int *rank);
 // True for the first rank that asks, on each machine: it may explain to the user why all must end. Safe in
 // a signal handler.
 bool control_claim(void);
-// Around calls of MPI and NCCL that wait for other ranks: in them nobody looks for dead ones, and no loop of
-// ours counts the seconds. One that takes longer ends this rank with the sentence. What was watched before
-// goes on at the end.
+// Around calls of MPI and NCCL that wait for other ranks: in them nobody looks for dead ones, and no loop
+// of ours counts the seconds. One that takes longer ends this rank with the sentence. What was watched
+// before goes on at the end.
 typedef struct Watch {
     unsigned seconds;
     const char *sentence;  // borrowed
@@ -109,6 +109,7 @@ typedef struct Place {
     int rank, ranks;
     int local_rank, ranks_here;  // among the ranks of this machine
     bool one_machine;            // it has all of them
+    uint64_t machine;            // the same number on all of its ranks, and on no others
 } Place;
 
 // After control_start; waits for the others. While the host waits for the device, `look` is called over and

@@ -115,6 +115,8 @@ Tensor tensor_view(Tensor t, int64_t first, int dims, const int64_t *shape);
 Tensor tensor_rows_of(Tensor t, int64_t first, int64_t rows);
 
 static inline bool tensor_exists(Tensor t) { return t.storage != NULL; }
+// Whether both have a byte in common.
+bool tensor_overlaps(Tensor a, Tensor b);
 int64_t tensor_count(Tensor t);    // elements
 int64_t tensor_rows(Tensor t);     // product of all dimensions but the last
 int64_t tensor_columns(Tensor t);  // the last dimension

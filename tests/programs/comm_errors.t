@@ -49,6 +49,9 @@ ends finishes 2 \
 ends fatal-one 2 '^test_comm: rank 2: something broke$'
 ends fatal-all 2 '^test_comm: rank 0: something broke$'
 ends root-9 2 'broadcast: there is no root 9 in group world of 4'
+ends in-is-out 2 'all_to_all: in and out overlap'
+ends part-of-another 2 'all_gather: in lies in out, and not where part 0 does'
+ends sent-and-overwritten 2 'transfers: 0 and 1 of the batch overlap, and one of them receives'
 ends stranger 2 'barrier: rank [23] is not a member of group pair'
 ends grid 2 '--dp 3 x --tp 2 needs 6 ranks, and there are 4: --ranks 6 would fit, or --dp 2'
 ends grid-tp 2 \
@@ -97,6 +100,19 @@ if wanted status; then
     run "$comm" --scenario status
     [ $? = 1 ] && [ ! -s "$err" ]
     report $? "one rank's FAIL is everyone's, without a word on stderr"
+fi
+# Also memory that has a name for a moment only: a run that is killed just then leaves it behind.
+if wanted "what ranks share"; then
+    "$comm" --scenario late --timeout 60 >"$out" 2>"$err" &
+    launcher=$!
+    ranks=$(ranks_of $launcher 4)
+    sleep 1
+    shared=$(for rank in $ranks; do cat /proc/$rank/maps; done |
+        sed -n 's|.* /dev/shm/\([a-z_]*\).*|\1|p' | sort -u)
+    kill -TERM $launcher
+    wait $launcher
+    [ "$shared" = ultrascale ]
+    report $? "what ranks share stands in their run's folder: ${shared//$'\n'/, }"
 fi
 # A launcher that is killed takes mpirun with it; the next start clears what they left, and nothing of a run
 # that is still there.

@@ -6,6 +6,7 @@
 
 #include "03_tensor_parallel/tensor_parallel.h"
 #include "ranks.h"
+#include "tensor/in_flight.h"
 #include "tensor/rng.h"
 
 // ---- two codecs: e4m3 with an f32 scale of each part; e5m2 with one scale of all, found by encode ----
@@ -123,6 +124,26 @@ static void gathers_what_decode_makes_of_encode(void) {
         try_gather(&by_part, dtypes[i]);
         try_gather(&by_all, dtypes[i]);
     }
+}
+
+static void look_at(const void *t) { in_flight_check("a test", *(const Tensor *)t, true, NO_LINE); }
+
+// The number of the call that writes t.
+static int64_t call_on(Tensor t) {
+    const char *why = refusal(look_at, &t), *call = why ? strstr(why, "call ") : NULL;
+    return call ? atoll(call + 5) : -1;
+}
+
+static void calls_are_numbered_in_order(void) {
+    Tensor in = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(8)), out[2];
+    op_fill(in, 1);
+    for (int i = 0; i < 2; i++) out[i] = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(8 * n));
+    Request *request[] = {comm_all_gather_coded(out[0], in, NULL, &by_part, world),
+                          comm_all_gather(out[1], in, NULL, world)};
+    if (call_on(out[0]) < 2) note("the coded call has no number");
+    SAME(call_on(out[1]), call_on(out[0]) + 1);
+    comm_wait_all(request, 2);
+    tensor_free(&in), tensor_free(&out[0]), tensor_free(&out[1]);
 }
 
 // Until it is waited for, what is decoded into is in flight. On one rank, where a child may break the rule.
@@ -301,6 +322,7 @@ static void a_recipe_chooses_the_dtype_of_sums(void) {
 
 static const RankTest tests[] = {
     TEST(gathers_what_decode_makes_of_encode),
+    TEST(calls_are_numbered_in_order),
     TEST(what_is_decoded_into_is_in_flight),
     TEST(zero3_sends_8_bits),
     TEST(sequence_parallelism_sends_8_bits),

@@ -399,6 +399,14 @@ static void scenario(const char *name) {
     if (IS("fatal-one") && me == odd) fatal("something broke");
     if (IS("fatal-all")) fatal("something broke");
     if (IS("root-9")) comm_wait(comm_broadcast(t, 9, world));
+    if (IS("in-is-out")) comm_wait(comm_all_to_all(wide, NULL, wide, NULL, world));
+    if (IS("part-of-another")) {
+        Tensor not_mine = tensor_view(wide, 1024 * ((me + 1) % n), SHAPE(1024));
+        comm_wait(comm_all_gather(wide, not_mine, NULL, world));
+    }
+    if (IS("sent-and-overwritten"))
+        comm_wait(comm_send_receive(tensor_view(wide, 0, SHAPE(1024)), (me + 1) % n,
+                                    tensor_view(wide, 1023, SHAPE(1024)), (me + n - 1) % n, world));
     if (IS("stranger")) {
         int two[2] = {0, 1};
         Group pair = comm_group("pair", LINE_WORLD, two, 2);

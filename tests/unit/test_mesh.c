@@ -108,14 +108,47 @@ static void the_mesh_has_a_line_for_each_axis(void) {
     SAME(mesh.tp_pp.size, 1);
 }
 
+// Where a group's members are kept may be anybody's once it is freed.
+static void end(const void *mesh) { mesh_end((Mesh *)mesh); }
+
+static void groups_live_until_the_end(void) {
+    Mesh mesh = mesh_new((MeshShape){.dp = n});
+    const char *why = refusal(end, &mesh);
+    if (!why || !strstr(why, "until comm_finish")) note("mesh_end takes groups of mesh_new");
+}
+
+static void check_degrees(const void *shape) { mesh_check(*(const MeshShape *)shape, 4); }
+
+static void degrees_beyond_all_clusters_are_refused(void) {
+    MeshShape large = {.dp = 1 << 18, .pp = 1 << 18, .cp = 1 << 18, .tp = 1 << 18};
+    const char *why = refusal(check_degrees, &large);
+    if (!why || !strstr(why, "--dp 262144 is out of bounds")) note("2^72 ranks: %s", why ? why : "fit");
+    MeshShape longest = {.dp = 1 << 15, .pp = 1 << 15, .cp = 1 << 15, .tp = 1 << 15};
+    why = refusal(check_degrees, &longest);
+    if (!why || !strstr(why, "1152921504606846976 ranks")) note("2^60 ranks: %s", why ? why : "fit");
+}
+
+static Group before_start;
+
+static void the_world_grows_at_the_start(void) {
+    SAME(before_start.size, 1);
+    SAME(before_start.member[0], 0);
+    SAME(comm_world().size, n);
+    for (int i = 0; i < n; i++) SAME(comm_world().member[i], i);
+}
+
 static const RankTest tests[] = {
     TEST(every_axis_parts_the_world),
     TEST(ranks_are_numbered_with_tp_fastest),
     TEST(the_mesh_has_a_line_for_each_axis),
+    TEST(groups_live_until_the_end),
+    TEST(the_world_grows_at_the_start),
+    TEST(degrees_beyond_all_clusters_are_refused),
 };
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
+    before_start = comm_world();
     const char *pattern = ranks_start(argc, argv, 2);
     return ranks_run(tests, sizeof tests / sizeof *tests, pattern);
 }

@@ -51,7 +51,6 @@ static void expect_waits(const char *flags, int once, int passes) {
     if (strstr(transport_text(), "NCCL") && waits != expected)
         note("%s: %lld waits, expected %lld", flags, (long long)waits, (long long)expected);
     trainer_free(t);
-    mesh_end(&mesh);
 }
 
 static void a_step_waits_once(void) {
