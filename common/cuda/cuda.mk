@@ -23,8 +23,9 @@ LINK := $(CXX)
 cuda_sources := common/cuda/device_cuda.cu common/cuda/gemm_cublaslt.cu \
                 $(sort $(wildcard common/cuda/ops_cuda*.cu 07_kernels/book_*.cu))
 endif
-# Where the objects of *.cu lie: builds that differ elsewhere may share them, since nvcc takes long.
-KERNELS ?= $(BUILD)/lib
+# Where the objects of *.cu lie: builds that differ elsewhere may share them, since nvcc takes long. Those
+# under emulation are compiled alike everywhere, and who shares C's shares them, too.
+KERNELS ?= $(OBJECTS)/lib
 
 ifeq ($(OPS),cuda)
 # ---- nvcc ----
@@ -123,7 +124,7 @@ cuda_parts := $(cuda_sources:%=$(KERNELS)/%.o)
 parts      += $(cuda_parts)
 cc_tests   := $(cc_tests:tests/unit/%.cc=$(BUILD)/tests/%)
 tests      += $(cc_tests)
-ifneq ($(filter-out $(BUILD)/%,$(KERNELS)),)
+ifneq ($(filter-out $(BUILD)/lib $(OBJECTS)/lib,$(KERNELS)),)
 -include $(shell find $(KERNELS) -name '*.d' 2>/dev/null)
 endif
 

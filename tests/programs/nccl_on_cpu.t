@@ -1,7 +1,7 @@
 #!/bin/bash
 # nccl_on_cpu.t: comm_nccl.cu on emulated GPUs, over nccl_on_cpu.cc, which refuses what NCCL would refuse.
 # TAP.
-# needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu OBJECTS=build KERNELS=build-cuda-on-cpu/lib
+# needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu OBJECTS=build
 # needs: build-nccl-on-cpu/tests/test_comm build-nccl-on-cpu/tests/test_comm_requests
 # needs: build-nccl-on-cpu/tests/test_comm_clock build-nccl-on-cpu/tests/test_lines
 # A pattern chooses among the tests of these programs.
@@ -9,7 +9,7 @@
 export OMP_NUM_THREADS=1
 needs_fibers
 nccl=build-nccl-on-cpu build=build-nccl-on-cpu/01_data_parallel
-builds OPS=cuda-on-cpu COMM=nccl BUILD=$nccl OBJECTS=build KERNELS=build-cuda-on-cpu/lib \
+builds OPS=cuda-on-cpu COMM=nccl BUILD=$nccl OBJECTS=build \
     $nccl/{tests/test_{comm,comm_requests,comm_clock,lines,streams,waits},corpus.txt} \
     $build/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed}
 
