@@ -151,83 +151,8 @@ const Technique zero1 = {.name = "zero1",
 
 static const Technique *const techniques[] = {&zero1, &recompute, NULL};
 
-// No part is larger than ceil(count / N): what the fullest rank stores is what all must have room for.
-static void parts_are_even(const Params *p) {
-    for (int i = 0; i < p->units; i++) {
-        const Unit *u = &p->unit[i];
-        int64_t most = (u->count + u->replicas.size - 1) / u->replicas.size;
-        report_that(u->own_count <= most,
-                    "of the %lld elements of %s, rank %d of %d has %lld, not at most %lld",
-                    (long long)u->count, u->name, u->replicas.rank, u->replicas.size,
-                    (long long)u->own_count, (long long)most);
-    }
-}
-
-// The units that have a request in flight, as bits.
-static int in_flight(Request *const *request, int units) {
-    int bits = 0;
-    for (int i = 0; i < units; i++) bits |= (request[i] != NULL) << i;
-    return bits;
-}
-
-// What all ranks send by a call for each unit, among the ranks that hold replicas of it and no others.
-static void bytes_by_replicas(const char *call, double elements, double width, Mesh mesh) {
-    double sent = comm_sum(comm_count(call).bytes, mesh.world),
-           right = (mesh.dp.size - 1) * elements * width * mesh.world.size / mesh.dp.size;
-    report_that(sent == right, "%d replicas: %s sends %.0f B, and not %.0f", mesh.dp.size, call, sent,
-                right);
-}
-
-// Gradients go as soon as they are ready, and wait for none; weights, when --gather says.
-static void what_is_in_flight(Mesh mesh, const Config *config) {
-    static const ZeroGather ways[] = {GATHER_AFTER_STEP, GATHER_BEHIND_STEP, GATHER_BEHIND_FORWARD};
-    Config c = *config;
-    c.layers = 2;
-    Trainer *t = trainer_new(&c, mesh, techniques);
-    Model *m = t->model;
-    Zero *zero = trainer_context(t, &zero1);
-    int units = m->params.units;
-    parts_are_even(&m->params);
-    double elements = (double)params_elements(&m->params), e = dtype_size(m->params.recipe.weight),
-           g = dtype_size(m->params.recipe.sum);
-    model_begin_step(m, 1);
-    clock_reset();
-    for (int unit = units - 1; unit >= 0; unit--) {
-        reduce_scatter(zero, m, unit, true);
-        int right = (1 << units) - (1 << unit), bits = in_flight(zero->reduction, units);
-        report_that(bits == right,
-                    "when %s is ready, the gradients of the units of bits %x are in flight, and not %x",
-                    m->params.unit[unit].name, (unsigned)bits, (unsigned)right);
-    }
-    wait_for_gradients(zero, m);
-    bytes_by_replicas("reduce_scatter", elements, g, mesh);
-    for (int way = 0; way < 3; way++) {
-        zero->gather = ways[way];
-        clock_reset();
-        for (int unit = 0; unit < units; unit++) {
-            stepped(zero, m, unit);
-            bool flies = way == 2 || (way == 1 && unit + 1 < units);
-            int right = flies ? (2 << unit) - 1 : 0, bits = in_flight(zero->gathering, units);
-            report_that(bits == right,
-                        "gathered %s, the weights of the units of bits %x are in flight when %s has been "
-                        "stepped, and not %x",
-                        way == 0   ? "after the step"
-                        : way == 1 ? "in the step"
-                                   : "in the next forward",
-                        (unsigned)bits, m->params.unit[unit].name, (unsigned)right);
-        }
-        complete(zero, m);
-        bytes_by_replicas("all_gather", elements, e, mesh);
-    }
-    trainer_free(t);
-}
-
 // They make the same steps, and each is faster than the one before.
 static void compare_gathers(Mesh mesh, const Config *config) {
-    what_is_in_flight(mesh, config);
-    // Every other rank, as where two ranks of tensor parallelism share each replica.
-    int ranks = mesh.world.size;
-    if (ranks % 2 == 0) what_is_in_flight(mesh_new((MeshShape){.dp = ranks / 2, .tp = 2}), config);
     static const ZeroVariant ways[] = {{"after step", &zero1, "gather", GATHER_AFTER_STEP},
                                        {"in step", &zero1, "gather", GATHER_BEHIND_STEP},
                                        {"in forward", &zero1, "gather", GATHER_BEHIND_FORWARD}};

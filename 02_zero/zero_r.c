@@ -211,34 +211,6 @@ static void run(Way *way, const Config *config, Group tp) {
     memory_listen(NULL, NULL);
 }
 
-// Of two micro-batches in flight the first has the arena: the backward of the other gives no place back.
-static void two_in_flight(const Config *config, Group tp) {
-    Config c = *config;
-    c.recompute = RECOMPUTE_NONE;
-    Trainer *t = trainer_new(&c, mesh_single(), NULL);
-    ZeroR z = {.tp = tp, .contiguous = true};
-    zero_r_plug(t->model, &z);
-    Batch batch = batch_new(t, 0);
-    MicroBatch micro[2];
-    model_begin_step(t->model, 2);
-    for (int i = 0; i < 2; i++) {
-        micro[i] = micro_batch_new(t->model, i, c.micro_batch, batch.tokens, batch.targets, 1);
-        model_forward(t->model, &micro[i]);
-    }
-    for (int i = 1; i >= 0; i--) {
-        model_backward(t->model, &micro[i]);
-        for (int64_t layer = 0; layer < c.layers; layer++)
-            report_that(z.held[layer] == (i == 1),
-                        "block %ld's place in the arena is %s after the backward of "
-                        "micro-batch %d",
-                        layer, i == 1 ? "given back" : "still held", i);
-        micro_batch_free(t->model, &micro[i]);
-    }
-    batch_free(&batch);
-    zero_r_unplug(t->model, &z);
-    trainer_free(t);
-}
-
 // Bytes of the inputs of all blocks that this rank keeps.
 static double checkpoint_bytes(const Config *c, const Way *way, Group tp) {
     int64_t first, count = c->micro_batch * c->seq * c->hidden;
@@ -393,7 +365,6 @@ int main(int argc, char **argv) {
     mesh_print(&mesh, shape);
     config_print(&config);
     checkpoints(&config, mesh.world);
-    two_in_flight(&config, mesh.world);
     buffers(&config, mesh, buffer_bytes);
     timeline_finish(&config, mesh.world);
     const char *proven = config.no_check ? "" : ", and no bit changes";
