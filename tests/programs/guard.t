@@ -47,7 +47,8 @@ for program in "$build"/0[0-9]_*/*; do
     ! has shown || flags+=(--tp 1 --shown 2)
     [ $name != hybrid_zero ] || flags+=(--shard-ranks 1)
     [ $name != overlapped_experts ] || flags+=(--ep "${RANKS:-2}")
-    [ $name != node_limited_routing ] || flags+=(--ep "${RANKS:-2}" --gpus-per-node 1)
+    [ $name != node_limited_routing ] ||
+        flags+=(--ep "${RANKS:-2}" --gpus-per-node $(((${RANKS:-2} + 3) / 4)))
     passes_at "$program" "${flags[@]}"
     # Other ways through the core: 16-bit storage with its f32 copies, tied weights, accumulation. Experts:
     # all of them for every token, as rounding would decide which.
