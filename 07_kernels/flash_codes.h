@@ -13,6 +13,9 @@
 typedef __nv_fp8_e4m3 Code;
 enum { ENCODER = 256, LANE_PART = TILE_ROW / 32 };  // threads; numbers of a lane
 constexpr float LARGEST = 448;                      // of e4m3
+// A tile's largest number counts as this at least: 1 / scale and the ratio of two scales stay finite, and
+// so do sums in units of a scale. Smaller ones lose bits, and become 0 below 2^-74.
+constexpr float LEAST = LARGEST * 0x1p-64f;
 template <int D>
 constexpr int TILE_OF_CODES = D *TILE_ROW;  // bytes
 
@@ -33,7 +36,7 @@ __global__ void __launch_bounds__(ENCODER) encode(Code *code, float *scale, cons
     const T *from = x + ((int64_t)blockIdx.z * s * heads + blockIdx.y) * D + column % D;
     const int64_t line = blockIdx.z * lines + tile * D + own_warp();
     Code *to = code + (line * heads + blockIdx.y) * TILE_ROW + column;
-    float of_lane[EACH_WARP][LANE_PART], most = 0;
+    float of_lane[EACH_WARP][LANE_PART], most = LEAST;
 #pragma unroll
     for (int i = 0; i < EACH_WARP; i++) {
         const int row = first + i * WARPS;
@@ -45,7 +48,7 @@ __global__ void __launch_bounds__(ENCODER) encode(Code *code, float *scale, cons
         for (int c = 0; c < LANE_PART; c++) most = fmaxf(most, fabsf(of_lane[i][c]));
     }
     most = over_block<larger, WARPS>(most, 0, parts);
-    const float by = most > 0 ? LARGEST / most : 1;
+    const float by = LARGEST / most;
 #pragma unroll
     for (int i = 0; i < EACH_WARP; i++) {
         const float *y = of_lane[i];
@@ -53,8 +56,7 @@ __global__ void __launch_bounds__(ENCODER) encode(Code *code, float *scale, cons
             *reinterpret_cast<uint32_t *>(to + (int64_t)i * WARPS * heads * TILE_ROW) =
                 codes(y[0] * by, y[1] * by, y[2] * by, y[3] * by);
     }
-    if (threadIdx.x == 0)
-        scale[(blockIdx.z * heads + blockIdx.y) * gridDim.x + tile] = most > 0 ? most / LARGEST : 1;
+    if (threadIdx.x == 0) scale[(blockIdx.z * heads + blockIdx.y) * gridDim.x + tile] = most / LARGEST;
 }
 
 // ---- host code ----

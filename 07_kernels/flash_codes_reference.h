@@ -19,7 +19,7 @@ static std::vector<float> decoded(const Coded<D> &x, const std::vector<float> &f
         const int64_t tile = unit % tiles, head = unit / tiles % heads, sample = unit / tiles / heads;
         const int64_t first = (sample * s + tile * ROWS) * stride + head * D;
         const int64_t rows = std::min((int64_t)ROWS, s - tile * ROWS);
-        float most = 0;
+        float most = LEAST;
         for (int64_t i = 0; i < rows * D; i++)
             most = fmaxf(most, fabsf(from[(size_t)(first + i / D * stride + i % D)]));
         wrong += scales[(size_t)unit] != most / LARGEST;
@@ -75,7 +75,17 @@ RowError row_error(const Heads &n, const AttentionMask *mask, int64_t row, const
     return r;
 }
 
-// Operands of attention, and what a kernel makes of them.
+// The same, with numbers from place `from` on that are too small for a scale of their own.
+template <class T>
+Given<T> vanishing(Given<T> x, int64_t from) {
+    for (size_t i = (size_t)from; i < x.narrow.size(); i++) {
+        x.narrow[i] = static_cast<T>(ldexpf(x.exact[i], -126));
+        x.exact[i] = static_cast<float>(x.narrow[i]);
+    }
+    return x;
+}
+
+// Operands of attention, and what a kernel makes of them. Tokens from `last` on vanish.
 template <class T, int D, class Shape>
 struct CodesCase {
     Shape n;
@@ -85,13 +95,13 @@ struct CodesCase {
     Array<float> lse;
     Operands8<D> coded;
 
-    CodesCase(const Shape &n, double scale)
+    CodesCase(const Shape &n, double scale, int64_t last = INT32_MAX)
         : n(n),
           rows(n.b * n.s * n.a),
           keys(n.b * keys_of(n) * n.kv),
-          q(rows * D, scale, 1),
-          k(keys * D, 1, 2),
-          v(keys * D, 1, 3),
+          q(vanishing(Given<T>(rows * D, scale, 1), last * n.a * D)),
+          k(vanishing(Given<T>(keys * D, 1, 2), last * n.kv * D)),
+          v(vanishing(Given<T>(keys * D, 1, 3), last * n.kv * D)),
           d_q(q.narrow.data(), rows * D),
           d_k(k.narrow.data(), keys * D),
           d_v(v.narrow.data(), keys * D),
@@ -130,9 +140,15 @@ Proof prove_codes(bool causal, Attend attend) {
     const struct {
         int64_t b, s, a, kv;
         double scale;
-    } cases[] = {{1, 0, 1, 1, 1}, {2, 1, 2, 1, 1}, {1, 37, 4, 2, 30}, {1, 2 * KEYS + 7, 3, 3, 1}};
+        int64_t last;
+    } cases[] = {{1, 0, 1, 1, 1, 0},
+                 {2, 1, 2, 1, 1, 2},
+                 {1, 37, 4, 2, 30, 37},
+                 {1, 2 * KEYS + 7, 3, 3, 1, 2 * KEYS + 7},
+                 {1, 2 * KEYS + 7, 1, 1, 1, KEYS}};
     for (auto &n : cases) {
-        const CodesCase<T, D, Heads> it({n.b, n.s, n.a, n.kv, 1 / sqrtf((float)D), causal}, n.scale);
+        const CodesCase<T, D, Heads> it({n.b, n.s, n.a, n.kv, 1 / sqrtf((float)D), causal}, n.scale,
+                                        n.last);
         const std::vector<float> once = it.attended(attend);
         it.hold(&proof, once, NULL);
         report_that(it.attended(attend) == once, "two runs with %lld tokens differ", (long long)n.s);

@@ -82,7 +82,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier *b, uint32_t byt
 }
 
 // Waits until the phase of this parity has ended: phases alternate between 0 and 1, from 0 on. Before the
-// first has ended, the one of parity 1 counts as ended.
+// first has ended, the one of parity 1 counts as ended. The next phase must not end before this returns: it
+// would wait for the one after.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier *b, uint32_t parity) {
     for (uint32_t done = 0; !done;)
         HOPPER_ASM(

@@ -68,10 +68,8 @@ struct Tiling {
     }
     __device__ int64_t tile(int64_t i) const { return tile(i / columns, i % columns); }
     // Whether N that follow each other from a multiple of N on are of one tile.
-    bool holds_packs(int64_t n) const {
-        const bool one = tile_rows >= rows && tile_columns >= columns;
-        return one || (columns % n == 0 && tile_columns % n == 0);
-    }
+    bool holds_packs(int64_t n) const { return is_one() || (columns % n == 0 && tile_columns % n == 0); }
+    bool is_one() const { return tile_rows >= rows && tile_columns >= columns; }
 };
 
 // The larger of the bits of two numbers without their signs is the larger number, and NaN beats all.
@@ -84,26 +82,43 @@ __device__ inline unsigned size_of(A number) {
     return __float_as_uint((float)number) & 0x7fffffff;
 }
 
-// So many blocks share a tile, and each has one atomic for it: those on one word wait for one another. Each
-// thread counts on the row and column in which it stands: to divide for them takes longer than the memory.
-template <class T>
-__global__ void find_amax(unsigned *most, const T *x, Tiling t, int64_t tiles, int64_t sharing) {
-    const int64_t step = sharing * blockDim.x;
-    const int64_t down = step / t.tile_columns, right = step % t.tile_columns;
-    for (int64_t at = blockIdx.x; at < tiles * sharing; at += gridDim.x) {
+// A share of a tile is a block's or, of a tile that a warp loads at once, a warp's, and has one atomic for
+// it: those on one word wait for one another. Each thread counts on the row and column of its pack: to
+// divide for them takes longer than the memory.
+template <int N, class T>
+__global__ void find_amax(unsigned *most, const T *x, Tiling t, int64_t shares, int64_t sharing,
+                          bool by_warp) {
+    constexpr int AHEAD = BYTES_AHEAD / PACK_BYTES;
+    const int64_t threads = by_warp ? WARP : blockDim.x, here = blockDim.x / threads;
+    const int64_t packs = t.tile_columns / N;
+    const int64_t down = sharing * threads / packs, right = sharing * threads % packs * N;
+    for (int64_t at = blockIdx.x * here + threadIdx.x / threads; at < shares; at += gridDim.x * here) {
         const int64_t tile = at / sharing;
         const int64_t row0 = tile / t.across * t.tile_rows, column0 = tile % t.across * t.tile_columns;
-        const int64_t row_end = least(row0 + t.tile_rows, t.rows), column_end = column0 + t.tile_columns;
-        const int64_t first = at % sharing * blockDim.x + threadIdx.x;
-        int64_t row = row0 + first / t.tile_columns, column = column0 + first % t.tile_columns;
+        const int64_t row_end = least(row0 + t.tile_rows, t.rows), column_end = column0 + packs * N;
+        const int64_t first = at % sharing * threads + threadIdx.x % threads;
+        int64_t row = row0 + first / packs, column = column0 + first % packs * N;
         unsigned largest = 0;
         while (row < row_end) {
-            if (column < t.columns) largest = Larger()(largest, size_of(wide(x[row * t.columns + column])));
-            row += down, column += right;
-            if (column >= column_end) column -= t.tile_columns, row++;
+            Pack<T, N> in[AHEAD] = {};
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) {
+                if (row < row_end && column < t.columns) in[k] = load<N>(x + row * t.columns + column);
+                row += down, column += right;
+                if (column >= column_end) column -= packs * N, row++;
+            }
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++)
+                for (int j = 0; j < N; j++) largest = Larger()(largest, size_of(wide(in[k].x[j])));
         }
-        largest = over_block(largest, Larger());
-        if (threadIdx.x == 0) atomicMax(&most[tile], largest);
+        // Behind the last pack; only of a tile that is a row by itself.
+        for (int64_t i = t.columns / N * N + first; i < t.columns; i += sharing * threads)
+            largest = Larger()(largest, size_of(wide(x[i])));
+        if (by_warp)
+            for (int lanes = 1; lanes < WARP; lanes *= 2)
+                largest = Larger()(largest, from_lane(largest, lanes));
+        else largest = over_block(largest, Larger());
+        if (threadIdx.x % threads == 0) atomicMax(&most[tile], largest);
     }
 }
 
@@ -213,25 +228,35 @@ __global__ void decode(T *y, const uint8_t *codes, const float *scale, Tiling t)
         y[i] = narrow<T>(number_of<Code>(codes[i]) * scale[t.tile(i)]);
 }
 
+template <int N, class T>
+static void launch_amax(unsigned *most, const T *x, const Tiling &t) {
+    constexpr int64_t ENOUGH = BYTES_AHEAD / sizeof(T), MOST_SHARING = 1024;  // of a thread; blocks
+    const int64_t size = t.tile_rows * t.tile_columns, tiles = ceil_div(t.rows, t.tile_rows) * t.across;
+    const bool by_warp = size <= WARP * ENOUGH;
+    const unsigned threads = by_warp ? MOST_THREADS : threads_for(ceil_div(size, ENOUGH));
+    const int64_t sharing = by_warp ? 1 : least(ceil_div(size, ENOUGH * threads), MOST_SHARING);
+    const int64_t blocks = by_warp ? ceil_div(tiles * WARP, threads) : tiles * sharing;
+    LAUNCH((find_amax<N, T>), (unsigned)least(blocks, INT_MAX), threads, 0, stream(), most, x, t,
+           tiles * sharing, sharing, by_warp);
+}
+
 void kernel_tile_amax(DType dtype, float *amax, const void *x, int64_t rows, int64_t columns,
                       bool transpose, Tile tile) {
-    // Of all of a matrix, the largest is that of the transpose as well.
-    const bool whole = tile.rows <= 0 && tile.columns <= 0;
-    Tiling t = Tiling::of(rows, columns, transpose && !whole, tile);
+    Tiling t = Tiling::of(rows, columns, transpose, tile);
     if (rows * columns == 0) return;
-    constexpr int64_t LEAST = 4, ENOUGH = 16, MOST_SHARING = 1024;  // elements of a thread; blocks
-    const int64_t size = t.tile_rows * t.tile_columns, tiles = ceil_div(t.rows, t.tile_rows) * t.across;
-    const unsigned threads = threads_for(ceil_div(size, LEAST));
-    const int64_t sharing = least(ceil_div(size, ENOUGH * threads), MOST_SHARING);
+    // Of all of a matrix, the largest is that of the transpose, and of one row, as well.
+    if (t.is_one()) t = Tiling::of(1, rows * columns, false, {0, 0});
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
+        constexpr int N = pack_of<T>;
+        unsigned *most = (unsigned *)amax;
+        const T *from = (const T *)x;
         const int64_t patches = ceil_div(t.rows, WARP) * t.across, parts = ceil_div(t.tile_columns, PART);
         if (t.transpose)
             LAUNCH(find_amax_turned<T>, blocks_for("tile_amax", patches * parts), MOST_THREADS, 0, stream(),
-                   (unsigned *)amax, (const T *)x, t, parts);
-        else
-            LAUNCH(find_amax<T>, (unsigned)least(tiles * sharing, INT_MAX), threads, 0, stream(),
-                   (unsigned *)amax, (const T *)x, t, tiles, sharing);
+                   most, from, t, parts);
+        else if (is_aligned(x) && t.holds_packs(N) && t.columns >= N) launch_amax<N>(most, from, t);
+        else launch_amax<1>(most, from, t);
     });
 }
 

@@ -288,6 +288,7 @@ static void order_lanes(Warp *w, uint32_t mask) {
 static void meet(int warp, int lane, uint32_t mask) {
     Warp *w = &warps[warp];
     int op = w->op[lane], width = w->width[lane];
+    mbarriers_meet(warp, mask);
     if (op == WARP_SYNC) return order_lanes(w, mask);
     if (op == WARP_LDMATRIX) return exchange_rows(w, w->argument[lane] != 0);
     if (op == WARP_MMA) return multiply_fragments(w);

@@ -109,6 +109,8 @@ static inline bool comes_before(uint32_t lanes, uint16_t stamp) {
 void clocks_join(const Warp *warp, uint32_t lanes);
 // The lanes of the warp know what its tensor cores have read before `stamp`.
 void clocks_know_tensor_cores(const Warp *warp, uint16_t stamp);
+// These lanes stand at one operation of the warp: what each has waited for at mbarriers is behind all.
+void mbarriers_meet(int warp, uint32_t lanes);
 // A copy that somebody waits for arrives; false: there is none.
 bool copy_arrives(void);
 // Ends the program: what the thread, which waits at an mbarrier for ever, waits for.

@@ -30,9 +30,13 @@ for program in "$build"/0[0-9]_*/*; do
     # A pipeline: two chunks a rank with a layer each, and the fewest micro-batches that DualPipe takes.
     layers=1 steps=2 stages=$((2 * ${RANKS:-2}))
     [[ $program != */05_* ]] || layers=$stages steps=1
-    flags=()
+    flags=() size=(--hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13)
+    # More ranks each have a head, and whole parts of all that tensor parallelism splits.
+    [ "${RANKS:-2}" -le 2 ] ||
+        size=(--hidden $((4 * RANKS)) --heads $RANKS --kv-heads $RANKS --ffn $((5 * RANKS)) \
+            --seq $((4 * RANKS)))
     ! has layers || flags+=(--layers $layers)
-    ! has hidden || flags+=(--hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13)
+    ! has hidden || flags+=("${size[@]}")
     ! has steps || flags+=(--steps $steps)
     [ $layers = 1 ] || ! has grad-acc || flags+=(--grad-acc $stages)
     ! has proof-only || flags+=(--proof-only)
@@ -43,7 +47,8 @@ for program in "$build"/0[0-9]_*/*; do
     ! has shown || flags+=(--tp 1 --shown 2)
     [ $name != hybrid_zero ] || flags+=(--shard-ranks 1)
     [ $name != overlapped_experts ] || flags+=(--ep "${RANKS:-2}")
-    [ $name != node_limited_routing ] || flags+=(--ep "${RANKS:-2}" --gpus-per-node 1)
+    [ $name != node_limited_routing ] ||
+        flags+=(--ep "${RANKS:-2}" --gpus-per-node $(((${RANKS:-2} + 3) / 4)))
     passes_at "$program" "${flags[@]}"
     # Other ways through the core: 16-bit storage with its f32 copies, tied weights, accumulation. Experts:
     # all of them for every token, as rounding would decide which.

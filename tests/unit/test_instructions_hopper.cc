@@ -336,6 +336,42 @@ static void a_ring_of_tiles(void **state) {
     FOUND(turn<UNALIGNED>(), "copies a swizzled tile to 0x", "which is no multiple of 1024");
 }
 
+// ---- phases ----
+
+// The second warp ends three phases that the first waits for; ASKS: it begins the next when the first says
+// so, by lane 0, which knows of the others or does not.
+enum Asking { NOT_AT_ALL, BY_LANE_0, BY_SHUFFLE, WITHOUT_THE_OTHERS };
+template <Asking ASKS>
+__global__ void phases_ahead() {
+    __shared__ Mbarrier ended;
+    __shared__ Mbarrier looked;
+    if (threadIdx.x == 0) mbarrier_init(&ended, 1), mbarrier_init(&looked, 1);
+    __syncthreads();
+    for (uint32_t phase = 0; phase < 3; phase++) {
+        if (threadIdx.x < 32) {
+            mbarrier_wait(&ended, phase & 1);
+            if (ASKS == BY_LANE_0) __syncwarp();
+            if (ASKS == BY_SHUFFLE) __any_sync(~0u, true);
+            if (threadIdx.x == 0) mbarrier_arrive(&looked);
+        } else if (threadIdx.x == 32) {
+            if (ASKS != NOT_AT_ALL) mbarrier_wait(&looked, 1 - (phase & 1));
+            mbarrier_arrive(&ended);
+        }
+    }
+}
+
+static void a_phase_is_seen_before_the_next_ends(void **state) {
+    (void)state;
+    SOUND(LAUNCH(phases_ahead<BY_LANE_0>, 2, 64, 0, 0));
+    SOUND(LAUNCH(phases_ahead<BY_SHUFFLE>, 2, 64, 0, 0));
+    SOUND(cuda_on_cpu_order(7); LAUNCH(phases_ahead<BY_LANE_0>, 2, 64, 0, 0));
+    FOUND(LAUNCH(phases_ahead<NOT_AT_ALL>, 1, 64, 0, 0), "thread 0", "waits at ended (",
+          ") for the parity 0, and nothing keeps phase 1 from ending before it looks: it would wait for "
+          "phase 2");
+    FOUND(LAUNCH(phases_ahead<WITHOUT_THE_OTHERS>, 1, 64, 0, 0), "thread 1", "waits at ended (",
+          ") for the parity 0, and nothing keeps phase 1 from ending");
+}
+
 // ---- registers ----
 
 // Three warpgroups have 168 registers a thread at launch. The first has GIVEN, the others TAKEN.
@@ -374,6 +410,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(products_of_a_warpgroup),
         cmocka_unit_test(sums_of_8_bits_are_cut_off),
         cmocka_unit_test(a_ring_of_tiles),
+        cmocka_unit_test(a_phase_is_seen_before_the_next_ends),
         cmocka_unit_test(registers_are_those_of_the_block),
     };
     return cmocka_run_group_tests_name("instructions_hopper", tests, NULL, NULL);

@@ -166,18 +166,23 @@ static void uploads_wait_for_nobody(void **) {
 }
 
 // Codes (ROWS, COLUMNS) of bf16. As x lies, a thread takes a pack of 16: three requests for a warp's 512.
-// Turned, a warp takes 32 of a row of x, and stores 32 of a row of codes. So each sector moves once.
+// Turned, a warp takes 32 of a row of x, and stores 32 of a row of codes. So each sector moves once. To
+// find the largest, a thread takes 8 at a time, and a block or, of a small tile, a warp has one atomic.
 static void codes_move_whole_sectors(void **) {
     constexpr int64_t ROWS = 128, COLUMNS = 256, COUNT = ROWS * COLUMNS;
     const struct {
         Tile tile;
         bool turned;
         int64_t scales, requests;  // without those of the scales
+        int64_t of_amax;
     } cases[] = {
-        {{0, 0}, false, 1, COUNT / 16 / 32 * 3},    {{1, 128}, false, ROWS * 2, COUNT / 16 / 32 * 3},
-        {{1, 8}, false, ROWS * 32, COUNT / 32 * 2},  // no pack is of one tile
-        {{0, 0}, true, 1, COUNT / 32 * 2},          {{1, 128}, true, ROWS * 2, COUNT / 32 * 2},
-        {{128, 128}, true, 2, COUNT / 32 * 2}};
+        {{0, 0}, false, 1, COUNT / 16 / 32 * 3, COUNT / 8 / 32 + COUNT / 32 / 256},
+        {{128, 128}, false, 2, COUNT / 16 / 32 * 3, COUNT / 8 / 32 + COUNT / 32 / 256},
+        {{1, 128}, false, ROWS * 2, COUNT / 16 / 32 * 3, COUNT / 8 / 16 + ROWS * 2},
+        {{1, 8}, false, ROWS * 32, COUNT / 32 * 2, COUNT / 8 * 2},  // no pack of codes is of one tile
+        {{0, 0}, true, 1, COUNT / 32 * 2, COUNT / 8 / 32 + COUNT / 32 / 256},
+        {{1, 128}, true, ROWS * 2, COUNT / 32 * 2, COUNT / 32 + COUNT / 32 / 128},
+        {{128, 128}, true, 2, COUNT / 32 * 2, COUNT / 32 + COUNT / 32 / 128}};
     const Doubles x = random_numbers(BF16, COUNT, 5);
     std::vector<uint16_t> stored((size_t)COUNT);
     dtype_convert(stored.data(), BF16, x.data(), F64, COUNT);
@@ -200,7 +205,7 @@ static void codes_move_whole_sectors(void **) {
         if (requests > is.requests * 3 / 2 || sectors > COUNT * 3 / 32 * 2)
             fail_msg("%d x %d%s: %d requests, %d sectors", (int)is.tile.rows, (int)is.tile.columns,
                      is.turned ? ", turned" : "", (int)requests, (int)sectors);
-        if (!is.turned) continue;
+        requests = is.of_amax;
         Device most(F32, Doubles(scales.size()));
         scale.assign(scale.size(), 0);
         kernel_tile_amax(BF16, scale.data(), stored.data(), rows, columns, is.turned, is.tile);
@@ -208,7 +213,36 @@ static void codes_move_whole_sectors(void **) {
         cuda_kernel_tile_amax(BF16, (float *)most.at, from.at, rows, columns, is.turned, is.tile);
         if (cuda_count_end_global) cuda_count_end_global(&requests, &sectors);
         assert_same("tile_amax", most, Doubles(scale.begin(), scale.end()));
-        if (sectors > COUNT * 2 / 32 * 2) fail_msg("the largest: %d sectors", (int)sectors);
+        if (requests != is.of_amax || sectors > COUNT * 2 / 32 * 5 / 4 + 2 * is.scales)
+            fail_msg("the largest of %d x %d%s: %d requests, not %d, and %d sectors", (int)is.tile.rows,
+                     (int)is.tile.columns, is.turned ? ", turned" : "", (int)requests, (int)is.of_amax,
+                     (int)sectors);
+    }
+}
+
+// The largest of a tile stands in one of its corners, where rows begin at odd places, or tiles or rows are
+// no whole packs, and where they are.
+static void amax_has_all_of_its_tile(void **) {
+    constexpr int64_t ROWS = 19;
+    for (int64_t how = 0; how < 48; how++) {
+        const int shift = (int)how % 2;
+        const DType dtype = all_dtypes[how / 2 % 4];
+        const int64_t columns = how % 16 < 8 ? 136 : 139;
+        const Tile tile = how < 16 ? Tile{0, 0} : how < 32 ? Tile{1, 16} : Tile{16, 120};
+        const int64_t high = tile.rows ? tile.rows : ROWS, wide = tile.columns ? tile.columns : columns;
+        const int64_t across = (columns + wide - 1) / wide, down = (ROWS + high - 1) / high;
+        for (int corner = 0; corner < 4; corner++) {
+            Doubles x = random_numbers(dtype, ROWS * columns, 9), want((size_t)(down * across));
+            for (int64_t t = 0; t < down * across; t++) {
+                const int64_t row0 = t / across * high, column0 = t % across * wide;
+                const int64_t row = corner & 1 ? std::min(row0 + high, ROWS) - 1 : row0;
+                const int64_t column = corner & 2 ? std::min(column0 + wide, columns) - 1 : column0;
+                x[(size_t)(row * columns + column)] = -(want[(size_t)t] = (double)(8 + t % 100));
+            }
+            Device from(dtype, x, shift), most(F32, Doubles(want.size()));
+            cuda_kernel_tile_amax(dtype, (float *)most.at, from.at, ROWS, columns, false, tile);
+            assert_same("tile_amax", most, want);
+        }
     }
 }
 
@@ -223,6 +257,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(what_the_book_does_not_serve_is_the_back_ends),
         cmocka_unit_test(uploads_wait_for_nobody),
         cmocka_unit_test(codes_move_whole_sectors),
+        cmocka_unit_test(amax_has_all_of_its_tile),
     };
     return cmocka_run_group_tests_name("ops_cuda_host", tests, NULL, NULL);
 }
