@@ -36,7 +36,7 @@ typedef struct Config {
         groups_kept;      // MOE_DEEPSEEK: of so many groups a token's experts are in the best
     double routed_scale;  // MOE_DEEPSEEK: multiplies the weights of the chosen
     bool tied;
-    // Flags that were typed: of the shape, which a checkpoint has itself and must not contradict, and --seq.
+    // Flags that were typed: of the shape, which a checkpoint has and must not contradict, and --seq.
     bool shape_given, seq_given;
     int64_t head_size;  // d, where it is not h / a; else 0
     Rope rope;
