@@ -142,14 +142,14 @@ int main(int argc, char **argv) {
     bool masked_only = false;
     Option own[] = {
         {"masked", OPTION_FLAG, &masked_only, NULL, 0, 0, "", "only the case with ignored labels", false}};
-    Config config =
-        config_parse(argc, argv,
-                     "One batch of --micro-batch samples, split into 1, 2, 4, … micro-batches, makes "
-                     "the same step.",
-                     CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_RECOMPUTE | CONFIG_REPORT,
-                     "layers=2 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=8 steps=3 "
-                     "dtype=f64 optimizer=sgd lr=0.1",
-                     own, 1);
+    Config config = config_parse(
+        argc, argv,
+        "One batch of --micro-batch samples, split into 1, 2, 4, … micro-batches, makes "
+        "the same step.",
+        CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_RECOMPUTE | CONFIG_REPORT | CONFIG_TRACE,
+        "layers=2 hidden=48 heads=6 kv-heads=2 ffn=88 seq=31 micro-batch=8 steps=3 "
+        "dtype=f64 optimizer=sgd lr=0.1",
+        own, 1);
     CHECK(config.grad_acc == 1,
           "--grad-acc: this program chooses the splits itself; give --micro-batch samples");
     CHECK(config.seq >= 8, "--seq %lld leaves too few labels to ignore some of them: give 8 or more",

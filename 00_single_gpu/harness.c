@@ -175,6 +175,8 @@ static void check_typed_for(const Config *c, const Program *program, bool dry_ru
               "--%s is read with --no-check alone: add that, or leave out --%s", real[i], real[i]);
     CHECK(!config_given(c, "temperature") || config_number(c, "sample") > 0,
           "--temperature is the sample's, and --sample 0 writes none: leave one of them out");
+    CHECK(proves || dry_run || !c->verbose,
+          "--verbose shows each row of the proof, and --no-check leaves that out: leave one of them out");
     for (int i = 0; i < program->more_options; i++)
         CHECK((proves && !dry_run) || !config_given(c, program->more_option[i].name),
               "--%s says what is shown after the proof, and --%s leaves that out: leave one of them out",
@@ -246,11 +248,12 @@ int program_main(int argc, char **argv, const Program *own_program) {
     bool dry_run;
     Option own[MOST_OPTIONS];
     int options = own_options(own, program, &dry_run);
-    unsigned groups =
-        CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_RECOMPUTE | CONFIG_FILES | CONFIG_REPORT;
+    unsigned groups = CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_RECOMPUTE | CONFIG_FILES |
+                      CONFIG_REPORT | CONFIG_CLOCK | CONFIG_TRACE;
     unsigned axes = axes_of(program);
     for (int i = 0; program->techniques[i]; i++) groups |= program->techniques[i]->brings;
-    if (!program->trains) groups |= CONFIG_CHECK | CONFIG_TIMELINE | (axes ? CONFIG_RANKS : 0);
+    if (!program->trains)
+        groups |= CONFIG_CHECK | CONFIG_TIMELINE | (axes ? CONFIG_RANKS | CONFIG_CLUSTER : 0);
     groups |= (axes & 1u << AXIS_DP ? CONFIG_DP : 0) | (axes & 1u << AXIS_PP ? CONFIG_PP : 0) |
               (axes & 1u << AXIS_CP ? CONFIG_CP : 0) | (axes & 1u << AXIS_TP ? CONFIG_TP : 0) |
               (axes & 1u << AXIS_EP ? CONFIG_EP : 0);
@@ -259,7 +262,7 @@ int program_main(int argc, char **argv, const Program *own_program) {
     CHECK(!((config.init || config.resume) && config.shape_given),
           "--init and --resume take the model's shape from the folder's config.json: leave out --model, "
           "--layers, --hidden, --heads, --kv-heads, --head-size, --ffn, --vocab, --tied, --experts and "
-          "--top-k");
+          "the flags of experts");
     CHECK(!(dry_run && (config.save || config.resume || config.init)),
           "--dry-run computes no weights to save or begin with: leave out --save, --resume and --init");
     comm_start(argc, argv, program->natural);

@@ -231,9 +231,6 @@ static void print_sweep(const MemoryPlan *plan) {
 // ---- the proof: a real step's account, kind by kind ----
 
 static void measure(const MemoryPlan *plan, bool dry_run) {
-    CHECK(plan->tp == 1 && plan->dp == 1 && !plan->gpt && plan->f32_gradients && plan->optimizer_bytes == 0,
-          "--measure runs this book's model on one device: not with --tp, --dp, --block gpt, --k or "
-          "--no-f32-gradients");
     device_dry_run(dry_run);
     memory_reset_peak();
     Trainer *trainer = trainer_new(&plan->model, mesh_single(), NULL);
@@ -319,6 +316,14 @@ int main(int argc, char **argv) {
     plan.f32_gradients = !bf16_gradients;
     measured |= no_flags;
     CHECK(measured || (!dry_run && !data), "--dry-run and --data say how --measure runs: it is not given");
+    CHECK(!measured || (plan.tp == 1 && plan.dp == 1 && !plan.gpt && plan.f32_gradients &&
+                        plan.optimizer_bytes == 0),
+          "--measure runs this book's model on one device: not with --tp, --dp, --block gpt, --k or "
+          "--no-f32-gradients");
+    CHECK(
+        plan.f32_gradients || dtype_size(plan.model.dtype) == 2,
+        "--no-f32-gradients is about gradients of 16 bits, and --dtype %s has none: --dtype bf16 would fit",
+        dtype_name((DType)plan.model.dtype));
     check_cuts(&plan);
     report_json(json);
     print_need(&plan);

@@ -182,9 +182,10 @@ int main(int argc, char **argv) {
     Option own[] = {{"svg", OPTION_OUTPUT, &svg, NULL, 0, 0, "FILE", "picture of memory over time", false},
                     {"dry-run", OPTION_FLAG, &dry_run, NULL, 0, 0, "",
                      "count and clock, but compute nothing: any size", false}};
-    Config config =
-        config_parse(argc, argv, "Where the time and the memory of a training step go.",
-                     CONFIG_MODEL | CONFIG_BATCH | CONFIG_RECOMPUTE | CONFIG_REPORT, "steps=4", own, 2);
+    Config config = config_parse(
+        argc, argv, "Where the time and the memory of a training step go.",
+        CONFIG_MODEL | CONFIG_BATCH | CONFIG_RECOMPUTE | CONFIG_REPORT | CONFIG_CLOCK | CONFIG_TRACE,
+        "steps=4", own, 2);
     // The files stand beside the program unless they are named.
     char *beside[] = {format_text("%s.svg", argv[0]), format_text("%s.trace.json", argv[0])};
     if (!svg) svg = beside[0];

@@ -140,7 +140,8 @@ int main(int argc, char **argv) {
                      "count and clock every operation, compute none: any size on any machine", false}};
     Config config = config_parse(
         argc, argv, "Activation recomputation: what it saves, what it costs, and that it changes no bit.",
-        CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_CHECK,
+        CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_CLOCK | CONFIG_TRACE |
+            CONFIG_CHECK,
         "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 seq=61 micro-batch=2 grad-acc=2 steps=3", own, 1);
     report_json(config.json);
     report_quiet(!config.verbose);

@@ -234,8 +234,9 @@ int main(int argc, char **argv) {
     double seconds;
     Option own[] = {{"sleep", OPTION_REAL, &seconds, "1", 0, 3600, "s",
                      "rank r sleeps r times as long before the barrier", false}};
-    Config config = config_parse(argc, argv, "Collective and point-to-point communication, call by call.",
-                                 CONFIG_REPORT | CONFIG_RANKS, NULL, own, 1);
+    Config config =
+        config_parse(argc, argv, "Collective and point-to-point communication, call by call.",
+                     CONFIG_REPORT | CONFIG_CLUSTER | CONFIG_TRACE | CONFIG_RANKS, NULL, own, 1);
     comm_start(argc, argv, 3);
     MeshShape shape = {.dp = comm_ranks()};
     Mesh mesh = mesh_new(shape);

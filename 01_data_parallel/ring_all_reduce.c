@@ -307,7 +307,8 @@ int main(int argc, char **argv) {
         {"dtype", OPTION_CHOICE, &dtype, "f32", 0, 0, "f64|f32|bf16|f16", "of its elements", false},
     };
     Config config = config_parse(argc, argv, "All-reduce from sends to a neighbour alone, in a ring.",
-                                 CONFIG_REPORT | CONFIG_RANKS, NULL, own, sizeof own / sizeof *own);
+                                 CONFIG_REPORT | CONFIG_CLUSTER | CONFIG_TRACE | CONFIG_RANKS, NULL, own,
+                                 sizeof own / sizeof *own);
     comm_start(argc, argv, 4);
     MeshShape shape = {.dp = comm_ranks()};
     Mesh mesh = mesh_new(shape);

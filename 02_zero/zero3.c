@@ -314,6 +314,11 @@ static void gathers_are_coded(Mesh mesh, const Config *config) {
     trainer_free(t);
 }
 
+static void check_picture(Mesh mesh, const Config *config) {
+    CHECK(mesh.dp.size > 1 || !config_text(config, "svg"),
+          "--svg shows what the ranks of --dp hold, and there is one: --ranks 2 would fit");
+}
+
 static void show(Mesh mesh, const Config *config) {
     accumulate(mesh, config);
     gathered_ahead(mesh, config);
@@ -357,6 +362,7 @@ int main(int argc, char **argv) {
         .techniques = techniques,
         .twin = "DDP in the same order of sums",
         .twin_techniques = zero_twin_of_2_and_3,
+        .plan = check_picture,
         .more = show,
         .more_option = &picture_option,
         .more_options = 1};

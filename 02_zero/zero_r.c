@@ -352,7 +352,8 @@ int main(int argc, char **argv) {
                      "of the buffer through which all gradients pass", false}};
     Config config = config_parse(
         argc, argv, "ZeRO-R: checkpoints without copies, buffers that do not grow, memory without holes.",
-        CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_CHECK | CONFIG_RANKS,
+        CONFIG_MODEL | CONFIG_BATCH | CONFIG_OPTIMIZER | CONFIG_REPORT | CONFIG_CLUSTER | CONFIG_TRACE |
+            CONFIG_CHECK | CONFIG_RANKS,
         "layers=3 hidden=48 heads=6 kv-heads=2 ffn=88 vocab=1024 seq=31 micro-batch=2 grad-acc=2 steps=3 "
         "dtype=f64 optimizer=adamw lr=0.001 clip=0.5",
         own, sizeof own / sizeof *own);

@@ -248,7 +248,7 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     Config config =
         config_parse(argc, argv, "A matrix multiply sharded over ranks, by columns and by rows.",
-                     CONFIG_REPORT | CONFIG_RANKS, NULL, NULL, 0);
+                     CONFIG_REPORT | CONFIG_CLUSTER | CONFIG_TRACE | CONFIG_RANKS, NULL, NULL, 0);
     comm_start(argc, argv, 2);
     MeshShape shape = {.tp = comm_ranks()};
     Mesh mesh = mesh_new(shape);

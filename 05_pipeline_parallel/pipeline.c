@@ -312,6 +312,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price->enters_backward *= share, price->leaves_backward *= share;
     price->forwards *= share, price->attentions *= share, price->backwards *= share;
     price->finals = p->finals;
+    price->peak_counted = true;  // the schedule decides how many micro-batches are in flight
     price->head_micros = price->losses = head_micros;
     price->lookup_micros = lookup_micros;
     for (Role role = ROLE_NORM1; role <= ROLE_DOWN; role++)

@@ -280,6 +280,11 @@ int main(int argc, char **argv) {
     if (kind != INTERLEAVED) options_need(table, count, "chunks group", "--schedule interleaved");
     if (kind != ONE_F_ONE_B) options_need(table, count, "split", "--schedule one_f_one_b");
     if (kind != ZB_AUTO) options_need(table, count, "memory-limit", "--schedule zb_auto");
+    // What a dump leaves out; zb_auto's order follows from the times.
+    const char *shown =
+        chosen && kind == ZB_AUTO ? "svg json" : "svg json forward backward weight pair hop";
+    const char *unread = dump ? option_given(table, count, shown) : NULL;
+    CHECK(!unread, "--dump prints the order of the passes, and nothing else: leave out --%s", unread);
     CHECK(d.F + d.B + d.W > 0, "--forward, --backward and --weight are all 0: one of them must take time");
     if (d.pair <= 0) d.pair = d.F + d.B + d.W;
     report_json(base_rank() ? NULL : json);

@@ -96,8 +96,9 @@ static int show_search(const Goal *goal) {
 }
 
 // Nothing that was typed is ignored. Files are NULL where they were not.
-static void check_typed(const char *runs, bool agreement, bool asks_rules, bool refit, const char *fitted,
-                        const char *map, const char *curves_file) {
+static void check_typed(const Config *c, const Option *own, int count, const char *runs, bool agreement,
+                        bool asks_rules, bool refit, const char *fitted, const char *map,
+                        const char *curves_file) {
     const char *instead = runs ? "--runs" : agreement ? "--agree" : asks_rules ? "--rules" : NULL;
     CHECK(runs || !refit, "--fit is of published runs: add --runs FILE");
     CHECK(runs || !fitted, "--fitted is of published runs: add --runs FILE");
@@ -106,6 +107,11 @@ static void check_typed(const char *runs, bool agreement, bool asks_rules, bool 
     CHECK(!map || !instead, "--heat-map is drawn beside a search: leave out %s", instead);
     CHECK(!curves_file || !instead || asks_rules,
           "--curves is drawn beside a search or --rules: leave out %s", instead);
+    const char *of_search = runs ? "gpus batch-tokens machine gpus-per-node" : "gpus batch-tokens";
+    const char *unread = option_given(own, count, of_search);
+    CHECK(!instead || !unread, "%s has models and clusters of its own: leave out --%s", instead, unread);
+    CHECK(!instead || !(c->shape_given || c->seq_given),
+          "%s has models of its own: leave out --model and the flags of its shape", instead);
 }
 
 int main(int argc, char **argv) {
@@ -146,7 +152,8 @@ int main(int argc, char **argv) {
                      "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 dtype=bf16 "
                      "optimizer=adamw micro-batch=1",
                      own, sizeof own / sizeof *own);
-    check_typed(runs_path, agreement, asks_rules, refit, fitted, map, curves_file);
+    check_typed(&c, own, sizeof own / sizeof *own, runs_path, agreement, asks_rules, refit, fitted, map,
+                curves_file);
     c.machine = machine;
     machine_find(machine);
     Goal goal = goal_of(&c, gpus, batch);

@@ -264,7 +264,7 @@ int main(int argc, char **argv) {
         {"svg", OPTION_OUTPUT, &svg, NULL, 0, 0, "FILE", "memory of each method, as a picture", false}};
     base_start(argc, argv);
     Config c = config_parse(argc, argv, "What each method of parallelism shards, and its price.",
-                            CONFIG_RANKS | CONFIG_REPORT, NULL, options, 2);
+                            CONFIG_RANKS | CONFIG_CLUSTER | CONFIG_REPORT, NULL, options, 2);
     comm_start(argc, argv, RANKS);
     CHECK(comm_ranks() == RANKS, "each method takes all of %d ranks: --ranks %d would fit", RANKS, RANKS);
     report_json(c.json);

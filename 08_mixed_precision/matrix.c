@@ -184,7 +184,8 @@ static CellList accepted_cells(int ranks, int64_t *all, Refused *refused, int *r
 // Every n-th of them, from the i-th on, for "i/n".
 static int64_t part_of(CellList cells, const char *part) {
     int index, parts;
-    CHECK(sscanf(part, "%d/%d", &index, &parts) == 2 && index >= 1 && index <= parts,
+    char rest;
+    CHECK(sscanf(part, "%d/%d%c", &index, &parts, &rest) == 2 && index >= 1 && index <= parts,
           "--part %s: which of how many, as in 3/20", part);
     int64_t count = 0;
     for (int64_t i = index - 1; i < cells.count; i += parts) cells.cell[count++] = cells.cell[i];
@@ -225,6 +226,19 @@ static void walk(const Cell *cell, int64_t cells, Table *table, bool verbose) {
 static const char *const purpose =
     "The composition matrix: every combination of techniques, proven against one device or refused.";
 
+// Nothing that was typed is ignored.
+static void check_typed(const Option *option, int count) {
+    const char *cell = option_given(option, count, "cell");
+    const char *chosen = cell ? cell : option_given(option, count, "part"),
+               *others = cell ? "part pairs-seed met-on" : "pairs-seed met-on";
+    const char *unread = chosen ? option_given(option, count, others) : NULL;
+    CHECK(!unread, "--%s says which cells, and nothing reads --%s then: leave out one of them", chosen,
+          unread);
+    unread = option_given(option, count, "list") ? option_given(option, count, "table verbose") : NULL;
+    CHECK(!unread, "--list proves no cell, and --%s tells of those that are: leave out one of them",
+          unread);
+}
+
 int main(int argc, char **argv) {
     const char *part = NULL, *path = NULL;
     int64_t one, seed, met_on;
@@ -246,6 +260,7 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     Config c = config_parse(argc, argv, purpose, CONFIG_RANKS | CONFIG_REPORT, NULL, options,
                             sizeof options / sizeof *options);
+    check_typed(options, sizeof options / sizeof *options);
     comm_start(argc, argv, 4);
     CHECK(one < matrix_cells(), "--cell %lld: there are cells 0 to %lld", (long long)one,
           (long long)matrix_cells() - 1);

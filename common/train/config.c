@@ -158,18 +158,19 @@ static int shared_options(Shared *table, Config *c) {
         {CONFIG_EP, INT("ep", ep, "1", 1, 4096, "ranks", "expert parallelism, which shards the experts")},
         {CONFIG_RANKS, REAL("timeout", timeout, "300", 0.001, 1e9, "seconds until a wait is a deadlock")},
         {CONFIG_RANKS, FLAG("trust-calls", trust_calls, "start calls unchecked (common/README.md)")},
-        {CONFIG_REPORT | CONFIG_RANKS | CONFIG_TIMELINE, HEADING("the model clock")},
-        {CONFIG_REPORT, TEXT("machine", machine, "dgx-h100", machine_names(), "the model clock's machine")},
-        {CONFIG_RANKS, INT("gpus-per-node", gpus_per_node, "0", 0, 1e6, "",
-                           "GPUs in a node of the model clock; 0: as --machine has")},
-        {CONFIG_RANKS, REAL("compute-efficiency", compute_efficiency, "1", 0.001, 1,
-                            "share of the machine's peaks that operations reach on the model clock")},
-        {CONFIG_RANKS, REAL("network-efficiency", network_efficiency, "1", 0.001, 1,
-                            "the same for the bandwidth of links")},
+        {CONFIG_CLOCK | CONFIG_CLUSTER | CONFIG_TIMELINE, HEADING("the model clock")},
+        {CONFIG_CLOCK | CONFIG_CLUSTER,
+         TEXT("machine", machine, "dgx-h100", machine_names(), "the model clock's machine")},
+        {CONFIG_CLUSTER, INT("gpus-per-node", gpus_per_node, "0", 0, 1e6, "",
+                             "GPUs in a node of the model clock; 0: as --machine has")},
+        {CONFIG_CLUSTER, REAL("compute-efficiency", compute_efficiency, "1", 0.001, 1,
+                              "share of the machine's peaks that operations reach on the model clock")},
+        {CONFIG_CLUSTER, REAL("network-efficiency", network_efficiency, "1", 0.001, 1,
+                              "the same for the bandwidth of links")},
         {CONFIG_TIMELINE,
          FLAG("timeline", timeline, "show compute and communication of one step on the model clock")},
         {CONFIG_TIMELINE, OUTPUT("timeline-svg", timeline_svg, "the same as a picture")},
-        {CONFIG_REPORT, OUTPUT("trace", trace, "write a trace for ui.perfetto.dev")},
+        {CONFIG_TRACE, OUTPUT("trace", trace, "write a trace for ui.perfetto.dev")},
         {CONFIG_FILES, HEADING("checkpoints")},
         {CONFIG_FILES, TEXT("init", init, NULL, "DIR", "begin with the weights of this checkpoint")},
         {CONFIG_FILES, TEXT("save", save, NULL, "DIR", "write checkpoints here")},
@@ -279,15 +280,14 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
         own[i].given = table[first + i].given;
         if (!own[i].target && own[i].type != OPTION_HEADING) add_setting(&c, &own[i], &value[i]);
     }
-    const char *shape =
-        "model layers hidden heads kv-heads head-size ffn vocab tied experts top-k expert-ffn";
-    c.shape_given = option_given(table, count, shape);
+    const char *shape = "model layers hidden heads kv-heads head-size ffn vocab tied experts";
+    c.seq_given = option_given(table, count, "seq");
     const char *of_experts = "top-k expert-ffn shared-experts moe expert-groups groups-kept routed-scale";
+    c.shape_given = option_given(table, count, shape) || option_given(table, count, of_experts);
     if (!c.experts && !c.init && !c.resume) options_need(table, count, of_experts, "--experts");
     if (c.optimizer == OPTIMIZER_SGD)
         options_need(table, count, "weight-decay warmup", "--optimizer adamw");
     for (int i = 0; i < 3; i++) free(layer[i]);
-
     c.model = preset->name;
     c.rope = (Rope){.theta = preset->rope_theta};
     c.norm_eps = preset->norm_eps;
@@ -296,8 +296,8 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
           "--model %s has experts, and this program computes dense layers alone: take a program of "
           "06_expert_parallel",
           c.model);
-    if (groups & CONFIG_REPORT) clock_set_machine(machine_find(c.machine));
-    if (groups & CONFIG_RANKS)
+    if (groups & (CONFIG_CLOCK | CONFIG_CLUSTER)) clock_set_machine(machine_find(c.machine));
+    if (groups & CONFIG_CLUSTER)
         clock_set_cluster((int)c.gpus_per_node, c.compute_efficiency, c.network_efficiency);
     return c;
 }

@@ -36,7 +36,8 @@ typedef struct Config {
         groups_kept;      // MOE_DEEPSEEK: of so many groups a token's experts are in the best
     double routed_scale;  // MOE_DEEPSEEK: multiplies the weights of the chosen
     bool tied;
-    bool shape_given;   // a flag typed the shape: a checkpoint, which has its own, must not contradict it
+    // Flags that were typed: of the shape, which a checkpoint has and must not contradict, and --seq.
+    bool shape_given, seq_given;
     int64_t head_size;  // d, where it is not h / a; else 0
     Rope rope;
     double norm_eps;
@@ -74,9 +75,9 @@ enum {
     CONFIG_OPTIMIZER = 4,   // --optimizer --lr --weight-decay --clip --warmup
     CONFIG_RECOMPUTE = 8,   // --recompute
     CONFIG_FILES = 16,      // --init --save --save-every --resume
-    CONFIG_REPORT = 32,     // --json --trace --machine
+    CONFIG_REPORT = 32,     // --json
     CONFIG_CHECK = 64,      // --no-check --verbose
-    CONFIG_RANKS = 128,     // --ranks --timeout --trust-calls --gpus-per-node and the efficiencies
+    CONFIG_RANKS = 128,     // --ranks --timeout --trust-calls
     CONFIG_TIMELINE = 256,  // --timeline --timeline-svg, for who calls timeline_start
     CONFIG_DP = 512,        // --dp, and so on: the axes of the mesh that its techniques serve
     CONFIG_PP = 1024,
@@ -84,6 +85,9 @@ enum {
     CONFIG_TP = 4096,
     CONFIG_EP = 8192,
     CONFIG_EXPERTS = 16384,  // --experts --top-k --expert-ffn --shared-experts --moe and DeepSeek-V3's
+    CONFIG_CLOCK = 32768,    // --machine
+    CONFIG_CLUSTER = 65536,  // --machine --gpus-per-node and the efficiencies
+    CONFIG_TRACE = 131072,   // --trace
 };
 
 // Parses the command line: the shared options of `groups`, and the program's own. Applies --model

@@ -49,6 +49,12 @@ overlapped "overlapped, ep 2, zero 2, full" --layers 2 --ep 2 --zero 2 --recompu
 overlapped "overlapped, tied, 1 rank" --layers 1 --ranks 1 --ep 1 --tied
 overlapped "overlapped pairs of DualPipe, tp 2, ep 4, zero 3" --layers 2 --ranks 8 --pp 2 --tp 2 --sp \
     --schedule dualpipe --grad-acc 6 --zero 3
+verdict='held-out loss'
+real="--ranks 1 --ep 1 --no-check --layers 2 --seq 8 --steps 2 --sample 8"
+passes "one rank trains for real, zero 2" expert_parallel $real --zero 2
+passes "one rank trains for real, experts drop rows" expert_parallel $real --capacity 1.1
+refused "--init and --resume take the model's shape" expert_parallel --init /tmp --moe deepseek
+verdict='two micro-batches in flight change no bit'
 passes "overlapped, ep 4, on the model clock" overlapped_experts --layers 1 --steps 1
 refused "--zero 3 frees a unit's weights behind a micro-batch" overlapped_experts --zero 3
 

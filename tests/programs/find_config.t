@@ -77,6 +77,12 @@ refused "--heat-map is drawn beside a search: leave out --rules" $program --rule
 refused "--heat-map is drawn beside a search: leave out --agree" $program --agree --heat-map "$work/a.svg"
 refused "--curves is drawn beside a search or --rules: leave out --runs" $program --runs $csv --curves \
     "$work/a.svg"
+refused "--runs has models and clusters of its own: leave out --gpus" $program --runs $csv --gpus 8
+refused "--runs has models and clusters of its own: leave out --machine" $program --runs $csv --machine h200
+refused "--agree has models and clusters of its own: leave out --batch-tokens" $program --agree \
+    --batch-tokens 1M
+refused "--rules has models of its own: leave out --model" $program --rules --layers 3
+refused "--rules has models of its own: leave out --model" $program --rules --seq 8192
 refused "--runs /nonexistent" $program --runs /nonexistent
 head -n 1 $csv | sed 's/,gbs,/,batch,/' >"$work/a.csv" && sed -n 2p $csv >>"$work/a.csv"
 refused "has no column gbs" $program --runs "$work/a.csv"

@@ -246,6 +246,9 @@ refused "--schedule and --load are two schedules: one of them" one_f_one_b --sch
 refused "--pp 3 does not divide the 4 ranks" one_f_one_b --pp 3
 refused "--tp 3 does not divide" one_f_one_b --ranks 6 --pp 2 --tp 3
 
+run "$build/zero_bubble_v" --ranks 1 --pp 1 --no-check --steps 2 --sample 8 --seq 8 && grep -q '^PASS' "$out"
+report $? "one rank that trains for real holds what its schedule says"
+
 # A rank that dies in a step ends all.
 if wanted "a rank is killed"; then
     "$build/zero_bubble" --no-check --steps 1000000 --eval-every 0 --sample 0 >"$out" 2>"$err" &

@@ -26,6 +26,11 @@ refused "--temperature is the sample's, and --sample 0 writes none" train --samp
     --temperature 1
 refused "--sp shards rows over the ranks of --tp, and there is one" memory --sp
 refused "--zero 1 shards over the ranks of --dp, and there is one" memory --measure --zero 1
+refused "--no-f32-gradients is about gradients of 16 bits" memory --no-f32-gradients
+refused "--measure runs this book's model on one device" memory --measure --k 4
+[ ! -s "$out" ]
+report $? "before it prints anything"
+refused "--machine is not one of grad_accumulation's flags" grad_accumulation --machine dgx-a100
 run "$build/train" $small --steps 1 --dry-run --temperature 1 &&
     grep -q '^PASS train: 1 step counted, none computed' "$out"
 report $? "a dry run takes each flag of the run, and counts one step"

@@ -137,6 +137,11 @@ printf '# pp-schedule name=x p=2 m=1 stages=2 dirs=1\nplace 0: 0 2\n' >"$work/ba
 refused 'line 2: the rank of a stage is not a number from 0 to 1' $program --load "$work/bad.txt"
 refused '--schedule and --load are two schedules' $program --schedule afab --load "$work/w.txt"
 refused '--svg needs a schedule' $program --svg "$work/x.svg"
+refused 'and nothing else: leave out --svg' $program --schedule afab --dump --svg "$work/x.svg"
+refused 'and nothing else: leave out --hop' $program --schedule afab --dump --hop 2
+run "$build/$program" --schedule zb_auto --dump && cp "$out" "$work/order" &&
+    run "$build/$program" --schedule zb_auto --dump --hop 3 && ! cmp -s "$out" "$work/order"
+report $? "zb_auto's order, which --dump prints, follows from the times"
 refused '--stages is read with --schedule alone' $program --stages 3
 refused '--chunks is read with --schedule interleaved alone' $program --schedule afab --chunks 3
 refused '--split is read with --schedule one_f_one_b alone' $program --schedule zb_v --split

@@ -21,5 +21,6 @@ for program in zero1 zero2 zero3; do
         --heads 2 \
         --kv-heads 1 --ffn 3 --layers 1 --seq 7 --steps 2
 done
+refused "--svg shows what the ranks of --dp hold, and there is one" zero3 --ranks 1 --svg "$work/x.svg"
 passes "zero3, 2 ranks, documents" zero3 --ranks 2 --documents 32 --layers 2 --steps 1
 finish

@@ -6,7 +6,7 @@
 #include "train/config.h"
 
 enum {
-    EVERY_GROUP = 127,
+    EVERY_GROUP = 127 | CONFIG_CLOCK,
     AXES = CONFIG_DP | CONFIG_PP | CONFIG_CP | CONFIG_TP | CONFIG_EP,
 };
 
