@@ -79,10 +79,9 @@ void context_balance(Mesh mesh, const Config *config) {
         free(name);
         report_that(comm_max(predicted != counted, mesh.world) == 0, "%s: a rank computes other entries",
                     layout[i]->name);
-        // Where 2 cp does not divide s, a rank may have a token more, and a chunk's block that is a row
-        // longer.
-        double chunk = (double)((c.seq + 2 * cp - 1) / (2 * cp)), bound = chunk * chunk + (double)c.seq;
-        if (c.seq % (2 * cp) == 0) bound = 0;
+        // Where 2 cp does not divide s, a rank may have a token more, with up to s entries; and chunks that
+        // begin later, with fewer than s entries more.
+        double bound = c.seq % (2 * cp) ? 2.0 * (double)c.seq : 0;
         report_that(layout[i] != &sequence_zigzag || most - least <= bound,
                     "zig-zag: ranks differ by %.0f entries, where %.0f are the most", most - least, bound);
     }

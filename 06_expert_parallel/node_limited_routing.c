@@ -326,6 +326,12 @@ static void price(Price *p, const Model *m, const void *context) {
     const ExpertParallel *x = l->plain;
     const Config *c = &m->config;
     double forwards = p->forwards * (double)c->layers, backwards = p->backwards * (double)c->layers;
+    if (x->ep.size == 1 && c->recompute != RECOMPUTE_FULL) {  // of more ranks, moe.c has it from the ledger
+        MicroBatch one = {.b = c->micro_batch, .s = model_tokens(m) / c->micro_batch};
+        double tokens = (double)m->sockets.region.rows(m->sockets.region.context, &one);
+        double places = tokens * (8 + (double)c->top_k * (c->dtype == F64 ? 12 : 8)) * p->blocks;
+        p->end[p->end_rows++] = (PriceKept){"places, weights of hops", places, EVERY_RANK, RECOMPUTE_FULL};
+    }
     // Plain dispatch, but for rows that go no further than this node.
     ExpertParallel plain = *x;
     plain.rows_sent = l->rows_sent, plain.rows_served = l->rows_served;
