@@ -85,7 +85,8 @@ static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
 // Whether what n ranks send for a block, whose cost on one rank this is, hides behind its pass: what the
 // model clock charges for a call is a formula of n.
 static bool hides(const PassCost *block, Pass pass, int n, int per_node) {
-    if (per_node > n) per_node = n;
+    // The node with the fewest of them is the narrowest place.
+    if (n % per_node) per_node = n % per_node;
     double weights = clock_collective_seconds("all_gather", 2 * block_elements(), n, per_node);
     double gradients = clock_collective_seconds("reduce_scatter", 4 * block_elements(), n, per_node);
     if (pass == FORWARD) return weights <= block->compute[FORWARD];

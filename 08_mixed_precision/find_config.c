@@ -107,8 +107,7 @@ static void check_typed(const Config *c, const Option *own, int count, const cha
     CHECK(!map || !instead, "--heat-map is drawn beside a search: leave out %s", instead);
     CHECK(!curves_file || !instead || asks_rules,
           "--curves is drawn beside a search or --rules: leave out %s", instead);
-    const char *of_search = runs ? "gpus batch-tokens machine gpus-per-node" : "gpus batch-tokens";
-    const char *unread = option_given(own, count, of_search);
+    const char *unread = option_given(own, count, "gpus batch-tokens machine gpus-per-node");
     CHECK(!instead || !unread, "%s has models and clusters of its own: leave out --%s", instead, unread);
     CHECK(!instead || !(c->shape_given || c->seq_given),
           "%s has models of its own: leave out --model and the flags of its shape", instead);

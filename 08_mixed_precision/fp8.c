@@ -228,11 +228,19 @@ static void scale_by_hand(int recipe) {
     trainer_free(t);
 }
 
+// Before the proof, which takes a while.
+static void check_typed(Mesh mesh, const Config *config) {
+    (void)mesh;
+    int64_t seeds = (int64_t)config_number(config, "long");
+    CHECK(seeds != 1, "--long 1: what is chance shows between seeds; --long 2 would fit");
+    CHECK(!config_number(config, "proof-only") || !(seeds || config_text(config, "curves")),
+          "--%s is of one device's training, which --proof-only leaves out: give one of the two",
+          seeds ? "long" : "curves");
+}
+
 static void more(Mesh mesh, const Config *config) {
     scale_by_hand(TE_CURRENT);
     scale_by_hand(TE_DELAYED);
-    CHECK(config_number(config, "long") != 1,
-          "--long 1: what is chance shows between seeds; --long 2 would fit");
     if (config_number(config, "proof-only")) return;
     fp8_tables();
     fp8_training(mesh, config);
@@ -257,6 +265,7 @@ int main(int argc, char **argv) {
         .techniques = five_d_layouts(),
         .option = five_d_options,
         .options = FIVE_D_OPTIONS,
+        .plan = check_typed,
         .more = more,
         .more_option = options,
         .more_options = sizeof options / sizeof *options};

@@ -81,6 +81,9 @@ refused "--runs has models and clusters of its own: leave out --gpus" $program -
 refused "--runs has models and clusters of its own: leave out --machine" $program --runs $csv --machine h200
 refused "--agree has models and clusters of its own: leave out --batch-tokens" $program --agree \
     --batch-tokens 1M
+refused "--agree has models and clusters of its own: leave out --gpus-per-node" $program --agree \
+    --gpus-per-node 4
+refused "--rules has models and clusters of its own: leave out --machine" $program --rules --machine h200
 refused "--rules has models of its own: leave out --model" $program --rules --layers 3
 refused "--rules has models of its own: leave out --model" $program --rules --seq 8192
 refused "--runs /nonexistent" $program --runs /nonexistent

@@ -53,7 +53,10 @@ passes "8-bit moments on 2 ranks" $program --fp8 nanotron --zero 2 --dtype bf16 
     --proof-only
 refused "dtype bf16 would fit" $program --zero 3 --fp8-wire
 refused "leave it out, or give --zero 3 or --tp 2 --sp" $program $one --dtype bf16 --fp8-wire
-refused "--long 2 would fit" $program $one --ranks 1 --long 1
+refused "--long 2 would fit" $program --layers 1 --ranks 1 --long 1
+refused "--long is of one device's training, which --proof-only leaves out" $program $one --long 2
+refused "--curves is of one device's training, which --proof-only leaves out" $program $one --curves \
+    "$work/curves.svg"
 refused "--fp8-tile 8 would fit" $program --fp8 deepseek --tp 2
 refused "--fp8-tile 128 would fit" $program --fp8 deepseek --fp8-tile 256
 refused "--fp8-tile 32 would fit" $program --fp8 deepseek --fp8-tile 48

@@ -22,5 +22,6 @@ for program in zero1 zero2 zero3; do
         --kv-heads 1 --ffn 3 --layers 1 --seq 7 --steps 2
 done
 refused "--svg shows what the ranks of --dp hold, and there is one" zero3 --ranks 1 --svg "$work/x.svg"
+passes "zero3, 3 ranks, nodes of 2" zero3 --ranks 3 --gpus-per-node 2 --layers 1 --steps 1
 passes "zero3, 2 ranks, documents" zero3 --ranks 2 --documents 32 --layers 2 --steps 1
 finish
