@@ -6,10 +6,10 @@
 //     attention_chunk_backward       flash_attention_2_backward           f32
 //                                    flash_attention_2_tensor_backward    bf16, f16
 //
-// with heads of 64 or 128, under any mask: one that needs tables of tokens runs as TokenHeads, the others
-// as Heads (flash_mask.h). What this file adds is what the operations ask beyond the programs: chunks of
-// keys that are merged, gradients that add to what is there, and the order (b, s, a) of what belongs to
-// rows, which the programs have as (b, a, s).
+// with heads of 64 or 128 whose tiles fit into this GPU's shared memory, under any mask: one that needs
+// tables of tokens runs as TokenHeads, the others as Heads (flash_mask.h). What this file adds is what the
+// operations ask beyond the programs: chunks of keys that are merged, gradients that add to what is there,
+// and the order (b, s, a) of what belongs to rows, which the programs have as (b, a, s).
 #include <math.h>
 
 #include "book_kernels.h"
@@ -29,14 +29,32 @@ namespace backward_16 {
 #include "flash_attention_2_tensor_backward.cu"
 }
 
+// Of shared memory, what a block needs at most: its dynamic arrays, and 2 kB for the static ones. A plan of
+// tiles, by tokens, grows with the sequence.
+static int64_t plan_of(const AttentionChunk &at, int64_t tokens) {
+    return at.shape == MASK_ANY ? plan_bytes(TokenHeads{}, divided_up(tokens, ATTENTION_TILE)) : 0;
+}
+static int64_t forward_bytes(DType dtype, const AttentionChunk &at) {
+    const int d = (int)at.head_size;
+    return 2048 + (dtype == F32 ? tile_bytes(d, forward::TILES + 2, forward::TILES)
+                                : forward_16::shared_bytes(d) + plan_of(at, at.keys.s));
+}
+static int64_t backward_bytes(DType dtype, const AttentionChunk &at) {
+    const int d = (int)at.head_size;
+    return 2048 + (dtype == F32 ? tile_bytes(d, 2 * backward::TILES + 2, 2 * backward::TILES)
+                                : backward_16::shared_bytes(d) + plan_of(at, at.queries.s));
+}
+
 // Whether the kernels serve this chunk, and as what. They load rows in packs of 16 bytes.
 template <class... Arrays>
-static bool heads_of(TokenHeads *shape, DType dtype, const AttentionChunk &at, const Arrays *...arrays) {
+static bool heads_of(TokenHeads *shape, DType dtype, const AttentionChunk &at, int64_t bytes,
+                     const Arrays *...arrays) {
     const float scale = 1 / sqrtf((float)at.head_size);
     *shape = {
         {at.b, at.queries.s, at.heads, at.kv_heads, scale, at.shape == MASK_CAUSAL}, at.queries, at.keys};
     return dtype != F64 && (at.head_size == 64 || at.head_size == 128) && at.b > 0 && at.queries.s > 0 &&
-           at.keys.s > 0 && at.b <= 65535 && at.heads <= 65535 && ((uintptr_t)arrays | ...) % 16 == 0;
+           at.keys.s > 0 && at.b <= 65535 && at.heads <= 65535 && ((uintptr_t)arrays | ...) % 16 == 0 &&
+           may_share(bytes);
 }
 
 // The kernels of each type.
@@ -112,7 +130,7 @@ static void forward_in(DType dtype, void *o, void *lse, const void *q, const voi
 bool attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k, const void *v,
                              AttentionChunk at) {
     TokenHeads shape;
-    if (!heads_of(&shape, dtype, at, q, k, v)) return false;
+    if (!heads_of(&shape, dtype, at, forward_bytes(dtype, at), q, k, v)) return false;
     if (at.shape == MASK_ANY) forward_in(dtype, o, lse, q, k, v, at.head_size, shape);
     else forward_in<Heads>(dtype, o, lse, q, k, v, at.head_size, shape);
     return true;
@@ -166,7 +184,7 @@ bool attention_chunk_backward(DType dtype, void *dq, void *dk, void *dv, const v
                               const void *k, const void *v, const void *lse, const void *dots,
                               AttentionChunk at) {
     TokenHeads shape;
-    if (!heads_of(&shape, dtype, at, q, k, v, d_o)) return false;
+    if (!heads_of(&shape, dtype, at, backward_bytes(dtype, at), q, k, v, d_o)) return false;
     const void *const in[] = {q, k, v, d_o};
     const ChunkGradients to = {dtype, dq, dk, dv};
     if (at.shape == MASK_ANY) backward_in(dtype, to, in, lse, dots, at.head_size, shape);

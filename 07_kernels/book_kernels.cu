@@ -126,13 +126,9 @@ static bool in_type(DType dtype, Run run) {
 
 // ---- RMSNorm ----
 
-// Whether a block of this GPU may have what backward needs of shared memory for a row, and for its sums.
+// Whether a block may have what backward needs of shared memory for a row, and for its sums.
 static bool fits(int64_t h) {
-    const size_t bytes = fused_norm::backward_bytes(h) + sizeof(float) * fused_norm::WARPS;
-    int device, most;
-    CUDA_CHECK(cudaGetDevice(&device));
-    CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    return bytes <= (size_t)most;
+    return may_share((int64_t)(fused_norm::backward_bytes(h) + sizeof(float) * fused_norm::WARPS));
 }
 
 static bool rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, const void *weight, int64_t n,

@@ -9,6 +9,14 @@
 static inline cudaStream_t stream() { return static_cast<cudaStream_t>(device_stream()); }
 static inline int64_t divided_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
+// Whether a block of this GPU may have so many bytes of shared memory.
+static inline bool may_share(int64_t bytes) {
+    int device, most;
+    CUDA_CHECK(cudaGetDevice(&device));
+    CUDA_CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return bytes <= most;
+}
+
 // Rows of the table that have a file of their own (book_attention.cu).
 bool attention_chunk_forward(DType dtype, void *o, void *lse, const void *q, const void *k, const void *v,
                              AttentionChunk at);

@@ -16,6 +16,9 @@ struct CudaPool {
     uint64_t release_threshold;
 };
 
+// Of shared memory, that a block may ask for: an H100's. Tests set a smaller GPU's.
+size_t cuda_on_cpu_shared_most = 227 << 10;
+
 static cudaError_t last_error;
 
 static cudaError_t told(cudaError_t error) {
@@ -83,7 +86,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     p->l2CacheSize = 1 << 20;
     p->asyncEngineCount = 1, p->concurrentKernels = 1;
     p->totalGlobalMem = capacity();
-    p->sharedMemPerBlock = 48 << 10, p->sharedMemPerBlockOptin = 227 << 10;
+    p->sharedMemPerBlock = 48 << 10, p->sharedMemPerBlockOptin = cuda_on_cpu_shared_most;
     p->sharedMemPerMultiprocessor = 228 << 10;
     return cudaSuccess;
 }
@@ -295,7 +298,7 @@ static void check_sizes(const CudaLaunch *l) {
 
 // Bytes of shared memory beyond 48 kB, of static arrays and the dynamic one together, must be asked for by
 // the size of the dynamic one, as on a GPU. (CUDA Driver API, cuFuncSetAttribute.)
-enum { SHARED_WITHOUT_ASKING = 48 << 10, SHARED_MOST = 227 << 10 };
+constexpr size_t SHARED_WITHOUT_ASKING = 48 << 10;
 struct Allowed {
     const void *kernel;
     size_t bytes;
@@ -303,7 +306,7 @@ struct Allowed {
 static List<Allowed> allowed;
 
 cudaError_t cuda_allow_shared(const void *kernel, size_t bytes) {
-    if (bytes > SHARED_MOST) return cudaErrorInvalidValue;
+    if (bytes > cuda_on_cpu_shared_most) return cudaErrorInvalidValue;
     for (size_t i = 0; i < allowed.count; i++)
         if (allowed.items[i].kernel == kernel) return allowed.items[i].bytes = bytes, cudaSuccess;
     allowed.add({kernel, bytes});
@@ -318,16 +321,16 @@ static size_t asked_for(const CudaLaunch *l) {
 }
 
 static void check_shared(const CudaLaunch *l) {
-    const size_t most = std::max((size_t)SHARED_WITHOUT_ASKING, asked_for(l));
+    const size_t most = std::max(SHARED_WITHOUT_ASKING, asked_for(l));
     CHECK(l->shared_bytes <= most,
           "the kernel %s could not start (%s:%d): %zu bytes of dynamic shared memory; beyond %zu "
           "cudaFuncSetAttribute must ask for them, and there are %d at most",
-          l->name, l->file, l->line, l->shared_bytes, most, (int)SHARED_MOST);
+          l->name, l->file, l->line, l->shared_bytes, most, (int)cuda_on_cpu_shared_most);
 }
 
 void check_static_shared(const CudaLaunch *l, size_t bytes) {
     const size_t asked = asked_for(l), dynamic = std::max(asked, l->shared_bytes);
-    const size_t most = asked && l->shared_bytes <= asked ? SHARED_MOST : SHARED_WITHOUT_ASKING;
+    const size_t most = asked && l->shared_bytes <= asked ? cuda_on_cpu_shared_most : SHARED_WITHOUT_ASKING;
     if (bytes + dynamic > most)
         broken(
             NULL,

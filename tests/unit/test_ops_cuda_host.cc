@@ -11,6 +11,8 @@ extern int64_t cublaslt_on_cpu_used[3] __attribute__((weak));
 // Of its reduction schemes (1 in place, 2 in f32, 4 in c's dtype) one that products into 16 bits shall
 // need; those that were allowed at the last choice.
 extern uint32_t cublaslt_on_cpu_needs __attribute__((weak)), cublaslt_on_cpu_allowed __attribute__((weak));
+// Bytes of shared memory that a block may have on this GPU.
+extern size_t cuda_on_cpu_shared_most __attribute__((weak));
 
 // ---- choices of kernels: each test in a process of its own, before this one starts a GPU ----
 
@@ -146,6 +148,37 @@ static void what_the_book_does_not_serve_is_the_back_ends(void **) {
     }
 }
 
+// Attention must not be served, forward by so many keys or backward by so many queries, in heads of d.
+// Nothing may be read: neither so many tokens nor their tables are there.
+static void expect_refusal(DType dtype, bool forward, int64_t d, MaskShape shape, int64_t tokens) {
+    const KernelTable *book = kernel_table_linked();
+    AttentionChunk at = {};
+    at.b = at.heads = at.kv_heads = at.queries.s = at.keys.s = 1, at.head_size = d, at.shape = shape;
+    (forward ? at.keys : at.queries).s = tokens;
+    Device x(dtype, Doubles(128)), y(F32, Doubles(128));
+    if (forward) assert_false(book->attention_chunk_forward(dtype, y.at, y.at, x.at, x.at, x.at, at));
+    else
+        assert_false(book->attention_chunk_backward(dtype, y.at, y.at, y.at, x.at, x.at, x.at, x.at, y.at,
+                                                    y.at, at));
+}
+
+// Rows and tiles that this GPU's blocks have too little shared memory for are the back end's: an A10 or an
+// L4, which run the code for an A100, give a block 99 KiB. A plan of tiles grows with the sequence.
+static void what_does_not_fit_into_shared_memory_is_the_back_ends(void **) {
+    constexpr int64_t WIDE = 20000, LONG = 64 * 60000;
+    Device wide(F32, Doubles(WIDE)), rstd(F32, Doubles(1));
+    assert_false(
+        kernel_table_linked()->rmsnorm_forward(F32, wide.at, rstd.at, wide.at, wide.at, 1, WIDE, 1));
+    for (bool forward : {true, false}) expect_refusal(BF16, forward, 64, MASK_ANY, LONG);
+    if (!&cuda_on_cpu_shared_most) return;  // a GPU has what it has
+    const size_t h100 = cuda_on_cpu_shared_most;
+    cuda_on_cpu_shared_most = 99 << 10;
+    for (DType dtype : {F32, BF16, F16}) expect_refusal(dtype, false, 128, MASK_CAUSAL, 1);
+    cuda_on_cpu_shared_most = 48 << 10;
+    for (DType dtype : {F32, BF16, F16}) expect_refusal(dtype, true, 128, MASK_CAUSAL, 1);
+    cuda_on_cpu_shared_most = h100;
+}
+
 // ---- uploads ----
 
 // In pieces, as long as it takes; on the emulator the stream has always read a piece when the next comes.
@@ -255,6 +288,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(several_ranks_time_nothing),
         cmocka_unit_test(a_kernel_that_rounds_parts_is_better_than_none),
         cmocka_unit_test(what_the_book_does_not_serve_is_the_back_ends),
+        cmocka_unit_test(what_does_not_fit_into_shared_memory_is_the_back_ends),
         cmocka_unit_test(uploads_wait_for_nobody),
         cmocka_unit_test(codes_move_whole_sectors),
         cmocka_unit_test(amax_has_all_of_its_tile),
