@@ -38,8 +38,9 @@ static double seconds_since(double *from) {
 
 static bool spans_nodes(Mesh mesh) { return clock_node(mesh.pp.size - 1) > 0; }
 
-// F, B and W of one stage of a middle layer, and of a message to its neighbour, by the clock.
-static Durations durations_of(const Trainer *t) {
+// F, B and W of one stage of a middle layer, and of a message to its neighbour, in its node or across, by the
+// clock.
+static Durations durations_of(const Trainer *t, bool across) {
     Model *m = t->model;
     const Pipeline *p = trainer_context(t, &pipeline);
     Chunk chunk = p->chunk[0];
@@ -60,8 +61,6 @@ static Durations durations_of(const Trainer *t) {
     chunk_backward_weight(m, &micro, chunk);
     d.W = seconds_since(&from);
     d.pair = d.F + d.B + d.W;
-    // Where ranks span nodes, some hops go by network; all are taken for as slow.
-    bool across = spans_nodes(m->mesh);
     Traffic message = {1, bytes, 0}, none = {0};
     d.hop = clock_transfers_seconds(across ? none : message, across ? message : none);
     micro_batch_free(m, &micro);
@@ -125,12 +124,21 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     schedule_free(&s);
     clock_push("schedule");
     Trainer *t = trainer_new(&c, mesh, pipeline_layouts);
-    Durations d = durations_of(t);
+    Durations d = durations_of(t, false);
     const Pipeline *pipe = trainer_context(t, &pipeline);
     double measured = makespan_of(t), stages = (double)pipe->schedule.stages / p;
     // The schedule's durations are those of a p-th of the model.
     Durations of_rank = {d.F * stages, d.B * stages, d.W * stages, d.pair * stages, d.hop};
     ScheduleTimes times = schedule_times(&pipe->schedule, of_rank);
+    // It has one hop for all. Where ranks span nodes some go by network, and as a message starts when its
+    // receiver has asked for it, each F and B may wait for one: no run is slower than if all did.
+    double most = times.makespan;
+    if (spans_nodes(mesh)) {
+        of_rank.hop = durations_of(t, true).hop;
+        ScheduleTimes slow = schedule_times(&pipe->schedule, of_rank);
+        most = slow.makespan + 2 * (double)c.grad_acc * stages * of_rank.hop;
+        schedule_times_free(&slow, &pipe->schedule);
+    }
     double ideal = (double)c.grad_acc * (of_rank.F + of_rank.B + of_rank.W);
     say("\n%s on %d ranks, %ld micro-batches of 4,096 tokens, a layer of Llama 3 8B a stage, on the model "
         "clock of %s:\n",
@@ -148,11 +156,9 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     bool pairs = has_pairs(&pipe->schedule);
     // Nor does it know the accumulation of copies that no micro-batch has.
     double slack = c.grad_acc < pipe->schedule.directions ? 0.1 : 0.05;
-    // Nor that a message starts when its receiver has asked for it: by network each F and B may wait for one.
-    double waits = spans_nodes(mesh) ? 2 * (double)c.grad_acc * stages * d.hop : 0;
-    report_that(
-        measured < (1 + slack) * times.makespan + waits && (pairs || measured > 0.95 * times.makespan),
-        "the run takes %.3f ms, and its schedule says %.3f ms", 1e3 * measured, 1e3 * times.makespan);
+    report_that(measured < (1 + slack) * most && (pairs || measured > 0.95 * times.makespan),
+                "the run takes %.3f ms, and its schedule says %.3f ms", 1e3 * measured,
+                1e3 * times.makespan);
     check_held(t);
     schedule_times_free(&times, &pipe->schedule);
     trainer_free(t);
