@@ -1,5 +1,5 @@
-// test_zero_in_flight.c [--ranks N] [PATTERN]: when ZeRO-1 starts and waits for what it sends, among whom, and
-// how many elements each rank has; of ZeRO-R, whose place in the arena a backward gives back. TAP.
+// test_zero_in_flight.c [--ranks N] [PATTERN]: when ZeRO-1 starts and waits for what it sends, among whom,
+// and how many elements each rank has; of ZeRO-R, whose place in the arena a backward gives back. TAP.
 #include "02_zero/zero.h"
 #include "ranks.h"
 
