@@ -17,7 +17,8 @@
 //
 // Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, and h elements for each
 // row that goes to another rank and for each that came from one; backward the same, without counts.
-// Memory per rank: 1 / ep of the experts; input, gate, up and act of as many rows as arrive.
+// Memory per rank: 1 / ep of the experts; input, gate, up and act of as many rows as arrive, and the output
+// of this rank's own.
 // Run: build/06_expert_parallel/expert_parallel     (--ranks 8 --ep 4, --zero 2, --experts 4 --top-k 1 …)
 // Last line: PASS expert_parallel: ranks that share the experts make the step of one device …
 #include "expert_parallel.h"
@@ -219,13 +220,13 @@ static void check(const Config *c) {
 
 void expert_price(Price *p, const Model *m, const ExpertParallel *x, Group exchanges) {
     const Config *c = &m->config;
-    double e = (double)dtype_size(c->dtype), h = (double)c->hidden, ep = x->ep.size;
+    double each = (double)dtype_size(c->dtype), h = (double)c->hidden, ep = x->ep.size;
     double forwards = p->forwards * (double)c->layers, backwards = p->backwards * (double)c->layers;
     if (forwards == 0) return;  // a stage with the head alone
     // What the routing tables of all steps say, for one of them.
     double steps = x->passes / forwards, rows = steps > 0 ? (x->rows_sent + x->rows_served) / steps : 0;
     price_sent(p, "all_to_all", forwards, forwards * 4 * (double)c->experts * (ep - 1) / ep, x->ep);
-    price_sent(p, "all_to_all", 2 * (forwards + backwards), rows * h * e * (1 + backwards / forwards),
+    price_sent(p, "all_to_all", 2 * (forwards + backwards), rows * h * each * (1 + backwards / forwards),
                exchanges);
     for (int role = ROLE_EXPERT_GATE; role <= ROLE_EXPERT_DOWN; role++) p->elements[role] /= ep;
     // Of a block's two regions experts enter none: their tokens are those outside of it.

@@ -1,6 +1,6 @@
 // expert_parallel.h: chapter 06 as signatures. n tokens of a micro-batch on this rank, of which each takes
 // k of e experts; "rows" are these n k pairs of a token and an expert; m of them meet the experts that are
-// here.
+// here. (Elsewhere e are the bytes of an element: in this chapter they are B.)
 #ifndef EXPERT_PARALLEL_H
 #define EXPERT_PARALLEL_H
 

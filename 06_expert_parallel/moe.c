@@ -57,31 +57,27 @@ static void no_balance(void *context, const MicroBatch *micro, int layer, MoeKep
 
 // ---- the experts: their rows stand one after another in (m, columns) ----
 
-// One call of the linear socket for each expert that has rows: gate and up together, or down.
+// The rows of one expert, and its weights: gate and up, or down. One call of the linear socket.
 typedef struct Run {
     Param *weight[2];
-    int64_t first, rows;  // of (m, columns)
+    int64_t expert, first, rows;  // of (m, columns)
     void **linear;
 } Run;
 
-static int64_t next_run(const Moe *moe, int layer, const MoeKept *kept, bool down, int64_t expert,
-                        Run *run) {
+// From {.expert = -1} to the next expert that has rows; false: there is none.
+static bool next_run(const Moe *moe, int layer, const MoeKept *kept, bool down, Run *run) {
     const BlockParams *w = &moe->model->block[layer];
-    for (; expert < moe->here; expert++) {
-        run->first += run->rows;
-        run->rows = kept->count[expert];
-        if (run->rows == 0) continue;
-        int64_t at = moe->first + expert;
-        run->weight[0] = down ? w->expert_down + at : w->expert_gate + at;
-        run->weight[1] = w->expert_up + at;
-        run->linear = &kept->linear[2 * expert + down];
-        return expert + 1;
-    }
-    return 0;
+    run->first += run->rows;
+    run->expert++;
+    while (run->expert < moe->here && kept->count[run->expert] == 0) run->expert++;
+    if (run->expert == moe->here) return false;
+    int64_t at = moe->first + run->expert;
+    run->rows = kept->count[run->expert];
+    run->weight[0] = down ? w->expert_down + at : w->expert_gate + at;
+    run->weight[1] = w->expert_up + at;
+    run->linear = &kept->linear[2 * run->expert + down];
+    return true;
 }
-#define EACH_RUN(run, down) \
-    Run run = {.rows = 0};  \
-    for (int64_t i_ = 0; (i_ = next_run(moe, layer, kept, down, i_, &run));)
 
 static Tensor run_of(Tensor t, const Run *run) { return tensor_rows_of(t, run->first, run->rows); }
 
@@ -95,15 +91,15 @@ static Tensor experts_forward(const Moe *moe, int layer, MoeKept *kept) {
     kept->act = tensor_like(MEMORY_ACTIVATION, kept->gate);
     Tensor out = tensor_like(MEMORY_ACTIVATION, kept->rows);
     moe_at(moe, BEGINS);
-    EACH_RUN(in, false)
-    sockets->linear.forward(sockets->linear.context, m, 2, in.weight,
-                            (Tensor[]){run_of(kept->gate, &in), run_of(kept->up, &in)},
-                            run_of(kept->rows, &in), in.linear);
+    for (Run in = {.expert = -1}; next_run(moe, layer, kept, false, &in);)
+        sockets->linear.forward(sockets->linear.context, m, 2, in.weight,
+                                (Tensor[]){run_of(kept->gate, &in), run_of(kept->up, &in)},
+                                run_of(kept->rows, &in), in.linear);
     moe_at(moe, AMID);
     op_swiglu_forward(kept->act, kept->gate, kept->up);
-    EACH_RUN(down, true)
-    sockets->linear.forward(sockets->linear.context, m, 1, down.weight, (Tensor[]){run_of(out, &down)},
-                            run_of(kept->act, &down), down.linear);
+    for (Run down = {.expert = -1}; next_run(moe, layer, kept, true, &down);)
+        sockets->linear.forward(sockets->linear.context, m, 1, down.weight, (Tensor[]){run_of(out, &down)},
+                                run_of(kept->act, &down), down.linear);
     moe_at(moe, ENDS);
     return out;
 }
@@ -115,17 +111,18 @@ static Tensor experts_backward_input(const Moe *moe, int layer, MoeKept *kept) {
     Tensor dact = tensor_like(MEMORY_ACTIVATION, kept->act),
            drows = tensor_like(MEMORY_ACTIVATION, kept->rows);
     moe_at(moe, BEGINS);
-    EACH_RUN(down, true)
-    sockets->linear.backward_input(sockets->linear.context, m, 1, down.weight, run_of(dact, &down),
-                                   (Tensor[]){run_of(kept->dout, &down)}, down.linear);
+    for (Run down = {.expert = -1}; next_run(moe, layer, kept, true, &down);)
+        sockets->linear.backward_input(sockets->linear.context, m, 1, down.weight, run_of(dact, &down),
+                                       (Tensor[]){run_of(kept->dout, &down)}, down.linear);
     moe_at(moe, AMID);
     op_swiglu_backward(kept->gate, kept->up, dact, kept->gate, kept->up);
     tensor_free(&dact);
     kept->dgate = kept->gate, kept->dup = kept->up;
     kept->gate = kept->up = (Tensor){0};
-    EACH_RUN(in, false)
-    sockets->linear.backward_input(sockets->linear.context, m, 2, in.weight, run_of(drows, &in),
-                                   (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)}, in.linear);
+    for (Run in = {.expert = -1}; next_run(moe, layer, kept, false, &in);)
+        sockets->linear.backward_input(sockets->linear.context, m, 2, in.weight, run_of(drows, &in),
+                                       (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)},
+                                       in.linear);
     moe_at(moe, ENDS);
     return drows;
 }
@@ -134,14 +131,14 @@ static Tensor experts_backward_input(const Moe *moe, int layer, MoeKept *kept) {
 static void experts_backward_weight(const Moe *moe, int layer, const MoeKept *kept) {
     Model *m = moe->model;
     const Sockets *sockets = &m->sockets;
-    EACH_RUN(down, true)
-    sockets->linear.backward_weight(sockets->linear.context, m, 1, down.weight,
-                                    (Tensor[]){run_of(kept->dout, &down)}, run_of(kept->act, &down),
-                                    down.linear);
-    EACH_RUN(in, false)
-    sockets->linear.backward_weight(sockets->linear.context, m, 2, in.weight,
-                                    (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)},
-                                    run_of(kept->rows, &in), in.linear);
+    for (Run down = {.expert = -1}; next_run(moe, layer, kept, true, &down);)
+        sockets->linear.backward_weight(sockets->linear.context, m, 1, down.weight,
+                                        (Tensor[]){run_of(kept->dout, &down)}, run_of(kept->act, &down),
+                                        down.linear);
+    for (Run in = {.expert = -1}; next_run(moe, layer, kept, false, &in);)
+        sockets->linear.backward_weight(sockets->linear.context, m, 2, in.weight,
+                                        (Tensor[]){run_of(kept->dgate, &in), run_of(kept->dup, &in)},
+                                        run_of(kept->rows, &in), in.linear);
 }
 
 // ---- the technique: the mlp socket ----
@@ -306,13 +303,13 @@ static void price(Price *p, const Model *m, const void *context) {
     const Config *c = &m->config;
     MicroBatch one = {.b = c->micro_batch, .s = model_tokens(m) / c->micro_batch};
     double n = (double)m->sockets.region.rows(m->sockets.region.context, &one);
-    double e = (double)dtype_size(c->dtype), wide = c->dtype == F64 ? 8 : 4;
+    double each = (double)dtype_size(c->dtype), wide = c->dtype == F64 ? 8 : 4;
     double k = (double)c->top_k, h = (double)c->hidden, f = (double)config_expert_width(c);
     bool all = moe->here == c->experts && moe->capacity == 0;
     keep(p->block, &p->block_rows, "router logits, weights", wide * n * ((double)c->experts + k), m);
     keep(p->block, &p->block_rows, "chosen, place", 2 * 4 * n * k, m);
     // Of all blocks: where other ranks' tokens come, or some are dropped, as many as came.
-    double rows = all ? e * n * k * (2 * h + 3 * f) * p->blocks : (double)moe->most_held;
+    double rows = all ? each * n * k * (2 * h + 3 * f) * p->blocks : (double)moe->most_held;
     keep(p->end, &p->end_rows, "rows, gate, up, act, out of experts", rows, m);
     p->peak_counted = true;
     p->peak_by_data = !all;  // expert_tables.c has it from the ledger

@@ -2,9 +2,8 @@
 // "Expert parallelism"; DeepSeek-V3 (2024), sections 2.1.2 and 3.2.2.
 //
 // Against expert_parallel.c, where a token crosses the network once for each of its experts in another
-// node: the ep ranks are N nodes of K. The router keeps a token's M best nodes, and chooses its experts
-// there (--expert-groups N --groups-kept M; a node is as good as its two best experts together). Its hidden
-// state then makes two hops:
+// node: the ep ranks are N nodes of K. The router keeps a token's M best nodes, by the two best experts of
+// each, and chooses its k experts there (--expert-groups N --groups-kept M). Two hops then bring it there:
 //
 //                   node 0          node 1
 //                   rank 0  1       rank 2        3           a token of rank 0, experts on ranks 2 and 3
@@ -18,14 +17,10 @@
 // have come are routed as if they were this rank's own. So the weights are sent with the tokens, and their
 // gradients back. Backward takes the same hops in the other order.
 //
-// Bytes sent per rank, block and micro-batch, B bytes an element, w a weight; T tokens x nodes go to other
-// nodes and T' come from there, R rows go to other ranks of the node and R' come:
-//     across   forward (h B + 4 k + w k) T + h B T',  backward h B T + (h B + w k) T'
-//     inside   h B (R + R') in each pass
-// and forward 4 (N - 1) of counts besides those of expert_parallel.c, which sends h B across for each row:
-// k (N - 1) / N of a token. T has a token min(M, N - 1) times at most, and M (N - 1) / N times in the mean
-// where nodes are chosen equally often: with 8 experts in 4 nodes, as in DeepSeek-V3, half as many.
-// Memory per rank: as expert_parallel.c; 4 k + w k for each token that comes.
+// Bytes sent across: 4 hidden states (there and back, in both passes) for each token and other node that
+// it goes to, min(M, N - 1) of them at most, where plain dispatch has 4 for each expert there. With 8
+// experts in 4 nodes, as in DeepSeek-V3, that is about half. Above price it stands to the byte.
+// Memory per rank: as expert_parallel.c, and the places of both hops.
 // Run: build/06_expert_parallel/node_limited_routing   (--gpus-per-node 4 --expert-groups 2, --zero 2 …)
 // Last line: PASS node_limited_routing: in two hops, the tokens make the step of one device …
 #include <stdlib.h>
@@ -321,6 +316,13 @@ static void check(const Config *c) {
           "--capacity drops rows, and here tokens are sent: leave it out, or take expert_parallel");
 }
 
+// Bytes per rank, block and micro-batch, B an element, w a weight. T tokens x nodes go to other nodes and
+// T' come from there, R rows go to other ranks of the node and R' come:
+//
+//     across   forward (h B + 4 k + w k) T + h B T' + 4 (N - 1),  backward h B T + (h B + w k) T'
+//     inside   h B (R + R') in each pass
+//     counts   as expert_parallel.c
+//     kept     8 min(M, N) for each token; (4 + w) k for each that comes, from this node or another
 static void price(Price *p, const Model *m, const void *context) {
     const NodeLimited *l = context;
     const ExpertParallel *x = l->plain;
@@ -337,7 +339,7 @@ static void price(Price *p, const Model *m, const void *context) {
     plain.rows_sent = l->rows_sent, plain.rows_served = l->rows_served;
     expert_price(p, m, &plain, l->inside.ep);
     if (forwards == 0) return;  // a stage with the head alone
-    double e = (double)dtype_size(c->dtype), row = (double)c->hidden * e, w = c->dtype == F64 ? 8 : 4;
+    double row = (double)(c->hidden * (int64_t)dtype_size(c->dtype)), w = c->dtype == F64 ? 8 : 4;
     double k = (double)c->top_k, steps = x->passes / forwards, again = backwards / forwards;
     double across = (row + (4 + w) * k + again * row) * l->tokens_sent +
                     (row + again * (row + w * k)) * l->tokens_served;

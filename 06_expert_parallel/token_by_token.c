@@ -1,4 +1,5 @@
 // token_by_token.c: a mixture of experts without rows, order or groups: what moe.c is held against.
+// Playbook: "Expert parallelism".
 //
 // One token after the other goes through its experts, as a matrix of one row; the host decides which
 // experts and with what weights, in f64, spelled out step by step. Nothing here is fast, and nothing is
