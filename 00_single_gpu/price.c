@@ -63,11 +63,15 @@ void price_scale_kept(Price *p, Split split, double numerator, double denominato
         if (p->end[i].split == split) p->end[i].bytes = p->end[i].bytes / denominator * numerator;
 }
 
+double price_rows(const PriceKept *rows, int count, const char *what) {
+    double bytes = 0;
+    for (int i = 0; i < count; i++)
+        if (!what || !strcmp(rows[i].what, what)) bytes += rows[i].bytes;
+    return bytes;
+}
+
 double price_kept(const Price *p) {
-    double block = 0, ends = 0;
-    for (int i = 0; i < p->block_rows; i++) block += p->block[i].bytes;
-    for (int i = 0; i < p->end_rows; i++) ends += p->end[i].bytes;
-    return p->blocks * block + ends;
+    return p->blocks * price_rows(p->block, p->block_rows, NULL) + price_rows(p->end, p->end_rows, NULL);
 }
 
 // Elements that stay here: all of the weights, unless a technique has said how many.

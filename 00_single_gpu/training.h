@@ -158,6 +158,7 @@ Price trainer_price(const Trainer *trainer);
 // backward.
 double price_states(const Price *price, const Model *model, MemoryKind kind);
 double price_kept(const Price *price);
+double price_rows(const PriceKept *rows, int count, const char *what);  // of that name; NULL: of all
 // For price(): so many calls in a step, each on a tensor of `elements` (a gather's and a scatter's whole
 // one, of which `own` are this rank's), by what comm.h says that this rank sends.
 void price_all_reduce(Price *price, double calls, int64_t elements, DType dtype, Group group);

@@ -13,8 +13,9 @@
 //     rank 3  |f4-f5-f6-F0-B0-W0-F1-f7+D1----...F2+d4----D2----...F3+d5----D3----b6-w6-b7-w7-
 //
 // Bubble: (p/2 - 1) (F&B + BW - 3W) in DeepSeek-V3, where BW = B + W and F&B is the time of a pair: exact
-// for F = B >= W, m >= 2p, m even. With F a little shorter than B (up to 5F / 4, p <= 8), it is (p/2 - 1)
-// (F&B + F - 2W). Messages: as many as 1F1B's, of both kinds to both neighbours.
+// for F = B >= W, m >= 2p, m even, if a pair takes as long as its passes. (A shorter pair shortens the
+// step; the formula is what the middle ranks idle.) With F a little shorter than B, up to 5F / 4 and p <= 8,
+// it is (p/2 - 1) (F&B + F - 2W). Messages: as many as 1F1B's, of both kinds to both neighbours.
 // Held: p + 1 micro-batches on every rank, and weights twice; for any m, min(m, p + 1, n + 1 + k), where n
 // micro-batches enter at the nearer end, k ranks away.
 // Run: build/05_pipeline_parallel/schedule --schedule dualpipe --stages 4 --micro-batches 8
@@ -79,8 +80,7 @@ static void backward_weight(Rank *r) {
 //     half - k - 1 times      W B                      drain; W: that of the earliest B that waits
 //     k + 1 times             W
 //
-// A pair may be shorter than F + BW: this is what the middle ranks idle then. For m < 2p, or an odd m, the
-// list is the same, with what does not exist left out.
+// For m < 2p, or an odd m, the list is the same, with what does not exist left out.
 void schedule_dual_rank(Schedule *s, int rank, int half, int k, const DualChunk chunk[2]) {
     int n = chunk[0].count > chunk[1].count ? chunk[0].count : chunk[1].count;
     Rank r = {.schedule = s, .rank = rank, .chunk = {chunk[0], chunk[1]}};

@@ -17,7 +17,7 @@
 //            …|+d3-f7+D3-d4--D4--..d5--D5--..b6B6..b7B7w6W6w7W7
 //
 // Bubble: DualPipe's on 2p ranks, with stages half as long: (p - 1) (F&B + BW - 3W) / 2, exact for
-// F = B >= W, m >= 2p. With fewer micro-batches the lists are the same, with what does not exist left out.
+// F = B >= W, m >= 2p, as there. With fewer micro-batches the lists are the same.
 // Held: p + 1/2 micro-batches of two stages, weights once. Messages: as ZB-V's.
 // Run: build/05_pipeline_parallel/schedule --schedule dualpipe_v --stages 4 --micro-batches 8
 #include "schedule.h"

@@ -18,8 +18,7 @@
 // gradients and the step are those of one device to the last bit. Where two copies of a weight add up
 // (tied embeddings, DualPipe), that one sum has another order.
 //
-// Bytes sent per rank and micro-batch: n h e for each stage whose neighbour is on another rank, each way (e
-// bytes an element).
+// Sent per rank and micro-batch: n h elements for each stage whose neighbour is on another rank, each way.
 // Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches
 // that the schedule holds at once. This file has no main: a program for each schedule runs it.
 #include "pipeline.h"

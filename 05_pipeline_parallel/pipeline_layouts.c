@@ -6,7 +6,7 @@
 //
 //     --zero-r      with full recomputation a block keeps its input alone, the same on all ranks of tp: now
 //                   each keeps its part. A pipeline holds inputs of many micro-batches, so there is much to
-//                   save: all but n h e / tp of each, for an all-gather before its B.
+//                   save: all but n h / tp of each, for an all-gather before its B.
 //
 // ZeRO-R's one tensor for all checkpoints has room for one micro-batch, and its constant buffer goes with
 // plain data parallelism: neither is offered here. This file has no main.

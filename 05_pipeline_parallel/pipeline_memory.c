@@ -16,7 +16,6 @@
 // Bytes sent: none. This file has no main: pipeline_program.c holds it against the account.
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "pipeline.h"
 
@@ -30,13 +29,6 @@ typedef struct Sizes {
     double message;                // (n, h)
     double always;                 // positions of attention's masks
 } Sizes;
-
-static double bytes_of(const Price *price, const char *what) {
-    double bytes = 0;
-    for (int i = 0; i < price->end_rows; i++)
-        if (!strcmp(price->end[i].what, what)) bytes += price->end[i].bytes;
-    return bytes;
-}
 
 // What W multiplies: outputs of norms, attention and SwiGLU, and gradients at the outputs of the linears,
 // inside the region. And what it adds: the gradients of two norms.
@@ -56,17 +48,18 @@ static double left_of_block(const Model *m, double rows) {
 static Sizes sizes_of(const Trainer *t) {
     const Model *m = t->model;
     Price price = trainer_price(t);
+    const PriceKept *end = price.end;
     MicroBatch one = {.b = m->config.micro_batch, .s = model_tokens(m) / m->config.micro_batch};
     double rows = (double)m->sockets.region.rows(m->sockets.region.context, &one);
     double e = (double)dtype_size((DType)m->config.dtype), h = (double)m->config.hidden;
-    Sizes z = {.tokens = bytes_of(&price, "tokens, targets, positions"),
-               .always = bytes_of(&price, "positions"),
+    int ends = price.end_rows;
+    Sizes z = {.block = price_rows(price.block, price.block_rows, NULL),
+               .tokens = price_rows(end, ends, "tokens, targets, positions"),
+               .always = price_rows(end, ends, "positions"),
                .message = e * rows * h,
                .left_block = left_of_block(m, rows),
-               .left_head = bytes_of(&price, "norm") + bytes_of(&price, "logits") + e * h};
-    for (int i = 0; i < price.block_rows; i++) z.block += price.block[i].bytes;
-    for (int i = 0; i < price.end_rows; i++) z.head += price.end[i].bytes;
-    z.head -= z.tokens + z.always;
+               .left_head = price_rows(end, ends, "norm") + price_rows(end, ends, "logits") + e * h};
+    z.head = price_rows(end, ends, NULL) - z.tokens - z.always;
     return z;
 }
 

@@ -2,7 +2,7 @@
 // Playbook: "Pipeline Parallelism", where the one drops by 14% from 8 to 16 GPUs, and the other by 43%.
 //
 //                                                  pipeline                 tensor parallelism
-//     8 GPUs    one node (here two of them, dp 2)  n h e to a neighbour     4 all-reduces a layer, NVLink
+//     8 GPUs    one node (here two of them, dp 2)  n h to a neighbour       4 all-reduces a layer, NVLink
 //     16 GPUs   one group over two nodes           one hop by network       all of them by network, too
 //
 // The model is the same, so each of twice as many GPUs has half of the work. A pipeline's messages are few,

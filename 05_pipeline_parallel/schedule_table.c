@@ -52,8 +52,6 @@ double schedule_period_formula(ScheduleKind kind, const ScheduleWish *wish) {
     return kind == ZB_V ? (p - 1) * (B - W) : step;
 }
 
-static double least(double a, double b) { return a < b ? a : b; }
-
 // W is never far behind its B.
 static HeldFormula as_b(double held) { return (HeldFormula){held, held}; }
 
@@ -65,25 +63,25 @@ HeldFormula schedule_rank_held_formula(ScheduleKind kind, const ScheduleWish *wi
         case AFAB:
             return as_b(m);
         case ONE_F_ONE_B:
-            return as_b(least(p - r, m));
+            return as_b(fmin(p - r, m));
         case INTERLEAVED: {
             double ahead = 2 * (p - 1 - r) + (v - 1) * group;
-            return fmod(m, group) == 0 ? as_b(least(m, (ahead + 1) / v)) : none;
+            return fmod(m, group) == 0 ? as_b(fmin(m, (ahead + 1) / v)) : none;
         }
         case ZB_H1:
-            return (HeldFormula){least(p - r, m), least(p, m)};
+            return (HeldFormula){fmin(p - r, m), fmin(p, m)};
         case ZB_H2:
-            return (HeldFormula){least(2 * (p - r) - 1, m), least(2 * p - 1, m)};
+            return (HeldFormula){fmin(2 * (p - r) - 1, m), fmin(2 * p - 1, m)};
         case ZB_V:
-            return as_b(least(m, least(p, (m + 1 + r) / 2)));
+            return as_b(fmin(m, fmin(p, (m + 1 + r) / 2)));
         case ZB_AUTO:
             break;
         case DUALPIPE: {
-            double k = least(r, p - 1 - r), near = r < p / 2 ? ceil(m / 2) : floor(m / 2);
-            return as_b(least(m, least(p + 1, near + 1 + k)));
+            double k = fmin(r, p - 1 - r), near = r < p / 2 ? ceil(m / 2) : floor(m / 2);
+            return as_b(fmin(m, fmin(p + 1, near + 1 + k)));
         }
         case DUALPIPE_V:
-            return as_b(least(m, least(p + 0.5, (m + 1 + r) / 2)));
+            return as_b(fmin(m, fmin(p + 0.5, (m + 1 + r) / 2)));
     }
     return none;
 }

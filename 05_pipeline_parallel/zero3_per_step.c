@@ -13,7 +13,8 @@
 // as with ZeRO-1.
 //
 // Bytes sent per rank and step, whatever m is: (N - 1) / N (g Psi + e Psi), where Psi are the parameters of
-// its stages; zero3.c: m times (N - 1) / N (g Psi + 2 e Psi - …).
+// its stages, with e bytes a weight, g a gradient and k of optimizer; zero3.c: about m (N - 1) / N (g Psi +
+// 2 e Psi).
 // Memory per rank: e Psi / N + e Psi, g Psi / N + g Psi (and a unit of 16-bit gradients), k Psi / N: in a
 // step what ZeRO-1 holds, and between steps an N-th of it. This file has no main: the chapter's programs
 // list it, with --zero 3.

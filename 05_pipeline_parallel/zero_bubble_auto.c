@@ -9,12 +9,8 @@
 //                        otherwise it waits for that input
 //     memory is full:  W, which makes room
 //
-// How late a W may make what comes next, whether B goes before F or takes turns with it, and how many
-// forwards a rank starts with are open: all combinations of a few values are played. They compete with
-// ZB-H1 and ZB-H2, where memory has room for those, and the shortest step is kept; of several the one
-// with the shortest period.
-//
-// With p = 4, m = 7 and a limit of 5, between ZB-H1 and ZB-H2:
+// Which habits are best depends on the times: some are played, and the shortest step is kept. With p = 4,
+// m = 7 and a limit of 5, between ZB-H1 and ZB-H2:
 //
 //     rank 0  |F0-F1-F2-F3-F4-......B0-W0-F5-B1-W1-F6-B2-W2-B3-W3-B4-W4-B5-W5-B6-W6-...
 //     rank 1  |...F0-F1-F2-F3-F4-B0-W0-B1-W1-F5-B2-W2-F6-B3-W3-B4-W4-B5-W5-B6-W6-......
@@ -22,15 +18,15 @@
 //     rank 3  |.........F0-B0-F1-B1-F2-B2-F3-B3-F4-W0-B4-F5-W1-B5-F6-B6-W2-W3-W4-W5-W6-
 //
 // Held: at most `limit` micro-batches from F to W. Bubble: never more than that of ZB-H1 or ZB-H2 where
-// they fit, and less where they do not suit: with a hop, with B or W much longer than F, or with memory
-// in between. In training every pass counts as 1 and the limit is p (pipeline_wish): give times to
-// `schedule` instead.
+// they fit, less with a hop, with B or W much longer than F, or with memory in between. In training every
+// pass counts as 1 and the limit is p (pipeline_wish): give times to `schedule` instead.
 // Run: build/05_pipeline_parallel/schedule --schedule zb_auto --micro-batches 7 --memory-limit 5
 #include <math.h>
 #include <stdlib.h>
 
 #include "schedule.h"
 
+// What the choices above leave open. All combinations of a few values are played.
 typedef struct Habits {
     double lateness;  // of W: what comes next may wait so long for it
     bool turns;       // F and B by turns; or B whenever there is one
@@ -135,6 +131,8 @@ static void compete(Best *best, Schedule s, Durations d) {
     }
 }
 
+// ZB-H1 and ZB-H2 compete, too, where memory has room for them. Of several shortest steps the one with the
+// shortest period is kept.
 Schedule schedule_zero_bubble_auto(int p, int m, Durations d, int limit) {
     static const double lateness[] = {0, 0.25, 0.5, 0.75, 1};
     const int lead[] = {0, p / 2, p};

@@ -12,18 +12,8 @@
 //     rank 2  |....F0F1F2f0F3f1F4f2b0w0f3b1w1F5B0W0f4b2w2F6B1W1f5b3w3B2W2f6b4w4B3b5B4b6B5W3B6W4w5w6W5W6..
 //     rank 3  |......F0f0F1f1F2f2F3f3b0w0F4B0W0f4b1w1F5B1W1f5b2w2F6B2W2f6b3w3B3b4B4b5B5b6B6W3w4w5w6W4W5W6
 //
-// A rank's list, x' being a pass of the up chunk, and each pass taking the next micro-batch of its kind
-// and chunk:
-//     2 (p - r) - 1 times  F              until the first micro-batch has turned and is back
-//     r times              F' F           one down, one up, until the first gradient comes
-//     p - r times          F' B' W'       backward of the up chunk
-//     then in turn         F B W F' B' W' until the forwards are done
-//     r times              B B'           now B is all that others wait for, and W fills the rest
-//     p - r times          B W
-//     the rest             W' …, W …
 // Bubble: (p - 1) B / 2, as a period (p - 1) (B - W), for m >= 2p - 1 and W <= F <= B <= min(3F / 2, 2W):
-// zero if F = B = W alone, and only as a period. With fewer micro-batches the lists are the same, with what
-// does not exist left out.
+// zero if F = B = W alone, and only as a period.
 // Held from F to W, in micro-batches of two stages: p; for m < 2p - 1 min(m, p, (m + 1 + r) / 2).
 // Messages: twice 1F1B's, but none at the turn.
 // Run: build/05_pipeline_parallel/schedule --schedule zb_v --stages 4 --micro-batches 7
@@ -47,6 +37,18 @@ static void backward(Rank *r, int chunk) {
     next(r, PASS_W, chunk);
 }
 
+// The list of rank r, x' being a pass of the up chunk, and each pass taking the next micro-batch of its
+// kind and chunk:
+//
+//     2 (p - r) - 1 times  F              until the first micro-batch has turned and is back
+//     r times              F' F           one down, one up, until the first gradient comes
+//     p - r times          F' B' W'       backward of the up chunk
+//     then in turn         F B W F' B' W' until the forwards are done
+//     r times              B B'           now B is all that others wait for, and W fills the rest
+//     p - r times          B W
+//     the rest             W' …, W …
+//
+// For m < 2p - 1 the list is the same, with what does not exist left out.
 static void fill_list(Rank *r, int p, int m) {
     for (int i = 0; i < 2 * (p - r->rank) - 1; i++) next(r, PASS_F, DOWN);
     for (int i = 0; i < r->rank; i++) {

@@ -11,7 +11,6 @@
 
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "02_zero/zero.h"
 #include "five_d.h"
@@ -20,23 +19,16 @@
 
 enum { EMBEDDING, BLOCK, HEAD, MICRO_BATCHES = 2 };
 
-static double bytes_named(const PriceKept *rows, int count, const char *name) {
-    double bytes = 0;
-    for (int i = 0; i < count; i++)
-        if (!name || !strcmp(rows[i].what, name)) bytes += rows[i].bytes;
-    return bytes;
-}
-
 static void note_bytes(LoneParts *parts, const Trainer *t) {
     const Model *m = t->model;
     Price price = trainer_price(t);
-    parts->expert_rows = bytes_named(price.end, price.end_rows, "rows, gate, up, act, out of experts");
-    parts->block = bytes_named(price.block, price.block_rows, NULL) + parts->expert_rows;
-    parts->tokens = bytes_named(price.end, price.end_rows, "tokens, targets, positions");
-    parts->always = bytes_named(price.end, price.end_rows, "positions");
+    parts->expert_rows = price_rows(price.end, price.end_rows, "rows, gate, up, act, out of experts");
+    parts->block = price_rows(price.block, price.block_rows, NULL) + parts->expert_rows;
+    parts->tokens = price_rows(price.end, price.end_rows, "tokens, targets, positions");
+    parts->always = price_rows(price.end, price.end_rows, "positions");
     parts->head =
-        bytes_named(price.end, price.end_rows, NULL) - parts->tokens - parts->always - parts->expert_rows;
-    parts->message = bytes_named(price.end, price.end_rows, "x");
+        price_rows(price.end, price.end_rows, NULL) - parts->tokens - parts->always - parts->expert_rows;
+    parts->message = price_rows(price.end, price.end_rows, "x");
     const int units[] = {m->embedding_unit, m->first_block_unit, m->head_unit};
     for (int i = 0; i < 3; i++) parts->count[i] = (double)m->params.unit[units[i]].count;
     if (m->config.experts) parts->experts = (double)m->params.unit[m->first_expert_unit].count;
