@@ -20,8 +20,8 @@
 // The random number of an element is a function of the seed, the weight's name, the element's index in the
 // whole weight and the step: any layout rounds alike, and a resumed run needs no state of a generator.
 //
-// Memory per parameter: masters 4 bytes, gradients 2 and their sums in f32 4, with --gradient f32 those
-// alone. Bytes sent: gradients in the dtype of sums, so with --gradient f32 no more.
+// Memory per parameter: 20 bytes: weight 2, master 4, gradient 2 and its sum 4, AdamW's moments 4 + 4; with
+// --gradient f32 18. Bytes sent: gradients in the dtype of sums, so with --gradient f32 no more.
 // Run: build/08_mixed_precision/bf16        (--master none --rounding stochastic, --sum bf16, --ranks 3 …)
 // Last line: PASS bf16: ranks together make the step of one device, and updates below half a step vanish …
 #include <math.h>
@@ -174,18 +174,8 @@ typedef struct Way {
     Run run;
 } Way;
 
-static Config small(const char *more) {
-    char *text = format_text(
-        "layers=1 hidden=32 heads=4 kv-heads=2 ffn=80 seq=32 micro-batch=8 optimizer=adamw warmup=0 clip=1 "
-        "weight-decay=0 %s",
-        more);
-    Config c = config_default(text);
-    free(text);
-    return c;
-}
-
 static Config of_way(const Way *way) {
-    Config c = small("steps=160 lr=0.001");
+    Config c = small_model("steps=160 lr=0.001");
     c.dtype = way->dtype;
     config_set(&c, "master", way->master);
     config_set(&c, "sum", 0);
@@ -228,7 +218,7 @@ static void show_sums(void) {
     double error[3];
     say("\nThe gradient of 256 samples in 64 micro-batches, its relative error against f64:\n");
     for (int i = 0; i < 3; i++) {
-        Config c = small("steps=1 micro-batch=4 grad-acc=64 seq=16");
+        Config c = small_model("steps=1 micro-batch=4 grad-acc=64 seq=16");
         c.dtype = BF16;
         config_set(&c, "sum", i == 0);
         config_set(&c, "gradient", i == 2);

@@ -3,7 +3,8 @@
 // appendix A3.
 //
 //     closed form   (m - 1) (t + 2 h (p - 1) / p)  +  sum of all stages t_i  +  2 (p - 1) h     1F1B
-//                   t of the slowest stage, h a message's hop; other schedules: the bubble of their papers
+//                   t of the slowest stage, h a message's hop; interleaved: a v-th of the bubble; ZB-H1 is
+//                   priced as 1F1B, for the clock to tell them apart
 //                 + gradients and weights of data parallelism, less what is computed beside them
 //                 + optimizer
 //     clocked       one stage: a dry step of few layers and micro-batches, continued along both, in which a
@@ -40,7 +41,6 @@ static double hop_seconds(const Config *c, const LoneParts *p) {
 
 static Stages stages_of(const Config *c, const LoneParts *p) {
     int chunks = config_number(c, "schedule") == INTERLEAVED ? (int)config_number(c, "chunks") : 1;
-    if (config_number(c, "schedule") == ZB_V) chunks = 2;
     Stages s = {.count = (int)c->pp * chunks, .hop = hop_seconds(c, p)};
     double rank[RANKS_MOST] = {0};
     for (int i = 0; i < s.count; i++) {

@@ -1,4 +1,5 @@
 // cost_table.c: how much of a machine's peaks is reached, in one table for the search and for the clock.
+// Playbook: "Benchmarking thousands of configurations".
 //
 //     multiply     peak x reached(GPU) / (1 + half / FLOPs)      a small multiply leaves most of a GPU idle
 //     attention    peak x reached(GPU) x attention

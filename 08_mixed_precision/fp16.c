@@ -132,12 +132,7 @@ static const Technique *const one_device[] = {&fp16_recipe, &recompute, NULL};
 // ---- each trick alone ----
 
 static Config small(int dtype, int master, int sum, int loss_scale, const char *more) {
-    char *text = format_text(
-        "layers=1 hidden=32 heads=4 kv-heads=2 ffn=80 seq=32 micro-batch=8 optimizer=adamw warmup=0 clip=1 "
-        "weight-decay=0 %s",
-        more);
-    Config c = config_default(text);
-    free(text);
+    Config c = small_model(more);
     c.dtype = dtype;
     config_set(&c, "master", master);
     config_set(&c, "sum", sum);

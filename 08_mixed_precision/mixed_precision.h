@@ -81,6 +81,8 @@ double fp8_chance(const double *x, int rows, int columns);
 
 // ---- recipe_runs.c: runs on one device, for the tables of this chapter ----
 
+Config small_model(const char *more);  // more: flags as config_default takes them, the last one counts
+
 typedef struct Run {
     double last;           // mean loss of the last tenth of the steps
     int64_t gains, moved;  // elements of all norms' gains, and those of them that are not 1 any more

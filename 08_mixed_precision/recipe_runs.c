@@ -1,11 +1,21 @@
 // recipe_runs.c: runs on one device, for the tables and pictures of this chapter: how far training comes,
 // which weights move, how far a gradient is off.
 //
-// This file has no main: bf16.c, fp16.c and fp8.c call it.
+// Playbook: "Mixed Precision Training". This file has no main: bf16.c, fp16.c and fp8.c call it.
 #include <math.h>
 #include <stdlib.h>
 
 #include "mixed_precision.h"
+
+Config small_model(const char *more) {
+    char *text = format_text(
+        "layers=1 hidden=32 heads=4 kv-heads=2 ffn=80 seq=32 micro-batch=8 optimizer=adamw warmup=0 clip=1 "
+        "weight-decay=0 %s",
+        more);
+    Config c = config_default(text);
+    free(text);
+    return c;
+}
 
 Run run_of(const Config *config, Techniques techniques) {
     Trainer *t = trainer_new(config, mesh_single(), techniques);

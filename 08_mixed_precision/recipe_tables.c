@@ -29,7 +29,7 @@ static Tensor random_matrix(int64_t rows, int64_t columns, uint64_t key, double 
     return t;
 }
 
-static Codes codes_of(Tensor x, DType dtype, Tile tile, ScaleRule rule) {
+static Codes encoded(Tensor x, DType dtype, Tile tile, ScaleRule rule) {
     int64_t rows = tensor_rows(x), columns = tensor_columns(x);
     Codes c = {.tile = tile};
     c.scale = tensor_new(MEMORY_ACTIVATION, F32,
@@ -97,8 +97,8 @@ static double outlier_error(const Fp8Recipe *r, double outlier) {
     Tensor want = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(ROWS, OUT)),
            got = tensor_like(MEMORY_ACTIVATION, want);
     int64_t along = !r->tile ? 0 : r->rule == SCALE_POWER_OF_TWO ? 32 : 128;
-    Codes a = codes_of(x, r->forward, (Tile){r->tile ? 1 : 0, along}, r->rule);
-    Codes b = codes_of(w, r->forward, (Tile){r->square ? along : r->tile, along}, r->rule);
+    Codes a = encoded(x, r->forward, (Tile){r->tile ? 1 : 0, along}, r->rule);
+    Codes b = encoded(w, r->forward, (Tile){r->square ? along : r->tile, along}, r->rule);
     op_matmul(want, x, w, false, true, 0);
     op_matmul_codes(got, a, b, r->sum, 0);
     double error = error_without_outliers(got, want, x);
@@ -133,7 +133,7 @@ static double sum_error(int64_t k, CodesSum sum, double *bias) {
     Tensor x = random_matrix(SIDE, k, 21, 1, 0), w = random_matrix(SIDE, k, 22, 1, 0);
     Tensor want = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(SIDE, SIDE)),
            got = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(SIDE, SIDE));
-    Codes a = codes_of(x, E4M3, (Tile){0, 0}, SCALE_REAL), b = codes_of(w, E4M3, (Tile){0, 0}, SCALE_REAL);
+    Codes a = encoded(x, E4M3, (Tile){0, 0}, SCALE_REAL), b = encoded(w, E4M3, (Tile){0, 0}, SCALE_REAL);
     op_matmul_codes(want, a, b, (CodesSum){0, 0}, 0);
     op_matmul_codes(got, a, b, sum, 0);
     double error = relative_error(got, want, bias);

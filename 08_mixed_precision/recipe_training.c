@@ -17,11 +17,8 @@ void fp8_set(Config *c, int recipe) {
 }
 
 Config fp8_small(int recipe, const char *more) {
-    char *text = format_text(
-        "layers=1 hidden=32 heads=4 kv-heads=4 ffn=96 seq=32 micro-batch=8 dtype=bf16 optimizer=adamw "
-        "warmup=0 clip=1 weight-decay=0 %s",
-        more);
-    Config c = config_default(text);
+    char *text = format_text("kv-heads=4 ffn=96 dtype=bf16 %s", more);
+    Config c = small_model(text);
     free(text);
     fp8_set(&c, recipe);
     return c;
