@@ -19,8 +19,8 @@
 //     stochastic   the one above with the probability (x - below) / step: right on average, E[round(x)] = x
 //
 // Rounded to nearest, a weight in bf16 forgets every update below half a step, however many there are;
-// rounded stochastically it does not. Beyond the largest number bfloat16 and float16 go to infinity; 8-bit
-// formats saturate, and e4m3 has no infinity at all: its codes are numbers.
+// rounded stochastically it does not. Beyond the largest number bfloat16 and float16 go to infinity; what
+// training stores in 8 bits saturates, and e4m3 has no infinity at all: its codes are numbers.
 //
 // Proof: each code of the 8- and 16-bit formats has the value that its fields say, and each border between
 // two codes is where this file's rounding has it, in the conversions that training uses (tensor/dtype.c).
