@@ -8,8 +8,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "doorbell.h"
 #include "comm_inside.h"
+#include "doorbell.h"
 #include "launch.h"
 #include "tensor/device.h"
 #include "tensor/in_flight.h"
@@ -50,9 +50,10 @@ uint64_t hash_bytes(uint64_t h, const void *data, size_t bytes) {  // FNV-1a, ei
     return h;
 }
 
+// What a sandbox hides tells nothing apart.
 static uint64_t hash_of_file(uint64_t h, const char *path) {
     FILE *file = fopen(path, "rb");
-    CHECK(file, "%s cannot be read: %s", path, strerror(errno));
+    if (!file) return h;
     static char buffer[1 << 16];
     for (size_t got; (got = fread(buffer, 1, sizeof buffer, file)) > 0;) h = hash_bytes(h, buffer, got);
     fclose(file);

@@ -56,6 +56,10 @@ static void tune(bool oversubscribed) {
     setenv("HWLOC_COMPONENTS", "-linuxio,-pci", 0);
     setenv("HWLOC_PLUGINS_BLACKLIST", "hwloc_pci.so,hwloc_gl.so,hwloc_opencl.so,hwloc_xml_libxml.so",
            0);
+    // Nor shortens lists of hosts: at a name like a pod's, of 56 letters before the first digit, what Open
+    // MPI 4.1 and PMIx 4.2 take for that overruns the stack.
+    setenv("OMPI_MCA_regx", "naive", 0);
+    setenv("PMIX_MCA_preg", "^native", 0);
     // PMIx tells each rank of the job by message: a table in files that all map is for thousands of ranks.
     setenv("PMIX_MCA_gds", "hash", 0);
     // Copying twice through shared memory is faster than letting the kernel copy once, up to 16 MB.

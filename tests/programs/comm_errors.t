@@ -89,6 +89,21 @@ if wanted "one core of several" && [ "$(getconf _NPROCESSORS_ONLN)" -gt 1 ]; the
     kill -TERM $launcher
     wait $launcher
 fi
+# A pod's name may have as many letters as Linux takes; a sandbox may hide what tells machines of one name
+# apart.
+if unshare -m --propagation private true 2>/dev/null; then
+    if wanted "a host's name of 64 letters"; then
+        run unshare -u bash -c 'hostname $(printf "pods%.0s" {1..16}) && exec "$@"' - "$comm" --scenario header
+        [ $? = 0 ] && [ ! -s "$err" ] && grep -q '^4 ranks on podspods' "$out"
+        report $? "a host's name of 64 letters: $(cat "$err")"
+    fi
+    if wanted "a hidden boot_id"; then
+        run unshare -m --propagation private bash -c 'mount -t tmpfs tmpfs /proc/sys/kernel/random && exec "$@"' \
+            - "$comm" --scenario header
+        [ $? = 0 ] && [ ! -s "$err" ]
+        report $? "a hidden boot_id: $(cat "$err")"
+    fi
+fi
 if wanted stops; then  # mpirun may fall over the rank that it has to end (Open MPI 4.1.4), and say so
     run "$comm" --scenario stops --timeout 1
     [ $? = 2 ] && head -n 1 "$err" | grep -q \
@@ -200,6 +215,10 @@ mkdir "$work/bin" && printf '#!/bin/sh\nexit 1\n' >"$work/bin/mpirun" && chmod +
 PATH=$work/bin:$PATH run "$comm"
 one_line $? -F 'mpirun has ended with status 1, and no rank has said why'
 report $? "an mpirun that fails by itself has no verdict: $(cat "$err")"
+printf '#!/bin/sh\nkill -ABRT $$\n' >"$work/bin/mpirun"
+PATH=$work/bin:$PATH run "$comm"
+[ $? = 134 ] && [ "$(cat "$err")" = 'test_comm: mpirun was ended by signal 6 (Aborted), and the ranks with it' ]
+report $? "an mpirun that a signal ends is no rank: $(cat "$err")"
 # What mpirun says, between lines of dashes, counts as long as no rank has said anything (SIGUSR1).
 frame=$(printf -- '-%.0s' $(seq 74))
 printf '%s\n' '#!/bin/sh' "printf '%s\\n' $frame said $frame --- >&2" '$SPEAK; exit 4' >"$work/bin/mpirun"
