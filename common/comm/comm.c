@@ -253,7 +253,7 @@ static double number(int argc, char **argv, const char *name, double standard) {
 // One thread per core and rank, as far as they go, unless the user has said otherwise.
 static void share_cores(int ranks_here) {
     if (getenv("OMP_NUM_THREADS")) return;
-    int threads = (int)sysconf(_SC_NPROCESSORS_ONLN) / ranks_here, bound = omp_get_num_procs();
+    int threads = host_cores((int)sysconf(_SC_NPROCESSORS_ONLN)) / ranks_here, bound = omp_get_num_procs();
     if (threads > bound) threads = bound;
     omp_set_num_threads(threads > 1 ? threads : 1);
 }
@@ -307,7 +307,7 @@ void comm_start(int argc, char **argv, int natural) {
     if (comm.alone) return;
     if (!control_launched()) {
         char threads[16];
-        int share = omp_get_num_procs() / ranks;
+        int share = host_cores(omp_get_num_procs()) / ranks;
         snprintf(threads, sizeof threads, "%d", share > 1 ? share : 1);
         setenv("OMP_NUM_THREADS", threads, 0);
         fatal("%d ranks need mpirun: %s; --ranks 1 runs without it", ranks,

@@ -84,7 +84,8 @@ const char *control_launch(int argc, char **argv, int ranks) {
     char **words = host_alloc(sizeof *words * (size_t)(BEFORE + argc));
     for (int i = 0; i < BEFORE; i++) words[i] = (char *)before[i];
     for (int i = 1; i <= argc; i++) words[BEFORE + i - 1] = argv[i];  // with the NULL at its end
-    tune(ranks > omp_get_num_procs());  // of those that this process may use (docker --cpuset-cpus)
+    // Of those that this process may use (docker run --cpuset-cpus, --cpus).
+    tune(ranks > host_cores(omp_get_num_procs()));
     int error = launch(words);
     free(words);
     return error == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(error);
@@ -160,7 +161,7 @@ void control_start(int *rank, int *ranks, double timeout) {
     int size = environment_int("OMPI_COMM_WORLD_SIZE");
     int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
     setenv("OMPI_MCA_osc", "sm", 0);  // all that shares memory; UCX's would complain of what it lacks
-    if (size && size == here) tune(here > sysconf(_SC_NPROCESSORS_ONLN));
+    if (size && size == here) tune(here > host_cores((int)sysconf(_SC_NPROCESSORS_ONLN)));
     const char *folder = environment("PMIX_SERVER_TMPDIR");  // mpirun's, for this run
     if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
     if (environment_int("OMPI_COMM_WORLD_LOCAL_RANK") == 0)
