@@ -266,6 +266,9 @@ int launch(char *const *words) {
         for (int i = 0; i < count; i++) signal(ends[i], SIG_DFL);
         signal(SIGUSR1, SIG_DFL);
         dup2(errors[1], STDERR_FILENO);
+        // No program reads its input; mpirun would, and take from a shell's loop what that reads.
+        close(STDIN_FILENO);
+        open("/dev/null", O_RDONLY);
         sigprocmask(SIG_SETMASK, &before, NULL);
         if (getppid() == parent) execvp(words[0], words);
         error = errno;

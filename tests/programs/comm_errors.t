@@ -122,6 +122,14 @@ if wanted status; then
     [ $? = 1 ] && [ ! -s "$err" ]
     report $? "one rank's FAIL is everyone's, without a word on stderr"
 fi
+if wanted "a loop's input"; then
+    while read -r line; do
+        "$comm" --scenario status
+        echo "read $line"
+    done >"$out" 2>"$err" < <(printf '%s\n' first second)
+    [ "$(grep -c '^read' "$out")" = 2 ]
+    report $? "a loop's input is the loop's: $(grep -c '^read' "$out") of 2 lines"
+fi
 # Also memory that has a name for a moment only: a run that is killed just then leaves it behind.
 if wanted "what ranks share"; then
     "$comm" --scenario late --timeout 60 >"$out" 2>"$err" &
