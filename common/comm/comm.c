@@ -148,11 +148,12 @@ Operation *group_operation(const Request *r) {
 
 // ---- a dead rank ----
 
-// A process that its launcher has reaped is gone; of other machines the launcher knows. -1: none.
+// A process that its launcher has reaped is gone; of those that are not numbered as this one is the launcher
+// knows. -1: none.
 int find_dead(void) {
     for (int r = 0; comm.identity && r < comm.ranks; r++)
         if (r != comm.rank && !comm.peer[r].ended &&
-            comm.identity[r].machine == comm.identity[comm.rank].machine &&
+            comm.identity[r].numbers == comm.identity[comm.rank].numbers &&
             kill(comm.identity[r].pid, 0) < 0 && errno == ESRCH)
             return r;
     return -1;
@@ -268,6 +269,9 @@ static Place check_identities(int argc, char **argv) {
     gethostname(mine.host, sizeof mine.host - 1);
     mine.machine =
         hash_of_file(hash_bytes(HASH_SEED, mine.host, sizeof mine.host), "/proc/sys/kernel/random/boot_id");
+    char space[64];
+    ssize_t length = readlink("/proc/self/ns/pid", space, sizeof space);
+    mine.numbers = hash_bytes(mine.machine, space, length > 0 ? (size_t)length : 0);
     Identity *all = host_alloc(sizeof mine * (size_t)comm.ranks);
     control_share(&mine, all, sizeof mine);
     comm.identity = all;

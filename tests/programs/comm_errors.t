@@ -110,6 +110,13 @@ if unshare -m --propagation private true 2>/dev/null; then
         report $? "a hidden boot_id: $(cat "$err")"
     fi
 fi
+# Containers may number their processes themselves (apptainer exec --pid): no rank finds the others'.
+if wanted "ranks that do not see each other" && unshare -p -f true 2>/dev/null; then
+    by_mpirun -n 2 unshare -p -f bash -c 'for ((i = 0; i < 10 * OMPI_COMM_WORLD_RANK; i++)); do
+        /bin/true; done; "$@"; exit' - "$comm" --scenario late-starved --timeout 60
+    [ $? = 0 ]
+    report $? "ranks that do not see each other are not dead: $(head -n 1 "$err")"
+fi
 if wanted stops; then  # mpirun may fall over the rank that it has to end (Open MPI 4.1.4), and say so
     run "$comm" --scenario stops --timeout 1
     [ $? = 2 ] && head -n 1 "$err" | grep -q \
