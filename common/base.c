@@ -240,7 +240,7 @@ static void open_standard_streams(void) {
 static int pipe_to_reader(void) {
     struct stat status;
     char path[32] = "/dev/stdout";
-    if (getenv("OMPI_COMM_WORLD_RANK")) snprintf(path, sizeof path, "/proc/%d/fd/1", (int)getppid());
+    if (launched()) snprintf(path, sizeof path, "/proc/%d/fd/1", (int)getppid());
     if (stat(path, &status) != 0 || !S_ISFIFO(status.st_mode)) return -1;
     return open(path, O_WRONLY | O_NONBLOCK | O_CLOEXEC);
 }

@@ -128,6 +128,8 @@ char *checkpoint_newest_of_all(const char *dir);
 // is not a Llama this program can train. What else the folder says (max positions, token ids,
 // generation_config.json) is kept, and goes into each folder that is saved from then on.
 void checkpoint_config(const char *dir, Config *config);
+// The fewest digits that read back as the same number. The caller frees it.
+char *number_text(double x);
 // Writes DIR/config.json for weights of this dtype, flushed to the disk. Returns NULL, or the sentence
 // that says what failed (static buffer).
 const char *checkpoint_write_config(const char *dir, const Config *config, DType dtype);
