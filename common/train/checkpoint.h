@@ -67,7 +67,7 @@ const char *file_close_flushed(FILE *file, const char *path);
 // "cannot VERB PATH: " and what errno says. Static buffer.
 const char *file_fault(const char *verb, const char *path);
 // Both return NULL, or the sentence that says what failed. A new name lasts when the folder that holds it
-// is on the disk.
+// is on the disk, where the file system has such a thing.
 const char *folder_flush(const char *path);
 const char *folder_make(const char *path);  // and every folder on the way to it; the new names last
 // Gives a finished checkpoint folder its name. One that has it already changes places with it in one step,
