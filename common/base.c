@@ -108,64 +108,6 @@ void fatal(const char *format, ...) {
     _exit(STATUS_USAGE);
 }
 
-// The number behind `key` in a file of the kernel's, or -1.
-static double number_in(const char *path, const char *key) {
-    char line[128];
-    double number = -1;
-    FILE *file = fopen(path, "r");
-    while (file && number < 0 && fgets(line, sizeof line, file))
-        if (!strncmp(line, key, strlen(key)) && sscanf(line + strlen(key), "%lf", &number) != 1)
-            number = -1;
-    if (file) fclose(file);
-    return number;
-}
-
-static double number_of(const char *folder, const char *file, const char *key) {
-    char path[4200];
-    snprintf(path, sizeof path, "%s/%s", folder, file);
-    return number_in(path, key);
-}
-
-// What the limit of one cgroup leaves; pages of files give way. INFINITY where it has none.
-static double cgroup_left(const char *folder, bool second) {
-    double most = number_of(folder, second ? "memory.max" : "memory.limit_in_bytes", ""),
-           used = number_of(folder, second ? "memory.current" : "memory.usage_in_bytes", ""),
-           files = number_of(folder, "memory.stat", second ? "inactive_file " : "total_inactive_file ");
-    return most < 0 || used < 0 ? INFINITY : most - used + fmax(files, 0);
-}
-
-// The least that is left by this process's cgroup and those around it, of either version; a line of
-// /proc/self/cgroup is "0::/path" in the second, "4:memory:/path" in the first. A container may see the
-// path's end alone, or none of it.
-static double cgroups_left(void) {
-    char line[4096], folder[4096 + 32];
-    double left = INFINITY;
-    FILE *file = fopen("/proc/self/cgroup", "r");
-    while (file && fgets(line, sizeof line, file)) {
-        char *name = strchr(line, ':'), *path = name ? strchr(name + 1, ':') : NULL;
-        if (!path) continue;
-        bool second = path == name + 1;
-        *path++ = '\0';
-        if (!second && strcmp(name, ":memory") != 0) continue;
-        path[strcspn(path, "\n")] = '\0';
-        snprintf(folder, sizeof folder, "/sys/fs/cgroup%s%s", second ? "" : "/memory", path);
-        char *root = folder + strlen(folder) - strlen(path), *end = root + strlen(root);
-        for (; end; end = strrchr(root, '/')) {
-            *end = '\0';
-            left = fmin(left, cgroup_left(folder, second));
-        }
-    }
-    if (file) fclose(file);
-    return left;
-}
-
-double host_memory_left(void) {
-    double left = 1024 * number_in("/proc/meminfo", "MemAvailable:");
-    return fmin(left < 0 ? INFINITY : left, cgroups_left());
-}
-
-double host_memory_written(void) { return fmax(0, 1024 * number_in("/proc/self/status", "RssAnon:")); }
-
 // Looks at large requests, and whenever small ones have come to as much: they are written to right after.
 static void check_host_memory(size_t bytes) {
     static const size_t look = 64 << 20;
@@ -298,7 +240,7 @@ static void open_standard_streams(void) {
 static int pipe_to_reader(void) {
     struct stat status;
     char path[32] = "/dev/stdout";
-    if (getenv("OMPI_COMM_WORLD_RANK")) snprintf(path, sizeof path, "/proc/%d/fd/1", (int)getppid());
+    if (launched()) snprintf(path, sizeof path, "/proc/%d/fd/1", (int)getppid());
     if (stat(path, &status) != 0 || !S_ISFIFO(status.st_mode)) return -1;
     return open(path, O_WRONLY | O_NONBLOCK | O_CLOEXEC);
 }
@@ -366,6 +308,7 @@ void base_start(int argc, char **argv) {
     mallopt(M_TOP_PAD, 16 << 20);
     mallopt(M_TRIM_THRESHOLD, -1);
     setvbuf(stdout, NULL, _IOLBF, 0);  // a log shows lines as they come
+    if (!getenv("OMP_NUM_THREADS")) omp_set_num_threads(host_cores(omp_get_max_threads()));
 }
 
 const char *base_blas_name(void) {

@@ -66,6 +66,9 @@ void *host_alloc(size_t bytes);
 double host_memory_left(void);
 // Bytes of this process that it has written to: memory that was only asked for is not there yet.
 double host_memory_written(void);
+// Of so many cores, as many as this process's control groups give it the time of (docker run --cpus), at
+// least 1: more threads than that would stand still together for a part of each period.
+int host_cores(int cores);
 // A formatted string of its own. The caller frees it.
 char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
 
@@ -75,12 +78,12 @@ const char *printable(const char *text);
 
 // ---- start ----
 
-// First call of every main. Remembers the program's name for messages, tunes malloc for
-// large reused buffers, picks the thread count (OMP_NUM_THREADS, else all cores), and makes sure that the
-// BLAS runs its best kernel for this processor: OpenBLAS chooses when it is loaded, so when it chose below
-// what the processor has and nobody pinned it, the program starts itself once more with OPENBLAS_CORETYPE
-// set. Standard streams that were closed are opened on /dev/null, so that no file of ours takes their
-// numbers.
+// First call of every main. Remembers the program's name for messages, tunes malloc for large reused
+// buffers, picks the thread count (OMP_NUM_THREADS, else what host_cores leaves of all cores), and makes
+// sure that the BLAS runs its best kernel for this processor: OpenBLAS chooses when it is loaded, so when it
+// chose below what the processor has and nobody pinned it, the program starts itself once more with
+// OPENBLAS_CORETYPE set. Standard streams that were closed are opened on /dev/null, so that no file of ours
+// takes their numbers.
 void base_start(int argc, char **argv);
 // "OpenBLAS 0.3.21 SkylakeX, 2 threads"; a pinned kernel below the processor's is warned of
 // here, once, on stderr.

@@ -55,6 +55,7 @@ typedef struct Peer {
 typedef struct Identity {
     uint64_t binary, arguments;
     uint64_t machine;  // of the host's name and of its start: two may have one name
+    uint64_t numbers;  // of that, and of who has numbered its processes: a container may do that itself
     int32_t pid;
     char host[64];
 } Identity;

@@ -56,6 +56,10 @@ static void tune(bool oversubscribed) {
     setenv("HWLOC_COMPONENTS", "-linuxio,-pci", 0);
     setenv("HWLOC_PLUGINS_BLACKLIST", "hwloc_pci.so,hwloc_gl.so,hwloc_opencl.so,hwloc_xml_libxml.so",
            0);
+    // Nor shortens lists of hosts: at a name like a pod's, of 56 letters before the first digit, what Open
+    // MPI 4.1 and PMIx 4.2 take for that overruns the stack.
+    setenv("OMPI_MCA_regx", "naive", 0);
+    setenv("PMIX_MCA_preg", "^native", 0);
     // PMIx tells each rank of the job by message: a table in files that all map is for thousands of ranks.
     setenv("PMIX_MCA_gds", "hash", 0);
     // Copying twice through shared memory is faster than letting the kernel copy once, up to 16 MB.
@@ -80,7 +84,8 @@ const char *control_launch(int argc, char **argv, int ranks) {
     char **words = host_alloc(sizeof *words * (size_t)(BEFORE + argc));
     for (int i = 0; i < BEFORE; i++) words[i] = (char *)before[i];
     for (int i = 1; i <= argc; i++) words[BEFORE + i - 1] = argv[i];  // with the NULL at its end
-    tune(ranks > omp_get_num_procs());  // of those that this process may use (docker --cpuset-cpus)
+    // Of those that this process may use (docker run --cpuset-cpus, --cpus).
+    tune(ranks > host_cores(omp_get_num_procs()));
     int error = launch(words);
     free(words);
     return error == ENOENT ? "it is not on the PATH (apt-get install openmpi-bin)" : strerror(error);
@@ -156,7 +161,7 @@ void control_start(int *rank, int *ranks, double timeout) {
     int size = environment_int("OMPI_COMM_WORLD_SIZE");
     int here = environment_int("OMPI_COMM_WORLD_LOCAL_SIZE");
     setenv("OMPI_MCA_osc", "sm", 0);  // all that shares memory; UCX's would complain of what it lacks
-    if (size && size == here) tune(here > sysconf(_SC_NPROCESSORS_ONLN));
+    if (size && size == here) tune(here > host_cores((int)sysconf(_SC_NPROCESSORS_ONLN)));
     const char *folder = environment("PMIX_SERVER_TMPDIR");  // mpirun's, for this run
     if (folder) snprintf(state.claim_file, sizeof state.claim_file, "%s/ultrascale-ends", folder);
     if (environment_int("OMPI_COMM_WORLD_LOCAL_RANK") == 0)

@@ -207,7 +207,7 @@ static bool nobodys_verdict(int status) {
     return !spoken && (status == STATUS_FAIL || status == STATUS_UNPROVEN);
 }
 
-static void say_what_nobody_said(int status) {
+static void say_what_nobody_said(int status, bool mpirun_itself) {
     if (spoken || ended_by) return;
     if (hung)
         fprintf(stderr, "%s: a rank died while they started, and mpirun waited in vain for its end\n",
@@ -216,8 +216,9 @@ static void say_what_nobody_said(int status) {
     bool by_signal = status > 128 && status < 128 + NSIG;
     if (!by_signal) fputs(said.own, stderr);
     if (by_signal)
-        fprintf(stderr, "%s: a rank was ended by signal %d (%s), and the others with it\n", base_program(),
-                status - 128, strsignal(status - 128));
+        fprintf(stderr, "%s: %s was ended by signal %d (%s), and the %s with it\n", base_program(),
+                mpirun_itself ? "mpirun" : "a rank", status - 128, strsignal(status - 128),
+                mpirun_itself ? "ranks" : "others");
     else if (status != STATUS_PASS)
         fprintf(stderr, "%s: mpirun has ended with status %d, and no rank has said why\n", base_program(),
                 status);
@@ -265,6 +266,9 @@ int launch(char *const *words) {
         for (int i = 0; i < count; i++) signal(ends[i], SIG_DFL);
         signal(SIGUSR1, SIG_DFL);
         dup2(errors[1], STDERR_FILENO);
+        // No program reads its input; mpirun would, and take from a shell's loop what that reads.
+        close(STDIN_FILENO);
+        open("/dev/null", O_RDONLY);
         sigprocmask(SIG_SETMASK, &before, NULL);
         if (getppid() == parent) execvp(words[0], words);
         error = errno;
@@ -290,7 +294,7 @@ int launch(char *const *words) {
     // mpirun that fell over ranks it could not end (Open MPI 4.1.4), after one of them had said why.
     bool fell = WIFSIGNALED(end_status) && WTERMSIG(end_status) == SIGSEGV && spoken;
     if (hung || fell) status = STATUS_USAGE;
-    say_what_nobody_said(status);
+    say_what_nobody_said(status, WIFSIGNALED(end_status));
     if (nobodys_verdict(status)) status = STATUS_USAGE;  // mpirun's own, when a rank crashes as it starts
     _exit(ended_by ? 128 + ended_by : status);
 }

@@ -31,15 +31,10 @@ static char *path_in(const char *dir, const char *name) { return format_text("%s
 enum { COURSE = 5, COURSE_OF_ADAMW = 2 };  // the last so many say nothing to SGD, whose rate is constant
 static const char *const course_names[COURSE] = {"lr", "weight-decay", "clip", "warmup", "steps"};
 
-// As one would type it: the fewest digits that read back as the same number. The caller frees it.
+// As one would type it. The caller frees it.
 static char *course_text(const Config *c, int which) {
     const double values[COURSE] = {c->lr, c->weight_decay, c->clip, (double)c->warmup, (double)c->steps};
-    double x = values[which];
-    for (int digits = 6;; digits++) {
-        char *text = format_text("%.*g", digits, x);
-        if (digits >= 17 || strtod(text, NULL) == x) return text;
-        free(text);
-    }
+    return number_text(values[which]);
 }
 
 // ---- files to be ----

@@ -67,7 +67,7 @@ const char *file_close_flushed(FILE *file, const char *path);
 // "cannot VERB PATH: " and what errno says. Static buffer.
 const char *file_fault(const char *verb, const char *path);
 // Both return NULL, or the sentence that says what failed. A new name lasts when the folder that holds it
-// is on the disk.
+// is on the disk, where the file system has such a thing.
 const char *folder_flush(const char *path);
 const char *folder_make(const char *path);  // and every folder on the way to it; the new names last
 // Gives a finished checkpoint folder its name. One that has it already changes places with it in one step,
@@ -128,6 +128,8 @@ char *checkpoint_newest_of_all(const char *dir);
 // is not a Llama this program can train. What else the folder says (max positions, token ids,
 // generation_config.json) is kept, and goes into each folder that is saved from then on.
 void checkpoint_config(const char *dir, Config *config);
+// The fewest digits that read back as the same number. The caller frees it.
+char *number_text(double x);
 // Writes DIR/config.json for weights of this dtype, flushed to the disk. Returns NULL, or the sentence
 // that says what failed (static buffer).
 const char *checkpoint_write_config(const char *dir, const Config *config, DType dtype);

@@ -216,8 +216,7 @@ void checkpoint_config(const char *dir, Config *result) {
 
 // ---- writing ----
 
-// The fewest digits that read back as the same double. The caller frees it.
-static char *number_text(double x) {
+char *number_text(double x) {
     for (int digits = 6;; digits++) {
         char *text = format_text("%.*g", digits, x);
         if (digits >= 17 || strtod(text, NULL) == x) return text;

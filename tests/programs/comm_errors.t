@@ -78,16 +78,44 @@ waits circle 4 'waits in send\(1024 f32 to rank .\), its call 1, in group world,
 waits skipped 4 'waits in (all_reduce\(1024 f32\), its call 1, .*for data|barrier.*for rank 0.*)' \
     --trust-calls
 
-# A container or a batch job may use a part of the machine's cores.
-if wanted "one core of several" && [ "$(getconf _NPROCESSORS_ONLN)" -gt 1 ]; then
-    env -u OMPI_MCA_mpi_yield_when_idle taskset -c "$(taskset -pc $$ | grep -o '[0-9]*$')" \
+# A container or a batch job may use a part of the machine's cores, or of their time.
+shares_a_core() {  # shares_a_core NAME COMMAND…: which confines what follows it
+    wanted "$1" && [ "$(getconf _NPROCESSORS_ONLN)" -gt 1 ] || return
+    env -u OMPI_MCA_mpi_yield_when_idle "${@:2}" \
         "$comm" --scenario killed-in-work --ranks 2 >"$out" 2>"$err" &  # none of the two is killed
     launcher=$!
     tr '\0' '\n' </proc/$(awk '{ print $1 }' <<<"$(ranks_of $launcher 2)")/environ >"$work/environ"
     grep -q '^OMPI_MCA_mpi_yield_when_idle=1$' "$work/environ"
-    report $? "two ranks on one core of several let each other run"
+    report $? "$1: two ranks let each other run"
     kill -TERM $launcher
     wait $launcher
+}
+shares_a_core "one core of several" taskset -c "$(taskset -pc $$ | grep -o '[0-9]*$')"
+if unshare -m --propagation private true 2>/dev/null; then
+    shares_a_core "the time of one core" "${time_of_a_core[@]}"
+fi
+# A pod's name may have as many letters as Linux takes; a sandbox may hide what tells machines of one name
+# apart.
+if unshare -m --propagation private true 2>/dev/null; then
+    if wanted "a host's name of 64 letters"; then
+        run unshare -u bash -c 'hostname $(printf "pods%.0s" {1..16}) && exec "$@"' - \
+            "$comm" --scenario header
+        [ $? = 0 ] && [ ! -s "$err" ] && grep -q '^4 ranks on podspods' "$out"
+        report $? "a host's name of 64 letters: $(cat "$err")"
+    fi
+    if wanted "a hidden boot_id"; then
+        run unshare -m --propagation private bash -c \
+            'mount -t tmpfs tmpfs /proc/sys/kernel/random && exec "$@"' - "$comm" --scenario header
+        [ $? = 0 ] && [ ! -s "$err" ]
+        report $? "a hidden boot_id: $(cat "$err")"
+    fi
+fi
+# Containers may number their processes themselves (apptainer exec --pid): no rank finds the others'.
+if wanted "ranks that do not see each other" && unshare -p -f true 2>/dev/null; then
+    by_mpirun -n 2 unshare -p -f bash -c 'for ((i = 0; i < 10 * OMPI_COMM_WORLD_RANK; i++)); do
+        /bin/true; done; "$@"; exit' - "$comm" --scenario late-starved --timeout 60
+    [ $? = 0 ]
+    report $? "ranks that do not see each other are not dead: $(head -n 1 "$err")"
 fi
 if wanted stops; then  # mpirun may fall over the rank that it has to end (Open MPI 4.1.4), and say so
     run "$comm" --scenario stops --timeout 1
@@ -100,6 +128,14 @@ if wanted status; then
     run "$comm" --scenario status
     [ $? = 1 ] && [ ! -s "$err" ]
     report $? "one rank's FAIL is everyone's, without a word on stderr"
+fi
+if wanted "a loop's input"; then
+    while read -r line; do
+        "$comm" --scenario status
+        echo "read $line"
+    done >"$out" 2>"$err" < <(printf '%s\n' first second)
+    [ "$(grep -c '^read' "$out")" = 2 ]
+    report $? "a loop's input is the loop's: $(grep -c '^read' "$out") of 2 lines"
 fi
 # Also memory that has a name for a moment only: a run that is killed just then leaves it behind.
 if wanted "what ranks share"; then
@@ -200,6 +236,11 @@ mkdir "$work/bin" && printf '#!/bin/sh\nexit 1\n' >"$work/bin/mpirun" && chmod +
 PATH=$work/bin:$PATH run "$comm"
 one_line $? -F 'mpirun has ended with status 1, and no rank has said why'
 report $? "an mpirun that fails by itself has no verdict: $(cat "$err")"
+printf '#!/bin/sh\nkill -ABRT $$\n' >"$work/bin/mpirun"
+PATH=$work/bin:$PATH run "$comm"
+[ $? = 134 ] &&
+    [ "$(cat "$err")" = 'test_comm: mpirun was ended by signal 6 (Aborted), and the ranks with it' ]
+report $? "an mpirun that a signal ends is no rank: $(cat "$err")"
 # What mpirun says, between lines of dashes, counts as long as no rank has said anything (SIGUSR1).
 frame=$(printf -- '-%.0s' $(seq 74))
 printf '%s\n' '#!/bin/sh' "printf '%s\\n' $frame said $frame --- >&2" '$SPEAK; exit 4' >"$work/bin/mpirun"

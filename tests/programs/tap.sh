@@ -21,6 +21,12 @@ limit=120   # seconds, after which a program hangs
 verdict=''  # what follows "PASS program: " in the line of a test that passes
 only=${1:-*} chosen='' count=0 failed=0 status='' spent=0
 
+# Runs what follows it where control groups, of either version, leave the time of one core.
+time_of_a_core=(unshare -m --propagation private bash -c '
+    mount -t tmpfs tmpfs /sys/fs/cgroup && mkdir /sys/fs/cgroup/cpu && cd /sys/fs/cgroup &&
+        echo 50000 50000 >cpu.max && echo 50000 | tee cpu/cpu.cfs_quota_us >cpu/cpu.cfs_period_us &&
+        cd "$OLDPWD" && exec "$@"' -)
+
 # wanted NAME: whether the pattern chooses this test; the next report is this test's, whatever it is called.
 wanted() { [[ $1 == $only ]] && chosen=yes; }
 

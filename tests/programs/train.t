@@ -16,6 +16,12 @@ runs() {
 runs "learns this book's own sources" '^PASS train: held-out loss 5\.[0-9]+ -> [0-3]\.' --steps 150 \
     --layers 2 --seq 64
 runs "writes a sample" 'the prompt ends at \|' --steps 30 --layers 1 --sample 20 --temperature 0
+# docker run --cpus 1, say: threads that share it would stand still together for a part of each period.
+if wanted "one thread" && unshare -m --propagation private true 2>/dev/null; then
+    run env -u OMP_NUM_THREADS "${time_of_a_core[@]}" "$train" $small --steps 1
+    [ $? = 0 ] && grep -q '^OpenBLAS .*, 1 thread$' "$out"
+    report $? "one thread has the time of one core"
+fi
 runs "trains in bf16" '^PASS' $small --steps 40 --dtype bf16
 grep -qE '^matrix multiply in bf16, (128|256|512) x \1: [0-9.]+ .?FLOP/s$' "$out"
 report $? "trains in bf16, beside what its device multiplies in bf16, which takes no longer than the run"

@@ -1,4 +1,4 @@
-// test_host_memory.c: how much memory of the host is left, on a kernel that says what the test has it say.
+// test_host.c: what the host leaves, in memory and cores, on a kernel that says what the test has it say.
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,7 +30,27 @@ FILE *fopen(const char *path, const char *mode) {
 // A kernel's file below the folder.
 static void kernel_says(const char *folder, const char *path, const char *text) {
     char *command =
-        format_text("mkdir -p $(dirname %s%s) && printf '%s' >%s%s", folder, path, text, folder, path);
+        format_text("mkdir -p $(dirname %s%s) && printf -- '%s' >%s%s", folder, path, text, folder, path);
+    assert_int_equal(system(command), 0);
+    free(command);
+}
+
+typedef struct Said {
+    const char *file, *text;
+    double left;  // from then on
+} Said;
+
+static void each_counts(const Said *said, size_t count, double (*left)(void)) {
+    char folder[] = "/tmp/test_host.XXXXXX";
+    assert_non_null(mkdtemp(folder));
+    for (size_t i = 0; i < count; i++) {
+        kernel_says(folder, said[i].file, said[i].text);
+        kernel = folder;
+        double is = left();
+        kernel = NULL;
+        if (is != said[i].left) fail_msg("with %s %.0f are left, not %.0f", said[i].file, is, said[i].left);
+    }
+    char *command = format_text("rm -r %s", folder);
     assert_int_equal(system(command), 0);
     free(command);
 }
@@ -39,10 +59,7 @@ static void kernel_says(const char *folder, const char *path, const char *text) 
 // container sees of its cgroups may begin below the path that the kernel names.
 static void memory_of_cgroups_is_counted(void **state) {
     (void)state;
-    static const struct {
-        const char *file, *text;
-        double left;  // from then on
-    } said[] = {
+    static const Said said[] = {
         {"/proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n", 8192000},
         {"/proc/self/cgroup", "4:cpu,cpuacct:/\n3:memory:/job/step\n0::/user/run\n", 8192000},
         {"/sys/fs/cgroup/memory.max", "max\n", 8192000},
@@ -62,24 +79,33 @@ static void memory_of_cgroups_is_counted(void **state) {
         {"/sys/fs/cgroup/memory/job/memory.limit_in_bytes", "2000000\n", 3200000},
         {"/sys/fs/cgroup/memory/job/memory.usage_in_bytes", "2000000\n", 0},
     };
-    char folder[] = "/tmp/test_base.XXXXXX";
-    assert_non_null(mkdtemp(folder));
-    for (size_t i = 0; i < sizeof said / sizeof *said; i++) {
-        kernel_says(folder, said[i].file, said[i].text);
-        kernel = folder;
-        double left = host_memory_left();
-        kernel = NULL;
-        if (left != said[i].left)
-            fail_msg("with %s %.0f bytes are left, not %.0f", said[i].file, left, said[i].left);
-    }
-    char *command = format_text("rm -r %s", folder);
-    assert_int_equal(system(command), 0);
-    free(command);
+    each_counts(said, sizeof said / sizeof *said, host_memory_left);
+}
+
+static double of_8_cores(void) { return host_cores(8); }
+
+// A part of a core is one; a quota of more than there are is none.
+static void time_of_cores_is_counted(void **state) {
+    (void)state;
+    static const Said said[] = {
+        {"/proc/self/cgroup", "5:cpuset:/\n4:cpuacct,cpu:/job\n0::/user/run\n", 8},
+        {"/sys/fs/cgroup/user/cpu.max", "max 100000\n", 8},
+        {"/sys/fs/cgroup/user/cpu.max", "1600000 100000\n", 8},
+        {"/sys/fs/cgroup/user/run/cpu.max", "350000 50000\n", 7},
+        {"/sys/fs/cgroup/user/cpu.max", "510000 100000\n", 6},
+        {"/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n", 6},
+        {"/sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n", 6},
+        {"/sys/fs/cgroup/cpu/job/cpu.cfs_quota_us", "40000\n", 6},
+        {"/sys/fs/cgroup/cpu/job/cpu.cfs_period_us", "20000\n", 2},
+        {"/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "1000\n", 1},
+    };
+    each_counts(said, sizeof said / sizeof *said, of_8_cores);
 }
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
-    const struct CMUnitTest tests[] = {cmocka_unit_test(memory_of_cgroups_is_counted)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(memory_of_cgroups_is_counted),
+                                       cmocka_unit_test(time_of_cores_is_counted)};
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests(tests, NULL, NULL);
