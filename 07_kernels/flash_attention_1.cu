@@ -192,7 +192,7 @@ static void launch_flash(float *o, float *lse, const float *q, const float *k, c
                          const Shape &shape) {
     const auto kernel = attention<D, Shape>;
     const size_t bytes = (size_t)tile_bytes(D, 3, 1);
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    allow_shared(kernel, bytes);
     const dim3 grid((unsigned)shape.a, (unsigned)shape.b);
     LAUNCH(kernel, grid, THREADS, bytes, 0, o, lse, q, k, v, shape);
 }
@@ -205,7 +205,7 @@ static void launch(int version, float *o, float *lse, float *scores, const float
     if (version == FLASH) return launch_flash<D>(o, lse, q, k, v, shape);
     const dim3 squares(tiles, tiles, heads), rows(tiles, heads);
     const size_t row_bytes = (size_t)shape.s * 4;
-    CUDA_CHECK(cudaFuncSetAttribute(softmax, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)row_bytes));
+    allow_shared(softmax, row_bytes);
     LAUNCH(store_all_scores<D>, squares, THREADS, (size_t)tile_bytes(D, 2, 0), 0, scores, q, k, shape);
     LAUNCH(softmax, (unsigned)(shape.b * shape.a * shape.s), 32, row_bytes, 0, scores, shape.s);
     LAUNCH(weigh_values<D>, rows, THREADS, (size_t)tile_bytes(D, 1, 1), 0, o, scores, v, shape);

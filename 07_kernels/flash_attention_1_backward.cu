@@ -131,7 +131,7 @@ static void launch(const Gradients &grad, const Operands &in, float *, const Sha
     const int64_t bytes = tile_bytes(D, 4, 2);
     if (Shape::EMPTY_ROWS)  // no tile of keys comes to queries that see none
         CUDA_CHECK(cudaMemset(grad.dq, 0, (size_t)(shape.b * shape.s * shape.a * D) * 4));
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    allow_shared(kernel, bytes);
     const dim3 grid((unsigned)shape.kv, (unsigned)shape.b);
     LAUNCH(kernel, grid, THREADS, (size_t)bytes, 0, grad, in, shape);
 }

@@ -113,7 +113,7 @@ static void launch_on(cudaStream_t stream, float *o, float *lse, const float *q,
     if (shape.s == 0) return;
     const auto kernel = attention<D, Shape>;
     const size_t bytes = (size_t)tile_bytes(D, TILES + 2, TILES);
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    allow_shared(kernel, bytes);
     const dim3 grid((unsigned)((shape.s + QUERIES - 1) / QUERIES), (unsigned)shape.a, (unsigned)shape.b);
     LAUNCH(kernel, grid, BLOCK, bytes, stream, o, lse, q, k, v, shape);
 }

@@ -174,7 +174,7 @@ static void launch_on(cudaStream_t stream, const Gradients &grad, const Operands
     CUDA_CHECK(cudaMemsetAsync(turns, 0, count * sizeof *turns, stream));
     if (Shape::EMPTY_ROWS)  // no block comes to tiles of queries that see no key
         CUDA_CHECK(cudaMemsetAsync(grad.dq, 0, (size_t)(shape.b * shape.s * shape.a * D) * 4, stream));
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    allow_shared(kernel, bytes);
     const dim3 grid((unsigned)((keys_of(shape) + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
     LAUNCH(kernel, grid, BLOCK, (size_t)bytes, stream, grad, in, delta, order, shape);
 }

@@ -247,7 +247,7 @@ static void launch_on(cudaStream_t stream, T *o, float *lse, const T *q, const T
     if (shape.s == 0) return;
     const auto kernel = attention<T, D, Shape>;
     const int64_t bytes = shared_bytes(D) + plan_bytes(shape, (keys_of(shape) + KEYS - 1) / KEYS);
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    allow_shared(kernel, bytes);
     const dim3 grid((unsigned)((shape.s + QUERIES - 1) / QUERIES), (unsigned)shape.a, (unsigned)shape.b);
     LAUNCH(kernel, grid, BLOCK, (size_t)bytes, stream, o, lse, q, k, v, shape);
 }

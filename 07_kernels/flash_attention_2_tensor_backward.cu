@@ -318,7 +318,7 @@ static void launch_on(cudaStream_t stream, const GradientsIn<T> &grad, const Ope
     CUDA_CHECK(cudaMemsetAsync(turns, 0, counters * sizeof *turns, stream));
     if (Shape::EMPTY_ROWS)  // no block comes to queries that see no key
         CUDA_CHECK(cudaMemsetAsync(room, 0, (size_t)count * sizeof *room, stream));
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    allow_shared(kernel, bytes);
     const dim3 grid((unsigned)((keys + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
     LAUNCH(kernel, grid, BLOCK, (size_t)bytes, stream, room, grad, in, delta, order, shape);
     LAUNCH((narrow<T>), (unsigned)((count / 2 + BLOCK - 1) / BLOCK), BLOCK, 0, stream, grad.dq, room,

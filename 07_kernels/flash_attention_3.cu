@@ -192,7 +192,7 @@ static void launch_on(int version, T *o, float *lse, const T *q, const T *k, con
     const int bytes = (int)shared_bytes(D);
     const int64_t columns = shape.a * D, key_columns = shape.kv * D, keys = keys_of(shape);
     const dim3 grid((unsigned)((shape.s + QUERIES - 1) / QUERIES), (unsigned)shape.a, (unsigned)shape.b);
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    allow_shared(kernel, bytes);
     LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, o, lse,
            tensor_map(q, shape.s, columns, columns, ROWS, shape.b),
            tensor_map(k, keys, key_columns, key_columns, ROWS, shape.b),

@@ -313,7 +313,7 @@ static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *r
     if (Shape::EMPTY_ROWS)  // nobody adds to queries that see no key
         CUDA_CHECK(cudaMemsetAsync(grad.dq, 0, (size_t)(shape.b * shape.s * stride) * sizeof(T), 0));
     LAUNCH((prepare_rows<T, D, Shape>), each_row, TILE * SIDE, 0, 0, rows, in, shape);
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    allow_shared(kernel, bytes);
     LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, grad, room, order, maps, shape);
 }
 

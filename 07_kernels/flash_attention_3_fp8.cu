@@ -256,7 +256,7 @@ static void attend(T *o, float *lse, const Operands8<D> &in, const Shape &n) {
         return tensor_map(x.codes.at, lines_of_rows<D>(s), x.heads * TILE_ROW, x.heads * TILE_ROW, D, n.b);
     };
     const dim3 grid((unsigned)tiles_of_rows(n.s), (unsigned)n.a, (unsigned)n.b);
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    allow_shared(kernel, bytes);
     LAUNCH(kernel, grid, BLOCK, (size_t)bytes, 0, o, lse, map(in.q, n.s), map(in.k, keys_of(n)),
            map(in.v, keys_of(n)), Scales{in.q.scales.at, in.k.scales.at, in.v.scales.at}, n);
 }

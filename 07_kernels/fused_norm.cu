@@ -146,8 +146,7 @@ struct Norm {
 template <class T, int N, bool FUSED>
 static void forward_on(cudaStream_t stream, const Norm<T> &t, int64_t n, int h, float epsilon) {
     const size_t bytes = forward_bytes<T>(h);
-    CUDA_CHECK(cudaFuncSetAttribute(norm<T, N, FUSED>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)bytes));
+    allow_shared(norm<T, N, FUSED>, bytes);
     LAUNCH((norm<T, N, FUSED>), (unsigned)n, BLOCK, bytes, stream, t.y, t.rstd, t.x_new, t.x, t.r, t.w, h,
            1 / (float)h, epsilon);
 }
@@ -163,8 +162,7 @@ template <class T, int N, bool FUSED>
 static void backward_on(cudaStream_t stream, const Norm<T> &t, int64_t n, int h) {
     const unsigned blocks = blocks_of(n), columns = (unsigned)((h + BLOCK - 1) / BLOCK);
     const size_t bytes = backward_bytes(h);
-    CUDA_CHECK(cudaFuncSetAttribute(norm_backward<T, N, FUSED>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)bytes));
+    allow_shared(norm_backward<T, N, FUSED>, bytes);
     LAUNCH((norm_backward<T, N, FUSED>), blocks, BLOCK, bytes, stream, t.dx, t.parts, t.dy, t.x, t.rstd,
            t.w, t.dx_new, n, h, 1 / (float)h);
     LAUNCH(add_parts<N>, columns, BLOCK, 0, stream, t.dw, t.parts, (int)blocks, h);

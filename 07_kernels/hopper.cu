@@ -228,7 +228,7 @@ static void launch_as(void (*kernel)(T *, TensorMap, TensorMap, Problem), int ve
     const TensorMap map_a = tensor_map(a, n, n, p.pitch, Piece<GROUPS>::ROWS);
     const TensorMap map_b = tensor_map(b, n, n, p.pitch, K);
     const int bytes = (int)versions[version].shared_bytes, blocks = blocks_of(version, p.pieces);
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    allow_shared(kernel, bytes);
     LAUNCH(kernel, blocks, versions[version].threads, bytes, 0, c, map_a, map_b, p);
 }
 

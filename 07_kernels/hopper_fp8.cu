@@ -244,8 +244,7 @@ static void launch_on(cudaStream_t stream, T *c, const Operands &in, int64_t m, 
                        in.scale_a, in.scale_b};
     const TensorMap a = tensor_map(in.a, m, k, k, M), b = tensor_map(in.b, n, k, k, N);
     void (*kernel)(T *, TensorMap, TensorMap, Problem) = matmul<VERSION, T>;
-    CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)SHARED_BYTES));
+    allow_shared(kernel, SHARED_BYTES);
     LAUNCH(kernel, pieces < most ? pieces : most, (int)THREADS, (size_t)SHARED_BYTES, stream, c, a, b, p);
 }
 

@@ -59,6 +59,18 @@ __device__ static inline float over_block(float x, float none, float *parts) {
 // Element of this thread; the last block may reach beyond the end.
 __device__ static inline int64_t element() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 
+// A block of the kernel may have so many bytes of dynamic shared memory; beyond 48 kB it must be asked for.
+template <class Kernel>
+void allow_shared(Kernel kernel, int64_t bytes) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    CHECK(error != cudaErrorInvalidValue,
+          "a block needs %s of shared memory, which this GPU does not give it; heads or rows of fewer "
+          "numbers need less, and an A100 or an H100 gives more",
+          bytes_text((double)bytes));
+    CUDA_CHECK(error);
+}
+
 #ifdef __CUDACC__
 
 constexpr bool ON_GPU = true;

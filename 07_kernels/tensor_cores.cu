@@ -191,7 +191,7 @@ static void launch_on(cudaStream_t stream, T *c, const T *a, const T *b, Sizes s
     void (*kernel)(T *, const T *, const T *, Sizes) = matmul<T, DEPTH, SWIZZLED, false>;
     if (in_packs<T>(size.k, a) && in_packs<T>(size.n, b, c)) kernel = matmul<T, DEPTH, SWIZZLED, true>;
     if (size.m == 0 || size.n == 0) return;
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    allow_shared(kernel, bytes);
     LAUNCH(kernel, grid, THREADS, bytes, stream, c, a, b, size);
 }
 

@@ -37,9 +37,15 @@ CUBLAS_HOME ?= $(CUDA_HOME)
 NVCC        ?= $(CUDA_HOME)/bin/nvcc
 CUDA_ARCH   ?= 80 90a
 CUDA_PTX    ?= 90
+# TMA and wgmma are in the code for 90a alone, which every GPU of 9.0 runs.
+override CUDA_ARCH := $(patsubst 90,90a,$(CUDA_ARCH))
 NVCC_OPT    ?= -O3 -lineinfo
 cudart      := $(call library,$(CUDA_HOME) /usr,libcudart)
 cublasLt    := $(call library,$(CUBLAS_HOME) $(if $(filter $(CUDA_HOME),$(CUBLAS_HOME)),/usr),libcublasLt)
+ifneq ($(filter 5% 6% 7%,$(CUDA_ARCH) $(CUDA_PTX)),)
+$(call refuse,CUDA_ARCH=$(CUDA_ARCH): kernels are for compute capability 8.0 (A100) and later; \
+    `make` without OPS=cuda builds for the CPU)
+endif
 ifeq ($(call first,$(NVCC)),)
 $(call refuse,OPS=cuda needs the CUDA Toolkit and there is no $(NVCC): \
     install it or name its folder with CUDA_HOME=)

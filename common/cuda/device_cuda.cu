@@ -71,7 +71,10 @@ static void count_devices() {
             "the NVIDIA driver is for CUDA %s and this program for %s: install a newer driver, or build "
             "with an older toolkit, CUDA_HOME=...",
             version_text(driver), version_text(runtime));
-    fatal("CUDA does not start (%s): see whether nvidia-smi works", cudaGetErrorString(status));
+    fatal(
+        "CUDA does not start (%s): see whether nvidia-smi works and, where NVSwitches join the GPUs, "
+        "whether nvidia-fabricmanager runs",
+        cudaGetErrorString(status));
 }
 
 static void start() {
@@ -82,6 +85,10 @@ static void start() {
     CUDA_CHECK(cudaSetDevice(device));
     CUDA_CHECK(cudaGetDeviceProperties(&is, device));
     CUDA_CHECK(cudaRuntimeGetVersion(&runtime));
+    CHECK(is.major >= 8,
+          "kernels are for compute capability 8.0 (A100) and later, and the %s has %d.%d: `make` without "
+          "OPS=cuda builds for the CPU",
+          is.name, is.major, is.minor);
     // The first question about a kernel loads the program's code, if it has some for this GPU.
     cudaError_t status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, no_work, 32, 0);
     CHECK(status != cudaErrorNoKernelImageForDevice && status != cudaErrorInvalidDeviceFunction &&

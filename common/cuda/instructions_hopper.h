@@ -359,9 +359,14 @@ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b
 static inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     static void *encode = NULL;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSuccess;
+#if CUDART_VERSION >= 12050
     if (!encode)
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000,
                                                     cudaEnableDefault, &found));
+#else  // which 13.0 no longer has
+    if (!encode)
+        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &found));
+#endif
     CHECK(encode && found == cudaDriverEntryPointSuccess,
           "this driver knows no tensor maps: it is older than CUDA 12");
     return (PFN_cuTensorMapEncodeTiled_v12000)encode;

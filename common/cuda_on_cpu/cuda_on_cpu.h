@@ -24,6 +24,7 @@
 //   - a warpgroup that takes more registers than others of its block give back
 //   - a launch that a GPU would refuse, for its sizes or its shared memory, static and dynamic together
 //   - host code of a .cu file that dereferences device memory, or copies beyond an allocation
+//   - CUDA in the child of a process that has used it, where each call is an error
 // Memory is full of 0xff bytes (NaN in every floating format) before its first use.
 //
 // Not here: several devices, real asynchrony (all calls finish before they return), printf ordering,
@@ -148,6 +149,7 @@ enum cudaError_t {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
+    cudaErrorInitializationError = 3,
     cudaErrorInvalidConfiguration = 9,
     cudaErrorInsufficientDriver = 35,
     cudaErrorInvalidDeviceFunction = 98,
@@ -158,9 +160,7 @@ enum cudaError_t {
     cudaErrorNotReady = 600,
 };
 const char *cudaGetErrorString(cudaError_t error);
-const char *cudaGetErrorName(cudaError_t error);
 cudaError_t cudaGetLastError(void);
-cudaError_t cudaPeekAtLastError(void);
 
 enum cudaMemcpyKind {
     cudaMemcpyHostToHost = 0,

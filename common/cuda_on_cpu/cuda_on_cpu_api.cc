@@ -1,6 +1,7 @@
 // cuda_on_cpu_api.cc: the CUDA runtime API where the device is this process. Every call finishes before it
 // returns, so streams and events only have to exist. Wrong arguments that a GPU would report late or not at
 // all end the program at the call.
+#include <pthread.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -18,6 +19,8 @@ struct CudaPool {
 
 // Of shared memory, that a block may ask for: an H100's. Tests set a smaller GPU's.
 size_t cuda_on_cpu_shared_most = 227 << 10;
+// Compute capability, an H100's.
+int cuda_on_cpu_capability = 90;
 
 static cudaError_t last_error;
 
@@ -28,14 +31,15 @@ static cudaError_t told(cudaError_t error) {
 
 static const struct {
     cudaError_t error;
-    const char *name, *text;
+    const char *text;
 } errors[] = {
-    {cudaSuccess, "cudaSuccess", "no error"},
-    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
-    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
-    {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
-    {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
-    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+    {cudaSuccess, "no error"},
+    {cudaErrorInvalidValue, "invalid argument"},
+    {cudaErrorMemoryAllocation, "out of memory"},
+    {cudaErrorInitializationError, "initialization error"},
+    {cudaErrorInvalidConfiguration, "invalid configuration argument"},
+    {cudaErrorInvalidDevice, "invalid device ordinal"},
+    {cudaErrorNotReady, "device not ready"},
 };
 
 const char *cudaGetErrorString(cudaError_t error) {
@@ -44,31 +48,45 @@ const char *cudaGetErrorString(cudaError_t error) {
     return "unrecognized error code";
 }
 
-const char *cudaGetErrorName(cudaError_t error) {
-    for (const auto &e : errors)
-        if (e.error == error) return e.name;
-    return "unrecognized error code";
-}
-
-cudaError_t cudaPeekAtLastError(void) { return last_error; }
 cudaError_t cudaGetLastError(void) {
     cudaError_t error = last_error;
     last_error = cudaSuccess;
     return error;
 }
 
+// CUDA does not outlive a fork: every call fails in the child of a process that has used it before.
+// Tests of the emulator itself may.
+bool cuda_on_cpu_outlives_fork;
+static bool used, lost;
+
+static bool is_lost(void) {
+    if (!used) pthread_atfork(NULL, NULL, [] { lost = !cuda_on_cpu_outlives_fork; });
+    used = true;
+    return lost;
+}
+#define NEED_DEVICE() \
+    if (is_lost()) return told(cudaErrorInitializationError)
+
 // ---- the device ----
 
 static size_t capacity(void) { return (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE); }
 
 cudaError_t cudaGetDeviceCount(int *count) {
+    NEED_DEVICE();
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
     *count = visible && !*visible ? 0 : 1;
     return *count ? cudaSuccess : cudaErrorNoDevice;
 }
-cudaError_t cudaSetDevice(int device) { return told(device == 0 ? cudaSuccess : cudaErrorInvalidDevice); }
+cudaError_t cudaSetDevice(int device) {
+    NEED_DEVICE();
+    return told(device == 0 ? cudaSuccess : cudaErrorInvalidDevice);
+}
 cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
-cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
+static cudaError_t device_is_here(void) {
+    NEED_DEVICE();
+    return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize(void) { return device_is_here(); }
 cudaError_t cudaDriverGetVersion(int *version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { return *version = 13000, cudaSuccess; }
 
@@ -76,7 +94,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     if (device != 0) return told(cudaErrorInvalidDevice);
     *p = cudaDeviceProp();
     snprintf(p->name, sizeof p->name, "CUDA on the CPU");
-    p->major = 9, p->minor = 0;
+    p->major = cuda_on_cpu_capability / 10, p->minor = cuda_on_cpu_capability % 10;
     p->multiProcessorCount =
         3;  // few, and odd: grids that follow it have loops with an end that does not fit
     p->warpSize = 32, p->maxThreadsPerBlock = 1024, p->maxThreadsPerMultiProcessor = 2048;
@@ -129,6 +147,7 @@ cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) {
 }
 
 cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
+    NEED_DEVICE();
     *total = capacity();
     *available = *total - memory_in_use();
     return cudaSuccess;
@@ -137,6 +156,7 @@ cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
 // ---- memory ----
 
 cudaError_t cuda_malloc(void **memory, size_t bytes) {
+    NEED_DEVICE();
     *memory = NULL;
     if (bytes == 0) return cudaSuccess;
     *memory = memory_allocate(bytes);
@@ -144,23 +164,27 @@ cudaError_t cuda_malloc(void **memory, size_t bytes) {
 }
 
 cudaError_t cudaFree(void *memory) {
+    NEED_DEVICE();
     CHECK(!memory || memory_release(memory), "cudaFree (%s): %p is not the start of a live allocation",
           line_text(__builtin_return_address(0)), memory);
     return cudaSuccess;
 }
 
 cudaError_t cudaFreeAsync(void *memory, cudaStream_t) {
+    NEED_DEVICE();
     CHECK(!memory || memory_release(memory), "cudaFreeAsync (%s): %p is not the start of a live allocation",
           line_text(__builtin_return_address(0)), memory);
     return cudaSuccess;
 }
 
 cudaError_t cuda_malloc_host(void **memory, size_t bytes) {
+    NEED_DEVICE();
     *memory = malloc(bytes ? bytes : 1);
     return told(*memory ? cudaSuccess : cudaErrorMemoryAllocation);
 }
 
 cudaError_t cudaFreeHost(void *memory) {
+    NEED_DEVICE();
     CHECK(!memory_is_device(memory), "cudaFreeHost (%s): %p is device memory",
           line_text(__builtin_return_address(0)), memory);
     free(memory);
@@ -176,6 +200,7 @@ static void check_side(const char *call, const char *name, const void *memory, s
 
 static cudaError_t copy(const char *call, void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
                         const void *site) {
+    NEED_DEVICE();
     bool to_device = kind == cudaMemcpyDefault
                          ? memory_is_device(to)
                          : kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
@@ -208,6 +233,7 @@ cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_
 }
 
 cudaError_t cudaMemset(void *to, int value, size_t bytes) {
+    NEED_DEVICE();
     check_side("cudaMemset", "target", to, bytes, true, __builtin_return_address(0));
     memory_open();
     memset(to, value, bytes);
@@ -216,6 +242,7 @@ cudaError_t cudaMemset(void *to, int value, size_t bytes) {
 }
 
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t) {
+    NEED_DEVICE();
     check_side("cudaMemsetAsync", "target", to, bytes, true, __builtin_return_address(0));
     memory_open();
     memset(to, value, bytes);
@@ -258,8 +285,8 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return *least = 0, *greatest = -5, cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) { return delete stream, cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return device_is_here(); }
+cudaError_t cudaStreamQuery(cudaStream_t) { return device_is_here(); }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t event, unsigned) {
     return told(event ? cudaSuccess : cudaErrorInvalidValue);
 }
@@ -341,6 +368,8 @@ void check_static_shared(const CudaLaunch *l, size_t bytes) {
 }
 
 void check_launch(const CudaLaunch *l) {
+    CHECK(!is_lost(), "the kernel %s could not start (%s:%d): initialization error", l->name, l->file,
+          l->line);
     check_sizes(l);
     check_shared(l);
 }

@@ -29,6 +29,7 @@ touch "$kit/bin/nvcc" "$kit/lib64/libcudart.so"
 refused "$work libcublasLt CUBLAS_HOME=" OPS=cuda CUDA_HOME="$kit" CUBLAS_HOME="$work"
 touch "$kit/lib64/libcublasLt.so"
 refused "/nowhere/include/nccl.h NCCL_HOME=" OPS=cuda COMM=nccl CUDA_HOME="$kit" NCCL_HOME=/nowhere
+refused "CUDA_ARCH=70 8.0 (A100)" OPS=cuda COMM=mpi CUDA_HOME="$kit" CUDA_ARCH=70
 mkdir -p "$work/nccl/include" "$work/nccl/lib"
 touch "$work/nccl/include/nccl.h"
 make OPS=cuda COMM=nccl CUDA_HOME=/nowhere help >"$out" 2>"$err" && [ ! -s "$err" ] &&
@@ -48,6 +49,10 @@ grep -q " $work/nccl/lib/libnccl.so.2 " <<<"$link" && grep -q -e "-Wl,-rpath,$wo
 report $? "the programs find both when they start"
 [ "$(grep -c -e '-gencode arch=compute_80,code=sm_80 ' "$out")" -gt 0 ] && ! grep -q 'compute_90' "$out"
 report $? "CUDA_ARCH and CUDA_PTX choose the GPUs"
+make -n OPS=cuda COMM=mpi CUDA_HOME="$kit" CUDA_ARCH="80 90" CUDA_PTX= BUILD="$work/build" programs \
+    >"$out" 2>"$err"
+! grep -q 'code=sm_90 ' "$out" && grep -q 'code=sm_80 -gencode arch=compute_90a,code=sm_90a ' "$out"
+report $? "CUDA_ARCH=90 is 90a, without which there is neither TMA nor wgmma"
 
 if nvidia-smi -L >/dev/null 2>&1; then echo \
     "ok $((++count)) - gpu-check without a GPU # SKIP there is one"; else
@@ -56,6 +61,21 @@ if nvidia-smi -L >/dev/null 2>&1; then echo \
         [ ! -e "$work/gpu" ]
     report $? "make gpu-check without a GPU: $(head -n 1 "$err")"
 fi
+
+# A machine with a GPU that is too old, as far as nvidia-smi tells.
+mkdir "$work/old"
+cat >"$work/old/nvidia-smi" <<'END'
+#!/bin/sh
+case $* in
+    -L) echo 'GPU 0: Tesla V100-SXM2-16GB (UUID: GPU-0)' ;;
+    *name*) echo 'Tesla V100-SXM2-16GB' ;;
+    *compute_cap*) echo 7.0 ;;
+esac
+END
+chmod +x "$work/old/nvidia-smi"
+OUT=$work/gpu PATH=$work/old:$PATH tests/gpu-check suite >"$out" 2>"$err"
+[ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'V100.* 8.0 (A100)' "$err" && [ ! -e "$work/gpu" ]
+report $? "gpu-check on a V100: $(head -n 1 "$err")"
 
 # Several builds look at once whether their command lines have changed, as tests do: none may take from
 # another what it compares. Slow comparisons let them meet.

@@ -11,6 +11,7 @@
 
 #include "00_single_gpu/training.h"
 #include "fatal.h"
+#include "tensor/device.h"
 #include "tensor/rng.h"
 
 // ---- a folder for each test ----
@@ -52,6 +53,12 @@ static inline char *read_text(const char *name, size_t *size) {
     fclose(file);
     free(path);
     return text;
+}
+
+// As expect_fatal, of what acts on a run in device memory. A GPU that this process has used is lost to its
+// children (CUDA C++ Programming Guide, "Initialization"): what is refused is shown where there is none.
+static inline void expect_refusal(void (*act)(void *context), const void *context, const char *part) {
+    if (backend_is_host()) expect_fatal(act, context, part);
 }
 
 // ---- a run without a model: gradients that depend on weights and sample ----

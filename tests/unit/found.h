@@ -10,8 +10,12 @@
 
 typedef void Case(void);
 
+extern bool cuda_on_cpu_outlives_fork;
+
 // The exit status; what it wrote on stderr goes into `text`.
 static int run_child(Case *run, char *text, size_t size) {
+    cuda_on_cpu_outlives_fork =
+        true;  // a GPU's CUDA does not; here the child goes on with the parent's arrays
     const Call call = {run};
     const Ended ended = run_apart(call_function, &call);
     snprintf(text, size, "%s", ended.said);

@@ -204,11 +204,11 @@ static void weights_and_state_belong_together(void **state) {
     run_save(&run, "out");
     copy("out", "mixed");
     copy("out/step-000002/model.safetensors", "mixed/step-000001/model.safetensors");
-    expect_fatal(
+    expect_refusal(
         load_optimizer, &(Load){&run, "mixed"},
         "model.safetensors is of step 2 and optimizer.safetensors of step 1: they do not belong together");
     copy("other/step-000001/model.safetensors", "mixed/step-000001/model.safetensors");
-    expect_fatal(load_optimizer, &(Load){&run, "mixed"}, "are of two runs, and do not belong together");
+    expect_refusal(load_optimizer, &(Load){&run, "mixed"}, "are of two runs, and do not belong together");
     run_free(&run);
     run_free(&other);
 }
@@ -238,7 +238,7 @@ static void a_state_without_its_step_is_refused(void **state) {
     memcpy(key, "\"stop\":", 7);
     write_text("out/step-000001/optimizer.safetensors", text, size);
     free(text);
-    expect_fatal(load_optimizer, &(Load){&run, "out"}, "does not say its step");
+    expect_refusal(load_optimizer, &(Load){&run, "out"}, "does not say its step");
     run_free(&run);
 }
 
@@ -248,11 +248,11 @@ static void counts_that_would_overflow_are_refused(void **state) {
     run_step(&run);
     run.progress.sample = INT64_C(1234567890123456789);  // as long as 2^63 - 1
     run_save(&run, "out");
-    expect_fatal(load_optimizer, &(Load){&run, "out"},
-                 "sample is 1234567890123456789, and no run has more than 2^53");
+    expect_refusal(load_optimizer, &(Load){&run, "out"},
+                   "sample is 1234567890123456789, and no run has more than 2^53");
     edit_state("sample", "9223372036854775807");
-    expect_fatal(load_optimizer, &(Load){&run, "out"},
-                 "sample is 9223372036854775807, and no run has more");
+    expect_refusal(load_optimizer, &(Load){&run, "out"},
+                   "sample is 9223372036854775807, and no run has more");
     run_free(&run);
 }
 
@@ -276,7 +276,7 @@ static void optimizer_state_of_another_run_is_refused(void **state) {
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         Run other = run_new(cases[i].loaded);
-        expect_fatal(load_optimizer, &(Load){&other, "out"}, cases[i].part);
+        expect_refusal(load_optimizer, &(Load){&other, "out"}, cases[i].part);
         run_free(&other);
     }
     // 24 samples in a step may be split in any way.
@@ -290,13 +290,13 @@ static void optimizer_state_of_another_run_is_refused(void **state) {
         Run other = run_new("dtype=bf16");
         other.config.grad_acc = batches[i].grad_acc;
         other.progress.batch = batches[i].batch;
-        expect_fatal(load_optimizer, &(Load){&other, "out"}, batches[i].part);
+        expect_refusal(load_optimizer, &(Load){&other, "out"}, batches[i].part);
         run_free(&other);
     }
     char *path = format_text("%s/out/step-000001/optimizer.safetensors", folder);
     assert_int_equal(unlink(path), 0);
     free(path);
-    expect_fatal(load_optimizer, &(Load){&run, "out"}, "--init takes its weights alone");
+    expect_refusal(load_optimizer, &(Load){&run, "out"}, "--init takes its weights alone");
     run_free(&run);
 }
 

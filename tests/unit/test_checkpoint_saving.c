@@ -136,7 +136,7 @@ static void a_full_disk_leaves_older_checkpoints_intact(void **state) {
     // none, in a header, in the weights, in the optimizer's state
     rlim_t limits[] = {0, 100, model - 1, model, optimizer - 1};
     for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
-        expect_fatal(limited_save, &limits[i], "File too large; the checkpoint of step 2 is not saved");
+        expect_refusal(limited_save, &limits[i], "File too large; the checkpoint of step 2 is not saved");
         assert_only_step("step-000001", &run);
     }
     run_free(&run);
@@ -152,12 +152,12 @@ static void a_flush_that_fails_leaves_older_checkpoints_intact(void **state) {
     run_step(&next);
     for (int i = 0; i < 4; i++) {
         fsync_fails = i;
-        expect_fatal(save_again, &next, "Input/output error; the checkpoint of step 2 is not saved");
+        expect_refusal(save_again, &next, "Input/output error; the checkpoint of step 2 is not saved");
         fsync_fails = -1;
         assert_only_step("step-000001", &run);
     }
     fsync_fails = 4;  // the parent: too late to take it back
-    expect_fatal(save_again, &next, "is complete, but may not outlast a power cut");
+    expect_refusal(save_again, &next, "is complete, but may not outlast a power cut");
     fsync_fails = -1;
     run_free(&run);
     run_free(&next);
@@ -183,7 +183,8 @@ static void a_checkpoint_of_the_same_step_is_replaced(void **state) {
         assert_only_step("step-000001", &new);
 
         write_text("out/step-000001/notes.txt", "mine", 4);
-        expect_fatal(save_again, &old, "out/step-000001 holds notes.txt, which is no part of a checkpoint");
+        expect_refusal(save_again, &old,
+                       "out/step-000001 holds notes.txt, which is no part of a checkpoint");
         assert_true(exists("out/step-000001/notes.txt"));
         char *command = format_text("rm -r %s/out", folder);
         assert_int_equal(system(command), 0);
@@ -212,9 +213,9 @@ static void a_folder_of_another_run_is_left_alone(void **state) {
     for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
         Run other = run_new(others[i]);
         run_step(&other);
-        expect_fatal(start_in_out, &other,
-                     "out/step-000001 is a checkpoint of another run: choose another folder");
-        expect_fatal(save_again, &other, "out/step-000001 is a checkpoint of another run");
+        expect_refusal(start_in_out, &other,
+                       "out/step-000001 is a checkpoint of another run: choose another folder");
+        expect_refusal(save_again, &other, "out/step-000001 is a checkpoint of another run");
         assert_only_step("step-000001", &run);
         run_free(&other);
     }
@@ -291,7 +292,7 @@ static void a_place_that_cannot_be_written_is_told(void **state) {
     (void)state;
     write_text("out", "a file", 6);
     Run run = run_new("");
-    expect_fatal(save_again, &run, "the checkpoint of step 0 is not saved");
+    expect_refusal(save_again, &run, "the checkpoint of step 0 is not saved");
     run_free(&run);
 }
 

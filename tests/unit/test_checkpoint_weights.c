@@ -30,7 +30,7 @@ static void weights_of_another_model_are_refused(void **state) {
         char *below = format_text("%d", (int)i);
         Run saved = run_new(cases[i].saved), loaded = run_new(cases[i].loaded);
         run_save(&saved, below);
-        expect_fatal(load_weights, &(Load){&loaded, below}, cases[i].part);
+        expect_refusal(load_weights, &(Load){&loaded, below}, cases[i].part);
         free(below);
         run_free(&saved);
         run_free(&loaded);
@@ -49,7 +49,7 @@ static void transposed_weights_are_refused(void **state) {
     memcpy(shape, "[12,5]", 6);
     write_text("out/step-000000/model.safetensors", text, size);
     free(text);
-    expect_fatal(load_weights, &(Load){&run, "out"}, "has shape (12, 5), the model's is (5, 12)");
+    expect_refusal(load_weights, &(Load){&run, "out"}, "has shape (12, 5), the model's is (5, 12)");
     run_free(&run);
 }
 
@@ -101,7 +101,7 @@ static void only_harmless_surplus_is_let_pass(void **state) {
     write_weights(&run, &bias, "bias");
     load_weights(&(Load){&run, "frequencies"});
     load_weights(&(Load){&run, "head"});
-    expect_fatal(load_weights, &(Load){&run, "bias"}, "holds model.layers.0.self_attn.q_proj.bias");
+    expect_refusal(load_weights, &(Load){&run, "bias"}, "holds model.layers.0.self_attn.q_proj.bias");
     run_free(&run);
 }
 
@@ -158,7 +158,8 @@ static void weights_in_several_files_load(void **state) {
     }
     *strstr(map, "00001-of") = '7';
     write_parts("missing", &run, map);
-    expect_fatal(load_weights, &(Load){&run, "missing"}, "model-70001-of-00002.safetensors: No such file");
+    expect_refusal(load_weights, &(Load){&run, "missing"},
+                   "model-70001-of-00002.safetensors: No such file");
     static const struct {
         const char *map, *part;
     } cases[] = {
@@ -170,7 +171,7 @@ static void weights_in_several_files_load(void **state) {
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         write_parts("wrong", &run, cases[i].map);
-        expect_fatal(load_weights, &(Load){&run, "wrong"}, cases[i].part);
+        expect_refusal(load_weights, &(Load){&run, "wrong"}, cases[i].part);
     }
     free(map);
     run_free(&run);
@@ -182,10 +183,10 @@ static void weights_in_pythons_format_are_named(void **state) {
     char *command = format_text("mkdir -p %s/bin/step-000000", folder);
     assert_int_equal(system(command), 0);
     free(command);
-    expect_fatal(load_weights, &(Load){&run, "bin"}, "model.safetensors: No such file");
+    expect_refusal(load_weights, &(Load){&run, "bin"}, "model.safetensors: No such file");
     write_text("bin/step-000000/pytorch_model.bin", "", 0);
-    expect_fatal(load_weights, &(Load){&run, "bin"},
-                 "pytorch_model.bin alone, which is Python's own format; write");
+    expect_refusal(load_weights, &(Load){&run, "bin"},
+                   "pytorch_model.bin alone, which is Python's own format; write");
     run_free(&run);
 }
 
@@ -197,7 +198,7 @@ static void a_damaged_file_is_named(void **state) {
     char *text = read_text("out/step-000000/model.safetensors", &size);
     write_text("out/step-000000/model.safetensors", text, size - 1);
     free(text);
-    expect_fatal(load_weights, &(Load){&run, "out"}, "step-000000/model.safetensors: tensor");
+    expect_refusal(load_weights, &(Load){&run, "out"}, "step-000000/model.safetensors: tensor");
     run_free(&run);
 }
 

@@ -1,5 +1,8 @@
 // What CUDA on the CPU gives to kernels and to the host: types and functions, and the runtime API.
 #include "on_device.h"
+// behind it
+#include "07_kernels/launch.h"
+#include "fatal.h"
 
 // ---- types ----
 
@@ -165,7 +168,6 @@ static void out_of_memory_is_an_error_that_can_be_asked(void **state) {
     void *memory;
     assert_int_equal(cudaMalloc(&memory, total + 1), cudaErrorMemoryAllocation);
     assert_null(memory);
-    assert_int_equal(cudaPeekAtLastError(), cudaErrorMemoryAllocation);
     assert_int_equal(cudaGetLastError(), cudaErrorMemoryAllocation);
     assert_int_equal(cudaGetLastError(), cudaSuccess);
     assert_string_equal(cudaGetErrorString(cudaErrorMemoryAllocation), "out of memory");
@@ -228,6 +230,39 @@ static void one_device_with_properties(void **state) {
     assert_true(back == threshold);
 }
 
+__global__ void nothing() {}
+
+static void allocate(void *) {
+    float *memory;
+    CUDA_CHECK(cudaMalloc(&memory, sizeof *memory));
+}
+static void ask_for_devices(void *) {
+    int count;
+    CUDA_CHECK(cudaGetDeviceCount(&count));
+}
+static void launch(void *) { LAUNCH(nothing, 1, 1, 0, 0); }
+
+static void a_fork_loses_the_device(void **state) {
+    (void)state;
+    CUDA_CHECK(cudaFree(fresh<float>(1)));  // this process has used it
+    expect_fatal(ask_for_devices, NULL, "initialization error");
+    expect_fatal(allocate, NULL, "initialization error");
+    expect_fatal(launch, NULL, "the kernel nothing could not start");
+}
+
+// As on an L4, which runs the code for an A100 and gives a block 99 KiB.
+extern size_t cuda_on_cpu_shared_most;
+static void ask_an_l4(void *) {
+    cuda_on_cpu_shared_most = 99 << 10;
+    allow_shared(nothing, 99 << 10);
+    allow_shared(nothing, 144 << 10);
+}
+
+static void chapter_07_says_what_a_block_lacks(void **state) {
+    (void)state;
+    expect_fatal(ask_an_l4, NULL, "a block needs 147 kB of shared memory, which this GPU does not give it");
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     cmocka_set_message_output(CM_OUTPUT_TAP);
@@ -243,6 +278,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(out_of_memory_is_an_error_that_can_be_asked),
         cmocka_unit_test(streams_and_events),
         cmocka_unit_test(one_device_with_properties),
+        cmocka_unit_test(chapter_07_says_what_a_block_lacks),
+        cmocka_unit_test(a_fork_loses_the_device),
     };
     return cmocka_run_group_tests_name("cuda_on_cpu_api", tests, NULL, NULL);
 }

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "both_backends.h"
+#include "fatal.h"
 #include "tensor/kernel_table.h"
 
 // Of cuBLASLt on the CPU: multiplies by each of its algorithms.
@@ -13,6 +14,8 @@ extern int64_t cublaslt_on_cpu_used[3] __attribute__((weak));
 extern uint32_t cublaslt_on_cpu_needs __attribute__((weak)), cublaslt_on_cpu_allowed __attribute__((weak));
 // Bytes of shared memory that a block may have on this GPU.
 extern size_t cuda_on_cpu_shared_most __attribute__((weak));
+// Its compute capability.
+extern int cuda_on_cpu_capability __attribute__((weak));
 
 // ---- choices of kernels: each test in a process of its own, before this one starts a GPU ----
 
@@ -28,6 +31,20 @@ static void in_a_child(void (*run)(void), int expected) {
     assert_true(WIFEXITED(status));
     assert_int_equal(WEXITSTATUS(status), expected);
 }
+
+// ---- GPUs that are refused ----
+
+static void start_on_a_v100(void *) {
+    cuda_on_cpu_capability = 70;
+    cuda_backend_alloc(1);
+}
+
+static void older_gpus_are_refused(void **) {
+    if (&cuda_on_cpu_capability)  // a GPU is what it is
+        expect_fatal(start_on_a_v100, NULL, "(A100) and later, and the CUDA on the CPU has 7.0");
+}
+
+// ---- matrix multiplies ----
 
 // Which algorithm has multiplied a second time, when all choices have been made: 3 on a GPU.
 static int multiply(DType dtype, bool add) {
@@ -283,6 +300,7 @@ int main(int argc, char **argv) {
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(older_gpus_are_refused),
         cmocka_unit_test(kernels_are_the_first_that_the_library_names),
         cmocka_unit_test(timed_ones_are_the_fastest),
         cmocka_unit_test(several_ranks_time_nothing),
