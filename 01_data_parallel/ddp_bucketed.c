@@ -193,8 +193,7 @@ static double tokens_by_formula(const Machine *machine, int n, double bandwidth)
 
 // Layers of Llama 3 8B.
 static Config layers_of_8b(int64_t sequences) {
-    Config c =
-        config_default("layers=2 hidden=4096 heads=32 kv-heads=8 ffn=14336 seq=64 dtype=bf16 grad-acc=1");
+    Config c = config_of_model("llama-3-8b", "layers=2 vocab=256 seq=64 dtype=bf16");
     c.micro_batch = sequences;
     return c;
 }

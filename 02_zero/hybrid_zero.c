@@ -202,9 +202,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
     static const char *const name[] = {"ZeRO-3 over all", "ZeRO-3 inside"};
     int n = mesh.dp.size, k = shard_ranks(config);
     if (n == k || k == 1 || mesh.world.size != n) return;
-    Config c = config_default(
-        "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 dtype=bf16 "
-        "micro-batch=1 grad-acc=4");
+    Config c = config_of_model("llama-3-8b", "seq=4096 dtype=bf16 micro-batch=1 grad-acc=4");
     config_set(&c, "shard-ranks", k);
     c.dp = n;
     StepCost cost[2];
