@@ -88,7 +88,7 @@ static void wait_for_all(void *context, Model *model) {
     for (int unit = 0; unit < model->params.units; unit++) b->ready[unit] = 0;
 }
 
-// --bucket-mb; PyTorch's 25 MB where there is no such flag.
+// --bucket-mb; 25 MB where there is no such flag (PyTorch's have 25 MiB, and its first one 1 MiB).
 static int64_t bucket_bytes_of(const Config *config) {
     double megabytes = config_number(config, "bucket-mb");
     return (int64_t)(1e6 * (megabytes > 0 ? megabytes : 25));
