@@ -75,8 +75,8 @@ static void check_flops(const Config *c, const Price *price, double counted, int
                     "the step takes more FLOPs, %.0f, than one of whole sequences with every row, %.0f",
                     counted, most);
     double estimate = 6.0 * (double)config_active_parameters(c) * (double)(sequences * c->seq);
-    say("  the estimate 6 Psi n gives %s, %.2f of it%s\n", flops_text(estimate), estimate / model,
-        price->again > 0 ? " without what is computed again" : "");
+    say("  the estimate 6 Psi n gives %s, %.2f of the step's%s\n", flops_text(estimate), estimate / model,
+        price->again > 0 ? " without recomputation" : "");
 }
 
 static void print_model_clock(const Config *c, double again, double model_seconds, int64_t steps) {

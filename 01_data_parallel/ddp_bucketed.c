@@ -88,7 +88,7 @@ static void wait_for_all(void *context, Model *model) {
     for (int unit = 0; unit < model->params.units; unit++) b->ready[unit] = 0;
 }
 
-// --bucket-mb; PyTorch's 25 MB where there is no such flag.
+// --bucket-mb; 25 MB where there is no such flag (PyTorch's have 25 MiB, and its first one 1 MiB).
 static int64_t bucket_bytes_of(const Config *config) {
     double megabytes = config_number(config, "bucket-mb");
     return (int64_t)(1e6 * (megabytes > 0 ? megabytes : 25));
@@ -193,8 +193,7 @@ static double tokens_by_formula(const Machine *machine, int n, double bandwidth)
 
 // Layers of Llama 3 8B.
 static Config layers_of_8b(int64_t sequences) {
-    Config c =
-        config_default("layers=2 hidden=4096 heads=32 kv-heads=8 ffn=14336 seq=64 dtype=bf16 grad-acc=1");
+    Config c = config_of_model("llama-3-8b", "layers=2 vocab=256 seq=64 dtype=bf16");
     c.micro_batch = sequences;
     return c;
 }

@@ -61,9 +61,7 @@ static void compare_variants(Mesh mesh, const Config *config) {
                     {"bucketed", &ddp_bucketed},
                     {"no_sync", &ddp_no_sync}};
     if (mesh.dp.size == 1) return;
-    Config c = config_default(
-        "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 "
-        "dtype=bf16 micro-batch=1 grad-acc=2 steps=2");
+    Config c = config_of_model("llama-3-8b", "seq=4096 dtype=bf16 micro-batch=1 grad-acc=2 steps=2");
     device_dry_run(true);
     char *title = format_text("Llama 3 8B, %d ranks, 2 micro-batches of 4,096 tokens", mesh.dp.size);
     say("\n%s, on the model clock:\n", title);

@@ -40,7 +40,7 @@ static int shard_ranks(const Config *c) {
 }
 
 // Neighbours in the group, so that they are in one node; or every K-th, from this rank's place on.
-static Group part_of(Group replicas, int k, bool inside) {
+Group hybrid_zero_group(Group replicas, int k, bool inside) {
     int count = inside ? k : replicas.size / k, member[count];
     for (int i = 0; i < count; i++)
         member[i] = inside ? replicas.member[replicas.rank / k * k + i]
@@ -58,7 +58,7 @@ void hybrid_zero_shard(Model *m) {
         return;
     }
     int k = shard_ranks(&m->config);
-    Group inside = part_of(all, k, true);
+    Group inside = hybrid_zero_group(all, k, true);
     for (int i = 0; i < p->units; i++) p->unit[i].replicas = inside;
     zero_shard(m, SHARD_VALUES);
     for (int i = 0; i < p->units && all.rank >= k; i++) p->unit[i].counted_count = 0;
@@ -101,7 +101,8 @@ void *hybrid_zero_plug(Model *m, const Technique *inside) {
     size_t units = (size_t)m->params.units;
     Hybrid *h = host_alloc(sizeof *h);
     *h = (Hybrid){.record = inside, .zero = inside->plug(m), .across = {.size = 1, .name = "one"}};
-    if (m->mesh.dp_cp.size > 1) h->across = part_of(m->mesh.dp_cp, shard_ranks(&m->config), false);
+    if (m->mesh.dp_cp.size > 1)
+        h->across = hybrid_zero_group(m->mesh.dp_cp, shard_ranks(&m->config), false);
     h->inside = m->sockets;
     h->sharing = calloc(units, sizeof(Request *));
     h->last = calloc(units, sizeof *h->last);
@@ -196,55 +197,12 @@ static NodeBytes counted(const StepCost *cost, double n, double k, bool hybrid) 
     return (NodeBytes){all * (k - 1) / (n - 1), all * (n - k) / (n - 1)};
 }
 
-// Ranks that share their gradients need not be neighbours in the world: here every other one.
-static void parts_of_every_other_rank(Mesh mesh) {
-    if (mesh.world.size % 2) return;
-    Group dp = mesh_new((MeshShape){.dp = mesh.world.size / 2, .tp = 2}).dp;
-    Group inside = part_of(dp, dp.size, true), across = part_of(dp, 1, false);
-    int found = 0;  // in any order
-    for (int i = 0; i < dp.size; i++) {
-        for (int j = 0; j < inside.size; j++) found += inside.member[j] == dp.member[i];
-        for (int j = 0; j < across.size; j++) found += across.member[j] == dp.member[i];
-    }
-    report_that(found == 2 * dp.size,
-                "the ranks that share gradients with rank %d are not those that their Group lists",
-                mesh.world.rank);
-}
-
-// Each unit's sum crosses nodes once its sum inside is there, and is waited for at the end.
-static void what_is_in_flight(Mesh mesh, const Config *config, Techniques techniques) {
-    Trainer *t = trainer_new(config, mesh, techniques);
-    Model *m = t->model;
-    Hybrid *h = trainer_context(t, &hybrid_zero);
-    model_begin_step(m, 1);
-    for (int unit = m->params.units - 1; unit >= 0; unit--) {
-        begin(h, m, unit);
-        ready(h, m, unit, true);
-        for (int i = 0; i < m->params.units; i++)
-            report_that((h->sharing[i] != NULL) == (i > unit),
-                        "when %s is ready, the sum of %s across nodes is %s", m->params.unit[unit].name,
-                        m->params.unit[i].name, i > unit ? "not in flight" : "in flight too early");
-    }
-    finish(h, m);
-    trainer_free(t);
-}
-
 static void across_nodes(Mesh mesh, const Config *config) {
     static const Technique *const ways[][2] = {{&zero3, NULL}, {&hybrid_zero, NULL}};
     static const char *const name[] = {"ZeRO-3 over all", "ZeRO-3 inside"};
     int n = mesh.dp.size, k = shard_ranks(config);
-    parts_of_every_other_rank(mesh);
-    if (n > k) what_is_in_flight(mesh, config, ways[1]);
     if (n == k || k == 1 || mesh.world.size != n) return;
-    Group inside = part_of(mesh.dp, k, true), across = part_of(mesh.dp, k, false);
-    report_that(
-        inside.line == LINE_DP && across.line == LINE_DP_ACROSS,
-        "\"%s\" and \"%s\" have other lines than LINE_DP and LINE_DP_ACROSS: what is in flight at once "
-        "would wait for one another",
-        inside.name, across.name);
-    Config c = config_default(
-        "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=4096 dtype=bf16 "
-        "micro-batch=1 grad-acc=4");
+    Config c = config_of_model("llama-3-8b", "seq=4096 dtype=bf16 micro-batch=1 grad-acc=4");
     config_set(&c, "shard-ranks", k);
     c.dp = n;
     StepCost cost[2];

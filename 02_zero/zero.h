@@ -9,6 +9,8 @@
 extern const Technique zero1, zero2, zero3;
 // hybrid_zero.c: zero3 among --shard-ranks neighbours, replicas across; the fifth choice of --zero.
 extern const Technique hybrid_zero;
+// Of these replicas the k neighbours among which this rank shards, or those that hold the same shard.
+Group hybrid_zero_group(Group replicas, int k, bool inside);
 // Its parts, for a record of ZeRO-3 that gathers at other times, which it takes as `inside`.
 extern const Option hybrid_zero_option;
 bool hybrid_zero_enabled(const Config *config);

@@ -31,7 +31,7 @@ static double tokens_by_formula(const Machine *machine, int n, double bandwidth,
 
 // Layers of Llama 3 8B.
 static Config layers_of_8b(int64_t layers, int64_t sequences, int64_t seq) {
-    Config c = config_default("hidden=4096 heads=32 kv-heads=8 ffn=14336 dtype=bf16 grad-acc=1");
+    Config c = config_of_model("llama-3-8b", "vocab=256 dtype=bf16");
     c.layers = layers, c.micro_batch = sequences, c.seq = seq;
     return c;
 }

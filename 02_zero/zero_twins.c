@@ -73,9 +73,7 @@ bool zero_on_standard_machine(const Config *c) {
 }
 
 Config zero_compare(Mesh mesh, const ZeroVariant *variants, int count, StepCost *cost) {
-    Config c = config_default(
-        "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 seq=8192 dtype=bf16 "
-        "micro-batch=2 grad-acc=1 steps=2");
+    Config c = config_of_model("llama-3-8b", "seq=8192 dtype=bf16 micro-batch=2 steps=2");
     bool was_dry = device_is_dry_run();
     device_dry_run(true);
     char *title =

@@ -218,9 +218,7 @@ const Technique async_tensor_parallel = {.name = "async_tensor_parallel",
 // ---- what hides, on the model clock ----
 
 static Config llama_3_8b(void) {
-    return config_default(
-        "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 "
-        "seq=8192 dtype=bf16 micro-batch=1 grad-acc=1");
+    return config_of_model("llama-3-8b", "seq=8192 dtype=bf16 micro-batch=1");
 }
 
 // One step of Llama 3 8B, four ways. Within a node the third is shorter than the first two, and exposes at

@@ -221,12 +221,12 @@ static void compare_calls(Mesh mesh, const Config *config) {
             const char *what;
             double predicted, measured;
             const char *unit;
-        } row[] = {{"all-gathers", again ? 2 * calls : calls, both.all_gather.calls, ""},
-                   {"reduce-scatters", calls, both.reduce_scatter.calls, ""},
-                   {"all-reduces", 0, both.all_reduce.calls, ""},
-                   {again ? "bytes, W gathers too" : "bytes of both",
-                    alone.all_reduce.bytes * (again ? 1.5 : 1),
-                    both.all_gather.bytes + both.reduce_scatter.bytes, "B"}};
+        } row[] = {
+            {"all-gathers", again ? 2 * calls : calls, both.all_gather.calls, ""},
+            {"reduce-scatters", calls, both.reduce_scatter.calls, ""},
+            {"all-reduces", 0, both.all_reduce.calls, ""},
+            {again ? "bytes, W gathers too" : "bytes of both", alone.all_reduce.bytes * (again ? 1.5 : 1),
+             both.all_gather.bytes + both.reduce_scatter.bytes, "B"}};
         for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
             char *what = format_text("%s, %s", name, row[i].what);
             report_equal(what, row[i].predicted, row[i].measured, row[i].unit);
@@ -332,8 +332,7 @@ static void print_shapes(Mesh mesh, const Config *config) {
 static void compare_memory(Mesh mesh) {
     int tp = mesh.tp.size;
     if (32 % tp || 14336 % tp) return;
-    Config c = config_default(
-        "layers=2 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=1024 seq=2048 micro-batch=1 dtype=bf16");
+    Config c = config_of_model("llama-3-8b", "layers=2 vocab=1024 seq=2048 micro-batch=1 dtype=bf16");
     double sbh = (double)(c.micro_batch * c.seq * c.hidden),
            as_h = 5.0 * (double)(c.heads * c.seq) / (double)c.hidden;
     const struct {

@@ -142,7 +142,7 @@ static void write_picture(const char *file, const Part part[MOST_RANKS][MATRICES
 }
 
 void tensor_parallel_picture(Mesh mesh, const char *file) {
-    Config c = config_default("layers=1 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=1024 dtype=bf16");
+    Config c = config_of_model("llama-3-8b", "layers=1 vocab=1024 dtype=bf16");
     c.tp = mesh.tp.size;
     CHECK(mesh.tp.size <= MOST_RANKS && c.heads % mesh.tp.size == 0,
           "--svg shows a block of Llama 3 8B on 1, 2, 4 or 8 ranks, and --tp is %d", mesh.tp.size);

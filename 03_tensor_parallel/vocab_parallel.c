@@ -19,11 +19,9 @@
 // Memory per rank: tables, their gradients and optimizer states / t; logits n v / t.
 // Run: build/03_tensor_parallel/vocab_parallel      (--sp, --tied, --ranks 8, --vocab 300, --dtype bf16 …)
 // Last line: PASS vocab_parallel: the loss needs no rank to see all logits …
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "tensor/rng.h"
 #include "tensor_parallel.h"
 
 // ---- the embedding ----
@@ -272,44 +270,8 @@ static void loss_of_llama(Mesh mesh, const Config *config) {
     device_dry_run(false);
 }
 
-// Logits around 1000, of which no exponential is a number but those of differences to the maximum: the loss
-// is that of the whole rows, and added to what is there.
-static void loss_of_large_logits(Mesh mesh) {
-    Group tp = mesh.tp;
-    const int64_t n = 3, v = 4 * tp.size - 1, columns = 4;  // the last column is padding
-    VocabParallel vocab = {.tp = tp, .part = part_of(v, columns, columns * tp.rank)};
-    Tensor whole = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(n, v)), lse,
-           own = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(n, columns)),
-           losses = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(n)),
-           want_lse = tensor_like(MEMORY_ACTIVATION, losses), want = loss_new();
-    MicroBatch micro = {
-        .targets = tensor_new(MEMORY_ACTIVATION, I32, SHAPE(n)), .loss = loss_new(), .loss_scale = 1.0 / 3};
-    double logit[n * v], part[n * columns];
-    for (int64_t i = 0; i < n * v; i++) logit[i] = 1000 + rng_normal(1, RNG_TEST, (uint64_t)i);
-    for (int64_t i = 0; i < n * columns; i++) {
-        int64_t j = columns * tp.rank + i % columns;
-        part[i] = j < v ? logit[i / columns * v + j] : 0;
-    }
-    tensor_from_doubles(whole, logit);
-    tensor_from_doubles(own, part);
-    op_fill(micro.targets, (double)(v - 1));  // the last rank's
-    op_cross_entropy_forward(losses, want_lse, whole, micro.targets);
-    op_fill(micro.loss, 1), op_fill(want, 1);  // such as experts' auxiliary loss
-    op_add_sum(want, losses, micro.loss_scale);
-    loss(&vocab, &micro, &lse, own);
-    double got = loss_value(micro.loss), right = loss_value(want);
-    report_that(
-        fabs(got - right) <= 1e-10 * fabs(right),
-        "the loss of logits around 1000 is %.12g, and %.12g of whole rows: is an exponential out of "
-        "range?",
-        got, right);
-    tensor_free(&whole), tensor_free(&own), tensor_free(&losses), tensor_free(&want_lse);
-    tensor_free(&want), tensor_free(&lse), tensor_free(&micro.targets), tensor_free(&micro.loss);
-}
-
 static void more(Mesh mesh, const Config *config) {
     if (mesh.tp.size == 1) return;
-    loss_of_large_logits(mesh);
     embedding_shapes(mesh, config);
     loss_of_llama(mesh, config);
 }

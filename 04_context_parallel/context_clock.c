@@ -19,8 +19,7 @@
 enum { SEQUENCE = 131072 };
 
 Config context_llama(ContextMethod method, int64_t layers, int64_t seq, int cp) {
-    Config c = config_default(
-        "hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 micro-batch=1 grad-acc=1 dtype=bf16");
+    Config c = config_of_model("llama-3-8b", "micro-batch=1 dtype=bf16");
     c.layers = layers;
     c.seq = seq;
     c.cp = cp;

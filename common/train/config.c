@@ -307,6 +307,17 @@ Config config_default(const char *defaults) {
     return config_parse(1, no_flags, "", 0, defaults, NULL, 0);
 }
 
+Config config_of_model(const char *model, const char *defaults) {
+    const Preset *preset = preset_find(model);
+    char *text = format_text("%s %s", preset->shape, defaults);
+    Config c = config_default(text);
+    free(text);
+    c.model = preset->name;
+    c.rope.theta = preset->rope_theta;
+    c.norm_eps = preset->norm_eps;
+    return c;
+}
+
 // ---- sizes ----
 
 static void check_experts(const Config *c) {

@@ -99,6 +99,9 @@ Config config_parse(int argc, char **argv, const char *purpose, unsigned groups,
                     Option *own, int own_count);
 // The default model and batch, with the same `defaults` text: what tests use.
 Config config_default(const char *defaults);
+// The same with the shape of a preset of --model, which `defaults` may change: config_of_model("llama-3-8b",
+// "layers=2 dtype=bf16").
+Config config_of_model(const char *model, const char *defaults);
 // A setting's value; 0 or NULL where this program has no such option.
 bool config_has(const Config *config, const char *name);
 bool config_given(const Config *config, const char *name);  // it was typed

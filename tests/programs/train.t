@@ -36,7 +36,7 @@ runs "counts Llama 3 8B without computing it" 'FLOPs per step.*equal' --model ll
     --steps 1 \
     --micro-batch 1 --dry-run
 runs "holds its estimate against the FLOPs without recomputation, and says so" \
-    'the estimate 6 Psi n gives .* of it without what is computed again$' \
+    'the estimate 6 Psi n gives .* of the step.s without recomputation$' \
     $small --steps 1 --recompute full --dry-run
 
 run "$train" $small --steps 6 --json "$work/a.json" && run "$train" $small --steps 6 --json "$work/b.json"

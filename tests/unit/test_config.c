@@ -125,6 +125,19 @@ static void own_options_are_read_beside_the_shared_ones(void **state) {
 
 // ---- sizes ----
 
+static void a_model_by_name_is_the_flags_model(void **state) {
+    (void)state;
+    Config flags = parse("--model llama-3-8b --layers 2 --seq 64 --dtype bf16", CONFIG_MODEL, NULL),
+           c = config_of_model("llama-3-8b", "layers=2 seq=64 dtype=bf16");
+    assert_string_equal(c.model, flags.model);
+    const int64_t shape[] = {c.layers, c.hidden, c.heads, c.kv_heads, c.ffn, c.vocab, c.seq, c.dtype},
+                  right[] = {flags.layers, flags.hidden, flags.heads, flags.kv_heads,
+                             flags.ffn,    flags.vocab,  flags.seq,   flags.dtype};
+    assert_memory_equal(shape, right, sizeof shape);
+    assert_true(c.rope.theta == flags.rope.theta && c.norm_eps == flags.norm_eps);
+    assert_int_equal(c.micro_batch, 8);
+}
+
 // As the models' publishers count them: the sum of the tensors in each one's safetensors files.
 static void parameters_of_published_models(void **state) {
     (void)state;
@@ -308,6 +321,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test(the_default_model_is_the_documented_one),
         cmocka_unit_test(program_defaults_reach_every_field),
         cmocka_unit_test(flags_change_a_preset_in_any_order),
+        cmocka_unit_test(a_model_by_name_is_the_flags_model),
         cmocka_unit_test(own_options_are_read_beside_the_shared_ones),
         cmocka_unit_test(options_of_techniques_become_settings),
         cmocka_unit_test(parameters_of_published_models),

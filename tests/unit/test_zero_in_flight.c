@@ -1,7 +1,10 @@
 // test_zero_in_flight.c [--ranks N] [PATTERN]: when ZeRO-1 starts and waits for what it sends, among whom,
-// and how many elements each rank has; of ZeRO-R, whose place in the arena a backward gives back. TAP.
+// and how many elements each rank has; which weights ZeRO-3 has gathered while a unit computes, from whom,
+// and in how many bytes; when hybrid sharding sends across nodes; of ZeRO-R, whose place in the arena a
+// backward gives back. TAP.
 #include "02_zero/zero.h"
 #include "ranks.h"
+#include "tensor/in_flight.h"
 
 static Config config_of(const char *more) {
     char *text = format_text(
@@ -90,6 +93,140 @@ static void zero1_overlaps(void) {
     }
 }
 
+static Trainer *zero3_trainer(const char *more, Mesh mesh, bool prefetch, const Technique *second) {
+    Config c = config_of(more);
+    config_set(&c, "no-prefetch", !prefetch);
+    return trainer_new(&c, mesh, (const Technique *[]){&zero3, second, NULL});
+}
+
+// What is here or in flight while a unit computes, with nothing gathered before, as bits of units.
+static int gathered_for(Model *m, int unit, Pass pass) {
+    const Sockets *sockets = &m->sockets;
+    int bits = 0;
+    sockets->parameters.acquire(sockets->parameters.context, m, unit, pass);
+    for (int i = 0; i < m->params.units; i++) bits |= tensor_exists(m->params.unit[i].values) << i;
+    sockets->parameters.release(sockets->parameters.context, m, unit, pass);
+    sockets->parameters.complete(sockets->parameters.context, m);
+    return bits;
+}
+
+// The unit itself and the next one that the pass uses. Tied, the head reads the embedding, too. The
+// embedding's backward reads no weights: it is gathered for none.
+static void zero3_gathers_one_unit_ahead(void) {
+    enum { E = 1, B0 = 2, B1 = 4, H = 8, UNITS = 4 };
+    static const int right[2][UNITS] = {{E | B0, B0 | B1, B1 | H, H}, {0, B0, B0 | B1, B1 | H}};
+    for (int tied = 0; tied < 2; tied++) {
+        Trainer *t = zero3_trainer(tied ? "tied=1" : "", mesh_new((MeshShape){.dp = n}), true, NULL);
+        for (Pass pass = FORWARD; pass <= BACKWARD; pass++)
+            for (int unit = pass == BACKWARD; unit < UNITS; unit++) {
+                const int bits = gathered_for(t->model, unit, pass),
+                          read_by_head = tied && pass == FORWARD && unit == UNITS - 2 ? E : 0;
+                if (bits != (right[pass][unit] | read_by_head))
+                    note("%s, %s of %s: the units of bits %x are gathered, and not %x",
+                         tied ? "tied" : "untied", pass == FORWARD ? "forward" : "backward",
+                         t->model->params.unit[unit].name, (unsigned)bits,
+                         (unsigned)(right[pass][unit] | read_by_head));
+            }
+        trainer_free(t);
+    }
+}
+
+// A unit of another stage of a pipeline has no elements here.
+static void zero3_leaves_other_stages_alone(void) {
+    Trainer *t = zero3_trainer("", mesh_new((MeshShape){.dp = n}), false, NULL);
+    Model *m = t->model;
+    Unit *u = &m->params.unit[m->first_block_unit], here = *u;
+    u->count = u->own_count = 0;
+    SAME(gathered_for(m, m->first_block_unit, FORWARD), 0);
+    *u = here;
+    trainer_free(t);
+}
+
+// A recipe says what goes in place of weights (recipe.h): here bf16, whatever their dtype is.
+static int64_t as_many(const void *context, int tensor, int64_t count) {
+    (void)context, (void)tensor;
+    return count;
+}
+static void narrow(void *context, const Tensor *coded, Tensor part, Group group) {
+    (void)context, (void)group;
+    op_copy(coded[0], part);
+}
+static void widen(void *context, Tensor part, const Tensor *coded) {
+    (void)context;
+    op_copy(part, coded[0]);
+}
+static void send_bf16(Recipe *recipe, const Config *config) {
+    static const Codec bf16 = {"bf16", NULL, 1, {BF16}, as_many, narrow, widen};
+    (void)config;
+    recipe->send_weights = &bf16;
+}
+
+static void zero3_sends_coded_weights(void) {
+    static const Technique coded = {.name = "weights in bf16", .recipe = send_bf16};
+    // Replicas on every rank; and on every other, as where two ranks of tensor parallelism share each.
+    for (int tp = 1; tp <= 2 && n % tp == 0; tp++) {
+        Mesh mesh = mesh_new((MeshShape){.dp = n / tp, .tp = tp});
+        Trainer *t = zero3_trainer("", mesh, false, &coded);
+        Model *m = t->model;
+        clock_reset();
+        gathered_for(m, m->first_block_unit, BACKWARD);
+        expect_bytes("all_gather", (double)m->params.unit[m->first_block_unit].count, 2, mesh);
+        trainer_free(t);
+    }
+}
+
+// Forward keeps the head for a backward, and no backward follows an evaluation.
+static void zero3_frees_what_an_evaluation_gathers(void) {
+    Trainer *t = zero3_trainer("", mesh_new((MeshShape){.dp = n}), true, NULL);
+    held_out_loss(t, 2);
+    for (int i = 0; i < t->model->params.units; i++)
+        SAME(tensor_exists(t->model->params.unit[i].values), false);
+    trainer_free(t);
+}
+
+// Of a group's replicas k neighbours shard, and every k-th has the same shard; ranks of a group need not be
+// neighbours in the world. What goes inside and across at once has lines of its own.
+static void hybrid_groups_are_neighbours_or_apart(void) {
+    for (int tp = 1; tp <= 2 && n % tp == 0; tp++) {
+        Group dp = mesh_new((MeshShape){.dp = n / tp, .tp = tp}).dp;
+        for (int k = 1; k <= dp.size; k++) {
+            if (dp.size % k) continue;
+            Group inside = hybrid_zero_group(dp, k, true), across = hybrid_zero_group(dp, k, false);
+            SAME(inside.size, k);
+            SAME(across.size, dp.size / k);
+            for (int i = 0; i < k; i++) SAME(inside.member[i], dp.member[dp.rank / k * k + i]);
+            for (int i = 0; i < dp.size / k; i++) SAME(across.member[i], dp.member[dp.rank % k + i * k]);
+            SAME(inside.line, LINE_DP);
+            SAME(across.line, LINE_DP_ACROSS);
+        }
+    }
+}
+
+// Each unit's sum crosses nodes once its sum inside is there, and is waited for at the end.
+static void hybrid_overlaps(void) {
+    if (n % 2) return;
+    Config c = config_of("");
+    c.dp = n;
+    config_set(&c, "shard-ranks", n / 2);
+    Trainer *t = trainer_new(&c, mesh_new((MeshShape){.dp = n}), (const Technique *[]){&hybrid_zero, NULL});
+    Model *m = t->model;
+    const Sockets *sockets = &m->sockets;
+    model_begin_step(m, 1);
+    clock_reset();
+    for (int before = 0, inside = 0; before < m->params.units; before++) {
+        const int unit = m->params.units - 1 - before;
+        sockets->gradients.begin(sockets->gradients.context, m, unit);
+        sockets->gradients.ready(sockets->gradients.context, m, unit, true);
+        if (before == 0) inside = in_flight_count;  // of one reduce-scatter
+        SAME(comm_count("all_reduce").calls, before);
+        SAME(in_flight_count - inside, before);
+    }
+    sockets->gradients.finish(sockets->gradients.context, m);
+    SAME(comm_count("all_reduce").calls, m->params.units);
+    SAME(in_flight_count, 0);
+    trainer_free(t);
+}
+
 // Of two micro-batches in flight the first has the arena: the backward of the other gives no place back.
 static void zero_r_keeps_the_place_of_the_first(void) {
     Config c = config_of("recompute=none");
@@ -113,7 +250,14 @@ static void zero_r_keeps_the_place_of_the_first(void) {
     trainer_free(t);
 }
 
-static const RankTest tests[] = {TEST(parts_are_even), TEST(zero1_overlaps),
+static const RankTest tests[] = {TEST(parts_are_even),
+                                 TEST(zero1_overlaps),
+                                 TEST(zero3_gathers_one_unit_ahead),
+                                 TEST(zero3_leaves_other_stages_alone),
+                                 TEST(zero3_sends_coded_weights),
+                                 TEST(zero3_frees_what_an_evaluation_gathers),
+                                 TEST(hybrid_groups_are_neighbours_or_apart),
+                                 TEST(hybrid_overlaps),
                                  TEST(zero_r_keeps_the_place_of_the_first)};
 
 int main(int argc, char **argv) {
