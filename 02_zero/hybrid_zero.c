@@ -196,45 +196,10 @@ static NodeBytes counted(const StepCost *cost, double n, double k, bool hybrid) 
     return (NodeBytes){all * (k - 1) / (n - 1), all * (n - k) / (n - 1)};
 }
 
-// Ranks that share their gradients need not be neighbours in the world: here every other one.
-static void parts_of_every_other_rank(Mesh mesh) {
-    if (mesh.world.size % 2) return;
-    Group dp = mesh_new((MeshShape){.dp = mesh.world.size / 2, .tp = 2}).dp;
-    Group inside = part_of(dp, dp.size, true), across = part_of(dp, 1, false);
-    int found = 0;  // in any order
-    for (int i = 0; i < dp.size; i++) {
-        for (int j = 0; j < inside.size; j++) found += inside.member[j] == dp.member[i];
-        for (int j = 0; j < across.size; j++) found += across.member[j] == dp.member[i];
-    }
-    report_that(found == 2 * dp.size,
-                "the ranks that share gradients with rank %d are not those that their Group lists",
-                mesh.world.rank);
-}
-
-// Each unit's sum crosses nodes once its sum inside is there, and is waited for at the end.
-static void what_is_in_flight(Mesh mesh, const Config *config, Techniques techniques) {
-    Trainer *t = trainer_new(config, mesh, techniques);
-    Model *m = t->model;
-    Hybrid *h = trainer_context(t, &hybrid_zero);
-    model_begin_step(m, 1);
-    for (int unit = m->params.units - 1; unit >= 0; unit--) {
-        begin(h, m, unit);
-        ready(h, m, unit, true);
-        for (int i = 0; i < m->params.units; i++)
-            report_that((h->sharing[i] != NULL) == (i > unit),
-                        "when %s is ready, the sum of %s across nodes is %s", m->params.unit[unit].name,
-                        m->params.unit[i].name, i > unit ? "not in flight" : "in flight too early");
-    }
-    finish(h, m);
-    trainer_free(t);
-}
-
 static void across_nodes(Mesh mesh, const Config *config) {
     static const Technique *const ways[][2] = {{&zero3, NULL}, {&hybrid_zero, NULL}};
     static const char *const name[] = {"ZeRO-3 over all", "ZeRO-3 inside"};
     int n = mesh.dp.size, k = shard_ranks(config);
-    parts_of_every_other_rank(mesh);
-    if (n > k) what_is_in_flight(mesh, config, ways[1]);
     if (n == k || k == 1 || mesh.world.size != n) return;
     Group inside = part_of(mesh.dp, k, true), across = part_of(mesh.dp, k, false);
     report_that(

@@ -230,90 +230,6 @@ static void held_out_between_steps(Mesh mesh, const Config *config) {
     report_quiet(quiet);
 }
 
-// With nothing gathered before: which weights are here or in flight while a unit computes. Tied, the head
-// reads the embedding, too.
-static void gathered_ahead(Mesh mesh, const Config *config) {
-    enum { E = 1, B0 = 2, B1 = 4, H = 8, UNITS = 4 };
-    static const int want[2][UNITS] = {{E | B0, B0 | B1, B1 | H, H}, {0, B0, B0 | B1, B1 | H}};
-    for (int tied = 0; tied < 2; tied++) {
-        Config c = *config;
-        c.layers = 2, c.tied = tied;
-        config_set(&c, "no-prefetch", 0);
-        Trainer *t = trainer_new(&c, mesh, techniques);
-        Model *m = t->model;
-        Zero *zero = trainer_context(t, &zero3);
-        for (int pass = FORWARD; pass <= BACKWARD; pass++)
-            for (int unit = pass == BACKWARD; unit < UNITS;
-                 unit++) {  // the embedding's backward needs none
-                int here = 0, ahead = pass == FORWARD && tied && unit == UNITS - 2 ? E : 0;
-                acquire(zero, m, unit, (Pass)pass);
-                for (int i = 0; i < UNITS; i++) here |= tensor_exists(m->params.unit[i].values) << i;
-                release(zero, m, unit, (Pass)pass);
-                free_gathered(zero, m);
-                report_that(here == (want[pass][unit] | ahead),
-                            "%s, while %s computes in %s, the units of bits %x are gathered, and not %x",
-                            tied ? "tied" : "untied", m->params.unit[unit].name,
-                            pass == FORWARD ? "forward" : "backward", (unsigned)here,
-                            (unsigned)(want[pass][unit] | ahead));
-            }
-        trainer_free(t);
-    }
-}
-
-// A unit of another stage of a pipeline has no elements here, and is never gathered.
-static void other_stages(Mesh mesh, const Config *config) {
-    Config c = *config;
-    c.layers = 1;
-    Trainer *t = trainer_new(&c, mesh, techniques);
-    Zero *zero = trainer_context(t, &zero3);
-    Unit *u = &t->model->params.unit[t->model->first_block_unit], here = *u;
-    u->count = u->own_count = 0;
-    start_gather(t->model, zero, t->model->first_block_unit);
-    report_that(!tensor_exists(u->values) && !zero->gathering[t->model->first_block_unit],
-                "%s of another stage is gathered", u->name);
-    *u = here;
-    trainer_free(t);
-}
-
-// A recipe says what goes in place of weights (recipe.h): here bf16, whatever their dtype is.
-static int64_t as_many(const void *context, int tensor, int64_t count) {
-    (void)context, (void)tensor;
-    return count;
-}
-static void narrow(void *context, const Tensor *coded, Tensor part, Group group) {
-    (void)context, (void)group;
-    op_copy(coded[0], part);
-}
-static void widen(void *context, Tensor part, const Tensor *coded) {
-    (void)context;
-    op_copy(part, coded[0]);
-}
-static void send_bf16(Recipe *recipe, const Config *config) {
-    static const Codec bf16 = {"bf16", NULL, 1, {BF16}, as_many, narrow, widen};
-    (void)config;
-    recipe->send_weights = &bf16;
-}
-
-static void gathers_are_coded(Mesh mesh, const Config *config) {
-    static const Technique coded = {.name = "weights in bf16", .recipe = send_bf16};
-    Config c = *config;
-    c.layers = 1;
-    config_set(&c, "no-prefetch", 1);
-    Trainer *t = trainer_new(&c, mesh, (const Technique *[]){&zero3, &coded, NULL});
-    Model *m = t->model;
-    Zero *zero = trainer_context(t, &zero3);
-    int block = m->first_block_unit;
-    double before = comm_count("all_gather").bytes;
-    acquire(zero, m, block, BACKWARD);
-    double sent = comm_sum(comm_count("all_gather").bytes - before, mesh.world),
-           right = 2.0 * (mesh.dp.size - 1) * (double)m->params.unit[block].count * mesh.world.size /
-                   mesh.dp.size;
-    release(zero, m, block, BACKWARD);
-    report_that(sent == right, "a recipe sends weights in bf16, and gathering %s takes %.0f B, not %.0f",
-                m->params.unit[block].name, sent, right);
-    trainer_free(t);
-}
-
 static void check_picture(Mesh mesh, const Config *config) {
     CHECK(mesh.dp.size > 1 || !config_text(config, "svg"),
           "--svg shows what the ranks of --dp hold, and there is one: --ranks 2 would fit");
@@ -321,12 +237,6 @@ static void check_picture(Mesh mesh, const Config *config) {
 
 static void show(Mesh mesh, const Config *config) {
     accumulate(mesh, config);
-    gathered_ahead(mesh, config);
-    gathers_are_coded(mesh, config);
-    // Every other rank, as where two ranks of tensor parallelism share each replica.
-    int ranks = mesh.world.size;
-    if (ranks % 2 == 0) gathers_are_coded(mesh_new((MeshShape){.dp = ranks / 2, .tp = 2}), config);
-    other_stages(mesh, config);
     held_out_between_steps(mesh, config);
     if (mesh.dp.size == 1) return;
     ZeroVariant variants[STAGES];
