@@ -6,10 +6,11 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-#include "doorbell.h"
 #include "comm_inside.h"
+#include "doorbell.h"
 #include "launch.h"
 #include "tensor/device.h"
 #include "tensor/in_flight.h"
@@ -147,13 +148,17 @@ Operation *group_operation(const Request *r) {
 
 // ---- a dead rank ----
 
-// A process that its launcher has reaped is gone; of other machines the launcher knows. -1: none.
+// A process that its launcher has reaped is gone; of other machines, and of containers, which number their
+// processes anew, the launcher knows. -1: none.
 int find_dead(void) {
-    for (int r = 0; comm.identity && r < comm.ranks; r++)
-        if (r != comm.rank && !comm.peer[r].ended &&
-            comm.identity[r].machine == comm.identity[comm.rank].machine &&
-            kill(comm.identity[r].pid, 0) < 0 && errno == ESRCH)
+    if (!comm.identity) return -1;
+    const Identity *mine = &comm.identity[comm.rank];
+    for (int r = 0; r < comm.ranks; r++) {
+        const Identity *other = &comm.identity[r];
+        if (r != comm.rank && !comm.peer[r].ended && other->machine == mine->machine &&
+            other->pids == mine->pids && kill(other->pid, 0) < 0 && errno == ESRCH)
             return r;
+    }
     return -1;
 }
 
@@ -264,6 +269,8 @@ static Place check_identities(int argc, char **argv) {
                      .pid = (int32_t)getpid()};
     for (int i = 1; i < argc; i++)
         mine.arguments = hash_bytes(mine.arguments, argv[i], strlen(argv[i]) + 1);
+    struct stat pids;
+    if (stat("/proc/self/ns/pid", &pids) == 0) mine.pids = (uint64_t)pids.st_ino;
     gethostname(mine.host, sizeof mine.host - 1);
     mine.machine =
         hash_of_file(hash_bytes(HASH_SEED, mine.host, sizeof mine.host), "/proc/sys/kernel/random/boot_id");

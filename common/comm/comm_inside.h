@@ -55,6 +55,7 @@ typedef struct Peer {
 typedef struct Identity {
     uint64_t binary, arguments;
     uint64_t machine;  // of the host's name and of its start: two may have one name
+    uint64_t pids;     // the namespace that numbers its processes: in another one pid names another
     int32_t pid;
     char host[64];
 } Identity;

@@ -39,4 +39,21 @@ if unshare -m --propagation private true 2>/dev/null; then
 else
     echo "# not checked: how ranks share memory: no private mounts here"
 fi
+
+# Containers of one machine: each counts its processes from 1, and the second rank's has a number here that
+# no process of the first one's container has. (Open MPI's shared memory looks for it by that number, too.)
+if unshare -p -f true 2>/dev/null; then
+    cat >"$work/container" <<'CONTAINER'
+#!/bin/bash
+exec unshare -p -f bash -c '
+    for ((i = 0; i < 10 * OMPI_COMM_WORLD_RANK; i++)); do /bin/true; done
+    "$@"; exit' container "$@"
+CONTAINER
+    chmod +x "$work/container"
+    wanted "ranks in two containers" && by_mpirun --mca btl self,tcp -n 2 "$work/container" \
+        "$build/ddp_naive" --layers 1 --steps 1 && grep -q '^PASS' "$out"
+    report $? "ranks in two containers of one machine live"
+else
+    echo "# not checked: ranks in two containers: no PID namespaces here"
+fi
 finish
