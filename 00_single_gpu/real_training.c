@@ -215,10 +215,10 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techn
     report_number("held-out loss", "before", before, "nats");
     report_number("held-out loss", "after", after, "nats");
     report_number("throughput", "FLOPs per second", sum.flops / sum.wall_seconds, "FLOP/s");
-    // Weights that are already trained need not get better.
+    // Weights that are already trained need not get better, and --lr 0 leaves all as they are.
     if (isnan(after)) report_that(false, "the held-out loss is NaN, which was %.4f before", before);
     else
-        report_that(after < before || config->init || config->resume,
+        report_that(after < before || config->lr == 0 || config->init || config->resume,
                     "the held-out loss did not fall: %.4f before, %.4f after", before, after);
     return report_verdict("held-out loss %.3f -> %.3f nats in %lld step%s", before, after, (long long)steps,
                           plural);

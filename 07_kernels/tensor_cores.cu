@@ -58,14 +58,15 @@ __device__ static inline int place_b(int row, int chunk) {
 // ---- memory to shared ----
 
 // Beyond the edges of the matrix x (rows, columns) all is zero. WIDE: rows begin at multiples of 16 bytes;
-// others are copied by numbers, and have arrived when this returns.
+// others are copied by numbers, and have arrived when this returns. Places of rows beyond the last may pass
+// 2^31: they wrap, and nothing is read there.
 template <bool WIDE, class T>
 __device__ static inline void copy_chunk(T *to, const T *x, int row, int column, int rows, int columns) {
     if (WIDE) {
-        cp_async(to, x + row * columns + column, row < rows && column < columns);
+        cp_async(to, x + (uint32_t)row * columns + column, row < rows && column < columns);
         return;
     }
-    const uint16_t *from = reinterpret_cast<const uint16_t *>(x + row * columns + column);
+    const uint16_t *from = reinterpret_cast<const uint16_t *>(x + (uint32_t)row * columns + column);
     const int end = row < rows ? columns - column : 0;
     uint32_t words[4];
 #pragma unroll
@@ -139,7 +140,7 @@ __device__ static inline void store(T *c, const float (&sum)[ROWS][COLUMNS][4], 
                 const float x = sum[i][j][2 * half], y = sum[i][j][2 * half + 1];
                 const int row = row0 + i * 16 + half * 8 + lane / 4,
                           column = column0 + j * 8 + lane % 4 * 2;
-                T *to = c + row * n + column;
+                T *to = c + (uint32_t)row * n + column;
                 if (row >= m || column >= n) continue;
                 if (WIDE) {
                     narrow(to, x, y);
@@ -201,8 +202,8 @@ enum { ONE, SWIZZLE, RING, RING_F16, VERSIONS };
 static const KernelVersion versions[VERSIONS] = {
     {"one stage", THREADS, 215, STAGE_BYTES},
     {"one, swizzled", THREADS, 229, STAGE_BYTES},
-    {"4 stages", THREADS, 240, STAGES *STAGE_BYTES},
-    {"4 stages, fp16", THREADS, 240, STAGES *STAGE_BYTES},
+    {"4 stages", THREADS, 238, STAGES *STAGE_BYTES},
+    {"4 stages, fp16", THREADS, 238, STAGES *STAGE_BYTES},
 };
 
 static void launch(int version, __nv_bfloat16 *c, const __nv_bfloat16 *a, const __nv_bfloat16 *b,

@@ -27,16 +27,6 @@ static const char *const optimizer_names[] = {"adamw", "sgd"};
 // "DIR/name". The caller frees it.
 static char *path_in(const char *dir, const char *name) { return format_text("%s/%s", dir, name); }
 
-// What a run may change when it goes on, and what it would then not repeat; by the names of the flags.
-enum { COURSE = 5, COURSE_OF_ADAMW = 2 };  // the last so many say nothing to SGD, whose rate is constant
-static const char *const course_names[COURSE] = {"lr", "weight-decay", "clip", "warmup", "steps"};
-
-// As one would type it. The caller frees it.
-static char *course_text(const Config *c, int which) {
-    const double values[COURSE] = {c->lr, c->weight_decay, c->clip, (double)c->warmup, (double)c->steps};
-    return number_text(values[which]);
-}
-
 // ---- files to be ----
 
 // Tensors of the optimizer, by the ending of their names.
@@ -153,7 +143,7 @@ static Contents optimizer_contents(const Config *config, const Params *params, c
     contents_say(&c, "optimizer", format_text("%s", optimizer_names[optimizer->kind]));
     contents_say(&c, "batch", format_text("%lld", (long long)progress.batch));
     contents_say(&c, "data", format_text("%016llx", (unsigned long long)progress.data));
-    for (int i = 0; i < COURSE; i++) contents_say(&c, course_names[i], course_text(config, i));
+    for (int i = 0; i < COURSE; i++) contents_say(&c, course_name(i), course_text(config, i));
     for (int i = 0; i < params->count; i++)
         for (int j = 0; j < STATES; j++) {
             const Param *param = &params->param[i];
@@ -388,26 +378,6 @@ static void check_same_batch(const char *path, const SafeTensors *file, const Co
           (long long)ours, fits);
 }
 
-// ", other data, --lr 0.1, not 0.3"; "" if nothing changed. The caller frees it.
-static char *changes_text(const SafeTensors *file, const Config *config, uint64_t our_data) {
-    uint64_t data = strtoull(safetensors_metadata(file, "data"), NULL, 16);
-    bool other_data = data && our_data && data != our_data;
-    char *changes = format_text("%s", other_data ? ", other data" : "");
-    int said = config->optimizer == OPTIMIZER_SGD ? COURSE - COURSE_OF_ADAMW : COURSE;
-    for (int i = 0; i < said; i++) {
-        const char *before = safetensors_metadata(file, course_names[i]);
-        char *now = course_text(config, i);
-        if (before && strcmp(before, now)) {
-            char *longer =
-                format_text("%s, --%s %s, not %s", changes, course_names[i], now, printable(before));
-            free(changes);
-            changes = longer;
-        }
-        free(now);
-    }
-    return changes;
-}
-
 void checkpoint_check_run(const char *dir, const Config *config, Progress ours) {
     char *path;
     SafeTensors file = open_optimizer(dir, &path);
@@ -421,7 +391,7 @@ void checkpoint_check_run(const char *dir, const Config *config, Progress ours) 
           (long long)step);
     if (safetensors_metadata(&file, "data")) {
         check_same_batch(path, &file, config, ours.batch);
-        char *changes = changes_text(&file, config, ours.data);
+        char *changes = course_changes(&file, config, ours.data);
         if (*changes) say("goes on otherwise than the run that was saved would have: %s", changes + 2);
         free(changes);
     } else {

@@ -113,6 +113,14 @@ void checkpoint_save(const char *dir, const Config *config, const Params *params
 void checkpoint_check_place(const char *dir);
 // Whose a run's checkpoints are, from what makes its course (checkpoint_run.c). Never 0.
 uint64_t checkpoint_identity(const Config *config, Progress progress);
+// What makes its course, by the names of flags: metadata of optimizer.safetensors. The text is as one would
+// type it, in the fewest digits that read back as the same number; the caller frees it.
+enum { COURSE = 21 };
+const char *course_name(int which);
+char *course_text(const Config *config, int which);
+// ", other data, --lr 0.1, not 0.3": how this run goes on otherwise than the one that wrote the file; "" if
+// nothing changed. The caller frees it.
+char *course_changes(const SafeTensors *file, const Config *config, uint64_t our_data);
 // Before the first step of a run that saves: fatal where DIR holds a checkpoint of another run, or a
 // step-* folder with files that are no checkpoint's.
 void checkpoint_check_place_is_ours(const char *dir, const Config *config, Progress progress);

@@ -99,14 +99,27 @@ void checkpoint_check_place(const char *dir) {
 
 // ---- whose they are ----
 
-// Settings of techniques that change what a run computes, beyond its order of sums: a layout is none. 0 is
-// the standard recipe, as where a program has no such option; of documents, which 0 may end, it is -1. The
-// last ones say nothing but to f16.
-static const char *const settings_of_a_run[] = {"documents",    "capacity",   "fp8",      "fp8-tile",
-                                                "fp8-wire",     "master",     "sum",      "moments",
-                                                "rounding",     "gradient",   "aux-loss", "z-loss",
-                                                "balance-bias", "loss-scale", "scale",    "scale-interval"};
+// Settings of techniques that change what a run computes, beyond its order of sums: a layout is none. Where
+// a program has no such option it is as standard.
+typedef struct RunSetting {
+    const char *name;
+    double standard;
+    bool choice;  // its number says nothing to who reads it
+} RunSetting;
+static const RunSetting settings_of_a_run[] = {{"documents", -1, false},   {"capacity", 0, false},
+                                               {"fp8", 0, true},           {"fp8-tile", 0, false},
+                                               {"fp8-wire", 0, true},      {"master", 0, true},
+                                               {"sum", 0, true},           {"moments", 0, true},
+                                               {"rounding", 0, true},      {"gradient", 0, true},
+                                               {"aux-loss", 0, false},     {"z-loss", 0, false},
+                                               {"balance-bias", 0, false}, {"loss-scale", 0, true},
+                                               {"scale", 0, false},        {"scale-interval", 0, false}};
+// The last ones say nothing but to f16.
 enum { SETTINGS_OF_A_RUN = sizeof settings_of_a_run / sizeof *settings_of_a_run, SETTINGS_OF_F16 = 3 };
+
+static double setting_of_a_run(const Config *c, const RunSetting *setting) {
+    return config_has(c, setting->name) ? config_number(c, setting->name) : setting->standard;
+}
 
 // Experts and these settings; "" for a dense model by the standard recipe. The caller frees it.
 static char *specials_text(const Config *c) {
@@ -117,10 +130,10 @@ static char *specials_text(const Config *c) {
                                    (long long)c->groups_kept, c->routed_scale)
                      : format_text("%s", "");
     for (int i = 0; i < SETTINGS_OF_A_RUN - (c->dtype == F16 ? 0 : SETTINGS_OF_F16); i++) {
-        const double standard = strcmp(settings_of_a_run[i], "documents") ? 0 : -1;
-        double value = config_number(c, settings_of_a_run[i]);
-        if (value == standard || !config_has(c, settings_of_a_run[i])) continue;
-        char *longer = format_text("%s %s %.17g", text, settings_of_a_run[i], value);
+        const RunSetting *setting = &settings_of_a_run[i];
+        double value = setting_of_a_run(c, setting);
+        if (value == setting->standard) continue;
+        char *longer = format_text("%s %s %.17g", text, setting->name, value);
         free(text);
         text = longer;
     }
@@ -152,6 +165,50 @@ uint64_t checkpoint_identity(const Config *c, Progress p) {
     free(text);
     return hash ? hash : 1;
 }
+
+// ---- what a run may change when it goes on, and what it would then not repeat ----
+
+enum { RATES = 5, RATES_OF_ADAMW = 2 };  // the last so many say nothing to SGD, whose rate is constant
+static const char *const rate_names[RATES] = {"lr", "weight-decay", "clip", "warmup", "steps"};
+_Static_assert(COURSE == RATES + SETTINGS_OF_A_RUN, "checkpoint.h counts what makes a run's course");
+
+const char *course_name(int which) {
+    return which < RATES ? rate_names[which] : settings_of_a_run[which - RATES].name;
+}
+
+char *course_text(const Config *c, int which) {
+    const double rates[RATES] = {c->lr, c->weight_decay, c->clip, (double)c->warmup, (double)c->steps};
+    return number_text(which < RATES ? rates[which]
+                                     : setting_of_a_run(c, &settings_of_a_run[which - RATES]));
+}
+
+// What neither of two runs asks.
+static bool course_is_idle(const Config *c, int which) {
+    if (which < RATES) return c->optimizer == OPTIMIZER_SGD && which >= RATES - RATES_OF_ADAMW;
+    return c->dtype != F16 && which >= COURSE - SETTINGS_OF_F16;
+}
+
+char *course_changes(const SafeTensors *file, const Config *config, uint64_t our_data) {
+    uint64_t data = strtoull(safetensors_metadata(file, "data"), NULL, 16);
+    bool other_data = data && our_data && data != our_data;
+    char *changes = format_text("%s", other_data ? ", other data" : "");
+    for (int i = 0; i < COURSE; i++) {
+        const char *before = safetensors_metadata(file, course_name(i));  // NULL: an older file
+        char *now = course_text(config, i);
+        if (before && strcmp(before, now) && !course_is_idle(config, i)) {
+            char *longer =
+                i >= RATES && settings_of_a_run[i - RATES].choice
+                    ? format_text("%s, another --%s", changes, course_name(i))
+                    : format_text("%s, --%s %s, not %s", changes, course_name(i), now, printable(before));
+            free(changes);
+            changes = longer;
+        }
+        free(now);
+    }
+    return changes;
+}
+
+// ---- whose a folder is ----
 
 // The run that the weights in a folder say they are of; 0: they do not say, or there are none.
 static uint64_t run_of(const char *folder) {

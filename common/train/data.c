@@ -185,7 +185,7 @@ void data_sample(const Data *data, int64_t seed, int64_t index, bool held_out, i
 }
 
 void data_mask_prompt(int64_t seed, int64_t index, int64_t seq, int32_t *targets) {
-    uint64_t lengths = (uint64_t)seq + 1;  // 0 … seq
+    uint64_t lengths = (uint64_t)seq + (uint64_t)index % 2;  // 0 … seq - 1, or 0 … seq
     int64_t prompt = (int64_t)(rng_bits((uint64_t)seed, RNG_MASK, (uint64_t)index) % lengths);
     for (int64_t i = 0; i < prompt; i++) targets[i] = IGNORED_LABEL;
 }

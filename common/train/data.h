@@ -46,7 +46,8 @@ void data_copy(const Tokens *tokens, int64_t first, int64_t count, int32_t *to);
 void data_sample(const Data *data, int64_t seed, int64_t index, bool held_out, int64_t seq, int32_t *tokens,
                  int32_t *targets);
 // Ignores the labels of a prefix of the sample whose length is drawn from 0 … seq by (seed, index), as when
-// a prompt is not trained on: label counts differ from sample to sample, and some samples have none.
+// a prompt is not trained on: label counts differ from sample to sample, and some samples have none. Those
+// of even index keep one, so that no step of two or more samples is left without a gradient.
 void data_mask_prompt(int64_t seed, int64_t index, int64_t seq, int32_t *targets);
 
 #ifdef __cplusplus

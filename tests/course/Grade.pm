@@ -425,7 +425,11 @@ sub grade {
         $words = join ' ', $words, others($folder, $wrong), one_micro_batch($e, $folder, $_, $kind);
         return $end->($kind eq 'not done' ? 'not done' : 'fail', $kind, $wrong, $words);
     }
-    return grade({ %$e, proof => $e->{then}, then => undef, run => [''] }, $file, $folder) if $e->{then};
+    if ($e->{then}) {
+        my $then = grade({ %$e, proof => $e->{then}, then => undef, run => [''] }, $file, $folder);
+        return { %$then, seconds => $seconds->() } if $then->{status} ne 'pass';
+        $passed .= '; ' . basename($e->{then}) . ' passes';
+    }
     return $end->('pass', 'pass', $passed, '');
 }
 

@@ -65,6 +65,10 @@ trains ${to24/--lr 1e-2/--lr 0.02} --resume "$work/ours/deeper" --data "$work/ot
         "$out"
 report $? "other data and other rates are told"
 
+trains $to20 --resume "$work/ours/deeper/step-000016" --documents 10 &&
+    grep -qx 'goes on otherwise than the run that was saved would have: --documents 10, not -1' "$out"
+report $? "other documents are told"
+
 cp "$build/../corpus.txt" "$work/copy.txt"
 trains $to20 --resume "$work/ours/deeper/step-000016" --data "$work/copy.txt" &&
     ! grep -q 'goes on otherwise' "$out"

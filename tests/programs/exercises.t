@@ -86,6 +86,10 @@ report $? "an untouched exercise is not done, status 3"
 run $course grade --folder "$work/mine" ddp_naive
 [ $status = 0 ] && grep -q '^PASS ddp_naive' "$out"
 report $? "the book's own file passes all its runs, on 4 ranks, too"
+cp 06_expert_parallel/moe.c "$work/mine/moe_experts.c"
+run $course grade --folder "$work/mine" moe_experts
+[ $status = 0 ] && grep -q '^PASS moe_experts: .* as predicted; test_moe passes, ' "$out"
+report $? "a pass says what the program and the unit test have shown"
 
 # The same answer but on 2 ranks: the second run, on 4, waits in a circle.
 circle="if (ring.size < 3) \$1\n    else { $receive $send }"

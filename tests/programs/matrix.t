@@ -34,7 +34,7 @@ refused "--part 1/3x: which of how many" matrix --ranks 2 --part 1/3x
 refused "--cell says which cells, and nothing reads --part then" matrix --cell 3 --part 1/3
 refused "--part says which cells, and nothing reads --met-on then" matrix --part 1/3 --met-on 8
 refused "--list proves no cell, and --table tells of those that are" matrix --list --table "$work/list"
-refused "--machine is not one of matrix's flags" matrix --machine h200
-refused "--trace is not one of matrix's flags" matrix --trace "$work/trace"
+refused "--machine is not one of matrix's flags" matrix --list --machine h200
+refused "--trace is not one of matrix's flags" matrix --list --trace "$work/trace"
 refused "--cell 999999999: there are cells 0 to " matrix --ranks 2 --cell 999999999
 finish

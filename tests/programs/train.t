@@ -27,6 +27,8 @@ grep -qE '^matrix multiply in bf16, (128|256|512) x \1: [0-9.]+ .?FLOP/s$' "$out
 report $? "trains in bf16, beside what its device multiplies in bf16, which takes no longer than the run"
 runs "trains in f64 with tied embeddings and accumulation" '^PASS' $small --steps 40 --dtype f64 --tied \
     --grad-acc 2
+runs "a rate of 0 leaves the loss as it is, and no one asks for less" \
+    '^PASS train: held-out loss ([0-9.]+) -> \1 nats' $small --steps 2 --lr 0
 runs "counts what f16 loses without loss scaling" \
     'without loss scaling [1-9][0-9.]*% of the logits. gradients became zero' \
     $small --steps 2 --dtype f16 --vocab 8192 --micro-batch 320

@@ -267,6 +267,33 @@ static void experts_and_recipes_make_another_run(void **state) {
     }
 }
 
+// What another run of these flags says it had, and what this one is told.
+static void expect_changes(Config *c, const char *flag, const char *theirs, const char *told) {
+    char *keys[] = {"data", (char *)flag}, *values[] = {"0", (char *)theirs};
+    const SafeTensors file = {.key = keys, .value = values, .keys = theirs ? 2 : 1};
+    char *changes = course_changes(&file, c, 0);
+    assert_string_equal(changes, told);
+    free(changes);
+}
+
+static void what_a_run_changes_is_told(void **state) {
+    (void)state;
+    Config c = config_default("dtype=bf16 lr=0.1");
+    expect_changes(&c, "lr", "0.1", "");
+    expect_changes(&c, "lr", "0.3", ", --lr 0.1, not 0.3");
+    expect_changes(&c, "documents", "-1", "");
+    expect_changes(&c, "documents", "0", ", --documents -1, not 0");  // this program has no such flag
+    config_set(&c, "capacity", 1.25);
+    expect_changes(&c, "capacity", "0", ", --capacity 1.25, not 0");
+    expect_changes(&c, "capacity", NULL, "");  // an older file
+    config_set(&c, "master", 1);
+    expect_changes(&c, "master", "0", ", another --master");
+    config_set(&c, "scale", 65536);
+    expect_changes(&c, "scale", "0", "");
+    c.dtype = F16;
+    expect_changes(&c, "scale", "1024", ", --scale 65536, not 1024");
+}
+
 // What a killed run left behind stands in nobody's way.
 static void leftovers_of_a_killed_run_are_replaced(void **state) {
     (void)state;
@@ -307,6 +334,7 @@ int main(int argc, char **argv) {
         IN_A_FOLDER(a_checkpoint_of_the_same_step_is_replaced),
         IN_A_FOLDER(a_folder_of_another_run_is_left_alone),
         cmocka_unit_test(experts_and_recipes_make_another_run),
+        cmocka_unit_test(what_a_run_changes_is_told),
         IN_A_FOLDER(leftovers_of_a_killed_run_are_replaced),
         IN_A_FOLDER(a_place_that_cannot_be_written_is_told),
     };
