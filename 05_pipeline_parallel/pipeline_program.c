@@ -200,7 +200,8 @@ static bool exact(const Config *c) {
     bool same = s.directions == 1 && !(c->tied && s.stages > 1) && in_order(&s);
     schedule_free(&s);
     bool by_itself = config_number(c, "zero") == 2 && c->grad_acc > 1;
-    return same && !by_itself && c->dp == 1 && c->tp == 1 && c->cp == 1;
+    bool in_context = config_number(c, "context") != CONTEXT_METHODS;
+    return same && !by_itself && !in_context && c->dp == 1 && c->tp == 1 && c->cp == 1;
 }
 
 static void more(Mesh mesh, const Config *config) {

@@ -238,14 +238,15 @@ void backward_version(const KernelVersion &version, const Heads &at_size, int d,
         [&](const Heads &shape) { return formula(shape, d); });
 }
 
-// The shape that the tables show, of d elements a head; tokens a multiple of `multiple`. svg: of a program
-// that draws its timeline.
+// The shape that the tables show, of d elements a head; tokens a multiple of `multiple`, and not 0 of them.
+// svg: of a program that draws its timeline.
 static inline Heads flash_options(int argc, char **argv, const char *purpose, int64_t multiple,
                                   KernelsOptions *options, int *d, const char **svg = NULL) {
     int64_t n;
     int wide;
     Option table[] = {
-        {"size", OPTION_INT, &n, "4096", 64, 32768, "", "tokens of the table's sequence", false},
+        {"size", OPTION_INT, &n, "4096", fmax(64, (double)multiple), 32768, "",
+         "tokens of the table's sequence", false},
         {"head-size", OPTION_CHOICE, &wide, "128", 0, 0, "64|128", "elements of a head", false},
         KERNELS_OPTIONS(*options),
         {"timeline-svg", OPTION_OUTPUT, svg, NULL, 0, 0, "FILE", "the timelines as a picture", false},

@@ -64,12 +64,19 @@ static void reach(const char *machine) {
 }
 
 // Sharded at best, the states of all GPUs are those of one model.
-static void report_none(const Goal *goal) {
+static void report_none(const Goal *goal, int64_t legal) {
     MemoryPlan plan = {.model = goal->model, .f32_gradients = true, .tp = 1, .dp = 1};
     MemoryNeed need = memory_states(&plan, (double)config_parameters(&goal->model));
     double filled = ceil(memory_states_bytes(&need) / goal->memory);
     const char *plural = goal->gpus == 1 ? "" : "s";
-    if (filled > goal->gpus)
+    if (legal == 0)
+        report_that(false,
+                    "no layout of %d GPU%s is legal: dp x pp x cp x tp is %d, where dp divides the %lld "
+                    "sequences of a step, of which a rank takes at most %d, pp is at most %ld layers, tp "
+                    "divides %ld heads of K/V, and tp and cp are powers of two",
+                    goal->gpus, plural, goal->gpus, (long long)goal->sequences,
+                    MICRO_BATCH_MOST * MICRO_BATCHES_MOST, goal->model.layers, goal->model.kv_heads);
+    else if (filled > goal->gpus)
         report_that(false,
                     "no layout of %d GPU%s fits: weights, gradients and optimizer state alone fill %.0f",
                     goal->gpus, plural, filled);
@@ -88,7 +95,7 @@ static int show_search(const Goal *goal) {
         (long long)(goal->sequences * goal->model.seq), (long long)goal->sequences, goal->model.seq);
     search_print(goal, &found);
     say("\nmeasured here: %.1f s of one core for %lld layouts", seconds, (long long)found.legal);
-    if (found.count == 0) report_none(goal);
+    if (found.count == 0) report_none(goal, found.legal);
     double step = found.count > 0 ? found.best[0].time.step : 0;
     long long legal = (long long)found.legal;
     free(found.best);

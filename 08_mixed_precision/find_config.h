@@ -47,6 +47,7 @@ void say_left_out(void);  // what no figure of the model has in it
 
 // ---- find_config_search.c: all legal layouts, the best of them clocked ----
 
+enum { MICRO_BATCH_MOST = 64 };  // sequences
 typedef struct Found Found;
 typedef struct Goal {
     Config model;  // shape, seq; what is no layout

@@ -122,7 +122,7 @@ static void each_sharding(Space *s, Found f) {
 static void each_batch(Space *s, Found f) {
     int64_t own = s->goal->sequences / f.dp;
     if (s->goal->sequences % f.dp) return;
-    for (f.micro_batch = 1; f.micro_batch <= own && f.micro_batch <= 64; f.micro_batch *= 2) {
+    for (f.micro_batch = 1; f.micro_batch <= own && f.micro_batch <= MICRO_BATCH_MOST; f.micro_batch *= 2) {
         if (own % f.micro_batch) break;
         f.micro_batches = own / f.micro_batch;
         if (f.micro_batches > MICRO_BATCHES_MOST) continue;
@@ -135,7 +135,7 @@ static void each_batch(Space *s, Found f) {
 static bool legal(const Goal *goal, const Found *f) {
     const Config *c = &goal->model;
     return c->kv_heads % f->tp == 0 && c->heads % f->tp == 0 && f->pp <= c->layers && f->pp <= RANKS_MOST &&
-           f->cp <= 16 && c->seq % (2 * f->cp) == 0 && c->seq / f->cp >= 128 &&
+           (f->cp == 1 || (f->cp <= 16 && c->seq % (2 * f->cp) == 0 && c->seq / f->cp >= 128)) &&
            f->dp * f->cp * f->tp % f->ep == 0;
 }
 

@@ -18,8 +18,10 @@
 // Last line: PASS matrix: … combinations on 4 ranks proven, … of 7200 refused …
 #include "matrix.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "files.h"
 
@@ -120,6 +122,9 @@ static Table table_open(const char *path, int64_t cells) {
     Table t = {.path = path, .done = calloc((size_t)cells, sizeof *t.done)};
     CHECK(t.done, "out of host memory for %lld cells", (long long)cells);
     if (!path) return t;
+    struct stat status;
+    CHECK(stat(path, &status) != 0 || S_ISREG(status.st_mode),
+          "--table %s is no file on a disk, where a run that goes on would find its results", path);
     FILE *old = fopen(path, "r");
     char line[1024], what[16];
     int64_t begun = -1, fatal_cell = -1;
@@ -138,7 +143,7 @@ static Table table_open(const char *path, int64_t cells) {
     comm_wait(comm_barrier(comm_world()));  // all have read it
     if (base_rank() > 0) return t;
     t.file = fopen(path, "a");
-    CHECK(t.file, "--table %s cannot be written", path);
+    CHECK(t.file, "--table %s cannot be written: %s", path, strerror(errno));
     if (fatal_cell < 0) return t;
     Cell cell = matrix_cell(fatal_cell);
     table_row(&t, &cell, "failed", "it ends the program");

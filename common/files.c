@@ -119,6 +119,8 @@ void output_close(FILE *out, const char *flag, const char *name) {
     errno = 0;
     bool whole = fflush(out) == 0 && !ferror(out);
     int error = errno;
+    // What failed earlier has left its errno to nobody: one more byte fails alike.
+    if (!whole && !error && write(fileno(out), "", 1) < 0) error = errno;
     if (fclose(out) != 0 && whole) whole = false, error = errno;
     if (whole && beside && rename(part, target) != 0) whole = false, error = errno;
     if (!whole && beside) unlink(part);

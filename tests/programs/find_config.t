@@ -66,6 +66,11 @@ grep -q 'find_config: no layout of 1 GPU fits: weights, .* state alone fill 107'
 report $? "a model that is too large: how many GPUs its states fill"
 grep -qE '\[-+\] +[0-9]+%: layouts are priced' "$out"
 report $? "a bar while it searches"
+passes "sequences shorter than cp would shard, of odd length" $program --model default --seq 15 --gpus 2 \
+    --batch-tokens 150
+run "$build/$program" --model default --gpus 7 --batch-tokens 64K
+grep -q 'no layout of 7 GPUs is legal: dp x pp x cp x tp is 7, where dp divides the 512 seq' "$out"
+report $? "GPUs that no layout takes: the rules"
 refused ": --heads 128 x --seq 100000000 squared" $program --model llama-3-405b --seq 100000000 \
     --batch-tokens 100000000
 refused "--batch-tokens 4X" $program --batch-tokens 4X

@@ -36,6 +36,7 @@ passes "backward of heads of 64, second version" 07_kernels/flash_attention_2_ba
 refused "--gpu a100 has neither TMA nor wgmma" 07_kernels/hopper --gpu a100
 refused "--gpu a100 has neither TMA nor wgmma, of which hopper_fp8" 07_kernels/hopper_fp8 --gpu a100
 refused "--gpu" 07_kernels/vector_add --gpu abacus
+refused "--size 100 is out of bounds: it is from 128" 07_kernels/flash_attention_2_tensor --size 100
 refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_kernels/flash_attention_3 \
     --gpu a100
 refused "this build computes on the CPU and has no CUDA kernels" 00_single_gpu/train --kernels book

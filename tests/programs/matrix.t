@@ -33,6 +33,7 @@ refused "--part 0/3: which of how many" matrix --ranks 2 --part 0/3
 refused "--part 1/3x: which of how many" matrix --ranks 2 --part 1/3x
 refused "--cell says which cells, and nothing reads --part then" matrix --cell 3 --part 1/3
 refused "--part says which cells, and nothing reads --met-on then" matrix --part 1/3 --met-on 8
+refused "--table /dev/null is no file on a disk" matrix --ranks 2 --cell 2 --table /dev/null
 refused "--list proves no cell, and --table tells of those that are" matrix --list --table "$work/list"
 refused "--machine is not one of matrix's flags" matrix --list --machine h200
 refused "--trace is not one of matrix's flags" matrix --list --trace "$work/trace"

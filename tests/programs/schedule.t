@@ -131,6 +131,7 @@ done
 [ -z "$bad" ]
 report $? "the page's pictures are those of the program${bad:+, but not$bad}"
 
+passes "times whose sums round differ from their formulas by that alone" $program --backward 0.1
 refused '--load' $program --load /no/such/file
 mkfifo "$work/fifo" && refused 'fifo is a pipe or a device' $program --load "$work/fifo"
 printf '# pp-schedule name=x p=2 m=1 stages=2 dirs=1\nplace 0: 0 2\n' >"$work/bad.txt"

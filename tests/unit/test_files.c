@@ -155,6 +155,19 @@ static void a_full_disk_leaves_the_older_file(void **state) {
     assert_int_equal(entries(), 1);
 }
 
+// More than a stream holds back: the disk is full before the last of it is written.
+static void write_far_too_much(void *name) {
+    char *text = format_text("%100000d", 1);
+    struct rlimit limit = {.rlim_cur = 2, .rlim_max = RLIM_INFINITY};
+    if (setrlimit(RLIMIT_FSIZE, &limit) == 0) output(name, text);
+}
+
+static void a_disk_that_was_full_early_is_named(void **state) {
+    (void)state;
+    expect_fatal(write_far_too_much, "a", "--json a could not be written whole: File too large");
+    assert_int_equal(entries(), 0);
+}
+
 // ---- reading ----
 
 static void a_file_is_mapped(void **state) {
@@ -237,6 +250,7 @@ int main(int argc, char **argv) {
         TEST(standard_output_goes_on_where_it_stands),
         TEST(what_cannot_be_written_is_found_out_at_once),
         TEST(a_full_disk_leaves_the_older_file),
+        TEST(a_disk_that_was_full_early_is_named),
         TEST(a_file_is_mapped),
         TEST(what_is_no_file_is_refused_without_waiting),
         TEST(a_file_that_becomes_shorter_is_named),
