@@ -3,6 +3,7 @@
 #ifndef SIXTEEN_BITS_H
 #define SIXTEEN_BITS_H
 
+#include "cuda/gpu_numbers.h"
 #include "launch.h"
 
 __device__ static inline void narrow(float *to, float x) { *to = x; }

@@ -17,9 +17,6 @@
 
 #ifdef __CUDACC__
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 // The check sees a launch that could not start; what goes wrong inside a kernel comes out of a later call.

@@ -30,7 +30,7 @@
 
 #include <type_traits>
 
-#include "cuda/gpu.h"
+#include "cuda/gpu_numbers.h"
 
 #ifdef __CUDACC__
 

@@ -17,7 +17,7 @@
 #include <type_traits>
 
 #include "device_cuda.h"
-#include "gpu.h"
+#include "gpu_numbers.h"
 #include "tensor/device.h"
 #include "tensor/kernels.h"
 
