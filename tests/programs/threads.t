@@ -3,7 +3,7 @@
 # whether the output is read, and MPI's own. OpenMP's are left out, since its library is not built for the
 # sanitizer, and so is what two ranks share, which are processes: tests/unit/test_comm.c looks at that by
 # its results. TAP.
-# needs: BUILD=build-tsan SANITIZE=thread OPT=-O0 build-tsan/corpus.txt
+# needs: BUILD=build-tsan SANITIZE=thread OPT=-O0 CHAPTERS=0[0-5] build-tsan/corpus.txt
 # needs: build-tsan/01_data_parallel/ddp_bucketed build-tsan/02_zero/zero3
 # needs: build-tsan/03_tensor_parallel/async_tensor_parallel
 # needs: build-tsan/04_context_parallel/zigzag_ring_attention

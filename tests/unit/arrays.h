@@ -51,10 +51,17 @@ static inline Array poisoned(DType dtype, int64_t rows, int64_t columns) {
     return array_new(dtype, rows, columns, NAN);
 }
 
-// Normal numbers, other ones for every key.
+// Numbers of mean 0 and variance 1, other ones for every key: the sum of two uniform ones, the halves of a
+// counter mixed as in SplitMix64. A normal one (rng_normal) would take longer than what is tested.
 static inline Array random_array(DType dtype, int64_t rows, int64_t columns, uint64_t key) {
     Array a = array_new(dtype, rows, columns, 0);
-    for (int64_t i = 0; i < a.count; i++) a.x[i] = rng_normal(key, RNG_TEST, (uint64_t)i);
+    for (int64_t i = 0; i < a.count; i++) {
+        uint64_t bits = (uint64_t)i * 0x9e3779b97f4a7c15 + key * 0xd1b54a32d192ed03;
+        bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9;
+        bits = (bits ^ bits >> 27) * 0x94d049bb133111eb;
+        bits ^= bits >> 31;
+        a.x[i] = sqrt(6) * 0x1p-32 * ((double)(bits >> 32) + (double)(uint32_t)bits - 0xffffffff);
+    }
     array_write(&a);
     return a;
 }
