@@ -25,9 +25,16 @@
 // rank starts x before y while the other starts y before x, then its x begins behind the end of its y,
 // which lies behind the other's begin of y, which lies behind the end of x: x does not overlap.)
 //
-// Only longer circles, over three ranks, are left to the timeout. Nothing runs in the background: every
-// call into comm pushes all lines on, and while requests are in flight so does the end of every operation
-// and, on a CPU, of each tile of a long one (tensor/in_flight.h). No bit and no model time depends on it.
+// NCCL's host, too, may wait inside a launch until the others come to theirs: where a first call connects
+// the members. A rank that waits there launches nothing else, so pairs are not enough: with calls a of ranks
+// 0 and 1, b of 1 and 2, c of 2 and 0, started as a before b before c by all, rank 0 may launch c, rank 2 b
+// and rank 1 a. So a rank launches nothing before a collective that it has started earlier. (Transfers
+// started earlier may stay behind: receives are often posted long before their senders come.)
+//
+// Only orders of starts that are circles themselves, over three ranks, are left to the timeout. Nothing
+// runs in the background: every call into comm pushes all lines on, and while requests are in flight so
+// does the end of every operation and, on a CPU, of each tile of a long one (tensor/in_flight.h). No bit
+// and no model time depends on it.
 //
 // On a GPU, too, a call is launched when all notices have come, although NCCL would have it wait on the
 // device. So a kernel there waits only for ranks that have come to it and launch theirs, whatever their
@@ -310,13 +317,13 @@ static bool share_a_peer(const Request *a, const Request *b) {
     return false;
 }
 
-// Whether the transport must be given another request before this one: ranks launch what they share in the
-// order in which they started it.
+// Whether the transport must be given another request before this one: ranks launch their collectives, and
+// what they share with one peer, in the order in which they started it.
 static bool must_follow(const Request *r) {
     if (!transport_launches()) return false;
     for (const Request *other = comm.live; other; other = other->live_after)
         if (other->order < r->order && !other->launched && line_of(other) != line_of(r) &&
-            share_a_peer(r, other))
+            (other->call.kind != TRANSFERS || share_a_peer(r, other)))
             return true;
     return false;
 }

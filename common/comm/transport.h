@@ -131,8 +131,8 @@ typedef struct Operation Operation;
 // members of a group and on no others; as: the handle of an older group with the same members, or -1.
 Operation *transport_group(Group group, int color, int as);
 bool transport_prepares_groups(void);
-// Whether operations are launched on a device, where two that the same two ranks share may wait for each
-// other. Then comm_agreement.c runs what two ranks share in the order in which they started it.
+// Whether operations are launched on a device, where they may wait for each other, and the host for other
+// ranks' launches. Then comm_agreement.c launches them in the order in which they were started.
 bool transport_launches(void);
 
 // Whether this call, which is no batch of transfers, may run before the other members have agreed to it: it

@@ -4,8 +4,8 @@
 #include <mpi.h>
 #include <sched.h>
 
+#include "comm/comm_inside.h"
 #include "comm/doorbell.h"
-#include "comm/transport.h"
 #include "comm_values.h"
 #include "tensor/guard.h"
 #include "tensor/ops.h"
@@ -349,6 +349,30 @@ static void one_exchange_adds_what_two_ranks_have(void) {
     comm_set_check(before);
 }
 
+// Rank 2 has come to what rank 0 started second, and rank 1 not yet to what it started first: over NCCL,
+// rank 0 would launch the second, and its host might wait there for ranks that wait for the first.
+static void a_device_is_given_collectives_as_they_were_started(void) {
+    if (n < 3) return;
+    Group first = comm_group("first", LINE_TP, (int[]){0, 1}, 2),
+          second = comm_group("second", LINE_DP, (int[]){0, 2}, 2);
+    const bool before = comm_set_check(true);
+    Tensor t[2] = {tensor_of(F32, me, 1009), tensor_of(F32, me, 1009)};
+    Request *request[2] = {NULL};
+    if (me == 1) hear(0);
+    if (me < 2) request[0] = comm_all_reduce(t[0], REDUCE_SUM, first);
+    if (me == 0 || me == 2) request[1] = comm_all_reduce(t[1], REDUCE_SUM, second);
+    if (me == 0) {
+        while (!request[1]->agreed || !(request[1]->launched || transport_launches())) lines_push();
+        SAME(request[1]->launched, !transport_launches());
+        tell(1);
+    }
+    comm_wait_all(request, 2);
+    if (me < 2) expect_reduced("the first sum", t[0], REDUCE_SUM, first, 0);
+    if (me == 0 || me == 2) expect_reduced("the second sum", t[1], REDUCE_SUM, second, 0);
+    for (int i = 0; i < 2; i++) tensor_free(&t[i]);
+    comm_set_check(before);
+}
+
 // The last rank comes when the others have seen each other's notices and bytes. None of these is where a
 // wrong call of the last one would leave it.
 static void nothing_is_used_before_all_agree(void) {
@@ -455,6 +479,7 @@ static const RankTest tests[] = {
     TEST(what_has_come_rings),
     TEST(many_notices_come_in_order),
     TEST(one_exchange_adds_what_two_ranks_have),
+    TEST(a_device_is_given_collectives_as_they_were_started),
     TEST(nothing_is_used_before_all_agree),
     TEST(what_is_for_all_stays_until_all_have_it),
     TEST(what_is_in_flight_arrives_while_ranks_compute),
