@@ -78,10 +78,11 @@ Group comm_group(const char *name, Line line, const int *members, int size) {
     }
     group.member = copy;
     group.name = format_text("%s", name);
-    comm.group = realloc(comm.group, sizeof group * (size_t)comm.groups);
+    const bool moves = !device_is_dry_run();
+    comm.group = realloc(comm.group, sizeof *comm.group * (size_t)comm.groups);
     CHECK(comm.group, "out of host memory for groups");
-    comm.group[comm.groups - 1] = group;
-    if (transport_prepares_groups() && !comm.alone && !device_is_dry_run()) prepare_group(group);
+    comm.group[comm.groups - 1] = (struct GroupMade){group, moves};
+    if (transport_prepares_groups() && !comm.alone && moves) prepare_group(group);
     return group;
 }
 
@@ -119,7 +120,7 @@ static void prepare_group(Group group) {
     int as = group.rank < 0 || group.size == 1 ? NOTHING : NEW;
     if (as == NEW && same_members(group, comm_world())) as = 0;
     for (int h = 1; h < group.handle && as == NEW; h++)
-        if (same_members(group, comm.group[h - 1])) as = h;
+        if (comm.group[h - 1].moves && same_members(group, comm.group[h - 1].group)) as = h;
     r->values = host_alloc(sizeof *r->values * (size_t)comm.ranks);
     r->values[comm.rank] = as;
     r->value_count = 1;

@@ -68,7 +68,10 @@ extern struct Comm {
     bool for_all;  // comm_stand_for_all
     Identity *identity;  // of each rank
     Peer *peer;          // each rank
-    Group *group;        // all that were made, by handle - 1
+    struct GroupMade {
+        Group group;
+        bool moves;  // it can move bytes: those of a dry run have no communicator
+    } * group;       // all that were made, by handle - 1
     int groups;
     struct {
         Request *last, *noticing, *moving;

@@ -47,8 +47,8 @@ const char *notice_text(const Notice *n) {
 }
 
 const char *notice_group(const Notice *n) {
-    return n->kind != FINISHED && n->group >= 1 && n->group <= comm.groups ? comm.group[n->group - 1].name
-                                                                           : "world";
+    bool known = n->kind != FINISHED && n->group >= 1 && n->group <= comm.groups;
+    return known ? comm.group[n->group - 1].group.name : "world";
 }
 
 // The lower rank is the measure.

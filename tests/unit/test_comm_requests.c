@@ -39,10 +39,14 @@ static void groups_keep_their_own_order(void) {
     for (int i = 0; i < n; i++) turned[i] = n - 1 - i;
     for (int r = n - 1; r >= 0; r--)
         if (r % 2 == me % 2) half[count++] = r;
+    device_dry_run(true);
+    comm_group("of a dry run", LINE_DP, turned, n);  // has no communicator that a later one could share
+    device_dry_run(false);
     Group groups[] = {comm_group("turned", LINE_WORLD, turned, n),
                       comm_group("half", LINE_WORLD, half, count),
-                      comm_group("turned again", LINE_WORLD, turned, n)};
-    for (int g = 0; g < 3; g++) {
+                      comm_group("turned again", LINE_WORLD, turned, n),
+                      comm_group("after a dry run", LINE_DP, turned, n)};
+    for (int g = 0; g < 4; g++) {
         Group group = groups[g];
         Tensor in = tensor_of(F32, me, 1009), out = empty(F32, 1009 * group.size),
                t = tensor_of(BF16, me, 1009);
