@@ -178,8 +178,7 @@ typedef struct NodeBytes {
     double inside, across;  // bytes of rank 0 in a step
 } NodeBytes;
 
-// By the closed forms. A collective over all ranks sends each part to every other rank, N - K of which are
-// in other nodes.
+// A collective over all ranks sends each part to every other rank, N - K of which are in other nodes.
 static NodeBytes formula(const Config *c, double n, double k, bool hybrid) {
     double all = (double)config_parameters(c),
            ends = 2.0 * (double)(c->vocab * c->hidden) + (double)c->hidden;
@@ -187,14 +186,6 @@ static NodeBytes formula(const Config *c, double n, double k, bool hybrid) {
     double sent = (shards - 1) / shards * elements;
     if (hybrid) return (NodeBytes){sent, 2 * (n / k - 1) / (n / k) * 4 * all / k};
     return (NodeBytes){sent * (k - 1) / (n - 1), sent * (n - k) / (n - 1)};
-}
-
-// The bytes in all are counted. With hybrid sharding those across are its all-reduces, but for the few
-// numbers of every step; over all ranks they are dealt by where the other ranks are, as in the formula.
-static NodeBytes counted(const StepCost *cost, double n, double k, bool hybrid) {
-    double all = (double)cost->comm.bytes, reduced = (double)cost->all_reduce.bytes;
-    if (hybrid) return (NodeBytes){all - reduced, reduced};
-    return (NodeBytes){all * (k - 1) / (n - 1), all * (n - k) / (n - 1)};
 }
 
 static void across_nodes(Mesh mesh, const Config *config) {
@@ -216,7 +207,8 @@ static void across_nodes(Mesh mesh, const Config *config) {
         clock_push(name[i]);
         cost[i] = program_cost(&c, mesh, ways[i]);
         clock_pop();
-        NodeBytes sent = counted(&cost[i], n, k, i == 1), says = formula(&c, n, k, i == 1);
+        NodeBytes sent = {(double)(cost[i].comm.bytes - cost[i].comm.across), (double)cost[i].comm.across},
+                  says = formula(&c, n, k, i == 1);
         say("  %-16s %10.2f %12.2f %14s %14s %14s %14s", name[i], 1e3 * cost[i].step_seconds,
             1e3 * cost[i].comm.exposed_seconds, bytes_text((double)cost[i].memory.peak[MEMORY_PARAMETER]),
             bytes_text((double)cost[i].memory.peak[MEMORY_OPTIMIZER]), bytes_text(sent.inside),

@@ -20,9 +20,9 @@
 // Last line: PASS zero_r: checkpoints are sharded, buffers do not grow, no hole is left …
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "00_single_gpu/formulas.h"
+#include "heap.h"
 #include "zero.h"
 
 // ---- partitioned activation checkpoints ----
@@ -141,74 +141,27 @@ void constant_buffer_unplug(Model *m, ConstantBuffer *b) {
 
 #ifndef NO_MAIN
 
-// ---- a heap that shows its holes ----
-
-// First fit: each block stands at the lowest address where it fits, as long as it lives. It is fed with
-// what a run really allocates and frees.
-typedef struct Block {
-    const void *memory;  // by which the run knows it
-    int64_t first, bytes;
-} Block;
-
-typedef struct Heap {
-    Block *block;  // in the order of their addresses
-    int count, room;
-    int64_t live, most_live, end;  // bytes held, the most ever; the highest address ever
-} Heap;
-
-static void heap_add(Heap *heap, const void *memory, int64_t bytes) {
-    if (heap->count == heap->room) {
-        heap->room = heap->room ? 2 * heap->room : 256;
-        heap->block = realloc(heap->block, heap->room * sizeof *heap->block);
-        CHECK(heap->block, "out of host memory for the heap");
-    }
-    int place = 0;
-    int64_t first = 0;
-    for (; place < heap->count && heap->block[place].first - first < bytes; place++)
-        first = heap->block[place].first + heap->block[place].bytes;
-    memmove(heap->block + place + 1, heap->block + place, (heap->count++ - place) * sizeof *heap->block);
-    heap->block[place] = (Block){memory, first, bytes};
-    heap->live += bytes;
-    if (heap->live > heap->most_live) heap->most_live = heap->live;
-    if (first + bytes > heap->end) heap->end = first + bytes;
-}
-
-static void heap_remove(Heap *heap, const void *memory) {
-    int place = 0;
-    while (place < heap->count && heap->block[place].memory != memory) place++;
-    if (place == heap->count) return;  // it is older than the heap
-    heap->live -= heap->block[place].bytes;
-    memmove(heap->block + place, heap->block + place + 1, (--heap->count - place) * sizeof *heap->block);
-}
-
-static void heap_hear(void *context, MemoryKind kind, int64_t bytes, const void *memory) {
-    enum { ALIGNMENT = 64 };
-    if (kind != MEMORY_ACTIVATION) return;  // weights, gradients and optimizer state stay where they are
-    if (bytes > 0) heap_add(context, memory, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
-    else heap_remove(context, memory);
-}
-
 // ---- checkpoints: what they take, and the holes between them ----
 
 typedef struct Way {
     const char *name;
     bool sharded, contiguous;
     Record record;
-    Heap heap;
+    Heap heap;  // of its activations
 } Way;
 
 // The same run on every rank, as tensor parallelism has the same x on every rank of tp.
 static void run(Way *way, const Config *config, Group tp) {
     Config c = *config;
     c.recompute = way->sharded ? RECOMPUTE_NONE : RECOMPUTE_FULL;
-    memory_listen(heap_hear, &way->heap);
+    heap_follow(&way->heap);
     Trainer *t = trainer_new(&c, mesh_single(), NULL);
     ZeroR z = {.tp = tp, .contiguous = way->contiguous};
     if (way->sharded) zero_r_plug(t->model, &z);
     way->record = train_record(t, way->name);
     zero_r_unplug(t->model, &z);
     trainer_free(t);
-    memory_listen(NULL, NULL);
+    heap_follow(NULL);
 }
 
 // Bytes of the inputs of all blocks that this rank keeps.
@@ -265,7 +218,7 @@ static void checkpoints(const Config *config, Group tp) {
                 heap->end - heap->most_live, heap->end);
     for (int i = 0; i < WAYS; i++) {
         record_free(&way[i].record);
-        free(way[i].heap.block);
+        heap_free(&way[i].heap);
     }
 }
 

@@ -1,13 +1,13 @@
 // comm.h: collective and point-to-point communication between ranks, on device tensors.
 //
-// One front (comm.c, comm_requests.c, comm_agreement.c) checks that all members of a group call the same
-// thing, counts the bytes, moves the model clock, and drives the transport that is linked in (transport.h:
-// comm_mpi.c, or comm_nccl.cu between GPUs). Names and meanings are those of MPI and NCCL. Every call here
-// starts at once and returns a request; comm_wait ends it. Until then its tensors belong to the request:
-// whoever reads an output or writes an input is fatal (tensor/in_flight.h). comm_wait(comm_all_reduce(…))
-// is both in one. Between GPUs comm_wait makes the device wait, not the host: what is computed after it
-// comes after the bytes, which move by themselves. Between hosts they move while a rank waits, at the end
-// of each operation, and between the tiles of a long one.
+// One front (comm.c, comm_requests.c, comm_ports.c, comm_agreement.c) checks that all members of a group
+// call the same thing, counts the bytes, moves the model clock, and drives the transport that is linked in
+// (transport.h: comm_mpi.c, or comm_nccl.cu between GPUs). Names and meanings are those of MPI and NCCL.
+// Every call here starts at once and returns a request; comm_wait ends it. Until then its tensors belong to
+// the request: whoever reads an output or writes an input is fatal (tensor/in_flight.h).
+// comm_wait(comm_all_reduce(…)) is both in one. Between GPUs comm_wait makes the device wait, not the host:
+// what is computed after it comes after the bytes, which move by themselves. Between hosts they move while
+// a rank waits, at the end of each operation, and between the tiles of a long one.
 //
 // A group has a line (mesh.h). Requests of one line run one after another in the order in which they were
 // started, as on a communication stream of a GPU: ranks that share two groups of a line use them in the
@@ -98,10 +98,12 @@ void comm_wait_all(Request **requests, int count);
 typedef enum ReduceOp { REDUCE_SUM, REDUCE_MAX } ReduceOp;
 
 // n = members, K = bytes of the tensor named, k = K / n or this member's own part of it where parts are
-// unequal. "Sends" is what a call sends from this rank. An all-reduce splits its tensor in pieces of
-// ceil(count / n) elements, the last ones shorter; k is this member's piece.
+// unequal. "Sends" is what a call sends from this rank; each part counts as sent to the member it is meant
+// for, also where NCCL passes it on from rank to rank. An all-reduce and a reduce split their tensor in
+// pieces of ceil(count / n) elements, the last ones shorter; k is this member's piece, of which the others
+// give it their copies.
 
-// In place. Sends K - k + (n - 1) k; in equal pieces 2 (n - 1) / n K.
+// In place. To each its piece, and the sum of this one: K - k + (n - 1) k; in equal pieces 2 (n - 1) / n K.
 Request *comm_all_reduce(Tensor t, ReduceOp op, Group group);
 // The result stands at root; all others keep what they gave. Sends K - k, and k if not root.
 Request *comm_reduce(Tensor t, ReduceOp op, int root, Group group);
@@ -157,7 +159,7 @@ typedef struct CommCount {
     const char *name;
     int64_t calls;
     int64_t bytes;           // sent by this rank
-    int64_t across;          // of these to other nodes (clock_node); of all-to-alls alone
+    int64_t across;          // of these to ranks of other nodes (clock_node)
     double wall_seconds;     // inside start and wait; of the total also what moves while ranks compute
     double model_seconds;    // on the communication stream
     double exposed_seconds;  // model clock: the compute stream waited for it

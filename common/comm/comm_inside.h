@@ -1,6 +1,6 @@
 // comm_inside.h: what the files of comm's front share: comm.c (start, end, groups), comm_agreement.c
-// (notices, lines, waiting), comm_sentences.c, comm_requests.c (the calls of comm.h, and their counts), and
-// codec.c.
+// (notices, lines, waiting), comm_sentences.c, comm_requests.c (the calls of comm.h, and their counts),
+// comm_ports.c (what they send to whom), and codec.c.
 #ifndef COMM_INSIDE_H
 #define COMM_INSIDE_H
 
@@ -30,7 +30,7 @@ struct Request {
     uint64_t parts;                      // hash of unequal counts
     double called, ready, end, seconds;  // model clock; seconds: what the machine needs
     double began, waited, blocked;  // wall clock: the call, the end of its wait, and the length of that
-    int64_t bytes;                  // that this rank sends
+    int64_t bytes, across;          // that this rank sends; of these to other nodes (clock_node)
     Group made;                     // what a GROUP is about
     Operation *operation;
     void (*then)(void *context);  // what comm_wait does when the request has ended and is gone; or NULL
@@ -133,6 +133,11 @@ void notice_mismatch(int mine_rank, const Notice *mine, int their_rank, const No
                      const char *why) NO_RETURN;
 // What this rank waits for, after "rank 1: ".
 void describe_wait(char *text, size_t size);
+
+// ---- comm_ports.c ----
+
+// Of a call that this rank has come to: sets bytes, across, seconds and called, and takes its ports.
+void request_take_ports(Request *r);
 
 // ---- comm_requests.c ----
 

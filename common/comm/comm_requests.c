@@ -1,5 +1,4 @@
-// comm_requests.c: the calls of comm.h: what each demands of its arguments, sends, takes on the model
-// clock, and counts.
+// comm_requests.c: the calls of comm.h: what each demands of its arguments, and counts.
 #include <stdlib.h>
 #include <string.h>
 
@@ -109,58 +108,6 @@ void comm_wait_all(Request **requests, int count) {
     }
 }
 
-// ---- the ports of the modelled machine ----
-
-// One to the ranks of the node and one to those of others.
-enum { PORT_NODE, PORT_NETWORK, PORTS };
-
-// Which of them leads to this member; -1: to myself.
-static int port_to(Group group, int member) {
-    if (member == group.rank) return -1;
-    int mine = clock_node(world_rank(group, group.rank));
-    return clock_node(world_rank(group, member)) == mine ? PORT_NODE : PORT_NETWORK;
-}
-
-// Which ports a call uses. A rank that only receives leaves it to the sender's port.
-static void used_ports(const Request *r, bool *used) {
-    const Collective *c = &r->call;
-    bool transfers = c->kind == TRANSFERS;
-    for (int i = 0; i < (transfers ? c->transfer_count : c->group.size); i++) {
-        int port = transfers && !c->transfers[i].send
-                       ? -1
-                       : port_to(c->group, transfers ? c->transfers[i].peer : i);
-        if (port >= 0) used[port] = true;
-    }
-}
-
-// When this rank has come to the call and its ports are free. They are kept for the call from then on, as
-// if its other members came at once: what others do later must not change what this rank has been told.
-static double pass_ports(const Request *r, double now) {
-    static double free_at[PORTS];
-    bool used[PORTS] = {false};
-    used_ports(r, used);
-    for (int port = 0; port < PORTS; port++)
-        if (used[port] && free_at[port] > now) now = free_at[port];
-    for (int port = 0; port < PORTS; port++)
-        if (used[port]) free_at[port] = now + r->seconds;
-    return now;
-}
-
-// Smallest number of members that a node has, on the modelled machine: the narrowest place.
-static int members_per_node(Group group) {
-    int least = group.size, nodes = 0;
-    for (int i = 0; i < group.size; i++) {
-        int node = clock_node(world_rank(group, i));
-        if (node >= nodes) nodes = node + 1;
-    }
-    int here[nodes];
-    memset(here, 0, sizeof here);
-    for (int i = 0; i < group.size; i++) here[clock_node(world_rank(group, i))]++;
-    for (int node = 0; node < nodes; node++)
-        if (here[node] > 0 && here[node] < least) least = here[node];
-    return least;
-}
-
 // ---- starting a call ----
 
 static int64_t *copy_counts(const int64_t *counts, int n, int64_t each) {
@@ -230,43 +177,39 @@ static void hold(Request *r, Tensor out, Tensor in, bool writes) {
     r->call.in = tensor_exists(in) ? tensor_address(in) : NULL;
 }
 
-// bytes: that this rank sends. model_bytes: K of clock_collective_seconds.
-static Request *start(Request *r, int64_t bytes, double model_bytes) {
+static Request *start(Request *r) {
     Collective *c = &r->call;
     double began = wall_seconds();
     r->began = began;
-    r->bytes = bytes;
     if (!device_is_dry_run() && !r->host && c->kind != BARRIER) c->mark = transport_mark();
-    if (c->kind != TRANSFERS && c->kind != ALL_TO_ALL)
-        r->seconds = clock_collective_seconds(kind_names[c->kind], model_bytes, c->group.size,
-                                              members_per_node(c->group));
-    r->called = pass_ports(r, clock_model_now());
+    request_take_ports(r);
     CommCount *count = count_of(c->kind);
     count->calls += c->group.size > 1;
-    count->bytes += bytes;
+    count->bytes += r->bytes;
+    count->across += r->across;
     comm.calls++;
     line_append(r);
     count->wall_seconds += wall_seconds() - began;
     return r;
 }
 
-static double bytes_of(const Request *r) { return (double)r->total * (double)dtype_size(r->call.dtype); }
+// An all-reduce and a reduce add up pieces of ceil(total / n) elements, the last ones shorter.
+static int64_t *copy_pieces(int64_t total, int n) {
+    int64_t piece = (total + n - 1) / n, *counts = copy_counts(NULL, n, piece);
+    for (int i = 0; i < n; i++) {
+        int64_t rest = total - i * piece;
+        counts[i] = rest < 0 ? 0 : rest < piece ? rest : piece;
+    }
+    return counts;
+}
 
 static Request *start_reduction(CollectiveKind kind, Tensor t, ReduceOp op, int root, Group group) {
     Request *r = request_new(kind, group, root, t.dtype);
-    int n = group.size, me = group.rank;
     r->call.op = op;
     r->total = tensor_count(t);
-    int64_t piece = (r->total + n - 1) / n, *counts = copy_counts(NULL, n, piece);
-    for (int i = 0; i < n; i++) {
-        int64_t rest = r->total - i * piece;
-        counts[i] = rest < 0 ? 0 : rest < piece ? rest : piece;
-    }
-    r->call.in_counts = counts;
-    hold(r, t, t, kind == ALL_REDUCE || me == root);
-    int64_t back = kind == ALL_REDUCE ? n - 1 : me != root;
-    return start(r, (r->total - counts[me] + back * counts[me]) * (int64_t)dtype_size(t.dtype),
-                 bytes_of(r));
+    r->call.in_counts = copy_pieces(r->total, group.size);
+    hold(r, t, t, kind == ALL_REDUCE || group.rank == root);
+    return start(r);
 }
 
 Request *comm_all_reduce(Tensor t, ReduceOp op, Group group) {
@@ -307,7 +250,7 @@ Request *comm_reduce_scatter(Tensor out, Tensor in, const int64_t *counts, Reduc
     r->total = sum_of(r->call.in_counts, n);
     check_parts(r, r->call.in_counts, in, out, "in", "out");
     hold(r, out, in, true);
-    return start(r, (r->total - tensor_count(out)) * (int64_t)dtype_size(in.dtype), bytes_of(r));
+    return start(r);
 }
 
 Request *comm_all_gather(Tensor out, Tensor in, const int64_t *counts, Group group) {
@@ -318,7 +261,7 @@ Request *comm_all_gather(Tensor out, Tensor in, const int64_t *counts, Group gro
     r->total = sum_of(r->call.out_counts, n);
     check_parts(r, r->call.out_counts, out, in, "out", "in");
     hold(r, out, in, true);
-    return start(r, (n - 1) * tensor_bytes(in), bytes_of(r));
+    return start(r);
 }
 
 Request *comm_gather(Tensor out, Tensor in, const int64_t *counts, int root, Group group) {
@@ -329,7 +272,7 @@ Request *comm_gather(Tensor out, Tensor in, const int64_t *counts, int root, Gro
     CHECK(group.rank != root || tensor_exists(out), "gather: the root has no tensor to gather in");
     check_parts(r, r->call.out_counts, group.rank == root ? out : (Tensor){0}, in, "out", "in");
     hold(r, group.rank == root ? out : (Tensor){0}, in, true);
-    return start(r, group.rank == root ? 0 : tensor_bytes(in), bytes_of(r));
+    return start(r);
 }
 
 Request *comm_scatter(Tensor out, Tensor in, const int64_t *counts, int root, Group group) {
@@ -340,7 +283,7 @@ Request *comm_scatter(Tensor out, Tensor in, const int64_t *counts, int root, Gr
     CHECK(group.rank != root || tensor_exists(in), "scatter: the root has no tensor to scatter");
     check_parts(r, r->call.in_counts, group.rank == root ? in : (Tensor){0}, out, "in", "out");
     hold(r, out, group.rank == root ? in : (Tensor){0}, true);
-    return start(r, group.rank == root ? tensor_bytes(in) - tensor_bytes(out) : 0, bytes_of(r));
+    return start(r);
 }
 
 Request *comm_broadcast(Tensor t, int root, Group group) {
@@ -348,18 +291,7 @@ Request *comm_broadcast(Tensor t, int root, Group group) {
     r->total = tensor_count(t);
     r->call.in_counts = copy_counts(NULL, 1, r->total);
     hold(r, t, t, group.rank != root);
-    return start(r, group.rank == root ? (group.size - 1) * tensor_bytes(t) : 0, bytes_of(r));
-}
-
-// Adds bytes to or from a member to the traffic of the link that leads there.
-static void add_traffic(const Request *r, Traffic *traffic, int member, double sent, double received) {
-    Group group = r->call.group;
-    int port = port_to(group, member);
-    if (port < 0) return;
-    Traffic *link = &traffic[port];
-    link->peers++;
-    link->sent += sent;
-    link->received += received;
+    return start(r);
 }
 
 Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const int64_t *in_counts,
@@ -389,15 +321,10 @@ Request *comm_all_to_all(Tensor out, const int64_t *out_counts, Tensor in, const
           dtype_name(out.dtype));
     CHECK(!tensor_overlaps(out, in), "all_to_all: in and out overlap");
     hold(r, out, in, true);
-    double size = (double)dtype_size(in.dtype);
-    Traffic traffic[2] = {0};
-    for (int i = 0; i < n; i++) add_traffic(r, traffic, i, size * (double)give[i], size * (double)take[i]);
-    r->seconds = clock_all_to_all_seconds(traffic[0], traffic[1]);
-    count_of(ALL_TO_ALL)->across += (int64_t)traffic[PORT_NETWORK].sent;
-    return start(r, (r->total - give[me]) * (int64_t)size, 0);
+    return start(r);
 }
 
-Request *comm_barrier(Group group) { return start(request_new(BARRIER, group, 0, F32), 0, 0); }
+Request *comm_barrier(Group group) { return start(request_new(BARRIER, group, 0, F32)); }
 
 Request *comm_transfers(const Transfer *transfers, int count, Group group) {
     Request *r = request_of(TRANSFERS, group, 0, F32, count);
@@ -406,8 +333,6 @@ Request *comm_transfers(const Transfer *transfers, int count, Group group) {
     r->call.open = r->open = calloc((size_t)count + 1, sizeof *r->open);
     CHECK(r->open, "out of host memory for transfers");
     r->call.transfer_count = count;
-    Traffic traffic[2] = {0};
-    int64_t bytes = 0;
     int own_sends = 0, own_receives = 0;
     for (int i = 0; i < count; i++) {
         const Transfer *t = &transfers[i];
@@ -418,9 +343,6 @@ Request *comm_transfers(const Transfer *transfers, int count, Group group) {
                   "transfers: %d and %d of the batch overlap, and one of them receives", j, i);
         r->transfers[i] = (Transfer){.send = t->send, .peer = t->peer, .t = tensor_share(t->t)};
         request_claim(r, t->t, !t->send);
-        double size = (double)tensor_bytes(t->t);
-        add_traffic(r, traffic, t->peer, t->send ? size : 0, t->send ? 0 : size);
-        if (t->peer != group.rank && t->send) bytes += tensor_bytes(t->t);
         if (t->peer == group.rank && t->send) own_sends++;
         if (t->peer != group.rank || t->send) continue;
         // The own_receives-th receive from myself meets that send to myself.
@@ -435,8 +357,7 @@ Request *comm_transfers(const Transfer *transfers, int count, Group group) {
     CHECK(own_sends == own_receives,
           "transfers: rank %d sends itself %d tensors and receives %d in one batch", comm.rank, own_sends,
           own_receives);
-    r->seconds = clock_transfers_seconds(traffic[0], traffic[1]);
-    return start(r, bytes, 0);
+    return start(r);
 }
 
 Request *comm_send(Tensor t, int to, Group group) {
@@ -465,12 +386,8 @@ static void reduce_on_host(double *values, int count, ReduceOp op, Group group) 
     r->host = true;
     r->call.op = op;
     r->total = count;
-    // As the all-reduce of a tensor: k is this member's piece.
-    int64_t piece = (count + n - 1) / n, rest = count - me * piece,
-            k = rest < 0       ? 0
-                : rest < piece ? rest
-                               : piece;
-    start(r, 8 * (count - k + (n - 1) * k), 8.0 * count);
+    r->call.in_counts = copy_pieces(count, n);
+    start(r);
     request_await(r);
     for (int v = 0; v < count; v++) values[v] = r->values[v];
     for (int i = 1; i < n; i++)

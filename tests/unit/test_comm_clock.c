@@ -65,6 +65,80 @@ static void bytes_are_those_of_the_formulas(void) {
     for (int i = 0; i < 5; i++) tensor_free(tensors[i]);
 }
 
+// What a call has sent to ranks of other nodes since the last clock_reset.
+static int64_t expect_across(const char *name, Group group, int per_node, int64_t bytes) {
+    int64_t across = count_of(name).across;
+    if (across != bytes)
+        note("%s in group %s, nodes of %d: %lld bytes to other nodes, expected %lld", name, group.name,
+             per_node, (long long)across, (long long)bytes);
+    return bytes;
+}
+
+// far: members in other nodes; far_parts: elements of their parts.
+static void expect_all_across(Group group, int per_node) {
+    enum { COUNT = 1009 * 3 + 1, OWN = 7 };
+    const int size = group.size, mine = group.rank, root = size - 1;
+    int64_t counts[size], far = 0, far_parts = 0, far_pieces = 0, far_gifts = 0, all = 0;
+    int64_t gives[size], takes[size], piece = (COUNT + size - 1) / size, pieces[size];
+    const int64_t total = parts(counts, 1009);
+    bool apart[size];  // from me
+    for (int i = 0; i < size; i++) {
+        int64_t rest = COUNT - piece * i;
+        pieces[i] = rest < 0 ? 0 : rest < piece ? rest : piece;
+        gives[i] = OWN + 10 * mine + i, takes[i] = OWN + 10 * i + mine;
+        apart[i] = group.member[i] / per_node != me / per_node;
+        far += apart[i];
+        far_parts += apart[i] ? counts[i] : 0;
+        far_pieces += apart[i] ? pieces[i] : 0;
+        far_gifts += apart[i] ? gives[i] : 0;
+    }
+    Tensor t = tensor_of(F32, me, COUNT), whole = tensor_of(F32, me, total),
+           part = tensor_of(F32, me, counts[mine]), in = tensor_of(F32, me, offset_of(gives, size)),
+           out = empty(F32, offset_of(takes, size)), sent = tensor_of(F32, me, OWN + mine),
+           come = empty(F32, OWN + (mine + size - 1) % size);
+    clock_reset();
+    comm_wait(comm_all_reduce(t, REDUCE_SUM, group));
+    all += expect_across("all_reduce", group, per_node, 4 * (far_pieces + far * pieces[mine]));
+    comm_wait(comm_reduce(t, REDUCE_SUM, root, group));
+    all += expect_across("reduce", group, per_node, 4 * (far_pieces + apart[root] * pieces[mine]));
+    comm_wait(comm_reduce_scatter(part, whole, counts, REDUCE_SUM, group));
+    all += expect_across("reduce_scatter", group, per_node, 4 * far_parts);
+    comm_wait(comm_all_gather(whole, part, counts, group));
+    all += expect_across("all_gather", group, per_node, 4 * far * counts[mine]);
+    comm_wait(comm_gather(whole, part, counts, root, group));
+    all += expect_across("gather", group, per_node, 4 * apart[root] * counts[mine]);
+    comm_wait(comm_scatter(part, whole, counts, root, group));
+    all += expect_across("scatter", group, per_node, mine == root ? 4 * far_parts : 0);
+    comm_wait(comm_broadcast(t, root, group));
+    all += expect_across("broadcast", group, per_node, mine == root ? 4 * far * COUNT : 0);
+    comm_wait(comm_all_to_all(out, takes, in, gives, group));
+    all += expect_across("all_to_all", group, per_node, 4 * far_gifts);
+    comm_wait(comm_barrier(group));
+    all += expect_across("barrier", group, per_node, 0);
+    int next = (mine + 1) % size, last = (mine + size - 1) % size;
+    comm_wait(comm_send_receive(sent, next, come, last, group));
+    all += expect_across("transfers", group, per_node, 4 * apart[next] * (OWN + mine));
+    SAME(comm_total().across, all);
+    // The one number is member 0's piece: each gives it its own, and gets the sum.
+    clock_reset();
+    comm_sum(1, group);
+    expect_across("all_reduce", group, per_node, 8 * (mine == 0 ? far : apart[0]));
+    Tensor *tensors[] = {&t, &whole, &part, &in, &out, &sent, &come};
+    for (int i = 0; i < 7; i++) tensor_free(tensors[i]);
+}
+
+static void bytes_across_go_to_other_nodes(void) {
+    int turned[n];
+    for (int i = 0; i < n; i++) turned[i] = n - 1 - i;
+    Group groups[] = {world, comm_group("turned", LINE_WORLD, turned, n)};
+    for (int per_node = 1; per_node <= 4; per_node++) {
+        clock_set_cluster(per_node, 1, 1);
+        for (int i = 0; i < 2; i++) expect_all_across(groups[i], per_node);
+    }
+    clock_set_cluster(0, 1, 1);
+    comm_wait(comm_barrier(world));
+}
+
 // ---- the model clock ----
 
 // An operation of this many seconds on the compute stream of an H100.
@@ -210,6 +284,7 @@ static void costs_follow_their_formulas(void) {
 
 static const RankTest tests[] = {
     TEST(bytes_are_those_of_the_formulas),
+    TEST(bytes_across_go_to_other_nodes),
     TEST(collectives_start_when_the_last_is_ready),
     TEST(requests_queue_on_the_communication_stream),
     TEST(the_model_clock_knows_no_load),

@@ -1,0 +1,110 @@
+// comm_ports.c: which member a call sends how much to, through which port of the modelled machine, and when.
+#include <string.h>
+
+#include "comm_inside.h"
+#include "tensor/clock.h"
+
+// One to the ranks of the node and one to those of others.
+enum { PORT_NODE, PORT_NETWORK, PORTS };
+
+// Which of them leads to this member; -1: to myself.
+static int port_to(Group group, int member) {
+    if (member == group.rank) return -1;
+    int mine = clock_node(world_rank(group, group.rank));
+    return clock_node(world_rank(group, member)) == mine ? PORT_NODE : PORT_NETWORK;
+}
+
+// ---- what a call sends, and through which port ----
+
+// Elements that this rank sends to another member, as comm.h says of each kind.
+static int64_t elements_to(const Collective *c, int member) {
+    const int64_t *in = c->in_counts, *out = c->out_counts;
+    int me = c->group.rank;
+    bool from_root = me == c->root, to_root = member == c->root;
+    if (c->kind == ALL_REDUCE) return in[member] + in[me];  // to add up there; the sum of what came here
+    if (c->kind == REDUCE) return in[member] + (to_root ? in[me] : 0);
+    if (c->kind == REDUCE_SCATTER || c->kind == ALL_TO_ALL) return in[member];
+    if (c->kind == ALL_GATHER) return out[me];
+    if (c->kind == GATHER) return to_root ? out[me] : 0;
+    if (c->kind == SCATTER) return from_root ? in[member] : 0;
+    if (c->kind == BROADCAST) return from_root ? in[0] : 0;
+    return 0;  // a barrier
+}
+
+// Adds bytes to or from a member to the traffic of the port that leads there.
+static void add_traffic(Group group, Traffic *traffic, int member, double sent, double received) {
+    int port = port_to(group, member);
+    if (port < 0) return;
+    traffic[port].peers++;
+    traffic[port].sent += sent;
+    traffic[port].received += received;
+}
+
+// By port: what a call sends; of direct messages, for the clock, what it receives, too.
+static void add_call(const Collective *c, Traffic *traffic) {
+    double size = (double)dtype_size(c->dtype);
+    for (int i = 0; i < c->group.size && c->kind != TRANSFERS; i++)
+        add_traffic(c->group, traffic, i, size * (double)elements_to(c, i),
+                    c->kind == ALL_TO_ALL ? size * (double)c->out_counts[i] : 0);
+    for (int i = 0; i < c->transfer_count; i++) {
+        const Transfer *t = &c->transfers[i];
+        double bytes = (double)tensor_bytes(t->t);
+        add_traffic(c->group, traffic, t->peer, t->send ? bytes : 0, t->send ? 0 : bytes);
+    }
+}
+
+// ---- what that takes, and when ----
+
+// Smallest number of members that a node has, on the modelled machine: the narrowest place.
+static int members_per_node(Group group) {
+    int least = group.size, nodes = 0;
+    for (int i = 0; i < group.size; i++) {
+        int node = clock_node(world_rank(group, i));
+        if (node >= nodes) nodes = node + 1;
+    }
+    int here[nodes];
+    memset(here, 0, sizeof here);
+    for (int i = 0; i < group.size; i++) here[clock_node(world_rank(group, i))]++;
+    for (int node = 0; node < nodes; node++)
+        if (here[node] > 0 && here[node] < least) least = here[node];
+    return least;
+}
+
+static double seconds_of(const Request *r, Traffic node, Traffic network) {
+    const Collective *c = &r->call;
+    if (c->kind == TRANSFERS) return clock_transfers_seconds(node, network);
+    if (c->kind == ALL_TO_ALL) return clock_all_to_all_seconds(node, network);
+    double bytes = (double)r->total * (double)dtype_size(c->dtype);
+    return clock_collective_seconds(kind_names[c->kind], bytes, c->group.size, members_per_node(c->group));
+}
+
+// Which ports a call uses. A rank that only receives leaves it to the sender's port.
+static void used_ports(const Collective *c, const Traffic *traffic, bool *used) {
+    for (int port = 0; port < PORTS; port++) used[port] = c->kind != TRANSFERS && traffic[port].peers > 0;
+    for (int i = 0; i < c->transfer_count; i++) {
+        int port = c->transfers[i].send ? port_to(c->group, c->transfers[i].peer) : -1;
+        if (port >= 0) used[port] = true;
+    }
+}
+
+// When this rank has come to the call and its ports are free. They are kept for the call from then on, as
+// if its other members came at once: what others do later must not change what this rank has been told.
+static double pass_ports(const bool *used, double now, double seconds) {
+    static double free_at[PORTS];
+    for (int port = 0; port < PORTS; port++)
+        if (used[port] && free_at[port] > now) now = free_at[port];
+    for (int port = 0; port < PORTS; port++)
+        if (used[port]) free_at[port] = now + seconds;
+    return now;
+}
+
+void request_take_ports(Request *r) {
+    Traffic traffic[PORTS] = {0};
+    bool used[PORTS];
+    add_call(&r->call, traffic);
+    r->across = (int64_t)traffic[PORT_NETWORK].sent;
+    r->bytes = (int64_t)traffic[PORT_NODE].sent + r->across;
+    r->seconds = seconds_of(r, traffic[PORT_NODE], traffic[PORT_NETWORK]);
+    used_ports(&r->call, traffic, used);
+    r->called = pass_ports(used, clock_model_now(), r->seconds);
+}
