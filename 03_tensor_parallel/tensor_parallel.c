@@ -204,7 +204,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
     if (config->gpus_per_node) node = (int)config->gpus_per_node;
     clock_set_cluster(node, config->compute_efficiency, config->network_efficiency);
     say("\nTwo blocks of Llama 3 8B, 4,096 tokens, %d GPU%s per node, on the model clock:\n", node,
-        node > 1 ? "s" : "");
+        plural(node));
     say("  %-6s %12s %16s %10s %14s %12s\n", "tp", "step, ms", "tokens/s a GPU", "of tp 1", "vs row above",
         "exposed, ms");
     double alone = 0, before = 0, most_within = 0, leaving = 0;

@@ -105,9 +105,9 @@ void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula
     Config c = context_llama(method, 1, 1024 * cp, cp);
     ContextSizes sizes = {cp, 1024, 32, 8, cp > 8 ? cp : 8, 128, 2, 4};
     ContextCost predicted = formula(&sizes), measured = context_attention_cost(ring, &c);
-    say("\nAttention of one layer of Llama 3 8B, 1,024 tokens on each of %d ranks, by the formulas of the "
+    say("\nAttention of one layer of Llama 3 8B, 1,024 tokens on each of %d rank%s, by the formulas of the "
         "file:\n",
-        cp);
+        cp, plural(cp));
     for (Pass pass = FORWARD; pass <= BACKWARD; pass++) {
         char *sent = format_text("sent by a rank, %s", passes[pass]);
         char *held = format_text("K/V in flight and received, %s", passes[pass]);

@@ -61,7 +61,7 @@ void context_balance(Mesh mesh, const Config *config) {
     Config c = *config;
     config_set(&c, "context", CONTEXT_RING);
     config_set(&c, "documents", -1);
-    say("\nScore entries of a head, s = %ld on %d ranks:\n", c.seq, cp);
+    say("\nScore entries of a head, s = %ld on %d rank%s:\n", c.seq, cp, plural(cp));
     say("  %-12s %14s %14s %10s %24s\n", "", "busiest rank", "idlest rank", "ratio",
         "slowest ranks, all hops");
     for (int i = 0; i < 3; i++) {

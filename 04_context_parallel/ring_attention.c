@@ -262,7 +262,7 @@ static void error_of_16_bits(const Config *config) {
     say("\nattention in bf16 against f64: on %d rank%s its error is %.2f times that of one, expected 1.5 "
         "or "
         "less",
-        ring.cp.size, ring.cp.size == 1 ? "" : "s", growth);
+        ring.cp.size, plural(ring.cp.size), growth);
     report_number("bf16", "error of cp over that of cp 1", growth, "");
     report_that(growth <= 1.5,
                 "attention in bf16 against f64: on %d ranks its error is %.2f times that of one, expected "
