@@ -290,8 +290,11 @@ my @advice = (
         . 'schedule_add_pair.'],
     [qr/is not stored on this rank/, 'place',
         'Another rank has this weight: which stage, or which experts, does the call belong to?'],
-    [qr/^a step ends with .* more of device memory/, 'memory',
-        'Each step leaves something behind: what has the function made that nobody frees?'],
+    [qr/a rank holds .* after it, expected/, 'numbers',
+        'The table has what each rank holds before and after the call: which numbers are added too early, '
+        . 'too late, or never?'],
+    [qr/^a step ends with .* more of device memory|leave \d+ B of device memory behind/, 'memory',
+        'Each step or call leaves something behind: what has the function made that nobody frees?'],
     [qr/holds \d+ B of activations, by/, 'memory',
         'Something that backward keeps is freed too early or too late: what does W need, behind its B?'],
     [qr/bubble|period|makespan/, 'bubble',
