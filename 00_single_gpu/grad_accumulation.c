@@ -64,8 +64,8 @@ static Record run_in_parts(const Config *whole, bool masked, int64_t parts) {
     config.micro_batch = whole->micro_batch / parts;
     Trainer *trainer = trainer_new(&config, mesh_single(), NULL);
     trainer->masked = masked;
-    char *title = format_text("%lld x %lld samples%s", (long long)parts, (long long)config.micro_batch,
-                              masked ? " with ignored labels" : "");
+    char *title = format_text("%lld x %lld sample%s%s", (long long)parts, (long long)config.micro_batch,
+                              plural(config.micro_batch), masked ? " with ignored labels" : "");
     int64_t done[] = {0, 0};
     trainer->model->sockets.gradients.context = done;
     trainer->model->sockets.gradients.micro_batch_ready = count_done;
@@ -113,7 +113,9 @@ static void show_mean_of_means(const Config *whole) {
     report_number("mean of means", "relative error of the gradient", off.relative, "");
     report_that(
         off.relative > 1e-3,
-        "the mean of means does not differ: loss_scale counts for nothing, or the case proves nothing");
+        "the mean of means is off by %g, expected more than 0.001: loss_scale counts for nothing, or the "
+        "case proves nothing",
+        off.relative);
     free(grad[0]);
     free(grad[1]);
     free(scale);

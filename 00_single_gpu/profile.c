@@ -118,17 +118,33 @@ static int64_t peak_of_step(const MemoryHistory *history, int64_t step) {
     return peak;
 }
 
-static void check_step(const MemoryHistory *history, int64_t step, double optimizer, double activations,
-                       double all) {
+// Bytes: of optimizer state at a step's end, of activations at their peak, and of all at its peak.
+typedef struct StepMemory {
+    double optimizer, activations, all;
+} StepMemory;
+
+static StepMemory step_memory(const Config *config, int64_t step) {
+    MemoryPlan plan = {.model = *config, .f32_gradients = true, .tp = 1, .dp = 1};
+    MemoryNeed need = memory_states(&plan, (double)config_parameters(config));
+    double states = need.parameters + need.gradients + need.accumulators;
+    double activations = (double)peak_activation_bytes(config, config->dtype);
+    // Step 1 makes the optimizer's state when backward has freed every activation.
+    double late = step ? need.optimizer + activations : fmax(need.optimizer, activations);
+    return (StepMemory){need.optimizer, activations, states + late};
+}
+
+static void check_step(const Config *config, const MemoryHistory *history, int64_t step) {
+    const StepMemory predicted = step_memory(config, step);
     const struct {
         const char *what;
         double predicted;
         int64_t measured;
     } row[] = {
-        {"optimizer at its end", optimizer,
+        {"optimizer at its end", predicted.optimizer,
          history->moment[history->first[step + 1]].now[MEMORY_OPTIMIZER]},
-        {"peak of activations", activations, memory_history_peak(history, step, MEMORY_ACTIVATION)},
-        {"peak of all", all, peak_of_step(history, step)},
+        {"peak of activations", predicted.activations,
+         memory_history_peak(history, step, MEMORY_ACTIVATION)},
+        {"peak of all", predicted.all, peak_of_step(history, step)},
     };
     for (int i = 0; i < 3; i++) {
         char *what = format_text("step %lld: %s", (long long)step + 1, row[i].what);
@@ -153,11 +169,9 @@ static void check_flops(const Config *config) {
 static void check_memory(const Config *config, const MemoryHistory *history, int64_t kept_bytes) {
     MemoryPlan plan = {.model = *config, .f32_gradients = true, .tp = 1, .dp = 1};
     MemoryNeed need = memory_states(&plan, (double)config_parameters(config));
-    double gradients = need.gradients + need.accumulators, states = need.parameters + gradients;
-    double activations = (double)peak_activation_bytes(config, config->dtype);
     const Moment *start = &history->moment[history->first[0]];
     report_equal("parameters", need.parameters, (double)start->now[MEMORY_PARAMETER], "B");
-    report_equal("gradients", gradients, (double)start->now[MEMORY_GRADIENT], "B");
+    report_equal("gradients", need.gradients + need.accumulators, (double)start->now[MEMORY_GRADIENT], "B");
     report_equal("activations kept by forward", (double)kept_activation_bytes(config), (double)kept_bytes,
                  "B");
 
@@ -167,10 +181,7 @@ static void check_memory(const Config *config, const MemoryHistory *history, int
     report_that(i > history->first[0] && i <= history->first[1],
                 "optimizer state does not appear in step 1");
     report_equal("activations at that moment", 0, (double)history->moment[i].now[MEMORY_ACTIVATION], "B");
-    for (int64_t step = 0; step < history->steps; step++) {
-        double late = step ? need.optimizer + activations : fmax(need.optimizer, activations);
-        check_step(history, step, need.optimizer, activations, states + late);
-    }
+    for (int64_t step = 0; step < history->steps; step++) check_step(config, history, step);
 }
 
 // ---- the program ----

@@ -210,8 +210,7 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techn
         free(series[i]);
     }
     trainer_free(t);
-    const char *plural = steps == 1 ? "" : "s";
-    if (dry) return report_verdict("%lld step%s counted, none computed", (long long)steps, plural);
+    if (dry) return report_verdict("%lld step%s counted, none computed", (long long)steps, plural(steps));
     report_number("held-out loss", "before", before, "nats");
     report_number("held-out loss", "after", after, "nats");
     report_number("throughput", "FLOPs per second", sum.flops / sum.wall_seconds, "FLOP/s");
@@ -221,5 +220,5 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techn
         report_that(after < before || config->lr == 0 || config->init || config->resume,
                     "the held-out loss did not fall: %.4f before, %.4f after", before, after);
     return report_verdict("held-out loss %.3f -> %.3f nats in %lld step%s", before, after, (long long)steps,
-                          plural);
+                          plural(steps));
 }

@@ -97,12 +97,12 @@ static int ranks_in(const char *printed) {
 void example_end(Example *e, Tensor after, Tensor expected, double bytes, const char *printed) {
     double sent = (double)comm_count(e->call).bytes;
     int64_t count = tensor_exists(expected) ? tensor_count(expected) : 0;
-    double wrong = (tensor_exists(after) ? tensor_count(after) : 0) != count;
+    int64_t holds = tensor_exists(after) ? tensor_count(after) : 0, right = 0;
     double *x = host_alloc(2 * (size_t)count * sizeof *x), *y = x + count;
-    if (count && wrong == 0) {
+    if (count && holds == count) {
         tensor_to_doubles(x, after);
         tensor_to_doubles(y, expected);
-        for (int64_t i = 0; i < count; i++) wrong += !(x[i] == y[i]);
+        while (right < count && x[right] == y[right]) right++;
     }
     Held held = gather_held(after, e->group);
     if (e->group.rank == 0) {
@@ -110,11 +110,15 @@ void example_end(Example *e, Tensor after, Tensor expected, double bytes, const 
         if (printed && e->group.size == ranks_in(printed))
             report_that(reads(&held, printed), "%s: the playbook prints %s", e->call, printed);
     }
-    double all_wrong = comm_sum(wrong, e->group), off = comm_sum(sent != bytes, e->group);
     double formula = comm_sum(bytes, e->group), all_sent = comm_sum(sent, e->group);
     char *what = format_text("bytes of %s, all ranks", e->call);
-    report_that(all_wrong == 0, "%s: %g elements are wrong", e->call, all_wrong);
-    report_that(off == 0, "%s: %g ranks sent other than their formula's bytes", e->call, off);
+    if (holds != count)
+        report_that(false, "%s: a rank holds %lld elements after it, expected %lld", e->call,
+                    (long long)holds, (long long)count);
+    else if (right < count)
+        report_that(false, "%s: a rank holds %g as its element %lld after it, expected %g", e->call,
+                    x[right], (long long)right, y[right]);
+    report_that(sent == bytes, "%s: a rank sent %.0f B, by its formula %.0f", e->call, sent, bytes);
     report_equal(what, formula, all_sent, "B");
     free(what);
     free(x);

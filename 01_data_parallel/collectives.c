@@ -157,17 +157,22 @@ static void all_to_all_v(Group w) {
 }
 
 // The playbook's way to a sum without a collective: "the first node sends its number to a neighbour which
-// adds its number to the received number before forwarding it". The last one holds the total.
-static void send_and_receive(Group w) {
-    Tensor t = series(1, w.rank + 1, 0), received = series(1, 0, 0);
-    Example e = example_begin("transfers",
-                              "send, receive: each adds what the rank before sends, and sends it on", t, w);
+// adds its number to the received number before forwarding it". t of the last one becomes the total.
+static void sum_along(Tensor t, Group w) {
     if (w.rank > 0) {
+        Tensor received = tensor_like(MEMORY_ACTIVATION, t);
         comm_wait(comm_receive(received, w.rank - 1, w));
         op_accumulate(t, received);
+        tensor_free(&received);
     }
     if (w.rank < w.size - 1) comm_wait(comm_send(t, w.rank + 1, w));
-    tensor_free(&received);
+}
+
+static void send_and_receive(Group w) {
+    Tensor t = series(1, w.rank + 1, 0);
+    Example e = example_begin("transfers",
+                              "send, receive: each adds what the rank before sends, and sends it on", t, w);
+    sum_along(t, w);
     example_end(&e, t, series(1, (w.rank + 1) * (w.rank + 2) / 2, 0), w.rank < w.size - 1 ? SIZE : 0, NULL);
 }
 
@@ -259,6 +264,8 @@ int main(int argc, char **argv) {
     shift(world);
     batch(world);
     barrier(world, seconds);
+    int64_t left = memory_account().now[MEMORY_ACTIVATION];
+    report_that(left == 0, "the calls leave %lld B of device memory behind, expected 0", (long long)left);
     timeline_finish(&config, world);
     return comm_finish(report_verdict("every rank holds what each call promises"));
 }

@@ -165,15 +165,23 @@ static void buckets_are_full(Mesh mesh, const Config *config) {
     const Params *p = &t->model->params;
     int64_t full = bucket_bytes_of(config);
     int first_unit[p->units], buckets = bucket_starts(p, full, first_unit);
+    int64_t least = INT64_MAX, most_before = 0;
     for (int i = 0, end = p->units; i < buckets; end = first_unit[i++]) {
         int64_t bytes = tensor_bytes(range_of(p, first_unit[i], end)),
                 before = bytes - tensor_bytes(unit_total_grad(&p->unit[first_unit[i]]));
+        if (bytes < least && i + 1 < buckets) least = bytes;
+        if (before > most_before) most_before = before;
         report_that(bytes >= full || i + 1 == buckets,
-                    "bucket %d of %d has %lld B of gradients, and goes before it has %lld", i, buckets,
-                    (long long)bytes, (long long)full);
-        report_that(before < full, "bucket %d of %d is full with %lld B of gradients, and goes with %lld",
-                    i, buckets, (long long)before, (long long)bytes);
+                    "bucket %d of %d is sent with %lld B of gradients, where %lld make it full: too early",
+                    i + 1, buckets, (long long)bytes, (long long)full);
+        report_that(before < full,
+                    "bucket %d of %d is sent with %lld B of gradients, and had %lld one unit before, where "
+                    "%lld make it full: too late",
+                    i + 1, buckets, (long long)bytes, (long long)before, (long long)full);
     }
+    say("\nBuckets of gradients: %d, full at %s. Before its last unit, none has more than %s.", buckets,
+        bytes_text((double)full), bytes_text((double)most_before));
+    if (buckets > 1) say("All but the last have %s or more.", bytes_text((double)least));
     trainer_free(t);
 }
 
@@ -214,9 +222,11 @@ static double exposed_per_layer(Mesh mesh, int64_t sequences) {
     return program_cost(&c, mesh, techniques).comm.exposed_seconds - two;
 }
 
+enum { MOST_SEQUENCES = 4096 };  // of 64 tokens, that are tried
+
 // Fewest tokens a rank, in sequences of 64, from which on further layers delay nothing, on the model clock.
 static double tokens_by_clock(Mesh mesh) {
-    int64_t exposed = 0, hidden = 4096;
+    int64_t exposed = 0, hidden = MOST_SEQUENCES;
     while (hidden - exposed > 1) {
         int64_t middle = (exposed + hidden) / 2;
         if (exposed_per_layer(mesh, middle) > 1e-9) exposed = middle;
@@ -252,10 +262,15 @@ static void overlap_condition(Mesh mesh, const Config *config) {
         report_number(where, "tokens to hide, formula", formula, "");
         report_number(where, "tokens to hide, model clock", real, "");
         report_that(fabs(ideal - formula) <= (0.01 + latency) * formula + 64,
-                    "%s: the formula hides from %.0f tokens on, the clock from %.0f", where, formula,
-                    ideal);
-        report_that(real <= ideal, "%s: memory traffic makes backward longer, and all-reduces hide later",
-                    where);
+                    "%s: all-reduces hide from %.0f tokens on, where formula A3 says %.0f%s", where, ideal,
+                    formula,
+                    ideal < 64 * MOST_SEQUENCES
+                        ? ""
+                        : ": no number that was tried is enough. Does backward wait for each of them?");
+        report_that(real <= ideal,
+                    "%s: all-reduces hide from %.0f tokens on, and from %.0f where memory traffic costs "
+                    "nothing, though it makes backward longer",
+                    where, real, ideal);
     }
     clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
     clock_pop();

@@ -139,8 +139,8 @@ void hybrid_zero_check(const Config *c) {
     int64_t replicas = c->dp * c->cp, k = shard_ranks(c);
     CHECK(
         replicas % k == 0,
-        "--shard-ranks %ld does not divide the %ld ranks of --dp x --cp: %ld would fit, which is --zero 3",
-        k, replicas, replicas);
+        "--shard-ranks %ld does not divide the %ld rank%s of --dp x --cp: %ld would fit, which is --zero 3",
+        k, replicas, plural(replicas), replicas);
     CHECK(c->experts == 0,
           "--zero hybrid with --experts %ld: the ranks that hold copies of an expert are not those that "
           "hold copies of the rest of its block; --zero 3 would fit",

@@ -106,10 +106,15 @@ static double tokens_by_clock(Mesh mesh, Pass pass, int per_node) {
         if (hides(&block, pass, mesh.dp.size, per_node)) hidden = middle;
         else exposed = middle;
     }
-    report_that(layer_cost(mesh, hidden, 64).exposed[pass] < 1e-9,
-                "%lld sequences of 64 do not hide a layer", (long long)hidden);
-    report_that(layer_cost(mesh, exposed, 64).exposed[pass] > 1e-9,
-                "%lld sequences of 64 hide a layer, too", (long long)exposed);
+    double enough = layer_cost(mesh, hidden, 64).exposed[pass],
+           fewer = layer_cost(mesh, exposed, 64).exposed[pass];
+    report_that(enough < 1e-9,
+                "by its charges a layer hides behind %lld sequences of 64, and the run exposes %g s of it",
+                (long long)hidden, enough);
+    report_that(
+        fewer > 1e-9,
+        "by its charges a layer does not hide behind %lld sequences of 64, and the run exposes %g s",
+        (long long)exposed, fewer);
     return 64.0 * (double)hidden;
 }
 
@@ -141,10 +146,13 @@ static void overlap_condition(Mesh mesh, const Config *config) {
         report_number(where, "tokens to hide, formula", formula, "");
         report_number(where, "tokens to hide, model clock", real, "");
         report_that(fabs(ideal - formula) <= (0.01 + latency) * formula + 64,
-                    "%s: the formula hides from %.0f tokens on, the clock from %.0f", where, formula,
-                    ideal);
-        report_that(real <= ideal, "%s: memory traffic makes a pass longer, and the rest hides later",
-                    where);
+                    "%s: layers hide from %.0f tokens on, where formula A3 says %.0f", where, ideal,
+                    formula);
+        report_that(
+            real <= ideal,
+            "%s: layers hide from %.0f tokens on, and from %.0f where memory traffic costs nothing, "
+            "though it makes a pass longer",
+            where, real, ideal);
         free(where);
     }
     clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
@@ -165,10 +173,13 @@ static void largest_degree(Mesh mesh, const Config *config) {
                  here = layer_cost(mesh, sequences, 4096);
         int most = 0;
         while (most < 1 << 16 && hides_both_ways(&block, most + per_node, per_node)) most += per_node;
-        bool hidden = here.exposed[FORWARD] + here.exposed[BACKWARD] < 1e-9;
+        double waits = here.exposed[FORWARD] + here.exposed[BACKWARD];
+        bool hidden = waits < 1e-9, by_formula = hides_both_ways(&block, mesh.dp.size, per_node);
         degree[i++] = most;
-        report_that(hidden == hides_both_ways(&block, mesh.dp.size, per_node),
-                    "formula and model clock differ for %d ranks", mesh.dp.size);
+        report_that(hidden == by_formula,
+                    "%lld tokens on each of %d ranks: by the formula a layer %s, and the run waits %g s",
+                    (long long)sequences * 4096, mesh.dp.size, by_formula ? "hides" : "does not hide",
+                    waits);
         report_that(!zero_on_standard_machine(config) || sequences != 2 || (most > 256 && most < 1024),
                     "at 8,192 tokens a rank the limit is %d ranks, and not about 512", most);
         char *name = format_text("largest DP that hides, %lld tokens a rank", (long long)sequences * 4096);

@@ -262,8 +262,8 @@ static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
     double in_turns = bytes_summed(mesh);
     Record constant_larger = run_buffered(&larger, mesh, bytes, "the same");
     Record in_place = run_ddp(config, mesh);
-    say("\nThe buffer that gradients are sent from, for a model of %ld blocks and one of %ld:\n",
-        config->layers, larger.layers);
+    say("\nThe buffer that gradients are sent from, for a model of %ld block%s and one of %ld:\n",
+        config->layers, plural(config->layers), larger.layers);
     bool quiet = report_quiet(false);
     // Beside it stands what the transport may need of its own.
     report_equal("a constant one grows by", 0,

@@ -245,7 +245,6 @@ static const char *const stop_name[STOPS] = {"embedding: table", "embedding: out
 typedef struct Shapes {
     char stop[STOPS][48];
     int64_t largest;  // elements of the largest tensor of width h, or of a part of h, that a block keeps
-    bool fit;         // all are what the playbook's table says
 } Shapes;
 
 // The call made since the last clock_reset, or nothing.
@@ -257,9 +256,12 @@ static const char *call_made(void) {
     return "";
 }
 
-// Notes the shape, (rows, columns), that a tensor has at a stop.
+// Notes the shape that a tensor has at a stop: (rows, columns), by the playbook's table.
 static void at(Shapes *s, int stop, Tensor t, int64_t rows, int64_t columns) {
-    s->fit = s->fit && tensor_rows(t) == rows && tensor_columns(t) == columns;
+    report_that(tensor_rows(t) == rows && tensor_columns(t) == columns,
+                "%s is (%lld, %lld), by the playbook's table (%lld, %lld)", stop_name[stop],
+                (long long)tensor_rows(t), (long long)tensor_columns(t), (long long)rows,
+                (long long)columns);
     snprintf(s->stop[stop], sizeof s->stop[stop], "(%lld, %lld) %s", (long long)tensor_rows(t),
              (long long)tensor_columns(t), call_made());
     clock_reset();
@@ -267,7 +269,7 @@ static void at(Shapes *s, int stop, Tensor t, int64_t rows, int64_t columns) {
 
 // One block's forward, stop by stop.
 static Shapes shapes_of(const Config *config, Mesh mesh) {
-    Shapes s = {.fit = true};
+    Shapes s = {.largest = 0};
     Trainer *t = trainer_new(config, mesh, tensor_layouts);
     Model *m = t->model;
     Sockets *sockets = &m->sockets;
@@ -318,7 +320,6 @@ static void print_shapes(Mesh mesh, const Config *config) {
     say("  %-24s %-26s %s\n", "", "TP only", "TP with SP");
     for (int i = 0; i < STOPS; i++) say("  %-24s %-26s %s\n", stop_name[i], tp.stop[i], sp.stop[i]);
     say("  %-24s %-26lld %lld\n", "largest kept, of width h", (long long)tp.largest, (long long)sp.largest);
-    report_that(tp.fit && sp.fit, "a tensor has another shape than the playbook's table says");
     int64_t own = sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) * h;
     int64_t share = n * config->heads * config_head_size(config) / size;  // of q and o; h wide as a rule
     report_equal("largest kept with TP only: b s h", (double)(n * h > share ? n * h : share),
@@ -359,8 +360,8 @@ static void compare_memory(Mesh mesh) {
         plan.model.ffn = 4 * c.hidden;
         double gpt = memory_block_activations(&plan) / sbh;
         say("  %-12s %12.3f %14.3f   %s\n", row[i].name, kept[i] / sbh, gpt, row[i].formula);
-        report_that(fabs(gpt / row[i].gpt - 1) < 1e-12, "GPT's block: %s is %.6f", row[i].formula,
-                    row[i].gpt);
+        report_that(fabs(gpt / row[i].gpt - 1) < 1e-12, "GPT's block: %s is %.6f, and here %.6f",
+                    row[i].formula, row[i].gpt, gpt);
     }
     for (int i = 0; i < 3; i++) {
         char *what = format_text("this book's, %s", row[i].name);

@@ -9,83 +9,35 @@
 //
 //                  X to ranks   Y from them   dW_i           dX from dY
 //     by columns   broadcast    all-gather    X^T dY_i       all-reduce of dY_i W_i^T, a part of the sum
+//       sent       (N - 1) X    (N - 1) Y     -              2 (N - 1) X
 //     by rows      scatter      all-reduce    X_i^T dY       gather of dY W_i^T, columns of dX
+//       sent       (N - 1)/N X  2 (N - 1) Y   -              (N - 1)/N X
 //
 // By columns and then by rows, nothing is sent in between: rank i holds just the columns that it multiplies
 // next, and an activation function works on each element alone. By rows and then by columns, the function
 // needs the sum first. (The model stores a weight as (out, in): the columns of W here are rows there.)
 //
-// Bytes sent: those of each collective, below. Memory per rank: W / N.
+// Bytes sent, by all ranks: as above, in those of X and Y. Memory per rank: W / N.
 // Run: build/03_tensor_parallel/split_matmul              (--ranks 3 …)
 // Last line: PASS split_matmul: columns and rows make the product of one device …
 #include "01_data_parallel/data_parallel.h"
 
 #ifndef NO_MAIN
 
-// ---- small matrices of integers, so that every sum is exact ----
+// Small matrices of integers, at the end of this file. Each function returns a new one: a b, either of them
+// transposed if so said; part i of n, by rows or by columns; all parts by columns, one after another.
+static Tensor matrix(int64_t rows, int64_t columns);
+static Tensor series(int64_t rows, int64_t columns, double first, double down, double right);
+static Tensor times(Tensor a, bool transpose_a, Tensor b, bool transpose_b);
+static Tensor rows_of(Tensor t, int i, int n), columns_of(Tensor t, int i, int n);
+static Tensor columns_in_order(Tensor t, int n);  // (n, rows, columns / n)
+static Tensor copy_of(Tensor t);
 
-static Tensor matrix(int64_t rows, int64_t columns) {
-    return tensor_new(MEMORY_ACTIVATION, F64, SHAPE(rows, columns));
-}
-
-// first at the top left, `down` more in each row and `right` more in each column
-static Tensor series(int64_t rows, int64_t columns, double first, double down, double right) {
-    Tensor t = matrix(rows, columns);
-    double x[rows * columns];
-    for (int64_t i = 0; i < rows * columns; i++)
-        x[i] = first + down * (double)(i / columns) + right * (double)(i % columns);
-    tensor_from_doubles(t, x);
-    return t;
-}
-
-// a b, each transposed if so said; new
-static Tensor times(Tensor a, bool transpose_a, Tensor b, bool transpose_b) {
-    Tensor c = matrix(a.shape[transpose_a], b.shape[!transpose_b]);
-    op_matmul(c, a, b, transpose_a, transpose_b, 0);
-    return c;
-}
-
-// Copies of parts. Part i of n, and all parts one after another, as collectives order them.
-static Tensor rows_of(Tensor t, int i, int n) {
-    Tensor part = matrix(t.shape[0] / n, t.shape[1]);
-    op_copy(part, tensor_rows_of(t, i * part.shape[0], part.shape[0]));
-    return part;
-}
-static Tensor columns_in_order(Tensor t, int n) {
-    int64_t rows = t.shape[0], columns = t.shape[1], each = columns / n;
-    double x[rows * columns], parts[rows * columns];
-    tensor_to_doubles(x, t);
-    for (int64_t i = 0; i < rows * columns; i++) {
-        int64_t row = i / columns, column = i % columns;
-        parts[column / each * rows * each + row * each + column % each] = x[i];
-    }
-    Tensor all = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(n, rows, each));
-    tensor_from_doubles(all, parts);
-    return all;
-}
-static Tensor columns_of(Tensor t, int i, int n) {
-    Tensor all = columns_in_order(t, n), part = matrix(t.shape[0], t.shape[1] / n);
-    op_copy(part, tensor_view(all, i * tensor_count(part), SHAPE(part.shape[0], part.shape[1])));
-    tensor_free(&all);
-    return part;
-}
-
-static Tensor copy_of(Tensor t) {
-    Tensor copy = tensor_like(MEMORY_ACTIVATION, t);
-    op_copy(copy, t);
-    return copy;
-}
-
-static void print(const char *name, Tensor t) {
-    double x[tensor_count(t)];
-    tensor_to_doubles(x, t);
-    for (int64_t i = 0; i < t.shape[0]; i++) {
-        char line[1024];
-        int used = snprintf(line, sizeof line, "  %-6s", i == 0 ? name : "");
-        for (int64_t j = 0; j < t.shape[1] && used < 1000; j++)
-            used += snprintf(line + used, sizeof line - (size_t)used, " %5g", x[i * t.shape[1] + j]);
-        say("%s\n", line);
-    }
+// What this rank sends in an all-reduce of so many numbers.
+static double all_reduce_bytes(int64_t count, Group g) {
+    Price price = {.kinds = 0};
+    price_all_reduce(&price, 1, count, F64, g);
+    return price.sent[0].bytes;
 }
 
 // ---- one matrix multiply ----
@@ -102,14 +54,6 @@ static Whole on_one_device(int n) {
     one.dX = times(one.dY, false, one.W, true);
     one.dW = times(one.X, true, one.dY, false);
     return one;
-}
-
-// Bytes that a member sends in calls on `count` f64, by comm.h; what all members send is the closed
-// formula.
-static double all_reduce_bytes(int64_t count, Group g) {
-    int64_t longest = (count + g.size - 1) / g.size, rest = count - g.rank * longest;
-    int64_t piece = rest < 0 ? 0 : rest < longest ? rest : longest;
-    return (double)sizeof(double) * (double)(count - piece + (g.size - 1) * piece);
 }
 
 static void by_columns(const Whole *one, Group g) {
@@ -171,24 +115,9 @@ static void by_rows(const Whole *one, Group g) {
 // ---- two of them, and an activation function in between: Z = max(0, X A - 90) B ----
 
 static const double threshold = 90;
-
-static Tensor activation(Tensor y) {
-    double x[tensor_count(y)];
-    tensor_to_doubles(x, y);
-    for (int64_t i = 0; i < tensor_count(y); i++) x[i] = x[i] > threshold ? x[i] - threshold : 0;
-    Tensor h = tensor_like(MEMORY_ACTIVATION, y);
-    tensor_from_doubles(h, x);
-    return h;
-}
-
-// dh becomes dy: dh where the function rises, else 0.
-static void activation_backward(Tensor dh, Tensor y) {
-    double x[tensor_count(y)], dx[tensor_count(y)];
-    tensor_to_doubles(x, y);
-    tensor_to_doubles(dx, dh);
-    for (int64_t i = 0; i < tensor_count(y); i++) dx[i] = x[i] > threshold ? dx[i] : 0;
-    tensor_from_doubles(dh, dx);
-}
+// max(0, y - threshold), new; and dh becomes dy: dh where that rises, else 0. At the end of this file, too.
+static Tensor activation(Tensor y);
+static void activation_backward(Tensor dh, Tensor y);
 
 typedef struct TwoLayers {
     Tensor X, A, B, Y, H, Z, dZ, dX;
@@ -242,6 +171,88 @@ static void rows_then_columns(const TwoLayers *two, Group g) {
     report_equal("collectives, forward alone", n > 1 ? 2 : 0, calls, "");
     Tensor *const mine[] = {&X, &A, &B, &Y, &H, &Z};
     for (size_t j = 0; j < sizeof mine / sizeof *mine; j++) tensor_free(mine[j]);
+}
+
+// ---- small matrices of integers, so that every sum is exact ----
+
+static Tensor matrix(int64_t rows, int64_t columns) {
+    return tensor_new(MEMORY_ACTIVATION, F64, SHAPE(rows, columns));
+}
+
+// first at the top left, `down` more in each row and `right` more in each column
+static Tensor series(int64_t rows, int64_t columns, double first, double down, double right) {
+    Tensor t = matrix(rows, columns);
+    double x[rows * columns];
+    for (int64_t i = 0; i < rows * columns; i++)
+        x[i] = first + down * (double)(i / columns) + right * (double)(i % columns);
+    tensor_from_doubles(t, x);
+    return t;
+}
+
+static Tensor times(Tensor a, bool transpose_a, Tensor b, bool transpose_b) {
+    Tensor c = matrix(a.shape[transpose_a], b.shape[!transpose_b]);
+    op_matmul(c, a, b, transpose_a, transpose_b, 0);
+    return c;
+}
+
+// Copies: parts stand one after another as collectives order them.
+static Tensor rows_of(Tensor t, int i, int n) {
+    Tensor part = matrix(t.shape[0] / n, t.shape[1]);
+    op_copy(part, tensor_rows_of(t, i * part.shape[0], part.shape[0]));
+    return part;
+}
+static Tensor columns_in_order(Tensor t, int n) {
+    int64_t rows = t.shape[0], columns = t.shape[1], each = columns / n;
+    double x[rows * columns], parts[rows * columns];
+    tensor_to_doubles(x, t);
+    for (int64_t i = 0; i < rows * columns; i++) {
+        int64_t row = i / columns, column = i % columns;
+        parts[column / each * rows * each + row * each + column % each] = x[i];
+    }
+    Tensor all = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(n, rows, each));
+    tensor_from_doubles(all, parts);
+    return all;
+}
+static Tensor columns_of(Tensor t, int i, int n) {
+    Tensor all = columns_in_order(t, n), part = matrix(t.shape[0], t.shape[1] / n);
+    op_copy(part, tensor_view(all, i * tensor_count(part), SHAPE(part.shape[0], part.shape[1])));
+    tensor_free(&all);
+    return part;
+}
+
+static Tensor copy_of(Tensor t) {
+    Tensor copy = tensor_like(MEMORY_ACTIVATION, t);
+    op_copy(copy, t);
+    return copy;
+}
+
+static void print(const char *name, Tensor t) {
+    double x[tensor_count(t)];
+    tensor_to_doubles(x, t);
+    for (int64_t i = 0; i < t.shape[0]; i++) {
+        char line[1024];
+        int used = snprintf(line, sizeof line, "  %-6s", i == 0 ? name : "");
+        for (int64_t j = 0; j < t.shape[1] && used < 1000; j++)
+            used += snprintf(line + used, sizeof line - (size_t)used, " %5g", x[i * t.shape[1] + j]);
+        say("%s\n", line);
+    }
+}
+
+static Tensor activation(Tensor y) {
+    double x[tensor_count(y)];
+    tensor_to_doubles(x, y);
+    for (int64_t i = 0; i < tensor_count(y); i++) x[i] = x[i] > threshold ? x[i] - threshold : 0;
+    Tensor h = tensor_like(MEMORY_ACTIVATION, y);
+    tensor_from_doubles(h, x);
+    return h;
+}
+
+static void activation_backward(Tensor dh, Tensor y) {
+    double x[tensor_count(y)], dx[tensor_count(y)];
+    tensor_to_doubles(x, y);
+    tensor_to_doubles(dx, dh);
+    for (int64_t i = 0; i < tensor_count(y); i++) dx[i] = x[i] > threshold ? dx[i] : 0;
+    tensor_from_doubles(dh, dx);
 }
 
 int main(int argc, char **argv) {

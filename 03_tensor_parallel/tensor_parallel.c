@@ -174,7 +174,10 @@ static void count_a_block(Mesh mesh, const Config *config) {
         report_equal("bytes of them, all ranks", 2 * 2 * (mesh.tp.size - 1) * mesh.dp.size * K,
                      sends.all_reduce.bytes, "B");
         report_that(sends.all_gather.calls + sends.reduce_scatter.calls == 0,
-                    "tensor parallelism gathers or scatters");
+                    "%s: %g all-gathers and %g reduce-scatters, expected none: those are sequence "
+                    "parallelism's",
+                    pass == FORWARD ? "forward" : "backward", sends.all_gather.calls,
+                    sends.reduce_scatter.calls);
     }
 }
 
@@ -201,7 +204,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
     if (config->gpus_per_node) node = (int)config->gpus_per_node;
     clock_set_cluster(node, config->compute_efficiency, config->network_efficiency);
     say("\nTwo blocks of Llama 3 8B, 4,096 tokens, %d GPU%s per node, on the model clock:\n", node,
-        node > 1 ? "s" : "");
+        plural(node));
     say("  %-6s %12s %16s %10s %14s %12s\n", "tp", "step, ms", "tokens/s a GPU", "of tp 1", "vs row above",
         "exposed, ms");
     double alone = 0, before = 0, most_within = 0, leaving = 0;
@@ -224,8 +227,8 @@ static void across_nodes(Mesh mesh, const Config *config) {
     // On a machine whose links are slow within the node, too, every row falls by nearly half.
     if (leaving > 0 && config->network_efficiency == 1)
         report_that(leaving > most_within,
-                    "throughput falls by %.3f within a node, and by %.3f where it ends", most_within,
-                    leaving);
+                    "throughput falls by %.3f where the node ends, expected more than inside it, %.3f",
+                    leaving, most_within);
     clock_set_cluster((int)config->gpus_per_node, config->compute_efficiency, config->network_efficiency);
 }
 

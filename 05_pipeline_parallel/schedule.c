@@ -206,8 +206,9 @@ static int show(const Schedule *s, Durations d, const char *svg) {
     ScheduleTimes times = schedule_times(s, d);
     double work = s->micro_batches * (d.F + d.B + d.W);
     char *letters = schedule_letters(s, &times, terminal_columns());
-    char *title = format_text("%s: %d ranks, %d micro-batches, %d stages", s->name, s->ranks,
-                              s->micro_batches, s->stages);
+    char *title =
+        format_text("%s: %d rank%s, %d micro-batch%s, %d stage%s", s->name, s->ranks, plural(s->ranks),
+                    s->micro_batches, s->micro_batches == 1 ? "" : "es", s->stages, plural(s->stages));
     if (svg && base_rank() == 0) schedule_svg(s, &times, title, svg);
     say("%s; F %g, B %g, W %g, F+BW %g, hop %g", title, d.F, d.B, d.W, d.pair, d.hop);
     say("%s", letters);

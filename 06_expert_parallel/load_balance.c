@@ -326,7 +326,8 @@ static void compare(Mesh mesh, const Config *config) {
         report_number(ways[i].name, "busiest expert / mean", load.busiest, "");
         report_number(ways[i].name, "loss", load.loss, "nats");
         report_that((load.busiest < 1.3) == ways[i].balances,
-                    "%s: the busiest expert has %.2f times the mean", ways[i].name, load.busiest);
+                    "%s: the busiest expert has %.2f times the mean, expected %s", ways[i].name,
+                    load.busiest, ways[i].balances ? "below 1.3" : "1.3 or more");
     }
     say("\nBusiest expert / mean in single steps:\n");
     say_steps("step", NULL);

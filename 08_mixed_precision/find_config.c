@@ -68,21 +68,21 @@ static void report_none(const Goal *goal, int64_t legal) {
     MemoryPlan plan = {.model = goal->model, .f32_gradients = true, .tp = 1, .dp = 1};
     MemoryNeed need = memory_states(&plan, (double)config_parameters(&goal->model));
     double filled = ceil(memory_states_bytes(&need) / goal->memory);
-    const char *plural = goal->gpus == 1 ? "" : "s";
+    const char *s = plural(goal->gpus);
     if (legal == 0)
         report_that(false,
                     "no layout of %d GPU%s is legal: dp x pp x cp x tp is %d, where dp divides the %lld "
                     "sequences of a step, of which a rank takes at most %d, pp is at most %ld layers, tp "
                     "divides %ld heads of K/V, and tp and cp are powers of two",
-                    goal->gpus, plural, goal->gpus, (long long)goal->sequences,
+                    goal->gpus, s, goal->gpus, (long long)goal->sequences,
                     MICRO_BATCH_MOST * MICRO_BATCHES_MOST, goal->model.layers, goal->model.kv_heads);
     else if (filled > goal->gpus)
         report_that(false,
                     "no layout of %d GPU%s fits: weights, gradients and optimizer state alone fill %.0f",
-                    goal->gpus, plural, filled);
+                    goal->gpus, s, filled);
     else
         report_that(false, "no layout of %d GPU%s fits: it takes more --gpus, or a shorter --seq",
-                    goal->gpus, plural);
+                    goal->gpus, s);
 }
 
 static int show_search(const Goal *goal) {
@@ -91,8 +91,9 @@ static int show_search(const Goal *goal) {
     clock_t began = clock();
     Search found = search(goal, 10);
     double seconds = (double)(clock() - began) / CLOCKS_PER_SEC;
-    say("\n%lld tokens a step are %lld sequences of %ld: micro-batch x dp x micro-batches",
-        (long long)(goal->sequences * goal->model.seq), (long long)goal->sequences, goal->model.seq);
+    say("\n%lld tokens a step are %lld sequence%s of %ld: micro-batch x dp x micro-batches",
+        (long long)(goal->sequences * goal->model.seq), (long long)goal->sequences, plural(goal->sequences),
+        goal->model.seq);
     search_print(goal, &found);
     say("\nmeasured here: %.1f s of one core for %lld layouts", seconds, (long long)found.legal);
     if (found.count == 0) report_none(goal, found.legal);

@@ -210,11 +210,15 @@ static void print_comparison(void) {
         100 * tokens[0][0], 100 * tokens[0][1], 100 * tokens[1][0], 100 * tokens[1][1]);
     say("  %-48s %9.0f%% -> %4.0f%% %10.0f%% -> %4.0f%%", "exposed, 8 times as many micro-batches",
         100 * micros[0][0], 100 * micros[0][1], 100 * micros[1][0], 100 * micros[1][1]);
-    report_that(layers[0] == 32 && layers[1] == 4 && part[0] < 0.13 && part[1] == 1,
-                "ZeRO-3 stores %g of %g layers, a pipeline %g of %g", part[0], layers[0], part[1],
-                layers[1]);
+    report_that(
+        layers[0] == 32 && layers[1] == 4 && part[0] < 0.13 && part[1] == 1,
+        "a rank of ZeRO-3 stores %g of %g layers, expected an eighth of 32; of a pipeline %g of %g, "
+        "expected all of 4",
+        part[0], layers[0], part[1], layers[1]);
     report_that(tokens[0][1] < tokens[0][0] && micros[1][1] < micros[1][0] / 2,
-                "long micro-batches do not hide what ZeRO-3 sends, or many of them a pipeline's bubble");
+                "exposed: of ZeRO-3 %.2f with long micro-batches, expected less than with short ones, "
+                "%.2f; of a pipeline %.2f with many, expected less than half of few, %.2f",
+                tokens[0][1], tokens[0][0], micros[1][1], micros[1][0]);
 }
 
 // ---- memory, from 1k to 128k tokens ----

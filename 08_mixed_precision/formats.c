@@ -252,7 +252,9 @@ static void show_updates(uint64_t seed) {
             mean += weight / RUNS;
         }
         say("%-12s %-8.5g %-13.5g %.5g", f->name, exact, nearest, mean);
-        report_that(nearest == 1, "%s: an update below half a step has changed a weight", f->name);
+        report_that(nearest == 1,
+                    "%s: updates of a quarter of a step, to nearest, make %.9g of a weight of 1", f->name,
+                    nearest);
         // A step is taken or not, with variance p (1 - p) step^2, and no step here is larger than the last.
         double deviation = step_at(f, exact) * sqrt(UPDATES * 0.25 / RUNS);
         report_that(fabs(mean - exact) < 5 * deviation,

@@ -316,8 +316,8 @@ static void show_overflow(Mesh mesh, const Config *config) {
         double ranks = mesh.world.size, skipped = comm_sum((double)s->skipped, mesh.world);
         double most = comm_max(s->kept[KEPT_SCALE], mesh.world),
                least = -comm_max(-s->kept[KEPT_SCALE], mesh.world);
-        say("\nAn overflow on rank %d alone: skipped on %g of %g ranks, scale %g -> %g\n", mesh.dp.size - 1,
-            skipped, ranks, first, most);
+        say("\nAn overflow on rank %d alone: skipped on %g of %g rank%s, scale %g -> %g\n",
+            mesh.dp.size - 1, skipped, ranks, plural(mesh.world.size), first, most);
         report_equal("ranks that skip", ranks, skipped, "");
         report_equal("scale on all ranks", least, most, "");
     }

@@ -279,7 +279,7 @@ int main(int argc, char **argv) {
     if (one >= 0) cell[0] = matrix_cell(one);
     else if (part) chosen = part_of(cells, part);
     else chosen = pairwise(cells, (int)met_on, (uint64_t)seed);
-    say("%lld combinations of %d ranks", (long long)all, comm_ranks());
+    say("%lld combinations of %d rank%s", (long long)all, comm_ranks(), plural(comm_ranks()));
     for (int i = 0; i < refusals; i++)
         say("  %6lld refused: %s", (long long)refused[i].cells, refused[i].sentence);
     say("  %6lld can be, of which these are proven now: %lld", (long long)cells.count, (long long)chosen);
@@ -293,9 +293,9 @@ int main(int argc, char **argv) {
     report_number("matrix", "refused", (double)(all - cells.count), "");
     say("%.1f s", wall_seconds() - start);
     report_that(table.failed == 0, "%lld cells fail", (long long)table.failed);
-    int status = report_verdict("%lld combinations on %d ranks proven, %lld of %lld refused",
-                                (long long)table.proven, comm_ranks(), (long long)(all - cells.count),
-                                (long long)all);
+    int status = report_verdict("%lld combinations on %d rank%s proven, %lld of %lld refused",
+                                (long long)table.proven, comm_ranks(), plural(comm_ranks()),
+                                (long long)(all - cells.count), (long long)all);
     if (table.file) fclose(table.file);
     free(table.done);
     free(cell);

@@ -128,6 +128,8 @@ void *host_alloc(size_t bytes) {
     return memory;
 }
 
+const char *plural(int64_t n) { return n == 1 ? "" : "s"; }
+
 char *format_text(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
@@ -327,7 +329,7 @@ const char *base_blas_name(void) {
     }
     int threads = omp_get_max_threads();
     snprintf(name, sizeof name, "OpenBLAS %s %s, %d thread%s", version, openblas_get_corename(), threads,
-             threads == 1 ? "" : "s");
+             plural(threads));
     return name;
 }
 

@@ -69,6 +69,8 @@ double host_memory_written(void);
 // Of so many cores, as many as this process's control groups give it the time of (docker run --cpus), at
 // least 1: more threads than that would stand still together for a part of each period.
 int host_cores(int cores);
+// The s of "2 ranks": "" for 1.
+const char *plural(int64_t n);
 // A formatted string of its own. The caller frees it.
 char *format_text(const char *format, ...) PRINTF_LIKE(1, 2);
 

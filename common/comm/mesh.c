@@ -140,12 +140,14 @@ static void check_ranks(MeshShape s, int ranks) {
     int64_t rest = (int64_t)s.pp * s.cp * s.tp, all = rest * s.dp;
     if (all == ranks) return;
     if (ranks % rest == 0)
-        fatal("%s needs %lld ranks, and there are %d: --ranks %lld would fit, or --dp %lld",
-              degrees_text(s, true), (long long)all, ranks, (long long)all, (long long)(ranks / rest));
+        fatal("%s needs %lld rank%s, and there %s %d: --ranks %lld would fit, or --dp %lld",
+              degrees_text(s, true), (long long)all, plural(all), ranks == 1 ? "is" : "are", ranks,
+              (long long)all, (long long)(ranks / rest));
     fatal(
-        "%s needs %lld ranks, and there are %d: --ranks %lld would fit; with %d ranks %s does not, "
+        "%s needs %lld ranks, and there %s %d: --ranks %lld would fit; with %d rank%s %s does not, "
         "whatever --dp",
-        degrees_text(s, true), (long long)all, ranks, (long long)all, ranks, degrees_text(s, false));
+        degrees_text(s, true), (long long)all, ranks == 1 ? "is" : "are", ranks, (long long)all, ranks,
+        plural(ranks), degrees_text(s, false));
 }
 
 static void check_experts(MeshShape s) {
@@ -200,7 +202,7 @@ static void print_hosts(void) {
         here = 0;
     }
     const char *carrier = comm_carrier(), *before = *carrier ? ", " : "";
-    if (hosts == 1) say("%d rank%s on %s%s%s", ranks, ranks == 1 ? "" : "s", comm_host(0), before, carrier);
+    if (hosts == 1) say("%d rank%s on %s%s%s", ranks, plural(ranks), comm_host(0), before, carrier);
     else say("%d ranks on %d hosts: %s%s%s", ranks, hosts, text, before, carrier);
 }
 

@@ -117,7 +117,7 @@ void timeline_title(const char *title) {
 }
 
 static void show(const Config *config, Group world) {
-    char *name = format_text("model %s, %d rank%s", config->model, world.size, world.size > 1 ? "s" : "");
+    char *name = format_text("model %s, %d rank%s", config->model, world.size, plural(world.size));
     char *title = format_text("%s: one step on the model clock, %s", state.title ? state.title : name,
                               machine_find(config->machine)->device);
     if (config->timeline) {

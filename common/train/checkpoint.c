@@ -374,8 +374,8 @@ static void check_same_batch(const char *path, const SafeTensors *file, const Co
     char *fits = theirs % at_once
                      ? format_text("--micro-batch x --grad-acc x --dp must make %lld", (long long)theirs)
                      : format_text("--grad-acc %lld would fit", (long long)(theirs / at_once));
-    fatal("%s is of a run with %lld samples in a step, and this one has %lld: %s", path, (long long)theirs,
-          (long long)ours, fits);
+    fatal("%s is of a run with %lld sample%s in a step, and this one has %lld: %s", path, (long long)theirs,
+          plural(theirs), (long long)ours, fits);
 }
 
 void checkpoint_check_run(const char *dir, const Config *config, Progress ours) {
@@ -387,8 +387,8 @@ void checkpoint_check_run(const char *dir, const Config *config, Progress ours) 
     check_same_text(path, &file, "optimizer", optimizer_names[config->optimizer]);
     check_same_run(dir, &file);
     int64_t step = metadata_number(path, &file, "step");
-    CHECK(step < config->steps, "%s already has %lld steps: give --steps a larger number than that", dir,
-          (long long)step);
+    CHECK(step < config->steps, "%s already has %lld step%s: give --steps a larger number than that", dir,
+          (long long)step, plural(step));
     if (safetensors_metadata(&file, "data")) {
         check_same_batch(path, &file, config, ours.batch);
         char *changes = course_changes(&file, config, ours.data);

@@ -444,16 +444,17 @@ void config_check_degrees(Config *c, int ranks) {
         if (degree[i] != open) others *= *degree[i];
     }
     if (open) {
-        CHECK(ranks % others == 0, "--dp %ld does not divide the %d ranks; --ranks %ld would fit", others,
-              ranks, (ranks / others + 1) * others);
+        CHECK(ranks % others == 0, "--dp %ld does not divide the %d rank%s; --ranks %ld would fit", others,
+              ranks, plural(ranks), (ranks / others + 1) * others);
         *open = ranks / others;
     }
     int64_t rest = c->pp * c->cp * c->tp;
-    CHECK(ranks % rest == 0, "%s does not divide the %d ranks; --ranks %ld would fit", degrees_text(c),
-          ranks, (ranks / rest + 1) * rest);
+    CHECK(ranks % rest == 0, "%s does not divide the %d rank%s; --ranks %ld would fit", degrees_text(c),
+          ranks, plural(ranks), (ranks / rest + 1) * rest);
     if (c->dp == 0) c->dp = ranks / rest;
-    CHECK(c->dp * rest == ranks, "--dp %ld%s%s needs %ld ranks, and there are %d: --ranks %ld would fit",
-          c->dp, rest > 1 ? " x " : "", degrees_text(c), c->dp * rest, ranks, c->dp * rest);
+    CHECK(c->dp * rest == ranks, "--dp %ld%s%s needs %ld rank%s, and there %s %d: --ranks %ld would fit",
+          c->dp, rest > 1 ? " x " : "", degrees_text(c), c->dp * rest, plural(c->dp * rest),
+          ranks == 1 ? "is" : "are", ranks, c->dp * rest);
 }
 
 void config_print(const Config *c) {

@@ -187,7 +187,7 @@ my @advice = (
     [qr/^chunks with another sum/, 'sums',
         'With --ranks 4 the program draws which ranks each chunk sums after each step: which is the '
         . 'first that differs from the chapter\'s page?'],
-    [qr/and goes before it has|is full with/, 'buckets',
+    [qr/make it full: too (?:early|late)/, 'buckets',
         'A bucket ends with the unit that brings it to so many bytes: count those of the sums, in their '
         . 'dtype.'],
     [qr/stays in \w+: after each micro-batch/, 'accumulate',
@@ -225,7 +225,8 @@ my @advice = (
         . 'of them, comes in another order, or goes to the wrong neighbour.'],
     [qr/has \d+ elements, and its parts/, 'size',
         'The parts do not add up to the whole: where the ranks do not divide it, who has the rest?'],
-    [qr/no shorter|waits longer|exposes|neither faster|clock hides|in flight(?:,| when)|not in flight/,
+    [qr/expected\sless\sthan|waits\s[\d.]+\sms|exposes|of\sthe\srow\sbefore|hides?\sfrom|are\shidden
+        |in\sflight(?:,|\swhen)|not\sin\sflight/x,
         'overlap',
         'The numbers are right, and nothing hides: '
         . 'start it earlier, or wait for it later, and for no more than you must.'],
@@ -280,7 +281,7 @@ my @advice = (
     [qr/(?:peak of|kept|held|weights|memory|gradients, all|optimizer, all).*predicted/, 'memory', undef],
     [qr/(?:: calls of|all-reduces|all-gathers|times that).*predicted|^messages/, 'calls', undef],
     [qr/bytes.*predicted/, 'bytes', undef],
-    [qr/sent other than their formula/, 'bytes',
+    [qr/a rank sent \d+ B, by its formula/, 'bytes',
         'Do the chunks together have every element, and each once?'],
     [qr/^--scale-interval \d+, norm/, 'scaler',
         'This step is asked by hand: which way does it take through the function?'],
@@ -289,9 +290,12 @@ my @advice = (
         . 'schedule_add_pair.'],
     [qr/is not stored on this rank/, 'place',
         'Another rank has this weight: which stage, or which experts, does the call belong to?'],
-    [qr/^a step ends with .* more of device memory/, 'memory',
-        'Each step leaves something behind: what has the function made that nobody frees?'],
-    [qr/hold other bytes of activations than/, 'memory',
+    [qr/a rank holds .* after it, expected/, 'numbers',
+        'The table has what each rank holds before and after the call: which numbers are added too early, '
+        . 'too late, or never?'],
+    [qr/^a step ends with .* more of device memory|leave \d+ B of device memory behind/, 'memory',
+        'Each step or call leaves something behind: what has the function made that nobody frees?'],
+    [qr/holds \d+ B of activations, by/, 'memory',
         'Something that backward keeps is freed too early or too late: what does W need, behind its B?'],
     [qr/bubble|period|makespan/, 'bubble',
         'The order is sound, but ranks wait longer than they must, or less '
@@ -304,7 +308,7 @@ my @advice = (
     [qr/^gradients/, 'gradients',
         'The first step is wrong in this tensor: which elements does your code take '
         . 'from the wrong place, or leave out?'],
-    [qr/^the mean of means does not differ/, 'means',
+    [qr/^the mean of means is off by/, 'means',
         'Is each micro-batch multiplied by its loss_scale[i]? It is 1 / labels of the whole batch.'],
     [qr/^losses of .* with ignored labels: .*/, 'means',
         'With every token a label it is right. Do micro-batches divide by their own labels? A mean of '

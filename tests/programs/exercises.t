@@ -4,7 +4,7 @@
 # empty body fails the first run, and the original passes it.
 # needs: programs build/tests/test_flash_model build/tests/test_transformer build/tests/test_cost
 # needs: build/tests/test_delayed_scaling build/tests/test_moe build/tests/test_zero_in_flight
-# needs: build/tests/test_tensor_parallel
+# needs: build/tests/test_tensor_parallel build/tests/test_sample build/tests/test_sequence_layout
 . "$(dirname "$0")/tap.sh"
 # Seconds: the grader runs each program in a session of its own, which a busy machine serves last.
 limit=1700
@@ -52,10 +52,14 @@ past='Tensor x = run_of(kept->rows, &in);
     op_matmul(run_of(kept->up, &in), x, param_value(&m->params, in.weight[1]), false, true, 0);'
 answer past moe_experts 06_expert_parallel/moe.c \
     "s/&in\);\)\n.*?in\.linear\);/&in);) { $past }/s"
+# Each hop arrives before its rank computes with the chunk before it.
+wait='if \(coming\) comm_wait\(coming\);'
+answer waits ring_attention 04_context_parallel/ring_attention.c \
+    "s/(coming = hop\(.*?;)(.*?)$wait/\$1\n        if (coming) comm_wait(coming);\$2/s"
 run $course grade --from "$work/class" --json "$work/class.json"
-[ $status = 1 ] && grep -q '^0 pass, 12 fail, 0 not done$\|^1 pass, 11 fail, 0 not done$' "$out" &&
+[ $status = 1 ] && grep -q '^0 pass, 13 fail, 0 not done$\|^1 pass, 12 fail, 0 not done$' "$out" &&
     perl -MJSON::PP -e 'local $/; my $all = decode_json(<>);
-        exit(@$all != 12 || grep { !$_->{student} } @$all)' "$work/class.json"
+        exit(@$all != 13 || grep { !$_->{student} } @$all)' "$work/class.json"
 report $? "a class is graded, with exit status and JSON"
 says() {  # says STUDENT WORDS: what stands below the student's line
     awk -v "who=$1," '/^[A-Z]/ { on = index($0, who) } on' "$out" | tr -s '\n ' '  ' | grep -q -e "$2"
@@ -71,6 +75,7 @@ says receives 'both make one call of the two'
 says means 'A mean of means is another number'
 says narrow 'the last one before it is sent'
 says past "does forward call the socket, with each expert's own slot"
+says waits 'waits [0-9.]* ms for hops, expected 0: .* The numbers are right, and nothing hides'
 says full 'A bucket ends with the unit that brings it'
 ! grep -lsa "471[3]" /proc/[0-9]*/cmdline >/dev/null
 report $? "what a submission has left behind is ended"

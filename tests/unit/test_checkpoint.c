@@ -265,7 +265,7 @@ static void optimizer_state_of_another_run_is_refused(void **state) {
     static const struct {
         const char *loaded, *part;
     } cases[] = {
-        {"dtype=bf16 steps=1", "step-000001 already has 1 steps"},
+        {"dtype=bf16 steps=1", "step-000001 already has 1 step: give"},
         {"dtype=bf16 seed=77", "is of a run with --seed 1, and this one has 77"},
         {"dtype=bf16 seq=8", "is of a run with --seq 7, and this one has 8: --seq 7 would fit"},
         {"dtype=f32", "is of a run with --dtype bf16, and this one has f32: --dtype bf16 would fit"},

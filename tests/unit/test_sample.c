@@ -72,7 +72,8 @@ static void expect_same(Model *m, Model *whole, double temperature, const char *
     assert_int_equal(sockets_difference(&sockets, &m->sockets), 0);
     for (int i = 0; i < TOTAL; i++)
         if (text[i] != expected[i])
-            fail_msg("%s: token %d is %d, and by whole windows %d", what, i, text[i], expected[i]);
+            fail_msg("token %d is %d, and by whole windows %d%s%s", i, text[i], expected[i],
+                     *what ? ": " : "", what);
     free(expected);
     free(text);
 }
