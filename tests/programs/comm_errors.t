@@ -227,6 +227,22 @@ if wanted "a reader that pauses"; then
     [ $status = 0 ] && [ ! -s "$err" ] && [ "$(cat "$out")" = 3000 ]
     report $? "a reader that pauses ends nothing: status $status, $(cat "$out") lines"
 fi
+if wanted "a TMPDIR" && unshare -m --propagation private true 2>/dev/null; then
+    mkdir "$work/tmp"
+    none="4 ranks need mpirun: it keeps a folder for each run in $work/tmp.*, and none can be made there"
+    for case in "ro,Read-only file system" "nr_inodes=10,No space left on device"; do
+        run unshare -m --propagation private bash -c \
+            "mount -t tmpfs -o ${case%,*} tmpfs $work/tmp && TMPDIR=$work/tmp $comm --scenario status"
+        one_line $? -G "$none: ${case#*,} (TMPDIR names another place)"
+        report $? "a TMPDIR that cannot be used, ${case%,*}: $(cat "$err")"
+    done
+    TMPDIR=$work/tmp/no/such run "$comm" --scenario status
+    one_line $? -G "$none: No such file or directory"
+    report $? "a TMPDIR that is not there: $(cat "$err")"
+    TMPDIR=$work/tmp/new run "$comm" --scenario header
+    [ $? = 0 ] && [ ! -s "$err" ]
+    report $? "a TMPDIR that Open MPI makes: $(cat "$err")"
+fi
 [ "$only" = "*" ] || finish
 
 PATH=/nonexistent "$comm" >"$out" 2>"$err"
