@@ -423,6 +423,7 @@ int report_verdict(const char *format, ...) {
     put_number(verdict, "failures", report.failures);
     if (report.file_name) {
         char *json = cJSON_Print(report.json);
+        CHECK(json, "out of host memory for --json %s", report.file_name);
         FILE *file = output_open("--json", report.file_name);
         fprintf(file, "%s\n", json);
         output_close(file, "--json", report.file_name);

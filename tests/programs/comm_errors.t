@@ -166,23 +166,25 @@ fi
 # A signal's exit status is not that of a failed check, however it comes: to the launcher alone, to its
 # mpirun as well (Ctrl-C reaches the terminal's whole group), or from a rank that is killed before anybody
 # knows it.
-interrupts() {  # interrupts SIGNAL STATUS
-    wanted "interrupts $1" || return
+interrupts() {  # interrupts SIGNAL STATUS [queued]
+    local how=$3
+    wanted "interrupts ${how:+$how }$1" || return
     # A shell without a terminal has what it starts in the background ignore SIGINT, and nohup SIGHUP.
     perl -e '$SIG{$_} = "DEFAULT" for qw(INT TERM HUP); exec @ARGV' "$comm" --scenario late --timeout 60 \
         >"$out" 2>"$err" &
     launcher=$!
     ranks_of $launcher 4 >/dev/null
     sleep 0.5
-    kill -$1 $launcher
+    env kill ${how:+-q 1} -$1 $launcher  # queued, as some supervisors send it
     wait $launcher
     status=$?
     [ $status = $2 ] && [ ! -s "$err" ]
-    report $? "SIG$1 to the launcher is exit status $2"
+    report $? "SIG$1${how:+, $how,} to the launcher is exit status $2"
 }
 interrupts INT 130
 interrupts TERM 143
 interrupts HUP 129
+interrupts TERM 143 queued
 
 # Under nohup, a terminal that is closed sends SIGHUP to its whole group and ends nothing, even where a
 # library has taken the signal before main; Ctrl-C does.
