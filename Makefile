@@ -31,6 +31,17 @@ TEST_OPT ?= $(if $(SANITIZE),-O0,-O1)
 # SANITIZE=address,undefined builds with sanitizers; choose another BUILD with it.
 SANITIZE ?=
 
+# Where tests cannot be compiled, `make all` and `make tests` install what `make test` does: here, before mpicc
+# is asked and any file is compiled.
+ifneq ($(filter all tests,$(MAKECMDGOALS)),)
+ifeq ($(findstring n,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),)
+ifneq ($(shell $(CC) $(CFLAGS_EXTRA) -E -include cmocka.h -x c /dev/null >/dev/null 2>&1 || \
+    common/install.sh test '$(MAKECMDGOALS)' >&2 || echo failed),)
+$(error the packages that tests need are not installed)
+endif
+endif
+endif
+
 # The OpenMP build of OpenBLAS, on purpose: Debian's default has a thread pool of its own, and two pools
 # that fight for the same cores make everything four to ten times slower.
 MULTIARCH   := $(shell $(CC) -print-multiarch 2>/dev/null || gcc -print-multiarch 2>/dev/null)

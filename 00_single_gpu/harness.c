@@ -220,7 +220,8 @@ static void name_sizes(const Config *config) {
     free(what);
 }
 
-// Trains, proves or counts, as the flags ask. Returns the exit status.
+// Trains, proves or counts, as the flags ask. Returns the exit status. Pictures and traces are finished
+// before the verdict: it is the last line, and who looks for the cause of a FAIL has them.
 static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) {
     if (program->plan) program->plan(mesh, config);
     if (program->trains || (config->no_check && !dry_run))
@@ -228,11 +229,13 @@ static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) 
     if (dry_run) {
         StepCost cost = program_show_dry(config, mesh, program);
         print_cost(config, &cost);
+        timeline_finish(config, mesh.world);
         return report_verdict("one step counted and clocked");
     }
     program_show(config, mesh, program);
     config->save = config->init = config->resume = NULL;  // what else there is to show begins anew
     if (program->more) program->more(mesh, config);
+    timeline_finish(config, mesh.world);
     return report_verdict("%s", program->claim);
 }
 
@@ -286,11 +289,8 @@ int program_main(int argc, char **argv, const Program *own_program) {
     MeshShape shape = layout_shape(&config);
     Mesh mesh = comm_ranks() > 1 || !program->trains ? mesh_new(shape) : mesh_single();
     report_json(config.json);
-    if (program->trains && config.trace) clock_trace_start();
-    if (!program->trains) {
-        timeline_start(&config, mesh.world);
-        mesh_print(&mesh, shape);
-    }
+    timeline_start(&config, mesh.world);
+    if (!program->trains) mesh_print(&mesh, shape);
     config_print(&config);
     if (from)
         say("begins with the weights%s of %s%s", config.resume ? " and the optimizer" : "", from,
@@ -300,8 +300,6 @@ int program_main(int argc, char **argv, const Program *own_program) {
     underflow_warn(&config);
     if (kernel_choice.enabled(&config)) whole.exact = NULL;  // other kernels sum in another order
     int status = run(&config, mesh, program, dry_run);
-    if (program->trains && config.trace) clock_trace_write(config.trace);
-    if (!program->trains) timeline_finish(&config, mesh.world);
     free(from);
     return comm_finish(status);
 }

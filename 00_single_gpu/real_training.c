@@ -210,6 +210,7 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techn
         free(series[i]);
     }
     trainer_free(t);
+    timeline_finish(config, mesh.world);
     if (dry) return report_verdict("%lld step%s counted, none computed", (long long)steps, plural(steps));
     report_number("held-out loss", "before", before, "nats");
     report_number("held-out loss", "after", after, "nats");

@@ -19,11 +19,12 @@
 #include "matrix.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-
-#include "files.h"
+#include <unistd.h>
 
 #ifndef NO_MAIN
 
@@ -104,50 +105,74 @@ static bool prove(const Cell *cell, bool verbose) {
 
 typedef struct Table {
     const char *path;
-    FILE *file;  // on rank 0
-    bool *done;  // (cells)
+    int file;     // on rank 0; else -1
+    off_t whole;  // bytes before the rows of the cell that is at work
+    bool *done;   // (cells)
     int64_t proven, failed;
 } Table;
 
-static void table_row(const Table *t, const Cell *cell, const char *what, const char *why) {
-    if (!t->file) return;
-    fprintf(t->file, "%lld %s %s%s%s\n", (long long)cell->number, what, matrix_text(cell), *why ? ": " : "",
-            why);
-    fflush(t->file);
+// A cell whose rows do not fit takes none of them: a run that goes on begins with it.
+static void table_row(const Table *t, const char *format, ...) PRINTF_LIKE(2, 3);
+static void table_row(const Table *t, const char *format, ...) {
+    char row[1024];
+    va_list arguments;
+    if (t->file < 0) return;
+    va_start(arguments, format);
+    int length = vsnprintf(row, sizeof row, format, arguments);
+    va_end(arguments);
+    ssize_t written = write(t->file, row, (size_t)length);
+    if (written == length) return;
+    const char *why = strerror(written < 0 ? errno : ENOSPC);
+    bool cut = ftruncate(t->file, t->whole) == 0;
+    fatal("--table %s could not be written: %s%s", t->path, why,
+          cut ? "; what it says of earlier cells is whole" : "");
+}
+
+static void table_result(const Table *t, const Cell *cell, const char *what, const char *why) {
+    table_row(t, "%lld %s %s%s\n", (long long)cell->number, what, matrix_text(cell), why);
 }
 
 // What earlier runs have found. A cell that ended two of them has failed; one that a run was broken off in
 // is begun once more.
 static Table table_open(const char *path, int64_t cells) {
-    Table t = {.path = path, .done = calloc((size_t)cells, sizeof *t.done)};
+    Table t = {.path = path, .file = -1, .done = calloc((size_t)cells, sizeof *t.done)};
     CHECK(t.done, "out of host memory for %lld cells", (long long)cells);
     if (!path) return t;
     struct stat status;
     CHECK(stat(path, &status) != 0 || S_ISREG(status.st_mode),
           "--table %s is no file on a disk, where a run that goes on would find its results", path);
     FILE *old = fopen(path, "r");
-    char line[1024], what[16];
+    char line[1024] = "\n", what[16];
     int64_t begun = -1, fatal_cell = -1;
     for (long long number; old && fgets(line, sizeof line, old);) {
         if (sscanf(line, "%lld %15s", &number, what) != 2 || number < 0 || number >= cells) continue;
-        bool begins = !strcmp(what, "begun");
+        bool begins = !strcmp(what, "begun"), proven = !strcmp(what, "proven");
+        if (!begins && !proven && strcmp(what, "failed") != 0) continue;  // cut off
         if (begins && begun == number) fatal_cell = number;
         begun = begins ? number : -1;
         t.done[number] = t.done[number] || !begins;
-        t.proven += !strcmp(what, "proven");
-        t.failed += !strcmp(what, "failed");
+        t.proven += proven;
+        t.failed += !begins && !proven;
     }
     if (old) fclose(old);
     if (fatal_cell >= 0 && !t.done[fatal_cell]) t.done[fatal_cell] = true, t.failed++;
     else fatal_cell = -1;
     comm_wait(comm_barrier(comm_world()));  // all have read it
     if (base_rank() > 0) return t;
-    t.file = fopen(path, "a");
-    CHECK(t.file, "--table %s cannot be written: %s", path, strerror(errno));
+    t.file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    CHECK(t.file >= 0, "--table %s cannot be written: %s", path, strerror(errno));
+    t.whole = lseek(t.file, 0, SEEK_END);
+    if (!strchr(line, '\n')) table_row(&t, "\n");  // a killed run has cut its last row off
     if (fatal_cell < 0) return t;
     Cell cell = matrix_cell(fatal_cell);
-    table_row(&t, &cell, "failed", "it ends the program");
+    table_result(&t, &cell, "failed", ": it ends the program");
     return t;
+}
+
+static void table_close(Table *t) {
+    CHECK(t->file < 0 || close(t->file) == 0, "--table %s could not be written whole: %s", t->path,
+          strerror(errno));
+    free(t->done);
 }
 
 // ---- all cells ----
@@ -212,19 +237,20 @@ static int64_t pairwise(CellList cells, int met_on, uint64_t seed) {
     return chosen;
 }
 
-static void walk(const Cell *cell, int64_t cells, Table *table, bool verbose) {
+static void walk(const Cell *cell, int64_t cells, Table *table, bool verbose, const char *json) {
     for (int64_t i = 0; i < cells; i++) {
         if (table->done[cell[i].number]) continue;
-        if (table->file)
-            fprintf(table->file, "%lld begun\n", (long long)cell[i].number), fflush(table->file);
+        if (table->file >= 0) table->whole = lseek(table->file, 0, SEEK_END);
+        table_row(table, "%lld begun\n", (long long)cell[i].number);
         progress_on_terminal(i + 1, cells, matrix_text(&cell[i]));
         if (verbose) say("%lld: %s", (long long)cell[i].number, matrix_text(&cell[i]));
         bool holds = prove(&cell[i], verbose);
         *(holds ? &table->proven : &table->failed) += 1;
-        table_row(table, &cell[i], holds ? "proven" : "failed", "");
+        table_result(table, &cell[i], holds ? "proven" : "failed", "");
         if (holds) continue;
         say("cell %lld, %s:", (long long)cell[i].number, matrix_text(&cell[i]));
         report_verdict("a cell");  // its sentence; the next cell begins anew
+        report_json(json);
     }
 }
 
@@ -287,7 +313,8 @@ int main(int argc, char **argv) {
         say("%8lld  %s", (long long)cell[i].number, matrix_text(&cell[i]));
     if (list) chosen = 0;
     Table table = table_open(path, matrix_cells());
-    walk(cell, chosen, &table, verbose);
+    walk(cell, chosen, &table, verbose, c.json);
+    table_close(&table);
     report_number("matrix", "cells", (double)all, "");
     report_number("matrix", "proven", (double)table.proven, "");
     report_number("matrix", "refused", (double)(all - cells.count), "");
@@ -296,8 +323,6 @@ int main(int argc, char **argv) {
     int status = report_verdict("%lld combinations on %d rank%s proven, %lld of %lld refused",
                                 (long long)table.proven, comm_ranks(), plural(comm_ranks()),
                                 (long long)(all - cells.count), (long long)all);
-    if (table.file) fclose(table.file);
-    free(table.done);
     free(cell);
     free(refused);
     return comm_finish(status);

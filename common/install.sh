@@ -1,7 +1,7 @@
 #!/bin/sh
-# install.sh run|test: what `make run` or `make test` needs and this machine lacks, it names and installs
-# with apt-get; where it may not, it prints the command and stops. Libraries are looked for by file, so
-# that copies which no package installed count too.
+# install.sh run|test [GOALS]: what `make run` or `make test` needs and this machine lacks, it names and
+# installs with apt-get; where it may not, it prints the command and stops. Libraries are looked for by file,
+# so that copies which no package installed count too. GOALS: what was asked of make, if not one of the two.
 
 needed='' optional=''
 need() { "$2" "$3" >/dev/null 2>&1 || needed="$needed $1"; }  # need PACKAGE by FILE
@@ -44,7 +44,7 @@ if [ "$(id -u)" != 0 ]; then
     elif [ -t 0 ] && program sudo >/dev/null; then as_root='sudo'
     else as_root='none'; fi
 fi
-echo "make $1 needs packages that this machine lacks: $packages"
+echo "make ${2:-$1} needs packages that this machine lacks: $packages"
 if [ "$as_root" != none ] && program apt-get >/dev/null; then
     echo "installing them: $as_root $install"
     get="$as_root env DEBIAN_FRONTEND=noninteractive"  # sudo passes no variables on

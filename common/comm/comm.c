@@ -183,7 +183,7 @@ static void end_with(int dead, const char *what) {
 // of FAIL is no disaster, nobody else would say why. From elsewhere the signal is meant for this rank.
 static void on_terminate(int signal, siginfo_t *info, void *unused) {
     (void)signal, (void)unused;
-    bool meant = info->si_code == SI_USER && info->si_pid != getppid();
+    bool meant = info->si_code <= 0 && info->si_pid != getppid();  // of a process: kill, sigqueue
     end_with(meant ? comm.rank : find_dead(), meant ? " was ended by SIGTERM; all ranks end\n" : DIED);
 }
 

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -72,10 +73,37 @@ static void tune(bool oversubscribed) {
 
 bool control_crowded(void) { return state.crowded; }
 
+// Why mpirun cannot keep the folder of a run with so many ranks, which it would tell in a page; NULL where it
+// can. Where it goes Open MPI takes from these, the first that is set.
+static const char *no_session_folder(int ranks) {
+    static const char *const names[] = {"OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_tmpdir_base", "TMPDIR",
+                                        "TEMP", "TMP"};
+    enum { NAMES = sizeof names / sizeof *names, FILES = 8 };  // files and folders, and one for each rank
+    static char why[1024];
+    const char *place = "/tmp";
+    for (int i = NAMES - 1; i >= 0; i--)
+        if (environment(names[i])) place = environment(names[i]);
+    char *trial = format_text("%s/ultrascale.XXXXXX", place);
+    mkdir(place, 0700);  // as mpirun does
+    struct statvfs disk;
+    int error = mkdtemp(trial) ? 0 : errno;
+    if (!error) rmdir(trial);
+    free(trial);
+    if (!error && statvfs(place, &disk) == 0 && disk.f_files && disk.f_favail < (fsfilcnt_t)(FILES + ranks))
+        error = ENOSPC;
+    snprintf(why, sizeof why,
+             "it keeps a folder for each run in %s, and none can be made there: %s (TMPDIR names another "
+             "place)",
+             place, strerror(error));
+    return error ? why : NULL;
+}
+
 const char *control_launch(int argc, char **argv, int ranks) {
     static char self[4096], number[16];
     ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
     if (length <= 0) return "/proc/self/exe cannot be read";
+    const char *nowhere = no_session_folder(ranks);
+    if (nowhere) return nowhere;
     self[length] = '\0';
     snprintf(number, sizeof number, "%d", ranks);
     const char *const before[] = {

@@ -29,12 +29,14 @@ static volatile pid_t mpirun;
 static bool hung, own_group;
 static char shared[64];  // the run's folder in /dev/shm; "" without one
 
-// From a terminal a signal reaches mpirun as well, unless that has a group of its own; from kill() it
-// reaches us alone.
+// From a terminal a signal reaches mpirun as well, unless that has a group of its own; from another process
+// (kill, sigqueue: codes up to 0) it reaches us alone.
 static void on_end(int signal, siginfo_t *info, void *unused) {
     (void)unused;
+    int error = errno;
     ended_by = signal;
-    if ((own_group || info->si_code == SI_USER) && mpirun > 0) kill(mpirun, signal);
+    if ((own_group || info->si_code <= 0) && mpirun > 0) kill(mpirun, signal);
+    errno = error;
 }
 
 static void on_word(int signal) {
@@ -193,7 +195,7 @@ static int wait_for_end(int words) {
     for (int without = 0, status;;) {
         bool ended = waitpid(mpirun, &status, WNOHANG) == mpirun;
         if (come.fd >= 0 && !pass_on(words)) come.fd = -1;
-        if (ended) return status;
+        if (ended) return mpirun = 0, status;  // its number may soon be another process's
         bool some = has_ranks();
         had = had || some;
         without = had && !some && output_flows() ? without + 1 : 0;

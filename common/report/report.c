@@ -52,11 +52,10 @@ static bool judge(bool holds, const char *format, ...) {
 
 // ---- JSON ----
 
-// cJSON prints 15 digits where it finds them near enough; we want the very number. JSON has no NaN or
-// infinity: they become strings.
+// cJSON prints 15 digits where it finds them near enough; we want the very number. What is not finite is
+// null: JSON has no word for it.
 static cJSON *json_number(double value) {
-    if (isnan(value)) return cJSON_CreateString("NaN");
-    if (isinf(value)) return cJSON_CreateString(value > 0 ? "Infinity" : "-Infinity");
+    if (!isfinite(value)) return cJSON_CreateNull();
     char text[32];
     snprintf(text, sizeof text, "%.17g", value);
     return cJSON_CreateRaw(text);
@@ -424,6 +423,7 @@ int report_verdict(const char *format, ...) {
     put_number(verdict, "failures", report.failures);
     if (report.file_name) {
         char *json = cJSON_Print(report.json);
+        CHECK(json, "out of host memory for --json %s", report.file_name);
         FILE *file = output_open("--json", report.file_name);
         fprintf(file, "%s\n", json);
         output_close(file, "--json", report.file_name);

@@ -80,7 +80,7 @@ int report_verdict(const char *format, ...) PRINTF_LIKE(1, 2);
 void report_note(const char *format, ...) PRINTF_LIKE(1, 2);
 
 // --json: everything the tables showed at full precision. The place is checked at once; it is filled by the
-// functions above and by these, and written by report_verdict.
+// functions above and by these, and written by report_verdict. What is not finite is null there.
 void report_json(const char *file);
 void report_number(const char *group, const char *name, double value, const char *unit);
 void report_series(const char *name, const double *values, int64_t count);

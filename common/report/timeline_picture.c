@@ -124,7 +124,7 @@ char *timeline_text(const Timeline *row, int rows, int width) {
         fprintf(out, "%-10.10s %s\n", ranks ? "all ranks" : row[r].title, shares);
         free(shares);
     }
-    fclose(out);
+    CHECK(fclose(out) == 0, "out of host memory for a time line");
     return text;
 }
 

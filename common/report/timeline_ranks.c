@@ -44,7 +44,7 @@ static void write_trace(const char *file, Group world) {
         FILE *out = open_memstream(&text, &size);
         CHECK(out, "out of host memory for the trace");
         clock_trace_part(out, world.rank, world.size);
-        fclose(out);
+        CHECK(fclose(out) == 0, "out of host memory for the trace");
         int64_t bytes = (int64_t)size;
         free(bring(text, &bytes, world.rank, world));
         free(text);

@@ -1,5 +1,6 @@
 // clock_trace.c: the clock's events in Chrome's trace format:
 // https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -19,6 +20,19 @@ static void write_string(FILE *out, const char *text) {
     putc('"', out);
 }
 
+// What is not finite is null: JSON has no word for it. Rotates over 4 static buffers.
+static const char *number_text(double value, bool microseconds) {
+    static char texts[4][340];  // 1e308 with 6 decimals
+    static unsigned turn;
+    char *text = texts[turn++ % 4];
+    if (!isfinite(value)) return "null";
+    snprintf(text, sizeof *texts, microseconds ? "%.6f" : "%.17g", value);
+    return text;
+}
+
+static const char *time_text(double microseconds) { return number_text(microseconds, true); }
+static const char *figure_text(double figure) { return number_text(figure, false); }
+
 static void name_thread(FILE *out, int pid, int tid, const char *name) {
     fprintf(out,
             ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_name\",\"args\":{\"name\":\"%s\"}}",
@@ -32,20 +46,20 @@ static void write_communication(FILE *out, int pid, const Event *event, bool mod
                                 int64_t id) {
     int tid = 1 + event->line;
     if (model)
-        fprintf(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%.6f,\"dur\":%.6f,\"name\":", pid, tid,
-                ts, end - ts);
+        fprintf(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%s,\"dur\":%s,\"name\":", pid, tid,
+                time_text(ts), time_text(end - ts));
     else
         fprintf(out,
-                ",\n{\"ph\":\"b\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":%d,\"ts\":%.6f,"
+                ",\n{\"ph\":\"b\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":%d,\"ts\":%s,"
                 "\"name\":",
-                (long long)id, pid, tid, ts);
+                (long long)id, pid, tid, time_text(ts));
     write_string(out, event->name);
-    fprintf(out, ",\"args\":{\"bytes\":%.17g}}", event->bytes);
+    fprintf(out, ",\"args\":{\"bytes\":%s}}", figure_text(event->bytes));
     if (model) return;
     fprintf(out,
-            ",\n{\"ph\":\"e\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":%d,\"ts\":%.6f,"
+            ",\n{\"ph\":\"e\",\"cat\":\"communication\",\"id\":%lld,\"pid\":%d,\"tid\":%d,\"ts\":%s,"
             "\"name\":",
-            (long long)id, pid, tid, end);
+            (long long)id, pid, tid, time_text(end));
     write_string(out, event->name);
     putc('}', out);
 }
@@ -81,26 +95,27 @@ static void write_process(FILE *out, int pid, int place, const char *title, bool
         last = event->kind == EVENT_OPERATION ? end : ts;
         if (memcmp(memory, event->memory, sizeof memory)) {
             memcpy(memory, event->memory, sizeof memory);
-            fprintf(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"tid\":0,\"ts\":%.6f,\"name\":\"memory\",\"args\":{",
-                    pid, ts);
+            fprintf(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"tid\":0,\"ts\":%s,\"name\":\"memory\",\"args\":{",
+                    pid, time_text(ts));
             for (int k = 0; k < MEMORY_KINDS; k++)
                 fprintf(out, "%s\"%s\":%lld", k ? "," : "", memory_kind_name((MemoryKind)k),
                         (long long)memory[k]);
             fprintf(out, "}}");
         }
-        fprintf(out, ",\n{\"ph\":\"%c\",\"pid\":%d,\"tid\":0,\"ts\":%.6f", "XBE"[event->kind], pid, ts);
+        fprintf(out, ",\n{\"ph\":\"%c\",\"pid\":%d,\"tid\":0,\"ts\":%s", "XBE"[event->kind], pid,
+                time_text(ts));
         if (event->kind != EVENT_POP) {
             fprintf(out, ",\"name\":");
             write_string(out, event->name);
         }
         if (event->kind == EVENT_OPERATION)
-            fprintf(out, ",\"dur\":%.6f,\"args\":{\"flops\":%.17g,\"bytes\":%.17g}", end - ts, event->flops,
-                    event->bytes);
+            fprintf(out, ",\"dur\":%s,\"args\":{\"flops\":%s,\"bytes\":%s}", time_text(end - ts),
+                    figure_text(event->flops), figure_text(event->bytes));
         fprintf(out, "}");
         depth += event->kind == EVENT_PUSH ? 1 : event->kind == EVENT_POP ? -1 : 0;
     }
     for (; depth > 0; depth--)  // marks still open end with the trace
-        fprintf(out, ",\n{\"ph\":\"E\",\"pid\":%d,\"tid\":0,\"ts\":%.6f}", pid, last);
+        fprintf(out, ",\n{\"ph\":\"E\",\"pid\":%d,\"tid\":0,\"ts\":%s}", pid, time_text(last));
 }
 
 FILE *clock_trace_open(const char *file) {

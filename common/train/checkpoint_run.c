@@ -7,6 +7,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -77,12 +78,28 @@ const char *folder_put_in_place(const char *temporary, const char *final, const 
     return NULL;
 }
 
+// Whether no other run saves there; so it stays until this process ends. Two at once would write into each
+// other's files. Where the file system cannot lock folders nobody is kept apart.
+static bool lock_place(const char *dir) {
+    enum { LOOKS = 30 };  // each of 0.1 s: a run that was just killed is about to leave
+    static int place = -1;
+    if (place >= 0) close(place);
+    place = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    for (int look = 0; look < LOOKS; look++) {
+        if (flock(place, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
+        usleep(100000);
+    }
+    return false;
+}
+
 void checkpoint_check_place(const char *dir) {
     Group world = comm_world();
     char *trial = format_text("%s/.trial", dir);
     if (world.rank == 0) {
         const char *wrong = folder_make(dir);
         CHECK(!wrong, "--save %s: %s", dir, wrong);
+        CHECK(lock_place(dir),
+              "--save %s: another run is saving there: wait for its end, or choose another folder", dir);
         bool made = mkdir(trial, 0777) == 0 || errno == EEXIST;
         CHECK(made, "--save %s: %s", dir, file_fault("create", trial));
     }

@@ -157,6 +157,19 @@ else
     echo "# SKIP folders that ranks do not see alike: no mount namespaces here"
 fi
 
+# Runs that are alike, and save into one folder at once.
+"$train" $shape $run --steps 1000000 --save "$work/both" >"$work/first" 2>&1 </dev/null &
+first=$!
+for i in $(seq 1200); do [ -d "$work/both" ] && ! flock -n "$work/both" true && break; sleep 0.1; done
+refuses "a folder into which a run is saving" \
+    '^train: --save .*/both: another run is saving there: wait for its end, or choose another folder$' \
+    train $shape $run --steps 1000000 --save "$work/both"
+! grep -q '^step' "$out" && kill -0 $first
+report $? "and makes no step, while the first one goes on"
+{ kill -9 $first && wait $first; } 2>/dev/null
+trains $shape $run --steps 2 --save "$work/both" && [ -e "$work/both/step-000002/optimizer.safetensors" ]
+report $? "a run that was killed keeps nobody from saving"
+
 # Rank 1 may write no more, once the first checkpoint is there.
 "$build/../02_zero/zero3" --ranks 2 $shape $run --steps 1000000 --save-every 20 --no-check --save \
     "$work/short" >"$out" 2>"$err" </dev/null &

@@ -166,23 +166,25 @@ fi
 # A signal's exit status is not that of a failed check, however it comes: to the launcher alone, to its
 # mpirun as well (Ctrl-C reaches the terminal's whole group), or from a rank that is killed before anybody
 # knows it.
-interrupts() {  # interrupts SIGNAL STATUS
-    wanted "interrupts $1" || return
+interrupts() {  # interrupts SIGNAL STATUS [queued]
+    local how=$3
+    wanted "interrupts ${how:+$how }$1" || return
     # A shell without a terminal has what it starts in the background ignore SIGINT, and nohup SIGHUP.
     perl -e '$SIG{$_} = "DEFAULT" for qw(INT TERM HUP); exec @ARGV' "$comm" --scenario late --timeout 60 \
         >"$out" 2>"$err" &
     launcher=$!
     ranks_of $launcher 4 >/dev/null
     sleep 0.5
-    kill -$1 $launcher
+    env kill ${how:+-q 1} -$1 $launcher  # queued, as some supervisors send it
     wait $launcher
     status=$?
     [ $status = $2 ] && [ ! -s "$err" ]
-    report $? "SIG$1 to the launcher is exit status $2"
+    report $? "SIG$1${how:+, $how,} to the launcher is exit status $2"
 }
 interrupts INT 130
 interrupts TERM 143
 interrupts HUP 129
+interrupts TERM 143 queued
 
 # Under nohup, a terminal that is closed sends SIGHUP to its whole group and ends nothing, even where a
 # library has taken the signal before main; Ctrl-C does.
@@ -226,6 +228,22 @@ if wanted "a reader that pauses"; then
     status=${PIPESTATUS[0]}
     [ $status = 0 ] && [ ! -s "$err" ] && [ "$(cat "$out")" = 3000 ]
     report $? "a reader that pauses ends nothing: status $status, $(cat "$out") lines"
+fi
+if wanted "a TMPDIR" && unshare -m --propagation private true 2>/dev/null; then
+    mkdir "$work/tmp"
+    none="4 ranks need mpirun: it keeps a folder for each run in $work/tmp.*, and none can be made there"
+    for case in "ro,Read-only file system" "nr_inodes=10,No space left on device"; do
+        run unshare -m --propagation private bash -c \
+            "mount -t tmpfs -o ${case%,*} tmpfs $work/tmp && TMPDIR=$work/tmp $comm --scenario status"
+        one_line $? -G "$none: ${case#*,} (TMPDIR names another place)"
+        report $? "a TMPDIR that cannot be used, ${case%,*}: $(cat "$err")"
+    done
+    TMPDIR=$work/tmp/no/such run "$comm" --scenario status
+    one_line $? -G "$none: No such file or directory"
+    report $? "a TMPDIR that is not there: $(cat "$err")"
+    TMPDIR=$work/tmp/new run "$comm" --scenario header
+    [ $? = 0 ] && [ ! -s "$err" ]
+    report $? "a TMPDIR that Open MPI makes: $(cat "$err")"
 fi
 [ "$only" = "*" ] || finish
 

@@ -29,11 +29,37 @@ if wanted "parts: a cell that ended the program twice has failed"; then
         '^FAIL matrix: 1 cells fail' "$out"
     report $? "parts: a cell that ended the program twice has failed"
 fi
+if wanted "parts: a row that was cut off" && [ -e "$work/whole" ]; then
+    number=$(sed -n 's/ proven .*//p' "$work/whole" | head -n 1)
+    { cat "$work/whole"; printf '%s fail' "$number"; } >"$work/cut"
+    run "$build/matrix" --ranks 2 --part 2/250 --table "$work/cut" && [ "$(sed -n '$p' "$work/cut")" = \
+        "$number fail" ] && ! grep -q ' failed ' "$work/cut"
+    report $? "parts: a row that was cut off says nothing of its cell"
+fi
+# on_full_disk BYTES COMMAND…: with so many bytes left for $work/full/table, whose last row it shows then.
+on_full_disk() { run unshare -m --propagation private bash -c '
+    table=$1/table && mount -t tmpfs -o size=8k tmpfs "$1" && yes "" | head -c $((8192 - $2)) >"$table" &&
+        shift 2 && "$@"; status=$?; tail -n 1 "$table" | cat -A; exit $status' - "$work/full" "$@"; }
+if wanted "a full disk" && unshare -m --propagation private true 2>/dev/null; then
+    mkdir "$work/full"
+    for left in 5 20; do  # the first row of a cell, or its second, does not fit
+        on_full_disk $left "$build/matrix" --ranks 2 --part 2/250 --table "$work/full/table"
+        one_line $status -F "--table $work/full/table could not be written: No space left on device" &&
+            [ "$(tail -n 1 "$out")" = '$' ]
+        report $? "a full disk, $left bytes left: one sentence, and no row of a cell without its result"
+    done
+    mkdir "$work/build" && ln -s "$PWD/$build" "$work/build/" && ln -s "$work/full" "$work/build/matrix"
+    BUILD=$work/build on_full_disk 0 tests/matrix 1/5000
+    [ $status = 2 ] && [ -s "$err" ] && ! grep -qv '/matrix/.*: No space left on device' "$err" &&
+        ! grep -q 'proven .*failed' "$out"
+    report $? "a full disk: tests/matrix ends with a sentence for each file, and without its table"
+fi
 refused "--part 0/3: which of how many" matrix --ranks 2 --part 0/3
 refused "--part 1/3x: which of how many" matrix --ranks 2 --part 1/3x
 refused "--cell says which cells, and nothing reads --part then" matrix --cell 3 --part 1/3
 refused "--part says which cells, and nothing reads --met-on then" matrix --part 1/3 --met-on 8
 refused "--table /dev/null is no file on a disk" matrix --ranks 2 --cell 2 --table /dev/null
+refused "--table /dev/full is no file on a disk" matrix --ranks 2 --cell 2 --table /dev/full
 refused "--list proves no cell, and --table tells of those that are" matrix --list --table "$work/list"
 refused "--machine is not one of matrix's flags" matrix --list --machine h200
 refused "--trace is not one of matrix's flags" matrix --list --trace "$work/trace"

@@ -138,6 +138,13 @@ all_tests() {
         [ "$(grep -c '^ok' "$out")" = "$(sed -n 's/^1\.\.//p' "$out")" ]
 }
 
+# is_json FILE…: each is JSON to a strict reader, to whom NaN and Infinity are none.
+is_json() {
+    python3 -c 'import json, sys
+def refuse(word): raise ValueError(word)
+for name in sys.argv[1:]: json.load(open(name), parse_constant=refuse)' "$@" 2>>"$err"
+}
+
 # For tests of CUDA on the CPU.
 needs_fibers() {
     echo '#include <boost/context/detail/fcontext.hpp>' | g++ -fsyntax-only -x c++ - 2>/dev/null && return

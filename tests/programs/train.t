@@ -46,8 +46,13 @@ series() { sed -n '/"loss"/,/]/p' "$1"; }
 [ -n "$(series "$work/a.json")" ] && [ "$(series "$work/a.json")" = "$(series "$work/b.json")" ]
 report $? "the same seed gives the same losses to the last digit"
 OMP_NUM_THREADS=1 run "$train" $small --steps 6 --trace "$work/trace.json" &&
-    grep -q '"rmsnorm_forward"' "$work/trace.json"
+    grep -q '"rmsnorm_forward"' "$work/trace.json" && is_json "$work/trace.json"
 report $? "writes a trace"
+# Held-out losses of steps that took none are no numbers.
+grep -q 'null' "$work/a.json" && is_json "$work/a.json"
+report $? "writes JSON that any reader takes"
+run "$train" $small --steps 1 --trace /dev/stdout && tail -n 1 "$out" | grep -q '^PASS train'
+report $? "the verdict is the last line, also behind a trace"
 
 refuses "a rate that explodes is named by step and tensor" 'step [0-9]+: .*(nan|inf).* first bad tensor' \
     train $small --steps 20 \

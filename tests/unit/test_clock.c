@@ -1,5 +1,6 @@
 // What a run counts, the model clock to the last digit, and the trace file.
 #include <cjson/cJSON.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -313,6 +314,27 @@ static void the_trace_has_exact_model_times_and_memory_by_kind(void **context) {
     cJSON_Delete(trace);
 }
 
+// The last test: the model clock never comes back from there.
+static void the_trace_says_null_of_what_is_not_finite(void **context) {
+    (void)context;
+    clock_trace_start();
+    operate("endless", F32, INFINITY, NAN);
+    cJSON *trace = traced();
+    const cJSON *event;
+    int seen = 0;
+    cJSON_ArrayForEach(event, cJSON_GetObjectItemCaseSensitive(trace, "traceEvents")) {
+        if (strcmp(text_of(event, "name"), "endless") != 0) continue;
+        const cJSON *figures = cJSON_GetObjectItemCaseSensitive(event, "args");
+        assert_true(cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(figures, "flops")));
+        assert_true(cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(figures, "bytes")));
+        if (number_of(event, "pid") == 1)
+            assert_true(cJSON_IsNull(cJSON_GetObjectItemCaseSensitive(event, "dur")));
+        seen++;
+    }
+    assert_int_equal(seen, 2);
+    cJSON_Delete(trace);
+}
+
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
@@ -327,6 +349,7 @@ int main(int argc, char **argv) {
         cmocka_unit_test_setup(a_reset_inside_a_mark_counts_from_there, start_again),
         cmocka_unit_test_setup(the_trace_nests_marks_and_operations_on_both_clocks, start_again),
         cmocka_unit_test_setup(the_trace_has_exact_model_times_and_memory_by_kind, start_again),
+        cmocka_unit_test_setup(the_trace_says_null_of_what_is_not_finite, start_again),
     };
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
