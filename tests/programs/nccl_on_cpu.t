@@ -11,7 +11,7 @@ needs_fibers
 nccl=build-nccl-on-cpu build=build-nccl-on-cpu/01_data_parallel
 builds OPS=cuda-on-cpu COMM=nccl BUILD=$nccl OBJECTS=build \
     $nccl/{tests/test_{comm,comm_requests,comm_clock,lines,streams,waits},corpus.txt} \
-    $build/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed}
+    $build/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed} $nccl/02_zero/zero_r
 
 # A rank that is lost where nobody looks: it has given its notice, and the other is inside NCCL.
 for lost in KILL STOP; do
@@ -26,6 +26,8 @@ if wanted stops; then
     [ $status != 0 ] && [ $status != 124 ] && head -n 1 "$err" | grep -q 'the ranks have not left MPI in 21 s'
     report $? "stops: $(head -n 1 "$err")"
 fi
+small="--layers 1 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13 --steps 1"
+passes "zero_r over NCCL, whose calls have no common order of sums" ../02_zero/zero_r --ranks 4 $small --dtype f32
 [ $# = 0 ] || [ $count = 0 ] || finish
 
 programs="test_comm test_comm_requests test_comm_clock test_lines"
@@ -57,7 +59,6 @@ for program in test_comm test_comm_requests; do
     all_tests $nccl/tests/$program --ranks 3 --types 3 --timeout 20 --trust-calls
     report $? "every test of $program with trusted calls over NCCL"
 done
-small="--layers 1 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13 --steps 1"
 passes "collectives: every call holds its promise" collectives --sleep 0
 grep -q 'ranks on .*, NCCL 2\..* test mode: ranks share GPUs' "$out"
 report $? "and the header tells of the test mode"
