@@ -31,8 +31,8 @@ TEST_OPT ?= $(if $(SANITIZE),-O0,-O1)
 # SANITIZE=address,undefined builds with sanitizers; choose another BUILD with it.
 SANITIZE ?=
 
-# Where tests cannot be compiled, `make all` and `make tests` install what `make test` does: here, before mpicc
-# is asked and any file is compiled.
+# Where tests cannot be compiled, `make all` and `make tests` install what `make test` does: here, before
+# mpicc is asked and any file is compiled.
 ifneq ($(filter all tests,$(MAKECMDGOALS)),)
 ifeq ($(findstring n,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),)
 ifneq ($(shell $(CC) $(CFLAGS_EXTRA) -E -include cmocka.h -x c /dev/null >/dev/null 2>&1 || \

@@ -120,6 +120,7 @@ static void table_row(const Table *t, const char *format, ...) {
     va_start(arguments, format);
     int length = vsnprintf(row, sizeof row, format, arguments);
     va_end(arguments);
+    CHECK(length < (int)sizeof row, "a row of --table has %d letters", length);
     ssize_t written = write(t->file, row, (size_t)length);
     if (written == length) return;
     const char *why = strerror(written < 0 ? errno : ENOSPC);

@@ -1,7 +1,7 @@
 #!/bin/sh
 # install.sh run|test [GOALS]: what `make run` or `make test` needs and this machine lacks, it names and
-# installs with apt-get; where it may not, it prints the command and stops. Libraries are looked for by file,
-# so that copies which no package installed count too. GOALS: what was asked of make, if not one of the two.
+# installs with apt-get; where it may not, it prints the command and stops. Libraries are looked for by
+# file, so that copies which no package installed count too. GOALS: what make was asked for, if not that.
 
 needed='' optional=''
 need() { "$2" "$3" >/dev/null 2>&1 || needed="$needed $1"; }  # need PACKAGE by FILE

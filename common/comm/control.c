@@ -73,8 +73,8 @@ static void tune(bool oversubscribed) {
 
 bool control_crowded(void) { return state.crowded; }
 
-// Why mpirun cannot keep the folder of a run with so many ranks, which it would tell in a page; NULL where it
-// can. Where it goes Open MPI takes from these, the first that is set.
+// Why mpirun cannot keep the folder of a run with so many ranks, which it would tell in a page; NULL where
+// it can. The folder lies where the first of these says that is set.
 static const char *no_session_folder(int ranks) {
     static const char *const names[] = {"OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_tmpdir_base", "TMPDIR",
                                         "TEMP", "TMP"};

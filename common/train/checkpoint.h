@@ -108,9 +108,9 @@ typedef struct Progress {  // where a run stands
 // optimizer may be NULL: weights alone.
 void checkpoint_save(const char *dir, const Config *config, const Params *params,
                      const Optimizer *optimizer, Progress progress);
-// At the start of a run that will save, on all ranks: makes DIR, and keeps other runs from saving there until
-// this one ends. Fatal, naming --save, where no checkpoint can be made in it, another run is saving there, or
-// a rank on another host does not see what is.
+// At the start of a run that will save, on all ranks: makes DIR, and keeps other runs from saving there
+// until this one ends. Fatal, naming --save, where no checkpoint can be made in it, another run is saving
+// there, or a rank on another host does not see what is.
 void checkpoint_check_place(const char *dir);
 // Whose a run's checkpoints are, from what makes its course (checkpoint_run.c). Never 0.
 uint64_t checkpoint_identity(const Config *config, Progress progress);

@@ -231,7 +231,7 @@ if wanted "a reader that pauses"; then
 fi
 if wanted "a TMPDIR" && unshare -m --propagation private true 2>/dev/null; then
     mkdir "$work/tmp"
-    none="4 ranks need mpirun: it keeps a folder for each run in $work/tmp.*, and none can be made there"
+    none="[34] ranks need mpirun: it keeps a folder for each run in $work/tmp.*, and none can be made there"
     for case in "ro,Read-only file system" "nr_inodes=10,No space left on device"; do
         run unshare -m --propagation private bash -c \
             "mount -t tmpfs -o ${case%,*} tmpfs $work/tmp && TMPDIR=$work/tmp $comm --scenario status"

@@ -33,7 +33,8 @@ makes() {  # makes GOALS…: where no compiler and no perl is installed
 }
 for goal in all tests; do
     makes $goal
-    [ "$(sed 's/^noninteractive: //; s/ .*//' "$work/told" | uniq | tr '\n' ' ')" = 'update install compiles ' ] &&
+    [ "$(sed 's/^noninteractive: //; s/ .*//' "$work/told" | uniq | tr '\n' ' ')" = \
+        'update install compiles ' ] &&
         grep -q ' install .* perl' "$work/told" && grep -q "^make $goal needs packages" "$err"
     report $? "make $goal installs what tests need, once, before it compiles anything"
 done

@@ -59,8 +59,10 @@ report $? "zero1 takes each of the flags that it lists"
 # At this rate what N ranks sum in another order ends far from one device.
 red=(--ranks 2 --layers 1 --steps 8 --lr 1000 --clip 0 --optimizer sgd)
 if wanted "a FAIL leaves"; then
-    run "$naive" "${red[@]}" --trace "$work/t.json" --json "$work/j.json" --timeline-svg "$work/t.svg" --timeline
-    [ $status = 1 ] && tail -n 1 "$out" | grep -q '^FAIL ddp_naive: ' && grep -q '^all ranks .* ms$' "$out" &&
+    run "$naive" "${red[@]}" --trace "$work/t.json" --json "$work/j.json" --timeline \
+        --timeline-svg "$work/t.svg"
+    [ $status = 1 ] && tail -n 1 "$out" | grep -q '^FAIL ddp_naive: ' &&
+        grep -q '^all ranks .* ms$' "$out" &&
         is_json "$work/t.json" "$work/j.json" && grep -q '"rank 1, model clock' "$work/t.json" &&
         [ "$(tail -n 1 "$work/t.svg")" = '</svg>' ]
     report $? "a FAIL leaves trace, JSON and picture whole, and stays the last line"

@@ -17,6 +17,7 @@ said=$?
 counts="$passed passed, $failed failed" listed=$(tr '\n' '|' <"$failures")
 failed=0  # tap.sh's own
 report $said "the log says why a test is red"
-[ "$counts" = '3 passed, 2 failed' ] && [[ $listed == 'not ok 2 - two|'*red.t*'(Wstat: '*short.t*'(Wstat: '* ]]
+[ "$counts" = '3 passed, 2 failed' ] &&
+    [[ $listed == 'not ok 2 - two|'*red.t*'(Wstat: '*short.t*'(Wstat: '* ]]
 report $? "a program that ran fewer tests than it planned is one more failure: $counts"
 finish
