@@ -134,8 +134,9 @@ static double worst_gradient(const Record *run, const Record *baseline) {
 }
 
 static void print_row(const Config *whole, int64_t parts, const Record *record, const Record *baseline) {
-    say("  %2ld x %2ld samples %25s %24.1e", parts, whole->micro_batch / parts,
-        bytes_text((double)record->kept_bytes), worst_gradient(record, baseline));
+    say("  %2ld x %2ld sample%-1s %25s %24.1e", parts, whole->micro_batch / parts,
+        plural(whole->micro_batch / parts), bytes_text((double)record->kept_bytes),
+        worst_gradient(record, baseline));
 }
 
 static void compare_parts(const Config *config, bool masked) {

@@ -233,7 +233,7 @@ my @advice = (
     [qr/^held to W of zb|^held to W of .*split/, 'memory',
         'Another number of micro-batches is between F and W than the formula says: how far behind its B '
         . 'does W run?'],
-    [qr/^held to/, 'memory',
+    [qr/^held to|holds \d+ passes between F and B/, 'memory',
         'Another number of micro-batches is between F and backward than the formula says: '
         . 'how far ahead do forwards run?'],
     [qr/^it was stopped/, 'hang', 'No rank waits for another: a loop does not end.'],
