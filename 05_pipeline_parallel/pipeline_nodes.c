@@ -24,8 +24,7 @@ typedef struct Way {
 
 // A step of 16 layers of Llama 3 8B.
 static double step_of(const Way *way, bool tensor, int degree) {
-    Config c = config_default(
-        "layers=16 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=256 seq=4096 micro-batch=1 dtype=bf16");
+    Config c = config_of_model("llama-3-8b", "layers=16 vocab=256 seq=4096 micro-batch=1 dtype=bf16");
     MeshShape shape = {.dp = GPUS / degree, .pp = tensor ? 1 : degree, .tp = tensor ? degree : 1};
     c.grad_acc = way->micro_batches;
     c.dp = shape.dp, c.pp = shape.pp, c.tp = shape.tp;

@@ -43,10 +43,8 @@ static Exposed drawn(Mesh mesh, const Config *c, Techniques techniques, const ch
 }
 
 static Config deepseek(const Config *config, Mesh mesh) {
-    Config c = config_default(
-        "hidden=7168 heads=128 kv-heads=8 head-size=128 ffn=18432 vocab=1024 seq=4096 dtype=bf16 "
-        "layers=2 grad-acc=32 micro-batch=1 experts=256 top-k=8 expert-ffn=2048 shared-experts=1 "
-        "moe=deepseek expert-groups=8 groups-kept=4 routed-scale=2.5 steps=2");
+    Config c = config_of_model(
+        "deepseek-v3", "layers=2 vocab=1024 seq=4096 dtype=bf16 grad-acc=32 micro-batch=1 steps=2");
     c.ep = mesh.ep.size, c.dp = mesh.dp.size, c.pp = mesh.pp.size;
     c.layers *= c.pp;
     config_set(&c, "zero", 0);

@@ -47,9 +47,7 @@ enum { METHODS = sizeof methods / sizeof *methods };
 // Llama 3 8B, 8 sequences in a step, one in a micro-batch. Without recomputation scores are stored; with it
 // attention goes tile by tile, as flash attention does, and so it always does with context parallelism.
 static Config model_of(const Method *method, int64_t seq, int recompute, bool tiles) {
-    Config c = config_default(
-        "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256 dtype=bf16 "
-        "micro-batch=1 steps=3");
+    Config c = config_of_model("llama-3-8b", "dtype=bf16 micro-batch=1 steps=3");
     c.seq = seq;
     c.recompute = recompute;
     c.dp = method->dp, c.pp = method->pp, c.cp = method->cp, c.tp = method->tp,
