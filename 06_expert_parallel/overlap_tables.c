@@ -43,8 +43,8 @@ static Exposed drawn(Mesh mesh, const Config *c, Techniques techniques, const ch
 }
 
 static Config deepseek(const Config *config, Mesh mesh) {
-    Config c = config_of_model(
-        "deepseek-v3", "layers=2 vocab=1024 seq=4096 dtype=bf16 grad-acc=32 micro-batch=1 steps=2");
+    Config c = config_of_model("deepseek-v3",
+                               "layers=2 vocab=1024 seq=4096 dtype=bf16 grad-acc=32 micro-batch=1 steps=2");
     c.ep = mesh.ep.size, c.dp = mesh.dp.size, c.pp = mesh.pp.size;
     c.layers *= c.pp;
     config_set(&c, "zero", 0);

@@ -200,8 +200,8 @@ static void check_comparison(double tokens[2][2], double micros[2][2], double me
     if (messages <= 0.5)
         report_that(micros[1][1] < micros[1][0] / 2, "8 times as many micro-batches hide less than half");
     else
-        say("  (A stage's messages take %.2g times as long as what it computes. More micro-batches hide the\n"
-            "  bubble, not these: the share is held to fall, but not to a half.)",
+        say("  (A stage's messages take %.2g times as long as what it computes. More micro-batches hide\n"
+            "  the bubble, not these: the share is held to fall, but not to a half.)",
             messages);
 }
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # train_5d.t [PATTERN]: all techniques at once: the step of one device and the plan, on dense models and on
-# experts; nothing that was typed is ignored; each method alone on a slow network; killed at a random step on
-# a random layout, and resumed on another. SEED=7 draws others. TAP. A pattern chooses among the tests' names.
+# experts; nothing that was typed is ignored; each method alone on a slow network; killed at a random step
+# on a random layout, and resumed on another. SEED=7 draws others. TAP. A pattern chooses among the names.
 # needs: build/08_mixed_precision/train_5d build/08_mixed_precision/five_d_methods
 [ ! -w /dev/shm ] || export TMPDIR=/dev/shm
 . "$(dirname "$0")/tap.sh"
