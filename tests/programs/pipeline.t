@@ -56,13 +56,19 @@ fi
 # From one node to two, a pipeline loses less of its throughput per GPU than tensor parallelism: in the
 # page's figures.
 across='^From one node|GPUs, ms|^  (pp|tp), m|the bubble alone'
+small="--ranks 16 --layers 16 --steps 1 --hidden 8 --heads 2 --kv-heads 1 --ffn 8 --seq 4 --micro-batch 1"
 if wanted "from one node to two"; then
-    run "$build/one_f_one_b" --ranks 16 --layers 16 --steps 1 --hidden 8 --heads 2 --kv-heads 1 --ffn 8 \
-        --seq 4 --micro-batch 1 && grep -q '^PASS' "$out" &&
+    run "$build/one_f_one_b" $small && grep -q '^PASS' "$out" &&
         [ "$(grep -E "$across" "$out")" = \
             "$(sed -n 's/^    //p' 05_pipeline_parallel/README.md | grep -E "$across")" ] &&
         [ "$(grep -cE "$across" "$out")" = 5 ]
     report $? "from one node to two"
+fi
+if wanted "from one node to two, on a slow network"; then
+    run "$build/one_f_one_b" $small --network-efficiency 0.05 && grep -q '^PASS' "$out" &&
+        grep -q '^  tp, m = 4  *759.407' "$out" &&
+        grep -q '^  (a message across nodes takes 13.431 ms, longer than F: the pipeline waits' "$out"
+    report $? "from one node to two, on a slow network"
 fi
 
 exactly "afab, p 1" afab --ranks 1 --grad-acc 3 $quick
