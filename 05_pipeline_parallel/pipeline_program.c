@@ -15,8 +15,7 @@
 
 // Llama 3 8B's layers, one a stage of `stages`, and no vocabulary to speak of: equal stages.
 static Config layers_of_8b(const Config *config, int stages, int micro_batches) {
-    Config c = config_default(
-        "hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=256 seq=4096 micro-batch=1 dtype=bf16");
+    Config c = config_of_model("llama-3-8b", "vocab=256 seq=4096 micro-batch=1 dtype=bf16");
     c.layers = stages;
     c.grad_acc = micro_batches;
     c.pp = config->pp;

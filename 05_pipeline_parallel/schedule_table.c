@@ -52,6 +52,13 @@ double schedule_period_formula(ScheduleKind kind, const ScheduleWish *wish) {
     return kind == ZB_V ? (p - 1) * (B - W) : step;
 }
 
+double schedule_least_bubble(const ScheduleWish *wish) {
+    Durations d = wish->durations;
+    double p = wish->ranks, limit = wish->limit ? wish->limit : p;
+    double first = (p - 1) * (d.F + d.B + 2 * d.hop) - (fmin(limit, wish->micro_batches) - 1) * d.F;
+    return fmax((p - 1) * (d.F + d.hop), first);
+}
+
 // W is never far behind its B.
 static HeldFormula as_b(double held) { return (HeldFormula){held, held}; }
 
@@ -146,13 +153,18 @@ static void table_row(ScheduleKind kind, const ScheduleWish *wish) {
     bool order = schedule_message_order(&s, QUEUE_PAIR_AND_KIND, &fault);
     report_that(order, "%s, p = %d, m = %d: %s", s.name, s.ranks, s.micro_batches, fault.sentence);
     bool one_queue = schedule_message_order(&s, QUEUE_PAIR, &fault);
+    char verdict[16] = "";
+    if (!isnan(bubble)) snprintf(verdict, sizeof verdict, exact ? "exact" : "FAIL");
+    if (kind == ZB_AUTO) {
+        double least = schedule_least_bubble(wish);
+        report_that(t.bubble >= least - rounding,
+                    "bubble of %s, p = %d, m = %d: %.15g, where none is below %.15g", s.name, s.ranks,
+                    s.micro_batches, t.bubble, least);
+        snprintf(verdict, sizeof verdict, ">= %.4g", least);
+    }
     say("%-18s %8.5g %6.1f%% %8.5g  %-7s %9.5g %9.5g %7.4g %8d  %s", s.name, t.bubble,
-        100 * t.bubble / (t.makespan - t.bubble), t.period_bubble,
-        isnan(bubble) ? ""
-        : exact       ? "exact"
-                      : "FAIL",
-        most.held_to_b, most.held_to_w, most.weights, most.activations + most.gradients,
-        one_queue ? "any" : "by kind");
+        100 * t.bubble / (t.makespan - t.bubble), t.period_bubble, verdict, most.held_to_b, most.held_to_w,
+        most.weights, most.activations + most.gradients, one_queue ? "any" : "by kind");
     char *group = format_text("p=%d m=%d %s", s.ranks, s.micro_batches, s.name);
     report_number(group, "bubble", t.bubble, "");
     report_number(group, "period_bubble", t.period_bubble, "");

@@ -18,8 +18,13 @@
 //     rank 3  |.........F0-B0-F1-B1-F2-B2-F3-B3-F4-W0-B4-F5-W1-B5-F6-B6-W2-W3-W4-W5-W6-
 //
 // Held: at most `limit` micro-batches from F to W. Bubble: never more than that of ZB-H1 or ZB-H2 where
-// they fit, less with a hop, with B or W much longer than F, or with memory in between. In training every
-// pass counts as 1 and the limit is p (pipeline_wish): give times to `schedule` instead.
+// they fit, less with a hop, with B or W much longer than F, or with memory in between. How little it could
+// be in any order: the last rank waits for p - 1 forwards and hops. Rank 0 waits for its first gradient
+// until p F + (p - 1) B + 2 (p - 1) hops are over, and has no more than `limit` F to do before it:
+//
+//     bubble  >=  max((p - 1) (F + hop),  (p - 1) (F + B + 2 hop) - (limit - 1) F)
+//
+// In training every pass counts as 1 and the limit is p (pipeline_wish): give times to `schedule` instead.
 // Run: build/05_pipeline_parallel/schedule --schedule zb_auto --micro-batches 7 --memory-limit 5
 #include <math.h>
 #include <stdlib.h>

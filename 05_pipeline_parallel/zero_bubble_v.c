@@ -13,7 +13,7 @@
 //     rank 3  |......F0f0F1f1F2f2F3f3b0w0F4B0W0f4b1w1F5B1W1f5b2w2F6B2W2f6b3w3B3b4B4b5B5b6B6W3w4w5w6W4W5W6
 //
 // Bubble: (p - 1) B / 2, as a period (p - 1) (B - W), for m >= 2p - 1 and W <= F <= B <= min(3F / 2, 2W):
-// zero if F = B = W alone, and only as a period.
+// zero if F = B = W alone, and only as a period. Why, stands above schedule_zero_bubble_v.
 // Held from F to W, in micro-batches of two stages: p; for m < 2p - 1 min(m, p, (m + 1 + r) / 2).
 // Messages: twice 1F1B's, but none at the turn.
 // Run: build/05_pipeline_parallel/schedule --schedule zb_v --stages 4 --micro-batches 7
@@ -74,6 +74,17 @@ static void fill_list(Rank *r, int p, int m) {
     while (r->next[DOWN][PASS_W] < m) next(r, PASS_W, DOWN);
 }
 
+// What it costs. F, B and W are of two stages, as rank r has them: one pass takes a half.
+//
+//     held     Before its first B' a rank has 2 (p - r) - 1 + 2 r + 1 = 2p forwards: p micro-batches. From
+//              then on a B and its W make room for each F.
+//     bubble   The first micro-batch is through its 2p stages at p F, and its gradient is on rank r at
+//              p F + r B / 2, where rank r has computed for p F. So the last rank waits (p - 1) B / 2 there,
+//              and at no other time: as all ranks compute for equally long, this is the bubble.
+//     period   The last B of the down chunk begins on rank 0 (p - 1) B / 2 later than on the last rank.
+//              Behind it rank 0 has one W, and the last rank 2p - 1 of them, each of W / 2. So rank 0 ends
+//              (p - 1) (W - B / 2) before the last rank, and may begin the next step; it has lost
+//              (p - 1) B / 2 - (p - 1) (W - B / 2) = (p - 1) (B - W).
 Schedule schedule_zero_bubble_v(int p, int m) {
     Schedule s = schedule_new("zb_v", p, m, 2 * p, 1);
     for (int r = 0; r < p; r++) s.place[r] = s.place[2 * p - 1 - r] = r;

@@ -112,9 +112,8 @@ static BlockSends block_sends(Mesh mesh, Config c) {
 static void mixtral_block(Mesh mesh, const Config *config) {
     int ep = mesh.ep.size;
     if (ep == 1 || 8 % ep) return;
-    Config c = config_default(
-        "layers=1 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=32000 seq=4096 dtype=bf16 micro-batch=1 "
-        "grad-acc=1 steps=2 experts=8 top-k=2");
+    Config c =
+        config_of_model("mixtral-8x7b", "layers=1 seq=4096 dtype=bf16 micro-batch=1 grad-acc=1 steps=2");
     config_set(&c, "zero", 0);
     c.ep = ep;
     c.dp = mesh.dp.size;

@@ -312,7 +312,7 @@ static void price(Price *p, const Model *m, const void *context) {
     double rows = all ? each * n * k * (2 * h + 3 * f) * p->blocks : (double)moe->most_held;
     keep(p->end, &p->end_rows, "rows, gate, up, act, out of experts", rows, m);
     p->peak_counted = true;
-    p->peak_by_data = !all;  // expert_tables.c has it from the ledger
+    p->peak_by_data |= !all;  // expert_tables.c has it from the ledger
     // Which units meet, a dry run knows.
     if (p->gradients >= 0) p->gradients_at_work = NAN;
     if (p->values >= 0) p->values_at_work = NAN;

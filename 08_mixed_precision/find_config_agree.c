@@ -55,9 +55,8 @@ enum { ROWS = sizeof rows / sizeof *rows };
 
 // 16 layers of Llama 3 8B.
 static Config config_of(const Row *r) {
-    Goal goal = {
-        .model = config_default("layers=16 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=32000 seq=4096 "
-                                "dtype=bf16 optimizer=adamw")};
+    Goal goal = {.model = config_of_model("llama-3-8b",
+                                          "layers=16 vocab=32000 seq=4096 dtype=bf16 optimizer=adamw")};
     Found f = {.tp = r->tp,
                .cp = r->cp,
                .pp = r->pp,

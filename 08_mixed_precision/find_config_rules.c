@@ -37,20 +37,18 @@ static bool pairs(const Found *f) { return data_alone(f) && f->micro_batch == 2;
 
 // ---- examples ----
 
-#define LLAMA_8B     "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=128256"
-#define LLAMA_70B    "layers=80 hidden=8192 heads=64 kv-heads=8 ffn=28672 vocab=128256"
-#define MHA_80B      "layers=80 hidden=8192 heads=64 kv-heads=64 ffn=28672 vocab=131072"
-#define MIXTRAL_8X7B "layers=32 hidden=4096 heads=32 kv-heads=8 ffn=14336 vocab=32000 experts=8 top-k=2"
+static const char LLAMA_8B[] = "llama-3-8b", LLAMA_70B[] = "llama-3-70b", MIXTRAL_8X7B[] = "mixtral-8x7b";
 
 enum { K = 1 << 10, M = 1 << 20 };  // tokens
 
-static Goal goal_of(const char *shape, int gpus, int64_t tokens, int64_t seq) {
-    char *text = format_text("%s seq=%lld dtype=bf16 optimizer=adamw", shape, (long long)seq);
+static Goal goal_of(const char *model, int gpus, int64_t tokens, int64_t seq) {
     const Machine *machine = machine_find("dgx-h100");
-    Goal goal = {.model = config_default(text), .gpus = gpus, .sequences = tokens / seq};
+    Goal goal = {.model = config_of_model(model, "dtype=bf16 optimizer=adamw"),
+                 .gpus = gpus,
+                 .sequences = tokens / seq};
+    goal.model.seq = seq;
     goal.model.machine = machine->name;
     goal.memory = 0.95 * machine->memory_bytes;
-    free(text);
     return goal;
 }
 
@@ -145,7 +143,8 @@ static void batch(void) {
 
 static void throughput(void) {
     say("\n  80B (64 key/value heads), 64 GPUs, 1M tokens of 4096");
-    Goal g = goal_of(MHA_80B, 64, M, 4 * K);
+    Goal g = goal_of(LLAMA_70B, 64, M, 4 * K);
+    g.model.kv_heads = g.model.heads, g.model.vocab = 131072;
     Found inside = fastest(g, "tp 8 with pp", tp8_pp), beyond = fastest(g, "tp 16 and more", beyond_node);
     rule(beyond.time.step > 1.2 * inside.time.step, "tp up to the size of a node, and no further");
     say("\n  8B, 1M tokens of 2048");

@@ -55,7 +55,9 @@ passes "one rank trains for real, zero 2" expert_parallel $real --zero 2
 passes "one rank trains for real, experts drop rows" expert_parallel $real --capacity 1.1
 refused "--init and --resume take the model's shape" expert_parallel --init /tmp --moe deepseek
 verdict='two micro-batches in flight change no bit'
-passes "overlapped, ep 4, on the model clock" overlapped_experts --layers 1 --steps 1
+passes "overlapped, ep 4, on the model clock" overlapped_experts --layers 1 --steps 1 --machine h200
+passes "overlapped, a single pair of DualPipe, on the model clock" overlapped_experts --layers 2 --steps 1 \
+    --pp 2 --ep 2 --schedule dualpipe --grad-acc 4
 refused "--zero 3 frees a unit's weights behind a micro-batch" overlapped_experts --zero 3
 
 refused "experts are not sharded over tp, and ranks that have the same tokens would route them twice" \

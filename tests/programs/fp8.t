@@ -13,8 +13,10 @@ verdict='.*reassociated'
 passes "the tables of one device" $program
 passes "delayed: tp 2 x dp 2, --sp, recomputed" $program $one --ranks 4 --tp 2 --sp --recompute full
 passes "delayed: cp 2 x dp 2" $program $one --ranks 4 --cp 2
-passes "delayed: ep 2 x dp 2, recomputed" $program $one --ranks 4 --ep 2 --experts 4 --top-k 2 \
-    --recompute full
+passes "delayed: ep 2 x dp 2, recomputed, auxiliary loss" $program $one --ranks 4 --ep 2 --experts 4 \
+    --top-k 2 --aux-loss 0.1 --recompute full
+passes "delayed: pp 2, experts of unequal load, biases" $program --proof-only --pp 2 --experts 4 --top-k 2 \
+    --balance-bias 0.01
 passes "delayed: pp 2 x dp 2, zero bubble" $program --proof-only --ranks 4 --pp 2 --schedule zb_h1
 passes "current: pp 2 x tp 2, recomputed" $program --proof-only --ranks 4 --pp 2 --tp 2 --fp8 te-current \
     --recompute full

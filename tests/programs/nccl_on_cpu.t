@@ -4,6 +4,7 @@
 # needs: OPS=cuda-on-cpu COMM=nccl BUILD=build-nccl-on-cpu OBJECTS=build
 # needs: build-nccl-on-cpu/tests/test_comm build-nccl-on-cpu/tests/test_comm_requests
 # needs: build-nccl-on-cpu/tests/test_comm_clock build-nccl-on-cpu/tests/test_lines
+# needs: build-nccl-on-cpu/02_zero/zero_r build-nccl-on-cpu/corpus.txt
 # A pattern chooses among the tests of these programs.
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1

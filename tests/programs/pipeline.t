@@ -56,13 +56,19 @@ fi
 # From one node to two, a pipeline loses less of its throughput per GPU than tensor parallelism: in the
 # page's figures.
 across='^From one node|GPUs, ms|^  (pp|tp), m|the bubble alone'
+small="--ranks 16 --layers 16 --steps 1 --hidden 8 --heads 2 --kv-heads 1 --ffn 8 --seq 4 --micro-batch 1"
 if wanted "from one node to two"; then
-    run "$build/one_f_one_b" --ranks 16 --layers 16 --steps 1 --hidden 8 --heads 2 --kv-heads 1 --ffn 8 \
-        --seq 4 --micro-batch 1 && grep -q '^PASS' "$out" &&
+    run "$build/one_f_one_b" $small && grep -q '^PASS' "$out" &&
         [ "$(grep -E "$across" "$out")" = \
             "$(sed -n 's/^    //p' 05_pipeline_parallel/README.md | grep -E "$across")" ] &&
         [ "$(grep -cE "$across" "$out")" = 5 ]
     report $? "from one node to two"
+fi
+if wanted "from one node to two, on a slow network"; then
+    run "$build/one_f_one_b" $small --network-efficiency 0.05 && grep -q '^PASS' "$out" &&
+        grep -q '^  tp, m = 4  *759.407' "$out" &&
+        grep -q '^  (a message across nodes takes 13.431 ms, longer than F: the pipeline waits' "$out"
+    report $? "from one node to two, on a slow network"
 fi
 
 exactly "afab, p 1" afab --ranks 1 --grad-acc 3 $quick
@@ -105,6 +111,8 @@ passes "interleaved, 6 nodes of 1, a slow network" interleaved --ranks 6 --layer
     --grad-acc 12 --gpus-per-node 1 --network-efficiency 0.3
 passes "zb_h2, 2 nodes of 3, a slow network" zero_bubble --schedule zb_h2 --ranks 6 --layers 6 --steps 1 \
     --grad-acc 7 --gpus-per-node 3 --network-efficiency 0.3
+passes "interleaved, messages of half an F" interleaved --layers 8 --steps 1 --network-efficiency 0.06
+passes "afab, messages that queue" afab --layers 4 --steps 1 --network-efficiency 0.002
 passes "zb_v, 2 nodes of 2" zero_bubble_v --layers 8 --steps 1 --gpus-per-node 2
 nearly "afab, pp 2, dp 2" afab --pp 2 $few
 nearly "1f1b, pp 4, dp 2, zero 1" one_f_one_b --ranks 8 --pp 4 --zero 1 --layers 5 --steps 2

@@ -1,8 +1,8 @@
 #!/bin/bash
 # train_5d.t [PATTERN]: all techniques at once: the step of one device and the plan, on dense models and on
-# experts; nothing that was typed is ignored; killed at a random step on a random layout, and resumed on
-# another. SEED=7 draws others. TAP. A pattern chooses among the tests' names.
-# needs: build/08_mixed_precision/train_5d
+# experts; nothing that was typed is ignored; each method alone on a slow network; killed at a random step
+# on a random layout, and resumed on another. SEED=7 draws others. TAP. A pattern chooses among the names.
+# needs: build/08_mixed_precision/train_5d build/08_mixed_precision/five_d_methods
 [ ! -w /dev/shm ] || export TMPDIR=/dev/shm
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
@@ -52,6 +52,11 @@ refused "--fp8-tile 32: --fp8 none scales no tiles" train_5d --dry-run --fp8-til
 refused "--documents 256 is no token of --vocab 256: the last one is 255" train_5d --dry-run --documents 256
 refused "--tp 3 does not divide --heads 4" train_5d --tp 3 --ranks 6 --pp 1
 refused "--zero hybrid with --experts 4" train_5d --tp 1 --zero hybrid --experts 4
+
+passes "each method where messages take longer than what a stage computes" five_d_methods \
+    --network-efficiency 0.005
+grep -q "A stage's messages take 2 times as long as what it computes" "$out"
+report $? "each method: what a pipeline cannot hide there is said"
 
 # ---- killed and resumed ----
 

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "03_tensor_parallel/tensor_parallel.h"
+#include "06_expert_parallel/expert_parallel.h"
 #include "08_mixed_precision/mixed_precision.h"
 #include "ranks.h"
 
@@ -117,11 +118,25 @@ static void scales_follow_the_history(void) {
     trainer_free(t);
 }
 
+// load_balance.c stands in the same socket. What it left out, ranks and one device would leave out alike.
+static void experts_that_are_balanced_have_a_history(void) {
+    static const Technique *const techniques[] = {&moe, &fp8_recipe, &load_balance, &ddp_no_sync, NULL};
+    Config c = fp8_small(TE_DELAYED, "steps=4 micro-batch=2 experts=4 top-k=2");
+    config_set(&c, "aux-loss", 0.1);
+    c.dp = n;
+    Trainer *t = trainer_new(&c, mesh_new((MeshShape){.dp = n}), techniques);
+    train_step(t, NULL);
+    const Model *m = t->model;
+    SAME(m->params.kept[3 * (m->block[0].expert_up - m->params.param) + 1] > 0, true);
+    trainer_free(t);
+}
+
 static const RankTest tests[] = {
     TEST(the_history_has_the_largest_of_each_step),
     TEST(the_oldest_step_falls_out),
     TEST(what_is_not_finite_is_noted_as_0),
     TEST(scales_follow_the_history),
+    TEST(experts_that_are_balanced_have_a_history),
 };
 
 int main(int argc, char **argv) {

@@ -113,6 +113,55 @@ static void bubbles_are_those_of_the_formulas_for_all_durations(void **context) 
     for_all(check_formulas);
 }
 
+// No order of one stage a rank, with the memory that this one takes, has less.
+static void check_least(ScheduleKind kind, const ScheduleWish *wish, const Schedule *s) {
+    (void)kind;
+    static const Durations some[] = {{10, 12, 8, 30, 0}, {10, 10, 10, 30, 3}, {4, 12, 5, 21, 1}};
+    ScheduleWish other = *wish;
+    other.limit = (int)schedule_most(s).held_to_w;
+    for (int i = 0; i < 3 && s->stages == s->ranks && s->directions == 1; i++) {
+        ScheduleTimes times = schedule_times(s, some[i]);
+        other.durations = some[i];
+        if (times.bubble < schedule_least_bubble(&other) - 1e-9)
+            fail_msg("%s p=%d m=%d, durations %d: bubble %g, and none is below %g", s->name, wish->ranks,
+                     wish->micro_batches, i, times.bubble, schedule_least_bubble(&other));
+        schedule_times_free(&times, s);
+    }
+}
+
+static void no_bubble_is_below_the_least(void **context) {
+    (void)context;
+    for_all(check_least);
+    // ZB-H1 and ZB-H2 reach it where F = B = W.
+    ScheduleWish wish = {.ranks = 4, .micro_batches = 8, .durations = {10, 10, 10, 30, 0}};
+    ASSERT_SAME(schedule_least_bubble(&wish), 30);
+    wish.limit = 2;
+    ASSERT_SAME(schedule_least_bubble(&wish), 50);
+}
+
+// The three steps from which zero_bubble_v.c has its formulas.
+static void a_v_waits_where_its_formula_says(void **context) {
+    (void)context;
+    for (int p = 2; p <= 8; p++)
+        for (int m = 2 * p; m <= 4 * p; m += p) {
+            Schedule s = make(ZB_V, p, m);
+            ScheduleTimes times = schedule_times(&s, papers);
+            double ends[RANKS_MOST];
+            for (int r = 0; r < p; r++) {
+                int i = 0, last = s.list[r].count - 1;
+                while (s.list[r].action[i].pass[0].kind == PASS_F) i++;
+                assert_int_equal(i, 2 * p);
+                ASSERT_SAME(times.begin[r][i], p * papers.F + r * papers.B / 2);
+                ends[r] = times.end[r][last];
+            }
+            ASSERT_SAME(ends[p - 1] - times.begin[p - 1][2 * p] + p * papers.F,
+                        m * (papers.F + papers.B + papers.W));  // it waits no more
+            ASSERT_SAME(ends[p - 1] - ends[0], (p - 1) * (papers.W - papers.B / 2));
+            schedule_times_free(&times, &s);
+            schedule_free(&s);
+        }
+}
+
 static void check_same_again(ScheduleKind kind, const ScheduleWish *wish, const Schedule *s) {
     size_t size, again_size, parsed_size;
     Schedule again = schedule_make(kind, wish), parsed;
@@ -430,6 +479,8 @@ int main(int argc, char **argv) {
         cmocka_unit_test(each_rank_holds_what_its_paper_says),
         cmocka_unit_test(an_unchecked_last_group_of_interleaved_deadlocks_and_a_planned_one_runs),
         cmocka_unit_test(one_queue_for_a_pair_of_ranks_misorders_what_goes_both_ways),
+        cmocka_unit_test(no_bubble_is_below_the_least),
+        cmocka_unit_test(a_v_waits_where_its_formula_says),
         cmocka_unit_test(the_greedy_scheduler_keeps_its_limit_and_is_no_worse_than_hand_made_ones),
         cmocka_unit_test(the_greedy_scheduler_uses_all_memory_that_it_is_given),
         cmocka_unit_test(one_micro_batch_takes_the_sum_of_its_way),
