@@ -119,7 +119,8 @@ static void make_folder(void) {
 enum { FRAME = 74, CHUNK = 4096 };
 
 static struct {
-    bool framed;
+    bool framed;  // within lines of dashes
+    bool passed;  // something of the ranks has been passed on
     int dashes;  // of a line that has nothing else so far; else -1
     size_t own_length, rest_length;
     char own[CHUNK], rest[CHUNK + FRAME];
@@ -159,7 +160,7 @@ static bool pass_on(int pipe) {
         for (size_t done = 0; !ended_by && done < said.rest_length;) {
             ssize_t written = write(STDERR_FILENO, said.rest + done, said.rest_length - done);
             if (written < 0 && errno != EINTR) break;
-            if (written > 0) done += (size_t)written;
+            if (written > 0) done += (size_t)written, said.passed = true;
         }
     }
     return true;
@@ -207,8 +208,9 @@ static bool nobodys_verdict(int status) {
     return !spoken && (status == STATUS_FAIL || status == STATUS_UNPROVEN);
 }
 
+// What a rank says goes through mpirun, and may be lost with it.
 static void say_what_nobody_said(int status, bool mpirun_itself) {
-    if (spoken || ended_by) return;
+    if (ended_by || (spoken && (said.passed || !mpirun_itself))) return;
     if (hung)
         fprintf(stderr, "%s: a rank died while they started, and mpirun waited in vain for its end\n",
                 base_program());
@@ -292,7 +294,7 @@ int launch(char *const *words) {
     if (WIFSIGNALED(end_status)) usleep(200000);  // the ranks end with it, but not before it
     if (*shared) clear_folder(shared);
     // mpirun that fell over ranks it could not end (Open MPI 4.1.4), after one of them had said why.
-    bool fell = WIFSIGNALED(end_status) && WTERMSIG(end_status) == SIGSEGV && spoken;
+    bool fell = WIFSIGNALED(end_status) && WTERMSIG(end_status) == SIGSEGV && spoken && said.passed;
     if (hung || fell) status = STATUS_USAGE;
     say_what_nobody_said(status, WIFSIGNALED(end_status));
     if (nobodys_verdict(status)) status = STATUS_USAGE;  // mpirun's own, when a rank crashes as it starts
