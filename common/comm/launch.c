@@ -117,11 +117,14 @@ static void make_folder(void) {
 // Open MPI 4 may be told to be quiet, that of 5 may not: its words are kept, for when nobody else says why
 // a run has ended.
 enum { FRAME = 74, CHUNK = 4096 };
+// Lines that libevent, within Open MPI 5, may write when a process is killed begin so. They are left out.
+static const char noise[] = "[warn] Epoll ";
 
 static struct {
     bool framed;  // within lines of dashes
     bool passed;  // something of the ranks has been passed on
     int dashes;  // of a line that has nothing else so far; else -1
+    int noise;   // how much of `noise` a line has that has nothing else so far
     size_t own_length, rest_length;
     char own[CHUNK], rest[CHUNK + FRAME];
 } said;
@@ -134,7 +137,19 @@ static void take(char c) {
 static void sort_out(const char *text, size_t length) {
     for (size_t i = 0; i < length; i++) {
         if (!text[i]) continue;  // with which it ends what it says
-        bool begins = said.dashes >= 0, ends = text[i] == '\n';
+        bool ends = text[i] == '\n';
+        if (!noise[said.noise]) {  // the rest of such a line
+            if (ends) said.noise = 0;
+            continue;
+        }
+        if (said.dashes == 0 && text[i] == noise[said.noise]) {
+            said.noise++;
+            continue;
+        }
+        if (said.noise) said.dashes = -1;
+        for (int n = 0; n < said.noise; n++) take(noise[n]);
+        said.noise = 0;
+        bool begins = said.dashes >= 0;
         if (begins && text[i] == '-' && said.dashes < FRAME) {
             said.dashes++;
         } else if (ends && said.dashes == FRAME) {
