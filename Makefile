@@ -24,6 +24,12 @@ of-nccl :=
 ifeq ($(origin CC),default)
 CC := gcc
 endif
+# On a processor with AVX10, gcc 15 warns of -mavx10.1, a flag to which it has itself expanded -march=native.
+# The other flags of that expansion, AVX-512's among them, then take the place of -march=native.
+NATIVE := $(strip $(shell LC_ALL=C $(CC) -v -march=native -fsyntax-only -x c /dev/null 2>&1 | awk ' \
+    / warning: .*-mavx10/ { warned = 1 } \
+    /\/cc1 / { for (i = 1; i <= NF; i++) if ($$i ~ /^-m/ && $$i !~ /avx10/) flags = flags " " $$i } \
+    END { print warned ? flags : "-march=native" }'))
 LINK  := $(CC)
 OPT   ?= -O3
 # Each unit test runs for a moment: optimizing it would take longer than it gains.
@@ -67,7 +73,7 @@ endif
 # -fno-math-errno changes no value: sqrt may become vector code where nobody reads its errno, and AdamW is
 # twice as fast. -g1 names functions and lines, in a fraction of -g's time and space; variables, for gdb,
 # come with CFLAGS_EXTRA=-g.
-CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) $(CLEAR_AVX) -march=native -fno-math-errno -fopenmp \
+CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) $(CLEAR_AVX) $(NATIVE) -fno-math-errno -fopenmp \
             $(WARNINGS) -g1 -Icommon -I. $(BLAS_CFLAGS) $(MPI_CFLAGS)
 LDFLAGS  := -fopenmp $(LDFLAGS_EXTRA)
 LDLIBS   := -lcjson $(BLAS_LIBS) $(MPI_LIBS) -lm

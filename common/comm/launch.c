@@ -119,10 +119,14 @@ static void make_folder(void) {
 // Open MPI 4 may be told to be quiet, that of 5 may not: its words are kept, for when nobody else says why
 // a run has ended.
 enum { FRAME = 74, CHUNK = 4096 };
+// Lines that libevent, within Open MPI 5, may write when a process is killed begin so. They are left out.
+static const char noise[] = "[warn] Epoll ";
 
 static struct {
-    bool framed;
+    bool framed;  // within lines of dashes
+    bool passed;  // something of the ranks has been passed on
     int dashes;  // of a line that has nothing else so far; else -1
+    int noise;   // how much of `noise` a line has that has nothing else so far
     size_t own_length, rest_length;
     char own[CHUNK], rest[CHUNK + FRAME];
 } said;
@@ -135,7 +139,19 @@ static void take(char c) {
 static void sort_out(const char *text, size_t length) {
     for (size_t i = 0; i < length; i++) {
         if (!text[i]) continue;  // with which it ends what it says
-        bool begins = said.dashes >= 0, ends = text[i] == '\n';
+        bool ends = text[i] == '\n';
+        if (!noise[said.noise]) {  // the rest of such a line
+            if (ends) said.noise = 0;
+            continue;
+        }
+        if (said.dashes == 0 && text[i] == noise[said.noise]) {
+            said.noise++;
+            continue;
+        }
+        if (said.noise) said.dashes = -1;
+        for (int n = 0; n < said.noise; n++) take(noise[n]);
+        said.noise = 0;
+        bool begins = said.dashes >= 0;
         if (begins && text[i] == '-' && said.dashes < FRAME) {
             said.dashes++;
         } else if (ends && said.dashes == FRAME) {
@@ -161,7 +177,7 @@ static bool pass_on(int pipe) {
         for (size_t done = 0; !ended_by && done < said.rest_length;) {
             ssize_t written = write(STDERR_FILENO, said.rest + done, said.rest_length - done);
             if (written < 0 && errno != EINTR) break;
-            if (written > 0) done += (size_t)written;
+            if (written > 0) done += (size_t)written, said.passed = true;
         }
     }
     return true;
@@ -209,8 +225,9 @@ static bool nobodys_verdict(int status) {
     return !spoken && (status == STATUS_FAIL || status == STATUS_UNPROVEN);
 }
 
+// What a rank says goes through mpirun, and may be lost with it.
 static void say_what_nobody_said(int status, bool mpirun_itself) {
-    if (spoken || ended_by) return;
+    if (ended_by || (spoken && (said.passed || !mpirun_itself))) return;
     if (hung)
         fprintf(stderr, "%s: a rank died while they started, and mpirun waited in vain for its end\n",
                 base_program());
@@ -294,7 +311,7 @@ int launch(char *const *words) {
     if (WIFSIGNALED(end_status)) usleep(200000);  // the ranks end with it, but not before it
     if (*shared) clear_folder(shared);
     // mpirun that fell over ranks it could not end (Open MPI 4.1.4), after one of them had said why.
-    bool fell = WIFSIGNALED(end_status) && WTERMSIG(end_status) == SIGSEGV && spoken;
+    bool fell = WIFSIGNALED(end_status) && WTERMSIG(end_status) == SIGSEGV && spoken && said.passed;
     if (hung || fell) status = STATUS_USAGE;
     say_what_nobody_said(status, WIFSIGNALED(end_status));
     if (nobodys_verdict(status)) status = STATUS_USAGE;  // mpirun's own, when a rank crashes as it starts

@@ -83,7 +83,7 @@ ifneq ($(OPS),cuda)
 # it; so the kernels say where they are. The emulator, which hears of each access, has -O3; of OPT neither
 # takes notice, so that builds can share them.
 emulator_sources  := $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc))
-ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE -O3 -march=native -fno-math-errno -Wall -Wextra \
+ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE -O3 $(NATIVE) -fno-math-errno -Wall -Wextra \
                      -Wno-unknown-pragmas -g1 '-fdebug-prefix-map=$(CURDIR)=.' -Icommon -I. $(BLAS_CFLAGS)
 CUDA_ON_CPU_FLAGS := $(ON_CPU_FLAGS) -O1 -fno-tree-sink -fno-exceptions -fsanitize=thread \
                      -fsanitize=bounds-strict -fsanitize-coverage=trace-pc -fstack-clash-protection

@@ -359,7 +359,8 @@ sub first_wrong {
     if ($e->{proof} =~ /^tests/) {
         return '' if $status == 0 && $out =~ /^ok/m && $out !~ /^not ok/m;
         my ($test) = $out =~ /^not ok \d+ - (.*)$/m;
-        my ($why) = "$err\n$out" =~ /^(?:ERROR: |# *)(\S.*)$/m;
+        # cmocka 1 says it behind "ERROR: " or "# ", cmocka 2 as YAML
+        my ($why) = "$err\n$out" =~ /^(?:ERROR: |# *| +message: \|-\n *(?:ERROR: )?)(\S.*)$/m;
         return join ': ', grep { defined } "$program, test $test", $why if $status >= 0 && $test;
     } else {
         return '' if $status == 0 && $out =~ /^PASS \Q$program\E: /m;

@@ -1,6 +1,7 @@
 #!/bin/bash
 # backends.t: chapters know no back end; a build that lacks what it needs says so in one sentence, with the
 # remedy. TAP.
+# needs: build/corpus.txt
 . "$(dirname "$0")/tap.sh"
 unset OPS COMM BUILD CUDA_HOME CUBLAS_HOME NCCL_HOME NVCC CC CXX
 
@@ -76,6 +77,20 @@ chmod +x "$work/old/nvidia-smi"
 OUT=$work/gpu PATH=$work/old:$PATH tests/gpu-check suite >"$out" 2>"$err"
 [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'V100.* 8.0 (A100)' "$err" && [ ! -e "$work/gpu" ]
 report $? "gpu-check on a V100: $(head -n 1 "$err")"
+
+# The gcc of a processor with AVX10, as far as make asks it: gcc 15, which warns of its own flag, or gcc 14.
+cat >"$work/gcc" <<'END'
+#!/bin/sh
+echo 'COLLECT_GCC_OPTIONS=-v -march=native'
+echo ' /libexec/cc1 -quiet -march=sapphirerapids -mavx512f -mavx10.1 -mno-avx10.2 --param l1=48 -O3' >&2
+[ "$VERSION" = 14 ] || echo "cc1: warning: '-mavx10.1' is aliased to 512 bit" >&2
+END
+chmod +x "$work/gcc"
+machine() { VERSION=$1 make -s CC="$work/gcc" course-commands 2>"$err" | grep -o -e ' -m.* -fno-math'; }
+[ "$(machine 15 | uniq)" = ' -march=sapphirerapids -mavx512f -fno-math' ] && [ ! -s "$err" ]
+report $? "gcc 15 is not given a flag that it warns of"
+[ "$(machine 14 | uniq)" = ' -march=native -fno-math' ] && [ ! -s "$err" ]
+report $? "any other compiler is given -march=native"
 
 # Several builds look at once whether their command lines have changed, as tests do: none may take from
 # another what it compares. Slow comparisons let them meet.

@@ -270,6 +270,23 @@ SPEAK='kill -USR1 $PPID' && sed -i "s/\$SPEAK/$SPEAK/" "$work/bin/mpirun"
 PATH=$work/bin:$PATH run "$comm"
 [ $? = 4 ] && [ "$(cat "$err")" = --- ]
 report $? "what mpirun says is left out where a rank has said why"
+warning='[warn] Epoll MOD(4) on fd 21 failed. Old events were 6: Bad file descriptor'
+printf '%s\n' '#!/bin/sh' "printf '%s\\n' '$warning' '[warn] of a rank' '$warning' >&2; exit 1" \
+    >"$work/bin/mpirun"
+PATH=$work/bin:$PATH run "$comm"
+[ $? = 2 ] && [ "$(tr '\n' '|' <"$err")" = \
+    '[warn] of a rank|test_comm: mpirun has ended with status 1, and no rank has said why|' ]
+report $? "what mpirun's event library warns of is left out: $(head -n 1 "$err")"
+# What a rank says goes through mpirun, and is lost where that is killed just then.
+printf '%s\n' '#!/bin/sh' '$SAYS kill -USR1 $PPID; kill -KILL $$' >"$work/bin/mpirun"
+PATH=$work/bin:$PATH run "$comm"
+[ $? = 137 ] &&
+    [ "$(cat "$err")" = 'test_comm: mpirun was ended by signal 9 (Killed), and the ranks with it' ]
+report $? "a killed mpirun, with what a rank has said: $(cat "$err")"
+sed -i 's/$SAYS/echo said >\&2;/' "$work/bin/mpirun"
+PATH=$work/bin:$PATH run "$comm"
+[ $? = 137 ] && [ "$(cat "$err")" = said ]
+report $? "a killed mpirun, after what a rank has said: $(cat "$err")"
 PATH=/nonexistent "$comm" --ranks 1 'a_ring*' >"$out" 2>"$err"
 report $? "one rank needs no mpirun"
 run "$comm" --ranks 2.5

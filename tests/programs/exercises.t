@@ -131,7 +131,7 @@ sed -n '1,2p; 4,5p' "$work/table" | cmp -s - "$out"
 report $? "a hunt shows rows below their heading"
 
 # A token file as tokens.py writes it, in both widths; a folder in transformers, where that is installed.
-python3 - "$work" <<'PYTHON' >"$out" 2>&1
+python3 -B - "$work" <<'PYTHON' >"$out" 2>&1
 import sys
 sys.path.insert(0, "tests/course")
 from tokens import write_tokens
