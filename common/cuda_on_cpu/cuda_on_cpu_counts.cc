@@ -10,8 +10,8 @@
 
 // One access, or one step from a basic block to the next (of a branch: address is where it went).
 struct Event {
-    uint32_t site, together;  // the number of the events of other lanes that it is one instruction with
-    uint8_t lane, size, space, kind;
+    uint32_t site;
+    uint8_t space, kind, lane, size;
     uintptr_t address;
 };
 enum { BRANCH = 2 };  // a space of its own
@@ -46,7 +46,7 @@ void count_tensor(int64_t flops, int bits) {
 void count_access(Space space, AccessKind kind, uintptr_t address, size_t size, uint32_t site) {
     if (now.recording) return tape_access(space, size);
     events[now.thread->number].add(
-        {site, 0, (uint8_t)now.thread->lane, (uint8_t)size, (uint8_t)space, (uint8_t)kind, address});
+        {site, (uint8_t)space, (uint8_t)kind, (uint8_t)now.thread->lane, (uint8_t)size, address});
     if (kind == ATOMIC) counts.atomics++;
 }
 
@@ -69,7 +69,7 @@ void count_copy(const uintptr_t *rows, const size_t *bytes, int count) {
 
 static void step(const Thread *t, uint32_t to) {
     uint32_t *from = &last_block[t->number];
-    if (*from) events[t->number].add({*from, 0, (uint8_t)t->lane, 0, BRANCH, 0, to});
+    if (*from) events[t->number].add({*from, BRANCH, 0, (uint8_t)t->lane, 0, to});
     *from = to;
 }
 
@@ -83,33 +83,36 @@ extern "C" void __sanitizer_cov_trace_pc(void) {
 
 // ---- one instruction of a warp: events [first, end), of different lanes ----
 
-static int64_t distinct(std::vector<uintptr_t> *values) {
-    std::sort(values->begin(), values->end());
-    return std::unique(values->begin(), values->end()) - values->begin();
-}
-
 static void count_global(const Event *first, const Event *end) {
-    std::vector<uintptr_t> sectors;
+    uintptr_t sectors[LANES], *last = sectors;
     int64_t bytes = 0;
     for (const Event *e = first; e < end; e++) {
-        sectors.push_back(e->address / 32);  // an aligned access lies in one
+        const uintptr_t sector = e->address / 32;  // an aligned access lies in one, mostly its neighbour's
+        if (last == sectors || last[-1] != sector) *last++ = sector;
         bytes += e->size;
     }
+    std::sort(sectors, last);
+    last = std::unique(sectors, last);
     bool load = first->kind == LOAD;
-    (load ? loaded : stored).insert(sectors.begin(), sectors.end());
+    (load ? loaded : stored).insert(sectors, last);
     (load ? counts.global_loads : counts.global_stores)++;
     (load ? counts.global_load_bytes : counts.global_store_bytes) += bytes;
-    (load ? counts.global_load_sectors : counts.global_store_sectors) += distinct(&sectors);
+    (load ? counts.global_load_sectors : counts.global_store_sectors) += last - sectors;
 }
 
-// Passes that 32 banks of 4 bytes need for some lanes: the most words that one bank must give.
+// Passes that 32 banks of 4 bytes need for lanes with 128 bytes: the most words that one bank must give.
 static int64_t passes(const Event *first, const Event *end) {
-    std::vector<uintptr_t> words[32];
-    int64_t most = 0;
+    enum { BANKS = 32, WORDS = 32 };
+    uintptr_t words[BANKS][WORDS];
+    uint8_t count[BANKS] = {};
+    uint8_t most = 0;
     for (const Event *e = first; e < end; e++)
-        for (uintptr_t w = e->address / 4; w <= (e->address + e->size - 1) / 4; w++)
-            words[w % 32].push_back(w);
-    for (auto &bank : words) most = std::max(most, distinct(&bank));
+        for (uintptr_t w = e->address / 4; w <= (e->address + e->size - 1) / 4; w++) {
+            uintptr_t *bank = words[w % BANKS], *last = bank + count[w % BANKS];
+            if (std::find(bank, last, w) != last) continue;
+            *last = w;
+            most = std::max(most, ++count[w % BANKS]);
+        }
     return most;
 }
 
@@ -151,15 +154,47 @@ struct Site {
     Site *next;  // where the lane went from here the last time, and mostly goes
 };
 
-// Events of different lanes are one instruction if these lanes are at one site for the same time. A warp
-// has a million of them: they are bucketed by the number of their group, and not sorted.
+static void count_instruction(const Event *first, const Event *end) {
+    if (first->space == GLOBAL) count_global(first, end);
+    else if (first->space == SHARED) count_shared(first, end);
+    else count_step(first, end);
+}
+
+// How many events all lanes have alike, from the first on.
+static size_t in_step(int begin, int end) {
+    const List<Event> &one = events[begin];
+    size_t alike = one.count;
+    for (int i = begin + 1; i < end; i++) {
+        const List<Event> &other = events[i];
+        size_t n = 0;
+        for (alike = std::min(alike, other.count); n < alike; n++) {
+            const Event &a = one.items[n], &b = other.items[n];
+            if (a.site != b.site || a.space != b.space || a.kind != b.kind) break;
+        }
+        alike = n;
+    }
+    return alike;
+}
+
+// Events of different lanes are one instruction if these lanes are at one site for the same time. Mostly
+// all go the same way, and the n-th events of each are. From where they part, a warp has up to a million
+// of them: they are bucketed by the number of their group, and not sorted.
 static void count_warp(int begin, int end) {
+    const size_t alike = in_step(begin, end);
+    for (size_t n = 0; n < alike; n++) {
+        Event lanes[LANES];
+        for (int i = begin; i < end; i++) lanes[i - begin] = events[i].items[n];
+        count_instruction(lanes, lanes + (end - begin));
+    }
     std::unordered_map<uint64_t, Site> sites;
     std::vector<size_t> at;  // of each group: how many events, where the next one goes, where they end
+    static List<uint32_t> group_of;  // of each event; this and the next keep their memory from warp to warp
+    static std::vector<Event> together;
     Site none = {}, *before = &none;
+    group_of.count = 0;
     for (int i = begin; i < end; i++)
-        for (size_t n = 0; n < events[i].count; n++) {
-            Event &e = events[i].items[n];
+        for (size_t n = alike; n < events[i].count; n++) {
+            const Event &e = events[i].items[n];
             const uint64_t name = (uint64_t)e.site << 8 | e.space << 4 | e.kind;
             if (!before->next || before->next->name != name) before->next = &sites[name];
             Site &site = *before->next;
@@ -171,25 +206,21 @@ static void count_warp(int begin, int end) {
                 site.groups.push_back((uint32_t)at.size());
                 at.push_back(0);
             }
-            e.together = site.groups[site.turn++];
-            at[e.together]++;
+            group_of.add(site.groups[site.turn++]);
+            at[group_of.items[group_of.count - 1]]++;
         }
     size_t total = 0;
     for (size_t &first : at) total += std::exchange(first, total);
-    static std::vector<Event> together;  // keeps its memory from warp to warp
     together.resize(total);
+    const uint32_t *group = group_of.items;
     for (int i = begin; i < end; i++) {
-        for (size_t n = 0; n < events[i].count; n++)
-            together[at[events[i].items[n].together]++] = events[i].items[n];
+        for (size_t n = alike; n < events[i].count; n++) together[at[*group++]++] = events[i].items[n];
         events[i].count = 0;
     }
     const Event *first = together.data();
-    for (size_t group = 0; group < at.size(); group++) {
-        const Event *last = together.data() + at[group];
-        if (first->space == GLOBAL) count_global(first, last);
-        else if (first->space == SHARED) count_shared(first, last);
-        else count_step(first, last);
-        first = last;
+    for (const size_t last : at) {
+        count_instruction(first, together.data() + last);
+        first = together.data() + last;
     }
 }
 

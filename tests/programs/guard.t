@@ -26,7 +26,7 @@ for program in "$build"/0[0-9]_*/*; do
     [ -f "$program" ] && [ -x "$program" ] && [[ $program != */07_* ]] || continue
     [[ "$name " == $only && $left_out != *" $name "* ]] || continue
     help=$("$program" --help)
-    has() { grep -q "^  --$1 " <<<"$help"; }
+    has() { [[ $'\n'$help == *$'\n'"  --$1 "* ]]; }
     # A pipeline: two chunks a rank with a layer each, and the fewest micro-batches that DualPipe takes.
     layers=1 steps=2 stages=$((2 * ${RANKS:-2}))
     [[ $program != */05_* ]] || layers=$stages steps=1

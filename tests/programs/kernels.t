@@ -14,7 +14,8 @@
 # needs: build/07_kernels/fused_swiglu build/07_kernels/fused_adamw build/07_kernels/tensor_cores
 # needs: build/07_kernels/hopper build/07_kernels/hopper_fp8
 # slow: flash_*
-# slow: *heads of 64*
+# slow: heads of 64, third*
+# slow: backward of heads of 64*
 . "$(dirname "$0")/tap.sh"
 needs_fibers
 export ULTRASCALE_GUARD=1  # device memory is closed to them but in kernels and copies

@@ -58,7 +58,8 @@ for page in $(ls 0[0-9]_*/README.md); do
         asked=$((asked + 1))
         help=$("$build${program#build}" --help)
         for flag in $(grep -oE -- '--[a-z0-9-]+' <<<"${flags%%|*}"); do
-            grep -qE -- "^ +$flag( |\$)" <<<"$help" || bad="$bad $program $flag;"
+            line=$'\n'" +$flag[[:space:]]"
+            [[ $'\n'$help$'\n' =~ $line ]] || bad="$bad $program $flag;"
         done
     done < <(grep -ohE '^( +|<!-- (run|dated) )build/0[0-9][^>]*' "$page" |
         sed 's/<!-- [a-z]* //; s/ --$//')

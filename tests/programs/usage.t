@@ -8,7 +8,7 @@ is_refused() {
     local words=$1 program=$2
     shift 2
     run "$program" "$@"
-    one_line $? -F "$words" && grep -q "^${program##*/}: " "$err"
+    one_line $? -F "$words" && [[ $(<"$err") == "${program##*/}: "* ]]
 }
 
 # Under the sanitizers, which start slowly, one of each chapter: the parser is the same.
@@ -24,7 +24,7 @@ for program in "$build"/0[0-9]_*/*; do
     # The lines that begin with a flag: "  --layers N      transformer blocks".
     help=$(grep -E '^  --' "$out")
     flags=$(echo "$help" | awk '{ print $1 }')
-    has() { grep -qxF -e "--$1" <<<"$flags"; }
+    has() { [[ $'\n'$flags$'\n' == *$'\n'--$1$'\n'* ]]; }
 
     # The flags that programs share are one table's (common/options.c), and refused by the same lines of
     # code: each is tried in the first program that has it, with these words beside it.
@@ -72,9 +72,8 @@ for program in "$build"/0[0-9]_*/*; do
         is_refused abacus "$program" --machine abacus
         report $? "$name names an unknown machine"
         machines=$(sed -n 's/.* one of //p' "$err") missing=''
-        run "$program" --help
         for machine in ${machines//|/ }; do
-            grep -qw -e "$machine" "$out" || missing="$missing $machine"
+            [[ $help$'\n' == *[!a-z0-9]"$machine"[!a-z0-9]* ]] || missing="$missing $machine"
         done
         [ -n "$machines" ] && [ -z "$missing" ]
         report $? "$name --help lists the machines${missing:+, but not$missing}"
