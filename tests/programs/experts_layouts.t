@@ -18,7 +18,7 @@ layout() {
 
 # ---- ranks of tp have rows of their own, and hold experts whole ----
 layout "tp 2, ep 1" --tp 2 --sp --grad-acc 1
-layout "tp 2, ep 4 beyond dp" --tp 2 --sp --ep 4
+layout "tp 2, ep 4 beyond dp, experts of an odd width" --tp 2 --sp --ep 4 --ffn 45
 layout "tp 4, ep 2, two copies of each expert" --tp 4 --heads 4 --sp --ep 2 --zero 1
 layout "tp 2, cp 2, ep 8, full" --ranks 8 --tp 2 --sp --cp 2 --ep 8 --recompute full
 layout "tp 2, dp 4, ep 4, zero 2, vocabulary" --ranks 8 --tp 2 --sp --vocab-parallel --ep 4 --zero 2
