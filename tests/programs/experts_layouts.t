@@ -56,6 +56,11 @@ passes "one rank trains for real, experts drop rows" expert_parallel $real --cap
 refused "--init and --resume take the model's shape" expert_parallel --init /tmp --moe deepseek
 verdict='two micro-batches in flight change no bit'
 passes "overlapped, ep 4, on the model clock" overlapped_experts --layers 1 --steps 1
+passes "overlapped: one pair of four passes hides a quarter" overlapped_experts --pp 2 --ep 2 \
+    --schedule dualpipe --grad-acc 4 --layers 2 --steps 1
+grep -q '25.0% of that are hidden' "$out"
+report $? "overlapped: one pair of four passes hides a quarter, and says so"
+refused "--schedule dualpipe or dualpipe_v would fit" overlapped_experts --pp 2 --ep 2 --schedule afab
 refused "--zero 3 frees a unit's weights behind a micro-batch" overlapped_experts --zero 3
 
 refused "experts are not sharded over tp, and ranks that have the same tokens would route them twice" \
