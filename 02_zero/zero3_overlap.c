@@ -165,7 +165,8 @@ static void largest_degree(Mesh mesh, const Config *config) {
                  here = layer_cost(mesh, sequences, 4096);
         int most = 0;
         while (most < 1 << 16 && hides_both_ways(&block, most + per_node, per_node)) most += per_node;
-        bool hidden = here.exposed[FORWARD] + here.exposed[BACKWARD] < 1e-9;
+        // Ranks whose part has an element less wait for the others' last one.
+        bool hidden = here.exposed[FORWARD] + here.exposed[BACKWARD] < 1e-6 * here.compute[BACKWARD];
         degree[i++] = most;
         report_that(hidden == hides_both_ways(&block, mesh.dp.size, per_node),
                     "formula and model clock differ for %d ranks", mesh.dp.size);
