@@ -84,6 +84,13 @@ static int own_options(Option *own, const Program *program, bool *dry_run) {
     return count;
 }
 
+// A technique over this axis that a flag of its own would turn on, or NULL.
+static const Technique *offered(Techniques techniques, unsigned axis) {
+    for (int i = 0; techniques[i]; i++)
+        if ((techniques[i]->axes & axis) && techniques[i]->options) return techniques[i];
+    return NULL;
+}
+
 static void check_techniques(const Config *config, Techniques techniques, int ranks) {
     const struct {
         const char *flag;
@@ -102,10 +109,12 @@ static void check_techniques(const Config *config, Techniques techniques, int ra
         if (technique->check) technique->check(config);
     }
     CHECK(served || ranks == 1, "this program is for one device: start one of it, and not %d", ranks);
-    for (size_t i = 0; i < sizeof axis / sizeof *axis; i++)
+    for (size_t i = 0; i < sizeof axis / sizeof *axis; i++) {
+        const Technique *off = offered(techniques, axis[i].axis);
         CHECK(axis[i].degree == 1 || (served & axis[i].axis),
-              "--%s %ld: no technique of this program shares work over it; --%s 1 would fit", axis[i].flag,
-              axis[i].degree, axis[i].flag);
+              "--%s %ld: no technique that is on shares work over it; --%s 1 would fit%s%s", axis[i].flag,
+              axis[i].degree, axis[i].flag, off ? ", or --" : "", off ? off->option->name : "");
+    }
 }
 
 void layout_check(Config *config, int ranks, Techniques techniques) {

@@ -36,9 +36,8 @@ static void take_out(Heap *heap, const void *memory) {
 }
 
 static void hear(void *context, MemoryKind kind, int64_t bytes, const void *memory) {
-    enum { ALIGNMENT = 64 };
     if (kind != MEMORY_ACTIVATION) return;
-    if (bytes > 0) add(context, memory, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    if (bytes > 0) add(context, memory, (bytes + HEAP_ALIGNMENT - 1) / HEAP_ALIGNMENT * HEAP_ALIGNMENT);
     else take_out(context, memory);
 }
 

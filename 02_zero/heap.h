@@ -13,6 +13,8 @@
 
 #include "tensor/tensor.h"
 
+enum { HEAP_ALIGNMENT = 64 };  // bytes; a block takes a multiple of that
+
 typedef struct HeapBlock HeapBlock;
 
 typedef struct Heap {

@@ -174,7 +174,9 @@ static void largest_degree(Mesh mesh, const Config *config) {
         int most = 0;
         while (most < 1 << 16 && hides_both_ways(&block, most + per_node, per_node)) most += per_node;
         double waits = here.exposed[FORWARD] + here.exposed[BACKWARD];
-        bool hidden = waits < 1e-9, by_formula = hides_both_ways(&block, mesh.dp.size, per_node);
+        // Ranks whose part has an element less wait for the others' last one.
+        bool hidden = waits < 1e-6 * here.compute[BACKWARD],
+             by_formula = hides_both_ways(&block, mesh.dp.size, per_node);
         degree[i++] = most;
         report_that(hidden == by_formula,
                     "%lld tokens on each of %d ranks: by the formula a layer %s, and the run waits %g s",

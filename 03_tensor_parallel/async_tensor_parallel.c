@@ -190,11 +190,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price->messages = m->mesh.tp.size > 1 || price->messages;
 }
 
-static void check(const Config *c) {
-    CHECK(config_number(c, "sp"), "rows are in flight only where each rank has its own: add --sp");
-}
-
-static bool enabled(const Config *c) { return config_number(c, "async-tp") != 0; }
+static bool enabled(const Config *c) { return config_number(c, "async-tp") && config_number(c, "sp"); }
 
 static const Option async_option = {
     "async-tp", OPTION_FLAG, NULL, NULL,
@@ -208,7 +204,6 @@ const Technique async_tensor_parallel = {.name = "async_tensor_parallel",
                                          .axes = 1u << AXIS_TP,
                                          .wraps = 1u << SOCKET_REGION | 1u << SOCKET_LINEAR,
                                          .enabled = enabled,
-                                         .check = check,
                                          .plug = plug,
                                          .unplug = unplug,
                                          .price = price};

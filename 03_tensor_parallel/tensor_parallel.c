@@ -108,19 +108,22 @@ static void unplug(Model *model, void *context) {
 // "1, 2, 4": the degrees that fit.
 static const char *degrees(const Config *c) {
     static char text[256];
+    int64_t f = config_dense_width(c);
     int used = 0;
     for (int64_t tp = 1; tp <= c->heads && used < 240; tp++)
-        if (c->heads % tp == 0 && c->ffn % tp == 0 && (c->kv_heads % tp == 0 || tp % c->kv_heads == 0))
+        if (c->heads % tp == 0 && f % tp == 0 && (c->kv_heads % tp == 0 || tp % c->kv_heads == 0))
             used += snprintf(text + used, sizeof text - (size_t)used, "%s%ld", used ? ", " : "", tp);
     return text;
 }
 
 void tensor_parallel_check(const Config *c) {
-    int64_t tp = c->tp, kv = c->kv_heads;
+    int64_t tp = c->tp, kv = c->kv_heads, f = config_dense_width(c);
+    CHECK(config_number(c, "sp") || !config_number(c, "async-tp"),
+          "--async-tp: rows are in flight only where each rank has its own: add --sp");
     CHECK(c->heads % tp == 0, "--tp %ld does not divide --heads %ld; --tp %s would fit", tp, c->heads,
           degrees(c));
-    CHECK(c->ffn % tp == 0, "--tp %ld does not divide --ffn %ld; --tp %s would fit", tp, c->ffn,
-          degrees(c));
+    CHECK(f % tp == 0, "--tp %ld does not divide --%s %ld; --tp %s would fit", tp,
+          c->experts ? "shared-experts x --expert-ffn =" : "ffn", f, degrees(c));
     CHECK(kv % tp == 0 || tp % kv == 0,
           "--tp %ld and --kv-heads %ld: one must divide the other; --tp %s would fit", tp, kv, degrees(c));
 }

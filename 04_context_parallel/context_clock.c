@@ -179,7 +179,8 @@ static void where_the_ring_hides(Mesh mesh, const Config *config) {
 
 // ---- the four methods side by side ----
 
-static void attention_row(Mesh mesh, ContextMethod method, double *ring) {
+// slow: the links reach less than the machine's peak, and hops may take longer than what they hide behind.
+static void attention_row(Mesh mesh, ContextMethod method, double *ring, bool slow) {
     Config c = context_llama(method, 1, SEQUENCE, mesh.cp.size);
     ContextCost cost = context_attention_cost(mesh, &c);
     double seconds = both(&cost, mesh), most = comm_max(cost.computing, mesh.world),
@@ -196,7 +197,7 @@ static void attention_row(Mesh mesh, ContextMethod method, double *ring) {
     report_number(context_method_name[method], "attention of a layer, model clock", seconds, "s");
     if (method == CONTEXT_ZIGZAG && mesh.cp.size >= 4) {
         double limit = 2 - 1.0 / mesh.cp.size;
-        report_that(*ring / seconds >= 1.6,
+        report_that(slow || *ring / seconds >= 1.6,
                     "zig-zag is %.3f times as fast as the ring, expected 1.6 or more", *ring / seconds);
         report_that(*ring / seconds <= limit + 0.01,
                     "zig-zag is %.3f times as fast as the ring, expected 2 - 1/N = %.3f or less",
@@ -212,12 +213,12 @@ bool context_fits(int cp, ContextMethod method) {
     return method != CONTEXT_ULYSSES || (32 % cp == 0 && (8 % cp == 0 || cp % 8 == 0));
 }
 
-static void compare_attention(Mesh mesh) {
+static void compare_attention(Mesh mesh, bool slow) {
     say("  %-12s %10s %9s %10s %10s %12s %12s %12s\n", "", "ms", "vs ring", "busiest", "idlest", "exposed",
         "K/V, forw.", "backward");
     double ring = 0;
     for (ContextMethod method = 0; method < CONTEXT_METHODS; method++)
-        if (context_fits(mesh.cp.size, method)) attention_row(mesh, method, &ring);
+        if (context_fits(mesh.cp.size, method)) attention_row(mesh, method, &ring, slow);
 }
 
 // ---- whole steps ----
@@ -285,7 +286,7 @@ void context_compare(Mesh mesh, const Config *config) {
         clock_set_cluster(apart ? 1 : ring.cp.size, config->compute_efficiency, config->network_efficiency);
         say("\nAttention of one layer of Llama 3 8B, s = 131,072, cp %d, %s, forward and backward:\n",
             ring.cp.size, apart ? "one GPU per node" : "all in one node");
-        compare_attention(ring);
+        compare_attention(ring, config->network_efficiency < 1);
         say("\nA step of Llama 3 8B, one such sequence, ZeRO-3 over dp x cp, full recomputation:\n");
         compare_steps(ring);
     }

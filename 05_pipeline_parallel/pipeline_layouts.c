@@ -41,12 +41,12 @@ static void zero_r_unplug_parts(Model *m, void *context) {
 
 static void zero_r_price(Price *price, const Model *m, const void *context) {
     const ZeroR *z = context;
-    const Pipeline *p = m->sockets.schedule.context;
+    const Pipeline *p = m->sockets.schedule.context;  // NULL: train_5d without stages
     int64_t first, own = zero_part(model_tokens(m) * m->config.hidden, z->tp.rank, z->tp.size, &first);
     for (int64_t layer = 0; layer < m->config.layers; layer++) {
         int unit = m->first_block_unit + (int)layer;
-        price_all_gather(price, (double)(p->finals[unit] - p->idle[unit]), own, m->params.recipe.weight,
-                         z->tp);
+        double passes = p ? (double)(p->finals[unit] - p->idle[unit]) : (double)m->config.grad_acc;
+        price_all_gather(price, passes, own, m->params.recipe.weight, z->tp);
     }
     // Of the tokens of all ranks of cp, of which it will be told to keep its own.
     double share = (double)(m->config.micro_batch * m->config.seq) / (double)model_tokens(m);

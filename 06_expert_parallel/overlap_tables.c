@@ -64,7 +64,7 @@ static void check_hidden(const Exposed *before, const Exposed *after, const char
     say("  of %.3f ms exposed %.1f%% are hidden; compute takes %.3f ms", 1e3 * before->exposed,
         100 * hidden / before->exposed, 1e3 * before->computed);
     report_number(what, "hidden share", hidden / before->exposed, "");
-    report_that(hidden >= share * most, "%s hide %.3f ms of all-to-alls, and should hide %.2f of %.3f",
+    report_that(hidden >= (share - 1e-9) * most, "%s hide %.3f ms of all-to-alls, and should hide %.2f of %.3f",
                 what, 1e3 * hidden, share, 1e3 * most);
 }
 

@@ -259,6 +259,11 @@ static void check(const Config *c) {
     CHECK(c->pp > 1 || config_number(c, "zero") < 3,
           "--zero 3 frees a unit's weights behind a micro-batch, and another one is still in it; --zero 2 "
           "would fit, or --pp, with which weights are gathered once a step");
+    double schedule = config_number(c, "schedule");
+    CHECK(c->pp == 1 || config_text(c, "load") || schedule == DUALPIPE || schedule == DUALPIPE_V,
+          "--pp %ld: two micro-batches are in flight where a forward and a backward run as a pair; "
+          "--schedule dualpipe or dualpipe_v would fit, or --pp 1",
+          c->pp);
 }
 
 static void price(Price *p, const Model *m, const void *context) {

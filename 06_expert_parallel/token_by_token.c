@@ -57,7 +57,7 @@ static void choose(const Config *c, int32_t *chosen, double *weight, const doubl
         weight[j] = by_sigmoid ? value[chosen[j]] : exp(logit[chosen[j]]);
         sum += weight[j];
     }
-    for (int64_t j = 0; j < c->top_k; j++) weight[j] *= c->routed_scale / sum;
+    for (int64_t j = 0; j < c->top_k; j++) weight[j] = weight[j] / sum * c->routed_scale;
 }
 
 // d(weights)/d(logits), pair by pair:  w_i = scale s_i / S;  dw_i / ds_j = scale (i = j) / S - w_i / S

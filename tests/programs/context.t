@@ -30,6 +30,7 @@ done <<'LENGTHS'
 LENGTHS
 passes "ring 4, SGD over 3 steps" ring_attention
 passes "zigzag, with its tables" zigzag_ring_attention $one
+passes "zigzag on slow links, with its tables" zigzag_ring_attention --network-efficiency 0.01 $one
 passes "zigzag 8, with its tables, fewer tokens than chunks" zigzag_ring_attention --seq 13 $one
 if wanted memory; then
     passes "memory" all_gather_attention --ranks 8 $one --memory-svg "$work/memory.svg"

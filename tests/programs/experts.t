@@ -24,6 +24,8 @@ passes "moe, shared experts" moe --shared-experts 2 --expert-ffn 24 $quick
 passes "moe, DeepSeek" moe --moe deepseek --shared-experts 1 --expert-ffn 24 --routed-scale 2.5 $quick
 passes "moe, DeepSeek in groups" moe --moe deepseek --experts 12 --expert-groups 4 --groups-kept 2 \
     --top-k 4 $quick
+passes "moe, DeepSeek, one expert for each token, f32" moe --moe deepseek --top-k 1 --routed-scale 2.7 \
+    --dtype f32 $quick
 passes "moe, capacity" moe --capacity 0.7 --seq 29 $quick
 passes "moe, capacity, DeepSeek, shared experts, full" moe --capacity 0.4 --moe deepseek \
     --shared-experts 1 --expert-groups 2 --recompute full $quick

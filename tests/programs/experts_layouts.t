@@ -18,7 +18,7 @@ layout() {
 
 # ---- ranks of tp have rows of their own, and hold experts whole ----
 layout "tp 2, ep 1" --tp 2 --sp --grad-acc 1
-layout "tp 2, ep 4 beyond dp" --tp 2 --sp --ep 4
+layout "tp 2, ep 4 beyond dp, experts of an odd width" --tp 2 --sp --ep 4 --ffn 45
 layout "tp 4, ep 2, two copies of each expert" --tp 4 --heads 4 --sp --ep 2 --zero 1
 layout "tp 2, cp 2, ep 8, full" --ranks 8 --tp 2 --sp --cp 2 --ep 8 --recompute full
 layout "tp 2, dp 4, ep 4, zero 2, vocabulary" --ranks 8 --tp 2 --sp --vocab-parallel --ep 4 --zero 2
@@ -58,6 +58,7 @@ verdict='two micro-batches in flight change no bit'
 passes "overlapped, ep 4, on the model clock" overlapped_experts --layers 1 --steps 1 --machine h200
 passes "overlapped, a single pair of DualPipe, on the model clock" overlapped_experts --layers 2 --steps 1 \
     --pp 2 --ep 2 --schedule dualpipe --grad-acc 4
+refused "--schedule dualpipe or dualpipe_v would fit" overlapped_experts --pp 2 --ep 2 --schedule afab
 refused "--zero 3 frees a unit's weights behind a micro-batch" overlapped_experts --zero 3
 
 refused "experts are not sharded over tp, and ranks that have the same tokens would route them twice" \

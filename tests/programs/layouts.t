@@ -40,6 +40,8 @@ passes "vocab 3, sp, tied, uneven rows" vocab_parallel --ranks 3 $three --sp --t
 passes "vocab 2, dp 2, sp, selective" vocab_parallel --tp 2 --sp --recompute selective $quick
 passes "vocab 8, bf16" vocab_parallel --ranks 8 --dtype bf16 --layers 1 --steps 1
 passes "async 3, vocab, uneven rows" async_tensor_parallel --ranks 3 $three --vocab-parallel $quick
+passes "async 2, and what --tp alone sends" tensor_parallel --ranks 2 --sp --async-tp --layers 1 --steps 1
+passes "async 2, and what --tp with --sp sends" sequence_parallel --ranks 2 --async-tp --layers 1 --steps 1
 
 passes "zero 1, tp 2, dp 2, sp" sequence_parallel --tp 2 --zero 1 $quick
 passes "zero 1, tp 2, dp 2, copies, AdamW" tensor_parallel --tp 2 --kv-heads 1 --zero 1 --optimizer adamw \

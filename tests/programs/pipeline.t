@@ -179,8 +179,8 @@ refused "--zero-r shards the inputs of blocks that full recomputation keeps: add
     one_f_one_b --pp 2 --tp 2 --zero-r
 refused "--zero-r: with --sp each rank of --tp keeps its own rows already" one_f_one_b --pp 2 --tp 2 --sp \
     --zero-r --recompute full
-refused "--cp 2: no technique of this program shares work over it; --cp 1 would fit" one_f_one_b --pp 2 \
-    --cp 2
+refused "--cp 2: no technique that is on shares work over it; --cp 1 would fit, or --context" one_f_one_b \
+    --pp 2 --cp 2
 
 shape="--layers 5 --hidden 24 --heads 6 --kv-heads 2 --ffn 40 --vocab 256"
 rest="--seq 15 --micro-batch 2 --dtype f64 --optimizer adamw --lr 0.001 --clip 0.5"

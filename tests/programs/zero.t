@@ -23,5 +23,7 @@ for program in zero1 zero2 zero3; do
 done
 refused "--svg shows what the ranks of --dp hold, and there is one" zero3 --ranks 1 --svg "$work/x.svg"
 passes "zero3, 3 ranks, nodes of 2" zero3 --ranks 3 --gpus-per-node 2 --layers 1 --steps 1
+passes "zero3, 5 ranks, slow compute: one rank's part is smaller" zero3 --ranks 5 --layers 1 --steps 1 \
+    --compute-efficiency 0.01
 passes "zero3, 2 ranks, documents" zero3 --ranks 2 --documents 32 --layers 2 --steps 1
 finish

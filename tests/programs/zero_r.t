@@ -17,6 +17,8 @@ for dtype in f32 bf16 f16; do passes "in $dtype, tied, AdamW" zero_r $small --ra
 # Where the logits are not what most is held for, one sees the holes of backward.
 passes "backward leaves no hole, uneven checkpoints" zero_r --ranks 4 --layers 3 --vocab 300 --hidden 42 \
     --heads 3 --kv-heads 1 --micro-batch 1 --steps 1
+passes "few tokens: tensors of a few bytes take 64 each" zero_r --ranks 2 --layers 1 --hidden 24 \
+    --heads 2 --kv-heads 1 --ffn 13 --vocab 256 --seq 3 --micro-batch 1 --steps 1 --dtype bf16
 passes "a buffer of a single element" zero_r --ranks 2 --layers 1 --hidden 8 --heads 2 --kv-heads 1 \
     --ffn 5 --vocab 300 --seq 5 --steps 1 \
     --buffer-bytes 15

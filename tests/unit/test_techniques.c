@@ -109,6 +109,7 @@ static void a_technique_that_is_off_takes_no_place(void **state) {
 typedef struct Demand {
     const Technique *technique;
     int64_t tp;
+    bool async;
     const char *more, *sentence;
 } Demand;
 
@@ -118,22 +119,26 @@ static void check_demand(void *context) {
     Config c = config_default(text);
     free(text);
     c.tp = demand->tp;
+    config_set(&c, "async-tp", demand->async);
     demand->technique->check(&c);
 }
 
 static void demands_name_the_flags_and_what_would_fit(void **state) {
     (void)state;
     static const Demand demands[] = {
-        {&tensor_parallel, 3, "", "--tp 3 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
-        {&sequence_parallel, 16, "", "--tp 16 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
-        {&tensor_parallel, 4, "ffn=90", "--tp 4 does not divide --ffn 90; --tp 1, 2 would fit"},
-        {&tensor_parallel, 4, "heads=12 hidden=48 kv-heads=6",
+        {&tensor_parallel, 3, false, "", "--tp 3 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
+        {&sequence_parallel, 16, false, "", "--tp 16 does not divide --heads 8; --tp 1, 2, 4, 8 would fit"},
+        {&tensor_parallel, 4, false, "ffn=90", "--tp 4 does not divide --ffn 90; --tp 1, 2 would fit"},
+        {&tensor_parallel, 4, false, "heads=12 hidden=48 kv-heads=6",
          "--tp 4 and --kv-heads 6: one must divide the other; --tp 1, 2 would fit"},
-        {&async_tensor_parallel, 2, "", "add --sp"},
+        {&tensor_parallel, 4, false, "experts=2 shared-experts=3 expert-ffn=10",
+         "--tp 4 does not divide --shared-experts x --expert-ffn = 30; --tp 1, 2 would fit"},
+        {&tensor_parallel, 2, true, "", "add --sp"},
     };
     for (size_t i = 0; i < sizeof demands / sizeof *demands; i++)
         expect_fatal(check_demand, &demands[i], demands[i].sentence);
-    check_demand(&(Demand){&tensor_parallel, 8, "", ""});
+    check_demand(&(Demand){&tensor_parallel, 8, false, "", ""});
+    check_demand(&(Demand){&tensor_parallel, 8, false, "experts=2 ffn=7", ""});
 }
 
 int main(int argc, char **argv) {
