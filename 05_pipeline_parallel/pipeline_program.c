@@ -140,8 +140,8 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     double stages = (double)s.stages / p, ideal = (double)c.grad_acc * stages * (d.F + d.B + d.W);
     double run = makespan_of(t), own = clocked(&s, d, d.hop);
     // That clock has one hop for all, which begins as soon as there is something to send. Where ranks span
-    // nodes some go by network; and as a message starts when its receiver has asked for it, each F and B may
-    // wait for one: no run is slower than if all did, unless messages queue on their links.
+    // nodes some go by network; and as a message starts when its receiver has asked for it, each F and B
+    // may wait for one: no run is slower than if all did, unless messages queue on their links.
     double hop = spans_nodes(mesh) ? durations_of(t, true).hop : d.hop,
            most = clocked(&s, d, hop) + 2 * (double)c.grad_acc * stages * hop;
     say("\n%s on %d ranks, %ld micro-batches of 4,096 tokens, a layer of Llama 3 8B a stage, on the model "
