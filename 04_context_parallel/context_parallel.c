@@ -36,7 +36,7 @@ bool context_on(const Config *config, ContextMethod method) {
     return config_number(config, "context") == method;
 }
 
-static const SequenceLayout *context_layout(const Config *config) {
+const SequenceLayout *context_layout(const Config *config) {
     const SequenceLayout *const layouts[] = {NULL, &sequence_contiguous, &sequence_zigzag,
                                              &sequence_striped};
     const SequenceLayout *chosen = layouts[(int)config_number(config, "layout")];

@@ -79,6 +79,7 @@ typedef struct ContextParallel {
 } ContextParallel;
 
 bool context_on(const Config *config, ContextMethod method);
+const SequenceLayout *context_layout(const Config *config);  // by --layout, or what --context is known for
 void context_check(const Config *config);
 // Fills the tokens socket, and context and drop of the attention socket. The caller fills the rest.
 ContextParallel *context_plug(Model *model);

@@ -8,8 +8,8 @@
 // The model is the same, so each of twice as many GPUs has half of the work. A pipeline's messages are few,
 // and hide; what it loses is its longer bubble: with m micro-batches 1 - (m + 7) / (m + 15), 17% of m = 32.
 // (The playbook's 14% is with m <= p - 1, where the bubble of 8 GPUs is as long as the work already.)
-// Tensor parallelism has no bubble, but waits for each of its all-reduces. So it loses more, unless a message
-// across nodes takes longer than F: then messages queue, and the pipeline waits for each of them, too.
+// Tensor parallelism has no bubble, but waits for each of its all-reduces. So it loses more, unless a
+// message across nodes takes longer than F: then messages queue, and the pipeline waits for them, too.
 //
 // Bytes sent: a dry run's, none. This file has no main: one_f_one_b shows it on 16 ranks.
 #include "pipeline.h"

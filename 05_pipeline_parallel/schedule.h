@@ -246,8 +246,8 @@ const char *schedule_refusal(ScheduleKind kind, const ScheduleWish *wish);
 // The bubble of a step, and of a period, as the papers have it; NAN where its conditions are not met.
 double schedule_bubble_formula(ScheduleKind kind, const ScheduleWish *wish);
 double schedule_period_formula(ScheduleKind kind, const ScheduleWish *wish);
-// The bubble that any order of F, B and W has where each rank has one stage and holds no more than the limit
-// from F to W (zero_bubble_auto.c).
+// The bubble that any order of F, B and W has at least, where each rank has one stage and holds no more
+// than the limit from F to W (zero_bubble_auto.c).
 double schedule_least_bubble(const ScheduleWish *wish);
 // Micro-batches of a p-th of the model that a rank holds at once, as in RankCosts; NAN where no formula is
 // known (zb_auto; interleaved where the group does not divide m).

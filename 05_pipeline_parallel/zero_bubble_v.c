@@ -76,8 +76,8 @@ static void fill_list(Rank *r, int p, int m) {
 
 // What it costs. F, B and W are of two stages, as rank r has them: one pass takes a half.
 //
-//     held     Before its first B' a rank has 2 (p - r) - 1 + 2 r + 1 = 2p forwards: p micro-batches. From
-//              then on a B and its W make room for each F.
+//     held     Before its first B' a rank has 2 (p - r) - 1 + 2 r + 1 = 2p forwards: p micro-batches.
+//              From then on a B and its W make room for each F.
 //     bubble   The first micro-batch is through its 2p stages at p F, and its gradient is on rank r at
 //              p F + r B / 2, where rank r has computed for p F. So the last rank waits (p - 1) B / 2 there,
 //              and at no other time: as all ranks compute for equally long, this is the bubble.

@@ -7,9 +7,9 @@
 //
 //     hidden  >=  share  min(exposed before, compute)
 //
-// with a share of 3/4: where there is about as much to send as to compute, stretches of one do not fit those
-// of the other (80% on an H200), and else more is hidden. With DualPipe it is the share of the passes that
-// are in pairs: nothing runs beside the others. This file has no main: overlapped_experts.c runs it.
+// with a share of 3/4: where there is about as much to send as to compute, stretches of one do not fit
+// those of the other (80% on an H200), and else more is hidden. With DualPipe it is the share of the passes
+// that are in pairs: nothing runs beside the others. This file has no main: overlapped_experts.c runs it.
 #include <math.h>
 
 #include "expert_parallel.h"

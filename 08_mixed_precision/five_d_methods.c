@@ -186,10 +186,10 @@ static double stored_layers(int method, double *part) {
     return layers;
 }
 
-// What must be, on any network. ZeRO-3 sends as much for a long micro-batch as for a short one. A pipeline of
-// p stages with m micro-batches waits p - 1 times for a stage's F and BW, which take T, and for its messages,
-// which take x T each; a rank of its middle sends and receives four a micro-batch. With p micro-batches in
-// flight, each then waits for 2 (p - 1) / p messages, and of the step is exposed
+// What must be, on any network. ZeRO-3 sends as much for a long micro-batch as for a short one. A pipeline
+// of p stages with m micro-batches waits p - 1 times for a stage's F and BW, which take T, and for its
+// messages, which take x T each; a rank of its middle sends and receives four a micro-batch. With p
+// micro-batches in flight, each then waits for 2 (p - 1) / p messages, and of the step is exposed
 //
 //     (2 x m (p - 1) / p + (p - 1) (1 + 2 x)) / (the same + m):    falls with m
 //

@@ -67,6 +67,22 @@ static void recipe(Recipe *recipe, const Config *c) {
     recipe->send_drows = &fp8_gradient_codec;
 }
 
+// Scales that follow from tokens are those of one device if the same tokens share them. Where others do,
+// only a dtype that rounds as coarsely can be proven.
+static void check_tokens(const Config *c, const Fp8Recipe *r) {
+    if (c->no_check || c->dtype == BF16 || c->dtype == F16) return;
+    CHECK(!c->experts || r->history || (c->ep == 1 && (!r->tile || c->cp * c->tp == 1)),
+          "--fp8 %s with --experts, --ep %ld, --cp %ld and --tp %ld: an expert's scales would be of other "
+          "tokens than on one device; --dtype bf16 would fit, whose rounding hides that",
+          r->name, c->ep, c->cp, c->tp);
+    const SequenceLayout *layout = context_layout(c);
+    long chunks = layout == &sequence_contiguous ? c->cp : layout == &sequence_zigzag ? 2 * c->cp : c->seq;
+    CHECK(!r->tile || c->cp == 1 || c->seq % (chunks * tile_of(c, r)) == 0,
+          "--fp8 %s with --cp %ld: a tile of %ld tokens, in the gradient of a weight, would have more than "
+          "the %ld that follow each other on a rank; --dtype bf16 would fit, whose rounding hides that",
+          r->name, c->cp, tile_of(c, r), c->seq / chunks);
+}
+
 static void check(const Config *c) {
     const Fp8Recipe *r = recipe_of(c);
     CHECK(!config_number(c, "fp8-wire") || c->dtype == BF16 || c->dtype == F16,
@@ -84,8 +100,9 @@ static void check(const Config *c) {
     if (!r) return;
     CHECK(r->tile || r->history || !c->experts || (c->tp == 1 && c->cp == 1),
           "--fp8 %s finds the largest element of what all ranks of --tp and --cp hold at each cast, and "
-          "ranks of --ep cast other experts: --fp8 te-delayed or deepseek would fit",
+          "ranks of --ep cast other experts: --fp8 te-delayed would fit",
           r->name);
+    check_tokens(c, r);
     // A copy of a key/value head has the gradient of its own queries alone, and rounded parts do not add up
     // to what one device rounds.
     CHECK(c->tp <= c->kv_heads,

@@ -62,6 +62,12 @@ refused "--curves is of one device's training, which --proof-only leaves out" $p
 refused "--fp8-tile 8 would fit" $program --fp8 deepseek --tp 2
 refused "--fp8-tile 128 would fit" $program --fp8 deepseek --fp8-tile 256
 refused "--fp8-tile 32 would fit" $program --fp8 deepseek --fp8-tile 48
-refused "te-delayed or deepseek would fit" $program --fp8 te-current --ranks 4 \
+refused "would have more than the 8 that follow each other on a rank; --dtype bf16 would fit" $program \
+    $one --fp8 deepseek --fp8-tile 16 --cp 2 --context zigzag
+passes "deepseek: cp 2, whole tiles of tokens on each rank" $program $one --fp8 deepseek --fp8-tile 16 \
+    --cp 2
+refused "an expert's scales would be of other tokens than on one device; --dtype bf16 would fit" $program \
+    $one --fp8 te-current --experts 4 --ep 2
+refused "cast other experts: --fp8 te-delayed would fit" $program --fp8 te-current --ranks 4 \
     --tp 2 --sp --experts 4 --ep 2
 finish
