@@ -74,6 +74,10 @@ int pipeline_messages_by(const Pipeline *pipeline, int first, int rank, double e
 // How often a micro-batch's W adds to the embedding's gradient on this rank: tied, by the head, too.
 int pipeline_embedding_parts(const Pipeline *pipeline, const Model *model, int micro_batch);
 
+// pipeline_clock.c: how long the passes of a step take on the model clock, with these durations of a
+// stage's F, B and W, and messages of so many bytes.
+double pipeline_makespan(const Pipeline *pipeline, Durations of_stage, double message_bytes);
+
 // pipeline_nodes.c: on 16 ranks, beside tensor parallelism.
 void pipeline_across_nodes(Mesh mesh, const Config *config);
 

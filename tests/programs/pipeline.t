@@ -101,6 +101,10 @@ few="--layers 5 --steps 1 --grad-acc 2"
 nearly "1f1b, pp 2, dp 1, zero 2" one_f_one_b --ranks 2 --zero 2 $few
 nearly "1f1b, context on one rank" one_f_one_b --ranks 1 --context ring $few
 passes "afab, 3 nodes of 1" afab --ranks 3 --layers 3 --steps 1 --gpus-per-node 1 --machine dgx-a100
+passes "interleaved, 6 nodes of 1, a slow network" interleaved --ranks 6 --layers 12 --steps 1 \
+    --grad-acc 12 --gpus-per-node 1 --network-efficiency 0.3
+passes "zb_h2, 2 nodes of 3, a slow network" zero_bubble --schedule zb_h2 --ranks 6 --layers 6 --steps 1 \
+    --grad-acc 7 --gpus-per-node 3 --network-efficiency 0.3
 passes "zb_v, 2 nodes of 2" zero_bubble_v --layers 8 --steps 1 --gpus-per-node 2
 nearly "afab, pp 2, dp 2" afab --pp 2 $few
 nearly "1f1b, pp 4, dp 2, zero 1" one_f_one_b --ranks 8 --pp 4 --zero 1 --layers 5 --steps 2
