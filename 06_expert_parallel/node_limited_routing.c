@@ -32,43 +32,42 @@ typedef struct Hops {
     RowExchange *plain;  // which counts the rows for the experts here
     PairRows nodes;      // this rank's tokens and their nodes
     int64_t *to, *from;  // (N) tokens that go to each node, and come from it
-    int64_t come;        // from all of them
     PairRows experts;    // the tokens that have come and their experts in this node
-    Tensor weights;      // (come, k)
+    Tensor weights;      // (tokens that have come, k)
     RowExchange inside;
-    int64_t *sent;           // inside.sent
     Request *request;        // in backward: of the weights' gradients …
     Tensor parts, dweights;  // … (tokens x nodes, k), and their sums (n, k)
 } Hops;
 
 // ---- the hop across ----
 
-static void scaled(int64_t *count, const int64_t *rows, int64_t columns, int nodes) {
-    for (int i = 0; i < nodes; i++) count[i] = rows[i] * columns;
-}
-
-// Starts it: rows of `in`, to[i] to node i; out gets from[i] of node i.
-static Request *cross(const NodeLimited *l, Tensor out, const int64_t *from, Tensor in, const int64_t *to) {
+// Starts it: rows of `in`, to[i] to node i; *out is new, and gets from[i] of node i.
+static Request *cross(const NodeLimited *l, MemoryKind kind, Tensor *out, const int64_t *from, Tensor in,
+                      const int64_t *to) {
     int nodes = l->across.size;
-    int64_t give[nodes], take[nodes];
-    scaled(give, to, tensor_columns(in), nodes);
-    scaled(take, from, tensor_columns(in), nodes);
-    return comm_all_to_all(out, take, in, give, l->across);
+    int64_t give[nodes], take[nodes], come = 0, columns = tensor_columns(in);
+    for (int i = 0; i < nodes; i++) {
+        give[i] = to[i] * columns;
+        take[i] = from[i] * columns;
+        come += from[i];
+    }
+    *out = tensor_new(kind, in.dtype, SHAPE(come, columns));
+    return comm_all_to_all(*out, take, in, give, l->across);
 }
 
-static Tensor crossed(const NodeLimited *l, int64_t rows, const int64_t *from, Tensor in, const int64_t *to,
+static Tensor crossed(const NodeLimited *l, const int64_t *from, Tensor in, const int64_t *to,
                       Moment wait) {
-    Tensor out = tensor_new(MEMORY_COMMUNICATION, in.dtype, SHAPE(rows, tensor_columns(in)));
-    Request *request = cross(l, out, from, in, to);
+    Tensor out;
+    Request *request = cross(l, MEMORY_COMMUNICATION, &out, from, in, to);
     moe_at(l->plain->moe, wait);
     comm_wait(request);
     return out;
 }
 static Tensor dispatch_across(const NodeLimited *l, const Hops *hops, Tensor own) {
-    return crossed(l, hops->come, hops->from, own, hops->to, WAITS_ACROSS);
+    return crossed(l, hops->from, own, hops->to, WAITS_ACROSS);
 }
 static Tensor combine_across(const NodeLimited *l, const Hops *hops, Tensor sums) {
-    return crossed(l, hops->nodes.real, hops->to, sums, hops->from, WAITS_ACROSS_TO_COMPUTE);
+    return crossed(l, hops->to, sums, hops->from, WAITS_ACROSS_TO_COMPUTE);
 }
 
 // ---- who goes where ----
@@ -100,10 +99,8 @@ static void count(NodeLimited *l, MoeKept *kept, Hops *hops) {
     comm_wait(request);
     hops->from = host_alloc(nodes * sizeof *hops->from);
     moe_read_counts(moe, kept->training, hops->from, theirs, 0);
-    for (int i = 0; i < nodes; i++) {
-        if (device_is_dry_run() && !moe->ledger.replay) hops->from[i] = hops->to[l->across.rank];
-        hops->come += hops->from[i];
-    }
+    for (int i = 0; i < nodes && device_is_dry_run() && !moe->ledger.replay; i++)  // all send the same
+        hops->from[i] = hops->to[l->across.rank];
     tensor_free(&ours);
     tensor_free(&theirs);
 }
@@ -116,8 +113,7 @@ static Tensor dispatch_tokens(const NodeLimited *l, MoeKept *kept, Hops *hops, T
     Request *request[3];
     for (int i = 0; i < 3; i++) {
         MemoryKind kind = i == 0 ? MEMORY_COMMUNICATION : MEMORY_ACTIVATION;
-        out[i] = tensor_new(kind, in[i].dtype, SHAPE(hops->come, tensor_columns(in[i])));
-        request[i] = cross(l, out[i], hops->from, in[i], hops->to);
+        request[i] = cross(l, kind, &out[i], hops->from, in[i], hops->to);
         tensor_free(&in[i]);
     }
     moe_at(l->plain->moe, WAITS_ACROSS);
@@ -129,7 +125,7 @@ static Tensor dispatch_tokens(const NodeLimited *l, MoeKept *kept, Hops *hops, T
 
 static void all_route_alike(const NodeLimited *l, MoeKept *kept, Hops *hops) {
     int64_t here = l->plain->moe->here, ranks = l->inside.ep.size;
-    const int64_t *own = hops->sent + l->inside.ep.rank * here;
+    const int64_t *own = hops->inside.sent + l->inside.ep.rank * here;
     for (int64_t i = 0; i < ranks * here; i++) hops->inside.received[i] = own[i % here];
     kept->m = 0;
     for (int64_t i = 0; i < here; i++) kept->m += kept->count[i] = ranks * own[i];
@@ -140,11 +136,12 @@ static void all_route_alike(const NodeLimited *l, MoeKept *kept, Hops *hops) {
 static void choose_experts(const NodeLimited *l, MoeKept *kept, Hops *hops, Tensor chosen) {
     Moe *moe = l->plain->moe;
     int64_t ranks = l->inside.ep.size, nodes = l->across.size, each = ranks * moe->here;
-    int64_t evenly = hops->come * tensor_columns(chosen) / tensor_columns(hops->nodes.place);
+    int64_t evenly = tensor_count(chosen) / tensor_columns(hops->nodes.place);
     Tensor numbers = tensor_like(MEMORY_ACTIVATION, chosen);
     op_route_within(numbers, chosen, l->across.rank * each, each);
-    hops->inside.sent = hops->sent = host_alloc(each * sizeof *hops->sent);
-    hops->experts = pair_rows_new(moe, kept->training, hops->sent, numbers, each, evenly);
+    int64_t *sent = host_alloc(each * sizeof *sent);
+    hops->inside.sent = sent;
+    hops->experts = pair_rows_new(moe, kept->training, sent, numbers, each, evenly);
     tensor_free(&numbers);
     hops->inside.received = host_alloc(each * sizeof *hops->inside.received);
     for (int64_t i = 0; i < each; i++) {
@@ -165,7 +162,7 @@ static void add_to_table(NodeLimited *l, const MoeKept *kept, const Hops *hops) 
     }
     for (int64_t i = 0; i < l->inside.ep.size * here; i++) {
         bool at_home = i / here == l->inside.ep.rank;
-        l->rows_sent += at_home ? 0 : (double)hops->sent[i];
+        l->rows_sent += at_home ? 0 : (double)hops->inside.sent[i];
         l->rows_served += at_home ? 0 : (double)hops->inside.received[i];
     }
 }
@@ -217,9 +214,7 @@ static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor d
     tensor_free(&kept->out);
     tensor_free(&dsums);
     hops->dweights = tensor_share(dweights);
-    hops->parts =
-        tensor_new(MEMORY_COMMUNICATION, part.dtype, SHAPE(hops->nodes.real, tensor_columns(part)));
-    hops->request = cross(l, hops->parts, hops->to, part, hops->from);
+    hops->request = cross(l, MEMORY_COMMUNICATION, &hops->parts, hops->to, part, hops->from);
     tensor_free(&part);
     Tensor dout = dispatch_rows(&l->inside, &hops->inside, drows, WAITS_INSIDE_TO_COMPUTE);
     tensor_free(&drows);
@@ -254,7 +249,7 @@ static void drop(void *context, MoeKept *kept) {
     tensor_free(&hops->weights);
     free(hops->to);
     free(hops->from);
-    free(hops->sent);
+    free((void *)hops->inside.sent);
     free(hops->inside.received);
     free(hops);
 }
