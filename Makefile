@@ -24,7 +24,7 @@ of-nccl :=
 ifeq ($(origin CC),default)
 CC := gcc
 endif
-# On a processor with AVX10, gcc 15 warns of -mavx10.1, a flag to which it has itself expanded -march=native.
+# On a processor with AVX10, gcc 15 warns of -mavx10.1, to which it has itself expanded -march=native.
 # The other flags of that expansion, AVX-512's among them, then take the place of -march=native.
 NATIVE := $(strip $(shell LC_ALL=C $(CC) -v -march=native -fsyntax-only -x c /dev/null 2>&1 | awk ' \
     / warning: .*-mavx10/ { warned = 1 } \

