@@ -210,7 +210,8 @@ static inline float exp_f32(float x) {
 #include "ops_cpu_tiles.inc"
 #else
 #define TILES 0
-static bool takes_pairs(DType dtype) { return dtype == BF16 && false; }
+typedef enum Bf16Way { WIDENED, BY_PAIRS, BY_AMX } Bf16Way;
+static Bf16Way way_of(DType dtype) { return (void)dtype, WIDENED; }
 #endif
 
 // ---- the same code for f32 and f64 ----

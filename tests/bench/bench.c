@@ -157,9 +157,9 @@ static void multiply_rates(const Config *c) {
         rates[i] = median(measured, TIMES);
         tensor_free(&a), tensor_free(&b), tensor_free(&y);
     }
-    const bool own = strstr(backend_text(), "vdpbf16ps");
+    const char *own = strstr(backend_text(), "bf16 by ");
     say("  multiplies bf16 %s: %.0f GFLOP/s, f32 %.0f GFLOP/s",
-        own ? "by vdpbf16ps" : "as f32, this processor having no faster way", rates[1], rates[0]);
+        own ? own + strlen("bf16 ") : "as f32, this processor having no faster way", rates[1], rates[0]);
 }
 
 // tokens/s in bf16 over those in f32, in turns. What is missing is what operations take beyond
