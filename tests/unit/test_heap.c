@@ -1,4 +1,4 @@
-// test_heap.c [PATTERN]: where the heap of ZeRO-R's program puts what a run allocates, and how far it reaches.
+// test_heap.c [PATTERN]: where zero_r's heap puts what a run allocates, and how far it reaches.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
