@@ -1,17 +1,17 @@
 // flash.c: attention without stored scores. Playbook: "Flash Attention 1-3"; Dao et al. 2022, Dao 2023.
 //
-// Against 00_single_gpu/transformer.c: scores are computed tile by tile and merged at once into o and the
-// log-sum-exp of each row; backward computes them again. All tokens are one chunk of keys here; context
-// parallelism (chapter 04) sends the same operation one chunk after another.
+// Changes from 00_single_gpu/transformer.c: scores are computed tile by tile and merged at once into o and
+// the log-sum-exp of each row; backward recomputes them. Here all tokens form one chunk of keys; context
+// parallelism (chapter 04) calls the same operation for one chunk after another.
 //
-//     forward    o, lse = merge over tiles of softmax(q k^T / sqrt(d)) v        4 d FLOPs for each pair
-//     backward   probs = exp(q k^T / sqrt(d) - lse);  dots = sum(o d_o)         10 d, stored scores: 8 d
+//     forward    o, lse = merge over tiles of softmax(q k^T / sqrt(d)) v        4 d FLOPs per pair
+//     backward   probs = exp(q k^T / sqrt(d) - lse);  dots = sum(o d_o)         10 d; stored scores: 8 d
 //                dscores = probs (d_o v^T - dots)
 //
-// Kept per block: lse, n a numbers in f32, in place of probs, n a s in storage. In 16-bit storage o, dq, dk
-// and dv gather in f32 besides, while they are computed. Selective recomputation finds no scores to drop:
-// it drops lse, and repeats forward. With --documents TOKEN a token sees its own document alone.
-// Bytes sent: none. This file has no main: build/00_single_gpu/train --attention flash.
+// Kept per block: lse, n a elements in f32, in place of probs, n a s in the storage dtype. In 16-bit
+// storage o, dq, dk and dv also have f32 sums while they are computed. Selective recomputation has no
+// scores to drop: it drops lse and repeats forward. With --documents TOKEN a token attends only to its own
+// document. Bytes sent: none. This file has no main: build/00_single_gpu/train --attention flash.
 #include "flash.h"
 
 #include <math.h>
@@ -65,7 +65,7 @@ bool mask_key_changes(MaskKey *key, const MicroBatch *micro, int64_t s) {
 
 // ---- the technique ----
 
-// What the plug holds between calls: the mask of the last micro-batch, which all layers share.
+// Kept between calls: the mask of the last micro-batch, which all layers share.
 typedef struct Flash {
     MaskKey key;
     AttentionPositions positions;
@@ -150,8 +150,8 @@ void flash_price_positions(Price *price, int64_t b, int64_t tokens) {
 
 void flash_price_again(Price *price, const Config *c) {
     double s = (double)c->seq, pairs = s * (s + 1) / 2, samples = (double)(c->micro_batch * c->grad_acc);
-    // Stored, backward reads the scores, and selective recomputation repeats these alone: 2 d FLOPs for
-    // each pair.
+    // With stored scores, backward reads them, and selective recomputation repeats only them: 2 d FLOPs per
+    // pair.
     double products = c->recompute == RECOMPUTE_SELECTIVE ? 2 : 1;
     price->again +=
         products * 2 * (double)(c->heads * config_head_size(c)) * pairs * samples * (double)c->layers;

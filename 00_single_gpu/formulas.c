@@ -1,15 +1,15 @@
 // formulas.c: what training needs in memory, and what recomputation saves, before anything is built.
 // Playbook: "Memory usage in Transformers", "Activation recomputation", "ZeRO"; Korthikanti et al. 2022.
 //
-//   states       Psi parameters of e bytes, gradients of e bytes (and 4 more in f32 if e is 2), k bytes of
-//                optimizer (AdamW: 8, or 12 with master weights). Over dp, ZeRO-1 shards the optimizer,
-//                ZeRO-2 the gradients too, ZeRO-3 the parameters too.
+//   states       per parameter: e bytes of weight, e of gradient (and 4 more in f32 if e is 2), k of
+//                optimizer state (AdamW: 8, or 12 with master weights). Over dp, ZeRO-1 shards the
+//                optimizer state, ZeRO-2 also the gradients, ZeRO-3 also the parameters.
 //   activations  the sum over a table of what a block keeps for backward, with n = b s tokens:
 //                GPT, bf16  s b h (34 + 5 a s / h)
 //                ours       n e (4 h + 2 a d + 2 kv d + 3 f + a s) + 2 n statistics
 //
-// Bytes sent: none. Numbers are doubles: whole bytes are exact up to 9 PB. This file has no main: memory.c
-// prints it, and holds it against the playbook's figures and against what a real step allocates.
+// Bytes sent: none. Sizes are doubles, exact for whole bytes up to 9 PB. This file has no main: memory.c
+// prints them and compares them with the playbook's figures and with what a real step allocates.
 #include "formulas.h"
 
 #include <math.h>
@@ -17,8 +17,8 @@
 
 // ---- states: parameters, gradients, optimizer ----
 
-// Units in use come on top, and are not counted here: with ZeRO-2 and -3 their whole gradients, with ZeRO-3
-// their whole weights, too (02_zero/zero.c has them).
+// Not counted here are the units in use: their whole gradients with ZeRO-2 and -3, and their whole weights
+// with ZeRO-3 (see 02_zero/zero.c).
 MemoryNeed memory_states(const MemoryPlan *plan, double parameters) {
     double e = (double)dtype_size(plan->model.dtype), own = parameters / (double)plan->dp;
     bool narrow = e < 4;
@@ -36,7 +36,7 @@ double memory_states_bytes(const MemoryNeed *need) {
     return need->parameters + need->gradients + need->accumulators + need->optimizer;
 }
 
-// Width of all keys together, as tp ranks hold it: with fewer K/V heads than ranks, copies count.
+// Total width of the keys that the tp ranks hold; with fewer K/V heads than ranks, copies count.
 static double kv_width(const MemoryPlan *plan) {
     const Config *c = &plan->model;
     return (double)(c->kv_heads > plan->tp ? c->kv_heads : plan->tp) * (double)config_head_size(c);
@@ -46,9 +46,9 @@ static double q_width(const MemoryPlan *plan) {
     return (double)plan->model.heads * (double)config_head_size(&plan->model);
 }
 
-// Tensor parallelism shards the matrices, and the biases along the sharded dimension; norms and the other
-// biases stay whole, and so do experts. On one rank at f = 4 h and kv d = h, GPT has h v + L (12 h^2 + 13
-// h) + 2 h (no positions, as in the playbook); ours has what model.c says.
+// Tensor parallelism shards the matrices and the biases along the sharded dimension; norms, the other
+// biases and experts stay whole. On one rank with f = 4 h and kv d = h, GPT has h v + L (12 h^2 + 13 h) + 2
+// h (no position embeddings, as in the playbook); for ours see model.c.
 double memory_rank_parameters(const MemoryPlan *plan) {
     const Config *c = &plan->model;
     double h = (double)c->hidden, f = (double)config_dense_width(c), L = (double)c->layers;
@@ -65,7 +65,7 @@ double memory_rank_parameters(const MemoryPlan *plan) {
 
 enum { NEVER = RECOMPUTE_FULL + 1 };
 
-typedef struct Sizes {  // bytes, or counts where said
+typedef struct Sizes {  // bytes unless noted
     double n, x, q, kv, ffn, pairs, statistic;
 } Sizes;
 
@@ -121,7 +121,7 @@ int memory_block_rows(PriceKept kept[MOST_KEPT], const MemoryPlan *plan) {
     return plan->gpt ? sizeof gpt / sizeof *gpt : sizeof ours / sizeof *ours;
 }
 
-// What stands outside the blocks: inputs and head. Recomputation leaves both alone.
+// Outside the blocks: inputs and head. Recomputation leaves both alone.
 int memory_end_rows(PriceKept kept[MOST_KEPT], const MemoryPlan *plan) {
     const Sizes z = sizes_of(plan);
     double e = (double)dtype_size(plan->model.dtype), v = (double)plan->model.vocab, t = (double)plan->tp;
@@ -134,7 +134,7 @@ int memory_end_rows(PriceKept kept[MOST_KEPT], const MemoryPlan *plan) {
         {"logits in f32", 4 * logits, BY_TENSOR, NEVER},
     };
     const PriceKept ours[] = {
-        // the names of MicroBatch and HeadKept; inputs are counted as activations, as the account does
+        // the names of MicroBatch and HeadKept; inputs count as activations, as in the memory account
         {"tokens, targets, positions", 3 * 4 * z.n, EVERY_RANK, NEVER},
         {"x", z.x, BY_SEQUENCE, NEVER},
         {"rstd", z.statistic, BY_SEQUENCE, NEVER},
@@ -146,7 +146,7 @@ int memory_end_rows(PriceKept kept[MOST_KEPT], const MemoryPlan *plan) {
     return plan->gpt ? sizeof gpt / sizeof *gpt : sizeof ours / sizeof *ours;
 }
 
-// What is left of it on one rank.
+// The bytes of it that remain on one rank.
 static double kept_here(const PriceKept *kept, const MemoryPlan *plan) {
     if (plan->model.recompute >= kept->dropped_from) return 0;
     bool sharded = kept->split == BY_TENSOR || (kept->split == BY_SEQUENCE && plan->sp);
@@ -187,17 +187,17 @@ int64_t kept_activation_bytes(const Config *config) {
     return (int64_t)(need.blocks + need.ends);
 }
 
-// The peak is the larger of two moments of backward. With x, ffn, q, kv, R the bytes of (n, h), (n, f),
-// (n, a d), (n, kv d) and n statistics: at the head all that is kept, and dnorm, x. At the last block what
-// the other blocks keep, this block complete, since what recomputation dropped is made again, and what
-// flows, the largest of
+// The peak is the larger of two moments of backward. Let x, ffn, q, kv, R be the bytes of (n, h), (n, f),
+// (n, a d), (n, kv d) and n statistics. At the head: all that is kept, and dnorm, x bytes. At the last
+// block: what the other blocks keep, all of this block, since what recomputation dropped has been computed
+// again, and the largest set of temporaries:
 //
 //     before Wdown       dy, dact                   x + ffn
-//     behind Wgate, Wup  dy, dx                     2 x
+//     after Wgate, Wup   dy, dx                     2 x
 //     in attention       dy, dx2, d_o, dq, dk, dv   x + 2 q + 2 kv - R    (x2 and rstd2 are gone)
 //
-// and, from the norm behind the MLP on, w bytes of that norm's gradient, which B leaves to W; at the head,
-// too. They are as wide as gradients of weights, and no narrower than activations.
+// From norm2's backward on, and also at the head, w more bytes hold the gradient of the norm's weight,
+// which B computes for W. It is as wide as gradients of weights, and no narrower than activations.
 int64_t peak_activation_bytes(const Config *config, DType gradient) {
     const MemoryPlan plan = {.model = *config, .tp = 1, .dp = 1};
     MemoryPlan complete = plan;
@@ -228,9 +228,9 @@ Config gpt3_175b(void) {
                     .micro_batch = 1};
 }
 
-// FLOPs per layer and sample, without regard to the causal mask, as the paper counts: forward 24 s h^2 of
-// matrices and 4 s^2 h of attention's core; forward and backward three times that, and 6 s h v for the
-// head, so
+// FLOPs per layer and sample as the paper counts them, ignoring the causal mask: forward takes 24 s h^2 for
+// the matrices and 4 s^2 h for attention's core; forward and backward take three times that. With 6 s h v
+// for the head,
 //   model = 72 L s h^2 (1 + s / 6h + v / 12hL).
 // The paper's "hardware" FLOPs for selective recomputation have s / 3h in place of s / 6h: 12 s^2 h more
 // per layer, as if backward were repeated as well. Its text says forward only, 4 s^2 h, a third of that,

@@ -30,23 +30,23 @@ double memory_rank_parameters(const MemoryPlan *plan);
 // Bytes that one block keeps for backward on one rank, for one micro-batch.
 double memory_block_activations(const MemoryPlan *plan);
 void memory_print_block(const MemoryPlan *plan);  // the same, tensor by tensor
-// What one block, and what stands outside the blocks, keeps before anything is sharded or dropped. Returns
-// the rows.
+// What one block, and what lies outside the blocks, keeps before anything is sharded or dropped. Returns
+// the number of rows.
 int memory_block_rows(PriceKept rows[MOST_KEPT], const MemoryPlan *plan);
 int memory_end_rows(PriceKept rows[MOST_KEPT], const MemoryPlan *plan);
 
 // This book's model on one device, to the byte: the activations that one micro-batch holds between forward
-// and backward, and the most that it ever holds.
+// and backward, and its peak.
 int64_t kept_activation_bytes(const Config *config);
-int64_t peak_activation_bytes(const Config *config, DType gradient);  // of weights, as backward writes it
+int64_t peak_activation_bytes(const Config *config, DType gradient);  // gradient: of weights, in backward
 
 // L=96 h=12288 a=96 s=2048 v=51200, one sequence in bf16: for the formulas alone, with .gpt = true.
 Config gpt3_175b(void);
-// Recomputation of GPT's block, as shares of what training without it takes.
+// Recomputation of GPT's block, as fractions of the cost of training without it.
 typedef struct RecomputeCost {
     double selective_memory;           // share of the blocks' activation bytes that selective saves
     double selective_flops;            // extra FLOPs of repeating attention's core forward
-    double selective_flops_published;  // the same in Korthikanti et al. 2022, which count backward, too
+    double selective_flops_published;  // the same in Korthikanti et al. 2022, who also count backward
     double full_flops;                 // extra FLOPs of repeating every block's forward
 } RecomputeCost;
 RecomputeCost recompute_cost(const Config *gpt);

@@ -1,16 +1,16 @@
 // grad_accumulation.c: one step's batch in micro-batches. Playbook: "Gradient accumulation".
 //
-// Against a single forward and backward over the whole batch: the same samples pass in grad_acc turns of
-// micro_batch samples, and their gradients add up before the one optimizer step:
+// Instead of one forward and backward over the whole batch, the same samples run in grad_acc micro-batches
+// of micro_batch samples, and their gradients add up before the one optimizer step:
 //
 //     gbs = mbs x grad_acc          dW = sum over micro-batches of d(loss_i)/dW
 //
-// The one trap: a mean. The loss is the mean over all labels of the global batch, so each micro-batch must
-// divide by that count and not by its own; a mean of means is another number as soon as some labels are
-// ignored.
+// The one trap is the mean. The loss is the mean over all labels of the global batch, so each micro-batch
+// must divide by that count and not by its own: once micro-batches have unequal label counts, a mean of
+// means is a different number.
 //
-// Memory: activations of one micro-batch instead of the batch; gradients live from the first micro-batch
-// on. Bytes sent: none.
+// Memory: activations of one micro-batch instead of the whole batch; gradients live through all
+// micro-batches. Bytes sent: none.
 // Run: build/00_single_gpu/grad_accumulation      (--masked alone, --dtype f32, --micro-batch 12 …)
 // Last line: PASS grad_accumulation: every split of the batch makes the same step …
 #include <stdlib.h>
@@ -29,7 +29,7 @@ double mean_loss_scale(double labels) { return labels > 0 ? 1 / labels : 0; }
 
 void micro_batches_in_turn(void *context, Model *model, const StepInput *input) {
     (void)context;
-    int64_t tokens = input->b * model->config.seq;  // of a micro-batch
+    int64_t tokens = input->b * model->config.seq;  // per micro-batch
     model_begin_step(model, input->micro_batches);
     for (int64_t i = 0; i < input->micro_batches; i++) {
         MicroBatch micro = micro_batch_new(model, i, input->b, input->tokens + i * tokens,
@@ -52,7 +52,7 @@ void micro_batches_in_turn(void *context, Model *model, const StepInput *input) 
 // ---- the proof ----
 #ifndef NO_MAIN
 
-// What sums gradients over ranks counts on: each micro-batch says when it is done, and which is the last.
+// Counts micro_batch_ready, without and with `last`: techniques that sum gradients over ranks rely on it.
 static void count_done(void *done, Model *model, bool last) {
     (void)model;
     ((int64_t *)done)[last]++;
@@ -83,8 +83,8 @@ static Record run_in_parts(const Config *whole, bool masked, int64_t parts) {
     return record;
 }
 
-// How far the classic mistake is off in the gradient of the output layer: each micro-batch divides by its
-// own labels, and the means are averaged.
+// How far the output layer's gradient is off with the classic mistake: each micro-batch divides by its own
+// label count, and the means are averaged.
 static void show_mean_of_means(const Config *whole) {
     Config config = *whole;
     config.grad_acc = whole->micro_batch;
@@ -123,7 +123,7 @@ static void show_mean_of_means(const Config *whole) {
     trainer_free(trainer);
 }
 
-// Of the gradient that is furthest off, as a share of its norm.
+// The error of the gradient that is furthest off, relative to its norm.
 static double worst_gradient(const Record *run, const Record *baseline) {
     double worst = 0;
     for (int i = 0; i < run->tensors; i++) {

@@ -1,12 +1,12 @@
 // memory.c: the playbook's memory widget in the terminal, from formulas.c.
 // Playbook: "High level overview" (the widget), "Memory usage in Transformers", "ZeRO".
 //
-// Against train.c nothing changes: this predicts it, and --measure holds the prediction to the account of a
-// real step, to the byte. Every run checks the formulas on the playbook's figures; --claims shows them.
+// Nothing changes from train.c: this predicts its memory, and --measure compares the prediction with a real
+// step, to the byte. Every run checks the formulas against the playbook's figures; --claims shows them.
 //
 //     bytes on one rank = parameters + gradients + optimizer + L x (kept by a block) + (inputs and head)
 //
-// Bytes sent: none. Memory per rank: what it prints, as --tp, --sp, --dp and --zero shard it.
+// Bytes sent: none. Memory per rank: what it prints, sharded by --tp, --sp, --dp and --zero.
 // Run: build/00_single_gpu/memory --model llama-3-8b --dtype bf16 --tp 8 --sp --dp 8 --zero 1
 //      build/00_single_gpu/memory --measure --recompute selective     (--dry-run: any size, on any machine)
 // Last line: PASS memory: 32 figures of the playbook reproduced; a step allocates what is predicted …
@@ -21,7 +21,7 @@
 #ifndef NO_MAIN
 // ---- the playbook's figures ----
 
-// A published figure is rounded, or truncated after its last digit, or a range: "6.66", "30-40".
+// A published figure is rounded or truncated after its last digit, or a range: "6.66", "30-40".
 static bool agrees(const char *published, double value) {
     char *end;
     double low = strtod(published, &end), high = low;
@@ -41,7 +41,7 @@ typedef struct Claims {
     int count;
 } Claims;
 
-// The rest is what is claimed, as in printf.
+// format and the rest describe the claim, as in printf.
 static void claim(Claims *claims, int number, const char *published, double value, const char *unit,
                   const char *format, ...) PRINTF_LIKE(6, 7);
 static void claim(Claims *claims, int number, const char *published, double value, const char *unit,
@@ -135,7 +135,7 @@ static void claim_zero(Claims *claims) {
         claim(claims, 14, on_64[zero], memory_states_bytes(&need) / 1e9, "GB",
               "states of 7.5B parameters on 64 ranks, k = 12, ZeRO-%d", zero);
     }
-    // These count k = 8: f32 master weights, but m and v in bf16.
+    // These figures assume k = 8: f32 master weights, but m and v in bf16.
     static const char *const on_8[] = {"6.66", "16", "24.62", "53.33"};
     for (int zero = 0; zero <= 3; zero++) {
         MemoryPlan plan = {.model.dtype = BF16, .zero = zero, .optimizer_bytes = 8, .tp = 1, .dp = 8};
@@ -206,7 +206,7 @@ static void print_need(const MemoryPlan *plan) {
         most <= machine->memory_bytes ? "fits" : "does not fit");
 }
 
-// Where activations overtake: bars of p(arameters), g(radients), o(ptimizer), a(ctivations).
+// Where activations come to dominate: bars of p(arameters), g(radients), o(ptimizer), a(ctivations).
 static void print_sweep(const MemoryPlan *plan) {
     enum { ROWS = 8, WIDTH = 60 };
     MemoryPlan at = *plan;
@@ -228,7 +228,7 @@ static void print_sweep(const MemoryPlan *plan) {
     }
 }
 
-// ---- the proof: a real step's account, kind by kind ----
+// ---- the proof: the memory account of a real step, kind by kind ----
 
 static void measure(const MemoryPlan *plan, bool dry_run) {
     device_dry_run(dry_run);

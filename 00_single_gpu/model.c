@@ -1,14 +1,14 @@
-// model.c: what transformer.c runs on: the parameter table.
+// model.c: the parameter table that transformer.c runs on.
 //
-// The table is the one place that knows a weight: its Hugging Face name, its shape (out, in), what it is in
-// the model (its role), whether it decays, how it starts. Every rank lists all of it; techniques then say
-// what stays on a rank. Units, which parameter collectives move at once: the embedding, each block, the
+// The table is the only place that describes a weight: its Hugging Face name, its shape (out, in), its role
+// in the model, whether it decays, how it is initialized. Every rank lists all weights; techniques then say
+// what stays on a rank. A unit is what one parameter collective moves: the embedding, each block, and the
 // head.
 //
 //   parameters  (2 v h, or v h if tied) + L (2 h a d + 2 h kv d + 3 h f + 2 h) + h
 //
-// Experts of a block are a unit of their own, behind the head: other ranks may hold copies of them than of
-// the rest of the block.
+// The experts of a block are a unit of their own, after the head: the ranks that hold copies of them may
+// differ from those that hold copies of the rest of the block.
 //
 // Bytes sent: none. This file has no main: train.c runs it.
 #include <math.h>
@@ -20,7 +20,7 @@
 // ---- the parameter table ----
 
 static const double std = 0.02;
-// The matrices that write to the residual stream start smaller, as 2 L of them add up there.
+// The matrices that write to the residual stream start smaller, since 2 L of them add up there.
 static double residual_std(const Config *c) { return std / sqrt(2.0 * (double)c->layers); }
 
 static Param *add_to_layer(Params *p, int64_t layer, ParamSpec spec) {
@@ -30,7 +30,7 @@ static Param *add_to_layer(Params *p, int64_t layer, ParamSpec spec) {
     return params_add(p, &spec);
 }
 
-// With experts: the router, and of the MLP what all tokens pass.
+// With experts: the router, and as the MLP only the shared expert that all tokens pass through.
 static void add_block(Params *p, const Config *c, int64_t layer) {
     int64_t h = c->hidden, f = config_dense_width(c), d = config_head_size(c), q = c->heads * d,
             kv = c->kv_heads * d;
@@ -62,8 +62,8 @@ static void add_block(Params *p, const Config *c, int64_t layer) {
             ->apart = true;
 }
 
-// First the gates of all experts, then what else they have: a rank that holds some experts has each kind of
-// them side by side.
+// First the gates of all experts, then their ups and downs: on a rank that holds some of the experts, the
+// matrices of each kind are adjacent.
 static void add_experts(Params *p, const Config *c, int64_t layer) {
     int64_t h = c->hidden, f = config_expert_width(c);
     const ParamSpec kind[] = {
@@ -83,7 +83,7 @@ static void add_experts(Params *p, const Config *c, int64_t layer) {
         }
 }
 
-// By their roles, wherever they stand.
+// Finds the weights of a block by their roles, wherever they are in the table.
 static void find_block(Model *m, int64_t layer) {
     Params *p = &m->params;
     BlockParams *b = &m->block[layer];
@@ -107,12 +107,12 @@ static void find_block(Model *m, int64_t layer) {
     for (int i = 0; i < (m->config.experts ? 2 : 1); i++)
         for (int j = units[i]->params - 1; j >= 0; j--) {
             Param *param = &p->param[units[i]->first_param + j];
-            *place[param->role] = param;  // of experts, the first in the end
+            *place[param->role] = param;  // descending j: of experts, the first one remains
         }
 }
 
-// The ranks that hold other experts of one replica, and those that hold the same ones. Ranks of tp have no
-// copies of them.
+// Sets the ranks that hold copies of the same experts (replicas) and those over which one replica's experts
+// are spread. No weight of an expert is copied across the ranks of tp.
 static void begin_experts(Params *p, const Mesh *mesh) {
     if (mesh->ep.size == 1) return;
     p->replicas = mesh->expert_dp;
@@ -150,7 +150,7 @@ Model *model_new(const Config *config, Mesh mesh) {
     m->norm = &p->param[p->unit[m->head_unit].first_param];
     m->head = config->tied ? m->embedding : m->norm + 1;
     m->ready_left = host_alloc(p->units * sizeof *m->ready_left);
-    for (int i = 0; i < p->units; i++) m->ready_left[i] = 0;  // between steps
+    for (int i = 0; i < p->units; i++) m->ready_left[i] = 0;  // as between steps
     return m;
 }
 

@@ -1,9 +1,9 @@
 // profile.c: where a step's time and memory go.
 // Playbook: "Profiling the memory usage", "A1: Distributed Training Profiling".
 //
-// Against train.c nothing changes: this watches a few steps of it. Every operation is timed on the wall
-// clock and on the model clock (clock.h); every allocation and release is noted, with its kind and its
-// moment.
+// Nothing changes from train.c: this watches a few of its steps. Every operation is timed on the wall clock
+// and on the model clock (clock.h); every allocation and release is recorded with its kind and its place in
+// the sequence.
 //
 //     bytes |     step 1             step 2
 //           |       /\                 /\          activations rise with forward and fall with backward
@@ -13,8 +13,8 @@
 //
 //     peak of step 1 = P + G + max(A, O)          of every later step = P + G + O + A
 //
-// So a run can pass its first step and be out of memory in the second. (In the playbook's figure gradients
-// grow during backward: PyTorch allocates them there.) Bytes sent: none. Memory: that of train.c.
+// So a run can pass its first step and run out of memory in the second. (In the playbook's figure gradients
+// grow during backward, where PyTorch allocates them.) Bytes sent: none. Memory: as in train.c.
 // Run: build/00_single_gpu/profile          (--recompute full; --model llama-3-8b --dtype bf16 --dry-run)
 // Last line: PASS profile: optimizer state appears after the first step and adds … to every later peak
 #include <math.h>
@@ -28,7 +28,7 @@
 #ifndef NO_MAIN
 // ---- what is watched ----
 
-// Runs the steps under both clocks and the memory's listener; returns the wall seconds of each.
+// Runs the steps under both clocks and the memory listener; returns the wall seconds of each.
 static double *watch_steps(Trainer *trainer, MemoryHistory *history) {
     int64_t steps = trainer->config.steps;
     double *seconds = host_alloc(sizeof *seconds * (size_t)steps);
@@ -56,7 +56,7 @@ static int by_model(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-// One row: calls, wall time and rates (nothing, where nothing was computed), model clock.
+// One row: calls, wall time and rates (blank where nothing was computed), model clock.
 static void print_row(const OpCount *op, const OpCount *total, double steps) {
     char wall[80] = "";
     if (!device_is_dry_run())
@@ -96,7 +96,7 @@ static void print_operations(const Machine *machine, double steps) {
     free(sorted);
 }
 
-// The first step touches its memory for the first time, and pays for it.
+// The first step is slower: it touches its memory for the first time.
 static void print_steps(const double *seconds, int64_t steps) {
     if (device_is_dry_run()) return;
     double later = 0;
@@ -108,7 +108,7 @@ static void print_steps(const double *seconds, int64_t steps) {
 
 // ---- the proof ----
 
-// Of all but communication: on one device that is a loss or two on its way to the host.
+// Peak of all kinds but communication, which on one device is a loss or two on its way to the host.
 static int64_t peak_of_step(const MemoryHistory *history, int64_t step) {
     int64_t peak = 0;
     for (int64_t i = history->first[step]; i <= history->first[step + 1]; i++) {
@@ -118,7 +118,7 @@ static int64_t peak_of_step(const MemoryHistory *history, int64_t step) {
     return peak;
 }
 
-// Bytes: of optimizer state at a step's end, of activations at their peak, and of all at its peak.
+// Bytes: optimizer state at a step's end, the peak of activations, and the peak of all kinds together.
 typedef struct StepMemory {
     double optimizer, activations, all;
 } StepMemory;
@@ -128,7 +128,7 @@ static StepMemory step_memory(const Config *config, int64_t step) {
     MemoryNeed need = memory_states(&plan, (double)config_parameters(config));
     double states = need.parameters + need.gradients + need.accumulators;
     double activations = (double)peak_activation_bytes(config, config->dtype);
-    // Step 1 makes the optimizer's state when backward has freed every activation.
+    // Step 1 allocates the optimizer state after backward has freed every activation.
     double late = step ? need.optimizer + activations : fmax(need.optimizer, activations);
     return (StepMemory){need.optimizer, activations, states + late};
 }
@@ -157,8 +157,8 @@ static void check_step(const Config *config, const MemoryHistory *history, int64
     }
 }
 
-// Each product of forward has two in backward, the gradients of both its factors; recomputation adds its
-// own.
+// Each matrix product of forward has two in backward, for the gradients of its two factors; recomputation
+// adds its own.
 static void check_flops(const Config *config) {
     double again =
         recompute_extra_flops(config, config->micro_batch * config->grad_acc) * (double)config->steps;
@@ -175,7 +175,7 @@ static void check_memory(const Config *config, const MemoryHistory *history, int
     report_equal("activations kept by forward", (double)kept_activation_bytes(config), (double)kept_bytes,
                  "B");
 
-    // Nothing of the optimizer's until its first step, when backward has freed every activation.
+    // No optimizer state until the first optimizer step, when backward has freed every activation.
     int64_t i = 0;
     while (i < history->count - 1 && history->moment[i].now[MEMORY_OPTIMIZER] == 0) i++;
     report_that(i > history->first[0] && i <= history->first[1],
@@ -197,7 +197,7 @@ int main(int argc, char **argv) {
         argc, argv, "Where the time and the memory of a training step go.",
         CONFIG_MODEL | CONFIG_BATCH | CONFIG_RECOMPUTE | CONFIG_REPORT | CONFIG_CLOCK | CONFIG_TRACE,
         "steps=4", own, 2);
-    // The files stand beside the program unless they are named.
+    // Unless named, the files go beside the program.
     char *beside[] = {format_text("%s.svg", argv[0]), format_text("%s.trace.json", argv[0])};
     if (!svg) svg = beside[0];
     if (!config.trace) config.trace = beside[1];

@@ -1,7 +1,7 @@
 // recompute.c: activation recomputation. Playbook: "Activation recomputation"; Korthikanti et al. 2022.
 //
-// Against 00_single_gpu/transformer.c: after a block's forward, what is cheap to make again is freed;
-// before its backward it is made again from what was kept. Gradients are the same to the last bit.
+// Changes from 00_single_gpu/transformer.c: what is cheap to recompute is freed after a block's forward and
+// recomputed before its backward from what was kept. Gradients are the same to the last bit.
 //
 //                 kept per block, elements                      computed a second time per block
 //     none        n (4 h + 2 a d + 2 kv d + 3 f + a s) + 2n*    nothing
@@ -39,7 +39,7 @@ static void drop_all_but_input(void *context, Model *m, MicroBatch *micro, int l
 
 static void forward_again(void *context, Model *m, MicroBatch *micro, int layer) {
     (void)context;
-    Tensor y = block_compute(m, micro, layer);  // its output was already passed on
+    Tensor y = block_compute(m, micro, layer);  // the next block has had its output already
     tensor_free(&y);
 }
 
@@ -70,7 +70,7 @@ const Technique recompute = {.name = "recompute", .enabled = enabled, .plug = pl
 double recompute_extra_flops(const Config *c, int64_t sequences) {
     double s = (double)c->seq, h = (double)c->hidden, f = (double)config_dense_width(c);
     double d = (double)config_head_size(c), q = (double)c->heads * d, kv = (double)c->kv_heads * d;
-    // of a token: the router, and its experts
+    // per token: the router, and the token's experts
     double routed = (double)c->experts * h + 3 * h * (double)(c->top_k * config_expert_width(c));
     double scores = 2 * q * s * (s + 1) / 2;  // q k^T of all heads, the causal half
     double linears = 2 * s * (2 * h * q + 2 * h * kv + 3 * h * f + (c->experts ? routed : 0));
@@ -94,8 +94,8 @@ static Record run(const Config *with, Recompute kind) {
     return record;
 }
 
-// One row of the table: kept bytes against the closed form, FLOPs against the formula, and both
-// utilisations.
+// One row of the table: kept bytes and FLOPs, each checked against its closed form, and both utilizations,
+// MFU and HFU.
 static void print_row(const Config *with, Recompute kind, const Record *r, const Record *none) {
     Config c = *with;
     c.recompute = kind;

@@ -57,7 +57,7 @@ static void lookup_backward(void *context, const MicroBatch *micro, Tensor dweig
 }
 static void loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor logits) {
     (void)context;
-    DType statistics = logits.dtype == F64 ? F64 : F32;  // of a row: full precision
+    DType statistics = logits.dtype == F64 ? F64 : F32;  // per-row statistics keep full precision
     Tensor losses = tensor_new(MEMORY_ACTIVATION, statistics, SHAPE(tensor_rows(logits)));
     *lse = tensor_like(MEMORY_ACTIVATION, losses);
     op_cross_entropy_forward(losses, *lse, logits, micro->targets);
@@ -158,7 +158,7 @@ static Tensor mlp_backward_input(void *context, Model *m, MicroBatch *micro, int
     sockets->linear.backward_input(sockets->linear.context, m, 1, &w->down, dact, &kept->dy,
                                    &kept->linear[1]);
     op_swiglu_backward(kept->gate, kept->up, dact, kept->gate, kept->up);
-    kept->dgate = kept->gate;  // the gradients stand where the values stood
+    kept->dgate = kept->gate;  // the gradients have overwritten the values
     kept->dup = kept->up;
     kept->gate = kept->up = (Tensor){0};
     tensor_free(&dact);

@@ -3,13 +3,13 @@
 //
 //     step:  zero gradients;  grad_acc x (forward, backward);  clip by the global norm;  AdamW
 //
-// What a later chapter changes, it changes in a socket (transformer.h). Batches are a function of the
-// sample's global index, weights of their global element index, so that any layout of ranks can repeat this
-// run.
+// Later chapters change this only through sockets (transformer.h). A sample is a function of its global
+// index, and an initial weight of its global element index, so any layout of ranks can repeat this run.
 //
-// FLOPs: 6 per weight of a matrix multiply and token (2 forward, 4 backward), plus causal attention.
+// FLOPs per token: 6 for each weight of a matrix multiply (2 forward, 4 backward), plus causal attention.
 // Memory per parameter: f32 4 + 4 + 8 bytes; bf16 2 + 2 + 4 (f32 accumulators) + 12 (master weights,
-// moments). Bytes sent: none.
+// moments).
+// Bytes sent: none.
 // Run: build/00_single_gpu/train  (--data FILE, --init DIR, --save DIR, --resume DIR, --dry-run …)
 // Last line: PASS train: held-out loss … -> … nats in 300 steps …
 #include <math.h>
@@ -22,7 +22,7 @@
 
 static const Technique *const one_device[] = {&flash_attention, &recompute, NULL};
 
-// A plug that took another's place by mistake would silently drop what that one does.
+// A plug that replaced another by mistake would silently drop what the other does.
 static void plug(Trainer *t, const Technique *technique, const Technique *taken[SOCKETS]) {
     Sockets before = t->model->sockets;
     if (technique->plug) t->context[t->techniques] = technique->plug(t->model);
@@ -71,7 +71,7 @@ Trainer *trainer_new(const Config *config, Mesh mesh, Techniques techniques) {
     int count = techniques_on(config, techniques, enabled);
     for (int i = 0; i < count; i++)
         if (enabled[i]->recipe) enabled[i]->recipe(&t->model->params.recipe, config);
-    // The shards nearest to the multiply come first: ZeRO shards what tensor parallelism has left here.
+    // The techniques closest to the multiply shard first: ZeRO shards what tensor parallelism leaves here.
     for (int i = count - 1; i >= 0; i--) {
         if (enabled[i]->shard) enabled[i]->shard(t->model);
         params_measure(&t->model->params);
@@ -105,14 +105,14 @@ void trainer_free(Trainer *t) {
 
 void *trainer_context(const Trainer *t, const Technique *technique) {
     for (int i = 0; i < t->techniques; i++)
-        if (!strcmp(t->technique[i]->name, technique->name)) return t->context[i];  // a copy of it, maybe
+        if (!strcmp(t->technique[i]->name, technique->name)) return t->context[i];  // may be a copy of it
     return NULL;
 }
 
 // ---- checkpoints ----
 
 void resume_check(const Config *config, int dp) {
-    if (base_rank() > 0) return;  // one looks for all
+    if (base_rank() > 0) return;  // rank 0 checks for all
     Data data = data_open(config->data, config->vocab, config->seq);
     Progress ours = {.batch = config->micro_batch * config->grad_acc * dp, .data = data_print(&data)};
     checkpoint_check_run(config->resume, config, ours);
@@ -167,8 +167,8 @@ void batch_free(Batch *batch) {
     *batch = (Batch){0};
 }
 
-// Reads what the next step will train on. The step before does it, ahead of the optimizer: weights that are
-// then in flight (ZeRO) do not delay the one number that a step begins with.
+// Reads what the next step will train on. The previous step calls it before the optimizer, so that weights
+// in flight after the optimizer step (ZeRO) do not delay the label count, with which a step begins.
 static void read_ahead(Trainer *t) {
     Group dp = t->model->mesh.dp;
     int64_t own_samples = t->config.micro_batch * t->config.grad_acc;
@@ -176,14 +176,14 @@ static void read_ahead(Trainer *t) {
     if (t->ahead.tokens && t->ahead.first == first) return;
     batch_free(&t->ahead);
     t->ahead = batch_new(t, first);
-    // The loss is the mean over the labels of all ranks, so their number comes first; gradients then simply
-    // add up.
+    // The loss is the mean over the labels of all ranks, so their number must be known first; gradients
+    // then simply add up.
     t->labels_ahead = comm_sum((double)count_labels(t->ahead.targets, t->ahead.count), dp);
 }
 
-// The loss was read when the step's backward was over, but the weights are as they were: the same
-// micro-batches, forward again, show where it broke. Of the ranks that find a bad tensor in the first bad
-// micro-batch, the first one reports it.
+// The loss is read after the step's backward, but the weights have not changed yet: running the same
+// micro-batches forward again shows where it broke. Of the ranks that find a bad tensor in the first bad
+// micro-batch, the lowest reports it.
 static void explain_bad_loss(Trainer *t, const StepInput *input) {
     Model *m = t->model;
     Group world = m->mesh.world;
@@ -196,7 +196,7 @@ static void explain_bad_loss(Trainer *t, const StepInput *input) {
         int first = world.size - (int)comm_max(bad ? world.size - world.rank : 0, world);
         CHECK(first != world.rank, "the loss of micro-batch %lld is %g; the first bad tensor is: %s",
               (long long)i, isnan(loss) ? NAN : loss, bad);
-        if (first < world.size) comm_wait(comm_barrier(world));  // until that rank has ended all
+        if (first < world.size) comm_wait(comm_barrier(world));  // until that rank has ended the run
         micro_batch_free(m, &micro);
         complete_weights(t);
     }
@@ -221,28 +221,28 @@ static void optimizer_steps(Trainer *t, double grad_scale) {
     }
 }
 
-// A technique that gathers weights after each step (ZeRO) does so after this one, too: calls and bytes of a
-// step do not depend on whether it is skipped.
+// A technique that gathers weights after each step (ZeRO) also does so after a skipped one, so the calls
+// and bytes of a step do not depend on whether it is skipped.
 static void skip_step(Trainer *t) {
     const Sockets *sockets = &t->model->sockets;
     for (int unit = 0; unit < t->model->params.units; unit++)
         sockets->parameters.stepped(sockets->parameters.context, t->model, unit);
 }
 
-// The step's micro-batches forward and backward, until gradients are those of all ranks.
+// Runs the step's micro-batches forward and backward; on return the gradients are summed over all ranks.
 static void run_micro_batches(Trainer *t, const StepInput *input) {
     const Sockets *sockets = &t->model->sockets;
     Params *params = &t->model->params;
     params_zero_grads(params);
     sockets->schedule.run(sockets->schedule.context, t->model, input);
     // All reductions must finish before the optimizer steps: over replicas first, then over copies of a
-    // weight, which are then the same elements on each of their ranks.
+    // weight, for which every rank that has a copy then holds the same elements.
     sockets->gradients.finish(sockets->gradients.context, t->model);
     params_sum_copies(params);
 }
 
-// A step's loss and norm come to the host together. Until here it has waited for nothing but a mixture's
-// counts of rows, and a GPU works on what is queued.
+// Copies a step's loss and norm to the host together. Up to here the host has waited only for the row
+// counts of a mixture of experts, so a GPU never runs out of queued work.
 static void read_loss_and_norm(Trainer *t, StepInput *input, double grad_scale) {
     const Params *params = &t->model->params;
     double loss;
@@ -259,7 +259,7 @@ void train_step(Trainer *t, Record *record) {
     char *mark = format_text("step %lld", (long long)t->progress.step + 1);
     clock_push(mark);
     free(mark);
-    read_ahead(t);  // the first step does it for itself
+    read_ahead(t);  // reads only in the first step: the step before has read for each later one
     Batch batch = t->ahead;
     t->ahead = (Batch){0};
     double *loss_scale = host_alloc(c->grad_acc * sizeof *loss_scale);
@@ -271,9 +271,9 @@ void train_step(Trainer *t, Record *record) {
     if (t->progress.step + 1 < c->steps) read_ahead(t);
 
     clock_push("optimizer");
-    double grad_scale = t->model->grad_scale;  // of this step; the step socket may change it
+    double grad_scale = t->model->grad_scale;  // this step's; the step socket may change it for the next
     if (record && !record->grad[0] && !device_is_dry_run()) {
-        clock_push("recording");  // no part of the step: time lines leave it out
+        clock_push("recording");  // not part of the step: timelines leave it out
         record_grads(record, &t->model->params, 1 / grad_scale);
         clock_pop();
     }
@@ -295,8 +295,8 @@ double held_out_loss(Trainer *t, int64_t samples) {
     Group dp = t->model->mesh.dp, replicas = t->model->params.replicas;
     double sum = 0, labels = 0;
     int32_t *tokens = host_alloc(c->seq * sizeof *tokens), *targets = host_alloc(c->seq * sizeof *targets);
-    // Every rank of dp takes as many, since a forward may gather weights: those beyond the last have no
-    // labels.
+    // Every rank of dp runs equally many samples, since a forward may gather weights; samples beyond the
+    // last have no labels.
     for (int64_t first = 0; first < samples; first += dp.size) {
         int64_t sample = first + dp.rank;
         data_sample(&t->data, c->seed, sample < samples ? sample : first, true, c->seq, tokens, targets);
@@ -307,14 +307,14 @@ double held_out_loss(Trainer *t, int64_t samples) {
         sum += sockets->schedule.evaluate(sockets->schedule.context, t->model, &micro);
         labels += (double)count_labels(targets, c->seq);
         micro_batch_free(t->model, &micro);
-        complete_weights(t);  // no backward follows, for which a plug may keep gathered weights
+        complete_weights(t);  // a plug may have kept gathered weights for a backward, but none follows
     }
     free(tokens);
     free(targets);
     return replicas.size > 1 ? comm_sum(sum, replicas) / comm_sum(labels, dp) : sum / labels;
 }
 
-// ---- whole runs: what other chapters compare with ----
+// ---- whole runs: the baseline of other chapters ----
 
 Record train_record(Trainer *t, const char *title) {
     int64_t steps = t->config.steps - t->progress.step;  // fewer than all after a resume

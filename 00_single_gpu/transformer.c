@@ -3,11 +3,11 @@
 //
 //   x ─ norm1 ─[enter]─ Wq Wk Wv ─ rope ─[attention]─ Wo ─[leave]─(+x)─ x2
 //   x2 ─ norm2 ─[mlp: [enter]─ Wdown (silu(Wgate) * Wup) ─[leave]]─(+x2)─ y
-//   A block; what is in brackets are sockets.
+//   A block; sockets are in brackets.
 //
-// Backward has two halves, so that a pipeline can move the second one: B (…_backward_input) carries the
-// gradient to the block's input; W (…_backward_weight) adds to the gradients of the weights. What B leaves
-// to W stays in BlockKept; the gradients of norms, which B finds on its way, too.
+// Backward has two halves, so that a pipeline can delay the second: B (…_backward_input) propagates the
+// gradient to the block's input; W (…_backward_weight) adds to the gradients of the weights. BlockKept
+// holds what B computes for W, including the gradients of the norms' weights, which B gets as a by-product.
 //
 // Kept for backward per block: elements  n (4 h + 2 a d + 2 kv d + 3 f + a s)  and 2 n statistics (rstd).
 // Bytes sent: none. This file has no main: train.c runs it.
@@ -19,7 +19,7 @@ static Tensor activation(DType dtype, int64_t rows, int64_t columns) {
     return tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(rows, columns));
 }
 
-// Hands a tensor over to its next owner.
+// Moves a tensor to its next owner.
 static Tensor take(Tensor *t) {
     Tensor taken = *t;
     *t = (Tensor){0};
@@ -91,7 +91,7 @@ static Tensor norm_forward(Model *m, Param *weight, Tensor x, Tensor *rstd) {
     op_rmsnorm_forward(y, *rstd, x, param_value(&m->params, weight), m->config.norm_eps);
     return y;
 }
-// y = x + norm's branch:  dx = dy + norm'(dbranch), written over dbranch; *dweight (h) is new, and W's
+// y = x + branch(norm(x)):  dx = dy + norm'(dbranch), written over dbranch; *dweight (h) is new, kept for W
 static Tensor norm_backward(Model *m, Param *weight, Tensor dy, Tensor dbranch, Tensor x, Tensor rstd,
                             Tensor *dweight) {
     const DType dtype = dtype_wider(x.dtype, m->params.recipe.gradient);
@@ -115,7 +115,7 @@ void model_gradient_ready(Model *m, int unit) {
           "(params_accumulate)",
           u->name, dtype_name(u->grads.dtype));
 }
-// What B has found of a norm's gradient.
+// Adds the gradient of a norm's weight, which B has already computed.
 static void add_norm_gradient(Model *m, Param *weight, Tensor *dweight) {
     Tensor grad = param_grad_begin(&m->params, weight);
     op_accumulate(grad, *dweight);
@@ -249,7 +249,8 @@ static void embedding_forward(Model *m, MicroBatch *micro) {
     release(m, m->embedding_unit, FORWARD);
 }
 
-// Tied, the embedding's gradient of a micro-batch is final when both its ends have added to it.
+// With tied weights, a micro-batch's embedding gradient is final once both lookup and head have added to
+// it.
 static void embedding_part_ready(Model *m, MicroBatch *micro) {
     if (--micro->embedding_parts == 0) model_gradient_ready(m, m->embedding_unit);
 }
@@ -264,7 +265,7 @@ static void embedding_backward_weight(Model *m, MicroBatch *micro) {
     embedding_part_ready(m, micro);
 }
 
-// The head multiplies with the embedding's weight when they are tied, and so needs that unit too.
+// With tied weights the head multiplies by the embedding's weight, and so needs that unit too.
 static void acquire_head(Model *m, Pass pass) {
     acquire(m, m->head_unit, pass);
     if (m->config.tied) acquire(m, m->embedding_unit, pass);
@@ -283,7 +284,7 @@ static void head_forward(Model *m, MicroBatch *micro) {
     kept->logits = linear_forward(m, m->head, inside, &kept->linear);
     tensor_free(&inside);
     release_head(m, FORWARD);
-    // A sum over tokens times 1 / (labels of the whole global batch): micro-batches simply add up.
+    // The sum over tokens, times 1 / (labels of the whole global batch): micro-batches simply add up.
     m->sockets.vocabulary.loss(m->sockets.vocabulary.context, micro, &kept->lse, kept->logits);
 }
 
