@@ -1,7 +1,7 @@
-// block_cost.c: what one more block adds to a micro-batch: calls and bytes sent by pass, and what it keeps
-// for backward. Playbook: "Tensor Parallelism", whose tables count a block.
+// block_cost.c: what one more block adds to a micro-batch: calls and bytes sent in each pass, and what it
+// keeps for backward. Playbook: "Tensor Parallelism", whose tables count a block.
 //
-// A dry run with two blocks less one with a single block. This file has no main: chapter 03 asks it.
+// A dry run with two blocks minus one with a single block. This file has no main: chapter 03 calls it.
 #include "harness.h"
 
 static Sent sent_since_reset(const char *call) {
@@ -14,7 +14,8 @@ static Sends sends_since_reset(void) {
                    sent_since_reset("reduce_scatter"), sent_since_reset("transfers")};
 }
 
-// Of one micro-batch through the whole model, on this rank alone: the first of two, so that gradients wait.
+// One micro-batch through the whole model, counted on this rank; the first of two, so that gradients wait
+// for the second.
 static BlockCost micro_batch_cost(const Config *config, Mesh mesh, Techniques techniques) {
     BlockCost cost;
     Trainer *t = trainer_new(config, mesh, techniques);

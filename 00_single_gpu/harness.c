@@ -1,13 +1,13 @@
 // harness.c: what every training program shares. Playbook: every chapter's "is it still the same training?"
 //
-// A program is a list of techniques and what it wants to show (Program). This file parses the flags, starts
-// the ranks, and lets proof.c compare the run with one device, lesson.c print what a reader wants to see
-// first, and real_training.c train.
+// A program is a list of techniques and what it wants to show (Program). This file parses the flags and
+// starts the ranks; proof.c compares the run with one device, lesson.c prints what a reader wants to see
+// first, and real_training.c trains.
 //
 // --no-check trains for real instead of proving. --save writes checkpoints of the first run, --init and
-// --resume begin every run with one; a checkpoint knows no layout, so that any program may go on with any
-// other's.
-// --dry-run counts and clocks one step, and computes none. This file has no main.
+// --resume start every run from one; a checkpoint does not depend on a layout, so any program can continue
+// from any other's.
+// --dry-run counts and clocks one step, and computes nothing. This file has no main.
 #include "harness.h"
 
 #include <stdlib.h>
@@ -31,8 +31,8 @@ static Option heading(const char *text) {
 
 enum { MOST_LISTED = 2 * MOST_TECHNIQUES };
 
-// The list with what any program may have: attention without stored scores, before recomputation, unless
-// its techniques decide themselves how tokens attend; and, if `kernels`, the choice of kernels. NULL stays.
+// The list with what any program may have: flash attention, before recomputation, unless a technique of its
+// own decides how tokens attend; and, if `kernels`, the choice of kernels. NULL stays NULL.
 static Techniques extended(Techniques list, bool kernels, const Technique *room[MOST_LISTED]) {
     int count = 0, end = 0;
     bool attends = false;
@@ -51,7 +51,7 @@ static Techniques extended(Techniques list, bool kernels, const Technique *room[
     return room;
 }
 
-// Flags that the program takes besides: its own, its techniques', and those of real training.
+// The flags that only this program takes: its own, its techniques', and those of real training.
 static int own_options(Option *own, const Program *program, bool *dry_run) {
     int count = 0;
     own[count++] = heading("this program");
@@ -84,7 +84,7 @@ static int own_options(Option *own, const Program *program, bool *dry_run) {
     return count;
 }
 
-// A technique over this axis that a flag of its own would turn on, or NULL.
+// A technique over this axis with flags of its own, which would turn it on, or NULL.
 static const Technique *offered(Techniques techniques, unsigned axis) {
     for (int i = 0; techniques[i]; i++)
         if ((techniques[i]->axes & axis) && techniques[i]->options) return techniques[i];
@@ -127,17 +127,17 @@ void layout_check(Config *config, int ranks, Techniques techniques) {
     mesh_check(layout_shape(config), ranks);
 }
 
-// ---- what was typed, and nobody would read ----
+// ---- flags that would have no effect ----
 
-// One over --tp or --cp alone shares nothing where all ranks are those of other axes. A single rank takes
-// the flags of many.
+// Whether the technique shares work here: one over only --tp or --cp does not where that degree is 1. On a
+// single rank every technique counts, so the flags of many ranks are accepted.
 static bool shares(const Technique *technique, const Config *c) {
     unsigned alone = (c->tp == 1 ? 1u << AXIS_TP : 0) | (c->cp == 1 ? 1u << AXIS_CP : 0);
     bool single = c->dp * c->pp * c->cp * c->tp == 1;
     return single || !technique->axes || (technique->axes & ~alone);
 }
 
-// Whether a technique with this option is on; `works`: and has something to do.
+// Whether a technique with this option is on; `works`: whether one also has something to do.
 static bool option_on(const Config *c, Techniques list, const char *option, bool *works) {
     const Technique *on[MOST_TECHNIQUES];
     bool found = *works = false;
@@ -149,7 +149,8 @@ static bool option_on(const Config *c, Techniques list, const char *option, bool
     return found;
 }
 
-// An option that would turn its technique on has been read where it leaves it off: --attention stored.
+// Whether the option switches its technique on or off; then it has an effect even in the off position:
+// --attention stored.
 static bool is_switch(const Config *c, Techniques list, const Setting *setting) {
     bool on = false, works;
     for (int step = -1; step <= 1; step += 2) {
@@ -160,7 +161,7 @@ static bool is_switch(const Config *c, Techniques list, const Setting *setting) 
     return on;
 }
 
-// Flags of a technique that is off.
+// Refuses flags of a technique that is off.
 static void check_typed(const Config *c, Techniques list) {
     for (int i = 0; i < c->settings; i++) {
         const Setting *setting = &c->setting[i];
@@ -175,7 +176,7 @@ static void check_typed(const Config *c, Techniques list) {
     }
 }
 
-// Flags of real training while proving, and the other way round.
+// Refuses flags of real training in a proof, and flags of the proof elsewhere.
 static void check_typed_for(const Config *c, const Program *program, bool dry_run) {
     static const char *const real[] = {"eval-every", "sample", "temperature"};
     bool proves = !program->trains && !c->no_check;
@@ -212,7 +213,7 @@ static void print_cost(const Config *config, const StepCost *cost) {
     report_number("dry run", "peak memory of rank 0", (double)cost->memory.peak_total, "B");
 }
 
-// One line of the heading: what follows belongs to the ratio of a wrong figure (diagnosis.h).
+// Names the sizes that may explain the ratio by which a figure is wrong (diagnosis.h).
 static void name_sizes(const Config *config) {
     const struct {
         const char *axis;
@@ -229,8 +230,8 @@ static void name_sizes(const Config *config) {
     free(what);
 }
 
-// Trains, proves or counts, as the flags ask. Returns the exit status. Pictures and traces are finished
-// before the verdict: it is the last line, and who looks for the cause of a FAIL has them.
+// Trains, proves or counts, as the flags ask. Returns the exit status. Figures and traces are written
+// before the verdict, which is the last line, so they are there when one looks for the cause of a FAIL.
 static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) {
     if (program->plan) program->plan(mesh, config);
     if (program->trains || (config->no_check && !dry_run))
@@ -242,7 +243,7 @@ static int run(Config *config, Mesh mesh, const Program *program, bool dry_run) 
         return report_verdict("one step counted and clocked");
     }
     program_show(config, mesh, program);
-    config->save = config->init = config->resume = NULL;  // what else there is to show begins anew
+    config->save = config->init = config->resume = NULL;  // `more` trains from scratch
     if (program->more) program->more(mesh, config);
     timeline_finish(config, mesh.world);
     return report_verdict("%s", program->claim);
@@ -279,7 +280,7 @@ int program_main(int argc, char **argv, const Program *own_program) {
           "--dry-run computes no weights to save or begin with: leave out --save, --resume and --init");
     comm_start(argc, argv, program->natural);
     if (config.save) checkpoint_check_place(config.save);
-    // One checkpoint, also when --save writes newer ones beside it.
+    // The same checkpoint throughout, even when --save writes newer ones beside it.
     const char *folder = config.resume ? config.resume : config.init;
     char *from = folder ? checkpoint_newest_of_all(folder) : NULL;
     if (from) checkpoint_config(from, &config);

@@ -1,9 +1,9 @@
 // kernel_choice.c: --kernels book: operations that run on chapter 07's kernels in place of the library's.
 //
-// Against 00_single_gpu/train.c nothing changes but who computes: the same operations, counted as before,
-// with sums in another order. The kernels are CUDA, most of them in f32; what they do not serve the back
-// end's own do, and a line at the end says how many calls that was. One device, which the proof compares
-// with, stays with the library. Bytes sent and memory kept: none besides. This file has no main.
+// Changes from 00_single_gpu/train.c only the code that computes: the same operations, counted as before,
+// with sums in another order. The kernels are CUDA, most of them in f32; the back end's own serve what they
+// do not, and a line at the end says how many calls the book's took. The run on one device, with which the
+// proof compares, uses the library. No more bytes sent, no more memory kept. This file has no main.
 #include <stdlib.h>
 
 #include "tensor/kernel_table.h"
@@ -24,7 +24,7 @@ static void check(const Config *config) {
           (long long)config_head_size(config));
 }
 
-// What stood before comes back: a dry run of a layout is plugged and unplugged while another one trains.
+// unplug restores the previous state: a dry run of a layout is plugged and unplugged while another trains.
 typedef struct Before {
     const KernelTable *table;
     KernelCalls calls;

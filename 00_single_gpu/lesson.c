@@ -1,8 +1,8 @@
-// lesson.c: what a program shows first: one step of rank 0, as one device makes it, as the technique before
-// does, as this one does, and as the formulas say; and the losses of the run beside those of one device.
+// lesson.c: what a program shows first: one step of rank 0, on one device, with the preceding technique,
+// with this one, and by the formulas; and the losses of the run beside those of one device.
 //
-// Memory is the peak of each kind, calls and bytes are those that rank 0 makes and sends in a step; times
-// are of the model clock, from a dry run. This file has no main: harness.c calls it.
+// Memory is the peak of each kind; calls and bytes are those that rank 0 makes and sends in a step; times
+// are model-clock times of a dry run. This file has no main: harness.c calls it.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,7 +11,8 @@
 
 // ---- columns ----
 
-// Looking at whole weights takes a reduce and a broadcast, and saving them a barrier: no step does.
+// Inspecting whole weights takes reduces and broadcasts, and saving them a barrier; no step makes any of
+// these.
 bool counted_in_steps(const char *call) {
     return strcmp(call, "reduce") && strcmp(call, "broadcast") && strcmp(call, "barrier");
 }
@@ -102,7 +103,7 @@ static void print_sent(const char *call, const Column *column, int columns) {
     say_line(line);
 }
 
-// Each kind of call once, in the order in which the columns have them.
+// A row for each kind of call, in the order in which the columns list them, last column first.
 static void print_calls(const Column *column, int columns) {
     const char *shown[MOST_COLUMNS * MOST_CALLS];
     int count = 0;

@@ -1,4 +1,5 @@
-// micro_batch.c: a micro-batch: its tokens on the device, its loss, and what is bad in it when that breaks.
+// micro_batch.c: a micro-batch: its tokens on the device, its loss, and which tensor is bad if that is not
+// finite.
 //
 // Bytes sent: none. This file has no main: grad_accumulation.c makes one after another.
 #include <math.h>
@@ -12,7 +13,7 @@ static Tensor integers(int64_t count, const int32_t *host) {
     return t;
 }
 
-// It is there to be sent: to other ranks, and to the host.
+// Counted as communication, since it exists to be sent: to other ranks, and to the host.
 Tensor loss_new(void) {
     Tensor loss = tensor_new(MEMORY_COMMUNICATION, F64, SHAPE(1));
     op_fill(loss, 0);
@@ -33,7 +34,7 @@ int64_t config_document_end(const Config *c) {
     return config_has(c, "documents") ? (int64_t)config_number(c, "documents") : -1;
 }
 
-// Documents of b whole sequences, each up to and with the token that ends it.
+// The document of each token in b whole sequences; a document includes the token that ends it.
 static int32_t *documents_new(const Config *c, int64_t b, const int32_t *tokens) {
     int64_t end = config_document_end(c);
     if (end < 0) return NULL;
@@ -55,7 +56,7 @@ MicroBatch micro_batch_new(const Model *m, int64_t index, int64_t b, const int32
                         .documents = documents_new(&m->config, b, tokens),
                         .embedding_parts = m->config.tied ? 2 : 1};
     int32_t *own = host_alloc(3 * n * sizeof *own), *own_targets = own + n, *positions = own + 2 * n;
-    for (int64_t i = 0; i < s && !device_is_dry_run(); i++) {  // which has no memory to copy to
+    for (int64_t i = 0; i < s && !device_is_dry_run(); i++) {  // a dry run has no memory to copy to
         int64_t position = sockets->tokens.position(sockets->tokens.context, whole, i);
         for (int64_t to = i, at = position; to < n; to += s, at += whole) {
             own[to] = tokens[at];
@@ -90,7 +91,7 @@ const char *micro_batch_first_bad(const Model *m, const MicroBatch *micro) {
     for (int i = 0; i < m->params.count; i++) {
         const Param *param = &m->params.param[i];
         if (!param->here) continue;
-        // Weights that this rank has only a part of are looked at as far as it has them.
+        // Of a weight that this rank has only a part of, that part is checked.
         bool whole = tensor_exists(m->params.unit[param->unit].values);
         Tensor weight = whole ? param_value(&m->params, param) : param_own_value(&m->params, param, NULL);
         if (!tensor_exists(weight) || isfinite(op_sum_squares(weight))) continue;

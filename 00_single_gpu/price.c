@@ -1,11 +1,11 @@
-// price.c: what a run sends and stores, as closed forms, before it runs: the sum over its techniques.
+// price.c: what a run sends and stores, predicted by closed forms from its techniques.
 //
-// It begins as one device. Each technique then changes what it changes, from the last plugged to the first,
-// so that who calls a socket has said so before the owner of the socket prices the calls: vocabulary
-// parallelism adds calls of the region, recomputation runs forward again, and tensor parallelism then knows
-// how many all-reduces a step makes.
+// The price starts as that of one device. Then each technique changes its part, from the last plugged to
+// the first, so that all callers of a socket are counted before the technique that fills it prices the
+// calls: vocabulary parallelism adds calls of the region, recomputation runs forward again, and so tensor
+// parallelism knows how many all-reduces a step makes.
 //
-// Bytes sent: what it says. This file has no main: harness.c holds it against every run.
+// Bytes sent: none; it predicts them. This file has no main: proof.c compares it with every run.
 #include <string.h>
 
 #include "formulas.h"
@@ -22,7 +22,7 @@ void price_sent(Price *p, const char *call, double calls, double bytes, Group gr
     p->sent[i].bytes += bytes;
 }
 
-// The piece that this member reduces: ceil(elements / n) each, the last ones fewer (comm.h).
+// The elements that this member reduces: ceil(elements / n) each, the last members fewer (comm.h).
 static double piece(int64_t elements, Group group) {
     int64_t each = (elements + group.size - 1) / group.size, rest = elements - group.rank * each;
     return (double)(rest < 0 ? 0 : rest < each ? rest : each);
@@ -74,7 +74,7 @@ double price_kept(const Price *p) {
     return p->blocks * price_rows(p->block, p->block_rows, NULL) + price_rows(p->end, p->end_rows, NULL);
 }
 
-// Elements that stay here: all of the weights, unless a technique has said how many.
+// Elements that stay here: all of the weights, unless a technique has set how many.
 static double elements_here(const Price *p, double said) {
     if (said >= 0) return said;
     double all = 0;
@@ -94,7 +94,7 @@ double price_states(const Price *p, const Model *m, MemoryKind kind) {
         case MEMORY_PARAMETER:
             return weight * elements_here(p, p->values) + p->values_at_work;
         case MEMORY_GRADIENT:
-            // Where each rank keeps sums of its own part alone, whole gradients exist at work only.
+            // Where each rank keeps only the sums of its own part, whole gradients exist only in use.
             if (p->gradients >= 0) return sum * p->gradients + p->gradients_at_work;
             return (gradient + (recipe_has_accumulators(r) ? sum : 0)) * elements_here(p, -1);
         case MEMORY_OPTIMIZER:
@@ -121,7 +121,7 @@ static Price price_of_one_device(const Config *c) {
                .losses = micros,
                .lookup_micros = micros,
                .head_micros = micros};
-    // Two regions in a block; W enters both again, for what B did not keep.
+    // Two regions in a block; W enters both again, since their inputs were not kept.
     p.enters = 4 * L * micros;
     p.leaves = p.enters_backward = p.leaves_backward = 2 * L * micros;
     const double elements[ROLES] = {
@@ -154,8 +154,8 @@ Price trainer_price(const Trainer *t) {
     Price p = price_of_one_device(&t->config);
     for (int i = t->techniques - 1; i >= 0; i--)
         if (t->technique[i]->price) t->technique[i]->price(&p, m, t->context[i]);
-    // A step itself sums what is partial over copies of a weight, labels and loss, and the squares of the
-    // gradients' norm, one for each weight.
+    // Every step itself sums partial gradients over the copies of a weight, the label count and the loss,
+    // and for the gradient norm one sum of squares per weight.
     for (int i = 0; i < m->params.count; i++) {
         int64_t elements = params_partial_elements(&m->params, i);
         if (elements >= 0)

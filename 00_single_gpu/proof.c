@@ -1,11 +1,11 @@
 // proof.c: a run with its techniques, the same on one device, and what is compared.
 //
-// Trains with the techniques on all ranks and without on one device (rank 0 alone, with the whole batch,
-// for all), and compares losses, raw gradients and parameters. Twice: every token a label, and with ignored
-// labels, where ranks have unequal counts. Sums run in another order than on one device: class
-// reassociated. A program may name a twin, other techniques on the same ranks, whose bits the run must
-// have: class exact. What ranks have sent and stored is held against the sum of the techniques' prices;
-// activations at their peak against a dry run.
+// Trains with the techniques on all ranks, and without them on one device (rank 0 alone, with the whole
+// batch, for all ranks), and compares losses, raw gradients and parameters: once with every token a label,
+// and once with ignored labels, so that ranks have unequal label counts. Sums run in another order than on
+// one device, so the class is reassociated. A program may name a twin, other techniques on the same ranks
+// that must give the same bits: class exact. What ranks sent and stored is compared with the sum of the
+// techniques' prices, and the peak of activations with a dry run.
 //
 // This file has no main: harness.c calls it.
 #include <math.h>
@@ -63,12 +63,12 @@ static void check_memory(const Trainer *t, const Price *price, const Counted *co
         {"activations kept, all ranks", price_kept(price), (double)counted->kept_bytes},
     };
     for (size_t i = 0; i < sizeof row / sizeof *row; i++)
-        if (comm_sum(isnan(row[i].predicted), m->mesh.world) == 0)  // a dry run holds the others
+        if (comm_sum(isnan(row[i].predicted), m->mesh.world) == 0)  // a dry run checks the others
             report_equal(row[i].what, comm_sum(row[i].predicted, m->mesh.world),
                          comm_sum(row[i].measured, m->mesh.world), "B");
 }
 
-// Whether this rank's part of a weight has other bits than the first copy.
+// Whether the bits of this rank's part of a weight differ from the first copy's.
 static bool differs(const Params *params, const Param *param) {
     Tensor mine = param_own_value(params, param, NULL);
     if (!tensor_exists(mine)) return false;
@@ -85,7 +85,7 @@ static bool differs(const Params *params, const Param *param) {
     return differ;
 }
 
-// Weights that several ranks hold have the same bits on each of them after training.
+// After training, copies of a weight have the same bits on all ranks that hold one.
 static void check_copies(const Model *m) {
     double copied = 0, off = 0;
     for (int i = 0; i < m->params.count; i++) {
@@ -109,7 +109,7 @@ void program_check_counts(const Trainer *t, const Counted *counted) {
     check_copies(t->model);
 }
 
-// Trains and counts; `formula` (may be NULL) takes what the price says of rank 0.
+// Trains and counts; *formula (may be NULL) is set to the price of rank 0.
 static Record record_counted(const Config *config, Mesh mesh, Techniques techniques, bool masked,
                              bool check, const char *title, Counted *counted, Column *formula) {
     Trainer *t = trainer_new(config, mesh, techniques);
@@ -142,10 +142,10 @@ Record program_record(const Config *config, Mesh mesh, Techniques techniques, bo
     return record;
 }
 
-// `formula` (may be NULL) takes what the price says of rank 0; what was counted is held against it then.
+// *formula (may be NULL) is set to the price of rank 0, and then the counts are compared with it.
 static StepCost cost_counted(const Config *config, Mesh mesh, Techniques techniques, Column *formula) {
     Config among = *config;
-    among.steps = 3;  // the step that counts is one among others: it also begins what the next one needs
+    among.steps = 3;  // the step that counts is the middle one: it also reads ahead for the next
     among.save = NULL;
     Trainer *t = trainer_new(&among, mesh, techniques);
     train_step(t, NULL);  // the first step also allocates
@@ -163,7 +163,8 @@ static StepCost cost_counted(const Config *config, Mesh mesh, Techniques techniq
     counted_add(&cost.counted);
     cost.counted.memory = cost.memory;
     Price price = trainer_price(t);
-    // Else the transport's own buffers grow with the largest message, which the data may decide.
+    // Only in a dry run: else the transport's own buffers grow with the largest message, which may depend
+    // on the data.
     double kept = device_is_dry_run() ? comm_sum((double)(cost.memory.now_total - held), mesh.world) : 0;
     report_that(kept == 0, "a step ends with %.0f B more of device memory than it has begun with", kept);
     if (formula) {
@@ -183,7 +184,7 @@ StepCost program_cost(const Config *config, Mesh mesh, Techniques techniques) {
 
 // ---- the proof ----
 
-// The same run as one device makes it.
+// The config of the same run on one device.
 static Config on_one_device(const Config *config, Mesh mesh) {
     Config whole = *config;
     whole.grad_acc *= mesh.dp.size;
@@ -202,8 +203,8 @@ static StepCost dry_cost(const Config *config, Mesh mesh, Techniques techniques)
     return cost;
 }
 
-// What peaks depend on, a dry run knows: it allocates and frees in the same order. But of activations not
-// what the data decides.
+// A dry run predicts the peaks, since it allocates and frees in the same order; except activations where
+// their size depends on the data.
 static void check_peak(Mesh mesh, const StepCost *cost, const Record *record, bool by_data) {
     static const MemoryKind kinds[] = {MEMORY_PARAMETER, MEMORY_GRADIENT, MEMORY_ACTIVATION};
     static const char *const names[] = {"weights", "gradients", "activations"};
@@ -215,11 +216,11 @@ static void check_peak(Mesh mesh, const StepCost *cost, const Record *record, bo
     }
 }
 
-// The columns that stand before this program's own: one device, and the technique before.
+// The columns to the left of this program's own: one device, and the preceding technique.
 static int columns_before(Column *column, const Config *config, Mesh mesh, const Program *program) {
     Config whole = on_one_device(config, mesh), other = *config;
-    // The baseline of a program for one device is that device, only slower: no column of a dry run, whose
-    // model may be large.
+    // For a program of one device the baseline is the same device, only slower: a dry run, whose model may
+    // be large, leaves out its column.
     int columns = 0;
     StepCost cost;
     if (program->natural > 1 || !device_is_dry_run()) {
@@ -234,9 +235,9 @@ static int columns_before(Column *column, const Config *config, Mesh mesh, const
     return columns;
 }
 
-// Runs to compare with stand in a mark of their own: --timeline shows the last step that stands in none.
+// Runs to compare with are under a mark of their own: --timeline shows the last step that is under none.
 
-// The same layout with other techniques, whose bits the run must have.
+// The same layout with other techniques, which must give the same bits.
 static void compare_twin(const Config *config, Mesh mesh, const char *twin, Techniques techniques,
                          bool masked, const Record *record, double bound) {
     Config same = *config;
@@ -244,14 +245,14 @@ static void compare_twin(const Config *config, Mesh mesh, const char *twin, Tech
     clock_push(twin);
     Record other = program_record(&same, mesh, techniques, masked, false, twin);
     clock_pop();
-    // A twin sums over ranks by other calls; NCCL promises them no common order (comm.h).
+    // A twin sums over ranks with other calls, and NCCL does not promise the same order for them (comm.h).
     bool same_order = comm_sums_in_rank_order();
     report_compare(record, &other, same_order ? PROOF_EXACT : PROOF_REASSOCIATED, same_order ? 0 : bound);
     record_free(&other);
 }
 
-// The run on one device, which rank 0 makes for all, and how close to it this layout must come: what the
-// others would repeat takes the cores from it. They wait however long it takes.
+// The run on one device, and how close to it this layout must come. Rank 0 runs it for all, since repeating
+// it on every rank would only compete for the cores; the others wait without a timeout.
 static Record one_device(const Config *whole, Mesh mesh, Techniques alone, bool masked, double *bound) {
     Record record = {0};
     *bound = 0;
@@ -268,7 +269,7 @@ static Record one_device(const Config *whole, Mesh mesh, Techniques alone, bool 
     return record;
 }
 
-// `program` (may be NULL) has the lesson's columns; who gives none sees the proof alone.
+// `program` (may be NULL) gives the lesson's columns; without it, only the proof is shown.
 static void prove(const Config *config, Mesh mesh, Techniques techniques, Techniques alone,
                   const char *twin, Techniques twin_techniques, bool exact, bool masked,
                   const Program *program) {

@@ -1,8 +1,8 @@
 // real_training.c: training for real: progress, held-out loss, checkpoints, and a sample at the end.
-// Nothing is recorded or compared, so that a run goes at full speed; what ranks have sent and stored is
-// held against its price.
+// Nothing is recorded or compared, so the run goes at full speed; only what ranks sent and stored is
+// checked against its price.
 //
-// Bytes sent: the techniques', and when evaluating two numbers. This file has no main: harness.c calls it.
+// Bytes sent: the techniques', and two numbers per evaluation. This file has no main: harness.c calls it.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,7 +11,7 @@
 #include "harness.h"
 #include "tensor/device.h"
 
-enum { EVAL_SAMPLES = 32 };  // held-out sequences of an evaluation
+enum { EVAL_SAMPLES = 32 };  // held-out sequences per evaluation
 
 // ---- the yardstick ----
 
@@ -19,7 +19,7 @@ enum { MEASURES = 6, LEAST_SIZE = 128 };
 
 static double matmul_flops(int64_t size) { return 2.0 * (double)size * (double)size * (double)size; }
 
-// FLOP/s of op_matmul on size x size matrices, best of all but the first.
+// FLOP/s of op_matmul on size x size matrices, best of all runs but the first.
 static double matmul_rate(DType dtype, int64_t size) {
     Tensor a = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(size, size)),
            b = tensor_like(MEMORY_ACTIVATION, a);
@@ -40,9 +40,9 @@ static double matmul_rate(DType dtype, int64_t size) {
     return matmul_flops(size) / best;
 }
 
-// FLOP/s of the multiply of the run's own dtype on its own device, of a size that fills it: doubled until
-// the rate stops growing, or the next product would take long, or half of the memory that is left. A short
-// run, of so many FLOPs, is not kept waiting: it takes smaller ones than 1024, which compute no more than it.
+// FLOP/s of a matrix multiply in the run's dtype on its device, at a size that fills the device: doubled
+// until the rate stops growing, or the next multiply would take too long or more than half of the free
+// memory. A short run takes a size below 1024, so that measuring computes no more than the run itself.
 static double yardstick(DType dtype, double run_flops) {
     const double most_seconds = 0.05, growth = 1.03;
     int64_t size = 1024;
@@ -61,10 +61,10 @@ static double yardstick(DType dtype, double run_flops) {
     return rate;
 }
 
-// ---- on one device: what it counted, by the closed formulas ----
+// ---- on one device: counts against closed formulas ----
 
-// FLOPs of a step by the closed formula, beside those that the operations counted. The formula is the most
-// where documents end, or the data decides how many rows experts drop.
+// FLOPs of a step by the closed formula, against those that the operations counted. With documents, or
+// where the data decides how many rows experts drop, the formula is an upper bound.
 static void check_flops(const Config *c, const Price *price, double counted, int64_t steps) {
     int64_t sequences = c->micro_batch * c->grad_acc;
     double model = config_step_flops(c, sequences), most = (model + price->again) * (double)steps;
@@ -90,19 +90,19 @@ static void print_model_clock(const Config *c, double again, double model_second
     report_number("model clock", "seconds per step", model_seconds / (double)steps, "s");
 }
 
-// What a dry run holds at its peak: it allocates and frees in the same order.
+// Peak activation bytes from a dry run, which allocates and frees in the same order.
 static double dry_peak(const Trainer *t) {
     const Technique *same[MOST_TECHNIQUES + 1] = {NULL};
     memcpy(same, t->technique, (size_t)t->techniques * sizeof *same);
     bool dry = device_is_dry_run();
-    int64_t held = memory_account().now[MEMORY_ACTIVATION];  // by the trainer at hand: masks
+    int64_t held = memory_account().now[MEMORY_ACTIVATION];  // by this trainer: masks
     device_dry_run(true);
     StepCost cost = program_cost(&t->config, mesh_single(), same);
     device_dry_run(dry);
     return (double)(cost.memory.peak[MEMORY_ACTIVATION] - held);
 }
 
-// Peak bytes by kind over the steps, held to the formulas.
+// Peak bytes by kind over the steps, checked against the formulas.
 static void check_memory(const Trainer *t, const Price *price, const Memory *memory) {
     say("\nmemory at its peak: %s, of these", bytes_text((double)memory->peak_total));
     const MemoryKind kinds[] = {MEMORY_PARAMETER, MEMORY_GRADIENT, MEMORY_OPTIMIZER};
@@ -138,8 +138,8 @@ static void print_progress(const Trainer *t, int64_t done, int64_t steps, double
     free(line);
 }
 
-// series[i] has a value for each step; held-out losses are NaN where none was taken. Returns counted FLOPs,
-// model-clock and wall seconds of the steps alone.
+// series[i] gets a value for each step; held-out losses are NaN where none was computed. Returns counted
+// FLOPs, model-clock and wall seconds of the steps alone.
 static OpCount run_steps(Trainer *t, double *series[SERIES], Counted *counted) {
     const Config *c = &t->config;
     bool dry = device_is_dry_run();
@@ -170,7 +170,7 @@ static OpCount run_steps(Trainer *t, double *series[SERIES], Counted *counted) {
     return sum;
 }
 
-// What the run learns from, and a text that its weights cannot have been trained on.
+// Says what the run trains on, and warns of a text that its weights cannot have been trained on.
 static void say_data(const Trainer *t) {
     const Config *c = &t->config;
     say("data: %s, %lld tokens for training, %lld held out", t->data.path, (long long)t->data.train_count,
@@ -215,7 +215,7 @@ int train_for_real(const Config *config, Mesh mesh, Techniques techniques, Techn
     report_number("held-out loss", "before", before, "nats");
     report_number("held-out loss", "after", after, "nats");
     report_number("throughput", "FLOPs per second", sum.flops / sum.wall_seconds, "FLOP/s");
-    // Weights that are already trained need not get better, and --lr 0 leaves all as they are.
+    // Weights that are already trained need not improve, and --lr 0 changes nothing.
     if (isnan(after)) report_that(false, "the held-out loss is NaN, which was %.4f before", before);
     else
         report_that(after < before || config->lr == 0 || config->init || config->resume,

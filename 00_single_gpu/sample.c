@@ -1,18 +1,19 @@
 // sample.c: the text that a run writes at its end, token by token.
 //
-// A new token is drawn from the logits of the last one. Of the tokens before it attention needs keys and
-// values alone, which do not change when the text goes on: they are kept (the KV cache of inference), and
-// only the last token goes through the model. That takes two sockets. As in context parallelism (chapter
-// 04), tokens says which of the window go through, and attention meets them with the keys of all:
+// A new token is drawn from the logits of the last one. Of the earlier tokens attention needs only the keys
+// and values, which do not change as the text grows: they are kept (the KV cache of inference), and only
+// the last token runs through the model. That takes two sockets, used as in context parallelism (chapter
+// 04): tokens says which tokens of the window run through the model, and attention gives them the keys of
+// all:
 //
 //     window    t t t t t t t . . . .    forward of the prompt: queries and keys of all its tokens
 //                           q            then of one token: a query, and the keys so far
 //
-// Positions count from the window's first token. A full window drops its older half, and the tokens that
-// stay go through the model again: their keys and values were computed from those that are gone, too. So a
-// token goes through about twice. If the window moved by one token at a time, it would go through s times.
+// Positions count from the window's first token. A full window drops its older half, and the remaining
+// tokens run through the model again, since their keys and values depend on the dropped ones. So a token
+// runs about twice; if the window moved by one token at a time, it would run s times.
 //
-// Bytes sent: the weights of many ranks, to the first one, which writes alone. This file has no main:
+// Bytes sent: the weights of all ranks to rank 0, which writes the text alone. This file has no main:
 // real_training.c calls it.
 #include <math.h>
 #include <stdlib.h>
@@ -22,14 +23,14 @@
 #include "harness.h"
 #include "tensor/rng.h"
 
-// ---- the tokens of a window that are known in every layer ----
+// ---- the window: keys and values of its tokens in every layer ----
 
 typedef struct Window {
-    int64_t s, layer;      // tokens it has room for; whose attention comes next
-    int64_t known, fresh;  // tokens whose keys and values are here; that go through the model now
+    int64_t s, layer;      // tokens it has room for; the layer whose attention comes next
+    int64_t known, fresh;  // tokens with cached keys and values; tokens running through the model now
     int32_t *position;     // 0 … s - 1
     Tensor keys, values;   // (L, s, kv d)
-    AttentionMask mask;    // fresh queries, and keys of all
+    AttentionMask mask;    // fresh queries, all keys
 } Window;
 
 static int64_t fresh_tokens(void *context, int64_t s) {
@@ -69,8 +70,8 @@ static void window_free(Window *w) {
     free(w->position);
 }
 
-// The first `count` of `tokens` (s), of which those not yet known go through the model: logits (v) after
-// the last.
+// Runs the tokens not yet known among the first `count` of `tokens` (s) through the model; logits (v) are
+// those after the last one.
 static void window_logits(Window *w, Model *m, const int32_t *tokens, const int32_t *no_labels,
                           int64_t count, double *logits) {
     w->layer = 0;
@@ -124,7 +125,7 @@ void sample_continue(Model *m, int32_t *text, int64_t prompt, int64_t total, dou
     memset(tokens, 0, w.s * sizeof *tokens);
     for (int64_t i = 0; i < w.s; i++) no_labels[i] = IGNORED_LABEL;
     for (int64_t made = prompt, first = 0; made < total; made++) {
-        // After a move positions are others, and no key or value is valid.
+        // After a move positions have changed, and no cached key or value is valid.
         if (sample_window(made, w.s) != first) w.known = 0;
         first = sample_window(made, w.s);
         memcpy(tokens, text + first, (made - first) * sizeof *tokens);
@@ -165,8 +166,8 @@ static void write_text(const Trainer *t, Model *model, int64_t length) {
 
 // ---- who writes it ----
 
-// A model on one device with the trained weights, which all ranks bring together; NULL on all but the
-// first.
+// A model on one device with the trained weights, gathered from all ranks (collective); NULL on all ranks
+// but the first.
 static Model *gather_model(Trainer *t) {
     const Sockets *sockets = &t->model->sockets;
     bool first = t->model->mesh.world.rank == 0;
@@ -183,7 +184,7 @@ static Model *gather_model(Trainer *t) {
     return one;
 }
 
-// What the model computes on one device may be a technique's, too.
+// What one device computes may take techniques, too: those of the baseline.
 static void write_with(const Trainer *t, Model *one, Techniques baseline, int64_t length) {
     void *context[MOST_TECHNIQUES] = {NULL};
     const Technique *enabled[MOST_TECHNIQUES];

@@ -1,10 +1,10 @@
 // underflow.c: gradients that float16 rounds to zero. Playbook: "Mixed precision training", loss scaling.
 //
-// f16 has 2^-24 = 6.0e-8 as its least number, and rounds to zero what is at most half of it. The loss is a
-// mean over all labels, so that a gradient at a logit is a probability divided by their number: 1/8192 over
-// 4,096 labels is 2^-25 already. Training goes on, with a norm that looks sound, and rare tokens learn
-// nothing. Scaling the loss is the cure (Micikevicius et al. 2018); without it, what is lost at the logits,
-// where backward begins and gradients are smallest, is counted and told.
+// The smallest positive f16 is 2^-24 = 6.0e-8, and values up to half of it round to zero. The loss is a
+// mean over all labels, so the gradient at a logit is a probability divided by their number: 1/8192 over
+// 4,096 labels is already 2^-25. Training goes on with a norm that looks sound, but rare tokens learn
+// nothing. Scaling the loss is the cure (Micikevicius et al. 2018); without it, this file counts and
+// reports what is lost at the logits, where backward begins and gradients are smallest.
 //
 // Bytes sent: two numbers at the end of a run. This file has no main: train.c calls it.
 #include "tensor/device.h"
