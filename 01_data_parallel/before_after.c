@@ -1,8 +1,8 @@
 // before_after.c: what all ranks hold before and after a call. Playbook: "A0: Parallel Programming Crash
-// Course", whose examples print the same, from each rank.
+// Course", in whose examples each rank prints its own.
 //
-// Rank 0 gathers what the ranks hold, and prints it in their order. The bytes of an example do
-// not include these messages. This file has no main.
+// Rank 0 gathers what the ranks hold and prints it in rank order. These messages do not count as bytes of
+// the example. This file has no main.
 #include <stdlib.h>
 #include <string.h>
 
@@ -29,7 +29,7 @@ static Held gather_held(Tensor t, Group group) {
     return held;
 }
 
-// One rank's row, numbers `cell` columns wide; long ones end in "...".
+// One rank's row, with numbers `cell` columns wide; a long row ends in "...".
 static const char *row_text(const Held *held, int rank, int cell) {
     enum { MOST = 15 };
     static char texts[2][MOST * 32];
@@ -54,7 +54,7 @@ static int longest(const Held *held, int cell) {
 }
 
 static void print_held(const Held *before, const Held *after) {
-    int cell = 2;  // and a space before each number
+    int cell = 2;  // width of a number with a space before it
     for (int which = 0; which < 2; which++) {
         const Held *t = which ? after : before;
         for (int64_t i = 0; i < t->ranks * t->width; i++)
@@ -70,11 +70,11 @@ static void print_held(const Held *before, const Held *after) {
 Example example_begin(const char *call, const char *title, Tensor before, Group group) {
     say("\n%s\n", title);
     Example example = {.call = call, .group = group, .before = gather_held(before, group)};
-    clock_reset();  // counts begin here
+    clock_reset();  // counting starts here
     return example;
 }
 
-// Whether rank 0's table reads like this, ranks apart by " |".
+// Whether rank 0's table reads like `expected`, with ranks separated by " |".
 static bool reads(const Held *held, const char *expected) {
     char text[1024] = "";
     for (int r = 0; r < held->ranks; r++) {
@@ -87,7 +87,7 @@ static bool reads(const Held *held, const char *expected) {
     return !strcmp(text + 1, expected);
 }
 
-// Of how many ranks a text like "6 12 | 14 56 | 36 288" is.
+// How many ranks a text like "6 12 | 14 56 | 36 288" shows.
 static int ranks_in(const char *printed) {
     int ranks = 1;
     for (const char *at = printed; *at; at++) ranks += *at == '|';

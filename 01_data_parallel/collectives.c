@@ -1,15 +1,15 @@
 // collectives.c: what ranks send each other. Playbook: "A0: Parallel Programming Crash Course".
 //
-// Against 00_single_gpu: there are N programs now, ranks 0 … N - 1, which share nothing but what they send.
-// Each example makes a call, and shows what every rank holds before and after it. Bytes that all ranks send
-// in it (K bytes of the whole tensor, k of the root's part of it):
+// Changes from 00_single_gpu: N programs run, ranks 0 … N - 1, which share nothing but what they send. Each
+// example makes a call and shows what every rank holds before and after it. Bytes that all ranks together
+// send in it (K: bytes of the whole tensor, k: of the root's part):
 //
 //     broadcast        one to all               (N - 1) K       reduce        the sum to one    N K - k
 //     scatter          a part to each           K - k           gather        all parts to one  K - k
 //     reduce-scatter   a part of sums to each   (N - 1) K       all-gather    all parts to each (N - 1) K
 //     all-to-all       part i to rank i         (N - 1) K       all-reduce    the sum to each   2 (N - 1) K
 //
-// Memory per rank: what it shows. On 3 ranks the playbook's examples must end in the playbook's numbers.
+// Memory per rank: the tensors shown. On 3 ranks the playbook's examples must give the playbook's numbers.
 // Run: build/01_data_parallel/collectives                 (--ranks 5, --sleep 0.1 …)
 // Last line: PASS collectives: every rank holds what each call promises …
 #include <math.h>
@@ -29,7 +29,7 @@ static Tensor series(int64_t count, double first, double step) {
     return t;
 }
 
-// For each of n ranks i, counts[i] elements first + step i; NULL: `each` elements.
+// For each of n ranks i, counts[i] elements (counts NULL: `each`) with the value first + step i.
 static Tensor parts(int n, const int64_t *counts, int64_t each, double first, double step) {
     int64_t total = 0;
     for (int i = 0; i < n; i++) total += counts ? counts[i] : each;
@@ -53,7 +53,7 @@ static void broadcast(Group w) {
                 "1 2 3 4 5 | 1 2 3 4 5 | 1 2 3 4 5");
 }
 
-// Sums go by pieces of ceil(5 / n) elements: everyone sums one (comm.h).
+// Each rank sums one piece of ceil(5 / n) elements (comm.h).
 static double piece(Group w) {
     int64_t longest_piece = (FIVE + w.size - 1) / w.size, rest = FIVE - w.rank * longest_piece;
     return (double)SIZE * (double)(rest < 0 ? 0 : rest < longest_piece ? rest : longest_piece);
@@ -138,7 +138,7 @@ static void all_to_all(Group w) {
     example_end(&e, out, series(w.size, w.rank, 10), (w.size - 1) * SIZE, NULL);
 }
 
-// As experts' tokens go: every pair of ranks has a number of its own, some of them 0.
+// As with tokens sent to experts, every pair of ranks has its own count, which may be 0.
 static int64_t elements_between(int from, int to) { return (2 * from + to + 1) % 3; }
 
 static void all_to_all_v(Group w) {
@@ -156,8 +156,8 @@ static void all_to_all_v(Group w) {
     example_end(&e, out, parts(w.size, take, 0, w.rank, 10), (double)sent * SIZE, NULL);
 }
 
-// The playbook's way to a sum without a collective: "the first node sends its number to a neighbour which
-// adds its number to the received number before forwarding it". t of the last one becomes the total.
+// The playbook's sum without a collective: "the first node sends its number to a neighbour which adds its
+// number to the received number before forwarding it". The last rank's t becomes the total.
 static void sum_along(Tensor t, Group w) {
     if (w.rank > 0) {
         Tensor received = tensor_like(MEMORY_ACTIVATION, t);
@@ -176,8 +176,8 @@ static void send_and_receive(Group w) {
     example_end(&e, t, series(1, (w.rank + 1) * (w.rank + 2) / 2, 0), w.rank < w.size - 1 ? SIZE : 0, NULL);
 }
 
-// A send ends when its receive begins; in a circle of sends no rank would reach its receive. Both go at
-// once.
+// A send may not end before its receive begins, so if every rank sent first, none would reach its receive.
+// Therefore send and receive start together.
 static void shift(Group w) {
     int next = (w.rank + 1) % w.size, previous = (w.rank + w.size - 1) % w.size;
     Tensor t = series(3, 10 * w.rank, 1), received = series(3, 0, 0);
@@ -187,7 +187,7 @@ static void shift(Group w) {
     example_end(&e, received, series(3, 10 * previous, 1), w.size > 1 ? 3 * SIZE : 0, NULL);
 }
 
-// With two ranks, next and previous are one: its first send meets the first receive.
+// With two ranks, next and previous are the same rank: its first send matches the first receive.
 static void batch(Group w) {
     int next = (w.rank + 1) % w.size, previous = (w.rank + w.size - 1) % w.size;
     Tensor t = series(1, w.rank, 0), both = series(2, 0, 0),
@@ -202,7 +202,7 @@ static void batch(Group w) {
     example_end(&e, both, expected, w.size > 1 ? 2 * SIZE : 0, NULL);
 }
 
-// Rank r sleeps r times as long. Nobody may leave the barrier before the last has entered it.
+// Rank r sleeps r x seconds. No rank may leave the barrier before the last has entered it.
 static void barrier(Group w, double seconds) {
     say("\nbarrier: rank r sleeps r x %g s, then waits for all\n", seconds);
     comm_wait(comm_barrier(w));
@@ -226,7 +226,7 @@ static void barrier(Group w, double seconds) {
         double *t = all_times[r];
         say("  rank %d slept %.4f s, and is after the barrier %.4f s after its start\n", r, t[1] - t[0],
             t[2] - t[0]);
-        // Hosts have no common clock.
+        // Only ranks on one host are compared: hosts have no common clock.
         if (!strcmp(comm_host(w.member[r]), comm_host(w.member[w.rank]))) early += !(time[2] >= t[1]);
     }
     early = comm_sum(early, w);

@@ -1,31 +1,31 @@
-// data_parallel.h: what chapter 01 offers to others.
+// data_parallel.h: what chapter 01 offers to other chapters.
 #ifndef DATA_PARALLEL_H
 #define DATA_PARALLEL_H
 
 #include "00_single_gpu/harness.h"
 
-// ---- ring_all_reduce.c: all-reduce from sends to a neighbour alone ----
-// All in place and blocking; t has the same shape on all members. Chunks are count / n elements, the first
-// count % n one more. Sums are rounded to t's dtype at each addition, which run from member i + 1 round to
-// i in chunk i; every member gets the same bits.
+// ---- ring_all_reduce.c: all-reduce from sends to a neighbour only ----
+// All are in place and blocking; t has the same shape on all members. Chunks have count / n elements, the
+// first count % n of them one more. Chunk i is summed from member i + 1 round to member i, rounded to t's
+// dtype at each addition; every member gets the same bits.
 Tensor ring_chunk(Tensor t, int i, Group ring);  // chunk i modulo n, borrowed
 void ring_reduce_scatter(Tensor t,
-                         Group ring);  // chunk `rank` becomes the sum; the others hold parts of theirs
-void ring_all_gather(Tensor t, Group ring);  // chunk i comes from member i
+                         Group ring);        // chunk `rank` becomes its sum; other chunks hold partial sums
+void ring_all_gather(Tensor t, Group ring);  // chunk i is taken from member i
 void ring_all_reduce(Tensor t, Group ring);  // both
 
 // ---- data parallelism: the gradients socket, four times ----
-// Every rank of Unit.replicas holds the unit and takes its own samples; gradients are summed over them. The
-// loss is already divided by the labels of all ranks, so the sum is the gradient of the global batch.
+// Every rank of Unit.replicas holds the unit and takes its own samples; gradients are summed over these
+// ranks. The loss is already divided by the labels of all ranks, so the sum is the global batch's gradient.
 extern const Technique ddp_naive;     // after a micro-batch's last backward, one parameter after another
 extern const Technique ddp_overlap;   // each parameter as soon as its unit's gradient is final
-extern const Technique ddp_bucketed;  // units together, until --bucket-mb are full
-extern const Technique ddp_no_sync;   // the same, after the last micro-batch alone
+extern const Technique ddp_bucketed;  // units are collected in buckets of --bucket-mb
+extern const Technique ddp_no_sync;   // the same, but only for the last micro-batch
 
 // ---- before_after.c: what all ranks hold before and after a call ----
-typedef struct Held {  // a row for each rank; values on rank 0 alone
+typedef struct Held {  // a row for each rank; values on rank 0 only
     int ranks;
-    int64_t width;   // of a row: a count, and so many elements at most
+    int64_t width;   // of a row: a count, then up to width - 1 elements
     double *values;  // (ranks, width)
 } Held;
 
@@ -35,11 +35,11 @@ typedef struct Example {
     Held before;
 } Example;
 
-// `before`: what this rank holds, or {0}. Counts begin here.
+// `before`: what this rank holds, or {0}. Counting starts here.
 Example example_begin(const char *call, const char *title, Tensor before, Group group);
-// Prints what all hold before and after, compares `after` (or {0}) with `expected` and the bytes that this
-// rank has sent with `bytes`, and frees both tensors. `printed`: what the playbook prints for so many
-// ranks, or NULL.
+// Prints what all ranks hold before and after, compares `after` (or {0}) with `expected` and the bytes that
+// this rank sent with `bytes`, and frees both tensors. `printed`: what the playbook prints, or NULL; used
+// only if it shows as many ranks.
 void example_end(Example *example, Tensor after, Tensor expected, double bytes, const char *printed);
 
 #endif

@@ -1,15 +1,15 @@
 // ddp_bucketed.c: many small gradients in few large messages. Playbook: "Second optimization: Bucketing
 // gradients".
 //
-// Against ddp_overlap.c: a message costs latency whatever its size, so units wait for each other until
-// --bucket-mb are full, and go as one. Units stand one after another in the flat gradient (params.h), so a
-// bucket is a range of it and nothing is copied.
+// Changes from ddp_overlap.c: every message costs latency, whatever its size, so consecutive units fill a
+// bucket of --bucket-mb, which is sent as one message. Units are contiguous in the flat gradient
+// (params.h), so a bucket is a range of it and nothing is copied.
 //
 //     units    head  block 3  block 2  block 1  block 0  embedding       in the order of backward
 //     buckets  [------------] [---------------] [----------------]
 //
-// Buckets are reduced after every micro-batch, as PyTorch's DDP does outside of no_sync. The next one adds
-// to sums over all ranks, and its all-reduce would count these N times: so they are scaled by 1 / N first.
+// Buckets are reduced after every micro-batch, as in PyTorch's DDP without no_sync. The next micro-batch
+// adds to sums over all ranks, which its all-reduce would count N times, so they are first scaled by 1 / N.
 //
 // Bytes sent per rank: 2 (N - 1) / N K for each of the grad_acc micro-batches. Memory per rank: as on one
 // device.
@@ -22,9 +22,9 @@
 
 // ---- the technique ----
 
-// Buckets of consecutive units of one group of replicas, from the last unit of the model to the first one,
-// each of bucket_bytes or more of gradients; a unit is never split. Returns their number; first_unit[i] is
-// the first unit of bucket i.
+// Splits the units, from the model's last to its first, into buckets of consecutive units with the same
+// group of replicas; a bucket ends when it has bucket_bytes of gradients, and a unit is never split.
+// Returns their number; first_unit[i] is the first unit of bucket i.
 static int bucket_starts(const Params *params, int64_t bucket_bytes, int *first_unit) {
     int buckets = 0;
     int64_t bytes = 0;
@@ -46,8 +46,8 @@ static Tensor range_of(const Params *params, int first, int end) {
     return tensor_view(params_total_grad(params), from, SHAPE(last->first + last->count - from));
 }
 
-// A bucket is full for the k-th time when each of its units has been ready k times: in whatever order the
-// micro-batches' W come, all that was added by then is summed once.
+// A bucket is full for the k-th time when each of its units has been ready k times. So whatever the order
+// of the micro-batches' Ws, everything added by then is summed exactly once.
 static bool is_full(const Buckets *b, const Model *model, int bucket) {
     for (int unit = b->first_unit[bucket]; unit < b->end_unit[bucket]; unit++)
         if (model->params.unit[unit].count > 0 && b->ready[unit] <= b->sent[bucket]) return false;
@@ -67,7 +67,7 @@ void ddp_bucketed_ready(void *context, Model *model, int unit, bool last) {
                         model->params.unit[unit].replicas);
 }
 
-// The next micro-batch adds to sums that every rank has. Scaled by 1 / N, its all-reduce counts them once.
+// The next micro-batch adds to sums that every rank holds; scaled by 1 / N, they are counted only once.
 static void before_more(void *context, Model *model, int unit) {
     Buckets *b = context;
     int bucket = b->of_unit[unit];
@@ -88,7 +88,7 @@ static void wait_for_all(void *context, Model *model) {
     for (int unit = 0; unit < model->params.units; unit++) b->ready[unit] = 0;
 }
 
-// --bucket-mb; 25 MB where there is no such flag (PyTorch's have 25 MiB, and its first one 1 MiB).
+// --bucket-mb; 25 MB where there is no such flag (PyTorch's buckets have 25 MiB, the first one 1 MiB).
 static int64_t bucket_bytes_of(const Config *config) {
     double megabytes = config_number(config, "bucket-mb");
     return (int64_t)(1e6 * (megabytes > 0 ? megabytes : 25));
@@ -110,7 +110,7 @@ void *ddp_bucketed_plug(Model *model) {
         b->end_unit[i] = i ? b->first_unit[i - 1] : units;
         for (int unit = b->first_unit[i]; unit < b->end_unit[i]; unit++) b->of_unit[unit] = i;
     }
-    wait_for_all(b, model);  // begins with nothing ready
+    wait_for_all(b, model);  // starts with nothing ready
     model->sockets.gradients.context = b;
     model->sockets.gradients.begin = before_more;
     model->sockets.gradients.ready = ddp_bucketed_ready;
@@ -157,7 +157,7 @@ static const Technique *const techniques[] = {&ddp_bucketed, &recompute, NULL};
 
 // ---- how full buckets are ----
 
-// --bucket-mb with the unit that came last, and not before: but for the last bucket, which has the rest.
+// Checks that each bucket reaches --bucket-mb with its last unit, not before; the last bucket may be smaller.
 static void buckets_are_full(Mesh mesh, const Config *config) {
     device_dry_run(true);
     Trainer *t = trainer_new(config, mesh, techniques);
@@ -187,14 +187,14 @@ static void buckets_are_full(Mesh mesh, const Config *config) {
 
 // ---- when it hides: appendix A3 of the playbook ----
 
-// A gradient of g bytes takes g 2 (N - 1) / N / peak_bw to reduce, and its parameter costs backward 4 FLOPs
-// a token:
+// A gradient of g bytes takes g 2 (N - 1) / N / peak_bw to reduce, and its parameter costs 4 FLOPs per
+// token in backward:
 //
 //     t_comm / t_compute  =  g / (2 tokens)  (N - 1) / N  peak_flops / peak_bw  <=  1
 //
 // (The playbook's last line keeps a num_params that cancels, and has g = 1.) Here g = 4: 16-bit gradients
-// are summed in f32. The formula leaves out latency, attention (below 1% of these short sequences) and all
-// memory traffic, of which backward has much: so on the model clock fewer tokens are enough.
+// are summed in f32. The formula leaves out latency, attention (below 1% of backward with such short
+// sequences) and memory traffic, which lengthens backward: on the model clock fewer tokens are enough.
 static double tokens_by_formula(const Machine *machine, int n, double bandwidth) {
     return 4 / 2.0 * (n - 1) / n * machine_peak_flops(machine, BF16) / bandwidth;
 }
@@ -206,7 +206,7 @@ static Config layers_of_8b(int64_t sequences) {
     return c;
 }
 
-// What latency adds to the all-reduce of one layer's gradients, as a share.
+// What latency adds to the all-reduce of one layer's gradients, as a fraction of its transfer time.
 static double latency_share(int n, double latency, double bandwidth) {
     Config two = layers_of_8b(1), three = two;
     three.layers = 3;
@@ -214,7 +214,7 @@ static double latency_share(int n, double latency, double bandwidth) {
     return n * latency * bandwidth / bytes;
 }
 
-// Seconds by which each further layer delays the step: what its all-reduce lasts longer than its backward.
+// Seconds by which each further layer delays the step: by how much its all-reduce outlasts its backward.
 static double exposed_per_layer(Mesh mesh, int64_t sequences) {
     Config c = layers_of_8b(sequences);
     double two = program_cost(&c, mesh, techniques).comm.exposed_seconds;
@@ -222,9 +222,9 @@ static double exposed_per_layer(Mesh mesh, int64_t sequences) {
     return program_cost(&c, mesh, techniques).comm.exposed_seconds - two;
 }
 
-enum { MOST_SEQUENCES = 4096 };  // of 64 tokens, that are tried
+enum { MOST_SEQUENCES = 4096 };  // sequences of 64 tokens: the most to try
 
-// Fewest tokens a rank, in sequences of 64, from which on further layers delay nothing, on the model clock.
+// Fewest tokens per rank, in sequences of 64, at which further layers delay nothing on the model clock.
 static double tokens_by_clock(Mesh mesh) {
     int64_t exposed = 0, hidden = MOST_SEQUENCES;
     while (hidden - exposed > 1) {

@@ -1,14 +1,14 @@
 // ddp_naive.c: data parallelism, gradients summed after backward. Playbook: "Data Parallelism".
 //
-// Against 00_single_gpu: each of N ranks holds the whole model and takes 1/N of the batch. After backward
-// the gradients are summed over the ranks, so that all take the same step. (With accumulation: after each
-// micro-batch.)
+// Changes from 00_single_gpu: each of N ranks holds the whole model and takes 1/N of the batch. After
+// backward the gradients are summed over the ranks, so that all take the same step. (With gradient
+// accumulation: after each micro-batch.)
 //
 //     compute  F F F F B B B B . . . . step          gbs = mbs x grad_acc x dp
-//     network  . . . . . . . . AR AR AR             nothing is computed meanwhile: "a BIG NO"
+//     network  . . . . . . . . AR AR AR             compute waits meanwhile: "a BIG NO"
 //
 // The mean is taken before backward: each rank divides its loss by the labels of all ranks (train_step), so
-// here gradients are summed, and not divided by N.
+// gradients are only summed here, not divided by N.
 //
 // Bytes sent per rank: 2 (N - 1) / N K for gradients of K bytes, for each of the grad_acc micro-batches.
 // Memory per rank: as on one device.
@@ -27,8 +27,8 @@ static void all_reduce_after_backward(void *context, Model *model, bool last) {
             comm_wait(
                 comm_all_reduce(param_total_grad(p, param), REDUCE_SUM, p->unit[param->unit].replicas));
     }
-    // Every rank has these sums now, and the next all-reduce would count them N times: so they are scaled
-    // by 1 / N.
+    // Every rank now holds these sums, and the next all-reduce would count them N times. Scaled by 1 / N,
+    // they count once.
     for (int i = 0; i < p->units && !last; i++)
         op_scale(unit_total_grad(&p->unit[i]), 1.0 / p->unit[i].replicas.size);
 }

@@ -1,10 +1,10 @@
 // ddp_no_sync.c: accumulation without wasted all-reduces. Playbook: "Third optimization: Interplay with
 // gradient accumulation".
 //
-// Against ddp_bucketed.c: only the last micro-batch of a step sends. The others leave their gradients on
-// their rank, and the one sum over ranks at the end takes them all:  sum over micro-batches, then over
-// ranks  =  over both. Which one is the last is known before its backward (model_begin_step), not found out
-// in it.
+// Changes from ddp_bucketed.c: only the last micro-batch of a step sends. The others only add up their
+// gradients locally, and the sum over ranks at the end includes them all: summing over micro-batches and
+// then over ranks gives the sum over both. Which micro-batch is the last is known before its backward
+// (model_begin_step).
 //
 // Bytes sent per rank and step: 2 (N - 1) / N K, whatever grad_acc is. Memory per rank: as on one device.
 // Run: build/01_data_parallel/ddp_no_sync  (--grad-acc 4, --ranks 3, --tied, --dtype f32, --dry-run …)
@@ -31,7 +31,7 @@ static void price(Price *price, const Model *model, const void *context) {
     ddp_bucketed_price(price, model, 1);
 }
 
-// Where several programs offer ZeRO's stages, this is stage 0.
+// In programs that offer ZeRO's stages, this is stage 0.
 static bool enabled(const Config *config) { return config_number(config, "zero") == 0; }
 
 const Technique ddp_no_sync = {.name = "ddp_no_sync",
@@ -46,11 +46,11 @@ const Technique ddp_no_sync = {.name = "ddp_no_sync",
 
 #ifndef NO_MAIN
 
-// ---- the three optimizations, one beside the other ----
+// ---- the three optimizations compared ----
 
-// One dry step of Llama 3 8B with two micro-batches on the ranks at hand, on the model clock. Its time must
-// fall from row to row; that of buckets may stay, where the latency of single messages hides behind
-// backward, too: they are fewer.
+// One dry step of Llama 3 8B with two micro-batches on this run's ranks, on the model clock. Each row must
+// take less time than the one before, or as much with fewer all-reduces: buckets save no time where the
+// latency of single messages is hidden behind backward.
 static void compare_variants(Mesh mesh, const Config *config) {
     (void)config;
     static const struct {

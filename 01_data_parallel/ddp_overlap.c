@@ -1,14 +1,14 @@
 // ddp_overlap.c: gradients are in flight while backward goes on. Playbook: "First optimization: Overlap
 // gradient synchronization with backward pass".
 //
-// Against ddp_naive.c: the all-reduce of a gradient starts as soon as its unit's gradient is final, while
-// backward of earlier layers runs, and is waited for only before the step, or before the next micro-batch
-// adds to this gradient.
+// Changes from ddp_naive.c: the all-reduce of a gradient starts as soon as its unit's gradient is final,
+// while earlier layers run backward. The wait for it comes only before the optimizer step, or before the
+// next micro-batch adds to this gradient.
 //
 //     compute  F F F F B B B B . step
 //     network  . . . . . AR AR AR             what is left at the end is exposed
 //
-// Bytes sent per rank: as ddp_naive. Memory per rank: as on one device.
+// Bytes sent per rank: as in ddp_naive. Memory per rank: as on one device.
 // Run: build/01_data_parallel/ddp_overlap  (--ranks 3, --tied, --dtype f32, --dry-run --model llama-3-8b …)
 // Last line: PASS ddp_overlap: ranks together make the step of one device …
 #include <stdlib.h>
@@ -32,7 +32,7 @@ static void start_all_reduces(void *context, Model *model, int unit, bool last) 
         overlap->request[i] = comm_all_reduce(param_total_grad(p, &p->param[i]), REDUCE_SUM, u->replicas);
 }
 
-// Returns whether any was in flight.
+// Returns whether any request was in flight.
 static bool wait_for_unit(Overlap *overlap, const Unit *u) {
     bool waited = false;
     for (int i = u->first_param + u->params - 1; i >= u->first_param; i--) {
@@ -44,7 +44,7 @@ static bool wait_for_unit(Overlap *overlap, const Unit *u) {
     return waited;
 }
 
-// The next micro-batch adds to sums that every rank has. Scaled by 1 / N, its all-reduce counts them once.
+// The next micro-batch adds to sums that every rank holds; scaled by 1 / N, they are counted only once.
 static void before_more(void *context, Model *model, int unit) {
     const Unit *u = &model->params.unit[unit];
     if (wait_for_unit(context, u)) op_scale(unit_total_grad(u), 1.0 / u->replicas.size);

@@ -1,18 +1,18 @@
 // ring_all_reduce.c: all-reduce from sends to a neighbour. Playbook: "A quick focus on Ring AllReduce".
 //
-// Against comm_all_reduce, which ddp_*.c call as a black box: one algorithm for it, from sends alone. N
-// ranks stand in a ring and split a tensor of K bytes into N chunks. In each step rank r sends a chunk to
-// rank r + 1 and receives one from rank r - 1:
+// One algorithm for comm_all_reduce, which ddp_*.c call as a black box, built only from sends. N ranks form
+// a ring and split a tensor of K bytes into N chunks. In each step rank r sends a chunk to rank r + 1 and
+// receives one from rank r - 1:
 //
 //     reduce-scatter, step s = 0 … N - 2   send chunk r - 1 - s,  receive chunk r - 2 - s and add to it
 //     all-gather, step s = 0 … N - 2       send chunk r - s,      receive chunk r - 1 - s    (all modulo N)
 //
-// So chunk i sets out at rank i + 1, is complete when it comes to rank i, and goes round once more. Its sum
-// is x(i+1) + x(i+2) + … + x(i): not in rank order, hence reassociated against comm_all_reduce.
+// So chunk i starts at rank i + 1, is complete when it reaches rank i, and goes round once more. Its sum is
+// x(i+1) + x(i+2) + … + x(i): not in rank order, hence reassociated compared with comm_all_reduce.
 //
-// Bytes sent per rank: K - k(r), then K - k(r+1), chunks having k bytes: 2 (N - 1) / N K on average,
-// whatever K is. Memory per rank: one chunk more. Time: 2 (N - 1) (alpha + K / (N B)), links having latency
-// alpha and bandwidth B. All to one rank and back: 2 (alpha + (N - 1) K / B): 2 steps, N times the bytes.
+// Bytes sent per rank: K - k(r), then K - k(r+1), where chunk i has k(i) bytes: 2 (N - 1) / N K on average
+// for every K. Memory per rank: one more chunk. Time: 2 (N - 1) (alpha + K / (N B)) with latency alpha and
+// bandwidth B per link. All to one rank and back: 2 (alpha + (N - 1) K / B): 2 steps, N times the bytes.
 // Run: build/01_data_parallel/ring_all_reduce  (--ranks 5, --elements 3, --dtype bf16, --gpus-per-node 2)
 // Last line: PASS ring_all_reduce: sums go round a ring in 2 (N - 1) steps …
 #include <math.h>
@@ -24,7 +24,7 @@
 
 // ---- the technique ----
 
-// Chunk i modulo n: the first count % n have one element more; with too few elements some are empty.
+// Chunk i modulo n: the first count % n chunks have one more element; with too few elements some are empty.
 Tensor ring_chunk(Tensor t, int i, Group ring) {
     int64_t n = ring.size, least = tensor_count(t) / n, longer = tensor_count(t) % n;
     i = (i % ring.size + ring.size) % ring.size;
@@ -49,7 +49,7 @@ static void all_gather_step(Tensor t, int step, Group ring) {
     to_the_next(ring_chunk(t, r - step, ring), ring_chunk(t, r - 1 - step, ring), ring);
 }
 
-// What comes in must not overwrite what it will be added to: room for the longest chunk.
+// Room for the longest chunk: a received chunk must not overwrite the one to which it will be added.
 static Tensor room_for_a_chunk(Tensor t, Group ring) {
     return tensor_new(MEMORY_COMMUNICATION, t.dtype, SHAPE(tensor_count(ring_chunk(t, 0, ring))));
 }
@@ -71,7 +71,7 @@ void ring_all_reduce(Tensor t, Group ring) {
 
 #ifndef NO_MAIN
 
-// What it is measured by: all send to rank 0, which adds, and sends the sum to all.
+// The alternative to compare with: all send to rank 0, which adds, and sends the sum to all.
 static void root_all_reduce(Tensor t, Group group) {
     bool root = group.rank == 0;
     int count = root ? group.size - 1 : 1;
@@ -97,7 +97,7 @@ enum { MOST_IN_A_PICTURE = 5, MOST_BITS = 52 };
 
 // The ranks whose numbers are in chunk c of rank r after so many steps, as bits.
 static double expected_set(int r, int c, int steps, int n) {
-    int place = (r - c - 1 + n) % n;  // on the chunk's way, which begins behind rank c and ends at c
+    int place = (r - c - 1 + n) % n;  // on the chunk's way, which begins at rank c + 1 and ends at c
     int gathers = steps - (n - 1);
     if (gathers >= 0 && (place + 1) % n <= gathers) return ldexp(1, n) - 1;
     if (place > steps) return ldexp(1, r);
@@ -106,7 +106,7 @@ static double expected_set(int r, int c, int steps, int n) {
     return sum;
 }
 
-// Rank 0 gathers one element a chunk from each rank. A set is shown in the order in which it was added.
+// Rank 0 gathers one element per chunk from each rank. A set is shown in the order in which it was added.
 static void show_step(const char *title, Tensor t, Group ring) {
     int n = ring.size;
     Tensor all = ring.rank == 0 ? tensor_new(MEMORY_COMMUNICATION, t.dtype, SHAPE(n, n)) : (Tensor){0};
@@ -156,8 +156,8 @@ static void prove_steps(Group ring) {
 
 // ---- the proof: sums and bytes ----
 
-// n numbers x, added in any order and rounded to nearest with error u, are off by at most
-// u (n - 1) / (1 - u (n - 1)) of the sum of |x| (Higham 2002, section 4.2). Ring and library each are.
+// A sum of n numbers x, in any order and rounded to nearest with error u, is off by at most u (n - 1) /
+// (1 - u (n - 1)) of the sum of |x| (Higham 2002, section 4.2). Ring and library differ by up to twice that.
 static double reassociation_bound(int n, DType dtype) {
     // 16-bit types are added in f32, and then rounded.
     double u = dtype == F64 ? 0x1p-53 : 0x1p-24 + (dtype == BF16 ? 0x1p-8 : dtype == F16 ? 0x1p-11 : 0);
@@ -184,7 +184,7 @@ static double *host_copy(Tensor t) {
     return x;
 }
 
-// The largest |a - b| on any rank, as a share of `scale` where there is one.
+// The largest |a - b| on any rank, relative to `scale` unless NULL.
 static double largest_error(Tensor a, Tensor b, const double *scale, Group ring) {
     double *x = host_copy(a), *y = host_copy(b), worst = 0;
     for (int64_t i = 0; i < tensor_count(a) && !isnan(worst); i++) {
@@ -197,7 +197,7 @@ static double largest_error(Tensor a, Tensor b, const double *scale, Group ring)
     return comm_max(worst, ring);
 }
 
-// Of each element: the sum over ranks of |x|.
+// For each element, the sum over ranks of |x|.
 static double *sum_of_sizes(Tensor t, Group ring) {
     double *x = host_copy(t);
     for (int64_t i = 0; i < tensor_count(t); i++) x[i] = fabs(x[i]);
@@ -209,7 +209,7 @@ static double *sum_of_sizes(Tensor t, Group ring) {
     return x;
 }
 
-// Runs a half or the whole. Each rank's bytes must be `formula`, and those of all ranks `total`.
+// Runs one half or the whole. This rank must send `formula` bytes, and all ranks together `total`.
 static void prove_bytes(const char *what, void (*run)(Tensor t, Group ring), Tensor t, int64_t formula,
                         double total, Group ring) {
     clock_reset();
@@ -220,7 +220,7 @@ static void prove_bytes(const char *what, void (*run)(Tensor t, Group ring), Ten
     report_equal(what, total, comm_sum((double)sent, ring), "B");
 }
 
-// The ring against the library on these numbers: largest error in shares of the sum of |x|.
+// The ring against the library on such numbers: the largest error, relative to the sum of |x|.
 static double prove_sums(int64_t count, DType dtype, Group ring, bool integers) {
     Tensor t = numbers(count, dtype, ring, integers), library = numbers(count, dtype, ring, integers);
     Tensor of_rank_0 = tensor_like(MEMORY_GRADIENT, t);
@@ -252,9 +252,9 @@ static double prove_sums(int64_t count, DType dtype, Group ring, bool integers) 
 
 // ---- the model clock ----
 
-// Microseconds until the last rank is done; *adds: those in which the busiest rank computes.
+// Microseconds until the last rank is done; *adds: how long the busiest rank computes.
 static double time_of(void (*all_reduce)(Tensor t, Group ring), Tensor t, Group ring, double *adds) {
-    comm_wait(comm_barrier(ring));  // now is the same on all clocks
+    comm_wait(comm_barrier(ring));  // all model clocks now agree
     clock_reset();
     double start = clock_model_now();
     all_reduce(t, ring);
@@ -273,7 +273,7 @@ static void prove_times(const Config *c, DType dtype, Group ring) {
     const Machine *m = machine_find(c->machine);
     double n = ring.size, node = 1e-6 * m->node_bytes_per_second * c->network_efficiency;  // bytes/us
     double network = 1e-6 * m->network_bytes_per_second * c->network_efficiency;
-    int far = 0;  // ranks on other nodes than rank 0; a ring that crosses is as slow as where it crosses
+    int far = 0;  // ranks on other nodes than rank 0; a ring across nodes is as slow as the crossing
     for (int r = 0; r < ring.size; r++) far += clock_node(r) != clock_node(0);
     double alpha = 1e6 * (far ? m->network_latency : m->node_latency), bandwidth = far ? network : node;
     say("\n%s, %d rank%s, %d of them on the node of rank 0: us on the model clock\n", m->device, ring.size,
@@ -319,7 +319,7 @@ int main(int argc, char **argv) {
     timeline_start(&config, ring);
     mesh_print(&mesh, shape);
     prove_steps(ring);
-    // Nothing at all, fewer elements than ranks, one for each, one more, and what was asked for.
+    // No element, fewer than ranks, one for each, one more, and what was asked for.
     int64_t n = ring.size, counts[] = {0, 1, n - 1, n, n + 1, 3 * n + 2, elements};
     const char *name = dtype_name((DType)dtype), *proof = dtype <= F32 ? "reassociated" : "rounded";
     double error = 0, bound = reassociation_bound(ring.size, (DType)dtype);
