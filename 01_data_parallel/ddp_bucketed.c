@@ -157,7 +157,7 @@ static const Technique *const techniques[] = {&ddp_bucketed, &recompute, NULL};
 
 // ---- how full buckets are ----
 
-// Checks that each bucket reaches --bucket-mb with its last unit, not before; the last bucket may be smaller.
+// Checks that each bucket reaches --bucket-mb with its last unit, not before; the last one may be smaller.
 static void buckets_are_full(Mesh mesh, const Config *config) {
     device_dry_run(true);
     Trainer *t = trainer_new(config, mesh, techniques);

@@ -157,7 +157,7 @@ static void prove_steps(Group ring) {
 // ---- the proof: sums and bytes ----
 
 // A sum of n numbers x, in any order and rounded to nearest with error u, is off by at most u (n - 1) /
-// (1 - u (n - 1)) of the sum of |x| (Higham 2002, section 4.2). Ring and library differ by up to twice that.
+// (1 - u (n - 1)) of the sum of |x| (Higham 2002, section 4.2). Ring and library may differ by twice that.
 static double reassociation_bound(int n, DType dtype) {
     // 16-bit types are added in f32, and then rounded.
     double u = dtype == F64 ? 0x1p-53 : 0x1p-24 + (dtype == BF16 ? 0x1p-8 : dtype == F16 ? 0x1p-11 : 0);

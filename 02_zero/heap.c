@@ -1,15 +1,15 @@
-// heap.c: a heap that shows its holes (heap.h): first fit, as a list of the blocks that live.
+// heap.c: a simulated heap that shows its holes (heap.h): first fit, with a list of the live blocks.
 #include "heap.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 struct HeapBlock {
-    const void *memory;  // by which the run knows it
+    const void *memory;  // its address in the run
     int64_t first, bytes;
 };
 
-// Behind the first block that leaves enough room before the next one.
+// Places a block in the first gap that is large enough.
 static void add(Heap *heap, const void *memory, int64_t bytes) {
     if (heap->count == heap->room) {
         heap->room = heap->room ? 2 * heap->room : 256;
@@ -30,7 +30,7 @@ static void add(Heap *heap, const void *memory, int64_t bytes) {
 static void take_out(Heap *heap, const void *memory) {
     int place = 0;
     while (place < heap->count && heap->block[place].memory != memory) place++;
-    if (place == heap->count) return;  // it is older than the heap
+    if (place == heap->count) return;  // allocated before the heap began to follow
     heap->live -= heap->block[place].bytes;
     memmove(heap->block + place, heap->block + place + 1, (--heap->count - place) * sizeof *heap->block);
 }

@@ -1,9 +1,9 @@
 // hybrid_zero.c: ZeRO-3 inside a node, replicas across nodes (FSDP's hybrid sharding, MiCS). Playbook:
 // "ZeRO-3: Adding Parameter Partitioning"; Zhang et al. 2022, "MiCS".
 //
-// Against zero3.c: the model is sharded over K neighbouring ranks (--shard-ranks) instead of all N, and
-// each of the N / K groups holds a replica. Weights are gathered and gradients reduced over the fast links
-// of a node. All that crosses nodes is an all-reduce a step of each shard, among the ranks that hold it:
+// Changes from zero3.c: the model is sharded over K neighbouring ranks (--shard-ranks) instead of all N,
+// and each of the N / K groups holds a replica. Weights are gathered and gradients reduced over the fast
+// links of a node. Only one all-reduce per step and shard crosses nodes, among the ranks that hold it:
 //
 //                        node 0              node 1
 //     shards of a unit   [0] [1] [2] [3]     [0] [1] [2] [3]
@@ -12,10 +12,10 @@
 //                             1 <----------------> 1   …            of shard 1, …
 // It starts once the unit's last reduce-scatter has ended, on a communication line of its own, so that the
 // gathers of the next units need not wait for it: a rank has one port inside its node and one across.
-// Bytes sent per rank and step, m micro-batches, g bytes a gradient element and e a weight's, E and H the
-// embedding's and the head's elements: inside, m (K - 1) / K (g Psi + 2 e Psi - e (E + H)), as ZeRO-2
-// reduces each micro-batch; across, 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), of
-// which (N - K) / (N - 1) across. Memory per rank: that of zero3.c on K ranks.
+// Bytes sent per rank and step with m micro-batches (letters as in zero3.c): inside,
+// m (K - 1) / K (g Psi + 2 e Psi - e (E + H)), as each micro-batch is reduced; across,
+// 2 (N / K - 1) / (N / K) g Psi / K. zero3.c sends m (N - 1) / N (…), a fraction (N - K) / (N - 1) of it
+// across. Memory per rank: as zero3.c on K ranks.
 // Run: build/02_zero/hybrid_zero     (--ranks 8 --shard-ranks 4, --grad-acc 2, --tied, --dtype bf16 …)
 // Last line: PASS hybrid_zero: each node shards a replica, and the step is that of one device …
 #include <math.h>
@@ -26,10 +26,10 @@
 typedef struct Hybrid {
     const Technique *record;  // ZeRO-3 …
     Zero *zero;               // … among the ranks inside …
-    Sockets inside;           // … and what it has plugged
-    Group across;             // the ranks that have the same part
-    Request **sharing;        // (units) its all-reduce, started and not yet waited for; else NULL
-    bool *last;               // (units) its gradient of the step's last micro-batch is being reduced inside
+    Sockets inside;           // … and the sockets as it has filled them
+    Group across;             // the ranks that hold the same part
+    Request **sharing;        // (units) the all-reduce across, started and not yet waited for; else NULL
+    bool *last;               // (units) the step's last gradient is being reduced inside
 } Hybrid;
 
 // ---- the technique: who shards a replica, and who holds the same shard ----
@@ -39,7 +39,7 @@ static int shard_ranks(const Config *c) {
     return chosen ? chosen : (int)(c->dp * c->cp);
 }
 
-// Neighbours in the group, so that they are in one node; or every K-th, from this rank's place on.
+// Inside: neighbours in the group, hence in one node; across: every k-th rank, this one among them.
 Group hybrid_zero_group(Group replicas, int k, bool inside) {
     int count = inside ? k : replicas.size / k, member[count];
     for (int i = 0; i < count; i++)
@@ -49,7 +49,7 @@ Group hybrid_zero_group(Group replicas, int k, bool inside) {
                   : comm_group("dp across", LINE_DP_ACROSS, member, count);
 }
 
-// Replicas across have the same elements: the first one's count in the gradients' norm.
+// All replicas have the same elements, so only the first one's are counted in the gradient norm.
 void hybrid_zero_shard(Model *m) {
     Params *p = &m->params;
     Group all = m->mesh.dp_cp;
@@ -71,7 +71,7 @@ static void begin(void *context, Model *m, int unit) {
     h->inside.gradients.begin(h->zero, m, unit);
 }
 
-// Of a unit whose reduction inside has just ended: it is in flight across while others are computed.
+// Starts the all-reduce across of a unit whose reduction inside has just ended; others compute meanwhile.
 static void share(Hybrid *h, Model *m, int unit) {
     if (unit < 0 || !h->last[unit]) return;
     h->last[unit] = false;
@@ -214,7 +214,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
             bytes_text((double)cost[i].memory.peak[MEMORY_OPTIMIZER]), bytes_text(sent.inside),
             bytes_text(sent.across));
         say("  %-16s %68s %14s", "  by the formulas", bytes_text(says.inside), bytes_text(says.across));
-        // Parts that the ranks do not divide, and the few numbers that a step sums, are below a millionth.
+        // Uneven parts, and the few scalars that a step sums, make a difference below one millionth.
         report_that(
             fabs(sent.inside / says.inside - 1) < 1e-6 && fabs(sent.across / says.across - 1) < 1e-6,
             "%s sends %g B inside and %g B across nodes, and its formulas say %g and %g", name[i],

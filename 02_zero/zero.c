@@ -1,7 +1,7 @@
 // zero.c: what the three stages of ZeRO share: how requests end, and their prices. Playbook: "ZeRO";
 // Rajbhandari et al. 2020.
 //
-// Of Psi parameters on N ranks, e bytes a weight, g a gradient, k of optimizer, over m micro-batches:
+// Psi parameters on N ranks, m micro-batches; e bytes per weight, g per gradient, k of optimizer state:
 //
 //             weights    gradients  optimizer  sent by all ranks in a step
 //     DDP     e Psi      g Psi      k Psi      2 (N - 1) g Psi                  all-reduce
@@ -9,13 +9,13 @@
 //     ZeRO-2  e Psi      g Psi / N  k Psi / N  (N - 1) (m g Psi + e Psi)
 //     ZeRO-3  e Psi / N  g Psi / N  k Psi / N  (N - 1) m (g Psi + 2 e Psi - …)  all-gather twice
 //
-// In elements, with one micro-batch: 2 Psi, 2 Psi, 2 Psi, 3 Psi. (With 16-bit weights g is 4, as sums are
-// f32; gradients that stay whole are held in 16 bits, too.) Units in use come on top, one or two at a time:
-// their whole gradients (ZeRO-2) and weights (ZeRO-3). Parts need not be equal: zero_part says which
+// Each rank sends, in elements with one micro-batch, about 2 Psi, 2 Psi, 2 Psi, 3 Psi. (With 16-bit weights
+// g is 4, as sums are f32; DDP and ZeRO-1 also hold 16-bit gradients.) One or two units in use come on top:
+// their whole gradients (ZeRO-2 and -3) and weights (ZeRO-3). Parts need not be equal: zero_part says which
 // elements a rank has, if any.
 //
-// Proof: no bit differs from DDP on the same ranks in the same order of sums (zero_twins.c). This file has
-// no main.
+// Proof: no bit differs from DDP on the same ranks with the same order of sums (zero_twins.c). This file
+// has no main.
 #include "zero.h"
 
 #include <math.h>
@@ -37,7 +37,7 @@ void zero_wait(Request **request) {
     *request = NULL;
 }
 
-// The sockets and the tensors of the model are the caller's to end.
+// The caller restores the sockets and frees the model's other tensors.
 void zero_unplug(Model *model, void *context) {
     Zero *zero = context;
     for (int i = 0; i < model->params.units; i++) {
@@ -53,10 +53,10 @@ void zero_unplug(Model *model, void *context) {
 
 // ---- prices ----
 
-// Bytes of whole gradients that ZeRO-2 and -3 hold at most, beside the rank's own part. While a unit fills
-// its own, the one that backward has left before it is being reduced (the first of a further micro-batch
-// comes after the last of the one before). 16-bit ones stand in both precisions while they are converted.
-// Tied, the embedding's waits from the head on.
+// The most bytes of whole gradients that ZeRO-2 and -3 hold besides the rank's own part. While backward
+// fills a unit's gradient, that of the unit before it is being reduced (before the first unit of a
+// micro-batch comes the last one of the previous micro-batch). A 16-bit gradient exists in both precisions
+// while it is converted. With tied weights the embedding's exists from the head on.
 static double gradients_at_work(const Model *m) {
     const Params *p = &m->params;
     double e = (double)dtype_size(p->recipe.gradient), g = (double)dtype_size(p->recipe.sum), most = 0;
@@ -71,8 +71,8 @@ static double gradients_at_work(const Model *m) {
     return most;
 }
 
-// Bytes of weights that ZeRO-3 has gathered at most: a unit, and with prefetch the one after it. Tied, the
-// head has the embedding with it.
+// The most bytes of weights that ZeRO-3 has gathered at once: a unit, and with prefetch the one after it.
+// With tied weights the embedding comes with the head.
 static double weights_at_work(const Model *m, bool prefetch) {
     const Params *p = &m->params;
     double e = (double)dtype_size(p->recipe.weight), most = 0;
@@ -85,9 +85,9 @@ static double weights_at_work(const Model *m, bool prefetch) {
     return most;
 }
 
-// How often a step gathers a unit's weights with ZeRO-3: forward each, backward the blocks again. The head
-// is used last in forward and first in backward: once is enough. The embedding's backward reads no weights;
-// tied, the head uses it once more.
+// How often ZeRO-3 gathers a unit's weights in a step: each unit in forward, blocks again in backward. The
+// head is used last in forward and first in backward, so once is enough. The embedding's backward reads no
+// weights; with tied weights, it is gathered once more for the head.
 static double gathers_of(const Model *m, int unit) {
     bool end = unit == m->embedding_unit || unit == m->head_unit;
     return (double)m->config.grad_acc * (end ? 1 + (m->config.tied && unit == m->embedding_unit) : 2);
@@ -110,7 +110,7 @@ void zero_price(Price *price, const Model *m, const Zero *zero, int stage) {
     }
     price->states = own;
     if (stage >= 2) price->gradients = own;
-    // Which units follow each other at work on one of several stages, a dry run knows.
+    // Which units are in use at once on one of several pipeline stages, only a dry run knows.
     if (stage >= 2)
         price->gradients_at_work = all_here && m->mesh.pp.size == 1 ? gradients_at_work(m) : NAN;
     if (stage == 3) price->values = own;

@@ -1,17 +1,17 @@
 // zero1.c: each rank keeps the optimizer state of its own part alone. Playbook: "ZeRO-1: Partitioning
 // Optimizer States"; Rajbhandari et al. 2020.
 //
-// Against ddp_bucketed.c: an all-reduce is a reduce-scatter and an all-gather; between the two there is now
-// the step, and what is gathered are weights:
+// Changes from ddp_bucketed.c: the all-reduce is split into a reduce-scatter and an all-gather. The
+// optimizer step now runs between the two, and weights are gathered instead of gradients:
 //
 //     backward    reduce-scatter    member i gets the sum of part i of each unit's gradient, in place
-//     step        AdamW             of that part alone: its moments, its master weights
-//     forward     all-gather        the stepped parts of all, in place, each unit's before it is used
+//     step        AdamW             on that part only: its moments, its master weights
+//     forward     all-gather        the updated parts of all, in place, each unit's before it is used
 //
-// Three moments for the all-gather (--gather): after the step; in the step, each unit's while later units
-// are stepped; or in the next forward as well, which waits for a unit only when it comes to it.
+// The all-gather may run (--gather) after the step; during the step, each unit's while later units are
+// stepped; or also during the next forward, which waits for a unit only when it needs it.
 //
-// Psi parameters, N ranks; e bytes a weight, g a gradient, k of optimizer state. Bytes sent per rank:
+// Psi parameters, N ranks; e bytes per weight, g per gradient, k of optimizer state. Bytes sent per rank:
 // (N - 1) / N (g Psi + e Psi). Memory per rank: e Psi, g Psi, k Psi / N.
 // Run: build/02_zero/zero1           (--ranks 3, --tied, --dtype bf16, --optimizer sgd, --grad-acc 4 …)
 // Last line: PASS zero1: optimizer state is sharded over the ranks, and no bit changes …
@@ -21,8 +21,8 @@
 
 // ---- the technique: whose elements ----
 
-// The flat elements of a unit fall into N contiguous parts of ceil(count / N), the last ones fewer or none:
-// there is no padding, which would have to stay out of norms and checkpoints.
+// The flat elements of a unit are split into N contiguous parts of ceil(count / N); the last parts have
+// fewer or none. There is no padding, which would have to be kept out of norms and checkpoints.
 int64_t zero_part(int64_t count, int rank, int size, int64_t *first) {
     int64_t each = (count + size - 1) / size;
     *first = rank * each < count ? rank * each : count;
@@ -36,8 +36,8 @@ int64_t *zero_part_counts(const Unit *unit) {
     return counts;
 }
 
-// A rank steps its own part of each unit, whose moments and master weights it alone has, and counts that
-// part alone in the gradients' norm.
+// A rank steps only its own part of each unit, for which it alone has the moments and master weights, and
+// counts only that part in the gradient norm.
 void zero_shard(Model *model, Sharding stage) {
     Params *p = &model->params;
     p->sharding = stage;
@@ -58,9 +58,9 @@ static void reduce_scatter(void *context, Model *model, int unit, bool last) {
     Zero *zero = context;
     Unit *u = &model->params.unit[unit];
     params_accumulate(&model->params, unit);
-    if (!last) return;  // the sum over ranks takes all micro-batches at once, as in ddp_no_sync
+    if (!last) return;  // one sum over ranks for all micro-batches together, as in ddp_no_sync
     int64_t *counts = zero_part_counts(u);
-    // Only this rank's own part is a sum over ranks now; the rest of its gradient is not used again.
+    // Only this rank's own part becomes a sum over ranks; the rest of its gradient is not used again.
     zero->reduction[unit] =
         comm_reduce_scatter(u->own_grads, unit_total_grad(u), counts, REDUCE_SUM, u->replicas);
     free(counts);
@@ -71,7 +71,7 @@ static void wait_for_gradients(void *context, Model *model) {
     for (int unit = model->params.units - 1; unit >= 0; unit--) zero_wait(&zero->reduction[unit]);
 }
 
-// ---- the technique: weights, when the optimizer has stepped its parts of them ----
+// ---- the technique: weights, gathered once the optimizer has stepped each rank's part ----
 
 static void start_gather(Model *model, Zero *zero, int unit) {
     Unit *u = &model->params.unit[unit];
@@ -95,7 +95,7 @@ static void stepped(void *context, Model *model, int unit) {
     complete(zero, model);
 }
 
-// The next forward waits here before its first use of the unit's weights.
+// The next forward waits here before it first uses the unit's weights.
 static void acquire(void *context, Model *model, int unit, Pass pass) {
     (void)model, (void)pass;
     Zero *zero = context;
@@ -147,11 +147,11 @@ const Technique zero1 = {.name = "zero1",
 
 #ifndef NO_MAIN
 
-// ---- when the stepped weights are gathered ----
+// ---- when the updated weights are gathered ----
 
 static const Technique *const techniques[] = {&zero1, &recompute, NULL};
 
-// They make the same steps, and each is faster than the one before.
+// All three ways make the same steps, and each is faster than the one before.
 static void compare_gathers(Mesh mesh, const Config *config) {
     static const ZeroVariant ways[] = {{"after step", &zero1, "gather", GATHER_AFTER_STEP},
                                        {"in step", &zero1, "gather", GATHER_BEHIND_STEP},

@@ -1,7 +1,7 @@
 // zero2.c: each rank keeps the gradients of its own part alone, too. Playbook: "ZeRO-2: Adding Gradient
 // Partitioning".
 //
-// Against zero1.c: a unit's whole gradient exists from the moment that backward begins to fill it until its
+// Changes from zero1.c: a unit's whole gradient exists only from the start of its backward until its
 // reduce-scatter has ended; then only the sum of the rank's own part is kept:
 //
 //     unit        head   block 1    block 0    embedding      one micro-batch's backward
@@ -10,8 +10,8 @@
 //                                   [=====================]   at most two: one fills, one is reduced
 //     own part    +=     +=         +=         +=             sums over ranks, then over micro-batches
 //
-// So each micro-batch is reduced by itself, and its sum added once. (A part that holds earlier sums and is
-// reduced again would count them N times.) 16-bit gradients become f32 before they are summed.
+// So each micro-batch is reduced by itself, and its sum is added once. (Reducing a part that already holds
+// earlier sums would count those N times.) 16-bit gradients are widened to f32 before they are summed.
 //
 // Bytes sent per rank: (N - 1) / N (m g Psi + e Psi) for m micro-batches.
 // Memory per rank: e Psi, g Psi / N and two units, k Psi / N.
@@ -29,10 +29,10 @@ static void begin(void *context, Model *model, int unit) {
     (void)context;
     Unit *u = &model->params.unit[unit];
     if (!tensor_exists(u->grads))
-        unit_new_grads(&model->params, u);  // a tied embedding's may exist since the head
+        unit_new_grads(&model->params, u);  // a tied embedding's may exist already, made for the head
 }
 
-// The whole gradient, handed over, in the dtype of sums.
+// Takes the whole gradient from the unit, in the dtype of sums.
 static Tensor take_gradient(Params *params, Unit *unit) {
     Tensor whole = unit->grads;
     if (!recipe_has_accumulators(params->recipe)) {
@@ -45,7 +45,7 @@ static Tensor take_gradient(Params *params, Unit *unit) {
     return whole;
 }
 
-// At most one is in flight: it has had the backward of the next unit to finish.
+// At most one reduction is in flight: it has the backward of the next unit to finish.
 static void end_reduction(Model *model, Zero *zero) {
     if (zero->reducing < 0) return;
     Unit *u = &model->params.unit[zero->reducing];
@@ -68,8 +68,8 @@ static void reduce_scatter(void *context, Model *model, int unit, bool last) {
     free(counts);
 }
 
-// All reductions must finish before the optimizer step. Between micro-batches the last one stays in flight,
-// behind the next forward.
+// All reductions must finish before the optimizer step. Between micro-batches the last one stays in flight
+// during the next forward.
 static void finish(void *context, Model *model) { end_reduction(model, context); }
 
 Zero *zero2_plug(Model *model) {
@@ -96,8 +96,8 @@ const Technique zero2 = {.name = "zero2",
 
 static const Technique *const techniques[] = {&zero2, &recompute, NULL};
 
-// Several micro-batches, which ZeRO-2 reduces one by one, and SGD, whose step shows the scale of a
-// gradient, which AdamW's hides.
+// Proves several micro-batches, which ZeRO-2 reduces one by one, with SGD, whose step shows the scale of a
+// gradient; AdamW's hides it.
 static void accumulate(Mesh mesh, const Config *config) {
     Config c = *config;
     c.grad_acc = config->grad_acc + 1;

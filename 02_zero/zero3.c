@@ -1,18 +1,18 @@
 // zero3.c: each rank keeps the weights of its own part alone, too (FSDP). Playbook: "ZeRO-3: Adding
 // Parameter Partitioning".
 //
-// Against zero2.c: nothing is gathered after the step. A unit's weights are gathered before its use and
-// freed after it, in forward and again in backward; those of the next unit are in flight meanwhile
+// Changes from zero2.c: nothing is gathered after the step. A unit's weights are gathered before their use
+// and freed after it, in forward and again in backward, while those of the next unit are already in flight
 // (prefetch):
 //
 //     compute       E   B0  B1  H    |  H    B1      B0          E, H: embedding and head
 //     network    E  B0  B1  H        |  B1   rsH B0  rsB1  rsB0 rsE      rs: reduce-scatter, as in zero2
 //
-// Each unit is gathered twice, but the head once: forward ends and backward begins with it, so it stays
-// (the playbook's 2 L - 1). And the embedding once, whose backward reads no weights: 2 U - 2 gathers for
-// U = L + 2 units. Tied, the head reads the embedding again: 2 U - 1.
+// Each unit is gathered twice, except the head: forward ends and backward begins with it, so it is kept
+// (the playbook's 2 L - 1). The embedding's backward reads no weights, so it is gathered once as well: 2 U
+// - 2 gathers for U = L + 2 units. With tied weights the head needs the embedding again: 2 U - 1.
 //
-// Letters as in zero1.c, E and H for the parameters of embedding and head. Bytes sent per rank and
+// Letters as in zero1.c, and E and H for the parameters of embedding and head. Bytes sent per rank and
 // micro-batch: (N - 1) / N (g Psi + 2 e Psi - e (E + H)).
 // Memory per rank: e Psi / N and two units, g Psi / N and two units, k Psi / N.
 // Run: build/02_zero/zero3           (--ranks 3, --tied, --dtype bf16, --recompute full, --grad-acc 4 …)
@@ -38,13 +38,13 @@ static void start_gather(Model *model, Zero *zero, int unit) {
     free(counts);
 }
 
-// A block's experts are a unit of their own, behind the head, which is used inside the block.
+// A block's experts are a unit of their own, after the head in the table, but used inside the block.
 static bool is_experts(const Model *model, int unit) { return unit > model->head_unit; }
 
-// What the pass will use after this unit.
+// Starts gathering what the pass will use after this unit.
 static void prefetch(Model *model, Zero *zero, int unit, Pass pass) {
     bool block = unit >= model->first_block_unit && unit < model->head_unit;
-    if (is_experts(model, unit)) return;  // their block has said what comes
+    if (is_experts(model, unit)) return;  // their block has already prefetched what follows
     if (block && model->first_expert_unit)
         start_gather(model, zero, model->first_expert_unit + unit - model->first_block_unit);
     // Before the first block comes the embedding, whose backward reads no weights.
@@ -69,12 +69,12 @@ static void release(void *context, Model *model, int unit, Pass pass) {
     bool of_head = zero->at_head;  // the head itself, or the embedding that it is tied to
     if (unit == model->head_unit) zero->at_head = false;
     if (pass == FORWARD && of_head) return;
-    // Recomputation runs forward inside the block's backward, which uses them next.
+    // Recomputation runs forward within the block's backward, which uses them next.
     if (pass == FORWARD && is_experts(model, unit) && zero->backward) return;
     tensor_free(&model->params.unit[unit].values);
 }
 
-// Forward keeps the head for a backward, which nobody runs after an evaluation.
+// Forward keeps the head's weights for backward, and after an evaluation no backward runs.
 static void free_gathered(void *context, Model *model) {
     Zero *zero = context;
     for (int i = 0; i < model->params.units; i++) {
@@ -93,7 +93,7 @@ static void *plug(Model *model) {
     model->sockets.parameters.acquire = acquire;
     model->sockets.parameters.release = release;
     model->sockets.parameters.complete = free_gathered;
-    model->sockets.parameters.stepped = nothing_to_gather;  // the next pass does it
+    model->sockets.parameters.stepped = nothing_to_gather;  // the next pass gathers
     return zero;
 }
 
@@ -123,12 +123,12 @@ const Technique zero3 = {.name = "zero3",
 
 #ifndef NO_MAIN
 
-// ---- all stages, one beside the other ----
+// ---- all stages compared ----
 
 typedef struct Stage {
     ZeroVariant variant;
     int zero;
-    const char *memory, *sent;  // as the playbook writes them; NULL: no row of that table
+    const char *memory, *sent;  // as the playbook writes them; NULL: not in that table
 } Stage;
 
 static const Stage stages[] = {
@@ -143,9 +143,9 @@ static const Stage stages[] = {
 };
 enum { STAGES = sizeof stages / sizeof *stages };
 
-// The playbook's formulas beside what a rank holds at its peak and sends in a step. It holds more than the
-// formula by the whole units in use, and with ZeRO-2 and -3 less by 2 Psi / N: 16-bit gradients exist only
-// of units in use, and not of the rank's own part.
+// The playbook's formulas beside what a rank holds at its peak and sends in a step. In addition to the
+// formula it holds the whole units in use; with ZeRO-2 and -3 it holds 2 Psi / N less, because 16-bit
+// gradients exist only for units in use, not for the rank's own part.
 static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
     double n = mesh.dp.size, all = (double)config_parameters(c),
            ends = 2.0 * (double)(c->vocab * c->hidden);
@@ -159,15 +159,15 @@ static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
         MemoryPlan plan = {.model = *c, .f32_gradients = true, .zero = stage, .tp = 1, .dp = mesh.dp.size};
         MemoryNeed need = memory_states(&plan, all);
         const int64_t *held = cost[i].memory.peak;
-        // Gradients are sent in f32, twice in an all-reduce; weights in bf16, with ZeRO-3 twice, but the
-        // ends once.
+        // Gradients are sent in f32, twice in an all-reduce; weights in bf16, with ZeRO-3 twice, but
+        // embedding and head once.
         double elements = stage == 0 ? 8 * all : stage < 3 ? (4 + 2) * all : (4 + 2 + 2) * all - 2 * ends;
         double sends = elements * (n - 1) / n;
         say("  %-13s %-26s %8s %8s %9s %9s  %5s %8s %8s\n", stages[i].variant.name, stages[i].memory,
             bytes_text(memory_states_bytes(&need)), bytes_text((double)held[MEMORY_PARAMETER]),
             bytes_text((double)held[MEMORY_GRADIENT]), bytes_text((double)held[MEMORY_OPTIMIZER]),
             stages[i].sent, bytes_text(sends), bytes_text((double)cost[i].comm.bytes));
-        // Parts that n does not divide, and the few numbers that a step sums, are below a millionth.
+        // Uneven parts, and the few scalars that a step sums, make a difference below one millionth.
         report_that(fabs((double)held[MEMORY_OPTIMIZER] / need.optimizer - 1) < 1e-6 &&
                         fabs((double)cost[i].comm.bytes / sends - 1) < 1e-6,
                     "%s of Llama 3 8B: %.0f B of optimizer state, by the formula %.0f; %.0f B sent, by "
@@ -177,7 +177,7 @@ static void print_states(Mesh mesh, const Config *c, const StepCost *cost) {
     }
 }
 
-// The same as bars.
+// The same as a bar chart.
 static void draw_states(Mesh mesh, const Config *c, const StepCost *cost, const char *file) {
     Bar bar[STAGES];
     int bars = 0;
@@ -196,12 +196,12 @@ static void draw_states(Mesh mesh, const Config *c, const StepCost *cost, const 
     free(title);
 }
 
-// ---- what else a run may be ----
+// ---- further runs ----
 
 static const Technique *const techniques[] = {&zero3, &recompute, NULL};
 
-// Several micro-batches, each unit gathered only when it is used, and SGD, whose step shows the scale of a
-// gradient, which AdamW's hides.
+// Proves several micro-batches, with each unit gathered only when it is used, and with SGD, whose step
+// shows the scale of a gradient; AdamW's hides it.
 static void accumulate(Mesh mesh, const Config *config) {
     Config c = *config;
     c.grad_acc = config->grad_acc + 1;

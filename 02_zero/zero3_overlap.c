@@ -1,27 +1,27 @@
-// zero3_overlap.c: from how many tokens on, and up to how many ranks, ZeRO-3 hides what it sends. Playbook:
+// zero3_overlap.c: at how many tokens, and up to how many ranks, ZeRO-3 hides its communication. Playbook:
 // appendix A3, "ZeRO-3 (FSDP) Communication Analysis"; "as a rule of thumb DP shouldn't exceed 512".
 //
 // A block of P weights of e bytes is in flight for e P (N - 1) / N / peak_bw, and its forward takes 2 P
-// tokens / peak_flops; in backward its gradient of g bytes is in flight, too, and a weight and a token meet
-// in 4 FLOPs. So all of it hides from
+// tokens / peak_flops. In backward its gradient of g bytes per weight is in flight as well, and backward
+// takes 4 FLOPs per weight and token. So all of it is hidden if
 //
 //     forward     tokens >= (e / 2) (N - 1) / N  peak_flops / peak_bw        (the playbook has e = 1)
 //     backward    tokens >= ((e + g) / 4) (N - 1) / N  peak_flops / peak_bw
 //
-// on. The formula leaves out latency, attention (below 1% of these short sequences) and memory traffic. It
-// knows no limit of ranks either, as (N - 1) / N goes to 1: what sets one is the latency of N - 1 steps of
-// a ring.
+// The formulas leave out latency, attention (below 1% of compute with such short sequences) and memory
+// traffic. They give no limit on the number of ranks, as (N - 1) / N goes to 1: the limit comes from the
+// latency of the N - 1 steps of a ring.
 //
-// Both are read on the model clock, on the ranks at hand. For more ranks than that, what the clock charges
-// for a call is itself a formula of n, and is held against the clock at this n. This file has no main:
-// zero3 prints it.
+// Both are measured on the model clock with this run's ranks. For more ranks, the clock's charge for a call
+// is used as a formula of n, which is checked against the clock at this run's n. This file has no main:
+// zero3 prints the results.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "zero.h"
 
-// ---- from how many tokens on ----
+// ---- at how many tokens ----
 
 static double tokens_by_formula(const Machine *machine, int n, double bandwidth, Pass pass) {
     double e = 2, g = 4;
@@ -43,7 +43,7 @@ static double block_elements(void) {
 
 typedef struct PassCost {
     double compute[2], exposed[2];  // seconds on the model clock, by Pass
-    double converting, adding;  // of those of backward: gradients to f32, and into the sums of the own part
+    double converting, adding;      // part of backward: gradients to f32, and into the sums of the own part
 } PassCost;
 
 static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
@@ -72,7 +72,7 @@ static PassCost micro_batch_cost(const Config *c, Mesh mesh) {
     return cost;
 }
 
-// What one layer more costs.
+// The cost of one more layer.
 static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
     Config two = layers_of_8b(2, sequences, seq), three = layers_of_8b(3, sequences, seq);
     PassCost a = micro_batch_cost(&two, mesh), b = micro_batch_cost(&three, mesh);
@@ -82,22 +82,22 @@ static PassCost layer_cost(Mesh mesh, int64_t sequences, int64_t seq) {
     return b;
 }
 
-// Whether what n ranks send for a block, whose cost on one rank this is, hides behind its pass: what the
-// model clock charges for a call is a formula of n.
+// Whether the communication of n ranks for a block, whose cost on one rank is given, hides behind its pass,
+// by what the model clock charges for a call: a formula of n.
 static bool hides(const PassCost *block, Pass pass, int n, int per_node) {
-    // The node with the fewest of them is the narrowest place.
+    // The node with the fewest ranks is the bottleneck.
     if (n % per_node) per_node = n % per_node;
     double weights = clock_collective_seconds("all_gather", 2 * block_elements(), n, per_node);
     double gradients = clock_collective_seconds("reduce_scatter", 4 * block_elements(), n, per_node);
     if (pass == FORWARD) return weights <= block->compute[FORWARD];
-    // n ranks add an n-th part each. And before that, and before the next gradient is converted, the last
-    // must be there.
+    // Of n ranks, each adds only 1/n of the elements. The reduce-scatter must end before this adding and
+    // before the next gradient is converted.
     double seconds = block->compute[BACKWARD] - block->adding * (n - 1) / n;
     return weights + gradients <= seconds && gradients <= seconds - block->converting - block->adding / n;
 }
 
-// Fewest tokens a rank, in sequences of 64, from which on further layers delay nothing on the model clock:
-// sought with the charges, and found right by the ranks themselves.
+// Fewest tokens per rank, in sequences of 64, at which further layers delay nothing on the model clock:
+// found by bisection with the charges, and confirmed by runs on the actual ranks.
 static double tokens_by_clock(Mesh mesh, Pass pass, int per_node) {
     int64_t exposed = 0, hidden = 8192;
     while (hidden - exposed > 1) {
@@ -121,7 +121,7 @@ static double tokens_by_clock(Mesh mesh, Pass pass, int per_node) {
 static void overlap_condition(Mesh mesh, const Config *config) {
     int n = mesh.dp.size;
     const Machine *machine = machine_find(config->machine);
-    Machine free_memory = *machine;  // what the formula thinks of
+    Machine free_memory = *machine;  // what the formula assumes
     free_memory.memory_bytes_per_second = INFINITY;
     say("\nTokens per rank from which the weights and gradients of Llama 3 8B's layers hide, %d ranks:\n",
         n);
@@ -132,7 +132,7 @@ static void overlap_condition(Mesh mesh, const Config *config) {
         double bandwidth = i < 2 ? machine->node_bytes_per_second : machine->network_bytes_per_second;
         double alpha = i < 2 ? machine->node_latency : machine->network_latency;
         double formula = tokens_by_formula(machine, n, bandwidth, pass);
-        // Each call has its latency beside its bytes; the formula leaves it out.
+        // Each call also has a latency, which the formula leaves out.
         double calls = pass == FORWARD ? 1 : 2, bytes = (pass == FORWARD ? 2 : 6) * block_elements();
         double latency = calls * n * alpha * bandwidth / bytes;
         clock_set_cluster(per_node, 1, 1);
@@ -174,7 +174,7 @@ static void largest_degree(Mesh mesh, const Config *config) {
         int most = 0;
         while (most < 1 << 16 && hides_both_ways(&block, most + per_node, per_node)) most += per_node;
         double waits = here.exposed[FORWARD] + here.exposed[BACKWARD];
-        // Ranks whose part has an element less wait for the others' last one.
+        // Ranks whose part is one element smaller wait for the others' last element.
         bool hidden = waits < 1e-6 * here.compute[BACKWARD],
              by_formula = hides_both_ways(&block, mesh.dp.size, per_node);
         degree[i++] = most;

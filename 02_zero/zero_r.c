@@ -1,21 +1,21 @@
 // zero_r.c: what else fills memory: copies of checkpoints, buffers that grow, holes. Playbook: "A3: ZeRO-R"
-// of its contents, which its text leaves out; Rajbhandari et al. 2020, sections 6 and 8.
+// in its table of contents, missing from its text; Rajbhandari et al. 2020, sections 6 and 8.
 //
-// Three means beside the stages of ZeRO, each for a residue that they leave:
+// Three measures besides the stages of ZeRO, each against memory that the stages leave:
 //
 //   partitioned checkpoints   ranks of tp hold the same input x (n tokens, h) of every block, and with full
-//                             recomputation it is all that is kept. Each rank keeps its part, and an
-//                             all-gather puts x together before the block's backward:
+//                             recomputation x is all that is kept. Each rank keeps only its part, and an
+//                             all-gather reassembles x before the block's backward:
 //                                 rank 0 [x0 . . .]  rank 1 [. x1 . .]  ...   ->   [x0 x1 x2 x3]
-//   constant-size buffers     gradients go to the network in one buffer of a fixed size, whatever the
-//                             model's size: a tensor that is larger goes in pieces, small ones together
+//   constant-size buffers     gradients are sent from one buffer whose size does not depend on the model's:
+//                             a larger tensor goes in pieces, small ones go together
 //   no fragmentation          checkpoints, and what flows from block to block, live longer than what is
 //                             computed between them; mixed, they leave holes in which nothing fits. Copied
-//                             to one tensor that is allocated once (as gradients': params.h), they do not.
+//                             to one tensor, allocated once (like gradients: params.h), they leave none.
 //
-// Memory per rank and block: n h e / tp instead of n h e (e bytes a number). Bytes sent per rank, block and
-// micro-batch: (tp - 1) / tp n h e, which is a twelfth of what tensor parallelism sends when it recomputes
-// (6 all-reduces of n h e). With sequence parallelism x is sharded already, and there is nothing to do.
+// Memory per rank and block: n h e / tp instead of n h e (e bytes per element). Bytes sent per rank, block
+// and micro-batch: (tp - 1) / tp n h e, a twelfth of what tensor parallelism with recomputation sends (6
+// all-reduces of n h e). With sequence parallelism x is already sharded, and there is nothing to do.
 // Run: build/02_zero/zero_r  (--ranks 3, --dtype bf16, --tied, --buffer-bytes 1000, --vocab 512 …)
 // Last line: PASS zero_r: checkpoints are sharded, buffers do not grow, no hole is left …
 #include <math.h>
@@ -27,17 +27,17 @@
 
 // ---- partitioned activation checkpoints ----
 
-// A place for what is kept of a block's input: in the arena, which has one for a micro-batch at a time, or
-// wherever the heap has one.
+// A place for this rank's part of a block's input: in the arena, which has one per block for one
+// micro-batch at a time, else a new tensor.
 static Tensor new_checkpoint(const ZeroR *z, const MicroBatch *micro, DType dtype, int64_t count,
                              int layer) {
     if (!z->contiguous || z->held[layer]) return tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(count));
-    z->held[layer] = micro->index >= 0;  // without training no backward gives it back
+    z->held[layer] = micro->index >= 0;  // when not training, no backward would release it
     return tensor_share(tensor_view(z->arena, layer * z->part, SHAPE(count)));
 }
 
-// What flows from block to block outlives what made it, so it moves to a place of its own, unless a W that
-// has not run yet still holds what was there before.
+// What flows from block to block outlives the tensors around it, so it moves to a place of its own, unless
+// a W that has not run yet still holds the previous contents.
 static void move_to_own_place(const ZeroR *z, Tensor *flowing) {
     if (!z->contiguous || z->flowing.storage->references > 1) return;
     Tensor place = tensor_view(z->flowing, 0, flowing->dims, flowing->shape);
@@ -69,7 +69,7 @@ static void gather_and_compute(void *context, Model *m, MicroBatch *micro, int l
     if (z->contiguous && kept->x.storage == z->arena.storage) z->held[layer] = false;
     tensor_free(&kept->x);
     kept->x = x;
-    Tensor y = block_compute(m, micro, layer);  // its output was already passed on
+    Tensor y = block_compute(m, micro, layer);  // the next block has had its output already
     tensor_free(&y);
 }
 
@@ -98,8 +98,8 @@ void zero_r_unplug(Model *m, ZeroR *z) {
 
 // ---- constant-size buffers ----
 
-// Copies between the buffer and the gradients from element *at of weight *param on, as many as there are;
-// both move on. Returns how many elements.
+// Copies between the buffer and the gradients, starting at element *at of weight *param, until the buffer
+// or the gradients end; advances *param and *at. Returns how many elements.
 static int64_t fill(Params *params, Tensor buffer, int *param, int64_t *at, bool back) {
     int64_t used = 0, room = tensor_count(buffer);
     while (*param < params->count && used < room) {
@@ -141,16 +141,16 @@ void constant_buffer_unplug(Model *m, ConstantBuffer *b) {
 
 #ifndef NO_MAIN
 
-// ---- checkpoints: what they take, and the holes between them ----
+// ---- checkpoints: their size, and the holes between them ----
 
 typedef struct Way {
     const char *name;
     bool sharded, contiguous;
     Record record;
-    Heap heap;  // of its activations
+    Heap heap;  // for its activations
 } Way;
 
-// The same run on every rank, as tensor parallelism has the same x on every rank of tp.
+// Makes the same run on every rank, since with tensor parallelism every rank of tp has the same x.
 static void run(Way *way, const Config *config, Group tp) {
     Config c = *config;
     c.recompute = way->sharded ? RECOMPUTE_NONE : RECOMPUTE_FULL;
@@ -164,7 +164,7 @@ static void run(Way *way, const Config *config, Group tp) {
     heap_follow(NULL);
 }
 
-// Bytes of the inputs of all blocks that this rank keeps.
+// Bytes of block inputs that this rank keeps, over all blocks.
 static double checkpoint_bytes(const Config *c, const Way *way, Group tp) {
     int64_t first, count = c->micro_batch * c->seq * c->hidden;
     if (way->sharded) count = zero_part(count, way->contiguous ? 0 : tp.rank, tp.size, &first);
@@ -176,7 +176,7 @@ static void check_way(const Way *way, const Way *whole, const Config *config, Gr
     full.recompute = RECOMPUTE_FULL;
     double all = checkpoint_bytes(config, whole, tp), others = (double)kept_activation_bytes(&full) - all;
     if (config->verbose) say("\nCheckpoints %s:\n", way->name);
-    // What flows from block to block is the head's x when forward has ended, which is counted already.
+    // At the end of forward, what flows from block to block is the head's x, which is already counted.
     report_equal("activations kept", others + checkpoint_bytes(config, way, tp),
                  (double)way->record.kept_bytes, "B");
     if (!way->sharded) return;
@@ -222,7 +222,7 @@ static void checkpoints(const Config *config, Group tp) {
     }
 }
 
-// ---- buffers: what they take when the model grows ----
+// ---- buffers: their size when the model grows ----
 
 static Record run_buffered(const Config *config, Mesh mesh, int64_t bytes, const char *title) {
     Trainer *t = trainer_new(config, mesh, NULL);
@@ -239,15 +239,15 @@ static Record run_ddp(const Config *config, Mesh mesh) {
                           "all-reduce in place");
 }
 
-// Of all ranks in the run that has just ended. Above one rank's, parts of unequal size add up exactly.
+// Bytes of the last run, over all ranks: one rank's depend on how the elements divide, their sum does not.
 static double bytes_summed(Mesh mesh) {
     return comm_sum((double)comm_count("all_reduce").bytes, mesh.world);
 }
 
 static int64_t buffer_bytes_of(const Record *record) { return record->memory.peak[MEMORY_COMMUNICATION]; }
 
-// Gradients that went through a buffer, and those summed in place: not one bit differs, but over NCCL, which
-// adds in an order of its own for each call.
+// Compares gradients that went through a buffer with those summed in place: no bit differs, except over
+// NCCL, which may add in a different order in each call.
 static void compare_sums(const Config *config, Mesh mesh, const Record *through, const Record *in_place) {
     Config alone = *config;
     alone.grad_acc *= mesh.dp.size;
@@ -256,8 +256,8 @@ static void compare_sums(const Config *config, Mesh mesh, const Record *through,
     else report_compare(through, in_place, PROOF_REASSOCIATED, train_bound(&alone, false, in_place));
 }
 
-// Twice the blocks: a buffer that takes all gradients grows by those of the new ones, a constant one by
-// nothing.
+// With twice the blocks, a buffer for all gradients grows by those of the new blocks, a constant one not at
+// all.
 static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
     Config larger = *config;
     larger.layers *= 2;
@@ -275,7 +275,7 @@ static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
     say("\nThe buffer that gradients are sent from, for a model of %ld block%s and one of %ld:\n",
         config->layers, plural(config->layers), larger.layers);
     bool quiet = report_quiet(false);
-    // Beside it stands what the transport may need of its own.
+    // A peak includes what the transport may need for itself, so only differences are checked.
     report_equal("a constant one grows by", 0,
                  (double)(buffer_bytes_of(&constant_larger) - buffer_bytes_of(&constant)), "B");
     report_equal("one for all gradients grows by", two - one,
@@ -295,7 +295,7 @@ static void buffers(const Config *config, Mesh mesh, int64_t bytes) {
         compare_sums(config, mesh, &constant, &in_place);
         compare_sums(config, mesh, &fused, &in_place);
     }
-    // Every other rank, as where two ranks of tensor parallelism share each replica.
+    // Sums over every other rank, as when two ranks of tensor parallelism share each replica.
     int ranks = mesh.world.size;
     if (ranks % 2 == 0 && !config->no_check) {
         Mesh half = mesh_new((MeshShape){.dp = ranks / 2, .tp = 2});

@@ -1,7 +1,7 @@
-// zero_twins.c: what the three stages of ZeRO are proven against: DDP on the same ranks, in the same order
-// of sums; and their steps beside each other on the model clock.
+// zero_twins.c: the twins with which the three stages of ZeRO are compared, DDP on the same ranks with the
+// same order of sums; and the table of their steps on the model clock.
 //
-// Bytes sent: as DDP. This file has no main.
+// Bytes sent: as in DDP. This file has no main.
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,7 +9,7 @@
 
 // ---- the twins: DDP in the same order of sums ----
 
-// Counts the norm part by part, as ZeRO does, and shards nothing.
+// Shards nothing, but counts the norm part by part, as ZeRO does.
 static void count_in_parts(Model *model) {
     zero_shard(model, SHARD_NOTHING);
     model->params.sharded = false;
@@ -23,7 +23,7 @@ typedef struct RanksFirst {
     Tensor *total;  // (units) {0} until the unit's first micro-batch
 } RanksFirst;
 
-// Each micro-batch's gradients are summed over ranks, and then over micro-batches.
+// Sums the gradients of each micro-batch over ranks, and these sums over micro-batches.
 static void sum_over_ranks(void *context, Model *model, int unit, bool last) {
     RanksFirst *twin = context;
     Unit *u = &model->params.unit[unit];
