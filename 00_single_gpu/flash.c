@@ -11,7 +11,8 @@
 // Kept per block: lse, n a elements in f32, in place of probs, n a s in the storage dtype. In 16-bit
 // storage o, dq, dk and dv also have f32 sums while they are computed. Selective recomputation has no
 // scores to drop: it drops lse and repeats forward. With --documents TOKEN a token attends only to its own
-// document. Bytes sent: none. This file has no main: build/00_single_gpu/train --attention flash.
+// document.
+// Bytes sent: none. This file has no main: build/00_single_gpu/train --attention flash.
 #include "flash.h"
 
 #include <math.h>

@@ -146,7 +146,7 @@ int memory_end_rows(PriceKept kept[MOST_KEPT], const MemoryPlan *plan) {
     return plan->gpt ? sizeof gpt / sizeof *gpt : sizeof ours / sizeof *ours;
 }
 
-// The bytes of it that remain on one rank.
+// Bytes of this tensor that one rank keeps.
 static double kept_here(const PriceKept *kept, const MemoryPlan *plan) {
     if (plan->model.recompute >= kept->dropped_from) return 0;
     bool sharded = kept->split == BY_TENSOR || (kept->split == BY_SEQUENCE && plan->sp);

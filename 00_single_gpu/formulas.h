@@ -22,7 +22,7 @@ typedef struct MemoryNeed {  // bytes on one rank
 } MemoryNeed;
 
 MemoryNeed memory_need(const MemoryPlan *plan);
-// The states of so many parameters, by ZeRO's formulas, and the sum of the states in a need.
+// The states of so many parameters, by ZeRO's formulas; and the sum of the states in a MemoryNeed.
 MemoryNeed memory_states(const MemoryPlan *plan, double parameters);
 double memory_states_bytes(const MemoryNeed *need);
 // Parameters that a rank of plan->tp computes with.
@@ -40,7 +40,7 @@ int memory_end_rows(PriceKept rows[MOST_KEPT], const MemoryPlan *plan);
 int64_t kept_activation_bytes(const Config *config);
 int64_t peak_activation_bytes(const Config *config, DType gradient);  // gradient: of weights, in backward
 
-// L=96 h=12288 a=96 s=2048 v=51200, one sequence in bf16: for the formulas alone, with .gpt = true.
+// L=96 h=12288 a=96 s=2048 v=51200, one sequence in bf16: only for the formulas, with .gpt = true.
 Config gpt3_175b(void);
 // Recomputation of GPT's block, as fractions of the cost of training without it.
 typedef struct RecomputeCost {

@@ -1,9 +1,10 @@
 // kernel_choice.c: --kernels book: operations that run on chapter 07's kernels in place of the library's.
 //
-// Changes from 00_single_gpu/train.c only the code that computes: the same operations, counted as before,
-// with sums in another order. The kernels are CUDA, most of them in f32; the back end's own serve what they
-// do not, and a line at the end says how many calls the book's took. The run on one device, with which the
-// proof compares, uses the library. No more bytes sent, no more memory kept. This file has no main.
+// Changes from 00_single_gpu/train.c: only which code computes. The operations are the same and are counted
+// as before, but their sums run in another order. The kernels are CUDA, most of them in f32; the back end's
+// own serve the calls that these cannot, and a line at the end says how many calls the book's kernels took.
+// The run on one device, with which the proof compares, uses the library. Bytes sent and memory kept: as
+// before. This file has no main.
 #include <stdlib.h>
 
 #include "tensor/kernel_table.h"

@@ -1,5 +1,5 @@
-// micro_batch.c: a micro-batch: its tokens on the device, its loss, and which tensor is bad if that is not
-// finite.
+// micro_batch.c: a micro-batch: its tokens on the device, its loss, and the first bad tensor if the loss is
+// not finite.
 //
 // Bytes sent: none. This file has no main: grad_accumulation.c makes one after another.
 #include <math.h>

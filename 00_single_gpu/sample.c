@@ -164,7 +164,7 @@ static void write_text(const Trainer *t, Model *model, int64_t length) {
     free(text);
 }
 
-// ---- who writes it ----
+// ---- rank 0 writes it ----
 
 // A model on one device with the trained weights, gathered from all ranks (collective); NULL on all ranks
 // but the first.
@@ -184,7 +184,7 @@ static Model *gather_model(Trainer *t) {
     return one;
 }
 
-// What one device computes may take techniques, too: those of the baseline.
+// A run on one device may need techniques as well: those of the baseline.
 static void write_with(const Trainer *t, Model *one, Techniques baseline, int64_t length) {
     void *context[MOST_TECHNIQUES] = {NULL};
     const Technique *enabled[MOST_TECHNIQUES];

@@ -7,8 +7,8 @@
 // index, and an initial weight of its global element index, so any layout of ranks can repeat this run.
 //
 // FLOPs per token: 6 for each weight of a matrix multiply (2 forward, 4 backward), plus causal attention.
-// Memory per parameter: f32 4 + 4 + 8 bytes; bf16 2 + 2 + 4 (f32 accumulators) + 12 (master weights,
-// moments).
+// Memory per parameter, in bytes: f32 4 + 4 + 8 (moments);
+// bf16 2 + 2 + 4 (f32 accumulators) + 12 (master weights, moments).
 // Bytes sent: none.
 // Run: build/00_single_gpu/train  (--data FILE, --init DIR, --save DIR, --resume DIR, --dry-run …)
 // Last line: PASS train: held-out loss … -> … nats in 300 steps …

@@ -202,7 +202,7 @@ static void batch(Group w) {
     example_end(&e, both, expected, w.size > 1 ? 2 * SIZE : 0, NULL);
 }
 
-// Rank r sleeps r x seconds. No rank may leave the barrier before the last has entered it.
+// Rank r sleeps r times `seconds`. No rank may leave the barrier before the last has entered it.
 static void barrier(Group w, double seconds) {
     say("\nbarrier: rank r sleeps r x %g s, then waits for all\n", seconds);
     comm_wait(comm_barrier(w));
