@@ -2,19 +2,19 @@
 // a Transformer Block" ("block matrix multiplication coupled with async communication"); PyTorch's async
 // TP.
 //
-// Against sequence_parallel.c: g and g* become N - 1 messages each, one to every other rank. Rows that
-// enter are multiplied as they come, own ones first; rows that leave go when they are made, own ones last,
-// and each rank adds the N parts of its own. Rank 0 of 4, pieces named after the rank whose rows they are:
+// Against sequence_parallel.c: g and g* become N - 1 messages each, one to every other rank. Rows that enter
+// are multiplied as they arrive, the rank's own first; rows that leave are sent as they are computed, its own
+// last, and each rank adds the N parts of its own rows. Rank 0 of 4, pieces named after the rows' rank:
 //
 //     x W^T, x enters   compute  0 3 2 1        x W^T, the product leaves   compute  1 2 3 0 +
 //                       network  3 2 1                                      network    1 2 3
 //
-// (A ring would pass pieces on from neighbour to neighbour, as many bytes, but each message would wait for
-// the one before.) Parts are added in rank order and rounded once, as by a reduce-scatter: the bits are
-// sequence_parallel.c's if the BLAS gives a row the same ones in a product of few rows as in one of many.
+// (A ring would pass pieces from neighbour to neighbour: the same bytes, but each message would wait for the
+// one before.) Parts are added in rank order and rounded once, as in a reduce-scatter: no bit differs from
+// sequence_parallel.c if the BLAS computes a row alike in a product of few rows and in one of many.
 //
 // Bytes sent per rank, block and micro-batch: 10 (N - 1) / N K, K = b s h e, as there. Memory per rank: as
-// there, and K of parts. What it gains, it gains on the model clock and on a GPU: on a CPU the rank that
+// there, and K for parts. It saves time only on the model clock and on a GPU: on a CPU the rank that
 // multiplies moves the bytes itself, and small products are slower than large ones.
 // Run: build/03_tensor_parallel/async_tensor_parallel  (--ranks 8, --vocab-parallel, --timeline, --dry-run)
 // Last line: PASS async_tensor_parallel: rows are in flight behind products, and the step is that of one
@@ -26,11 +26,11 @@
 
 typedef struct Async {
     Group tp;
-    Sockets before;       // as they were: each piece is multiplied by their linear
-    Request **in, **out;  // (tp) of each step, those in flight
+    Sockets before;       // those it replaced: their linear multiplies each piece
+    Request **in, **out;  // (tp) by step: the requests in flight
     Tensor coming;        // (n, h) whose rows are arriving; {0}: none
     Tensor leaving;       // (n, h) partial, whose rows are being sent to their ranks; {0}: none
-    Tensor parts;         // (tp, rows, h) what the ranks have of this one's rows of `leaving`
+    Tensor parts;         // (tp, rows, h) each rank's part of this rank's rows of `leaving`
 } Async;
 
 static bool same(Tensor t, Tensor known) { return tensor_exists(known) && t.storage == known.storage; }
@@ -40,13 +40,13 @@ static int64_t own_rows(const Async *a, int64_t n) {
     return sequence_rows(n, a->tp.rank, a->tp.size, &first);
 }
 
-// Where the part that a rank has of this one's rows is to stand.
+// Where a rank's part of this rank's rows is stored.
 static Tensor part_from(const Async *a, int rank) {
     int64_t rows = a->parts.shape[1];
     return tensor_rows_of(a->parts, rank * rows, rows);
 }
 
-// The rows of a rank. Own rows of what leaves stand beside the parts that the others will send.
+// The rows of a rank. This rank's own rows of `leaving` are stored beside the parts that others will send.
 static Tensor rows_of(const Async *a, Tensor all, int rank) {
     if (rank == a->tp.rank && same(all, a->leaving)) return part_from(a, rank);
     int64_t first, rows = sequence_rows(tensor_rows(all), rank, a->tp.size, &first);
@@ -57,7 +57,7 @@ static Tensor rows_of(const Async *a, Tensor all, int rank) {
 static int after(const Async *a, int step) { return (a->tp.rank + step) % a->tp.size; }
 static int before(const Async *a, int step) { return (a->tp.rank - step + a->tp.size) % a->tp.size; }
 
-// ---- in, by g and g* backward: an all-gather whose result is used before it is complete ----
+// ---- entering, by g and in g*'s backward: an all-gather whose result is used before it is complete ----
 
 static Tensor gather(void *context, const MicroBatch *micro, Tensor own) {
     Async *a = context;
@@ -74,7 +74,7 @@ static int64_t rows_outside(void *context, const MicroBatch *micro) {
     return own_rows(context, micro->b * micro->s);
 }
 
-// ---- out, by g* and g backward: a reduce-scatter that began before its input was complete ----
+// ---- leaving, by g* and in g's backward: a reduce-scatter that begins before its input is complete ----
 
 static void begin_leaving(Async *a, Tensor partial) {
     CHECK(!tensor_exists(a->leaving), "rows leave a region, and nobody has waited for those before them");
@@ -96,9 +96,9 @@ static Tensor scatter(void *context, const MicroBatch *micro, Tensor partial) {
     return own;
 }
 
-// ---- linears: what enters is known by its storage, what leaves by its weight's shard ----
+// ---- linears: an entering tensor is recognized by its storage, a leaving one by its weight's shard ----
 
-// Wo and Wdown: Megatron's row-parallel, of a W that is (in, out).
+// Wo and Wdown: row-parallel in Megatron's terms, where W is (in, out).
 static bool is_row_parallel(const Param *param) {
     return param->role == ROLE_O || param->role == ROLE_DOWN;
 }
@@ -109,8 +109,8 @@ static void product(const Sockets *inner, Model *m, bool backward, int count, Pa
     else inner->linear.forward(inner->linear.context, m, count, weight, y, x, kept);
 }
 
-// y[i] = x W_i^T, or backward, where y and x stand for their gradients, x = sum over i of y[i] W_i. Into
-// weights sharded by columns x enters, and dx leaves; from one sharded by rows y leaves, and dy enters.
+// y[i] = x W_i^T; in backward, where y and x stand for their gradients, x = sum over i of y[i] W_i. With
+// weights sharded by columns x enters and dx leaves; with a weight sharded by rows y leaves and dy enters.
 static void multiply(Async *a, Model *m, bool backward, int count, Param *const *weight, Tensor x,
                      const Tensor *y, void **kept) {
     bool by_rows = is_row_parallel(weight[0]), comes = same(backward ? y[0] : x, a->coming);
@@ -121,7 +121,7 @@ static void multiply(Async *a, Model *m, bool backward, int count, Param *const 
     }
     if (leaves) begin_leaving(a, backward ? x : y[0]);
     for (int step = 0; step < a->tp.size; step++) {
-        int owner = comes ? before(a, step) : after(a, step + 1);  // from own rows on, or up to them
+        int owner = comes ? before(a, step) : after(a, step + 1);  // own rows first, or own rows last
         if (comes && step > 0) comm_wait(a->in[step]);
         Tensor piece[count];
         for (int i = 0; i < count; i++) piece[i] = rows_of(a, y[i], owner);
@@ -144,9 +144,9 @@ static void backward_input(void *context, Model *m, int count, Param *const *wei
     multiply(context, m, true, count, weight, dx, dy, kept);
 }
 
-// dW_i += dy[i]^T x is a sum over all rows; piece by piece a 16-bit gradient would be rounded n times. So
-// it waits for x, which is in flight while Wdown and Wo, which need nothing that enters, get their
-// gradients.
+// dW_i += dy[i]^T x is a sum over all rows; piece by piece a 16-bit gradient would be rounded N times. So
+// this waits for all of x, which is in flight while the gradients of Wdown and Wo, which need nothing that
+// enters, are computed.
 static void backward_weight(void *context, Model *m, int count, Param *const *weight, const Tensor *dy,
                             Tensor x, void **kept) {
     Async *a = context;
@@ -165,7 +165,7 @@ static void *plug(Model *model) {
     const Codec *codec = recipe->send_rows ? recipe->send_rows : recipe->send_drows;
     CHECK(!codec, "async_tensor_parallel sends rows as they are, and the recipe wants %s: leave it out",
           codec->name);
-    if (n == 1) return a;  // nothing to send: rows enter and leave as sequence_parallel.c has it
+    if (n == 1) return a;  // nothing to send: rows enter and leave as in sequence_parallel.c
     sockets->region.context = sockets->linear.context = a;
     sockets->region.rows = rows_outside;
     sockets->region.enter = sockets->region.leave_backward = gather;
@@ -210,7 +210,7 @@ const Technique async_tensor_parallel = {.name = "async_tensor_parallel",
 
 #ifndef NO_MAIN
 
-// ---- what hides, on the model clock ----
+// ---- what overlap hides, on the model clock ----
 
 static Config llama_3_8b(void) {
     return config_of_model("llama-3-8b", "seq=8192 dtype=bf16 micro-batch=1");
@@ -238,7 +238,7 @@ static Config config_of_way(const Way *way, int ranks) {
     return c;
 }
 
-// A row of the table, and the picture's: of two layers, as of more one would see none.
+// A row of the table, and one of the picture, which has two layers: in more, none would be visible.
 static StepCost show_way(const Way *way, Mesh mesh) {
     Config c = config_of_way(way, mesh.world.size);
     Mesh own = way->data ? mesh_new((MeshShape){.dp = mesh.world.size}) : mesh;
@@ -256,8 +256,8 @@ static StepCost show_way(const Way *way, Mesh mesh) {
     return cost;
 }
 
-// Within a node rows in flight make the shortest step, and expose at least 30 % less. Across nodes each
-// piece has one GPU's port alone, where a ring of collectives has all.
+// Within a node async TP has the shortest step, and exposes at least 30 % less. Across nodes each piece uses
+// the port of one GPU, where the ring of a collective uses all.
 static void compare_async(const StepCost *async, const StepCost *other, const char *name, bool one_node) {
     double exposed = async->comm.exposed_seconds / other->comm.exposed_seconds,
            step = async->step_seconds / other->step_seconds;
@@ -289,8 +289,8 @@ static void compare_ways(Mesh mesh, const Config *config) {
 
 // ---- when it hides: appendix A3 of the playbook ----
 
-// Seconds that compute waits when rows of width h enter a region for one weight of h outputs, or leave it
-// from one of h inputs.
+// Seconds that compute waits when rows of width h enter a region to be multiplied by one weight of h outputs,
+// or leave it after one of h inputs.
 static double exposed_by_product(Mesh mesh, int64_t h, bool leaves) {
     Config c = config_default("layers=1 heads=32 kv-heads=32 seq=65536 micro-batch=1 dtype=bf16");
     c.hidden = c.ffn = h;
@@ -321,19 +321,19 @@ static double exposed_by_product(Mesh mesh, int64_t h, bool leaves) {
     return exposed;
 }
 
-// (n - 1) / n of K = 2 b s h bytes come in, and the product is one of 2 b s h^2 / n FLOPs:
+// (n - 1) / n of K = 2 b s h bytes arrive, and the product takes 2 b s h^2 / n FLOPs:
 //
 //     t_comm / t_compute  =  (n - 1) / h  peak_flops / peak_bw  <=  1
 //
-// (A3 has 2 h: it counts elements, of two bytes.) The clock needs n / (n - 1) of that: n - 1 pieces are
-// sent, each behind the product before it, and nothing is left to send behind the last.
+// (A3 has 2 h for h: it counts elements, each of two bytes.) The clock needs n / (n - 1) times this h: n - 1
+// pieces are sent, each during the product before it, and during the last product nothing is left to send.
 static void overlap_condition(Mesh mesh, const Config *config) {
     const Machine *machine = machine_find(config->machine);
     int n = mesh.tp.size;
     double formula = (n - 1) * machine_peak_flops(machine, BF16) / machine->node_bytes_per_second;
     clock_set_cluster(n, 1, 1);
     enum { MOST_HIDDEN = 2048 };
-    int64_t exposed = 0, hidden = MOST_HIDDEN;  // in units of 64: heads of even size
+    int64_t exposed = 0, hidden = MOST_HIDDEN;  // in units of 64, for heads of even size
     while (hidden - exposed > 1) {
         int64_t middle = (exposed + hidden) / 2;
         if (exposed_by_product(mesh, 64 * middle, false) > 1e-9) exposed = middle;

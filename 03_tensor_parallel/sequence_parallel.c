@@ -1,22 +1,22 @@
 // sequence_parallel.c: norms and residuals sharded over ranks, too. Playbook: "Sequence Parallelism".
 //
-// Against tensor_parallel.c: between regions each of N ranks has its own tokens, an N-th of the b s rows of
-// (b s, h), and embeds, normalizes and adds those alone (Korthikanti et al. 2022):
+// Against tensor_parallel.c: between regions each of N ranks has only its own tokens, an N-th of the b s rows
+// of (b s, h), and embeds, normalizes and adds only those (Korthikanti et al. 2022):
 //
 //     x ─ norm1 ─[g]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[g*]─(+x)─ x2
 //     and the same around the MLP
 //
 //              forward           backward
 //     g        all-gather        reduce-scatter
-//     g*       reduce-scatter    all-gather        two halves of an all-reduce, and together its bytes
+//     g*       reduce-scatter    all-gather        the two halves of an all-reduce: the same bytes
 //
-// What is kept for backward are rows as they were before g, so W, the part of backward that makes the
-// weights' gradients, gathers them again: an all-gather for each region that the playbook does not count
-// (Megatron-LM has it, too, behind dX). Gradients of norms, and of an embedding and an output layer that
-// stay whole, come from a rank's own rows: summed over tp after the step.
+// Blocks keep a rank's own rows, as they were before g. So W, the part of backward that computes the weights'
+// gradients, gathers them again: an all-gather per region, which the playbook does not count (Megatron-LM has
+// it too, hidden behind dX). Gradients of norms, and of an embedding and an output layer that stay whole,
+// come from a rank's own rows and are summed over tp at the end of the step.
 //
-// Bytes sent per rank, block and micro-batch (K = b s h e, e bytes an element): 8 (N - 1) / N K, as in
-// tensor_parallel.c, and 2 (N - 1) / N K for W. Memory per rank: what a block keeps is all sharded: an N-th
+// Bytes sent per rank, block and micro-batch (K = b s h e, e bytes per element): 8 (N - 1) / N K, as in
+// tensor_parallel.c, and 2 (N - 1) / N K for W. Memory per rank: all that a block keeps is sharded, an N-th
 // of one device's.
 // Run: build/03_tensor_parallel/sequence_parallel   (--ranks 3 --heads 6 --kv-heads 3 --ffn 39, --zero 2 …)
 // Last line: PASS sequence_parallel: rows are sharded between regions, and the step stays that of one
@@ -35,7 +35,7 @@ int64_t sequence_rows(int64_t n, int rank, int size, int64_t *first) {
     return each + (rank < more);
 }
 
-// The elements of each rank's rows, as collectives take them. counts (size).
+// The number of elements in each rank's rows, as collectives take them. counts (size).
 static void sequence_counts(int64_t n, int64_t columns, int size, int64_t *counts) {
     int64_t first;
     for (int i = 0; i < size; i++) counts[i] = sequence_rows(n, i, size, &first) * columns;
@@ -78,7 +78,7 @@ static Tensor reduce_scatter(void *context, const MicroBatch *micro, Tensor part
 
 // ---- embedding and loss of this rank's rows ----
 
-// The micro-batch as this rank's rows alone see it: tokens and targets are borrowed views.
+// The micro-batch restricted to this rank's rows: tokens and targets are borrowed views.
 static MicroBatch own_tokens(const TensorParallel *t, const MicroBatch *micro) {
     MicroBatch own = *micro;
     int64_t first, rows = sequence_rows(tokens_of(micro), t->tp.rank, t->tp.size, &first);
@@ -142,8 +142,8 @@ static void unplug(Model *model, void *context) {
 
 // ---- the record ----
 
-// What every rank of tp stores whole has seen this rank's rows alone: the gradients of norms, and of an
-// embedding and an output layer that stay whole, are parts.
+// Weights that every rank of tp stores whole see only the rank's own rows: the gradients of norms, and of an
+// embedding and an output layer that stay whole, are partial.
 static void shard(Model *model) {
     tensor_parallel_shard(model);
     for (int i = 0; i < model->params.count; i++) {
@@ -161,7 +161,7 @@ static void price(Price *price, const Model *m, const void *context) {
     const Recipe *recipe = &m->params.recipe;
     double enters = price->enters, leaves = price->leaves_backward, gathers = enters + leaves,
            scatters = price->leaves + price->enters_backward;
-    if (price->messages) {  // async_tensor_parallel sends the same rows, but those of a lookup, as messages
+    if (price->messages) {  // async_tensor_parallel sends the same rows as messages, except those of a lookup
         double sent = (gathers - price->lookups) * (double)(rows * h * (tp.size - 1)) +
                       (scatters - price->lookups) * (double)((n - rows) * h);
         price_sent(price, "transfers", (gathers + scatters - 2 * price->lookups) * (tp.size - 1),
@@ -257,7 +257,7 @@ static const char *call_made(void) {
     return "";
 }
 
-// Notes the shape that a tensor has at a stop: (rows, columns), by the playbook's table.
+// Notes the shape of a tensor at a stop, which by the playbook's table is (rows, columns).
 static void at(Shapes *s, int stop, Tensor t, int64_t rows, int64_t columns) {
     report_that(tensor_rows(t) == rows && tensor_columns(t) == columns,
                 "%s is (%lld, %lld), by the playbook's table (%lld, %lld)", stop_name[stop],
@@ -322,7 +322,7 @@ static void print_shapes(Mesh mesh, const Config *config) {
     for (int i = 0; i < STOPS; i++) say("  %-24s %-26s %s\n", stop_name[i], tp.stop[i], sp.stop[i]);
     say("  %-24s %-26lld %lld\n", "largest kept, of width h", (long long)tp.largest, (long long)sp.largest);
     int64_t own = sequence_rows(n, mesh.tp.rank, mesh.tp.size, &first) * h;
-    int64_t share = n * config->heads * config_head_size(config) / size;  // of q and o; h wide as a rule
+    int64_t share = n * config->heads * config_head_size(config) / size;  // of q and o, usually h wide
     report_equal("largest kept with TP only: b s h", (double)(n * h > share ? n * h : share),
                  (double)tp.largest, "");
     report_equal("largest kept with SP: b s h / tp", (double)(own > share ? own : share),

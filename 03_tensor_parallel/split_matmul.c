@@ -1,8 +1,8 @@
 // split_matmul.c: a matrix multiply sharded over ranks, by columns or by rows. Playbook: "Tensor
-// Parallelism", whose small example this is on 2 ranks; on N ranks X is (2, 2 N) and W (2 N, N).
+// Parallelism"; on 2 ranks this is its small example, on N ranks X is (2, 2 N) and W (2 N, N).
 //
-// Against 00_single_gpu: rank i has a part of W alone, and Y = X W comes together from what N ranks
-// multiply.
+// Against 00_single_gpu: rank i has only a part of W, and Y = X W is put together from the products of N
+// ranks.
 //
 //     by columns   X [W_1 W_2 …]             = [X W_1, X W_2, …]      every rank needs all of X
 //     by rows      [X_1 X_2 …] [W_1; W_2; …] = X_1 W_1 + X_2 W_2 + …  every rank needs its columns of X
@@ -13,19 +13,20 @@
 //     by rows      scatter      all-reduce    X_i^T dY       gather of dY W_i^T, columns of dX
 //       sent       (N - 1)/N X  2 (N - 1) Y   -              (N - 1)/N X
 //
-// By columns and then by rows, nothing is sent in between: rank i holds just the columns that it multiplies
-// next, and an activation function works on each element alone. By rows and then by columns, the function
-// needs the sum first. (The model stores a weight as (out, in): the columns of W here are rows there.)
+// With one multiply by columns and the next by rows, nothing is sent in between: rank i already has the
+// columns that it multiplies next, and an activation function works element by element. In the other order
+// the function needs the sum first. (The model stores weights as (out, in): columns of W are rows there.)
 //
-// Bytes sent, by all ranks: as above, in those of X and Y. Memory per rank: W / N.
+// Bytes sent, by all ranks: as above, X and Y standing for their bytes. Memory per rank: W / N.
 // Run: build/03_tensor_parallel/split_matmul              (--ranks 3 …)
 // Last line: PASS split_matmul: columns and rows make the product of one device …
 #include "01_data_parallel/data_parallel.h"
 
 #ifndef NO_MAIN
 
-// Small matrices of integers, at the end of this file. Each function returns a new one: a b, either of them
-// transposed if so said; part i of n, by rows or by columns; all parts by columns, one after another.
+// Small matrices of integers, defined at the end of this file. Each function returns a new one: the product
+// a b, with either factor transposed on request; part i of n, by rows or by columns; all parts by columns,
+// one after another.
 static Tensor matrix(int64_t rows, int64_t columns);
 static Tensor series(int64_t rows, int64_t columns, double first, double down, double right);
 static Tensor times(Tensor a, bool transpose_a, Tensor b, bool transpose_b);
@@ -33,7 +34,7 @@ static Tensor rows_of(Tensor t, int i, int n), columns_of(Tensor t, int i, int n
 static Tensor columns_in_order(Tensor t, int n);  // (n, rows, columns / n)
 static Tensor copy_of(Tensor t);
 
-// What this rank sends in an all-reduce of so many numbers.
+// The bytes that this rank sends in an all-reduce of `count` numbers.
 static double all_reduce_bytes(int64_t count, Group g) {
     Price price = {.kinds = 0};
     price_all_reduce(&price, 1, count, F64, g);
@@ -115,7 +116,8 @@ static void by_rows(const Whole *one, Group g) {
 // ---- two of them, and an activation function in between: Z = max(0, X A - 90) B ----
 
 static const double threshold = 90;
-// max(0, y - threshold), new; and dh becomes dy: dh where that rises, else 0. At the end of this file, too.
+// max(0, y - threshold), in a new tensor. Backward turns dh into dy: dh where y > threshold, else 0. Both are
+// defined at the end of this file.
 static Tensor activation(Tensor y);
 static void activation_backward(Tensor dh, Tensor y);
 
@@ -195,7 +197,7 @@ static Tensor times(Tensor a, bool transpose_a, Tensor b, bool transpose_b) {
     return c;
 }
 
-// Copies: parts stand one after another as collectives order them.
+// Copies, with the parts one after another in the order of collectives.
 static Tensor rows_of(Tensor t, int i, int n) {
     Tensor part = matrix(t.shape[0] / n, t.shape[1]);
     op_copy(part, tensor_rows_of(t, i * part.shape[0], part.shape[0]));

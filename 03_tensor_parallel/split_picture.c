@@ -1,8 +1,8 @@
 // split_picture.c: which rank holds which part of a block's matrices, as an SVG.
 //
-// Nothing is drawn from a plan: every rank tells the first where its part of each weight begins and how
-// large it is, as its table of weights has it after tensor_parallel_shard. A matrix stands as (in, out), so
-// that x flows through it from left to right: outputs sharded are vertical stripes, inputs horizontal ones.
+// Nothing is drawn from a plan: every rank sends the others where its part of each weight begins and how
+// large it is, by its table of weights after tensor_parallel_shard. A matrix is drawn as (in, out), so that x
+// flows through it from left to right: shards of outputs are vertical stripes, shards of inputs horizontal.
 // This file has no main: tensor_parallel.c calls it.
 #include <math.h>
 #include <stdlib.h>
@@ -24,7 +24,7 @@ typedef struct Part {
     double first[2], shape[2], full[2];  // (out, in), as it is stored
 } Part;
 
-// Of each rank and matrix of the first block; the same on every rank.
+// The part of each rank in each matrix of the first block; every rank gets all of them.
 static void gather_parts(const Model *m, Part part[MOST_RANKS][MATRICES]) {
     Group tp = m->mesh.tp;
     enum { NUMBERS = 6 * MATRICES };
@@ -56,7 +56,7 @@ static const char *const color[MOST_RANKS] = {"#4269d0", "#efb118", "#ff725c", "
                                               "#a463f2", "#97bbf5", "#9c6b4e", "#3ca951"};
 enum { WIDTH = 960, HEIGHT = 452, SIDE = 96 };  // SIDE: pixels of h
 
-// Sides go with the root of the sizes, or the MLP would leave no room for attention.
+// Sides grow with the square root of sizes, or the MLP would leave no room for attention.
 static double pixels(double size, double h) { return SIDE * sqrt(size / h); }
 
 static void draw_matrix(FILE *svg, const Part part[MOST_RANKS][MATRICES], int ranks, int i, double h,
@@ -75,7 +75,7 @@ static void draw_matrix(FILE *svg, const Part part[MOST_RANKS][MATRICES], int ra
             x + wide / 2, y - 6, matrix[i].in, matrix[i].out);
 }
 
-// A circle with the name of what stands between ranks, and below it what that is.
+// A circle with an operator's name, f or f*, and below it what the operator does.
 static void draw_operator(FILE *svg, double x, double y, const char *name, const char *below) {
     fprintf(svg, "<circle class='op' cx='%.1f' cy='%.1f' r='14'/>\n", x, y);
     fprintf(svg, "<text class='name' x='%.1f' y='%.1f' text-anchor='middle'>%s</text>\n", x, y + 4, name);
@@ -89,8 +89,8 @@ static void draw_arrow(FILE *svg, double from, double to, double y, const char *
             y - 8, over);
 }
 
-// x, f, some matrices that every rank has columns of, what each rank does alone, one that it has rows of,
-// f*, and the sum.
+// x, f, the matrices sharded by columns, what each rank computes alone, the matrix sharded by rows, f*, and
+// the sum.
 static void draw_half(FILE *svg, const Part part[MOST_RANKS][MATRICES], int ranks, int first, int last,
                       double h, double y, const char *between) {
     double x = 150;

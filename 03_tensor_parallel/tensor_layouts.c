@@ -1,5 +1,5 @@
-// tensor_layouts.c: what the programs of this chapter list, in plug order: data parallelism and ZeRO's
-// stages, tensor parallelism in its forms, recomputation. This file has no main.
+// tensor_layouts.c: the techniques that the programs of this chapter list, in plug order: data parallelism
+// and ZeRO's stages, the forms of tensor parallelism, recomputation. This file has no main.
 #include "tensor_parallel.h"
 
 const Technique *const tensor_layouts[] = {&ddp_no_sync,     &zero1,

@@ -2,22 +2,22 @@
 // Transformer Block"; Shoeybi et al. 2019 (Megatron-LM).
 //
 // Against 00_single_gpu: each of N ranks stores and computes an N-th of a block, its heads and its part of
-// the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup by columns, Wo Wdown by rows
-// (split_matmul.c). In the table of weights, which are (out, in), columns of W are rows:
+// the feed-forward width, on the same tokens. Wq Wk Wv Wgate Wup are sharded by columns, Wo Wdown by rows
+// (split_matmul.c). The table of weights has them as (out, in), so columns of W are rows there.
 //
 //     x ─ norm1 ─[f]─ Wq Wk Wv ─ rope ─ attention ─ Wo ─[f*]─(+x)─ x2
 //     and the same around the MLP
 //
 //              forward       backward
-//     f        identity      all-reduce    every rank reads what enters, so gradients at it add up
-//     f*       all-reduce    identity      what leaves is a sum; the residual is added after it, once
+//     f        identity      all-reduce    every rank reads the input, so its gradients add up
+//     f*       all-reduce    identity      the output is a sum; the residual is added after it, once
 //
-// With fewer key/value heads than ranks, N / kv ranks in a row store the same head. Each copy serves other
-// query heads, so its gradient is a part: the sum of the parts, at the end of the step, keeps them equal.
+// With fewer key/value heads than ranks, N / kv consecutive ranks store the same head. Each copy serves
+// different query heads, so its gradient is partial; a sum at the end of the step keeps the copies equal.
 //
-// Bytes sent per rank, block and micro-batch: 4 all-reduces of K = b s h e, 8 (N - 1) / N K, for e bytes an
+// Bytes sent per rank, block and micro-batch: 4 all-reduces of K = b s h e, 8 (N - 1) / N K, for e bytes per
 // element. Memory per rank: matrices / N; kept by a block: b s (e (4 h + (2 a d + 2 kv' d + 3 f + a s) / N)
-// + 2 statistics), kv' = max(kv, N): copies of heads count, in Wk and Wv, too.
+// + 2 statistics), where kv' = max(kv, N) counts copies of heads, in Wk and Wv too.
 // Run: build/03_tensor_parallel/tensor_parallel (--ranks 8 --gpus-per-node 4, --tp 2 --zero 1, --dry-run …)
 // Last line: PASS tensor_parallel: ranks that share every matrix make the step of one device …
 #include "tensor_parallel.h"
@@ -29,14 +29,14 @@
 
 // ---- the technique: whose rows and columns ----
 
-// The ranks of tp that store the same key/value head as this one, where there are fewer heads than ranks.
+// The ranks of tp that store the same key/value head as this one, if there are fewer heads than ranks.
 static Group ranks_with_same_head(const Model *m) {
     Group tp = m->mesh.tp;
     int copies = tp.size / (int)m->config.kv_heads;
     return comm_group("kv copies", tp.line, tp.member + tp.rank / copies * copies, copies);
 }
 
-// Wk or Wv: the rows of whole heads, or of one head that tp / heads ranks in a row store.
+// Wk or Wv: the rows of whole heads, or of one head, which tp / heads consecutive ranks store.
 static void shard_heads(Model *m, Param *param, Group copies) {
     int64_t heads = m->config.kv_heads, d = config_head_size(&m->config), tp = m->mesh.tp.size;
     int64_t each = heads >= tp ? heads / tp : 1,
@@ -184,8 +184,8 @@ static void count_a_block(Mesh mesh, const Config *config) {
     }
 }
 
-// Two blocks of Llama 3 8B: what they cost in proportion is what all 32 do. On ranks / tp groups at once,
-// which have batches of their own, and nothing is sent but what tensor parallelism sends.
+// Two blocks of Llama 3 8B: their costs compare as those of all 32 do. ranks / tp groups run at once, each
+// on its own batch, and only tensor parallelism communicates.
 enum { TOKENS = 4096 };
 static StepCost cost_of_8b(Mesh mesh, int tp) {
     Config c = config_of_model("llama-3-8b", "layers=2 vocab=1024 seq=4096 micro-batch=1 dtype=bf16");
@@ -199,8 +199,8 @@ static StepCost cost_of_8b(Mesh mesh, int tp) {
     return cost;
 }
 
-// Tokens per second and GPU, as tp takes more of the ranks and, in the end, leaves the node. (With few
-// ranks, nodes are made so small that it does.)
+// Tokens per second and GPU as tp grows and, in the end, spans nodes. (With few ranks, nodes are made small
+// enough for that.)
 static void across_nodes(Mesh mesh, const Config *config) {
     int ranks = mesh.world.size, node = machine_find(config->machine)->gpus_per_node;
     if (node > ranks / 2) node = ranks > 1 ? ranks / 2 : 1;
@@ -227,7 +227,7 @@ static void across_nodes(Mesh mesh, const Config *config) {
         free(name);
         before = rate, last = tp;
     }
-    // On a machine whose links are slow within the node, too, every row falls by nearly half.
+    // On a machine whose links are slow even within the node, every row falls by nearly half.
     if (leaving > 0 && config->network_efficiency == 1)
         report_that(leaving > most_within,
                     "throughput falls by %.3f where the node ends, expected more than inside it, %.3f",

@@ -12,13 +12,13 @@ extern const Technique vocab_parallel;     // embedding, output layer and loss, 
 // After sequence_parallel, with --async-tp: rows are in flight while others are multiplied.
 extern const Technique async_tensor_parallel;
 
-// What the programs of this chapter list: data parallelism and ZeRO's stages, these, recomputation.
+// What the programs of this chapter list: data parallelism and ZeRO's stages, the above, recomputation.
 extern const Technique *const tensor_layouts[];
 
 typedef struct TensorParallel {
     Group tp;
-    Sockets before;                       // sequence_parallel: as they were, for one's own rows
-    const Codec *send_rows, *send_drows;  // sequence_parallel: the recipe's; NULL: rows go as they are
+    Sockets before;                       // sequence_parallel: those it replaced, called on own rows
+    const Codec *send_rows, *send_drows;  // sequence_parallel: the recipe's; NULL: rows are sent as they are
 } TensorParallel;
 
 // tensor_parallel.c: which rows or columns of a block's matrices are this rank's, and what is left to store
@@ -29,16 +29,16 @@ void tensor_parallel_price_kept(Price *price, const Model *model);
 // split_picture.c: which rank has which part of a block, as an SVG. device_dry_run must be on.
 void tensor_parallel_picture(Mesh mesh, const char *file);
 
-// sequence_parallel.c. The rows of n that a rank has, [*first, *first + returned): contiguous runs, of
-// which the first n % size are a row longer.
+// sequence_parallel.c. Of n rows a rank has [*first, *first + result), a contiguous run; the runs of the
+// first n % size ranks are one row longer.
 int64_t sequence_rows(int64_t n, int rank, int size, int64_t *first);
 
 // vocab_parallel.c
 typedef struct VocabParallel {
     Group tp;
     VocabularyPart part;     // this rank's
-    Sockets before;          // as they were: what a lookup leaves by
-    const Sockets *sockets;  // as they are: what the output layer is entered by
+    Sockets before;          // those it replaced: a lookup's output leaves through their region
+    const Sockets *sockets;  // the current ones: the output layer's input enters through their region
 } VocabParallel;
 
 #endif

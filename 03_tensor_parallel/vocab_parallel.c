@@ -2,19 +2,19 @@
 // Parallelism", its table of the embedding layer ("Row Linear sharded on vocab").
 //
 // Against 00_single_gpu: each of t ranks stores ceil(v / t) rows of both tables, the last ones padded with
-// zeros. A lookup is a row-parallel linear: rows of other ranks' tokens are zero, and their sum, by f* or
-// g*, is x. The output layer is column-parallel: entered by f or g, it gives each rank its own columns z of
-// the logits, (n, v / t), which stay where they are (Shoeybi et al. 2019, Megatron-LM):
+// zeros. A lookup is a row-parallel linear: a token's row is zero on ranks that do not store it, and the sum
+// over ranks, by f* or g*, is x. The output layer is column-parallel: its input enters by f or g, and each
+// rank computes its own columns z of the logits, (n, v / t), which are never sent (Shoeybi et al. 2019):
 //
 //     m = max over ranks of max_j z_j      Z = sum over ranks of sum_j exp(z_j - m)      lse = m + log Z
 //     loss = lse - sum over ranks of (z_target where its column is, else 0)
-//     dz_j = exp(z_j - lse) - (1 if j is the target), of own columns
+//     dz_j = exp(z_j - lse) - (1 if j is the target), for the rank's own columns
 //
-// Any m would do that all ranks share and that keeps the exponentials in range; this file takes the maximum
-// of all logits, by a first all-reduce. Padded columns are in no maximum, no sum and no gradient.
+// Any m works that is the same on all ranks and keeps the exponentials in range; this file takes the maximum
+// of all logits, by a first all-reduce. Padded columns enter no maximum, no sum and no gradient.
 //
-// Bytes sent per rank and micro-batch, with n = b s, K = n h e, e bytes an element and w a statistic:
-// (t - 1) / t times 4 K + 6 n w, or with sequence parallelism 5 K + 6 n w. To gather the logits:
+// Bytes sent per rank and micro-batch, with n = b s, K = n h e, e bytes per element and w per statistic:
+// (t - 1) / t times 4 K + 6 n w, or with sequence parallelism 5 K + 6 n w. Gathering the logits would take
 // (t - 1) / t n v e.
 // Memory per rank: tables, their gradients and optimizer states / t; logits n v / t.
 // Run: build/03_tensor_parallel/vocab_parallel      (--sp, --tied, --ranks 8, --vocab 300, --dtype bf16 …)
@@ -26,7 +26,7 @@
 
 // ---- the embedding ----
 
-// Of every token, zero where another rank has it: (n, h) partial over tp.
+// Each token's row of the table, zero if another rank stores it: (n, h) partial over tp.
 static Tensor rows_of(const VocabParallel *vocab, Tensor tokens, Tensor weight) {
     Tensor rows =
         tensor_new(MEMORY_ACTIVATION, weight.dtype, SHAPE(tensor_count(tokens), tensor_columns(weight)));
@@ -50,7 +50,7 @@ static void lookup_backward(void *context, const MicroBatch *micro, Tensor dweig
     tensor_free(&drows);
 }
 
-// ---- the output layer: entered as a block is, by whatever is plugged there by now ----
+// ---- the output layer: its input enters as a block's does, by whatever is plugged in there by now ----
 
 static Tensor enter(void *context, const MicroBatch *micro, Tensor x) {
     const Sockets *sockets = ((const VocabParallel *)context)->sockets;
@@ -71,7 +71,7 @@ static void loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor log
     op_cross_entropy_part_maxima(maxima, logits, vocab->part);
     comm_wait(comm_all_reduce(maxima, REDUCE_MAX, vocab->tp));
 
-    // Sums of exponentials and logits of targets are sums over ranks both: one message.
+    // Sums of exponentials and logits of targets are both summed over ranks: one all-reduce for the two.
     Tensor sums = tensor_new(MEMORY_COMMUNICATION, statistics, SHAPE(2, n));
     op_cross_entropy_part_sums(sums, logits, maxima, micro->targets, vocab->part);
     comm_wait(comm_all_reduce(sums, REDUCE_SUM, vocab->tp));
@@ -91,7 +91,7 @@ static void loss_backward(void *context, const MicroBatch *micro, Tensor dlogits
     op_cross_entropy_part_backward(dlogits, logits, lse, micro->targets, micro->grad_scale, vocab->part);
 }
 
-// Of v tokens those that are stored from `first` on. The last ranks' may lie wholly in the padding.
+// The tokens, of v, in `stored` rows from `first` on. The last ranks' rows may be padding only.
 static VocabularyPart part_of(int64_t v, int64_t stored, int64_t first) {
     if (first > v) first = v;
     return (VocabularyPart){v, first, v - first < stored ? v - first : stored};
@@ -140,13 +140,13 @@ static void price(Price *price, const Model *m, const void *context) {
     int64_t n = model_tokens(m), rows = (c->vocab + tp.size - 1) / tp.size;
     double losses = price->head_micros, lookups = price->lookup_micros;
     DType statistics = c->dtype == F64 ? F64 : F32;
-    // A lookup leaves the region, the output layer enters it, in W again.
+    // A lookup leaves the region; the output layer enters it, in W once more.
     price->lookups += lookups;
     price->leaves += lookups;
     price->leaves_backward += lookups;
     price->enters += 2 * losses;
     price->enters_backward += losses;
-    price->losses = 0;  // the two sums below have it
+    price->losses = 0;  // the two all-reduces below include it
     price_all_reduce(price, losses, n, statistics, tp);
     price_all_reduce(price, losses, 2 * n, statistics, tp);
     price->elements[ROLE_EMBEDDING] = price->elements[ROLE_EMBEDDING] / (double)c->vocab * (double)rows;
@@ -195,7 +195,7 @@ typedef struct Shapes {
 static Shapes shapes_of(const Config *config, Mesh mesh, bool sp) {
     Config c = *config;
     config_set(&c, "sp", sp);
-    config_set(&c, "zero", 0);  // tables as they are looked up in
+    config_set(&c, "zero", 0);  // tables as a lookup finds them
     Trainer *t = trainer_new(&c, mesh, tensor_layouts);
     const Sockets *sockets = &t->model->sockets;
     Shapes s;
@@ -231,9 +231,9 @@ static void embedding_shapes(Mesh mesh, const Config *config) {
     say("  %-22s %-28s %s\n", "x", tp.x, sp.x);
 }
 
-// ---- three numbers a token, or all logits ----
+// ---- three numbers per token, or all logits ----
 
-// What was sent since the last reset, beside the closed form of it for all ranks.
+// What was sent since the last reset, checked against its closed form for all ranks.
 static void show(const char *name, double predicted, Tensor logits, Group tp) {
     CommCount sent = comm_total();
     double all = comm_sum((double)sent.bytes, tp);
@@ -245,7 +245,7 @@ static void show(const char *name, double predicted, Tensor logits, Group tp) {
     report_number(name, "exposed seconds", sent.exposed_seconds, "s");
 }
 
-// The loss of Llama 3 8B's logits on the model clock: as it is computed here, and once they were gathered.
+// The loss of Llama 3 8B's logits on the model clock: as it is computed here, beside gathering them.
 static void loss_of_llama(Mesh mesh, const Config *config) {
     const int64_t n = 8192, v = 128256;
     Group tp = mesh.tp;
