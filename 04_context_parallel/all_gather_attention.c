@@ -1,18 +1,18 @@
 // all_gather_attention.c: all keys and values at once. Playbook: "Zig-Zag Ring Attention", the first of its
 // two ways to overlap; Llama 3 (Grattafiori et al. 2024, section 3.3.2).
 //
-// Against ring_attention.c: before attention one all-gather brings every rank the keys and values of all;
-// there are no hops to wait for, any mask can be computed at once, and with grouped-query heads K/V are few
-// bytes beside what attention computes. The price is memory: all N chunks instead of two.
+// Against ring_attention.c: before attention one all-gather brings every rank all keys and values. There are
+// no hops to wait for, any mask can be computed at once, and with grouped-query heads K/V are few bytes
+// compared with what attention computes. The price is memory: all N chunks instead of two.
 //
 //     forward     all-gather K, V (e);  o = attention of own queries over all keys
 //     backward    all-gather K, V (e);  dQ;  dK, dV of all tokens, partial (f32);  reduce-scatter these
 //
-// dK and dV are partial: each rank has found what its own queries say of all keys. Tokens are zig-zag.
+// dK and dV are partial: each rank has what its own queries contribute to all keys. The layout is zig-zag.
 //
 // Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements: forward (N - 1) C e, backward
-// (N - 1) C (e + 4) (f64: e + 8): the ring's, in 2 and 4 calls that nothing hides.
-// Memory per rank: N chunks of K/V, where a ring holds 2 besides its own; in backward N of dK/dV in f32.
+// (N - 1) C (e + 4) (f64: e + 8), as with the ring, but in 2 and 4 calls that nothing hides.
+// Memory per rank: N chunks of K/V, where a ring holds 2 besides its own; in backward also N of dK/dV in f32.
 // Run: build/04_context_parallel/all_gather_attention   (--ranks 8 --memory-svg FILE, --tp 2 …)
 // Last line: PASS all_gather_attention: ranks that gather all keys make the step of one device …
 #include <stdlib.h>
@@ -61,8 +61,7 @@ static void gather_forward(void *context, const MicroBatch *micro, Tensor o, Att
     flash_round(o, &sum);
 }
 
-// Of what each rank has found for all tokens, this rank's tokens get their sum, rounded once. Ends
-// `partial`.
+// dk becomes the sum over ranks of what each has found for this rank's tokens, rounded once. Frees `partial`.
 static void scatter(const ContextParallel *c, int64_t b, Tensor dk, Tensor *partial) {
     int64_t *counts = part_counts(c, b, tensor_columns(dk));
     Tensor own = partial->dtype == dk.dtype

@@ -1,12 +1,12 @@
 // context_clock.c: the four methods on the model clock. Playbook: "Zig-Zag Ring Attention", its two ways to
 // overlap.
 //
-// Attention of one layer of Llama 3 8B alone, forward and backward, on the ranks at hand:
+// Attention alone of one layer of Llama 3 8B, forward and backward, on the ranks at hand:
 //
 //     plain ring   hop h lasts as long as its slowest rank: m^2 / 2 score entries, then N - 1 times m^2
 //     zig-zag      m^2 / 2 in each of N hops: 2 - 1/N times faster
-//     hides from   2 m kv d e / B + latency  <=  2 m^2 a d / F          m tokens a rank, B byte/s, F FLOP/s
-//                  m = kv e F / (a B), and more for the latency
+//     hides when   2 m kv d e / B + latency  <=  2 m^2 a d / F    m tokens per rank, B bytes/s, F FLOP/s
+//                  without latency, from m = kv e F / (a B) on
 //
 // and whole steps of the model, with ZeRO-3 over dp x cp and full recomputation. This file has no main:
 // zigzag_ring_attention.c shows it.
@@ -44,7 +44,7 @@ static double operation_flops(const char *name) {
     return 0;
 }
 
-// Runs the attention socket on tensors of this rank's shapes; dry.
+// Runs the attention socket on tensors of this rank's shapes, in a dry run.
 static void run_attention(const Model *m, MicroBatch *micro, ContextCost *cost) {
     const Sockets *sockets = &m->sockets;
     int64_t d = config_head_size(&m->config), n = micro->b * micro->s;
@@ -120,18 +120,18 @@ void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula
 
 static double least_of(double value, Group group) { return -comm_max(-value, group); }
 
-// Both passes, of the rank that is done last.
+// Both passes, on the rank that ends last.
 static double both(const ContextCost *cost, Mesh mesh) {
     return comm_max(cost->seconds[FORWARD] + cost->seconds[BACKWARD], mesh.world);
 }
 
-// ---- where the ring hides ----
+// ---- from how many tokens on the ring hides its hops ----
 
 enum { MOST_TOKENS = 32768 };  // that are tried
 
-// Fewest tokens a rank, in steps of 16, from which nothing of a zig-zag ring's forward is exposed.
+// The fewest tokens per rank, in steps of 16, from which on a zig-zag ring's forward exposes nothing.
 static int64_t tokens_by_clock(Mesh mesh) {
-    int64_t exposed = 0, hidden = MOST_TOKENS / 16;  // in 16 tokens
+    int64_t exposed = 0, hidden = MOST_TOKENS / 16;  // in units of 16 tokens
     while (hidden - exposed > 1) {
         int64_t middle = (exposed + hidden) / 2;
         Config c = context_llama(CONTEXT_ZIGZAG, 1, middle * 16 * mesh.cp.size, mesh.cp.size);
@@ -142,7 +142,7 @@ static int64_t tokens_by_clock(Mesh mesh) {
     return 16 * hidden;
 }
 
-// m of  2 m^2 a d / F = 2 m kv d e / B + latency
+// The m of  2 m^2 a d / F = 2 m kv d e / B + latency
 static double tokens_by_formula(const Machine *machine, double bandwidth, double latency) {
     const double a = 32, kv = 8, d = 128, e = 2, F = machine_peak_flops(machine, BF16);
     double line = kv * e * F / (a * bandwidth);
@@ -179,7 +179,7 @@ static void where_the_ring_hides(Mesh mesh, const Config *config) {
 
 // ---- the four methods side by side ----
 
-// slow: the links reach less than the machine's peak, and hops may take longer than what they hide behind.
+// slow: the links reach less than the machine's peak, and hops may take longer than the compute beside them.
 static void attention_row(Mesh mesh, ContextMethod method, double *ring, bool slow) {
     Config c = context_llama(method, 1, SEQUENCE, mesh.cp.size);
     ContextCost cost = context_attention_cost(mesh, &c);
@@ -231,7 +231,7 @@ static StepCost step_cost(Mesh mesh, ContextMethod method, int64_t layers, int c
     return program_cost(&c, mesh, context_layouts);
 }
 
-// What all 32 layers take, from what two more add to two.
+// What all 32 layers take: every two more add what four take beyond two.
 static StepCost whole_step(Mesh mesh, ContextMethod method, int cp) {
     StepCost two = step_cost(mesh, method, 2, cp), four = step_cost(mesh, method, 4, cp);
     four.step_seconds += 14 * (four.step_seconds - two.step_seconds);
@@ -246,7 +246,7 @@ static void step_row(Mesh mesh, const char *name, ContextMethod method, int cp, 
     clock_push(name);
     StepCost cost = whole_step(mesh, method, cp);
     clock_pop();
-    // The picture has a row for each method: of four layers, across nodes if they lie apart.
+    // The picture has a row for each method: its step of four layers, across nodes.
     if (cp > 1 && clock_node(mesh.cp.size - 1) > 0) timeline_keep(name);
     double seconds = comm_max(cost.step_seconds, mesh.world);
     double most = comm_max((double)cost.memory.peak_total, mesh.world);

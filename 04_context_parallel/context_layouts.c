@@ -1,5 +1,6 @@
-// context_layouts.c: what the programs of this chapter list, in plug order: techniques of chapters 02 and
-// 03, and the four ways of context parallelism, of which --context chooses one. This file has no main.
+// context_layouts.c: the techniques that the programs of this chapter list, in plug order: those of earlier
+// chapters, and the four methods of context parallelism, of which --context chooses one. This file has no
+// main.
 #include "context_parallel.h"
 
 const Technique *const context_layouts[] = {&ddp_no_sync,

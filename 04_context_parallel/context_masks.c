@@ -1,17 +1,16 @@
 // context_masks.c: who computes which block of the scores, in which hop of the ring. Playbook: the two
 // masks of "Zig-Zag Ring Attention – A Balanced Compute Implementation".
 //
-// A row is a chunk of queries, a column a chunk of keys, 2 N of each, in the order of the sequence. The
-// figure is the hop in which the rank at the left computes that block: the keys come from rank r - h. What
-// counts is how many figures of one kind stand in each rank's rows: a hop lasts as long as its busiest
-// rank.
+// A row is a chunk of queries, a column a chunk of keys, 2 N of each, in the order of the sequence. A digit
+// is the hop h in which the rank r at the left computes that block: the keys come from rank r - h. What
+// matters is how often each digit occurs in a rank's rows: a hop lasts as long as its busiest rank.
 //
 // Bytes sent: none. This file has no main: zigzag_ring_attention.c shows it.
 #include <stdlib.h>
 
 #include "context_parallel.h"
 
-// The rank of each of 2 cp chunks: of one token each.
+// The rank of each of 2 cp chunks, which have one token each.
 static void owners_of(const SequenceLayout *layout, int cp, int *owner) {
     int32_t *tokens = host_alloc((size_t)(2 * cp) * sizeof *tokens);
     for (int rank = 0; rank < cp; rank++) {
@@ -54,7 +53,7 @@ void context_print_masks(int cp) {
     }
 }
 
-// Counted by what the ranks' attention computes, beside the closed forms of sequence_layout.c.
+// Counts what each rank's attention computes, against the closed forms of sequence_layout.c.
 void context_balance(Mesh mesh, const Config *config) {
     const SequenceLayout *const layout[] = {&sequence_contiguous, &sequence_zigzag, &sequence_striped};
     int cp = mesh.cp.size;
@@ -79,7 +78,7 @@ void context_balance(Mesh mesh, const Config *config) {
         free(name);
         report_that(predicted == counted, "%s: this rank computes %.0f entries, by the formula %.0f",
                     layout[i]->name, counted, predicted);
-        // Where 2 cp does not divide s, a rank may have a token more, with up to s entries; and chunks that
+        // If 2 cp does not divide s, a rank may have one token more, with up to s entries, and chunks that
         // begin later, with fewer than s entries more.
         double bound = c.seq % (2 * cp) ? 2.0 * (double)c.seq : 0;
         report_that(layout[i] != &sequence_zigzag || most - least <= bound,

@@ -1,16 +1,15 @@
 // context_memory.c: what a rank needs as sequences grow. Playbook: "Context Parallelism".
 //
-// A step of Llama 3 8B, one sequence on N ranks, ZeRO-3 over dp x cp, full recomputation. Activations are
-// at their peak when backward begins, at the head: the input of each of L blocks, the logits, and the
-// gradient that leaves the head. That is what one device needs for n = s / N tokens, by 00_single_gpu's
-// formulas:
+// A step of Llama 3 8B, one sequence on N ranks, ZeRO-3 over dp x cp, full recomputation. Activations peak
+// when backward begins, at the head: the inputs of all L blocks, the logits, and the gradient that leaves
+// the head. That is what one device needs for n = s / N tokens, by 00_single_gpu's formulas:
 //
 //     kept(n) + n h e + h e      and the positions of s tokens, for the masks
 //
-// the same for all four methods, and linear in s. They differ in what attention holds of other ranks'
+// This is the same for all four methods, and linear in s. They differ in what attention holds of other ranks'
 // tokens (the formula is in each method's file): a ring two chunks of s / N keys, Ulysses s keys of some
 // heads, an all-gather s keys of all heads. Dry runs count both peaks, that of activations and that of
-// everything; the first is held against the formula, to the byte.
+// everything; the first must equal the formula, to the byte.
 //
 // Bytes sent: none. This file has no main: all_gather_attention.c shows it.
 #include <stdlib.h>
@@ -19,7 +18,7 @@
 #include "context_parallel.h"
 #include "files.h"
 
-enum { FIRST = 8192, POINTS = 6, LAYERS = 32 };  // of tokens, each point twice the one before
+enum { FIRST = 8192, POINTS = 6, LAYERS = 32 };  // FIRST tokens, and twice as many at each further point
 
 // A layout, and what a rank of it needs.
 typedef struct Growth {
@@ -34,7 +33,7 @@ static int64_t tokens_at(int point) { return (int64_t)FIRST << point; }
 static double predicted_activations(const Growth *way, int cp, int64_t s) {
     Config own = context_llama(way->method, LAYERS, s / cp, 1);
     own.recompute = RECOMPUTE_FULL;
-    // With stored scores a block that is computed again holds more than the head.
+    // With stored scores a recomputed block holds more than the head.
     if (way->stored) return (double)peak_activation_bytes(&own, own.dtype);
     double row = (double)own.hidden * (double)dtype_size(BF16);
     Price masks = {.blocks = 0};
@@ -53,8 +52,8 @@ static Memory peaks(const Growth *way, Mesh mesh, int64_t layers, int64_t s) {
     return program_cost(&c, mesh, way->stored ? stored : context_layouts).memory;
 }
 
-// Of all layers, from what two more add to two (a second one adds more: weights of two are gathered at
-// once); of the rank that needs most.
+// For all layers, by what two more add to two (the second one adds more, as the weights of two layers are
+// gathered at once); on the rank that needs most.
 static void count(Growth *way, Mesh mesh, int point) {
     const int64_t s = tokens_at(point), more = (LAYERS - 4) / 2;
     Memory two = peaks(way, mesh, 2, s), four = peaks(way, mesh, 4, s);
@@ -150,7 +149,7 @@ static void print_table(const Growth *way, int ways, int ranks) {
 void context_memory(Mesh mesh, const Config *config) {
     const char *file = config_text(config, "memory-svg");
     Growth all[] = {
-        // Lines that lie on each other show through.
+        // Where lines coincide, all of them show.
         {.name = "ring", .color = "#4269d0", .dashes = "none", .method = CONTEXT_RING},
         {.name = "zigzag", .color = "#6cc5b0", .dashes = "12 12", .method = CONTEXT_ZIGZAG},
         {.name = "all-gather", .color = "#ff725c", .dashes = "none", .method = CONTEXT_ALL_GATHER},

@@ -1,22 +1,22 @@
 // context_parallel.c: what the four ways of context parallelism share. Playbook: "Context Parallelism".
 //
 // Against 00_single_gpu: each of N ranks has its own s / N tokens of every sequence, from the embedding to
-// the loss. Linears, norms, the MLP and the loss treat tokens one by one and need nothing else; positions
-// and labels are taken with the tokens (labels were shifted before). Attention alone must see all keys up
-// to a query's own:
+// the loss. Linears, norms, the MLP and the loss process tokens one by one and need nothing else; positions
+// and labels are taken along with the tokens (labels are already shifted). Only attention must see other
+// ranks' tokens, all keys up to a query's own:
 //
-//                  who has which tokens   what is sent in attention                 keys and values held
+//                  layout of tokens       sent in attention                          keys and values held
 //     ring         contiguous             K/V hop to the next rank, N - 1 times      2 chunks and its own
 //     zigzag       zig-zag                the same                                   the same
 //     all-gather   zig-zag                all K/V at once                            all N chunks
 //     ulysses      contiguous             Q, K, V from tokens to heads, o back       all, 1 / N of heads
 //
-// All four compute by the operation of flash attention, one chunk of keys after another, so that no scores
-// are stored. Weights are the same on all ranks of cp and dp, and gradients add up over both: a rank's loss
-// is a sum over its own labels, divided by the labels of all.
+// All four compute by flash attention's operation, one chunk of keys after another, so no scores are stored.
+// Weights are the same on all ranks of cp and dp, and gradients are summed over both: a rank's loss is a sum
+// over its own labels, divided by the number of labels on all ranks.
 //
-// Kept per rank: what 00_single_gpu keeps for its tokens alone, lse in place of probs.
-// Bytes sent: the methods'. This file has no main.
+// Kept per rank: what 00_single_gpu keeps, for the rank's tokens only and with lse in place of probs.
+// Bytes sent: in each method's file. This file has no main.
 #include "context_parallel.h"
 
 #include <stdlib.h>

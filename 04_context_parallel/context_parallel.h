@@ -1,4 +1,4 @@
-// context_parallel.h: chapter 04 as signatures. s tokens of a sequence, cp ranks of context parallelism.
+// context_parallel.h: chapter 04 as signatures. s is the tokens of a sequence, cp the ranks that share it.
 #ifndef CONTEXT_PARALLEL_H
 #define CONTEXT_PARALLEL_H
 
@@ -7,18 +7,18 @@
 #include "03_tensor_parallel/tensor_parallel.h"
 
 // ======================================================================================================
-// 04_context_parallel/sequence_layout.c: who has which tokens of a sequence
+// 04_context_parallel/sequence_layout.c: which rank has which tokens of a sequence
 // ======================================================================================================
 
-// Any s, also below cp: chunks are of s / n tokens, the first s % n of them of one more.
+// For any s, even below cp: each of n chunks has s / n tokens, and the first s % n have one more.
 typedef struct SequenceLayout {
     const char *name;
-    // Tokens that rank `rank` of cp has.
+    // How many tokens rank `rank` of cp has.
     int64_t (*count)(int64_t s, int cp, int rank);
-    // Which ones, count of them, in the order in which they are stored: ascending.
+    // Which ones: count(…) of them, in the order in which they are stored, which is ascending.
     void (*tokens)(int64_t s, int cp, int rank, int32_t *tokens);
     // Score entries that a head computes in one hop: pairs of a query of rank `queries` and a key of rank
-    // `keys` that it sees, in one document. Closed forms, exact for any s.
+    // `keys` that the query sees, without documents. Closed forms, exact for any s.
     double (*pairs)(int64_t s, int cp, int queries, int keys);
 } SequenceLayout;
 
@@ -26,13 +26,13 @@ extern const SequenceLayout sequence_contiguous;  // rank r: chunk r of cp
 extern const SequenceLayout sequence_zigzag;      // rank r: chunks r and 2 cp - 1 - r of 2 cp
 extern const SequenceLayout sequence_striped;     // rank r: tokens r, r + cp, r + 2 cp, …
 
-// In hop `hop` of a ring, rank r computes with the keys that rank hop_owner(r) stores: they move from each
-// rank to the next one.
+// In hop `hop` of a ring, rank r computes with the keys that rank hop_owner(r) stores, as keys move from each
+// rank to the next.
 int hop_owner(int cp, int rank, int hop);
-// All that a head of rank `rank` computes in the cp hops of a sequence.
+// The score entries that a head of rank `rank` computes in all cp hops of a sequence.
 double sequence_rank_pairs(const SequenceLayout *layout, int64_t s, int cp, int rank);
 
-// Rows of the rank's tokens, from those of the whole sequences: positions, tokens, labels (shifted before).
+// Takes the rank's entries from those of whole sequences: positions, tokens, or labels (already shifted).
 // all (b, s), mine (b, count).
 void sequence_take(const SequenceLayout *layout, int cp, int rank, int64_t b, int64_t s, int32_t *mine,
                    const int32_t *all);
@@ -41,9 +41,9 @@ void sequence_take(const SequenceLayout *layout, int cp, int rank, int64_t b, in
 // context_parallel.c: what the four methods share
 // ======================================================================================================
 
-// Each rank of mesh.cp has its own tokens of every sequence, through the whole model; only attention brings
-// them together. Gradients add up over dp x cp. One of these is on, by --context; --layout says who has
-// which tokens.
+// Each rank of mesh.cp has its own tokens of every sequence, through the whole model; only attention combines
+// tokens of different ranks. Gradients are summed over dp x cp. --context chooses one of these; --layout says
+// which rank has which tokens.
 extern const Technique ring_attention;         // K/V hop from rank to rank; contiguous
 extern const Technique zigzag_ring_attention;  // the same on balanced chunks
 extern const Technique all_gather_attention;   // all K/V at once; zig-zag
@@ -57,12 +57,12 @@ typedef enum ContextMethod {
 } ContextMethod;
 extern const char *const context_method_name[CONTEXT_METHODS];  // as --context says
 
-// What the programs of this chapter list: data parallelism and ZeRO's stages, tensor parallelism, these,
+// What the programs of this chapter list: data parallelism and ZeRO's stages, tensor parallelism, the above,
 // recomputation.
 extern const Technique *const context_layouts[];
-extern const Option context_options[];  // of each of the four
+extern const Option context_options[];  // each of the four has these
 enum { CONTEXT_OPTIONS = 3 };
-// The small model of these programs, without heads, tokens and method.
+// The small model of these programs, except for heads, tokens and method.
 #define CONTEXT_MODEL                                                                                \
     "layers=3 hidden=48 kv-heads=2 ffn=88 micro-batch=2 grad-acc=2 steps=3 dtype=f64 optimizer=sgd " \
     "lr=0.1 "                                                                                        \
@@ -71,31 +71,31 @@ enum { CONTEXT_OPTIONS = 3 };
 typedef struct ContextParallel {
     Group cp;
     const SequenceLayout *layout;
-    int64_t s, own;              // tokens of a sequence, and of it here …
-    int32_t *token;              // … these, (own)
+    int64_t s, own;              // tokens of a sequence, and how many of them are on this rank …
+    int32_t *token;              // … and which, (own)
     MaskKey key;                 // of the micro-batch that the following were made for
     AttentionPositions *tokens;  // (cp) of each rank; Ulysses: (1) of all, rank after rank
     AttentionMask *mask;         // of this rank's queries and each one's keys; Ulysses: (1)
 } ContextParallel;
 
 bool context_on(const Config *config, ContextMethod method);
-const SequenceLayout *context_layout(const Config *config);  // by --layout, or what --context is known for
+const SequenceLayout *context_layout(const Config *config);  // by --layout, or the usual one of --context
 void context_check(const Config *config);
 // Fills the tokens socket, and context and drop of the attention socket. The caller fills the rest.
 ContextParallel *context_plug(Model *model);
 void context_unplug(Model *model, void *context);
-// Of the keys of one token, on a rank of tensor parallelism; 0 where no block is stored.
+// Columns of one token's keys, on a rank of tensor parallelism; 0 if the rank stores no block.
 int64_t context_key_columns(const Model *model);
-// Ranks' tokens, and masks against each one's keys; made once for all layers of a micro-batch.
+// Makes each rank's tokens, and masks against its keys, once for all layers of a micro-batch.
 void context_masks(ContextParallel *context, const MicroBatch *micro);
 int64_t context_rows(const ContextParallel *context, int64_t b, int rank);  // b times the tokens of a rank
-// The attention socket's `again` for a method with this `forward`, which need not give o.
+// The attention socket's `again` for a method with this `forward`: makes what it keeps, and drops o.
 typedef void AttentionForward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept,
                               Tensor q, Tensor k, Tensor v, AttentionShape shape);
 void context_again(AttentionForward *forward, void *context, const MicroBatch *micro, AttentionKept *kept,
                    Tensor q, Tensor k, Tensor v, AttentionShape shape);
-// What this rank keeps: its tokens' part of all, lse in place of probs; and the positions of each rank's
-// tokens.
+// What this rank keeps: its tokens' part of everything, with lse in place of probs; and the positions of each
+// rank's tokens.
 void context_price_kept(Price *price, const Model *model, const ContextParallel *context);
 void context_price_positions(Price *price, const Model *model, const ContextParallel *context);
 
@@ -110,31 +110,30 @@ void ring_price(Price *price, const Model *model, const void *context);
 // Attention of one layer, on the model clock and counted on this rank; by Pass.
 typedef struct ContextCost {
     double seconds[2], exposed[2], bytes[2];
-    double held[2];    // peak of what exists to be sent or received
+    double held[2];    // peak bytes to be sent or received
     double computing;  // seconds of attention's own operations, both passes
     double entries;    // score entries of one head, forward
 } ContextCost;
 ContextCost context_attention_cost(Mesh mesh, const Config *config);  // dry
-// The same of Llama 3 8B with so many tokens on each of all ranks, bf16, beside closed forms of bytes and
-// held.
+// The same for Llama 3 8B in bf16 with 1,024 tokens on each rank, against closed forms of bytes and held.
 typedef struct ContextSizes {
     double ranks, tokens;         // of this rank
-    double q, kv, kv_here, size;  // heads; key/value heads as stored, and at least one a rank; head size
+    double q, kv, kv_here, size;  // heads; key/value heads; these, but one per rank at least; head size
     double e, sum;                // bytes of an element, and of a sum
 } ContextSizes;
 typedef ContextCost ContextFormula(const ContextSizes *sizes);
 void context_check_cost(Mesh mesh, ContextMethod method, ContextFormula *formula);
 extern ContextFormula ring_formula;  // ring_attention.c
-// Llama 3 8B in bf16 with so many layers, on cp ranks; and whether a method can shard it.
+// Llama 3 8B in bf16 with `layers` layers, on cp ranks; and whether a method can shard it.
 Config context_llama(ContextMethod method, int64_t layers, int64_t seq, int cp);
 bool context_fits(int cp, ContextMethod method);
 // Its attention and step with s = 131,072 on these ranks, by all four methods, in one node and across
 // nodes.
 void context_compare(Mesh mesh, const Config *config);
-// Its peak memory as s grows, as a table and as a picture in --memory-svg's file; nothing without that.
+// Its peak memory as s grows, as a table and as a picture in --memory-svg's file; without that, nothing.
 void context_memory(Mesh mesh, const Config *config);
 
-// Who computes which block of scores in which hop, as pictures; and the score entries of each rank.
+// Which rank computes which block of scores in which hop, as pictures; and the score entries of each rank.
 void context_print_masks(int cp);
 void context_balance(Mesh mesh, const Config *config);
 

@@ -1,10 +1,10 @@
 // ring_attention.c: keys and values hop from rank to rank. Playbook: "Discovering Ring Attention"; Liu,
 // Zaharia, Abbeel 2023.
 //
-// Against 00_single_gpu/flash.c: a rank has the queries, keys and values of its own tokens. In hop h it
-// computes with the keys and values of rank r - h, which it passes on to rank r + 1 at the same time, and
-// merges the result into o by log-sum-exp. After N hops each query has seen all keys, and no rank ever held
-// them all:
+// Against 00_single_gpu/flash.c: a rank has the queries, keys and values of its own tokens. In hop h, rank r
+// computes with the keys and values of rank r - h, at the same time passes them on to rank r + 1, and merges
+// the result into o by log-sum-exp. After N hops each query has seen all keys, and no rank ever held them
+// all:
 //
 //     forward     hop 0      hop 1      hop 2      hop 3        (whose K/V; N = 4)
 //       rank 0    0          3          2          1            compute, and in flight: the next hop's K/V
@@ -13,12 +13,12 @@
 //       rank 0    dkv 0      dkv 3 ->   dkv 2 ->   dkv 1 ->     the last hop ends on rank j, which adds its
 //       rank 1    dkv 1      dkv 0 ->   dkv 3 ->   dkv 2 ->     own share, of hop 0
 //
-// Contiguous tokens and a causal mask: rank 0 computes in hop 0 alone, rank N - 1 in each
+// With contiguous tokens and a causal mask, rank 0 computes in hop 0 only, rank N - 1 in every hop
 // (zigzag_ring_attention.c balances that).
 //
 // Bytes sent per rank, layer and micro-batch, C = b s / N x 2 kv d elements in a chunk: forward (N - 1) C
 // e, backward (N - 1) C (e + 4) (f64: e + 8), in N - 1 and 2 (N - 1) messages to one neighbour.
-// Memory per rank: two chunks of K/V besides its own; in backward three of dK/dV in f32, too.
+// Memory per rank: two chunks of K/V besides its own; in backward also three of dK/dV in f32.
 // Run: build/04_context_parallel/ring_attention     (--ranks 8, --layout striped, --tp 2 --sp …)
 // Last line: PASS ring_attention: ranks that share every sequence make the step of one device …
 #include <math.h>
@@ -43,7 +43,7 @@ static void chunk_free(KeysValues *chunk) {
     tensor_free(&chunk->v);
 }
 
-// Sends `now` to the next rank and receives `next`, new with `rows`, from the one before.
+// Sends `now` to the next rank and receives `next`, a new chunk of `rows` rows, from the one before.
 static Request *hop(KeysValues *next, KeysValues now, int64_t rows, Group cp) {
     int after = (cp.rank + 1) % cp.size, before = (cp.rank + cp.size - 1) % cp.size;
     *next = chunk_new(MEMORY_COMMUNICATION, now.k.dtype, rows, now.k);
@@ -74,14 +74,14 @@ static void ring_forward(void *context, const MicroBatch *micro, Tensor o, Atten
     flash_round(o, &sum);
 }
 
-// dK/dV in flight: those that this rank has just added to, on to the next, and those that the rank before
-// sends.
+// dK/dV in flight: those that this rank has just added to, on their way to the next rank, and those that the
+// rank before sends.
 typedef struct Returning {
     KeysValues sent, coming;
     Request *request;
 } Returning;
 
-// Waits for the gradients that the rank before has sent: sums +=.
+// Waits for the gradients that the rank before has sent, and adds them to sums.
 static void add_returned(KeysValues sums, Returning *returning) {
     comm_wait(returning->request);
     op_accumulate(sums.k, returning->coming.k);
@@ -156,7 +156,7 @@ void ring_price(Price *price, const Model *m, const void *context) {
     double e = (double)dtype_size((DType)config->dtype),
            sum = (double)dtype_size(flash_sum_dtype(config->dtype));
     double column = (double)(2 * context_key_columns(m)) * (double)config->micro_batch;  // K/V of a token
-    // K/V: all chunks but the one that ends here, the next rank's. dK/dV: all but its own.
+    // K/V: all chunks except the next rank's, which ends here. dK/dV: all except this rank's own.
     double keys = (double)(c->s - c->layout->count(c->s, cp.size, (cp.rank + 1) % cp.size)) * column;
     double gradients = (double)(c->s - c->own) * column;
     price_sent(price, "transfers", (forwards + 2 * backwards) * (cp.size - 1),
@@ -180,7 +180,7 @@ const Technique ring_attention = {.name = "ring_attention",
 
 ContextCost ring_formula(const ContextSizes *z) {
     double chunk = z->tokens * 2 * z->kv * z->size, hops = z->ranks - 1;
-    // K/V of this hop and the next; dK/dV of this hop, and of the one before as sent on and as received.
+    // K/V of this hop and the next; dK/dV of this hop, and of the one before those sent and those received.
     double ahead = hops > 1 ? 2 : hops, ahead_last = hops > 2 ? 2 : hops > 0 ? 1 : 0;
     double returning = hops > 1 ? 3 : 2 * hops;
     return (ContextCost){.bytes = {hops * chunk * z->e, hops * chunk * (z->e + z->sum)},
@@ -189,7 +189,7 @@ ContextCost ring_formula(const ContextSizes *z) {
 
 #ifndef NO_MAIN
 
-// Random values that 16 bits hold, the same for a token on whatever rank it is. (n, columns)
+// Random values, exact in bf16, and the same for a token whichever rank has it. (n, columns)
 static Tensor random_rows(const Model *m, const MicroBatch *micro, int which, int64_t columns) {
     const Sockets *sockets = &m->sockets;
     double *values = host_alloc((size_t)(micro->s * columns) * sizeof *values);
@@ -204,7 +204,7 @@ static Tensor random_rows(const Model *m, const MicroBatch *micro, int which, in
     return t;
 }
 
-// What attention alone gives for this rank's tokens: (own, a d), the caller's.
+// The output of attention alone for this rank's tokens: (own, a d), which the caller frees.
 static double *output_of(Mesh mesh, const Config *config, DType dtype, int64_t *count) {
     Config c = *config;
     c.dtype = dtype;
@@ -238,8 +238,8 @@ static double squared_error(const double *x, const double *exact, int64_t count)
     return sum;
 }
 
-// Chunks merge in f32, so that an output is rounded once, however many ranks there are: of each rank's
-// tokens, the error against f64 beside that of the same tokens on one device.
+// Chunks merge in f32, so an output is rounded once, however many ranks there are: compares the error against
+// f64 of each rank's tokens with that of the same tokens on one device.
 static void error_of_16_bits(const Config *config) {
     Mesh ring = mesh_new((MeshShape){.cp = comm_ranks()});
     Config c = *config;
@@ -256,7 +256,7 @@ static void error_of_16_bits(const Config *config) {
         first += sequence_contiguous.count(c.seq, ring.cp.size, i) * c.heads * config_head_size(&c);
     double error = squared_error(many, exact + first, own),
            alone_error = squared_error(one + first, exact + first, own);
-    // Both are 0 where a rank has the first token alone: it sees one key.
+    // Both are 0 if a rank has only the first token, which sees one key.
     double growth = error == alone_error ? 1 : sqrt(error / alone_error);
     growth = comm_max(growth, ring.cp);
     say("\nattention in bf16 against f64: on %d rank%s its error is %.2f times that of one, expected 1.5 "
@@ -273,7 +273,7 @@ static void error_of_16_bits(const Config *config) {
     free(many);
 }
 
-// With so many tokens computing takes longer than a hop, and where all ranks are equally busy none waits.
+// With this many tokens computing takes longer than a hop, and as all ranks are equally busy, none waits.
 static void hops_hide(const Config *config) {
     enum { TOKENS = 16384 };
     Mesh ring = mesh_new((MeshShape){.cp = comm_ranks()});

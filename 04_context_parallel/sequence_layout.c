@@ -1,25 +1,25 @@
 // sequence_layout.c: which tokens of a sequence a rank of context parallelism has. Playbook: "Zig-Zag Ring
 // Attention – A Balanced Compute Implementation"; zig-zag: Llama 3; striped: Brandon et al. 2023.
 //
-// Against 00_single_gpu: a rank has s / cp tokens of every sequence, and positions, tokens and labels are
-// taken by the same function (labels are shifted first: the next token may be on another rank). Under a
-// causal mask a late token sees more than an early one, so who has which tokens decides who waits for whom.
-// Score entries of a head with m = s / cp tokens on each rank:
+// Against 00_single_gpu: a rank has s / cp tokens of every sequence, and one function takes its positions,
+// tokens and labels (labels are shifted first: the next token may be on another rank). Under a causal mask a
+// late token sees more than an early one, so the layout of tokens decides which ranks wait for which others.
+// Score entries of a head, with m = s / cp tokens on each rank:
 //
-//                 tokens of rank 0 (s = 16)  of all hops, rank r              most in a hop
+//                 tokens of rank 0 (s = 16)  in all hops, rank r              most in a hop
 //     contiguous  0 1 2 3                    (r + 1/2) m^2 + m / 2            m^2
 //     zig-zag     0 1 14 15                  cp m^2 / 2 + m / 2               m^2 / 2 + m / 2
 //     striped     0 4 8 12                   cp m^2 / 2 + m (r + 1 - cp / 2)  m^2 / 2 + m / 2
 //
-// Contiguous, the last rank computes almost 2 cp - 1 times what the first does. Zig-zag gives all ranks the
-// same, to the entry, where 2 cp divides s. Striped comes close, but has a diagonal of tiles to mask in
-// every hop; zig-zag in hop 0 alone.
+// With contiguous tokens the last rank computes almost 2 cp - 1 times as much as the first. Zig-zag gives all
+// ranks exactly the same number of entries if 2 cp divides s. Striped comes close, but has a diagonal of
+// tiles to mask in every hop, zig-zag only in hop 0.
 #include <stdlib.h>
 
 #include "base.h"
 #include "context_parallel.h"
 
-// ---- chunks: the first s % n are of one token more ----
+// ---- chunks: the first s % n have one token more ----
 
 static int64_t chunk_size(int64_t s, int n, int i) { return s / n + (i < s % n); }
 static int64_t chunk_first(int64_t s, int n, int i) { return s / n * i + (i < s % n ? i : s % n); }
@@ -69,7 +69,7 @@ static int64_t striped_count(int64_t s, int cp, int rank) { return chunk_size(s,
 static void striped_tokens(int64_t s, int cp, int rank, int32_t *tokens) {
     for (int64_t t = 0; t < striped_count(s, cp, rank); t++) tokens[t] = (int32_t)(rank + t * cp);
 }
-// The t-th query sees the first t keys, and one more where that comes before it.
+// The t-th query sees the first t - 1 keys, and the t-th as well unless that is a later token.
 static double striped_pairs(int64_t s, int cp, int queries, int keys) {
     double n = (double)striped_count(s, cp, queries);
     return keys <= queries ? n * (n + 1) / 2 : n * (n - 1) / 2;

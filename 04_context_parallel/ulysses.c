@@ -1,22 +1,22 @@
 // ulysses.c: from a part of the tokens to a part of the heads, and back. Jacobs et al. 2023 (DeepSpeed
 // Ulysses); not in the playbook.
 //
-// Against ring_attention.c: attention treats heads one by one. An all-to-all turns a rank's tokens of all
-// heads into all tokens of its heads, on which attention is that of one device; another one turns o back:
+// Against ring_attention.c: attention processes heads one by one. An all-to-all turns all heads of a rank's
+// tokens into all tokens of a rank's heads, on which attention is as on one device; another turns o back:
 //
 //     (b, s / N, a d) --[all-to-all]--> (b, s, a d / N) -- attention -- o --[all-to-all]--> (b, s / N, a d)
 //
-// All ranks compute the same, whoever has which tokens: causal masks need no balance. But N must divide the
-// heads. Key/value heads fewer than ranks go to several of them; each serves other query heads, and the
-// parts of dK and dV add up in f32 on the rank that has the tokens. Backward sends q, k and v again rather
-// than keep them twice, and beside d_o one number for each token and head: sum(o d_o).
+// All ranks compute equally much in any layout of tokens: causal masks need no balancing. But N must divide
+// the heads. With fewer key/value heads than ranks, several ranks get the same one, each for different query
+// heads, and the parts of dK and dV are summed in f32 on the rank that has the tokens. Backward sends q, k
+// and v again rather than keep them twice, and besides d_o one number per token and head: sum(o d_o).
 //
-// Bytes sent per rank, layer and micro-batch, n = b s / N tokens, kv' = max(kv, N), every tensor but its
-// N-th:
+// Bytes sent per rank, layer and micro-batch, n = b s / N tokens, kv' = max(kv, N); an N-th of each tensor
+// stays:
 //     forward     (N - 1) / N n d e (2 a + 2 kv')
 //     backward    (N - 1) / N n (d e (3 a + 4 kv') + 4 a), and 2 d (4 - e) kv' more where heads have copies
-// With n tokens a rank about the same for any N; the ring's (N - 1) n 2 kv d e grows with N.
-// Memory per rank: q, k, v and o a second time while they are computed with.
+// For a given n this is about the same for any N, while the ring's (N - 1) n 2 kv d e grows with N.
+// Memory per rank: a second copy of q, k, v and o while attention computes with them.
 // Run: build/04_context_parallel/ulysses     (--ranks 2, --heads 8 --kv-heads 2, --tp 2, --documents 10 …)
 // Last line: PASS ulysses: ranks that split the heads make the step of one device …
 #include <stdlib.h>
@@ -26,14 +26,14 @@
 
 // ---- the technique: from tokens to heads, and back ----
 
-// Columns of x that a rank has after the all-to-all: of its heads, or of one whose copies several ranks
+// Columns of x that a rank has after the all-to-all: those of its heads, or of one head that several ranks
 // have.
 static int64_t own_columns(const ContextParallel *c, int64_t columns, int64_t head_size) {
     int64_t heads = columns / head_size;
     return heads >= c->cp.size ? columns / c->cp.size : head_size;
 }
 
-// Elements of what goes to, or comes from, each rank. The caller frees both.
+// The elements that go to each rank, or come from it. The caller frees the result.
 static int64_t *counts_of(const ContextParallel *c, int64_t columns, bool tokens_of_each) {
     int64_t *counts = host_alloc((size_t)c->cp.size * sizeof *counts);
     for (int i = 0; i < c->cp.size; i++)
@@ -57,7 +57,7 @@ static Tensor to_heads(const ContextParallel *c, int64_t b, Tensor x, int64_t w)
     return y;
 }
 
-// The way back: y (b own, all columns) from x (b s, w), which it ends; copies of a head add up.
+// The way back: y (b own, all columns) from x (b s, w), which is freed; copies of a head are summed.
 static void to_tokens(const ContextParallel *c, int64_t b, Tensor y, Tensor *x) {
     int64_t w = tensor_columns(*x), *sent = counts_of(c, w, true), *received = counts_of(c, w, false);
     Tensor parts = tensor_new(MEMORY_COMMUNICATION, x->dtype, SHAPE(c->cp.size, c->own, w));
@@ -71,7 +71,7 @@ static void to_tokens(const ContextParallel *c, int64_t b, Tensor y, Tensor *x) 
     free(received);
 }
 
-// All tokens, in the order in which the all-to-all brings them, against themselves.
+// The mask of all tokens against themselves, in the order in which the all-to-all delivers them.
 static const AttentionMask *mask_of_all(ContextParallel *c, const MicroBatch *micro) {
     if (!mask_key_changes(&c->key, micro, c->s)) return c->mask;
     attention_positions_free(c->tokens);
@@ -120,7 +120,7 @@ static void ulysses_forward(void *context, const MicroBatch *micro, Tensor o, At
     to_tokens(c, micro->b, o, &all);
 }
 
-// What attention has found for dk or dv: parts of it, where other ranks have copies of the head.
+// Returns a gradient to the ranks of its tokens: rounded first, or last if copies of a head are summed.
 static void return_sum(const ContextParallel *c, int64_t b, Tensor dk, Tensor *sum, bool copies) {
     if (copies) {
         Tensor wide = dk.dtype == sum->dtype ? tensor_share(dk)
@@ -205,8 +205,8 @@ static void price(Price *price, const Model *m, const void *context) {
     double heads = (double)(config->heads / m->mesh.tp.size) / c->cp.size,
            kv = (double)(own_columns(c, columns, head_size) / head_size);
     bool copies = columns / head_size < c->cp.size;
-    // Of so many columns on each rank: to heads, this rank's tokens go to the others; back, the others'
-    // tokens.
+    // Elements sent per column of a rank's heads: on the way to heads this rank's tokens, on the way back
+    // those of the others.
     double out = b * (double)c->own * (c->cp.size - 1), back = b * (double)(c->s - c->own);
     double forwards = price->attentions * (double)config->layers,
            backwards = price->backwards * (double)config->layers;
@@ -216,7 +216,7 @@ static void price(Price *price, const Model *m, const void *context) {
                                 back * d * (heads * e + 2 * kv * (copies ? (double)dtype_size(sum) : e))),
                c->cp);
     context_price_kept(price, m, c);
-    // lse: of all tokens for this rank's heads, not of all heads for its tokens.
+    // lse has all tokens of this rank's heads, not all heads of its tokens.
     for (int i = 0; i < price->block_rows; i++)
         if (!strcmp(price->block[i].what, "probs"))
             price->block[i].bytes *= (double)c->s / (double)(c->own * c->cp.size);
