@@ -161,7 +161,7 @@ static void price(Price *price, const Model *m, const void *context) {
     const Recipe *recipe = &m->params.recipe;
     double enters = price->enters, leaves = price->leaves_backward, gathers = enters + leaves,
            scatters = price->leaves + price->enters_backward;
-    if (price->messages) {  // async_tensor_parallel sends the same rows as messages, except those of a lookup
+    if (price->messages) {  // async_tensor_parallel sends the same rows as messages, except a lookup's
         double sent = (gathers - price->lookups) * (double)(rows * h * (tp.size - 1)) +
                       (scatters - price->lookups) * (double)((n - rows) * h);
         price_sent(price, "transfers", (gathers + scatters - 2 * price->lookups) * (tp.size - 1),

@@ -18,7 +18,7 @@ extern const Technique *const tensor_layouts[];
 typedef struct TensorParallel {
     Group tp;
     Sockets before;                       // sequence_parallel: those it replaced, called on own rows
-    const Codec *send_rows, *send_drows;  // sequence_parallel: the recipe's; NULL: rows are sent as they are
+    const Codec *send_rows, *send_drows;  // sequence_parallel: the recipe's; NULL: rows go as they are
 } TensorParallel;
 
 // tensor_parallel.c: which rows or columns of a block's matrices are this rank's, and what is left to store

@@ -16,8 +16,8 @@
 //             7       3 3 3 3 3 3 3 3           0 0 0 0 0 0 0 0
 //
 // Score entries of a head, with m = s / N tokens on a rank: contiguous (r + 1/2) m^2 + m / 2 on rank r,
-// zig-zag N m^2 / 2 + m / 2 on every rank. After hop 0 the slowest rank of a hop computes m^2 / 2, not m^2: in
-// all, 2 - 1/N times faster.
+// zig-zag N m^2 / 2 + m / 2 on every rank. After hop 0 the slowest rank of a hop computes m^2 / 2, not m^2:
+// in all, 2 - 1/N times faster.
 //
 // Bytes sent and memory per rank: as ring_attention.c.
 // Run: build/04_context_parallel/zigzag_ring_attention   (--ranks 8, --dp 2 --zero 3, --machine dgx-a100 …)
