@@ -1,7 +1,7 @@
 // afab.c: all forward, all backward: every micro-batch goes up the stages, then every one comes down.
 // Playbook: "Splitting layers on various nodes - All forward, all backward".
 //
-// Stage r is on rank r. With one micro-batch it is the naive pipeline, in which one rank works and the
+// Stage r is on rank r. With one micro-batch this is the naive pipeline, in which one rank works and the
 // others wait.
 //
 //     rank r:  F(0) … F(m-1)  BW(0) … BW(m-1)           drawn below as F and D; dots: the bubble
@@ -11,7 +11,7 @@
 //     rank 2  |........F0--F1--F2--F3--............D0------D1------D2------D3------................
 //     rank 3  |............F0--F1--F2--F3--D0------D1------D2------D3------........................
 //
-// The first F reaches the last rank after p - 1 forwards, and the last BW comes back over p - 1 backwards:
+// The first F reaches the last rank after p - 1 forwards, and the last BW comes back through p - 1 backwards:
 //     makespan (m + p - 1) (F + B + W),  bubble (p - 1) (F + B + W), for every m: (p - 1) / m of the work.
 // Activations held: those of all m micro-batches. Messages sent: m activations by every rank but the last,
 // m gradients by every rank but the first.

@@ -1,11 +1,10 @@
 // dualpipe.c: the pipeline runs in both directions at once. Playbook: "Zero Bubble and DualPipe";
 // DeepSeek-V3, section 3.2.1.
 //
-// Against zero_bubble.c: half of the micro-batches enter at rank 0 and half at rank p - 1 (p even). So each
-// rank has two stages, r and p - 1 - r, two copies of the model stand on the ranks, and every rank has a
-// forward and a backward of different micro-batches to do together: the pair F+BW, of which one computes
-// while the other communicates. Before the optimizer's one step, gradients of the mirrored copies are added
-// up. (Small letters: direction 1.)
+// Against zero_bubble.c: half of the micro-batches enter at rank 0 and half at rank p - 1 (p even). So rank r
+// has two stages, r and p - 1 - r, the ranks store two copies of the model, and each rank can run a forward
+// and a backward of different micro-batches together: the pair F+BW, in which one computes while the other
+// communicates. Before the optimizer step, the copies' gradients are summed. (Small letters: direction 1.)
 //
 //     rank 0  |F0-F1-F2-f4-b4-w4-f5-F3+d5----...f6+D0----d6----...f7+D1----d7----B2-W2-B3-W3-
 //     rank 1  |...F0-f4-F1-f5-F2-d4----f6+D0----F3+d5----f7+D1----d6----D2----...b7-B3-w7-W3-
@@ -13,15 +12,15 @@
 //     rank 3  |f4-f5-f6-F0-B0-W0-F1-f7+D1----...F2+d4----D2----...F3+d5----D3----b6-w6-b7-w7-
 //
 // Bubble: (p/2 - 1) (F&B + BW - 3W) in DeepSeek-V3, where BW = B + W and F&B is the time of a pair: exact
-// for F = B >= W, m >= 2p, m even, if a pair takes as long as its passes. (A shorter pair shortens the
-// step; the formula is what the middle ranks idle.) With F a little shorter than B, up to 5F / 4 and p <= 8,
-// it is (p/2 - 1) (F&B + F - 2W). Messages: as many as 1F1B's, of both kinds to both neighbours.
+// for F = B >= W, m >= 2p, m even, if a pair takes as long as its passes. (A shorter pair shortens the step;
+// the formula is then how long the middle ranks idle.) With B a little longer than F, up to 5F / 4, and
+// p <= 8 it is (p/2 - 1) (F&B + F - 2W). Messages: as many as with 1F1B, of both kinds to both neighbours.
 // Held: p + 1 micro-batches on every rank, and weights twice; for any m, min(m, p + 1, n + 1 + k), where n
 // micro-batches enter at the nearer end, k ranks away.
 // Run: build/05_pipeline_parallel/schedule --schedule dualpipe --stages 4 --micro-batches 8
 #include "schedule.h"
 
-// A rank at work. Chunk 0 is of the direction whose end is nearer.
+// A rank's progress. Chunk 0 is of the direction that enters at the nearer end.
 typedef struct Rank {
     Schedule *schedule;
     int rank;
@@ -33,7 +32,7 @@ typedef struct Rank {
     int first, last;
 } Rank;
 
-// The next micro-batch of a chunk; one that does not exist, when all have been.
+// The next micro-batch of a chunk; after the last, one that does not exist.
 static int next(const DualChunk *chunk, int *count) {
     int i = (*count)++;
     return i < chunk->count ? chunk->first + i : -1;
@@ -67,8 +66,8 @@ static void backward_weight(Rank *r) {
 }
 
 // Rank r and its mirror p - 1 - r do the same with the directions swapped. Let k = min(r, p - 1 - r) be
-// the distance to the nearer end of the pipeline, half = p / 2, and n a direction's micro-batches; x' is a
-// pass of those from the far end, and each pass takes the next micro-batch of its kind and direction:
+// the distance to the nearer end of the pipeline, half = p / 2, and n the micro-batches of a direction. x' is
+// a pass of those from the far end; each pass takes the next micro-batch of its kind and direction:
 //
 //     2 (half - k - 1) times  F                        fill
 //     k + 1 times             F F'
@@ -77,10 +76,10 @@ static void backward_weight(Rank *r) {
 //                                                      the first is F, BW': others wait for this F)
 //     half - k - 1 times      BW' F'+BW
 //     k + 1 times             BW' BW                   from the middle on as B' B, whose W waits
-//     half - k - 1 times      W B                      drain; W: that of the earliest B that waits
+//     half - k - 1 times      W B                      drain; W of the earliest B that has had none
 //     k + 1 times             W
 //
-// For m < 2p, or an odd m, the list is the same, with what does not exist left out.
+// For m < 2p, or an odd m, the list is the same, without the passes that do not exist.
 void schedule_dual_rank(Schedule *s, int rank, int half, int k, const DualChunk chunk[2]) {
     int n = chunk[0].count > chunk[1].count ? chunk[0].count : chunk[1].count;
     Rank r = {.schedule = s, .rank = rank, .chunk = {chunk[0], chunk[1]}};
@@ -108,7 +107,7 @@ void schedule_dual_rank(Schedule *s, int rank, int half, int k, const DualChunk 
         pair(&r, 1, 0);
     }
     for (int i = 0; i < 2 * (k + 1); i++) {
-        // of chunks 1 and 0 by turns; from the middle on, W waits
+        // of chunks 1 and 0 in turn; from the middle on, W waits
         if (i <= k) backward(&r, i % 2 == 0);
         else backward_input(&r, i % 2 == 0);
     }

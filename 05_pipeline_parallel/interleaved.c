@@ -1,22 +1,22 @@
 // interleaved.c: each rank has v stages instead of one, every p-th of p v. Playbook: "Interleaving stages".
 //
-// Against one_f_one_b.c: stage k is on rank k mod p, so that a micro-batch goes round the ranks v times,
-// and a pass takes a v-th of the time, as does filling and draining the pipeline. A rank's v stages, its
-// chunks, take turns: `group` micro-batches through the first, then the second …; then the next group:
+// Against one_f_one_b.c: stage k is on rank k mod p. So a micro-batch goes round the ranks v times, and a
+// pass takes a v-th of the time, as does filling and draining the pipeline. A rank's v stages, its chunks,
+// take turns: `group` micro-batches go through the first, then through the second …; then the next group:
 //
 //     forward k of a rank:  micro-batch group (k div (v group)) + k mod group,  chunk (k div group) mod v
 //
-// Backward has the same order with the chunks reversed; rank r stays a = 2 (p - 1 - r) + (v - 1) group
-// forwards ahead of it. group = p is depth-first (a micro-batch leaves the model as soon as it can),
-// group = m breadth-first (the pipeline is filled first); Llama 3.1 tunes it. (Small: chunk 1; D = BW.)
+// Backward has the same order with the chunks reversed; on rank r forwards stay a = 2 (p - 1 - r) + (v - 1)
+// group ahead of it. group = p is depth-first (a micro-batch leaves the model as soon as it can), group = m
+// breadth-first (the pipeline is filled first); Llama 3.1 tunes it. (Small letters: chunk 1; D = BW.)
 //
 //     rank 0  |F0F1F2F3f0f1f2f3............d0--..d1--..d2--..d3--D0--D1--D2--D3--
 //     rank 1  |..F0F1F2F3f0f1f2f3......d0--..d1--..d2--..d3--D0--D1--D2--D3--....
 //     rank 2  |....F0F1F2F3f0f1f2..d0--f3d1--..d2--..d3--D0--D1--D2--D3--........
 //     rank 3  |......F0F1F2F3f0d0--f1d1--f2d2--f3d3--D0--D1--D2--D3--............
 //
-// Bubble: (p - 1) (F + B + W) / v where group divides m, at the price of v times the messages. Held on
-// rank r, in micro-batches of v stages: min(m, (a + 1) / v).
+// Bubble: (p - 1) (F + B + W) / v if group divides m, at the price of v times the messages. Held on rank r,
+// in micro-batches of v stages: min(m, (a + 1) / v).
 // Run: build/05_pipeline_parallel/schedule --schedule interleaved --stages 4 --micro-batches 4 --chunks 2
 #include "schedule.h"
 
@@ -26,18 +26,18 @@ static void turn(int k, int v, int group, int *chunk, int *micro_batch) {
     *chunk = k / group % v;
 }
 
-// A group's first micro-batch is back at rank 0 when its last has left it: so a group must be at least p
-// long. If group does not divide m and the last group is planned shorter, ranks wait for forwards that
-// others have put behind backwards: with v = 2, p = 8 deadlocks at m = 10 … 13, however many messages may
-// be in flight, and p = 4 has a bubble of 100 at m = 9, for F = 10, B = 12, W = 8. Here the last group is
-// planned whole, and the micro-batches that do not exist are left out: every m runs, and that bubble is 75.
+// The first micro-batch of a group is back at rank 0 after p forwards, so a group must have p micro-batches
+// or more. If group does not divide m and the last group is planned shorter, ranks wait for forwards that
+// others have after backwards: with v = 2, p = 8 deadlocks at m = 10 … 13, however many messages may be in
+// flight, and p = 4 has a bubble of 100 at m = 9, for F = 10, B = 12, W = 8. So the last group is planned
+// whole, and micro-batches that do not exist are left out: every m runs, and that bubble is 75.
 Schedule schedule_interleaved(int p, int m, int v, int group) {
     Schedule s = schedule_new("interleaved", p, m, v * p, 1);
     int turns = (m + group - 1) / group * group * v;
     for (int r = 0; r < p; r++) {
-        // One forward less ahead would hold a chunk less, and costs nothing while a hop takes no time. But
-        // with hops each rank then waits for its neighbours in every turn: with a hop of 1 the bubble of
-        // p = 4, m = 16, v = 2 is 85 in place of 59.
+        // One forward less ahead would hold one chunk less, and cost nothing if a hop took no time. But with
+        // hops each rank would then wait for its neighbours in every turn: with a hop of 1 the bubble of
+        // p = 4, m = 16, v = 2 would be 85 instead of 59.
         int ahead = 2 * (p - 1 - r) + (v - 1) * group;
         for (int k = -ahead; k < turns; k++) {
             int chunk, i;

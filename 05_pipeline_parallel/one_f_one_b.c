@@ -1,10 +1,10 @@
 // one_f_one_b.c: one forward, one backward: a backward as soon as there is one. Playbook:
 // "One-forward-one-backward and LLama 3.1 schemes".
 //
-// Against afab.c: rank r keeps a = p - 1 - r forwards ahead of its backwards, one for each rank after it,
-// and no more.
+// Against afab.c: on rank r forwards run a = p - 1 - r micro-batches ahead of backwards, one for each rank
+// after it, and no further.
 //
-//     rank r, for i = -a … m - 1:  F(i + a)  BW(i)        nothing where there is no such micro-batch
+//     rank r, for i = -a … m - 1:  F(i + a)  BW(i)        each only if there is such a micro-batch
 //
 // That one loop is warm-up (i < 0), the steady state, and the end (i + a >= m); D is BW, dots the bubble:
 //
@@ -13,13 +13,13 @@
 //     rank 2  |........F0--F1--........D0------F2--D1------F3--D2------....D3------................
 //     rank 3  |............F0--D0------F1--D1------F2--D2------F3--D3------........................
 //
-// Bubble: as AFAB's, (p - 1) (F + B + W), for every m: the first backward begins earlier, but the last one
-// ends no sooner.
-// Activations held on rank r: min(p - r, m) micro-batches, in place of m.
-// With `split` B and W are two passes, one after the other. B's gradient leaves before W begins, so that
-// it reaches rank 0 sooner: bubble (p - 1) (F + B), for every m; zero_bubble.c goes on from there.
+// Bubble: AFAB's, (p - 1) (F + B + W), for every m: the first backward begins earlier, but the last one ends
+// no sooner.
+// Activations held on rank r: min(p - r, m) micro-batches instead of m.
+// With `split` B and W are two passes, one right after the other. B's gradient leaves before W begins, and so
+// reaches rank 0 sooner: bubble (p - 1) (F + B), for every m; zero_bubble.c goes on from there.
 // Messages: as many as AFAB's. But each rank now works in step with its neighbours, and waits for a round
-// trip of messages in every turn: where messages are slow, 1F1B is slower than AFAB.
+// trip of messages in every turn: if messages are slow, 1F1B is slower than AFAB.
 // Run: build/05_pipeline_parallel/schedule --schedule one_f_one_b --stages 4 --micro-batches 4  (--split)
 #include "schedule.h"
 

@@ -1,7 +1,7 @@
 // pipeline.c: runs any verified schedule on the model's stages. Playbook: "Pipeline Parallelism".
 //
 // Against 00_single_gpu: each of p ranks stores some stages, ranges of layers with the embedding before
-// the first one and the head behind the last, and walks its list of the schedule. Activations go to the
+// the first one and the head after the last, and walks its list in the schedule. Activations go to the
 // rank of the next stage, gradients to that of the stage before:
 //
 //     for each action of my list
@@ -10,13 +10,13 @@
 //         F: chunk_forward    B: chunk_backward_input    W: chunk_backward_weight    BW: both
 //         send its output
 //
-// Nothing can deadlock: the messages of a step have one order, that of a clock on which every pass takes
-// one unit, and each rank starts its own in this order. Take the first message that has not ended. All that
-// its sender and its receiver wait for before they start it has ended, so both start it, and it ends.
+// Nothing can deadlock: the messages of a step have one order, by a clock on which every pass takes one unit,
+// and each rank starts its own messages in this order. Take the first message that has not ended. Everything
+// that its sender and receiver wait for before they start it has ended, so both start it, and it ends.
 //
 // Sums do not depend on the schedule: W runs in the order of micro-batches on every stage, so losses,
-// gradients and the step are those of one device to the last bit. Where two copies of a weight add up
-// (tied embeddings, DualPipe), that one sum has another order.
+// gradients and the step are those of one device to the last bit. Only where gradients of two copies of a
+// weight are summed (tied embeddings, DualPipe), that sum has another order.
 //
 // Sent per rank and micro-batch: n h elements for each stage whose neighbour is on another rank, each way.
 // Memory per rank: weights, gradients and optimizer state of its stages; activations of the micro-batches
@@ -28,7 +28,7 @@
 
 // ---- a step ----
 
-// The pass on the other rank that takes what this one has made (B or BW: they have one slot).
+// The pass on the other rank that takes this one's output (B or BW: they have one slot).
 static StagePass taker_of(StagePass pass) {
     pass.stage += pass.kind == PASS_F ? 1 : -1;
     return pass;
@@ -74,8 +74,8 @@ static void start_receives(Pipeline *p, Model *m, int until) {
     }
 }
 
-// The place in the order, from `first` on, of the first message that an action of this rank sends when it
-// ends, or of the first one after its end.
+// The place in the order, from `first` on, of the first message that this rank's action sends when it ends,
+// at `end`, or else of the first message after that time.
 int pipeline_messages_by(const Pipeline *p, int first, int rank, double end) {
     int i = first;
     while (i < p->messages &&
@@ -121,7 +121,7 @@ void pipeline_compute(Pipeline *p, Model *m, StagePass pass) {
     clock_pop();
 }
 
-// Sends the pass's output; after the last pass of a micro-batch on this rank, frees what it kept.
+// Sends the pass's output; after the last pass of a micro-batch on this rank, frees what that kept.
 static void end_pass(Pipeline *p, Model *m, StagePass pass) {
     MicroBatch *micro = &p->micro[pass.micro_batch];
     if (pass.kind == PASS_F) {
@@ -150,7 +150,7 @@ static void run_action(Pipeline *p, Model *m, const Action *action) {
     }
 }
 
-// A copy of a unit may have no micro-batch in a step (with DualPipe and a single one, in the other
+// A copy of a unit may see no micro-batch in a step (with DualPipe, if the only one goes in the other
 // direction). It still joins its replicas' collectives of weights and gradients, and adds zero.
 static void pass_idle_unit(Model *m, int unit) {
     const Sockets *sockets = &m->sockets;
@@ -183,7 +183,7 @@ static void run(void *context, Model *m, const StepInput *input) {
         if (p->sending[i]) comm_wait(p->sending[i]);
         p->sending[i] = NULL;
     }
-    // The ranks of the last stage have the loss.
+    // Only ranks with a last stage have a loss.
     if (m->mesh.pp.size > 1) comm_wait(comm_all_reduce(input->loss, REDUCE_SUM, m->mesh.pp));
 }
 
@@ -212,7 +212,7 @@ static double evaluate(void *context, Model *m, MicroBatch *micro) {
 
 // ---- the record ----
 
-// How often a step makes each unit's gradient final: once for each micro-batch that has the unit here.
+// How often a step makes each unit's gradient final: once for each micro-batch that passes the unit here.
 static void count_finals(Pipeline *p, const Model *m) {
     const Schedule *s = &p->schedule;
     for (int unit = 0; unit < m->params.units; unit++) {
@@ -321,7 +321,7 @@ static void price(Price *price, const Model *m, const void *context) {
     price->elements[ROLE_EMBEDDING] *= embedding;
     price->elements[ROLE_NORM] *= head;
     price->elements[ROLE_HEAD] *= head;
-    price->blocks = NAN;  // what is held at once is the schedule's: pipeline_memory.c
+    price->blocks = NAN;  // what is held at once depends on the schedule: pipeline_memory.c
 
     MicroBatch one = {.b = c->micro_batch, .s = model_tokens(m) / c->micro_batch};
     int64_t rows = m->sockets.region.rows(m->sockets.region.context, &one);

@@ -1,5 +1,5 @@
-// pipeline.h: chapter 05's technique: each rank of pp owns some stages of the model, and walks its list of
-// a schedule.
+// pipeline.h: chapter 05's technique: each rank of pp owns some stages of the model, and walks its list in a
+// schedule.
 #ifndef PIPELINE_H
 #define PIPELINE_H
 
@@ -9,8 +9,8 @@
 // --schedule, --chunks, --stage-layers, --load; micro-batches are --grad-acc.
 extern const Technique pipeline;
 
-// --zero 3 under a pipeline (zero3_per_step.c): a stage's weights are gathered once a step, and its
-// gradients reduced once; --zero hybrid likewise, for a list that has it.
+// --zero 3 under a pipeline (zero3_per_step.c): a stage's weights are gathered once per step, and its
+// gradients reduced once; --zero hybrid likewise, for programs that list it.
 extern const Technique zero3_per_step, hybrid_zero_per_step;
 
 // What the programs of this chapter list (pipeline_layouts.c): data parallelism, ZeRO's stages, chapter
@@ -30,16 +30,16 @@ void pipeline_split_layers(const Config *config, Chunk *chunk, int stages);
 bool pipeline_in_chunk(const Model *model, const Chunk *chunk, int unit);
 void pipeline_shard(Model *model);
 
-// A message between two stages on different ranks: what `pass` has made, activations (F) or gradients (B,
-// BW).
+// A message between stages on different ranks: the output of `pass`, activations (F) or gradients (B, BW).
 typedef struct Message {
-    double time;  // at which the pass ends if every F, B and W takes as long
+    double time;  // when the pass ends if every F, B and W takes 1
     int from, to;
-    int order;  // among those of one rank that are sent at once
+    int order;  // among those of one rank that are sent at the same time
     StagePass pass;
 } Message;
 extern const Durations pipeline_unit_times;  // every F, B and W takes 1
-// All of a step, in one order that every rank derives alike: by time, then by rank. The caller frees them.
+// All messages of a step, in an order that is the same on every rank: by time, then by rank. The caller frees
+// them.
 Message *pipeline_messages(const Schedule *schedule, const ScheduleTimes *times, int *count);
 
 // ---- pipeline.c: the runtime ----
@@ -50,13 +50,13 @@ struct Pipeline {
     Chunk *chunk;         // (stages)
     Message *message;
     int messages;
-    int64_t *finals;          // (units) how often a step makes its gradient final here
-    bool *idle;               // (units) stored here, and no micro-batch has it
+    int64_t *finals;          // (units) how often a step makes the unit's gradient final here
+    bool *idle;               // (units) stored here, but no micro-batch passes it
     Group forward, backward;  // pp twice: activations on one line, gradients on the other
     // Of the step that is running.
     MicroBatch *micro;    // (m)
-    int *passes_left;     // (m) of this rank's W; -1: not begun
-    int next;             // of the messages: all before it that are this rank's have been started
+    int *passes_left;     // (m) this rank's Ws still to run; -1: not begun
+    int next;             // in `message`: all of this rank's messages before it have been started
     int finished;         // micro-batches that have left this rank
     int held, most_held;  // passes of micro-batches between F and B, and the most ever
     Tensor *arrived;      // (slots) input of a pass, from another rank
@@ -67,22 +67,22 @@ struct Pipeline {
     void (*together)(void *context, Pipeline *pipeline, Model *model, const Action *action);
     void *together_context;
 };
-// All of a pass but what it sends and ends.
+// All of a pass, except sending its output and freeing memory.
 void pipeline_compute(Pipeline *pipeline, Model *model, StagePass pass);
 
 int pipeline_messages_by(const Pipeline *pipeline, int first, int rank, double end);
-// How often a micro-batch's W adds to the embedding's gradient on this rank: tied, by the head, too.
+// How often a micro-batch's Ws add to the embedding's gradient on this rank: if tied, the head's as well.
 int pipeline_embedding_parts(const Pipeline *pipeline, const Model *model, int micro_batch);
 
-// pipeline_clock.c: how long the passes of a step take on the model clock, with these durations of a
-// stage's F, B and W, and messages of so many bytes.
+// pipeline_clock.c: how long the passes of a step take on the model clock, given the durations of a stage's
+// F, B and W, and the bytes of a message.
 double pipeline_makespan(const Pipeline *pipeline, Durations of_stage, double message_bytes);
 
-// pipeline_nodes.c: on 16 ranks, beside tensor parallelism.
+// pipeline_nodes.c: a pipeline across nodes, on 16 ranks, compared with tensor parallelism.
 void pipeline_across_nodes(Mesh mesh, const Config *config);
 
 // ---- pipeline_memory.c ----
-// The most activations at the end of an F, on this rank, as a closed form.
+// The most bytes of activations at the end of an F, on this rank, as a closed form.
 double pipeline_held_bytes(const Trainer *trainer);
 void pipeline_check_held_bytes(Mesh mesh, const Config *config);
 

@@ -1,19 +1,19 @@
 // pipeline_clock.c: when a step of pipeline.c ends on the model clock. Playbook: "Pipeline Parallelism".
 //
-// By the schedule's own clock a message leaves when its pass ends, and is there a hop later. In a run it
+// By the schedule's own clock a message leaves when its pass ends, and arrives a hop later. In a run it
 // leaves when both ends have started it; and on each rank the messages of one direction, sent and received,
 // run one after another, in the order in which the rank started them. Receives are started early enough if
-// every pass takes one unit and a hop none (pipeline.c); with real durations that may be late:
+// every pass takes one unit and a hop no time (pipeline.c); with real durations that may be too late:
 //
-//     rank 2  [B0][B1][B2]            rank 1 starts to receive what B1 has made when its own B0 has ended,
-//     rank 1     .[B0]..[B1]..[B2]    behind the send of what that has made: it waits for two hops (.)
+//     rank 2  [B0][B1][B2]            rank 1 starts to receive the output of rank 2's B1 when its own B0 has
+//     rank 1     .[B0]..[B1]..[B2]    ended, after the send of that B0's output: it waits for two hops (.)
 //
-// So here the ranks walk their lists as pipeline.c does, and run the messages in the order that all have:
+// So here the ranks walk their lists as in pipeline.c, and messages run in the order that all ranks share:
 //
 //     begin of a message = max over both ends of (started, end of the message before it on that line)
 //
 // Between nodes a hop is longer, and two sends of a rank share its port. The passes of a pair run one after
-// the other. This file has no main: pipeline_program.c holds the run of every schedule against it.
+// the other. This file has no main: pipeline_program.c compares the run of every schedule with it.
 #include <limits.h>
 #include <math.h>
 #include <stdlib.h>
@@ -22,12 +22,12 @@
 
 // One rank's walk: what pipeline.c does, and when.
 typedef struct Walk {
-    double now;           // when it has ended what it has walked
-    int action, next;     // of its list; of the messages, as Pipeline.next
+    double now;           // when the actions that it has walked end
+    int action, next;     // in its list; in the messages, as Pipeline.next
     bool receiving;       // the receives that come before this action have been started
-    double line_end[2];   // by direction: of the last message that ran …
+    double line_end[2];   // by direction: the end of the last message that ran …
     double sent_end[2];   // … and of the last that it sent, for which its next send waits
-    double port_free[2];  // through which it sends inside its node, and across
+    double port_free[2];  // when the port to its node, and the one across nodes, are free
 } Walk;
 
 typedef struct Clock {
@@ -35,7 +35,7 @@ typedef struct Clock {
     Durations d;           // of a stage
     double hop[2];         // inside a node, and across
     double *sent, *asked;  // (messages) when their senders and their receivers have started them
-    double *arrived;       // (slots) when what a pass has made is on the other rank
+    double *arrived;       // (slots) when a pass's output is on the other rank
     Walk walk[RANKS_MOST];
 } Clock;
 
@@ -77,7 +77,7 @@ static void run_action(Clock *c, Walk *w, const Action *action) {
     }
 }
 
-// Until the rank has started all its messages before this place in the order; with INT_MAX, to the end.
+// Walks until the rank has started all its messages before this place in the order; with INT_MAX, to the end.
 static void walk_to(Clock *c, int rank, int place) {
     const ActionList *list = &c->p->schedule.list[rank];
     Walk *w = &c->walk[rank];

@@ -1,15 +1,15 @@
-// pipeline_layouts.c: what goes with a pipeline: techniques of earlier chapters, in plug order. Playbook:
-// "5D parallelism in a nutshell".
+// pipeline_layouts.c: what can be combined with a pipeline: techniques of earlier chapters, in plug order.
+// Playbook: "5D parallelism in a nutshell".
 //
-// A pipeline splits the model by layers and the batch in time; all else splits what is inside a layer, or
-// the samples, and does not notice. One of them is other than in its own chapter:
+// A pipeline splits the model by layers and the batch in time; all other techniques split what is inside a
+// layer, or the samples, and are not affected. One differs from its own chapter:
 //
-//     --zero-r      with full recomputation a block keeps its input alone, the same on all ranks of tp: now
+//     --zero-r      with full recomputation a block keeps only its input, the same on all ranks of tp: now
 //                   each keeps its part. A pipeline holds inputs of many micro-batches, so there is much to
 //                   save: all but n h / tp of each, for an all-gather before its B.
 //
-// ZeRO-R's one tensor for all checkpoints has room for one micro-batch, and its constant buffer goes with
-// plain data parallelism: neither is offered here. This file has no main.
+// ZeRO-R's one tensor for all checkpoints has room for only one micro-batch, and its constant buffer works
+// only with plain data parallelism: neither is offered here. This file has no main.
 #include <stdlib.h>
 #include <string.h>
 
@@ -48,7 +48,7 @@ static void zero_r_price(Price *price, const Model *m, const void *context) {
         double passes = p ? (double)(p->finals[unit] - p->idle[unit]) : (double)m->config.grad_acc;
         price_all_gather(price, passes, own, m->params.recipe.weight, z->tp);
     }
-    // Of the tokens of all ranks of cp, of which it will be told to keep its own.
+    // For the tokens of all ranks of cp: the price of context parallelism scales it to this rank's own.
     double share = (double)(m->config.micro_batch * m->config.seq) / (double)model_tokens(m);
     for (int i = 0; i < price->block_rows; i++)
         if (!strcmp(price->block[i].what, "x"))

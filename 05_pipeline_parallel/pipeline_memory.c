@@ -1,19 +1,19 @@
 // pipeline_memory.c: the bytes of activations that a schedule holds at once, as a closed form. Playbook:
 // "Pipeline Parallelism".
 //
-// Against 00_single_gpu: not one micro-batch's activations wait for their backward, but as many as the
-// schedule has in flight on this rank. From a pass F to its B a stage of l layers keeps l blocks (and the
-// last stage the head); from B to W what W multiplies, which is less; besides, a micro-batch keeps its
-// tokens, and a message its (n, h). So
+// Against 00_single_gpu: instead of one micro-batch's activations, those of all that the schedule has in
+// flight on this rank wait for their backward. From F to its B a stage of l layers keeps l blocks (and the
+// last stage the head); from B to W it keeps what W multiplies, which is less. Besides, a micro-batch keeps
+// its tokens, and a message its (n, h). So
 //
 //     held  =  a l block  +  c l left  +  tokens  +  messages        a: passes from F to B,  c: from B to W
 //
-// at the end of the F at which this is the most. On rank r of p, a is at most, in micro-batches of a p-th
-// of the model (schedule_rank_held_formula has all of them, and any m): AFAB m; 1F1B min(p - r, m); ZB-H1
-// the same, and a + c is p; ZB-H2 2 (p - r) - 1, and a + c 2 p - 1; ZB-V p; DualPipe p + 1. This file
-// follows the rank's list, as a, c and the messages change from F to F: to the byte, for any schedule.
+// at the end of the F at which this is largest. On rank r of p, a is at most, in micro-batches of a p-th of
+// the model (schedule_rank_held_formula has all of them, and any m): AFAB m; 1F1B min(p - r, m); ZB-H1 the
+// same, and a + c is p; ZB-H2 2 (p - r) - 1, and a + c 2 p - 1; ZB-V p; DualPipe p + 1. As a, c and the
+// messages change from F to F, this file follows the rank's list: exact to the byte, for any schedule.
 //
-// Bytes sent: none. This file has no main: pipeline_program.c holds it against the account.
+// Bytes sent: none. This file has no main: pipeline_program.c checks it against the account of memory.
 #include <math.h>
 #include <stdlib.h>
 
@@ -30,8 +30,8 @@ typedef struct Sizes {
     double always;                 // positions of attention's masks
 } Sizes;
 
-// What W multiplies: outputs of norms, attention and SwiGLU, and gradients at the outputs of the linears,
-// inside the region. And what it adds: the gradients of two norms.
+// What W multiplies, inside the region: outputs of norms, attention and SwiGLU, and gradients at the outputs
+// of the linears. And what it adds: the gradients of two norms.
 static double left_of_block(const Model *m, double rows) {
     double n = (double)model_tokens(m), h = (double)m->config.hidden,
            e = (double)dtype_size((DType)m->config.dtype);
@@ -68,9 +68,9 @@ static Sizes sizes_of(const Trainer *t) {
 typedef struct Walk {
     const Pipeline *p;
     Sizes size;
-    int rank, next;  // of the messages: all before it that are this rank's are under way
+    int rank, next;  // next: in the messages; all of this rank's before it are in flight
     int *ws_left;    // (m) of a micro-batch that has begun; 0: none
-    bool sent[2];    // a message's tensor stays until the next one of its kind leaves
+    bool sent[2];    // a message's tensor stays until the next one of its kind is sent
     double now, most;
 } Walk;
 
@@ -92,7 +92,7 @@ static void receive(Walk *w, double end) {
     }
 }
 
-// Its output is part of `now` already: it takes the place of the one before.
+// The pass's output is already part of `now`: it replaces the message before it.
 static void send(Walk *w, StagePass pass) {
     if (schedule_sends_to(&w->p->schedule, pass) == NO_RANK) return;
     bool *before = &w->sent[pass.kind == PASS_F];
@@ -136,16 +136,16 @@ double pipeline_held_bytes(const Trainer *t) {
     return w.most > 0 ? w.most + w.size.always : 0;
 }
 
-// ---- held against the account ----
+// ---- compared with the account of memory ----
 
-// What the papers say that a rank holds, if the schedule is one of theirs.
+// What a rank holds by the papers, if the schedule is one of theirs.
 static HeldFormula formula_of(const Config *c, int rank) {
     ScheduleWish wish = pipeline_wish(c);
     if (config_text(c, "load")) return (HeldFormula){NAN, NAN};
     return schedule_rank_held_formula((ScheduleKind)config_number(c, "schedule"), &wish, rank);
 }
 
-// A step of this very layout: on every rank of pp the bytes that its stages hold at once.
+// Runs a step of this very layout: on every rank of pp the bytes that its stages hold at once.
 void pipeline_check_held_bytes(Mesh mesh, const Config *config) {
     Trainer *t = trainer_new(config, mesh, pipeline_layouts);
     train_step(t, NULL);

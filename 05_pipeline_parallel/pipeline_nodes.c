@@ -1,16 +1,16 @@
-// pipeline_nodes.c: what a pipeline loses of its throughput where the node ends, beside tensor parallelism.
+// pipeline_nodes.c: the throughput that a pipeline loses across nodes, compared with tensor parallelism.
 // Playbook: "Pipeline Parallelism", where the one drops by 14% from 8 to 16 GPUs, and the other by 43%.
 //
 //                                                  pipeline                 tensor parallelism
 //     8 GPUs    one node (here two of them, dp 2)  n h to a neighbour       4 all-reduces a layer, NVLink
-//     16 GPUs   one group over two nodes           one hop by network       all of them by network, too
+//     16 GPUs   one group over two nodes           one hop by network       all of them by network as well
 //
-// The model is the same, so each of twice as many GPUs has half of the work. A pipeline's messages are few,
-// and hide; what it loses is its longer bubble: with m micro-batches 1 - (m + 7) / (m + 15), 17% of m = 32.
-// (The playbook's 14% is with m <= p - 1, where the bubble of 8 GPUs is as long as the work already.)
-// Tensor parallelism has no bubble, but waits for each of its all-reduces. So it loses more, at full speed
-// more than twice as much, unless a message across nodes takes longer than F: then messages queue, and the
-// pipeline waits for them, too.
+// The model is the same, so each of twice as many GPUs has half of the work. A pipeline's messages are few
+// and hidden; it loses by its longer bubble: with m micro-batches 1 - (m + 7) / (m + 15), 17% for m = 32.
+// (The playbook's 14% is for m <= p - 1, where on 8 GPUs the bubble is already as long as the work.) Tensor
+// parallelism has no bubble, but waits for each of its all-reduces. So it loses more, at full speed more than
+// twice as much, unless a message across nodes takes longer than F: then messages queue, and the pipeline
+// waits for them as well.
 //
 // Bytes sent: a dry run's, none. This file has no main: one_f_one_b shows it on 16 ranks.
 #include "pipeline.h"
@@ -21,7 +21,7 @@ typedef struct Way {
     const char *name;
     int64_t micro_batches;
     Techniques techniques;
-    double seconds[2], lost;  // of a step on 8 and on 16; of the throughput of one GPU
+    double seconds[2], lost;  // of a step on 8 and on 16; the share of one GPU's throughput
     double computes;          // seconds of a rank of 16, for each micro-batch
 } Way;
 

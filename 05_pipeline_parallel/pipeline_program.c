@@ -2,9 +2,9 @@
 // the model clock. Playbook: "Pipeline Parallelism".
 //
 // Each schedule's program trains with it on p ranks, and on one device with the same micro-batches: class
-// exact, no bit may differ, unless two copies of a weight add up or ranks share a sum. Then it counts: the
-// micro-batches that a rank holds at once, against the schedule's; and the step on the model clock,
-// against pipeline_clock.c with the durations of a stage's passes. This file has no main.
+// exact, no bit may differ, unless two copies of a weight are summed or ranks share a sum. Then it compares
+// the micro-batches that a rank holds at once with the schedule's, and the time of the step on the model
+// clock with pipeline_clock.c, given the durations of a stage's passes. This file has no main.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +13,7 @@
 
 // ---- what it costs ----
 
-// Llama 3 8B's layers, one a stage of `stages`, and no vocabulary to speak of: equal stages.
+// Llama 3 8B's layers, one for each of `stages` stages, and a tiny vocabulary, so that stages are equal.
 static Config layers_of_8b(const Config *config, int stages, int micro_batches) {
     Config c = config_of_model("llama-3-8b", "vocab=256 seq=4096 micro-batch=1 dtype=bf16");
     c.layers = stages;
@@ -35,7 +35,7 @@ static double seconds_since(double *from) {
     return seconds;
 }
 
-// F, B and W of one stage of a middle layer, and of a message to its neighbour in its node, by the clock.
+// By the model clock: F, B and W of a stage in the middle, and a message to a neighbour in the node.
 static Durations durations_of(const Trainer *t) {
     Model *m = t->model;
     const Pipeline *p = trainer_context(t, &pipeline);
@@ -63,8 +63,8 @@ static Durations durations_of(const Trainer *t) {
     return d;
 }
 
-// One step's passes, dry, on the model clock: of all ranks the longest. Every FLOP of it is one device's:
-// W computes nothing that B has computed, also where B makes activations again.
+// One step's passes in a dry run on the model clock: the time of the slowest rank. All ranks compute as many
+// FLOPs as one device: W computes nothing that B has computed, even where B recomputes activations.
 static double makespan_of(Trainer *t) {
     const Config *c = &t->config;
     const Sockets *sockets = &t->model->sockets;
@@ -89,7 +89,7 @@ static double makespan_of(Trainer *t) {
     return seconds;
 }
 
-// Passes of one stage and one micro-batch that a rank holds at once.
+// How many passes, each of one stage and one micro-batch, a rank holds at once.
 static void check_held(const Trainer *t) {
     const Pipeline *p = trainer_context(t, &pipeline);
     const Schedule *s = &p->schedule;
@@ -103,7 +103,7 @@ static void check_held(const Trainer *t) {
                  "");
 }
 
-// By the schedule's own clock, whose durations are those of a p-th of the model; of a stage: d.
+// The makespan by the schedule's own clock, whose durations are for a p-th of the model; d is for a stage.
 static double clocked(const Schedule *s, Durations d) {
     double stages = (double)s->stages / s->ranks;
     Durations of_rank = {d.F * stages, d.B * stages, d.W * stages, d.pair * stages, d.hop};
@@ -140,8 +140,8 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
     say_makespan("run", run, ideal);
     report_number("schedule", "makespan, run", run, "s");
     report_number("schedule", "makespan, by its own clock", own, "s");
-    // That clock takes every stage as a middle one: it knows neither the two ends of the model nor sums of
-    // gradients, among them those of copies that no micro-batch has.
+    // That clock takes every stage as a middle one: it models neither the two ends of the model nor sums of
+    // gradients, including those of copies that no micro-batch passes.
     double slack = c.grad_acc < s.directions ? 0.1 : 0.02;
     report_that(run >= (1 - 1e-9) * in_line && run < (1 + slack) * in_line,
                 "the run takes %.3f ms, where its passes and messages take %.3f ms and all passes compute "
@@ -156,8 +156,7 @@ static void pipeline_costs(Mesh mesh, const Config *config) {
 
 // ---- the main of a schedule's program ----
 
-// Whether every stage takes micro-batches in their order: then losses and gradients add up as on one
-// device.
+// Whether every stage takes micro-batches in order: then losses and gradients add up as on one device.
 static bool in_order(const Schedule *s) {
     bool ordered = true;
     int *weight = host_alloc(2 * (size_t)s->stages * sizeof *weight), *loss = weight + s->stages;
@@ -176,9 +175,10 @@ static bool in_order(const Schedule *s) {
     return ordered;
 }
 
-// Sums run as on one device, unless two copies of a weight add up, or ranks share a sum, or the schedule
-// has other micro-batches first. Tied, one weight has the sums of two stages. ZeRO-2 sums a micro-batch by
-// itself, and adds that to the earlier ones: rows of one token in the embedding are added in another order.
+// Sums have the order of one device, unless two copies of a weight are summed, or ranks share a sum, or the
+// schedule takes micro-batches out of order. If tied, one weight has the sums of two stages. ZeRO-2 sums each
+// micro-batch by itself, then adds that to the earlier ones: in the embedding, contributions to a token's row
+// are added in another order.
 static bool exact(const Config *c) {
     Schedule s = pipeline_schedule(c);
     bool same = s.directions == 1 && !(c->tied && s.stages > 1) && in_order(&s);

@@ -3,11 +3,11 @@
 //
 //     L = 9, p = 4       rank 0: embedding, blocks 0 1 2    rank 1: 3 4    rank 2: 5 6    rank 3: 7 8, head
 //
-// A schedule places stages on ranks (schedule.h); here stages get layers. Tied, the last stage stores a
-// copy of the embedding, and the two gradients are parts of one; so are those of DualPipe's two copies of
-// every stage.
+// A schedule places stages on ranks (schedule.h); here stages get layers. With tied embeddings the last stage
+// stores a copy of the embedding, and the two gradients are parts of one; so are those of DualPipe's two
+// copies of every stage.
 //
-// Bytes sent: none; the sums over copies are the step's (params_sum_copies). This file has no main.
+// Bytes sent: none; the step sums over copies (params_sum_copies). This file has no main.
 #include <stdlib.h>
 
 #include "pipeline.h"
@@ -31,7 +31,7 @@ void pipeline_split_layers(const Config *c, Chunk *chunk, int stages) {
                   config_text(c, "stage-layers"), i, stages, (long long)layers, c->layers);
             text = end + 1;
         }
-        bool between = i > 0 && i < stages - 1;  // an end has the embedding or the head to do
+        bool between = i > 0 && i < stages - 1;  // the first and the last have embedding and head to run
         CHECK(layers > 0 || !between || !text,
               "--stage-layers %s: stage %d of %d would have no layer, as only the first and the last may",
               config_text(c, "stage-layers"), i, stages);
@@ -54,7 +54,7 @@ ScheduleWish pipeline_wish(const Config *c) {
     return wish;
 }
 
-// The schedule of --load, which must be this layout's.
+// The schedule of --load, which must be one for this layout.
 static Schedule loaded_schedule(const Config *c, const char *path) {
     Schedule s = schedule_load(path);
     ScheduleFault fault;

@@ -3,7 +3,7 @@
 //
 // Against 00_single_gpu: nothing is trained here. A step of m micro-batches over the stages of a model is
 // split into passes F, B and W of one stage and one micro-batch (schedule.h), and a schedule is a list of
-// them for each rank. Lists say everything that matters: schedule_verify.c finds out whether they can
+// them for each rank. Everything else follows from the lists: schedule_verify.c finds out whether they can
 // run, and what each rank holds and sends; schedule_clock.c how long they take; schedule_picture.c draws
 // them. The same lists drive the real training.
 //
@@ -75,7 +75,7 @@ void schedule_add_pair(Schedule *s, int rank, int f_stage, int f, int b_stage, i
     }
 }
 
-// ---- who needs what of whom ----
+// ---- which pass needs which ----
 
 int schedule_rank(const Schedule *s, StagePass pass) {
     return s->place[pass.direction * s->stages + pass.stage];
@@ -99,7 +99,7 @@ bool schedule_needs(const Schedule *s, StagePass pass, StagePass *needed) {
     return true;
 }
 
-// The rank of a stage's neighbour, if it is another one.
+// The rank of a neighbouring stage, if it is a different one.
 static int other_rank(const Schedule *s, StagePass pass, int stage) {
     StagePass neighbour = pass;
     neighbour.stage = stage;

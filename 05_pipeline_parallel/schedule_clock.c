@@ -5,15 +5,14 @@
 //
 //     begin = max(end of the rank's last action, end of each input's pass [+ hop from another rank])
 //
-// Times are kept in units of 1 / stages: F of a stage, p / stages of F, is then p F of them, and sums of
+// Times are kept in units of 1 / stages: the F of a stage, p / stages of F, is then p F units, and sums of
 // whole numbers are exact.
 //
-// The bubble of a step is its makespan less m (F + B + W), which every rank computes. But a rank that
-// ends early may begin the next step early, too. Let a[i][j] be when rank i ends a step if rank j begins
-// at 0 and the others do not hold anybody up. Ends of a step x then become ends of the next by x'[i] =
-// max over j of (a[i][j] + x[j]): a product of matrices with max for sum and + for product. In the long
-// run a step costs the largest mean of a circuit i -> j -> … -> i in a, which stands on the diagonals of
-// the powers of a.
+// The bubble of a step is its makespan less m (F + B + W), the work of every rank. But a rank that ends early
+// may also begin the next step early. Let a[i][j] be the time at which rank i ends a step if rank j begins at
+// 0 and the other ranks delay nobody. If ranks end a step at times x, they end the next at x'[i] = max over j
+// of (a[i][j] + x[j]): a matrix product with max for sum and + for product. In the long run a step takes the
+// largest mean of a circuit i -> j -> … -> i in a, which is found on the diagonals of the powers of a.
 #include <math.h>
 #include <stdlib.h>
 
@@ -48,8 +47,7 @@ static double inputs_there(const Schedule *s, const Action *action, const double
     return begin;
 }
 
-// Rank r is free at now[r], and at its new value in the end; times: NULL, or where each action's are
-// noted.
+// Runs a step. Rank r is free at now[r], which is updated; times: NULL, or where each action's are noted.
 static void run(const Schedule *s, Durations d, double *now, ScheduleTimes *times) {
     double *ended = host_alloc(schedule_slots(s) * sizeof *ended);
     ScheduleWalk walk = schedule_walk(s);

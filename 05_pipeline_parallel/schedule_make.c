@@ -1,5 +1,5 @@
-// schedule_make.c: all schedules by their names, each verified before anybody gets it. Playbook: "Pipeline
-// Parallelism". This file has no main.
+// schedule_make.c: makes all schedules by their names, each verified before it is returned. Playbook:
+// "Pipeline Parallelism". This file has no main.
 #include "schedule.h"
 
 const char *schedule_refusal(ScheduleKind kind, const ScheduleWish *wish) {

@@ -1,8 +1,8 @@
 // schedule_picture.c: a schedule as the playbook draws it, in letters and as an SVG. Playbook: "Pipeline
 // Parallelism".
 //
-// One row a rank, time from left to right, and on each action its micro-batch. In letters: F, B, W and D
-// for a BW, the double; small letters on a rank's stages behind the first; dots are the bubble.
+// One row per rank, time from left to right, and on each action its micro-batch. In letters: F, B, W, and D
+// (double) for BW; small letters for a rank's stages after its first; dots are the bubble.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +17,7 @@ static const char *const color[] = {"#4f81d9", "#2fa39a", "#73b74a", "#1f8f78"};
 static const char *const light[] = {"#9dbdf2", "#8ad4cd", "#b5dd99",
                                     "#7fcab8"};  // stages behind a rank's first
 
-// Which of its stages a rank sees in this pass: 0 is its first.
+// Which of its rank's stages a pass belongs to: 0 is the first.
 static int chunk_of(const Schedule *s, StagePass pass) {
     int chunk = 0;
     if (s->directions > 1) return pass.direction;
@@ -27,11 +27,11 @@ static int chunk_of(const Schedule *s, StagePass pass) {
 
 // ---- letters ----
 
-// Writes label into [from, to), which is at least one column wide, and fills up with lines.
+// Writes label into [from, to), which is at least one column wide, and fills the rest with dashes.
 static void put_label(char *row, int from, int to, const char *label) {
     int length = (int)strlen(label);
     for (int c = from; c < to; c++) row[c] = c - from < length ? label[c - from] : '-';
-    // a number that does not fit would be another number
+    // a number cut short would be another number
     if (length > to - from)
         for (int c = from + 1; c < to; c++) row[c] = '-';
 }
@@ -66,7 +66,7 @@ static double shortest_action(const Schedule *s, const ScheduleTimes *times) {
     return shortest;
 }
 
-// Columns per unit of time: so many that equal times are equally wide, if there is room for that.
+// Columns per unit of time, chosen so that equal times are equally wide if there is room for that.
 static double columns_per_time(const Schedule *s, const ScheduleTimes *times, int width) {
     if (!(times->makespan > 0)) return 0;
     double shortest = shortest_action(s, times);

@@ -1,24 +1,23 @@
 // schedule_search.c: the best schedule there is, of a small pipeline. Playbook: "Zero Bubble and
 // DualPipe", where it says that one would solve an integer program.
 //
-// Nothing changes but when a pass ends. At such a moment everything that idle ranks can begin is tried,
-// and waiting, too. What comes of it is a state: how many F, B and W each stage has begun, and what each
-// rank is doing for how much longer. Two ways to the same state at the same time have the same future, so
-// states are taken in the order of time, each once, and the first in which nothing is left to do is the
-// best. (Micro-batches are alike, and may pass a stage in their order: exchanging two would change no
-// time.)
+// Something changes only when a pass ends. At each such moment everything that idle ranks can begin is tried,
+// and waiting as well. The result is a state: how many F, B and W each stage has begun, and what each rank is
+// running for how much longer. Two ways to the same state have the same future, so states are taken in order
+// of time, each once, and the first in which nothing is left to do is the best. (Micro-batches are alike, and
+// may pass a stage in their order: exchanging two would change no time.)
 //
-// A state is dropped if it cannot reach the end before a bound: for the work that a rank has yet to do, or
-// for the chain of passes that the last micro-batch has yet to run. If none is left, the bound was too
-// tight by a unit of time.
+// A state is dropped if it cannot reach the end before a bound, because of the work that a rank has left, or
+// of the chain of passes that the last micro-batch has left. If no state remains, the bound is raised by one
+// unit of time.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "schedule.h"
 
-// A pass of 30 units at most, times 3 kinds, 6 stages and 3 micro-batches one after the other, ends
-// before MOST_TIME.
+// Passes of at most 30 units, of 3 kinds, 6 stages and 3 micro-batches, end before MOST_TIME even one after
+// the other.
 enum { MOST_RANKS = 3, MOST_STAGES = 6, MOST_MICRO_BATCHES = 3, MOST_UNITS = 30, MOST_TIME = 2048 };
 
 typedef struct State {
@@ -70,7 +69,7 @@ static State *find(Search *search, const State *state) {
     return &search->seen[i];
 }
 
-// Whether it is new; from then on it is not. kind[0] is never 0 in a state: it marks what is taken.
+// Whether the state is new; from then on it is not. kind[0] is never 0 in a state: 0 marks a free place.
 static bool remember(Search *search, const State *state) {
     if (2 * search->seen_count >= search->seen_room) {
         State *old = search->seen;
@@ -101,7 +100,7 @@ static void push(Search *search, int time, const State *state) {
 
 // ---- what may be done ----
 
-// Passes of this stage and kind that have ended: all that have begun but one that runs.
+// Passes of this stage and kind that have ended: all that have begun, less one that is still running.
 static int ended(const State *state, const Search *search, int stage, int kind) {
     int r = search->s->place[stage];
     bool runs = state->left[r] && state->stage[r] == stage && state->kind[r] == kind + 1;
@@ -123,7 +122,7 @@ static bool may_begin(const State *state, const Search *search, int stage, int k
     return held < search->held;
 }
 
-// The least time from now on in which all that is left can be done.
+// A lower bound of the time, from now on, in which all that is left can be done.
 static int at_least(const State *state, const Search *search) {
     const Schedule *s = search->s;
     const int *length = search->length;
@@ -159,7 +158,7 @@ static void pass_time(Search *search, State state) {
     push(search, search->now + step, &state);
 }
 
-// All that ranks from r on can begin now.
+// Tries all that ranks from r on can begin now.
 static void choose(Search *search, State state, int r) {
     const Schedule *s = search->s;
     if (r == s->ranks || r == MOST_RANKS) {
@@ -216,7 +215,7 @@ double schedule_best_makespan(const Schedule *s, Durations d) {
     search->held = (int)lround(schedule_most(s).held_to_w * s->stages / s->ranks);
     State start = {0};
     for (int r = 0; r < s->ranks; r++) start.kind[r] = 1;
-    // A bound that is too tight is soon found out: the smallest that holds costs the least search.
+    // Bounds that are too tight are soon refuted: raising the bound step by step costs the least search.
     search->bound = at_least(&start, search) + 1;
     while (search->bound < MOST_TIME && !can_end(search, &start)) search->bound++;
     double best = (double)(search->bound - 1) * unit / s->stages;

@@ -1,9 +1,9 @@
-// schedule_table.c: all schedules beside each other, and each beside its paper's formulas. Playbook:
-// "Pipeline Parallelism" to "Zero Bubble and DualPipe".
+// schedule_table.c: the table of all schedules, each compared with its paper's formulas. Playbook: "Pipeline
+// Parallelism" to "Zero Bubble and DualPipe".
 //
-// A formula is what the playbook or a paper says of any p, m, v, F, B and W. It holds under conditions,
-// which stand beside it: NAN where they are not met. The clock knows no formula; where there is one, both
-// must agree to the last digit.
+// A formula is what the playbook or a paper gives for any p, m, v, F, B and W. It holds under conditions,
+// which are written beside it; it is NAN if they are not met. The clock uses no formula; where there is one,
+// both must agree to the last digit.
 #include <math.h>
 #include <stdlib.h>
 
@@ -101,8 +101,8 @@ int schedule_messages_formula(ScheduleKind kind, const ScheduleWish *wish) {
     return 2 * wish->micro_batches * hops;
 }
 
-// F+BW of a rank at distance k from the nearer end, in a pipeline of 2 half ranks with n micro-batches each
-// way: two in each turn of the steady state, one in each behind it (dualpipe.c).
+// Pairs F+BW of a rank at distance k from the nearer end, in a pipeline of 2 x half ranks with n
+// micro-batches each way: two in each turn of the steady state, one in each turn after it (dualpipe.c).
 static double pairs_formula(ScheduleKind kind, const ScheduleWish *wish, int rank) {
     bool folded = kind == DUALPIPE_V;
     if (kind != DUALPIPE && !folded) return 0;
@@ -198,7 +198,7 @@ static void table_of(int p, int m, Durations d) {
 
 // ---- what the papers' durations give ----
 
-// F = 10, B = 12, W = 8. Period NAN: as the bubble.
+// F = 10, B = 12, W = 8.
 static const struct {
     ScheduleKind kind;
     bool split;

@@ -5,10 +5,10 @@
 //     mbs 0: 0 1 2 3                the micro-batches of each direction
 //     rank 0: F0.0.0 F0.1.0 B3.4.1 W3.4.1 F0.3.0+BW3.5.1 …
 //
-// An action is its kind, stage . micro-batch . direction, and + joins an overlapped pair. Lines come in
-// this order; what is between words is blanks. The reader believes nothing: whatever the bytes are, it
-// returns a schedule or a sentence that names the line. Whether the schedule is sound is the verifier's
-// question.
+// An action is written as kind, stage . micro-batch . direction, and + joins an overlapped pair. Lines come
+// in this order, with blanks between words. The reader trusts nothing: whatever the bytes are, it returns a
+// schedule, or a sentence that names the line at fault. Whether the schedule is sound is for the verifier to
+// say.
 #include <ctype.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -69,7 +69,7 @@ static bool at_line_end(Reader *r) {
     return r->at == r->end || *r->at == '\n';
 }
 
-// The rest of a line, and lines with nothing on them.
+// Skips the rest of a line, and empty lines after it.
 static bool end_line(Reader *r) {
     if (!at_line_end(r)) return fails(r, "there is more on it than belongs there");
     while (r->at < r->end && at_line_end(r))

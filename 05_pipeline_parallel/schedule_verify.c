@@ -1,14 +1,13 @@
-// schedule_verify.c: what a schedule must keep, without a rank that runs it. Playbook: "Pipeline
+// schedule_verify.c: the rules that a schedule must keep, checked without running it. Playbook: "Pipeline
 // Parallelism".
 //
-// A schedule goes wrong in four ways. A pass is not what its rank can do; a pass runs twice or never, of
-// which a forgotten W is the quiet one (the loss looks fine, a gradient lacks a micro-batch); a rank does
-// things in the wrong order; or each list is fine by itself, and all ranks wait for each other. Each has
-// rules with names (schedule.h), and the first that is broken is told with rank, position and action.
+// A schedule can go wrong in four ways. A rank has a pass that it cannot run; a pass runs twice or never (a
+// forgotten W goes unnoticed: the loss looks fine, but a gradient lacks a micro-batch); a rank runs passes in
+// the wrong order; or each list is fine by itself, but ranks wait for each other. Each way has named rules
+// (schedule.h), and the first rule that is broken is reported with rank, position and action.
 //
-// Whether messages arrive in the order in which they are received is a question of its own, for its
-// answer depends on the transport: in one queue for each pair of ranks, or in one for activations and one
-// for gradients.
+// Whether messages arrive in the order in which they are received is a separate question, because the answer
+// depends on the transport: one queue for each pair of ranks, or one for activations and one for gradients.
 #include <stdarg.h>
 #include <stdlib.h>
 
@@ -104,8 +103,8 @@ static bool check_action(Check *check, int rank, int position, const Action *act
 
 // ---- all of them ----
 
-// A pass must be there, and behind what it needs where that is on the same rank. Other ranks are waited
-// for.
+// A pass must be there, and after the pass that it needs if that is on the same rank. A pass of another rank
+// is waited for.
 static bool check_order(Check *check, StagePass pass, ScheduleRule missing) {
     const Schedule *s = check->schedule;
     int rank = schedule_rank(s, pass), position = check->position[schedule_slot(s, pass)];
@@ -141,7 +140,7 @@ static bool check_orders(Check *check) {
     return true;
 }
 
-// Which input an action that stands still lacks.
+// The input that a stuck action lacks.
 static StagePass lacking(const ScheduleWalk *walk, const Action *action) {
     StagePass needed = action->pass[0];
     for (int i = 0; i < action->passes; i++)
@@ -185,8 +184,8 @@ bool schedule_verify(const Schedule *s, ScheduleFault *fault) {
 
 // ---- the order of messages ----
 
-// The passes of a rank that send to `peer`, or receive from it, in the order of its list; of `kind`, or
-// of both (PASS_BW). Returns how many. A pair does F first: both sides know that.
+// The passes of a rank that send to `peer`, or receive from it, in the order of its list: those of `kind`, or
+// of both kinds (PASS_BW). Returns how many. In a pair F comes first, on both sides.
 static int messages(const Schedule *s, int rank, int peer, bool sends, PassKind kind, StagePass *pass,
                     int *position) {
     int count = 0;

@@ -1,10 +1,10 @@
-// zero3_per_step.c: ZeRO-3 under a pipeline: weights are gathered once a step. Playbook: "5D parallelism
+// zero3_per_step.c: ZeRO-3 under a pipeline: weights are gathered once per step. Playbook: "5D parallelism
 // in a nutshell", where ZeRO-3 with a pipeline should keep weights over the micro-batches of a step.
 //
-// Against zero3.c: a rank's layers are used m times in a step, once for each micro-batch. Gathered anew for
-// each pass, a stage would send its weights 2 m times, and m is large, to hide the bubble. So a stage's
-// weights are gathered before its first F and stay until its last W; its gradients add up whole, and are
-// reduced once, after the W that makes them final:
+// Against zero3.c: in a step a rank's layers are used by m micro-batches. A gather for every pass would send
+// a stage's weights 2 m times, and m is large to keep the bubble small. So a stage's weights are gathered
+// before its first F and stay until its last W; its gradients are accumulated whole, and reduced once, after
+// the W that makes them final:
 //
 //     compute    F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 W0 … B6 W3 W4 W5 W6
 //     network    all-gather of the units, in order …         rs rs rs    rs: reduce-scatter, unit by unit
@@ -12,12 +12,12 @@
 // Between steps a rank holds what it holds with zero3.c. Sums run over micro-batches and then over ranks,
 // as with ZeRO-1.
 //
-// Bytes sent per rank and step, whatever m is: (N - 1) / N (g Psi + e Psi), where Psi are the parameters of
-// its stages, with e bytes a weight, g a gradient and k of optimizer; zero3.c: about m (N - 1) / N (g Psi +
-// 2 e Psi).
-// Memory per rank: e Psi / N + e Psi, g Psi / N + g Psi (and a unit of 16-bit gradients), k Psi / N: in a
-// step what ZeRO-1 holds, and between steps an N-th of it. This file has no main: the chapter's programs
-// list it, with --zero 3.
+// Bytes sent per rank and step, whatever m is: (N - 1) / N (g Psi + e Psi), where Psi is the number of
+// parameters in its stages, with e bytes per weight, g per gradient and k of optimizer state; with zero3.c
+// about m (N - 1) / N (g Psi + 2 e Psi).
+// Memory per rank: e Psi / N + e Psi, g Psi / N + g Psi (and a unit of 16-bit gradients), k Psi / N: within a
+// step as much as ZeRO-1, between steps an N-th of it. This file has no main: the chapter's programs list it,
+// with --zero 3.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -68,7 +68,7 @@ static void begin(void *context, Model *m, int unit) {
     if (!tensor_exists(u->grads)) unit_new_grads(&m->params, u);
 }
 
-// 16-bit gradients exist for one micro-batch, and their sum for all.
+// 16-bit gradients exist for one micro-batch at a time, and their sum for all.
 static void add_up(Model *m, int unit) {
     Unit *u = &m->params.unit[unit];
     if (!recipe_has_accumulators(m->params.recipe)) return;
@@ -80,7 +80,7 @@ static void add_up(Model *m, int unit) {
     unit_free_grads(u);
 }
 
-// At most one is in flight: it has had the W of the next unit to finish.
+// At most one reduction is in flight: it has had the time of the next unit's W to finish.
 static void end_reduction(Model *m, Zero *zero) {
     if (zero->reducing < 0) return;
     Unit *u = &m->params.unit[zero->reducing];
@@ -104,7 +104,7 @@ static void ready(void *context, Model *m, int unit, bool last) {
     free(counts);
 }
 
-// The optimizer steps parts: whole weights have had their last W, and would soon be the old ones.
+// The optimizer updates only parts: whole weights are past their last W, and would soon be out of date.
 static void finish(void *context, Model *m) {
     end_reduction(m, context);
     free_gathered(context, m);
@@ -161,7 +161,7 @@ static void is_ready(AtWork *w, int unit) {
     w->reducing = unit;
 }
 
-// W of a chunk, in the order of transformer.c. Tied, the embedding begins with the head.
+// W of a chunk, in the order of transformer.c. If tied, the embedding begins with the head.
 static void backward_weight(AtWork *w, StagePass pass) {
     const Model *m = w->m;
     const Chunk *chunk = &w->p->chunk[pass.stage];
@@ -233,7 +233,7 @@ const Technique zero3_per_step = {.name = "zero3_per_step",
 
 // ---- the same inside a node, replicas across (hybrid_zero.c) ----
 
-// A stage's gradients go across once a step, each behind its reduction inside.
+// A stage's gradients go across nodes once per step, each after its reduction inside the node.
 static void *hybrid_plug(Model *m) { return hybrid_zero_plug(m, &zero3_per_step); }
 
 const Technique hybrid_zero_per_step = {.name = "hybrid_zero_per_step",

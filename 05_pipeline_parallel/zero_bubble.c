@@ -1,13 +1,13 @@
 // zero_bubble.c: W waits until there is nothing better to do: ZB-H1 and ZB-H2. Playbook: "Zero Bubble and
 // DualPipe"; Qi, Wan, Huang, Lin 2023, section 2.
 //
-// Against one_f_one_b.c: backward is two passes. Other ranks wait for B only; W may run any time before the
-// optimizer's step. Late ranks, which have the fewest forwards in flight, put W off. Level 1, ZB-H1, has
-// 1F1B's lead, and its largest memory, now on every rank (drawn for F = B = W = 1). With twice the lead,
-// ZB-H2, no rank waits for its first B, and the Ws at the end make up for the start.
+// Against one_f_one_b.c: backward is two passes. Other ranks wait only for B; W may run any time before the
+// optimizer step. The later a rank, the fewer forwards it has in flight, and the longer it delays W. Level 1,
+// ZB-H1, is as far ahead as 1F1B, and every rank now needs 1F1B's largest memory (drawn for F = B = W = 1).
+// Level 2, ZB-H2, is twice as far ahead: no rank waits for its first B, and Ws at the end balance the start.
 //
 //     rank r:  a = level (p - 1 - r) forwards ahead,  d = level r weight passes behind
-//     for i = -a … m + d - 1:  F(i + a)  B(i)  W(i - d)       nothing where there is no such micro-batch
+//     for i = -a … m + d - 1:  F(i + a)  B(i)  W(i - d)       each only if there is such a micro-batch
 //
 //     rank 0  |F0-F1-F2-F3-.........B0-W0-F4-B1-W1-F5-B2-W2-F6-B3-W3-B4-W4-B5-W5-B6-W6-
 //     rank 1  |...F0-F1-F2-......B0-F3-B1-W0-F4-B2-W1-F5-B3-W2-F6-B4-W3-B5-W4-B6-W5-W6-
@@ -20,10 +20,10 @@
 // Run: build/05_pipeline_parallel/schedule --schedule zb_h1 --stages 4 --micro-batches 7  (zb_h2)
 #include "schedule.h"
 
-// The bubble of ZB-H1 is (p - 1) (F + B - W) where W is the shortest pass. That of ZB-H2 is (p - 1) F where
-// neither F nor W is below B / 2: so long the last rank waits for its first input. But rank 0 ends earlier
-// than the last rank, and the next step may begin there: its period is what the paper calls zero, and it is
-// for F = B = W. From F to W rank r holds a + d + 1 micro-batches. Messages are 1F1B's.
+// The bubble of ZB-H1 is (p - 1) (F + B - W) if W is the shortest pass. That of ZB-H2 is (p - 1) F if neither
+// F nor W is below B / 2: that is how long the last rank waits for its first input. But rank 0 ends earlier
+// than the last rank, and may begin the next step: what the paper calls zero is the bubble of a period, and
+// for F = B = W it is. From F to W rank r holds a + d + 1 micro-batches. Messages are those of 1F1B.
 Schedule schedule_zero_bubble(int p, int m, int level) {
     Schedule s = schedule_new(level == 1 ? "zb_h1" : "zb_h2", p, m, p, 1);
     for (int r = 0; r < p; r++) {

@@ -1,15 +1,15 @@
 // zero_bubble_auto.c: a schedule made for given times of F, B, W and a hop, by greedy choices. Playbook:
 // "Zero Bubble and DualPipe"; Qi, Wan, Huang, Lin 2023, section 3.
 //
-// ZB-H1 and ZB-H2 are drawn for F = B = W, no hop, and two sizes of memory. Here the ranks are played on
-// a clock, and a rank that is free decides what it does next, from what is there:
+// ZB-H1 and ZB-H2 are made for F = B = W, no hop, and two sizes of memory. Here the ranks are simulated on a
+// clock, and a rank that is free chooses its next pass by the inputs that have arrived:
 //
-//     B and F, if both are there, by turns       F never above the memory limit
-//     nothing is there:  W, if one waits and ends before the next input is known to come, or soon after;
-//                        otherwise it waits for that input
-//     memory is full:  W, which makes room
+//     inputs of B and F:  the two in turn       F never above the memory limit
+//     no input:           W, if one is left that ends before the next input is known to come, or soon after;
+//                         otherwise the rank waits for that input
+//     memory is full:     W, which makes room
 //
-// Which habits are best depends on the times: some are played, and the shortest step is kept. With p = 4,
+// Which habits are best depends on the times: several are tried, and the shortest step is kept. With p = 4,
 // m = 7 and a limit of 5, between ZB-H1 and ZB-H2:
 //
 //     rank 0  |F0-F1-F2-F3-F4-......B0-W0-F5-B1-W1-F6-B2-W2-B3-W3-B4-W4-B5-W5-B6-W6-...
@@ -17,25 +17,25 @@
 //     rank 2  |......F0-F1-F2-B0-F3-B1-F4-B2-W0-F5-B3-W1-F6-B4-W2-B5-W3-B6-W4-W5-W6-...
 //     rank 3  |.........F0-B0-F1-B1-F2-B2-F3-B3-F4-W0-B4-F5-W1-B5-F6-B6-W2-W3-W4-W5-W6-
 //
-// Held: at most `limit` micro-batches from F to W. Bubble: never more than that of ZB-H1 or ZB-H2 where
-// they fit, less with a hop, with B or W much longer than F, or with memory in between. How little it could
-// be in any order: the last rank waits for p - 1 forwards and hops. Rank 0 waits for its first gradient
-// until p F + (p - 1) B + 2 (p - 1) hops are over, and has no more than `limit` F to do before it:
+// Held: at most `limit` micro-batches from F to W. Bubble: never more than that of ZB-H1 or ZB-H2 if they
+// fit, less with a hop, with B or W much longer than F, or with memory in between. A lower bound for any
+// order: the last rank waits for p - 1 forwards and hops; rank 0 waits for its first gradient until p F +
+// (p - 1) B + 2 (p - 1) hops are over, and has no more than `limit` Fs to run before it:
 //
 //     bubble  >=  max((p - 1) (F + hop),  (p - 1) (F + B + 2 hop) - (limit - 1) F)
 //
-// In training every pass counts as 1 and the limit is p (pipeline_wish): give times to `schedule` instead.
+// In training every pass counts as 1 and the limit is p (pipeline_wish); `schedule` takes other times.
 // Run: build/05_pipeline_parallel/schedule --schedule zb_auto --micro-batches 7 --memory-limit 5
 #include <math.h>
 #include <stdlib.h>
 
 #include "schedule.h"
 
-// What the choices above leave open. All combinations of a few values are played.
+// What the choices above leave open. All combinations of a few values are tried.
 typedef struct Habits {
-    double lateness;  // of W: what comes next may wait so long for it
-    bool turns;       // F and B by turns; or B whenever there is one
-    bool makes_room;  // W before B where memory is full and an F could begin
+    double lateness;  // how long the next input may wait for a W
+    bool turns;       // F and B in turn; or B whenever there is one
+    bool makes_room;  // W before B if memory is full and an F could begin
     int lead;         // before its first B rank r has p - r + lead forwards at most
 } Habits;
 
@@ -73,7 +73,7 @@ static double b_there(const Play *play, int r) {
 
 typedef struct Choice {
     PassKind kind;
-    double begin;  // INFINITY: nothing can be begun yet
+    double begin;  // INFINITY: nothing can begin yet
 } Choice;
 
 static Choice choose(const Play *play, int r) {
@@ -101,7 +101,7 @@ static void begin_pass(Play *play, int r, Choice choice) {
     schedule_add(play->schedule, r, choice.kind, r, (*count)++);
 }
 
-// The earliest decision first: what it sees of others has then all been decided.
+// The earliest decision first: all that it needs to know of other ranks is then decided.
 static void play_step(Play *play, double *ends) {
     for (int r = 0; r < play->p; r++)
         play->rank[r] = (Rank){.f_end = ends + 2 * r * play->m, .b_end = ends + (2 * r + 1) * play->m};
@@ -136,7 +136,7 @@ static void compete(Best *best, Schedule s, Durations d) {
     }
 }
 
-// ZB-H1 and ZB-H2 compete, too, where memory has room for them. Of several shortest steps the one with the
+// ZB-H1 and ZB-H2 compete as well, if memory has room for them. Of equally short steps the one with the
 // shortest period is kept.
 Schedule schedule_zero_bubble_auto(int p, int m, Durations d, int limit) {
     static const double lateness[] = {0, 0.25, 0.5, 0.75, 1};
