@@ -24,9 +24,8 @@
 
 #ifndef NO_MAIN
 
-// Small matrices of integers, defined at the end of this file. Each function returns a new one: the product
-// a b, with either factor transposed on request; part i of n, by rows or by columns; all parts by columns,
-// one after another.
+// Small matrices of integers, at the end of this file. Each function returns a new one: a b, with either
+// factor transposed on request; part i of n, by rows or by columns; all parts by columns, one after another.
 static Tensor matrix(int64_t rows, int64_t columns);
 static Tensor series(int64_t rows, int64_t columns, double first, double down, double right);
 static Tensor times(Tensor a, bool transpose_a, Tensor b, bool transpose_b);
@@ -116,8 +115,7 @@ static void by_rows(const Whole *one, Group g) {
 // ---- two of them, and an activation function in between: Z = max(0, X A - 90) B ----
 
 static const double threshold = 90;
-// max(0, y - threshold), in a new tensor. Backward turns dh into dy: dh where y > threshold, else 0. Both are
-// defined at the end of this file.
+// New: max(0, y - threshold). Backward turns dh into dy: dh where y > threshold, else 0. Defined below.
 static Tensor activation(Tensor y);
 static void activation_backward(Tensor dh, Tensor y);
 

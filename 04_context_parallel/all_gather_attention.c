@@ -61,7 +61,8 @@ static void gather_forward(void *context, const MicroBatch *micro, Tensor o, Att
     flash_round(o, &sum);
 }
 
-// dk becomes the sum over ranks of what each has found for this rank's tokens, rounded once. Frees `partial`.
+// dk becomes the sum over ranks of what each has found for this rank's tokens, rounded once. Frees
+// `partial`.
 static void scatter(const ContextParallel *c, int64_t b, Tensor dk, Tensor *partial) {
     int64_t *counts = part_counts(c, b, tensor_columns(dk));
     Tensor own = partial->dtype == dk.dtype

@@ -2,9 +2,10 @@
 // DeepSeek-V3, section 3.2.1.
 //
 // Against zero_bubble.c: half of the micro-batches enter at rank 0 and half at rank p - 1 (p even). So rank r
-// has two stages, r and p - 1 - r, the ranks store two copies of the model, and each rank can run a forward
-// and a backward of different micro-batches together: the pair F+BW, in which one computes while the other
-// communicates. Before the optimizer step, the copies' gradients are summed. (Small letters: direction 1.)
+// has two stages, r and p - 1 - r, the ranks together store two copies of the model, and each rank can run a
+// forward and a backward of different micro-batches together: the pair F+BW, in which one computes while the
+// other communicates. Before the optimizer step, gradients of the two copies are summed. (Small letters:
+// direction 1.)
 //
 //     rank 0  |F0-F1-F2-f4-b4-w4-f5-F3+d5----...f6+D0----d6----...f7+D1----d7----B2-W2-B3-W3-
 //     rank 1  |...F0-f4-F1-f5-F2-d4----f6+D0----F3+d5----f7+D1----d6----D2----...b7-B3-w7-W3-
