@@ -121,7 +121,7 @@ void pipeline_compute(Pipeline *p, Model *m, StagePass pass) {
     clock_pop();
 }
 
-// Sends the pass's output; after the last pass of a micro-batch on this rank, frees what that kept.
+// Sends the pass's output; after a micro-batch's last pass on this rank, frees what the micro-batch kept.
 static void end_pass(Pipeline *p, Model *m, StagePass pass) {
     MicroBatch *micro = &p->micro[pass.micro_batch];
     if (pass.kind == PASS_F) {

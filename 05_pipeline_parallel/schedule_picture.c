@@ -15,7 +15,7 @@ static const char *const meaning[] = {"F forward", "B backward (inputs)", "W bac
                                       "BW backward (both)"};
 static const char *const color[] = {"#4f81d9", "#2fa39a", "#73b74a", "#1f8f78"};
 static const char *const light[] = {"#9dbdf2", "#8ad4cd", "#b5dd99",
-                                    "#7fcab8"};  // stages behind a rank's first
+                                    "#7fcab8"};  // stages after a rank's first
 
 // Which of its rank's stages a pass belongs to: 0 is the first.
 static int chunk_of(const Schedule *s, StagePass pass) {
