@@ -1,15 +1,14 @@
-// expert_layouts.c: the techniques of earlier chapters that go with experts, in plug order. Playbook: "5D
-// parallelism in a nutshell".
+// expert_layouts.c: the techniques of earlier chapters that combine with experts, in plug order. Playbook:
+// "5D parallelism in a nutshell".
 //
 // Experts change the inside of a block, and which ranks hold copies of which weights. Techniques that shard
-// layers, samples and tokens work unchanged, but for three things:
+// layers, samples and tokens work unchanged, with three exceptions:
 //
-//     --tp          only with --sp: each rank of tp routes the rows that it has between regions
-//     --ep          takes its ranks within dp x cp x tp, neighbours first: it may exceed dp
+//     --tp          only with --sp: each rank of tp routes the rows that it holds between regions
+//     --ep          takes its ranks from dp x cp x tp, neighbours first: it may exceed dp
 //     --zero        shards each expert over the ranks that hold copies of it, all else over dp x cp
 //
-// A run without --pp has no pipeline, and --zero 3 gathers a unit for each of its uses; with --pp it
-// gathers once a step. This file has no main.
+// --zero 3 gathers a unit for each use or, with --pp, once a step. This file has no main.
 #include "expert_parallel.h"
 
 // ---- with --pp, and without ----

@@ -2,23 +2,23 @@
 // GShard (Lepikhin et al. 2020).
 //
 // Against moe.c: each of the ep ranks holds e / ep of the experts. These ranks are neighbours in
-// dp x cp x tp (--tp with --sp): each has tokens of its own, and routes them itself. Its rows, being in the
-// order of experts, are in the order of the ranks that hold them; so ranks first exchange counts of rows,
-// and one all-to-all sends them:
+// dp x cp x tp (--tp with --sp): each has its own tokens, and routes them itself. Its rows are sorted by
+// expert, and therefore by the rank that holds the expert. Ranks first exchange the counts of rows; then one
+// all-to-all sends the rows:
 //
 //     rank 0   rows of experts 0 1 | 2 3        0 1 0 1   rank 0's, then rank 1's  ->  0 0 1 1   grouped
 //     rank 1   rows of experts 0 1 | 2 3        2 3 2 3                            ->  2 2 3 3
 //              to rank 0 ^       ^ to rank 1
 //
 // A second all-to-all brings the experts' outputs back. Backward sends the gradients of outputs to the
-// experts, and those of inputs back. An expert's gradient already holds the tokens of all ep ranks, so it
-// is summed over its copies alone, dp cp tp / ep of them; every other gradient is summed over all of
-// dp x cp. None is divided: the loss has been, by the number of labels on all ranks.
+// experts, and the gradients of inputs back. An expert's gradient already covers the tokens of all ep ranks,
+// so it is summed only over the expert's dp cp tp / ep copies; every other gradient is summed over all of
+// dp x cp. None is divided: the loss already is, by the number of labels on all ranks.
 //
 // Bytes sent per rank, block and micro-batch: forward 4 e (ep - 1) / ep of counts, and h elements for each
-// row that goes to another rank and for each that came from one; backward the same, without counts.
-// Memory per rank: 1 / ep of the experts; input, gate, up and act of as many rows as arrive, and the output
-// of this rank's own.
+// row that goes to another rank or came from one; backward the same, without counts.
+// Memory per rank: 1 / ep of the experts; input, gate, up and act of the rows that arrive, and the experts'
+// outputs for this rank's own rows.
 // Run: build/06_expert_parallel/expert_parallel     (--ranks 8 --ep 4, --zero 2, --experts 4 --top-k 1 …)
 // Last line: PASS expert_parallel: ranks that share the experts make the step of one device …
 #include "expert_parallel.h"

@@ -1,6 +1,6 @@
-// expert_parallel.h: chapter 06 as signatures. n tokens of a micro-batch on this rank, of which each takes
-// k of e experts; "rows" are these n k pairs of a token and an expert; m of them meet the experts that are
-// here. (Elsewhere e are the bytes of an element: in this chapter they are B.)
+// expert_parallel.h: chapter 06 as signatures. This rank has n tokens of a micro-batch, each of which takes
+// k of e experts; "rows" are pairs of a token and an expert: n k that this rank's tokens make, and m that
+// its experts compute. (Elsewhere e is the bytes of an element; in this chapter that is B.)
 #ifndef EXPERT_PARALLEL_H
 #define EXPERT_PARALLEL_H
 

@@ -1,8 +1,8 @@
 // expert_tables.c: what expert parallelism sends to whom, and what that costs. Playbook: "Expert
 // parallelism".
 //
-// In a run rows are counted from the routing tables; in a dry run, which routes nothing, every expert gets
-// equally many. A router of zeros sends all tokens to the first experts: ranks that get no row still take
+// In a run, rows are counted from the routing tables; in a dry run, which routes nothing, every expert gets
+// the same number. A router of zeros sends all tokens to the first experts: ranks that get no row still take
 // part in every collective.
 //
 // This file has no main: expert_parallel.c runs it.

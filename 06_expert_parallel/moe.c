@@ -6,10 +6,10 @@
 //
 //     y = sum over the k chosen of weight_j expert_j(x)  (+ shared(x)),     weight = route(Wrouter x)
 //
-// Each pair of a token and one of its experts is a row; rows are brought into the order of experts
-// (token_rows.c), so that each expert makes one matrix multiply of all its rows, however many they are. No
-// row is padding, and no token is dropped unless --capacity asks for it. Of equal logits the expert with
-// the lower number is taken, also when recomputation routes again.
+// Each pair of a token and one of its experts is a row. Rows are sorted by expert (token_rows.c), so each
+// expert does one matrix multiply over all its rows, however many there are. There is no padding, and no
+// token is dropped unless --capacity asks for it. Ties go to the expert with the lower number, also when
+// recomputation routes again.
 //
 // Parameters of a block: e h + 3 h f (e + shared) in place of 3 h f, of which a token uses the router's e h
 // and 3 h f (k + shared).

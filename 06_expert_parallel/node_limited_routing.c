@@ -1,26 +1,26 @@
 // node_limited_routing.c: each token goes to few nodes, and crosses to each of them once. Playbook:
 // "Expert parallelism"; DeepSeek-V3 (2024), sections 2.1.2 and 3.2.2.
 //
-// Against expert_parallel.c, where a token crosses the network once for each of its experts in another
-// node: the ep ranks are N nodes of K. The router keeps a token's M best nodes, by the two best experts of
-// each, and chooses its k experts there (--expert-groups N --groups-kept M). Two hops then bring it there:
+// Against expert_parallel.c, where a token crosses the network once for each of its experts in another node:
+// the ep ranks are N nodes of K. The router keeps a token's M best nodes, by the two best experts of each,
+// and chooses the k experts from them (--expert-groups N --groups-kept M). Two hops bring it there:
 //
 //                   node 0          node 1
 //                   rank 0  1       rank 2        3           a token of rank 0, experts on ranks 2 and 3
-//     across        x ------------> x                         once for a node, to the rank of its own place
-//     inside                        x ----------> x           once for an expert
+//     across        x ------------> x                         once per node, to the rank of the same place
+//     inside                        x ----------> x           once per expert
 //                   experts compute
 //     inside                        E2(x) <------ E3(x)
 //     across        y <------------ w2 E2(x) + w3 E3(x)       summed before it crosses
 //
-// Across, a node is what an expert is in expert_parallel.c, with a weight of 1; inside, the tokens that
-// have come are routed as if they were this rank's own. So the weights are sent with the tokens, and their
-// gradients back. Backward takes the same hops in the other order.
+// The first hop treats a node as expert_parallel.c treats an expert, with a weight of 1; the second routes
+// the tokens that arrived as if they were this rank's own. The weights are therefore sent with the tokens,
+// and their gradients sent back. Backward takes the same hops in reverse order.
 //
-// Bytes sent across: 4 hidden states (there and back, in both passes) for each token and other node that
-// it goes to, min(M, N - 1) of them at most, where plain dispatch has 4 for each expert there. With 8
-// experts in 4 nodes, as in DeepSeek-V3, that is about half. Above price it stands to the byte.
-// Memory per rank: as expert_parallel.c, and the places of both hops.
+// Bytes sent across: 4 hidden states (there and back, in both passes) for each token and each other node
+// that it goes to, min(M, N - 1) at most, where plain dispatch sends 4 for each expert there. With 8 experts
+// in 4 nodes, as in DeepSeek-V3, that is about half. The exact formula is above price().
+// Memory per rank: as expert_parallel.c, and the row indices of both hops.
 // Run: build/06_expert_parallel/node_limited_routing   (--gpus-per-node 4 --expert-groups 2, --zero 2 …)
 // Last line: PASS node_limited_routing: in two hops, the tokens make the step of one device …
 #include <stdlib.h>

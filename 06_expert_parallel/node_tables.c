@@ -1,15 +1,16 @@
 // node_tables.c: what two hops send across nodes and inside, beside plain dispatch. Playbook: "Expert
 // parallelism"; DeepSeek-V3 (2024), section 3.2.2.
 //
-// The same step is made with expert_parallel.c and with node_limited_routing.c, and comm counts what of
-// their all-to-alls leaves a node. What the routing tables say, over all ranks, in bytes:
+// The same step is run with expert_parallel.c and with node_limited_routing.c, and comm counts the bytes of
+// their all-to-alls that leave a node. By the routing tables, summed over all ranks, these are:
 //
 //     plain      across   4 h B (rows whose expert is in another node)
 //     two hops   across   (4 h B + 4 k + 2 w k) (tokens x other nodes of their experts)
 //
-// B bytes an element, once in each pass and each way; inside, 4 h B for each row that goes to another rank
-// of a node; and the counts of every forward. Then all tokens are sent to one node, and two micro-batches
-// are in flight. This file has no main: node_limited_routing.c runs it.
+// with B bytes per element, 4 for both ways in both passes, and w bytes per routing weight. Inside, it is
+// 4 h B for each row that goes to another rank of the node. The counts of every forward are added. Two more
+// runs send all tokens to one node, and keep two micro-batches in flight. This file has no main:
+// node_limited_routing.c runs it.
 #include "expert_parallel.h"
 
 // Of all ranks in a step.

@@ -1,15 +1,16 @@
 // overlap_tables.c: what two micro-batches in flight hide, for blocks of DeepSeek-V3 on the model clock.
 // Playbook: "Expert parallelism"; DeepSeek-V3 (2024), section 3.2.
 //
-// A dry run with expert_parallel.c and one with overlapped_experts.c, in a node and over 8 nodes; in a
-// pipeline with DualPipe's pairs. Of the all-to-alls' seconds that were exposed some are hidden, behind the
-// other micro-batch's computing, and with two hops behind its other hop, too. Demanded of them is
+// Dry runs with expert_parallel.c and with overlapped_experts.c, in a node and over 8 nodes, or in a
+// pipeline with DualPipe's pairs. Overlap hides some of the seconds that all-to-alls were exposed, behind
+// the other micro-batch's compute and, with two hops, behind its other hop. The check demands
 //
 //     hidden  >=  share  min(exposed before, compute)
 //
-// with a share of 0.85, or of 0.75 where there is about as much to send as to compute, or more: stretches of
-// one do not fit those of the other (0.80 on an H200). With DualPipe it is the share of the passes that are
-// in pairs: nothing runs beside the others. This file has no main: overlapped_experts.c runs it.
+// with a share of 0.85, or of 0.75 where sending takes about as long as computing, or longer: single
+// stretches of the two then differ in length (0.80 is reached on an H200). With DualPipe it is the share of
+// passes that run in pairs, since nothing runs beside the others. This file has no main:
+// overlapped_experts.c runs it.
 #include <math.h>
 
 #include "expert_parallel.h"

@@ -1,5 +1,5 @@
-// router.c: which experts a token takes, and with what weights: the router's multiply, forward and
-// backward, and what load_balance.c adds to it. Playbook: "Expert parallelism".
+// router.c: which experts a token takes, and with what weights: the router's multiply, forward and backward,
+// and what load_balance.c adds. Playbook: "Expert parallelism".
 //
 //     logits = Wrouter x  (n, e);   chosen, weights = route(logits, bias)  (n, k)
 //

@@ -1,9 +1,9 @@
-// token_by_token.c: a mixture of experts without rows, order or groups: what moe.c is held against.
+// token_by_token.c: a mixture of experts without sorting or grouping rows: the baseline of moe.c.
 // Playbook: "Expert parallelism".
 //
-// One token after the other goes through its experts, as a matrix of one row; the host decides which
-// experts and with what weights, in f64, spelled out step by step. Nothing here is fast, and nothing is
-// shared with moe.c or with the operations that it calls.
+// Tokens go through their experts one at a time, each as a matrix of one row; the host chooses the experts
+// and their weights, in f64, spelled out step by step. Nothing here is fast, and nothing is shared with
+// moe.c or with the operations that it calls.
 //
 // Bytes sent: none. This file has no main: moe.c runs it.
 #include <math.h>

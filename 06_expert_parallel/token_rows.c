@@ -1,5 +1,5 @@
-// token_rows.c: the rows of a mixture of experts: pairs of a token and an expert, in the order of experts,
-// and back. Playbook: "Expert parallelism".
+// token_rows.c: the rows of a mixture of experts: pairs of a token and an expert, sorted by expert, and
+// back. Playbook: "Expert parallelism".
 //
 //     3 tokens, 4 experts, k = 2            rows, in the order of experts        place
 //       token 0: experts 0, 2       ->      expert 0: rows 0 1, of tokens 0 1    token 0: 0 2
@@ -8,10 +8,10 @@
 //                                           expert 3: rows 4 5, of tokens 1 2
 //
 // With --capacity C an expert has room for ceil(C s k / e) rows of each sequence of s tokens, and takes the
-// first tokens of the sequence. A pair beyond that is dropped: its row is behind all others, is not
-// computed, and counts as zero; a token that all its experts drop goes on along the residual alone. The
-// weights of its other experts stay as they are. Each sequence is treated by itself: so accumulation, data
-// and expert parallelism do not change which pairs are dropped.
+// first of the sequence. Pairs beyond that are dropped: their rows come after all others, are not computed,
+// and count as zero. The weights of the token's other experts stay as they are; if all its experts drop a
+// token, only the residual carries it on. Each sequence is treated by itself, so accumulation, data and
+// expert parallelism do not change which pairs are dropped.
 //
 // Bytes sent: none. This file has no main: moe.c and the dispatches call it.
 #include <math.h>
