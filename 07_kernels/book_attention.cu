@@ -1,4 +1,4 @@
-// book_attention.cu: attention of the table of book_kernels.cu.
+// book_attention.cu: the attention kernels in the table of book_kernels.cu.
 //
 //     operation                      kernel of                            where it serves
 //     attention_chunk_forward        flash_attention_2                    f32
@@ -6,10 +6,10 @@
 //     attention_chunk_backward       flash_attention_2_backward           f32
 //                                    flash_attention_2_tensor_backward    bf16, f16
 //
-// with heads of 64 or 128 whose tiles fit into this GPU's shared memory, under any mask: one that needs
-// tables of tokens runs as TokenHeads, the others as Heads (flash_mask.h). What this file adds is what the
-// operations ask beyond the programs: chunks of keys that are merged, gradients that add to what is there,
-// and the order (b, s, a) of what belongs to rows, which the programs have as (b, a, s).
+// with heads of 64 or 128 whose tiles fit into this GPU's shared memory, under any mask: a mask that needs
+// tables of tokens runs as TokenHeads, the others as Heads (flash_mask.h). This file adds what the
+// operations need beyond the programs: chunks of keys that are merged, gradients that accumulate, and rows
+// in the order (b, s, a), where the programs have (b, a, s).
 #include <math.h>
 
 #include "book_kernels.h"

@@ -1,5 +1,5 @@
-// book_codes.cu: hopper_fp8 as the CUDA back end's own multiply of 8-bit codes with block scales, for which
-// it asks wherever codes have such scales (tensor/kernel_table.h). The file stands here without its main.
+// book_codes.cu: hopper_fp8 as the CUDA back end's multiply of 8-bit codes with block scales, used wherever
+// codes have such scales (tensor/kernel_table.h). The program is included here without its main.
 #include "cuda/device_cuda.h"
 #include "cuda/instructions_hopper.h"
 #include "sixteen_bits.h"

@@ -11,9 +11,9 @@
 //     attention_chunk, both          those of book_attention.cu
 //     adamw                          fused_adamw                      f32; bf16, f16 with a master
 //
-// The kernels are those of the programs: each file stands here without its main, in a namespace of its own.
-// What this file adds is what an operation asks beyond them: transposed operands, and gradients that add to
-// what is there. Scratch is the back end's, and all runs on its stream.
+// The kernels are those of the programs: each file is included here without its main, in its own namespace.
+// This file adds what an operation needs beyond them: transposed operands, and gradients that accumulate.
+// Scratch memory is the back end's, and everything runs on its stream.
 #include "book_kernels.h"
 
 #include <math.h>

@@ -2,24 +2,24 @@
 // Coalescing".
 //
 // A warp is 32 threads, its lanes, that execute the same instruction together. Memory moves sectors of 32
-// bytes, eight words of f32. A warp's load is one request, which takes as many sectors as its lanes touch,
-// however little they use of them:
+// bytes, eight words of f32. A warp's load is one request, which moves every sector that its lanes touch,
+// however few of its bytes they use:
 //
 //     strided      lane l reads word l s       32 sectors for 32 words: 1024 bytes moved, 128 used
 //     coalesced    lane l reads word l          4 sectors: all that is moved is used
 //     vectorised   lane l reads words 4 l …    16 sectors for 128 words, in one request in place of four
 //
-// The playbook's matrix multiply, C = A B, a thread for each C[x][y], each step of the loop loading A[x][i]
-// and B[i][y]:
+// The playbook's matrix multiply, C = A B, has a thread for each C[x][y]; each step of its loop loads
+// A[x][i] and B[i][y]:
 //
-//     by x    lanes differ in x: A's column is strided, B's word is one for all:    32 + 1 sectors a step
-//     by y    lanes differ in y: A's word is one for all, B's row is coalesced:      1 + 4
+//     by x    lanes differ in x: A's column is strided, all read one word of B:     32 + 1 sectors a step
+//     by y    lanes differ in y: all read one word of A, B's row is coalesced:       1 + 4
 //
 // Requests: a copy of n words takes n / 32 loads and as many stores; a product of n x n matrices takes
 // n^3 / 32 steps of a warp, with 2 loads each.
 //
 // Proof: copies are exact; products are within 4 times the error of the library's f32 product, each against
-// f64, at sizes that fill no block; counts are those of the formulas.
+// f64, at sizes that fill no block; counts equal the formulas.
 // Run: build/07_kernels/coalescing           (--gpu a100, --size 4096, --verbose)
 // Last line: PASS coalescing: by y takes 0.15 of the time of by x …
 #include "launch.h"

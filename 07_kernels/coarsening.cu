@@ -1,8 +1,7 @@
 // coarsening.cu: a thread that computes more elements reads less for each. Playbook: "Thread Coarsening".
 //
-// Against tiling.cu, where each multiply-add needs two words from shared memory and waits for them: a
-// thread computes TM x TN elements of C, in registers. It loads TM words of A and TN of B for TM TN
-// multiply-adds:
+// Against tiling.cu, where each multiply-add needs two words from shared memory and waits for them: a thread
+// computes TM x TN elements of C in registers. It loads TM words of A and TN of B for TM TN multiply-adds:
 //
 //                    B  b0 b1 b2 b3         loads for one multiply-add
 //                a0     c  c  c  c          1 x 1       2
@@ -10,19 +9,19 @@
 //                a2     c  c  c  c          4 x 4       1 / 2
 //                a3     c  c  c  c          8 x 8       1 / 4
 //
-// 16 x 16 threads make a tile of C of 16 TM x 16 TN. The tile of A lies in shared memory by columns, so
-// that a thread's rows are neighbours and it reads four of them at once. Its columns are packs of four,
-// 64 apart: were all eight side by side, threads four apart would want the same banks.
+// 16 x 16 threads compute a tile of C of 16 TM x 16 TN. The tile of A is stored by columns in shared memory,
+// so that a thread's rows are neighbours and it reads four at once. A thread's columns of B are packs of
+// four, 64 apart: if all eight were side by side, threads four apart would need the same banks.
 //
 // For a warp and K = 16 steps of the sum:
 //     load requests    TM + TN            of 4 sectors each
 //     shared passes    2 TM + TN stores (A's by columns take two each), and K (TM + TN) loads
 //     multiply-adds    K TM TN
-// In one clock a multiprocessor of an H100 makes the multiply-adds of 4 warps and one shared pass: at 8 x 8
+// In one clock a multiprocessor of an H100 does the multiply-adds of 4 warps and one shared pass: at 8 x 8
 // both are busy. The price is registers: 8 x 8 sums and 16 operands leave room for fewer warps.
 //
 // Proof: within 4 times the error of the library's f32 product, each against f64, at sizes that fill no
-// tile; counts are those of the formulas.
+// tile; counts equal the formulas.
 // Run: build/07_kernels/coarsening           (--gpu a100, --size 4096, --verbose)
 // Last line: PASS coarsening: 8 x 8 outputs a thread take 0.12 of the time of one …
 #include "launch.h"

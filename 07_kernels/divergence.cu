@@ -12,13 +12,13 @@
 //     branch by lane       2 K instructions, in each of which half of the lanes are active
 //     branch by warp       a warp takes elements of one kind: K, but loads and stores are 8 sectors, not 4
 //     factored out         only z depends on the lane, and choosing it needs no branch: K, and 4 sectors.
-//                          nvcc may do this by itself where both sides end alike, as here
+//                          nvcc may do this by itself where both sides end in the same code, as here
 //
-// And a loop that makes from 8 to 256 turns, by element: a warp goes on until its last lane is done. If
-// elements are distributed so that the lanes of a warp make equally many turns, a warp makes 132 on average
-// and not 256, but its loads take 32 sectors.
+// The other example is a loop of 8 to 256 iterations, depending on the element: a warp runs until its last
+// lane is done. If elements are distributed so that the lanes of a warp need equally many iterations, a warp
+// takes 132 on average instead of 256, but its loads take 32 sectors.
 //
-// Proof: within 4 times the error of the same steps in f32 on the CPU, against f64; counts are those of the
+// Proof: within 4 times the error of the same steps in f32 on the CPU, against f64; counts equal the
 // formulas.
 // Run: build/07_kernels/divergence           (--gpu a100, --verbose)
 // Last line: PASS divergence: a branch by lane costs 2.00 times the instructions of one by warp …

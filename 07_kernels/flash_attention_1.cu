@@ -4,9 +4,9 @@
 //     O = softmax(scale Q K') V           scores stored: S = Q K', written; P = softmax(S), read and
 //                                         written; P V, read: 4 s^2 words of memory a head
 //
-// Here a block holds a tile of K and V, and takes the tiles of queries past it. What it knows of a row of
-// O so far is the row, normalised, and the logarithm of the sum of exponentials (lse) over the keys seen.
-// The paper keeps the maximum m and the sum l, two words a row; lse in their place is FlashAttention-2's.
+// Here a block holds a tile of K and V, and loops over the tiles of queries. For each row of O it keeps the
+// normalised row so far and the logarithm of the sum of exponentials (lse) over the keys seen. The paper
+// keeps the maximum m and the sum l, two words a row; lse in their place is FlashAttention-2's.
 //
 //     m = max(S)   l = sum(e^(S - m))                     of this tile's keys
 //     M = max(m, lse)   L = e^(m - M) l + e^(lse - M)     over all so far
@@ -18,13 +18,13 @@
 //       v      K V   . . ■ ■         Q          32 d           for each pair
 //              K V   . . . ■         O, lse     32 d + 32      for each pair, out and, after the first, in
 //
-// Under a mask by position and document the pairs are those of tiles of which a query sees a key, wherever
+// Under a mask by position and document, the pairs are those in which some query sees some key, wherever
 // they lie (flash_mask.h).
 //
-// Tiles cost L2 about 3 s^2 d / 32 words a head in either case. What is stored is s d + s words here, and
-// s d + s^2 there; no array of this kernel is quadratic in s.
+// Tiles cost L2 about 3 s^2 d / 32 words a head in either case. This kernel stores s d + s words, the other
+// s d + s^2; none of its arrays is quadratic in s.
 //
-// Proof: within 4 times the error of the same steps in f32 on the CPU, each against f64, lse too, on odd
+// Proof: O and lse within 4 times the error of the same steps in f32 on the CPU, each against f64, on odd
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude; the same under
 // masks by position and document (attention_masks.h).
 // Run: build/07_kernels/flash_attention_1           (--gpu a100, --head-size 64, --size 4096, --verbose)

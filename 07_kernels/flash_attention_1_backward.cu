@@ -1,8 +1,8 @@
-// flash_attention_1_backward.cu: the backward pass of attention from the logarithms of its sums, one word
-// a row. Playbook: "Flash Attention 1-3"; Dao et al., "FlashAttention", 2022, Algorithm 4.
+// flash_attention_1_backward.cu: the backward pass of attention, from one stored word per row, the logarithm
+// of its sum. Playbook: "Flash Attention 1-3"; Dao et al., "FlashAttention", 2022, Algorithm 4.
 //
-// Backward needs P = softmax(S), which forward has not kept. But e^(S - lse) is P: a tile of it takes one
-// product, Q K', and no other tile. It is the fifth beside the four that a stored P would need:
+// Backward needs P = softmax(S), which forward has not kept. But P = e^(S - lse), so a tile of P can be
+// recomputed by itself with one product, Q K'. That makes five products, where a stored P would need four:
 //
 //     P = e^(scale Q K' - lse)                    dV += P' dO
 //     dP = dO V'                                  dK += dS' Q
@@ -14,10 +14,9 @@
 //       v      K V   . . ■ ■         Q, dO, O, lse   in for each pair of tiles
 //              K V   . . . ■         dQ              out for each pair and, after the first, in
 //
-// Under a mask by position and document the pairs are those of tiles of which a query sees a key
-// (flash_mask.h). A block has all tiles of its heads, so that the order of every sum is fixed: two runs
-// agree in every bit. The price is that only b kv blocks run at once. Memory beside the operands and the
-// gradients: none.
+// Under a mask by position and document, the pairs are those in which some query sees some key
+// (flash_mask.h). One block has all tiles of its heads, so the order of every sum is fixed: two runs agree
+// in every bit. The price is that there are only b kv blocks. Extra memory: none.
 //
 // Proof: dQ, dK, dV within 4 times the error of the same steps in f32 on the CPU, each against f64, on odd
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude; the same under

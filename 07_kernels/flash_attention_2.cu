@@ -1,8 +1,8 @@
 // flash_attention_2.cu: the loops of flash_attention_1.cu turned inside out, forward. Playbook: "Flash
 // Attention 1-3"; Dao, "FlashAttention-2", 2023, Algorithm 1.
 //
-// The first version takes tiles of queries past a tile of keys: O leaves for memory after each and comes
-// back for the next, normalised every time. Here a block holds tiles of queries and takes the keys past:
+// In the first version a block holds a tile of keys and loops over queries: O is normalised and stored after
+// each tile of keys, and loaded again for the next. Here a block holds tiles of queries and loops over keys:
 //
 //     queries  keys ->            m' = max(m, S)          l = e^(m - m') l + sum(e^(S - m'))
 //     Q        K V   ■ . . .      O  = e^(m - m') O + e^(S - m') V
@@ -15,13 +15,13 @@
 //     special functions a row      4: exp, exp, 1 / x, log    1: exp
 //     FLOPs on O                   3 x 32 d                   32 d
 //
-// O, m and l stay in registers; each lane adds up its own part of l, and lanes join once, at the end. Warps
-// split a block's queries and share its K and V. Tiles of queries do not wait for one another: b a s / 64
-// blocks in place of b a, which leave most of a GPU idle (the model does not see that: it spreads any work
-// evenly). Those with the most keys begin. Keys that a mask hides from all of a block's queries are not
-// read, wherever they lie (flash_mask.h).
+// O, m and l stay in registers; each lane sums its own part of l, and lanes combine them once, at the end.
+// Warps split a block's queries and share its K and V. Tiles of queries are independent: b a s / 64 blocks
+// in place of b a, which leave most of a GPU idle (the model does not see that: it spreads any work evenly).
+// Blocks with the most keys start first. Keys that a mask hides from all of a block's queries are not read,
+// wherever they lie (flash_mask.h).
 //
-// Proof: within 4 times the error of the same steps in f32 on the CPU, each against f64, lse too, on odd
+// Proof: O and lse within 4 times the error of the same steps in f32 on the CPU, each against f64, on odd
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude; the same under
 // masks by position and document (attention_masks.h).
 // Run: build/07_kernels/flash_attention_2           (--gpu a100, --head-size 64, --size 4096, --verbose)

@@ -1,34 +1,34 @@
-// flash_attention_2_backward.cu: the gradients of attention by many blocks a head, whose sums keep their
+// flash_attention_2_backward.cu: the gradients of attention with many blocks per head, and sums in a fixed
 // order. Playbook: "Flash Attention 1-3"; Dao, "FlashAttention-2", 2023, Algorithm 2.
 //
-// The first version gives all tiles of a head to one block, since dQ adds up over keys while dK and dV add
-// up over queries. Here each block has two tiles of keys and takes the queries past. dQ is then a sum over
-// blocks. The paper adds with atomics, in any order; here each tile of dQ has a turn, and blocks add to it
-// in a fixed order, the last keys first:
+// The first version gives all tiles of a head to one block, since dQ is a sum over keys while dK and dV are
+// sums over queries. Here each block has two tiles of keys and loops over the queries, so dQ is a sum over
+// blocks. The paper adds with atomics, in any order; here blocks take turns at each tile of dQ, and add to
+// it in a fixed order, the last keys first:
 //
 //                   queries ->               time ->
 //     block 2  K V  . . . . ■ ■ ■ ■     block 2  4 5 6 7           the tile of dQ that it adds to
 //     block 1  K V  . . ■ ■ ■ ■ ■ ■     block 1  2 3 4 5 6 7       to each after block 2 has
 //     block 0  K V  ■ ■ ■ ■ ■ ■ ■ ■     block 0  0 1 2 3 4 5 6 7   to each after block 1 has
 //
-// With a causal mask nobody waits: a block begins at the diagonal, and is past a tile when the next block
-// comes there. Without a mask each block is a tile behind the one before it.
+// With a causal mask no block waits: it begins at the diagonal, and is done with a tile by the time the next
+// block reaches it. Without a mask each block is one tile behind the one before it.
 //
-// A block takes its keys by a ticket when it starts, and waits only for lower tickets. Their blocks run
-// already, so that no block waits for one that has no multiprocessor yet. Under a mask by position and
-// document the block before it is the next one that sees the tile of queries (turn_before, flash_mask.h).
+// A block draws a ticket when it starts, which determines its keys, and waits only for lower tickets, whose
+// blocks are already running. Under a mask by position and document, the block before it is the nearest with
+// later keys that sees the tile of queries (turn_before, flash_mask.h).
 //
 //     for each pair of tiles       first version                second
 //     words between L2 and block   160 d: Q, dO, O, dQ, dQ      64 d: the same but O, for two tiles of keys
 //     rowsum(dO O)                 64 d FLOPs                   once for each row, by a kernel of its own
 //     scale                        of S and dS                  of S; of dQ and dK where they are stored
 //
-// The exponentials and the five products stay the same. Extra memory: delta, a word for each row and head;
-// a turn for each tile of queries and head; a ticket counter for each K/V head.
+// The exponentials and the five products are unchanged. Extra memory: delta, a word for each row and head; a
+// turn for each tile of queries and head; a ticket counter for each K/V head.
 //
 // Proof: dQ, dK, dV within 4 times the error of the same steps in f32 on the CPU, each against f64, on odd
 // lengths, with and without a mask, for shared K/V heads and for scores of large magnitude; the same bits
-// when blocks run in another order; all this under masks by position and document, too.
+// when blocks run in another order; all of this also under masks by position and document.
 // Run: build/07_kernels/flash_attention_2_backward           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_2_backward: 0.41 of the first version's traffic to L2 …
 #include "flash_tiles.h"

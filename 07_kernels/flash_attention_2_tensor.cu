@@ -1,35 +1,35 @@
 // flash_attention_2_tensor.cu: FlashAttention-2 on tensor cores, forward, in bf16 and fp16 with f32 sums.
 // Playbook: "Flash Attention 1-3"; Dao, "FlashAttention-2", 2023, Algorithm 1 and section 3.3.
 //
-// Against flash_attention_2.cu: the loops and the running softmax stay; both products are mma. A block of 4
+// Against flash_attention_2.cu: the loops and the running softmax stay; both products use mma. A block of 4
 // warps has 128 queries, and takes 64 keys at a time. A warp has 32 of the queries, in two fragments of 16
-// rows. What a lane gets of the first product is what it needs as left operand of the second:
+// rows. A lane's part of the first product's result is also its part of the second's left operand:
 //
 //     S = Q K'   d[0], d[1]  row l / 4       keys 8 j + 2 (l % 4), + 1      j: 8 fragments of 16 x 8
 //                d[2], d[3]  row l / 4 + 8
 //     O += P V   a[0], a[2]  row l / 4       d[0], d[1] of j and of j + 1, exponentials in 16 bits
 //                a[1], a[3]  row l / 4 + 8   d[2], d[3] of j and of j + 1
 //
-// So P stays in registers: there is no tile of scores, and two shuffles join a row's four lanes.
+// So P stays in registers: there is no tile of scores, and two shuffles combine a row's four lanes.
 //
 // Shared memory has one tile of K and one of V. While one is multiplied, the other is in flight:
 //
 //     copy      K0   V0               K1      V1               K2           each waited for, with a
 //     compute        Q K0', softmax   P V0    Q K1', softmax   P V1         barrier, before its use
 //
-// What a warp asks of a multiprocessor for 64 keys, with heads of 128, in clocks:
+// A multiprocessor's work for one warp and 64 keys, with heads of 128, in clocks:
 //
 //     mma        4 x 32 x 64 x 128 FLOPs                              512 on an A100, 256 on an H100
 //     shared     ldmatrix: Q 64, K 128, V 128 passes; cp.async: 64    384
 //     special    for a lane, 64 exponentials, and 4 of its rows       136
 //     FMA        2^(c S - c m), c = scale log2 e; rows, O             86
 //
-// An A100 is busy with products. On an H100, whose tensor cores are twice as fast, shared memory sets the
-// time: mma takes both operands from registers, and ldmatrix must fill them.
+// On an A100 the products set the time. On an H100, whose tensor cores are twice as fast, shared memory
+// does: mma takes both operands from registers, and ldmatrix must fill them.
 //
 // Proof: O within 4 times the error of the same steps with P and O in 16 bits on the CPU, lse in f32, each
-// against f64, on odd lengths, with and without a mask, for shared K/V heads and for large scores. By
-// tokens (flash_mask.h): packed documents, zig-zag chunks, any order; tiles that nobody sees may be NaN.
+// against f64, on odd lengths, with and without a mask, for shared K/V heads and for large scores. With
+// TokenHeads (flash_mask.h): packed documents, zig-zag chunks, any order; unseen tiles may be NaN.
 // Run: build/07_kernels/flash_attention_2_tensor           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_2_tensor: bf16 takes 0.09 of the least that f32 without tensor cores …
 #include "flash_fragments.h"

@@ -1,33 +1,33 @@
 // flash_attention_2_tensor_backward.cu: the gradients of FlashAttention-2 on tensor cores, in bf16 and fp16
 // with f32 sums. Playbook: "Flash Attention 1-3"; Dao, "FlashAttention-2", 2023, Algorithm 2.
 //
-// Against flash_attention_2_backward.cu: tickets, turns and the order of sums stay; the five products are
+// Against flash_attention_2_backward.cu: tickets, turns and the order of sums stay; the five products use
 // mma. A block of 8 warps has 128 keys, 16 a warp, and takes 64 queries at a time. Scores are computed with
-// keys as rows: S' and dP', whose fragments are then left operands of what adds up over queries:
+// keys as rows: the fragments of S' and dP' are then left operands of the sums over queries:
 //
 //     S'  = K Q'     P'  = 2^(c S' - log2e lse)      dV += P' dO      P', dS' in 16 bits, from registers
 //     dP' = V dO'    dS' = P' (dP' - delta)          dK += dS' Q
 //                                                    dQ += dS K       by way of shared memory
 //
-// Only dQ adds up over keys, and so over warps: they leave dS' in shared memory, from where ldmatrix takes
-// it transposed, and each warp has 32 queries and a quarter of the columns of the product.
+// Only dQ is a sum over keys, and therefore over warps: they store dS' in shared memory, ldmatrix loads it
+// transposed, and each warp computes 32 queries and a quarter of the columns of the product.
 //
 //     tile of queries    t                                       t + 1
 //     copies             Q, dO of t + 1 in flight                Q, dO of t + 2 …
 //     warps              S', dP', dV, dK | dS there, its turn | dQ | S', dP', …       |: a barrier
 //
-// By tokens (flash_mask.h) a block leaves out tiles of queries that see none of its keys. Its turn at a
-// tile is how many blocks of later keys those queries see, so that it waits for no block that never comes.
+// With TokenHeads (flash_mask.h) a block skips tiles of queries that see none of its keys. Its turn is the
+// number of blocks of later keys that those queries see, so it never waits for one that skips them.
 //
-// dQ adds up in f32, in memory, a block after another; a last kernel scales it and rounds it to 16 bits.
+// dQ is summed in f32, in memory, one block after another; a last kernel scales it and rounds it to 16 bits.
 // Extra memory: that sum, 4 d bytes for a row and head; delta, turns and tickets as before.
 //
 // A warp and 64 queries, with heads of 128, take 320 clocks of mma on an H100 and 820 shared passes: each
 // of 8 warps reads all of Q and dO, once as rows and once transposed, for 16 keys of its own.
 //
-// Proof: dQ, dK, dV within 4 times the error of the same steps with P, dS and results in 16 bits on the
-// CPU, each against f64, on odd lengths, with and without a mask, for shared K/V heads and large scores;
-// the same bits when blocks run in another order. By tokens: packed documents, zig-zag chunks, any order.
+// Proof: dQ, dK, dV within 4 times the error of the same steps with P, dS and results in 16 bits on the CPU,
+// each against f64, on odd lengths, with and without a mask, for shared K/V heads and large scores; the same
+// bits when blocks run in another order. With TokenHeads: packed documents, zig-zag chunks, any order.
 // Run: build/07_kernels/flash_attention_2_tensor_backward           (--gpu a100, --head-size 64, --verbose)
 // Last line: PASS flash_attention_2_tensor_backward: bf16 takes 0.20 of the least that f32 without …
 #include "flash_fragments.h"

@@ -1,30 +1,29 @@
 // flash_attention_3.cu: FlashAttention-3, forward, in bf16 and fp16 with f32 sums, by TMA and wgmma (H100).
 // Playbook: "Flash Attention 1-3"; Shah et al., "FlashAttention-3", 2024, sections 3.1 and 3.2.
 //
-// Against flash_attention_2_tensor.cu: as many bytes, the same products and the same softmax, overlapped. A
-// block has three warpgroups. The producer, one thread of a warpgroup that gives its registers back, asks
-// for tiles of 128 keys (TMA), which land in a ring of four: K, V, K, V. Two consumers of 64 queries each
-// multiply by wgmma: Q, K and V come from shared memory, P from registers, where softmax left it.
+// Against flash_attention_2_tensor.cu: the same bytes, products and softmax, but overlapped. A block has
+// three warpgroups. The producer, one thread of a warpgroup that gives its registers to the others, requests
+// tiles of 128 keys (TMA), which land in a ring of four: K, V, K, V. Two consumers of 64 queries each
+// multiply with wgmma: Q, K and V come from shared memory, P from registers, where softmax left it.
 //
 //     producer    wait empty[t], parity 1 - turn;   expect bytes at full[t];   copy to t
 //     consumer    wait full[t], parity turn;   multiply;   when that is done, arrive at empty[t]
 //
 // Exponentials are slow: for a tile and heads of 128, an H100's tensor cores are busy for 2048 clocks, and
-// its special functions for 1056. A warpgroup needs one before the other, so two take turns (ping-pong):
+// its special-function units for 1056. A warpgroup needs one after the other, so two take turns (ping-pong):
 //
 //     warpgroup 0    Q K1', P0 V0   softmax 1      Q K2', P1 V1   softmax 2
 //     warpgroup 1    softmax 0      Q K1', P0 V0   softmax 1      Q K2', P1 V1
 //
-// The tensor cores always have work, and softmax hides under the other's products. The turn, an mbarrier,
-// is passed on as soon as these are issued. P0 V0 is in flight while softmax 1 begins; then O is rescaled.
+// The tensor cores always have work, and one's products hide the other's softmax. The turn, an mbarrier, is
+// passed on once the products are issued. P0 V0 is in flight while softmax 1 begins; then O is rescaled.
 //
-// wgmma reads K and V once for four warps, mma for each: shared memory takes 0.88 of the tensor cores'
-// clocks, and not 1.5 times as many. A tile on the diagonal is 128 keys wide, not 64: with a causal mask,
-// 1.5% more products. The table's time is that of the busiest part, with turns and without.
+// wgmma reads K and V once for four warps, mma once for each: shared memory takes 0.88 of the tensor cores'
+// clocks instead of 1.5 times as many. A tile on the diagonal is 128 keys wide, not 64: 1.5% more products
+// with a causal mask. The table's time is that of the busiest part, with and without turns.
 //
-// Proof: as for flash_attention_2_tensor.cu, up to three tiles of keys, for which the ring comes round.
-// Masks by tokens (flash_mask.h): empty tiles are neither copied nor multiplied, full ones look at no
-// token.
+// Proof: as for flash_attention_2_tensor.cu, up to three tiles of keys, with which the ring wraps around.
+// TokenHeads (flash_mask.h): empty tiles are neither copied nor multiplied, full ones look at no token.
 // Run: build/07_kernels/flash_attention_3           (--head-size 64, --size 8192, --verbose)
 // Last line: PASS flash_attention_3: the busiest part takes 0.66 of products and exponentials one by one …
 #include "flash_warpgroups.h"

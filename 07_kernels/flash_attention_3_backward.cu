@@ -9,25 +9,25 @@
 //     dP' = V dO'    dS' = P' (dP' - delta)          dK += dS' Q
 //                                                    dQ  = dS K       by way of shared memory
 //
-// wgmma reads Q, dO and K as rows or as columns, and dS', whose rows are keys, transposed. Of dQ, a sum
-// over all keys, each warpgroup computes half: 64 of the columns, or 64 of the queries. The roles:
+// wgmma reads Q, dO and K as rows or as columns, and dS', whose rows are keys, transposed. dQ is a sum over
+// all keys; each warpgroup computes half of it: 64 of the columns, or 64 of the queries. The roles:
 //
 //     producer       wait empty[t];  copy Q, dO, lse, delta of the next tile to stage t, bytes at full[t]
 //     consumers      wait full[t];  S', dP';  P' while dP' is in flight;  dS', stored |  dV, dK, dQ;
 //                    arrive at empty[t];  wait come;  add dQ;  arrive at added
 //     turn keeper    wait for this block's turn;  arrive at come;  wait added;  fence, pass the turn on
 //
-// |: a barrier of the consumers, the only one of a step, since dS has two places. No consumer fences or
-// asks for a turn. dQ adds up in f32 in memory, in the order of fragments, so that a warp adds 128 bytes at
-// a time: the first block stores, others add and read nothing (red), and the last rounds to 16 bits, for
-// which the second version has a kernel. So L2 moves two thirds of the bytes.
+// |: a barrier of the consumers, the only one in a step, since dS has two buffers. No consumer fences or
+// waits for a turn itself. dQ is summed in f32 in memory, in the order of fragments, so a warp adds 128
+// bytes at a time: the first block stores, others add without reading (red), and the last rounds to 16 bits,
+// for which the second version has a separate kernel. So L2 moves two thirds of the bytes.
 //
-// A step, 2^13 numbers of Q, takes 2560 clocks of an H100's tensor cores and 2692 of its shared memory,
-// 2824 with heads of 64: 256 or 512 of them for lse and delta. By mma it takes 6532. What overlaps, only a
-// GPU can show. Extra memory: the sums, 4 d bytes for a row and head; lse and delta; turns and tickets.
+// A step, 2^13 numbers of Q, takes 2560 clocks of an H100's tensor cores and 2692 of its shared memory, 2824
+// with heads of 64, of which 256 or 512 are for lse and delta. With mma it takes 6532. Only a GPU can show
+// what overlaps. Extra memory: the sums, 4 d bytes for a row and head; lse and delta; turns and tickets.
 //
-// By tokens (flash_mask.h), blocks and tiles that do not see each other take no step: the turn keeper looks
-// up which block comes before this one, and tells the consumers who is first and last.
+// With TokenHeads (flash_mask.h), a block skips tiles of queries that see none of its keys: the turn keeper
+// looks up which block comes before this one, and tells the consumers whether they are first or last.
 //
 // Proof: as for the second version; flash_work.h has the formulas of both.
 // Run: build/07_kernels/flash_attention_3_backward           (--head-size 64, --size 8192, --verbose)

@@ -1,31 +1,31 @@
 // flash_attention_3_fp8.cu: FlashAttention-3, forward, of 8-bit numbers (e4m3) with a scale for each tile.
 // Playbook: "Flash Attention 1-3", "FP8 pretraining"; Shah et al., "FlashAttention-3", 2024, section 3.3.
 //
-// Against flash_attention_3.cu: tensor cores multiply twice as many in a clock, and Q, K and V take half of
-// the bytes. A kernel before encodes them, x = scale * code, for each tile of 128 rows of a head. Scales of
-// Q and K go into softmax's, and the scale of V into the factor that O takes between tiles: no more work.
-// Two things are as the paper says:
+// Against flash_attention_3.cu: tensor cores multiply twice as many numbers in a clock, and Q, K and V take
+// half the bytes. A separate kernel first encodes them, x = scale * code, with a scale for each tile of 128
+// rows of a head. The scales of Q and K are folded into softmax's, and the scale of V into the factor by
+// which O is rescaled between tiles: no extra work. Two things follow the paper:
 //
-//   - Operands of 8 bits must have their k in rows. V has the columns of O there, so two warps beside the
-//     producer transpose each tile in shared memory: ldmatrix gives a lane two keys of two columns, twice,
-//     byte permutes make of that four keys of each column, and a word goes to V' (transposed).
-//   - What a lane has of S is not what it needs of P (cuda/instructions_hopper.h): it has keys 2 q, 2 q + 1
-//     and 8 further where 4 q to 4 q + 3 are wanted, with q = lane % 4. A sum over keys has no order, so V'
-//     lists them as they come: no lane asks another.
+//   - 8-bit operands must have k along rows. The rows of V run along the columns of O, so two warps beside
+//     the producer transpose each tile in shared memory: ldmatrix gives a lane two keys of two columns,
+//     twice, byte permutes turn that into four keys of each column, and a word goes to V' (transposed).
+//   - A lane does not have the elements of S that it needs of P (cuda/instructions_hopper.h): it has keys
+//     2 q, 2 q + 1 and those 8 further, where 4 q to 4 q + 3 are needed, with q = lane % 4. A sum over keys
+//     may take any order, so V' lists keys as the lanes have them, and no lane needs another's.
 //
 //     producer      K0  V0           K1  V1           K2 …     a ring of four, as with 16 bits
 //     transposers            V0 -> V0'        V1 -> V1'        two more tiles
 //     consumers         Q K0'          Q K1', P0 V0'           in turns
 //
-// Heads of 64 would leave half of each line of 128 bytes empty: two rows share one (flash_codes.h). wgmma
-// takes either half of the lines as it takes them whole, and the scores of a tile are two products.
+// Heads of 64 would leave half of each line of 128 bytes empty, so two rows share a line (flash_codes.h).
+// wgmma can read either half of the lines, and the scores of a tile are two products.
 //
-// P is 2^8 exp(S - max), so that e4m3 keeps its small numbers longer. Of a sum, which O is over all tiles,
-// Hopper keeps 14 bits (chapter 08): with 4096 keys O is cut off 128 times, less than P's rounding takes.
+// P is 2^8 exp(S - max), so that fewer of its small numbers underflow in e4m3. Hopper keeps 14 bits of a sum
+// (chapter 08), and O is one: with 4096 keys it is truncated 128 times, which costs less than P's rounding.
 //
 // Proof: every code and scale, bit for bit; then each row of O against f64 on the decoded numbers. P is
 // rounded to nearest: off by at most e = 2^-4 of itself, e / sqrt(3) on average, independently. Sums of
-// scores, cut off four times, are off by up to d = 2^-11 sum|q k|; O, for n keys, by c = 2^-13 n / 32 of
+// scores, truncated four times, are off by up to d = 2^-11 sum|q k|; O, for n keys, by c = 2^-13 n / 32 of
 // itself. So a row's error is about
 //     sqrt(sum over columns of (O c)^2 + sum over keys of (P V)^2 (e^2 / 3 + d^2)), and may be twice it.
 // Run: build/07_kernels/flash_attention_3_fp8           (--head-size 64, --size 8192, --verbose)

@@ -7,8 +7,8 @@
 //     w = keep w - rate m / (sqrt(v) widen + eps)
 //     weight = bf16(w)                      what the next step computes with
 //
-// keep = 1 - lr decay, rate = lr / (1 - beta1^t), widen = 1 / sqrt(1 - beta2^t) are numbers of the step t.
-// scale is read from device memory, where the norm was reduced: the host need not wait for it.
+// keep = 1 - lr decay, rate = lr / (1 - beta1^t) and widen = 1 / sqrt(1 - beta2^t) depend on the step t
+// alone. scale is read from device memory, where the norm was reduced: the host need not wait for it.
 //
 // Bytes read + written for a weight:
 //
@@ -20,12 +20,11 @@
 //     weight       4 + 2                                    2
 //                  52                                   28
 //
-// A range is stepped whole or in shards that begin anywhere, and gets the same bits: what an element
-// becomes does not depend on its neighbours, or on the thread that has it.
+// A range may be updated whole or in shards that begin anywhere, with the same bits: an element's result
+// does not depend on its neighbours, or on the thread that computes it.
 //
 // Proof: w, m and v after three steps within 4 times the error of the same steps in f32 on the CPU, each
-// against f64; weights are the bits of bf16(w), and shards have those of the whole; counts are the
-// formulas'.
+// against f64; weights have the bits of bf16(w), and shards those of the whole; counts equal the formulas.
 // Run: build/07_kernels/fused_adamw           (--gpu a100, --verbose)
 // Last line: PASS fused_adamw: fused, a step takes 0.54 of the time …
 #include "cuda/gpu_numbers.h"

@@ -5,9 +5,9 @@
 //     loss = lse - x[target]        lse = m + log(sum(e^(x - m))), m = max(x), of a row of v logits
 //     dx   = scale (e^(x - lse) - [target])
 //
-// A row of 131072 logits has 512 kB, more than a block can keep. A softmax that stores its result reads it
-// for the maximum, for the sum, and for the result. The fused forward keeps a maximum and a sum so far, and
-// rescales the sum when the maximum grows, for four logits at a time:
+// A row of 131072 logits takes 512 kB, more than a block can keep. A softmax that stores its result reads
+// the row for the maximum, for the sum, and for the result. The fused forward keeps a running maximum and
+// sum, and rescales the sum when the maximum grows, for four logits at a time:
 //
 //     m' = max(m, x0 ... x3)        sum = sum e^(m - m') + e^(x0 - m') + ... + e^(x3 - m')
 //
@@ -15,11 +15,11 @@
 //     log-probabilities stored       3 + 1   1 + 1       3, x, log p, dx
 //     fused                          1 + 1   0 + 1       1, x          loss, lse, target
 //
-// The gradient replaces the logits, of which there is no copy: at 8192 tokens they alone are 4.29 GB. The
-// model grants the stored version that a row stays in L2 from its first read to its third.
+// The gradient overwrites the logits, so there is no second array: at 8192 tokens the logits alone take 4.29
+// GB. The model favours the stored version: a row stays in L2 from its first read to its third.
 //
-// Of logits of 16 bits a thread takes eight at once; arithmetic, loss and lse are in f32. What a gradient
-// in f16 loses, by numbers that are rounded to zero, is counted.
+// A thread takes eight 16-bit logits at once; arithmetic, loss and lse are in f32. Elements of an f16
+// gradient that are rounded to zero are counted.
 //
 // Proof: loss and gradient within 4 times the error of the same steps in f32 on the CPU, the gradient
 // rounded where the kernel's is, each against f64, on odd and prime vocabularies, with logits of large

@@ -3,8 +3,8 @@
 //
 //     ELU(x) = x where x >= 0, and alpha (e^x - 1) where x < 0
 //
-// Written with the operations of a framework, each a kernel that reads its operands from memory and writes
-// its result there, for n elements of 4 bytes (the condition has one byte each):
+// In a framework each operation is a kernel that reads its operands from memory and writes its result there.
+// For n elements of 4 bytes (a condition takes one byte):
 //
 //     e = exp(x)             4 n read    4 n written
 //     e = e - 1              4           4
@@ -17,7 +17,7 @@
 // Elementwise operations compute little for the bytes they move, so time is proportional to bytes: 8 / 42.
 //
 // Proof: within 4 times the error of the same f32 steps on the CPU, against f64, with zero, infinities and
-// large magnitudes among the elements; counts are those of the formulas.
+// large magnitudes among the elements; counts equal the formulas.
 // Run: build/07_kernels/fused_elementwise           (--gpu a100, --verbose)
 // Last line: PASS fused_elementwise: fused, it takes 0.19 of the time …
 #include "launch.h"

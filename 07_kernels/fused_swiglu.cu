@@ -5,7 +5,7 @@
 //     backward     dg = dy u s (1 + g (1 - s))
 //                  du = dy silu(g)
 //
-// With a kernel for each operation, as a framework's autograd has them, the words moved for each element:
+// With one kernel per operation, as in a framework's autograd, the words moved for each element:
 //
 //                  separate                                        fused
 //     forward      g -> a = silu(g)       2                        g, u -> y             3
@@ -15,13 +15,13 @@
 //                  da, g -> dg            3
 //     kept         g, u, a                3                        g, u                  2
 //
-// so 5 fall to 3, and 9 to 5. What is not kept is computed again: an exponential and a division, which an
-// elementwise kernel has time for while it waits for memory. In 16 bits the words are of 2 bytes, a thread
-// moves eight at once, and arithmetic is in f32.
+// so 5 fall to 3, and 9 to 5. What is not kept is recomputed: an exponential and a division, for which an
+// elementwise kernel has time while it waits for memory. In 16 bits a word is 2 bytes, a thread moves eight
+// at once, and arithmetic is in f32.
 //
 // Proof: y, dg and du within 4 times the error of the same steps in f32 on the CPU, rounded where the
-// kernel's are, each against f64, with gates at which e^g or e^-g overflows; a part that begins anywhere
-// has the bits of the whole; counts are those of the formulas.
+// kernel's are, each against f64, with gates at which e^g or e^-g overflows; a part that begins anywhere has
+// the bits of the whole; counts equal the formulas.
 // Run: build/07_kernels/fused_swiglu           (--gpu a100, --verbose)
 // Last line: PASS fused_swiglu: fused, forward takes 0.60 of the time, and backward 0.56 …
 #include "sixteen_bits.h"

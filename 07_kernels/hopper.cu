@@ -1,31 +1,31 @@
 // hopper.cu: a matrix multiply by the instructions of an H100, in bf16 and fp16 with f32 sums. Playbook:
 // "Diving in the GPUs"; the instructions are those of cuda/instructions_hopper.h.
 //
-// Against tensor_cores.cu: no thread copies, and none loads fragments. One asks for a whole tile (TMA),
-// which comes swizzled; a warpgroup multiplies 64 x 16 of A by 16 x 256 of B in one instruction (wgmma),
+// Against tensor_cores.cu: threads neither copy nor load fragments. One thread requests a whole tile (TMA),
+// which arrives swizzled; a warpgroup multiplies 64 x 16 of A by 16 x 256 of B in one instruction (wgmma),
 // which reads both from shared memory. A block has 128 x 256 of C, a warpgroup 64 of its rows, and takes
-// steps of 64. For a step, TMA writes 384 rows of 128 bytes; each of 4 wgmma of 2 warpgroups reads 2 kB of
-// A and 8 kB of B, once for its four warps. So 1024 passes of shared memory beside 2^22 FLOPs, for which an
-// H100 has 1024 clocks; mma, of which each warp reads its own B, would have 1408 passes.
+// steps of 64. For a step, TMA writes 384 rows of 128 bytes; each of the 4 wgmma of each of 2 warpgroups
+// reads 2 kB of A and 8 kB of B, once for its four warps. That is 1024 passes of shared memory beside 2^22
+// FLOPs, which take an H100 1024 clocks; with mma, where each warp reads its own B, it would be 1408 passes.
 //
-// A tile is whole when its mbarrier has counted its bytes. In a ring of stages all wait for one another at
-// each step. The next version has roles in place of that: a producer, one thread of a warpgroup that gives
-// its registers away, and consumers. They wait at mbarriers, and at no barrier of the block:
+// A tile is complete when its mbarrier has counted its bytes. In a plain ring of stages all warps wait for
+// one another at each step. The next version has roles instead: a producer, one thread of a warpgroup that
+// gives its registers to the others, and consumers. They wait at mbarriers, not at barriers of the block:
 //
 //     producer    wait empty[s], parity 1 - turn; expect bytes at full[s]; copy to stage s
 //     consumer    wait full[s], parity turn; multiply; when all of it is read, arrive at empty[s]
 //
-// with step i in stage s = i mod 4 and turn i / 4 mod 2. A consumer has one step's products in flight when
-// it begins the next, and then empties the stage before. Persistent: a block for each multiprocessor takes
+// with step i in stage s = i mod 4 and turn i / 4 mod 2. A consumer begins a step while the products of the
+// last one are in flight, and then releases that one's stage. Persistent: one block per multiprocessor takes
 // one piece of C after another; while its consumers store, the producer copies for the next.
 //
-// All blocks load (1 / 256 + 1 / rows) n^3 numbers: with 64 rows L2 sets the model's time, and with 128
-// still does. Clusters of blocks that copy for one another would halve that; they are not in this book. The
-// model lets nothing wait, so that stages, roles and persistence take no time off in it.
+// All blocks together load (1 / 256 + 1 / rows) n^3 numbers: L2 sets the model's time with 64 rows, and
+// still does with 128. Clusters of blocks that copy for one another would halve that; they are not in this
+// book. Nothing waits in the model, so stages, roles and persistence save no time in it.
 //
 // Proof: C within 4 times the error of the back end's product of the same dtype (on a GPU cuBLASLt's), each
-// against f64, at odd sizes, whose rows are padded to 16 bytes as TMA needs them; the same bits twice;
-// counts are the formulas'.
+// against f64, at odd sizes, with rows padded to 16 bytes for TMA; twice the same bits; counts equal the
+// formulas.
 // Run: build/07_kernels/hopper           (--size 8192, --verbose)
 // Last line: PASS hopper: two warpgroups that share B take 0.61 of the modelled time of one …
 #include "cuda/instructions_hopper.h"

@@ -1,30 +1,30 @@
-// hopper_fp8.cu: a multiply of 8-bit codes, C = A B^T, with block scales, as DeepSeek-V3 trains, by the
-// instructions of an H100. Playbook: "FP8 pretraining"; DeepSeek-V3 2024, sections 3.3.1 and 3.3.2.
+// hopper_fp8.cu: a multiply of 8-bit codes, C = A B^T, with block scales as in DeepSeek-V3's training, with
+// the instructions of an H100. Playbook: "FP8 pretraining"; DeepSeek-V3 2024, sections 3.3.1 and 3.3.2.
 //
-// Against hopper.cu: wgmma takes 32 of k at once, at twice the FLOPs a clock. It reads 8-bit operands with
-// k in rows alone, so that B comes as (n, k); a step is 128 of k, a row of a tile. Its tensor cores keep
-// some 14 bits of a sum of 8-bit products, so that what is small beside the sum is lost:
+// Against hopper.cu: wgmma takes 32 of k at once, at twice the FLOPs a clock. It reads 8-bit operands only
+// with k along rows, so B is (n, k); a step is 128 of k, a row of a tile. The tensor cores keep about 14
+// bits of a sum of 8-bit products, and lose what is small beside the sum:
 //
 //     limited     a sum over all of k in the tensor cores
 //     promoted    a sum over 128 of k, then added to sums in registers, in f32
 //     blocks      the same, times a scale of A's (1, 128) and one of B's (128, 128): x W^T, dy W
 //     rows        the same, both scales of (1, 128): dy^T x
 //
-// A thread of a consumer has 64 sums and 64 partial ones; with twice the columns both would not fit into
-// 255 registers. So a block has 128 x 128 of C. For a step, TMA writes 256 rows of 128 bytes, and each of 4
-// wgmma of 2 warpgroups reads 2 kB of A and 4 kB of B: 640 passes of shared memory beside 2^22 FLOPs, for
-// which an H100 has 512 clocks. While one warpgroup promotes, the other one's products are in flight.
+// A thread of a consumer has 64 sums and 64 partial sums; with twice the columns they would not fit into 255
+// registers. So a block has 128 x 128 of C. For a step, TMA writes 256 rows of 128 bytes, and each of the 4
+// wgmma of each of 2 warpgroups reads 2 kB of A and 4 kB of B: 640 passes of shared memory beside 2^22
+// FLOPs, which take an H100 512 clocks. While one warpgroup promotes, the other's products are in flight.
 //
-// Scales of A are loaded by the lanes that have the rows, before the wait for the tiles. Those of B are one
-// number of a block, or, in rows, one of each column: a thread loads one, and all read them in shared
-// memory. A row's scales of successive steps are neighbours: a load fetches a sector of eight and uses one.
+// Scales of A are loaded by the lanes that have the rows, before the wait for the tiles. B has one scale per
+// block or, in `rows`, one per column: a thread loads one, and all read them from shared memory. A row's
+// scales for successive steps are neighbours: a load fetches a sector of eight and uses one.
 //
 // All blocks load 2 / 128 n^3 bytes of codes: L2 sets the model's time, as in hopper.cu. Where k ends, TMA
 // fills the rest of a tile with zeros.
 //
-// Proof: C within 4 times the error of the back end's sums of as many bits (tensor/ops.h), each against
-// f64, of the same codes and scales, at odd and even n and where k ends within a tile; added to what is
-// there; the same bits twice; counts are the formulas'.
+// Proof: C within 4 times the error of the back end's sums of as many bits (tensor/ops.h), each against f64
+// with the same codes and scales, at odd and even n, and where k ends within a tile; also when it is added
+// to an existing C; the same bits twice; counts equal the formulas.
 // Run: build/07_kernels/hopper_fp8           (--size 8192, --verbose)
 // Last line: PASS hopper_fp8: with block scales it takes 1.1 of the modelled time of limited sums …
 #include "cuda/instructions_hopper.h"

@@ -2,34 +2,34 @@
 // the GPUs"; the instructions are those of cuda/instructions.h.
 //
 // Against coarsening.cu: a warp has 64 x 64 elements of C in fragments, and multiplies 16 x 16 of A by
-// 16 x 8 of B in one instruction, mma. A block of 8 warps has 128 x 256, and takes steps of 32:
+// 16 x 8 of B in one instruction, mma. A block of 8 warps has 128 x 256 of C, and takes steps of 32:
 //
-//     memory -> shared        cp.async: 16 bytes a thread, past the registers
+//     memory -> shared        cp.async: 16 bytes a thread, not through registers
 //     shared -> fragments     ldmatrix: four 8 x 8 matrices for a warp, a row of 16 bytes from each lane
 //     fragments -> C          mma: 4096 FLOPs
 //
-// For a warp and a step: 6 cp.async of 16 sectors and 4 shared passes; 16 ldmatrix of 4 passes; 64 mma. So
-// 88 passes beside 2^18 FLOPs, for which an A100 has 128 clocks, and an H100, whose tensor cores are twice
-// as fast and whose shared memory is not, has 64: there shared memory sets the time.
+// For a warp and a step: 6 cp.async of 16 sectors and 4 shared passes; 16 ldmatrix of 4 passes; 64 mma. That
+// is 88 passes beside 2^18 FLOPs, which take an A100 128 clocks, but an H100, whose tensor cores are twice
+// as fast and whose shared memory is not, only 64: there shared memory sets the time.
 //
-// Rows of A's tile are 64 bytes, and of B's 512: 8 rows that ldmatrix reads together lie in 2 places of the
-// banks, or in one. With the chunks of 16 bytes swizzled by their row they lie in 8:
+// Rows of A's tile are 64 bytes, and of B's 512: the 8 rows that ldmatrix reads together fall on only 2
+// groups of banks for A, and on one for B. With chunks of 16 bytes swizzled by their row they fall on 8:
 //
-//     chunk of A  c ^ (row / 2 mod 4)     3 passes more without it, for each of 4 matrices
+//     chunk of A  c ^ (row / 2 mod 4)     without it, 3 more passes for each of 4 matrices
 //     chunk of B  c ^ (row mod 8)         7
 //
-// With one stage, copies and products take turns. With 4 in a ring, 3 steps are in flight while one is
-// multiplied, and one barrier a step is enough: behind it, everybody has read the stage to be filled next.
+// With one stage, copies and products alternate. With 4 in a ring, 3 steps are in flight while one is
+// multiplied, and one barrier per step is enough: after it, all warps have read the stage to be filled next.
 //
 //     copy     0 1 2     3     4     5         before a product, wait_group 2: of the groups committed, one
 //     mma            0     1     2     3       for each step, all but the last two have arrived
 //
-// The model lets nothing wait, so that stages take no time off in it; on a GPU they hide the latency of
-// memory. It also grants mma the full rate of the tensor cores, which on an H100 only wgmma reaches.
+// Nothing waits in the model, so stages save no time in it; on a GPU they hide the latency of memory. The
+// model also grants mma the full rate of the tensor cores, which on an H100 only wgmma reaches.
 //
 // Proof: C within 4 times the error of the back end's product of the same dtype (on a GPU cuBLASLt's), each
-// against f64, at sizes that fill no tile, and at odd ones and arrays that begin anywhere, whose rows
-// cp.async cannot copy; counts are the formulas'.
+// against f64, at sizes that fill no tile, and at odd sizes and unaligned arrays, whose rows cp.async cannot
+// copy; counts equal the formulas.
 // Run: build/07_kernels/tensor_cores           (--gpu a100, --size 8192, --verbose)
 // Last line: PASS tensor_cores: 4 stages in bf16 take 0.09 of the least that f32 without them can …
 #include "cuda/instructions.h"

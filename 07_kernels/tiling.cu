@@ -1,8 +1,8 @@
 // tiling.cu: a block shares what its threads read. Playbook: "Tiling".
 //
-// C = A B, a thread for each element of C. Without tiles each thread loads a row of A and a column of B by
-// itself. With tiles a block of T x T threads loads a T x T piece of A and one of B into shared memory, one
-// element of each a thread, and uses each of them T times:
+// C = A B, with a thread for each element of C. Without tiles each thread loads a row of A and a column of B
+// by itself. With tiles a block of T x T threads loads a T x T piece of A and one of B into shared memory,
+// one element of each per thread, and uses each element T times:
 //
 //          k tile                 sum += A[row][i] B[i][column]
 //     A  [■ ■ ■]     B  [■ . .]       i inside the tile: from shared memory
@@ -15,16 +15,16 @@
 //
 // so requests fall by a factor of T, and sectors from 160 to 8 at T = 32; then shared memory sets the time.
 //
-// Shared memory has 32 banks of 4 bytes, and lanes that want different words of one bank take turns: each
-// turn is a pass. Here all lanes read one word of A, and 32 neighbours of B: one pass each. But in C = A
-// B', with B' stored (n, k) as weights are, lanes read a column of the tile, 32 words of one bank:
+// Shared memory has 32 banks of 4 bytes, and lanes that need different words of one bank take turns: each
+// turn is a pass. Here all lanes read one word of A, and 32 neighbours of B: one pass each. But in C = A B',
+// with B stored (n, k) as weights are, lanes read a column of the tile, 32 words of one bank:
 //
 //     tile[32][32]        bank of [column][i] is i               32 passes
 //     padded [32][33]     (column + i) mod 32                     1, for 128 bytes more
 //     swizzled            [column][i ^ column], bank i ^ column   1, and no more bytes
 //
 // Proof: within 4 times the error of the library's f32 product, each against f64, at sizes that fill no
-// tile; counts are those of the formulas.
+// tile; counts equal the formulas.
 // Run: build/07_kernels/tiling           (--gpu a100, --size 4096, --verbose)
 // Last line: PASS tiling: tiles of 32 take 0.50 of the time of none …
 #include "launch.h"

@@ -1,16 +1,16 @@
 // vector_add.cu: the first kernel: c = a + b, host code and all. Playbook: "A primer on GPU".
 //
-// The host allocates device memory, copies a and b there, launches a grid of blocks, and copies c back.
-// Each thread adds one element, and knows which from its place:
+// The host allocates device memory, copies a and b there, launches a grid of blocks, and copies c back. Each
+// thread adds one element, and computes which one from its place in the grid:
 //
 //     block 0                 block 1                       block ceil(n / 256) - 1
 //     [thread 0 … 255]        [thread 0 … 255]        …     [thread 0 … |  beyond n: idle]
 //     element 0 … 255         element 256 … 511
 //
-// Four ways to distribute the elements. A warp of 32 threads, its lanes, loads with one request, for as
-// many sectors of 32 bytes as they touch. All four move the same 12 n bytes between memory and L2, each
-// once; they differ in requests, and the last also in what goes from L2 to the warps, which sets its time
-// where nothing hits L1, as in the model:
+// There are four ways to distribute the elements. A warp, 32 threads called lanes, loads with one request,
+// which moves every sector of 32 bytes that they touch. All four move the same 12 n bytes between memory and
+// L2, each byte once; they differ in requests, and the last also in what goes from L2 to the warps, which
+// sets its time where nothing hits L1, as in the model:
 //
 //     one a thread            c[i] = a[i] + b[i]                   3 n / 32 requests of 4 sectors
 //     grid-stride loop        the same, with at most 1024 blocks
@@ -18,7 +18,7 @@
 //     four neighbours         a loop over 4 elements that lie together: lanes are 16 bytes apart, so each
 //                             request takes 16 sectors, and each sector is asked for four times
 //
-// Proof: every bit of c is that of the CPU's f32 sum; counts are those of the formulas.
+// Proof: every bit of c is that of the CPU's f32 sum; counts equal the formulas.
 // Run: build/07_kernels/vector_add           (--gpu a100, --verbose)
 // Last line: PASS vector_add: four ways to add, and every bit is the CPU's …
 #include "launch.h"
