@@ -1,27 +1,27 @@
 // bf16.c: training in bfloat16, and what must stay wider. Playbook: "FP16 and BF16 training"; Micikevicius
 // et al. 2018, Gupta et al. 2015.
 //
-// Against 00_single_gpu, whose --dtype bf16 has f32 masters and f32 sums: here each of them is a switch, so
-// that one sees what goes wrong without it.
+// Against 00_single_gpu, whose --dtype bf16 has f32 masters and f32 sums: here each of them is a switch, to
+// show what goes wrong without it.
 //
-//     --master f32            AdamW steps f32 master weights; the model multiplies with a bf16 copy of them
-//     --master none           AdamW steps the bf16 weights themselves: an update of less than half the
-//                             distance to the next bf16 number vanishes, however often it comes
+//     --master f32            AdamW updates f32 master weights; the model multiplies with a bf16 copy of them
+//     --master none           AdamW updates the bf16 weights themselves: an update of less than half the
+//                             distance to the next bf16 number vanishes, however often it is repeated
 //     --rounding stochastic   without masters: up or down at random, right on average, but with noise
-//     --sum f32|bf16          gradients of micro-batches and ranks add up in f32; a sum in bf16 rounds at
-//                             each addition
-//     --gradient f32          the multiplies of backward add to the f32 sums themselves, in place of sums
-//                             of gradients that each micro-batch has rounded to bf16 (Megatron-LM's
+//     --sum f32|bf16          gradients of micro-batches and ranks are summed in f32; a sum in bf16 is
+//                             rounded at each addition
+//     --gradient f32          the multiplies of backward add directly to the f32 sums, instead of rounding
+//                             each micro-batch's gradient to bf16 before it is added (Megatron-LM's
 //                             gradient accumulation fusion)
 //
 // The gain of an RMSNorm begins at 1, where bf16's numbers are 2^-8 apart below and 2^-7 above. With --lr
 // 0.001 AdamW's update is about 0.001, a quarter of 2^-8: without a master the gain never moves.
 //
 // The random number of an element is a function of the seed, the weight's name, the element's index in the
-// whole weight and the step: any layout rounds alike, and a resumed run needs no state of a generator.
+// whole weight and the step: all layouts round alike, and a resumed run needs no generator state.
 //
-// Memory per parameter: 20 bytes: weight 2, master 4, gradient 2 and its sum 4, AdamW's moments 4 + 4; with
-// --gradient f32 18. Bytes sent: gradients in the dtype of sums, so with --gradient f32 no more.
+// Memory per parameter: 20 bytes: weight 2, master 4, gradient 2 and its sum 4, AdamW's moments 4 + 4; 18
+// with --gradient f32. Bytes sent: gradients in the dtype of sums, so no more with --gradient f32.
 // Run: build/08_mixed_precision/bf16        (--master none --rounding stochastic, --sum bf16, --ranks 3 …)
 // Last line: PASS bf16: ranks together make the step of one device, and updates below half a step vanish …
 #include <math.h>

@@ -3,9 +3,8 @@
 //
 //     step  =  m t  +  (p - 1) / v  t'  +  exposed  +  optimizer     t: slowest stage, t': mean of all
 //
-// t is a micro-batch forward and backward with what its communication leaves exposed. Gradients are reduced
-// while the last micro-batch goes backward, and ZeRO-3's weights are gathered while the block before
-// computes:
+// t is a micro-batch's forward and backward, including exposed communication. Gradients are reduced during
+// the last micro-batch's backward, and ZeRO-3's weights are gathered while the block before computes:
 //
 //     exposed  =  max(communication - computing beside it, (1 - hidden) communication)
 //

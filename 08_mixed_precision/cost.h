@@ -1,9 +1,9 @@
-// cost.h: what a step of training costs on a cluster, before anybody has the cluster: its time and its
-// memory, as functions of the model's shape, the machine and the layout.
+// cost.h: what a step of training costs on a cluster that nobody has yet: its time and its memory, as
+// functions of the model's shape, the machine and the layout.
 //
 // Times are those of the model clock (tensor/clock.h): work is charged to the same peaks, links and
-// efficiencies. What is not of the clock is how the parts of a step overlap, which each training program
-// does its own way: its habits.
+// efficiencies. How the parts of a step overlap is not the clock's: it differs between training programs,
+// and is part of their habits.
 #ifndef COST_H
 #define COST_H
 

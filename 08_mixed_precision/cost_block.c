@@ -1,7 +1,8 @@
 // cost_block.c: the operations of one block and of both ends, each by its FLOPs and bytes, and the
 // collectives around them. Playbook: "Tensor Parallelism", "Sequence Parallelism", "Expert Parallelism".
 //
-// Of n tokens on this rank, r = n / tp of them between regions with sequence parallelism, e bytes each:
+// For n tokens on this rank, r = n / tp of them between regions with sequence parallelism, e bytes an
+// element:
 //
 //     forward    norm (r h)  g  QKV (n, q + 2 kv)  rope  attention  O  g*  add  norm  g  MLP  g*  add
 //     backward   each multiply twice; attention 2 to 2.5 times
@@ -9,7 +10,7 @@
 //     cp         the keys and values of all others
 //     ep         r k h e twice a pass, to the ranks of the experts and back
 //
-// Bytes sent: as said. This file has no main: cost.c sums it up over a step.
+// Bytes sent: as above. This file has no main: cost.c sums them over a step.
 #include "cost_block.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-// cost_block.h: what one block, and what stands before and behind the blocks, take for one micro-batch on
+// cost_block.h: the cost of one block, and of what comes before and after the blocks, for one micro-batch on
 // one rank; between cost_block.c and cost.c.
 #ifndef COST_BLOCK_H
 #define COST_BLOCK_H

@@ -1,9 +1,9 @@
-// cost_lone.c: what a micro-batch takes on one rank of a cluster of any size, counted in a dry run of one
+// cost_lone.c: the cost of a micro-batch on one rank of a cluster of any size, counted in a dry run of one
 // block in which this process stands for all ranks. Playbook: "Finding the Best Training Configuration".
 //
 // All ranks of dp, cp and tp do the same. So one of them, whose collectives are clocked as if the others
 // arrived at the same moment (comm_stand_for_all), shows the step of all, and no formula is written twice.
-// All blocks are alike, too: one is counted, and the cost of a layout follows by arithmetic
+// All blocks are alike as well: one is counted, and the cost of a layout follows by arithmetic
 // (cost_lone_step.c).
 //
 // Bytes sent: none. This file has no main: find_config.c uses it.

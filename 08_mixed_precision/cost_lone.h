@@ -1,5 +1,5 @@
-// cost_lone.h: what a layout of this book's own programs takes: the records' code and closed forms, asked
-// by one process that stands for all ranks.
+// cost_lone.h: the cost of a layout of this book's own programs: the records' code and closed forms,
+// evaluated by one process that stands for all ranks.
 #ifndef COST_LONE_H
 #define COST_LONE_H
 

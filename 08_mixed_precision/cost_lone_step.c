@@ -1,5 +1,5 @@
 // cost_lone_step.c: a step of a layout from its parts: by closed forms, a microsecond each, for a search
-// over all; and clocked, for those that remain. Playbook: "Finding the Best Training Configuration",
+// over all layouts; and clocked, for those that remain. Playbook: "Finding the Best Training Configuration",
 // appendix A3.
 //
 //     closed form   (m - 1) (t + 2 h (p - 1) / p)  +  sum of all stages t_i  +  2 (p - 1) h     1F1B

@@ -1,10 +1,10 @@
-// cost_memory.c: about how many bytes other programs than this book's hold on their fullest rank.
+// cost_memory.c: an estimate of the bytes that programs other than this book's hold on their fullest rank.
 // Playbook: "Memory usage in Transformers"; Korthikanti et al. 2022.
 //
-// States by ZeRO's formulas; activations by what linears, norms and attention need in backward, for as many
-// micro-batches as 1F1B has in flight on the first stage. It rules out settings that do not fit, where a
-// source does not say which it used. This book's own bytes come from its records (cost_lone.c). This file
-// has no main.
+// States follow ZeRO's formulas; activations are what linears, norms and attention need in backward, for as
+// many micro-batches as 1F1B has in flight on the first stage. Where a source does not give its settings,
+// the estimate rules out those that do not fit. This book's own bytes come from its records (cost_lone.c).
+// This file has no main.
 #include "cost_memory.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-// cost_table.c: how much of a machine's peaks is reached, in one table for the search and for the clock.
+// cost_table.c: what share of a machine's peaks is reached, in one table for the search and for the clock.
 // Playbook: "Benchmarking thousands of configurations".
 //
 //     multiply     peak x reached(GPU) / (1 + half / FLOPs)      a small multiply leaves most of a GPU idle
@@ -6,9 +6,9 @@
 //     memory       bandwidth x memory
 //     collective   bandwidth of the link x links
 //
-// A GPU that may draw less power than its datasheet's multiplies more slowly: its clock is lowered until it
-// draws no more. Attention keeps fewer of its units busy, and does not notice. This file has no main:
-// find_config.c uses it.
+// A GPU whose power limit is below its datasheet's multiplies more slowly: its clock is lowered until it
+// stays within the limit. Attention keeps fewer of its units busy, and is not affected. This file has no
+// main: find_config.c uses it.
 #include <math.h>
 
 #include "cost.h"

@@ -1,7 +1,7 @@
 // find_config.c: finds the layouts that train a model fastest on a cluster, and says how far to trust the
 // figure. Playbook: "Finding the Best Training Configuration", "Benchmarking thousands of configurations".
 //
-// In two passes, over a clock that published runs have set:
+// The search makes two passes, with a clock whose factors are fitted to published runs:
 //
 //     every legal layout     closed forms of what a rank holds and how long a step takes: microseconds each
 //     the best of them       a dry run of one block, in one process that stands for all ranks
@@ -10,7 +10,7 @@
 //                            of communication that is hidden
 //
 // How far to trust it: each series of published runs (published.csv) is predicted by factors fitted without
-// it, and the median error of these predictions stands beside the step's time.
+// it, and the median error of these predictions is printed beside the step's time.
 //
 // Bytes sent and memory per rank: the sums of the records' closed forms.
 // Run: build/08_mixed_precision/find_config --model llama-3-70b --gpus 512 --batch-tokens 4M --seq 8192

@@ -1,10 +1,10 @@
 // find_config_agree.c: layouts as find_config prices them, beside dry runs of the same layouts on as many
 // ranks. Playbook: "Finding the Best Training Configuration".
 //
-// The dry run has a process for each rank, and a clock that travels with the messages; the search has one
-// process that stands for all. States and kept activations of rank 0 must be the same to the byte, its peak
-// within 3% and the step within 1%; recomputation takes about the share of the time that it has of FLOPs.
-// This file has no main: find_config.c shows it.
+// The dry run has a process for each rank, and clock times that travel with the messages; the search has one
+// process that stands for all. States and kept activations of rank 0 must be equal to the byte, its peak
+// within 3% and the step within 1%; recomputation's share of the time is about its share of FLOPs. This file
+// has no main: find_config.c shows it.
 #include <math.h>
 
 #include "find_config.h"

@@ -3,8 +3,8 @@
 // "Data Parallelism", whose curves fall where the node ends, by the bubble, and from 512 GPUs on.
 //
 //     tp        the batch grows with the degree; beyond 8 its collectives leave the node
-//     pp        32 micro-batches whatever the degree: the bubble grows, messages hide
-//     ZeRO-3    one sequence on each GPU: gathers take as long at any degree, but for a latency a rank
+//     pp        32 micro-batches at every degree: the bubble grows, messages are hidden
+//     ZeRO-3    one sequence on each GPU: gathers take equally long at any degree, but for latency per rank
 //
 // Bytes sent: none, these are dry runs. This file has no main: find_config.c shows it.
 #include <math.h>

@@ -1,15 +1,14 @@
-// find_config_fit.c: fits the factors of the cost model on published runs. Playbook: "Benchmarking
-// thousands of configurations".
+// find_config_fit.c: fits the factors of the cost model to published runs. Playbook: "Benchmarking thousands
+// of configurations".
 //
-// The fit is a search by coordinates: one factor after the other is tried a step above and below, in
-// logarithms, and kept where the loss falls; when none helps, the step is halved:
+// The fit is a coordinate search: each factor in turn is moved a step up and down, in logarithms, and the
+// move is kept if the loss falls; when no move helps, the step is halved:
 //
 //     loss  =  sum over runs  sqrt(ln(predicted / published)^2 + 0.02^2)
 //           +  0.02 sum over factors  ln(factor / guess)^2
 //
-// The first sum is nearly that of absolute errors, so that one odd run moves little; the second keeps a
-// factor of which these runs say nothing at what one would guess. This file has no main: find_config.c uses
-// it.
+// The first sum is nearly that of absolute errors, so one outlier moves little; the second keeps a factor
+// about which these runs say nothing at its guess. This file has no main: find_config.c uses it.
 #include <math.h>
 #include <string.h>
 

@@ -1,7 +1,7 @@
-// find_config_overlap.c: from where on communication hides behind computing, by formula and by the clock.
+// find_config_overlap.c: from what size on compute hides communication, by formula and by the clock.
 // Playbook: appendix A3, "Math for Compute/Communication Overlap".
 //
-// With blocks of 16 h^2 weights, n tokens of a rank and e bytes of an element, communication hides where it
+// With blocks of 16 h^2 weights, n tokens per rank and e bytes per element, communication is hidden if it
 // takes no longer than what is computed beside it:
 //
 //     DP       2 e 16 h^2 (N - 1) / N / bw  <=  4 n 16 h^2 / flops     n >= e / 2 (N - 1) / N flops / bw
@@ -9,9 +9,9 @@
 //     TP       e n h (t - 1) / t / bw       <=  2 n h^2 / t / flops    h >= e / 2 (t - 1) flops / bw
 //     PP       e n h / bw                   <=  32 n h^2 l / flops     l >= e / (32 h) flops / bw
 //
-// Gradients are reduced in f32 (e = 4), all else passes in bf16 (e = 2). The formulas count matrices alone,
-// and no latency: the clock has both, and attention. Bytes sent: dry runs', none. This file has no main:
-// find_config.c shows it.
+// Gradients are reduced in f32 (e = 4), everything else is sent in bf16 (e = 2). The formulas count only
+// matrices; the clock adds attention and latency. Bytes sent: none, these are dry runs. This file has no
+// main: find_config.c shows it.
 #include <math.h>
 #include <stdlib.h>
 

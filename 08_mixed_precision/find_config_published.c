@@ -1,9 +1,9 @@
-// find_config_published.c: predicted beside published, and how far off the cost model is. Playbook:
+// find_config_published.c: predicted beside published times, and the errors of the cost model. Playbook:
 // "Benchmarking thousands of configurations".
 //
-// Three columns of errors: of factors fitted on all runs; of factors fitted on all series of runs but this
-// one, which is what a prediction is worth; and of a constant share of the peak for each kind of GPU, which
-// needs no model at all. This file has no main: find_config.c uses it.
+// There are three columns of errors: with factors fitted to all runs; with factors fitted to all series but
+// the run's own, which shows what a prediction is worth; and with a constant share of the peak for each kind
+// of GPU, which needs no model. This file has no main: find_config.c uses it.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,15 +1,15 @@
-// find_config_rules.c: the playbook's rules for choosing a layout, asked of the search. Playbook: "Finding
-// the Best Training Configuration", steps 1 to 3.
+// find_config_rules.c: the playbook's rules for choosing a layout, tested against the search. Playbook:
+// "Finding the Best Training Configuration", steps 1 to 3.
 //
-// A rule speaks of families of layouts: "only ZeRO-3", "TP=8 with PP". For each of its examples the search
-// goes through all layouts and through those of the family alone, and the rule holds or not by the seconds
-// of the fastest ones and by what fits:
+// A rule is about families of layouts: "only ZeRO-3", "TP=8 with PP". For each of its examples the search
+// goes through all layouts, and through those of the family alone; whether the rule holds is decided by the
+// times of the fastest ones, and by which layouts fit:
 //
-//     step 1    which families hold an instance of the model, and when each of them is the fastest
-//     step 2    how a batch is made: more of dp or of micro-batches
+//     step 1    which families fit an instance of the model, and when each of them is the fastest
+//     step 2    how a batch is made: with more dp, or with more micro-batches
 //     step 3    what the fastest layouts have in common
 //
-// Bytes sent: dry runs', none. This file has no main: find_config.c shows it.
+// Bytes sent: none, these are dry runs. This file has no main: find_config.c shows it.
 #include <math.h>
 #include <stdlib.h>
 

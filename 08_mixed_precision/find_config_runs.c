@@ -1,13 +1,13 @@
-// find_config_runs.c: reads tables of published runs, and says for each what it would take by the cost
-// model. Playbook: "Benchmarking thousands of configurations".
+// find_config_runs.c: reads tables of published runs, and predicts the time of each with the cost model.
+// Playbook: "Benchmarking thousands of configurations".
 //
-// A table is a file of comma-separated values whose first line names the columns; published.csv says which.
-// What a source does not print is empty there, and filled with the fastest that fits into memory: its
-// authors will have tried, too.
+// A table is a file of comma-separated values whose first line names the columns, as in published.csv.
+// Settings that a source does not give are left empty, and assumed to be the fastest that fit into memory:
+// its authors will have tuned them.
 //
-// What frameworks do is known by their names (habits_of): Megatron-LM of A100 times reduces gradients after
-// backward and hides no tensor parallelism; Megatron-Core and NeMo on H100 overlap both; FSDP gathers each
-// layer's weights while the one before computes. This file has no main.
+// A framework's name determines what it overlaps (habits_of): Megatron-LM in the days of the A100 reduces
+// gradients after backward and hides no tensor parallelism; Megatron-Core and NeMo on H100 overlap both;
+// FSDP gathers each layer's weights while the one before computes. This file has no main.
 #include <ctype.h>
 #include <math.h>
 #include <stdlib.h>

@@ -3,7 +3,7 @@
 //
 //     gpus = dp x pp x cp x tp      batch = dp x micro_batch x micro_batches
 //
-// Each layout is priced by closed forms; the best of these are clocked (cost_lone_step.c), and sorted anew.
+// Each layout is priced by closed forms; the best of them are clocked (cost_lone_step.c) and sorted again.
 // This file has no main: find_config.c uses it.
 #include <stdarg.h>
 #include <stdlib.h>

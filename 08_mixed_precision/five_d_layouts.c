@@ -1,16 +1,16 @@
 // five_d_layouts.c: the records of all chapters, in plug order. Playbook: "5D parallelism in a nutshell".
 //
-// Each record has one line here. The second column says when it is on, if it is always on in its own
-// chapter or if two records are two ways to do the same:
+// Each record has one line here. The second column says when a record is on, where its own chapter has it
+// always on, or where two records do the same in different ways:
 //
 //     ZeRO-3      gathers weights for each pass, or, under a pipeline, once a step; likewise hybrid
 //     attention   the four ways of --cp; flash attention where a rank has all tokens of a sequence
 //     pipeline    from two stages on
 //     recipes     by --dtype
 //
-// Order: what an earlier record has put into a socket, a later one may wrap (Technique.wraps). Weights are
-// sharded from the last record to the first, so that ZeRO shards what stages, experts and tensor
-// parallelism leave on a rank. This file has no main.
+// Order: a later record may wrap what an earlier one has put into a socket (Technique.wraps). Weights are
+// sharded from the last record to the first, so ZeRO shards what stages, experts and tensor parallelism
+// leave on a rank. This file has no main.
 #include "five_d.h"
 
 // ---- which of two ways ----

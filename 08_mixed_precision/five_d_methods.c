@@ -2,10 +2,10 @@
 // table of ZeRO-3 beside pipeline parallelism, and its overview of all methods.
 //
 // One model, 8 sequences in a step, 8 ranks, one method at a time, and three of them together. Every figure
-// is counted by the chapters' records in a dry step; none is typed in here. A share of 1/8 says that the
-// method shards this kind of memory over 8 ranks; 1, that every rank has all of it.
+// is counted by the chapters' records in a dry step; none is typed in here. A share of 1/8 means that the
+// method shards this kind of memory over 8 ranks; 1 means that every rank has all of it.
 //
-//     ZeRO-3      a rank stores a part of every layer    sends weights, each time that a pass uses them
+//     ZeRO-3      a rank stores a part of every layer    sends weights, each time a pass uses them
 //     pipeline    a rank stores some layers whole        sends activations, once a micro-batch
 //
 // Data parallelism leaves a rank fewer micro-batches, but not smaller ones: its activations stay at 1.

@@ -1,4 +1,4 @@
-// five_d_picture.h: what a rank holds with each method, over the length of sequences, as a picture.
+// five_d_picture.h: what a rank holds with each method, against the length of sequences, as a picture.
 #ifndef FIVE_D_PICTURE_H
 #define FIVE_D_PICTURE_H
 

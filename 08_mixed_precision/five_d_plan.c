@@ -1,9 +1,9 @@
 // five_d_plan.c: a plan of a run: who has what, what each rank holds and sends in a step, and how long the
 // step takes on the model clock. Playbook: "5D parallelism in a nutshell".
 //
-// The plan is one dry step: every operation and message is counted and clocked, none is computed. A step
-// that is computed must then give the same rows, to the byte. With experts the routing of tokens decides
-// how many rows a rank gets; the plan deals them evenly. This file has no main.
+// The plan is one dry step: every operation and message is counted and clocked, none is executed. The step
+// that is then executed must give the same table, to the byte. With experts, routing decides how many tokens
+// a rank gets; the plan deals them out evenly. This file has no main.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

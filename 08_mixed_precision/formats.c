@@ -15,15 +15,15 @@
 // So the exponent's bits buy range, the mantissa's bits resolution. Epsilon is the step from 1 to the next
 // number, 2^-M. To store x is to round it:
 //
-//     to nearest   the number next to x, of two the one with an even mantissa: off by at most half a step
-//     stochastic   the one above with the probability (x - below) / step: right on average, E[round(x)] = x
+//     to nearest   the number closest to x, in a tie the one with an even mantissa: off by half a step or less
+//     stochastic   the one above with probability (x - below) / step: right on average, E[round(x)] = x
 //
-// Rounded to nearest, a weight in bf16 forgets every update below half a step, however many there are;
-// rounded stochastically it does not. Beyond the largest number bfloat16 and float16 go to infinity; what
-// training stores in 8 bits saturates, and e4m3 has no infinity at all: its codes are numbers.
+// Rounded to nearest, a weight in bf16 loses every update below half a step, however many there are; rounded
+// stochastically it does not. Beyond the largest number bfloat16 and float16 become infinity; what training
+// stores in 8 bits saturates, and e4m3 has no infinity at all: its codes are numbers.
 //
-// Proof: each code of the 8- and 16-bit formats has the value that its fields say, and each border between
-// two codes is where this file's rounding has it, in the conversions that training uses (tensor/dtype.c).
+// Proof: in the conversions that training uses (tensor/dtype.c), each code of the 8- and 16-bit formats has
+// the value of its fields, and each boundary between two codes is where this file's rounding puts it.
 // Bytes sent: none; one device, no model.
 // Run: build/08_mixed_precision/formats                (--value 0.1, --svg points.svg)
 // Last line: PASS formats: five formats are what their bits say …

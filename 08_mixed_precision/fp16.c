@@ -1,27 +1,27 @@
 // fp16.c: training in float16, which takes three tricks. Playbook: "FP16 and BF16 training"; Micikevicius
 // et al. 2018.
 //
-// Against bf16.c: the largest float16 is 65504 and the smallest 2^-24, so that what trains in bfloat16
-// breaks here. Each trick is a switch, and mends one thing:
+// Against bf16.c: the largest float16 is 65504 and the smallest 2^-24, so training that works in bfloat16
+// breaks here. Each trick is a switch, and fixes one thing:
 //
-//     --master f32       the optimizer steps f32 weights: small updates do not vanish, as in bf16.c
-//     --loss-scale       the loss is multiplied by a scale, and so is every gradient; the optimizer divides
-//                        by it. Gradients that would be below 2^-24, and so zero, are kept
-//     --sum f32          gradients of micro-batches and ranks add up in f32: the sum may go beyond 65504
+//     --master f32       the optimizer updates f32 weights: small updates do not vanish, as in bf16.c
+//     --loss-scale       multiplies the loss, and with it every gradient, by a scale; the optimizer divides
+//                        by it. Gradients below 2^-24, which would be zero, are kept
+//     --sum f32          gradients of micro-batches and ranks are summed in f32: a sum may exceed 65504
 //
-// The moments stay in f32, too (--moments): in float16 v stays 0 where (1 - beta2) g^2 is below 2^-25 (with
-// beta2 = 0.95 for gradients below 2^-10.3), AdamW divides by its root, and training diverges.
+// The moments stay in f32 as well (--moments): in float16 v stays 0 where (1 - beta2) g^2 is below 2^-25
+// (with beta2 = 0.95, for gradients below 2^-10.3), AdamW divides by its root, and training diverges.
 //
 // With --loss-scale dynamic the scale follows the gradients:
 //
 //     a gradient is not finite                 scale / 2, and this step is skipped
 //     --scale-interval steps without one       scale x 2
 //
-// An overflow shows in the norm of all gradients, which every rank has: so all ranks skip or all step, and
-// their scales stay equal without a message. Losses and norms are printed without the scale; checkpoints
-// hold it.
+// An overflow shows in the norm of all gradients, which every rank has, so either all ranks skip the step or
+// none does, and their scales stay equal without a message. Losses and norms are printed without the scale;
+// checkpoints hold it.
 //
-// Memory per parameter: as bf16.c. Bytes sent: nothing more.
+// Memory per parameter and bytes sent: as bf16.c.
 // Run: build/08_mixed_precision/fp16        (--loss-scale none, --sum f16, --zero 3, --moments f16 …)
 // Last line: PASS fp16: ranks together make the step of one device, and each trick mends what it should …
 #include <math.h>

@@ -2,16 +2,16 @@
 // in a nutshell", "which ones should we use and efficiently combine together?"
 //
 // A cell is one combination of dp, pp, cp, tp, ep, ZeRO's stage, sequence parallelism, recomputation and
-// precision (matrix_cells.c). It is refused with a sentence that names the flags, or trained for two steps
-// and held against one device: losses, raw gradients, parameters, within the bound of its precision; what
-// ranks send and store against the sum of the records' closed forms; copies of a weight bit for bit. There
-// is no third way: a flag that a layout ignored would show as a difference in one of these.
+// precision (matrix_cells.c). It is either refused with a sentence that names the flags, or trained for two
+// steps and compared: losses, raw gradients and parameters with one device's, within the bound of its
+// precision; what ranks send and store with the sum of the records' closed forms; copies of a weight bit for
+// bit. A flag that a layout ignored would show as a difference in one of these.
 //
 //     one start of N ranks   ->   all cells of N ranks, one after the other; each baseline once
 //
-// Without --part it takes only as many cells as it needs for every pair of choices to meet in one of them.
-// --table keeps the results, cell by cell: a run that was interrupted goes on after the last of them, and a
-// cell that ended the program has failed.
+// Without --part it takes only as many cells as it needs for every pair of choices to occur in one of them.
+// --table keeps the results, cell by cell: an interrupted run continues after the last one, and a cell that
+// ended the program has failed.
 //
 // Bytes sent and memory per rank: those of each cell.
 // Run: build/08_mixed_precision/matrix       (--ranks 8, --part 3/20, --cell N, --list …)

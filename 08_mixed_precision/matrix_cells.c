@@ -1,8 +1,8 @@
 // matrix_cells.c: every combination of techniques, numbered. Playbook: "5D parallelism in a nutshell".
 //
 // A cell is a number in a mixed base: dp, pp, cp, tp of 1 to 4 each, experts over ep or none, ZeRO's stage,
-// sequence parallelism, recomputation, precision. Schedule, method of context parallelism, vocabulary
-// parallelism and tied embeddings take turns: they are drawn from the number. This file has no main.
+// sequence parallelism, recomputation, precision. The schedule, the method of context parallelism,
+// vocabulary parallelism and tied embeddings are drawn from the number. This file has no main.
 #include <stdlib.h>
 
 #include "matrix.h"

@@ -1,18 +1,18 @@
-// recipe_convergence.c: how far 500 steps of the default model come by each recipe of fp8.c beside bf16,
+// recipe_convergence.c: the loss after 500 steps of the default model with each recipe of fp8.c beside bf16,
 // and how much of the difference is chance. Playbook: "FP8 pretraining".
 //
-// Two runs that differ by little do not end at the same loss: from random weights they part within 200
+// Two runs that differ only slightly do not end at the same loss: from random weights they part within 200
 // steps, and stay apart. So each seed trains
 //
-//     bf16           the yardstick
-//     bf16, moved    once more, each weight times 1 + a random number of up to 1/16, as far as rounding to
-//                    e4m3 moves it: the same data, and no reason to end elsewhere but chance
+//     bf16           the reference
+//     bf16, moved    again, each weight times 1 + a random number of up to 1/16, as far as rounding to e4m3
+//                    moves it: the same data, and no reason but chance to end elsewhere
 //     each recipe    from the weights, and with the samples, of bf16
 //
-// twice: from random weights, and from those of bf16 after 500 steps, to which even the moved run comes
-// back. What a table of log losses, a row for each run and a column for each seed, has beyond a sum of row
-// and column is chance: its deviation gives each row's standard error. bf16 is the mean of the first two
-// rows.
+// twice: from random weights, and from those of bf16 after 500 steps, to which even the moved run returns.
+// The table of log losses has a row for each run and a column for each seed. What is left after the effects
+// of row and column are removed is chance: its deviation gives each row's standard error. Recipes are
+// compared with the mean of the first two rows.
 //
 // Seeds are split over the ranks, each of which trains on one device. This file has no main: fp8.c runs it.
 #include <math.h>

@@ -1,4 +1,4 @@
-// recipe_linear.c: a linear in 8-bit codes: who casts what, with which scale, and when. Playbook: "FP8
+// recipe_linear.c: a linear in 8-bit codes: what is cast, with which scale, and when. Playbook: "FP8
 // pretraining"; Micikevicius et al. 2022, DeepSeek-V3 2024.
 //
 //     y  = x W^T     codes of x (n, in)    and W (out, in)       Hopper's tensor cores take both operands
@@ -7,15 +7,15 @@
 //
 // Three ways to a scale:
 //
-//     of each tile     the tile's own amax; tiles of x and dy lie along the inner dimension
-//     current          of the whole tensor: the largest of all ranks that have a part of it (tp, cp)
+//     of each tile     from the tile's own amax; tiles of x and dy lie along the inner dimension
+//     current          of the whole tensor: the largest amax of all ranks that have a part of it (tp, cp)
 //     delayed          of the whole tensor: the largest amax of the last steps, on any rank. One message a
 //                      step, and no tensor is read twice
 //
-// The history of a delayed scale has one amax a step, the largest of its micro-batches. It is noted in W
-// (dW's multiply), which runs once for each micro-batch: forward also runs for recomputation and held-out
-// losses. Weights are cast once for each step of the optimizer. The linears of blocks and experts are in 8
-// bits; embedding, router, norms, attention and head are not.
+// The history of a delayed scale has one amax per step, the largest of its micro-batches. It is recorded in
+// W (dW's multiply), which runs once for each micro-batch: forward also runs for recomputation and held-out
+// losses. Weights are cast once per optimizer step. The linears of blocks and experts are in 8 bits;
+// embedding, router, norms, attention and head are not.
 //
 // This file has no main: fp8.c runs it.
 #include <math.h>

@@ -1,14 +1,14 @@
 // recipe_outliers.c: training with an outlier in the activations. Playbook: "FP8 pretraining"; Fishman et
 // al. 2024, "Scaling FP8 training to trillion-token LLMs"; Dettmers et al. 2022.
 //
-// Large models grow outliers: a few channels of what enters the linears are so large that a scale of the
+// Large models develop outliers: a few channels of the linears' inputs are so large that a scale of the
 // whole tensor leaves nothing for the others, and training in FP8 diverges, with SwiGLU after 200 billion
-// tokens. A small model grows none. So one is planted, in a way that changes nothing else:
+// tokens. A small model develops none. So one is planted, in a way that changes nothing else:
 //
 //     W (norm(x) * gain)      element j of the gain times 2^k, column j of W divided by 2^k
 //
-// is the same function for each k, and in bf16 the same bits. Both stay as they are: AdamW would step the
-// column by much more than it is.
+// is the same function for each k, and in bf16 gives the same bits. Neither is trained: AdamW's update would
+// be much larger than the column itself.
 //
 // This file has no main: fp8.c runs it.
 #include <math.h>

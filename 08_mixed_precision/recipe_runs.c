@@ -1,5 +1,5 @@
-// recipe_runs.c: runs on one device, for the tables and pictures of this chapter: how far training comes,
-// which weights move, how far a gradient is off.
+// recipe_runs.c: runs on one device, for the tables and pictures of this chapter: what loss training
+// reaches, which weights move, how far a gradient is off.
 //
 // Playbook: "Mixed Precision Training". This file has no main: bf16.c, fp16.c and fp8.c call it.
 #include <math.h>

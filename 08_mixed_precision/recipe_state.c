@@ -1,18 +1,18 @@
 // recipe_state.c: what the optimizer keeps in 8 and 16 bits. Playbook: "FP8 pretraining"; Peng et al. 2023
 // (FP8-LM).
 //
-//     8 bits     codes, and a scale for each 128 elements: m in e4m3; v, a mean of squares, whose range is
-//                twice as wide, in e5m2 or in 16 bits
-//     float16    the elements divided by a power of two, one for a rank's part of a weight, so that v is
+//     8 bits     codes, and a scale for each 128 elements: m in e4m3; v, a mean of squares, whose range of
+//                exponents is twice as wide, in e5m2 or in 16 bits
+//     float16    the elements divided by a power of two, one for each rank's part of a weight, so that v is
 //                not below float16's smallest number
 //     bfloat16   as they are
 //
-// The optimizer reads them, steps in f32, and stores them again. Scales belong to a rank's own part: on
-// other ranks rounding differs, but is no worse. What is read in f32 and stored once more has the same
-// codes and scales: the largest code times a scale, rounded, gives that scale again, whichever of f32's
-// 2^23 fractions the amax had (tests/unit/test_codes.c). So checkpoints have moments in f32, any layout
-// goes on with them, and the one that has written them does so bit for bit. This file has no main: fp8.c
-// runs it.
+// The optimizer reads them, computes its step in f32, and stores them again. Scales belong to a rank's own
+// part: another layout rounds differently, but no worse. Moments that are read in f32 and stored again get
+// the same codes and scales: the largest code times a scale, rounded, gives that scale again, whichever of
+// f32's 2^23 fractions the amax had (tests/unit/test_codes.c). So checkpoints store moments in f32, any
+// layout can continue from them, and the layout that wrote them does so bit for bit. This file has no main:
+// fp8.c runs it.
 #include <math.h>
 #include <stdlib.h>
 

@@ -1,11 +1,11 @@
-// recipe_tables.c: what the recipes of fp8.c are good for, on one device. Playbook: "FP8 pretraining";
+// recipe_tables.c: the strengths and limits of fp8.c's recipes, on one device. Playbook: "FP8 pretraining";
 // DeepSeek-V3 2024, sections 3.3.1 and 3.3.2.
 //
 // Outliers: one element in 4,096 of x is up to a million times as large as the others. A scale of the whole
 // tensor then pushes all others to the lower end of the codes; a tile's scale only those of its tile.
 //
-// Long sums: Hopper's tensor cores keep about 14 bits of a sum of 8-bit products (DeepSeek-V3), so that
-// products that are small beside the sum are lost, the more the longer the sum is. This is modelled by
+// Long sums: Hopper's tensor cores keep about 14 bits of a sum of 8-bit products (DeepSeek-V3), so products
+// that are small beside the sum are lost, and more of them the longer the sum is. This is modelled by
 // truncating the sum to 14 bits after every 32 products. Sums that are moved to f32 every 128 products stay
 // short.
 //

@@ -1,8 +1,8 @@
 // recipe_wire.c: 8 bits in flight. Playbook: "FP8 pretraining".
 //
-// Weights that ZeRO-3 gathers and rows that sequence parallelism gathers go as a code for each element and
-// an f32 scale for each 128: 1.03 bytes in place of 2. What is gathered is used once and freed; weights
-// that the optimizer steps stay as they are. This file has no main: fp8.c runs it.
+// Weights that ZeRO-3 gathers and rows that sequence parallelism gathers are sent as a code for each element
+// and an f32 scale for each 128: 1.03 bytes in place of 2. The gathered copies are used once and freed; the
+// weights that the optimizer updates are not rounded. This file has no main: fp8.c runs it.
 #include "mixed_precision.h"
 
 enum { TOGETHER = 128 };

@@ -2,7 +2,7 @@
 // recomputation. Playbook: "5D parallelism in a nutshell".
 //
 // Against 00_single_gpu: nothing that an earlier chapter has not shown. A layout is a list of the chapters'
-// records (five_d_layouts.c); this file holds no technique and sends nothing. Each flag shards (x) its own:
+// records (five_d_layouts.c); this file has no technique and sends nothing. What each flag shards (x):
 //
 //                          batch     sequence    layers    width     experts
 //     --dp --zero 0…3        x                                              weights, gradients, state too
@@ -11,9 +11,9 @@
 //     --tp --sp                      (x)                      x
 //     --ep                                                               x
 //
-// First it prints a plan from a dry run: who has what, what each rank holds and sends in a step, and how
-// long that takes on the model clock. Then the proof against one device, --shown steps of real text beside
-// one device's, and one more step, whose counts must be the plan's, rank by rank.
+// It first prints a plan from a dry run: which rank has what, what each rank holds and sends in a step, and
+// how long that takes on the model clock. Then follow the proof against one device, --shown steps of real
+// text beside one device's, and one more step, whose counts must equal the plan's, rank by rank.
 //
 // Bytes sent, memory per rank: the sums of the records' closed forms.
 // Run: build/08_mixed_precision/train_5d    (--no-check trains for real: held-out loss, sample …)
