@@ -15,7 +15,7 @@
 // So the exponent's bits buy range, the mantissa's bits resolution. Epsilon is the step from 1 to the next
 // number, 2^-M. To store x is to round it:
 //
-//     to nearest   the number closest to x, in a tie the one with an even mantissa: off by half a step or less
+//     to nearest   the number closest to x, ties to an even mantissa: off by at most half a step
 //     stochastic   the one above with probability (x - below) / step: right on average, E[round(x)] = x
 //
 // Rounded to nearest, a weight in bf16 loses every update below half a step, however many there are; rounded
