@@ -39,7 +39,7 @@ static Request *exchange_counts(const ExpertParallel *x, Tensor theirs, const Mo
     return request;
 }
 
-// Before the wait another micro-batch may go on (overlapped_experts.c).
+// Another micro-batch may run before the wait (overlapped_experts.c).
 static void wait_meanwhile(const Moe *moe, Request *request, Moment moment) {
     moe_at(moe, moment);
     comm_wait(request);
@@ -55,7 +55,7 @@ static void add_to_table(ExpertParallel *x, const RowExchange *exchange, int64_t
     }
 }
 
-// Sets count and m from what all ranks of ep have for the experts here.
+// Sets count and m from the rows that all ranks of ep have for this rank's experts.
 void expert_counts(ExpertParallel *x, MoeKept *kept) {
     int64_t e = x->moe->model->config.experts, here = x->moe->here;
     Tensor theirs = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(e));
@@ -95,8 +95,8 @@ static int64_t *elements(const ExpertParallel *x, const int64_t *rows, int64_t c
 
 // ---- then one all-to-all each way ----
 
-// Rows (m, h) that have arrived: by_rank, by sender and then by expert; by_expert, by expert and then by
-// sender.
+// Copies between two orders of the rows (m, h) that have arrived: by_rank is sorted by sender and then by
+// expert, by_expert by expert and then by sender.
 static void regroup(const ExpertParallel *x, const int64_t *received, Tensor by_expert, Tensor by_rank,
                     bool to_experts) {
     int64_t here = x->moe->here, grouped = 0;
@@ -174,7 +174,7 @@ static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
 
 // ---- whose experts ----
 
-// A rank's experts follow one another; of the others it stores nothing.
+// A rank's experts are consecutive; it stores nothing of the others.
 static void shard(Model *m) {
     int64_t e = m->config.experts, here = e / m->mesh.ep.size;
     for (int unit = m->first_expert_unit; unit < m->params.units; unit++) {
@@ -223,13 +223,13 @@ void expert_price(Price *p, const Model *m, const ExpertParallel *x, Group excha
     double each = (double)dtype_size(c->dtype), h = (double)c->hidden, ep = x->ep.size;
     double forwards = p->forwards * (double)c->layers, backwards = p->backwards * (double)c->layers;
     if (forwards == 0) return;  // a stage with the head alone
-    // What the routing tables of all steps say, for one of them.
+    // The average over all steps of what their routing tables say.
     double steps = x->passes / forwards, rows = steps > 0 ? (x->rows_sent + x->rows_served) / steps : 0;
     price_sent(p, "all_to_all", forwards, forwards * 4 * (double)c->experts * (ep - 1) / ep, x->ep);
     price_sent(p, "all_to_all", 2 * (forwards + backwards), rows * h * each * (1 + backwards / forwards),
                exchanges);
     for (int role = ROLE_EXPERT_GATE; role <= ROLE_EXPERT_DOWN; role++) p->elements[role] /= ep;
-    // Of a block's two regions experts enter none: their tokens are those outside of it.
+    // Of a block's two regions experts enter none: they take the tokens outside the regions.
     double regions = c->shared_experts ? 1 : 0.5;
     p->enters *= regions, p->leaves *= regions;
     p->enters_backward *= regions, p->leaves_backward *= regions;
@@ -256,8 +256,8 @@ const Technique expert_parallel = {.name = "expert_parallel",
 
 static void note(void *context, Moment moment) { ((int *)context)[moment]++; }
 
-// The price divides the rows of the tables by the passes of training: an evaluation is none. Each of its
-// passes waits for counts once, when another micro-batch may go on.
+// The price divides the rows of the tables by the passes of training, of which an evaluation must not be
+// one. Each pass waits for counts once, and another micro-batch may run then.
 static void tables_are_of_training(Mesh mesh, const Config *config) {
     Trainer *t = trainer_new(config, mesh, expert_layouts());
     const ExpertParallel *x = trainer_context(t, &expert_parallel);

@@ -10,19 +10,19 @@
 // moe.c: a mixture of experts in the mlp socket
 // ======================================================================================================
 
-// On with --experts. First in a list of techniques: what it keeps, the others need not know.
+// On with --experts. First in a list of techniques: the others need not know what it keeps.
 extern const Technique moe;
 
 // The n k pairs of a token and a number (its expert, or its node) as rows: sorted by number, and within a
-// number by token. Pairs that an expert has no room for carry the number behind the last one: they come
-// after all others, and nothing computes them.
+// number by token. Pairs for which an expert has no room have the number after the last one: they come after
+// all others, and are not computed.
 typedef struct PairRows {
     Tensor tokens, place;  // (n k) i32: of each row, freed after its last use; (n, k) i32: of each pair
     int64_t real;          // rows that are computed
 } PairRows;
 
-// What one block keeps of a micro-batch for backward, in MlpKept.more; MlpKept's own tensors are those of
-// the shared experts.
+// What one block keeps of a micro-batch for backward, in MlpKept.more; MlpKept's own tensors belong to the
+// shared experts.
 typedef struct MoeKept {
     Tensor logits, weights;  // (n, e), (n, k) f32, or f64 beside f64
     Tensor chosen;           // (n, k) i32
@@ -43,8 +43,9 @@ typedef struct MoeKept {
 
 typedef struct Moe Moe;
 
-// How tokens come to the experts that compute them, and back weighted; one device has all of both. Backward
-// takes the same two ways, in the other order. Tensors that are returned are the caller's own.
+// How tokens get to the experts that compute them, and how weighted outputs get back; one device has all
+// tokens and experts. Backward takes the same two ways in reverse order. The caller owns the tensors that
+// are returned.
 typedef struct Dispatch {
     void *context;
     // x (n, h) -> (m, h) in the order of the experts here; sets kept->count and kept->m.
@@ -58,7 +59,7 @@ typedef struct Dispatch {
     void (*drop)(void *context, MoeKept *kept);
 } Dispatch;
 
-// What keeps the experts evenly busy: nothing, unless load_balance.c fills this.
+// What keeps the experts evenly busy: nothing, unless load_balance.c sets this.
 typedef struct Balance {
     void *context;
     Tensor (*bias)(void *context, int layer);  // (e), for the choice alone; or {0}
@@ -66,16 +67,16 @@ typedef struct Balance {
     void (*backward)(void *context, const MicroBatch *micro, int layer, MoeKept *kept);
 } Balance;
 
-// Every count of rows that training has read, in order. A dry run, which routes nothing, reads them again
-// from the ledger of a run that did, if it is given one, and else routes evenly.
+// Every count of rows that training has read, in order. A dry run, which routes nothing, takes its counts
+// from the ledger of a real run if it is given one, and otherwise routes evenly.
 typedef struct Ledger {
     int64_t *number, count, next;
     bool replay;
 } Ledger;
 
-// Where a pass of a block is, told to overlapped_experts.c. WAITS: it has started an all-to-all and needs
-// what arrives, of counts, or of rows inside a node or across nodes; behind it, it sends again, or it
-// computes (TO_COMPUTE). BEGINS, AMID, ENDS: of a stretch of computing.
+// Where a block's pass is; overlapped_experts.c is told. WAITS: the pass has started an all-to-all, of
+// counts or of rows inside a node or across nodes, and needs what arrives; after that it sends again, or
+// computes (TO_COMPUTE). BEGINS, AMID, ENDS: of a stretch of compute.
 typedef enum Moment {
     WAITS_FOR_COUNTS, WAITS_INSIDE, WAITS_ACROSS, WAITS_INSIDE_TO_COMPUTE, WAITS_ACROSS_TO_COMPUTE,
     BEGINS, AMID, ENDS
@@ -97,7 +98,7 @@ struct Moe {
 
 void moe_at(const Moe *moe, Moment moment);
 
-// router.c. Sets logits, weights and chosen; dx += dlogits Wrouter, dlogits being left to W; and the
+// router.c. Sets logits, weights and chosen; dx += dlogits Wrouter, with dlogits kept for W; and the
 // router's gradient += dlogits^T x.
 RouteRule moe_rule(const Config *config);
 void router_forward(const Moe *moe, int layer, MoeKept *kept, Tensor x);
@@ -105,7 +106,7 @@ void router_backward(const Moe *moe, const MicroBatch *micro, int layer, MoeKept
                      Tensor dweights);
 void router_gradient(const Moe *moe, int layer, const MoeKept *kept, Tensor x);
 
-// ---- token_rows.c: pairs of tokens and experts, and the rows that they stand in ----
+// ---- token_rows.c: pairs of tokens and experts, and their rows ----
 
 // Counts of rows on the host, from the device; in a dry run whose ledger has none, `rows` of them evenly.
 void moe_read_counts(Moe *moe, bool training, int64_t *count, Tensor counts, int64_t rows);
@@ -127,8 +128,8 @@ Tensor pairs_combine_backward(const PairRows *pairs, Tensor dy, Tensor dweights,
 // expert_parallel.c: experts over ranks
 // ======================================================================================================
 
-// Each rank of mesh.ep holds its part of the experts, and the tokens of all of them come there. After moe,
-// and after what shards all weights (ZeRO): a rank's experts come first.
+// Each rank of mesh.ep holds its part of the experts, and receives the tokens of all ranks for them. Listed
+// after moe, and after what shards all weights (ZeRO): a rank's experts are sharded first.
 extern const Technique expert_parallel;
 
 typedef struct ExpertParallel {
@@ -146,10 +147,10 @@ typedef struct RowExchange {
     int64_t *received;    // (ep, e / ep) from each rank, for each expert here
 } RowExchange;
 
-// Sets kept->exchange, count and m: ranks tell each other how many rows will come.
+// Sets kept->exchange, count and m: ranks tell each other how many rows they will send.
 void expert_counts(ExpertParallel *x, MoeKept *kept);
-// Dispatch: new, the rows that come, in the order of the experts here, for this rank's own (in the order of
-// all experts); and combine: the other way back. wait: what follows.
+// Dispatch: new, the rows that arrive, sorted by this rank's experts, in exchange for its own rows (sorted
+// by all experts); combine: the way back. wait: what follows.
 Tensor dispatch_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor own, Moment wait);
 Tensor combine_rows(const ExpertParallel *x, const RowExchange *exchange, Tensor made, Moment wait);
 // Adds what a step exchanges: counts within x->ep, and rows within `exchanges`.
@@ -169,7 +170,7 @@ extern const Option proof_only_option;  // of each of them, beside zero_option
 // expert_tables.c: who computed whose rows; all tokens to the first experts; peaks of activations by the
 // rows that have come; a block of Mixtral 8x7B, dry, on the model clock.
 void expert_tables(Mesh mesh, const Config *config);
-// Trains config's steps, prints who computed whose rows, and holds what was sent and kept against the
+// Trains config's steps, prints who computed whose rows, and checks what was sent and kept against the
 // formulas. equal: routers begin with zeros, so that all tokens take the first experts.
 Record experts_trained(const Config *config, Mesh mesh, Techniques techniques, bool equal);
 
@@ -197,7 +198,8 @@ void node_tables(Mesh mesh, const Config *config);
 // overlapped_experts.c: two micro-batches in flight
 // ======================================================================================================
 
-// Behind the pipeline: DualPipe's pairs then overlap; without one, the micro-batches of a step, two by two.
+// Listed after the pipeline, whose DualPipe pairs then overlap; without one, micro-batches overlap two by
+// two.
 extern const Technique overlapped_experts;
 
 // overlap_tables.c: how much of the all-to-alls it hides, at DeepSeek-V3's shape.
@@ -210,8 +212,7 @@ void overlap_tables(Mesh mesh, const Config *config);
 extern const Technique load_balance;  // after moe, whose Balance it fills
 
 // ======================================================================================================
-// token_by_token.c: the same without rows, groups or order, one token after the other; what moe.c is held
-// against
+// token_by_token.c: the same without sorting or grouping rows, one token at a time: the baseline of moe.c
 // ======================================================================================================
 
 extern const Technique token_by_token;

@@ -10,9 +10,9 @@
 
 #include "expert_parallel.h"
 
-// ---- peaks, by the rows that have come ----
+// ---- peaks, by the rows that have arrived ----
 
-// A dry run with the counts of rows that `t` has read allocates as it did: its peak is the formula's.
+// A dry run with the counts of rows that `t` has read allocates as `t` did: its peak is the predicted one.
 static void check_peak(const Trainer *t, const Config *config, Mesh mesh, Techniques techniques,
                        const Record *record) {
     bool was_dry = device_is_dry_run();
@@ -40,7 +40,7 @@ static void check_peak(const Trainer *t, const Config *config, Mesh mesh, Techni
 
 // ---- who computed whose rows ----
 
-// Who computed whose rows, in the group of rank 0; which says how far the busiest rank is above the mean.
+// Prints who computed whose rows, in the group of rank 0, and how far the busiest rank is above the mean.
 static void print_rows(const ExpertParallel *x, Mesh mesh) {
     int n = x->ep.size;
     double *rows = host_alloc(n * n * sizeof *rows), most = 0, all = 0;
@@ -89,7 +89,7 @@ Record experts_trained(const Config *config, Mesh mesh, Techniques techniques, b
     return record;
 }
 
-// ---- a block of Mixtral 8x7B, dry: as many rows go to each expert ----
+// ---- a block of Mixtral 8x7B, dry: equally many rows go to each expert ----
 
 // What one more block adds to a step.
 typedef struct BlockSends {

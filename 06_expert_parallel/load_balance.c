@@ -45,7 +45,7 @@ static Tensor bias_of(void *context, int layer) {
     return b->bias[layer];
 }
 
-// The factor of a mean over all sequences of the global batch, times the loss scale of a precision recipe.
+// The factor that makes a sum over sequences a mean over the global batch, times the recipe's loss scale.
 static double gradient_scale(const Model *m, const MicroBatch *micro) {
     const Config *c = &m->config;
     double sequences = (double)(c->micro_batch * c->grad_acc * m->mesh.dp.size);
@@ -80,8 +80,8 @@ static void move_biases(LoadBalance *b) {
 static bool accept(void *context, Model *m, double grad_norm) {
     LoadBalance *b = context;
     int count = (int)(m->config.layers * m->config.experts);
-    // Over the world: DualPipe's two copies of a layer have counted other micro-batches. Who lacks a layer
-    // adds zeros.
+    // Over the world: DualPipe's two copies of a layer have counted different micro-batches. Ranks without
+    // the layer add zeros.
     comm_sum_all(b->taken, count, m->mesh.world);
     move_biases(b);
     for (int i = 0; i < count; i++) b->load[i] += b->taken[i], b->taken[i] = 0;
@@ -180,8 +180,8 @@ static const Technique *const one_device[] = {&moe, &load_balance, &recompute, N
 
 // ---- the rule, by hand ----
 
-// Each layer's biases move by the rate, however far an expert is from the mean, and not at all at the mean:
-// 3.75 tokens in the first layer, and 4 in the second.
+// Each layer's biases move by the rate, however far an expert is from the mean, and not at all if it is at
+// the mean: 3.75 tokens in the first layer, and 4 in the second.
 static void move_by_hand(void) {
     enum { LAYERS = 2, EXPERTS = 4 };
     static const double taken[LAYERS * EXPERTS] = {3, 1, 5, 6, 8, 4, 0, 4},
@@ -209,7 +209,7 @@ static void move_by_hand(void) {
     trainer_free(t);
 }
 
-// ---- what it is good for: a corpus with a few tokens that are everywhere ----
+// ---- what it achieves: a corpus in which a few tokens are frequent ----
 
 enum { CORPUS = 300000, SYMBOLS = 64, STEPS = 120, LAST = 40 };
 
@@ -237,8 +237,8 @@ static char *plant_corpus(void) {
 enum { SHOWN = 6 };
 static const int64_t shown[SHOWN] = {1, 5, 10, 20, 40, STEPS};
 
-// The busiest expert of a block beside the mean, averaged over blocks; of the last steps together, and of
-// single steps; and the mean loss of the last ones.
+// The busiest expert of a block over the mean, averaged over blocks, for the last steps together and for
+// single steps; and the mean loss of the last steps.
 typedef struct Load {
     double loss, busiest, at[SHOWN];
 } Load;

@@ -55,7 +55,7 @@ static void no_balance(void *context, const MicroBatch *micro, int layer, MoeKep
     (void)context, (void)micro, (void)layer, (void)kept;
 }
 
-// ---- the experts: their rows stand one after another in (m, columns) ----
+// ---- the experts: their rows are consecutive in (m, columns) ----
 
 // The rows of one expert, and its weights: gate and up, or down. One call of the linear socket.
 typedef struct Run {
@@ -64,7 +64,7 @@ typedef struct Run {
     void **linear;
 } Run;
 
-// From {.expert = -1} to the next expert that has rows; false: there is none.
+// Moves on, from {.expert = -1} at first, to the next expert that has rows; false: there is none.
 static bool next_run(const Moe *moe, int layer, const MoeKept *kept, bool down, Run *run) {
     const BlockParams *w = &moe->model->block[layer];
     run->first += run->rows;
@@ -81,7 +81,7 @@ static bool next_run(const Moe *moe, int layer, const MoeKept *kept, bool down, 
 
 static Tensor run_of(Tensor t, const Run *run) { return tensor_rows_of(t, run->first, run->rows); }
 
-// New: what the experts make of their rows (m, h).
+// New: the experts' outputs for their rows (m, h).
 static Tensor experts_forward(const Moe *moe, int layer, MoeKept *kept) {
     Model *m = moe->model;
     const Sockets *sockets = &m->sockets;
@@ -104,7 +104,7 @@ static Tensor experts_forward(const Moe *moe, int layer, MoeKept *kept) {
     return out;
 }
 
-// New: the gradient of their rows, from kept->dout; dgate and dup stand where gate and up stood.
+// New: the gradient of their rows, from kept->dout; dgate and dup take the memory of gate and up.
 static Tensor experts_backward_input(const Moe *moe, int layer, MoeKept *kept) {
     Model *m = moe->model;
     const Sockets *sockets = &m->sockets;
@@ -156,7 +156,7 @@ static MoeKept *kept_new(Moe *moe, MicroBatch *micro, int layer) {
     return kept;
 }
 
-// What is kept for each row that has come here, and for each row whose weighted sum is made here.
+// Counts what is kept for each row that has arrived, and for each row whose weighted sum is computed here.
 static void hold(Moe *moe, MoeKept *kept) {
     if (!kept->training) return;
     const Config *c = &moe->model->config;
@@ -297,7 +297,7 @@ static void keep(PriceKept *rows, int *count, const char *what, double bytes, co
     rows[(*count)++] = (PriceKept){what, dropped ? 0 : bytes, EVERY_RANK, RECOMPUTE_FULL};
 }
 
-// It is the first in the list, so that recomputation and sharded tokens have said theirs.
+// moe is first in the list and priced last: recomputation and sharded tokens have been priced already.
 static void price(Price *p, const Model *m, const void *context) {
     const Moe *moe = context;
     const Config *c = &m->config;
@@ -308,12 +308,12 @@ static void price(Price *p, const Model *m, const void *context) {
     bool all = moe->here == c->experts && moe->capacity == 0;
     keep(p->block, &p->block_rows, "router logits, weights", wide * n * ((double)c->experts + k), m);
     keep(p->block, &p->block_rows, "chosen, place", 2 * 4 * n * k, m);
-    // Of all blocks: where other ranks' tokens come, or some are dropped, as many as came.
+    // Of all blocks: if other ranks' tokens arrive, or some are dropped, the number that came.
     double rows = all ? each * n * k * (2 * h + 3 * f) * p->blocks : (double)moe->most_held;
     keep(p->end, &p->end_rows, "rows, gate, up, act, out of experts", rows, m);
     p->peak_counted = true;
     p->peak_by_data |= !all;  // expert_tables.c has it from the ledger
-    // Which units meet, a dry run knows.
+    // A dry run knows which units are in memory together.
     if (p->gradients >= 0) p->gradients_at_work = NAN;
     if (p->values >= 0) p->values_at_work = NAN;
 }

@@ -41,7 +41,7 @@ typedef struct Hops {
 
 // ---- the hop across ----
 
-// Starts it: rows of `in`, to[i] to node i; *out is new, and gets from[i] of node i.
+// Starts it: to[i] rows of `in` go to node i; *out is new, and gets from[i] rows from node i.
 static Request *cross(const NodeLimited *l, MemoryKind kind, Tensor *out, const int64_t *from, Tensor in,
                       const int64_t *to) {
     int nodes = l->across.size;
@@ -72,7 +72,7 @@ static Tensor combine_across(const NodeLimited *l, const Hops *hops, Tensor sums
 
 // ---- who goes where ----
 
-// Of M nodes at most; a dry run sends each token to M.
+// A token goes to M nodes at most; in a dry run, to exactly M.
 static void choose_nodes(const NodeLimited *l, MoeKept *kept, Hops *hops) {
     const Config *c = &l->plain->moe->model->config;
     int64_t n = tensor_rows(kept->chosen), nodes = l->across.size;
@@ -84,7 +84,7 @@ static void choose_nodes(const NodeLimited *l, MoeKept *kept, Hops *hops) {
     tensor_free(&numbers);
 }
 
-// Counts of tokens across, and meanwhile those of rows, among all.
+// Exchanges the counts of tokens across, and at the same time the counts of rows among all ranks of ep.
 static void count(NodeLimited *l, MoeKept *kept, Hops *hops) {
     Moe *moe = l->plain->moe;
     int nodes = l->across.size;
@@ -105,7 +105,8 @@ static void count(NodeLimited *l, MoeKept *kept, Hops *hops) {
     tensor_free(&theirs);
 }
 
-// Tokens, their experts and weights: all that this rank needs to send them on, and to add up what they get.
+// Sends tokens, their experts and weights: all that the receiver needs to forward them and to sum their
+// outputs.
 static Tensor dispatch_tokens(const NodeLimited *l, MoeKept *kept, Hops *hops, Tensor x, Tensor *chosen) {
     Tensor in[] = {pairs_gather(&hops->nodes, x), pairs_gather(&hops->nodes, kept->chosen),
                    pairs_gather(&hops->nodes, kept->weights)};
@@ -131,8 +132,9 @@ static void all_route_alike(const NodeLimited *l, MoeKept *kept, Hops *hops) {
     for (int64_t i = 0; i < here; i++) kept->m += kept->count[i] = ranks * own[i];
 }
 
-// Rows for the experts of this node, by the choice of the tokens that have come. How many rows the others
-// of the node send here follows from the counts of all ranks: each forwards those of its place.
+// Rows for the experts of this node, as chosen by the tokens that have arrived. How many rows the node's
+// other ranks send here follows from the counts of all ranks: each forwards those of the ranks of its own
+// place.
 static void choose_experts(const NodeLimited *l, MoeKept *kept, Hops *hops, Tensor chosen) {
     Moe *moe = l->plain->moe;
     int64_t ranks = l->inside.ep.size, nodes = l->across.size, each = ranks * moe->here;
@@ -202,8 +204,8 @@ static Tensor combine(void *context, MoeKept *kept, Tensor made) {
     return y;
 }
 
-// dout_j = weight_j dy, dweight_j = <dy, out_j>: where the sum was made. The gradients of weights cross
-// back while the experts compute: to wait for them earlier is to wait for all that crosses before them.
+// dout_j = weight_j dy and dweight_j = <dy, out_j>, on the rank that made the sum. The gradients of weights
+// cross back while the experts compute: an earlier wait would also wait for all that crosses before them.
 static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor dweights) {
     const NodeLimited *l = context;
     Hops *hops = kept->exchange;
@@ -221,7 +223,7 @@ static Tensor combine_backward(void *context, MoeKept *kept, Tensor dy, Tensor d
     return dout;
 }
 
-// A weight's gradient is in the row of its node, and zero in those of the others.
+// A weight's gradient is in the row of its node, and zero in the rows of the others.
 static Tensor to_experts_backward(void *context, MoeKept *kept, Tensor drows) {
     const NodeLimited *l = context;
     Hops *hops = kept->exchange;
@@ -262,7 +264,7 @@ static int64_t ranks_in_node(const Config *c) {
     return c->ep < ranks ? c->ep : ranks;
 }
 
-// Of the ranks of ep those of this node; or those of this rank's place in every node.
+// The ranks of ep in this node; or those with this rank's place in every node.
 static Group part_of(Group ep, int ranks, bool inside) {
     int count = inside ? ranks : ep.size / ranks, member[count];
     if (ep.size == 1) return ep;
@@ -329,7 +331,7 @@ static void price(Price *p, const Model *m, const void *context) {
         double places = tokens * (8 + (double)c->top_k * (c->dtype == F64 ? 12 : 8)) * p->blocks;
         p->end[p->end_rows++] = (PriceKept){"places, weights of hops", places, EVERY_RANK, RECOMPUTE_FULL};
     }
-    // Plain dispatch, but for rows that go no further than this node.
+    // As plain dispatch, but only for rows that stay in this node.
     ExpertParallel plain = *x;
     plain.rows_sent = l->rows_sent, plain.rows_served = l->rows_served;
     expert_price(p, m, &plain, l->inside.ep);

@@ -93,7 +93,7 @@ static void all_to_one_node(Mesh mesh, Config c) {
     record_free(&baseline);
 }
 
-// Two micro-batches in flight, whose hops take turns on the same links.
+// Two micro-batches in flight, whose hops share the same links.
 static void two_in_flight(Mesh mesh, Config c) {
     c.steps = 1;
     Record both = program_record(&c, mesh, node_limited_overlapped(), false, false, "two in flight"),

@@ -19,7 +19,7 @@ typedef struct Exposed {
     double sent, exposed, computed, step;  // seconds
 } Exposed;
 
-// Nothing is sent but what experts send, and a pipeline: sums of gradients would use the same links.
+// Only experts and the pipeline send anything: all-reduces of gradients would use the same links.
 static Exposed exposed_by(Mesh mesh, const Config *c, Techniques techniques, const char *title) {
     mesh.dp = mesh.dp_cp = mesh.expert_dp = mesh_single().dp;
     clock_push(title);
@@ -32,7 +32,7 @@ static Exposed exposed_by(Mesh mesh, const Config *c, Techniques techniques, con
     return e;
 }
 
-// The same, and a row of the picture: of a few micro-batches, since of more one would see none.
+// The same, and a row of the picture, with few micro-batches: more would be too small to see.
 static Exposed drawn(Mesh mesh, const Config *c, Techniques techniques, const char *title,
                      const char *row) {
     Exposed e = exposed_by(mesh, c, techniques, title);
@@ -72,7 +72,7 @@ static void check_hidden(const Exposed *before, const Exposed *after, const char
                 1e3 * most);
 }
 
-// Less a hundredth: messages between stages delay a pair's passes.
+// Minus a hundredth: messages between stages delay a pair's passes.
 static double share_of_pairs(const Config *c, int rank) {
     Schedule s = pipeline_schedule(c);
     int pairs = 0, forwards = 0;

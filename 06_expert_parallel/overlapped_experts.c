@@ -50,15 +50,15 @@ static void go_on_with(Overlap *o, int pass) {
     CHECK(swapcontext(&o->pass[me], &o->pass[pass]) == 0, "a micro-batch cannot give way to another");
 }
 
-// How much computing hides what a pass waits for, in moments.
+// How much compute it takes to hide what a pass waits for, in moments.
 static int length_of(Moment wait) {
     return wait == WAITS_FOR_COUNTS ? 0 : wait == WAITS_INSIDE || wait == WAITS_INSIDE_TO_COMPUTE ? 1 : 2;
 }
 
-// Where a pass would wait, the other one goes on, unless that waits for something longer that has hardly
-// begun. Where a pass computes, it lets the other one send again: after counts at once, and after rows from
-// inside the node amid a stretch of computing; the other then waits, and this one goes on. No clock is
-// asked, so that all ranks switch at the same calls.
+// Where a pass would wait, the other one runs, unless that waits for something longer that has hardly begun.
+// While a pass computes, it lets the other one send again: at once if that waits for counts, and in the
+// middle of a stretch of compute if for rows from inside the node; the other then waits, and this one
+// continues. This depends on no clock, so all ranks switch at the same calls.
 static void at(void *context, Moment moment) {
     Overlap *o = context;
     int me = o->now, other = 1 - me;
@@ -79,7 +79,7 @@ static void at(void *context, Moment moment) {
     o->waiting[me] = false;
 }
 
-// makecontext can pass only ints: the pointer comes in two halves.
+// makecontext can pass only ints, so the pointer is passed in two halves.
 static void begin_pass(unsigned low, unsigned high) {
     Overlap *o = (Overlap *)((uintptr_t)high << 32 | low);
     int me = o->now;
@@ -184,7 +184,7 @@ typedef struct PairOfPasses {
     const Action *action;
 } PairOfPasses;
 
-// The backward goes first: it computes longest, and begins with what it sends.
+// The backward goes first: it computes longest, and begins by sending.
 static void compute_of(void *context, int which) {
     const PairOfPasses *pair = context;
     bool backward_is_first = pair->action->pass[0].kind != PASS_F;
@@ -197,7 +197,7 @@ static void together(void *context, Pipeline *pipeline, Model *m, const Action *
     run_both(context, (Work){compute_of, &pair});
 }
 
-// ---- amid a block: before attention's own multiplies ----
+// ---- in the middle of a block: before attention's own multiplies ----
 
 static void attention_forward(void *context, const MicroBatch *micro, Tensor o, AttentionKept *kept,
                               Tensor q, Tensor k, Tensor v, AttentionShape shape) {
@@ -286,7 +286,7 @@ const Technique overlapped_experts = {.name = "overlapped_experts",
                                       .price = price};
 
 #ifndef NO_MAIN
-// Tied, the embedding's gradient adds up in another order: both heads' parts come before both lookups'.
+// If tied, the embedding's gradient is summed in another order: both heads' parts before both lookups'.
 static void check_bits(Mesh mesh, const Config *config) {
     Record both = program_record(config, mesh, overlapped_layouts(), false, false, "two in flight"),
            single = program_record(config, mesh, expert_layouts(), false, false, "one after the other");

@@ -33,7 +33,7 @@ static double worth(const double *score, int64_t count) {
     return best;
 }
 
-// How many of `count` values come before value i: larger ones, and equal ones that stand earlier.
+// How many of `count` values rank before value i: larger ones, and equal ones with a lower index.
 static int64_t rank_of(const double *value, int64_t count, int64_t i) {
     int64_t rank = 0;
     for (int64_t j = 0; j < count; j++) rank += value[j] > value[i] || (value[j] == value[i] && j < i);
