@@ -104,8 +104,8 @@ static const Technique *const one_device[] = {&bf16_recipe, &recompute, NULL};
 
 // ---- whose random numbers ----
 
-// Elements halfway between two numbers go up or down by the random number alone: other weights, seeds and
-// steps have others, and none are those that the weight was drawn with.
+// Elements halfway between two numbers go up or down by the random number alone. It differs between weights,
+// seeds and steps, and from the numbers with which the weight was initialized.
 static void round_halves(void) {
     enum { COLUMNS = 48 };
     const Param weight = {.name = "weight", .full = {1, COLUMNS}, .shape = {1, COLUMNS}};
@@ -135,8 +135,8 @@ static void round_halves(void) {
 
 // ---- a part is rounded as the same elements of the whole ----
 
-// Of a matrix (6, 8) rows 2 to 4 of columns 3 to 6, as tensor parallelism stores them, and of these the
-// elements from 1 on, as ZeRO deals them out.
+// Rows 2 to 4, columns 3 to 6, of a matrix (6, 8), as tensor parallelism stores them, and of these the
+// elements from 1 on, as ZeRO shards them.
 static void round_parts(void) {
     enum { ROWS = 3, COLUMNS = 4, ROW = 2, COLUMN = 3, FULL_ROWS = 6, FULL = 8, FIRST = 1, STEP = 7 };
     const Param whole = {.name = "weight", .full = {FULL_ROWS, FULL}, .shape = {FULL_ROWS, FULL}},
@@ -228,7 +228,7 @@ static void show_sums(void) {
     }
     report_that(error[0] > 1.5 * error[1],
                 "sums in bf16 are off by %g, and in f32 by %g: no difference is shown", error[0], error[1]);
-    // What rounding each micro-batch's gradient adds drowns in what bf16 activations are off by.
+    // The error of rounding each micro-batch's gradient is negligible beside that of bf16 activations.
     report_that(fabs(error[2] / error[1] - 1) < 0.1,
                 "gradients written in f32 are off by %g, and rounded for each micro-batch by %g", error[2],
                 error[1]);
@@ -246,7 +246,7 @@ static void compare(Mesh mesh, const Config *config) {
 int main(int argc, char **argv) {
     const Option option = {
         "proof-only", OPTION_FLAG, NULL, NULL, 0, 0, "", "leave out the tables of one device", false};
-    // Every rank steps its own part of each weight, and must round as one that steps all.
+    // Every rank updates its own part of each weight, and must round as a rank that updates all of it.
     const Technique *const twin[] = {zero_twin_of_1[0], &bf16_recipe, &ddp_no_sync, &recompute, NULL};
     const Program program = {
         .purpose = "bfloat16: f32 master weights, sums in f32, and stochastic rounding in their place.",

@@ -118,13 +118,13 @@ static Stage stage_of(const Pricing *p, double layers, bool embedding, bool head
 
 // ---- what is exposed ----
 
-// What is left of a communication beside which so much is computed.
+// The exposed part of a communication, given the compute beside it.
 static double left_of(double communication, double beside, double hidden) {
     return fmax(communication - beside, (1 - hidden) * communication);
 }
 
-// Of a micro-batch's communication, that of experts hides behind nothing unless a program overlaps two
-// micro-batches; keys and values pass while attention computes.
+// In a micro-batch, the experts' communication is exposed unless a program overlaps two micro-batches; keys
+// and values are sent while attention computes.
 static Parts exposed_of(const Pricing *p, const Stage *s, double hidden) {
     Parts e = s->parts;
     e.tp *= p->habits->hides_tp ? 1 - hidden : 1;
@@ -133,8 +133,8 @@ static Parts exposed_of(const Pricing *p, const Stage *s, double hidden) {
     return e;
 }
 
-// A collective over the ranks of data parallelism on what a rank has of a stage, `e` bytes an element: the
-// weights that all of these ranks share, and those of experts, which fewer do.
+// A collective over the ranks of data parallelism on a rank's part of a stage, `e` bytes an element: the
+// weights that all of these ranks share, and those of experts, which fewer ranks share.
 static double over_replicas(const Pricing *p, const char *name, double e, const Stage *s) {
     const CostLayout *l = p->layout;
     int ranks = l->dp * l->cp, holders = ranks * l->tp / (l->ep * l->etp);
@@ -142,8 +142,8 @@ static double over_replicas(const Pricing *p, const char *name, double e, const 
            cost_collective(p, name, e * s->expert_part, holders, l->ep * l->etp);
 }
 
-// Gradients are reduced behind the last backward, weights gathered behind the first forward. ZeRO-3 does so
-// in each micro-batch, and gathers for backward again, unless a pipeline holds what it has gathered.
+// Gradients are reduced during the last backward, weights gathered during the first forward. ZeRO-3 does
+// both in each micro-batch, and gathers again for backward, unless a pipeline keeps the gathered weights.
 static double data_parallel_exposed(const Pricing *p, const Stage *s, double hidden) {
     const CostLayout *l = p->layout;
     double g = p->habits->gradient_bytes, forward = s->forward, all = parts_computed(&s->parts);
@@ -159,7 +159,7 @@ static double data_parallel_exposed(const Pricing *p, const Stage *s, double hid
     return times * (left_of(weights, forward, hidden) + left_of(gradients, all - forward, hidden));
 }
 
-// A message between stages, of the rows that a rank has; twice for each micro-batch and chunk.
+// A message between stages, with the rows that a rank has; two for each micro-batch and chunk.
 static double messages_exposed(const Pricing *p, double hidden) {
     const CostLayout *l = p->layout;
     if (l->pp == 1) return 0;

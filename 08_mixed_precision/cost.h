@@ -12,8 +12,8 @@
 
 // ---- the efficiencies: cost_table.c ----
 
-// What the published runs are fitted with (find_config_runs.c): shares of a datasheet's figure, 0 … 1,
-// where nothing else is said.
+// The factors that are fitted to published runs (find_config_runs.c): shares of a datasheet's figure, 0 to
+// 1, unless stated otherwise.
 typedef enum Factor {
     FACTOR_MATMUL_A100,  // of its 16-bit peak, by large multiplies
     FACTOR_MATMUL_H100,  // likewise
@@ -35,8 +35,8 @@ extern const struct FactorRange {
 Factors factors_fitted(void);  // on published.csv: fitted.h, which find_config --fitted writes
 Factors factors_guessed(void);
 
-// A machine as it is reached, and the efficiencies by size of what it does: the clock takes both. `power`
-// is the share of the standard power that its GPUs may draw.
+// A machine at the rates that are reached, and its efficiencies by size: the clock takes both. `power` is
+// the share of the standard power that its GPUs may draw.
 enum { EFFICIENCY_STEPS = 41, EFFICIENCY_FIRST = 24 };  // from 2^24 on, in half powers
 typedef struct CostTable {
     Machine machine;

@@ -50,8 +50,7 @@ static void multiply(const Pricing *p, Passes *sum, double m, double k, double n
     sum->forward.multiply += one;
     sum->backward.multiply += 2 * one;
     if (!narrow || !p->layout->fp8) return;
-    // What goes in is cast to 8 bits, each operand once in a pass; weights that are gathered in 8 bits come
-    // so.
+    // Operands are cast to 8 bits, each once in a pass; weights that are gathered in 8 bits need no cast.
     double cast = p->habits->cast_bytes, weights = p->layout->gather_fp8 ? 0 : k * n;
     sum->forward.memory += memory_seconds(p, cast * (m * k + weights));
     sum->backward.memory += memory_seconds(p, cast * m * n + 2 * (m * k + weights));
@@ -101,8 +100,8 @@ static Sizes sizes_of(const Pricing *p) {
                    .pairs = (double)l->micro_batch * s * (p->habits->flash ? (s + 1) / 2 : s) / l->cp};
 }
 
-// Scores that are stored pass through memory: written, masked and scaled, softmax read and written, dropout
-// read and written, read again, and about twice that in backward.
+// Stored scores go through memory: written, masked and scaled, softmax read and written, dropout read and
+// written, read again, and about twice that in backward.
 static void attention(const Pricing *p, Passes *sum, const Sizes *z) {
     const CostModel *m = p->model;
     const CostTable *t = p->table;
@@ -116,7 +115,7 @@ static void attention(const Pricing *p, Passes *sum, const Sizes *z) {
     double scores = p->habits->flash ? 0 : ELEMENT * heads * z->pairs;
     double around = ELEMENT * z->n * (2 * z->q + 2 * z->kv);
     move(p, sum, 6 * scores + around, 8 * scores + 2 * around);
-    // Each rank's keys and values pass all others; back come their gradients.
+    // Each rank's keys and values go to all others; their gradients come back.
     double keys = 2 * ELEMENT * z->n * z->kv * p->layout->cp;
     double ring = cost_collective(p, "all_gather", keys, p->layout->cp, p->layout->tp);
     sum->forward.cp += ring;
@@ -157,8 +156,8 @@ static double copies_sent(const Pricing *p, double k) {
     return nodes > 1 ? nodes * (1 - pow(1 - 1 / nodes, k)) : k;
 }
 
-// Each token's row goes to k experts, whose ranks are neighbours within tp where experts are not sharded,
-// and a tp apart where they are.
+// Each token's row goes to k experts, whose ranks are neighbours within tp if experts are not sharded, and
+// tp ranks apart if they are.
 static void experts(const Pricing *p, Passes *sum, const Sizes *z) {
     const CostModel *m = p->model;
     const CostLayout *l = p->layout;
@@ -179,7 +178,7 @@ static void experts(const Pricing *p, Passes *sum, const Sizes *z) {
     if (m->shared > 0) mlp(p, sum, z->n, z->h, m->shared * m->expert_ffn / l->tp);
 }
 
-// Rows that are cast before they are gathered go as 8 bits.
+// Rows that are cast before they are gathered are sent as 8 bits.
 static double gathered(const CostLayout *l) { return l->gather_fp8 ? 0.5 : 1; }
 
 Passes cost_block(const Pricing *p, bool dense) {

@@ -34,8 +34,8 @@ static void note_bytes(LoneParts *parts, const Trainer *t) {
     if (m->config.experts) parts->experts = (double)m->params.unit[m->first_expert_unit].count;
 }
 
-// Runs one micro-batch through an embedding, a block and a head, and notes the seconds of each. Without the
-// last micro-batch of a step no gradient leaves.
+// Runs one micro-batch through an embedding, a block and a head, and records the seconds of each. Gradients
+// are sent only in the last micro-batch of a step.
 static void note_seconds(LoneParts *parts, const Trainer *t) {
     static const Chunk chunk[] = {{0, 0, true, false}, {0, 1, false, false}, {1, 1, false, true}};
     Model *m = t->model;
@@ -96,7 +96,7 @@ static double chunks_of(const Config *c) {
     return c->pp > 1 && config_number(c, "schedule") == INTERLEAVED ? config_number(c, "chunks") : 1;
 }
 
-// Backward of a block that drops activations, less that of one that keeps them all.
+// The backward time of a block that drops activations minus that of one that keeps them all.
 double lone_recomputes(const Config *config, const LoneParts *parts) {
     if (config->recompute == RECOMPUTE_NONE) return 0;
     Config keeps = *config;
@@ -107,7 +107,7 @@ double lone_recomputes(const Config *config, const LoneParts *parts) {
 
 // ---- memory ----
 
-// Experts are spread over ep neighbours within dp x cp x tp, on each of which rows of their own are.
+// Experts are spread over ep neighbours within dp x cp x tp, each of which has its own rows.
 Replicas lone_replicas(const Config *c, bool experts) {
     int all = (int)(c->dp * c->cp), tp = (int)c->tp, ep = (int)c->ep;
     return experts ? (Replicas){all * tp / ep, ep} : (Replicas){all, tp};

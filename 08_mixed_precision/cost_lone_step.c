@@ -92,13 +92,13 @@ static Exchange exchange_of(const Config *c, double elements, double experts) {
                           over_replicas(few, "all_gather", weight * experts)};
 }
 
-// Whether the ranks of data parallelism have neighbours in the node, and so pass the port of tp.
+// Whether the ranks of data parallelism have neighbours in the node, and so use the same port as tp.
 static bool replicas_near(const Config *c) {
     return c->dp * c->cp > 1 && clock_node(0) == clock_node((int)c->tp);
 }
 
-// How much later than its multiplies say a stage's last message leaves: each block's gradients are reduced
-// when they are final, and what passes the same port then waits, the message behind them as the collectives
+// The delay of a stage's last message beyond the end of its compute: each block's gradients are reduced as
+// soon as they are final, and whatever needs the same port then waits, both the message and the collectives
 // with which the next block's backward begins.
 static double reducing_at_end(const Config *c, const LoneParts *p, int layers) {
     int stride = (int)(c->tp * c->cp * c->dp);
@@ -111,9 +111,9 @@ static double reducing_at_end(const Config *c, const LoneParts *p, int layers) {
     return shared ? seconds + (layers - 1) * fmax(seconds - p->backward[BLOCK], 0) : 0;
 }
 
-// What does not hide beside the blocks. ZeRO-3 gathers a unit while the one before computes, and reduces
-// while the one behind does, in each micro-batch; the others once a step. Where tp passes the same port,
-// they hide no longer than until a block's first collective, which then waits.
+// What the blocks do not hide. ZeRO-3 gathers a unit while the one before computes, and reduces it while the
+// one after computes, in each micro-batch; the other stages do so once a step. If tp uses the same port,
+// they are hidden only until a block's first collective, which then waits.
 static double exposed_of(const Config *c, const LoneParts *p, const Stages *s) {
     int zero = (int)config_number(c, "zero");
     bool whole = c->pp == 1;
@@ -163,7 +163,7 @@ static StepCost dry_step(const Config *config, int64_t layers, int64_t micro_bat
     return cost;
 }
 
-// The corners of a grid of 2 x 2, from which all else is a straight line along both ways.
+// The corners of a 2 x 2 grid, from which everything else is extrapolated linearly in both directions.
 typedef struct Corners {
     double at[2][2];  // of layers, of micro-batches
     int64_t layers, micro_batches;
@@ -229,8 +229,8 @@ static void send_from(const Walk *w, WalkRank *rank, StagePass pass) {
     w->arrives[schedule_slot(s, pass)] = rank->port;
 }
 
-// The walk through a schedule: each pass of a stage takes what that stage's takes, and messages and the
-// collectives of a region wait for each other where they pass one port.
+// The walk through a schedule: each pass takes the time of its stage, and messages and a region's
+// collectives wait for each other if they use the same port.
 static double walked(const Config *c, const LoneParts *p, const Stages *stages) {
     Schedule schedule = pipeline_schedule(c);
     Walk w = {c,
@@ -275,7 +275,7 @@ static void staged_memory(const Config *c, const LoneParts *p, int layers, LoneM
         const Pipeline *pipe = trainer_context(t, &pipeline);
         first.kept += schedule_costs(&pipe->schedule, 0).held_to_b * layers * p->expert_rows;
     }
-    // What works at once with ZeRO-2, or with experts, only a run says: the closed form's then.
+    // With ZeRO-2, or with experts, only a run shows what is in use at once: then the closed form's bytes.
     if (isnan(first.gradients)) first.gradients = memory->gradients;
     if (isnan(first.weights)) first.weights = memory->weights;
     first.peak = first.weights + first.gradients + first.optimizer + first.kept + p->extra;
@@ -284,8 +284,8 @@ static void staged_memory(const Config *c, const LoneParts *p, int layers, LoneM
     mesh_end(&mesh);
 }
 
-// What a stage's step has beside its micro-batch: data parallelism and the optimizer. A tied model of as
-// many layers has as many weights: one table of the vocabulary, and not two.
+// What a stage's step has besides its micro-batch: data parallelism and the optimizer. A tied model with the
+// same layers has the same number of weights: one table of the vocabulary, not two.
 static double behind_micro_batch(const Config *c, const LoneParts *p, int64_t layers) {
     StepCost cost = dry_step(c, layers, 1, true);
     double computed = 0;

@@ -14,8 +14,7 @@
 #include "cost.h"
 #include "fitted.h"
 
-// Speed falls with power more slowly than in proportion: near its limit a GPU pays for each step of its
-// clock with voltage, too.
+// Speed falls less than in proportion to power: near the limit a higher clock also needs a higher voltage.
 #define POWER_EXPONENT 0.7
 
 // clang-format off

@@ -63,7 +63,7 @@ static void reach(const char *machine) {
     clock_set_efficiency(rows, count);
 }
 
-// Sharded at best, the states of all GPUs are those of one model.
+// With the best sharding, all GPUs together hold the states of one model.
 static void report_none(const Goal *goal, int64_t legal) {
     MemoryPlan plan = {.model = goal->model, .f32_gradients = true, .tp = 1, .dp = 1};
     MemoryNeed need = memory_states(&plan, (double)config_parameters(&goal->model));

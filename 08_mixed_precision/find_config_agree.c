@@ -89,8 +89,8 @@ static void beside(const Row *r, LoneTime time, LoneMemory memory, const StepCos
         r->dp, r->cp, r->tp, r->pp, r->zero, 100 * step, 100 * peak, kept, states);
 }
 
-// What full recomputation takes of the clock, beside its FLOPs: collectives and the loss take time without
-// any, and a step recomputes a fifth or a quarter.
+// Full recomputation's share of the time, beside its share of FLOPs: collectives and the loss take time
+// without FLOPs, and a step recomputes a fifth or a quarter.
 static void beside_flops(const Config *c, const LoneParts *parts, double computed) {
     int64_t sequences = c->micro_batch * c->grad_acc * c->dp;
     double again = recompute_extra_flops(c, sequences), all = config_step_flops(c, sequences) + again;

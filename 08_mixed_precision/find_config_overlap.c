@@ -20,7 +20,7 @@
 
 enum { HIDDEN = 4096, BLOCK = 1, BLOCKS = 8 };
 
-// A rank of N that share all weights, with so many tokens a micro-batch.
+// One of N ranks that share all weights, with this many tokens per micro-batch.
 static Config config_of(int N, int zero, int64_t tokens) {
     Goal goal = {.model = config_default("layers=8 hidden=4096 heads=32 kv-heads=32 ffn=16384 vocab=4096 "
                                          "seq=1024 dtype=bf16 optimizer=adamw")};
@@ -38,7 +38,7 @@ static Config config_of(int N, int zero, int64_t tokens) {
     return found_config(&goal, &f);
 }
 
-// Bytes/s at which a ring of N passes: all ports of a node together, or one GPU's to the others in it.
+// Bytes/s of a ring of N: over all ports of a node together, or over one GPU's port to the others in it.
 static double bandwidth(int N) {
     const Machine *m = clock_machine();
     return N <= m->gpus_per_node

@@ -157,15 +157,15 @@ static CostModel model_of(const Table *t) {
     return m;
 }
 
-// Zero-bubble schedules leave a part of 1F1B's bubble: ZB-H1 about a third at the same memory; ZB-H2 none
-// at twice the activations; ZB-V none at the same. DualPipe is taken as a third.
+// Zero-bubble schedules leave part of 1F1B's bubble: ZB-H1 about a third with the same memory; ZB-H2 none
+// with twice the activations; ZB-V none with the same. DualPipe is assumed to leave a third.
 static double bubble_of(const char *schedule) {
     if (has(schedule, "ZB-2p") || has(schedule, "ZB-H2") || has(schedule, "ZB-V")) return 0;
     return has(schedule, "ZB-1p") || has(schedule, "ZB-H1") || has(schedule, "DualPipe") ? 1.0 / 3 : 1;
 }
 
-// A scale of the steps before lets the kernel that makes a tensor write its 8 bits; one of the moment has
-// the largest element looked for first, which a compiler fuses with what made it.
+// With a delayed scale the kernel that computes a tensor can write it in 8 bits; with a current scale the
+// largest element must be found first, which a compiler fuses with that kernel.
 static double cast_bytes_of(bool delayed_scale, bool compiled) {
     return delayed_scale ? 1 : compiled ? 3 : 5;
 }
@@ -284,13 +284,14 @@ Runs runs_read(const char *path) {
 
 // ---- what the cost model says of a run ----
 
-// Blocks that the stages of p v chunks lack to be full: at most two, in place of embedding and head.
+// How many blocks are missing to fill p v chunks: at most two, whose places embedding and head take.
 static double chunk_slack(const Published *r, int chunks) {
     double stages = r->layout.pp * chunks;
     return ceil(r->model.layers / stages) * stages - r->model.layers;
 }
 
-// The candidates of what is open: micro-batches of 1 to 64, all recomputations, all chunks that divide.
+// The candidates for settings that are not given: micro-batches of 1 to 64, all recomputations, all chunks
+// that divide.
 CostTime run_predict(Published *r, const Factors *factors) {
     CostTable table = cost_table(&r->machine, factors, r->power);
     CostTime best = {.step = INFINITY};

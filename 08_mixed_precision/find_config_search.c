@@ -227,7 +227,7 @@ static void add(Words *w, const char *format, ...) {
     CHECK(w->used < sizeof w->text, "the command line is longer than %zu bytes", sizeof w->text);
 }
 
-// --model, which has the last word over a program's own standards, and what the shape has otherwise.
+// --model, which overrides a program's own defaults, and whatever differs from it in the shape.
 static void add_shape(Words *w, const Config *c) {
     char *arguments[] = {(char *)base_program(), "--model", (char *)c->model, NULL};
     Config named = config_parse(3, arguments, "", CONFIG_MODEL | CONFIG_EXPERTS, NULL, NULL, 0);
@@ -255,7 +255,7 @@ static void add_shape(Words *w, const Config *c) {
     if (c->tied && !named.tied) add(w, " --tied");
 }
 
-// The flags of train_5d, whose own standards are --pp 2 --tp 2 --zero 1 --bucket-mb 0.1.
+// The flags of train_5d, whose own defaults are --pp 2 --tp 2 --zero 1 --bucket-mb 0.1.
 static void print_command(const Goal *goal, const Found *f) {
     static const char *const schedules[] = {"afab", "one_f_one_b", "interleaved", "zb_h1"};
     static const char *const recomputes[] = {"none", "selective", "full"};

@@ -44,8 +44,8 @@ static const Method methods[] = {
 };
 enum { METHODS = sizeof methods / sizeof *methods };
 
-// Llama 3 8B, 8 sequences in a step, one in a micro-batch. Without recomputation scores are stored; with it
-// attention goes tile by tile, as flash attention does, and so it always does with context parallelism.
+// Llama 3 8B, 8 sequences in a step, one in a micro-batch. Without recomputation scores are stored; with
+// recomputation, and always with context parallelism, attention works tile by tile, as flash attention does.
 static Config model_of(const Method *method, int64_t seq, int recompute, bool tiles) {
     Config c = config_of_model("llama-3-8b", "dtype=bf16 micro-batch=1 steps=3");
     c.seq = seq;
@@ -110,7 +110,7 @@ static void print_sent(const Method *method, const StepCost *cost, const Need *n
     say("%s %9.0f %8.0f", line, 1e3 * cost->step_seconds, 1e3 * cost->comm.exposed_seconds);
 }
 
-// A part is below a half of all: beside it stand units at work, or a stage has the head.
+// A shard is less than half of the whole: besides it there are units in use, or a stage has the head.
 static void check_shares(const Method *method, const Need *need, const Need *one) {
     char said[64];
     snprintf(said, sizeof said, "%s %s", method->states, method->kept);
@@ -159,7 +159,8 @@ static void print_methods(const Config *config) {
 enum { ZERO3 = 3, PIPELINE = 6 };
 
 // Exposed time as a share of the step, on the rank where it is least: stages without the head also wait for
-// the one that has it. `messages` takes what messages take beside what a rank computes, where it is most.
+// the one that has it. `messages` is set to the time of messages over a rank's compute, where that is
+// largest.
 static double exposed_share(int method, int64_t seq, int64_t micro_batches, double *messages) {
     Config c = model_of(&methods[method], seq, RECOMPUTE_NONE, true);
     c.grad_acc = micro_batches;
@@ -169,7 +170,7 @@ static double exposed_share(int method, int64_t seq, int64_t micro_batches, doub
     return -comm_max(-cost.comm.exposed_seconds / cost.step_seconds, comm_world());
 }
 
-// The number of layers of which the rank stores anything (returned), and the share that it stores of those.
+// The number of layers of which the rank stores anything (returned), and the share of these that it stores.
 static double stored_layers(int method, double *part) {
     Config c = model_of(&methods[method], 4096, RECOMPUTE_NONE, true);
     Trainer *t = trainer_new(&c, mesh_new(layout_shape(&c)), five_d_layouts());
@@ -186,10 +187,10 @@ static double stored_layers(int method, double *part) {
     return layers;
 }
 
-// What must be, on any network. ZeRO-3 sends as much for a long micro-batch as for a short one. A pipeline
+// What must hold on any network. ZeRO-3 sends as much for a long micro-batch as for a short one. A pipeline
 // of p stages with m micro-batches waits p - 1 times for a stage's F and BW, which take T, and for its
-// messages, which take x T each; a rank of its middle sends and receives four a micro-batch. With p
-// micro-batches in flight, each then waits for 2 (p - 1) / p messages, and of the step is exposed
+// messages, which take x T each; a rank in the middle sends and receives four per micro-batch. With p
+// micro-batches in flight, each then waits for 2 (p - 1) / p messages, and the exposed share of the step is
 //
 //     (2 x m (p - 1) / p + (p - 1) (1 + 2 x)) / (the same + m):    falls with m
 //

@@ -85,7 +85,7 @@ static void layers_text(char text[static 64], const RankPlan *row, const Config 
     if (row->head) snprintf(text + used, 64 - (size_t)used, "%sH", used ? " " : "");
 }
 
-// Kinds of calls of which some rank sends bytes.
+// Kinds of calls with which some rank sends bytes.
 static int kinds_sent(const RankPlan *plan, int ranks, int *kind) {
     const CommCount *counts;
     int all = comm_counts(&counts), kinds = 0;

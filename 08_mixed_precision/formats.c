@@ -65,8 +65,8 @@ static double value_of(const Format *f, uint32_t code) {
     return sign * ldexp((1 << f->mantissa) + fraction, exponent - f->bias - f->mantissa);
 }
 
-// The codes of positive numbers count upwards from 0, so the largest number stands before the first code
-// that is none.
+// The codes of positive numbers count upwards from 0, so the largest number comes just before the first code
+// that is not a number.
 static uint32_t largest_code(const Format *f) {
     uint32_t code = ((1u << f->exponent) - 1) << f->mantissa;  // the first with the highest exponent
     while (code < 1u << (f->exponent + f->mantissa) && isfinite(value_of(f, code))) code++;
@@ -136,8 +136,8 @@ static void check_codes(const Format *f) {
                 f->name, (long)wrong, (long)first, value_of(f, (uint32_t)first));
 }
 
-// Rounding never goes down where x goes up, so it is known when it is known at each border: at the numbers
-// themselves, halfway between two, and next to halfway on both sides.
+// Rounding is monotonic, so it is enough to check it at each boundary: at the numbers themselves, halfway
+// between two, and next to halfway on both sides.
 static void check_rounding(const Format *f) {
     uint64_t wrong = 0;
     double first = 0;
@@ -236,7 +236,7 @@ static void show_value(double x) {
     }
 }
 
-// Many updates of a quarter of a step each, to a weight of 1: all of them vanish, or on average none does.
+// Many updates of a quarter of a step each, to a weight of 1: all of them vanish, or none does on average.
 static void show_updates(uint64_t seed) {
     enum { UPDATES = 256, RUNS = 1024 };
     say("\nA weight of 1, and %d updates of a quarter of epsilon each", UPDATES);

@@ -290,7 +290,7 @@ static void unplug_overflow(Model *m, void *context) {
 static void show_overflow(Mesh mesh, const Config *config) {
     static const Technique planted = {
         .name = "planted overflow", .plug = plug_overflow, .unplug = unplug_overflow};
-    // What a good step before the overflow has counted is forgotten, and so is what a doubling has used up.
+    // An overflow resets the count of good steps, and so does a doubling.
     enum { STEPS = 6, OVERFLOWS = 1, INTERVAL = 2 };
     static const double dynamic[STEPS] = {1, 0.5, 0.5, 1, 1, 2};  // the scale behind each step
     Config c = *config;

@@ -52,7 +52,7 @@ static int64_t tile_of(const Config *c, const Fp8Recipe *r) {
 
 // ---- the technique ----
 
-// With --dtype f64 nothing is stored in fewer bits: such a run proves which ranks share a scale.
+// With --dtype f64 nothing is stored in fewer bits: such a run proves that the right ranks share a scale.
 static void recipe(Recipe *recipe, const Config *c) {
     const Fp8Recipe *r = recipe_of(c);
     if (r && r->master != F64 && c->dtype != F64) {
@@ -67,8 +67,8 @@ static void recipe(Recipe *recipe, const Config *c) {
     recipe->send_drows = &fp8_gradient_codec;
 }
 
-// Scales that follow from tokens are those of one device if the same tokens share them. Where others do,
-// only a dtype that rounds as coarsely can be proven.
+// Scales computed from tokens equal those of one device if the same tokens share them. Otherwise, only a
+// dtype that rounds as coarsely can be proven.
 static void check_tokens(const Config *c, const Fp8Recipe *r) {
     if (c->no_check || c->dtype == BF16 || c->dtype == F16) return;
     CHECK(!c->experts || r->history || (c->ep == 1 && (!r->tile || c->cp * c->tp == 1)),
@@ -103,8 +103,8 @@ static void check(const Config *c) {
           "ranks of --ep cast other experts: --fp8 te-delayed would fit",
           r->name);
     check_tokens(c, r);
-    // A copy of a key/value head has the gradient of its own queries alone, and rounded parts do not add up
-    // to what one device rounds.
+    // A copy of a key/value head has the gradient of its own queries alone, and the sum of rounded parts is
+    // not what one device rounds.
     CHECK(c->tp <= c->kv_heads,
           "--fp8 with --tp %ld and --kv-heads %ld: ranks that copy a head would each round their part of "
           "its gradient; --tp %ld would fit",
@@ -115,7 +115,7 @@ static void check(const Config *c) {
     CHECK(r->moment == F64 || c->dtype == F64 || c->dtype == BF16,
           "--fp8 %s stores what the optimizer steps beside weights of bf16: --dtype bf16 would fit",
           r->name);
-    // A tile that reached into the next rank's columns would have an amax of its own on each.
+    // A tile that crossed into the next rank's columns would have a different amax on each rank.
     long keys = c->kv_heads * config_head_size(c) / c->tp, tile = tile_of(c, r), fits = tile;
     long inner = c->experts ? keys : c->ffn / c->tp;  // ranks of tp hold experts whole
     while (fits > 1 && (keys % fits || inner % fits)) fits--;
@@ -205,9 +205,9 @@ const Technique fp8_recipe = {.name = "fp8",
 // ---- what scales leave of small and of large numbers ----
 
 // dx = dy W, where three rows of dy have one number each: `most`, 16 times that, and a ten millionth of it,
-// which e5m2 has beside the others where the scale is that of gradients. A delayed scale knows `most` from
-// the step before, and what is larger is cut off to it; a scale of this tensor has room for the larger one.
-// The other rows are zero: tensor cores take 16.
+// which e5m2 can represent beside the others if the scale is that of gradients. A delayed scale knows `most`
+// from the step before, and saturates what is larger; a current scale has room for the larger number. The
+// other rows are zero: tensor cores take 16.
 static void scale_by_hand(int recipe) {
     enum { ROWS = 16 };
     Config c = fp8_small(recipe, "steps=1");

@@ -69,7 +69,7 @@ static void check(const void *context) {
     layout_check(&c, (int)(c.dp * c.pp * c.cp * c.tp), five_d_layouts());
 }
 
-// Of one shape all cells share the groups.
+// All cells of one shape share the groups.
 static Mesh mesh_of(const Config *config) {
     enum { SHAPES = 256 };
     static MeshShape shape[SHAPES];
@@ -111,7 +111,7 @@ typedef struct Table {
     int64_t proven, failed;
 } Table;
 
-// A cell whose rows do not fit takes none of them: a run that goes on begins with it.
+// A cell whose rows do not fit writes none of them: a continued run begins with it.
 static void table_row(const Table *t, const char *format, ...) PRINTF_LIKE(2, 3);
 static void table_row(const Table *t, const char *format, ...) {
     char row[1024];
@@ -133,8 +133,8 @@ static void table_result(const Table *t, const Cell *cell, const char *what, con
     table_row(t, "%lld %s %s%s\n", (long long)cell->number, what, matrix_text(cell), why);
 }
 
-// What earlier runs have found. A cell that ended two of them has failed; one that a run was broken off in
-// is begun once more.
+// The results of earlier runs. A cell that ended two of them has failed; one in which a run was interrupted
+// is begun again.
 static Table table_open(const char *path, int64_t cells) {
     Table t = {.path = path, .file = -1, .done = calloc((size_t)cells, sizeof *t.done)};
     CHECK(t.done, "out of host memory for %lld cells", (long long)cells);
@@ -196,7 +196,7 @@ static void count_refusal(Refused *refused, int *count, const char *sentence) {
     refused[i].cells++;
 }
 
-// Those of so many ranks that are not refused; the caller frees them.
+// The cells of this many ranks that are not refused; the caller frees them.
 static CellList accepted_cells(int ranks, int64_t *all, Refused *refused, int *refusals) {
     CellList accepted = {host_alloc((size_t)matrix_cells() * sizeof(Cell)), 0};
     *all = *refusals = 0;
@@ -223,7 +223,7 @@ static int64_t part_of(CellList cells, const char *part) {
     return count;
 }
 
-// As few as make all pairs meet that do not meet in those of `met_on` ranks.
+// As few as cover all pairs that the cells of `met_on` ranks do not cover.
 static int64_t pairwise(CellList cells, int met_on, uint64_t seed) {
     int64_t all;
     int refusals;

@@ -58,8 +58,8 @@ static const char *name_of(int row) {
     return row == 0 ? "bf16" : row == 1 ? "bf16, moved" : fp8_recipes[row - BASE].name;
 }
 
-// The held-out loss behind `steps` steps. start: weights to begin with; NULL: random ones. *end (may be
-// NULL): those of the end, for the caller to free.
+// The held-out loss after `steps` steps. start: weights to begin with; NULL: random ones. *end (may be
+// NULL): the final weights, for the caller to free.
 static double trained(const Config *config, int row, int64_t seed, const double *start, double **end) {
     Config c = config_default("dtype=bf16 steps=500");
     c.seed = seed;
@@ -96,7 +96,7 @@ double fp8_chance(const double *x, int rows, int columns) {
     return sqrt(squares / ((rows - 1) * (columns - 1)));
 }
 
-// The table of one phase, and whether it is what the literature says: stable recipes within 1% and two
+// The table of one phase, and whether it agrees with the literature: stable recipes within 1% plus two
 // standard errors of bf16.
 static double judge(const double *loss, int seeds, const char *from) {
     double x[ROWS * SEEDS], base = 0;
@@ -126,7 +126,7 @@ static double judge(const double *loss, int seeds, const char *from) {
     return error;
 }
 
-// Ranks meet behind each row: none waits for longer than for a run.
+// Ranks synchronize after each row, so none waits longer than one run takes.
 static void run_phase(double *loss, const Config *config, int seeds, Group ranks, double **start,
                       double **end, int phase) {
     for (int row = 0; row < ROWS; row++) {

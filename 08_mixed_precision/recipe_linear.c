@@ -26,7 +26,7 @@
 
 typedef enum Operand { OPERAND_X, OPERAND_W, OPERAND_DY, OPERANDS } Operand;
 
-// A weight's casts, from its first use behind a step to the next step.
+// A weight's casts, from its first use after an optimizer step to the next step.
 typedef struct Cast {
     Codes plain, turned;
     bool valid, in_step;  // in_step: and not for held-out losses, between steps
@@ -61,12 +61,12 @@ static int slot_of(const Model *m, const Param *p, Operand operand) {
 
 // ---- scales ----
 
-// Casts of weights stay for the step; all others are gone behind their multiply.
+// Casts of weights stay for the step; all others are freed after their multiply.
 static MemoryKind kind_of(const Fp8Linear *f, Operand operand) {
     return operand == OPERAND_W && f->keeps_casts ? MEMORY_PARAMETER : MEMORY_ACTIVATION;
 }
 
-// amax of a tensor that ranks have parts of: tp some columns, cp some rows.
+// amax of a tensor of which ranks have parts: columns over tp, rows over cp.
 static void largest_of_ranks(const Model *m, Tensor amax, Operand operand) {
     if (m->mesh.tp.size > 1) comm_wait(comm_all_reduce(amax, REDUCE_MAX, m->mesh.tp));
     if (m->mesh.cp.size > 1 && operand != OPERAND_W)
@@ -118,7 +118,7 @@ static void free_codes(Codes *c) {
     tensor_free(&c->scale);
 }
 
-// What this step has seen, for the scales of the steps to come.
+// Records this step's amax, for the scales of the steps to come.
 static void note_amax(Fp8Linear *f, const Model *m, const Param *p, Operand operand, Tensor x) {
     if (is_delayed(f))
         op_tile_amax(tensor_view(f->amax, slot_of(m, p, operand), SHAPE(1, 1)), x, false, (Tile){0, 0});
@@ -132,8 +132,8 @@ static void drop_cast(Cast *cast) {
     cast->valid = false;
 }
 
-// One scale of a whole tensor serves its transpose, too. A step casts what held-out losses have cast before
-// it once more, so that all steps send the same.
+// One scale of a whole tensor also serves its transpose. A step casts again what held-out losses have cast
+// before it, so that all steps send the same.
 static Cast *cast_of(Fp8Linear *f, Model *m, const Param *p) {
     Cast *cast = &f->cast[p - m->params.param];
     bool in_step = m->ready_left[p->unit] > 0;
@@ -157,8 +157,8 @@ static void after_use(Fp8Linear *f, Cast *cast) {
 
 // ---- the linear socket ----
 
-// On a GPU, forward may leave sums that need no promotion in the tensor cores, as Transformer Engine does;
-// those of gradients go to f32.
+// On a GPU, forward may keep sums that need no promotion in the tensor cores, as Transformer Engine does;
+// sums of gradients are promoted to f32.
 static CodesSum sum_of_forward(const Fp8Linear *f) {
     CodesSum sum = f->recipe->sum;
     if (!sum.promote) sum.promote = SUMMED_FAST;
@@ -219,7 +219,7 @@ static void backward_weight(void *context, Model *m, int count, Param *const *we
 
 // ---- between steps ----
 
-// Scales of the next step: the largest of the history. Without one, or where it is not finite: 1.
+// Scales of the next step, from the largest amax of the history; 1 if there is none or it is not finite.
 static void set_scales(Fp8Linear *f) {
     double *scale = host_alloc((size_t)f->slots * sizeof *scale);
     for (int slot = 0; slot < f->slots; slot++) {
@@ -235,8 +235,8 @@ static void set_scales(Fp8Linear *f) {
     }
 }
 
-// The step's largest of all ranks goes into the history: tensors' parts, replicas and stages alike. What
-// is not finite stays out: it would be the scale of many steps.
+// The step's largest amax of all ranks goes into the history, over tensors' parts, replicas and stages
+// alike. One that is not finite is left out: it would determine the scale of many steps.
 static void end_history_step(Fp8Linear *f, const Model *m) {
     double *newest = host_alloc((size_t)f->slots * sizeof *newest);
     comm_wait(comm_all_reduce(f->amax, REDUCE_MAX, m->mesh.world));

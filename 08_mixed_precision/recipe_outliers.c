@@ -68,10 +68,10 @@ static void unplug(Model *m, void *context) {
 static const Technique planted = {
     .name = "planted outlier", .wraps = 1u << SOCKET_STEP, .plug = plug, .unplug = unplug};
 
-// What an outlier costs depends on the text: so these runs have one of their own, in which two of three
-// symbols follow from those before them. On two others that were tried the outlier cost scales of a tensor
-// more than scales of a tile as well (0.2 to 0.1 % on noise, 1.3 to 0.7 %), but less of the loss. Returns
-// the file's name, for the caller to remove and free.
+// What an outlier costs depends on the text, so these runs have their own, in which two of three symbols
+// follow from those before them. On two other texts that were tried, the outlier also cost scales of a
+// tensor more than scales of a tile (0.2 % to 0.1 % on noise, 1.3 % to 0.7 % on the other), but less of the
+// loss. Returns the file's name, for the caller to remove and free.
 static char *plant_corpus(void) {
     char *path = format_text("/tmp/fp8_outliers.XXXXXX"), *text = host_alloc(CORPUS);
     int file = mkstemp(path);

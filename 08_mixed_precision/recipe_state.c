@@ -44,8 +44,8 @@ static void load(void *context, Tensor wide, Tensor stored, StatePart part) {
     if ((int)part.kind < KINDS && s->divisor[at] != 1) op_scale(wide, s->divisor[at]);
 }
 
-// The power of two that brings the largest element to above 2^14, and to 2^15 at most, also once it is
-// rounded: float16 ends at 2^16.
+// The power of two that brings the largest element above 2^14, and to at most 2^15, also after rounding:
+// float16 ends at 2^16.
 static double divisor_of(Tensor wide) {
     double most;
     int power;

@@ -127,7 +127,7 @@ static void show_outliers(void) {
 
 // ---- long sums ----
 
-// Of a product with k terms of one sign, as gradients of weights are: the error of its sum alone.
+// The error of the sum alone, in a product with k terms of one sign, as for gradients of weights.
 static double sum_error(int64_t k, CodesSum sum, double *bias) {
     enum { SIDE = 24 };
     Tensor x = random_matrix(SIDE, k, 21, 1, 0), w = random_matrix(SIDE, k, 22, 1, 0);
@@ -176,8 +176,8 @@ typedef struct Row {
     double master, sum, weight, gradient, m, v;
 } Row;
 
-// In a recipe with a state of its own the weights of the table are codes, and what is stepped stands beside
-// them: masters, or where these are bf16 the weights that the emulation casts from.
+// In a recipe with its own state, the table's weights are codes, and what the optimizer updates is separate:
+// masters or, if these are bf16, the weights from which the emulation casts.
 static bool steps_beside_codes(const Fp8Recipe *r) { return r && r->master != F64; }
 
 static Row row_of(const Recipe *is, const Fp8Recipe *r) {
@@ -193,8 +193,8 @@ static Row row_of(const Recipe *is, const Fp8Recipe *r) {
                  .v = (double)dtype_size(is->second)};
 }
 
-// All that a step holds beside activations: each element in its roles, the copy in bf16 where the table has
-// codes and masters, casts and scales.
+// All that a step holds besides activations: each element in its roles, the bf16 copy if the table has codes
+// and masters, casts and scales.
 static double bytes_of(const Trainer *t, Row row, const Fp8Recipe *r) {
     Recipe is = t->model->params.recipe;
     double each = row.master + row.sum + row.weight + row.gradient + row.m + row.v;

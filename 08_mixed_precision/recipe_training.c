@@ -24,7 +24,7 @@ Config fp8_small(int recipe, const char *more) {
     return c;
 }
 
-// Weights are cast once in each step of the optimizer, whatever runs forward again.
+// Weights are cast once per optimizer step, however often forward runs again.
 static void show_casts(void) {
     Config c = fp8_small(TE_DELAYED, "grad-acc=3 steps=2");
     c.recompute = RECOMPUTE_FULL;
@@ -40,7 +40,7 @@ static void show_casts(void) {
 
 enum { MOST = 8 };  // recipes and bf16
 
-// How far each recipe comes beside bf16. The ranks share the runs.
+// The losses that each recipe reaches, beside bf16's. The ranks share the runs.
 static void show_losses(Group ranks) {
     double last[MOST] = {0}, bf16;
     for (int i = ranks.rank; i <= fp8_recipe_count; i += ranks.size) {
@@ -63,7 +63,7 @@ static void show_losses(Group ranks) {
 
 // ---- in flight ----
 
-// ZeRO-3's weights in 16 and in 8 bits: what its all-gathers send, and how far training comes.
+// ZeRO-3's weights in 16 and in 8 bits: what its all-gathers send, and what loss training reaches.
 static void show_wire(Mesh mesh) {
     static const Technique *const zero[] = {&fp8_recipe, &zero3, NULL};
     double bytes[2], last[2];

@@ -54,7 +54,7 @@ static void show_steps(Mesh mesh, const Config *config) {
                 one.loss[step]);
         }
         bool quiet = report_quiet(true);
-        // Later steps carry on what a step rounds: of so many steps, the bound is 100 times that of one.
+        // Rounding accumulates over steps: for this many, the bound is 100 times that of one step.
         double bound = 100 * train_bound_with(&whole, five_d_one_device(), false, &one);
         report_compare(&run, &one, PROOF_REASSOCIATED, bound);
         report_quiet(quiet);
