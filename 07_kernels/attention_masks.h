@@ -118,7 +118,7 @@ static inline int64_t pairs_seen(const AttentionMask &mask, int64_t queries, int
     return pairs;
 }
 
-// Makes the keys NaN that lie in tiles which no query sees. How many there are.
+// Sets the keys in tiles that no query sees to NaN. Returns how many there are.
 template <class T>
 int64_t spoil_unseen(const Array<T> &x, const AttentionMask &mask, int64_t tile) {
     const AttentionPositions &q = *mask.queries, &k = *mask.keys;
@@ -140,7 +140,7 @@ int64_t spoil_unseen(const Array<T> &x, const AttentionMask &mask, int64_t tile)
     return unseen;
 }
 
-// So that what a kernel leaves out shows.
+// So that elements that a kernel does not write show.
 template <class T>
 void fill_with_nan(const Array<T> &x) {
     const std::vector<T> none((size_t)x.count, static_cast<T>(NAN));
@@ -227,7 +227,7 @@ Proof prove_masked_backward(int d, int64_t tile, Launch launch) {
     return proof;
 }
 
-// What such a proof says of the version `name`, whose row shows another one.
+// The line of such a proof for the version `name`, whose row in the table shows another one.
 static inline void masks_hold(const char *name, const Proof &masked) {
     report_that(masked.error <= masked.bound, "%s: with masks by tokens the error is %.1e, and may be %.1e",
                 name, masked.error, masked.bound);

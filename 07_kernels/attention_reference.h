@@ -7,7 +7,7 @@
 
 #include "flash_tiles.h"
 
-// The order in which the emulator runs blocks and threads from now on; 0: the natural one.
+// The order in which the emulator runs blocks and threads from now on; 0: the natural order.
 static inline void emulator_order(uint64_t seed) {
 #ifdef __CUDACC__
     (void)seed;
@@ -130,8 +130,8 @@ void spoil(const Array<T> &x) {
 }
 
 // Forward by launch(version, o, lse, scores, q, k, v, shape), in T, over lengths that fill no tile and, the
-// `longest`, no block. lse too, where there is one; it is f32 for every T, and so held apart. What a sample
-// is given reaches no other one: not even NaN, which a weight of 0 would not stop.
+// `longest`, no block. If there is an lse, it is checked separately, as it is f32 for every T. A sample's
+// numbers must reach no other sample, not even NaN, which a weight of 0 would not stop.
 template <class T = float, class Launch>
 Proof prove_forward(int d, bool causal, bool has_lse, Launch launch, int version,
                     int64_t longest = sizeof(T) == 2 ? 131 : 67) {

@@ -5,9 +5,9 @@
 
 #include "attention_masks.h"
 
-// run(shape) counts what formula(shape, pairs of tiles, of all heads) says: what is empty is neither copied
-// nor multiplied. Loads are left out, since those of tokens and of bounds are among them. A tile has `tile`
-// queries and as many keys.
+// The counts of run(shape) equal formula(shape, pairs of tiles, of all heads): empty tiles are neither
+// copied nor multiplied. Loads are not compared, since they include those of tokens and bounds. A tile has
+// `tile` queries and as many keys.
 template <class Run, class Formula>
 void prove_empty_tiles(const char *name, int64_t tile, int d, Run run, Formula formula) {
     const std::vector<Token> tokens = packed_tokens(4 * tile, tile, 25);
@@ -23,8 +23,8 @@ void prove_empty_tiles(const char *name, int64_t tile, int d, Run run, Formula f
                       {"special instructions", work.special_instructions, right.special_instructions}});
 }
 
-// What run(shape) makes, where every query sees every key and looks at no token, is what it makes without a
-// mask, bit for bit.
+// If every query sees every key, run(shape) gives what it gives without a mask, bit for bit, and looks at no
+// token.
 template <class Run>
 void prove_full_tiles(const char *name, int64_t tile, int d, Run run) {
     std::vector<Token> keys, queries;

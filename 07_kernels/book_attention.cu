@@ -29,8 +29,8 @@ namespace backward_16 {
 #include "flash_attention_2_tensor_backward.cu"
 }
 
-// Of shared memory, what a block needs at most: its dynamic arrays, and 2 kB for the static ones. A plan of
-// tiles, by tokens, grows with the sequence.
+// The most shared memory that a block needs: its dynamic arrays, and 2 kB for the static ones. With
+// TokenHeads there is a plan of tiles, which grows with the sequence.
 static int64_t plan_of(const AttentionChunk &at, int64_t tokens) {
     return at.shape == MASK_ANY ? plan_bytes(TokenHeads{}, divided_up(tokens, ATTENTION_TILE)) : 0;
 }
@@ -78,9 +78,9 @@ static void backward_of(const GradientsIn<T> &to, const OperandsIn<T> &in, const
     backward_16::launch_on<T, D>(stream(), to, in, delta, room, n);
 }
 
-// Block (row: sample, token, head), a thread for each element: o and lse of the keys before take in
-// what this chunk has given. Softmax over both is a mean, weighted by the sums of exponentials. A row that
-// has seen no key yet keeps o = 0 and lse = -inf.
+// Block (row: sample, token, head), a thread for each element: merges this chunk's o and lse into those of
+// the keys before. Softmax over both is a mean, weighted by the sums of exponentials. A row that has seen no
+// key yet keeps o = 0 and lse = -inf.
 template <class T>
 __global__ void merge_rows(float *o, float *lse, const T *more, const float *more_lse, Heads n) {
     const int64_t row = blockIdx.x, head = row % n.a, token = row / n.a % n.s, sample = row / n.a / n.s;
@@ -89,7 +89,7 @@ __global__ void merge_rows(float *o, float *lse, const T *more, const float *mor
     const float top = shift_of<TokenHeads>(fmaxf(before, added)), keep = expf(before - top);
     const float gain = expf(added - top), total = keep + gain;
     o[at] = total == 0 ? 0 : (keep * o[at] + gain * static_cast<float>(more[at])) / total;
-    __syncthreads();  // everybody has read lse
+    __syncthreads();  // all threads have read lse
     if (threadIdx.x == 0) lse[row] = top + logf(total);
 }
 

@@ -58,13 +58,13 @@ __global__ void __launch_bounds__(256) transpose(uint16_t *y, const uint16_t *x,
     for (int i = (int)threadIdx.y; i < 32; i += 8)
         if (row0 + i < rows && column0 + lane < columns)
             tile[i][lane] = x[(row0 + i) * columns + column0 + lane];
-    __syncthreads();  // the tile is whole
+    __syncthreads();  // the tile is complete
     for (int i = (int)threadIdx.y; i < 32; i += 8)
         if (column0 + i < columns && row0 + lane < rows)
             y[(column0 + i) * rows + row0 + lane] = tile[lane][i];
 }
 
-// x (rows, columns), or its transpose, which is so stored, in `room`; the operand (rows, columns) for sure.
+// The operand as (rows, columns): x itself or, if x is stored transposed, its transpose in `room`.
 template <class T>
 static const T *untransposed(T *room, const T *x, bool transposed, int64_t rows, int64_t columns) {
     if (!transposed || !rows || !columns) return x;
@@ -126,7 +126,7 @@ static bool in_type(DType dtype, Run run) {
 
 // ---- RMSNorm ----
 
-// Whether a block may have what backward needs of shared memory for a row, and for its sums.
+// Whether a block may have the shared memory that backward needs for a row and for its sums.
 static bool fits(int64_t h) {
     return may_share((int64_t)(fused_norm::backward_bytes(h) + sizeof(float) * fused_norm::WARPS));
 }
@@ -178,7 +178,7 @@ static bool swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
 
 // ---- cross-entropy ----
 
-// The first target that is neither in the vocabulary nor none: the host ends the run at its next wait, as
+// The first target that is neither in the vocabulary nor "none": the host ends the run at its next wait, as
 // with the back end's own kernel.
 __global__ void check_targets(IndexFault *fault, const int32_t *targets, int64_t n, int64_t v,
                               const char *sentence) {
@@ -206,7 +206,7 @@ static bool cross_entropy_forward(DType dtype, void *losses, void *lse, const vo
     });
 }
 
-// Where the library counts what f16 has lost (kernel_underflows), so does the book.
+// If the library counts what f16 loses (kernel_underflows), so does the book.
 static bool cross_entropy_backward(DType dtype, void *dlogits, const void *logits, const void *lse,
                                    const int32_t *targets, double scale, int64_t n, int64_t v) {
     if (n > 0 && dlogits != logits && dtype != F64)

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(SIDE *SIDE)
     c[x * n + y] = sum;
 }
 
-// The same but for this: a block in one dimension, of which neighbours are neighbours in y.
+// The same with one difference: the block has one dimension, and neighbouring threads are neighbours in y.
 __global__ void __launch_bounds__(SIDE *SIDE)
     matmul_by_y(float *c, const float *a, const float *b, int64_t n) {
     int64_t x = (int64_t)blockIdx.x * SIDE + threadIdx.x / SIDE;
@@ -110,7 +110,7 @@ static Work formula(int version, double n) {
     return w;
 }
 
-// Of copies, words that differ; of products, their error.
+// For copies, the words that differ; for products, the error.
 static void check_copy(Proof *proof, int version, int64_t n) {
     float *x = kernels_numbers(n * STRIDE, 1e30, 1);
     Array<float> d_x(x, n * STRIDE), d_y(n);

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(BLOCK) branch_by_lane(float *y, const float *x
     y[i] = z;
 }
 
-// Threads of the first half of the grid take the even elements, those of the second half the odd ones.
+// Threads of the first half of the grid take the even elements, threads of the second half the odd ones.
 __global__ void __launch_bounds__(BLOCK) branch_by_warp(float *y, const float *x, int64_t n) {
     int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, half = (int64_t)gridDim.x * blockDim.x / 2;
     int64_t i = t < half ? 2 * t : 2 * (t - half) + 1;

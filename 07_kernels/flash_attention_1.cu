@@ -33,8 +33,8 @@
 
 // ---- FlashAttention ----
 
-// What a row so far and this tile's part of it count for in the new one: o = keep o + gain (e^(S - m) V).
-// p: scores (in), and their exponentials (out).
+// The weights of the row so far and of this tile's part in the new row: o = keep o + gain (e^(S - m) V). p:
+// scores (in), and their exponentials (out).
 struct RowUpdate {
     float keep, gain, lse;
 };
@@ -52,7 +52,7 @@ __device__ static inline RowUpdate update_row(float (&p)[EACH], float lse) {
     return {keep * inverse, gain * inverse, top + logf(total)};
 }
 
-// Rows (=) of queries that see no tile of keys, which the loop over keys does not come to.
+// Sets the rows of queries that see no tile of keys, which the loop over keys does not reach.
 template <int D, class Shape>
 __device__ static inline void store_empty_rows(float *o, float *lse, const Shape &shape, int64_t sample,
                                                int64_t stride) {
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int i = 0; i < EACH; i++)
                 row[i].lse = !first && row0 + i * SIDE < end ? lse[row0 + i * SIDE] : -INFINITY;
-            __syncthreads();  // the tiles are whole
+            __syncthreads();  // the tiles are complete
             float p[EACH][EACH], sum[EACH][D / SIDE] = {};
             scores_of<D>(p, tile_q, tile_k, shape, sample, query0, key0);
 #pragma unroll
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(THREADS)
                 }
                 if (thread_x() == 0) lse[at] = row[i].lse;
             }
-            __syncthreads();  // everybody has read the tiles
+            __syncthreads();  // all threads have read the tiles
         }
     }
 }
@@ -142,9 +142,9 @@ __global__ void __launch_bounds__(THREADS)
         }
 }
 
-// A warp for a row: softmax (=) in place. Between reading and writing the row is in shared memory, where
-// each lane has its own words. They decide how many warps fit, which the table does not show: 13 on a
-// multiprocessor of an H100 at 4096 tokens, and one at 32768.
+// A warp for each row: softmax (=) in place. Between reading and writing, the row is in shared memory, where
+// each lane has its own words. The row's size limits the warps that fit, which the table does not show: 13
+// on a multiprocessor of an H100 at 4096 tokens, and one at 32768.
 __global__ void __launch_bounds__(32) softmax(float *scores, int64_t s) {
     DYNAMIC_SHARED(float, row);
     scores += blockIdx.x * s;

@@ -45,8 +45,8 @@ __device__ static inline void row_products(float (&delta)[EACH], const float *ti
     }
 }
 
-// dq (= from the first tile of keys, += from the others) dS K, some columns after others: what a thread has
-// of dK and dV leaves few registers.
+// dq (= from the first tile of keys, += from the others) dS K, a few columns at a time: a thread's part of
+// dK and dV leaves few registers.
 template <int D>
 __device__ static inline void add_dq(float *dq, const float *tile_ds, const float *tile_k, bool first,
                                      int64_t row0, int64_t end, int64_t stride) {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad,
                  query0 = next_queries<TILE, TILE>(shape, sample, query0, key0)) {
                 load_rows<D>(tile_q, in.q + base, query0, end, stride);
                 load_rows<D>(tile_do, in.grad_o + base, query0, end, stride);
-                __syncthreads();  // the tiles are whole
+                __syncthreads();  // the tiles are complete
                 float p[EACH][EACH], ds[EACH][EACH] = {}, delta[EACH];
                 row_products<D>(delta, tile_do, in.o + base, query0, end, stride);
                 scores_of<D>(p, tile_q, tile_k, shape, sample, query0, key0);
@@ -108,12 +108,12 @@ __global__ void __launch_bounds__(THREADS, 1) attention_backward(Gradients grad,
                 }
                 store_scores(tile_p, p);
                 store_scores(tile_ds, ds);
-                __syncthreads();  // the columns of P and dS are whole
+                __syncthreads();  // the columns of P and dS are complete
                 scores_by_rows<D, true>(dv, tile_p, tile_do);
                 scores_by_rows<D, true>(dk, tile_ds, tile_q);
                 add_dq<D>(grad.dq + base, tile_ds, tile_k,
                           first_keys<TILE, TILE>(shape, sample, query0) == key0, query0, end, stride);
-                __syncthreads();  // everybody has read the tiles
+                __syncthreads();  // all threads have read the tiles
             }
         }
         store_rows<D>(grad.dk + key_head, dk, key0, keys, key_stride);

@@ -35,7 +35,7 @@ struct RunningRow {
     float most, sum;
 };
 
-// p: scores (in), and their exponentials (out). What the sums so far count for in the new ones (return).
+// p: scores (in), and their exponentials (out). Returns the weight of the sums so far in the new ones.
 template <class Shape>
 __device__ static inline float update_row(float (&p)[EACH], RunningRow *row) {
     float most = row->most;
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(BLOCK)
          key0 = next_keys<QUERIES, TILE>(shape, sample, first_query, key0)) {
         load_rows<D, BLOCK>(tile_k, k + key_head, key0, keys, key_stride);
         load_rows<D, BLOCK>(tile_v, v + key_head, key0, keys, key_stride);
-        __syncthreads();  // the tiles are whole
+        __syncthreads();  // the tiles are complete
         if (tile_state<TILE, TILE>(shape, sample, query0, key0) != TILE_EMPTY) {
             float p[EACH][EACH];
             scores_of<D>(p, tile_q + own * TILE * PITCH<D>, tile_k, shape, sample, query0, key0);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(BLOCK)
             __syncwarp();  // a row's eight lanes are of one warp
             scores_by_rows<D>(sum, tile_p, tile_v);
         }
-        __syncthreads();  // everybody has read the tiles
+        __syncthreads();  // all threads have read the tiles
     }
 #pragma unroll
     for (int i = 0; i < EACH; i++) {

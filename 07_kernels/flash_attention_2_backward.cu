@@ -70,7 +70,7 @@ __device__ static inline void to_gradients(float (&p)[EACH][EACH], float (&ds)[E
     }
 }
 
-// dq (= by the first block, += by others) scale dS K over so many tiles of keys, by all threads of the
+// dq (= by the first block, += by others) scale dS K over this many tiles of keys, by all threads of the
 // block: each pair of warps has half of the columns.
 template <int D>
 __device__ static inline void add_dq(float *dq, const float *tile_ds, const float *tile_k, int tiles,
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
             const bool seen = tile_state<TILE, TILE>(shape, sample, query0, key0) != TILE_EMPTY;
             load_rows<D, BLOCK>(tile_q, in.q + base, query0, end, stride);
             load_rows<D, BLOCK>(tile_do, in.grad_o + base, query0, end, stride);
-            __syncthreads();  // the tiles are whole
+            __syncthreads();  // the tiles are complete
             if (seen) {
                 float p[EACH][EACH], ds[EACH][EACH] = {};
                 scores_of<D>(p, tile_q, tile_k, shape, sample, query0, key0);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
                 store_scores(tile_p, p);
                 store_scores(tile_ds, ds);
             }
-            __syncthreads();  // the columns of P and dS are whole
+            __syncthreads();  // the columns of P and dS are complete
             if (seen) {
                 scores_by_rows<D, true>(dv, tile_p, tile_do);
                 scores_by_rows<D, true>(dk, tile_ds, tile_q);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
             const bool both = tile_state<TILE, TILE>(shape, sample, query0, first_key + TILE) != TILE_EMPTY;
             add_dq<D>(grad.dq + base, tiles_ds, tiles_k, both ? TILES : 1, shape.scale, before == 0, query0,
                       end, stride);
-            __syncthreads();  // everybody has read the tiles, and added
+            __syncthreads();  // all threads have read the tiles, and added
             if (threadIdx.x == 0) leave_turn(&turns[query0 / TILE], gridDim.x - block);
         }
     }

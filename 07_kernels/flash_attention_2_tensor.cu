@@ -61,7 +61,7 @@ __device__ static inline void scores_of(float (&s)[ROWS][FRAGMENTS][4], const T 
     }
 }
 
-// The tiles of keys that a block of queries sees, and what its warps see of them: by order, ...
+// The tiles of keys that a block of queries sees, and which of their keys its warps see: by order, ...
 template <class Shape>
 struct KeysSeen {
     const Heads &shape;
@@ -101,7 +101,7 @@ struct KeysSeen<TokenHeads> {
 
     __device__ KeysSeen(const TokenHeads &shape, void *room, int first_query)
         : plan(shape, room, first_query), end((int)shape.keys.s) {
-        __syncthreads();  // the plan is whole
+        __syncthreads();  // the plan is complete
     }
     __device__ int first() const { return plan.next(0) * KEYS; }
     __device__ int after(int key0) const { return plan.next(key0 / KEYS + 1) * KEYS; }
@@ -117,7 +117,7 @@ struct KeysSeen<TokenHeads> {
 };
 
 // s: scores (in), and their exponentials (out), of one of the two rows that a lane has in its fragments.
-// What the sums so far count for in the new ones (return).
+// Returns the weight of the sums so far in the new ones.
 template <class Shape>
 __device__ static inline float update_row(float (&s)[FRAGMENTS][4], int half, float c, RunningRow *row) {
     float most = row->most;
@@ -134,7 +134,7 @@ __device__ static inline float update_row(float (&s)[FRAGMENTS][4], int half, fl
     return keep;
 }
 
-// p (=) exponentials of the scores s, in 16 bits; what is summed takes the scale of the new maximum.
+// p (=) exponentials of the scores s, in 16 bits; the sums are rescaled to the new maximum.
 template <class Shape, int D, class T>
 __device__ static inline void soften(uint32_t (&p)[ROWS][KEYS / 16][4], float (&sum)[ROWS][D / 8][4],
                                      RunningRow (&row)[ROWS][2], float (&s)[ROWS][FRAGMENTS][4], float c) {
@@ -166,8 +166,8 @@ __device__ static inline void weigh(float (&sum)[ROWS][D / 8][4], const uint32_t
         }
 }
 
-// The warp's rows of o and lse (=), by way of its part of the tile of queries, from which it then stores
-// whole chunks.
+// The warp's rows of o and lse (=), through its part of the tile of queries, from which it then stores whole
+// chunks.
 template <class Shape, int D, class T>
 __device__ static inline void finish(T *o, float *lse, T *tile, const float (&sum)[ROWS][D / 8][4],
                                      const RunningRow (&row)[ROWS][2], float scale, int query0, int end,
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(BLOCK)
         const bool any = seen.any(key0);  // else nothing is for this warp
         uint32_t p[ROWS][KEYS / 16][4] = {};
         cp_async_wait<0>();
-        __syncthreads();  // the keys are there, and everybody has read the values before
+        __syncthreads();  // the keys are there, and all threads have read the values before
         copy_rows<KEYS, D, BLOCK>(tile_v, v, key0, keys, key_stride);
         cp_async_commit();
         if (any) {
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(BLOCK)
             soften<Shape, D, T>(p, sum, row, s, c);
         }
         cp_async_wait<0>();
-        __syncthreads();  // the values are there, and everybody has read the keys
+        __syncthreads();  // the values are there, and all threads have read the keys
         key0 = seen.after(key0);
         if (key0 < seen.end) copy_rows<KEYS, D, BLOCK>(tile_k, k, key0, keys, key_stride);
         cp_async_commit();

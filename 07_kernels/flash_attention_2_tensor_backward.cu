@@ -86,12 +86,12 @@ __device__ static inline void keys_by_columns(float (&sum)[D / 8][4], const uint
         }
 }
 
-// Keys of a block, from `from` up to `to`, multiples of 16, that warps have computed dS of.
+// Keys of a block, from `from` up to `to`, multiples of 16, for which warps have computed dS.
 struct KeyRange {
     int from, to;
 };
 
-// The tiles of queries that see a block's keys, and what they see of them: by order, ...
+// The tiles of queries that see a block's keys, and which of the keys they see: by order, ...
 template <class Shape>
 struct QueriesSeen {
     const Heads &shape;
@@ -141,7 +141,7 @@ struct QueriesSeen<TokenHeads> {
                 before += tile_state<QUERIES, KEYS>(shape, blockIdx.z, tile * QUERIES, later) != TILE_EMPTY;
             plan.tiles[tile] |= before << 4;
         }
-        __syncthreads();  // the plan is whole
+        __syncthreads();  // the plan is complete
     }
     __device__ int first() const { return plan.next(0); }
     __device__ int after(int tile) const { return plan.next(tile + 1); }
@@ -209,7 +209,7 @@ __device__ static inline void add_dq(float *dq, const T *tile_ds, const T *tile_
     }
 }
 
-// Begins to copy a tile of queries and their dO, and takes what belongs to their rows.
+// Begins to copy a tile of queries and their dO, and loads the words of their rows.
 template <class Shape, int D, class T>
 __device__ static inline void copy_queries(T *tile, float *rows, const T *q, const T *grad_o,
                                            const float *lse, const float *delta, int query0, int end,
@@ -283,11 +283,11 @@ __global__ void __launch_bounds__(BLOCK, 1)
         const unsigned before = seen.before(tile);
         unsigned *turn = order.turns + (blockIdx.z * shape.a + head) * query_tiles + tile;
         if (threadIdx.x == 0) wait_for_turn(turn, before);
-        __syncthreads();  // dS is whole, and it is this block's turn
+        __syncthreads();  // dS is complete, and it is this block's turn
         add_dq<D>(dq + first * stride + (int64_t)head * D, tile_ds, tile_k, seen.keys(tile), before == 0,
                   tile * QUERIES, end, stride);
         cp_async_wait<0>();
-        __syncthreads();  // everybody has added, and read the tiles; the next ones are there
+        __syncthreads();  // all threads have added, and read the tiles; the next ones are there
         if (threadIdx.x == 0) pass_on(turn);
         head = next_head, tile = next;
     }

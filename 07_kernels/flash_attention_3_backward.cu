@@ -130,7 +130,7 @@ __device__ static inline void to_weights(float (&s)[QUERIES<D> / 2], const char 
     }
 }
 
-// What a lane has of scores is what it needs of left operands: p (=) P', ds (=) dS' without its scale.
+// A lane's part of the scores is also its part of left operands: p (=) P', ds (=) dS' without its scale.
 template <class T, int D>
 __device__ static inline void to_gradients(uint32_t (&p)[QUERIES<D> / 16][4],
                                            uint32_t (&ds)[QUERIES<D> / 16][4],
@@ -178,7 +178,7 @@ __device__ static inline void finish_dq(T *dq, const float *sums, float (&share)
 template <class T, int D, class Shape>
 __device__ static inline void consume(float (&dk)[D / 2], float (&dv)[D / 2], const Shared &m, T *dq,
                                       float *sums, const Shape &shape) {
-    // Operands of wgmma lie in registers of a warp, and so must be seen to be the same for all lanes.
+    // wgmma's descriptors are in uniform registers: the compiler must see the same value in all lanes.
     const int group = __shfl_sync(~0u, own_group(), 0), own = group * OWN * TILE_ROW;
     const int part = group % (QUERIES<D> / 64);  // of the queries; where there is one, of the columns of K
     const int key0 = m.block * KEYS + own_warp() * 16;
@@ -202,7 +202,7 @@ __device__ static inline void consume(float (&dk)[D / 2], float (&dv)[D / 2], co
         fence_proxy_async();
         issue_columns<T, D>(dv, p, tile_do);
         issue_columns<T, D>(dk, ds, tile_q);
-        named_barrier(1, GROUPS * WARPGROUP);  // dS is whole, and the one before it has been read
+        named_barrier(1, GROUPS * WARPGROUP);  // dS is complete, and the one before it has been read
         issue_dq<T>(share, tile_ds + part * BOX, m.k + (group - part) * BOX);
         wgmma_wait<1>();  // dV and dK have read the stage
         if (own_lane() == 0) mbarrier_arrive(&m.empty[i % STAGES]);

@@ -45,7 +45,7 @@ struct Values {
 };
 
 // Keys 16 g to 16 g + 15 of a tile, as 16 neighbours of each row of `to`. Half of the lanes store their odd
-// column first: so a warp's words lie in different banks.
+// column first, so that a warp's words are in different banks.
 template <int D>
 __device__ static inline void transpose_keys(char *to, const char *tile, int g) {
     const int lane = own_lane(), q = lane % 4, r = lane / 4;

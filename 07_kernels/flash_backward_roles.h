@@ -94,7 +94,7 @@ __device__ static inline void copy_keys(const Shared &m, const Maps &maps, int c
     }
 }
 
-// Rows behind the sample's last query are zeros, whatever the next sample has, and have no weight.
+// Rows after the sample's last query are zeros, whatever the next sample has, and have no weight.
 template <int D, class Shape>
 __device__ static inline void produce(const Shared &m, const Maps &maps, const Shape &shape) {
     constexpr int LINES = QUERIES<D> * 8 / TILE_ROW;  // of lse and delta, as rows of a box

@@ -13,8 +13,8 @@
 typedef __nv_fp8_e4m3 Code;
 enum { ENCODER = 256, LANE_PART = TILE_ROW / 32 };  // threads; numbers of a lane
 constexpr float LARGEST = 448;                      // of e4m3
-// A tile's largest number counts as this at least: 1 / scale and the ratio of two scales stay finite, and
-// so do sums in units of a scale. Smaller ones lose bits, and become 0 below 2^-74.
+// A tile's largest number is taken to be at least this, so that 1 / scale, the ratio of two scales, and sums
+// in units of a scale stay finite. Smaller numbers lose bits, and become 0 below 2^-74.
 constexpr float LEAST = LARGEST * 0x1p-64f;
 template <int D>
 constexpr int TILE_OF_CODES = D *TILE_ROW;  // bytes

@@ -102,8 +102,8 @@ __device__ inline float2 unpacked<__half>(uint32_t both) {
                        __half2float(__ushort_as_half((unsigned short)(both >> 16))));
 }
 
-// Two fragments side by side that a product has left, 16 x 8 each, as the A of the next: what lane l has
-// of a product is what it needs of the left operand.
+// Two fragments side by side of a product's result, 16 x 8 each, as the A of the next product: lane l
+// already has its elements of the left operand.
 template <class T>
 __device__ static inline void to_left(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
     a[0] = packed<T>(left[0], left[1]), a[1] = packed<T>(left[2], left[3]);
@@ -141,9 +141,9 @@ __device__ static inline void store_tile(T *head, const T *tile, int first, int 
 
 enum { OWN_TOKENS = 128, OWN_HALF = ATTENTION_TILE };
 
-// What a block's 128 queries, or keys, have to do with each tile of 64 on the other side of their sample.
-// Bounds are asked once, ahead of the loop, and answers kept in shared memory: products leave no registers
-// for more. A word of 4 bytes is little beside a tile of scores of 64 x 128.
+// Which entries a block's 128 queries, or keys, share with each tile of 64 on the other side of their
+// sample. Bounds are evaluated once, before the loop, and the results kept in shared memory: products leave
+// no registers for more. A word of 4 bytes is little beside a tile of scores of 64 x 128.
 template <bool OWN_ARE_QUERIES>
 struct TokenPlan {
     const TokenHeads &shape;
@@ -175,8 +175,8 @@ struct TokenPlan {
         while (tile < count() && !(tiles[tile] & 15)) tile++;
         return tile;
     }
-    // Entries of a product of own tokens, 16 from `row0` on, and of 8 N of the others, from column0 on,
-    // that do not see one another are -inf.
+    // In a product of 16 own tokens, from `row0` on, and 8 N of the others, from column0 on, entries whose
+    // tokens do not see one another are set to -inf.
     template <int N>
     __device__ void mask(float (&s)[N][4], int row0, int column0) const {
         const Token row[2] = {own[row0 + own_lane() / 4], own[row0 + own_lane() / 4 + 8]};

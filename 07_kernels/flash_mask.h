@@ -45,7 +45,7 @@ struct TokenHeads : Heads {
 
 __host__ __device__ static inline int64_t keys_of(const Heads &shape) { return shape.s; }
 
-// What sees asks about a query or a key of a sample: its place.
+// What sees() needs to know about a query or a key of a sample: its place.
 __device__ static inline int64_t query_at(const Heads &, int64_t, int64_t query) { return query; }
 __device__ static inline int64_t key_at(const Heads &, int64_t, int64_t key) { return key; }
 __device__ static inline bool sees(const Heads &shape, int64_t query, int64_t key) {
@@ -82,9 +82,9 @@ __device__ static inline int64_t next_queries(const Heads &, int64_t, int64_t qu
     return query0 + QUERIES;
 }
 
-// Blocks of KEYS keys each add to the same tile of queries, the last keys first. The turn that block waits
-// for (wait_for_turn, flash_tiles.h): the one that the block before it leaves, blocks - its number; 0, the
-// turn that nobody leaves, for the first.
+// Blocks of KEYS keys each add to the same tile of queries, the last keys first. Returns the turn that
+// `block` waits for (wait_for_turn, flash_tiles.h): the value that the block before it sets, blocks - its
+// number; for the first block 0, the initial value.
 template <int QUERIES, int KEYS>
 __device__ static inline unsigned turn_before(const Heads &shape, int64_t, int64_t query0, unsigned block,
                                               unsigned blocks) {
@@ -100,8 +100,8 @@ __host__ __device__ static inline int64_t keys_of(const TokenHeads &shape) { ret
 struct Token {
     int32_t position, document;
 };
-// Documents count from 0: a token beyond the end is of none, and of another none than those on the other
-// side.
+// Documents count from 0. A token beyond the end has a negative one, which differs between queries and keys,
+// so that it sees none.
 __device__ static inline Token token_at(const ChunkTokens &side, int64_t sample, int64_t i, int32_t none) {
     if (i >= side.s) return {0, none};
     return {side.positions[sample * side.s + i], side.documents[sample * side.s + i]};
@@ -116,7 +116,7 @@ __device__ static inline bool sees(const TokenHeads &, Token query, Token key) {
     return key.position <= query.position && key.document == query.document;
 }
 
-// In one pack: an array of bounds begins where any array in device memory may.
+// In one pack: arrays in device memory are aligned.
 __device__ static inline TileBounds load_bounds(const TileBounds *at) {
     const int4 x = *reinterpret_cast<const int4 *>(at);
     return {x.x, x.y, x.z, x.w};
@@ -131,8 +131,8 @@ __device__ static inline TileState state_of(const TileBounds &q, const TileBound
     return one_document && q.first_position >= k.last_position ? TILE_FULL : TILE_PARTIAL;
 }
 
-// Rows beyond the last key are in no full tile. Of 128 tokens both tiles are asked: they may be far apart,
-// as the two chunks of zig-zag are, and what lies between them is seen by neither.
+// Tiles with rows beyond the last key are never full. For 128 tokens both tiles of 64 are tested: they may
+// be far apart, as the two chunks of zig-zag are, and see nothing that lies between them.
 template <int QUERIES, int KEYS, class Int>
 __device__ static inline TileState tile_state(const TokenHeads &shape, int64_t sample, Int query0,
                                               Int key0) {
@@ -152,7 +152,8 @@ __device__ static inline TileState tile_state(const TokenHeads &shape, int64_t s
     return empty ? TILE_EMPTY : full ? TILE_FULL : TILE_PARTIAL;
 }
 
-// The first of the places from, from + STEP ... below `end` of which `filled` is true; else one not below.
+// The first of from, from + STEP ... below `end` for which `filled` is true; if there is none, one not
+// below.
 template <int STEP, class Filled>
 __device__ static inline int64_t first_filled(int64_t from, int64_t end, Filled filled) {
     const int lane = (int)(threadIdx.x % 32);
@@ -202,7 +203,7 @@ __device__ static inline int64_t next_queries(const TokenHeads &shape, int64_t s
     return queries_from<QUERIES, KEYS>(shape, sample, query0 + QUERIES, key0);
 }
 
-// The block before it is the next one that these queries see. By a whole warp.
+// The block before it is the nearest later one that these queries see. By a whole warp.
 template <int QUERIES, int KEYS>
 __device__ static inline unsigned turn_before(const TokenHeads &shape, int64_t sample, int64_t query0,
                                               unsigned block, unsigned blocks) {
@@ -212,7 +213,7 @@ __device__ static inline unsigned turn_before(const TokenHeads &shape, int64_t s
 
 // ---- of rows ----
 
-// What is subtracted from a row's scores: their maximum so far, or anything finite where there is none yet.
+// What is subtracted from a row's scores: their maximum so far, or anything finite if there is none yet.
 template <class Shape>
 __device__ static inline float shift_of(float most) {
     return Shape::EMPTY_ROWS && most == -INFINITY ? 0 : most;
@@ -222,7 +223,7 @@ template <class Shape>
 __device__ static inline float inverse_of(float sum) {
     return 1 / (Shape::EMPTY_ROWS && sum == 0 ? INFINITY : sum);
 }
-// What backward subtracts from a row's scores: lse, or where there is none what leaves no weight.
+// What backward subtracts from a row's scores: lse or, if there is none, a value that gives no weight.
 template <class Shape>
 __device__ static inline float log_sum_of(float lse) {
     return Shape::EMPTY_ROWS && lse == -INFINITY ? INFINITY : lse;

@@ -25,8 +25,8 @@ struct GradientsIn {
 };
 typedef OperandsIn<float> Operands;
 typedef GradientsIn<float> Gradients;
-// Words of scratch that any version of backward can do with: in 16 bits dq adds up in f32, by tiles of up
-// to 128 rows.
+// Words of scratch that suffice for every version of backward: in 16 bits dq is summed in f32, in tiles of
+// up to 128 rows.
 static inline int64_t backward_room(const Heads &n, int d) {
     return n.b * n.a * ((n.s + 127) / 128 * 128) * (d + 3);
 }
@@ -165,11 +165,10 @@ struct Order {
     unsigned *turns;    // (b, a, tiles of queries): how many blocks have added
 };
 
-// By one thread, between barriers of its block: what earlier blocks have written can be read after wait,
-// and what this one has written is there for the next after pass_on. In PTX's memory model a fence behind a
+// By one thread, between barriers of its block: what earlier blocks have written can be read after wait, and
+// what this one has written is visible to the next after pass_on. In PTX's memory model a fence after a
 // relaxed atomic that reads is an acquire pattern, and one before an atomic that writes a release pattern;
-// the block's barriers make them those of all its threads. A volatile load without a fence would order
-// nothing.
+// the block's barriers extend them to all its threads. A volatile load without a fence would order nothing.
 __device__ static inline void wait_for_turn(unsigned *turn, unsigned mine) {
     while (atomicAdd(turn, 0u) < mine) {
     }

@@ -80,8 +80,8 @@ struct FlashPicture {
     }
 };
 
-// The timelines of versions 0 and 1, of which the second is to hide more: in the order of issue, and where
-// each meets the order of tensor cores that is worse for it. svg: the file of the picture, or NULL.
+// The timelines of versions 0 and 1, of which the second must hide more: in the order of issue, and with the
+// order of tensor cores that is worse for each. svg: the file of the picture, or NULL.
 template <class T, int D, class Launch>
 void flash_timelines(const char *serial, const char *overlapped, int64_t keys_of_tile, Launch launch,
                      const char *svg) {

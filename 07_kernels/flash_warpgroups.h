@@ -32,7 +32,7 @@ __device__ static inline TokenWalk keys_seen(const TokenHeads &shape, int sample
 
 // ---- the producer ----
 
-// Rows of one sample and head, in so many lines of a tile; those behind its last are zeros, whatever the
+// Rows of one sample and head, in this many lines of a tile; those after the last are zeros, whatever the
 // next sample has.
 template <int BOXES, int LINES = ROWS>
 __device__ static inline void copy_tile(char *tile, const TensorMap *map, int sample, int row, int column,
@@ -65,7 +65,7 @@ __device__ static inline void release(const Shared &m, int t) {
     if (own_lane() == 0) mbarrier_arrive(&m.empty[t % STAGES]);
 }
 
-// Turn i of a warpgroup: the first one's comes behind the other's before.
+// Turn i of a warpgroup; the first warpgroup's comes after the other's turn i - 1.
 __device__ static inline void take_turn(const Shared &m, int i) {
     mbarrier_wait(&m.turn[own_group()], own_group() == 0 ? 1 - i % 2 : i % 2);
 }

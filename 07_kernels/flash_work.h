@@ -8,7 +8,7 @@
 
 enum { WORK_KEYS = 128 };
 
-// Of the kernel before, rows of delta.
+// Rows of delta, by the kernel that runs before.
 static inline void add_row_products(Work *w, double rows, double d) {
     w->load_requests += rows * d / 32;
     w->load_sectors += rows * d / 8;
@@ -19,7 +19,7 @@ static inline void add_row_products(Work *w, double rows, double d) {
     w->flop_instructions += rows / 4 * (d / 8 + 3);
 }
 
-// Of the kernel behind, numbers of dq.
+// Numbers of dq, by the kernel that runs after.
 static inline void add_narrow(Work *w, double numbers) {
     const double pairs = numbers / 2;
     w->load_requests += pairs / 32;

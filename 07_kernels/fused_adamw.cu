@@ -32,7 +32,7 @@
 
 enum { BLOCK = 256 };
 
-// What the elements of one step have in common.
+// What all elements share in one step.
 struct Step {
     float beta1, beta2, fresh1, fresh2, rate, widen, eps, keep;
 };

@@ -72,8 +72,8 @@ __device__ static inline Running join(Running a, Running b) {
     return {most, fmaf(a.sum, expf(a.most - base), b.sum * expf(b.most - base))};
 }
 
-// Block (row). Rows without a target, -1, have neither loss nor gradient; one beyond the logits, which would
-// be read from elsewhere, counts as none.
+// Block (row). Rows without a target, -1, have neither loss nor gradient; a target beyond the logits, which
+// would be an access outside the row, counts as none.
 template <class T, int N>
 __global__ void __launch_bounds__(BLOCK)
     cross_entropy(float *loss, float *lse, const T *logits, const int *targets, int64_t v) {
@@ -113,8 +113,8 @@ __device__ static inline void add_to(unsigned long long *total, unsigned x) {
     if (threadIdx.x % 32 == 0) atomicAdd(total, (unsigned long long)x);
 }
 
-// What a run in f16 wants to know, where it does: of the elements that were not zero before they were
-// rounded, and of those that were zero behind.
+// What a run in f16 may ask for: how many elements were not zero before rounding, and how many of these were
+// zero after it.
 struct Underflows {
     unsigned long long *rounded, *lost;
 };

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(BLOCK) times(float *y, const float *x, float f
 __global__ void __launch_bounds__(BLOCK) is_negative(uint8_t *c, const float *x, int64_t n) {
     if (element() < n) c[element()] = x[element()] < 0;
 }
-// Both operands are read, whichever is taken.
+// Both operands are read, whichever is selected.
 __global__ void __launch_bounds__(BLOCK)
     choose(float *y, const uint8_t *c, const float *a, const float *b, int64_t n) {
     if (element() >= n) return;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(BLOCK) elu(float *y, const float *x, int64_t n
 enum { SEPARATE, FUSED, VERSIONS };
 static const KernelVersion versions[VERSIONS] = {{"five kernels", BLOCK, 14, 0}, {"fused", BLOCK, 11, 0}};
 
-// e (n) and c (n) hold what lies between the five.
+// e (n) and c (n) hold the intermediate results of the five.
 static void launch(int version, float *y, float *e, uint8_t *c, const float *x, int64_t n) {
     if (n == 0) return;
     const unsigned blocks = (unsigned)((n + BLOCK - 1) / BLOCK);

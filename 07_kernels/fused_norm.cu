@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(BLOCK, N == 1 ? 0 : 4)
             }
             store_pack(dx + row * h + i * N, d);
         }
-        __syncthreads();  // everybody has read the sums
+        __syncthreads();  // all threads have read the sums
     }
     for (int i = threadIdx.x; i < packs; i += BLOCK)
 #pragma unroll
@@ -179,7 +179,7 @@ static void launch_backward(cudaStream_t stream, const Norm<T> &t, int64_t n, in
 
 enum Version { FORWARD, FORWARD_FUSED, BACKWARD, BACKWARD_FUSED, VERSIONS };
 
-// A kernel for each step, which are shown in f32 alone. between (n, h): what those of backward hand on.
+// A kernel for each step; shown only in f32. between (n, h): the intermediate result of backward.
 static void launch_separate(Version version, const Norm<float> &t, float *between, int64_t n, int h) {
     const unsigned elements = (unsigned)((n * h + BLOCK - 1) / BLOCK);
     Norm<float> alone = t;

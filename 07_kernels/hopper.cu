@@ -79,7 +79,7 @@ __device__ static inline void multiply_step(float (&sum)[N / 2], const char *sta
 
 // ---- sums to memory ----
 
-// Beyond the last column lies what pads a row: B has zeros there.
+// Beyond the last column is a row's padding: B has zeros there.
 template <class T, int GROUPS>
 __device__ static inline void store(T *c, const float (&sum)[N / 2], const Problem &p, int piece,
                                     int group) {

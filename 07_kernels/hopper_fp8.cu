@@ -298,8 +298,8 @@ static Work formula(int version, const Size &size) {
 
 // ---- proof ----
 
-// Codes of numbers around 1, whose sums grow, and a scale for each of their tiles, of so few bits that the
-// products of both are f32.
+// Codes of numbers around 1, whose sums grow, and a scale for each of their tiles, with so few bits that
+// products of scale and code are exact in f32.
 struct Coded {
     std::vector<uint8_t> codes;
     std::vector<float> scale, exact;

@@ -44,8 +44,8 @@ struct Array {
 __device__ static inline float added(float a, float b) { return a + b; }
 __device__ static inline float larger(float a, float b) { return fmaxf(a, b); }
 
-// x of all threads of a block of so many warps, joined in a fixed order, for every thread; parts (WARPS) in
-// shared memory, where a barrier must come before their next use.
+// Combines x of all threads of a block of this many warps, in a fixed order, for every thread; parts (WARPS)
+// in shared memory, with a barrier before their next use.
 template <float JOIN(float, float), int WARPS>
 __device__ static inline float over_block(float x, float none, float *parts) {
     for (int lanes = 16; lanes > 0; lanes /= 2) x = JOIN(x, __shfl_xor_sync(~0u, x, lanes));
@@ -59,7 +59,7 @@ __device__ static inline float over_block(float x, float none, float *parts) {
 // Element of this thread; the last block may reach beyond the end.
 __device__ static inline int64_t element() { return (int64_t)blockIdx.x * blockDim.x + threadIdx.x; }
 
-// A block of the kernel may have so many bytes of dynamic shared memory; beyond 48 kB it must be asked for.
+// Lets a block of the kernel have this many bytes of dynamic shared memory; above 48 kB CUDA must be told.
 template <class Kernel>
 void allow_shared(Kernel kernel, int64_t bytes) {
     const cudaError_t error =
@@ -134,8 +134,8 @@ double measured(F) {
 
 // ---- a version's proof, and its row ----
 
-// The comparison that came closest to its bound, 4 times the error of f32 on the CPU; {0, 1} before any. Of
-// few elements the CPU's error may by luck be far below a rounding of f32, which is what stands then.
+// The comparison that came closest to its bound, 4 times the error of f32 on the CPU; {0, 1} before any.
+// With few elements the CPU's error may by luck be far below a rounding of f32; then that rounding is used.
 struct Proof {
     double error = 0, bound = 1;
 
@@ -188,7 +188,7 @@ static inline int multiprocessors(void) {
     return count;
 }
 
-// The program `name` is of instructions that an H100 was the first to have.
+// The program `name` uses instructions that the H100 introduced.
 static inline void need_hopper(const KernelsOptions *options, const char *name) {
     CHECK(options->gpu == 1, "--gpu a100 has neither TMA nor wgmma, of which %s is made: h100 has them",
           name);

@@ -35,8 +35,9 @@ __host__ __device__ static inline float stored(float x) {
 
 // ---- packs: numbers that a thread moves at once, and has in f32 ----
 
-// Eight numbers of 16 bits are 16 bytes, the most that one load takes: a warp's is 16 sectors. f32 goes one
-// by one, 4 sectors a warp, and so do rows of 16 bits that do not all begin at a multiple of 16 bytes.
+// Eight numbers of 16 bits are 16 bytes, the most that one load takes: a warp's load is 16 sectors. f32 is
+// loaded one by one, 4 sectors a warp, and so are rows of 16 bits that do not all begin at a multiple of 16
+// bytes.
 template <class T>
 constexpr int PACK = sizeof(T) == 2 ? 8 : 1;
 
@@ -122,7 +123,7 @@ static std::vector<float> in_f32(const Array<T> &x) {
     return all;
 }
 
-// What the CPU makes in f32, as an array of T gives it back; in f64 it makes what is right.
+// What the CPU computes in f32, rounded to T; in f64 it computes the reference.
 template <class T>
 static float made(float x) {
     return stored<T>(x);

@@ -170,11 +170,11 @@ __global__ void __launch_bounds__(THREADS) matmul(T *c, const T *a, const T *b, 
     for (int step = 0; step < AHEAD; step++) copy(step);
     for (int step = 0; step < steps; step++) {
         if (AHEAD == 0) {
-            __syncthreads();  // everybody has read the stage
+            __syncthreads();  // all threads have read the stage
             copy(step);
         }
         cp_async_wait<PENDING>();
-        __syncthreads();  // the stage is whole, and everybody has read the one before
+        __syncthreads();  // the stage is complete, and all threads have read the one before
         if (AHEAD > 0) copy(step + AHEAD);
         multiply_stage<SWIZZLED>(sum, stages + step % DEPTH * STAGE, row, column);
     }

@@ -57,14 +57,14 @@ __global__ void __launch_bounds__(T *T) matmul_tiled(float *c, const float *a, c
         tile_a[y][x] = element(a, row, k + x, n);
         if (LAYOUT == ROWS) tile_b[y][x] = element(b, k + y, column, n);
         else tile_b[y][LAYOUT == SWIZZLED ? x ^ y : x] = element(b, (int64_t)blockIdx.x * T + y, k + x, n);
-        __syncthreads();  // the tiles are whole
+        __syncthreads();  // the tiles are complete
         for (int i = 0; i < T; i++) {
             float right = LAYOUT == ROWS       ? tile_b[i][x]
                           : LAYOUT == SWIZZLED ? tile_b[x][i ^ x]
                                                : tile_b[x][i];
             sum = fmaf(tile_a[y][i], right, sum);
         }
-        __syncthreads();  // everybody has read them
+        __syncthreads();  // all threads have read them
     }
     if (row < n && column < n) c[row * n + column] = sum;
 }
