@@ -105,7 +105,7 @@ run $course grade --folder "$work/mine" --timeout 0.5 ring_step
 report $? "a deadlock of 4 ranks says who waits for whom"
 
 # Kernels: an answer that the emulator refuses.
-perl -0pe 's/ *__syncthreads\(\);  \/\/ everybody has read them\n//' 07_kernels/tiling.cu \
+perl -0pe 's/ *__syncthreads\(\);  \/\/ all threads have read them\n//' 07_kernels/tiling.cu \
     >"$work/mine/tiling.cu"
 if [ -x "$build/07_kernels/tiling" ]; then
     run $course grade --folder "$work/mine" tiling
