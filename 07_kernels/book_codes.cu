@@ -27,7 +27,7 @@ static bool has_hopper() {
     if (has >= 0) return has;
     int *found = static_cast<int *>(device_scratch(sizeof *found));
     LAUNCH(find_hopper, 1, 1, 0, stream(), found);
-    backend_to_host(&has, found, sizeof has);  // looks for ranks that are gone while it waits
+    backend_to_host(&has, found, sizeof has);  // detects ranks that are gone while it waits
     return has;
 }
 

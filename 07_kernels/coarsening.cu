@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(THREADS)
     float sum[TM][TN] = {};
     for (int64_t k0 = 0; k0 < s; k0 += K) {
 #pragma unroll
-        for (int i = 0; i < TM; i++) {  // lanes go along k, in which A's rows are stored
+        for (int i = 0; i < TM; i++) {  // lanes run along k, the contiguous dimension of A
             const int k = t % K, row = t / K + i * (THREADS / K);
             const int64_t from = TRANSPOSED_A ? (k0 + k) * m + row0 + row : (row0 + row) * s + k0 + k;
             tile_a[k][row] = row0 + row < m && k0 + k < s ? a[from] : 0;

@@ -128,7 +128,7 @@ static void launch(const Gradients &grad, const Operands &in, float *, const Sha
     if (shape.s == 0) return;
     const auto kernel = attention_backward<D, Shape>;
     const int64_t bytes = tile_bytes(D, 4, 2);
-    if (Shape::EMPTY_ROWS)  // no tile of keys comes to queries that see none
+    if (Shape::EMPTY_ROWS)  // no tile of keys reaches queries that see none
         CUDA_CHECK(cudaMemset(grad.dq, 0, (size_t)(shape.b * shape.s * shape.a * D) * 4));
     allow_shared(kernel, bytes);
     const dim3 grid((unsigned)shape.kv, (unsigned)shape.b);

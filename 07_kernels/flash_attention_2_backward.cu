@@ -172,7 +172,7 @@ static void launch_on(cudaStream_t stream, const Gradients &grad, const Operands
     const Order order = {turns + shape.b * shape.a * tiles, turns};
     const size_t count = (size_t)(shape.b * (shape.a * tiles + shape.kv));
     CUDA_CHECK(cudaMemsetAsync(turns, 0, count * sizeof *turns, stream));
-    if (Shape::EMPTY_ROWS)  // no block comes to tiles of queries that see no key
+    if (Shape::EMPTY_ROWS)  // no block reaches tiles of queries that see no key
         CUDA_CHECK(cudaMemsetAsync(grad.dq, 0, (size_t)(shape.b * shape.s * shape.a * D) * 4, stream));
     allow_shared(kernel, bytes);
     const dim3 grid((unsigned)((keys_of(shape) + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
@@ -201,7 +201,7 @@ static Work formula(const Heads &shape, double d, const AttentionMask *mask) {
                                                  : heads * blocks * blocks);
     const double pairs = pairs_of(shape, mask);
     const double first = heads * tiles, key_tiles = key_heads * tiles, all_blocks = key_heads * blocks;
-    const double again = shape.causal ? s - KEYS : blocks > 1 ? s : 0;  // rows of dq that come back
+    const double again = shape.causal ? s - KEYS : blocks > 1 ? s : 0;  // rows of dq that are loaded again
     Work w = {};
     add_tiles(&w, 2 * steps + 2 * key_tiles, d);
     // lse and delta; dq; dO and O of the row products

@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(BLOCK)
     copy_rows<KEYS, D, BLOCK>(tile_k, k, key0, keys, key_stride);
     cp_async_commit();
     while (key0 < seen.end) {
-        const bool any = seen.any(key0);  // else nothing is for this warp
+        const bool any = seen.any(key0);  // if not, this warp skips the tile
         uint32_t p[ROWS][KEYS / 16][4] = {};
         cp_async_wait<0>();
         __syncthreads();  // the keys are there, and all threads have read the values before

@@ -261,12 +261,12 @@ __global__ void __launch_bounds__(BLOCK, 1)
         const int after = seen.after(tile), next = after < query_tiles ? after : first_tile;
         const int next_head = next == first_tile ? head + 1 : head;
         if (next_head < last_head) copy(stage ^ 1, next_head, next);
-        if (seen.any(tile)) {  // else no query of the tile sees these keys
+        if (seen.any(tile)) {  // if not, no query of the tile sees these keys
             float ds[FRAGMENTS][4];
             uint32_t p[QUERIES / 16][4];
             keys_by_queries<D>(ds, tile_v + own * D, tile_do);
 #pragma unroll
-            for (int half = 0; half < FRAGMENTS; half += HALF) {  // all of S' would not fit into registers
+            for (int half = 0; half < FRAGMENTS; half += HALF) {  // all of S' does not fit into registers
                 float s[HALF][4];
                 keys_by_queries<D>(s, tile_k + own * D, tile_q + half * 8 * D);
                 seen.mask(s, tile, half);
@@ -316,7 +316,7 @@ static void launch_on(cudaStream_t stream, const GradientsIn<T> &grad, const Ope
     const Order order = {turns + shape.b * shape.a * tiles, turns};
     const size_t counters = (size_t)(shape.b * (shape.a * tiles + shape.kv));
     CUDA_CHECK(cudaMemsetAsync(turns, 0, counters * sizeof *turns, stream));
-    if (Shape::EMPTY_ROWS)  // no block comes to queries that see no key
+    if (Shape::EMPTY_ROWS)  // no block reaches queries that see no key
         CUDA_CHECK(cudaMemsetAsync(room, 0, (size_t)count * sizeof *room, stream));
     allow_shared(kernel, bytes);
     const dim3 grid((unsigned)((keys + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);

@@ -310,7 +310,7 @@ static void launch(const GradientsIn<T> &grad, const OperandsIn<T> &in, float *r
     const dim3 each_row((unsigned)(tiles * QUERIES<D> / TILE), (unsigned)shape.a, (unsigned)shape.b);
     const dim3 grid((unsigned)((keys + KEYS - 1) / KEYS), (unsigned)shape.kv, (unsigned)shape.b);
     CUDA_CHECK(cudaMemsetAsync(turns, 0, (size_t)(heads * tiles + shape.b * shape.kv) * sizeof *turns, 0));
-    if (Shape::EMPTY_ROWS)  // nobody adds to queries that see no key
+    if (Shape::EMPTY_ROWS)  // no block adds to queries that see no key
         CUDA_CHECK(cudaMemsetAsync(grad.dq, 0, (size_t)(shape.b * shape.s * stride) * sizeof(T), 0));
     LAUNCH((prepare_rows<T, D, Shape>), each_row, TILE * SIDE, 0, 0, rows, in, shape);
     allow_shared(kernel, bytes);

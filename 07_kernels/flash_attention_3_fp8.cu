@@ -49,7 +49,7 @@ struct Values {
 template <int D>
 __device__ static inline void transpose_keys(char *to, const char *tile, int g) {
     const int lane = own_lane(), q = lane % 4, r = lane / 4;
-#pragma unroll 1  // who copies and transposes has few registers
+#pragma unroll 1  // these warps have few registers
     for (int chunk = 0; chunk < D / 16; chunk += 2) {
         const int key = 16 * g + lane % 16, line = key % D;
         const int from = (key / D * (D / 16) + chunk + lane / 16) ^ line % 8;

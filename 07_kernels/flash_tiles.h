@@ -216,7 +216,7 @@ static inline double pairs_of(const Heads &shape, const AttentionMask *mask = NU
 // flash_attention_1.cu; s a multiple of 32.
 static inline Work work_of_flash_1(const Heads &shape, double d, const AttentionMask *mask = NULL) {
     const double s = (double)shape.s, heads = (double)(shape.b * shape.a), pairs = pairs_of(shape, mask);
-    const double again = shape.causal || shape.s == TILE ? s - TILE : s;  // rows of o that come back
+    const double again = shape.causal || shape.s == TILE ? s - TILE : s;  // rows of o that are loaded again
     const double first = heads * s / TILE;
     Work w = {};
     add_products(&w, pairs, d);
@@ -242,7 +242,7 @@ static inline Work work_of_flash_1_backward(const Heads &shape, double d,
     const double key_heads = (double)(shape.b * shape.kv), scores = TILE * TILE;
     const double pairs = pairs_of(shape, mask);
     const double first = heads * tiles, key_tiles = key_heads * tiles;
-    const double again = shape.causal ? s - TILE : tiles > 1 ? s : 0;  // rows of dq that come back
+    const double again = shape.causal ? s - TILE : tiles > 1 ? s : 0;  // rows of dq that are loaded again
     Work w = {};
     add_tiles(&w, 2 * pairs + 2 * key_tiles, d);
     w.load_requests += pairs * (d / 4 + 8) + (pairs - first) * d;

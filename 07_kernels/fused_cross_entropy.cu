@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(BLOCK)
     for (int lanes = 16; lanes > 0; lanes /= 2)
         all = join(all, {__shfl_xor_sync(~0u, all.most, lanes), __shfl_xor_sync(~0u, all.sum, lanes)});
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = make_float2(all.most, all.sum);
-    __syncthreads();  // every warp has left what it knows
+    __syncthreads();  // every warp has stored its result
     if (threadIdx.x > 0) return;
     all = {-INFINITY, 0};
     for (int i = 0; i < WARPS; i++) all = join(all, {warps[i].x, warps[i].y});

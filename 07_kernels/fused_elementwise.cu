@@ -104,7 +104,7 @@ static Proof check(int version) {
         for (int64_t i = 0; i < n; i++) {
             cpu[(size_t)i] = x[i] < 0 ? ALPHA * (expf(x[i]) - 1) : x[i];
             right[(size_t)i] = x[i] < 0 ? (double)ALPHA * expm1(x[i]) : x[i];
-            if (x[i] == 1e30f) {  // exact, and too large for a norm: judged here
+            if (x[i] == 1e30f) {  // exact, and too large for a norm: compared here
                 if (y[(size_t)i] != x[i]) proof = {1, 0};
                 y[(size_t)i] = cpu[(size_t)i] = 0, right[(size_t)i] = 0;
             }

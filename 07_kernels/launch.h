@@ -50,7 +50,7 @@ template <float JOIN(float, float), int WARPS>
 __device__ static inline float over_block(float x, float none, float *parts) {
     for (int lanes = 16; lanes > 0; lanes /= 2) x = JOIN(x, __shfl_xor_sync(~0u, x, lanes));
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
-    __syncthreads();  // every warp has left its part
+    __syncthreads();  // every warp has stored its part
     x = none;
     for (int i = 0; i < WARPS; i++) x = JOIN(x, parts[i]);
     return x;
@@ -141,7 +141,7 @@ struct Proof {
 
     void hold(const std::vector<float> &made, const std::vector<float> &cpu,
               const std::vector<double> &right) {
-        if (!(error <= bound)) return;  // what is beyond its bound, or no number, stays
+        if (!(error <= bound)) return;  // keeps one beyond its bound, or NaN
         const int64_t count = (int64_t)right.size();
         closer(kernels_error(made.data(), right.data(), count),
                4 * fmax(kernels_error(cpu.data(), right.data(), count), 0x1p-24));

@@ -50,7 +50,7 @@ static void store(void *context, Tensor stored, Tensor wide, StatePart part) {
         return;
     }
     RandomPlace place = {.seed = part.seed,
-                         .stream = rng_stream(p->name) ^ 1,  // not the numbers that it was drawn with
+                         .stream = rng_stream(p->name) ^ 1,  // not the numbers of its initialization
                          .step = part.step,
                          .first = part.first,
                          .columns = p->shape[1],
@@ -150,7 +150,7 @@ static void round_parts(void) {
            some = tensor_view(wide, 0, SHAPE(count)), rounded = tensor_view(stored, 0, SHAPE(count));
     double x[FULL_ROWS * FULL], want[FULL_ROWS * FULL], got[ROWS * COLUMNS];
     for (int i = 0; i < FULL_ROWS * FULL; i++)
-        x[i] = 1 + 0x1p-8;  // halfway: up or down by the number alone
+        x[i] = 1 + 0x1p-8;  // halfway: the random number alone decides
     tensor_from_doubles(wide, x);
     store(NULL, stored, wide, (StatePart){&whole, STATE_VALUE, 0, STEP, 1});
     tensor_to_doubles(want, stored);

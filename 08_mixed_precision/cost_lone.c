@@ -77,7 +77,7 @@ LoneParts lone_parts(const Config *config) {
     int64_t before = memory_account().now[MEMORY_ACTIVATION];
     memory_reset_peak();
     note_seconds(&parts, t);
-    note_bytes(&parts, t);  // behind: how many rows come to the experts here, a run knows
+    note_bytes(&parts, t);  // last: only a run knows how many rows arrive at the experts here
     double most = (double)(memory_account().peak[MEMORY_ACTIVATION] - before);
     parts.extra = fmax(most - parts.tokens - parts.always - parts.block - parts.head, 0);
     trainer_free(t);

@@ -208,7 +208,7 @@ typedef struct Walk {
     const Stages *stages;
     const Schedule *schedule;
     double *arrives;  // of each slot: when its output is at the rank that needs it
-    bool gathers;     // each pass begins with a collective on the port of the messages
+    bool gathers;     // each pass begins with a collective on the messages' port
 } Walk;
 
 static double pass_seconds(const Walk *w, StagePass pass) {

@@ -19,7 +19,7 @@
 enum { POINTS = 8, CURVES = 3 };
 
 typedef struct Curve {
-    const char *name, *shape;  // what it changes of Llama 3 8B
+    const char *name, *shape;  // how it differs from Llama 3 8B
     int points;
     int degree[POINTS];
     double tokens[POINTS];  // a second and GPU

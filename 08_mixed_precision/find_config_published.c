@@ -67,7 +67,7 @@ static Judged *judge(Runs *runs, const Factors *fitted) {
         judged[i].left_out = series > FACTORS ? seconds / r->seconds - 1 : NAN;
         judged[i].constant = share_of(r) / constant_share(runs, r) - 1;
     }
-    for (int i = 0; i < runs->count; i++) {  // last, so that what is open is filled by the whole fit
+    for (int i = 0; i < runs->count; i++) {  // last, so that open settings are filled by the whole fit
         judged[i].time = run_predict(&runs->run[i], fitted);
         judged[i].all = judged[i].time.step / runs->run[i].seconds - 1;
     }

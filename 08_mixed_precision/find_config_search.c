@@ -12,7 +12,7 @@
 #include "five_d.h"
 #include "report/report.h"
 
-enum { CLOCKED = 48, CLOCKED_FOR_ONE = 12 };  // so many of the best are clocked
+enum { CLOCKED = 48, CLOCKED_FOR_ONE = 12 };  // how many of the best are clocked
 
 // ---- a layout as flags ----
 
@@ -128,7 +128,7 @@ static void each_batch(Space *s, Found f) {
         if (f.micro_batches > MICRO_BATCHES_MOST) continue;
         int64_t fit = s->search->fit, priced = s->search->legal;
         each_sharding(s, f);
-        if (s->search->fit == fit && s->search->legal > priced) break;  // nor will larger ones
+        if (s->search->fit == fit && s->search->legal > priced) break;  // nor will larger ones fit
     }
 }
 

@@ -263,7 +263,7 @@ static void print_memory(const Config *config, const char *svg) {
             used = snprintf(line, sizeof line, "  %-24s%-10s", level ? "" : name[i], recompute_name[level]);
             for (int length = 0; length < PICTURE_LENGTHS; length++) {
                 Config c = model_of(&methods[i], 1024 << length, level, level > 0);
-                if (c.pp == 1 && c.grad_acc > 2) c.grad_acc = 2;  // a third one finds what the second found
+                if (c.pp == 1 && c.grad_acc > 2) c.grad_acc = 2;  // a third finds what the second found
                 need[i][length][level] = need_of(&c, NULL);
                 double sum = need_sum(&need[i][length][level]);
                 used += snprintf(line + used, sizeof line - (size_t)used, "%8s%s", bytes_text(sum),

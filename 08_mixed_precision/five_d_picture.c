@@ -19,7 +19,7 @@ static const char *const color[PICTURE_KINDS] = {"#4269d0", "#efb118", "#ff725c"
 static const char *const level_name[PICTURE_LEVELS] = {"none", "selective", "full"};
 
 enum { LEFT = 184, TOP = 84, CELL = 108, BAR = 12, ROW = 50, BARS = 64, BOTTOM = 34 };
-static const double SHOWN = 2;  // a cell is as wide as twice what a device has
+static const double SHOWN = 2;  // a cell's width is twice a device's memory
 
 static void draw_bar(FILE *svg, const Need *need, double x, double y, double room) {
     double at = 0, end = SHOWN * room;

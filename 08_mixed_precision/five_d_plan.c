@@ -53,7 +53,7 @@ RankPlan *five_d_plan(Mesh mesh, const Config *config, bool dry) {
     Group world = mesh.world;
     RankPlan *plan = host_alloc((size_t)world.size * sizeof *plan);
     memset(plan, 0, (size_t)world.size * sizeof *plan);
-    Config fresh = *config;  // a step is planned whatever the run begins with
+    Config fresh = *config;  // a step is planned, whatever the run starts from
     fresh.init = fresh.resume = fresh.save = NULL;
     clock_push(dry ? "plan" : "measured");
     plan[world.rank] = row_of(mesh, &fresh, dry);

@@ -292,7 +292,7 @@ static void show_overflow(Mesh mesh, const Config *config) {
         .name = "planted overflow", .plug = plug_overflow, .unplug = unplug_overflow};
     // An overflow resets the count of good steps, and so does a doubling.
     enum { STEPS = 6, OVERFLOWS = 1, INTERVAL = 2 };
-    static const double dynamic[STEPS] = {1, 0.5, 0.5, 1, 1, 2};  // the scale behind each step
+    static const double dynamic[STEPS] = {1, 0.5, 0.5, 1, 1, 2};  // the scale after each step
     Config c = *config;
     c.steps = STEPS;
     config_set(&c, "scale-interval", INTERVAL);

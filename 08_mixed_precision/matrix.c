@@ -91,7 +91,7 @@ static bool prove(const Cell *cell, bool verbose) {
     fatal_context("%s", matrix_text(cell));
     bool quiet = report_quiet(!verbose);
     Record run = program_record(&c, mesh, five_d_layouts(), false, true, "all ranks");
-    if (mesh.world.rank == 0) {  // the others wait in what comes next
+    if (mesh.world.rank == 0) {  // the others wait in the next call
         const Baseline *one = baseline_of(&c);
         report_compare(&run, &one->record, PROOF_REASSOCIATED, one->bound);
     }
@@ -163,7 +163,7 @@ static Table table_open(const char *path, int64_t cells) {
     t.file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     CHECK(t.file >= 0, "--table %s cannot be written: %s", path, strerror(errno));
     t.whole = lseek(t.file, 0, SEEK_END);
-    if (!strchr(line, '\n')) table_row(&t, "\n");  // a killed run has cut its last row off
+    if (!strchr(line, '\n')) table_row(&t, "\n");  // a killed run has truncated its last row
     if (fatal_cell < 0) return t;
     Cell cell = matrix_cell(fatal_cell);
     table_result(&t, &cell, "failed", ": it ends the program");
@@ -250,7 +250,7 @@ static void walk(const Cell *cell, int64_t cells, Table *table, bool verbose, co
         table_result(table, &cell[i], holds ? "proven" : "failed", "");
         if (holds) continue;
         say("cell %lld, %s:", (long long)cell[i].number, matrix_text(&cell[i]));
-        report_verdict("a cell");  // its sentence; the next cell begins anew
+        report_verdict("a cell");  // prints its sentence; the next cell begins afresh
         report_json(json);
     }
 }

@@ -108,7 +108,7 @@ Config matrix_config(const Cell *cell) {
     if (choice[FACTOR_EP]) {
         c.seq = 24;  // what 2 cp divides
         c.experts = 4;
-        c.top_k = c.dtype == F64 ? 2 : 4;  // a rounded score must not choose other experts
+        c.top_k = c.dtype == F64 ? 2 : 4;  // a rounded score must not change which experts are chosen
         c.ep = 1 << (choice[FACTOR_EP] - 1);
     }
     config_set(&c, "master", precisions[choice[FACTOR_PRECISION]].no_masters);

@@ -22,7 +22,7 @@
 #include "tensor/rng.h"
 
 enum { SEEDS = 4, HELD_OUT = 512, BASE = 2, ROWS = BASE + MXFP8 };
-enum { NEXT_SAMPLES = 100 };  // of a seed that goes on: seed + this
+enum { NEXT_SAMPLES = 100 };  // of a seed that continues: seed + this
 static const double within = 0.01, moved_by = 1.0 / 16;
 
 // ---- weights: copied, and moved ----
