@@ -55,8 +55,7 @@ make -n OPS=cuda COMM=mpi CUDA_HOME="$kit" CUDA_ARCH="80 90" CUDA_PTX= BUILD="$w
 ! grep -q 'code=sm_90 ' "$out" && grep -q 'code=sm_80 -gencode arch=compute_90a,code=sm_90a ' "$out"
 report $? "CUDA_ARCH=90 is 90a, without which there is neither TMA nor wgmma"
 
-if nvidia-smi -L >/dev/null 2>&1; then echo \
-    "ok $((++count)) - gpu-check without a GPU # SKIP there is one"; else
+if nvidia-smi -L >/dev/null 2>&1; then report 0 "make gpu-check without a GPU # SKIP there is one"; else
     OUT=$work/gpu make gpu-check PART=suite >"$out" 2>"$err"
     [ $? = 2 ] && [ "$(grep -vc '^make' "$err")" = 1 ] && grep -q '^gpu-check: no GPU' "$err" &&
         [ ! -e "$work/gpu" ]
@@ -91,6 +90,31 @@ machine() { VERSION=$1 make -s CC="$work/gcc" course-commands 2>"$err" | grep -o
 report $? "gcc 15 is not given a flag that it warns of"
 [ "$(machine 14 | uniq)" = ' -march=native -fno-math' ] && [ ! -s "$err" ]
 report $? "any other compiler is given -march=native"
+
+# What asks the compiler which instructions the processor has, and the sources that include it, on processors
+# that answer differently: here one of them would be seen. Nothing is made.
+asks='__(SSE|AVX|AMX|FMA|F16C|FLT16)[A-Z0-9_]*__|FP_FAST_FMA'
+mapfile -t sources < <(find common 0*_* tests/unit -name '*.[ch]' -o -name '*.inc')
+mapfile -t asking < <(grep -lE "$asks" "${sources[@]}")
+for ((i = 0; i < ${#asking[@]}; i++)); do
+    [[ ${asking[i]} == *.c ]] || mapfile -t -O ${#asking[@]} asking < <(
+        grep -lE "^ *# *include \"(.*/)?${asking[i]##*/}\"" "${sources[@]}")
+done
+mapfile -t asking < <(printf "$work/objects/main/%s\n" "${asking[@]}" | sed -n 's/\.c$/.o/p' | sort -u)
+for compiler in gcc clang; do
+    for processor in x86-64-v2 x86-64-v3 x86-64-v4 sapphirerapids; do
+        name="$compiler, for $processor: no warning in what asks which instructions there are"
+        wanted "$name" || continue
+        if ! $compiler -march=$processor -fsyntax-only -x c /dev/null 2>"$err"; then
+            report 0 "$name # SKIP $compiler: $(grep -m 1 . "$err" | sed 's/.*error: //')"
+            continue
+        fi
+        make -s -k -j"$(nproc)" CC=$compiler NATIVE=-march=$processor BUILD="$work/objects" "${asking[@]}" \
+            CFLAGS_EXTRA='-fsyntax-only -Werror -Wno-unused-command-line-argument' >"$out" 2>"$err"
+        status=$?
+        report $status "$name"
+    done
+done
 
 # Several builds look at once whether their command lines have changed, as tests do: none may take from
 # another what it compares. Slow comparisons let them meet.

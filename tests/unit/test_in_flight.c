@@ -328,10 +328,11 @@ enum { FIRST_LONG = 0 };
 // Where the tiles are our own: a multiply of f64, or without AVX-512, is the BLAS's.
 static bool has_tiles(DType dtype, char kind) {
 #if defined __AVX512F__ && defined __AVX512BW__ && defined __AVX512VL__
-    return kind != 'm' || dtype != F64;
+    const bool avx512 = true;
 #else
-    return kind != 'm';
+    const bool avx512 = false;
 #endif
+    return kind != 'm' || (avx512 && dtype != F64);
 }
 
 static Tensor long_argument(DType dtype, char kind) {
