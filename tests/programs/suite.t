@@ -1,5 +1,5 @@
 #!/bin/bash
-# suite.t: what tests/run shows of TAP programs that fail, and how it counts them. TAP.
+# suite.t: what tests/run shows of TAP programs that fail or are left out, and how it counts them. TAP.
 # needs: build/corpus.txt
 . "$(dirname "$0")/tap.sh"
 log=$work/log failures=$work/failures passed=0 failed=0
@@ -9,15 +9,24 @@ tap() { printf '%s\n' '#!/bin/sh' "printf '%s\\n' $1" "exit $2" >"$work/$3.t"; c
 tap "'ok 1 - one' '# ok - tests' 1..1" 0 green
 tap "'ok 1 - one' 'not ok 2 - two' '# as it has no leg' 1..2" 1 red
 tap "'ok 1 - one' 1..3" 0 short
+tap "'ok 1 - one' 'ok 2 - two # SKIP no wings' 1..2" 0 part
+tap "'1..0 # SKIP no water'" 0 none
 
-prove_all "$work"/{green,red,short}.t >"$out" 2>"$err"
+prove_all "$work"/{green,red,short,part,none}.t >"$out" 2>"$err"
 shown=$(grep -nE '^not ok 2 - two$|^# as it has no leg$' "$out" | cut -d : -f 2 | tr '\n' '|')
 [ "$shown" = 'not ok 2 - two|# as it has no leg|' ] && ! grep -q '# ok - tests' "$out"
 said=$?
+grep -qx 'ok 2 - two # SKIP no wings' "$out" && grep -q 'none.t .* skipped: no water$' "$out"
+says_why=$?
 counts="$passed passed, $failed failed" listed=$(tr '\n' '|' <"$failures")
 failed=0  # tap.sh's own
 report $said "the log says why a test is red"
-[ "$counts" = '3 passed, 2 failed' ] &&
+report $says_why "the log says which test is left out, and why"
+[ "$counts" = '4 passed, 2 failed' ] &&
     [[ $listed == 'not ok 2 - two|'*red.t*'(Wstat: '*short.t*'(Wstat: '* ]]
-report $? "a program that ran fewer tests than it planned is one more failure: $counts"
+report $? "fewer tests than planned are one more failure, tests that are left out count for nothing: $counts"
+
+# cmocka's own skip() prints "not ok N # SKIP", which prove counts as red, and gives no reason.
+! grep -nw 'skip();' tests/unit/* >"$out"
+report $? "no unit test calls cmocka's skip()"
 finish
