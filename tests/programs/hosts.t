@@ -69,15 +69,17 @@ if [ "$only" = '*' ]; then
     report $? "and it did cross: $sent bytes"
 fi
 
-# Two machines of one name: their kernels have started at different times, and a process of one has a number
-# that no process of the other has.
+# Two machines of one name: their kernels have started at different times, a process of one has a number that
+# no process of the other has, and what numbers their processes has on both the name that it has on any kernel.
+mkdir "$work/spaces" && ln -s 'pid:[4026531836]' "$work/spaces/pid"
 cat >"$work/machine" <<MACHINE
 #!/bin/bash
 cat /proc/sys/kernel/random/uuid >$work/started\$\$
 mount --bind $work/started\$\$ /proc/sys/kernel/random/boot_id
 exec unshare -u -p -f bash -c 'hostname twin
     for ((i = 0; i < 10 * OMPI_COMM_WORLD_RANK; i++)); do /bin/true; done
-    "\$@"; exit' twin "\$@"
+    (read -r number rest </proc/self/stat && mount --bind $work/spaces /proc/\$number/ns && exec "\$@")
+    exit' twin "\$@"
 MACHINE
 chmod +x "$work/machine"
 as=$work/machine each=1
