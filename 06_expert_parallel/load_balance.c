@@ -22,9 +22,9 @@
 // Last line: PASS load_balance: balanced over ranks as on one device …
 #include <stdio.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 #include "expert_parallel.h"
+#include "files.h"
 #include "tensor/rng.h"
 
 typedef struct LoadBalance {
@@ -214,11 +214,9 @@ static void move_by_hand(void) {
 enum { CORPUS = 300000, SYMBOLS = 64, STEPS = 120, LAST = 40 };
 
 // Text in which symbol i is drawn 1 / (i + 1) as often as the first, and every second symbol follows from
-// the one before it. Returns the file's name, for the caller to remove and free.
+// the one before it. Returns its path in memory, for the caller to free.
 static char *plant_corpus(void) {
-    char *path = format_text("/tmp/load_balance.XXXXXX"), *text = host_alloc(CORPUS);
-    int file = mkstemp(path);
-    CHECK(file >= 0, "%s cannot be made, and the planted corpus needs a place", path);
+    char *text = host_alloc(CORPUS);
     double total = 0;
     for (int i = 0; i < SYMBOLS; i++) total += 1.0 / (i + 1);
     for (int i = 0, symbol = 0; i < CORPUS; i++) {
@@ -229,7 +227,7 @@ static char *plant_corpus(void) {
             drawn -= 1.0 / (symbol + 1);
         text[i] = (char)(' ' + symbol);
     }
-    CHECK(write(file, text, CORPUS) == CORPUS && close(file) == 0, "%s cannot be written", path);
+    char *path = input_in_memory(text, CORPUS);
     free(text);
     return path;
 }
@@ -333,7 +331,6 @@ static void compare(Mesh mesh, const Config *config) {
     say("\nBusiest expert / mean in single steps:\n");
     say_steps("step", NULL);
     for (size_t i = 0; i < WAYS; i++) say_steps(ways[i].name, all[i].at);
-    CHECK(remove(corpus) == 0, "%s cannot be removed", corpus);
     free(corpus);
 }
 

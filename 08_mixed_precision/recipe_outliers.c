@@ -13,8 +13,8 @@
 // This file has no main: fp8.c runs it.
 #include <math.h>
 #include <stdlib.h>
-#include <unistd.h>
 
+#include "files.h"
 #include "mixed_precision.h"
 #include "tensor/rng.h"
 
@@ -71,11 +71,9 @@ static const Technique planted = {
 // What an outlier costs depends on the text, so these runs have their own, in which two of three symbols
 // follow from those before them. On two other texts that were tried, the outlier also cost scales of a
 // tensor more than scales of a tile (0.2 % to 0.1 % on noise, 1.3 % to 0.7 % on the other), but less of the
-// loss. Returns the file's name, for the caller to remove and free.
+// loss. Returns its path in memory, for the caller to free.
 static char *plant_corpus(void) {
-    char *path = format_text("/tmp/fp8_outliers.XXXXXX"), *text = host_alloc(CORPUS);
-    int file = mkstemp(path);
-    CHECK(file >= 0, "%s cannot be made, and the planted corpus needs a place", path);
+    char *text = host_alloc(CORPUS);
     uint64_t symbol = 0, before = 0;
     for (int i = 0; i < CORPUS; i++) {
         uint64_t drawn = rng_bits(1, RNG_TEST, (uint64_t)i), next = (5 * symbol + before % 4) % SYMBOLS;
@@ -83,7 +81,7 @@ static char *plant_corpus(void) {
         symbol = drawn % 3 ? next : (drawn >> 32) % SYMBOLS;
         text[i] = (char)(' ' + symbol);
     }
-    CHECK(write(file, text, CORPUS) == CORPUS && close(file) == 0, "%s cannot be written", path);
+    char *path = input_in_memory(text, CORPUS);
     free(text);
     return path;
 }
@@ -105,7 +103,6 @@ void fp8_outliers(Group ranks) {
     char *corpus = plant_corpus();
     for (int i = ranks.rank; i < 2 * SHOWN; i += ranks.size)
         last[i] = last_loss(corpus, shown[i / 2], i % 2 ? 20 : 0);
-    CHECK(remove(corpus) == 0, "%s cannot be removed", corpus);
     free(corpus);
     comm_sum_all(last, 2 * SHOWN, ranks);
     say("\n%d steps with one channel of each norm's output so many times as large, its weights as much "

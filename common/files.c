@@ -235,3 +235,10 @@ const char *input_text(const char *path, size_t most, char **text, size_t *size)
     (*text)[done] = '\0';
     return NULL;
 }
+
+char *input_in_memory(const void *bytes, size_t size) {
+    int file = memfd_create("input", 0);
+    CHECK(file >= 0 && write(file, bytes, size) == (ssize_t)size, "out of memory for %s of input: %s",
+          bytes_text((double)size), strerror(errno));
+    return format_text("/proc/self/fd/%d", file);
+}

@@ -30,6 +30,9 @@ void input_unmap(const uint8_t *bytes, size_t size);
 // The text of a regular file of fewer than `most` bytes, with a zero behind it; the caller frees it. The
 // fault as above.
 const char *input_text(const char *path, size_t most, char **text, size_t *size);
+// A file of these bytes that is in memory alone, as long as this process is. Returns its path there, for the
+// caller to free.
+char *input_in_memory(const void *bytes, size_t size);
 
 #ifdef __cplusplus
 }

@@ -1,7 +1,7 @@
 #!/bin/bash
 # backends.t: chapters know no back end; a build that lacks what it needs says so in one sentence, with the
 # remedy. TAP.
-# needs: build/corpus.txt
+# needs: build/corpus.txt build/main/tests/unit/test_in_flight.o
 . "$(dirname "$0")/tap.sh"
 unset OPS COMM BUILD CUDA_HOME CUBLAS_HOME NCCL_HOME NVCC CC CXX
 

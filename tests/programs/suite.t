@@ -24,7 +24,7 @@ report $said "the log says why a test is red"
 report $says_why "the log says which test is left out, and why"
 [ "$counts" = '4 passed, 2 failed' ] &&
     [[ $listed == 'not ok 2 - two|'*red.t*'(Wstat: '*short.t*'(Wstat: '* ]]
-report $? "fewer tests than planned are one more failure, tests that are left out count for nothing: $counts"
+report $? "a program that ran fewer tests than it planned is one more failure, and one left out none: $counts"
 
 # cmocka's own skip() prints "not ok N # SKIP", which prove counts as red, and gives no reason.
 ! grep -nw 'skip();' tests/unit/* >"$out"

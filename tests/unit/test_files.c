@@ -190,6 +190,22 @@ static void a_file_is_mapped(void **state) {
     assert_string_equal(input_text("a", 9, &text, &size), "a is too long");
 }
 
+static void bytes_in_memory_are_a_file(void **state) {
+    (void)state;
+    const uint8_t *bytes;
+    size_t size;
+    char *first = input_in_memory("first", 5), *second = input_in_memory("second", 6);
+    assert_null(input_map(first, &bytes, &size));
+    assert_int_equal(size, 5);
+    assert_memory_equal(bytes, "first", size);
+    input_unmap(bytes, size);
+    assert_null(input_map(second, &bytes, &size));
+    assert_int_equal(size, 6);
+    assert_memory_equal(bytes, "second", size);
+    input_unmap(bytes, size);
+    free(first), free(second);
+}
+
 static void what_is_no_file_is_refused_without_waiting(void **state) {
     (void)state;
     assert_int_equal(mkfifo("fifo", 0600), 0);
@@ -252,6 +268,7 @@ int main(int argc, char **argv) {
         TEST(a_full_disk_leaves_the_older_file),
         TEST(a_disk_that_was_full_early_is_named),
         TEST(a_file_is_mapped),
+        TEST(bytes_in_memory_are_a_file),
         TEST(what_is_no_file_is_refused_without_waiting),
         TEST(a_file_that_becomes_shorter_is_named),
         TEST(a_signal_that_is_sent_is_not_swallowed),
