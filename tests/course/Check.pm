@@ -1,5 +1,5 @@
-# Check.pm: that the exercises are sound: a stub compiles and is "not done", an empty body fails, and what
-# was taken out comes back to the letter and passes.
+# Check.pm: checks that the exercises are sound: a stub compiles and is "not done", an empty body fails, and
+# the body that was taken out can be put back exactly, and passes.
 package Check;
 use strict;
 use warnings;
@@ -17,7 +17,8 @@ sub empty {
     return $f->{type} eq 'void' ? "{\n}" : "{\n    return ($f->{type}){0};\n}";
 }
 
-# Of a file that is fit, built without optimization: what the first run says is wrong, or ''.
+# Builds a file that is fit, without optimization. Returns what the first run says is wrong, or ''; undef and
+# the compiler's error if it does not build.
 sub first_fault {
     my ($e, $file, $folder) = @_;
     my $error = compiled($e, $file, $folder, '-O0 -g0') || linked($e, $folder);
@@ -25,15 +26,15 @@ sub first_fault {
     return proof($e, $folder, $e->{run}[0]);
 }
 
-# Whether kernels.t has this run of the original: of all kernels without flags, of some with these.
+# Whether kernels.t runs the original like this: it runs all kernels without flags, and some with these.
 sub is_run_by_kernels {
     my ($e) = @_;
     return is_cuda($e) && (!length $e->{run}[0]
         || content('tests/programs/kernels.t') =~ /^passes .* \Q$e->{proof} $e->{run}[0]\E$/m);
 }
 
-# What is wrong with an exercise, or nothing. The book's own program, which make has built, takes the
-# exercise's first run: %$passed has the runs that have passed already.
+# What is wrong with an exercise, or nothing. The original is the book's own program, which make has built; it
+# makes the exercise's first run. %$passed has the runs that have already passed.
 sub faults {
     my ($e, $folder, $passed) = @_;
     my @faults;

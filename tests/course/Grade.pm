@@ -1,7 +1,7 @@
-# Grade.pm: builds one student's file, runs its proof within limits, and puts what is wrong first in words.
+# Grade.pm: builds one student's file, runs its proof within limits, and says in words what is wrong first.
 #
-# What runs here may be anything: it gets no settings of the caller, a folder of its own, limits of time,
-# memory and file size, and whatever it started is ended with it, also what has left its session.
+# What runs here may be any code. It gets none of the caller's settings, a folder of its own, and limits on
+# time, memory and file size; every process that it started is ended with it, even one that left its session.
 package Grade;
 use strict;
 use warnings;
@@ -17,14 +17,15 @@ our @EXPORT = qw(grade unfit prepare can_build compiled linked proof some);
 our $build = $ENV{BUILD} // 'build';
 my $most_seconds = 25;         # of one run
 my $all_seconds = 55;          # of all runs of an exercise
-our $wait_seconds;             # that a rank waits for others, before it is a deadlock; unset: see proof
+our $wait_seconds;             # that a rank waits for others before this is a deadlock; unset: see proof
 our $first_is_enough = 0;      # end a run as soon as one row of its table has failed
-my $most_output = 1 << 20;     # bytes that are read of what a run has printed
+my $most_output = 1 << 20;     # bytes of a run's output that are read
 our %command;                  # how make compiles and links
 
-# ---- what make knows ----
+# ---- make's commands ----
 
-# Takes over make's commands, and builds what the proofs need. A test of the suite has built already.
+# Asks make for its commands, and has it build what the proofs need. In a planted mutant, the test suite has
+# already built that.
 sub prepare {
     my (@exercises) = @_;
     my @make = ('make', '-s', '--no-print-directory', "BUILD=$build");
@@ -42,7 +43,7 @@ sub prepare {
         or die "the sources themselves do not build; see above\n";
 }
 
-# How many times as long as on a quiet machine things take: limits of wall time are for those.
+# How many times as long things take as on an idle machine, for which the limits of wall time are meant.
 sub patience {
     my ($load) = (content('/proc/loadavg') // '') =~ /^([\d.]+)/;
     my $times = ($load // 0) / (0 + `nproc` || 1);
@@ -51,8 +52,8 @@ sub patience {
 
 # ---- a process within limits ----
 
-# Orphans become children of this process, whatever session they have made for themselves. Where the number
-# of prctl is not known, children are ended by their parents alone.
+# Orphans become children of this process, even if they have created a session of their own. Where prctl's
+# number is not known, only their parents can end them.
 my %prctl = (x86_64 => 157, aarch64 => 167, riscv64 => 167);
 my $machine = (POSIX::uname())[4];
 syscall($prctl{$machine}, 36, 1, 0, 0, 0) if $prctl{$machine};
@@ -64,7 +65,7 @@ sub children {
     return map { ($_, children($_)) } @all;
 }
 
-# Ends all that is below this process; several times, as who is ended may have begun another.
+# Ends all descendants of this process. It tries several times, as one of them may have started another.
 sub end_all {
     my ($signal) = @_;
     for (1 .. 20) {
@@ -76,13 +77,13 @@ sub end_all {
 }
 
 # Runs a command in a folder; its output goes to files `out` and `err` there. Returns the exit status, or -1
-# where it took too long: the command by the clock, or one of its processes in processor seconds.
+# if the command took too much wall time, or one of its processes too much processor time.
 sub run_limited {
     my ($folder, $seconds, $processor_seconds, @command) = @_;
     my $pid = fork // die "fork: $!\n";
     if (!$pid) {
         POSIX::setsid();
-        # Ranks that wait among other tests sleep at once: else they take twice the time of their work.
+        # In the test suite, ranks that wait must yield at once, or the work takes twice the time.
         my %keep = map { ($_ => $ENV{$_}) } grep { defined $ENV{$_} }
             qw(PATH LD_LIBRARY_PATH LANG OMPI_MCA_mpi_yield_when_idle);
         %ENV = (%keep, HOME => $folder, OMP_NUM_THREADS => 1, OMP_WAIT_POLICY => 'passive', NO_COLOR => 1);
@@ -90,7 +91,7 @@ sub run_limited {
         open STDIN, '<', '/dev/null';
         open STDOUT, '>', 'out' or POSIX::_exit(127);
         open STDERR, '>', 'err' or POSIX::_exit(127);
-        # processor seconds, blocks of files, no core, KiB of memory: of each process
+        # for each process: processor seconds, no core dump, blocks of a file, KiB of memory
         my $limits = "ulimit -t $processor_seconds; "
             . 'ulimit -c 0; ulimit -f 2097152; ulimit -v 16777216; exec "$@"';
         exec 'sh', '-c', $limits, 'sh', @command or POSIX::_exit(127);
@@ -104,7 +105,7 @@ sub run_limited {
         $red = some("$folder/out") =~ /\bFAIL\b/ if $printed > $seen;
         $seen = $printed;
         if (time > $until || $red) {
-            kill 'TERM', $pid;    # a launcher ends its ranks, and clears up
+            kill 'TERM', $pid;    # a launcher ends its ranks, and cleans up
             sleep 0.5;
             $status = -1;
         }
@@ -116,7 +117,7 @@ sub run_limited {
     return $signal ? 128 + $signal : $status >> 8;
 }
 
-# The first so many bytes of a file, without what is no text.
+# The beginning of a file, without colours, and with ? for bytes that are not text.
 sub some {
     my ($file) = @_;
     open my $in, '<', $file or return '';
@@ -128,17 +129,17 @@ sub some {
 
 # ---- building ----
 
-# The program keeps its name, by which it speaks of itself, and finds its text in the folder above its own.
+# The program keeps its name, which its messages contain, and finds its text in the folder above its own.
 sub program_of { return "$_[1]/bin/" . basename($_[0]->{proof}) }
 
-# For a shell: students' folders have names of any kind.
+# Quoted for a shell: a student's folder may have any name.
 sub quoted { my $text = shift; $text =~ s/'/'\\''/g; return "'$text'" }
 
-# Whether the exercise can be built here: kernels need what the emulator is made of.
+# Whether the exercise can be built here: kernels need the emulator, and it needs g++ and libboost-context.
 sub can_build { return !is_cuda($_[0]) || defined $command{'compile-cu'} }
 
-# Compiles a file in place of that of the exercise. Returns what the compiler says first, or ''. @more:
-# flags behind make's.
+# Compiles a file in place of the exercise's. Returns the compiler's first error, or ''. @more: flags that
+# follow make's.
 sub compiled {
     my ($e, $file, $folder, @more) = @_;
     my $chapter = dirname($e->{file});
@@ -153,7 +154,7 @@ sub compiled {
     return said($folder, sprintf "timeout -k 5 %d $compile $flags -c $source -o $object", 60 * patience());
 }
 
-# Links the proof with what `compiled` has made.
+# Links the proof with the object that `compiled` has made.
 sub linked {
     my ($e, $folder) = @_;
     my $is_main = $e->{proof} eq $e->{file} =~ s/\.cu?$//r;
@@ -168,7 +169,7 @@ sub linked {
     return said($folder, "$link $objects $library $libraries -o " . quoted($program));
 }
 
-# Runs a command of the build. Returns what it says first if it fails, or ''.
+# Runs a command of the build. Returns its first error if it fails, else ''.
 sub said {
     my ($folder, $command) = @_;
     my $into = quoted("$folder/build.log");
@@ -178,10 +179,10 @@ sub said {
     return (split /\n/, $log)[0] // 'the compiler ends without a word';
 }
 
-# ---- words ----
+# ---- advice ----
 
-# What usually is wrong, by the sentence that a program ends with: the first that fits. undef: of_count
-# says.
+# What is usually wrong, given the sentence that a program ends with; the first pattern that matches counts.
+# undef: of_count says it.
 my @advice = (
     [qr/^TODO in/, 'not done', 'The function, or a branch of it, still says TODO.'],
     [qr/^chunks with another sum/, 'sums',
@@ -319,7 +320,7 @@ my @advice = (
         'The gradients are right: do weights come back, and are they stepped once?'],
 );
 
-# What measured and predicted say of a count.
+# Advice for a count, from whether the measured one is above or below the predicted one.
 sub of_count {
     my ($text, $what) = @_;
     my ($predicted, $measured) = $text =~ /predicted ([\d.e+-]+).*?measured ([\d.e+-]+)/;
@@ -338,7 +339,7 @@ sub of_count {
         : "Too few $what: what is not sent, or not for each unit, micro-batch or layer?";
 }
 
-# Kind and words for the sentence that a failed run ends with.
+# The kind of failure and the advice for the sentence that a failed run ends with.
 sub advice {
     my ($e, $text) = @_;
     return ('formula', 'What was counted is right; your function predicts another figure.')
@@ -350,7 +351,7 @@ sub advice {
     return ('proof', $e->{proof} =~ /^tests.(.*)/ ? "What it demands is in tests/unit/$1.c." : '');
 }
 
-# The sentence with which a run has ended badly, '' if it passed.
+# The sentence with which a run failed, or '' if it passed.
 sub first_wrong {
     my ($e, $folder, $status, $seconds) = @_;
     my ($out, $err) = (some("$folder/out"), some("$folder/err"));
@@ -359,21 +360,21 @@ sub first_wrong {
     if ($e->{proof} =~ /^tests/) {
         return '' if $status == 0 && $out =~ /^ok/m && $out !~ /^not ok/m;
         my ($test) = $out =~ /^not ok \d+ - (.*)$/m;
-        # cmocka 1 says it behind "ERROR: " or "# ", cmocka 2 as YAML
+        # cmocka 1 prints the reason after "ERROR: " or "# ", cmocka 2 as YAML
         my ($why) = "$err\n$out" =~ /^(?:ERROR: |# *| +message: \|-\n *(?:ERROR: )?)(\S.*)$/m;
         return join ': ', grep { defined } "$program, test $test", $why if $status >= 0 && $test;
     } else {
         return '' if $status == 0 && $out =~ /^PASS \Q$program\E: /m;
         my ($fail) = $out =~ /^FAIL \Q$program\E: (.*)$/m;
-        # A kernel's counts come first; where its numbers are wrong, too, these matter more.
+        # A kernel's counts come first, but wrong numbers matter more if there are any.
         $fail = $1 if defined $fail && $out =~ /^ +FAIL: (.* is off by .*, and may be by .*)$/m;
-        # It speaks of what was measured, and of calls.
+        # "usually …" is about wrong gradients and repeated calls, and fits neither a formula nor a kernel.
         $fail =~ s/: usually .*// if defined $fail && ($e->{predicts} || is_cuda($e));
         return $fail if defined $fail;
     }
     return sprintf 'it was stopped after %.0f s', $seconds if $status == -1 && $err !~ /^\Q$program\E: /m;
     my @said = $err =~ /^\Q$program\E: (.*)$/mg;
-    # Of a deadlock every rank says where it waits, and one of them for how long.
+    # In a deadlock every rank says where it waits, and one of them for how long.
     return join('; ', sort grep { /waits/ } @said) if @said > 1 && grep { /--timeout/ } @said;
     my ($best) = (grep({ !/has died/ } @said), @said);
     return $best if defined $best;
@@ -390,7 +391,7 @@ sub record {
         advice => $advice, run => '', seconds => 0 };
 }
 
-# What can be said of a file without a compiler: a record if it need not be run, else undef.
+# Checks a file without a compiler. Returns a record if the file need not be run, else undef.
 sub unfit {
     my ($e, $file) = @_;
     my $original = content($e->{file});
@@ -438,7 +439,7 @@ sub grade {
     return $end->('pass', 'pass', $passed, '');
 }
 
-# Counts that are wrong besides: two of them.
+# Other counts that are wrong: at most two of them.
 sub others {
     my ($folder, $first) = @_;
     my @rows = some("$folder/out") =~ /^  (\S.*?)  +predicted +\S+  measured +\S+ .*FAIL$/mg;
@@ -447,14 +448,14 @@ sub others {
     return @more ? 'Also wrong: ' . join('; ', @more > 2 ? @more[0, 1] : @more) . '.' : ();
 }
 
-# Numbers that are wrong: whether they are so without accumulation, too, where a factor shows undisguised.
+# If numbers are wrong: whether they also are without accumulation, where a factor shows more plainly.
 sub one_micro_batch {
     my ($e, $folder, $run, $kind) = @_;
     return () if $kind !~ /^(?:gradients|share|norm|parameters|loss)$/;
     return () if $run !~ /--ranks/ || $run =~ /--grad-acc 1\b/;
     $run =~ s/ --grad-acc \d+//;
     my ($wrong) = proof($e, $folder, "$run --grad-acc 1");
-    # Of ZeRO, several follow.
+    # Programs of ZeRO then go on with several micro-batches.
     my ($one) = some("$folder/out") =~ /^(.*?)^With \d+ micro-batches/ms;
     $wrong = '' if defined $one && $one !~ /FAIL/;
     return 'With one micro-batch (--grad-acc 1) it passes: look at what happens between micro-batches.'
@@ -464,7 +465,7 @@ sub one_micro_batch {
         . ($wrong =~ /by this factor/ ? ' it is a plain factor' : '') . ": $usually.";
 }
 
-# One run of the proof in a folder. Returns what is wrong first, or '', and what a pass has shown.
+# Runs the proof once in a folder. Returns what is wrong first, or '', and what a pass has shown.
 sub proof {
     my ($e, $folder, $run, $seconds, $program) = @_;
     my @flags = split ' ', $run;
@@ -472,7 +473,7 @@ sub proof {
     unlink "$folder/out", "$folder/err";
     $seconds //= $most_seconds;
     $seconds = $e->{seconds} if $e->{seconds} && $e->{seconds} < $seconds;
-    my $busy = int($run =~ /--ranks/ ? 60 : 1 + $seconds);    # ranks that wait are busy, too
+    my $busy = int($run =~ /--ranks/ ? 60 : 1 + $seconds);    # ranks that wait also use the processor
     my $command = $program // program_of($e, $folder);
     my $status = run_limited($folder, $seconds * patience(), $busy, $command, @flags);
     my $wrong = first_wrong($e, $folder, $status, $seconds);
@@ -483,7 +484,7 @@ sub proof {
     return ($wrong, $shown // 'all tests pass');
 }
 
-# Whether nothing is wrong but counts, which the exercise lets go so many per cent beyond their formulas.
+# Whether only counts are wrong, and each by no more than the percentage that the exercise allows.
 sub is_within {
     my ($e, $out) = @_;
     my @wrong = grep { /\bFAIL\b/ } split /\n/, $out;

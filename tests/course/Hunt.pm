@@ -1,4 +1,4 @@
-# Hunt.pm: bug hunts. One of the bugs of tests/mutants/ is planted in a copy; its symptoms are shown.
+# Hunt.pm: bug hunts. One of the bugs from tests/mutants/ is planted in a copy, and its symptoms are shown.
 package Hunt;
 use strict;
 use warnings;
@@ -10,7 +10,8 @@ use Grade;
 use Source;
 our @EXPORT = qw(hunt answer graded_hunts bugs);
 
-# Bugs in one file that some exercise's proof runs, in an order that does not tell where they are.
+# Bugs that lie in a single file, one that some exercise's proof runs, in an order that gives no hint where
+# they are.
 sub bugs {
     my (@exercises) = @_;
     my (%proof, @all);
@@ -29,7 +30,7 @@ sub bugs {
 
 sub folder_of { return "$Grade::build/hunt/$_[0]" }
 
-# Lines of the copy that differ from the book's file: first and last.
+# The first and the last line of the copy that differ from the book's file.
 sub place_of {
     my ($file, $folder) = @_;
     my @right = split /\n/, content($file), -1;
@@ -43,7 +44,7 @@ sub place_of {
     return ($first + 1, $last > $first ? $last : $first + 1);
 }
 
-# Plants a bug in a copy and runs proofs until one is not passed. Returns the run and what it printed.
+# Plants a bug in a copy and runs proofs until one fails. Returns that run and what was wrong first.
 sub symptoms {
     my ($bug, $folder) = @_;
     remove_tree($folder);
@@ -60,13 +61,13 @@ sub symptoms {
     return ();
 }
 
-# Of what a program has printed: the rows that are wrong first, below the heading of their table and the
-# titles of its columns; nothing if it has ended before it could compare.
+# From a program's output: the first rows that are wrong, below the heading of their table and the titles of
+# its columns; nothing if the program ended before it could compare.
 sub where_it_shows {
     my @lines = split /\n/, $_[0];
     my ($first) = grep { $lines[$_] =~ /^\s.*\bFAIL\b/ } 0 .. $#lines;
     return () if !defined $first;
-    $first-- if $lines[$first] =~ /^\s+FAIL:/;    # of a kernel: what stands above it
+    $first-- if $lines[$first] =~ /^\s+FAIL:/;    # a kernel's: show the row above it
     my ($top, $end) = ($first, $first);
     $top-- while $top && $lines[$top - 1] =~ /\S/;
     $end++ while $end < $#lines && $end < $first + 7 && $lines[$end + 1] =~ /\S/;
@@ -89,7 +90,7 @@ sub hunt {
     bug_numbered($n, @all);
     prepare(@exercises);
     my $folder = abs_folder(folder_of($n));
-    # A bug that these small runs do not show gives its number to the next one that they do.
+    # If these small runs do not show bug n, the next one that they do show takes its place.
     for my $try (0 .. 9) {
         my $bug = $all[($n - 1 + $try) % @all];
         my ($run, $wrong) = symptoms($bug, $folder) or next;
@@ -110,7 +111,8 @@ sub hunt {
 
 sub abs_folder { return $_[0] =~ m{^/} ? $_[0] : Cwd::abs_path('.') . "/$_[0]" }
 
-# "pass", or "fail" with what is right about it.
+# "pass" and the answer, or "fail" and which part of the place is right; "answer" and the answer if no place
+# is given.
 sub judged {
     my ($n, $at) = @_;
     my ($name, $file, $first, $last, $bug) = split /\n/, content(folder_of($n) . '/.answer') // '';
@@ -132,7 +134,7 @@ sub answer {
     return $status eq 'fail' ? 1 : 0;
 }
 
-# A student's answers: lines "12 chapter/file.c:LINE".
+# Grades a student's answers, lines such as "12 chapter/file.c:LINE".
 sub graded_hunts {
     my ($file) = @_;
     my @results;

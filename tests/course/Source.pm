@@ -1,7 +1,7 @@
 # Source.pm: the table of exercises, and functions in C files.
 #
-# No compiler is asked where a function ends: comments, strings, characters and directives are blanked, and
-# of what is left braces are counted. The sources carry no marks.
+# Finding where a function ends takes no compiler: comments, strings, characters and directives are blanked,
+# and braces are counted in what is left. The sources carry no marks.
 package Source;
 use strict;
 use warnings;
@@ -25,7 +25,7 @@ sub store {
     close $out or die "$file: $!\n";
 }
 
-# Text in lines of at most so many columns.
+# Text wrapped at so many columns.
 sub words {
     my ($text, $columns) = @_;
     my @lines = ('');
@@ -41,8 +41,8 @@ sub words {
 my @fields = qw(file function minutes task hint read reach);
 my @optional = qw(proof then predicts seconds within);
 
-# Exercises in the order of the table: name, the fields, proof (a program below build/), run (its flags, one
-# run after the other) and then (a unit test below build/).
+# Exercises in the order of the table, each with name, the fields, proof (a program below build/), run (its
+# flags, one element for each run) and then (a unit test below build/).
 sub exercises {
     my ($table) = @_;
     my (@all, $last);
@@ -79,12 +79,12 @@ sub exercise_named {
 
 sub is_cuda { return $_[0]->{file} =~ /\.cu$/ }
 
-# What a student's file is called: the suffix is the chapter's file's.
+# The name of a student's file, with the suffix of the chapter's file.
 sub file_of { return $_[0]->{name} . (is_cuda($_[0]) ? '.cu' : '.c') }
 
-# ---- C, and C++ as kernels are written in ----
+# ---- C, and C++ as kernels use it ----
 
-# The text with all but code blanked, at the same places.
+# The text with all but code blanked out, so that positions stay the same.
 sub code_of {
     my ($text) = @_;
     my $blank = sub { my $t = shift; $t =~ s/[^\n]/ /g; $t };
@@ -93,7 +93,7 @@ sub code_of {
     return $text;
 }
 
-# Where a function is defined: begin (of its type), open and close (its braces), and its type. Else nothing.
+# Where a function is defined: begin (of its type), open and close (its braces), and its type; or undef.
 sub find_function {
     my ($text, $name) = @_;
     my $code = code_of($text);
@@ -122,7 +122,7 @@ sub with_body {
     return substr($text, 0, $f->{open}) . $body . substr($text, $f->{close} + 1);
 }
 
-# The function with TODO("…") for a body; common text of the task, in strings that C joins.
+# The text with TODO("…") as the function's body; the task is split into strings that C concatenates.
 sub stub_of {
     my ($text, $f, $task) = @_;
     s/([\\"])/\\$1/g for $task;
@@ -131,8 +131,8 @@ sub stub_of {
     return with_body($text, $f, "{\n    TODO(" . join("\n         ", @lines) . ");\n}");
 }
 
-# Whether a text begins with another, or ends with it, blanks and line ends left aside. Returns how much of
-# the text that is, or -1 and the line of the other text that is missing.
+# Whether a text begins with another one, apart from white space. Returns how much of the text that is, or -1
+# and the number of the other text's line that is missing. To compare ends, the caller reverses both.
 sub begins {
     my ($text, $with) = @_;
     my ($at, $line) = (0, 1);
@@ -146,8 +146,8 @@ sub begins {
     return ($at, $line);
 }
 
-# What a student's file has between the lines before and behind the function: the function, and helpers
-# above it. Else undef and the first line of the original that is not there.
+# What a student's file has between the lines before the function and those after it: the function, and
+# helpers above it. Else undef, the first line of the original that is missing, and its number.
 sub between {
     my ($original, $f, $mine) = @_;
     my $before = substr $original, 0, $f->{begin};

@@ -1,4 +1,4 @@
-// todo.h: TODO("…"), the body of an exercise that nobody has begun. `make grade` includes it first.
+// todo.h: TODO("…"), the body of an exercise that is not begun. `make grade` includes this file first.
 #ifndef TODO_H
 #define TODO_H
 
