@@ -1,5 +1,5 @@
-// device_cuda.h: what the CUDA back end shares between its files (device_cuda.cu, ops_cuda*.cu, gemm_*,
-// comm_nccl.c) beside device.h. C and C++ read it, and it needs no header of CUDA.
+// device_cuda.h: what the files of the CUDA back end share (device_cuda.cu, ops_cuda*.cu, gemm_*, comm_nccl*)
+// in addition to device.h. Both C and C++ include it, and it needs no CUDA header.
 #ifndef DEVICE_CUDA_H
 #define DEVICE_CUDA_H
 
@@ -9,48 +9,47 @@
 extern "C" {
 #endif
 
-// GPUs that this process sees; at least 1, else fatal.
+// The number of GPUs that this process sees; fatal if there is none.
 int device_count(void);
-// The compute stream, a cudaStream_t: all kernels, copies, allocations and releases of this rank run on
-// it, in the order of the calls. So memory may be given up while a kernel that uses it still waits its
-// turn; other streams need events.
+// The compute stream, a cudaStream_t: all kernels, copies, allocations and frees of this rank run on it, in
+// the order of the calls. So memory may be freed while a kernel that uses it is still queued; other streams
+// need events.
 void *device_stream(void);
 
-// Waits until the compute stream has done all that was asked of it, and tells what went wrong there, if
-// anything. It looks at the stream again and again, so that it can end where the stream never does:
-// between two looks it calls what device_on_wait has set (NULL: nothing), which may call fatal. NCCL's
-// errors and timeouts come out there.
+// Waits until the compute stream has finished everything queued on it, and is fatal if anything went wrong
+// there. It polls the stream, so that it can end even if the stream never does: after each look it calls
+// the function set by device_on_wait (NULL: none), which may call fatal. NCCL's errors and timeouts surface
+// there.
 void device_wait(void);
 void device_on_wait(void (*look)(void));
 
-// Uninitialised scratch for one kernel_* call, aligned to 256; it grows to the largest that was ever
-// asked for and is used again by the next call, which the stream runs after this one. No part of the
-// account.
+// Uninitialised scratch for one kernel_* call, aligned to 256 bytes. It grows to the largest size ever asked
+// for, and the next call, which the stream runs after this one, reuses it. Not counted in the account.
 void *device_scratch(size_t bytes);
 
 // ---- what kernels write for the host ----
 
-// A wrong index in device memory. The kernel that meets it reports the first one, goes on without it,
-// and the host's next wait is fatal with `sentence`, a format of (long long index, int value, long long
+// A wrong index in device memory. The kernel that finds it reports the first one and continues without it;
+// the host's next wait is then fatal with `sentence`, a format of (long long index, int value, long long
 // bound).
 typedef struct IndexFault {
     int taken;
     int value;
     int64_t index, bound;
-    const char *sentence;  // of the host
+    const char *sentence;  // in host memory
 } IndexFault;
 
 typedef struct Mailbox {
-    double sum;  // of kernel_sum and kernel_sum_squares
+    double sum;  // from kernel_sum and kernel_sum_squares
     unsigned long long rounded, underflows;  // of kernel_underflows, since the start
     IndexFault fault;
 } Mailbox;
 
 // In device memory.
 Mailbox *device_mailbox(void);
-// Waits, and copies it.
+// Waits, and returns a copy of it.
 Mailbox device_read_mailbox(void);
-// A kernel that may report was launched: the next wait shall look.
+// A kernel that may report a fault was launched: the next wait must look for one.
 void device_expect_fault(void);
 
 #ifdef __cplusplus

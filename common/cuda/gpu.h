@@ -1,15 +1,15 @@
-// gpu.h: what every .cu file includes, and the main place that asks which compiler reads it. nvcc builds
-// for a GPU; g++ builds the same sources against cuda_on_cpu.h, which runs each kernel on the CPU and
-// watches every access that it makes.
+// gpu.h: what every .cu file includes, and the main place that depends on the compiler. nvcc builds for a
+// GPU; g++ builds the same sources against cuda_on_cpu.h, which runs each kernel on the CPU and checks every
+// access that it makes.
 //
-// Kernels are plain CUDA but for three words, because g++ knows neither <<< >>> nor an array of shared
-// memory without a size:
+// Kernels are plain CUDA except for three macros, the first two because g++ knows neither <<< >>> nor arrays
+// of shared memory without a size:
 //
 //     LAUNCH((softmax<float, 256>), rows, 256, bytes, stream, y, x, columns);
 //     DYNAMIC_SHARED(float, row);     // in a kernel: float *row, the `bytes` of the launch, aligned to 16
 //     CUDA_CHECK(cudaMalloc(&p, n));  // ends the program with one sentence unless the call succeeded
 //
-// A template is named with all its arguments, and in parentheses where it has a comma.
+// A kernel template is named with all its arguments, in parentheses if they contain a comma.
 #ifndef GPU_H
 #define GPU_H
 
@@ -19,7 +19,7 @@
 
 #include <cuda_runtime.h>
 
-// The check sees a launch that could not start; what goes wrong inside a kernel comes out of a later call.
+// The check detects a launch that could not start; an error inside a kernel is returned by a later call.
 #define LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                        \
     do {                                                                                              \
         kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__);                                   \
@@ -28,12 +28,12 @@
               __LINE__, cudaGetErrorString(status_));                                                 \
     } while (0)
 
-// One array under one name for all kernels of a file: its type cannot change with them, so it is bytes.
+// All kernels of a file share one array under one name, so its type cannot differ between them: it is bytes.
 #define DYNAMIC_SHARED(type, name)                               \
     extern __shared__ __align__(16) unsigned char cuda_shared[]; \
     type *name = reinterpret_cast<type *>(cuda_shared)
 
-// Before a function of the host that computes long, on its own memory: the emulator need not watch it.
+// Marks a host function that computes for long on memory of its own: the emulator need not watch it.
 #define UNWATCHED
 
 #else

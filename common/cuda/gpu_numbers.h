@@ -1,9 +1,9 @@
-// gpu_numbers.h: numbers of 16 and 8 bits on a GPU. Not in gpu.h: nvcc takes longer to read these headers
-// than to compile most kernels that do without them.
+// gpu_numbers.h: 16-bit and 8-bit numbers on a GPU. Not part of gpu.h, because nvcc takes longer to read
+// these headers than to compile most kernels that do not need them.
 #ifndef GPU_NUMBERS_H
 #define GPU_NUMBERS_H
 
-#include "cuda/gpu.h"  // which has them already where g++ reads it
+#include "cuda/gpu.h"  // includes them itself under g++
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>

@@ -1,9 +1,9 @@
-// instructions.h: tensor cores and asynchronous copies, for which CUDA C++ has no words: PTX under nvcc
-// (compute capability 8.0 and later), and under g++ the same by the tables of the PTX ISA
-// (cuda_on_cpu_tensor.cc, cuda_on_cpu_async.inc). What 9.0 adds is in instructions_hopper.h.
+// instructions.h: instructions of the tensor cores and asynchronous copies that CUDA C++ does not offer as
+// such: PTX under nvcc (compute capability 8.0 and later), and under g++ the same, written from the tables of
+// the PTX ISA (cuda_on_cpu_tensor.cc, cuda_on_cpu_async.inc). What 9.0 adds is in instructions_hopper.h.
 //
-// Matrices lie in fragments: each lane of a warp has a few elements. Lane l of m16n8k16 has, with the two
-// 16-bit numbers of a register side by side, the one on the left in its lower half,
+// Matrices are split into fragments: each lane of a warp has a few elements. A register has two 16-bit
+// numbers, the left one in its lower half. In m16n8k16, lane l has
 //
 //     a[0]  row l / 4        columns 2 (l % 4), + 1        A (16, 16)
 //     a[1]  row l / 4 + 8    columns 2 (l % 4), + 1
@@ -16,13 +16,14 @@
 //
 // All lanes of the warp must call mma and ldmatrix together.
 //
-// power_of_2 is 2^x as the special function unit has it, in one instruction. exp2f takes four: below -126
-// it halves x and squares the result, which else is 0. It is off by 2 units in the last place at most
-// (exp2f's bound, CUDA Programming Guide), 2^-22 of the result; 2^0 is 1, and 2^-inf is 0 (PTX ISA, ex2).
-// Attention in 16 bits can do with that: before P = 2^x, x <= 0, is multiplied, it is rounded by up to 2^-8
-// of itself, or 2^-11. In the sum of a row, in f32, it stands beside a 1, to which anything below 2^-126
-// adds nothing; and lse, the logarithm of that sum and more, is off by 2^-22 at most. The emulator's is as
-// far off, now to one side and now to the other: proofs hold with it.
+// power_of_2 is 2^x in one instruction of the special function unit. exp2f takes four: for x below -126 it
+// halves x and squares the result, where power_of_2 is 0. power_of_2 is off by at most 2 units in the last
+// place (exp2f's bound, CUDA Programming Guide), 2^-22 of the result; 2^0 is 1, and 2^-inf is 0 (PTX ISA,
+// ex2). That is enough for attention in 16 bits: before P = 2^x, x <= 0, is multiplied, it is rounded, with
+// a relative error of up to 2^-8 (bf16) or 2^-11 (f16). A row's sum, in f32, contains a 1, to which
+// anything below 2^-126 adds nothing; and lse, the logarithm of that sum plus the maximum, is off by at
+// most 2^-22. The emulator's power_of_2 is as far off, in either direction, so proofs that pass there allow
+// for this error.
 #ifndef INSTRUCTIONS_H
 #define INSTRUCTIONS_H
 
@@ -61,8 +62,8 @@ __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-// Four 8 x 8 matrices of 16-bit numbers from shared memory: lanes 8 m to 8 m + 7 each point to one row of
-// matrix m, 16 bytes aligned to 16, and to[m] becomes the lane's fragment of it: row l / 4, columns
+// Loads four 8 x 8 matrices of 16-bit numbers from shared memory: lanes 8 m to 8 m + 7 each point to one
+// row of matrix m, 16 bytes aligned to 16, and to[m] becomes the lane's fragment of it: row l / 4, columns
 // 2 (l % 4) and + 1. Matrices 0 to 3 at rows 0, 8, 0, 8 and columns 0, 0, 8, 8 make an A.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -71,8 +72,8 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&to)[4], const void *row) 
                  : "memory");
 }
 
-// The same of the transposed matrices: rows 2 (l % 4) and + 1, column l / 4 of what is stored. So a B that
-// is stored by rows becomes fragments.
+// The same with the matrices transposed: rows 2 (l % 4) and + 1, column l / 4 of what is stored. This makes
+// the fragments of a B that is stored by rows.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&to)[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -80,18 +81,18 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&to)[4], const void 
                  : "memory");
 }
 
-// Begins to copy 16 bytes from device to shared memory, both aligned to 16, past the registers; zeros where
-// the source does not exist, which then is not read. They are in flight until the thread has committed them
-// to a group and waited for it; other threads may read them after a barrier behind that.
+// Starts to copy 16 bytes from device to shared memory, both aligned to 16, bypassing the registers; if the
+// source does not exist, it is not read, and zeros are written. The copy is in flight until the thread has
+// committed it to a group and waited for that; other threads may read it after a further barrier.
 __device__ __forceinline__ void cp_async(void *shared, const void *global, bool exists) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                  :
                  : "r"(shared_address(shared)), "l"(__cvta_generic_to_global(global)), "r"(exists ? 16 : 0)
                  : "memory");
 }
-// What the thread has begun to copy since its last commit becomes a group, which may be empty.
+// The copies that the thread has started since its last commit become a group, which may be empty.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for all of the thread's groups but the PENDING that it has committed last.
+// Waits for all of the thread's groups except the PENDING most recent ones.
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

@@ -1,14 +1,15 @@
 // instructions_hopper.h: what compute capability 9.0 adds to instructions.h: copies of whole tiles (TMA),
-// barriers that count arrivals and bytes (mbarrier), and products of a warpgroup (wgmma). PTX under nvcc,
-// for sm_90a alone (code for other GPUs traps); under g++ the same by the PTX ISA
-// (cuda_on_cpu_mbarrier.inc, cuda_on_cpu_wgmma.cc), which names what is missing: a fence, a commit, a wait,
-// bytes that nobody expects.
+// barriers that count arrivals and bytes (mbarrier), and products of a warpgroup (wgmma). PTX under nvcc, for
+// sm_90a only (code for other GPUs traps); under g++ the same, written from the PTX ISA
+// (cuda_on_cpu_mbarrier.inc, cuda_on_cpu_wgmma.cc), which reports what a kernel misses: a fence, a commit, a
+// wait, or bytes that arrive and were not expected.
 //
 // A tile is rows of 128 bytes. TMA swizzles it on its way into shared memory, and wgmma undoes that:
 //
 //     address of 16 bytes    bits 4 to 6 ^= bits 7 to 9        chunk c of row r is at c ^ (r mod 8)
 //
-// so that 8 rows, or 8 chunks of a row, lie in different banks. Tiles begin at multiples of 1024 bytes.
+// so that chunk c of 8 rows, or the 8 chunks of a row, lie in different banks. Tiles begin at multiples of
+// 1024 bytes.
 //
 // wgmma multiplies A (64, K) by B (K, N) for the four warps of a warpgroup; the first warp's number is a
 // multiple of 4. K numbers are 32 bytes: 16 of 16 bits, or 32 of e4m3. Warp w has rows 16 w to 16 w + 15 of
@@ -17,13 +18,14 @@
 //     d[4 j], d[4 j + 1]        row l / 4        columns 8 j + 2 (l % 4), + 1
 //     d[4 j + 2], d[4 j + 3]    row l / 4 + 8    the same
 //
-// and of A, where it comes from registers, the a[0] to a[3] of mma_m16n8k16 (instructions.h); of e4m3, four
-// to a register, the first in its lowest byte,
+// If A comes from registers, the lane has the a[0] to a[3] of mma_m16n8k16 (instructions.h); in e4m3, with
+// four numbers to a register, the first in its lowest byte, it has
 //
 //     a[0], a[2]    row l / 4        columns 4 (l % 4) to + 3, and 16 further
 //     a[1], a[3]    row l / 4 + 8    the same
 //
-// so that what a lane has of D is not what it needs of the A of the next product, as it is with 16 bits.
+// With 16-bit numbers, a lane's elements of D are those it needs of A in the next product; in e4m3 they are
+// not.
 #ifndef INSTRUCTIONS_HOPPER_H
 #define INSTRUCTIONS_HOPPER_H
 
@@ -31,17 +33,17 @@
 
 enum { TILE_ROW = 128, TILE_ALIGNMENT = 1024 };  // bytes
 
-// In shared memory, for mbarrier_* alone.
+// In shared memory; only mbarrier_* may access it.
 typedef uint64_t Mbarrier;
 
-// How an operand of wgmma lies in its tile. K_MAJOR: a row of the tile has 128 bytes of numbers of k, and
-// there is one for each row of A or column of B. MN_MAJOR: a row of the tile has 64 rows of A or columns of
-// B, and there is one for each k; what is wider is several tiles. Numbers of 8 bits must be K_MAJOR.
+// How an operand of wgmma is laid out in its tile. K_MAJOR: each row of A or column of B is a row of the
+// tile, with 128 bytes along k. MN_MAJOR: each k is a row of the tile, with 64 rows of A or columns of B; a
+// wider operand takes several tiles. 8-bit numbers must be K_MAJOR.
 enum Major { K_MAJOR, MN_MAJOR };
 #define NEED_MAJORS(T, A, B) \
     static_assert(sizeof(T) == 2 || (A == K_MAJOR && B == K_MAJOR), "8-bit operands have rows along k")
 
-// Where tiles can begin in dynamic shared memory, of which up to TILE_ALIGNMENT - 16 bytes are left out.
+// Where tiles can begin in dynamic shared memory: up to TILE_ALIGNMENT - 16 bytes at its start are skipped.
 __device__ static inline char *first_tile(char *memory) {
     return memory + (-(uintptr_t)memory & (TILE_ALIGNMENT - 1));
 }
@@ -60,20 +62,20 @@ typedef CUtensorMap TensorMap;
 
 // ---- mbarrier ----
 
-// A phase ends when `arrivals` threads have arrived and all bytes that it expects have come; the next
-// begins with it. One thread calls this, then fence_proxy_async; the others use it behind a __syncthreads.
+// A phase ends when `arrivals` threads have arrived and all bytes that it expects have come; then the next
+// begins. One thread calls this, then fence_proxy_async; the others may use it after a __syncthreads.
 __device__ __forceinline__ void mbarrier_init(Mbarrier *b, uint32_t arrivals) {
     HOPPER_ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals)
                : "memory");
 }
 
-// What this thread has done comes before what those do who wait for the phase.
+// What this thread did before is visible to threads that have waited for the phase.
 __device__ __forceinline__ void mbarrier_arrive(Mbarrier *b) {
     HOPPER_ASM("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
 
-// The phase also waits for so many bytes, below 2^20, of copies. Before they are told of, it could end
-// without them.
+// Arrives, and makes the phase wait for so many bytes of copies, below 2^20. The phase could end without
+// bytes that it does not yet expect.
 __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier *b, uint32_t bytes) {
     HOPPER_ASM(
         "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)),
@@ -81,9 +83,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier *b, uint32_t byt
         : "memory");
 }
 
-// Waits until the phase of this parity has ended: phases alternate between 0 and 1, from 0 on. Before the
-// first has ended, the one of parity 1 counts as ended. The next phase must not end before this returns: it
-// would wait for the one after.
+// Waits until the phase of this parity has ended: phases alternate between 0 and 1, starting with 0. Before
+// the first one has ended, the phase of parity 1 counts as ended. The next phase must not end before this
+// returns, or it waits for the one after that.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier *b, uint32_t parity) {
     for (uint32_t done = 0; !done;)
         HOPPER_ASM(
@@ -95,21 +97,21 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier *b, uint32_t parity) {
             : "memory");
 }
 
-// What this thread has written to shared memory, by plain stores or mbarrier_init, before what TMA and
-// wgmma do with it behind the next barrier.
+// Orders this thread's writes to shared memory, by plain stores or mbarrier_init, before what TMA and wgmma
+// do there after the next barrier.
 __device__ __forceinline__ void fence_proxy_async() {
     HOPPER_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A __syncthreads of `threads` threads of the block, whole warps; id: 1 to 15.
+// A __syncthreads of only `threads` threads of the block, in whole warps; id: 1 to 15.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
     HOPPER_ASM("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // ---- TMA ----
 
-// Begins to copy the box of the map whose first element is (row, column), which may lie outside: zeros are
-// where the matrix is not. One thread calls this; all bytes of the box count at the mbarrier as they come.
+// Starts to copy the map's box whose first element is (row, column); outside the matrix the box is filled
+// with zeros. One thread calls this; all bytes of the box count at the mbarrier as they arrive.
 __device__ __forceinline__ void tma_load(void *tile, const TensorMap *map, int row, int column,
                                          Mbarrier *b) {
     HOPPER_ASM(
@@ -118,7 +120,7 @@ __device__ __forceinline__ void tma_load(void *tile, const TensorMap *map, int r
         "l"(map), "r"(column), "r"(row), "r"(shared_address(b))
         : "memory");
 }
-// The same of one sample, of a map that has several. Rows of the next sample are not there: zeros.
+// The same for one sample of a map with several. Rows beyond the sample are zeros, not the next sample's.
 __device__ __forceinline__ void tma_load(void *tile, const TensorMap *map, int sample, int row, int column,
                                          Mbarrier *b) {
     HOPPER_ASM(
@@ -130,9 +132,10 @@ __device__ __forceinline__ void tma_load(void *tile, const TensorMap *map, int s
 
 // ---- registers ----
 
-// A warpgroup gives registers back, or takes what others gave; each thread then has REGISTERS, a multiple
-// of 8 from 24 to 256. Who takes more than others give waits for ever. The kernel's __launch_bounds__ must
-// say how many blocks fit: one, to which all of a multiprocessor's registers belong.
+// A warpgroup gives up registers, or takes those that others gave up; each of its threads then has
+// REGISTERS, a multiple of 8 from 24 to 256. A warpgroup that takes more than others give up waits for
+// ever. The kernel's __launch_bounds__ must say that one block fits, to which all of a multiprocessor's
+// registers belong.
 template <int REGISTERS>
 __device__ __forceinline__ void registers_give() {
     HOPPER_ASM("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -144,20 +147,20 @@ __device__ __forceinline__ void registers_take() {
 
 // ---- wgmma ----
 
-// Before the first wgmma of a group: what the threads did with the registers of D and A is done.
+// Must come before the first wgmma of a group: orders the threads' accesses to the registers of D and A.
 __device__ __forceinline__ void wgmma_fence() { HOPPER_ASM("wgmma.fence.sync.aligned;" ::: "memory"); }
-// What the warp has begun to multiply since its last commit becomes a group.
+// The products that the warp has started since its last commit become a group.
 __device__ __forceinline__ void wgmma_commit() {
     HOPPER_ASM("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits for all of the warp's groups but the PENDING that it has committed last. Until then nobody may
-// touch D, the registers of A, or the tiles.
+// Waits for all of the warp's groups except the PENDING most recent ones. Until then nothing may touch D, the
+// registers of A, or the tiles.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
     HOPPER_ASM("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// The same, and the compiler, which sees that wgmma has d as its result and not when, reads none of it
-// sooner.
+// The same; it also keeps the compiler, which sees that d is a result of wgmma but not when it is there, from
+// reading d any sooner.
 template <int PENDING, int COUNT>
 __device__ __forceinline__ void wgmma_wait(float (&d)[COUNT]) {
     wgmma_wait<PENDING>();
@@ -165,16 +168,16 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[COUNT]) {
     for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// An operand that begins at `at`, in a tile with the 128-byte swizzle. Of MN_MAJOR, `next` bytes lie
-// between tiles of 64 columns; of K_MAJOR, it has no meaning. In a tile, the next product's part begins
-// 32 bytes further of K_MAJOR, and 16 rows of MN_MAJOR.
+// An operand that begins at `at`, in a tile with the 128-byte swizzle. MN_MAJOR: tiles of 64 columns are
+// `next` bytes apart; K_MAJOR: `next` has no meaning. Within a tile, the next product's part begins 32
+// bytes further on (K_MAJOR), or 16 rows further on (MN_MAJOR).
 __device__ __forceinline__ uint64_t wgmma_operand(const void *at, uint32_t next) {
     return (uint64_t)(shared_address(at) >> 4 & 0x3fff) | (uint64_t)(next >> 4) << 16 |
            (uint64_t)(TILE_ALIGNMENT >> 4) << 32 | 1ull << 62;
 }
 
-// d = A B, or d += A B if `add`: of A and B of T (__nv_bfloat16, __half, __nv_fp8_e4m3), both in shared
-// memory, or A in registers. N: 64, 128 or 256. 2048 N FLOPs, of 8-bit numbers twice as many.
+// d = A B, or d += A B if `add`. A and B are of T (__nv_bfloat16, __half, __nv_fp8_e4m3), both in shared
+// memory, or A in registers. N: 64, 128 or 256. 2048 N FLOPs; with 8-bit numbers twice as many.
 template <class T, int N, Major A, Major B>
 struct Wgmma;
 
@@ -195,7 +198,7 @@ struct Wgmma;
 #define SUMS_64    SUMS_32, SUMS_16(32), SUMS_16(48)
 #define SUMS_128   SUMS_64, SUMS_16(64), SUMS_16(80), SUMS_16(96), SUMS_16(112)
 
-// A0 on: the numbers of the operands behind the sums; MAJORS, MAJOR_B: which of them are majors.
+// From A0 on: the numbers of the operands that follow the sums; MAJORS, MAJOR_B: which of them are majors.
 #define WGMMA_OF(T, type, K, N, COUNT, A0, A1, A2, A3, A4, A5, A6, MAJORS, MAJOR_B)                       \
     template <Major A, Major B>                                                                           \
     struct Wgmma<T, N, A, B> {                                                                            \
@@ -253,9 +256,9 @@ __device__ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4],
 // A matrix in device memory, and the box that one copy takes of it.
 struct TensorMap {
     const char *matrix;
-    int64_t rows, row_bytes, pitch;  // bytes of a row, and from one to the next
+    int64_t rows, row_bytes, pitch;  // row_bytes in a row; rows are `pitch` bytes apart
     int box_rows, element;           // bytes of an element
-    int samples;                     // matrices one behind the other; 0: one, of two dimensions
+    int samples;                     // consecutive matrices; 0: one, with two dimensions
 };
 
 void cuda_mbarrier_init(Mbarrier *b, uint32_t arrivals, const char *file, int line);
@@ -263,7 +266,7 @@ void cuda_mbarrier_arrive(Mbarrier *b, uint32_t bytes, const char *file, int lin
 void cuda_mbarrier_wait(Mbarrier *b, uint32_t parity, const char *file, int line);
 void cuda_named_barrier(int id, int threads, const char *file, int line);
 void cuda_fence_proxy_async(void);
-enum { NO_SAMPLE = INT32_MIN };  // of a map of two dimensions
+enum { NO_SAMPLE = INT32_MIN };  // for a map of two dimensions
 void cuda_tma_load(void *tile, const TensorMap *map, int sample, int row, int column, Mbarrier *b,
                    const char *file, int line);
 
@@ -276,7 +279,7 @@ struct CudaWgmma {
     Major major_a, major_b;
     bool add;
     float (*widen)(uint16_t);
-    int bytes;  // of a number
+    int bytes;  // bytes of a number
     const void *site;
 };
 uint64_t cuda_wgmma_operand(const void *at, uint32_t next);
@@ -355,7 +358,7 @@ __forceinline__ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b
 // ---- host code ----
 
 #ifdef __CUDACC__
-// The driver's own function, which no library links. It is asked for once: maps are made at each launch.
+// A function of the driver, which no library exports. It is looked up only once, as every launch makes maps.
 static inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     static void *encode = NULL;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSuccess;
@@ -363,7 +366,7 @@ static inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     if (!encode)
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000,
                                                     cudaEnableDefault, &found));
-#else  // which 13.0 no longer has
+#else  // removed in CUDA 13.0
     if (!encode)
         CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encode, cudaEnableDefault, &found));
 #endif
@@ -373,9 +376,9 @@ static inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
 }
 #endif
 
-// A matrix of T, rows by columns, whose rows are `pitch` elements apart, for boxes of box_rows rows and as
-// many columns as 128 bytes hold. A kernel takes it as a `const __grid_constant__ TensorMap`. With samples,
-// there are so many such matrices, one behind the other.
+// A map of a matrix of T, rows by columns, whose rows are `pitch` elements apart, for boxes of box_rows
+// rows and as many columns as 128 bytes hold. A kernel takes it as a `const __grid_constant__ TensorMap`.
+// `samples` is the number of such matrices, one after another.
 template <class T>
 TensorMap tensor_map(const T *matrix, int64_t rows, int64_t columns, int64_t pitch, int box_rows,
                      int64_t samples = 0) {

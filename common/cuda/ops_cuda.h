@@ -1,14 +1,14 @@
 // ops_cuda.h: what the kernels of ops_cuda*.cu have in common: types, loads of 16 bytes, sums over a
 // block, launches.
 //
-// A kernel that is bound by memory is fast when each thread moves 16 bytes at a time and enough of them
-// are under way. So a thread works on a pack: N elements that follow each other, of which the narrowest
-// array's make 16 bytes. Where a view begins at an odd element, or a row has an odd length, it takes
-// the elements one by one.
+// A memory-bound kernel is fast if each thread moves 16 bytes at a time and enough of these loads are in
+// flight. So a thread works on a pack: N consecutive elements, which take 16 bytes in the array of the
+// narrowest type. If a view begins at an odd element, or a row has an odd length, it takes the elements one
+// by one.
 //
-// Three rules keep it reproducible, as on the CPU: no atomics but on whole numbers; no sum whose order
-// depends on the GPU; and no sum whose order depends on where an array begins: which elements a thread
-// sums is the same whether it loads them in packs or one by one.
+// Three rules keep results reproducible, as on the CPU: atomics only on integers; no sum whose order
+// depends on the GPU; and no sum whose order depends on where an array begins: a thread sums the same
+// elements whether it loads them in packs or one by one.
 #ifndef OPS_CUDA_H
 #define OPS_CUDA_H
 
@@ -23,14 +23,14 @@
 
 constexpr int64_t WARP = 32;
 constexpr int64_t PACK_BYTES = 16;
-// Of a block; small arrays take fewer.
+// Threads per block; small arrays take fewer.
 constexpr int64_t MOST_THREADS = 256;
-// Of an elementwise kernel; its threads go round as often as it takes.
+// Blocks of an elementwise kernel, whose threads loop as often as necessary.
 constexpr int64_t MOST_BLOCKS = 1 << 14;
-// That a thread asks for before it computes with the first of them: with fewer, not enough would be
-// under way to fill the time that memory takes to answer.
+// Bytes that a thread loads before it computes with the first of them: with fewer in flight, the latency of
+// memory would not be hidden.
 constexpr int BYTES_AHEAD = 64;
-// Of shared memory that a block may hold rows in: it gets 48 KiB without asking, and sums take the rest.
+// Shared memory of a block in which rows may be held: it gets 48 KiB without asking, and sums take the rest.
 constexpr int64_t SHARED_BYTES = 47 * 1024;
 
 static inline cudaStream_t stream() { return static_cast<cudaStream_t>(device_stream()); }
@@ -38,7 +38,7 @@ static inline cudaStream_t stream() { return static_cast<cudaStream_t>(device_st
 __host__ __device__ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 __host__ __device__ static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Threads of a block for `items` of work: whole warps, since a block's sums take whole warps.
+// Threads per block for `items` pieces of work: whole warps, as over_block needs them.
 static inline unsigned threads_for(int64_t items) {
     return (unsigned)(least(ceil_div(items > 0 ? items : 1, WARP) * WARP, MOST_THREADS));
 }
@@ -52,7 +52,7 @@ static inline unsigned blocks_for(const char *op, int64_t rows) {
 
 // ---- storage and arithmetic ----
 
-// f64 is computed in f64, all else in f32.
+// f64 is computed in f64, everything else in f32.
 template <class T>
 struct ArithmeticOf {
     typedef float Type;
@@ -69,7 +69,7 @@ __device__ inline float wide(float x) { return x; }
 __device__ inline float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ inline float wide(__half x) { return __half2float(x); }
 
-// Rounded to nearest, ties to even; f64 goes to 16 bits by way of f32.
+// Rounds to nearest, ties to even; f64 is rounded to 16 bits by way of f32.
 template <class T>
 __device__ inline T narrow(float x) {
     return T(x);
@@ -91,9 +91,9 @@ __device__ inline __half narrow<__half>(float x) {
     return __float2half_rn(x);
 }
 
-// For results that are rounded to 16 bits, of type T: the GPU's own approximations, good to about 21
-// bits, at a fraction of the instructions; without them the exponentials, not the memory, would set the
-// pace of 16-bit rows.
+// If results are rounded to a 16-bit type T, these are the GPU's own approximations, good to about 21 bits,
+// in a fraction of the instructions; without them 16-bit rows would be bound by the exponentials instead of
+// memory.
 template <class T>
 __device__ inline Arithmetic<T> exp_for(Arithmetic<T> x) {
     if constexpr (sizeof(T) == 2) return __expf(x);
@@ -105,7 +105,7 @@ __device__ inline Arithmetic<T> quotient_for(Arithmetic<T> x, Arithmetic<T> y) {
     else return x / y;
 }
 
-// Calls f with a value of the type that dtype stores; its value says nothing.
+// Calls f with an argument of the type that dtype stores; only its type matters.
 template <class F>
 static inline void by_dtype(DType dtype, F f) {
     switch (dtype) {
@@ -129,7 +129,7 @@ struct alignas(N == 1 ? alignof(T) : PACK_BYTES) Pack {
     T x[N];
 };
 
-// Elements of which the narrowest of these types make 16 bytes.
+// As many elements as fill 16 bytes in the narrowest of these types.
 template <class... T>
 constexpr int pack_of = (int)PACK_BYTES / (int)std::min({sizeof(T)...});
 
@@ -161,12 +161,12 @@ __device__ inline void store(T *to, const Pack<T, N> &pack) {
 __host__ __device__ static inline bool is_aligned(const void *address) {
     return (uintptr_t)address % PACK_BYTES == 0;
 }
-// Whether all of these arrays can be read and written in packs; those that do not exist can.
+// Whether all of these arrays can be read and written in packs; NULL can.
 template <class... T>
 static inline bool all_aligned(T... arrays) {
     return (is_aligned(arrays) && ...);
 }
-// ... and whether that holds for each row of `columns` elements.
+// … and whether each row of `columns` elements can.
 template <class T>
 static inline bool rows_aligned(const T *first, int64_t columns) {
     return is_aligned(first) && columns * (int64_t)sizeof(T) % PACK_BYTES == 0;
@@ -195,7 +195,7 @@ __global__ void each_element(Body body, int64_t count, bool packs) {
         body.template write<1>(i, body.template read<1>(i));
 }
 
-// packs: whether the arrays let it go N elements at a time.
+// packs: whether the arrays can be processed N elements at a time.
 template <int N, class Body>
 static inline void for_each(int64_t count, bool packs, Body body) {
     constexpr int AHEAD = std::max(1, BYTES_AHEAD / (int)sizeof(typename Body::template In<N>));
@@ -226,7 +226,7 @@ __device__ inline void store_of_row(T *row, int64_t i, int64_t count, bool packs
         if (i * N + j < count) row[i * N + j] = pack.x[j];
 }
 
-// Packs that a thread loads before it works on the first, and threads for a row with so many packs.
+// The packs that a thread loads before it works on the first, and the threads for a row of `count` elements.
 template <int N, class T>
 constexpr int packs_ahead = std::max(1, BYTES_AHEAD / (int)sizeof(Pack<T, N>));
 template <class T, int N = pack_of<T>>
@@ -250,8 +250,8 @@ __device__ inline void each_pack(const T *row, int64_t count, bool packs, T beyo
     for (; i * N < count; i += step) f(i, load_of_row<N>(row, i, count, packs, beyond));
 }
 
-// A row that the block reads twice. Its first `room` packs wait in shared memory, each for the thread
-// that read it, so there is no barrier; the others are read again.
+// A row that the block reads twice. Its first `room` packs are kept in shared memory, each for the thread
+// that loaded it, so no barrier is needed; the others are loaded again.
 template <int N, class T>
 struct HeldRow {
     const T *row;
@@ -288,8 +288,9 @@ __device__ inline A from_lane(A x, int lanes) {
     return __shfl_xor_sync(0xffffffff, x, lanes);
 }
 
-// What all threads of the block hold, joined two by two: a sum, say. Each gets the same bits, which
-// depend on the number of threads alone. `join` takes what lower threads hold first.
+// Combines the values of all threads of the block pairwise, into a sum, for example. Every thread gets the
+// same bits; the order, and so the bits, depends only on the number of threads. The first argument of
+// `join` is the value of the lower threads.
 template <class A, class Join>
 __device__ inline A over_block(A x, Join join) {
     __shared__ A of_warp[WARP];
@@ -300,7 +301,7 @@ __device__ inline A over_block(A x, Join join) {
     }
     const unsigned warps = blockDim.x / WARP;
     if (warps == 1) return x;
-    __syncthreads();  // nobody still reads what the last call left
+    __syncthreads();  // the last call's values have all been read
     if (threadIdx.x % WARP == 0) of_warp[threadIdx.x / WARP] = x;
     __syncthreads();
     x = of_warp[0];
@@ -308,7 +309,7 @@ __device__ inline A over_block(A x, Join join) {
     return x;
 }
 
-// What a thread has rounded to f16: numbers that were not zero, and those of them that are now.
+// Counts of what a thread has rounded to f16: numbers that were not zero, and those of them that became zero.
 struct Underflows {
     unsigned all = 0, lost = 0;
 
@@ -318,7 +319,7 @@ struct Underflows {
         if (std::is_same<T, __half>::value && x != 0) all++, lost += wide(y) == 0;
         return y;
     }
-    // All threads of the block.
+    // To be called by all threads of the block.
     template <class T>
     __device__ void tell(Mailbox *mailbox) const {
         if (!std::is_same<T, __half>::value) return;
@@ -329,22 +330,21 @@ struct Underflows {
     }
 };
 
-// Maximum of some numbers, and the sum of their e^(x - max): what a softmax needs to know of a row, in
-// one pass.
+// The maximum of some numbers, and the sum of their e^(x - max): what a softmax needs of a row, in one pass.
 template <class T>
 struct Exponentials {
     typedef Arithmetic<T> A;
     A max, sum;
 
     __device__ static Exponentials none() { return {-INFINITY, 0}; }
-    // To subtract in place of a maximum: where all was -infinity so far, that would make NaN of it.
+    // What to subtract instead of the maximum: if everything so far was -infinity, that would give NaN.
     __device__ static A shift(A max) { return max == -INFINITY ? 0 : max; }
 
     template <int N>
     __device__ void add(const A (&x)[N]) {
         A larger = max;
         for (int j = 0; j < N; j++)
-            larger = larger < x[j] ? x[j] : larger;  // passes over NaN; the sum does not
+            larger = larger < x[j] ? x[j] : larger;  // skips NaN; the sum does not
         const A by = shift(larger);
         if (max < larger) sum *= exp_for<T>(max - by);
         max = larger;
@@ -365,7 +365,7 @@ __device__ inline Exponentials<T> from_lane(Exponentials<T> x, int lanes) {
     return {from_lane(x.max, lanes), from_lane(x.sum, lanes)};
 }
 
-// ---- indices in device memory: a wrong one must not get further than the kernel that reads it ----
+// ---- indices in device memory: a kernel that reads a wrong one must not use it ----
 
 struct IndexCheck {
     IndexFault *fault;
@@ -373,7 +373,7 @@ struct IndexCheck {
     const char *sentence;
 
     __device__ bool holds(int value) const { return value >= 0 && value < bound; }
-    // Number `index` of the array does not hold: the host is told of the first.
+    // Element `index` of the array is out of range: reports it to the host if it is the first.
     __device__ void tell(int value, int64_t index) const {
         if (atomicCAS(&fault->taken, 0, 1) != 0) return;
         fault->value = value;
@@ -383,7 +383,7 @@ struct IndexCheck {
     }
 };
 
-// For a launch: indices must be in [0, bound), else `sentence` is fatal (device_cuda.h: IndexFault).
+// For a launch: an index outside [0, bound) is fatal with `sentence` (device_cuda.h: IndexFault).
 static inline IndexCheck check_index(int64_t bound, const char *sentence) {
     device_expect_fault();
     return {&device_mailbox()->fault, bound, sentence};
