@@ -1,17 +1,17 @@
-# cuda.mk: how the CUDA sources are made: the back end of common/cuda where OPS or COMM ask for it, and the
+# cuda.mk: how the CUDA sources are built: the back end in common/cuda if OPS or COMM asks for it, and the
 # chapters' own programs, 0*_*/*.cu, always.
 #
 # OPS=cuda         *.cu through nvcc: machine code for the GPUs of CUDA_ARCH, PTX of CUDA_PTX for later ones
 # OPS=cuda-on-cpu  the same files as C++, through g++ and cuda_on_cpu.h, for tests on machines without a GPU
-# OPS=cpu          so are the chapters' programs alone, which launch kernels themselves
+# OPS=cpu          only the chapters' programs, which launch kernels themselves, also as C++
 
-# What is missing is told to those who build, in one sentence; help, clean and the checks go without.
+# A build reports in one sentence what is missing; help, clean and the checks do not need it.
 building := $(filter-out help run test mutants gpu-check clean,$(or $(MAKECMDGOALS),help))
 refuse    = $(if $(building),$(error $(1)))
 first     = $(firstword $(wildcard $(1)))
-# /usr/include is where compilers look anyhow, and must stay last in their list.
+# Compilers search /usr/include anyway, and it must stay last in their list.
 includes  = $(patsubst %,-isystem %/include,$(filter-out /usr,$(sort $(1))))
-# A library by its folder: toolkits have lib64/, packages of Python lib/, with a version in the file's name.
+# Finds a library by its folder: toolkits have lib64/, Python packages lib/, with a version in the file name.
 library   = $(call first,$(foreach home,$(1),$(foreach dir,lib64 lib targets/*/lib lib/$(MULTIARCH),\
             $(home)/$(dir)/$(2).so $(home)/$(dir)/$(2).so.[0-9]*)))
 
@@ -23,13 +23,13 @@ LINK := $(CXX)
 cuda_sources := common/cuda/device_cuda.cu common/cuda/gemm_cublaslt.cu \
                 $(sort $(wildcard common/cuda/ops_cuda*.cu 07_kernels/book_*.cu))
 endif
-# Where the objects of *.cu lie: builds that differ elsewhere may share them, since nvcc takes long. Those
-# under emulation are compiled alike everywhere, and who shares C's shares them, too.
+# The folder of the objects of *.cu: builds that differ otherwise may share it, since nvcc is slow. Under
+# emulation they are compiled the same way everywhere, so builds that share the C objects share these too.
 KERNELS ?= $(OBJECTS)/lib
 
 ifeq ($(OPS),cuda)
 # ---- nvcc ----
-# nvcc itself knows where its toolkit is, also behind a wrapper on the PATH.
+# Ask nvcc itself where its toolkit is: this works even if a wrapper is on the PATH.
 CUDA_HOME   ?= $(or $(abspath \
     $(shell nvcc -dryrun -x cu /dev/null 2>&1 | sed -n 's/^\#$$ TOP=//p')),/usr/local/cuda)
 CUDA_HOME   := $(CUDA_HOME)
@@ -37,7 +37,7 @@ CUBLAS_HOME ?= $(CUDA_HOME)
 NVCC        ?= $(CUDA_HOME)/bin/nvcc
 CUDA_ARCH   ?= 80 90a
 CUDA_PTX    ?= 90
-# TMA and wgmma are in the code for 90a alone, which every GPU of 9.0 runs.
+# TMA and wgmma are only in the code for 90a, which every GPU of capability 9.0 runs.
 override CUDA_ARCH := $(patsubst 90,90a,$(CUDA_ARCH))
 NVCC_OPT    ?= -O3 -lineinfo
 cudart      := $(call library,$(CUDA_HOME) /usr,libcudart)
@@ -66,22 +66,21 @@ NVCCFLAGS    := -std=c++17 $(NVCC_OPT) -ccbin $(CXX) -Xcompiler -Wall,-Wextra \
 compile_cu   := $(NVCC) $(NVCCFLAGS) $(NVCC_SAYS)
 compile_test := $(CXX) -std=c++17 $(OPT) -Wall -Wextra -g -Icommon -I. $(call includes,$(CUDA_HOME))
 cc_tests     := $(sort $(wildcard tests/unit/test_ops_cuda*.cc))
-# Flags of a test that compiles and does not run: NVCC_SAYS for all, NVCC_BACK_END for common/, NVCC_KERNELS
-# for chapter 07 and NVCC_BOOK for what the back end takes of it, NVCC_OPT for the host's code and lines.
+# Set by a test that compiles without running: NVCC_SAYS for all, NVCC_BACK_END for common/, NVCC_KERNELS for
+# chapter 07 and NVCC_BOOK for the parts that the back end uses, NVCC_OPT for host code and line numbers.
 $(KERNELS)/common/%.o: private compile_cu += $(NVCC_BACK_END)
 $(KERNELS)/07_kernels/%.o: private compile_cu += $(NVCC_KERNELS)
 $(KERNELS)/07_kernels/book_%.cu.o: private compile_cu += $(NVCC_BOOK)
 endif
 
 ifneq ($(OPS),cuda)
-# ---- g++ ----
-# -fsanitize=thread reports each access to memory to cuda_on_cpu.cc, which is compiled without it. The
-# sanitizer's own library is not linked. -fsanitize=bounds-strict finds indices beyond the bound that an
-# array declares, -fsanitize-coverage reports each basic block, for divergence, and -fstack-clash-protection
-# has a stack that overflows meet its end. -O1: beyond it g++ joins and splits accesses. -fno-tree-sink:
-# whether g++ moves loads and arithmetic into the branch that needs them differs by version, and counts with
-# it; so the kernels say where they are. The emulator, which hears of each access, has -O3; of OPT neither
-# takes notice, so that builds can share them.
+# ---- g++ ---- -fsanitize=thread reports each memory access to cuda_on_cpu.cc, which is compiled without
+# it. The sanitizer's own library is not linked. -fsanitize=bounds-strict finds indices beyond an array's
+# declared bound, -fsanitize-coverage reports each basic block, for divergence, and -fstack-clash-protection
+# makes an overflowing stack hit its guard page. -O1: above it g++ merges and splits accesses.
+# -fno-tree-sink: whether g++ moves loads and arithmetic into the branch that needs them depends on its
+# version, and the counts would too; so they stay where the kernels have them. The emulator, which handles
+# each access, is built with -O3; both ignore OPT, so that builds can share them.
 emulator_sources  := $(sort $(wildcard common/cuda_on_cpu/cuda_on_cpu*.cc))
 ON_CPU_FLAGS      := -std=c++17 -D_GNU_SOURCE -O3 $(NATIVE) -fno-math-errno -Wall -Wextra \
                      -Wno-unknown-pragmas -g1 '-fdebug-prefix-map=$(CURDIR)=.' -Icommon -I. $(BLAS_CFLAGS)
@@ -153,8 +152,8 @@ $(BUILD)/main/tests/%.cc.o: tests/%.cc $(KERNELS)/flags-cuda
 	@mkdir -p $(@D)
 	$(call cc_compile,$(compile_test))
 
-# Tests of CUDA on the CPU do not wait for the back end's kernels: a change of its header would compile them
-# all.
+# Tests of CUDA on the CPU do not depend on the back end's kernels: a change in its header would recompile
+# them all.
 cpu_parts := $(OBJECTS)/lib/common/tensor/ops_cpu.o $(OBJECTS)/lib/common/tensor/device_cpu.o
 emulator  := $(filter %.cc.o,$(cuda_parts)) \
              $(filter $(OBJECTS)/lib/common/%.o,$(filter-out %.cu.o %.cc.o,$(parts))) $(cpu_parts)
@@ -185,8 +184,8 @@ $(of_both): $(BUILD)/tests/%: $(BUILD)/main/tests/unit/%.cc.o $(both) $(cpu_part
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) $(whole)
 
 # ---- the chapters' programs in CUDA: main, archive, and where there is no GPU the emulator ----
-# They are made for GPUs, and once without: in the usual build. One with sanitizers leaves them out, since
-# the emulator takes the place of one, and so does a machine without Boost.Context.
+# They are built for GPUs, and for the emulator only in the usual build. A build with sanitizers leaves them
+# out, as the emulator takes the place of one, and so does a build on a machine without Boost.Context.
 ifneq ($(filter cuda-nccl cuda-mpi cpu-mpiyes,$(OPS)-$(COMM)$(if $(SANITIZE),,$(fibers))),)
 cu_programs := $(patsubst %.cu,$(BUILD)/%,$(shell grep -lE '^int main\b' $(sort $(wildcard 0*_*/*.cu))))
 programs    += $(cu_programs)

@@ -1,9 +1,7 @@
-// device_cuda.cu: a GPU as the device: memory from a pool, one compute stream, and waits that cannot
-// hang.
+// device_cuda.cu: a GPU as the device: memory from a pool, one compute stream, and waits that cannot hang.
 //
-// Allocating and releasing are work on the stream, like kernels: cudaMallocAsync takes from a pool that
-// keeps what it once had from the driver, so a training step after the first asks the driver for
-// nothing.
+// Allocations and frees are queued on the stream, like kernels: cudaMallocAsync allocates from a pool that
+// keeps memory it once got from the driver, so after the first one, a training step asks the driver for none.
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,9 +11,9 @@
 #include "tensor/device.h"
 #include "tensor/tensor.h"
 
-// What goes up is copied to pinned memory first, in pieces, so that nobody waits: a ring of STAGES, of which
-// one fills while the stream still reads the others. Only where all are full does the host wait, for the
-// oldest.
+// Uploads are first copied to pinned memory, in pieces, so that the host need not wait: in a ring of
+// STAGES, one fills while the stream still reads the others. Only when all are full does the host wait, for
+// the oldest.
 enum { STAGES = 4 };
 constexpr size_t STAGE_BYTES = 1 << 20;
 
@@ -31,7 +29,7 @@ static struct {
     Mailbox *mailbox, *copy;  // on the device; on the host, pinned
     bool fault_expected = false;
     char *stage[STAGES];
-    cudaEvent_t read[STAGES];  // the stream has read all of the stage
+    cudaEvent_t read[STAGES];  // the stream has read the whole stage
     int filling = 0;
     size_t filled = 0;  // of that stage
     int64_t waits = 0;
@@ -50,7 +48,7 @@ static const char *version_text(int version) {
     return text;
 }
 
-// Every way in which a machine can fail to have a GPU for this program, each with its remedy.
+// Reports every way in which a machine can lack a GPU for this program, each with its remedy.
 static void count_devices() {
     int driver = 0, runtime = 0;
     cudaError_t status = cudaGetDeviceCount(&state.count);
@@ -89,7 +87,7 @@ static void start() {
           "kernels are for compute capability 8.0 (A100) and later, and the %s has %d.%d: `make` without "
           "OPS=cuda builds for the CPU",
           is.name, is.major, is.minor);
-    // The first question about a kernel loads the program's code, if it has some for this GPU.
+    // The first query about a kernel loads the program's code, if it has any for this GPU.
     cudaError_t status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, no_work, 32, 0);
     CHECK(status != cudaErrorNoKernelImageForDevice && status != cudaErrorInvalidDeviceFunction &&
               status != cudaErrorUnsupportedPtxVersion,
@@ -115,9 +113,10 @@ void backend_start(int local_rank, int ranks_here) {
     CHECK(!state.started, "backend_start comes after the first use of the GPU");
     state.local_rank = local_rank;
     state.ranks_here = ranks_here;
-    // A kernel of NCCL holds its place until the other ranks' has begun, and what keeps theirs back can keep
-    // all for ever: loading a kernel at its first call may wait for those that run (CUDA Programming Guide,
-    // "Lazy Loading", hazards), and streams that share one of 8 queues, the default, wait for each other.
+    // A kernel of NCCL runs until the other ranks' kernels have started too, so anything that delays those
+    // can deadlock all ranks: loading a kernel at its first call may wait for running ones (CUDA
+    // Programming Guide, "Lazy Loading", hazards), and streams that share one of the 8 default queues wait
+    // for each other.
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
 }
@@ -143,13 +142,13 @@ void *device_stream(void) {
 
 void device_on_wait(void (*look)(void)) { state.look = look; }
 
-// Until the stream has come to the event; nullptr: to its end. Whether that took a wait.
+// Waits until the stream has reached the event; nullptr: its end. Returns whether it had to wait.
 static bool poll(cudaEvent_t event) {
     cudaError_t status;
     unsigned turn = 1;
     for (; (status = event ? cudaEventQuery(event) : cudaStreamQuery(state.stream)) == cudaErrorNotReady;
          turn++) {
-        cudaGetLastError();  // else the check of the next launch takes "not ready" for an error
+        cudaGetLastError();  // or the check of the next launch would take "not ready" for an error
         if (state.look) state.look();
         if (turn % 64 == 0) sched_yield();
     }
@@ -199,7 +198,8 @@ void *backend_alloc(size_t bytes) {
     if (bytes == 0) bytes = 1;
     cudaError_t status = cudaMallocAsync(&memory, bytes, state.stream);
     if (status == cudaErrorMemoryAllocation) {
-        // Once more when everything that was given up is really free, and no longer cut as it was.
+        // Once more, after everything that was freed has gone back to the driver, so that nothing is
+        // fragmented.
         cudaGetLastError();
         device_wait();
         CUDA_CHECK(cudaMemPoolTrimTo(state.pool, 0));
@@ -217,7 +217,7 @@ void backend_free(void *memory) {
     if (memory) CUDA_CHECK(cudaFreeAsync(memory, state.stream));
 }
 
-// What was there at the start: what is freed stays in a pool of this process's own.
+// From the memory that was free at the start: what is freed later stays in this process's pool.
 int64_t backend_room(int64_t held) {
     static size_t available, total;
     start();
@@ -247,7 +247,7 @@ static void *stage(size_t bytes) {
         CUDA_CHECK(cudaEventRecord(state.read[state.filling], state.stream));
         state.filling = (state.filling + 1) % STAGES;
         state.filled = 0;
-        state.waits += poll(state.read[state.filling]);  // of an event that was never recorded: at once
+        state.waits += poll(state.read[state.filling]);  // returns at once if the event was never recorded
     }
     state.filled += bytes;
     return state.stage[state.filling] + state.filled - bytes;
@@ -267,8 +267,8 @@ void backend_to_host(void *to, const void *from, size_t bytes) {
     start();
     if (bytes == 0) return;
     if (bytes > STAGE_BYTES) {
-        // A copy to memory that is not pinned blocks inside the driver until the stream has come to it:
-        // there no look could end it, so the wait comes first.
+        // A copy to memory that is not pinned blocks inside the driver until the stream has reached it, where
+        // no check could end it. So wait first.
         device_wait();
         CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, state.stream));
         device_wait();

@@ -1,14 +1,14 @@
 // gemm_cublaslt.cu: the matrix multiplies of gemm.h by cuBLASLt.
 //
-// cuBLASLt has many kernels for one multiply and chooses among them by a heuristic, which takes longer
-// than small multiplies do. So its choice is kept for each kind of multiply: sizes, layout, dtypes, and
-// how the pointers are aligned, since a view may begin at any element. Choices follow from these alone,
-// and so do the bits. With ULTRASCALE_GEMM=timed (README.md) they do not: the heuristic's first few are
-// timed when a kind is first multiplied, and the fastest is kept.
+// cuBLASLt has many kernels for one multiply and chooses among them by a heuristic, which takes longer than
+// small multiplies do. So its choice is cached for each kind of multiply: sizes, layout, dtypes, and the
+// alignment of the pointers, since a view may begin at any element. The choice depends only on these, and
+// so do the bits of the result. With ULTRASCALE_GEMM=timed (README.md) they do not: when a kind is first
+// multiplied, the heuristic's first few choices are timed, and the fastest is kept.
 //
-// BLAS libraries count by columns: they see a row-major matrix as its transpose. So they are asked for
-// c^T = b^T a^T, in which b comes first and nothing else changes: what is stored as rows of b they take
-// as columns of b^T, transposed exactly where b was.
+// BLAS libraries are column-major: they see a row-major matrix as its transpose. So they are asked for
+// c^T = b^T a^T, in which b comes first and nothing else changes: the rows of b as stored are the columns of
+// b^T, and an operand is transposed if and only if it was before.
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,7 +22,7 @@
 #include "tests/emulation/cublaslt_on_cpu.h"
 #endif
 
-constexpr size_t MOST_WORKSPACE_BYTES = 32 << 20;  // what NVIDIA advises for Hopper
+constexpr size_t MOST_WORKSPACE_BYTES = 32 << 20;  // as NVIDIA recommends for Hopper
 constexpr size_t PLANS = 4096;                // kept; a model has some dozens
 constexpr int TIMED = 8;                      // algorithms, where they are timed
 
@@ -33,8 +33,8 @@ constexpr int TIMED = 8;                      // algorithms, where they are time
               __LINE__, cublasLtGetStatusString(status_));                                          \
     } while (0)
 
-// What a plan depends on: the product as the library sees it. Filled from zeros, so that two can be
-// compared byte by byte.
+// What a plan depends on: the product as the library sees it. Zeroed first, padding included, so that two of
+// them can be compared byte by byte.
 struct Kind {
     DType first_dtype, second_dtype, c_dtype;
     int transpose_first, transpose_second, add, fast;
@@ -42,7 +42,7 @@ struct Kind {
     int64_t m, n, k, first_ld, second_ld, c_ld, batch, first_step, second_step, c_step;
 };
 
-// ... and what it does not.
+// … and what it does not depend on.
 struct Addresses {
     const void *first, *second;
     void *c;
@@ -59,7 +59,7 @@ struct Plan {
 
 static struct {
     cublasLtHandle_t handle;
-    void *workspace;  // of as many bytes as any kernel has asked for so far
+    void *workspace;  // as large as any kernel so far has asked for
     size_t workspace_bytes;
     Plan *plans;
     size_t count;
@@ -85,15 +85,15 @@ static cudaDataType_t type_of(DType dtype) {
     }
 }
 
-// Pedantic f32: no TF32, and no emulation by 16-bit products either, whatever the environment says.
+// Pedantic f32: no TF32 and no emulation by 16-bit products, whatever the environment says.
 static cublasComputeType_t compute_of(DType dtype) {
     if (dtype == F64) return CUBLAS_COMPUTE_64F;
     return dtype == F32 ? CUBLAS_COMPUTE_32F_PEDANTIC : CUBLAS_COMPUTE_32F;
 }
 
-// Bytes, up to the 16 of the widest loads, that this address and each later matrix of the batch are a
-// multiple of. No more is told, so that the choice, and with it the bits, do not hang on where in its
-// storage a well aligned view lies.
+// The alignment in bytes, at most the 16 of the widest loads, of this address and of each later matrix of the
+// batch. The library is told no more, so that its choice, and with it the bits, do not depend on where in its
+// storage a well-aligned view lies.
 static int alignment_of(const void *address, int64_t step, int64_t batch, DType dtype) {
     uintptr_t bits = (uintptr_t)address | 16;
     if (batch > 1) bits |= (uintptr_t)step * dtype_size(dtype);
@@ -116,7 +116,7 @@ static Kind kind_of(const Gemm *g) {
     return kind;
 }
 
-// "TN": b has k in rows, which the library sees as columns, and takes transposed.
+// "TN": k is contiguous in b, so the library sees b's rows as columns, and transposes.
 static Kind kind_of(const CodesGemm *g) {
     Kind kind;
     memset(&kind, 0, sizeof kind);
@@ -158,8 +158,8 @@ static void set_scales(const Plan *plan, const Addresses &at) {
     set(plan, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, (const void *)at.second_scale);
 }
 
-// Not by cudaMalloc, which may wait for kernels that run: NCCL's wait for other ranks, and those perhaps
-// for this host.
+// Not with cudaMalloc, which may wait for running kernels: NCCL's kernels wait for other ranks, and those may
+// wait for this host.
 static void need_workspace(size_t bytes) {
     if (bytes <= state.workspace_bytes) return;
     backend_free(state.workspace);
@@ -183,8 +183,8 @@ static cublasStatus_t multiply_by(const Plan *plan, const cublasLtMatmulAlgo_t *
                           static_cast<cudaStream_t>(device_stream()));
 }
 
-// Whether algorithms are timed, as ULTRASCALE_GEMM says. Of several ranks each would choose for itself:
-// what two compute alike would differ in bits, and go apart.
+// Whether algorithms are timed, as ULTRASCALE_GEMM says. Not with several ranks: each would choose for
+// itself, so results that two ranks must both compute would differ in bits, and diverge.
 static bool are_timed() {
     const char *wanted = getenv("ULTRASCALE_GEMM");
     if (!wanted || !strcmp(wanted, "first")) return false;
@@ -197,7 +197,7 @@ static bool are_timed() {
     return true;
 }
 
-// Milliseconds that this one takes when it runs the second time.
+// Milliseconds that this algorithm takes in its second run.
 static float time_of(const Plan *plan, const cublasLtMatmulAlgo_t *algorithm, const Addresses &at, void *d,
                      const cudaEvent_t (&event)[2]) {
     float milliseconds;
@@ -211,8 +211,8 @@ static float time_of(const Plan *plan, const cublasLtMatmulAlgo_t *algorithm, co
     return milliseconds;
 }
 
-// The results go to memory of their own, since c may be added to only once. Where there is none, the first
-// is kept.
+// The results go to separate memory, since c may be added to only once. If there is none left, the first
+// algorithm is kept.
 static int fastest(const Plan *plan, const cublasLtMatmulHeuristicResult_t *found, int count,
                    const Addresses &at) {
     const Kind &kind = plan->kind;
@@ -233,7 +233,8 @@ static int fastest(const Plan *plan, const cublasLtMatmulHeuristicResult_t *foun
     return best;
 }
 
-// The heuristic's choices, of kernels that add up parts of a sum over k in these ways; how many there are.
+// The heuristic's choices among kernels that use these schemes to add up partial sums over k, and their
+// number.
 static cublasStatus_t choose(const Plan *plan, cublasLtReductionScheme_t schemes,
                              cublasLtMatmulHeuristicResult_t (&found)[TIMED], int *count) {
     const Kind &kind = plan->kind;
@@ -256,8 +257,8 @@ static cublasStatus_t choose(const Plan *plan, cublasLtReductionScheme_t schemes
     return status;
 }
 
-// Parts of a sum over k are to be added up in f32 alone: in c's dtype each is rounded. Where the library
-// has no such kernel, any is better than none. Once in a run: training goes on.
+// Partial sums over k should be added up in f32: in c's dtype each of them would be rounded. If the library
+// has no such kernel, any is better than none, and training continues. Said once in a run.
 static void say_parts_are_rounded(const Kind &kind) {
     static bool said = false;
     if (!said)
@@ -316,8 +317,7 @@ static void forget_plans() {
     state.count = 0;
 }
 
-// The plan of this kind, made if there is none: a hash table, in which the next free place takes a
-// second comer.
+// The plan for this kind, made if there is none yet, in a hash table with linear probing.
 static const Plan *plan_of(const Kind &kind, const Addresses &at) {
     uint64_t hash = 0xcbf29ce484222325;
     for (size_t i = 0; i < sizeof kind; i++)

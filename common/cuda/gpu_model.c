@@ -3,8 +3,8 @@
 
 #include <string.h>
 
-// L2: 5120 bytes a clock on an A100 (the architecture's whitepaper); none is published for an H100, and the
-// same is assumed. Clocks are those at which the published peaks of the tensor cores hold.
+// L2: 5120 bytes a clock on an A100 (the architecture's whitepaper); no figure is published for an H100, and
+// the same is assumed. Clocks are those at which the published peaks of the tensor cores hold.
 static const Gpu gpus[] = {
     {"a100", "NVIDIA A100 SXM4 80 GB", 108, 1.41e9, 2.039e12, 5120 * 1.41e9, 128, 64, 16, 2048, 64, 32,
      65536, 164 << 10, 163 << 10, "NVIDIA A100 Tensor Core GPU Architecture, 2020"},
@@ -23,10 +23,10 @@ const Gpu *gpu_find(const char *name) {
 
 enum {
     WARP = 32,
-    REGISTERS_AT_ONCE = 256,  // a warp gets multiples of it
-    WARPS_AT_ONCE = 4,        // as many warps as there are schedulers, of which each has its own registers
+    REGISTERS_AT_ONCE = 256,  // a warp gets a multiple of this
+    WARPS_AT_ONCE = 4,        // one warp per scheduler, each of which has its own registers
     SHARED_AT_ONCE = 128,
-    SHARED_RESERVED = 1024,  // of each block, for the system
+    SHARED_RESERVED = 1024,  // per block, for the system
     MOST_REGISTERS = 255
 };
 

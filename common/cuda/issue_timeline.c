@@ -8,12 +8,12 @@
 enum { WARPS = 32, LANES = 32, SCHEDULERS = 4, PASS = 128 };  // bytes of a pass
 
 typedef struct Warp {
-    const IssueStep **step;  // its own, in order
+    const IssueStep **step;  // its own steps, in order
     int64_t count, at;
     IssueStep work;   // what is left of the current step
     int64_t done_at;  // when what it has issued is done
-    // Products, in order: how many were issued, and when; those that began, and when they end. Groups: the
-    // number of products so far.
+    // Products, in order: how many were issued, and when; how many have begun, and when they end. For each
+    // group: the number of products up to its end.
     const IssueStep **product;
     int64_t issued, *issued_at, begun, *end_of;
     int64_t groups, *group_end;
@@ -23,13 +23,13 @@ typedef struct Warp {
 typedef struct Copy {
     int64_t begins;
     int phase;
-    double bytes;  // that have not come
+    double bytes;  // that have not arrived
 } Copy;
 
 typedef struct Machine {
     int64_t now;
     TensorOrder order;
-    int fma_clocks, special_clocks;              // of an instruction of a warp
+    int fma_clocks, special_clocks;              // for one instruction of a warp
     double flops_a_clock, bytes_a_clock;         // of a scheduler's tensor cores; of copies
     Warp warp[WARPS];                            // scheduler: its number mod 4
     int issued_last[SCHEDULERS], product_last[SCHEDULERS];
@@ -39,7 +39,7 @@ typedef struct Machine {
     Copy *copy;
     int64_t copies, copies_done;
     double fma_busy, special_busy, tensor_busy, shared_busy, copies_busy;  // clocks, of all schedulers
-    bool moves;  // something has happened in this clock, or will without any warp
+    bool moves;  // something has happened in this clock, or will happen without any warp
     IssueTimeline *out;
     int64_t room;
 } Machine;
@@ -59,7 +59,7 @@ static void draw(Machine *m, int line, int64_t begin, int64_t end, char letter) 
     for (int64_t t = begin; t < end; t++) m->out->lines[t][line] = letter;
 }
 
-// Of a warpgroup, its first warp is shown.
+// A warpgroup is shown by its first warp.
 static void draw_warp(Machine *m, int warp, int line, int64_t begin, int64_t end, char letter) {
     if (warp % SCHEDULERS == 0) draw(m, 2 * (warp / SCHEDULERS) + line, begin, end, letter);
 }
@@ -80,7 +80,7 @@ static int64_t pass_shared(Machine *m, double passes) {
 
 static int64_t later(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The next warp of the scheduler's behind `last` that can.
+// The scheduler's next warp, after `last`, for which `can` is true.
 static Warp *in_turn(Machine *m, int scheduler, int *last, bool can(const Machine *, int)) {
     for (int i = 1; i <= WARPS / SCHEDULERS; i++) {
         const int warp = (*last + i * SCHEDULERS) % WARPS;
@@ -119,7 +119,7 @@ static void multiply(Machine *m, int scheduler) {
 
 static bool works(const Warp *w) { return w->work.fma || w->work.special; }
 
-// Of a step of work, FMA come first.
+// In a step of work, FMAs come first.
 static bool can_issue(const Machine *m, int warp) {
     const Warp *w = &m->warp[warp];
     if (w->work.fma) return m->fma_free[warp % SCHEDULERS] <= m->now;
@@ -168,7 +168,7 @@ static bool finished(const Machine *m, const Warp *w, int pending) {
     return product == 0 || (product <= w->begun && w->end_of[product - 1] <= m->now);
 }
 
-// Whether the step could be done: all but products, which are issued, take no time themselves.
+// Whether the step was done: except for products, which must be issued, these steps take no time themselves.
 static bool step(Machine *m, Warp *w, const IssueStep *s) {
     if (s->kind == ISSUE_AWAIT) return m->missing[s->phase] == 0;
     if (s->kind == ISSUE_FINISH) return finished(m, w, s->pending);
@@ -185,7 +185,8 @@ static bool step(Machine *m, Warp *w, const IssueStep *s) {
     return true;
 }
 
-// All warps, up to what must be issued or a wait; what one does may be what another waits for.
+// Advances all warps to the next step that must be issued, or to a wait; what one warp does may end another's
+// wait.
 static void go_on(Machine *m) {
     for (bool again = true; again; m->moves |= again) {
         again = false;
@@ -274,12 +275,12 @@ IssueTimeline issue_timeline(const Gpu *gpu, TensorOrder order, IssueTape tape) 
                  .special_clocks = (int)ceil(LANES * SCHEDULERS / gpu->special_lanes),
                  .flops_a_clock = gpu->tensor_flops / SCHEDULERS,
                  .bytes_a_clock = gpu->l2_bytes / gpu->clock / gpu->multiprocessors};
-    for (int s = 0; s < SCHEDULERS; s++)  // so that the first warp comes first
+    for (int s = 0; s < SCHEDULERS; s++)  // makes the first warp come first
         m.issued_last[s] = m.product_last[s] = WARPS - SCHEDULERS + s;
     load(&m, tape);
     while (tick(&m)) {}
     t.clocks = m.now;
-    draw(&m, 0, t.clocks, t.clocks + 1, 0);  // there is a clock behind the last
+    draw(&m, 0, t.clocks, t.clocks + 1, 0);  // makes room for one clock after the last
     t.tensor = m.tensor_busy / SCHEDULERS, t.special = m.special_busy / SCHEDULERS;
     t.fma = m.fma_busy / SCHEDULERS, t.shared = m.shared_busy, t.copies = m.copies_busy;
     unload(&m);
@@ -338,9 +339,9 @@ char *issue_timeline_text(const IssueTimeline *t, int64_t from, int64_t to, int 
     return text;
 }
 
-enum { SVG_COLUMNS = 420, SVG_LINE = 13 };  // of a row; pixels of a line
+enum { SVG_COLUMNS = 420, SVG_LINE = 13 };  // columns per row; pixels per line
 
-// Returns how many spans there are, one for neighbours of the same letter.
+// Returns how many spans there are: neighbours with the same letter make one.
 static int64_t spans_of_line(Span *span, const IssueRow *row, int line, int64_t clocks) {
     const double step = (double)clocks / SVG_COLUMNS;
     int64_t count = 0;

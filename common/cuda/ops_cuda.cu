@@ -1,7 +1,7 @@
-// ops_cuda.cu: the operations on a GPU that work element by element, sums, and the matrix multiply.
-// Rows are in ops_cuda_rows.cu, attention in ops_cuda_attention.cu; ops_cuda.h has what they share.
+// ops_cuda.cu: elementwise operations on a GPU, sums, and the matrix multiply. Operations on rows are in
+// ops_cuda_rows.cu, attention in ops_cuda_attention.cu; ops_cuda.h has what they share.
 //
-// Everything here but the matrix multiply is bound by memory: each array is read and written once.
+// Everything here except the matrix multiply is memory-bound: each array is read and written once.
 #include <math.h>
 
 #include <vector>
@@ -11,7 +11,7 @@
 
 // ---- any dtype to any ----
 
-// The same bits, for what only moves.
+// Like by_dtype, and also for 8-bit codes and i32.
 template <class F>
 static void by_any_dtype(DType dtype, F f) {
     switch (dtype) {
@@ -92,7 +92,7 @@ struct Move {
     }
 };
 
-// Calls f with a value of an integer type of this many bytes.
+// Calls f with a value of an integer type with this many bytes.
 template <class F>
 static void by_size(size_t bytes, F f) {
     switch (bytes) {
@@ -177,7 +177,7 @@ struct Scale {
     }
 };
 
-// In f64 if one of the two is.
+// In f64 if either of the two is.
 template <class T, class X>
 struct Accumulate {
     T *y;
@@ -225,7 +225,7 @@ void kernel_accumulate(DType y_dtype, void *y, DType x_dtype, const void *x, int
 
 // ---- SwiGLU ----
 
-// 1 / (1 + e^-x), by an exponential that cannot overflow.
+// 1 / (1 + e^-x), with an exponential that cannot overflow.
 template <class T>
 __device__ inline Arithmetic<T> sigmoid(Arithmetic<T> x) {
     Arithmetic<T> e = exp_for<T>(x < 0 ? x : -x);
@@ -285,7 +285,7 @@ void kernel_swiglu_backward(DType dtype, void *dgate, void *dup, const void *dac
 
 // ---- reductions: a block sums a chunk in f64, then blocks sum those sums, until one is left ----
 
-constexpr int64_t SUM_CHUNK = 16384;  // elements, whatever the GPU: it decides the order of the sum
+constexpr int64_t SUM_CHUNK = 16384;  // elements, the same on every GPU: it determines the order of the sum
 
 template <class T, bool SQUARES>
 __device__ double sum_of_chunk(const T *x, int64_t count, bool packs) {
@@ -300,7 +300,7 @@ __device__ double sum_of_chunk(const T *x, int64_t count, bool packs) {
     return over_block(sum, Add());
 }
 
-// sums[chunk] = the chunk's sum; or y += factor * that of the only chunk
+// sums[chunk] = the chunk's sum; or, with a single chunk, y += factor * its sum
 template <class T, bool SQUARES, bool LAST>
 __global__ void sum_chunks(double *sums, const T *x, int64_t count, double factor, bool packs) {
     const int64_t first = (int64_t)blockIdx.x * SUM_CHUNK;
@@ -310,7 +310,7 @@ __global__ void sum_chunks(double *sums, const T *x, int64_t count, double facto
     else sums[blockIdx.x] = sum;
 }
 
-// A round: the sums of the chunks, or of the only one, which is the last round.
+// One round: the sums of all chunks; the last round has a single one.
 template <class T, bool SQUARES>
 static void launch_sum(double *y, double *sums, const T *x, int64_t count, double factor) {
     const int64_t chunks = ceil_div(count, SUM_CHUNK);
@@ -325,7 +325,7 @@ static void launch_sum(double *y, double *sums, const T *x, int64_t count, doubl
 static void add_sum(DType dtype, double *y, const void *x, int64_t count, bool squares, double factor) {
     if (count == 0) return;
     int64_t chunks = ceil_div(count, SUM_CHUNK);
-    // each round's sums stand behind the last one's
+    // each round's sums follow those of the round before
     double *sums = static_cast<double *>(device_scratch((size_t)(2 * chunks) * sizeof(double)));
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
@@ -356,13 +356,13 @@ void kernel_add_sum(DType dtype, double *y, const void *x, int64_t count, double
     add_sum(dtype, y, x, count, false, factor);
 }
 
-// ---- squares of ranges: a block for each chunk of any range, then a block for each range ----
+// ---- squares of ranges: one block for each chunk of every range, then one for each range ----
 
 struct ChunkedRange {
-    int64_t first, count, chunk;  // the range's first chunk, of those of all ranges
+    int64_t first, count, chunk;  // the range's first chunk, in the chunks of all ranges
 };
 
-// Blocks have as many threads whatever the range, so that its bits depend on its own elements alone.
+// Blocks have the same number of threads for every range, so that its bits depend only on its own elements.
 template <class T>
 __global__ void square_chunks(double *sums, const T *x, const ChunkedRange *ranges, int64_t n) {
     int64_t low = 0, high = n;  // the last range whose first chunk is this one or lies before it

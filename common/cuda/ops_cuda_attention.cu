@@ -1,32 +1,32 @@
-// ops_cuda_attention.cu: causal attention on a GPU as matrix multiplies over blocks of queries, and the
+// ops_cuda_attention.cu: causal attention on a GPU as matrix multiplies over blocks of queries, with the
 // softmax between them. Chapter 07 replaces it by one kernel that never stores a score.
 //
 //     keys ->
 //     ##......     a row of the picture is a block of QUERY_ROWS queries, of all heads of one sample
-//     ####....     # computed, of which the mask cuts the corner of the last square
-//     ######..     . skipped, and left as it was in probs
+//     ####....     # computed; the mask cuts off the corner of the last square
+//     ######..     . skipped, and unchanged in probs
 //     ########
 //
-// Scores are f32 (f64 for f64), in scratch. 16-bit tensor cores want 16-bit operands: probs are rounded
-// where they are stored, and o is a product of the rounded ones; so are the dscores of the backward
-// pass, which go into dq and dk. All sums are f32.
+// Scores are f32 (f64 for f64), in scratch. 16-bit tensor cores need 16-bit operands: probs are rounded
+// when they are stored, and o is computed from the rounded ones; likewise the dscores of backward, from
+// which dq and dk are computed. All sums are f32.
 //
-// Scratch, for one sample of s tokens, a elements for arithmetic and e for storage bytes each: heads *
-// QUERY_ROWS * s * (a + e) for scores and dscores; where query heads share key heads, 2 s h e for keys
-// and values with one head for each query head; backward 2 s h a for their gradients, which also gather
-// in place of k and v, over which they may lie.
+// Scratch in bytes, for one sample of s tokens, with elements of a bytes in arithmetic and e bytes in
+// storage: heads * QUERY_ROWS * s * (a + e) for scores and dscores; if query heads share key heads, 2 s h e
+// for keys and values with one head for each query head; in backward 2 s h a for their gradients, which are
+// summed there even if heads are not shared, because dk and dv may overlap k and v.
 #include <math.h>
 
 #include "gemm.h"
 #include "ops_cuda.h"
 
 constexpr int64_t QUERY_ROWS = 256;
-constexpr int64_t SCORE_COLUMNS = 8;  // the rows of scratch begin at multiples of this, so that packs fit
+constexpr int64_t SCORE_COLUMNS = 8;  // rows of scratch begin at multiples of this, so that packs fit
 
 // ---- softmax over the keys that a query sees, and its backward ----
 
-// Block (row, head): probs (=) of query `first` + row, from its scores. Keys behind the query, up to
-// `end`, get 0.
+// Block (row, head): probs (=) of query `first` + row, from its scores. Keys after the query, up to `end`,
+// get 0.
 template <class T>
 __global__ void softmax_rows(T *probs, const Arithmetic<T> *scores, int64_t first, int64_t end, int64_t s,
                              int64_t columns, int64_t room, bool packs) {
@@ -104,7 +104,7 @@ struct SpreadHeads {
     }
 };
 
-// out (s, heads / group, d) = the sum over the group, in order, rounded once, of in (s, heads, d)
+// out (s, heads / group, d) = in (s, heads, d) summed over each group, in order, rounded once
 template <class T>
 struct GatherHeads {
     T *out;
@@ -173,7 +173,7 @@ struct Attention {
         dk = reinterpret_cast<A *>(room + at_dk), dv = reinterpret_cast<A *>(room + at_dv);
     }
 
-    // (s, h) with a key head for each query head
+    // (s, h), with a key head for each query head
     const T *spread(T *to, const T *from) const {
         if (group == 1) return from;
         for_each<pack_of<T>>(s * h, is_aligned(to) && rows_aligned(from, d),
@@ -186,8 +186,7 @@ struct Attention {
                                 GatherHeads<T>{to, from, group, d});
     }
 
-    // One multiply for each head. Matrices of queries or keys are columns of (s, h), those of pairs
-    // apart.
+    // One multiply per head. Matrices of queries or keys are columns of (s, h); those of pairs are separate.
     enum Place { OF_TOKENS, OF_PROBS, OF_SCORES };
     int64_t columns_of(Place place) const {
         return place == OF_TOKENS ? h : place == OF_PROBS ? s : columns;
@@ -211,7 +210,7 @@ struct Attention {
         gemm(&g);
     }
 
-    // probs (heads, s, s), and o (s, h) if it is wanted
+    // probs (heads, s, s), and o (s, h) unless NULL
     void forward(T *o, T *probs, const T *q, const T *own_k, const T *own_v) const {
         const T *all_k = spread(k, own_k), *all_v = o ? spread(v, own_v) : nullptr;
         for (int64_t first = 0; first < s; first += QUERY_ROWS) {
@@ -232,8 +231,8 @@ struct Attention {
         }
     }
 
-    // Blocks go from the last, which reads all keys, to the first: so it sets dk and dv, and the others
-    // add to them. dq is written when its block no longer needs q, over which it may lie.
+    // Goes from the last block, which reads all keys, to the first: so the last sets dk and dv, and the
+    // others add to them. A block's dq is written once its q is no longer needed, as dq may overlap q.
     void backward(T *dq, T *own_dk, T *own_dv, const T *d_o, const T *q, const T *own_k, const T *own_v,
                   const T *probs) const {
         const T *all_k = spread(k, own_k), *all_v = spread(v, own_v);

@@ -1,19 +1,20 @@
-// ops_cuda_chunk.cu: attention over a part of the keys on a GPU. No score leaves the block that computes
-// it. Plain on purpose: chapter 07 makes it fast, with tensor cores and copies that run ahead.
+// ops_cuda_chunk.cu: attention over a part of the keys on a GPU. No score leaves the block that computes it.
+// Simple on purpose: chapter 07 makes it fast, with tensor cores and copies that run ahead.
 //
-// A block has some rows of its own (queries for o and dq, keys for dk and dv) and walks over the others, a
-// piece at a time through shared memory. A warp takes a row of its own, a lane one of the piece's: so the
-// lanes hold a row of scores. Then they take the columns of what the scores weigh. Each output has one
-// block, which adds in the order of the others: no atomics, and the same bits every time.
+// A block owns some rows (queries for o and dq, keys for dk and dv) and loops over the rows of the other
+// side, one piece at a time in shared memory. A warp takes one of the block's rows, and each lane one row
+// of the piece, so the lanes hold a row of scores. Then each lane takes columns of the values that the
+// scores weight. Each output belongs to one block, which adds to it in the order of the other side's rows:
+// no atomics, and the same bits every time.
 #include <math.h>
 
 #include "ops_cuda.h"
 
 constexpr int WARPS = 8;
-constexpr int MOST_ROWS = 32;  // of a block, and of a piece: a lane each
+constexpr int MOST_ROWS = 32;  // of a block, and of a piece, where each has a lane
 constexpr int ROWS_OF_WARP = MOST_ROWS / WARPS;
 
-// As attention_tile (attention_mask.h).
+// Like attention_tile (attention_mask.h).
 __device__ static inline TileState tile_state(TileBounds q, TileBounds k) {
     if (q.last_position < k.first_position || q.last_document < k.first_document ||
         k.last_document < q.first_document)
@@ -31,7 +32,7 @@ template <class A>
 __device__ static inline A warp_max(A x) {
     for (int lanes = 1; lanes < WARP; lanes *= 2) {
         const A other = __shfl_xor_sync(0xffffffff, x, lanes);
-        x = x < other ? other : x;  // passes over NaN; the sum does not
+        x = x < other ? other : x;  // skips NaN; the sum does not
     }
     return x;
 }
@@ -46,8 +47,8 @@ __device__ static inline A shift(A max) {
     return max == -INFINITY ? 0 : max;
 }
 
-// Rows of one head in shared memory. Lanes that read one column of 32 rows meet no bank twice: a row's
-// stride is odd.
+// Rows of one head in shared memory. Their stride is odd, so lanes that read the same column of 32 rows
+// have no bank conflict.
 template <class A>
 struct Rows {
     A *at;
@@ -82,9 +83,9 @@ __device__ static inline Own own_rows(int64_t block, const ChunkTokens &side, in
     return {unit / heads, unit % heads, piece / per_tile, piece * rows, end - piece * rows};
 }
 
-// Calls f(state, first, columns) for each piece of the other side of a head, [first, first + columns) of
-// its sample, whose rows of x and y, which lie `stride` apart, are in shared memory then. Leaves out the
-// tiles that are empty, by state_of(their bounds).
+// Calls f(state, first, columns) for each piece of a head's other side, [first, first + columns) of its
+// sample, with the piece's rows of x and y, which are `stride` apart, in shared memory. Skips tiles that
+// are empty according to state_of(their bounds).
 template <class T, class A, class StateOf, class F>
 __device__ static inline void each_piece(const ChunkTokens &side, int64_t sample, int64_t rows,
                                          const Rows<A> &of_x, const T *x, const Rows<A> &of_y, const T *y,
@@ -95,7 +96,7 @@ __device__ static inline void each_piece(const ChunkTokens &side, int64_t sample
         const int64_t tile_end = least((tile + 1) * ATTENTION_TILE, side.s);
         for (int64_t first = tile * ATTENTION_TILE; first < tile_end; first += rows) {
             const int64_t columns = least(rows, tile_end - first);
-            __syncthreads();  // nobody still reads the piece before
+            __syncthreads();  // all have read the previous piece
             of_x.fetch(x + first * stride, stride, columns);
             of_y.fetch(y + first * stride, stride, columns);
             __syncthreads();
@@ -117,13 +118,13 @@ __global__ void chunk_forward(Arithmetic<T> *o, Arithmetic<T> *lse, const T *q, 
     if (own.count <= 0) return;
     const Rows<A> of_q = {room, d}, acc = {of_q.row(rows), d}, of_k = {acc.row(rows), d},
                   of_v = {of_k.row(rows), d};
-    const int64_t query = own.sample * at.queries.s + own.first;  // first of the block
+    const int64_t query = own.sample * at.queries.s + own.first;  // the block's first
     const int64_t q_stride = at.heads * d, k_stride = at.kv_heads * d;
     const int64_t q_at = query * q_stride + own.head * d;
     const int64_t k_at = own.sample * at.keys.s * k_stride + own.head / (at.heads / at.kv_heads) * d;
     of_q.fetch(q + q_at, q_stride, own.count);
     acc.fetch(o + q_at, q_stride, own.count);
-    // As if one key had been seen whose score is the log-sum-exp so far, and whose value is o.
+    // As if one key had been seen so far, with the log-sum-exp as its score and o as its value.
     A max[ROWS_OF_WARP], sum[ROWS_OF_WARP];
     for (int i = 0; i < ROWS_OF_WARP; i++) {
         const int64_t row = warp + i * WARPS;
@@ -178,9 +179,9 @@ __global__ void chunk_dots(Arithmetic<T> *dots, const O *o, const T *d_o, int64_
     dots[i] = sum;
 }
 
-// What a pair of a query and a key gives:
+// The contribution of a pair of a query and a key:
 //   forward: probs = softmax(scores) along each row;  dscores = probs (dprobs - sum(probs dprobs))
-// The sum goes over all chunks: it is sum(o d_o).
+// The sum is over all chunks: it equals sum(o d_o).
 template <class A>
 struct Pair {
     A prob, dscore;
@@ -306,14 +307,14 @@ __global__ void chunk_backward_keys(Arithmetic<T> *dk, Arithmetic<T> *dv, const 
 
 // ---- launches ----
 
-// The most rows of a block of which `arrays` fit into shared memory, and its bytes.
+// The most rows of a block for which `arrays` arrays fit into shared memory, and their bytes.
 template <class A>
 struct Fit {
     int64_t rows = MOST_ROWS;
     size_t bytes;
 
     Fit(int64_t arrays, int64_t d) {
-        // What the scores of the warps take besides.
+        // The warps' scores also take some.
         const int64_t most = SHARED_BYTES - 2 * WARPS * WARP * (int64_t)sizeof(A);
         const int64_t row = arrays * (d | 1) * (int64_t)sizeof(A);
         while (rows > 1 && rows * row > most) rows /= 2;

@@ -1,7 +1,7 @@
-// ops_cuda_codes.cu: random rounding, and 8-bit codes with scales, on a GPU. Codes whose matrix has one
-// scale are multiplied by cuBLASLt, and those with scales of 128 of k by chapter 07's kernel for Hopper.
-// Others, and what these do not serve, are by the plain kernel, a thread for each element of the product,
-// with the partial sums that ops.h promises: it says what is right, and is not fast.
+// ops_cuda_codes.cu: random rounding, and 8-bit codes with scales, on a GPU. If each matrix has a single
+// scale, cuBLASLt multiplies the codes; if there is a scale for each 128 of k, chapter 07's kernel for
+// Hopper does. Everything that these two do not support goes to the plain kernel, with a thread for each
+// element of the product and the partial sums that ops.h promises: it is the reference, and is not fast.
 #include <math.h>
 
 #include "gemm.h"
@@ -49,7 +49,7 @@ void kernel_round_stochastic(uint16_t *y, const float *x, RandomPlace place, int
 
 // ---- codes ----
 
-// A matrix as the codes have it, and its tiles.
+// A matrix as its codes are stored, and its tiles.
 struct Tiling {
     int64_t rows, columns, tile_rows, tile_columns, across;
     bool transpose;
@@ -67,12 +67,12 @@ struct Tiling {
         return row / tile_rows * across + column / tile_columns;
     }
     __device__ int64_t tile(int64_t i) const { return tile(i / columns, i % columns); }
-    // Whether N that follow each other from a multiple of N on are of one tile.
+    // Whether N consecutive elements, from a multiple of N on, are always in one tile.
     bool holds_packs(int64_t n) const { return is_one() || (columns % n == 0 && tile_columns % n == 0); }
     bool is_one() const { return tile_rows >= rows && tile_columns >= columns; }
 };
 
-// The larger of the bits of two numbers without their signs is the larger number, and NaN beats all.
+// Without their signs, the number with the larger bits is the larger one, and NaN is larger than any.
 struct Larger {
     __device__ unsigned operator()(unsigned a, unsigned b) const { return a < b ? b : a; }
 };
@@ -82,9 +82,9 @@ __device__ inline unsigned size_of(A number) {
     return __float_as_uint((float)number) & 0x7fffffff;
 }
 
-// A share of a tile is a block's or, of a tile that a warp loads at once, a warp's, and has one atomic for
-// it: those on one word wait for one another. Each thread counts on the row and column of its pack: to
-// divide for them takes longer than the memory.
+// Each share of a tile belongs to a block or, if a warp can load a whole tile at once, to a warp. It takes
+// one atomic, as atomics on the same word wait for each other. Each thread increments the row and the
+// column of its pack, because divisions would take longer than memory does.
 template <int N, class T>
 __global__ void find_amax(unsigned *most, const T *x, Tiling t, int64_t shares, int64_t sharing,
                           bool by_warp) {
@@ -111,7 +111,7 @@ __global__ void find_amax(unsigned *most, const T *x, Tiling t, int64_t shares, 
             for (int k = 0; k < AHEAD; k++)
                 for (int j = 0; j < N; j++) largest = Larger()(largest, size_of(wide(in[k].x[j])));
         }
-        // Behind the last pack; only of a tile that is a row by itself.
+        // After the last pack; only in a tile that is a single row.
         for (int64_t i = t.columns / N * N + first; i < t.columns; i += sharing * threads)
             largest = Larger()(largest, size_of(wide(x[i])));
         if (by_warp)
@@ -125,7 +125,7 @@ __global__ void find_amax(unsigned *most, const T *x, Tiling t, int64_t shares, 
 constexpr int PATCH_WARPS = MOST_THREADS / WARP;  // of a block that takes 32 rows of the transpose
 constexpr int64_t PART = 128;                     // columns of a tile that share one
 
-// The same of the transpose. A lane has a row, so that a warp reads neighbours of x; a block has one of a
+// The same for the transpose. A lane has a row, so that a warp reads neighbours in x; a block has one of a
 // tile's `parts`.
 template <class T>
 __global__ void find_amax_turned(unsigned *most, const T *x, Tiling t, int64_t parts) {
@@ -168,7 +168,7 @@ __device__ inline uint8_t code_of(A x, float scale) {
     return __nv_cvt_float_to_fp8((float)x / scale, __NV_SATFINITE, KIND);
 }
 
-// In packs that do not reach into another tile, so that one looks for its scale once.
+// In packs that do not extend into another tile, so that each looks up its scale once.
 template <class T, __nv_fp8_interpretation_t KIND>
 struct Encode {
     uint8_t *codes;
@@ -190,21 +190,21 @@ struct Encode {
     }
 };
 
-// Codes of the transpose: a block turns a patch of 32 x 32, so that a warp reads neighbours of x and writes
-// neighbours among the codes.
+// Codes of the transpose: a block transposes a patch of 32 x 32, so that a warp reads neighbours in x and
+// writes neighbours in the codes.
 template <class T, __nv_fp8_interpretation_t KIND>
 __global__ void encode_turned(uint8_t *codes, const T *x, const float *scale, Tiling t) {
     __shared__ Arithmetic<T> patch[WARP][WARP + 1];
     constexpr int WARPS = PATCH_WARPS, EACH = WARP / WARPS;
     const int64_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, across = ceil_div(t.columns, WARP);
     const int64_t row0 = blockIdx.x / across * WARP, column0 = blockIdx.x % across * WARP;
-#pragma unroll  // all loads are under way at once
+#pragma unroll  // all loads are in flight at once
     for (int i = 0; i < EACH; i++) {
         const int64_t row = row0 + lane, column = column0 + warp + i * WARPS;
         if (row < t.rows && column < t.columns)
             patch[warp + i * WARPS][lane] = wide(x[column * t.rows + row]);
     }
-    __syncthreads();  // the patch is whole
+    __syncthreads();  // the patch is complete
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const int64_t row = row0 + warp + i * WARPS, column = column0 + lane;
@@ -230,7 +230,7 @@ __global__ void decode(T *y, const uint8_t *codes, const float *scale, Tiling t)
 
 template <int N, class T>
 static void launch_amax(unsigned *most, const T *x, const Tiling &t) {
-    constexpr int64_t ENOUGH = BYTES_AHEAD / sizeof(T), MOST_SHARING = 1024;  // of a thread; blocks
+    constexpr int64_t ENOUGH = BYTES_AHEAD / sizeof(T), MOST_SHARING = 1024;  // for a thread; blocks
     const int64_t size = t.tile_rows * t.tile_columns, tiles = ceil_div(t.rows, t.tile_rows) * t.across;
     const bool by_warp = size <= WARP * ENOUGH;
     const unsigned threads = by_warp ? MOST_THREADS : threads_for(ceil_div(size, ENOUGH));
@@ -244,7 +244,7 @@ void kernel_tile_amax(DType dtype, float *amax, const void *x, int64_t rows, int
                       bool transpose, Tile tile) {
     Tiling t = Tiling::of(rows, columns, transpose, tile);
     if (rows * columns == 0) return;
-    // Of all of a matrix, the largest is that of the transpose, and of one row, as well.
+    // The maximum over a whole matrix is also that of its transpose, and of all elements as one row.
     if (t.is_one()) t = Tiling::of(1, rows * columns, false, {0, 0});
     by_dtype(dtype, [&](auto type) {
         using T = decltype(type);
@@ -310,7 +310,7 @@ void kernel_decode(DType dtype, void *y, DType codes_dtype, const uint8_t *codes
 
 // ---- the multiply ----
 
-// x cut off to so many significant bits, towards zero.
+// x truncated to so many significant bits, towards zero.
 template <class A>
 __device__ inline A cut(A x, int bits) {
     int power;
@@ -349,7 +349,7 @@ static bool has_one_scale(const KernelCodes &x, int64_t rows, int64_t k) {
     return x.rows >= rows && x.tile_columns >= k;
 }
 
-// Once in a run: training goes on, and is slow.
+// Said once in a run: training continues, slowly.
 static void say_why_plain(const char *lacks, int64_t m, int64_t n, int64_t k) {
     static bool said = false;
     if (!said)
@@ -359,7 +359,7 @@ static void say_why_plain(const char *lacks, int64_t m, int64_t n, int64_t k) {
     said = true;
 }
 
-// Where cuBLASLt takes these, whose matrices have one scale each.
+// Multiplies if cuBLASLt can; each matrix has one scale.
 static bool multiplied_by_cublaslt(const CodesGemm &g) {
     const char *lacks = gemm_codes_lacks(&g);
     if (lacks) say_why_plain(lacks, g.m, g.n, g.k);
@@ -367,8 +367,7 @@ static bool multiplied_by_cublaslt(const CodesGemm &g) {
     return !lacks;
 }
 
-// f64, which proofs are in, and sums of so many bits have no other kernel than the plain one: nothing is
-// said of them.
+// f64, which proofs use, and sums of a given number of bits have only the plain kernel: no message for these.
 static bool multiplied_fast(DType dtype, void *c, const KernelCodes &a, const KernelCodes &b, int64_t m,
                             int64_t n, int64_t k, int64_t segment, int bits, bool fast, double beta) {
     if (dtype == F64 || bits) return false;

@@ -1,8 +1,8 @@
-// ops_cuda_experts.cu: a mixture of experts on a GPU: routing, a thread for each token; the order of rows,
-// a block for each expert; and rows brought together, a block for each token.
+// ops_cuda_experts.cu: a mixture of experts on a GPU: routing, with a thread for each token; the order of
+// rows, with a block for each expert; and combining rows, with a block for each token.
 #include "ops_cuda.h"
 
-// ---- routing: the code of the CPU ----
+// ---- routing: the same code as on the CPU ----
 
 #define ROUTE_FUNCTION __device__ inline
 #define REAL           float
@@ -32,7 +32,7 @@ __global__ void route_forward(int32_t *chosen, A *weights, const A *logits, cons
     route_weights_of(weights + i * k, chosen + i * k, logits + i * e, k, rule);
 }
 
-// Whether the k numbers of a row are all in bounds; those that are not are told.
+// Whether the k numbers of a row are all in range; reports those that are not.
 __device__ inline bool row_holds(const int32_t *numbers, int64_t row, int64_t k, IndexCheck check) {
     bool holds = true;
     for (int64_t j = row * k; j < (row + 1) * k; j++) {
@@ -53,7 +53,7 @@ __global__ void route_backward(A *dlogits, const A *dweights, const A *weights, 
                           logits + i * e, e, k, rule);
 }
 
-// Calls f with a value of the type of routing in this dtype.
+// Calls f with a value of the type in which routing with this dtype is computed.
 template <class F>
 static void by_wide(DType dtype, F f) {
     if (dtype == F64) f(double());
@@ -85,7 +85,7 @@ void kernel_route_backward(DType dtype, void *dlogits, const void *dweights, con
     });
 }
 
-// A block takes a sequence; its counts are whole numbers, so atomics change no bit.
+// A block takes a sequence; its counts are integers, so atomics cannot change a bit.
 template <class A>
 __global__ void route_balance(A *losses, A *dlogits, const A *logits, const int32_t *chosen, int64_t s,
                               int64_t e, int64_t k, A share, A z, A scale, RouteRule rule,
@@ -122,7 +122,7 @@ void kernel_route_balance(DType dtype, void *losses, void *dlogits, const void *
 
 // ---- the order of rows: a counting sort in which rows of one expert keep the order of their tokens ----
 
-// The sum of x over the threads of lower number; *all gets that over the block.
+// The sum of x over the threads with lower numbers; *all gets the sum over the block.
 __device__ inline int32_t sum_below(int32_t x, int32_t *all) {
     __shared__ int32_t of_warp[MOST_THREADS / WARP];
     const unsigned lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -131,7 +131,7 @@ __device__ inline int32_t sum_below(int32_t x, int32_t *all) {
         const int32_t below = __shfl_up_sync(0xffffffff, sum, lanes);
         sum += lane >= lanes ? below : 0;
     }
-    __syncthreads();  // nobody still reads those of the last call
+    __syncthreads();  // those of the last call have all been read
     if (lane == WARP - 1) of_warp[warp] = sum;
     __syncthreads();
     int32_t before = sum - x, whole = 0;
@@ -154,7 +154,7 @@ __global__ void count_rows(int32_t *counts, const int32_t *chosen, int64_t pairs
     if (threadIdx.x == 0) counts[blockIdx.x] = all;
 }
 
-// And finds their places, behind the rows of all experts before it.
+// Block b finds the places of these pairs, after the rows of all experts before it.
 __global__ void place_rows(int32_t *tokens, int32_t *place, const int32_t *counts, const int32_t *chosen,
                            int64_t pairs, int64_t k) {
     int32_t next = 0, all;
@@ -177,7 +177,8 @@ void kernel_route_order(int32_t *tokens, int32_t *place, int32_t *counts, const 
     LAUNCH(place_rows, blocks, threads, 0, stream(), tokens, place, counts, chosen, n * k, k);
 }
 
-// Block b takes the pairs of expert b % e in sequence b / e, and with them the first ones in order.
+// Block b takes the pairs of expert b % e in sequence b / e; of these, the first ones in order keep their
+// place.
 __global__ void route_capacity(int32_t *left, const int32_t *chosen, int64_t pairs, int64_t e, int64_t room,
                                IndexCheck check) {
     const int32_t expert = (int32_t)(blockIdx.x % e);
@@ -247,7 +248,7 @@ void kernel_route_within(int32_t *left, const int32_t *chosen, int64_t pairs, in
     LAUNCH(route_within, blocks, threads, 0, stream(), left, chosen, pairs, first, count);
 }
 
-// ---- rows together ----
+// ---- combining rows ----
 
 template <class T>
 __global__ void combine_forward(T *y, const T *z, const int32_t *place, const Arithmetic<T> *weights,

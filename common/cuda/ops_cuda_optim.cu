@@ -1,19 +1,19 @@
-// ops_cuda_optim.cu: the optimizers on a GPU, one pass over value, master, moments and gradient. They
-// move 28 bytes for a parameter of 16 bits with a master, and compute next to nothing.
+// ops_cuda_optim.cu: the optimizers on a GPU, in one pass over value, master, moments and gradient. They move
+// 28 bytes for a 16-bit parameter with a master, and compute next to nothing.
 //
-// A range may be stepped whole or in shards that begin anywhere, in packs or not, and gets the same bits:
-// fma is spelled out, so that no compiler joins other products and sums in one case than in the other.
+// A range gets the same bits whether it is stepped whole or in shards that begin anywhere, in packs or not:
+// fma is spelled out, so that a compiler cannot fuse different products and sums in these cases.
 #include <math.h>
 
 #include "ops_cuda.h"
 
-// What the steps of all elements have in common.
+// What is the same for all elements of a step.
 template <class A>
 struct AdamWConstants {
     A beta1, beta2, fresh1, fresh2, eps, scale, rate, widen, keep;
 
     explicit AdamWConstants(AdamW h) {
-        // Moments start at zero, and these corrections make up for it.
+        // Bias correction: the moments start at zero.
         double correction1 = 1 - pow(h.beta1, (double)h.step),
                correction2 = 1 - pow(h.beta2, (double)h.step);
         beta1 = (A)h.beta1, beta2 = (A)h.beta2, eps = (A)h.eps, scale = (A)h.grad_scale;
@@ -24,7 +24,7 @@ struct AdamWConstants {
     AdamWConstants() = default;
 };
 
-// The weights that are stepped: the master's where there is one.
+// The weights to step: the master weights if there are any.
 template <int N, class T, class A>
 __device__ inline Pack<A, N> load_weights(const T *value, const A *master, int64_t first) {
     if (master) return load<N>(master + first);

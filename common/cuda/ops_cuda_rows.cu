@@ -1,7 +1,7 @@
-// ops_cuda_rows.cu: the operations on a GPU that work row by row: RMSNorm and RoPE.
+// ops_cuda_rows.cu: operations on a GPU that work row by row: RMSNorm and RoPE.
 //
-// A block takes a row. Where it needs a row twice, shared memory holds it in between, so that each
-// array still moves once through the GPU's own memory.
+// A block takes a row. If it needs the row twice, shared memory holds it in between, so that each array still
+// moves only once to or from device memory.
 #include <math.h>
 
 #include "ops_cuda.h"
@@ -46,8 +46,8 @@ void kernel_rmsnorm_forward(DType dtype, void *y, void *rstd, const void *x, con
     });
 }
 
-// dweight sums over all rows: each block sums some rows into a row of `partials` of its own, and
-// add_partials sums those. How many rows share a block follows from n alone.
+// dweight is a sum over all rows: each block sums some rows into its own row of `partials`, and add_partials
+// sums these. The number of rows per block depends only on n.
 constexpr int64_t NORM_GROUPS = 1024;
 constexpr int64_t PARTIAL_SLICES = 8;  // warps that share the groups of 32 columns
 
@@ -63,7 +63,7 @@ __global__ void rmsnorm_backward_rows(T *dx, Arithmetic<T> *partials, const T *d
     DYNAMIC_SHARED(TPack, held);
     const T zero = narrow<T>(0.0f);
     const int64_t end = least((blockIdx.x + 1) * rows, n);
-    // Behind the held packs, if there is room: this block's sums, each of one thread alone.
+    // After the held packs, if there is room: this block's sums, each of which only one thread uses.
     A *sums = partials + blockIdx.x * h;
     if (sums_shared) sums = reinterpret_cast<A *>(held + 2 * room);
     for (int64_t i = threadIdx.x; i * N < h; i += blockDim.x)
@@ -95,8 +95,7 @@ __global__ void rmsnorm_backward_rows(T *dx, Arithmetic<T> *partials, const T *d
         for (int64_t j = i * N; j < least((i + 1) * N, h); j++) partials[blockIdx.x * h + j] = sums[j];
 }
 
-// A block has 32 columns. Its warps take turns at the groups, and the first warp adds up their sums, in
-// order.
+// A block has 32 columns. Its warps take the groups in turn, and the first warp adds up their sums in order.
 template <class T>
 __global__ void add_partials(T *dweight, const Arithmetic<T> *partials, int64_t groups, int64_t h) {
     typedef Arithmetic<T> A;
@@ -142,8 +141,8 @@ void kernel_rmsnorm_backward(DType dtype, void *dx, DType dweight_dtype, void *d
 
 // ---- RoPE ----
 
-// What each pair of dims turns by from one position to the next: of the model alone, and kept between
-// calls.
+// The angle by which each pair of dims turns from one position to the next. It depends only on the model,
+// and is kept between calls.
 static const double *frequencies(int64_t half, Rope rope) {
     static double *frequency;
     static Rope rope_of;
@@ -162,8 +161,8 @@ static const double *frequencies(int64_t half, Rope rope) {
     return frequency;
 }
 
-// Below f64 the whole quarter turns are taken off in f64 first, so that no position is too far out. On
-// the half quarter that is left at most, two polynomials do (coefficients: Moshier, Cephes, sinf).
+// Below f64, whole quarter turns are first subtracted in f64, so that large positions stay accurate. For the
+// rest, at most half a quarter turn, two polynomials suffice (coefficients: Moshier, Cephes, sinf).
 template <class T>
 __device__ inline void turn_of(double angle, Arithmetic<T> *cosine, Arithmetic<T> *sine) {
     if constexpr (sizeof(T) == 8) {
@@ -181,7 +180,7 @@ __device__ inline void turn_of(double angle, Arithmetic<T> *cosine, Arithmetic<T
     }
 }
 
-constexpr int ROPE_HEADS = 4;  // that a thread turns by the same angles
+constexpr int ROPE_HEADS = 4;  // heads that a thread turns by the same angles
 
 // A thread turns N pairs of dims of up to ROPE_HEADS heads of one row.
 template <int N, class T>
@@ -209,7 +208,7 @@ __global__ void rope_pairs(T *x, const int32_t *positions, const double *frequen
     A cosine[N], sine[N];
     for (int j = 0; j < N; j++) {
         turn_of<T>(position * frequency[part * N + j], &cosine[j], &sine[j]);
-        sine[j] *= (A)direction;  // the inverse of a turn is the turn by the negative angle
+        sine[j] *= (A)direction;  // the inverse rotation is the one by the negative angle
     }
 #pragma unroll
     for (int k = 0; k < ROPE_HEADS; k++)

@@ -1,5 +1,4 @@
-// ops_cuda_vocab.cu: the two ends of the model on a GPU, embedding and cross-entropy. A block takes a
-// row.
+// ops_cuda_vocab.cu: the two ends of the model on a GPU, embedding and cross-entropy. A block takes a row.
 #include <math.h>
 
 #include "ops_cuda.h"
@@ -8,7 +7,7 @@
 
 // ---- embedding ----
 
-// The table holds a part of the vocabulary, or all of it; a token of another part has a row of zeros.
+// The table holds all or part of the vocabulary; a token of another part gets a row of zeros.
 template <class T>
 __global__ void embedding_rows(T *y, const int32_t *tokens, const T *weight, int64_t h, VocabularyPart part,
                                bool packs, IndexCheck check) {
@@ -52,13 +51,12 @@ void kernel_embedding_forward(DType dtype, void *y, const int32_t *tokens, const
     look_up(dtype, y, tokens, weight, n, h, {v, 0, v}, "embedding_forward" WRONG_TOKEN);
 }
 
-// Backward adds up rows of dy that have the same token, in their order. So the rows are sorted by token
-// first, equal ones in order: row i comes behind all that are less, and behind equal ones before it.
-// Every row is compared with every other: n^2 cheap comparisons, which for n = 8192 cost about what
-// reading dy does, and no scan, no atomics.
+// Backward adds up the rows of dy that have the same token, in their order. So the rows are first sorted by
+// token, stably: row i comes after all rows with smaller tokens, and after earlier rows with the same one.
+// Every row is compared with every other: n^2 cheap comparisons, which for n = 8192 cost about as much as
+// reading dy, without scans or atomics.
 //
-// order (n): the rows, sorted. run (n): where the first row of a token stands, how many there are of
-// it; else 0.
+// order (n): the rows, sorted. run (n): at the first row of a token, the number of its rows; elsewhere 0.
 constexpr int64_t SORT_SLICES = 8;  // warps that share the comparisons of 32 rows
 
 __global__ void sort_tokens(int32_t *order, int32_t *run, const int32_t *tokens, int64_t n, bool packs,
@@ -68,7 +66,7 @@ __global__ void sort_tokens(int32_t *order, int32_t *run, const int32_t *tokens,
     const int32_t mine = me < n ? tokens[me] : 0;
     int32_t smaller = 0, same_before = 0, same = 0;
     for (int64_t i = slice; i * 4 < n; i += SORT_SLICES) {
-        // No token is the largest number, so nothing past the end is smaller or the same.
+        // No token is INT32_MAX, so nothing beyond the end is smaller or equal.
         Pack<int32_t, 4> others = load_of_row<4>(tokens, i, n, packs, INT32_MAX);
         for (int j = 0; j < 4; j++) {
             smaller += others.x[j] < mine;
@@ -95,7 +93,7 @@ template <class To, class T>
 __global__ void add_runs(To *dweight, const T *dy, const int32_t *tokens, const int32_t *order,
                          const int32_t *run, int64_t h, VocabularyPart part, bool packs) {
     constexpr int N = pack_of<To, T>;
-    constexpr int AHEAD = 8;  // rows under way at once
+    constexpr int AHEAD = 8;  // rows in flight at once
     const int32_t *rows = order + blockIdx.x;
     const int32_t count = run[blockIdx.x];
     if (count == 0) return;

@@ -1,13 +1,13 @@
-// ops_cuda_vocab_part.cu: cross-entropy on a GPU where several ranks share the vocabulary, each with some
-// columns of the logits: three kernels forward, between which the ranks' maxima and sums meet. And the sum
-// of what ranks have sent.
+// ops_cuda_vocab_part.cu: cross-entropy on a GPU if several ranks share the vocabulary, each with some
+// columns of the logits: forward takes three kernels, between which the ranks' maxima and sums are reduced.
+// And the sum of what several ranks have sent.
 //
-// A block takes a row, and reads part.count of the columns that are stored; the rest is padding.
+// A block takes a row, and reads part.count of its stored columns; the rest is padding.
 #include <math.h>
 
 #include "ops_cuda.h"
 
-struct Larger {  // passes over NaN: the sum that follows does not
+struct Larger {  // skips NaN: the sum that follows does not
     template <class A>
     __device__ A operator()(A a, A b) const {
         return a < b ? b : a;
@@ -151,7 +151,7 @@ void kernel_cross_entropy_part_backward(DType dtype, void *dlogits, const void *
     });
 }
 
-// ---- the sum of what several ranks have sent: in order, rounded once ----
+// ---- the sum of what several ranks have sent, in order and rounded once ----
 
 template <class T>
 __global__ void add_parts(T *y, const T *x, int64_t parts, int64_t count) {
