@@ -1,9 +1,9 @@
 // cuda_on_cpu.cc: the threads of a block as fibers. A thread runs until it waits, at a barrier or for lanes
-// of its warp; then the next that is ready goes on. Nothing runs at the same time, so results do not depend
-// on chance; what would depend on it on a GPU is found by the rules of cuda_on_cpu_memory.cc.
+// of its warp; then the next ready one continues. Nothing runs concurrently, so results are deterministic;
+// what would depend on timing on a GPU is found by the rules of cuda_on_cpu_memory.cc.
 //
-// Fibers are made once and serve all blocks of all launches. On one core of a Xeon (Sapphire Rapids) a
-// thread costs 20 ns to run, 35 ns at each barrier and 50 ns at each shuffle; an access to memory 10 ns.
+// Fibers are created once and serve all blocks of all launches. On one core of a Xeon (Sapphire Rapids) a
+// thread costs 20 ns to run, 35 ns at each barrier and 50 ns at each shuffle; a memory access costs 10 ns.
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -30,12 +30,12 @@ Warp warps[MAX_WARPS];
 
 // ---- switching ----
 
-static Thread host;         // who called cuda_run
+static Thread host;         // the caller of cuda_run
 static char failure[2048];  // what a thread has found
 
-// Threads that can go on, in a ring. A warp whose lanes have met goes first: its stacks are in the cache.
+// Ready threads, in a ring. A warp whose lanes have met goes first: its stacks are in the cache.
 static uint16_t ring[2 * MAX_THREADS];
-static unsigned ring_head, ring_tail;  // count up for ever; tail - head are ready
+static unsigned ring_head, ring_tail;  // only ever incremented; tail - head threads are ready
 enum { RING = 2 * MAX_THREADS };
 
 static void ready_last(Thread *t) {
@@ -48,7 +48,7 @@ static void ready_first(Thread *t) {
     ring[--ring_head % RING] = t->number;
 }
 
-// Gives the processor to another thread; returns when it comes back.
+// Switches to another thread; returns when this one is switched to again.
 static void switch_to(Thread *next) {
     Thread *me = now.thread;
     now.thread = next;
@@ -61,7 +61,7 @@ static void explain_deadlock(void) NO_RETURN;
 
 static int left;  // threads of this block that have ended
 
-// Copies are as slow as can be: none arrives before all threads wait.
+// Copies are as slow as possible: none arrives before all threads wait.
 static void run_next(void) {
     while (ring_head == ring_tail && left < now.threads && copy_arrives()) {}
     if (ring_head != ring_tail) switch_to(&threads[ring[ring_head++ % RING]]);
@@ -89,26 +89,26 @@ static void fiber(transfer_t from) {
     }
 }
 
-// ---- stacks: the local memory of the threads, each above a closed page ----
+// ---- stacks: the local memory of the threads, each above a guard page ----
 
 enum { STACK = 64 << 10, GUARD = 4096 };
 
 static char *stacks;
 static struct sigaction fault_before;
 
-// Any fault elsewhere happens again, as if nobody had looked.
+// A fault anywhere else happens again, without this handler.
 static void on_fault(int number, siginfo_t *info, void *) {
     size_t offset = (size_t)(static_cast<char *>(info->si_addr) - stacks);
     if (!now.launch || offset >= (size_t)MAX_THREADS * STACK) {
         sigaction(number, &fault_before, NULL);
-        if (info->si_code <= 0) raise(number);  // sent by kill(): returning would repeat nothing
+        if (info->si_code <= 0) raise(number);  // sent by kill(): it would not happen again by itself
         return;
     }
     broken(NULL, "needs more than %d kB of local memory, which is all that a thread has on the CPU",
            (STACK - GUARD) >> 10);
 }
 
-// A handler on the stack that has overflown would fault again.
+// The handler needs its own stack: on the one that has overflowed it would fault again.
 static void watch_stacks(void) {
     static char other_stack[128 << 10];
     stack_t other = {other_stack, 0, sizeof other_stack};
@@ -129,7 +129,7 @@ static void make_fibers(void) {
     for (int i = 0; i < MAX_THREADS; i++) {
         char *low = stacks + (size_t)i * STACK;
         mprotect(low, GUARD, PROT_NONE);
-        // Each begins on other cache lines: at equal places, all would share a few sets of the cache.
+        // Each begins on different cache lines: at equal offsets, all would share a few sets of the cache.
         size_t shift = (size_t)i % 37 * 192;
         threads[i].context = make_fcontext(low + STACK - shift, STACK - GUARD - shift, fiber);
     }
@@ -219,7 +219,7 @@ int __syncthreads_and(int predicate, const char *file, int line) {
 
 static Thread *lane_of(int warp, int lane) { return &threads[warp * LANES + lane]; }
 
-// The lanes of a block's last warp that do not exist count as having come.
+// Lanes of a block's last warp that do not exist count as having arrived.
 static uint32_t lanes_of_warp(int warp) {
     int count = now.threads - warp * LANES;
     return count >= LANES ? 0xffffffff : (1u << count) - 1;
@@ -254,19 +254,19 @@ static bool all_have_come(int warp, int lane, uint32_t mask) {
     return true;
 }
 
-// The lane whose value `lane` gets, as the programming guide defines it: past its segment's end a lane gets
-// its own value.
+// The lane whose value `lane` gets, as the programming guide defines it: if that is beyond its segment, a
+// lane gets its own value.
 static int source_lane(int op, int lane, int argument, int width) {
     int begin = lane & ~(width - 1), end = begin + width, from = lane;
     if (op == WARP_SHFL) return begin + (argument & (width - 1));
     if (op == WARP_UP) from -= argument;
     if (op == WARP_DOWN) from += argument;
-    // Exclusive or may reach an earlier segment, never a later one.
+    // xor may reach an earlier segment, never a later one.
     if (op == WARP_XOR) return (lane ^ argument) < end ? lane ^ argument : lane;
     return from >= begin && from < end ? from : lane;
 }
 
-// What __syncwarp orders: each lane learns what any of them did or knew.
+// The order that __syncwarp makes: each lane is now after what any of them did, or was after.
 static void order_lanes(Warp *w, uint32_t mask) {
     if (w->time != now.time) {
         memset(w->known, 0, sizeof w->known);
@@ -284,7 +284,7 @@ static void order_lanes(Warp *w, uint32_t mask) {
     clocks_join(w, mask);
 }
 
-// All lanes of the mask stand here, and `lane` is one of them: computes what each gets.
+// All lanes of the mask have arrived, and `lane` is one of them: computes what each gets.
 static void meet(int warp, int lane, uint32_t mask) {
     Warp *w = &warps[warp];
     int op = w->op[lane], width = w->width[lane];
@@ -325,7 +325,7 @@ uint64_t cuda_warp_op(CudaWarpOp op, unsigned mask, uint64_t value, int argument
         broken(NULL, "calls %s (%s:%d) with the width %d, which is no power of two up to 32", op_name(op),
                file, line, width);
     w->op[lane] = op, w->mask[lane] = mask, w->value[lane] = value, w->width[lane] = (int16_t)width;
-    // Beyond a segment all distances are alike.
+    // All distances beyond a segment are equivalent.
     w->argument[lane] = (int16_t)(op == WARP_SHFL              ? argument & (LANES - 1)
                                   : (unsigned)argument > LANES ? LANES
                                                                : argument);
@@ -339,7 +339,7 @@ uint64_t cuda_warp_op(CudaWarpOp op, unsigned mask, uint64_t value, int argument
     meet(warp, lane, mask);
     w->waiting &= ~mask;
     for (uint32_t rest = mask & ~(1u << lane); rest;) {
-        int last = 31 - __builtin_clz(rest);  // goes first into the front of the ring
+        int last = 31 - __builtin_clz(rest);  // the first to be put at the front of the ring
         rest &= ~(1u << last);
         ready_first(lane_of(warp, last));
     }
@@ -374,7 +374,7 @@ void cuda_run(const CudaLaunch *launch) {
         if (!order_is_set && getenv("CUDA_ON_CPU_SEED"))
             cuda_on_cpu_order(strtoull(getenv("CUDA_ON_CPU_SEED"), NULL, 0));
     }
-    // Shared memory is thread-local, so only one OS thread sees it.
+    // Shared memory is thread-local, so only one OS thread can use it.
     CHECK(pthread_equal(owner, pthread_self()),
           "the kernel %s is launched (%s:%d) by another OS thread than the first; CUDA on the CPU has one",
           launch->name, launch->file, launch->line);
@@ -393,7 +393,7 @@ void cuda_run(const CudaLaunch *launch) {
     now.thread = &host;
     now.launch_start = now.time + 1;
     uint64_t blocks = now.recording ? 1 : (uint64_t)g.x * g.y * g.z, state = order_seed;
-    // A step that shares no factor with the number of blocks visits each of them once.
+    // A step coprime to the number of blocks visits each of them once.
     uint64_t first = order_seed ? draw(&state) % blocks : 0, step = order_seed ? draw(&state) % blocks : 1;
     while (std::gcd(step, blocks) != 1) step++;
     memory_open();
@@ -408,14 +408,14 @@ void cuda_run(const CudaLaunch *launch) {
 
 // ---- ends ----
 
-// The host, with its large stack, says what a thread has found.
+// What a thread has found is reported by the host, which has a large stack.
 void fail(const char *sentence) {
     snprintf(failure, sizeof failure, "%s", sentence);
     switch_to(&host);
-    abort();  // nobody comes back to this thread
+    abort();  // this thread is never resumed
 }
 
-// Nothing can go on: names one thread that waits, and one that it waits for.
+// No thread can continue: names one that waits, and one that it waits for.
 static void explain_deadlock(void) {
     for (int i = 0; i < now.threads; i++) {
         Thread *t = &threads[i];

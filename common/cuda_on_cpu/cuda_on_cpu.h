@@ -1,38 +1,36 @@
 // cuda_on_cpu.h: the part of CUDA that the .cu files use, for a machine without a GPU. g++ compiles the
 // same kernels against it, and cuda_on_cpu.cc runs them: the threads of a block are fibers of one OS
-// thread, blocks run one after another, and every load and store of a kernel is looked at before it
-// happens.
+// thread, blocks run one after another, and every load and store of a kernel is checked before it happens.
 //
-// What ends the program, with one sentence that names the kernel, the block, the thread and the source
-// line:
-//   - an access outside every array: global memory (beyond an allocation, after its release, host memory)
-//     and shared memory, static and dynamic; one that is not aligned to its size; an index beyond a
-//     declared bound
-//   - a race: two threads touch a word, one of them writes, and nothing orders the two. __syncthreads()
-//     orders the threads of a block, __syncwarp(mask) the lanes of a warp that are in the mask; shuffles
-//     and votes order nothing, as the CUDA programming guide says. Global words are held to the same within
-//     one launch, and no two blocks may share a word that one of them writes, but by atomics (or after a
-//     __threadfence and an atomic, the way the last block of a reduction learns that the others are done)
+// These end the program, with one sentence that names the kernel, the block, the thread and the source line:
+//   - an access outside every array: in global memory (beyond an allocation, after it was freed, host memory)
+//     or in shared memory, static or dynamic; one that is not aligned to its size; an index beyond a declared
+//     bound
+//   - a race: two threads access a word, one of them writes, and nothing orders the two. __syncthreads()
+//     orders the threads of a block, __syncwarp(mask) the lanes of a warp that are in the mask; shuffles and
+//     votes order nothing, as the CUDA programming guide says. The same holds for global words within a
+//     launch, and two blocks may share a word that one of them writes only by atomics (or after a
+//     __threadfence and an atomic, as when the last block of a reduction learns that the others are done)
 //   - a read of shared memory that no thread of the block has written
-//   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts
-//     as missing, even where a GPU would let the others go on
-//   - local memory beyond 60 kB a thread
-//   - an access to what a cp.async or TMA copies, before the thread has waited for it; a kernel that ends
-//     before one of its copies has arrived
+//   - threads that do not all reach the same barrier, shuffle or vote; one that has left the kernel counts as
+//     missing, even where a GPU would let the others continue
+//   - more than 60 kB of local memory per thread
+//   - an access to the target of a cp.async or TMA copy before the thread has waited for it; a kernel that
+//     ends before one of its copies has arrived
 //   - an mbarrier whose phase can never end; a wgmma without its fence, commit or wait, or whose tiles are
 //     written while it reads them (mbarriers order threads as __syncthreads does)
-//   - a warpgroup that takes more registers than others of its block give back
+//   - a warpgroup that takes more registers than others of its block give up
 //   - a launch that a GPU would refuse, for its sizes or its shared memory, static and dynamic together
 //   - host code of a .cu file that dereferences device memory, or copies beyond an allocation
-//   - CUDA in the child of a process that has used it, where each call is an error
-// Memory is full of 0xff bytes (NaN in every floating format) before its first use.
+//   - any CUDA call in the child of a process that has used CUDA
+// Memory is filled with 0xff bytes (NaN in every floating-point format) before its first use.
 //
-// Not here: several devices, real asynchrony (all calls finish before they return), printf ordering,
-// __device__ variables, textures, cooperative groups, PTX but that of cuda/instructions*.h. Values are those
-// of the CPU's libm, which may differ from a GPU's in the last bit.
+// Not supported: several devices, real asynchrony (all calls finish before they return), the order of printf,
+// __device__ variables, textures, cooperative groups, PTX other than that of cuda/instructions*.h. Values are
+// those of the CPU's libm, which may differ from a GPU's in the last bit.
 //
-// How an access is seen: g++ -fsanitize=thread calls __tsan_read4(address) and its kin before each load and
-// store; cuda_on_cpu_memory.cc defines these functions in place of that sanitizer's library. A .cu file is
+// How accesses are seen: g++ -fsanitize=thread calls __tsan_read4(address) and similar functions before each
+// load and store; cuda_on_cpu_memory.cc defines them in place of that sanitizer's library. A .cu file is
 // compiled with CUDA_ON_CPU_FLAGS of cuda.mk; nothing is linked with -fsanitize.
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
@@ -55,8 +53,8 @@
 #define __grid_constant__
 #define __constant__ __attribute__((section("cuda_constant")))
 
-// Shared arrays become thread-local variables of the one thread: a segment of their own in the program,
-// with their sizes in its symbol table. Red zones lie between them; declare one array per __shared__.
+// Shared arrays become thread-local variables of the only OS thread: they have a segment of their own in the
+// program, and their sizes in its symbol table. Red zones separate them; declare one array per __shared__.
 #define __shared__                                                                          \
     static thread_local                                                                     \
         __attribute__((used, aligned(16))) char CUDA_JOIN(cuda_red_zone_, __COUNTER__)[64]; \
@@ -66,8 +64,7 @@
 
 // ---- vector types ----
 
-// Copied in one access of their full width, as on a GPU: through a volatile pointer,
-// since g++ would split it.
+// Copied in one access of their full width, as on a GPU: through a volatile pointer, or g++ would split it.
 typedef uint16_t cuda_word2 __attribute__((may_alias));
 typedef uint32_t cuda_word4 __attribute__((may_alias));
 typedef uint64_t cuda_word8 __attribute__((may_alias));
@@ -135,9 +132,8 @@ struct dim3 {
     constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 };
 
-// Constant while a thread runs, so g++ may keep them in registers and reports no access to them; the
-// scheduler knows them under these names as variables. No dim3: g++ takes what has a constructor for a
-// variable.
+// Constant while a thread runs, so g++ may keep them in registers and reports no access to them; to the
+// scheduler the same symbols are variables. Not dim3: g++ would treat a type with a constructor as variable.
 extern const uint3 threadIdx asm("cuda_thread_index");
 extern const uint3 blockIdx asm("cuda_block_index");
 extern const uint3 blockDim asm("cuda_block_dim");
@@ -229,7 +225,7 @@ cudaError_t cudaMallocAsync(T **memory, size_t bytes, cudaStream_t) {
 }
 cudaError_t cudaFree(void *memory);
 cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream);
-// Pinned host memory: kernels may not touch it here.
+// Pinned host memory: here, kernels may not access it.
 cudaError_t cuda_malloc_host(void **memory, size_t bytes);
 template <class T>
 cudaError_t cudaMallocHost(T **memory, size_t bytes, unsigned = 0) {
@@ -268,7 +264,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr);
 cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
-// Wall time of the CPU, for what it is worth.
+// Wall time of the CPU, which says nothing about a GPU's.
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to);
 
 cudaError_t cuda_allow_shared(const void *kernel, size_t bytes);
@@ -285,7 +281,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void (*)(
 }
 
 // ---- launches ----
-// What a launch needs; `run` calls the kernel once, as the thread that the scheduler has made current.
+// What a launch needs. `run` calls the kernel once, as the scheduler's current thread.
 struct CudaLaunch {
     const void *kernel;
     const char *name, *file;
@@ -293,7 +289,7 @@ struct CudaLaunch {
     dim3 grid, block;
     size_t shared_bytes;
     void (*run)(const CudaLaunch *);
-    size_t size;  // of the whole object, arguments included: kernels read them
+    size_t size;  // of the whole object, with the arguments, which kernels read
 };
 void cuda_run(const CudaLaunch *launch);
 
@@ -318,50 +314,52 @@ CudaKernel<P...> cuda_launch(void (*kernel)(P...), const char *name, const char 
             {}};
 }
 
-// The same sources with blocks, warps and the lanes of each warp in another order, drawn from the seed; 0
-// is the natural order. CUDA_ON_CPU_SEED in the environment sets it from outside.
+// Runs blocks, warps and the lanes of each warp in another order, drawn from the seed; 0 is the natural
+// order. The environment's CUDA_ON_CPU_SEED sets it from outside.
 void cuda_on_cpu_order(uint64_t seed);
 
 // ---- counting ----
 
-// Between begin and end every launch is counted. Lanes act together when they execute the same instruction
-// for the same time: the k-th access of one lane at a place in the code, since the block's last barrier,
-// goes with the k-th of its neighbours there. On a GPU that is so unless lanes that took different paths in
-// earlier turns of a loop have drifted apart. What the compiler keeps in registers is no access, here as
-// there.
+// Between begin and end every launch is counted. Lanes are taken to act together if they execute the same
+// instruction the same number of times: a lane's k-th access at a place in the code, since the block's last
+// barrier, goes with its neighbours' k-th there. On a GPU that is so unless lanes that took different paths
+// in earlier iterations of a loop have diverged. What the compiler keeps in registers is not an access, as
+// on a GPU.
 struct CudaCounts {
     int64_t threads, warps;
-    // Global memory: accesses of a warp (a GPU's requests), the bytes that its lanes ask for, and the
-    // 32-byte sectors that it takes to serve each access. Sectors are counted before any cache: a sector
-    // that the L1 or L2 holds already is counted again. Atomics count as stores.
+    // Global memory: accesses of a warp (requests, on a GPU), the bytes that its lanes ask for, and the
+    // 32-byte sectors that serve each access. Sectors are counted before any cache: one that is already in
+    // L1 or L2 is counted again. Atomics count as stores.
     int64_t global_loads, global_load_bytes, global_load_sectors;
     int64_t global_stores, global_store_bytes, global_store_sectors;
-    // The same sectors, each once a launch: what memory itself must move if a cache holds everything.
+    // The same sectors, each counted once per launch: what memory must move if a cache holds everything.
     int64_t distinct_load_sectors, distinct_store_sectors;
-    // Shared memory: accesses of a warp, the passes (wavefronts) that the width of the data alone asks for,
-    // and the passes beyond them that 32 banks of 4 bytes need: lanes that want different words of one bank
-    // take turns, lanes that want the same word do not. Accesses of 8 and 16 bytes go by half and quarter
-    // warps, each with a pass of its own. A copy by TMA is one global load, and has a pass for each of its
-    // 128 bytes; wgmma has one for each 128 bytes of its operands, of which the four warps share B.
+    // Shared memory: accesses of a warp, the passes (wavefronts) that they need for the width of their data
+    // alone, and the further passes due to conflicts in the 32 banks of 4 bytes: lanes that access
+    // different words of a bank take turns, lanes that access the same word do not. Accesses of 8 and 16
+    // bytes take one pass for each half or quarter warp. A copy by TMA is one global load, and has a pass
+    // for every 128 bytes; wgmma has one for every 128 bytes of its operands, and the four warps share
+    // those of B.
     int64_t shared_accesses, shared_passes, shared_conflicts;
-    // A branch of a warp is divergent when the lanes that leave one basic block together do not all enter
-    // the same next one. g++ has decided what is a branch: short ones became selects, as they do in nvcc.
+    // A branch is divergent if the lanes of a warp that leave a basic block together do not all enter the
+    // same next one. g++ decides what is a branch: short ones become selects, as with nvcc.
     int64_t divergent_branches;
-    // Basic blocks that warps have gone through, and the lanes that were active in them: at most 32 each.
+    // Basic blocks that warps have executed, and the lanes that were active in them: at most 32 each.
     int64_t warp_steps, lane_steps;
-    // Floating-point arithmetic as the machine code of each basic block has it: additions, multiplications,
-    // minima and maxima are one operation, a fused multiply-add is two; divisions, roots, exponentials,
-    // logarithms are special. Of lanes; and the instructions that a warp issues for them, with however many
-    // lanes active.
+    // Floating-point arithmetic, from the machine code of each basic block: additions, multiplications,
+    // minima and maxima are one operation, a fused multiply-add is two; divisions, roots, exponentials and
+    // logarithms are special. Counted per lane; then per warp, as instructions issued for any number of
+    // active lanes.
     int64_t flops, special;
     int64_t flop_instructions, special_instructions;
-    int64_t tensor_flops, tensor_8_flops;  // of tensor cores (mma, wgmma): of 16 bits; of 8
+    int64_t tensor_flops, tensor_8_flops;  // of tensor cores (mma, wgmma): on 16-bit numbers; on 8-bit ones
     int64_t barriers;      // __syncthreads, per block
-    int64_t atomics;       // of lanes, global and shared
+    int64_t atomics;       // per lane, global and shared
 };
 void cuda_count_begin(void);
 CudaCounts cuda_count_end(void);
-// Some alone, for tests that know no CudaCounts: atomics; of global memory, requests and sectors both ways.
+// Some of them, for tests that cannot use CudaCounts: atomics; global memory's requests and sectors, loads
+// and stores together.
 int64_t cuda_count_end_atomics(void);
 void cuda_count_end_global(int64_t *requests, int64_t *sectors);
 
@@ -377,7 +375,7 @@ void __syncwarp(unsigned mask = 0xffffffff, CUDA_HERE);
 void __threadfence(void);
 void __threadfence_block(void);
 void __threadfence_system(void);
-// All lanes of the warp that have not left the kernel.
+// The lanes of the warp that have not left the kernel.
 unsigned __activemask(void);
 
 enum CudaWarpOp { WARP_SYNC, WARP_SHFL, WARP_UP, WARP_DOWN, WARP_XOR, WARP_BALLOT, WARP_ANY, WARP_ALL,
@@ -422,7 +420,7 @@ static __forceinline__ int __all_sync(unsigned mask, int predicate, CUDA_HERE) {
     return (int)cuda_warp_op(WARP_ALL, mask, predicate != 0, 0, 32, file, line);
 }
 
-// Atomics are looked at like other accesses, but do not race with one another.
+// Atomics are checked like other accesses, but do not race with each other.
 void cuda_atomic(const void *address, size_t bytes);
 #define CUDA_ATOMIC(name, T, next)                       \
     static __forceinline__ T name(T *address, T value) { \
@@ -460,7 +458,7 @@ CUDA_ATOMIC(atomicAdd, float, old + value)
 CUDA_ATOMIC(atomicAdd, double, old + value)
 CUDA_ATOMIC(atomicExch, float, value)
 
-// Through memcpy g++ may move bytes without telling; these two look first.
+// For memcpy g++ may move bytes without reporting it; these two check first.
 void *cuda_memcpy(void *to, const void *from, size_t bytes);
 void *cuda_memset(void *to, int value, size_t bytes);
 #define memcpy(to, from, bytes)  cuda_memcpy(to, from, bytes)

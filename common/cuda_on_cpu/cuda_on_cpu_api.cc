@@ -1,4 +1,4 @@
-// cuda_on_cpu_api.cc: the CUDA runtime API where the device is this process. Every call finishes before it
+// cuda_on_cpu_api.cc: the CUDA runtime API, with this process as the device. Every call finishes before it
 // returns, so streams and events only have to exist. Wrong arguments that a GPU would report late or not at
 // all end the program at the call.
 #include <pthread.h>
@@ -17,7 +17,7 @@ struct CudaPool {
     uint64_t release_threshold;
 };
 
-// Of shared memory, that a block may ask for: an H100's. Tests set a smaller GPU's.
+// Bytes of shared memory that a block may ask for: an H100's. Tests set a smaller GPU's.
 size_t cuda_on_cpu_shared_most = 227 << 10;
 // Compute capability, an H100's.
 int cuda_on_cpu_capability = 90;
@@ -54,8 +54,8 @@ cudaError_t cudaGetLastError(void) {
     return error;
 }
 
-// CUDA does not outlive a fork: every call fails in the child of a process that has used it before.
-// Tests of the emulator itself may.
+// CUDA does not survive a fork: every call fails in the child of a process that has used it before. Tests
+// of the emulator itself set this to allow it.
 bool cuda_on_cpu_outlives_fork;
 static bool used, lost;
 
@@ -96,7 +96,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int device) {
     snprintf(p->name, sizeof p->name, "CUDA on the CPU");
     p->major = cuda_on_cpu_capability / 10, p->minor = cuda_on_cpu_capability % 10;
     p->multiProcessorCount =
-        3;  // few, and odd: grids that follow it have loops with an end that does not fit
+        3;  // few and odd: in grids sized by it, loops end with a partial iteration
     p->warpSize = 32, p->maxThreadsPerBlock = 1024, p->maxThreadsPerMultiProcessor = 2048;
     p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
     p->maxGridSize[0] = 0x7fffffff, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
@@ -262,7 +262,7 @@ cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribut
     return cudaSuccess;
 }
 
-// The pool holds nothing back: what it has reserved is what is in use.
+// The pool caches nothing: what it has reserved is what is in use.
 cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute, void *value) {
     if (attribute == cudaMemPoolAttrReleaseThreshold)
         *static_cast<uint64_t *>(value) = pool->release_threshold;
@@ -323,8 +323,8 @@ static void check_sizes(const CudaLaunch *l) {
           l->name, l->file, l->line, g.x, g.y, g.z);
 }
 
-// Bytes of shared memory beyond 48 kB, of static arrays and the dynamic one together, must be asked for by
-// the size of the dynamic one, as on a GPU. (CUDA Driver API, cuFuncSetAttribute.)
+// If static arrays and the dynamic one take more than 48 kB together, the size of the dynamic one must be
+// asked for, as on a GPU (CUDA Driver API, cuFuncSetAttribute).
 constexpr size_t SHARED_WITHOUT_ASKING = 48 << 10;
 struct Allowed {
     const void *kernel;
@@ -340,7 +340,7 @@ cudaError_t cuda_allow_shared(const void *kernel, size_t bytes) {
     return cudaSuccess;
 }
 
-// 0: nothing was asked for.
+// 0 if nothing was asked for.
 static size_t asked_for(const CudaLaunch *l) {
     for (size_t i = 0; i < allowed.count; i++)
         if (allowed.items[i].kernel == l->kernel) return allowed.items[i].bytes;

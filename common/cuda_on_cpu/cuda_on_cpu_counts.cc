@@ -1,5 +1,5 @@
-// cuda_on_cpu_counts.cc: what a launch would ask of a GPU's memory, counted from what its threads did. What
-// is counted and how far it is from hardware stands with struct CudaCounts in cuda_on_cpu.h.
+// cuda_on_cpu_counts.cc: what a launch would ask of a GPU's memory, counted from what its threads did. See
+// struct CudaCounts in cuda_on_cpu.h for what is counted, and how it differs from hardware.
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
@@ -8,13 +8,13 @@
 
 #include "cuda_on_cpu_inside.h"
 
-// One access, or one step from a basic block to the next (of a branch: address is where it went).
+// An access, or a step from one basic block to the next (a branch: address is where it went).
 struct Event {
     uint32_t site;
     uint8_t space, kind, lane, size;
     uintptr_t address;
 };
-enum { BRANCH = 2 };  // a space of its own
+enum { BRANCH = 2 };  // a third space
 
 static List<Event> events[MAX_THREADS];  // since the block's last barrier, by thread
 static uint32_t last_block[MAX_THREADS];
@@ -87,7 +87,7 @@ static void count_global(const Event *first, const Event *end) {
     uintptr_t sectors[LANES], *last = sectors;
     int64_t bytes = 0;
     for (const Event *e = first; e < end; e++) {
-        const uintptr_t sector = e->address / 32;  // an aligned access lies in one, mostly its neighbour's
+        const uintptr_t sector = e->address / 32;  // an aligned access is in one, often its neighbour's
         if (last == sectors || last[-1] != sector) *last++ = sector;
         bytes += e->size;
     }
@@ -100,7 +100,7 @@ static void count_global(const Event *first, const Event *end) {
     (load ? counts.global_load_sectors : counts.global_store_sectors) += last - sectors;
 }
 
-// Passes that 32 banks of 4 bytes need for lanes with 128 bytes: the most words that one bank must give.
+// Passes that 32 banks of 4 bytes need for lanes that access 128 bytes: the most words needed from one bank.
 static int64_t passes(const Event *first, const Event *end) {
     enum { BANKS = 32, WORDS = 32 };
     uintptr_t words[BANKS][WORDS];
@@ -118,7 +118,7 @@ static int64_t passes(const Event *first, const Event *end) {
 
 static void count_shared(const Event *first, const Event *end) {
     counts.shared_accesses++;
-    // 128 bytes go at a time: with 8 bytes a lane those of 16 lanes, with 16 bytes those of 8.
+    // 128 bytes at a time: with 8 bytes a lane those of 16 lanes, with 16 bytes those of 8.
     int lanes = std::min(128 / std::max<int>(first->size, 4), (int)LANES);
     while (first < end) {
         const Event *part = first;
@@ -128,7 +128,7 @@ static void count_shared(const Event *first, const Event *end) {
     }
 }
 
-// Lanes that go through one basic block together, and where they go from there.
+// Lanes that execute a basic block together, and where they go from there.
 static void count_step(const Event *first, const Event *end) {
     const BlockWork &work = block_work(first->site);
     int64_t lanes = end - first;
@@ -145,13 +145,13 @@ static void count_step(const Event *first, const Event *end) {
         }
 }
 
-// What a warp's lanes do at one site in the same way.
+// What a warp's lanes do at one site.
 struct Site {
     uint64_t name;
-    std::vector<uint32_t> groups;  // of the events that are one instruction, by turn
+    std::vector<uint32_t> groups;  // the k-th: of the events that are the instruction's k-th execution
     size_t turn;                   // how often this lane was here
     int lane;
-    Site *next;  // where the lane went from here the last time, and mostly goes
+    Site *next;  // where the lane went from here last time, and usually goes
 };
 
 static void count_instruction(const Event *first, const Event *end) {
@@ -160,7 +160,7 @@ static void count_instruction(const Event *first, const Event *end) {
     else count_step(first, end);
 }
 
-// How many events all lanes have alike, from the first on.
+// How many events, from the first on, are the same in all lanes.
 static size_t in_step(int begin, int end) {
     const List<Event> &one = events[begin];
     size_t alike = one.count;
@@ -176,9 +176,9 @@ static size_t in_step(int begin, int end) {
     return alike;
 }
 
-// Events of different lanes are one instruction if these lanes are at one site for the same time. Mostly
-// all go the same way, and the n-th events of each are. From where they part, a warp has up to a million
-// of them: they are bucketed by the number of their group, and not sorted.
+// Events of different lanes are one instruction if these lanes are at the same site for the same number of
+// times. Usually all lanes take the same path, and their n-th events match. After they diverge, a warp has
+// up to a million events: these are put into buckets by the number of their group, and not sorted.
 static void count_warp(int begin, int end) {
     const size_t alike = in_step(begin, end);
     for (size_t n = 0; n < alike; n++) {
@@ -187,7 +187,7 @@ static void count_warp(int begin, int end) {
         count_instruction(lanes, lanes + (end - begin));
     }
     std::unordered_map<uint64_t, Site> sites;
-    std::vector<size_t> at;  // of each group: how many events, where the next one goes, where they end
+    std::vector<size_t> at;  // of each group: how many events, where the next one goes, their end
     static List<uint32_t> group_of;  // of each event; this and the next keep their memory from warp to warp
     static std::vector<Event> together;
     Site none = {}, *before = &none;

@@ -1,11 +1,11 @@
-// cuda_on_cpu_memory.cc: device memory, shared memory, and what is looked at before each load and store.
+// cuda_on_cpu_memory.cc: device memory, shared memory, and the checks before each load and store.
 //
-// Every array is a region. To each word of a region, of 16 to 1 bytes as the smallest access to it needs,
-// belong two notes: who wrote it last, and who read it last, in which interval of time. An access that
-// comes in the same interval as a note of another thread is a race, if one of the two writes and no
-// __syncwarp stands between (the rule of FastTrack, Flanagan and Freund 2009, with the intervals of CUDA's
-// barriers for clocks). What no note can say: when lanes read a word after different numbers of partial
-// __syncwarp, the least of the numbers is kept, and a race with one of them may pass.
+// Every array is a region. Each word of a region, of 16 bytes down to 1, as the smallest access to it
+// needs, has two notes: which thread wrote it last, and which read it last, in which interval of time. An
+// access in the same interval as another thread's note is a race, if one of the two writes and no
+// __syncwarp lies between (the rule of FastTrack, Flanagan and Freund 2009, with the intervals between
+// CUDA's barriers as clocks). One thing is missed: if lanes read a word after different numbers of partial
+// __syncwarp calls, only the smallest number is kept, and a race with one of these lanes may go unnoticed.
 #include <cxxabi.h>
 #include <link.h>
 #include <pthread.h>
@@ -19,12 +19,12 @@
 // ---- regions ----
 
 struct Note {
-    uint32_t time;  // 0: nobody yet
+    uint32_t time;  // 0: no access yet
     uint32_t site, lanes;
-    uint16_t stamp;  // of __syncwarp calls that the lanes had passed
+    uint16_t stamp;  // __syncwarp calls that the lanes had passed
     uint8_t warp, flags;
 };
-// IN_FLIGHT: by cp.async or TMA. CROWD: of MANY_WARPS, `lanes` is the first of a list (clocks.inc).
+// IN_FLIGHT: by cp.async or TMA. CROWD: with MANY_WARPS, `lanes` is the first of a list (clocks.inc).
 enum { BY_ATOMIC = 1, MANY_WARPS = 2, OTHER_BLOCK = 4, IN_FLIGHT = 8, CROWD = 16 };
 
 struct Word {
@@ -46,7 +46,7 @@ enum { COARSEST = 4, POISON = 0xff };
 static size_t words_bytes(const Region *r) { return ((r->size >> r->grain) + 2) * sizeof(Word); }
 
 static Word *new_words(const Region *r) {
-    // Pages that nobody notes anything in cost nothing.
+    // Pages without notes cost nothing.
     void *words = mmap(NULL, words_bytes(r), PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     CHECK(words != MAP_FAILED, "out of host memory for the notes on %zu bytes of device memory", r->size);
@@ -58,8 +58,8 @@ static void drop_words(Region *r) {
     r->words = NULL;
 }
 
-// An access smaller than a word, or across two: from now on words are smaller, each with the notes of the
-// old.
+// After an access smaller than a word, or across two: makes words smaller, each with the notes of the old
+// one.
 static void refine(Region *r, uint8_t grain) {
     Region finer = *r;
     finer.grain = grain;
@@ -76,11 +76,10 @@ static void refine(Region *r, uint8_t grain) {
     *r = finer;
 }
 
-// ---- device memory ----
-// Addresses of one great reserved range, in units; allocations begin behind a red zone, end before another,
-// and do not come back before the range is used up, so that late accesses find nothing.
-// Under the guard, chunks of it open and close; one in which nothing lives any more stays closed, or each
-// operation would cost what all allocations so far have taken.
+// ---- device memory ---- Addresses come from one large reserved range, in units. Allocations lie between
+// red zones, and addresses are not reused before the range is used up, so that late accesses are found.
+// Under the guard, chunks of the range are opened and closed; one without live allocations stays closed, or
+// the cost of each operation would grow with all allocations ever made.
 enum : size_t { UNIT = 64 << 10, RED_ZONE = 256, ALIGNMENT = 256 };
 enum : size_t { CHUNK = 2 << 20 };
 
@@ -88,8 +87,8 @@ static uintptr_t arena;
 static size_t arena_size, next_unit, in_use;
 static bool guarded;
 static int opened;
-static size_t used_chunks;      // from the start of the arena: what was ever allocated
-static uint32_t *live_in;       // of each chunk: allocations that lie in it
+static size_t used_chunks;      // from the start of the arena, those ever allocated
+static uint32_t *live_in;       // for each chunk, the allocations in it
 static Region **unit_region;    // of each unit; freed ones stay until another takes the unit
 
 static void *reserve(size_t bytes) {
@@ -133,7 +132,7 @@ void memory_close(void) {
     if (!--opened && guarded) protect_all(PROT_NONE);
 }
 
-// The chunks of an allocation that comes or goes.
+// Counts an allocation in its chunks, or uncounts it.
 static void count_live(const Region *r, int more) {
     size_t first = (r->start - RED_ZONE - arena) / CHUNK, last = (r->start + r->size - arena) / CHUNK;
     for (size_t c = first; c <= last; c++) {
@@ -149,7 +148,7 @@ void *memory_allocate(size_t bytes) {
     size_t most = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
     if (bytes > most || in_use + bytes > most || bytes > arena_size / 2) return NULL;
     size_t units = (bytes + 2 * RED_ZONE + UNIT - 1) / UNIT, all = arena_size / UNIT, found = 0;
-    // From where the last one ended, once around.
+    // Starts where the last one ended, and goes round once.
     for (size_t looked = 0; found < units; looked++) {
         if (looked > 2 * all) return NULL;
         if (next_unit + (units - found) > all) next_unit = 0, found = 0;
@@ -185,7 +184,7 @@ bool memory_release(void *memory) {
     in_use -= r->size;
     drop_words(r);
     count_live(r, -1);
-    // The pages go back; whoever reads them on the host through a stale pointer finds zeros.
+    // The pages go back to the system; host code that reads through a stale pointer finds zeros.
     uintptr_t from = r->start / 4096 * 4096, to = (r->start + r->size + 4095) / 4096 * 4096;
     madvise(reinterpret_cast<void *>(from), to - from, MADV_DONTNEED);
     return true;
@@ -194,12 +193,12 @@ bool memory_release(void *memory) {
 size_t memory_in_use(void) { return in_use; }
 
 // ---- shared memory ----
-// Static arrays are the thread-local variables of the program. What is where says the symbol table.
+// Static arrays are the program's thread-local variables; the symbol table says where each is.
 static uintptr_t shared_start;  // of the static ones
 static size_t shared_size;
-static size_t shared_touched;  // bytes of those that this block has touched
+static size_t shared_touched;  // bytes of those that this block has accessed
 static List<Region> shared_regions;  // by address
-static Region **shared_table;        // by 8 bytes: what is not one array begins on such borders
+static Region **shared_table;        // for each 8 bytes: different arrays do not share any
 static Region dynamic_shared = {0, 0, NULL, 0, COARSEST, true, true, "dynamic shared memory"};
 static const size_t DYNAMIC_MOST = 256 << 10, DYNAMIC_RED_ZONE = 4096;
 
@@ -209,7 +208,7 @@ static int find_segment(struct dl_phdr_info *info, size_t, void *) {
             shared_start = (uintptr_t)info->dlpi_tls_data;
             shared_size = info->dlpi_phdr[i].p_memsz;
         }
-    return 1;  // only the program itself
+    return 1;  // stop: only the program itself
 }
 
 static void add_shared(void *, const char *name, int type, uintptr_t value, size_t size) {
@@ -223,7 +222,8 @@ static void add_shared(void *, const char *name, int type, uintptr_t value, size
     shared_regions.add({shared_start + value, size, NULL, 0, COARSEST, true, true, text});
 }
 
-// g++ guards the start of arrays of classes by variables of their own, though it has nothing to do there.
+// g++ adds guard variables for the initialization of arrays of classes, though there is nothing to
+// initialize.
 static Region guards = {0, 0, NULL, 0, COARSEST, true, true, "guards"};
 static bool is_guard(const Region &r) { return strncmp(r.name, "guard variable for ", 19) == 0; }
 static bool is_red_zone(const Region &r) { return strncmp(r.name, "cuda_red_zone_", 14) == 0; }
@@ -250,7 +250,7 @@ static void find_shared(void) {
     for (size_t i = 0; i < shared_regions.count; i++) {
         Region &r = shared_regions.items[i];
         if (is_guard(r)) {
-            *reinterpret_cast<char *>(r.start) = 1;  // begun already
+            *reinterpret_cast<char *>(r.start) = 1;  // already initialized
             fill_table(r, &guards);
             continue;
         }
@@ -264,7 +264,7 @@ static void find_shared(void) {
     }
     void *range = reserve(DYNAMIC_MOST + 2 * DYNAMIC_RED_ZONE);
     CHECK(range, "out of host memory");
-    // aligned to 16 and no further, as behind the static arrays of a GPU
+    // aligned to 16 and no more, as after the static arrays on a GPU
     dynamic_shared.start = (uintptr_t)range + DYNAMIC_RED_ZONE + 16;
 }
 
@@ -314,7 +314,7 @@ static void outside(AccessKind kind, uintptr_t address, size_t size, const Regio
            (size_t)(address - r->start), r->size, r->name);
 }
 
-// The nearest static shared array, for the sentence alone.
+// The nearest static shared array, only for the message.
 static const Region *nearest_shared(uintptr_t address) {
     const Region *best = NULL;
     for (size_t i = 0; i < shared_regions.count; i++) {
@@ -377,7 +377,7 @@ static inline __attribute__((always_inline)) void check(AccessKind kind, uintptr
         check_word(r, &r->words[w], kind, site);
 }
 
-// Pieces that are aligned whatever the address is.
+// In aligned pieces, for any address.
 static void check_range(AccessKind kind, uintptr_t address, size_t size, const void *site) {
     if (!now.launch) return check_host(kind, address, size, site);
     while (size) {
@@ -387,7 +387,7 @@ static void check_range(AccessKind kind, uintptr_t address, size_t size, const v
     }
 }
 
-// ---- constants: what lies in sections of the program that kernels may read ----
+// ---- constants: sections of the program that kernels may read ----
 
 extern "C" char __start_cuda_constant[] __attribute__((weak)), __stop_cuda_constant[] __attribute__((weak));
 
@@ -443,7 +443,7 @@ void *cuda_memset(void *to, int value, size_t bytes) {
     return memset(to, value, bytes);
 }
 
-// ---- copies that are in flight, and what the compiler calls ----
+// ---- copies in flight, and the functions that the compiler calls ----
 
 #include "cuda_on_cpu_async.inc"
 #include "cuda_on_cpu_mbarrier.inc"

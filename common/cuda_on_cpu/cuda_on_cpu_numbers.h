@@ -1,9 +1,9 @@
-// cuda_on_cpu_numbers.h: the end of cuda_on_cpu.h: mathematics of device code, and the narrow formats.
+// cuda_on_cpu_numbers.h: the last part of cuda_on_cpu.h: math functions of device code, and narrow formats.
 #ifndef CUDA_ON_CPU_NUMBERS_H
 #define CUDA_ON_CPU_NUMBERS_H
 
 // ---- mathematics ----
-// The quick approximations (__expf) are the exact functions here.
+// The fast approximations (__expf) are the exact functions here.
 #define CUDA_MATH static __forceinline__
 CUDA_MATH float cuda_rsqrt(float x) { return 1 / sqrtf(x); }
 CUDA_MATH double cuda_rsqrt(double x) { return 1 / sqrt(x); }
@@ -20,8 +20,8 @@ CUDA_MATH double __dmul_rn(double x, double y) { return x * y; }
 CUDA_MATH float __saturatef(float x) { return x >= 1 ? 1 : x > 0 ? x : 0; }  // NaN becomes 0
 CUDA_MATH void cuda_sincosf(float x, float *s, float *c) { *s = sinf(x), *c = cosf(x); }
 CUDA_MATH void cuda_sincos(double x, double *s, double *c) { *s = sin(x), *c = cos(x); }
-// As macros: the C library has functions of these names, which mean something else or round otherwise, and
-// rsqrt only from glibc 2.42 on.
+// Macros, because the C library has functions with these names that do something else or round differently,
+// and rsqrt only since glibc 2.42.
 #define rsqrtf(x)          cuda_rsqrt((float)(x))
 #define rsqrt(x)           cuda_rsqrt(x)
 #define sincosf(x, s, c)   cuda_sincosf(x, s, c)
@@ -61,7 +61,7 @@ CUDA_MATH int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
 CUDA_MATH int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
 CUDA_MATH int __ffs(int x) { return __builtin_ffs(x); }
 CUDA_MATH int __ffsll(long long x) { return __builtin_ffsll(x); }
-// Byte i of the result is the one of x (0 to 3) and y (4 to 7) that digit i of the selector names.
+// Byte i of the result is the byte of x (0 to 3) or y (4 to 7) that digit i of the selector names.
 CUDA_MATH unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     const uint64_t both = (uint64_t)y << 32 | x;
     const auto byte = [&](int i) {
@@ -91,8 +91,8 @@ CUDA_MATH int __float2int_rn(float x) { return (int)nearbyintf(x); }
 CUDA_MATH float __int2float_rn(int x) { return (float)x; }
 CUDA_MATH float __double2float_rn(double x) { return (float)x; }
 
-// ---- narrow formats: conversions are those of tensor.h, exact and rounded to nearest ----
-// A double goes through f32 rounded to odd, so that two roundings come out as one.
+// ---- narrow formats: the conversions of tensor.h, exact or rounded to nearest ----
+// A double is first rounded to odd in f32, so that the two roundings give the same result as a single one.
 static inline float cuda_round_to_odd(double x) {
     float y = (float)x;
     uint32_t bits = cuda_bits<uint32_t>(y);
@@ -169,7 +169,7 @@ struct __nv_fp8_e5m2 {
     explicit __nv_fp8_e5m2(double x) : __x(e5m2_from_f32(cuda_round_to_odd(x))) {}
     explicit operator float() const { return f32_from_e5m2(__x); }
 };
-// Always saturates, as the project's formats do.
+// Always saturates, like the project's formats.
 CUDA_MATH __nv_fp8_storage_t __nv_cvt_float_to_fp8(float x, __nv_saturation_t,
                                                    __nv_fp8_interpretation_t kind) {
     return kind == __NV_E4M3 ? e4m3_from_f32(x) : e5m2_from_f32(x);

@@ -1,5 +1,5 @@
-// cuda_on_cpu_report.cc: the one sentence at the end: which kernel, block and thread, at which line of the
-// source, and what it did.
+// cuda_on_cpu_report.cc: the sentence that ends the program: which kernel, block and thread, at which line of
+// the source, and what it did.
 #include <cxxabi.h>
 #include <elf.h>
 #include <fcntl.h>
@@ -12,7 +12,7 @@
 
 #include "cuda_on_cpu_inside.h"
 
-// Short texts for one sentence, one after another.
+// Buffers for the short texts of a sentence, used in turn.
 static char *next_text(void) {
     static char texts[8][256];
     static unsigned turn;
@@ -39,10 +39,10 @@ static const char *program_path(void) {
     return path;
 }
 
-// How far from its own addresses the program was loaded.
+// The offset at which the program was loaded.
 static int first_base(struct dl_phdr_info *info, size_t, void *base) {
     *static_cast<uintptr_t *>(base) = info->dlpi_addr;
-    return 1;  // the program comes first
+    return 1;  // stop: the program comes first
 }
 
 static uintptr_t find_base(void) {
@@ -93,7 +93,7 @@ static void is_it(void *context, const char *name, int type, uintptr_t value, si
         snprintf(search->name, sizeof search->name, "%s", name);
 }
 
-// "softmax<float, 256>": the kernel's own name says more than the launch, which may say softmax<T, 256>.
+// "softmax<float, 256>": from the kernel's symbol, as the launch may only say softmax<T, 256>.
 static const char *kernel_text(const CudaLaunch *launch) {
     static char text[512];
     Search search = {reinterpret_cast<uintptr_t>(launch->kernel) - load_base, ""};
@@ -101,7 +101,7 @@ static const char *kernel_text(const CudaLaunch *launch) {
     int status;
     char *whole = abi::__cxa_demangle(search.name, NULL, NULL, &status);
     if (status != 0) return launch->name;
-    // "void softmax<float, 256>(float*, int)": without the result, which templates have, and the parameters
+    // "void softmax<float, 256>(float*, int)": drop the result type, which templates have, and the parameters
     const char *begin = strncmp(whole, "void ", 5) == 0 ? whole + 5 : whole;
     if (strncmp(begin, "(anonymous namespace)::", 23) == 0) begin += 23;
     int depth = 0, length = 0;
@@ -114,11 +114,11 @@ static const char *kernel_text(const CudaLaunch *launch) {
     return text;
 }
 
-// From addr2line, which comes with the compiler. Of functions in one another, the innermost that is not the
-// emulator's own.
+// From addr2line, which comes with the compiler. Among inlined functions, the innermost one that is not
+// part of the emulator.
 const char *line_text(const void *site) {
     char *text = next_text(), command[4400], line[1024];
-    // A return address stands behind the call.
+    // A return address is after the call.
     uintptr_t address = reinterpret_cast<uintptr_t>(site) - load_base - 1;
     snprintf(text, 256, "address 0x%lx", address);
     snprintf(command, sizeof command, "addr2line -i -e '%s' 0x%lx 2>/dev/null", program_path(), address);

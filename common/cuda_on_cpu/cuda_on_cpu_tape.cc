@@ -18,7 +18,7 @@ IssueTape cuda_tape_end(void) {
     return made;
 }
 
-// NULL: nobody records, or this is not the lane that speaks for the warp.
+// NULL if nothing is recorded, or this is not the lane that represents the warp.
 static IssueStep *add(IssueKind kind) {
     if (!now.recording || now.thread->lane) return NULL;
     tape.add({});
@@ -27,7 +27,7 @@ static IssueStep *add(IssueKind kind) {
     return s;
 }
 
-// Where all lanes of the warp have met, whichever came last.
+// For operations at which all lanes of the warp have met, whichever arrived last.
 static IssueStep *add_of_warp(IssueKind kind, int warp) {
     if (!now.recording) return NULL;
     tape.add({});

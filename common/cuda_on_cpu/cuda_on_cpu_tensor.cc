@@ -1,9 +1,9 @@
-// cuda_on_cpu_tensor.cc: what a warp does together with fragments of matrices, by the PTX ISA: "Matrix
-// Fragments for mma.m16n8k16 with floating point type" and "ldmatrix". Sums are f32, one product after
-// another; a tensor core may add in another order, and round less carefully.
+// cuda_on_cpu_tensor.cc: what a warp does collectively with fragments of matrices, from the PTX ISA:
+// "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix". Sums are f32, one product
+// after another; a tensor core may add in another order, and round less carefully.
 #include "cuda_on_cpu_inside.h"
 
-// mma needs a warp that has all its lanes.
+// mma needs a full warp.
 static void need_warp(const char *what, const char *file, int line) {
     if (now.threads - now.thread->warp * LANES < LANES)
         broken(NULL, "calls %s (%s:%d) in a warp of %d lanes; it takes all %d", what, file, line,
@@ -12,7 +12,7 @@ static void need_warp(const char *what, const char *file, int line) {
 
 // ---- ex2.approx.ftz.f32 ----
 
-// Rounded, it is off by 2^-22; to which side, the bits of x say.
+// Off by a relative 2^-22, up or down depending on the bits of x.
 extern "C" float cuda_power_of_2(float x) {
     const double off = cuda_bits<uint32_t>(x) * 0x9e3779b9 >> 31 ? 0x1.7p-23 : -0x1.7p-23;
     const float y = (float)(exp2((double)x) * (x == 0 ? 1 : 1 + off));
@@ -21,7 +21,7 @@ extern "C" float cuda_power_of_2(float x) {
 
 // ---- ldmatrix ----
 
-// What a lane brings, one row of 8 numbers, and where it gets its part of four matrices.
+// What a lane contributes, one row of 8 numbers, and where it gets its part of four matrices.
 struct LaneRow {
     uint16_t row[8];
     uint32_t *to;
@@ -31,8 +31,8 @@ static const LaneRow *row_of(const Warp *w, int lane) {
     return reinterpret_cast<const LaneRow *>(w->value[lane]);
 }
 
-// Lanes 8 m to 8 m + 7 bring the rows of matrix m. Of each, lane l gets elements 2 (l % 4) and its right
-// neighbour in row l / 4; or, transposed, in column l / 4.
+// Lanes 8 m to 8 m + 7 contribute the rows of matrix m. Of each matrix, lane l gets elements 2 (l % 4) and
+// 2 (l % 4) + 1 of row l / 4; or, transposed, of column l / 4.
 void exchange_rows(Warp *w, bool transposed) {
     for (int lane = 0; lane < LANES; lane++)
         for (int m = 0; m < 4; m++) {
@@ -90,7 +90,7 @@ const float *values_of(float (*widen)(uint16_t)) {
     return v->of_code;
 }
 
-// The i-th of 16-bit numbers, two a register, the lower half first.
+// The i-th 16-bit number; there are two in a register, the lower half first.
 static uint16_t number(const uint32_t *registers, int i) {
     return (uint16_t)(registers[i / 2] >> i % 2 * 16);
 }

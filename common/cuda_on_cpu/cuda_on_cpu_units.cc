@@ -1,9 +1,9 @@
-// cuda_on_cpu_units.cc: what the machine code of a basic block computes. Arithmetic cannot be watched as
-// accesses are, so it is read: objdump shows the function around a block, and what can be reached from the
-// block's call of __sanitizer_cov_trace_pc without another one is its work. It need not lie in one piece:
-// where a block checks a bound, g++ may put its rest elsewhere. Optimisation moves no arithmetic across
-// these calls, and -O1 makes no vectors. Whether g++ has fused a multiplication and an addition or not, it
-// is two operations.
+// cuda_on_cpu_units.cc: what the machine code of a basic block computes. Arithmetic cannot be intercepted
+// as accesses are, so the code is read: objdump shows the function around a block, and whatever can be
+// reached from the block's call of __sanitizer_cov_trace_pc without passing another such call is its work.
+// It need not be contiguous: if a block checks a bound, g++ may put the rest elsewhere. Optimisation moves
+// no arithmetic across these calls, and -O1 does not vectorise. A multiplication and an addition are two
+// operations, whether g++ has fused them or not.
 #include <unistd.h>
 
 #include <unordered_map>
@@ -16,7 +16,7 @@ static std::unordered_map<uint32_t, BlockWork> works;
 // ---- instructions: x86-64 and AArch64 ----
 
 struct Instruction {
-    const char *name;  // without what x86-64 puts before (v) and after it (ss, sd)
+    const char *name;  // without x86-64's prefix (v) and suffixes (ss, sd)
     int flops, special;
 };
 static const Instruction instructions[] = {
@@ -30,7 +30,7 @@ static const Instruction instructions_arm[] = {
     {"fminnm", 1, 0}, {"fmadd", 2, 0}, {"fmsub", 2, 0}, {"fnmadd", 2, 0}, {"fnmsub", 2, 0},
     {"fmax", 1, 0},   {"fmin", 1, 0},  {"fdiv", 0, 1},  {"fsqrt", 0, 1},
 };
-// Calls of the C library, by what stands between < and the first of @, + and >.
+// Calls of the C library, by the name between < and the first of @, + and >.
 static const Instruction calls[] = {
     {"fmaf", 2, 0},  {"fma", 2, 0},  {"fmaxf", 1, 0}, {"fmax", 1, 0}, {"fminf", 1, 0},  {"fmin", 1, 0},
     {"expf", 0, 1},  {"exp", 0, 1},  {"exp2f", 0, 1}, {"exp2", 0, 1}, {"logf", 0, 1},   {"log", 0, 1},
@@ -70,7 +70,7 @@ static void read_instruction(const char *text, BlockWork *work) {
 // ---- functions ----
 
 struct Function {
-    uintptr_t address, start, end;  // of what is looked for, and of the function that has it
+    uintptr_t address, start, end;  // the address looked for, and the function that contains it
 };
 
 static void is_around(void *context, const char *, int type, uintptr_t value, size_t size) {
@@ -83,8 +83,8 @@ static void is_around(void *context, const char *, int type, uintptr_t value, si
 // A line of objdump: "    12ab:\tvmulss %xmm0,%xmm1,%xmm2".
 struct Line {
     uint32_t address, target;  // where it jumps, or 0
-    bool begins, goes_on;      // it calls __sanitizer_cov_trace_pc; the next one may come after it
-    size_t block;              // that was the last to reach it
+    bool begins, goes_on;      // it calls __sanitizer_cov_trace_pc; execution may continue with the next line
+    size_t block;              // the last block to reach it
     BlockWork work;
 };
 
@@ -107,7 +107,7 @@ static void read_jump(const char *text, Line *line) {
     line->target = (uint32_t)strtoul(at, NULL, 16);
 }
 
-// Adds up what follows lines[i], the call with which a block begins.
+// Adds up the work that follows lines[i], the call with which a block begins.
 static void read_block(std::vector<Line> *lines, const std::unordered_map<uint32_t, size_t> &at, size_t i) {
     if (i + 1 == lines->size()) return;
     BlockWork *work = &works[(*lines)[i + 1].address];
@@ -161,5 +161,5 @@ const BlockWork &block_work(uint32_t site) {
     Function f = {site, 0, 0};
     each_symbol(is_around, &f);
     if (f.end) read_function(f);
-    return works[site];  // of no function, such as one that was stripped: nothing
+    return works[site];  // outside any known function, such as a stripped one: no work
 }

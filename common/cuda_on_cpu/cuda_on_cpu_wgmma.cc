@@ -1,12 +1,13 @@
-// cuda_on_cpu_wgmma.cc: products of a warpgroup, by the PTX ISA: "Asynchronous Warpgroup Level Matrix
+// cuda_on_cpu_wgmma.cc: products of a warpgroup, from the PTX ISA: "Asynchronous Warpgroup Level Matrix
 // Multiply-Accumulate Instructions". Each warp has its rows of a product, which is computed when the warp
-// waits for it: until then its sums are 0xff (NaN), as in registers that nobody may read, and its tiles are
-// looked at twice, when it is issued and when it is done. Sums are f32, one product after another; a tensor
-// core may add in another order, and round less carefully. Of 8-bit numbers, Hopper's keep about 14 bits of
-// a sum (DeepSeek-V3, 2024, section 3.3.2), to which it is cut off here after each product of 32 numbers.
+// waits for it: until then its sums are 0xff (NaN), as these registers must not be read, and its tiles are
+// checked twice, when it is issued and when it is done. Sums are f32, one product after another; a tensor
+// core may add in another order, and round less carefully. With 8-bit numbers, Hopper's tensor cores keep
+// about 14 bits of a sum (DeepSeek-V3, 2024, section 3.3.2); here it is truncated to these after every 32
+// products.
 //
-// A group must begin with wgmma_fence, also where the ISA does not ask for one because the sums were not
-// touched since the last.
+// A group must begin with wgmma_fence, even if the ISA does not require it because the sums were not accessed
+// since the last one.
 #include "cuda/instructions_hopper.h"
 #include "cuda_on_cpu_inside.h"
 
@@ -16,15 +17,15 @@ namespace {
 // One warp's part of a product.
 struct Product {
     CudaWgmma of_lane[LANES];
-    uint32_t a[LANES][4];       // A's registers, as they were
-    uintptr_t low[2], high[2];  // between which its operands lie, A and B
+    uint32_t a[LANES][4];       // A's registers at issue
+    uintptr_t low[2], high[2];  // the address ranges of its operands, A and B
     uint32_t group;
     const char *file;
     int line;
     const void *site;
 };
 
-// What the registers `d` of the lanes will be.
+// The future contents of the lanes' registers `d`.
 struct Sums {
     float *d[LANES];
     int count;
@@ -32,7 +33,7 @@ struct Sums {
 };
 
 struct Cores {
-    uint32_t block;  // the block_start of which this tells
+    uint32_t block;  // the block_start for which this is valid
     List<Product> products;
     List<Sums> sums;
     uint32_t committed, issued;
@@ -40,7 +41,7 @@ struct Cores {
     bool fenced;
 };
 
-// The first warp's of each product of a warpgroup, with which the others must agree.
+// The first warp's issue of each product of a warpgroup, with which the others must agree.
 struct Issue {
     uint64_t a, b;
     const char *file;
@@ -73,17 +74,17 @@ static List<Issue> *issues_of(int warp) {
 
 // ---- operands in shared memory ----
 
-// bits 0 to 13: where it starts; 16 to 29, 32 to 45: from one tile, or 8 rows of it, to the next, all in
-// units of 16 bytes; 49 to 51: where the swizzle begins; 62, 63: which. On the CPU bit 15 says that it is
-// in a static array.
+// Bits 0 to 13: the start; 16 to 29 and 32 to 45: the distance from one tile, or from 8 rows of it, to the
+// next, all in units of 16 bytes; 49 to 51: where the swizzle begins; 62, 63: which swizzle. On the CPU,
+// bit 15 means that it is in a static array.
 uint64_t cuda_wgmma_operand(const void *at, uint32_t next) {
     const uint32_t number = memory_shared_number(at, __builtin_return_address(0));
     return (uint64_t)(number >> 4 & 0x3fff) | (uint64_t)(number >> 18) << 15 |
            (uint64_t)(next >> 4 & 0x3fff) << 16 | (uint64_t)(TILE_ALIGNMENT >> 4) << 32 | 1ull << 62;
 }
 
-// Calls f(16 bytes, row, k) for rows `first` on of an operand, whose numbers take so many bytes: they begin
-// with element (row, k) of A, or (column, k) of B.
+// Calls f(16 bytes, row, k) for an operand's rows from `first` on, whose numbers have so many bytes: each
+// call's bytes begin with element (row, k) of A, or (column, k) of B.
 template <class F>
 static inline void each_chunk(uint64_t operand, Major major, int bytes, int first, int rows, F f) {
     const uint32_t start = ((uint32_t)operand & 0x3fff) << 4, next = ((uint32_t)(operand >> 16) & 0x3fff)
@@ -104,7 +105,7 @@ static inline void each_chunk(uint64_t operand, Major major, int bytes, int firs
     }
 }
 
-// The same for all that a warp reads.
+// The same for everything that a warp reads.
 template <class F>
 static void each_chunk_of(const Product &p, int warp, F f) {
     const CudaWgmma &x = p.of_lane[0];
@@ -132,7 +133,7 @@ void wgmma_need_unread(uintptr_t address, size_t size, const void *site) {
     }
 }
 
-// Each byte must have been written, in order before this thread, and be no longer in flight.
+// Each byte must have been written, ordered before this thread, and must no longer be in flight.
 static void look(const Product &p, int warp, uint16_t stamp) {
     const Agent agent = {TENSOR_CORES + warp, stamp};
     now.agent = &agent;
@@ -227,7 +228,7 @@ static void issue(Warp *w, int warp, Cores *c) {
 
 // ---- wait ----
 
-// Row and column of the i-th of a lane's sums.
+// Row and column of a lane's i-th sum.
 struct Place {
     int row, column;
 };
@@ -237,7 +238,7 @@ static Place place_d(int lane, int i) {
 
 static float left[WARP_ROWS][MOST_K], right[MOST_K][MOST_N];
 
-// The i-th number of some, two or four to a register, the lowest bits first.
+// The i-th number, where a register has two or four, the lowest bits first.
 static inline float number(const CudaWgmma &x, const float *values, const void *numbers, int i) {
     uint16_t code;
     if (x.bytes == 1) return values[static_cast<const uint8_t *>(numbers)[i]];
@@ -248,7 +249,7 @@ static inline float number(const CudaWgmma &x, const float *values, const void *
 static void read_left(const Product &p, int warp) {
     const CudaWgmma &x = p.of_lane[0];
     const float *values = values_of(x.widen);
-    const int row0 = warp % WARPS * WARP_ROWS, each = 4 / x.bytes;  // of a register
+    const int row0 = warp % WARPS * WARP_ROWS, each = 4 / x.bytes;  // numbers per register
     for (int l = 0; l < LANES && x.a; l++)
         for (int i = 0; i < 4 * each; i++)
             left[l / 4 + i / each % 2 * 8][l % 4 * each + i % each + i / each / 2 * 4 * each] =
@@ -270,14 +271,14 @@ static void read_right(const CudaWgmma &x) {
     });
 }
 
-// Not in the header: what is compiled with a kernel is counted as its work.
+// Not in the header: code that is compiled with a kernel would be counted as its work.
 float cuda_widen_e4m3(uint16_t code) { return f32_from_e4m3((uint8_t)code); }
 
-// sum += 32 products of 8-bit numbers, cut off.
+// sum += 32 products of 8-bit numbers, truncated.
 static void multiply_8_bits(float (*sum)[MOST_N], int n) {
     for (int row = 0; row < WARP_ROWS; row++)
         for (int column = 0; column < n; column++) {
-            double step = sum[row][column];  // no rounding: 32 products of 8 bits
+            double step = sum[row][column];  // exact for 32 products of 8-bit numbers
             for (int k = 0; k < MOST_K; k++) step += (double)left[row][k] * right[k][column];
             sum[row][column] = (float)cut_to_bits(step, BITS_OF_8_BIT_SUM);
         }
@@ -355,21 +356,22 @@ static void wait(Warp *w, int warp, Cores *c, uint32_t pending) {
 
 // ---- registers ----
 
-// "setmaxnreg": what a block gives back lies in a pool of its own, and who takes waits until there is
-// enough. No kernel takes before others can give: the sum at the end tells whether it waits for ever.
+// "setmaxnreg": registers that a warpgroup gives up go to a pool of its block, and a warpgroup that takes
+// some waits until there are enough. Here nothing waits: the sum at the end tells whether one would wait
+// for ever.
 enum { ALL_REGISTERS = 65536, MOST_REGISTERS = 256, LEAST_REGISTERS = 24, REGISTERS_AT_ONCE = 8 };
 
 namespace {
 struct Registers {  // of each of a warp's threads
     uint32_t block;
-    int count, line;  // where it was changed last
+    int count, line;  // line: where it was last changed
     const char *file;
 };
 }  // namespace
 static Registers registers[MAX_WARPS];
 static uint32_t registers_moved;  // the block_start of the last block that moves any
 
-// With one block on a multiprocessor.
+// If a multiprocessor has one block.
 static int registers_at_launch(void) {
     const int fit = ALL_REGISTERS / now.threads / REGISTERS_AT_ONCE * REGISTERS_AT_ONCE;
     return fit < MOST_REGISTERS ? fit : MOST_REGISTERS;
