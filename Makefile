@@ -3,7 +3,8 @@
 # Every 0*_*/*.c with a main becomes build/<chapter>/<name>. Its other functions, compiled a second time
 # with -DNO_MAIN, go with common/*.c into one archive, from which programs and tests take what they call.
 #
-# What computes (OPS) and what communicates (COMM) is chosen here, by linking; the chapters do not know.
+# The back ends for computation (OPS) and for communication (COMM) are chosen here, by linking; the chapters
+# do not depend on the choice.
 OPS  ?= cpu
 COMM ?= mpi
 # the choices that exist, and the folder of each
@@ -16,7 +17,7 @@ BUILD ?= $(folder-$(OPS)-$(COMM))
 ifeq ($(folder-$(OPS)-$(COMM)),)
 $(error OPS=$(OPS) COMM=$(COMM): OPS is cpu, cuda or cuda-on-cpu, COMM is mpi, or nccl but with OPS=cpu)
 endif
-# C files of common/ that only one choice has; common/cuda/cuda.mk adds the others
+# C files of common/ that only one choice needs; common/cuda/cuda.mk adds the others
 of-cpu  := common/tensor/device_cpu.c common/tensor/ops_cpu.c common/tensor/kernel_table_cpu.c
 of-mpi  := $(wildcard common/comm/comm_mpi*.c) common/comm/comm_staged.c
 of-nccl :=
@@ -24,8 +25,8 @@ of-nccl :=
 ifeq ($(origin CC),default)
 CC := gcc
 endif
-# On a processor with AVX10, gcc 15 warns of -mavx10.1, to which it has itself expanded -march=native.
-# The other flags of that expansion, AVX-512's among them, then take the place of -march=native.
+# On a processor with AVX10, gcc 15 warns about -mavx10.1, to which it expands -march=native itself. Then the
+# other flags of that expansion, including those for AVX-512, replace -march=native.
 NATIVE := $(strip $(shell LC_ALL=C $(CC) -v -march=native -fsyntax-only -x c /dev/null 2>&1 | awk ' \
     / warning: .*-mavx10/ { warned = 1 } \
     /\/cc1 / { for (i = 1; i <= NF; i++) if ($$i ~ /^-m/ && $$i !~ /avx10/) flags = flags " " $$i } \
@@ -37,8 +38,8 @@ TEST_OPT ?= $(if $(SANITIZE),-O0,-O1)
 # SANITIZE=address,undefined builds with sanitizers; choose another BUILD with it.
 SANITIZE ?=
 
-# Where tests cannot be compiled, `make all` and `make tests` install what `make test` does: here, before
-# mpicc is asked and any file is compiled.
+# If tests cannot be compiled, `make all` and `make tests` install the same packages as `make test`: here,
+# before mpicc is queried and any file is compiled.
 ifneq ($(filter all tests,$(MAKECMDGOALS)),)
 ifeq ($(findstring n,$(filter-out --%,$(firstword -$(MAKEFLAGS)))),)
 ifneq ($(shell $(CC) $(CFLAGS_EXTRA) -E -include cmocka.h -x c /dev/null >/dev/null 2>&1 || \
@@ -48,14 +49,14 @@ endif
 endif
 endif
 
-# The OpenMP build of OpenBLAS, on purpose: Debian's default has a thread pool of its own, and two pools
-# that fight for the same cores make everything four to ten times slower.
+# The OpenMP build of OpenBLAS, on purpose: Debian's default has its own thread pool, and two pools that
+# compete for the same cores make everything four to ten times slower.
 MULTIARCH   := $(shell $(CC) -print-multiarch 2>/dev/null || gcc -print-multiarch 2>/dev/null)
 BLAS_LIBDIR ?= /usr/lib/$(MULTIARCH)/openblas-openmp
 BLAS_CFLAGS ?= -I/usr/include/$(MULTIARCH)/openblas-openmp
 BLAS_LIBS   ?= -L$(BLAS_LIBDIR) -Wl,-rpath,$(BLAS_LIBDIR) -lopenblas
 
-# Open MPI; mpicc knows where it is, on the systems where pkg-config does not.
+# Open MPI; on systems where pkg-config does not know it, mpicc says where it is.
 MPI_CFLAGS ?= $(shell mpicc --showme:compile 2>/dev/null || pkg-config --cflags ompi-c 2>/dev/null)
 MPI_LIBS   ?= $(shell mpicc --showme:link 2>/dev/null || pkg-config --libs ompi-c 2>/dev/null)
 MPI_CFLAGS := $(MPI_CFLAGS)
@@ -66,13 +67,13 @@ ifneq ($(findstring clang,$(CC)),)
 # An `omp simd` loop that clang leaves scalar is slower, not wrong.
 WARNINGS += -Wno-pass-failed
 else
-# Below -O2, too, gcc then clears the upper halves of AVX registers before calls. With them, libm's exp() and
+# Makes gcc clear the upper halves of AVX registers before calls even below -O2. Otherwise libm's exp() and
 # log(), which are SSE code, take five times as long.
 CLEAR_AVX := -fexpensive-optimizations
 endif
-# -fno-math-errno changes no value: sqrt may become vector code where nobody reads its errno, and AdamW is
-# twice as fast. -g1 names functions and lines, in a fraction of -g's time and space; variables, for gdb,
-# come with CFLAGS_EXTRA=-g.
+# -fno-math-errno changes no value: sqrt, whose errno nothing reads, may become vector code, and AdamW is
+# twice as fast. -g1 records functions and lines, in a fraction of -g's time and space; CFLAGS_EXTRA=-g adds
+# variables for gdb.
 CFLAGS   := -std=c11 -D_GNU_SOURCE $(OPT) $(CLEAR_AVX) $(NATIVE) -fno-math-errno -fopenmp \
             $(WARNINGS) -g1 -Icommon -I. $(BLAS_CFLAGS) $(MPI_CFLAGS)
 LDFLAGS  := -fopenmp $(LDFLAGS_EXTRA)
@@ -83,7 +84,7 @@ LDFLAGS += -fsanitize=$(SANITIZE)
 endif
 ALL_CFLAGS = $(CFLAGS) $(CFLAGS_EXTRA)
 
-# CHAPTERS=0[0-5]: without what later chapters add, for a build that needs none of them
+# CHAPTERS=0[0-5] leaves out later chapters, for a build that does not need them
 CHAPTERS        ?= 0*
 chapter_sources := $(sort $(wildcard $(CHAPTERS)_*/*.c))
 common_sources  := $(filter-out $(of-cpu) $(of-mpi),$(sort $(wildcard common/*.c common/*/*.c))) \
@@ -93,12 +94,12 @@ fuzz_sources    := $(sort $(wildcard tests/fuzz/fuzz_*.c))
 bench_sources   := $(sort $(wildcard tests/bench/bench*.c))
 
 with_main := $(if $(chapter_sources),$(shell grep -lE '^int main\b' $(chapter_sources)))
-# Builds with the same flags for C may share its objects, and differ in what they link.
+# Builds with the same flags for C may share the C objects, and differ in what they link.
 OBJECTS   ?= $(BUILD)
 programs  := $(with_main:%.c=$(BUILD)/%)
 tests     := $(test_sources:tests/unit/%.c=$(BUILD)/tests/%)
 fuzzers   := $(fuzz_sources:tests/fuzz/%.c=$(BUILD)/tests/%)
-# All that the fuzzed parsers call.
+# Everything that the fuzzed parsers call.
 fuzzed    := $(addprefix common/,base files host tensor/dtype tensor/rng train/data train/safetensors) \
              $(addprefix 05_pipeline_parallel/,schedule schedule_clock schedule_picture schedule_text \
              schedule_verify)
@@ -113,10 +114,11 @@ Q := @
 compile = @echo '  $(CC)  $<';
 link    = @echo '  link  $@';
 endif
-# The end of a link: what an interrupted one leaves has another name, or make would take it as up to date.
+# The end of a link command: the output gets its name last, or make would take that of an interrupted link for
+# up to date.
 whole = -o $@.part && mv $@.part $@
-# Holds a command line in a file, so that another one makes again all that depends on it. Where several makes
-# run at once, as tests do, none takes the file away from another.
+# Keeps a command line in a file, so that a different one rebuilds everything that depends on it. If several
+# makes run at once, as in tests, none removes the file under another.
 hold = @mkdir -p $(@D); echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@
 
 include common/cuda/cuda.mk
@@ -207,7 +209,7 @@ hunt:
 	@BUILD=$(BUILD) tests/course/course hunt $(N)
 hunt-answer:
 	@BUILD=$(BUILD) tests/course/course answer $(N) $(AT)
-# How a file of an exercise is compiled and linked.
+# Prints how the file of an exercise is compiled and linked.
 course-commands:
 	@echo 'compile $(CC) $(ALL_CFLAGS)'
 	@echo 'link $(LINK) $(LDFLAGS)'
@@ -222,18 +224,18 @@ readme: programs $(benches)
 	@BUILD=$(BUILD) common/report/readme.sh
 
 all: programs tests
-# Each file once, for a compiler's warnings: with its main where it has one.
+# Compiles each file once for the warnings, with its main if it has one.
 objects: $(filter-out $(with_main:%.c=$(OBJECTS)/lib/%.o),$(parts)) $(with_main:%.c=$(OBJECTS)/main/%.o) \
          $(test_sources:%.c=$(OBJECTS)/main/%.o)
 programs: $(programs) $(corpus)
 tests: $(tests) $(corpus)
 fuzzers: $(fuzzers)
 
-# What students have written stays.
+# Keeps what students have written.
 clean:
 	rm -rf $(filter-out build/exercises,$(wildcard build/*)) build-*
 
-# ---- how things are made ----
+# ---- how things are built ----
 
 $(OBJECTS)/flags: FORCE
 	$(call hold,$(CC) $(ALL_CFLAGS))
@@ -259,8 +261,8 @@ $(filter-out $(cu_programs),$(programs)): $(BUILD)/%: $(OBJECTS)/main/%.o $(arch
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ $(LDLIBS) $(whole)
 
-# clang's own OpenMP, which OpenBLAS would start, leaks. The fuzzer is C++, whose library clang seeks beside
-# the newest gcc, of which perhaps only Fortran is there.
+# clang's own OpenMP, which OpenBLAS would start, leaks. The fuzzer is C++, and clang looks for the C++
+# library next to the newest gcc, of which perhaps only the Fortran compiler is installed.
 $(BUILD)/tests/fuzz_%: $(OBJECTS)/main/tests/fuzz/fuzz_%.o $(fuzzed:%=$(OBJECTS)/lib/%.o)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(patsubst -fopenmp,-fopenmp=libgomp,$(LDFLAGS)) -fsanitize=fuzzer $^ $(LDLIBS) \
@@ -274,7 +276,7 @@ $(BUILD)/tests/test_%: $(OBJECTS)/main/tests/unit/test_%.o $(archive)
 	@mkdir -p $(@D)
 	$(link) $(LINK) $(LDFLAGS) $^ -lcmocka $(LDLIBS) $(whole)
 
-# What the model reads when it is given no other text: this book itself.
+# The text that the model reads by default: this book itself.
 $(corpus): $(sort $(wildcard README.md 0*_*/*.c common/*.h common/*.c common/*/*.h common/*/*.c \
     tests/unit/*.c))
 	@mkdir -p $(@D)
