@@ -1,12 +1,11 @@
 #!/bin/bash
-# backends.t: chapters know no back end; a build that lacks what it needs says so in one sentence, with the
-# remedy. TAP.
+# backends.t: chapters do not depend on a back end; a build that lacks something it needs says so in one
+# sentence, with the remedy. TAP.
 # needs: build/corpus.txt build/main/tests/unit/test_in_flight.o
 . "$(dirname "$0")/tap.sh"
 unset OPS COMM BUILD CUDA_HOME CUBLAS_HOME NCCL_HOME NVCC CC CXX
 
-# refused WORDS VARIABLES…: make stops before it makes anything, after one line on stderr that has all the
-# WORDS.
+# refused WORDS VARIABLES…: make stops before it builds anything, after one line on stderr with all the WORDS.
 refused() {
     local words=$1 status word
     shift
@@ -23,7 +22,7 @@ refused "COMM=nccl OPS=cpu" OPS=cpu COMM=nccl
 refused "/nowhere/bin/nvcc CUDA_HOME=" OPS=cuda CUDA_HOME=/nowhere
 refused "/nowhere/bin/nvcc CUDA_HOME=" OPS=cuda COMM=nccl CUDA_HOME=/nowhere
 
-# A toolkit as far as make looks at it.
+# A toolkit, as much of it as make looks at.
 kit=$work/kit
 mkdir -p "$kit/bin" "$kit/lib64" "$kit/include"
 touch "$kit/bin/nvcc" "$kit/lib64/libcudart.so"
@@ -37,8 +36,8 @@ make OPS=cuda COMM=nccl CUDA_HOME=/nowhere help >"$out" 2>"$err" && [ ! -s "$err
     grep -q CUDA_HOME "$out"
 report $? "make help needs no toolkit, and names the variables"
 
-# Libraries of a package of Python, which has them under their version's name alone, and no machine code but
-# what is asked.
+# Libraries of a Python package, which has them only under versioned names; and machine code only for the GPUs
+# asked for.
 touch "$work/nccl/lib/libnccl.so.2"
 make -n OPS=cuda COMM=nccl CUDA_HOME="$kit" NCCL_HOME="$work/nccl" CUDA_ARCH=80 CUDA_PTX= \
     BUILD="$work/build" programs \
@@ -62,7 +61,7 @@ if nvidia-smi -L >/dev/null 2>&1; then report 0 "make gpu-check without a GPU # 
     report $? "make gpu-check without a GPU: $(head -n 1 "$err")"
 fi
 
-# A machine with a GPU that is too old, as far as nvidia-smi tells.
+# A machine with a GPU that is too old, according to nvidia-smi.
 mkdir "$work/old"
 cat >"$work/old/nvidia-smi" <<'END'
 #!/bin/sh
@@ -77,7 +76,8 @@ OUT=$work/gpu PATH=$work/old:$PATH tests/gpu-check suite >"$out" 2>"$err"
 [ $? = 2 ] && [ "$(wc -l <"$err")" = 1 ] && grep -q 'V100.* 8.0 (A100)' "$err" && [ ! -e "$work/gpu" ]
 report $? "gpu-check on a V100: $(head -n 1 "$err")"
 
-# The gcc of a processor with AVX10, as far as make asks it: gcc 15, which warns of its own flag, or gcc 14.
+# gcc on a processor with AVX10, as much as make asks of it: gcc 15, which warns about its own flag, or gcc
+# 14.
 cat >"$work/gcc" <<'END'
 #!/bin/sh
 echo 'COLLECT_GCC_OPTIONS=-v -march=native'
@@ -91,8 +91,8 @@ report $? "gcc 15 is not given a flag that it warns of"
 [ "$(machine 14 | uniq)" = ' -march=native -fno-math' ] && [ ! -s "$err" ]
 report $? "any other compiler is given -march=native"
 
-# What asks the compiler which instructions the processor has, and the sources that include it, on processors
-# that answer differently: here one of them would be seen. Nothing is made.
+# Files that ask the compiler which instructions the processor has, and the sources that include them, are
+# compiled for processors that answer differently; this machine is only one of them. No object is written.
 asks='__(SSE|AVX|AMX|FMA|F16C|FLT16)[A-Z0-9_]*__|FP_FAST_FMA'
 mapfile -t sources < <(find common 0*_* tests/unit -name '*.[ch]' -o -name '*.inc')
 mapfile -t asking < <(grep -lE "$asks" "${sources[@]}")
@@ -116,8 +116,8 @@ for compiler in gcc clang; do
     done
 done
 
-# Several builds look at once whether their command lines have changed, as tests do: none may take from
-# another what it compares. Slow comparisons let them meet.
+# Several builds check at once whether their command lines have changed, as in tests: none may remove the file
+# that another compares. Slow comparisons make them overlap.
 mkdir "$work/bin"
 cat >"$work/bin/cmp" <<END
 #!/bin/sh
@@ -141,7 +141,7 @@ three_at_once() {
 three_at_once >"$out" 2>"$err"
 report $? "builds with the same command lines run at once, and make nothing again"
 
-# What a chapter names: neither CUDA nor a library below the core, and no conditional but that of its main.
+# A chapter names neither CUDA nor a library below the core, and has no conditional but the one for its main.
 sed 's|//.*||; s/"[^"]*"//g' 0[0-9]_*/*.c | grep -niE 'cuda|nccl|mpi_|cublas|cblas|<<<' >"$out"
 [ ! -s "$out" ]
 report $? "chapters name no back end"
@@ -149,7 +149,7 @@ grep -nE '^ *# *(if|elif)' 0[0-9]_*/*.c | grep -v ':#ifndef NO_MAIN$' >"$out"
 [ ! -s "$out" ]
 report $? "chapters have no #if but that around main"
 
-# Bugs that only a GPU shows are planted there (tests/gpu-check), and must fit the sources here.
+# Bugs that only a GPU shows are planted on one (tests/gpu-check), but must fit the sources here too.
 tests/mutants/run --gpu --check >"$out" 2>"$err"
 report $? "the bugs of tests/mutants/gpu.txt fit the sources"
 

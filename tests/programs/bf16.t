@@ -1,6 +1,6 @@
 #!/bin/bash
-# bf16.t: bfloat16 with and without masters: ranks against one device, random rounding on any layout and
-# through a checkpoint, what vanishes, and gradients that are written in f32. TAP.
+# bf16.t: bfloat16 with and without master weights: ranks against one device, stochastic rounding on any
+# layout and across a checkpoint, updates that vanish, and gradients written in f32. TAP.
 # needs: build/08_mixed_precision/bf16 build/08_mixed_precision/train_5d
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1

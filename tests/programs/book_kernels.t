@@ -1,5 +1,5 @@
 #!/bin/bash
-# book_kernels.t: training on chapter 07's kernels, on emulated GPUs, held against one device on the
+# book_kernels.t: training with chapter 07's kernels, on emulated GPUs, compared with one device that uses the
 # library's. TAP.
 # needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu OBJECTS=build
 # needs: build-cuda-on-cpu/03_tensor_parallel/tensor_parallel
@@ -18,7 +18,7 @@ builds OPS=cuda-on-cpu BUILD=$build OBJECTS=build $build/{00_single_gpu/train,co
 
 tiny="--layers 1 --hidden 32 --heads 2 --kv-heads 2 --head-size 64 --ffn 24 --micro-batch 1"
 
-# all_taken: whatever the table replaces has run on its kernels.
+# all_taken: everything that the table replaces has run on its kernels.
 all_taken() {
     grep -q '^kernels of the book took [1-9]' "$out" &&
         ! grep '^kernels of the book' "$out" | grep -vqE 'took ([0-9]+) of the \1 calls'
@@ -28,14 +28,14 @@ passes "tensor_parallel on the book's kernels" 03_tensor_parallel/tensor_paralle
     --dtype f32 --steps 2 --seq 37 --grad-acc 1 --attention flash --kernels book
 all_taken
 report $? "tensor_parallel on the book's kernels: all calls"
-# Earlier keys in whole chunks, own ones in order: both come in here.
+# Earlier keys in whole chunks, own keys in order: both occur here.
 passes "ring_attention on the book's kernels" 04_context_parallel/ring_attention --ranks 2 $tiny \
     --dtype f32 --steps 1 --seq 66 --kernels book --optimizer adamw --lr 0.01
 all_taken
 report $? "ring_attention on the book's kernels: all calls"
 
-# Positions and documents: two chunks a rank, of which some queries see none of another rank's keys; and
-# queries beside all keys. A space ends a document.
+# Positions and documents: two chunks a rank, with queries that see none of another rank's keys; and queries
+# with all keys. A space ends a document.
 for program in zigzag_ring_attention all_gather_attention; do
     passes "$program on the book's kernels" 04_context_parallel/$program --ranks 2 $tiny --dtype f32 \
         --steps 1 --seq 68 --documents 32 --kernels book
@@ -56,13 +56,13 @@ passes "in bf16, zig-zag and documents" 04_context_parallel/zigzag_ring_attentio
 all_taken
 report $? "in bf16, zig-zag and documents: all calls"
 
-# Products of bf16 go into f32 by the library alone, the gradients of norms by the book's kernels as well.
+# Only the library has bf16 products with f32 results; the book's kernels have f32 gradients of norms.
 passes "in bf16, gradients in f32" 08_mixed_precision/bf16 --ranks 2 $tiny --seq 33 --steps 1 --gradient f32 \
     --kernels book --proof-only
 grep -q '^kernels of the book took [1-9]' "$out" && ! all_taken
 report $? "in bf16, gradients in f32: not all calls"
 
-# What the library is held to, in all dtypes: sizes that fit no pack, ignored labels, what f16 loses.
+# The library's own tests, in all dtypes: sizes that fill no pack, ignored labels, what f16 loses.
 if wanted "operations on the book's kernels"; then
     all_tests $build/tests/test_ops_layers '*' book
     report $? "operations on the book's kernels"

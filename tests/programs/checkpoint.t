@@ -7,8 +7,8 @@ shape="--layers 1 --hidden 32 --heads 2 --kv-heads 1 --ffn 48"
 run="--seq 16 --micro-batch 2 --grad-acc 2 --sample 0 --eval-every 0 --lr 1e-2"
 to20="$run --steps 20" to24="$run --steps 24" to30="$run --steps 30"
 
-# trains ARGUMENTS…: to the verdict, whatever it is. Whether a few steps lower the held-out loss depends on
-# the corpus, and is train.t's question.
+# trains ARGUMENTS…: up to a verdict, whichever. Whether a few steps lower the held-out loss depends on the
+# corpus, and is tested by train.t.
 trains() { run "$train" "$@"; [ $? -le 1 ]; }
 
 same_checkpoint() {  # same_checkpoint A B
@@ -25,7 +25,7 @@ held_out() { grep -A9 '"held-out loss"' "$2" | tr -d '\n\t' | grep -oE "\"$1\":\
 
 for kind in "--dtype f64" "--dtype f32 --tied" "--dtype bf16" "--dtype bf16 --optimizer sgd"; do
     rm -rf "$work/straight" "$work/half" "$work/resumed"
-    dtype=${kind/--tied/}  # tied or not is the folder's to say
+    dtype=${kind/--tied/}  # the folder says whether it is tied
     trains $shape $to20 $kind --save "$work/straight" --save-every 10 &&
         mkdir "$work/half" && cp -r "$work/straight/step-000010" "$work/half/" &&
         trains $to20 $dtype --resume "$work/half" --save "$work/resumed" &&
@@ -51,7 +51,7 @@ trains $to20 --resume "$work/newest" --save "$work/newest" --save-every 4 &&
     [ "$(ls -A "$work/newest" | tr '\n' ' ')" = "step-000008 step-000016 step-000020 " ]
 report $? "resumes into the folder that it came from"
 
-# ---- going on otherwise ----
+# ---- continuing with other settings ----
 
 rm -rf "$work/otherwise"
 trains ${to24/--micro-batch 2 --grad-acc 2/--grad-acc 1 --micro-batch 4} --resume "$work/ours/deeper" \
@@ -81,7 +81,7 @@ trains $to20 --resume "$work/older" --save "$work/older" &&
     same_checkpoint "$work/older/step-000020" "$work/ours/deeper/step-000020"
 report $? "an older checkpoint goes on, and what it does not say is told"
 
-# ---- beginning with weights ----
+# ---- starting from weights ----
 
 trains $to20 --init "$work/ours/deeper/step-000020" --json "$work/b.json" &&
     [ -n "$(held_out after "$work/a.json")" ] && [ "$(held_out after "$work/a.json")" = \
@@ -112,7 +112,7 @@ done
 
 # ---- wrong use ----
 
-# In blocks of 1,024 bytes: the weights do not fit, or the optimizer's state alone does not.
+# In blocks of 1,024 bytes: the weights do not fit, or only the optimizer's state does not.
 last=$work/ours/deeper/step-000020
 weights=$(($(stat -c %s "$last/model.safetensors") / 1024))
 for limit in $((weights / 2)) $((weights + 8)); do
@@ -135,7 +135,7 @@ refuses "a dry run that would save" 'dry-run computes no weights to save or begi
 [ ! -e "$work/dry" ]
 report $? "and makes no folder for it"
 
-# Rank 1 has another file system in the folder's place, as on another host.
+# Rank 1 has another file system in place of the folder, as on another host.
 if unshare -m --propagation private true 2>/dev/null; then
     mkdir "$work/apart"
     on_two_hosts='[ $OMPI_COMM_WORLD_RANK = 0 ] || mount -t tmpfs tmpfs "$0" && exec "$@"'
@@ -157,7 +157,7 @@ else
     report 0 "ranks that see other checkpoints # SKIP no mount namespaces here"
 fi
 
-# Runs that are alike, and save into one folder at once.
+# Identical runs that save into the same folder at the same time.
 "$train" $shape $run --steps 1000000 --save "$work/both" >"$work/first" 2>&1 </dev/null &
 first=$!
 for i in $(seq 1200); do [ -d "$work/both" ] && ! flock -n "$work/both" true && break; sleep 0.1; done
@@ -170,14 +170,14 @@ report $? "and makes no step, while the first one goes on"
 trains $shape $run --steps 2 --save "$work/both" && [ -e "$work/both/step-000002/optimizer.safetensors" ]
 report $? "a run that was killed keeps nobody from saving"
 
-# Rank 1 may write no more, once the first checkpoint is there.
+# Rank 1 may not write any more, once the first checkpoint is there.
 "$build/../02_zero/zero3" --ranks 2 $shape $run --steps 1000000 --save-every 20 --no-check --save \
     "$work/short" >"$out" 2>"$err" </dev/null &
 launcher=$!
 ranks=$(ranks_of $launcher 2)
 for i in $(seq 1200); do [ -e "$work/short/step-000020" ] && break; sleep 0.1; done
 prlimit --fsize=0 --pid ${ranks#* }
-enough=$(($(ls "$work/short" | wc -l) + 3))  # one may have been under way
+enough=$(($(ls "$work/short" | wc -l) + 3))  # one may have been in progress
 while kill -0 $launcher 2>/dev/null && [ "$(ls "$work/short" | wc -l)" -lt $enough ]; do sleep 0.1; done
 kill $launcher 2>/dev/null
 wait $launcher
@@ -213,7 +213,7 @@ refuses "a folder whose files would be hidden" \
     'foreign/step-000020 holds tokenizer.json, which is no part' train $shape $to30 \
     --save "$work/foreign"
 broken=$work/broken
-# breaks NAME PATTERN COMMAND…: COMMAND, run in a copy of a checkpoint, makes what is refused.
+# breaks NAME PATTERN COMMAND…: COMMAND, run in a copy of a checkpoint, makes it one that is refused.
 breaks() {
     local name=$1 pattern=$2; shift 2
     rm -rf "$broken" && cp -r "$last" "$broken" && (cd "$broken" && "$@")

@@ -21,7 +21,7 @@ passes() {
     report $? "$name"
 }
 
-# prints NAME LINE…: each LINE stands in the output of the last run, whatever its spaces.
+# prints NAME LINE…: the output of the last run has each LINE, up to white space.
 prints() {
     local name=$1 line missing=''
     shift

@@ -4,7 +4,7 @@
 . "$(dirname "$0")/tap.sh"
 comm=$build/tests/test_comm
 
-# On 4 ranks they run by themselves, as unit tests.
+# On 4 ranks they already run as unit tests.
 for program in test_comm test_comm_requests test_comm_clock; do
     for ranks in 1 2 3 6 8; do
         all_tests $build/tests/$program --ranks $ranks --timeout 60

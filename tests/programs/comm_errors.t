@@ -1,5 +1,5 @@
 #!/bin/bash
-# comm_errors.t: what a user sees when ranks do not fit together, die or wait for each other. TAP.
+# comm_errors.t: what a user sees when ranks disagree, die or wait for each other. TAP.
 # needs: build/tests/test_comm
 # A pattern chooses among the scenarios.
 # slow: stops
@@ -7,7 +7,7 @@
 comm=$build/tests/test_comm
 limit=60  # seconds, after which it hangs
 
-# ends SCENARIO STATUS PATTERN [FLAGS…]: 4 ranks end, long before a hang, with that status (-: any but 0),
+# ends SCENARIO STATUS PATTERN [FLAGS…]: 4 ranks end, long before the limit, with that status (-: any but 0),
 # after one line on stderr, which matches.
 ends() {
     local name=$1 expected=$2 pattern=$3 status; shift 3
@@ -58,7 +58,7 @@ ends grid-tp 2 \
     '--dp 1 x --tp 3 needs 3 ranks, and there are 4: --ranks 3 would fit; with 4 ranks --tp 3 does not'
 ends grid-ep 2 '--ep 3 does not divide --dp 4: 1, 2, 4 would'
 
-# Each rank that waits says where, and the first to give up ends all.
+# Each rank that waits says where, and the first one to give up ends them all.
 waits() {  # waits SCENARIO LINES PATTERN [FLAG]
     wanted "$1" || return
     run "$comm" --scenario "$1" --timeout 1 $4
@@ -78,11 +78,11 @@ waits circle 4 'waits in send\(1024 f32 to rank .\), its call 1, in group world,
 waits skipped 4 'waits in (all_reduce\(1024 f32\), its call 1, .*for data|barrier.*for rank 0.*)' \
     --trust-calls
 
-# A container or a batch job may use a part of the machine's cores, or of their time.
+# A container or a batch job may be allowed only some of the machine's cores, or of their time.
 shares_a_core() {  # shares_a_core NAME COMMAND…: which confines what follows it
     wanted "$1" && [ "$(getconf _NPROCESSORS_ONLN)" -gt 1 ] || return
     env -u OMPI_MCA_mpi_yield_when_idle "${@:2}" \
-        "$comm" --scenario killed-in-work --ranks 2 >"$out" 2>"$err" &  # none of the two is killed
+        "$comm" --scenario killed-in-work --ranks 2 >"$out" 2>"$err" &  # neither of the two is killed
     launcher=$!
     tr '\0' '\n' </proc/$(awk '{ print $1 }' <<<"$(ranks_of $launcher 2)")/environ >"$work/environ"
     grep -q '^OMPI_MCA_mpi_yield_when_idle=1$' "$work/environ"
@@ -94,8 +94,8 @@ shares_a_core "one core of several" taskset -c "$(taskset -pc $$ | grep -o '[0-9
 if unshare -m --propagation private true 2>/dev/null; then
     shares_a_core "the time of one core" "${time_of_a_core[@]}"
 fi
-# A pod's name may have as many letters as Linux takes; a sandbox may hide what tells machines of one name
-# apart.
+# A pod's name may be as long as Linux allows; a sandbox may hide what distinguishes machines with the same
+# name.
 if unshare -m --propagation private true 2>/dev/null; then
     if wanted "a host's name of 64 letters"; then
         letters=64
@@ -112,14 +112,15 @@ if unshare -m --propagation private true 2>/dev/null; then
         report $? "a hidden boot_id: $(cat "$err")"
     fi
 fi
-# Containers may number their processes themselves (apptainer exec --pid): no rank finds the others'.
+# Containers may have process numbers of their own (apptainer exec --pid): no rank finds the others'
+# processes.
 if wanted "ranks that do not see each other" && unshare -p -f true 2>/dev/null; then
     by_mpirun -n 2 unshare -p -f bash -c 'for ((i = 0; i < 10 * OMPI_COMM_WORLD_RANK; i++)); do
         /bin/true; done; "$@"; exit' - "$comm" --scenario late-starved --timeout 60
     [ $? = 0 ]
     report $? "ranks that do not see each other are not dead: $(head -n 1 "$err")"
 fi
-if wanted stops; then  # mpirun may fall over the rank that it has to end (Open MPI 4.1.4), and say so
+if wanted stops; then  # mpirun may fail to end the rank that it has to end (Open MPI 4.1.4), and say so
     run "$comm" --scenario stops --timeout 1
     [ $? = 2 ] && head -n 1 "$err" | grep -q \
         'the ranks have not left MPI in 21 s (--timeout, and 20 s to end): one is stopped or gone'
@@ -139,7 +140,7 @@ if wanted "a loop's input"; then
     [ "$(grep -c '^read' "$out")" = 2 ]
     report $? "a loop's input is the loop's: $(grep -c '^read' "$out") of 2 lines"
 fi
-# Also memory that has a name for a moment only: a run that is killed just then leaves it behind.
+# Even memory that has a name only for a moment: a run that is killed just then leaves it behind.
 if wanted "what ranks share"; then
     "$comm" --scenario late --timeout 60 >"$out" 2>"$err" &
     launcher=$!
@@ -152,8 +153,8 @@ if wanted "what ranks share"; then
     [ "$shared" = ultrascale ]
     report $? "what ranks share stands in their run's folder: ${shared//$'\n'/, }"
 fi
-# A launcher that is killed takes mpirun with it; the next start clears what they left, and nothing of a run
-# that is still there.
+# If the launcher is killed, mpirun ends with it; the next start removes what they left, and nothing of a run
+# that still exists.
 if wanted "a killed launcher" && unshare -m --propagation private true 2>/dev/null; then
     run unshare -m --propagation private bash -c "mount -t tmpfs tmpfs /dev/shm; . tests/programs/tap.sh
         $comm --scenario late --timeout 60 2>&1 & killed=\$!; ranks=\$(ranks_of \$killed 4); sleep 1
@@ -165,13 +166,14 @@ if wanted "a killed launcher" && unshare -m --propagation private true 2>/dev/nu
     [ "$(grep -x '[0-9]*' "$out" | tr '\n' ' ')" = '4 4 4 1 ' ]
     report $? "a killed launcher's /dev/shm is cleared by the next; a run beside it keeps its own"
 fi
-# A signal's exit status is not that of a failed check, however it comes: to the launcher alone, to its
-# mpirun as well (Ctrl-C reaches the terminal's whole group), or from a rank that is killed before anybody
-# knows it.
+# A signal's exit status is not that of a failed check, however it arrives: only at the launcher, at its
+# mpirun too (Ctrl-C reaches the terminal's whole group), or at a rank that is killed before the others know
+# of it.
 interrupts() {  # interrupts SIGNAL STATUS [queued]
     local how=$3
     wanted "interrupts ${how:+$how }$1" || return
-    # A shell without a terminal has what it starts in the background ignore SIGINT, and nohup SIGHUP.
+    # A shell without a terminal makes its background processes ignore SIGINT, and nohup makes them ignore
+    # SIGHUP.
     perl -e '$SIG{$_} = "DEFAULT" for qw(INT TERM HUP); exec @ARGV' "$comm" --scenario late --timeout 60 \
         >"$out" 2>"$err" &
     launcher=$!
@@ -188,8 +190,8 @@ interrupts TERM 143
 interrupts HUP 129
 interrupts TERM 143 queued
 
-# Under nohup, a terminal that is closed sends SIGHUP to its whole group and ends nothing, even where a
-# library has taken the signal before main; Ctrl-C does.
+# Under nohup, closing the terminal sends SIGHUP to its whole group and ends nothing, even if a library has
+# installed a handler before main; Ctrl-C does end the run.
 if wanted "nohup"; then
     printf '#include <signal.h>\n%s\n' '__attribute__((constructor)) static void take(void) {
         signal(SIGHUP, SIG_DFL); }' | gcc -shared -fPIC -x c - -o "$work/takes.so"
@@ -199,7 +201,7 @@ if wanted "nohup"; then
     ranks=$(ranks_of $launcher 4)
     sleep 0.5
     kill -HUP -- -$launcher
-    sleep 5  # mpirun, told so, takes 2.5 to end its ranks
+    sleep 5  # mpirun takes 2.5 to end its ranks
     kill -0 $ranks 2>"$work/gone"
     alive=$?
     kill -TERM $launcher
@@ -224,7 +226,7 @@ PYTHON
     report $? "Ctrl-C under nohup is exit status 130"
 fi
 
-# Whoever reads what is printed may pause (Ctrl-S, less): mpirun then outlives its ranks.
+# The reader of the output may pause (Ctrl-S, less): mpirun then outlives its ranks.
 if wanted "a reader that pauses"; then
     timeout $limit "$comm" --scenario prints 2>"$err" | (sleep 8 && wc -l) >"$out"
     status=${PIPESTATUS[0]}
@@ -261,7 +263,7 @@ PATH=$work/bin:$PATH run "$comm"
 [ $? = 134 ] &&
     [ "$(cat "$err")" = 'test_comm: mpirun was ended by signal 6 (Aborted), and the ranks with it' ]
 report $? "an mpirun that a signal ends is no rank: $(cat "$err")"
-# What mpirun says, between lines of dashes, counts as long as no rank has said anything (SIGUSR1).
+# mpirun's own message, between lines of dashes, is shown unless a rank has said something (SIGUSR1).
 frame=$(printf -- '-%.0s' $(seq 74))
 printf '%s\n' '#!/bin/sh' "printf '%s\\n' $frame said $frame --- >&2" '$SPEAK; exit 4' >"$work/bin/mpirun"
 PATH=$work/bin:$PATH run "$comm"
@@ -279,7 +281,7 @@ PATH=$work/bin:$PATH run "$comm"
 [ $? = 2 ] && [ "$(tr '\n' '|' <"$err")" = \
     '[warn] of a rank|test_comm: mpirun has ended with status 1, and no rank has said why|' ]
 report $? "what mpirun's event library warns of is left out: $(head -n 1 "$err")"
-# What a rank says goes through mpirun, and is lost where that is killed just then.
+# A rank's messages go through mpirun, and are lost if it is killed just then.
 printf '%s\n' '#!/bin/sh' '$SAYS kill -USR1 $PPID; kill -KILL $$' >"$work/bin/mpirun"
 PATH=$work/bin:$PATH run "$comm"
 [ $? = 137 ] &&
@@ -335,7 +337,7 @@ know_each_other() {
     done
 }
 
-# A rank that is told to end says so; nobody takes it for dead.
+# A rank that is told to end says so, and is not reported as dead.
 "$comm" --scenario late >"$out" 2>"$err" &
 launcher=$!
 ranks=$(ranks_of $launcher 4)

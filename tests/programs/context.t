@@ -1,7 +1,7 @@
 #!/bin/bash
-# context.t: ranks of context parallelism, by each method, alone and with data parallelism, ZeRO, tensor,
-# sequence and vocabulary parallelism and recomputation, against one device; documents; what does not fit is
-# refused. TAP. With an argument: only the layouts whose names match it.
+# context.t: context parallelism, with each method, alone and with data parallelism, ZeRO, tensor, sequence
+# and vocabulary parallelism and recomputation, against one device; documents; what does not fit is refused.
+# TAP. With an argument: only the layouts whose names match it.
 # needs: build/04_context_parallel/ring_attention build/04_context_parallel/zigzag_ring_attention
 # needs: build/04_context_parallel/all_gather_attention build/04_context_parallel/ulysses
 # needs: build/00_single_gpu/train
@@ -10,7 +10,7 @@ export OMP_NUM_THREADS=1
 build=$build/04_context_parallel
 
 quick="--layers 2 --steps 2"
-one="--layers 1 --steps 1"  # of many layouts
+one="--layers 1 --steps 1"  # for most layouts
 
 # every method on 1 to 8 ranks; lengths that divide, that do not, and that leave ranks a token or two
 while read -r ranks seq; do
@@ -51,7 +51,7 @@ passes "documents, ulysses 2, tp 2" ulysses --tp 2 --documents 32 $quick
 passes "documents, cp 2, dp 2, all-gather" all_gather_attention --cp 2 --dp 2 --documents 32 $one
 passes "documents, ring 2, token 0" ring_attention --ranks 2 --documents 0 $one
 
-# with what else there is
+# with everything else
 passes "cp 3, dp 2, 3 micro-batches, tied" ring_attention --ranks 6 --cp 3 --dp 2 --grad-acc 3 --tied $quick
 passes "zero 1, cp 4, AdamW" ring_attention --zero 1 --optimizer adamw --lr 0.001 $quick
 passes "zero 1, cp 2, dp 2, all-gather" all_gather_attention --cp 2 --dp 2 --zero 1 $quick

@@ -11,18 +11,18 @@ for program in ddp_naive ddp_overlap ddp_bucketed ddp_no_sync; do
     passes "$program, 3 ranks, tied, AdamW, 3 micro-batches" $program --ranks 3 --tied --optimizer adamw \
         --lr 0.001 \
         --grad-acc 3 --layers 2
-    # 16-bit gradients are summed over micro-batches and ranks in f32; one layer, or bf16's own error hides
-    # a factor.
+    # 16-bit gradients are summed over micro-batches and ranks in f32; with more than one layer, bf16's own
+    # error would hide a wrong factor.
     passes "$program, 2 ranks, bf16" $program --ranks 2 --dtype bf16 --layers 1 --steps 1
 done
 
-# Rank 0 writes it alone, and takes longer than what counts as a deadlock.
+# Only rank 0 writes it, and takes longer than the time after which waiting counts as a deadlock.
 verdict='held-out loss'
 passes "a long sample" ddp_naive --ranks 2 --no-check --steps 2 --eval-every 0 --sample 30000 --timeout 2 \
     --layers 2 --hidden 64 --heads 4 --kv-heads 2 --ffn 128 --seq 128
 verdict=''
 
-# On a machine that says it has 180 MB left: 62 MB for each of 2 ranks fit, and for each of 4 they do not.
+# On a machine that says it has 180 MB left, 62 MB for each of 2 ranks fit, and for each of 4 do not.
 if unshare -m --propagation private true 2>/dev/null; then
     printf 'MemTotal: 24000000 kB\nMemAvailable: 180000 kB\n' >"$work/meminfo"
     with_180_MB() {

@@ -1,12 +1,12 @@
 #!/bin/bash
-# exercises.t: the exercises of tests/exercises.txt, what the grader says of typical wrong answers, and its
-# limits. TAP. Of every exercise the stub is "not done" and compiles, its body comes back to the letter, an
-# empty body fails the first run, and the original passes it.
+# exercises.t: the exercises of tests/exercises.txt, what the grader says about typical wrong answers, and
+# its limits. TAP. For every exercise the stub is "not done" and compiles, its body can be put back exactly,
+# an empty body fails the first run, and the original passes it.
 # needs: programs build/tests/test_flash_model build/tests/test_transformer build/tests/test_cost
 # needs: build/tests/test_delayed_scaling build/tests/test_moe build/tests/test_zero_in_flight
 # needs: build/tests/test_tensor_parallel build/tests/test_sample build/tests/test_sequence_layout
 . "$(dirname "$0")/tap.sh"
-# Seconds: the grader runs each program in a session of its own, which a busy machine serves last.
+# Seconds: the grader runs each program in a session of its own, which a busy machine schedules last.
 limit=1700
 export BUILD=$build
 course=tests/course/course
@@ -34,10 +34,10 @@ answer wait ddp_overlap_more 01_data_parallel/ddp_overlap.c \
     's/if \(wait_for_unit\(context, u\)\) op_scale/op_scale/'
 answer memory zero2 02_zero/zero2.c 's/tensor_free\(&zero->gradient\);\n/zero->gradient = (Tensor){0};\n/'
 answer ahead one_f_one_b 05_pipeline_parallel/one_f_one_b.c 's/ahead = p - 1 - r/ahead = p - 2 - r/'
-# It leaves its session, and would stay: the grader ends it.
+# It leaves its session and would live on: the grader ends it.
 daemon='if (!fork()) { setsid(); execlp("sleep", "sleep", "4713", NULL); }'
 answer daemon ring_chunk $ring "s/(\n    i = \(i % ring.size)/\n    $daemon\$1/"
-# Everybody receives first. Two ranks see that at once; of more, each waits for another one.
+# Every rank receives first. With two ranks this is detected at once; with more, each waits for another one.
 receive='comm_wait(comm_receive(received, (r + ring.size - 1) % ring.size, ring));'
 send='comm_wait(comm_send(ring_chunk(t, r - 1 - step, ring), (r + 1) % ring.size, ring));'
 answer receives ring_step $ring "s/to_the_next\(ring_chunk\(t, r - 1 - step.*/$receive $send/"
@@ -46,13 +46,13 @@ answer means grad_accumulation 00_single_gpu/grad_accumulation.c \
     "s{input->loss_scale\[i\]\)}{$own / (double)input->micro_batches)}"
 answer narrow ddp_no_sync 01_data_parallel/ddp_no_sync.c 's/else params_accumulate.*//'
 answer full ddp_buckets 01_data_parallel/ddp_bucketed.c 's/bytes < bucket_bytes/bytes < 2 * bucket_bytes/'
-# gate and up past the linear socket, so that FP8 would never see them
+# gate and up bypass the linear socket, so FP8 would never see them
 past='Tensor x = run_of(kept->rows, &in);
     op_matmul(run_of(kept->gate, &in), x, param_value(&m->params, in.weight[0]), false, true, 0);
     op_matmul(run_of(kept->up, &in), x, param_value(&m->params, in.weight[1]), false, true, 0);'
 answer past moe_experts 06_expert_parallel/moe.c \
     "s/&in\);\)\n.*?in\.linear\);/&in);) { $past }/s"
-# Each hop arrives before its rank computes with the chunk before it.
+# Each hop is waited for before its rank computes with the previous chunk.
 wait='if \(coming\) comm_wait\(coming\);'
 answer waits ring_attention 04_context_parallel/ring_attention.c \
     "s/(coming = hop\(.*?;)(.*?)$wait/\$1\n        if (coming) comm_wait(coming);\$2/s"
@@ -61,7 +61,7 @@ run $course grade --from "$work/class" --json "$work/class.json"
     perl -MJSON::PP -e 'local $/; my $all = decode_json(<>);
         exit(@$all != 13 || grep { !$_->{student} } @$all)' "$work/class.json"
 report $? "a class is graded, with exit status and JSON"
-says() {  # says STUDENT WORDS: what stands below the student's line
+says() {  # says STUDENT WORDS: the text below the student's line has the words
     awk -v "who=$1," '/^[A-Z]/ { on = index($0, who) } on' "$out" | tr -s '\n ' '  ' | grep -q -e "$2"
     report $? "$1: $2"
 }
@@ -96,7 +96,7 @@ run $course grade --folder "$work/mine" moe_experts
 [ $status = 0 ] && grep -q '^PASS moe_experts: .* as predicted; test_moe passes, ' "$out"
 report $? "a pass says what the program and the unit test have shown"
 
-# The same answer but on 2 ranks: the second run, on 4, waits in a circle.
+# The same answer, except on 2 ranks: the second run, on 4, waits in a circle.
 circle="if (ring.size < 3) \$1\n    else { $receive $send }"
 perl -0pe "s/(to_the_next\(ring_chunk\(t, r - 1 - step.*)/$circle/" $ring >"$work/mine/ring_step.c"
 run $course grade --folder "$work/mine" --timeout 0.5 ring_step
@@ -122,7 +122,7 @@ if wanted "a hunt shows symptoms, and knows the place"; then
     report $? "a hunt shows symptoms, and knows the place"
 fi
 
-# What a hunt shows of an output: the rows that are wrong first, their heading and the titles of columns.
+# What a hunt shows of an output: the first rows that are wrong, their heading and the titles of columns.
 printf '%s\n' 'one against two: exact' '            bytes' '  right   1 equal' '  wrong   2 FAIL' \
     '  next    3 equal' '' 'FAIL x: wrong' >"$work/table"
 perl -Itests/course -MHunt -e 'local $/; print map { "$_\n" } Hunt::where_it_shows(<>)' \
@@ -130,7 +130,7 @@ perl -Itests/course -MHunt -e 'local $/; print map { "$_\n" } Hunt::where_it_sho
 sed -n '1,2p; 4,5p' "$work/table" | cmp -s - "$out"
 report $? "a hunt shows rows below their heading"
 
-# A token file as tokens.py writes it, in both widths; a folder in transformers, where that is installed.
+# A token file as tokens.py writes it, in both widths; a folder in transformers, if that is installed.
 python3 -B - "$work" <<'PYTHON' >"$out" 2>&1
 import sys
 sys.path.insert(0, "tests/course")
@@ -146,8 +146,8 @@ for name in narrow wide; do
         --save "$work/$name"
 done
 
-# The page's own lines, with names of what is there: a dataset and a tokenizer, to a token file, to a model
-# that transformers loads and lets speak.
+# The page's own commands, with names of what is there: from a dataset and a tokenizer to a token file, and
+# to a model that transformers loads and samples from.
 page=tests/course/README.md
 from_hub="from a dataset to a token file, to a model, to transformers"
 if ! python3 -c 'import datasets, tokenizers, torch, transformers' 2>/dev/null; then

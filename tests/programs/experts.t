@@ -1,7 +1,7 @@
 #!/bin/bash
-# experts.t: a mixture of experts grouped against one token after the other, and over ranks against one
-# device: kinds of routing, 1 to 8 ranks, ZeRO, recomputation, experts without a token; what does not fit is
-# refused. TAP. With an argument: only the tests whose names match it.
+# experts.t: a mixture of experts, with grouped rows against one token after another, and on several ranks
+# against one device: kinds of routing, 1 to 8 ranks, ZeRO, recomputation, experts without tokens; what does
+# not fit is refused. TAP. With an argument: only the tests whose names match it.
 # needs: build/06_expert_parallel/moe build/06_expert_parallel/expert_parallel
 # needs: build/06_expert_parallel/node_limited_routing build/06_expert_parallel/overlapped_experts
 # needs: build/06_expert_parallel/load_balance build/00_single_gpu/train
@@ -11,7 +11,7 @@ build=$build/06_expert_parallel
 quick="--layers 2 --steps 2"
 one="--layers 1 --steps 1"
 
-# ---- one device: the row that each expert multiplies, against the token that takes it ----
+# ---- one device: experts that multiply their rows, against tokens that go to their experts ----
 verdict='grouped by experts'
 passes "moe, SGD over 3 steps" moe
 passes "moe, AdamW, tied" moe --optimizer adamw --lr 0.001 --tied $quick
@@ -80,8 +80,8 @@ passes "ep 4, capacity, zero 1, 3 micro-batches" expert_parallel --ep 4 --capaci
     --grad-acc 3 --proof-only $quick
 passes "ep 2, f32" expert_parallel --dtype f32 $quick
 
-# ---- balance: what is asked of each sequence is the same on any ranks. What it does to a router is trained
-# once: flags of the run beside one device do not change it ----
+# ---- balance: the loss on each sequence is the same on any number of ranks. Its effect on a router is
+# trained only once: the flags of the run that is compared with one device do not change it ----
 verdict='balanced over ranks'
 passes "balance, 4 ranks, SGD over 3 steps" load_balance
 passes "balance, 3 ranks, auxiliary loss alone, 1 micro-batch" load_balance --ranks 3 --ep 3 --experts 6 \
@@ -114,7 +114,7 @@ refused "--capacity is room for rows of a whole sequence, which --cp 2 splits" e
     --seq 32 --capacity 1
 refused "--capacity is room for rows of a whole sequence, which --sp, --tp 2 splits" expert_parallel \
     --tp 2 --sp --seq 32 --capacity 1
-# What is typed and would be ignored.
+# Flags that would be ignored.
 shown='says what is shown after the proof'
 refused "--proof-only $shown, and --no-check leaves that out" load_balance --no-check --proof-only
 refused "--proof-only $shown, and --dry-run leaves that out" load_balance --dry-run --proof-only

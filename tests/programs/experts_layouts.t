@@ -8,7 +8,7 @@ export OMP_NUM_THREADS=1
 build=$build/06_expert_parallel
 verdict='ranks that share the experts'
 
-# Dimensions that are all distinct; --seq is what 2 x cp and tp divide.
+# All dimensions differ; 2 x cp and tp divide --seq.
 layout() {
     local name=$1 layers="--layers 2"
     shift
@@ -16,7 +16,7 @@ layout() {
     passes "$name" expert_parallel --proof-only $layers --steps 2 --seq 24 "$@"
 }
 
-# ---- ranks of tp have rows of their own, and hold experts whole ----
+# ---- ranks of tp have their own rows, and store whole experts ----
 layout "tp 2, ep 1" --tp 2 --sp --grad-acc 1
 layout "tp 2, ep 4 beyond dp, experts of an odd width" --tp 2 --sp --ep 4 --ffn 45
 layout "tp 4, ep 2, two copies of each expert" --tp 4 --heads 4 --sp --ep 2 --zero 1
@@ -24,7 +24,7 @@ layout "tp 2, cp 2, ep 8, full" --ranks 8 --tp 2 --sp --cp 2 --ep 8 --recompute 
 layout "tp 2, dp 4, ep 4, zero 2, vocabulary" --ranks 8 --tp 2 --sp --vocab-parallel --ep 4 --zero 2
 layout "tp 2, ep 4, DeepSeek, shared experts" --tp 2 --sp --ep 4 --moe deepseek --shared-experts 1 \
     --expert-groups 4 --groups-kept 2 --recompute selective
-# ---- ZeRO-3: experts' weights come with their block's ----
+# ---- ZeRO-3: experts' weights are gathered with their block's ----
 layout "zero 3, ep 2" --zero 3
 layout "zero 3, ep 2, full, tied, 3 micro-batches" --zero 3 --ep 2 --recompute full --tied --grad-acc 3
 layout "zero 3, tp 2, ep 2, AdamW" --zero 3 --ranks 8 --tp 2 --sp --optimizer adamw --lr 0.001

@@ -1,6 +1,6 @@
 #!/bin/bash
-# experts_nodes.t: tokens in two hops, across nodes and inside, against one device: 4, 6 and 8 ranks in 1 to
-# 4 nodes, and with what else shares rows, layers or what is stored. TAP. A pattern chooses among the tests.
+# experts_nodes.t: tokens in two hops, across nodes and inside, against one device: 4, 6 and 8 ranks in 1 to 4
+# nodes, and with techniques that shard rows, layers or storage. TAP. A pattern chooses among the tests.
 # needs: build/06_expert_parallel/node_limited_routing
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1

@@ -1,14 +1,14 @@
 #!/bin/bash
-# find_config.t: published runs are predicted, layouts cost what their dry runs do, and a search prints what
-# its reader needs. TAP.
+# find_config.t: published runs are predicted, layouts cost as much as their dry runs, and a search prints
+# what its reader needs. TAP.
 # needs: build/08_mixed_precision/find_config build/08_mixed_precision/train_5d
 . "$(dirname "$0")/tap.sh"
 program=08_mixed_precision/find_config
 csv=08_mixed_precision/published.csv
 
-# figure LINE FIELD: a percentage of the summary that the last run printed.
+# figure LINE FIELD: a percentage in the summary that the last run printed.
 figure() { grep -E "^  $1" "$out" | awk -v n="$2" '{ v = $(NF - 3 + n); sub("%", "", v); print v }'; }
-# holds NAME EXPRESSION: of awk.
+# holds NAME EXPRESSION: the awk expression is true.
 holds() {
     wanted "$1" || return 0
     awk "BEGIN { exit !($2) }"
@@ -36,8 +36,8 @@ grep -q 'train_5d --no-check --model llama-3.2-1b .*--ranks 8 ' "$out" && grep -
     "$work/curves.svg" &&
     grep -q '"layout 10"' "$work/search.json"
 report $? "a search prints the best one's command line, and ten layouts in --json"
-# same_layout NAME SHAPE FLAGS…: the command line that a search prints is a layout of the shape that was
-# searched, by the first line of its dry run, and of the memory that the search has said.
+# same_layout NAME SHAPE FLAGS…: the command line that a search prints has the shape that was searched, by the
+# first line of its dry run, and takes as much memory as the search said.
 same_layout() {
     local name="the command of the best layout: $1" shape=$2 command memory
     shift 2
@@ -96,7 +96,7 @@ head -n 1 $csv | sed 's/,gbs,/,batch,/' >"$work/a.csv" && sed -n 2p $csv >>"$wor
 refused "has no column gbs" $program --runs "$work/a.csv"
 sed -n 1,2p $csv | sed '2s/,3072,8,/,3071,8,/' >"$work/b.csv"
 refused "tp x cp x pp x dp is 3072" $program --runs "$work/b.csv"
-# cell COLUMN VALUE: refused where the first run of the table has this value in place of its own.
+# cell COLUMN VALUE: the table is refused if its first run has this value in this column.
 cell() {
     sed -n 1,2p $csv | awk -F, -v OFS=, -v name="$1" -v value="$2" '
         NR == 1 { for (i = 1; i <= NF; i++) if ($i == name) at = i }

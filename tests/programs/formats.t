@@ -1,11 +1,11 @@
 #!/bin/bash
-# formats.t: the program of number formats reaches its verdict, and prints what the formats' standards say.
+# formats.t: the program on number formats reaches its verdict, and prints what the formats' standards say.
 # TAP.
 # needs: build/08_mixed_precision/formats
 . "$(dirname "$0")/tap.sh"
 program=08_mixed_precision/formats
 
-# shows NAME PATTERN: a line of what the last run printed.
+# shows NAME PATTERN: a line that the last run printed matches.
 shows() {
     wanted "$1" || return 0
     grep -qE -- "$2" "$out"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# fp16.t: float16 with its three tricks and without each: ranks against one device, what breaks and how, an
-# overflow on one rank, and the scale through a checkpoint. TAP.
+# fp16.t: float16 with its three techniques and without each of them: ranks against one device, what breaks
+# and how, an overflow on one rank, and the scale across a checkpoint. TAP.
 # needs: build/08_mixed_precision/fp16
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1

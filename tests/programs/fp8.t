@@ -1,7 +1,7 @@
 #!/bin/bash
 # fp8.t: multiplies in 8 bits: each recipe on ranks against one device, on every axis and with
-# recomputation; histories through a checkpoint; outliers, long sums, losses. In f64 nothing but a wrong
-# scale can be off. TAP.
+# recomputation; histories across a checkpoint; outliers, long sums, losses. In f64 any difference is due to
+# a wrong scale. TAP.
 # needs: build/08_mixed_precision/fp8
 # slow: the tables*
 . "$(dirname "$0")/tap.sh"

@@ -1,17 +1,17 @@
 #!/bin/bash
-# fp8_gpu.t: fp8 on emulated GPUs, where 8-bit codes are cuBLASLt's and, with block scales, those of chapter
-# 07's kernel, beside the CPU: losses, and the first step's gradient. TAP.
+# fp8_gpu.t: fp8 on emulated GPUs, where cuBLASLt multiplies 8-bit codes or, with block scales, chapter 07's
+# kernel, compared with the CPU: losses, and the first step's gradient. TAP.
 #
 # How far apart they may be. In f32: its noise, some 2^-20, moves one of 2^16 numbers to the next code, a
 # step of 2^-4, while the recipe itself, against f64 without codes, has every number off by up to half a
-# step. So of the recipe's own error the difference is sqrt(12 / 2^16), 0.0136. In bf16, with f64 as the
-# judge: 4 times what the CPU's bf16 is off by.
+# step. So the difference is sqrt(12 / 2^16) = 0.0136 of the recipe's own error. In bf16: 4 times the error
+# of the CPU's bf16, with f64 as the reference.
 # needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu OBJECTS=build build-cuda-on-cpu/08_mixed_precision/fp8
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 needs_fibers
 builds OPS=cuda-on-cpu BUILD=build-cuda-on-cpu OBJECTS=build build-cuda-on-cpu/08_mixed_precision/fp8
-cpu=build-cuda-on-cpu/cpu  # the CPU's program, of the same objects, however build/ is linked
+cpu=build-cuda-on-cpu/cpu  # the CPU's program, from the same objects, however build/ is linked
 builds OPS=cpu BUILD=$cpu OBJECTS=build $cpu/08_mixed_precision/fp8
 
 head -c 350 LICENSE >"$work/text"
@@ -21,7 +21,7 @@ trained() {
     rm -rf "${work:?}/$1"
     run "$2/08_mixed_precision/fp8" --no-check --ranks 1 --layers 1 --clip 0 --sample 0 --eval-every 0 \
         --data "$work/text" --save "$work/$1" --save-every 1 --json "$work/$1.json" "${@:3}"
-    [ -e "$work/$1/step-000001" ]  # training is for the comparison: held-out losses need not fall
+    [ -e "$work/$1/step-000001" ]  # only for the comparison: held-out losses need not fall
 }
 
 cat >"$work/compare" <<'END'
@@ -29,7 +29,7 @@ use strict;
 my ($what, $most, @runs) = @ARGV;
 sub slurp { local (@ARGV, $/) = shift; binmode ARGV; scalar <> }
 sub bf16 { unpack 'f<*', pack 'L<*', map { $_ << 16 } unpack 'S<*', shift }
-sub numbers {    # the losses, or the weights behind the first step
+sub numbers {    # the losses, or the weights after the first step
     my $run = shift;
     return split /,\s*/, (slurp("$run.json") =~ /"loss":\s*\[([^\]]*)\]/)[0] if $what eq 'losses';
     my $file = slurp("$run/step-000001/model.safetensors");
@@ -58,7 +58,7 @@ for recipe in te-current te-delayed; do
     report $? "$recipe, by cuBLASLt"
 done
 if wanted "deepseek, by the book's kernel"; then
-    # a step so long that the weights behind it are the gradient; sizes end within a tile of 128
+    # a step so large that the weights after it are the gradient; sizes end within a tile of 128
     shape="--steps 1 --lr 1000 --grad-acc 1 --micro-batch 1 --seq 16"
     trained other $cpu --dtype bf16 --fp8 deepseek $shape &&
         trained right $cpu --dtype f64 --fp8 deepseek $shape &&

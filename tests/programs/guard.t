@@ -1,18 +1,18 @@
 #!/bin/bash
-# guard.t: no program touches device memory outside operations and communication: each runs at a tiny size
-# with the memory closed to it (common/tensor/guard.h), and would end with the line of its source that did.
-# TAP. A pattern, such as train*, chooses among the programs. RANKS=8: those of several ranks, on so many.
+# guard.t: no program accesses device memory outside operations and communication: each runs at a tiny size
+# with that memory closed to it (common/tensor/guard.h), and would end naming the source line that did. TAP.
+# A pattern, such as train*, chooses among the programs. RANKS=8: programs of several ranks run on so many.
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1 ULTRASCALE_GUARD=1
 
-# Programs that stand for their chapter: these also run in bf16 with tied weights.
+# One program for each chapter: these also run in bf16 with tied weights.
 sharp=" train ddp_bucketed zero2 zero3 vocab_parallel async_tensor_parallel ulysses dualpipe "
 sharp+="expert_parallel "
-# On emulated GPUs, where each takes seconds: other pipelines run the same kernels in another order.
+# Left out on emulated GPUs, where each takes seconds: other pipelines run the same kernels in another order.
 # The matrix proves cells of train_5d; five_d_methods and find_config compute nothing, and formats has no
 # tensors.
 left_out=" matrix five_d_methods find_config formats "
-# Programs of chapter 07 have their memory closed to them in kernels.t.
+# kernels.t closes the memory to the programs of chapter 07.
 [[ $build != *-on-cpu ]] ||
     left_out+=" afab one_f_one_b interleaved zero_bubble zero_bubble_auto dualpipe_v "
 
@@ -31,7 +31,7 @@ for program in "$build"/0[0-9]_*/*; do
     layers=1 steps=2 stages=$((2 * ${RANKS:-2}))
     [[ $program != */05_* ]] || layers=$stages steps=1
     flags=() size=(--hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13)
-    # More ranks each have a head, and whole parts of all that tensor parallelism splits.
+    # With more ranks, each has a head, and everything that tensor parallelism splits divides evenly.
     [ "${RANKS:-2}" -le 2 ] ||
         size=(--hidden $((4 * RANKS)) --heads $RANKS --kv-heads $RANKS --ffn $((5 * RANKS)) \
             --seq $((4 * RANKS)))
@@ -50,8 +50,8 @@ for program in "$build"/0[0-9]_*/*; do
     [ $name != node_limited_routing ] ||
         flags+=(--ep "${RANKS:-2}" --gpus-per-node $(((${RANKS:-2} + 3) / 4)))
     passes_at "$program" "${flags[@]}"
-    # Other ways through the core: 16-bit storage with its f32 copies, tied weights, accumulation. Experts:
-    # all of them for every token, as rounding would decide which.
+    # Other paths through the core: 16-bit storage with its f32 copies, tied weights, accumulation. Every
+    # token goes to all experts, or rounding would decide which.
     [[ $sharp == *" $name "* ]] || continue
     [[ $program != */06_* ]] || flags+=(--experts 2 --top-k 2)
     passes_at "$program" "${flags[@]}" --dtype bf16 --tied

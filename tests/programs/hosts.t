@@ -1,8 +1,8 @@
 #!/bin/bash
-# hosts.t: two hosts. Each is a network namespace with a name of its own, joined by a pair of virtual
-# cables, and mpirun reaches them by an agent that enters them; what crosses goes over TCP, what does not
-# through shared memory. Groups within the hosts and across them, against one device. TAP. Passed over where
-# there are no namespaces.
+# hosts.t: two hosts. Each is a network namespace with a name of its own; a pair of virtual interfaces
+# connects them, and mpirun reaches them by an agent that enters them. Traffic between hosts goes over TCP,
+# traffic within one through shared memory. Groups within hosts and across them, against one device. TAP.
+# Skipped if there are no namespaces.
 # needs: build/01_data_parallel/ddp_bucketed build/01_data_parallel/collectives build/02_zero/zero3
 # needs: build/03_tensor_parallel/sequence_parallel build/03_tensor_parallel/async_tensor_parallel
 . "$(dirname "$0")/tap.sh"
@@ -28,8 +28,8 @@ for i in 1 2; do
     mkdir -p "$work/etc" && echo "$net.$i host$i" >>"$work/hosts"
 done
 
-# The agent that mpirun calls as it would ssh: AGENT HOST COMMAND…. The other host's name, and the same
-# list of hosts.
+# The agent that mpirun calls like ssh: AGENT HOST COMMAND…. The other host's name, and the same list of
+# hosts.
 cat >"$work/agent" <<AGENT
 #!/bin/bash
 host=\$1 && shift
@@ -69,8 +69,9 @@ if [ "$only" = '*' ]; then
     report $? "and it did cross: $sent bytes"
 fi
 
-# Two machines of one name: their kernels have started at different times, a process of one has a number that
-# no process of the other has, and what numbers their processes has on both the name that it has on any kernel.
+# Two machines with the same name: they booted at different times, and a process of one has a number that no
+# process of the other has. The namespace that numbers their processes has on both the name that it has on any
+# kernel.
 mkdir "$work/spaces" && ln -s 'pid:[4026531836]' "$work/spaces/pid"
 cat >"$work/machine" <<MACHINE
 #!/bin/bash

@@ -1,7 +1,7 @@
 #!/bin/bash
-# hugging_face.t: folders as transformers writes them, in programs of one and of many ranks: heads of
-# another size than hidden / heads, Llama 3.1's RoPE, what a folder says beside its weights. TAP. The
-# numbers against transformers' own are tests/unit/test_hugging_face.c's.
+# hugging_face.t: folders as transformers writes them, in programs on one and on many ranks: heads of a size
+# other than hidden / heads, Llama 3.1's RoPE, what a folder says besides its weights. TAP. Numbers are
+# compared with transformers' own in tests/unit/test_hugging_face.c.
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 

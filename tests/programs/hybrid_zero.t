@@ -1,6 +1,6 @@
 #!/bin/bash
-# hybrid_zero.t [PATTERN]: ZeRO-3 inside a node and replicas across, against one device: unequal and empty
-# parts, several micro-batches, recomputation, AdamW, f64 and bf16; checkpoints; wrong use. TAP.
+# hybrid_zero.t [PATTERN]: ZeRO-3 inside a node and replicas across nodes, against one device: unequal and
+# empty parts, several micro-batches, recomputation, AdamW, f64 and bf16; checkpoints; wrong use. TAP.
 # needs: build/02_zero/hybrid_zero build/02_zero/zero3
 [ ! -w /dev/shm ] || export TMPDIR=/dev/shm
 . "$(dirname "$0")/tap.sh"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# install.t: what is installed, when and how, where apt-get is one that only writes what it was told. TAP.
+# install.t: what is installed, when and how, with an apt-get that only records what it was told. TAP.
 # needs: build/corpus.txt
 . "$(dirname "$0")/tap.sh"
 bin=$work/bin
@@ -7,10 +7,10 @@ mkdir "$bin" && ln -s "$(type -P env)" "$(type -P sh)" "$(type -P true)" "$bin/"
 cat >"$bin/apt-get" <<APT
 #!/bin/sh
 echo "\$DEBIAN_FRONTEND: \$*" >>$work/told
-[ \$1 != update ] || exit 100  # one list of a third party is dead
+[ \$1 != update ] || exit 100  # a third party's list is not available
 APT
 printf '#!/bin/sh\necho 1000\n' >"$bin/id"
-# sudo gives its command an environment of its own.
+# sudo gives its command a clean environment.
 printf '#!/bin/sh\n[ "$1" != -n ] || shift\nexec env -u DEBIAN_FRONTEND "$@"\n' >"$bin/sudo"
 chmod +x "$bin"/*
 
@@ -27,7 +27,7 @@ exit 1
 CC
 chmod +x "$bin/no-headers"
 for tool in cat cmp find grep mkdir rm sed; do ln -s "$(type -P $tool)" "$bin/"; done
-makes() {  # makes GOALS…: where no compiler and no perl is installed
+makes() {  # makes GOALS…: on a machine without a compiler and perl
     : >"$work/told"
     run env PATH="$bin" "$(type -P make)" -j2 CC=no-headers BUILD="$work/build" "$@"
 }

@@ -1,8 +1,8 @@
 #!/bin/bash
-# kernels.t: the programs of chapter 07 through the emulator: each reaches its verdict, which holds every
-# count to the formula in its header, and shows what the playbook says. With nvcc on the machine: no kernel
-# spills a register, waits for each wgmma or keeps the registers that it should give, and none needs more
-# than its program says. TAP.
+# kernels.t: the programs of chapter 07 in the emulator: each reaches its verdict, which compares every
+# count with the formula in its header, and shows what the playbook says. If nvcc is installed: no kernel
+# spills a register, waits for each wgmma separately or keeps registers that it should give up, and none
+# needs more than its program says. TAP.
 # needs: build/07_kernels/vector_add build/07_kernels/coalescing build/07_kernels/divergence
 # needs: build/07_kernels/tiling build/07_kernels/coarsening build/07_kernels/fused_elementwise
 # needs: build/07_kernels/flash_attention_1 build/07_kernels/flash_attention_1_backward
@@ -18,7 +18,7 @@
 # slow: backward of heads of 64*
 . "$(dirname "$0")/tap.sh"
 needs_fibers
-export ULTRASCALE_GUARD=1  # device memory is closed to them but in kernels and copies
+export ULTRASCALE_GUARD=1  # device memory is closed to them except in kernels and copies
 
 for source in $(grep -l '^int main' 07_kernels/*.cu); do
     name=$(basename "$source" .cu)
@@ -42,7 +42,8 @@ refused "--gpu a100 has neither TMA nor wgmma, of which flash_attention_3" 07_ke
     --gpu a100
 refused "this build computes on the CPU and has no CUDA kernels" 00_single_gpu/train --kernels book
 
-# shows NAME PROGRAM PATTERN: a line of its table. Emulation is slow: a program runs once for all of them.
+# shows NAME PROGRAM PATTERN: a line of its table matches. Emulation is slow: a program runs once for all
+# lines.
 shows() {
     wanted "$1" || return 0
     [ -e "$work/$2.txt" ] || { run "$build/07_kernels/$2" --verbose && cp "$out" "$work/$2.txt"; }
@@ -71,7 +72,7 @@ shows "scales of blocks are loaded, too" hopper_fp8 '^block scales +0\.137 +L2 +
 shows "fused, AdamW moves 28 bytes a weight" fused_adamw '^fused .* 1\.95 GB '
 shows "flash stores 32.7 times less than scores" flash_attention_1 '^flash +67\.6 MB +236 MB '
 
-# The sectors that the versions of a program load.
+# The sectors that each version in a program loads.
 loaded() {
     grep -A 1 '"load_sectors"' "$work/$1.json" |
         sed -n 's/.*"value":[[:space:]]*\([0-9]*\).*/\1/p' | sort -u
@@ -82,9 +83,9 @@ if wanted "flash_attention_3 loads what the second loads"; then
     report $? "flash_attention_3 loads what the second loads"
 fi
 
-# In 16 bits. The emulator counts one instruction for it, and exp2f takes four on a GPU.
+# In 16 bits. The emulator counts one instruction for exp2f, which takes four on a GPU.
 grep -nE '\bexp2f?\(' 07_kernels/flash_*tensor* 07_kernels/flash_attention_3* 07_kernels/flash_w*.h >"$out"
-[ $? = 1 ]  # none; 2 is a file that is not there
+[ $? = 1 ]  # no match; 2 would mean that a file is missing
 report $? "an exponential is one instruction"
 
 . tests/programs/nvcc.sh
@@ -92,8 +93,8 @@ if [ -z "$nvcc" ]; then
     report 0 "registers # SKIP nvcc is not installed"
     finish
 fi
-# ptxas counts the registers of each kernel; the most of a program, on either GPU, is what its table says.
-# nvcc.t, beside this, compiles the same files: whoever comes second waits for them.
+# ptxas counts the registers of each kernel; a program's maximum, on either GPU, must be what its table says.
+# nvcc.t may run at the same time and compiles the same files: the second of the two waits for them.
 built=''
 for source in $(grep -l '^int main' 07_kernels/*.cu); do
     name=$(basename "$source" .cu)

@@ -1,7 +1,7 @@
 #!/bin/bash
-# layouts.t: ranks of tensor parallelism, alone and with data parallelism, ZeRO, sequence and vocabulary
-# parallelism, against one device; sizes that do not divide; what does not fit is refused with what would.
-# TAP. A pattern chooses among the layouts.
+# layouts.t: tensor parallelism, alone and with data parallelism, ZeRO, sequence and vocabulary parallelism,
+# against one device; sizes that do not divide; what does not fit is refused, naming what would. TAP. A
+# pattern chooses among the layouts.
 # needs: build/03_tensor_parallel/split_matmul build/03_tensor_parallel/tensor_parallel
 # needs: build/03_tensor_parallel/sequence_parallel build/03_tensor_parallel/vocab_parallel
 # needs: build/03_tensor_parallel/async_tensor_parallel build/00_single_gpu/train
@@ -9,7 +9,7 @@
 export OMP_NUM_THREADS=1
 build=$build/03_tensor_parallel
 
-three="--heads 6 --kv-heads 3 --ffn 39"  # what 3 ranks divide
+three="--heads 6 --kv-heads 3 --ffn 39"  # divisible by 3 ranks
 quick="--layers 2 --steps 2"
 for ranks in 1 2 3 5 8; do passes "split $ranks" split_matmul --ranks $ranks; done
 
@@ -31,7 +31,7 @@ passes "sp 4, even rows, full, copies" sequence_parallel --seq 32 --recompute fu
 passes "sp 8, fewer rows than ranks" sequence_parallel --ranks 8 --seq 5 --micro-batch 1 $quick
 passes "sp 2, bf16" sequence_parallel --ranks 2 --dtype bf16 --layers 1 --steps 1
 
-wide="--hidden 256 --seq 16 --layers 1 --steps 1 --grad-acc 1"  # the most is held within a block
+wide="--hidden 256 --seq 16 --layers 1 --steps 1 --grad-acc 1"  # the peak of memory is within a block
 passes "peak, sp 4, narrow MLP" sequence_parallel $wide --ffn 8
 passes "peak, tp 4, wide MLP" tensor_parallel $wide --ffn 800
 

@@ -12,7 +12,7 @@ for ranks in 1 2 3 4 6 8; do
 done
 
 # ends SCENARIO PATTERN: 4 ranks end with status 2 long before the timeout, after one line on stderr, which
-# matches. In a dry run, too.
+# matches. Likewise in a dry run.
 ends() {
     local flags
     for flags in '' --dry-run; do
@@ -22,7 +22,7 @@ ends() {
         report $? "$1${flags:+, dry run}: $(head -n 1 "$err")"
     done
 }
-# Where the first of a rank's two calls has met its other end already, only the second can be named.
+# If the first of a rank's two calls has already met its counterpart, only the second can be named.
 met='rank [0-3] called (all_reduce|send|receive)\(.*\) in group (tp|dp) before another call that it shares'
 met="$met with rank"
 order=': what two ranks share, both start in one order'

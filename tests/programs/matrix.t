@@ -1,11 +1,11 @@
 #!/bin/bash
-# matrix.t [PATTERN]: cells of the composition matrix in which every pair of choices meets, on 8 or on 6
-# ranks, against one device; a run that was broken off; a cell that fails. TAP.
+# matrix.t [PATTERN]: cells of the composition matrix that cover every pair of choices, on 8 or 6 ranks,
+# against one device; a run that was interrupted; a cell that fails. TAP.
 # needs: build/08_mixed_precision/matrix
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
 build=$build/08_mixed_precision
-limit=500  # many runs in one
+limit=500  # for many runs together
 
 passes "every pair on 8 ranks" matrix --ranks 8
 grep -q ' 6228 of 11520 refused' "$out"
@@ -36,7 +36,7 @@ if wanted "parts: a row that was cut off" && [ -e "$work/whole" ]; then
         "$number fail" ] && ! grep -q ' failed ' "$work/cut"
     report $? "parts: a row that was cut off says nothing of its cell"
 fi
-# on_full_disk BYTES COMMAND…: with so many bytes left for $work/full/table, whose last row it shows then.
+# on_full_disk BYTES COMMAND…: with so many bytes left for $work/full/table, whose last row it then shows.
 on_full_disk() { run unshare -m --propagation private bash -c '
     table=$1/table && mount -t tmpfs -o size=8k tmpfs "$1" && yes "" | head -c $((8192 - $2)) >"$table" &&
         shift 2 && "$@"; status=$?; tail -n 1 "$table" | cat -A; exit $status' - "$work/full" "$@"; }

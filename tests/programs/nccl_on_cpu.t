@@ -14,7 +14,7 @@ builds OPS=cuda-on-cpu COMM=nccl BUILD=$nccl OBJECTS=build \
     $nccl/{tests/test_{comm,comm_requests,comm_clock,lines,streams,waits},corpus.txt} \
     $build/{collectives,ring_all_reduce,ddp_naive,ddp_bucketed} $nccl/02_zero/zero_r
 
-# A rank that is lost where nobody looks: it has given its notice, and the other is inside NCCL.
+# A rank that is lost unnoticed: it has announced its call, and the other rank is inside NCCL.
 for lost in KILL STOP; do
     wanted "a rank lost inside NCCL: SIG$lost" || continue
     NCCL_ON_CPU_LOST=1:$(kill -l $lost) limit=20 run $nccl/tests/test_comm --ranks 2 --types 1 --timeout 1

@@ -1,7 +1,7 @@
 #!/bin/bash
 # nvcc.t: net 1: the CUDA sources compile with nvcc, without a warning, and every program links, over NCCL
-# and over MPI; nothing runs. For sm_80; chapter 07, which alone asks for the kind of GPU, for sm_90a as well,
-# and book_*.cu, which take in most kernels, as PTX of the newest GPUs that this nvcc knows. TAP.
+# and over MPI; nothing runs. For sm_80; chapter 07, the only code that depends on the kind of GPU, also for
+# sm_90a; and book_*.cu, which include most kernels, as PTX for the newest GPUs that this nvcc knows. TAP.
 . "$(dirname "$0")/tap.sh"
 . tests/programs/nvcc.sh
 if [ -z "$nvcc" ]; then

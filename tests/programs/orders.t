@@ -1,6 +1,6 @@
 #!/bin/bash
-# orders.t: every plug under random legal orders of F, B and W, on 1 and 3 ranks; those of 4, its natural
-# number, are a unit test. TAP.
+# orders.t: every plug under random legal orders of F, B and W, on 1 and 3 ranks; 4 ranks, the default, are a
+# unit test. TAP.
 # needs: build/tests/test_orders
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1

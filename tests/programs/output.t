@@ -1,7 +1,7 @@
 #!/bin/bash
-# output.t: what a program prints: its lesson in one screen, every row with --verbose, and as the last line
-# of a failure what is wrong, where, and what that usually means; a color and a bar on a terminal alone.
-# TAP.
+# output.t: what a program prints: its lesson on one screen, every row with --verbose, and as the last line
+# of a failure what is wrong, where, and what that usually means; colors and a progress bar only on a
+# terminal. TAP.
 # needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap build/02_zero/zero1
 # needs: build/02_zero/zero3
 . "$(dirname "$0")/tap.sh"
@@ -45,7 +45,7 @@ for program in "$naive" "$zero3"; do
     report $? "$name --help: $(wc -l <<<"$flags") flags in $sections groups, no other chapter's"
 done
 
-# Each flag that has a default, with that.
+# Each flag that has a default, with its default.
 given=$("$build/02_zero/zero1" --help | perl -0777 -ne 'while (/^  --(\S+)( .*?)(?=^ {0,2}\S|\z)/msg) {
     my ($flag, $text) = ($1, $2);
     $text =~ s/\s+/ /g;
@@ -56,7 +56,7 @@ report $? "zero1 takes each of the flags that it lists"
 
 # ---- a failure ----
 
-# At this rate what N ranks sum in another order ends far from one device.
+# At this learning rate, N ranks, which sum in another order, end far from one device.
 red=(--ranks 2 --layers 1 --steps 8 --lr 1000 --clip 0 --optimizer sgd)
 if wanted "a FAIL leaves"; then
     run "$naive" "${red[@]}" --trace "$work/t.json" --json "$work/j.json" --timeline \

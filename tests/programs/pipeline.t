@@ -14,7 +14,7 @@ export OMP_NUM_THREADS=1
 top=$build
 build=$build/05_pipeline_parallel
 
-# of_class CLASS NAME PROGRAM FLAGS…: passes, and the verdict says so.
+# of_class CLASS NAME PROGRAM FLAGS…: passes, and the verdict names the class.
 of_class() {
     local class=$1 name=$2 program=$3
     shift 3
@@ -25,9 +25,9 @@ of_class() {
 exactly() { of_class 'exact, 0 bits differ;' "$@"; }
 nearly() { of_class reassociated, "$@"; }
 
-# One step is enough where bits are compared; 7 layers are a prime, and few.
+# One step is enough if bits are compared; 7 layers are a prime number, and few.
 quick="--layers 7 --steps 1"
-# Every schedule on 4 ranks with 8 micro-batches; its row in the page's table is what the program prints.
+# Every schedule on 4 ranks with 8 micro-batches; the program prints its row in the page's table.
 row() {
     awk -v name="$1" '/own clock  /{ own = $6 } /^  run /{ run = $2; bubble = $NF }
         /^  most passes held/{ held = $11 }
@@ -53,8 +53,8 @@ if [ "$only" = "*" ]; then
     report $? "the page's table is what the programs print"
 fi
 
-# From one node to two, a pipeline loses less of its throughput per GPU than tensor parallelism: in the
-# page's figures.
+# In the page's figures, a pipeline loses less of its throughput per GPU from one node to two than tensor
+# parallelism does.
 across='^From one node|GPUs, ms|^  (pp|tp), m|the bubble alone'
 small="--ranks 16 --layers 16 --steps 1 --hidden 8 --heads 2 --kv-heads 1 --ffn 8 --seq 4 --micro-batch 1"
 if wanted "from one node to two"; then
@@ -198,7 +198,7 @@ if wanted "resumed"; then
     report $? "resumed from pp 2 x dp 2 folded on 2, on DualPipe's 4, by tp, on one device and interleaved"
 fi
 
-# Real training: the losses, the held-out losses and the text are those of one device.
+# Real training: losses, held-out losses and the sampled text are those of one device.
 shown() { grep -aE '^step [0-9]+ +held-out' "$out"; grep -a -A 1 '^sample' "$out"; }
 real="--steps 4 --eval-every 2 --sample 20"
 if wanted "trains"; then
@@ -219,7 +219,7 @@ zero_bubble_v --ranks 2 --grad-acc 4
 dualpipe --ranks 2 --grad-acc 4
 PROGRAMS
 
-# A schedule that another program has written, and files that are none or are none for this run.
+# A schedule that another program has written; files that are no schedule, or not one for this run.
 dump() { "$build/schedule" --dump "${@:2}" >"$work/$1.txt" 2>/dev/null; }
 dump wide --schedule interleaved --stages 2 --micro-batches 4 --group 4
 dump dual --schedule dualpipe --stages 2 --micro-batches 4

@@ -1,5 +1,6 @@
 #!/bin/bash
-# profile.t: the profiler's proofs hold on every way to train, and its files are what they claim to be. TAP.
+# profile.t: the profiler's proofs hold in every way of training, and its files have the format they should.
+# TAP.
 . "$(dirname "$0")/tap.sh"
 profile=$build/00_single_gpu/profile
 small="--layers 2 --hidden 32 --heads 4 --kv-heads 2 --ffn 48 --seq 24 --micro-batch 3"
@@ -38,7 +39,7 @@ report $? "--json holds what the tables show$missing"
     ! grep -qE 'nan|inf' "$work/m.svg" && [ "$(grep -c "<path fill='#" "$work/m.svg")" = 5 ]
 report $? "the picture has an area for each kind of memory"
 
-# The model clock knows nothing of this machine: two runs draw the same picture.
+# The model clock does not depend on this machine: two runs draw the same picture.
 cp "$work/m.svg" "$work/first.svg"
 OMP_NUM_THREADS=1 profiles $small && cmp -s "$work/m.svg" "$work/first.svg"
 report $? "the picture is the same to the last byte with another number of threads"

@@ -1,6 +1,6 @@
 #!/bin/bash
-# programs.t: every program of one device reaches its verdict in every dtype, and writes the files that it
-# is asked for. BUILD=build-asan runs it under the sanitizers. TAP.
+# programs.t: every single-device program reaches its verdict in every dtype, and writes the files that it is
+# asked for. BUILD=build-asan runs it under the sanitizers. TAP.
 . "$(dirname "$0")/tap.sh"
 build=$build/00_single_gpu
 small="--layers 1 --hidden 24 --heads 6 --kv-heads 2 --ffn 20 --seq 13"

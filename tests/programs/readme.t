@@ -1,6 +1,6 @@
 #!/bin/bash
-# readme.t: what the pages say of the tree is true of the tree: the map of this book, the files of the core,
-# the number of mutants, links, names of programs and files, commands.
+# readme.t: what the pages say about the tree is true: the map of this book, the files of the core, the number
+# of mutants, links, names of programs and files, commands.
 . "$(dirname "$0")/tap.sh"
 written='README.md common/README.md common/cuda/README.md tests/README.md tests/CLAIMS.md'
 written+=' tests/bench/README.md'
@@ -51,7 +51,7 @@ done
 [ -z "$missing" ]
 report $? "every program and file that a page names exists${missing:+, but not$missing}"
 
-# A command of a page takes the flags that it shows (05's page has a test of its own).
+# A command on a page accepts the flags that it shows (05's page has a test of its own).
 bad='' asked=0
 for page in $(ls 0[0-9]_*/README.md); do
     while read -r program flags; do
@@ -67,7 +67,7 @@ done
 [ -z "$bad" ] && [ $asked -gt 40 ]
 report $? "every command of a chapter's page has flags that its program takes${bad:+, but not$bad}"
 
-# Of each block of counts the command stands above what it has printed.
+# Each block of counts has its command above what that printed.
 bad=''
 for page in $(ls 0[0-9]_*/README.md); do
     empty=$(awk '/^<!-- (run|dated) / {

@@ -1,7 +1,7 @@
 #!/bin/bash
 # reshard.t: checkpoints go from program to program and from layout to layout. TAP.
 # needs: programs build/tests/test_reshard
-# Checkpoints are flushed to the disk, or to memory where it can be had.
+# Checkpoints are flushed to disk, or to memory if there is a file system in memory.
 [ ! -w /dev/shm ] || export TMPDIR=/dev/shm
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
@@ -17,7 +17,7 @@ for ranks in 3 6; do
     report $? "every layout goes on from others on $ranks ranks"
 done
 
-# Eight samples in a step, and AdamW, with which ZeRO trains; tensor parallelism alone takes SGD.
+# Eight samples a step, and AdamW, as ZeRO uses; tensor parallelism alone takes SGD.
 adamw="--optimizer adamw --lr 0.001"
 to4="--layers 2 --steps 4"
 passes "ZeRO-3 on 4 ranks saves, two times" 02_zero/zero3 --ranks 4 $to4 --save "$work/zero3" \

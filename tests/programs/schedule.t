@@ -1,6 +1,6 @@
 #!/bin/bash
-# schedule.t: the schedules of pipelines from the command line: the table, each schedule, its picture, and
-# text that goes out and comes in again. TAP.
+# schedule.t: pipeline schedules from the command line: the table, each schedule, its picture, and text that
+# is written and read back. TAP.
 # needs: build/05_pipeline_parallel/schedule
 . "$(dirname "$0")/tap.sh"
 program=05_pipeline_parallel/schedule
@@ -12,7 +12,7 @@ if wanted "a disk that is full"; then
     report $? "a disk that is full is told, and no success"
 fi
 
-# schedule FLAGS…: what it says on stderr stands behind what it prints.
+# schedule FLAGS…: its stderr follows its stdout.
 schedule() {
     run "$build/$program" "$@"
     cat "$err" >>"$out"
@@ -91,7 +91,7 @@ grep -q 'one queue for each pair of ranks: rank .* breaks the rule "messages are
     "$out"
 report $? "one queue for a pair of ranks misorders DualPipe, and is told so"
 
-# A sound schedule with its first B taken before its F; with its last W taken out; and a rank that waits for
+# A valid schedule with its first B before its F; with its last W removed; and with a rank that waits for
 # ever.
 sed 's/^rank 3: F3.0.0 BW3.0.0/rank 3: BW3.0.0 F3.0.0/' "$work/one_f_one_b.txt" >"$work/order.txt"
 rule='rank 3, position 0 (BW3.0.0) breaks the rule "B after its F": F3.0.0 stands at position 1'
@@ -109,7 +109,7 @@ schedule --load "$work/stuck.txt"
 [ $? = 1 ] && grep -q "rank 0, position 1 (BW0.0.0) .*$waits" "$out"
 report $? "a deadlock is told, and not run into"
 
-# What the chapter's page shows is what the program prints.
+# The chapter's page shows what the program prints.
 page=05_pipeline_parallel/README.md
 schedule && missing=$(grep -E '^    (afab|one_f|interleaved|zb_|dualpipe|p = )' $page | sed 's/^    //' |
     while IFS= read -r line; do

@@ -1,6 +1,6 @@
 #!/bin/bash
-# staged.t: MPI between devices whose memory it cannot reach: everything goes through the host, and host
-# code that touches device memory is caught. On emulated GPUs. TAP.
+# staged.t: MPI between devices whose memory it cannot access: everything goes through the host, and host code
+# that accesses device memory is detected. On emulated GPUs. TAP.
 # needs: OPS=cuda-on-cpu BUILD=build-cuda-on-cpu OBJECTS=build build-cuda-on-cpu/tests/test_comm
 # A pattern chooses among the tests of test_comm.
 . "$(dirname "$0")/tap.sh"

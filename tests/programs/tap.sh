@@ -2,10 +2,10 @@
 #
 #     . "$(dirname "$0")/tap.sh"
 #
-# and is in the root of the tree then, with the programs in $build, a folder of its own in $work, and none
-# of the caller's settings that would change what it tests. It ends with `finish`. Its argument is a
-# pattern: only tests whose names match run, so that a test which looks at what the one before it has
-# printed needs a pattern that matches both.
+# and is then in the root of the tree, with the programs in $build, a folder of its own in $work, and without
+# those of the caller's settings that would change what it tests. It ends with `finish`. Its argument is a
+# pattern: only tests whose names match run, so a test that looks at what the previous one printed needs a
+# pattern that matches both.
 #
 # A line "# needs: ..." in a test names the variables and targets of make that it takes, where these are not
 # all programs. With MUTANT set (tests/mutants/run) that has been built, and the first red is enough.
@@ -21,16 +21,16 @@ limit=120   # seconds, after which a program hangs
 verdict=''  # what follows "PASS program: " in the line of a test that passes
 only=${1:-*} chosen='' count=0 failed=0 status='' spent=0
 
-# Runs what follows it where control groups, of either version, leave the time of one core.
+# Runs a command where control groups, of either version, leave it the time of one core.
 time_of_a_core=(unshare -m --propagation private bash -c '
     mount -t tmpfs tmpfs /sys/fs/cgroup && mkdir /sys/fs/cgroup/cpu && cd /sys/fs/cgroup &&
         echo 50000 50000 >cpu.max && echo 50000 | tee cpu/cpu.cfs_quota_us >cpu/cpu.cfs_period_us &&
         cd "$OLDPWD" && exec "$@"' -)
 
-# wanted NAME: whether the pattern chooses this test; the next report is this test's, whatever it is called.
+# wanted NAME: whether the pattern chooses this test; the next report is this test's, whatever its name.
 wanted() { [[ $1 == $only ]] && chosen=yes; }
 
-# cost: what this test has taken since the last one ended: the CPU time of all that it has waited for.
+# cost: the CPU time of this test since the last one ended, with all that it has waited for.
 cost() {
     local stat now
     read -r stat </proc/$$/stat
@@ -40,7 +40,7 @@ cost() {
     spent=$now
 }
 
-# report STATUS NAME: one test, passed if the status is 0.
+# report STATUS NAME: one test, which passes if the status is 0.
 report() {
     [ -n "$chosen" ] || wanted "$2" || return 0
     chosen=''
@@ -63,9 +63,9 @@ finish() {
     exit
 }
 
-# run COMMAND…: its output is in $out, its errors are in $err, its exit status is in $status, too.
+# run COMMAND…: puts its output into $out, its errors into $err, and its exit status also into $status.
 run() {
-    timeout -k 5 $limit "$@" >"$out" 2>"$err" </dev/null  # mpirun would read what a loop reads
+    timeout -k 5 $limit "$@" >"$out" 2>"$err" </dev/null  # or mpirun would read a loop's input
     status=$?
     return $status
 }
@@ -74,8 +74,8 @@ run() {
 on_terminal() { (unset NO_COLOR; TERM=xterm script -qec "stty cols 100; $*" /dev/null </dev/null) >"$out" \
     2>"$err"; }
 
-# by_mpirun ARGUMENTS…: the same under mpirun, started by hand. What it says itself, between lines of
-# dashes, is left out of $err.
+# by_mpirun ARGUMENTS…: the same under mpirun, started by hand. mpirun's own messages, between lines of
+# dashes, are left out of $err.
 by_mpirun() {
     OMPI_MCA_orte_execute_quiet=1 run mpirun --oversubscribe --allow-run-as-root "$@"
     tr -d '\0' <"$err" | sed '/^-\{74\}$/,/^-\{74\}$/d' >"$work/theirs"
@@ -92,8 +92,8 @@ passes() {
     report $? "$name"
 }
 
-# one_line STATUS -F|-E WORDS: what has run ended with status 2, and one line on stderr that has the words,
-# or matches the pattern. A thousand runs end so: bash looks itself, as each wc and grep takes 2 ms.
+# one_line STATUS -F|-E WORDS: the last run ended with status 2, and one line on stderr that has the words, or
+# matches the pattern. A thousand runs end like this, so bash checks it itself: each wc and grep takes 2 ms.
 one_line() {
     local lines
     mapfile lines <"$err"
@@ -104,7 +104,7 @@ one_line() {
     esac && { [ ! -s "$out" ] || ! grep -q '^PASS' "$out"; }
 }
 
-# refused WORDS PROGRAM FLAGS…: status 2, and one line on stderr that has the words.
+# refused WORDS PROGRAM FLAGS…: status 2, and one line on stderr with the words.
 refused() {
     local words=$1 program=$2
     shift 2
@@ -114,7 +114,7 @@ refused() {
     report $? "$program $* is refused: $words"
 }
 
-# refuses NAME PATTERN PROGRAM FLAGS…: the same of a line that matches.
+# refuses NAME PATTERN PROGRAM FLAGS…: the same with a line that matches.
 refuses() {
     local name=$1 pattern=$2 program=$3
     shift 3
@@ -124,8 +124,8 @@ refuses() {
     report $? "$name"
 }
 
-# ranks_of LAUNCHER COUNT: process numbers of so many ranks that a program's mpirun has started, as soon as
-# they are there.
+# ranks_of LAUNCHER COUNT: the process numbers of so many ranks that a program's mpirun has started, as soon
+# as they exist.
 ranks_of() {
     local mpirun ranks i
     for i in $(seq 600); do
@@ -145,7 +145,7 @@ all_tests() {
         [ "$(grep -c '^ok' "$out")" = "$(sed -n 's/^1\.\.//p' "$out")" ]
 }
 
-# is_json FILE…: each is JSON to a strict reader, to whom NaN and Infinity are none.
+# is_json FILE…: each is strict JSON, without NaN and Infinity.
 is_json() {
     python3 -c 'import json, sys
 def refuse(word): raise ValueError(word)

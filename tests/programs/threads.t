@@ -1,8 +1,8 @@
 #!/bin/bash
-# threads.t: programs of many ranks under ThreadSanitizer: the thread that computes, the one that watches
-# whether the output is read, and MPI's own. OpenMP's are left out, since its library is not built for the
-# sanitizer, and so is what two ranks share, which are processes: tests/unit/test_comm.c looks at that by
-# its results. TAP.
+# threads.t: programs on many ranks under ThreadSanitizer: the thread that computes, the one that watches
+# whether the output is read, and MPI's own. OpenMP's threads are left out, since its library is not built
+# for the sanitizer, and so is memory shared between ranks, which are processes: tests/unit/test_comm.c
+# tests that by its results. TAP.
 # needs: BUILD=build-tsan SANITIZE=thread OPT=-O0 CHAPTERS=0[0-5] build-tsan/corpus.txt
 # needs: build-tsan/01_data_parallel/ddp_bucketed build-tsan/02_zero/zero3
 # needs: build-tsan/03_tensor_parallel/async_tensor_parallel
@@ -18,14 +18,14 @@ fi
 programs=$(sed -n 's/^# needs: //p' "$0")
 builds $programs
 build=build-tsan
-# Open MPI hands requests from thread to thread by atomics and mutexes of a library that was not built for
-# the sanitizer, which sees the two accesses and not what lies between them.
+# Open MPI passes requests between threads by atomics and mutexes of a library that was not built for the
+# sanitizer, which sees the two accesses but not what orders them.
 printf 'race:%s\n' mca_ libpmix libopen- libmpi libevent >"$work/of-mpi"
 export TSAN_OPTIONS="suppressions=$work/of-mpi exitcode=66"
-# UCX, which Open MPI 5 takes along, starts a thread that waits for its monitor. Where there is no /run/user
-# that thread has ended before its program, and nobody joins it: the sanitizer calls that a leak.
+# UCX, which Open MPI 5 loads, starts a thread that waits for its monitor. Without /run/user that thread ends
+# before its program and is never joined, which the sanitizer reports as a leak.
 export UCX_VFS_ENABLE=n
-# races PROGRAM FLAGS…: no race in any rank; what it prints goes to a pipe, which a thread watches.
+# races PROGRAM FLAGS…: no race in any rank; the output goes to a pipe, which a thread watches.
 races() {
     wanted "$1" || return
     timeout -k 5 $limit "$build/$@" 2>"$err" | cat >"$out"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# timeline.t: the time line of several ranks is one trace, and pictures that are the same on every run. TAP.
+# timeline.t: the timeline of several ranks is one trace, and pictures that are the same in every run. TAP.
 # needs: build/01_data_parallel/ddp_naive build/01_data_parallel/ddp_overlap
 # needs: build/01_data_parallel/ddp_bucketed build/01_data_parallel/ddp_no_sync build/02_zero/zero2
 # needs: build/03_tensor_parallel/tensor_parallel
@@ -28,7 +28,7 @@ report $? "it is one list of events"
 done
 report $? "with both clocks of each rank, each with its compute and its communication"
 
-# Pairs of begin and end on the model clock, in order: of each rank, and of the ranks beside each other.
+# Pairs of begin and end on the model clock, in order: for each rank, and for the ranks together.
 all_reduces() {
     grep "\"X\",\"pid\":$1,\"tid\":6" "$work/t.json" | sed \
         's/.*"ts":\([0-9.]*\),"dur":\([0-9.]*\),.*/\1 \2/' | sort -n
@@ -54,11 +54,11 @@ run "$build"/ddp_naive --ranks 2 $llama --timeline && [ "$(share all exposed)" =
     awk "BEGIN { exit !($(share all exposed) > 10) }"
 report $? "naive data parallelism hides nothing"
 
-# A proof trains on one device, too, and rank 0 alone does that; and with the technique's twin.
+# A proof also trains on one device, which only rank 0 does, and with the technique's twin.
 run "$build"/ddp_naive --ranks 2 --steps 1 --timeline &&
     [ "$(grep -A 1 '^rank [01] ' "$out" | grep -c '^           dp      [Aa]')" = 2 ]
 report $? "the picture shows the ranks' run, not the one on one device"
-# Nor what is recorded of a run's first step.
+# Nor is the record of a run's first step.
 tensor=$build/../03_tensor_parallel/tensor_parallel
 run "$tensor" --ranks 2 --steps 1 --timeline && first=$(grep '^all ranks' "$out") &&
     ! grep -q '^ *world .*[CcDd]' "$out" && run "$tensor" --ranks 2 --steps 2 --timeline &&
@@ -81,7 +81,7 @@ report $? "each faster than the row before it, or as fast with fewer messages"
     ! grep -qE 'nan|inf' "$work/1.svg"
 report $? "with what is exposed in each"
 
-# Again, while something else takes the processors.
+# Again, while something else keeps the processors busy.
 timeout 30 bash -c 'while :; do :; done' &
 run "$build"/ddp_no_sync $variants "$work/2.svg"
 kill $!

@@ -16,7 +16,7 @@ runs() {
 runs "learns this book's own sources" '^PASS train: held-out loss 5\.[0-9]+ -> [0-3]\.' --steps 150 \
     --layers 2 --seq 64
 runs "writes a sample" 'the prompt ends at \|' --steps 30 --layers 1 --sample 20 --temperature 0
-# docker run --cpus 1, say: threads that share it would stand still together for a part of each period.
+# As with docker run --cpus 1: threads that share it would all stop for a part of each period.
 if wanted "one thread" && unshare -m --propagation private true 2>/dev/null; then
     run env -u OMP_NUM_THREADS "${time_of_a_core[@]}" "$train" $small --steps 1
     [ $? = 0 ] && grep -qE '^OpenBLAS .*, 1 thread(,|$)' "$out"
@@ -48,7 +48,7 @@ report $? "the same seed gives the same losses to the last digit"
 OMP_NUM_THREADS=1 run "$train" $small --steps 6 --trace "$work/trace.json" &&
     grep -q '"rmsnorm_forward"' "$work/trace.json" && is_json "$work/trace.json"
 report $? "writes a trace"
-# Held-out losses of steps that took none are no numbers.
+# Held-out losses of steps that did not measure any are not numbers.
 grep -q 'null' "$work/a.json" && is_json "$work/a.json"
 report $? "writes JSON that any reader takes"
 run "$train" $small --steps 1 --trace /dev/stdout && tail -n 1 "$out" | grep -q '^PASS train'

@@ -1,7 +1,7 @@
 #!/bin/bash
-# train_5d.t [PATTERN]: all techniques at once: the step of one device and the plan, on dense models and on
-# experts; nothing that was typed is ignored; each method alone on a slow network; killed at a random step
-# on a random layout, and resumed on another. SEED=7 draws others. TAP. A pattern chooses among the names.
+# train_5d.t [PATTERN]: all techniques at once: the step of one device and the plan, for dense models and for
+# experts; no flag is ignored; each method alone on a slow network; runs killed at a random step on a random
+# layout, and resumed on another. SEED=7 draws others. TAP. A pattern chooses among the names.
 # needs: build/08_mixed_precision/train_5d build/08_mixed_precision/five_d_methods
 [ ! -w /dev/shm ] || export TMPDIR=/dev/shm
 . "$(dirname "$0")/tap.sh"
@@ -93,7 +93,7 @@ killed_and_resumed() {
     until [ -e "$work/$number/step-00000$step" ] || ! kill -0 $pid 2>/dev/null; do sleep 0.02; done
     kill -9 $(ranks_of $pid "$(awk '{ print $2 }' <<<"$first")") $pid 2>/dev/null
     wait $pid 2>/dev/null
-    rm -rf "$work/$number/step-000012"  # if it was faster
+    rm -rf "$work/$number/step-000012"  # if the run was faster than the kill
     run "$build/train_5d" $then $rest --resume "$work/$number" --json "$work/$number.json" &&
         awk -v a="$(loss "$work/$number.json")" -v b="$straight" \
             'BEGIN { exit !(a > 0 && (a - b) ^ 2 < (1e-9 * b) ^ 2) }'

@@ -2,8 +2,8 @@
 # Wrong use of every program: one sentence on stderr that names the flag, and exit status 2. TAP.
 . "$(dirname "$0")/tap.sh"
 
-# is_refused WORDS PROGRAM FLAGS…: succeeds if the program ends with status 2, and one line on stderr that
-# has WORDS.
+# is_refused WORDS PROGRAM FLAGS…: succeeds if the program ends with status 2, and one line on stderr with
+# WORDS.
 is_refused() {
     local words=$1 program=$2
     shift 2
@@ -11,7 +11,7 @@ is_refused() {
     one_line $? -F "$words" && [[ $(<"$err") == "${program##*/}: "* ]]
 }
 
-# Under the sanitizers, which start slowly, one of each chapter: the parser is the same.
+# Under the sanitizers, which start slowly, one program of each chapter: the parser is the same.
 declare -A tried seen
 for program in "$build"/0[0-9]_*/*; do
     [ -f "$program" ] && [ -x "$program" ] || continue
@@ -26,8 +26,8 @@ for program in "$build"/0[0-9]_*/*; do
     flags=$(echo "$help" | awk '{ print $1 }')
     has() { [[ $'\n'$flags$'\n' == *$'\n'--$1$'\n'* ]]; }
 
-    # The flags that programs share are one table's (common/options.c), and refused by the same lines of
-    # code: each is tried in the first program that has it, with these words beside it.
+    # The flags that programs share are in one table (common/options.c), and are refused by the same code:
+    # each is tried in the first program that has it, with these words next to it.
     bad='' new=0
     while read -r flag value words; do
         words="$flag $value ${words%%(default*}"
@@ -48,8 +48,8 @@ for program in "$build"/0[0-9]_*/*; do
         is_refused '"stray"' "$program" stray
     report $? "$name refuses unknown words"
 
-    # Words that no program has and flags that others have are refused by the same lines: each flag is tried
-    # in the first program without it.
+    # Words that no program knows and flags that only others have are refused by the same code: each flag is
+    # tried in the first program without it.
     bad=''
     for flag in layers steps lr recompute data json ranks dp pp cp tp ep zero sp timeline; do
         ! has $flag && [ -z "${tried[$flag]}" ] || continue

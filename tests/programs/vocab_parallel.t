@@ -1,6 +1,6 @@
 #!/bin/bash
-# vocab_parallel.t: a vocabulary sharded over 1 to 8 ranks, that they divide and that they do not, against
-# one device. TAP.
+# vocab_parallel.t: a vocabulary sharded over 1 to 8 ranks, divisible by them and not, against one device.
+# TAP.
 # needs: build/03_tensor_parallel/vocab_parallel
 . "$(dirname "$0")/tap.sh"
 export OMP_NUM_THREADS=1
@@ -19,8 +19,7 @@ passes "8 ranks, of which the last has the shortest part" vocab_parallel --ranks
 passes "2 x 2 ranks, recomputing, 259 tokens" vocab_parallel --ranks 4 --dp 2 --tp 2 --sp --recompute full \
     --vocab 259
 
-# 9 tokens on 4 ranks: 3 each, and nothing but padding for the last. A file of llm.c's format: magic,
-# version, count.
+# 9 tokens on 4 ranks: 3 each, and only padding for the last. A file in llm.c's format: magic, version, count.
 escaped=''
 for ((i = 0, x = 1; i < 2000; i++)); do escaped+="\\x0$((x % 9))\\x00" x=$(((x * 75 + 74) % 65537)); done
 {

@@ -12,11 +12,11 @@ for program in zero1 zero2 zero3; do
     passes "$program, 3 ranks, SGD, AdamW, forward alone" $program --ranks 3 --layers 2
     passes "$program, 4 ranks, tied, AdamW, 3 micro-batches, full recomputation" $program --ranks 4 --tied \
         --optimizer adamw --lr 0.001 --grad-acc 3 --layers 2 --recompute full --steps 2
-    # 16-bit gradients are summed over micro-batches and ranks in f32; one layer, or bf16's own error hides
-    # a factor.
+    # 16-bit gradients are summed over micro-batches and ranks in f32; with more than one layer, bf16's own
+    # error would hide a wrong factor.
     passes "$program, 3 ranks, bf16, 2 micro-batches" $program --ranks 3 --dtype bf16 --grad-acc 2 \
         --layers 1 --steps 2
-    # The head's unit is one norm of 4 elements.
+    # The head's unit is a single norm of 4 elements.
     passes "$program, 6 ranks, some of which own nothing of the head" $program --ranks 6 --tied --hidden 4 \
         --heads 2 \
         --kv-heads 1 --ffn 3 --layers 1 --seq 7 --steps 2

@@ -14,7 +14,7 @@ report $? "and a fifth of the heap, or more, is in holes where checkpoints stand
 for ranks in 1 2 3 6; do passes "$ranks ranks" zero_r $small --ranks $ranks; done
 for dtype in f32 bf16 f16; do passes "in $dtype, tied, AdamW" zero_r $small --ranks 2 --dtype $dtype \
     --tied --optimizer adamw --lr 0.001; done
-# Where the logits are not what most is held for, one sees the holes of backward.
+# If the logits do not dominate the peak, the holes of backward show.
 passes "backward leaves no hole, uneven checkpoints" zero_r --ranks 4 --layers 3 --vocab 300 --hidden 42 \
     --heads 3 --kv-heads 1 --micro-batch 1 --steps 1
 passes "few tokens: tensors of a few bytes take 64 each" zero_r --ranks 2 --layers 1 --hidden 24 \
