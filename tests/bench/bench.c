@@ -1,9 +1,9 @@
 // bench.c: the figures of merit of one device, each beside its target. `make bench` runs it.
 //
-// A share compares with OpenBLAS's SGEMM (sgemm.h; same kernel and threads), timed right before and right
-// after each step, since the speed of a shared machine drifts. Whatever else is compared takes
-// turns, step by step: with PyTorch's steps, those in bf16, those of a doubled size. figures.h has the form
-// of a line, and says how many pairs a row takes.
+// A share is relative to OpenBLAS's SGEMM (sgemm.h; same kernel and threads), timed right before and right
+// after each step, since the speed of a shared machine drifts. All other comparisons take turns, step by
+// step: with PyTorch's steps, with steps in bf16, with steps of doubled size. figures.h has the format of a
+// line, and says how many pairs a row takes.
 #include <math.h>
 #include <omp.h>
 #include <stdlib.h>
@@ -25,7 +25,7 @@ static Config shape(const char *text) {
     return c;
 }
 
-enum { PRODUCTS = 3 };  // of SGEMM around a step
+enum { PRODUCTS = 3 };  // of SGEMM before and after a step
 
 static double step_seconds(Trainer *t) {
     double start = wall_seconds();
@@ -35,7 +35,7 @@ static double step_seconds(Trainer *t) {
 
 // ---- PyTorch, in a process of its own ----
 
-// bench_torch_cpu.py: for each line that it reads it makes a step, and answers with its tokens/s.
+// bench_torch_cpu.py: makes a step for each line that it reads, and answers with its tokens/s.
 typedef struct Torch {
     int ask;
     FILE *answer;
@@ -66,8 +66,8 @@ static Torch torch_new(const char *script, const char *text) {
     return torch;
 }
 
-// Threads that wait spin for some 15 ms before they sleep, ours as PyTorch's: who has the next turn finds
-// the cores idle.
+// Waiting threads spin for some 15 ms before they sleep, ours as well as PyTorch's: after this pause the
+// next one to take its turn finds the cores idle.
 static void settle(void) { usleep(30000); }
 
 static double torch_tokens_per_second(Torch *torch) {
@@ -79,19 +79,19 @@ static double torch_tokens_per_second(Torch *torch) {
 }
 
 static void torch_free(Torch *torch) {
-    fclose(torch->answer);  // which is also the end of its input
+    fclose(torch->answer);  // also the end of its input
     waitpid(torch->process, NULL, 0);
 }
 
 // ---- rows ----
 
-// Counted FLOPs of a training step over its time, as a share of SGEMM's rate around it; with `script`, also
-// its tokens/s beside PyTorch's.
+// Counted FLOPs of a training step over its time, as a share of SGEMM's rate before and after it; with
+// `script`, also its tokens/s relative to PyTorch's.
 static void training(const char *size, const char *text, double seconds, double target, const char *script,
                      double torch_target) {
     Config c = shape(text);
     Torch torch = {.ask = -1};
-    if (script) torch = torch_new(script, text);  // prepares itself meanwhile
+    if (script) torch = torch_new(script, text);  // starts up in the meantime
     Sgemm g = sgemm_new();
     Trainer *t = trainer_new(&c, mesh_single(), NULL);
     warm_up(t);
@@ -135,7 +135,7 @@ static void training(const char *size, const char *text, double seconds, double 
     sgemm_free(&g);
 }
 
-// What multiplies bf16, and how fast beside f32, at the size of a feed-forward layer's product.
+// What multiplies bf16, and how fast compared with f32, at the size of a feed-forward layer's product.
 static void multiply_rates(const Config *c) {
     enum { TIMES = 9 };
     const int64_t m = c->micro_batch * c->seq, n = c->ffn, k = c->hidden;
@@ -162,7 +162,7 @@ static void multiply_rates(const Config *c) {
         own ? own + strlen("bf16 ") : "as f32, this processor having no faster way", rates[1], rates[0]);
 }
 
-// tokens/s in bf16 over those in f32, in turns. What is missing is what operations take beyond
+// tokens/s in bf16 over those in f32, measured in turns. What is missing is the time of operations beyond
 // 1 / target of their time in f32.
 static void bf16_beside_f32(const char *name, const char *text, double limit, double target) {
     char *bf16_text = format_text("%s dtype=bf16", text);
@@ -195,8 +195,8 @@ static void bf16_beside_f32(const char *name, const char *text, double limit, do
     trainer_free(narrow);
 }
 
-// Steps of one shape beside steps of the same, doubled: time beside the formula's FLOPs, kept bytes beside
-// the formula's bytes.
+// Steps of one shape and steps of the same shape doubled: the ratio of times against that of the formula's
+// FLOPs, and of kept bytes against the formula's bytes.
 static void doubling(const char *size, const Config *base, const Config *doubled) {
     static const double LIMIT = 2;  // seconds
     Trainer *one = trainer_new(base, mesh_single(), NULL), *two = trainer_new(doubled, mesh_single(), NULL);
@@ -234,7 +234,7 @@ static void growth(void) {
     for (int i = 0; i < 4; i++) doubling(names[i], &base, &doubled[i]);
 }
 
-// op_matmul beside SGEMM.
+// op_matmul compared with SGEMM.
 static void multiply(void) {
     Sgemm g = sgemm_new();
     double ratios[MOST_PAIRS];
@@ -251,7 +251,7 @@ static void multiply(void) {
     sgemm_free(&g);
 }
 
-// The account beside what the kernel says that the process really holds.
+// The account compared with what the kernel says the process really holds.
 static void memory_is_the_account(const char *text) {
     Config c = shape(text);
     struct rusage before, after;

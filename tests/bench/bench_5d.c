@@ -1,6 +1,6 @@
-// bench_5d.c: several axes at once, ranks of one thread, as a share of what the cores multiply: with 8
-// ranks dp 4 x tp 2, dp 2 x pp 2 x tp 2 and dp 2 x pp 2 x cp 2; with --ranks 4, dp 2 x tp 2. `make bench`
-// runs it; yardstick.h has the measure.
+// bench_5d.c: several axes at once, one thread per rank, as a share of the cores' SGEMM rate: with 8 ranks
+// dp 4 x tp 2, dp 2 x pp 2 x tp 2 and dp 2 x pp 2 x cp 2; with --ranks 4, dp 2 x tp 2. `make bench` runs it;
+// yardstick.h explains the measurement.
 #include "08_mixed_precision/five_d.h"
 #include "yardstick.h"
 
@@ -12,7 +12,7 @@ typedef struct Layout {
 
 enum { MOST_LAYOUTS = 3 };
 
-// Those of the ranks that there are.
+// The layouts for the number of ranks.
 static int layouts_here(const Layout *here[MOST_LAYOUTS]) {
     static const Layout all[] = {
         {"dp2-tp2", 2, 1, 1, 2, 4, 1, 0.70},

@@ -1,10 +1,10 @@
-// bench_attention.c: attention with stored scores beside attention without (flash) on one device, forward
-// and backward: time and bytes. `make bench` runs it.
+// bench_attention.c: attention with stored scores compared with attention without them (flash) on one device,
+// forward and backward: time and bytes. `make bench` runs it.
 //
-// The two take turns, there and back, and the medians of the pairs are printed. Bytes are the most that an
-// attention takes from the account beside q, k, v, o and their gradients: probs there, lse and dots here.
-// Scratch of a kernel is no part of it: on the CPU both copy keys and values, and have some scores for each
-// thread.
+// The two take turns, in order and then in reverse order, and the medians of the pairs are printed. Bytes
+// are the most that an attention adds to the account besides q, k, v, o and their gradients: probs if
+// scores are stored, lse and dots in flash. A kernel's scratch is not included: on the CPU both copy keys
+// and values, and keep some scores for each thread.
 //     bench <name> <value> <unit>   quartiles <low> <high>
 #include <math.h>
 #include <stdlib.h>

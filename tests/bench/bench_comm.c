@@ -1,14 +1,15 @@
-// bench_comm.c: an all-reduce over shared memory beside MPI's own call of the same run, 4 kB to 64 MB.
+// bench_comm.c: an all-reduce over shared memory compared with MPI's own call in the same run, 4 kB to 64 MB.
 // `make bench` runs it with 2 ranks. With --sweep (`make bench-collectives`: 2, 4 and 8 ranks) all-reduce,
-// reduce-scatter and all-gather from 1 kB.
+// reduce-scatter and all-gather from 1 kB on.
 //
-// Ours, MPI's and memcpy take turns, there and back; the median of the ratios over the rounds is printed
-// (figures.h). A time is that of the slowest rank. Held to 1 are an all-reduce from 4 kB and the others
-// from 64 kB. Smaller ones pay for the agreement of the ranks: so below 64 kB a fourth turn is ours without
-// it (--trust-calls), held to 1 at every size.
+// Ours, MPI's and memcpy take turns, in order and then in reverse order; the median of the ratios over the
+// rounds is printed (figures.h). A time is that of the slowest rank. The target of 1 applies to an
+// all-reduce from 4 kB on and to the others from 64 kB on. Smaller ones pay for the check that ranks agree:
+// so below 64 kB a fourth turn is ours without it (--trust-calls), for which the target of 1 applies at
+// every size.
 //
-// Bandwidths as nccl-tests defines them: algorithm = K / time; bus = algorithm x 2 (n - 1) / n for an
-// all-reduce, x (n - 1) / n for the others, K the whole tensor: what a link carries, whatever n.
+// Bandwidths are those of nccl-tests: algorithm = K / time; bus = algorithm x 2 (n - 1) / n for an
+// all-reduce, x (n - 1) / n for the others, where K is the whole tensor: what a link carries, for any n.
 #include <mpi.h>
 #include <stdlib.h>
 #include <string.h>
@@ -104,7 +105,7 @@ static void bench(Kind kind, int64_t bytes, Group world) {
         times[rounds] = seconds[1][rounds] / seconds[0][rounds];
         if (ways == 4) trusted[rounds] = seconds[1][rounds] / seconds[3][rounds];
         double passed = wall_seconds() - start;
-        MPI_Allreduce(&passed, &stop, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);  // all leave in one round
+        MPI_Allreduce(&passed, &stop, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);  // all stop in one round
     }
     char *name = format_text("%s-%d-ranks-%lldkB", names[kind], n, (long long)(bytes >> 10));
     figure(name, times, rounds, "x-mpi", bytes >= judged_from[kind] ? 1 : 0);

@@ -1,7 +1,7 @@
-// bench_cp.c: context parallelism, the zig-zag ring, with 2 ranks of one thread beside what the same two
-// cores multiply. `make bench` runs it; yardstick.h has the measure.
+// bench_cp.c: context parallelism, the zig-zag ring, with 2 ranks of one thread compared with SGEMM on the
+// same two cores. `make bench` runs it; yardstick.h explains the measurement.
 //
-// A rank has half of 8 sequences: the 1,024 tokens of a micro-batch that it has in the other benchmarks.
+// A rank has half of each of 8 sequences: 1,024 tokens per micro-batch, as in the other benchmarks.
 #include "04_context_parallel/context_parallel.h"
 #include "yardstick.h"
 

@@ -1,6 +1,6 @@
-// bench_ddp.c: data parallelism with 4 ranks of one thread beside what the cores that they share multiply;
-// with --ranks 8, that many. `make bench` runs both; bench_zero.c has the row of 2 ranks, and yardstick.h
-// the measure.
+// bench_ddp.c: data parallelism with 4 ranks of one thread, or with --ranks 8, compared with SGEMM on the
+// same cores. `make bench` runs both; bench_zero.c has the row of 2 ranks, and yardstick.h explains the
+// measurement.
 #include "01_data_parallel/data_parallel.h"
 #include "yardstick.h"
 

@@ -1,11 +1,11 @@
-// bench_experts.c: a mixture of experts with 2 ranks of one thread beside the dense model of the same
-// active FLOPs on the same ranks. `make bench` runs it; yardstick.h has the measure.
+// bench_experts.c: a mixture of experts with 2 ranks of one thread compared with the dense model that has
+// as many active FLOPs, on the same ranks. `make bench` runs it; yardstick.h explains the measurement.
 //
-// What is measured is how fast experts compute and tokens are sent, not how well a router has learned to
-// deal them out: left alone, it sends one rank twice the mean within a few steps, and the other rank waits.
-// So the load is balanced by load_balance's bias in the choice, for SETTLE steps before the first that
-// counts, and weights stay as they are: in a layer the busier rank then has some 7 % more rows than the
-// mean, at first 13 %. What it has above the mean over all layers is printed.
+// This measures how fast experts compute and tokens are sent, not how well a router has learned to
+// distribute them: without balancing, it sends one rank twice the mean within a few steps, and the other
+// rank waits. So load_balance's bias balances the load during SETTLE steps before the first measured one,
+// and the weights are not changed: in a layer the busier rank then has some 7 % more rows than the mean, at
+// first 13 %. Its excess over the mean, over all layers, is printed.
 #include "06_expert_parallel/expert_parallel.h"
 #include "yardstick.h"
 
@@ -16,7 +16,7 @@ enum { MODELS = 2, SETTLE = 10 };
 
 static const Technique *const balanced[] = {&moe, &load_balance, &ddp_no_sync, &expert_parallel, NULL};
 
-// Rows that the busier rank computes beside the mean, of the steps since `to` was set to zero.
+// Rows of the busier rank relative to the mean, in the steps since `to` was zeroed.
 static double busier(const ExpertParallel *x) {
     double rows = 0, most = 0;
     comm_sum_all(x->to, x->ep.size, x->ep);
@@ -45,7 +45,7 @@ int main(int argc, char **argv) {
     ExpertParallel *x = trainer_context(trainer[0], &expert_parallel);
     for (int i = 0; i < x->ep.size; i++) x->to[i] = 0;
     train_step(trainer[0], NULL);
-    double above = busier(x) - 1;  // of this one step
+    double above = busier(x) - 1;  // in this one step
     double share[MODELS][MOST_PAIRS], ratio[MOST_PAIRS], target = 0.85;
     Missing missing[MODELS];
     const int rounds = shares_of_sgemm(share, missing, trainer, MODELS, mesh.world);

@@ -1,9 +1,9 @@
-// bench_fp8.c: what the emulation of 8-bit multiplies costs a CPU: a training step by each recipe in turn,
-// its time over that of a step in f32 of the same model right before and right after it. `make bench` runs
+// bench_fp8.c: what emulating 8-bit multiplies costs on a CPU: a training step with each recipe in turn,
+// its time relative to steps in f32 of the same model right before and right after it. `make bench` runs
 // it.
 //
-// Fewer is better. What a CPU does beside f32's work: codes out of numbers and numbers out of codes, each
-// operand twice, and a scale for each tile.
+// Less is better. On top of f32's work a CPU encodes and decodes each operand twice, and computes a scale for
+// each tile.
 #include "08_mixed_precision/mixed_precision.h"
 #include "figures.h"
 

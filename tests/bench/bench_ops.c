@@ -1,8 +1,8 @@
-// bench_ops.c: each operation that memory bounds, as a share of the bandwidth of a copy measured beside it;
-// and the multiplies of a training step in FLOP/s. `make gpu-check` runs it; it runs on any back end.
+// bench_ops.c: the bandwidth of each memory-bound operation, as a share of that of a copy measured along
+// with it; and the multiplies of a training step in FLOP/s. `make gpu-check` runs it, on any back end.
 //
-// Tensors of --megabytes are several times larger than a GPU's last cache. An operation runs REPEATS
-// times between two waits, in ROUNDS rounds; each round times the copy too; the median share is printed.
+// Tensors of --megabytes are several times larger than a GPU's last-level cache. An operation runs REPEATS
+// times between two waits, in ROUNDS rounds; each round also times the copy; the median share is printed.
 // Bytes are those that ops.h counts: each argument once.
 //     bench <name> <share> of-copy target 0.8 ok|short
 #include <stdlib.h>
@@ -77,7 +77,7 @@ static Tensors tensors_new(DType dtype, double megabytes) {
     return t;
 }
 
-// A number that comes back to the host: all before it is done.
+// A number that comes back to the host: everything before it is done.
 static void wait_for(const Tensors *t) { op_sum(t->one); }
 
 // ---- the operations ----
@@ -163,14 +163,14 @@ static void bench_memory(Tensors *t, const char *only) {
     }
 }
 
-// The multiplies of a block's forward and both of backward: x (n, k), weight (m, k).
+// The multiply of a linear's forward and the two of its backward: x (n, k), weight (m, k).
 static void bench_matmul(DType dtype, int64_t n, int64_t m, int64_t k) {
     Tensor x = random_tensor(dtype, n, k, 1), weight = random_tensor(dtype, m, k, 2);
     Tensor y = random_tensor(dtype, n, m, 3), one = filled(F32, 1, 1, 1);
     const char *const names[] = {"y=xW'", "dx=dyW", "dW=dy'x"};
     for (int way = 0; way < 3; way++) {
         double rates[ROUNDS];
-        for (int round = -1; round < ROUNDS; round++) {  // the first is the warm-up
+        for (int round = -1; round < ROUNDS; round++) {  // round -1 is the warm-up
             op_sum(one);
             double start = wall_seconds();
             for (int i = 0; i < REPEATS; i++) {

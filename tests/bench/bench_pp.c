@@ -1,6 +1,6 @@
-// bench_pp.c: a pipeline of 2 ranks of one thread beside what the same two cores multiply: 1F1B as a share
-// of that, and of what its bubble leaves of it, m / (m + p - 1); ZB-H1 and ZB-H2 relative to 1F1B in the
-// same round. `make bench` runs it; yardstick.h has the measure.
+// bench_pp.c: a pipeline of 2 ranks of one thread compared with SGEMM on the same two cores: 1F1B as a
+// share of that, and of what its bubble leaves of it, m / (m + p - 1); ZB-H1 and ZB-H2 relative to 1F1B in
+// the same round. `make bench` runs it; yardstick.h explains the measurement.
 #include "05_pipeline_parallel/pipeline.h"
 #include "yardstick.h"
 

@@ -1,5 +1,5 @@
-// bench_tp.c: tensor and sequence parallelism with 2 ranks of one thread beside what the same two cores
-// multiply. `make bench` runs it; yardstick.h has the measure.
+// bench_tp.c: tensor and sequence parallelism with 2 ranks of one thread compared with SGEMM on the same two
+// cores. `make bench` runs it; yardstick.h explains the measurement.
 #include "03_tensor_parallel/tensor_parallel.h"
 #include "yardstick.h"
 

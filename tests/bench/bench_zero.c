@@ -1,6 +1,6 @@
-// bench_zero.c: ddp_bucketed and ZeRO's three stages with 2 ranks of one thread beside what the same two
-// cores multiply; ZeRO-1 and -2 also relative to ddp_bucketed in the same round. `make bench` runs it;
-// yardstick.h has the measure.
+// bench_zero.c: ddp_bucketed and ZeRO's three stages with 2 ranks of one thread compared with SGEMM on the
+// same two cores; ZeRO-1 and -2 also relative to ddp_bucketed in the same round. `make bench` runs it;
+// yardstick.h explains the measurement.
 #include "02_zero/zero.h"
 #include "yardstick.h"
 

@@ -1,6 +1,5 @@
-// figures.h: what the benchmarks share: how many pairs a row takes, the median and spread of what they have
-// measured, the line that a figure is printed on, and where the time goes that a step is short of its
-// yardstick.
+// figures.h: what the benchmarks share: how many pairs of measurements a row takes, their median and
+// spread, the line that a figure is printed on, and where a step loses time against its yardstick.
 //     bench <name> <median> <unit> target <value> ok|short   quartiles <low> <high>
 #ifndef FIGURES_H
 #define FIGURES_H
@@ -30,27 +29,27 @@ static inline void figure_line(const char *name, double *values, int count, cons
     say("bench %s %.4g %s target %.4g %s   quartiles %.4g %.4g", name, value, unit, target,
         ok ? "ok" : "short", values[count / 4], values[count - 1 - count / 4]);
 }
-// Of shares and ratios: more is better.
+// For shares and ratios: more is better.
 static inline void figure(const char *name, double *values, int count, const char *unit, double target) {
     figure_line(name, values, count, unit, target, median(values, count) >= target);
 }
 
-// The first step allocates. So does the second: what the first gave back has become the optimizer's state.
+// The first step allocates. So does the second: memory that the first freed now holds the optimizer's state.
 static inline void warm_up(Trainer *t) {
     for (int i = 0; i < 2; i++) train_step(t, NULL);
 }
 
 // ---- how many pairs a row takes ----
 //
-// At least LEAST_PAIRS. Then it ends as soon as its median is known to 1 %, or its seconds have passed: a
-// faster machine measures more pairs in the same time. The rule looks at the spread and at the clock, not
-// at the target, and so favors neither verdict.
+// At least LEAST_PAIRS. Then a row ends as soon as its median is known to 1 %, or its seconds have passed:
+// a faster machine measures more pairs in the same time. The rule depends on the spread and on the clock,
+// not on the target, and so favors neither verdict.
 
 enum { LEAST_PAIRS = 5, MOST_PAIRS = 64 };
 
-// Half of the interval around the median that has the true one in it in about 95 of 100 cases, as a share
-// of the median: 1.96 standard errors, each of 1.25 standard deviations over the root of the count; the
-// quartiles are 1.35 standard deviations apart. The values keep their order.
+// Half the width of the 95 % confidence interval of the median, as a share of it: 1.96 standard errors, each
+// 1.25 standard deviations over the root of the count; the quartiles are 1.35 standard deviations apart. The
+// values keep their order.
 static inline double median_error(const double *values, int count) {
     double sorted[MOST_PAIRS];
     memcpy(sorted, values, (size_t)count * sizeof *sorted);
@@ -59,13 +58,13 @@ static inline double median_error(const double *values, int count) {
     return 1.96 * 1.253 / 1.349 * between_quartiles / sqrt(count) / fabs(middle);
 }
 
-// Whether these ratios are enough, `passed` seconds after the first was begun.
+// Whether these ratios are enough, `passed` seconds after the first measurement began.
 static inline bool measured(const double *ratios, int pairs, double passed, double seconds) {
     if (pairs < LEAST_PAIRS) return false;
     return pairs == MOST_PAIRS || passed >= seconds || median_error(ratios, pairs) <= 0.01;
 }
 
-// ---- what is missing: a step's seconds beyond its FLOPs at the yardstick's rate, by operation ----
+// ---- what is missing: a step's seconds beyond those of its FLOPs at the yardstick's rate, by operation ----
 
 enum { MOST_OPERATIONS = 64 };
 
@@ -73,12 +72,12 @@ typedef struct Missing {
     const char *name[MOST_OPERATIONS];
     double seconds[MOST_OPERATIONS];  // over all steps
     int operations;
-    double step, between;  // whole steps, and what of them is within neither an operation nor comm
+    double step, between;  // whole steps, and their parts within neither an operation nor comm
     double communication;  // waiting for others, copies, and sums
 } Missing;
 
-// The operations of one step of this rank, from clock_reset to now, each less its FLOPs at `rate`, FLOP/s
-// of this rank alone; times a weight, which is negative where this step is the yardstick of another.
+// Adds the operations of one step of this rank, from clock_reset to now, each minus the time of its FLOPs at
+// `rate`, in FLOP/s of this rank; times a weight, which is negative if this step is another one's yardstick.
 static inline void missing_add_weighted(Missing *missing, double step_seconds, double rate, double weight) {
     const OpCount *operation;
     int count = clock_operations(&operation);

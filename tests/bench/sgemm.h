@@ -1,6 +1,6 @@
-// sgemm.h: what the benchmarks hold a step against: SGEMM of OpenBLAS, 2048 x 2048, on all threads of the
-// process. It is the library's own and not op_matmul, whose gains would else raise what they are held
-// against.
+// sgemm.h: what the benchmarks compare a step with: OpenBLAS's SGEMM, 2048 x 2048, on all threads of the
+// process. It is the library's own and not op_matmul, or improvements of op_matmul would raise the bar for
+// themselves.
 #ifndef SGEMM_H
 #define SGEMM_H
 
@@ -16,7 +16,7 @@ typedef struct Sgemm {
     Tensor c, a, b;
 } Sgemm;
 
-// FLOP/s of `products`, one after another.
+// FLOP/s of `products` products, one after another.
 static inline double sgemm_rate(const Sgemm *g, int products) {
     const int size = SGEMM_SIZE;
     const double start = wall_seconds();
@@ -26,7 +26,7 @@ static inline double sgemm_rate(const Sgemm *g, int products) {
     return products * SGEMM_FLOPS / (wall_seconds() - start);
 }
 
-// The first product is made here: it also allocates.
+// Makes the first product, which also allocates.
 static inline Sgemm sgemm_new(void) {
     Sgemm g = {.a = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(SGEMM_SIZE, SGEMM_SIZE))};
     g.b = tensor_like(MEMORY_ACTIVATION, g.a);

@@ -1,26 +1,26 @@
-// yardstick.h: what the benchmarks of several ranks share: a training step beside SGEMM on the same cores.
+// yardstick.h: what the benchmarks of several ranks share: a training step compared with SGEMM on the same
+// cores.
 //
-// The yardstick: SGEMM (sgemm.h) on all ranks at once, right before and right after each round,
-// since the speed of a shared machine drifts; the one after a round is that before the next. In a round
-// each layout makes a step, there and back, so that all of them saw the same machine; the median over the
-// rounds is printed (figures.h). What a step that is short of its target misses is that of rank 0; what
-// lies between its operations is waiting for other ranks, messages and the host.
+// The yardstick: SGEMM (sgemm.h) on all ranks at once, right before and right after each round, since the
+// speed of a shared machine drifts; the one after a round is also the one before the next. In a round each
+// layout makes a step, in order and then in reverse order, so that all of them see the same machine; the
+// median over the rounds is printed (figures.h). For a step below its target, the missing time is rank 0's;
+// time between its operations is spent on waiting for other ranks, messages and the host.
 #ifndef YARDSTICK_H
 #define YARDSTICK_H
 
 #include "figures.h"
 #include "sgemm.h"
 
-// The model of all of them, in steps of 8 sequences; micro-batches of 1,024 tokens a rank, a pipeline's of
-// 256.
+// The model of all of them, in steps of 8 sequences; micro-batches of 1,024 tokens a rank, in a pipeline 256.
 #define BENCH_MODEL \
     "layers=6 hidden=384 heads=6 kv-heads=6 ffn=1024 vocab=256 seq=256 dtype=f32 warmup=1 steps=1000 "
 
-// Products of all ranks together in a yardstick of few ranks: one for each of 2 would be over in a fifth of
-// a step's time, and any hiccup of the machine a tenth of it.
+// Products of all ranks together in a yardstick of few ranks: one for each of 2 ranks would take a fifth of a
+// step's time, and any hiccup of the machine would be a tenth of that.
 enum { PRODUCTS = 4 };
 
-static const double LAYOUT_SECONDS = 5;  // of each layout's rounds, beyond the LEAST_PAIRS
+static const double LAYOUT_SECONDS = 5;  // for each layout's rounds, beyond LEAST_PAIRS
 
 // FLOP/s of all ranks together.
 static inline double sgemm_rate_of_all(const Sgemm *g, Group world) {
@@ -41,7 +41,7 @@ static inline double step_rate(Group world, Trainer *t, Missing *missing, double
            comm_max(mine, world);
 }
 
-// Shares of trainers that take turns. Returns how many rounds there were, and ends the trainers.
+// The shares of trainers that take turns. Returns the number of rounds, and frees the trainers.
 static inline int shares_of_sgemm(double share[][MOST_PAIRS], Missing *missing, Trainer **trainer,
                                   int layouts, Group world) {
     Sgemm sgemm = sgemm_new();
@@ -62,7 +62,7 @@ static inline int shares_of_sgemm(double share[][MOST_PAIRS], Missing *missing, 
             share[i][rounds] /= (before + after) / 2;
             more |= !measured(share[i], rounds + 1, passed, layouts * LAYOUT_SECONDS);
         }
-        more = comm_max(more, world) > 0;  // all leave in one round
+        more = comm_max(more, world) > 0;  // all ranks stop in the same round
         before = after;
     }
     for (int i = 0; i < layouts; i++) trainer_free(trainer[i]);

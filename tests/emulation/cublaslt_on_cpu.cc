@@ -1,18 +1,18 @@
-// cublaslt_on_cpu.cc: cuBLASLt for CUDA on the CPU: a CBLAS multiplies. It is as strict as cuBLASLt on a
-// Hopper, or more; the status names the rule:
+// cublaslt_on_cpu.cc: cuBLASLt for CUDA on the CPU, where a CBLAS multiplies. It is at least as strict as
+// cuBLASLt on a Hopper; the status names the rule that was broken:
 //
-//   - sizes of the two operands and of the result fit each other, and so do their types
-//   - the algorithm is one that the heuristic has given for this very multiply, and all addresses are
+//   - the sizes of the two operands and of the result match, and so do their types
+//   - the algorithm is one that the heuristic returned for exactly this multiply, and all addresses are
 //     aligned as it was told then
-//   - of 8-bit operands, one at most is e5m2; A is transposed and B is not ("TN"); sums are f32; the result
-//     is f32 or has 16 bits; all sizes are multiples of 16, and addresses of 16 bytes
-//   - their scales are numbers in device memory, and nothing else has a scale
-//   - matrices are in device memory, whole; D is where C is, or apart from it
-//   - so is the workspace, as large as the heuristic has said: long sums are added up in parts
+//   - with 8-bit operands, at most one is e5m2; A is transposed and B is not ("TN"); sums are f32; the result
+//     is f32 or has 16 bits; all sizes are multiples of 16, and addresses multiples of 16 bytes
+//   - their scales are single numbers in device memory, and nothing else has a scale
+//   - matrices are entirely in device memory; D is the same as C, or does not overlap it
+//   - the workspace is in device memory too, as large as the heuristic said: long sums are added up in parts
 //
-// Products of 8-bit numbers are exact; all but f64 is summed in f32, whether FAST_ACCUM is set or not.
-// There are three algorithms for each multiply, which compute the same. On the clock of the device's events
-// the second is the fastest, and the third the slowest.
+// Products of 8-bit numbers are exact; everything except f64 is summed in f32, whether FAST_ACCUM is set or
+// not. Each multiply has three algorithms, which compute the same. On the clock of the device's events the
+// second is the fastest, and the third the slowest.
 #include "cublaslt_on_cpu.h"
 
 #include <cblas.h>
@@ -22,7 +22,7 @@
 #include "tensor/tensor.h"
 
 enum { A, B, C, D, MATRICES, NUMBER, WORKSPACE, OPERANDS = 2, ALGORITHMS = 3 };
-enum { SHORT = 64 };  // a sum over so many of k and more is added up in parts, in a workspace
+enum { SHORT = 64 };  // sums over at least so many of k are added up in parts, in a workspace
 
 int64_t cublaslt_on_cpu_used[ALGORITHMS];
 uint32_t cublaslt_on_cpu_needs, cublaslt_on_cpu_allowed;
@@ -157,7 +157,7 @@ static DType dtype_of(cudaDataType_t type) {
             return F32;
     }
 }
-// of one element
+// bytes of one element
 static size_t bytes_of(cudaDataType_t type) { return dtype_size(dtype_of(type)); }
 
 static cublasStatus_t need_8_bits(const cublasLtMatmulDescOpaque_t &x,
@@ -251,7 +251,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
 
 // ---- the multiply ----
 
-// The matrices of a batch with all that lies between them, in f64 or f32 on the host.
+// The matrices of a batch with everything between them, in f64 or f32 on the host.
 struct Span {
     DType dtype, wide;
     void *device, *host;

@@ -64,10 +64,10 @@ typedef struct {
     float wavesCount;
 } cublasLtMatmulHeuristicResult_t;
 
-// Not cuBLASLt's: multiplies by each algorithm since the start.
+// Not part of cuBLASLt: the number of multiplies by each algorithm since the start.
 extern int64_t cublaslt_on_cpu_used[3];
-// Nor these: reduction schemes of which a product into 16 bits needs one, for a test's sake (0: none); and
-// those that were allowed when an algorithm was last chosen.
+// Nor these: for tests, reduction schemes of which a product into 16 bits needs one (0: none); and those that
+// were allowed when an algorithm was last chosen.
 extern uint32_t cublaslt_on_cpu_needs, cublaslt_on_cpu_allowed;
 
 const char *cublasLtGetStatusString(cublasStatus_t status);

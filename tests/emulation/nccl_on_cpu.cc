@@ -1,21 +1,21 @@
 // nccl_on_cpu.cc: NCCL for the tests of comm_nccl.cu, between processes of one machine. It moves bytes
-// through shared memory, at nobody's best speed, and is as strict as NCCL, or more:
+// through shared memory, without regard to speed, and is at least as strict as NCCL:
 //
-//   - a call on a blocking communicator returns when its bytes have been moved. NCCL's returns when the
-//     device has been given the work; but the first of a kind waits there, too, until all members have come
+//   - a call on a blocking communicator returns when its bytes have been moved. NCCL's returns when the work
+//     has been queued on the device; but its first call of a kind also waits until all members have arrived
 //     and are connected
-//   - on one that is not, each call that needs others says ncclInProgress, moves on only when asked
-//     (ncclCommGetAsyncError), and a call on a communicator that is not ready is refused
-//   - the members of a collective must have called the same one, with equal counts, types, operations and
-//     roots; a receive must have the size of its send. NCCL would hang, or write beyond an array
-//   - all addresses are of device memory, whole
+//   - on a non-blocking one, each call that needs others returns ncclInProgress and makes progress only when
+//     asked (ncclCommGetAsyncError), and a call on a communicator that is not ready is refused
+//   - the members of a collective must call the same one, with equal counts, types, operations and roots; a
+//     receive must have the size of its send. NCCL would hang, or write beyond an array
+//   - all arrays are entirely in device memory
 //   - two ranks of one host (NCCL_HOSTID, read when the first communicator is made) on one GPU are refused
 //   - nothing works after ncclCommAbort; a peer that has died is ncclRemoteError
-//   - two ranks that connect by transfers must ask for as many connections: see connect()
-//   - two ranks launch what they share in one order, on whatever communicators: kernels of NCCL may wait
-//     for each other
-//   - sums are those of a ring, rounded at each hop, and begin with another member for each piece: so
-//     they are not in rank order. A maximum forgets NaN
+//   - two ranks that connect for transfers must ask for the same number of connections: see connect()
+//   - two ranks launch the operations that they share in the same order, on any communicators: kernels of
+//     NCCL may wait for each other
+//   - sums are those of a ring, rounded at each hop, and start at a different member for each piece, so they
+//     are not in rank order. A maximum drops NaN
 //
 // The emulated streams run everything at once, so an operation is done when its bytes have been copied.
 #include <errno.h>
@@ -58,7 +58,7 @@ const char *ncclGetErrorString(ncclResult_t result) {
 const char *ncclGetLastError(ncclComm_t) { return last_error; }
 
 ncclResult_t ncclGetVersion(int *version) {
-    const char *text = getenv("NCCL_ON_CPU_VERSION");  // for the test of one that is too old
+    const char *text = getenv("NCCL_ON_CPU_VERSION");  // for testing one that is too old
     *version = text ? atoi(text) : NCCL_VERSION_CODE;
     return ncclSuccess;
 }
@@ -106,7 +106,7 @@ static ncclComm_t comm_new(const std::string &name, int ranks, int rank, bool bl
     return c;
 }
 
-// When all have come; the name is not needed any more then.
+// Once all have arrived; then the name is no longer needed.
 static ncclResult_t open_comm(ncclComm_t c) {
     if (c->opened || !c->shared) return c->state;
     if (c->shared->here < c->ranks) return ncclInProgress;
@@ -123,7 +123,7 @@ static ncclResult_t open_comm(ncclComm_t c) {
     return ncclSuccess;
 }
 
-// What a call is answered that has put the communicator to work.
+// What a call returns that has started work on the communicator.
 static ncclResult_t started(ncclComm_t c) {
     ncclResult_t result = ncclInProgress;
     while (c->blocking && result == ncclInProgress) {
@@ -133,7 +133,7 @@ static ncclResult_t started(ncclComm_t c) {
     return result;
 }
 
-// A communicator is blocking unless it is asked to be none.
+// A communicator is blocking unless asked not to be.
 static ncclResult_t check_config(const ncclConfig_t *config) {
     if (config->magic != 0xcafebeef)
         return refuse(ncclInvalidArgument, "ncclConfig_t argument not initialized");
@@ -227,7 +227,7 @@ static void await(ncclComm_t c, Op *op, int from, size_t bytes) {
     c->want[from].push_back(&op->in[from]);
 }
 
-// What this rank gives and takes in one call. A reduction takes everybody's whole array.
+// What this rank sends and receives in one call. A reduction receives every rank's whole array.
 static void plan(ncclComm_t c, Op *op) {
     const Header &h = op->header;
     size_t bytes = (size_t)h.count * size_of((ncclDataType_t)h.type);
@@ -240,15 +240,15 @@ static void plan(ncclComm_t c, Op *op) {
         if (h.call == BROADCAST) gives = c->rank == h.root, takes = r == h.root;
         if (h.call == REDUCE) gives = r == h.root, takes = c->rank == h.root;
         if (h.call == CONNECT) bytes = 0;
-        // In a collective headers go to all: calls are compared even where no bytes go.
+        // In a collective headers go to all ranks: calls are compared even if no bytes are sent.
         if (gives || h.call != SEND) post(c, r, h, op->place[r], op->from, gives ? bytes : 0);
         if (takes || h.call != SEND) await(c, op, r, takes ? bytes : 0);
     }
 }
 
-// NCCL makes the connections that a group needs before it starts, and two ranks that are each other's
-// opposite in the ring of ranks tell each other all at once: they must then want the same number of them.
-// This one asks it of every pair.
+// NCCL makes the connections that a group needs before it starts, and two ranks opposite each other in the
+// ring of ranks exchange all their requests at once, so they must want the same number of connections. Here
+// that is required of every pair.
 static void connect(ncclComm_t c) {
     std::vector<int> wants(c->ranks);
     for (Op &op : grouped) {
@@ -282,7 +282,7 @@ ncclResult_t ncclGroupStart(void) {
     return ncclSuccess;
 }
 
-// NCCL_ON_CPU_LOST=RANK:SIGNAL, for tests of what becomes of the others: this rank is ended or stopped in
+// NCCL_ON_CPU_LOST=RANK:SIGNAL, for tests of what happens to the others: this rank is killed or stopped in
 // its first call.
 static void lose(ncclComm_t c) {
     int rank, signal;
@@ -363,7 +363,7 @@ ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, ncclDat
     return enqueue(comm, REDUCE_SCATTER, from, to, count, type, op, 0, -1);
 }
 
-// ---- moving on ----
+// ---- progress ----
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *result) {
     if (c->aborted)
@@ -393,7 +393,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t c) {
     return ncclSuccess;
 }
 
-// The memory stays, so that whatever comes after can be refused.
+// The memory stays, so that later calls can be refused.
 ncclResult_t ncclCommAbort(ncclComm_t c) {
     if (!c->opened) shm_unlink(c->name.c_str());
     c->aborted = true;

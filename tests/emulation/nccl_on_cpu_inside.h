@@ -1,11 +1,11 @@
 // nccl_on_cpu_inside.h: what nccl_on_cpu.cc (communicators, groups of calls) and nccl_on_cpu_moves.cc
-// (bytes in flight, and what becomes of them) share.
+// (bytes in flight, and what is made of them) share.
 #ifndef NCCL_ON_CPU_INSIDE_H
 #define NCCL_ON_CPU_INSIDE_H
 
 #include "nccl_on_cpu.h"
 
-// Shared memory is the host's; cuda_on_cpu.h's look at each copy is for kernels.
+// Shared memory here is the host's; cuda_on_cpu.h's checks of each copy are for kernels.
 #undef memcpy
 #undef memset
 
@@ -21,11 +21,11 @@ typedef std::vector<char> Bytes;
 
 enum { MOST_RANKS = 64, RING = 1 << 16, HOST = 96 };
 
-struct Ring {  // bytes from one rank to another; both counts only grow
+struct Ring {  // bytes from one rank to another; both counts are only ever increased
     std::atomic<int64_t> given, taken;
     char data[RING];
 
-    // As many of the bytes as fit, or are there.
+    // Moves as many bytes as fit, or as there are.
     int64_t put(const char *from, int64_t count) {
         int64_t at = given, room = RING - (at - taken), to_end = RING - at % RING;
         if (count > room) count = room;
@@ -47,7 +47,7 @@ struct Ring {  // bytes from one rank to another; both counts only grow
 struct Member {
     std::atomic<int> pid;
     char host[HOST], bus[32];
-    // Of split number `splits`; two slots, as nobody can be two splits ahead.
+    // For split number `splits`; two slots, as no rank can be two splits ahead.
     std::atomic<int64_t> splits;
     int color[2], key[2];
 };
@@ -65,14 +65,14 @@ struct Message {
     size_t done = 0;
 };
 
-// Goes before the bytes of every message, for comparison.
+// Precedes the bytes of every message, for comparison.
 struct Header {
     int32_t call, type, op, root;
     int64_t count;
 };
 
-// The place of an operation among all that this rank has launched with another: those of one group are
-// launched at once.
+// The position of an operation among all that this rank has launched with another one; those of one group are
+// launched together.
 struct Place {
     int64_t before, width;
 };
@@ -99,7 +99,7 @@ struct ncclComm {
     std::vector<std::deque<Message>> out;       // to each rank
     std::vector<std::deque<Message *>> want;    // from each
     std::vector<bool> sends_to, receives_from;  // connected
-    // a split under way
+    // a split in progress
     ncclComm_t *child = nullptr, made = nullptr;
     int64_t splits = 0;
 };
@@ -115,7 +115,7 @@ static inline size_t size_of(ncclDataType_t type) {
 
 static inline Ring *ring(ncclComm_t c, int from, int to) { return &c->shared->ring[from * c->ranks + to]; }
 
-// Moves what is under way in the communicator as far as it goes (nccl_on_cpu_moves.cc).
+// Makes as much progress as possible in the communicator (nccl_on_cpu_moves.cc).
 ncclResult_t push_ops(ncclComm_t comm);
 
 #endif

@@ -1,5 +1,5 @@
-// nccl_on_cpu_moves.cc: bytes in flight between the members of a communicator, and what each of them makes
-// of what has come.
+// nccl_on_cpu_moves.cc: bytes in flight between the members of a communicator, and what each of them computes
+// from what has arrived.
 #include <errno.h>
 #include <signal.h>
 
