@@ -1,5 +1,5 @@
-// arrays.h: tensors beside their contents in f64, and how close an operation must come to a reference, for
-// the tests of the operations. Include it after cmocka.h.
+// arrays.h: for tests of operations: tensors with their contents in f64, and how close an operation must
+// come to a reference. Include it after cmocka.h.
 #ifndef ARRAYS_H
 #define ARRAYS_H
 
@@ -12,7 +12,7 @@
 #include "tensor/rng.h"
 #include "tensor/tensor.h"
 
-// Emulated kernels and sanitizers take ten times as long.
+// Emulated kernels and sanitizers are ten times slower.
 static inline bool is_slow(void) {
 #ifdef __SANITIZE_ADDRESS__
     return true;
@@ -46,13 +46,13 @@ static inline Array array_new(DType dtype, int64_t rows, int64_t columns, double
     return a;
 }
 
-// What an operation that sets its output must write over.
+// What an operation that sets its output must overwrite.
 static inline Array poisoned(DType dtype, int64_t rows, int64_t columns) {
     return array_new(dtype, rows, columns, NAN);
 }
 
-// Numbers of mean 0 and variance 1, other ones for every key: the sum of two uniform ones, the halves of a
-// counter mixed as in SplitMix64. A normal one (rng_normal) would take longer than what is tested.
+// Numbers with mean 0 and variance 1, different for every key: sums of two uniform numbers, the halves of a
+// counter mixed as in SplitMix64. Normal ones (rng_normal) would take longer than the operation under test.
 static inline Array random_array(DType dtype, int64_t rows, int64_t columns, uint64_t key) {
     Array a = array_new(dtype, rows, columns, 0);
     for (int64_t i = 0; i < a.count; i++) {
@@ -88,13 +88,13 @@ static inline void free_arrays(Array *const *arrays, int count) {
 
 // ---- how close ----
 
-// The result is rounded once to its dtype, and was reached in `roundings` steps of the arithmetic, each of
-// which may shift it by its own rounding; the reference in f64 has as many. Both the largest error, against
-// the largest value, and the whole, in L2, stay within that. NaN never does.
+// The result is rounded once to its dtype, after `roundings` arithmetic steps, each of which may add a
+// rounding error; the reference in f64 has as many. Both the largest error, relative to the largest value,
+// and the error of the whole, in L2, must be within that. NaN never is.
 static inline void assert_close(const char *what, const Array *got, const double *want, double roundings) {
     DType dtype = got->t.dtype;
     double bound = rounding(dtype) + roundings * (rounding(full(dtype)) + rounding(F64));
-    double tiny = dtype == F16 ? 0x1p-25 : 0;  // what rounding to a subnormal may change, absolute
+    double tiny = dtype == F16 ? 0x1p-25 : 0;  // the absolute error of rounding to a subnormal
     double largest = 0, error = 0, norm = 0, error_norm = 0;
     int64_t worst = 0;
     for (int64_t i = 0; i < got->count; i++) {
@@ -124,7 +124,7 @@ static inline double *zeros(int64_t count) {
     return x;
 }
 
-// d loss / d x by central differences, for a loss that reads x->t; against the backward's dx.
+// d loss / d x by central differences, for a loss that reads x->t, compared with the backward's dx.
 typedef double (*Loss)(void *context);
 static inline void assert_gradient(const char *what, Array *x, const double *dx, Loss loss, void *context) {
     const double step = 1e-5;
@@ -148,7 +148,7 @@ static inline void assert_gradient(const char *what, Array *x, const double *dx,
                  sqrt(error / norm), sqrt(norm));
 }
 
-// sum of the elements of y, each times its own random number: a loss whose dy has mixed signs and sizes
+// The sum of y's elements, each times its own random number: a loss whose dy has mixed signs and sizes.
 static inline double weighted(Tensor y, const Array *dy) {
     Array read = {.t = y, .x = zeros(dy->count), .count = dy->count};
     array_read(&read);

@@ -1,6 +1,6 @@
-// bf16_products.h: products of bf16 by an instruction of their own, against f64, element by element. Before
-// it, WAY is what ULTRASCALE_BF16 names, SAYS what a program's header then says, and
-// execute_instruction() runs the instruction once, which may raise SIGILL.
+// bf16_products.h: bf16 products by a dedicated instruction, against f64, element by element. Define before
+// including it: WAY, the value of ULTRASCALE_BF16; SAYS, what a program's header then says; and
+// execute_instruction(), which runs the instruction once and may raise SIGILL.
 #include <omp.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -14,7 +14,7 @@
 #include "fatal.h"
 #include "tensor/ops.h"
 
-enum { AROUND = 40 };  // NaN on each side of an operand: what is read there, and counts, shows
+enum { AROUND = 40 };  // NaN on each side of an operand: shows if anything there is read and used
 
 // ---- does it execute? ----
 
@@ -111,7 +111,7 @@ static void check_product(Sizes s, bool transpose_a, bool transpose_b, bool add)
 
 static void products_match_f64_element_by_element(void **state) {
     (void)state;
-    // Odd and even k, about a tile of 14 x 32, and beyond the 768 terms that are packed at once.
+    // Odd and even k, around a tile of 14 x 32, and beyond the 768 terms that are packed at once.
     const Sizes sizes[] = {{1, 1, 1}, {3, 2, 0}, {14, 32, 2}, {15, 33, 31}, {29, 65, 34}, {3, 70, 1541}};
     for (int i = 0; i < 6; i++)
         for (int how = 0; how < 8; how++) check_product(sizes[i], how & 1, how & 2, how & 4);
@@ -126,7 +126,7 @@ static void leave_nan(int64_t m, int64_t n, int64_t k) {
     operand_free(&a), operand_free(&b), operand_free(&c);
 }
 
-// A row of NaN in a, and a column of infinities in b, reach what they should and nothing else: an odd last
+// A row of NaN in a, and a column of infinities in b, affect what they should and nothing else: an odd last
 // term is paired with zero on both sides, and not with the next row.
 static void nan_and_infinity_stay_in_their_rows(void **state) {
     (void)state;
@@ -154,7 +154,7 @@ static void nan_and_infinity_stay_in_their_rows(void **state) {
     }
 }
 
-// The same terms in the same order, wherever an element stands and whoever computes it.
+// The same terms in the same order, wherever an element is and whichever thread computes it.
 static void bits_depend_on_k_alone(void **state) {
     (void)state;
     const int64_t m = 31, n = 97, k = 801;
@@ -177,7 +177,7 @@ static void bits_depend_on_k_alone(void **state) {
 
 // ---- which way ----
 
-// 2^-130, which is subnormal, times 2^10: what the instruction takes as zero, and f32 does not.
+// 2^-130, which is subnormal, times 2^10: the instruction treats it as zero, and f32 does not.
 static double subnormal_product(void) {
     Operand a = operand(1, 1, 1), b = operand(1, 1, 2), c = operand(1, 1, 3);
     op_fill(a.t, 0x1p-130);

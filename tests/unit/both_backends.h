@@ -1,9 +1,9 @@
-// both_backends.h: for tests of every kernel of the CUDA back end against the same kernel of the CPU's,
-// computed in f64: in all dtypes, at sizes around those of warps, packs, blocks and of shared memory, from
-// addresses that packs fit and that they do not. Outputs lie in red zones that must stay as they were. On
-// the CPU the threads run in several orders, and the bits must not depend on it.
+// both_backends.h: for tests of every kernel of the CUDA back end against the same kernel of the CPU back
+// end, computed in f64: in all dtypes, at sizes around those of warps, packs, blocks and shared memory, at
+// addresses that are aligned to packs and that are not. Outputs lie between red zones that must not change.
+// On the CPU the threads run in several orders, on which the bits must not depend.
 //
-// The kernels of the CUDA back end have "cuda_" before their names here.
+// Here, the names of the CUDA back end's kernels have the prefix "cuda_".
 #ifndef BOTH_BACKENDS_H
 #define BOTH_BACKENDS_H
 
@@ -20,7 +20,7 @@
 #include "dtypes.h"
 #include "tensor/device.h"
 #include "tensor/kernels.h"
-// need those above, and to be told that they are C
+// need those above, and extern "C"
 extern "C" {
 #include <cmocka.h>
 
@@ -78,7 +78,7 @@ CUDA(kernel_decode)
 CUDA(kernel_matmul_codes)
 }
 
-// Of CUDA on the CPU; a GPU has no such thing.
+// Part of CUDA on the CPU; a GPU has nothing like it.
 void cuda_on_cpu_order(uint64_t seed) __attribute__((weak));
 void cuda_count_begin(void) __attribute__((weak));
 int64_t cuda_count_end_atomics(void) __attribute__((weak));
@@ -111,8 +111,8 @@ static inline Doubles whole_numbers(int64_t count, int64_t limit, uint64_t key) 
     return x;
 }
 
-// An array in device memory, `shift` elements behind an address that packs fit, with red zones on both
-// sides.
+// An array in device memory, `shift` elements after an address that is aligned to packs, with red zones on
+// both sides.
 struct Device {
     enum { ZONE = 64, RED = 0xa5 };
     DType dtype;
@@ -160,9 +160,9 @@ static inline std::vector<int32_t> indices(const Doubles &x) {
 
 // ---- how close ----
 
-// The result is rounded once to its dtype and was reached in `roundings` steps of the arithmetic. Both
-// the largest error, against the largest value, and the whole, in L2, stay within that. NaN and
-// infinity must be where they are expected.
+// The result is rounded once to its dtype, after `roundings` arithmetic steps. Both the largest error,
+// relative to the largest value, and the error of the whole, in L2, must be within that. NaN and infinity
+// must be where they are expected.
 static inline void assert_close(const char *what, const Device &got, const Doubles &want,
                                 double roundings) {
     const Doubles x = got.read(what);
@@ -194,9 +194,9 @@ static inline void assert_same(const char *what, const Device &got, const Double
                      dtype_name(got.dtype), x[i], want[i]);
 }
 
-// Runs f(shift) for addresses that packs fit and that they do not, and in several orders of threads. It
-// returns bytes; all runs must return the same. `multiplies`: but on a GPU not from other addresses, since
-// cuBLASLt has other kernels for those.
+// Runs f(shift) for addresses that are aligned to packs and that are not, and with several orders of
+// threads. f returns bytes, which must be the same in all runs. `multiplies`: on a GPU only aligned
+// addresses, since cuBLASLt has other kernels for the rest.
 template <class F>
 static inline void in_every_way(const char *what, F f, bool multiplies = false) {
     std::vector<unsigned char> first;

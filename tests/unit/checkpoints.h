@@ -1,5 +1,5 @@
 // checkpoints.h: for tests of checkpoint folders: a folder for each test, and a run without a model, whose
-// checkpoints are saved and loaded there.
+// checkpoints are saved to it and loaded from it.
 #ifndef CHECKPOINTS_H
 #define CHECKPOINTS_H
 
@@ -55,8 +55,8 @@ static inline char *read_text(const char *name, size_t *size) {
     return text;
 }
 
-// As expect_fatal, of what acts on a run in device memory. A GPU that this process has used is lost to its
-// children (CUDA C++ Programming Guide, "Initialization"): what is refused is shown where there is none.
+// As expect_fatal, for actions on a run in device memory. A process's children cannot use a GPU that it has
+// used (CUDA C++ Programming Guide, "Initialization"): so these are only tested without a GPU.
 static inline void expect_refusal(void (*act)(void *context), const void *context, const char *part) {
     if (backend_is_host()) expect_fatal(act, context, part);
 }
@@ -127,7 +127,7 @@ static inline Run run_resume(const char *below, const char *more) {
     return run;
 }
 
-// Of one flat tensor, as bytes; the caller frees it.
+// One flat tensor, as bytes; the caller frees it.
 static inline void *bytes_of(Tensor t) {
     void *bytes = host_alloc(tensor_bytes(t));
     tensor_to_host(bytes, t);
@@ -157,7 +157,7 @@ static inline void assert_same_run(const Run *a, const Run *b) {
     }
 }
 
-// What a child loads, so that it can be refused.
+// Loads in a child process, where it may be refused.
 typedef struct Load {
     Run *run;
     const char *below;

@@ -1,5 +1,5 @@
 // chunks.h: for tests of attention over parts of the keys: a plain reference in f64 that stores every
-// score; and keys in any order, in any chunks that come in any order. Include it after cmocka.h.
+// score; and keys in any order, in any chunks, which are processed in any order. Include it after cmocka.h.
 #ifndef CHUNKS_H
 #define CHUNKS_H
 
@@ -29,7 +29,7 @@ static inline bool sees(const Tokens *q, int64_t i, const Tokens *k, int64_t j) 
     return k->position[j] <= q->position[i] && k->document[j] == q->document[i];
 }
 
-// Values, and beside them what the absolute values of all terms sum to: the scale of a sum's rounding.
+// Values, and for each the sum of the absolute values of its terms: the scale of its rounding error.
 typedef struct Sum {
     double *x, *size;
     int64_t count;
@@ -96,7 +96,7 @@ static inline Reference reference_new(const double *q, const double *k, const do
     return r;
 }
 
-// L2 of the error; infinities must agree, NaN loses.
+// The L2 norm of the error; infinities must agree, NaN fails.
 static inline double error_of(const double *got, const Sum *want) {
     double squares = 0;
     for (int64_t i = 0; i < want->count; i++) {
@@ -131,7 +131,7 @@ static inline void shuffle(int64_t *order, int64_t count, uint64_t key) {
     }
 }
 
-// Tokens at positions from `first` on, in any order, another in each sample; documents of `length`, 0: one.
+// Tokens at positions from `first` on, in any order, different in each sample; documents of `length`; 0: one.
 static inline Tokens shuffled_tokens(int64_t b, int64_t s, int32_t first, int32_t length, uint64_t key) {
     Tokens t = tokens_new(b, s);
     int64_t *order = host_alloc((size_t)s * sizeof *order);
@@ -218,16 +218,16 @@ static inline void chunk_free(Chunk *it) {
     free(it);
 }
 
-// What the operations make of a case: o in storage, the rest accumulators; dk and dv in the order of tk.
+// The operations' results for a case: o in storage, the rest accumulators; dk and dv in the order of tk.
 typedef struct Result {
-    AttentionPositions *queries;  // where the masks find it
+    AttentionPositions *queries;  // where the masks refer to it
     Chunk *chunk[MOST_CHUNKS];
     int chunks;
     Array running, o, lse, dots, dq;
     double *dk, *dv;
 } Result;
 
-// Keys in `chunks` pieces whose borders and order the key draws.
+// Keys in `chunks` pieces whose boundaries and order are drawn from the key.
 static inline Result result_new(const Case *c, int chunks, uint64_t key) {
     const Shape at = c->at;
     const DType wide = full(c->dtype);

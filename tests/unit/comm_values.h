@@ -1,5 +1,5 @@
-// comm_values.h: for tests of communication: numbers that every rank knows of every other, so that each can
-// compute for itself what a call must give. Include it in place of ranks.h.
+// comm_values.h: for tests of communication: each rank knows the numbers of every other one, so it can
+// compute what a call must return. Include it in place of ranks.h.
 #ifndef COMM_VALUES_H
 #define COMM_VALUES_H
 
@@ -51,7 +51,7 @@ static inline Tensor empty(DType dtype, int64_t count) {
     return t;
 }
 
-// The sum or maximum of all members, the first first, in the dtype that comm.h states.
+// The sum or maximum over all members, in order, in the dtype that comm.h states.
 static inline void *reduced(DType dtype, ReduceOp op, Group group, int64_t first, int64_t count) {
     double *sum = host_alloc(8 * (size_t)count), *wide = host_alloc(8 * (size_t)count);
     void *result = host_alloc(dtype_size(dtype) * (size_t)count);
@@ -90,7 +90,7 @@ static inline void expect_bytes(const char *what, Tensor t, int64_t first, const
     free(got);
 }
 
-// As expect_bytes, but for a sum in any order: within (n - 1) roundings of all that was added.
+// As expect_bytes, for a sum in any order: within (n - 1) roundings of everything that was added.
 static inline void expect_sum_of_any_order(const char *what, Tensor t, int64_t at, Group group,
                                            int64_t first, const void *expected, int64_t count) {
     double *got = host_alloc(8 * (size_t)tensor_count(t)), *sum = host_alloc(8 * (size_t)count);
@@ -115,7 +115,7 @@ static inline void expect_sum_of_any_order(const char *what, Tensor t, int64_t a
     free(added);
 }
 
-// Elements [at, at + count) are the sum, or maximum, of what the members have from `first` on.
+// Elements [at, at + count) must be the sum, or maximum, of the members' elements from `first` on.
 static inline void expect_reduction(const char *what, Tensor t, int64_t at, ReduceOp op, Group group,
                                     int64_t first, int64_t count) {
     void *expected = reduced(t.dtype, op, group, first, count);
@@ -129,7 +129,7 @@ static inline void expect_reduced(const char *what, Tensor t, ReduceOp op, Group
     expect_reduction(what, t, 0, op, group, first, tensor_count(t));
 }
 
-// Every rank has the same bits.
+// Every rank must have the same bits.
 static inline void expect_alike(const char *what, Tensor t) {
     unsigned char *bytes = host_alloc((size_t)tensor_bytes(t));
     tensor_to_host(bytes, t);
@@ -152,7 +152,7 @@ static inline void nap(int seed) {
     if (bits % 3) usleep((useconds_t)(bits % 1500));
 }
 
-// Uneven parts, some empty: 0, k, 2 k … in a turned order.
+// Uneven parts, some empty: 0, k, 2 k … in a rotated order.
 static inline int64_t uneven(int part, int64_t k) { return part % 3 == 1 ? 0 : k * ((part * 2 + 1) % 5); }
 
 static inline int64_t parts(int64_t *counts, int64_t k) {

@@ -1,4 +1,4 @@
-// fatal.h: for tests of what must end its process with one sentence.
+// fatal.h: for tests of code that must end its process with one sentence.
 #ifndef FATAL_H
 #define FATAL_H
 
@@ -13,14 +13,14 @@
 // needs those above
 #include <cmocka.h>
 
-// How a process ended, as waitpid tells it, and what it had written on stderr.
+// How a process ended, from waitpid, and what it wrote to stderr.
 typedef struct Ended {
     int status;
     char said[4096];
 } Ended;
 
-// Runs `act` in a process of its own. A child of fork has no threads but one: what computes in it must not
-// have been computing with several before.
+// Runs `act` in a process of its own. A forked child has only one thread: code that computes in it must not
+// have used several threads before.
 static inline Ended run_apart(void (*act)(void *context), const void *context) {
     Ended ended;
     memset(&ended, 0, sizeof ended);
@@ -49,7 +49,7 @@ static inline bool is_one_sentence(const Ended *ended) {
     return WIFEXITED(ended->status) && WEXITSTATUS(ended->status) == STATUS_USAGE && end && !end[1];
 }
 
-// Ends with STATUS_USAGE and one sentence on stderr, which has `part`.
+// It must end with STATUS_USAGE and one sentence on stderr that contains `part`.
 static inline void expect_fatal(void (*act)(void *context), const void *context, const char *part) {
     Ended ended = run_apart(act, context);
     if (!is_one_sentence(&ended) || !strstr(ended.said, part))
@@ -57,7 +57,7 @@ static inline void expect_fatal(void (*act)(void *context), const void *context,
                  ended.said, part);
 }
 
-// The same of a function without a context.
+// The same for a function without a context.
 typedef struct Call {
     void (*function)(void);
 } Call;

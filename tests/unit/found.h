@@ -1,5 +1,5 @@
-// found.h: for tests of what CUDA on the CPU finds: each case runs in a child, and must end with the
-// sentence that names the fault, or without a word. Behind cmocka.h.
+// found.h: for tests of what CUDA on the CPU finds: each case runs in a child process, and must end with the
+// sentence that names the fault, or without any. Include it after cmocka.h.
 #ifndef FOUND_H
 #define FOUND_H
 
@@ -12,17 +12,17 @@ typedef void Case(void);
 
 extern bool cuda_on_cpu_outlives_fork;
 
-// The exit status; what it wrote on stderr goes into `text`.
+// Returns the exit status; what the child wrote to stderr goes into `text`.
 static int run_child(Case *run, char *text, size_t size) {
     cuda_on_cpu_outlives_fork =
-        true;  // a GPU's CUDA does not; here the child goes on with the parent's arrays
+        true;  // real CUDA does not; here the child uses the parent's arrays
     const Call call = {run};
     const Ended ended = run_apart(call_function, &call);
     snprintf(text, size, "%s", ended.said);
     return WIFEXITED(ended.status) ? WEXITSTATUS(ended.status) : 128 + WTERMSIG(ended.status);
 }
 
-// Ends with the sentence, which has these parts.
+// It must end with a sentence that has these parts.
 static void expect_found(const char *name, Case *run, const char *const parts[], int count) {
     char text[4096];
     int status = run_child(run, text, sizeof text);
@@ -39,7 +39,7 @@ static inline void expect_sound(const char *name, Case *run) {
     if (status != 0 || *text) fail_msg("%s: status %d, stderr \"%s\"", name, status, text);
 }
 
-// How a sentence begins that names a line of the test: "tests/unit/test_x.cc:12: ".
+// The start of a sentence that names a line of the test: "tests/unit/test_x.cc:12: ".
 static inline const char *at_line(const char *file, int line) {
     static char text[80];
     snprintf(text, sizeof text, "%s:%d: ", file, line);

@@ -1,4 +1,4 @@
-// on_device.h: for tests of what CUDA on the CPU gives to kernels: arrays in device memory.
+// on_device.h: for tests of what CUDA on the CPU provides to kernels: arrays in device memory.
 #ifndef ON_DEVICE_H
 #define ON_DEVICE_H
 
@@ -11,12 +11,12 @@
 #include <vector>
 
 #include "cuda/gpu.h"
-// needs those above, and to be told that it is C
+// needs those above, and extern "C"
 extern "C" {
 #include <cmocka.h>
 }
 
-// Device memory with the content of a vector, and back.
+// Device memory with the contents of a vector, and back.
 template <class T>
 static inline T *to_device(const std::vector<T> &host) {
     T *memory;

@@ -10,11 +10,11 @@
 
 // ---- a small table with every kind of shard ----
 
-// How a weight is sharded stands where the model has its role.
+// How a weight is sharded is stored where the model stores its role.
 enum { WHOLE, BY_ROWS, BY_COLUMNS, BY_HEADS, PADDED };
 
-// Sizes fit `degree` ranks of tp, but for the vocabulary's 11 rows. One unit has fewer elements than most
-// groups have ranks, and no weight begins where a rank's part does.
+// Sizes are divisible by `degree` ranks of tp, except for the vocabulary's 11 rows. One unit has fewer
+// elements than most groups have ranks, and no weight begins where a rank's part does.
 static inline Params table(Mesh mesh, int64_t degree, int64_t heads) {
     const ParamSpec spec[] = {
         {"embed", PADDED, 11, 5, true, 0.5},         {"norm", WHOLE, 7, 0, false, 0},
@@ -32,7 +32,7 @@ static inline Params table(Mesh mesh, int64_t degree, int64_t heads) {
     return params;
 }
 
-// As tensor parallelism shards its weights, to the place tp: `copies` share a head.
+// Shards as tensor parallelism does, for place tp: `copies` ranks share a head.
 static inline Params sharded(Params params, Group tp, int64_t heads, Group copies) {
     for (int i = 0; i < params.count && tp.size > 1; i++) {
         Param *p = &params.param[i];
@@ -61,7 +61,7 @@ static inline Params whole_table(int64_t degree, int64_t heads, DType dtype) {
     return allocated(table(mesh_single(), degree, heads), SHARD_NOTHING, dtype);
 }
 
-// Ranks of tp that share a head, where there are fewer heads than ranks.
+// Ranks of tp that share a head, if there are fewer heads than ranks.
 static inline int copies_of(int64_t heads, int degree) { return heads < degree ? degree / (int)heads : 1; }
 
 // The mesh as rank (dp, tp) would see it, without any rank.
@@ -90,7 +90,7 @@ static inline int heads_for(int degree, int64_t heads[4]) {
     return count;
 }
 
-// The place in the whole weight of the i-th element that a rank stores; -1 in padding.
+// The index in the whole weight of the i-th element that a rank stores; -1 in padding.
 static inline int64_t place(const Param *p, int64_t i) {
     int64_t row = p->first[0] + i / p->shape[1], column = p->first[1] + i % p->shape[1];
     return row < p->full[0] ? row * p->full[1] + column : -1;
@@ -104,7 +104,7 @@ static inline void *host_copy(Tensor t) {
     return host;
 }
 
-// What the rank owns, or stores, of parameter i is its slice of the whole, and zeros in padding.
+// What the rank owns, or stores, of parameter i must be its slice of the whole, and zeros in padding.
 static inline void expect_slice(const Params *params, const Params *whole, int i, Tensor part,
                                 int64_t from) {
     const Param *param = &params->param[i];
@@ -134,8 +134,7 @@ typedef struct Layout {
 } Layout;
 enum { MAX_LAYOUTS = 16 };
 
-// All layouts dp x tp of these ranks, with each number of heads. The same ones in the same order on all
-// ranks.
+// All layouts dp x tp of these ranks, with each number of heads, in the same order on all ranks.
 static inline int layouts(Layout *layout) {
     int count = 0;
     for (int tp = 1; tp <= n; tp++) {
@@ -158,8 +157,8 @@ static inline Params params_of(const Layout *l, Sharding sharding, DType dtype) 
     return allocated(sharded(params, l->mesh.tp, l->heads, l->copies), sharding, dtype);
 }
 
-// As pipeline stages have it: the ranks of the spread have whole units, those of the two numbers on one of
-// them, and the embedding on the first and the last, each of which sees a part of its gradient.
+// As in pipeline stages: the ranks of the spread have whole units, those with the two numbers on one of
+// them, and the embedding on the first and the last, each of which has a part of its gradient.
 static inline Params staged(const Layout *l, int block, int head) {
     Params params = table(l->mesh, l->shape.tp, l->heads);
     int last = l->mesh.tp.size - 1;
@@ -172,7 +171,7 @@ static inline Params staged(const Layout *l, int block, int head) {
     return params;
 }
 
-// A whole weight in host memory, of which ranges are read.
+// A whole weight in host memory, from which ranges are read.
 typedef struct WholeWeight {
     const char *bytes;
     size_t size;  // of an element
@@ -183,18 +182,18 @@ static inline void read_whole(void *context, int64_t first, int64_t count, void 
     memcpy(bytes, w->bytes + (size_t)first * w->size, (size_t)count * w->size);
 }
 
-// This rank's elements of it into a flat tensor that has one for each of the unit's own part.
+// Copies this rank's elements of it into a flat tensor with one for each of the unit's own part.
 static inline void set_own_part(const Params *p, const Param *param, Tensor flat, const void *whole) {
     int64_t from = 0;
     Tensor part = param_own_part(p, param, flat, &from);
     param_read_part(param, part, from, read_whole, &(WholeWeight){whole, dtype_size(flat.dtype)});
 }
 
-// What ranks write of a whole weight.
+// What ranks write to a whole weight.
 typedef struct Written {
     WholeWeight given;
     int32_t *times;  // each element has been written by this rank
-    bool wrong;      // other bits than were given
+    bool wrong;      // bits other than those given
 } Written;
 
 static inline void note_written(void *context, int64_t first, int64_t count, void *bytes) {
@@ -204,7 +203,7 @@ static inline void note_written(void *context, int64_t first, int64_t count, voi
     for (int64_t i = 0; i < count; i++) w->times[first + i]++;
 }
 
-// Adds up over all ranks how often each element was written. The end of *w.
+// Adds up over all ranks how often each element was written. Frees *w.
 static inline bool all_once(Written *w, int64_t count, Group world) {
     Tensor sums = tensor_new(MEMORY_COMMUNICATION, I32, SHAPE(count));
     tensor_from_host(sums, w->times);
@@ -223,7 +222,7 @@ static inline Written written_of(const void *given, int64_t count, DType dtype) 
     return w;
 }
 
-// Gives every rank its part of this gradient of the whole; what padding holds must not matter.
+// Gives every rank its part of this whole gradient; the contents of padding must not matter.
 static inline void set_gradients(Params *p, const Params *whole, double padding) {
     for (int i = 0; i < p->count; i++) {
         const Param *param = &p->param[i];

@@ -1,5 +1,5 @@
-// ranks.h: tests that run on all ranks at once. Ranks must stay in step, so a failure is noted, not thrown;
-// after each test all ranks add up what they noted.
+// ranks.h: tests that run on all ranks at once. Ranks must stay in step, so a failure is recorded, and the
+// test continues; after each test the ranks' failures are summed.
 #ifndef RANKS_H
 #define RANKS_H
 
@@ -50,7 +50,7 @@ static const char *ranks_start(int argc, char **argv, int natural) {
         else pattern = argv[i];
     }
 #ifdef __SANITIZE_ADDRESS__
-    if (natural > 3) natural = 3;  // slow, and what it looks for three ranks do as well
+    if (natural > 3) natural = 3;  // slow, and three ranks show what it looks for
 #endif
     comm_set_timeout(30);
     comm_start(argc, argv, natural);
@@ -60,7 +60,7 @@ static const char *ranks_start(int argc, char **argv, int natural) {
     return pattern;
 }
 
-// Runs the tests that fit the pattern, in TAP, and ends the ranks. Returns the exit status.
+// Runs the tests that match the pattern, in TAP, and ends the ranks. Returns the exit status.
 static int ranks_run(const RankTest *tests, int count, const char *pattern) {
     int run = 0, failed = 0;
     for (int i = 0; i < count; i++) run += fnmatch(pattern, tests[i].name, 0) == 0;
@@ -73,7 +73,7 @@ static int ranks_run(const RankTest *tests, int count, const char *pattern) {
         failed += bad;
         say("%sok %d - %s on %d ranks", bad ? "not " : "", ++number, tests[i].name, n);
     }
-    // What nobody freed would be seen in the account.
+    // Anything that was not freed shows in the account.
     Memory account = memory_account();
     if (account.now_total != account.now[MEMORY_COMMUNICATION]) note("tensors are left: %s", memory_text());
     return comm_finish(failed || failures ? STATUS_FAIL : STATUS_PASS);

@@ -1,4 +1,4 @@
-// records.h: for tests of the report: runs with made-up figures, and what the report prints of them.
+// records.h: for tests of the report: runs with made-up figures, and what the report prints for them.
 #ifndef RECORDS_H
 #define RECORDS_H
 
@@ -117,7 +117,7 @@ static inline bool compare(Pair *pair, ProofClass proof, double bound) {
     return holds;
 }
 
-// A test of two equal runs, which it makes differ.
+// A test of two equal runs, which it then makes different.
 #define RUNS(test) cmocka_unit_test_setup_teardown(test, two_equal_runs, free_runs)
 
 #endif

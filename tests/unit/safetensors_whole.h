@@ -1,4 +1,4 @@
-// safetensors_whole.h: for tests that write a safetensors file by themselves, whole tensors at a time.
+// safetensors_whole.h: for tests that write a safetensors file themselves, whole tensors at a time.
 #ifndef SAFETENSORS_WHOLE_H
 #define SAFETENSORS_WHOLE_H
 

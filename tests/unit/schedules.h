@@ -1,5 +1,5 @@
-// schedules.h: what both tests of schedules share: a second opinion on whether a schedule runs, and for
-// how long.
+// schedules.h: what both tests of schedules share: an independent check of whether a schedule runs, and how
+// long it takes.
 #ifndef SCHEDULES_H
 #define SCHEDULES_H
 
@@ -19,7 +19,7 @@
 
 static const Durations papers = {10, 12, 8, 30, 0};
 
-// ---- a second opinion: lists played round by round ----
+// ---- an independent check: lists played round by round ----
 
 typedef struct Opinion {
     const Schedule *s;
@@ -30,7 +30,7 @@ static double *end_of(Opinion *o, int kind, int stage, int i) {
     return &o->end[(i * o->s->stages + stage) * 3 + kind];
 }
 
-// When the input of a pass is there; NAN: not yet; INFINITY: never, it is not a pass of this rank.
+// When the input of a pass is available; NAN: not yet; INFINITY: never, as it is not a pass of this rank.
 static double input_time(Opinion *o, int rank, StagePass p, Durations d) {
     const Schedule *s = o->s;
     if (p.stage < 0 || p.stage >= s->stages || p.micro_batch < 0 || p.micro_batch >= s->micro_batches)
@@ -48,7 +48,7 @@ static double input_time(Opinion *o, int rank, StagePass p, Durations d) {
     return isnan(own) || isnan(there) ? NAN : fmax(own, there);
 }
 
-// Notes that it ends; false: it did before.
+// Records the end of a pass; false: it had already ended.
 static bool note_end(Opinion *o, StagePass p, double end) {
     bool first = true;
     for (int kind = 0; kind < 3; kind++) {
@@ -62,7 +62,7 @@ static bool note_end(Opinion *o, StagePass p, double end) {
     return first;
 }
 
-// The makespan; NAN if the schedule is not sound.
+// The makespan; NAN if the schedule is not valid.
 static double play(const Schedule *s, Durations d) {
     int slots = 3 * s->stages * s->micro_batches, at[RANKS_MOST] = {0};
     Opinion o = {s, malloc(sizeof(double) * (size_t)slots)};

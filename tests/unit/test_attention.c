@@ -1,5 +1,5 @@
-// test_attention.c: causal attention with grouped queries against a plain reference in f64, in all four
-// dtypes, at sizes around and off its blocks; and its backward against finite differences.
+// test_attention.c: causal grouped-query attention against a plain reference in f64, in all four dtypes, at
+// sizes that are and are not multiples of its blocks; and its backward against finite differences.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -43,7 +43,7 @@ static void reference_attention(double *o, double *probs, const double *q, const
         }
 }
 
-// From the Jacobian of softmax: dp_j / dscore_m = p_j ((j == m) - p_m), one pair after another.
+// From the Jacobian of softmax, pair by pair: dp_j / dscore_m = p_j ((j == m) - p_m).
 static void reference_attention_backward(double *dq, double *dk, double *dv, const double *d_o,
                                          const double *q, const double *k, const double *v,
                                          const double *probs, AttentionShape at) {
@@ -68,7 +68,7 @@ static void reference_attention_backward(double *dq, double *dk, double *dv, con
         }
 }
 
-// probs above the diagonal are no part of the contract.
+// probs above the diagonal are not part of the contract.
 static void clear_above_diagonal(Array *probs) {
     int64_t s = tensor_columns(probs->t);
     for (int64_t i = 0; i < probs->count; i++)
@@ -97,9 +97,9 @@ static void attention_matches_reference(void **state) {
             array_read(&o);
             array_read(&probs);
             clear_above_diagonal(&probs);
-            // A score errs by d of its own roundings, and e^score relatively by as much.
+            // A score has d rounding errors, and e^score the same relative error.
             double roundings = 8 * ((double)at.head_size + 2) + (double)at.s;
-            // Probs and dscores of 16 bits may be rounded once more, as operands of a multiply.
+            // 16-bit probs and dscores may be rounded once more, as operands of a multiply.
             double operand = rounding(dtype) > rounding(F32) ? rounding(dtype) / rounding(F32) : 0;
             assert_close("attention_forward's probs", &probs, want_probs, roundings);
             assert_close("attention_forward's o", &o, want_o, roundings + operand);
@@ -119,7 +119,7 @@ static void attention_matches_reference(void **state) {
             for (int i = 0; i < 3; i++) {
                 array_read(got[i]);
                 array_read(over[i]);
-                if (at.s > 1 || i == 2)  // a single token has no gradient but that of v
+                if (at.s > 1 || i == 2)  // a single token has only the gradient of v
                     assert_close(names[i], got[i], want[i],
                                  4 * ((double)(at.s + at.head_size) + 2) + operand);
                 assert_exact("attention_backward in place", over[i], got[i]->x);
@@ -168,7 +168,7 @@ static void attention_backward_matches_finite_differences(void **state) {
 
 static void attention_survives_huge_scores(void **state) {
     (void)state;
-    // Scores up to 1e4 and more: one key takes all, and nothing overflows.
+    // Scores of 1e4 and more: one key gets all the weight, and nothing overflows.
     for (int type = 0; type < 4; type++) {
         DType dtype = all_dtypes[type];
         AttentionShape at = {1, 37, 1, 1, 4};

@@ -1,4 +1,4 @@
-// test_attention_mask.c: what a mask calls empty, full and visible, against each pair of tokens asked for.
+// test_attention_mask.c: what a mask calls empty, full and visible, against each pair of tokens.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -10,7 +10,7 @@
 static const int64_t lengths[] = {1, 2, 31, 64, 97, 129};
 enum { LENGTHS = 6 };
 
-// The mask's counts against each pair asked for, and what it calls empty or full against its pairs.
+// The mask's counts, and what it calls empty or full, against each of the pairs.
 static void masks_count_what_is_seen(void **state) {
     (void)state;
     for (int i = 0; i < LENGTHS * LENGTHS; i++) {
@@ -51,7 +51,8 @@ static void masks_count_what_is_seen(void **state) {
     }
 }
 
-// A causal sequence: tiles right of the diagonal are empty, those left of it full, as a formula says.
+// A causal sequence: tiles right of the diagonal are empty, those left of it full, in numbers given by a
+// formula.
 static void causal_tiles_are_half_of_all(void **state) {
     (void)state;
     for (int64_t tiles = 1; tiles < 6; tiles++)

@@ -16,7 +16,7 @@
 #include <cmocka.h>
 // clang-format on
 
-// ---- a child whose ending and words can be looked at ----
+// ---- a child process whose exit status and output can be checked ----
 
 typedef struct Child {
     int status;  // exit status, or -1 after a signal
@@ -32,7 +32,7 @@ static void read_all(int file, char *text, size_t size) {
     close(file);
 }
 
-// LeakSanitizer asks this. A child of fork cannot look for leaks: it has none of its parent's threads.
+// LeakSanitizer calls this. A forked child cannot look for leaks: it has none of its parent's threads.
 int __lsan_is_turned_off(void);
 static bool is_child;
 int __lsan_is_turned_off(void) { return is_child; }
@@ -120,7 +120,7 @@ static void defaults_fill_every_target(void **state) {
     parse_words("");
     assert_int_equal(got.count, 4);
     assert_true(got.rate == 0.5);
-    assert_string_equal(got.file, "kept");  // it has no standard value
+    assert_string_equal(got.file, "kept");  // it has no default
     assert_int_equal(got.kind, 1);
     assert_false(got.fast);
     assert_null(option_given(table, OPTIONS, "count"));
@@ -141,7 +141,7 @@ static void values_are_read_in_both_forms(void **state) {
     assert_null(option_given(table, OPTIONS, "count"));
 }
 
-// Whole names, wherever they stand among the others.
+// Whole names, wherever they are among the others.
 static void flags_that_were_typed_are_found_by_name(void **state) {
     (void)state;
     parse_words("--kind red --rate=0");
@@ -161,7 +161,7 @@ static void bounds_are_inclusive(void **state) {
     assert_true(got.rate == 1);
 }
 
-// Every wrong line ends with status 2 and one line on stderr that holds these words.
+// Every wrong line must end with status 2 and one line on stderr that contains these words.
 static void wrong_use_is_one_sentence_that_names_the_flag(void **state) {
     (void)state;
     static const struct {

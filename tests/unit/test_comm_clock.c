@@ -1,5 +1,6 @@
-// test_comm_clock.c [--ranks N] [PATTERN]: what calls count, and what they take on the model clock. TAP, on
-// all ranks at once; comm.t runs it with 1 to 8, and its --scenario clock: one run, and how long it took.
+// test_comm_clock.c [--ranks N] [PATTERN]: the counts of calls, and their time on the model clock. TAP, on
+// all ranks at once; comm.t runs it with 1 to 8. --scenario clock makes one run, and prints how long it
+// took.
 #include "comm_values.h"
 
 // ---- counts ----
@@ -13,7 +14,7 @@ static CommCount count_of(const char *name) {
     return (CommCount){0};
 }
 
-// calls and bytes of one kind since the last clock_reset; one rank alone calls nobody.
+// Calls and bytes of one kind since the last clock_reset; a single rank makes no calls.
 static void expect_count(const char *name, int64_t calls, int64_t bytes) {
     CommCount count = count_of(name);
     if (n == 1) calls = 0;
@@ -55,7 +56,7 @@ static void bytes_are_those_of_the_formulas(void) {
     comm_sum(1, world);
     expect_count("all_reduce", 2, K - k + (n - 1) * k + (n == 1 ? 0 : me == 0 ? 8 * (n - 1) : 8));
     SAME(comm_total().calls, n > 1 ? 11 : 0);
-    // Together an all-reduce sends 2 (n - 1) K: the sum over ranks of its formula.
+    // In total an all-reduce sends 2 (n - 1) K: the sum of its formula over ranks.
     clock_reset();
     SAME(comm_total().calls, 0);
     comm_wait(comm_all_reduce(t, REDUCE_SUM, world));
@@ -150,7 +151,7 @@ static void compute(double seconds) {
 static void collectives_start_when_the_last_is_ready(void) {
     for (int turn = 0; turn < 3; turn++) {
         nap(turn);
-        comm_wait(comm_barrier(world));  // all clocks on one time
+        comm_wait(comm_barrier(world));  // sets all clocks to the same time
         double zero = comm_max(clock_model_now(), world);
         zero = clock_model_now();
         SAME(zero, comm_max(zero, world));
@@ -167,7 +168,7 @@ static void collectives_start_when_the_last_is_ready(void) {
         double before = clock_model_now();
         comm_wait(request);
         double end = clock_model_now();
-        // The last rank's compute stream had come to its call at `last`.
+        // The last rank's compute stream reached its call at `last`.
         last = comm_max(last, world);
         double expected = last + cost > before ? last + cost : before;
         SAME(end, expected);
@@ -228,7 +229,7 @@ static double a_run(int seed) {
 static void the_model_clock_knows_no_load(void) {
     double wall[4], first = 0;
     for (int turn = 0; turn < 4; turn++) {
-        // From the same start, so that not even rounding differs.
+        // From the same starting time, so that not even rounding differs.
         clock_model_wait(turn + 1 > clock_model_now() ? turn + 1 : clock_model_now());
         wall[turn] = a_run(turn * 1000);
         if (turn == 0) first = wall[0];

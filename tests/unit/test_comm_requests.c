@@ -1,6 +1,6 @@
-// test_comm_requests.c [--ranks N] [PATTERN]: many requests at once, of several groups and on one tensor,
-// with notices and without, the seconds that they take, what they wait for, and which ranks are in which
-// group. TAP, on all ranks at once; comm.t runs it with 1 to 8.
+// test_comm_requests.c [--ranks N] [PATTERN]: many requests at once, in several groups and on one tensor,
+// with and without notices, how long they take, what they wait for, and which ranks are in which group.
+// TAP, on all ranks at once; comm.t runs it with 1 to 8.
 #include <mpi.h>
 #include <sched.h>
 
@@ -33,14 +33,15 @@ static void requests_of_several_groups_stand_open_at_once(void) {
     }
 }
 
-// Member i of the turned group is rank n - 1 - i; of the halves, ranks of one parity, the last first.
+// Member i of the reversed group is rank n - 1 - i; each half has the ranks of one parity, the last one
+// first.
 static void groups_keep_their_own_order(void) {
     int turned[n], half[n], count = 0;
     for (int i = 0; i < n; i++) turned[i] = n - 1 - i;
     for (int r = n - 1; r >= 0; r--)
         if (r % 2 == me % 2) half[count++] = r;
     device_dry_run(true);
-    comm_group("of a dry run", LINE_DP, turned, n);  // has no communicator that a later one could share
+    comm_group("of a dry run", LINE_DP, turned, n);  // it has no communicator that a later group could share
     device_dry_run(false);
     Group groups[] = {comm_group("turned", LINE_WORLD, turned, n),
                       comm_group("half", LINE_WORLD, half, count),
@@ -150,7 +151,7 @@ static void the_grid_is_numbered_with_tp_fastest(void) {
     SAME(mesh.expert_dp.member[1], me % 2 + 2);
 }
 
-// Member 0 comes late, and the others wait for it.
+// Member 0 is late, and the others wait for it.
 static void waiting_counts_as_communication(void) {
     Tensor t = tensor_of(F32, me, 1009);
     comm_wait(comm_barrier(world));
@@ -166,8 +167,8 @@ static void waiting_counts_as_communication(void) {
 
 // ---- with and without notices ----
 
-// A call of each kind that moves bytes, all in flight at once. Returns all that has come here, which is
-// `values` numbers.
+// One call of each kind that moves bytes, all in flight at once. Returns everything that has arrived here,
+// which is `values` numbers.
 enum { PART = 1009, CALLS = 10 };
 static double *one_of_each(int64_t values) {
     int left = (me + n - 1) % n, right = (me + 1) % n, last = n - 1;
@@ -207,18 +208,18 @@ static void calls_without_checks_send_no_notices(void) {
         got[checked] = one_of_each(values);
         sent[checked] = control_sent() - sent[checked];
     }
-    // With checks one to each other member, or for each transfer.
+    // With checks, one to each other member, or one for each transfer.
     SAME(sent[true], (CALLS - 1) * (n - 1) + (n > 1 ? 2 : 0));
     SAME(sent[false], 0);
     if (memcmp(got[true], got[false], sizeof **got * (size_t)values))
         note("calls without checks give other values");
-    // A sum on the host is what its notices carry, and a barrier is nothing but notices.
+    // A sum on the host is carried by its notices, and a barrier consists only of notices.
     comm_set_check(false);
     sent[false] = control_sent();
     SAME(comm_sum(me, world), n * (n - 1) / 2);
     comm_wait(comm_barrier(world));
     SAME(control_sent() - sent[false], 2 * (n - 1));
-    // The model clock of a dry run is exact in any case.
+    // A dry run's model clock is exact in any case.
     device_dry_run(true);
     Tensor t = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(PART));
     sent[false] = control_sent();
@@ -232,7 +233,7 @@ static void calls_without_checks_send_no_notices(void) {
 
 // ---- what a call waits for ----
 
-// Messages that the core sends, and how often it asks for some.
+// The messages that the core sends, and how often it polls for some.
 static int sends, asks;
 int MPI_Isend(const void *from, int count, MPI_Datatype type, int rank, int tag, MPI_Comm all,
               MPI_Request *request) {
@@ -244,10 +245,10 @@ int MPI_Test(MPI_Request *request, int *come, MPI_Status *status) {
     return PMPI_Test(request, come, status);
 }
 
-// Whether the ranks are of one machine, and their tensors in its memory.
+// Whether all ranks are on one machine, with their tensors in its memory.
 static bool shares_memory(void) { return n > 1 && !*transport_text(); }
 
-// One rank tells another beside comm that it has come to some place.
+// One rank tells another, bypassing comm, that it has reached some point.
 static void tell(int rank) { MPI_Send(NULL, 0, MPI_BYTE, rank, 0, MPI_COMM_WORLD); }
 static void hear(int rank) { MPI_Recv(NULL, 0, MPI_BYTE, rank, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE); }
 
@@ -264,9 +265,9 @@ static void one_machine_needs_no_messages(void) {
     tensor_free(&t);
 }
 
-// Whoever waits sleeps, a millisecond at most: that nobody rings would only be slow. So rings are counted,
-// those of a last barrier perhaps not yet: of a notice, of a segment, and of a slot that comes back to who
-// has no other.
+// A rank that waits sleeps, for a millisecond at most, so a missing ring would only make it slow. Therefore
+// rings are counted, perhaps without those of a last barrier: one for a notice, for a segment, and for a
+// slot that is returned to a rank that has no other.
 static void what_has_come_rings(void) {
     enum { TIMES = 64 };
     Tensor t = tensor_of(F32, me, 1000);
@@ -274,7 +275,7 @@ static void what_has_come_rings(void) {
     doorbell_ring(me);
     const bool rings = n > 1 && !strstr(transport_text(), "NCCL");
     if (rings && doorbell_count() == heard) note("a rank has not heard its own doorbell");
-    doorbell_wait(heard);  // returns, although nobody rings any more
+    doorbell_wait(heard);  // returns, although no one rings any more
     heard = doorbell_count();
     for (int i = 0; i < TIMES; i++) comm_wait(comm_barrier(world));
     int rung = (int)(doorbell_count() - heard), least = (TIMES - 1) * (n - 1);
@@ -298,12 +299,12 @@ static void what_has_come_rings(void) {
     if (me == 1) comm_wait(comm_receive(t, 0, world));
     comm_wait_all(&sent, 1);
     if (me == 0 && doorbell_count() == heard) note("slots come back without a ring");
-    MPI_Barrier(MPI_COMM_WORLD);  // before others ring for what is next
+    MPI_Barrier(MPI_COMM_WORLD);  // before others ring for what comes next
     comm_set_check(before);
     tensor_free(&t);
 }
 
-// Many at once find no room for their notices, of 16 on the way from one rank to another.
+// More requests at once than there is room for notices: 16 can be in flight from one rank to another.
 static void many_notices_come_in_order(void) {
     enum { VALUES = 300, TRANSFERS_EACH_WAY = 40 };
     double sums[VALUES];
@@ -327,8 +328,8 @@ static void many_notices_come_in_order(void) {
     }
 }
 
-// A small sum of two ranks is one exchange: rank 0 gives all that rank 1 needs when it starts, and does
-// nothing more before rank 1 has ended.
+// A small sum over two ranks is one exchange: rank 0 provides everything that rank 1 needs when it starts,
+// and does nothing more before rank 1 has finished.
 static void one_exchange_adds_what_two_ranks_have(void) {
     int two[2] = {0, 1};
     if (!shares_memory()) return;
@@ -353,8 +354,8 @@ static void one_exchange_adds_what_two_ranks_have(void) {
     comm_set_check(before);
 }
 
-// Rank 2 has come to what rank 0 started second, and rank 1 not yet to what it started first: over NCCL,
-// rank 0 would launch the second, and its host might wait there for ranks that wait for the first.
+// Rank 2 has reached rank 0's second call, and rank 1 has not yet reached its first: over NCCL, rank 0 would
+// launch the second, and its host might wait there for ranks that wait for the first.
 static void a_device_is_given_collectives_as_they_were_started(void) {
     if (n < 3) return;
     Group first = comm_group("first", LINE_TP, (int[]){0, 1}, 2),
@@ -377,8 +378,8 @@ static void a_device_is_given_collectives_as_they_were_started(void) {
     comm_set_check(before);
 }
 
-// The last rank comes when the others have seen each other's notices and bytes. None of these is where a
-// wrong call of the last one would leave it.
+// The last rank arrives when the others have seen each other's notices and bytes. None of them is in a
+// state in which a wrong call of the last one would leave it.
 static void nothing_is_used_before_all_agree(void) {
     if (!shares_memory() || n < 3) return;
     int others[n];
@@ -406,7 +407,7 @@ static void nothing_is_used_before_all_agree(void) {
     tensor_free(&out);
 }
 
-// Member 0 has started both before anyone else comes, and what is for all stands once for all.
+// Member 0 has started both before any other arrives, and what is meant for all is stored once for all.
 static void what_is_for_all_stays_until_all_have_it(void) {
     if (!shares_memory()) return;
     const bool before = comm_set_check(false);
@@ -423,9 +424,9 @@ static void what_is_for_all_stays_until_all_have_it(void) {
     comm_set_check(before);
 }
 
-// Everyone computes, and calls nothing of comm, until all have all that is in flight: several times what
-// fits in the slots of shared memory, or in a window of messages, so that everyone takes part several
-// times. It stands still where nothing comes for 20 s.
+// Every rank computes, without calling comm, until all have received everything in flight: several times
+// what fits into the slots of shared memory, or a window of messages, so that every rank takes part several
+// times. If nothing arrives for 20 s, it has stalled.
 static void what_is_in_flight_arrives_while_ranks_compute(void) {
     enum { COUNT = 1 << 19, REQUESTS = 2 };
     if (!shares_memory()) return;
@@ -436,7 +437,7 @@ static void what_is_in_flight_arrives_while_ranks_compute(void) {
     Request *request[REQUESTS] = {comm_all_reduce(sum, REDUCE_SUM, world),
                                   comm_send_receive(out, right, in, left, world)};
     const uint32_t *got[REQUESTS] = {tensor_address(sum), tensor_address(in)};
-    int64_t came[REQUESTS] = {0}, before = 0;  // of the elements, the first ones
+    int64_t came[REQUESTS] = {0}, before = 0;  // the first ones of the elements
     MPI_Request all = MPI_REQUEST_NULL;
     MPI_Barrier(MPI_COMM_WORLD);
     clock_reset();

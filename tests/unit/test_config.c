@@ -1,4 +1,4 @@
-// test_config.c: where a run's values come from, sizes that do not fit, and what the sizes cost.
+// test_config.c: where a run's values come from, sizes that are refused, and what sizes cost.
 #include <stdlib.h>
 #include <string.h>
 
@@ -47,7 +47,7 @@ static void the_default_model_is_the_documented_one(void **state) {
     assert_false(c.no_check);
 }
 
-// Also for the fields whose flags the program does not have.
+// Even for fields whose flags the program does not have.
 static void program_defaults_reach_every_field(void **state) {
     (void)state;
     Config c = parse("", CONFIG_BATCH, "layers=2 tied=1 dtype=f64 steps=4 lr=0.5 recompute=full");
@@ -72,17 +72,17 @@ static void flags_change_a_preset_in_any_order(void **state) {
         assert_string_equal(c.model, "llama-3-8b");
         assert_int_equal(c.layers, 3);     // typed
         assert_int_equal(c.seq, 64);       // typed
-        assert_int_equal(c.hidden, 4096);  // the preset goes before the program's defaults
+        assert_int_equal(c.hidden, 4096);  // the preset overrides the program's defaults
         assert_int_equal(c.kv_heads, 8);
         assert_false(c.tied);
-        assert_int_equal(c.dtype, BF16);  // no preset says anything about it
+        assert_int_equal(c.dtype, BF16);  // no preset sets it
         assert_true(c.rope.theta == 5e5);
     }
     assert_true(parse("--model smollm-135m", CONFIG_MODEL, NULL).tied);
     assert_true(parse("--tied --model llama-3-8b", CONFIG_MODEL, NULL).tied);
 }
 
-// What an option without a target was given as is the technique's to ask for, by its name.
+// A technique asks for the value of an option without a target by its name.
 static void options_of_techniques_become_settings(void **state) {
     (void)state;
     Option own[] = {{"bucket-mb", OPTION_REAL, NULL, "25", 0, 100, "MB", "a number", false},
@@ -92,7 +92,7 @@ static void options_of_techniques_become_settings(void **state) {
                     {"parts", OPTION_INT, NULL, "7", 1, 8, "", "a whole number", false}};
     char *argv[] = {"test", "--zero", "2", "--plan=x.txt", "--parts", "3", NULL};
     Config c = config_parse(6, argv, "Tests.", CONFIG_BATCH, "bucket-mb=0.5 zero=1 sp=1", own, 5);
-    assert_true(config_number(&c, "bucket-mb") == 0.5);  // the program's standard
+    assert_true(config_number(&c, "bucket-mb") == 0.5);  // the program's default
     assert_true(config_number(&c, "zero") == 2);
     assert_true(config_number(&c, "sp") == 1);
     assert_true(config_number(&c, "parts") == 3);
@@ -138,7 +138,7 @@ static void a_model_by_name_is_the_flags_model(void **state) {
     assert_int_equal(c.micro_batch, 8);
 }
 
-// As the models' publishers count them: the sum of the tensors in each one's safetensors files.
+// The publishers' counts: the sum over the tensors in each model's safetensors files.
 static void parameters_of_published_models(void **state) {
     (void)state;
     static const struct {
@@ -161,10 +161,10 @@ static void parameters_of_published_models(void **state) {
     assert_int_equal(config_parameters(&untied) - config_parameters(&tied), 256 * 128);
 }
 
-// FLOPs of one matrix multiply (m, k) (k, n).
+// FLOPs of a matrix multiply (m, k) (k, n).
 static double multiply(int64_t m, int64_t k, int64_t n) { return 2.0 * (double)(m * k * n); }
 
-// The same sum one product at a time; attention one query at a time, over the keys that it may see.
+// The same sum, product by product; attention query by query, over the keys that it may see.
 static double flops_product_by_product(const Config *c, int64_t sequences) {
     int64_t n = sequences * c->seq, h = c->hidden, d = config_head_size(c), kv = c->kv_heads * d;
     double forward = 0;
@@ -199,7 +199,7 @@ static void step_flops_are_those_of_the_products(void **state) {
 typedef struct Wrong {
     const char *line, *defaults;
     unsigned groups;
-    int ranks;  // 0: degrees are not looked at
+    int ranks;  // 0: degrees are not checked
 } Wrong;
 
 static void parse_and_check(void *context) {
@@ -208,7 +208,7 @@ static void parse_and_check(void *context) {
     if (wrong->ranks) config_check_degrees(&c, wrong->ranks);
 }
 
-// Parses the line, and with ranks checks its degrees on so many.
+// Parses the line and, if ranks is not 0, checks its degrees for that many ranks.
 static void expect_refused(const char *line, unsigned groups, const char *defaults, int ranks,
                            const char *sentence) {
     expect_fatal(parse_and_check, &(Wrong){line, defaults, groups, ranks}, sentence);
@@ -251,7 +251,7 @@ static void sizes_that_do_not_fit_are_refused_by_flag_and_number(void **state) {
 
 static void check(void *config) { config_check(config); }
 
-// A checkpoint's config.json names them, too, and is read without the flags' bounds.
+// A checkpoint's config.json also names them, and is read without the flags' bounds.
 static void experts_of_a_folder_have_the_bounds_of_the_flags(void **state) {
     (void)state;
     Config c = config_default("experts=4096 top-k=64");

@@ -1,4 +1,4 @@
-// test_cost.c: what the cost model counts in a model, against the sizes that the models themselves have.
+// test_cost.c: what the cost model counts in models, against their published sizes.
 #include <math.h>
 
 #include "08_mixed_precision/cost_block.h"
@@ -39,7 +39,7 @@ static void models_have_their_parameters(void **state) {
     }
 }
 
-// DeepSeek-V3 with its own attention and its three dense blocks: 671 billion, 37 of which a token meets.
+// DeepSeek-V3 with its own attention and its three dense blocks: 671 billion, of which a token uses 37.
 static void deepseek_v3_has_the_published_sizes(void **state) {
     (void)state;
     CostModel m = model_of("deepseek-v3");
@@ -48,8 +48,8 @@ static void deepseek_v3_has_the_published_sizes(void **state) {
     near(cost_active_parameters(&m), 37e9, 1e9);
 }
 
-// A block of DeepSeek-V3 by the shapes of its files: the narrow products of latent attention are on every
-// rank of tp, as are norms and the router; the wide ones and the shared expert are split.
+// A block of DeepSeek-V3, from the shapes in its files: every rank of tp has the narrow products of latent
+// attention, the norms and the router; the wide products and the shared expert are split.
 static void latent_attention_is_split_behind_its_narrow_products(void **state) {
     (void)state;
     CostModel m = model_of("deepseek-v3");
@@ -65,7 +65,7 @@ static void latent_attention_is_split_behind_its_narrow_products(void **state) {
          narrow + norms + router + (wide + expert) / 4 + 256 * expert, 0.5);
 }
 
-// What ranks of tp store together: the matrices once, the norms and the router each.
+// What the ranks of tp store in total: the matrices once, the norms and the router on each.
 static void shards_add_up(void **state) {
     (void)state;
     CostModel m = model_of("llama-3-8b"), experts = model_of("mixtral-8x7b");

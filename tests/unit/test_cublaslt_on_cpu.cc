@@ -1,5 +1,5 @@
-// What cuBLASLt on the CPU refuses: gemm_cublaslt.cu must not pass its tests by being wrong in a way that
-// cuBLASLt would punish. Each case is an 8-bit multiply that is right but for one thing. TAP.
+// What cuBLASLt on the CPU refuses: gemm_cublaslt.cu must not pass its tests with errors that cuBLASLt would
+// refuse. Each case is an 8-bit multiply that is right except for one thing. TAP.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -8,14 +8,14 @@
 #include <initializer_list>
 
 #include "tests/emulation/cublaslt_on_cpu.h"
-// needs those above, and to be told that it is C
+// needs those above, and extern "C"
 extern "C" {
 #include <cmocka.h>
 }
 
 enum { M = 16, N = 32, K = 48, ROOM = 4096 };
 
-// All that a multiply hangs on: a (M, K) of ones, b (N, K) of twos, both with K in rows.
+// Everything that a multiply depends on: a (M, K) of ones, b (N, K) of twos, both with K contiguous.
 struct Problem {
     cudaDataType_t a = CUDA_R_8F_E4M3, b = CUDA_R_8F_E5M2, c = CUDA_R_32F;
     cublasOperation_t transpose_a = CUBLAS_OP_T, transpose_b = CUBLAS_OP_N;
@@ -34,7 +34,7 @@ static const float scale_a = 0.5f, scale_b = 3;
 
 #define OK(call) assert_int_equal(call, CUBLAS_STATUS_SUCCESS)
 
-// What comes of it, as text.
+// The outcome, as text.
 static const char *outcome(const Problem &p) {
     const bool t_a = p.transpose_a == CUBLAS_OP_T, t_b = p.transpose_b == CUBLAS_OP_T;
     cublasLtHandle_t handle;

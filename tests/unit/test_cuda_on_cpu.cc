@@ -1,6 +1,6 @@
-// What CUDA on the CPU gives to kernels, each facility against its definition: launches, shared memory,
-// barriers, warps and atomics. Types and the runtime API are in test_cuda_on_cpu_api.cc; what it finds is
-// in test_cuda_on_cpu_finds.cc, what it counts in test_cuda_on_cpu_counts.cc.
+// What CUDA on the CPU provides to kernels, each feature against its definition: launches, shared memory,
+// barriers, warps and atomics. Types and the runtime API are in test_cuda_on_cpu_api.cc; what it finds is in
+// test_cuda_on_cpu_finds.cc, what it counts in test_cuda_on_cpu_counts.cc.
 #include "on_device.h"
 
 // ---- launches ----
@@ -216,8 +216,8 @@ __global__ void shuffle(T *y, Shuffle kind, int argument, int width) {
     y[threadIdx.x] = got;
 }
 
-// The guide's words: segments of `width` lanes; past the segment's ends a lane keeps its own value, but for
-// ANY, which goes around, and XOR, which may look into earlier segments.
+// As the guide defines it: segments of `width` lanes; beyond the segment's ends a lane keeps its own value,
+// except with ANY, which wraps around, and XOR, which may read from earlier segments.
 static int lane_that_gives(Shuffle kind, int lane, int argument, int width) {
     int begin = lane / width * width, end = begin + width;
     if (kind == ANY) return begin + (argument % width + width) % width;
@@ -255,7 +255,7 @@ static void shuffles_of_every_kind_width_and_type(void **state) {
     check_shuffles<__nv_bfloat16>();
 }
 
-// Lanes of different masks stand at different shuffles at one time; the last warp has 5 lanes.
+// Lanes with different masks wait at different shuffles at the same time; the last warp has 5 lanes.
 __global__ void votes(unsigned *y) {
     int lane = threadIdx.x % 32;
     unsigned all = __ballot_sync(0xffffffff, lane % 3 == 0);
@@ -309,7 +309,7 @@ __global__ void all_atomics(int *i, unsigned *u, unsigned long long *l, double *
     atomicMax(&i[0], t), atomicMin(&i[1], -t), atomicSub(&i[2], 1), atomicExch(&i[3], 7);
     atomicOr(&u[0], 1u << t % 32), atomicAnd(&u[1], ~(1u << t % 32)), atomicXor(&u[2], 1u << t % 7);
     atomicInc(&u[3], 9), atomicMax(&l[0], (unsigned long long)t << 40);
-    // the maximum of doubles, as kernels build what the hardware lacks
+    // the maximum of doubles, which kernels must build because hardware lacks it
     unsigned long long *bits = reinterpret_cast<unsigned long long *>(maximum),
                        seen = atomicCAS(bits, 0, 0);
     while (__longlong_as_double((long long)seen) < t * 0.5) {
@@ -339,7 +339,7 @@ static void atomics_of_every_kind(void **state) {
     assert_true(to_host(maximum, 1)[0] == 49.5);
 }
 
-// A reduction in one launch: the block that is last to raise the counter adds what the others left.
+// A reduction in one launch: the block that increments the counter last adds the others' results.
 __global__ void sum_of_blocks(float *out, float *parts, unsigned *counter, const float *x) {
     __shared__ bool last;
     if (threadIdx.x == 0) {

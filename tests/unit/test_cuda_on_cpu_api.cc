@@ -1,4 +1,4 @@
-// What CUDA on the CPU gives to kernels and to the host: types and functions, and the runtime API.
+// What CUDA on the CPU provides to kernels and to the host: types and functions, and the runtime API.
 #include "on_device.h"
 // behind it
 #include "07_kernels/launch.h"
@@ -20,7 +20,7 @@ static_assert(sizeof(__nv_fp8_e4m3) == 1, "");
 __global__ void vectors(float4 *f, uint4 *raw, __nv_bfloat162 *pairs, float2 *sums) {
     float4 v = f[threadIdx.x];
     f[threadIdx.x] = make_float4(v.w, v.z, v.y, v.x);
-    // eight numbers of 16 bits in one access
+    // eight 16-bit numbers in one access
     uint4 bits = raw[threadIdx.x];
     const __nv_bfloat16 *eight = reinterpret_cast<const __nv_bfloat16 *>(&bits);
     float sum = 0;
@@ -51,7 +51,7 @@ static void vector_types(void **state) {
     CUDA_CHECK(cudaFree(raw));
 }
 
-// test_dtype proves the project's conversions; these are the same.
+// These must equal the project's conversions, which test_dtype proves.
 static void narrow_formats_are_those_of_the_project(void **state) {
     (void)state;
     for (unsigned code = 0; code < 65536; code++) {
@@ -77,8 +77,8 @@ static void narrow_formats_are_those_of_the_project(void **state) {
 
 static void doubles_are_rounded_once(void **state) {
     (void)state;
-    // a little above the middle of two codes: by way of a nearest f32 it would become the middle, and then
-    // even
+    // a little above the midpoint of two codes: rounded to f32 first, it would become the midpoint, and
+    // then go to even
     double up = 1 + 0x1p-8 + 0x1p-40, down = 1 + 3 * 0x1p-8 - 0x1p-40;
     assert_float_equal((float)__double2bfloat16(up), 1 + 0x1p-7, 0);
     assert_float_equal((float)__double2bfloat16(down), 1 + 0x1p-7, 0);
@@ -103,7 +103,7 @@ static void functions_of_bits_and_numbers(void **state) {
     assert_float_equal(__expf(0), 1, 0);
     assert_float_equal(__fdividef(1, 4), 0.25, 0);
     assert_float_equal(__saturatef(NAN), 0, 0);
-    assert_float_equal(max(1.5f, NAN), 1.5, 0);  // as fmaxf: a NaN loses
+    assert_float_equal(max(1.5f, NAN), 1.5, 0);  // like fmaxf, ignores NaN
     assert_int_equal(min(-1, 2), -1);
     assert_true(max(1ll << 40, 2ll) == 1ll << 40);
     float s, c;
@@ -244,13 +244,13 @@ static void launch(void *) { LAUNCH(nothing, 1, 1, 0, 0); }
 
 static void a_fork_loses_the_device(void **state) {
     (void)state;
-    CUDA_CHECK(cudaFree(fresh<float>(1)));  // this process has used it
+    CUDA_CHECK(cudaFree(fresh<float>(1)));  // now this process has used CUDA
     expect_fatal(ask_for_devices, NULL, "initialization error");
     expect_fatal(allocate, NULL, "initialization error");
     expect_fatal(launch, NULL, "the kernel nothing could not start");
 }
 
-// As on an L4, which runs the code for an A100 and gives a block 99 KiB.
+// As on an L4, which runs the code for an A100 and has 99 KiB for a block.
 extern size_t cuda_on_cpu_shared_most;
 static void ask_an_l4(void *) {
     cuda_on_cpu_shared_most = 99 << 10;

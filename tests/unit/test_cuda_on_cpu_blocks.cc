@@ -1,5 +1,5 @@
-// What CUDA on the CPU finds among the threads of a block: faults with shared memory, barriers, shuffles
-// and votes. As in test_cuda_on_cpu_finds.cc.
+// What CUDA on the CPU finds among the threads of a block: errors with shared memory, barriers, shuffles and
+// votes. As in test_cuda_on_cpu_finds.cc.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -53,7 +53,7 @@ static void shared_accesses_out_of_bounds(void **state) {
     FOUND(LAUNCH(dynamic_array, 1, 1, 40, 0, floats(1), -1),
           "4 before the start of 40 bytes of dynamic shared memory");
     FOUND(LAUNCH(dynamic_array, 1, 1, 0, 0, floats(1), 0), "at byte 0 of 0 bytes of dynamic shared memory");
-    // the larger launch before has left nothing behind
+    // the previous, larger launch has left nothing
     FOUND(LAUNCH(dynamic_array, 1, 1, 80, 0, floats(1), 10);
           LAUNCH(dynamic_array, 1, 1, 40, 0, floats(1), 10), "at byte 40 of 40 bytes");
 }
@@ -80,12 +80,12 @@ static void reads_of_shared_memory_that_nobody_wrote(void **state) {
           "reads byte 252 of array, which no thread of this block has written yet");
     FOUND(LAUNCH(count_from_anything, 1, 64, 0, 0, floats(64)),
           "atomically changes byte 0 of counter, which no thread of this block has written yet");
-    // the block before wrote it
+    // the previous block wrote it
     FOUND(LAUNCH(unwritten<2>, 2, 64, 256, 0, floats(128)), "block 1, thread ",
           " of dynamic shared memory, which no thread of this block has written");
 }
 
-// Thread t writes word t and reads a neighbour's, with what stands between.
+// Thread t writes word t and reads a neighbour's, with one or another kind of order between.
 enum Between { NOTHING, BLOCK, WARP, SHUFFLE, HALF_WARP };
 template <int BETWEEN>
 __global__ void neighbours(float *y, int distance) {
@@ -115,12 +115,12 @@ static void races_on_shared_memory(void **state) {
     FOUND(LAUNCH(neighbours<WARP>, 1, 64, 0, 0, floats(64), 32), "no __syncthreads() between");
     // shuffles order nothing
     FOUND(LAUNCH(neighbours<SHUFFLE>, 1, 64, 0, 0, floats(64), 1), "no __syncwarp() between");
-    // and a part of the lanes only themselves
+    // and a __syncwarp of some lanes orders only these
     SOUND(LAUNCH(neighbours<HALF_WARP>, 1, 64, 0, 0, floats(64), 8));
     FOUND(LAUNCH(neighbours<HALF_WARP>, 1, 64, 0, 0, floats(64), 16), "no __syncwarp() between");
 }
 
-// Reads before a write, through one barrier or the lack of it.
+// Reads before a write, with and without a barrier between.
 template <int CASE>
 __global__ void readers_then_writer(float *y) {
     __shared__ float word;
@@ -156,7 +156,7 @@ static void readers_and_a_writer(void **state) {
     SOUND(LAUNCH(readers_then_writer<2>, 1, 32, 0, 0, floats(64)));  // one warp
     FOUND(LAUNCH(readers_then_writer<2>, 1, 64, 0, 0, floats(64)), "writes byte 0 of word, which ",
           " read (");
-    // the natural order has thread 0 write first; in another it comes last
+    // in the natural order thread 0 writes first; in another one it is last
     FOUND(cuda_on_cpu_order(3); LAUNCH(readers_then_writer<0>, 1, 32, 0, 0, floats(64)), "of word, which ");
     SOUND(LAUNCH(readers_then_writer<3>, 1, 64, 0, 0, floats(64)));
 }
@@ -169,7 +169,7 @@ static void atomics_race_with_plain_accesses_alone(void **state) {
     FOUND(LAUNCH(readers_then_writer<7>, 1, 64, 0, 0, floats(64)), " of count, which thread ");
 }
 
-// What lane 0 tells lane 1 and lane 1 tells lane 2, lane 0 has told lane 2.
+// Order is transitive: lane 0 before lane 1, and lane 1 before lane 2, means lane 0 before lane 2.
 template <int CASE>
 __global__ void chain(float *y) {
     __shared__ float word;
@@ -187,7 +187,7 @@ static void order_is_passed_on(void **state) {
           "reads byte 0 of word, which thread 0 wrote (");
 }
 
-// A missing barrier must be found whatever the order in which the threads run.
+// A missing barrier must be found in any order of the threads.
 template <int FORGOTTEN>
 __global__ void reduce(float *y) {
     __shared__ float part[64];
@@ -214,7 +214,7 @@ static void a_missing_barrier_in_every_order(void **state) {
     }
 }
 
-// ---- barriers, shuffles and votes that not all reach ----
+// ---- barriers, shuffles and votes that some threads do not reach ----
 
 template <int CASE>
 __global__ void unequal(float *y, unsigned n) {
@@ -266,7 +266,7 @@ static void unequal_arrival(void **state) {
     SOUND(LAUNCH(unequal<6>, 1, 32, 0, 0, floats(64), 15));
     FOUND(LAUNCH(unequal<6>, 1, 32, 0, 0, floats(64), 16),
           "gives thread 0 the value of lane 16, which does not take part");
-    // a last warp of 8 lanes: nobody may ask the lanes that do not exist
+    // a last warp of 8 lanes: the mask may not name lanes that do not exist
     SOUND(LAUNCH(unequal<7>, 1, 64, 0, 0, floats(64), 8));
     FOUND(LAUNCH(unequal<7>, 1, 40, 0, 0, floats(64), 8),
           "gives thread 32 the value of lane 8, which does not take part");
@@ -277,7 +277,7 @@ static void unequal_arrival(void **state) {
 
 int main(int argc, char **argv) {
     base_start(argc, argv);
-    cuda_on_cpu_order(0);  // the sentences name threads, and another order would meet others first
+    cuda_on_cpu_order(0);  // the messages name threads, and another order would report others first
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {

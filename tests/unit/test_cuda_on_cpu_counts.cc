@@ -1,5 +1,5 @@
-// What CUDA on the CPU counts: sectors, bank conflicts and divergent branches of kernels whose numbers can
-// be worked out by hand.
+// What CUDA on the CPU counts: sectors, bank conflicts and divergent branches of kernels whose counts can be
+// worked out by hand.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -49,7 +49,7 @@ static void coalesced_copies_take_each_sector_once(void **state) {
         assert_int_equal(c.threads, (n + 255) / 256 * 256);
         assert_int_equal(c.warps, c.threads / 32);
         assert_int_equal(c.shared_accesses, 0);
-        // a warp that is neither all below n nor all beyond it
+        // a warp that is neither entirely below n nor entirely beyond it
         assert_int_equal(c.divergent_branches, n % 32 != 0);
     }
 }
@@ -97,7 +97,7 @@ static void each_turn_of_a_loop_is_an_access(void **state) {
     assert_int_equal(c.global_loads, 32);
     assert_int_equal(c.global_load_sectors, 125);
     assert_int_equal(c.global_load_bytes, 4000);
-    assert_int_equal(c.divergent_branches, 1);  // after 15 turns of 64, 8 lanes of one warp have one more
+    assert_int_equal(c.divergent_branches, 1);  // after 15 turns of 64, 8 lanes of one warp take one more
 }
 
 __global__ void add_atomically(float *y) { atomicAdd(&y[threadIdx.x % 2], 1.f); }
@@ -224,7 +224,7 @@ static void divergent_branches(void **state) {
     (void)state;
     assert_int_equal(divergences<BY_LANE>(), 4);  // each of 4 warps
     assert_int_equal(divergences<BY_WARP>(), 0);
-    // lanes leave the loop after 0, 1, … turns; the last one leaves alone
+    // lanes leave the loop after 0, 1, … iterations; the last one leaves alone
     assert_int_equal(divergences<TURNS_BY_LANE>(), 4 * 31);
     assert_int_equal(divergences<TURNS_BY_WARP>(), 0);
     assert_int_equal(divergences<LEAVES_EARLY>(), 1);
@@ -269,7 +269,7 @@ static void lanes_that_a_branch_leaves_idle(void **state) {
     assert_int_equal(warps.lane_steps, 32 * warps.warp_steps);
     COUNTED(lanes, LAUNCH(branch<BY_LANE>, 1, 128, 0, 0, zeros(128), zeros(128)));
     assert_int_equal(lanes.lane_steps, warps.lane_steps);
-    assert_int_equal(lanes.warp_steps, warps.warp_steps + 4);  // each warp has gone both ways
+    assert_int_equal(lanes.warp_steps, warps.warp_steps + 4);  // each warp has taken both paths
 }
 
 __global__ void each_block_the_same(float *y, const float *x) {
@@ -283,7 +283,7 @@ static void memory_moves_distinct_sectors(void **state) {
         LAUNCH(each_block_the_same, 4, 64, 0, 0, zeros(4 * 64), zeros(64));
     });
     assert_int_equal(c.global_load_sectors, 2 * 4 * 8);
-    assert_int_equal(c.distinct_load_sectors, 2 * 8);  // once a launch
+    assert_int_equal(c.distinct_load_sectors, 2 * 8);  // once per launch
     assert_int_equal(c.distinct_store_sectors, 2 * 4 * 8);
 }
 

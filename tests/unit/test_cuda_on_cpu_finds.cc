@@ -1,7 +1,7 @@
-// What CUDA on the CPU finds: each fault is planted in a kernel, and must end the program with a sentence
-// that names it; its sound neighbour must run to its end. Here memory, launches and host code; what threads
-// of a block do to each other is in test_cuda_on_cpu_blocks.cc. A kernel stands on one line where its line
-// is asked for.
+// What CUDA on the CPU finds: each error is planted in a kernel, and must end the program with a sentence
+// that names it; a correct variant must run to its end. This file is about memory, launches and host code;
+// test_cuda_on_cpu_blocks.cc is about the threads of a block. A kernel is on a single line if a test asks
+// for its line.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -55,7 +55,7 @@ static void global_accesses_out_of_bounds(void **state) {
           "reads 4 bytes at (nil), which is not memory of the device");
 }
 
-// Whatever form g++ gives to an access, it must come by here.
+// Whatever code g++ generates for an access, it must be checked.
 struct Odd {
     float x[3];
 };
@@ -133,7 +133,8 @@ static void accesses_of_host_memory_from_kernels(void **state) {
           LAUNCH(store<float>, 1, 1, 0, 0, pinned, 0), "writes 4 bytes at 0x", "not memory of the device");
 }
 
-// Blocks that add to the same words, one after another: a thread waits for the turn, and passes it on.
+// Blocks that add to the same words, one after another: a thread waits for its block's turn, and passes it
+// on.
 enum Turns { IN_TURN, BY_MBARRIERS, NO_BARRIER_BEFORE, NO_FENCE, OTHER_TURN, NOT_AWAITED };
 
 template <Turns HOW>
@@ -313,7 +314,7 @@ static void host_code_and_device_memory(void **state) {
                               "the source 0x", "is device memory");
 }
 
-// The emulator looks for faults in stacks; a signal that somebody sends is none, and ends the program.
+// The emulator handles faults in stacks; a signal that is sent is not one, and ends the program.
 static void a_signal_from_outside_ends_the_program(void **state) {
     (void)state;
     char text[4096];

@@ -15,7 +15,7 @@ static int rank;
 // Each ends with the status that `run` returns, or by a signal if it hangs.
 template <class Run>
 static void start_two_ranks(pid_t *child, Run run) {
-    cuda_on_cpu_outlives_fork = true;  // both go on with the arrays of this process
+    cuda_on_cpu_outlives_fork = true;  // both use the arrays of this process
     ncclGetUniqueId(&id);
     fflush(NULL);
     for (int r = 0; r < 2; r++)
