@@ -1,5 +1,4 @@
-// How many pairs a row of make bench takes: the rule looks at the clock and at the spread, and at nothing
-// else.
+// How many pairs a row of make bench takes: this depends on the clock and on the spread, and on nothing else.
 #include "tests/bench/figures.h"
 
 // cmocka.h needs these before it
@@ -18,8 +17,9 @@ static void the_median_is_the_middle_or_the_mean_of_both(void **context) {
     assert_true(odd[0] == 1 && odd[2] == 3);  // sorted, for the quartiles of the line
 }
 
-// Ratios of a normal distribution with a standard deviation of 3 %, by its quantiles: the quartiles are
-// 1.349 of these apart, and the median's standard error is 1.253 of them over the root of the count.
+// Ratios with a normal distribution and a standard deviation of 3 %, from its quantiles: the quartiles are
+// 1.349 standard deviations apart, and the median's standard error is 1.253 of them over the root of the
+// count.
 static void the_error_of_a_median_is_that_of_normal_values(void **context) {
     (void)context;
     enum { COUNT = 41 };
@@ -31,7 +31,7 @@ static void the_error_of_a_median_is_that_of_normal_values(void **context) {
             if (0.5 * erfc(-middle / sqrt(2)) < target) low = middle;
             else high = middle;
         }
-        values[i * 29 % COUNT] = 5 * (1 + 0.03 * low);  // in no order
+        values[i * 29 % COUNT] = 5 * (1 + 0.03 * low);  // unsorted
     }
     double before[COUNT];
     memcpy(before, values, sizeof before);
@@ -53,7 +53,7 @@ static void a_row_ends_when_its_median_is_known_or_its_seconds_have_passed(void 
     assert_true(measured(wide, MOST_PAIRS, 0, 1));
 }
 
-// Twice as much, or half: a rule that knew a target would have to know where 1 is.
+// The same ratios doubled or halved: a rule that depended on a target would behave differently.
 static void the_rule_does_not_know_how_large_a_ratio_is(void **context) {
     (void)context;
     const double spread[] = {0.99, 1.002, 1.013, 0.997, 1.02, 0.98, 1.001, 1.004, 0.996};

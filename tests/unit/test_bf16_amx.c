@@ -1,4 +1,4 @@
-// test_bf16_amx.c: products of bf16 by AMX's tdpbf16ps, where the processor and Linux have it.
+// test_bf16_amx.c: bf16 products by AMX's tdpbf16ps, if the processor and Linux support it.
 #include <sys/syscall.h>
 #include <unistd.h>
 #define WAY "amx"

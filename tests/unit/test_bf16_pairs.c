@@ -1,5 +1,5 @@
-// test_bf16_pairs.c: products of bf16 by vdpbf16ps, on the instruction itself, whether or not the processor
-// says that it has it and whether or not it is the faster way.
+// test_bf16_pairs.c: bf16 products by vdpbf16ps, with the instruction itself, whether or not the processor
+// reports it and whether or not it is the faster way.
 #define WAY "pairs"
 #define SAYS "bf16 by vdpbf16ps"
 #ifdef __AVX512F__

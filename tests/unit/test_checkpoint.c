@@ -1,8 +1,8 @@
-// Checkpoint folders: what is saved comes back bit for bit, a resumed run is the run, and state that is not
-// this run's is refused.
+// Checkpoint folders: what is saved is loaded bit for bit, a resumed run equals the uninterrupted one, and
+// state of another run is refused.
 #include "checkpoints.h"
 
-// ---- what is saved comes back ----
+// ---- what is saved is loaded again ----
 
 static void resumed_run_is_the_run(void **state) {
     (void)state;
@@ -31,7 +31,7 @@ static void a_run_resumes_before_its_first_step(void **state) {
     Run run = run_new("dtype=bf16");
     run_save(&run, "start");
     Run resumed = run_resume("start", "dtype=bf16");
-    assert_same_run(&run, &resumed);  // no state either: it appears with the first step
+    assert_same_run(&run, &resumed);  // no state either: the first step creates it
     run_step(&run);
     run_step(&resumed);
     assert_same_run(&run, &resumed);
@@ -62,7 +62,8 @@ static void config_comes_back(void **state) {
     run_free(&run);
 }
 
-// Weights cross dtypes by one rounding: f32 loaded as bf16, and that loaded as f64, is f32 rounded to bf16.
+// Weights change dtypes with a single rounding: f32 loaded as bf16, then loaded as f64, is f32 rounded to
+// bf16.
 static void weights_convert_to_the_dtype_of_the_run(void **state) {
     (void)state;
     Run wide = run_new("dtype=f32"), narrow = run_new("dtype=bf16 seed=5"),
@@ -92,7 +93,7 @@ static void weights_convert_to_the_dtype_of_the_run(void **state) {
     run_free(&back);
 }
 
-// The f64 run that says how far off a 16-bit run is begins where that one truly is: at its master weights.
+// The f64 run that measures a 16-bit run's error starts from that run's exact state: its master weights.
 static void a_wider_run_goes_on_from_the_masters(void **state) {
     (void)state;
     static const char *const kinds[][2] = {
@@ -147,8 +148,8 @@ static void newest_is_the_largest_step(void **state) {
     run_free(&run);
 }
 
-// As it is when --init DIR has no step-* folder and --save is the same DIR: what is compared with a run
-// begins when that one has saved.
+// As when --init DIR has no step-* folder and --save is the same DIR: the run that is compared with the first
+// starts after that one has saved.
 static void a_run_begins_with_the_folder_given_whatever_is_saved_in_it(void **state) {
     (void)state;
     Run given = run_new("vocab=256"), later = run_new("vocab=256 seed=2");
@@ -279,7 +280,7 @@ static void optimizer_state_of_another_run_is_refused(void **state) {
         expect_refusal(load_optimizer, &(Load){&other, "out"}, cases[i].part);
         run_free(&other);
     }
-    // 24 samples in a step may be split in any way.
+    // A step's 24 samples may be split in any way.
     static const struct {
         int64_t grad_acc, batch;
         const char *part;

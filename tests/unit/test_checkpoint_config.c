@@ -1,7 +1,7 @@
-// config.json of a checkpoint folder: what it says is read, kept, or refused by the key at fault.
+// config.json of a checkpoint folder: its keys are read, kept, or refused by name.
 #include "checkpoints.h"
 
-// ---- folders that are not ours to train ----
+// ---- folders that cannot be trained here ----
 
 typedef struct ConfigCase {
     const char *remove;  // a line of a sound config.json
@@ -135,7 +135,7 @@ static void a_config_that_is_no_json_is_refused(void **state) {
     }
 }
 
-// What the folder that was loaded says beyond the shape goes into the folders that are saved.
+// What a loaded folder says beyond the shape is copied to the folders that are saved.
 static void saving_keeps_what_the_loaded_folder_had(void **state) {
     (void)state;
     static const char config[] =

@@ -1,4 +1,4 @@
-// Checkpoint folders: a save that fails harms nothing, and what is not ours to replace is left alone.
+// Checkpoint folders: a save that fails harms nothing, and files that are not checkpoints are not replaced.
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -7,10 +7,10 @@
 
 #include "checkpoints.h"
 
-// ---- the calls that make a checkpoint last: watched, and made to fail ----
+// ---- the calls that make a checkpoint durable: recorded, and made to fail ----
 
-static char calls[4096];       // "fsync model.safetensors, rename, …" since watching began
-static bool watching, simple;  // simple: a file system that exchanges no names, and flushes no folders
+static char calls[4096];       // "fsync model.safetensors, rename, …" since recording began
+static bool watching, simple;  // simple: a file system that cannot exchange names or flush folders
 static int fsync_fails = -1;   // so many succeed before one fails; -1: none does
 
 static void note(const char *call, const char *path) {
@@ -19,7 +19,7 @@ static void note(const char *call, const char *path) {
     if (watching) snprintf(calls + used, sizeof calls - used, "%s %s, ", call, name);
 }
 
-// These take the place of the C library's in this program.
+// These replace the C library's in this program.
 int fsync(int file) {
     char link[64], path[512] = "";
     snprintf(link, sizeof link, "/proc/self/fd/%d", file);
@@ -54,7 +54,7 @@ static bool exists(const char *name) {
     return is;
 }
 
-// ---- saving, whole or not at all ----
+// ---- saving everything or nothing ----
 
 static void save_again(void *run) { run_save(run, "out"); }
 
@@ -83,7 +83,7 @@ static void all_is_on_the_disk_before_it_has_a_name(void **state) {
     run_free(&run);
 }
 
-// With the whole way to --save, not only its end: each new folder's name is in the one above it.
+// With the whole path of --save, not only its last folder: each new folder's name is in its parent.
 static void new_folders_are_on_the_disk(void **state) {
     (void)state;
     char *dir = format_text("%s/new/way/out", folder), *above = strrchr(folder, '/') + 1;
@@ -93,7 +93,7 @@ static void new_folders_are_on_the_disk(void **state) {
     watching = false;
     char *expected = format_text("fsync %s, fsync new, fsync way, ", above);
     assert_string_equal(calls, expected);
-    assert_null(folder_make(dir));  // all are there
+    assert_null(folder_make(dir));  // all exist
     fsync_fails = 0;
     free(dir);
     dir = format_text("%s/other", folder);
@@ -115,12 +115,12 @@ static void assert_only_step(const char *step, const Run *run) {
     run_free(&loaded);
 }
 
-// A limit on file sizes stands in for a full disk, which fails at any byte.
+// A limit on file sizes, in place of a full disk, makes writes fail at any byte.
 static void limited_save(void *context) {
     struct rlimit limit = {.rlim_cur = *(rlim_t *)context, .rlim_max = RLIM_INFINITY};
     Run run = run_resume("out", "dtype=bf16");
     run_step(&run);
-    // The limit would also cut the sentence, were stderr a file; here it is a pipe.
+    // If stderr were a file, the limit would also truncate the sentence; here it is a pipe.
     if (setrlimit(RLIMIT_FSIZE, &limit) == 0) run_save(&run, "out");
 }
 
@@ -156,15 +156,15 @@ static void a_flush_that_fails_leaves_older_checkpoints_intact(void **state) {
         fsync_fails = -1;
         assert_only_step("step-000001", &run);
     }
-    fsync_fails = 4;  // the parent: too late to take it back
+    fsync_fails = 4;  // the parent: too late to undo
     expect_refusal(save_again, &next, "is complete, but may not outlast a power cut");
     fsync_fails = -1;
     run_free(&run);
     run_free(&next);
 }
 
-// Where there is one of that name, it is replaced: in one exchange, or, on simple file systems, in two
-// steps. One that holds a file that is not ours is left alone.
+// If a checkpoint with that name exists, it is replaced: in one exchange or, on simple file systems, in two
+// steps. A folder that contains a foreign file is left alone.
 static void a_checkpoint_of_the_same_step_is_replaced(void **state) {
     (void)state;
     for (int without = 0; without < 2; without++) {
@@ -219,7 +219,7 @@ static void a_folder_of_another_run_is_left_alone(void **state) {
         assert_only_step("step-000001", &run);
         run_free(&other);
     }
-    // A run that goes on with other rates is still that run.
+    // A run that continues with other rates is still the same run.
     Run resumed = run_resume("out", "dtype=bf16");
     resumed.config.lr *= 2;
     start_in_out(&resumed);
@@ -229,7 +229,8 @@ static void a_folder_of_another_run_is_left_alone(void **state) {
     run_free(&resumed);
 }
 
-// Two runs that differ in their experts, or in what a recipe does, are two; a layout makes no other run.
+// Runs that differ in their experts or in their recipe are different runs; another layout is still the same
+// run.
 static void experts_and_recipes_make_another_run(void **state) {
     (void)state;
     static const char *const experts[] = {
@@ -267,7 +268,7 @@ static void experts_and_recipes_make_another_run(void **state) {
     }
 }
 
-// What another run of these flags says it had, and what this one is told.
+// What another run with these flags recorded, and the sentence that this run gets.
 static void expect_changes(Config *c, const char *flag, const char *theirs, const char *told) {
     char *keys[] = {"data", (char *)flag}, *values[] = {"0", (char *)theirs};
     const SafeTensors file = {.key = keys, .value = values, .keys = theirs ? 2 : 1};
@@ -294,7 +295,7 @@ static void what_a_run_changes_is_told(void **state) {
     expect_changes(&c, "scale", "1024", ", --scale 65536, not 1024");
 }
 
-// What a killed run left behind stands in nobody's way.
+// What a killed run left behind does no harm.
 static void leftovers_of_a_killed_run_are_replaced(void **state) {
     (void)state;
     Run run = run_new("dtype=bf16");

@@ -1,5 +1,5 @@
-// Weights of a checkpoint folder: those of another model, in several files, damaged, or in a format that is
-// not ours.
+// Weights of a checkpoint folder: those of another model, in several files, damaged, or in an unsupported
+// format.
 #include "checkpoints.h"
 #include "safetensors_whole.h"
 
@@ -37,7 +37,7 @@ static void weights_of_another_model_are_refused(void **state) {
     }
 }
 
-// A weight that is transposed in the file has the right number of bytes: its shape alone tells.
+// A weight that is transposed in the file has the right number of bytes: only its shape shows it.
 static void transposed_weights_are_refused(void **state) {
     (void)state;
     Run run = run_new("");
@@ -79,8 +79,8 @@ static void write_weights(const Run *run, const SafeTensor *more, const char *be
     free(file.tensor);
 }
 
-// RoPE's frequencies, which old files keep, and a head equal to the embedding it is tied to say nothing
-// new.
+// RoPE's frequencies, which old files contain, and a head equal to the embedding to which it is tied add
+// nothing.
 static void only_harmless_surplus_is_let_pass(void **state) {
     (void)state;
     Run run = run_new("tied");

@@ -15,7 +15,7 @@
 #include <cmocka.h>
 // clang-format on
 
-// The numbers on the left of a failure message are what the test got.
+// In a failure message, the numbers on the left are what the test got.
 #define ASSERT_SAME(got, expected)                                                             \
     do {                                                                                       \
         double got_ = (got), expected_ = (expected);                                           \
@@ -90,7 +90,7 @@ static void reset_starts_from_nothing(void **context) {
     assert_int_equal(clock_total().calls, 0);
 }
 
-// max(FLOPs / peak, bytes / bandwidth): one operation on each side of the ridge, and one with no FLOPs.
+// max(FLOPs / peak, bytes / bandwidth): one operation on each side of the ridge point, and one without FLOPs.
 static void the_model_clock_takes_the_larger_of_compute_and_memory(void **context) {
     (void)context;
     operate("compute bound", BF16, 989e9, 3.35e6);
@@ -102,7 +102,7 @@ static void the_model_clock_takes_the_larger_of_compute_and_memory(void **contex
     ASSERT_SAME(clock_total().model_seconds, 989e9 / 989e12 + 3.35e9 / 3.35e12 + 3.35e6 / 3.35e12);
 }
 
-// The denominator of MFU is the peak of the dtype that computes.
+// The denominator of MFU is the peak of the dtype in which a step computes.
 static void each_dtype_has_its_own_peak(void **context) {
     (void)context;
     const struct {
@@ -122,7 +122,7 @@ static void each_dtype_has_its_own_peak(void **context) {
     }
 }
 
-// Each side of the roofline reaches its own share, which depends on the size; what no row names, all.
+// Each side of the roofline reaches a share of its own, which depends on the size; without a row, all of it.
 static void efficiency_comes_from_one_table(void **context) {
     (void)context;
     static const Efficiency table[] = {{WORK_MATMUL, 1e12, 0.5},  {WORK_MATMUL, 0, 0.25},

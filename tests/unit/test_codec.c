@@ -1,5 +1,5 @@
-// test_codec.c [--ranks N] [PATTERN]: fewer bits in flight: what an all-gather by a codec brings, and
-// ZeRO-3 and sequence parallelism that send 8 bits and know nothing of it. TAP.
+// test_codec.c [--ranks N] [PATTERN]: fewer bits in flight: the result of an all-gather with a codec; and
+// ZeRO-3 and sequence parallelism, which send 8 bits without being aware of it. TAP.
 #include <math.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -9,7 +9,7 @@
 #include "tensor/in_flight.h"
 #include "tensor/rng.h"
 
-// ---- two codecs: e4m3 with an f32 scale of each part; e5m2 with one scale of all, found by encode ----
+// ---- two codecs: e4m3 with an f32 scale for each part; e5m2 with a common scale, which encode finds ----
 
 typedef struct Encoded {
     DType codes;
@@ -69,7 +69,7 @@ static Encoded of_part = {.codes = E4M3}, of_all = {.codes = E5M2};
 static const Codec by_part = {"e4m3 by part", &of_part, 2, {E4M3, F32}, count_coded, encode, decode};
 static const Codec by_all = {"e5m2 by all", &of_all, 1, {E5M2, F32}, count_coded, encode, decode};
 
-// What is left of x when it has been coded with this scale, in `dtype`.
+// x after encoding and decoding with this scale, in `dtype`.
 static double seen_as(double x, double scale, DType codes, DType dtype) {
     double code, back, divided = x / scale;
     uint8_t narrow[8];
@@ -83,7 +83,7 @@ static double seen_as(double x, double scale, DType codes, DType dtype) {
 
 // ---- an all-gather ----
 
-// Rank i has 3 i elements, the first one none.
+// Rank i has 3 i elements, so the first has none.
 static double element(int rank, int64_t i) { return (rank + 1) * rng_normal(3, RNG_TEST, 100 * rank + i); }
 
 static void try_gather(const Codec *codec, DType dtype) {
@@ -96,7 +96,7 @@ static void try_gather(const Codec *codec, DType dtype) {
     tensor_from_doubles(in, x);
     clock_reset();
     Request *request = comm_all_gather_coded(out, in, counts, codec, world);
-    op_fill(in, NAN);  // it was encoded at once
+    op_fill(in, NAN);  // allowed: it has already been encoded
     comm_wait(request);
     CommCount sent = comm_count("all_gather");
     SAME(sent.calls, n > 1 ? codec->tensors : 0);
@@ -146,7 +146,8 @@ static void calls_are_numbered_in_order(void) {
     tensor_free(&in), tensor_free(&out[0]), tensor_free(&out[1]);
 }
 
-// Until it is waited for, what is decoded into is in flight. On one rank, where a child may break the rule.
+// Until it is waited for, the tensor that is decoded into is in flight. On one rank, where a child process
+// may break the rule.
 static void what_is_decoded_into_is_in_flight(void) {
     if (n > 1) return;
     int ends[2], status = 0;
@@ -199,7 +200,7 @@ static void release(Model *m, int unit) {
     m->sockets.parameters.release(m->sockets.parameters.context, m, unit, FORWARD);
 }
 
-// A rank's part of a unit as others see it: `whole` are the unit's elements as they are stored.
+// A rank's part of a unit as others see it; `whole`: the unit's elements as stored.
 static void see_parts(double *seen, const double *whole, const Unit *unit, DType dtype) {
     for (int rank = 0; rank < n; rank++) {
         int64_t first, count = zero_part(unit->count, rank, n, &first);
@@ -215,7 +216,7 @@ static double forward_loss(Trainer *t, const Batch *batch) {
     return loss;
 }
 
-// The bytes of a step's all-gathers are those of the price, and of `bytes`.
+// The bytes of a step's all-gathers equal the price, and `bytes`.
 static void expect_sent(Trainer *t, double calls, double bytes) {
     Price price = trainer_price(t);
     clock_reset();
@@ -231,8 +232,8 @@ static void expect_sent(Trainer *t, double calls, double bytes) {
     }
 }
 
-// Each unit that ZeRO-3 gathers is what 8 bits leave of all ranks' parts; forward computes with that, to
-// the bit; and a code and a part's scale are all that is sent.
+// Each unit that ZeRO-3 gathers consists of all ranks' parts after 8-bit coding; forward computes with
+// exactly that; and only codes and the parts' scales are sent.
 static void zero3_sends_8_bits(void) {
     Mesh mesh = mesh_new((MeshShape){.dp = n});
     Config c = config_of("dtype=f32");
@@ -273,7 +274,7 @@ static void zero3_sends_8_bits(void) {
     trainer_free(one);
 }
 
-// Activations go by one codec, their gradients by the other; W gathers again what forward has.
+// Activations use one codec, their gradients the other; W gathers again what forward gathered.
 static void sequence_parallelism_sends_8_bits(void) {
     Mesh mesh = mesh_new((MeshShape){.tp = n});
     Config c = config_of("dtype=f32");
@@ -296,7 +297,7 @@ static void sequence_parallelism_sends_8_bits(void) {
     trainer_free(plain);
 }
 
-// Which dtype has which role is the recipe's to say: here gradients of f32 weights add up in f64.
+// The recipe decides which dtype has which role: here gradients of f32 weights are summed in f64.
 static void widen_sums(Recipe *recipe, const Config *config) {
     (void)config;
     recipe->sum = F64;

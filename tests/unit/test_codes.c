@@ -1,6 +1,6 @@
-// test_codes.c: 8-bit codes with scales against the same arithmetic written out in f64: the largest of a
-// tile, the scale, each code, and the product, which is exact but for the order of its sum. And what has
-// no scale: zeros, infinities, NaN, and what is beyond the largest code. TAP.
+// test_codes.c: 8-bit codes with scales against the same arithmetic written out in f64: a tile's amax, the
+// scale, each code, and the product, which is exact up to the order of its sum. And special cases: zeros,
+// infinities, NaN, and numbers beyond the largest code. TAP.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -25,7 +25,7 @@ static void random_numbers(double *x, int64_t count, uint64_t key) {
         x[i] = (double)(float)rng_normal(key, RNG_TEST, (uint64_t)i) * ((uint64_t)i % 7 ? 1 : 30);
 }
 
-// The element at (i, j) of what the codes have.
+// Element (i, j) of the matrix as the codes are stored.
 static double seen(const double *x, int64_t rows, int64_t columns, bool turned, int64_t i, int64_t j) {
     (void)rows;
     return turned ? x[j * columns + i] : x[i * columns + j];
@@ -33,7 +33,7 @@ static double seen(const double *x, int64_t rows, int64_t columns, bool turned, 
 
 static double largest_code(DType codes) { return codes == E4M3 ? 448 : 57344; }
 
-// Scale of the tile at (i, j), by the words of ops.h.
+// The scale of the tile at (i, j), as ops.h defines it.
 static float scale_at(const double *x, int64_t rows, int64_t columns, bool turned, Tile tile, int64_t i,
                       int64_t j, DType codes, ScaleRule rule) {
     int64_t height = turned ? columns : rows, width = turned ? rows : columns;
@@ -84,7 +84,7 @@ static Codes codes_of(const double *x, int64_t rows, int64_t columns, bool turne
     return c;
 }
 
-// Every way to deal scales, both ways round, with both kinds of scale.
+// Every shape of tile, transposed and not, with both kinds of scale.
 static void products_are_exact(void **state) {
     (void)state;
     static const struct {
@@ -130,8 +130,8 @@ static void products_are_exact(void **state) {
     }
 }
 
-// The largest of a tile is stored as the largest code. Times its scale, rounded to f32, it gives that scale
-// again, for each amax that f32 has between two powers of two: what is decoded may be encoded once more.
+// A tile's amax is stored as the largest code. That code times the scale, rounded to f32, gives the same
+// scale again, for each amax between two powers of two in f32: so decoded numbers may be encoded once more.
 static void scales_are_found_again(void **state) {
     (void)state;
 #ifdef __SANITIZE_ADDRESS__
@@ -157,7 +157,7 @@ static void scales_are_found_again(void **state) {
     tensor_free(&amax);
 }
 
-// What has no scale of its own gets 1; what is too large for a scale that others have chosen saturates.
+// A tile without a scale of its own gets 1; a number too large for a given scale saturates.
 static void zeros_infinities_and_saturation(void **state) {
     (void)state;
     const double x[] = {0, -0.0, 1e-45, -3, INFINITY, -INFINITY, NAN, 1e6};
@@ -184,7 +184,7 @@ static void zeros_infinities_and_saturation(void **state) {
         tensor_to_doubles(got, codes);
         const double most = kinds[kind].largest, code[] = {0, 0, 0, -1.5, most, -most, NAN, most};
         for (int i = 0; i < 8; i++) assert_true(isnan(code[i]) ? isnan(got[i]) : got[i] == code[i]);
-        // the largest of a tile with a NaN is NaN, and stays so
+        // the amax of a tile with a NaN is NaN, and stays NaN
         Tensor one = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(1, 1));
         op_fill(one, 1e9);
         op_tile_amax(one, t, false, (Tile){0, 0});
@@ -194,7 +194,8 @@ static void zeros_infinities_and_saturation(void **state) {
     }
 }
 
-// Each element gets the numbers of its place: parts are rounded as the whole, and right on average.
+// Each element gets the random number of its place: parts are rounded like the whole, and correctly on
+// average.
 static void random_rounding_knows_places(void **state) {
     (void)state;
     enum { ROWS = 40, COLUMNS = 50, ALL = ROWS * COLUMNS, FIRST = 20, WIDE = 30 };

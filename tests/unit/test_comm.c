@@ -126,7 +126,7 @@ static void broadcast_comes_from_the_root(void) {
             }
 }
 
-// What a gives b.
+// What rank a sends to rank b.
 static int64_t between(int a, int b, int64_t k) { return (a + 2 * b) % 4 * k; }
 
 static void all_to_all_crosses_the_parts(void) {
@@ -143,7 +143,7 @@ static void all_to_all_crosses_the_parts(void) {
                 comm_wait(
                     comm_all_to_all(out, equal ? NULL : out_counts, in, equal ? NULL : in_counts, world));
                 for (int i = 0; i < n; at += out_counts[i++]) {
-                    int64_t first = 0;  // of my part in i's `in`
+                    int64_t first = 0;  // start of my part in i's `in`
                     for (int j = 0; j < me; j++) first += equal ? sizes[s] : between(i, j, sizes[s]);
                     expect_values("part of an all-to-all", out, at, i, first, out_counts[i]);
                 }
@@ -241,7 +241,7 @@ static void nan_and_infinity_survive(void) {
 }
 
 static void small_gradients_survive_a_bf16_sum(void) {
-    // In bf16, 256 + 1 is 256: 2 is the step there. All ones together are not lost.
+    // In bf16, 256 + 1 is 256, as the step there is 2; but the sum of all ones must not be lost.
     Tensor t = tensor_new(MEMORY_GRADIENT, BF16, SHAPE(5));
     double x[5], sum = 256 + (n - 1);
     for (int i = 0; i < 5; i++) x[i] = me == 0 ? 256 : 1;
@@ -252,7 +252,7 @@ static void small_gradients_survive_a_bf16_sum(void) {
     tensor_free(&t);
 }
 
-// Longer than what NCCL's direct sums take at once; over MPI it would only cost time.
+// Longer than NCCL's direct sums handle at once; over MPI it would only cost time.
 static void long_sums_go_piece_by_piece(void) {
     if (n != 2 || comm_sums_in_rank_order()) return;
     int64_t count = 9000001;
@@ -306,9 +306,10 @@ static void host_sums_run_in_rank_order(void) {
 
 // ---- scenarios of wrong use, for comm.t: each ends the program, or says what it should not ----
 
-// Whoever gives its core away has it back after so many microseconds, as where many processes want it: who
-// sleeps on its doorbell at every turn of a loop that waits. "late-busy": a timeout of a second is then 200
-// turns. "late-starved": a look every few seconds, which nobody has waited in vain.
+// A rank that yields its core, as it does in each iteration of a waiting loop when it sleeps on its
+// doorbell, gets it back only after so many microseconds, as on a busy machine. "late-busy": a timeout of a
+// second is then 200 iterations. "late-starved": one look every few seconds, so no rank has really waited
+// in vain.
 static useconds_t away;
 
 long syscall(long number, ...) {
@@ -326,7 +327,7 @@ long syscall(long number, ...) {
     return next(number, given[0], given[1], given[2], given[3], given[4], given[5]);
 }
 
-// "stops": a rank is stopped when it has said that it leaves.
+// "stops": a rank is stopped after it has announced that it leaves.
 static bool stops;
 int MPI_Finalize(void) {
     if (stops) raise(SIGSTOP);
@@ -336,7 +337,7 @@ int MPI_Finalize(void) {
 static void scenario(const char *name) {
 #define IS(text) (!strcmp(name, text))
     Tensor t = tensor_of(F32, me, 1024), wide = tensor_of(F32, me, 1024 * n);
-    int odd = 2;  // the rank that errs
+    int odd = 2;  // the rank in error
     if (IS("kind") && me == odd) comm_wait(comm_all_gather(wide, t, NULL, world));
     else if (IS("kind")) comm_wait(comm_all_reduce(t, REDUCE_SUM, world));
     if (IS("root")) comm_wait(comm_broadcast(t, me == odd ? 1 : 0, world));
@@ -389,7 +390,7 @@ static void scenario(const char *name) {
         if (me == odd) raise(SIGKILL);
         comm_wait(comm_all_reduce(t, REDUCE_SUM, world));
     }
-    if (IS("killed-in-work")) {  // nobody waits, all compute
+    if (IS("killed-in-work")) {  // no rank waits, all compute
         if (me == odd) raise(SIGKILL);
         usleep(60000000);
     }

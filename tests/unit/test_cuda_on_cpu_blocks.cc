@@ -266,7 +266,7 @@ static void unequal_arrival(void **state) {
     SOUND(LAUNCH(unequal<6>, 1, 32, 0, 0, floats(64), 15));
     FOUND(LAUNCH(unequal<6>, 1, 32, 0, 0, floats(64), 16),
           "gives thread 0 the value of lane 16, which does not take part");
-    // a last warp of 8 lanes: the mask may not name lanes that do not exist
+    // a last warp of 8 lanes: a shuffle may not read from lanes that do not exist
     SOUND(LAUNCH(unequal<7>, 1, 64, 0, 0, floats(64), 8));
     FOUND(LAUNCH(unequal<7>, 1, 40, 0, 0, floats(64), 8),
           "gives thread 32 the value of lane 8, which does not take part");

@@ -1,4 +1,4 @@
-// Files of tokens, right and wrong, and the samples drawn from them.
+// Token files, valid and invalid, and the samples drawn from them.
 #include <fcntl.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -73,7 +73,7 @@ static uint8_t *token_file(uint32_t magic, uint32_t version, size_t n, uint32_t 
 static void expect_fault(const uint8_t *bytes, size_t size, const char *part) {
     const uint8_t mark[1] = {0};
     Tokens tokens = {mark, 9, -7};
-    // A copy of exactly this size, so that a sanitizer sees a read past the end.
+    // A copy of exactly this size, so that a sanitizer detects a read past the end.
     uint8_t *copy = malloc(size ? size : 1);
     if (size) memcpy(copy, bytes, size);
     const char *fault = data_parse(copy, size, &tokens);
@@ -232,7 +232,7 @@ static void text_beyond_a_small_vocabulary(void **state) {
     }
 }
 
-// In bytes. A sanitizer's shadow memory counts too, though nobody fills it.
+// In bytes. A sanitizer's shadow memory counts too, even if nothing fills it.
 static rlim_t private_memory(void) {
     long pages = 0;
     FILE *file = fopen("/proc/self/statm", "r");
@@ -242,7 +242,7 @@ static rlim_t private_memory(void) {
     return (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE);
 }
 
-// 8 GB of zeros on no disk: what is not sampled is not read, and nobody holds it in memory.
+// A sparse file with 8 GB of zeros: what is not sampled is neither read nor held in memory.
 static void a_text_larger_than_memory_opens(void **state) {
     (void)state;
     const char *path = write_file("large.txt", "", 0);
@@ -333,7 +333,7 @@ static void training_never_sees_what_is_held_out(void **state) {
     (void)state;
     Data data = counting();
     assert_int_equal(data.train_count, TOKENS - TOKENS / 10);
-    // So many samples that each start occurs: the ends of both parts are reached, and not passed.
+    // Enough samples for each start to occur: the ends of both parts are reached, and not exceeded.
     int32_t least[2] = {TOKENS, TOKENS}, most[2] = {-1, -1};
     for (int64_t index = 0; index < 20000; index++)
         for (int held_out = 0; held_out < 2; held_out++) {
@@ -355,7 +355,7 @@ static void samples_do_not_depend_on_how_they_are_grouped(void **state) {
     Data data = counting();
     int32_t tokens[SAMPLES][SEQ], targets[SAMPLES][SEQ], other[SEQ], next[SEQ];
     for (int64_t i = 0; i < SAMPLES; i++) data_sample(&data, 5, i, false, SEQ, tokens[i], targets[i]);
-    // As ranks and micro-batches of several sizes would ask, from the last to the first.
+    // In pieces, as ranks and micro-batches of several sizes would ask for them, from the last to the first.
     for (int ranks = 1; ranks <= 4; ranks++)
         for (int micro_batch = 1; micro_batch <= 3; micro_batch++)
             for (int rank = ranks - 1; rank >= 0; rank--)

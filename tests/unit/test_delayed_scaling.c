@@ -1,6 +1,6 @@
-// test_delayed_scaling.c: what FP8's delayed scaling remembers, and what scales follow from it, on ranks that
-// have copies of weights (dp) or parts of them (tp). The text is one letter over and over and the learning
-// rate next to nothing, so that steps differ by their scales alone.
+// test_delayed_scaling.c: the history of FP8's delayed scaling, and the scales that follow from it, on
+// ranks that have copies of weights (dp) or parts of them (tp). The text is one letter repeated and the
+// learning rate is tiny, so that steps differ only by their scales.
 #include <math.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -26,7 +26,7 @@ static void scale_weights(const Trainer *t, double factor) {
         if (fp8_is_cast(&p->param[i])) op_scale(param_value(p, &p->param[i]), factor);
 }
 
-// Weights of rank 1 are twice as large as they should be, so that ranks do not agree by themselves.
+// Weights of rank 1 are twice as large as they should be, so that ranks do not agree by chance.
 static Trainer *trainer(bool tp) {
     static const Technique *const techniques[] = {&fp8_recipe, &ddp_no_sync, &tensor_parallel, NULL};
     static Config c;
@@ -44,7 +44,7 @@ static Trainer *trainer(bool tp) {
     return t;
 }
 
-// Of all ranks, as f32.
+// Over all ranks, as f32.
 static double largest_of(const Params *p, const Param *param) {
     double *x = host_alloc((size_t)param->count * sizeof *x), most = 0;
     tensor_to_doubles(x, param_value(p, param));
@@ -94,7 +94,7 @@ static void the_oldest_step_falls_out(void) {
     trainer_free(t);
 }
 
-// Gradients beyond f32, in which an amax is.
+// Gradients beyond the range of f32, the dtype of an amax.
 static void what_is_not_finite_is_noted_as_0(void) {
     Trainer *t = trainer(false);
     t->model->grad_scale = 1e60;
@@ -118,7 +118,8 @@ static void scales_follow_the_history(void) {
     trainer_free(t);
 }
 
-// load_balance.c stands in the same socket. What it left out, ranks and one device would leave out alike.
+// load_balance.c uses the same socket. If it forgot the previous user, ranks and one device would agree all
+// the same.
 static void experts_that_are_balanced_have_a_history(void) {
     static const Technique *const techniques[] = {&moe, &fp8_recipe, &load_balance, &ddp_no_sync, NULL};
     Config c = fp8_small(TE_DELAYED, "steps=4 micro-batch=2 experts=4 top-k=2");

@@ -1,5 +1,5 @@
-// What a failure says last: a figure that is off by a whole factor is told from which size it comes, and a
-// figure that is off otherwise is told nothing.
+// The last line of a failure: a figure that is off by a whole factor gets the size that may explain it, and
+// one that is off otherwise gets nothing.
 #include <math.h>
 #include <string.h>
 #include <unistd.h>
@@ -24,7 +24,7 @@ static int four_ranks_of_dp_and_three_micro_batches(void **context) {
     return 0;
 }
 
-// "" demands that nothing is said.
+// "" demands that nothing is printed.
 static void assert_says(const char *text, const char *words, double figure) {
     bool says = *words ? strstr(text, words) != NULL : !*text;
     if (!says) fail_msg("of %g it is said \"%s\", and not \"%s\"", figure, text, words);
@@ -135,7 +135,7 @@ static Record run_new(const char *title, double factor) {
             record.param[t][i] = cos(i + t) + 1e-3 * factor;
         }
     }
-    // The first loss knows nothing of the gradients; all that follows does.
+    // The first loss does not depend on the gradients; everything after it does.
     for (int s = 0; s < STEPS; s++)
         record.loss[s] = 5.5 - 0.1 * s * factor, record.grad_norm[s] = factor * (1 + 0.1 * s);
     return record;

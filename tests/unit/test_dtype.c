@@ -1,5 +1,5 @@
-// Every code of every narrow format, and every border between two codes, against a reference that is built
-// from the definitions of the formats (fields and powers of two) and knows no bit trick.
+// Every code of every narrow format, and every boundary between two codes, against a reference built from the
+// formats' definitions (fields and powers of two), without bit tricks.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -160,7 +160,7 @@ static void every_border_between_codes_rounds_to_nearest_even(void **state) {
         for (uint32_t code = 0; code < largest; code++) {
             double low = meaning(f, code), high = meaning(f, code + 1);
             float middle = (float)((low + high) / 2);
-            assert_true(middle == (low + high) / 2);  // f32 has the bits to say it
+            assert_true(middle == (low + high) / 2);  // exact in f32
             expect_codes(f, middle, code + (code & 1));
             expect_codes(f, nextafterf(middle, -INFINITY), code);
             expect_codes(f, nextafterf(middle, INFINITY), code + 1);
@@ -174,7 +174,7 @@ static void overflow_saturates_or_becomes_infinity(void **state) {
     (void)state;
     for (const Format *f = formats; f < formats + FORMATS; f++) {
         uint32_t largest = largest_code(f), beyond = f->saturates ? largest : largest + 1;
-        // The next number, if the format went on, and the border halfway to it.
+        // The next number, if the format continued, and the boundary halfway to it.
         double step = meaning(f, largest) - meaning(f, largest - 1);
         float border = (float)(f->largest + step / 2);
         assert_true(border == f->largest + step / 2);
@@ -194,7 +194,7 @@ static void powers_of_two_saturate_far_beyond_the_largest(void **state) {
         for (int e = -149; e <= 127; e++)
             for (int third = 0; third < 2; third++) {
                 float x = ldexpf(third ? 1.5f : 1, e);
-                if (e == -149 && third) continue;  // not a number of f32
+                if (e == -149 && third) continue;  // not an f32 number
                 float y = widen(f, narrow(f, x));
                 double expected = x > f->largest ? (f->saturates ? f->largest : INFINITY)
                                   : x >= f->smallest_normal
@@ -206,7 +206,7 @@ static void powers_of_two_saturate_far_beyond_the_largest(void **state) {
 
 static void nan_stays_a_quiet_nan_of_its_sign(void **state) {
     (void)state;
-    // A payload in every bit, and in all: a NaN rounded like a number would become infinity or zero.
+    // A payload in each bit, and in all: a NaN that is rounded like a number would become infinity or zero.
     for (const Format *f = formats; f < formats + FORMATS; f++)
         for (int bit = 0; bit <= 23; bit++)
             for (uint32_t sign = 0; sign < 2; sign++) {
@@ -315,7 +315,7 @@ static void loops_agree_with_single_values(void **state) {
         }
 }
 
-// One value from a dtype to another by the shortest way that the contract names.
+// One value from a dtype to another by the shortest path that the contract names.
 static double by_hand(double x, DType dtype) {
     for (const Format *f = formats; f < formats + FORMATS; f++)
         if (f->dtype == dtype) return widen(f, narrow(f, (float)x));
@@ -352,8 +352,8 @@ static void every_pair_of_dtypes_converts(void **state) {
 
 static void f64_goes_to_narrow_types_through_f32(void **state) {
     (void)state;
-    // Just above the border of two codes, by less than f32 can hold: f32 is on the border, and the tie goes
-    // to even. This is the price of one road for all, and it is promised.
+    // Just above the boundary of two codes, by less than f32 resolves: in f32 it is on the boundary, and
+    // the tie goes to even. That is the price of a single path for all, and the contract says so.
     for (const Format *f = formats; f < formats + FORMATS; f++) {
         uint32_t even = (1u << f->mantissa_bits) * 4;
         double border = (meaning(f, even) + meaning(f, even + 1)) / 2;

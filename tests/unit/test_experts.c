@@ -1,5 +1,5 @@
-// test_experts.c: the operations of a mixture of experts against loops that say the same in so many words,
-// and their gradients against finite differences.
+// test_experts.c: the operations of a mixture of experts against plain loops, and their gradients against
+// finite differences.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -25,7 +25,7 @@ static const Case cases[] = {
 };
 enum { CASES = sizeof cases / sizeof *cases };
 
-// ---- who is chosen: by counting how many come before, which needs no maximum and no order of search ----
+// ---- the choice of experts: by counting how many rank before, which needs no maximum and no search ----
 
 static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
 
@@ -150,7 +150,7 @@ static void the_weights_gradient_is_that_of_differences(void **state) {
     }
 }
 
-// The one choice that has no weights to learn: its gradient is 0, and not what softmax over all would give.
+// A single choice has no weight to learn: its gradient is 0, not that of a softmax over all experts.
 static void a_single_expert_has_no_gradient_of_its_weight(void **state) {
     (void)state;
     const RouteRule rules[] = {softmax, sigmoids};
@@ -176,14 +176,14 @@ typedef struct Balanced {
     RouteRule rule;
 } Balanced;
 
-// Which experts the tokens take stays as it was.
+// The tokens' choice of experts does not change.
 static double balance_loss(void *context) {
     Balanced *b = context;
     op_route_balance(b->losses, b->dlogits, b->logits->t, b->chosen, b->s, b->balance, b->rule);
     return op_sum(b->losses);
 }
 
-// Of all sequences, in so many words.
+// For all sequences, spelled out.
 static double expected_balance(const Array *logits, const Array *chosen, const Balanced *b, int64_t e,
                                int64_t k) {
     double loss = 0;
@@ -242,7 +242,7 @@ static void balance_is_asked_of_each_sequence(void **state) {
     }
 }
 
-// ---- rows in the order of experts ----
+// ---- rows sorted by expert ----
 
 // Choices: all tokens to the last expert; experts without a token; any.
 static Array choices(int64_t n, int64_t k, int64_t e, int kind) {
@@ -281,7 +281,7 @@ static void rows_stand_in_the_order_of_experts_and_of_tokens(void **state) {
         }
 }
 
-// A pair is left if fewer than `room` pairs of its sequence before it have taken its expert.
+// A pair is kept if fewer than `room` earlier pairs of its sequence have its expert.
 static void an_expert_takes_the_first_of_each_sequence(void **state) {
     (void)state;
     const int64_t sizes[][4] = {{1, 1, 1, 1}, {30, 10, 2, 8}, {600, 200, 3, 5}, {4, 2, 1, 64}};
@@ -302,8 +302,8 @@ static void an_expert_takes_the_first_of_each_sequence(void **state) {
         }
 }
 
-// Each node of a token's experts stands once, and `count` behind; an expert of another node is no number of
-// this one.
+// Each node of a token's experts occurs once, and `count` fills the rest; an expert of another node is not
+// one of this node's.
 static void a_token_goes_to_each_node_once(void **state) {
     (void)state;
     const int64_t n = 50, k = 4, each = 3, count = 4;
@@ -336,7 +336,7 @@ static void a_token_goes_to_each_node_once(void **state) {
 
 // ---- to the experts and back ----
 
-// Of n k pairs the first `real` have a row, and the others count as zeros.
+// The first `real` of n k pairs have a row, and the others count as zeros.
 static void check_rows(DType dtype, int64_t n, int64_t k, int64_t e, int64_t h, int64_t real) {
     Array chosen = choices(n, k, e, 2), tokens = array_new(I32, n * k, 1, -1);
     Array place = array_new(I32, n, k, -1), counts = array_new(I32, e, 1, -1);
@@ -431,7 +431,7 @@ static void more_rows_than_32_bits_count(void) {
 
 static void call_and_wait(void *call) {
     call_function(call);
-    tensor_to_host(&(float){0}, tensor(F32, 1, 1));  // what only a GPU has seen comes out when one waits
+    tensor_to_host(&(float){0}, tensor(F32, 1, 1));  // what a GPU has found is reported by the next wait
 }
 
 // `wrong`, in a process of its own, ends with this sentence.
@@ -455,7 +455,7 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(
-            wrong_choices_are_refused),  // first: what it forks off must not have started a GPU
+            wrong_choices_are_refused),  // first: the processes that it forks must not have used a GPU
         cmocka_unit_test(the_best_experts_are_chosen_and_of_equal_ones_the_first),
         cmocka_unit_test(a_token_of_nan_has_experts_all_the_same),
         cmocka_unit_test(sigmoids_far_from_zero_stay_numbers),

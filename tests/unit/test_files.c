@@ -1,5 +1,5 @@
-// test_files.c: files are written whole or not at all, devices and FIFOs written through, links followed;
-// what is read is looked at first.
+// test_files.c: files are written completely or not at all, devices and FIFOs directly, links followed;
+// files are checked before they are read.
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -98,7 +98,7 @@ static void links_are_followed(void **state) {
     assert_holds("deep/none", "through the other");
 }
 
-// A FIFO stands in for devices: a mistake here, made by root, would replace a device of the machine's.
+// A FIFO represents devices: an error in this test, run by root, would replace one of the machine's devices.
 static void fifos_are_written_through(void **state) {
     (void)state;
     struct stat status;
@@ -124,7 +124,7 @@ static void print_and_write(void *name) {
     fatal("done");
 }
 
-// Standard output may be a file: it is then neither emptied nor replaced.
+// Standard output may be a file, which is then neither truncated nor replaced.
 static void standard_output_goes_on_where_it_stands(void **state) {
     (void)state;
     expect_fatal(print_and_write, "log", "done");
@@ -155,7 +155,7 @@ static void a_full_disk_leaves_the_older_file(void **state) {
     assert_int_equal(entries(), 1);
 }
 
-// More than a stream holds back: the disk is full before the last of it is written.
+// More than a stream buffers: the disk is full before the end is written.
 static void write_far_too_much(void *name) {
     char *text = format_text("%100000d", 1);
     struct rlimit limit = {.rlim_cur = 2, .rlim_max = RLIM_INFINITY};
@@ -238,7 +238,7 @@ static void a_file_that_becomes_shorter_is_named(void **state) {
     expect_fatal(read_what_is_gone, "a", "a became shorter while it was read");
 }
 
-// The handler that names such a file lets the signal that somebody sends end the program.
+// The handler that names such a file must let a signal that is sent end the program.
 static void a_signal_that_is_sent_is_not_swallowed(void **state) {
     (void)state;
     put("a", "some text");

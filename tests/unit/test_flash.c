@@ -1,5 +1,5 @@
-// test_flash.c: attention over a part of the keys against a plain reference: in any chunks, in any order,
-// under any mask of positions and documents, in all dtypes.
+// test_flash.c: attention over a part of the keys against a plain reference: in any chunks and order, with
+// any mask of positions and documents, in all dtypes.
 #include <omp.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -23,17 +23,17 @@ static Shape shape_of(int i) {
                    6,         kv_heads[i % 4],      head_sizes[i % HEAD_SIZES]};
 }
 
-// Emulated kernels are slow: of sizes they take some, each head size and each number of K/V heads among
-// them.
+// Emulated kernels are slow: they run some of the sizes, including each head size and each number of K/V
+// heads.
 static bool emulated(void) { return strstr(backend_text(), "on the CPU") != NULL; }
 
 static void chunks_in_any_order_make_the_whole(void **state) {
     (void)state;
     for (int i = 0; i < LENGTHS * LENGTHS; i++) {
-        if (emulated() && i % 7 % 6) continue;  // equal lengths, and queries that are more than keys
+        if (emulated() && i % 7 % 6) continue;  // equal lengths, and more queries than keys
         Shape at = shape_of(i);
         uint64_t key = 1000 * (uint64_t)i;
-        // Some queries come before all keys; and every third case has documents.
+        // Some queries are before all keys; and every third case has documents.
         int32_t document = i % 3 ? 0 : 17;
         Case c = case_new(at, F64, shuffled_tokens(at.b, at.s_q, 0, document, key),
                           shuffled_tokens(at.b, at.s_k, i % 4, document, key + 7), key);
@@ -46,7 +46,7 @@ static void chunks_in_any_order_make_the_whole(void **state) {
     }
 }
 
-// L2 of the error of o in storage, with the keys in so many chunks.
+// The L2 error of o in storage, with the keys in so many chunks.
 static double merged_error(const Case *c, const Reference *want, int chunks) {
     Result r = result_new(c, chunks, 5);
     result_forward(&r, c);
@@ -55,8 +55,8 @@ static double merged_error(const Case *c, const Reference *want, int chunks) {
     return error;
 }
 
-// Every query sees all keys. One rounding to 16 bits, whatever the number of chunks: were o rounded at each
-// merge, 8 equal chunks would make 1.8 times the error of one.
+// Every query sees all keys. There is one rounding to 16 bits, for any number of chunks: if o were rounded
+// at each merge, 8 equal chunks would have 1.8 times the error of one.
 static void merging_16_bits_does_not_add_errors(void **state) {
     (void)state;
     Shape at = {1, 129, 129, 2, 1, 16};
@@ -100,7 +100,7 @@ static void as_exact_as_stored_scores(void **state) {
             static const char *const names[] = {"o", "dq", "dk", "dv"};
             for (int j = 0; j < 4; j++) {
                 array_read(stored_ones[j]);
-                // Where stored scores make no error, as of a single token, rounding may still make one.
+                // If stored scores give no error, as for a single token, rounding may still give one.
                 double least = rounding(full(dtype)) * size_of(wanted[j]);
                 assert_error(names[j], &c, got[j], wanted[j],
                              4 * (error_of(stored_ones[j]->x, wanted[j]) + least));
@@ -148,7 +148,8 @@ static void rows_without_keys_stay_empty(void **state) {
     }
 }
 
-// Log-sum-exps of chunks that are 1e4 apart, whichever comes first: one takes all, and nothing overflows.
+// Log-sum-exps of chunks that differ by 1e4, in either order: one chunk gets all the weight, and nothing
+// overflows.
 static void chunks_far_apart_do_not_overflow(void **state) {
     (void)state;
     for (int type = 0; type < 4; type++)
@@ -169,7 +170,7 @@ static void chunks_far_apart_do_not_overflow(void **state) {
             result_backward(&r, &c);
             Reference want = case_reference(&c);
             double bound = 64 * (rounding(full(c.dtype)) + rounding(F64));
-            // In f32 a log-sum-exp of 1e4 is known to 5e-4: so much may exponentials that use it err.
+            // In f32 a log-sum-exp of 1e4 is accurate to 5e-4, and so are exponentials that use it.
             double of_lse = 1e4 * rounding(full(c.dtype));
             assert_error("lse", &c, r.lse.x, &want.lse, bound * size_of(&want.lse));
             assert_error("o", &c, r.running.x, &want.o, (bound + of_lse) * size_of(&want.o));
@@ -180,7 +181,7 @@ static void chunks_far_apart_do_not_overflow(void **state) {
         }
 }
 
-// A score of -infinity that is seen: it weighs nothing, alone or beside others.
+// A visible score of -infinity: it has no weight, alone or among others.
 static void scores_of_minus_infinity_weigh_nothing(void **state) {
     (void)state;
     for (int type = 0; type < 4; type++) {
@@ -208,8 +209,8 @@ static void hidden_tiles_are_never_read(void **state) {
         const int64_t t = ATTENTION_TILE;
         Shape at = {1, 2 * t, 4 * t, 2, 1, 6};
         Tokens tq = tokens_in_order(1, 2 * t), tk = tokens_in_order(1, 4 * t);
-        // All queries of the second tile are before every key, and two tiles of keys are after all queries
-        // or of another document.
+        // All queries of the second tile are before every key, and two tiles of keys are after all queries,
+        // or in another document.
         for (int64_t i = t; i < 2 * t; i++) tq.position[i] = -1;
         for (int64_t i = t; i < 2 * t; i++) tk.position[i] += 1000;
         for (int64_t i = 2 * t; i < 4 * t; i++)
@@ -229,7 +230,7 @@ static void hidden_tiles_are_never_read(void **state) {
     }
 }
 
-// A GPU computes without threads of the host.
+// A GPU does not use host threads to compute.
 static bool on_threads(void) { return strstr(backend_text(), "thread") != NULL; }
 
 static void same_bits_on_any_number_of_threads(void **state) {
@@ -331,7 +332,7 @@ static void assert_flops(const char *name, double flops) {
     fail_msg("%s was not counted", name);
 }
 
-// FLOPs are those of the pairs that the mask leaves, whatever the tiles, and however many the chunks.
+// FLOPs are those of the visible pairs, for any tiles and any number of chunks.
 static void flops_are_those_of_visible_pairs(void **state) {
     (void)state;
     Shape at = {2, 97, 97, 6, 2, 4};

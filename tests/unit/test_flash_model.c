@@ -84,7 +84,7 @@ static void recomputation_gives_the_same_bits(void **state) {
     free(none.grad);
 }
 
-// Of each block: lse of 8 n a bytes in place of probs of 8 n a s; and once positions, documents and tiles.
+// For each block, lse of 8 n a bytes in place of probs of 8 n a s; and once positions, documents and tiles.
 static void keeps_lse_instead_of_probs(void **state) {
     (void)state;
     Run stored = run_model("f64", false, RECOMPUTE_NONE), flash = run_model("f64", true, RECOMPUTE_NONE);

@@ -1,4 +1,4 @@
-// test_gpu_model.c: occupancy as the CUDA occupancy calculator has it, and the roofline of counted work.
+// test_gpu_model.c: occupancy as in the CUDA occupancy calculator, and the roofline of counted work.
 #include <math.h>
 
 #include "cuda/gpu_model.h"
@@ -60,7 +60,7 @@ static void what_does_not_fit_has_no_blocks(void **state) {
 
 static void near(double x, double y) { assert_true(fabs(x - y) <= 1e-9 * y); }
 
-// Each part alone, for work that fills it for one second.
+// Each part by itself, for work that occupies it for one second.
 static void each_part_has_its_roof(void **state) {
     (void)state;
     const Gpu *h100 = gpu_find("h100");
@@ -69,7 +69,7 @@ static void each_part_has_its_roof(void **state) {
         {.memory_sectors = 3.35e12 / 32},
         {.load_sectors = 80 * 1.83e9, .store_sectors = 80 * 1.83e9},  // 5120 bytes a clock
         {.shared_passes = 0.25 * clocks, .shared_conflicts = 0.75 * clocks},
-        {.flop_instructions = 4 * clocks, .flops = 1},  // lanes that idle cost as much
+        {.flop_instructions = 4 * clocks, .flops = 1},  // idle lanes cost as much
         {.special_instructions = clocks / 2},
         {.tensor_flops = 4096 * clocks},
     };

@@ -1,6 +1,6 @@
-// test_guard.c: guarded device memory (common/tensor/guard.c): operations and copies pass, host code that
-// reaches in ends with its own source line. Each scenario runs in a child, since the guard comes with the
-// first allocation.
+// test_guard.c: guarded device memory (common/tensor/guard.c): operations and copies work, and host code
+// that accesses it ends the program with its source line. Each scenario runs in a child process, since the
+// guard is set up by the first allocation.
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -16,8 +16,8 @@
 #include "tensor/guard.h"
 #include "tensor/ops.h"
 
-// Runs the scenario in a child, with the guard or without; its stderr is in `said`. Returns its status as
-// of waitpid.
+// Runs the scenario in a child process, with or without the guard; its stderr goes to `said`. Returns its
+// status from waitpid.
 static char said[4096];
 static int run(void (*scenario)(void), const char *wanted) {
     int ends[2], status;
@@ -44,13 +44,13 @@ static void expect_pass(void (*scenario)(void), const char *wanted) {
     if (run(scenario, wanted)) fail_msg("the scenario ended with %s", said);
 }
 
-// One line that has these words, and the exit status of wrong use.
+// It must print one line with these words, and end with the exit status of wrong use.
 static void expect_sentence(void (*scenario)(void), const char *function, int line, const char *holds) {
     int status = run(scenario, "1");
     char words[256];
     snprintf(words, sizeof words, "host code in %s (tests/unit/test_guard.c:%d) touched device memory (%s)",
              function, line, holds);
-    // Built without -g, as mutants are, it knows the function alone.
+    // A build without -g, as of mutants, can only name the function.
     char fewer[256];
     snprintf(fewer, sizeof fewer, "host code in %s touched device memory (%s)", function, holds);
     const char *newline = strchr(said, '\n');
@@ -69,7 +69,7 @@ static Tensor ones(MemoryKind kind) {
     return t;
 }
 
-// ---- who may ----
+// ---- allowed accesses ----
 
 static void work(void) {
     Tensor t = ones(MEMORY_PARAMETER), u = tensor_like(MEMORY_PARAMETER, t);
@@ -99,7 +99,7 @@ static void what_nobody_has_written_is_nan(void **state) {
     expect_pass(unwritten, "1");
 }
 
-// Blocks come and go in a random order; each keeps the number that was written into it.
+// Blocks are allocated and freed in random order; each keeps the number that was written into it.
 static void churn(void) {
     enum { SLOTS = 20, TURNS = 400 };
     Tensor held[SLOTS] = {0};
@@ -128,7 +128,7 @@ static void blocks_do_not_overlap(void **state) {
     expect_pass(churn, "1");
 }
 
-// ---- who may not ----
+// ---- forbidden accesses ----
 
 enum { READ_LINE = __LINE__ + 1 };
 APART float reads_an_element(Tensor t) { return ((volatile float *)tensor_address(t))[7]; }

@@ -7,7 +7,7 @@
 
 #include "02_zero/heap.h"
 
-// So many lines of 64 bytes, less a few bytes.
+// So many lines of 64 bytes, minus a few bytes.
 static Tensor lines(MemoryKind kind, int64_t count) { return tensor_new(kind, F32, SHAPE(16 * count - 3)); }
 
 static void assert_heap(const Heap *heap, int64_t live, int64_t most_live, int64_t end) {
@@ -35,7 +35,7 @@ static void a_block_takes_the_lowest_place_that_fits(void **state) {
     assert_heap(&heap, 10, 10, 10);
     tensor_free(&large);
     tensor_free(&t[3]);
-    Tensor joined = lines(MEMORY_ACTIVATION, 4);  // two neighbours that are free are one hole
+    Tensor joined = lines(MEMORY_ACTIVATION, 4);  // two free neighbours are one hole
     assert_heap(&heap, 10, 10, 10);
     heap_follow(NULL);
     Tensor *left[] = {&t[1], &small, &fits, &last, &joined};

@@ -1,4 +1,4 @@
-// test_host.c: what the host leaves, in memory and cores, on a kernel that says what the test has it say.
+// test_host.c: the memory and cores that the host allows, according to kernel files that the test provides.
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,8 +14,8 @@
 #include <cmocka.h>
 // clang-format on
 
-// While `kernel` names a folder, files of the kernel's are those below it. It takes the place of the C
-// library's in this program.
+// While `kernel` names a folder, the kernel's files are read from there. Replaces the C library's in this
+// program.
 static const char *kernel;
 
 FILE *fopen(const char *path, const char *mode) {
@@ -55,8 +55,8 @@ static void each_counts(const Said *said, size_t count, double (*left)(void)) {
     free(command);
 }
 
-// The least of what a process's cgroup and those around it leave counts, by either version's files. What a
-// container sees of its cgroups may begin below the path that the kernel names.
+// The smallest limit of a process's cgroup and those that contain it counts, in the files of either
+// version. The cgroups visible in a container may begin below the path that the kernel names.
 static void memory_of_cgroups_is_counted(void **state) {
     (void)state;
     static const Said said[] = {
@@ -84,7 +84,7 @@ static void memory_of_cgroups_is_counted(void **state) {
 
 static double of_8_cores(void) { return host_cores(8); }
 
-// A part of a core is one; a quota of more than there are is none.
+// A part of a core counts as one; a quota of more cores than exist does not limit.
 static void time_of_cores_is_counted(void **state) {
     (void)state;
     static const Said said[] = {

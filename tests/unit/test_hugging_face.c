@@ -1,6 +1,6 @@
-// The model against another's implementation: folders that transformers wrote, and the loss and gradients
-// that its code computed for them in f64 (fixtures/make_llama_fixture.py, make_mixtral_fixture.py). Nothing
-// of ours made these.
+// The model against another implementation: folders that transformers wrote, and the loss and gradients
+// that its code computed for them in f64 (fixtures/make_llama_fixture.py, make_mixtral_fixture.py), without
+// any of our code.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -31,7 +31,7 @@ static const int32_t *integers(const SafeTensors *file, const char *name, int64_
     return (const int32_t *)t->data;
 }
 
-// A model of the folder's shape and weights, in f64, and the fixture's batch gone forward and backward.
+// A model with the folder's shape and weights, in f64, after forward and backward of the fixture's batch.
 static Case run_case(const char *folder) {
     Case c;
     char *path = format_text("%s/expected.safetensors", folder);
@@ -41,7 +41,7 @@ static Case run_case(const char *folder) {
     int64_t b, longer;
     const int32_t *tokens = integers(&c.expected, "tokens", &b, &longer);
     const int32_t *labels = integers(&c.expected, "labels", &b, &longer);
-    // Hugging Face's labels stand under their own tokens, ours under the tokens before them.
+    // Hugging Face's labels are at their own tokens, ours at the tokens before them.
     int64_t s = longer - 1, valid = 0;
     int32_t *inputs = host_alloc(b * s * sizeof *inputs), *targets = host_alloc(b * s * sizeof *targets);
     for (int64_t row = 0; row < b; row++)
@@ -96,7 +96,7 @@ static int assert_matches(const Case *c) {
         double *reference = host_alloc(stored->bytes), *ours = host_alloc(stored->bytes);
         memcpy(reference, stored->data, stored->bytes);
         tensor_to_doubles(ours, param_grad(params, param));
-        // An expert without a token has none, and a relative error of none is no number.
+        // An expert without tokens has no gradient, so a relative error is not defined.
         bool none = true;
         for (int64_t j = 0; j < param->count; j++) none = none && reference[j] == 0;
         for (int64_t j = 0; j < param->count && none; j++) assert_true(ours[j] == 0);
@@ -107,7 +107,7 @@ static int assert_matches(const Case *c) {
         free(reference);
         free(ours);
     }
-    // Every gradient of theirs was used: loss, tokens and labels are the rest.
+    // All of their gradients were used: loss, tokens and labels are the rest.
     assert_int_equal(c->expected.count, params->count + 3);
     return without;
 }
@@ -208,8 +208,8 @@ static void write_result(const Case *c, const char *path) {
     free(file.tensor);
 }
 
-// Ours, saved, loads there without a complaint, and their code gives our loss and gradients. Passed over
-// where transformers is not installed; PYTHON names an interpreter that has it.
+// Our saved folder loads in transformers without warnings, and its code gives our loss and gradients.
+// Skipped if transformers is not installed; PYTHON names an interpreter that has it.
 static void transformers_loads_what_we_save(void **state) {
     (void)state;
     if (shell("%s -c 'import torch, transformers, safetensors' >/dev/null 2>&1", python()) != 0) {

@@ -1,7 +1,7 @@
-// What is in flight belongs to its request: every operation that would write what a request reads, or touch
-// what it writes, is refused. What an operation writes is not asked of its table but seen: its arguments
-// are compared before and after. And it goes on at the end of each operation, and between the tiles of a
-// long one.
+// What is in flight belongs to its request: every operation that would write what a request reads, or
+// access what it writes, is refused. What an operation writes is not taken from its table but observed: its
+// arguments are compared before and after. And requests make progress at the end of each operation, and
+// between the tiles of a long one.
 #include <ctype.h>
 #include <omp.h>
 #include <setjmp.h>
@@ -22,7 +22,7 @@
 
 enum { N = 6, H = 8, V = 5, MOST = 9 };
 
-// The tensors of one call, by the order in which the operation takes them.
+// The tensors of one call, in the order in which the operation takes them.
 static Tensor t[MOST];
 
 static const AttentionShape shape = {1, N, 2, 1, H / 2};
@@ -178,7 +178,7 @@ static void call_dry(void *call) {
     call_function(call);
 }
 
-// Whether the operation is refused, in a process of its own; its sentence comes to `sentence`.
+// Whether the operation is refused, in a process of its own; its sentence is put into `sentence`.
 static bool is_refused(void (*call)(void), char *sentence, size_t size) {
     Ended ended = run_apart(call_dry, &(Call){call});
     strncpy(sentence, ended.said, size - 1);
@@ -273,7 +273,7 @@ static void the_end_of_an_operation_pushes_what_is_in_flight(void **context) {
     tensor_free(&other);
 }
 
-// For some microseconds, which belong to no operation.
+// For some microseconds, outside any operation.
 static double in_pushes;
 static void slow_push(void) {
     double began = wall_seconds(), passed;
@@ -308,7 +308,7 @@ static const struct {
     const char *name;
     void (*call)(void);
     const char *arguments;
-    int least;  // pushes, where one thread computes
+    int least;  // pushes if one thread computes
 } long_operations[] = {
     {"matmul", long_matmul, "mmm", 32},
     {"matmuls", long_matmuls, "mmmm", 64},
@@ -318,14 +318,14 @@ static const struct {
     {"attention_chunk_backward", long_chunk_backward, "XXXxxxxRR", HEADS *LONG / 64},
 };
 
-// Under the sanitizers long products take twelve seconds, and are test_ops's.
+// Under the sanitizers long products take twelve seconds, and test_ops tests them.
 #ifdef __SANITIZE_ADDRESS__
 enum { FIRST_LONG = 2 };
 #else
 enum { FIRST_LONG = 0 };
 #endif
 
-// Where the tiles are our own: a multiply of f64, or without AVX-512, is the BLAS's.
+// If the tiles are our own: a multiply in f64, or without AVX-512, is left to BLAS.
 static bool has_tiles(DType dtype, char kind) {
 #if defined __AVX512F__ && defined __AVX512BW__ && defined __AVX512VL__
     const bool avx512 = true;
@@ -360,7 +360,7 @@ static int pushes_of(int o, DType dtype, int threads) {
     return pushes;
 }
 
-// MPI may be called by the first thread alone.
+// Only the first thread may call MPI.
 static void tiles_of_long_operations_push_on_the_first_thread(void **context) {
     (void)context;
     if (!backend_is_host()) {

@@ -1,4 +1,4 @@
-// mma, ldmatrix, cp.async and ex2 on the CPU. The first two are held against the figures of the PTX ISA,
+// mma, ldmatrix, cp.async and ex2 on the CPU. The first two are compared with the figures of the PTX ISA,
 // "Matrix Fragments for mma.m16n8k16 with floating point type" and "ldmatrix": which lane has which
 // element.
 #include <math.h>
@@ -149,8 +149,8 @@ static void ldmatrix_deals_out_rows_or_columns(void **state) {
             }
 }
 
-// Beside the stores, of 2 bytes each: the rows of one matrix are 128 bytes, which go in one pass if they
-// lie in different banks.
+// Besides the stores, of 2 bytes each: the rows of a matrix are 128 bytes, which take one pass if they are in
+// different banks.
 static void ldmatrix_has_the_conflicts_of_its_rows(void **state) {
     (void)state;
     const struct { int pitch, turns; } cases[] = {{16, 1}, {32, 2}, {64, 4}, {128, 8}, {80, 1}, {144, 1}};
@@ -173,7 +173,7 @@ static void ldmatrix_has_the_conflicts_of_its_rows(void **state) {
 
 enum Forgotten { NOTHING, COMMIT, WAIT, BARRIER, LAST_WAIT, ALIGNMENT };
 
-// Two groups of 32 words each, of which the second is waited for later. y: the first, then the second.
+// Two groups of 32 words each; the second is waited for later. y: the first, then the second.
 template <Forgotten FORGOTTEN>
 __global__ void copy_groups(float *y, const float *x) {
     __shared__ float tile[128];
@@ -202,7 +202,7 @@ static void copies() {
         if (host[i] != (float)((i + 8) % 32 + i / 32 * 32)) abort();
 }
 
-// A stage is filled anew while it is read; what does not exist is zero, and its address is not looked at.
+// A stage is refilled while it is read; what does not exist is zero, and its address is not checked.
 template <bool READ>
 __global__ void copy_nothing(float *y) {
     __shared__ float tile[128];
@@ -261,7 +261,7 @@ static void powers_of_2_are_as_far_off_as_they_may(void **state) {
         most = off > most ? off : most, least = off < least ? off : least;
     }
     assert_true(most <= 0x1p-22 && least >= -0x1p-22);
-    // else proofs would rest on a better one than a GPU's
+    // or proofs would rely on a better one than a GPU's
     assert_true(most >= 0x1p-23 && least <= -0x1p-23);
 }
 

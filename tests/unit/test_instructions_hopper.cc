@@ -1,6 +1,6 @@
-// TMA, mbarrier and wgmma on the CPU, held against the figures of the PTX ISA, "Swizzling Modes" and
-// "Register Fragments for wgmma.mma_async.m64nNk16": where a tile has an element, and which lane. What is
-// wrong with a ring of tiles is named.
+// TMA, mbarrier and wgmma on the CPU, compared with the figures of the PTX ISA, "Swizzling Modes" and
+// "Register Fragments for wgmma.mma_async.m64nNk16": where a tile has an element, and which lane has it.
+// And the messages about errors in a ring of tiles.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -23,12 +23,12 @@ static T *on_device(const T *host, size_t count) {
 
 // ---- TMA ----
 
-// The chunk of 16 bytes that is in each place of 8 rows.
+// The chunk of 16 bytes in each place of 8 rows.
 static const int swizzle[8][8] = {
     {0, 1, 2, 3, 4, 5, 6, 7}, {1, 0, 3, 2, 5, 4, 7, 6}, {2, 3, 0, 1, 6, 7, 4, 5}, {3, 2, 1, 0, 7, 6, 5, 4},
     {4, 5, 6, 7, 0, 1, 2, 3}, {5, 4, 7, 6, 1, 0, 3, 2}, {6, 7, 4, 5, 2, 3, 0, 1}, {7, 6, 5, 4, 3, 2, 1, 0}};
 
-// The box at (row, column), of a sample or of the only one, as it lies in shared memory.
+// The box at (row, column), of a sample or of the only one, as it is in shared memory.
 __global__ void copy_box(uint16_t *y, const __grid_constant__ TensorMap map, int sample, int row,
                          int column) {
     __shared__ __align__(TILE_ALIGNMENT) uint16_t tile[16 * 64];
@@ -167,7 +167,7 @@ static void products() {
         }
     assert_int_equal(counts.tensor_flops, sizeof(T) == 2 ? 2 * 64 * K * N : 0);
     assert_int_equal(counts.tensor_8_flops, sizeof(T) == 1 ? 2 * 64 * K * N : 0);
-    // Rows that TMA writes; A's 2 kB and B's, once for the four warps, of each product. A lane's registers
+    // Rows that TMA writes; for each product A's 2 kB, and B's once for the four warps. A lane's registers
     // of A take as many passes.
     assert_int_equal(counts.shared_passes, 64 + N + 4 * (16 + N / 4));
     assert_int_equal(counts.shared_conflicts, 0);
@@ -207,7 +207,7 @@ static void sums_of_8_bits_are_cut_off(void **state) {
     assert_int_equal((int)(&d[1][0])[16], 201712);  // column 32, with 16
 }
 
-// ---- a ring of tiles, and what can be wrong with it ----
+// ---- a ring of tiles, and possible errors in it ----
 
 enum Fault {
     NONE,
@@ -338,8 +338,8 @@ static void a_ring_of_tiles(void **state) {
 
 // ---- phases ----
 
-// The second warp ends three phases that the first waits for; ASKS: it begins the next when the first says
-// so, by lane 0, which knows of the others or does not.
+// The second warp ends three phases that the first waits for; ASKS: it begins the next one when the first
+// tells it to, by lane 0, which is ordered after the other lanes or is not.
 enum Asking { NOT_AT_ALL, BY_LANE_0, BY_SHUFFLE, WITHOUT_THE_OTHERS };
 template <Asking ASKS>
 __global__ void phases_ahead() {

@@ -57,7 +57,7 @@ static void a_warp_waits_for_its_units(void **state) {
     assert_int_equal(clocks(one), 5);
     exponentials(&one, A, 3);  // at 5, 13, 21
     assert_int_equal(clocks(one), 29);
-    Steps two = one;  // the other warp's FMA lie between, at 0 to 9; exponentials at 10, 18, ... 50
+    Steps two = one;  // the other warp's FMAs come between, at 0 to 9; exponentials at 10, 18, ... 50
     add(&two, B, ISSUE_WORK).fma = 5;
     exponentials(&two, B, 3);
     assert_int_equal(clocks(two), 58);
@@ -82,10 +82,10 @@ static void products_are_in_flight_until_waited_for(void **state) {
     assert_int_equal(clocks(s), 73);
     double tensor;
     clocks(s, TENSOR_BY_ISSUE, &tensor);
-    assert_true(tensor == 64 / 4.0);  // of four schedulers
+    assert_true(tensor == 64 / 4.0);  // mean of four schedulers
 }
 
-// 5120 / 132 bytes a clock: 3840 come in 99, behind the latency.
+// 5120 / 132 bytes a clock: 3840 arrive in 99, after the latency.
 static void copies_come_late_and_in_order(void **state) {
     (void)state;
     Steps s;
@@ -173,7 +173,7 @@ static void who_waits_for_ever_is_named(void **state) {
 
 // ---- the tape of a kernel ----
 
-// A warpgroup multiplies a tile by itself; the other waits for it.
+// One warpgroup multiplies a tile by itself; the other waits for it.
 __global__ void one_product(float *y, const __grid_constant__ TensorMap map) {
     __shared__ __align__(TILE_ALIGNMENT) char tile[64 * TILE_ROW];
     __shared__ Mbarrier full;
@@ -209,7 +209,7 @@ static void expect_kinds(const IssueTape &tape, int warp, std::vector<IssueKind>
     assert_int_equal(at, kinds.size());
 }
 
-// Whom a warp waits for: somebody arrives in the very phase.
+// What a warp waits for: an arrival in exactly that phase.
 static void expect_arrivals(const IssueTape &tape) {
     for (int64_t i = 0; i < tape.count; i++) {
         if (tape.steps[i].kind != ISSUE_AWAIT) continue;

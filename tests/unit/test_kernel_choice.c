@@ -1,6 +1,6 @@
-// test_kernel_choice.c: --kernels book in a run inside which another one is plugged and unplugged, as the
-// dry run is that prices a layout: the table of kernels stays in use, and calls go on to be counted. The
-// table is this file's own, so that no GPU is needed.
+// test_kernel_choice.c: --kernels book in a run during which another one is plugged and unplugged, like the
+// dry run that prices a layout: the table of kernels stays in use, and calls are still counted. The table
+// is this file's own, so that no GPU is needed.
 #include <setjmp.h>
 #include <stdarg.h>
 
@@ -10,7 +10,7 @@
 // needs those above
 #include <cmocka.h>
 
-// Takes f32, and writes what tells who has computed.
+// Accepts f32, and writes a number that shows which kernel computed.
 static bool own_swiglu(DType dtype, void *act, const void *gate, const void *up, int64_t count) {
     (void)gate, (void)up;
     for (int64_t i = 0; i < count && dtype == F32; i++) ((float *)act)[i] = 42;
@@ -22,7 +22,7 @@ const KernelTable *kernel_table_linked(void) {
     return &table;
 }
 
-// Who computes now: 42 the table's kernel, 0 the back end's, for zeros.
+// Which kernel computes now: 42 the table's, 0 the back end's, for zeros.
 static double computed(DType dtype) {
     Tensor x = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(3));
     Tensor y = tensor_new(MEMORY_ACTIVATION, dtype, SHAPE(3));
@@ -46,7 +46,7 @@ static void a_table_stays_in_use_beside_a_dry_run(void **state) {
     assert_true(computed(F32) == 0);
     void *run = kernel_choice.plug(NULL);
     assert_true(computed(F32) == 42);
-    assert_true(computed(F64) == 0);  // which the table does not serve
+    assert_true(computed(F64) == 0);  // the table does not support it
     expect_calls(start, 2, 1);
     void *dry = kernel_choice.plug(NULL);
     kernel_choice.unplug(NULL, dry);

@@ -1,6 +1,6 @@
-// test_lines.c [--ranks N] [PATTERN]: communication lines: requests of different lines do not wait for each
-// other, on the wire or on the model clock, and what two ranks share they start in one order. TAP. lines.t
-// runs it with several ranks, and its scenarios of wrong use.
+// test_lines.c [--ranks N] [PATTERN]: communication lines: requests on different lines do not wait for each
+// other, on the wire or on the model clock, and two ranks start what they share in the same order. TAP.
+// lines.t runs it with several ranks, and its scenarios of wrong use.
 #include <math.h>
 #include <unistd.h>
 
@@ -41,8 +41,8 @@ static void expect_all(const char *what, Tensor t, double value) {
 
 // ---- on the wire ----
 
-// Rank 0 waits from the start for what rank 1 sends at the end, and what lies between needs rank 0: it goes
-// from 0 to 2, from 2 to 3, from 3 to 1.
+// Rank 0 waits from the start for what rank 1 sends at the end, and the messages between need rank 0: they
+// go from 0 to 2, from 2 to 3, from 3 to 1.
 static void a_request_waits_for_its_own_line_alone(void) {
     if (n < 4) return;
     Group back = pair_on(LINE_PP_BACKWARD, 0, 1), first = pair_on(LINE_TP, 0, 2),
@@ -63,7 +63,7 @@ static void a_request_waits_for_its_own_line_alone(void) {
     tensor_free(&t);
 }
 
-// A request on every line at once, each of many segments, and again, waited for in another order.
+// A request on every line at once, each with many segments; then again, waited for in another order.
 static void all_lines_move_at_once(void) {
     Group group[COMM_LINES];
     Tensor t[COMM_LINES], in[COMM_LINES];
@@ -93,8 +93,8 @@ static void all_lines_move_at_once(void) {
     }
 }
 
-// Forward and backward pass between neighbours in a pipeline, each pair in its own order: what a stage
-// shares with the one before it need not fit to what it shares with the one behind it.
+// Forward and backward messages between neighbours in a pipeline, each pair in its own order: the order of
+// a stage and the one before it need not match that of the stage and the one after it.
 static void neighbours_of_a_pipeline_agree_pair_by_pair(void) {
     if (n < 3) return;
     Group forward = all_on(LINE_PP_FORWARD), backward = all_on(LINE_PP_BACKWARD);
@@ -121,7 +121,7 @@ static void neighbours_of_a_pipeline_agree_pair_by_pair(void) {
     for (int i = 0; i < 4; i++) tensor_free(all[i]);
 }
 
-// A batch starts all that it has at once: the other rank may take it apart in any order.
+// A batch starts everything in it at once: the other rank may have its calls separately, in any order.
 static void a_batch_fits_any_order_of_its_parts(void) {
     if (n < 2 || me > 1) return;
     Group other = world;
@@ -144,8 +144,8 @@ static void a_batch_fits_any_order_of_its_parts(void) {
     for (int i = 0; i < 4; i++) tensor_free(all[i]);
 }
 
-// Ranks 0 and 1 share two calls, and learn at different times that rank 2 has come to the first: they
-// launch them in the order of their starts all the same.
+// Ranks 0 and 1 share two calls, and learn at different times that rank 2 has reached the first: still,
+// they launch them in the order in which they were started.
 static void launches_keep_the_order_of_the_starts(void) {
     if (n < 3) return;
     Group three = all_on(LINE_TP), two = pair_on(LINE_DP, 0, 1);
@@ -222,7 +222,7 @@ static void two_lines_take_turns_on_one_port(void) {
     }
 }
 
-// Two ranks a node: 0 and 1, 2 and 3. What goes to the other node does not hinder what stays in this one.
+// Two ranks a node: 0 and 1, 2 and 3. Traffic to the other node does not slow down traffic within a node.
 static void different_ports_run_side_by_side(void) {
     if (n != 4) return;
     Mesh mesh = mesh_new((MeshShape){.dp = 2, .tp = 2});
@@ -242,7 +242,7 @@ static void different_ports_run_side_by_side(void) {
     clock_set_cluster(0, 1, 1);
 }
 
-// A receive that was started early leaves the port to others until its sender comes.
+// A receive that was started early leaves the port to others until its sender is ready.
 static void a_receive_keeps_no_port(void) {
     if (n < 4) return;
     Group back = pair_on(LINE_PP_BACKWARD, 0, 1), sum = pair_on(LINE_TP, 0, 2);
@@ -267,7 +267,7 @@ static void a_receive_keeps_no_port(void) {
     tensor_free(&t);
 }
 
-// Rank 0's port is taken by what it shares with 1; so 2 gets what it shares with 0 later.
+// Rank 0's port is busy with what it shares with 1; so 2 gets what it shares with 0 later.
 static void who_waits_for_a_port_keeps_the_others_waiting(void) {
     if (n < 3) return;
     Group first = pair_on(LINE_DP, 0, 1), second = pair_on(LINE_TP, 0, 2);
@@ -286,7 +286,7 @@ static void who_waits_for_a_port_keeps_the_others_waiting(void) {
     tensor_free(&b);
 }
 
-// Rank 1 comes late to what it shares with 0; on the same line 0 comes to 2 only after that.
+// Rank 1 is late for what it shares with 0; on the same line, 0 gets to rank 2 only after that.
 static void a_line_goes_on_when_its_last_request_has_ended(void) {
     if (n < 3) return;
     Group first = pair_on(LINE_TP, 0, 1), second = pair_on(LINE_TP, 0, 2);
@@ -371,14 +371,14 @@ static void scenario(const char *name) {
                                                : comm_all_reduce(b, REDUCE_SUM, blue);
         comm_wait_all(request, 2);
     }
-    if (IS("crossed-late")) {  // the same, but nobody is blocked when it shows
+    if (IS("crossed-late")) {  // the same, but no rank is blocked when it is detected
         Request *first = me ? comm_all_reduce(b, REDUCE_SUM, blue) : comm_all_reduce(a, REDUCE_SUM, red);
         usleep(300000);
         Request *second = me ? comm_all_reduce(a, REDUCE_SUM, red) : comm_all_reduce(b, REDUCE_SUM, blue);
         comm_wait(second);
         comm_wait(first);
     }
-    if (IS("crossed-behind-trusted")) {  // what was trusted hides nothing that comes after it
+    if (IS("crossed-behind-trusted")) {  // calls that were trusted do not hide errors after them
         comm_set_check(false);
         comm_wait(comm_all_reduce(a, REDUCE_SUM, red));
         comm_wait(comm_all_reduce(b, REDUCE_SUM, blue));
@@ -432,7 +432,7 @@ static void scenario(const char *name) {
         comm_wait(comm_broadcast(a, 0, red));
         comm_wait(request);
     }
-    if (IS("root-writes")) {  // who is not the root keeps what it gave
+    if (IS("root-writes")) {  // a rank that is not the root keeps its tensor
         Request *request = comm_reduce(a, REDUCE_SUM, 1, blue);
         if (me != 1) op_copy(tensor_view(b, 0, SHAPE(1024)), a);
         if (me == 1) op_scale(a, 2);
@@ -443,7 +443,7 @@ static void scenario(const char *name) {
     comm_wait(comm_barrier(world));
 }
 
-// ---- what collides with nothing ----
+// ---- calls that do not collide ----
 
 static void other_ranges_and_shared_reads_are_free(void) {
     Group blue = all_on(LINE_DP), red = all_on(LINE_TP);
@@ -455,7 +455,7 @@ static void other_ranges_and_shared_reads_are_free(void) {
     Request *again = comm_all_gather(other, second, NULL, red);  // so may another line
     op_copy(tensor_view(flat, 2000, SHAPE(1000)), second);       // and an operation
     comm_wait(sum);
-    op_scale(first, 2);  // over: it is ours again
+    op_scale(first, 2);  // finished: it may be changed again
     comm_wait(gather);
     comm_wait(again);
     op_scale(second, 2);

@@ -1,4 +1,4 @@
-// test_memory.c: the formulas of memory against the papers' closed forms and against a step's account.
+// test_memory.c: the memory formulas against the papers' closed forms and against the account of a step.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -85,7 +85,7 @@ static void llama_parameters_match_the_published_counts(void **state) {
     }
 }
 
-// t ranks hold every matrix once, and every norm t times.
+// In total t ranks hold every matrix once, and every norm t times.
 static void tensor_parallel_ranks_hold_the_matrices_once(void **state) {
     (void)state;
     Config c = config_default("layers=3 hidden=48 heads=8 kv-heads=2 ffn=40 vocab=256");
@@ -171,7 +171,7 @@ static void recomputation_of_gpt3_costs_what_its_attention_costs(void **state) {
     double model = 1 + 2048 / (6.0 * 12288) + 51200 / (12.0 * 12288 * 96);
     assert_near("published", cost.selective_flops_published, 2048 / (6.0 * 12288) / model);
     assert_near("forward alone", 3 * cost.selective_flops, cost.selective_flops_published);
-    // A forward is a third of forward and backward; the head's is not repeated.
+    // A forward is a third of forward and backward; the head's is not recomputed.
     assert_near("full", cost.full_flops, (1 + 2048 / (6.0 * 12288)) / 3 / model);
 }
 

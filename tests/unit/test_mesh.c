@@ -1,12 +1,12 @@
-// test_mesh.c [--ranks N] [PATTERN]: who is in which group of the process grid. TAP.
+// test_mesh.c [--ranks N] [PATTERN]: which rank is in which group of the process grid. TAP.
 #include "ranks.h"
 
 // ---- shapes that need no ranks ----
 
 static int ranks_of(MeshShape s) { return s.dp * s.pp * s.cp * s.tp; }
 
-// Every rank is in one group of this axis, at the place that the group's members give it, and a group of so
-// many.
+// Every rank is in one group of this axis, at its place among the group's members, and the group has so many
+// ranks.
 static void expect_partition(MeshShape s, MeshAxis axis, int size) {
     int ranks = ranks_of(s), members[64], others[64];
     for (int r = 0; r < ranks; r++) {
@@ -26,7 +26,7 @@ static void expect_partition(MeshShape s, MeshAxis axis, int size) {
     }
 }
 
-// Two axes are independent: their groups of one rank have that rank alone in common.
+// Two axes are independent: a rank's groups along them have only that rank in common.
 static void expect_independent(MeshShape s, MeshAxis a, MeshAxis b) {
     int first[64], second[64];
     for (int r = 0; r < ranks_of(s); r++) {
@@ -108,7 +108,7 @@ static void the_mesh_has_a_line_for_each_axis(void) {
     SAME(mesh.tp_pp.size, 1);
 }
 
-// Where a group's members are kept may be anybody's once it is freed.
+// The memory for a group's members may be reused once it is freed.
 static void end(const void *mesh) { mesh_end((Mesh *)mesh); }
 
 static void groups_live_until_the_end(void) {

@@ -1,5 +1,5 @@
-// test_moe.c: a model whose blocks have experts: its gradients against finite differences, W that comes
-// late, recomputation that routes again, the sockets that experts' products go through, what is counted.
+// test_moe.c: a model whose blocks have experts: its gradients against finite differences, a delayed W,
+// recomputation that routes again, the sockets that experts' products go through, what is counted.
 #include <math.h>
 #include <omp.h>
 #include <setjmp.h>
@@ -29,7 +29,7 @@ typedef struct Case {
     int32_t *tokens;
 } Case;
 
-// Weights large enough that no small step changes who is chosen.
+// Weights large enough that a small step does not change the choice of experts.
 static Case case_new(const char *kind, const Technique *technique, Recompute again) {
     char *words = format_text(
         "layers=2 hidden=12 heads=2 kv-heads=1 ffn=10 vocab=19 seq=7 micro-batch=2 dtype=f64 %s", kind);
@@ -70,7 +70,7 @@ static double loss_of(const Case *c) {
     return loss;
 }
 
-// All gradients, one after another, of micro-batches in turn, or of all Bs before all Ws.
+// All gradients, one after another, with micro-batches in turn, or with all Bs before all Ws.
 static double *gradients(const Case *c, bool late, int64_t *count) {
     Model *m = c->model;
     MicroBatch micro[MICRO_BATCHES];
@@ -131,7 +131,7 @@ static void check_gradients(const char *kind) {
             error += (grad[j] - want) * (grad[j] - want);
             norm += want * want;
         }
-        // An expert that no token takes has none; so has a router that chooses a single one.
+        // An expert without tokens has none; nor has a router that chooses a single expert.
         if (!(sqrt(error) <= 1e-7 * sqrt(norm) + 1e-10))
             fail_msg("%s, %s: off by %.3g of %.3g", kind, param->name, sqrt(error), sqrt(norm));
         free(grad);
@@ -144,7 +144,7 @@ static void gradients_match_finite_differences(void **state) {
     for (int i = 0; i < KINDS; i++) check_gradients(kinds[i]);
 }
 
-// ---- the same gradients by other roads ----
+// ---- the same gradients in other ways ----
 
 static double distance(const double *x, const double *y, int64_t count) {
     double error = 0, norm = 0;
@@ -200,7 +200,7 @@ static void recomputation_routes_alike(void **state) {
     }
 }
 
-// ---- what experts go through: FP8 is in the linear socket, and overlapped_experts.c lives on moments ----
+// ---- the sockets of experts: FP8 uses the linear socket, and overlapped_experts.c the moments ----
 
 typedef struct Watch {
     Sockets before;
@@ -305,7 +305,7 @@ int main(int argc, char **argv) {
     base_start(argc, argv);
     omp_set_num_threads(1);  // the children of expect_fatal do not inherit a team of threads
     const struct CMUnitTest tests[] = {
-        // first: what it forks off must not have started a GPU
+        // first: the processes that it forks must not have used a GPU
         cmocka_unit_test(experts_add_to_the_wider_sums),
         cmocka_unit_test(gradients_match_finite_differences),
         cmocka_unit_test(grouped_is_as_token_by_token),
