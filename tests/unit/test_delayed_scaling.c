@@ -118,8 +118,8 @@ static void scales_follow_the_history(void) {
     trainer_free(t);
 }
 
-// load_balance.c uses the same socket. If it forgot the previous user, ranks and one device would agree all
-// the same.
+// load_balance.c uses the same socket. If it left out the previous user, ranks and one device would do so
+// alike.
 static void experts_that_are_balanced_have_a_history(void) {
     static const Technique *const techniques[] = {&moe, &fp8_recipe, &load_balance, &ddp_no_sync, NULL};
     Config c = fp8_small(TE_DELAYED, "steps=4 micro-batch=2 experts=4 top-k=2");

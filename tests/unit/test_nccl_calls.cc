@@ -1,6 +1,6 @@
-// How comm_nccl_calls.cu gives its sums by members' pieces to the device: all of them in one call, in no
-// more groups than it takes, read in whole packs, and with the bits of a sum in rank order. On two ranks,
-// two processes, over NCCL on the CPU. TAP.
+// How comm_nccl_calls.cu launches its sums of members' pieces on the device: all of them in one call, in no
+// more groups than necessary, read in whole packs, and with the bits of a sum in rank order. On two ranks,
+// which are two processes, over NCCL on the CPU. TAP.
 #include <string.h>
 
 #include "common/comm/comm_nccl_calls.cu"
@@ -9,7 +9,7 @@
 
 enum { MEMBERS = 3, MOST = 5000 };
 
-// ---- what comm_nccl.cu has ----
+// ---- what comm_nccl.cu provides ----
 
 static char *memory;  // the scratch
 static int groups;
@@ -26,7 +26,7 @@ void call_begin(void) { groups++; }
 void call_end(void) {}
 void *device_stream(void) { return NULL; }
 
-// Member j's element i. Sums need more bits than 16, so that rounding twice, or in another order, shows.
+// Member j's element i. Sums need more than 16 bits, so that rounding twice, or in another order, shows.
 static float value(int j, int64_t i) { return (float)((i * 37 + j * 101) % 257 - 128) * (j ? 0.0625f : 1); }
 
 template <class T>
@@ -43,7 +43,7 @@ static T sum_of(int members, int64_t i) {
     return T(sum);
 }
 
-// Elements [0, count) are those sums from `first` on.
+// Elements [0, count) must be these sums from `first` on.
 template <class T>
 static bool are_sums(const T *from, int64_t count, int members, int64_t first) {
     std::vector<T> host((size_t)count);
@@ -57,7 +57,7 @@ static bool are_sums(const T *from, int64_t count, int members, int64_t first) {
 
 // ---- one launch ----
 
-// The pieces begin `shift` elements beyond 16 bytes, and the result `other` ones.
+// The pieces begin `shift` elements after a multiple of 16 bytes, and the result `other` elements.
 template <class T>
 static CudaCounts reduction(int64_t count, int64_t shift, int64_t other) {
     Group group = {};
@@ -89,7 +89,7 @@ static void check_loads(void) {
             assert_true(c.global_loads <= MEMBERS * ((count / n + 31) / 32 + 2));
             assert_true(c.global_stores <= (count / n + 31) / 32 + 2);
         }
-    reduction<T>(1000 * n + 3, 1, 0);  // where no packs fit, it is right all the same
+    reduction<T>(1000 * n + 3, 1, 0);  // correct even if nothing is aligned to packs
 }
 
 static void reductions_load_whole_packs(void **) {
@@ -125,7 +125,7 @@ static bool run(CollectiveKind kind, int root, const int64_t *counts, int64_t ch
     const int64_t loads = cuda_count_end().global_loads;
     // The copies of the first chunk; results of each with the copies of the next; the last results.
     bool right = o.over && groups == o.chunks + (kind != REDUCE_SCATTER);
-    // The copies lie as the piece does: by packs, wherever it begins.
+    // The copies are aligned like the piece: in packs, wherever it begins.
     if (kind == ALL_REDUCE) right = right && loads <= 2 * o.chunks * ((chunk / 8 + 31) / 32 + 2);
     if (kind == REDUCE_SCATTER) right = right && are_sums(part, counts[rank], 2, first);
     else if (kind == ALL_REDUCE || rank == root) right = right && are_sums(whole + shift, total, 2, 0);

@@ -1,5 +1,5 @@
-// How comm_nccl.cu makes groups: on a device that has failed, and of cards in the same slots of two hosts.
-// TAP.
+// How comm_nccl.cu makes groups: on a device that has failed, and with cards in the same slots of two
+// hosts. TAP.
 #include <string.h>
 
 #include "common/comm/transport.h"
@@ -15,7 +15,7 @@ static void share(const void *mine, void *all, size_t bytes);
 #define control_share   share
 #include "common/comm/comm_nccl.cu"
 
-// What the back end and comm_nccl_calls.cu have: no call is made here.
+// What the back end and comm_nccl_calls.cu provide: no call is made here.
 void *device_stream(void) { return NULL; }
 void device_on_wait(void (*)(void)) {}
 void device_wait(void) {}
@@ -24,7 +24,7 @@ void next_of_call(Operation *) {}
 
 static bool same_machine;
 
-// Rank 1's card is in the same slot, of this machine or of another.
+// Rank 1's card is in the same slot of this machine, or of another one.
 static void share(const void *mine, void *all, size_t) {
     Card *card = (Card *)all;
     card[0] = card[1] = *(const Card *)mine;

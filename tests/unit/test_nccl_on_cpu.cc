@@ -1,6 +1,6 @@
-// What NCCL on the CPU refuses: comm_nccl.cu must not pass its tests by being wrong in a way that NCCL
-// would punish. Each case runs on two ranks, two processes; what both must see is what NCCL would say, or
-// hang on.
+// What NCCL on the CPU refuses: comm_nccl.cu must not pass its tests with errors that NCCL would not allow.
+// Each case runs on two ranks, which are two processes; both must see the error that NCCL would return, or
+// an error where NCCL would hang.
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -26,7 +26,7 @@ static void say(const char *what, int got, int expected) {
 }
 #define SAME(got, expected) say(#got, (int)(got), (int)(expected))
 
-// What comes of a call under way.
+// The result of a call in progress.
 static ncclResult_t outcome(ncclComm_t comm) {
     ncclResult_t result = ncclInProgress;
     while (result == ncclInProgress) {
@@ -86,7 +86,7 @@ static void sound(void) {
     SAME(ncclGroupEnd(), ncclInProgress);
     SAME(outcome(comm), ncclSuccess);
     SAME(first_of(y), 2 - rank);
-    // Each alone, the other way round.
+    // Each separately, the other way round.
     SAME(ncclCommSplit(comm, 7, 1 - rank, &half, NULL), ncclInProgress);
     SAME(outcome(comm), ncclSuccess);
     SAME(GROUPED(ncclBroadcast(x, y, COUNT, ncclFloat32, 0, half, 0)), ncclInProgress);
@@ -96,7 +96,7 @@ static void sound(void) {
     SAME(ncclCommDestroy(half), ncclSuccess);
 }
 
-// The same on blocking communicators, in no group where it is one call.
+// The same on blocking communicators, without a group if it is one call.
 static void sound_and_blocking(void) {
     setenv("NCCL_HOSTID", rank ? "one" : "other", 1);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -151,11 +151,11 @@ static void other_sizes(void) {
     ncclComm_t comm = join();
     if (rank == 0) GROUPED(ncclSend(x, COUNT, ncclFloat32, 1, comm, 0));
     else GROUPED(ncclRecv(x, COUNT - 1, ncclFloat32, 0, comm, 0));
-    // The sender is done when the bytes have left.
+    // The sender has finished when the bytes have left.
     SAME(outcome(comm), rank == 0 ? ncclSuccess : ncclInvalidUsage);
 }
 
-// One rank wants to send and to receive where the other only receives, before they have ever met.
+// One rank wants to send and receive where the other only receives, before they have ever communicated.
 static void other_connections(void) {
     ncclComm_t comm = join();
     ncclGroupStart();
@@ -219,7 +219,7 @@ static void death(void) {
 static void host_memory(void) {
     static float here[COUNT];
     ncclComm_t comm = join();
-    if (!freopen("/dev/null", "w", stderr)) return;  // its sentence is CUDA's on the CPU
+    if (!freopen("/dev/null", "w", stderr)) return;  // the sentence comes from CUDA on the CPU
     if (rank == 0) GROUPED(ncclSend(here, COUNT, ncclFloat32, 1, comm, 0));
 }
 
@@ -250,7 +250,7 @@ static void calls_on_the_wrong_thing_are_refused(void **) {
 
 static void two_ranks_of_a_host_do_not_share_a_gpu(void **) { expect_ends(one_gpu, 0, 0); }
 
-// The one that dies must be reaped before it is gone.
+// The process that dies must be reaped before it is gone.
 static void a_death_is_an_error_of_the_other(void **) {
     signal(SIGCHLD, SIG_IGN);
     pid_t child[2];

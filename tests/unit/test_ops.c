@@ -1,5 +1,6 @@
 // test_ops.c: elementwise operations, sums, the matrix multiply and the optimizers against plain references
-// in f64, in all four dtypes, at sizes that fit no vector. The model's layers are in test_ops_layers.c.
+// in f64, in all four dtypes, at sizes that are no multiples of vectors. The model's layers are in
+// test_ops_layers.c.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -14,7 +15,8 @@
 
 static void fill_sets_every_element(void **state) {
     (void)state;
-    // The last one is long enough for zeros that go past the caches, and begins at no multiple of 16 bytes.
+    // The last one is long enough for zeros to be written past the caches, and does not begin at a multiple
+    // of 16 bytes.
     const int64_t counts[] = {0, 1, 3, 17, 31, 257, 1200001};
     for (int i = 0; i < 7; i++)
         for (int type = 0; type < 4; type++) {
@@ -106,10 +108,10 @@ static void sums_match_reference(void **state) {
                 squares += (long double)x.x[j] * x.x[j];
                 magnitude += fabsl(x.x[j]);
             }
-            // In f64 whatever the storage: each of count additions rounds once.
+            // In f64 for any storage: each of count additions rounds once.
             double bound = (double)(sizes[i] + 2) * rounding(F64);
             double got = op_sum(x.t), got_squares = op_sum_squares(x.t);
-            // Added to a number on the device, the same bits, times a factor.
+            // Added to a number on the device: the same bits, times a factor.
             double number = 3;
             Tensor y = tensor_new(MEMORY_ACTIVATION, F64, SHAPE(1));
             tensor_from_doubles(y, &number);
@@ -126,8 +128,8 @@ static void sums_match_reference(void **state) {
         }
 }
 
-// Ranges that leave elements out, overlap, and are empty, shorter and longer than what is summed at once.
-// Of the same elements elsewhere, and beside other ranges, a sum has the same bits.
+// Ranges that leave out elements, overlap, and are empty, shorter and longer than what is summed at once.
+// The sum of the same elements has the same bits in another place and with other ranges.
 static void squares_of_ranges_match_reference(void **state) {
     (void)state;
     enum { RANGES = 7 };
@@ -163,7 +165,7 @@ static void squares_of_ranges_match_reference(void **state) {
 
 // ---- matrix multiply ----
 
-// want (=, or += on what it holds) op(a) op(b)
+// want = op(a) op(b), or += if it accumulates
 static void reference_matmul(double *want, const double *a, const double *b, int64_t m, int64_t n,
                              int64_t k, bool transpose_a, bool transpose_b) {
     for (int64_t i = 0; i < m; i++)
@@ -184,7 +186,7 @@ static void matmul_matches_reference(void **state) {
             for (int type = 0; type < GRADIENT_DTYPES; type++) {
                 const DType dtype = gradient_dtypes[type][0], to = gradient_dtypes[type][1];
                 int64_t m = sizes[size][0], n = sizes[size][1], k = sizes[size][2];
-                // Of the large ones, slow builds take each dtype, and each way, and not all pairs.
+                // For the large ones, slow builds run each dtype, and each way, but not all pairs.
                 if (size >= 7 && how % 4 != type % 4 && is_slow()) continue;
                 bool transpose_a = how & 1, transpose_b = how & 2, add = how & 4;
                 Array a = random_array(dtype, transpose_a ? k : m, transpose_a ? m : k, 1);
@@ -201,8 +203,8 @@ static void matmul_matches_reference(void **state) {
             }
 }
 
-// Where nothing is rounded to 16 bits there are the very bits of a product of f32, unless bf16 is multiplied
-// in pairs, or on a GPU, by another kernel.
+// If nothing is rounded to 16 bits, the bits are exactly those of a product in f32, unless bf16 is
+// multiplied in pairs or, on a GPU, by another kernel.
 static void products_into_f32_are_those_of_widened_operands(void **state) {
     (void)state;
     const int64_t sizes[][3] = {{1, 1, 1}, {5, 7, 0}, {37, 65, 30}, {131, 70, 401}, {3, 17, 1031}};
@@ -230,7 +232,7 @@ static void products_into_f32_are_those_of_widened_operands(void **state) {
             }
 }
 
-// Five products are more than go at once; pieces end within strips, and one has none.
+// Five products are more than are computed at once; pieces end within strips, and one is empty.
 static void products_that_share_an_operand_are_the_same(void **state) {
     (void)state;
     enum { MOST = 5 };
@@ -278,7 +280,7 @@ static void products_that_share_an_operand_are_the_same(void **state) {
 
 static void sums_of_whole_numbers_are_exact(void **state) {
     (void)state;
-    // Products and sums of small whole numbers need no rounding in f32: only the one on the way to storage.
+    // Products and sums of small integers are exact in f32: the only rounding is that for storage.
     for (int type = 0; type < 4; type++) {
         DType dtype = all_dtypes[type];
         const int64_t m = 17, n = 31, k = 257;
@@ -337,9 +339,9 @@ static void reference_adamw(double *w, double *m, double *v, const double *grad,
     }
 }
 
-// value and grad in any pair of dtypes, with a master where `master`.
+// value and grad in any pair of dtypes, with a master if `master`.
 static void check_adamw(DType dtype, DType grad_dtype, bool master, int64_t count) {
-    // A large eps, so that its place shows; a large decay, so that its kind does.
+    // A large eps, so that its place matters; a large decay, so that its kind does.
     AdamW hyper = {
         .lr = 0.05, .beta1 = 0.9, .beta2 = 0.97, .eps = 0.3, .weight_decay = 0.7, .grad_scale = 0.6};
     Array value = random_array(dtype, 1, count, 1), w = random_array(full(dtype), 1, count, 1);

@@ -1,5 +1,5 @@
-// test_ops_bits.c: every operation gives the same bits again, and, but for the matrix multiply, on any
-// number of threads.
+// test_ops_bits.c: every operation gives the same bits when repeated and, except for the matrix multiply,
+// on any number of threads.
 #include <omp.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -52,7 +52,7 @@ static void assert_same_bits(Outputs *got, Outputs *want, const char *when) {
     got->count = 0;
 }
 
-// `to`: of weights' gradients.
+// `to`: the dtype of weights' gradients.
 static void run_row_operations(DType type, DType to, Outputs *outputs) {
     const int64_t n = 263, h = 306, v = 31;
     Array x = random_array(type, n, h, 1), dy = random_array(type, n, h, 2);
@@ -169,7 +169,7 @@ static void run_attention(DType type, Outputs *outputs) {
     FREE(&q, &k, &v, &o, &probs);
 }
 
-// Of a matrix and its transpose: tiles of all of it, of rows, and square ones.
+// For a matrix and its transpose: one tile for everything, tiles of rows, and square ones.
 static void run_codes(DType type, Outputs *outputs) {
     const Tile tiles[] = {{0, 0}, {1, 16}, {16, 16}};
     const int64_t n = 131, h = 77;
@@ -200,10 +200,10 @@ static void run_matmuls(DType type, DType to, Outputs *outputs) {
     FREE(&a, &b, &c);
 }
 
-// A GPU computes without threads of the host.
+// A GPU does not use host threads to compute.
 static bool on_threads(void) { return strstr(backend_text(), "thread") != NULL; }
 
-// All but the matrix multiply.
+// All except the matrix multiply.
 static void run_operations(DType type, DType to, Outputs *outputs) {
     run_row_operations(type, to, outputs);
     run_part_operations(type, to, outputs);
@@ -214,7 +214,7 @@ static void run_operations(DType type, DType to, Outputs *outputs) {
     run_codes(type, outputs);
 }
 
-// Sanitizers see all that others than the matrix multiply touch in the next test.
+// Under sanitizers the next test covers everything that operations other than the matrix multiply access.
 #ifdef __SANITIZE_ADDRESS__
 enum { SANITIZED = true };
 #else
@@ -238,7 +238,7 @@ static void the_same_call_gives_the_same_bits(void **state) {
         }
 }
 
-// The matrix multiply's slices follow the threads.
+// The matrix multiply's slices depend on the number of threads.
 static void bits_do_not_depend_on_the_number_of_threads(void **state) {
     (void)state;
     if (!on_threads()) return;
@@ -256,8 +256,8 @@ static void bits_do_not_depend_on_the_number_of_threads(void **state) {
     }
 }
 
-// Long enough that threads meet, and every token many times: what two threads add to one row at a time is
-// lost, or added in another order.
+// Long enough for threads to collide, with every token many times: if two threads added to a row at the
+// same time, additions would be lost, or made in another order.
 static void threads_do_not_race_for_a_row(void **state) {
     (void)state;
     if (!on_threads()) return;

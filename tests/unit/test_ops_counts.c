@@ -13,7 +13,7 @@
 
 // ---- counts ----
 
-// Nothing but `calls` of one operation since the last reset.
+// Only `calls` calls of one operation since the last reset.
 static void assert_counts(const char *name, int64_t calls, double flops, double bytes) {
     const OpCount *list;
     int count = clock_operations(&list);
@@ -29,7 +29,7 @@ static void assert_count(const char *name, double flops, double bytes) {
     assert_counts(name, 1, flops, bytes);
 }
 
-// 4 experts, of which each token takes 2.
+// 4 experts, 2 for each token.
 static void count_experts(DType type, int64_t n, int64_t h) {
     const double e = (double)dtype_size(type), w = (double)dtype_size(full(type)), tokens = (double)n;
     const double nh = tokens * (double)h;
@@ -63,8 +63,8 @@ static void count_experts(DType type, int64_t n, int64_t h) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) tensor_free(&all[i]);
 }
 
-// Every operation once on tensors of these sizes in `type`; whether they compute is the caller's affair.
-// `to`: of weights' gradients.
+// Every operation once on tensors of these sizes in `type`; whether they compute is the caller's choice.
+// `to`: the dtype of weights' gradients.
 static void count_all(DType type, DType to, int64_t n, int64_t h, int64_t f, int64_t v, AttentionShape at) {
     const double e = (double)dtype_size(type), w = (double)dtype_size(full(type)),
                  g = (double)dtype_size(to), nh = (double)n * (double)h;
@@ -199,7 +199,7 @@ static void counts_match_the_formulas(void **state) {
                   (AttentionShape){2, 5, 6, 3, 4});
 }
 
-// Sizes whose products pass 2^31, and some 2^63: of no tensor stands more behind than its shape.
+// Sizes whose products exceed 2^31, and some 2^63: these tensors have a shape and no storage.
 static void counts_go_beyond_32_bits(void **state) {
     (void)state;
     device_dry_run(true);

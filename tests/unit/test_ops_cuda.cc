@@ -1,5 +1,5 @@
 // test_ops_cuda.cc: elementwise kernels, sums, the matrix multiply, optimizers and 8-bit codes of the CUDA
-// back end against the CPU's; and what is said of a wrong index.
+// back end against the CPU's; and the message for a wrong index.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -11,7 +11,7 @@
 
 // ---- wrong indices ----
 
-// What `wrong` says on stderr, in a process of its own, when the host next waits for the device.
+// What `wrong` prints to stderr, in a process of its own, when the host next waits for the device.
 static std::string said_by(void (*wrong)(const Device &index)) {
     int ends[2], status;
     assert_int_equal(pipe(ends), 0);
@@ -267,7 +267,7 @@ static void sums_match_in_f64(void **state) {
         }
 }
 
-// Ranges that are empty, shorter and longer than what a block sums, and overlap. Nobody waits.
+// Ranges that are empty, shorter and longer than what a block sums, and overlap. The host does not wait.
 static void squares_of_ranges_match(void **state) {
     (void)state;
     const FlatRange ranges[] = {{5, 0}, {0, 31}, {31, 16384}, {7, 33000}, {16415, 16385}, {70000, 0}};
@@ -311,7 +311,7 @@ static void matmul_matches(void **state) {
         }
 }
 
-// ---- random rounding, and 8-bit codes: the very codes and scales of the CPU ----
+// ---- random rounding, and 8-bit codes: exactly the codes and scales of the CPU ----
 
 static void random_rounding_matches(void **state) {
     (void)state;
@@ -386,7 +386,7 @@ static void codes_match(void **state) {
     }
 }
 
-// Blocks that share a tile find its largest element wherever it stands, with an atomic each.
+// Blocks that share a tile find its largest element wherever it is, with one atomic each.
 static void amax_takes_few_atomics(void **state) {
     (void)state;
     constexpr int64_t ROWS = 129, COLUMNS = 130;
@@ -412,8 +412,8 @@ static void amax_takes_few_atomics(void **state) {
     }
 }
 
-// Of matrices with one scale each, c (M, N), by cuBLASLt or, from an address that it does not take, by the
-// plain kernel; a scale that is left out, taken twice, or of the call before, shows as a power of ten.
+// c (M, N) from matrices with one scale each, by cuBLASLt or, at an address that it does not accept, by the
+// plain kernel; a scale that is left out, applied twice, or of the previous call shows as a power of ten.
 static void codes_match_by_cublaslt(void **state) {
     (void)state;
     constexpr int64_t M = 48, N = 32, K = 80;
@@ -446,7 +446,8 @@ static void codes_match_by_cublaslt(void **state) {
     }
 }
 
-// Scales of (1, 128) and, of b, of (128, 128) or (1, 128), by chapter 07's kernel; k ends within a tile.
+// Scales for tiles of (1, 128), for b of (128, 128) or (1, 128), by chapter 07's kernel; k ends within a
+// tile.
 static void codes_match_by_hopper(void **state) {
     (void)state;
     constexpr int64_t M = 21, K = 144, ACROSS = 2;
@@ -459,7 +460,7 @@ static void codes_match_by_hopper(void **state) {
                       scale_b = whole_numbers(tall * ACROSS, 8, 4);
         const Device from_a(E4M3, a), from_b(E4M3, b), d_a(F32, scale_a), d_b(F32, scale_b);
         Doubles want = random_numbers(dtype, M * N, 5);
-        for (double &x : want) x *= 512;  // no less than what is added
+        for (double &x : want) x *= 512;  // no smaller than what is added
         const Device c(dtype, want);
         const KernelCodes left = {E4M3, (uint8_t *)from_a.at, (float *)d_a.at, 1, 128};
         const KernelCodes right = {E4M3, (uint8_t *)from_b.at, (float *)d_b.at, rows, 128};
@@ -471,7 +472,7 @@ static void codes_match_by_hopper(void **state) {
         if (cuda_on_cpu_order)
             assert_true(matmul_codes_linked(dtype, c.at, left, right, M, N, K, 128, 0, 1));
         else cuda_kernel_matmul_codes(dtype, c.at, left, right, M, N, K, 128, 0, false, 1);
-        assert_close("matmul_codes", c, want, 5 << 11);  // sums of 14 bits, of 5 products
+        assert_close("matmul_codes", c, want, 5 << 11);  // sums with 14 bits, of 5 products
     }
 }
 
@@ -480,7 +481,7 @@ int main(int argc, char **argv) {
     cmocka_set_message_output(CM_OUTPUT_TAP);
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(wrong_indices_are_told),  // first: what it forks off must not have started a GPU
+        cmocka_unit_test(wrong_indices_are_told),  // first: its child processes must not have used a GPU
         cmocka_unit_test(fill_writes_all_and_no_more),
         cmocka_unit_test(copy_converts_as_the_host_does),
         cmocka_unit_test(sums_and_multiples_match),

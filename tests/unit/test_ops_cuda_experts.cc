@@ -1,9 +1,9 @@
-// test_ops_cuda_experts.cc: kernels of a mixture of experts of the CUDA back end against the CPU's.
+// test_ops_cuda_experts.cc: the CUDA back end's kernels for a mixture of experts against the CPU's.
 #include "both_backends.h"
 
 // ---- mixture of experts ----
 
-// n tokens, e experts, k for each, columns; tokens fewer and more than threads of a block
+// n tokens, e experts, k for each token, columns; fewer and more tokens than threads in a block
 static const struct ExpertSizes {
     int64_t n, e, k, h;
     RouteRule rule;
@@ -29,12 +29,12 @@ static void routing_matches(void **state) {
             kernel_route_backward(F64, dlogits.data(), dweights.data(), weights.data(), chosen.data(),
                                   logits.data(), s.n, s.e, s.k, s.rule);
             kernel_route_order(tokens.data(), place.data(), counts.data(), chosen.data(), s.n, s.k, s.e);
-            // Of one sequence, and of as many as there are tokens.
+            // With one sequence, and with as many as there are tokens.
             const int64_t lengths[] = {s.n, 1}, room = s.n * s.k / (2 * s.e) + 1;
             std::vector<int32_t> left[2] = {chosen, chosen};
             for (int i = 0; i < 2; i++)
                 kernel_route_capacity(left[i].data(), chosen.data(), s.n, lengths[i], s.e, s.k, room);
-            // Pairs of experts in a node, and those of the second node.
+            // Pairs of experts in one node, and those of the second node.
             const int64_t each = s.e % 2 ? 1 : 2;
             std::vector<int32_t> nodes = chosen, within = chosen;
             kernel_route_nodes(nodes.data(), chosen.data(), s.n, s.k, each, s.e / each, s.k);

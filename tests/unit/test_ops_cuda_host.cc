@@ -7,10 +7,10 @@
 #include "fatal.h"
 #include "tensor/kernel_table.h"
 
-// Of cuBLASLt on the CPU: multiplies by each of its algorithms.
+// From cuBLASLt on the CPU: the number of multiplies by each of its algorithms.
 extern int64_t cublaslt_on_cpu_used[3] __attribute__((weak));
-// Of its reduction schemes (1 in place, 2 in f32, 4 in c's dtype) one that products into 16 bits shall
-// need; those that were allowed at the last choice.
+// The one of its reduction schemes (1 in place, 2 in f32, 4 in c's dtype) that products into 16 bits are
+// made to need; those that were allowed at the last choice.
 extern uint32_t cublaslt_on_cpu_needs __attribute__((weak)), cublaslt_on_cpu_allowed __attribute__((weak));
 // Bytes of shared memory that a block may have on this GPU.
 extern size_t cuda_on_cpu_shared_most __attribute__((weak));
@@ -40,13 +40,13 @@ static void start_on_a_v100(void *) {
 }
 
 static void older_gpus_are_refused(void **) {
-    if (&cuda_on_cpu_capability)  // a GPU is what it is
+    if (&cuda_on_cpu_capability)  // a real GPU cannot be changed
         expect_fatal(start_on_a_v100, NULL, "(A100) and later, and the CUDA on the CPU has 7.0");
 }
 
 // ---- matrix multiplies ----
 
-// Which algorithm has multiplied a second time, when all choices have been made: 3 on a GPU.
+// The algorithm that multiplied the second time, after all choices have been made; on a GPU 3.
 static int multiply(DType dtype, bool add) {
     const int64_t m = 33, n = 17, k = 65;
     const Doubles a = random_numbers(dtype, m * k, 1), b = random_numbers(dtype, k * n, 2),
@@ -109,11 +109,11 @@ static void several_ranks_time_nothing(void **) {
     in_a_child(another_word, STATUS_USAGE);
 }
 
-// Where the library has no kernel for 16 bits that adds up parts in f32 alone, another one is taken, and
-// that is said once in a run.
+// If the library has no kernel for 16 bits that adds up parts in f32, another one is used, and a message
+// says so once in a run.
 static void parts_in_16_bits(void) {
     char file[] = "/tmp/test_ops_cuda_host_XXXXXX", text[4096] = "";
-    if (!&cublaslt_on_cpu_needs) return;  // on a GPU nothing lacks
+    if (!&cublaslt_on_cpu_needs) return;  // on a GPU nothing is missing
     if (close(mkstemp(file)) || !freopen(file, "w", stdout)) _exit(1);
     unsetenv("ULTRASCALE_GEMM");
     cublaslt_on_cpu_needs = 1;
@@ -142,8 +142,8 @@ static void a_kernel_that_rounds_parts_is_better_than_none(void **) {
     in_a_child(nothing_serves, STATUS_USAGE);
 }
 
-// Chapter 07's kernels load rows in packs of 16 bytes, and a grid has 65535 tiles along y: attention of
-// rows that begin anywhere, and products with more tiles, are the back end's.
+// Chapter 07's kernels load rows in packs of 16 bytes, and a grid has 65535 tiles along y: attention with
+// unaligned rows, and products with more tiles, are left to the back end.
 static void what_the_book_does_not_serve_is_the_back_ends(void **) {
     constexpr int64_t D = 64, LONG = 65535 * 32 + 1;
     const KernelTable *book = kernel_table_linked();
@@ -165,8 +165,8 @@ static void what_the_book_does_not_serve_is_the_back_ends(void **) {
     }
 }
 
-// Attention must not be served, forward by so many keys or backward by so many queries, in heads of d.
-// Nothing may be read: neither so many tokens nor their tables are there.
+// The kernels must decline attention, forward with so many keys or backward with so many queries, in heads
+// of d. Nothing may be read: neither so many tokens nor their tables exist.
 static void expect_refusal(DType dtype, bool forward, int64_t d, MaskShape shape, int64_t tokens) {
     const KernelTable *book = kernel_table_linked();
     AttentionChunk at = {};
@@ -179,8 +179,9 @@ static void expect_refusal(DType dtype, bool forward, int64_t d, MaskShape shape
                                                     y.at, at));
 }
 
-// Rows and tiles that this GPU's blocks have too little shared memory for are the back end's: an A10 or an
-// L4, which run the code for an A100, give a block 99 KiB. A plan of tiles grows with the sequence.
+// Rows and tiles for which this GPU's blocks have too little shared memory are left to the back end: an A10
+// or an L4, which run the code for an A100, have 99 KiB for a block. A plan of tiles grows with the
+// sequence.
 static void what_does_not_fit_into_shared_memory_is_the_back_ends(void **) {
     constexpr int64_t WIDE = 20000, LONG = 64 * 60000;
     Device wide(F32, Doubles(WIDE)), rstd(F32, Doubles(1));
@@ -198,7 +199,7 @@ static void what_does_not_fit_into_shared_memory_is_the_back_ends(void **) {
 
 // ---- uploads ----
 
-// In pieces, as long as it takes; on the emulator the stream has always read a piece when the next comes.
+// In pieces, waiting if necessary; on the emulator the stream has always read a piece before the next one.
 static void uploads_wait_for_nobody(void **) {
     for (size_t bytes : {(size_t)1, (size_t)4099, (size_t)(1 << 20), (size_t)(9 << 20) + 5}) {
         std::vector<char> host(bytes), back(bytes);
@@ -215,9 +216,10 @@ static void uploads_wait_for_nobody(void **) {
     }
 }
 
-// Codes (ROWS, COLUMNS) of bf16. As x lies, a thread takes a pack of 16: three requests for a warp's 512.
-// Turned, a warp takes 32 of a row of x, and stores 32 of a row of codes. So each sector moves once. To
-// find the largest, a thread takes 8 at a time, and a block or, of a small tile, a warp has one atomic.
+// Codes (ROWS, COLUMNS) from bf16. Not transposed, a thread takes a pack of 16: three requests for a warp's
+// 512. Transposed, a warp loads 32 elements of a row of x, and stores 32 of a row of codes. So each sector
+// moves once. To find the maximum, a thread takes 8 at a time, and a block or, for a small tile, a warp
+// needs one atomic.
 static void codes_move_whole_sectors(void **) {
     constexpr int64_t ROWS = 128, COLUMNS = 256, COUNT = ROWS * COLUMNS;
     const struct {
@@ -229,7 +231,7 @@ static void codes_move_whole_sectors(void **) {
         {{0, 0}, false, 1, COUNT / 16 / 32 * 3, COUNT / 8 / 32 + COUNT / 32 / 256},
         {{128, 128}, false, 2, COUNT / 16 / 32 * 3, COUNT / 8 / 32 + COUNT / 32 / 256},
         {{1, 128}, false, ROWS * 2, COUNT / 16 / 32 * 3, COUNT / 8 / 16 + ROWS * 2},
-        {{1, 8}, false, ROWS * 32, COUNT / 32 * 2, COUNT / 8 * 2},  // no pack of codes is of one tile
+        {{1, 8}, false, ROWS * 32, COUNT / 32 * 2, COUNT / 8 * 2},  // no pack of codes is within one tile
         {{0, 0}, true, 1, COUNT / 32 * 2, COUNT / 8 / 32 + COUNT / 32 / 256},
         {{1, 128}, true, ROWS * 2, COUNT / 32 * 2, COUNT / 32 + COUNT / 32 / 128},
         {{128, 128}, true, 2, COUNT / 32 * 2, COUNT / 32 + COUNT / 32 / 128}};
@@ -270,8 +272,8 @@ static void codes_move_whole_sectors(void **) {
     }
 }
 
-// The largest of a tile stands in one of its corners, where rows begin at odd places, or tiles or rows are
-// no whole packs, and where they are.
+// A tile's largest element is in one of its corners; rows begin unaligned, or tiles or rows are not whole
+// packs, or everything is.
 static void amax_has_all_of_its_tile(void **) {
     constexpr int64_t ROWS = 19;
     for (int64_t how = 0; how < 48; how++) {

@@ -1,11 +1,11 @@
-// test_ops_cuda_layers.cc: kernels of the model's layers of the CUDA back end against the CPU's.
+// test_ops_cuda_layers.cc: the CUDA back end's kernels for the model's layers against the CPU's.
 #include "both_backends.h"
 
 // ---- embedding ----
 
 static void embedding_matches(void **state) {
     (void)state;
-    // rows, vocabulary, columns: tokens that repeat, one token alone, tokens that hardly do
+    // rows, vocabulary, columns: tokens that repeat, only one token, tokens that hardly repeat
     const int64_t sizes[][3] = {{1, 1, 1},        {33, 5, 31},   {1027, 3, 33},
                                 {129, 1031, 257}, {65, 1, 1025}, {70, 9, 4099}};
     for (const int64_t *size : sizes)
@@ -16,7 +16,7 @@ static void embedding_matches(void **state) {
             const Doubles dy = random_numbers(dtype, n * h, 3), sum = random_numbers(to, v * h, 4);
             const std::vector<int32_t> ids = indices(tokens);
             Doubles y((size_t)(n * h));
-            // In order of the rows, in f32 or f64, rounded once: the very bits of the CPU.
+            // In order of the rows, in f32 or f64, rounded once: exactly the bits of the CPU.
             std::vector<unsigned char> host((size_t)(v * h) * 8), from((size_t)(n * h) * 8);
             Doubles dweight((size_t)(v * h));
             dtype_convert(host.data(), to, sum.data(), F64, v * h);
@@ -126,7 +126,7 @@ static void attention_matches(void **state) {
             Doubles v = random_numbers(dtype, n * kv, 3), d_o = random_numbers(dtype, n * a, 4);
             Doubles o((size_t)(n * a)), p((size_t)pairs), dq = o, dk((size_t)(n * kv)), dv = dk;
             kernel_attention_forward(F64, o.data(), p.data(), q.data(), k.data(), v.data(), s);
-            // Above the diagonal a back end may leave what it likes.
+            // Above the diagonal a back end may leave anything.
             auto clear = [&](Doubles &probs) {
                 for (int64_t i = 0; i < pairs; i++)
                     if (i % s.s > i / s.s % s.s) probs[(size_t)i] = 0;
@@ -135,7 +135,7 @@ static void attention_matches(void **state) {
             Doubles stored_p = rounded(dtype, p);
             kernel_attention_backward(F64, dq.data(), dk.data(), dv.data(), d_o.data(), q.data(), k.data(),
                                       v.data(), stored_p.data(), s);
-            // A score errs by d of its own roundings; 16-bit operands are rounded once more.
+            // A score has d rounding errors; 16-bit operands are rounded once more.
             const double operand = is_narrow(dtype) ? rounding(dtype) / rounding(F32) : 0;
             const double roundings = 8 * ((double)s.head_size + 2) + (double)s.s;
             const double backward = 4 * ((double)(s.s + s.head_size) + 2) + operand;
@@ -159,7 +159,7 @@ static void attention_matches(void **state) {
                     cuda_kernel_attention_backward(dtype, dqs.at, dks.at, dvs.at, dos.at, qs.at, ks.at,
                                                    vs.at, given.at, s);
                     assert_close("attention_backward's dv", dvs, dv, backward);
-                    if (s.s > 1) {  // a single token has no gradient but that of v
+                    if (s.s > 1) {  // a single token has only the gradient of v
                         assert_close("attention_backward's dq", dqs, dq, backward);
                         assert_close("attention_backward's dk", dks, dk, backward);
                     }
@@ -210,7 +210,7 @@ static void attention_chunk_matches(void **state) {
     } shapes[] = {{1, 1, 1, 1, 1}, {65, 33, 2, 1, 5}, {31, 129, 3, 3, 64}};
     for (const auto &shape : shapes)
         for (DType dtype : all_dtypes) {
-            // Queries come in the middle of the keys: some see none of a tile, some all.
+            // Queries are in the middle of the keys: some see none of a tile, some all of it.
             const Side sq(shape.s_q, (int32_t)(shape.s_k / 2)), sk(shape.s_k, 0);
             const AttentionChunk at = {1, shape.heads, shape.kv_heads, shape.d, sq.on_host(), sk.on_host(),
                                        {}};
@@ -337,7 +337,7 @@ static void nan_and_infinity_come_through(void **state) {
                 cuda_kernel_rmsnorm_backward(dtype, y.at, dtype, dw.at, NULL, in.at, ones.at, ones.at,
                                              row.at, 1, h);
                 assert_true(isnan(y.read("dx")[(size_t)at]));
-                // a key that every query sees but the first
+                // a key that every query except the first sees
                 Device p(dtype, h * h), o(dtype, h), q(dtype, one);
                 Doubles k = one;
                 k[1] = bad;

@@ -1,6 +1,6 @@
 // test_ops_layers.c: embedding, RMSNorm, RoPE, SwiGLU and cross-entropy against plain references in f64, in
-// all four dtypes, at sizes that fit no vector; and every backward one against finite differences.
-// Attention is in test_attention.c.
+// all four dtypes, at sizes that are no multiples of vectors; and every backward against finite
+// differences. Attention is in test_attention.c.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -97,7 +97,7 @@ static void rmsnorm_matches_reference(void **state) {
         for (int type = 0; type < GRADIENT_DTYPES; type++) {
             const DType dtype = gradient_dtypes[type][0], to = gradient_dtypes[type][1];
             int64_t n = sizes[size][0], h = sizes[size][1];
-            // eps as large as the mean square, so that its place shows
+            // eps as large as the mean square, so that its place matters
             const double eps = 0.75;
             Array x = random_array(dtype, n, h, 1), weight = random_array(dtype, 1, h, 2);
             Array y = poisoned(dtype, n, h), rstd = poisoned(full(dtype), 1, n);
@@ -109,7 +109,7 @@ static void rmsnorm_matches_reference(void **state) {
             assert_close("rmsnorm_forward's y", &y, want, (double)h + 6);
             assert_close("rmsnorm_forward's rstd", &rstd, want_rstd, (double)h + 4);
 
-            // with and without a residual gradient; dx apart, over dy, over dresidual
+            // with and without a residual gradient; dx separate, over dy, over dresidual
             for (int how = 0; how < 4; how++) {
                 Array dy = random_array(dtype, n, h, 3), dresidual = random_array(dtype, n, h, 4);
                 Array dx = poisoned(dtype, n, h), dweight = random_array(to, 1, h, 5);
@@ -235,7 +235,7 @@ static void swiglu_matches_reference(void **state) {
             Array gate = random_array(dtype, n, f, 1), up = random_array(dtype, n, f, 2);
             Array act = poisoned(dtype, n, f), dact = random_array(dtype, n, f, 3);
             Array dgate = poisoned(dtype, n, f), dup = poisoned(dtype, n, f);
-            for (int64_t i = 0; i < 7; i++)  // far out on both sides, where e^x over- or underflows in f32
+            for (int64_t i = 0; i < 7; i++)  // extremes on both sides, where e^x over- or underflows in f32
                 gate.x[i] = (double[]){0, 30, -30, 88, -88, 1000, -1000}[i];
             array_write(&gate);
             double *want[] = {zeros(n * f), zeros(n * f), zeros(n * f)};
@@ -261,7 +261,7 @@ static void swiglu_matches_reference(void **state) {
         }
 }
 
-// The exponential of f32, seen through act = gate sigmoid(gate): relative error at every gate.
+// The f32 exponential, tested through act = gate sigmoid(gate): relative error at every gate.
 static void swiglu_is_accurate_at_every_gate(void **state) {
     (void)state;
     const int64_t n = 100003;
@@ -323,7 +323,7 @@ static void cross_entropy_matches_reference(void **state) {
             Array logits = random_array(dtype, n, v, 1), targets = random_targets(n, v, 2);
             Array losses = poisoned(full(dtype), 1, n), lse = poisoned(full(dtype), 1, n);
             Array dlogits = poisoned(dtype, n, v);
-            // a row of huge logits, both signs, and one that is all the same
+            // a row of huge logits of both signs, and one of equal logits
             for (int64_t j = 0; j < v; j++) logits.x[j] = j % 2 ? 1e4 : -1e4;
             if (n > 1)
                 for (int64_t j = 0; j < v; j++) logits.x[v + j] = -1e4;
@@ -349,7 +349,7 @@ static void cross_entropy_matches_reference(void **state) {
                 Array some_losses = {losses.t, losses.x + first, end - first};
                 Array some_lse = {lse.t, lse.x + first, end - first};
                 assert_close("cross_entropy_forward's lse", &some_lse, want_lse + first, (double)v + 4);
-                // A loss is a difference: it errs as lse and the logit do.
+                // A loss is a difference: it has the errors of lse and of the logit.
                 for (int64_t i = 0; i < some_losses.count; i++) {
                     double bound =
                         ((double)v + 4) * rounding(full(dtype)) * fmax(1, fabs(want_lse[first + i]));
@@ -362,7 +362,8 @@ static void cross_entropy_matches_reference(void **state) {
             op_cross_entropy_backward(logits.t, logits.t, lse.t, targets.t, scale);  // over its input
             array_read(&dlogits);
             array_read(&logits);
-            // lse of the huge rows is rounded to 1e4 roundings, and e^(x - lse) errs relatively by as much.
+            // lse of the huge rows has a rounding error relative to 1e4, and e^(x - lse) as large a
+            // relative error.
             for (int part = 0; part < 2; part++) {
                 int64_t first = part ? (n < 2 ? n : 2) : 0, end = part ? n : (n < 2 ? n : 2);
                 Array some = {dlogits.t, dlogits.x + first * v, (end - first) * v};
@@ -380,8 +381,8 @@ typedef struct EntropyCase {
     double scale;
 } EntropyCase;
 
-// Of 8 equal logits each has the gradient scale / 8, and the target's scale (1/8 - 1): 2^-25 rounds to
-// zero, what is above it does not. Ignored rows and padding are zero before.
+// Each of 8 equal logits has the gradient scale / 8, and the target scale (1/8 - 1): 2^-25 rounds to zero,
+// larger numbers do not. Ignored rows and padding are zero before rounding.
 static void gradients_that_f16_makes_zero_are_counted(void **state) {
     (void)state;
     const VocabularyPart part = {16, 8, 5};

@@ -1,5 +1,5 @@
-// test_ops_rules.c: what holds for all operations alike: NaN that shows, empty tensors, and one clear
-// sentence for wrong arguments.
+// test_ops_rules.c: what holds for all operations: NaN propagates, tensors may be empty, and wrong
+// arguments give one clear sentence.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -15,7 +15,7 @@
 static void nan_comes_through(void **state) {
     (void)state;
     for (int i = 0; i < 4; i++)
-        for (int64_t at = 0; at < 67; at += 33) {  // in vector code, and in what is left over
+        for (int64_t at = 0; at < 67; at += 33) {  // in vector code, and in the remainder
             DType type = all_dtypes[i];
             Array x = random_array(type, 1, 67, 1), targets = array_new(I32, 1, 1, 3);
             Array losses = array_new(full(type), 1, 1, 0), lse = array_new(full(type), 1, 1, 0);
@@ -132,7 +132,7 @@ static void empty_tensors_are_fine(void **state) {
 static void call_and_wait(void *call) {
     call_function(call);
     tensor_to_host(&(float){0},
-                   new_tensor(F32, 1, 1));  // what only a GPU has seen comes out when one waits
+                   new_tensor(F32, 1, 1));  // what a GPU has found is reported by the next wait
 }
 
 // `wrong`, in a process of its own, ends with this sentence.
@@ -305,7 +305,7 @@ static void wrong_arguments_are_named(void **state) {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const struct CMUnitTest tests[] = {
-        // first: what it forks off must not have started a GPU
+        // first: the processes that it forks must not have used a GPU
         cmocka_unit_test(wrong_arguments_are_named),
         cmocka_unit_test(nan_comes_through),
         cmocka_unit_test(attention_passes_nan_on),

@@ -1,5 +1,5 @@
 // test_orders.c [--ranks N] [PATTERN]: every plug under random legal orders of F, B and W, with several
-// micro-batches in flight, against one device that takes them in turn. TAP.
+// micro-batches in flight, against one device that runs them in turn. TAP.
 //
 //     F(m, c) after F(m, c - 1)     B(m, c) after F(m, last) and B(m, c + 1)     W(m, c) after B(m, c)
 //
@@ -13,7 +13,7 @@
 
 enum { MICROS = 3, MOST_CHUNKS = 3, LAYERS = 3, ORDERS = 4 };
 #ifdef __SANITIZE_ADDRESS__
-enum { FIRST_ORDER = 3 };  // each takes twenty times as long: the last, with W as late as can be
+enum { FIRST_ORDER = 3 };  // orders are twenty times slower: only the last, with W as late as possible
 #else
 enum { FIRST_ORDER = 0 };
 #endif
@@ -22,7 +22,7 @@ typedef enum Action { F, B, W, ACTIONS } Action;
 typedef struct Order {
     uint64_t seed;
     int chunks;
-    bool late;  // W as late as can be, after all Fs and Bs
+    bool late;  // W as late as possible, after all Fs and Bs
     uint64_t drawn;
     Chunk chunk[MOST_CHUNKS];
     bool done[MICROS][MOST_CHUNKS][ACTIONS];
@@ -32,7 +32,7 @@ static int draw(Order *o, int below) {
     return (int)(rng_bits(o->seed, RNG_TEST, o->drawn++) % (uint64_t)below);
 }
 
-// Any split fits: a chunk may be the embedding or the head alone, or nothing.
+// Any split is allowed: a chunk may be only the embedding or the head, or nothing.
 static void draw_chunks(Order *o) {
     int cut[MOST_CHUNKS - 1] = {draw(o, LAYERS + 1), draw(o, LAYERS + 1)};
     if (o->chunks == 3 && cut[1] < cut[0]) {
@@ -63,7 +63,7 @@ static bool legal(const Order *o, int m, int c, Action action) {
     }
 }
 
-// One of the legal actions, each as likely. False when none is left.
+// One of the legal actions, with equal probability. False if none is left.
 static bool draw_action(Order *o, int *m, int *c, Action *action) {
     int choices[MICROS * MOST_CHUNKS * ACTIONS], count = 0;
     for (int i = 0; i < MICROS * o->chunks * ACTIONS; i++)
@@ -147,7 +147,7 @@ typedef struct Case {
     double bucket_mb;
 } Case;
 
-// Fewer than ranks where there are more than three of these, so that some store copies.
+// Fewer than ranks if there are more than three ranks, so that some store copies.
 static Config config_of(const Case *one, const char *more) {
     char *text = format_text(
         "layers=3 hidden=24 heads=12 kv-heads=%d ffn=36 vocab=257 seq=5 micro-batch=1 grad-acc=3 steps=2 "
@@ -159,7 +159,7 @@ static Config config_of(const Case *one, const char *more) {
     c.tp = one->tp ? n : 1;
     config_set(&c, "sp", one->sp);
     config_set(&c, "async-tp", 1);
-    config_set(&c, "vocab-parallel", 1);  // where the list has it
+    config_set(&c, "vocab-parallel", 1);  // if the list has it
     config_set(&c, "no-prefetch", one->no_prefetch);
     config_set(&c, "bucket-mb", one->bucket_mb);
     return c;
@@ -186,7 +186,7 @@ static void expect_same(const char *what, const Record *x, const Record *y, doub
     if (!(worst <= bound)) note("%s: %s differ by %.2e, and %.0e is allowed", what, where, worst, bound);
 }
 
-// What one device makes of it, whatever the techniques: each is trained once.
+// One device's results, the same for all techniques: each is trained once.
 static const Record *one_device(const Config *whole) {
     static struct {
         Config config;
@@ -221,7 +221,7 @@ static void try_case(const Case *one, const char *more, bool tied, Recompute kin
     list[count++] = &random_order;
     list[count] = NULL;
     for (uint64_t seed = ORDERS - orders; seed < ORDERS; seed++) {
-        // The last has all chunks, and W as late as can be.
+        // The last has all chunks, and W as late as possible.
         order = (Order){
             .seed = seed,
             .chunks = MOST_CHUNKS - (int)(ORDERS - 1 - seed) % MOST_CHUNKS,
@@ -236,7 +236,7 @@ static void try_case(const Case *one, const char *more, bool tied, Recompute kin
     }
 }
 
-// In a step that nobody records the host waits for the device once, for the loss and the norm.
+// In a step that is not recorded the host waits for the device once, for the loss and the norm.
 static void count_reads(const Case *one) {
     Mesh mesh = mesh_new((MeshShape){.dp = one->tp ? 1 : n, .tp = one->tp ? n : 1});
     Config c = config_of(one, "dtype=f32");
@@ -255,7 +255,7 @@ static void try_cases(const Case *one, int count) {
         try_case(one, "dtype=f64", true, RECOMPUTE_SELECTIVE, ORDERS - FIRST_ORDER, 1e-10);
         try_case(one, "dtype=f64", true, RECOMPUTE_FULL, ORDERS - FIRST_ORDER, 1e-10);
         count_reads(one);
-        // 16 bits round at every sum; what is wrong by a factor is wrong by more.
+        // 16 bits round at every sum; a wrong factor gives a larger error.
         try_case(one, "dtype=bf16", true, RECOMPUTE_NONE, FIRST_ORDER ? 1 : 2, 0.1);
     }
 }

@@ -1,11 +1,11 @@
 // test_params.c [--ranks N] [PATTERN]: the parameter table: what each rank of a layout stores and owns, and
-// the way back to the whole. TAP. Tables of any degree are looked at from every rank's place without a
-// message; what talks is tried on all ranks at once, in every layout dp x tp of them. params.t runs it with
-// 1 to 8 ranks.
+// how wholes are put together again. TAP. Tables of any degree are checked from every rank's place without
+// communication; code that communicates is tested on all ranks at once, in every layout dp x tp of them.
+// params.t runs it with 1 to 8 ranks.
 #include "03_tensor_parallel/tensor_parallel.h"
 #include "params_tables.h"
 
-// ---- who stores, who owns ----
+// ---- what a rank stores, and what it owns ----
 
 static void parts_cover_a_unit_once(void) {
     static const int64_t counts[] = {0, 1, 2, 5, 17, 64, 1009, (int64_t)1 << 40};
@@ -89,7 +89,7 @@ static void shapes_are_those_of_the_shards(void) {
     params_free(&p);
 }
 
-// Imagined places are shared among the ranks.
+// The ranks share the work on places that are only imagined.
 static void shards_are_born_as_slices(void) {
     for (int place_of = me; place_of < 5 * 4; place_of += n) {
         int dp = 1 + place_of / 4, tp = 1 + place_of % 4;
@@ -115,7 +115,7 @@ static void shards_are_born_as_slices(void) {
     }
 }
 
-// Numbers are drawn some millions at a time, by each rank for itself.
+// Each rank draws its own numbers, some millions at a time.
 static void a_large_weight_is_born_as_a_small_one(void) {
     if (me) return;
     const int64_t rows = 3001, columns = 1433, all = rows * columns, piece = 1 << 22;
@@ -134,7 +134,7 @@ static void a_large_weight_is_born_as_a_small_one(void) {
     params_free(&p);
 }
 
-// Numbers that were drawn once are remembered: of this seed, for this weight.
+// Numbers that were drawn once are cached, for this seed and this weight.
 static void a_seed_draws_its_own_numbers(void) {
     const ParamSpec specs[] = {{"one", WHOLE, 3, 5, true, 1}, {"other", WHOLE, 3, 5, true, 1}};
     for (uint64_t seed = 7; seed < 12; seed++) {
@@ -154,7 +154,7 @@ static void a_seed_draws_its_own_numbers(void) {
     }
 }
 
-// Bytes of what stays, by stage: whole tensors above it, own parts from it on.
+// Persistent bytes by stage: whole tensors above it, own parts from it on.
 static void each_stage_stores_its_own(void) {
     for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++)
         for (int rank = 0; rank < 4; rank++) {
@@ -221,7 +221,7 @@ static bool is_table(const Param *param) {
     return param->role == ROLE_EMBEDDING || param->role == ROLE_HEAD;
 }
 
-// Ranks of tp on which each element stands.
+// The number of tp ranks that store each element.
 static int holders_of(const Param *param, int tp, int64_t kv_heads, bool vocabulary) {
     if (param->role == ROLE_K || param->role == ROLE_V) return copies_of(kv_heads, tp);
     return param->dims == 1 || (is_table(param) && !vocabulary) ? tp : 1;
@@ -231,15 +231,14 @@ static void expect_facts(const Shards *s, const Param *param, int holders) {
     bool vector_or_table = param->dims == 1 || is_table(param),
          copied_heads = !vector_or_table && holders > 1;
     SAME(param->copies.size, holders);
-    // With sequence parallelism every rank sees its own rows alone, and copied heads serve their own
-    // queries.
+    // With sequence parallelism every rank sees only its own rows, and copied heads serve their own queries.
     bool rows = s->first == &sequence_parallel || s->second == &sequence_parallel;
     if (holders > 1) SAME(param->parts.size > 1, copied_heads || (rows && vector_or_table));
     SAME(param->sharded, !vector_or_table || (is_table(param) && s->first == &vocab_parallel));
 }
 
-// From every rank's place, of more heads than ranks: what the ranks own together is each element once, or
-// once on every replica, and all that stands anywhere is its slice of the whole.
+// From every rank's place, with more heads than ranks: together the ranks own each element once, or once on
+// every replica, and whatever a rank stores is its slice of the whole.
 static void techniques_cover_each_weight(void) {
     for (int place_of = me; place_of < 3 * 4; place_of += n)
         for (int kind = 0; kind < SHARDS * 4; kind++) {
@@ -283,8 +282,7 @@ static void techniques_cover_each_weight(void) {
         }
 }
 
-// On these ranks, of fewer heads than ranks: who shares a head is told in messages, so nobody can imagine
-// them.
+// On these ranks, with fewer heads than ranks: ranks that share a head communicate, so this needs real ranks.
 static void ranks_beyond_the_heads_store_copies(void) {
     Mesh mesh = mesh_new((MeshShape){.tp = n});
     for (int64_t kv = 1; kv < n; kv++)
@@ -334,7 +332,7 @@ static void a_unit_left_out_takes_no_room(void) {
         }
 }
 
-// ---- the way back to the whole, on all ranks ----
+// ---- putting wholes together again, on all ranks ----
 
 static void *random_bits(int64_t count, DType dtype, uint64_t key) {
     size_t size = dtype_size(dtype), bytes = (size_t)count * size;
@@ -352,7 +350,7 @@ static void note_bits(const char *what, const Params *p, const Param *param, DTy
          param->name, p->unit[0].replicas.size, p->spread.size, p->sharding);
 }
 
-// Few ranks have each dtype in each way to shard; many, which are slow, have each of the two once or twice.
+// Few ranks test each dtype with each way of sharding; many, which are slow, each of the two once or twice.
 static bool leaves_out(Sharding sharding, DType dtype) { return n > 4 && (int)dtype % 4 != (int)sharding; }
 
 static void a_weight_comes_back_bit_for_bit(void) {
@@ -378,7 +376,7 @@ static void a_weight_comes_back_bit_for_bit(void) {
             }
 }
 
-// A flat tensor beside the weights, as the optimizer's state is: this rank's own parts.
+// A flat tensor besides the weights, like the optimizer's state: this rank's own parts.
 static void ranks_write_each_element_once_as_it_was_read(void) {
     Layout layout[MAX_LAYOUTS];
     for (int l = layouts(layout) - 1; l >= 0; l--)
@@ -428,7 +426,8 @@ static void a_gradient_comes_back_bit_for_bit(void) {
 static void a_weight_of_another_stage_comes_to_all(void) {
     Layout layout[MAX_LAYOUTS];
     for (int l = layouts(layout) - 1; l >= 0; l--)
-        // Of many pairs of stages every fifth, with each stage on both sides: 6 and 8 are no multiples.
+        // If there are many pairs of stages, every fifth, with each stage on both sides: 6 and 8 are not
+        // multiples of 5.
         for (int at = 0; at < layout[l].shape.tp * layout[l].shape.tp; at += layout[l].shape.tp > 4 ? 5 : 1)
             for (Sharding sharding = SHARD_NOTHING; sharding <= SHARD_VALUES; sharding++) {
                 int stages_here = layout[l].shape.tp;
@@ -454,7 +453,7 @@ static void a_weight_of_another_stage_comes_to_all(void) {
             }
 }
 
-// Looking at weights is no part of the run: its memory is not seen in the peaks.
+// Inspecting weights is not part of the run: its memory does not show in the peaks.
 static void a_look_leaves_the_peaks(void) {
     Layout layout[MAX_LAYOUTS];
     for (int l = layouts(layout) - 1; l >= 0; l--) {

@@ -1,15 +1,14 @@
-// test_params_sums.c [--ranks N] [PATTERN]: what the gradients of a step need over ranks, in every layout
-// dp x tp of them: sums over copies of a weight, the norm, the search for what is not finite, and each
-// rank's own step. TAP. params.t runs it with 1 to 8 ranks.
+// test_params_sums.c [--ranks N] [PATTERN]: what a step's gradients need across ranks, in every layout dp x
+// tp of them: sums over copies of a weight, the norm, the search for non-finite numbers, and each rank's
+// own step. TAP. params.t runs it with 1 to 8 ranks.
 #include <math.h>
 
 #include "params_tables.h"
 #include "train/optim.h"
 
-// ---- gradients that are parts ----
+// ---- partial gradients ----
 
-// What the rank of the spread has found of an element's gradient: whole numbers, whose sums have no
-// rounding.
+// The spread's rank's part of an element's gradient: integers, whose sums are exact.
 static double found(int rank, int param, int64_t place) {
     return (double)(rng_bits((uint64_t)(100 * rank + param), RNG_TEST, (uint64_t)place) % 201) - 100;
 }
@@ -28,7 +27,7 @@ static double expected_sum(const Params *p, int param, int64_t at) {
     return sum;
 }
 
-// Messages that the rank's partial gradients take: one for each group that it shares some with.
+// Messages for the rank's partial gradients: one for each group with which it shares some.
 static int groups_of_partial(const Params *p, int64_t *elements) {
     int groups = 0;
     *elements = 0;
@@ -90,7 +89,8 @@ static void expect_sums(Params *p) {
     params_free(p);
 }
 
-// Heads that several ranks store, alone and beside what sequence parallelism leaves whole on every rank.
+// Heads that several ranks store, alone and together with what sequence parallelism leaves whole on every
+// rank.
 static void copies_end_with_the_sum_of_their_parts(void) {
     Layout layout[MAX_LAYOUTS];
     for (int l = layouts(layout) - 1; l >= 0; l--)
@@ -106,7 +106,7 @@ static void copies_end_with_the_sum_of_their_parts(void) {
                 }
 }
 
-// The two ends of a pipeline, which share a weight, and ranks between them that have none of it.
+// The two ends of a pipeline, which share a weight, and ranks between them that do not have it.
 static void ends_of_a_pipeline_share_their_gradient(void) {
     Layout layout[MAX_LAYOUTS];
     for (int l = layouts(layout) - 1; l >= 0; l--)
@@ -151,7 +151,7 @@ static void expect_norm(const Layout *l, DType dtype, uint64_t key) {
         else expect_bits("nothing sharded", &p, norm, norm);
         params_free(&p);
     }
-    // DDP that counts in ZeRO's parts is the twin whose bits ZeRO must have.
+    // DDP that sums in ZeRO's parts is the twin whose bits ZeRO must have.
     Model twin = {.params =
                       sharded(table(l->mesh, l->shape.tp, l->heads), l->mesh.tp, l->heads, l->copies)};
     zero_twin_of_1[0]->shard(&twin);
@@ -166,11 +166,11 @@ static void the_norm_counts_each_element_once(void) {
     Layout layout[MAX_LAYOUTS];
     for (int l = layouts(layout) - 1; l >= 0; l--)
         for (DType dtype = F64; dtype <= F16; dtype++)
-            // Another order of a sum may end in the same bits: seldom so eight times.
+            // Another order of a sum may give the same bits, but rarely eight times.
             for (uint64_t key = 0; key < 8; key++) expect_norm(&layout[l], dtype, key);
 }
 
-// Squares add up weight by weight, so whole weights may lie on any ranks, copied or not.
+// Squares are summed weight by weight, so whole weights may be on any ranks, copied or not.
 static void the_norm_of_whole_weights_is_that_of_one_device(void) {
     Layout layout[MAX_LAYOUTS];
     for (int l = layouts(layout) - 1; l >= 0; l--)
@@ -191,7 +191,7 @@ static void the_norm_of_whole_weights_is_that_of_one_device(void) {
         }
 }
 
-// Nobody sends anything where every rank has every gradient.
+// Nothing is sent if every rank has every gradient.
 static void the_norm_of_replicas_takes_no_message(void) {
     MeshShape shape = {.dp = n, .tp = 1};
     Layout l = {.mesh = mesh_new(shape), .shape = shape, .heads = 1};
@@ -205,7 +205,7 @@ static void the_norm_of_replicas_takes_no_message(void) {
     }
 }
 
-// ---- what is not finite, and the step ----
+// ---- non-finite gradients, and the step ----
 
 static void the_first_bad_gradient_is_the_same_everywhere(void) {
     Layout layout[MAX_LAYOUTS];
@@ -214,7 +214,7 @@ static void the_first_bad_gradient_is_the_same_everywhere(void) {
             Params whole = whole_with_gradients(&layout[l], F32, 11),
                    p = params_of(&layout[l], sharding, F32);
             for (int bad = -1; bad < p.count; bad++) {
-                // What came earlier in the table went wrong later in backward.
+                // What is earlier in the table went wrong later in backward.
                 for (int i = 0; i <= bad; i++) {
                     Tensor grad = param_total_grad(&whole, &whole.param[i]);
                     op_fill(tensor_view(grad, tensor_count(grad) - 1, SHAPE(1)), i % 2 ? NAN : INFINITY);
@@ -230,7 +230,7 @@ static void the_first_bad_gradient_is_the_same_everywhere(void) {
         }
 }
 
-// Each rank steps its own part alone, with the bits that one device gives to it.
+// Each rank steps only its own part, with the bits that one device gives.
 static void parts_step_as_the_whole(void) {
     Layout layout[MAX_LAYOUTS];
     for (int l = layouts(layout) - 1; l >= 0; l--)

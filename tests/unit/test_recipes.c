@@ -1,5 +1,5 @@
 // test_recipes.c: what recipes store in fewer bits or in more: sums of float16 gradients, gradients in f32
-// and as 8-bit codes, and moments, which a checkpoint takes out and puts back to the bit; what of their
+// and as 8-bit codes, and moments, which a checkpoint saves and restores to the bit; and how much of their
 // losses is chance. TAP.
 #include <math.h>
 #include <setjmp.h>
@@ -35,7 +35,7 @@ static double first_of(Tensor t) {
     return x;
 }
 
-// 40000 + 40000 is beyond 65504. Without accumulators what backward adds up stays where it is.
+// 40000 + 40000 is beyond 65504. Without accumulators, the sums of backward stay where they are.
 static void float16_gradients_add_up_in_f32(void **state) {
     (void)state;
     for (int narrow = 0; narrow < 2; narrow++) {
@@ -56,7 +56,8 @@ static void float16_gradients_add_up_in_f32(void **state) {
 
 // ---- gradients that backward writes in f32 ----
 
-// Two matrices of whole batches beside f64: what each micro-batch's rounding to bf16 costs, and f32 does not.
+// Two matrices over whole batches against f64: the error of rounding each micro-batch to bf16, which f32
+// avoids.
 static void gradients_in_f32_add_up_as_they_are(void **state) {
     (void)state;
     enum { MICROS = 5, ROWS = 7 };
@@ -114,8 +115,8 @@ static bool is_bf16(double x) {
     return back == x;
 }
 
-// Of one micro-batch: embedding, norms, router, experts, head. Only what no token reaches is as it was. (In
-// the first step of te-delayed small gradients of q and k underflow.)
+// For one micro-batch: embedding, norms, router, experts, head. Only what no token reaches is unchanged.
+// (In the first step of te-delayed, small gradients of q and k underflow.)
 static void no_gradient_is_rounded_to_bf16(void **state) {
     (void)state;
     static const struct {
@@ -147,8 +148,8 @@ static void no_gradient_is_rounded_to_bf16(void **state) {
     }
 }
 
-// Gradients of each weight are of another magnitude: e4m3 alone reaches over 2^18, and here they lie 2^40
-// apart. Of two parts that a micro-batch adds, the second finds the first.
+// Gradients of different weights have different magnitudes: e4m3 alone has a range of 2^18, and here they
+// differ by 2^20. When a micro-batch adds two parts, the second must not overwrite the first.
 static void gradients_as_codes_have_a_scale_for_each_weight(void **state) {
     (void)state;
     Model *m = model_of("dtype=bf16", &fp8_recipe, 0, FP8_LM);
@@ -173,8 +174,8 @@ static void gradients_as_codes_have_a_scale_for_each_weight(void **state) {
     model_free(m);
 }
 
-// Numbers of many magnitudes, a run of zeros longer than what shares a scale, and some that round up to a
-// power of two.
+// Numbers of many magnitudes, a run of zeros longer than a group that shares a scale, and some that round
+// up to a power of two.
 static void random_state(Tensor wide, uint64_t key) {
     int64_t count = tensor_count(wide);
     double *x = host_alloc((size_t)count * sizeof *x);
@@ -223,7 +224,7 @@ static void state_stored_again_is_the_same(void **state) {
     }
 }
 
-// Runs and seeds may differ as they like; what a run does with one seed and not with another is chance.
+// Runs and seeds may differ by any amount; what a run does with only one of the seeds is chance.
 static void chance_is_what_rows_and_columns_leave(void **state) {
     (void)state;
     const double sums[] = {1.5, 2, 4, 0.5, 1, 3, -2.5, -2, 0};  // {1, 0, -3} + {0.5, 1, 3}

@@ -1,4 +1,4 @@
-// The judge itself: a comparison must be able to fail, for each way in which a run can be wrong.
+// The judge itself: a comparison must be able to fail in each way in which a run can be wrong.
 #include "records.h"
 
 // The comparison fails in every class, and the verdict with it.
@@ -79,7 +79,7 @@ static void a_wrong_sign_fails(void **context) {
     assert_verdict(STATUS_FAIL, "scale -1");
 }
 
-// Within the bound, but all in one direction: not noise.
+// Within the bound, but all in one direction, so not noise.
 static void a_small_wrong_factor_within_the_bound_fails_by_its_scale(void **context) {
     Pair *pair = *context;
     for (int64_t i = 0; i < sizes[8]; i++) pair->run.grad[8][i] *= 1.03;
@@ -173,7 +173,7 @@ static void a_tensor_of_another_size_or_never_recorded_fails(void **context) {
     pair->run.steps++;
 }
 
-// An expert without a token has no gradient: the error is measured against the largest gradient instead.
+// An expert without tokens has no gradient: the error is measured against the largest gradient instead.
 static void a_zero_baseline_is_compared_and_not_skipped(void **context) {
     Pair *pair = *context;
     for (int64_t i = 0; i < sizes[3]; i++) pair->run.grad[3][i] = pair->baseline.grad[3][i] = 0;
@@ -187,7 +187,7 @@ static void a_zero_baseline_is_compared_and_not_skipped(void **context) {
     assert_printed("tensor.3");
 }
 
-// Labels may all be ignored: then there is nothing to compare, and that proves nothing.
+// All labels may be ignored: then there is nothing to compare, which proves nothing.
 static void a_record_that_is_zero_as_a_whole_never_passes(void **context) {
     Pair *pair = *context;
     for (int t = 0; t < TENSORS; t++)
@@ -195,7 +195,7 @@ static void a_record_that_is_zero_as_a_whole_never_passes(void **context) {
     assert_refused(pair, "gradients that are all zero");
     assert_false(compare(pair, PROOF_EXACT, 0));
     assert_verdict(STATUS_FAIL, "gradients of variant: all of plain's are zero, so nothing was compared");
-    // One tensor alone may be: an expert without tokens.
+    // A single tensor may be zero: an expert without tokens.
     pair->run.grad[3][5] = pair->baseline.grad[3][5] = 2;
     assert_true(compare(pair, PROOF_EXACT, 0));
     assert_verdict(STATUS_PASS, "PASS");

@@ -1,4 +1,4 @@
-// What the report prints and writes: differences, bounds, counts, the verdict and the JSON.
+// What the report prints and writes: differences, bounds, counts, the verdict and JSON.
 #include <cjson/cJSON.h>
 
 #include "fatal.h"
@@ -55,7 +55,7 @@ static void a_count_that_is_off_by_one_byte_fails(void **context) {
     assert_verdict(STATUS_FAIL, "FAIL");
 }
 
-// Formulas divide: their last digits are rounding, and no bytes.
+// Formulas divide: their last digits are rounding errors, not bytes.
 static void a_count_that_is_off_by_rounding_is_equal(void **context) {
     (void)context;
     const struct {

@@ -1,9 +1,9 @@
-// test_reshard.c [--ranks N] [PATTERN]: a run that is saved by ranks in one layout goes on in any other,
-// and on one device, as if nobody had interrupted it: the same bits in the same layout, sums in another
-// order in another. TAP.
+// test_reshard.c [--ranks N] [PATTERN]: a run that was saved in one layout continues in any other, and on
+// one device, as if it had not been interrupted: with the same bits in the same layout, and with another
+// order of sums in another one. TAP.
 //
-// Every layout trains four steps and saves after two and four. From the second step of each, one device
-// goes on, and every layout from that of one device, of ZeRO-3, and of sequence parallelism.
+// Every layout trains four steps and saves after two and four. From each one's second step, one device
+// continues; and every layout continues from that of one device, of ZeRO-3, and of sequence parallelism.
 #include <math.h>
 #include <unistd.h>
 
@@ -22,18 +22,18 @@ typedef struct Layout {
 
 enum { MAX_LAYOUTS = 12 };
 
-// Fewer than ranks where there are more than three of these, so that some store copies.
+// Fewer than ranks if there are more than three ranks, so that some store copies.
 static int heads_of_keys(void) { return n % 3 ? 2 : 3; }
 
 static bool is_slow(void) {
 #ifdef __SANITIZE_ADDRESS__
-    return true;  // a layer and one source are enough to touch all that may be touched
+    return true;  // a layer and one source are enough to access everything that is ever accessed
 #else
     return false;
 #endif
 }
 
-// Whose checkpoints all go on from.
+// The layouts from whose checkpoints all continue.
 static bool is_source(const Layout *l) { return l->dp == 0 || l->zero == 3 || (l->sp && l->dp == 1); }
 
 // The same in the same order on all ranks; returns how many.
@@ -103,7 +103,7 @@ static Record run(const Layout *l, const Config *config, const char *save, const
 // Four steps straight, saved after two and four.
 static Record straight(const Layout *l, const Config *c) {
     char *dir = folder_of(l, me), *command = format_text("rm -rf '%s'", dir);
-    // What an earlier test saved there is another run's.
+    // An earlier test's checkpoint there belongs to another run.
     if ((me == 0 || !l->dp) && system(command) != 0) note("%s stays", dir);
     comm_wait(comm_barrier(comm_world()));
     free(command);
@@ -122,8 +122,8 @@ static Record resumed(const Layout *l, const Config *c, const Layout *from) {
     return record;
 }
 
-// Losses and norms of x's steps are those of y from step `skip` on, and so are the last parameters; within
-// a bound, or to the last bit if it is 0.
+// Losses and norms of x's steps must equal those of y from step `skip` on, and so must the last parameters;
+// within a bound, or to the last bit if it is 0.
 static void expect_same(const char *what, const Record *x, const Record *y, int64_t skip, double bound) {
     SAME(x->steps, y->steps - skip);
     double worst = 0;
@@ -143,7 +143,7 @@ static void expect_same(const char *what, const Record *x, const Record *y, int6
 
 // ---- what is in the files ----
 
-// All weights of the model, or so many tensors for each, whole and without padding.
+// All weights of the model, or so many tensors for each, unsharded and without padding.
 static void expect_file(const Layout *l, const char *name, const Params *whole, int per_weight) {
     char *dir = folder_of(l, me), *path = format_text("%s/step-000004/%s", dir, name);
     SafeTensors file = safetensors_open(path);
@@ -165,7 +165,7 @@ static void expect_file(const Layout *l, const char *name, const Params *whole, 
 
 // ---- all ----
 
-// Whether layout i goes on from layout j's checkpoint: from its own, and from others'.
+// Whether layout i continues from layout j's checkpoint: its own, and others'.
 static bool goes_on(int i, int j, const Layout *from, bool others) {
     if (i == j) return !(others && is_slow());  // without others it does, too
     if (!others) return false;
@@ -205,7 +205,7 @@ static void any_layout_goes_on_from_any_other(void) { all_to_all("dtype=f64 ", t
 
 static void the_same_layout_goes_on_bit_for_bit(void) { all_to_all("dtype=bf16 ", false, 0); }
 
-// The run in f64 that says how far off one in bf16 may be begins where that one begins: at its checkpoint.
+// The run in f64 that measures the error of one in bf16 starts from the same checkpoint as that one.
 static void a_resumed_run_is_measured_by_a_resumed_one(void) {
     Layout one = {.name = "measured", .mesh = mesh_single()};
     Config c = config_of(&one, "dtype=bf16");
@@ -225,7 +225,7 @@ static void a_resumed_run_is_measured_by_a_resumed_one(void) {
 
 // ---- memory ----
 
-// The most bytes of memory that this process has had since it was last asked for.
+// The peak memory of this process in bytes since the last call.
 static double most_memory(void) {
     double kilobytes = 0;
     char line[128];
@@ -237,10 +237,10 @@ static double most_memory(void) {
     return 1024 * kilobytes;
 }
 
-// One weight of 64 MB, of which each of n ranks has its n-th: what it writes of it, and reads, is copied
-// once in host memory, beside the pages of the file.
+// One weight of 64 MB, of which each of n ranks has 1 / n: what it writes and reads of it is copied once in
+// host memory, besides the pages of the file.
 static void a_rank_has_no_whole_weight_while_it_saves_and_resumes(void) {
-    if (n < 3) return;  // a part and its pages are as much as the whole
+    if (n < 3) return;  // a part and its pages are as large as the whole
     const Layout zero3 = {.name = "large", .mesh = mesh_new((MeshShape){.dp = n})};
     const double whole = 64 << 20;
     Model model = {.config = config_of(&zero3, ""), .mesh = zero3.mesh};
@@ -278,7 +278,7 @@ static const RankTest tests[] = {
 int main(int argc, char **argv) {
     base_start(argc, argv);
     const char *pattern = ranks_start(argc, argv, 4);
-    // One place, which rank 0 names; in memory if it can be, where it costs nothing to flush files.
+    // One place, chosen by rank 0; in memory if possible, where flushing files costs nothing.
     const char *where = access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp";
     folder = format_text("%s/test_reshard.%.0f", where, comm_sum(me == 0 ? getpid() : 0, world));
     int status = ranks_run(tests, sizeof tests / sizeof *tests, pattern);

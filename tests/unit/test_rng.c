@@ -1,5 +1,5 @@
-// The random numbers: Philox's published answers, no memory between calls, and the right distributions.
-// All of it is deterministic: the statistical bounds (five standard errors) hold or fail for good.
+// Random numbers: Philox's published test vectors, no state between calls, and the right distributions. All
+// of it is deterministic: the statistical bounds (five standard errors) hold always or never.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -83,7 +83,7 @@ static void a_number_does_not_depend_on_what_was_asked_before(void **state) {
 
 static void a_shard_is_its_slice_of_the_whole(void **state) {
     (void)state;
-    // A (ROWS, COLUMNS) weight, sharded by rows or by columns among 1, 2, 3, 4 and 7 ranks that draw apart.
+    // A (ROWS, COLUMNS) weight, sharded by rows or columns among 1, 2, 3, 4 and 7 ranks that draw separately.
     enum { ROWS = 29, COLUMNS = 31 };
     static double whole[ROWS][COLUMNS], joined[ROWS][COLUMNS];
     uint64_t stream = rng_stream("model.layers.0.mlp.up_proj.weight");
@@ -129,7 +129,7 @@ static void moments_of_the_normals(void **state) {
         double x = rng_normal(1, RNG_TEST, (uint64_t)i), power = 1;
         for (int k = 1; k <= 4; k++) sum[k] += power *= x;
         for (int k = 1; k <= 3; k++) beyond[k] += x > k;
-        assert_true(fabs(x) < 8.6);  // all that 53 bits can give
+        assert_true(fabs(x) < 8.6);  // the largest that 53 bits can give
     }
     double n = MANY;
     expect_near("the mean", sum[1] / n, 0, sqrt(1 / n));
@@ -151,7 +151,7 @@ static void the_whole_curve_is_normal(void **state) {
     (void)state;
     for (int i = 0; i < MANY; i++) sample[i] = rng_normal(2, RNG_TEST, (uint64_t)i);
     qsort(sample, MANY, sizeof *sample, by_size);
-    double distance = 0;  // Kolmogorov's: beyond 1.95 / sqrt(n) once in a thousand
+    double distance = 0;  // Kolmogorov's: beyond 1.95 / sqrt(n) with probability 1 / 1000
     for (int i = 0; i < MANY; i++) {
         double below = erfc(-sample[i] / sqrt(2)) / 2;
         distance = fmax(distance, fmax(fabs(below - (double)i / MANY), fabs(below - (i + 1.0) / MANY)));
@@ -168,7 +168,7 @@ static void neighbours_streams_and_seeds_are_independent(void **state) {
     expect_near("the correlation of two streams", correlation(sample, other, MANY), 0, error);
     for (int i = 0; i < MANY; i++) other[i] = rng_normal(4, 100, (uint64_t)i);
     expect_near("the correlation of two seeds", correlation(sample, other, MANY), 0, error);
-    // A tensor of more than 2^32 elements does not begin again.
+    // A tensor of more than 2^32 elements does not start over.
     for (int i = 0; i < MANY; i++) other[i] = rng_normal(3, 100, (uint64_t)i + (1ull << 32));
     expect_near("the correlation across 2^32", correlation(sample, other, MANY), 0, error);
 }

@@ -1,4 +1,4 @@
-// Safetensors files, sound and broken: the parser believes nothing, and reads back what the writer writes.
+// Safetensors files, valid and invalid: the parser checks everything, and reads back what the writer writes.
 #include <fcntl.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -21,8 +21,8 @@ typedef struct Bytes {
     size_t size;
 } Bytes;
 
-// A file of this header and `data` bytes 0, 1, 2, … after it. Exactly as long as it must be, so that a
-// sanitizer sees a read past its end.
+// A file with this header, followed by `data` bytes 0, 1, 2, …. Exactly as long as it must be, so that a
+// sanitizer detects a read past its end.
 static Bytes file_of(const char *header, size_t data) {
     uint64_t length = strlen(header);
     Bytes file = {.size = 8 + length + data};
@@ -57,7 +57,7 @@ static void expect_sound(const char *header, size_t data, int tensors) {
     free(file.at);
 }
 
-// ---- sound files ----
+// ---- valid files ----
 
 static void a_sound_file_is_read(void **state) {
     (void)state;
@@ -115,7 +115,7 @@ static void empty_files_are_sound(void **state) {
         4, 2);
 }
 
-// ---- broken files ----
+// ---- invalid files ----
 
 static void header_length_is_checked(void **state) {
     (void)state;
@@ -131,7 +131,7 @@ static void header_length_is_checked(void **state) {
     memcpy(file.at, &zero, 8);
     expect_fault_of(file, "no JSON object");
     free(file.at);
-    // longer than any header has a reason to be, though the file is as long
+    // longer than any sensible header, even if the file is as long
     Bytes long_file = {.size = 8 + 100000001};
     long_file.at = calloc(long_file.size, 1);
     uint64_t absurd = 100000001;
@@ -140,7 +140,7 @@ static void header_length_is_checked(void **state) {
     free(long_file.at);
 }
 
-// Cut at every byte, a file is refused.
+// A file that is truncated at any byte is refused.
 static void truncated_files_are_refused(void **state) {
     (void)state;
     Bytes file = file_of("{\"x\":{\"dtype\":\"F32\",\"shape\":[2],\"data_offsets\":[0,8]}}", 8);
@@ -377,7 +377,7 @@ static void what_is_written_reads_back(void **state) {
     free(path);
 }
 
-// A limit on the file's size stands in for a full disk: the write fails in the middle.
+// A limit on the file's size, in place of a full disk: the write fails in the middle.
 static void a_write_that_fails_is_told(void **state) {
     (void)state;
     SafeTensor tensor = {.name = "x", .dtype = F32, .dims = 1, .shape = {100000}, .bytes = 400000};

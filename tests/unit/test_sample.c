@@ -1,5 +1,5 @@
-// test_sample.c: the text that a run writes at its end, token by token, against forwards of whole windows;
-// and the FLOPs that it takes.
+// test_sample.c: the text that a run writes at its end, token by token, against forward passes of whole
+// windows; and the FLOPs that it takes.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -22,7 +22,7 @@ static Config config_of(const char *more, int64_t end_of_document) {
     return c;
 }
 
-// With weights so large that the likely tokens are others after other texts.
+// With weights so large that the likely tokens depend on the text.
 static Model *model_of(const Config *c) {
     Model *m = model_new(c, mesh_single());
     model_allocate(m);
@@ -43,7 +43,8 @@ static int32_t *new_text(void) {
     return text;
 }
 
-// One forward of the whole window for each token; behind the text it is full of zeros, which nothing sees.
+// One forward of the whole window for each token; after the text it is filled with zeros, which no token
+// sees.
 static int32_t *by_whole_windows(Model *m, double temperature) {
     const int64_t s = m->config.seq;
     int32_t *text = new_text(), window[s], none[s];
@@ -90,7 +91,7 @@ static void the_tokens_are_those_of_whole_windows(void **state) {
     }
 }
 
-// What else a model on one device may have in its sockets changes no token.
+// Other techniques in the sockets of a model on one device change no token.
 static void plugs_change_no_token(void **state) {
     (void)state;
     for (Recompute again = RECOMPUTE_NONE; again <= RECOMPUTE_FULL; again++) {
@@ -106,7 +107,7 @@ static void plugs_change_no_token(void **state) {
     }
 }
 
-// Also by the model that one of several ranks puts together, which has no technique to heed --documents.
+// Likewise with the model that one of several ranks puts together, which has no technique for --documents.
 static void tokens_see_their_own_document(void **state) {
     (void)state;
     Config c = config_of("", 4), other = config_of("", NO_TOKEN);
@@ -123,7 +124,7 @@ static void tokens_see_their_own_document(void **state) {
     model_free(blind);
 }
 
-// FLOPs of n tokens through the model, of which each sees those before it and `before` others.
+// FLOPs of n tokens through the model; each sees the tokens before it and `before` others.
 static double flops_of(const Config *c, double n, double before) {
     double h = (double)c->hidden, d = (double)config_head_size(c), a = (double)c->heads * d,
            kv = (double)c->kv_heads * d;
@@ -131,7 +132,7 @@ static double flops_of(const Config *c, double n, double before) {
     return (double)c->layers * (2 * weights * n + 4 * a * pairs) + 2 * h * (double)c->vocab * n;
 }
 
-// The window never is longer than s, nor, once it was full, shorter than half of it.
+// The window is never longer than s nor, once it has been full, shorter than half of that.
 static void the_window_moves_by_half(void **state) {
     (void)state;
     for (int64_t s = 1; s < 9; s++)
@@ -143,7 +144,7 @@ static void the_window_moves_by_half(void **state) {
         }
 }
 
-// Every token goes through the model once, and those that stay when the window moves once more.
+// Every token goes through the model once, and those that stay when the window moves go through once more.
 static void a_token_goes_through_the_model_once(void **state) {
     (void)state;
     Config c = config_of("seq=16", NO_TOKEN);

@@ -1,5 +1,5 @@
-// Schedules of a pipeline: that all generators are sound and cost what their papers say, and that the
-// clock tells the time. What judges here is written a second time, in another way.
+// Pipeline schedules: all generators are valid and cost what their papers say, and the clock is right. The
+// checks are implemented a second time here, in another way.
 #include "schedules.h"
 
 #define ASSERT_SAME(got, expected)                                                             \
@@ -12,8 +12,7 @@
 
 typedef void Each(ScheduleKind kind, const ScheduleWish *wish, const Schedule *s);
 
-// Every kind of every size of the chapter; under sanitizers, which take fifteen times as long, of up to 3
-// ranks.
+// Every kind in every size of the chapter; under sanitizers, which are fifteen times slower, up to 3 ranks.
 #ifdef __SANITIZE_ADDRESS__
 enum { SIZES = 3 };
 #else
@@ -155,7 +154,7 @@ static void a_v_waits_where_its_formula_says(void **context) {
                 ends[r] = times.end[r][last];
             }
             ASSERT_SAME(ends[p - 1] - times.begin[p - 1][2 * p] + p * papers.F,
-                        m * (papers.F + papers.B + papers.W));  // it waits no more
+                        m * (papers.F + papers.B + papers.W));  // it no longer waits
             ASSERT_SAME(ends[p - 1] - ends[0], (p - 1) * (papers.W - papers.B / 2));
             schedule_times_free(&times, &s);
             schedule_free(&s);
@@ -202,7 +201,7 @@ static void each_rank_holds_what_its_paper_says(void **context) {
     }
 }
 
-// What others do when p does not divide m: the last group of micro-batches is short.
+// What other implementations do if p does not divide m: the last group of micro-batches is short.
 static Schedule unchecked_last_group(int p, int m, int v) {
     Schedule s = schedule_new("unchecked", p, m, p * v, 1);
     int chunk[512], micro_batch[512], turns = 0;
@@ -267,7 +266,7 @@ static void one_queue_for_a_pair_of_ranks_misorders_what_goes_both_ways(void **c
         assert_true(schedule_message_order(&s, QUEUE_PAIR_AND_KIND, &fault));
         schedule_free(&s);
     }
-    // Two forwards of which the second rank takes the later one first: sound, but not in order.
+    // Two forwards, of which the second rank takes the later one first: valid, but not in order.
     Schedule s = make(AFAB, 2, 2);
     Action first = s.list[1].action[0];
     s.list[1].action[0] = s.list[1].action[1];
@@ -373,7 +372,7 @@ static void a_shorter_pair_leaves_the_middle_of_dualpipe_idle_by_the_formula(voi
             }
 }
 
-// The same lists again and again, with new micro-batches.
+// The same lists repeated, with new micro-batches.
 static Schedule repeated(const Schedule *s, int times) {
     Schedule all = schedule_new("repeated", s->ranks, s->micro_batches * times, s->stages, s->directions);
     memcpy(all.place, s->place, sizeof(int) * (size_t)(s->stages * s->directions));
@@ -406,7 +405,7 @@ static void the_period_is_what_repeated_steps_cost(void **context) {
     for (int kind = 0; kind < SCHEDULE_KINDS; kind++)
         for (int hop = 0; hop < 6; hop += 5)
             check_period((ScheduleKind)kind, 4, 6, (Durations){10, 12, 8, 30, hop});
-    // Two ranks that wait for each other in turns: no rank's own circuit is the longest.
+    // Two ranks that wait for each other in turn: no rank's own circuit is the longest.
     check_period(DUALPIPE, 2, 4, (Durations){1, 5, 2, 8, 60});
 }
 

@@ -1,11 +1,11 @@
-// Schedules of a pipeline: that what is broken is refused by its rule, in lists and in text.
+// Pipeline schedules: invalid ones are refused, naming the rule, as lists and as text.
 #include "schedules.h"
 
 static const Durations ones = {1, 1, 1, 3, 0};
 
-// ---- what is broken is refused, by its rule ----
+// ---- invalid schedules are refused, naming the rule ----
 
-// One action of a list is replaced, or taken out where there is none in its place.
+// One action of a list is replaced, or removed if there is no replacement.
 static void put(Schedule *s, int rank, int position, Action action) {
     ActionList *list = &s->list[rank];
     if (action.passes) list->action[position] = action;
@@ -148,7 +148,7 @@ static void random_changes_are_refused_or_still_run(void **context) {
         sound += verdict, broken += !verdict;
         schedule_free(&s);
     }
-    // Both happen, or the test would show little.
+    // Both must happen, or the test would show little.
     assert_true(sound > CHANGED / 10 && broken > CHANGED / 10);
 }
 
@@ -196,7 +196,7 @@ static void malformed_text_is_refused_with_its_line(void **context) {
             fail_msg("\"%s\": expected %s… %s, got: %s", bad[i].text, begin, bad[i].words, fault);
         free(fault);
     }
-    // Two directions, of which one lacks a micro-batch; and blanks and empty lines, which do no harm.
+    // Two directions, one of which lacks a micro-batch; and blanks and empty lines, which are allowed.
     Schedule s;
     const char *lacking =
         "# pp-schedule name=x p=1 m=2 stages=1 dirs=2\nplace 0: 0\nplace 1: 0\nmbs 0: 0\nmbs 1:\n";

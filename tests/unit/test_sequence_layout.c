@@ -1,5 +1,5 @@
-// test_sequence_layout.c: who has which tokens, and how much each rank computes in each hop, against every
-// pair of tokens counted one by one, for lengths that divide and that do not.
+// test_sequence_layout.c: which rank has which tokens, and how much each computes in each hop, against
+// every pair of tokens counted one by one, for lengths that divide and that do not.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -29,7 +29,7 @@ static int32_t *tokens_of(const SequenceLayout *layout, int64_t s, int cp, int r
     return tokens;
 }
 
-// Each token has one owner, its tokens ascend, and no rank has two tokens more than another.
+// Each token has one owner, a rank's tokens ascend, and numbers of tokens differ by at most one.
 static void one_owner(const SequenceLayout *layout, int64_t s, int cp) {
     int *owners = calloc((size_t)s, sizeof *owners);
     int64_t fewest = s, most = 0;
@@ -50,7 +50,7 @@ static void one_owner(const SequenceLayout *layout, int64_t s, int cp) {
     free(owners);
 }
 
-// Closed forms against pairs, one by one and by the mask that attention itself gets.
+// Closed forms against pairs, counted one by one and by the mask that attention itself gets.
 static void pairs_of_each_hop(const SequenceLayout *layout, int64_t s, int cp) {
     double all = 0;
     for (int rank = 0; rank < cp; rank++) {
@@ -133,7 +133,7 @@ static void tiles_that_do_not_ascend_are_counted_too(void **state) {
     attention_positions_free(&late);
 }
 
-// What a rank takes is where its tokens say.
+// A rank takes the entries of its tokens.
 static void taken(const SequenceLayout *layout, int64_t s, int cp) {
     enum { SAMPLES = 3 };
     int32_t *all = host_alloc((size_t)(SAMPLES * s) * sizeof *all);
@@ -155,7 +155,7 @@ static void every_token_has_one_owner(void **state) { (void)state, each_case(one
 static void closed_forms_count_every_pair(void **state) { (void)state, each_case(pairs_of_each_hop); }
 static void rows_are_taken(void **state) { (void)state, each_case(taken); }
 
-// Each rank passes on to the next one what it had: first its own keys, last those of the rank after it.
+// Each rank passes on what it had to the next one: first its own keys, last those of the rank after it.
 static void keys_go_round_the_ring(void **state) {
     (void)state;
     for (int cp = 1; cp <= MOST_RANKS; cp++)
@@ -179,8 +179,8 @@ static void layouts_are_the_playbooks(void **state) {
     }
 }
 
-// Where 2 cp divides s all ranks of the zig-zag compute the same, and half a square in each hop; the last
-// rank of the contiguous layout computes almost 2 cp - 1 times what the first one does.
+// If 2 cp divides s, all ranks of the zig-zag layout compute the same amount, half a square in each hop;
+// the last rank of the contiguous layout computes almost 2 cp - 1 times as much as the first.
 static void zigzag_is_balanced(void **state) {
     (void)state;
     const int64_t s = 1536;

@@ -1,6 +1,6 @@
-// test_sockets.c: what a plug may count on: which micro-batch a call is about, when the feed-forward part
-// is called, whose last contribution a gradient was, and that what a linear keeps comes back to it; and what
-// it must do: add up gradients of 16 bits.
+// test_sockets.c: what a plug may rely on: which micro-batch a call is for, when the feed-forward part is
+// called, which contribution to a gradient is the last, and that a linear gets back what it keeps; and what
+// it must do: sum 16-bit gradients.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdlib.h>
@@ -23,7 +23,7 @@ static Config small_config(const char *more) {
     return c;
 }
 
-// Trains dry, since calls are all that is looked at.
+// In a dry run, since only calls are checked.
 static void train_with(const Config *c, const Technique *plug) {
     device_dry_run(true);
     Trainer *t = trainer_new(c, mesh_single(), (const Technique *[]){&recompute, plug, NULL});
@@ -74,8 +74,7 @@ static void loss(void *context, const MicroBatch *micro, Tensor *lse, Tensor log
     seen.before.vocabulary.loss(context, micro, lse, logits);
 }
 
-// A feed-forward part that sends each token elsewhere enters no region: it gets the rows of this rank
-// alone.
+// A feed-forward part that sends each token elsewhere enters no region: it gets only this rank's rows.
 static Tensor mlp_forward(void *context, Model *m, MicroBatch *micro, int layer, Tensor x) {
     (void)context, (void)layer;
     count(seen.mlps, micro);
@@ -189,8 +188,8 @@ static const Technique forgetful = {.name = "forgetful", .plug = plug_forgetful}
 
 static void train_forgetfully(void *config) { train_with(config, &forgetful); }
 
-// What is left there is added in 16 bits to that of the next micro-batch, whose rounding no comparison of a
-// 16-bit run would tell from any other.
+// A gradient left there would be added to the next micro-batch's in 16 bits, a rounding that no comparison
+// of 16-bit runs could distinguish from others.
 static void every_micro_batch_adds_to_the_wider_sums(void **state) {
     (void)state;
     Config c = small_config("");
@@ -206,7 +205,7 @@ static void every_micro_batch_adds_to_the_wider_sums(void **state) {
 typedef struct Kept {
     int64_t rows;  // of the input
     const Param *weight;
-    int inputs, weights;  // B and W that it served
+    int inputs, weights;  // B and W in which it was used
 } Kept;
 static struct {
     Sockets before;
@@ -254,8 +253,8 @@ static void *plug_linears(Model *m) {
 }
 static const Technique linear_log = {.name = "linear log", .plug = plug_linears};
 
-// q, k, v together; o; gate and up; down; of each block, and the head. Full recomputation drops a block's
-// and makes them again; B and W then meet the second ones.
+// q, k, v together; o; gate and up; down; in each block, and the head. Full recomputation drops a block's
+// and makes them again; B and W then get the second ones.
 static void what_a_linear_keeps_comes_back_to_it(void **state) {
     (void)state;
     for (Recompute again = RECOMPUTE_NONE; again <= RECOMPUTE_FULL; again++) {

@@ -1,5 +1,5 @@
-// test_step.c: what a whole training step asks of its device beside computing: how often the host waits, in
-// how many operations gradients are measured and weights stepped, and whether memory is touched for the
+// test_step.c: what a whole training step asks of its device besides computing: how often the host waits,
+// in how many operations gradients are measured and weights stepped, and whether memory is accessed for the
 // first time. Runs on the CPU, and with the CUDA kernels on the emulator. TAP.
 #include <setjmp.h>
 #include <stdarg.h>
@@ -45,12 +45,13 @@ static Trainer *trainer_with(const char *more, Techniques techniques) {
 
 static Trainer *trainer_of(const char *more) { return trainer_with(more, NULL); }
 
-// Between the batch that goes up and the optimizer's step the host waits for the device once, for the loss
-// and the squares of all gradients. (A CPU is never waited for; the CUDA kernels on the emulator count.)
+// Between the upload of the batch and the optimizer's step the host waits for the device once, for the loss
+// and the squares of all gradients. (The host never waits for a CPU; the CUDA kernels on the emulator
+// count.)
 static void a_step_waits_once(void **state) {
     (void)state;
     Trainer *t = trainer_of("dtype=bf16");
-    train_step(t, NULL);  // what starts with the device is not what a step costs
+    train_step(t, NULL);  // the device's start-up is not part of a step's cost
     for (int step = 0; step < 2; step++) {
         int64_t reads = device_reads(), waits = backend_waits();
         train_step(t, NULL);
@@ -67,8 +68,8 @@ static OpCount operation(const char *name) {
     return (OpCount){.name = name};
 }
 
-// Neighbours in a unit that are stepped alike are one range. Decay splits a block into norm | q k v o |
-// norm | gate up down, and the head into norm | head; without it a unit is one range.
+// Neighbours in a unit that are stepped the same way are one range. Decay splits a block into norm | q k v
+// o | norm | gate up down, and the head into norm | head; without it a unit is one range.
 static void a_step_takes_few_operations(void **state) {
     (void)state;
     static const struct {
@@ -94,7 +95,8 @@ static void a_step_takes_few_operations(void **state) {
     }
 }
 
-// State in fewer bits than it is stepped in is widened for the step, and may have scales: weight by weight.
+// State that is stored in fewer bits than it is stepped in is widened for the step, and may have scales: so
+// it is stepped weight by weight.
 static void narrow_moments(Recipe *recipe, const Config *config) {
     (void)config;
     recipe->moment = BF16;
@@ -110,7 +112,7 @@ static void narrow_state_is_stepped_weight_by_weight(void **state) {
     trainer_free(t);
 }
 
-// Guarded memory, and what a sanitizer frees, never comes back; nor does the emulator's.
+// Guarded memory is never reused, nor is what a sanitizer frees, nor the emulator's.
 static bool memory_comes_back(void) {
 #ifdef __SANITIZE_ADDRESS__
     return false;
@@ -118,7 +120,7 @@ static bool memory_comes_back(void) {
     return !guard_asked() && backend_is_host();
 }
 
-// What a step frees the next one finds again, and touches no page for the first time. The logits make it
+// The next step reuses what a step frees, and accesses no page for the first time. With the logits, it is
 // more than a heap keeps by default.
 static void a_step_faults_no_page(void **state) {
     (void)state;

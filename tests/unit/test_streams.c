@@ -1,10 +1,11 @@
-// test_streams.c [--ranks N] [--long] [PATTERN]: computing and communication keep the order of the calls,
-// also where the device does both at once: long work stands in front of each, and what would be read too
-// early is NaN or another number. TAP. On a GPU, with --long, a missing event between the two streams shows
-// here (tests/mutants/gpu.txt); on a CPU nothing runs beside the calls, and only the contract of comm.h is
-// held. There messages go on at the end of each operation.
+// test_streams.c [--ranks N] [--long] [PATTERN]: computation and communication keep the order of the calls,
+// even if the device does both concurrently: long work precedes each, and what would be read too early is
+// NaN or another number. TAP. On a GPU, with --long, a missing event between the two streams shows here
+// (tests/mutants/gpu.txt); on a CPU nothing runs concurrently with the calls, and only the contract of
+// comm.h is tested. There, messages make progress at the end of each operation.
 //
-// Ranks stay in step, so a failure is noted, not thrown; after each test all ranks add up what they noted.
+// Ranks stay in step, so a failure is recorded, and the test continues; after each test the ranks' failures
+// are summed.
 #include <fnmatch.h>
 #include <math.h>
 #include <sched.h>
@@ -17,9 +18,10 @@
 #include "tensor/ops.h"
 
 enum { SIZE = 512 };  // of the matrices
-// --long: the products keep a GPU busy for some milliseconds, and the tensors what is between two of them.
+// --long: the products keep a GPU busy for some milliseconds, and the tensors whatever is between two of
+// them.
 #ifdef __SANITIZE_ADDRESS__
-static int products = 1;  // nothing is late there, and each takes twenty times as long
+static int products = 1;  // nothing is late there, and each is twenty times slower
 #else
 static int products = 4;
 #endif
@@ -35,7 +37,7 @@ static Tensor filled(int64_t elements, double value) {
     return t;
 }
 
-// y = value, at the end of a chain of products with the unit matrix: the device comes to it late.
+// y = value, after a chain of products with the identity matrix: the device gets to it late.
 static void fill_late(Tensor y, double value) {
     Tensor x = tensor_new(MEMORY_ACTIVATION, F32, SHAPE(SIZE, SIZE)),
            unit = tensor_like(MEMORY_ACTIVATION, x);
@@ -127,8 +129,8 @@ static void work_between_call_and_wait_disturbs_nothing(void) {
 }
 
 static void a_mark_is_set_at_the_call(void) {
-    // The sum is of what t held at the call, though another tensor's late work is asked for before the
-    // wait; and what t is given behind the wait stays.
+    // The sum is over what t held at the call, although another tensor's late work is queued before the
+    // wait; and what is written to t after the wait stays.
     Tensor t = filled(count, NAN), other = filled(count, NAN);
     fill_late(t, me + 1);
     Request *request = comm_all_reduce(t, REDUCE_SUM, world);
@@ -155,8 +157,8 @@ static void compute_while_there_is(const char *path) {
     tensor_free(&other);
 }
 
-// A message is longer than what a host takes at once. Of its two ranks one comes first, computes, and calls
-// nothing of comm; yet it comes to its end, for which the other waits.
+// A message longer than what a host transfers at once. One of its two ranks is first, computes, and does
+// not call comm; still the message is completed, for which the other one waits.
 static void a_message_goes_on_while_a_rank_computes(void) {
     for (int computes = 0; computes < 2; computes++) {
         char path[64];

@@ -1,4 +1,4 @@
-// test_techniques.c: what a list of techniques must not be, and what each technique demands of the flags.
+// test_techniques.c: which lists of techniques are refused, and what each technique requires of the flags.
 #include <stdlib.h>
 
 #include "03_tensor_parallel/tensor_parallel.h"
@@ -7,7 +7,7 @@
 static const char *const SMALL =
     "layers=1 hidden=16 heads=8 kv-heads=2 ffn=88 vocab=256 seq=4 micro-batch=1 steps=1";
 
-// ---- whose place a plug may take ----
+// ---- which socket a plug may replace ----
 
 typedef struct Order {
     const Technique *list[4];
@@ -23,12 +23,12 @@ static void plug_all(void *context) {
     config_set(&c, "vocab-parallel", 1);
     if (order->recompute) c.recompute = RECOMPUTE_FULL;
     Mesh mesh = mesh_single();
-    mesh.tp = (Group){.size = 2};  // nobody sends anything before a step
+    mesh.tp = (Group){.size = 2};  // nothing is sent before a step
     device_dry_run(true);
     trainer_free(trainer_new(&c, mesh, order->list));
 }
 
-// Another technique that thinks of a socket as its own: what one device does there, under another function.
+// Another technique that treats a socket as its own: it does what one device does, in another function.
 static bool accept_some(void *context, Model *model, double norm) {
     (void)context, (void)model;
     return norm < 1;
@@ -89,7 +89,7 @@ static void a_plug_in_anothers_place_is_fatal_and_names_both(void **state) {
     }
 }
 
-// One that is not on leaves its socket to others.
+// A technique that is off leaves its socket to others.
 static void a_technique_that_is_off_takes_no_place(void **state) {
     (void)state;
     Config c = config_default(SMALL);

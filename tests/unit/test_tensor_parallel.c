@@ -1,4 +1,4 @@
-// test_tensor_parallel.c [--ranks N] [PATTERN]: where the sums of a region stand, and the loss of logits
+// test_tensor_parallel.c [--ranks N] [PATTERN]: where a region's sums are stored, and the loss from logits
 // that are sharded over the vocabulary. TAP.
 #include <math.h>
 
@@ -6,7 +6,7 @@
 #include "ranks.h"
 #include "tensor/rng.h"
 
-// Of 257 tokens the last of 2 to 4 ranks has fewer than the others, and padding.
+// With 257 tokens the last of 2 to 4 ranks has fewer than the others, and padding.
 static Trainer *tensor_parallel_trainer(void) {
     Config c = config_default("layers=1 hidden=24 heads=12 kv-heads=12 ffn=12 vocab=257 seq=5 dtype=f64");
     c.tp = n;
@@ -31,8 +31,8 @@ static void regions_sum_in_place(void) {
     trainer_free(t);
 }
 
-// Logits around 1000, of which no exponential is a number but those of differences to the maximum: the loss
-// is that of the whole rows, and added to what is there.
+// Logits around 1000, whose exponentials overflow unless the maximum is subtracted: the loss is that of the
+// whole rows, and is added to what is there.
 static void large_logits_have_the_loss_of_whole_rows(void) {
     enum { ROWS = 3 };
     Trainer *t = tensor_parallel_trainer();

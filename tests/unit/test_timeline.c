@@ -1,4 +1,4 @@
-// The time line of one step: spans, shares, both pictures to the last letter, and the options on one rank.
+// The timeline of one step: spans, shares, both pictures to the last character, and the options on one rank.
 #include <cjson/cJSON.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,7 +15,7 @@
 #include <cmocka.h>
 // clang-format on
 
-// The numbers on the left of a failure message are what the test got.
+// In a failure message, the numbers on the left are what the test got.
 #define ASSERT_SAME(got, expected)                                                             \
     do {                                                                                       \
         double got_ = (got), expected_ = (expected);                                           \
@@ -45,8 +45,8 @@ static void communicate(const char *name, double begin, double end) {
     communicate_on(LINE_DP, name, begin, end);
 }
 
-// A step of 16 s. The all-reduce is hidden for 4 s and exposed for 1; then for 2 s nothing moves: another
-// rank is late. The reduce-scatter is told first, though it runs last.
+// A step of 16 s. The all-reduce is hidden for 4 s and exposed for 1; then for 2 s nothing moves, as
+// another rank is late. The reduce-scatter is recorded first, although it runs last.
 static void a_step(const char *name) {
     clock_push(name);
     double t = clock_model_now();
@@ -148,7 +148,7 @@ static void letters_show_the_step_to_the_column(void **context) {
     for (int i = 0; i < 2; i++) timeline_free(&t[i]);
 }
 
-// Two lines at once: 3 s in which either is busy are exposed once.
+// Two lines at once: 3 s in which either is busy count as exposed only once.
 static void each_line_has_its_own_row(void **context) {
     (void)context;
     clock_push("step");

@@ -1,5 +1,5 @@
-// test_train.c: whole steps: accumulation, recomputation, determinism, the optimizer's rules, and what a
-// step counts. What it asks of the device: test_step.c.
+// test_train.c: whole steps: accumulation, recomputation, determinism, the optimizer's rules, and what a step
+// counts. test_step.c tests what a step asks of the device.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -137,7 +137,7 @@ static void counted_flops_are_the_formula(void **state) {
     }
 }
 
-// A dry run counts, clocks and accounts what a real one does.
+// A dry run has the counts, clocks and account of a real one.
 static void a_dry_run_counts_the_same(void **state) {
     (void)state;
     Config c = small_config("dtype=bf16 grad-acc=2");
@@ -219,7 +219,7 @@ static void learning_rate_warms_up_and_decays(void **state) {
     assert_true(fabs(learning_rate(&c, 109) - 1e-3) < 1e-12);
 }
 
-// Steps are optimizer steps, samples are samples: accumulation does not mix them up, and no sample comes
+// Steps are optimizer steps, samples are samples: accumulation does not confuse them, and no sample is used
 // twice.
 static void progress_counts_steps_and_samples(void **state) {
     (void)state;
@@ -233,7 +233,8 @@ static void progress_counts_steps_and_samples(void **state) {
     trainer_free(t);
 }
 
-// At a rate of 0 the weights stay, so a step repeats exactly when its samples do, and differs when they do.
+// At a rate of 0 the weights do not change, so a step repeats exactly if its samples do, and differs if
+// they differ.
 static void each_step_starts_from_zero_and_sees_new_samples(void **state) {
     (void)state;
     Config c = small_config("dtype=f64 grad-acc=2 optimizer=sgd lr=0");
@@ -248,8 +249,8 @@ static void each_step_starts_from_zero_and_sees_new_samples(void **state) {
     trainer_free(t);
 }
 
-// What gradients are scaled with on their way (a precision recipe's, in the step socket) changes nothing
-// else: neither losses nor norms nor what the optimizer does. A power of two does not round.
+// A scale of the gradients (a precision recipe's, in the step socket) changes nothing else: neither losses
+// nor norms nor the optimizer's step. A power of two does not round.
 static bool raise_scale(void *context, Model *m, double norm) {
     (void)context;
     assert_true(norm < 100);
@@ -282,7 +283,7 @@ static void the_scale_of_gradients_changes_no_bit(void **state) {
     }
 }
 
-// Refused gradients leave weights and moments alone, and the run goes on with the next samples.
+// Refused gradients leave weights and moments unchanged, and the run continues with the next samples.
 static int refusals;
 static bool refuse_second(void *context, Model *m, double norm) {
     (void)context, (void)m, (void)norm;
@@ -342,7 +343,7 @@ static void held_out_loss_is_the_mean_over_labels(void **state) {
     trainer_free(t);
 }
 
-// 16-bit weights: gradients of micro-batches add up in f32, and steps below half an ulp are not lost.
+// 16-bit weights: gradients of micro-batches are summed in f32, and steps below half an ulp are not lost.
 static void bf16_keeps_masters_and_f32_sums(void **state) {
     (void)state;
     Config c = small_config("dtype=bf16 grad-acc=8 micro-batch=1 optimizer=sgd lr=1e-5 clip=0 steps=40");
@@ -364,7 +365,7 @@ static void bf16_keeps_masters_and_f32_sums(void **state) {
     trainer_free(t);
 }
 
-// f32 and bf16 stay near f64, each within what its own rounding explains.
+// f32 and bf16 stay close to f64, each within its own rounding error.
 static void narrower_dtypes_stay_near_f64(void **state) {
     (void)state;
     Config c = small_config("dtype=f64 optimizer=sgd lr=0.1 steps=2 micro-batch=2 grad-acc=2");

@@ -1,4 +1,4 @@
-// test_transformer.c: the model's gradients against finite differences, its sockets, and B and W apart.
+// test_transformer.c: the model's gradients against finite differences, its sockets, and B and W separately.
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -100,7 +100,7 @@ static Tensor halved(void *context, const MicroBatch *micro, Tensor x) {
     return half;
 }
 
-// Regions that halve what enters and what leaves: a gradient that goes round one is off.
+// Regions that halve what enters and what leaves: a gradient that bypasses one is wrong.
 static void check_all_gradients(bool tied, bool regions) {
     Config c = small_config(tied);
     Model *m = rough_model(&c);
@@ -170,13 +170,13 @@ static void input_gradients_free_what_weights_do_not_need(void **state) {
     model_free(m);
 }
 
-// The batch goes up, forward and backward go into the device's queue, and the one number that comes back is
-// the loss. (A CPU is never waited for; the CUDA kernels on the emulator count.)
+// The batch is uploaded, forward and backward are queued on the device, and the only number that comes back
+// is the loss. (The host never waits for a CPU; the CUDA kernels on the emulator count.)
 static void a_micro_batch_waits_for_its_loss_alone(void **state) {
     (void)state;
     Config c = small_config(false);
     Model *m = rough_model(&c);
-    loss_of(m);  // what starts with the device is not what a step costs
+    loss_of(m);  // the device's start-up is not part of a step's cost
     int64_t before = backend_waits();
     MicroBatch micro = some_batch(m, 0);
     model_forward(m, &micro);
@@ -188,7 +188,7 @@ static void a_micro_batch_waits_for_its_loss_alone(void **state) {
     model_free(m);
 }
 
-// Two micro-batches in flight, and every W as late as can be: the same bits as one after the other.
+// Two micro-batches in flight, and every W as late as possible: the same bits as one after the other.
 static void weight_gradients_may_come_late(void **state) {
     (void)state;
     Config c = small_config(true);
@@ -199,8 +199,7 @@ static void weight_gradients_may_come_late(void **state) {
         model_backward(plain, &micro);
         micro_batch_free(plain, &micro);
     }
-    // Every unit a stage of its own. The embedding's gradient of a micro-batch adds up from the head's W
-    // on.
+    // Every unit is a stage of its own. A micro-batch adds to the embedding's gradient from the head's W on.
     const Chunk stage[] = {
         {0, 0, true, false}, {0, 1, false, false}, {1, 2, false, false}, {2, 2, false, true}};
     MicroBatch both[2] = {some_batch(late, 0), some_batch(late, 1)};
@@ -269,8 +268,8 @@ static void positions_count_within_each_sample(void **state) {
     model_free(m);
 }
 
-// RoPE: only distances matter. All positions moved by the same amount: the same logits; stretched: other
-// ones.
+// RoPE: only distances matter. If all positions are shifted by the same amount, the logits are the same; if
+// they are stretched, they differ.
 static void only_position_differences_matter(void **state) {
     (void)state;
     Config c = small_config(false);
@@ -297,7 +296,7 @@ static void only_position_differences_matter(void **state) {
     model_free(m);
 }
 
-// A sample's logits do not depend on who shares the micro-batch with it, or on its place there.
+// A sample's logits do not depend on the other samples of its micro-batch, or on its place there.
 static void samples_of_a_batch_are_independent(void **state) {
     (void)state;
     Config c = small_config(false);
@@ -317,7 +316,7 @@ static void samples_of_a_batch_are_independent(void **state) {
     model_free(m);
 }
 
-// Every shard of every weight is born equal to its slice of the whole.
+// Every shard of every weight is initialized to its slice of the whole.
 static void shards_are_slices_of_the_whole(void **state) {
     (void)state;
     Config c = small_config(false);

@@ -1,5 +1,5 @@
-// test_vocab.c: the operations on a part of the vocabulary. Several parts in one process, with what would
-// be all-reduces between them, must make what the operations on the whole vocabulary make.
+// test_vocab.c: the operations on a part of the vocabulary. Several parts in one process, with a stand-in
+// for the all-reduces between them, must give the results of the operations on the whole vocabulary.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -27,7 +27,7 @@ static Array rows_of_part(const Array *table, VocabularyPart part, int64_t store
     return rows;
 }
 
-// The same of the columns of logits (n, v).
+// The same for the columns of logits (n, v).
 static Array columns_of_part(const Array *logits, VocabularyPart part, int64_t stored, double filler) {
     int64_t n = tensor_rows(logits->t), v = tensor_columns(logits->t);
     Array columns = array_new(logits->t.dtype, n, stored, filler);
@@ -66,7 +66,7 @@ static void check_embedding(DType dtype, DType to, int64_t n, int64_t v, int64_t
             if (!own && !(y.x[j] == 0)) fail_msg("part %d has a row of another's token %d", i, (int)token);
             sum[j] += y.x[j];
         }
-        // Each row's terms come in the order of the whole: the bits are the same.
+        // Each row's terms are in the order of the whole: the bits are the same.
         for (int64_t j = 0; j < stored * h; j++) {
             double want = j < part.count * h ? dwhole.x[part.first * h + j] : 3;
             if (!(dweight.x[j] == want))
@@ -170,7 +170,7 @@ static void assert_near(const char *what, int parts, const Array *got, const Arr
                      tensor_text(want->t), (long long)i, got->x[i], want->x[i]);
 }
 
-// f64: 1e-12. Else sums of v terms in other orders, and a result that is rounded to the dtype.
+// f64: 1e-12. Otherwise sums of v terms in other orders, and a result that is rounded to the dtype.
 static void assert_same_loss(const Array *logits, const Array *targets, int parts, double filler) {
     DType dtype = logits->t.dtype;
     const double scale = 1.0 / 41;
@@ -178,7 +178,7 @@ static void assert_same_loss(const Array *logits, const Array *targets, int part
     LossResult whole = whole_loss(logits, targets, scale);
     LossResult got = loss_of_parts(logits, targets, scale, parts, filler);
     assert_near("lse", parts, &got.lse, &whole.lse, bound);
-    // A loss is a difference, and errs as lse does; so does the exponent of a gradient.
+    // A loss is a difference, and has the error of lse; so has the exponent of a gradient.
     double largest = 1;
     for (int64_t i = 0; i < whole.lse.count; i++) largest = fmax(largest, fabs(whole.lse.x[i]));
     assert_near("losses", parts, &got.losses, &whole.losses, bound * largest);
@@ -204,7 +204,7 @@ static void loss_parts_make_the_whole(void **state) {
             }
 }
 
-// Rows whose maximum stands in each part in turn, far above all else; a row far below zero; a row of both.
+// Rows whose maximum is in each part in turn, far above everything else; a row far below zero; a row of both.
 static void huge_logits_do_not_overflow(void **state) {
     (void)state;
     const int64_t v = 29, n = v + 2;
@@ -250,7 +250,7 @@ static void all_labels_may_be_ignored(void **state) {
     FREE(&logits, &targets);
 }
 
-// In one part's logits, it shows in every part's results; and so does an infinity.
+// A NaN in one part's logits shows in every part's results; and so does an infinity.
 static void nan_comes_through(void **state) {
     (void)state;
     const int64_t v = 67;
@@ -303,8 +303,7 @@ static void sum_parts_matches_reference(void **state) {
 
 // ---- columns split over ranks, and back ----
 
-// Of (n, groups w): part i has the columns of group i / copies; the way back adds the copies up, rounded
-// once.
+// Of (n, groups w), part i has the columns of group i / copies; the inverse adds up the copies, rounded once.
 static void columns_split(DType dtype, int64_t n, int64_t groups, int64_t copies, int64_t w) {
     int64_t parts = groups * copies, count = parts * n * w;
     Array whole = random_array(dtype, n, groups * w, 1), split = poisoned(dtype, parts * n, w);

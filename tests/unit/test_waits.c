@@ -1,6 +1,6 @@
 // test_waits.c [--ranks N] [PATTERN]: how often the host waits for its device in a step, in layouts of all
 // chapters: once, for the loss and the norm, and with delayed scaling once more, for the history. Mixtures
-// of experts wait in each of their layers: how many rows a rank has is a size, and sizes are the host's. TAP.
+// of experts wait in each layer: the number of a rank's rows is a size, and the host needs sizes. TAP.
 #include <string.h>
 
 #include "08_mixed_precision/five_d.h"
@@ -32,8 +32,8 @@ static Config config_of(const char *flags) {
                         own, options);
 }
 
-// In a step, but the first, the host waits `once` in any layout, and `passes` times for each of this rank's
-// layers and micro-batches.
+// In every step except the first, the host waits `once` in any layout, and `passes` times for each of this
+// rank's layers and micro-batches.
 static void expect_waits(const char *flags, int once, int passes) {
     Config c = config_of(flags);
     if ((c.dp ? c.dp : 1) * c.pp * c.cp * c.tp != n) return;  // with sanitizers there are 3 ranks, else 4

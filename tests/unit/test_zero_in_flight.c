@@ -1,7 +1,7 @@
-// test_zero_in_flight.c [--ranks N] [PATTERN]: when ZeRO-1 starts and waits for what it sends, among whom,
-// and how many elements each rank has; which weights ZeRO-3 has gathered while a unit computes, from whom,
-// and in how many bytes; when hybrid sharding sends across nodes; of ZeRO-R, whose place in the arena a
-// backward gives back. TAP.
+// test_zero_in_flight.c [--ranks N] [PATTERN]: when ZeRO-1 starts and waits for its calls, among which
+// ranks, and how many elements each rank has; which weights ZeRO-3 has gathered while a unit computes, from
+// which ranks, and in how many bytes; when hybrid sharding sends across nodes; and in ZeRO-R, whose place
+// in the arena a backward gives back. TAP.
 #include "02_zero/zero.h"
 #include "ranks.h"
 #include "tensor/in_flight.h"
@@ -14,8 +14,8 @@ static Config config_of(const char *more) {
     return c;
 }
 
-// What the fullest rank stores is what all must have room for: at most ceil(count / N). Parts follow one
-// another, and are all of the unit.
+// All must have room for as much as the fullest rank stores: at most ceil(count / N). Parts are
+// consecutive, and together are the whole unit.
 static void parts_are_even(void) {
     for (int size = 1; size <= 9; size++)
         for (int64_t count = 0; count <= 40; count++) {
@@ -38,14 +38,14 @@ static int in_flight(Request *const *request, int units) {
     return bits;
 }
 
-// What all ranks send by a call for each unit, among the ranks that hold replicas of it and no others.
+// What all ranks send in one call for each unit, among the ranks that hold replicas of it and no others.
 static void expect_bytes(const char *call, double elements, double width, Mesh mesh) {
     const double sent = comm_sum(comm_count(call).bytes, mesh.world),
                  right = (mesh.dp.size - 1) * elements * width * mesh.world.size / mesh.dp.size;
     if (sent != right) note("%d replicas: %s sends %.0f B, and not %.0f", mesh.dp.size, call, sent, right);
 }
 
-// Gradients go as soon as they are ready, and wait for none; weights, when --gather says.
+// Gradients are sent as soon as they are ready, without waiting; weights when --gather says so.
 static void zero1_sends_in_time(Mesh mesh, ZeroGather gather) {
     Config c = config_of("");
     config_set(&c, "gather", gather);
@@ -110,8 +110,8 @@ static int gathered_for(Model *m, int unit, Pass pass) {
     return bits;
 }
 
-// The unit itself and the next one that the pass uses. Tied, the head reads the embedding, too. The
-// embedding's backward reads no weights: it is gathered for none.
+// The unit itself and the next one that the pass uses. If tied, the head also reads the embedding. The
+// embedding's backward reads no weights, so nothing is gathered for it.
 static void zero3_gathers_one_unit_ahead(void) {
     enum { E = 1, B0 = 2, B1 = 4, H = 8, UNITS = 4 };
     static const int right[2][UNITS] = {{E | B0, B0 | B1, B1 | H, H}, {0, B0, B0 | B1, B1 | H}};
@@ -142,7 +142,7 @@ static void zero3_leaves_other_stages_alone(void) {
     trainer_free(t);
 }
 
-// A recipe says what goes in place of weights (recipe.h): here bf16, whatever their dtype is.
+// A recipe says what is sent in place of weights (recipe.h): here bf16, whatever their dtype.
 static int64_t as_many(const void *context, int tensor, int64_t count) {
     (void)context, (void)tensor;
     return count;
@@ -184,8 +184,9 @@ static void zero3_frees_what_an_evaluation_gathers(void) {
     trainer_free(t);
 }
 
-// Of a group's replicas k neighbours shard, and every k-th has the same shard; ranks of a group need not be
-// neighbours in the world. What goes inside and across at once has lines of its own.
+// k neighbouring replicas of a group shard the model, and every k-th has the same shard; ranks of a group
+// need not be neighbours in the world. Calls inside and across nodes, which run at the same time, use
+// different lines.
 static void hybrid_groups_are_neighbours_or_apart(void) {
     for (int tp = 1; tp <= 2 && n % tp == 0; tp++) {
         Group dp = mesh_new((MeshShape){.dp = n / tp, .tp = tp}).dp;
@@ -202,7 +203,7 @@ static void hybrid_groups_are_neighbours_or_apart(void) {
     }
 }
 
-// Each unit's sum crosses nodes once its sum inside is there, and is waited for at the end.
+// Each unit's all-reduce across nodes starts once its sum inside is there, and is waited for at the end.
 static void hybrid_overlaps(void) {
     if (n % 2) return;
     Config c = config_of("");
@@ -217,7 +218,7 @@ static void hybrid_overlaps(void) {
         const int unit = m->params.units - 1 - before;
         sockets->gradients.begin(sockets->gradients.context, m, unit);
         sockets->gradients.ready(sockets->gradients.context, m, unit, true);
-        if (before == 0) inside = in_flight_count;  // of one reduce-scatter
+        if (before == 0) inside = in_flight_count;  // for one reduce-scatter
         SAME(comm_count("all_reduce").calls, before);
         SAME(in_flight_count - inside, before);
     }
@@ -227,7 +228,8 @@ static void hybrid_overlaps(void) {
     trainer_free(t);
 }
 
-// Of two micro-batches in flight the first has the arena: the backward of the other gives no place back.
+// With two micro-batches in flight the first has the arena: the backward of the other does not give back a
+// place.
 static void zero_r_keeps_the_place_of_the_first(void) {
     Config c = config_of("recompute=none");
     Trainer *t = trainer_new(&c, mesh_single(), NULL);

@@ -1,5 +1,5 @@
-// test_zero_r.c [--ranks N] [PATTERN]: checkpoints that are sharded over the ranks of real tensor
-// parallelism, and buffers of every size. TAP.
+// test_zero_r.c [--ranks N] [PATTERN]: checkpoints sharded over the ranks of real tensor parallelism, and
+// buffers of every size. TAP.
 #include "03_tensor_parallel/tensor_parallel.h"
 #include "ranks.h"
 
@@ -71,7 +71,7 @@ static void buffers_of_every_size_change_no_bit(void) {
         Record in_place = train_record(t, "in place");
         int64_t all = params_elements(&t->model->params);
         trainer_free(t);
-        // Elements: a weight's border within, at the end of, and far behind the buffer; all, and one more.
+        // Elements: a weight ends within the buffer, at its end, and far beyond it; all, and one more.
         const int64_t sizes[] = {97, 257 * 48, 257 * 48 + 1, all - 1, all, all + 1, INT64_MAX / 4};
         for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
             t = trainer_new(&c, mesh, NULL);
