@@ -2,8 +2,8 @@
 
 It is the yardstick of `make gpu-check`.
 
-Same shape, same batch, same arithmetic: bf16 weights and activations, f32 gradients' sums, master weights
-and AdamW, one norm for clipping, the loss read every step. Prints the median over the steps after the
+Same shape, same batch, same arithmetic: bf16 weights and activations, sums of gradients, master weights and
+AdamW in f32, one norm for clipping, the loss read every step. Prints the median over the steps after the
 first three:
     bench torch-train <tokens per second> tokens/s
 """

@@ -1,7 +1,7 @@
-"""PyTorch's fused attention, in bf16, beside which `make gpu-check PART=kernels` puts chapter 07's.
+"""PyTorch's fused attention in bf16, with which `make gpu-check PART=kernels` compares chapter 07's.
 
-Prints, for each implementation that this PyTorch has for the shape, the mean of eleven calls in a row by
-CUDA's events:
+Prints, for each implementation that this PyTorch has for the shape, the mean of eleven calls in a row, timed
+by CUDA events:
     bench torch-attention <flash|cudnn> <full|causal> <forward|backward> <milliseconds> ms
 """
 import argparse
@@ -29,7 +29,7 @@ def main():
     for name, value in (("size", 4096), ("heads", 32), ("kv-heads", 8), ("head-size", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
     o = parser.parse_args()
-    # A view (b, a, s, d) of what is stored as (b, s, a, d), as chapter 07 has it.
+    # A view (b, a, s, d) of a tensor stored as (b, s, a, d), as in chapter 07.
     operand = lambda heads: torch.randn(
         1, o.size, heads, o.head_size, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
     q, k, v = operand(o.heads), operand(o.kv_heads), operand(o.kv_heads)

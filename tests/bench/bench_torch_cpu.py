@@ -2,9 +2,9 @@
 
     bench_torch_cpu.py "layers=6 hidden=384 heads=6 ..." THREADS
 
-PyTorch with what makes it fast: scaled_dot_product_attention, q k v in one product and gate up in another,
-fused AdamW. Answers with a line about itself once it is ready, and then with a step's tokens/s for each
-line of input.
+PyTorch as fast as it gets: scaled_dot_product_attention, q k v in one product and gate up in another, fused
+AdamW. Answers with a line about itself once it is ready, and then with a step's tokens/s for each line of
+input.
 """
 import sys
 import time
